@@ -1,0 +1,90 @@
+"""Frozen, hashable descriptions of a model: everything a compiled program may specialise on, and nothing else."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+from kvjax.errors import UsageError
+
+RopeKind = Literal["default", "linear", "dynamic", "yarn", "longrope", "llama3"]
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeConfig:
+    """Rotary position embedding and its length scaling, with Hugging Face's names and defaults.
+
+    Attributes:
+      theta: base of the frequencies, ``inv_freq[i] = theta ** (-2 i / dim)``.
+      kind: scaling rule; the fields below belong to some of the rules only.
+      factor: how many times longer than the original context the model is meant to read.
+      original_max_position: context in tokens before scaling (dynamic, yarn, longrope, llama3).
+      low_freq_factor, high_freq_factor: llama3's band edges.
+      beta_fast, beta_slow, mscale, mscale_all_dim, truncate: yarn's ramp and temperature.
+      attention_factor: multiplies cos and sin; ``None`` derives it as the rule says.
+      short_factor, long_factor: longrope's per-frequency divisors.
+    """
+
+    theta: float = 10000.0
+    kind: RopeKind = "default"
+    factor: float = 1.0
+    original_max_position: int | None = None
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+    attention_factor: float | None = None
+    short_factor: tuple[float, ...] = ()
+    long_factor: tuple[float, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """Shape of a decoder-only transformer; one decoder serves every family, and a family is a mapping to this.
+
+    Attributes:
+      family: the architecture's own name ("llama", "qwen2").
+      hidden_size, intermediate_size, vocab_size, num_layers: widths and depth.
+      num_heads, num_kv_heads: query heads and key/value heads; the former is a multiple of the latter.
+      head_dim: channels of one head.
+      max_position: the model's context in tokens.
+      rms_norm_eps: epsilon of every RMSNorm.
+      qkv_bias, output_bias, mlp_bias: whether those projections add a bias.
+      tie_embeddings: whether the output head is the token embedding.
+    """
+
+    family: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_position: int
+    rope: RopeConfig = RopeConfig()
+    rms_norm_eps: float = 1e-5
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    tie_embeddings: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"{name} is {getattr(self, name)}; a model needs at least 1.")
+        if self.num_heads % self.num_kv_heads:
+            raise UsageError(
+                f"{self.num_heads} query heads do not divide into {self.num_kv_heads} key/value heads; "
+                "the first must be a multiple of the second."
+            )
+        if self.head_dim < 2 or self.head_dim % 2:
+            raise UsageError(f"head_dim is {self.head_dim}; rotary embedding needs an even number of at least 2.")
+
+    @property
+    def group_size(self) -> int:
+        """Query heads that share one key/value head (G)."""
+        return self.num_heads // self.num_kv_heads

@@ -1,0 +1,123 @@
+"""The one decoder of every family: parameters and the parts of a layer as flax.nnx modules, used as plain pytrees.
+
+The runtime owns the order of things (prefill in blocks, decode against a compressed cache), so a layer offers its
+two halves around attention and never sees a cache. Projections that share an input are one matrix: at batch 1 to 8
+a CPU step is bound by the number and the bytes of products, and grouping by KV head keeps every axis shardable.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from kvjax.config import ModelConfig
+
+
+def _param(rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str | None, ...], dtype: DTypeLike) -> nnx.Param:
+    """A weight with its logical axes; random values serve tests and ``load`` overwrites them."""
+    fan_in = shape[0] if len(shape) > 1 else 1
+    values = jax.random.normal(rngs.params(), shape, jnp.float32) * fan_in**-0.5
+    return nnx.Param(values.astype(dtype), axes=axes)
+
+
+class RMSNorm(nnx.Module):
+    """Root-mean-square norm in float32 over the last axis, multiplied by a learned weight."""
+
+    def __init__(self, size: int, eps: float, *, dtype: DTypeLike):
+        self.weight = nnx.Param(jnp.ones((size,), dtype), axes=(None,))
+        self.eps = eps
+
+    def __call__(self, x: Float[Array, "*S M"]) -> Float[Array, "*S M"]:
+        wide = x.astype(jnp.float32)
+        wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
+        return (self.weight[...] * wide.astype(x.dtype)).astype(x.dtype)
+
+
+class DecoderLayer(nnx.Module):
+    """One pre-norm layer: grouped-query attention projections and a gated SiLU MLP.
+
+    Parameters (M hidden, H KV heads, G group size, D head_dim, F intermediate):
+      qkv [M, H, G + 2, D]: the G queries of KV head h, then its key, then its value.
+      out [H, G, D, M]; gate_up [M, 2, F]; down [F, M]; optional biases without the leading input axis.
+    """
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, dtype: DTypeLike):
+        hidden, heads, group, dim = config.hidden_size, config.num_kv_heads, config.group_size, config.head_dim
+        inner = config.intermediate_size
+        self.input_norm = RMSNorm(hidden, config.rms_norm_eps, dtype=dtype)
+        self.post_attention_norm = RMSNorm(hidden, config.rms_norm_eps, dtype=dtype)
+        self.qkv = _param(rngs, (hidden, heads, group + 2, dim), (None, "kv_heads", None, None), dtype)
+        self.out = _param(rngs, (heads, group, dim, hidden), ("kv_heads", None, None, None), dtype)
+        self.gate_up = _param(rngs, (hidden, 2, inner), (None, None, "mlp"), dtype)
+        self.down = _param(rngs, (inner, hidden), ("mlp", None), dtype)
+        if config.qkv_bias:
+            self.qkv_bias = _param(rngs, (heads, group + 2, dim), ("kv_heads", None, None), dtype)
+        if config.output_bias:
+            self.out_bias = _param(rngs, (hidden,), (None,), dtype)
+        if config.mlp_bias:
+            self.gate_up_bias = _param(rngs, (2, inner), (None, "mlp"), dtype)
+            self.down_bias = _param(rngs, (hidden,), (None,), dtype)
+        self.config = config
+
+    def project(self, x: Float[Array, "*S M"]) -> Float[Array, "*S H Q D"]:
+        """Norm and project to queries, key and value of each KV head, before rotary: [..., H, G + 2, D]."""
+        c = self.config
+        weight = self.qkv[...]
+        flat = self.input_norm(x) @ weight.reshape(c.hidden_size, -1)
+        qkv = flat.reshape(*x.shape[:-1], *weight.shape[1:])
+        return qkv + self.qkv_bias[...] if c.qkv_bias else qkv
+
+    def finish(self, x: Float[Array, "*S M"], attended: Float[Array, "*S H G D"]) -> Float[Array, "*S M"]:
+        """Output projection, residual, and the MLP with its residual."""
+        c = self.config
+        y = attended.reshape(*x.shape[:-1], -1) @ self.out[...].reshape(-1, c.hidden_size)
+        if c.output_bias:
+            y = y + self.out_bias[...]
+        x = x + y
+        inner = self.post_attention_norm(x) @ self.gate_up[...].reshape(c.hidden_size, -1)
+        if c.mlp_bias:
+            inner = inner + self.gate_up_bias[...].reshape(-1)
+        gate, up = jnp.split(inner, 2, axis=-1)
+        y = (jax.nn.silu(gate) * up) @ self.down[...]
+        return x + (y + self.down_bias[...] if c.mlp_bias else y)
+
+
+class Decoder(nnx.Module):
+    """Token embedding, layers, final norm and output head (the embedding itself when tied).
+
+    ``embedding`` is [V, M]; ``head`` is [M, V] and exists only when the model does not tie it.
+    """
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, dtype: DTypeLike = jnp.float32):
+        self.embedding = _param(rngs, (config.vocab_size, config.hidden_size), ("vocab", None), dtype)
+        self.layers = nnx.List([DecoderLayer(config, rngs=rngs, dtype=dtype) for _ in range(config.num_layers)])
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)
+        if not config.tie_embeddings:
+            self.head = _param(rngs, (config.hidden_size, config.vocab_size), (None, "vocab"), dtype)
+        self.config = config
+
+    def embed(self, tokens: Int[Array, "*S"]) -> Float[Array, "*S M"]:
+        """Rows of the embedding; token ids are checked by the caller."""
+        return self.embedding[...][tokens]
+
+    def logits(self, x: Float[Array, "*S M"]) -> Float[Array, "*S V"]:
+        """Float32 scores of every token, from the last layer's output."""
+        x = self.norm(x)
+        if self.config.tie_embeddings:
+            return jax.lax.dot_general(
+                x, self.embedding[...], (((x.ndim - 1,), (1,)), ((), ())), preferred_element_type=jnp.float32
+            )
+        return jnp.matmul(x, self.head[...], preferred_element_type=jnp.float32)
+
+
+def random_decoder(config: ModelConfig, seed: int = 0, dtype: DTypeLike = jnp.float32) -> Decoder:
+    """A decoder with random weights, for tests and for benchmarks of shapes without weights."""
+    return Decoder(config, rngs=nnx.Rngs(params=seed), dtype=dtype)
+
+
+def abstract_decoder(config: ModelConfig, dtype: DTypeLike = jnp.float32) -> Decoder:
+    """The same tree with ``jax.ShapeDtypeStruct`` leaves: what a loader must fill, without allocating anything."""
+    return nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(params=0), dtype=dtype))

@@ -1,0 +1,108 @@
+"""Rotary position embedding with every length-scaling rule of the llama family, equal to Hugging Face's reference."""
+
+from __future__ import annotations
+
+import math
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from kvjax.config import ModelConfig, RopeConfig
+
+
+def _base(config: RopeConfig, dim: int, theta: float | None = None) -> np.ndarray:
+    # float32 as the reference computes it: angles at thousands of tokens must agree to 1e-4.
+    exponent = np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim)
+    return (1.0 / np.power(np.float32(theta or config.theta), exponent)).astype(np.float32)
+
+
+def _yarn(config: RopeConfig, dim: int) -> tuple[np.ndarray, float]:
+    original = config.original_max_position or 0
+
+    def correction(rotations: float) -> float:
+        return dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(config.theta))
+
+    low, high = correction(config.beta_fast), correction(config.beta_slow)
+    if config.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    ramp = np.clip((np.arange(dim // 2, dtype=np.float32) - low) / max(high - low, 1e-3), 0, 1)
+    base = _base(config, dim)
+    inv_freq = base / np.float32(config.factor) * ramp + base * (1 - ramp)
+
+    def get_mscale(scale: float, mscale: float = 1.0) -> float:
+        return 1.0 if scale <= 1 else 0.1 * mscale * math.log(scale) + 1.0
+
+    if config.attention_factor is not None:
+        factor = config.attention_factor
+    elif config.mscale and config.mscale_all_dim:
+        factor = get_mscale(config.factor, config.mscale) / get_mscale(config.factor, config.mscale_all_dim)
+    else:
+        factor = get_mscale(config.factor)
+    return inv_freq.astype(np.float32), factor
+
+
+def _llama3(config: RopeConfig, dim: int) -> np.ndarray:
+    original = config.original_max_position or 0
+    base = _base(config, dim)
+    wavelength = 2 * np.pi / base
+    low, high = original / config.low_freq_factor, original / config.high_freq_factor
+    smooth = (original / wavelength - config.low_freq_factor) / (config.high_freq_factor - config.low_freq_factor)
+    medium = (1 - smooth) * base / config.factor + smooth * base
+    scaled = np.where(wavelength > low, base / config.factor, np.where(wavelength < high, base, medium))
+    return scaled.astype(np.float32)
+
+
+def frequencies(config: ModelConfig, seen: Int[Array, " B"]) -> tuple[Float[Array, "B F"], float | Float[Array, " B"]]:
+    """Inverse frequencies of each row and the factor that multiplies cos and sin.
+
+    Args:
+      config: the model; ``config.rope.kind`` chooses the rule.
+      seen: tokens of the row after this call, shape [B]; "dynamic" and "longrope" change with it, as the reference does.
+
+    Returns:
+      ``(inv_freq [B, head_dim / 2] float32, attention factor)``.
+    """
+    rope, dim, batch = config.rope, config.head_dim, seen.shape[0]
+    factor: float | Array = 1.0
+    if rope.kind == "dynamic":
+        original = rope.original_max_position or config.max_position
+        length = jnp.maximum(seen, original).astype(jnp.float32)
+        theta = rope.theta * ((rope.factor * length / original) - (rope.factor - 1)) ** (dim / (dim - 2))
+        exponent = jnp.arange(0, dim, 2, dtype=jnp.float32) / dim
+        return 1.0 / theta[:, None] ** exponent, factor
+    if rope.kind == "longrope":
+        original = rope.original_max_position or config.max_position
+        base = _base(rope, dim)
+        short, long = (base / np.asarray(f, np.float32) for f in (rope.short_factor, rope.long_factor))
+        scale = rope.factor
+        if rope.attention_factor is not None:
+            factor = rope.attention_factor
+        elif scale > 1:
+            factor = math.sqrt(1 + math.log(scale) / math.log(original))
+        return jnp.where((seen > original)[:, None], long, short), factor
+    if rope.kind == "yarn":
+        inv_freq, factor = _yarn(rope, dim)
+    elif rope.kind == "llama3":
+        inv_freq = _llama3(rope, dim)
+    elif rope.kind == "linear":
+        inv_freq = _base(rope, dim) / np.float32(rope.factor)
+    else:
+        inv_freq = _base(rope, dim)
+    return jnp.broadcast_to(jnp.asarray(inv_freq), (batch, dim // 2)), factor
+
+
+def angles(
+    config: ModelConfig, positions: Int[Array, "B T"], seen: Int[Array, " B"]
+) -> tuple[Float[Array, "B T F"], Float[Array, "B T F"]]:
+    """cos and sin of every position, float32, shape [B, T, head_dim / 2]."""
+    inv_freq, factor = frequencies(config, seen)
+    phase = positions[..., None].astype(jnp.float32) * inv_freq[:, None, :]
+    return jnp.cos(phase) * factor, jnp.sin(phase) * factor
+
+
+def rotate(x: Float[Array, "*S D"], cos: Float[Array, "*S F"], sin: Float[Array, "*S F"]) -> Float[Array, "*S D"]:
+    """Rotate channel pairs (i, i + D/2) by the given angles in float32; the result has ``x``'s dtype."""
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
