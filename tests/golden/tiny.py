@@ -1,0 +1,183 @@
+"""Tiny random models of every family and variation: their Hugging Face configurations and their weights.
+
+Nothing is stored: weights and tokens come from NumPy's frozen ``RandomState`` stream, seeded by the case's name, so
+the script that asks the reference implementation and the test that asks kvjax see the same bits.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+import zlib
+from typing import Any
+
+import numpy as np
+
+VOCAB = 48
+# The first positions, where a wrong mask shows, and the last ones, where a wrong rotation shows.
+STORED_HEAD, STORED_TAIL = 3, 9
+
+
+@dataclasses.dataclass(frozen=True)
+class TinyCase:
+    """One configuration and the prompt lengths (tokens) it is asked at, each on its own."""
+
+    name: str
+    config: dict[str, Any]
+    lengths: tuple[int, ...] = (11, 40)
+
+    def tokens(self, length: int) -> np.ndarray:
+        """Token ids of the prompt of that length, int64 [length]."""
+        return _random(f"{self.name}/{length}").randint(0, VOCAB, size=length)
+
+    def stored_positions(self, length: int) -> np.ndarray:
+        """Positions whose logits are kept: the first few and the last few."""
+        return np.unique(np.r_[: min(STORED_HEAD, length), max(0, length - STORED_TAIL) : length])
+
+
+def _random(key: str) -> np.random.RandomState:
+    return np.random.RandomState(zlib.crc32(key.encode()))
+
+
+def _llama(**changes: Any) -> dict[str, Any]:
+    base: dict[str, Any] = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "intermediate_size": 56,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "hidden_act": "silu",
+        "max_position_embeddings": 64,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": False,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    return base | changes
+
+
+def _qwen2(**changes: Any) -> dict[str, Any]:
+    config = _llama(architectures=["Qwen2ForCausalLM"], model_type="qwen2", rms_norm_eps=1e-6, rope_theta=1e6)
+    del config["attention_bias"], config["mlp_bias"]
+    return config | {"use_sliding_window": False} | changes
+
+
+def _scaled(**rope: Any) -> dict[str, Any]:
+    """A llama whose scaling is written the way most published models write it: ``rope_theta`` + ``rope_scaling``."""
+    top = {key: rope.pop(key) for key in ("max_position_embeddings", "rope_theta") if key in rope}
+    return _llama(**top, rope_scaling=rope)
+
+
+# A small base puts the ramp's edges between the four frequencies of head_dim 8.
+_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 20.0}
+_LONG = {
+    "rope_type": "longrope",
+    "short_factor": [1.0, 1.1, 1.3, 1.6],
+    "long_factor": [1.0, 1.7, 2.9, 4.0],
+    "original_max_position_embeddings": 16,
+}
+_LONG_OUTSIDE = {key: value for key, value in _LONG.items() if key != "original_max_position_embeddings"}
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+
+CASES: tuple[TinyCase, ...] = (
+    TinyCase("llama_gqa", _llama()),
+    TinyCase("llama_mha", _llama(num_key_value_heads=4)),
+    TinyCase("llama_mqa", _llama(num_key_value_heads=1)),
+    TinyCase("llama_tied", _llama(tie_word_embeddings=True)),
+    TinyCase("llama_attention_bias", _llama(attention_bias=True)),
+    TinyCase("llama_mlp_bias", _llama(mlp_bias=True)),
+    TinyCase("llama_all_bias_tied", _llama(attention_bias=True, mlp_bias=True, tie_word_embeddings=True)),
+    # head_dim x heads differs from hidden_size, and three heads share no power of two.
+    TinyCase("llama_head_dim", _llama(head_dim=12, num_attention_heads=6, num_key_value_heads=3, hidden_size=48)),
+    TinyCase("llama_eps_theta", _llama(rms_norm_eps=1e-2, rope_theta=500000.0)),
+    TinyCase("llama_linear", _scaled(rope_type="linear", factor=4.0)),
+    TinyCase("llama_linear_legacy", _scaled(type="linear", factor=2.5)),
+    TinyCase("llama_dynamic", _scaled(rope_type="dynamic", factor=3.0, max_position_embeddings=16), (11, 16, 17, 40)),
+    TinyCase("llama_yarn", _scaled(**_YARN)),
+    TinyCase("llama_yarn_betas", _scaled(**_YARN, beta_fast=2.0, beta_slow=0.25)),
+    TinyCase("llama_yarn_untruncated", _scaled(**_YARN, beta_fast=2.0, beta_slow=0.25, truncate=False)),
+    TinyCase("llama_yarn_attention_factor", _scaled(**_YARN, attention_factor=1.37)),
+    TinyCase("llama_yarn_mscale", _scaled(**_YARN, mscale=1.2, mscale_all_dim=0.7)),
+    # Without an original length the whole context is the original one.
+    TinyCase("llama_yarn_no_original", _scaled(rope_type="yarn", factor=4.0, rope_theta=50.0)),
+    TinyCase("llama_longrope", _scaled(**_LONG), (11, 16, 17, 40)),
+    # Phi-3's files keep the original length outside the scaling table.
+    TinyCase("llama_longrope_outside", _llama(rope_scaling=_LONG_OUTSIDE, original_max_position_embeddings=16)),
+    TinyCase("llama_longrope_factor", _scaled(**_LONG, factor=8.0)),
+    TinyCase("llama_longrope_attention_factor", _scaled(**_LONG, attention_factor=1.21)),
+    TinyCase("llama_llama3", _scaled(**_LLAMA3, rope_theta=500.0), (11, 31, 60)),
+    # The newer files: one rope_parameters table holding theta as well.
+    TinyCase("llama_llama3_new", _llama(rope_theta=None, rope_parameters=_LLAMA3 | {"rope_theta": 300.0}), (11, 60)),
+    TinyCase("llama_default_new", _llama(rope_theta=None, rope_parameters={"rope_type": "default", "rope_theta": 3e4})),
+    TinyCase("qwen2_gqa", _qwen2()),
+    TinyCase("qwen2_mqa_tied", _qwen2(num_key_value_heads=1, tie_word_embeddings=True)),
+    TinyCase("qwen2_mha", _qwen2(num_key_value_heads=4)),
+    TinyCase("qwen2_yarn", _qwen2(rope_scaling={"type": "yarn", "factor": 3.0, "original_max_position_embeddings": 21})),
+)
+
+
+def config_json(case: TinyCase) -> dict[str, Any]:
+    """Contents of the case's config.json; keys set to None are left out, except inside the scaling."""
+    return {key: value for key, value in case.config.items() if value is not None}
+
+
+def weights(case: TinyCase) -> dict[str, np.ndarray]:
+    """Every tensor of the checkpoint under Hugging Face's names, float32, in the reference's [out, in] orientation."""
+    c = case.config
+    hidden, inner, heads, kv_heads = (
+        c[k] for k in ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+    )
+    dim = c.get("head_dim") or hidden // heads
+    qkv_bias = c["model_type"] == "qwen2" or c["attention_bias"]
+    output_bias, mlp_bias = c.get("attention_bias", False), c.get("mlp_bias", False)
+    random = _random(case.name)
+    tensors: dict[str, np.ndarray] = {}
+
+    def linear(name: str, rows: int, columns: int, bias: bool, gain: float = 1.0) -> None:
+        tensors[f"{name}.weight"] = (random.standard_normal((rows, columns)) * gain * columns**-0.5).astype(np.float32)
+        if bias:
+            tensors[f"{name}.bias"] = (random.standard_normal(rows) * 0.5).astype(np.float32)
+
+    def norm(name: str) -> None:
+        tensors[f"{name}.weight"] = (1 + 0.3 * random.standard_normal(hidden)).astype(np.float32)
+
+    linear("model.embed_tokens", VOCAB, hidden, False)
+    for layer in range(c["num_hidden_layers"]):
+        block = f"model.layers.{layer}"
+        norm(f"{block}.input_layernorm")
+        # Large queries and keys make attention peaked, so that a wrong rotation cannot average away.
+        linear(f"{block}.self_attn.q_proj", heads * dim, hidden, qkv_bias, gain=2.0)
+        linear(f"{block}.self_attn.k_proj", kv_heads * dim, hidden, qkv_bias, gain=2.0)
+        linear(f"{block}.self_attn.v_proj", kv_heads * dim, hidden, qkv_bias)
+        linear(f"{block}.self_attn.o_proj", hidden, heads * dim, output_bias)
+        norm(f"{block}.post_attention_layernorm")
+        linear(f"{block}.mlp.gate_proj", inner, hidden, mlp_bias)
+        linear(f"{block}.mlp.up_proj", inner, hidden, mlp_bias)
+        linear(f"{block}.mlp.down_proj", hidden, inner, mlp_bias)
+    norm("model.norm")
+    if not c["tie_word_embeddings"]:
+        linear("lm_head", VOCAB, hidden, False)
+    return tensors
+
+
+def write_folder(case: TinyCase, folder: pathlib.Path) -> pathlib.Path:
+    """Write the case as a Hugging Face model folder (config.json and model.safetensors) and return the folder."""
+    from safetensors.numpy import save_file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config_json(case)))
+    save_file(weights(case), folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
