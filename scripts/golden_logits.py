@@ -34,10 +34,10 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "scripts")]
 
 import golden_texts  # noqa: E402
-from tests.golden import tiny  # noqa: E402
+from golden import tiny  # noqa: E402
 
 OUT = ROOT / "tests" / "golden"
 NEW_TOKENS = 32

@@ -125,7 +125,9 @@ CASES: tuple[TinyCase, ...] = (
     TinyCase("qwen2_gqa", _qwen2()),
     TinyCase("qwen2_mqa_tied", _qwen2(num_key_value_heads=1, tie_word_embeddings=True)),
     TinyCase("qwen2_mha", _qwen2(num_key_value_heads=4)),
-    TinyCase("qwen2_yarn", _qwen2(rope_scaling={"type": "yarn", "factor": 3.0, "original_max_position_embeddings": 21})),
+    TinyCase(
+        "qwen2_yarn", _qwen2(rope_scaling={"type": "yarn", "factor": 3.0, "original_max_position_embeddings": 21})
+    ),
 )
 
 
