@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import itertools
 import pathlib
 import sys
 import types
@@ -94,7 +95,7 @@ def ask(classes: dict[str, type], case: lagkv.LagCase) -> np.ndarray:
     layer = 2 if case.variant == "l2" else 0
     k, v = torch.from_numpy(case.k), torch.from_numpy(case.v)
     bounds = [0, *range(case.prompt, case.tokens, case.step), case.tokens]
-    for start, stop in zip(bounds, bounds[1:], strict=False):
+    for start, stop in itertools.pairwise(bounds):
         cache.update(k[:, :, start:stop].clone(), v[:, :, start:stop].clone(), layer)
     return kept_indices(cache, layer, case.k, case.v)
 
