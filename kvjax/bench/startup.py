@@ -1,0 +1,64 @@
+"""What starting costs: compiling everything once, and a second process that finds the programs compiled."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+
+from kvjax.errors import KvjaxError
+
+_PROMPT = "What is the capital of France?"
+
+
+@dataclasses.dataclass(frozen=True)
+class Startup:
+    """Seconds.
+
+    Attributes:
+      cold_compile: compiling the prefill and decode programs with an empty compilation cache.
+      cold_total: that first process, from start to end.
+      second_first_token: from starting a second process to its first text on standard output.
+    """
+
+    cold_compile: float
+    cold_total: float
+    second_first_token: float
+
+
+def _command(model: str, policy: str, *extra: str) -> list[str]:
+    command = [sys.executable, "-m", "kvjax", "generate", _PROMPT, "--model", model, "--policy", policy]
+    return [*command, "--max-new-tokens", "16", *extra]
+
+
+def measure_startup(model: str, policy: str, repetitions: int = 3) -> Startup:
+    """Run the command line in processes of its own, sharing a compilation cache that starts empty.
+
+    Raises:
+      KvjaxError: with the command's own last line when it fails.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        environment = os.environ | {"JAX_COMPILATION_CACHE_DIR": folder}
+        start = time.perf_counter()
+        cold = subprocess.run(_command(model, policy, "--json"), env=environment, capture_output=True, text=True)
+        total = time.perf_counter() - start
+        if cold.returncode:
+            raise KvjaxError(f"The command to time failed: {(cold.stderr.strip().splitlines() or ['no output'])[-1]}")
+        compiling = json.loads(cold.stdout)["outputs"][0]["stats"]["compile_seconds"]
+        # One run brings the streaming command's own programs in, then the best of some counts: disk caches vary.
+        seconds = [_first_output(_command(model, policy), environment) for _ in range(repetitions + 1)]
+    return Startup(compiling, total, min(seconds[1:]))
+
+
+def _first_output(command: list[str], environment: dict[str, str]) -> float:
+    start = time.perf_counter()
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+        assert process.stdout is not None
+        process.stdout.read(1)
+        seconds = time.perf_counter() - start
+        process.stdout.read()
+    return seconds

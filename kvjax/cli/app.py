@@ -1,0 +1,201 @@
+"""The commands and their flags. Nothing heavy is imported before the arguments are parsed."""
+
+import importlib.metadata
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvjax.cli import options as flag
+
+app = typer.Typer(
+    help="Generate with language models whose KV cache is really compressed.",
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,  # main.py prints one sentence instead
+    rich_markup_mode=None,
+)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"kvjax {importlib.metadata.version('kvjax')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print it.")] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def generate(
+    prompt: Annotated[list[str], typer.Argument(help="One or several; `-` reads standard input.")],
+    model: flag.Model = flag.DEFAULT_MODEL,
+    dtype: flag.Dtype = None,
+    policy: flag.Policy = "full",
+    context: Annotated[
+        str | None, typer.Option("--context", help="Text (or @FILE) compressed once, asked about by every prompt.")
+    ] = None,
+    chat: flag.Chat = True,
+    max_new_tokens: flag.MaxNewTokens = 256,
+    temperature: flag.Temperature = 0.0,
+    top_k: flag.TopK = None,
+    top_p: flag.TopP = 1.0,
+    min_p: flag.MinP = 0.0,
+    repetition_penalty: flag.RepetitionPenalty = 1.0,
+    seed: flag.Seed = 0,
+    n: Annotated[int, typer.Option("--n", help="Samples of each prompt.")] = 1,
+    stop: flag.Stop = None,
+    stop_token_ids: flag.StopTokenIds = None,
+    logprobs: Annotated[bool, typer.Option("--logprobs", help="Also the log-probability of every token.")] = False,
+    memory_limit: flag.MemoryLimit = None,
+    json: flag.Json = False,
+    compile_cache: flag.CompileCache = True,
+) -> int:
+    """Answer prompts: text on standard output, progress and a table of stats on standard error."""
+    from kvjax.cli import generate as command
+    from kvjax.cli import inputs
+
+    keywords = dict(
+        policy=policy,
+        context=inputs.text_or_file(context, "--context"),
+        chat=chat,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        seed=seed,
+        n=n,
+        stop=tuple(stop or ()),
+        stop_token_ids=inputs.integers(stop_token_ids, "--stop-token-ids"),
+        logprobs=logprobs,
+        memory_limit=inputs.byte_count(memory_limit),
+    )
+    prompts = inputs.prompts(prompt)
+    return command.run(prompts, model=model, dtype=dtype, keywords=keywords, as_json=json, compile_cache=compile_cache)
+
+
+@app.command()
+def chat(
+    model: flag.Model = flag.DEFAULT_MODEL,
+    dtype: flag.Dtype = None,
+    policy: flag.Policy = "full",
+    system: Annotated[str | None, typer.Option("--system", help="Told to the model before the first turn.")] = None,
+    max_new_tokens: flag.MaxNewTokens = 512,
+    temperature: flag.Temperature = 0.0,
+    top_k: flag.TopK = None,
+    top_p: flag.TopP = 1.0,
+    min_p: flag.MinP = 0.0,
+    repetition_penalty: flag.RepetitionPenalty = 1.0,
+    seed: flag.Seed = 0,
+    stop: flag.Stop = None,
+    memory_limit: flag.MemoryLimit = None,
+    json: flag.Json = False,
+    compile_cache: flag.CompileCache = True,
+) -> int:
+    """Talk with a model over one compressed cache; piped input is one turn a line. /reset, /stats and /exit work."""
+    from kvjax.cli import chat as command
+    from kvjax.cli import inputs
+
+    keywords = dict(
+        policy=policy,
+        system=system,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        seed=seed,
+        stop=tuple(stop or ()),
+        memory_limit=inputs.byte_count(memory_limit),
+    )
+    return command.run(model=model, dtype=dtype, keywords=keywords, as_json=json, compile_cache=compile_cache)
+
+
+@app.command()
+def plan(
+    prompt_tokens: Annotated[int, typer.Option("--prompt-tokens", help="Tokens of the longest prompt.")],
+    model: flag.Model = flag.DEFAULT_MODEL,
+    dtype: flag.Dtype = None,
+    policy: flag.Policy = "full",
+    batch: Annotated[int, typer.Option("--batch", help="Prompts answered together.")] = 1,
+    max_new_tokens: flag.MaxNewTokens = 256,
+    memory_limit: flag.MemoryLimit = None,
+    json: flag.Json = False,
+) -> None:
+    """Say every byte a request would allocate, before allocating any."""
+    from kvjax.cli import inputs
+    from kvjax.cli import plan as command
+
+    keywords = dict(
+        prompt_tokens=prompt_tokens,
+        policy=policy,
+        batch=batch,
+        max_new_tokens=max_new_tokens,
+        dtype=dtype,
+        memory_limit=inputs.byte_count(memory_limit),
+    )
+    command.run(model=model, keywords=keywords, as_json=json)
+
+
+@app.command()
+def policies(json: flag.Json = False) -> None:
+    """List the policies, their options and defaults."""
+    from kvjax.cli import policies as command
+
+    command.run(as_json=json)
+
+
+@app.command()
+def fetch(model: Annotated[str, typer.Argument(help="A built-in name or a hub id.")] = flag.DEFAULT_MODEL) -> None:
+    """Download a model to the user's cache (unless it is there) and print where it is."""
+    from kvjax.cli import fetch as command
+
+    command.run(model)
+
+
+@app.command()
+def bench(
+    model: flag.Model = flag.DEFAULT_MODEL,
+    dtype: flag.Dtype = None,
+    batch: Annotated[str, typer.Option("--batch", help="Comma-separated batch sizes.")] = "1,8",
+    context: Annotated[str, typer.Option("--context", help="Comma-separated tokens in the cache.")] = "256,4096",
+    policy: Annotated[list[str] | None, typer.Option("--policy", help="May be given several times.")] = None,
+    prefill: Annotated[str, typer.Option("--prefill", help="Comma-separated prompt lengths to time.")] = "2000",
+    rounds: Annotated[int, typer.Option("--rounds", help="Interleaved repetitions; the median is reported.")] = 5,
+    steps: Annotated[int, typer.Option("--steps", help="Tokens decoded in a repetition.")] = 16,
+    peer: Annotated[list[str] | None, typer.Option("--peer", help="`transformers`: also time that (torch).")] = None,
+    long_steps: Annotated[
+        int, typer.Option("--long-steps", help="Also compare a step after 100 and after this many generated tokens.")
+    ] = 0,
+    startup: Annotated[bool, typer.Option("--startup", help="Also time compilation and a second process.")] = False,
+    json: Annotated[Path | None, typer.Option("--json", help="Save everything measured to this file.")] = None,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print the tables as Markdown.")] = False,
+    compile_cache: flag.CompileCache = True,
+) -> None:
+    """Measure speed, cache bytes, peak memory and the share of the memory-bandwidth limit."""
+    from kvjax.cli import bench as command
+    from kvjax.cli import inputs
+
+    command.run(
+        model=model,
+        dtype=dtype,
+        batches=inputs.integers(batch, "--batch") or (),
+        contexts=inputs.integers(context, "--context") or (),
+        policies=tuple(policy or ("full",)),
+        prefills=inputs.integers(prefill, "--prefill") or (),
+        rounds=rounds,
+        steps=steps,
+        peers=tuple(peer or ()),
+        long_steps=long_steps,
+        startup=startup,
+        json_path=json,
+        markdown=markdown,
+        compile_cache=compile_cache,
+    )

@@ -1,0 +1,68 @@
+"""``kvjax generate``: one prompt streams its text; several prompts or samples print when all are done."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from kvjax.cli import render, session
+
+if TYPE_CHECKING:
+    from kvjax.generate import Output
+    from kvjax.model.load import LanguageModel
+
+
+def run(
+    prompts: Sequence[str],
+    *,
+    model: str,
+    dtype: str | None,
+    keywords: dict[str, Any],
+    as_json: bool,
+    compile_cache: bool,
+) -> int:
+    """Generate for every prompt and print; the exit code is 130 when Ctrl-C cut the text short."""
+    from kvjax import policies
+
+    policies.parse(keywords["policy"])  # a misspelt policy is said before the model is loaded
+    if compile_cache:
+        session.enable_compile_cache()
+    lm = session.load(model, dtype)
+    streamed = len(prompts) == 1 and keywords["n"] == 1 and not as_json
+    outputs = [_stream(lm, prompts[0], keywords)] if streamed else _all(lm, prompts, keywords)
+    if as_json:
+        render.print_json(
+            {"model": lm.name, "policy": keywords["policy"], "outputs": [render.as_dict(output) for output in outputs]}
+        )
+    elif not streamed:
+        _print_outputs(outputs)
+    return 130 if any(output.finish_reason == "interrupted" for output in outputs) else 0
+
+
+def _stream(lm: LanguageModel, prompt: str, keywords: dict[str, Any]) -> Output:
+    import kvjax
+
+    output = None
+    for piece in kvjax.stream_generate(lm, prompt, **keywords):
+        render.write_text(piece.text)
+        output = piece.output or output
+    assert output is not None, "stream_generate ends with a piece that carries the output"
+    render.write_text("\n")
+    render.print_stats(output)
+    return output
+
+
+def _all(lm: LanguageModel, prompts: Sequence[str], keywords: dict[str, Any]) -> list[Output]:
+    import kvjax
+
+    result = kvjax.generate(lm, list(prompts), **keywords)
+    return [output for row in result for output in (row if isinstance(row, list) else [row])]
+
+
+def _print_outputs(outputs: list[Output]) -> None:
+    for number, output in enumerate(outputs, 1):
+        if len(outputs) > 1:
+            print(f"--- {number} of {len(outputs)}", file=sys.stderr)
+        render.write_text(output.text + "\n")
+    render.print_stats(outputs[-1])

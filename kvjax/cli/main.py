@@ -1,0 +1,56 @@
+"""Entry point of the ``kvjax`` command: runs the application and turns every failure into one sentence.
+
+Exit codes: 0 done, 1 a failure, 2 a request that makes no sense as stated, 130 interrupted with Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+
+import typer
+
+from kvjax.cli.app import app
+from kvjax.errors import KvjaxError, UsageError
+
+INTERRUPTED = 130  # what a shell reports for a process ended by SIGINT
+
+
+def explain(error: BaseException) -> tuple[int, str]:
+    """Exit code and the one sentence for whoever typed the command."""
+    if isinstance(error, typer.TyperException):
+        return error.exit_code, error.format_message()
+    if isinstance(error, UsageError):
+        return 2, str(error)
+    if isinstance(error, KvjaxError):
+        return 1, str(error)
+    if isinstance(error, KeyboardInterrupt | typer.Abort):
+        return INTERRUPTED, "Interrupted."
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        return 1, f"The disk is full: {error}."
+    first_line = (str(error).splitlines() or [""])[0]
+    if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in first_line:
+        return 1, f"Not enough memory ({first_line}); a smaller budget, batch or context needs less."
+    hint = "set KVJAX_TRACEBACK=1 to see where"
+    return 1, f"Unexpected {type(error).__name__}: {first_line} ({hint})"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command line (``sys.argv`` by default) and return its exit code."""
+    try:
+        result = app(args=list(sys.argv[1:] if arguments is None else arguments), standalone_mode=False)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # The reader of a pipe left (``kvjax … | head``); Python must not try to flush to it again at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001  every failure becomes one sentence here
+        if os.environ.get("KVJAX_TRACEBACK"):
+            traceback.print_exc()
+        code, sentence = explain(error)
+        print(f"kvjax: {sentence}", file=sys.stderr)
+        return code
+    return result if isinstance(result, int) else 0

@@ -1,0 +1,39 @@
+"""``kvjax policies``: what can be written after --policy."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from kvjax.cli import render
+
+
+def _describe(policy: type) -> tuple[list[dict[str, Any]], str]:
+    fields = []
+    for field in dataclasses.fields(policy):
+        required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+        default = field.default if field.default is not dataclasses.MISSING else None
+        kind = field.type if isinstance(field.type, str) else getattr(field.type, "__name__", str(field.type))
+        fields.append({"name": field.name, "type": kind, "required": required, "default": default})
+    summary = (policy.__doc__ or "").strip().splitlines()
+    return fields, summary[0] if summary else ""
+
+
+def run(*, as_json: bool) -> None:
+    """Print every registered policy."""
+    from kvjax import policies
+
+    described = {name: _describe(policy) for name, policy in sorted(policies.registry().items())}
+    if as_json:
+        render.print_json({name: {"summary": s, "fields": fields} for name, (fields, s) in described.items()})
+        return
+    rows = [
+        (name, "\n".join(_option(field) for field in fields) or "-", summary)
+        for name, (fields, summary) in described.items()
+    ]
+    render.print_table("", ("policy", "options and defaults", "what it keeps"), rows)
+    print("Write --policy NAME or NAME:OPTION=VALUE,OPTION=VALUE.")
+
+
+def _option(field: dict[str, Any]) -> str:
+    return f"{field['name']} (needed)" if field["required"] else f"{field['name']}={field['default']}"

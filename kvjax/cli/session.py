@@ -1,0 +1,35 @@
+"""What every command that runs a model does first: the compilation cache, and loading with progress on stderr."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvjax.model.load import LanguageModel
+
+# Programs of a 135M model take about a megabyte each; the oldest are dropped beyond this.
+COMPILE_CACHE_BYTES = 2 * 2**30
+
+
+def enable_compile_cache() -> None:
+    """Keep compiled programs in the user's cache folder, so that a second process starts fast.
+
+    ``JAX_COMPILATION_CACHE_DIR`` overrides the folder. JAX trusts what it reads there, so the folder is the user's own.
+    """
+    import jax
+    import platformdirs
+
+    if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
+        folder = platformdirs.user_cache_path("kvjax") / "xla"
+        jax.config.update("jax_compilation_cache_dir", str(folder))
+        jax.config.update("jax_compilation_cache_max_size", COMPILE_CACHE_BYTES)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
+
+
+def load(model: str, dtype: str | None) -> LanguageModel:
+    """The model by name, path or hub id; progress goes to standard error."""
+    import kvjax
+
+    return kvjax.load(model) if dtype is None else kvjax.load(model, dtype=dtype)
