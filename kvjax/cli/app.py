@@ -11,7 +11,6 @@ from kvjax.cli import options as flag
 app = typer.Typer(
     help="Generate with language models whose KV cache is really compressed.",
     add_completion=False,
-    no_args_is_help=True,
     pretty_exceptions_enable=False,  # main.py prints one sentence instead
     rich_markup_mode=None,
 )
@@ -25,7 +24,9 @@ def _version(wanted: bool) -> None:
 
 @app.callback()
 def _root(
-    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print it.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
 ) -> None:
     pass
 
@@ -55,7 +56,10 @@ def generate(
     json: flag.Json = False,
     compile_cache: flag.CompileCache = True,
 ) -> int:
-    """Answer prompts: text on standard output, progress and a table of stats on standard error."""
+    """Answer prompts.
+
+    Text goes to standard output as it is made; progress and a table of stats go to standard error.
+    """
     from kvjax.cli import generate as command
     from kvjax.cli import inputs
 
@@ -98,7 +102,11 @@ def chat(
     json: flag.Json = False,
     compile_cache: flag.CompileCache = True,
 ) -> int:
-    """Talk with a model over one compressed cache; piped input is one turn a line. /reset, /stats and /exit work."""
+    """Talk with a model over one compressed cache.
+
+    At a terminal, /reset starts over, /stats shows the last turn's numbers and /exit leaves. Piped input is one turn a
+    line.
+    """
     from kvjax.cli import chat as command
     from kvjax.cli import inputs
 
@@ -129,7 +137,7 @@ def plan(
     memory_limit: flag.MemoryLimit = None,
     json: flag.Json = False,
 ) -> None:
-    """Say every byte a request would allocate, before allocating any."""
+    """Say every byte a request would allocate."""
     from kvjax.cli import inputs
     from kvjax.cli import plan as command
 
@@ -154,7 +162,10 @@ def policies(json: flag.Json = False) -> None:
 
 @app.command()
 def fetch(model: Annotated[str, typer.Argument(help="A built-in name or a hub id.")] = flag.DEFAULT_MODEL) -> None:
-    """Download a model to the user's cache (unless it is there) and print where it is."""
+    """Put a model in the user's cache.
+
+    Downloads nothing when it is there already; prints its path.
+    """
     from kvjax.cli import fetch as command
 
     command.run(model)
@@ -179,7 +190,11 @@ def bench(
     markdown: Annotated[bool, typer.Option("--markdown", help="Print the tables as Markdown.")] = False,
     compile_cache: flag.CompileCache = True,
 ) -> None:
-    """Measure speed, cache bytes, peak memory and the share of the memory-bandwidth limit."""
+    """Measure speed, cache bytes and peak memory.
+
+    Decode is also given as a share of the limit: the bytes a step must read at the memory bandwidth measured in the
+    same run.
+    """
     from kvjax.cli import bench as command
     from kvjax.cli import inputs
 

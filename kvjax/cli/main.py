@@ -41,7 +41,8 @@ def explain(error: BaseException) -> tuple[int, str]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command line (``sys.argv`` by default) and return its exit code."""
     try:
-        result = app(args=list(sys.argv[1:] if arguments is None else arguments), standalone_mode=False)
+        given = list(sys.argv[1:] if arguments is None else arguments)
+        result = app(args=given or ["--help"], prog_name="kvjax", standalone_mode=False)
         sys.stdout.flush()
     except BrokenPipeError:
         # The reader of a pipe left (``kvjax … | head``); Python must not try to flush to it again at exit.

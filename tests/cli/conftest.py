@@ -1,0 +1,42 @@
+"""The command line run in this process, on the tiny model, with what it printed."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import sys
+
+import pytest
+
+
+@dataclasses.dataclass
+class Ran:
+    code: int
+    out: str
+    err: str
+
+    @property
+    def sentence(self) -> str:
+        """The one line an error prints; fails when there is a traceback or more than one line."""
+        lines = self.err.splitlines()
+        assert len(lines) == 1 and lines[0].startswith("kvjax: "), self.err
+        return lines[0].removeprefix("kvjax: ")
+
+
+@pytest.fixture
+def cli(monkeypatch, capsys, tiny_model):
+    """Run ``kvjax ARGUMENTS`` with the tiny model in place of every named one."""
+    import kvjax
+    from kvjax.cli.main import main
+
+    monkeypatch.setattr(kvjax, "load", lambda name, **_: tiny_model, raising=False)
+    monkeypatch.delenv("KVJAX_TRACEBACK", raising=False)
+
+    def run(*arguments: str, stdin: bytes = b"") -> Ran:
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin), encoding="utf-8"))
+        cached = () if arguments[0] not in ("generate", "chat", "bench") else ("--no-compile-cache",)
+        code = main([*arguments, *cached])
+        captured = capsys.readouterr()
+        return Ran(code, captured.out, captured.err)
+
+    return run

@@ -1,0 +1,36 @@
+"""Small readers of what was typed."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvjax.cli import inputs, render
+from kvjax.errors import UsageError
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [("8GB", 8 * 10**9), ("512MiB", 512 * 2**20), ("1.5g", 1_500_000_000), ("1000", 1000), ("1 kB", 1000)],
+)
+def test_byte_counts(text, count):
+    assert inputs.byte_count(text) == count
+
+
+@pytest.mark.parametrize("text", ["", "GB", "-1GB", "1e9", "8 XB"])
+def test_what_is_no_byte_count(text):
+    with pytest.raises(UsageError):
+        inputs.byte_count(text)
+
+
+def test_integers():
+    assert inputs.integers("1,8", "--batch") == (1, 8)
+    assert inputs.integers(None, "--batch") is None
+    with pytest.raises(UsageError, match="--batch"):
+        inputs.integers("1;8", "--batch")
+
+
+@pytest.mark.parametrize(
+    ("count", "text"), [(0, "0 B"), (999, "999 B"), (1000, "1 kB"), (1_509_949_440, "1.51 GB"), (999_999, "1 MB")]
+)
+def test_human_bytes(count, text):
+    assert render.human_bytes(count) == text

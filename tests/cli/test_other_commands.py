@@ -1,0 +1,67 @@
+"""``kvjax chat | plan | policies`` and what the command costs to start."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import kvjax
+
+
+def test_chat_answers_each_piped_line_on_one_cache(cli):
+    ran = cli("chat", "--max-new-tokens", "4", "--json", stdin=b"hello\n\nand then?\n")
+    first, second = (json.loads(line) for line in ran.out.splitlines())
+    assert ran.code == 0
+    assert second["stats"]["seen"] > first["stats"]["seen"]
+
+
+def test_chat_commands(cli):
+    ran = cli("chat", "--max-new-tokens", "4", stdin=b"/stats\nhello\n/stats\n/reset\n/exit\nnever\n")
+    assert ran.code == 0
+    assert "Nothing was generated yet" in ran.err
+    assert "cache allocated" in ran.err
+    assert "A new conversation" in ran.err
+
+
+def test_chat_says_which_line_is_not_utf8(cli):
+    ran = cli("chat", stdin=b"\xff\n")
+    assert ran.code == 2
+    assert "Line 1 of standard input" in ran.sentence
+
+
+def test_plan_prints_a_table_and_json(cli, tiny_model):
+    arguments = ("plan", "--prompt-tokens", "64", "--batch", "2", "--policy", "lagkv:ratio=0.5")
+    table = cli(*arguments)
+    assert table.code == 0 and "weights" in table.out.lower()
+    said = json.loads(cli(*arguments, "--json").out)
+    direct = kvjax.plan(tiny_model, prompt_tokens=64, batch=2, policy="lagkv:ratio=0.5")
+    assert said["cache_bytes"] == direct.cache_bytes
+    assert said["total_bytes"] == direct.total_bytes
+
+
+def test_policies_lists_every_policy_with_its_defaults(cli):
+    ran = cli("policies")
+    said = json.loads(cli("policies", "--json").out)
+    assert set(said) == set(kvjax.policies.registry())
+    assert "sink=16" in ran.out
+    (sink,) = (field for field in said["lagkv"]["fields"] if field["name"] == "sink")
+    assert sink["default"] == 16
+    assert all(policy["summary"] for policy in said.values())
+
+
+def test_help_imports_nothing_heavy():
+    """Half a second is promised for --help; what would break it is an import, which is what is checked."""
+    script = (
+        "import sys; from kvjax.cli.main import main; code = main(['generate', '--help']);"
+        "heavy = {'jax', 'flax', 'numpy', 'transformers', 'gguf', 'rich'} & set(sys.modules);"
+        "sys.exit(f'imported {heavy}' if heavy else code)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "--max-new-tokens" in done.stdout
+
+
+def test_version(cli):
+    ran = cli("--version")
+    assert ran.code == 0 and ran.out.startswith("kvjax ")

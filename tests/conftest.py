@@ -1,0 +1,31 @@
+"""Fixtures shared by all tests: the real default model where a user already has it, and a tiny random one."""
+
+from __future__ import annotations
+
+import pytest
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Whatever asks for the default model is marked ``model``."""
+    for item in items:
+        if "default_model" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.model)
+
+
+@pytest.fixture(scope="session")
+def default_model():
+    """SmolLM2-135M-Instruct in float32, once a session; nothing is downloaded here."""
+    import kvjax
+    from kvjax.model import fetch
+
+    if not fetch.is_cached("smollm2-135m-instruct"):
+        pytest.skip("the default model is not in the user's cache; run `kvjax fetch` once")
+    return kvjax.load("smollm2-135m-instruct", dtype="float32", progress=False)
+
+
+@pytest.fixture(scope="session")
+def tiny_model():
+    """A random two-layer model with a byte tokenizer."""
+    import toys
+
+    return toys.tiny_model()

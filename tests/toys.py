@@ -1,0 +1,51 @@
+"""A toy model and tokenizer for tests that need the shape of things and no sense."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tokenizers
+
+from kvjax.config import ModelConfig
+from kvjax.model.decoder import random_decoder
+from kvjax.model.load import LanguageModel
+from kvjax.model.tokenizer import Tokenizer, byte_level_alphabet
+
+_TEMPLATE = (
+    "{% for m in messages %}<|start|>{{ m['role'] }}\n{{ m['content'] }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
+)
+SPECIALS = ("<|start|>", "<|end|>", "<|unused|>")
+
+
+def tiny_config(**changes: Any) -> ModelConfig:
+    """Two layers, four query heads on two KV heads: small enough to compile in a second."""
+    values = dict(
+        family="llama",
+        vocab_size=256 + len(SPECIALS),
+        hidden_size=32,
+        intermediate_size=64,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=8,
+        max_position=512,
+        tie_embeddings=True,
+    )
+    return ModelConfig(**(values | changes))
+
+
+def byte_tokenizer() -> Tokenizer:
+    """One id per byte, then the special tokens: no merges, so lengths are easy to count."""
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=byte_level_alphabet(), merges=[]))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    backend.add_special_tokens([tokenizers.AddedToken(token, special=True) for token in SPECIALS])
+    return Tokenizer(backend, chat_template=_TEMPLATE, special_tokens={"eos_token": "<|end|>"})
+
+
+def tiny_model(seed: int = 3, **changes: Any) -> LanguageModel:
+    """A random model with the byte tokenizer."""
+    config, tokenizer = tiny_config(**changes), byte_tokenizer()
+    stop = tuple(tokenizer.encode("<|end|>"))
+    return LanguageModel("tiny", config, random_decoder(config, seed=seed), tokenizer, stop)
