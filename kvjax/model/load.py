@@ -1,0 +1,153 @@
+"""``load``: a language model from a name, a file, a folder or the Hugging Face hub."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jax.typing import DTypeLike
+
+from kvjax.config import ModelConfig
+from kvjax.errors import UsageError, WeightsError
+from kvjax.model import fetch
+from kvjax.model.decoder import Decoder
+from kvjax.model.families import family
+from kvjax.model.fill import default_dtype, fill
+from kvjax.model.gguf import GGUFFile
+from kvjax.model.safetensors import SafetensorsFolder, read_json
+from kvjax.model.tokenizer import Tokenizer, tokenizer_from_folder
+from kvjax.model.tokenizer_gguf import stop_ids_from_gguf, tokenizer_from_gguf
+
+_ROPE_FACTORS = ("rope_freqs", "rope_factors_short", "rope_factors_long")
+
+
+@dataclasses.dataclass(frozen=True)
+class LanguageModel:
+    """A model ready to generate.
+
+    Attributes:
+      name: what it was loaded as.
+      config: its shape.
+      params: its parameters, a pytree.
+      tokenizer: its tokenizer.
+      stop_token_ids: ids that end an answer, from its generation configuration.
+    """
+
+    name: str
+    config: ModelConfig
+    params: Decoder
+    tokenizer: Tokenizer
+    stop_token_ids: tuple[int, ...]
+
+
+def load(
+    name: str | os.PathLike[str],
+    *,
+    dtype: DTypeLike | None = None,
+    mesh: Mesh | None = None,
+    progress: bool | Callable[[int, int], None] = True,
+) -> LanguageModel:
+    """Load a model's weights and tokenizer.
+
+    Args:
+      name: "smollm2-135m-instruct" (downloaded once into the user's cache folder, KVJAX_CACHE to choose another), a
+        path to a .gguf file, a folder in Hugging Face's form (config.json, safetensors, tokenizer), or a hub id
+        ("org/name").
+      dtype: "float32" or "bfloat16" for every parameter; by default float32 on the CPU and bfloat16 elsewhere.
+      mesh: devices to spread over; its axis "model" splits KV heads, MLP channels and vocabulary where it divides
+        them. By default everything goes to JAX's default device.
+      progress: while downloading, True shows a bar on standard error, False nothing, and a function is called with
+        the bytes done and their total.
+
+    Raises:
+      UsageError: an unknown name, a path that does not exist, an unsupported dtype.
+      WeightsError: a file that is missing, truncated, corrupt, or does not hold exactly the model's weights; a
+        download that failed; an architecture that is not supported.
+    """
+    wanted = _dtype(dtype)
+    text = os.fspath(name)
+    path = fetch.locate(text, progress)
+    if path.is_dir():
+        return _load_folder(text, path, wanted, mesh)
+    if path.suffix == ".safetensors":
+        raise UsageError(f"{path} is a single file of weights; give the folder with its config.json: {path.parent}.")
+    return _load_gguf(text, path, wanted, mesh)
+
+
+def _dtype(dtype: DTypeLike | None) -> DTypeLike:
+    if dtype is None:
+        return default_dtype()
+    try:
+        wanted = jnp.dtype(dtype)
+    except TypeError as error:
+        raise UsageError(f"dtype is {dtype!r}; choose float32 or bfloat16.") from error
+    if wanted not in (jnp.float32, jnp.bfloat16):
+        raise UsageError(f"dtype is {wanted.name}; choose float32 or bfloat16.")
+    return wanted
+
+
+def _load_gguf(name: str, path: Path, dtype: DTypeLike, mesh: Mesh | None) -> LanguageModel:
+    file = GGUFFile(path)
+    try:
+        metadata, shapes, origin = file.metadata, file.shapes, file.origin
+        kind = family(metadata.get("general.architecture"), origin)
+        if kind.from_gguf is None:
+            raise WeightsError(f"{origin} holds a {metadata['general.architecture']} model; load it from safetensors.")
+        factors = {
+            key: tuple(file.read(f"{key}.weight", 0, shapes[f"{key}.weight"][0]).tolist())
+            for key in _ROPE_FACTORS
+            if f"{key}.weight" in shapes
+        }
+        config = _configured(lambda: kind.from_gguf(metadata, shapes, factors, origin), origin)
+        tokenizer = tokenizer_from_gguf(metadata, origin)
+        _check_vocabulary(tokenizer, config, origin)
+        params = fill(config, list(kind.weights(config, True)), file, gguf=True, dtype=dtype, mesh=mesh)
+    finally:
+        file.close()
+    return LanguageModel(name, config, params, tokenizer, stop_ids_from_gguf(metadata))
+
+
+def _load_folder(name: str, folder: Path, dtype: DTypeLike, mesh: Mesh | None) -> LanguageModel:
+    origin = str(folder / "config.json")
+    raw = read_json(folder / "config.json")
+    kind = family(raw.get("model_type"), origin)
+    config = _configured(lambda: kind.from_hf(raw, origin), origin)
+    tokenizer = tokenizer_from_folder(folder)
+    _check_vocabulary(tokenizer, config, str(folder))
+    checkpoint = SafetensorsFolder(folder)
+    params = fill(config, list(kind.weights(config, False)), checkpoint, gguf=False, dtype=dtype, mesh=mesh)
+    return LanguageModel(name, config, params, tokenizer, _stop_ids(folder, raw, tokenizer))
+
+
+def _configured(make: Callable[[], ModelConfig], origin: str) -> ModelConfig:
+    """Settings come from a file: one of a wrong kind is the file's fault, in one sentence."""
+    try:
+        return make()
+    except UsageError as error:
+        raise WeightsError(f"{origin} describes a model that cannot be: {error}") from error
+    except (TypeError, ValueError, ArithmeticError) as error:
+        raise WeightsError(f"{origin} is corrupt: a setting is of the wrong kind ({error}).") from error
+
+
+def _check_vocabulary(tokenizer: Tokenizer, config: ModelConfig, origin: str) -> None:
+    if tokenizer.vocab_size > config.vocab_size:
+        raise WeightsError(
+            f"The tokenizer of {origin} has {tokenizer.vocab_size} tokens and the model embeds {config.vocab_size}: "
+            "it belongs to another model."
+        )
+
+
+def _stop_ids(folder: Path, config: dict[str, object], tokenizer: Tokenizer) -> tuple[int, ...]:
+    """generation_config.json's end-of-text ids, else config.json's, else the tokenizer's end-of-text token."""
+    path = folder / "generation_config.json"
+    for source in (read_json(path) if path.is_file() else {}, config):
+        found = source.get("eos_token_id")
+        ids = found if isinstance(found, list) else [found]
+        if ids and all(isinstance(index, int) for index in ids):
+            return tuple(ids)
+    eos = tokenizer.special_tokens.get("eos_token")
+    return tuple(tokenizer.encode(eos)) if eos else ()

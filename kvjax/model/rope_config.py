@@ -1,0 +1,149 @@
+"""Reads rotary scaling out of Hugging Face configurations and GGUF metadata into one ``RopeConfig``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, get_args
+
+from kvjax.config import RopeConfig, RopeKind
+from kvjax.errors import WeightsError
+
+# Transformers' names of former years.
+_ALIASES = {"su": "longrope", "ntk": "dynamic", "none": "default"}
+
+
+def _kind(name: Any, origin: str) -> RopeKind:
+    kind = _ALIASES.get(name, name)
+    if kind not in get_args(RopeKind):
+        raise WeightsError(f"{origin} asks for rotary scaling {name!r}; known are {', '.join(get_args(RopeKind))}.")
+    return kind
+
+
+def _require(table: Mapping[str, Any], names: tuple[str, ...], kind: str, origin: str) -> None:
+    for name in names:
+        if table.get(name) is None:
+            raise WeightsError(f"{origin} asks for {kind} rotary scaling and lacks its {name!r}.")
+
+
+def _hf_table(config: Mapping[str, Any], origin: str) -> dict[str, Any]:
+    """The scaling's keys, from ``rope_parameters`` (transformers 5) or ``rope_scaling`` (before), theta included."""
+    table = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if table and all(isinstance(value, Mapping) for value in table.values()):
+        kinds = {key: value for key, value in table.items() if key == "full_attention"}
+        if len(table) != 1 or not kinds:
+            raise WeightsError(f"{origin} gives layers different rotary embeddings ({', '.join(table)}); one is read.")
+        table = kinds["full_attention"]
+    table = {"rope_theta": config.get("rope_theta"), **table}
+    partial = table.get("partial_rotary_factor", config.get("partial_rotary_factor"))
+    if partial not in (None, 1, 1.0):
+        raise WeightsError(f"{origin} rotates only {partial} of each head; only full rotary embedding is read.")
+    if "mrope_section" in table:
+        raise WeightsError(f"{origin} asks for multimodal rotary embedding (mrope_section), which is not read.")
+    return table
+
+
+def rope_from_hf(config: Mapping[str, Any], max_position: int, origin: str) -> RopeConfig:
+    """Map a ``config.json`` with transformers' own defaults (modeling_rope_utils of version 5).
+
+    Raises WeightsError for a scaling that is unknown or lacks a number it needs.
+    """
+    table = _hf_table(config, origin)
+    kind = _kind(table.get("rope_type", table.get("type")) or "default", origin)
+    theta = float(table["rope_theta"] or 10000.0)
+    if kind == "default":
+        return RopeConfig(theta=theta)
+    # Phi-3 keeps the original context beside the table, and there it wins.
+    original = config.get("original_max_position_embeddings") or table.get("original_max_position_embeddings")
+    original = int(original or max_position)
+    factor = table.get("factor")
+    if factor is None and kind in ("yarn", "longrope"):
+        factor = max_position / original
+    required = {"llama3": ("low_freq_factor", "high_freq_factor"), "longrope": ("short_factor", "long_factor")}
+    _require({**table, "factor": factor}, ("factor", *required.get(kind, ())), kind, origin)
+    common = {"theta": theta, "kind": kind, "factor": float(factor)}
+    if kind == "llama3":
+        low, high = float(table["low_freq_factor"]), float(table["high_freq_factor"])
+        return RopeConfig(**common, original_max_position=original, low_freq_factor=low, high_freq_factor=high)
+    if kind == "yarn":
+        return RopeConfig(**common, original_max_position=original, **_yarn(table))
+    if kind == "longrope":
+        short, long = (tuple(map(float, table[key])) for key in ("short_factor", "long_factor"))
+        attention = _optional(table.get("attention_factor"))
+        return RopeConfig(
+            **common,
+            original_max_position=original,
+            short_factor=short,
+            long_factor=long,
+            attention_factor=attention,
+        )
+    # linear needs no original context; dynamic measures against the model's own, as transformers does.
+    return RopeConfig(**common)
+
+
+def _optional(value: Any) -> float | None:
+    return None if value is None else float(value)
+
+
+def _yarn(table: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "beta_fast": float(table.get("beta_fast") or 32),
+        "beta_slow": float(table.get("beta_slow") or 1),
+        "mscale": _optional(table.get("mscale")),
+        "mscale_all_dim": _optional(table.get("mscale_all_dim")),
+        "truncate": bool(table.get("truncate", True)),
+        "attention_factor": _optional(table.get("attention_factor")),
+    }
+
+
+def rope_from_gguf(
+    metadata: Mapping[str, Any], prefix: str, factors: Mapping[str, tuple[float, ...]], max_position: int, origin: str
+) -> RopeConfig:
+    """Map GGUF's ``rope.*`` keys and its tensors of per-frequency divisors.
+
+    llama 3 scaling reaches a GGUF only as the tensor ``rope_freqs.weight``: the divisor of every frequency, already
+    computed. Divisors are what "longrope" means, so such a file becomes a longrope whose short and long divisors are
+    equal and whose attention factor is 1: the same angles, without guessing the parameters they came from.
+
+    Args:
+      metadata: the file's keys.
+      prefix: the architecture's name, which begins its keys.
+      factors: values of the tensors ``rope_freqs``, ``rope_factors_short`` and ``rope_factors_long`` that are there.
+      max_position: the model's context in tokens.
+      origin: the file, for messages.
+    """
+
+    def key(name: str, default: Any = None) -> Any:
+        return metadata.get(f"{prefix}.rope.{name}", default)
+
+    theta = float(key("freq_base", 10000.0))
+    original = int(key("scaling.original_context_length") or max_position)
+    if factors:
+        short = factors.get("rope_freqs", factors.get("rope_factors_short"))
+        long = factors.get("rope_freqs", factors.get("rope_factors_long"))
+        if short is None or long is None:
+            raise WeightsError(f"{origin} holds only one of rope_factors_short.weight and rope_factors_long.weight.")
+        attention = float(key("scaling.attn_factor", 1.0))
+        return RopeConfig(
+            theta=theta,
+            kind="longrope",
+            original_max_position=original,
+            short_factor=short,
+            long_factor=long,
+            attention_factor=attention,
+        )
+    kind = _kind(key("scaling.type", "linear" if key("scale_linear") else "none"), origin)
+    factor = float(key("scaling.factor", key("scale_linear", 1.0)))
+    if kind == "default" or factor == 1.0:
+        return RopeConfig(theta=theta)
+    if kind == "linear":
+        return RopeConfig(theta=theta, kind="linear", factor=factor)
+    if kind == "yarn":
+        return RopeConfig(
+            theta=theta,
+            kind="yarn",
+            factor=factor,
+            original_max_position=original,
+            beta_fast=float(key("scaling.yarn_beta_fast", 32.0)),
+            beta_slow=float(key("scaling.yarn_beta_slow", 1.0)),
+        )
+    raise WeightsError(f"{origin} asks for {kind} rotary scaling and holds no rope_factors_short/long tensors for it.")

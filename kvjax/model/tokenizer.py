@@ -1,0 +1,177 @@
+"""Text to token ids and back, and chat templates: a thin layer over ``tokenizers`` and ``transformers``, without torch."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvjax.errors import UsageError, WeightsError
+
+if TYPE_CHECKING:
+    import tokenizers
+    from transformers import PreTrainedTokenizerBase
+
+
+class Tokenizer:
+    """A model's tokenizer.
+
+    Attributes:
+      vocab_size: ids run from 0 to ``vocab_size - 1``; some may be unused.
+      special_ids: ids of control tokens, which ``decode`` leaves out.
+      special_tokens: tokens by role ("eos_token", "bos_token", ...), as chat templates name them.
+    """
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        *,
+        chat_template: str | None = None,
+        special_tokens: dict[str, str] | None = None,
+        wrapper: Callable[[], PreTrainedTokenizerBase] | None = None,
+    ):
+        """Wrap a ``tokenizers.Tokenizer``; ``wrapper`` gives transformers' view of it, made only for chat templates."""
+        backend.no_truncation()
+        backend.no_padding()
+        self._backend = backend
+        self._template = chat_template
+        self.special_tokens = special_tokens or {}
+        self._wrapper = wrapper
+        added = backend.get_added_tokens_decoder()
+        self.special_ids = frozenset(index for index, token in added.items() if token.special)
+        self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether ``render`` can be used."""
+        return self._template is not None
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of ``text``: nothing is added, and special tokens written in the text become their ids."""
+        try:
+            return self._backend.encode(text, add_special_tokens=False).ids
+        except (UnicodeEncodeError, TypeError) as error:
+            raise UsageError("The text is not valid Unicode: it holds half of a surrogate pair.") from error
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text of the ids, exactly: spaces are not cleaned up. Bytes that are no UTF-8 become U+FFFD."""
+        return self._backend.decode([int(index) for index in ids], skip_special_tokens=skip_special_tokens)
+
+    def render(self, messages: Sequence[dict[str, Any]], add_generation_prompt: bool = True) -> str:
+        """The conversation as the model's chat template writes it.
+
+        Args:
+          messages: dicts with "role" and "content".
+          add_generation_prompt: end with the opening of the assistant's answer.
+
+        Raises:
+          UsageError: the model has no chat template, or the template refuses the messages.
+        """
+        if self._template is None:
+            raise UsageError("The model has no chat template; give it plain text (chat=False) instead of messages.")
+        from jinja2 import TemplateError
+
+        try:
+            text = self._chat.apply_chat_template(
+                list(messages), tokenize=False, add_generation_prompt=add_generation_prompt
+            )
+        except (TemplateError, ValueError, KeyError, TypeError) as error:
+            raise UsageError(f"The model's chat template refuses the messages: {error}.") from error
+        return str(text)
+
+    @cached_property
+    def _chat(self) -> PreTrainedTokenizerBase:
+        if self._wrapper is not None:
+            return self._wrapper()
+        fast = import_transformers().PreTrainedTokenizerFast
+        return fast(tokenizer_object=self._backend, chat_template=self._template, **self.special_tokens)
+
+    def token_bytes(self) -> list[bytes]:
+        """The bytes every id adds to the text, indexed by id; nothing for special tokens and unused ids."""
+        return self._token_bytes
+
+    @cached_property
+    def _token_bytes(self) -> list[bytes]:
+        added = self._backend.get_added_tokens_decoder()
+        out = [b""] * self.vocab_size
+        convert = _bytes_of_piece(self._backend)
+        for token, index in self._backend.get_vocab(with_added_tokens=True).items():
+            if index not in added:
+                out[index] = convert(token)
+            elif not added[index].special:
+                out[index] = added[index].content.encode()
+        return out
+
+
+def _bytes_of_piece(backend: tokenizers.Tokenizer) -> Callable[[str], bytes]:
+    """How a vocabulary entry spells bytes: byte-level (GPT-2) or sentencepiece with byte fallback."""
+    state = json.loads(backend.decoder.__getstate__()) if backend.decoder is not None else {}
+    kinds = {part["type"] for part in state.get("decoders", [state]) if part}
+    if "ByteLevel" in kinds:
+        table = byte_level_alphabet()
+        return lambda piece: bytes(table[char] for char in piece) if all(c in table for c in piece) else piece.encode()
+
+    def sentencepiece(piece: str) -> bytes:
+        if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
+            return bytes.fromhex(piece[3:5])
+        return piece.replace("\u2581", " ").encode()
+
+    return sentencepiece
+
+
+def byte_level_alphabet() -> dict[str, int]:
+    """GPT-2's printable character of every byte: printable Latin-1 stands for itself, the rest follows from U+0100."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    hidden = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(hidden)}
+
+
+def import_transformers() -> Any:
+    """``transformers``, without its notice that PyTorch is missing: kvjax uses only its tokenizers and templates."""
+
+    def keep(record: logging.LogRecord) -> bool:
+        text = record.getMessage()
+        return "PyTorch was not found" not in text and "None of PyTorch" not in text
+
+    logger = logging.getLogger("transformers")
+    logger.addFilter(keep)
+    try:
+        import transformers
+    finally:
+        logger.removeFilter(keep)
+    return transformers
+
+
+def tokenizer_from_folder(folder: Path) -> Tokenizer:
+    """The tokenizer of a Hugging Face folder.
+
+    Raises WeightsError when its files are missing or cannot be read.
+    """
+    names = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
+    if not any((folder / name).is_file() for name in names):
+        raise WeightsError(f"{folder} holds no tokenizer ({', '.join(names)}).")
+    auto = import_transformers().AutoTokenizer
+    try:
+        wrapper = auto.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:
+        # Every tokenizer class fails in its own way on a bad file; the cause stays attached.
+        raise WeightsError(f"The tokenizer in {folder} cannot be read: {_first_sentence(error)}.") from error
+    backend = getattr(wrapper, "backend_tokenizer", None)
+    if backend is None:
+        raise WeightsError(f"The tokenizer in {folder} has no fast form (tokenizer.json), which kvjax needs.")
+    template = wrapper.chat_template
+    special = {role: token for role, token in wrapper.special_tokens_map.items() if isinstance(token, str)}
+    return Tokenizer(
+        backend,
+        chat_template=template if isinstance(template, str) or template is None else template.get("default"),
+        special_tokens=special,
+        wrapper=lambda: wrapper,
+    )
+
+
+def _first_sentence(error: BaseException) -> str:
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[0].rstrip(".: ")
