@@ -4,8 +4,9 @@
 
 Needs wonderwords. Words separated by white space stand for tokens, so no tokenizer is needed.
 
-``tests/golden/ruler.json``: a list of ``{"task": {haystack, key, value, keys, values, queries}, "length", "samples": [{"sha256" of the UTF-8 input
-up to the answer prefix, "question", "answer_prefix", "outputs", "length"}]}``.
+``tests/golden/ruler.json`` is a list; an entry holds ``task`` (haystack, key, value, keys, values, queries), ``length``
+and ``samples``: ``sha256`` of the UTF-8 input up to the answer prefix, ``question``, ``answer_prefix``, ``outputs``,
+``length``.
 """
 
 from __future__ import annotations

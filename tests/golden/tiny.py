@@ -69,6 +69,12 @@ def _qwen2(**changes: Any) -> dict[str, Any]:
     return config | {"use_sliding_window": False} | changes
 
 
+def _mistral(**changes: Any) -> dict[str, Any]:
+    config = _llama(architectures=["MistralForCausalLM"], model_type="mistral")
+    del config["attention_bias"], config["mlp_bias"]
+    return config | {"sliding_window": None} | changes
+
+
 def _scaled(**rope: Any) -> dict[str, Any]:
     """A llama whose scaling is written the way most published models write it: ``rope_theta`` + ``rope_scaling``."""
     top = {key: rope.pop(key) for key in ("max_position_embeddings", "rope_theta") if key in rope}
@@ -122,18 +128,15 @@ CASES: tuple[TinyCase, ...] = (
     # The newer files: one rope_parameters table holding theta as well.
     TinyCase("llama_llama3_new", _llama(rope_theta=None, rope_parameters=_LLAMA3 | {"rope_theta": 300.0}), (11, 60)),
     TinyCase("llama_default_new", _llama(rope_theta=None, rope_parameters={"rope_type": "default", "rope_theta": 3e4})),
+    TinyCase("mistral_gqa", _mistral()),
+    TinyCase("mistral_head_dim_tied", _mistral(head_dim=12, tie_word_embeddings=True)),
     TinyCase("qwen2_gqa", _qwen2()),
     TinyCase("qwen2_mqa_tied", _qwen2(num_key_value_heads=1, tie_word_embeddings=True)),
     TinyCase("qwen2_mha", _qwen2(num_key_value_heads=4)),
     TinyCase(
-        "qwen2_yarn", _qwen2(rope_scaling={"type": "yarn", "factor": 3.0, "original_max_position_embeddings": 21})
+        "qwen2_yarn", _qwen2(rope_scaling={"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16})
     ),
 )
-
-
-def config_json(case: TinyCase) -> dict[str, Any]:
-    """Contents of the case's config.json; keys set to None are left out, except inside the scaling."""
-    return {key: value for key, value in case.config.items() if value is not None}
 
 
 def weights(case: TinyCase) -> dict[str, np.ndarray]:
@@ -143,7 +146,7 @@ def weights(case: TinyCase) -> dict[str, np.ndarray]:
         c[k] for k in ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
     )
     dim = c.get("head_dim") or hidden // heads
-    qkv_bias = c["model_type"] == "qwen2" or c["attention_bias"]
+    qkv_bias = c["model_type"] == "qwen2" or c.get("attention_bias", False)
     output_bias, mlp_bias = c.get("attention_bias", False), c.get("mlp_bias", False)
     random = _random(case.name)
     tensors: dict[str, np.ndarray] = {}
@@ -176,10 +179,18 @@ def weights(case: TinyCase) -> dict[str, np.ndarray]:
 
 
 def write_folder(case: TinyCase, folder: pathlib.Path) -> pathlib.Path:
-    """Write the case as a Hugging Face model folder (config.json and model.safetensors) and return the folder."""
+    """Write the case as a Hugging Face model folder (config, weights, a tokenizer of one word an id); return it."""
+    import tokenizers
     from safetensors.numpy import save_file
 
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config_json(case)))
+    # None means "not in the file", except for the one key whose null has a meaning.
+    config = {key: value for key, value in case.config.items() if value is not None or key == "sliding_window"}
+    (folder / "config.json").write_text(json.dumps(config))
     save_file(weights(case), folder / "model.safetensors", metadata={"format": "pt"})
+    # Qwen2's tokenizer class adds this token where it is missing, and the model has no room for one more.
+    words = ["<|endoftext|>", *(f"w{i}" for i in range(1, VOCAB))]
+    model = tokenizers.models.WordLevel({word: i for i, word in enumerate(words)}, unk_token=words[0])
+    tokenizers.Tokenizer(model).save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
     return folder
