@@ -25,9 +25,7 @@ from kvjax.model.families import Weight
 # Numbers converted at a time: 1 MiB of float32 stays in a core's cache between dequantising and transposing.
 _BLOCK = 1 << 18
 # Buffers that transformers once saved and that follow from the configuration.
-_HARMLESS = re.compile(
-    r"(.*\.)?rotary_emb\.inv_freq|.*\.attn\.(masked_)?bias|rope_(freqs|factors_(short|long))\.weight"
-)
+_HARMLESS = re.compile(r"(.*\.)?rotary_emb\.inv_freq|rope_(freqs|factors_(short|long))\.weight")
 _SHARDED = ("kv_heads", "mlp", "vocab")
 
 

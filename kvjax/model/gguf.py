@@ -13,7 +13,6 @@ import os
 import struct
 import threading
 from collections.abc import Callable, Mapping
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -87,6 +86,8 @@ class _Cursor:
 class GGUFFile:
     """A GGUF file as a checkpoint: ``metadata`` by key, ``shapes`` by tensor name, rows dequantised on request.
 
+    Shapes have the slowest axis first, as everywhere in kvjax; GGUF itself lists the fastest first.
+
     Raises WeightsError when the file is not GGUF, is truncated, repeats a tensor, or holds a format that cannot be
     read.
     """
@@ -98,6 +99,7 @@ class GGUFFile:
             self._file = open(path, "rb", buffering=0)  # noqa: SIM115 - closed by close()
             self._size = os.fstat(self._file.fileno()).st_size
             self.metadata, self._tensors, self._start = self._header()
+            self.shapes: Mapping[str, tuple[int, ...]] = {name: found.shape for name, found in self._tensors.items()}
             self._check_extents()
         except OSError as error:
             raise WeightsError(f"{self.origin} cannot be read: {error.strerror or error}.") from error
@@ -165,13 +167,8 @@ class GGUFFile:
                     f"{self.origin} is truncated: {name!r} ends at byte {end:,} of a file of {self._size:,} bytes."
                 )
 
-    @cached_property
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Shape of every tensor, slowest axis first (GGUF itself lists the fastest first)."""
-        return {name: tensor.shape for name, tensor in self._tensors.items()}
-
     def read(self, name: str, start: int, stop: int) -> np.ndarray:
-        """Elements ``start:stop`` of the first axis of ``name`` as float32; for a vector the format must be unquantised."""
+        """Elements ``start:stop`` of the first axis of ``name`` as float32."""
         tensor = self._tensors[name]
         inner = int(np.prod(tensor.shape[1:]))
         begin, size = _bytes(tensor.kind, start * inner), _bytes(tensor.kind, (stop - start) * inner)

@@ -95,14 +95,15 @@ def _load_gguf(name: str, path: Path, dtype: DTypeLike, mesh: Mesh | None) -> La
     try:
         metadata, shapes, origin = file.metadata, file.shapes, file.origin
         kind = family(metadata.get("general.architecture"), origin)
-        if kind.from_gguf is None:
+        from_gguf = kind.from_gguf
+        if from_gguf is None:
             raise WeightsError(f"{origin} holds a {metadata['general.architecture']} model; load it from safetensors.")
         factors = {
             key: tuple(file.read(f"{key}.weight", 0, shapes[f"{key}.weight"][0]).tolist())
             for key in _ROPE_FACTORS
             if f"{key}.weight" in shapes
         }
-        config = _configured(lambda: kind.from_gguf(metadata, shapes, factors, origin), origin)
+        config = _configured(lambda: from_gguf(metadata, shapes, factors, origin), origin)
         tokenizer = tokenizer_from_gguf(metadata, origin)
         _check_vocabulary(tokenizer, config, origin)
         params = fill(config, list(kind.weights(config, True)), file, gguf=True, dtype=dtype, mesh=mesh)
@@ -146,8 +147,8 @@ def _stop_ids(folder: Path, config: dict[str, object], tokenizer: Tokenizer) -> 
     path = folder / "generation_config.json"
     for source in (read_json(path) if path.is_file() else {}, config):
         found = source.get("eos_token_id")
-        ids = found if isinstance(found, list) else [found]
-        if ids and all(isinstance(index, int) for index in ids):
+        ids = [index for index in (found if isinstance(found, list) else [found]) if isinstance(index, int)]
+        if ids:
             return tuple(ids)
     eos = tokenizer.special_tokens.get("eos_token")
     return tuple(tokenizer.encode(eos)) if eos else ()

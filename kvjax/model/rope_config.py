@@ -14,9 +14,11 @@ _ALIASES = {"su": "longrope", "ntk": "dynamic", "none": "default"}
 
 def _kind(name: Any, origin: str) -> RopeKind:
     kind = _ALIASES.get(name, name)
-    if kind not in get_args(RopeKind):
-        raise WeightsError(f"{origin} asks for rotary scaling {name!r}; known are {', '.join(get_args(RopeKind))}.")
-    return kind
+    known: tuple[RopeKind, ...] = get_args(RopeKind)
+    for candidate in known:
+        if candidate == kind:
+            return candidate
+    raise WeightsError(f"{origin} asks for rotary scaling {name!r}; known are {', '.join(known)}.")
 
 
 def _require(table: Mapping[str, Any], names: tuple[str, ...], kind: str, origin: str) -> None:
@@ -60,7 +62,7 @@ def rope_from_hf(config: Mapping[str, Any], max_position: int, origin: str) -> R
         factor = max_position / original
     required = {"llama3": ("low_freq_factor", "high_freq_factor"), "longrope": ("short_factor", "long_factor")}
     _require({**table, "factor": factor}, ("factor", *required.get(kind, ())), kind, origin)
-    common = {"theta": theta, "kind": kind, "factor": float(factor)}
+    common: dict[str, Any] = {"theta": theta, "kind": kind, "factor": float(factor or 1.0)}
     if kind == "llama3":
         low, high = float(table["low_freq_factor"]), float(table["high_freq_factor"])
         return RopeConfig(**common, original_max_position=original, low_freq_factor=low, high_freq_factor=high)

@@ -44,16 +44,14 @@ class SafetensorsFolder:
 
     def _add(self, path: Path) -> None:
         with _open(path) as file:
-            for name in file.keys():
+            for name in file.keys():  # noqa: SIM118 - not a dict, and not iterable
                 if name in self._where:
-                    raise WeightsError(
-                        f"{path.parent} sets the weight {name!r} twice: in {self._where[name].name} and {path.name}."
-                    )
+                    files = f"{self._where[name].name} and {path.name}"
+                    raise WeightsError(f"{path.parent} sets the weight {name!r} twice: in {files}.")
                 part = file.get_slice(name)
-                if part.get_dtype() not in _FLOATS:
-                    raise WeightsError(
-                        f"{path} stores {name!r} as {part.get_dtype()}; only {', '.join(_FLOATS)} are read."
-                    )
+                kind = part.get_dtype()
+                if kind not in _FLOATS:
+                    raise WeightsError(f"{path} stores {name!r} as {kind}; only {', '.join(_FLOATS)} are read.")
                 self._where[name], self._shapes[name] = path, tuple(part.get_shape())
 
     @property

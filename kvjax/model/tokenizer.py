@@ -1,4 +1,4 @@
-"""Text to token ids and back, and chat templates: a thin layer over ``tokenizers`` and ``transformers``, without torch."""
+"""Text to token ids and back, and chat templates: ``tokenizers`` and ``transformers`` without torch."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any], origin: str) -> Tokenizer:
     if pre not in PRE_TOKENIZERS:
         known = ", ".join(PRE_TOKENIZERS)
         raise WeightsError(f"{origin} splits text as {pre!r} (tokenizer.ggml.pre) before merging; known are {known}.")
-    pairs = [tuple(merge.split(" ")) for merge in merges]
+    pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in merges)]
     vocabulary = {token: index for index, token in enumerate(tokens)}
     if len(vocabulary) != len(tokens):
         raise WeightsError(f"{origin} is corrupt: its vocabulary lists a token twice.")

