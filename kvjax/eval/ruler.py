@@ -93,6 +93,15 @@ class Sample:
         return self.context + self.question + self.answer_prefix
 
 
+def find_task(task: str | NeedleTask) -> NeedleTask:
+    """The task of that name; a task is returned as it is. UsageError names the known ones."""
+    if isinstance(task, NeedleTask):
+        return task
+    if task not in TASKS:
+        raise UsageError(f"There is no task {task!r}; known are {', '.join(TASKS)}.")
+    return TASKS[task]
+
+
 def make_samples(
     tokenizer: Encoder,
     task: str | NeedleTask = "niah_single_1",
@@ -117,10 +126,7 @@ def make_samples(
     Raises:
       UsageError: an unknown task, or a length too short for its smallest haystack.
     """
-    if isinstance(task, str):
-        if task not in TASKS:
-            raise UsageError(f"There is no task {task!r}; known are {', '.join(TASKS)}.")
-        task = TASKS[task]
+    task = find_task(task)
     if samples < 1:
         raise UsageError(f"samples is {samples}; at least 1 is needed.")
     reserved = task.max_new_tokens if max_new_tokens is None else max_new_tokens

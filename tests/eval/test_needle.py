@@ -1,0 +1,54 @@
+"""The needle run: its plumbing on a toy model, and what it is for on the default model."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import toys
+
+from kvjax.errors import UsageError
+from kvjax.eval.needle import NeedleAnswer, NeedleResult, run_needles
+from kvjax.eval.ruler import Sample
+from kvjax.policies import Full, LagKV
+
+
+def result(*scores: float) -> NeedleResult:
+    sample = Sample(0, "", "", "", ("1",), 10)
+    return NeedleResult(None, 10, tuple(NeedleAnswer(sample, "", score, 25, 100) for score in scores))
+
+
+def test_statistics_of_a_result():
+    mixed = result(1, 0, 0.5, 1)
+    assert (mixed.hits, mixed.accuracy, mixed.cache_share) == (2, 0.625, 0.25)
+    # Sample deviation sqrt(0.6875 / 3) over sqrt(4).
+    assert mixed.standard_error == pytest.approx(math.sqrt(0.6875 / 3) / 2)
+    assert result(1, 1).standard_error == 0
+    assert math.isnan(result(1).standard_error)
+
+
+@pytest.mark.parametrize("ask_after", [True, False])
+def test_asks_the_toy_model(ask_after):
+    lm = toys.tiny_model(max_position=4096)
+    found = run_needles(lm, "lagkv:ratio=0.5", 1500, 3, max_new_tokens=4, ask_after=ask_after, batch=2)
+    assert len(found.answers) == 3 and found.length == 1500
+    assert len({answer.sample.context for answer in found.answers}) == 3
+    assert all(0 < answer.cache_bytes < answer.full_cache_bytes for answer in found.answers)
+    assert found.hits == 0, "a random model cannot know"
+
+
+def test_bad_requests_are_one_sentence():
+    lm = toys.tiny_model(max_position=4096)
+    with pytest.raises(UsageError, match="batch is 0"):
+        run_needles(lm, None, 1500, 1, batch=0)
+    with pytest.raises(UsageError, match="no task 'passkey'"):
+        run_needles(lm, None, 1500, 1, task="passkey")
+    with pytest.raises(UsageError, match="100 tokens are too few"):
+        run_needles(lm, None, 100, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", [Full(), LagKV(ratio=0.75)], ids=["full", "lagkv"])
+def test_finds_every_needle_at_1500_tokens(policy, default_model):
+    found = run_needles(default_model, policy, 1500, 10, max_new_tokens=12)
+    assert found.hits == 10, [(answer.sample.outputs, answer.text) for answer in found.answers if answer.score < 1]
