@@ -49,22 +49,25 @@ def cache_folder() -> Path:
     return platformdirs.user_cache_path("kvjax")
 
 
-def cached(name: str) -> Path | None:
-    """The file of a known model when it is already in the cache folder, else None; nothing is downloaded."""
-    source = KNOWN[name]
-    path = cache_folder() / source.member.rsplit("/", 1)[-1]
+def is_cached(name: str) -> bool:
+    """Whether a known model is in the cache folder, so that loading it needs no network."""
+    path = _target(name)
     # A file gets this name only after its hash was checked, so its size is enough here.
-    return path if path.is_file() and path.stat().st_size == source.size else None
+    return path.is_file() and path.stat().st_size == KNOWN[name].size
 
 
-def locate(name: str, progress: bool | Callable[[int, int], None]) -> Path:
-    """The file or folder that ``name`` means, downloaded if need be; see ``kvjax.load`` for what it may be.
+def _target(name: str) -> Path:
+    return cache_folder() / KNOWN[name].member.rsplit("/", 1)[-1]
+
+
+def fetch(name: str, progress: bool | Callable[[int, int], None] = True) -> Path:
+    """The file or folder that ``name`` means, downloaded if need be; see ``kvjax.load`` for both arguments.
 
     Raises UsageError for a name that means nothing and WeightsError for a download that failed.
     """
     known = name.lower()
     if known in KNOWN:
-        return cached(known) or _download(known, progress)
+        return _target(known) if is_cached(known) else _download(known, progress)
     path = Path(name).expanduser()
     if path.exists():
         return path
@@ -78,11 +81,9 @@ def locate(name: str, progress: bool | Callable[[int, int], None]) -> Path:
 
 
 def _download(name: str, progress: bool | Callable[[int, int], None]) -> Path:
-    source = KNOWN[name]
-    target = cache_folder() / source.member.rsplit("/", 1)[-1]
     with _reporter(f"Downloading {name}", progress) as report:
-        download(source, target, report)
-    return target
+        download(KNOWN[name], _target(name), report)
+    return _target(name)
 
 
 @contextlib.contextmanager

@@ -13,9 +13,9 @@ from jax.typing import DTypeLike
 
 from kvjax.config import ModelConfig
 from kvjax.errors import UsageError, WeightsError
-from kvjax.model import fetch
 from kvjax.model.decoder import Decoder
 from kvjax.model.families import family
+from kvjax.model.fetch import fetch
 from kvjax.model.fill import default_dtype, fill
 from kvjax.model.gguf import GGUFFile
 from kvjax.model.safetensors import SafetensorsFolder, read_json
@@ -70,7 +70,7 @@ def load(
     """
     wanted = _dtype(dtype)
     text = os.fspath(name)
-    path = fetch.locate(text, progress)
+    path = fetch(text, progress)
     if path.is_dir():
         return _load_folder(text, path, wanted, mesh)
     if path.suffix == ".safetensors":

@@ -153,9 +153,12 @@ def tokenizer_from_folder(folder: Path) -> Tokenizer:
     names = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
     if not any((folder / name).is_file() for name in names):
         raise WeightsError(f"{folder} holds no tokenizer ({', '.join(names)}).")
-    auto = import_transformers().AutoTokenizer
+    transformers = import_transformers()
+    # tokenizer.json says everything; AutoTokenizer (5.23) puts the model type's own splitting and tokens in its place.
+    complete = (folder / "tokenizer.json").is_file()
+    loader = transformers.PreTrainedTokenizerFast if complete else transformers.AutoTokenizer
     try:
-        wrapper = auto.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        wrapper = loader.from_pretrained(folder, local_files_only=True)
     except Exception as error:
         # Every tokenizer class fails in its own way on a bad file; the cause stays attached.
         raise WeightsError(f"The tokenizer in {folder} cannot be read: {_first_sentence(error)}.") from error
