@@ -57,7 +57,7 @@ class Family:
 
 def family(name: Any, origin: str) -> Family:
     """The family called ``name``; WeightsError names the known ones when it is not there."""
-    if name not in FAMILIES:
+    if not isinstance(name, str) or name not in FAMILIES:
         close = difflib.get_close_matches(str(name), FAMILIES, 1)
         hint = f" (did you mean {close[0]}?)" if close else ""
         raise WeightsError(
@@ -78,6 +78,7 @@ def _hf_config(
     if config.get("quantization_config"):
         raise WeightsError(f"{origin} describes quantised weights (quantization_config), which cannot be read.")
     heads = config["num_attention_heads"]
+    head_dim = config.get("head_dim") or config["hidden_size"] // heads
     max_position = int(config.get("max_position_embeddings") or context)
     return ModelConfig(
         family=config["model_type"],
@@ -87,9 +88,9 @@ def _hf_config(
         num_layers=config["num_hidden_layers"],
         num_heads=heads,
         num_kv_heads=config.get("num_key_value_heads") or heads,
-        head_dim=config.get("head_dim") or config["hidden_size"] // heads,
+        head_dim=head_dim,
         max_position=max_position,
-        rope=rope_from_hf(config, max_position, origin),
+        rope=rope_from_hf(config, max_position, head_dim, origin),
         rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
         qkv_bias=qkv_bias,
         output_bias=output_bias,
@@ -148,7 +149,7 @@ def _config_from_gguf(
         num_kv_heads=key("attention.head_count_kv", heads),
         head_dim=head_dim,
         max_position=context,
-        rope=rope_from_gguf(metadata, arch, factors, context, origin),
+        rope=rope_from_gguf(metadata, arch, factors, context, head_dim, origin),
         rms_norm_eps=float(key("attention.layer_norm_rms_epsilon")),
         qkv_bias="blk.0.attn_q.bias" in shapes,
         output_bias="blk.0.attn_output.bias" in shapes,

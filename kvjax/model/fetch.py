@@ -74,9 +74,11 @@ def fetch(name: str, progress: bool | Callable[[int, int], None] = True) -> Path
     if _HUB_ID.fullmatch(name) and path.suffix not in (".gguf", ".safetensors"):
         return _from_hub(name, bool(progress))
     close = difflib.get_close_matches(known, KNOWN, 1, 0.4)
-    hint = f"did you mean {close[0]!r}?" if close else f"known names are {', '.join(KNOWN)}."
+    hint = f"it is neither {', '.join(KNOWN)} nor a .gguf file, a folder or a hub id."
     if os.sep in name or path.suffix in (".gguf", ".safetensors"):
         hint = "there is no such file or folder."
+    elif close:
+        hint = f"did you mean {close[0]!r}?"
     raise UsageError(f"No model is called {name!r}: {hint}")
 
 
@@ -115,5 +117,16 @@ def _from_hub(name: str, progress: bool) -> Path:
         return Path(snapshot_download(name, allow_patterns=_HUB_FILES, ignore_patterns=["*/*"]))
     except Exception as error:
         # The hub's client raises its own errors, those of its HTTP library and the system's; the cause is kept.
-        text = " ".join(str(error).split()).split(". ")[0].rstrip(".:") or type(error).__name__
-        raise WeightsError(f"{name} cannot be fetched from the Hugging Face hub: {text}.") from error
+        raise WeightsError(f"{name} cannot be fetched from the Hugging Face hub: {_hub_reason(error)}.") from error
+
+
+def _hub_reason(error: Exception) -> str:
+    from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
+
+    known = {
+        GatedRepoError: "it needs a login (hf auth login) and its owner's consent",
+        RepositoryNotFoundError: "it has no such repository, or a private one",
+        LocalEntryNotFoundError: "the hub cannot be reached and no earlier copy is on this machine",
+    }
+    found = [text for kind, text in known.items() if isinstance(error, kind)]
+    return found[0] if found else " ".join(str(error).split()).split(". ")[0].rstrip(".:") or type(error).__name__

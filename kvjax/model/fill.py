@@ -84,9 +84,9 @@ def check_names(config: ModelConfig, named: dict[str, Weight], checkpoint: Check
     shapes = checkpoint.shapes
     missing = [name for name in named if name not in shapes]
     extra = [name for name in shapes if name not in named and not _HARMLESS.fullmatch(name)]
-    if config.tie_embeddings and tied in extra:
+    repeated = config.tie_embeddings and tied in extra
+    if repeated:
         extra.remove(tied)
-        _check_tied(next(iter(named)), tied, checkpoint)
     if missing:
         raise WeightsError(f"{checkpoint.origin} lacks {_list(missing)}{_hint(missing[0], extra)}.")
     if extra:
@@ -97,6 +97,8 @@ def check_names(config: ModelConfig, named: dict[str, Weight], checkpoint: Check
                 f"{checkpoint.origin} holds {name!r} with shape {list(shapes[name])}; its configuration asks for "
                 f"{list(weight.shape)}."
             )
+    if repeated:
+        _check_tied(next(iter(named)), tied, checkpoint)
 
 
 def _check_tied(embedding: str, head: str, checkpoint: Checkpoint) -> None:

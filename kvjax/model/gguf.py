@@ -9,6 +9,7 @@ Format: github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 and 3, lit
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import struct
 import threading
@@ -161,7 +162,7 @@ class GGUFFile:
                 raise WeightsError(
                     f"{self.origin} is corrupt: rows of {name!r} have {row} numbers, not a multiple of {block}."
                 )
-            end = self._start + tensor.offset + _bytes(tensor.kind, int(np.prod(tensor.shape)))
+            end = self._start + tensor.offset + _bytes(tensor.kind, math.prod(tensor.shape))
             if end > self._size:
                 raise WeightsError(
                     f"{self.origin} is truncated: {name!r} ends at byte {end:,} of a file of {self._size:,} bytes."
@@ -170,7 +171,7 @@ class GGUFFile:
     def read(self, name: str, start: int, stop: int) -> np.ndarray:
         """Elements ``start:stop`` of the first axis of ``name`` as float32."""
         tensor = self._tensors[name]
-        inner = int(np.prod(tensor.shape[1:]))
+        inner = math.prod(tensor.shape[1:])
         begin, size = _bytes(tensor.kind, start * inner), _bytes(tensor.kind, (stop - start) * inner)
         with self._lock:
             self._file.seek(self._start + tensor.offset + begin)

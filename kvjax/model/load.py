@@ -39,7 +39,7 @@ class LanguageModel:
 
     name: str
     config: ModelConfig
-    params: Decoder
+    params: Decoder = dataclasses.field(repr=False)
     tokenizer: Tokenizer
     stop_token_ids: tuple[int, ...]
 
@@ -101,7 +101,7 @@ def _load_gguf(name: str, path: Path, dtype: DTypeLike, mesh: Mesh | None) -> La
         factors = {
             key: tuple(file.read(f"{key}.weight", 0, shapes[f"{key}.weight"][0]).tolist())
             for key in _ROPE_FACTORS
-            if f"{key}.weight" in shapes
+            if len(shapes.get(f"{key}.weight", ())) == 1
         }
         config = _configured(lambda: from_gguf(metadata, shapes, factors, origin), origin)
         tokenizer = tokenizer_from_gguf(metadata, origin)
@@ -130,7 +130,7 @@ def _configured(make: Callable[[], ModelConfig], origin: str) -> ModelConfig:
         return make()
     except UsageError as error:
         raise WeightsError(f"{origin} describes a model that cannot be: {error}") from error
-    except (TypeError, ValueError, ArithmeticError) as error:
+    except (TypeError, ValueError, ArithmeticError, AttributeError, LookupError) as error:
         raise WeightsError(f"{origin} is corrupt: a setting is of the wrong kind ({error}).") from error
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
 from kvjax.config import RopeConfig, RopeKind
@@ -44,7 +44,7 @@ def _hf_table(config: Mapping[str, Any], origin: str) -> dict[str, Any]:
     return table
 
 
-def rope_from_hf(config: Mapping[str, Any], max_position: int, origin: str) -> RopeConfig:
+def rope_from_hf(config: Mapping[str, Any], max_position: int, head_dim: int, origin: str) -> RopeConfig:
     """Map a ``config.json`` with transformers' own defaults (modeling_rope_utils of version 5).
 
     Raises WeightsError for a scaling that is unknown or lacks a number it needs.
@@ -70,6 +70,7 @@ def rope_from_hf(config: Mapping[str, Any], max_position: int, origin: str) -> R
         return RopeConfig(**common, original_max_position=original, **_yarn(table))
     if kind == "longrope":
         short, long = (tuple(map(float, table[key])) for key in ("short_factor", "long_factor"))
+        _check_factors((short, long), head_dim, origin)
         attention = _optional(table.get("attention_factor"))
         return RopeConfig(
             **common,
@@ -80,6 +81,14 @@ def rope_from_hf(config: Mapping[str, Any], max_position: int, origin: str) -> R
         )
     # linear needs no original context; dynamic measures against the model's own, as transformers does.
     return RopeConfig(**common)
+
+
+def _check_factors(lists: Sequence[Sequence[float]], head_dim: int, origin: str) -> None:
+    for factors in lists:
+        if len(factors) != head_dim // 2:
+            raise WeightsError(
+                f"{origin} gives {len(factors)} rotary divisors; heads of {head_dim} channels need {head_dim // 2}."
+            )
 
 
 def _optional(value: Any) -> float | None:
@@ -98,7 +107,12 @@ def _yarn(table: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def rope_from_gguf(
-    metadata: Mapping[str, Any], prefix: str, factors: Mapping[str, tuple[float, ...]], max_position: int, origin: str
+    metadata: Mapping[str, Any],
+    prefix: str,
+    factors: Mapping[str, tuple[float, ...]],
+    max_position: int,
+    head_dim: int,
+    origin: str,
 ) -> RopeConfig:
     """Map GGUF's ``rope.*`` keys and its tensors of per-frequency divisors.
 
@@ -111,6 +125,7 @@ def rope_from_gguf(
       prefix: the architecture's name, which begins its keys.
       factors: values of the tensors ``rope_freqs``, ``rope_factors_short`` and ``rope_factors_long`` that are there.
       max_position: the model's context in tokens.
+      head_dim: channels of a head; every list of divisors has half as many.
       origin: the file, for messages.
     """
 
@@ -124,6 +139,7 @@ def rope_from_gguf(
         long = factors.get("rope_freqs", factors.get("rope_factors_long"))
         if short is None or long is None:
             raise WeightsError(f"{origin} holds only one of rope_factors_short.weight and rope_factors_long.weight.")
+        _check_factors((short, long), head_dim, origin)
         attention = float(key("scaling.attn_factor", 1.0))
         return RopeConfig(
             theta=theta,

@@ -2,60 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import dataclasses
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from kvjax.errors import WeightsError
 from kvjax.model.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    pass
+    import tokenizers
 
 _CONTROL, _USER_DEFINED = 3, 4
 # Ends of a turn that some files name only in the vocabulary (llama.cpp recognises them by their text too).
 _END_OF_TURN = ("<|im_end|>", "<|eot_id|>")
-_LLAMA3 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{DIGITS}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
-    r"|\s+(?!\S)|\s+"
+_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
 
-def _gpt2() -> list[Any]:
-    from tokenizers import pre_tokenizers
+@dataclasses.dataclass(frozen=True)
+class Splitting:
+    """How text is cut into words before bytes are merged.
 
-    return [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)]
+    Attributes:
+      pattern: the words, as a regular expression; None for GPT-2's own.
+      single_digits: cut every digit off first.
+      nfc: normalise the text to Unicode's composed form.
+      whole_words: a word that is in the vocabulary is taken without looking at merges.
+    """
 
-
-def _smollm() -> list[Any]:
-    from tokenizers import pre_tokenizers
-
-    return [pre_tokenizers.Digits(individual_digits=True), *_gpt2()]
-
-
-def _llama3(digits: str) -> list[Any]:
-    from tokenizers import Regex, pre_tokenizers
-
-    split = pre_tokenizers.Split(Regex(_LLAMA3.replace("{DIGITS}", digits)), behavior="isolated")
-    return [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    pattern: str | None = None
+    single_digits: bool = False
+    nfc: bool = False
+    whole_words: bool = False
 
 
-def _llama_bpe() -> list[Any]:
-    return _llama3("{1,3}")
-
-
-def _qwen2() -> list[Any]:
-    return _llama3("")
-
-
-# llama.cpp's names of the ways to split text before merging; each equals the model's own tokenizer.json.
-PRE_TOKENIZERS: dict[str, Callable[[], list[Any]]] = {
-    "gpt-2": _gpt2,
-    "gpt2": _gpt2,
-    "smollm": _smollm,
-    "llama-bpe": _llama_bpe,
-    "llama3": _llama_bpe,
-    "llama-v3": _llama_bpe,
-    "qwen2": _qwen2,
+_LLAMA3 = Splitting(pattern=_WORDS % "{1,3}", whole_words=True)
+# llama.cpp's names; each equals what the model's own tokenizer.json says.
+SPLITTINGS: dict[str, Splitting] = {
+    "gpt-2": Splitting(),
+    "gpt2": Splitting(),
+    "smollm": Splitting(single_digits=True),
+    "llama-bpe": _LLAMA3,
+    "llama3": _LLAMA3,
+    "llama-v3": _LLAMA3,
+    "qwen2": Splitting(pattern=_WORDS % "", nfc=True),
 }
 
 
@@ -64,64 +55,72 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any], origin: str) -> Tokenizer:
 
     Raises WeightsError when there is none, or when its kind or way to split text is not known.
     """
-    from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
-    from tokenizers import Tokenizer as Backend
-
-    tokens, merges = _list(metadata, "tokens", origin), _list(metadata, "merges", origin)
     kind, pre = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre")
     if kind != "gpt2":
-        raise WeightsError(
-            f"{origin} has a tokenizer of kind {kind!r}; only byte-level BPE ('gpt2') is read from GGUF."
-        )
-    if pre not in PRE_TOKENIZERS:
-        known = ", ".join(PRE_TOKENIZERS)
+        raise WeightsError(f"{origin} has a tokenizer of kind {kind!r}; byte-level BPE ('gpt2') is read from GGUF.")
+    if not isinstance(pre, str) or pre not in SPLITTINGS:
+        known = ", ".join(SPLITTINGS)
         raise WeightsError(f"{origin} splits text as {pre!r} (tokenizer.ggml.pre) before merging; known are {known}.")
-    pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in merges)]
-    vocabulary = {token: index for index, token in enumerate(tokens)}
-    if len(vocabulary) != len(tokens):
-        raise WeightsError(f"{origin} is corrupt: its vocabulary lists a token twice.")
-    try:
-        # llama 3's tokenizer takes a whole word that is in the vocabulary without looking at merges.
-        model = models.BPE(vocabulary, pairs, ignore_merges=PRE_TOKENIZERS[pre] is _llama_bpe)
-    except Exception as error:
-        raise WeightsError(f"{origin} is corrupt: its merges do not fit its vocabulary ({error}).") from error
-    backend = Backend(model)
-    if PRE_TOKENIZERS[pre] is _qwen2:
-        backend.normalizer = normalizers.NFC()
-    backend.pre_tokenizer = pre_tokenizers.Sequence(PRE_TOKENIZERS[pre]())
-    backend.decoder = decoders.ByteLevel()
-    kinds = metadata.get("tokenizer.ggml.token_type") or []
-    for wanted, add in ((_CONTROL, backend.add_special_tokens), (_USER_DEFINED, backend.add_tokens)):
-        special = wanted == _CONTROL
-        found = [token for token, kind in zip(tokens, kinds, strict=False) if kind == wanted]
-        add([AddedToken(token, normalized=False, special=special) for token in found])
+    template = metadata.get("tokenizer.chat_template")
     return Tokenizer(
-        backend,
-        chat_template=metadata.get("tokenizer.chat_template"),
-        special_tokens=_roles(metadata, tokens),
+        _backend(metadata, SPLITTINGS[pre], origin),
+        chat_template=template if isinstance(template, str) else None,
+        special_tokens=_roles(metadata, _strings(metadata, "tokens", origin)),
     )
 
 
-def _list(metadata: Mapping[str, Any], name: str, origin: str) -> list[str]:
+def _backend(metadata: Mapping[str, Any], splitting: Splitting, origin: str) -> tokenizers.Tokenizer:
+    import tokenizers
+    from tokenizers import decoders, models, normalizers, pre_tokenizers
+
+    tokens, merges = _strings(metadata, "tokens", origin), _strings(metadata, "merges", origin)
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    if len(vocabulary) != len(tokens):
+        raise WeightsError(f"{origin} is corrupt: its vocabulary lists a token twice.")
+    pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in merges)]
+    try:
+        model = models.BPE(vocabulary, pairs, ignore_merges=splitting.whole_words)
+    except Exception as error:  # the library has no exception class of its own
+        raise WeightsError(f"{origin} is corrupt: its merges do not fit its vocabulary ({error}).") from error
+    backend = tokenizers.Tokenizer(model)
+    steps: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] if splitting.single_digits else []
+    if splitting.pattern is not None:
+        steps.append(pre_tokenizers.Split(tokenizers.Regex(splitting.pattern), behavior="isolated"))
+    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=splitting.pattern is None))
+    backend.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    if splitting.nfc:
+        backend.normalizer = normalizers.NFC()
+    backend.decoder = decoders.ByteLevel()
+    for kind, special in ((_CONTROL, True), (_USER_DEFINED, False)):
+        added = [tokenizers.AddedToken(tokens[i], normalized=False, special=special) for i in _of_kind(metadata, kind)]
+        backend.add_tokens(added)
+    return backend
+
+
+def _strings(metadata: Mapping[str, Any], name: str, origin: str) -> list[str]:
     values = metadata.get(f"tokenizer.ggml.{name}")
     if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
         raise WeightsError(f"{origin} holds no tokenizer: tokenizer.ggml.{name} is missing.")
     return values
 
 
+def _of_kind(metadata: Mapping[str, Any], wanted: int) -> Iterator[int]:
+    """Ids whose token type is ``wanted``."""
+    kinds = metadata.get("tokenizer.ggml.token_type")
+    count = len(metadata["tokenizer.ggml.tokens"])
+    return (index for index, kind in enumerate(kinds[:count] if isinstance(kinds, list) else ()) if kind == wanted)
+
+
 def _roles(metadata: Mapping[str, Any], tokens: list[str]) -> dict[str, str]:
     keys = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
     found = {role: metadata.get(f"tokenizer.ggml.{key}_token_id") for role, key in keys.items()}
-    return {role: tokens[index] for role, index in found.items() if isinstance(index, int) and index < len(tokens)}
+    return {role: tokens[index] for role, index in found.items() if isinstance(index, int) and 0 <= index < len(tokens)}
 
 
 def stop_ids_from_gguf(metadata: Mapping[str, Any]) -> tuple[int, ...]:
     """Ids that end an answer: the file's end of text, of turn and of message, and known ends of turn by name."""
-    keys = (f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
-    found = [metadata[key] for key in keys if isinstance(metadata.get(key), int)]
-    kinds = metadata.get("tokenizer.ggml.token_type") or []
-    tokens = metadata.get("tokenizer.ggml.tokens") or []
-    for index, (token, kind) in enumerate(zip(tokens, kinds, strict=False)):
-        if kind == _CONTROL and token in _END_OF_TURN:
-            found.append(index)
+    tokens = metadata["tokenizer.ggml.tokens"]
+    keys = (metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))
+    found = [index for index in keys if isinstance(index, int) and 0 <= index < len(tokens)]
+    found += [index for index in _of_kind(metadata, _CONTROL) if tokens[index] in _END_OF_TURN]
     return tuple(dict.fromkeys(found))
