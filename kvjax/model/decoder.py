@@ -62,13 +62,15 @@ class DecoderLayer(nnx.Module):
             self.down_bias = _param(rngs, (hidden,), (None,), dtype)
         self.config = config
 
-    def project(self, x: Float[Array, "*S M"]) -> Float[Array, "*S H Q D"]:
-        """Norm and project to queries, key and value of each KV head, before rotary: [..., H, G + 2, D]."""
+    def project(self, x: Float[Array, "*S M"]) -> tuple[Float[Array, "*S H G D"], Array, Array]:
+        """Norm and project to (queries [..., H, G, D], keys [..., H, D], values [..., H, D]), before rotary."""
         c = self.config
         weight = self.qkv[...]
         flat = self.input_norm(x) @ weight.reshape(c.hidden_size, -1)
         qkv = flat.reshape(*x.shape[:-1], *weight.shape[1:])
-        return qkv + self.qkv_bias[...] if c.qkv_bias else qkv
+        if c.qkv_bias:
+            qkv = qkv + self.qkv_bias[...]
+        return qkv[..., :-2, :], qkv[..., -2, :], qkv[..., -1, :]
 
     def finish(self, x: Float[Array, "*S M"], attended: Float[Array, "*S H G D"]) -> Float[Array, "*S M"]:
         """Output projection, residual, and the MLP with its residual."""

@@ -56,6 +56,11 @@ class Tokenizer:
         except (UnicodeEncodeError, TypeError) as error:
             raise UsageError("The text is not valid Unicode: it holds half of a surrogate pair.") from error
 
+    @cached_property
+    def prefix_ids(self) -> tuple[int, ...]:
+        """Ids the model expects in front of plain text (a beginning-of-text id, or none); templates bring their own."""
+        return tuple(self._backend.encode("", add_special_tokens=True).ids)
+
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of the ids, exactly: spaces are not cleaned up. Bytes that are no UTF-8 become U+FFFD."""
         return self._backend.decode([int(index) for index in ids], skip_special_tokens=skip_special_tokens)

@@ -1,0 +1,91 @@
+"""kvjax: long contexts made cheap by compressing the KV cache, in JAX, with the bytes and the time really saved.
+
+lm = kvjax.load("smollm2-135m-instruct")
+out = kvjax.generate(lm, "Why is the sky blue?", policy=kvjax.LagKV(ratio=0.25), max_new_tokens=200)
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvjax import policies
+    from kvjax.cache.value import Cache, concatenate
+    from kvjax.chat import Chat
+    from kvjax.config import ModelConfig, RopeConfig
+    from kvjax.errors import DoesNotFit, KvjaxError, UsageError, WeightsError
+    from kvjax.generate import generate, stream_generate
+    from kvjax.model.load import LanguageModel, load
+    from kvjax.output import Output, Piece, Stats
+    from kvjax.plan import Plan, plan
+    from kvjax.policies import Full, LagKV, Policy, StreamingLLM
+
+__version__ = "0.1.0"
+
+# Names are imported when first used, so that `import kvjax` costs nothing beyond `import jax`.
+_HOMES = {
+    "Cache": "kvjax.cache.value",
+    "concatenate": "kvjax.cache.value",
+    "Chat": "kvjax.chat",
+    "ModelConfig": "kvjax.config",
+    "RopeConfig": "kvjax.config",
+    "DoesNotFit": "kvjax.errors",
+    "KvjaxError": "kvjax.errors",
+    "UsageError": "kvjax.errors",
+    "WeightsError": "kvjax.errors",
+    "generate": "kvjax.generate",
+    "stream_generate": "kvjax.generate",
+    "LanguageModel": "kvjax.model.load",
+    "load": "kvjax.model.load",
+    "Output": "kvjax.output",
+    "Piece": "kvjax.output",
+    "Stats": "kvjax.output",
+    "Plan": "kvjax.plan",
+    "plan": "kvjax.plan",
+    "Full": "kvjax.policies",
+    "LagKV": "kvjax.policies",
+    "Policy": "kvjax.policies",
+    "StreamingLLM": "kvjax.policies",
+}
+
+__all__ = [
+    "Cache",
+    "Chat",
+    "DoesNotFit",
+    "Full",
+    "KvjaxError",
+    "LagKV",
+    "LanguageModel",
+    "ModelConfig",
+    "Output",
+    "Piece",
+    "Plan",
+    "Policy",
+    "RopeConfig",
+    "Stats",
+    "StreamingLLM",
+    "UsageError",
+    "WeightsError",
+    "concatenate",
+    "generate",
+    "load",
+    "plan",
+    "policies",
+    "stream_generate",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "policies":
+        return importlib.import_module("kvjax.policies")
+    if name not in _HOMES:
+        raise AttributeError(f"module 'kvjax' has no attribute {name!r}")
+    # Submodules share names with functions (kvjax.generate, kvjax.plan): bind the public name over the module.
+    value = getattr(importlib.import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

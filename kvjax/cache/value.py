@@ -1,0 +1,115 @@
+"""The cache of a whole model as a value: what one turn leaves and the next one starts from."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int
+
+from kvjax.cache.pool import LayerCache
+from kvjax.errors import UsageError
+
+if TYPE_CHECKING:
+    from kvjax.policies.base import Policy
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Cache:
+    """Every layer's pool with the rows' counters.
+
+    Attributes:
+      layers: one :class:`LayerCache` a layer; capacities may differ among layers and heads.
+      seen: [B] int32, tokens each row has been through, kept or not: the position of the next token.
+      anchor: [B] int32, ``seen`` when the last prompt was in; ``seen - anchor`` tokens were decoded since.
+      pending: [B] int32, a token that was generated but not yet fed, or -1; the next turn begins with it.
+      policy: which tokens stay; static.
+      prompt_room: tokens of prompt the allocation was made for; static.
+      new_room: tokens that may be decoded after ``anchor`` before the pools must grow; static.
+    """
+
+    layers: tuple[LayerCache, ...]
+    seen: Int[Array, " B"]
+    anchor: Int[Array, " B"]
+    pending: Int[Array, " B"]
+    policy: Policy = dataclasses.field(metadata={"static": True})
+    prompt_room: int = dataclasses.field(metadata={"static": True})
+    new_room: int = dataclasses.field(metadata={"static": True})
+
+    @property
+    def batch(self) -> int:
+        return self.seen.shape[0]
+
+    @property
+    def nbytes(self) -> int:
+        """Allocated bytes: the sum over the live buffers."""
+        return sum(leaf.nbytes for leaf in jax.tree.leaves(self))
+
+    @property
+    def live_nbytes(self) -> int:
+        """Bytes of the slots that hold a token, over rows, heads and layers."""
+        slots = [layer.k.shape[2] * (layer.k.dtype.itemsize + layer.v.dtype.itemsize) for layer in self.layers]
+        return sum(int(np.asarray(layer.length).sum()) * slot for layer, slot in zip(self.layers, slots, strict=True))
+
+    def replace(self, **changes: object) -> Cache:
+        return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
+
+    def row(self, index: int) -> Cache:
+        """One row as a cache of batch 1."""
+        return take(self, [index])
+
+
+#: Keys and values of every layer: all the bytes worth donating.
+Pools = tuple[tuple[Array, Array], ...]
+
+
+def detach(cache: Cache) -> tuple[Pools, Cache]:
+    """Split a cache into its pools and the rest, so that a program donates the pools alone.
+
+    Counters may share a buffer (two outputs of one program that are equal do), and a buffer is donated only once.
+    """
+    pools = tuple((layer.k, layer.v) for layer in cache.layers)
+    return pools, cache.replace(layers=tuple(layer.replace(k=None, v=None) for layer in cache.layers))
+
+
+def attach(pools: Pools, rest: Cache) -> Cache:
+    """Undo :func:`detach`."""
+    layers = tuple(layer.replace(k=k, v=v) for layer, (k, v) in zip(rest.layers, pools, strict=True))
+    return rest.replace(layers=layers)
+
+
+def take(cache: Cache, indices: Sequence[int]) -> Cache:
+    """Rows of a cache in the given order; a row may be taken several times. Always a copy, unless all rows stay."""
+    if list(indices) == list(range(cache.batch)):
+        return cache
+    return _take(cache, np.asarray(indices, np.int32))
+
+
+@jax.jit
+def _take(cache: Cache, indices: Int[Array, " N"]) -> Cache:
+    return jax.tree.map(lambda leaf: leaf[indices], cache)
+
+
+def concatenate(caches: Sequence[Cache]) -> Cache:
+    """One batch out of caches that share policy and allocation, in order.
+
+    Raises:
+      UsageError: when there is none, or when policies or capacities differ.
+    """
+    if not caches:
+        raise UsageError("No cache was given to concatenate; give at least one.")
+    if len(caches) == 1:
+        return caches[0]
+    first = jax.tree.structure(caches[0])
+    for cache in caches[1:]:
+        same_shapes = [x.shape[1:] for x in jax.tree.leaves(cache)] == [x.shape[1:] for x in jax.tree.leaves(caches[0])]
+        if jax.tree.structure(cache) != first or not same_shapes:
+            raise UsageError(
+                "Caches of one batch must share their policy and capacities; continue these one by one instead."
+            )
+    return jax.tree.map(lambda *leaves: jnp.concatenate(leaves, axis=0), *caches)

@@ -1,0 +1,60 @@
+"""A conversation on one compressed cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from kvjax.cache.value import Cache
+from kvjax.generate import generate, stream_generate
+from kvjax.model.load import LanguageModel
+from kvjax.output import Output, Piece
+from kvjax.policies import Policy, parse
+
+
+class Chat:
+    """Several turns with one model; the cache carries the conversation, and every turn reads only what is new.
+
+    Args:
+      lm: a model with a chat template.
+      policy: which tokens the conversation's cache keeps.
+      system: the system message, or None for the template's own.
+      options: keywords of :func:`kvjax.generate` for every turn, such as ``max_new_tokens`` or ``temperature``.
+
+    Attributes:
+      cache: the conversation so far, None before the first turn. It is a value: keep it to branch.
+    """
+
+    def __init__(
+        self, lm: LanguageModel, *, policy: Policy | str | None = None, system: str | None = None, **options: Any
+    ):
+        self.lm, self.system, self.options = lm, system, options
+        self.policy = None if policy is None else parse(policy)
+        self.cache: Cache | None = None
+
+    def _request(self, text: str) -> tuple[list[dict[str, str]], dict[str, Any]]:
+        messages = [{"role": "user", "content": text}]
+        if self.cache is None:
+            if self.system is not None:
+                messages.insert(0, {"role": "system", "content": self.system})
+            return messages, {**self.options, "policy": self.policy}
+        return messages, {**self.options, "cache": self.cache}
+
+    def send(self, text: str) -> Output:
+        """One turn; a turn that is refused leaves the conversation as it was."""
+        messages, options = self._request(text)
+        output = generate(self.lm, messages, **options)
+        self.cache = output.cache
+        return output
+
+    def stream(self, text: str) -> Iterator[Piece]:
+        """One turn, streamed; the conversation moves on when the last piece has been taken."""
+        messages, options = self._request(text)
+        for piece in stream_generate(self.lm, messages, **options):
+            if piece.output is not None:
+                self.cache = piece.output.cache
+            yield piece
+
+    def reset(self) -> None:
+        """Forget the conversation."""
+        self.cache = None

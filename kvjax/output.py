@@ -1,0 +1,78 @@
+"""What a generation returns: text, tokens, the compressed cache, and what it cost."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+from kvjax.cache.value import Cache
+
+
+@dataclasses.dataclass(frozen=True)
+class Stats:
+    """Measured cost of one call; times in seconds, sizes in bytes. Times are the whole batch's.
+
+    Attributes:
+      prompt_tokens: tokens this row's prompt added, context included.
+      generated_tokens: tokens this row generated.
+      prompt_seconds: reading the prompts, compilation apart.
+      decode_seconds: generating after the first token, compilation apart.
+      compile_seconds: tracing and compiling during this call; 0 when all programs were there.
+      time_to_first_token: from the call to the first token, compilation apart.
+      prompt_tokens_per_second: prompt tokens of all rows over ``prompt_seconds``.
+      decode_tokens_per_second: generated tokens of all rows, the first of each apart, over ``decode_seconds``.
+      cache_bytes: allocated for this row's cache, counters included.
+      live_cache_bytes: of them, slots that hold a token.
+      full_cache_bytes: what keeping every token seen would hold.
+      retained: tokens kept, [layer][KV head].
+      seen: tokens the row has been through.
+    """
+
+    prompt_tokens: int
+    generated_tokens: int
+    prompt_seconds: float
+    decode_seconds: float
+    compile_seconds: float
+    time_to_first_token: float
+    prompt_tokens_per_second: float
+    decode_tokens_per_second: float
+    cache_bytes: int
+    live_cache_bytes: int
+    full_cache_bytes: int
+    retained: tuple[tuple[int, ...], ...]
+    seen: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Output:
+    """One generated answer.
+
+    Attributes:
+      text: what was generated, without special tokens and without the stop string that ended it.
+      tokens: every generated id, the one that ended the text included.
+      finish_reason: "stop" (end-of-text id, stop id or stop string), "length" (max_new_tokens), "context" (the model's
+        context is full) or "interrupted".
+      logprobs: natural log of the model's probability of each token, when asked for.
+      stats: what it cost.
+    """
+
+    text: str
+    tokens: tuple[int, ...]
+    finish_reason: str
+    logprobs: tuple[float, ...] | None
+    stats: Stats
+    _cache: Callable[[], Cache] = dataclasses.field(repr=False, compare=False)
+
+    @property
+    def cache(self) -> Cache:
+        """This row's cache, batch 1: continue from it with ``generate(lm, prompt, cache=output.cache)``."""
+        return self._cache()
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """A step of a streamed answer: its new text and tokens, and at the end the whole ``output``."""
+
+    text: str
+    tokens: tuple[int, ...]
+    output: Output | None = None

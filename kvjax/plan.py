@@ -1,0 +1,277 @@
+"""``plan``: every byte of a request before any is allocated, and a refusal that says what would fit."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax.cache.value import Cache
+from kvjax.config import ModelConfig
+from kvjax.errors import DoesNotFit, UsageError
+from kvjax.model.decoder import Decoder, abstract_decoder
+from kvjax.policies import Full, LagKV, Policy, format_policy, parse
+from kvjax.policies.base import page_capacities
+from kvjax.runtime.buckets import NEW_TOKENS, block_of, new_bucket, prompt_bucket
+from kvjax.runtime.prefill import empty_cache
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Bytes of a request.
+
+    Attributes:
+      policy: its text form.
+      batch, prompt_tokens, max_new_tokens: the request.
+      weights_bytes: the model's parameters.
+      cache_bytes: the cache as allocated when decoding ends, counters included; exact.
+      prefill_peak_bytes: what prefill needs beside weights and cache at its worst moment; an estimate from shapes.
+      full_cache_bytes: keys and values of every token, unpadded, for comparison.
+      total_bytes: weights, cache and prefill peak.
+      memory_limit: bytes the device has, or None when it does not say.
+      capacities: slots allocated [layer][KV head].
+      retained: tokens kept of the prompt [layer][KV head].
+    """
+
+    policy: str
+    batch: int
+    prompt_tokens: int
+    max_new_tokens: int
+    weights_bytes: int
+    cache_bytes: int
+    prefill_peak_bytes: int
+    full_cache_bytes: int
+    total_bytes: int
+    memory_limit: int | None
+    capacities: tuple[tuple[int, ...], ...]
+    retained: tuple[tuple[int, ...], ...]
+
+    def table(self) -> str:
+        """The plan as text: bytes by part, then slots and retained tokens by layer and head (equal layers together)."""
+        rows = [
+            ("weights", self.weights_bytes),
+            ("cache", self.cache_bytes),
+            ("prefill peak", self.prefill_peak_bytes),
+            ("total", self.total_bytes),
+            ("full cache, for comparison", self.full_cache_bytes),
+        ]
+        if self.memory_limit is not None:
+            rows.append(("device memory", self.memory_limit))
+        lines = [f"{self.policy}: batch {self.batch}, {self.prompt_tokens} prompt + {self.max_new_tokens} new tokens"]
+        lines += [f"  {name:<28}{human(size):>12}  {size:>16,} bytes" for name, size in rows]
+        lines.append("  layers      slots by KV head, and tokens retained of the prompt")
+        for first, last in _equal_ranges(list(zip(self.capacities, self.retained, strict=True))):
+            name = f"{first}" if first == last else f"{first}-{last}"
+            lines.append(f"  {name:<10}  {_heads(self.capacities[first])}; {_heads(self.retained[first])} retained")
+        return "\n".join(lines)
+
+    def __str__(self) -> str:
+        return self.table()
+
+
+def _equal_ranges(items: list[Any]) -> list[tuple[int, int]]:
+    edges = [0, *(i for i in range(1, len(items)) if items[i] != items[i - 1]), len(items)]
+    return [(a, b - 1) for a, b in zip(edges[:-1], edges[1:], strict=True)]
+
+
+def _heads(values: tuple[int, ...]) -> str:
+    return f"{len(values)} x {values[0]:,}" if len(set(values)) == 1 else ", ".join(f"{v:,}" for v in values)
+
+
+def human(size: int) -> str:
+    """Bytes with a binary unit."""
+    value = float(size)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024 or unit == "GiB":
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    raise AssertionError("unreachable")
+
+
+def plan(
+    model: Any,
+    *,
+    prompt_tokens: int,
+    batch: int = 1,
+    policy: Policy | str | None = None,
+    max_new_tokens: int = 256,
+    dtype: Any = None,
+    memory_limit: int | None = None,
+) -> Plan:
+    """Every byte a request would take, before any of it is allocated.
+
+    Args:
+      model: a loaded model, or a ModelConfig (then ``dtype`` says what the weights would be; float32 by default).
+      prompt_tokens: tokens of the longest prompt.
+      batch: rows.
+      policy: as for :func:`kvjax.generate`.
+      max_new_tokens: tokens generated; a growing policy's cache is planned at its final size.
+      dtype: of weights and cache.
+      memory_limit: bytes available; by default the device's.
+
+    Raises:
+      UsageError: a length or batch that makes no sense, or beyond the model's context.
+      DoesNotFit: the total exceeds the limit; the sentence names a request that fits.
+    """
+    config, params = (model, None) if isinstance(model, ModelConfig) else (model.config, model.params)
+    chosen: Policy = Full() if policy is None else parse(policy)
+    for name, value, least in (
+        ("prompt_tokens", prompt_tokens, 1),
+        ("batch", batch, 1),
+        ("max_new_tokens", max_new_tokens, 0),
+    ):
+        if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
+            raise UsageError(f"{name} is {value!r}; give a whole number of at least {least}.")
+    if prompt_tokens > config.max_position:
+        raise UsageError(f"The prompt has {prompt_tokens} tokens; this model's context is {config.max_position}.")
+    chosen.check(config)
+    if dtype is None:
+        dtype = jnp.float32 if params is None else params.embedding[...].dtype
+    made = _plan(config, chosen, batch, prompt_tokens, max_new_tokens, jnp.dtype(dtype), _limit(memory_limit))
+    _refuse_if_too_large(made, config, chosen, jnp.dtype(dtype), already=0)
+    return made
+
+
+def _plan(
+    config: ModelConfig, policy: Policy, batch: int, prompt: int, new: int, dtype: Any, limit: int | None
+) -> Plan:
+    room = prompt_bucket(prompt)
+    new_room = new_bucket(max(min(new, config.max_position - prompt) - 1, 0)) if policy.grows else NEW_TOKENS
+    weights = _weights_bytes(config, dtype)
+    cache = cache_bytes(config, policy, batch, room, new_room, dtype)
+    peak = prefill_peak_bytes(config, policy, batch, prompt, dtype)
+    total = np.array([prompt])
+    return Plan(
+        policy=format_policy(policy),
+        batch=batch,
+        prompt_tokens=prompt,
+        max_new_tokens=new,
+        weights_bytes=weights,
+        cache_bytes=cache,
+        prefill_peak_bytes=peak,
+        full_cache_bytes=batch * full_cache_bytes(config, prompt + new, dtype),
+        total_bytes=weights + cache + peak,
+        memory_limit=limit,
+        capacities=tuple(tuple(n * 32 for n in heads) for heads in page_capacities(policy, config, room, new_room)),
+        retained=tuple(
+            tuple(int(x) for x in np.asarray(policy.budgets(config, layer, total))[0])
+            for layer in range(config.num_layers)
+        ),
+    )
+
+
+def full_cache_bytes(config: ModelConfig, tokens: int, dtype: Any) -> int:
+    """Keys and values of ``tokens`` tokens in every layer and head, nothing padded: what an exact full cache holds."""
+    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * tokens * jnp.dtype(dtype).itemsize
+
+
+@functools.lru_cache(maxsize=128)
+def cache_bytes(config: ModelConfig, policy: Policy, batch: int, prompt_room: int, new_room: int, dtype: Any) -> int:
+    """Bytes of the buffers that would be allocated, from the same code that allocates them."""
+    shapes = jax.eval_shape(lambda: empty_cache(config, policy, batch, prompt_room, new_room, dtype))
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
+
+
+@functools.lru_cache(maxsize=32)
+def _weights_bytes(config: ModelConfig, dtype: Any) -> int:
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(abstract_decoder(config, dtype)))
+
+
+def prefill_peak_bytes(config: ModelConfig, policy: Policy, batch: int, prompt: int, dtype: Any) -> int:
+    """Temporary bytes of prefill, counted from shapes: what is alive while one layer is read, or packed.
+
+    Reading: hidden states twice (in and out), rotary tables, one layer's dense keys and values, and the intermediates
+    of one query block. Packing: hidden states, dense keys and values, and the copies selection makes of them.
+    """
+    item = jnp.dtype(dtype).itemsize
+    chunks = policy.chunks(config)
+    tokens = prompt_bucket(min(prompt, max(chunks)) if chunks else prompt)
+    block = block_of(tokens)
+    rows = batch * tokens
+    hidden = rows * config.hidden_size * item
+    rotary = 2 * rows * (config.head_dim // 2) * 4
+    dense = 2 * rows * config.num_kv_heads * config.head_dim * item
+    per_token = (
+        2 * config.hidden_size * 4
+        + 2 * (config.num_heads + 2 * config.num_kv_heads) * config.head_dim * 4
+        + 3 * config.intermediate_size * item
+        + 3 * config.num_heads * block * 4
+        + 3 * config.num_heads * config.head_dim * 4
+    )
+    reading = batch * block * per_token
+    logits = batch * config.vocab_size * 4
+    selecting = 0 if isinstance(policy, Full) else 3 * dense
+    return 2 * hidden + rotary + 2 * dense + max(reading, selecting) + logits
+
+
+def _limit(memory_limit: int | None) -> int | None:
+    """Bytes the default device can still give, or None when it does not say."""
+    if memory_limit is not None:
+        if isinstance(memory_limit, bool) or not isinstance(memory_limit, (int, np.integer)) or memory_limit < 1:
+            raise UsageError(f"memory_limit is {memory_limit!r}; give bytes, at least 1.")
+        return int(memory_limit)
+    device = jax.local_devices()[0]
+    if device.platform == "cpu":
+        import psutil
+
+        return int(psutil.virtual_memory().total)
+    stats = device.memory_stats() or {}
+    return stats.get("bytes_limit")
+
+
+def check_fits(
+    config: ModelConfig,
+    prompt: int,
+    batch: int,
+    policy: Policy,
+    dtype: Any,
+    memory_limit: int | None,
+    params: Decoder,
+    cache: Cache | None,
+) -> None:
+    """Refuse a generation that cannot fit: prompt and first new-token bucket, with a continued cache alive beside."""
+    made = _plan(config, policy, batch, min(prompt, config.max_position), 1, dtype, _limit(memory_limit))
+    _refuse_if_too_large(made, config, policy, dtype, already=0 if cache is None else cache.nbytes)
+
+
+def _refuse_if_too_large(made: Plan, config: ModelConfig, policy: Policy, dtype: Any, already: int) -> None:
+    limit = made.memory_limit
+    if limit is None or made.total_bytes + already <= limit:
+        return
+    need = f"This needs {human(made.total_bytes + already)} and the device has {human(limit)}"
+    if made.weights_bytes >= limit:
+        raise DoesNotFit(f"{need}: the weights alone are {human(made.weights_bytes)}; use a smaller model or dtype.")
+
+    def fits(batch: int, prompt: int, policy: Policy) -> bool:
+        new = min(made.max_new_tokens, config.max_position - prompt)
+        return _plan(config, policy, batch, prompt, new, dtype, limit).total_bytes + already <= limit
+
+    offers = []
+    batch = _largest(1, made.batch - 1, lambda b: fits(b, made.prompt_tokens, policy))
+    if batch:
+        offers.append(f"a batch of {batch}")
+    prompt = _largest(1, made.prompt_tokens - 1, lambda t: fits(made.batch, t, policy))
+    if prompt:
+        offers.append(f"prompts of {prompt:,} tokens")
+    for ratio in (0.5, 0.25, 0.125):
+        if isinstance(policy, Full) and fits(made.batch, made.prompt_tokens, LagKV(ratio=ratio)):
+            offers.append(f'policy="lagkv:ratio={ratio}"')
+            break
+    would = " or ".join(offers) if offers else "only a device with more memory"
+    raise DoesNotFit(f"{need}; {would} would fit.")
+
+
+def _largest(low: int, high: int, fits: Any) -> int:
+    """The largest number in [low, high] that fits, or 0; what fits at n is taken to fit below."""
+    best = 0
+    while low <= high:
+        middle = (low + high) // 2
+        if fits(middle):
+            best, low = middle, middle + 1
+        else:
+            high = middle - 1
+    return best

@@ -1,0 +1,21 @@
+"""Policies: which tokens a compressed cache keeps. ``parse`` reads the command line's form."""
+
+from kvjax.policies.base import Policy, Signals, Step, Turn
+from kvjax.policies.full import Full
+from kvjax.policies.lagkv import LagKV
+from kvjax.policies.registry import format_policy, parse, register, registry
+from kvjax.policies.streaming import StreamingLLM
+
+__all__ = [
+    "Full",
+    "LagKV",
+    "Policy",
+    "Signals",
+    "Step",
+    "StreamingLLM",
+    "Turn",
+    "format_policy",
+    "parse",
+    "register",
+    "registry",
+]

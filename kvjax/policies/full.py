@@ -1,0 +1,12 @@
+"""The full cache: the reference of every comparison."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from kvjax.policies.base import Policy
+
+
+@dataclasses.dataclass(frozen=True)
+class Full(Policy):
+    """Keep every token: no compression, the reference of every comparison."""

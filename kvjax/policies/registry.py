@@ -1,0 +1,109 @@
+"""Names of policies, and the text form ``name:field=value,field=value`` the command line and configs use."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import types
+import typing
+from collections.abc import Iterable
+from typing import Any
+
+from kvjax.errors import UsageError
+from kvjax.policies.base import Policy
+from kvjax.policies.full import Full
+from kvjax.policies.lagkv import LagKV
+from kvjax.policies.streaming import StreamingLLM
+
+_POLICIES: dict[str, type[Policy]] = {"full": Full, "streamingllm": StreamingLLM, "lagkv": LagKV}
+_ALIASES = {"streaming": "streamingllm", "streaming_llm": "streamingllm", "lag": "lagkv", "none": "full"}
+
+
+def register(name: str, policy: type[Policy]) -> None:
+    """Give a policy class a name for :func:`parse`; the class is a frozen dataclass deriving from ``Policy``."""
+    if not (isinstance(policy, type) and issubclass(policy, Policy) and dataclasses.is_dataclass(policy)):
+        raise UsageError(f"{policy!r} is not a policy; register a frozen dataclass that derives from kvjax.Policy.")
+    known = _POLICIES.setdefault(name.lower(), policy)
+    if known is not policy:
+        raise UsageError(f"The policy name {name!r} already belongs to {known.__name__}; choose another.")
+
+
+def registry() -> dict[str, type[Policy]]:
+    """Every known policy by name."""
+    return dict(_POLICIES)
+
+
+def parse(text: str | Policy) -> Policy:
+    """A policy from its text form, e.g. ``"lagkv:ratio=0.25,sink=16"``; a policy passes through.
+
+    Raises:
+      UsageError: an unknown policy or field (the nearest name is suggested), or a value of the wrong kind.
+    """
+    if isinstance(text, Policy):
+        return text
+    if not isinstance(text, str):
+        raise UsageError(f'{text!r} is not a policy; give a kvjax policy or text such as "lagkv:ratio=0.25".')
+    name, _, options = text.strip().partition(":")
+    key = name.strip().lower().replace("-", "_")
+    key = _ALIASES.get(key, key)
+    if key not in _POLICIES:
+        raise UsageError(
+            f"Unknown policy {name.strip()!r};{_nearest(key, _POLICIES)} known are {', '.join(_POLICIES)}."
+        )
+    cls = _POLICIES[key]
+    hints = typing.get_type_hints(cls)
+    fields = {field.name: hints[field.name] for field in dataclasses.fields(cls)}
+    values: dict[str, Any] = {}
+    for part in filter(None, (item.strip() for item in options.split(","))):
+        field, equals, value = (piece.strip() for piece in part.partition("="))
+        field = field.replace("-", "_")
+        if field not in fields:
+            accepted = f"it takes {', '.join(fields)}" if fields else "it takes none"
+            raise UsageError(f"{cls.__name__} has no option {field!r};{_nearest(field, fields)} {accepted}.")
+        if not equals or not value:
+            raise UsageError(f"The option {field!r} of {cls.__name__} has no value; write {field}=VALUE.")
+        if field in values:
+            raise UsageError(f"The option {field!r} of {cls.__name__} is given twice; give it once.")
+        values[field] = _convert(cls, field, value, fields[field])
+    return cls(**values)
+
+
+def format_policy(policy: Policy) -> str:
+    """The text form of a policy, fields at their defaults left out; ``parse`` reads it back."""
+    name = next((known for known, cls in _POLICIES.items() if cls is type(policy)), type(policy).__name__)
+    changed = [
+        f"{field.name}={getattr(policy, field.name)}"
+        for field in dataclasses.fields(policy)
+        if getattr(policy, field.name) != field.default
+    ]
+    return f"{name}:{','.join(changed)}" if changed else name
+
+
+def _nearest(word: str, known: Iterable[str]) -> str:
+    match = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+    return f" did you mean {match[0]!r}?" if match else ""
+
+
+def _convert(cls: type[Policy], field: str, text: str, hint: Any) -> Any:
+    """Read one value as the field's annotated type."""
+    kinds = (
+        typing.get_args(hint)
+        if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union
+        else (hint,)
+    )
+    if text.lower() == "none" and type(None) in kinds:
+        return None
+    for kind in kinds:
+        if typing.get_origin(kind) is typing.Literal:
+            return text  # the class itself refuses a word it does not know
+        if kind is bool and text.lower() in ("true", "false"):
+            return text.lower() == "true"
+        if kind in (int, float):
+            try:
+                return kind(text)
+            except ValueError:
+                continue
+        if kind is str:
+            return text
+    wanted = " or ".join(kind.__name__ for kind in kinds if isinstance(kind, type) and kind is not type(None))
+    raise UsageError(f"The option {field}={text!r} of {cls.__name__} is not a number it can use; give {wanted}.")

@@ -1,0 +1,160 @@
+"""From what a user passes (text, messages, token ids) to the token ids a model reads."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kvjax.errors import UsageError
+from kvjax.model.load import LanguageModel
+
+Message = Mapping[str, Any]
+Prompt = str | Sequence[Message] | Sequence[int]
+
+# Stands where the user's words go while a chat template is rendered, to cut the rendered text there.
+_MARK = "\u2063kvjax\u2063"
+_SEPARATOR = "\n\n"
+
+
+@dataclasses.dataclass(frozen=True)
+class Tokens:
+    """What is read: ``context`` once for all prompts, then each of ``prompts``.
+
+    Attributes:
+      context: ids shared by all prompts, or () without a context.
+      prompts: ids of each prompt, what follows the context.
+      single: whether one prompt was passed, and not a list of one.
+    """
+
+    context: tuple[int, ...]
+    prompts: tuple[tuple[int, ...], ...]
+    single: bool
+
+
+def tokenize(
+    lm: LanguageModel, prompt: Prompt | Sequence[Prompt], *, context: str | Sequence[int] | None, chat: bool, onto: bool
+) -> Tokens:
+    """Render and encode prompts.
+
+    Args:
+      lm: the model, for its tokenizer and chat template.
+      prompt: one prompt or a list of them.
+      context: text (or, without chat, ids) that precedes every prompt.
+      chat: apply the chat template to text and messages; ids are always taken as they are.
+      onto: the prompts continue a conversation that is already in a cache.
+
+    Raises:
+      UsageError: nothing to read, or something that is none of the accepted forms.
+    """
+    prompts, single = as_list(prompt)
+    if context is not None and onto:
+        raise UsageError("context= starts a new cache; give either context= or cache=, not both.")
+    rendered = [_render(lm, p, context, chat, onto) for p in prompts]
+    prefixes = {prefix for prefix, _ in rendered}
+    if len(prefixes) > 1:
+        raise UsageError("context= is read once for all prompts, so their system messages must be the same.")
+    shared = prefixes.pop()
+    ids = tuple(item for _, item in rendered)
+    if context is not None and not shared:
+        raise UsageError("The context is empty; give the text to compress, or leave context= out.")
+    return Tokens(shared, ids, single)
+
+
+def as_list(prompt: Any) -> tuple[list[Prompt], bool]:
+    """Prompts as a list, and whether there was one outside any list."""
+    if isinstance(prompt, str):
+        return [prompt], True
+    if isinstance(prompt, Mapping):
+        raise UsageError("A single message was given; give a list of messages.")
+    if not isinstance(prompt, Sequence) and not hasattr(prompt, "__array__"):
+        raise UsageError(
+            f"A prompt is text, a list of messages, or a list of token ids; {type(prompt).__name__} was given."
+        )
+    items = prompt.tolist() if hasattr(prompt, "tolist") else list(prompt)
+    if not items:
+        raise UsageError("The list of prompts is empty; give at least one prompt.")
+    if all(isinstance(item, Mapping) for item in items) or all(_is_id(item) for item in items):
+        return [items], True
+    return items, False
+
+
+def _is_id(item: Any) -> bool:
+    return isinstance(item, int) and not isinstance(item, bool)
+
+
+def _render(
+    lm: LanguageModel, prompt: Prompt, context: str | Sequence[int] | None, chat: bool, onto: bool
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(ids of the shared prefix, ids of the rest) of one prompt."""
+    items = prompt.tolist() if hasattr(prompt, "tolist") else prompt  # type: ignore[union-attr]
+    if isinstance(items, str):
+        if not items:
+            raise UsageError("The prompt is empty; give at least one character.")
+    elif not isinstance(items, Sequence) or not items:
+        raise UsageError("A prompt is empty; give text, messages or token ids.")
+    elif all(_is_id(item) for item in items):
+        return _ids(lm, context, "context"), _ids(lm, items, "prompt")  # type: ignore[arg-type]
+    elif not all(isinstance(item, Mapping) for item in items):
+        raise UsageError("A prompt is text, a list of messages, or a list of token ids, not a mixture of them.")
+    if not chat:
+        if not isinstance(items, str):
+            raise UsageError("Messages need the chat template; pass text or token ids with chat=False.")
+        prefix = _ids(lm, context, "context")
+        start = () if context is not None or onto else lm.tokenizer.prefix_ids
+        if isinstance(context, str):
+            prefix = (*lm.tokenizer.prefix_ids, *prefix)
+        return prefix, (*start, *lm.tokenizer.encode(items))
+    if context is not None and not isinstance(context, str):
+        raise UsageError("A context of token ids cannot go into a chat template; pass it as text, or chat=False.")
+    return _render_chat(lm, _messages(items), context, onto)
+
+
+def _ids(lm: LanguageModel, items: str | Sequence[int] | None, what: str) -> tuple[int, ...]:
+    if items is None:
+        return ()
+    if isinstance(items, str):
+        return tuple(lm.tokenizer.encode(items))
+    ids = items.tolist() if hasattr(items, "tolist") else list(items)  # type: ignore[union-attr]
+    for token in ids:
+        if not _is_id(token) or not 0 <= token < lm.config.vocab_size:
+            raise UsageError(
+                f"The {what} holds the token id {token!r}; this model's ids go from 0 to {lm.config.vocab_size - 1}."
+            )
+    return tuple(ids)
+
+
+def _messages(items: str | Sequence[Any]) -> list[dict[str, Any]]:
+    if isinstance(items, str):
+        return [{"role": "user", "content": items}]
+    messages = [dict(item) for item in items]
+    for message in messages:
+        if not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
+            raise UsageError('A message needs "role" and "content" as text, as in {"role": "user", "content": "Hi"}.')
+    return messages
+
+
+def _render_chat(
+    lm: LanguageModel, messages: list[dict[str, Any]], context: str | None, onto: bool
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Apply the chat template; a last message of the assistant's is the beginning of the answer."""
+    answer = ""
+    if messages[-1]["role"] == "assistant" and len(messages) > 1:
+        answer = messages.pop()["content"]
+    if onto:
+        # What follows an answer in this template: the end of that turn, then the new ones.
+        history = [{"role": "user", "content": "."}, {"role": "assistant", "content": _MARK}]
+        text = lm.tokenizer.render([*history, *messages])
+        before, mark, after = text.partition(_MARK)
+        if not mark:
+            raise UsageError("This model's chat template hides earlier answers; continue the cache with chat=False.")
+        return (), tuple(lm.tokenizer.encode(after + answer))
+    if context is None:
+        return (), tuple(lm.tokenizer.encode(lm.tokenizer.render(messages) + answer))
+    user = next((m for m in messages if m["role"] == "user"), None)
+    if user is None:
+        raise UsageError("context= goes in front of the first user message, and these messages have none.")
+    question = user["content"]
+    user["content"] = context + _SEPARATOR + _MARK
+    before, _, after = lm.tokenizer.render(messages).partition(_MARK)
+    return tuple(lm.tokenizer.encode(before)), tuple(lm.tokenizer.encode(question + after + answer))

@@ -1,0 +1,213 @@
+"""Decode: N tokens of every row in one compiled, donated loop.
+
+A step feeds each row's last token at its position, appends its key and value, attends, and samples the next; stop
+conditions are part of it. The cache is donated and updated in place, so a step moves the bytes attention reads and
+nothing else, and costs the same at token 10 and at token 100,000 under a bounded policy. Layers are unrolled over
+per-layer tuples: measured 3.5 to 6 times faster on CPU than stacked caches under ``scan``, without its second copy.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from kvjax.attention import decode_attention
+from kvjax.cache.pool import LayerCache
+from kvjax.cache.value import Cache, Pools, attach, detach
+from kvjax.model.decoder import Decoder
+from kvjax.model.rope import angles, rotate
+from kvjax.policies.base import Step
+from kvjax.runtime.sampling import Sampling, log_probability, sample
+from kvjax.runtime.stopping import FOUND, StopTable
+
+#: Tokens a compiled call has room for. How many of them it makes is traced.
+CHUNK = 64
+
+RUNNING, STOP, LENGTH, CONTEXT = 0, 1, 2, 3
+REASONS = {STOP: "stop", LENGTH: "length", CONTEXT: "context"}
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Controls:
+    """What a request asks of the loop, all traced.
+
+    Attributes:
+      sampling: how tokens are chosen.
+      stops: what ends a row.
+      max_new_tokens: tokens a row may generate.
+      max_position: tokens a row may see; beyond it generation ends with "context".
+    """
+
+    sampling: Sampling
+    stops: StopTable
+    max_new_tokens: Int[Array, ""]
+    max_position: Int[Array, ""]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DecodeState:
+    """The loop's carry.
+
+    Attributes:
+      cache: ``cache.pending`` is each row's last token, not yet fed.
+      reason: [B] why a row has ended, RUNNING while it has not.
+      stop_state: [B] state of the stop strings' automaton.
+      present: [B, V] tokens a row holds, for the repetition penalty.
+      made: [B] tokens generated.
+      tokens: [B, CHUNK] this call's tokens, -1 where a row had ended.
+      logprobs: [B, CHUNK] their log-probabilities, when asked for.
+    """
+
+    cache: Cache
+    reason: Int[Array, " B"]
+    stop_state: Int[Array, " B"]
+    present: Bool[Array, "B V"]
+    made: Int[Array, " B"]
+    tokens: Int[Array, "B N"]
+    logprobs: Float[Array, "B N"] | None
+
+
+def forward_step(
+    params: Decoder, cache: Cache, token: Int[Array, " B"], active: Bool[Array, " B"]
+) -> tuple[Cache, Float[Array, "B V"]]:
+    """Feed one token a row; rows that are not active keep their cache bit for bit.
+
+    Returns:
+      The cache with the tokens in, and the float32 logits of what follows.
+    """
+    config, policy = params.config, cache.policy
+    step = Step(cache.seen, active, config=config)
+    cos, sin = angles(config, cache.seen[:, None], cache.seen + 1)
+    x = params.embed(token)
+    done: list[LayerCache] = []
+    for i, (layer, kept) in enumerate(zip(params.layers, cache.layers, strict=True)):
+        q, k, v = layer.project(x)
+        kept = policy.append(i, kept, rotate(k, cos, sin), v, step)
+        attended, logits = decode_attention(
+            rotate(q, cos[:, :, None], sin[:, :, None]),
+            kept,
+            scale=config.head_dim**-0.5,
+            with_logits=policy.signals.decode_logits,
+        )
+        done.append(policy.observe(i, kept, logits, step))
+        x = layer.finish(x, attended)
+    return cache.replace(layers=tuple(done), seen=cache.seen + active), params.logits(x)
+
+
+def _record(
+    state: DecodeState, logits: Float[Array, "B V"], controls: Controls, active: Bool[Array, " B"], slot: Array
+) -> DecodeState:
+    """Sample from the logits, note the token, and end the rows that are done."""
+    token = sample(logits, controls.sampling, state.present, state.made)
+    made = state.made + active
+    stop_state = controls.stops.next_state[state.stop_state, token].astype(jnp.int32)
+    stop_state = jnp.where(active, stop_state, state.stop_state)
+    stopped = (token[:, None] == controls.stops.ids).any(axis=-1) | (stop_state == FOUND)
+    full = (state.cache.seen >= controls.max_position) & ~jnp.asarray(state.cache.policy.beyond_context)
+    reason = jnp.where(made >= controls.max_new_tokens, LENGTH, jnp.where(full, CONTEXT, RUNNING))
+    reason = jnp.where(active, jnp.where(stopped, STOP, reason), state.reason)
+    present = state.present.at[jnp.arange(token.shape[0]), token].max(active)
+    logprobs = state.logprobs
+    if logprobs is not None:
+        value = jnp.where(active, log_probability(logits, token), 0.0)
+        logprobs = jax.lax.dynamic_update_slice_in_dim(logprobs, value[:, None], slot, axis=1)
+    written = jnp.where(active, token, -1)[:, None]
+    return dataclasses.replace(
+        state,
+        cache=state.cache.replace(pending=jnp.where(active, token, state.cache.pending)),
+        reason=reason,
+        stop_state=stop_state,
+        present=present,
+        made=made,
+        tokens=jax.lax.dynamic_update_slice_in_dim(state.tokens, written, slot, axis=1),
+        logprobs=logprobs,
+    )
+
+
+def first_token(
+    cache: Cache, logits: Float[Array, "B V"], present: Bool[Array, "B V"], controls: Controls, *, logprobs: bool
+) -> DecodeState:
+    """Sample the first token from the prefill's logits; it stands in column 0 of ``tokens``."""
+    pools, rest = detach(cache)
+    state = _first_token(rest, logits, present, controls, logprobs=logprobs)
+    return dataclasses.replace(state, cache=attach(pools, state.cache))
+
+
+@functools.partial(jax.jit, static_argnames=("logprobs",))
+def _first_token(
+    cache: Cache, logits: Float[Array, "B V"], present: Bool[Array, "B V"], controls: Controls, *, logprobs: bool
+) -> DecodeState:
+    batch = cache.batch
+    zeros = jnp.zeros((batch,), jnp.int32)
+    state = DecodeState(
+        cache=cache,
+        reason=zeros,
+        stop_state=zeros,
+        present=present,
+        made=zeros,
+        tokens=jnp.full((batch, CHUNK), -1, jnp.int32),
+        logprobs=jnp.zeros((batch, CHUNK), jnp.float32) if logprobs else None,
+    )
+    return _record(state, logits, controls, jnp.ones((batch,), bool), jnp.int32(0))
+
+
+def decode_chunk(
+    params: Decoder, state: DecodeState, controls: Controls, steps: Int[Array, ""]
+) -> tuple[DecodeState, Int[Array, ""]]:
+    """Generate up to ``steps`` (at most CHUNK) tokens a row; ends early when every row has ended.
+
+    The state's pools are donated: the state given is consumed.
+
+    Returns:
+      The state, this call's tokens in columns ``0 .. n - 1``, and n.
+    """
+    pools, rest = detach(state.cache)
+    pools, state, made = compiled_chunk(params, pools, dataclasses.replace(state, cache=rest), controls, steps)
+    return dataclasses.replace(state, cache=attach(pools, state.cache)), made
+
+
+@functools.partial(jax.jit, donate_argnames=("pools",))
+def compiled_chunk(
+    params: Decoder, pools: Pools, state: DecodeState, controls: Controls, steps: Int[Array, ""]
+) -> tuple[Pools, DecodeState, Int[Array, ""]]:
+    """:func:`decode_chunk` with the pools apart; public so that tests can read its memory analysis."""
+    state = dataclasses.replace(state, cache=attach(pools, state.cache))
+    policy = state.cache.policy
+    config = params.config
+    state = dataclasses.replace(state, tokens=jnp.full_like(state.tokens, -1))
+    Carry = tuple[Int[Array, ""], DecodeState]
+
+    def going(carry: Carry) -> Bool[Array, ""]:
+        made, state = carry
+        return (made < steps) & (state.reason == RUNNING).any()
+
+    def step(carry: Carry) -> Carry:
+        made, state = carry
+        active = state.reason == RUNNING
+        cache, logits = forward_step(params, state.cache, jnp.maximum(state.cache.pending, 0), active)
+        state = _record(dataclasses.replace(state, cache=cache), logits, controls, active, made)
+        return made + 1, state
+
+    def nothing_due(carry: Carry) -> Bool[Array, ""]:
+        state = carry[1]
+        due = policy.due(state.cache.layers, config) & (state.reason == RUNNING)
+        return going(carry) & ~due.any()
+
+    def maintain_then_step(carry: Carry) -> Carry:
+        made, state = carry
+        cache = state.cache
+        layers = tuple(policy.maintain(i, layer, config, cache.seen) for i, layer in enumerate(cache.layers))
+        state = dataclasses.replace(state, cache=cache.replace(layers=layers))
+        # Maintenance sits between two loops and not behind a conditional: branches would copy the cache.
+        return jax.lax.while_loop(nothing_due, step, (made, state))
+
+    body = maintain_then_step if policy.maintains else step
+    made, state = jax.lax.while_loop(going, body, (jnp.int32(0), state))
+    pools, rest = detach(state.cache)
+    return pools, dataclasses.replace(state, cache=rest), made

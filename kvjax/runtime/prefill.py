@@ -1,0 +1,207 @@
+"""Prefill: a prompt, a chunk of one, or a later turn becomes a compressed cache, layer by layer and block by block.
+
+A layer's keys and values exist whole only while that layer runs: queries go through it in blocks, each against the
+blocks before it (and the slots kept from earlier turns), then the policy packs what it keeps and the rest is dead.
+Nothing of size T x T is ever made. Rows are padded on the right; a block in which every row has ended is skipped, so
+time follows the longest prompt and not its bucket.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from kvjax.attention import KeptRows, attend_causal, attend_kept, kept_rows, running_start
+from kvjax.cache.pool import LayerCache, empty_layer
+from kvjax.cache.value import Cache, Pools, attach, detach
+from kvjax.config import ModelConfig
+from kvjax.model.decoder import Decoder, DecoderLayer
+from kvjax.model.rope import angles, rotate
+from kvjax.policies.base import Policy, Turn, page_capacities
+from kvjax.policies.full import Full
+from kvjax.runtime.buckets import block_of
+
+Pages = tuple[tuple[int, ...], ...]
+
+
+def empty_cache(config: ModelConfig, policy: Policy, batch: int, prompt_room: int, new_room: int, dtype: Any) -> Cache:
+    """A cache that has seen nothing, allocated for prompts of ``prompt_room`` tokens and ``new_room`` decoded ones."""
+    pages = page_capacities(policy, config, prompt_room, new_room)
+    layers = tuple(
+        _empty_layer(config, policy, layer, batch, pages[layer], dtype) for layer in range(config.num_layers)
+    )
+    zeros = jnp.zeros((batch,), jnp.int32)
+    return Cache(layers, zeros, zeros, zeros - 1, policy, prompt_room, new_room)
+
+
+def _empty_layer(
+    config: ModelConfig, policy: Policy, layer: int, batch: int, pages: tuple[int, ...], dtype: Any
+) -> LayerCache:
+    empty = empty_layer(batch, pages, config.head_dim, dtype, log_mass=policy.merges)
+    return empty.replace(state=policy.init_state(config, layer, batch, empty.slots))
+
+
+def _layer(
+    layer: DecoderLayer,
+    x: Float[Array, "B T M"],
+    cos: Float[Array, "B T F"],
+    sin: Float[Array, "B T F"],
+    kept: KeptRows | None,
+    blocks: Int[Array, ""],
+    dtype: Any,
+) -> tuple[Float[Array, "B T M"], Float[Array, "B H T D"], Float[Array, "B H T D"]]:
+    """One layer over the whole prompt in query blocks: hidden states out, and its keys and values as cached."""
+    config = layer.config
+    batch, tokens, _ = x.shape
+    heads, group, dim = config.num_kv_heads, config.group_size, config.head_dim
+    block = block_of(tokens)
+    scale = dim**-0.5
+
+    def body(i: Int[Array, ""], carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        x, k, v = carry
+        xb, cb, sb = (jax.lax.dynamic_slice_in_dim(a, i * block, block, axis=1) for a in (x, cos, sin))
+        q, kb, vb = layer.project(xb)
+        kb = rotate(kb, cb[:, :, None], sb[:, :, None])
+        q = rotate(q, cb[:, :, None, None], sb[:, :, None, None])
+        k = jax.lax.dynamic_update_slice_in_dim(k, kb.swapaxes(1, 2).astype(dtype), i * block, axis=2)
+        v = jax.lax.dynamic_update_slice_in_dim(v, vb.swapaxes(1, 2).astype(dtype), i * block, axis=2)
+        q = q.transpose(0, 2, 3, 1, 4).reshape(batch, heads, group * block, dim)
+        running = running_start(batch, heads, group * block, dim)
+        if kept is not None:
+            running = attend_kept(running, q, kept, scale=scale)
+        _, mass, out = attend_causal(running, q, k, v, i, block, scale=scale)
+        attended = (out / mass[..., None]).reshape(batch, heads, group, block, dim).transpose(0, 3, 1, 2, 4)
+        xb = layer.finish(xb, attended.astype(x.dtype))
+        return jax.lax.dynamic_update_slice_in_dim(x, xb, i * block, axis=1), k, v
+
+    empty = jnp.zeros((batch, heads, tokens, dim), dtype)
+    return jax.lax.fori_loop(0, blocks, body, (x, empty, empty))
+
+
+def _forward(
+    params: Decoder,
+    cache: Cache,
+    tokens: Int[Array, "B T"],
+    count: Int[Array, " B"],
+    total: Int[Array, " B"],
+    pages: Pages,
+    fresh: bool,
+) -> tuple[Cache, Float[Array, "B T M"]]:
+    """Hidden states of the last layer and the cache after these tokens; see :func:`prefill`."""
+    config, policy = params.config, cache.policy
+    block = block_of(tokens.shape[1])
+    blocks = (jnp.max(count) + block - 1) // block
+    positions = cache.seen[:, None] + jnp.arange(tokens.shape[1])
+    cos, sin = angles(config, positions, cache.seen + count)
+    x = params.embed(tokens)
+    done: list[LayerCache] = []
+    for i, (layer, old) in enumerate(zip(params.layers, cache.layers, strict=True)):
+        kept = None if fresh else kept_rows(old, block)
+        x, k, v = _layer(layer, x, cos, sin, kept, blocks, old.k.dtype)
+        turn = Turn(cache.seen, count, total, pages=pages[i], config=config, fresh=fresh)
+        packed = policy.compress(i, old, k, v, turn)
+        # The next layer waits for the packing, so that no two layers' dense keys and values are alive at once.
+        x, packed = jax.lax.optimization_barrier((x, packed))
+        done.append(packed)
+    seen = cache.seen + count
+    anchor = jnp.where(count > 0, seen, cache.anchor)
+    cleared = jnp.where(count > 0, -1, cache.pending)
+    return cache.replace(layers=tuple(done), seen=seen, anchor=anchor, pending=cleared), x
+
+
+def _last_logits(params: Decoder, x: Float[Array, "B T M"], count: Int[Array, " B"]) -> Float[Array, "B V"]:
+    last = jnp.maximum(count - 1, 0)[:, None, None]
+    return params.logits(jnp.take_along_axis(x, last, axis=1)[:, 0])
+
+
+@functools.partial(jax.jit, static_argnames=("policy", "prompt_room", "new_room", "dtype"))
+def prefill_fresh(
+    params: Decoder,
+    tokens: Int[Array, "B T"],
+    count: Int[Array, " B"],
+    total: Int[Array, " B"],
+    *,
+    policy: Policy,
+    prompt_room: int,
+    new_room: int,
+    dtype: Any,
+) -> tuple[Cache, Float[Array, "B V"]]:
+    """Read prompts into a new cache.
+
+    Args:
+      params: the model.
+      tokens: token ids padded on the right to a bucket.
+      count: tokens of each row; at least 1.
+      total: tokens of each row's whole prompt, of which this may be the first chunk.
+      policy, prompt_room, new_room, dtype: what stays and what is allocated for it; static.
+
+    Returns:
+      The cache, and the logits after each row's last token (float32).
+    """
+    config = params.config
+    cache = empty_cache(config, policy, tokens.shape[0], prompt_room, new_room, dtype)
+    cache, x = _forward(params, cache, tokens, count, total, tuple(c.pages for c in cache.layers), fresh=True)
+    return cache, _last_logits(params, x, count)
+
+
+def prefill_onto(
+    params: Decoder,
+    cache: Cache,
+    tokens: Int[Array, "B T"],
+    count: Int[Array, " B"],
+    total: Int[Array, " B"],
+    *,
+    prompt_room: int,
+    new_room: int,
+    consume: bool = False,
+) -> tuple[Cache, Float[Array, "B V"]]:
+    """Read chunks or later turns onto a cache, which is then allocated for the given rooms; rows may have 0 tokens.
+
+    The cache given stays a value, unless ``consume``: then its buffers are donated, and reused where shapes allow.
+    """
+    pools, rest = detach(cache)
+    run = _onto_consuming if consume else _onto
+    pools, rest, logits = run(params, pools, rest, tokens, count, total, prompt_room=prompt_room, new_room=new_room)
+    return attach(pools, rest), logits
+
+
+def _prefill_onto(
+    params: Decoder,
+    pools: Pools,
+    rest: Cache,
+    tokens: Int[Array, "B T"],
+    count: Int[Array, " B"],
+    total: Int[Array, " B"],
+    *,
+    prompt_room: int,
+    new_room: int,
+) -> tuple[Pools, Cache, Float[Array, "B V"]]:
+    cache = attach(pools, rest)
+    pages = tuple(layer.pages for layer in cache.layers)
+    if cache.policy.grows:
+        pages = page_capacities(cache.policy, params.config, prompt_room, new_room)
+    cache, x = _forward(params, cache, tokens, count, total, pages, fresh=False)
+    pools, rest = detach(cache.replace(prompt_room=prompt_room, new_room=new_room))
+    return pools, rest, _last_logits(params, x, count)
+
+
+_onto = jax.jit(_prefill_onto, static_argnames=("prompt_room", "new_room"))
+_onto_consuming = jax.jit(_prefill_onto, static_argnames=("prompt_room", "new_room"), donate_argnames=("pools",))
+
+
+@jax.jit
+def logits_of(params: Decoder, tokens: Int[Array, "B T"], lengths: Int[Array, " B"]) -> Float[Array, "B T V"]:
+    """Float32 logits after every token, through the prefill path with a full cache; T is padded to a bucket or block.
+
+    For tests and scoring: it holds T x V numbers, which generation never does.
+    """
+    size = block_of(tokens.shape[1])
+    padded = jnp.pad(tokens, ((0, 0), (0, -tokens.shape[1] % size)))
+    cache = empty_cache(params.config, Full(), tokens.shape[0], padded.shape[1], 1, params.embedding[...].dtype)
+    pages = tuple(c.pages for c in cache.layers)
+    _, x = _forward(params, cache, padded, lengths, lengths, pages, fresh=True)
+    return params.logits(x[:, : tokens.shape[1]])

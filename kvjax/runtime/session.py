@@ -1,0 +1,180 @@
+"""The host side of one generation: prompts in buckets, prefill, chunks of tokens, growing caches, times."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax.cache.value import Cache, take
+from kvjax.config import ModelConfig
+from kvjax.model.decoder import Decoder
+from kvjax.policies.base import Policy
+from kvjax.runtime.buckets import NEW_TOKENS, new_bucket, prompt_bucket
+from kvjax.runtime.compilation import CompileClock
+from kvjax.runtime.decode import CHUNK, REASONS, RUNNING, Controls, DecodeState, decode_chunk, first_token
+from kvjax.runtime.grow import grow
+from kvjax.runtime.interrupt import Interrupt
+from kvjax.runtime.prefill import prefill_fresh, prefill_onto
+
+
+@dataclasses.dataclass
+class Times:
+    """Seconds of the parts of a call, compilation taken out."""
+
+    prompt: float = 0.0
+    first: float = 0.0
+    decode: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class ChunkResult:
+    """Tokens one chunk gave each row (fewer once a row has ended), their log-probabilities, and why rows ended."""
+
+    tokens: list[list[int]]
+    logprobs: list[list[float]] | None
+    reasons: list[str | None]
+
+
+def read_prompts(
+    params: Decoder,
+    prompts: Sequence[Sequence[int]],
+    *,
+    policy: Policy,
+    cache: Cache | None,
+    consume: bool,
+    dtype: Any,
+) -> tuple[Cache, jax.Array]:
+    """Prefill prompts of different lengths as one batch, onto ``cache`` when there is one.
+
+    Returns:
+      The cache and the logits [B, V] after each row's last token.
+    """
+    config = params.config
+    lengths = np.array([len(ids) for ids in prompts], np.int32)
+    seen = np.zeros_like(lengths) if cache is None else np.asarray(cache.seen)
+    total = seen + lengths
+    room = prompt_bucket(int(total.max()))
+    logits = None
+    for start, size in _chunks(policy, config, int(lengths.max())):
+        count = np.clip(lengths - start, 0, size)
+        bucket = prompt_bucket(int(count.max()))
+        tokens = np.zeros((len(prompts), bucket), np.int32)
+        for row, ids in enumerate(prompts):
+            tokens[row, : count[row]] = ids[start : start + count[row]]
+        if cache is None:
+            cache, new = prefill_fresh(
+                params, tokens, count, total, policy=policy, prompt_room=room, new_room=NEW_TOKENS, dtype=dtype
+            )
+        else:
+            cache, new = prefill_onto(
+                params, cache, tokens, count, total, prompt_room=room, new_room=NEW_TOKENS, consume=consume
+            )
+        consume = True  # from the second chunk on the cache is this function's own
+        logits = new if logits is None else jnp.where((count > 0)[:, None], new, logits)
+    assert cache is not None and logits is not None  # there is at least one chunk
+    return cache, logits
+
+
+def _chunks(policy: Policy, config: ModelConfig, longest: int) -> Iterator[tuple[int, int]]:
+    """(start, size) of the chunks a policy reads prompts in."""
+    sizes = policy.chunks(config)
+    if sizes is None:
+        yield 0, longest
+        return
+    start, size = 0, sizes[0]
+    while start < longest:
+        yield start, size
+        start, size = start + size, sizes[1]
+
+
+class Session:
+    """One batch being generated: owns its cache, hands out what each chunk gave.
+
+    Python state lives here and only here; everything compiled is a pure function of arrays.
+    """
+
+    def __init__(self, params: Decoder, controls: Controls, clock: CompileClock, interrupt: Interrupt):
+        self.params, self.controls = params, controls
+        self.times = Times()
+        self._clock, self._interrupt = clock, interrupt
+        self._state: DecodeState | None = None
+        self._fed = 0
+        self._began, self._compiled = time.perf_counter(), clock.seconds
+
+    def _lap(self) -> float:
+        """Seconds since the last lap without compilation; compilation may overlap other threads' work, never us."""
+        now, compiled = time.perf_counter(), self._clock.seconds
+        spent = max(now - self._began - (compiled - self._compiled), 0.0)
+        self._began, self._compiled = now, compiled
+        return spent
+
+    @property
+    def cache(self) -> Cache:
+        assert self._state is not None
+        return self._state.cache
+
+    def prefill(
+        self, prompts: Sequence[Sequence[int]], *, policy: Policy, cache: Cache | None, consume: bool, dtype: Any
+    ) -> tuple[Cache, jax.Array]:
+        """Read prompts; timed."""
+        result = jax.block_until_ready(
+            read_prompts(self.params, prompts, policy=policy, cache=cache, consume=consume, dtype=dtype)
+        )
+        spent = self._lap()
+        self.times.prompt += spent
+        self.times.first += spent
+        return result
+
+    def start(self, cache: Cache, logits: jax.Array, present: np.ndarray, logprobs: bool) -> ChunkResult:
+        """Take over the cache and sample the first token of every row."""
+        self._state = first_token(cache, logits, present, self.controls, logprobs=logprobs)
+        result = self._collect(1)
+        self.times.first += self._lap()
+        return result
+
+    def chunks(self, steps: int) -> Iterator[ChunkResult]:
+        """Generate ``steps`` tokens a chunk (at most CHUNK) until every row has ended or Ctrl-C is pressed."""
+        while not self._interrupt.requested:
+            state = self._state
+            assert state is not None
+            if not (np.asarray(state.reason) == RUNNING).any():
+                return
+            cache = state.cache
+            room = cache.new_room - self._fed if cache.policy.grows else CHUNK
+            if room <= 0:
+                bigger = grow(cache, config=self.params.config, new_room=new_bucket(self._fed))
+                state = dataclasses.replace(state, cache=bigger)
+                room = bigger.new_room - self._fed
+            n = np.int32(min(steps, room, CHUNK))
+            # The old state's pools are donated: from here on only the new one exists.
+            self._state, made = decode_chunk(self.params, state, self.controls, n)
+            result = self._collect(int(made))
+            self._fed += int(made)
+            self.times.decode += self._lap()
+            yield result
+
+    def _collect(self, made: int) -> ChunkResult:
+        state = self._state
+        assert state is not None
+        tokens = np.asarray(state.tokens)[:, :made]
+        reasons = [REASONS.get(int(reason)) for reason in np.asarray(state.reason)]
+        kept = [[int(t) for t in row if t >= 0] for row in tokens]
+        logprobs = None
+        if state.logprobs is not None:
+            values = np.asarray(state.logprobs)[:, :made]
+            logprobs = [values[i][tokens[i] >= 0].tolist() for i in range(len(kept))]
+        return ChunkResult(kept, logprobs, reasons)
+
+
+def spread(cache: Cache, logits: jax.Array | None, copies: Sequence[int]) -> tuple[Cache, jax.Array | None]:
+    """Rows of a cache, and of its logits, in the given order; for one context under many prompts and for n > 1."""
+    if list(copies) == list(range(cache.batch)):
+        return cache, logits
+    order = np.asarray(copies, np.int32)
+    return take(cache, order), None if logits is None else jnp.take(logits, order, axis=0)

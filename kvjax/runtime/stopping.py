@@ -1,0 +1,105 @@
+"""Stop strings and stop ids as tables that the compiled loop looks up, so that a new stop string does not recompile.
+
+Stop strings become one automaton over bytes (Aho-Corasick), run over every token's bytes ahead of time: a table
+state x token -> state. A string is found wherever it begins and ends, inside tokens or across them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int
+
+from kvjax.errors import UsageError
+
+#: State 0 is the start; this one is reached when a stop string is complete, and never left.
+FOUND = 1
+_STOP_IDS = 16
+_MOST_STATES = 32767
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class StopTable:
+    """What ends a row.
+
+    Attributes:
+      next_state: [S, V] int16, S a power of two of at least 16.
+      ids: [N] int32 token ids that end a row, padded with -1.
+    """
+
+    next_state: Int[Array, "S V"]
+    ids: Int[Array, " N"]
+
+
+def stop_table(stop: Sequence[str], ids: Sequence[int], token_bytes: Sequence[bytes], vocabulary: int) -> StopTable:
+    """Compile stop strings and ids for a vocabulary (ids without bytes, as special tokens, change no state)."""
+    room = _STOP_IDS
+    while room < len(ids):
+        room *= 2
+    padded = np.full((room,), -1, np.int32)
+    padded[: len(ids)] = ids
+    return StopTable(jnp.asarray(_transitions(tuple(stop), token_bytes, vocabulary)), jnp.asarray(padded))
+
+
+def _transitions(stop: Sequence[str], token_bytes: Sequence[bytes], vocabulary: int) -> np.ndarray:
+    if not stop:
+        return np.zeros((16, vocabulary), np.int16)
+    goto = _automaton([text.encode() for text in stop])
+    states = 16
+    while states < len(goto):
+        states *= 2
+    table = np.zeros((states, vocabulary), np.int16)
+    current = np.repeat(np.arange(len(goto), dtype=np.int16)[:, None], vocabulary, axis=1)
+    lengths = np.array([len(token) for token in token_bytes[:vocabulary]], np.int32)
+    lengths = np.pad(lengths, (0, vocabulary - len(lengths)))
+    order = np.argsort(-lengths, kind="stable")
+    for position in range(int(lengths.max(initial=0))):
+        ids = order[: int((lengths > position).sum())]
+        byte = np.array([token_bytes[i][position] for i in ids], np.uint8)
+        current[:, ids] = goto[current[:, ids], byte]
+    table[: len(goto)] = current
+    return table
+
+
+def _automaton(patterns: Sequence[bytes]) -> np.ndarray:
+    """Aho-Corasick transitions [states, 256] int16 of the patterns; any complete pattern leads to FOUND."""
+    children: list[dict[int, int]] = [{}, {}]
+    for pattern in patterns:
+        state = 0
+        for i, byte in enumerate(pattern):
+            if i == len(pattern) - 1:
+                children[state][byte] = FOUND
+            elif children[state].get(byte) == FOUND:
+                break  # a shorter stop string already ends here
+            else:
+                if byte not in children[state]:
+                    children.append({})
+                    children[state][byte] = len(children) - 1
+                state = children[state][byte]
+    if len(children) > _MOST_STATES:
+        raise UsageError(f"The stop strings have {len(children)} bytes together; give at most {_MOST_STATES}.")
+    goto = np.zeros((len(children), 256), np.int16)
+    fail = [0] * len(children)
+    goto[FOUND] = FOUND
+    queue: deque[int] = deque()
+    for byte, child in children[0].items():
+        goto[0, byte] = child
+        if child != FOUND:
+            queue.append(child)
+    while queue:
+        state = queue.popleft()
+        goto[state] = goto[fail[state]]
+        for byte, child in children[state].items():
+            if child != FOUND:
+                fail[child] = int(goto[fail[state], byte])
+                queue.append(child)
+            # A suffix that completes a pattern wins over a longer one still under way.
+            if goto[state, byte] != FOUND:
+                goto[state, byte] = child
+    return goto

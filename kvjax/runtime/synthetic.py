@@ -1,0 +1,92 @@
+"""Caches and timings without prompts, for benchmarks: shapes and state as after real prompts, contents random."""
+
+from __future__ import annotations
+
+import functools
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax.cache.value import Cache
+from kvjax.config import ModelConfig
+from kvjax.model.decoder import Decoder
+from kvjax.policies.base import Policy, Turn
+from kvjax.runtime.decode import CHUNK, Controls, DecodeState, decode_chunk
+from kvjax.runtime.prefill import empty_cache
+from kvjax.runtime.sampling import Sampling
+from kvjax.runtime.stopping import stop_table
+
+
+@functools.partial(jax.jit, static_argnames=("config", "policy", "batch", "tokens", "new_room", "dtype"))
+def _filled(config: ModelConfig, policy: Policy, batch: int, tokens: int, new_room: int, dtype: Any) -> Cache:
+    cache = empty_cache(config, policy, batch, tokens, new_room, dtype)
+    count = jnp.full((batch,), tokens, jnp.int32)
+    layers = []
+    for i, layer in enumerate(cache.layers):
+        shape = (batch, config.num_kv_heads, tokens, config.head_dim)
+        keys = jax.random.split(jax.random.key(i), 2)
+        k, v = (jax.random.normal(key, shape, jnp.float32).astype(dtype) for key in keys)
+        turn = Turn(cache.seen, count, count, pages=layer.pages, config=config, fresh=True)
+        layers.append(jax.lax.optimization_barrier(policy.compress(i, layer, k, v, turn)))
+    return cache.replace(layers=tuple(layers), seen=count, anchor=count, pending=jnp.zeros_like(count))
+
+
+def filled_cache(
+    config: ModelConfig, policy: Policy, batch: int, seen: int, dtype: Any = jnp.float32, new_room: int = 256
+) -> Cache:
+    """A cache as after prompts of ``seen`` tokens with random keys and values, without running a prompt."""
+    return _filled(config, policy, batch, seen, new_room, jnp.dtype(dtype))
+
+
+def benchmark_controls(config: ModelConfig, batch: int) -> Controls:
+    """Greedy, and nothing ends a row."""
+    sampling = Sampling(
+        temperature=jnp.float32(0),
+        top_k=jnp.int32(config.vocab_size),
+        top_p=jnp.float32(1),
+        min_p=jnp.float32(0),
+        repetition_penalty=jnp.float32(1),
+        keys=jax.random.split(jax.random.key(0), batch),
+    )
+    limit = jnp.int32(np.iinfo(np.int32).max)
+    return Controls(sampling, stop_table((), (), (), config.vocab_size), limit, limit)
+
+
+def decode_state(config: ModelConfig, cache: Cache) -> DecodeState:
+    """The loop's carry for a cache whose pending tokens are set."""
+    zeros = jnp.zeros((cache.batch,), jnp.int32)
+    return DecodeState(
+        cache=cache,
+        reason=zeros,
+        stop_state=zeros,
+        present=jnp.zeros((cache.batch, config.vocab_size), bool),
+        made=zeros,
+        tokens=jnp.full((cache.batch, CHUNK), -1, jnp.int32),
+        logprobs=None,
+    )
+
+
+def run_steps(params: Decoder, state: DecodeState, controls: Controls, steps: int) -> tuple[DecodeState, float]:
+    """Run ``steps`` (at most CHUNK) decode steps; the state given is consumed.
+
+    Returns:
+      ``(state, seconds a step)``.
+    """
+    start = time.perf_counter()
+    state, _ = jax.block_until_ready(decode_chunk(params, state, controls, jnp.int32(steps)))
+    return state, (time.perf_counter() - start) / steps
+
+
+def time_steps(params: Decoder, cache: Cache, *, steps: int = 16, repeats: int = 5) -> list[float]:
+    """Seconds per decode step from this cache, ``repeats`` times after one uncounted call; the cache is consumed."""
+    config = params.config
+    controls = benchmark_controls(config, cache.batch)
+    state, _ = run_steps(params, decode_state(config, cache), controls, steps)
+    seconds = []
+    for _ in range(repeats):
+        state, taken = run_steps(params, state, controls, steps)
+        seconds.append(taken)
+    return seconds
