@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
+import ctypes
 import datetime
+import gc
 import importlib.metadata
 import os
 import platform
@@ -19,24 +20,9 @@ import jax.numpy as jnp
 import psutil
 from jax import Array
 
-
-@dataclasses.dataclass(frozen=True)
-class Bandwidth:
-    """Fastest read of device memory seen.
-
-    Attributes:
-      bytes_per_second: the best over all forms and repetitions.
-      buffer_bytes: size of the buffer read, far beyond any cache of the processor.
-      forms: best bytes per second of each form.
-    """
-
-    bytes_per_second: float
-    buffer_bytes: int
-    forms: dict[str, float]
-
-
-# Reductions that read every byte once and write almost nothing. Which one XLA compiles best differs by device
-# (2 CPU cores: 43 to 53 GB/s), so the best of them counts: the limit must not flatter the shares reported against it.
+# Reductions that read every byte once and write almost nothing. Which one XLA compiles best differs by device and by
+# the minute (2 CPU cores: 43 to 53 GB/s on a quiet machine), so the best of them counts: the limit must not flatter
+# the shares reported against it.
 _FORMS: dict[str, Callable[[Array], Array]] = {
     "sum": lambda x: x.sum(),
     "row sums": lambda x: x.sum(axis=1),
@@ -44,58 +30,70 @@ _FORMS: dict[str, Callable[[Array], Array]] = {
 }
 
 
-def measure_bandwidth(repetitions: int = 5, buffer_bytes: int | None = None) -> Bandwidth:
-    """Read a buffer of 1 GiB (less on a host with under 8 GB) with jitted reductions; best of several of each form."""
-    if buffer_bytes is None:
-        buffer_bytes = min(2**30, psutil.virtual_memory().total // 8)
-    columns = 16384
-    x = jnp.ones((max(1, buffer_bytes // (4 * columns)), columns), jnp.float32)
-    forms = {}
-    for name, form in _FORMS.items():
-        compiled = jax.jit(form)
-        compiled(x).block_until_ready()
+class BandwidthMeter:
+    """Reads a buffer far beyond any cache of the processor with jitted reductions.
+
+    Attributes:
+      buffer_bytes: size of the buffer: 1 GiB, or an eighth of a host's memory when that is less.
+      readings: bytes per second, one for each call.
+    """
+
+    def __init__(self, buffer_bytes: int | None = None):
+        size = min(2**30, psutil.virtual_memory().total // 8) if buffer_bytes is None else buffer_bytes
+        columns = 16384
+        self._buffer = jnp.ones((max(1, size // (4 * columns)), columns), jnp.float32)
+        self._compiled = [jax.jit(form).lower(self._buffer).compile() for form in _FORMS.values()]
+        self.buffer_bytes = self._buffer.nbytes
+        self.readings: list[float] = []
+        self()
+        self.readings.clear()  # the first reading pays for waking the threads
+
+    def __call__(self, repetitions: int = 3) -> float:
+        """Bytes per second now: the best over the forms and repetitions; also kept in ``readings``."""
         seconds = []
-        for _ in range(repetitions):
-            start = time.perf_counter()
-            compiled(x).block_until_ready()
-            seconds.append(time.perf_counter() - start)
-        forms[name] = x.nbytes / min(seconds)
-    return Bandwidth(max(forms.values()), x.nbytes, forms)
+        for compiled in self._compiled:
+            for _ in range(repetitions):
+                start = time.perf_counter()
+                compiled(self._buffer).block_until_ready()
+                seconds.append(time.perf_counter() - start)
+        self.readings.append(self.buffer_bytes / min(seconds))
+        return self.readings[-1]
 
 
-def faster(first: Bandwidth, second: Bandwidth) -> Bandwidth:
-    """The better of two measurements, so that a busy moment does not lower the limit."""
-    return first if first.bytes_per_second >= second.bytes_per_second else second
+def release_freed_memory() -> None:
+    """Hand memory that was freed back to the system, so that resident memory says what is in use (glibc keeps it)."""
+    gc.collect()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if platform.system() == "Linux" else None
+    if trim is not None:
+        trim(0)
 
 
 class PeakMemory:
-    """Highest memory in use while it was watched, and where it started; bytes, set when the watch ends."""
+    """Highest memory in use while it was watched, bytes; set when the watch ends."""
 
-    start: int = 0
     peak: int = 0
 
-    @property
-    def added(self) -> int:
-        return max(0, self.peak - self.start)
+
+def memory_in_use() -> int:
+    """Bytes the accelerator has handed out, or the process's resident memory on a CPU, without what was freed."""
+    release_freed_memory()
+    return _in_use()
+
+
+def _in_use() -> int:
+    stats = jax.local_devices()[0].memory_stats() or {}
+    return stats["bytes_in_use"] if "bytes_in_use" in stats else psutil.Process().memory_info().rss
 
 
 @contextlib.contextmanager
 def watch_peak() -> Iterator[PeakMemory]:
-    """Watch the process's resident memory (sampled each millisecond), or the accelerator's own high-water mark."""
-    watched = PeakMemory()
-    device_stats = jax.local_devices()[0].memory_stats() or {}
-    if "peak_bytes_in_use" in device_stats:
-        # The device's mark cannot be reset: a case that stays below an earlier one reports the earlier one's peak.
-        watched.start = device_stats["bytes_in_use"]
-        yield watched
-        watched.peak = (jax.local_devices()[0].memory_stats() or device_stats)["peak_bytes_in_use"]
-        return
-    process, done = psutil.Process(), threading.Event()
-    watched.start = watched.peak = process.memory_info().rss
+    """Watch the memory in use, sampled each millisecond: marks kept by devices cannot be reset between cases."""
+    watched, done = PeakMemory(), threading.Event()
+    watched.peak = memory_in_use()
 
     def sample() -> None:
         while not done.wait(0.001):
-            watched.peak = max(watched.peak, process.memory_info().rss)
+            watched.peak = max(watched.peak, _in_use())
 
     sampler = threading.Thread(target=sample, daemon=True)
     sampler.start()
@@ -104,7 +102,7 @@ def watch_peak() -> Iterator[PeakMemory]:
     finally:
         done.set()
         sampler.join()
-        watched.peak = max(watched.peak, process.memory_info().rss)
+        watched.peak = max(watched.peak, _in_use())
 
 
 def _processor() -> str:

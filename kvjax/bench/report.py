@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kvjax.bench.machine import Bandwidth
 from kvjax.bench.run import DecodeRow, LongRow, PrefillRow
 from kvjax.bench.startup import Startup
 from kvjax.cli.render import human_bytes, human_rate
@@ -22,8 +22,9 @@ class Report:
     machine: dict[str, Any]
     model: str
     dtype: str
-    bandwidth: Bandwidth
+    bandwidth_buffer_bytes: int
     weight_bytes_per_step: int
+    bandwidth_readings: list[float] = dataclasses.field(default_factory=list)
     decode: list[DecodeRow] = dataclasses.field(default_factory=list)
     prefill: list[PrefillRow] = dataclasses.field(default_factory=list)
     long: list[LongRow] = dataclasses.field(default_factory=list)
@@ -91,14 +92,18 @@ def footnote(report: Report) -> str:
     """What the numbers mean and where they come from."""
     m, versions = report.machine, report.machine["versions"]
     named = ", ".join(f"{name} {version}" for name, version in versions.items() if version and name != "jaxlib")
-    gigabytes, read = report.bandwidth.bytes_per_second / 1e9, human_bytes(report.bandwidth.buffer_bytes)
-    return (
+    said = (
         f"{report.model}, {report.dtype}; {m['processor']}, {m['cores']} cores, {human_bytes(m['memory_bytes'])}; "
-        f"Python {m['python']}, {named}; {m['date'][:10]}. Medians of rounds taken in turn. Limit: bytes a step must "
-        f"read ({human_bytes(report.weight_bytes_per_step)} of weights and the live cache) at "
-        f"{gigabytes:.1f} GB/s, the best read of {read} "
-        "in the same run. Peak: memory added while the case ran, above the loaded weights."
+        f"Python {m['python']}, {named}; {m['date'][:10]}. Medians of rounds taken in turn. "
     )
+    if report.bandwidth_readings:
+        rate, size = statistics.median(report.bandwidth_readings), report.bandwidth_buffer_bytes
+        said += (
+            f"Limit: the bytes a step must read ({human_bytes(report.weight_bytes_per_step)} of weights, and the live "
+            f"cache) at the bandwidth measured in the same round (reading {human_bytes(size)}; median "
+            f"{rate / 1e9:.1f} GB/s). "
+        )
+    return said + "Peak: memory in use while the case ran, beyond what was in use before its cache existed."
 
 
 def markdown(report: Report) -> str:

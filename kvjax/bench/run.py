@@ -10,19 +10,22 @@ import dataclasses
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
 
+import kvjax
 from kvjax.bench import machine
+from kvjax.cache import Cache
 from kvjax.config import ModelConfig
 from kvjax.errors import UsageError
 from kvjax.model.decoder import Decoder
+from kvjax.policies import Policy
+from kvjax.runtime.synthetic import benchmark_controls, decode_state, filled_cache, run_steps
 
 if TYPE_CHECKING:
     from kvjax.bench.transformers_peer import TransformersPeer
-    from kvjax.cache import Cache
     from kvjax.model.load import LanguageModel
 
 Progress = Callable[[str], None]
@@ -32,21 +35,24 @@ Progress = Callable[[str], None]
 class DecodeRow:
     """One contender at one batch and context; seconds are of one step, which makes ``batch`` tokens.
 
-    ``limit_share`` is (bytes a step must read / measured bandwidth) / seconds: 1 is the memory's own speed. It is set
-    by :func:`with_limit` when the run's best bandwidth is known.
+    ``limit_share`` is (bytes a step must read / bandwidth) / seconds, with the bandwidth measured in the same round:
+    1 is the memory's own speed. ``peak_bytes`` is what the steps held at most beyond what was in use before the cache
+    existed. The median leaves out the rare step in which a policy compresses while decoding; ``mean_step_seconds`` has
+    its share.
     """
 
     batch: int
     context: int
     contender: str
     step_seconds: float
+    mean_step_seconds: float
     rounds: tuple[float, ...]
     tokens_per_second: float
     cache_bytes: int
     live_cache_bytes: int
     step_bytes: int
     peak_bytes: int
-    limit_share: float | None = None
+    limit_share: float
     speedup_over_peer: float | None = None
 
 
@@ -77,25 +83,35 @@ class LongRow:
     many_cache_bytes: int
 
 
+@dataclasses.dataclass(frozen=True)
+class Contender:
+    """Something to measure: seconds of a step or of a prompt, or bytes per second."""
+
+    name: str
+    measure: Callable[[], float]
+    cache_bytes: int = 0
+    live_cache_bytes: int = 0
+    peak_bytes: int = 0
+
+
 def weight_bytes_per_step(params: Decoder, config: ModelConfig) -> int:
     """Bytes of weights a decode step must read: all of them, but of an untied embedding table only a few rows."""
     total = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
     return total if config.tie_embeddings else total - params.embedding[...].nbytes
 
 
-def with_limit(rows: Sequence[DecodeRow], bandwidth: machine.Bandwidth) -> list[DecodeRow]:
-    """The rows with their share of what the memory could deliver."""
-    rate = bandwidth.bytes_per_second
-    return [dataclasses.replace(row, limit_share=row.step_bytes / rate / row.step_seconds) for row in rows]
-
-
-def interleave(contenders: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, tuple[float, ...]]:
-    """Call every contender once a round, in turn; each returns its own seconds."""
-    times: dict[str, list[float]] = {name: [] for name in contenders}
+def interleave(contenders: Sequence[Contender], rounds: int) -> dict[str, tuple[float, ...]]:
+    """Measure every contender once a round, in turn."""
+    times: dict[str, list[float]] = {contender.name: [] for contender in contenders}
     for _ in range(rounds):
-        for name, measure in contenders.items():
-            times[name].append(measure())
+        for contender in contenders:
+            times[contender.name].append(contender.measure())
     return {name: tuple(values) for name, values in times.items()}
+
+
+def median_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> float:
+    """Median of the rounds' own ratios: what drifts between rounds cancels."""
+    return statistics.median(a / b for a, b in zip(numerators, denominators, strict=True))
 
 
 def check_request(config: ModelConfig, *, rounds: int, steps: int, **sizes: Sequence[int]) -> None:
@@ -103,14 +119,27 @@ def check_request(config: ModelConfig, *, rounds: int, steps: int, **sizes: Sequ
     for name, value in {"rounds": rounds, "steps": steps}.items():
         if value < 1:
             raise UsageError(f"{name} is {value}; give at least 1.")
+    if steps > 64:
+        raise UsageError(f"steps is {steps}; give at most 64, the tokens one compiled call makes.")
     for name, values in sizes.items():
         for value in values:
             if value < 1:
                 raise UsageError(f"{name} holds {value}; give at least 1.")
-            if name in ("context", "prefill") and value + steps > config.max_position:
-                raise UsageError(
-                    f"{name} {value} with {steps} steps is beyond the model's context of {config.max_position} tokens."
-                )
+            if name in ("context", "prefill") and value > config.max_position:
+                raise UsageError(f"{name} {value} is beyond the model's context of {config.max_position} tokens.")
+
+
+class DecodeTimer:
+    """Decode steps from a cache; the cache grows on from round to round, as it does in use."""
+
+    def __init__(self, params: Decoder, cache: Cache, steps: int):
+        self._params, self._steps = params, steps
+        self._state = decode_state(params.config, cache)
+        self._controls = benchmark_controls(params.config, cache.batch)
+
+    def __call__(self) -> float:
+        self._state, seconds = run_steps(self._params, self._state, self._controls, self._steps)
+        return seconds
 
 
 class Bench:
@@ -119,139 +148,137 @@ class Bench:
     def __init__(
         self,
         lm: LanguageModel,
-        policies: Mapping[str, Any],
+        policies: Mapping[str, Policy],
         *,
         rounds: int,
         steps: int,
         peer: TransformersPeer | None = None,
         progress: Progress = lambda _: None,
+        meter: machine.BandwidthMeter | None = None,
     ):
         self.lm, self.policies, self.rounds, self.steps = lm, policies, rounds, steps
         self.peer, self.progress = peer, progress
         self.dtype = lm.params.embedding[...].dtype
-        self.bandwidth = machine.measure_bandwidth()
-
-    def refresh_bandwidth(self) -> None:
-        """Measure again and keep the better reading."""
-        self.bandwidth = machine.faster(self.bandwidth, machine.measure_bandwidth())
-
-    def _filled(self, policy: Any, batch: int, context: int) -> Cache:
-        from kvjax.runtime.synthetic import filled_cache
-
-        return filled_cache(self.lm.config, policy, batch, context, self.dtype)
-
-    def _step_seconds(self, policy: Any, cache: Cache) -> float:
-        from kvjax.runtime.decode import time_steps
-
-        return time_steps(self.lm.params, self.lm.config, policy, cache, self.steps)
+        self.meter = meter or machine.BandwidthMeter()
 
     def decode(self, batch: int, context: int) -> list[DecodeRow]:
         """Every policy, and the peer, decoding from a cache filled with ``context`` tokens a row."""
-        contenders: dict[str, Callable[[], float]] = {}
-        sizes: dict[str, tuple[int, int, int]] = {}  # allocated, live, peak bytes
+        contenders = []
         for name, policy in self.policies.items():
             self.progress(f"decode: batch {batch}, context {context}, {name}")
-            with machine.watch_peak() as memory:
-                cache = self._filled(policy, batch, context)
-                self._step_seconds(policy, cache)  # compiles
-            contenders[name] = lambda policy=policy, cache=cache: self._step_seconds(policy, cache)
-            sizes[name] = (cache.nbytes, cache.live_nbytes, memory.added)
-        if (peer := self.peer) is not None:
-            self.progress(f"decode: batch {batch}, context {context}, {peer.name}")
-            with machine.watch_peak() as memory:
-                theirs = peer.filled_cache(batch, context)
-                held = peer.nbytes(theirs)
-                peer.decode_seconds(theirs, batch, context, self.steps)
-            contenders[peer.name] = lambda: peer.decode_seconds(theirs, batch, context, self.steps)
-            sizes[peer.name] = (held, held, memory.added)
-        times = interleave(contenders, self.rounds)
-        return [self._decode_row(batch, context, name, times, *sizes[name]) for name in contenders]
+            contenders.append(self._decoding(name, policy, batch, context))
+        if self.peer is not None:
+            self.progress(f"decode: batch {batch}, context {context}, {self.peer.name}")
+            contenders.append(self._peer_decoding(self.peer, batch, context))
+        times = interleave([*contenders, Contender("", self.meter)], self.rounds)
+        weights = weight_bytes_per_step(self.lm.params, self.lm.config)
+        rows = []
+        for c in contenders:
+            seconds, must_read = statistics.median(times[c.name]), weights + c.live_cache_bytes
+            shares = [must_read / rate / taken for rate, taken in zip(times[""], times[c.name], strict=True)]
+            rows.append(
+                DecodeRow(
+                    batch=batch,
+                    context=context,
+                    contender=c.name,
+                    step_seconds=seconds,
+                    mean_step_seconds=statistics.fmean(times[c.name]),
+                    rounds=times[c.name],
+                    tokens_per_second=batch / seconds,
+                    cache_bytes=c.cache_bytes,
+                    live_cache_bytes=c.live_cache_bytes,
+                    step_bytes=must_read,
+                    peak_bytes=c.peak_bytes,
+                    limit_share=statistics.median(shares),
+                    speedup_over_peer=self._over_peer(c.name, times),
+                )
+            )
+        return rows
 
-    def _decode_row(
-        self,
-        batch: int,
-        context: int,
-        name: str,
-        times: dict[str, tuple[float, ...]],
-        allocated: int,
-        live: int,
-        peak: int,
-    ) -> DecodeRow:
-        seconds = statistics.median(times[name])
-        step_bytes = weight_bytes_per_step(self.lm.params, self.lm.config) + live
-        return DecodeRow(
-            batch=batch,
-            context=context,
-            contender=name,
-            step_seconds=seconds,
-            rounds=times[name],
-            tokens_per_second=batch / seconds,
-            cache_bytes=allocated,
-            live_cache_bytes=live,
-            step_bytes=step_bytes,
-            peak_bytes=peak,
-            speedup_over_peer=self._over_peer(name, times),
-        )
+    def _decoding(self, name: str, policy: Policy, batch: int, context: int) -> Contender:
+        config, params = self.lm.config, self.lm.params
+        room = max(256, (self.rounds + 2) * self.steps)
 
-    def _over_peer(self, name: str, times: dict[str, tuple[float, ...]]) -> float | None:
-        """Median of the rounds' own ratios: what drifts between rounds cancels."""
+        def fill() -> Cache:
+            return jax.block_until_ready(filled_cache(config, policy, batch, context, self.dtype, new_room=room))
+
+        DecodeTimer(params, fill(), self.steps)()  # compiles; what that takes is not the case's memory
+        before = machine.memory_in_use()
+        cache = fill()
+        sizes = cache.nbytes, cache.live_nbytes
+        timer = DecodeTimer(params, cache, self.steps)
+        with machine.watch_peak() as memory:
+            timer()
+        return Contender(name, timer, *sizes, max(0, memory.peak - before))
+
+    def _peer_decoding(self, peer: TransformersPeer, batch: int, context: int) -> Contender:
+        before = machine.memory_in_use()
+        cache = peer.filled_cache(batch, context)
+        held = peer.nbytes(cache)
+
+        def measure() -> float:
+            return peer.decode_seconds(cache, batch, context, self.steps)
+
+        with machine.watch_peak() as memory:
+            measure()
+        return Contender(peer.name, measure, held, held, max(0, memory.peak - before))
+
+    def _over_peer(self, name: str, times: Mapping[str, Sequence[float]]) -> float | None:
         if self.peer is None or name == self.peer.name:
             return None
-        return statistics.median(theirs / ours for theirs, ours in zip(times[self.peer.name], times[name], strict=True))
+        return median_ratio(times[self.peer.name], times[name])
 
     def prefill(self, prompt_tokens: int) -> list[PrefillRow]:
         """Every policy, and the peer, reading one prompt of random token ids."""
         ids = np.random.default_rng(0).integers(0, self.lm.config.vocab_size, prompt_tokens).tolist()
-        contenders: dict[str, Callable[[], float]] = {
+        measures: dict[str, Callable[[], float]] = {
             name: lambda policy=policy: self._prefill_seconds(ids, policy) for name, policy in self.policies.items()
         }
         if (peer := self.peer) is not None:
-            contenders[peer.name] = lambda: peer.prefill_seconds(np.asarray([ids]))
-        peaks = {}
-        for name, measure in contenders.items():
+            measures[peer.name] = lambda: peer.prefill_seconds(np.asarray([ids]))
+        contenders = []
+        for name, measure in measures.items():
             self.progress(f"prefill: {prompt_tokens} tokens, {name}")
             measure()  # compiles
+            before = machine.memory_in_use()
             with machine.watch_peak() as memory:
                 measure()
-            peaks[name] = memory.added
+            contenders.append(Contender(name, measure, peak_bytes=max(0, memory.peak - before)))
         times = interleave(contenders, self.rounds)
         rows = []
-        for name, seconds in times.items():
-            median = statistics.median(seconds)
-            over = self._over_peer(name, times)
-            rows.append(PrefillRow(prompt_tokens, name, median, seconds, prompt_tokens / median, peaks[name], over))
+        for c in contenders:
+            median, over = statistics.median(times[c.name]), self._over_peer(c.name, times)
+            rate = prompt_tokens / median
+            rows.append(PrefillRow(prompt_tokens, c.name, median, times[c.name], rate, c.peak_bytes, over))
         return rows
 
-    def _prefill_seconds(self, ids: list[int], policy: Any) -> float:
-        import kvjax
-
+    def _prefill_seconds(self, ids: list[int], policy: Policy) -> float:
         start = time.perf_counter()
-        kvjax.generate(self.lm, ids, policy=policy, max_new_tokens=0)
+        output = kvjax.generate(self.lm, ids, policy=policy, max_new_tokens=0)
+        jax.block_until_ready(output.cache)
         return time.perf_counter() - start
 
     def long(self, many: int, few: int = 100) -> list[LongRow]:
-        """The step after ``few`` and after ``many`` really generated tokens, for every policy, batch 1."""
-        import kvjax
-
-        rows = []
+        """The step after ``few`` and ``many`` really generated tokens, batch 1, for policies of a bounded cache."""
         prompt = np.random.default_rng(0).integers(0, self.lm.config.vocab_size, 256).tolist()
+        rows = []
         for name, policy in self.policies.items():
-            caches = {}
+            if policy.grows:
+                self.progress(f"long: {name} is left out, its cache grows with what it generates")
+                continue
+            contenders = []
             for count in (few, many):
-                self.progress(f"generating {count} tokens, {name}")
+                self.progress(f"long: generating {count} tokens, {name}")
                 output = kvjax.generate(
                     self.lm, prompt, policy=policy, max_new_tokens=count, stop_token_ids=(), temperature=1.0
                 )
-                caches[count] = output.cache
-                self._step_seconds(policy, output.cache)  # compiles
-            times = interleave(
-                {
-                    str(count): lambda policy=policy, cache=cache: self._step_seconds(policy, cache)
-                    for count, cache in caches.items()
-                },
-                self.rounds,
-            )
-            first, last = (statistics.median(times[str(count)]) for count in (few, many))
-            ratio = statistics.median(b / a for a, b in zip(times[str(few)], times[str(many)], strict=True))
-            rows.append(LongRow(name, few, many, first, last, ratio, caches[few].nbytes, caches[many].nbytes))
+                held = output.cache.nbytes
+                timer = DecodeTimer(self.lm.params, output.cache, self.steps)
+                timer()  # compiles
+                contenders.append(Contender(str(count), timer, held))
+            times = interleave(contenders, self.rounds)
+            first, last = times[str(few)], times[str(many)]
+            medians = statistics.median(first), statistics.median(last)
+            held = contenders[0].cache_bytes, contenders[1].cache_bytes
+            rows.append(LongRow(name, few, many, *medians, median_ratio(last, first), *held))
         return rows

@@ -6,7 +6,6 @@ kvjax's own, handed over as a state dict, so both sides compute the same functio
 
 from __future__ import annotations
 
-import gc
 import time
 from typing import Any
 
@@ -155,8 +154,3 @@ class TransformersPeer:
     def nbytes(cache: transformers.DynamicCache) -> int:
         """Bytes of the keys and values the cache holds."""
         return sum(x.nbytes for layer in cache.layers for x in (layer.keys, layer.values) if x is not None)
-
-    @staticmethod
-    def release() -> None:
-        """Give freed tensors back, so that the next case starts clean."""
-        gc.collect()

@@ -180,7 +180,7 @@ def bench(
     policy: Annotated[list[str] | None, typer.Option("--policy", help="May be given several times.")] = None,
     prefill: Annotated[str, typer.Option("--prefill", help="Comma-separated prompt lengths to time.")] = "2000",
     rounds: Annotated[int, typer.Option("--rounds", help="Interleaved repetitions; the median is reported.")] = 5,
-    steps: Annotated[int, typer.Option("--steps", help="Tokens decoded in a repetition.")] = 16,
+    steps: Annotated[int, typer.Option("--steps", help="Tokens decoded in a repetition.")] = 32,
     peer: Annotated[list[str] | None, typer.Option("--peer", help="`transformers`: also time that (torch).")] = None,
     long_steps: Annotated[
         int, typer.Option("--long-steps", help="Also compare a step after 100 and after this many generated tokens.")

@@ -64,7 +64,7 @@ def run(
         machine=facts,
         model=lm.name,
         dtype=str(bench.dtype),
-        bandwidth=bench.bandwidth,
+        bandwidth_buffer_bytes=bench.meter.buffer_bytes,
         weight_bytes_per_step=run.weight_bytes_per_step(lm.params, lm.config),
         startup=started,
     )
@@ -87,14 +87,10 @@ def _measure(
     prefills: Sequence[int],
     long_steps: int,
 ) -> None:
-    from kvjax.bench.run import with_limit
-
     for batch in batches:
         for context in contexts:
             result.decode += bench.decode(batch, context)
-            bench.refresh_bandwidth()
-    result.bandwidth = bench.bandwidth
-    result.decode = with_limit(result.decode, bench.bandwidth)
+    result.bandwidth_readings = bench.meter.readings
     for prompt_tokens in prefills:
         result.prefill += bench.prefill(prompt_tokens)
     if long_steps:

@@ -15,14 +15,14 @@ COMPILE_CACHE_BYTES = 2 * 2**30
 def enable_compile_cache() -> None:
     """Keep compiled programs in the user's cache folder, so that a second process starts fast.
 
-    ``JAX_COMPILATION_CACHE_DIR`` overrides the folder. JAX trusts what it reads there, so the folder is the user's own.
+    ``JAX_COMPILATION_CACHE_DIR`` names another. JAX trusts what it reads there, so the folder is the user's own.
     """
     import jax
-    import platformdirs
+
+    from kvjax.model.fetch import cache_folder
 
     if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
-        folder = platformdirs.user_cache_path("kvjax") / "xla"
-        jax.config.update("jax_compilation_cache_dir", str(folder))
+        jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "xla"))
         jax.config.update("jax_compilation_cache_max_size", COMPILE_CACHE_BYTES)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)

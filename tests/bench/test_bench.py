@@ -1,0 +1,102 @@
+"""The benchmark on the tiny model: its numbers are the real ones and its report says what they mean."""
+
+from __future__ import annotations
+
+import json
+
+import jax
+import jax.numpy as jnp
+import pytest
+import toys
+
+from kvjax.bench import machine, report, run
+from kvjax.policies import parse
+from kvjax.runtime.synthetic import filled_cache
+
+SMALL = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def bench():
+    policies = {text: parse(text) for text in ("full", "streamingllm:ratio=0.25")}
+    meter = machine.BandwidthMeter(buffer_bytes=SMALL)
+    return run.Bench(toys.tiny_model(), policies, rounds=2, steps=4, meter=meter)
+
+
+def test_decode_rows_carry_real_bytes(bench):
+    full, ring = bench.decode(batch=2, context=128)
+    config = bench.lm.config
+    cache = filled_cache(config, parse("full"), 2, 128, jnp.float32)
+    assert full.cache_bytes == cache.nbytes
+    assert full.live_cache_bytes == 2 * 128 * config.num_layers * config.num_kv_heads * config.head_dim * 2 * 4
+    assert ring.live_cache_bytes == full.live_cache_bytes // 4
+    assert full.step_bytes - full.live_cache_bytes == ring.step_bytes - ring.live_cache_bytes
+    assert full.tokens_per_second == pytest.approx(2 / full.step_seconds)
+    assert len(full.rounds) == len(bench.meter.readings[-2:]) == 2
+    shares = [full.step_bytes / rate / s for rate, s in zip(bench.meter.readings[-2:], full.rounds, strict=True)]
+    assert full.limit_share == pytest.approx(sum(shares) / 2)
+
+
+def test_prefill_and_long_rows(bench):
+    rows = bench.prefill(100)
+    assert [row.contender for row in rows] == ["full", "streamingllm:ratio=0.25"]
+    assert all(row.tokens_per_second == pytest.approx(100 / row.seconds) for row in rows)
+    (row,) = bench.long(many=40, few=10)  # Full grows, so only the ring is compared
+    assert row.policy == "streamingllm:ratio=0.25"
+    assert row.few_cache_bytes == row.many_cache_bytes
+
+
+def test_weights_read_in_a_step():
+    tied, untied = toys.tiny_model(), toys.tiny_model(tie_embeddings=False)
+    size = lambda lm: sum(leaf.nbytes for leaf in jax.tree.leaves(lm.params))  # noqa: E731
+    assert run.weight_bytes_per_step(tied.params, tied.config) == size(tied)
+    table = untied.params.embedding[...].nbytes
+    assert run.weight_bytes_per_step(untied.params, untied.config) == size(untied) - table
+
+
+def test_contenders_take_turns():
+    order = []
+
+    def contender(name):
+        return run.Contender(name, lambda: order.append(name) or 1.0)
+
+    times = run.interleave([contender("a"), contender("b")], 3)
+    assert order == ["a", "b"] * 3
+    assert times == {"a": (1.0,) * 3, "b": (1.0,) * 3}
+    assert run.median_ratio((4.0, 9.0, 1.0), (2.0, 3.0, 1.0)) == 2.0
+
+
+def test_the_bandwidth_meter_reads_its_whole_buffer():
+    meter = machine.BandwidthMeter(buffer_bytes=SMALL)
+    assert meter.buffer_bytes == SMALL
+    assert meter() > 0 and len(meter.readings) == 1
+
+
+def test_peak_memory_sees_what_is_allocated():
+    before = machine.memory_in_use()
+    with machine.watch_peak() as watched:
+        held = jax.block_until_ready(jnp.ones((1 << 24,), jnp.float32))
+        del held
+    assert watched.peak - before > 0.9 * (1 << 26)
+
+
+def test_report_as_json_and_markdown(bench, tmp_path):
+    rows = bench.decode(batch=1, context=64)
+    result = report.Report(
+        machine=machine.describe(),
+        model="tiny",
+        dtype="float32",
+        bandwidth_buffer_bytes=SMALL,
+        weight_bytes_per_step=1,
+        bandwidth_readings=bench.meter.readings,
+        decode=rows,
+    )
+    result.save(tmp_path / "result.json")
+    saved = json.loads((tmp_path / "result.json").read_text())
+    assert saved["decode"][0]["cache_bytes"] == rows[0].cache_bytes
+    assert saved["machine"]["versions"]["jax"] == jax.__version__
+    text = report.markdown(result)
+    assert "| batch | context | policy |" in text and "streamingllm:ratio=0.25" in text
+    assert "GB/s" in text
+    (title, columns, cells), *_ = report.tables(result)
+    assert title == "Decode" and all(len(row) == len(columns) for row in cells)
