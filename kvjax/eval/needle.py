@@ -88,7 +88,7 @@ def run_needles(
       task: a name in ``kvjax.eval.ruler.TASKS`` or a task of your own.
       max_new_tokens: tokens of the answer; the task's own when None.
       ask_after: compress the context alone and ask afterwards; else the question is in view of the compression.
-      batch: samples answered at once when the question is in view; contexts compressed ahead go one by one.
+      batch: samples answered at once; each row is compressed on its own.
       seed: of the samples. Greedy decoding draws nothing else.
       options: further keywords of ``generate``.
 
@@ -110,21 +110,24 @@ def run_needles(
         max_new_tokens=max_new_tokens,
         template_tokens=template,
     )
-    options |= {"policy": policy, "max_new_tokens": max_new_tokens, "chat": chat}
+    options |= {"policy": policy, "max_new_tokens": max_new_tokens}
     answers: list[NeedleAnswer] = []
-    for start in range(0, samples, 1 if ask_after else batch):
-        answers += _answer(lm, made[start : start + (1 if ask_after else batch)], ask_after, options)
+    for start in range(0, samples, batch):
+        answers += _answer(lm, made[start : start + batch], ask_after, options)
     return NeedleResult(policy, length, tuple(answers))
 
 
 def _answer(lm: LanguageModel, group: list[Sample], ask_after: bool, options: dict[str, Any]) -> list[NeedleAnswer]:
     from kvjax.generate import generate
 
+    contexts, questions = zip(*(_ids(lm, sample) for sample in group), strict=True)
     if ask_after:
-        (sample,) = group
-        outputs = [generate(lm, _prompt(sample, "", options["chat"]), context=sample.context, **options)]
+        only_read = options | {"max_new_tokens": 0}
+        caches = [output.cache for output in generate(lm, list(contexts), **only_read)]
+        outputs = generate(lm, list(questions), cache=caches, **options)
     else:
-        outputs = generate(lm, [_prompt(sample, sample.context, options["chat"]) for sample in group], **options)
+        wholes = [context + question for context, question in zip(contexts, questions, strict=True)]
+        outputs = generate(lm, wholes, **options)
     return [
         NeedleAnswer(
             sample,
@@ -137,10 +140,14 @@ def _answer(lm: LanguageModel, group: list[Sample], ask_after: bool, options: di
     ]
 
 
-def _prompt(sample: Sample, context: str, chat: bool) -> str | list[dict[str, str]]:
-    """What comes after a compressed context, or the whole; the assistant's message is continued."""
-    question = context + sample.question
-    if not chat:
-        return question + sample.answer_prefix
-    prefix = sample.answer_prefix.lstrip()
-    return [{"role": "user", "content": question}, {"role": "assistant", "content": prefix}]
+def _ids(lm: LanguageModel, sample: Sample) -> tuple[list[int], list[int]]:
+    """Ids of the context and of what comes after it, up to the beginning of the answer.
+
+    Ids and not messages, because the benchmark's text must reach the model unchanged.
+    """
+    text = sample.prompt
+    if lm.tokenizer.has_chat_template:
+        user = {"role": "user", "content": sample.context + sample.question}
+        text = lm.tokenizer.render([user]) + sample.answer_prefix.lstrip()
+    context, question, rest = text.rpartition(sample.question)
+    return lm.tokenizer.encode(context), lm.tokenizer.encode(question + rest)

@@ -30,8 +30,8 @@ def test_statistics_of_a_result():
 @pytest.mark.parametrize("ask_after", [True, False])
 def test_asks_the_toy_model(ask_after):
     lm = toys.tiny_model(max_position=4096)
-    found = run_needles(lm, "lagkv:ratio=0.5", 1500, 3, max_new_tokens=4, ask_after=ask_after, batch=2)
-    assert len(found.answers) == 3 and found.length == 1500
+    found = run_needles(lm, "lagkv:ratio=0.5", 1024, 3, max_new_tokens=4, ask_after=ask_after, batch=2)
+    assert len(found.answers) == 3 and found.length == 1024
     assert len({answer.sample.context for answer in found.answers}) == 3
     assert all(0 < answer.cache_bytes < answer.full_cache_bytes for answer in found.answers)
     assert found.hits == 0, "a random model cannot know"
