@@ -20,6 +20,8 @@ import jax.numpy as jnp
 import psutil
 from jax import Array
 
+import kvjax
+
 # Reductions that read every byte once and write almost nothing. Which one XLA compiles best differs by device and by
 # the minute (2 CPU cores: 43 to 53 GB/s on a quiet machine), so the best of them counts: the limit must not flatter
 # the shares reported against it.
@@ -123,11 +125,11 @@ def _version(package: str) -> str | None:
 
 def describe() -> dict[str, Any]:
     """Versions, machine and date, so that a saved result can be judged later."""
-    packages = ("kvjax", "jax", "jaxlib", "flax", "torch", "transformers")
+    packages = ("jax", "jaxlib", "flax", "torch", "transformers")
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "python": platform.python_version(),
-        "versions": {package: _version(package) for package in packages},
+        "versions": {"kvjax": kvjax.__version__} | {package: _version(package) for package in packages},
         "device": jax.devices()[0].device_kind,
         "platform": f"{platform.system()} {platform.machine()}",
         "processor": _processor(),

@@ -1,11 +1,11 @@
 """The commands and their flags. Nothing heavy is imported before the arguments are parsed."""
 
-import importlib.metadata
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+import kvjax
 from kvjax.cli import options as flag
 
 app = typer.Typer(
@@ -18,7 +18,7 @@ app = typer.Typer(
 
 def _version(wanted: bool) -> None:
     if wanted:
-        print(f"kvjax {importlib.metadata.version('kvjax')}")
+        print(f"kvjax {kvjax.__version__}")
         raise typer.Exit
 
 

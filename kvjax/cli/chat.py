@@ -10,7 +10,7 @@ from kvjax.cli import inputs, render, session
 
 if TYPE_CHECKING:
     import kvjax
-    from kvjax.generate import Output
+    from kvjax import Output
 
 COMMANDS = "/reset starts over, /stats shows the last turn's numbers, /exit (or Ctrl-D) leaves"
 

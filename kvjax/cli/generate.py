@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 from kvjax.cli import render, session
 
 if TYPE_CHECKING:
-    from kvjax.generate import Output
-    from kvjax.model.load import LanguageModel
+    from kvjax import LanguageModel, Output
 
 
 def run(
@@ -43,8 +42,8 @@ def run(
 def _stream(lm: LanguageModel, prompt: str, keywords: dict[str, Any]) -> Output:
     import kvjax
 
-    output = None
-    for piece in kvjax.stream_generate(lm, prompt, **keywords):
+    output, options = None, {name: value for name, value in keywords.items() if name != "n"}
+    for piece in kvjax.stream_generate(lm, prompt, **options):
         render.write_text(piece.text)
         output = piece.output or output
     assert output is not None, "stream_generate ends with a piece that carries the output"

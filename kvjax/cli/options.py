@@ -18,7 +18,7 @@ RepetitionPenalty = Annotated[float, typer.Option("--repetition-penalty", help="
 Seed = Annotated[int, typer.Option("--seed", help="Of the random numbers.")]
 Stop = Annotated[list[str] | None, typer.Option("--stop", help="End before this text; may be given several times.")]
 StopTokenIds = Annotated[
-    str | None, typer.Option("--stop-token-ids", help="Comma-separated ids that end the text, instead of the model's.")
+    str | None, typer.Option("--stop-token-ids", help="Comma-separated ids that end the text, besides the model's.")
 ]
 Chat = Annotated[bool, typer.Option("--chat/--no-chat", help="Whether the prompt goes through the chat template.")]
 MemoryLimit = Annotated[

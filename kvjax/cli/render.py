@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kvjax.generate import Output, Stats
+    from kvjax import Output, Stats
 
 
 def human_bytes(count: float) -> str:
