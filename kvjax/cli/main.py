@@ -19,7 +19,7 @@ from kvjax.errors import KvjaxError, UsageError
 INTERRUPTED = 130  # what a shell reports for a process ended by SIGINT
 
 
-def explain(error: BaseException) -> tuple[int, str]:
+def explain(error: Exception) -> tuple[int, str]:
     """Exit code and the one sentence for whoever typed the command."""
     if isinstance(error, typer.TyperException):
         return error.exit_code, error.format_message()
@@ -27,8 +27,6 @@ def explain(error: BaseException) -> tuple[int, str]:
         return 2, str(error)
     if isinstance(error, KvjaxError):
         return 1, str(error)
-    if isinstance(error, KeyboardInterrupt | typer.Abort):
-        return INTERRUPTED, "Interrupted."
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
         return 1, f"The disk is full: {error}."
     first_line = (str(error).splitlines() or [""])[0]
@@ -48,10 +46,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # The reader of a pipe left (``kvjax … | head``); Python must not try to flush to it again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001  every failure becomes one sentence here
+    except Exception as error:  # noqa: BLE001  every failure becomes one sentence here
         if os.environ.get("KVJAX_TRACEBACK"):
             traceback.print_exc()
         code, sentence = explain(error)
         print(f"kvjax: {sentence}", file=sys.stderr)
         return code
-    return result if isinstance(result, int) else 0
+    code = result if isinstance(result, int) else 0
+    if code == INTERRUPTED:  # Ctrl-C: a command kept what there was, or typer ended it
+        print("kvjax: Interrupted.", file=sys.stderr)
+    return code

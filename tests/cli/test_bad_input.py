@@ -46,15 +46,17 @@ USAGE = {
 }
 
 
+def use_the_real_loader(monkeypatch):
+    import kvjax
+    from kvjax.model.load import load
+
+    monkeypatch.setattr(kvjax, "load", load, raising=False)
+
+
 @pytest.mark.parametrize("arguments", USAGE.values(), ids=USAGE.keys())
 def test_usage_errors_are_one_sentence_and_exit_2(cli, monkeypatch, arguments):
     if "--dtype" in arguments:
-        import kvjax
-        from kvjax.model.load import load
-
-        monkeypatch.setattr(
-            kvjax, "load", load, raising=False
-        )  # the real one refuses a dtype before it looks for a model
+        use_the_real_loader(monkeypatch)
     ran = cli(*arguments)
     assert ran.sentence
     assert ran.code == 2
@@ -80,20 +82,14 @@ def test_the_nearest_name_is_suggested(cli, arguments, suggestion):
 
 
 def test_unknown_model(cli, monkeypatch):
-    import kvjax
-    from kvjax.model.load import load
-
-    monkeypatch.setattr(kvjax, "load", load, raising=False)
+    use_the_real_loader(monkeypatch)
     ran = cli("generate", "hi", "--model", "smollm2-135m-instuct")
     assert ran.code == 2
     assert "smollm2-135m-instruct" in ran.sentence
 
 
 def test_corrupt_model_file_exits_1(cli, monkeypatch, tmp_path):
-    import kvjax
-    from kvjax.model.load import load
-
-    monkeypatch.setattr(kvjax, "load", load, raising=False)
+    use_the_real_loader(monkeypatch)
     broken = tmp_path / "broken.gguf"
     broken.write_bytes(b"GGUF" + b"\xff" * 40)
     ran = cli("generate", "hi", "--model", str(broken))
