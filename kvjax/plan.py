@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kvjax.cache.pool import PAGE_SIZE
 from kvjax.cache.value import Cache
+from kvjax.checks import whole_number
 from kvjax.config import ModelConfig
 from kvjax.errors import DoesNotFit, UsageError
 from kvjax.model.decoder import Decoder, abstract_decoder
@@ -75,7 +78,7 @@ class Plan:
 
 def _equal_ranges(items: list[Any]) -> list[tuple[int, int]]:
     edges = [0, *(i for i in range(1, len(items)) if items[i] != items[i - 1]), len(items)]
-    return [(a, b - 1) for a, b in zip(edges[:-1], edges[1:], strict=True)]
+    return [(a, b - 1) for a, b in itertools.pairwise(edges)]
 
 
 def _heads(values: tuple[int, ...]) -> str:
@@ -119,13 +122,9 @@ def plan(
     """
     config, params = (model, None) if isinstance(model, ModelConfig) else (model.config, model.params)
     chosen: Policy = Full() if policy is None else parse(policy)
-    for name, value, least in (
-        ("prompt_tokens", prompt_tokens, 1),
-        ("batch", batch, 1),
-        ("max_new_tokens", max_new_tokens, 0),
-    ):
-        if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
-            raise UsageError(f"{name} is {value!r}; give a whole number of at least {least}.")
+    whole_number("prompt_tokens", prompt_tokens, 1)
+    whole_number("batch", batch, 1)
+    whole_number("max_new_tokens", max_new_tokens, 0)
     if prompt_tokens > config.max_position:
         raise UsageError(f"The prompt has {prompt_tokens} tokens; this model's context is {config.max_position}.")
     chosen.check(config)
@@ -145,6 +144,7 @@ def _plan(
     cache = cache_bytes(config, policy, batch, room, new_room, dtype)
     peak = prefill_peak_bytes(config, policy, batch, prompt, dtype)
     total = np.array([prompt])
+    pages = page_capacities(policy, config, room, new_room)
     return Plan(
         policy=format_policy(policy),
         batch=batch,
@@ -156,7 +156,7 @@ def _plan(
         full_cache_bytes=batch * full_cache_bytes(config, prompt + new, dtype),
         total_bytes=weights + cache + peak,
         memory_limit=limit,
-        capacities=tuple(tuple(n * 32 for n in heads) for heads in page_capacities(policy, config, room, new_room)),
+        capacities=tuple(tuple(count * PAGE_SIZE for count in heads) for heads in pages),
         retained=tuple(
             tuple(int(x) for x in np.asarray(policy.budgets(config, layer, total))[0])
             for layer in range(config.num_layers)
@@ -211,8 +211,7 @@ def prefill_peak_bytes(config: ModelConfig, policy: Policy, batch: int, prompt: 
 def _limit(memory_limit: int | None) -> int | None:
     """Bytes the default device can still give, or None when it does not say."""
     if memory_limit is not None:
-        if isinstance(memory_limit, bool) or not isinstance(memory_limit, (int, np.integer)) or memory_limit < 1:
-            raise UsageError(f"memory_limit is {memory_limit!r}; give bytes, at least 1.")
+        whole_number("memory_limit", memory_limit, 1)
         return int(memory_limit)
     device = jax.local_devices()[0]
     if device.platform == "cpu":

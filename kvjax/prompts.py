@@ -71,12 +71,17 @@ def as_list(prompt: Any) -> tuple[list[Prompt], bool]:
         raise UsageError(
             f"A prompt is text, a list of messages, or a list of token ids; {type(prompt).__name__} was given."
         )
-    items = prompt.tolist() if hasattr(prompt, "tolist") else list(prompt)
+    items = _plain(prompt)
     if not items:
         raise UsageError("The list of prompts is empty; give at least one prompt.")
     if all(isinstance(item, Mapping) for item in items) or all(_is_id(item) for item in items):
         return [items], True
     return items, False
+
+
+def _plain(items: Any) -> list[Any]:
+    """A list of what is in any sequence or array."""
+    return items.tolist() if hasattr(items, "tolist") else list(items)
 
 
 def _is_id(item: Any) -> bool:
@@ -87,14 +92,18 @@ def _render(
     lm: LanguageModel, prompt: Prompt, context: str | Sequence[int] | None, chat: bool, onto: bool
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """(ids of the shared prefix, ids of the rest) of one prompt."""
-    items = prompt.tolist() if hasattr(prompt, "tolist") else prompt  # type: ignore[union-attr]
+    if not isinstance(prompt, (str, Sequence)) and not hasattr(prompt, "tolist"):
+        raise UsageError(
+            f"A prompt is text, a list of messages, or a list of token ids; {type(prompt).__name__} was given."
+        )
+    items = prompt if isinstance(prompt, str) else _plain(prompt)
     if isinstance(items, str):
         if not items:
             raise UsageError("The prompt is empty; give at least one character.")
-    elif not isinstance(items, Sequence) or not items:
+    elif not items:
         raise UsageError("A prompt is empty; give text, messages or token ids.")
     elif all(_is_id(item) for item in items):
-        return _ids(lm, context, "context"), _ids(lm, items, "prompt")  # type: ignore[arg-type]
+        return _ids(lm, context, "context"), _ids(lm, items, "prompt")
     elif not all(isinstance(item, Mapping) for item in items):
         raise UsageError("A prompt is text, a list of messages, or a list of token ids, not a mixture of them.")
     if not chat:
@@ -115,7 +124,7 @@ def _ids(lm: LanguageModel, items: str | Sequence[int] | None, what: str) -> tup
         return ()
     if isinstance(items, str):
         return tuple(lm.tokenizer.encode(items))
-    ids = items.tolist() if hasattr(items, "tolist") else list(items)  # type: ignore[union-attr]
+    ids = _plain(items)
     for token in ids:
         if not _is_id(token) or not 0 <= token < lm.config.vocab_size:
             raise UsageError(

@@ -13,6 +13,7 @@ two things. Valid slots are ``0 .. length - 1``; pools start as zeros, so what i
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any
 
 import jax
@@ -171,7 +172,7 @@ def pack(
 def _equal_runs(pages: tuple[int, ...]) -> list[tuple[int, int]]:
     """Ranges of consecutive heads that own equally many pages."""
     edges = [0, *(i for i in range(1, len(pages)) if pages[i] != pages[i - 1]), len(pages)]
-    return list(zip(edges[:-1], edges[1:], strict=True))
+    return list(itertools.pairwise(edges))
 
 
 def resize(cache: LayerCache, pages: tuple[int, ...]) -> LayerCache:

@@ -28,6 +28,9 @@ from kvjax.cache.pool import LayerCache, append_token, pack, pages_for, rows
 from kvjax.config import ModelConfig
 from kvjax.errors import UsageError
 
+#: Budgets are solved by one formula on the host, in NumPy, and in compiled programs.
+HostOrTraced = np.ndarray | Array
+
 
 @dataclasses.dataclass(frozen=True)
 class Signals:
@@ -106,7 +109,7 @@ class Policy:
         """Slots [layer][KV head] that suffice for any row of at most ``prompt`` tokens and ``new`` decoded after it."""
         return ((prompt + new,) * config.num_kv_heads,) * config.num_layers
 
-    def budgets(self, config: ModelConfig, layer: int, total: Int[Array, " B"]) -> Int[Array, "B H"]:
+    def budgets(self, config: ModelConfig, layer: int, total: HostOrTraced) -> HostOrTraced:
         """Slots each head of a row holds right after a prompt of ``total`` tokens was compressed."""
         xp = numpy_or_jax(total)
         return xp.broadcast_to(total[:, None], (len(total), config.num_kv_heads)).astype(xp.int32)
@@ -206,14 +209,14 @@ def keep_where(cache: LayerCache, candidates: Candidates, keep: Bool[Array, "B H
     return cache.replace(k=k, v=v, length=length, next=length, pages=turn.pages)
 
 
-def share(ratio: float, total: Int[Array, "*S"] | int) -> Int[Array, "*S"]:
+def share(ratio: float, total: HostOrTraced | int) -> Any:
     """``floor(ratio * total)``, forgiving the last bit of a float32 product: 0.3 of 10 tokens is 3."""
     xp = numpy_or_jax(total)
     return xp.floor(xp.float32(ratio) * xp.asarray(total).astype(xp.float32) + xp.float32(1e-3)).astype(xp.int32)
 
 
 def numpy_or_jax(x: Any) -> Any:
-    """The array module of ``x``: budgets are solved by one formula on the host, in NumPy, and in compiled programs."""
+    """The array module of ``x``."""
     return jnp if isinstance(x, jax.Array) else np
 
 

@@ -2,24 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 from kvjax.errors import UsageError
-
-
-def at_least(name: str, value: int, least: int) -> None:
-    """Refuse what is not a whole number of at least ``least``."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise UsageError(f"{name} is {value!r}; give a whole number of at least {least}.")
-    if value < least:
-        raise UsageError(f"{name} is {value}; give at least {least}.")
-
-
-def ratio_in_range(name: str, value: float) -> None:
-    """Refuse what is not a share in (0, 1]."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or not 0 < value <= 1:
-        raise UsageError(f"{name} is {value!r}; give the share of tokens to retain, above 0 and at most 1.")
 
 
 def only_one(policy: str, **values: object) -> None:

@@ -12,10 +12,11 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache.pool import LayerCache, write
+from kvjax.checks import number, whole_number
 from kvjax.config import ModelConfig
 from kvjax.errors import UsageError
-from kvjax.policies.base import Policy, Turn, gather_candidates, keep_all, keep_where, numpy_or_jax, share
-from kvjax.policies.checks import at_least, one_of, only_one, ratio_in_range
+from kvjax.policies.base import HostOrTraced, Policy, Turn, gather_candidates, keep_all, keep_where, numpy_or_jax, share
+from kvjax.policies.checks import one_of, only_one
 
 
 @jax.tree_util.register_dataclass
@@ -71,9 +72,9 @@ class LagKV(Policy):
             object.__setattr__(self, "ratio", 0.25)
         for name in ("ratio", "partition_ratio"):
             if getattr(self, name) is not None:
-                ratio_in_range(name, getattr(self, name))
-        at_least("sink", self.sink, 0)
-        at_least("lag", self.lag, 2)
+                number(name, getattr(self, name), 0, 1, open_below=True)
+        whole_number("sink", self.sink, 0)
+        whole_number("lag", self.lag, 2)
         one_of("variant", self.variant, ("lag", "local", "l2"))
         one_of("prefill", self.prefill, ("whole", "chunked"))
 
@@ -93,7 +94,7 @@ class LagKV(Policy):
 
     # --- how many ---------------------------------------------------------------------------------------------
 
-    def _keep(self, total: Array, static: Array, covered: Array) -> Array:
+    def _keep(self, total: HostOrTraced, static: HostOrTraced, covered: HostOrTraced) -> Any:
         """Tokens kept of each partition now compressed, [12] solved for r at this moment; floor(r L), in [0, L].
 
         ``total`` tokens seen, ``static`` slots standing for ``covered`` of them; NumPy in, NumPy out.
@@ -106,7 +107,7 @@ class LagKV(Policy):
         spare = share(self.ratio or 1.0, total) - static - window
         return xp.clip(spare // partitions, 0, lag).astype(xp.int32)
 
-    def budgets(self, config: ModelConfig, layer: int, total: Int[Array, " B"]) -> Int[Array, "B H"]:
+    def budgets(self, config: ModelConfig, layer: int, total: HostOrTraced) -> HostOrTraced:
         xp = numpy_or_jax(total)
         sinks = xp.minimum(total, self.sink)
         partitions = xp.maximum((total - sinks) // self.lag - 1, 0)

@@ -47,9 +47,8 @@ def parse(text: str | Policy) -> Policy:
     key = name.strip().lower().replace("-", "_")
     key = _ALIASES.get(key, key)
     if key not in _POLICIES:
-        raise UsageError(
-            f"Unknown policy {name.strip()!r};{_nearest(key, _POLICIES)} known are {', '.join(_POLICIES)}."
-        )
+        known = ", ".join(_POLICIES)
+        raise UsageError(f"Unknown policy {name.strip()!r};{_nearest(key, _POLICIES)} known are {known}.")
     cls = _POLICIES[key]
     hints = typing.get_type_hints(cls)
     fields = {field.name: hints[field.name] for field in dataclasses.fields(cls)}
@@ -86,11 +85,8 @@ def _nearest(word: str, known: Iterable[str]) -> str:
 
 def _convert(cls: type[Policy], field: str, text: str, hint: Any) -> Any:
     """Read one value as the field's annotated type."""
-    kinds = (
-        typing.get_args(hint)
-        if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union
-        else (hint,)
-    )
+    union = isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union
+    kinds = typing.get_args(hint) if union else (hint,)
     if text.lower() == "none" and type(None) in kinds:
         return None
     for kind in kinds:

@@ -11,11 +11,12 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from kvjax.cache.pool import LayerCache, append_token, pack, write
+from kvjax.checks import number, whole_number
 from kvjax.config import ModelConfig
 from kvjax.errors import UsageError
 from kvjax.model.rope import angles, rotate
-from kvjax.policies.base import Policy, Step, Turn, numpy_or_jax, share
-from kvjax.policies.checks import at_least, one_of, only_one, ratio_in_range
+from kvjax.policies.base import HostOrTraced, Policy, Step, Turn, numpy_or_jax, share
+from kvjax.policies.checks import one_of, only_one
 
 
 @jax.tree_util.register_dataclass
@@ -60,17 +61,17 @@ class StreamingLLM(Policy):
     grows: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        at_least("sink", self.sink, 0)
+        whole_number("sink", self.sink, 0)
         only_one("StreamingLLM", window=self.window, budget=self.budget, ratio=self.ratio)
         if self.window is not None:
-            at_least("window", self.window, 1)
+            whole_number("window", self.window, 1)
         if self.budget is not None and self.budget < self.sink + 1:
             raise UsageError(
                 f"A budget of {self.budget} tokens is smaller than {self.sink} sinks and a window of 1; "
                 f"give at least {self.sink + 1}."
             )
         if self.ratio is not None:
-            ratio_in_range("ratio", self.ratio)
+            number("ratio", self.ratio, 0, 1, open_below=True)
         one_of("positions", self.positions, ("original", "cache"))
 
     def check(self, config: ModelConfig) -> None:
@@ -84,7 +85,7 @@ class StreamingLLM(Policy):
     def beyond_context(self) -> bool:
         return self.positions == "cache"
 
-    def _budget(self, total: Array) -> Array:
+    def _budget(self, total: HostOrTraced) -> Any:
         """Slots of rows whose first prompt has ``total`` tokens, sinks included; works on numbers and on arrays."""
         xp = numpy_or_jax(total)
         if self.ratio is not None:
@@ -96,7 +97,7 @@ class StreamingLLM(Policy):
         size = int(self._budget(np.asarray(prompt)))
         return ((size,) * config.num_kv_heads,) * config.num_layers
 
-    def budgets(self, config: ModelConfig, layer: int, total: Int[Array, " B"]) -> Int[Array, "B H"]:
+    def budgets(self, config: ModelConfig, layer: int, total: HostOrTraced) -> HostOrTraced:
         xp = numpy_or_jax(total)
         kept = xp.minimum(total, self._budget(total))
         return xp.broadcast_to(kept[:, None], (len(total), config.num_kv_heads)).astype(xp.int32)

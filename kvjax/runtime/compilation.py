@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -17,17 +18,28 @@ _COMPILED = "/jax/core/compile/backend_compile_duration"
 class CompileClock:
     """Seconds and programs compiled while a :func:`compile_clock` was open."""
 
-    seconds: float = 0.0
     programs: int = 0
+    _spans: list[tuple[float, float]] = dataclasses.field(default_factory=list)
+
+    @property
+    def seconds(self) -> float:
+        return sum(end - start for start, end in self._spans)
+
+    def _add(self, start: float, end: float) -> None:
+        # Tracing one program traces others inside it: a span that encloses earlier ones replaces them.
+        while self._spans and self._spans[-1][0] >= start:
+            self._spans.pop()
+        self._spans.append((start, end))
 
 
 _open: list[CompileClock] = []
 
 
-def _listen(event: str, duration: float, **_: object) -> None:
+def _listen(event: str, duration_secs: float, **kwargs: str | int) -> None:
     if event.startswith(_PREFIX):
+        now = time.perf_counter()
         for clock in _open:
-            clock.seconds += duration
+            clock._add(now - duration_secs, now)
             clock.programs += event == _COMPILED
 
 

@@ -27,6 +27,9 @@ from kvjax.runtime.stopping import FOUND, StopTable
 #: Tokens a compiled call has room for. How many of them it makes is traced.
 CHUNK = 64
 
+#: Tokens made by this call, and the state.
+Carry = tuple[Array, "DecodeState"]
+
 RUNNING, STOP, LENGTH, CONTEXT = 0, 1, 2, 3
 REASONS = {STOP: "stop", LENGTH: "length", CONTEXT: "context"}
 
@@ -181,7 +184,6 @@ def compiled_chunk(
     policy = state.cache.policy
     config = params.config
     state = dataclasses.replace(state, tokens=jnp.full_like(state.tokens, -1))
-    Carry = tuple[Int[Array, ""], DecodeState]
 
     def going(carry: Carry) -> Bool[Array, ""]:
         made, state = carry

@@ -67,16 +67,14 @@ def read_prompts(
         tokens = np.zeros((len(prompts), bucket), np.int32)
         for row, ids in enumerate(prompts):
             tokens[row, : count[row]] = ids[start : start + count[row]]
+        read = jnp.asarray(tokens), jnp.asarray(count), jnp.asarray(total)
+        rooms = {"prompt_room": room, "new_room": NEW_TOKENS}
         if cache is None:
-            cache, new = prefill_fresh(
-                params, tokens, count, total, policy=policy, prompt_room=room, new_room=NEW_TOKENS, dtype=dtype
-            )
+            cache, new = prefill_fresh(params, *read, policy=policy, dtype=dtype, **rooms)
         else:
-            cache, new = prefill_onto(
-                params, cache, tokens, count, total, prompt_room=room, new_room=NEW_TOKENS, consume=consume
-            )
+            cache, new = prefill_onto(params, cache, *read, consume=consume, **rooms)
         consume = True  # from the second chunk on the cache is this function's own
-        logits = new if logits is None else jnp.where((count > 0)[:, None], new, logits)
+        logits = new if logits is None else jnp.where(read[1][:, None] > 0, new, logits)
     assert cache is not None and logits is not None  # there is at least one chunk
     return cache, logits
 
@@ -133,7 +131,7 @@ class Session:
 
     def start(self, cache: Cache, logits: jax.Array, present: np.ndarray, logprobs: bool) -> ChunkResult:
         """Take over the cache and sample the first token of every row."""
-        self._state = first_token(cache, logits, present, self.controls, logprobs=logprobs)
+        self._state = first_token(cache, logits, jnp.asarray(present), self.controls, logprobs=logprobs)
         result = self._collect(1)
         self.times.first += self._lap()
         return result
@@ -151,7 +149,7 @@ class Session:
                 bigger = grow(cache, config=self.params.config, new_room=new_bucket(self._fed))
                 state = dataclasses.replace(state, cache=bigger)
                 room = bigger.new_room - self._fed
-            n = np.int32(min(steps, room, CHUNK))
+            n = jnp.asarray(np.int32(min(steps, room, CHUNK)))
             # The old state's pools are donated: from here on only the new one exists.
             self._state, made = decode_chunk(self.params, state, self.controls, n)
             result = self._collect(int(made))
@@ -176,5 +174,4 @@ def spread(cache: Cache, logits: jax.Array | None, copies: Sequence[int]) -> tup
     """Rows of a cache, and of its logits, in the given order; for one context under many prompts and for n > 1."""
     if list(copies) == list(range(cache.batch)):
         return cache, logits
-    order = np.asarray(copies, np.int32)
-    return take(cache, order), None if logits is None else jnp.take(logits, order, axis=0)
+    return take(cache, copies), None if logits is None else logits[jnp.asarray(copies, jnp.int32)]
