@@ -39,7 +39,7 @@ def _retained(stats: Stats) -> str:
 def stats_rows(output: Output) -> list[tuple[str, str]]:
     """Name and value of each line of the stats table."""
     stats = output.stats
-    saved = stats.full_cache_bytes / stats.cache_bytes if stats.cache_bytes else math.nan
+    share = stats.live_cache_bytes / stats.full_cache_bytes if stats.full_cache_bytes else math.nan
     rows = [
         ("prompt", f"{stats.prompt_tokens} tokens in {stats.prompt_seconds:.2f} s"),
         ("", f"{human_rate(stats.prompt_tokens_per_second)} tokens/s"),
@@ -48,8 +48,8 @@ def stats_rows(output: Output) -> list[tuple[str, str]]:
         ("time to first token", f"{stats.time_to_first_token:.2f} s"),
         ("compiling", f"{stats.compile_seconds:.2f} s"),
         ("cache allocated", human_bytes(stats.cache_bytes)),
-        ("cache live", human_bytes(stats.live_cache_bytes)),
-        ("full cache", f"{human_bytes(stats.full_cache_bytes)} ({saved:.2f}x what is allocated)"),
+        ("cache live", f"{human_bytes(stats.live_cache_bytes)} ({share:.0%} of a full cache)"),
+        ("full cache", human_bytes(stats.full_cache_bytes)),
         ("retained", _retained(stats)),
         ("ended by", output.finish_reason),
     ]
