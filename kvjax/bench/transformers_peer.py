@@ -153,4 +153,4 @@ class TransformersPeer:
     @staticmethod
     def nbytes(cache: transformers.DynamicCache) -> int:
         """Bytes of the keys and values the cache holds."""
-        return sum(x.nbytes for layer in cache.layers for x in (layer.keys, layer.values) if x is not None)
+        return sum(getattr(layer, name).nbytes for layer in cache.layers for name in ("keys", "values"))

@@ -52,14 +52,7 @@ def run(
         session.enable_compile_cache()
     lm = session.load(model, dtype)
     run.check_request(lm.config, rounds=rounds, steps=steps, batch=batches, context=contexts, prefill=prefills)
-    bench = run.Bench(
-        lm,
-        parsed,
-        rounds=rounds,
-        steps=steps,
-        peer=_peer(peers, lm, str(lm.params.embedding[...].dtype)),
-        progress=_say,
-    )
+    bench = run.Bench(lm, parsed, rounds=rounds, steps=steps, peer=_peer(peers, lm), progress=_say)
     result = report.Report(
         machine=facts,
         model=lm.name,

@@ -50,6 +50,26 @@ def test_policies_lists_every_policy_with_its_defaults(cli):
     assert all(policy["summary"] for policy in said.values())
 
 
+def test_bench_prints_and_saves(cli, tmp_path, monkeypatch):
+    from kvjax.bench import machine
+
+    monkeypatch.setattr(machine.BandwidthMeter.__init__, "__defaults__", (1 << 20,))
+    sizes = "bench --batch 1,2 --context 64 --prefill 64 --rounds 2 --steps 4 --long-steps 120".split()
+    chosen = "--policy full --policy streamingllm:budget=32".split()
+    ran = cli(*sizes, *chosen, "--markdown", "--json", str(tmp_path / "result.json"))
+    assert ran.code == 0, ran.err
+    saved = json.loads((tmp_path / "result.json").read_text())
+    assert [(row["batch"], row["contender"]) for row in saved["decode"]] == [
+        (1, "full"),
+        (1, "streamingllm:budget=32"),
+        (2, "full"),
+        (2, "streamingllm:budget=32"),
+    ]
+    assert len(saved["prefill"]) == 2 and len(saved["long"]) == 1
+    assert ran.out.count("| full |") == 3
+    assert "its cache grows" in ran.err
+
+
 def test_help_imports_nothing_heavy():
     """Half a second is promised for --help; what would break it is an import, which is what is checked."""
     script = (
