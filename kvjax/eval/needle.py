@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import statistics
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kvjax.errors import UsageError
 from kvjax.eval.ruler import NeedleTask, Sample, find_task, make_samples, match_all
@@ -73,7 +73,6 @@ def run_needles(
     ask_after: bool = True,
     batch: int = 1,
     seed: int = 42,
-    **options: Any,
 ) -> NeedleResult:
     """Hide needles in ``samples`` contexts and ask for them.
 
@@ -90,7 +89,6 @@ def run_needles(
       ask_after: compress the context alone and ask afterwards; else the question is in view of the compression.
       batch: samples answered at once; each row is compressed on its own.
       seed: of the samples. Greedy decoding draws nothing else.
-      options: further keywords of ``generate``.
 
     Raises:
       UsageError: a bad request, as ``make_samples`` and ``generate`` say.
@@ -110,24 +108,24 @@ def run_needles(
         max_new_tokens=max_new_tokens,
         template_tokens=template,
     )
-    options |= {"policy": policy, "max_new_tokens": max_new_tokens}
     answers: list[NeedleAnswer] = []
     for start in range(0, samples, batch):
-        answers += _answer(lm, made[start : start + batch], ask_after, options)
+        answers += _answer(lm, made[start : start + batch], policy, max_new_tokens, ask_after)
     return NeedleResult(policy, length, tuple(answers))
 
 
-def _answer(lm: LanguageModel, group: list[Sample], ask_after: bool, options: dict[str, Any]) -> list[NeedleAnswer]:
+def _answer(
+    lm: LanguageModel, group: list[Sample], policy: Policy | str | None, max_new_tokens: int, ask_after: bool
+) -> list[NeedleAnswer]:
     from kvjax.generate import generate
 
     contexts, questions = zip(*(_ids(lm, sample) for sample in group), strict=True)
     if ask_after:
-        only_read = options | {"max_new_tokens": 0}
-        caches = [output.cache for output in generate(lm, list(contexts), **only_read)]
-        outputs = generate(lm, list(questions), cache=caches, **options)
+        caches = [output.cache for output in generate(lm, list(contexts), policy=policy, max_new_tokens=0)]
+        outputs = generate(lm, list(questions), cache=caches, max_new_tokens=max_new_tokens)
     else:
         wholes = [context + question for context, question in zip(contexts, questions, strict=True)]
-        outputs = generate(lm, wholes, **options)
+        outputs = generate(lm, wholes, policy=policy, max_new_tokens=max_new_tokens)
     return [
         NeedleAnswer(
             sample,
