@@ -101,7 +101,8 @@ class LagKV(Policy):
         """
         lag, xp = self.lag, numpy_or_jax(total)
         if self.partition_ratio is not None:
-            return xp.full(xp.shape(total), int(share(self.partition_ratio, lag)), xp.int32)
+            # Python's own floor of the product, as the official code: 0.29 of 100 is 28 there.
+            return xp.full(xp.shape(total), int(self.partition_ratio * lag), xp.int32)
         partitions = xp.maximum((total - covered) // lag - 1, 1)
         window = lag + (total - covered) % lag
         spare = share(self.ratio or 1.0, total) - static - window
@@ -159,8 +160,7 @@ class LagKV(Policy):
         new_sinks = jnp.where(state.covered < self.sink, new_sinks, 0)
         static, covered = state.static + new_sinks, state.covered + new_sinks
         partitions = jnp.maximum((length - static) // self.lag - 1, 0)
-        count = (candidates.k.shape[2] - 1) // self.lag
-        if count < 2:  # two partitions cannot fit: nothing is ever compressed here
+        if candidates.k.shape[2] < 2 * self.lag:  # two partitions cannot fit: nothing is ever compressed here
             return keep_all(cache, candidates, turn).replace(state=LagState(static, covered))
         keep_each = self._keep(turn.total, static, covered)
         keep = self._keep_mask(candidates.k, candidates.v, length, static, partitions, keep_each)

@@ -1,0 +1,284 @@
+"""LagKV against the paper's equations in NumPy, against the official code's choices, and its identities."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from golden.lagkv import DIM, HEADS, LagCase, load_cases
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from policies.driver import Driver, config_for, random_kv
+
+from kvjax.cache.pool import rows
+from kvjax.errors import UsageError
+from kvjax.policies import LagKV
+from kvjax.policies.lagkv import count_better, rank_descending
+
+
+# --- the oracle: transcribed from the paper, one head at a time, no code shared with the product ---------------------
+
+
+def score(part: np.ndarray, reference: np.ndarray) -> np.ndarray:
+    """[7-10] in float64."""
+    part, reference = part.astype(np.float64), reference.astype(np.float64)
+    low, high = reference.min(axis=0), reference.max(axis=0)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        normal = (part - low) / (high - low)
+    normal[:, high == low] = 0.0
+    deviation = normal.std(axis=1, ddof=1)
+    weights = np.exp(deviation - deviation.max())
+    return weights / weights.sum()
+
+
+def total_score(k, v, next_k, next_v, variant: str) -> np.ndarray:
+    """[11] and the paper's variants [14-16]."""
+    if variant == "l2":
+        return -np.linalg.norm(k.astype(np.float64), axis=1)
+    if variant == "local":
+        return score(k, k) + score(v, v)
+    return score(k, next_k) + score(v, next_v)
+
+
+def best(scores: np.ndarray, count: int) -> list[int]:
+    """Indices of the highest scores, later first among equals, in order of position."""
+    order = sorted(range(len(scores)), key=lambda i: (-scores[i], -i))
+    return sorted(order[:count])
+
+
+class OracleHead:
+    """One head's tokens, by number, through prompts and decoding."""
+
+    def __init__(self, k, v, sink: int, lag: int, variant: str = "lag", *, keep: int | None = None, ratio=None):
+        self.k, self.v, self.sink, self.lag, self.variant = k, v, sink, lag, variant
+        self.keep, self.ratio = keep, ratio
+        self.static: list[int] = []
+        self.rest: list[int] = []
+        self.seen = 0
+
+    def give(self, count: int, total: int | None = None) -> None:
+        """See ``count`` more tokens at once, then compress."""
+        self.rest += range(self.seen, self.seen + count)
+        self.seen += count
+        while self.rest and len(self.static) < self.sink and self.rest[0] < self.sink:
+            self.static.append(self.rest.pop(0))
+        lag = self.lag
+        partitions = len(self.rest) // lag - 1
+        if partitions < 1:
+            return
+        keep = self.keep
+        if keep is None:
+            # [12] with what the row holds now: total retained = static + r L (parts - 1) + L + remainder.
+            everything = (total or self.seen) - (self.seen - len(self.rest))
+            spare = int(self.ratio * (total or self.seen) + 1e-3) - len(self.static) - lag - everything % lag
+            keep = min(max(spare // (everything // lag - 1), 0), lag)
+        for _ in range(partitions):
+            part, following = self.rest[:lag], self.rest[lag : 2 * lag]
+            scores = total_score(self.k[part], self.v[part], self.k[following], self.v[following], self.variant)
+            self.static += [part[i] for i in best(scores, keep)]
+            self.rest = self.rest[lag:]
+
+    @property
+    def kept(self) -> list[int]:
+        return self.static + self.rest
+
+
+def assert_same(policy: LagKV, lengths: list[int], decoded: int, seed: int, heads: int, dim: int, oracle_args) -> None:
+    batch, longest = len(lengths), max(lengths)
+    room = -(-(longest + 5) // 64) * 64
+    k, v = random_kv(seed, batch, heads, room + decoded, dim)
+    # Rows' own tokens: prompt positions 0 .. length - 1, then what is decoded.
+    driver = Driver(policy, config_for(heads, dim), batch, prompt_room=room, new_room=decoded)
+    driver.read(k[:, :, :room], v[:, :, :room], lengths)
+    new_k, new_v = k[:, :, room:], v[:, :, room:]
+    if decoded:
+        driver.decode(new_k, new_v)
+    for row, length in enumerate(lengths):
+        kept = driver.kept(k, row)
+        for head in range(heads):
+            own = [*range(length), *range(room, room + decoded)]
+            oracle = OracleHead(k[row, head][own], v[row, head][own], **oracle_args)
+            oracle.give(length)
+            for _ in range(decoded):
+                oracle.give(1)
+            assert kept[head] == [own[i] for i in oracle.kept], (row, head)
+
+
+@pytest.mark.parametrize("variant", ["lag", "local"])
+@pytest.mark.parametrize("heads", [1, 3])
+def test_choices_are_the_papers_around_every_boundary(variant, heads):
+    sink, lag = 3, 6
+    policy = LagKV(partition_ratio=0.5, sink=sink, lag=lag, variant=variant)
+    edges = [1, sink, sink + 1, sink + 2 * lag - 1, sink + 2 * lag, sink + 2 * lag + 1, sink + 3 * lag, 40]
+    for first in range(0, len(edges), 4):
+        assert_same(
+            policy, edges[first : first + 4], 0, first, heads, 6, dict(sink=sink, lag=lag, variant=variant, keep=3)
+        )
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 60), min_size=2, max_size=2),
+    ratio=st.sampled_from([0.1, 0.25, 0.5, 0.8, 1.0]),
+    sink=st.sampled_from([0, 3]),
+    seed=st.integers(0, 10**6),
+)
+def test_overall_ratio_is_solved_from_each_rows_own_length(lengths, ratio, sink, seed):
+    policy = LagKV(ratio=ratio, sink=sink, lag=5)
+    assert_same(policy, lengths, 0, seed, 2, 4, dict(sink=sink, lag=5, ratio=ratio))
+
+
+@settings(max_examples=12, deadline=None)
+@given(length=st.integers(1, 40), other=st.integers(1, 40), seed=st.integers(0, 10**6))
+def test_decoding_compresses_each_time_the_rest_reaches_two_partitions(length, other, seed):
+    policy = LagKV(ratio=0.5, sink=2, lag=5)
+    assert_same(policy, [length, other], 33, seed, 2, 4, dict(sink=2, lag=5, ratio=0.5))
+
+
+def _room(case: LagCase) -> int:
+    """One allocation for all cases of a setting, so that they share their compiled programs."""
+    return case.sink + 10 * case.lag
+
+
+@pytest.mark.parametrize("case", load_cases(), ids=lambda case: case.name)
+def test_official_code_keeps_the_same_tokens(case: LagCase):
+    layer = 2 if case.variant == "l2" else 0
+    policy = LagKV(partition_ratio=case.ratio, sink=case.sink, lag=case.lag, variant=case.variant)
+    config = config_for(HEADS, DIM, layers=layer + 1)
+    driver = Driver(policy, config, 1, prompt_room=_room(case), new_room=1, layer=layer)
+    driver.read(case.k[:, :, : case.prompt], case.v[:, :, : case.prompt], case.prompt)
+    if case.step == 1 and case.steps:
+        driver.decode(case.k[:, :, case.prompt :], case.v[:, :, case.prompt :])
+    else:
+        for start in range(case.prompt, case.tokens, case.step):
+            end = min(start + case.step, case.tokens)
+            driver.read(case.k[:, :, start:end], case.v[:, :, start:end], end - start)
+    kept = driver.kept(case.k)
+    assert [sorted(head) for head in kept] == case.kept.tolist()
+    assert all(head == sorted(head) for head in kept), "kept tokens stay in order of position"
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    length=st.integers(1, 400),
+    sink=st.integers(0, 20),
+    lag=st.integers(2, 40),
+    r=st.sampled_from([0.1, 0.25, 0.5, 1.0]),
+)
+def test_retained_length_is_equation_12(length, sink, lag, r):
+    policy = LagKV(partition_ratio=r, sink=sink, lag=lag)
+    config = config_for(1, 4)
+    kept = int(policy.budgets(config, 0, np.array([length]))[0, 0])
+    if length < sink + 2 * lag:
+        assert kept == length
+    else:
+        parts = (length - sink) // lag
+        assert kept == sink + int(r * lag) * (parts - 1) + lag + (length - sink) % lag
+    assert kept <= policy.capacities(config, length, 0)[0][0]
+
+
+@settings(max_examples=60, deadline=None)
+@given(length=st.integers(300, 4000), ratio=st.floats(0.1, 1.0), lag=st.sampled_from([16, 64, 128]))
+def test_ratio_is_the_overall_share_where_it_can_be_reached(length, ratio, lag):
+    policy = LagKV(ratio=ratio, sink=4, lag=lag)
+    kept = int(policy.budgets(config_for(1, 4), 0, np.array([length]))[0, 0])
+    window = 4 + lag + (length - 4) % lag
+    parts = (length - 4) // lag - 1
+    assert kept == window or kept <= ratio * length + 1e-3
+    assert kept >= min(ratio * length - parts - 1, length), "less than one token a partition is lost to the floor"
+    assert kept >= min(window, length)
+
+
+@pytest.mark.parametrize("prompt_room, new", [(64, 256), (300, 40), (20, 500)])
+@pytest.mark.parametrize("policy", [LagKV(ratio=0.3, sink=4, lag=8), LagKV(partition_ratio=0.25, sink=0, lag=16)])
+def test_no_row_outgrows_its_capacity(policy, prompt_room, new):
+    config = config_for(1, 4)
+    bound = policy.capacities(config, prompt_room, new)[0][0]
+    longest = 0
+    for length in range(1, prompt_room + 1, 7):
+        keep = None if policy.ratio else int(policy.partition_ratio * policy.lag)
+        k, v = random_kv(length, 1, 1, length + new, 4)
+        oracle = OracleHead(k[0, 0], v[0, 0], policy.sink, policy.lag, keep=keep, ratio=policy.ratio)
+        oracle.give(length)
+        longest = max(longest, len(oracle.kept))
+        for _ in range(new):
+            longest = max(longest, len(oracle.kept) + 1)
+            oracle.give(1)
+    assert longest <= bound <= longest + policy.lag + 8, "enough, and no more than a partition too much"
+
+
+def test_chunked_prefill_never_exceeds_its_capacity_and_ends_near_the_ratio():
+    policy = LagKV(ratio=0.4, sink=4, lag=8, prefill="chunked")
+    config = config_for(2, 4)
+    first, step = policy.chunks(config)
+    assert (first, step) == (20, 8)
+    lengths = np.array([150, 61, 12])
+    k, v = random_kv(0, 3, 2, 160, 4)
+    driver = Driver(policy, config, 3, prompt_room=160, new_room=16)
+    start, size = 0, first
+    while start < 150:
+        count = np.clip(lengths - start, 0, size)
+        padded = np.zeros((3, 2, size, 4), np.float32)
+        for row in range(3):
+            padded[row, :, : count[row]] = k[row, :, start : start + count[row]]
+        driver.read(padded, padded, count, lengths)
+        assert (np.asarray(driver.cache.length) <= np.array(driver.cache.slots)).all()
+        start, size = start + size, step
+    held = np.asarray(driver.cache.length)[:, 0]
+    assert held[2] == 12
+    assert (np.abs(held[:2] - 0.4 * lengths[:2]) <= 2 * 8).all(), held
+    assert all(head == sorted(head) for head in driver.kept(k, 0))
+
+
+def test_a_channel_whose_reference_does_not_vary_counts_as_zero():
+    k, v = random_kv(1, 1, 1, 24, 4)
+    k[..., 2] = 7.0
+    driver = Driver(LagKV(partition_ratio=0.5, sink=0, lag=8), config_for(1, 4), 1, prompt_room=24, new_room=1)
+    driver.read(k, v, 24)
+    oracle = OracleHead(k[0, 0], v[0, 0], 0, 8, keep=4)
+    oracle.give(24)
+    assert driver.kept(k)[0] == oracle.kept
+
+
+def test_equal_scores_keep_the_later_token():
+    scores = jnp.array([[1.0, 3.0, 3.0, 1.0, 3.0, 0.0]])
+    expected = [[4, 2, 1, 3, 0, 5]]
+    assert rank_descending(scores).tolist() == expected
+    assert count_better(scores).tolist() == expected
+
+
+def test_l2_leaves_the_first_two_layers_whole():
+    policy = LagKV(ratio=0.25, sink=0, lag=4, variant="l2")
+    config = config_for(1, 4, layers=3)
+    k, v = random_kv(2, 1, 1, 60, 4)
+    held = [
+        int(Driver(policy, config, 1, prompt_room=60, new_room=4, layer=layer).read(k, v, 60).cache.length[0, 0])
+        for layer in range(3)
+    ]
+    assert held[:2] == [60, 60] and held[2] <= 15 + 4
+    with pytest.raises(UsageError, match="compress nothing"):
+        policy.check(config_for(1, 4, layers=2))
+
+
+def test_rows_that_are_done_keep_their_cache_bit_for_bit():
+    policy = LagKV(ratio=0.5, sink=2, lag=5)
+    k, v = random_kv(3, 2, 2, 60, 4)
+    driver = Driver(policy, config_for(2, 4), 2, prompt_room=30, new_room=30).read(k[:, :, :30], v[:, :, :30], 30)
+    before = [np.asarray(x[1]) for x in rows(driver.cache)]
+    length = np.asarray(driver.cache.length[1])
+    active = np.zeros((30, 2), bool)
+    active[:, 0] = True
+    driver.decode(k[:, :, 30:], v[:, :, 30:], active)
+    after = [np.asarray(x[1]) for x in rows(driver.cache)]
+    assert all((a == b).all() for a, b in zip(before, after, strict=True))
+    assert (np.asarray(driver.cache.length[1]) == length).all() and driver.seen.tolist() == [60, 30]
+
+
+@pytest.mark.parametrize(
+    "bad", [dict(ratio=0), dict(ratio=1.5), dict(ratio=float("nan")), dict(lag=1), dict(sink=-1), dict(lag=2.5),
+            dict(ratio=0.5, partition_ratio=0.5), dict(variant="cosine"), dict(prefill="never"), dict(ratio="half")],
+)  # fmt: skip
+def test_bad_parameters_are_one_sentence(bad):
+    with pytest.raises(UsageError) as error:
+        LagKV(**bad)
+    assert "\n" not in str(error.value) and str(error.value).endswith(".")

@@ -1,0 +1,67 @@
+"""The text form of policies."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from kvjax import policies
+from kvjax.errors import UsageError
+from kvjax.policies import Full, LagKV, StreamingLLM
+
+
+@pytest.mark.parametrize(
+    "text, policy",
+    [
+        ("full", Full()),
+        ("lagkv", LagKV()),
+        ("lagkv:ratio=0.25,sink=16", LagKV(ratio=0.25, sink=16)),
+        (" LagKV : partition_ratio=0.5 , lag=64,", LagKV(partition_ratio=0.5, lag=64)),
+        ("streaming:window=100,positions=cache", StreamingLLM(window=100, positions="cache")),
+        ("streamingllm:ratio=0.5,window=none", StreamingLLM(ratio=0.5)),
+    ],
+)
+def test_text_and_back(text, policy):
+    assert policies.parse(text) == policy
+    assert policies.parse(policies.format_policy(policy)) == policy
+    assert policies.parse(policy) is policy
+
+
+@pytest.mark.parametrize(
+    "text, says",
+    [
+        ("lagvk", "did you mean 'lagkv'"),
+        ("h3o", "known are"),
+        ("lagkv:ration=0.5", "did you mean 'ratio'"),
+        ("lagkv:ratio=half", "ratio='half'"),
+        ("lagkv:ratio", "no value"),
+        ("lagkv:ratio=0.5,ratio=0.6", "twice"),
+        ("lagkv:lag=12.5", "lag='12.5'"),
+        ("full:ratio=0.5", "takes none"),
+        ("lagkv:variant=lgg", "variant"),
+        (7, "not a policy"),
+    ],
+)
+def test_bad_text_is_one_sentence_with_a_suggestion(text, says):
+    with pytest.raises(UsageError, match=says) as error:
+        policies.parse(text)
+    assert "\n" not in str(error.value)
+
+
+def test_policies_are_static_arguments():
+    for cls in policies.registry().values():
+        policy = cls()
+        assert hash(policy) == hash(cls()) and policy == cls()
+        assert cls.__doc__ and dataclasses.is_dataclass(policy)
+
+
+def test_registering_a_name_twice_is_refused():
+    @dataclasses.dataclass(frozen=True)
+    class Mine(policies.Policy):
+        """A policy."""
+
+    with pytest.raises(UsageError, match="already belongs"):
+        policies.register("full", Mine)
+    with pytest.raises(UsageError, match="not a policy"):
+        policies.register("mine", object)  # type: ignore[arg-type]
