@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     from kvjax.chat import Chat
     from kvjax.config import ModelConfig, RopeConfig
     from kvjax.errors import DoesNotFit, KvjaxError, UsageError, WeightsError
-    from kvjax.generate import generate, stream_generate
+    from kvjax.generation import generate, stream_generate
     from kvjax.model.load import LanguageModel, load
     from kvjax.output import Output, Piece, Stats
-    from kvjax.plan import Plan, plan
+    from kvjax.planning import Plan, plan
     from kvjax.policies import Full, LagKV, Policy, StreamingLLM
 
 __version__ = "0.1.0"
@@ -34,15 +34,15 @@ _HOMES = {
     "KvjaxError": "kvjax.errors",
     "UsageError": "kvjax.errors",
     "WeightsError": "kvjax.errors",
-    "generate": "kvjax.generate",
-    "stream_generate": "kvjax.generate",
+    "generate": "kvjax.generation",
+    "stream_generate": "kvjax.generation",
     "LanguageModel": "kvjax.model.load",
     "load": "kvjax.model.load",
     "Output": "kvjax.output",
     "Piece": "kvjax.output",
     "Stats": "kvjax.output",
-    "Plan": "kvjax.plan",
-    "plan": "kvjax.plan",
+    "Plan": "kvjax.planning",
+    "plan": "kvjax.planning",
     "Full": "kvjax.policies",
     "LagKV": "kvjax.policies",
     "Policy": "kvjax.policies",
@@ -81,7 +81,6 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module("kvjax.policies")
     if name not in _HOMES:
         raise AttributeError(f"module 'kvjax' has no attribute {name!r}")
-    # Submodules share names with functions (kvjax.generate, kvjax.plan): bind the public name over the module.
     value = getattr(importlib.import_module(_HOMES[name]), name)
     globals()[name] = value
     return value

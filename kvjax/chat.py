@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from kvjax.cache.value import Cache
-from kvjax.generate import generate, stream_generate
+from kvjax.generation import generate, stream_generate
 from kvjax.model.load import LanguageModel
 from kvjax.output import Output, Piece
 from kvjax.policies import Policy, parse

@@ -16,7 +16,7 @@ from kvjax.checks import number, whole_number
 from kvjax.config import ModelConfig
 from kvjax.errors import UsageError
 from kvjax.model.load import LanguageModel
-from kvjax.plan import check_fits
+from kvjax.planning import check_fits
 from kvjax.policies import Full, Policy, parse
 from kvjax.prompts import Tokens, tokenize
 from kvjax.runtime.decode import Controls

@@ -117,7 +117,7 @@ def run_needles(
 def _answer(
     lm: LanguageModel, group: list[Sample], policy: Policy | str | None, max_new_tokens: int, ask_after: bool
 ) -> list[NeedleAnswer]:
-    from kvjax.generate import generate
+    from kvjax.generation import generate
 
     contexts, questions = zip(*(_ids(lm, sample) for sample in group), strict=True)
     if ask_after:

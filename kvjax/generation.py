@@ -14,7 +14,7 @@ from kvjax.cache.value import Cache
 from kvjax.errors import UsageError
 from kvjax.model.load import LanguageModel
 from kvjax.output import Output, Piece, Stats
-from kvjax.plan import full_cache_bytes
+from kvjax.planning import full_cache_bytes
 from kvjax.policies import Policy
 from kvjax.prompts import Prompt
 from kvjax.request import Options, Request
