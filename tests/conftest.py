@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import jaxtyping
 import pytest
+
+# Shapes in signatures are checked wherever tests call these, before anything imports them.
+jaxtyping.install_import_hook(
+    ["kvjax.cache", "kvjax.model.decoder", "kvjax.policies", "kvjax.runtime"], "shape_checks.checked"
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
