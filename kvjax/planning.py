@@ -182,10 +182,12 @@ def _weights_bytes(config: ModelConfig, dtype: Any) -> int:
 
 
 def prefill_peak_bytes(config: ModelConfig, policy: Policy, batch: int, prompt: int, dtype: Any) -> int:
-    """Temporary bytes of prefill, counted from shapes: what is alive while one layer is read, or packed.
+    """Temporary bytes of prefill, counted from shapes: what is alive while a block is read or a layer is packed.
 
-    Reading: hidden states twice (in and out), rotary tables, one layer's dense keys and values, and the intermediates
-    of one query block. Packing: hidden states, dense keys and values, and the copies selection makes of them.
+    Hidden states and rotary tables of the whole prompt and one layer's dense keys and values, then the larger of: the
+    intermediates of one query block, and the two copies of keys and values that a selection makes. Keeping
+    everything packs straight into the cache and needs none of those. Against XLA's own figure on the CPU (default
+    model, batch 1 and 4, 256 to 4,096 tokens) it is between 10 % under and 20 % over.
     """
     item = jnp.dtype(dtype).itemsize
     chunks = policy.chunks(config)
@@ -194,18 +196,14 @@ def prefill_peak_bytes(config: ModelConfig, policy: Policy, batch: int, prompt: 
     rows = batch * tokens
     hidden = rows * config.hidden_size * item
     rotary = 2 * rows * (config.head_dim // 2) * 4
-    dense = 2 * rows * config.num_kv_heads * config.head_dim * item
-    per_token = (
-        2 * config.hidden_size * 4
-        + 2 * (config.num_heads + 2 * config.num_kv_heads) * config.head_dim * 4
-        + 3 * config.intermediate_size * item
-        + 3 * config.num_heads * block * 4
-        + 3 * config.num_heads * config.head_dim * 4
-    )
-    reading = batch * block * per_token
+    selects = type(policy).compress is not Policy.compress
+    dense = 2 * rows * config.num_kv_heads * config.head_dim * item if selects else 0
+    attention = config.num_heads * (2 * block + 3 * config.head_dim) * 4
+    mlp = 3 * config.intermediate_size * item
+    shared = 2 * config.hidden_size * 4 + (config.num_heads + 2 * config.num_kv_heads) * config.head_dim * 4
+    reading = batch * block * (max(attention, mlp) + shared)
     logits = batch * config.vocab_size * 4
-    selecting = 0 if isinstance(policy, Full) else 3 * dense
-    return 2 * hidden + rotary + 2 * dense + max(reading, selecting) + logits
+    return hidden + rotary + dense + max(reading, 2 * dense) + logits
 
 
 def _limit(memory_limit: int | None) -> int | None:

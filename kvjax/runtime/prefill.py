@@ -52,6 +52,7 @@ def _layer(
     sin: Float[Array, "B T F"],
     kept: KeptRows | None,
     blocks: Int[Array, ""],
+    zero: Int[Array, ""],
     dtype: Any,
 ) -> tuple[Float[Array, "B T M"], Float[Array, "B H T D"], Float[Array, "B H T D"]]:
     """One layer over the whole prompt in query blocks: hidden states out, and its keys and values as cached."""
@@ -78,7 +79,7 @@ def _layer(
         xb = layer.finish(xb, attended.astype(x.dtype))
         return jax.lax.dynamic_update_slice_in_dim(x, xb, i * block, axis=1), k, v
 
-    empty = jnp.zeros((batch, heads, tokens, dim), dtype)
+    empty = jnp.broadcast_to(zero.astype(dtype), (batch, heads, tokens, dim))
     return jax.lax.fori_loop(0, blocks, body, (x, empty, empty))
 
 
@@ -99,18 +100,29 @@ def _forward(
     cos, sin = angles(config, positions, cache.seen + count)
     x = params.embed(tokens)
     done: list[LayerCache] = []
+    zero = jnp.int32(0)
     for i, (layer, old) in enumerate(zip(params.layers, cache.layers, strict=True)):
         kept = None if fresh else kept_rows(old, block)
-        x, k, v = _layer(layer, x, cos, sin, kept, blocks, old.k.dtype)
+        x, k, v = _layer(layer, x, cos, sin, kept, blocks, zero, old.k.dtype)
         turn = Turn(cache.seen, count, total, pages=pages[i], config=config, fresh=fresh)
         packed = policy.compress(i, old, k, v, turn)
-        # The next layer waits for the packing, so that no two layers' dense keys and values are alive at once.
-        x, packed = jax.lax.optimization_barrier((x, packed))
+        zero = _zero_after(packed.k, packed.v)
         done.append(packed)
     seen = cache.seen + count
     anchor = jnp.where(count > 0, seen, cache.anchor)
     cleared = jnp.where(count > 0, -1, cache.pending)
     return cache.replace(layers=tuple(done), seen=seen, anchor=anchor, pending=cleared), x
+
+
+def _zero_after(*made: Array) -> Int[Array, ""]:
+    """A zero that is known only once these arrays are there.
+
+    The next layer's dense buffers are filled with it, so no two layers' dense keys and values are alive at once. An
+    optimization barrier does not do: XLA's CPU compiler drops it before scheduling, then prepares the buffers of all
+    layers at the start of the program (measured: one layer's keys and values more for every layer).
+    """
+    bits = [jax.lax.bitcast_convert_type(x[0, 0, 0, 0].astype(jnp.float32), jnp.int32) & 1 for x in made]
+    return jnp.minimum(sum(bits), 0)
 
 
 def _last_logits(params: Decoder, x: Float[Array, "B T M"], count: Int[Array, " B"]) -> Float[Array, "B V"]:
@@ -163,10 +175,21 @@ def prefill_onto(
 
     The cache given stays a value, unless ``consume``: then its buffers are donated, and reused where shapes allow.
     """
-    pools, rest = detach(cache)
-    run = _onto_consuming if consume else _onto
-    pools, rest, logits = run(params, pools, rest, tokens, count, total, prompt_room=prompt_room, new_room=new_room)
+    old, rest = detach(cache)
+    pages = _pages_onto(params.config, cache, prompt_room, new_room)
+    reusable = pages == tuple(layer.pages for layer in cache.layers)
+    run = _onto_consuming if consume and reusable else _onto
+    pools, rest, logits = run(params, old, rest, tokens, count, total, prompt_room=prompt_room, new_room=new_room)
+    if consume and not reusable:
+        jax.tree.map(lambda pool: pool.delete(), old)
     return attach(pools, rest), logits
+
+
+def _pages_onto(config: ModelConfig, cache: Cache, prompt_room: int, new_room: int) -> Pages:
+    """Pages after a turn: planned anew for a policy that grows, else as they are."""
+    if cache.policy.grows:
+        return page_capacities(cache.policy, config, prompt_room, new_room)
+    return tuple(layer.pages for layer in cache.layers)
 
 
 def _prefill_onto(
@@ -181,9 +204,7 @@ def _prefill_onto(
     new_room: int,
 ) -> tuple[Pools, Cache, Float[Array, "B V"]]:
     cache = attach(pools, rest)
-    pages = tuple(layer.pages for layer in cache.layers)
-    if cache.policy.grows:
-        pages = page_capacities(cache.policy, params.config, prompt_room, new_room)
+    pages = _pages_onto(params.config, cache, prompt_room, new_room)
     cache, x = _forward(params, cache, tokens, count, total, pages, fresh=False)
     pools, rest = detach(cache.replace(prompt_room=prompt_room, new_room=new_room))
     return pools, rest, _last_logits(params, x, count)

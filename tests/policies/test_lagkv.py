@@ -15,7 +15,6 @@ from kvjax.errors import UsageError
 from kvjax.policies import LagKV
 from kvjax.policies.lagkv import count_better, rank_descending
 
-
 # --- the oracle: transcribed from the paper, one head at a time, no code shared with the product ---------------------
 
 

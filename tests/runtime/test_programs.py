@@ -1,0 +1,162 @@
+"""The compiled programs: what they hold, what they alias, and when they are compiled."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import toys
+
+import kvjax
+from kvjax.cache.value import detach
+from kvjax.model.decoder import abstract_decoder
+from kvjax.policies import Full, LagKV, StreamingLLM
+from kvjax.runtime.compilation import compile_clock
+from kvjax.runtime.decode import compiled_chunk
+from kvjax.runtime.grow import grow
+from kvjax.runtime.prefill import empty_cache, prefill_fresh
+from kvjax.runtime.synthetic import benchmark_controls, decode_state, filled_cache
+
+POLICIES = [Full(), StreamingLLM(window=100), StreamingLLM(window=60, positions="cache"), LagKV(ratio=0.5, lag=16)]
+
+
+def prefill_temporaries(policy, tokens: int, batch: int = 1) -> int:
+    config = toys.tiny_config(num_layers=3, max_position=1 << 16)
+    ints = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)  # noqa: E731
+    lowered = prefill_fresh.lower(
+        abstract_decoder(config), ints(batch, tokens), ints(batch), ints(batch),
+        policy=policy, prompt_room=tokens, new_room=32, dtype=jnp.dtype("float32"),
+    )  # fmt: skip
+    return lowered.compile().memory_analysis().temp_size_in_bytes
+
+
+@pytest.mark.parametrize("policy", [Full(), LagKV(ratio=0.25, lag=128), StreamingLLM(window=256)], ids=str)
+def test_prefill_holds_one_layer_and_nothing_square(policy):
+    short, long = (prefill_temporaries(policy, tokens) for tokens in (2048, 8192))
+    # Four times the tokens: at most about four times the memory (16 times if anything were T x T) ...
+    assert long <= 4.3 * short
+    config = toys.tiny_config()
+    dense = 2 * 8192 * config.num_kv_heads * config.head_dim * 4
+    hidden = 8192 * config.hidden_size * 4
+    # ... and of the order of one layer's keys and values and a few hidden states; T x T floats would be 268 MB.
+    assert long <= 6 * dense + 4 * hidden + (4 << 20)
+
+
+def test_prefill_memory_does_not_grow_with_layers():
+    def temporaries(layers: int) -> int:
+        config = toys.tiny_config(num_layers=layers, max_position=1 << 16)
+        ints = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)  # noqa: E731
+        lowered = prefill_fresh.lower(
+            abstract_decoder(config), ints(1, 4096), ints(1), ints(1),
+            policy=StreamingLLM(window=64), prompt_room=4096, new_room=32, dtype=jnp.dtype("float32"),
+        )  # fmt: skip
+        return lowered.compile().memory_analysis().temp_size_in_bytes
+
+    assert temporaries(8) <= 1.1 * temporaries(2)
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=str)
+def test_a_decode_step_aliases_the_cache_and_copies_none_of_it(policy):
+    config = toys.tiny_config(max_position=1 << 16)
+    cache = filled_cache(config, policy, 2, 2048)
+    pools, rest = detach(cache)
+    state = dataclasses.replace(decode_state(config, cache), cache=rest)
+    controls = benchmark_controls(config, 2)
+    params = toys.random_decoder(config)
+    compiled = compiled_chunk.lower(params, pools, state, controls, jnp.int32(4)).compile()
+    pool_bytes = sum(x.nbytes for x in jax.tree.leaves(pools))
+    analysis = compiled.memory_analysis()
+    assert analysis.alias_size_in_bytes >= pool_bytes
+    if isinstance(policy, Full):  # large against the rest: a hidden copy of even one layer's pool would show
+        assert analysis.temp_size_in_bytes < pool_bytes // 4
+
+
+def test_the_donated_state_is_gone_and_the_cache_given_to_generate_is_not():
+    lm = toys.tiny_model()
+    first = kvjax.generate(lm, "one two three", max_new_tokens=4)
+    cache = first.cache
+    again = [kvjax.generate(lm, "and then", cache=cache, max_new_tokens=6) for _ in range(2)]
+    assert again[0].tokens == again[1].tokens
+    consumed = kvjax.generate(lm, "and then", cache=cache, consume_cache=True, max_new_tokens=6)
+    assert consumed.tokens == again[0].tokens
+    with pytest.raises(kvjax.UsageError, match="consumed"):
+        kvjax.generate(lm, "and then", cache=cache, max_new_tokens=1)
+
+
+def test_new_prompts_temperatures_and_lengths_do_not_compile_again():
+    lm = toys.tiny_model()
+    kvjax.generate(lm, "hello", policy="lagkv:ratio=0.5,lag=8", max_new_tokens=5)
+    with compile_clock() as clock:
+        for prompt, options in [
+            ("another prompt", {}),
+            ("hello", {"max_new_tokens": 30}),
+            ("hello", {"temperature": 0.7, "seed": 3}),
+            ("hello", {"temperature": 1.0, "top_p": 0.9, "top_k": 7, "min_p": 0.1}),
+            ("hello", {"repetition_penalty": 1.3, "stop": ["xyz", "ab"], "stop_token_ids": [4]}),
+            ("hello", {"max_new_tokens": 0}),
+        ]:
+            kvjax.generate(lm, prompt, policy="lagkv:ratio=0.5,lag=8", **options)
+    assert clock.programs == 0
+
+
+def test_compile_time_is_told_apart():
+    lm = toys.tiny_model(hidden_size=48)
+    first = kvjax.generate(lm, "hello there", max_new_tokens=4).stats
+    second = kvjax.generate(lm, "hello there", max_new_tokens=4).stats
+    assert first.compile_seconds > 0.2 and second.compile_seconds == 0
+    assert first.time_to_first_token < first.compile_seconds
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=str)
+def test_planned_bytes_are_the_live_buffers_bytes(policy):
+    lm = toys.tiny_model()
+    output = kvjax.generate(lm, [list(range(1, 100))] * 3, policy=policy, max_new_tokens=20)
+    planned = kvjax.plan(lm, prompt_tokens=99, batch=3, policy=policy, max_new_tokens=20)
+    whole = output[0]._cache.func.__self__  # the batch's cache, of which output.cache is a row
+    assert planned.cache_bytes == sum(leaf.nbytes for leaf in jax.tree.leaves(whole)) == whole.nbytes
+    assert planned.weights_bytes == sum(leaf.nbytes for leaf in jax.tree.leaves(lm.params))
+    assert planned.capacities == tuple(layer.slots for layer in whole.layers)
+    assert output[0].stats.cache_bytes * 3 == whole.nbytes
+
+
+def test_planned_bytes_are_right_after_growing_too():
+    lm = toys.tiny_model(max_position=2048)
+    output = kvjax.generate(lm, "x", max_new_tokens=300, chat=False)
+    assert len(output.tokens) == 300
+    planned = kvjax.plan(lm, prompt_tokens=1, max_new_tokens=300)
+    assert planned.cache_bytes == output.cache.nbytes
+
+
+def test_growing_keeps_every_bit():
+    config = toys.tiny_config()
+    cache = filled_cache(config, Full(), 2, 64)
+    bigger = grow(cache, config=config, new_room=1024)
+    for old, new in zip(cache.layers, bigger.layers, strict=True):
+        pages = old.pages[0]
+        for head in range(2):
+            start_old, start_new = old.starts[head], new.starts[head]
+            assert (new.k[:, start_new : start_new + pages] == old.k[:, start_old : start_old + pages]).all()
+            assert not new.v[:, start_new + pages : start_new + new.pages[head]].any()
+        assert (old.length == new.length).all()
+    assert bigger.new_room == 1024
+
+
+def test_an_empty_cache_is_zero_everywhere():
+    cache = empty_cache(toys.tiny_config(), LagKV(), 2, 128, 64, jnp.float32)
+    assert all(not np.asarray(x).any() for layer in cache.layers for x in jax.tree.leaves(layer))
+
+
+def test_prefill_peak_estimate_is_near_the_compilers():
+    config = toys.tiny_config(num_layers=2, hidden_size=256, intermediate_size=512, head_dim=32, max_position=1 << 16)
+    for policy in (Full(), LagKV(ratio=0.25)):
+        ints = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)  # noqa: E731
+        lowered = prefill_fresh.lower(
+            abstract_decoder(config), ints(2, 4096), ints(2), ints(2),
+            policy=policy, prompt_room=4096, new_room=256, dtype=jnp.dtype("float32"),
+        )  # fmt: skip
+        actual = lowered.compile().memory_analysis().temp_size_in_bytes
+        planned = kvjax.plan(config, prompt_tokens=4096, batch=2, policy=policy).prefill_peak_bytes
+        assert 0.7 * actual <= planned <= 1.6 * actual, (policy, actual, planned)
