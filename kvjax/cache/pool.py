@@ -146,6 +146,36 @@ def rows(cache: LayerCache) -> tuple[Float[Array, "B H C D"], Float[Array, "B H 
     return k.swapaxes(-1, -2).reshape(batch, heads, -1, dim), v.reshape(batch, heads, -1, dim)
 
 
+def take_pages(
+    cache: LayerCache, row: Int[Array, ""], slot: Int[Array, ""], count: int
+) -> tuple[tuple[Float[Array, "H N D"], Float[Array, "H N D"]], Int[Array, ""]]:
+    """Whole pages of one row that hold slots ``slot .. slot + count - 1`` of every head, as rows.
+
+    Returns:
+      ``((k, v), first page within the run)``; N is static. :func:`put_pages` writes them back in place.
+    """
+    page_size = cache.k.shape[3]
+    pages = min((count + page_size - 2) // page_size + 1, min(cache.pages))
+    first = jnp.minimum(slot // page_size, min(cache.pages) - pages)
+    index = jnp.asarray(cache.starts, jnp.int32)[:, None] + first + jnp.arange(pages)
+    k, v = cache.k[row, index].swapaxes(-1, -2), cache.v[row, index]
+    return (k.reshape(len(cache.pages), -1, k.shape[-1]), v.reshape(len(cache.pages), -1, v.shape[-1])), first
+
+
+def put_pages(
+    cache: LayerCache,
+    row: Int[Array, ""],
+    first: Int[Array, ""],
+    rows: tuple[Float[Array, "H N D"], Float[Array, "H N D"]],
+) -> LayerCache:
+    """Write back what :func:`take_pages` gave, changed."""
+    page_size = cache.k.shape[3]
+    k, v = (x.reshape(x.shape[0], -1, page_size, x.shape[2]) for x in rows)
+    index = jnp.asarray(cache.starts, jnp.int32)[:, None] + first + jnp.arange(k.shape[1])
+    new_k = cache.k.at[row, index].set(k.swapaxes(-1, -2).astype(cache.k.dtype))
+    return cache.replace(k=new_k, v=cache.v.at[row, index].set(v.astype(cache.v.dtype)))
+
+
 def pack(
     k: Float[Array, "B H N D"],
     v: Float[Array, "B H N D"],

@@ -109,9 +109,11 @@ class Decoder(nnx.Module):
         """Float32 scores of every token, from the last layer's output."""
         x = self.norm(x)
         if self.config.tie_embeddings:
-            return jax.lax.dot_general(
-                x, self.embedding[...], (((x.ndim - 1,), (1,)), ((), ())), preferred_element_type=jnp.float32
-            )
+            # The tied table is [V, M]. As its product with x's transpose it reads at 24 GB/s for 8 rows on 2 CPU cores,
+            # as x times its transpose at 18; a single row runs at 41 either way.
+            rows = x.reshape(-1, x.shape[-1])
+            scores = jnp.matmul(self.embedding[...], rows.T, preferred_element_type=jnp.float32).T
+            return scores.reshape(*x.shape[:-1], -1)
         return jnp.matmul(x, self.head[...], preferred_element_type=jnp.float32)
 
 

@@ -140,8 +140,10 @@ class Policy:
         """Rows that must be maintained before they may append again."""
         return jnp.zeros(layers[0].length.shape[0], bool)
 
-    def maintain(self, layer: int, cache: LayerCache, config: ModelConfig, seen: Int[Array, " B"]) -> LayerCache:
-        """Compact the rows that are due, in place; all others stay bit for bit."""
+    def maintain(
+        self, layer: int, cache: LayerCache, config: ModelConfig, row: Int[Array, ""], seen: Int[Array, ""]
+    ) -> LayerCache:
+        """Compact one row that is due, in place; ``seen`` is its tokens. Afterwards it must not be due any more."""
         return cache
 
 

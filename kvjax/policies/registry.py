@@ -33,7 +33,7 @@ def registry() -> dict[str, type[Policy]]:
     return dict(_POLICIES)
 
 
-def parse(text: str | Policy) -> Policy:
+def parse(text: Any) -> Policy:
     """A policy from its text form, e.g. ``"lagkv:ratio=0.25,sink=16"``; a policy passes through.
 
     Raises:

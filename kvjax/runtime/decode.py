@@ -196,17 +196,21 @@ def compiled_chunk(
         state = _record(dataclasses.replace(state, cache=cache), logits, controls, active, made)
         return made + 1, state
 
+    def due(state: DecodeState) -> Bool[Array, " B"]:
+        return policy.due(state.cache.layers, config) & (state.reason == RUNNING)
+
     def nothing_due(carry: Carry) -> Bool[Array, ""]:
-        state = carry[1]
-        due = policy.due(state.cache.layers, config) & (state.reason == RUNNING)
-        return going(carry) & ~due.any()
+        return going(carry) & ~due(carry[1]).any()
+
+    def maintain(state: DecodeState) -> DecodeState:
+        cache, row = state.cache, jnp.argmax(due(state))
+        layers = tuple(policy.maintain(i, layer, config, row, cache.seen[row]) for i, layer in enumerate(cache.layers))
+        return dataclasses.replace(state, cache=cache.replace(layers=layers))
 
     def maintain_then_step(carry: Carry) -> Carry:
         made, state = carry
-        cache = state.cache
-        layers = tuple(policy.maintain(i, layer, config, cache.seen) for i, layer in enumerate(cache.layers))
-        state = dataclasses.replace(state, cache=cache.replace(layers=layers))
-        # Maintenance sits between two loops and not behind a conditional: branches would copy the cache.
+        # One row at a time, and in loops rather than behind a conditional, whose branches would copy the cache.
+        state = jax.lax.while_loop(lambda state: due(state).any(), maintain, state)
         return jax.lax.while_loop(nothing_due, step, (made, state))
 
     body = maintain_then_step if policy.maintains else step

@@ -90,16 +90,24 @@ def _decode(policy, layer, cache, k, v, seen, active, config):
     def step(carry, token):
         cache, seen = carry
         kt, vt, on = token
-        if policy.maintains:
-            cache = policy.maintain(layer, cache, config, seen)
+        cache = _maintain(policy, layer, cache, seen, config)
         cache = policy.append(layer, cache, kt, vt, Step(seen, on, config=config))
         return (cache, seen + on), None
 
     tokens = (k.transpose(2, 0, 1, 3), v.transpose(2, 0, 1, 3), active)
     (cache, seen), _ = jax.lax.scan(step, (cache, seen), tokens)
-    if policy.maintains:
-        cache = policy.maintain(layer, cache, config, seen)
-    return cache, seen
+    return _maintain(policy, layer, cache, seen, config), seen
+
+
+def _maintain(policy, layer, cache, seen, config):
+    if not policy.maintains:
+        return cache
+
+    def row(cache):
+        due = jnp.argmax(policy.due((cache,), config))
+        return policy.maintain(layer, cache, config, due, seen[due])
+
+    return jax.lax.while_loop(lambda cache: policy.due((cache,), config).any(), row, cache)
 
 
 def random_kv(seed: int, batch: int, heads: int, tokens: int, dim: int) -> tuple[np.ndarray, np.ndarray]:

@@ -212,7 +212,7 @@ def test_chunked_prefill_never_exceeds_its_capacity_and_ends_near_the_ratio():
     first, step = policy.chunks(config)
     assert (first, step) == (20, 8)
     lengths = np.array([150, 61, 12])
-    k, v = random_kv(0, 3, 2, 160, 4)
+    k, _ = random_kv(0, 3, 2, 160, 4)
     driver = Driver(policy, config, 3, prompt_room=160, new_room=16)
     start, size = 0, first
     while start < 150:
