@@ -71,7 +71,7 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any], origin: str) -> Tokenizer:
 
 def _backend(metadata: Mapping[str, Any], splitting: Splitting, origin: str) -> tokenizers.Tokenizer:
     import tokenizers
-    from tokenizers import decoders, models, normalizers, pre_tokenizers
+    from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
     tokens, merges = _strings(metadata, "tokens", origin), _strings(metadata, "merges", origin)
     vocabulary = {token: index for index, token in enumerate(tokens)}
@@ -94,6 +94,11 @@ def _backend(metadata: Mapping[str, Any], splitting: Splitting, origin: str) -> 
     for kind, special in ((_CONTROL, True), (_USER_DEFINED, False)):
         added = [tokenizers.AddedToken(tokens[i], normalized=False, special=special) for i in _of_kind(metadata, kind)]
         backend.add_tokens(added)
+    bos = metadata.get("tokenizer.ggml.bos_token_id")
+    if metadata.get("tokenizer.ggml.add_bos_token") and isinstance(bos, int) and 0 <= bos < len(tokens):
+        backend.post_processor = processors.TemplateProcessing(
+            single=[tokens[bos], "$A"], special_tokens=[(tokens[bos], bos)]
+        )
     return backend
 
 

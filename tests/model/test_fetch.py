@@ -225,6 +225,15 @@ def test_downloaded_once_and_offline_afterwards(known, server, tmp_path, capsys)
     assert capsys.readouterr() == ("", "")
 
 
+def test_a_cached_file_that_changed_is_downloaded_again(known, server):
+    path = fetch.fetch("tiny", progress=False)
+    whole = path.read_bytes()
+    path.write_bytes(bytes([whole[0] ^ 1]) + whole[1:])
+    sent = server.sent
+    assert fetch.fetch("tiny", progress=False).read_bytes() == whole
+    assert server.sent > sent
+
+
 def test_only_the_members_bytes_travel(known, server):
     fetch.fetch("tiny", progress=False)
     with zipfile.ZipFile(io.BytesIO(server.data)) as archive:

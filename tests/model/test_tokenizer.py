@@ -105,6 +105,13 @@ def test_no_template_and_a_template_that_refuses():
         build(**{"tokenizer.chat_template": template}).render([{"role": "user", "content": "hi"}])
 
 
+@pytest.mark.parametrize(("add", "prefix"), [(True, (0,)), (False, ()), (None, ())])
+def test_plain_text_begins_as_the_file_says(add, prefix):
+    more = {"tokenizer.ggml.bos_token_id": 0, **({} if add is None else {"tokenizer.ggml.add_bos_token": add})}
+    assert build(**more).prefix_ids == prefix
+    assert build(**more).encode("ab") == build().encode("ab")
+
+
 def test_stop_ids_of_gguf():
     assert stop_ids_from_gguf(KEYS) == (gguf_files.END,)
     assert stop_ids_from_gguf(KEYS | {"tokenizer.ggml.eos_token_id": 7}) == (7, gguf_files.END)
