@@ -160,3 +160,22 @@ def test_prefill_peak_estimate_is_near_the_compilers():
         actual = lowered.compile().memory_analysis().temp_size_in_bytes
         planned = kvjax.plan(config, prompt_tokens=4096, batch=2, policy=policy).prefill_peak_bytes
         assert 0.7 * actual <= planned <= 1.6 * actual, (policy, actual, planned)
+
+
+@pytest.mark.parametrize("platform", ["tpu", "cuda"])
+@pytest.mark.parametrize("policy", POLICIES, ids=str)
+def test_programs_lower_for_accelerators(policy, platform):
+    config = toys.tiny_config()
+    params = abstract_decoder(config, jnp.bfloat16)
+    ints = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)  # noqa: E731
+    prefill = prefill_fresh.trace(
+        params, ints(2, 64), ints(2), ints(2),
+        policy=policy, prompt_room=64, new_room=32, dtype=jnp.dtype("bfloat16"),
+    )  # fmt: skip
+    cache = jax.eval_shape(lambda: empty_cache(config, policy, 2, 64, 32, jnp.bfloat16))
+    pools, rest = detach(cache)
+    state = jax.eval_shape(lambda cache: decode_state(config, cache), cache)
+    state = dataclasses.replace(state, cache=rest)
+    decode = compiled_chunk.trace(params, pools, state, benchmark_controls(config, 2), ints())
+    for program in (prefill, decode):
+        assert "stablehlo" in program.lower(lowering_platforms=(platform,)).as_text()
