@@ -172,10 +172,9 @@ def test_programs_lower_for_accelerators(policy, platform):
         params, ints(2, 64), ints(2), ints(2),
         policy=policy, prompt_room=64, new_room=32, dtype=jnp.dtype("bfloat16"),
     )  # fmt: skip
-    cache = jax.eval_shape(lambda: empty_cache(config, policy, 2, 64, 32, jnp.bfloat16))
-    pools, rest = detach(cache)
-    state = jax.eval_shape(lambda cache: decode_state(config, cache), cache)
+    state = decode_state(config, empty_cache(config, policy, 2, 64, 32, jnp.bfloat16))
+    pools, rest = detach(state.cache)
     state = dataclasses.replace(state, cache=rest)
-    decode = compiled_chunk.trace(params, pools, state, benchmark_controls(config, 2), ints())
+    decode = compiled_chunk.trace(params, pools, state, benchmark_controls(config, 2), jnp.int32(4))
     for program in (prefill, decode):
         assert "stablehlo" in program.lower(lowering_platforms=(platform,)).as_text()
