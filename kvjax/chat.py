@@ -6,10 +6,14 @@ from collections.abc import Iterator
 from typing import Any
 
 from kvjax.cache.value import Cache
+from kvjax.errors import UsageError
 from kvjax.generation import generate, stream_generate
 from kvjax.model.load import LanguageModel
 from kvjax.output import Output, Piece
 from kvjax.policies import Policy, parse
+
+#: Keywords of generate that a conversation sets itself, turn by turn.
+_TURN = {"policy", "cache", "consume_cache", "chat", "n"}
 
 
 class Chat:
@@ -19,7 +23,8 @@ class Chat:
       lm: a model with a chat template.
       policy: which tokens the conversation's cache keeps.
       system: the system message, or None for the template's own.
-      options: keywords of :func:`kvjax.generate` for every turn, such as ``max_new_tokens`` or ``temperature``.
+      options: keywords of :func:`kvjax.generate` for every turn, such as ``max_new_tokens`` or ``temperature``;
+        ``context=`` is read, and compressed, before the first turn.
 
     Attributes:
       cache: the conversation so far, None before the first turn. It is a value: keep it to branch.
@@ -28,17 +33,24 @@ class Chat:
     def __init__(
         self, lm: LanguageModel, *, policy: Policy | str | None = None, system: str | None = None, **options: Any
     ):
+        accepted = set(generate.__kwdefaults__ or {}) - _TURN
+        unknown = sorted(set(options) - accepted)
+        if unknown:
+            raise UsageError(f"Chat takes no {unknown[0]!r}; it takes {', '.join(sorted(accepted))}.")
         self.lm, self.system, self.options = lm, system, options
         self.policy = None if policy is None else parse(policy)
         self.cache: Cache | None = None
 
     def _request(self, text: str) -> tuple[list[dict[str, str]], dict[str, Any]]:
+        if not isinstance(text, str) or not text:
+            raise UsageError("The message is empty or not text; give at least one character.")
         messages = [{"role": "user", "content": text}]
         if self.cache is None:
             if self.system is not None:
                 messages.insert(0, {"role": "system", "content": self.system})
             return messages, {**self.options, "policy": self.policy}
-        return messages, {**self.options, "cache": self.cache}
+        options = {name: value for name, value in self.options.items() if name != "context"}
+        return messages, {**options, "cache": self.cache}
 
     def send(self, text: str) -> Output:
         """One turn; a turn that is refused leaves the conversation as it was."""
@@ -50,7 +62,10 @@ class Chat:
     def stream(self, text: str) -> Iterator[Piece]:
         """One turn, streamed; the conversation moves on when the last piece has been taken."""
         messages, options = self._request(text)
-        for piece in stream_generate(self.lm, messages, **options):
+        return self._follow(stream_generate(self.lm, messages, **options))
+
+    def _follow(self, pieces: Iterator[Piece]) -> Iterator[Piece]:
+        for piece in pieces:
             if piece.output is not None:
                 self.cache = piece.output.cache
             yield piece

@@ -22,7 +22,7 @@ from kvjax.runtime.compilation import CompileClock, compile_clock
 from kvjax.runtime.decode import CHUNK
 from kvjax.runtime.interrupt import interruptible
 from kvjax.runtime.session import ChunkResult, Session, spread
-from kvjax.text import TextStream, cut
+from kvjax.text import TextStream, text_of
 
 #: Tokens between two pieces of a stream.
 _STREAM_STEPS = 8
@@ -64,8 +64,9 @@ def generate(
       context: text that comes before every prompt; it is read and compressed once, before any prompt is seen.
       max_new_tokens: at most this many tokens; 0 only reads the prompt and returns the cache.
       temperature: 0 is greedy. top_k, top_p, min_p restrict what is drawn from.
-      repetition_penalty: above 1 makes tokens that are already there less likely.
-      seed: of the draws; row i of a batch, sample j, draws by (seed, i, j) whatever else is in the batch.
+      repetition_penalty: above 1 makes tokens of the context, prompt and answer less likely (a continued cache does not
+        remember which tokens its earlier turns held).
+      seed: of the draws, below 2**32; row i of a batch, sample j, draws by (seed, i, j) whatever else is in the batch.
       n: samples of each prompt.
       stop: strings that end the answer; they are not part of the text.
       stop_token_ids: ids that end it, besides the model's own end-of-text ids; () adds none.
@@ -93,9 +94,8 @@ def generate(
         logprobs=logprobs,
     )
     request = Request(lm, prompt, policy, cache, chat, context, options, memory_limit)
-    controls = request.controls()
     with compile_clock() as clock, interruptible() as interrupt:
-        run = _Run(request, Session(lm.params, controls, clock, interrupt), clock)
+        run = _Run(request, Session(lm.params, request.controls(), clock, interrupt), clock)
         run.prefill(consume_cache)
         for _ in run.chunks(CHUNK):
             continue
@@ -121,9 +121,8 @@ def stream_generate(lm: LanguageModel, prompt: Prompt, **options: Any) -> Iterat
 
 
 def _stream(request: Request, consume: bool) -> Iterator[Piece]:
-    controls = request.controls()
     with compile_clock() as clock, interruptible() as interrupt:
-        run = _Run(request, Session(request.lm.params, controls, clock, interrupt), clock)
+        run = _Run(request, Session(request.lm.params, request.controls(), clock, interrupt), clock)
         run.prefill(consume)
         text = TextStream(request.lm.tokenizer, request.options.stop_strings)
         for result in run.chunks(_STREAM_STEPS):
@@ -131,7 +130,7 @@ def _stream(request: Request, consume: bool) -> Iterator[Piece]:
             if piece or result.tokens[0]:
                 yield Piece(piece, tuple(result.tokens[0]))
         output = run.outputs()
-        yield Piece(text.rest(output.text), (), output)
+        yield Piece(text.rest(), (), output)
 
 
 class _Run:
@@ -156,8 +155,6 @@ class _Run:
             cache, _ = session.prefill([request.tokens.context], cache=None, consume=False, **options)
             cache, _ = spread(cache, None, [0] * len(prompts))
             consume = True
-        if any(not ids for ids in prompts):
-            raise UsageError("A prompt has no tokens; give at least one character.")
         cache, logits = session.prefill(prompts, cache=cache, consume=consume, **options)
         copies = [i // request.options.n for i in range(request.rows)]
         self._cache, self._logits = spread(cache, logits, copies)
@@ -205,7 +202,7 @@ class _Run:
     def _output(self, row: int, cache: Cache, lengths: list[np.ndarray], seen: np.ndarray) -> Output:
         request, lm = self.request, self.request.lm
         tokens = tuple(self.tokens[row])
-        text = cut(lm.tokenizer.decode(tokens), request.options.stop_strings)
+        text = text_of(lm.tokenizer, tokens, request.options.stop_strings)
         logprobs = None if self.logprobs is None else tuple(self.logprobs[row])
         return Output(
             text=text,

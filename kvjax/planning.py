@@ -12,11 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.cache.pool import PAGE_SIZE
-from kvjax.cache.value import Cache
 from kvjax.checks import whole_number
 from kvjax.config import ModelConfig
 from kvjax.errors import DoesNotFit, UsageError
-from kvjax.model.decoder import Decoder, abstract_decoder
+from kvjax.model.decoder import abstract_decoder
+from kvjax.model.load import LanguageModel
 from kvjax.policies import Full, LagKV, Policy, format_policy, parse
 from kvjax.policies.base import page_capacities
 from kvjax.runtime.buckets import NEW_TOKENS, block_of, new_bucket, prompt_bucket
@@ -33,7 +33,7 @@ class Plan:
       weights_bytes: the model's parameters.
       cache_bytes: the cache as allocated when decoding ends, counters included; exact.
       prefill_peak_bytes: what prefill needs beside weights and cache at its worst moment; an estimate from shapes.
-      full_cache_bytes: keys and values of every token, unpadded, for comparison.
+      full_cache_bytes: keys and values of every token that is fed, unpadded, for comparison.
       total_bytes: weights, cache and prefill peak.
       memory_limit: bytes the device has, or None when it does not say.
       capacities: slots allocated [layer][KV head].
@@ -120,6 +120,8 @@ def plan(
       UsageError: a length or batch that makes no sense, or beyond the model's context.
       DoesNotFit: the total exceeds the limit; the sentence names a request that fits.
     """
+    if not isinstance(model, (ModelConfig, LanguageModel)):
+        raise UsageError(f"The model is a {type(model).__name__}; give one from kvjax.load, or a ModelConfig.")
     config, params = (model, None) if isinstance(model, ModelConfig) else (model.config, model.params)
     chosen: Policy = Full() if policy is None else parse(policy)
     whole_number("prompt_tokens", prompt_tokens, 1)
@@ -130,8 +132,12 @@ def plan(
     chosen.check(config)
     if dtype is None:
         dtype = jnp.float32 if params is None else params.embedding[...].dtype
-    made = _plan(config, chosen, batch, prompt_tokens, max_new_tokens, jnp.dtype(dtype), _limit(memory_limit))
-    _refuse_if_too_large(made, config, chosen, jnp.dtype(dtype), already=0)
+    try:
+        dtype = jnp.dtype(dtype)
+    except TypeError as error:
+        raise UsageError(f"{dtype!r} is not a dtype; give float32 or bfloat16.") from error
+    made = _plan(config, chosen, batch, prompt_tokens, max_new_tokens, dtype, _limit(memory_limit))
+    _refuse_if_too_large(made, config, chosen, dtype, already=0)
     return made
 
 
@@ -139,7 +145,9 @@ def _plan(
     config: ModelConfig, policy: Policy, batch: int, prompt: int, new: int, dtype: Any, limit: int | None
 ) -> Plan:
     room = prompt_bucket(prompt)
-    new_room = new_bucket(max(min(new, config.max_position - prompt) - 1, 0)) if policy.grows else NEW_TOKENS
+    # The last token is generated and never fed; the context bounds what is.
+    fed = max(new - 1, 0) if policy.beyond_context else min(max(new - 1, 0), config.max_position - prompt)
+    new_room = new_bucket(fed - 1) if policy.grows else NEW_TOKENS
     weights = _weights_bytes(config, dtype)
     cache = cache_bytes(config, policy, batch, room, new_room, dtype)
     peak = prefill_peak_bytes(config, policy, batch, prompt, dtype)
@@ -153,7 +161,7 @@ def _plan(
         weights_bytes=weights,
         cache_bytes=cache,
         prefill_peak_bytes=peak,
-        full_cache_bytes=batch * full_cache_bytes(config, prompt + new, dtype),
+        full_cache_bytes=batch * full_cache_bytes(config, prompt + fed, dtype),
         total_bytes=weights + cache + peak,
         memory_limit=limit,
         capacities=tuple(tuple(count * PAGE_SIZE for count in heads) for heads in pages),
@@ -227,12 +235,11 @@ def check_fits(
     policy: Policy,
     dtype: Any,
     memory_limit: int | None,
-    params: Decoder,
-    cache: Cache | None,
+    already: int,
 ) -> None:
-    """Refuse a generation that cannot fit: prompt and first new-token bucket, with a continued cache alive beside."""
+    """Refuse a generation that cannot fit: prompt and first new-token bucket, beside ``already`` bytes of caches."""
     made = _plan(config, policy, batch, min(prompt, config.max_position), 1, dtype, _limit(memory_limit))
-    _refuse_if_too_large(made, config, policy, dtype, already=0 if cache is None else cache.nbytes)
+    _refuse_if_too_large(made, config, policy, dtype, already)
 
 
 def _refuse_if_too_large(made: Plan, config: ModelConfig, policy: Policy, dtype: Any, already: int) -> None:
@@ -244,8 +251,8 @@ def _refuse_if_too_large(made: Plan, config: ModelConfig, policy: Policy, dtype:
         raise DoesNotFit(f"{need}: the weights alone are {human(made.weights_bytes)}; use a smaller model or dtype.")
 
     def fits(batch: int, prompt: int, policy: Policy) -> bool:
-        new = min(made.max_new_tokens, config.max_position - prompt)
-        return _plan(config, policy, batch, prompt, new, dtype, limit).total_bytes + already <= limit
+        made_of = _plan(config, policy, batch, prompt, made.max_new_tokens, dtype, limit)
+        return made_of.total_bytes + already <= limit
 
     offers = []
     batch = _largest(1, made.batch - 1, lambda b: fits(b, made.prompt_tokens, policy))

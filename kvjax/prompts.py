@@ -24,11 +24,13 @@ class Tokens:
     Attributes:
       context: ids shared by all prompts, or () without a context.
       prompts: ids of each prompt, what follows the context.
+      templated: of each prompt, whether the chat template wrote it.
       single: whether one prompt was passed, and not a list of one.
     """
 
     context: tuple[int, ...]
     prompts: tuple[tuple[int, ...], ...]
+    templated: tuple[bool, ...]
     single: bool
 
 
@@ -50,6 +52,8 @@ def tokenize(
     prompts, single = as_list(prompt)
     if context is not None and onto:
         raise UsageError("context= starts a new cache; give either context= or cache=, not both.")
+    if context is not None:
+        _check_context(context)
     rendered = [_render(lm, p, context, chat, onto) for p in prompts]
     prefixes = {prefix for prefix, _ in rendered}
     if len(prefixes) > 1:
@@ -57,8 +61,20 @@ def tokenize(
     shared = prefixes.pop()
     ids = tuple(item for _, item in rendered)
     if context is not None and not shared:
+        raise UsageError("The context has no tokens; give the text to compress, or leave context= out.")
+    return Tokens(shared, ids, tuple(chat and not _is_ids(p) for p in prompts), single)
+
+
+def is_unicode(text: str) -> bool:
+    """Whether text can be written as UTF-8: it holds no half of a surrogate pair."""
+    return not any("\ud800" <= char <= "\udfff" for char in text)
+
+
+def _check_context(context: Any) -> None:
+    if isinstance(context, (bytes, bytearray)) or not (isinstance(context, Sequence) or _is_array(context)):
+        raise UsageError(f"context is a {type(context).__name__}; give text, or a list of token ids with chat=False.")
+    if not len(context):
         raise UsageError("The context is empty; give the text to compress, or leave context= out.")
-    return Tokens(shared, ids, single)
 
 
 def as_list(prompt: Any) -> tuple[list[Prompt], bool]:
@@ -67,11 +83,7 @@ def as_list(prompt: Any) -> tuple[list[Prompt], bool]:
         return [prompt], True
     if isinstance(prompt, Mapping):
         raise UsageError("A single message was given; give a list of messages.")
-    if not isinstance(prompt, Sequence) and not hasattr(prompt, "__array__"):
-        raise UsageError(
-            f"A prompt is text, a list of messages, or a list of token ids; {type(prompt).__name__} was given."
-        )
-    items = _plain(prompt)
+    items = _plain(_sequence(prompt))
     if not items:
         raise UsageError("The list of prompts is empty; give at least one prompt.")
     if all(isinstance(item, Mapping) for item in items) or all(_is_id(item) for item in items):
@@ -79,9 +91,28 @@ def as_list(prompt: Any) -> tuple[list[Prompt], bool]:
     return items, False
 
 
+def _sequence(prompt: Any) -> Any:
+    """What can hold messages, token ids or prompts; anything else is refused."""
+    if isinstance(prompt, (bytes, bytearray, memoryview)) or not (isinstance(prompt, Sequence) or _is_array(prompt)):
+        raise UsageError(
+            f"A prompt is text, a list of messages, or a list of token ids; a {type(prompt).__name__} was given."
+        )
+    return prompt
+
+
+def _is_array(items: Any) -> bool:
+    return hasattr(items, "tolist") and getattr(items, "ndim", 0) > 0
+
+
 def _plain(items: Any) -> list[Any]:
-    """A list of what is in any sequence or array."""
-    return items.tolist() if hasattr(items, "tolist") else list(items)
+    """A list of what is in any sequence or array, with numbers of array libraries as Python's own."""
+    if _is_array(items):
+        return items.tolist()
+    return [item.tolist() if getattr(item, "ndim", None) == 0 else item for item in items]
+
+
+def _is_ids(prompt: Any) -> bool:
+    return not isinstance(prompt, str) and all(_is_id(item) for item in _plain(prompt))
 
 
 def _is_id(item: Any) -> bool:
@@ -92,11 +123,7 @@ def _render(
     lm: LanguageModel, prompt: Prompt, context: str | Sequence[int] | None, chat: bool, onto: bool
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """(ids of the shared prefix, ids of the rest) of one prompt."""
-    if not isinstance(prompt, (str, Sequence)) and not hasattr(prompt, "tolist"):
-        raise UsageError(
-            f"A prompt is text, a list of messages, or a list of token ids; {type(prompt).__name__} was given."
-        )
-    items = prompt if isinstance(prompt, str) else _plain(prompt)
+    items = prompt if isinstance(prompt, str) else _plain(_sequence(prompt))
     if isinstance(items, str):
         if not items:
             raise UsageError("The prompt is empty; give at least one character.")
@@ -148,8 +175,10 @@ def _render_chat(
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Apply the chat template; a last message of the assistant's is the beginning of the answer."""
     answer = ""
-    if messages[-1]["role"] == "assistant" and len(messages) > 1:
+    if messages[-1]["role"] == "assistant":
         answer = messages.pop()["content"]
+        if not messages and not onto:
+            raise UsageError("The only message is the beginning of an answer; give a message before it.")
     if onto:
         # What follows an answer in this template: the end of that turn, then the new ones.
         history = [{"role": "user", "content": "."}, {"role": "assistant", "content": _MARK}]

@@ -18,7 +18,7 @@ from kvjax.errors import UsageError
 from kvjax.model.load import LanguageModel
 from kvjax.planning import check_fits
 from kvjax.policies import Full, Policy, parse
-from kvjax.prompts import Tokens, tokenize
+from kvjax.prompts import Tokens, is_unicode, tokenize
 from kvjax.runtime.decode import Controls
 from kvjax.runtime.sampling import Sampling
 from kvjax.runtime.stopping import StopTable, stop_table
@@ -48,14 +48,28 @@ class Options:
         number("repetition_penalty", self.repetition_penalty, 0, open_below=True)
         if self.top_k is not None:
             whole_number("top_k", self.top_k, 1)
-        whole_number("seed", self.seed, 0)
+        whole_number("seed", self.seed, 0, 2**32 - 1)
         whole_number("n", self.n, 1)
-        if any(not isinstance(text, str) or not text for text in self.stop_strings):
+        if not isinstance(self.stop, (str, list, tuple)):
+            raise UsageError(f"stop is {self.stop!r}; give a string or a list of strings.")
+        if any(not isinstance(text, str) or not text or not is_unicode(text) for text in self.stop_strings):
             raise UsageError("A stop string is empty or not text; give strings of at least one character.")
+        if not isinstance(self.stop_token_ids, (Sequence, np.ndarray, type(None))):
+            raise UsageError(f"stop_token_ids is {self.stop_token_ids!r}; give a list of token ids.")
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    def stop_ids(self, lm: LanguageModel) -> tuple[int, ...]:
+        """The model's end-of-text ids and those asked for."""
+        added = () if self.stop_token_ids is None else self.stop_token_ids
+        ids = [*lm.stop_token_ids, *(added.tolist() if isinstance(added, np.ndarray) else added)]
+        most = lm.config.vocab_size - 1
+        for token in ids:
+            if isinstance(token, bool) or not isinstance(token, (int, np.integer)) or not 0 <= token <= most:
+                raise UsageError(f"The stop token id {token!r} is not one of this model's 0 to {most}.")
+        return tuple(int(token) for token in ids)
 
 
 class Request:
@@ -64,7 +78,7 @@ class Request:
     Attributes:
       tokens: the context's and the prompts' ids as passed.
       prompts: ids to read, row by row before samples are spread: a continued row begins with its pending token.
-      cache: what they are read onto, or None.
+      cache: what they are read onto, a row per prompt, or None.
       policy: which tokens stay.
       rows: prompts times samples.
     """
@@ -80,37 +94,38 @@ class Request:
         options: Options,
         memory_limit: int | None,
     ):
+        if not isinstance(lm, LanguageModel):
+            raise UsageError(f"The model is a {type(lm).__name__}; give one from kvjax.load.")
         self.lm, self.options = lm, options
         self.tokens: Tokens = tokenize(lm, prompt, context=context, chat=chat, onto=cache is not None)
         count = len(self.tokens.prompts)
-        self.cache = _one_cache(cache, count)
-        if self.cache is not None:
-            if policy is not None and parse(policy) != self.cache.policy:
-                raise UsageError(
-                    f"The cache was compressed by {self.cache.policy}; it continues with that policy, so leave "
-                    "policy= out or give the same one."
-                )
-            _same_model(lm.config, self.cache)
-        self.policy = _policy(policy, self.cache)
+        # Nothing is joined or copied before everything was checked.
+        caches = _caches(cache, count)
+        self.policy = _policy(policy, caches)
         self.policy.check(lm.config)
+        for old in caches:
+            _same_model(lm.config, old)
         self.rows = count * options.n
-        self.prompts = self._with_pending()
-        self._check_size(memory_limit)
+        self.stop_ids = options.stop_ids(lm)
+        self.prompts = self._with_pending(_counters([old.pending for old in caches], count, -1))
+        if any(not ids for ids in self.prompts):
+            raise UsageError("A prompt has no tokens; give at least one character.")
+        joined = len(caches) == 1 and caches[0].batch == count  # whether the cache is used as it is
+        already = sum(old.nbytes // old.batch * (old.batch if joined else old.batch + count) for old in caches)
+        self._check_size(memory_limit, _counters([old.seen for old in caches], count, 0), already)
+        self.cache = _one_cache(caches, count)
 
-    def _with_pending(self) -> list[tuple[int, ...]]:
+    def _with_pending(self, pending: np.ndarray) -> list[tuple[int, ...]]:
         """Prompts of a continued cache begin with the token that was generated but not yet read."""
-        if self.cache is None:
-            return list(self.tokens.prompts)
         result = []
-        for pending, ids in zip(np.asarray(self.cache.pending).tolist(), self.tokens.prompts, strict=True):
-            # The end of the last answer comes with the new turn's own text.
-            ended = pending < 0 or pending in self.lm.stop_token_ids
-            result.append(ids if ended else (pending, *ids))
+        for token, ids, templated in zip(pending.tolist(), self.tokens.prompts, self.tokens.templated, strict=True):
+            # A chat template writes the end of the last answer itself.
+            written = templated and (token in self.lm.stop_token_ids or ids[:1] == (token,))
+            result.append(ids if token < 0 or written else (token, *ids))
         return result
 
-    def _check_size(self, memory_limit: int | None) -> None:
+    def _check_size(self, memory_limit: int | None, seen: np.ndarray, already: int) -> None:
         config, limit = self.lm.config, self.lm.config.max_position
-        seen = np.zeros(len(self.prompts), int) if self.cache is None else np.asarray(self.cache.seen)
         added = np.array([len(self.tokens.context) + len(ids) for ids in self.prompts])
         longest = int((seen + added).max())
         if longest > limit and not (self.policy.beyond_context and int(added.max()) <= limit):
@@ -118,7 +133,7 @@ class Request:
             raise UsageError(
                 f"The prompt has {int(added.max())} tokens{before}; this model's context is {limit}, so shorten it."
             )
-        check_fits(config, longest, self.rows, self.policy, self.dtype, memory_limit, self.lm.params, self.cache)
+        check_fits(config, longest, self.rows, self.policy, self.dtype, memory_limit, already)
 
     @property
     def dtype(self) -> Any:
@@ -128,45 +143,69 @@ class Request:
     def controls(self) -> Controls:
         """The options on the device, for the compiled loop."""
         lm, options, vocabulary = self.lm, self.options, self.lm.config.vocab_size
-        ids = [*lm.stop_token_ids, *(options.stop_token_ids or ())]
-        for token in ids:
-            if isinstance(token, bool) or not isinstance(token, (int, np.integer)) or not 0 <= token < vocabulary:
-                raise UsageError(f"The stop token id {token!r} is not one of this model's 0 to {vocabulary - 1}.")
         index = np.arange(self.rows)
-        seed = jnp.asarray(options.seed & 0xFFFFFFFF, jnp.uint32)
+        seed = jnp.asarray(options.seed, jnp.uint32)
         sampling = Sampling(
-            temperature=jnp.asarray(options.temperature, jnp.float32),
+            temperature=_float32(options.temperature),
             top_k=jnp.asarray(min(options.top_k or vocabulary, vocabulary), jnp.int32),
             top_p=jnp.asarray(options.top_p, jnp.float32),
             min_p=jnp.asarray(options.min_p, jnp.float32),
-            repetition_penalty=jnp.asarray(options.repetition_penalty, jnp.float32),
+            repetition_penalty=_float32(options.repetition_penalty),
             keys=_keys(seed, jnp.asarray(index // options.n), jnp.asarray(index % options.n)),
         )
-        stops = _stop_table(lm, options.stop_strings, tuple(int(token) for token in ids))
+        stops = _stop_table(lm, options.stop_strings, self.stop_ids)
         limits = (min(options.max_new_tokens, 2**31 - 1), lm.config.max_position)
         return Controls(sampling, stops, *(jnp.asarray(limit, jnp.int32) for limit in limits))
 
 
-def _policy(policy: Policy | str | None, cache: Cache | None) -> Policy:
-    if cache is not None:
-        return cache.policy
-    return Full() if policy is None else parse(policy)
+def _float32(value: float) -> jax.Array:
+    """A number on the device; what float32 cannot hold becomes its largest or smallest."""
+    limits = np.finfo(np.float32)
+    return jnp.asarray(0.0 if value == 0 else min(max(value, float(limits.tiny)), float(limits.max)), jnp.float32)
 
 
-def _one_cache(cache: Cache | Sequence[Cache] | None, count: int) -> Cache | None:
-    """The caches to continue as one batch with a row per prompt."""
+def _policy(policy: Policy | str | None, caches: Sequence[Cache]) -> Policy:
+    """The policy asked for, or the one the caches have."""
+    if not caches:
+        return Full() if policy is None else parse(policy)
+    if policy is not None and parse(policy) != caches[0].policy:
+        raise UsageError(
+            f"The cache was compressed by {caches[0].policy}; it continues with that policy, so leave policy= out or "
+            "give the same one."
+        )
+    return caches[0].policy
+
+
+def _caches(cache: Any, count: int) -> list[Cache]:
+    """The caches passed; together they have a row per prompt, or a single one for all prompts."""
     if cache is None:
+        return []
+    caches = list(cache) if isinstance(cache, (list, tuple)) else [cache]
+    if not caches:
+        raise UsageError("The list of caches is empty; give one cache a prompt, or leave cache= out.")
+    for item in caches:
+        if not isinstance(item, Cache):
+            raise UsageError(f"cache= takes an output's cache or a list of them; a {type(item).__name__} was given.")
+        if item.layers[0].k.is_deleted():
+            raise UsageError("This cache was consumed by an earlier call; keep a cache by leaving consume_cache=False.")
+    rows = sum(item.batch for item in caches)
+    if rows not in (1, count):
+        raise UsageError(f"The cache has {rows} rows and there are {count} prompts; give one prompt a row.")
+    return caches
+
+
+def _counters(parts: Sequence[jax.Array], count: int, missing: int) -> np.ndarray:
+    """[count] numbers of the caches' rows; of a single row for all, and ``missing`` without a cache."""
+    rows = np.concatenate([np.asarray(part) for part in parts]) if parts else np.array([missing])
+    return np.broadcast_to(rows, (count,))
+
+
+def _one_cache(caches: Sequence[Cache], count: int) -> Cache | None:
+    """The caches to continue as one batch with a row per prompt."""
+    if not caches:
         return None
-    if not isinstance(cache, Cache):
-        cache = concatenate(list(cache))
-    leaf = cache.layers[0].k
-    if isinstance(leaf, jax.Array) and leaf.is_deleted():
-        raise UsageError("This cache was consumed by an earlier call; keep a cache by leaving consume_cache=False.")
-    if cache.batch == 1 and count > 1:
-        return take(cache, [0] * count)
-    if cache.batch != count:
-        raise UsageError(f"The cache has {cache.batch} rows and there are {count} prompts; give one prompt a row.")
-    return cache
+    cache = concatenate(caches)
+    return take(cache, [0] * count) if cache.batch == 1 else cache
 
 
 def _same_model(config: ModelConfig, cache: Cache) -> None:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from kvjax.cache.pool import LayerCache
+from kvjax.cache.pool import LayerCache, resize
 from kvjax.errors import UsageError
 
 if TYPE_CHECKING:
@@ -61,6 +61,8 @@ class Cache:
 
     def row(self, index: int) -> Cache:
         """One row as a cache of batch 1."""
+        if not 0 <= index < self.batch:
+            raise UsageError(f"The cache has no row {index}; its rows are 0 to {self.batch - 1}.")
         return take(self, [index])
 
 
@@ -96,20 +98,34 @@ def _take(cache: Cache, indices: Int[Array, " N"]) -> Cache:
 
 
 def concatenate(caches: Sequence[Cache]) -> Cache:
-    """One batch out of caches that share policy and allocation, in order.
+    """One batch out of caches that share a policy, in order; each head gets the largest of its allocations.
 
     Raises:
-      UsageError: when there is none, or when policies or capacities differ.
+      UsageError: when there is none, when policies or models differ, or when a policy's own state depends on the
+        allocation and the allocations differ.
     """
     if not caches:
         raise UsageError("No cache was given to concatenate; give at least one.")
     if len(caches) == 1:
         return caches[0]
-    first = jax.tree.structure(caches[0])
-    for cache in caches[1:]:
-        same_shapes = [x.shape[1:] for x in jax.tree.leaves(cache)] == [x.shape[1:] for x in jax.tree.leaves(caches[0])]
-        if jax.tree.structure(cache) != first or not same_shapes:
-            raise UsageError(
-                "Caches of one batch must share their policy and capacities; continue these one by one instead."
-            )
+    shapes = {tuple(len(layer.pages) for layer in cache.layers) for cache in caches}
+    if any(cache.policy != caches[0].policy for cache in caches) or len(shapes) > 1:
+        raise UsageError("Caches of one batch must share model and policy; continue these one by one instead.")
+    caches = _aligned(caches)
+    forms = {(jax.tree.structure(cache), tuple(x.shape[1:] for x in jax.tree.leaves(cache))) for cache in caches}
+    if len(forms) > 1:
+        raise UsageError("Caches of one batch must share their capacities; continue these one by one instead.")
     return jax.tree.map(lambda *leaves: jnp.concatenate(leaves, axis=0), *caches)
+
+
+def _aligned(caches: Sequence[Cache]) -> list[Cache]:
+    """The caches with equal allocations, and the rooms that every row surely has in them."""
+    prompt_room, new_room = max(c.prompt_room for c in caches), min(c.new_room for c in caches)
+    result = []
+    for cache in caches:
+        layers = []
+        for i, layer in enumerate(cache.layers):
+            pages = tuple(max(counts) for counts in zip(*(c.layers[i].pages for c in caches), strict=True))
+            layers.append(resize(layer, pages))
+        result.append(cache.replace(layers=tuple(layers), prompt_room=prompt_room, new_room=new_room))
+    return result

@@ -38,4 +38,6 @@ def interruptible() -> Iterator[Interrupt]:
     try:
         yield interrupt
     finally:
-        signal.signal(signal.SIGINT, previous)
+        # A handler that someone installed meanwhile (a stream may be held for long) is theirs.
+        if signal.getsignal(signal.SIGINT) in (handle, signal.default_int_handler):
+            signal.signal(signal.SIGINT, previous)

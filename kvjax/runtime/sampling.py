@@ -65,12 +65,12 @@ def argmax(logits: Float[Array, "B V"]) -> Int[Array, " B"]:
 
 def _draw(logits: Float[Array, "B V"], sampling: Sampling, made: Int[Array, " B"]) -> Int[Array, " B"]:
     """Temperature, then top-k, top-p and min-p, then one draw a row (Gumbel-max)."""
-    logits = logits / sampling.temperature
+    # Relative to the best one: a temperature next to 0 must not make several logits infinite.
+    logits = (logits - logits.max(axis=-1, keepdims=True)) / jnp.maximum(sampling.temperature, 1e-30)
     vocabulary = logits.shape[-1]
     ranked = (sampling.top_k < vocabulary) | (sampling.top_p < 1.0)
     logits = jax.lax.cond(ranked, lambda x: _keep_best(x, sampling), lambda x: x, logits)
-    floor = logits.max(axis=-1, keepdims=True) + jnp.log(sampling.min_p)  # log 0 is -inf: no limit
-    logits = jnp.where(logits < floor, NEG, logits)
+    logits = jnp.where(logits < jnp.log(sampling.min_p), NEG, logits)  # the best is 0; log 0 is -inf: no limit
     keys = jax.vmap(jax.random.fold_in)(sampling.keys, made)
     noise = jax.vmap(lambda key: jax.random.gumbel(key, (vocabulary,)))(keys)
     return argmax(logits + noise)
@@ -82,7 +82,8 @@ def _keep_best(logits: Float[Array, "B V"], sampling: Sampling) -> Float[Array, 
     best_k = jnp.arange(logits.shape[-1]) < sampling.top_k
     probability = jax.nn.softmax(jnp.where(best_k, ordered, NEG), axis=-1)
     before = jnp.cumsum(probability, axis=-1) - probability
-    taken = best_k & (before < sampling.top_p)
+    # The sum may round to 1 before the last token; 1 is no limit.
+    taken = best_k & ((before < sampling.top_p) | (sampling.top_p >= 1))
     threshold = jnp.where(taken, ordered, jnp.inf).min(axis=-1, keepdims=True)
     return jnp.where(logits < threshold, NEG, logits)
 

@@ -59,7 +59,8 @@ def read_prompts(
     lengths = np.array([len(ids) for ids in prompts], np.int32)
     seen = np.zeros_like(lengths) if cache is None else np.asarray(cache.seen)
     total = seen + lengths
-    room = prompt_bucket(int(total.max()))
+    # A bounded cache stays as it is allocated, so one program serves all turns of a conversation.
+    room = prompt_bucket(int(total.max())) if cache is None or policy.grows else cache.prompt_room
     logits = None
     for start, size in _chunks(policy, config, int(lengths.max())):
         count = np.clip(lengths - start, 0, size)

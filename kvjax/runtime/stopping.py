@@ -20,7 +20,7 @@ from kvjax.errors import UsageError
 #: State 0 is the start; this one is reached when a stop string is complete, and never left.
 FOUND = 1
 _STOP_IDS = 16
-_MOST_STATES = 32767
+_MOST_STATES = 1024  # a row of the table is as long as the vocabulary
 
 
 @jax.tree_util.register_dataclass
