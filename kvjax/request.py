@@ -21,7 +21,7 @@ from kvjax.policies import Full, Policy, parse
 from kvjax.prompts import Tokens, is_unicode, tokenize
 from kvjax.runtime.decode import Controls
 from kvjax.runtime.sampling import Sampling
-from kvjax.runtime.stopping import StopTable, stop_table
+from kvjax.runtime.stopping import StopTable, check_stop_strings, stop_table
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,6 +54,7 @@ class Options:
             raise UsageError(f"stop is {self.stop!r}; give a string or a list of strings.")
         if any(not isinstance(text, str) or not text or not is_unicode(text) for text in self.stop_strings):
             raise UsageError("A stop string is empty or not text; give strings of at least one character.")
+        check_stop_strings(self.stop_strings)
         if not isinstance(self.stop_token_ids, (Sequence, np.ndarray, type(None))):
             raise UsageError(f"stop_token_ids is {self.stop_token_ids!r}; give a list of token ids.")
 
@@ -138,7 +139,7 @@ class Request:
     @property
     def dtype(self) -> Any:
         """Dtype of the weights, and of the cache."""
-        return jnp.dtype(self.lm.params.embedding[...].dtype)
+        return self.lm.params.dtype
 
     def controls(self) -> Controls:
         """The options on the device, for the compiled loop."""

@@ -20,7 +20,7 @@ from kvjax.errors import UsageError
 #: State 0 is the start; this one is reached when a stop string is complete, and never left.
 FOUND = 1
 _STOP_IDS = 16
-_MOST_STATES = 1024  # a row of the table is as long as the vocabulary
+_MOST_BYTES = 1000  # of stop strings: each may need a row of the table, which is as long as the vocabulary
 
 
 @jax.tree_util.register_dataclass
@@ -37,8 +37,16 @@ class StopTable:
     ids: Int[Array, " N"]
 
 
+def check_stop_strings(stop: Sequence[str]) -> None:
+    """Refuse stop strings that would need too large a table."""
+    size = sum(len(text.encode()) for text in stop)
+    if size > _MOST_BYTES:
+        raise UsageError(f"The stop strings have {size} bytes together; give at most {_MOST_BYTES}.")
+
+
 def stop_table(stop: Sequence[str], ids: Sequence[int], token_bytes: Sequence[bytes], vocabulary: int) -> StopTable:
     """Compile stop strings and ids for a vocabulary (ids without bytes, as special tokens, change no state)."""
+    check_stop_strings(stop)
     room = _STOP_IDS
     while room < len(ids):
         room *= 2
@@ -82,8 +90,6 @@ def _automaton(patterns: Sequence[bytes]) -> np.ndarray:
                     children.append({})
                     children[state][byte] = len(children) - 1
                 state = children[state][byte]
-    if len(children) > _MOST_STATES:
-        raise UsageError(f"The stop strings have {len(children)} bytes together; give at most {_MOST_STATES}.")
     goto = np.zeros((len(children), 256), np.int16)
     fail = [0] * len(children)
     goto[FOUND] = FOUND

@@ -1,0 +1,129 @@
+"""Choosing tokens: supports and frequencies against NumPy, on 4,096 rows that differ by their keys alone."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from kvjax.runtime.sampling import Sampling, log_probability, sample
+
+ROWS, VOCABULARY = 4096, 12
+LOGITS = np.random.default_rng(5).permutation(np.linspace(-2.0, 1.5, VOCABULARY)).astype(np.float32)
+
+_sample = jax.jit(sample)
+
+
+def sampling(rows: int = ROWS, seed: int = 0, **changes: float) -> Sampling:
+    values = dict(temperature=1.0, top_k=VOCABULARY, top_p=1.0, min_p=0.0, repetition_penalty=1.0) | changes
+    numbers = {k: jnp.asarray(v, jnp.int32 if k == "top_k" else jnp.float32) for k, v in values.items()}
+    return Sampling(**numbers, keys=jax.random.split(jax.random.key(seed), rows))
+
+
+def draw(logits: np.ndarray, *, present: np.ndarray | None = None, seed: int = 0, **changes: float) -> np.ndarray:
+    rows = jnp.broadcast_to(jnp.asarray(logits), (ROWS, VOCABULARY))
+    there = np.zeros((ROWS, VOCABULARY), bool) if present is None else np.broadcast_to(present, (ROWS, VOCABULARY))
+    made = jnp.zeros((ROWS,), jnp.int32)
+    return np.asarray(_sample(rows, sampling(seed=seed, **changes), jnp.asarray(there), made))
+
+
+def oracle(logits: np.ndarray, temperature=1.0, top_k=VOCABULARY, top_p=1.0, min_p=0.0) -> np.ndarray:
+    """Probabilities after temperature, then top-k, then top-p among those, then min-p."""
+    scaled = logits.astype(np.float64) / temperature
+    p = np.exp(scaled - scaled.max())
+    order = np.argsort(-p, kind="stable")
+    keep = np.zeros(p.size, bool)
+    keep[order[:top_k]] = True
+    p = np.where(keep, p, 0) / p[keep].sum()
+    total = 0.0
+    keep[:] = False
+    for token in order[:top_k]:
+        if top_p < 1 and total >= top_p:
+            break
+        keep[token] = True
+        total += p[token]
+    keep &= p >= min_p * p.max()
+    return np.where(keep, p, 0) / p[keep].sum()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"temperature": 0.5},
+        {"temperature": 2.0},
+        {"top_k": 1},
+        {"top_k": 5},
+        {"top_p": 0.5},
+        {"top_p": 1e-6},
+        {"top_p": 0.9, "top_k": 6},
+        {"min_p": 0.2},
+        {"min_p": 1.0},
+        {"temperature": 1.7, "top_k": 9, "top_p": 0.8, "min_p": 0.3},
+    ],
+    ids=str,
+)
+def test_frequencies_and_support(changes):
+    wanted = oracle(LOGITS, **changes)
+    counts = np.bincount(draw(LOGITS, **changes), minlength=VOCABULARY)
+    assert (counts[wanted == 0] == 0).all()
+    assert (counts[wanted > 0.005] > 0).all()
+    inside = wanted > 0
+    chi = (((counts - wanted * ROWS) ** 2)[inside] / (wanted * ROWS)[inside]).sum()
+    assert chi < 40  # at most 11 degrees of freedom: p below 0.0001
+
+
+def test_ties_with_the_threshold_stay():
+    logits = np.zeros(VOCABULARY, np.float32)
+    logits[:3] = 2.0
+    assert set(draw(logits, top_k=2).tolist()) == {0, 1, 2}
+
+
+def test_temperature_zero_is_greedy_and_ties_go_to_the_lowest_id():
+    logits = LOGITS.copy()
+    logits[[7, 3]] = 9.0
+    assert set(draw(logits, temperature=0.0).tolist()) == {3}
+
+
+@pytest.mark.parametrize("temperature", [1e-38, 1e-30, 1e-6])
+def test_next_to_zero_the_best_is_drawn_and_nothing_overflows(temperature):
+    logits = 1e3 * (LOGITS + 5)
+    assert set(draw(logits, temperature=temperature, min_p=0.0).tolist()) == {int(logits.argmax())}
+    assert set(draw(logits, temperature=temperature, min_p=0.1, top_p=0.9).tolist()) == {int(logits.argmax())}
+
+
+def test_repetition_penalty_divides_positive_and_multiplies_negative_logits():
+    rng = np.random.default_rng(0)
+    logits = rng.standard_normal((ROWS, VOCABULARY)).astype(np.float32)
+    present = rng.random((ROWS, VOCABULARY)) < 0.4
+    penalised = np.where(present, np.where(logits > 0, logits / 1.8, logits * 1.8), logits)
+    assert (draw(logits, present=present, temperature=0.0, repetition_penalty=1.8) == penalised.argmax(-1)).all()
+    favoured = np.where(present, np.where(logits > 0, logits / 0.5, logits * 0.5), logits)
+    assert (draw(logits, present=present, temperature=0.0, repetition_penalty=0.5) == favoured.argmax(-1)).all()
+    wanted = oracle(np.where(present[0], np.where(LOGITS > 0, LOGITS / 1.8, LOGITS * 1.8), LOGITS))
+    counts = np.bincount(draw(LOGITS, present=present[0], repetition_penalty=1.8), minlength=VOCABULARY)
+    assert ((counts - wanted * ROWS) ** 2 / (wanted * ROWS)).sum() < 40
+
+
+def test_draws_come_from_the_rows_key_and_the_tokens_number():
+    first = draw(LOGITS)
+    assert (first == draw(LOGITS)).all()
+    assert (first != draw(LOGITS, seed=1)).any()
+    chosen = sampling()
+    rows = jnp.broadcast_to(jnp.asarray(LOGITS), (ROWS, VOCABULARY))
+    there = jnp.zeros((ROWS, VOCABULARY), bool)
+    later = np.asarray(_sample(rows, chosen, there, jnp.ones((ROWS,), jnp.int32)))
+    assert (first != later).any()
+    # Rows 0, 2, 4, ... alone draw what they draw among the others.
+    halved = Sampling(**{**vars(chosen), "keys": chosen.keys[::2]})
+    alone = sample(rows[::2], halved, there[::2], jnp.zeros((ROWS // 2,), jnp.int32))
+    np.testing.assert_array_equal(alone, first[::2])
+
+
+def test_log_probability_is_of_the_plain_softmax():
+    rng = np.random.default_rng(1)
+    logits = jnp.asarray(rng.standard_normal((5, VOCABULARY)) * 4, jnp.float32)
+    token = jnp.asarray(rng.integers(0, VOCABULARY, 5), jnp.int32)
+    wanted = jax.nn.log_softmax(logits)[jnp.arange(5), token]
+    np.testing.assert_allclose(log_probability(logits, token), wanted, atol=1e-5)

@@ -1,0 +1,161 @@
+"""Generation on a tiny model against plain re-implementations: greedy, drawn, batched, grown."""
+
+from __future__ import annotations
+
+import numpy as np
+import oracles
+import pytest
+import toys
+
+import kvjax
+from kvjax.policies import Full, LagKV, StreamingLLM
+from kvjax.runtime.compilation import compile_clock
+
+RNG = np.random.default_rng(0)
+LONG, SHORT, MIDDLE = (RNG.integers(0, 256, size).tolist() for size in (61, 7, 30))
+
+POLICIES = [
+    Full(),
+    StreamingLLM(sink=4, window=20),
+    StreamingLLM(ratio=0.5, positions="cache"),
+    LagKV(ratio=0.5, sink=4, lag=8),
+    LagKV(partition_ratio=0.25, sink=4, lag=8, variant="local", prefill="chunked"),
+]
+
+
+def test_greedy_is_the_argmax_of_the_whole_sequence_and_logprobs_its_log_softmax(tiny_model):
+    tokens, logprobs = oracles.greedy(tiny_model, MIDDLE, 40, penalty=1.5)
+    output = kvjax.generate(tiny_model, MIDDLE, max_new_tokens=40, repetition_penalty=1.5, logprobs=True)
+    assert len(set(tokens)) > 20  # the penalty makes the sequence worth comparing
+    assert output.tokens == tokens and output.finish_reason == "length"
+    np.testing.assert_allclose(output.logprobs, logprobs, atol=1e-4)
+    plain, _ = oracles.greedy(tiny_model, MIDDLE, 10)
+    assert kvjax.generate(tiny_model, MIDDLE, max_new_tokens=10).tokens == plain
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=str)
+def test_a_row_of_a_batch_is_the_row_alone_whenever_the_others_end(tiny_model, policy):
+    prompts = [LONG, SHORT, MIDDLE]
+    options = dict(policy=policy, max_new_tokens=60, repetition_penalty=1.5)
+    free = [kvjax.generate(tiny_model, prompt, **options) for prompt in prompts]
+    # A stop id of the second row's middle and one of the third row's end: rows end at three different times.
+    stops = dict(stop_token_ids=[free[1].tokens[21], free[2].tokens[50]])
+    alone = [kvjax.generate(tiny_model, prompt, **options, **stops) for prompt in prompts]
+    together = kvjax.generate(tiny_model, prompts, **options, **stops)
+    assert len({len(output.tokens) for output in alone}) > 1
+    for one, other in zip(alone, together, strict=True):
+        assert one.tokens == other.tokens and one.finish_reason == other.finish_reason and one.text == other.text
+        assert one.stats.retained == other.stats.retained and one.stats.seen == other.stats.seen
+        oracles.same_caches(one.cache, other.cache)
+
+
+def test_temperature_draws_from_the_softmax(tiny_model):
+    # Row i, sample j draw by (seed, i, j): 512 samples are 512 independent draws.
+    logits = oracles.next_logits(tiny_model, SHORT) / 0.7
+    wanted = np.exp(logits - logits.max())
+    wanted /= wanted.sum()
+    outputs = [
+        o for s in (1, 2) for o in kvjax.generate(tiny_model, SHORT, n=256, seed=s, temperature=0.7, max_new_tokens=1)
+    ]
+    counts = np.bincount([o.tokens[0] for o in outputs], minlength=wanted.size)
+    best = np.argsort(-wanted)[:20]
+    expected = np.append(wanted[best], 1 - wanted[best].sum()) * 512
+    found = np.append(counts[best], 512 - counts[best].sum())
+    chi = float(((found - expected) ** 2 / expected).sum())
+    assert chi < 46  # 20 degrees of freedom: p = 0.001
+
+
+def test_draws_depend_on_seed_row_and_sample_and_on_nothing_else(tiny_model):
+    options = dict(temperature=1.0, max_new_tokens=8, policy="lagkv:ratio=0.5,sink=4,lag=8")
+    pair = kvjax.generate(tiny_model, [LONG, SHORT, MIDDLE], **options)
+    other = kvjax.generate(tiny_model, [MIDDLE, SHORT, SHORT], **options)
+    assert pair[1].tokens == other[1].tokens  # whatever the neighbours are
+    assert other[1].tokens != other[2].tokens  # the same prompt in another row
+    assert kvjax.generate(tiny_model, [LONG, SHORT, MIDDLE], **options)[0].tokens == pair[0].tokens
+    assert kvjax.generate(tiny_model, [LONG, SHORT, MIDDLE], seed=1, **options)[0].tokens != pair[0].tokens
+
+
+def test_samples_are_lists_of_different_answers(tiny_model):
+    options = dict(temperature=1.0, max_new_tokens=8)
+    nested = kvjax.generate(tiny_model, [SHORT, MIDDLE], n=2, **options)
+    assert [len(samples) for samples in nested] == [2, 2]
+    assert len({output.tokens for samples in nested for output in samples}) == 4
+    single = kvjax.generate(tiny_model, SHORT, n=4, **options)
+    assert len({output.tokens for output in single}) == 4
+    assert single[0].tokens == nested[0][0].tokens and single[1].tokens == nested[0][1].tokens
+    greedy = kvjax.generate(tiny_model, SHORT, n=4, max_new_tokens=8)
+    assert len({output.tokens for output in greedy}) == 1
+    again = kvjax.generate(tiny_model, "more", n=4, cache=single[3].cache, chat=False, **options)
+    assert len({output.tokens for output in again}) == 4
+    assert isinstance(kvjax.generate(tiny_model, [SHORT], **options), list)
+
+
+@pytest.mark.parametrize("policy", [Full(), LagKV(ratio=0.5, sink=4, lag=64)], ids=str)
+def test_growing_past_the_first_room_changes_nothing(policy, monkeypatch):
+    lm = toys.tiny_model(max_position=1024)
+    options = dict(policy=policy, max_new_tokens=300, repetition_penalty=1.3)
+    grown = kvjax.generate(lm, SHORT, **options)
+    monkeypatch.setattr("kvjax.runtime.session.NEW_TOKENS", 1024)
+    roomy = kvjax.generate(lm, SHORT, **options)
+    assert roomy.cache.new_room == grown.cache.new_room == 1024
+    assert len(grown.tokens) == 300 and grown.tokens == roomy.tokens
+    oracles.same_caches(grown.cache, roomy.cache)
+    planned = kvjax.plan(lm, prompt_tokens=len(SHORT), policy=policy, max_new_tokens=300)
+    assert planned.cache_bytes == grown.cache.nbytes
+
+
+def test_the_plan_grows_exactly_when_generation_does(tiny_model):
+    for new in (257, 258):  # the last token is never fed: 257 tokens fit a room of 256
+        output = kvjax.generate(tiny_model, SHORT, max_new_tokens=new)
+        assert len(output.tokens) == new
+        assert kvjax.plan(tiny_model, prompt_tokens=7, max_new_tokens=new).cache_bytes == output.cache.nbytes
+
+
+def test_generation_ends_where_the_context_does(tiny_model):
+    limit = tiny_model.config.max_position
+    prompt = (LONG * 9)[: limit - 5]
+    output = kvjax.generate(tiny_model, prompt, max_new_tokens=50)
+    # The last token comes from the last position and is itself beyond it.
+    assert output.finish_reason == "context" and output.stats.seen == limit and len(output.tokens) == 6
+    assert kvjax.generate(tiny_model, prompt, max_new_tokens=6).finish_reason == "length"
+    with pytest.raises(kvjax.UsageError, match="context is 512"):
+        kvjax.generate(tiny_model, "and", cache=output.cache, chat=False)
+
+
+def test_renumbered_positions_run_past_the_context_over_turns(tiny_model):
+    policy = StreamingLLM(sink=4, window=20, positions="cache")
+    output = kvjax.generate(tiny_model, MIDDLE, policy=policy, max_new_tokens=600)
+    assert output.finish_reason == "length" and output.stats.seen == 30 + 599
+    kvjax.generate(tiny_model, SHORT, cache=output.cache, max_new_tokens=2)
+    with compile_clock() as clock:
+        for _ in range(3):
+            output = kvjax.generate(tiny_model, SHORT, cache=output.cache, max_new_tokens=100)
+    assert output.stats.seen == 629 + 3 * 107 and output.finish_reason == "length"
+    assert output.stats.retained == ((24, 24), (24, 24))
+    assert clock.programs == 0  # a bounded cache keeps its shapes however long the conversation
+
+
+@pytest.mark.parametrize("policy", POLICIES[:4], ids=str)
+def test_stats_agree_with_each_other_and_with_the_cache(tiny_model, policy):
+    outputs = kvjax.generate(tiny_model, [LONG, SHORT, MIDDLE], policy=policy, max_new_tokens=30)
+    config = tiny_model.config
+    for prompt, output in zip([LONG, SHORT, MIDDLE], outputs, strict=True):
+        stats, cache = output.stats, output.cache
+        assert stats.prompt_tokens == len(prompt) and stats.generated_tokens == len(output.tokens) == 30
+        assert stats.seen == int(cache.seen[0]) == len(prompt) + 29
+        assert stats.retained == tuple(tuple(np.asarray(layer.length)[0].tolist()) for layer in cache.layers)
+        slot = 2 * config.head_dim * 4
+        assert stats.live_cache_bytes == cache.live_nbytes == slot * sum(map(sum, stats.retained))
+        assert stats.live_cache_bytes <= stats.cache_bytes == cache.nbytes
+        assert stats.full_cache_bytes == slot * config.num_layers * config.num_kv_heads * stats.seen
+        assert stats.time_to_first_token >= stats.prompt_seconds > 0
+        assert stats.prompt_tokens_per_second == pytest.approx(98 / stats.prompt_seconds)
+        assert stats.decode_tokens_per_second == pytest.approx(3 * 29 / stats.decode_seconds)
+
+
+def test_no_new_tokens_reads_the_prompt_and_returns_the_cache(tiny_model):
+    output = kvjax.generate(tiny_model, MIDDLE, max_new_tokens=0, logprobs=True)
+    assert (output.text, output.tokens, output.logprobs, output.finish_reason) == ("", (), (), "length")
+    assert output.stats.seen == 30 and int(output.cache.pending[0]) == -1
+    many = kvjax.generate(tiny_model, [MIDDLE, SHORT], n=2, max_new_tokens=0)
+    assert [[o.stats.seen for o in samples] for samples in many] == [[30, 30], [7, 7]]

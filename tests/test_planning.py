@@ -1,0 +1,123 @@
+"""Plans: bytes before allocation, and refusals that name what really fits."""
+
+from __future__ import annotations
+
+import re
+
+import jax.numpy as jnp
+import pytest
+import toys
+
+import kvjax
+from kvjax.planning import full_cache_bytes, human
+
+CONFIG = toys.tiny_config(max_position=1 << 15)
+
+
+def refusal(**request) -> str:
+    with pytest.raises(kvjax.DoesNotFit) as caught:
+        kvjax.plan(CONFIG, **request)
+    sentence = str(caught.value)
+    assert "\n" not in sentence and sentence.endswith(".")
+    return sentence
+
+
+@pytest.mark.parametrize("policy", ["full", "lagkv:ratio=0.25", "streamingllm:window=200", "lagkv:prefill=chunked"])
+@pytest.mark.parametrize("share", [0.3, 0.6, 0.95])
+def test_a_refusal_names_requests_that_fit(policy, share):
+    request = dict(prompt_tokens=20_000, batch=6, policy=policy, max_new_tokens=700)
+    whole = kvjax.plan(CONFIG, **request)
+    limit = int(whole.weights_bytes + share * (whole.total_bytes - whole.weights_bytes))
+    sentence = refusal(**request, memory_limit=limit)
+    offers = 0
+    for batch in re.findall(r"a batch of ([\d,]+)", sentence):
+        offers += kvjax.plan(CONFIG, **(request | {"batch": int(batch)}), memory_limit=limit).total_bytes <= limit
+        with pytest.raises(kvjax.DoesNotFit):  # and it is the largest
+            kvjax.plan(CONFIG, **(request | {"batch": int(batch) + 1}), memory_limit=limit)
+    for tokens in re.findall(r"prompts of ([\d,]+) tokens", sentence):
+        shorter = request | {"prompt_tokens": int(tokens.replace(",", ""))}
+        offers += kvjax.plan(CONFIG, **shorter, memory_limit=limit).total_bytes <= limit
+    for other in re.findall(r'policy="([^"]+)"', sentence):
+        offers += kvjax.plan(CONFIG, **(request | {"policy": other}), memory_limit=limit).total_bytes <= limit
+    assert offers >= 1, sentence
+
+
+def test_a_refusal_says_when_nothing_would_fit():
+    assert "weights alone" in refusal(prompt_tokens=10, memory_limit=1000)
+    one = kvjax.plan(CONFIG, prompt_tokens=1)
+    assert "more memory" in refusal(prompt_tokens=1, memory_limit=one.weights_bytes + 1)
+
+
+def test_exactly_enough_is_enough():
+    total = kvjax.plan(CONFIG, prompt_tokens=3000, batch=2).total_bytes
+    assert kvjax.plan(CONFIG, prompt_tokens=3000, batch=2, memory_limit=total).memory_limit == total
+    refusal(prompt_tokens=3000, batch=2, memory_limit=total - 1)
+
+
+def test_generation_is_refused_by_the_same_plan_before_it_allocates(tiny_model, monkeypatch):
+    planned = kvjax.plan(tiny_model, prompt_tokens=400, batch=4, max_new_tokens=1)
+    prompts, before = [[1] * 400] * 4, lambda *_, **__: pytest.fail("something ran")
+    kvjax.generate(tiny_model, prompts, max_new_tokens=0, memory_limit=planned.total_bytes)
+    cache = kvjax.generate(tiny_model, [1] * 50, max_new_tokens=1).cache
+    for name in ("kvjax.runtime.session.read_prompts", "kvjax.request.take", "kvjax.request.concatenate"):
+        monkeypatch.setattr(name, before)
+    with pytest.raises(kvjax.DoesNotFit, match="batch of 3"):
+        kvjax.generate(tiny_model, prompts, max_new_tokens=0, memory_limit=planned.total_bytes - 1)
+    with pytest.raises(kvjax.DoesNotFit):
+        kvjax.generate(tiny_model, prompts, cache=cache, memory_limit=planned.total_bytes)
+    with pytest.raises(kvjax.UsageError):
+        kvjax.generate(tiny_model, prompts, cache=cache, policy="lagkv")
+    with pytest.raises(kvjax.UsageError):
+        kvjax.generate(tiny_model, [[1] * 500] * 4, cache=cache)
+
+
+def test_bytes_follow_the_request():
+    one, four = (kvjax.plan(CONFIG, prompt_tokens=5000, batch=batch) for batch in (1, 4))
+    assert four.cache_bytes == 4 * one.cache_bytes and four.weights_bytes == one.weights_bytes
+    half = kvjax.plan(CONFIG, prompt_tokens=5000, dtype="bfloat16")
+    assert half.weights_bytes * 2 == one.weights_bytes and half.full_cache_bytes * 2 == one.full_cache_bytes
+    assert one.full_cache_bytes == 2 * 2 * 2 * 8 * 4 * (5000 + 255) == full_cache_bytes(CONFIG, 5255, jnp.float32)
+    assert one.total_bytes == one.weights_bytes + one.cache_bytes + one.prefill_peak_bytes
+    bounded = [kvjax.plan(CONFIG, prompt_tokens=n, policy="streamingllm:window=200") for n in (500, 5000)]
+    assert bounded[0].cache_bytes == bounded[1].cache_bytes and bounded[0].retained == ((204, 204), (204, 204))
+    small = [kvjax.plan(CONFIG, prompt_tokens=5000, policy=f"lagkv:ratio={r}").cache_bytes for r in (0.125, 0.25, 0.5)]
+    assert small[0] < small[1] < small[2] < one.cache_bytes
+    # No more than the context can be generated, whatever is asked.
+    assert kvjax.plan(CONFIG, prompt_tokens=32_000, max_new_tokens=10**9).capacities[0][0] <= 2 * CONFIG.max_position
+
+
+def test_the_table_says_every_byte_and_head(tiny_model):
+    planned = kvjax.plan(tiny_model, prompt_tokens=300, policy="lagkv:ratio=0.5,lag=16", memory_limit=1 << 30)
+    text = planned.table()
+    assert str(planned) == text
+    for size in (planned.weights_bytes, planned.cache_bytes, planned.prefill_peak_bytes, planned.total_bytes):
+        assert f"{size:,} bytes" in text
+    assert "0-1" in text and f"2 x {planned.retained[0][0]}" in text and "1.0 GiB" in text
+    assert [human(n) for n in (5, 1023, 1024, 5 << 20, 3 << 40)] == [
+        "5 B",
+        "1023 B",
+        "1.0 KiB",
+        "5.0 MiB",
+        "3072.0 GiB",
+    ]
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        {"prompt_tokens": 0}, {"prompt_tokens": -1}, {"prompt_tokens": 1.5}, {"prompt_tokens": True},
+        {"prompt_tokens": 1 << 16}, {"prompt_tokens": 1, "batch": 0}, {"prompt_tokens": 1, "max_new_tokens": -1},
+        {"prompt_tokens": 1, "policy": "lagk"}, {"prompt_tokens": 1, "policy": 3},
+        {"prompt_tokens": 1, "memory_limit": 0}, {"prompt_tokens": 1, "dtype": "float99"},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_plans_of_nonsense_are_refused_in_a_sentence(request_):
+    with pytest.raises(kvjax.UsageError) as caught:
+        kvjax.plan(CONFIG, **request_)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_plan_is_of_a_model():
+    with pytest.raises(kvjax.UsageError, match=r"kvjax\.load"):
+        kvjax.plan("smollm2-135m-instruct", prompt_tokens=1)
