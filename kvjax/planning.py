@@ -131,7 +131,7 @@ def plan(
         raise UsageError(f"The prompt has {prompt_tokens} tokens; this model's context is {config.max_position}.")
     chosen.check(config)
     if dtype is None:
-        dtype = jnp.float32 if params is None else params.embedding[...].dtype
+        dtype = jnp.float32 if params is None else params.dtype
     try:
         dtype = jnp.dtype(dtype)
     except TypeError as error:

@@ -158,7 +158,7 @@ class Bench:
     ):
         self.lm, self.policies, self.rounds, self.steps = lm, policies, rounds, steps
         self.peer, self.progress = peer, progress
-        self.dtype = lm.params.embedding[...].dtype
+        self.dtype = lm.params.dtype
         self.meter = meter or machine.BandwidthMeter()
 
     def decode(self, batch: int, context: int) -> list[DecodeRow]:

@@ -90,14 +90,16 @@ def build(params: Decoder, config: ModelConfig) -> Any:
     reference = _reference_config(config)
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(reference, attn_implementation="sdpa")
+    # torch multiplies rows of its [V, M] table; a tied one is kvjax's head, turned.
+    head = _linear(_numpy(params.head))
+    embedding = head if config.tie_embeddings else torch.from_numpy(_numpy(params.embedding))
     state = {
-        "model.embed_tokens.weight": torch.from_numpy(_numpy(params.embedding)),
+        "model.embed_tokens.weight": embedding,
         "model.norm.weight": torch.from_numpy(_numpy(params.norm.weight)),
     }
     for index, layer in enumerate(params.layers):
         for name, value in _layer_state(layer, config).items():
             state[f"model.layers.{index}.{name}"] = value
-    head = state["model.embed_tokens.weight"] if config.tie_embeddings else _linear(_numpy(params.head))
     state["lm_head.weight"] = head
     model.load_state_dict(state, strict=True, assign=True)
     if config.tie_embeddings:

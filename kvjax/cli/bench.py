@@ -101,7 +101,7 @@ def _check_peers(peers: Sequence[str]) -> None:
 def _peer(peers: Sequence[str], lm: LanguageModel) -> Any:
     if not peers:
         return None
-    dtype = str(lm.params.embedding[...].dtype)
+    dtype = str(lm.params.dtype)
     if dtype != "float32":
         raise UsageError(f"--peer transformers compares in float32; add --dtype float32 (the model is {dtype}).")
     from kvjax.bench.transformers_peer import TransformersPeer

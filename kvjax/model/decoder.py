@@ -103,33 +103,35 @@ class DecoderLayer(nnx.Module):
 
 
 class Decoder(nnx.Module):
-    """Token embedding, layers, final norm and output head (the embedding itself when tied).
+    """Token embedding, layers, final norm and output head.
 
-    ``embedding`` is [V, M]; ``head`` is [M, V] and exists only when the model does not tie it.
+    ``embedding`` is [V, M] and ``head`` is [M, V]. A model that ties them holds the head alone: every decode step reads
+    it whole, at 29 GB/s against 23 for the other layout (8 rows, 2 CPU cores), while embedding a token touches one
+    column of it (25 ms for a prompt of 2,048 tokens, of 2 seconds).
     """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, dtype: DTypeLike = jnp.float32):
-        self.embedding = _param(rngs, (config.vocab_size, config.hidden_size), ("vocab", None), dtype)
+        if not config.tie_embeddings:
+            self.embedding = _param(rngs, (config.vocab_size, config.hidden_size), ("vocab", None), dtype)
         self.layers = nnx.List([DecoderLayer(config, rngs=rngs, dtype=dtype) for _ in range(config.num_layers)])
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)
-        if not config.tie_embeddings:
-            self.head = _param(rngs, (config.hidden_size, config.vocab_size), (None, "vocab"), dtype)
+        self.head = _param(rngs, (config.hidden_size, config.vocab_size), (None, "vocab"), dtype)
         self.config = config
 
     def embed(self, tokens: Int[Array, "*S"]) -> Float[Array, "*S M"]:
-        """Rows of the embedding; token ids are checked by the caller."""
+        """The tokens' embeddings; ids are checked by the caller."""
+        if self.config.tie_embeddings:
+            return jnp.moveaxis(self.head[...][:, tokens], 0, -1)
         return self.embedding[...][tokens]
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """Dtype of the parameters, and of the cache."""
+        return jnp.dtype(self.head[...].dtype)
 
     def logits(self, x: Float[Array, "*S M"]) -> Float[Array, "*S V"]:
         """Float32 scores of every token, from the last layer's output."""
-        x = self.norm(x)
-        if self.config.tie_embeddings:
-            # The tied table is [V, M]. As its product with x's transpose it reads at 24 GB/s for 8 rows on 2 CPU cores,
-            # as x times its transpose at 18; a single row runs at 41 either way.
-            rows = x.reshape(-1, x.shape[-1])
-            scores = jnp.matmul(self.embedding[...], rows.T, preferred_element_type=jnp.float32).T
-            return scores.reshape(*x.shape[:-1], -1)
-        return jnp.matmul(x, self.head[...], preferred_element_type=jnp.float32)
+        return jnp.matmul(self.norm(x), self.head[...], preferred_element_type=jnp.float32)
 
 
 def random_decoder(config: ModelConfig, seed: int = 0, dtype: DTypeLike = jnp.float32) -> Decoder:

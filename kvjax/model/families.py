@@ -221,14 +221,20 @@ def _layer(config: ModelConfig, index: int, gguf: bool) -> Iterator[Weight]:
         yield weight(hf_name + ".weight", gguf_name + ".weight", (hidden,), target + ".weight", _whole)
 
 
+def _turned(values: np.ndarray) -> np.ndarray:
+    return values.T
+
+
 def _weights(config: ModelConfig, gguf: bool) -> Iterator[Weight]:
     vocabulary = (config.vocab_size, config.hidden_size)
-    yield Weight("model.embed_tokens.weight", "token_embd.weight", vocabulary, "embedding", _whole)
+    # A tied table is stored once, as the head.
+    target, view = ("head", _turned) if config.tie_embeddings else ("embedding", _whole)
+    yield Weight("model.embed_tokens.weight", "token_embd.weight", vocabulary, target, view)
     for index in range(config.num_layers):
         yield from _layer(config, index, gguf)
     yield Weight("model.norm.weight", "output_norm.weight", (config.hidden_size,), "norm.weight", _whole)
     if not config.tie_embeddings:
-        yield Weight("lm_head.weight", "output.weight", vocabulary, "head", lambda values: values.T)
+        yield Weight("lm_head.weight", "output.weight", vocabulary, "head", _turned)
 
 
 FAMILIES: dict[str, Family] = {

@@ -222,7 +222,7 @@ def logits_of(params: Decoder, tokens: Int[Array, "B T"], lengths: Int[Array, " 
     """
     size = block_of(tokens.shape[1])
     padded = jnp.pad(tokens, ((0, 0), (0, -tokens.shape[1] % size)))
-    cache = empty_cache(params.config, Full(), tokens.shape[0], padded.shape[1], 1, params.embedding[...].dtype)
+    cache = empty_cache(params.config, Full(), tokens.shape[0], padded.shape[1], 1, params.dtype)
     pages = tuple(c.pages for c in cache.layers)
     _, x = _forward(params, cache, padded, lengths, lengths, pages, fresh=True)
     return params.logits(x[:, : tokens.shape[1]])

@@ -61,7 +61,8 @@ def test_places(tmp_path, name):
         if lm.config.qkv_bias:
             bias = tensors[f"{block}self_attn.q_proj.bias"].reshape(heads, group, dim)
             np.testing.assert_array_equal(layer.qkv_bias[...][:, :group], bias)
-    np.testing.assert_array_equal(lm.params.embedding[...], tensors["model.embed_tokens.weight"])
+    table = lm.params.embed(jnp.arange(lm.config.vocab_size))
+    np.testing.assert_array_equal(table, tensors["model.embed_tokens.weight"])
     assert lm.config.tie_embeddings or np.array_equal(lm.params.head[...], tensors["lm_head.weight"].T)
 
 
@@ -222,7 +223,7 @@ for kind in (AxisType.Explicit, AxisType.Auto):
     assert specs == heads + channels
     assert layer.qkv[...].addressable_shards[0].data.shape == (32, 1, 4, 8)
     # 261 tokens do not halve: the embedding is on both devices whole.
-    assert spread.embedding[...].sharding.is_fully_replicated
+    assert spread.head[...].sharding.is_fully_replicated
     assert layer.input_norm.weight[...].sharding.is_fully_replicated
     for one, other in zip(jax.tree.leaves(plain), jax.tree.leaves(spread), strict=True):
         np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
