@@ -49,6 +49,25 @@ def test_a_row_of_a_batch_is_the_row_alone_whenever_the_others_end(tiny_model, p
         oracles.same_caches(one.cache, other.cache)
 
 
+def test_a_row_that_ended_due_for_compression_stays_as_it_was(tiny_model):
+    options = dict(policy=LagKV(ratio=0.5, sink=4, lag=8), max_new_tokens=60, repetition_penalty=1.5)
+    free = kvjax.generate(tiny_model, LONG[:23], **options).tokens
+    other = kvjax.generate(tiny_model, MIDDLE, **options).tokens
+    for last in range(5, 50):
+        if free[last] in free[:last] or free[last] in other[: last + 20]:
+            continue
+        stops = dict(stop_token_ids=[free[last]])
+        alone = kvjax.generate(tiny_model, LONG[:23], **options, **stops)
+        layer = alone.cache.layers[-1]
+        if int(layer.length[0, 0] - layer.state.static[0]) == 16:  # two partitions: the next step would compress
+            break
+    else:
+        pytest.fail("no step of this seed ends a row when it is due")
+    together = kvjax.generate(tiny_model, [LONG[:23], MIDDLE, MIDDLE], **options, **stops)
+    assert together[0].tokens == alone.tokens and len(together[1].tokens) > len(alone.tokens) + 16
+    oracles.same_caches(alone.cache, together[0].cache)
+
+
 def test_temperature_draws_from_the_softmax(tiny_model):
     # Row i, sample j draw by (seed, i, j): 512 samples are 512 independent draws.
     logits = oracles.next_logits(tiny_model, SHORT) / 0.7
