@@ -16,6 +16,7 @@ from kvjax.checks import number, whole_number
 from kvjax.config import ModelConfig
 from kvjax.errors import UsageError
 from kvjax.model.load import LanguageModel
+from kvjax.model.tokenizer import Tokenizer
 from kvjax.planning import check_fits
 from kvjax.policies import Full, Policy, parse
 from kvjax.prompts import Tokens, is_unicode, tokenize
@@ -230,7 +231,12 @@ def _keys(seed: jax.Array, row: jax.Array, sample: jax.Array) -> jax.Array:
 def _stop_table(lm: LanguageModel, strings: tuple[str, ...], ids: tuple[int, ...]) -> StopTable:
     if not strings:
         return _plain_table(ids, lm.config.vocab_size)
-    return stop_table(strings, ids, lm.tokenizer.token_bytes(), lm.config.vocab_size)
+    return _string_table(lm.tokenizer, strings, ids, lm.config.vocab_size)
+
+
+@functools.lru_cache(maxsize=2)  # a tenth of a second for 49,152 tokens, and megabytes; a conversation repeats its own
+def _string_table(tokenizer: Tokenizer, strings: tuple[str, ...], ids: tuple[int, ...], vocabulary: int) -> StopTable:
+    return stop_table(strings, ids, tokenizer.token_bytes(), vocabulary)
 
 
 @functools.lru_cache(maxsize=8)
