@@ -11,8 +11,10 @@ _check = beartype(conf=BeartypeConf(is_pep484_tower=True))  # an int where a flo
 
 
 def checked(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Check a function's arguments and result.
+    """Check the arguments and the result of a function whose signature promises the shape of an array.
 
-    Constructors are left alone: JAX rebuilds registered dataclasses from whatever leaves a transformation carries.
+    Others are left alone, as they refuse wrong kinds in a sentence of their own. So are constructors: JAX rebuilds
+    registered dataclasses from whatever leaves a transformation carries.
     """
-    return function if function.__name__ == "__init__" else _check(function)
+    promises = any("[Array," in str(annotation) for annotation in function.__annotations__.values())
+    return _check(function) if promises and function.__name__ != "__init__" else function
