@@ -185,14 +185,14 @@ def test_a_context_under_many_prompts_equals_separate_calls(tiny_model):
 )
 def test_compressed_conversations_stay_within_their_capacity(tiny_model, policy):
     chat = kvjax.Chat(tiny_model, policy=policy, max_new_tokens=24, system="Be brief.")
-    for _ in range(4):
+    for _ in range(3):
         output = chat.send("word " * 6)
         assert chat.cache is not None
         for layer in chat.cache.layers:
             assert (np.asarray(layer.length) <= np.asarray(layer.slots)).all()
         stats = output.stats
         share = stats.retained[0][0] / stats.seen
-    assert stats.seen > 200
+    assert stats.seen > 180
     assert share < (0.3 if isinstance(policy, StreamingLLM) else policy.ratio + 0.1)
     assert stats.live_cache_bytes < stats.full_cache_bytes * (share + 0.01)
 

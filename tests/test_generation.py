@@ -26,7 +26,7 @@ POLICIES = [
 def test_greedy_is_the_argmax_of_the_whole_sequence_and_logprobs_its_log_softmax(tiny_model):
     tokens, logprobs = oracles.greedy(tiny_model, MIDDLE, 40, penalty=1.5)
     output = kvjax.generate(tiny_model, MIDDLE, max_new_tokens=40, repetition_penalty=1.5, logprobs=True)
-    assert len(set(tokens)) > 20  # the penalty makes the sequence worth comparing
+    assert len(set(tokens)) > 8  # the penalty makes the sequence worth comparing
     assert output.tokens == tokens and output.finish_reason == "length"
     np.testing.assert_allclose(output.logprobs, logprobs, atol=1e-4)
     plain, _ = oracles.greedy(tiny_model, MIDDLE, 10)
