@@ -98,7 +98,7 @@ def own_handler():
     signal.signal(signal.SIGINT, previous)
 
 
-ENDLESS = dict(policy="streamingllm:sink=4,window=20,positions=cache", max_new_tokens=10**9, stop_token_ids=())
+ENDLESS = dict(policy="streamingllm:sink=4,window=20,positions=cache", max_new_tokens=100_000, stop_token_ids=())
 
 
 def test_an_abandoned_stream_gives_ctrl_c_back(tiny_model, own_handler):
