@@ -16,5 +16,5 @@ def checked(function: Callable[..., Any]) -> Callable[..., Any]:
     Others are left alone, as they refuse wrong kinds in a sentence of their own. So are constructors: JAX rebuilds
     registered dataclasses from whatever leaves a transformation carries.
     """
-    promises = any("[Array," in str(annotation) for annotation in function.__annotations__.values())
+    promises = any("Array, " in str(annotation) for annotation in function.__annotations__.values())
     return _check(function) if promises and function.__name__ != "__init__" else function

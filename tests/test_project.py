@@ -86,3 +86,15 @@ def test_lint_and_types(command):
         pytest.skip(f"{command[0]} is not installed; the extra dev has it")
     done = subprocess.run([tool, *command[1:]], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stdout[-3000:]
+
+
+def test_shapes_in_signatures_are_checked_here():
+    import jax.numpy as jnp
+    import jaxtyping
+
+    from kvjax.cache import pool
+
+    cache = pool.empty_layer(1, (1, 1), 8, jnp.float32)
+    k, v = jnp.zeros((1, 2, 8)), jnp.zeros((1, 3, 8))
+    with pytest.raises(jaxtyping.TypeCheckError):
+        pool.append_token(cache, k, v, jnp.ones((1,), bool))
