@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache.pool import LayerCache, put_pages, take_pages
@@ -118,11 +116,20 @@ class LagKV(Policy):
         return xp.broadcast_to(kept[:, None], (len(total), config.num_kv_heads)).astype(xp.int32)
 
     def capacities(self, config: ModelConfig, prompt: int, new: int) -> tuple[tuple[int, ...], ...]:
-        bound = _longest(self, prompt, new)
-        heads = config.num_kv_heads
-        return tuple(
-            ((prompt + new) if layer < self._skipped else bound,) * heads for layer in range(config.num_layers)
-        )
+        tokens, heads = prompt + new, config.num_kv_heads
+        bound = min(self._longest(tokens), tokens)
+        return tuple((tokens if layer < self._skipped else bound,) * heads for layer in range(config.num_layers))
+
+    def _longest(self, tokens: int) -> int:
+        """The most slots a row of at most ``tokens`` tokens ever holds, over any prompts, chunks and turns.
+
+        The rest never exceeds 2 L. The static slots are the sinks and, with ``partition_ratio``, r L of every partition
+        but the last; with ``ratio`` they only ever grow to where they fill the share together with a window of L.
+        """
+        if self.partition_ratio is not None:
+            partitions = max((tokens - self.sink) // self.lag - 1, 0)
+            return self.sink + int(self.partition_ratio * self.lag) * partitions + 2 * self.lag
+        return max(self.sink + 2 * self.lag, int(share(self.ratio or 1.0, tokens)) + self.lag)
 
     # --- which ------------------------------------------------------------------------------------------------
 
@@ -257,34 +264,3 @@ def count_better(scores: Float[Array, "... N"]) -> Int[Array, "... N"]:
     index = jnp.arange(scores.shape[-1])
     mine, other = scores[..., :, None], scores[..., None, :]
     return ((other > mine) | ((other == mine) & (index > index[:, None]))).sum(axis=-1)
-
-
-@functools.lru_cache(maxsize=256)
-def _longest(policy: LagKV, prompt: int, new: int) -> int:
-    """The most slots any row of at most ``prompt`` tokens and ``new`` decoded after it ever holds.
-
-    Follows rows of every prompt length from compression to compression, in numbers.
-    """
-    sink, lag = policy.sink, policy.lag
-    total = np.arange(1, prompt + 1)
-    sinks = np.minimum(total, sink)
-    partitions = np.maximum((total - sinks) // lag - 1, 0)
-    keep = policy._keep(total, sinks, sinks) * (partitions > 0)
-    static, covered = sinks + partitions * keep, sinks + partitions * lag
-    longest = int((static + total - covered).max())
-    end = total + new
-    while True:
-        # Decode each row until it is due (its rest reaches two partitions) or out of room.
-        covered = np.where(covered < sink, np.minimum(sink, end), covered)
-        static = np.maximum(static, np.minimum(covered, sink))
-        at = np.maximum(covered + 2 * lag, total)
-        longest = max(longest, int((static + np.minimum(at, end) - covered).max()))
-        going = at <= end
-        if not going.any():
-            # Chunks meet a row at other moments than a whole prompt: at most one partition waits longer.
-            return min(longest + (lag if policy.prefill == "chunked" else 0), prompt + new)
-        kept = policy._keep(at, static, covered)
-        static, covered = np.where(going, static + kept, static), np.where(going, covered + lag, covered)
-        total = np.where(going, at, end + 1)
-        # Rows that are out of room stay where they are.
-        covered = np.where(going, covered, end + 1)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import toys
 from golden.lagkv import DIM, HEADS, LagCase, load_cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from policies.driver import Driver, config_for, random_kv
 
+import kvjax
 from kvjax.cache.pool import rows
 from kvjax.errors import UsageError
 from kvjax.policies import LagKV
@@ -204,6 +206,48 @@ def test_no_row_outgrows_its_capacity(policy, prompt_room, new):
             longest = max(longest, len(oracle.kept) + 1)
             oracle.give(1)
     assert longest <= bound <= longest + policy.lag + 8, "enough, and no more than a partition too much"
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    ratio=st.sampled_from([0.1, 0.5, 0.75]),
+    lag=st.sampled_from([2, 4, 16]),
+    sink=st.sampled_from([0, 4, 16]),
+    events=st.lists(st.tuples(st.integers(1, 200), st.booleans()), min_size=1, max_size=5),
+    seed=st.integers(0, 100),
+)
+def test_no_row_outgrows_its_capacity_over_turns_and_chunks(ratio, lag, sink, events, seed):
+    """Prompts read whole or in chunks and decoding, in any order: the allocation for all tokens is always enough."""
+    policy = LagKV(ratio=ratio, sink=sink, lag=lag)
+    total = sum(count for count, _ in events)
+    k, v = random_kv(seed, 1, 1, total, 4)
+    oracle = OracleHead(k[0, 0], v[0, 0], sink, lag, ratio=ratio)
+    longest = 0
+    for count, chunked in events:
+        end = oracle.seen + count
+        while oracle.seen < end:
+            # A chunk of a prompt knows the prompt's whole length; a decoded token only what was seen.
+            oracle.give(min(lag, end - oracle.seen) if chunked else end - oracle.seen, total=end)
+            longest = max(longest, len(oracle.kept))
+    while oracle.seen < total:
+        longest = max(longest, len(oracle.kept) + 1)
+        oracle.give(1)
+    assert longest <= policy.capacities(config_for(1, 4), total, 0)[0][0]
+
+
+@pytest.mark.parametrize(
+    ("ratio", "sink", "lag", "turns"), [(0.75, 4, 16, [(3000, "chunked")]), (0.5, 16, 4, [(200, ""), (1500, "")])]
+)
+def test_allocations_that_were_once_too_small(ratio, sink, lag, turns):
+    policy = LagKV(ratio=ratio, sink=sink, lag=lag, prefill="chunked" if turns[0][1] else "whole")
+    lm = toys.tiny_model(max_position=4096)
+    cache, ids = None, np.random.default_rng(0).integers(0, 255, 3000).tolist()
+    for tokens, _ in turns:
+        options = {"policy": policy} if cache is None else {"cache": cache}
+        output = kvjax.generate(lm, ids[:tokens], max_new_tokens=40, stop_token_ids=(), **options)
+        cache = output.cache
+        for layer in cache.layers:
+            assert (np.asarray(layer.length) <= np.array(layer.slots)).all()
 
 
 def test_chunked_prefill_never_exceeds_its_capacity_and_ends_near_the_ratio():
