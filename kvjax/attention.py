@@ -108,7 +108,7 @@ def attend_block(
     q: Float[Array, "B H N D"],
     k: Float[Array, "B H S D"],
     v: Float[Array, "B H S D"],
-    visible: Bool[Array, "*mask N S"],
+    visible: Bool[Array, "#B #H #N S"] | Bool[Array, "N S"],
     *,
     scale: float,
     bias: Float[Array, "B H S"] | None = None,

@@ -104,7 +104,7 @@ def angles(
     return jnp.cos(phase) * factor, jnp.sin(phase) * factor
 
 
-def rotate(x: Float[Array, "*S D"], cos: Float[Array, "*S F"], sin: Float[Array, "*S F"]) -> Float[Array, "*S D"]:
+def rotate(x: Float[Array, "*S D"], cos: Float[Array, "*#S F"], sin: Float[Array, "*#S F"]) -> Float[Array, "*S D"]:
     """Rotate channel pairs (i, i + D/2) by the given angles in float32; the result has ``x``'s dtype."""
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)

@@ -243,8 +243,10 @@ class LagKV(Policy):
         kept = jax.vmap(lambda c: jnp.searchsorted(c, place + 1))(count)
         source = jnp.where(place < keep, kept, jnp.where(place < keep + lag, place - keep + lag, place))
         k, v = (jnp.take_along_axis(x, source[..., None], axis=1) for x in (k, v))
-        moved = tuple(
-            jax.lax.dynamic_update_slice_in_dim(x, new, offset, axis=1) for x, new in zip(region, (k, v), strict=True)
+        region_k, region_v = region
+        moved = (
+            jax.lax.dynamic_update_slice_in_dim(region_k, k, offset, axis=1),
+            jax.lax.dynamic_update_slice_in_dim(region_v, v, offset, axis=1),
         )
         cache = put_pages(cache, row, first, moved)
         length = cache.length.at[row].set(static + keep + lag)
