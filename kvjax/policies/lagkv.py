@@ -224,7 +224,8 @@ class LagKV(Policy):
     def maintain(
         self, layer: int, cache: LayerCache, config: ModelConfig, row: Int[Array, ""], seen: Int[Array, ""]
     ) -> LayerCache:
-        if layer < self._skipped:
+        # A pool smaller than two partitions is never due: its prompt's bucket is too short for this lag.
+        if layer < self._skipped or min(cache.slots) < 2 * self.lag:
             return cache
         lag, state = self.lag, cache.state
         static, before = self._static_now(cache)[row], state.static[row]

@@ -250,6 +250,17 @@ def test_allocations_that_were_once_too_small(ratio, sink, lag, turns):
             assert (np.asarray(layer.length) <= np.array(layer.slots)).all()
 
 
+@pytest.mark.parametrize("options", [{"ratio": 0.5}, {"partition_ratio": 0.25}, {"prefill": "chunked"}])
+def test_a_lag_longer_than_everything_keeps_everything(options):
+    """The paper's lag of 1,024 on a prompt of a few tokens: nothing to compress, and nothing to trip over."""
+    lm = toys.tiny_model()
+    whole, long = (
+        kvjax.generate(lm, "hello", policy=policy, max_new_tokens=5, stop_token_ids=())
+        for policy in (None, LagKV(lag=1024, **options))
+    )
+    assert long.tokens == whole.tokens and long.stats.retained == whole.stats.retained
+
+
 def test_chunked_prefill_never_exceeds_its_capacity_and_ends_near_the_ratio():
     policy = LagKV(ratio=0.4, sink=4, lag=8, prefill="chunked")
     config = config_for(2, 4)
