@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kvjax import policies
+    from kvjax.cache.storage import Storage
     from kvjax.cache.value import Cache, concatenate
     from kvjax.chat import Chat
     from kvjax.config import ModelConfig, RopeConfig
@@ -26,6 +27,7 @@ __version__ = "0.1.0"
 # Names are imported when first used, so that `import kvjax` costs nothing beyond `import jax`.
 _HOMES = {
     "Cache": "kvjax.cache.value",
+    "Storage": "kvjax.cache.storage",
     "concatenate": "kvjax.cache.value",
     "Chat": "kvjax.chat",
     "ModelConfig": "kvjax.config",
@@ -64,6 +66,7 @@ __all__ = [
     "Policy",
     "RopeConfig",
     "Stats",
+    "Storage",
     "StreamingLLM",
     "UsageError",
     "WeightsError",

@@ -9,12 +9,14 @@ are float32 whatever the cache's dtype.
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from kvjax.cache.groups import HeadGroups, Layer, parts
 from kvjax.cache.pool import LayerCache, rows
 
 # A finite stand-in for minus infinity: exp(NEG - m) is 0 for every reachable m and NEG - NEG is 0, not NaN.
@@ -22,26 +24,37 @@ NEG = -0.7 * float(np.finfo(np.float32).max)
 
 
 def decode_attention(
-    q: Float[Array, "B H G D"], cache: LayerCache, *, scale: float, with_logits: bool = False
-) -> tuple[Float[Array, "B H G D"], Float[Array, "B P G R"] | None]:
+    q: Float[Array, "B H G D"], layer: Layer, *, scale: float, with_logits: bool = False
+) -> tuple[Float[Array, "B H G D"], Any]:
     """One query token a row against the valid slots of its heads.
 
     Args:
       q: queries after rotary, grouped by KV head.
-      cache: the layer's pool, the new token already in it; every head holds at least one valid slot.
+      layer: its pool or pools, the new token already in; every head holds at least one valid slot.
       scale: multiplies q.k (1 / sqrt(D)).
       with_logits: also return the scaled scores by page, ``NEG`` where a slot is not valid; policies that evict by
         the new query's attention read them.
 
     Returns:
-      ``(output in q's dtype, logits or None)``.
+      ``(output in q's dtype, logits or None)``: logits [B, P, G, R], or a tuple of them for a layer in groups.
     """
+    if not isinstance(layer, HeadGroups):
+        return _decode_pool(q, layer, scale, with_logits)
+    done = [_decode_pool(x, pool, scale, with_logits) for x, pool in zip(layer.split(q), layer.groups, strict=True)]
+    return layer.join([out for out, _ in done]), tuple(logits for _, logits in done) if with_logits else None
+
+
+def _decode_pool(
+    q: Float[Array, "B H G D"], cache: LayerCache, scale: float, with_logits: bool
+) -> tuple[Float[Array, "B H G D"], Float[Array, "B P G R"] | None]:
     heads, group, dim = q.shape[1:]
     batch, total, _, page_size = cache.k.shape
     owner = np.repeat(np.arange(heads), cache.pages)
     first_slot = (np.arange(total) - np.asarray(cache.starts)[owner]) * page_size
     slot = jnp.asarray(first_slot[:, None] + np.arange(page_size), jnp.int32)  # [P, R], the slot within its head
     scaled = q.astype(jnp.float32) * scale
+    if cache.scales is not None:
+        scaled = scaled * cache.scales.k[:, :, None]
     logits = _page_scores(scaled, cache, owner)
     if cache.log_mass is not None:
         logits = logits + jnp.where(slot == 0, cache.log_mass[:, owner][:, :, None], 0.0)[:, :, None]
@@ -53,12 +66,19 @@ def decode_attention(
         peak = by_head.max(axis=(2, 4), keepdims=True)
         weight = jnp.exp(by_head - peak)
         mass = weight.sum(axis=(2, 4))
+        if cache.scales is not None:
+            weight = weight * cache.scales.v.reshape(*shape, 1, page_size)
         values = cache.v.reshape(*shape, page_size, dim)
-        parts = jnp.einsum("bhpgr,bhprd->bhpgd", weight, values, preferred_element_type=jnp.float32)
-        out = parts.sum(axis=2)
+        summed = jnp.einsum("bhpgr,bhprd->bhpgd", weight, _wide(values), preferred_element_type=jnp.float32)
+        out = summed.sum(axis=2)
     else:
         out, mass = _ragged_softmax(logits, cache, owner)
     return (out / mass[..., None]).astype(q.dtype), logits if with_logits else None
+
+
+def _wide(values: Array) -> Array:
+    """Stored values as a product takes them: int8 numbers as floats, their scale is in the weights."""
+    return values.astype(jnp.float32) if values.dtype == jnp.int8 else values
 
 
 def _page_scores(q: Float[Array, "B H G D"], cache: LayerCache, owner: np.ndarray) -> Float[Array, "B P G R"]:
@@ -89,7 +109,9 @@ def _ragged_softmax(
     # The pages of a head are summed by a constant 0/1 matrix: as exact as a loop over heads, and one product.
     member = jnp.asarray(owner == np.arange(heads)[:, None], jnp.float32)
     mass = jnp.einsum("hp,bpg->bhg", member, weight.sum(axis=3), precision=jax.lax.Precision.HIGHEST)
-    parts = jnp.einsum("bpgr,bprd->bpgd", weight, cache.v, preferred_element_type=jnp.float32)
+    if cache.scales is not None:
+        weight = weight * cache.scales.v[:, :, None]
+    parts = jnp.einsum("bpgr,bprd->bpgd", weight, _wide(cache.v), preferred_element_type=jnp.float32)
     return jnp.einsum("hp,bpgd->bhgd", member, parts, precision=jax.lax.Precision.HIGHEST), mass
 
 
@@ -137,28 +159,47 @@ class KeptRows:
     log_mass: Float[Array, "B H"] | None
     block: int
 
+    @property
+    def blocks(self) -> Int[Array, ""]:
+        """Blocks that hold a valid slot of any head."""
+        return jnp.max(-(-self.length // self.block))
 
-def kept_rows(cache: LayerCache, block: int) -> KeptRows:
-    """Bring a layer's pool into rows once a turn, for all the blocks of queries."""
-    k, v = rows(cache)
-    block = min(block, k.shape[2])
-    padding = ((0, 0), (0, 0), (0, -k.shape[2] % block), (0, 0))
-    return KeptRows(jnp.pad(k, padding), jnp.pad(v, padding), cache.length, cache.log_mass, block)
+    def block_of(self, i: Int[Array, ""]) -> tuple[Array, Array, Array, Array | None]:
+        """Keys and values [B, H, S, D] of a block, what is visible [B, H, 1, S], and a bias [B, H, S] or None."""
+        k = jax.lax.dynamic_slice_in_dim(self.k, i * self.block, self.block, axis=2)
+        v = jax.lax.dynamic_slice_in_dim(self.v, i * self.block, self.block, axis=2)
+        slot = i * self.block + jnp.arange(self.block)
+        visible = (slot < self.length[..., None])[:, :, None]
+        bias = None if self.log_mass is None else jnp.where(slot == 0, self.log_mass[..., None], 0.0)
+        return k, v, visible, bias
+
+
+def kept_rows(layer: Layer, block: int) -> KeptRows:
+    """Bring a layer's pools into rows once a turn, for all the blocks of queries."""
+    pools = parts(layer)
+    longest = max(max(pool.slots) for pool in pools)
+    block = min(block, longest)
+    longest += -longest % block
+
+    def padded(x: Array) -> Array:
+        return jnp.pad(x, ((0, 0), (0, 0), (0, longest - x.shape[2]), (0, 0)))
+
+    runs = [tuple(padded(x) for x in rows(pool)) for pool in pools]
+    masses = [jnp.zeros(pool.length.shape) if pool.log_mass is None else pool.log_mass for pool in pools]
+    join = layer.join if isinstance(layer, HeadGroups) else (lambda whole: whole[0])
+    k, v = join([part[0] for part in runs]), join([part[1] for part in runs])
+    mass = None if all(pool.log_mass is None for pool in pools) else join(masses)
+    return KeptRows(k, v, layer.length, mass, block)
 
 
 def attend_kept(running: Running, q: Float[Array, "B H N D"], kept: KeptRows, *, scale: float) -> Running:
     """Fold the kept slots into a running softmax, block by block; every query sees all of them."""
-    block = kept.block
 
     def body(i: Int[Array, ""], carry: Running) -> Running:
-        k = jax.lax.dynamic_slice_in_dim(kept.k, i * block, block, axis=2)
-        v = jax.lax.dynamic_slice_in_dim(kept.v, i * block, block, axis=2)
-        slot = i * block + jnp.arange(block)
-        visible = (slot < kept.length[..., None])[:, :, None]
-        bias = None if kept.log_mass is None else jnp.where(slot == 0, kept.log_mass[..., None], 0.0)
+        k, v, visible, bias = kept.block_of(i)
         return attend_block(carry, q, k, v, visible, scale=scale, bias=bias)
 
-    return jax.lax.fori_loop(0, jnp.max(-(-kept.length // block)), body, running)
+    return jax.lax.fori_loop(0, kept.blocks, body, running)
 
 
 def attend_causal(

@@ -10,6 +10,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from kvjax.cache.groups import slot_bytes
+from kvjax.cache.storage import Storage
 from kvjax.cache.value import Cache
 from kvjax.errors import UsageError
 from kvjax.model.load import LanguageModel
@@ -33,6 +35,7 @@ def generate(
     prompt: Prompt | Sequence[Prompt],
     *,
     policy: Policy | str | None = None,
+    storage: Storage | str | None = None,
     cache: Cache | Sequence[Cache] | None = None,
     consume_cache: bool = False,
     chat: bool = True,
@@ -57,8 +60,10 @@ def generate(
       prompt: text, a list of messages ({"role", "content"}; a last message of the assistant's is the beginning of the
         answer), a list of token ids, or a list of such prompts, which run as one batch of rows.
       policy: which tokens the cache keeps: a policy, its text form ("lagkv:ratio=0.25"), or None for all of them.
-      cache: an earlier ``output.cache`` (or one per prompt) to continue; its policy stays. It remains a value: the
-        same one may be continued many times.
+      storage: what the cache's rows are stored as, whatever the policy: None or "model" (the dtype of the weights),
+        "int8", or a :class:`kvjax.Storage`.
+      cache: an earlier ``output.cache`` (or one per prompt) to continue; its policy and storage stay. It remains a
+        value: the same one may be continued many times.
       consume_cache: donate ``cache`` instead; it cannot be used again.
       chat: apply the model's chat template to text and messages; token ids are always taken as they are.
       context: text that comes before every prompt; it is read and compressed once, before any prompt is seen.
@@ -93,7 +98,7 @@ def generate(
         stop_token_ids=stop_token_ids,
         logprobs=logprobs,
     )
-    request = Request(lm, prompt, policy, cache, chat, context, options, memory_limit)
+    request = Request(lm, prompt, policy, cache, chat, context, options, memory_limit, storage)
     with compile_clock() as clock, interruptible() as interrupt:
         run = _Run(request, Session(lm.params, request.controls(), clock, interrupt), clock)
         run.prefill(consume_cache)
@@ -114,7 +119,8 @@ def stream_generate(lm: LanguageModel, prompt: Prompt, **options: Any) -> Iterat
         raise UsageError(f"stream_generate takes no {unknown[0]!r}; it takes the keywords of generate but n.")
     o = {**accepted, **options, "n": 1}
     chosen = Options(**{field.name: o[field.name] for field in dataclasses.fields(Options)})
-    request = Request(lm, prompt, o["policy"], o["cache"], o["chat"], o["context"], chosen, o["memory_limit"])
+    cached = o["policy"], o["cache"]
+    request = Request(lm, prompt, *cached, o["chat"], o["context"], chosen, o["memory_limit"], o["storage"])
     if not request.tokens.single:
         raise UsageError("stream_generate takes one prompt; use generate for a list.")
     return _stream(request, o["consume_cache"])
@@ -149,7 +155,7 @@ class _Run:
     def prefill(self, consume: bool) -> None:
         """Read the context once, then the prompts, then give every sample its row."""
         request, session = self.request, self.session
-        options: dict[str, Any] = {"policy": request.policy, "dtype": request.dtype}
+        options: dict[str, Any] = {"policy": request.policy, "dtype": request.dtype, "storage": request.storage}
         cache, prompts = request.cache, request.prompts
         if request.tokens.context:
             cache, _ = session.prefill([request.tokens.context], cache=None, consume=False, **options)
@@ -192,14 +198,15 @@ class _Run:
     def outputs(self) -> Any:
         """Outputs in the shape of what was passed."""
         cache = self._cache if self._cache is not None else self.session.cache
-        lengths = [np.asarray(layer.length) for layer in cache.layers]
+        policy = self.request.policy
+        retained = [np.asarray(policy.retained(layer)) for layer in cache.layers]
         seen = np.asarray(cache.seen)
         n = self.request.options.n
-        rows = [self._output(row, cache, lengths, seen) for row in range(self.request.rows)]
+        rows = [self._output(row, cache, retained, seen) for row in range(self.request.rows)]
         grouped = [rows[i] if n == 1 else rows[i * n : (i + 1) * n] for i in range(len(rows) // n)]
         return grouped[0] if self.request.tokens.single else grouped
 
-    def _output(self, row: int, cache: Cache, lengths: list[np.ndarray], seen: np.ndarray) -> Output:
+    def _output(self, row: int, cache: Cache, retained: list[np.ndarray], seen: np.ndarray) -> Output:
         request, lm = self.request, self.request.lm
         tokens = tuple(self.tokens[row])
         text = text_of(lm.tokenizer, tokens, request.options.stop_strings)
@@ -209,16 +216,16 @@ class _Run:
             tokens=tokens,
             finish_reason=self.reasons[row] or "interrupted",
             logprobs=logprobs,
-            stats=self._stats(row, cache, lengths, int(seen[row])),
+            stats=self._stats(row, cache, retained, int(seen[row])),
             _cache=functools.partial(cache.row, row),
         )
 
-    def _stats(self, row: int, cache: Cache, lengths: list[np.ndarray], seen: int) -> Stats:
+    def _stats(self, row: int, cache: Cache, kept: list[np.ndarray], seen: int) -> Stats:
         request, times = self.request, self.session.times
         read = sum(len(ids) for ids in request.prompts) + len(request.tokens.context)
         decoded = sum(max(len(tokens) - 1, 0) for tokens in self.tokens)
-        retained = tuple(tuple(int(x) for x in layer[row]) for layer in lengths)
-        slot = 2 * request.lm.config.head_dim * cache.layers[0].k.dtype.itemsize
+        retained = tuple(tuple(int(x) for x in layer[row]) for layer in kept)
+        sizes = [slot_bytes(layer) for layer in cache.layers]
         return Stats(
             prompt_tokens=len(request.prompts[row // request.options.n]) + len(request.tokens.context),
             generated_tokens=len(self.tokens[row]),
@@ -229,8 +236,9 @@ class _Run:
             prompt_tokens_per_second=read / times.prompt if times.prompt > 0 else 0.0,
             decode_tokens_per_second=decoded / times.decode if times.decode > 0 else 0.0,
             cache_bytes=cache.nbytes // cache.batch,
-            live_cache_bytes=slot * sum(sum(heads) for heads in retained),
+            live_cache_bytes=sum(int(np.dot(size, heads)) for size, heads in zip(sizes, retained, strict=True)),
             full_cache_bytes=full_cache_bytes(request.lm.config, seen, request.dtype),
+            clipped=int(cache.clipped[row]),
             retained=retained,
             seen=seen,
         )

@@ -24,6 +24,7 @@ class Stats:
       cache_bytes: allocated for this row's cache, counters included.
       live_cache_bytes: of them, slots that hold a token.
       full_cache_bytes: what keeping every token seen would hold.
+      clipped: int8 keys that were clipped because they came after their scale was fixed, over layers and heads.
       retained: tokens kept, [layer][KV head].
       seen: tokens the row has been through.
     """
@@ -39,6 +40,7 @@ class Stats:
     cache_bytes: int
     live_cache_bytes: int
     full_cache_bytes: int
+    clipped: int
     retained: tuple[tuple[int, ...], ...]
     seen: int
 

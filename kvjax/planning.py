@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.cache.pool import PAGE_SIZE
+from kvjax.cache.storage import MODEL, Storage, parse_storage
 from kvjax.checks import whole_number
 from kvjax.config import ModelConfig
 from kvjax.errors import DoesNotFit, UsageError
@@ -103,6 +104,7 @@ def plan(
     policy: Policy | str | None = None,
     max_new_tokens: int = 256,
     dtype: Any = None,
+    storage: Storage | str | None = None,
     memory_limit: int | None = None,
 ) -> Plan:
     """Every byte a request would take, before any of it is allocated.
@@ -114,6 +116,7 @@ def plan(
       policy: as for :func:`kvjax.generate`.
       max_new_tokens: tokens generated; a growing policy's cache is planned at its final size.
       dtype: of weights and cache.
+      storage: of the cache's rows, as for :func:`kvjax.generate`.
       memory_limit: bytes available; by default the device's.
 
     Raises:
@@ -136,20 +139,28 @@ def plan(
         dtype = jnp.dtype(dtype)
     except TypeError as error:
         raise UsageError(f"{dtype!r} is not a dtype; give float32 or bfloat16.") from error
-    made = _plan(config, chosen, batch, prompt_tokens, max_new_tokens, dtype, _limit(memory_limit))
-    _refuse_if_too_large(made, config, chosen, dtype, already=0)
+    stored = parse_storage(storage)
+    made = _plan(config, chosen, batch, prompt_tokens, max_new_tokens, dtype, _limit(memory_limit), stored)
+    _refuse_if_too_large(made, config, chosen, dtype, 0, stored)
     return made
 
 
 def _plan(
-    config: ModelConfig, policy: Policy, batch: int, prompt: int, new: int, dtype: Any, limit: int | None
+    config: ModelConfig,
+    policy: Policy,
+    batch: int,
+    prompt: int,
+    new: int,
+    dtype: Any,
+    limit: int | None,
+    storage: Storage = MODEL,
 ) -> Plan:
     room = prompt_bucket(prompt)
     # The last token is generated and never fed; the context bounds what is.
     fed = max(new - 1, 0) if policy.beyond_context else min(max(new - 1, 0), config.max_position - prompt)
     new_room = new_bucket(fed - 1) if policy.grows else NEW_TOKENS
     weights = _weights_bytes(config, dtype)
-    cache = cache_bytes(config, policy, batch, room, new_room, dtype)
+    cache = cache_bytes(config, policy, batch, room, new_room, dtype, storage)
     peak = prefill_peak_bytes(config, policy, batch, prompt, dtype)
     total = np.array([prompt])
     pages = page_capacities(policy, config, room, new_room)
@@ -178,9 +189,17 @@ def full_cache_bytes(config: ModelConfig, tokens: int, dtype: Any) -> int:
 
 
 @functools.lru_cache(maxsize=128)
-def cache_bytes(config: ModelConfig, policy: Policy, batch: int, prompt_room: int, new_room: int, dtype: Any) -> int:
+def cache_bytes(
+    config: ModelConfig,
+    policy: Policy,
+    batch: int,
+    prompt_room: int,
+    new_room: int,
+    dtype: Any,
+    storage: Storage = MODEL,
+) -> int:
     """Bytes of the buffers that would be allocated, from the same code that allocates them."""
-    shapes = jax.eval_shape(lambda: empty_cache(config, policy, batch, prompt_room, new_room, dtype))
+    shapes = jax.eval_shape(lambda: empty_cache(config, policy, batch, prompt_room, new_room, dtype, storage))
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
 
 
@@ -204,7 +223,7 @@ def prefill_peak_bytes(config: ModelConfig, policy: Policy, batch: int, prompt: 
     rows = batch * tokens
     hidden = rows * config.hidden_size * item
     rotary = 2 * rows * (config.head_dim // 2) * 4
-    selects = type(policy).compress is not Policy.compress
+    selects = type(policy).compress is not Policy.compress or type(policy).select is not Policy.select
     dense = 2 * rows * config.num_kv_heads * config.head_dim * item if selects else 0
     attention = config.num_heads * (2 * block + 3 * config.head_dim) * 4
     mlp = 3 * config.intermediate_size * item
@@ -236,13 +255,16 @@ def check_fits(
     dtype: Any,
     memory_limit: int | None,
     already: int,
+    storage: Storage = MODEL,
 ) -> None:
     """Refuse a generation that cannot fit: prompt and first new-token bucket, beside ``already`` bytes of caches."""
-    made = _plan(config, policy, batch, min(prompt, config.max_position), 1, dtype, _limit(memory_limit))
-    _refuse_if_too_large(made, config, policy, dtype, already)
+    made = _plan(config, policy, batch, min(prompt, config.max_position), 1, dtype, _limit(memory_limit), storage)
+    _refuse_if_too_large(made, config, policy, dtype, already, storage)
 
 
-def _refuse_if_too_large(made: Plan, config: ModelConfig, policy: Policy, dtype: Any, already: int) -> None:
+def _refuse_if_too_large(
+    made: Plan, config: ModelConfig, policy: Policy, dtype: Any, already: int, storage: Storage
+) -> None:
     limit = made.memory_limit
     if limit is None or made.total_bytes + already <= limit:
         return
@@ -251,7 +273,7 @@ def _refuse_if_too_large(made: Plan, config: ModelConfig, policy: Policy, dtype:
         raise DoesNotFit(f"{need}: the weights alone are {human(made.weights_bytes)}; use a smaller model or dtype.")
 
     def fits(batch: int, prompt: int, policy: Policy) -> bool:
-        made_of = _plan(config, policy, batch, prompt, made.max_new_tokens, dtype, limit)
+        made_of = _plan(config, policy, batch, prompt, made.max_new_tokens, dtype, limit, storage)
         return made_of.total_bytes + already <= limit
 
     offers = []

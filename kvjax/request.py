@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kvjax.cache.groups import parts
+from kvjax.cache.storage import Storage, parse_storage
 from kvjax.cache.value import Cache, concatenate, take
 from kvjax.checks import number, whole_number
 from kvjax.config import ModelConfig
@@ -81,7 +83,7 @@ class Request:
       tokens: the context's and the prompts' ids as passed.
       prompts: ids to read, row by row before samples are spread: a continued row begins with its pending token.
       cache: what they are read onto, a row per prompt, or None.
-      policy: which tokens stay.
+      policy: which tokens stay. storage: as what.
       rows: prompts times samples.
     """
 
@@ -95,6 +97,7 @@ class Request:
         context: Any,
         options: Options,
         memory_limit: int | None,
+        storage: Storage | str | None = None,
     ):
         if not isinstance(lm, LanguageModel):
             raise UsageError(f"The model is a {type(lm).__name__}; give one from kvjax.load.")
@@ -105,6 +108,7 @@ class Request:
         caches = _caches(cache, count)
         self.policy = _policy(policy, caches)
         self.policy.check(lm.config)
+        self.storage = _storage(storage, caches)
         for old in caches:
             _same_model(lm.config, old)
         self.rows = count * options.n
@@ -135,7 +139,7 @@ class Request:
             raise UsageError(
                 f"The prompt has {int(added.max())} tokens{before}; this model's context is {limit}, so shorten it."
             )
-        check_fits(config, longest, self.rows, self.policy, self.dtype, memory_limit, already)
+        check_fits(config, longest, self.rows, self.policy, self.dtype, memory_limit, already, self.storage)
 
     @property
     def dtype(self) -> Any:
@@ -178,6 +182,17 @@ def _policy(policy: Policy | str | None, caches: Sequence[Cache]) -> Policy:
     return caches[0].policy
 
 
+def _storage(storage: Any, caches: Sequence[Cache]) -> Storage:
+    """The storage asked for, or the one the caches have."""
+    if not caches:
+        return parse_storage(storage)
+    if storage is not None and parse_storage(storage) != caches[0].storage:
+        raise UsageError(
+            f"The cache is stored as {caches[0].storage.kind}; it continues so, so leave storage= out or give the same."
+        )
+    return caches[0].storage
+
+
 def _caches(cache: Any, count: int) -> list[Cache]:
     """The caches passed; together they have a row per prompt, or a single one for all prompts."""
     if cache is None:
@@ -188,7 +203,7 @@ def _caches(cache: Any, count: int) -> list[Cache]:
     for item in caches:
         if not isinstance(item, Cache):
             raise UsageError(f"cache= takes an output's cache or a list of them; a {type(item).__name__} was given.")
-        if item.layers[0].k.is_deleted():
+        if parts(item.layers[0])[0].k.is_deleted():
             raise UsageError("This cache was consumed by an earlier call; keep a cache by leaving consume_cache=False.")
     rows = sum(item.batch for item in caches)
     if rows not in (1, count):
@@ -212,7 +227,7 @@ def _one_cache(caches: Sequence[Cache], count: int) -> Cache | None:
 
 def _same_model(config: ModelConfig, cache: Cache) -> None:
     first = cache.layers[0]
-    shape = (len(cache.layers), len(first.pages), first.k.shape[2])
+    shape = (len(cache.layers), len(first.pages), parts(first)[0].k.shape[2])
     wanted = (config.num_layers, config.num_kv_heads, config.head_dim)
     if shape != wanted:
         raise UsageError(

@@ -8,12 +8,16 @@ while the G query heads of a group visit it (R = 32: 61 GB/s of keys; 64: 48; 12
 Head h owns pages ``starts[h] : starts[h + 1]``; the run is the same for every row, so the batch and the heads shard
 without index games. What a head *may* hold (its run, from the plan) and what it *does* hold (``length``, traced) are
 two things. Valid slots are ``0 .. length - 1``; pools start as zeros, so what is masked is always finite.
+
+Rows may be stored as int8 (``storage.py``); every function here takes and gives real numbers, so that a policy never
+knows. Numbers that belong to a slot (its token's position, a score) are ``marks`` and move with their row.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -21,6 +25,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
+
+from kvjax.cache.storage import MODEL, Scales, Storage, key_scale, quantise_keys, quantise_values
 
 PAGE_SIZE = 32
 
@@ -31,22 +37,38 @@ class LayerCache:
     """Keys and values one layer has kept, with the state its policy needs.
 
     Attributes:
-      k: [B, P, D, R] keys after rotary embedding, transposed within the page.
-      v: [B, P, R, D] values.
+      k: [B, P, D, R] keys after rotary embedding, transposed within the page; int8 when there are ``scales``.
+      v: [B, P, R, D] values; int8 when there are ``scales``.
       length: [B, H] int32, valid slots of each head.
       next: [B, H] int32, the slot the next token is written to; ``length`` unless the policy reuses slots.
       log_mass: [B, H] float32 added to the logit of slot 0, or ``None``: log N of a slot that stands for N tokens.
       state: a pytree of the policy's own arrays, or ``None``.
       pages: pages of each head, static.
+      marks: [B, P, R] one number a slot by name: "position" (int32) of the token in it, "score" (float32) and what else
+        a policy declares.
+      scales: of int8 rows, or ``None``.
     """
 
-    k: Float[Array, "B P D R"]
-    v: Float[Array, "B P R D"]
+    k: Float[Array, "B P D R"] | Int[Array, "B P D R"]
+    v: Float[Array, "B P R D"] | Int[Array, "B P R D"]
     length: Int[Array, "B H"]
     next: Int[Array, "B H"]
     log_mass: Float[Array, "B H"] | None
     state: Any
     pages: tuple[int, ...] = dataclasses.field(metadata={"static": True})
+    marks: dict[str, Array] = dataclasses.field(default_factory=dict)
+    scales: Scales | None = None
+
+    @property
+    def slot_nbytes(self) -> int:
+        """Bytes of one slot of one head: key, value, marks and the value's scale."""
+        rows = self.v.shape[3] * (self.k.dtype.itemsize + self.v.dtype.itemsize)
+        return rows + sum(mark.dtype.itemsize for mark in self.marks.values()) + (4 if self.scales else 0)
+
+    @property
+    def dtype(self) -> Any:
+        """Dtype of the rows this layer gives: the pool's, or float32 for int8 rows."""
+        return jnp.float32 if self.scales else self.k.dtype
 
     @property
     def slots(self) -> tuple[int, ...]:
@@ -73,10 +95,26 @@ def pages_for(tokens: int) -> int:
 
 
 def empty_layer(
-    batch: int, pages: tuple[int, ...], head_dim: int, dtype: DTypeLike, state: Any = None, log_mass: bool = False
+    batch: int,
+    pages: tuple[int, ...],
+    head_dim: int,
+    dtype: DTypeLike,
+    state: Any = None,
+    log_mass: bool = False,
+    marks: tuple[str, ...] = (),
+    storage: Storage = MODEL,
 ) -> LayerCache:
     """A layer that holds nothing: zeros, never uninitialised memory, because 0 x NaN would leak through a mask."""
     total, heads = sum(pages), len(pages)
+    scales = None
+    if storage.quantised:
+        dtype = jnp.int8
+        scales = Scales(
+            k=jnp.zeros((batch, heads, head_dim), jnp.float32),
+            v=jnp.zeros((batch, total, PAGE_SIZE), jnp.float32),
+            clipped=jnp.zeros((batch, heads), jnp.int32),
+            headroom=storage.headroom,
+        )
     return LayerCache(
         k=jnp.zeros((batch, total, head_dim, PAGE_SIZE), dtype),
         v=jnp.zeros((batch, total, PAGE_SIZE, head_dim), dtype),
@@ -85,7 +123,14 @@ def empty_layer(
         log_mass=jnp.zeros((batch, heads), jnp.float32) if log_mass else None,
         state=state,
         pages=pages,
+        marks={name: jnp.zeros((batch, total, PAGE_SIZE), mark_dtype(name)) for name in marks},
+        scales=scales,
     )
+
+
+def mark_dtype(name: str) -> Any:
+    """Positions are whole numbers, every other mark is float32."""
+    return jnp.int32 if name.startswith("position") else jnp.float32
 
 
 def write(
@@ -94,32 +139,101 @@ def write(
     v: Float[Array, "B H N D"] | None,
     slots: Int[Array, "B H N"],
     valid: Bool[Array, "B H N"] | Bool[Array, "B 1 1"],
+    marks: Mapping[str, Array] | None = None,
 ) -> LayerCache:
     """Write rows into slots in place (a donated pool is aliased, not copied); rows that are not valid go nowhere.
 
-    ``v=None`` writes keys only. Slots of one head must differ among the valid rows. Lengths are the caller's.
+    ``v=None`` writes keys only, and leaves the slots' marks; otherwise ``marks`` gives [B, H, N] numbers by name, and a
+    mark that is not given becomes 0. Slots of one head must differ among the valid rows. Lengths are the caller's.
     """
     total, page_size = cache.k.shape[1], cache.k.shape[3]
     page = jnp.asarray(cache.starts, jnp.int32)[:, None] + slots // page_size
     page = jnp.where(valid, page, total)  # out of range: dropped by the scatter
     column = slots % page_size
     batch = jnp.arange(cache.k.shape[0])[:, None, None]
-    new_k = cache.k.at[batch, page, :, column].set(k.astype(cache.k.dtype), mode="drop")
+    scales = cache.scales
+    if scales is not None:
+        k, clipped = quantise_keys(k, scales.k)
+        scales = dataclasses.replace(scales, clipped=scales.clipped + (clipped & valid).sum(axis=2, dtype=jnp.int32))
+    cache = cache.replace(k=cache.k.at[batch, page, :, column].set(k.astype(cache.k.dtype), mode="drop"), scales=scales)
     if v is None:
-        return cache.replace(k=new_k)
-    return cache.replace(k=new_k, v=cache.v.at[batch, page, column].set(v.astype(cache.v.dtype), mode="drop"))
+        return cache
+    if scales is not None:
+        v, scale = quantise_values(v)
+        scales = dataclasses.replace(scales, v=scales.v.at[batch, page, column].set(scale, mode="drop"))
+    new_v = cache.v.at[batch, page, column].set(v.astype(cache.v.dtype), mode="drop")
+    given = marks or {}
+    new_marks = {
+        name: mark.at[batch, page, column].set(given.get(name, jnp.zeros((), mark.dtype)), mode="drop")
+        for name, mark in cache.marks.items()
+    }
+    return cache.replace(v=new_v, scales=scales, marks=new_marks)
 
 
 def append_token(
-    cache: LayerCache, k: Float[Array, "B H D"], v: Float[Array, "B H D"], active: Bool[Array, " B"]
+    cache: LayerCache,
+    k: Float[Array, "B H D"],
+    v: Float[Array, "B H D"],
+    active: Bool[Array, " B"],
+    marks: Mapping[str, Array] | None = None,
 ) -> LayerCache:
     """Write one token per row at ``next`` and count it; rows that are not active keep their bytes and lengths.
 
     A write at ``length`` makes the head one longer; a write below it replaces a slot. ``next`` is left to the caller.
+    ``marks`` gives [B, H] numbers by name.
     """
-    cache_written = write(cache, k[:, :, None], v[:, :, None], cache.next[:, :, None], active[:, None, None])
+    here, wide = active[:, None, None], {name: mark[:, :, None] for name, mark in (marks or {}).items()}
+    written = write(cache, k[:, :, None], v[:, :, None], cache.next[:, :, None], here, wide)
     longer = jnp.where(active[:, None], jnp.maximum(cache.length, cache.next + 1), cache.length)
-    return cache_written.replace(length=longer)
+    return written.replace(length=longer)
+
+
+def read_slots(cache: LayerCache, slots: Int[Array, "B H"]) -> tuple[Float[Array, "B H D"], Float[Array, "B H D"]]:
+    """Key and value of one slot of every head, float32."""
+    page_size = cache.k.shape[3]
+    page, column = jnp.asarray(cache.starts, jnp.int32) + slots // page_size, slots % page_size
+    batch = jnp.arange(cache.k.shape[0])[:, None]
+    k, v = (x.astype(jnp.float32) for x in (cache.k[batch, page, :, column], cache.v[batch, page, column]))
+    if cache.scales is None:
+        return k, v
+    return k * cache.scales.k, v * cache.scales.v[batch, page, column][..., None]
+
+
+def by_head(cache: LayerCache, pages: Array) -> Array:
+    """[B, P, ..., R] numbers a page brought to their heads: [B, H, ..., C], C the longest head's slots, 0 beyond a run.
+
+    Trailing axes before R stay between H and C.
+    """
+    runs = jnp.moveaxis(_runs(cache, pages), 2, -2)
+    return runs.reshape(*runs.shape[:-2], -1)
+
+
+def _runs(cache: LayerCache, pages: Array) -> Array:
+    """[B, P, ...] as [B, H, pages of the longest run, ...], zeros beyond a shorter run."""
+    longest = max(cache.pages)
+    if cache.uniform:
+        return pages.reshape(pages.shape[0], len(cache.pages), longest, *pages.shape[2:])
+    index = np.asarray(cache.starts)[:, None] + np.arange(longest)
+    inside = np.arange(longest) < np.asarray(cache.pages)[:, None]
+    runs = pages[:, np.where(inside, index, 0)]
+    return jnp.where(inside.reshape(*inside.shape, *(1,) * (pages.ndim - 2)), runs, jnp.zeros((), pages.dtype))
+
+
+def by_page(cache: LayerCache, heads: Array) -> Array:
+    """Undo :func:`by_head`: [B, H, ..., N] to [B, P, ..., R], cut to each head's run, 0 where N is shorter."""
+    longest, size = max(cache.pages), cache.k.shape[3]
+    length = heads.shape[-1]
+    fill = [(0, 0)] * (heads.ndim - 1) + [(0, max(longest * size - length, 0))]
+    heads = jnp.pad(heads, fill)[..., : longest * size]
+    runs = jnp.moveaxis(heads.reshape(*heads.shape[:-1], longest, size), -2, 2)
+    if cache.uniform:
+        return runs.reshape(runs.shape[0], -1, *runs.shape[3:])
+    return jnp.concatenate([runs[:, h, :count] for h, count in enumerate(cache.pages)], axis=1)
+
+
+def mark_rows(cache: LayerCache, name: str) -> Array:
+    """[B, H, C] a mark of every slot."""
+    return by_head(cache, cache.marks[name])
 
 
 def rows(cache: LayerCache) -> tuple[Float[Array, "B H C D"], Float[Array, "B H C D"]]:
@@ -127,62 +241,96 @@ def rows(cache: LayerCache) -> tuple[Float[Array, "B H C D"], Float[Array, "B H 
 
     A copy, for selecting again on a later turn; attention reads the pages.
     """
-    longest = max(cache.pages)
+    k, v = _runs(cache, cache.k).swapaxes(-1, -2), _runs(cache, cache.v)
+    k, v = (x.reshape(*x.shape[:2], -1, x.shape[-1]) for x in (k, v))
+    if cache.scales is None:
+        return k, v
+    scale = by_head(cache, cache.scales.v)[..., None]
+    return k.astype(jnp.float32) * cache.scales.k[:, :, None], v.astype(jnp.float32) * scale
 
-    def gather(pool: Array) -> Array:
-        runs = [
-            jnp.pad(pool[:, start : start + count], ((0, 0), (0, longest - count)) + ((0, 0),) * (pool.ndim - 2))
-            for start, count in zip(cache.starts, cache.pages, strict=True)
-        ]
-        return jnp.stack(runs, axis=1)
 
-    if cache.uniform:
-        heads = len(cache.pages)
-        k = cache.k.reshape(cache.k.shape[0], heads, longest, *cache.k.shape[2:])
-        v = cache.v.reshape(cache.v.shape[0], heads, longest, *cache.v.shape[2:])
-    else:
-        k, v = gather(cache.k), gather(cache.v)
-    batch, heads, dim = k.shape[0], k.shape[1], k.shape[3]
-    return k.swapaxes(-1, -2).reshape(batch, heads, -1, dim), v.reshape(batch, heads, -1, dim)
+#: Rows of one row of the batch, by name: "k" and "v" [H, N, D], every mark [H, N, 1].
+Region = dict[str, Array]
 
 
 def take_pages(
     cache: LayerCache, row: Int[Array, ""], slot: Int[Array, ""], count: int
-) -> tuple[tuple[Float[Array, "H N D"], Float[Array, "H N D"]], Int[Array, ""]]:
+) -> tuple[Region, Int[Array, ""]]:
     """Whole pages of one row that hold slots ``slot .. slot + count - 1`` of every head, as rows.
 
     Returns:
-      ``((k, v), first page within the run)``; N is static. :func:`put_pages` writes them back in place.
+      ``(rows by name, first page within the run)``; N is static. :func:`put_pages` writes them back in place.
     """
-    page_size = cache.k.shape[3]
+    page_size, heads = cache.k.shape[3], len(cache.pages)
     pages = min((count + page_size - 2) // page_size + 1, min(cache.pages))
     first = jnp.minimum(slot // page_size, min(cache.pages) - pages)
     index = jnp.asarray(cache.starts, jnp.int32)[:, None] + first + jnp.arange(pages)
     k, v = cache.k[row, index].swapaxes(-1, -2), cache.v[row, index]
-    return (k.reshape(len(cache.pages), -1, k.shape[-1]), v.reshape(len(cache.pages), -1, v.shape[-1])), first
+    region = {"k": k.reshape(heads, -1, k.shape[-1]), "v": v.reshape(heads, -1, v.shape[-1])}
+    if cache.scales is not None:
+        scale = cache.scales.v[row, index].reshape(heads, -1, 1)
+        region = {"k": region["k"] * cache.scales.k[row][:, None], "v": region["v"] * scale}
+    region |= {name: mark[row, index].reshape(heads, -1, 1) for name, mark in cache.marks.items()}
+    return region, first
 
 
-def put_pages(
-    cache: LayerCache,
-    row: Int[Array, ""],
-    first: Int[Array, ""],
-    rows: tuple[Float[Array, "H N D"], Float[Array, "H N D"]],
-) -> LayerCache:
+def put_pages(cache: LayerCache, row: Int[Array, ""], first: Int[Array, ""], region: Region) -> LayerCache:
     """Write back what :func:`take_pages` gave, changed."""
-    page_size = cache.k.shape[3]
-    k, v = (x.reshape(x.shape[0], -1, page_size, x.shape[2]) for x in rows)
+    page_size, scales = cache.k.shape[3], cache.scales
+    k, v = region["k"], region["v"]
+    if scales is not None:
+        # Rows that were stored come back to the same numbers: nothing is clipped here.
+        k = quantise_keys(k[None], scales.k[row][None])[0][0]
+        v, scale = (x[0] for x in quantise_values(v[None]))
+    k, v = (x.reshape(x.shape[0], -1, page_size, x.shape[2]) for x in (k, v))
     index = jnp.asarray(cache.starts, jnp.int32)[:, None] + first + jnp.arange(k.shape[1])
+    if scales is not None:
+        scales = dataclasses.replace(scales, v=scales.v.at[row, index].set(scale.reshape(*index.shape, page_size)))
+    marks = {
+        name: mark.at[row, index].set(region[name].reshape(*index.shape, page_size).astype(mark.dtype))
+        for name, mark in cache.marks.items()
+    }
     new_k = cache.k.at[row, index].set(k.swapaxes(-1, -2).astype(cache.k.dtype))
-    return cache.replace(k=new_k, v=cache.v.at[row, index].set(v.astype(cache.v.dtype)))
+    return cache.replace(k=new_k, v=cache.v.at[row, index].set(v.astype(cache.v.dtype)), marks=marks, scales=scales)
+
+
+def store(
+    cache: LayerCache,
+    k: Float[Array, "B H N D"],
+    v: Float[Array, "B H N D"],
+    length: Int[Array, "B H"],
+    pages: tuple[int, ...],
+    marks: Mapping[str, Array] | None = None,
+) -> LayerCache:
+    """The layer with these rows and no others: slot i of head h is row i, ``length`` of them; ``next`` follows them.
+
+    Fixes the scales of int8 keys. A mark that is not given ([B, H, N] by name) becomes 0.
+    """
+    given, scales = marks or {}, cache.scales
+    cache = cache.replace(pages=pages)
+    if scales is not None:
+        valid = jnp.arange(k.shape[2]) < length[..., None]
+        fixed = key_scale(k, valid, scales.k, scales.headroom)
+        k, _ = quantise_keys(k, fixed)
+        v, scale = quantise_values(v)
+        scales = dataclasses.replace(scales, k=fixed, v=by_page(cache, scale))
+    new_k, new_v = pack(k, v, pages, cache.k.dtype)
+    new_marks = {}
+    for name, mark in cache.marks.items():
+        values = given.get(name, jnp.zeros(k.shape[:3], mark.dtype))
+        new_marks[name] = by_page(cache, values.astype(mark.dtype))
+    return cache.replace(k=new_k, v=new_v, length=length, next=length, marks=new_marks, scales=scales)
 
 
 def pack(
-    k: Float[Array, "B H N D"],
-    v: Float[Array, "B H N D"],
+    k: Float[Array, "B H N D"] | Int[Array, "B H N D"],
+    v: Float[Array, "B H N D"] | Int[Array, "B H N D"],
     pages: tuple[int, ...],
     dtype: DTypeLike,
-) -> tuple[Float[Array, "B P D R"], Float[Array, "B P R D"]]:
-    """Lay rows out as pages: slot i of head h is row i; rows beyond a head's run are cut, missing ones are zeros."""
+) -> tuple[Array, Array]:
+    """Lay rows out as pages [B, P, D, R] and [B, P, R, D]: slot i of head h is row i; rows beyond a head's run are cut,
+    missing ones are zeros.
+    """
 
     def lay(x: Array, count: int) -> Array:
         batch, heads, length, dim = x.shape
@@ -217,4 +365,6 @@ def resize(cache: LayerCache, pages: tuple[int, ...]) -> LayerCache:
             runs.append(jnp.pad(run, ((0, 0), (0, new - run.shape[1])) + ((0, 0),) * (pool.ndim - 2)))
         return jnp.concatenate(runs, axis=1)
 
-    return cache.replace(k=lay(cache.k), v=lay(cache.v), pages=pages)
+    scales = cache.scales and dataclasses.replace(cache.scales, v=lay(cache.scales.v))
+    marks = {name: lay(mark) for name, mark in cache.marks.items()}
+    return cache.replace(k=lay(cache.k), v=lay(cache.v), pages=pages, marks=marks, scales=scales)

@@ -11,7 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from kvjax.cache.pool import LayerCache, resize
+from kvjax.cache.groups import Layer, pages_by_group, parts, with_parts
+from kvjax.cache.pool import resize
+from kvjax.cache.storage import Storage
 from kvjax.errors import UsageError
 
 if TYPE_CHECKING:
@@ -24,7 +26,7 @@ class Cache:
     """Every layer's pool with the rows' counters.
 
     Attributes:
-      layers: one :class:`LayerCache` a layer; capacities may differ among layers and heads.
+      layers: one :class:`LayerCache` or :class:`HeadGroups` a layer; capacities may differ among layers and heads.
       seen: [B] int32, tokens each row has been through, kept or not: the position of the next token.
       anchor: [B] int32, ``seen`` when the last prompt was in; ``seen - anchor`` tokens were decoded since.
       pending: [B] int32, a token that was generated but not yet fed, or -1; the next turn begins with it.
@@ -33,7 +35,7 @@ class Cache:
       new_room: tokens that may be decoded after ``anchor`` before the pools must grow; static.
     """
 
-    layers: tuple[LayerCache, ...]
+    layers: tuple[Layer, ...]
     seen: Int[Array, " B"]
     anchor: Int[Array, " B"]
     pending: Int[Array, " B"]
@@ -53,8 +55,21 @@ class Cache:
     @property
     def live_nbytes(self) -> int:
         """Bytes of the slots that hold a token, over rows, heads and layers."""
-        slots = [layer.k.shape[2] * (layer.k.dtype.itemsize + layer.v.dtype.itemsize) for layer in self.layers]
-        return sum(int(np.asarray(layer.length).sum()) * slot for layer, slot in zip(self.layers, slots, strict=True))
+        pools = [pool for layer in self.layers for pool in parts(layer)]
+        return sum(int(np.asarray(pool.length).sum()) * pool.slot_nbytes for pool in pools)
+
+    @property
+    def storage(self) -> Storage:
+        """How its rows are stored."""
+        scales = parts(self.layers[0])[0].scales
+        return Storage() if scales is None else Storage("int8", scales.headroom)
+
+    @property
+    def clipped(self) -> np.ndarray:
+        """[B] int8 keys that were clipped to their scale, over heads and layers; 0 for other storage."""
+        pools = [pool for layer in self.layers for pool in parts(layer)]
+        counts = [np.asarray(pool.scales.clipped).sum(axis=1) for pool in pools if pool.scales is not None]
+        return np.sum(counts, axis=0) if counts else np.zeros(self.batch, np.int64)
 
     def replace(self, **changes: object) -> Cache:
         return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
@@ -66,7 +81,7 @@ class Cache:
         return take(self, [index])
 
 
-#: Keys and values of every layer: all the bytes worth donating.
+#: Keys and values of every pool of every layer: all the bytes worth donating.
 Pools = tuple[tuple[Array, Array], ...]
 
 
@@ -75,14 +90,22 @@ def detach(cache: Cache) -> tuple[Pools, Cache]:
 
     Counters may share a buffer (two outputs of one program that are equal do), and a buffer is donated only once.
     """
-    pools = tuple((layer.k, layer.v) for layer in cache.layers)
-    return pools, cache.replace(layers=tuple(layer.replace(k=None, v=None) for layer in cache.layers))
+    pools = tuple((pool.k, pool.v) for layer in cache.layers for pool in parts(layer))
+    layers = (with_parts(layer, [pool.replace(k=None, v=None) for pool in parts(layer)]) for layer in cache.layers)
+    return pools, cache.replace(layers=tuple(layers))
 
 
 def attach(pools: Pools, rest: Cache) -> Cache:
     """Undo :func:`detach`."""
-    layers = tuple(layer.replace(k=k, v=v) for layer, (k, v) in zip(rest.layers, pools, strict=True))
-    return rest.replace(layers=layers)
+    remaining = iter(pools)
+    layers = []
+    for layer in rest.layers:
+        filled = []
+        for pool in parts(layer):
+            k, v = next(remaining)
+            filled.append(pool.replace(k=k, v=v))
+        layers.append(with_parts(layer, filled))
+    return rest.replace(layers=tuple(layers))
 
 
 def take(cache: Cache, indices: Sequence[int]) -> Cache:
@@ -118,6 +141,12 @@ def concatenate(caches: Sequence[Cache]) -> Cache:
     return jax.tree.map(lambda *leaves: jnp.concatenate(leaves, axis=0), *caches)
 
 
+def resize_layer(layer: Layer, pages: tuple[int, ...]) -> Layer:
+    """The same contents in runs of other sizes, ``pages`` of each head of the layer."""
+    wanted = zip(parts(layer), pages_by_group(layer, pages), strict=True)
+    return with_parts(layer, [resize(pool, counts) for pool, counts in wanted])
+
+
 def _aligned(caches: Sequence[Cache]) -> list[Cache]:
     """The caches with equal allocations, and the rooms that every row surely has in them."""
     prompt_room, new_room = max(c.prompt_room for c in caches), min(c.new_room for c in caches)
@@ -126,6 +155,6 @@ def _aligned(caches: Sequence[Cache]) -> list[Cache]:
         layers = []
         for i, layer in enumerate(cache.layers):
             pages = tuple(max(counts) for counts in zip(*(c.layers[i].pages for c in caches), strict=True))
-            layers.append(resize(layer, pages))
+            layers.append(resize_layer(layer, pages))
         result.append(cache.replace(layers=tuple(layers), prompt_room=prompt_room, new_room=new_room))
     return result

@@ -37,6 +37,7 @@ def generate(
     model: flag.Model = flag.DEFAULT_MODEL,
     dtype: flag.Dtype = None,
     policy: flag.Policy = "full",
+    storage: flag.Storage = "model",
     context: Annotated[
         str | None, typer.Option("--context", help="Text (or @FILE) compressed once, asked about by every prompt.")
     ] = None,
@@ -65,6 +66,7 @@ def generate(
 
     keywords = dict(
         policy=policy,
+        storage=storage,
         context=inputs.text_or_file(context, "--context"),
         chat=chat,
         max_new_tokens=max_new_tokens,
@@ -89,6 +91,7 @@ def chat(
     model: flag.Model = flag.DEFAULT_MODEL,
     dtype: flag.Dtype = None,
     policy: flag.Policy = "full",
+    storage: flag.Storage = "model",
     system: Annotated[str | None, typer.Option("--system", help="Told to the model before the first turn.")] = None,
     max_new_tokens: flag.MaxNewTokens = 512,
     temperature: flag.Temperature = 0.0,
@@ -112,6 +115,7 @@ def chat(
 
     keywords = dict(
         policy=policy,
+        storage=storage,
         system=system,
         max_new_tokens=max_new_tokens,
         temperature=temperature,
@@ -132,6 +136,7 @@ def plan(
     model: flag.Model = flag.DEFAULT_MODEL,
     dtype: flag.Dtype = None,
     policy: flag.Policy = "full",
+    storage: flag.Storage = "model",
     batch: Annotated[int, typer.Option("--batch", help="Prompts answered together.")] = 1,
     max_new_tokens: flag.MaxNewTokens = 256,
     memory_limit: flag.MemoryLimit = None,
@@ -144,6 +149,7 @@ def plan(
     keywords = dict(
         prompt_tokens=prompt_tokens,
         policy=policy,
+        storage=storage,
         batch=batch,
         max_new_tokens=max_new_tokens,
         dtype=dtype,

@@ -3,20 +3,26 @@
 A policy is a frozen, hashable dataclass, a static argument of the compiled programs. The runtime calls it
 
 * on the host, before anything is allocated: :meth:`Policy.check`, :meth:`Policy.capacities`;
-* in the compiled prefill, once a layer with the layer's whole keys and values: :meth:`Policy.compress`;
+* in the compiled prefill, once a layer with the layer's whole keys and values: :meth:`Policy.compress`, which asks
+  :meth:`Policy.select` which rows stay; on a later turn :meth:`Policy.settle` comes before that turn's queries attend;
 * in the compiled decode step, once a layer: :meth:`Policy.append` before attention and :meth:`Policy.observe` after
   it, so that the new token takes part in attention before one leaves (a budget of B needs B + 1 slots);
 * between steps, still inside the compiled loop, when :meth:`Policy.due` says so: :meth:`Policy.maintain`.
 
-Capacities are static bounds for a bucket of lengths; budgets are traced and come from each row's own true length. The
-state a policy needs beside the pool (scores, running means, counters) lives in ``LayerCache.state`` as a pytree whose
-leaves all lead with the batch axis. A policy from elsewhere is one such class passed as ``policy=``; :func:`register`
-gives it a name for the command line.
+Capacities are static bounds for a bucket of lengths; budgets are traced and come from each row's own true length. A
+number a slot (a score, a position) is a mark and moves with its row; other state a policy needs beside the pool
+(running means, counters) lives in ``LayerCache.state`` as a pytree whose leaves all lead with the batch axis. What
+attention should hand over is declared by :attr:`Policy.signals`.
+
+A policy may be given some of a layer's heads only, as a cache of its own (``cache/groups.py``): it takes the number of
+heads from its arrays or from the ``config`` of a Turn or Step, never from elsewhere. A policy from elsewhere is one
+such class passed as ``policy=``; :func:`register` gives it a name for the command line.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import jax
@@ -24,45 +30,44 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.cache.pool import LayerCache, append_token, pack, pages_for, rows
+from kvjax.cache.pool import LayerCache, append_token, empty_layer, pages_for
+from kvjax.cache.storage import MODEL, Storage
 from kvjax.config import ModelConfig
 from kvjax.errors import UsageError
+from kvjax.policies.selection import (
+    Candidates,
+    Selection,
+    Turn,
+    gather_candidates,
+    keep_all,
+    keep_where,
+    selection,
+    top_mask,
+)
+from kvjax.policies.signals import Signals
+
+__all__ = [
+    "Candidates",
+    "HostOrTraced",
+    "Policy",
+    "Selection",
+    "Signals",
+    "Step",
+    "Turn",
+    "append_new",
+    "gather_candidates",
+    "keep_all",
+    "keep_where",
+    "numpy_or_jax",
+    "page_capacities",
+    "policy_marks",
+    "selection",
+    "share",
+    "top_mask",
+]
 
 #: Budgets are solved by one formula on the host, in NumPy, and in compiled programs.
 HostOrTraced = np.ndarray | Array
-
-
-@dataclasses.dataclass(frozen=True)
-class Signals:
-    """What attention must hand over; everything not declared is never computed.
-
-    Attributes:
-      decode_logits: :meth:`Policy.observe` gets the new query's scaled scores by page.
-    """
-
-    decode_logits: bool = False
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Turn:
-    """A prompt, a chunk of one, or a later turn, as the rows of a batch see it.
-
-    Attributes:
-      seen: [B] tokens of each row before these.
-      count: [B] how many of the new tokens belong to the row; the rest is padding on the right.
-      total: [B] tokens the row will have seen when its whole prompt is in: what a ratio is a ratio of.
-      pages: pages of each head of this layer after compression, static.
-      config: the model, static.
-      fresh: whether the cache is known to be empty, static.
-    """
-
-    seen: Int[Array, " B"]
-    count: Int[Array, " B"]
-    total: Int[Array, " B"]
-    pages: tuple[int, ...] = dataclasses.field(metadata={"static": True})
-    config: ModelConfig = dataclasses.field(metadata={"static": True})
-    fresh: bool = dataclasses.field(metadata={"static": True})
 
 
 @jax.tree_util.register_dataclass
@@ -85,13 +90,25 @@ class Step:
 class Policy:
     """Base of every policy: grows by one slot a token and never drops any, unless a subclass says otherwise."""
 
-    signals: ClassVar[Signals] = Signals()
+    #: Marks the pool holds for this policy: [B, P, R] numbers by name ("position..." is int32, the rest float32).
+    marks: ClassVar[tuple[str, ...]] = ()
     #: Whether decoding needs ever more slots, so that the pools are repacked into the next bucket now and then.
     grows: ClassVar[bool] = True
+    #: Whether capacities are planned anew on a later turn, from all tokens; a ring that keeps its size says False.
+    replans: ClassVar[bool] = True
     #: Whether :meth:`due` and :meth:`maintain` are to be called.
     maintains: ClassVar[bool] = False
     #: Whether slot 0 may stand for many tokens (``LayerCache.log_mass`` is allocated).
     merges: ClassVar[bool] = False
+
+    @property
+    def signals(self) -> Signals:
+        """What attention must hand over."""
+        return Signals()
+
+    def window_scale(self, config: ModelConfig, total: Int[Array, " B"]) -> Float[Array, " B"]:
+        """What multiplies q.k in the softmax of the window's mass, for rows of ``total`` tokens seen."""
+        return jnp.full(total.shape, config.head_dim**-0.5, jnp.float32)
 
     def check(self, config: ModelConfig) -> None:
         """Refuse a model this policy cannot run on, in one sentence (UsageError)."""
@@ -118,23 +135,51 @@ class Policy:
         """The policy's own arrays of one layer, leaves leading with the batch axis; None when it needs none."""
         return None
 
+    def init_layer(
+        self, config: ModelConfig, layer: int, batch: int, pages: tuple[int, ...], dtype: Any, storage: Storage = MODEL
+    ) -> Any:
+        """An empty cache of one layer; a policy that composes others gives :class:`HeadGroups` of theirs."""
+        marks = policy_marks(self, config)
+        empty = empty_layer(batch, pages, config.head_dim, dtype, log_mass=self.merges, marks=marks, storage=storage)
+        return empty.replace(state=self.init_state(config, layer, batch, empty.slots))
+
+    def settle(self, layer: int, cache: LayerCache, config: ModelConfig) -> LayerCache:
+        """Put a cache that has decoded in order, at the start of a later turn and before its queries attend."""
+        return cache
+
+    def select(self, layer: int, cache: LayerCache, candidates: Candidates, turn: Turn) -> Selection:
+        """Which candidates stay. Here: all."""
+        return selection(cache, candidates, candidates.valid)
+
     def compress(
         self, layer: int, cache: LayerCache, k: Float[Array, "B H T D"], v: Float[Array, "B H T D"], turn: Turn
     ) -> LayerCache:
-        """Select over the kept slots and the new tokens; the result holds ``turn.pages``. Here: keep all."""
+        """Select over the kept slots and the new tokens; the result holds ``turn.pages``.
+
+        Kept rows stay in the candidates' order, which is that of their positions. A policy with an order of its own
+        overrides this instead of :meth:`select`.
+        """
         candidates = gather_candidates(cache, k, v, turn)
-        return keep_all(cache, candidates, turn)
+        if type(self).select is Policy.select:
+            return keep_all(cache, candidates, turn)
+        chosen = self.select(layer, cache, candidates, turn)
+        candidates = dataclasses.replace(candidates, marks=chosen.marks)
+        return keep_where(cache, candidates, chosen.keep, turn).replace(state=chosen.state)
 
     def append(
         self, layer: int, cache: LayerCache, k: Float[Array, "B H D"], v: Float[Array, "B H D"], step: Step
     ) -> LayerCache:
         """Write the new token of each active row, before attention."""
-        cache = append_token(cache, k, v, step.active)
+        cache = append_new(cache, k, v, step)
         return cache.replace(next=cache.length)
 
     def observe(self, layer: int, cache: LayerCache, logits: Float[Array, "B P G R"] | None, step: Step) -> LayerCache:
         """After attention: accumulate what the policy counts, and choose the slot written ``next``."""
         return cache
+
+    def retained(self, cache: LayerCache) -> Int[Array, "B H"]:
+        """Slots of each head that hold a token still attended to."""
+        return cache.length
 
     def due(self, layers: tuple[LayerCache, ...], config: ModelConfig) -> Bool[Array, " B"]:
         """Rows that must be maintained before they may append again."""
@@ -147,68 +192,22 @@ class Policy:
         return cache
 
 
-@dataclasses.dataclass(frozen=True)
-class Candidates:
-    """What a selection chooses from: kept slots, then new tokens, contiguous per head and in that order.
-
-    Attributes:
-      k, v: [B, H, N, D] rows; rows at and beyond ``length`` are finite garbage.
-      length: [B, H] valid rows.
-      kept: [B, H] how many of them were in the cache before.
-    """
-
-    k: Float[Array, "B H N D"]
-    v: Float[Array, "B H N D"]
-    length: Int[Array, "B H"]
-    kept: Int[Array, "B H"]
+def policy_marks(policy: Policy, config: ModelConfig) -> tuple[str, ...]:
+    """Marks of a policy's pools; a model that adds ALiBi's bias needs every slot's position."""
+    alibi = getattr(config, "positional", "rope") == "alibi"
+    return (*policy.marks, *(("position",) if alibi and "position" not in policy.marks else ()))
 
 
-def gather_candidates(
-    cache: LayerCache, k: Float[Array, "B H T D"], v: Float[Array, "B H T D"], turn: Turn
-) -> Candidates:
-    """Bring a layer's kept slots and its new tokens into one run of rows per head."""
-    count = jnp.broadcast_to(turn.count[:, None], cache.length.shape)
-    if turn.fresh:
-        return Candidates(k, v, count, jnp.zeros_like(count))
-    old_k, old_v = rows(cache)
-    capacity, tokens = old_k.shape[2], k.shape[2]
-    order = jnp.arange(capacity + tokens)
-    # Row j of the run: slot j while j < length, then new token j - length.
-    source = jnp.where(order < cache.length[..., None], order, capacity + order - cache.length[..., None])
-    source = jnp.minimum(source, capacity + tokens - 1)[..., None]
-    both_k = jnp.concatenate([old_k.astype(k.dtype), k], axis=2)
-    both_v = jnp.concatenate([old_v.astype(v.dtype), v], axis=2)
-    return Candidates(
-        jnp.take_along_axis(both_k, source, axis=2),
-        jnp.take_along_axis(both_v, source, axis=2),
-        cache.length + count,
-        cache.length,
-    )
-
-
-def keep_all(cache: LayerCache, candidates: Candidates, turn: Turn) -> LayerCache:
-    """Every candidate stays, in order."""
-    k, v = pack(candidates.k, candidates.v, turn.pages, cache.k.dtype)
-    return cache.replace(k=k, v=v, length=candidates.length, next=candidates.length, pages=turn.pages)
-
-
-def keep_where(cache: LayerCache, candidates: Candidates, keep: Bool[Array, "B H N"], turn: Turn) -> LayerCache:
-    """The candidates marked ``keep`` stay, in order; the mask must be False beyond their length."""
-    slots = max(turn.pages) * cache.k.shape[3]
-    rank = jnp.cumsum(keep, axis=-1)
-    length = rank[..., -1].astype(jnp.int32)
-    # Slot i takes the (i + 1)-th kept row: the first position whose running count reaches i + 1.
-    flat = rank.reshape(-1, rank.shape[-1])
-    wanted = jnp.arange(1, slots + 1)
-    source = jax.vmap(lambda r: jnp.searchsorted(r, wanted))(flat).reshape(*rank.shape[:-1], slots)
-    source = jnp.minimum(source, keep.shape[-1] - 1)[..., None]
-    k, v = pack(
-        jnp.take_along_axis(candidates.k, source, axis=2),
-        jnp.take_along_axis(candidates.v, source, axis=2),
-        turn.pages,
-        cache.k.dtype,
-    )
-    return cache.replace(k=k, v=v, length=length, next=length, pages=turn.pages)
+def append_new(
+    cache: LayerCache,
+    k: Float[Array, "B H D"],
+    v: Float[Array, "B H D"],
+    step: Step,
+    marks: Mapping[str, Array] | None = None,
+) -> LayerCache:
+    """Write the step's token at ``next`` with its marks: its position, and [B, H] others by name (0 if not given)."""
+    position = jnp.broadcast_to(step.position[:, None], cache.next.shape)
+    return append_token(cache, k, v, step.active, {"position": position, **(marks or {})})
 
 
 def share(ratio: float, total: HostOrTraced | int) -> Any:

@@ -41,8 +41,9 @@ class LagKV(Policy):
     each time the rest reaches 2 x lag; kept tokens are never scored again, and stay in order of position.
 
     Size, exactly one of: ``ratio``, the overall retained share of the row, from which the share of a partition is
-    solved by [12, 13] (a short row may not reach it: sinks and window always stay); ``partition_ratio``, the paper's
-    r. With neither, ratio is 0.25. Where [12] leaves the moment open (decoding, later turns, chunks) the share is
+    solved by [12, 13] (a short row may not reach it: sinks and window always stay); ``budget``, the same in tokens of
+    the whole row, at which it stays while decoding, but for the window's coming and going; ``partition_ratio``, the
+    paper's r. With none, ratio is 0.25. Where [12] leaves the moment open (decoding, later turns, chunks) the share is
     solved anew for the partitions being compressed, from the slots and the tokens the row has by then, so that the
     row as a whole holds ``ratio`` as soon as it can.
 
@@ -57,6 +58,7 @@ class LagKV(Policy):
 
     ratio: float | None = None
     partition_ratio: float | None = None
+    budget: int | None = None
     sink: int = 16
     lag: int = 128
     variant: Literal["lag", "local", "l2"] = "lag"
@@ -65,14 +67,21 @@ class LagKV(Policy):
     maintains: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        only_one("LagKV", ratio=self.ratio, partition_ratio=self.partition_ratio)
-        if self.ratio is None and self.partition_ratio is None:
+        only_one("LagKV", ratio=self.ratio, partition_ratio=self.partition_ratio, budget=self.budget)
+        if self.ratio is None and self.partition_ratio is None and self.budget is None:
             object.__setattr__(self, "ratio", 0.25)
         for name in ("ratio", "partition_ratio"):
             if getattr(self, name) is not None:
                 number(name, getattr(self, name), 0, 1, open_below=True)
         whole_number("sink", self.sink, 0)
         whole_number("lag", self.lag, 2)
+        if self.budget is not None:
+            whole_number("budget", self.budget, 1)
+            if self.budget < self.sink + self.lag:
+                raise UsageError(
+                    f"A budget of {self.budget} tokens is smaller than {self.sink} sinks and a window of {self.lag}; "
+                    f"give at least {self.sink + self.lag}, or a smaller lag."
+                )
         one_of("variant", self.variant, ("lag", "local", "l2"))
         one_of("prefill", self.prefill, ("whole", "chunked"))
 
@@ -103,8 +112,14 @@ class LagKV(Policy):
             return xp.full(xp.shape(total), int(self.partition_ratio * lag), xp.int32)
         partitions = xp.maximum((total - covered) // lag - 1, 1)
         window = lag + (total - covered) % lag
-        spare = share(self.ratio or 1.0, total) - static - window
+        spare = self._target(total) - static - window
         return xp.clip(spare // partitions, 0, lag).astype(xp.int32)
+
+    def _target(self, total: HostOrTraced | int) -> Any:
+        """Tokens the row should hold of ``total``."""
+        if self.budget is not None:
+            return self.budget
+        return share(self.ratio or 1.0, total)
 
     def budgets(self, config: ModelConfig, layer: int, total: HostOrTraced) -> HostOrTraced:
         xp = numpy_or_jax(total)
@@ -129,7 +144,7 @@ class LagKV(Policy):
         if self.partition_ratio is not None:
             partitions = max((tokens - self.sink) // self.lag - 1, 0)
             return self.sink + int(self.partition_ratio * self.lag) * partitions + 2 * self.lag
-        return max(self.sink + 2 * self.lag, int(share(self.ratio or 1.0, tokens)) + self.lag)
+        return max(self.sink + 2 * self.lag, int(self._target(tokens)) + self.lag)
 
     # --- which ------------------------------------------------------------------------------------------------
 
@@ -234,7 +249,8 @@ class LagKV(Policy):
         # Only the last 2 L slots change: the oldest partition shrinks and the window moves up to it.
         region, first = take_pages(cache, row, static, 2 * lag)
         offset = static - first * cache.k.shape[3]
-        k, v = (jax.lax.dynamic_slice_in_dim(x, offset, 2 * lag, axis=1) for x in region)
+        part = {name: jax.lax.dynamic_slice_in_dim(x, offset, 2 * lag, axis=1) for name, x in region.items()}
+        k, v = part["k"], part["v"]
         scores = self._partition_scores(k[:, :lag], v[:, :lag], k[:, lag:], v[:, lag:])
         # Counting beats two sorts for one short partition.
         ranks = count_better(scores) if lag <= 256 else rank_descending(scores)
@@ -243,12 +259,12 @@ class LagKV(Policy):
         place = jnp.arange(2 * lag)
         kept = jax.vmap(lambda c: jnp.searchsorted(c, place + 1))(count)
         source = jnp.where(place < keep, kept, jnp.where(place < keep + lag, place - keep + lag, place))
-        k, v = (jnp.take_along_axis(x, source[..., None], axis=1) for x in (k, v))
-        region_k, region_v = region
-        moved = (
-            jax.lax.dynamic_update_slice_in_dim(region_k, k, offset, axis=1),
-            jax.lax.dynamic_update_slice_in_dim(region_v, v, offset, axis=1),
-        )
+        moved = {
+            name: jax.lax.dynamic_update_slice_in_dim(
+                whole, jnp.take_along_axis(part[name], source[..., None], axis=1), offset, axis=1
+            )
+            for name, whole in region.items()
+        }
         cache = put_pages(cache, row, first, moved)
         length = cache.length.at[row].set(static + keep + lag)
         state = LagState(state.static.at[row].set(static + keep), state.covered.at[row].set(covered + lag))

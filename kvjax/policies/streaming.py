@@ -10,12 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from kvjax.cache.pool import LayerCache, append_token, pack, write
+from kvjax.cache.pool import LayerCache, store, write
 from kvjax.checks import number, whole_number
 from kvjax.config import ModelConfig
 from kvjax.errors import UsageError
 from kvjax.model.rope import angles, rotate
-from kvjax.policies.base import HostOrTraced, Policy, Step, Turn, numpy_or_jax, share
+from kvjax.policies.base import HostOrTraced, Policy, Step, Turn, append_new, numpy_or_jax, share
 from kvjax.policies.checks import one_of, only_one
 
 
@@ -59,6 +59,7 @@ class StreamingLLM(Policy):
     positions: Literal["original", "cache"] = "original"
 
     grows: ClassVar[bool] = False
+    replans: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         whole_number("sink", self.sink, 0)
@@ -131,15 +132,15 @@ class StreamingLLM(Policy):
         new_k, new_v = jnp.take_along_axis(k, source, axis=2), jnp.take_along_axis(v, source, axis=2)
         length = jnp.broadcast_to(jnp.minimum(count, budget)[:, None], cache.length.shape)
         following = jnp.broadcast_to(self._slot(count, budget)[:, None], cache.length.shape)
-        changes: dict[str, Any] = {"length": length, "next": following}
+        marks = {"position": jnp.broadcast_to(jnp.maximum(number, 0)[:, None], new_k.shape[:3])}
         if turn.fresh:
-            changes["k"], changes["v"] = pack(new_k, new_v, turn.pages, cache.k.dtype)
-            cache = cache.replace(pages=turn.pages, **changes)
+            cache = store(cache, new_k, new_v, length, turn.pages, marks)
         else:
             target = jnp.broadcast_to(slot[:, None], new_k.shape[:3])
             # The ring keeps its allocation; a slot beyond it can only belong to a longer bucket's padding.
             valid = jnp.broadcast_to((from_new & (slot < budget[:, None]))[:, None], new_k.shape[:3])
-            cache = write(cache, new_k, new_v, target, valid).replace(**changes)
+            cache = write(cache, new_k, new_v, target, valid, marks).replace(length=length)
+        cache = cache.replace(next=following)
         sink_k = state.sink_k
         if sink_k is not None:
             fresh_sinks = from_new[:, : self.sink][:, None, :, None]
@@ -152,7 +153,7 @@ class StreamingLLM(Policy):
     ) -> LayerCache:
         state: RingState = cache.state
         filling = state.count < self.sink
-        cache = append_token(cache, k, v, step.active)
+        cache = append_new(cache, k, v, step)
         sink_k = state.sink_k
         if sink_k is not None and self.sink:
             # A prompt shorter than the sinks: the tokens that follow become sinks.

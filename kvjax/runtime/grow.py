@@ -6,8 +6,7 @@ import functools
 
 import jax
 
-from kvjax.cache.pool import resize
-from kvjax.cache.value import Cache
+from kvjax.cache.value import Cache, resize_layer
 from kvjax.config import ModelConfig
 from kvjax.policies.base import page_capacities
 
@@ -20,7 +19,7 @@ def grow(cache: Cache, *, config: ModelConfig, new_room: int) -> Cache:
     """
     wanted = page_capacities(cache.policy, config, cache.prompt_room, new_room)
     layers = tuple(
-        resize(layer, tuple(max(old, new) for old, new in zip(layer.pages, pages, strict=True)))
+        resize_layer(layer, tuple(max(old, new) for old, new in zip(layer.pages, pages, strict=True)))
         for layer, pages in zip(cache.layers, wanted, strict=True)
     )
     return cache.replace(layers=layers, new_room=new_room)

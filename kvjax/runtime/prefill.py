@@ -16,33 +16,37 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.attention import KeptRows, attend_causal, attend_kept, kept_rows, running_start
-from kvjax.cache.pool import LayerCache, empty_layer
+from kvjax.cache.groups import Layer, parts
+from kvjax.cache.storage import MODEL, Storage
 from kvjax.cache.value import Cache, Pools, attach, detach
 from kvjax.config import ModelConfig
 from kvjax.model.decoder import Decoder, DecoderLayer
 from kvjax.model.rope import angles, rotate
 from kvjax.policies.base import Policy, Turn, page_capacities
 from kvjax.policies.full import Full
+from kvjax.policies.signals import PromptSignals
 from kvjax.runtime.buckets import block_of
+from kvjax.runtime.taps import LayerTap, Taps, layer_tap
 
 Pages = tuple[tuple[int, ...], ...]
 
 
-def empty_cache(config: ModelConfig, policy: Policy, batch: int, prompt_room: int, new_room: int, dtype: Any) -> Cache:
+def empty_cache(
+    config: ModelConfig,
+    policy: Policy,
+    batch: int,
+    prompt_room: int,
+    new_room: int,
+    dtype: Any,
+    storage: Storage = MODEL,
+) -> Cache:
     """A cache that has seen nothing, allocated for prompts of ``prompt_room`` tokens and ``new_room`` decoded ones."""
     pages = page_capacities(policy, config, prompt_room, new_room)
     layers = tuple(
-        _empty_layer(config, policy, layer, batch, pages[layer], dtype) for layer in range(config.num_layers)
+        policy.init_layer(config, layer, batch, pages[layer], dtype, storage) for layer in range(config.num_layers)
     )
     zeros = jnp.zeros((batch,), jnp.int32)
     return Cache(layers, zeros, zeros, zeros - 1, policy, prompt_room, new_room)
-
-
-def _empty_layer(
-    config: ModelConfig, policy: Policy, layer: int, batch: int, pages: tuple[int, ...], dtype: Any
-) -> LayerCache:
-    empty = empty_layer(batch, pages, config.head_dim, dtype, log_mass=policy.merges)
-    return empty.replace(state=policy.init_state(config, layer, batch, empty.slots))
 
 
 def _layer(
@@ -53,34 +57,41 @@ def _layer(
     kept: KeptRows | None,
     blocks: Int[Array, ""],
     zero: Int[Array, ""],
-    dtype: Any,
-) -> tuple[Float[Array, "B T M"], Float[Array, "B H T D"], Float[Array, "B H T D"]]:
-    """One layer over the whole prompt in query blocks: hidden states out, and its keys and values as cached."""
+    tap: LayerTap | None = None,
+) -> tuple[Float[Array, "B T M"], Float[Array, "B H T D"], Float[Array, "B H T D"], PromptSignals | None]:
+    """One layer over the whole prompt in query blocks: hidden states out, its keys and values as cached, and the
+    signals that ``tap`` asks for.
+    """
     config = layer.config
     batch, tokens, _ = x.shape
     heads, group, dim = config.num_kv_heads, config.group_size, config.head_dim
     block = block_of(tokens)
     scale = dim**-0.5
+    window = None if tap is None else tap.window_queries(layer, x, cos, sin)
 
-    def body(i: Int[Array, ""], carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-        x, k, v = carry
+    def body(i: Int[Array, ""], carry: tuple[Array, Array, Array, Taps | None]) -> tuple[Any, ...]:
+        x, k, v, taps = carry
         xb, cb, sb = (jax.lax.dynamic_slice_in_dim(a, i * block, block, axis=1) for a in (x, cos, sin))
-        q, kb, vb = layer.project(xb)
+        raw, kb, vb = layer.project(xb)
         kb = rotate(kb, cb[:, :, None], sb[:, :, None])
-        q = rotate(q, cb[:, :, None, None], sb[:, :, None, None])
-        k = jax.lax.dynamic_update_slice_in_dim(k, kb.swapaxes(1, 2).astype(dtype), i * block, axis=2)
-        v = jax.lax.dynamic_update_slice_in_dim(v, vb.swapaxes(1, 2).astype(dtype), i * block, axis=2)
+        q = rotate(raw, cb[:, :, None, None], sb[:, :, None, None])
+        k = jax.lax.dynamic_update_slice_in_dim(k, kb.swapaxes(1, 2).astype(k.dtype), i * block, axis=2)
+        v = jax.lax.dynamic_update_slice_in_dim(v, vb.swapaxes(1, 2).astype(v.dtype), i * block, axis=2)
         q = q.transpose(0, 2, 3, 1, 4).reshape(batch, heads, group * block, dim)
         running = running_start(batch, heads, group * block, dim)
         if kept is not None:
             running = attend_kept(running, q, kept, scale=scale)
-        _, mass, out = attend_causal(running, q, k, v, i, block, scale=scale)
+        peak, mass, out = attend_causal(running, q, k, v, i, block, scale=scale)
+        if tap is not None and taps is not None:
+            taps = tap.after_block(taps, raw, q, peak + jnp.log(mass), k, kept, i)
         attended = (out / mass[..., None]).reshape(batch, heads, group, block, dim).transpose(0, 3, 1, 2, 4)
         xb = layer.finish(xb, attended.astype(x.dtype))
-        return jax.lax.dynamic_update_slice_in_dim(x, xb, i * block, axis=1), k, v
+        return jax.lax.dynamic_update_slice_in_dim(x, xb, i * block, axis=1), k, v, taps
 
-    empty = jnp.broadcast_to(zero.astype(dtype), (batch, heads, tokens, dim))
-    return jax.lax.fori_loop(0, blocks, body, (x, empty, empty))
+    empty = jnp.broadcast_to(zero.astype(x.dtype), (batch, heads, tokens, dim))
+    taps = None if tap is None else tap.start(kept, tokens)
+    x, k, v, taps = jax.lax.fori_loop(0, blocks, body, (x, empty, empty, taps))
+    return x, k, v, None if tap is None else tap.finish(taps, window, k, kept, blocks, block)
 
 
 def _forward(
@@ -99,14 +110,18 @@ def _forward(
     positions = cache.seen[:, None] + jnp.arange(tokens.shape[1])
     cos, sin = angles(config, positions, cache.seen + count)
     x = params.embed(tokens)
-    done: list[LayerCache] = []
+    tap = layer_tap(policy, config, cache.seen, count, total, tokens.shape[1])
+    done: list[Layer] = []
     zero = jnp.int32(0)
     for i, (layer, old) in enumerate(zip(params.layers, cache.layers, strict=True)):
-        kept = None if fresh else kept_rows(old, block)
-        x, k, v = _layer(layer, x, cos, sin, kept, blocks, zero, old.k.dtype)
-        turn = Turn(cache.seen, count, total, pages=pages[i], config=config, fresh=fresh)
+        kept = None
+        if not fresh:
+            old = policy.settle(i, old, config)
+            kept = kept_rows(old, block)
+        x, k, v, signals = _layer(layer, x, cos, sin, kept, blocks, zero, tap)
+        turn = Turn(cache.seen, count, total, pages=pages[i], config=config, fresh=fresh, signals=signals)
         packed = policy.compress(i, old, k, v, turn)
-        zero = _zero_after(packed.k, packed.v)
+        zero = _zero_after(*(pool for part in parts(packed) for pool in (part.k, part.v)))
         done.append(packed)
     seen = cache.seen + count
     anchor = jnp.where(count > 0, seen, cache.anchor)
@@ -130,7 +145,7 @@ def _last_logits(params: Decoder, x: Float[Array, "B T M"], count: Int[Array, " 
     return params.logits(jnp.take_along_axis(x, last, axis=1)[:, 0])
 
 
-@functools.partial(jax.jit, static_argnames=("policy", "prompt_room", "new_room", "dtype"))
+@functools.partial(jax.jit, static_argnames=("policy", "prompt_room", "new_room", "dtype", "storage"))
 def prefill_fresh(
     params: Decoder,
     tokens: Int[Array, "B T"],
@@ -141,6 +156,7 @@ def prefill_fresh(
     prompt_room: int,
     new_room: int,
     dtype: Any,
+    storage: Storage = MODEL,
 ) -> tuple[Cache, Float[Array, "B V"]]:
     """Read prompts into a new cache.
 
@@ -149,13 +165,13 @@ def prefill_fresh(
       tokens: token ids padded on the right to a bucket.
       count: tokens of each row; at least 1.
       total: tokens of each row's whole prompt, of which this may be the first chunk.
-      policy, prompt_room, new_room, dtype: what stays and what is allocated for it; static.
+      policy, prompt_room, new_room, dtype, storage: what stays and what is allocated for it; static.
 
     Returns:
       The cache, and the logits after each row's last token (float32).
     """
     config = params.config
-    cache = empty_cache(config, policy, tokens.shape[0], prompt_room, new_room, dtype)
+    cache = empty_cache(config, policy, tokens.shape[0], prompt_room, new_room, dtype, storage)
     cache, x = _forward(params, cache, tokens, count, total, tuple(c.pages for c in cache.layers), fresh=True)
     return cache, _last_logits(params, x, count)
 
@@ -186,10 +202,15 @@ def prefill_onto(
 
 
 def _pages_onto(config: ModelConfig, cache: Cache, prompt_room: int, new_room: int) -> Pages:
-    """Pages after a turn: planned anew for a policy that grows, else as they are."""
+    """Pages after a turn: planned anew, or as they are for a policy that keeps its size."""
+    old = tuple(layer.pages for layer in cache.layers)
+    if not cache.policy.replans:
+        return old
+    wanted = page_capacities(cache.policy, config, prompt_room, new_room)
     if cache.policy.grows:
-        return page_capacities(cache.policy, config, prompt_room, new_room)
-    return tuple(layer.pages for layer in cache.layers)
+        return wanted
+    # A bounded cache never shrinks: a shorter bucket's turn reuses what is allocated.
+    return tuple(tuple(max(pair) for pair in zip(*layers, strict=True)) for layers in zip(old, wanted, strict=True))
 
 
 def _prefill_onto(

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kvjax.cache.storage import MODEL, Storage
 from kvjax.cache.value import Cache, take
 from kvjax.config import ModelConfig
 from kvjax.model.decoder import Decoder
@@ -49,6 +50,7 @@ def read_prompts(
     cache: Cache | None,
     consume: bool,
     dtype: Any,
+    storage: Storage = MODEL,
 ) -> tuple[Cache, jax.Array]:
     """Prefill prompts of different lengths as one batch, onto ``cache`` when there is one.
 
@@ -60,7 +62,7 @@ def read_prompts(
     seen = np.zeros_like(lengths) if cache is None else np.asarray(cache.seen)
     total = seen + lengths
     # A bounded cache stays as it is allocated, so one program serves all turns of a conversation.
-    room = prompt_bucket(int(total.max())) if cache is None or policy.grows else cache.prompt_room
+    room = prompt_bucket(int(total.max())) if cache is None or policy.replans else cache.prompt_room
     logits = None
     for start, size in _chunks(policy, config, int(lengths.max())):
         count = np.clip(lengths - start, 0, size)
@@ -71,7 +73,7 @@ def read_prompts(
         read = jnp.asarray(tokens), jnp.asarray(count), jnp.asarray(total)
         rooms = {"prompt_room": room, "new_room": NEW_TOKENS}
         if cache is None:
-            cache, new = prefill_fresh(params, *read, policy=policy, dtype=dtype, **rooms)
+            cache, new = prefill_fresh(params, *read, policy=policy, dtype=dtype, storage=storage, **rooms)
         else:
             cache, new = prefill_onto(params, cache, *read, consume=consume, **rooms)
         consume = True  # from the second chunk on the cache is this function's own
@@ -118,13 +120,9 @@ class Session:
         assert self._state is not None
         return self._state.cache
 
-    def prefill(
-        self, prompts: Sequence[Sequence[int]], *, policy: Policy, cache: Cache | None, consume: bool, dtype: Any
-    ) -> tuple[Cache, jax.Array]:
-        """Read prompts; timed."""
-        result = jax.block_until_ready(
-            read_prompts(self.params, prompts, policy=policy, cache=cache, consume=consume, dtype=dtype)
-        )
+    def prefill(self, prompts: Sequence[Sequence[int]], **options: Any) -> tuple[Cache, jax.Array]:
+        """Read prompts, as :func:`read_prompts`; timed."""
+        result = jax.block_until_ready(read_prompts(self.params, prompts, **options))
         spent = self._lap()
         self.times.prompt += spent
         self.times.first += spent

@@ -10,35 +10,60 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kvjax.cache.storage import MODEL, Storage
 from kvjax.cache.value import Cache
 from kvjax.config import ModelConfig
 from kvjax.model.decoder import Decoder
 from kvjax.policies.base import Policy, Turn
+from kvjax.policies.signals import Mass, PromptSignals, QueryStats
 from kvjax.runtime.decode import CHUNK, Controls, DecodeState, decode_chunk
 from kvjax.runtime.prefill import empty_cache
 from kvjax.runtime.sampling import Sampling
 from kvjax.runtime.stopping import stop_table
 
 
-@functools.partial(jax.jit, static_argnames=("config", "policy", "batch", "tokens", "new_room", "dtype"))
-def _filled(config: ModelConfig, policy: Policy, batch: int, tokens: int, new_room: int, dtype: Any) -> Cache:
-    cache = empty_cache(config, policy, batch, tokens, new_room, dtype)
+@functools.partial(jax.jit, static_argnames=("config", "policy", "batch", "tokens", "new_room", "dtype", "storage"))
+def _filled(
+    config: ModelConfig, policy: Policy, batch: int, tokens: int, new_room: int, dtype: Any, storage: Storage
+) -> Cache:
+    cache = empty_cache(config, policy, batch, tokens, new_room, dtype, storage)
     count = jnp.full((batch,), tokens, jnp.int32)
     layers = []
     for i, layer in enumerate(cache.layers):
         shape = (batch, config.num_kv_heads, tokens, config.head_dim)
         keys = jax.random.split(jax.random.key(i), 2)
         k, v = (jax.random.normal(key, shape, jnp.float32).astype(dtype) for key in keys)
-        turn = Turn(cache.seen, count, count, pages=layer.pages, config=config, fresh=True)
+        signals = random_signals(policy, config, batch, tokens, keys[0])
+        turn = Turn(cache.seen, count, count, pages=layer.pages, config=config, fresh=True, signals=signals)
         layers.append(jax.lax.optimization_barrier(policy.compress(i, layer, k, v, turn)))
     return cache.replace(layers=tuple(layers), seen=count, anchor=count, pending=jnp.zeros_like(count))
 
 
+def random_signals(policy: Policy, config: ModelConfig, batch: int, tokens: int, key: Any) -> PromptSignals | None:
+    """Random numbers in the shapes of what the policy asks of a fresh prompt."""
+    asked = policy.signals
+    heads = (batch, config.num_kv_heads, config.group_size)
+    window = Mass(None, jax.random.uniform(key, (*heads, tokens))) if asked.window or asked.window_share else None
+    columns = Mass(None, jax.random.uniform(key, (*heads, tokens))) if asked.columns else None
+    stats = None
+    if asked.queries:
+        mean = jax.random.normal(key, (*heads, config.head_dim))
+        covariance = jnp.broadcast_to(jnp.eye(config.head_dim), (*mean.shape, config.head_dim))
+        stats = QueryStats(jnp.full((batch,), tokens, jnp.float32), mean, covariance)
+    return PromptSignals(window, columns, stats)
+
+
 def filled_cache(
-    config: ModelConfig, policy: Policy, batch: int, seen: int, dtype: Any = jnp.float32, new_room: int = 256
+    config: ModelConfig,
+    policy: Policy,
+    batch: int,
+    seen: int,
+    dtype: Any = jnp.float32,
+    new_room: int = 256,
+    storage: Storage = MODEL,
 ) -> Cache:
     """A cache as after prompts of ``seen`` tokens with random keys and values, without running a prompt."""
-    return _filled(config, policy, batch, seen, new_room, jnp.dtype(dtype))
+    return _filled(config, policy, batch, seen, new_room, jnp.dtype(dtype), storage)
 
 
 def benchmark_controls(config: ModelConfig, batch: int) -> Controls:

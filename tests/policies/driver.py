@@ -14,7 +14,6 @@ import toys
 from kvjax.cache.pool import LayerCache, rows
 from kvjax.config import ModelConfig
 from kvjax.policies.base import Policy, Step, Turn, page_capacities
-from kvjax.runtime.prefill import _empty_layer
 
 
 def config_for(heads: int, dim: int, layers: int = 1, **changes: Any) -> ModelConfig:
@@ -38,7 +37,7 @@ class Driver:
 
     def __post_init__(self) -> None:
         self.pages = page_capacities(self.policy, self.config, self.prompt_room, self.new_room)[self.layer]
-        self.cache: LayerCache = _empty_layer(self.config, self.policy, self.layer, self.batch, self.pages, self.dtype)
+        self.cache: LayerCache = self.policy.init_layer(self.config, self.layer, self.batch, self.pages, self.dtype)
         self.seen = np.zeros(self.batch, np.int32)
 
     def read(self, k: np.ndarray, v: np.ndarray, count: Any, total: Any = None) -> Driver:

@@ -29,8 +29,11 @@ class HeavyHitters(Policy):
 
     budget: int = 24
 
-    signals: ClassVar[Signals] = Signals(decode_logits=True)
     grows: ClassVar[bool] = False
+
+    @property
+    def signals(self) -> Signals:
+        return Signals(decode_logits=True)
 
     def capacities(self, config, prompt, new):
         return ((self.budget + 1,) * config.num_kv_heads,) * config.num_layers

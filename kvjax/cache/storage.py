@@ -1,0 +1,109 @@
+"""How the rows of a cache are stored: in the model's dtype, or as int8 with scales. Any policy, any storage.
+
+int8: a key channel has one scale per row and head, since the channels of keys differ in size by far more than tokens
+do; a value has one scale per token. The scales never meet the pool when it is read: a key's is folded into the query,
+a value's into its attention weight.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from kvjax.checks import number
+from kvjax.errors import UsageError
+
+#: The largest magnitude stored: symmetric, so that negating a row negates what is stored.
+LEVELS = 127
+
+
+@dataclasses.dataclass(frozen=True)
+class Storage:
+    """What keys and values are stored as; hashable and static.
+
+    Attributes:
+      kind: "model" (the dtype of the weights) or "int8".
+      headroom: the scale of an int8 key channel is fixed when rows are packed, at this many times the largest
+        magnitude packed; rows decoded later are clipped to it, and counted.
+    """
+
+    kind: str = "model"
+    headroom: float = 1.25
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("model", "int8"):
+            raise UsageError(f"storage is {self.kind!r}; give 'model' or 'int8'.")
+        number("headroom", self.headroom, 1)
+
+    @property
+    def quantised(self) -> bool:
+        return self.kind == "int8"
+
+
+MODEL = Storage()
+
+
+def parse_storage(value: Any) -> Storage:
+    """A storage from its name; None is the model's dtype, and a Storage passes through. UsageError otherwise."""
+    if value is None:
+        return MODEL
+    if isinstance(value, Storage):
+        return value
+    if not isinstance(value, str):
+        raise UsageError(f"storage is {value!r}; give 'model', 'int8' or a kvjax.Storage.")
+    return Storage(value)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Scales:
+    """What int8 rows are multiplied by.
+
+    Attributes:
+      k: [B, H, D] float32, of each key channel; 0 while a row holds nothing.
+      v: [B, P, R] float32, of each slot's value.
+      clipped: [B, H] int32, rows written after packing that had a channel beyond the scale.
+      headroom: see :class:`Storage`; static.
+    """
+
+    k: Float[Array, "B H D"]
+    v: Float[Array, "B P R"]
+    clipped: Int[Array, "B H"]
+    headroom: float = dataclasses.field(metadata={"static": True})
+
+
+def key_scale(
+    k: Float[Array, "B H N D"], valid: Bool[Array, "B H N"], old: Float[Array, "B H D"], headroom: float
+) -> Float[Array, "B H D"]:
+    """Scales of key channels when these rows are packed: with headroom over the largest, and never smaller than before.
+
+    Rows that were packed with the old scale keep their stored numbers as long as nothing larger comes in.
+    """
+    largest = jnp.max(jnp.where(valid[..., None], jnp.abs(k.astype(jnp.float32)), 0.0), axis=2)
+    fits = largest <= old * LEVELS
+    return jnp.where(fits, old, largest * (headroom / LEVELS))
+
+
+def quantise_keys(
+    k: Float[Array, "B H N D"], scale: Float[Array, "B H D"]
+) -> tuple[Int[Array, "B H N D"], Bool[Array, "B H N"]]:
+    """int8 keys, and which rows were clipped."""
+    # A channel that never was anything but 0 has scale 0: what comes later is clipped to 0, and counted.
+    safe = jnp.where(scale > 0, scale, 1.0)[:, :, None]
+    levels = jnp.round(k.astype(jnp.float32) / safe)
+    levels = jnp.where((scale > 0)[:, :, None], levels, jnp.where(k == 0, 0.0, LEVELS + 1))
+    clipped = (jnp.abs(levels) > LEVELS).any(axis=-1)
+    bounded = jnp.where((scale > 0)[:, :, None], jnp.clip(levels, -LEVELS, LEVELS), 0.0)
+    return bounded.astype(jnp.int8), clipped
+
+
+def quantise_values(v: Float[Array, "B H N D"]) -> tuple[Int[Array, "B H N D"], Float[Array, "B H N"]]:
+    """int8 values and each row's scale."""
+    wide = v.astype(jnp.float32)
+    scale = jnp.max(jnp.abs(wide), axis=-1) / LEVELS
+    levels = jnp.round(wide / jnp.where(scale > 0, scale, 1.0)[..., None])
+    return jnp.clip(levels, -LEVELS, LEVELS).astype(jnp.int8), scale

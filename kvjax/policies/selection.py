@@ -1,0 +1,195 @@
+"""Choosing rows: candidates in, a mask out, and a pool of the rows that stay."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from kvjax.cache.pool import LayerCache, mark_rows, rows, store
+from kvjax.config import ModelConfig
+from kvjax.policies.signals import CandidateSignals, Mass, PromptSignals
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Turn:
+    """A prompt, a chunk of one, or a later turn, as the rows of a batch see it.
+
+    Attributes:
+      seen: [B] tokens of each row before these.
+      count: [B] how many of the new tokens belong to the row; the rest is padding on the right.
+      total: [B] tokens the row will have seen when its whole prompt is in: what a ratio is a ratio of.
+      pages: pages of each head of this layer after compression, static.
+      config: the model, static.
+      fresh: whether the cache is known to be empty, static.
+      signals: what attention handed over of these tokens, or None when the policy declares nothing.
+    """
+
+    seen: Int[Array, " B"]
+    count: Int[Array, " B"]
+    total: Int[Array, " B"]
+    pages: tuple[int, ...] = dataclasses.field(metadata={"static": True})
+    config: ModelConfig = dataclasses.field(metadata={"static": True})
+    fresh: bool = dataclasses.field(metadata={"static": True})
+    signals: PromptSignals | None = None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Candidates:
+    """What a selection chooses from: kept slots, then new tokens, contiguous per head and in that order.
+
+    Attributes:
+      k, v: [B, H, N, D] rows; rows at and beyond ``length`` are finite garbage.
+      length: [B, H] valid rows.
+      kept: [B, H] how many of them were in the cache before.
+      marks: [B, H, N] by name; of new tokens "position" is filled in and the others are 0.
+      signals: what attention handed over, in the candidates' order.
+    """
+
+    k: Float[Array, "B H N D"]
+    v: Float[Array, "B H N D"]
+    length: Int[Array, "B H"]
+    kept: Int[Array, "B H"]
+    marks: dict[str, Array] = dataclasses.field(default_factory=dict)
+    signals: CandidateSignals = dataclasses.field(default_factory=CandidateSignals)
+
+    @property
+    def valid(self) -> Bool[Array, "B H N"]:
+        """Which rows are candidates."""
+        return jnp.arange(self.k.shape[2]) < self.length[..., None]
+
+    @property
+    def fresh_rows(self) -> Bool[Array, "B H N"]:
+        """Which rows are new tokens."""
+        return self.valid & (jnp.arange(self.k.shape[2]) >= self.kept[..., None])
+
+
+@dataclasses.dataclass(frozen=True)
+class Selection:
+    """A policy's choice among candidates.
+
+    Attributes:
+      keep: [B, H, N], False beyond the candidates' length.
+      marks: [B, H, N] by name, of the candidates.
+      state: the layer's state afterwards.
+    """
+
+    keep: Bool[Array, "B H N"]
+    marks: dict[str, Array]
+    state: Any
+
+
+def selection(
+    cache: LayerCache,
+    candidates: Candidates,
+    keep: Bool[Array, "B H N"],
+    marks: Mapping[str, Array] | None = None,
+    **changes: Any,
+) -> Selection:
+    """A choice that leaves the state and the other marks as they are."""
+    return Selection(keep, {**candidates.marks, **(marks or {})}, changes.get("state", cache.state))
+
+
+def gather_candidates(
+    cache: LayerCache, k: Float[Array, "B H T D"], v: Float[Array, "B H T D"], turn: Turn
+) -> Candidates:
+    """Bring a layer's kept slots and its new tokens into one run of rows per head."""
+    count = jnp.broadcast_to(turn.count[:, None], cache.length.shape)
+    shape = k.shape[:3]
+    new_marks = {name: jnp.zeros(shape, mark.dtype) for name, mark in cache.marks.items()}
+    if "position" in new_marks:
+        new_marks["position"] = jnp.broadcast_to((turn.seen[:, None] + jnp.arange(shape[2]))[:, None], shape)
+    given = turn.signals or PromptSignals()
+    if turn.fresh:
+        signals = CandidateSignals(
+            None if given.window is None else given.window.new,
+            None if given.columns is None else given.columns.new,
+            given.queries,
+        )
+        return Candidates(k, v, count, jnp.zeros_like(count), new_marks, signals)
+    old_k, old_v = rows(cache)
+    capacity, tokens = old_k.shape[2], k.shape[2]
+    order = jnp.arange(capacity + tokens)
+    # Row j of the run: slot j while j < length, then new token j - length.
+    source = jnp.where(order < cache.length[..., None], order, capacity + order - cache.length[..., None])
+    source = jnp.minimum(source, capacity + tokens - 1)
+
+    def join(old: Array, new: Array, axis: int) -> Array:
+        dtype = jnp.promote_types(old.dtype, new.dtype)
+        both = jnp.concatenate([old.astype(dtype), new.astype(dtype)], axis=axis)
+        index = jnp.expand_dims(source, tuple(i for i in range(both.ndim) if i not in (0, 1, axis)))
+        return jnp.take_along_axis(both, index, axis=axis)
+
+    def join_mass(mass: Mass | None) -> Array | None:
+        if mass is None:
+            return None
+        # A layer's longest head may be longer than this group's: its slots end earlier.
+        kept = jnp.zeros_like(mass.new) if mass.kept is None else mass.kept
+        kept = jnp.pad(kept, ((0, 0),) * 3 + ((0, max(capacity - kept.shape[3], 0)),))[..., :capacity]
+        return join(kept, mass.new, 3)
+
+    return Candidates(
+        join(old_k, k, 2),
+        join(old_v, v, 2),
+        cache.length + count,
+        cache.length,
+        {name: join(mark_rows(cache, name), new_marks[name], 2) for name in cache.marks},
+        CandidateSignals(join_mass(given.window), join_mass(given.columns), given.queries),
+    )
+
+
+def keep_all(cache: LayerCache, candidates: Candidates, turn: Turn) -> LayerCache:
+    """Every candidate stays, in order."""
+    return store(cache, candidates.k, candidates.v, candidates.length, turn.pages, candidates.marks)
+
+
+def keep_where(cache: LayerCache, candidates: Candidates, keep: Bool[Array, "B H N"], turn: Turn) -> LayerCache:
+    """The candidates marked ``keep`` stay, in order, with their marks; the mask must be False beyond their length."""
+    slots = max(turn.pages) * cache.k.shape[3]
+    rank = jnp.cumsum(keep, axis=-1)
+    length = rank[..., -1].astype(jnp.int32)
+    # Slot i takes the (i + 1)-th kept row: the first position whose running count reaches i + 1.
+    flat = rank.reshape(-1, rank.shape[-1])
+    wanted = jnp.arange(1, slots + 1)
+    source = jax.vmap(lambda r: jnp.searchsorted(r, wanted))(flat).reshape(*rank.shape[:-1], slots)
+    source = jnp.minimum(source, keep.shape[-1] - 1)
+    k, v = (jnp.take_along_axis(x, source[..., None], axis=2) for x in (candidates.k, candidates.v))
+    marks = {name: jnp.take_along_axis(mark, source, axis=2) for name, mark in candidates.marks.items()}
+    return store(cache, k, v, length, turn.pages, marks)
+
+
+def top_mask(
+    scores: Float[Array, "B H N"],
+    count: Int[
+        Array,
+        (
+            B  # H
+        ),
+    ],
+    among: Bool[Array, "B H N"],
+) -> Bool[Array, "B H N"]:
+    """The ``count`` highest scores of each head among the allowed rows (all of them when there are fewer).
+
+    Ties go to the later row. One sort, of the scores alone.
+    """
+    # The sort's order is the integers': a float's bits, negative ones turned round; -0 is 0 and NaN is lowest.
+    clean = jnp.where(jnp.isnan(scores), -jnp.inf, scores.astype(jnp.float32)) + 0.0
+    bits = jax.lax.bitcast_convert_type(clean, jnp.int32)
+    key = jnp.where(bits < 0, jnp.int32(-(2**31)) - bits, bits)
+    lowest = jnp.int32(-(2**31))
+    key = jnp.where(among, key, lowest)
+    count = jnp.minimum(jnp.broadcast_to(count, scores.shape[:2]), among.sum(axis=-1, dtype=jnp.int32))
+    ordered = jax.lax.sort(key, dimension=-1)
+    size = scores.shape[-1]
+    last = jnp.take_along_axis(ordered, jnp.clip(size - count, 0, size - 1)[..., None], axis=-1)
+    above = (key > last) & among
+    level = (key == last) & among
+    spare = count - above.sum(axis=-1, dtype=jnp.int32)
+    from_end = jnp.cumsum(level[..., ::-1], axis=-1)[..., ::-1]
+    return (above | (level & (from_end <= spare[..., None]))) & (count > 0)[..., None]

@@ -1,0 +1,112 @@
+"""Policies of a size: a budget of tokens or a share of them, and the ones that select at each prompt and turn."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float
+
+from kvjax.cache.pool import LayerCache
+from kvjax.checks import number, whole_number
+from kvjax.config import ModelConfig
+from kvjax.errors import UsageError
+from kvjax.policies.base import (
+    Candidates,
+    HostOrTraced,
+    Policy,
+    Selection,
+    Turn,
+    numpy_or_jax,
+    selection,
+    share,
+    top_mask,
+)
+from kvjax.policies.checks import only_one
+
+
+@dataclasses.dataclass(frozen=True)
+class Sized(Policy):
+    """A policy whose heads keep ``budget`` tokens, or ``ratio`` of the tokens a row has seen when a prompt is in.
+
+    With neither, ``default`` says which. A ratio that gives less than :meth:`smallest` is raised to it.
+    """
+
+    budget: int | None = None
+    ratio: float | None = None
+
+    #: The size when none is given: {"budget": tokens} or {"ratio": share}.
+    default: ClassVar[dict[str, Any]] = {"budget": 2048}
+
+    def __post_init__(self) -> None:
+        only_one(type(self).__name__, budget=self.budget, ratio=self.ratio)
+        if self.budget is None and self.ratio is None:
+            for name, value in self.default.items():
+                object.__setattr__(self, name, value)
+        if self.ratio is not None:
+            number("ratio", self.ratio, 0, 1, open_below=True)
+        if self.budget is not None:
+            whole_number("budget", self.budget, 1)
+            if self.budget < self.smallest():
+                raise UsageError(
+                    f"A budget of {self.budget} tokens is smaller than what {type(self).__name__} always keeps; "
+                    f"give at least {self.smallest()}."
+                )
+
+    def smallest(self) -> int:
+        """The least budget that leaves something to choose."""
+        return 1
+
+    def size(self, config: ModelConfig, layer: int, total: HostOrTraced) -> Any:
+        """Tokens a head of this layer keeps of a row that has seen ``total``, before the row's own length bounds it.
+
+        NumPy in, NumPy out; an array of the shape of ``total``.
+        """
+        xp = numpy_or_jax(total)
+        if self.ratio is not None:
+            return xp.maximum(share(self.ratio, total), self.smallest())
+        return xp.full(xp.shape(total), self.budget, xp.int32)
+
+    def budgets(self, config: ModelConfig, layer: int, total: HostOrTraced) -> HostOrTraced:
+        xp = numpy_or_jax(total)
+        kept = xp.minimum(total, self.size(config, layer, total))
+        return xp.broadcast_to(kept[:, None], (len(total), config.num_kv_heads)).astype(xp.int32)
+
+    def most(self, config: ModelConfig, layer: int, prompt: int) -> int:
+        """The most tokens a head of this layer keeps of any row of at most ``prompt`` tokens."""
+        return min(int(self.size(config, layer, np.asarray([prompt]))[0]), prompt)
+
+
+@dataclasses.dataclass(frozen=True)
+class Selecting(Sized):
+    """Selects at each prompt and later turn, over kept, decoded and new tokens; what is decoded after it all stays."""
+
+    def scores(self, layer: int, cache: LayerCache, candidates: Candidates, turn: Turn) -> Float[Array, "B H N"]:
+        """How much each candidate is worth, float32; rows that are not valid may hold anything finite."""
+        raise NotImplementedError
+
+    def protected(self, candidates: Candidates, turn: Turn) -> Bool[Array, "B H N"]:
+        """Candidates that stay whatever they score."""
+        return jnp.zeros(candidates.k.shape[:3], bool)
+
+    def state_after(self, layer: int, cache: LayerCache, candidates: Candidates, turn: Turn) -> Any:
+        """The layer's state after this selection."""
+        return cache.state
+
+    def capacities(self, config: ModelConfig, prompt: int, new: int) -> tuple[tuple[int, ...], ...]:
+        slots = [self.most(config, layer, prompt) + new for layer in range(config.num_layers)]
+        return tuple((count,) * config.num_kv_heads for count in slots)
+
+    def select(self, layer: int, cache: LayerCache, candidates: Candidates, turn: Turn) -> Selection:
+        budget = self.size(turn.config, layer, turn.total)[:, None]
+        valid = candidates.valid
+        sure = self.protected(candidates, turn) & valid
+        scores = self.scores(layer, cache, candidates, turn)
+        free = budget - sure.sum(axis=-1, dtype=jnp.int32)
+        keep = sure | top_mask(scores, jnp.maximum(free, 0), valid & ~sure)
+        # A row that fits its budget is left untouched, and so is a row with nothing to read this time.
+        whole = (candidates.length <= budget) | (turn.count == 0)[:, None]
+        keep = jnp.where(whole[..., None], valid, keep)
+        return selection(cache, candidates, keep, state=self.state_after(layer, cache, candidates, turn))
