@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from kvjax.cli import render, session
+from kvjax.cli import render
 
 
 def run(*, model: str, keywords: dict[str, Any], as_json: bool) -> None:
@@ -13,8 +13,10 @@ def run(*, model: str, keywords: dict[str, Any], as_json: bool) -> None:
     import kvjax
 
     kvjax.policies.parse(keywords["policy"])
-    lm = session.load(model, keywords["dtype"])
-    planned = kvjax.plan(lm, **keywords)
+    # The weights stay where they are: a plan needs their shapes alone, in the dtype they would be loaded in.
+    from kvjax.model.load import load_config, weights_dtype
+
+    planned = kvjax.plan(load_config(model), **{**keywords, "dtype": weights_dtype(keywords["dtype"])})
     if as_json:
         render.print_json(dataclasses.asdict(planned))
     else:

@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 from kvjax.config import ModelConfig
 from kvjax.errors import UsageError, WeightsError
 from kvjax.model.decoder import Decoder
-from kvjax.model.families import family
+from kvjax.model.families import Family, family
 from kvjax.model.fetch import fetch
 from kvjax.model.fill import default_dtype, fill
 from kvjax.model.gguf import GGUFFile
@@ -68,7 +68,7 @@ def load(
       WeightsError: a file that is missing, truncated, corrupt, or does not hold exactly the model's weights; a
         download that failed; an architecture that is not supported.
     """
-    wanted = _dtype(dtype)
+    wanted = weights_dtype(dtype)
     text = os.fspath(name)
     path = fetch(text, progress)
     if path.is_dir():
@@ -78,7 +78,23 @@ def load(
     return _load_gguf(text, path, wanted, mesh)
 
 
-def _dtype(dtype: DTypeLike | None) -> DTypeLike:
+def load_config(name: str | os.PathLike[str], *, progress: bool | Callable[[int, int], None] = True) -> ModelConfig:
+    """A model's configuration without its weights, for plans; takes the names of :func:`load`, and raises as it does."""
+    text = os.fspath(name)
+    path = fetch(text, progress)
+    if path.is_dir():
+        return _folder_config(path)[0]
+    if path.suffix == ".safetensors":
+        raise UsageError(f"{path} is a single file of weights; give the folder with its config.json: {path.parent}.")
+    file = GGUFFile(path)
+    try:
+        return _gguf_config(file)[0]
+    finally:
+        file.close()
+
+
+def weights_dtype(dtype: DTypeLike | None) -> DTypeLike:
+    """The dtype asked for, or the device's own for None; UsageError for one that weights cannot have."""
     if dtype is None:
         return default_dtype()
     try:
@@ -93,17 +109,8 @@ def _dtype(dtype: DTypeLike | None) -> DTypeLike:
 def _load_gguf(name: str, path: Path, dtype: DTypeLike, mesh: Mesh | None) -> LanguageModel:
     file = GGUFFile(path)
     try:
-        metadata, shapes, origin = file.metadata, file.shapes, file.origin
-        kind = family(metadata.get("general.architecture"), origin)
-        from_gguf = kind.from_gguf
-        if from_gguf is None:
-            raise WeightsError(f"{origin} holds a {metadata['general.architecture']} model; load it from safetensors.")
-        factors = {
-            key: tuple(file.read(f"{key}.weight", 0, shapes[f"{key}.weight"][0]).tolist())
-            for key in _ROPE_FACTORS
-            if len(shapes.get(f"{key}.weight", ())) == 1
-        }
-        config = _configured(lambda: from_gguf(metadata, shapes, factors, origin), origin)
+        metadata, origin = file.metadata, file.origin
+        config, kind = _gguf_config(file)
         tokenizer = tokenizer_from_gguf(metadata, origin)
         _check_vocabulary(tokenizer, config, origin)
         params = fill(config, list(kind.weights(config, True)), file, gguf=True, dtype=dtype, mesh=mesh)
@@ -112,11 +119,29 @@ def _load_gguf(name: str, path: Path, dtype: DTypeLike, mesh: Mesh | None) -> La
     return LanguageModel(name, config, params, tokenizer, stop_ids_from_gguf(metadata))
 
 
-def _load_folder(name: str, folder: Path, dtype: DTypeLike, mesh: Mesh | None) -> LanguageModel:
+def _gguf_config(file: GGUFFile) -> tuple[ModelConfig, Family]:
+    metadata, shapes, origin = file.metadata, file.shapes, file.origin
+    kind = family(metadata.get("general.architecture"), origin)
+    from_gguf = kind.from_gguf
+    if from_gguf is None:
+        raise WeightsError(f"{origin} holds a {metadata['general.architecture']} model; load it from safetensors.")
+    factors = {
+        key: tuple(file.read(f"{key}.weight", 0, shapes[f"{key}.weight"][0]).tolist())
+        for key in _ROPE_FACTORS
+        if len(shapes.get(f"{key}.weight", ())) == 1
+    }
+    return _configured(lambda: from_gguf(metadata, shapes, factors, origin), origin), kind
+
+
+def _folder_config(folder: Path) -> tuple[ModelConfig, Family, dict[str, object]]:
     origin = str(folder / "config.json")
     raw = read_json(folder / "config.json")
     kind = family(raw.get("model_type"), origin)
-    config = _configured(lambda: kind.from_hf(raw, origin), origin)
+    return _configured(lambda: kind.from_hf(raw, origin), origin), kind, raw
+
+
+def _load_folder(name: str, folder: Path, dtype: DTypeLike, mesh: Mesh | None) -> LanguageModel:
+    config, kind, raw = _folder_config(folder)
     tokenizer = tokenizer_from_folder(folder)
     _check_vocabulary(tokenizer, config, str(folder))
     checkpoint = SafetensorsFolder(folder)
