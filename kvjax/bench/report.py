@@ -51,9 +51,11 @@ def tables(report: Report) -> list[Table]:
     over = ["x peer"] if peer else []
     found: list[Table] = []
     if report.decode:
-        columns = ["batch", "context", "policy", "decode tokens/s", *over, "of limit", "cache", "live", "peak"]
+        columns = ["batch", "context", "policy", "prefill tokens/s", "decode tokens/s", *over]
+        columns += ["of limit", "cache", "live", "peak"]
         rows = [
-            [str(r.batch), str(r.context), r.contender, human_rate(r.tokens_per_second)]
+            [str(r.batch), str(r.context), r.contender]
+            + [human_rate(r.prefill_tokens_per_second), human_rate(r.tokens_per_second)]
             + ([_ratio(r.speedup_over_peer)] if peer else [])
             + [
                 "" if r.limit_share is None else f"{r.limit_share:.0%}",
@@ -63,7 +65,7 @@ def tables(report: Report) -> list[Table]:
             + [human_bytes(r.peak_bytes)]
             for r in report.decode
         ]
-        found.append(("Decode", columns, rows))
+        found.append(("Prefill and decode", columns, rows))
     if report.prefill:
         rows = [
             [str(r.prompt_tokens), r.contender, human_rate(r.tokens_per_second)]

@@ -38,7 +38,7 @@ class DecodeRow:
     ``limit_share`` is (bytes a step must read / bandwidth) / seconds, with the bandwidth measured in the same round:
     1 is the memory's own speed. ``peak_bytes`` is what the steps held at most beyond what was in use before the cache
     existed. The median leaves out the rare step in which a policy compresses while decoding; ``mean_step_seconds`` has
-    its share.
+    its share. ``prefill_tokens_per_second`` is one reading of as many prompts of as many tokens, without compilation.
     """
 
     batch: int
@@ -53,6 +53,7 @@ class DecodeRow:
     step_bytes: int
     peak_bytes: int
     limit_share: float
+    prefill_tokens_per_second: float
     speedup_over_peer: float | None = None
 
 
@@ -92,6 +93,7 @@ class Contender:
     cache_bytes: int = 0
     live_cache_bytes: int = 0
     peak_bytes: int = 0
+    prefill_tokens_per_second: float = 0.0
 
 
 def weight_bytes_per_step(params: Decoder, config: ModelConfig) -> int:
@@ -190,6 +192,7 @@ class Bench:
                     step_bytes=must_read,
                     peak_bytes=c.peak_bytes,
                     limit_share=statistics.median(shares),
+                    prefill_tokens_per_second=c.prefill_tokens_per_second,
                     speedup_over_peer=self._over_peer(c.name, times),
                 )
             )
@@ -197,6 +200,9 @@ class Bench:
 
     def _decoding(self, name: str, policy: Policy, batch: int, context: int) -> Contender:
         config, params = self.lm.config, self.lm.params
+        read = kvjax.generate(self.lm, self._prompts(batch, context), policy=policy, max_new_tokens=0)
+        prefilled = read[0].stats.prompt_tokens_per_second
+        del read
         room = max(256, (self.rounds + 2) * self.steps)
 
         def fill() -> Cache:
@@ -209,7 +215,7 @@ class Bench:
         timer = DecodeTimer(params, cache, self.steps)
         with machine.watch_peak() as memory:
             timer()
-        return Contender(name, timer, *sizes, max(0, memory.peak - before))
+        return Contender(name, timer, *sizes, max(0, memory.peak - before), prefilled)
 
     def _peer_decoding(self, peer: TransformersPeer, batch: int, context: int) -> Contender:
         before = machine.memory_in_use()
@@ -221,7 +227,11 @@ class Bench:
 
         with machine.watch_peak() as memory:
             measure()
-        return Contender(peer.name, measure, held, held, max(0, memory.peak - before))
+        seconds = peer.prefill_seconds(np.asarray(self._prompts(batch, context)))
+        return Contender(peer.name, measure, held, held, max(0, memory.peak - before), batch * context / seconds)
+
+    def _prompts(self, batch: int, tokens: int) -> list[list[int]]:
+        return np.random.default_rng(0).integers(0, self.lm.config.vocab_size, (batch, tokens)).tolist()
 
     def _over_peer(self, name: str, times: Mapping[str, Sequence[float]]) -> float | None:
         if self.peer is None or name == self.peer.name:
@@ -230,7 +240,7 @@ class Bench:
 
     def prefill(self, prompt_tokens: int) -> list[PrefillRow]:
         """Every policy, and the peer, reading one prompt of random token ids."""
-        ids = np.random.default_rng(0).integers(0, self.lm.config.vocab_size, prompt_tokens).tolist()
+        (ids,) = self._prompts(1, prompt_tokens)
         measures: dict[str, Callable[[], float]] = {
             name: lambda policy=policy: self._prefill_seconds(ids, policy) for name, policy in self.policies.items()
         }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +35,7 @@ class Cache:
       new_room: tokens that may be decoded after ``anchor`` before the pools must grow; static.
     """
 
-    layers: tuple[Layer, ...]
+    layers: tuple[Any, ...]  # of the kind that the policy's init_layer makes
     seen: Int[Array, " B"]
     anchor: Int[Array, " B"]
     pending: Int[Array, " B"]

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.attention import decode_attention
-from kvjax.cache.pool import LayerCache
 from kvjax.cache.value import Cache, Pools, attach, detach
 from kvjax.model.decoder import Decoder
 from kvjax.model.rope import angles, rotate
@@ -88,7 +88,7 @@ def forward_step(
     step = Step(cache.seen, active, config=config)
     cos, sin = angles(config, cache.seen[:, None], cache.seen + 1)
     x = params.embed(token)
-    done: list[LayerCache] = []
+    done: list[Any] = []
     for i, (layer, kept) in enumerate(zip(params.layers, cache.layers, strict=True)):
         q, k, v = layer.project(x)
         kept = policy.append(i, kept, rotate(k, cos, sin), v, step)

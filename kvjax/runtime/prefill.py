@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.attention import KeptRows, attend_causal, attend_kept, kept_rows, running_start
-from kvjax.cache.groups import Layer, parts
+from kvjax.cache.groups import parts
 from kvjax.cache.storage import MODEL, Storage
 from kvjax.cache.value import Cache, Pools, attach, detach
 from kvjax.config import ModelConfig
@@ -111,7 +111,7 @@ def _forward(
     cos, sin = angles(config, positions, cache.seen + count)
     x = params.embed(tokens)
     tap = layer_tap(policy, config, cache.seen, count, total, tokens.shape[1])
-    done: list[Layer] = []
+    done: list[Any] = []
     zero = jnp.int32(0)
     for i, (layer, old) in enumerate(zip(params.layers, cache.layers, strict=True)):
         kept = None

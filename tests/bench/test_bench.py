@@ -99,4 +99,4 @@ def test_report_as_json_and_markdown(bench, tmp_path):
     assert "| batch | context | policy |" in text and "streamingllm:ratio=0.25" in text
     assert "GB/s" in text
     (title, columns, cells), *_ = report.tables(result)
-    assert title == "Decode" and all(len(row) == len(columns) for row in cells)
+    assert title == "Prefill and decode" and all(len(row) == len(columns) for row in cells)
