@@ -79,7 +79,7 @@ def load(
 
 
 def load_config(name: str | os.PathLike[str], *, progress: bool | Callable[[int, int], None] = True) -> ModelConfig:
-    """A model's configuration without its weights, for plans; takes the names of :func:`load`, and raises as it does."""
+    """A model's configuration without its weights, for plans; names and errors as of :func:`load`."""
     text = os.fspath(name)
     path = fetch(text, progress)
     if path.is_dir():

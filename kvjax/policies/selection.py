@@ -166,15 +166,10 @@ def keep_where(cache: LayerCache, candidates: Candidates, keep: Bool[Array, "B H
 
 def top_mask(
     scores: Float[Array, "B H N"],
-    count: Int[
-        Array,
-        (
-            B  # H
-        ),
-    ],
+    count: Int[Array, "B K"],
     among: Bool[Array, "B H N"],
 ) -> Bool[Array, "B H N"]:
-    """The ``count`` highest scores of each head among the allowed rows (all of them when there are fewer).
+    """The ``count`` (of each head, or [B, 1]) highest scores among the allowed rows; all of them when there are fewer.
 
     Ties go to the later row. One sort, of the scores alone.
     """
