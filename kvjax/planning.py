@@ -54,6 +54,12 @@ class Plan:
     capacities: tuple[tuple[int, ...], ...]
     retained: tuple[tuple[int, ...], ...]
 
+    @property
+    def retained_share(self) -> float:
+        """Tokens kept of the prompt over those there are, all layers and heads together."""
+        kept = [count for heads in self.retained for count in heads]
+        return sum(kept) / (len(kept) * self.prompt_tokens)
+
     def table(self) -> str:
         """The plan as text: bytes by part, then slots and retained tokens by layer and head (equal layers together)."""
         rows = [
@@ -67,6 +73,7 @@ class Plan:
             rows.append(("device memory", self.memory_limit))
         lines = [f"{self.policy}: batch {self.batch}, {self.prompt_tokens} prompt + {self.max_new_tokens} new tokens"]
         lines += [f"  {name:<28}{human(size):>12}  {size:>16,} bytes" for name, size in rows]
+        lines.append(f"  retained of the prompt, over all layers and heads: {self.retained_share:.1%}")
         lines.append("  layers      slots by KV head, and tokens retained of the prompt")
         for first, last in _equal_ranges(list(zip(self.capacities, self.retained, strict=True))):
             name = f"{first}" if first == last else f"{first}-{last}"
