@@ -79,7 +79,7 @@ def dense_attention(q, k, v, length, scale, log_mass=None):
     return weights / weights.sum(axis=1, keepdims=True) @ v[:length].astype(np.float64), scores
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     pages=RAGGED, group=st.sampled_from([1, 2, 3, 8]), mass=st.booleans(), seed=st.integers(0, 1000),
     dtype=st.sampled_from(["float32", "bfloat16"]),
@@ -92,7 +92,8 @@ def test_decode_attention_is_softmax_over_each_heads_own_slots(pages, group, mas
     if log_mass is not None:
         cache = cache.replace(log_mass=jnp.asarray(log_mass))
     q = rng.standard_normal((2, len(pages), group, 8)).astype(np.float32)
-    out, logits = decode_attention(jnp.asarray(q), cache, scale=0.3, with_logits=True)
+    # One program an example instead of thirty small ones.
+    out, logits = jax.jit(lambda q, cache: decode_attention(q, cache, scale=0.3, with_logits=True))(q, cache)
     for row in range(2):
         for head in range(len(pages)):
             length = int(cache.length[row, head])
