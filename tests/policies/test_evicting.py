@@ -1,0 +1,149 @@
+"""What holds for every policy that drops a token at each step, whatever its scores."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from policies.eviction import ROOM, Evictor, layer_config, random_qkv
+
+import kvjax
+from kvjax.attention import NEG
+from kvjax.cache.pool import empty_layer
+from kvjax.cache.storage import Storage
+from kvjax.policies.ahakv import AhaKV
+from kvjax.policies.evicting import attention_weights, lowest_slot
+from kvjax.policies.h2o import H2O
+from kvjax.policies.tova import TOVA
+from kvjax.runtime.compilation import compile_clock
+
+POLICIES = [H2O(budget=24), AhaKV(budget=24, recent=8), TOVA(budget=24)]
+each_policy = pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: type(policy).__name__)
+
+
+@each_policy
+def test_a_budget_that_covers_everything_is_the_full_cache(policy, tiny_model):
+    ample = dataclasses.replace(policy, budget=200)
+    prompts = ["a", "a somewhat longer prompt, of more than one page of tokens"]
+    options = dict(max_new_tokens=20, stop_token_ids=(), logprobs=True)
+    whole, evicted = (kvjax.generate(tiny_model, prompts, policy=p, **options) for p in (None, ample))
+    for a, b in zip(whole, evicted, strict=True):
+        assert a.tokens == b.tokens and a.stats.retained == b.stats.retained
+        np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-5)
+
+
+@each_policy
+def test_a_row_of_a_batch_is_the_row_alone(policy, tiny_model):
+    prompts = ["shorter than the budget", "a prompt that is well over the budget of a head, so that it is cut"]
+    options = dict(policy=policy, max_new_tokens=40, stop_token_ids=())
+    together = kvjax.generate(tiny_model, prompts, **options)
+    for prompt, row in zip(prompts, together, strict=True):
+        assert row.tokens == kvjax.generate(tiny_model, prompt, **options).tokens
+
+
+@each_policy
+def test_decoding_far_beyond_the_budget_neither_compiles_nor_grows(policy, tiny_model):
+    options = dict(policy=policy, stop_token_ids=())
+    first = kvjax.generate(tiny_model, "warm the programs", max_new_tokens=3 * policy.budget, **options)
+    with compile_clock() as clock:
+        again = kvjax.generate(tiny_model, "and once more ...", max_new_tokens=3 * policy.budget, **options)
+    assert clock.programs == 0
+    assert first.cache.nbytes == again.cache.nbytes
+    for layer in again.cache.layers:
+        assert layer.slots == (32, 32)
+        assert (np.asarray(policy.retained(layer)) == policy.budget).all()
+
+
+@each_policy
+def test_rows_that_are_done_stay_bit_for_bit(policy):
+    q, k, v = random_qkv(3, 2, 2, 2, 100, 8)
+    evictor = Evictor(policy, layer_config(2, 2, 8), 2, ROOM)
+    evictor.turn(q[..., :40, :], k[..., :40, :], v[..., :40, :], [40, 20])
+    active = np.ones((60, 2), bool)
+    active[7:, 1] = False
+    evictor.steps(q[..., 40:47, :], k[..., 40:47, :], v[..., 40:47, :], active[:7])
+    before = jax.tree.map(lambda x: np.asarray(x[1]), evictor.cache)
+    evictor.steps(q[..., 47:, :], k[..., 47:, :], v[..., 47:, :], active[7:])
+    after = jax.tree.map(lambda x: np.asarray(x[1]), evictor.cache)
+    assert all((a == b).all() for a, b in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True))
+    assert evictor.seen.tolist() == [100, 27]
+
+
+@each_policy
+def test_a_row_that_reads_nothing_in_a_turn_goes_on_as_if_there_had_been_none(policy):
+    q, k, v = random_qkv(4, 2, 2, 2, 110, 8)
+
+    def part(start, end):
+        return q[..., start:end, :], k[..., start:end, :], v[..., start:end, :]
+
+    kept = []
+    for turn in (True, False):
+        evictor = Evictor(policy, layer_config(2, 2, 8), 2, ROOM).turn(*part(0, 50), [50, 30]).steps(*part(50, 60))
+        if turn:
+            evictor.turn(*part(60, 80), [20, 0])
+        kept.append(evictor.steps(*part(80, 110)).kept(k, 1))
+    assert kept[0] == kept[1]
+
+
+@each_policy
+def test_int8_rows_evict_like_float_rows_almost_always(policy):
+    q, k, v = random_qkv(5, 1, 2, 2, 96, 16)
+    held = []
+    for storage in (Storage(), Storage("int8")):
+        evictor = Evictor(policy, layer_config(2, 2, 16), 1, ROOM, storage=storage)
+        evictor.turn(q[..., :64, :], k[..., :64, :], v[..., :64, :], 64)
+        evictor.steps(q[..., 64:, :], k[..., 64:, :], v[..., 64:, :])
+        cache, live = evictor.cache, []
+        for head in range(2):
+            slots = [s for s in range(int(cache.length[0, head])) if s != int(cache.next[0, head])]
+            position = np.asarray(cache.marks["position"][0, head]).ravel()
+            live.append({int(position[s]) for s in slots})
+        held.append(live)
+    for real, quantised in zip(*held, strict=True):
+        assert len(real) == len(quantised) == policy.budget
+        assert len(real & quantised) >= 0.85 * policy.budget
+
+
+@pytest.mark.parametrize("pages", [(2, 2), (1, 3)], ids=["uniform", "ragged"])
+def test_weights_and_the_lowest_slot_are_those_of_each_head_alone(pages):
+    rng = np.random.default_rng(0)
+    length = np.array([[20, 60], [32, 33]])
+    cache = empty_layer(2, pages, 4, jnp.float32, marks=("position", "score"))
+    positions = rng.permuted(np.tile(np.arange(128), (2, 1)), axis=1).reshape(2, 4, 32).astype(np.int32)
+    cache = cache.replace(length=jnp.asarray(length), marks={**cache.marks, "position": jnp.asarray(positions)})
+    starts = np.cumsum([0, *pages])
+    runs = [slice(starts[h], starts[h + 1]) for h in range(2)]
+    logits = rng.standard_normal((2, 4, 3, 32)).astype(np.float32)
+    score = rng.integers(0, 4, (2, 4, 32)).astype(np.float32)  # many ties
+    among = rng.random((2, 4, 32)) < 0.7
+    gain = np.array([0.5, 2.0], np.float32)
+    slot_of = [np.arange(32 * count) for count in pages]
+    for row, head in np.ndindex(2, 2):
+        beyond = (slot_of[head] >= length[row, head]).reshape(-1, 32)
+        logits[row, runs[head]] = np.where(beyond[:, None], NEG, logits[row, runs[head]])
+    weights = np.asarray(attention_weights(cache, jnp.asarray(logits), jnp.asarray(gain)))
+    lowest = np.asarray(lowest_slot(cache, jnp.asarray(score), jnp.asarray(among)))
+    for row, head in np.ndindex(2, 2):
+        held = length[row, head]
+        own = logits[row, runs[head]].transpose(1, 0, 2).reshape(3, -1).astype(np.float64)[:, :held]
+        expected = np.exp(gain[row] * own)
+        expected /= expected.sum(axis=1, keepdims=True)
+        got = weights[row, runs[head]].transpose(1, 0, 2).reshape(3, -1)
+        np.testing.assert_allclose(got[:, :held], expected, rtol=2e-6)
+        assert (got[:, held:] == 0).all()
+        own_score, own_among, own_position = (x[row, runs[head]].ravel()[:held] for x in (score, among, positions))
+        allowed = [s for s in range(held) if own_among[s]]
+        assert lowest[row, head] == min(allowed, key=lambda s: (own_score[s], own_position[s]))
+
+
+@pytest.mark.parametrize("policy", POLICIES[:2], ids=lambda policy: type(policy).__name__)
+def test_real_model_retrieves_from_an_evicted_cache(policy, default_model):
+    """Real keys have outlier channels and attention sinks; what is left must still make sentences."""
+    policy = dataclasses.replace(policy, budget=96)
+    text = "The capital of France is Paris. " * 12 + "Which city is the capital of France? Answer in one word."
+    output = kvjax.generate(default_model, [{"role": "user", "content": text}], policy=policy, max_new_tokens=12)
+    assert "Paris" in output.text
+    assert output.stats.seen > 96 and all(set(heads) == {96} for heads in output.stats.retained)
