@@ -9,18 +9,8 @@ import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from policies.eviction import (
-    NARROW,
-    Evictor,
-    HeadOracle,
-    RowOracle,
-    attention,
-    compare,
-    layer_config,
-    random_qkv,
-    sizes,
-    softmax,
-)
+from policies.eviction_oracle import NARROW, HeadOracle, RowOracle, attention, sizes, softmax
+from policies.evictor import Evictor, compare, layer_config, random_qkv
 
 from kvjax.errors import UsageError
 from kvjax.policies.ahakv import AhaKV

@@ -6,18 +6,8 @@ import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from policies.eviction import (
-    NARROW,
-    ROOM,
-    Evictor,
-    HeadOracle,
-    RowOracle,
-    attention,
-    compare,
-    layer_config,
-    random_qkv,
-    sizes,
-)
+from policies.eviction_oracle import NARROW, HeadOracle, RowOracle, attention, sizes
+from policies.evictor import ROOM, Evictor, compare, layer_config, random_qkv
 
 from kvjax.errors import UsageError
 from kvjax.policies.h2o import H2O
