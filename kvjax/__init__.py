@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from kvjax.model.load import LanguageModel, load
     from kvjax.output import Output, Piece, Stats
     from kvjax.planning import Plan, plan
-    from kvjax.policies import Full, LagKV, Policy, StreamingLLM
+    from kvjax.policies import H2O, TOVA, AhaKV, Full, LagKV, Policy, StreamingLLM
 
 __version__ = "0.1.0"
 
@@ -45,13 +45,19 @@ _HOMES = {
     "Stats": "kvjax.output",
     "Plan": "kvjax.planning",
     "plan": "kvjax.planning",
+    "AhaKV": "kvjax.policies",
     "Full": "kvjax.policies",
+    "H2O": "kvjax.policies",
     "LagKV": "kvjax.policies",
     "Policy": "kvjax.policies",
     "StreamingLLM": "kvjax.policies",
+    "TOVA": "kvjax.policies",
 }
 
 __all__ = [
+    "H2O",
+    "TOVA",
+    "AhaKV",
     "Cache",
     "Chat",
     "DoesNotFit",

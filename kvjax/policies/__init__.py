@@ -1,12 +1,18 @@
 """Policies: which tokens a compressed cache keeps. ``parse`` reads the command line's form."""
 
+from kvjax.policies.ahakv import AhaKV
 from kvjax.policies.base import Policy, Signals, Step, Turn
 from kvjax.policies.full import Full
+from kvjax.policies.h2o import H2O
 from kvjax.policies.lagkv import LagKV
 from kvjax.policies.registry import format_policy, parse, register, registry
 from kvjax.policies.streaming import StreamingLLM
+from kvjax.policies.tova import TOVA
 
 __all__ = [
+    "H2O",
+    "TOVA",
+    "AhaKV",
     "Full",
     "LagKV",
     "Policy",

@@ -10,12 +10,22 @@ from collections.abc import Iterable
 from typing import Any
 
 from kvjax.errors import UsageError
+from kvjax.policies.ahakv import AhaKV
 from kvjax.policies.base import Policy
 from kvjax.policies.full import Full
+from kvjax.policies.h2o import H2O
 from kvjax.policies.lagkv import LagKV
 from kvjax.policies.streaming import StreamingLLM
+from kvjax.policies.tova import TOVA
 
-_POLICIES: dict[str, type[Policy]] = {"full": Full, "streamingllm": StreamingLLM, "lagkv": LagKV}
+_POLICIES: dict[str, type[Policy]] = {
+    "full": Full,
+    "streamingllm": StreamingLLM,
+    "lagkv": LagKV,
+    "h2o": H2O,
+    "tova": TOVA,
+    "ahakv": AhaKV,
+}
 _ALIASES = {"streaming": "streamingllm", "streaming_llm": "streamingllm", "lag": "lagkv", "none": "full"}
 
 

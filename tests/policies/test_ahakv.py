@@ -13,8 +13,7 @@ from policies.eviction_oracle import NARROW, HeadOracle, RowOracle, attention, s
 from policies.evictor import Evictor, compare, layer_config, random_qkv
 
 from kvjax.errors import UsageError
-from kvjax.policies.ahakv import AhaKV
-from kvjax.policies.h2o import H2O
+from kvjax.policies import H2O, AhaKV
 
 # --- the oracle: equations [5], [9], [12]-[15] and Algorithm 1 -------------------------------------------------------
 

@@ -14,10 +14,8 @@ import kvjax
 from kvjax.attention import NEG
 from kvjax.cache.pool import empty_layer
 from kvjax.cache.storage import Storage
-from kvjax.policies.ahakv import AhaKV
+from kvjax.policies import H2O, TOVA, AhaKV
 from kvjax.policies.evicting import attention_weights, lowest_slot
-from kvjax.policies.h2o import H2O
-from kvjax.policies.tova import TOVA
 from kvjax.runtime.compilation import compile_clock
 
 POLICIES = [H2O(budget=24), AhaKV(budget=24, recent=8), TOVA(budget=24)]

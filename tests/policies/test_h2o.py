@@ -10,7 +10,7 @@ from policies.eviction_oracle import NARROW, HeadOracle, RowOracle, attention, s
 from policies.evictor import ROOM, Evictor, compare, layer_config, random_qkv
 
 from kvjax.errors import UsageError
-from kvjax.policies.h2o import H2O
+from kvjax.policies import H2O
 
 # --- the oracle: accumulated attention [Zhang et al., 4.2], heavy hitters and recent tokens as in the official code ---
 

@@ -12,7 +12,7 @@ from policies.eviction_oracle import NARROW, attention, lowest, sizes
 from policies.evictor import ROOM, Evictor, compare, layer_config, random_qkv
 
 from kvjax.errors import UsageError
-from kvjax.policies.tova import TOVA
+from kvjax.policies import TOVA
 
 
 @dataclasses.dataclass
