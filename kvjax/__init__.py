@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from kvjax.config import ModelConfig, RopeConfig
     from kvjax.errors import DoesNotFit, KvjaxError, UsageError, WeightsError
     from kvjax.generation import generate, stream_generate
-    from kvjax.model.load import LanguageModel, load
+    from kvjax.model.load import LanguageModel, load, load_config
     from kvjax.output import Output, Piece, Stats
     from kvjax.planning import Plan, plan
     from kvjax.policies import H2O, TOVA, AhaKV, Full, LagKV, Policy, StreamingLLM
@@ -40,6 +40,7 @@ _HOMES = {
     "stream_generate": "kvjax.generation",
     "LanguageModel": "kvjax.model.load",
     "load": "kvjax.model.load",
+    "load_config": "kvjax.model.load",
     "Output": "kvjax.output",
     "Piece": "kvjax.output",
     "Stats": "kvjax.output",
@@ -79,6 +80,7 @@ __all__ = [
     "concatenate",
     "generate",
     "load",
+    "load_config",
     "plan",
     "policies",
     "stream_generate",

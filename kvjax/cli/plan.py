@@ -14,9 +14,9 @@ def run(*, model: str, keywords: dict[str, Any], as_json: bool) -> None:
 
     kvjax.policies.parse(keywords["policy"])
     # The weights stay where they are: a plan needs their shapes alone, in the dtype they would be loaded in.
-    from kvjax.model.load import load_config, weights_dtype
+    from kvjax.model.load import weights_dtype
 
-    planned = kvjax.plan(load_config(model), **{**keywords, "dtype": weights_dtype(keywords["dtype"])})
+    planned = kvjax.plan(kvjax.load_config(model), **{**keywords, "dtype": weights_dtype(keywords["dtype"])})
     if as_json:
         render.print_json(dataclasses.asdict(planned))
     else:

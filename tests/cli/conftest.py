@@ -30,6 +30,7 @@ def cli(monkeypatch, capsys, tiny_model):
     from kvjax.cli.main import main
 
     monkeypatch.setattr(kvjax, "load", lambda name, **_: tiny_model, raising=False)
+    monkeypatch.setattr(kvjax, "load_config", lambda name, **_: tiny_model.config, raising=False)
     monkeypatch.delenv("KVJAX_TRACEBACK", raising=False)
 
     def run(*arguments: str, stdin: bytes = b"") -> Ran:
