@@ -10,14 +10,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import toys
+from policies.dense import dense_signals
 
+from kvjax.attention import decode_attention
 from kvjax.cache.pool import LayerCache, rows
 from kvjax.config import ModelConfig
 from kvjax.policies.base import Policy, Step, Turn, page_capacities
 
 
 def config_for(heads: int, dim: int, layers: int = 1, **changes: Any) -> ModelConfig:
-    return toys.tiny_config(num_heads=2 * heads, num_kv_heads=heads, head_dim=dim, num_layers=layers, **changes)
+    shape = {"num_heads": 2 * heads, "num_kv_heads": heads, "head_dim": dim, "num_layers": layers}
+    return toys.tiny_config(**shape | changes)
 
 
 @dataclasses.dataclass
@@ -25,6 +28,9 @@ class Driver:
     """One layer under a policy, rows of a batch of their own lengths.
 
     ``k`` and ``v`` passed are always [B, H, T, D]; every row of every head must be unique so that tokens are known.
+    ``q`` [B, H, G, T, D], queries after rotary embedding, is for policies that read attention: a prompt's signals are
+    computed densely from it, and a step's logits by decode attention. ``raw``, where query statistics are asked for,
+    are the queries before rotary embedding (``q`` when not given).
     """
 
     policy: Policy
@@ -40,29 +46,44 @@ class Driver:
         self.cache: LayerCache = self.policy.init_layer(self.config, self.layer, self.batch, self.pages, self.dtype)
         self.seen = np.zeros(self.batch, np.int32)
 
-    def read(self, k: np.ndarray, v: np.ndarray, count: Any, total: Any = None) -> Driver:
+    def read(
+        self,
+        k: np.ndarray,
+        v: np.ndarray,
+        count: Any,
+        total: Any = None,
+        q: np.ndarray | None = None,
+        raw: np.ndarray | None = None,
+    ) -> Driver:
         """Compress a prompt, a chunk, or a turn onto what is there."""
         count = np.broadcast_to(np.asarray(count, np.int32), (self.batch,))
         total = self.seen + count if total is None else np.broadcast_to(np.asarray(total, np.int32), (self.batch,))
         # Buckets, as the runtime has: few shapes to compile, and padding that must not matter.
-        padding = ((0, 0), (0, 0), (0, -k.shape[2] % 64), (0, 0))
-        k, v = np.pad(k, padding, constant_values=1e3), np.pad(v, padding, constant_values=1e3)
+        k, v = (_padded(x, 64, 1e3) for x in (k, v))
         fresh = not self.seen.any()
-        self.cache = _compress(
-            self.policy, self.layer, self.cache, k, v, self.seen, count, total, self.pages, self.config, fresh
-        )
+        if not fresh:
+            self.cache = _settle(self.policy, self.layer, self.cache, self.config)
+        signals = None
+        if q is not None:
+            q, raw = _padded(q, 64, 10.0), _padded(q if raw is None else raw, 64, 1e3)
+            asked = self.policy, self.config, self.cache
+            signals = dense_signals(*asked, q, raw, k, self.seen, count, total, fresh)
+        turn = Turn(self.seen, count, total, pages=self.pages, config=self.config, fresh=fresh, signals=signals)
+        self.cache = _compress(self.policy, self.layer, self.cache, k, v, turn)
         self.seen = self.seen + count
         return self
 
-    def decode(self, k: np.ndarray, v: np.ndarray, active: np.ndarray | None = None) -> Driver:
+    def decode(
+        self, k: np.ndarray, v: np.ndarray, active: np.ndarray | None = None, q: np.ndarray | None = None
+    ) -> Driver:
         """Append tokens one by one; ``active`` [T, B] says which rows take each."""
         steps = k.shape[2]
         if active is None:
             active = np.ones((steps, self.batch), bool)
-        padding = -steps % 32
-        k, v = (np.pad(x, ((0, 0), (0, 0), (0, padding), (0, 0))) for x in (k, v))
-        active = np.pad(active, ((0, padding), (0, 0)))
-        self.cache, seen = _decode(self.policy, self.layer, self.cache, k, v, self.seen, active, self.config)
+        k, v = (_padded(x, 32, 0.0) for x in (k, v))
+        q = None if q is None else _padded(q, 32, 0.0)
+        active = np.pad(active, ((0, -steps % 32), (0, 0)))
+        self.cache, seen = _decode(self.policy, self.layer, self.cache, k, v, q, self.seen, active, self.config)
         self.seen = np.asarray(seen)
         return self
 
@@ -78,22 +99,38 @@ class Driver:
         return result
 
 
-@functools.partial(jax.jit, static_argnames=("policy", "layer", "pages", "config", "fresh"))
-def _compress(policy, layer, cache, k, v, seen, count, total, pages, config, fresh):
-    turn = Turn(seen, count, total, pages=pages, config=config, fresh=fresh)
+def _padded(x: np.ndarray, bucket: int, value: float) -> np.ndarray:
+    """Tokens, the second axis from the end, up to a multiple of ``bucket``."""
+    padding = ((0, 0),) * (x.ndim - 2) + ((0, -x.shape[-2] % bucket), (0, 0))
+    return np.pad(x, padding, constant_values=value)
+
+
+@functools.partial(jax.jit, static_argnames=("policy", "layer", "config"))
+def _settle(policy, layer, cache, config):
+    return policy.settle(layer, cache, config)
+
+
+@functools.partial(jax.jit, static_argnames=("policy", "layer"))
+def _compress(policy, layer, cache, k, v, turn):
     return policy.compress(layer, cache, k, v, turn)
 
 
 @functools.partial(jax.jit, static_argnames=("policy", "layer", "config"))
-def _decode(policy, layer, cache, k, v, seen, active, config):
+def _decode(policy, layer, cache, k, v, q, seen, active, config):
     def step(carry, token):
         cache, seen = carry
-        kt, vt, on = token
+        kt, vt, qt, on = token
         cache = _maintain(policy, layer, cache, seen, config)
-        cache = policy.append(layer, cache, kt, vt, Step(seen, on, config=config))
+        now = Step(seen, on, config=config)
+        cache = policy.append(layer, cache, kt, vt, now)
+        if qt is not None:
+            scale = config.head_dim**-0.5
+            _, logits = decode_attention(qt, cache, scale=scale, with_logits=policy.signals.decode_logits)
+            cache = policy.observe(layer, cache, logits, now)
         return (cache, seen + on), None
 
-    tokens = (k.transpose(2, 0, 1, 3), v.transpose(2, 0, 1, 3), active)
+    in_steps = None if q is None else q.transpose(3, 0, 1, 2, 4)
+    tokens = (k.transpose(2, 0, 1, 3), v.transpose(2, 0, 1, 3), in_steps, active)
     (cache, seen), _ = jax.lax.scan(step, (cache, seen), tokens)
     return _maintain(policy, layer, cache, seen, config), seen
 

@@ -1,0 +1,79 @@
+"""A prompt's signals from given queries, computed densely in NumPy and float64: what attention would hand over."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax.cache.pool import LayerCache, rows
+from kvjax.config import ModelConfig
+from kvjax.policies.base import Policy
+from kvjax.policies.signals import Mass, PromptSignals, QueryStats
+
+
+def dense_signals(
+    policy: Policy,
+    config: ModelConfig,
+    cache: LayerCache,
+    q: np.ndarray,
+    raw: np.ndarray,
+    k: np.ndarray,
+    seen: np.ndarray,
+    count: np.ndarray,
+    total: np.ndarray,
+    fresh: bool,
+) -> PromptSignals:
+    """The signals a policy declares.
+
+    ``q`` [B, H, G, T, D] belong to the new keys ``k`` [B, H, T, D], of which each row has ``count`` after ``seen``;
+    ``raw`` are the same queries before rotary embedding.
+    """
+    asked = policy.signals
+    wanted = np.maximum(asked.window, np.ceil(asked.window_share * (seen + count) - 1e-3).astype(int))
+    token = np.arange(q.shape[3])
+    real = token < count[:, None]
+    scaled = np.asarray(policy.window_scale(config, jnp.asarray(total)), np.float64)
+    model = np.full(len(seen), config.head_dim**-0.5)
+    window = columns = stats = None
+    if asked.window or asked.window_share:
+        window = _mass(cache, q, k, real & (token >= (count - wanted)[:, None]), scaled, fresh)
+    if asked.columns:
+        columns = _mass(cache, q, k, real, scaled if asked.columns_scaled else model, fresh)
+    if asked.queries:
+        stats = _stats(raw, real & (seen[:, None] + token >= asked.query_skip))
+    return PromptSignals(window, columns, stats)
+
+
+def _mass(cache: LayerCache, q: Any, k: Any, counted: np.ndarray, scale: np.ndarray, fresh: bool) -> Mass:
+    """Attention of the ``counted`` [B, T] queries, summed over them, to every kept slot and every new key."""
+    tokens = k.shape[2]
+    logits = np.einsum("bhgtd,bhsd->bhgts", q.astype(np.float64), k.astype(np.float64))
+    visible = np.broadcast_to(np.arange(tokens) <= np.arange(tokens)[:, None], logits.shape)
+    logits, slots = logits * scale[:, None, None, None, None], 0
+    if not fresh:
+        old = np.asarray(rows(cache)[0], np.float64)
+        slots = old.shape[2]
+        before = np.einsum("bhgtd,bhsd->bhgts", q.astype(np.float64), old) * scale[:, None, None, None, None]
+        if cache.log_mass is not None:
+            before[..., 0] += np.asarray(cache.log_mass)[:, :, None, None]
+        valid = np.arange(slots) < np.asarray(cache.length)[:, :, None]
+        valid = np.broadcast_to(valid[:, :, None, None], before.shape)
+        logits, visible = np.concatenate([before, logits], -1), np.concatenate([valid, visible], -1)
+    logits = np.where(visible, logits, -np.inf)
+    weight = np.exp(logits - logits.max(axis=-1, keepdims=True))
+    weight = weight / weight.sum(axis=-1, keepdims=True) * counted[:, None, None, :, None]
+    mass = jnp.asarray(weight.sum(axis=3), jnp.float32)
+    return Mass(None if fresh else mass[..., :slots], mass[..., slots:])
+
+
+def _stats(raw: np.ndarray, counted: np.ndarray) -> QueryStats:
+    batch, heads, group, _, dim = raw.shape
+    mean, covariance = np.zeros((batch, heads, group, dim)), np.zeros((batch, heads, group, dim, dim))
+    for at in np.ndindex(batch, heads, group):
+        chosen = raw[at][counted[at[0]]].astype(np.float64)
+        if len(chosen):
+            mean[at] = chosen.mean(axis=0)
+            covariance[at] = (chosen - mean[at]).T @ (chosen - mean[at]) / len(chosen)
+    return QueryStats(*(jnp.asarray(x, jnp.float32) for x in (counted.sum(axis=1), mean, covariance)))
