@@ -110,7 +110,7 @@ def _forward(
     positions = cache.seen[:, None] + jnp.arange(tokens.shape[1])
     cos, sin = angles(config, positions, cache.seen + count)
     x = params.embed(tokens)
-    tap = layer_tap(policy, config, cache.seen, count, total, tokens.shape[1])
+    tap = layer_tap(policy, config, cache.seen, count, total, tokens.shape[1], fresh)
     done: list[Any] = []
     zero = jnp.int32(0)
     for i, (layer, old) in enumerate(zip(params.layers, cache.layers, strict=True)):

@@ -141,10 +141,13 @@ def layer_tap(
     count: Int[Array, " B"],
     total: Int[Array, " B"],
     tokens: int,
+    fresh: bool,
 ) -> LayerTap | None:
-    """What the policy asks of each layer; None when that is nothing."""
+    """What the policy asks of each layer, for rows of at most ``tokens`` new tokens; None when that is nothing."""
     signals = policy.signals
-    rows = signals.window_rows(tokens) if signals.window or signals.window_share else 0
+    # A share is of all the tokens a row has seen: on a later turn that can be the whole of its new ones.
+    seen_at_most = tokens if fresh else max(tokens, config.max_position)
+    rows = min(tokens, signals.window_rows(seen_at_most)) if signals.window or signals.window_share else 0
     if not (rows or signals.columns or signals.queries):
         return None
     first = first_window_query(signals, count, seen + count)

@@ -119,6 +119,18 @@ def test_a_window_can_be_a_share_of_the_row():
         np.testing.assert_allclose(got.window[row, :, :, : len(ids)], wanted, atol=2e-5)
 
 
+def test_on_a_later_turn_the_share_is_of_all_the_rows_tokens():
+    lm = toys.tiny_model()
+    policy = Spy(Signals(window_share=0.1))
+    first, second = [ids_of(1, 250), ids_of(2, 60)], [ids_of(3, 30), ids_of(4, 60)]
+    got = read(lm, policy, second, read(lm, policy, first)).layers[0].state
+    for row, queries in enumerate((28, 12)):  # a tenth of 280 and of 120
+        ids = first[row] + second[row]
+        _, weight = dense(lm, ids, lm.config.head_dim**-0.5)
+        wanted = weight[:, :, -queries:].sum(axis=2)
+        np.testing.assert_allclose(got.window[row, :, :, : len(ids)], wanted, atol=2e-5)
+
+
 def test_query_statistics_skip_the_first_positions():
     lm = toys.tiny_model()
     rows = [ids_of(8, 300), ids_of(9, 12)]
