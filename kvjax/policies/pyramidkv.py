@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import numpy as np
 
@@ -34,14 +35,14 @@ class PyramidKV(SnapKV):
         super().__post_init__()
 
     def size(self, config: ModelConfig, layer: int, total: HostOrTraced) -> HostOrTraced:
-        xp = numpy_or_jax(total)
-        prefix = super().size(config, layer, total) - self.window
+        xp, average = numpy_or_jax(total), super().size(config, layer, total)
+        depth = config.num_layers - 1
+        if depth == 0:
+            return average
+        prefix = average - self.window
         room = xp.maximum(total - self.window, prefix)
         first = xp.minimum(2 * prefix - prefix // self.beta, room)
         last = 2 * prefix - first
-        depth = max(config.num_layers - 1, 1)
-        if config.num_layers == 1:
-            return prefix + self.window
         # From whichever end is nearer, so that a layer and its mirror image sum to exactly twice the average.
         steps = min(layer, depth - layer) * (first - last) // depth
         selected = first - steps if 2 * layer <= depth else last + steps
@@ -49,5 +50,11 @@ class PyramidKV(SnapKV):
 
     def most(self, config: ModelConfig, layer: int, prompt: int) -> int:
         """As everywhere; in late layers it need not be the longest row that keeps most."""
-        totals = np.arange(1, prompt + 1, dtype=np.int32)
-        return int(np.minimum(self.size(config, layer, totals), totals).max())
+        return _most(self, config, layer, prompt)
+
+
+@functools.lru_cache(maxsize=4096)
+def _most(policy: PyramidKV, config: ModelConfig, layer: int, prompt: int) -> int:
+    # Every length is tried: exact where a formula of the worst one would have to know about roundings.
+    totals = np.arange(1, prompt + 1, dtype=np.int32)
+    return int(np.minimum(policy.size(config, layer, totals), totals).max())
