@@ -1,0 +1,124 @@
+"""ExpectedAttention: how much queries to come are expected to attend to each key (Devoto et al., arXiv 2510.00636)."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from kvjax.attention import NEG
+from kvjax.cache.pool import LayerCache
+from kvjax.checks import number, whole_number
+from kvjax.config import ModelConfig
+from kvjax.model.rope import angles, rotate
+from kvjax.policies.base import Candidates, Signals, Turn
+from kvjax.policies.signals import QueryStats
+from kvjax.policies.sized import Selecting
+
+#: Keys whose scores are computed at a time; bounds the product of keys and covariances to G blocks of keys.
+_BLOCK = 256
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpectedAttention(Selecting):
+    """Keep what future queries are expected to attend to, weighted by the value's norm (arXiv 2510.00636).
+
+    Queries before rotary embedding are taken to be Gaussian, with the mean and covariance of the row's own queries
+    from the ``sink``-th token on. Rotated by the rotary matrix averaged over the next ``future`` positions they have
+    mean m and covariance C, and a key k expects the weight exp(k.m / sqrt(D) + k'Ck / 2D), normalised over the row's
+    keys but its sinks. Weights are averaged over the query heads of a group; a token's score is
+    (weight + ``epsilon``) x |v|, and the highest stay beside the first ``sink`` tokens. ``covariance=False`` and
+    ``values=False`` leave out those parts.
+
+    Size: ``budget`` tokens a head (2,048 when nothing is given) or ``ratio`` of the row's tokens, sinks included.
+    Chosen once a prompt; decoded tokens all stay. On a later turn the statistics are those of the queries of all
+    turns so far (not of decoded tokens), and the average starts at the row's new end. A model without rotary
+    embedding is scored without rotation, its position bias left out.
+    """
+
+    sink: int = 4
+    future: int = 512
+    epsilon: float = 0.0
+    covariance: bool = True
+    values: bool = True
+
+    def __post_init__(self) -> None:
+        whole_number("sink", self.sink, 0)
+        whole_number("future", self.future, 1)
+        number("epsilon", self.epsilon, 0)
+        super().__post_init__()
+
+    @property
+    def signals(self) -> Signals:
+        return Signals(queries=True, query_skip=self.sink)
+
+    def smallest(self) -> int:
+        return self.sink + 1
+
+    def init_state(self, config: ModelConfig, layer: int, batch: int, slots: tuple[int, ...]) -> Any:
+        return QueryStats.none(batch, len(slots), config.group_size, config.head_dim)
+
+    def state_after(self, layer: int, cache: LayerCache, candidates: Candidates, turn: Turn) -> QueryStats:
+        assert candidates.signals.queries is not None
+        return cache.state.merge(candidates.signals.queries)
+
+    def protected(self, candidates: Candidates, turn: Turn) -> Bool[Array, "B H N"]:
+        # Sinks never leave, so they are the first candidates of every turn.
+        return candidates.valid & (jnp.arange(candidates.k.shape[2]) < self.sink)
+
+    def scores(self, layer: int, cache: LayerCache, candidates: Candidates, turn: Turn) -> Float[Array, "B H N"]:
+        stats = self.state_after(layer, cache, candidates, turn)
+        mean, covariance = stats.mean, stats.covariance
+        if getattr(turn.config, "positional", "rope") == "rope":
+            mean, covariance = rotate_ahead(mean, covariance, *self._rotation(turn))
+        logits = expected_logits(candidates.k, mean, covariance if self.covariance else None)
+        counted = candidates.valid & ~self.protected(candidates, turn)
+        weight = jax.nn.softmax(jnp.where(counted[:, :, None], logits, NEG), axis=-1).mean(axis=2)
+        if not self.values:
+            return weight
+        v = candidates.v.astype(jnp.float32)
+        return (weight + self.epsilon) * jnp.sqrt((v * v).sum(axis=-1))
+
+    def _rotation(self, turn: Turn) -> tuple[Float[Array, "B F"], Float[Array, "B F"]]:
+        """cos and sin averaged over the positions that follow each row's last token."""
+        seen = turn.seen + turn.count
+        cos, sin = angles(turn.config, seen[:, None] + jnp.arange(self.future), seen)
+        return cos.mean(axis=1), sin.mean(axis=1)
+
+
+def rotate_ahead(
+    mean: Float[Array, "B H G D"],
+    covariance: Float[Array, "B H G D D"],
+    cos: Float[Array, "B F"],
+    sin: Float[Array, "B F"],
+) -> tuple[Float[Array, "B H G D"], Float[Array, "B H G D D"]]:
+    """Mean and covariance of R q, where R turns channel pairs by (cos, sin), which need not be of length 1."""
+    cos, sin = cos[:, None, None], sin[:, None, None]
+    rows = rotate(covariance, cos[:, :, :, None], sin[:, :, :, None])
+    return rotate(mean, cos, sin), rotate(rows.swapaxes(-1, -2), cos[:, :, :, None], sin[:, :, :, None])
+
+
+def expected_logits(
+    k: Float[Array, "B H N D"], mean: Float[Array, "B H G D"], covariance: Float[Array, "B H G D D"] | None
+) -> Float[Array, "B H G N"]:
+    """log E[exp(q.k / sqrt(D))] for Gaussian q: k.m / sqrt(D) + k'Ck / 2D, blocks of keys at a time."""
+    batch, heads, count, dim = k.shape
+    exact = jax.lax.Precision.HIGHEST
+
+    def block(keys: Array) -> Array:
+        keys = keys.astype(jnp.float32)
+        logits = jnp.einsum("bhnd,bhgd->bhgn", keys, mean, precision=exact) * dim**-0.5
+        if covariance is not None:
+            product = jnp.einsum("bhnd,bhgde->bhgne", keys, covariance, precision=exact)
+            logits = logits + (product * keys[:, :, None]).sum(axis=-1) / (2 * dim)
+        return logits
+
+    if count <= _BLOCK:
+        return block(k)
+    padded = jnp.pad(k, ((0, 0), (0, 0), (0, -count % _BLOCK), (0, 0)))
+    blocks = padded.reshape(batch, heads, -1, _BLOCK, dim).transpose(2, 0, 1, 3, 4)
+    logits = jax.lax.map(block, blocks).transpose(1, 2, 3, 0, 4)
+    return logits.reshape(batch, heads, logits.shape[2], -1)[..., :count]
