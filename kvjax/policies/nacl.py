@@ -1,0 +1,105 @@
+"""NACL: the best by the last tokens' attention, and some of the others drawn at random (Chen et al., ACL 2024)."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from kvjax.cache.pool import LayerCache
+from kvjax.checks import number, whole_number
+from kvjax.errors import UsageError
+from kvjax.policies.base import Candidates, Signals, Turn, share, top_mask
+from kvjax.policies.checks import one_of
+from kvjax.policies.pooling import Group, over_group, window_mass
+from kvjax.policies.sized import Selecting
+
+#: Above every perturbed score: attention mass of a window plus a Gumbel draw.
+_CHOSEN = 1e30
+
+
+@dataclasses.dataclass(frozen=True)
+class NACL(Selecting):
+    """Keep the best by proxy attention, a random draw among the rest, and protected ends (NACL, arXiv 2408.03675).
+
+    The proxy tokens are the last ``proxy`` share of the row (1 %); their attention, summed, scores every token. The
+    original keeps 12 % of a row's tokens by that score, 7 % drawn without replacement with probabilities softmax of
+    the scores of those left over, and protects 1 % at its ends. Here these are shares of the budget, 12 : 7 : 1:
+    ``random`` of it is drawn, ``protected`` of it is the first ``sink`` tokens and the most recent ones (at least one
+    of these), and the rest goes to the best scores. ``random=0`` is the paper's proxy eviction alone.
+
+    Size: ``ratio`` of the row's tokens (0.2, the original's, when nothing is given) or ``budget`` tokens a head.
+    Chosen once a prompt; decoded tokens all stay.
+
+    The draw takes the largest of score plus a Gumbel number made from (``seed``, layer, KV head, position), which is
+    sampling without replacement: a token's luck does not depend on its row, its batch or its padding, and on a later
+    turn it is the same. The original's 256 sinks are far more than a twentieth of a small budget, so 4 is the default.
+    """
+
+    proxy: float = 0.01
+    random: float = 0.35
+    protect: float = 0.05
+    sink: int = 4
+    seed: int = 0
+    group: Group = "mean"
+
+    default: ClassVar[dict] = {"ratio": 0.2}
+    marks: ClassVar[tuple[str, ...]] = ("position",)
+
+    def __post_init__(self) -> None:
+        number("proxy", self.proxy, 0, 1, open_below=True)
+        number("random", self.random, 0, 1)
+        number("protect", self.protect, 0, 1)
+        if self.random + self.protect > 1:
+            raise UsageError(
+                f"random={self.random!r} and protect={self.protect!r} are shares of one budget; "
+                "give numbers that add up to at most 1."
+            )
+        whole_number("sink", self.sink, 0)
+        whole_number("seed", self.seed, 0, 2**32 - 1)
+        one_of("group", self.group, ("mean", "sum", "max"))
+        super().__post_init__()
+
+    @property
+    def signals(self) -> Signals:
+        return Signals(window_share=self.proxy)
+
+    def smallest(self) -> int:
+        return self.sink + 2
+
+    def shares(self, budget: Int[Array, " B"]) -> tuple[Int[Array, " B"], Int[Array, " B"], Int[Array, " B"]]:
+        """Tokens of a budget kept by (score, draw, protection)."""
+        protected = jnp.maximum(share(self.protect, budget), self.sink + 1)
+        drawn = jnp.minimum(share(self.random, budget), budget - protected)
+        return budget - protected - drawn, drawn, protected
+
+    def _shares(self, turn: Turn) -> tuple[Int[Array, " B"], Int[Array, " B"], Int[Array, " B"]]:
+        return self.shares(self.size(turn.config, 0, turn.total))
+
+    def protected(self, candidates: Candidates, turn: Turn) -> Bool[Array, "B H N"]:
+        place = jnp.arange(candidates.k.shape[2])
+        recent = (self._shares(turn)[2] - self.sink)[:, None, None]
+        # Sinks never leave, so they are the first candidates of every turn.
+        ends = (place < self.sink) | (place >= candidates.length[..., None] - recent)
+        return candidates.valid & ends
+
+    def scores(self, layer: int, cache: LayerCache, candidates: Candidates, turn: Turn) -> Float[Array, "B H N"]:
+        score = over_group(window_mass(candidates), self.group)
+        among = candidates.valid & ~self.protected(candidates, turn)
+        best = top_mask(score, self._shares(turn)[0][:, None], among)
+        # The base fills the budget from the top: first all of the best, then the luckiest of the others.
+        return jnp.where(best, _CHOSEN, score + self.draws(layer, candidates.marks["position"]))
+
+    def draws(self, layer: int, position: Int[Array, "B H N"]) -> Float[Array, "B H N"]:
+        """A Gumbel number for every token, made from what identifies it and nothing else."""
+        key = jax.random.fold_in(jax.random.key(self.seed), layer)
+        heads = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(position.shape[1]))
+
+        def one(head: Array, place: Array) -> Array:
+            return jax.random.gumbel(jax.random.fold_in(head, place), dtype=jnp.float32)
+
+        by_token = jax.vmap(one, (None, 0))
+        return jax.vmap(jax.vmap(by_token, (0, 0)), (None, 0))(heads, position)
