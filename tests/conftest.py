@@ -7,7 +7,15 @@ import pytest
 
 # Shapes in signatures are checked wherever tests call these, before anything imports them.
 jaxtyping.install_import_hook(
-    ["kvjax.attention", "kvjax.cache", "kvjax.model.decoder", "kvjax.model.rope", "kvjax.policies", "kvjax.runtime"],
+    [
+        "kvjax.attention",
+        "kvjax.cache",
+        "kvjax.calibrate",
+        "kvjax.model.decoder",
+        "kvjax.model.rope",
+        "kvjax.policies",
+        "kvjax.runtime",
+    ],
     "shape_checks.checked",
 )
 

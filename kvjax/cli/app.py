@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 import kvjax
+from kvjax.cli import calibrate
 from kvjax.cli import options as flag
 
 app = typer.Typer(
@@ -14,6 +15,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,  # main.py prints one sentence instead
     rich_markup_mode=None,
 )
+
+app.add_typer(calibrate.app, name="calibrate")
 
 
 def _version(wanted: bool) -> None:

@@ -1,0 +1,31 @@
+"""Calibration: what a policy must know of a model's heads, found once per model and kept as a small file.
+
+``retrieval_heads`` scores the heads of a rotary model (RazorAttention). It gives a frozen profile that ``save_profile``
+writes and a policy takes as ``profile=``.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvjax.calibrate.profile import HeadProfile, ScopeProfile, load_profile, save_profile
+    from kvjax.calibrate.retrieval import retrieval_heads
+
+# Policies read profiles, so this package must not load what reads policies.
+_HOMES = {
+    "HeadProfile": "kvjax.calibrate.profile",
+    "ScopeProfile": "kvjax.calibrate.profile",
+    "load_profile": "kvjax.calibrate.profile",
+    "retrieval_heads": "kvjax.calibrate.retrieval",
+    "save_profile": "kvjax.calibrate.profile",
+}
+
+__all__ = ["HeadProfile", "ScopeProfile", "load_profile", "retrieval_heads", "save_profile"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'kvjax.calibrate' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)

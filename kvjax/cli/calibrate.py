@@ -1,0 +1,65 @@
+"""``kvjax calibrate``: finds out once what a policy must know of a model's heads, and writes it to a small file."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvjax.cli import options as flag
+from kvjax.errors import UsageError
+
+app = typer.Typer(
+    help="Find out once per model what a policy must know of its heads.", rich_markup_mode=None, no_args_is_help=True
+)
+
+Out = Annotated[Path, typer.Option("--out", help="The profile to write, such as configs/profiles/MODEL.yaml.")]
+
+
+@app.command()
+def retrieval_heads(
+    out: Out,
+    model: flag.Model = flag.DEFAULT_MODEL,
+    dtype: flag.Dtype = None,
+    tokens: Annotated[
+        int | None, typer.Option("--tokens", help="Random tokens K; by default 2,500 or what fits the context.")
+    ] = None,
+    repeats: Annotated[int, typer.Option("--repeats", help="How often they are repeated.")] = 4,
+    seed: flag.Seed = 0,
+    picture: Annotated[bool, typer.Option(help="Also draw a heat map of layers by heads, beside the profile.")] = True,
+) -> None:
+    """Score every head by what it attends to in repeated random tokens (rotary models; for razor).
+
+    Needs no data and, beside the weights, the memory of one layer.
+    """
+    from kvjax.calibrate.heatmap import heatmap, require_matplotlib
+    from kvjax.calibrate.profile import protected_heads, save_profile, write_whole
+    from kvjax.calibrate.retrieval import retrieval_heads as score
+    from kvjax.cli import session
+
+    _check(out)
+    if picture:
+        require_matplotlib()
+    lm = session.load(model, dtype)
+    profile = score(lm, tokens=tokens, repeats=repeats, seed=seed, progress=_say)
+    save_profile(profile, out)
+    if picture:
+        write_whole(out.with_suffix(".png"), heatmap(profile))
+    count = sum(len(heads) for heads in protected_heads(profile, 0.14, 0.01, "query"))
+    print(f"{out}: {count} of {lm.config.num_layers * lm.config.num_kv_heads} KV heads protected by default")
+
+
+def _check(out: Path) -> None:
+    """Refuse a place that cannot be written before minutes are spent."""
+    if not out.resolve().parent.is_dir():
+        raise UsageError(f"--out names a folder that does not exist: {out.resolve().parent}.")
+    if out.suffix not in (".yaml", ".yml"):
+        raise UsageError(f"--out is {out}; a profile is a .yaml file.")
+
+
+def _say(done: int, layers: int) -> None:
+    """One line that counts at a terminal, a line a layer elsewhere."""
+    start, end = ("\r", "\n" if done == layers else "") if sys.stderr.isatty() else ("", "\n")
+    print(f"{start}kvjax calibrate: layer {done} of {layers}", end=end, file=sys.stderr, flush=True)

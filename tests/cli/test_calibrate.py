@@ -1,0 +1,50 @@
+"""``kvjax calibrate``: a profile on disk, its picture beside it, and failures before any work."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvjax.calibrate import HeadProfile, load_profile, retrieval_heads
+
+
+def test_retrieval_heads_writes_the_profile(cli, tiny_model, tmp_path):
+    out = tmp_path / "toy.yaml"
+    ran = cli("calibrate", "retrieval-heads", "--out", str(out), "--tokens", "20", "--seed", "2", "--no-picture")
+    assert ran.code == 0 and "KV heads protected" in ran.out
+    assert ran.err.splitlines()[-1] == "kvjax calibrate: layer 2 of 2"
+    assert load_profile(out) == retrieval_heads(tiny_model, tokens=20, seed=2)
+    assert [file.name for file in tmp_path.iterdir()] == ["toy.yaml"]
+
+
+def test_the_picture_is_beside_it(cli, tmp_path):
+    pytest.importorskip("matplotlib", reason="the extra eval has it")
+    out = tmp_path / "toy.yaml"
+    assert cli("calibrate", "retrieval-heads", "--out", str(out), "--tokens", "20").code == 0
+    assert (tmp_path / "toy.png").read_bytes().startswith(b"\x89PNG")
+    assert isinstance(load_profile(out), HeadProfile)
+
+
+def test_a_picture_without_matplotlib_is_one_sentence(cli, tmp_path, monkeypatch):
+    import importlib.util
+
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    ran = cli("calibrate", "retrieval-heads", "--out", str(tmp_path / "toy.yaml"))
+    assert ran.code == 2 and "matplotlib" in ran.sentence
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        (("retrieval-heads", "--out", "nowhere/toy.yaml"), "does not exist"),
+        (("retrieval-heads", "--out", "toy.json"), ".yaml"),
+        (("retrieval-heads", "--out", "toy.yaml", "--no-picture", "--tokens", "9999"), "at most 127"),
+        (("retrieval-heads",), "--out"),
+        (("watershed-lane",), "watershed-lane"),
+    ],
+)
+def test_bad_requests_are_one_sentence(cli, tmp_path, monkeypatch, arguments, said):
+    monkeypatch.chdir(tmp_path)
+    ran = cli("calibrate", *arguments)
+    assert ran.code == 2 and said in ran.sentence
+    assert not list(tmp_path.iterdir())
