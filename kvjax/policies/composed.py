@@ -1,0 +1,179 @@
+"""Composition: some KV heads of a layer keep everything, the others are another policy's; each group is a layer.
+
+A policy says which heads are protected and who has the rest; everything else is here, once for all such policies: every
+call of the runtime goes to the groups' policies with the arrays, the signals, the pages and the configuration of their
+heads alone. A token policy never knows that it has but some of a layer's heads.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterable
+from typing import Any, ClassVar
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from kvjax.cache.groups import HeadGroups, Layer, pages_by_group, parts, with_parts
+from kvjax.cache.storage import MODEL, Storage
+from kvjax.config import ModelConfig
+from kvjax.policies.base import HostOrTraced, Policy, Signals, Step, Turn, numpy_or_jax
+from kvjax.policies.compensated import CompensatedRing
+from kvjax.policies.full import Full
+
+FULL = Full()
+
+#: A group of heads: its policy, its KV heads, and the model as that policy sees it.
+Member = tuple[Policy, tuple[int, ...], ModelConfig]
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadWise(Policy):
+    """Base of policies that protect some KV heads and give the others to one policy of tokens."""
+
+    grows: ClassVar[bool] = True
+
+    def protected(self, config: ModelConfig) -> tuple[tuple[int, ...], ...]:
+        """The KV heads of each layer that keep everything."""
+        raise NotImplementedError
+
+    def others(self, config: ModelConfig) -> Policy:
+        """The policy of all other heads."""
+        raise NotImplementedError
+
+    @property
+    def unsized(self) -> Policy:
+        """That policy before its size was chosen for a model: its kind is what matters."""
+        raise NotImplementedError
+
+    def members(self, config: ModelConfig, layer: int) -> list[Member]:
+        """The layer's groups; protected heads first, and no group without heads."""
+        kept = self.protected(config)[layer]
+        rest = tuple(head for head in range(config.num_kv_heads) if head not in kept)
+        groups = [(FULL, kept), (self.others(config), rest)]
+        return [(policy, heads, with_heads(config, len(heads))) for policy, heads in groups if heads]
+
+    # --- what the groups' policies say, together --------------------------------------------------------------
+
+    @property
+    def signals(self) -> Signals:
+        return self.unsized.signals
+
+    @property
+    def maintains(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Whether the inner policy maintains its heads."""
+        return self.unsized.maintains
+
+    def window_scale(self, config: ModelConfig, total: Int[Array, " B"]) -> Float[Array, " B"]:
+        return self.others(config).window_scale(config, total)
+
+    def chunks(self, config: ModelConfig) -> tuple[int, int] | None:
+        return self.others(config).chunks(config)
+
+    def capacities(self, config: ModelConfig, prompt: int, new: int) -> tuple[tuple[int, ...], ...]:
+        return tuple(
+            _joined(
+                (heads, capacities_of(policy, seen_as, prompt, new)[layer])
+                for policy, heads, seen_as in self.members(config, layer)
+            )
+            for layer in range(config.num_layers)
+        )
+
+    def budgets(self, config: ModelConfig, layer: int, total: HostOrTraced) -> HostOrTraced:
+        xp = numpy_or_jax(total)
+        members = self.members(config, layer)
+        columns = [policy.budgets(seen_as, layer, total) for policy, _, seen_as in members]
+        return xp.concatenate(columns, axis=1)[:, np.argsort(np.concatenate([heads for _, heads, _ in members]))]
+
+    def init_layer(
+        self, config: ModelConfig, layer: int, batch: int, pages: tuple[int, ...], dtype: Any, storage: Storage = MODEL
+    ) -> Any:
+        members = self.members(config, layer)
+        pools = tuple(
+            policy.init_layer(seen_as, layer, batch, tuple(pages[head] for head in heads), dtype, storage)
+            for policy, heads, seen_as in members
+        )
+        return pools[0] if len(pools) == 1 else HeadGroups(pools, tuple(heads for _, heads, _ in members))
+
+    # --- what the groups' policies do, each to its own --------------------------------------------------------
+
+    def settle(self, layer: int, cache: Layer, config: ModelConfig) -> Any:
+        members = zip(self.members(config, layer), parts(cache), strict=True)
+        return with_parts(cache, [policy.settle(layer, pool, seen_as) for (policy, _, seen_as), pool in members])
+
+    def compress(
+        self, layer: int, cache: Layer, k: Float[Array, "B H T D"], v: Float[Array, "B H T D"], turn: Turn
+    ) -> Any:
+        done = []
+        pages = pages_by_group(cache, turn.pages)
+        for (policy, heads, seen_as), pool, counts in zip(
+            self.members(turn.config, layer), parts(cache), pages, strict=True
+        ):
+            given = turn.signals.of_heads(heads) if turn.signals is not None and policy is not FULL else None
+            # What keeps its size on later turns is not to be told of another.
+            counts = counts if turn.fresh or policy.replans else pool.pages
+            own = dataclasses.replace(turn, pages=counts, config=seen_as, signals=given)
+            index = np.asarray(heads)
+            done.append(policy.compress(layer, pool, k[:, index], v[:, index], own))
+        return with_parts(cache, done)
+
+    def append(self, layer: int, cache: Layer, k: Float[Array, "B H D"], v: Float[Array, "B H D"], step: Step) -> Any:
+        done = []
+        for (policy, heads, seen_as), pool in zip(self.members(step.config, layer), parts(cache), strict=True):
+            own, index = dataclasses.replace(step, config=seen_as), np.asarray(heads)
+            done.append(policy.append(layer, pool, k[:, index], v[:, index], own))
+        return with_parts(cache, done)
+
+    def observe(self, layer: int, cache: Layer, logits: Any, step: Step) -> Any:
+        members = self.members(step.config, layer)
+        scores = logits if isinstance(logits, tuple) else (logits,) * len(members)
+        return with_parts(
+            cache,
+            [
+                policy.observe(layer, pool, own, dataclasses.replace(step, config=seen_as))
+                for (policy, _, seen_as), pool, own in zip(members, parts(cache), scores, strict=True)
+            ],
+        )
+
+    def retained(self, cache: Layer) -> Int[Array, "B H"]:
+        # A pool in which everything is kept has no state, and a policy without state holds what its length says.
+        held = [pool.length if pool.state is None else self.unsized.retained(pool) for pool in parts(cache)]
+        return cache.join(held) if isinstance(cache, HeadGroups) else held[0]
+
+    def due(self, layers: tuple[Layer, ...], config: ModelConfig) -> Bool[Array, " B"]:
+        pools: list[tuple[Any, ModelConfig]] = [
+            (pool, seen_as)
+            for layer, cache in enumerate(layers)
+            for (policy, _, seen_as), pool in zip(self.members(config, layer), parts(cache), strict=True)
+            if policy is not FULL
+        ]
+        if not pools:
+            return jnp.zeros(layers[0].length.shape[0], bool)
+        return self.others(config).due(tuple(pool for pool, _ in pools), pools[-1][1])
+
+    def maintain(self, layer: int, cache: Layer, config: ModelConfig, row: Int[Array, ""], seen: Int[Array, ""]) -> Any:
+        members = zip(self.members(config, layer), parts(cache), strict=True)
+        return with_parts(
+            cache, [policy.maintain(layer, pool, seen_as, row, seen) for (policy, _, seen_as), pool in members]
+        )
+
+
+@functools.lru_cache(maxsize=256)
+def with_heads(config: ModelConfig, kv_heads: int) -> ModelConfig:
+    """The model as a group of ``kv_heads`` KV heads sees it."""
+    return dataclasses.replace(config, num_kv_heads=kv_heads, num_heads=kv_heads * config.group_size)
+
+
+def capacities_of(policy: Policy, config: ModelConfig, prompt: int, new: int) -> tuple[tuple[int, ...], ...]:
+    """A group's capacities in a cache that is repacked as it grows."""
+    if isinstance(policy, CompensatedRing):
+        return policy.grown_capacities(config, prompt, new)
+    return policy.capacities(config, prompt, new)
+
+
+def _joined(groups: Iterable[tuple[tuple[int, ...], tuple[int, ...]]]) -> tuple[int, ...]:
+    """One number a head out of those of the groups."""
+    numbers = {head: value for heads, values in groups for head, value in zip(heads, values, strict=True)}
+    return tuple(numbers[head] for head in sorted(numbers))

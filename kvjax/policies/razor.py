@@ -1,0 +1,236 @@
+"""RazorAttention: retrieval heads keep every token, the other heads go to another policy (arXiv 2407.15891)."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import os
+from typing import Any, Literal
+
+from kvjax.calibrate.profile import (
+    HeadProfile,
+    Heads,
+    Profile,
+    ScopeProfile,
+    load_profile,
+    packaged,
+    protected_heads,
+    scope_lengths,
+)
+from kvjax.checks import number
+from kvjax.config import ModelConfig
+from kvjax.errors import UsageError
+from kvjax.policies.base import Policy
+from kvjax.policies.checks import one_of, only_one
+from kvjax.policies.compensated import CompensatedRing
+from kvjax.policies.composed import HeadWise
+
+#: Fields of token policies that say how much is kept.
+_SIZES = ("budget", "ratio", "window", "partition_ratio")
+
+
+@dataclasses.dataclass(frozen=True)
+class RazorAttention(HeadWise):
+    """Keep everything in retrieval heads, sinks, recent tokens and one mean in the others (RazorAttention).
+
+    Rotary models: ``profile`` says what each query head attends to in repeated random tokens (``kvjax calibrate
+    retrieval-heads``; a file, or the one that comes with kvjax for this model when not given). The top
+    ``induction_share`` by induction score and the top ``echo_share`` by echo score are retrieval heads, and a KV head
+    is protected when any of its query heads is one; with ``share_of="kv"`` the shares count KV heads. ``heads`` names
+    the protected KV heads instead, as (layer, head) pairs or "layer.head+layer.head".
+
+    The other heads are given to ``inner``, any policy of tokens, as a smaller layer of its own: by default a
+    :class:`CompensatedRing` of ``sink`` sinks, a buffer of max(``threshold``, N / ``compression``) recent tokens and,
+    unless ``compensation=False``, a compensation token. ``budget`` instead sizes what these heads keep in tokens;
+    ``ratio`` what the whole cache keeps, protected heads included, as a share of the tokens seen. Both also size an
+    ``inner`` that has a field of that name.
+
+    ALiBi models: no retrieval heads and no ``inner``; every head keeps its last L_h tokens [2] in a buffer of its own,
+    beyond which attention is at most ``eps``. ``profile`` comes from ``kvjax calibrate alibi-scopes``;
+    ``bound="paper"`` is [2] as printed, ``bound="safe"`` holds for every input.
+    """
+
+    profile: HeadProfile | ScopeProfile | str | None = None
+    inner: Policy | None = None
+    induction_share: float = 0.14
+    echo_share: float = 0.01
+    share_of: Literal["query", "kv"] = "query"
+    heads: tuple[tuple[int, int], ...] | str | None = None
+    ratio: float | None = None
+    budget: int | None = None
+    sink: int = 4
+    threshold: int = 4000
+    compression: float = 5.0
+    compensation: bool = True
+    bound: Literal["paper", "safe"] = "paper"
+    eps: float = 0.001
+
+    def __post_init__(self) -> None:
+        if isinstance(self.profile, (str, os.PathLike)):
+            object.__setattr__(self, "profile", load_profile(self.profile))
+        if self.profile is not None and not isinstance(self.profile, Profile):
+            raise UsageError(f"profile is {self.profile!r}; give a file, or what kvjax.calibrate gives.")
+        number("induction_share", self.induction_share, 0, 1)
+        number("echo_share", self.echo_share, 0, 1)
+        number("eps", self.eps, 0, 1, open_below=True)
+        one_of("share_of", self.share_of, ("query", "kv"))
+        one_of("bound", self.bound, ("paper", "safe"))
+        only_one("RazorAttention", ratio=self.ratio, budget=self.budget)
+        if self.ratio is not None:
+            number("ratio", self.ratio, 0, 1, open_below=True)
+        if self.heads is not None:
+            object.__setattr__(self, "heads", _head_list(self.heads))
+        self._check_inner()
+
+    def _check_inner(self) -> None:
+        inner, shape = self.inner, (self.sink, self.threshold, self.compression)
+        if inner is None:
+            CompensatedRing(*shape, budget=self.budget, compensation=self.compensation)  # refuses what it cannot be
+            return
+        if not isinstance(inner, Policy) or isinstance(inner, RazorAttention):
+            raise UsageError(f"inner is {inner!r}; give a policy of tokens, such as kvjax.StreamingLLM().")
+        default = CompensatedRing()
+        if (*shape, self.compensation) != (default.sink, default.threshold, default.compression, default.compensation):
+            raise UsageError("sink, threshold, compression and compensation shape the default inner; leave them out.")
+        if inner.beyond_context:
+            raise UsageError(
+                f"{type(inner).__name__} renumbers positions, which needs heads of equal length; "
+                'give it positions="original".'
+            )
+        for size in ("ratio", "budget"):
+            if getattr(self, size) is not None and (size not in _sizes(inner) or _has_own_size(inner)):
+                raise UsageError(
+                    f"{size} is given, and inner has a size of its own or cannot take this one; leave out one of them."
+                )
+
+    # --- who holds what ---------------------------------------------------------------------------------------
+
+    def protected(self, config: ModelConfig) -> Heads:
+        return _protected(self, config)
+
+    def others(self, config: ModelConfig) -> Policy:
+        return _inner(self, config)
+
+    @property
+    def unsized(self) -> Policy:
+        return self.inner or CompensatedRing(sink=self.sink, compensation=self.compensation)
+
+    def check(self, config: ModelConfig) -> None:
+        alibi = config_is_alibi(config)
+        if self.heads is None or alibi:
+            self._profile_of(config).check(config)
+        if alibi and any(x is not None for x in (self.inner, self.heads, self.ratio, self.budget)):
+            raise UsageError(
+                "In an ALiBi model every head keeps its own scope; "
+                "inner, heads, ratio and budget are for rotary models."
+            )
+        for layer, head in self._named():
+            if layer >= config.num_layers or head >= config.num_kv_heads:
+                raise UsageError(
+                    f"heads names KV head {head} of layer {layer}; this model has {config.num_layers} layers of "
+                    f"{config.num_kv_heads} KV heads."
+                )
+        others = self.others(config)
+        # A layer whose heads are all protected is none of the inner policy's.
+        reach = [layer + 1 for layer, heads in enumerate(self.protected(config)) if len(heads) < config.num_kv_heads]
+        if reach:
+            others.check(dataclasses.replace(config, num_layers=reach[-1]))
+
+    def _named(self) -> tuple[tuple[int, int], ...]:
+        """The KV heads named by ``heads``, which were put in this form when the policy was made."""
+        return self.heads if isinstance(self.heads, tuple) else ()
+
+    def _profile_of(self, config: ModelConfig) -> HeadProfile | ScopeProfile:
+        """The profile to use for this model; one sentence when there is none of the right kind."""
+        wanted = ScopeProfile if config_is_alibi(config) else HeadProfile
+        found = self.profile if self.profile is not None else packaged(wanted, config)
+        if found is None:
+            raise UsageError(
+                f"No profile of this model's heads comes with kvjax; make one with `kvjax calibrate {wanted.kind}` "
+                "and give it as profile."
+            )
+        if not isinstance(found, wanted):
+            raise UsageError(f"The profile {found} is not one of {wanted.kind}, which this model needs.")
+        return found
+
+
+def config_is_alibi(config: ModelConfig) -> bool:
+    """Whether the model adds ALiBi's bias instead of rotating."""
+    return getattr(config, "positional", "rope") == "alibi"
+
+
+@functools.lru_cache(maxsize=64)
+def _protected(policy: RazorAttention, config: ModelConfig) -> Heads:
+    if config_is_alibi(config):
+        return ((),) * config.num_layers
+    if policy.heads is not None:
+        named = set(policy._named())
+        return tuple(
+            tuple(head for head in range(config.num_kv_heads) if (layer, head) in named)
+            for layer in range(config.num_layers)
+        )
+    profile = policy._profile_of(config)
+    assert isinstance(profile, HeadProfile)
+    return protected_heads(profile, policy.induction_share, policy.echo_share, policy.share_of)
+
+
+@functools.lru_cache(maxsize=64)
+def _inner(policy: RazorAttention, config: ModelConfig) -> Policy:
+    if config_is_alibi(config):
+        profile = policy._profile_of(config)
+        assert isinstance(profile, ScopeProfile)
+        lengths = scope_lengths(profile, policy.bound, policy.eps)
+        # A scope beyond the context is the context.
+        lengths = tuple(tuple(min(max(x, 1), config.max_position) for x in heads) for heads in lengths)
+        return CompensatedRing(sink=0, compensation=False, lengths=lengths)
+    ring = CompensatedRing(policy.sink, policy.threshold, policy.compression, None, None, policy.compensation)
+    inner = policy.inner or ring
+    if policy.budget is not None:
+        return _sized(inner, budget=policy.budget)
+    if policy.ratio is None:
+        return inner
+    # The protected heads hold everything; what is left of the whole is shared by the others [algorithm 1, S0 = 0].
+    total = config.num_layers * config.num_kv_heads
+    kept = sum(len(heads) for heads in policy.protected(config))
+    if kept == total:
+        raise UsageError("All KV heads are protected, so there is nothing that a ratio could size; protect fewer.")
+    if kept >= policy.ratio * total:
+        raise UsageError(
+            f"ratio={policy.ratio:g} is less than the {kept} protected of {total} KV heads hold alone; "
+            f"give at least {math.ceil((kept + 1e-3) / total * 1000) / 1000:g}, or protect fewer heads."
+        )
+    return _sized(inner, ratio=(policy.ratio * total - kept) / (total - kept))
+
+
+def _sized(inner: Policy, **size: Any) -> Policy:
+    """The policy with this size and no other."""
+    return dataclasses.replace(inner, **(dict.fromkeys(_sizes(inner)) | size))
+
+
+def _sizes(policy: Policy) -> dict[str, Any]:
+    fields = {field.name for field in dataclasses.fields(policy)}
+    return {name: getattr(policy, name) for name in _SIZES if name in fields}
+
+
+def _has_own_size(policy: Policy) -> bool:
+    """Whether the policy was made with another size than the one it has by default."""
+    try:
+        return _sizes(policy) != _sizes(type(policy)())
+    except TypeError:  # it has no default: its size was chosen
+        return True
+
+
+def _head_list(heads: Any) -> tuple[tuple[int, int], ...]:
+    """(layer, KV head) pairs from themselves or from "layer.head+layer.head"."""
+    try:
+        if isinstance(heads, str):
+            heads = [tuple(int(part) for part in pair.split(".")) for pair in heads.split("+") if pair]
+        pairs = tuple(sorted({(int(layer), int(head)) for layer, head in heads}))
+        if any(layer < 0 or head < 0 for layer, head in pairs):
+            raise ValueError
+    except (TypeError, ValueError) as error:
+        raise UsageError(
+            f'heads is {heads!r}; give pairs such as ((0, 1), (3, 2)), or "0.1+3.2": KV heads by layer.head.'
+        ) from error
+    return pairs
