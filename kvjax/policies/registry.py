@@ -1,9 +1,13 @@
-"""Names of policies, and the text form ``name:field=value,field=value`` the command line and configs use."""
+"""Names of policies, and the text form ``name:field=value,field=value`` the command line and configs use.
+
+A policy inside a policy is written with parentheses: ``razor:ratio=0.4,inner=lagkv(lag=64,sink=4)``.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
+import re
 import types
 import typing
 from collections.abc import Iterable
@@ -12,9 +16,11 @@ from typing import Any
 from kvjax.errors import UsageError
 from kvjax.policies.ahakv import AhaKV
 from kvjax.policies.base import Policy
+from kvjax.policies.compensated import CompensatedRing
 from kvjax.policies.full import Full
 from kvjax.policies.h2o import H2O
 from kvjax.policies.lagkv import LagKV
+from kvjax.policies.razor import RazorAttention
 from kvjax.policies.streaming import StreamingLLM
 from kvjax.policies.tova import TOVA
 
@@ -25,8 +31,18 @@ _POLICIES: dict[str, type[Policy]] = {
     "h2o": H2O,
     "tova": TOVA,
     "ahakv": AhaKV,
+    "razor": RazorAttention,
+    "compensated": CompensatedRing,
 }
-_ALIASES = {"streaming": "streamingllm", "streaming_llm": "streamingllm", "lag": "lagkv", "none": "full"}
+_ALIASES = {
+    "streaming": "streamingllm",
+    "streaming_llm": "streamingllm",
+    "lag": "lagkv",
+    "none": "full",
+    "razorattention": "razor",
+    "razor_attention": "razor",
+    "compensated_ring": "compensated",
+}
 
 
 def register(name: str, policy: type[Policy]) -> None:
@@ -63,7 +79,7 @@ def parse(text: Any) -> Policy:
     hints = typing.get_type_hints(cls)
     fields = {field.name: hints[field.name] for field in dataclasses.fields(cls)}
     values: dict[str, Any] = {}
-    for part in filter(None, (item.strip() for item in options.split(","))):
+    for part in filter(None, (item.strip() for item in _split(options))):
         field, equals, value = (piece.strip() for piece in part.partition("="))
         field = field.replace("-", "_")
         if field not in fields:
@@ -81,11 +97,37 @@ def format_policy(policy: Policy) -> str:
     """The text form of a policy, fields at their defaults left out; ``parse`` reads it back."""
     name = next((known for known, cls in _POLICIES.items() if cls is type(policy)), type(policy).__name__)
     changed = [
-        f"{field.name}={getattr(policy, field.name)}"
+        f"{field.name}={_text(getattr(policy, field.name))}"
         for field in dataclasses.fields(policy)
         if getattr(policy, field.name) != field.default
     ]
     return f"{name}:{','.join(changed)}" if changed else name
+
+
+def _text(value: Any) -> str:
+    """A field's value as :func:`parse` reads it."""
+    if isinstance(value, Policy):
+        name, _, options = format_policy(value).partition(":")
+        return f"{name}({options})" if options else name
+    if isinstance(value, tuple):  # pairs, such as (layer, head)
+        return "+".join(".".join(map(str, item)) if isinstance(item, tuple) else str(item) for item in value)
+    return str(value)
+
+
+def _split(options: str) -> list[str]:
+    """The options, cut at commas that stand in no parentheses."""
+    parts, depth = [""], 0
+    for letter in options:
+        depth += (letter == "(") - (letter == ")")
+        if depth < 0:
+            break
+        if letter == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    if depth:
+        raise UsageError(f"The parentheses of {options!r} do not match; write inner=NAME(OPTION=VALUE,OPTION=VALUE).")
+    return parts
 
 
 def _nearest(word: str, known: Iterable[str]) -> str:
@@ -102,6 +144,9 @@ def _convert(cls: type[Policy], field: str, text: str, hint: Any) -> Any:
     for kind in kinds:
         if typing.get_origin(kind) is typing.Literal:
             return text  # the class itself refuses a word it does not know
+        if kind is Policy:
+            inside = re.fullmatch(r"([^():]+)\((.*)\)", text)
+            return parse(f"{inside[1]}:{inside[2]}" if inside else text)
         if kind is bool and text.lower() in ("true", "false"):
             return text.lower() == "true"
         if kind in (int, float):
@@ -111,5 +156,7 @@ def _convert(cls: type[Policy], field: str, text: str, hint: Any) -> Any:
                 continue
         if kind is str:
             return text
-    wanted = " or ".join(kind.__name__ for kind in kinds if isinstance(kind, type) and kind is not type(None))
+    wanted = " or ".join(kind.__name__ for kind in kinds if kind in (int, float, bool))
+    if not wanted:
+        raise UsageError(f"The option {field} of {cls.__name__} cannot be written as text; make the policy in Python.")
     raise UsageError(f"The option {field}={text!r} of {cls.__name__} is not a number it can use; give {wanted}.")
