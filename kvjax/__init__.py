@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from kvjax.model.load import LanguageModel, load, load_config
     from kvjax.output import Output, Piece, Stats
     from kvjax.planning import Plan, plan
-    from kvjax.policies import H2O, TOVA, AhaKV, Full, LagKV, Policy, StreamingLLM
+    from kvjax.policies import H2O, TOVA, AhaKV, CompensatedRing, Full, LagKV, Policy, RazorAttention, StreamingLLM
 
 __version__ = "0.1.0"
 
@@ -47,10 +47,12 @@ _HOMES = {
     "Plan": "kvjax.planning",
     "plan": "kvjax.planning",
     "AhaKV": "kvjax.policies",
+    "CompensatedRing": "kvjax.policies",
     "Full": "kvjax.policies",
     "H2O": "kvjax.policies",
     "LagKV": "kvjax.policies",
     "Policy": "kvjax.policies",
+    "RazorAttention": "kvjax.policies",
     "StreamingLLM": "kvjax.policies",
     "TOVA": "kvjax.policies",
 }
@@ -61,6 +63,7 @@ __all__ = [
     "AhaKV",
     "Cache",
     "Chat",
+    "CompensatedRing",
     "DoesNotFit",
     "Full",
     "KvjaxError",
@@ -71,6 +74,7 @@ __all__ = [
     "Piece",
     "Plan",
     "Policy",
+    "RazorAttention",
     "RopeConfig",
     "Stats",
     "Storage",

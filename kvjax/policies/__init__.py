@@ -2,9 +2,11 @@
 
 from kvjax.policies.ahakv import AhaKV
 from kvjax.policies.base import Policy, Signals, Step, Turn
+from kvjax.policies.compensated import CompensatedRing
 from kvjax.policies.full import Full
 from kvjax.policies.h2o import H2O
 from kvjax.policies.lagkv import LagKV
+from kvjax.policies.razor import RazorAttention
 from kvjax.policies.registry import format_policy, parse, register, registry
 from kvjax.policies.streaming import StreamingLLM
 from kvjax.policies.tova import TOVA
@@ -13,9 +15,11 @@ __all__ = [
     "H2O",
     "TOVA",
     "AhaKV",
+    "CompensatedRing",
     "Full",
     "LagKV",
     "Policy",
+    "RazorAttention",
     "Signals",
     "Step",
     "StreamingLLM",
