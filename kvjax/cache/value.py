@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from kvjax.cache.groups import Layer, pages_by_group, parts, with_parts
+from kvjax.cache.groups import Layer, pages_by_group, parts, slot_bytes, with_parts
 from kvjax.cache.pool import resize
 from kvjax.cache.storage import Storage
 from kvjax.errors import UsageError
@@ -54,9 +54,9 @@ class Cache:
 
     @property
     def live_nbytes(self) -> int:
-        """Bytes of the slots that hold a token, over rows, heads and layers."""
-        pools = [pool for layer in self.layers for pool in parts(layer)]
-        return sum(int(np.asarray(pool.length).sum()) * pool.slot_nbytes for pool in pools)
+        """Bytes of the slots that hold a token still attended to, over rows, heads and layers."""
+        held = [np.asarray(self.policy.retained(layer)).sum(axis=0) for layer in self.layers]
+        return sum(int(np.dot(slots, slot_bytes(layer))) for slots, layer in zip(held, self.layers, strict=True))
 
     @property
     def storage(self) -> Storage:
