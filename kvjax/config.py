@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from typing import Literal, get_args
 
 from kvjax.errors import UsageError
 
 RopeKind = Literal["default", "linear", "dynamic", "yarn", "longrope", "llama3"]
+Positional = Literal["rope", "alibi"]
+NormKind = Literal["rms", "layer"]
+MLPKind = Literal["gated_silu", "gelu"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,12 +49,17 @@ class ModelConfig:
     """Shape of a decoder-only transformer; one decoder serves every family, and a family is a mapping to this.
 
     Attributes:
-      family: the architecture's own name ("llama", "qwen2").
+      family: the architecture's own name ("llama", "qwen2", "bloom").
       hidden_size, intermediate_size, vocab_size, num_layers: widths and depth.
       num_heads, num_kv_heads: query heads and key/value heads; the former is a multiple of the latter.
       head_dim: channels of one head.
       max_position: the model's context in tokens.
-      rms_norm_eps: epsilon of every RMSNorm.
+      positional: how attention knows positions: rotary embedding (``rope`` says which), or ALiBi's linear biases
+        (``kvjax.model.alibi``), which need no parameters.
+      rms_norm_eps: epsilon of every norm, whichever its kind.
+      norm: root-mean-square norm, or layer norm (mean removed, with a bias).
+      mlp: SiLU gated by a second projection, or one projection through GELU in its tanh form.
+      embedding_norm: whether the token embeddings go through a norm of their own before the first layer.
       qkv_bias, output_bias, mlp_bias: whether those projections add a bias.
       tie_embeddings: whether the output head is the token embedding.
     """
@@ -71,6 +79,10 @@ class ModelConfig:
     output_bias: bool = False
     mlp_bias: bool = False
     tie_embeddings: bool = False
+    positional: Positional = "rope"
+    norm: NormKind = "rms"
+    mlp: MLPKind = "gated_silu"
+    embedding_norm: bool = False
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads"):
@@ -81,7 +93,13 @@ class ModelConfig:
                 f"{self.num_heads} query heads do not divide into {self.num_kv_heads} key/value heads; "
                 "the first must be a multiple of the second."
             )
-        if self.head_dim < 2 or self.head_dim % 2:
+        for name, known in (("positional", Positional), ("norm", NormKind), ("mlp", MLPKind)):
+            if getattr(self, name) not in get_args(known):
+                choices = " or ".join(map(repr, get_args(known)))
+                raise UsageError(f"{name} is {getattr(self, name)!r}; choose {choices}.")
+        if self.head_dim < 1:
+            raise UsageError(f"head_dim is {self.head_dim}; a head needs at least 1 channel.")
+        if self.positional == "rope" and self.head_dim % 2:
             raise UsageError(f"head_dim is {self.head_dim}; rotary embedding needs an even number of at least 2.")
 
     @property
