@@ -7,52 +7,17 @@ adding an entry; the loaders know none by name.
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
 from kvjax.config import ModelConfig
 from kvjax.errors import WeightsError
+from kvjax.model.bloom import BLOOM
 from kvjax.model.rope_config import rope_from_gguf, rope_from_hf
-
-Place = Callable[[np.ndarray], np.ndarray]
-
-
-@dataclasses.dataclass(frozen=True)
-class Weight:
-    """One tensor of a checkpoint and its place.
-
-    Attributes:
-      hf, gguf: its name in either kind of checkpoint.
-      shape: its shape there, [out, in] for a linear layer.
-      param: the parameter it fills, as a path into ``Decoder`` ("layers.3.qkv").
-      place: takes that whole parameter to the writable view that this tensor fills: the tensor, reshaped to the
-        view's shape, is its value. Every transposition and permutation is expressed here, so nothing is copied for it.
-    """
-
-    hf: str
-    gguf: str
-    shape: tuple[int, ...]
-    param: str
-    place: Place
-
-
-@dataclasses.dataclass(frozen=True)
-class Family:
-    """What the loaders need of an architecture.
-
-    Attributes:
-      from_hf: ``(config.json, origin) -> ModelConfig``.
-      from_gguf: ``(metadata, checkpoint shapes, rope factors, origin) -> ModelConfig``, or None when no GGUF has it.
-      weights: every weight of a model, given its configuration and whether the checkpoint is a GGUF.
-    """
-
-    from_hf: Callable[[Mapping[str, Any], str], ModelConfig]
-    from_gguf: Callable[[Mapping[str, Any], Mapping[str, tuple[int, ...]], Mapping[str, Any], str], ModelConfig] | None
-    weights: Callable[[ModelConfig, bool], Iterator[Weight]]
+from kvjax.model.weight_map import Family, Place, Weight, input_last, output_first, turned, whole
 
 
 def family(name: Any, origin: str) -> Family:
@@ -169,15 +134,6 @@ def _channels(values: np.ndarray, permuted: bool) -> np.ndarray:
     return values.reshape(*values.shape[:-1], 2, values.shape[-1] // 2).swapaxes(-1, -2)
 
 
-def _input_last(place: Place) -> Place:
-    """The place of a matrix, given its bias's: the input axis M leads in the parameter and is last in a checkpoint."""
-    return lambda values: np.moveaxis(place(values), 0, -1)
-
-
-def _whole(values: np.ndarray) -> np.ndarray:
-    return values
-
-
 def _layer(config: ModelConfig, index: int, gguf: bool) -> Iterator[Weight]:
     hidden, inner, group = config.hidden_size, config.intermediate_size, config.group_size
     heads, kv_heads = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
@@ -194,13 +150,13 @@ def _layer(config: ModelConfig, index: int, gguf: bool) -> Iterator[Weight]:
     )
     for name, rows, place in projections:
         hf_name, gguf_name = f"self_attn.{name}_proj.", f"attn_{name}."
-        yield weight(hf_name + "weight", gguf_name + "weight", (rows, hidden), "qkv", _input_last(place))
+        yield weight(hf_name + "weight", gguf_name + "weight", (rows, hidden), "qkv", input_last(place))
         if config.qkv_bias:
             yield weight(hf_name + "bias", gguf_name + "bias", (rows,), "qkv_bias", place)
     for part, name in enumerate(("gate", "up")):
         half: Place = lambda values, part=part: values[..., part, :]  # noqa: E731
         hf_name, gguf_name = f"mlp.{name}_proj.", f"ffn_{name}."
-        yield weight(hf_name + "weight", gguf_name + "weight", (inner, hidden), "gate_up", _input_last(half))
+        yield weight(hf_name + "weight", gguf_name + "weight", (inner, hidden), "gate_up", input_last(half))
         if config.mlp_bias:
             yield weight(hf_name + "bias", gguf_name + "bias", (inner,), "gate_up_bias", half)
     closing = (
@@ -208,36 +164,31 @@ def _layer(config: ModelConfig, index: int, gguf: bool) -> Iterator[Weight]:
         ("mlp.down_proj.", "ffn_down.", inner, "down", config.mlp_bias),
     )
     for hf_name, gguf_name, columns, target, bias in closing:
-        # [out, in] fills [*in, out]: the output axis, last in the parameter, leads in the checkpoint.
-        shape, out_first = (hidden, columns), lambda values: np.moveaxis(values, -1, 0)
-        yield weight(hf_name + "weight", gguf_name + "weight", shape, target, out_first)
+        yield weight(hf_name + "weight", gguf_name + "weight", (hidden, columns), target, output_first)
         if bias:
-            yield weight(hf_name + "bias", gguf_name + "bias", (hidden,), target + "_bias", _whole)
+            yield weight(hf_name + "bias", gguf_name + "bias", (hidden,), target + "_bias", whole)
     norms = (
         ("input_layernorm", "attn_norm", "input_norm"),
         ("post_attention_layernorm", "ffn_norm", "post_attention_norm"),
     )
     for hf_name, gguf_name, target in norms:
-        yield weight(hf_name + ".weight", gguf_name + ".weight", (hidden,), target + ".weight", _whole)
-
-
-def _turned(values: np.ndarray) -> np.ndarray:
-    return values.T
+        yield weight(hf_name + ".weight", gguf_name + ".weight", (hidden,), target + ".weight", whole)
 
 
 def _weights(config: ModelConfig, gguf: bool) -> Iterator[Weight]:
     vocabulary = (config.vocab_size, config.hidden_size)
     # A tied table is stored once, as the head.
-    target, view = ("head", _turned) if config.tie_embeddings else ("embedding", _whole)
+    target, view = ("head", turned) if config.tie_embeddings else ("embedding", whole)
     yield Weight("model.embed_tokens.weight", "token_embd.weight", vocabulary, target, view)
     for index in range(config.num_layers):
         yield from _layer(config, index, gguf)
-    yield Weight("model.norm.weight", "output_norm.weight", (config.hidden_size,), "norm.weight", _whole)
+    yield Weight("model.norm.weight", "output_norm.weight", (config.hidden_size,), "norm.weight", whole)
     if not config.tie_embeddings:
-        yield Weight("lm_head.weight", "output.weight", vocabulary, "head", _turned)
+        yield Weight("lm_head.weight", "output.weight", vocabulary, "head", turned)
 
 
 FAMILIES: dict[str, Family] = {
+    "bloom": BLOOM,
     "llama": Family(_llama_from_hf, _config_from_gguf, _weights),
     "mistral": Family(_mistral_from_hf, None, _weights),
     "qwen2": Family(_qwen2_from_hf, _config_from_gguf, _weights),

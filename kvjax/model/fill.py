@@ -20,7 +20,7 @@ from kvjax.config import ModelConfig
 from kvjax.errors import WeightsError
 from kvjax.model.checkpoint import Checkpoint
 from kvjax.model.decoder import Decoder, abstract_decoder
-from kvjax.model.families import Weight
+from kvjax.model.weight_map import Weight
 
 # Numbers converted at a time: 1 MiB of float32 stays in a core's cache between dequantising and transposing.
 _BLOCK = 1 << 18

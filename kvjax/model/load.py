@@ -145,7 +145,7 @@ def _load_folder(name: str, folder: Path, dtype: DTypeLike, mesh: Mesh | None) -
     tokenizer = tokenizer_from_folder(folder)
     _check_vocabulary(tokenizer, config, str(folder))
     checkpoint = SafetensorsFolder(folder)
-    params = fill(config, list(kind.weights(config, False)), checkpoint, gguf=False, dtype=dtype, mesh=mesh)
+    params = fill(config, kind.hf_weights(config, checkpoint.shapes), checkpoint, gguf=False, dtype=dtype, mesh=mesh)
     return LanguageModel(name, config, params, tokenizer, _stop_ids(folder, raw, tokenizer))
 
 

@@ -47,6 +47,7 @@ SPLITTINGS: dict[str, Splitting] = {
     "llama3": _LLAMA3,
     "llama-v3": _LLAMA3,
     "qwen2": Splitting(pattern=_WORDS % "", nfc=True),
+    "bloom": Splitting(pattern=r" ?[^(\s|.,!?…。，、।۔،)]+"),
 }
 
 

@@ -75,6 +75,24 @@ def _mistral(**changes: Any) -> dict[str, Any]:
     return config | {"sliding_window": None} | changes
 
 
+def _bloom(**changes: Any) -> dict[str, Any]:
+    base: dict[str, Any] = {
+        "architectures": ["BloomForCausalLM"],
+        "model_type": "bloom",
+        "vocab_size": VOCAB,
+        "hidden_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "layer_norm_epsilon": 1e-5,
+        "seq_length": 64,
+        "apply_residual_connection_post_layernorm": False,
+        "tie_word_embeddings": True,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    return base | changes
+
+
 def _scaled(**rope: Any) -> dict[str, Any]:
     """A llama whose scaling is written the way most published models write it: ``rope_theta`` + ``rope_scaling``."""
     top = {key: rope.pop(key) for key in ("max_position_embeddings", "rope_theta") if key in rope}
@@ -136,11 +154,55 @@ CASES: tuple[TinyCase, ...] = (
     TinyCase(
         "qwen2_yarn", _qwen2(rope_scaling={"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16})
     ),
+    # Head counts that are a power of two, and those whose slopes come from two sequences.
+    TinyCase("bloom_2_heads", _bloom(num_attention_heads=2)),
+    TinyCase("bloom_3_heads", _bloom(num_attention_heads=3), (40,)),
+    TinyCase("bloom_8_heads", _bloom(num_attention_heads=8), (40,)),
+    TinyCase("bloom_12_heads", _bloom(num_attention_heads=12), (40,)),
+    TinyCase("bloom_untied_odd_head_dim", _bloom(hidden_size=45, num_attention_heads=3, tie_word_embeddings=False)),
+    # The published files' names of the sizes, and a prompt longer than one block of queries.
+    TinyCase(
+        "bloom_old_names",
+        _bloom(
+            hidden_size=None,
+            num_hidden_layers=None,
+            num_attention_heads=None,
+            n_embed=48,
+            n_layer=2,
+            n_head=6,
+            n_inner=None,
+            layer_norm_epsilon=1e-2,
+        ),
+        (11, 300),
+    ),
 )
 
 
 def weights(case: TinyCase) -> dict[str, np.ndarray]:
     """Every tensor of the checkpoint under Hugging Face's names, float32, in the reference's [out, in] orientation."""
+    return _bloom_weights(case) if case.config["model_type"] == "bloom" else _llama_weights(case)
+
+
+class _Tensors(dict[str, np.ndarray]):
+    """Random tensors by name."""
+
+    def __init__(self, case: TinyCase):
+        super().__init__()
+        self.random = _random(case.name)
+
+    def linear(self, name: str, rows: int, columns: int, bias: bool, gain: float = 1.0) -> None:
+        values = self.random.standard_normal((rows, columns)) * gain * columns**-0.5
+        self[f"{name}.weight"] = values.astype(np.float32)
+        if bias:
+            self[f"{name}.bias"] = (self.random.standard_normal(rows) * 0.5).astype(np.float32)
+
+    def norm(self, name: str, size: int, bias: bool = False) -> None:
+        self[f"{name}.weight"] = (1 + 0.3 * self.random.standard_normal(size)).astype(np.float32)
+        if bias:
+            self[f"{name}.bias"] = (self.random.standard_normal(size) * 0.3).astype(np.float32)
+
+
+def _llama_weights(case: TinyCase) -> dict[str, np.ndarray]:
     c = case.config
     hidden, inner, heads, kv_heads = (
         c[k] for k in ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
@@ -148,33 +210,46 @@ def weights(case: TinyCase) -> dict[str, np.ndarray]:
     dim = c.get("head_dim") or hidden // heads
     qkv_bias = c["model_type"] == "qwen2" or c.get("attention_bias", False)
     output_bias, mlp_bias = c.get("attention_bias", False), c.get("mlp_bias", False)
-    random = _random(case.name)
-    tensors: dict[str, np.ndarray] = {}
-
-    def linear(name: str, rows: int, columns: int, bias: bool, gain: float = 1.0) -> None:
-        tensors[f"{name}.weight"] = (random.standard_normal((rows, columns)) * gain * columns**-0.5).astype(np.float32)
-        if bias:
-            tensors[f"{name}.bias"] = (random.standard_normal(rows) * 0.5).astype(np.float32)
-
-    def norm(name: str) -> None:
-        tensors[f"{name}.weight"] = (1 + 0.3 * random.standard_normal(hidden)).astype(np.float32)
-
-    linear("model.embed_tokens", VOCAB, hidden, False)
+    tensors = _Tensors(case)
+    tensors.linear("model.embed_tokens", VOCAB, hidden, False)
     for layer in range(c["num_hidden_layers"]):
         block = f"model.layers.{layer}"
-        norm(f"{block}.input_layernorm")
+        tensors.norm(f"{block}.input_layernorm", hidden)
         # Large queries and keys make attention peaked, so that a wrong rotation cannot average away.
-        linear(f"{block}.self_attn.q_proj", heads * dim, hidden, qkv_bias, gain=2.0)
-        linear(f"{block}.self_attn.k_proj", kv_heads * dim, hidden, qkv_bias, gain=2.0)
-        linear(f"{block}.self_attn.v_proj", kv_heads * dim, hidden, qkv_bias)
-        linear(f"{block}.self_attn.o_proj", hidden, heads * dim, output_bias)
-        norm(f"{block}.post_attention_layernorm")
-        linear(f"{block}.mlp.gate_proj", inner, hidden, mlp_bias)
-        linear(f"{block}.mlp.up_proj", inner, hidden, mlp_bias)
-        linear(f"{block}.mlp.down_proj", hidden, inner, mlp_bias)
-    norm("model.norm")
+        tensors.linear(f"{block}.self_attn.q_proj", heads * dim, hidden, qkv_bias, gain=2.0)
+        tensors.linear(f"{block}.self_attn.k_proj", kv_heads * dim, hidden, qkv_bias, gain=2.0)
+        tensors.linear(f"{block}.self_attn.v_proj", kv_heads * dim, hidden, qkv_bias)
+        tensors.linear(f"{block}.self_attn.o_proj", hidden, heads * dim, output_bias)
+        tensors.norm(f"{block}.post_attention_layernorm", hidden)
+        tensors.linear(f"{block}.mlp.gate_proj", inner, hidden, mlp_bias)
+        tensors.linear(f"{block}.mlp.up_proj", inner, hidden, mlp_bias)
+        tensors.linear(f"{block}.mlp.down_proj", hidden, inner, mlp_bias)
+    tensors.norm("model.norm", hidden)
     if not c["tie_word_embeddings"]:
-        linear("lm_head", VOCAB, hidden, False)
+        tensors.linear("lm_head", VOCAB, hidden, False)
+    return tensors
+
+
+def _bloom_weights(case: TinyCase) -> dict[str, np.ndarray]:
+    c = case.config
+    names = (("hidden_size", "n_embed"), ("num_hidden_layers", "n_layer"), ("num_attention_heads", "n_head"))
+    hidden, layers, heads = (c[new] or c[old] for new, old in names)
+    tensors = _Tensors(case)
+    tensors.linear("transformer.word_embeddings", VOCAB, hidden, False)
+    tensors.norm("transformer.word_embeddings_layernorm", hidden, bias=True)
+    for layer in range(layers):
+        block = f"transformer.h.{layer}"
+        tensors.norm(f"{block}.input_layernorm", hidden, bias=True)
+        tensors.linear(f"{block}.self_attention.query_key_value", 3 * hidden, hidden, True)
+        # Large queries and keys (of head after head: a query, a key and a value), as above.
+        tensors[f"{block}.self_attention.query_key_value.weight"].reshape(heads, 3, -1)[:, :2] *= 2
+        tensors.linear(f"{block}.self_attention.dense", hidden, hidden, True)
+        tensors.norm(f"{block}.post_attention_layernorm", hidden, bias=True)
+        tensors.linear(f"{block}.mlp.dense_h_to_4h", 4 * hidden, hidden, True)
+        tensors.linear(f"{block}.mlp.dense_4h_to_h", hidden, 4 * hidden, True)
+    tensors.norm("transformer.ln_f", hidden, bias=True)
+    if not c["tie_word_embeddings"]:
+        tensors.linear("lm_head", VOCAB, hidden, False)
     return tensors
 
 

@@ -26,6 +26,18 @@ _NAMES = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
+_BLOOM_NAMES = {
+    "word_embeddings": "token_embd",
+    "word_embeddings_layernorm": "token_embd_norm",
+    "ln_f": "output_norm",
+    "lm_head": "output",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attention.query_key_value": "attn_qkv",
+    "self_attention.dense": "attn_output",
+    "mlp.dense_h_to_4h": "ffn_up",
+    "mlp.dense_4h_to_h": "ffn_down",
+}
 # The byte alphabet, three merges, a control token and a user-defined one: 261 ids.
 MERGES = ["h e", "l l", "he ll"]
 TOKENS = [*byte_level_alphabet(), "he", "ll", "hell", "<|im_end|>", "<tool>"]
@@ -53,7 +65,7 @@ def weights(chosen: tiny.TinyCase) -> dict[str, np.ndarray]:
     """The case's tensors under Hugging Face's names, with rows for every token of ``TOKENS``."""
     tensors = tiny.weights(chosen)
     random = np.random.default_rng(0)
-    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+    for name in ("model.embed_tokens.weight", "transformer.word_embeddings.weight", "lm_head.weight"):
         if name in tensors:
             more = random.standard_normal((VOCAB - len(tensors[name]), tensors[name].shape[1]), np.float32)
             tensors[name] = np.concatenate([tensors[name], more])
@@ -91,6 +103,8 @@ def _tokenizer_keys(pre: str) -> dict[str, Any]:
 
 def metadata(chosen: tiny.TinyCase, pre: str = "gpt-2") -> dict[str, Any]:
     """The keys of a case's file."""
+    if chosen.config["model_type"] == "bloom":
+        return _bloom_metadata(chosen, pre)
     c, arch = chosen.config, chosen.config["model_type"]
     arch = "llama" if arch == "mistral" else arch
     keys: dict[str, Any] = {
@@ -108,8 +122,39 @@ def metadata(chosen: tiny.TinyCase, pre: str = "gpt-2") -> dict[str, Any]:
     return {f"{arch}.{key}": value for key, value in keys.items()} | _tokenizer_keys(pre)
 
 
+def _bloom_metadata(chosen: tiny.TinyCase, pre: str) -> dict[str, Any]:
+    c = chosen.config
+    keys = {
+        "block_count": c["num_hidden_layers"],
+        "context_length": c["seq_length"],
+        "embedding_length": c["hidden_size"],
+        "feed_forward_length": 4 * c["hidden_size"],
+        "attention.head_count": c["num_attention_heads"],
+        "attention.head_count_kv": c["num_attention_heads"],
+        "attention.layer_norm_epsilon": c["layer_norm_epsilon"],
+    }
+    return {f"bloom.{key}": value for key, value in keys.items()} | _tokenizer_keys(pre)
+
+
+def _bloom_tensors(chosen: tiny.TinyCase) -> dict[str, np.ndarray]:
+    """llama.cpp's convert_hf_to_gguf.py, BloomModel: all queries, then all keys, then all values."""
+    out, heads = {}, chosen.config["num_attention_heads"]
+    for name, tensor in weights(chosen).items():
+        stem, kind = name.removeprefix("transformer.").rsplit(".", 1)
+        block = ""
+        if stem.startswith("h."):
+            _, index, stem = stem.split(".", 2)
+            block = f"blk.{index}."
+        if stem == "self_attention.query_key_value":
+            tensor = tensor.reshape(heads, 3, -1, *tensor.shape[1:]).swapaxes(0, 1).reshape(tensor.shape)
+        out[f"{block}{_BLOOM_NAMES[stem]}.{kind}"] = tensor
+    return out
+
+
 def gguf_tensors(chosen: tiny.TinyCase) -> dict[str, np.ndarray]:
     """The case's tensors under GGUF's names, permuted where llama.cpp permutes."""
+    if chosen.config["model_type"] == "bloom":
+        return _bloom_tensors(chosen)
     c, out = chosen.config, {}
     for name, tensor in weights(chosen).items():
         stem, kind = name.rsplit(".", 1)
@@ -157,5 +202,6 @@ def write(
 def write_case(chosen: tiny.TinyCase, path: pathlib.Path, **extra: Any) -> pathlib.Path:
     """Write a case; ``extra`` adds keys to its metadata, or removes those given as None."""
     keys = {key: value for key, value in (metadata(chosen) | extra).items() if value is not None}
-    arch = "qwen2" if chosen.config["model_type"] == "qwen2" else "llama"
+    kind = chosen.config["model_type"]
+    arch = "llama" if kind == "mistral" else kind
     return write(path, arch, keys, gguf_tensors(chosen))

@@ -48,6 +48,7 @@ def words(pre: str, text: str) -> list[str]:
         ("smollm", ["It", "'s", " ", "1", "2", "3", "4", "5", " o", "'", "clock", "!!", "\n\n ", " x"]),
         ("llama-bpe", ["It", "'s", " ", "123", "45", " o", "'clock", "!!\n\n", " ", " x"]),
         ("qwen2", ["It", "'s", " ", "1", "2", "3", "4", "5", " o", "'clock", "!!\n\n", " ", " x"]),
+        ("bloom", ["It's", " 12345", " o'clock", "!!\n\n ", " x"]),
     ],
 )
 def test_words_before_merging(pre, want):
