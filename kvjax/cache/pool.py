@@ -146,11 +146,7 @@ def write(
     ``v=None`` writes keys only, and leaves the slots' marks; otherwise ``marks`` gives [B, H, N] numbers by name, and a
     mark that is not given becomes 0. Slots of one head must differ among the valid rows. Lengths are the caller's.
     """
-    total, page_size = cache.k.shape[1], cache.k.shape[3]
-    page = jnp.asarray(cache.starts, jnp.int32)[:, None] + slots // page_size
-    page = jnp.where(valid, page, total)  # out of range: dropped by the scatter
-    column = slots % page_size
-    batch = jnp.arange(cache.k.shape[0])[:, None, None]
+    batch, page, column = _places(cache, slots, valid)
     scales = cache.scales
     if scales is not None:
         k, clipped = quantise_keys(k, scales.k)
@@ -168,6 +164,26 @@ def write(
         for name, mark in cache.marks.items()
     }
     return cache.replace(v=new_v, scales=scales, marks=new_marks)
+
+
+def write_mark(
+    cache: LayerCache,
+    name: str,
+    values: Array,
+    slots: Int[Array, "B H N"],
+    valid: Bool[Array, "B H N"] | Bool[Array, "B 1 1"],
+) -> LayerCache:
+    """Write one mark of slots, [B, H, N] values, and nothing else of them; see :func:`write`."""
+    mark = cache.marks[name].at[_places(cache, slots, valid)].set(values, mode="drop")
+    return cache.replace(marks={**cache.marks, name: mark})
+
+
+def _places(cache: LayerCache, slots: Array, valid: Array) -> tuple[Array, Array, Array]:
+    """Indices of slots into [B, P, R]; those that are not valid are out of range, so that a scatter drops them."""
+    total, page_size = cache.k.shape[1], cache.k.shape[3]
+    page = jnp.asarray(cache.starts, jnp.int32)[:, None] + slots // page_size
+    batch = jnp.arange(cache.k.shape[0])[:, None, None]
+    return batch, jnp.where(valid, page, total), slots % page_size
 
 
 def append_token(

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from kvjax.cache.pool import LayerCache, store, write
+from kvjax.cache.pool import LayerCache, store, write, write_mark
 from kvjax.checks import number, whole_number
 from kvjax.config import ModelConfig
 from kvjax.errors import UsageError
@@ -27,7 +27,8 @@ class RingState:
     Attributes:
       budget: [B] slots of each row, sinks included; fixed when the row's first prompt is in.
       count: [B] tokens the ring has been offered, sinks included.
-      sink_k: [B, H, sink, D] the sinks' keys as first rotated, for ``positions="cache"``; None otherwise.
+      sink_k: [B, H, sink, D] the sinks' keys as first rotated, for ``positions="cache"`` of a model with rotary
+        embedding; None otherwise.
     """
 
     budget: Int[Array, " B"]
@@ -47,6 +48,7 @@ class StreamingLLM(Policy):
     within the ring do not change when it is renumbered, so only the sinks' keys turn: by the number of tokens that
     have left the cache, each time from their first rotation, which never accumulates rounding. Angles are float32
     products of position and frequency, as everywhere: at a million tokens the fastest channels are off by 0.06 rad.
+    With ALiBi only the sinks' marked positions move, by as much: the bias grows evenly over the cache, without a jump.
 
     The prompt itself is read whole, with every token at its position, then cut to the budget. A ring keeps its size on
     later turns. Slots are in ring order, not position order, once tokens have left.
@@ -76,7 +78,7 @@ class StreamingLLM(Policy):
         one_of("positions", self.positions, ("original", "cache"))
 
     def check(self, config: ModelConfig) -> None:
-        if self.positions == "cache" and config.rope.kind in ("dynamic", "longrope"):
+        if self.positions == "cache" and config.positional == "rope" and config.rope.kind in ("dynamic", "longrope"):
             raise UsageError(
                 f'positions="cache" needs fixed rotary frequencies, and this model\'s "{config.rope.kind}" scaling '
                 'changes them with the length; use positions="original".'
@@ -105,7 +107,7 @@ class StreamingLLM(Policy):
 
     def init_state(self, config: ModelConfig, layer: int, batch: int, slots: tuple[int, ...]) -> Any:
         sinks = None
-        if self.positions == "cache":
+        if self.positions == "cache" and config.positional == "rope":
             sinks = jnp.zeros((batch, config.num_kv_heads, self.sink, config.head_dim), jnp.float32)
         # A budget of 0 marks a row that has not read a prompt yet.
         return RingState(jnp.zeros((batch,), jnp.int32), jnp.zeros((batch,), jnp.int32), sinks)
@@ -146,7 +148,7 @@ class StreamingLLM(Policy):
             fresh_sinks = from_new[:, : self.sink][:, None, :, None]
             sink_k = jnp.where(fresh_sinks, new_k[:, :, : self.sink].astype(jnp.float32), sink_k)
         cache = cache.replace(state=RingState(budget, count, sink_k))
-        return self._turn_sinks(cache, turn.config)
+        return self._renumber_sinks(cache, turn.config)
 
     def append(
         self, layer: int, cache: LayerCache, k: Float[Array, "B H D"], v: Float[Array, "B H D"], step: Step
@@ -162,14 +164,18 @@ class StreamingLLM(Policy):
         count = state.count + step.active
         following = jnp.broadcast_to(self._slot(count, state.budget)[:, None], cache.next.shape)
         cache = cache.replace(next=following, state=RingState(state.budget, count, sink_k))
-        return self._turn_sinks(cache, step.config)
+        return self._renumber_sinks(cache, step.config)
 
-    def _turn_sinks(self, cache: LayerCache, config: ModelConfig) -> LayerCache:
-        """Rotate the sinks' keys by the number of tokens that left the cache, so that they sit next to the ring."""
+    def _renumber_sinks(self, cache: LayerCache, config: ModelConfig) -> LayerCache:
+        """Move the sinks by the number of tokens that left the cache, so that they sit next to the ring."""
         state: RingState = cache.state
-        if state.sink_k is None or self.sink == 0:
+        if self.positions != "cache" or self.sink == 0:
             return cache
         gone = jnp.maximum(state.count - state.budget, 0)
+        if state.sink_k is None:
+            slots = jnp.broadcast_to(jnp.arange(self.sink), (*cache.length.shape, self.sink))
+            moved = slots + gone[:, None, None]
+            return write_mark(cache, "position", moved, slots, (gone > 0)[:, None, None])
         cos, sin = angles(dataclasses.replace(config, rope=_unscaled(config)), gone[:, None], gone)
         turned = rotate(state.sink_k, cos[:, None], sin[:, None])
         slots = jnp.broadcast_to(jnp.arange(self.sink), turned.shape[:3])
