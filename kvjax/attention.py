@@ -17,14 +17,21 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache.groups import HeadGroups, Layer, parts
-from kvjax.cache.pool import LayerCache, rows
+from kvjax.cache.pool import LayerCache, mark_rows, rows
+from kvjax.model.alibi import QueryBias
 
 # A finite stand-in for minus infinity: exp(NEG - m) is 0 for every reachable m and NEG - NEG is 0, not NaN.
 NEG = -0.7 * float(np.finfo(np.float32).max)
 
 
 def decode_attention(
-    q: Float[Array, "B H G D"], layer: Layer, *, scale: float, with_logits: bool = False
+    q: Float[Array, "B H G D"],
+    layer: Layer,
+    *,
+    scale: float,
+    slopes: Float[np.ndarray, "H G"] | None = None,
+    position: Int[Array, " B"] | None = None,
+    with_logits: bool = False,
 ) -> tuple[Float[Array, "B H G D"], Any]:
     """One query token a row against the valid slots of its heads.
 
@@ -32,20 +39,40 @@ def decode_attention(
       q: queries after rotary, grouped by KV head.
       layer: its pool or pools, the new token already in; every head holds at least one valid slot.
       scale: multiplies q.k (1 / sqrt(D)).
-      with_logits: also return the scaled scores by page, ``NEG`` where a slot is not valid; policies that evict by
-        the new query's attention read them.
+      slopes: ALiBi's, of each query head; then every slot's mark "position" counts, and the queries' ``position``.
+      with_logits: also return the scaled scores by page, ALiBi's bias in them, ``NEG`` where a slot is not valid;
+        policies that evict by the new query's attention read them.
 
     Returns:
       ``(output in q's dtype, logits or None)``: logits [B, P, G, R], or a tuple of them for a layer in groups.
     """
+    bias = None if slopes is None or position is None else _Linear(slopes, position)
     if not isinstance(layer, HeadGroups):
-        return _decode_pool(q, layer, scale, with_logits)
-    done = [_decode_pool(x, pool, scale, with_logits) for x, pool in zip(layer.split(q), layer.groups, strict=True)]
+        return _decode_pool(q, layer, scale, bias, with_logits)
+    groups = zip(layer.split(q), layer.groups, layer.heads, strict=True)
+    done = [_decode_pool(x, pool, scale, bias and bias.of(heads), with_logits) for x, pool, heads in groups]
     return layer.join([out for out, _ in done]), tuple(logits for _, logits in done) if with_logits else None
 
 
+@dataclasses.dataclass(frozen=True)
+class _Linear:
+    """ALiBi of one query a row."""
+
+    slopes: Float[np.ndarray, "H G"]
+    position: Int[Array, " B"]
+
+    def of(self, heads: tuple[int, ...]) -> _Linear:
+        """Of some of the KV heads."""
+        return _Linear(self.slopes[np.asarray(heads)], self.position)
+
+    def by_page(self, cache: LayerCache, owner: np.ndarray) -> Float[Array, "B P G R"]:
+        """The bias of every slot; what is in no valid slot is finite."""
+        distance = cache.marks["position"] - self.position[:, None, None]
+        return jnp.asarray(self.slopes[owner])[:, :, None] * distance[:, :, None]
+
+
 def _decode_pool(
-    q: Float[Array, "B H G D"], cache: LayerCache, scale: float, with_logits: bool
+    q: Float[Array, "B H G D"], cache: LayerCache, scale: float, bias: _Linear | None, with_logits: bool
 ) -> tuple[Float[Array, "B H G D"], Float[Array, "B P G R"] | None]:
     heads, group, dim = q.shape[1:]
     batch, total, _, page_size = cache.k.shape
@@ -56,6 +83,8 @@ def _decode_pool(
     if cache.scales is not None:
         scaled = scaled * cache.scales.k[:, :, None]
     logits = _page_scores(scaled, cache, owner)
+    if bias is not None:
+        logits = logits + bias.by_page(cache, owner)
     if cache.log_mass is not None:
         logits = logits + jnp.where(slot == 0, cache.log_mass[:, owner][:, :, None], 0.0)[:, :, None]
     valid = slot < cache.length[:, owner][:, :, None]
@@ -133,13 +162,13 @@ def attend_block(
     visible: Bool[Array, "#B #H #N S"] | Bool[Array, "N S"],
     *,
     scale: float,
-    bias: Float[Array, "B H S"] | None = None,
+    bias: Float[Array, "#B #H #N S"] | None = None,
 ) -> Running:
-    """Fold one block of keys and values into a running softmax."""
+    """Fold one block of keys and values into a running softmax; ``bias`` is added to the scaled scores."""
     peak, mass, out = running
     scores = jnp.einsum("bhnd,bhsd->bhns", q, k, preferred_element_type=jnp.float32) * scale
     if bias is not None:
-        scores = scores + bias[:, :, None]
+        scores = scores + bias
     scores = jnp.where(visible, scores, NEG)
     new_peak = jnp.maximum(peak, scores.max(axis=-1))
     # Masked weights are zeroed, not trusted to underflow: a row that sees nothing yet has peak NEG and exp(0) = 1.
@@ -151,12 +180,16 @@ def attend_block(
 
 @dataclasses.dataclass(frozen=True)
 class KeptRows:
-    """A layer's kept slots as rows, padded to whole blocks, for the queries of a later turn to attend to."""
+    """A layer's kept slots as rows, padded to whole blocks, for the queries of a later turn to attend to.
+
+    ``place`` is counted from the turn's first token, so negative; None where no bias depends on it.
+    """
 
     k: Float[Array, "B H C D"]
     v: Float[Array, "B H C D"]
     length: Int[Array, "B H"]
     log_mass: Float[Array, "B H"] | None
+    place: Int[Array, "B H C"] | None
     block: int
 
     @property
@@ -164,39 +197,55 @@ class KeptRows:
         """Blocks that hold a valid slot of any head."""
         return jnp.max(-(-self.length // self.block))
 
-    def block_of(self, i: Int[Array, ""]) -> tuple[Array, Array, Array, Array | None]:
-        """Keys and values [B, H, S, D] of a block, what is visible [B, H, 1, S], and a bias [B, H, S] or None."""
+    def block_of(self, i: Int[Array, ""], linear: QueryBias | None) -> tuple[Array, Array, Array, Array | None]:
+        """Keys and values [B, H, S, D] of a block, what is visible [B, H, 1, S], and a bias [B, H, #N, S] or None."""
         k = jax.lax.dynamic_slice_in_dim(self.k, i * self.block, self.block, axis=2)
         v = jax.lax.dynamic_slice_in_dim(self.v, i * self.block, self.block, axis=2)
         slot = i * self.block + jnp.arange(self.block)
         visible = (slot < self.length[..., None])[:, :, None]
-        bias = None if self.log_mass is None else jnp.where(slot == 0, self.log_mass[..., None], 0.0)
+        bias = None if self.log_mass is None else jnp.where(slot == 0, self.log_mass[..., None], 0.0)[:, :, None]
+        if linear is not None and self.place is not None:
+            place = jax.lax.dynamic_slice_in_dim(self.place, i * self.block, self.block, axis=2)
+            bias = linear(place) if bias is None else linear(place) + bias
         return k, v, visible, bias
 
 
-def kept_rows(layer: Layer, block: int) -> KeptRows:
-    """Bring a layer's pools into rows once a turn, for all the blocks of queries."""
+def kept_rows(layer: Layer, block: int, seen: Int[Array, " B"] | None = None) -> KeptRows:
+    """Bring a layer's pools into rows once a turn, for all the blocks of queries.
+
+    ``seen``, the tokens before the turn, is given for ALiBi, where a slot's mark "position" makes its bias.
+    """
     pools = parts(layer)
     longest = max(max(pool.slots) for pool in pools)
     block = min(block, longest)
     longest += -longest % block
 
     def padded(x: Array) -> Array:
-        return jnp.pad(x, ((0, 0), (0, 0), (0, longest - x.shape[2]), (0, 0)))
+        return jnp.pad(x, ((0, 0), (0, 0), (0, longest - x.shape[2])) + ((0, 0),) * (x.ndim - 3))
 
     runs = [tuple(padded(x) for x in rows(pool)) for pool in pools]
     masses = [jnp.zeros(pool.length.shape) if pool.log_mass is None else pool.log_mass for pool in pools]
     join = layer.join if isinstance(layer, HeadGroups) else (lambda whole: whole[0])
     k, v = join([part[0] for part in runs]), join([part[1] for part in runs])
     mass = None if all(pool.log_mass is None for pool in pools) else join(masses)
-    return KeptRows(k, v, layer.length, mass, block)
+    place = None
+    if seen is not None:
+        place = join([padded(mark_rows(pool, "position")) for pool in pools]) - seen[:, None, None]
+    return KeptRows(k, v, layer.length, mass, place, block)
 
 
-def attend_kept(running: Running, q: Float[Array, "B H N D"], kept: KeptRows, *, scale: float) -> Running:
+def attend_kept(
+    running: Running,
+    q: Float[Array, "B H N D"],
+    kept: KeptRows,
+    *,
+    scale: float,
+    linear: QueryBias | None = None,
+) -> Running:
     """Fold the kept slots into a running softmax, block by block; every query sees all of them."""
 
     def body(i: Int[Array, ""], carry: Running) -> Running:
-        k, v, visible, bias = kept.block_of(i)
+        k, v, visible, bias = kept.block_of(i, linear)
         return attend_block(carry, q, k, v, visible, scale=scale, bias=bias)
 
     return jax.lax.fori_loop(0, kept.blocks, body, running)
@@ -211,18 +260,21 @@ def attend_causal(
     block: int,
     *,
     scale: float,
+    linear: QueryBias | None = None,
 ) -> Running:
     """Fold blocks ``0 .. index`` of a prompt's own keys into the running softmax of its query block ``index``.
 
     ``q`` holds G queries of each of the block's tokens, group-major: [B, H, G x block, D]. Never more scores than
-    one block against one block, and only the blocks on and below the diagonal are computed.
+    one block against one block, and only the blocks on and below the diagonal are computed. ``linear`` is ALiBi's bias
+    of the block's queries, whose places are their indices in the prompt.
     """
     token = jnp.tile(jnp.arange(block), q.shape[2] // block)[:, None]
 
     def body(j: Int[Array, ""], carry: Running) -> Running:
         kb = jax.lax.dynamic_slice_in_dim(k, j * block, block, axis=2)
         vb = jax.lax.dynamic_slice_in_dim(v, j * block, block, axis=2)
-        visible = index * block + token >= j * block + jnp.arange(block)
-        return attend_block(carry, q, kb, vb, visible, scale=scale)
+        place = j * block + jnp.arange(block)
+        bias = None if linear is None else linear(place[None, None])
+        return attend_block(carry, q, kb, vb, index * block + token >= place, scale=scale, bias=bias)
 
     return jax.lax.fori_loop(0, index + 1, body, running)

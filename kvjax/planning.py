@@ -229,7 +229,7 @@ def prefill_peak_bytes(config: ModelConfig, policy: Policy, batch: int, prompt: 
     block = block_of(tokens)
     rows = batch * tokens
     hidden = rows * config.hidden_size * item
-    rotary = 2 * rows * (config.head_dim // 2) * 4
+    rotary = 2 * rows * (config.head_dim // 2) * 4 if config.positional == "rope" else 0
     selects = type(policy).compress is not Policy.compress or type(policy).select is not Policy.select
     dense = 2 * rows * config.num_kv_heads * config.head_dim * item if selects else 0
     attention = config.num_heads * (2 * block + 3 * config.head_dim) * 4

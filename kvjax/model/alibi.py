@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+
+import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Array, Float, Int
 
 from kvjax.config import ModelConfig
 
@@ -19,9 +22,7 @@ def slopes(config: ModelConfig) -> Float[np.ndarray, "H G"]:
       config: the model; query heads are numbered as they are stored, the G of KV head 0 first.
 
     Returns:
-      float32 [H, G], positive. A row of softmax does not change when a constant is added, so ``-m (i - j)`` of query
-      i and key j may be computed as ``m (j - r)`` for any r that is the same for all keys of the query. Attention
-      takes an r near the query: float32 would lose 0.004 of a logit in ``m j`` at 100,000 tokens.
+      float32 [H, G], positive.
     """
     count = config.num_heads
     power = 1 << (count.bit_length() - 1)
@@ -29,3 +30,32 @@ def slopes(config: ModelConfig) -> Float[np.ndarray, "H G"]:
     between = 2.0 ** (-8 * np.arange(1, 2 * power, 2) / (2 * power))
     values = np.concatenate([first, between])[:count].astype(np.float32)
     return values.reshape(config.num_kv_heads, config.group_size)
+
+
+@dataclasses.dataclass(frozen=True)
+class QueryBias:
+    """The biases of a block of queries, ``m (j - i)`` of query i and key j.
+
+    Places may be counted from anywhere, the same for queries and keys. The difference is of whole numbers, and only
+    then multiplied: ``m j`` alone, which softmax could not tell from it, loses 0.004 of a logit to float32 at 100,000
+    tokens.
+
+    Attributes:
+      slopes: [H, N] of each query's head.
+      place: [#B, N] of each query.
+    """
+
+    slopes: Float[Array, "H N"]
+    place: Int[Array, "#B N"]
+
+    def __call__(self, keys: Int[Array, "#B #H S"]) -> Float[Array, "#B H N S"]:
+        """Biases of keys at these places."""
+        return self.slopes[:, :, None] * (keys[:, :, None] - self.place[:, None, :, None])
+
+
+def query_bias(config: ModelConfig, place: Int[Array, "#B N"]) -> QueryBias | None:
+    """Biases of queries at these places, group-major (N = G x tokens); None for a model without ALiBi."""
+    if config.positional != "alibi":
+        return None
+    each = slopes(config)
+    return QueryBias(jnp.asarray(np.repeat(each, place.shape[1] // each.shape[1], axis=1)), place)

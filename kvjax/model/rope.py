@@ -104,6 +104,23 @@ def angles(
     return jnp.cos(phase) * factor, jnp.sin(phase) * factor
 
 
+#: cos and sin of a run of tokens, [B, T, head_dim / 2] each; None for a model whose positions are elsewhere (ALiBi).
+Angles = tuple[Array, Array] | None
+
+
+def token_angles(config: ModelConfig, positions: Int[Array, "B T"], seen: Int[Array, " B"]) -> Angles:
+    """What :func:`rotated` needs of these tokens."""
+    return angles(config, positions, seen) if config.positional == "rope" else None
+
+
+def rotated(x: Array, turn: Angles) -> Array:
+    """Queries [B, T, H, G, D] or keys [B, T, H, D] (or either without T, of one token) as attention takes them."""
+    if turn is None:
+        return x
+    cos, sin = (a.reshape(*a.shape[:-1], *(1,) * (x.ndim - a.ndim), a.shape[-1]) for a in turn)
+    return rotate(x, cos, sin)
+
+
 def rotate(x: Float[Array, "*S D"], cos: Float[Array, "*#S F"], sin: Float[Array, "*#S F"]) -> Float[Array, "*S D"]:
     """Rotate channel pairs (i, i + D/2) by the given angles in float32; the result has ``x``'s dtype."""
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)

@@ -194,8 +194,8 @@ class Policy:
 
 def policy_marks(policy: Policy, config: ModelConfig) -> tuple[str, ...]:
     """Marks of a policy's pools; a model that adds ALiBi's bias needs every slot's position."""
-    alibi = getattr(config, "positional", "rope") == "alibi"
-    return (*policy.marks, *(("position",) if alibi and "position" not in policy.marks else ()))
+    wanted = config.positional == "alibi" and "position" not in policy.marks
+    return (*policy.marks, "position") if wanted else policy.marks
 
 
 def append_new(

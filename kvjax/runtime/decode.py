@@ -18,8 +18,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.attention import decode_attention
 from kvjax.cache.value import Cache, Pools, attach, detach
+from kvjax.model.alibi import slopes
 from kvjax.model.decoder import Decoder
-from kvjax.model.rope import angles, rotate
+from kvjax.model.rope import rotated, token_angles
 from kvjax.policies.base import Step
 from kvjax.runtime.sampling import Sampling, log_probability, sample
 from kvjax.runtime.stopping import FOUND, StopTable
@@ -86,16 +87,18 @@ def forward_step(
     """
     config, policy = params.config, cache.policy
     step = Step(cache.seen, active, config=config)
-    cos, sin = angles(config, cache.seen[:, None], cache.seen + 1)
+    angles = token_angles(config, cache.seen[:, None], cache.seen + 1)
     x = params.embed(token)
     done: list[Any] = []
     for i, (layer, kept) in enumerate(zip(params.layers, cache.layers, strict=True)):
         q, k, v = layer.project(x)
-        kept = policy.append(i, kept, rotate(k, cos, sin), v, step)
+        kept = policy.append(i, kept, rotated(k, angles), v, step)
         attended, logits = decode_attention(
-            rotate(q, cos[:, :, None], sin[:, :, None]),
+            rotated(q, angles),
             kept,
             scale=config.head_dim**-0.5,
+            slopes=slopes(config) if config.positional == "alibi" else None,
+            position=step.position,
             with_logits=policy.signals.decode_logits,
         )
         done.append(policy.observe(i, kept, logits, step))

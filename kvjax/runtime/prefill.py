@@ -20,8 +20,9 @@ from kvjax.cache.groups import parts
 from kvjax.cache.storage import MODEL, Storage
 from kvjax.cache.value import Cache, Pools, attach, detach
 from kvjax.config import ModelConfig
+from kvjax.model.alibi import query_bias
 from kvjax.model.decoder import Decoder, DecoderLayer
-from kvjax.model.rope import angles, rotate
+from kvjax.model.rope import Angles, rotated, token_angles
 from kvjax.policies.base import Policy, Turn, page_capacities
 from kvjax.policies.full import Full
 from kvjax.policies.signals import PromptSignals
@@ -52,8 +53,7 @@ def empty_cache(
 def _layer(
     layer: DecoderLayer,
     x: Float[Array, "B T M"],
-    cos: Float[Array, "B T F"],
-    sin: Float[Array, "B T F"],
+    turn: Angles,
     kept: KeptRows | None,
     blocks: Int[Array, ""],
     zero: Int[Array, ""],
@@ -67,21 +67,21 @@ def _layer(
     heads, group, dim = config.num_kv_heads, config.group_size, config.head_dim
     block = block_of(tokens)
     scale = dim**-0.5
-    window = None if tap is None else tap.window_queries(layer, x, cos, sin)
+    window = None if tap is None else tap.window_queries(layer, x, turn)
 
     def body(i: Int[Array, ""], carry: tuple[Array, Array, Array, Taps | None]) -> tuple[Any, ...]:
         x, k, v, taps = carry
-        xb, cb, sb = (jax.lax.dynamic_slice_in_dim(a, i * block, block, axis=1) for a in (x, cos, sin))
+        xb, here = jax.tree.map(lambda a: jax.lax.dynamic_slice_in_dim(a, i * block, block, axis=1), (x, turn))
         raw, kb, vb = layer.project(xb)
-        kb = rotate(kb, cb[:, :, None], sb[:, :, None])
-        q = rotate(raw, cb[:, :, None, None], sb[:, :, None, None])
+        kb, q = rotated(kb, here), rotated(raw, here)
         k = jax.lax.dynamic_update_slice_in_dim(k, kb.swapaxes(1, 2).astype(k.dtype), i * block, axis=2)
         v = jax.lax.dynamic_update_slice_in_dim(v, vb.swapaxes(1, 2).astype(v.dtype), i * block, axis=2)
         q = q.transpose(0, 2, 3, 1, 4).reshape(batch, heads, group * block, dim)
         running = running_start(batch, heads, group * block, dim)
+        linear = query_bias(config, jnp.tile(i * block + jnp.arange(block), group)[None])
         if kept is not None:
-            running = attend_kept(running, q, kept, scale=scale)
-        peak, mass, out = attend_causal(running, q, k, v, i, block, scale=scale)
+            running = attend_kept(running, q, kept, scale=scale, linear=linear)
+        peak, mass, out = attend_causal(running, q, k, v, i, block, scale=scale, linear=linear)
         if tap is not None and taps is not None:
             taps = tap.after_block(taps, raw, q, peak + jnp.log(mass), k, kept, i)
         attended = (out / mass[..., None]).reshape(batch, heads, group, block, dim).transpose(0, 3, 1, 2, 4)
@@ -108,7 +108,7 @@ def _forward(
     block = block_of(tokens.shape[1])
     blocks = (jnp.max(count) + block - 1) // block
     positions = cache.seen[:, None] + jnp.arange(tokens.shape[1])
-    cos, sin = angles(config, positions, cache.seen + count)
+    angles = token_angles(config, positions, cache.seen + count)
     x = params.embed(tokens)
     tap = layer_tap(policy, config, cache.seen, count, total, tokens.shape[1], fresh)
     done: list[Any] = []
@@ -117,8 +117,8 @@ def _forward(
         kept = None
         if not fresh:
             old = policy.settle(i, old, config)
-            kept = kept_rows(old, block)
-        x, k, v, signals = _layer(layer, x, cos, sin, kept, blocks, zero, tap)
+            kept = kept_rows(old, block, cache.seen if config.positional == "alibi" else None)
+        x, k, v, signals = _layer(layer, x, angles, kept, blocks, zero, tap)
         turn = Turn(cache.seen, count, total, pages=pages[i], config=config, fresh=fresh, signals=signals)
         packed = policy.compress(i, old, k, v, turn)
         zero = _zero_after(*(pool for part in parts(packed) for pool in (part.k, part.v)))

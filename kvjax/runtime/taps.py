@@ -15,8 +15,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.attention import NEG, KeptRows
 from kvjax.config import ModelConfig
+from kvjax.model.alibi import QueryBias, query_bias
 from kvjax.model.decoder import DecoderLayer
-from kvjax.model.rope import rotate
+from kvjax.model.rope import Angles, rotated
 from kvjax.policies.base import Policy
 from kvjax.policies.signals import Mass, PromptSignals, QueryStats, Signals, first_window_query
 
@@ -55,7 +56,7 @@ class LayerTap:
     window_rows: int
 
     def window_queries(
-        self, layer: DecoderLayer, x: Float[Array, "B T M"], cos: Float[Array, "B T F"], sin: Float[Array, "B T F"]
+        self, layer: DecoderLayer, x: Float[Array, "B T M"], turn: Angles
     ) -> tuple[Float[Array, "B H N D"], Int[Array, "B N"], Bool[Array, "B N"]] | None:
         """The window's queries, scaled and group-major, the token each belongs to, and which of them there are.
 
@@ -66,9 +67,9 @@ class LayerTap:
         token = self.count[:, None] - self.window_rows + jnp.arange(self.window_rows)
         there = token >= self.first[:, None]
         token = jnp.maximum(token, 0)
-        xw, cw, sw = (jnp.take_along_axis(a, token[..., None], axis=1) for a in (x, cos, sin))
+        xw, here = jax.tree.map(lambda a: jnp.take_along_axis(a, token[..., None], axis=1), (x, turn))
         q, _, _ = layer.project(xw)
-        q = rotate(q, cw[:, :, None, None], sw[:, :, None, None]).transpose(0, 2, 3, 1, 4)
+        q = rotated(q, here).transpose(0, 2, 3, 1, 4)
         group = q.shape[2]
         q = q.reshape(*q.shape[:2], -1, q.shape[-1]).astype(jnp.float32) * self.scale[:, None, None, None]
         return q, jnp.tile(token, (1, group)), jnp.tile(there, (1, group))
@@ -106,10 +107,11 @@ class LayerTap:
             if s.columns_scaled:
                 scale = self.scale
             scaled = q.astype(jnp.float32) * scale[:, None, None, None]
+            linear = query_bias(self.config, last)
             if s.columns_scaled:
-                normaliser = log_normaliser(scaled, last, k, kept, index + 1, block)
+                normaliser = log_normaliser(scaled, last, k, kept, index + 1, block, linear)
             counted = jnp.tile(real, (1, group))
-            columns = add_mass(columns, scaled, normaliser, counted, last, k, kept, index + 1, block)
+            columns = add_mass(columns, scaled, normaliser, counted, last, k, kept, index + 1, block, linear)
         if stats is not None:
             counts = real & (self.seen[:, None] + token >= s.query_skip)
             stats = stats.merge(stats_of(raw, counts))
@@ -128,9 +130,10 @@ class LayerTap:
         mass = None
         if window is not None:
             q, last, there = window
-            normaliser = log_normaliser(q, last, k, kept, blocks, block)
+            linear = query_bias(self.config, last)
+            normaliser = log_normaliser(q, last, k, kept, blocks, block, linear)
             empty = self._no_mass(kept, k.shape[2])
-            mass = add_mass(empty, q, normaliser, there, last, k, kept, blocks, block)
+            mass = add_mass(empty, q, normaliser, there, last, k, kept, blocks, block, linear)
         return PromptSignals(mass, taps.columns, taps.stats)
 
 
@@ -175,6 +178,7 @@ def log_normaliser(
     kept: KeptRows | None,
     blocks: Int[Array, ""],
     block: int,
+    linear: QueryBias | None = None,
 ) -> Float[Array, "B H N"]:
     """Log-sum-exp of each query's scores over the kept slots and the new keys up to its ``last``.
 
@@ -183,6 +187,7 @@ def log_normaliser(
       last: the last new key each query sees.
       k: the new keys. kept: the slots from before.
       blocks: how many blocks of ``block`` new keys there are to visit.
+      linear: ALiBi's bias of queries whose places are ``last``.
     """
 
     def fold(carry: tuple[Array, Array], scores: Array) -> tuple[Array, Array]:
@@ -194,8 +199,8 @@ def log_normaliser(
     empty = jnp.zeros(q.shape[:3], jnp.float32)
     carry = (empty + NEG, empty)
     if kept is not None:
-        carry = jax.lax.fori_loop(0, kept.blocks, lambda i, c: fold(c, _kept_scores(q, kept, i)), carry)
-    carry = jax.lax.fori_loop(0, blocks, lambda i, c: fold(c, _new_scores(q, last, k, i, block)), carry)
+        carry = jax.lax.fori_loop(0, kept.blocks, lambda i, c: fold(c, _kept_scores(q, kept, i, linear)), carry)
+    carry = jax.lax.fori_loop(0, blocks, lambda i, c: fold(c, _new_scores(q, last, k, i, block, linear)), carry)
     return carry[0] + jnp.log(jnp.maximum(carry[1], jnp.finfo(jnp.float32).tiny))
 
 
@@ -209,6 +214,7 @@ def add_mass(
     kept: KeptRows | None,
     blocks: Int[Array, ""],
     block: int,
+    linear: QueryBias | None = None,
 ) -> Mass:
     """``total`` with the attention of these queries added, those that are ``counted``; see :func:`log_normaliser`.
 
@@ -223,32 +229,34 @@ def add_mass(
         return weight.reshape(*weight.shape[:2], group, -1, weight.shape[3]).sum(axis=3)
 
     def over_new(i: Int[Array, ""], mass: Array) -> Array:
-        return _add_at(mass, gained(_new_scores(q, last, k, i, block)), i * block)
+        return _add_at(mass, gained(_new_scores(q, last, k, i, block, linear)), i * block)
 
     new = jax.lax.fori_loop(0, blocks, over_new, total.new)
     if kept is None or total.kept is None:
         return Mass(total.kept, new)
 
     def over_kept(i: Int[Array, ""], mass: Array) -> Array:
-        return _add_at(mass, gained(_kept_scores(q, kept, i)), i * kept.block)
+        return _add_at(mass, gained(_kept_scores(q, kept, i, linear)), i * kept.block)
 
     return Mass(jax.lax.fori_loop(0, kept.blocks, over_kept, total.kept), new)
 
 
-def _new_scores(q: Array, last: Array, k: Array, i: Int[Array, ""], block: int) -> Array:
+def _new_scores(q: Array, last: Array, k: Array, i: Int[Array, ""], block: int, linear: QueryBias | None) -> Array:
     """[B, H, N, S] scores of one block of new keys, NEG where they are not visible."""
     kb = jax.lax.dynamic_slice_in_dim(k, i * block, block, axis=2)
     scores = jnp.einsum("bhnd,bhsd->bhns", q, kb, preferred_element_type=jnp.float32)
-    visible = i * block + jnp.arange(block) <= last[..., None]
-    return jnp.where(visible[:, None], scores, NEG)
+    place = i * block + jnp.arange(block)
+    if linear is not None:
+        scores = scores + linear(place[None, None])
+    return jnp.where((place <= last[..., None])[:, None], scores, NEG)
 
 
-def _kept_scores(q: Array, kept: KeptRows, i: Int[Array, ""]) -> Array:
+def _kept_scores(q: Array, kept: KeptRows, i: Int[Array, ""], linear: QueryBias | None) -> Array:
     """[B, H, N, S] scores of one block of kept slots, NEG where they are not valid."""
-    kb, _, visible, bias = kept.block_of(i)
+    kb, _, visible, bias = kept.block_of(i, linear)
     scores = jnp.einsum("bhnd,bhsd->bhns", q, kb, preferred_element_type=jnp.float32)
     if bias is not None:
-        scores = scores + bias[:, :, None]
+        scores = scores + bias
     return jnp.where(visible, scores, NEG)
 
 
