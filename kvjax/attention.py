@@ -65,10 +65,14 @@ class _Linear:
         """Of some of the KV heads."""
         return _Linear(self.slopes[np.asarray(heads)], self.position)
 
-    def by_page(self, cache: LayerCache, owner: np.ndarray) -> Float[Array, "B P G R"]:
-        """The bias of every slot; what is in no valid slot is finite."""
-        distance = cache.marks["position"] - self.position[:, None, None]
-        return jnp.asarray(self.slopes[owner])[:, :, None] * distance[:, :, None]
+
+def slot_bias(
+    cache: LayerCache, slopes: Float[np.ndarray, "H G"], position: Int[Array, " B"]
+) -> Float[Array, "B P G R"]:
+    """ALiBi's bias of every slot for queries at these positions; what is in no valid slot is finite."""
+    owner = np.repeat(np.arange(len(cache.pages)), cache.pages)
+    distance = cache.marks["position"] - position[:, None, None]
+    return jnp.asarray(slopes[owner])[:, :, None] * distance[:, :, None]
 
 
 def _decode_pool(
@@ -84,7 +88,7 @@ def _decode_pool(
         scaled = scaled * cache.scales.k[:, :, None]
     logits = _page_scores(scaled, cache, owner)
     if bias is not None:
-        logits = logits + bias.by_page(cache, owner)
+        logits = logits + slot_bias(cache, bias.slopes, bias.position)
     if cache.log_mass is not None:
         logits = logits + jnp.where(slot == 0, cache.log_mass[:, owner][:, :, None], 0.0)[:, :, None]
     valid = slot < cache.length[:, owner][:, :, None]

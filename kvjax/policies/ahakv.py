@@ -9,10 +9,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from kvjax.attention import slot_bias
 from kvjax.cache.pool import LayerCache
 from kvjax.checks import whole_number
 from kvjax.config import ModelConfig
 from kvjax.errors import UsageError
+from kvjax.model.alibi import slopes
 from kvjax.policies.base import Candidates, Signals, Step, Turn
 from kvjax.policies.evicting import Evicting, attention_weights
 
@@ -111,6 +113,10 @@ class AhaKV(Evicting):
 
     def gains(self, cache: LayerCache, logits: Float[Array, "B P G R"], step: Step) -> Float[Array, "B P R"]:
         gain = cache.state.own if self.step_gain else None
+        if gain is not None and step.config.positional == "alibi":
+            # Step gain is for the product of query and key; the bias is what it is, as in the prompt's masses.
+            bias = slot_bias(cache, slopes(step.config), step.position)
+            logits, gain = gain[:, None, None, None] * (logits - bias) + bias, None
         return attention_weights(cache, logits, gain).sum(axis=2)
 
 

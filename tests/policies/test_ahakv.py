@@ -7,13 +7,17 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import toys
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from policies.eviction_oracle import NARROW, HeadOracle, RowOracle, attention, sizes, softmax
 from policies.evictor import Evictor, compare, layer_config, random_qkv
 
+from kvjax.attention import NEG
+from kvjax.cache.pool import by_head, by_page, store
 from kvjax.errors import UsageError
-from kvjax.policies import H2O, AhaKV
+from kvjax.model.alibi import slopes
+from kvjax.policies import H2O, AhaKV, Step
 
 # --- the oracle: equations [5], [9], [12]-[15] and Algorithm 1 -------------------------------------------------------
 
@@ -136,3 +140,23 @@ def test_bad_parameters_are_one_sentence(bad):
     with pytest.raises(UsageError) as error:
         AhaKV(**bad)
     assert "\n" not in str(error.value) and str(error.value).endswith(".")
+
+
+def test_step_gain_leaves_alibis_bias_as_it_is():
+    config = toys.tiny_config(positional="alibi", norm="layer", mlp="gelu", embedding_norm=True)
+    rng = np.random.default_rng(5)
+    policy = AhaKV(budget=40)
+    cache = policy.init_layer(config, 0, 1, (2, 2), jnp.float32)
+    position = jnp.asarray(rng.permutation(64)[None, None].repeat(2, axis=1), jnp.int32)
+    rows = jnp.zeros((1, 2, 64, 8))
+    cache = store(cache, rows, rows, jnp.full((1, 2), 50), (2, 2), {"position": position})
+    cache = cache.replace(state=dataclasses.replace(cache.state, own=jnp.asarray([1.7])))
+    scaled = rng.standard_normal((1, 2, 2, 64))
+    bias = np.asarray(slopes(config))[None, :, :, None] * (np.asarray(position)[:, :, None] - 70)
+    held = np.arange(64) < 50
+    logits = by_page(cache, jnp.asarray(np.where(held, scaled + bias, NEG), jnp.float32))
+    step = Step(jnp.asarray([70]), jnp.asarray([True]), config=config)
+    got = by_head(cache, policy.gains(cache, logits, step))
+    wanted = np.where(held, np.exp(1.7 * scaled + bias), 0)
+    wanted = (wanted / wanted.sum(axis=-1, keepdims=True)).sum(axis=2)
+    np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-6)
