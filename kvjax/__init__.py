@@ -20,7 +20,23 @@ if TYPE_CHECKING:
     from kvjax.model.load import LanguageModel, load, load_config
     from kvjax.output import Output, Piece, Stats
     from kvjax.planning import Plan, plan
-    from kvjax.policies import H2O, TOVA, AhaKV, CompensatedRing, Full, LagKV, Policy, RazorAttention, StreamingLLM
+    from kvjax.policies import (
+        H2O,
+        NACL,
+        TOVA,
+        AhaKV,
+        CompensatedRing,
+        ExpectedAttention,
+        Full,
+        KeyDiff,
+        LagKV,
+        Policy,
+        PyramidKV,
+        RazorAttention,
+        SlimKV,
+        SnapKV,
+        StreamingLLM,
+    )
 
 __version__ = "0.1.0"
 
@@ -48,24 +64,33 @@ _HOMES = {
     "plan": "kvjax.planning",
     "AhaKV": "kvjax.policies",
     "CompensatedRing": "kvjax.policies",
+    "ExpectedAttention": "kvjax.policies",
     "Full": "kvjax.policies",
     "H2O": "kvjax.policies",
+    "KeyDiff": "kvjax.policies",
     "LagKV": "kvjax.policies",
+    "NACL": "kvjax.policies",
     "Policy": "kvjax.policies",
+    "PyramidKV": "kvjax.policies",
     "RazorAttention": "kvjax.policies",
+    "SlimKV": "kvjax.policies",
+    "SnapKV": "kvjax.policies",
     "StreamingLLM": "kvjax.policies",
     "TOVA": "kvjax.policies",
 }
 
 __all__ = [
     "H2O",
+    "NACL",
     "TOVA",
     "AhaKV",
     "Cache",
     "Chat",
     "CompensatedRing",
     "DoesNotFit",
+    "ExpectedAttention",
     "Full",
+    "KeyDiff",
     "KvjaxError",
     "LagKV",
     "LanguageModel",
@@ -74,8 +99,11 @@ __all__ = [
     "Piece",
     "Plan",
     "Policy",
+    "PyramidKV",
     "RazorAttention",
     "RopeConfig",
+    "SlimKV",
+    "SnapKV",
     "Stats",
     "Storage",
     "StreamingLLM",

@@ -17,10 +17,16 @@ from kvjax.errors import UsageError
 from kvjax.policies.ahakv import AhaKV
 from kvjax.policies.base import Policy
 from kvjax.policies.compensated import CompensatedRing
+from kvjax.policies.expected_attention import ExpectedAttention
 from kvjax.policies.full import Full
 from kvjax.policies.h2o import H2O
+from kvjax.policies.keydiff import KeyDiff
 from kvjax.policies.lagkv import LagKV
+from kvjax.policies.nacl import NACL
+from kvjax.policies.pyramidkv import PyramidKV
 from kvjax.policies.razor import RazorAttention
+from kvjax.policies.slimkv import SlimKV
+from kvjax.policies.snapkv import SnapKV
 from kvjax.policies.streaming import StreamingLLM
 from kvjax.policies.tova import TOVA
 
@@ -33,6 +39,12 @@ _POLICIES: dict[str, type[Policy]] = {
     "ahakv": AhaKV,
     "razor": RazorAttention,
     "compensated": CompensatedRing,
+    "snapkv": SnapKV,
+    "pyramidkv": PyramidKV,
+    "slimkv": SlimKV,
+    "nacl": NACL,
+    "keydiff": KeyDiff,
+    "expected_attention": ExpectedAttention,
 }
 _ALIASES = {
     "streaming": "streamingllm",
@@ -42,6 +54,10 @@ _ALIASES = {
     "razorattention": "razor",
     "razor_attention": "razor",
     "compensated_ring": "compensated",
+    "snap": "snapkv",
+    "pyramid": "pyramidkv",
+    "slim": "slimkv",
+    "expectedattention": "expected_attention",
 }
 
 

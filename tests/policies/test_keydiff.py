@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from policies.choosing import ChoosingHead, Lane, assert_alone, assert_same, best
 
 from kvjax.errors import UsageError
-from kvjax.policies.keydiff import KeyDiff
+from kvjax.policies import KeyDiff
 
 BUDGET = 10
 

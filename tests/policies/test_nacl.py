@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from policies.choosing import ChoosingHead, Lane, assert_alone, assert_same, best, softmax
 
 from kvjax.errors import UsageError
-from kvjax.policies.nacl import NACL
+from kvjax.policies import NACL
 
 BUDGET, SINK = 20, 2
 

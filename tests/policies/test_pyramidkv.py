@@ -12,7 +12,7 @@ from policies.driver import config_for
 from policies.test_snapkv import SnapHead
 
 from kvjax.errors import UsageError
-from kvjax.policies.pyramidkv import PyramidKV
+from kvjax.policies import PyramidKV
 
 W = 4
 

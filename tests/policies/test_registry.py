@@ -8,7 +8,7 @@ import pytest
 
 from kvjax import policies
 from kvjax.errors import UsageError
-from kvjax.policies import Full, LagKV, StreamingLLM
+from kvjax.policies import NACL, ExpectedAttention, Full, LagKV, SnapKV, StreamingLLM
 
 
 @pytest.mark.parametrize(
@@ -19,6 +19,9 @@ from kvjax.policies import Full, LagKV, StreamingLLM
         ("lagkv:ratio=0.25,sink=16", LagKV(ratio=0.25, sink=16)),
         (" LagKV : partition_ratio=0.5 , lag=64,", LagKV(partition_ratio=0.5, lag=64)),
         ("streaming:window=100,positions=cache", StreamingLLM(window=100, positions="cache")),
+        ("snap:window=16,pooling=max", SnapKV(window=16, pooling="max")),
+        ("nacl:budget=512,seed=3", NACL(budget=512, seed=3)),
+        ("expected-attention:covariance=false", ExpectedAttention(covariance=False)),
         ("streamingllm:ratio=0.5,window=none", StreamingLLM(ratio=0.5)),
     ],
 )

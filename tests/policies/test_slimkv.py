@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from policies.choosing import ChoosingHead, assert_alone, assert_same, best, pooled
 
 from kvjax.errors import UsageError
-from kvjax.policies.slimkv import SlimKV
+from kvjax.policies import SlimKV
 
 W, C, KERNEL = 4, 10, 5
 BOUNDARIES = [1, W - 1, W, W + 1, C - 1, C, C + 1, 40, 70]

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from policies.choosing import ChoosingHead, assert_alone, assert_same, best, pooled
 
 from kvjax.errors import UsageError
+from kvjax.policies import SnapKV
 from kvjax.policies.pooling import pool
-from kvjax.policies.snapkv import SnapKV
 
 W, BUDGET, KERNEL = 4, 10, 5
 BOUNDARIES = [1, W - 1, W, W + 1, BUDGET - 1, BUDGET, BUDGET + 1, 40, 70]
