@@ -10,7 +10,7 @@ from kvjax.policies.keydiff import KeyDiff
 from kvjax.policies.lagkv import LagKV
 from kvjax.policies.nacl import NACL
 from kvjax.policies.pyramidkv import PyramidKV
-from kvjax.policies.razor import RazorAttention
+from kvjax.policies.razor import Razor, RazorAttention
 from kvjax.policies.registry import format_policy, parse, register, registry
 from kvjax.policies.slimkv import SlimKV
 from kvjax.policies.snapkv import SnapKV
@@ -29,6 +29,7 @@ __all__ = [
     "LagKV",
     "Policy",
     "PyramidKV",
+    "Razor",
     "RazorAttention",
     "Signals",
     "SlimKV",

@@ -155,6 +155,10 @@ class RazorAttention(HeadWise):
         return found
 
 
+#: The short name.
+Razor = RazorAttention
+
+
 def config_is_alibi(config: ModelConfig) -> bool:
     """Whether the model adds ALiBi's bias instead of rotating."""
     return getattr(config, "positional", "rope") == "alibi"
