@@ -10,11 +10,13 @@ from kvjax.cli import render
 
 def _describe(policy: type) -> tuple[list[dict[str, Any]], str]:
     fields = []
+    needed = [f for f in dataclasses.fields(policy) if f.default is f.default_factory is dataclasses.MISSING]
+    # A default may be chosen when the policy is made, such as its size when none is given.
+    made = None if needed else policy()
     for field in dataclasses.fields(policy):
-        required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-        default = field.default if field.default is not dataclasses.MISSING else None
+        default = None if made is None else getattr(made, field.name)
         kind = field.type if isinstance(field.type, str) else getattr(field.type, "__name__", str(field.type))
-        fields.append({"name": field.name, "type": kind, "required": required, "default": default})
+        fields.append({"name": field.name, "type": kind, "required": field in needed, "default": default})
     summary = (policy.__doc__ or "").strip().splitlines()
     return fields, summary[0] if summary else ""
 
