@@ -11,6 +11,7 @@ jaxtyping.install_import_hook(
         "kvjax.attention",
         "kvjax.cache",
         "kvjax.calibrate",
+        "kvjax.model.alibi",
         "kvjax.model.decoder",
         "kvjax.model.rope",
         "kvjax.policies",

@@ -14,6 +14,7 @@ import toys
 from kvjax.attention import decode_attention, kept_rows
 from kvjax.cache.groups import HeadGroups
 from kvjax.cache.pool import LayerCache, by_head, empty_layer, mark_rows, rows, store
+from kvjax.cache.storage import MODEL, Storage
 from kvjax.model.alibi import query_bias, slopes
 from kvjax.model.decoder import random_decoder
 from kvjax.policies import Full
@@ -27,13 +28,13 @@ SLOPES = np.reshape(bloom_oracle.slopes(4), (2, 2))
 FAR = 1_000_000
 
 
-def filled(pages: tuple[int, ...], length: np.ndarray, first: int = 0, dim: int = 8) -> LayerCache:
+def filled(pages: tuple[int, ...], length: np.ndarray, first: int = 0, storage: Storage = MODEL) -> LayerCache:
     """Random rows [B, H] of these lengths, at positions that rise from ``first`` in steps of 1 to 3."""
     random = np.random.default_rng(1)
     shape = (*length.shape, max(pages) * 32)
-    k, v = random.standard_normal((2, *shape, dim)).astype(np.float32)
+    k, v = random.standard_normal((2, *shape, 8)).astype(np.float32)
     position = first + random.integers(1, 4, shape).cumsum(axis=-1)
-    empty = empty_layer(length.shape[0], pages, dim, jnp.float32, marks=("position",))
+    empty = empty_layer(length.shape[0], pages, 8, jnp.float32, marks=("position",), storage=storage)
     marks = {"position": jnp.asarray(position, jnp.int32)}
     return store(empty, jnp.asarray(k), jnp.asarray(v), jnp.asarray(length, jnp.int32), pages, marks)
 
@@ -45,11 +46,12 @@ def dense(scores: np.ndarray, keys: np.ndarray, query: int) -> np.ndarray:
     return weight / weight.sum(-1, keepdims=True)
 
 
-@pytest.mark.parametrize("first", [0, FAR])
-@pytest.mark.parametrize("pages", [(2, 2), (1, 3)])
-def test_decode_is_softmax_with_a_bias_for_every_slots_distance(pages, first):
+@pytest.mark.parametrize(
+    ("pages", "first", "storage"), [((2, 2), 0, "model"), ((1, 3), FAR, "model"), ((2, 2), FAR, "int8")]
+)
+def test_decode_is_softmax_with_a_bias_for_every_slots_distance(pages, first, storage):
     length = np.minimum([[40, 33], [3, 64]], np.array(pages) * 32)
-    cache = filled(pages, length, first)
+    cache = filled(pages, length, first, Storage(storage))
     q = np.random.default_rng(0).standard_normal((2, 2, 2, 8)).astype(np.float32)
     query = np.array([first + 200, first + 210], np.int32)
     out, logits = decode_attention(

@@ -14,13 +14,14 @@ from jax.typing import DTypeLike
 from kvjax.config import ModelConfig
 from kvjax.errors import UsageError, WeightsError
 from kvjax.model.decoder import Decoder
-from kvjax.model.families import Family, family
+from kvjax.model.families import family
 from kvjax.model.fetch import fetch
 from kvjax.model.fill import default_dtype, fill
 from kvjax.model.gguf import GGUFFile
 from kvjax.model.safetensors import SafetensorsFolder, read_json
 from kvjax.model.tokenizer import Tokenizer, tokenizer_from_folder
 from kvjax.model.tokenizer_gguf import stop_ids_from_gguf, tokenizer_from_gguf
+from kvjax.model.weight_map import Family
 
 _ROPE_FACTORS = ("rope_freqs", "rope_factors_short", "rope_factors_long")
 
