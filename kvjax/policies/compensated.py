@@ -87,9 +87,8 @@ class CompensatedRing(Policy):
             number("ratio", self.ratio, 0, 1, open_below=True)
         if not isinstance(self.compensation, bool):
             raise UsageError(f"compensation is {self.compensation!r}; give True or False.")
-        for heads in self.lengths or ():
-            for length in heads:
-                whole_number("every length", length, 1)
+        for length in (length for heads in self.lengths or () for length in heads):
+            whole_number("every length", length, 1)
 
     @property
     def merges(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -102,7 +101,7 @@ class CompensatedRing(Policy):
         return int(self.compensation)
 
     def smallest(self) -> int:
-        """The least tokens a head can keep: the compensation token, the sinks and one recent token."""
+        """The least a head can keep: the compensation token, the sinks and one recent token."""
         return self.first + self.sink + 1
 
     def check(self, config: ModelConfig) -> None:
@@ -118,14 +117,10 @@ class CompensatedRing(Policy):
         """[B, H] recent tokens that heads of rows of ``total`` tokens hold beside the sinks."""
         xp = numpy_or_jax(total)
         held = self._held(layer, total)
-        # The compensation token counts among those kept, once there is something to compensate.
-        fits = total[:, None] <= held
-        size = held - self.sink if not self._counts_slots else xp.where(fits, held, held - self.first) - self.sink
-        return xp.broadcast_to(xp.maximum(size, 1), (len(total), config.num_kv_heads)).astype(xp.int32)
-
-    @property
-    def _counts_slots(self) -> bool:
-        return self.budget is not None or self.ratio is not None
+        # A given size counts the compensation token, once there is something to compensate.
+        spare = 0 if self.budget is None and self.ratio is None else self.first
+        size = xp.maximum(xp.where(total[:, None] <= held, held, held - spare) - self.sink, 1)
+        return xp.broadcast_to(size, (len(total), config.num_kv_heads)).astype(xp.int32)
 
     def _held(self, layer: int, total: HostOrTraced) -> Any:
         """[B, 1 or H] tokens that rows of ``total`` tokens may hold before any leaves."""
@@ -187,10 +182,8 @@ class CompensatedRing(Policy):
             new_place = old_k.shape[2] + tokens - before[:, None, None]
             source = jnp.where(tokens < before[:, None, None], self._slot(state, tokens), new_place)
         if self.compensation:
-            # Every candidate's token number; -1 where there is none, which is never among those that leave.
-            new_number = before[:, None] + jnp.arange(k.shape[2])
-            new_number = jnp.where(new_number < count[:, None], new_number, -1)[:, None]
-            new_number = jnp.broadcast_to(new_number, k.shape[:3])
+            # Every candidate's token; padding comes after all tokens, so it is never among those that leave.
+            new_number = jnp.broadcast_to((before[:, None] + jnp.arange(k.shape[2]))[:, None], k.shape[:3])
             number = jnp.concatenate([old_number, new_number], axis=2)
             leaving = (number >= state.oldest(before)[..., None]) & (number < oldest[..., None])
             after = self._merged(after, all_k, all_v, leaving, oldest - self.sink)
@@ -258,7 +251,9 @@ class CompensatedRing(Policy):
     ) -> LayerCache:
         state: RingState = cache.state
         count = step.position + step.active
-        if state.mean_k is not None and state.mean_v is not None:
+        if state.mean_k is None or state.mean_v is None:
+            cache = append_new(cache, k, v, step)
+        else:
             leaving = state.oldest(count) > state.oldest(step.position)
             left_k, left_v = read_slots(cache, cache.next)
             weight = 1.0 / jnp.maximum(state.oldest(count) - self.sink, 1)
@@ -266,10 +261,21 @@ class CompensatedRing(Policy):
             mean_k = state.mean_k + weight * (left_k - state.mean_k)
             mean_v = state.mean_v + weight * (left_v - state.mean_v)
             state = dataclasses.replace(state, mean_k=mean_k, mean_v=mean_v)
-            cache = append_new(cache, k, v, step)
-            first = jnp.zeros((*cache.next.shape, 1), jnp.int32)
-            cache = write(cache, mean_k[:, :, None], mean_v[:, :, None], first, step.active[:, None, None])
-        else:
-            cache = append_new(cache, k, v, step)
+            cache = self._write_both(cache, mean_k, mean_v, k, v, step)
         following = self._slot(state, jnp.broadcast_to(count[:, None, None], (*cache.next.shape, 1)))[..., 0]
         return cache.replace(next=following, state=state, log_mass=self._log_mass(state, count))
+
+    def _write_both(
+        self, cache: LayerCache, mean_k: Array, mean_v: Array, k: Array, v: Array, step: Step
+    ) -> LayerCache:
+        """The compensation token and the new one, in one write: it depends on the row that was read, so XLA knows that
+        the read comes first. With a write each it copied every pool at every step.
+        """
+        slots = jnp.stack([jnp.zeros_like(cache.next), cache.next], axis=2)
+        both_k, both_v = (
+            jnp.stack([mean, new.astype(jnp.float32)], axis=2) for mean, new in ((mean_k, k), (mean_v, v))
+        )
+        position = jnp.where(slots == 0, 0, step.position[:, None, None])
+        cache = write(cache, both_k, both_v, slots, step.active[:, None, None], {"position": position})
+        longer = jnp.where(step.active[:, None], jnp.maximum(cache.length, cache.next + 1), cache.length)
+        return cache.replace(length=longer)

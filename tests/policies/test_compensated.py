@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,9 +17,12 @@ from policies.driver import Driver, config_for, random_kv
 import kvjax
 from kvjax.attention import decode_attention
 from kvjax.cache.pool import mark_rows, rows
+from kvjax.cache.value import detach
 from kvjax.errors import UsageError
 from kvjax.policies.compensated import CompensatedRing
 from kvjax.runtime.compilation import compile_clock
+from kvjax.runtime.decode import compiled_chunk
+from kvjax.runtime.synthetic import benchmark_controls, decode_state, filled_cache
 
 # --- the oracle: transcribed from the paper, no code shared with the product ------------------------------------------
 
@@ -253,6 +258,18 @@ def test_decoding_three_times_the_buffer_compiles_nothing_and_allocates_nothing(
     assert output.stats.retained == ((40, 40), (40, 40))
     planned = kvjax.plan(lm, prompt_tokens=len(PROMPT), max_new_tokens=130, policy=policy)
     assert planned.cache_bytes == output.cache.nbytes
+
+
+def test_a_decode_step_copies_no_pool():
+    """A row is read and two are written each step: the order must be clear to the compiler, or it copies the pools."""
+    config = toys.tiny_config(max_position=1 << 14)
+    cache = filled_cache(config, CompensatedRing(budget=4000), 2, 4096)
+    pools, rest = detach(cache)
+    state = dataclasses.replace(decode_state(config, cache), cache=rest)
+    params, controls = toys.random_decoder(config), benchmark_controls(config, 2)
+    program = compiled_chunk.lower(params, pools, state, controls, jnp.int32(4)).compile().memory_analysis()
+    size = sum(x.nbytes for x in jax.tree.leaves(pools))
+    assert program.alias_size_in_bytes >= size and program.temp_size_in_bytes < size / 2
 
 
 def test_positions_are_the_tokens_own():
