@@ -10,7 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kvjax import policies
+    from kvjax import calibrate, policies
     from kvjax.cache.storage import Storage
     from kvjax.cache.value import Cache, concatenate
     from kvjax.chat import Chat
@@ -112,6 +112,7 @@ __all__ = [
     "StreamingLLM",
     "UsageError",
     "WeightsError",
+    "calibrate",
     "concatenate",
     "generate",
     "load",
@@ -123,8 +124,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name == "policies":
-        return importlib.import_module("kvjax.policies")
+    if name in ("calibrate", "policies"):
+        return importlib.import_module(f"kvjax.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'kvjax' has no attribute {name!r}")
     value = getattr(importlib.import_module(_HOMES[name]), name)

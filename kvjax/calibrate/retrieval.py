@@ -53,7 +53,7 @@ def retrieval_heads(
       UsageError: a model without rotary positions, or a length that its context cannot hold.
     """
     config = lm.config
-    if getattr(config, "positional", "rope") != "rope":
+    if config.positional != "rope":
         raise UsageError(
             "The heads of an ALiBi model are not scored; their scopes follow from its weights: "
             "use `kvjax calibrate alibi-scopes`."

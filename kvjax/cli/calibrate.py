@@ -51,6 +51,23 @@ def retrieval_heads(
     print(f"{out}: {count} of {lm.config.num_layers * lm.config.num_kv_heads} KV heads protected by default")
 
 
+@app.command()
+def alibi_scopes(out: Out, model: flag.Model = flag.DEFAULT_MODEL, dtype: flag.Dtype = None) -> None:
+    """Bound how far every head sees, from the weights alone (ALiBi models; for razor)."""
+    from kvjax.calibrate.alibi import alibi_scopes as bound
+    from kvjax.calibrate.profile import save_profile, scope_lengths
+    from kvjax.cli import session
+
+    _check(out)
+    lm = session.load(model, dtype)
+    profile = bound(lm, progress=_say)
+    save_profile(profile, out)
+    for kind in ("paper", "safe"):
+        lengths = [length for heads in scope_lengths(profile, kind, 0.001) for length in heads]
+        short = sum(length < lm.config.max_position for length in lengths)
+        print(f"{out}: {kind} bound: {short} of {len(lengths)} heads see less than the context; least {min(lengths):,}")
+
+
 def _check(out: Path) -> None:
     """Refuse a place that cannot be written before minutes are spent."""
     if not out.resolve().parent.is_dir():

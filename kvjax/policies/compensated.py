@@ -105,7 +105,7 @@ class CompensatedRing(Policy):
         return self.first + self.sink + 1
 
     def check(self, config: ModelConfig) -> None:
-        if self.compensation and getattr(config, "positional", "rope") == "alibi":
+        if self.compensation and config.positional == "alibi":
             raise UsageError("A compensation token has no position, which ALiBi's bias needs; give compensation=False.")
         heads = [] if self.lengths is None else [len(row) for row in self.lengths]
         if heads and heads != [config.num_kv_heads] * config.num_layers:

@@ -117,7 +117,7 @@ class RazorAttention(HeadWise):
         return self.inner or CompensatedRing(sink=self.sink, compensation=self.compensation)
 
     def check(self, config: ModelConfig) -> None:
-        alibi = config_is_alibi(config)
+        alibi = config.positional == "alibi"
         if self.heads is None or alibi:
             self._profile_of(config).check(config)
         if alibi and any(x is not None for x in (self.inner, self.heads, self.ratio, self.budget)):
@@ -143,7 +143,7 @@ class RazorAttention(HeadWise):
 
     def _profile_of(self, config: ModelConfig) -> HeadProfile | ScopeProfile:
         """The profile to use for this model; one sentence when there is none of the right kind."""
-        wanted = ScopeProfile if config_is_alibi(config) else HeadProfile
+        wanted = ScopeProfile if config.positional == "alibi" else HeadProfile
         found = self.profile if self.profile is not None else packaged(wanted, config)
         if found is None:
             raise UsageError(
@@ -159,14 +159,9 @@ class RazorAttention(HeadWise):
 Razor = RazorAttention
 
 
-def config_is_alibi(config: ModelConfig) -> bool:
-    """Whether the model adds ALiBi's bias instead of rotating."""
-    return getattr(config, "positional", "rope") == "alibi"
-
-
 @functools.lru_cache(maxsize=64)
 def _protected(policy: RazorAttention, config: ModelConfig) -> Heads:
-    if config_is_alibi(config):
+    if config.positional == "alibi":
         return ((),) * config.num_layers
     if policy.heads is not None:
         named = set(policy._named())
@@ -181,7 +176,7 @@ def _protected(policy: RazorAttention, config: ModelConfig) -> Heads:
 
 @functools.lru_cache(maxsize=64)
 def _inner(policy: RazorAttention, config: ModelConfig) -> Policy:
-    if config_is_alibi(config):
+    if config.positional == "alibi":
         profile = policy._profile_of(config)
         assert isinstance(profile, ScopeProfile)
         lengths = scope_lengths(profile, policy.bound, policy.eps)

@@ -48,3 +48,19 @@ def test_bad_requests_are_one_sentence(cli, tmp_path, monkeypatch, arguments, sa
     ran = cli("calibrate", *arguments)
     assert ran.code == 2 and said in ran.sentence
     assert not list(tmp_path.iterdir())
+
+
+def test_alibi_scopes_are_for_alibi_models(cli, tmp_path, monkeypatch):
+    import toys
+
+    import kvjax
+    from kvjax.calibrate import alibi_scopes
+
+    out = tmp_path / "toy.yaml"
+    ran = cli("calibrate", "alibi-scopes", "--out", str(out))
+    assert ran.code == 2 and "rotary" in ran.sentence
+    lm = toys.tiny_model(positional="alibi", norm="layer", mlp="gelu")
+    monkeypatch.setattr(kvjax, "load", lambda name, **_: lm)
+    ran = cli("calibrate", "alibi-scopes", "--out", str(out))
+    assert ran.code == 0 and "safe bound" in ran.out
+    assert load_profile(out) == alibi_scopes(lm)
