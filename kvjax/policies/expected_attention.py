@@ -13,6 +13,7 @@ from kvjax.attention import NEG
 from kvjax.cache.pool import LayerCache
 from kvjax.checks import number, whole_number
 from kvjax.config import ModelConfig
+from kvjax.model.alibi import slopes
 from kvjax.model.rope import angles, rotate
 from kvjax.policies.base import Candidates, Signals, Turn
 from kvjax.policies.signals import QueryStats
@@ -35,8 +36,8 @@ class ExpectedAttention(Selecting):
 
     Size: ``budget`` tokens a head (2,048 when nothing is given) or ``ratio`` of the row's tokens, sinks included.
     Chosen once a prompt; decoded tokens all stay. On a later turn the statistics are those of the queries of all
-    turns so far (not of decoded tokens), and the average starts at the row's new end. A model without rotary
-    embedding is scored without rotation, its position bias left out.
+    turns so far (not of decoded tokens), and the average starts at the row's new end. With ALiBi nothing rotates, and
+    each key's weight has its bias as the row's next query would see it.
     """
 
     sink: int = 4
@@ -72,9 +73,12 @@ class ExpectedAttention(Selecting):
     def scores(self, layer: int, cache: LayerCache, candidates: Candidates, turn: Turn) -> Float[Array, "B H N"]:
         stats = self.state_after(layer, cache, candidates, turn)
         mean, covariance = stats.mean, stats.covariance
-        if getattr(turn.config, "positional", "rope") == "rope":
+        if turn.config.positional == "rope":
             mean, covariance = rotate_ahead(mean, covariance, *self._rotation(turn))
         logits = expected_logits(candidates.k, mean, covariance if self.covariance else None)
+        if turn.config.positional == "alibi":
+            ahead = candidates.marks["position"] - (turn.seen + turn.count)[:, None, None]
+            logits = logits + slopes(turn.config)[..., None] * ahead[:, :, None].astype(jnp.float32)
         counted = candidates.valid & ~self.protected(candidates, turn)
         weight = jax.nn.softmax(jnp.where(counted[:, :, None], logits, NEG), axis=-1).mean(axis=2)
         if not self.values:

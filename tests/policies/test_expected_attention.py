@@ -30,9 +30,10 @@ def rotation(position: float, dim: int, scale: float = 1.0) -> np.ndarray:
 
 
 class ExpectedHead(ChoosingHead):
-    def __init__(self, *args, covariance=True, values=True, epsilon=0.0, scale=1.0, **place):
+    def __init__(self, *args, covariance=True, values=True, epsilon=0.0, scale=1.0, slopes=None, **place):
         super().__init__(*args, **place)
-        self.covariance, self.values, self.epsilon, self.scale = covariance, values, epsilon, scale
+        self.covariance, self.values, self.epsilon = covariance, values, epsilon
+        self.scale, self.slopes = scale, slopes
         self.asked: list[int] = []
 
     def budget(self, total: int) -> int:
@@ -45,14 +46,18 @@ class ExpectedHead(ChoosingHead):
         sinks, rest = candidates[:SINK], candidates[SINK:]
         dim = self.k.shape[1]
         ahead = np.mean([rotation(self.seen + j, dim, self.scale) for j in range(FUTURE)], axis=0)
+        if self.slopes is not None:
+            ahead = np.eye(dim)
         weights = []
-        for q in self.q:
+        for g, q in enumerate(self.q):
             queries = q[self.asked]
             mean = ahead @ queries.mean(axis=0)
             spread = ahead @ np.cov(queries.T, ddof=0) @ ahead.T
             logits = self.k[rest] @ mean / np.sqrt(dim)
             if self.covariance:
                 logits = logits + np.array([key @ spread @ key for key in self.k[rest]]) / (2 * dim)
+            if self.slopes is not None:
+                logits = logits + self.slopes[self.head][g] * np.array([t - self.seen for t in rest])
             weights.append(softmax(logits))
         scores = np.mean(weights, axis=0)
         if self.values:
@@ -86,6 +91,24 @@ def test_yarns_temperature_scales_the_expected_queries():
     rope = RopeConfig(kind="yarn", factor=1.0, original_max_position=512, attention_factor=1.5)
     events = [("read", [40, 20])]
     assert_same(policy(), head_of(scale=1.5), events, heads=1, group=2, rope=rope)
+
+
+def test_with_alibi_keys_have_their_bias_and_nothing_rotates():
+    """Four query heads have slopes 2^-2, 2^-4, 2^-6, 2^-8; far from the end of a row a steep head sees nothing."""
+    events = [("read", [70, 30]), ("decode", 3), ("read", [20, 5])]
+    head = head_of(slopes=[[2**-2, 2**-4], [2**-6, 2**-8]])
+    assert_same(policy(), head, events, heads=2, group=2, positional="alibi")
+
+
+def test_sinks_take_no_part_in_the_weights():
+    """Sinks that draw one query head of a group would leave the choice to the other, were they normalised over."""
+    lane = Lane(policy(), 1, 1, 2, DIM, 40, seed=6)
+    lane.q[0, 0, 0] += 3
+    ahead = np.mean([rotation(40 + j, DIM) for j in range(FUTURE)], axis=0)
+    lane.k[0, 0, :SINK] = 5 * ahead @ lane.q[0, 0, 0].mean(axis=0) + lane.k[0, 0, :SINK]
+    oracle = ExpectedHead(lane.q[0, 0], lane.k[0, 0], lane.v[0, 0])
+    oracle.read(40)
+    assert lane.play([("read", [40])]).driver.kept(lane.k)[0] == oracle.kept
 
 
 def test_later_turns_choose_again_with_the_queries_of_all_turns():
