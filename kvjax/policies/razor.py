@@ -26,7 +26,8 @@ from kvjax.policies.checks import one_of, only_one
 from kvjax.policies.compensated import CompensatedRing
 from kvjax.policies.composed import HeadWise
 
-#: Fields of token policies that say how much is kept.
+#: Fields of token policies that say how much is kept, where they are None by default: one of them is given. (A window
+#: that has a default, as SnapKV's, is how a policy observes.)
 _SIZES = ("budget", "ratio", "window", "partition_ratio")
 
 
@@ -93,6 +94,8 @@ class RazorAttention(HeadWise):
         default = CompensatedRing()
         if (*shape, self.compensation) != (default.sink, default.threshold, default.compression, default.compensation):
             raise UsageError("sink, threshold, compression and compensation shape the default inner; leave them out.")
+        if isinstance(inner, CompensatedRing) and inner.lengths is not None:
+            raise UsageError("lengths gives every head of a model its own buffer; an inner policy has some of them only.")
         if inner.beyond_context:
             raise UsageError(
                 f"{type(inner).__name__} renumbers positions, which needs heads of equal length; "
@@ -208,7 +211,7 @@ def _sized(inner: Policy, **size: Any) -> Policy:
 
 
 def _sizes(policy: Policy) -> dict[str, Any]:
-    fields = {field.name for field in dataclasses.fields(policy)}
+    fields = {field.name for field in dataclasses.fields(policy) if field.default is None}
     return {name: getattr(policy, name) for name in _SIZES if name in fields}
 
 

@@ -19,7 +19,7 @@ from kvjax.cache.groups import HeadGroups
 from kvjax.calibrate import ScopeProfile, retrieval_heads
 from kvjax.calibrate.profile import ModelShape, packaged, protected_heads, save_profile
 from kvjax.errors import UsageError
-from kvjax.policies import Full, LagKV, Policy, RazorAttention, StreamingLLM, parse
+from kvjax.policies import CompensatedRing, Full, LagKV, Policy, RazorAttention, StreamingLLM, parse
 from kvjax.policies.base import Step, Turn, page_capacities
 from kvjax.policies.signals import Mass, PromptSignals, QueryStats
 from kvjax.runtime.compilation import compile_clock
@@ -186,6 +186,21 @@ def test_a_ratio_is_what_the_whole_cache_keeps(ratio, inner):
     assert stats.live_cache_bytes >= ratio * stats.full_cache_bytes - slack * slot
 
 
+@pytest.mark.parametrize("inner", small_policies(), ids=lambda policy: type(policy).__name__)
+def test_any_inner_policy_of_a_size_takes_it_from_the_whole(inner):
+    """A window that a policy observes with is no size: it stays, given or not."""
+    if isinstance(inner, Full):
+        return
+    shape = {name: 16 for name in ("window", "lag") if getattr(inner, name, None) is not None}
+    unsized = type(inner)(**shape)
+    for size in (dict(budget=40), dict(ratio=0.6)):
+        policy = RazorAttention(heads=((0, 1), (2, 0)), inner=unsized, **size)
+        policy.check(toy().config)
+        sized = policy.others(toy().config)
+        wanted = dict(budget=40) if "budget" in size else dict(ratio=pytest.approx((0.6 * 9 - 2) / 7))
+        assert {name: getattr(sized, name) for name in (*wanted, *shape)} == wanted | shape
+
+
 def test_a_ratio_below_what_protected_heads_hold_is_refused_with_the_least_that_works():
     heads = ((0, 1), (2, 0), (2, 1))
     with pytest.raises(UsageError, match=r"3 protected of 9 KV heads.*at least 0\.334"):
@@ -275,6 +290,7 @@ def test_a_layer_whose_heads_are_all_protected_is_the_full_caches():
         dict(profile="nowhere.yaml"), dict(inner="lagkv"), dict(inner=RazorAttention()), dict(bound="tight"),
         dict(inner=StreamingLLM(positions="cache")), dict(inner=LagKV(), sink=2), dict(eps=0), dict(sink=-1),
         dict(inner=LagKV(ratio=0.5), ratio=0.5), dict(inner=Full(), budget=50), dict(compensation="no"),
+        dict(inner=CompensatedRing(lengths=((5, 6), (7, 8), (9, 10)))),
     ],
 )  # fmt: skip
 def test_bad_parameters_are_one_sentence(bad):
