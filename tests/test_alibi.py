@@ -16,7 +16,7 @@ from golden import tiny
 import kvjax
 from kvjax.cache.pool import mark_rows
 from kvjax.model.load import load
-from kvjax.policies import Full, LagKV, StreamingLLM
+from kvjax.policies import Full, StreamingLLM, parse
 from kvjax.runtime.decode import forward_step
 from kvjax.runtime.prefill import logits_of
 from kvjax.runtime.session import read_prompts
@@ -53,6 +53,12 @@ def kept(cache, row: int) -> list[list[list[int]]]:
     return found
 
 
+def settled(cache, policy, config):
+    """The cache as a later turn's queries find it: without slots whose token has left."""
+    layers = tuple(policy.settle(i, layer, config) for i, layer in enumerate(cache.layers))
+    return cache.replace(layers=layers)
+
+
 @dataclasses.dataclass
 class Row:
     """What one row was fed, what each of its queries saw beside the new tokens, and the logits of some queries."""
@@ -85,12 +91,14 @@ def converse(lm, policy, turns: list[tuple[list[int], int]]) -> tuple[list[Row],
     cache = None
     for lengths, steps in turns:
         prompts = [random.integers(0, tiny.VOCAB, size).tolist() for size in lengths]
+        before = None if cache is None else settled(cache, policy, lm.config)
         for i, row in enumerate(rows):
             start = len(row.tokens)
             row.tokens += prompts[i]
-            for query in range(start, len(row.tokens)):
-                if cache is not None:
-                    row.sees(query, kept(cache, i), start)
+            if before is not None:
+                held = kept(before, i)
+                for query in range(start, len(row.tokens)):
+                    row.sees(query, held, start)
         cache, logits = read_prompts(lm.params, prompts, policy=policy, cache=cache, consume=False, dtype=jnp.float32)
         for i, row in enumerate(rows):
             if prompts[i]:
@@ -133,8 +141,11 @@ def test_sinks_and_window_keep_their_original_positions(lm):
         row.check()
 
 
-def test_scored_tokens_keep_their_original_positions(lm):
-    rows, cache = converse(lm, LagKV(sink=3, lag=8, ratio=0.25), TURNS)
+@pytest.mark.parametrize("text", ["lagkv:sink=3,lag=8,ratio=0.25", "h2o:budget=16", "snapkv:window=4,budget=12"])
+def test_scored_tokens_keep_their_original_positions(lm, text):
+    policy = parse(text)
+    rows, cache = converse(lm, policy, TURNS)
+    cache = settled(cache, policy, lm.config)
     for i, row in enumerate(rows):
         heads = [head for layer in kept(cache, i) for head in layer]
         assert all(len(head) < len(row.tokens) and sorted(head) == head for head in heads)
