@@ -310,3 +310,15 @@ def test_what_does_not_belong_to_the_model_is_refused():
     heads = tuple((2, head) for head in range(3))
     with pytest.raises(UsageError, match="compress nothing"):
         RazorAttention(heads=heads, inner=LagKV(variant="l2")).check(toy().config)
+
+
+def test_the_real_model_finds_what_its_retrieval_heads_kept(default_model):
+    """40 % of the cache, the pass key far outside every other head's buffer."""
+    filler = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
+    key = "The pass key is 71432. Remember it. 71432 is the pass key. "
+    text = f"Find the important info in this text. {filler * 3}{key}{filler * 12}What is the pass key?"
+    asked = [{"role": "user", "content": text}, {"role": "assistant", "content": "The pass key is"}]
+    output = kvjax.generate(default_model, asked, policy=RazorAttention(ratio=0.4), max_new_tokens=6)
+    assert "71432" in output.text
+    assert output.stats.live_cache_bytes < 0.41 * output.stats.full_cache_bytes
+    assert sum(kept == output.stats.seen for heads in output.stats.retained for kept in heads) == 22
