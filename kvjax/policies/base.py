@@ -22,6 +22,7 @@ such class passed as ``policy=``; :func:`register` gives it a name for the comma
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -211,9 +212,18 @@ def append_new(
 
 
 def share(ratio: float, total: HostOrTraced | int) -> Any:
-    """``floor(ratio * total)``, forgiving the last bit of a float32 product: 0.3 of 10 tokens is 3."""
+    """``floor(ratio * total)``, in whole numbers: exactly as many on the host, which allocates, as when compiled.
+
+    Float32 will not do: XLA fuses a product with the sum that forgives its last bit, and then the two differ. The
+    ratio is rounded up to 40 bits, so that 0.3 of 10 tokens is 3; ``total`` is below 2 ** 21.
+    """
     xp = numpy_or_jax(total)
-    return xp.floor(xp.float32(ratio) * xp.asarray(total).astype(xp.float32) + xp.float32(1e-3)).astype(xp.int32)
+    tokens = xp.asarray(total).astype(xp.int32)
+    bits = math.ceil(float(ratio) * 2**40)
+    below = 0  # long multiplication, ten bits at a time
+    for shift in (0, 10, 20, 30):
+        below = (tokens * (bits >> shift & 1023) + below) >> 10
+    return tokens * (bits >> 40) + below
 
 
 def numpy_or_jax(x: Any) -> Any:

@@ -7,6 +7,8 @@ and by head: none of it needs a change in kvjax.
 from __future__ import annotations
 
 import dataclasses
+import fractions
+import functools
 from typing import Any, ClassVar
 
 import jax
@@ -19,7 +21,7 @@ import kvjax
 from kvjax.cache.pool import LayerCache, append_token, pack, write
 from kvjax.errors import UsageError
 from kvjax.policies import Policy, Signals, Step, Turn
-from kvjax.policies.base import gather_candidates, keep_all, keep_where
+from kvjax.policies.base import gather_candidates, keep_all, keep_where, share
 from kvjax.runtime.compilation import compile_clock
 
 
@@ -185,6 +187,15 @@ def test_capacities_of_the_wrong_shape_are_refused():
 
     with pytest.raises(UsageError, match="2 layers of 2 heads"):
         kvjax.generate(toys.tiny_model(), "x", policy=Wrong(), max_new_tokens=1)
+
+
+@pytest.mark.parametrize("ratio", [0.297, 0.371, 1 / 3, 0.3, 0.999, 1e-6, 1.0])
+def test_a_share_of_tokens_is_exact_and_compiled_programs_agree(ratio):
+    """Slots are allocated by the host's number and filled by the compiled one."""
+    tokens = np.concatenate([np.arange(1, 10_000), np.arange(1_000_000, 1_001_000)])
+    exact = [int(fractions.Fraction(ratio).limit_denominator(10**6) * int(n)) for n in tokens]
+    np.testing.assert_array_equal(share(ratio, tokens), exact)
+    np.testing.assert_array_equal(jax.jit(functools.partial(share, ratio))(jnp.asarray(tokens)), exact)
 
 
 def test_keeping_everything_is_the_full_cache():
