@@ -49,3 +49,28 @@ def tiny_model(seed: int = 3, **changes: Any) -> LanguageModel:
     config, tokenizer = tiny_config(**changes), byte_tokenizer()
     stop = tuple(tokenizer.encode("<|end|>"))
     return LanguageModel("tiny", config, random_decoder(config, seed=seed), tokenizer, stop)
+
+
+def needle_model(seed: int = 3, **changes: Any) -> LanguageModel:
+    """A random model whose tokenizer has learned the needle tasks' lines: samples of them take hundreds of tokens.
+
+    With one id per byte they take thousands.
+    """
+    from kvjax.eval import conversation, ruler
+
+    lines = [ruler.NOISE, ruler.NEEDLE, ruler.QUESTION, ruler.ANSWER_PREFIX, ruler.INTRODUCTION, conversation.__doc__]
+    plain = byte_tokenizer()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=600,
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        special_tokens=list(SPECIALS),
+        show_progress=False,
+        min_frequency=1,
+    )
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE())
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    backend.train_from_iterator(lines, trainer)
+    tokenizer = Tokenizer(backend, chat_template=_TEMPLATE, special_tokens=plain.special_tokens)
+    config = tiny_config(vocab_size=600, max_position=1024, **changes)
+    return LanguageModel("needles", config, random_decoder(config, seed=seed), tokenizer, (1,))

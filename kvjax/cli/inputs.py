@@ -61,6 +61,19 @@ def integers(value: str | None, name: str) -> tuple[int, ...] | None:
         raise UsageError(f"{name} takes whole numbers separated by commas, not {value!r}.") from error
 
 
+def numbers(value: str, name: str) -> tuple[float, ...]:
+    """``"0.5,0.25"`` as ``(0.5, 0.25)``."""
+    try:
+        return tuple(float(part) for part in value.split(",") if part.strip())
+    except ValueError as error:
+        raise UsageError(f"{name} takes numbers separated by commas, not {value!r}.") from error
+
+
+def names(value: str) -> tuple[str, ...]:
+    """``"a, b"`` as ``("a", "b")``."""
+    return tuple(part.strip() for part in value.split(",") if part.strip())
+
+
 def byte_count(value: str | None) -> int | None:
     """``"8GB"``, ``"512MiB"`` or plain bytes as a number of bytes."""
     if value is None:

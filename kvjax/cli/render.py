@@ -71,8 +71,8 @@ def print_stats(output: Output) -> None:
     console.print(table)
 
 
-def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """A table on standard output."""
+def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], width: int | None = None) -> None:
+    """A table on standard output; ``width`` columns of text where it is no terminal, which has its own."""
     from rich.console import Console
     from rich.table import Table
 
@@ -81,7 +81,7 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]
         table.add_column(column, overflow="fold")
     for row in rows:
         table.add_row(*row)
-    Console(highlight=False).print(table)
+    Console(highlight=False, width=None if sys.stdout.isatty() else width).print(table)
 
 
 def as_dict(output: Output) -> dict[str, Any]:

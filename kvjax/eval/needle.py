@@ -97,8 +97,6 @@ def run_needles(
         raise UsageError(f"batch is {batch}; at least 1 is needed.")
     task = find_task(task)
     max_new_tokens = task.max_new_tokens if max_new_tokens is None else max_new_tokens
-    chat = lm.tokenizer.has_chat_template
-    template = len(lm.tokenizer.encode(lm.tokenizer.render([{"role": "user", "content": ""}]))) if chat else 0
     made = make_samples(
         lm.tokenizer,
         task,
@@ -106,7 +104,7 @@ def run_needles(
         samples=samples,
         seed=seed,
         max_new_tokens=max_new_tokens,
-        template_tokens=template,
+        template_tokens=template_tokens(lm),
     )
     answers: list[NeedleAnswer] = []
     for start in range(0, samples, batch):
@@ -119,7 +117,7 @@ def _answer(
 ) -> list[NeedleAnswer]:
     from kvjax.generation import generate
 
-    contexts, questions = zip(*(_ids(lm, sample) for sample in group), strict=True)
+    contexts, questions = zip(*(prompt_ids(lm, sample) for sample in group), strict=True)
     if ask_after:
         caches = [output.cache for output in generate(lm, list(contexts), policy=policy, max_new_tokens=0)]
         outputs = generate(lm, list(questions), cache=caches, max_new_tokens=max_new_tokens)
@@ -138,7 +136,14 @@ def _answer(
     ]
 
 
-def _ids(lm: LanguageModel, sample: Sample) -> tuple[list[int], list[int]]:
+def template_tokens(lm: LanguageModel) -> int:
+    """Tokens a chat template adds around one message; 0 without a template."""
+    if not lm.tokenizer.has_chat_template:
+        return 0
+    return len(lm.tokenizer.encode(lm.tokenizer.render([{"role": "user", "content": ""}])))
+
+
+def prompt_ids(lm: LanguageModel, sample: Sample) -> tuple[list[int], list[int]]:
     """Ids of the context and of what comes after it, up to the beginning of the answer.
 
     Ids and not messages, because the benchmark's text must reach the model unchanged.

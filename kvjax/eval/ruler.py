@@ -2,7 +2,8 @@
 
 Prompts, haystacks, sizes and the order of random draws are the benchmark's own, so the same seed and tokenizer give
 its samples, text for text. A sample keeps context and question apart: the context can be compressed before the
-question is known. Essay haystacks need a corpus that this package does not carry, and are not here.
+question is known. Essay haystacks need a corpus that this package does not carry, and are not here; where the
+benchmark hides several keys or values in essays, the ``noise_`` tasks hide as many in its noise haystack.
 """
 
 from __future__ import annotations
@@ -62,10 +63,16 @@ class NeedleTask:
             )
 
 
+#: Names that begin with ``niah_`` are the benchmark's own tasks. Those that begin with ``noise_`` are not: they have
+#: the keys, values and queries of its niah_multikey_1, niah_multivalue and niah_multiquery in noise instead of essays,
+#: and their scores compare with each other only.
 TASKS: dict[str, NeedleTask] = {
     "niah_single_1": NeedleTask("noise"),
     "niah_multikey_2": NeedleTask("needle"),
     "niah_multikey_3": NeedleTask("needle", key="uuids", value="uuids"),
+    "noise_multikey": NeedleTask("noise", keys=4),
+    "noise_multivalue": NeedleTask("noise", values=4),
+    "noise_multiquery": NeedleTask("noise", keys=4, queries=4),
 }
 
 
@@ -100,6 +107,20 @@ def find_task(task: str | NeedleTask) -> NeedleTask:
     if task not in TASKS:
         raise UsageError(f"There is no task {task!r}; known are {', '.join(TASKS)}.")
     return TASKS[task]
+
+
+def answer_room(tokenizer: Encoder, task: str | NeedleTask) -> int:
+    """Tokens that a plain answer to the task takes with this tokenizer, with some to spare.
+
+    The benchmark reserves 128, which at short lengths is much of the sample, and a decode step costs the same whether
+    its token matters. Each expected string gets its own tokens and four for what separates it from the next.
+    """
+    task = find_task(task)
+    kind = task.value
+    rng = random.Random(0)
+    draw = _Draw(task, rng, 0)
+    longest = max(len(tokenizer.encode(f" {draw.value(kind)}")) for _ in range(32))
+    return task.queries * task.values * (longest + 4) + 6
 
 
 def make_samples(

@@ -1,0 +1,172 @@
+"""The comparison: the same questions asked of every policy's cache, at every share retained.
+
+For each length the prompts are made and run through the model once (``recorded.py``); then every cache is made from
+that record, asked, and let go. Each policy at each share needs programs of its own (compression, a later turn,
+decoding), which cost more time than asking; they are compiled once, because every task, mode and turn has the same
+number of rows and falls into the same buckets.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import jax
+
+from kvjax.cache.storage import parse_storage
+from kvjax.errors import KvjaxError
+from kvjax.eval.asking import Answers, Asker, Cost
+from kvjax.eval.contenders import Contender
+from kvjax.eval.conversation import ANSWER_TOKENS, TURNS
+from kvjax.eval.material import Prompts, Talks, check_length, make_prompts, make_talks
+from kvjax.eval.recorded import RecordedDecoder
+from kvjax.eval.results import AFTER, IN_VIEW, Row, Scored, Settings, accuracy
+from kvjax.eval.ruler import match_all
+from kvjax.generation import generate
+from kvjax.model.load import LanguageModel
+from kvjax.policies.base import Policy
+from kvjax.runtime.compilation import compile_clock
+from kvjax.runtime.interrupt import interruptible
+
+#: Groups of answers as they come, with what they cost.
+Asked = Iterator[tuple[Scored, Cost]]
+
+
+class Comparison:
+    """A loaded model, what is asked of it, and the rows measured so far.
+
+    Args:
+      lm: the model.
+      settings: what is asked.
+      rows: results of an earlier run with the same settings, which are kept.
+      save: called with all rows after each new one.
+      say: called with one line as things go on.
+    """
+
+    def __init__(
+        self,
+        lm: LanguageModel,
+        settings: Settings,
+        *,
+        rows: Sequence[Row] = (),
+        save: Callable[[Sequence[Row]], None] = lambda _: None,
+        say: Callable[[str], None] = lambda _: None,
+    ):
+        self.lm, self.settings, self.rows = lm, settings, list(rows)
+        self._save, self._say = save, say
+        self._prefill_rates: dict[tuple[int, str], float] = {}
+
+    def run(self, contenders: Sequence[Contender], lengths: Sequence[int]) -> None:
+        """Measure every cache that has no row yet.
+
+        Raises:
+          UsageError: a length that is too short for a task, beyond the model's context or too large for the memory.
+          KeyboardInterrupt: Ctrl-C; what was measured before is in ``rows``, and saved.
+        """
+        for length in lengths:
+            check_length(self.lm, self.settings, length)
+        with interruptible() as interrupt, compile_clock() as clock:
+            asker = Asker(self.lm, parse_storage(self.settings.storage), clock, interrupt)
+            for length in lengths:
+                done = {row.key for row in self.rows}
+                missing = [c for c in contenders if (length, c.name, c.retained) not in done]
+                if not missing:
+                    continue
+                prompts, talks = self._material(length, asker)
+                for number, contender in enumerate(missing, 1):
+                    began, compiled = time.perf_counter(), clock.seconds
+                    row = self._row(asker, contender, length, prompts, talks)
+                    took = dict(seconds=time.perf_counter() - began, compile_seconds=clock.seconds - compiled)
+                    self.rows.append(dataclasses.replace(row, **took))
+                    self._save(self.rows)
+                    self._say(f"[{number}/{len(missing)}] {describe(self.rows[-1])}")
+                    if number == len(missing) or missing[number].name != contender.name:
+                        jax.clear_caches()  # a policy's programs serve no other, and those of 50 caches take gigabytes
+
+    def _material(self, length: int, asker: Asker) -> tuple[list[Prompts], Talks | None]:
+        prompts = []
+        for task in self.settings.tasks:
+            self._say(f"{length} tokens: making {self.settings.samples} samples of {task} and reading them once")
+            prompts.append(make_prompts(self.lm, self.settings, task, length))
+            asker.check()
+        if not self.settings.turns:
+            return prompts, None
+        self._say(f"{length} tokens: making {self.settings.samples} conversations and reading them once")
+        return prompts, make_talks(self.lm, self.settings, length)
+
+    def _row(
+        self, asker: Asker, contender: Contender, length: int, prompts: Sequence[Prompts], talks: Talks | None
+    ) -> Row:
+        row = Row(length, contender.name, contender.retained)
+        try:
+            policy = contender.policy()
+            policy.check(self.lm.config)
+            asked = list(self._ask(asker, policy, prompts))
+            if talks is not None:
+                asked += self._talk(asker, policy, talks)
+            prefill = self._prefill_rate(contender.name, length, policy, prompts[0])
+        except KvjaxError as error:
+            return dataclasses.replace(row, refused=str(error))
+        samples = self.settings.samples
+        return dataclasses.replace(
+            row,
+            answers=tuple(scored for scored, _ in asked),
+            prefill_tokens_per_second=prefill,
+            decode_tokens_per_second=_decode_rate([cost for _, cost in asked], samples),
+            **_mean_bytes([cost for scored, cost in asked if scored.mode == AFTER], samples),
+        )
+
+    def _ask(self, asker: Asker, policy: Policy, tasks: Sequence[Prompts]) -> Asked:
+        for task in tasks:
+            made = self._record_for(policy, task)
+            answers = asker.ask_onto(asker.compress(made, task.contexts, policy), task.questions, task.room)
+            yield _score(AFTER, task.task, answers, task.outputs)
+            answers = asker.ask_fresh(made, task.wholes, policy, task.room)
+            yield _score(IN_VIEW, task.task, answers, task.outputs)
+
+    def _talk(self, asker: Asker, policy: Policy, talks: Talks) -> Asked:
+        first = talks.first
+        answers = asker.ask_fresh(self._record_for(policy, first), first.wholes, policy, first.room)
+        yield _score(TURNS[0], "", answers, first.outputs)
+        for turn in range(1, len(TURNS)):
+            answers = asker.ask_onto(answers.cache, talks.prompts(turn), ANSWER_TOKENS)
+            yield _score(TURNS[turn], "", answers, talks.outputs(turn))
+
+    def _record_for(self, policy: Policy, prompts: Prompts) -> RecordedDecoder | None:
+        """The record, or None for a policy that reads in chunks and so sees other hidden states."""
+        return prompts.made if policy.chunks(self.lm.config) is None else None
+
+    def _prefill_rate(self, name: str, length: int, policy: Policy, prompts: Prompts) -> float:
+        """Tokens per second of one prompt through the whole prefill; what is retained hardly changes it."""
+        if (length, name) not in self._prefill_rates:
+            for _ in range(2):  # the first call compiles; the second is taken
+                output = generate(
+                    self.lm, prompts.wholes[0], policy=policy, storage=self.settings.storage, max_new_tokens=0
+                )
+            self._prefill_rates[length, name] = output.stats.prompt_tokens_per_second
+        return self._prefill_rates[length, name]
+
+
+def _score(mode: str, task: str, answers: Answers, outputs: Sequence[tuple[str, ...]]) -> tuple[Scored, Cost]:
+    # The answers hold their cache; what is returned does not.
+    scores = tuple(match_all(text, expected) for text, expected in zip(answers.texts, outputs, strict=True))
+    return Scored(mode, task, scores, tuple(tokens[0] for tokens in answers.tokens)), answers.cost
+
+
+def _mean_bytes(costs: Sequence[Cost], samples: int) -> dict[str, float]:
+    names = ("live_bytes", "allocated_bytes", "full_bytes")
+    return {name: sum(getattr(cost, name) for cost in costs) / (samples * len(costs)) for name in names}
+
+
+def _decode_rate(costs: Sequence[Cost], samples: int) -> float:
+    seconds = sum(cost.seconds for cost in costs)
+    return samples * sum(cost.steps for cost in costs) / seconds if seconds > 0 else 0.0
+
+
+def describe(row: Row) -> str:
+    """A row in one line, for progress."""
+    if row.refused is not None:
+        return f"{row.name}: {row.refused}"
+    shown = ", ".join(f"{mode} {accuracy(row, mode).mean:.2f}" for mode in (AFTER, IN_VIEW))
+    return f"{row.name}: {shown}; {row.seconds:.0f} s, {row.compile_seconds:.0f} of them compiling"

@@ -1,0 +1,102 @@
+"""From what was typed after ``--policies`` and ``--retained`` to the caches that are compared."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Sequence
+
+from kvjax.errors import UsageError
+from kvjax.policies import Full, parse
+from kvjax.policies.base import Policy
+from kvjax.policies.registry import registry
+
+#: Options that say how much is kept; a policy written with one of them is compared as it stands.
+_SIZES = ("ratio", "budget", "partition_ratio")
+#: What every other cache is compared with.
+REFERENCE = "full"
+
+
+@dataclasses.dataclass(frozen=True)
+class Contender:
+    """One cache of the comparison.
+
+    Attributes:
+      name: the policy as typed.
+      retained: the share of tokens it is to keep; None where the policy says itself.
+    """
+
+    name: str
+    retained: float | None = None
+
+    def policy(self) -> Policy:
+        """The policy; UsageError when it does not take the share, or refuses it."""
+        if self.retained is None:
+            return parse(self.name)
+        joint = "," if ":" in self.name else ":"
+        return parse(f"{self.name}{joint}ratio={self.retained}")
+
+
+def split_policies(text: str) -> list[str]:
+    """Names with their options out of ``"snapkv,lagkv:lag=64,sink=4,h2o"``.
+
+    Policies are separated by commas or semicolons, and a policy's options by commas. A piece such as ``sink=4`` holds
+    no name and belongs to the policy before it; brackets keep together what they hold.
+    """
+    names: list[str] = []
+    for group in _split(text, ";"):
+        first = True
+        for piece in _split(group, ","):
+            is_option = re.match(r"\s*[\w-]+\s*=", piece) is not None
+            if is_option and not first:
+                names[-1] += f",{piece.strip()}"
+            else:
+                names.append(piece.strip())
+            first = False
+    if not names:
+        raise UsageError("--policies is empty; name policies such as snapkv,lagkv, or all.")
+    return names
+
+
+def _split(text: str, mark: str) -> list[str]:
+    """Non-empty pieces between marks that stand outside of brackets."""
+    pieces, depth, start = [], 0, 0
+    for place, char in enumerate(text):
+        depth += (char in "([{") - (char in ")]}")
+        if char == mark and depth == 0:
+            pieces.append(text[start:place])
+            start = place + 1
+    return [piece for piece in (*pieces, text[start:]) if piece.strip()]
+
+
+def contenders(policies: str, retained: Sequence[float]) -> list[Contender]:
+    """Every cache to compare, the full one first.
+
+    Args:
+      policies: as :func:`split_policies` reads it; ``all`` stands for every registered policy.
+      retained: shares of tokens, each in (0, 1].
+
+    Raises:
+      UsageError: a policy or option that does not exist, or a share out of range.
+    """
+    if not retained:
+        raise UsageError("--retained is empty; give shares of tokens such as 0.5,0.25.")
+    for share in retained:
+        if not (math.isfinite(share) and 0 < share <= 1):
+            raise UsageError(f"--retained holds {share:g}; give shares of tokens above 0 and at most 1.")
+    names: list[str] = []
+    for name in split_policies(policies):
+        names += registry() if name.lower() == "all" else [name]
+    found = [Contender(REFERENCE)]
+    for name in names:
+        policy = parse(name)
+        if isinstance(policy, Full):
+            continue
+        options = name.partition(":")[2]
+        sized = any(re.search(rf"(^|,)\s*{size}\s*=", options) for size in _SIZES)
+        if sized or not any(field.name == "ratio" for field in dataclasses.fields(policy)):
+            found.append(Contender(name))
+        else:
+            found += [Contender(name, share) for share in sorted(set(retained), reverse=True)]
+    return list(dict.fromkeys(found))

@@ -1,0 +1,100 @@
+"""Pictures, drawn without a display; matplotlib is imported when one is drawn (extra ``eval``)."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from kvjax.errors import KvjaxError
+from kvjax.eval.contenders import REFERENCE
+from kvjax.eval.results import AFTER, IN_VIEW, Row, accuracy
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# Twelve colors told apart by most eyes, after Paul Tol's schemes, and markers for the rest.
+_COLORS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#ee7733", "#009988", "#882255", "#999933")
+_MARKERS = "osD^vP<X>*"
+_GREY = "#555555"
+
+
+def new_figure(width: float, height: float) -> Figure:
+    """A figure that draws into memory; one sentence without matplotlib."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise KvjaxError("Pictures need the package matplotlib; pip install 'kvjax[eval]'.") from error
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def png(figure: Figure) -> bytes:
+    """The figure as a PNG file's bytes."""
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=150)
+    return buffer.getvalue()
+
+
+def style(number: int) -> dict[str, Any]:
+    """Color and marker of the ``number``-th line; pairs repeat after 100."""
+    return {"color": _COLORS[number % len(_COLORS)], "marker": _MARKERS[(number + number // 10) % len(_MARKERS)]}
+
+
+def plain_axes(axes: Axes, xlabel: str, ylabel: str) -> None:
+    """A light frame and grid, and names of the axes."""
+    axes.set_xlabel(xlabel)
+    axes.set_ylabel(ylabel)
+    axes.grid(alpha=0.25, linewidth=0.6)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def accuracy_figure(rows: Sequence[Row]) -> Figure:
+    """Accuracy against live bytes, a line a policy: asked after on the left, in view on the right, a row a length.
+
+    A policy that sets its own size, and one that was measured at one share only, is a point. Error bars are standard
+    errors; the dashed line is the full cache.
+    """
+    answered = [row for row in rows if row.refused is None]
+    lengths = sorted({row.length for row in answered})
+    names = [name for name in dict.fromkeys(row.policy for row in answered) if name != REFERENCE]
+    figure = new_figure(11, 1 + 3.9 * max(1, len(lengths)))
+    panels = figure.subplots(max(1, len(lengths)), 2, squeeze=False, sharey=True)
+    for length, (left, right) in zip(lengths, panels, strict=False):
+        for axes, mode, title in ((left, AFTER, "asked after compression"), (right, IN_VIEW, "question in view")):
+            at_length = [row for row in answered if row.length == length]
+            _accuracy_panel(axes, at_length, names, mode)
+            axes.set_title(f"{title}, {length} tokens", fontsize=10)
+    handles, labels = panels[0][0].get_legend_handles_labels()
+    if handles:
+        figure.legend(handles, labels, loc="outside right upper", frameon=False, fontsize=8)
+    return figure
+
+
+def _accuracy_panel(axes: Axes, rows: Sequence[Row], names: Sequence[str], mode: str) -> None:
+    for row in rows:
+        if row.policy == REFERENCE:
+            axes.axhline(accuracy(row, mode).mean, color=_GREY, linestyle="--", linewidth=1, label=REFERENCE)
+    for number, name in enumerate(names):
+        mine = sorted((row for row in rows if row.policy == name), key=lambda row: row.live_share)
+        found = [accuracy(row, mode) for row in mine]
+        axes.errorbar(
+            [100 * row.live_share for row in mine],
+            [one.mean for one in found],
+            yerr=[0.0 if one.error != one.error else one.error for one in found],
+            label=name,
+            linewidth=1.3,
+            markersize=4.5,
+            elinewidth=0.6,
+            capsize=1.5,
+            **style(number),
+        )
+    plain_axes(axes, "live cache, % of full", "accuracy")
+    axes.set_ylim(-0.04, 1.04)
+    axes.set_xscale("log", base=2)
+    ticks = [6.25, 12.5, 25, 50, 100]
+    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    axes.minorticks_off()

@@ -1,0 +1,127 @@
+"""The forward pass of prompts, run once and replayed for every policy.
+
+A prompt that is read whole attends to all of itself, whatever the policy keeps afterwards: queries, keys and values
+are the same for every policy and every budget. A comparison of 50 caches would compute them 50 times, which is nearly
+all its time. :func:`record` computes them once; :class:`RecordedDecoder` stands in for the model in the runtime's own
+prefill program and hands them out, so that what a policy sees and does is exactly what it sees and does in use: only
+the weights' products are left out. Policies that read prompts in chunks (``Policy.chunks``) see other hidden states
+and cannot be replayed.
+
+Memory: (query heads + 2 KV heads) x head_dim numbers a token and layer; for 135M parameters 115 kB a token in float32.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from kvjax.config import ModelConfig
+from kvjax.model.decoder import Decoder, DecoderLayer
+from kvjax.runtime.buckets import prompt_bucket
+from kvjax.runtime.prefill import logits_of
+
+
+class _OneLayer(Decoder):
+    """A model of one layer whose embedding is the hidden states given and whose logits are those that come out."""
+
+    def __init__(self, layer: DecoderLayer, hidden: Float[Array, "B T M"], config: ModelConfig):
+        self.layers = nnx.List([layer])
+        self.hidden = nnx.Variable(hidden)
+        self.config = dataclasses.replace(config, num_layers=1)
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        return jnp.dtype(self.hidden[...].dtype)
+
+    def embed(self, tokens: Int[Array, "*S"]) -> Float[Array, "*S M"]:
+        return self.hidden[...]
+
+    def logits(self, x: Float[Array, "*S M"]) -> Float[Array, "*S V"]:
+        return x
+
+
+class _RecordedLayer(DecoderLayer):
+    """A layer whose projections were made before; hidden states are token indices, which pass through unchanged."""
+
+    def __init__(self, q: Array, k: Array, v: Array, config: ModelConfig):
+        self.q, self.k, self.v = nnx.Variable(q), nnx.Variable(k), nnx.Variable(v)
+        self.config = config
+
+    def project(self, x: Float[Array, "*S M"]) -> tuple[Float[Array, "*S H G D"], Array, Array]:
+        index = x[..., 0].astype(jnp.int32)
+        row = jnp.arange(index.shape[0])[:, None]
+        q, k, v = (made[...][row, index] for made in (self.q, self.k, self.v))
+        return q, k, v
+
+    def finish(self, x: Float[Array, "*S M"], attended: Float[Array, "*S H G D"]) -> Float[Array, "*S M"]:
+        return x
+
+
+class RecordedDecoder(Decoder):
+    """Stands in for a model in prefill, for the prompts it was recorded with or their beginnings, and for no others."""
+
+    def __init__(self, params: Decoder, layers: Sequence[_RecordedLayer], hidden: Float[Array, "B T M"]):
+        self.layers = nnx.List(layers)
+        self.hidden = nnx.Variable(hidden)
+        self.norm, self.head = params.norm, params.head
+        self.config = params.config
+
+    def embed(self, tokens: Int[Array, "*S"]) -> Float[Array, "*S M"]:
+        index = jnp.arange(tokens.shape[-1], dtype=jnp.float32)  # exact to 2^24
+        return jnp.broadcast_to(index[:, None], (*tokens.shape, 1))
+
+    def logits(self, x: Float[Array, "*S M"]) -> Float[Array, "*S V"]:
+        index = x[..., 0].astype(jnp.int32)
+        hidden = self.hidden[...]
+        return super().logits(hidden[jnp.arange(hidden.shape[0]), index])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the record."""
+        held = (variable for layer in self.layers for variable in (layer.q, layer.k, layer.v))
+        return sum(variable[...].nbytes for variable in held)
+
+
+@jax.jit
+def _project(layer: DecoderLayer, x: Float[Array, "B T M"]) -> tuple[Array, Array, Array]:
+    return layer.project(x)
+
+
+@jax.jit
+def _embed(params: Decoder, tokens: Int[Array, "B T"]) -> Float[Array, "B T M"]:
+    return params.embed(tokens)
+
+
+def record(params: Decoder, prompts: Sequence[Sequence[int]]) -> RecordedDecoder:
+    """Run prompts through the model and keep what every layer projects.
+
+    Args:
+      params: the model.
+      prompts: token ids, a row each.
+
+    Returns:
+      A decoder for ``read_prompts`` with these rows, or with as many first tokens of each as the caller likes.
+    """
+    lengths = np.array([len(ids) for ids in prompts], np.int32)
+    tokens = np.zeros((len(prompts), prompt_bucket(int(lengths.max()))), np.int32)
+    for row, ids in enumerate(prompts):
+        tokens[row, : len(ids)] = ids
+    hidden = _embed(params, jnp.asarray(tokens))
+    layers = []
+    for layer in params.layers:
+        # What lies beyond the longest prompt is padding: reading there gives the last token's, which nothing uses.
+        layers.append(_RecordedLayer(*_project(layer, hidden[:, : lengths.max()]), params.config))
+        hidden = logits_of(_OneLayer(layer, hidden, params.config), jnp.asarray(tokens), jnp.asarray(lengths))
+    return RecordedDecoder(params, layers, jax.block_until_ready(hidden))
+
+
+def record_bytes(config: ModelConfig, rows: int, tokens: int, itemsize: int) -> int:
+    """Bytes a record of ``rows`` prompts of at most ``tokens`` tokens takes."""
+    heads = config.num_heads + 2 * config.num_kv_heads
+    return rows * prompt_bucket(tokens) * config.num_layers * heads * config.head_dim * itemsize

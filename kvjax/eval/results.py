@@ -1,0 +1,222 @@
+"""What a comparison measured: settings, rows, the numbers made of them, and the file that keeps them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import statistics
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from kvjax.cache.storage import parse_storage
+from kvjax.checks import whole_number
+from kvjax.errors import KvjaxError, UsageError
+from kvjax.eval.ruler import find_task
+
+#: The tasks of a comparison unless others are named: one needle, one of several keys, all values of a key.
+DEFAULT_TASKS = ("niah_single_1", "noise_multikey", "noise_multivalue")
+#: When the question of a needle task is asked: after the context was compressed, or in view of the compression.
+AFTER, IN_VIEW = "after", "in view"
+_FORMAT = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What two rows must share to stand in one table.
+
+    Attributes:
+      model, dtype: what answers.
+      tasks: names of ``kvjax.eval.ruler.TASKS``.
+      samples: of each task, and conversations.
+      turns: whether conversations are held.
+      storage: of the cache's rows, as ``generate`` takes it.
+      seed: of the samples.
+    """
+
+    model: str
+    dtype: str
+    tasks: tuple[str, ...] = DEFAULT_TASKS
+    samples: int = 12
+    turns: bool = True
+    storage: str = "model"
+    seed: int = 42
+
+    def __post_init__(self) -> None:
+        whole_number("samples", self.samples, 1)
+        whole_number("seed", self.seed, 0)
+        if not self.tasks:
+            raise UsageError("No task is named; name tasks such as niah_single_1.")
+        parse_storage(self.storage)
+        for task in self.tasks:
+            find_task(task)
+        if len(set(self.tasks)) < len(self.tasks):
+            raise UsageError("A task is named twice; name each once.")
+
+
+@dataclasses.dataclass(frozen=True)
+class Scored:
+    """Answers of one group of samples, in their order: groups of two rows compare in pairs.
+
+    Attributes:
+      mode: ``AFTER``, ``IN_VIEW``, or a turn of ``kvjax.eval.conversation.TURNS``.
+      task: of ``Settings.tasks``; empty for a conversation.
+      scores: 0 to 1 each. first: the first token generated.
+    """
+
+    mode: str
+    task: str
+    scores: tuple[float, ...]
+    first: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One cache's results at one length; without answers when it was refused, with the reason in ``refused``.
+
+    Attributes:
+      live_bytes, allocated_bytes, full_bytes: of one sample's cache when its answer begins, the question asked after
+        the compression; means over tasks and samples. ``full_bytes`` is what every token seen would take.
+      prefill_tokens_per_second: reading one prompt of this length, batch 1; measured once a policy.
+      decode_tokens_per_second: of a whole batch; every step counts for every row, ended or not.
+      seconds, compile_seconds: what the row took, compilation included, and compilation alone.
+    """
+
+    length: int
+    policy: str
+    retained: float | None
+    refused: str | None = None
+    answers: tuple[Scored, ...] = ()
+    live_bytes: float = 0.0
+    allocated_bytes: float = 0.0
+    full_bytes: float = 0.0
+    prefill_tokens_per_second: float = 0.0
+    decode_tokens_per_second: float = 0.0
+    seconds: float = 0.0
+    compile_seconds: float = 0.0
+
+    @property
+    def key(self) -> tuple[int, str, float | None]:
+        return self.length, self.policy, self.retained
+
+    @property
+    def name(self) -> str:
+        """The policy with its share, for people."""
+        return self.policy if self.retained is None else f"{self.policy} at {self.retained:g}"
+
+    def scored(self, mode: str) -> list[Scored]:
+        """The groups of one mode."""
+        return [group for group in self.answers if group.mode == mode]
+
+    @property
+    def live_share(self) -> float:
+        """Live bytes over those of a full cache."""
+        return self.live_bytes / self.full_bytes if self.full_bytes else math.nan
+
+
+@dataclasses.dataclass(frozen=True)
+class Estimate:
+    """A mean and its standard error (NaN for one sample, and for both without any)."""
+
+    mean: float
+    error: float
+
+
+def estimate(groups: Sequence[Sequence[float]]) -> Estimate:
+    """Mean over groups of equal weight, and its standard error from the samples of each."""
+    groups = [group for group in groups if group]
+    if not groups:
+        return Estimate(math.nan, math.nan)
+    mean = statistics.fmean(statistics.fmean(group) for group in groups)
+    if any(len(group) < 2 for group in groups):
+        return Estimate(mean, math.nan)
+    variance = sum(statistics.variance(group) / len(group) for group in groups)
+    return Estimate(mean, math.sqrt(variance) / len(groups))
+
+
+def accuracy(row: Row, mode: str, task: str | None = None) -> Estimate:
+    """A row's accuracy in a mode: mean over tasks, or of one task."""
+    return estimate([group.scores for group in row.scored(mode) if task is None or group.task == task])
+
+
+def first_token_agreement(row: Row, reference: Row, mode: str) -> Estimate:
+    """Share of samples whose first token is the reference's."""
+    expected = {group.task: group.first for group in reference.scored(mode)}
+    return estimate(
+        [
+            [float(mine == theirs) for mine, theirs in zip(group.first, expected[group.task], strict=True)]
+            for group in row.scored(mode)
+            if group.task in expected
+        ]
+    )
+
+
+def to_json(settings: Settings, rows: Sequence[Row], machine: dict[str, Any], summary: Any) -> str:
+    """The text of ``results.json``."""
+    content = {
+        "format": _FORMAT,
+        "settings": dataclasses.asdict(settings),
+        "machine": machine,
+        "summary": summary,
+        "rows": [dataclasses.asdict(row) for row in rows],
+    }
+    return json.dumps(content, indent=1) + "\n"
+
+
+def read_rows(path: Path, settings: Settings) -> list[Row]:
+    """Rows of an earlier run; none when there is no file.
+
+    Raises:
+      UsageError: the file holds something else, or results of other settings.
+    """
+    if not path.exists():
+        return []
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        held = content["settings"] | {"tasks": tuple(content["settings"]["tasks"])}
+        rows = [_row(item) for item in content["rows"]]
+        known = content["format"] == _FORMAT
+    except OSError as error:
+        raise KvjaxError(f"{path} cannot be read: {error.strerror}.") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise UsageError(f"{path} holds no results of a comparison; choose another folder.") from error
+    if not known:
+        raise UsageError(f"{path} was written by another version of this command; choose another folder.")
+    for name, value in dataclasses.asdict(settings).items():
+        if held.get(name) != value:
+            raise UsageError(
+                f"{path} holds results with {name} {_plain(held.get(name))} and {_plain(value)} is asked for; "
+                "rows of one table share their settings, so choose another folder."
+            )
+    return rows
+
+
+def _row(item: dict[str, Any]) -> Row:
+    answers = tuple(Scored(a["mode"], a["task"], tuple(a["scores"]), tuple(a["first"])) for a in item.pop("answers"))
+    return Row(**item, answers=answers)
+
+
+def _plain(value: Any) -> str:
+    return ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Write a file whole or not at all; one sentence when it cannot be written."""
+    data = content.encode() if isinstance(content, str) else content
+    try:
+        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}-", delete=False) as file:
+            temporary = Path(file.name)
+            try:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+                temporary.chmod(0o644)
+                temporary.replace(path)
+            except BaseException:
+                temporary.unlink(missing_ok=True)
+                raise
+    except OSError as error:
+        raise KvjaxError(f"The results cannot be written to {path}: {error.strerror}.") from error
