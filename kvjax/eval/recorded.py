@@ -116,7 +116,8 @@ def record(params: Decoder, prompts: Sequence[Sequence[int]]) -> RecordedDecoder
     layers = []
     for layer in params.layers:
         # What lies beyond the longest prompt is padding: reading there gives the last token's, which nothing uses.
-        layers.append(_RecordedLayer(*_project(layer, hidden[:, : lengths.max()]), params.config))
+        q, k, v = _project(layer, hidden[:, : lengths.max()])
+        layers.append(_RecordedLayer(q, k, v, params.config))
         hidden = logits_of(_OneLayer(layer, hidden, params.config), jnp.asarray(tokens), jnp.asarray(lengths))
     return RecordedDecoder(params, layers, jax.block_until_ready(hidden))
 

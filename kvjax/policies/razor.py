@@ -95,7 +95,9 @@ class RazorAttention(HeadWise):
         if (*shape, self.compensation) != (default.sink, default.threshold, default.compression, default.compensation):
             raise UsageError("sink, threshold, compression and compensation shape the default inner; leave them out.")
         if isinstance(inner, CompensatedRing) and inner.lengths is not None:
-            raise UsageError("lengths gives every head of a model its own buffer; an inner policy has some of them only.")
+            raise UsageError(
+                "lengths gives every head of a model its own buffer; an inner policy has only some of them."
+            )
         if inner.beyond_context:
             raise UsageError(
                 f"{type(inner).__name__} renumbers positions, which needs heads of equal length; "
