@@ -74,8 +74,9 @@ class Evicting(Sized):
     # --- prompts ----------------------------------------------------------------------------------------------
 
     def capacities(self, config: ModelConfig, prompt: int, new: int) -> tuple[tuple[int, ...], ...]:
-        # A short prompt's row fills up to its budget while decoding.
-        slots = [int(self.size(config, layer, np.asarray([prompt]))[0]) + 1 for layer in range(config.num_layers)]
+        # A short prompt's row fills up to its budget while decoding, and no row is longer than the context.
+        sizes = [int(self.size(config, layer, np.asarray([prompt]))[0]) for layer in range(config.num_layers)]
+        slots = [min(size, max(config.max_position, prompt)) + 1 for size in sizes]
         return tuple((count,) * config.num_kv_heads for count in slots)
 
     def init_state(self, config: ModelConfig, layer: int, batch: int, slots: tuple[int, ...]) -> Any:

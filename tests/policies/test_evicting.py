@@ -56,6 +56,13 @@ def test_decoding_far_beyond_the_budget_neither_compiles_nor_grows(policy, tiny_
 
 
 @each_policy
+def test_no_more_is_allocated_than_the_context_can_fill(policy):
+    config = dataclasses.replace(layer_config(2, 2, 8), max_position=100)
+    ample = dataclasses.replace(policy, budget=2048)
+    assert ample.capacities(config, 64, 256)[0] == (101, 101)
+
+
+@each_policy
 def test_rows_that_are_done_stay_bit_for_bit(policy):
     q, k, v = random_qkv(3, 2, 2, 2, 100, 8)
     evictor = Evictor(policy, layer_config(2, 2, 8), 2, ROOM)
