@@ -124,8 +124,8 @@ def concatenate(caches: Sequence[Cache]) -> Cache:
     """One batch out of caches that share a policy, in order; each head gets the largest of its allocations.
 
     Raises:
-      UsageError: when there is none, when policies or models differ, or when a policy's own state depends on the
-        allocation and the allocations differ.
+      UsageError: when there is none, when policies, models or storages differ, or when a policy's own state depends on
+        the allocation and the allocations differ.
     """
     if not caches:
         raise UsageError("No cache was given to concatenate; give at least one.")
@@ -134,6 +134,8 @@ def concatenate(caches: Sequence[Cache]) -> Cache:
     shapes = {tuple(len(layer.pages) for layer in cache.layers) for cache in caches}
     if any(cache.policy != caches[0].policy for cache in caches) or len(shapes) > 1:
         raise UsageError("Caches of one batch must share model and policy; continue these one by one instead.")
+    if any(cache.storage != caches[0].storage for cache in caches):
+        raise UsageError("Caches of one batch must share their storage; continue these one by one instead.")
     caches = _aligned(caches)
     forms = {(jax.tree.structure(cache), tuple(x.shape[1:] for x in jax.tree.leaves(cache))) for cache in caches}
     if len(forms) > 1:

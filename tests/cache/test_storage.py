@@ -15,7 +15,10 @@ import kvjax
 from kvjax.attention import decode_attention
 from kvjax.cache.pool import append_token, empty_layer, put_pages, read_slots, rows, store, take_pages
 from kvjax.cache.storage import LEVELS, Storage, parse_storage
+from kvjax.cache.value import concatenate
 from kvjax.errors import UsageError
+from kvjax.policies import Full
+from kvjax.runtime.prefill import empty_cache
 
 INT8 = Storage("int8")
 PROMPT = "a prompt of some length, so that a policy has something to drop: " * 3
@@ -123,6 +126,12 @@ def test_a_continued_cache_keeps_its_storage():
     assert second.cache.storage == first.cache.storage
     with pytest.raises(UsageError, match="stored as int8"):
         kvjax.generate(lm, "and more", cache=first.cache, storage="model", chat=False)
+
+
+def test_caches_of_different_storage_make_no_batch():
+    made = [empty_cache(toys.tiny_config(), Full(), 1, 64, 32, jnp.float32, storage) for storage in (Storage(), INT8)]
+    with pytest.raises(UsageError, match="share their storage"):
+        concatenate(made)
 
 
 @pytest.mark.parametrize("bad", ["int4", 8, Storage])
