@@ -112,4 +112,4 @@ def sizes(policy: Any) -> Callable[[int], int]:
     """What ``budget`` and ``ratio`` promise."""
     if policy.ratio is None:
         return lambda total: policy.budget
-    return lambda total: max(int(policy.ratio * total + 1e-3), policy.smallest())
+    return lambda total: max(int(policy.ratio * total + 1e-9), policy.smallest())

@@ -72,8 +72,8 @@ def buffer_rule(sink, budget=None, ratio=None, threshold=4000, compression=5.0, 
         if length is not None:
             return length
         if budget is None and ratio is None:
-            return max(threshold, int(seen / compression + 1e-3))
-        kept = int(ratio * seen + 1e-3) if budget is None else budget
+            return max(threshold, int(seen / compression + 1e-9))
+        kept = int(ratio * seen + 1e-9) if budget is None else budget
         return max(kept - sink - (1 if compensation and seen > kept else 0), 1)
 
     return buffer_of

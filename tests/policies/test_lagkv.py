@@ -71,7 +71,7 @@ class OracleHead:
         if keep is None:
             # [12] with what the row holds now: total retained = static + r L (parts - 1) + L + remainder.
             everything = (total or self.seen) - (self.seen - len(self.rest))
-            spare = int(self.ratio * (total or self.seen) + 1e-3) - len(self.static) - lag - everything % lag
+            spare = int(self.ratio * (total or self.seen) + 1e-9) - len(self.static) - lag - everything % lag
             keep = min(max(spare // (everything // lag - 1), 0), lag)
         for _ in range(partitions):
             part, following = self.rest[:lag], self.rest[lag : 2 * lag]

@@ -30,8 +30,8 @@ class NaclHead(ChoosingHead):
         return np.array([jax.random.gumbel(jax.random.fold_in(key, t)) for t in tokens], np.float64)
 
     def choose(self, candidates, new, budget):
-        protected = max(int(budget * self.protect + 1e-3), SINK + 1)
-        drawn = min(int(budget * self.random + 1e-3), budget - protected)
+        protected = max(int(budget * self.protect + 1e-9), SINK + 1)
+        drawn = min(int(budget * self.random + 1e-9), budget - protected)
         ends = candidates[:SINK] + candidates[len(candidates) - (protected - SINK) :]
         proxies = new[-int(np.ceil(self.proxy * self.seen - 1e-3)) :]
         score = dict(zip(candidates, self.mass(candidates, proxies).mean(axis=0), strict=True))
