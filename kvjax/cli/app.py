@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 import kvjax
-from kvjax.cli import calibrate
+from kvjax.cli import app_eval, calibrate
 from kvjax.cli import options as flag
 
 app = typer.Typer(
@@ -225,48 +225,5 @@ def bench(
     )
 
 
-@app.command()
-def compare(
-    out: Annotated[Path, typer.Option("--out", help="Folder for the results; what it holds is not measured again.")],
-    model: flag.Model = flag.DEFAULT_MODEL,
-    dtype: flag.Dtype = None,
-    policies: Annotated[
-        str, typer.Option("--policies", help="Such as snapkv,lagkv:lag=64,sink=4,h2o; `all` names every policy.")
-    ] = "all",
-    retained: Annotated[
-        str, typer.Option("--retained", help="Comma-separated shares of tokens to keep.")
-    ] = "0.75,0.5,0.25,0.125",
-    tasks: Annotated[
-        str, typer.Option("--tasks", help="Comma-separated needle tasks.")
-    ] = "niah_single_1,noise_multikey,noise_multivalue",
-    lengths: Annotated[str, typer.Option("--lengths", help="Comma-separated tokens, question and answer too.")] = "700",
-    samples: Annotated[int, typer.Option("--samples", help="Of each task; one batch.")] = 12,
-    turns: Annotated[bool, typer.Option("--turns/--no-turns", help="Whether conversations are held too.")] = True,
-    storage: flag.Storage = "model",
-    seed: Annotated[int, typer.Option("--seed", help="Of the samples.")] = 42,
-    markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown instead of a table.")] = False,
-    compile_cache: flag.CompileCache = True,
-) -> int:
-    """Ask every policy's cache the same questions.
-
-    Accuracy, agreement with the full cache, bytes and speed go to one table and one picture. Results are saved after
-    every row; the same command goes on after Ctrl-C, and with more policies or shares adds what is missing.
-    """
-    from kvjax.cli import compare as command
-    from kvjax.cli import inputs
-
-    return command.run(
-        model=model,
-        dtype=dtype,
-        policies=policies,
-        retained=inputs.numbers(retained, "--retained"),
-        tasks=inputs.names(tasks),
-        lengths=inputs.integers(lengths, "--lengths") or (),
-        samples=samples,
-        turns=turns,
-        storage=storage,
-        seed=seed,
-        out=out,
-        markdown=markdown,
-        compile_cache=compile_cache,
-    )
+app.command()(app_eval.compare)
+app.command()(app_eval.picture)

@@ -98,7 +98,7 @@ class _Files:
         if markdown:
             print(report.markdown(self._settings, rows, self._machine, PICTURE), end="")
             return
-        render.print_table("", report.COLUMNS, report.table(rows), width=180)
+        render.print_table("", report.COLUMNS, report.table(rows), width=200)
         print(report.footnote(self._settings, self._machine))
         print(f"Saved: {', '.join(str(self._out / name) for name in (RESULTS, TABLE, PICTURE))}.")
 

@@ -42,6 +42,7 @@ class Comparison:
       rows: results of an earlier run with the same settings, which are kept.
       save: called with all rows after each new one.
       say: called with one line as things go on.
+      speed: whether prefill is timed, which takes a program more for each policy.
     """
 
     def __init__(
@@ -52,8 +53,9 @@ class Comparison:
         rows: Sequence[Row] = (),
         save: Callable[[Sequence[Row]], None] = lambda _: None,
         say: Callable[[str], None] = lambda _: None,
+        speed: bool = True,
     ):
-        self.lm, self.settings, self.rows = lm, settings, list(rows)
+        self.lm, self.settings, self.rows, self._speed = lm, settings, list(rows), speed
         self._save, self._say = save, say
         self._prefill_rates: dict[tuple[int, str], float] = {}
 
@@ -105,7 +107,7 @@ class Comparison:
             asked = list(self._ask(asker, policy, prompts))
             if talks is not None:
                 asked += self._talk(asker, policy, talks)
-            prefill = self._prefill_rate(contender.name, length, policy, prompts[0])
+            prefill = self._prefill_rate(contender.name, length, policy, prompts[0]) if self._speed else 0.0
         except KvjaxError as error:
             return dataclasses.replace(row, refused=str(error))
         samples = self.settings.samples

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvjax.errors import KvjaxError
 from kvjax.eval.contenders import REFERENCE
-from kvjax.eval.results import AFTER, IN_VIEW, Row, accuracy
+from kvjax.eval.results import AFTER, IN_VIEW, Estimate, Row, accuracy
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -42,6 +43,21 @@ def png(figure: Figure) -> bytes:
 def style(number: int) -> dict[str, Any]:
     """Color and marker of the ``number``-th line; pairs repeat after 100."""
     return {"color": _COLORS[number % len(_COLORS)], "marker": _MARKERS[(number + number // 10) % len(_MARKERS)]}
+
+
+def error_bars(axes: Axes, x: Sequence[float], found: Sequence[Estimate], label: str, number: int) -> None:
+    """One line with standard errors, in the style of its number."""
+    axes.errorbar(
+        x,
+        [one.mean for one in found],
+        yerr=[0.0 if math.isnan(one.error) else one.error for one in found],
+        label=label,
+        linewidth=1.3,
+        markersize=4.5,
+        elinewidth=0.6,
+        capsize=1.5,
+        **style(number),
+    )
 
 
 def plain_axes(axes: Axes, xlabel: str, ylabel: str) -> None:
@@ -80,18 +96,8 @@ def _accuracy_panel(axes: Axes, rows: Sequence[Row], names: Sequence[str], mode:
             axes.axhline(accuracy(row, mode).mean, color=_GREY, linestyle="--", linewidth=1, label=REFERENCE)
     for number, name in enumerate(names):
         mine = sorted((row for row in rows if row.policy == name), key=lambda row: row.live_share)
-        found = [accuracy(row, mode) for row in mine]
-        axes.errorbar(
-            [100 * row.live_share for row in mine],
-            [one.mean for one in found],
-            yerr=[0.0 if one.error != one.error else one.error for one in found],
-            label=name,
-            linewidth=1.3,
-            markersize=4.5,
-            elinewidth=0.6,
-            capsize=1.5,
-            **style(number),
-        )
+        shares = [100 * row.live_share for row in mine]
+        error_bars(axes, shares, [accuracy(row, mode) for row in mine], name, number)
     plain_axes(axes, "live cache, % of full", "accuracy")
     axes.set_ylim(-0.04, 1.04)
     axes.set_xscale("log", base=2)

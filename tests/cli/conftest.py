@@ -35,7 +35,9 @@ def cli(monkeypatch, capsys, tiny_model):
 
     def run(*arguments: str, stdin: bytes = b"") -> Ran:
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin), encoding="utf-8"))
-        cached = () if arguments[0] not in ("generate", "chat", "bench", "compare") else ("--no-compile-cache",)
+        cached = (
+            () if arguments[0] not in ("generate", "chat", "bench", "compare", "picture") else ("--no-compile-cache",)
+        )
         code = main([*arguments, *cached])
         captured = capsys.readouterr()
         return Ran(code, captured.out, captured.err)

@@ -52,6 +52,10 @@ USAGE = {
     "compare beyond the context": ["compare", "--out", ".", "--lengths", "100000"],
     "compare saved in a file": ["compare", "--out", "pyproject.toml"],
     "compare saved nowhere": ["compare"],
+    "unknown picture": ["picture", "razor", "--out", "x.png"],
+    "picture of no samples": ["picture", "razor-heads", "--out", "x.png", "--samples", "0"],
+    "picture of too large a share": ["picture", "retained-positions", "--out", "x.png", "--ratio", "2"],
+    "picture saved nowhere": ["picture", "razor-heads", "--out", "no/such/folder/x.png"],
     "bench saved nowhere": ["bench", "--json", "no/such/folder/result.json"],
 }
 
@@ -82,6 +86,7 @@ def test_usage_errors_are_one_sentence_and_exit_2(cli, monkeypatch, arguments):
         (["plan", "--prompt-tokens", "8", "--policy", "ful"], "full"),
         (["bench", "--peer", "transfomers"], "transformers"),
         (["compare", "--out", ".", "--policies", "streamingllm,lagk"], "lagkv"),
+        (["picture", "razor-head", "--out", "x.png"], "razor-heads"),
         (["generate", "hi", "--tempratur", "1"], "--temperature"),
         (["genrate", "hi"], "generate"),
     ],

@@ -1,0 +1,127 @@
+"""``kvjax picture``: pictures of the papers, made anew on any model."""
+
+from __future__ import annotations
+
+import difflib
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvjax.cli import session
+from kvjax.cli.compare import INTERRUPTED
+from kvjax.errors import UsageError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from kvjax.model.load import LanguageModel
+
+POSITIONS = "retained-positions"
+#: Policies whose kept positions are shown, with the share they keep.
+KEEPING = ("h2o", "ahakv")
+TASKS = ("niah_single_1", "noise_multikey")
+
+
+def run(
+    name: str,
+    *,
+    model: str,
+    dtype: str | None,
+    out: Path,
+    length: int,
+    samples: int,
+    ratio: float,
+    text: str | None,
+    seed: int,
+    compile_cache: bool,
+) -> int:
+    """Draw one picture; a request is checked before a model is loaded."""
+    from kvjax.eval.pictures import new_figure
+    from kvjax.eval.results import Settings
+    from kvjax.eval.studies import STUDIES
+
+    known = [POSITIONS, *STUDIES]
+    if name not in known:
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = f" did you mean {near[0]!r}?" if near else ""
+        raise UsageError(f"There is no picture {name!r};{hint} known are {', '.join(known)}.")
+    if not out.resolve().parent.is_dir():
+        raise UsageError(f"--out names a folder that does not exist: {out.resolve().parent}.")
+    settings = Settings(model, "", TASKS, samples, False, "model", seed)
+    policies = [f"{policy}:ratio={ratio}" for policy in KEEPING]
+    if name == POSITIONS:
+        _parse_all(policies)
+    new_figure(1, 1)  # refuses without matplotlib now, and not when all is measured
+    if compile_cache:
+        session.enable_compile_cache()
+    lm = session.load(model, dtype)
+    if name == POSITIONS:
+        _save(out, _positions(lm, policies, text, length))
+        return 0
+    return _study(name, lm, settings, length, out)
+
+
+def _parse_all(policies: Sequence[str]) -> None:
+    from kvjax.policies import parse
+
+    for policy in policies:
+        parse(policy)
+
+
+def _study(name: str, lm: LanguageModel, settings, length: int, out: Path) -> int:
+    """Measure what the numbers beside the picture do not hold yet, then draw."""
+    import dataclasses
+
+    from kvjax.bench import machine
+    from kvjax.eval import results
+    from kvjax.eval.compare import Comparison
+    from kvjax.eval.report import summary
+    from kvjax.eval.studies import STUDIES, study_figure
+
+    settings = dataclasses.replace(settings, model=lm.name, dtype=str(lm.params.dtype))
+    numbers, facts = out.with_suffix(".json"), machine.describe()
+
+    def save(rows) -> None:
+        results.write_atomically(numbers, results.to_json(settings, rows, facts, summary(rows)))
+
+    earlier = results.read_rows(numbers, settings)
+    comparison = Comparison(lm, settings, rows=earlier, save=save, say=_say, speed=False)
+    code = 0
+    try:
+        comparison.run(STUDIES[name].contenders, [length])
+    except KeyboardInterrupt:
+        _say(f"what was measured so far is in {numbers}; the same command goes on from there")
+        code = INTERRUPTED
+    _save(out, study_figure(STUDIES[name], comparison.rows))
+    return code
+
+
+def _positions(lm: LanguageModel, policies: Sequence[str], text: str | None, length: int) -> Figure:
+    from kvjax.eval.positions import positions_figure, retained_positions
+
+    ids = lm.tokenizer.encode(_documentation() if text is None else text)[:length]
+    found = []
+    for policy in policies:
+        _say(f"{policy} reads {len(ids)} tokens")
+        found.append(retained_positions(lm, ids, policy))
+    return positions_figure(found)
+
+
+def _documentation() -> str:
+    """Prose that every Python brings: chapters of its language reference."""
+    from pydoc_data.topics import topics
+
+    return "\n\n".join(topics[name] for name in ("execmodel", "exceptions", "objects", "types"))
+
+
+def _save(out: Path, figure: Figure) -> None:
+    from kvjax.eval.pictures import png
+    from kvjax.eval.results import write_atomically
+
+    write_atomically(out, png(figure))
+    print(f"Saved: {out}.")
+
+
+def _say(what: str) -> None:
+    print(f"kvjax picture: {what}", file=sys.stderr, flush=True)

@@ -1,0 +1,102 @@
+"""Pictures of the papers, reproduced: accuracy of the needle tasks by one option of one system."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from kvjax.eval.contenders import REFERENCE, Contender
+from kvjax.eval.pictures import error_bars, new_figure, plain_axes
+from kvjax.eval.results import AFTER, IN_VIEW, Row, accuracy
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+SHARES = (0.75, 0.5, 0.25, 0.125)
+
+
+@dataclasses.dataclass(frozen=True)
+class Study:
+    """What one picture compares.
+
+    Attributes:
+      title: what it shows, and of which paper.
+      xlabel: what the policies of a line differ in.
+      lines: by label, the place on the axis and the cache of each point.
+    """
+
+    title: str
+    xlabel: str
+    lines: dict[str, tuple[tuple[float, Contender], ...]]
+
+    @property
+    def contenders(self) -> list[Contender]:
+        """The full cache, then every point once."""
+        points = (contender for line in self.lines.values() for _, contender in line)
+        return list(dict.fromkeys([Contender(REFERENCE), *points]))
+
+
+def _by_share(names: dict[str, str]) -> dict[str, tuple[tuple[float, Contender], ...]]:
+    return {label: tuple((100 * share, Contender(name, share)) for share in SHARES) for label, name in names.items()}
+
+
+def _razor(options: str, shares: Sequence[float]) -> tuple[tuple[float, Contender], ...]:
+    # At a few hundred tokens the paper's least buffer of 4,000 would drop nothing: only its N / 5 is left.
+    name = "razor:threshold=1,compression=5,induction_share={share}{options}"
+    return tuple((100 * share, Contender(name.format(share=share, options=options))) for share in shares)
+
+
+_HEADS = (0.0, 0.05, 0.08, 0.11, 0.14, 0.25)
+
+STUDIES: dict[str, Study] = {
+    "razor-heads": Study(
+        "RazorAttention: retrieval heads, echo heads, compensation token (others keep N / 5 tokens)",
+        "induction heads protected, % of query heads",
+        {
+            "with both": _razor("", _HEADS),
+            "no echo heads": _razor(",echo_share=0", _HEADS),
+            "no compensation token": _razor(",compensation=false", _HEADS),
+        },
+    ),
+    "slimkv-scores": Study(
+        "SlimKV: attention (S1), value activation (S2), and their product",
+        "retained, % of tokens",
+        _by_share({"S1 x S2": "slimkv", "S1 only": "slimkv:score=s1", "S2 only": "slimkv:score=s2"}),
+    ),
+    "lagkv-variants": Study(
+        "LagKV: the next partition as reference, its own (LocalKV), and the key's norm (lag 32)",
+        "retained, % of tokens",
+        _by_share(
+            {
+                "LagKV": "lagkv:lag=32",
+                "LocalKV": "lagkv:lag=32,variant=local",
+                "L2 norm": "lagkv:lag=32,variant=l2",
+            }
+        ),
+    ),
+}
+
+
+def study_figure(study: Study, rows: Sequence[Row]) -> Figure:
+    """Accuracy by the study's option, a line each, with the question asked after compression and in view of it.
+
+    Points whose policy refused, or that were not measured, are left out; the dashed line is the full cache.
+    """
+    figure = new_figure(10, 4.4)
+    panels = figure.subplots(1, 2, sharey=True)
+    found = {(row.policy, row.retained): row for row in rows if row.refused is None}
+    for axes, mode, title in zip(
+        panels, (AFTER, IN_VIEW), ("asked after compression", "question in view"), strict=True
+    ):
+        if (reference := found.get((REFERENCE, None))) is not None:
+            axes.axhline(accuracy(reference, mode).mean, color="#555555", linestyle="--", linewidth=1, label="full")
+        for number, (label, line) in enumerate(study.lines.items()):
+            points = [(x, found[c.name, c.retained]) for x, c in line if (c.name, c.retained) in found]
+            error_bars(axes, [x for x, _ in points], [accuracy(row, mode) for _, row in points], label, number)
+        plain_axes(axes, study.xlabel, "accuracy")
+        axes.set_ylim(-0.04, 1.04)
+        axes.set_title(title, fontsize=10)
+    panels[0].legend(frameon=False, fontsize=8)
+    figure.suptitle(study.title, fontsize=11)
+    return figure

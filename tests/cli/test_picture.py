@@ -1,0 +1,45 @@
+"""``kvjax picture``: a PNG, the numbers beside it, and refusals."""
+
+from __future__ import annotations
+
+import json
+
+from kvjax.eval.compare import Comparison
+from kvjax.eval.results import AFTER, IN_VIEW, Row, Scored
+
+
+def test_positions_of_a_text(cli, tmp_path):
+    (tmp_path / "text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 4)
+    ran = cli(
+        *("picture", "retained-positions", "--out", str(tmp_path / "kept.png"), "--ratio", "0.6"),
+        *("--text", f"@{tmp_path / 'text.txt'}", "--length", "150"),
+    )
+    assert ran.code == 0, ran.err
+    assert "ahakv:ratio=0.6 reads 150 tokens" in ran.err and "Saved" in ran.out
+    assert (tmp_path / "kept.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_study_goes_on_where_it_was_left(cli, tmp_path, monkeypatch):
+    asked = []
+
+    def run(self, contenders, lengths):
+        held = {row.key for row in self.rows}
+        for contender in contenders:
+            if (lengths[0], contender.name, contender.retained) in held:
+                continue
+            asked.append(contender)
+            if len(asked) == 5:
+                raise KeyboardInterrupt
+            groups = tuple(Scored(mode, "t", (1.0,), (1,)) for mode in (AFTER, IN_VIEW))
+            self.rows.append(Row(lengths[0], contender.name, contender.retained, answers=groups))
+            self._save(self.rows)
+
+    monkeypatch.setattr(Comparison, "run", run)
+    command = ("picture", "slimkv-scores", "--out", str(tmp_path / "scores.png"), "--length", "300")
+    ran = cli(*command)
+    assert ran.code == 130 and "goes on from there" in ran.err
+    assert len(json.loads((tmp_path / "scores.json").read_text())["rows"]) == 4
+    assert (tmp_path / "scores.png").read_bytes().startswith(b"\x89PNG")
+    assert cli(*command).code == 0
+    assert len(json.loads((tmp_path / "scores.json").read_text())["rows"]) == 13
+    assert len(asked) == 5 + 9, "the four that were there are not asked again"
