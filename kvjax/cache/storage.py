@@ -28,7 +28,8 @@ class Storage:
     Attributes:
       kind: "model" (the dtype of the weights) or "int8".
       headroom: the scale of an int8 key channel is fixed when rows are packed, at this many times the largest
-        magnitude packed; rows decoded later are clipped to it, and counted.
+        magnitude packed; rows decoded later are clipped to it, and counted. After a prompt of a few tokens that is
+        many of them: a conversation that opens with one word is better stored as the model's dtype, or with more room.
     """
 
     kind: str = "model"
