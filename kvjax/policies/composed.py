@@ -166,6 +166,7 @@ def with_heads(config: ModelConfig, kv_heads: int) -> ModelConfig:
     return dataclasses.replace(config, num_kv_heads=kv_heads, num_heads=kv_heads * config.group_size)
 
 
+@functools.lru_cache(maxsize=256)  # asked for once a layer, and all layers come out together
 def capacities_of(policy: Policy, config: ModelConfig, prompt: int, new: int) -> tuple[tuple[int, ...], ...]:
     """A group's capacities in a cache that is repacked as it grows."""
     if isinstance(policy, CompensatedRing):
