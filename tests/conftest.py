@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import jax
 import jaxtyping
+import psutil
 import pytest
 
 # Shapes in signatures are checked wherever tests call these, before anything imports them.
@@ -26,6 +28,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "default_model" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.model)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def bounded_memory():
+    """Compiled programs are dropped between modules once a process holds 3 GB: two workers fit a small machine."""
+    yield
+    if psutil.Process().memory_info().rss > 3 << 30:
+        jax.clear_caches()
 
 
 @pytest.fixture(scope="session")
