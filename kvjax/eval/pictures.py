@@ -15,9 +15,12 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Twelve colors told apart by most eyes, after Paul Tol's schemes, and markers for the rest.
-_COLORS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#ee7733", "#009988", "#882255", "#999933")
-_MARKERS = "osD^vP<X>*"
+# Colors told apart by most eyes, after Paul Tol's schemes: one for every policy there is. Lines after that are dashed.
+_COLORS = (
+    *("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#ee7733", "#009988", "#882255", "#999933"),
+    *("#332288", "#000000", "#ddaa99", "#77aadd"),
+)
+_MARKERS = "osD^vP<X>*hdp8"
 _GREY = "#555555"
 
 
@@ -41,8 +44,9 @@ def png(figure: Figure) -> bytes:
 
 
 def style(number: int) -> dict[str, Any]:
-    """Color and marker of the ``number``-th line; pairs repeat after 100."""
-    return {"color": _COLORS[number % len(_COLORS)], "marker": _MARKERS[(number + number // 10) % len(_MARKERS)]}
+    """Color, marker and stroke of the ``number``-th line."""
+    around, place = divmod(number, len(_COLORS))
+    return {"color": _COLORS[place], "marker": _MARKERS[place], "linestyle": "--" if around % 2 else "-"}
 
 
 def error_bars(axes: Axes, x: Sequence[float], found: Sequence[Estimate], label: str, number: int) -> None:
@@ -101,6 +105,8 @@ def _accuracy_panel(axes: Axes, rows: Sequence[Row], names: Sequence[str], mode:
     plain_axes(axes, "live cache, % of full", "accuracy")
     axes.set_ylim(-0.04, 1.04)
     axes.set_xscale("log", base=2)
-    ticks = [6.25, 12.5, 25, 50, 100]
+    least = min([row.live_share for row in rows], default=0.125)
+    ticks = [share for share in (1.5625, 3.125, 6.25, 12.5, 25, 50, 100) if share >= 80 * least]
+    axes.set_xlim(80 * least, 110)
     axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
     axes.minorticks_off()

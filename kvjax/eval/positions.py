@@ -95,7 +95,8 @@ def positions_figure(found: Sequence[Retained]) -> Figure:
     axes = figure.add_subplot(grid[len(found)])
     edges = np.linspace(0, tokens, bins + 1)
     for number, one in enumerate(found):
-        axes.stairs(one.binned(bins).mean(axis=0), edges, label=one.name, color=style(number)["color"], linewidth=1.5)
+        color = style(number)["color"]
+        axes.stairs(one.binned(bins).mean(axis=0), edges, baseline=None, label=one.name, color=color, linewidth=1.5)
     kept = [one.share.mean() for one in found]
     axes.axhline(float(np.mean(kept)), color="#555555", linestyle="--", linewidth=1, label="evenly spread")
     plain_axes(axes, "position in the prompt", "share kept")

@@ -181,7 +181,7 @@ def read_rows(path: Path, settings: Settings) -> list[Row]:
         known = content["format"] == _FORMAT
     except OSError as error:
         raise KvjaxError(f"{path} cannot be read: {error.strerror}.") from error
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UsageError(f"{path} holds no results of a comparison; choose another folder.") from error
     if not known:
         raise UsageError(f"{path} was written by another version of this command; choose another folder.")
