@@ -54,7 +54,7 @@ def test_flags_reach_the_library(cli, monkeypatch, tiny_model):
     ran = cli(
         *"generate hi --json --no-chat --max-new-tokens 2 --temperature 0.5 --top-k 9 --top-p 0.9 --min-p 0.1".split(),
         *"--repetition-penalty 1.1 --seed 5 --stop END --stop X --stop-token-ids 1,2 --memory-limit 2GB".split(),
-        *"--context background".split(),
+        *"--context background --storage int8".split(),
     )
     assert ran.code == 0, ran.err
     assert seen == dict(
@@ -73,6 +73,7 @@ def test_flags_reach_the_library(cli, monkeypatch, tiny_model):
         stop_token_ids=(1, 2),
         logprobs=False,
         memory_limit=2 * 10**9,
+        storage="int8",
     )
 
 

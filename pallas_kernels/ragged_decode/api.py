@@ -1,0 +1,125 @@
+"""``ragged_decode``: attention of one new token a row over what its heads kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels import dispatch
+from pallas_kernels.pages import Pages
+from pallas_kernels.ragged_decode.problem import Decoded, Problem
+
+
+def _tpu(problem: Problem, **options: Any) -> Decoded:
+    from pallas_kernels.ragged_decode import tpu
+
+    return tpu.decode(problem, **options)
+
+
+def _mosaic_gpu(problem: Problem, **options: Any) -> Decoded:
+    from pallas_kernels.ragged_decode import mosaic_gpu
+
+    return mosaic_gpu.decode(problem, **options)
+
+
+def _triton(problem: Problem, **options: Any) -> Decoded:
+    from pallas_kernels.ragged_decode import triton
+
+    return triton.decode(problem, **options)
+
+
+def _xla(problem: Problem, **options: Any) -> Decoded:
+    from pallas_kernels.ragged_decode import xla
+
+    return xla.decode(problem, **options)
+
+
+# Imported when they are tried: a CPU never loads a GPU's compiler.
+IMPLEMENTATIONS: Mapping[str, Callable[..., Decoded]] = {
+    "tpu": _tpu,
+    "mosaic_gpu": _mosaic_gpu,
+    "triton": _triton,
+    "xla": _xla,
+}
+ORDER = {"tpu": ("tpu",), "gpu": ("mosaic_gpu", "triton")}
+
+
+def ragged_decode(
+    q: Float[Array, "B H G D"],
+    pages: Pages,
+    length: Int[Array, "B H"],
+    *,
+    runs: tuple[int, ...],
+    scale: float,
+    log_mass: Float[Array, "B H"] | None = None,
+    k_scale: Float[Array, "B H D"] | None = None,
+    v_scale: Float[Array, "B P R"] | None = None,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    slopes: Float[np.ndarray, "H G"] | None = None,
+    position: Int[Array, "B P R"] | None = None,
+    query_position: Int[Array, " B"] | None = None,
+    with_logits: bool = False,
+    logits_scale: float | None = None,
+    implementation: str | None = None,
+    **options: Any,
+) -> Decoded:
+    """Softmax attention of one query a row against the first ``length`` slots of each of its heads.
+
+    The score of slot j is ``cap(scale * q . k_j) + slope * (position_j - query_position) + [j == 0] log_mass``, where
+    ``cap(x) = soft_cap * tanh(x / soft_cap)``. What lies past ``length`` is never part of a result, but must be finite.
+
+    Args:
+      q: queries grouped by KV head.
+      pages: the pool; see ``pages.py``. int8 or float8 rows come with scales.
+      length: int32, valid slots of each head, at most its run; 0 is allowed.
+      runs: pages of each head, static; head h owns pages ``sum(runs[:h]) ...`` of every row.
+      scale: multiplies q . k.
+      log_mass: added to the score of slot 0: log N of a slot that stands for N tokens.
+      k_scale: multiplies each channel of the stored keys. v_scale: multiplies each slot's stored value.
+      window: only slots whose token is among the last ``window``: by ``position`` where given, else by slot.
+      soft_cap: bounds scores.
+      slopes: ALiBi's; needs ``position`` and ``query_position``.
+      position: int32, of the token in each slot. query_position: int32, of each row's query.
+      with_logits: also return the scores by page, with ``logits_scale`` in the place of ``scale`` if given.
+      implementation: the only one to try; by default the platform's in order, "xla" last.
+      options: of one implementation: ``config`` (block sizes), ``interpret``.
+
+    Raises:
+      ValueError: arguments that do not belong together.
+      NotImplementedError: the implementation that was named cannot do this.
+    """
+    _check(q, pages, length, runs, window, slopes, position, query_position)
+    problem = Problem(
+        q=q,
+        pages=pages,
+        length=length,
+        runs=tuple(runs),
+        scale=scale,
+        log_mass=log_mass,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        window=window,
+        soft_cap=soft_cap,
+        slopes=slopes,
+        position=position,
+        query_position=query_position,
+        with_logits=with_logits,
+        logits_scale=logits_scale,
+    )
+    return dispatch.run("ragged_decode", IMPLEMENTATIONS, ORDER, implementation, problem, **options)
+
+
+def _check(q: Any, pages: Any, length: Any, runs: Any, window: Any, slopes: Any, position: Any, query: Any) -> None:
+    batch, total, _, head_dim = pages.shape
+    if (q.shape[0], q.shape[3]) != (batch, head_dim):
+        raise ValueError(f"queries are {q.shape}, pages hold {batch} rows of head size {head_dim}.")
+    if len(runs) != q.shape[1] or sum(runs) != total or length.shape != q.shape[:2]:
+        raise ValueError(f"{len(runs)} runs of {sum(runs)} pages, {q.shape[1]} heads, {total} pages; they must agree.")
+    if (slopes is not None or (window is not None and position is not None)) and (position is None or query is None):
+        raise ValueError("slopes, and a window by position, need the position of every slot and query_position.")
+    if window is not None and window < 1:
+        raise ValueError(f"window is {window}; give at least 1, or None.")

@@ -1,0 +1,71 @@
+"""What a decode step asks, in one value: every implementation takes a :class:`Problem` and gives a :class:`Decoded`."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.pages import Pages
+
+#: A finite stand-in for minus infinity: exp(NEG - m) is 0 for every reachable m, and NEG - NEG is 0, not NaN.
+NEG = -0.7 * float(np.finfo(np.float32).max)
+
+
+class Decoded(NamedTuple):
+    """Result of a decode step.
+
+    Attributes:
+      out: [B, H, G, D] in the queries' dtype; zeros for a head that holds nothing.
+      lse: [B, H, G] float32 log-sum-exp of the scores, with which parts are merged; ``NEG`` for a head that holds
+        nothing.
+      logits: [B, P, G, R] float32 scores by page, ``NEG`` in slots that are not visible; ``None`` if not asked for.
+    """
+
+    out: Float[Array, "B H G D"]
+    lse: Float[Array, "B H G"]
+    logits: Float[Array, "B P G R"] | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """Arguments of :func:`~pallas_kernels.ragged_decode.api.ragged_decode`, checked; see there."""
+
+    q: Float[Array, "B H G D"]
+    pages: Pages
+    length: Int[Array, "B H"]
+    runs: tuple[int, ...]
+    scale: float
+    log_mass: Float[Array, "B H"] | None = None
+    k_scale: Float[Array, "B H D"] | None = None
+    v_scale: Float[Array, "B P R"] | None = None
+    window: int | None = None
+    soft_cap: float | None = None
+    slopes: Float[np.ndarray, "H G"] | None = None
+    position: Int[Array, "B P R"] | None = None
+    query_position: Int[Array, " B"] | None = None
+    with_logits: bool = False
+    logits_scale: float | None = None
+
+    @property
+    def uniform(self) -> bool:
+        """Whether all heads own equally many pages."""
+        return len(set(self.runs)) == 1
+
+    @property
+    def starts(self) -> np.ndarray:
+        """[H] first page of each head's run."""
+        return np.cumsum((0, *self.runs))[:-1].astype(np.int32)
+
+    @property
+    def owner(self) -> np.ndarray:
+        """[P] the head each page belongs to."""
+        return np.repeat(np.arange(len(self.runs), dtype=np.int32), self.runs)
+
+    @property
+    def first_slot(self) -> np.ndarray:
+        """[P] index, within its head, of each page's first slot."""
+        page_size = self.pages.shape[2]
+        return ((np.arange(len(self.owner)) - self.starts[self.owner]) * page_size).astype(np.int32)

@@ -1,0 +1,54 @@
+"""The operation as its docstring says it, in float32, one head at a time; for tests."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+
+from pallas_kernels.ragged_decode.problem import NEG, Decoded, Problem
+
+
+def decode(p: Problem) -> Decoded:
+    """Every score of every head as a plain softmax."""
+    batch, _, group, dim = p.q.shape
+    page_size = p.pages.shape[2]
+    q = p.q.astype(jnp.float32)
+    k, v = p.pages.key_rows().astype(jnp.float32), p.pages.value_rows().astype(jnp.float32)
+    if p.v_scale is not None:
+        v = v * p.v_scale[..., None]
+    outs, lses, logits = [], [], []
+    for h, (start, count) in enumerate(zip(p.starts, p.runs, strict=True)):
+        run = slice(int(start), int(start) + count)
+        kh, vh = (x[:, run].reshape(batch, count * page_size, dim) for x in (k, v))
+        if p.k_scale is not None:
+            kh = kh * p.k_scale[:, h, None]
+        slot = jnp.arange(count * page_size)
+        visible = slot < p.length[:, h, None]
+        bias = jnp.zeros((batch, group, count * page_size))
+        if p.position is not None and p.query_position is not None:
+            distance = p.position[:, run].reshape(batch, -1) - p.query_position[:, None]
+            if p.slopes is not None:
+                bias = bias + jnp.asarray(p.slopes[h])[:, None] * distance[:, None]
+            if p.window is not None:
+                visible &= distance > -p.window
+        elif p.window is not None:
+            visible &= slot >= p.length[:, h, None] - p.window
+        if p.log_mass is not None:
+            bias = bias + jnp.where(slot == 0, p.log_mass[:, h, None], 0.0)[:, None]
+        raw = jnp.einsum("bgd,bsd->bgs", q[:, h], kh, precision="highest")
+
+        def scores(scale, raw=raw, bias=bias, visible=visible):
+            s = raw * scale
+            s = s if p.soft_cap is None else p.soft_cap * jnp.tanh(s / p.soft_cap)
+            return jnp.where(visible[:, None], s + bias, NEG)
+
+        s = scores(p.scale)
+        peak = s.max(axis=-1, keepdims=True)
+        weight = jnp.where(visible[:, None], jnp.exp(s - peak), 0.0)
+        mass = weight.sum(axis=-1, keepdims=True)
+        out = jnp.einsum("bgs,bsd->bgd", weight, vh, precision="highest") / jnp.where(mass > 0, mass, 1.0)
+        outs.append(out)
+        lses.append(jnp.where(mass > 0, peak + jnp.log(jnp.maximum(mass, 1e-37)), NEG)[..., 0])
+        shown = scores(p.scale if p.logits_scale is None else p.logits_scale)
+        logits.append(shown.reshape(batch, group, count, page_size).swapaxes(1, 2))
+    out = jnp.stack(outs, axis=1).astype(p.q.dtype)
+    return Decoded(out, jnp.stack(lses, axis=1), jnp.concatenate(logits, axis=1) if p.with_logits else None)

@@ -1,0 +1,81 @@
+"""Ragged heads cut into equal pieces of work, in XLA, once a step.
+
+An *item* is a block of consecutive pages, of which rows ``low <= r < high`` belong to one segment (one head of one row
+of the batch). Long heads make many items and short ones few, so that cores and streaming multiprocessors share the
+rows evenly and nothing is padded to the longest head. Blocks are read whole: the last of a segment reaches into its
+neighbour's pages, and the one that would reach past the pool begins earlier instead; ``low`` and ``high`` say which
+rows count.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+#: Bits of ``WorkList.flags``: the segment's first item, its last, and one that holds the segment's slot 0 (at ``low``).
+FIRST, LAST, ZERO = 1, 2, 4
+
+
+class WorkList(NamedTuple):
+    """Items in the order of segments, all int32 [W]; those at ``count`` ([1]) and beyond are not to be run.
+
+    Attributes:
+      segment: which (row, head).
+      page: the block's first page in the pool of all rows.
+      low: first of the block's rows that counts. high: one past the last.
+      flags: ``FIRST``, ``LAST``, ``ZERO``.
+      count: items.
+    """
+
+    segment: Int[Array, " W"]
+    page: Int[Array, " W"]
+    low: Int[Array, " W"]
+    high: Int[Array, " W"]
+    flags: Int[Array, " W"]
+    count: Int[Array, " 1"]
+
+
+def most_items(runs: tuple[int, ...], batch: int, pages_per_item: int) -> int:
+    """Items there are when every run is full, one more a segment for windows that begin within a block; static."""
+    return batch * sum(-(-run // pages_per_item) for run in runs)
+
+
+def work_list(
+    start: Int[Array, " S"],
+    length: Int[Array, " S"],
+    *,
+    page_size: int,
+    pages_per_item: int,
+    max_items: int,
+    total_pages: int,
+    first: Int[Array, " S"] | None = None,
+) -> WorkList:
+    """Cut segments into items.
+
+    Args:
+      start: first page of each segment. length: its valid slots; a segment that holds none gets no item.
+      pages_per_item: at most ``total_pages``, the pages of the pool of all rows.
+      first: first slot that is visible, 0 by default; blocks before it are left out.
+    """
+    block = page_size * pages_per_item
+    first = jnp.zeros_like(length) if first is None else jnp.minimum(first, length)
+    skipped = first // block
+    items = jnp.where(length > first, -(-length // block) - skipped, 0)
+    ends = jnp.cumsum(items)
+    w = jnp.arange(max_items, dtype=jnp.int32)
+    # compare_all: a few thousand comparisons side by side, where a binary search would be a loop.
+    segment = jnp.searchsorted(ends, w, side="right", method="compare_all")
+    segment = jnp.minimum(segment, length.shape[0] - 1)
+    nth = jnp.where(w < ends[-1], w - (ends - items)[segment], 0)
+    slot = (skipped[segment] + nth) * block
+    wanted = start[segment] + slot // page_size
+    page = jnp.minimum(wanted, total_pages - pages_per_item)
+    shift = (wanted - page) * page_size
+    low = jnp.maximum(first[segment] - slot, 0) + shift
+    high = jnp.clip(length[segment] - slot, 0, block - shift) + shift
+    flags = jnp.where(nth == 0, FIRST, 0) | jnp.where(nth == items[segment] - 1, LAST, 0)
+    flags |= jnp.where((slot == 0) & (first[segment] == 0), ZERO, 0)
+    fields = (segment, page, low, high, flags, ends[-1:])
+    return WorkList(*(x.astype(jnp.int32) for x in fields))

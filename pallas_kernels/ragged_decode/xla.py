@@ -1,0 +1,128 @@
+"""In XLA: runs everywhere, and is the form the CPU uses.
+
+The forms are chosen by measurement on 2 CPU cores (SmolLM2 float32, columns): scores are a multiply-reduce over the
+pages, because XLA rewrites a ``dot_general`` with pages among its free axes into one that needs a transposed copy of
+the whole cache (41 of 103 ms a step). No keys or values are gathered: queries go to the pages, and only page-sized
+partial results come back to the heads.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float
+
+from pallas_kernels.pages import Columns
+from pallas_kernels.ragged_decode.problem import NEG, Decoded, Problem
+
+
+def decode(p: Problem, *, config: None = None) -> Decoded:
+    """See :func:`pallas_kernels.ragged_decode.ragged_decode`; there is nothing to configure."""
+    del config
+    q = p.q.astype(jnp.float32)
+    if p.k_scale is not None:
+        q = q * p.k_scale[:, :, None]
+    visible, bias = _visible(p), _bias(p)
+    raw = _page_scores(p, q * p.scale)
+    scores = _masked(p, raw, bias, visible)
+    logits = scores
+    if p.logits_scale is not None:
+        logits = _masked(p, raw * (p.logits_scale / p.scale), bias, visible)
+    out, peak, mass = _uniform(p, scores) if p.uniform else _ragged(p, scores)
+    # A head that holds nothing has a peak of NEG, and exp(NEG - NEG) = 1 for its masked slots.
+    full = peak > NEG
+    lse = jnp.where(full, peak + jnp.log(mass), NEG)
+    out = jnp.where(full[..., None], out / mass[..., None], 0.0)
+    return Decoded(out.astype(p.q.dtype), lse, logits if p.with_logits else None)
+
+
+def _slots(p: Problem) -> Array:
+    """[P, R] index of every slot within its head."""
+    return jnp.asarray(p.first_slot[:, None] + np.arange(p.pages.shape[2], dtype=np.int32))
+
+
+def _visible(p: Problem) -> Bool[Array, "B P R"]:
+    slot, length = _slots(p), p.length[:, p.owner][:, :, None]
+    visible = slot < length
+    if p.window is None:
+        return visible
+    if p.position is not None and p.query_position is not None:
+        return visible & (p.position > p.query_position[:, None, None] - p.window)
+    return visible & (slot >= length - p.window)
+
+
+def _bias(p: Problem) -> Float[Array, "B P #G R"] | None:
+    bias = None
+    if p.slopes is not None and p.position is not None and p.query_position is not None:
+        distance = p.position - p.query_position[:, None, None]
+        bias = jnp.asarray(p.slopes[p.owner])[:, :, None] * distance[:, :, None]
+    if p.log_mass is not None:
+        mass = jnp.where(_slots(p) == 0, p.log_mass[:, p.owner][:, :, None], 0.0)[:, :, None]
+        bias = mass if bias is None else bias + mass
+    return bias
+
+
+def _masked(p: Problem, scores: Array, bias: Array | None, visible: Array) -> Float[Array, "B P G R"]:
+    if p.soft_cap is not None:
+        scores = p.soft_cap * jnp.tanh(scores / p.soft_cap)
+    if bias is not None:
+        scores = scores + bias
+    return jnp.where(visible[:, :, None], scores, NEG)
+
+
+def _page_scores(p: Problem, q: Float[Array, "B H G D"]) -> Float[Array, "B P G R"]:
+    """q.k of every slot, reading each page of keys once."""
+    batch, total, page_size, dim = p.pages.shape
+    if not isinstance(p.pages, Columns):
+        keys = p.pages.key_rows().astype(jnp.float32)
+        return jnp.einsum("bpgd,bprd->bpgr", q[:, p.owner], keys, precision="highest")
+    keys = p.pages.k.astype(jnp.float32)
+    if p.uniform:
+        heads, count = q.shape[1], p.runs[0]
+        keys = keys.reshape(batch, heads, count, 1, dim, page_size)
+        scores = jnp.sum(q[:, :, None, :, :, None] * keys, axis=4)
+        return scores.reshape(batch, total, -1, page_size)
+    return jnp.sum(q[:, p.owner][..., None] * keys[:, :, None], axis=3)
+
+
+def _values(p: Problem) -> Array:
+    """[B, P, R, D] values as a product takes them: int8 and float8 numbers as floats, their scale is in the weights."""
+    values = p.pages.value_rows()
+    return values.astype(jnp.float32) if values.dtype.itemsize == 1 else values
+
+
+def _uniform(p: Problem, scores: Array) -> tuple[Array, Array, Array]:
+    """Unnormalised output, peak and mass when all heads own equally many pages."""
+    batch, heads, group, dim = p.q.shape
+    page_size = p.pages.shape[2]
+    shape = (batch, heads, p.runs[0])
+    by_head = scores.reshape(*shape, group, page_size)
+    peak = by_head.max(axis=(2, 4), keepdims=True)
+    weight = jnp.exp(by_head - peak)
+    mass = weight.sum(axis=(2, 4))
+    if p.v_scale is not None:
+        weight = weight * p.v_scale.reshape(*shape, 1, page_size)
+    values = _values(p).reshape(*shape, page_size, dim)
+    summed = jnp.einsum("bhpgr,bhprd->bhpgd", weight, values, preferred_element_type=jnp.float32)
+    return summed.sum(axis=2), peak[:, :, 0, :, 0], mass
+
+
+def _ragged(p: Problem, scores: Array) -> tuple[Array, Array, Array]:
+    """Unnormalised output, peak and mass when heads own different numbers of pages.
+
+    Only page-sized partial results are brought from pages to heads; the pool itself is read in place.
+    """
+    heads, longest, owner = len(p.runs), max(p.runs), p.owner
+    index = p.starts[:, None] + np.arange(longest)
+    index = np.where(np.arange(longest) < np.asarray(p.runs)[:, None], index, owner.shape[0])
+    page_peak = jnp.pad(scores.max(axis=3), ((0, 0), (0, 1), (0, 0)), constant_values=NEG)
+    peak = page_peak[:, index].max(axis=2)
+    weight = jnp.exp(scores - peak[:, owner][..., None])
+    # The pages of a head are summed by a constant 0/1 matrix: as exact as a loop over heads, and one product.
+    member = jnp.asarray(owner == np.arange(heads)[:, None], jnp.float32)
+    mass = jnp.einsum("hp,bpg->bhg", member, weight.sum(axis=3), precision=jax.lax.Precision.HIGHEST)
+    if p.v_scale is not None:
+        weight = weight * p.v_scale[:, :, None]
+    parts = jnp.einsum("bpgr,bprd->bpgd", weight, _values(p), preferred_element_type=jnp.float32)
+    return jnp.einsum("hp,bpgd->bhgd", member, parts, precision=jax.lax.Precision.HIGHEST), peak, mass

@@ -1,0 +1,83 @@
+"""The XLA form, in every layout; and that an operation chooses an implementation as it says."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from kernels.decode_base import Case, DecodeBase, build
+
+from pallas_kernels.ragged_decode import api, ragged_decode, reference, xla
+from pallas_kernels.ragged_decode.worklist import FIRST, LAST, ZERO, most_items, work_list
+
+
+class TestXla(DecodeBase):
+    layouts = ("columns", "stacked", "padded", "lanes")
+
+    def run(self, problem):
+        return jax.jit(lambda arrays: xla.decode(dataclasses.replace(problem, **arrays)))(
+            {"q": problem.q, "pages": problem.pages, "length": problem.length}
+        )
+
+
+def _arguments(problem):
+    values = {field.name: getattr(problem, field.name) for field in dataclasses.fields(problem)}
+    return [values.pop(name) for name in ("q", "pages", "length")], values
+
+
+def test_what_does_not_fit_is_passed_over_and_what_is_named_is_not(monkeypatch):
+    problem = build(Case(((5, 9),), (1, 1)), "columns")
+    arguments, keywords = _arguments(problem)
+
+    def refuses(problem):
+        raise NotImplementedError("not this one")
+
+    monkeypatch.setattr(api, "IMPLEMENTATIONS", {"tpu": refuses, "xla": api.IMPLEMENTATIONS["xla"]})
+    monkeypatch.setattr(api, "ORDER", {"cpu": ("tpu",)})
+    got = ragged_decode(*arguments, **keywords)
+    np.testing.assert_allclose(got.out, reference.decode(problem).out, atol=1e-5)
+    with pytest.raises(NotImplementedError, match="not this one"):
+        ragged_decode(*arguments, **keywords, implementation="tpu")
+    with pytest.raises(ValueError, match="no implementation 'cuda'; there are tpu, xla"):
+        ragged_decode(*arguments, **keywords, implementation="cuda")
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"runs": (2, 1)}, "2 runs of 3 pages"),
+        ({"window": 0}, "window is 0"),
+        ({"slopes": np.ones((2, 4), np.float32)}, "slopes, and a window by position"),
+    ],
+)
+def test_arguments_that_do_not_belong_together_are_refused(change, sentence):
+    arguments, keywords = _arguments(build(Case(((5, 9),), (1, 1)), "columns"))
+    with pytest.raises(ValueError, match=sentence):
+        ragged_decode(*arguments, **{**keywords, **change})
+
+
+@pytest.mark.parametrize("first", [None, (0, 5, 16, 0)])
+def test_items_cover_every_slot_once_and_stay_in_the_pool(first):
+    page, block, runs = 4, 2, (1, 3, 5, 2)
+    length, start = np.array([4, 0, 19, 7], np.int32), np.array([0, 1, 4, 9], np.int32)
+    lowest = np.zeros(4, np.int32) if first is None else np.array(first, np.int32)
+    items = work_list(
+        jnp.asarray(start),
+        jnp.asarray(length),
+        page_size=page,
+        pages_per_item=block,
+        max_items=most_items(runs, 1, block),
+        total_pages=sum(runs),
+        first=None if first is None else jnp.asarray(first),
+    )
+    seen = {s: [] for s in range(4)}
+    for w in range(int(items.count[0])):
+        s, at = int(items.segment[w]), int(items.page[w])
+        assert 0 <= at <= sum(runs) - block and 0 <= items.low[w] < items.high[w] <= page * block
+        slots = [(at - start[s]) * page + r for r in range(int(items.low[w]), int(items.high[w]))]
+        assert bool(items.flags[w] & FIRST) == (not seen[s])
+        assert bool(items.flags[w] & ZERO) == (slots[0] == 0)
+        seen[s] += slots
+        assert bool(items.flags[w] & LAST) == (seen[s][-1] == length[s] - 1)
+    assert seen == {s: list(range(min(lowest[s], length[s]), length[s])) for s in range(4)}
