@@ -77,7 +77,14 @@ def test_batches_alone_and_on_a_later_turn(policy, endless):
     assert all(np.isfinite(np.asarray(x, np.float32)).all() for x in jax.tree.leaves(later.cache.layers))
 
 
-@pytest.mark.parametrize("policy", policies(budget=96), ids=name)
+#: One of each kind by default: queries of a window, keys alone.
+DEFAULT = (SnapKV, KeyDiff)
+READERS = [
+    pytest.param(policy, marks=() if isinstance(policy, DEFAULT) else pytest.mark.slow) for policy in policies(budget=96)
+]
+
+
+@pytest.mark.parametrize("policy", READERS, ids=name)
 def test_the_default_model_reads_a_prompt(policy, default_model):
     """Its shapes and lengths; decoding is the same for all of them, so one decodes."""
     rules = "Visitors may take pictures in every hall, but not of the guards. " * 12

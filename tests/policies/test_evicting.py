@@ -144,7 +144,11 @@ def test_weights_and_the_lowest_slot_are_those_of_each_head_alone(pages):
         assert lowest[row, head] == min(allowed, key=lambda s: (own_score[s], own_position[s]))
 
 
-@pytest.mark.parametrize("policy", POLICIES[:2], ids=lambda policy: type(policy).__name__)
+@pytest.mark.parametrize(
+    "policy",
+    [pytest.param(p, marks=() if isinstance(p, AhaKV) else pytest.mark.slow) for p in POLICIES[:2]],
+    ids=lambda policy: type(policy).__name__,
+)
 def test_real_model_retrieves_from_an_evicted_cache(policy, default_model):
     """Real keys have outlier channels and attention sinks; what is left must still make sentences."""
     policy = dataclasses.replace(policy, budget=96)

@@ -63,12 +63,11 @@ def test_protecting_the_found_heads_keeps_recall(lm, haystacks, found):
     assert kept.share < 0.3
 
 
-@pytest.mark.slow
 def test_protecting_as_many_random_heads_loses_it(lm, haystacks, found):
     policy, kept = found
     heads = [(layer, head) for layer in range(lm.config.num_layers) for head in range(lm.config.num_kv_heads)]
     count, drawn = len(heads_of(policy, lm)), []
-    for seed in range(3):
+    for seed in range(2):
         chosen = np.random.RandomState(seed).permutation(len(heads))[:count]
         drawn.append(recall(lm, haystacks, RazorAttention(heads=tuple(heads[i] for i in chosen), budget=BUDGET)))
     assert all(random.share == pytest.approx(kept.share) for random in drawn)
