@@ -16,7 +16,6 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax.cache.groups import HeadGroups, Layer, parts
 from kvjax.cache.pool import LayerCache, mark_rows, rows
 from kvjax.model.alibi import QueryBias
-from pallas_kernels.pages import Columns
 from pallas_kernels.ragged_decode import Decoded, ragged_decode
 from pallas_kernels.ragged_decode.problem import NEG
 
@@ -49,7 +48,7 @@ def decode_attention(
     def attend(q: Array, pool: LayerCache, slopes: np.ndarray | None) -> Decoded:
         return ragged_decode(
             q,
-            Columns(pool.k, pool.v),
+            pool.kv,
             pool.length,
             runs=pool.pages,
             scale=scale,

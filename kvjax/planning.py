@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.cache.pool import PAGE_SIZE
+from kvjax.cache.pool import layout_for
 from kvjax.cache.storage import MODEL, Storage, parse_storage
 from kvjax.checks import whole_number
 from kvjax.config import ModelConfig
@@ -170,7 +170,8 @@ def _plan(
     cache = cache_bytes(config, policy, batch, room, new_room, dtype, storage)
     peak = prefill_peak_bytes(config, policy, batch, prompt, dtype)
     total = np.array([prompt])
-    pages = page_capacities(policy, config, room, new_room)
+    page_size = layout_for(storage, config.head_dim).page_size
+    pages = page_capacities(policy, config, room, new_room, page_size)
     return Plan(
         policy=format_policy(policy),
         batch=batch,
@@ -182,7 +183,7 @@ def _plan(
         full_cache_bytes=batch * full_cache_bytes(config, prompt + fed, dtype),
         total_bytes=weights + cache + peak,
         memory_limit=limit,
-        capacities=tuple(tuple(count * PAGE_SIZE for count in heads) for heads in pages),
+        capacities=tuple(tuple(count * page_size for count in heads) for heads in pages),
         retained=tuple(
             tuple(int(x) for x in np.asarray(policy.budgets(config, layer, total))[0])
             for layer in range(config.num_layers)

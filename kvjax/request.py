@@ -203,7 +203,7 @@ def _caches(cache: Any, count: int) -> list[Cache]:
     for item in caches:
         if not isinstance(item, Cache):
             raise UsageError(f"cache= takes an output's cache or a list of them; a {type(item).__name__} was given.")
-        if parts(item.layers[0])[0].k.is_deleted():
+        if jax.tree.leaves(parts(item.layers[0])[0].kv)[0].is_deleted():
             raise UsageError("This cache was consumed by an earlier call; keep a cache by leaving consume_cache=False.")
     rows = sum(item.batch for item in caches)
     if rows not in (1, count):
@@ -227,7 +227,7 @@ def _one_cache(caches: Sequence[Cache], count: int) -> Cache | None:
 
 def _same_model(config: ModelConfig, cache: Cache) -> None:
     first = cache.layers[0]
-    shape = (len(cache.layers), len(first.pages), parts(first)[0].k.shape[2])
+    shape = (len(cache.layers), len(first.pages), parts(first)[0].kv.shape[3])
     wanted = (config.num_layers, config.num_kv_heads, config.head_dim)
     if shape != wanted:
         raise UsageError(

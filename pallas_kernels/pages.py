@@ -40,10 +40,9 @@ class Columns:
         k = jnp.zeros((batch, pages, head_dim, page_size), dtype)
         return cls(k, jnp.zeros((batch, pages, page_size, head_dim), dtype))
 
-    @classmethod
-    def of_rows(cls, k: Array, v: Array) -> Self:
-        """From rows of pages, [B, P, R, D]."""
-        return cls(k.swapaxes(-1, -2), v)
+    def of_rows(self, k: Array, v: Array) -> Self:
+        """Pages of these rows, [B, P, R, D], in this layout and dtype."""
+        return dataclasses.replace(self, k=k.swapaxes(-1, -2).astype(self.dtype), v=v.astype(self.v.dtype))
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -67,6 +66,13 @@ class Columns:
     def value_rows(self) -> Array:
         """[B, P, R, D] values as rows."""
         return self.v
+
+    def rows_at(self, where: Any) -> tuple[Array, Array]:
+        """Keys and values [..., R, D] of some pages, ``where`` an index of [B, P].
+
+        They are gathered before anything else is done with them, so that no copy of the whole pool is made.
+        """
+        return self.k[where].swapaxes(-1, -2), self.v[where]
 
     def key_at(self, index: Index) -> Array:
         """[..., D] keys of some slots."""
@@ -122,6 +128,10 @@ class Stacked:
         """Bytes of one slot of one head, padding included."""
         return 2 * self.kv.shape[4] * self.kv.dtype.itemsize
 
+    def of_rows(self, k: Array, v: Array) -> Self:
+        """Pages of these rows, [B, P, R, D], in this layout and dtype."""
+        return dataclasses.replace(self, kv=jnp.stack([self._padded(k), self._padded(v)], axis=2))
+
     def _padded(self, x: Array) -> Array:
         fill = self.kv.shape[4] - x.shape[-1]
         return jnp.pad(x.astype(self.dtype), ((0, 0),) * (x.ndim - 1) + ((0, fill),))
@@ -133,6 +143,11 @@ class Stacked:
     def value_rows(self) -> Array:
         """[B, P, R, D] values as rows."""
         return self.kv[:, :, 1, :, : self.head_dim]
+
+    def rows_at(self, where: Any) -> tuple[Array, Array]:
+        """Keys and values [..., R, D] of some pages, ``where`` an index of [B, P]."""
+        pages = self.kv[where][..., : self.head_dim]
+        return pages[..., 0, :, :], pages[..., 1, :, :]
 
     def key_at(self, index: Index) -> Array:
         """[..., D] keys of some slots."""
@@ -172,6 +187,10 @@ class Lanes:
         """Nothing written yet."""
         return cls(jnp.zeros((batch, pages, page_size, 2 * head_dim), dtype))
 
+    def of_rows(self, k: Array, v: Array) -> Self:
+        """Pages of these rows, [B, P, R, D], in this layout and dtype."""
+        return dataclasses.replace(self, kv=jnp.concatenate([k, v], axis=-1).astype(self.dtype))
+
     @property
     def shape(self) -> tuple[int, int, int, int]:
         """B, P, R, D."""
@@ -194,6 +213,11 @@ class Lanes:
     def value_rows(self) -> Array:
         """[B, P, R, D] values as rows."""
         return self.kv[..., self.shape[3] :]
+
+    def rows_at(self, where: Any) -> tuple[Array, Array]:
+        """Keys and values [..., R, D] of some pages, ``where`` an index of [B, P]."""
+        pages = self.kv[where]
+        return pages[..., : self.shape[3]], pages[..., self.shape[3] :]
 
     def key_at(self, index: Index) -> Array:
         """[..., D] keys of some slots."""

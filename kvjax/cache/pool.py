@@ -1,9 +1,6 @@
 """One layer's cache: pages of keys and values in which every KV head owns a contiguous run of its own static size.
 
-Layout. Keys are stored transposed within a page, ``k[B, P, D, R]``, values as rows, ``v[B, P, R, D]``. On a CPU the
-products of a decode step then run along contiguous memory in both (measured on 2 cores, SmolLM2, batch 8, context
-4,096: 66 ms a step against 103 ms for ``[.., tokens, D]`` keys), and R = 32 keeps a page of keys in the L1 cache
-while the G query heads of a group visit it (R = 32: 61 GB/s of keys; 64: 48; 128: 40; 1,024: 24).
+How a page's keys and values lie in memory is ``layout.py``'s choice; every function here takes and gives rows.
 
 Head h owns pages ``starts[h] : starts[h + 1]``; the run is the same for every row, so the batch and the heads shard
 without index games. What a head *may* hold (its run, from the plan) and what it *does* hold (``length``, traced) are
@@ -26,9 +23,12 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
+from kvjax.cache.layout import COLUMNS, Layout, layout_of, platform_layout
 from kvjax.cache.storage import MODEL, Scales, Storage, key_scale, quantise_keys, quantise_values
+from pallas_kernels.pages import Pages
 
-PAGE_SIZE = 32
+#: Slots of a page on a CPU.
+PAGE_SIZE = COLUMNS.page_size
 
 
 @jax.tree_util.register_dataclass
@@ -37,8 +37,8 @@ class LayerCache:
     """Keys and values one layer has kept, with the state its policy needs.
 
     Attributes:
-      k: [B, P, D, R] keys after rotary embedding, transposed within the page; int8 when there are ``scales``.
-      v: [B, P, R, D] values; int8 when there are ``scales``.
+      kv: keys after rotary embedding and values, in P pages of R slots for each of B rows; int8 when there are
+        ``scales``.
       length: [B, H] int32, valid slots of each head.
       next: [B, H] int32, the slot the next token is written to; ``length`` unless the policy reuses slots.
       log_mass: [B, H] float32 added to the logit of slot 0, or ``None``: log N of a slot that stands for N tokens.
@@ -49,8 +49,7 @@ class LayerCache:
       scales: of int8 rows, or ``None``.
     """
 
-    k: Float[Array, "B P D R"] | Int[Array, "B P D R"]
-    v: Float[Array, "B P R D"] | Int[Array, "B P R D"]
+    kv: Pages
     length: Int[Array, "B H"]
     next: Int[Array, "B H"]
     log_mass: Float[Array, "B H"] | None
@@ -62,18 +61,27 @@ class LayerCache:
     @property
     def slot_nbytes(self) -> int:
         """Bytes of one slot of one head: key, value, marks and the value's scale."""
-        rows = self.v.shape[3] * (self.k.dtype.itemsize + self.v.dtype.itemsize)
-        return rows + sum(mark.dtype.itemsize for mark in self.marks.values()) + (4 if self.scales else 0)
+        return self.kv.row_nbytes + sum(mark.dtype.itemsize for mark in self.marks.values()) + (4 if self.scales else 0)
 
     @property
     def dtype(self) -> Any:
         """Dtype of the rows this layer gives: the pool's, or float32 for int8 rows."""
-        return jnp.float32 if self.scales else self.k.dtype
+        return jnp.float32 if self.scales else self.kv.dtype
+
+    @property
+    def page_size(self) -> int:
+        """Slots of a page."""
+        return self.kv.shape[2]
+
+    @property
+    def layout(self) -> Layout:
+        """How its pages lie in memory."""
+        return layout_of(self.kv)
 
     @property
     def slots(self) -> tuple[int, ...]:
         """Slots of each head: its allocation in tokens."""
-        return tuple(n * self.k.shape[3] for n in self.pages)
+        return tuple(n * self.page_size for n in self.pages)
 
     @property
     def starts(self) -> tuple[int, ...]:
@@ -89,9 +97,14 @@ class LayerCache:
         return dataclasses.replace(self, **changes)
 
 
-def pages_for(tokens: int) -> int:
+def pages_for(tokens: int, page_size: int = PAGE_SIZE) -> int:
     """Pages that hold ``tokens`` slots; at least one, so that every head has a place to write."""
-    return max(1, -(-tokens // PAGE_SIZE))
+    return max(1, -(-tokens // page_size))
+
+
+def layout_for(storage: Storage, head_dim: int) -> Layout:
+    """The layout that a cache is made in: the one that was asked for, or the platform's."""
+    return storage.layout or platform_layout(head_dim)
 
 
 def empty_layer(
@@ -105,25 +118,24 @@ def empty_layer(
     storage: Storage = MODEL,
 ) -> LayerCache:
     """A layer that holds nothing: zeros, never uninitialised memory, because 0 x NaN would leak through a mask."""
-    total, heads = sum(pages), len(pages)
+    total, heads, layout = sum(pages), len(pages), layout_for(storage, head_dim)
     scales = None
     if storage.quantised:
         dtype = jnp.int8
         scales = Scales(
             k=jnp.zeros((batch, heads, head_dim), jnp.float32),
-            v=jnp.zeros((batch, total, PAGE_SIZE), jnp.float32),
+            v=jnp.zeros((batch, total, layout.page_size), jnp.float32),
             clipped=jnp.zeros((batch, heads), jnp.int32),
             headroom=storage.headroom,
         )
     return LayerCache(
-        k=jnp.zeros((batch, total, head_dim, PAGE_SIZE), dtype),
-        v=jnp.zeros((batch, total, PAGE_SIZE, head_dim), dtype),
+        kv=layout.zeros(batch, total, head_dim, dtype),
         length=jnp.zeros((batch, heads), jnp.int32),
         next=jnp.zeros((batch, heads), jnp.int32),
         log_mass=jnp.zeros((batch, heads), jnp.float32) if log_mass else None,
         state=state,
         pages=pages,
-        marks={name: jnp.zeros((batch, total, PAGE_SIZE), mark_dtype(name)) for name in marks},
+        marks={name: jnp.zeros((batch, total, layout.page_size), mark_dtype(name)) for name in marks},
         scales=scales,
     )
 
@@ -146,24 +158,23 @@ def write(
     ``v=None`` writes keys only, and leaves the slots' marks; otherwise ``marks`` gives [B, H, N] numbers by name, and a
     mark that is not given becomes 0. Slots of one head must differ among the valid rows. Lengths are the caller's.
     """
-    batch, page, column = _places(cache, slots, valid)
+    places = _places(cache, slots, valid)
     scales = cache.scales
     if scales is not None:
         k, clipped = quantise_keys(k, scales.k)
         scales = dataclasses.replace(scales, clipped=scales.clipped + (clipped & valid).sum(axis=2, dtype=jnp.int32))
-    cache = cache.replace(k=cache.k.at[batch, page, :, column].set(k.astype(cache.k.dtype), mode="drop"), scales=scales)
+    cache = cache.replace(kv=cache.kv.set_keys(places, k), scales=scales)
     if v is None:
         return cache
     if scales is not None:
         v, scale = quantise_values(v)
-        scales = dataclasses.replace(scales, v=scales.v.at[batch, page, column].set(scale, mode="drop"))
-    new_v = cache.v.at[batch, page, column].set(v.astype(cache.v.dtype), mode="drop")
+        scales = dataclasses.replace(scales, v=scales.v.at[places].set(scale, mode="drop"))
     given = marks or {}
     new_marks = {
-        name: mark.at[batch, page, column].set(given.get(name, jnp.zeros((), mark.dtype)), mode="drop")
+        name: mark.at[places].set(given.get(name, jnp.zeros((), mark.dtype)), mode="drop")
         for name, mark in cache.marks.items()
     }
-    return cache.replace(v=new_v, scales=scales, marks=new_marks)
+    return cache.replace(kv=cache.kv.set_values(places, v), scales=scales, marks=new_marks)
 
 
 def write_mark(
@@ -180,9 +191,9 @@ def write_mark(
 
 def _places(cache: LayerCache, slots: Array, valid: Array) -> tuple[Array, Array, Array]:
     """Indices of slots into [B, P, R]; those that are not valid are out of range, so that a scatter drops them."""
-    total, page_size = cache.k.shape[1], cache.k.shape[3]
+    rows, total, page_size, _ = cache.kv.shape
     page = jnp.asarray(cache.starts, jnp.int32)[:, None] + slots // page_size
-    batch = jnp.arange(cache.k.shape[0])[:, None, None]
+    batch = jnp.arange(rows)[:, None, None]
     return batch, jnp.where(valid, page, total), slots % page_size
 
 
@@ -206,13 +217,13 @@ def append_token(
 
 def read_slots(cache: LayerCache, slots: Int[Array, "B H"]) -> tuple[Float[Array, "B H D"], Float[Array, "B H D"]]:
     """Key and value of one slot of every head, float32."""
-    page_size = cache.k.shape[3]
-    page, column = jnp.asarray(cache.starts, jnp.int32) + slots // page_size, slots % page_size
-    batch = jnp.arange(cache.k.shape[0])[:, None]
-    k, v = (x.astype(jnp.float32) for x in (cache.k[batch, page, :, column], cache.v[batch, page, column]))
+    page_size = cache.page_size
+    page = jnp.asarray(cache.starts, jnp.int32) + slots // page_size
+    places = jnp.arange(cache.kv.shape[0])[:, None], page, slots % page_size
+    k, v = (x.astype(jnp.float32) for x in (cache.kv.key_at(places), cache.kv.value_at(places)))
     if cache.scales is None:
         return k, v
-    return k * cache.scales.k, v * cache.scales.v[batch, page, column][..., None]
+    return k * cache.scales.k, v * cache.scales.v[places][..., None]
 
 
 def by_head(cache: LayerCache, pages: Array) -> Array:
@@ -226,18 +237,27 @@ def by_head(cache: LayerCache, pages: Array) -> Array:
 
 def _runs(cache: LayerCache, pages: Array) -> Array:
     """[B, P, ...] as [B, H, pages of the longest run, ...], zeros beyond a shorter run."""
-    longest = max(cache.pages)
     if cache.uniform:
-        return pages.reshape(pages.shape[0], len(cache.pages), longest, *pages.shape[2:])
+        return pages.reshape(pages.shape[0], len(cache.pages), max(cache.pages), *pages.shape[2:])
+    index, inside = _places_of_runs(cache)
+    return _inside(pages[:, index], inside)
+
+
+def _places_of_runs(cache: LayerCache) -> tuple[np.ndarray, np.ndarray]:
+    """[H, pages of the longest run] index of every head's pages, and which of them there are."""
+    longest = max(cache.pages)
     index = np.asarray(cache.starts)[:, None] + np.arange(longest)
     inside = np.arange(longest) < np.asarray(cache.pages)[:, None]
-    runs = pages[:, np.where(inside, index, 0)]
-    return jnp.where(inside.reshape(*inside.shape, *(1,) * (pages.ndim - 2)), runs, jnp.zeros((), pages.dtype))
+    return np.where(inside, index, 0), inside
+
+
+def _inside(runs: Array, inside: np.ndarray) -> Array:
+    return jnp.where(inside.reshape(*inside.shape, *(1,) * (runs.ndim - 3)), runs, jnp.zeros((), runs.dtype))
 
 
 def by_page(cache: LayerCache, heads: Array) -> Array:
     """Undo :func:`by_head`: [B, H, ..., N] to [B, P, ..., R], cut to each head's run, 0 where N is shorter."""
-    longest, size = max(cache.pages), cache.k.shape[3]
+    longest, size = max(cache.pages), cache.page_size
     length = heads.shape[-1]
     fill = [(0, 0)] * (heads.ndim - 1) + [(0, max(longest * size - length, 0))]
     heads = jnp.pad(heads, fill)[..., : longest * size]
@@ -257,7 +277,11 @@ def rows(cache: LayerCache) -> tuple[Float[Array, "B H C D"], Float[Array, "B H 
 
     A copy, for selecting again on a later turn; attention reads the pages.
     """
-    k, v = _runs(cache, cache.k).swapaxes(-1, -2), _runs(cache, cache.v)
+    if cache.uniform:
+        k, v = (_runs(cache, x) for x in (cache.kv.key_rows(), cache.kv.value_rows()))
+    else:
+        index, inside = _places_of_runs(cache)
+        k, v = (_inside(x, inside) for x in cache.kv.rows_at((slice(None), index)))
     k, v = (x.reshape(*x.shape[:2], -1, x.shape[-1]) for x in (k, v))
     if cache.scales is None:
         return k, v
@@ -277,12 +301,12 @@ def take_pages(
     Returns:
       ``(rows by name, first page within the run)``; N is static. :func:`put_pages` writes them back in place.
     """
-    page_size, heads = cache.k.shape[3], len(cache.pages)
+    page_size, heads = cache.page_size, len(cache.pages)
     pages = min((count + page_size - 2) // page_size + 1, min(cache.pages))
     first = jnp.minimum(slot // page_size, min(cache.pages) - pages)
     index = jnp.asarray(cache.starts, jnp.int32)[:, None] + first + jnp.arange(pages)
-    k, v = cache.k[row, index].swapaxes(-1, -2), cache.v[row, index]
-    region = {"k": k.reshape(heads, -1, k.shape[-1]), "v": v.reshape(heads, -1, v.shape[-1])}
+    k, v = (x.reshape(heads, -1, x.shape[-1]) for x in cache.kv.rows_at((row, index)))
+    region = {"k": k, "v": v}
     if cache.scales is not None:
         scale = cache.scales.v[row, index].reshape(heads, -1, 1)
         region = {"k": region["k"] * cache.scales.k[row][:, None], "v": region["v"] * scale}
@@ -292,7 +316,7 @@ def take_pages(
 
 def put_pages(cache: LayerCache, row: Int[Array, ""], first: Int[Array, ""], region: Region) -> LayerCache:
     """Write back what :func:`take_pages` gave, changed."""
-    page_size, scales = cache.k.shape[3], cache.scales
+    page_size, scales = cache.page_size, cache.scales
     k, v = region["k"], region["v"]
     if scales is not None:
         # Rows that were stored come back to the same numbers: nothing is clipped here.
@@ -306,8 +330,7 @@ def put_pages(cache: LayerCache, row: Int[Array, ""], first: Int[Array, ""], reg
         name: mark.at[row, index].set(region[name].reshape(*index.shape, page_size).astype(mark.dtype))
         for name, mark in cache.marks.items()
     }
-    new_k = cache.k.at[row, index].set(k.swapaxes(-1, -2).astype(cache.k.dtype))
-    return cache.replace(k=new_k, v=cache.v.at[row, index].set(v.astype(cache.v.dtype)), marks=marks, scales=scales)
+    return cache.replace(kv=cache.kv.set_pages(row, index, k, v), marks=marks, scales=scales)
 
 
 def store(
@@ -330,29 +353,29 @@ def store(
         k, _ = quantise_keys(k, fixed)
         v, scale = quantise_values(v)
         scales = dataclasses.replace(scales, k=fixed, v=by_page(cache, scale))
-    new_k, new_v = pack(k, v, pages, cache.k.dtype)
     new_marks = {}
     for name, mark in cache.marks.items():
         values = given.get(name, jnp.zeros(k.shape[:3], mark.dtype))
         new_marks[name] = by_page(cache, values.astype(mark.dtype))
-    return cache.replace(k=new_k, v=new_v, length=length, next=length, marks=new_marks, scales=scales)
+    return cache.replace(kv=pack(k, v, pages, cache.kv), length=length, next=length, marks=new_marks, scales=scales)
 
 
 def pack(
     k: Float[Array, "B H N D"] | Int[Array, "B H N D"],
     v: Float[Array, "B H N D"] | Int[Array, "B H N D"],
     pages: tuple[int, ...],
-    dtype: DTypeLike,
-) -> tuple[Array, Array]:
-    """Lay rows out as pages [B, P, D, R] and [B, P, R, D]: slot i of head h is row i; rows beyond a head's run are cut,
-    missing ones are zeros.
+    like: Pages,
+) -> Pages:
+    """Lay rows out as pages, in the layout and dtype of ``like``: slot i of head h is row i; rows beyond a head's run
+    are cut, missing ones are zeros.
     """
+    page_size = like.shape[2]
 
     def lay(x: Array, count: int) -> Array:
         batch, heads, length, dim = x.shape
-        room = count * PAGE_SIZE
+        room = count * page_size
         x = x[:, :, :room] if length >= room else jnp.pad(x, ((0, 0), (0, 0), (0, room - length), (0, 0)))
-        return x.astype(dtype).reshape(batch, heads * count, PAGE_SIZE, dim)
+        return x.astype(like.dtype).reshape(batch, heads * count, page_size, dim)
 
     k_runs, v_runs = [], []
     for first, last in _equal_runs(pages):
@@ -360,7 +383,7 @@ def pack(
         v_runs.append(lay(v[:, first:last], pages[first]))
     k_pool = k_runs[0] if len(k_runs) == 1 else jnp.concatenate(k_runs, axis=1)
     v_pool = v_runs[0] if len(v_runs) == 1 else jnp.concatenate(v_runs, axis=1)
-    return k_pool.swapaxes(-1, -2), v_pool
+    return like.of_rows(k_pool, v_pool)
 
 
 def _equal_runs(pages: tuple[int, ...]) -> list[tuple[int, int]]:
@@ -383,4 +406,4 @@ def resize(cache: LayerCache, pages: tuple[int, ...]) -> LayerCache:
 
     scales = cache.scales and dataclasses.replace(cache.scales, v=lay(cache.scales.v))
     marks = {name: lay(mark) for name, mark in cache.marks.items()}
-    return cache.replace(k=lay(cache.k), v=lay(cache.v), pages=pages, marks=marks, scales=scales)
+    return cache.replace(kv=jax.tree.map(lay, cache.kv), pages=pages, marks=marks, scales=scales)

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from kvjax.cache.layout import Layout
 from kvjax.checks import number
 from kvjax.errors import UsageError
 
@@ -30,10 +31,12 @@ class Storage:
       headroom: the scale of an int8 key channel is fixed when rows are packed, at this many times the largest
         magnitude packed; rows decoded later are clipped to it, and counted. After a prompt of a few tokens that is
         many of them: a conversation that opens with one word is better stored as the model's dtype, or with more room.
+      layout: how pages lie in memory; by default what the platform reads fastest.
     """
 
     kind: str = "model"
     headroom: float = 1.25
+    layout: Layout | None = None
 
     def __post_init__(self) -> None:
         if self.kind not in ("model", "int8"):

@@ -12,9 +12,11 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from kvjax.cache.groups import Layer, pages_by_group, parts, slot_bytes, with_parts
+from kvjax.cache.layout import platform_layout
 from kvjax.cache.pool import resize
 from kvjax.cache.storage import Storage
 from kvjax.errors import UsageError
+from pallas_kernels.pages import Pages
 
 if TYPE_CHECKING:
     from kvjax.policies.base import Policy
@@ -61,8 +63,14 @@ class Cache:
     @property
     def storage(self) -> Storage:
         """How its rows are stored."""
-        scales = parts(self.layers[0])[0].scales
-        return Storage() if scales is None else Storage("int8", scales.headroom)
+        pool = parts(self.layers[0])[0]
+        layout = None if pool.layout == platform_layout(pool.kv.shape[3]) else pool.layout
+        return Storage(layout=layout) if pool.scales is None else Storage("int8", pool.scales.headroom, layout)
+
+    @property
+    def page_size(self) -> int:
+        """Slots of a page."""
+        return parts(self.layers[0])[0].page_size
 
     @property
     def clipped(self) -> np.ndarray:
@@ -82,7 +90,7 @@ class Cache:
 
 
 #: Keys and values of every pool of every layer: all the bytes worth donating.
-Pools = tuple[tuple[Array, Array], ...]
+Pools = tuple[Pages, ...]
 
 
 def detach(cache: Cache) -> tuple[Pools, Cache]:
@@ -90,8 +98,8 @@ def detach(cache: Cache) -> tuple[Pools, Cache]:
 
     Counters may share a buffer (two outputs of one program that are equal do), and a buffer is donated only once.
     """
-    pools = tuple((pool.k, pool.v) for layer in cache.layers for pool in parts(layer))
-    layers = (with_parts(layer, [pool.replace(k=None, v=None) for pool in parts(layer)]) for layer in cache.layers)
+    pools = tuple(pool.kv for layer in cache.layers for pool in parts(layer))
+    layers = (with_parts(layer, [pool.replace(kv=None) for pool in parts(layer)]) for layer in cache.layers)
     return pools, cache.replace(layers=tuple(layers))
 
 
@@ -102,8 +110,7 @@ def attach(pools: Pools, rest: Cache) -> Cache:
     for layer in rest.layers:
         filled = []
         for pool in parts(layer):
-            k, v = next(remaining)
-            filled.append(pool.replace(k=k, v=v))
+            filled.append(pool.replace(kv=next(remaining)))
         layers.append(with_parts(layer, filled))
     return rest.replace(layers=tuple(layers))
 

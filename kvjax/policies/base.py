@@ -31,7 +31,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.cache.pool import LayerCache, append_token, empty_layer, pages_for
+from kvjax.cache.pool import PAGE_SIZE, LayerCache, append_token, empty_layer, pages_for
 from kvjax.cache.storage import MODEL, Storage
 from kvjax.config import ModelConfig
 from kvjax.errors import UsageError
@@ -231,7 +231,9 @@ def numpy_or_jax(x: Any) -> Any:
     return jnp if isinstance(x, jax.Array) else np
 
 
-def page_capacities(policy: Policy, config: ModelConfig, prompt: int, new: int) -> tuple[tuple[int, ...], ...]:
+def page_capacities(
+    policy: Policy, config: ModelConfig, prompt: int, new: int, page_size: int = PAGE_SIZE
+) -> tuple[tuple[int, ...], ...]:
     """The policy's capacities in pages [layer][head]."""
     slots = policy.capacities(config, prompt, new)
     if len(slots) != config.num_layers or any(len(heads) != config.num_kv_heads for heads in slots):
@@ -239,4 +241,4 @@ def page_capacities(policy: Policy, config: ModelConfig, prompt: int, new: int) 
             f"{type(policy).__name__}.capacities must give {config.num_layers} layers of {config.num_kv_heads} heads; "
             f"it gave {[len(heads) for heads in slots]}."
         )
-    return tuple(tuple(pages_for(count) for count in heads) for heads in slots)
+    return tuple(tuple(pages_for(count, page_size) for count in heads) for heads in slots)

@@ -168,7 +168,7 @@ class CompensatedRing(Policy):
         buffer = jnp.where(turn.count[:, None] > 0, size, state.buffer)
         oldest = jnp.maximum(state.oldest(before), count[:, None] - buffer)
         after = dataclasses.replace(state, start=oldest, buffer=buffer)
-        tokens = self._laid_out(oldest, max(turn.pages) * cache.k.shape[3])
+        tokens = self._laid_out(oldest, max(turn.pages) * cache.page_size)
         if turn.fresh:
             all_k, all_v, source = k, v, tokens
             old_number = jnp.zeros((*oldest.shape, 0), jnp.int32)

@@ -248,7 +248,7 @@ class LagKV(Policy):
         keep = self._keep(seen, static, covered)
         # Only the last 2 L slots change: the oldest partition shrinks and the window moves up to it.
         region, first = take_pages(cache, row, static, 2 * lag)
-        offset = static - first * cache.k.shape[3]
+        offset = static - first * cache.page_size
         part = {name: jax.lax.dynamic_slice_in_dim(x, offset, 2 * lag, axis=1) for name, x in region.items()}
         k, v = part["k"], part["v"]
         scores = self._partition_scores(k[:, :lag], v[:, :lag], k[:, lag:], v[:, lag:])

@@ -151,7 +151,7 @@ def keep_all(cache: LayerCache, candidates: Candidates, turn: Turn) -> LayerCach
 
 def keep_where(cache: LayerCache, candidates: Candidates, keep: Bool[Array, "B H N"], turn: Turn) -> LayerCache:
     """The candidates marked ``keep`` stay, in order, with their marks; the mask must be False beyond their length."""
-    slots = max(turn.pages) * cache.k.shape[3]
+    slots = max(turn.pages) * cache.page_size
     rank = jnp.cumsum(keep, axis=-1)
     length = rank[..., -1].astype(jnp.int32)
     # Slot i takes the (i + 1)-th kept row: the first position whose running count reaches i + 1.

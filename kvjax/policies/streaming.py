@@ -121,7 +121,7 @@ class StreamingLLM(Policy):
         self, layer: int, cache: LayerCache, k: Float[Array, "B H T D"], v: Float[Array, "B H T D"], turn: Turn
     ) -> LayerCache:
         state: RingState = cache.state
-        slots = max(turn.pages) * cache.k.shape[3]
+        slots = max(turn.pages) * cache.page_size
         budget = jnp.where(state.budget == 0, jnp.minimum(self._budget(turn.total), slots), state.budget)
         count = state.count + turn.count
         slot = jnp.arange(slots)[None]

@@ -17,7 +17,7 @@ def grow(cache: Cache, *, config: ModelConfig, new_room: int) -> Cache:
 
     No head shrinks; old and new pools are alive together while this runs.
     """
-    wanted = page_capacities(cache.policy, config, cache.prompt_room, new_room)
+    wanted = page_capacities(cache.policy, config, cache.prompt_room, new_room, cache.page_size)
     layers = tuple(
         resize_layer(layer, tuple(max(old, new) for old, new in zip(layer.pages, pages, strict=True)))
         for layer, pages in zip(cache.layers, wanted, strict=True)

@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.attention import KeptRows, attend_causal, attend_kept, kept_rows, running_start
 from kvjax.cache.groups import parts
+from kvjax.cache.pool import layout_for
 from kvjax.cache.storage import MODEL, Storage
 from kvjax.cache.value import Cache, Pools, attach, detach
 from kvjax.config import ModelConfig
@@ -42,7 +43,8 @@ def empty_cache(
     storage: Storage = MODEL,
 ) -> Cache:
     """A cache that has seen nothing, allocated for prompts of ``prompt_room`` tokens and ``new_room`` decoded ones."""
-    pages = page_capacities(policy, config, prompt_room, new_room)
+    page_size = layout_for(storage, config.head_dim).page_size
+    pages = page_capacities(policy, config, prompt_room, new_room, page_size)
     layers = tuple(
         policy.init_layer(config, layer, batch, pages[layer], dtype, storage) for layer in range(config.num_layers)
     )
@@ -121,7 +123,7 @@ def _forward(
         x, k, v, signals = _layer(layer, x, angles, kept, blocks, zero, tap)
         turn = Turn(cache.seen, count, total, pages=pages[i], config=config, fresh=fresh, signals=signals)
         packed = policy.compress(i, old, k, v, turn)
-        zero = _zero_after(*(pool for part in parts(packed) for pool in (part.k, part.v)))
+        zero = _zero_after(*jax.tree.leaves([part.kv for part in parts(packed)]))
         done.append(packed)
     seen = cache.seen + count
     anchor = jnp.where(count > 0, seen, cache.anchor)
@@ -136,7 +138,7 @@ def _zero_after(*made: Array) -> Int[Array, ""]:
     optimization barrier does not do: XLA's CPU compiler drops it before scheduling, then prepares the buffers of all
     layers at the start of the program (measured: one layer's keys and values more for every layer).
     """
-    bits = [jax.lax.bitcast_convert_type(x[0, 0, 0, 0].astype(jnp.float32), jnp.int32) & 1 for x in made]
+    bits = [jax.lax.bitcast_convert_type(x[(0,) * x.ndim].astype(jnp.float32), jnp.int32) & 1 for x in made]
     return jnp.minimum(sum(bits), 0)
 
 
@@ -206,7 +208,7 @@ def _pages_onto(config: ModelConfig, cache: Cache, prompt_room: int, new_room: i
     old = tuple(layer.pages for layer in cache.layers)
     if not cache.policy.replans:
         return old
-    wanted = page_capacities(cache.policy, config, prompt_room, new_room)
+    wanted = page_capacities(cache.policy, config, prompt_room, new_room, cache.page_size)
     if cache.policy.grows:
         return wanted
     # A bounded cache never shrinks: a shorter bucket's turn reuses what is allocated.

@@ -10,21 +10,26 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvjax.attention import NEG, decode_attention
+from kvjax.cache.layout import Layout
 from kvjax.cache.pool import PAGE_SIZE, append_token, empty_layer, pack, pages_for, resize, rows, write
+from kvjax.cache.storage import Storage
 
+LAYOUTS = pytest.mark.parametrize(
+    "layout", [None, Layout("stacked", 16), Layout("stacked", 16, 128), Layout("lanes", 16)], ids=str
+)
 RAGGED = st.lists(st.integers(1, 4), min_size=1, max_size=4).map(tuple)
 
 
-def filled(rng, batch: int, pages: tuple[int, ...], dim: int, lengths=None, dtype=jnp.float32):
+def filled(rng, batch: int, pages: tuple[int, ...], dim: int, lengths=None, dtype=jnp.float32, layout=None):
     """A pool with random rows and the rows themselves, [B, H, longest, D]."""
     longest = max(pages) * PAGE_SIZE
     k, v = (rng.standard_normal((batch, len(pages), longest, dim)).astype(np.float32) for _ in range(2))
     capacity = np.array(pages) * PAGE_SIZE
     if lengths is None:
         lengths = rng.integers(1, capacity + 1, (batch, len(pages)))
-    cache = empty_layer(batch, pages, dim, dtype)
-    k_pool, v_pool = pack(jnp.asarray(k), jnp.asarray(v), pages, dtype)
-    return cache.replace(k=k_pool, v=v_pool, length=jnp.asarray(lengths, jnp.int32)), k, v
+    cache = empty_layer(batch, pages, dim, dtype, storage=Storage(layout=layout))
+    packed = pack(jnp.asarray(k), jnp.asarray(v), pages, cache.kv)
+    return cache.replace(kv=packed, length=jnp.asarray(lengths, jnp.int32)), k, v
 
 
 @settings(max_examples=30, deadline=None)
@@ -120,14 +125,12 @@ def test_a_slot_that_stands_for_many_equal_tokens_weighs_as_many():
     rng = np.random.default_rng(5)
     k, v = rng.standard_normal((2, 1, 1, 40, 8)).astype(np.float32)
     k[:, :, :30], v[:, :, :30] = k[:, :, :1], v[:, :, :1]
-    lay = lambda x, pages: pack(jnp.asarray(x), jnp.asarray(x), pages, jnp.float32)  # noqa: E731
+    k, v = jnp.asarray(k), jnp.asarray(v)
     full = empty_layer(1, (2,), 8, jnp.float32)
-    full = full.replace(k=lay(k, (2,))[0], v=lay(v, (2,))[1], length=jnp.asarray([[40]]))
+    full = full.replace(kv=pack(k, v, (2,), full.kv), length=jnp.asarray([[40]]))
     merged = empty_layer(1, (1,), 8, jnp.float32, log_mass=True)
-    merged = merged.replace(
-        k=lay(k[:, :, 29:], (1,))[0], v=lay(v[:, :, 29:], (1,))[1], length=jnp.asarray([[11]]),
-        log_mass=jnp.log(jnp.asarray([[30.0]])),
-    )  # fmt: skip
+    rest, mass = pack(k[:, :, 29:], v[:, :, 29:], (1,), merged.kv), jnp.log(jnp.asarray([[30.0]]))
+    merged = merged.replace(kv=rest, length=jnp.asarray([[11]]), log_mass=mass)
     q = jnp.asarray(rng.standard_normal((1, 1, 3, 8)), jnp.float32)
     a, b = (decode_attention(q, cache, scale=0.35)[0] for cache in (full, merged))
     np.testing.assert_allclose(a, b, atol=1e-6)
@@ -138,15 +141,15 @@ def test_pages(tokens, pages):
     assert pages_for(tokens) == pages
 
 
-def test_no_copy_of_the_pool_is_made_to_write_one_token():
-    cache = empty_layer(2, (8, 8), 16, jnp.float32)
+@LAYOUTS
+def test_no_copy_of_the_pool_is_made_to_write_one_token(layout):
+    cache = empty_layer(2, (8, 8), 16, jnp.float32, storage=Storage(layout=layout))
     token = jnp.ones((2, 2, 16))
     step = jax.jit(
-        lambda k, v, length: (lambda c: (c.k, c.v))(
-            append_token(cache.replace(k=k, v=v, next=length), token, token, jnp.ones(2, bool))
-        ),
-        donate_argnums=(0, 1),
+        lambda kv, length: append_token(cache.replace(kv=kv, next=length), token, token, jnp.ones(2, bool)).kv,
+        donate_argnums=(0,),
     )
-    analysis = step.lower(cache.k, cache.v, cache.next).compile().memory_analysis()
-    assert analysis.alias_size_in_bytes == cache.k.nbytes + cache.v.nbytes
-    assert analysis.temp_size_in_bytes < cache.k.nbytes // 8
+    analysis = step.lower(cache.kv, cache.next).compile().memory_analysis()
+    nbytes = sum(x.nbytes for x in jax.tree.leaves(cache.kv))
+    assert analysis.alias_size_in_bytes == nbytes
+    assert analysis.temp_size_in_bytes < nbytes // 16

@@ -82,7 +82,7 @@ def build(case: Case, layout: str, seed: int = 0) -> Problem:
 def lay(layout: str, k: jax.Array, v: jax.Array) -> Pages:
     """Rows of pages [B, P, R, D] in a layout; "padded" is Stacked with 128 lanes."""
     if layout == "columns":
-        return Columns.of_rows(k, v)
+        return Columns(k.swapaxes(-1, -2), v)
     if layout == "lanes":
         return Lanes(jnp.concatenate([k, v], axis=-1))
     head_dim = k.shape[-1]

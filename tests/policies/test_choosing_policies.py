@@ -80,7 +80,8 @@ def test_batches_alone_and_on_a_later_turn(policy, endless):
 #: One of each kind by default: queries of a window, keys alone.
 DEFAULT = (SnapKV, KeyDiff)
 READERS = [
-    pytest.param(policy, marks=() if isinstance(policy, DEFAULT) else pytest.mark.slow) for policy in policies(budget=96)
+    pytest.param(policy, marks=() if isinstance(policy, DEFAULT) else pytest.mark.slow)
+    for policy in policies(budget=96)
 ]
 
 

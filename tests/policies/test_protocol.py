@@ -99,7 +99,7 @@ class MergeOldest(Policy):
         page, column = slot // 32, slot % 32
         pages = jnp.asarray(cache.starts)[None] + page
         rows = jnp.arange(k.shape[0])[:, None]
-        old_k, old_v = cache.k[rows, pages, :, column], cache.v[rows, pages, column]
+        old_k, old_v = cache.kv.k[rows, pages, :, column], cache.kv.v[rows, pages, column]
         count = state["count"] + leaving
         weight = jnp.where(leaving, 1 / jnp.maximum(count, 1), 0.0)[:, None, None]
         mean_k, mean_v = (m + weight * (o - m) for m, o in ((state["k"], old_k), (state["v"], old_v)))
@@ -174,8 +174,8 @@ def test_merging_is_the_running_mean_of_what_left():
     k, v = rng.standard_normal((2, 1, 2, 60, 4)).astype(np.float32)
     driver = Driver(MergeOldest(), config_for(2, 4), 1, prompt_room=64, new_room=8)
     driver.read(k[:, :, :30], v[:, :, :30], 30).decode(k[:, :, 30:], v[:, :, 30:])
-    np.testing.assert_allclose(driver.cache.k[0, np.array([0, 1]), :, 0], k[0, :, :52].mean(axis=1), atol=1e-6)
-    np.testing.assert_allclose(driver.cache.v[0, np.array([0, 1]), 0], v[0, :, :52].mean(axis=1), atol=1e-6)
+    np.testing.assert_allclose(driver.cache.kv.k[0, np.array([0, 1]), :, 0], k[0, :, :52].mean(axis=1), atol=1e-6)
+    np.testing.assert_allclose(driver.cache.kv.v[0, np.array([0, 1]), 0], v[0, :, :52].mean(axis=1), atol=1e-6)
     np.testing.assert_allclose(driver.cache.log_mass, np.log(52), atol=1e-6)
 
 

@@ -106,7 +106,7 @@ def test_before_anything_leaves_both_positions_store_the_same():
         np.asarray(
             Driver(StreamingLLM(sink=2, window=30, positions=p), config, 1, prompt_room=64, new_room=8)
             .read(k, v, 20)
-            .cache.k
+            .cache.kv.k
         )
         for p in ("original", "cache")
     ]

@@ -145,8 +145,8 @@ def test_growing_keeps_every_bit():
         pages = old.pages[0]
         for head in range(2):
             start_old, start_new = old.starts[head], new.starts[head]
-            assert (new.k[:, start_new : start_new + pages] == old.k[:, start_old : start_old + pages]).all()
-            assert not new.v[:, start_new + pages : start_new + new.pages[head]].any()
+            assert (new.kv.k[:, start_new : start_new + pages] == old.kv.k[:, start_old : start_old + pages]).all()
+            assert not new.kv.v[:, start_new + pages : start_new + new.pages[head]].any()
         assert (old.length == new.length).all()
     assert bigger.new_room == 1024
 
