@@ -7,6 +7,8 @@ a CPU step is bound by the number and the bytes of products, and grouping by KV 
 
 from __future__ import annotations
 
+import math
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -16,11 +18,29 @@ from jaxtyping import Array, Float, Int
 from kvjax.config import ModelConfig
 
 
-def _param(rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str | None, ...], dtype: DTypeLike) -> nnx.Param:
-    """A weight with its logical axes; random values serve tests and ``load`` overwrites them."""
+def _param(
+    rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str | None, ...], dtype: DTypeLike, inputs: int = 1
+) -> nnx.Param:
+    """A weight with its logical shape and axes; random values serve tests and ``load`` overwrites them.
+
+    It is stored as a matrix, the first ``inputs`` axes against the others (or, without any, as a vector). The short
+    axes of heads and halves would each be padded to a tile of a TPU's memory, four times the bytes where the last axis
+    but one is 2, and a product would copy the weight into another layout at every step.
+    """
     fan_in = shape[0] if len(shape) > 1 else 1
     values = jax.random.normal(rngs.params(), shape, jnp.float32) * fan_in**-0.5
-    return nnx.Param(values.astype(dtype), axes=axes)
+    stored = (math.prod(shape[:inputs]), -1) if inputs else (-1,)
+    return nnx.Param(values.astype(dtype).reshape(stored), axes=axes, logical=shape, inputs=inputs)
+
+
+def logical(param: nnx.Variable) -> jax.Array:
+    """A weight with its logical axes, see :class:`DecoderLayer`."""
+    return param.get_value().reshape(param.get_metadata("logical", param.get_value().shape))
+
+
+def _gate_columns(inner: int) -> int:
+    """C: at most a TPU's 128 lanes, and so few that 16 devices can share the halves wherever 16 divides F."""
+    return math.gcd(inner, math.gcd(inner // 16, 128))
 
 
 def _product(x: Float[Array, "*S K"], weight: Float[Array, "K N"]) -> Float[Array, "*S N"]:
@@ -74,11 +94,13 @@ def _norm(config: ModelConfig, dtype: DTypeLike) -> RMSNorm | LayerNorm:
 class DecoderLayer(nnx.Module):
     """One pre-norm layer: grouped-query attention projections and an MLP, gated by SiLU or through GELU.
 
-    Parameters (M hidden, H KV heads, G group size, D head_dim, F intermediate):
-      qkv [M, H, G + 2, D]: the G queries of KV head h, then its key, then its value.
-      out [H, G, D, M]; gate_up [M, 2, F], or up [M, F] without a gate; down [F, M].
-      Optional biases have the same names and shapes without the leading input axis: qkv_bias [H, G + 2, D],
-      out_bias [M], gate_up_bias [2, F] or up_bias [F], down_bias [M].
+    Parameters, matrices [in, out] whose logical axes are (M hidden, H KV heads, G group size, D head_dim, F
+    intermediate):
+      qkv [M | H, G + 2, D]: the G queries of KV head h, then its key, then its value.
+      out [H, G, D | M]; gate_up [M | F / C, 2, C]: C columns of the gate, then as many of what it gates, so that a
+      share of the columns holds both halves; or up [M | F] without a gate; down [F | M].
+      Optional biases have the same names and logical axes without the input's: qkv_bias [H, G + 2, D], out_bias [M],
+      gate_up_bias [F / C, 2, C] or up_bias [F], down_bias [M].
     """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, dtype: DTypeLike):
@@ -87,38 +109,39 @@ class DecoderLayer(nnx.Module):
         self.input_norm = _norm(config, dtype)
         self.post_attention_norm = _norm(config, dtype)
         self.qkv = _param(rngs, (hidden, heads, group + 2, dim), (None, "kv_heads", None, None), dtype)
-        self.out = _param(rngs, (heads, group, dim, hidden), ("kv_heads", None, None, None), dtype)
+        self.out = _param(rngs, (heads, group, dim, hidden), ("kv_heads", None, None, None), dtype, 3)
         if config.mlp == "gated_silu":
-            self.gate_up = _param(rngs, (hidden, 2, inner), (None, None, "mlp"), dtype)
+            half = _gate_columns(inner)
+            self.gate_up = _param(rngs, (hidden, inner // half, 2, half), (None, "mlp", None, None), dtype)
         else:
             self.up = _param(rngs, (hidden, inner), (None, "mlp"), dtype)
         self.down = _param(rngs, (inner, hidden), ("mlp", None), dtype)
         if config.qkv_bias:
-            self.qkv_bias = _param(rngs, (heads, group + 2, dim), ("kv_heads", None, None), dtype)
+            self.qkv_bias = _param(rngs, (heads, group + 2, dim), ("kv_heads", None, None), dtype, 0)
         if config.output_bias:
-            self.out_bias = _param(rngs, (hidden,), (None,), dtype)
+            self.out_bias = _param(rngs, (hidden,), (None,), dtype, 0)
         if config.mlp_bias:
             if config.mlp == "gated_silu":
-                self.gate_up_bias = _param(rngs, (2, inner), (None, "mlp"), dtype)
+                half = _gate_columns(inner)
+                self.gate_up_bias = _param(rngs, (inner // half, 2, half), ("mlp", None, None), dtype, 0)
             else:
-                self.up_bias = _param(rngs, (inner,), ("mlp",), dtype)
-            self.down_bias = _param(rngs, (hidden,), (None,), dtype)
+                self.up_bias = _param(rngs, (inner,), ("mlp",), dtype, 0)
+            self.down_bias = _param(rngs, (hidden,), (None,), dtype, 0)
         self.config = config
 
     def project(self, x: Float[Array, "*S M"]) -> tuple[Float[Array, "*S H G D"], Array, Array]:
         """Norm and project to (queries [..., H, G, D], keys [..., H, D], values [..., H, D]), before rotary."""
         c = self.config
-        weight = self.qkv[...]
-        flat = _product(self.input_norm(x), weight.reshape(c.hidden_size, -1))
-        qkv = flat.reshape(*x.shape[:-1], *weight.shape[1:])
+        flat = _product(self.input_norm(x), self.qkv[...])
         if c.qkv_bias:
-            qkv = qkv + self.qkv_bias[...]
+            flat = flat + self.qkv_bias[...]
+        qkv = flat.reshape(*x.shape[:-1], c.num_kv_heads, c.group_size + 2, c.head_dim)
         return qkv[..., :-2, :], qkv[..., -2, :], qkv[..., -1, :]
 
     def finish(self, x: Float[Array, "*S M"], attended: Float[Array, "*S H G D"]) -> Float[Array, "*S M"]:
         """Output projection, residual, and the MLP with its residual."""
         c = self.config
-        y = _product(attended.reshape(*x.shape[:-1], -1), self.out[...].reshape(-1, c.hidden_size))
+        y = _product(attended.reshape(*x.shape[:-1], -1), self.out[...])
         if c.output_bias:
             y = y + self.out_bias[...]
         x = x + y
@@ -131,11 +154,12 @@ class DecoderLayer(nnx.Module):
         if c.mlp == "gelu":
             up = _product(x, self.up[...])
             return jax.nn.gelu(up + self.up_bias[...] if c.mlp_bias else up, approximate=True)
-        inner = _product(x, self.gate_up[...].reshape(c.hidden_size, -1))
+        inner = _product(x, self.gate_up[...])
         if c.mlp_bias:
-            inner = inner + self.gate_up_bias[...].reshape(-1)
-        gate, up = jnp.split(inner, 2, axis=-1)
-        return jax.nn.silu(gate) * up
+            inner = inner + self.gate_up_bias[...]
+        halves = inner.reshape(*x.shape[:-1], -1, 2, _gate_columns(c.intermediate_size))
+        gated = jax.nn.silu(halves[..., 0, :]) * halves[..., 1, :]
+        return gated.reshape(*x.shape[:-1], c.intermediate_size)
 
 
 class Decoder(nnx.Module):

@@ -67,8 +67,8 @@ def fill(
         spec = param.get_value()
         values = _aligned(spec.shape, spec.dtype)
         for name, weight in pieces[".".join(map(str, path))]:
-            _copy(checkpoint, name, weight, values)
-        return param.replace(_place(values, param.get_metadata("axes"), mesh))
+            _copy(checkpoint, name, weight, values.reshape(param.get_metadata("logical", spec.shape)))
+        return param.replace(_place(values, _stored_axes(param), mesh))
 
     # Conversion runs in NumPy, which lets other threads run; more threads than cores only hold more buffers.
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
@@ -145,7 +145,14 @@ def _copy(checkpoint: Checkpoint, name: str, weight: Weight, values: np.ndarray)
         target[...] = checkpoint.read(name, start, stop).reshape(target.shape)
 
 
-def _place(values: np.ndarray, axes: tuple[str | None, ...], mesh: Mesh | None) -> jax.Array:
+def _stored_axes(param: nnx.Variable) -> tuple[tuple[str | None, int], ...]:
+    """Name and size of the logical axis that leads each stored axis: a share of it is a share of the stored one."""
+    names, shape = param.get_metadata("axes"), param.get_metadata("logical", param.get_value().shape)
+    leading = [0, param.get_metadata("inputs", 1)][: len(param.get_value().shape)]
+    return tuple((names[i], shape[i]) for i in leading)
+
+
+def _place(values: np.ndarray, axes: tuple[tuple[str | None, int], ...], mesh: Mesh | None) -> jax.Array:
     if mesh is None:
         return jax.device_put(values)
     split = mesh.shape.get("model", 1)
@@ -153,7 +160,7 @@ def _place(values: np.ndarray, axes: tuple[str | None, ...], mesh: Mesh | None) 
     def physical(axis: str | None, size: int) -> str | None:
         return "model" if axis in _SHARDED and split > 1 and size % split == 0 else None
 
-    spec = PartitionSpec(*map(physical, axes, values.shape))
+    spec = PartitionSpec(*(physical(axis, size) for axis, size in axes))
     return jax.device_put(values, NamedSharding(mesh, spec))
 
 

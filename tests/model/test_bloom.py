@@ -17,6 +17,7 @@ from safetensors.numpy import load_file, save_file
 from kvjax.config import ModelConfig
 from kvjax.errors import UsageError, WeightsError
 from kvjax.model.alibi import slopes
+from kvjax.model.decoder import logical
 from kvjax.model.families import FAMILIES
 from kvjax.model.load import load
 
@@ -155,10 +156,10 @@ def test_places(tmp_path, name):
         for head in range(heads):
             for part in range(3):  # a query, a key, a value
                 at = (head * 3 + part) * dim
-                np.testing.assert_array_equal(layer.qkv[...][:, head, part], fused[at : at + dim].T)
-                np.testing.assert_array_equal(layer.qkv_bias[...][head, part], bias[at : at + dim])
+                np.testing.assert_array_equal(logical(layer.qkv)[:, head, part], fused[at : at + dim].T)
+                np.testing.assert_array_equal(logical(layer.qkv_bias)[head, part], bias[at : at + dim])
             dense = tensors[f"{block}self_attention.dense.weight"][:, head * dim : (head + 1) * dim]
-            np.testing.assert_array_equal(layer.out[...][head, 0], dense.T)
+            np.testing.assert_array_equal(logical(layer.out)[head, 0], dense.T)
         np.testing.assert_array_equal(layer.up[...], tensors[f"{block}mlp.dense_h_to_4h.weight"].T)
         np.testing.assert_array_equal(layer.down[...], tensors[f"{block}mlp.dense_4h_to_h.weight"].T)
         vectors = {

@@ -14,6 +14,7 @@ from model import gguf_files
 from safetensors.numpy import load_file, save_file
 
 from kvjax.errors import UsageError, WeightsError
+from kvjax.model.decoder import logical
 from kvjax.model.load import load
 
 _CASES = ("llama_gqa", "llama_tied", "llama_all_bias_tied", "llama_head_dim", "mistral_gqa", "qwen2_gqa")
@@ -50,17 +51,17 @@ def test_places(tmp_path, name):
         for head in range(heads):
             for member in range(group):
                 at = (head * group + member) * dim
-                np.testing.assert_array_equal(layer.qkv[...][:, head, member], q[at : at + dim].T)
-                np.testing.assert_array_equal(layer.out[...][head, member], o[:, at : at + dim].T)
-            np.testing.assert_array_equal(layer.qkv[...][:, head, group], k[head * dim : (head + 1) * dim].T)
-            np.testing.assert_array_equal(layer.qkv[...][:, head, group + 1], v[head * dim : (head + 1) * dim].T)
-        np.testing.assert_array_equal(layer.gate_up[...][:, 0], gate.T)
-        np.testing.assert_array_equal(layer.gate_up[...][:, 1], up.T)
+                np.testing.assert_array_equal(logical(layer.qkv)[:, head, member], q[at : at + dim].T)
+                np.testing.assert_array_equal(logical(layer.out)[head, member], o[:, at : at + dim].T)
+            np.testing.assert_array_equal(logical(layer.qkv)[:, head, group], k[head * dim : (head + 1) * dim].T)
+            np.testing.assert_array_equal(logical(layer.qkv)[:, head, group + 1], v[head * dim : (head + 1) * dim].T)
+        np.testing.assert_array_equal(logical(layer.gate_up)[:, :, 0].reshape(gate.T.shape), gate.T)
+        np.testing.assert_array_equal(logical(layer.gate_up)[:, :, 1].reshape(up.T.shape), up.T)
         np.testing.assert_array_equal(layer.down[...], down.T)
         np.testing.assert_array_equal(layer.input_norm.weight[...], tensors[f"{block}input_layernorm.weight"])
         if lm.config.qkv_bias:
             bias = tensors[f"{block}self_attn.q_proj.bias"].reshape(heads, group, dim)
-            np.testing.assert_array_equal(layer.qkv_bias[...][:, :group], bias)
+            np.testing.assert_array_equal(logical(layer.qkv_bias)[:, :group], bias)
     table = lm.params.embed(jnp.arange(lm.config.vocab_size))
     np.testing.assert_array_equal(table, tensors["model.embed_tokens.weight"])
     assert lm.config.tie_embeddings or np.array_equal(lm.params.head[...], tensors["lm_head.weight"].T)
@@ -212,16 +213,20 @@ def test_no_weights(folder):
 _MESH = """
 import sys, jax, numpy as np
 from jax.sharding import AxisType, PartitionSpec as P
+from kvjax.model.decoder import logical
 from kvjax.model.load import load
 for kind in (AxisType.Explicit, AxisType.Auto):
     mesh = jax.make_mesh((2,), ("model",), axis_types=(kind,))
     plain, spread = (load(sys.argv[1], dtype="float32", mesh=m).params for m in (None, mesh))
     layer = spread.layers[0]
     specs = [x[...].sharding.spec for x in (layer.qkv, layer.out, layer.gate_up, layer.down)]
-    heads = [P(None, "model", None, None), P("model", None, None, None)]
-    channels = [P(None, None, "model"), P("model", None)]
-    assert specs == heads + channels
-    assert layer.qkv[...].addressable_shards[0].data.shape == (32, 1, 4, 8)
+    assert specs == [P(None, "model"), P("model", None)] * 2
+    assert layer.qkv[...].addressable_shards[0].data.shape == (32, 1 * 4 * 8)
+    # A device's share of the columns holds as much of the gate as of what it gates.
+    share = layer.gate_up[...].addressable_shards[0].data
+    gate_up = logical(plain.layers[0].gate_up)
+    half = gate_up.shape
+    np.testing.assert_array_equal(share.reshape(half[0], -1, *half[2:]), gate_up[:, : half[1] // 2])
     # 261 tokens do not halve: the embedding is on both devices whole.
     assert spread.head[...].sharding.is_fully_replicated
     assert layer.input_norm.weight[...].sharding.is_fully_replicated
