@@ -62,8 +62,12 @@ def layout_of(pages: Pages) -> Layout:
 
 
 def platform_layout(head_dim: int) -> Layout:
-    """What is fastest where programs are compiled for; every layout works everywhere."""
-    platform = dispatch.platform()
+    """What the platform that is compiled for reads fastest; every layout works everywhere."""
+    return layout_on(dispatch.platform(), head_dim)
+
+
+def layout_on(platform: str, head_dim: int) -> Layout:
+    """What this platform ("cpu", "gpu", "tpu") reads fastest."""
     if platform == "tpu":
         if head_dim == 64:
             return Layout("lanes", 64)

@@ -1,0 +1,274 @@
+"""Decode speed of a model's shape with random weights: what an accelerator machine without any weights can measure.
+
+``kvjax bench decode`` and ``python -m kvjax.bench.shapes`` run it; the latter needs jax, flax and numpy alone. Caches
+are filled with random keys and values, as after prompts of the given length, so nothing is prefilled.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import datetime
+import json
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pallas_kernels.bench.bare import stand_in
+
+if TYPE_CHECKING:
+    from kvjax.config import ModelConfig
+    from kvjax.model.decoder import Decoder
+    from kvjax.policies import Policy
+
+#: Every policy at an eighth of the tokens, beside all of them.
+POLICIES = (
+    "full",
+    *(
+        f"{name}:ratio=0.125"
+        for name in ("streamingllm", "lagkv", "snapkv", "slimkv", "keydiff", "compensated", "h2o", "tova", "ahakv")
+    ),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class ShapeRow:
+    """One policy at one batch and context.
+
+    ``step_bytes`` is what a step must read, the weights and the live cache; ``read_per_second`` is that over the step.
+    ``note`` says why a row has no numbers.
+    """
+
+    batch: int
+    context: int
+    policy: str
+    tokens_per_second: float = 0.0
+    step_seconds: float = 0.0
+    cache_bytes: int = 0
+    step_bytes: int = 0
+    note: str = ""
+
+    @property
+    def read_per_second(self) -> float:
+        return self.step_bytes / self.step_seconds if self.step_seconds else 0.0
+
+
+def shapes() -> dict[str, ModelConfig]:
+    """Shapes by name."""
+    from kvjax.config import ModelConfig, RopeConfig
+
+    return {
+        "llama-3.1-8b": ModelConfig(
+            family="llama",
+            vocab_size=128256,
+            hidden_size=4096,
+            intermediate_size=14336,
+            num_layers=32,
+            num_heads=32,
+            num_kv_heads=8,
+            head_dim=128,
+            max_position=131072,
+            rope=RopeConfig(theta=500000.0, kind="llama3", factor=8.0, original_max_position=8192),
+        ),
+        "smollm2-135m": ModelConfig(
+            family="llama",
+            vocab_size=49152,
+            hidden_size=576,
+            intermediate_size=1536,
+            num_layers=30,
+            num_heads=9,
+            num_kv_heads=3,
+            head_dim=64,
+            max_position=8192,
+            rope=RopeConfig(theta=100000.0),
+            tie_embeddings=True,
+        ),
+        "tiny": ModelConfig(
+            family="llama",
+            vocab_size=256,
+            hidden_size=32,
+            intermediate_size=64,
+            num_layers=2,
+            num_heads=4,
+            num_kv_heads=2,
+            head_dim=16,
+            max_position=4096,
+        ),
+    }
+
+
+def measure(
+    shape: str,
+    batches: Sequence[int],
+    contexts: Sequence[int],
+    policies: Sequence[str] = POLICIES,
+    *,
+    dtype: str = "bfloat16",
+    rounds: int = 5,
+    steps: int = 32,
+    say: Callable[[str], None] = lambda _: None,
+) -> list[ShapeRow]:
+    """Decode steps of every policy, batch and context; a case the device has no memory for gets a note.
+
+    Raises:
+      UsageError: an unknown shape or policy, or a size that makes no sense.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    from kvjax.errors import UsageError
+    from kvjax.model.decoder import random_decoder
+    from kvjax.policies import parse
+
+    known = shapes()
+    if shape not in known:
+        raise UsageError(f"shape is {shape!r}; there are {', '.join(known)}.")
+    config, parsed = known[shape], {text: parse(text) for text in policies}
+    for name, values in {"batch": batches, "context": contexts, "rounds": [rounds], "steps": [steps]}.items():
+        if min(values) < 1:
+            raise UsageError(f"{name} is {min(values)}; give at least 1.")
+    if max(contexts) > config.max_position:
+        raise UsageError(f"context {max(contexts)} is beyond the shape's {config.max_position} tokens.")
+    say(f"{shape}: random weights")
+    params = random_decoder(config, dtype=jnp.dtype(dtype))
+    rows = []
+    for batch in batches:
+        for context in contexts:
+            for text, policy in parsed.items():
+                say(f"batch {batch}, context {context}, {text}")
+                rows.append(_case(params, text, policy, batch, context, rounds, min(steps, 64)))
+                jax.clear_caches()
+    return rows
+
+
+def _case(params: Decoder, text: str, policy: Policy, batch: int, context: int, rounds: int, steps: int) -> ShapeRow:
+    import jax
+
+    from kvjax.runtime.synthetic import benchmark_controls, decode_state, filled_cache, run_steps
+
+    config = params.config
+    row = ShapeRow(batch, context, text)
+    needed, free = _needed(params, policy, batch, context), _memory()
+    if free is not None and needed > free:
+        return dataclasses.replace(row, note=f"needs {needed / 1e9:.0f} GB, the device has {free / 1e9:.0f}")
+    cache = jax.block_until_ready(filled_cache(config, policy, batch, context, params.dtype, new_room=256))
+    held, live = cache.nbytes, cache.live_nbytes
+    state, controls, seconds = decode_state(config, cache), benchmark_controls(config, batch), []
+    del cache
+    for turn in range(rounds + 1):
+        state, taken = run_steps(params, state, controls, steps)
+        if turn:  # the first compiles
+            seconds.append(taken)
+    step = statistics.median(seconds)
+    read = _weight_bytes(params) + live
+    return dataclasses.replace(
+        row, tokens_per_second=batch / step, step_seconds=step, cache_bytes=held, step_bytes=read
+    )
+
+
+def _weight_bytes(params: Decoder) -> int:
+    """What a step reads of the weights: of an untied embedding, a few rows."""
+    import jax
+
+    total = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+    return total if params.config.tie_embeddings else total - params.embedding[...].nbytes
+
+
+def _needed(params: Decoder, policy: Policy, batch: int, context: int) -> int:
+    """Bytes of weights, cache, and the random rows of one layer that fill it."""
+    import jax
+
+    from kvjax.runtime.prefill import empty_cache
+
+    config = params.config
+    cache = jax.eval_shape(lambda: empty_cache(config, policy, batch, context, 256, params.dtype))
+    held = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache))
+    filling = 6 * batch * config.num_kv_heads * context * config.head_dim * 4
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(params)) + held + filling
+
+
+def _memory() -> int | None:
+    import jax
+
+    return (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
+
+
+def facts(shape: str, dtype: str) -> dict[str, Any]:
+    """What the numbers depend on."""
+    import jax
+    import numpy as np
+
+    device = jax.local_devices()[0]
+    return {
+        "shape": shape,
+        "dtype": dtype,
+        "device": device.device_kind,
+        "jax": jax.__version__,
+        "numpy": np.__version__,
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    }
+
+
+COLUMNS = ("batch", "context", "policy", "tokens/s", "step", "cache", "read per second")
+
+
+def table(rows: Sequence[ShapeRow]) -> list[list[str]]:
+    """Cells of :data:`COLUMNS`."""
+    cells = []
+    for row in rows:
+        numbers = [row.note, "", "", ""]
+        if not row.note:
+            numbers = [
+                f"{row.tokens_per_second:.1f}",
+                f"{1e3 * row.step_seconds:.2f} ms",
+                f"{row.cache_bytes / 1e9:.2f} GB",
+                f"{row.read_per_second / 1e9:.0f} GB/s",
+            ]
+        cells.append([str(row.batch), str(row.context), row.policy, *numbers])
+    return cells
+
+
+def markdown(rows: Sequence[ShapeRow], about: dict[str, Any]) -> str:
+    """The table, and what it depends on."""
+    lines = [" | ".join(COLUMNS), " | ".join("---" for _ in COLUMNS), *(" | ".join(cells) for cells in table(rows))]
+    return "\n".join(f"| {line} |" for line in lines) + "\n\n" + "; ".join(f"{k} {v}" for k, v in about.items()) + "."
+
+
+def save(path: Path, rows: Sequence[ShapeRow], about: dict[str, Any]) -> None:
+    """Write JSON."""
+    path.write_text(json.dumps({"about": about, "rows": [dataclasses.asdict(row) for row in rows]}, indent=1) + "\n")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command of a bare machine."""
+    parser = argparse.ArgumentParser(prog="python -m kvjax.bench.shapes", description=__doc__)
+    parser.add_argument("--shape", default="llama-3.1-8b")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--batch", default="1,8,32")
+    parser.add_argument("--context", default="32768")
+    parser.add_argument("--policy", action="append")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args(arguments)
+    stand_in()
+    from kvjax.errors import KvjaxError
+
+    try:
+        batches, contexts = ([int(x) for x in text.split(",")] for text in (given.batch, given.context))
+        chosen = tuple(given.policy or POLICIES)
+        say = lambda what: print(f"kvjax bench: {what}", file=sys.stderr, flush=True)  # noqa: E731
+        rows = measure(given.shape, batches, contexts, chosen, dtype=given.dtype, rounds=given.rounds, say=say)
+    except (KvjaxError, ValueError) as error:
+        print(f"kvjax bench: {error}", file=sys.stderr)
+        return 2
+    about = facts(given.shape, given.dtype)
+    print(markdown(rows, about))
+    if given.json is not None:
+        save(given.json, rows, about)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,76 @@
+"""A whole decode step of a Llama-3-8B-shaped model of four layers, for ``scripts/aot.py``."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from kvjax.cache.layout import Layout, layout_on
+from kvjax.cache.storage import Storage
+from kvjax.cache.value import Pools, detach
+from kvjax.config import ModelConfig, RopeConfig
+from kvjax.model.decoder import Decoder, abstract_decoder
+from kvjax.policies import parse
+from kvjax.runtime.decode import Controls, DecodeState, compiled_chunk
+from kvjax.runtime.prefill import empty_cache
+from kvjax.runtime.synthetic import benchmark_controls, decode_state
+from pallas_kernels.aot.cases import Case
+
+BATCH, PROMPT, NEW = 8, 32768, 256
+MODEL = ModelConfig(
+    family="llama",
+    vocab_size=128256,
+    hidden_size=4096,
+    intermediate_size=14336,
+    num_layers=4,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    max_position=131072,
+    rope=RopeConfig(theta=500000.0, kind="llama3", factor=8.0, original_max_position=8192),
+)
+#: How each policy reads its slots: full and bounded pools, per-slot logits, a compensation row, heads in groups.
+POLICIES = ("full", "lagkv:ratio=0.5", "h2o:ratio=0.5", "compensated:ratio=0.5")
+
+
+def _chunk(params: Decoder, pools: Pools, state: DecodeState, controls: Controls, steps: jax.Array) -> Any:
+    return compiled_chunk(params, pools, state, controls, steps)
+
+
+def _case(policy: str, platform: str, storage: Storage) -> Case:
+    def state() -> DecodeState:
+        return decode_state(MODEL, empty_cache(MODEL, parse(policy), BATCH, PROMPT, NEW, jnp.bfloat16, storage))
+
+    made = jax.eval_shape(state)
+    pools, rest = detach(made.cache)
+    controls = jax.eval_shape(lambda: benchmark_controls(MODEL, BATCH))
+    steps = jax.ShapeDtypeStruct((), jnp.int32)
+    return Case(
+        name=f"4 layers of Llama 3 8B, batch {BATCH}, {PROMPT:,} tokens, {policy}, {storage.kind}",
+        operation="decode step",
+        function=_chunk,
+        arguments=(
+            abstract_decoder(MODEL, jnp.bfloat16),
+            pools,
+            dataclasses.replace(made, cache=rest),
+            controls,
+            steps,
+        ),
+        cache_bytes=sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(pools)),
+        platforms=(platform,),
+        kernels=("ragged_decode",),
+        donated=(1,),
+    )
+
+
+def cases() -> list[Case]:
+    """The step under each policy, on the pages that each platform reads."""
+    found = []
+    for platform in ("tpu", "gpu"):
+        layout: Layout = layout_on(platform, MODEL.head_dim)
+        found += [_case(policy, platform, Storage(layout=layout)) for policy in POLICIES]
+    return found
