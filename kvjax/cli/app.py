@@ -1,12 +1,11 @@
 """The commands and their flags. Nothing heavy is imported before the arguments are parsed."""
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 import kvjax
-from kvjax.cli import app_eval, calibrate
+from kvjax.cli import app_bench, app_eval, calibrate
 from kvjax.cli import options as flag
 
 app = typer.Typer(
@@ -17,6 +16,8 @@ app = typer.Typer(
 )
 
 app.add_typer(calibrate.app, name="calibrate")
+app.add_typer(app_bench.app, name="bench")
+app.command()(app_bench.tune)
 
 
 def _version(wanted: bool) -> None:
@@ -178,51 +179,6 @@ def fetch(model: Annotated[str, typer.Argument(help="A built-in name or a hub id
     from kvjax.cli import fetch as command
 
     command.run(model)
-
-
-@app.command()
-def bench(
-    model: flag.Model = flag.DEFAULT_MODEL,
-    dtype: flag.Dtype = None,
-    batch: Annotated[str, typer.Option("--batch", help="Comma-separated batch sizes.")] = "1,8",
-    context: Annotated[str, typer.Option("--context", help="Comma-separated tokens in the cache.")] = "256,4096",
-    policy: Annotated[list[str] | None, typer.Option("--policy", help="May be given several times.")] = None,
-    prefill: Annotated[str, typer.Option("--prefill", help="Comma-separated prompt lengths to time.")] = "2000",
-    rounds: Annotated[int, typer.Option("--rounds", help="Interleaved repetitions; the median is reported.")] = 5,
-    steps: Annotated[int, typer.Option("--steps", help="Tokens decoded in a repetition.")] = 32,
-    peer: Annotated[list[str] | None, typer.Option("--peer", help="`transformers`: also time that (torch).")] = None,
-    long_steps: Annotated[
-        int, typer.Option("--long-steps", help="Also compare a step after 100 and after this many generated tokens.")
-    ] = 0,
-    startup: Annotated[bool, typer.Option("--startup", help="Also time compilation and a second process.")] = False,
-    json: Annotated[Path | None, typer.Option("--json", help="Save everything measured to this file.")] = None,
-    markdown: Annotated[bool, typer.Option("--markdown", help="Print the tables as Markdown.")] = False,
-    compile_cache: flag.CompileCache = True,
-) -> None:
-    """Measure speed, cache bytes and peak memory.
-
-    Decode is also given as a share of the limit: the bytes a step must read at the memory bandwidth measured in the
-    same run.
-    """
-    from kvjax.cli import bench as command
-    from kvjax.cli import inputs
-
-    command.run(
-        model=model,
-        dtype=dtype,
-        batches=inputs.integers(batch, "--batch") or (),
-        contexts=inputs.integers(context, "--context") or (),
-        policies=tuple(policy or ("full",)),
-        prefills=inputs.integers(prefill, "--prefill") or (),
-        rounds=rounds,
-        steps=steps,
-        peers=tuple(peer or ()),
-        long_steps=long_steps,
-        startup=startup,
-        json_path=json,
-        markdown=markdown,
-        compile_cache=compile_cache,
-    )
 
 
 app.command()(app_eval.compare)

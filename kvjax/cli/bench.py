@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvjax.cli import render, session
-from kvjax.errors import UsageError
+from kvjax.errors import KvjaxError, UsageError
 
 if TYPE_CHECKING:
     from kvjax.bench.report import Report
@@ -70,6 +70,75 @@ def run(
     for title, columns, rows in report.tables(result):
         render.print_table(title, columns, rows)
     print(report.footnote(result))
+
+
+def decode(
+    shape: str,
+    dtype: str,
+    batches: Sequence[int],
+    contexts: Sequence[int],
+    policies: Sequence[str],
+    rounds: int,
+    json_path: Path | None,
+    markdown: bool,
+) -> None:
+    """Whole decode steps with random weights."""
+    from kvjax.bench import shapes
+
+    _check_folder(json_path)
+    chosen = policies or shapes.POLICIES
+    rows = shapes.measure(shape, batches, contexts, chosen, dtype=dtype, rounds=rounds, say=_say)
+    about = shapes.facts(shape, dtype)
+    if json_path is not None:
+        shapes.save(json_path, rows, about)
+    if markdown:
+        print(shapes.markdown(rows, about))
+        return
+    render.print_table("Decode", list(shapes.COLUMNS), shapes.table(rows))
+    print("; ".join(f"{name} {value}" for name, value in about.items()))
+
+
+def kernels(
+    means: Sequence[int], batch: int | None, sizes: dict[str, Any], rounds: int, json_path: Path | None
+) -> None:
+    """Kernels alone."""
+    from pallas_kernels import dispatch
+    from pallas_kernels.bench import decode as measured
+    from pallas_kernels.bench.problem import Sizes
+
+    _check_folder(json_path)
+    accelerated = dispatch.platform() in ("gpu", "tpu")
+    # A CPU is given as much as it reads in a second.
+    means = means or ((2048, 16384) if accelerated else (256,))
+    batch = batch or (16 if accelerated else 2)
+    for name, value in {"batch": batch, "rounds": rounds, "mean": min(means), **sizes}.items():
+        if isinstance(value, int | float) and value <= 0:
+            raise UsageError(f"{name} is {value}; give more than 0.")
+    reports = []
+    for mean in means:
+        report = measured.run(Sizes(mean=mean, batch=batch, **sizes), rounds=rounds)
+        print(report.markdown(), flush=True)
+        reports.append(report)
+    if json_path is not None:
+        json_path.write_text("[" + ",\n".join(report.json() for report in reports) + "]\n")
+
+
+def tune(path: Path, sizes: dict[str, Any]) -> None:
+    """Search block sizes."""
+    from pallas_kernels.bench.problem import Sizes
+    from pallas_kernels.tune import NothingToTune
+    from pallas_kernels.tune import run as search
+
+    _check_folder(path)
+    try:
+        search(path, (Sizes(**sizes),))
+    except NothingToTune as error:
+        raise KvjaxError(str(error)) from error
+
+
+def _check_folder(path: Path | None) -> None:
+    if path is not None and not path.resolve().parent.is_dir():
+        raise UsageError(f"The folder {path.resolve().parent} does not exist; name a file in one that does.")
 
 
 def _measure(
