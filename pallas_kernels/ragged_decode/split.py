@@ -58,12 +58,13 @@ class Split:
 def pages_per_item(p: Problem) -> int:
     """Pages of an item such that every multiprocessor gets about four: enough to even out, few enough to merge.
 
-    Between 128 slots, below which an item's start costs more than its rows, and 1,024, beyond which nothing is won:
-    partial results are then 1/256 of the rows' bytes (4 queries a head, 16-bit rows).
+    Between 128 slots, below which an item's start costs more than its rows, and 1,024. For more than 4 queries a head
+    both grow with them: the results of items are ``2 * group / slots`` of the bytes of 16-bit rows.
     """
     batch, total, page_size, _ = p.pages.shape
-    share = batch * total * page_size // (4 * gpu.target().processors)
-    slots = min(max(pl.next_power_of_2(max(share, 1)), 128), 1024)
+    queries = max(p.q.shape[2], 4)
+    share = max(batch * total * page_size // (4 * gpu.target().processors), 1)
+    slots = min(max(pl.next_power_of_2(share), 32 * queries), 256 * queries)
     return max(slots // page_size, 1)
 
 

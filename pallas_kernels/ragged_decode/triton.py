@@ -47,6 +47,10 @@ class TritonConfig:
     warps: int = 4
     stages: int = 3
 
+    def __post_init__(self) -> None:
+        if self.pages < 1 or self.block < 16 or self.block & (self.block - 1):
+            raise ValueError(f"{self.pages} pages in blocks of {self.block}: Triton needs a power of two from 16 on.")
+
     @classmethod
     def of(cls, p: Problem) -> TritonConfig:
         """By the sizes of the problem and the GPU's shared memory: as many stages as leave room for two blocks."""
@@ -54,7 +58,8 @@ class TritonConfig:
         block = 32 if lanes * itemsize > 256 else 64
         room = gpu.target().shared_memory // 2
         stages = max(min(room // (2 * block * lanes * itemsize), 3), 2)
-        return cls(split.pages_per_item(p), block, 4, stages)
+        # float32 heads of 256 took more registers than four warps have (compiled for sm_90: 255, and spilled).
+        return cls(split.pages_per_item(p), block, 8 if lanes * itemsize > 512 else 4, stages)
 
 
 def decode(p: Problem, *, config: TritonConfig | None = None, interpret: bool = False) -> Decoded:
