@@ -29,11 +29,13 @@ class Gpu:
       kind: the device's name, "" where nothing is known: a program exported from a machine without one.
       capability: CUDA's compute capability, (major, minor); ``None`` where it is not known.
       processors: streaming multiprocessors; an H100's 132 where it is not known.
+      nvidia: ``False`` for AMD's, which XLA compiles for and these kernels were never tried on.
     """
 
     kind: str = ""
     capability: tuple[int, int] | None = None
     processors: int = 132
+    nvidia: bool = True
 
     @property
     def shared_memory(self) -> int:
@@ -54,12 +56,12 @@ def target() -> Gpu:
     said = getattr(device, "compute_capability", None)
     capability = _parsed(said) if said else _by_name(kind)
     processors = getattr(device, "num_cores", None) or getattr(device, "core_count", None) or Gpu.processors
-    return Gpu(kind, capability, int(processors))
+    # ROCm's capability is "gfx942" or the like.
+    return Gpu(kind, capability, int(processors), nvidia=not str(said or "").startswith("gfx"))
 
 
 def _parsed(capability: str) -> tuple[int, int] | None:
     major, _, minor = str(capability).partition(".")
-    # ROCm says "gfx942".
     return (int(major), int(minor or 0)) if major.isdigit() else None
 
 

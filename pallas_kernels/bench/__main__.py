@@ -6,15 +6,18 @@ import argparse
 import sys
 from pathlib import Path
 
+from pallas_kernels import dispatch
 from pallas_kernels.bench import decode
 from pallas_kernels.bench.problem import Sizes
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Measure each mean length and print its table."""
-    default = Sizes()
+    default, means = Sizes(), [2048, 16384]
+    if dispatch.platform() not in ("gpu", "tpu"):  # as much as a CPU reads in a second
+        default, means = Sizes(batch=2, mean=256), [256]
     parser = argparse.ArgumentParser(prog="python -m pallas_kernels.bench", description=__doc__)
-    parser.add_argument("--mean", type=int, nargs="+", default=[2048, 16384], help="slots a head, on average")
+    parser.add_argument("--mean", type=int, nargs="+", default=means, help="slots a head, on average")
     parser.add_argument("--sigma", type=float, default=default.sigma, help="log-normal spread of heads' lengths")
     for name in ("batch", "heads", "group", "head_dim", "seed"):
         parser.add_argument("--" + name.replace("_", "-"), type=int, default=getattr(default, name))

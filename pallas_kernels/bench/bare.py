@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 import types
 from typing import Any
@@ -17,8 +16,13 @@ class _Shaped:
 
 def stand_in() -> None:
     """Where jaxtyping is not installed, put empty annotations in its place."""
-    if importlib.util.find_spec("jaxtyping") is not None:
-        return
+    try:
+        import jaxtyping  # noqa: F401
+    except ImportError:
+        _install()
+
+
+def _install() -> None:
     import jax
 
     module = types.ModuleType("jaxtyping")

@@ -117,9 +117,12 @@ def decode(p: Problem, *, config: MosaicGpuConfig | None = None, interpret: Any 
 
 
 def _refuse(p: Problem) -> None:
-    capability = gpu.target().capability
+    target = gpu.target()
+    capability = target.capability
     if plgpu is None:
         raise NotImplementedError("this jaxlib has no Pallas Mosaic GPU backend.")
+    if not target.nvidia:
+        raise NotImplementedError(f"WGMMA is NVIDIA's; this GPU is {target.kind}.")
     if capability is not None and capability != (9, 0):
         raise NotImplementedError(f"WGMMA needs compute capability 9.0, this GPU has {capability[0]}.{capability[1]}.")
     if not isinstance(p.pages, Stacked):

@@ -53,11 +53,19 @@ class TritonConfig:
 
     @classmethod
     def of(cls, p: Problem) -> TritonConfig:
-        """By the sizes of the problem and the GPU's shared memory: as many stages as leave room for two blocks."""
+        """By the sizes of the problem and the GPU's shared memory: as many stages as leave room for two thread blocks.
+
+        Raises:
+          NotImplementedError: not even two stages of 16 slots fit the GPU's shared memory.
+        """
         itemsize, lanes = p.pages.dtype.itemsize, pl.next_power_of_2(p.q.shape[3])
+        room, slot = gpu.target().shared_memory, 2 * lanes * itemsize
         block = 32 if lanes * itemsize > 256 else 64
-        room = gpu.target().shared_memory // 2
-        stages = max(min(room // (2 * block * lanes * itemsize), 3), 2)
+        while 2 * block * slot > 0.9 * room and block > 16:
+            block //= 2
+        if 2 * block * slot > room:
+            raise NotImplementedError(f"heads of {lanes * itemsize} bytes do not fit {room} bytes of shared memory.")
+        stages = max(min(room // (2 * block * slot), 3), 2)
         # float32 heads of 256 took more registers than four warps have (compiled for sm_90: 255, and spilled).
         return cls(split.pages_per_item(p), block, 8 if lanes * itemsize > 512 else 4, stages)
 
@@ -133,10 +141,13 @@ def _placed(p: Problem) -> bool:
 
 
 def _refuse(p: Problem) -> None:
-    capability = gpu.target().capability
+    target = gpu.target()
+    capability = target.capability
     page_size, group = p.pages.shape[2], p.q.shape[2]
     if plt is None:
         raise NotImplementedError("this JAX has no Pallas Triton backend.")
+    if not target.nvidia:
+        raise NotImplementedError(f"the Triton kernel was never tried on {target.kind}.")
     if isinstance(p.pages, Columns):
         raise NotImplementedError("Triton reads pages of rows, not keys by column.")
     if page_size & (page_size - 1):

@@ -44,11 +44,10 @@ class Interpreted(DecodeBase):
 @pytest.mark.parametrize(
     "change",
     [
-        {"log_mass": True, "window": 100, "soft_cap": 3.0},
+        {"log_mass": True, "window": 100, "soft_cap": 3.0, "dtype": jnp.float16, "head_dim": 80, "group": 9},
         {"log_mass": True, "with_logits": True, "logits_scale": 0.3, "head_dim": 64},
-        {"dtype": jnp.float16, "head_dim": 80, "group": 9},
     ],
-    ids=["window", "logits", "float16"],
+    ids=["window, float16", "logits"],
 )
 def test_against_the_reference(change):
     checks = Interpreted()

@@ -1,5 +1,7 @@
 """Items of a GPU, their results put together, and which GPU is asked about."""
 
+from types import SimpleNamespace
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -7,7 +9,7 @@ from kernels.decode_base import Case, build
 from kernels.gpus import A100, H100, on
 
 from pallas_kernels import gpu
-from pallas_kernels.ragged_decode import split
+from pallas_kernels.ragged_decode import mosaic_gpu, split, triton
 from pallas_kernels.ragged_decode.merge import merge
 from pallas_kernels.ragged_decode.problem import NEG
 from pallas_kernels.ragged_decode.split import Split
@@ -80,3 +82,21 @@ def test_a_gpu_is_known_by_its_name(device, capability, memory):
 
 def test_without_a_gpu_nothing_is_known():
     assert gpu.target() == gpu.Gpu()
+
+
+def test_amd_gpus_are_refused(monkeypatch):
+    amd = SimpleNamespace(device_kind="AMD Instinct MI300X", compute_capability="gfx942", core_count=304)
+    monkeypatch.setattr(gpu.jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(gpu.jax, "local_devices", lambda: [amd])
+    assert gpu.target() == gpu.Gpu("AMD Instinct MI300X", None, 304, nvidia=False)
+    problem = build(Case(((5, 9, 1),), (7, 1, 4), dtype=jnp.bfloat16, page_size=64), "stacked")
+    for module in (triton, mosaic_gpu):
+        with pytest.raises(NotImplementedError, match="MI300X"):
+            module.decode(problem)
+
+
+def test_a_gpu_that_is_there_says_its_capability(monkeypatch):
+    one = SimpleNamespace(device_kind="NVIDIA Something New", compute_capability="9.0", core_count=78)
+    monkeypatch.setattr(gpu.jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(gpu.jax, "local_devices", lambda: [one])
+    assert gpu.target() == gpu.Gpu("NVIDIA Something New", (9, 0), 78)
