@@ -1,0 +1,78 @@
+"""GPUs to compile for, and what a GPU kernel was compiled to: its registers and spills, as ``ptxas`` counts them.
+
+XLA leaves the PTX of every kernel, Triton's among them, in its dump, and Mosaic GPU that of its own; both are assembled
+once more here, for the counts.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sysconfig
+from pathlib import Path
+
+from pallas_kernels.aot.targets import Target
+from pallas_kernels.aot.tpu_profile import KernelProfile
+
+_FOLDER = Path(__file__).parent / "gpu_targets"
+
+
+def _target(name: str) -> Target:
+    text = (_FOLDER / f"{name}.txtpb").read_text()
+    clock, bandwidth = (
+        float(re.search(rf"{key}: ([\d.]+)", text)[1]) for key in ("clock_rate_ghz", "memory_bandwidth")
+    )  # pyright: ignore
+    topology = (("platform", "cuda"), ("topology_name", ""), ("target_config", text), ("topology", "1x1x1"))
+    return Target(name, "gpu", topology, clock * 1e9, bandwidth)
+
+
+#: A100, H200 and B200.
+TARGETS = tuple(_target(name) for name in ("sm_80", "sm_90", "sm_100"))
+
+# "ptxas info : Compiling entry function 'name' for 'sm_90a'", then its stack frame and spills, then its registers.
+_COUNTS = re.compile(
+    r"entry function '(\w+)'.*?(\d+) bytes spill stores, (\d+) bytes spill loads.*?Used (\d+) registers", re.S
+)
+# Names of XLA's own kernels; theirs are listed only if they spill.
+_XLA = re.compile(r"(loop|input|wrapped|gemm|nested|concatenate|memset|redzone)_|fusion|copy|reduce")
+
+
+def environment(dump: Path) -> dict[str, str]:
+    """Variables a process must start with, so that kernels' PTX is left there."""
+    return {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": f"--xla_dump_to={dump}",
+        "MOSAIC_GPU_DUMP_TO": str(dump),
+        "MOSAIC_GPU_DUMP_PTX": "1",
+    }
+
+
+def profiles(dump: Path) -> list[KernelProfile]:
+    """Of every kernel whose PTX lies in this folder; a spill is 4 bytes stored and loaded again."""
+    found = []
+    for path in sorted(dump.rglob("*.ptx")):
+        for name, stored, loaded, registers in _COUNTS.findall(_assembled(path)):
+            spills = max(int(stored), int(loaded)) // 4
+            if spills or not _XLA.match(name):
+                found.append(KernelProfile(name, spills=spills, registers=int(registers)))
+    return found
+
+
+def _assembled(path: Path) -> str:
+    """What ``ptxas`` says of a file."""
+    architecture = re.search(r"^\.target (\w+)", path.read_text(), re.M)
+    if architecture is None:
+        return ""
+    command = [_ptxas(), "-v", f"-arch={architecture[1]}", str(path), "-o", "/dev/null"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return done.stdout + done.stderr
+
+
+def _ptxas() -> str:
+    """The assembler of the installed CUDA wheels, else of the machine."""
+    wheels = sorted(Path(sysconfig.get_paths()["purelib"]).glob("nvidia/*/bin/ptxas"))
+    found = str(wheels[-1]) if wheels else shutil.which("ptxas")
+    if found is None:
+        raise FileNotFoundError("There is no ptxas: install jax[cuda13], whose wheels hold it.")
+    return found

@@ -1,0 +1,119 @@
+"""``ragged_decode``: every implementation of this platform, beside what one would use without a ragged pool."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels import dispatch
+from pallas_kernels.bench import problem as problems
+from pallas_kernels.bench import timing
+from pallas_kernels.bench.problem import Sizes
+from pallas_kernels.bench.report import Report, Row
+from pallas_kernels.ragged_decode import reference
+from pallas_kernels.ragged_decode.api import IMPLEMENTATIONS, ORDER
+from pallas_kernels.ragged_decode.problem import Problem
+
+#: The peer on GPUs: one attention call over keys and values padded to the longest head, (row, head) as its batch.
+CUDNN = "cudnn, padded"
+
+
+def run(sizes: Sizes, *, rounds: int = 10, copy_bytes: int | None = None, seconds: float = 0.05) -> Report:
+    """Measure one problem.
+
+    Args:
+      rounds: times each implementation is timed, in turn; the median counts.
+      copy_bytes: of the copy whose bandwidth is the yardstick; by default 1 GiB, on CPUs 64 MiB.
+      seconds: a timed call makes as many steps as take about this long.
+    """
+    problem = problems.make(sizes)
+    platform = dispatch.platform()
+    rows: dict[str, Row] = {}
+    contestants: dict[str, Callable[[], Any]] = {}
+    steps: dict[str, int] = {}
+    want = reference.decode(problem).out.astype(jnp.float32)
+    for name, step, arguments in _contestants(problem, platform):
+        try:
+            error = jnp.abs(jax.jit(step)(problem.q, *arguments).astype(jnp.float32) - want).max()
+            count = _steps(step, problem.q, arguments, seconds)
+            call = _call(timing.loop(step, count), problem.q, arguments)
+            jax.block_until_ready(call())
+        except (NotImplementedError, RuntimeError, ValueError) as refusal:
+            # What a machine cannot run is a line of the table, not the end of it: cuDNN may be missing or too old.
+            rows[name] = Row(name, refused=str(refusal).splitlines()[0][:160])
+            continue
+        rows[name], contestants[name], steps[name] = Row(name, error=float(error)), call, count
+    timed = timing.interleaved(contestants, steps, rounds)
+    nbytes = copy_bytes or (1 << 30 if platform in ("gpu", "tpu") else 64 << 20)
+    bandwidth = timing.copy_bandwidth(nbytes, rounds)
+    live = sizes.live_bytes
+    for name, took in timed.items():
+        rows[name] = dataclasses.replace(
+            rows[name],
+            microseconds=1e6 * took.median,
+            least=1e6 * took.least,
+            most=1e6 * took.most,
+            gigabytes=live / took.median / 1e9,
+            share=live / took.median / bandwidth,
+        )
+    return Report.of(sizes, tuple(rows.values()), bandwidth)
+
+
+def _contestants(p: Problem, platform: str) -> list[tuple[str, Callable[..., jax.Array], tuple[Any, ...]]]:
+    arrays = (p.pages, p.length, p.k_scale, p.v_scale)
+
+    def ours(name: str) -> Callable[..., jax.Array]:
+        def step(q: jax.Array, pages: Any, length: Any, k_scale: Any, v_scale: Any) -> jax.Array:
+            given = dataclasses.replace(p, q=q, pages=pages, length=length, k_scale=k_scale, v_scale=v_scale)
+            return IMPLEMENTATIONS[name](given).out
+
+        return step
+
+    names = (*ORDER.get(platform, ()), "xla")
+    found = [(name, ours(name), arrays) for name in names]
+    if platform == "gpu" and p.pages.dtype.itemsize == 2:
+        found.append((CUDNN, _cudnn(p.scale), (*_padded(p), p.length)))
+    return found
+
+
+def _steps(step: Callable[..., jax.Array], q: jax.Array, arguments: tuple[Any, ...], seconds: float) -> int:
+    return timing.steps_for(_call(timing.loop(step, 3), q, arguments), 3, seconds)
+
+
+def _call(function: Callable[..., Any], q: jax.Array, arguments: tuple[Any, ...]) -> Callable[[], Any]:
+    return lambda: function(q, *arguments)
+
+
+def _cudnn(scale: float) -> Callable[..., jax.Array]:
+    def step(q: jax.Array, k: jax.Array, v: jax.Array, length: jax.Array) -> jax.Array:
+        batch, heads, group, dim = q.shape
+        flat = length.reshape(-1)
+        out = jax.nn.dot_product_attention(
+            q.reshape(batch * heads, 1, group, dim),
+            k,
+            v,
+            scale=scale,
+            query_seq_lengths=jnp.ones_like(flat),
+            key_value_seq_lengths=flat,
+            implementation="cudnn",
+        )
+        return out.reshape(q.shape)
+
+    return step
+
+
+def _padded(p: Problem) -> tuple[jax.Array, jax.Array]:
+    """Keys and values [B H, longest, 1, D]: every head padded to the longest, as a dense cache holds them."""
+    batch, _, page, dim = p.pages.shape
+    longest = max(p.runs)
+    index = np.minimum(p.starts[:, None] + np.arange(longest), p.starts[:, None] + np.asarray(p.runs)[:, None] - 1)
+
+    def pad(rows: jax.Array) -> jax.Array:
+        return rows[:, index].reshape(batch * len(p.runs), longest * page, 1, dim)
+
+    return jax.jit(lambda pages: (pad(pages.key_rows()), pad(pages.value_rows())))(p.pages)

@@ -1,0 +1,278 @@
+"""On NVIDIA GPUs from Ampere on, through Pallas' Triton backend: any head size, rows of 8, 16 and 32 bits.
+
+One thread block reads one item (``split.py``) in blocks of ``config.block`` slots, through a ring of ``config.stages``
+asynchronous copies that Triton makes of the loop, and keeps the running softmax of up to 16 queries in registers. JAX
+has announced that it will drop this backend: without it this raises ``NotImplementedError`` and XLA is used.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+from jaxtyping import Array
+
+from pallas_kernels import gpu, tuned
+from pallas_kernels.pages import Columns, Stacked
+from pallas_kernels.ragged_decode import split
+from pallas_kernels.ragged_decode.problem import NEG, Decoded, Problem
+from pallas_kernels.ragged_decode.split import Split
+
+try:
+    from jax.experimental.pallas import triton as plt
+except ImportError:  # a JAX without this backend
+    plt: Any = None
+
+# Triton's smallest matrix product is 16 rows; queries are masked up to it.
+SMALLEST = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class TritonConfig:
+    """Sizes of the kernel.
+
+    Attributes:
+      pages: pages of an item. block: slots read at once, a power of two. warps: of a thread block.
+      stages: blocks in flight.
+    """
+
+    pages: int
+    block: int = 64
+    warps: int = 4
+    stages: int = 3
+
+    def __post_init__(self) -> None:
+        if self.pages < 1 or self.block < 16 or self.block & (self.block - 1):
+            raise ValueError(f"{self.pages} pages in blocks of {self.block}: Triton needs a power of two from 16 on.")
+
+    @classmethod
+    def of(cls, p: Problem) -> TritonConfig:
+        """By the sizes of the problem and the GPU's shared memory: as many stages as leave room for two thread blocks.
+
+        Raises:
+          NotImplementedError: not even two stages of 16 slots fit the GPU's shared memory.
+        """
+        itemsize, lanes = p.pages.dtype.itemsize, pl.next_power_of_2(p.q.shape[3])
+        room, slot = gpu.target().shared_memory, 2 * lanes * itemsize
+        block = 32 if lanes * itemsize > 256 else 64
+        while 2 * block * slot > 0.9 * room and block > 16:
+            block //= 2
+        if 2 * block * slot > room:
+            raise NotImplementedError(f"heads of {lanes * itemsize} bytes do not fit {room} bytes of shared memory.")
+        stages = max(min(room // (2 * block * slot), 3), 2)
+        # float32 heads of 256 took more registers than four warps have (compiled for sm_90: 255, and spilled).
+        return cls(split.pages_per_item(p), block, 8 if lanes * itemsize > 512 else 4, stages)
+
+
+def decode(p: Problem, *, config: TritonConfig | None = None, interpret: bool = False) -> Decoded:
+    """See :func:`pallas_kernels.ragged_decode.ragged_decode`.
+
+    Raises:
+      NotImplementedError: rows by columns, a page size that is not a power of two, a GPU before Ampere, or more
+        than 128 queries a head.
+    """
+    _refuse(p)
+    config = config or tuned.config("ragged_decode.triton", p, TritonConfig) or TritonConfig.of(p)
+    cut = Split.of(p, config.pages)
+    batch, _, group, dim = p.q.shape
+    total, page_size = p.pages.shape[1:3]
+    wide = p.pages.dtype.itemsize > 1
+    compute = jnp.promote_types(p.q.dtype, p.pages.dtype) if wide else p.q.dtype
+    stacked = isinstance(p.pages, Stacked)
+    given = {
+        "table": jnp.asarray(cut.table),
+        "length": p.length,
+        "q": split.queries(p, compute),
+        "kv": p.pages.kv.reshape(-1, p.pages.kv.shape[-1]),
+        "log_mass": p.log_mass,
+        "v_scale": None if p.v_scale is None else p.v_scale.reshape(-1),
+        "slopes": None if p.slopes is None else jnp.asarray(p.slopes, jnp.float32),
+        "position": None if p.position is None or not _placed(p) else p.position.reshape(-1),
+        "query_position": p.query_position if _placed(p) else None,
+    }
+    given = {name: x for name, x in given.items() if x is not None}
+    made = {
+        "out": jax.ShapeDtypeStruct((batch, cut.items, group, dim), jnp.float32),
+        "lse": jax.ShapeDtypeStruct((batch, cut.items, group), jnp.float32),
+    }
+    if p.with_logits:
+        made["logits"] = jax.ShapeDtypeStruct((batch * total, group, page_size), jnp.float32)
+    kernel = functools.partial(
+        _kernel,
+        names=(*given, *made),
+        rows=cut.rows,
+        runs_pages=total,
+        page_size=page_size,
+        value_row=page_size if stacked else 0,
+        value_lane=0 if stacked else dim,
+        block=min(config.block, pl.next_power_of_2(cut.rows)),
+        scale=p.scale,
+        shown_scale=p.scale if p.logits_scale is None else p.logits_scale,
+        soft_cap=p.soft_cap,
+        window=p.window,
+        compute=compute,
+    )
+    results = pl.pallas_call(
+        kernel,
+        grid=(cut.items, batch),
+        in_specs=[pl.no_block_spec] * len(given),
+        out_specs=[pl.no_block_spec] * len(made),
+        out_shape=list(made.values()),
+        compiler_params=plt.CompilerParams(num_warps=config.warps, num_stages=config.stages),
+        cost_estimate=split.cost(p),
+        interpret=interpret,
+        name="ragged_decode_triton",
+    )(*given.values())
+    out, lse = results[:2]
+    logits = results[2].reshape(batch, total, group, page_size) if p.with_logits else None
+    return split.merged(p, cut, out, lse, logits)
+
+
+def _placed(p: Problem) -> bool:
+    """Whether slots are told apart by their tokens' positions: ALiBi, or a window over positions."""
+    by_position = p.position is not None and p.query_position is not None
+    return by_position and (p.slopes is not None or p.window is not None)
+
+
+def _refuse(p: Problem) -> None:
+    target = gpu.target()
+    capability = target.capability
+    page_size, group = p.pages.shape[2], p.q.shape[2]
+    if plt is None:
+        raise NotImplementedError("this JAX has no Pallas Triton backend.")
+    if not target.nvidia:
+        raise NotImplementedError(f"the Triton kernel was never tried on {target.kind}.")
+    if isinstance(p.pages, Columns):
+        raise NotImplementedError("Triton reads pages of rows, not keys by column.")
+    if page_size & (page_size - 1):
+        raise NotImplementedError(f"Triton needs a page size that is a power of two, not {page_size}.")
+    if group > 128:
+        raise NotImplementedError(f"{group} queries a head do not fit a thread block's registers; 128 do.")
+    if capability is not None and capability < (8, 0):
+        raise NotImplementedError(f"Triton needs compute capability 8.0, this GPU has {capability[0]}.{capability[1]}.")
+    if p.pages.dtype == jnp.float8_e4m3fn and capability is not None and capability < (8, 9):
+        raise NotImplementedError("float8_e4m3fn rows need compute capability 8.9.")
+    # Pallas counts elements in 32 signed bits up to 2**32 bytes, which one-byte rows would overflow.
+    if p.pages.dtype.itemsize == 1 and 2**31 <= p.pages.kv.size <= 2**32:
+        raise NotImplementedError("pools of one-byte rows between 2 and 4 GiB are out of Pallas Triton's indices.")
+
+
+def _kernel(
+    *refs: Any,
+    names: tuple[str, ...],
+    rows: int,
+    runs_pages: int,
+    page_size: int,
+    value_row: int,
+    value_lane: int,
+    block: int,
+    scale: float,
+    shown_scale: float,
+    soft_cap: float | None,
+    window: int | None,
+    compute: Any,
+) -> None:
+    """One item: ``out``, ``lse`` of its visible slots, and their scores if there is a ``logits``."""
+    at = SimpleNamespace(**dict(zip(names, refs, strict=True)))
+    given = set(names)
+    group, dim = at.q.shape[2:]
+    queries, lanes = max(pl.next_power_of_2(group), SMALLEST), pl.next_power_of_2(dim)
+    item, row = pl.program_id(0), pl.program_id(1)
+    head, page, first_slot = at.table[0, item], at.table[1, item], at.table[2, item]
+    length = at.length[row, head]
+    high = jnp.clip(length - first_slot, 0, rows)
+    # A window over slots begins within an item; one over positions is a mask.
+    windowed = window is not None and "position" not in given
+    low = jnp.clip(length - jnp.int32(window) - first_slot, 0, rows) if windowed else jnp.int32(0)
+    lane = jnp.arange(lanes, dtype=jnp.int32)
+    member = jnp.arange(queries, dtype=jnp.int32)
+    q_index, q_mask = _grid(member, lane), (member < group)[:, None] & (lane < dim)[None, :]
+    q = plt.load(at.q.at[row, head, *q_index], mask=q_mask, other=0.0)
+    first_row = (row * runs_pages + page) * page_size
+    mass_bias = at.log_mass[row, head] if "log_mass" in given else None
+    slopes = None
+    if "slopes" in given:
+        slopes = plt.load(at.slopes.at[head, member], mask=member < group, other=0.0)
+
+    def keep(step: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        peak, mass, acc = carry
+        slot = step * jnp.int32(block) + jnp.arange(block, dtype=jnp.int32)
+        inside = (slot < high) & (slot >= low) if windowed else slot < high
+        pool_row = first_row + slot
+        kv_row = pool_row + (pool_row & jnp.int32(-page_size)) if value_row else pool_row
+        kv_mask = inside[:, None] & (lane < dim)[None, :]
+        k = plt.load(at.kv.at[*_grid(kv_row, lane)], mask=kv_mask, other=_zero(at.kv.dtype))
+        raw = _dot(q, k.astype(compute).T)
+        distance = None
+        if "position" in given:
+            position = plt.load(at.position.at[pool_row], mask=inside, other=0)
+            distance = position - at.query_position[row]
+            if window is not None:
+                inside = inside & (distance > jnp.int32(-window))
+
+        def score(by: float) -> Array:
+            s = raw * jnp.float32(by)
+            if soft_cap is not None:
+                s = jnp.float32(soft_cap) * jnp.tanh(s * jnp.float32(1 / soft_cap))
+            if slopes is not None and distance is not None:
+                s = s + slopes[:, None] * distance.astype(jnp.float32)[None, :]
+            if mass_bias is not None:
+                s = s + jnp.where(first_slot + slot == 0, mass_bias, jnp.float32(0))[None, :]
+            return s
+
+        s = score(scale)
+        if "logits" in given:
+            logits = s if shown_scale == scale else score(shown_scale)
+            page_of, within = pool_row // jnp.int32(page_size), pool_row & jnp.int32(page_size - 1)
+            shape = (queries, block)
+            index = tuple(jnp.broadcast_to(x, shape) for x in (page_of[None], member[:, None], within[None]))
+            plt.store(at.logits.at[*index], logits, mask=(member < group)[:, None] & inside[None, :])
+        s = jnp.where(inside[None, :], s, jnp.float32(NEG))
+        new_peak = jnp.maximum(peak, s.max(axis=1))
+        weight = jnp.exp(s - new_peak[:, None])
+        if "position" in given:  # a block without a visible slot has a peak of NEG, and exp(NEG - NEG) is 1
+            weight = jnp.where(inside[None, :], weight, jnp.float32(0))
+        fade = jnp.exp(peak - new_peak)
+        mass = mass * fade + weight.sum(axis=1)
+        if "v_scale" in given:
+            weight = weight * plt.load(at.v_scale.at[pool_row], mask=inside, other=0.0)[None, :]
+        v_index = _grid(kv_row + jnp.int32(value_row), lane + jnp.int32(value_lane))
+        v = plt.load(at.kv.at[*v_index], mask=kv_mask, other=_zero(at.kv.dtype))
+        return new_peak, mass, acc * fade[:, None] + _dot(weight.astype(compute), v.astype(compute))
+
+    start = (
+        jnp.full((queries,), NEG, jnp.float32),
+        jnp.zeros((queries,), jnp.float32),
+        jnp.zeros((queries, lanes), jnp.float32),
+    )
+    size = jnp.int32(block)
+    peak, mass, acc = jax.lax.fori_loop(jax.lax.div(low, size), jax.lax.div(high + (size - 1), size), keep, start)
+    held = mass > 0
+    lse = jnp.where(held, peak + jnp.log(jnp.where(held, mass, jnp.float32(1))), jnp.float32(NEG))
+    plt.store(at.lse.at[row, item, member], lse, mask=member < group)
+
+    @pl.when(high > low)
+    def _store() -> None:
+        out = acc / jnp.where(held, mass, jnp.float32(1))[:, None]
+        plt.store(at.out.at[row, item, *q_index], out, mask=q_mask)
+
+
+def _grid(rows: Array, columns: Array) -> tuple[Array, Array]:
+    """Both indices of a matrix as matrices, which the interpreter needs too."""
+    shape = (rows.shape[0], columns.shape[0])
+    return jnp.broadcast_to(rows[:, None], shape), jnp.broadcast_to(columns[None, :], shape)
+
+
+def _dot(a: Array, b: Array) -> Array:
+    """Product with float32 sums, and float32 operands as they are, not rounded to TF32."""
+    return plt.dot(a, b, allow_tf32=False).astype(jnp.float32)
+
+
+def _zero(dtype: Any) -> Any:
+    return np.zeros((), dtype)[()]

@@ -1,0 +1,86 @@
+"""Kernel sizes that ``tune`` measured on a user's hardware, looked up while a kernel is traced.
+
+A file names them per device kind and problem; it is read from ``PALLAS_KERNELS_TUNED`` or given to :func:`use`. What
+it does not name is chosen by each kernel's own rule.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import os
+from pathlib import Path
+from typing import Any, TypeVar
+
+import jax
+
+#: Names the file in the environment.
+VARIABLE = "PALLAS_KERNELS_TUNED"
+
+Config = TypeVar("Config")
+_chosen: list[Path] = []
+
+
+@dataclasses.dataclass(frozen=True)
+class Key:
+    """What sizes were measured for; everything the kernels' rules look at, but the number of rows."""
+
+    device: str
+    head_dim: int
+    group: int
+    dtype: str
+    page_size: int
+
+    @classmethod
+    def of(cls, problem: Any) -> Key:
+        """Of a problem, on the device it is traced for."""
+        device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None) or jax.devices()[0]
+        _, _, group, head_dim = problem.q.shape
+        return cls(device.device_kind, head_dim, group, str(problem.pages.dtype), problem.pages.shape[2])
+
+    def __str__(self) -> str:
+        return f"{self.device} | D={self.head_dim} G={self.group} {self.dtype} R={self.page_size}"
+
+
+def use(path: str | os.PathLike[str] | None) -> None:
+    """Read sizes from this file from now on, in what is traced after; ``None`` for the environment's again."""
+    _chosen[:] = [] if path is None else [Path(path)]
+
+
+def config(kernel: str, problem: Any, kind: type[Config]) -> Config | None:
+    """Sizes measured for this kernel and problem, or ``None``.
+
+    Raises:
+      ValueError: the file is not one that ``tune`` wrote.
+    """
+    path = _chosen[0] if _chosen else Path(os.environ[VARIABLE]) if os.environ.get(VARIABLE) else None
+    if path is None:
+        return None
+    sizes = read(path).get(kernel, {}).get(str(Key.of(problem)))
+    try:
+        return None if sizes is None else kind(**sizes)
+    except TypeError as error:
+        raise ValueError(f"{path}: sizes of {kernel} are {sizes}; tune again with this version.") from error
+
+
+def read(path: Path) -> dict[str, dict[str, dict[str, int]]]:
+    """What a file holds: by kernel and key, sizes."""
+    try:
+        return _read(path, path.stat().st_mtime_ns)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} holds no sizes of kernels: {error}") from error
+
+
+@functools.lru_cache(maxsize=8)
+def _read(path: Path, modified: int) -> dict[str, dict[str, dict[str, int]]]:
+    del modified
+    return json.loads(path.read_text())["kernels"]
+
+
+def write(path: Path, measured: dict[str, dict[str, dict[str, int]]]) -> None:
+    """Add to a file, or begin one; what it already holds for other problems stays."""
+    kernels = read(path) if path.exists() else {}
+    for kernel, sizes in measured.items():
+        kernels[kernel] = {**kernels.get(kernel, {}), **sizes}
+    path.write_text(json.dumps({"jax": jax.__version__, "kernels": kernels}, indent=2, sort_keys=True) + "\n")

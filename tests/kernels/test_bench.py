@@ -1,0 +1,231 @@
+"""The kernels' benchmark and tuning, on a CPU: what they measure, say and keep."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from kernels.decode_base import Case, build
+from kernels.gpus import A100, H100, on
+
+import pallas_kernels
+from pallas_kernels import tune, tuned
+from pallas_kernels.bench import bare, timing
+from pallas_kernels.bench import problem as problems
+from pallas_kernels.bench.decode import _cudnn, _padded
+from pallas_kernels.bench.problem import Sizes
+from pallas_kernels.bench.report import Report, Row
+from pallas_kernels.ragged_decode import mosaic_gpu, reference, triton, xla
+from pallas_kernels.ragged_decode.mosaic_gpu import MosaicGpuConfig
+from pallas_kernels.ragged_decode.triton import TritonConfig
+
+SMALL = ["--batch", "2", "--heads", "2", "--mean", "40", "--head-dim", "16", "--rounds", "2"]
+
+
+def test_the_command_measures_and_writes_on_a_bare_machine(tmp_path):
+    """Where jaxtyping cannot be imported, nor kvjax; every GPU kernel's module is imported there as well."""
+    command = [*SMALL, "--json", str(tmp_path / "a.json"), "--markdown", str(tmp_path / "a.md")]
+    program = (
+        "import sys\n"
+        "sys.modules |= {'jaxtyping': None, 'kvjax': None}\n"
+        "from pallas_kernels.bench import __main__\n"
+        "from pallas_kernels.ragged_decode import mosaic_gpu, triton\n"
+        f"sys.exit(__main__.main({command!r}))\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(pallas_kernels.__file__).parents[1]), "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    (report,) = json.loads((tmp_path / "a.json").read_text())
+    assert [row["name"] for row in report["rows"]] == ["xla"]
+    (row,) = report["rows"]
+    assert row["error"] < 2e-2 and 0 < row["least"] <= row["microseconds"] <= row["most"]
+    assert row["gigabytes"] == pytest.approx(Sizes(2, 2, mean=40, head_dim=16).live_bytes / row["microseconds"] / 1e3)
+    assert row["share"] == pytest.approx(1e9 * row["gigabytes"] / report["bandwidth"])
+    text = (tmp_path / "a.md").read_text()
+    assert text in done.stdout and "| xla |" in text and f"jax {jax.__version__}" in text
+
+
+def test_a_refusal_is_a_line_of_the_table():
+    report = Report.of(Sizes(), (Row("triton", refused="needs another GPU"), Row("xla", 1e-3, 1, 1, 1, 2, 0.5)), 1e9)
+    assert "| triton | needs another GPU |" in report.markdown() and "| 50% |" in report.markdown()
+
+
+def test_heads_have_the_mean_length_and_differ():
+    sizes = Sizes(mean=4096, heads=64)
+    slots = sizes.capacities()
+    assert slots.mean() == pytest.approx(4096, rel=1e-3)
+    assert 0.6 < np.log(slots).std() < 1.0
+    assert (Sizes(sigma=0.0).capacities() == 2048).all()
+    lengths = sizes.lengths()
+    assert (lengths <= slots).all() and (lengths >= 0.9 * slots - 1).all() and lengths.min() >= 1
+
+
+@pytest.mark.parametrize(
+    ("dtype", "platform", "head_dim", "layout"),
+    [
+        ("float32", "cpu", 16, "Columns"),
+        ("int8", "gpu", 16, "Stacked"),
+        ("bfloat16", "tpu", 64, "Lanes"),
+        ("bfloat16", "tpu", 80, "Stacked"),
+    ],
+)
+def test_problems_are_laid_out_for_the_platform(dtype, platform, head_dim, layout, monkeypatch):
+    monkeypatch.setattr(problems.dispatch, "platform", lambda: platform)
+    sizes = Sizes(batch=1, heads=2, mean=40, head_dim=head_dim, dtype=dtype)
+    arrays = jax.eval_shape(lambda: _arrays(problems.make(sizes)))
+    pages = arrays["pages"]
+    assert type(pages).__name__ == layout and pages.dtype == jnp.dtype(dtype)
+    assert sizes.page == {"gpu": 64, "tpu": 16, "cpu": 16}[platform]
+    assert pages.shape == (1, sum(sizes.runs), sizes.page, head_dim)
+    assert ("v_scale" in arrays) == (dtype == "int8")
+    assert (sizes.lengths() <= np.array(sizes.runs) * sizes.page).all()
+
+
+def _arrays(p):
+    values = {name: getattr(p, name) for name in ("q", "pages", "length", "k_scale", "v_scale")}
+    return {name: x for name, x in values.items() if x is not None}
+
+
+def test_heads_padded_to_the_longest_are_the_same_problem(monkeypatch):
+    p = build(Case(((70, 30), (5, 160)), (5, 10), head_dim=16), "stacked")
+    k, v = _padded(p)
+    assert k.shape == v.shape == (4, 160, 1, 16)
+
+    attention = jax.nn.dot_product_attention
+    monkeypatch.setattr(
+        jax.nn, "dot_product_attention", lambda *a, **o: attention(*a, **{**o, "implementation": "xla"})
+    )
+    out = _cudnn(p.scale)(p.q, k, v, p.length)
+    np.testing.assert_allclose(out, reference.decode(p).out, atol=2e-5)
+
+
+def test_contestants_take_turns():
+    order = []
+    calls = {name: (lambda name=name: order.append(name)) for name in ("a", "b")}
+    timed = timing.interleaved(calls, {"a": 1, "b": 2}, 3)
+    assert order == ["a", "b"] * 4
+    assert all(t.least <= t.median <= t.most for t in timed.values())
+
+
+def test_a_loop_makes_every_step():
+    out = timing.loop(lambda q, by: by * q, 3)(jnp.ones((2,)), jnp.float32(1000))
+    np.testing.assert_allclose(out, 8.0, rtol=1e-5)
+    assert timing.copy_bandwidth(1 << 20, 1, 2) > 0
+    assert timing.steps_for(lambda: None, 1, wanted=1e-3, most=7) == 7
+
+
+def test_the_stand_in_is_only_for_where_it_is_missing(monkeypatch):
+    real = sys.modules["jaxtyping"]
+    bare.stand_in()
+    assert sys.modules["jaxtyping"] is real
+    monkeypatch.setitem(sys.modules, "jaxtyping", None)
+    bare.stand_in()
+    assert sys.modules["jaxtyping"].Float[jax.Array, "B H"] is jax.Array
+
+
+def problem(**changes):
+    return build(Case(((70, 30),), (5, 2), head_dim=16, dtype=jnp.bfloat16, page_size=64, **changes), "stacked")
+
+
+def test_without_an_accelerator_there_is_nothing_to_tune(tmp_path, capsys):
+    assert tune.main([str(tmp_path / "sizes.json")]) == 1
+    assert capsys.readouterr().out.count(".") == 1 and not list(tmp_path.iterdir())
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    """Implementations that refuse items of 7 pages, and clocks that say fewer pages take longer."""
+    ran = []
+
+    def decode(problem, *, config):
+        if config.pages == 7:
+            raise NotImplementedError("7 pages do not fit")
+        ran.append(config.pages)
+        return xla.decode(problem)
+
+    def clock(contestants, steps, rounds):
+        return {name: timing.Timed(*[1 / ran[i]] * 3) for i, name in enumerate(contestants)}
+
+    monkeypatch.setattr(tune, "IMPLEMENTATIONS", {"triton": decode})
+    monkeypatch.setattr(tune.timing, "interleaved", clock)
+    return lambda *pages: tune.measure(problem(), "triton", [TritonConfig(n) for n in pages])
+
+
+def test_the_fastest_is_kept(measured, tmp_path):
+    path, outcome = tmp_path / "sizes.json", measured(1, 7, 4, 2)
+    assert outcome.best == dataclasses.asdict(TritonConfig(4)) and (outcome.tried, outcome.refused) == (3, 1)
+    assert (outcome.microseconds, outcome.chosen) == (0.25e6, 1e6) and "pages 4, block 64" in outcome.line()
+    tuned.write(path, {outcome.kernel: {outcome.key: outcome.best}})
+    tuned.write(path, {"another": {"cpu | D=1": {"pages": 1}}})
+    assert tuned.read(path)[outcome.kernel] == {outcome.key: outcome.best} and "another" in tuned.read(path)
+
+
+def test_what_never_ran_is_not_kept(measured):
+    outcome = measured(7)
+    assert outcome.best is None and "none of 1 sizes ran" in outcome.line()
+
+
+def test_sizes_are_given_then_tuned_then_by_rule(tmp_path, monkeypatch):
+    path, p = tmp_path / "sizes.json", problem()
+    with on(*H100):
+        key = str(tuned.Key.of(p))
+    assert key == "NVIDIA H100 80GB HBM3 | D=16 G=4 bfloat16 R=64"
+    tuned.write(path, {"ragged_decode.mosaic_gpu": {key: {"pages": 3, "stages": 5}}})
+
+    def chosen():
+        with on(*H100):
+            return tuned.config("ragged_decode.mosaic_gpu", p, MosaicGpuConfig)
+
+    assert chosen() is None
+    monkeypatch.setenv(tuned.VARIABLE, str(path))
+    assert chosen() == MosaicGpuConfig(3, 5)
+    tuned.write(path, {"ragged_decode.mosaic_gpu": {key: {"pages": 3, "depth": 5}}})
+    with pytest.raises(ValueError, match="tune again"):
+        chosen()
+    tuned.write(path, {"ragged_decode.mosaic_gpu": {key: {"pages": 3, "stages": 5}}})
+    with on(*A100):
+        assert tuned.config("ragged_decode.mosaic_gpu", p, MosaicGpuConfig) is None
+    other = tmp_path / "other.json"
+    other.write_text("not json")
+    tuned.use(other)
+    try:
+        with pytest.raises(ValueError, match="holds no sizes"):
+            chosen()
+    finally:
+        tuned.use(None)
+    assert chosen() == MosaicGpuConfig(3, 5)
+
+
+@pytest.mark.parametrize("module", [triton, mosaic_gpu], ids=["triton", "mosaic_gpu"])
+def test_kernels_ask_for_tuned_sizes(module, monkeypatch):
+    asked = []
+
+    def answer(kernel, problem, kind):
+        asked.append(kernel)
+        raise NotImplementedError("asked")
+
+    monkeypatch.setattr(tuned, "config", answer)
+    with pytest.raises(NotImplementedError, match="asked"):
+        module.decode(problem())
+    with on(*H100):
+        jax.eval_shape(lambda: module.decode(problem(), config=module.__dict__[_CONFIG[module.__name__]](pages=2)))
+    assert asked == ["ragged_decode." + module.__name__.rsplit(".", 1)[1]]
+
+
+_CONFIG = {triton.__name__: "TritonConfig", mosaic_gpu.__name__: "MosaicGpuConfig"}
+
+
+def test_candidates_begin_with_the_rule():
+    with on(*H100):
+        p = problem()
+        for name, kind in (("triton", TritonConfig), ("mosaic_gpu", MosaicGpuConfig)):
+            found = tune.candidates(name, p)
+            assert found[0] == kind.of(p) and len(found) == len(set(found)) > 10
+    with pytest.raises(ValueError, match="xla has no sizes"):
+        tune.candidates("xla", problem())

@@ -1,0 +1,102 @@
+"""Items of a GPU, their results put together, and which GPU is asked about."""
+
+from types import SimpleNamespace
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from kernels.decode_base import Case, build
+from kernels.gpus import A100, H100, on
+
+from pallas_kernels import gpu
+from pallas_kernels.ragged_decode import mosaic_gpu, split, triton
+from pallas_kernels.ragged_decode.merge import merge
+from pallas_kernels.ragged_decode.problem import NEG
+from pallas_kernels.ragged_decode.split import Split
+
+
+@pytest.mark.parametrize("pages", [1, 2, 3, 100])
+def test_items_cover_every_page_once(pages):
+    problem = build(Case(((5, 9, 1),), (7, 1, 4)), "stacked")
+    cut = Split.of(problem, pages)
+    seen = []
+    for item, (head, page, slot) in enumerate(cut.table.T):
+        assert cut.begin[head] <= item < cut.begin[head] + cut.count[head]
+        end = problem.starts[head] + problem.runs[head]
+        assert slot == (page - problem.starts[head]) * 16
+        seen += [(int(head), p) for p in range(page, min(page + pages, end))]
+    assert seen == list(zip(problem.owner.tolist(), range(12), strict=True))
+
+
+@pytest.mark.parametrize("count", [(3, 3), (1, 1), (1, 4)], ids=["uniform", "alone", "ragged"])
+def test_parts_merge_to_the_whole_softmax(count):
+    rng = np.random.default_rng(0)
+    count, group, dim, slots = np.array(count), 2, 3, 5
+    begin = np.cumsum(count) - count
+    scores = rng.standard_normal((1, count.sum(), group, slots)) * 4
+    values = rng.standard_normal((1, count.sum(), slots, dim))
+    lse = np.log(np.exp(scores).sum(-1))
+    out = np.einsum("bigs,bisd->bigd", np.exp(scores - lse[..., None]), values)
+    # The last item of the last head holds nothing: what it left is not read.
+    out[:, -1], lse[:, -1], scores[:, -1] = np.nan, NEG, -np.inf
+    got, mass = merge(jnp.asarray(out, jnp.float32), jnp.asarray(lse, jnp.float32), begin, count)
+    for h in range(2):
+        of_head = slice(begin[h], begin[h] + count[h])
+        total = np.exp(scores[0, of_head]).sum(axis=(0, 2))
+        whole = np.einsum("igs,isd->gd", np.exp(scores[0, of_head]), values[0, of_head])
+        held = total > 0
+        np.testing.assert_allclose(
+            got[0, h], np.where(held[:, None], whole / np.where(held, total, 1)[:, None], 0), atol=1e-5
+        )
+        np.testing.assert_allclose(mass[0, h], np.where(held, np.log(np.where(held, total, 1)), NEG), rtol=1e-5)
+
+
+def test_items_fill_the_processors_within_bounds():
+    def slots(rows, group=4):
+        pages = -(-rows // 64)
+        problem = build(Case(((1,),), (pages,), group=group, head_dim=16, page_size=64, poison=False), "stacked")
+        return 64 * split.pages_per_item(problem)
+
+    with on(*H100):
+        assert [slots(n) for n in (64, 132 * 4 * 200, 132 * 4 * 2000)] == [128, 256, 1024]
+        assert slots(64, group=16) == 512
+
+
+@pytest.mark.parametrize(
+    ("device", "capability", "memory"),
+    [
+        (H100, (9, 0), 227),
+        (A100, (8, 0), 163),
+        (("NVIDIA B200", 148), (10, 0), 227),
+        (("NVIDIA GeForce RTX 4090", 128), (8, 9), 99),
+        (("NVIDIA L40S", 142), (8, 9), 99),
+        (("NVIDIA RTX PRO 6000 Blackwell Server Edition", 188), (12, 0), 99),
+        (("Some other", 7), None, 227),
+    ],
+)
+def test_a_gpu_is_known_by_its_name(device, capability, memory):
+    with on(*device):
+        target = gpu.target()
+    assert target == gpu.Gpu(device[0], capability, device[1]) and target.shared_memory == memory << 10
+
+
+def test_without_a_gpu_nothing_is_known():
+    assert gpu.target() == gpu.Gpu()
+
+
+def test_amd_gpus_are_refused(monkeypatch):
+    amd = SimpleNamespace(device_kind="AMD Instinct MI300X", compute_capability="gfx942", core_count=304)
+    monkeypatch.setattr(gpu.jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(gpu.jax, "local_devices", lambda: [amd])
+    assert gpu.target() == gpu.Gpu("AMD Instinct MI300X", None, 304, nvidia=False)
+    problem = build(Case(((5, 9, 1),), (7, 1, 4), dtype=jnp.bfloat16, page_size=64), "stacked")
+    for module in (triton, mosaic_gpu):
+        with pytest.raises(NotImplementedError, match="MI300X"):
+            module.decode(problem)
+
+
+def test_a_gpu_that_is_there_says_its_capability(monkeypatch):
+    one = SimpleNamespace(device_kind="NVIDIA Something New", compute_capability="9.0", core_count=78)
+    monkeypatch.setattr(gpu.jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(gpu.jax, "local_devices", lambda: [one])
+    assert gpu.target() == gpu.Gpu("NVIDIA Something New", (9, 0), 78)
