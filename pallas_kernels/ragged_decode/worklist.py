@@ -38,7 +38,7 @@ class WorkList(NamedTuple):
 
 
 def most_items(runs: tuple[int, ...], batch: int, pages_per_item: int) -> int:
-    """Items there are when every run is full, one more a segment for windows that begin within a block; static."""
+    """Items there are when every run is full; static."""
     return batch * sum(-(-run // pages_per_item) for run in runs)
 
 
@@ -51,13 +51,17 @@ def work_list(
     max_items: int,
     total_pages: int,
     first: Int[Array, " S"] | None = None,
+    row_pages: int | None = None,
 ) -> WorkList:
     """Cut segments into items.
 
     Args:
       start: first page of each segment. length: its valid slots; a segment that holds none gets no item.
       pages_per_item: at most ``total_pages``, the pages of the pool of all rows.
+      total_pages: one that is larger by ``pages_per_item`` lets blocks begin where they would, for implementations
+        that copy no further than ``high``.
       first: first slot that is visible, 0 by default; blocks before it are left out.
+      row_pages: pages of a row of the batch, at least ``pages_per_item``: no block reaches into the next row.
     """
     block = page_size * pages_per_item
     first = jnp.zeros_like(length) if first is None else jnp.minimum(first, length)
@@ -71,7 +75,8 @@ def work_list(
     nth = jnp.where(w < ends[-1], w - (ends - items)[segment], 0)
     slot = (skipped[segment] + nth) * block
     wanted = start[segment] + slot // page_size
-    page = jnp.minimum(wanted, total_pages - pages_per_item)
+    end = total_pages if row_pages is None else (start[segment] // row_pages + 1) * row_pages
+    page = jnp.minimum(wanted, end - pages_per_item)
     shift = (wanted - page) * page_size
     low = jnp.maximum(first[segment] - slot, 0) + shift
     high = jnp.clip(length[segment] - slot, 0, block - shift) + shift
