@@ -23,7 +23,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.pages import Columns, Lanes, Stacked
 from pallas_kernels.ragged_decode.problem import NEG, Decoded, Problem
-from pallas_kernels.ragged_decode.tpu_kernel import LANES, STAGES, Static, kernel
+from pallas_kernels.ragged_decode.tpu_kernel import LANES, SHOWN, STAGES, Static, kernel
 from pallas_kernels.ragged_decode.worklist import WorkList, most_items, work_list
 
 #: Scalar memory is 1 MiB, and 900 KiB of prefetched scalars compile (libtpu 0.0.42, v5e).
@@ -50,6 +50,16 @@ class TpuConfig:
     cores: int = 1
     float8: bool = False
 
+    def __post_init__(self) -> None:
+        if (
+            _power_of_two(self.rows) != self.rows
+            or _power_of_two(self.buffers) != self.buffers
+            or self.buffers <= STAGES
+        ):
+            raise ValueError(
+                f"{self.rows} rows and {self.buffers} buffers must be powers of two, of at least 4 buffers."
+            )
+
     @classmethod
     def default(cls, device_kind: str, page_size: int, head_dim: int, dtype: DTypeLike) -> Self:
         """A heuristic: a block's schedule is shorter than its copy, and copies in flight cover 1.5 µs of bandwidth.
@@ -60,29 +70,30 @@ class TpuConfig:
         chip = next((chip for name, chip in _CHIPS.items() if name in device_kind.lower()), _UNKNOWN)
         lanes = -(-head_dim // LANES) * LANES
         row_bytes = (2 * lanes if head_dim > LANES // 2 else lanes) * jnp.dtype(dtype).itemsize
-        rows = max(chip.rows * LANES // lanes, page_size)
+        rows = max(chip.block_bytes // row_bytes, page_size)
         buffers = STAGES + -(-chip.in_flight // (rows * row_bytes))
         return cls(rows, min(_power_of_two(buffers), 16), chip.cores, chip.float8)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Chip:
-    """rows: of a block of bfloat16 and D = 128, from the schedules in docs/kernels.md. in_flight: bytes."""
+    """block_bytes: the least whose copy takes longer than its schedule, see docs/kernels.md. in_flight: bytes."""
 
-    rows: int
+    block_bytes: int
     in_flight: int
     cores: int = 1
     float8: bool = False
 
 
-_UNKNOWN = _Chip(512, 1_200_000)
+_KIB = 1024
+_UNKNOWN = _Chip(256 * _KIB, 1_200_000)
 _CHIPS = {
-    "v4": _Chip(512, 1_800_000, cores=2),
-    "v5 lite": _Chip(512, 1_200_000),
-    "v5e": _Chip(512, 1_200_000),
-    "v5": _Chip(1024, 3_700_000, cores=2),
-    "v6": _Chip(1024, 2_500_000),
-    "7": _Chip(2048, 5_500_000, float8=True),
+    "v4": _Chip(256 * _KIB, 1_800_000, cores=2),
+    "v5 lite": _Chip(256 * _KIB, 1_200_000),
+    "v5e": _Chip(256 * _KIB, 1_200_000),
+    "v5": _Chip(512 * _KIB, 3_700_000, cores=2),
+    "v6": _Chip(512 * _KIB, 2_500_000),
+    "tpu7": _Chip(1024 * _KIB, 5_500_000, float8=True),
 }
 
 
@@ -107,7 +118,7 @@ def decode(problem: Problem, *, config: TpuConfig | None = None, interpret: Any 
         config = TpuConfig.default(kind, page_size, p.pages.shape[3], p.pages.dtype)
     if "float8" in p.pages.dtype.name and not (config.float8 or interpret):
         raise NotImplementedError(f"float8 pages are converted number by number on {kind}; store int8.")
-    pages, buffers = _fit(config, p)
+    pages, buffers = fit(config, p)
     by_slot = p.window is not None and p.position is None
     streams = _streams(p)
     items = _items(p, pages, by_slot, clamp=bool(streams))
@@ -155,7 +166,7 @@ def _streams(p: Problem) -> dict[str, Array]:
     return streams
 
 
-def _fit(config: TpuConfig, p: Problem) -> tuple[int, int]:
+def fit(config: TpuConfig, p: Problem) -> tuple[int, int]:
     """Pages of a block and buffers, for this problem's longest head and number of queries."""
     _, total, page_size, _ = p.pages.shape
     longest = min(max(p.runs), total) * page_size
@@ -227,8 +238,12 @@ def _call(
     if p.slopes is not None:
         slopes = jnp.asarray(p.slopes, jnp.float32)[:, :, None]
         inputs["slopes"] = (jnp.broadcast_to(slopes, (heads, group, LANES)), whole)
-    inputs["kv"] = (kv, device)
-    inputs |= {name: (x, device) for name, x in streams.items()}
+    # Said to be in device memory: a small array may else be put in vector memory, and copied there by loops.
+    in_device = (
+        (lambda x: x) if interpret else functools.partial(pltpu.with_memory_space_constraint, memory_space=pltpu.HBM)
+    )
+    inputs |= {name: (in_device(x), device) for name, x in streams.items()}
+    inputs["kv"] = (in_device(kv), device)
 
     dtype = p.q.dtype if s.cores == 1 else jnp.float32
     outputs = {
@@ -247,9 +262,9 @@ def _call(
         # Slots that no block covers are not visible: they keep what the buffer is filled with.
         aliases = {len(scalars) + len(inputs): len(outputs)}
         inputs[""] = (jnp.full(shown.shape, NEG, shown.dtype), device)
-        outputs["logits"] = (shown, device)
-        scratch["logits_ring"] = pltpu.VMEM((2, s.pages, group, s.page_size), jnp.float32)
-        scratch["left"] = pltpu.SemaphoreType.DMA((2,))
+        outputs["logits"] = (shown if interpret else pltpu.HBM(shown.shape, shown.dtype), device)
+        scratch["logits_ring"] = pltpu.VMEM((SHOWN, s.pages, group, s.page_size), jnp.float32)
+        scratch["left"] = pltpu.SemaphoreType.DMA((SHOWN,))
     _check_vector_memory(inputs, outputs, scratch)
 
     slots = batch * total * s.page_size

@@ -23,8 +23,10 @@ from pallas_kernels.ragged_decode.problem import NEG
 from pallas_kernels.ragged_decode.worklist import FIRST, ZERO
 
 LANES = 128
-#: Turns between a block's scores and its values; a ring has as many buffers that are not being filled, and one more.
+#: Blocks at work at once, whose buffers are not being filled.
 STAGES = 3
+#: Blocks of scores on their way out: written in one turn, sent in the next, and gone two turns later.
+SHOWN = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +72,7 @@ class Refs:
     Scalars: count [1] and the work list [W]; log_mass [S]; query_position [B].
     Vector memory: q [S, G, E]; slopes [H, G, 128]; out [S, G, E]; lse [S, 128], query g in lane g.
     Device memory: kv [B P, 2, R, E] or [B P, R, E]; v_scale, position [B, P, R]; logits [B P, G, R].
-    Scratch: kv_ring, v_scale_ring and position_ring with semaphores arrived [3, N]; logits_ring with left [2].
+    Scratch: kv_ring, v_scale_ring and position_ring with semaphores arrived [3, N]; logits_ring with left [4].
     """
 
     count: Any
@@ -144,25 +146,25 @@ class _Program:
         r.out[...] = jnp.zeros_like(r.out)
         r.lse[...] = jnp.full_like(r.lse, jnp.float32(NEG))
         r.zeros[...] = jnp.zeros_like(r.zeros)
-        share = (r.count[0] + jnp.int32(s.cores - 1)) // jnp.int32(s.cores)
+        share = lax.div(r.count[0] + jnp.int32(s.cores - 1), jnp.int32(s.cores))
         begin = pl.program_id(0) * share
         end = jnp.minimum(begin + share, r.count[0])
         ahead = s.buffers - STAGES
-        for i in range(s.buffers):
-            self._clear(begin + jnp.int32(i), end)
-        for i in range(ahead):
-            self._start(begin + jnp.int32(i), end)
+        lax.fori_loop(begin, begin + jnp.int32(s.buffers), lambda w, _: self._clear(w, end), None)
+        lax.fori_loop(begin, begin + jnp.int32(ahead), lambda w, _: self._start(w, end), None)
 
         def turn(w: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
             scores, weights, decay, peak, mass, acc = carry
             self._start(w + jnp.int32(ahead), end)
             self._wait(w, end)
+            if r.logits is not None:
+                self._send(w, begin, end)
             # The first two turns have no block for the last stage and the last two none for the first: there they
             # work on the list's first and last, and what they write is written over or not used.
             newest, middle, oldest = (jnp.clip(w - jnp.int32(i), begin, end - 1) for i in range(3))
             acc = self._values(oldest, weights, decay, peak, mass, acc)
             peak, mass, decay, weights = self._softmax(middle, scores, peak, mass)
-            scores = self._scores(newest, w, begin, end)
+            scores = self._scores(newest, w)
             return scores, weights, decay, peak, mass, acc
 
         group, lanes = r.q.shape[1:]
@@ -172,6 +174,8 @@ class _Program:
         weights, acc = jnp.zeros((group, s.rows), s.operand), jnp.zeros((group, lanes), jnp.float32)
         last = jnp.where(begin < end, end + jnp.int32(STAGES - 1), begin)
         lax.fori_loop(begin, last, turn, (scores, weights, zeros, zeros + jnp.float32(NEG), zeros, acc))
+        if r.logits is not None:
+            pl.when(begin < end)(lambda: self._shown(end - jnp.int32(1)).wait())
 
     # Copies.
 
@@ -180,7 +184,15 @@ class _Program:
 
     def _live(self, w: Array) -> Array:
         """Pages of an item's block that hold something of its segment, and those before them."""
-        return (self.r.high[w] + jnp.int32(self.s.page_size - 1)) // jnp.int32(self.s.page_size)
+        return self._pages(self.r.high[w] + jnp.int32(self.s.page_size - 1))
+
+    def _pages(self, slots: Array) -> Array:
+        """Whole pages in so many slots: a shift, where a division that may be negative takes ten instructions."""
+        return lax.shift_right_logical(slots, jnp.int32(self.s.page_size.bit_length() - 1))
+
+    def _row_of(self, segment: Array) -> Array:
+        """The row of the batch that a segment belongs to."""
+        return lax.div(segment, jnp.int32(self.s.heads))
 
     def _copies(self, w: Array) -> list[Any]:
         r, s, slot, page = self.r, self.s, self._slot(w), self.r.page[w]
@@ -196,7 +208,7 @@ class _Program:
         ]
         for i, (stream, ring) in enumerate(((r.v_scale, r.v_scale_ring), (r.position, r.position_ring)), start=1):
             if stream is not None:
-                row = r.segment[w] // jnp.int32(s.heads)
+                row = self._row_of(r.segment[w])
                 source = stream.at[row, pl.ds(page - row * jnp.int32(s.row_pages), s.pages)]
                 copies.append(pltpu.make_async_copy(source, ring.at[slot], r.arrived.at[i, slot]))
         return copies
@@ -234,7 +246,7 @@ class _Program:
         x = self.r.kv_ring[slot, :, half] if s.stacked else self.r.kv_ring[slot]
         return x.reshape(s.rows, x.shape[-1]).astype(s.operand)
 
-    def _scores(self, w: Array, turn: Array, begin: Array, end: Array) -> Array:
+    def _scores(self, w: Array, turn: Array) -> Array:
         """[G, rows], NEG where nothing is visible; selected, so whatever keys past the length give is left."""
         r, s = self.r, self.s
         segment, low = r.segment[w], r.low[w]
@@ -245,7 +257,7 @@ class _Program:
         visible = (column >= low) & (column < r.high[w])
         bias = None
         if r.position is not None:
-            row = segment // jnp.int32(s.heads)
+            row = self._row_of(segment)
             distance = self._row(r.position_ring, w) - r.query_position[row]
             if s.window is not None:
                 visible &= distance > jnp.int32(-s.window)
@@ -267,7 +279,10 @@ class _Program:
 
         scores = scored(s.scale)
         if r.logits is not None:
-            self._show(turn, begin, end, scores if s.logits_scale is None else scored(s.logits_scale))
+            shown = scores if s.logits_scale is None else scored(s.logits_scale)
+            for i in range(s.pages):
+                columns = shown[:, i * s.page_size : (i + 1) * s.page_size]
+                r.logits_ring[turn & jnp.int32(SHOWN - 1), i] = columns
         return scores
 
     def _softmax(self, w: Array, scores: Array, peak: Array, mass: Array) -> tuple[Array, Array, Array, Array]:
@@ -322,7 +337,7 @@ class _Program:
     def _shown(self, w: Array) -> _PageCopy:
         """Copies the pages of an item's scores to where they belong, and no neighbour's."""
         r, s = self.r, self.s
-        slot, page, first = w & jnp.int32(1), r.page[w], r.low[w] // jnp.int32(s.page_size)
+        slot, page, first = w & jnp.int32(SHOWN - 1), r.page[w], self._pages(r.low[w])
         return _PageCopy(
             source=lambda first, pages: r.logits_ring.at[slot, pl.ds(first, pages)],
             target=lambda first, pages: r.logits.at[pl.ds(page + first, pages)],
@@ -332,15 +347,8 @@ class _Program:
             by_page=s.by_page,
         )
 
-    def _show(self, turn: Array, begin: Array, end: Array, scores: Array) -> None:
-        r, s = self.r, self.s
-
-        @pl.when(turn - jnp.int32(2) >= begin)
-        def _() -> None:
-            self._shown(turn - jnp.int32(2)).wait()
-
-        @pl.when(turn < end)
-        def _() -> None:
-            for i in range(s.pages):
-                r.logits_ring[turn & jnp.int32(1), i] = scores[:, i * s.page_size : (i + 1) * s.page_size]
-            self._shown(turn).start()
+    def _send(self, turn: Array, begin: Array, end: Array) -> None:
+        """Send what the turn before wrote; a copy among the stages would keep them from overlapping."""
+        written, gone = turn - jnp.int32(1), turn - jnp.int32(SHOWN - 1)
+        pl.when((written >= begin) & (written < end))(lambda: self._shown(written).start())
+        pl.when(gone >= begin)(lambda: self._shown(gone).wait())
