@@ -19,7 +19,7 @@ LOG2E = float(np.log2(np.e))
 
 
 def log_of(peak: Float[Array, "*S"], mass: Float[Array, "*S"]) -> Float[Array, "*S"]:
-    """Log-sum-exp of a running softmax: its largest score and the sum of exp(score - peak); NEG for one that is empty."""
+    """Log-sum-exp of a running softmax, its largest score and the sum of exp(score - peak); NEG if it is empty."""
     return jnp.where(mass > 0, peak + jnp.log(jnp.maximum(mass, jnp.finfo(jnp.float32).tiny)), NEG)
 
 

@@ -21,6 +21,7 @@ from jaxtyping import Array, Float
 from pallas_kernels.attention_mass import xla
 from pallas_kernels.attention_mass.problem import Counting, Masses, Problem
 from pallas_kernels.softmax import LOG2E, NEG, NOTHING, merge_log
+from pallas_kernels.triton_tiles import dot_rows, i32, rows_of, up
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,48 +145,26 @@ def _merged(parts: Float[Array, "S B H G N"]) -> Float[Array, "B H G N"]:
     return jnp.where(total > 0, peak + jnp.log(jnp.maximum(total, 1e-37)), NEG)
 
 
-def _i32(value: int) -> Array:
-    return jnp.int32(value)
-
-
-def _up(value: Array, size: int) -> Array:
-    """``value / size`` rounded up, and 0 for what is negative."""
-    return jax.lax.div(jnp.maximum(value, 0) + _i32(size - 1), _i32(size))
-
-
-def _rows(x: Any, row: Array, there: Array, dim: int) -> Array:
-    """Rows [N, D'] of a [rows, D] array in memory, zeros where there are none; D' is a power of two."""
-    lane = jax.lax.broadcasted_iota(jnp.int32, (row.shape[0], pl.next_power_of_2(dim)), 1)
-    return plt.load(
-        x.at[jnp.broadcast_to(row[:, None], lane.shape), lane], mask=there[:, None] & (lane < dim), other=0.0
-    )
-
-
-def _dot(a: Array, b: Array) -> Array:
-    """a b', summed in float32; float32 numbers are not rounded to tf32."""
-    return plt.dot(a, b.T, precision=jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None)
-
-
 def _log_sum_exp_kernel(offset, factor, q, k, out, *, c, sizes, blocks):
     rows, count, tokens, dim, split = sizes
     part, block, head = pl.program_id(0), pl.program_id(1), pl.program_id(2)
-    unit, nth = jax.lax.div(block, _i32(blocks)), jax.lax.rem(block, _i32(blocks))
+    unit, nth = jax.lax.div(block, i32(blocks)), jax.lax.rem(block, i32(blocks))
     units = pl.num_programs(1) // blocks
     first = offset[head]
-    row = nth * _i32(c.queries) + jnp.arange(c.queries, dtype=jnp.int32)
+    row = nth * i32(c.queries) + jnp.arange(c.queries, dtype=jnp.int32)
     query = jax.lax.rem(row, jnp.full_like(row, count))
     there = row < rows
-    at = (head * units + unit) * _i32(rows) + row
-    qb = _rows(q, at, there, dim)
+    at = (head * units + unit) * i32(rows) + row
+    qb = rows_of(q, at, there, dim)
     # The last key any of these rows sees; where heads are rows of one product, that is the last query's.
-    last = jnp.minimum(nth * _i32(c.queries) + _i32(c.queries), count) if rows == count else _i32(count)
-    stop = jnp.minimum(jnp.minimum((part + 1) * _i32(split), _i32(tokens)), first + last)
+    last = jnp.minimum(nth * i32(c.queries) + i32(c.queries), count) if rows == count else i32(count)
+    stop = jnp.minimum(jnp.minimum((part + 1) * i32(split), i32(tokens)), first + last)
 
     def fold(i, carry):
         peak, mass = carry
-        key = i * _i32(c.keys) + jnp.arange(c.keys, dtype=jnp.int32)
-        kb = _rows(k, head * _i32(tokens) + key, key < tokens, dim)
-        scores = _dot(qb, kb) * factor[head]
+        key = i * i32(c.keys) + jnp.arange(c.keys, dtype=jnp.int32)
+        kb = rows_of(k, head * i32(tokens) + key, key < tokens, dim)
+        scores = dot_rows(qb, kb) * factor[head]
         seen = (key[None, :] <= first + query[:, None]) & (key[None, :] < stop)
         scores = jnp.where(seen, scores, jnp.float32(NEG))
         higher = jnp.maximum(peak, scores.max(axis=1))
@@ -193,11 +172,11 @@ def _log_sum_exp_kernel(offset, factor, q, k, out, *, c, sizes, blocks):
         return higher, mass * jnp.exp2(peak - higher) + weight.sum(axis=1)
 
     zero = jnp.zeros((c.queries,), jnp.float32)
-    begin = jax.lax.div(part * _i32(split), _i32(c.keys))
-    peak, mass = jax.lax.fori_loop(begin, _up(stop, c.keys), fold, (zero + jnp.float32(NEG), zero))
+    begin = jax.lax.div(part * i32(split), i32(c.keys))
+    peak, mass = jax.lax.fori_loop(begin, up(stop, c.keys), fold, (zero + jnp.float32(NEG), zero))
     found = peak * jnp.float32(1 / LOG2E) + jnp.log(jnp.maximum(mass, jnp.float32(1e-37)))
     found = jnp.where(mass > 0, found, jnp.float32(NEG))
-    per_part = pl.num_programs(2) * units * _i32(rows)
+    per_part = pl.num_programs(2) * units * i32(rows)
     plt.store(out.at[part * per_part + at], found, mask=there)
 
 
@@ -205,27 +184,27 @@ def _mass_kernel(offset, factor, stop, q, normaliser, k, onto, out, *, c, sizes)
     del onto  # the same memory as ``out``
     heads, group, count, tokens, dim = sizes
     block, h, b = pl.program_id(0), pl.program_id(1), pl.program_id(2)
-    head = b * _i32(heads) + h
-    first_key, first_query = block * _i32(c.keys), offset[b]
+    head = b * i32(heads) + h
+    first_key, first_query = block * i32(c.keys), offset[b]
     key = first_key + jnp.arange(c.keys, dtype=jnp.int32)
-    end = _up(stop[b], c.queries)
-    begin = jnp.minimum(jax.lax.div(jnp.maximum(first_key - first_query, 0), _i32(c.queries)), end)
+    end = up(stop[b], c.queries)
+    begin = jnp.minimum(jax.lax.div(jnp.maximum(first_key - first_query, 0), i32(c.queries)), end)
     # From here on the block's keys are all seen.
-    below = jnp.clip(_up(first_key + _i32(c.keys - 1) - first_query, c.queries), begin, end)
+    below = jnp.clip(up(first_key + i32(c.keys - 1) - first_query, c.queries), begin, end)
 
     @pl.when(begin < end)
     def _():
-        kb = _rows(k, head * _i32(tokens) + key, key < tokens, dim)
+        kb = rows_of(k, head * i32(tokens) + key, key < tokens, dim)
 
         def of_head(g, nothing):
-            unit = head * _i32(group) + g
+            unit = head * i32(group) + g
 
             def add(masked, i, total):
-                query = i * _i32(c.queries) + jnp.arange(c.queries, dtype=jnp.int32)
-                row = unit * _i32(count) + query
-                qb = _rows(q, row, query < count, dim)
+                query = i * i32(c.queries) + jnp.arange(c.queries, dtype=jnp.int32)
+                row = unit * i32(count) + query
+                qb = rows_of(q, row, query < count, dim)
                 norm = plt.load(normaliser.at[row], mask=query < count, other=-NEG)
-                share = jnp.exp2(_dot(kb, qb) * factor[b] - norm[None, :])
+                share = jnp.exp2(dot_rows(kb, qb) * factor[b] - norm[None, :])
                 if masked:
                     share = jnp.where(key[:, None] <= first_query + query[None, :], share, jnp.float32(0))
                 return total + share.sum(axis=1)
@@ -233,9 +212,9 @@ def _mass_kernel(offset, factor, stop, q, normaliser, k, onto, out, *, c, sizes)
             total = jnp.zeros((c.keys,), jnp.float32)
             total = jax.lax.fori_loop(begin, below, functools.partial(add, True), total)
             total = jax.lax.fori_loop(below, end, functools.partial(add, False), total)
-            at = unit * _i32(tokens) + key
+            at = unit * i32(tokens) + key
             had = plt.load(out.at[at], mask=key < tokens, other=0.0)
             plt.store(out.at[at], had + total, mask=key < tokens)
             return nothing
 
-        jax.lax.fori_loop(_i32(0), _i32(group), of_head, _i32(0))
+        jax.lax.fori_loop(i32(0), i32(group), of_head, i32(0))

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import functools
 
 import jax
 import jax.numpy as jnp
