@@ -62,7 +62,8 @@ def _mass_kernel(offset, factor, live, q, normaliser, k, onto, out, total, *, t:
         for g in range(q.shape[0]):
             share = jnp.exp2(scores[g * t.queries : (g + 1) * t.queries] - column[:, g : g + 1])
             if masked:
-                share = jnp.where(tpu_tiles.visible(first_query, first_key, share.shape), share, jnp.float32(0))
+                seen = tpu_tiles.visible(first_query, first_key, (t.queries, t.keys))
+                share = jnp.where(seen, share, jnp.float32(0))
             total[g] += share.reshape(-1, SUBLANES, t.keys).sum(axis=0)
 
     @pl.when(live[b * pl.num_programs(3) + i] != 0)

@@ -19,5 +19,5 @@ def prefill(p: Problem) -> tuple[np.ndarray, np.ndarray]:
     values = [p.v] if p.kept is None else [p.v, p.kept.v]
     v = np.concatenate([np.asarray(x.astype("float32")) for x in values], axis=2)
     lse = reference.log_sum_exp(same)
-    weight = np.where(scores > NOTHING, np.exp(scores - np.float64(lse)[..., None]), 0)
+    weight = np.where(scores > NOTHING, np.exp(scores - lse.astype(np.float64)[..., None]), 0)
     return np.einsum("bhgnt,bhtd->bhgnd", weight, v), lse
