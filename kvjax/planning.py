@@ -20,7 +20,7 @@ from kvjax.model.decoder import abstract_decoder
 from kvjax.model.load import LanguageModel
 from kvjax.policies import Full, LagKV, Policy, format_policy, parse
 from kvjax.policies.base import page_capacities
-from kvjax.runtime.buckets import NEW_TOKENS, block_of, new_bucket, prompt_bucket
+from kvjax.runtime.buckets import NEW_TOKENS, block_of, keys_of, new_bucket, prompt_bucket
 from kvjax.runtime.prefill import empty_cache
 
 
@@ -233,7 +233,7 @@ def prefill_peak_bytes(config: ModelConfig, policy: Policy, batch: int, prompt: 
     rotary = 2 * rows * (config.head_dim // 2) * 4 if config.positional == "rope" else 0
     selects = type(policy).compress is not Policy.compress or type(policy).select is not Policy.select
     dense = 2 * rows * config.num_kv_heads * config.head_dim * item if selects else 0
-    attention = config.num_heads * (2 * block + 3 * config.head_dim) * 4
+    attention = config.num_heads * (2 * keys_of(block) + 3 * config.head_dim) * 4
     mlp = 3 * config.intermediate_size * item
     shared = 2 * config.hidden_size * 4 + (config.num_heads + 2 * config.num_kv_heads) * config.head_dim * 4
     reading = batch * block * (max(attention, mlp) + shared)

@@ -18,7 +18,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from kvjax.attention import attend_causal, running_start
 from kvjax.calibrate.profile import HeadProfile, ModelShape
 from kvjax.checks import whole_number
 from kvjax.config import ModelConfig
@@ -26,6 +25,7 @@ from kvjax.errors import UsageError
 from kvjax.model.decoder import Decoder, DecoderLayer
 from kvjax.model.load import LanguageModel
 from kvjax.model.rope import angles, rotate
+from pallas_kernels.prefill import prefill
 
 #: The paper's K and how often it repeats them.
 TOKENS, REPEATS = 2500, 4
@@ -148,18 +148,14 @@ def _layer(
         xb, cb, sb = (jax.lax.dynamic_slice_in_dim(a, i * _BLOCK, _BLOCK, axis=1) for a in (x, cos, sin))
         q, kb, vb = layer.project(xb)
         kb = rotate(kb, cb[:, :, None], sb[:, :, None]).swapaxes(1, 2)
-        q = rotate(q, cb[:, :, None, None], sb[:, :, None, None])
+        q = rotate(q, cb[:, :, None, None], sb[:, :, None, None]).transpose(0, 2, 3, 1, 4)
         k = jax.lax.dynamic_update_slice_in_dim(k, kb, i * _BLOCK, axis=2)
         v = jax.lax.dynamic_update_slice_in_dim(v, vb.swapaxes(1, 2), i * _BLOCK, axis=2)
-        q = q.transpose(0, 2, 3, 1, 4).reshape(1, heads, group * _BLOCK, dim)
-        running = running_start(1, heads, group * _BLOCK, dim)
-        peak, mass, out = attend_causal(running, q, k, v, i, _BLOCK, scale=scale)
-        attended = (out / mass[..., None]).reshape(1, heads, group, _BLOCK, dim).transpose(0, 3, 1, 2, 4)
+        out, normaliser = prefill(q, k, v, offset=i * _BLOCK, scale=scale, block=_BLOCK)
+        attended = out.transpose(0, 3, 1, 2, 4)
         xb = layer.finish(xb, attended.astype(x.dtype))
         position = i * _BLOCK + jnp.arange(_BLOCK)
-        by_query = q[0].reshape(heads, group, _BLOCK, dim).astype(jnp.float32)
-        normaliser = (peak + jnp.log(mass))[0].reshape(heads, group, _BLOCK)
-        found = _diagonals(by_query, normaliser, k[0], position, period, repeats, scale)
+        found = _diagonals(q[0].astype(jnp.float32), normaliser[0], k[0], position, period, repeats, scale)
         asked = (position > period) & (position < length)
         total = total + jnp.where(asked, found, 0.0).sum(axis=-1)
         return jax.lax.dynamic_update_slice_in_dim(x, xb, i * _BLOCK, axis=1), k, v, total

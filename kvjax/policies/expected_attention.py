@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from kvjax.attention import NEG
 from kvjax.cache.pool import LayerCache
 from kvjax.checks import number, whole_number
 from kvjax.config import ModelConfig
@@ -18,6 +17,7 @@ from kvjax.model.rope import angles, rotate
 from kvjax.policies.base import Candidates, Signals, Turn
 from kvjax.policies.signals import QueryStats
 from kvjax.policies.sized import Selecting
+from pallas_kernels.softmax import NEG
 
 #: Keys whose scores are computed at a time; bounds the product of keys and covariances to G blocks of keys.
 _BLOCK = 256

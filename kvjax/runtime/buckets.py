@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from kvjax.cache.pool import PAGE_SIZE, pages_for
+from pallas_kernels import dispatch
 
 #: Tokens of prompt one iteration of the prefill loop takes; larger buckets are multiples of it.
 BLOCK = 256
+#: The most that one takes on an accelerator, where fewer rows would wait for the weights: a v5e does 240 operations in
+#: the time its memory takes for a byte, so a bfloat16 weight is paid for by 240 tokens and free at several times that.
+ACCELERATOR_BLOCK = 1024
 #: Tokens that may be decoded before a growing cache is repacked; each repacking makes it four times larger.
 NEW_TOKENS = 256
 
@@ -22,8 +26,18 @@ def prompt_bucket(tokens: int) -> int:
 
 
 def block_of(bucket: int) -> int:
-    """The prefill block of a bucket: the bucket itself when it is short."""
-    return min(bucket, BLOCK)
+    """The prefill block of a bucket: the bucket itself when it is short; else what divides it, larger off the CPU."""
+    if bucket <= BLOCK or dispatch.platform() == "cpu":
+        return min(bucket, BLOCK)
+    block = ACCELERATOR_BLOCK
+    while block > BLOCK and bucket % block:
+        block //= 2
+    return block
+
+
+def keys_of(block: int) -> int:
+    """Keys that one product of the XLA forms takes in a prefill of such blocks: it bounds the scores that are alive."""
+    return min(block, BLOCK)
 
 
 def new_bucket(tokens: int) -> int:

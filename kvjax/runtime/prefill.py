@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax.attention import KeptRows, attend_causal, attend_kept, kept_rows, running_start
+from kvjax.attention import kept_rows
 from kvjax.cache.groups import parts
 from kvjax.cache.pool import layout_for
 from kvjax.cache.storage import MODEL, Storage
@@ -27,8 +27,10 @@ from kvjax.model.rope import Angles, rotated, token_angles
 from kvjax.policies.base import Policy, Turn, page_capacities
 from kvjax.policies.full import Full
 from kvjax.policies.signals import PromptSignals
-from kvjax.runtime.buckets import block_of
+from kvjax.runtime.buckets import block_of, keys_of
 from kvjax.runtime.taps import LayerTap, Taps, layer_tap
+from pallas_kernels.prefill import prefill
+from pallas_kernels.rows import Rows
 
 Pages = tuple[tuple[int, ...], ...]
 
@@ -56,13 +58,14 @@ def _layer(
     layer: DecoderLayer,
     x: Float[Array, "B T M"],
     turn: Angles,
-    kept: KeptRows | None,
+    kept: Rows | None,
     blocks: Int[Array, ""],
     zero: Int[Array, ""],
     tap: LayerTap | None = None,
+    count: Int[Array, " B"] | None = None,
 ) -> tuple[Float[Array, "B T M"], Float[Array, "B H T D"], Float[Array, "B H T D"], PromptSignals | None]:
     """One layer over the whole prompt in query blocks: hidden states out, its keys and values as cached, and the
-    signals that ``tap`` asks for.
+    signals that ``tap`` asks for. ``count``, the tokens of each row, saves accelerators the work on padding.
     """
     config = layer.config
     batch, tokens, _ = x.shape
@@ -78,22 +81,20 @@ def _layer(
         kb, q = rotated(kb, here), rotated(raw, here)
         k = jax.lax.dynamic_update_slice_in_dim(k, kb.swapaxes(1, 2).astype(k.dtype), i * block, axis=2)
         v = jax.lax.dynamic_update_slice_in_dim(v, vb.swapaxes(1, 2).astype(v.dtype), i * block, axis=2)
-        q = q.transpose(0, 2, 3, 1, 4).reshape(batch, heads, group * block, dim)
-        running = running_start(batch, heads, group * block, dim)
-        linear = query_bias(config, jnp.tile(i * block + jnp.arange(block), group)[None])
-        if kept is not None:
-            running = attend_kept(running, q, kept, scale=scale, linear=linear)
-        peak, mass, out = attend_causal(running, q, k, v, i, block, scale=scale, linear=linear)
+        q, start = q.transpose(0, 2, 3, 1, 4), i * block
+        linear = query_bias(config, jnp.tile(start + jnp.arange(block), group)[None])
+        length = None if count is None else jnp.clip(count - start, 0, block)
+        found = prefill(q, k, v, offset=start, scale=scale, length=length, kept=kept, bias=linear, block=keys_of(block))
         if tap is not None and taps is not None:
-            taps = tap.after_block(taps, raw, q, peak + jnp.log(mass), k, kept, i)
-        attended = (out / mass[..., None]).reshape(batch, heads, group, block, dim).transpose(0, 3, 1, 2, 4)
+            taps = tap.after_block(taps, raw, q, found.lse, k, kept, i)
+        attended = found.out.transpose(0, 3, 1, 2, 4)
         xb = layer.finish(xb, attended.astype(x.dtype))
         return jax.lax.dynamic_update_slice_in_dim(x, xb, i * block, axis=1), k, v, taps
 
     empty = jnp.broadcast_to(zero.astype(x.dtype), (batch, heads, tokens, dim))
     taps = None if tap is None else tap.start(kept, tokens)
     x, k, v, taps = jax.lax.fori_loop(0, blocks, body, (x, empty, empty, taps))
-    return x, k, v, None if tap is None else tap.finish(taps, window, k, kept, blocks, block)
+    return x, k, v, None if tap is None else tap.finish(taps, window, k, kept, block)
 
 
 def _forward(
@@ -119,8 +120,8 @@ def _forward(
         kept = None
         if not fresh:
             old = policy.settle(i, old, config)
-            kept = kept_rows(old, block, cache.seen if config.positional == "alibi" else None)
-        x, k, v, signals = _layer(layer, x, angles, kept, blocks, zero, tap)
+            kept = kept_rows(old, keys_of(block), cache.seen if config.positional == "alibi" else None)
+        x, k, v, signals = _layer(layer, x, angles, kept, blocks, zero, tap, count)
         turn = Turn(cache.seen, count, total, pages=pages[i], config=config, fresh=fresh, signals=signals)
         packed = policy.compress(i, old, k, v, turn)
         zero = _zero_after(*jax.tree.leaves([part.kv for part in parts(packed)]))

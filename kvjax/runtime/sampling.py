@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.attention import NEG
+from pallas_kernels.softmax import NEG
 
 
 @jax.tree_util.register_dataclass

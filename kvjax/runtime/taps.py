@@ -2,24 +2,27 @@
 
 The mass of a window of queries needs two passes over the keys for those few queries: one for the normaliser, one for
 the sum. Column sums need one more product of queries and keys for the whole prompt, because a query's normaliser is
-known only once it has met all its keys.
+known only once it has met all its keys. Both are :mod:`pallas_kernels.attention_mass`.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.attention import NEG, KeptRows
 from kvjax.config import ModelConfig
-from kvjax.model.alibi import QueryBias, query_bias
+from kvjax.model.alibi import query_bias
 from kvjax.model.decoder import DecoderLayer
 from kvjax.model.rope import Angles, rotated
 from kvjax.policies.base import Policy
 from kvjax.policies.signals import Mass, PromptSignals, QueryStats, Signals, first_window_query
+from kvjax.runtime.buckets import keys_of
+from pallas_kernels.attention_mass import Masses, attention_mass, log_sum_exp
+from pallas_kernels.rows import Rows
 
 
 @jax.tree_util.register_dataclass
@@ -57,31 +60,29 @@ class LayerTap:
 
     def window_queries(
         self, layer: DecoderLayer, x: Float[Array, "B T M"], turn: Angles
-    ) -> tuple[Float[Array, "B H N D"], Int[Array, "B N"], Bool[Array, "B N"]] | None:
-        """The window's queries, scaled and group-major, the token each belongs to, and which of them there are.
+    ) -> tuple[Float[Array, "B H G W D"], Int[Array, " B"], Float[Array, "B W"]] | None:
+        """The window's queries, the token of the first (negative in a row shorter than the window), and how much each
+        counts: 1, or 0 where there is none.
 
         Taken from the hidden states before the layer runs over them.
         """
         if not self.window_rows:
             return None
-        token = self.count[:, None] - self.window_rows + jnp.arange(self.window_rows)
-        there = token >= self.first[:, None]
-        token = jnp.maximum(token, 0)
-        xw, here = jax.tree.map(lambda a: jnp.take_along_axis(a, token[..., None], axis=1), (x, turn))
+        offset = self.count - self.window_rows
+        token = offset[:, None] + jnp.arange(self.window_rows)
+        xw, here = jax.tree.map(lambda a: jnp.take_along_axis(a, jnp.maximum(token, 0)[..., None], axis=1), (x, turn))
         q, _, _ = layer.project(xw)
         q = rotated(q, here).transpose(0, 2, 3, 1, 4)
-        group = q.shape[2]
-        q = q.reshape(*q.shape[:2], -1, q.shape[-1]).astype(jnp.float32) * self.scale[:, None, None, None]
-        return q, jnp.tile(token, (1, group)), jnp.tile(there, (1, group))
+        return q, offset, (token >= self.first[:, None]).astype(jnp.float32)
 
-    def start(self, kept: KeptRows | None, tokens: int) -> Taps:
+    def start(self, kept: Rows | None, tokens: int) -> Taps:
         """Taps that have seen no query."""
         c, s = self.config, self.signals
         batch = self.count.shape[0]
         stats = QueryStats.none(batch, c.num_kv_heads, c.group_size, c.head_dim) if s.queries else None
         return Taps(self._no_mass(kept, tokens) if s.columns else None, stats)
 
-    def _no_mass(self, kept: KeptRows | None, tokens: int) -> Mass:
+    def _no_mass(self, kept: Rows | None, tokens: int) -> Mass:
         shape = (self.count.shape[0], self.config.num_kv_heads, self.config.group_size)
         slots = None if kept is None else jnp.zeros((*shape, kept.k.shape[2]), jnp.float32)
         return Mass(slots, jnp.zeros((*shape, tokens), jnp.float32))
@@ -90,28 +91,24 @@ class LayerTap:
         self,
         taps: Taps,
         raw: Float[Array, "B S H G D"],
-        q: Float[Array, "B H N D"],
-        normaliser: Float[Array, "B H N"],
+        q: Float[Array, "B H G S D"],
+        normaliser: Float[Array, "B H G S"],
         k: Float[Array, "B H T D"],
-        kept: KeptRows | None,
+        kept: Rows | None,
         index: Int[Array, ""],
     ) -> Taps:
         """Taps after one block of queries: ``raw`` before rotary, ``q`` after it, with their log-sum-exp."""
-        s, block, group = self.signals, raw.shape[1], self.config.group_size
+        s, block = self.signals, raw.shape[1]
         token = index * block + jnp.arange(block)
         real = token < self.count[:, None]
         columns, stats = taps.columns, taps.stats
         if columns is not None:
-            last = jnp.broadcast_to(jnp.tile(token, group), (q.shape[0], q.shape[2]))
-            scale = jnp.full_like(self.scale, self.config.head_dim**-0.5)
+            where = self._where(index * block, block, kept, self.scale if s.columns_scaled else None, block)
             if s.columns_scaled:
-                scale = self.scale
-            scaled = q.astype(jnp.float32) * scale[:, None, None, None]
-            linear = query_bias(self.config, last)
-            if s.columns_scaled:
-                normaliser = log_normaliser(scaled, last, k, kept, index + 1, block, linear)
-            counted = jnp.tile(real, (1, group))
-            columns = add_mass(columns, scaled, normaliser, counted, last, k, kept, index + 1, block, linear)
+                normaliser = log_sum_exp(q, k, **where)
+            onto = Masses(columns.new, columns.kept)
+            found = attention_mass(q, k, normaliser, weight=real.astype(jnp.float32), onto=onto, **where)
+            columns = Mass(found.kept, found.new)
         if stats is not None:
             counts = real & (self.seen[:, None] + token >= s.query_skip)
             stats = stats.merge(stats_of(raw, counts))
@@ -122,19 +119,30 @@ class LayerTap:
         taps: Taps,
         window: tuple[Array, Array, Array] | None,
         k: Float[Array, "B H T D"],
-        kept: KeptRows | None,
-        blocks: Int[Array, ""],
+        kept: Rows | None,
         block: int,
     ) -> PromptSignals:
         """The layer's signals, once all its keys are there."""
         mass = None
         if window is not None:
-            q, last, there = window
-            linear = query_bias(self.config, last)
-            normaliser = log_normaliser(q, last, k, kept, blocks, block, linear)
-            empty = self._no_mass(kept, k.shape[2])
-            mass = add_mass(empty, q, normaliser, there, last, k, kept, blocks, block, linear)
+            q, offset, weight = window
+            where = self._where(offset, self.window_rows, kept, self.scale, block)
+            found = attention_mass(q, k, log_sum_exp(q, k, **where), weight=weight, **where)
+            mass = Mass(found.kept, found.new)
         return PromptSignals(mass, taps.columns, taps.stats)
+
+    def _where(
+        self, offset: Int[Array, "*B"], queries: int, kept: Rows | None, scale: Array | None, block: int
+    ) -> dict[str, Any]:
+        """What both passes need to know of ``queries`` queries from this place on, in a prefill of such blocks."""
+        place = jnp.atleast_1d(offset)[:, None] + jnp.arange(queries)
+        return dict(
+            offset=offset,
+            scale=self.config.head_dim**-0.5 if scale is None else scale,
+            kept=kept,
+            bias=query_bias(self.config, jnp.tile(place, (1, self.config.group_size))),
+            block=keys_of(block),
+        )
 
 
 def layer_tap(
@@ -169,98 +177,3 @@ def stats_of(q: Float[Array, "B N H G D"], counts: Bool[Array, "B N"]) -> QueryS
         "bn,bnhgd,bnhge->bhgde", share, centred, centred, precision=jax.lax.Precision.HIGHEST, optimize="optimal"
     )
     return QueryStats(count, mean, covariance)
-
-
-def log_normaliser(
-    q: Float[Array, "B H N D"],
-    last: Int[Array, "B N"],
-    k: Float[Array, "B H T D"],
-    kept: KeptRows | None,
-    blocks: Int[Array, ""],
-    block: int,
-    linear: QueryBias | None = None,
-) -> Float[Array, "B H N"]:
-    """Log-sum-exp of each query's scores over the kept slots and the new keys up to its ``last``.
-
-    Args:
-      q: queries after rotary, multiplied by their scale.
-      last: the last new key each query sees.
-      k: the new keys. kept: the slots from before.
-      blocks: how many blocks of ``block`` new keys there are to visit.
-      linear: ALiBi's bias of queries whose places are ``last``.
-    """
-
-    def fold(carry: tuple[Array, Array], scores: Array) -> tuple[Array, Array]:
-        peak, mass = carry
-        higher = jnp.maximum(peak, scores.max(axis=-1))
-        weight = jnp.where(scores > NEG, jnp.exp(scores - higher[..., None]), 0.0)
-        return higher, mass * jnp.exp(peak - higher) + weight.sum(axis=-1)
-
-    empty = jnp.zeros(q.shape[:3], jnp.float32)
-    carry = (empty + NEG, empty)
-    if kept is not None:
-        carry = jax.lax.fori_loop(0, kept.blocks, lambda i, c: fold(c, _kept_scores(q, kept, i, linear)), carry)
-    carry = jax.lax.fori_loop(0, blocks, lambda i, c: fold(c, _new_scores(q, last, k, i, block, linear)), carry)
-    return carry[0] + jnp.log(jnp.maximum(carry[1], jnp.finfo(jnp.float32).tiny))
-
-
-def add_mass(
-    total: Mass,
-    q: Float[Array, "B H N D"],
-    normaliser: Float[Array, "B H N"],
-    counted: Bool[Array, "B N"],
-    last: Int[Array, "B N"],
-    k: Float[Array, "B H T D"],
-    kept: KeptRows | None,
-    blocks: Int[Array, ""],
-    block: int,
-    linear: QueryBias | None = None,
-) -> Mass:
-    """``total`` with the attention of these queries added, those that are ``counted``; see :func:`log_normaliser`.
-
-    Queries are group-major: the first N / G belong to the first query head of the group.
-    """
-    group = total.new.shape[2]
-    weight_of = jnp.where(counted, 0.0, NEG)[:, None, :, None]
-
-    def gained(scores: Array) -> Array:
-        # A normaliser is at least as large as any of its scores, up to rounding.
-        weight = jnp.exp(jnp.minimum(scores - normaliser[..., None], 0.0) + weight_of)
-        return weight.reshape(*weight.shape[:2], group, -1, weight.shape[3]).sum(axis=3)
-
-    def over_new(i: Int[Array, ""], mass: Array) -> Array:
-        return _add_at(mass, gained(_new_scores(q, last, k, i, block, linear)), i * block)
-
-    new = jax.lax.fori_loop(0, blocks, over_new, total.new)
-    if kept is None or total.kept is None:
-        return Mass(total.kept, new)
-
-    def over_kept(i: Int[Array, ""], mass: Array) -> Array:
-        return _add_at(mass, gained(_kept_scores(q, kept, i, linear)), i * kept.block)
-
-    return Mass(jax.lax.fori_loop(0, kept.blocks, over_kept, total.kept), new)
-
-
-def _new_scores(q: Array, last: Array, k: Array, i: Int[Array, ""], block: int, linear: QueryBias | None) -> Array:
-    """[B, H, N, S] scores of one block of new keys, NEG where they are not visible."""
-    kb = jax.lax.dynamic_slice_in_dim(k, i * block, block, axis=2)
-    scores = jnp.einsum("bhnd,bhsd->bhns", q, kb, preferred_element_type=jnp.float32)
-    place = i * block + jnp.arange(block)
-    if linear is not None:
-        scores = scores + linear(place[None, None])
-    return jnp.where((place <= last[..., None])[:, None], scores, NEG)
-
-
-def _kept_scores(q: Array, kept: KeptRows, i: Int[Array, ""], linear: QueryBias | None) -> Array:
-    """[B, H, N, S] scores of one block of kept slots, NEG where they are not valid."""
-    kb, _, visible, bias = kept.block_of(i, linear)
-    scores = jnp.einsum("bhnd,bhsd->bhns", q, kb, preferred_element_type=jnp.float32)
-    if bias is not None:
-        scores = scores + bias
-    return jnp.where(visible, scores, NEG)
-
-
-def _add_at(total: Array, part: Array, start: Array) -> Array:
-    """``total`` with ``part`` added from ``start`` on, along the last axis."""
-    here = jax.lax.dynamic_slice_in_dim(total, start, part.shape[-1], axis=total.ndim - 1)
-    return jax.lax.dynamic_update_slice_in_dim(total, here + part, start, axis=total.ndim - 1)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.ragged_decode.problem import NEG
+from pallas_kernels.softmax import NEG
 
 
 def merge(

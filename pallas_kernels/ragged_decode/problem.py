@@ -10,9 +10,6 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.pages import Pages
 
-#: A finite stand-in for minus infinity: exp(NEG - m) is 0 for every reachable m, and NEG - NEG is 0, not NaN.
-NEG = -0.7 * float(np.finfo(np.float32).max)
-
 
 class Decoded(NamedTuple):
     """Result of a decode step.

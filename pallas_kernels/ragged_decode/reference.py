@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 
-from pallas_kernels.ragged_decode.problem import NEG, Decoded, Problem
+from pallas_kernels.ragged_decode.problem import Decoded, Problem
+from pallas_kernels.softmax import NEG
 
 
 def decode(p: Problem) -> Decoded:

@@ -16,7 +16,8 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels import gpu
-from pallas_kernels.ragged_decode.problem import NEG, Decoded, Problem
+from pallas_kernels.ragged_decode.problem import Decoded, Problem
+from pallas_kernels.softmax import NEG
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,9 +22,10 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from pallas_kernels.pages import Columns, Lanes, Stacked
-from pallas_kernels.ragged_decode.problem import NEG, Decoded, Problem
+from pallas_kernels.ragged_decode.problem import Decoded, Problem
 from pallas_kernels.ragged_decode.tpu_kernel import LANES, SHOWN, STAGES, Static, kernel
 from pallas_kernels.ragged_decode.worklist import WorkList, most_items, work_list
+from pallas_kernels.softmax import NEG
 
 #: Scalar memory is 1 MiB, and 900 KiB of prefetched scalars compile (libtpu 0.0.42, v5e).
 SCALAR_BYTES = 900 * 1024

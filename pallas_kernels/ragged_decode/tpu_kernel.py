@@ -19,8 +19,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
 
-from pallas_kernels.ragged_decode.problem import NEG
 from pallas_kernels.ragged_decode.worklist import FIRST, ZERO
+from pallas_kernels.softmax import NEG
 
 LANES = 128
 #: Blocks at work at once, whose buffers are not being filled.

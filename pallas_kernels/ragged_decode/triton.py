@@ -21,8 +21,9 @@ from jaxtyping import Array
 from pallas_kernels import gpu, tuned
 from pallas_kernels.pages import Columns, Stacked
 from pallas_kernels.ragged_decode import split
-from pallas_kernels.ragged_decode.problem import NEG, Decoded, Problem
+from pallas_kernels.ragged_decode.problem import Decoded, Problem
 from pallas_kernels.ragged_decode.split import Split
+from pallas_kernels.softmax import NEG
 
 try:
     from jax.experimental.pallas import triton as plt

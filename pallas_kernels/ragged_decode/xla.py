@@ -14,7 +14,8 @@ import numpy as np
 from jaxtyping import Array, Bool, Float
 
 from pallas_kernels.pages import Columns
-from pallas_kernels.ragged_decode.problem import NEG, Decoded, Problem
+from pallas_kernels.ragged_decode.problem import Decoded, Problem
+from pallas_kernels.softmax import NEG
 
 
 def decode(p: Problem, *, config: None = None) -> Decoded:

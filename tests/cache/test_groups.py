@@ -9,9 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.attention import attend_kept, decode_attention, kept_rows, running_start
+from kvjax.attention import decode_attention, kept_rows
 from kvjax.cache.groups import HeadGroups, pages_by_group, slot_bytes
 from kvjax.cache.pool import by_head, by_page, empty_layer, mark_rows, read_slots, resize, store, write
+from pallas_kernels.prefill.xla import attend_rows, running_start
 
 PAGES = (1, 3, 2)
 HEADS = ((2, 0), (1,))
@@ -44,7 +45,7 @@ def test_a_later_turns_queries_see_the_same_slots():
     q = jnp.asarray(np.random.default_rng(2).standard_normal((2, 3, 5, 8)), jnp.float32)
 
     def attended(layer):
-        _, mass, out = attend_kept(running_start(2, 3, 5, 8), q, kept_rows(layer, 64), scale=0.35)
+        _, mass, out = attend_rows(running_start(2, 3, 5, 8), q, kept_rows(layer, 64), scale=0.35)
         return out / mass[..., None]
 
     np.testing.assert_allclose(attended(split), attended(whole), atol=1e-6)

@@ -10,7 +10,7 @@ from jax.experimental.pallas import tpu as pltpu
 from kernels.decode_base import RAGGED, Case, DecodeBase, build
 
 from pallas_kernels.ragged_decode import reference, tpu
-from pallas_kernels.ragged_decode.problem import NEG
+from pallas_kernels.softmax import NEG
 
 # The interpreter carries whole rings from turn to turn; small ones still hold several blocks of a head.
 SMALL = tpu.TpuConfig(rows=128, buffers=4)

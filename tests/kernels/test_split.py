@@ -11,8 +11,8 @@ from kernels.gpus import A100, H100, on
 from pallas_kernels import gpu
 from pallas_kernels.ragged_decode import mosaic_gpu, split, triton
 from pallas_kernels.ragged_decode.merge import merge
-from pallas_kernels.ragged_decode.problem import NEG
 from pallas_kernels.ragged_decode.split import Split
+from pallas_kernels.softmax import NEG
 
 
 @pytest.mark.parametrize("pages", [1, 2, 3, 100])

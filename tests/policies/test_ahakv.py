@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from policies.eviction_oracle import NARROW, HeadOracle, RowOracle, attention, sizes, softmax
 from policies.evictor import Evictor, compare, layer_config, random_qkv
 
-from kvjax.attention import NEG
 from kvjax.cache.pool import by_head, by_page, store
 from kvjax.errors import UsageError
 from kvjax.model.alibi import slopes
 from kvjax.policies import H2O, AhaKV, Step
+from pallas_kernels.softmax import NEG
 
 # --- the oracle: equations [5], [9], [12]-[15] and Algorithm 1 -------------------------------------------------------
 

@@ -11,12 +11,12 @@ import pytest
 from policies.evictor import ROOM, Evictor, layer_config, random_qkv
 
 import kvjax
-from kvjax.attention import NEG
 from kvjax.cache.pool import empty_layer
 from kvjax.cache.storage import Storage
 from kvjax.policies import H2O, TOVA, AhaKV
 from kvjax.policies.evicting import attention_weights, lowest_slot
 from kvjax.runtime.compilation import compile_clock
+from pallas_kernels.softmax import NEG
 
 POLICIES = [H2O(budget=24), AhaKV(budget=24, recent=8), TOVA(budget=24)]
 each_policy = pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: type(policy).__name__)

@@ -1,0 +1,116 @@
+"""``prefill``: chunks over head sizes, groups and dtypes, and one layer's chunks in a loop with their signals."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.aot.cases import Case
+from pallas_kernels.attention_mass import Masses, attention_mass, log_sum_exp
+from pallas_kernels.prefill import prefill
+
+IMPLEMENTATIONS = {"tpu": "tpu", "gpu": "triton"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """A chunk against keys by their sizes."""
+
+    queries: int = 1024
+    keys: int = 32768
+    head_dim: int = 128
+    group: int = 4
+    dtype: Any = jnp.bfloat16
+    batch: int = 1
+    heads: int = 8
+
+    @property
+    def key_bytes(self) -> int:
+        """Of keys and values."""
+        return 2 * self.batch * self.heads * self.keys * self.head_dim * jnp.dtype(self.dtype).itemsize
+
+    def rows(self, tokens: int) -> Any:
+        """Shape of keys or values."""
+        return jax.ShapeDtypeStruct((self.batch, self.heads, tokens, self.head_dim), self.dtype)
+
+    def q(self, tokens: int) -> Any:
+        """Shape of queries."""
+        return jax.ShapeDtypeStruct((self.batch, self.heads, self.group, tokens, self.head_dim), self.dtype)
+
+
+def _chunk(q: Any, k: Any, v: Any, offset: Any, length: Any, *, implementation: str) -> Any:
+    scale = q.shape[-1] ** -0.5
+    return prefill(q, k, v, offset=offset, length=length, scale=scale, implementation=implementation)
+
+
+def _layer(q: Any, k: Any, v: Any, count: Any, *, implementation: str, queries: int) -> Any:
+    """All chunks of a prompt as a layer reads them: each writes its keys, attends, and adds to the column sums."""
+    batch, heads, group, tokens, dim = q.shape
+    scale = dim**-0.5
+
+    def chunk(x: Any, i: Any, axis: int) -> Any:
+        return jax.lax.dynamic_slice_in_dim(x, i * queries, queries, axis=axis)
+
+    def body(i: Any, carry: Any) -> Any:
+        ks, vs, out, total = carry
+        at = i * queries
+        ks = jax.lax.dynamic_update_slice_in_dim(ks, chunk(k, i, 2), at, axis=2)
+        vs = jax.lax.dynamic_update_slice_in_dim(vs, chunk(v, i, 2), at, axis=2)
+        qs = chunk(q, i, 3)
+        length = jnp.clip(count - at, 0, queries)
+        found = prefill(qs, ks, vs, offset=at, length=length, scale=scale, implementation=implementation)
+        weight = (jnp.arange(queries) < length[:, None]).astype(jnp.float32)
+        onto, common = Masses(total, None), dict(offset=at, scale=scale, implementation=implementation)
+        total = attention_mass(qs, ks, found.lse, weight=weight, onto=onto, **common).new
+        return ks, vs, jax.lax.dynamic_update_slice_in_dim(out, found.out, at, axis=3), total
+
+    empty = jnp.zeros((batch, heads, tokens, dim), k.dtype)
+    start = (empty, empty, jnp.zeros(q.shape, q.dtype), jnp.zeros((batch, heads, group, tokens), jnp.float32))
+    blocks = (jnp.max(count) + queries - 1) // queries
+    ks, vs, out, columns = jax.lax.fori_loop(0, blocks, body, start)
+    last, where = q[:, :, :, -32:], dict(offset=count - 32, scale=scale, implementation=implementation)
+    window = attention_mass(last, ks, log_sum_exp(last, ks, **where), **where).new
+    return ks, vs, out, columns, window
+
+
+def cases() -> list[Case]:
+    """Every case."""
+    chunks = {
+        "chunk of 1,024, G = 4, D = 128, bfloat16": Shape(),
+        "chunk of 1,024, G = 8, D = 128, bfloat16, 4 rows": Shape(group=8, batch=4, keys=8192),
+        "chunk of 1,024, G = 3, D = 64, bfloat16": Shape(group=3, head_dim=64, heads=3),
+        "chunk of 1,024, G = 1, D = 80, bfloat16": Shape(group=1, head_dim=80),
+        "chunk of 1,024, G = 16, D = 256, bfloat16": Shape(group=16, head_dim=256, heads=4, keys=8192),
+        "chunk of 256, G = 8, D = 128, float32": Shape(256, group=8, dtype=jnp.float32, keys=8192),
+        "chunk of 64, G = 4, D = 96, bfloat16": Shape(64, keys=64, head_dim=96),
+    }
+    layers = {
+        "a layer of 8,192 tokens, G = 4, D = 128": Shape(keys=8192),
+        "a layer of 8,192 tokens, G = 3, D = 64": Shape(keys=8192, group=3, head_dim=64, heads=3),
+    }
+    found = []
+    for platform, implementation in IMPLEMENTATIONS.items():
+        for name, shape in chunks.items():
+            function = functools.partial(_chunk, implementation=implementation)
+            ints = jax.ShapeDtypeStruct((shape.batch,), jnp.int32)
+            arguments = (shape.q(shape.queries), shape.rows(shape.keys), shape.rows(shape.keys), ints, ints)
+            # A head size that is not a TPU's lanes has its queries and outputs padded to them.
+            padding = 4 * shape.batch * shape.heads * shape.group * shape.queries * 128 if shape.head_dim % 128 else 0
+            limit = 0.01 + padding / shape.key_bytes
+            found.append(Case(name, "prefill", function, arguments, shape.key_bytes, (platform,), temp_limit=limit))
+        for name, shape in layers.items():
+            function = functools.partial(_layer, implementation=implementation, queries=shape.queries)
+            arguments = (
+                shape.q(shape.keys),
+                shape.rows(shape.keys),
+                shape.rows(shape.keys),
+                jax.ShapeDtypeStruct((shape.batch,), jnp.int32),
+            )
+            # What one chunk needs beside what is returned: its queries and outputs, of which there are four forms.
+            limit = 0.01 + 4 * shape.group * shape.queries / shape.keys
+            found.append(Case(name, "prefill", function, arguments, shape.key_bytes, (platform,), temp_limit=limit))
+    return found

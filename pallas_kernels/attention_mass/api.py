@@ -1,0 +1,132 @@
+"""``log_sum_exp`` and ``attention_mass``: the two passes over the keys that a set of queries' attention needs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels import dispatch
+from pallas_kernels.attention_mass.problem import Counting, Masses, Problem
+from pallas_kernels.rows import Bias, Rows
+from pallas_kernels.softmax import per_row
+
+#: Keys that the XLA form reads at once, where the caller does not say.
+BLOCK = 256
+
+
+def _from(name: str, function: str) -> Callable[..., Any]:
+    """The function of one implementation's module, imported when it is tried: a CPU never loads a GPU's compiler."""
+
+    def run(*args: Any, **options: Any) -> Any:
+        if name == "tpu":
+            from pallas_kernels.attention_mass import tpu as module
+        elif name == "triton":
+            from pallas_kernels.attention_mass import triton as module
+        else:
+            from pallas_kernels.attention_mass import xla as module
+        return getattr(module, function)(*args, **options)
+
+    return run
+
+
+def _implementations(function: str) -> Mapping[str, Callable[..., Any]]:
+    return {name: _from(name, function) for name in ("tpu", "triton", "xla")}
+
+
+LOG_SUM_EXP = _implementations("log_sum_exp")
+ATTENTION_MASS = _implementations("attention_mass")
+ORDER = {"tpu": ("tpu",), "gpu": ("triton",)}
+
+
+def log_sum_exp(
+    q: Float[Array, "B H G N D"],
+    k: Float[Array, "B H T D"],
+    *,
+    offset: Int[Array, ""] | Int[Array, " B"] | int,
+    scale: float | Float[Array, " B"],
+    kept: Rows | None = None,
+    bias: Bias | None = None,
+    block: int | None = None,
+    implementation: str | None = None,
+    **options: Any,
+) -> Float[Array, "B H G N"]:
+    """Log-sum-exp of each query's scores ``scale q . k + bias`` over the keys it sees: a softmax's normaliser.
+
+    Query i of a row sees keys ``j <= offset + i`` and every valid kept row.
+
+    Args:
+      q: after rotary, grouped by KV head. k: after rotary; what no query sees must be finite.
+      offset: int32, the index of each row's query 0 among the keys; traced, so that a chunk's place does not recompile.
+        Negative where a row is shorter than N: queries at negative places see no key.
+      scale: multiplies q . k; may differ by row.
+      kept: rows from before, seen by all queries; their block size is their own.
+      bias: of some keys' places; group-major queries. None, as for every model without ALiBi, is what kernels can do.
+      block: keys the XLA form reads at once; divides T.
+      implementation: the only one to try; by default the platform's in order, "xla" last.
+      options: of one implementation: ``config`` (block sizes), ``interpret``.
+
+    Returns:
+      float32; ``NEG`` for a query that sees nothing.
+
+    Raises:
+      ValueError: shapes that do not belong together.
+      NotImplementedError: the implementation that was named cannot do this.
+    """
+    problem = _problem(q, k, offset, scale, kept, bias, block)
+    return dispatch.run("log_sum_exp", LOG_SUM_EXP, ORDER, implementation, problem, **options)
+
+
+def attention_mass(
+    q: Float[Array, "B H G N D"],
+    k: Float[Array, "B H T D"],
+    lse: Float[Array, "B H G N"],
+    *,
+    offset: Int[Array, ""] | Int[Array, " B"] | int,
+    scale: float | Float[Array, " B"],
+    weight: Float[Array, "B N"] | None = None,
+    onto: Masses | None = None,
+    kept: Rows | None = None,
+    bias: Bias | None = None,
+    block: int | None = None,
+    implementation: str | None = None,
+    **options: Any,
+) -> Masses:
+    """Attention of these queries summed by key, ``sum_i weight_i exp(scale q_i . k_j + bias - lse_i)``.
+
+    Over the last W queries of a row it is an observation window's mass (SnapKV, Li et al., arXiv 2404.14469,
+    equation 1); over all of them the column sums of attention (H2O, Zhang et al., arXiv 2306.14048), which are
+    additive over chunks of queries: give what was found so far as ``onto``.
+
+    Args:
+      lse: of each query over all the keys it sees, from :func:`log_sum_exp` or the attention itself.
+      weight: of each query, at least 0; 0 for those that do not count, all 1 if None.
+      onto: masses that are added to; its buffers can be reused.
+      The others as in :func:`log_sum_exp`.
+
+    Raises:
+      ValueError: shapes that do not belong together.
+      NotImplementedError: the implementation that was named cannot do this.
+    """
+    problem = _problem(q, k, offset, scale, kept, bias, block)
+    if lse.shape != q.shape[:4] or (weight is not None and weight.shape != (q.shape[0], q.shape[3])):
+        raise ValueError(f"lse is {lse.shape}, weight {getattr(weight, 'shape', None)}, queries {q.shape}.")
+    if onto is not None and (onto.kept is None) != (kept is None):
+        raise ValueError("kept rows and the masses they are added to are given together.")
+    counting = Counting(lse, weight, onto)
+    return dispatch.run("attention_mass", ATTENTION_MASS, ORDER, implementation, problem, counting, **options)
+
+
+def _problem(q: Any, k: Any, offset: Any, scale: Any, kept: Any, bias: Any, block: int | None) -> Problem:
+    batch, heads, _, _, dim = q.shape
+    tokens = k.shape[2]
+    if (k.shape[0], k.shape[1], k.shape[3]) != (batch, heads, dim):
+        raise ValueError(f"queries are {q.shape}, keys {k.shape}; batch, KV heads and head size must agree.")
+    block = math.gcd(tokens, BLOCK) if block is None else block
+    if tokens % block:
+        raise ValueError(f"block {block} does not divide {tokens} keys.")
+    offset, scale = per_row(offset, batch, jnp.int32), per_row(scale, batch, jnp.float32)
+    return Problem(q, k, offset, scale, kept, bias, block)

@@ -1,0 +1,220 @@
+"""On GPUs, in Pallas's Triton: both passes read a block of keys once and keep it on chip for all queries that see it.
+
+The first pass splits the keys among programs, because a window is few queries: one program a head would leave most
+multiprocessors idle. Its partial sums are merged in XLA. The second has a program for every block of keys, which takes
+the heads of the group in turn and only the blocks of queries at or below the diagonal; keys are the rows of its
+products and queries the columns, so that normalisers lie along columns as they lie in memory.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+from jaxtyping import Array, Float
+
+from pallas_kernels.attention_mass import xla
+from pallas_kernels.attention_mass.problem import Counting, Masses, Problem
+from pallas_kernels.softmax import LOG2E, NEG, NOTHING, merge_log
+from pallas_kernels.triton_tiles import dot_rows, i32, rows_of, up
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Block sizes: powers of two, at least 16.
+
+    Attributes:
+      queries: rows of queries a product takes at most.
+      keys: of a product.
+      split: keys of one program of the first pass, a multiple of ``keys``; None: all.
+      warps, stages: of Triton's compiler.
+    """
+
+    queries: int = 64
+    keys: int = 128
+    split: int | None = None
+    warps: int = 4
+    stages: int = 2
+
+    @classmethod
+    def default(cls, p: Problem) -> Config:
+        """Chosen so that nothing spills in registers, compiled for sm_80, sm_90 and sm_100; not timed on a device."""
+        count, dim = p.q.shape[3], p.q.shape[4]
+        exact = p.k.dtype == jnp.float32  # without tensor cores: more threads, fewer numbers in each
+        queries = 64 >> ((dim > 128) + exact)
+        split = 512 if count <= 64 else None
+        keys = 64 if exact or dim > 128 else 128
+        return cls(min(queries, max(16, pl.next_power_of_2(count))), keys, split, warps=8 if exact else 4)
+
+
+def log_sum_exp(p: Problem, *, config: Config | None = None, interpret: Any = False) -> Float[Array, "B H G N"]:
+    """See :func:`pallas_kernels.attention_mass.log_sum_exp`; the kept rows' part is XLA's."""
+    c = _checked(p, config)
+    batch, heads, group, count, dim = p.q.shape
+    tokens = p.k.shape[2]
+    # A window's heads are rows of one product; the many queries of a chunk are taken a head apart.
+    flat = count < c.queries
+    units, rows = (1, group * count) if flat else (group, count)
+    blocks = pl.cdiv(rows, c.queries)
+    split = c.split or pl.cdiv(tokens, c.keys) * c.keys
+    splits = pl.cdiv(tokens, split)
+    kernel = functools.partial(_log_sum_exp_kernel, c=c, sizes=(rows, count, tokens, dim, split), blocks=blocks)
+    parts = pl.pallas_call(
+        kernel,
+        grid=(splits, units * blocks, batch * heads),
+        in_specs=[pl.no_block_spec] * 4,
+        out_specs=pl.no_block_spec,
+        out_shape=jax.ShapeDtypeStruct((splits * batch * heads * group * count,), jnp.float32),
+        compiler_params=plt.CompilerParams(num_warps=c.warps, num_stages=c.stages),
+        cost_estimate=_cost(p, splits),
+        name="log_sum_exp",
+        interpret=interpret,
+    )(*_per_head(p), p.q.reshape(-1, dim), p.k.reshape(-1, dim))
+    parts = parts.reshape(splits, batch, heads, group, count)
+    lse = functools.reduce(merge_log, parts) if splits <= 2 else _merged(parts)
+    return lse if p.kept is None else merge_log(lse, xla.kept_log_sum_exp(p))
+
+
+def attention_mass(p: Problem, c: Counting, *, config: Config | None = None, interpret: Any = False) -> Masses:
+    """See :func:`pallas_kernels.attention_mass.attention_mass`; the kept rows' part is XLA's."""
+    cfg = _checked(p, config)
+    batch, heads, group, count, dim = p.q.shape
+    tokens = p.k.shape[2]
+    weight = jnp.ones((batch, count), jnp.float32) if c.weight is None else c.weight.astype(jnp.float32)
+    # A weight is the normaliser's business: w exp(s - lse) = exp(s - (lse - log w)), and one of 0 makes it infinite.
+    log_weight = jnp.log(jnp.maximum(weight, jnp.finfo(jnp.float32).tiny))[:, None, None]
+    counts = (weight[:, None, None] > 0) & (c.lse > NOTHING)
+    normaliser = jnp.where(counts, (c.lse - log_weight) * jnp.float32(LOG2E), jnp.float32(-NEG))
+    # Blocks of queries after the last that counts are left out: rows are padded on the right.
+    stop = jnp.max(jnp.where(weight > 0, jnp.arange(1, count + 1, dtype=jnp.int32), 0), axis=1)
+    onto = jnp.zeros((batch, heads, group, tokens), jnp.float32) if c.onto is None else c.onto.new
+    new = pl.pallas_call(
+        functools.partial(_mass_kernel, c=cfg, sizes=(heads, group, count, tokens, dim)),
+        grid=(pl.cdiv(tokens, cfg.keys), heads, batch),
+        in_specs=[pl.no_block_spec] * 7,
+        out_specs=pl.no_block_spec,
+        out_shape=jax.ShapeDtypeStruct((onto.size,), jnp.float32),
+        # Keys that no query sees are not visited and keep what they had.
+        input_output_aliases={6: 0},
+        compiler_params=plt.CompilerParams(num_warps=cfg.warps, num_stages=cfg.stages),
+        cost_estimate=_cost(p, 2),
+        name="attention_mass",
+        interpret=interpret,
+    )(
+        p.offset,
+        p.scale * jnp.float32(LOG2E),
+        stop.astype(jnp.int32),
+        p.q.reshape(-1, dim),
+        normaliser.reshape(-1),
+        p.k.reshape(-1, dim),
+        onto.reshape(-1),
+    )
+    return Masses(new.reshape(onto.shape), None if p.kept is None else xla.kept_mass(p, c))
+
+
+def _checked(p: Problem, config: Config | None) -> Config:
+    if p.bias is not None:
+        raise NotImplementedError("The GPU kernels know no bias that depends on places (ALiBi).")
+    if p.q.dtype != p.k.dtype:
+        raise NotImplementedError(f"The GPU kernels take queries and keys of one dtype, not {p.q.dtype}, {p.k.dtype}.")
+    return config or Config.default(p)
+
+
+def _per_head(p: Problem) -> tuple[Array, Array]:
+    """[B x H] offsets and scales."""
+    heads = p.q.shape[1]
+    return jnp.repeat(p.offset, heads), jnp.repeat(p.scale * jnp.float32(LOG2E), heads)
+
+
+def _cost(p: Problem, outputs: int) -> pl.CostEstimate:
+    """Of half the rectangle, as if the queries were the last."""
+    batch, heads, group, count, dim = p.q.shape
+    scores = batch * heads * group * count * p.k.shape[2]
+    moved = sum(x.size * x.dtype.itemsize for x in (p.q, p.k)) + 4 * outputs * scores // max(count, 1)
+    return pl.CostEstimate(flops=(2 * dim + 4) * scores, transcendentals=scores, bytes_accessed=moved)
+
+
+def _merged(parts: Float[Array, "S B H G N"]) -> Float[Array, "B H G N"]:
+    peak = parts.max(axis=0)
+    total = jnp.where(parts > NOTHING, jnp.exp(parts - peak), 0.0).sum(axis=0)
+    return jnp.where(total > 0, peak + jnp.log(jnp.maximum(total, 1e-37)), NEG)
+
+
+def _log_sum_exp_kernel(offset, factor, q, k, out, *, c, sizes, blocks):
+    rows, count, tokens, dim, split = sizes
+    part, block, head = pl.program_id(0), pl.program_id(1), pl.program_id(2)
+    unit, nth = jax.lax.div(block, i32(blocks)), jax.lax.rem(block, i32(blocks))
+    units = pl.num_programs(1) // blocks
+    first = offset[head]
+    row = nth * i32(c.queries) + jnp.arange(c.queries, dtype=jnp.int32)
+    query = jax.lax.rem(row, jnp.full_like(row, count))
+    there = row < rows
+    at = (head * units + unit) * i32(rows) + row
+    qb = rows_of(q, at, there, dim)
+    # The last key any of these rows sees; where heads are rows of one product, that is the last query's.
+    last = jnp.minimum(nth * i32(c.queries) + i32(c.queries), count) if rows == count else i32(count)
+    stop = jnp.minimum(jnp.minimum((part + 1) * i32(split), i32(tokens)), first + last)
+
+    def fold(i, carry):
+        peak, mass = carry
+        key = i * i32(c.keys) + jnp.arange(c.keys, dtype=jnp.int32)
+        kb = rows_of(k, head * i32(tokens) + key, key < tokens, dim)
+        scores = dot_rows(qb, kb) * factor[head]
+        seen = (key[None, :] <= first + query[:, None]) & (key[None, :] < stop)
+        scores = jnp.where(seen, scores, jnp.float32(NEG))
+        higher = jnp.maximum(peak, scores.max(axis=1))
+        weight = jnp.where(seen, jnp.exp2(scores - higher[:, None]), jnp.float32(0))
+        return higher, mass * jnp.exp2(peak - higher) + weight.sum(axis=1)
+
+    zero = jnp.zeros((c.queries,), jnp.float32)
+    begin = jax.lax.div(part * i32(split), i32(c.keys))
+    peak, mass = jax.lax.fori_loop(begin, up(stop, c.keys), fold, (zero + jnp.float32(NEG), zero))
+    found = peak * jnp.float32(1 / LOG2E) + jnp.log(jnp.maximum(mass, jnp.float32(1e-37)))
+    found = jnp.where(mass > 0, found, jnp.float32(NEG))
+    per_part = pl.num_programs(2) * units * i32(rows)
+    plt.store(out.at[part * per_part + at], found, mask=there)
+
+
+def _mass_kernel(offset, factor, stop, q, normaliser, k, onto, out, *, c, sizes):
+    del onto  # the same memory as ``out``
+    heads, group, count, tokens, dim = sizes
+    block, h, b = pl.program_id(0), pl.program_id(1), pl.program_id(2)
+    head = b * i32(heads) + h
+    first_key, first_query = block * i32(c.keys), offset[b]
+    key = first_key + jnp.arange(c.keys, dtype=jnp.int32)
+    end = up(stop[b], c.queries)
+    begin = jnp.minimum(jax.lax.div(jnp.maximum(first_key - first_query, 0), i32(c.queries)), end)
+    # From here on the block's keys are all seen.
+    below = jnp.clip(up(first_key + i32(c.keys - 1) - first_query, c.queries), begin, end)
+
+    @pl.when(begin < end)
+    def _():
+        kb = rows_of(k, head * i32(tokens) + key, key < tokens, dim)
+
+        def of_head(g, nothing):
+            unit = head * i32(group) + g
+
+            def add(masked, i, total):
+                query = i * i32(c.queries) + jnp.arange(c.queries, dtype=jnp.int32)
+                row = unit * i32(count) + query
+                qb = rows_of(q, row, query < count, dim)
+                norm = plt.load(normaliser.at[row], mask=query < count, other=-NEG)
+                share = jnp.exp2(dot_rows(kb, qb) * factor[b] - norm[None, :])
+                if masked:
+                    share = jnp.where(key[:, None] <= first_query + query[None, :], share, jnp.float32(0))
+                return total + share.sum(axis=1)
+
+            total = jnp.zeros((c.keys,), jnp.float32)
+            total = jax.lax.fori_loop(begin, below, functools.partial(add, True), total)
+            total = jax.lax.fori_loop(below, end, functools.partial(add, False), total)
+            at = unit * i32(tokens) + key
+            had = plt.load(out.at[at], mask=key < tokens, other=0.0)
+            plt.store(out.at[at], had + total, mask=key < tokens)
+            return nothing
+
+        jax.lax.fori_loop(i32(0), i32(group), of_head, i32(0))

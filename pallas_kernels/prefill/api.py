@@ -1,0 +1,87 @@
+"""``prefill``: causal attention of a chunk of queries, wherever in the prompt the chunk is."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels import dispatch
+from pallas_kernels.prefill.problem import Prefilled, Problem
+from pallas_kernels.rows import Bias, Rows
+
+#: Keys that the XLA form reads at once, where the caller does not say.
+BLOCK = 256
+
+
+def _tpu(problem: Problem, **options: Any) -> Prefilled:
+    from pallas_kernels.prefill import tpu
+
+    return tpu.prefill(problem, **options)
+
+
+def _triton(problem: Problem, **options: Any) -> Prefilled:
+    from pallas_kernels.prefill import triton
+
+    return triton.prefill(problem, **options)
+
+
+def _xla(problem: Problem, **options: Any) -> Prefilled:
+    from pallas_kernels.prefill import xla
+
+    return xla.prefill(problem, **options)
+
+
+# Imported when they are tried: a CPU never loads a GPU's compiler.
+IMPLEMENTATIONS: Mapping[str, Callable[..., Prefilled]] = {"tpu": _tpu, "triton": _triton, "xla": _xla}
+ORDER = {"tpu": ("tpu",), "gpu": ("triton",)}
+
+
+def prefill(
+    q: Float[Array, "B H G N D"],
+    k: Float[Array, "B H T D"],
+    v: Float[Array, "B H T D"],
+    *,
+    offset: Int[Array, ""] | Int[Array, " B"] | int,
+    scale: float,
+    length: Int[Array, " B"] | None = None,
+    kept: Rows | None = None,
+    bias: Bias | None = None,
+    block: int | None = None,
+    implementation: str | None = None,
+    **options: Any,
+) -> Prefilled:
+    """Softmax attention of a chunk of queries over the kept rows and the keys up to each query's own.
+
+    The score of query i and key j, ``j <= offset + i``, is ``scale q_i . k_j + bias``; of a valid kept row the same,
+    with its log mass.
+
+    Args:
+      q: after rotary, grouped by KV head. k, v: of everything from the prompt's start, the chunk's own included; what
+        no query sees must be finite.
+      offset: int32, at least 0: the index of the chunk's query 0 among the keys, of each row or of all. Traced, so a
+        chunk's place does not recompile.
+      scale: multiplies q . k.
+      length: int32, the chunk's real queries in each row, for kernels to leave out blocks of padding; all if None.
+      kept: rows from before, seen by all queries; their block size is their own.
+      bias: of some keys' places; group-major queries. None, as for every model without ALiBi, is what kernels can do.
+      block: keys the XLA form reads at once; divides T.
+      implementation: the only one to try; by default the platform's in order, "xla" last.
+      options: of one implementation: ``config`` (block sizes), ``interpret``.
+
+    Raises:
+      ValueError: shapes that do not belong together.
+      NotImplementedError: the implementation that was named cannot do this.
+    """
+    batch, heads, _, _, dim = q.shape
+    tokens = k.shape[2]
+    if k.shape != v.shape or (k.shape[0], k.shape[1], k.shape[3]) != (batch, heads, dim):
+        raise ValueError(f"queries are {q.shape}, keys {k.shape}, values {v.shape}; all but the tokens must agree.")
+    block = math.gcd(tokens, BLOCK) if block is None else block
+    if tokens % block:
+        raise ValueError(f"block {block} does not divide {tokens} keys.")
+    problem = Problem(q, k, v, jnp.asarray(offset, jnp.int32), length, kept, scale, bias, block)
+    return dispatch.run("prefill", IMPLEMENTATIONS, ORDER, implementation, problem, **options)

@@ -1,0 +1,135 @@
+"""On GPUs, in Pallas's Triton: flash attention (Dao, arXiv 2307.08691) whose chunk may be anywhere.
+
+Why not cuDNN, which ``jax.nn.dot_product_attention`` offers and which is faster where it fits: its causal mask begins
+at key 0, so a chunk further on would be two calls, one on what is before it and one on itself, merged by log-sum-exp;
+but the residual that JAX 0.10.2 to 0.12 returns is rounded to the output's dtype. In bfloat16 a log-sum-exp of 8 is
+then wrong by up to 0.03, and so a merged part by 3 %, as is every mass computed from it. Its [B, T, H, D] order would
+also copy keys and values, and it takes no float32.
+
+A program is a block of one head's queries, the last blocks first, because they have the most keys to read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+
+from pallas_kernels.prefill import xla
+from pallas_kernels.prefill.problem import Prefilled, Problem
+from pallas_kernels.softmax import LOG2E, NEG, merge, per_row
+from pallas_kernels.triton_tiles import dot, dot_rows, i32, lanes, rows_of, up
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Block sizes: powers of two, at least 16; warps and stages of Triton's compiler."""
+
+    queries: int = 128
+    keys: int = 64
+    warps: int = 8
+    stages: int = 2
+
+    @classmethod
+    def default(cls, p: Problem) -> Config:
+        """Chosen so that nothing spills in registers, compiled for sm_80, sm_90 and sm_100; not timed on a device."""
+        count, dim = p.q.shape[3:]
+        queries, keys, warps, stages = 128, 64, 8, 3
+        if p.k.dtype == jnp.float32:  # without tensor cores
+            queries, keys, stages = (32 if dim <= 128 else 16), 32, 2
+        elif dim > 128:
+            keys, stages = 32, 2
+        return cls(min(queries, max(16, pl.next_power_of_2(count))), keys, warps, stages)
+
+
+def prefill(p: Problem, *, config: Config | None = None, interpret: Any = False) -> Prefilled:
+    """See :func:`pallas_kernels.prefill.prefill`; the kept rows' part is XLA's."""
+    if p.bias is not None:
+        raise NotImplementedError("The GPU kernel knows no bias that depends on places (ALiBi).")
+    if not p.q.dtype == p.k.dtype == p.v.dtype:
+        raise NotImplementedError(f"The GPU kernel takes one dtype, not {p.q.dtype}, {p.k.dtype}, {p.v.dtype}.")
+    out, lse = _call(p, config or Config.default(p), interpret)
+    if p.kept is None:
+        return Prefilled(out, lse)
+    out, lse = merge(out, lse, *xla.rows_alone(p))
+    return Prefilled(out.astype(p.q.dtype), lse)
+
+
+def _call(p: Problem, c: Config, interpret: Any) -> Any:
+    batch, heads, group, count, dim = p.q.shape
+    tokens = p.k.shape[2]
+    blocks = pl.cdiv(count, c.queries)
+    scores = batch * heads * group * count * tokens
+    out, lse = pl.pallas_call(
+        functools.partial(_kernel, c=c, sizes=(heads, group, count, tokens, dim), factor=p.scale * LOG2E),
+        # Programs that follow one another share a head's keys.
+        grid=(group * blocks, heads, batch),
+        in_specs=[pl.no_block_spec] * 5,
+        out_specs=[pl.no_block_spec] * 2,
+        out_shape=[
+            jax.ShapeDtypeStruct((batch * heads * group * count, dim), p.q.dtype),
+            jax.ShapeDtypeStruct((batch * heads * group * count,), jnp.float32),
+        ],
+        compiler_params=plt.CompilerParams(num_warps=c.warps, num_stages=c.stages),
+        cost_estimate=pl.CostEstimate(
+            flops=(4 * dim + 4) * scores,
+            transcendentals=scores,
+            bytes_accessed=sum(x.size * x.dtype.itemsize for x in (p.q, p.q, p.k, p.v)),
+        ),
+        name="prefill",
+        interpret=interpret,
+    )(
+        per_row(p.offset, batch, jnp.int32),
+        per_row(count if p.length is None else p.length, batch, jnp.int32),
+        *(x.reshape(-1, dim) for x in (p.q, p.k, p.v)),
+    )
+    return out.reshape(p.q.shape), lse.reshape(p.q.shape[:4])
+
+
+def _kernel(offset, length, q, k, v, out, lse, *, c, sizes, factor):
+    heads, group, count, tokens, dim = sizes
+    nth, h, b = pl.program_id(0), pl.program_id(1), pl.program_id(2)
+    head = b * i32(heads) + h
+    g = jax.lax.rem(nth, i32(group))
+    first = (i32(pl.cdiv(count, c.queries) - 1) - jax.lax.div(nth, i32(group))) * i32(c.queries)
+    first_query = offset[b] + first
+    row = first + jnp.arange(c.queries, dtype=jnp.int32)
+    there = row < count
+    at = (head * i32(group) + g) * i32(count) + row
+    qb = rows_of(q, at, there, dim)
+    stop = jnp.minimum(first_query + i32(c.queries), i32(tokens))
+    stop = jnp.where(first < length[b], up(stop, c.keys), i32(0))
+    # Up to here every query of the block sees all keys.
+    below = jnp.minimum(jax.lax.div(first_query + i32(1), i32(c.keys)), stop)
+
+    def fold(masked, i, carry):
+        peak, mass, total = carry
+        key = i * i32(c.keys) + jnp.arange(c.keys, dtype=jnp.int32)
+        inside = key < tokens
+        scores = dot_rows(qb, rows_of(k, head * i32(tokens) + key, inside, dim)) * jnp.float32(factor)
+        if masked:
+            seen = key[None, :] <= offset[b] + row[:, None]
+            scores = jnp.where(seen, scores, jnp.float32(NEG))
+        higher = jnp.maximum(peak, scores.max(axis=1))
+        # Masked weights need no zeros: every query sees key 0, so its peak is a score from the first block on.
+        weight = jnp.exp2(scores - higher[:, None])
+        shrink = jnp.exp2(peak - higher)
+        vb = rows_of(v, head * i32(tokens) + key, inside, dim)
+        gained = dot(weight.astype(vb.dtype), vb)
+        return higher, mass * shrink + weight.sum(axis=1), total * shrink[:, None] + gained
+
+    zero = jnp.zeros((c.queries,), jnp.float32)
+    lane = lanes(c.queries, dim)
+    carry = (zero + jnp.float32(NEG), zero, jnp.zeros(lane.shape, jnp.float32))
+    carry = jax.lax.fori_loop(i32(0), below, functools.partial(fold, False), carry)
+    peak, mass, total = jax.lax.fori_loop(below, stop, functools.partial(fold, True), carry)
+    some = jnp.maximum(mass, jnp.float32(1e-37))
+    found = peak * jnp.float32(1 / LOG2E) + jnp.log(some)
+    plt.store(lse.at[at], jnp.where(mass > 0, found, jnp.float32(NEG)), mask=there)
+    place = jnp.broadcast_to(at[:, None], lane.shape)
+    plt.store(out.at[place, lane], (total / some[:, None]).astype(out.dtype), mask=there[:, None] & (lane < dim))

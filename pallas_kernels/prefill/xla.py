@@ -1,0 +1,102 @@
+"""In XLA: runs everywhere, and is the form the CPU uses.
+
+A running softmax over blocks of keys, in loops whose length is traced: never more scores than the chunk against one
+block, and only blocks on and below the diagonal. Softmax and sums are float32 whatever the dtype of keys and values.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from pallas_kernels.prefill.problem import Prefilled, Problem
+from pallas_kernels.rows import Bias, Rows
+from pallas_kernels.softmax import NEG
+
+# A running softmax: (peak, mass, unnormalised output) of shapes [B, H, N], [B, H, N], [B, H, N, D].
+Running = tuple[Float[Array, "B H N"], Float[Array, "B H N"], Float[Array, "B H N D"]]
+
+
+def prefill(p: Problem, *, config: None = None) -> Prefilled:
+    """See :func:`pallas_kernels.prefill.prefill`; there is nothing to configure, and ``length`` saves nothing."""
+    del config
+    batch, heads, group, count, dim = p.q.shape
+    q = p.q.reshape(batch, heads, group * count, dim)
+    running = running_start(batch, heads, group * count, dim)
+    if p.kept is not None:
+        running = attend_rows(running, q, p.kept, scale=p.scale, bias=p.bias)
+    peak, mass, out = _attend_causal(running, q, p)
+    out = (out / mass[..., None]).astype(p.q.dtype)
+    return Prefilled(out.reshape(p.q.shape), (peak + jnp.log(mass)).reshape(p.q.shape[:4]))
+
+
+def rows_alone(p: Problem) -> tuple[Float[Array, "B H G N D"], Float[Array, "B H G N"]]:
+    """The kept rows' part in float32, to be merged with a kernel's: output and log-sum-exp, NEG where none is valid."""
+    assert p.kept is not None
+    batch, heads, group, count, dim = p.q.shape
+    q = p.q.reshape(batch, heads, group * count, dim)
+    running = running_start(batch, heads, group * count, dim)
+    peak, mass, out = attend_rows(running, q, p.kept, scale=p.scale, bias=p.bias)
+    some = jnp.maximum(mass, jnp.finfo(jnp.float32).tiny)
+    lse = jnp.where(mass > 0, peak + jnp.log(some), NEG)
+    return (out / some[..., None]).reshape(p.q.shape), lse.reshape(p.q.shape[:4])
+
+
+def running_start(batch: int, heads: int, count: int, dim: int) -> Running:
+    """A running softmax that has seen nothing; its mass is 0, so something must be attended to before dividing."""
+    empty = jnp.zeros((batch, heads, count), jnp.float32)
+    return empty + NEG, empty, jnp.zeros((batch, heads, count, dim), jnp.float32)
+
+
+def attend_block(
+    running: Running,
+    q: Float[Array, "B H N D"],
+    k: Float[Array, "B H S D"],
+    v: Float[Array, "B H S D"],
+    visible: Bool[Array, "#B #H #N S"] | Bool[Array, "N S"],
+    *,
+    scale: float,
+    bias: Float[Array, "#B #H #N S"] | None = None,
+) -> Running:
+    """Fold one block of keys and values into a running softmax; ``bias`` is added to the scaled scores."""
+    peak, mass, out = running
+    scores = jnp.einsum("bhnd,bhsd->bhns", q, k, preferred_element_type=jnp.float32) * scale
+    if bias is not None:
+        scores = scores + bias
+    scores = jnp.where(visible, scores, NEG)
+    new_peak = jnp.maximum(peak, scores.max(axis=-1))
+    # Masked weights are zeroed, not trusted to underflow: a row that sees nothing yet has peak NEG and exp(0) = 1.
+    weight = jnp.where(visible, jnp.exp(scores - new_peak[..., None]), 0.0)
+    shrink = jnp.exp(peak - new_peak)
+    gained = jnp.einsum("bhns,bhsd->bhnd", weight.astype(v.dtype), v, preferred_element_type=jnp.float32)
+    return new_peak, mass * shrink + weight.sum(axis=-1), out * shrink[..., None] + gained
+
+
+def attend_rows(
+    running: Running, q: Float[Array, "B H N D"], kept: Rows, *, scale: float, bias: Bias | None = None
+) -> Running:
+    """Fold kept rows into a running softmax, block by block; every query sees all valid ones."""
+
+    def body(i: Int[Array, ""], carry: Running) -> Running:
+        k, v, visible, added = kept.block_of(i, bias)
+        return attend_block(carry, q, k, v, visible, scale=scale, bias=added)
+
+    return jax.lax.fori_loop(0, kept.blocks, body, running)
+
+
+def _attend_causal(running: Running, q: Float[Array, "B H N D"], p: Problem) -> Running:
+    """Fold the keys up to each query's own into a running softmax."""
+    _, _, group, count, _ = p.q.shape
+    place = jnp.tile(jnp.arange(count), group)[:, None]
+    last = place + (p.offset if p.offset.ndim == 0 else p.offset[:, None, None, None])
+
+    def body(j: Int[Array, ""], carry: Running) -> Running:
+        kb = jax.lax.dynamic_slice_in_dim(p.k, j * p.block, p.block, axis=2)
+        vb = jax.lax.dynamic_slice_in_dim(p.v, j * p.block, p.block, axis=2)
+        key = j * p.block + jnp.arange(p.block)
+        bias = None if p.bias is None else p.bias(key[None, None])
+        return attend_block(carry, q, kb, vb, last >= key, scale=p.scale, bias=bias)
+
+    blocks = (jnp.max(p.offset) + count + p.block - 1) // p.block
+    return jax.lax.fori_loop(0, jnp.minimum(blocks, p.k.shape[2] // p.block), body, running)

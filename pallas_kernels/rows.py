@@ -1,0 +1,52 @@
+"""Rows of keys and values kept from before, which every query of a turn sees up to each head's length."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+#: Biases [#B, H, N, S] of some queries, group-major, for keys at these places [#B, #H, S]: ALiBi's, for example.
+Bias = Callable[[Int[Array, "#B #H S"]], Float[Array, "#B #H N S"]]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """Kept rows, padded to whole blocks.
+
+    Attributes:
+      k, v: what is in no valid row is finite. length: valid rows of each head, at the start.
+      log_mass: added to the score of row 0: log N of a row that stands for N tokens; or None.
+      place: of each row's token, counted as a :data:`Bias` counts; None where no bias depends on it.
+      block: rows read at once; divides C.
+    """
+
+    k: Float[Array, "B H C D"]
+    v: Float[Array, "B H C D"]
+    length: Int[Array, "B H"]
+    log_mass: Float[Array, "B H"] | None
+    place: Int[Array, "B H C"] | None
+    block: int = dataclasses.field(metadata={"static": True})
+
+    @property
+    def blocks(self) -> Int[Array, ""]:
+        """Blocks that hold a valid row of any head."""
+        return jnp.max(-(-self.length // self.block))
+
+    def block_of(
+        self, i: Int[Array, ""], linear: Bias | None
+    ) -> tuple[Float[Array, "B H S D"], Float[Array, "B H S D"], Bool[Array, "B H 1 S"], Array | None]:
+        """Keys and values of a block, what is visible, and a bias [B, H, #N, S] or None."""
+        k = jax.lax.dynamic_slice_in_dim(self.k, i * self.block, self.block, axis=2)
+        v = jax.lax.dynamic_slice_in_dim(self.v, i * self.block, self.block, axis=2)
+        slot = i * self.block + jnp.arange(self.block)
+        visible = (slot < self.length[..., None])[:, :, None]
+        bias = None if self.log_mass is None else jnp.where(slot == 0, self.log_mass[..., None], 0.0)[:, :, None]
+        if linear is not None and self.place is not None:
+            place = jax.lax.dynamic_slice_in_dim(self.place, i * self.block, self.block, axis=2)
+            bias = linear(place) if bias is None else linear(place) + bias
+        return k, v, visible, bias

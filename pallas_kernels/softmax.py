@@ -1,0 +1,43 @@
+"""Softmax in parts: what several passes over different keys need to become one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+#: A finite stand-in for minus infinity: exp(NEG - m) is 0 for every reachable m, and NEG - NEG is 0, not NaN.
+NEG = -0.7 * float(np.finfo(np.float32).max)
+
+#: Whatever is at or below this is no score: sums of NEG and scores stay below it.
+NOTHING = 0.5 * NEG
+
+#: exp(x) = exp2(x LOG2E); accelerators have an instruction for exp2, and the factor is folded into the softmax's scale.
+LOG2E = float(np.log2(np.e))
+
+
+def log_of(peak: Float[Array, "*S"], mass: Float[Array, "*S"]) -> Float[Array, "*S"]:
+    """Log-sum-exp of a running softmax, its largest score and the sum of exp(score - peak); NEG if it is empty."""
+    return jnp.where(mass > 0, peak + jnp.log(jnp.maximum(mass, jnp.finfo(jnp.float32).tiny)), NEG)
+
+
+def merge_log(a: Float[Array, "*S"], b: Float[Array, "*S"]) -> Float[Array, "*S"]:
+    """Log-sum-exp over the keys of both parts; a part may be empty (NEG)."""
+    high = jnp.maximum(a, b)
+    return high + jnp.log1p(jnp.exp(jnp.minimum(a, b) - high)) * (high > NOTHING)
+
+
+def merge(
+    out_a: Float[Array, "*S D"], lse_a: Float[Array, "*S"], out_b: Float[Array, "*S D"], lse_b: Float[Array, "*S"]
+) -> tuple[Float[Array, "*S D"], Float[Array, "*S"]]:
+    """Attention over the keys of both parts, in float32, with its log-sum-exp."""
+    lse = merge_log(lse_a, lse_b)
+    share_a, share_b = (jnp.exp(x - lse)[..., None] * (x > NOTHING)[..., None] for x in (lse_a, lse_b))
+    return out_a.astype(jnp.float32) * share_a + out_b.astype(jnp.float32) * share_b, lse
+
+
+def per_row(value: Any, batch: int, dtype: Any) -> Array:
+    """[B] of a number, a scalar array or one value a row of the batch."""
+    return jnp.broadcast_to(jnp.asarray(value, dtype), (batch,))

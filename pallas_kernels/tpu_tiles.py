@@ -1,0 +1,173 @@
+"""Blocks of queries and keys as the causal TPU kernels take them."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jaxtyping import Array, Bool, Float, Int
+
+LANES, SUBLANES = 128, 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Block sizes.
+
+    Attributes:
+      queries: of each head a block holds at most; a multiple of 128.
+      keys: a block holds at most; a power of two, at least 128.
+    """
+
+    queries: int = 128
+    keys: int = 1024
+
+    @classmethod
+    def default(cls, group: int, count: int) -> Config:
+        """About 512 rows of queries against 1,024 keys, 2 MB of scores; a window's few rows against up to 2,048 keys.
+
+        Not timed on a device. Scheduled for v5e, a window of 32 queries of 4 heads takes 0.53 us of issue slots for
+        2,048 keys, whose bytes take 0.64: one read of the keys is what it costs.
+        """
+        queries = LANES * max(1, 4 // group)
+        rows = min(count, queries) * group
+        return cls(queries, min(2048, max(256, 1 << ((512 * 1024) // rows).bit_length() - 1)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiles:
+    """A problem cut into blocks.
+
+    Keys of a head size below 128 lanes are taken transposed, tokens along the lanes. As rows they would be padded to
+    twice their bytes or more, and an array that is not would be copied (268 MB of temporary memory for 134 MB of keys
+    of size 64, compiled for v5e); XLA lays such arrays out with the longer axis along the lanes by itself.
+
+    Attributes:
+      shape: of the queries, with N padded to whole blocks.
+      count: queries asked for. tokens: keys, padded to whole blocks.
+      queries, keys: of a block.
+      columns: whether keys are transposed.
+    """
+
+    shape: tuple[int, ...]
+    count: int
+    tokens: int
+    queries: int
+    keys: int
+    columns: bool
+
+    @classmethod
+    def of(cls, q: Array, k: Array, config: Config | None) -> Tiles:
+        batch, heads, group, count, dim = q.shape
+        config = config or Config.default(group, count)
+        queries = min(config.queries, -(-count // 16) * 16)
+        keys = config.keys
+        while keys > LANES and k.shape[2] % keys:
+            keys //= 2
+        padded, tokens = -(-count // queries) * queries, -(-k.shape[2] // keys) * keys
+        return cls((batch, heads, group, padded, dim), count, tokens, queries, keys, dim % LANES != 0)
+
+    @property
+    def query_blocks(self) -> int:
+        return self.shape[3] // self.queries
+
+    def key_blocks(self, offset: Int[Array, " B"]) -> Int[Array, ""]:
+        """Blocks of keys that some query sees, at least 1; traced: a chunk's place changes no shape."""
+        last = jnp.max(offset) + jnp.int32(self.count - 1)
+        return jnp.clip(last // jnp.int32(self.keys) + 1, 1, self.tokens // self.keys)
+
+    def query_rows(self, x: Array) -> Array:
+        """[B, H, G, N, ...] with zeros up to whole blocks of queries."""
+        return padded(x, 3, self.queries)
+
+    def key_rows(self, x: Float[Array, "B H T D"]) -> Array:
+        """Keys or values as the kernels take them."""
+        x = padded(x, 2, self.keys)
+        return x.swapaxes(2, 3) if self.columns else x
+
+    def key_spec(self, block_of: Any) -> pl.BlockSpec:
+        """Of a block of keys or values; ``block_of`` gives (row, head, block) from the grid's indices."""
+        dim = self.shape[4]
+        if not self.columns:
+            return pl.BlockSpec((None, None, self.keys, dim), lambda *at: (*block_of(*at), 0))
+
+        def index(*at: Any) -> Any:
+            b, h, block = block_of(*at)
+            return b, h, 0, block
+
+        return pl.BlockSpec((None, None, dim, self.keys), index)
+
+    def last_key_block(self, offset: Array, block: Array) -> Array:
+        """The last block of keys that this block of queries sees; later ones are not read."""
+        last = jnp.maximum(offset + (block + 1) * jnp.int32(self.queries) - 1, 0)
+        return jax.lax.div(last, jnp.int32(self.keys))
+
+    def first_query_block(self, offset: Array, block: Array) -> Array:
+        """The first block of queries that sees this block of keys; earlier ones are not read."""
+        first = jax.lax.div(jnp.maximum(block * jnp.int32(self.keys) - offset, 0), jnp.int32(self.queries))
+        return jnp.minimum(first, jnp.int32(self.query_blocks - 1))
+
+    def cost(self, itemsize: int, products: int, other_bytes: int) -> pl.CostEstimate:
+        """Of the whole rectangle, as for queries that are the last, with 1 or 2 products a score, each of an array."""
+        batch, heads, group, padded, dim = self.shape
+        scores = batch * heads * group * padded * self.tokens
+        moved = itemsize * dim * batch * heads * (group * padded + products * self.tokens)
+        return pl.CostEstimate(
+            flops=(2 * dim * products + 4) * scores, transcendentals=scores, bytes_accessed=moved + other_bytes
+        )
+
+
+def padded(x: Array, axis: int, size: int) -> Array:
+    """With zeros up to whole blocks; nothing where it is whole already."""
+    fill = -x.shape[axis] % size
+    if not fill:
+        return x
+    return jnp.pad(x, [(0, fill if i == axis else 0) for i in range(x.ndim)])
+
+
+def dot(a: Float[Array, "M K"], b: Array, contracted: int) -> Float[Array, "M N"]:
+    """Product over ``b``'s axis ``contracted``; float32 numbers are multiplied as such, not in bfloat16 passes."""
+    exact = jax.lax.Precision.HIGHEST if b.dtype == jnp.float32 else None
+    axes = (((1,), (contracted,)), ((), ()))
+    return jax.lax.dot_general(a.astype(b.dtype), b, axes, precision=exact, preferred_element_type=jnp.float32)
+
+
+def scores(q: Float[Array, "G N D"], k: Array, columns: bool) -> Float[Array, "M S"]:
+    """q . k of a block, the group's queries one product."""
+    return dot(q.reshape(-1, q.shape[-1]), k, 0 if columns else 1)
+
+
+def visible(first_query: Array, first_key: Array, shape: tuple[int, int]) -> Bool[Array, "N S"]:
+    """Of one head's queries [N] and keys [S] from these places on."""
+    query = jax.lax.broadcasted_iota(jnp.int32, shape, 0)
+    key = jax.lax.broadcasted_iota(jnp.int32, shape, 1)
+    return key - query <= first_query - first_key
+
+
+def masked_by_head(x: Float[Array, "M S"], seen: Bool[Array, "N S"], fill: float) -> Float[Array, "M S"]:
+    """``fill`` where the group's queries do not see."""
+    count = seen.shape[0]
+    heads = [x[at : at + count] for at in range(0, x.shape[0], count)]
+    return jnp.concatenate([jnp.where(seen, head, jnp.float32(fill)) for head in heads])
+
+
+def each_way(first_query: Array, first_key: Array, queries: int, keys: int, run: Any) -> None:
+    """``run(masked)`` for a block the diagonal crosses or one below it; nothing for one above."""
+    below = first_query >= first_key + jnp.int32(keys - 1)
+    touched = first_query + jnp.int32(queries - 1) >= first_key
+    pl.when(below)(lambda: run(False))
+    pl.when(jnp.logical_and(touched, jnp.logical_not(below)))(lambda: run(True))
+
+
+def store_by_head(out: Any, column: Float[Array, "M 1"]) -> None:
+    """Write one number a query, a column, into ``out`` [G, N]: along the lanes, as it lies in memory.
+
+    As [..., 1] in memory it would be padded to 128 lanes (134 MB for a quarter of a million queries).
+    """
+    group, count = out.shape
+    turned = jnp.transpose(jnp.broadcast_to(column, (group * count, LANES)))
+    for g in range(group):
+        out[g : g + 1] = turned[:1, g * count : (g + 1) * count]

@@ -1,0 +1,43 @@
+"""Rows in memory and products of them, as the Triton kernels take them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+from jaxtyping import Array, Bool, Float, Int
+
+
+def i32(value: int) -> Array:
+    """A number of 32 bits, whatever the default is."""
+    return jnp.int32(value)
+
+
+def up(value: Array, size: int) -> Array:
+    """``value / size`` rounded up, and 0 for what is negative."""
+    return jax.lax.div(jnp.maximum(value, 0) + i32(size - 1), i32(size))
+
+
+def lanes(count: int, dim: int) -> Int[Array, "N E"]:
+    """Column indices of ``count`` rows; E is ``dim`` rounded up to a power of two, as Triton's arrays must be."""
+    return jax.lax.broadcasted_iota(jnp.int32, (count, pl.next_power_of_2(dim)), 1)
+
+
+def rows_of(x: Any, row: Int[Array, " N"], there: Bool[Array, " N"], dim: int) -> Float[Array, "N E"]:
+    """Rows of a [rows, D] array in memory, zeros where there are none and from D on."""
+    lane = lanes(row.shape[0], dim)
+    there_too = there[:, None] & (lane < dim)
+    return plt.load(x.at[jnp.broadcast_to(row[:, None], lane.shape), lane], mask=there_too, other=0.0)
+
+
+def dot(a: Float[Array, "M K"], b: Float[Array, "K N"]) -> Float[Array, "M N"]:
+    """a b, summed in float32; float32 numbers are not rounded to tf32."""
+    return plt.dot(a, b, precision=jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None)
+
+
+def dot_rows(a: Float[Array, "M K"], b: Float[Array, "N K"]) -> Float[Array, "M N"]:
+    """a b' of rows."""
+    return dot(a, b.T)

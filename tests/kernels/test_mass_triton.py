@@ -1,0 +1,34 @@
+"""The GPU kernels of attention mass: results in interpret mode, and that they lower for a GPU."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from kernels.mass_base import Case, MassBase, build
+
+from pallas_kernels.attention_mass import triton
+from pallas_kernels.attention_mass.problem import Counting
+
+SMALL = triton.Config(queries=32, keys=64, split=128)
+
+
+class TestTriton(MassBase):
+    def log_sum_exp(self, problem):
+        return jax.jit(functools.partial(triton.log_sum_exp, config=SMALL, interpret=True))(problem)
+
+    def attention_mass(self, problem, counting):
+        return jax.jit(functools.partial(triton.attention_mass, config=SMALL, interpret=True))(problem, counting)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32], ids=["bfloat16", "float32"])
+@pytest.mark.parametrize("head_dim", [80, 128])
+def test_lowers_for_a_gpu(dtype, head_dim):
+    problem, _ = build(Case((0, 40), queries=32, keys=2048, group=4, head_dim=head_dim, dtype=dtype))
+
+    def both(p):
+        return triton.attention_mass(p, Counting(triton.log_sum_exp(p), None, None)).new
+
+    allowed = [jax.export.DisabledSafetyCheck.custom_call("__gpu$xla.gpu.triton")]
+    exported = jax.export.export(jax.jit(both), platforms=["cuda"], disabled_checks=allowed)(problem)
+    assert exported.mlir_module().count("__gpu$xla.gpu.triton") == 2

@@ -1,0 +1,45 @@
+"""The TPU kernel of prefill: results and races in interpret mode, and that it lowers for a TPU."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+from kernels.prefill_base import Case, PrefillBase, build
+
+from pallas_kernels.prefill import reference, tpu
+
+SMALL = tpu.Config(queries=128, keys=128)
+
+
+class TestTpu(PrefillBase):
+    def run(self, problem):
+        return jax.jit(functools.partial(tpu.prefill, config=SMALL, interpret=True))(problem)
+
+
+def test_no_race_and_no_memory_read_that_was_not_written():
+    """Several blocks of queries and of keys, some above the diagonal, one of which is padding."""
+    problem = build(Case((0, 90), length=(256, 100), queries=256, keys=384, heads=1, head_dim=128))
+    try:
+        mode = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
+        got = tpu.prefill(problem, config=SMALL, interpret=mode)
+        from jax._src.pallas.mosaic.interpret import interpret_pallas_call as interpreter
+
+        assert interpreter.races is not None and not interpreter.races.races_found
+    finally:
+        pltpu.reset_tpu_interpret_mode_state()
+    want, lse = reference.prefill(problem)
+    np.testing.assert_allclose(got.out[0], want[0], atol=3e-5)
+    np.testing.assert_allclose(got.out[1, :, :, :100], want[1, :, :, :100], atol=3e-5)
+    np.testing.assert_allclose(got.lse[0], lse[0], atol=3e-5)
+
+
+@pytest.mark.parametrize("x64", [False, True], ids=["", "x64"])
+@pytest.mark.parametrize(("head_dim", "dtype"), [(64, jnp.bfloat16), (128, jnp.float32)])
+def test_lowers_for_a_tpu(head_dim, dtype, x64):
+    with jax.enable_x64(x64):
+        problem = build(Case((0, 1024), queries=256, keys=2048, group=4, head_dim=head_dim, dtype=dtype))
+        exported = jax.export.export(jax.jit(tpu.prefill), platforms=["tpu"])(problem)
+    assert exported.mlir_module().count("tpu_custom_call") == 1
