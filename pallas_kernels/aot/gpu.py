@@ -20,11 +20,16 @@ _FOLDER = Path(__file__).parent / "gpu_targets"
 
 def _target(name: str) -> Target:
     text = (_FOLDER / f"{name}.txtpb").read_text()
-    clock, bandwidth = (
-        float(re.search(rf"{key}: ([\d.]+)", text)[1]) for key in ("clock_rate_ghz", "memory_bandwidth")
-    )  # pyright: ignore
+    clock, bandwidth = _number(text, "clock_rate_ghz"), _number(text, "memory_bandwidth")
     topology = (("platform", "cuda"), ("topology_name", ""), ("target_config", text), ("topology", "1x1x1"))
     return Target(name, "gpu", topology, clock * 1e9, bandwidth)
+
+
+def _number(text: str, field: str) -> float:
+    found = re.search(rf"\b{field}: ([\d.]+)", text)
+    if found is None:
+        raise ValueError(f"a target's description has no {field}.")
+    return float(found[1])
 
 
 #: A100, H200 and B200.
@@ -34,8 +39,6 @@ TARGETS = tuple(_target(name) for name in ("sm_80", "sm_90", "sm_100"))
 _COUNTS = re.compile(
     r"entry function '(\w+)'.*?(\d+) bytes spill stores, (\d+) bytes spill loads.*?Used (\d+) registers", re.S
 )
-# Names of XLA's own kernels; theirs are listed only if they spill.
-_XLA = re.compile(r"(loop|input|wrapped|gemm|nested|concatenate|memset|redzone)_|fusion|copy|reduce")
 
 
 def environment(dump: Path) -> dict[str, str]:
@@ -53,9 +56,10 @@ def profiles(dump: Path) -> list[KernelProfile]:
     found = []
     for path in sorted(dump.rglob("*.ptx")):
         for name, stored, loaded, registers in _COUNTS.findall(_assembled(path)):
+            # Mosaic GPU's own ending.
+            kernel = name.removesuffix("_mosaic_gpu_kernel")
             spills = max(int(stored), int(loaded)) // 4
-            if spills or not _XLA.match(name):
-                found.append(KernelProfile(name, spills=spills, registers=int(registers)))
+            found.append(KernelProfile(kernel, spills=spills, registers=int(registers)))
     return found
 
 

@@ -75,7 +75,7 @@ def _contestants(p: Problem, platform: str) -> list[tuple[str, Callable[..., jax
         return step
 
     names = (*ORDER.get(platform, ()), "xla")
-    found = [(name, ours(name), arrays) for name in names]
+    found: list[tuple[str, Callable[..., jax.Array], tuple[Any, ...]]] = [(name, ours(name), arrays) for name in names]
     if platform == "gpu" and p.pages.dtype.itemsize == 2:
         found.append((CUDNN, _cudnn(p.scale), (*_padded(p), p.length)))
     return found

@@ -9,7 +9,7 @@ import platform
 from typing import Any, Self
 
 import jax
-import jaxlib
+import jaxlib.version
 import numpy as np
 
 from pallas_kernels.bench.problem import Sizes
@@ -54,7 +54,7 @@ class Report:
         """With this machine's name and versions, and the date."""
         versions = {
             "jax": jax.__version__,
-            "jaxlib": jaxlib.__version__,
+            "jaxlib": jaxlib.version.__version__,
             "numpy": np.__version__,
             "python": platform.python_version(),
             "runtime": " ".join(jax.devices()[0].client.platform_version.split()),

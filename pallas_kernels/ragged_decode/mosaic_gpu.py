@@ -67,20 +67,20 @@ def decode(p: Problem, *, config: MosaicGpuConfig | None = None, interpret: Any 
       NotImplementedError: another GPU than Hopper, rows other than ``Stacked`` in bfloat16 or float16 with pages of
         64, queries in another dtype, more than 64 queries a head, scales of values, positions.
     """
-    _refuse(p)
+    pages = _accepted(p)
     config = config or tuned.config("ragged_decode.mosaic_gpu", p, MosaicGpuConfig) or MosaicGpuConfig.of(p)
     cut = Split.of(p, config.pages)
     batch, _, group, dim = p.q.shape
-    total, lanes = p.pages.shape[1], p.pages.kv.shape[-1]
+    total, lanes = pages.shape[1], pages.kv.shape[-1]
     # Copies are of whole tiles of 8 rows.
     loaded = -(-group // 8) * 8
-    q = jnp.pad(split.queries(p, p.pages.dtype), ((0, 0), (0, 0), (0, loaded - group), (0, lanes - dim)))
+    q = jnp.pad(split.queries(p, pages.dtype), ((0, 0), (0, 0), (0, loaded - group), (0, lanes - dim)))
     given = {
         "table": jnp.asarray(cut.table),
         "length": p.length,
         "log_mass": p.log_mass,
         "q": q,
-        "kv": p.pages.kv.reshape(-1, *p.pages.kv.shape[2:]),
+        "kv": pages.kv.reshape(-1, *pages.kv.shape[2:]),
     }
     given = {name: x for name, x in given.items() if x is not None}
     made = {
@@ -117,7 +117,8 @@ def decode(p: Problem, *, config: MosaicGpuConfig | None = None, interpret: Any 
     return split.merged(p, cut, out, lse, logits)
 
 
-def _refuse(p: Problem) -> None:
+def _accepted(p: Problem) -> Stacked:
+    """The pages of a problem that this can do."""
     target = gpu.target()
     capability = target.capability
     if plgpu is None:
@@ -138,6 +139,7 @@ def _refuse(p: Problem) -> None:
         raise NotImplementedError(f"{p.q.shape[2]} queries a head do not fit one product of {ROWS} rows.")
     if p.v_scale is not None or p.slopes is not None or (p.window is not None and p.position is not None):
         raise NotImplementedError("the Mosaic GPU kernel reads neither scales of values nor positions.")
+    return p.pages
 
 
 def _scratch(p: Problem, stages: int, lanes: int, interpret: bool) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array
 
 from pallas_kernels import gpu, tuned
-from pallas_kernels.pages import Columns, Stacked
+from pallas_kernels.pages import Columns, Lanes, Stacked
 from pallas_kernels.ragged_decode import split
 from pallas_kernels.ragged_decode.problem import Decoded, Problem
 from pallas_kernels.ragged_decode.split import Split
@@ -78,19 +78,18 @@ def decode(p: Problem, *, config: TritonConfig | None = None, interpret: bool = 
       NotImplementedError: rows by columns, a page size that is not a power of two, a GPU before Ampere, or more
         than 128 queries a head.
     """
-    _refuse(p)
+    pages = _accepted(p)
     config = config or tuned.config("ragged_decode.triton", p, TritonConfig) or TritonConfig.of(p)
     cut = Split.of(p, config.pages)
     batch, _, group, dim = p.q.shape
-    total, page_size = p.pages.shape[1:3]
-    wide = p.pages.dtype.itemsize > 1
-    compute = jnp.promote_types(p.q.dtype, p.pages.dtype) if wide else p.q.dtype
-    stacked = isinstance(p.pages, Stacked)
+    total, page_size = pages.shape[1:3]
+    compute = jnp.promote_types(p.q.dtype, pages.dtype) if pages.dtype.itemsize > 1 else p.q.dtype
+    stacked = isinstance(pages, Stacked)
     given = {
         "table": jnp.asarray(cut.table),
         "length": p.length,
         "q": split.queries(p, compute),
-        "kv": p.pages.kv.reshape(-1, p.pages.kv.shape[-1]),
+        "kv": pages.kv.reshape(-1, pages.kv.shape[-1]),
         "log_mass": p.log_mass,
         "v_scale": None if p.v_scale is None else p.v_scale.reshape(-1),
         "slopes": None if p.slopes is None else jnp.asarray(p.slopes, jnp.float32),
@@ -141,7 +140,8 @@ def _placed(p: Problem) -> bool:
     return by_position and (p.slopes is not None or p.window is not None)
 
 
-def _refuse(p: Problem) -> None:
+def _accepted(p: Problem) -> Stacked | Lanes:
+    """The pages of a problem that this can do."""
     target = gpu.target()
     capability = target.capability
     page_size, group = p.pages.shape[2], p.q.shape[2]
@@ -162,6 +162,7 @@ def _refuse(p: Problem) -> None:
     # Pallas counts elements in 32 signed bits up to 2**32 bytes, which one-byte rows would overflow.
     if p.pages.dtype.itemsize == 1 and 2**31 <= p.pages.kv.size <= 2**32:
         raise NotImplementedError("pools of one-byte rows between 2 and 4 GiB are out of Pallas Triton's indices.")
+    return p.pages
 
 
 def _kernel(
