@@ -76,8 +76,7 @@ def test_heads_in_groups_have_their_own_slopes():
     groups = [
         dataclasses.replace(
             pool,
-            k=pool.k[:, 2 * head : 2 * head + 2],
-            v=pool.v[:, 2 * head : 2 * head + 2],
+            kv=jax.tree.map(lambda x, head=head: x[:, 2 * head : 2 * head + 2], pool.kv),
             length=pool.length[:, head : head + 1],
             next=pool.next[:, head : head + 1],
             pages=(2,),

@@ -27,7 +27,7 @@ from jaxtyping import Float
 from kvjax.calibrate.profile import ModelShape, ScopeProfile, Table
 from kvjax.errors import UsageError
 from kvjax.model.alibi import slopes
-from kvjax.model.decoder import DecoderLayer
+from kvjax.model.decoder import DecoderLayer, logical
 from kvjax.model.load import LanguageModel
 
 
@@ -61,14 +61,14 @@ def alibi_scopes(lm: LanguageModel, *, progress: Callable[[int, int], None] | No
 def layer_bounds(layer: DecoderLayer) -> tuple[Float[np.ndarray, " N"], Float[np.ndarray, " N"]]:
     """(paper, safe) bounds of every query head of a layer, in the order in which they are stored."""
     config = layer.config
-    weight = np.asarray(layer.qkv[...], np.float64)  # [M, H, G + 2, d]
+    weight = np.asarray(logical(layer.qkv), np.float64)  # [M, H, G + 2, d]
     gamma = np.asarray(layer.input_norm.weight[...], np.float64)
     bias = getattr(layer.input_norm, "bias", None)  # an RMSNorm has none
     beta = np.zeros_like(gamma) if bias is None else np.asarray(bias[...], np.float64)
     printed = 2 * product_norms(weight) * (gamma @ gamma + beta @ beta)
     reach = (np.sqrt(config.hidden_size) * np.abs(gamma).max() + np.linalg.norm(beta)) ** 2
     if config.qkv_bias:
-        weight = np.concatenate([weight, np.asarray(layer.qkv_bias[...], np.float64)[None]])
+        weight = np.concatenate([weight, np.asarray(logical(layer.qkv_bias), np.float64)[None]])
         reach += 1
     sure = 2 * product_norms(weight) / np.sqrt(config.head_dim) * reach
     return printed.reshape(-1), sure.reshape(-1)

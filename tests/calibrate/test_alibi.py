@@ -17,6 +17,7 @@ import kvjax
 from kvjax.calibrate import alibi_scopes, load_profile, save_profile
 from kvjax.calibrate.profile import scope_lengths
 from kvjax.errors import UsageError
+from kvjax.model.decoder import logical
 from kvjax.policies import LagKV, RazorAttention
 
 SHAPE = dict(positional="alibi", norm="layer", mlp="gelu", qkv_bias=True, output_bias=True, mlp_bias=True)
@@ -30,11 +31,11 @@ def model(seed: int = 0, scale: float = 0.08, **changes):
     lm = toys.tiny_model(**(SHAPE | changes))
     rng = np.random.default_rng(seed)
     for layer in lm.params.layers:
-        weight = layer.qkv[...]
+        weight = logical(layer.qkv)
         # Values keep their size: what is attended to must be seen in the output.
         factor = np.ones(weight.shape[2])
         factor[:-1] = scale
-        layer.qkv[...] = weight * factor[:, None]
+        layer.qkv[...] = (weight * factor[:, None]).reshape(layer.qkv.shape)
         layer.qkv_bias[...] = jax.numpy.asarray(rng.standard_normal(layer.qkv_bias.shape) * 0.05, np.float32)
         layer.input_norm.weight[...] = jax.numpy.asarray(rng.uniform(0.1, 1.5, 32), np.float32)
         layer.input_norm.bias[...] = jax.numpy.asarray(rng.standard_normal(32) * 0.1, np.float32)
@@ -43,7 +44,7 @@ def model(seed: int = 0, scale: float = 0.08, **changes):
 
 def parts_of(layer) -> tuple[np.ndarray, ...]:
     values = layer.qkv, layer.qkv_bias, layer.input_norm.weight, layer.input_norm.bias
-    return tuple(np.asarray(x[...], np.float64) for x in values)
+    return tuple(np.asarray(logical(x), np.float64) for x in values)
 
 
 @pytest.mark.parametrize("heads", [2, 4])

@@ -12,6 +12,7 @@ from kvjax.calibrate import retrieval
 from kvjax.calibrate.profile import load_profile, protected_heads
 from kvjax.calibrate.retrieval import first_token, random_tokens, retrieval_heads
 from kvjax.errors import UsageError
+from kvjax.model.decoder import logical
 
 # --- the oracle: a dense forward pass, then the definition token by token ---------------------------------------------
 
@@ -48,7 +49,8 @@ def attention_matrices(lm, ids: np.ndarray) -> list[np.ndarray]:
                 layer.append(matrix)
                 outputs += matrix @ value @ w["out"][head, member]
         x = x + outputs
-        gate, up = np.moveaxis(np.einsum("tm,mcf->tcf", norm(x, w["post_attention_norm"]), w["gate_up"]), 1, 0)
+        halves = np.einsum("tm,mbcf->tbcf", norm(x, w["post_attention_norm"]), w["gate_up"])
+        gate, up = (halves[:, :, half].reshape(len(x), -1) for half in (0, 1))
         x = x + (gate / (1 + np.exp(-gate)) * up) @ w["down"]
         matrices.append(np.stack(layer))
     return matrices
@@ -56,7 +58,7 @@ def attention_matrices(lm, ids: np.ndarray) -> list[np.ndarray]:
 
 def _arrays(layer):
     for name in ("qkv", "out", "gate_up", "down"):
-        yield name, getattr(layer, name)[...]
+        yield name, logical(getattr(layer, name))
     for name in ("input_norm", "post_attention_norm"):
         yield name, getattr(layer, name).weight[...]
 

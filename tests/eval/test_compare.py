@@ -72,9 +72,8 @@ def test_a_replayed_prompt_leaves_the_cache_that_reading_it_leaves(lm, policy):
 
 def valid_keys(layer) -> np.ndarray:
     """Keys of the slots in use, zeros elsewhere."""
-    batch, _, dim, _ = layer.k.shape
-    keys = np.asarray(layer.k).reshape(batch, len(layer.pages), -1, dim, layer.k.shape[3]).swapaxes(-1, -2)
-    keys = keys.reshape(batch, len(layer.pages), -1, dim)
+    batch, _, _, dim = layer.kv.shape
+    keys = np.asarray(layer.kv.key_rows()).reshape(batch, len(layer.pages), -1, dim)
     used = np.arange(keys.shape[2]) < np.asarray(layer.length)[..., None]
     return np.where(used[..., None], keys, 0)
 

@@ -277,7 +277,7 @@ def test_positions_are_the_tokens_own():
     k, v = random_kv(3, 1, 2, 90, 4)
     policy = CompensatedRing(sink=2, compensation=False, budget=20)
     driver = Driver(policy, config_for(2, 4), 1, prompt_room=128, new_room=8)
-    driver.cache = driver.cache.replace(marks={"position": jnp.zeros(driver.cache.k.shape[:2] + (32,), jnp.int32)})
+    driver.cache = driver.cache.replace(marks={"position": jnp.zeros(driver.cache.kv.shape[:3], jnp.int32)})
     driver.read(k[:, :, :50], v[:, :, :50], 50).decode(k[:, :, 50:70], v[:, :, 50:70])
     driver.read(k[:, :, 70:80], v[:, :, 70:80], 10).decode(k[:, :, 80:], v[:, :, 80:])
     position = np.asarray(mark_rows(driver.cache, "position"))[0]

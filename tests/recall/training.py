@@ -22,7 +22,7 @@ import optax
 from recall import task
 
 from kvjax.config import ModelConfig, RopeConfig
-from kvjax.model.decoder import Decoder, random_decoder
+from kvjax.model.decoder import Decoder, logical, random_decoder
 from kvjax.model.families import FAMILIES
 from kvjax.model.rope import angles, rotate
 
@@ -168,7 +168,9 @@ def write_folder(params: Decoder, folder: pathlib.Path, dtype: Any = np.float16)
         values: Any = params
         for part in weight.param.split("."):
             values = values[int(part)] if part.isdigit() else getattr(values, part)
-        tensors[weight.hf] = np.ascontiguousarray(weight.place(np.asarray(values[...])).reshape(weight.shape), dtype)
+        tensors[weight.hf] = np.ascontiguousarray(
+            weight.place(np.asarray(logical(values))).reshape(weight.shape), dtype
+        )
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     words = {"<s>": task.BOS, **{f"t{i}": i for i in range(1, c.vocab_size)}}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<s>"))
