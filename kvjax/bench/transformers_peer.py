@@ -14,7 +14,7 @@ import numpy as np
 from kvjax.bench.machine import usable_cores
 from kvjax.config import ModelConfig
 from kvjax.errors import KvjaxError, UsageError
-from kvjax.model.decoder import Decoder, DecoderLayer
+from kvjax.model.decoder import Decoder, DecoderLayer, logical
 
 try:
     import torch
@@ -27,7 +27,7 @@ except ImportError as error:
 
 def _numpy(param: Any) -> np.ndarray:
     # A copy: torch wants memory it may write to, and JAX's buffers are not.
-    return np.array(param[...], np.float32)
+    return np.array(logical(param), np.float32)
 
 
 def _linear(weight: np.ndarray) -> torch.Tensor:
@@ -45,8 +45,8 @@ def _layer_state(layer: DecoderLayer, config: ModelConfig) -> dict[str, torch.Te
         "self_attn.k_proj.weight": _linear(qkv[:, :, group].reshape(hidden, -1)),
         "self_attn.v_proj.weight": _linear(qkv[:, :, group + 1].reshape(hidden, -1)),
         "self_attn.o_proj.weight": _linear(_numpy(layer.out).reshape(-1, hidden)),
-        "mlp.gate_proj.weight": _linear(gate_up[:, 0]),
-        "mlp.up_proj.weight": _linear(gate_up[:, 1]),
+        "mlp.gate_proj.weight": _linear(gate_up[:, :, 0].reshape(hidden, -1)),
+        "mlp.up_proj.weight": _linear(gate_up[:, :, 1].reshape(hidden, -1)),
         "mlp.down_proj.weight": _linear(_numpy(layer.down)),
     }
     if config.qkv_bias:
