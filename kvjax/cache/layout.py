@@ -69,9 +69,10 @@ def platform_layout(head_dim: int) -> Layout:
 def layout_on(platform: str, head_dim: int) -> Layout:
     """What this platform ("cpu", "gpu", "tpu") reads fastest."""
     if platform == "tpu":
+        # Numbers a slot (scales, positions, scores) are read in whole rows of 128 lanes.
         if head_dim == 64:
-            return Layout("lanes", 64)
-        return Layout("stacked", 64, head_dim + -head_dim % 128)
+            return Layout("lanes", 128)
+        return Layout("stacked", 128, head_dim + -head_dim % 128)
     if platform == "gpu":
         return Layout("stacked", 64)
     return COLUMNS
