@@ -72,7 +72,8 @@ def layout_on(platform: str, head_dim: int) -> Layout:
         # Numbers a slot (scales, positions, scores) are read in whole rows of 128 lanes.
         if head_dim == 64:
             return Layout("lanes", 128)
-        return Layout("stacked", 128, head_dim + -head_dim % 128)
+        fill = -head_dim % 128
+        return Layout("stacked", 128, head_dim + fill if fill else 0)
     if platform == "gpu":
         return Layout("stacked", 64)
     return COLUMNS

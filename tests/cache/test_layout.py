@@ -75,7 +75,9 @@ def test_the_platform_chooses(monkeypatch):
     assert platform_layout(64) == COLUMNS
     monkeypatch.setattr(dispatch, "platform", lambda: "tpu")
     assert platform_layout(64).kind == "lanes"
-    assert platform_layout(80).lanes == 128 and platform_layout(128).kind == "stacked"
+    assert platform_layout(80).lanes == 128 and platform_layout(128) == Layout("stacked", 128)
+    for head_dim in (64, 80, 128, 256):  # a cache knows that its layout is the platform's
+        assert layout_of(empty_layer(1, (1,), head_dim, jnp.bfloat16).kv) == platform_layout(head_dim)
     padded = empty_layer(1, (2,), 80, jnp.bfloat16)
     # What a TPU's lanes pad is allocated, and so it is counted.
     assert padded.slot_nbytes == 2 * 128 * 2 and padded.kv.shape[3] == 80
