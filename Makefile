@@ -8,8 +8,8 @@ aot: .venv-aot-tpu .venv-aot-gpu
 
 .venv-aot-tpu:
 	$(PYTHON) -m venv $@
-	$@/bin/pip install -q "jax[tpu]>=0.10.2,<0.13" jaxtyping numpy
+	$@/bin/pip install -q "jax[tpu]>=0.10.2,<0.13" flax jaxtyping numpy
 
 .venv-aot-gpu:
 	$(PYTHON) -m venv $@
-	$@/bin/pip install -q "jax[cuda13]>=0.10.2,<0.13" jaxtyping numpy
+	$@/bin/pip install -q "jax[cuda13]>=0.10.2,<0.13" flax jaxtyping numpy

@@ -11,6 +11,7 @@ from typing import Any
 #: Modules with a function ``cases()``, in the order of the report; one that is not installed is left out.
 MODULES = (
     "pallas_kernels.aot.cases_decode",
+    "pallas_kernels.aot.cases_decode_gpu",
     "pallas_kernels.aot.cases_mass",
     "pallas_kernels.aot.cases_prefill",
 )
@@ -26,7 +27,8 @@ class Case:
       function: called with ``arguments``, a tuple of pytrees of ``jax.ShapeDtypeStruct``.
       cache_bytes: bytes of the cache that it reads; temporary memory must be less than ``temp_limit`` of it.
       platforms: "tpu", "gpu". targets: the only ones, where not all of the platform can.
-      kernels: names of its kernels, as given to ``pallas_call``, of which limits speak; the operation's by default.
+      kernels: names of its kernels, as given to ``pallas_call``, of which limits speak; by default the operation's on
+        TPU, where XLA's own programs are listed too, and all on GPU.
       donated: positions of arguments whose memory results may take.
       block_bytes: by target, bytes that one turn of the kernel's loop reads, to compare its cycles with.
       bundles: at most this many instructions in a turn of the kernel's loop, by target.

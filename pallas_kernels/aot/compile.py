@@ -77,8 +77,8 @@ def compile_case(case: Case, target: Target, dump: Path) -> Result:
         line = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
         return Result(case.name, case.operation, target.name, error=f"{type(error).__name__}: {line}")
     seconds = time.perf_counter() - began
-    kernels = case.kernels or (case.operation,)
-    profiles = [x for x in platform(target.platform).profiles(dump) if x.name in kernels]
+    kernels = case.kernels or ((case.operation,) if target.platform == "tpu" else ())
+    profiles = [x for x in platform(target.platform).profiles(dump) if not kernels or x.name in kernels]
     result = Result(
         case.name,
         case.operation,

@@ -16,7 +16,7 @@ class Target:
       name: as on the command line and in the report.
       platform: "tpu" or "gpu".
       topology: keywords of ``jax.experimental.topologies.get_topology_desc``, ``platform`` among them.
-      clock: cycles a second, nominal. bandwidth: bytes a second of one device's memory. 0 where it is not used.
+      clock: cycles a second, nominal. bandwidth: bytes a second that memory gives one core; 0 where it is not used.
     """
 
     name: str
@@ -45,11 +45,11 @@ def _tpu(name: str, topology: str, clock: float, bandwidth: float) -> Target:
     return Target(name, "tpu", (("platform", "tpu"), ("topology_name", topology)), clock, bandwidth)
 
 
-#: Bandwidths are those of ``pltpu.get_tpu_info()``, per device; clocks are the published ones of v5e and v5p, and
-#: estimated from published peak rates for v6e and tpu7x.
+#: Bandwidths are those of ``pltpu.get_tpu_info()``, of v5p the half that each of its two cores has when both work.
+#: Clocks are nominal and approximate.
 TPU_TARGETS = (
     _tpu("v5e", "v5e:2x2", 1.5e9, 0.82e12),
-    _tpu("v5p", "v5p:2x2x1", 1.75e9, 2.46e12),
+    _tpu("v5p", "v5p:2x2x1", 1.75e9, 1.23e12),
     _tpu("v6e", "v6e:2x2", 1.75e9, 1.64e12),
     _tpu("tpu7x", "tpu7x:2x2x1", 1.9e9, 3.69e12),
 )

@@ -27,7 +27,7 @@ class KernelProfile:
     Attributes:
       name: as given to ``pallas_call``.
       bundles: instructions of a turn of its loop. cycles: of that turn's schedule. 0 where there is no loop.
-      spills: registers stored to memory and loaded again for want of registers.
+      spills: registers stored to memory, or loaded from there again, for want of registers; the greater number.
       registers: of a thread, on GPU.
     """
 
@@ -42,7 +42,9 @@ def environment(dump: Path) -> dict[str, str]:
     """Variables a process must start with, so that libtpu compiles without a TPU and leaves its dumps there."""
     return {
         "JAX_PLATFORMS": "cpu",
-        "LIBTPU_INIT_ARGS": f"--xla_jf_dump_to={dump} --xla_jf_dump_llo_text=true",
+        "LIBTPU_INIT_ARGS": f"--xla_jf_dump_to={dump} --xla_jf_dump_llo_text=true "
+        # Of some 80 dumps of every program, the two that are read.
+        "--xla_jf_dump_llo_pass_label_regex=packed-bundles-post-ra|final_hlo-static-per-bundle-utilization",
         # Else a second process that has libtpu loaded is refused.
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
         # Else the machine's own metadata is asked for, and its absence complained about.
@@ -84,4 +86,5 @@ def _loop(schedule: str) -> tuple[int, int]:
 def _spills(table: str) -> int:
     rows = [[int(x) for x in line.split()] for line in table.splitlines() if _UTILIZATION.fullmatch(line)]
     # The first row is what there is of each unit.
-    return sum(max(row[_FILL], row[_SPILL]) for row in rows[1:] if len(row) > _SPILL)
+    used = [row for row in rows[1:] if len(row) > _SPILL]
+    return max(sum(row[_FILL] for row in used), sum(row[_SPILL] for row in used))

@@ -1,6 +1,7 @@
 """On TPU, in Mosaic: one program a core walks the work list and copies blocks of pages through a ring of buffers.
 
-- One program with its own ring costs about 60 cycles a block beside the arithmetic; a grid with block specs, 300.
+- One program with its own ring costs 60 cycles a block beside the arithmetic; a grid with block specs took 300
+  instructions (v5e, v6e, tpu7x; libtpu 0.0.42).
 - Only pages that hold something of the segment are copied; the rest of a buffer holds what an earlier block left.
   It is finite, so values need no mask: their weights are 0. Keys past the length may be anything, NaN too.
 - Streams of one number a slot (value scales, positions, scores) need pages of 128 slots: smaller rows would be padded
@@ -31,8 +32,8 @@ from pallas_kernels.softmax import NEG
 SCALAR_BYTES = 900 * 1024
 #: For queries, results and rings, of 62 MiB (v5p, tpu7x) or 126 MiB (v5e, v6e) of vector memory.
 VECTOR_BYTES = 48 * 1024 * 1024
-#: Scores of a block, 16 of 64 vector registers: with more the compiler spills.
-SCORES = 16 * 1024
+#: Of 64 vector registers, for what a turn hands to the next: with more the compiler spills.
+REGISTERS = 40
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,24 +43,17 @@ class TpuConfig:
     Attributes:
       rows: slots of a block, a power of two; less where the longest head is shorter or queries are many.
       buffers: blocks in the ring, a power of two, at least 4; more as ``rows`` become less.
-      cores: cores that share the device's memory, each given an equal part of the list.
-      float8: whether the chip converts float8 by itself.
+      cores: that share the device's memory, each given an equal part of the list; the chip's own number by default.
     """
 
     rows: int = 512
     buffers: int = 8
-    cores: int = 1
-    float8: bool = False
+    cores: int | None = None
 
     def __post_init__(self) -> None:
-        if (
-            _power_of_two(self.rows) != self.rows
-            or _power_of_two(self.buffers) != self.buffers
-            or self.buffers <= STAGES
-        ):
-            raise ValueError(
-                f"{self.rows} rows and {self.buffers} buffers must be powers of two, of at least 4 buffers."
-            )
+        powers = all(_power_of_two(x) == x for x in (self.rows, self.buffers))
+        if not powers or self.buffers <= STAGES:
+            raise ValueError(f"{self.rows} rows, {self.buffers} buffers: give powers of two, and at least 4 buffers.")
 
     @classmethod
     def default(cls, device_kind: str, page_size: int, head_dim: int, dtype: DTypeLike) -> Self:
@@ -68,17 +62,23 @@ class TpuConfig:
         Args:
           device_kind: as ``jax.Device.device_kind``; the least demanding choice for one that is not known.
         """
-        chip = next((chip for name, chip in _CHIPS.items() if name in device_kind.lower()), _UNKNOWN)
+        chip = _chip(device_kind)
         lanes = -(-head_dim // LANES) * LANES
         row_bytes = (2 * lanes if head_dim > LANES // 2 else lanes) * jnp.dtype(dtype).itemsize
         rows = max(chip.block_bytes // row_bytes, page_size)
         buffers = STAGES + -(-chip.in_flight // (rows * row_bytes))
-        return cls(rows, min(_power_of_two(buffers), 16), chip.cores, chip.float8)
+        return cls(rows, min(_power_of_two(buffers), 16))
 
 
 @dataclasses.dataclass(frozen=True)
 class _Chip:
-    """block_bytes: the least whose copy takes longer than its schedule, see docs/kernels.md. in_flight: bytes."""
+    """What is known of a chip.
+
+    Attributes:
+      block_bytes: the least whose copy takes about as long as its schedule, from docs/kernels.md.
+      in_flight: bytes that memory delivers in 1.5 µs.
+      cores: that share its memory. float8: whether it converts float8 by itself.
+    """
 
     block_bytes: int
     in_flight: int
@@ -92,10 +92,14 @@ _CHIPS = {
     "v4": _Chip(256 * _KIB, 1_800_000, cores=2),
     "v5 lite": _Chip(256 * _KIB, 1_200_000),
     "v5e": _Chip(256 * _KIB, 1_200_000),
-    "v5": _Chip(512 * _KIB, 3_700_000, cores=2),
+    "v5": _Chip(256 * _KIB, 3_700_000, cores=2),
     "v6": _Chip(512 * _KIB, 2_500_000),
     "tpu7": _Chip(1024 * _KIB, 5_500_000, float8=True),
 }
+
+
+def _chip(device_kind: str) -> _Chip:
+    return next((chip for name, chip in _CHIPS.items() if name in device_kind.lower()), _UNKNOWN)
 
 
 def _power_of_two(x: int) -> int:
@@ -117,7 +121,8 @@ def decode(problem: Problem, *, config: TpuConfig | None = None, interpret: Any 
     kind = _device_kind()
     if config is None:
         config = TpuConfig.default(kind, page_size, p.pages.shape[3], p.pages.dtype)
-    if "float8" in p.pages.dtype.name and not (config.float8 or interpret):
+    chip = _chip(kind)
+    if "float8" in p.pages.dtype.name and not (chip.float8 or interpret):
         raise NotImplementedError(f"float8 pages are converted number by number on {kind}; store int8.")
     pages, buffers = fit(config, p)
     by_slot = p.window is not None and p.position is None
@@ -129,7 +134,7 @@ def decode(problem: Problem, *, config: TpuConfig | None = None, interpret: Any 
         row_pages=total,
         heads=p.q.shape[1],
         buffers=buffers,
-        cores=config.cores,
+        cores=config.cores or chip.cores,
         stacked=isinstance(p.pages, Stacked),
         operand=jnp.dtype(jnp.float32 if p.pages.dtype == jnp.float32 else jnp.bfloat16),
         scale=p.scale,
@@ -169,11 +174,14 @@ def _streams(p: Problem) -> dict[str, Array]:
 
 def fit(config: TpuConfig, p: Problem) -> tuple[int, int]:
     """Pages of a block and buffers, for this problem's longest head and number of queries."""
-    _, total, page_size, _ = p.pages.shape
+    _, total, page_size, head_dim = p.pages.shape
     longest = min(max(p.runs), total) * page_size
+    queries = -(-p.q.shape[2] // 8)
+    # Peak, mass and decay, and the sum of values; a score and its weight in bfloat16 for every slot.
+    state = queries * (3 + -(-head_dim // LANES))
     rows, buffers = config.rows, config.buffers
     least = max(LANES, page_size)
-    while rows > least and (rows // 2 >= longest or rows * max(p.q.shape[2], 8) > SCORES):
+    while rows > least and (rows // 2 >= longest or state + queries * rows * 3 // (2 * LANES) > REGISTERS):
         rows, buffers = rows // 2, min(2 * buffers, 32)
     return max(rows, least) // page_size, buffers
 
@@ -246,9 +254,9 @@ def _call(
     inputs |= {name: (in_device(x), device) for name, x in streams.items()}
     inputs["kv"] = (in_device(kv), device)
 
-    dtype = p.q.dtype if s.cores == 1 else jnp.float32
+    # Of two cores' results one is 0, but for the head that they share.
     outputs = {
-        "out": (jax.ShapeDtypeStruct((s.cores, segments, group, lanes), dtype), _by_core(segments, group, lanes)),
+        "out": (jax.ShapeDtypeStruct((s.cores, segments, group, lanes), p.q.dtype), _by_core(segments, group, lanes)),
         "lse": (jax.ShapeDtypeStruct((s.cores, segments, LANES), jnp.float32), _by_core(segments, LANES)),
     }
     scratch: dict[str, Any] = {
@@ -323,7 +331,7 @@ def _decoded(p: Problem, out: Array, lse: Array, logits: Array | None) -> Decode
         peak = lse.max(axis=0)
         weight = jnp.exp(lse - peak)
         mass = weight.sum(axis=0)
-        out = jnp.sum(weight[..., None] * out, axis=0) / mass[..., None]
+        out = jnp.sum(weight[..., None] * out.astype(jnp.float32), axis=0) / mass[..., None]
         lse = jnp.where(peak > NEG, peak + jnp.log(mass), NEG)
     out = out.reshape(batch, heads, group, dim).astype(p.q.dtype)
     if logits is not None:

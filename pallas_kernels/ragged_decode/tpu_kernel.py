@@ -2,7 +2,7 @@
 
 A block goes through three stages, each in its own turn of one loop: its scores; its softmax; its values. So a turn
 works on three blocks at once, and the latencies of one (matrix unit 190 cycles, maximum over lanes 140) are hidden by
-the others. In the compiler's schedule a turn of 512 rows is 327 cycles on v6e so, and 680 one block after the other
+the others. In the compiler's schedule a turn of 512 rows is 331 cycles on v6e so, and 680 one block after the other
 (8 queries a head, D = 128, bfloat16; libtpu 0.0.42).
 """
 
@@ -140,6 +140,7 @@ class _PageCopy:
 class _Program:
     r: Refs
     s: Static
+    begin: Any = None  # This core's first item.
 
     def run(self) -> None:
         r, s = self.r, self.s
@@ -147,7 +148,7 @@ class _Program:
         r.lse[...] = jnp.full_like(r.lse, jnp.float32(NEG))
         r.zeros[...] = jnp.zeros_like(r.zeros)
         share = lax.div(r.count[0] + jnp.int32(s.cores - 1), jnp.int32(s.cores))
-        begin = pl.program_id(0) * share
+        begin = self.begin = pl.program_id(0) * share
         end = jnp.minimum(begin + share, r.count[0])
         ahead = s.buffers - STAGES
         lax.fori_loop(begin, begin + jnp.int32(s.buffers), lambda w, _: self._clear(w, end), None)
@@ -190,10 +191,6 @@ class _Program:
         """Whole pages in so many slots: a shift, where a division that may be negative takes ten instructions."""
         return lax.shift_right_logical(slots, jnp.int32(self.s.page_size.bit_length() - 1))
 
-    def _row_of(self, segment: Array) -> Array:
-        """The row of the batch that a segment belongs to."""
-        return lax.div(segment, jnp.int32(self.s.heads))
-
     def _copies(self, w: Array) -> list[Any]:
         r, s, slot, page = self.r, self.s, self._slot(w), self.r.page[w]
         copies: list[Any] = [
@@ -208,22 +205,16 @@ class _Program:
         ]
         for i, (stream, ring) in enumerate(((r.v_scale, r.v_scale_ring), (r.position, r.position_ring)), start=1):
             if stream is not None:
-                row = self._row_of(r.segment[w])
+                row = lax.div(r.segment[w], jnp.int32(s.heads))
                 source = stream.at[row, pl.ds(page - row * jnp.int32(s.row_pages), s.pages)]
                 copies.append(pltpu.make_async_copy(source, ring.at[slot], r.arrived.at[i, slot]))
         return copies
 
     def _start(self, w: Array, end: Array) -> None:
-        @pl.when(w < end)
-        def _() -> None:
-            for copy in self._copies(w):
-                copy.start()
+        pl.when(w < end)(lambda: [copy.start() for copy in self._copies(w)] and None)
 
     def _wait(self, w: Array, end: Array) -> None:
-        @pl.when(w < end)
-        def _() -> None:
-            for copy in self._copies(w):
-                copy.wait()
+        pl.when(w < end)(lambda: [copy.wait() for copy in self._copies(w)] and None)
 
     def _clear(self, w: Array, end: Array) -> None:
         """Zeros where the first block in a buffer leaves pages out: 0 times what memory held before may be NaN."""
@@ -234,6 +225,11 @@ class _Program:
             ring[...] = jnp.zeros_like(ring)
 
     # Stages.
+
+    def _first(self, w: Array) -> Array:
+        """Whether nothing of the item's segment came before, on this core: another may have begun it."""
+        first = (self.r.flags[w] & jnp.int32(FIRST)) != 0
+        return first if self.s.cores == 1 else first | (w == self.begin)
 
     def _row(self, ring: Any, w: Array) -> Array:
         """[1, rows] of a stream, pages side by side."""
@@ -257,7 +253,7 @@ class _Program:
         visible = (column >= low) & (column < r.high[w])
         bias = None
         if r.position is not None:
-            row = self._row_of(segment)
+            row = lax.div(segment, jnp.int32(s.heads))
             distance = self._row(r.position_ring, w) - r.query_position[row]
             if s.window is not None:
                 visible &= distance > jnp.int32(-s.window)
@@ -291,7 +287,7 @@ class _Program:
         Mass stays a number a lane: one sum over lanes when a block's result is written, off this stage's chain.
         """
         r, s = self.r, self.s
-        first = (r.flags[w] & jnp.int32(FIRST)) != 0
+        first = self._first(w)
         before = jnp.where(first, jnp.float32(NEG), peak)
         peak = jnp.maximum(before, jnp.max(scores, axis=1, keepdims=True))
         decay = jnp.where(first, jnp.float32(0), jnp.exp(before - peak))
@@ -316,7 +312,7 @@ class _Program:
         added = lax.dot_general(
             weights, self._half(w, 1), contract, precision=s.precision, preferred_element_type=jnp.float32
         )
-        first = (r.flags[w] & jnp.int32(FIRST)) != 0
+        first = self._first(w)
         # Selected: before the list's first block the sum may be anything, NaN too.
         acc = jnp.where(first, added, decay[:, :1] * acc + added)
         total = jnp.sum(mass, axis=1, keepdims=True)

@@ -1,0 +1,82 @@
+"""What is read from a compiler's dumps, which limits break, and the page; nothing here compiles for an accelerator."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels.aot import cases_decode, report, tpu_profile
+from pallas_kernels.aot.cases import Case, collect
+from pallas_kernels.aot.compile import Result, _broken, selected
+from pallas_kernels.aot.targets import TPU_TARGETS
+
+SCHEDULE = """\
+LB: loop body
+     0   :  { %s1 = smov 1 }
+   0x1 LB: > { %s2 = sadd.s32 1, %s1 }
+   0x2   :  {}
+   0x3   :  { %s3 = smov 1 }
+   0x4 LB: > { %v1 = vld [vmem:[%s1] sm:$0xff]  ;;  %s4 = sadd.s32 1, %s2 }
+   0x5   :  {}
+   0x6   :  {}
+   0x7 LB: >> { %v2 = vmul.f32 %v1, %v1 }
+   0x8   : > { %s5 = sadd.s32 1, %s2 } /* End region 11 */
+   0x9   :  { %s6 = smov 1 }
+"""
+UTILIZATION = """\
+== CAPACITY:
+MXU, XLU, VALU, VPOP, EUP, VLOAD, VLOAD:FILL, VSTORE, VSTORE:SPILL, SALU
+    2     2     4     2     1     3     3     2     2     2
+== UTILIZATION:
+0 0 0 0 0 1 1 0 0 2
+0 0 0 0 0 0 0 1 2 2
+"""
+
+
+def test_cycles_of_the_longest_loop_and_spills(tmp_path):
+    (tmp_path / "12-step.1-07-packed-bundles-post-ra.txt").write_text(SCHEDULE)
+    (tmp_path / "12-step.1-08-final_hlo-static-per-bundle-utilization.txt").write_text(UTILIZATION)
+    (tmp_path / "12-TLP-07-packed-bundles-post-ra.txt").write_text(SCHEDULE)
+    (tmp_path / "13-copy-07-packed-bundles-post-ra.txt").write_text("     0   :  { %s1 = smov 1 }\n")
+    assert tpu_profile.profiles(tmp_path) == [
+        tpu_profile.KernelProfile("step", bundles=3, cycles=5, spills=2),
+        tpu_profile.KernelProfile("copy"),
+    ]
+
+
+def test_limits():
+    case = Case("a", "step", jnp.sin, (), cache_bytes=1000, bundles={"v5e": 10}, spills=1)
+    kept = Result("a", "step", "v5e", temp_bytes=9, cache_bytes=1000, bundles=10, spills=1)
+    assert _broken(case, kept) == ()
+    wrong = Result("a", "step", "v5e", temp_bytes=10, cache_bytes=1000, bundles=11, spills=2)
+    assert [line.split()[1] for line in _broken(case, wrong)] == ["temporary", "spills,", "bundles,"]
+
+
+def test_page():
+    results = [
+        Result("a", "step", "v5e", bundles=10, cycles=20, memory_cycles=30, temp_bytes=1, cache_bytes=1000),
+        Result("a", "step", "sm_90", registers=96, cache_bytes=1000),
+        Result("b", "step", "v5e", error="ValueError: no"),
+        Result("b", "step", "sm_90", spills=4, registers=255, cache_bytes=1000, broken=("4 spills, at most 0",)),
+    ]
+    page = report.render(results, {"jax": "0.10.2"}, "2026-01-01")
+    assert "2026-01-01; jax 0.10.2." in page
+    assert "| a | 20/30 cycles, 10 b, 0.1 % | 96 r, 0.0 % |" in page
+    assert "| b | **fails** | **255 r, 4 spills, 0.0 %** |" in page
+    assert "- step, b, v5e: ValueError: no\n- step, b, sm_90: 4 spills, at most 0\n" in page
+
+
+def test_cases_are_named_once_and_trace():
+    """Shapes only: that every case is one that the operation accepts, in the reference's own form."""
+    cases = collect(["pallas_kernels.aot.cases_decode", "pallas_kernels.aot.there_is_none"])
+    assert len({case.name for case in cases}) == len(cases)
+    case = cases_decode.case("xla", cases_decode.Shape(log_mass=True, alibi=True), "xla", ("tpu",))
+    out = jax.eval_shape(case.function, *case.arguments)
+    assert out.out.shape == (8, 8, 8, 128)
+
+
+@pytest.mark.parametrize(("operations", "named", "some"), [([], "", True), (["other"], "", False), ([], "int8", True)])
+def test_selection(operations, named, some):
+    cases = cases_decode.cases()
+    chosen = selected(cases, TPU_TARGETS[0], operations, named)
+    assert bool(chosen) == some and all(named in case.name for case in chosen)
+    assert not any("float8" in case.name for case in chosen)
