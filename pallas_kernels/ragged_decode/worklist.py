@@ -38,7 +38,7 @@ class WorkList(NamedTuple):
 
 
 def most_items(runs: tuple[int, ...], batch: int, pages_per_item: int) -> int:
-    """Items there are when every run is full, one more a segment for windows that begin within a block; static."""
+    """Items there are when every run is full; static."""
     return batch * sum(-(-run // pages_per_item) for run in runs)
 
 
@@ -51,31 +51,42 @@ def work_list(
     max_items: int,
     total_pages: int,
     first: Int[Array, " S"] | None = None,
+    row_pages: int | None = None,
 ) -> WorkList:
     """Cut segments into items.
 
     Args:
       start: first page of each segment. length: its valid slots; a segment that holds none gets no item.
       pages_per_item: at most ``total_pages``, the pages of the pool of all rows.
+      total_pages: one that is larger by ``pages_per_item`` lets blocks begin where they would, for implementations
+        that copy no further than ``high``.
       first: first slot that is visible, 0 by default; blocks before it are left out.
+      row_pages: pages of a row of the batch, at least ``pages_per_item``: no block reaches into the next row.
     """
     block = page_size * pages_per_item
     first = jnp.zeros_like(length) if first is None else jnp.minimum(first, length)
-    skipped = first // block
-    items = jnp.where(length > first, -(-length // block) - skipped, 0)
-    ends = jnp.cumsum(items)
+    ends = jnp.cumsum(jnp.where(length > first, -(-length // block) - first // block, 0), dtype=jnp.int32)
     w = jnp.arange(max_items, dtype=jnp.int32)
-    # compare_all: a few thousand comparisons side by side, where a binary search would be a loop.
-    segment = jnp.searchsorted(ends, w, side="right", method="compare_all")
-    segment = jnp.minimum(segment, length.shape[0] - 1)
-    nth = jnp.where(w < ends[-1], w - (ends - items)[segment], 0)
-    slot = (skipped[segment] + nth) * block
-    wanted = start[segment] + slot // page_size
-    page = jnp.minimum(wanted, total_pages - pages_per_item)
+    # Compared with every segment, side by side: a binary search would be a loop.
+    segment = jnp.minimum(jnp.sum(w[:, None] >= ends, axis=1, dtype=jnp.int32), length.shape[0] - 1)
+    mine = segment[:, None] == jnp.arange(length.shape[0], dtype=jnp.int32)
+
+    def of_segment(x: Array) -> Array:
+        """x[segment] as a sum: of more than 256 numbers a TPU's gather takes megabytes and a loop of its own."""
+        return jnp.sum(jnp.where(mine, x, 0), axis=1, dtype=jnp.int32)
+
+    start, length, first = of_segment(start), of_segment(length), of_segment(first)
+    end = of_segment(ends)
+    count = jnp.where(length > first, -(-length // block) - first // block, 0)
+    nth = jnp.where(w < ends[-1], w - (end - count), 0)
+    slot = (first // block + nth) * block
+    wanted = start + slot // page_size
+    limit = total_pages if row_pages is None else (start // row_pages + 1) * row_pages
+    page = jnp.minimum(wanted, limit - pages_per_item)
     shift = (wanted - page) * page_size
-    low = jnp.maximum(first[segment] - slot, 0) + shift
-    high = jnp.clip(length[segment] - slot, 0, block - shift) + shift
-    flags = jnp.where(nth == 0, FIRST, 0) | jnp.where(nth == items[segment] - 1, LAST, 0)
-    flags |= jnp.where((slot == 0) & (first[segment] == 0), ZERO, 0)
+    low = jnp.maximum(first - slot, 0) + shift
+    high = jnp.clip(length - slot, 0, block - shift) + shift
+    flags = jnp.where(nth == 0, FIRST, 0) | jnp.where(nth == count - 1, LAST, 0)
+    flags |= jnp.where((slot == 0) & (first == 0), ZERO, 0)
     fields = (segment, page, low, high, flags, ends[-1:])
     return WorkList(*(x.astype(jnp.int32) for x in fields))

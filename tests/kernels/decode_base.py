@@ -33,7 +33,9 @@ class Case:
     soft_cap: float | None = None
     with_logits: bool = False
     logits_scale: float | None = None
-    poison: bool = True  # what lies past a head's length is huge: the pool's contract is finite, so the worst there is
+    # What lies past a head's length: keys are NaN, for their scores are selected away; values are huge, for they are
+    # multiplied by 0 and must be finite.
+    poison: bool = True
 
 
 def build(case: Case, layout: str, seed: int = 0) -> Problem:
@@ -44,12 +46,13 @@ def build(case: Case, layout: str, seed: int = 0) -> Problem:
     k, v = (rng.standard_normal(shape).astype(np.float32) for _ in range(2))
     length = np.asarray(case.lengths, np.int32)
     starts = np.cumsum((0, *case.runs))
+    worst = 3e4 if jnp.dtype(case.dtype).itemsize == 1 else np.nan
     if case.poison:
         for b in range(batch):
             for h in range(heads):
                 flat = slice(starts[h], starts[h + 1])
                 past = np.arange(case.runs[h] * case.page_size).reshape(-1, case.page_size) >= length[b, h]
-                k[b, flat][past], v[b, flat][past] = 3e4, -3e4
+                k[b, flat][past], v[b, flat][past] = worst, -3e4
     k_scale = v_scale = None
     dtype = jnp.dtype(case.dtype)
     if dtype.itemsize == 1:
@@ -115,7 +118,12 @@ class DecodeBase:
     def run(self, problem: Problem) -> Decoded:
         raise NotImplementedError
 
+    def fit(self, case: Case) -> Case:
+        """The case, changed where the implementation asks something of pages; another page size, say."""
+        return case
+
     def check(self, case: Case, seed: int = 0) -> None:
+        case = self.fit(case)
         for layout in self.layouts_of(case):
             problem = build(case, layout, seed)
             wide = dataclasses.replace(problem, q=problem.q.astype(jnp.float32))

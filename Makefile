@@ -1,0 +1,15 @@
+# Kernels compiled ahead of time for TPUs and GPUs that this machine does not have. Each platform's compiler comes with
+# its own wheels, and the two do not live in one environment.
+PYTHON ?= python3
+
+.PHONY: aot
+aot: .venv-aot-tpu .venv-aot-gpu
+	.venv-aot-tpu/bin/python scripts/aot.py --out docs/kernels.md
+
+.venv-aot-tpu:
+	$(PYTHON) -m venv $@
+	$@/bin/pip install -q "jax[tpu]>=0.10.2,<0.13" jaxtyping numpy
+
+.venv-aot-gpu:
+	$(PYTHON) -m venv $@
+	$@/bin/pip install -q "jax[cuda13]>=0.10.2,<0.13" jaxtyping numpy

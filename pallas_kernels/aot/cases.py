@@ -1,0 +1,61 @@
+"""What is compiled: a function, shapes, and the limits its compiled form must keep."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import importlib.util
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+#: Modules with a function ``cases()``, in the order of the report; one that is not installed is left out.
+MODULES = (
+    "pallas_kernels.aot.cases_decode",
+    "pallas_kernels.aot.cases_mass",
+    "pallas_kernels.aot.cases_prefill",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One program.
+
+    Attributes:
+      name: what is particular about it; unique within its operation.
+      operation: under which it is reported.
+      function: called with ``arguments``, a tuple of pytrees of ``jax.ShapeDtypeStruct``.
+      cache_bytes: bytes of the cache that it reads; temporary memory must be less than ``temp_limit`` of it.
+      platforms: "tpu", "gpu". targets: the only ones, where not all of the platform can.
+      kernels: names of its kernels, as given to ``pallas_call``, of which limits speak; the operation's by default.
+      donated: positions of arguments whose memory results may take.
+      block_bytes: by target, bytes that one turn of the kernel's loop reads, to compare its cycles with.
+      bundles: at most this many instructions in a turn of the kernel's loop, by target.
+      spills: at most this many registers spilled.
+    """
+
+    name: str
+    operation: str
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    cache_bytes: int
+    platforms: tuple[str, ...] = ("tpu", "gpu")
+    targets: tuple[str, ...] = ()
+    kernels: tuple[str, ...] = ()
+    donated: tuple[int, ...] = ()
+    block_bytes: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    bundles: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    spills: int = 0
+    temp_limit: float = 0.01
+
+
+def collect(modules: Sequence[str] = MODULES) -> list[Case]:
+    """Cases of these modules."""
+    found = [importlib.import_module(name) for name in modules if _exists(name)]
+    return [case for module in found for case in module.cases()]
+
+
+def _exists(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:
+        return False

@@ -1,0 +1,134 @@
+"""Compiles cases for one target, in a process of its own: ``python -m pallas_kernels.aot.compile --help``.
+
+Compilers read their settings when they are loaded and may end the whole process when they fail; so ``scripts/aot.py``
+starts this one with the platform's environment, reads one line of JSON a case, and starts it again after a crash.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import shutil
+import time
+from pathlib import Path
+
+from pallas_kernels.aot.cases import Case, collect
+from pallas_kernels.aot.targets import Target, platform, targets
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """What became of a case.
+
+    Attributes:
+      error: first line of what the compiler said, or "". broken: limits that it does not keep.
+      temp_bytes: temporary memory of the whole program. cache_bytes: the case's.
+      memory_cycles: cycles in which the target's memory delivers what one turn of the loop reads; 0 if not known.
+      bundles, cycles, spills, registers: of its kernels, largest first; see ``KernelProfile``.
+    """
+
+    case: str
+    operation: str
+    target: str
+    error: str = ""
+    broken: tuple[str, ...] = ()
+    temp_bytes: int = 0
+    cache_bytes: int = 0
+    memory_cycles: int = 0
+    bundles: int = 0
+    cycles: int = 0
+    spills: int = 0
+    registers: int = 0
+    seconds: float = 0.0
+
+    @property
+    def ok(self) -> bool:
+        return not self.error and not self.broken
+
+
+def selected(cases: list[Case], target: Target, operations: list[str], named: str = "") -> list[Case]:
+    """Those of these operations (all if none is given) with this in their name that are meant for this target."""
+    return [
+        case
+        for case in cases
+        if target.platform in case.platforms
+        and named in case.name
+        and (not case.targets or target.name in case.targets)
+        and (not operations or case.operation in operations)
+    ]
+
+
+def compile_case(case: Case, target: Target, dump: Path) -> Result:
+    """Compile, and read what the compiler left in ``dump``, which is emptied first."""
+    import jax
+
+    shutil.rmtree(dump, ignore_errors=True)
+    dump.mkdir(parents=True)
+    sharding = target.sharding()
+    arguments = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), case.arguments)
+    began = time.perf_counter()
+    try:
+        # The abstract mesh tells kernels which chip they are traced for.
+        with jax.sharding.use_abstract_mesh(sharding.mesh.abstract_mesh):
+            lowered = jax.jit(case.function, donate_argnums=case.donated).lower(*arguments)
+        memory = lowered.compile().memory_analysis()
+    except Exception as error:  # noqa: BLE001 - whatever a compiler raises is the result
+        line = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        return Result(case.name, case.operation, target.name, error=f"{type(error).__name__}: {line}")
+    seconds = time.perf_counter() - began
+    kernels = case.kernels or (case.operation,)
+    profiles = [x for x in platform(target.platform).profiles(dump) if x.name in kernels]
+    result = Result(
+        case.name,
+        case.operation,
+        target.name,
+        temp_bytes=int(memory.temp_size_in_bytes) if memory is not None else 0,
+        cache_bytes=case.cache_bytes,
+        memory_cycles=round(case.block_bytes.get(target.name, 0) / max(target.bandwidth, 1.0) * target.clock),
+        bundles=max((x.bundles for x in profiles), default=0),
+        cycles=max((x.cycles for x in profiles), default=0),
+        spills=max((x.spills for x in profiles), default=0),
+        registers=max((x.registers for x in profiles), default=0),
+        seconds=seconds,
+    )
+    return dataclasses.replace(result, broken=_broken(case, result))
+
+
+def _broken(case: Case, result: Result) -> tuple[str, ...]:
+    broken = []
+    if result.temp_bytes >= case.temp_limit * case.cache_bytes:
+        broken.append(f"{result.temp_bytes} temporary bytes for a cache of {case.cache_bytes}")
+    if result.spills > case.spills:
+        broken.append(f"{result.spills} spills, at most {case.spills}")
+    limit = case.bundles.get(result.target)
+    if limit is not None and result.bundles > limit:
+        broken.append(f"{result.bundles} bundles, at most {limit}")
+    return tuple(broken)
+
+
+def main() -> None:
+    """One line of JSON a case, on the file named."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--target", required=True)
+    parser.add_argument("--modules", required=True, help="of cases, comma-separated")
+    parser.add_argument("--operations", default="", help="comma-separated; all by default")
+    parser.add_argument("--named", default="", help="part of the cases' names")
+    parser.add_argument("--skip", type=int, default=0, help="cases to leave out, of those selected")
+    parser.add_argument("--dump", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args()
+    target = targets()[options.target]
+    operations = [name for name in options.operations.split(",") if name]
+    cases = selected(collect(options.modules.split(",")), target, operations, options.named)
+    with options.out.open("a") as out:
+        for case in cases[options.skip :]:
+            # The name first: after a crash it is known which case it was.
+            out.write(json.dumps({"case": case.name, "operation": case.operation, "target": target.name}) + "\n")
+            out.flush()
+            out.write(json.dumps(dataclasses.asdict(compile_case(case, target, options.dump))) + "\n")
+            out.flush()
+
+
+if __name__ == "__main__":
+    main()

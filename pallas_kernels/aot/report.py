@@ -1,0 +1,59 @@
+"""The page of results: for every operation one table, a row a case and a column a target."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from pallas_kernels.aot.compile import Result
+
+_EXPLANATION = """\
+Every kernel, compiled by the real compiler of each chip on a machine that has none; `make aot` writes this page.
+**Nothing here was timed on an accelerator.** A cell says, where it is known:
+
+- `327/280 cycles`: how long one turn of the kernel's loop is scheduled to take, and how long the chip's memory takes to
+  deliver what that turn reads. The kernel keeps up with memory where the first is smaller.
+- `134 b`: bundles, the instructions of that turn; the other cycles are latencies that nothing fills.
+- `96 r`: registers of a thread, on GPU. `spills`: only if there are any.
+- `0.2 %`: temporary memory, of the cache's bytes. It must be less than 1 %: nothing copies the cache.
+- `—`: the case is not meant for that target.
+"""
+
+
+def render(results: Sequence[Result], versions: Mapping[str, str], date: str) -> str:
+    """Markdown."""
+    listed = ", ".join(f"{name} {version}" for name, version in versions.items())
+    parts = [f"# Kernels, compiled ahead of time\n\n{date}; {listed}.\n\n{_EXPLANATION}"]
+    for operation in dict.fromkeys(result.operation for result in results):
+        parts.append(f"## {operation}\n\n{_table([x for x in results if x.operation == operation])}")
+    wrong = [result for result in results if not result.ok]
+    if wrong:
+        lines = (f"- {x.operation}, {x.case}, {x.target}: {x.error or '; '.join(x.broken)}" for x in wrong)
+        parts.append("## What fails\n\n" + "\n".join(lines) + "\n")
+    return "\n".join(parts)
+
+
+def _table(results: Sequence[Result]) -> str:
+    names = list(dict.fromkeys(result.target for result in results))
+    by = {(result.case, result.target): result for result in results}
+    rows = [["case", *names], ["---"] * (1 + len(names))]
+    for case in dict.fromkeys(result.case for result in results):
+        rows.append([case, *(_cell(by.get((case, name))) for name in names)])
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows) + "\n"
+
+
+def _cell(result: Result | None) -> str:
+    if result is None:
+        return "—"
+    if result.error:
+        return "**fails**"
+    parts = []
+    if result.cycles:
+        parts.append(f"{result.cycles}{f'/{result.memory_cycles}' if result.memory_cycles else ''} cycles")
+        parts.append(f"{result.bundles} b")
+    if result.registers:
+        parts.append(f"{result.registers} r")
+    if result.spills:
+        parts.append(f"{result.spills} spills")
+    parts.append(f"{100 * result.temp_bytes / max(result.cache_bytes, 1):.1f} %")
+    text = ", ".join(parts)
+    return f"**{text}**" if result.broken else text

@@ -1,0 +1,336 @@
+"""On TPU, in Mosaic: one program a core walks the work list and copies blocks of pages through a ring of buffers.
+
+- One program with its own ring costs about 60 cycles a block beside the arithmetic; a grid with block specs, 300.
+- Only pages that hold something of the segment are copied; the rest of a buffer holds what an earlier block left.
+  It is finite, so values need no mask: their weights are 0. Keys past the length may be anything, NaN too.
+- Streams of one number a slot (value scales, positions, scores) need pages of 128 slots: smaller rows would be padded
+  to 128 lanes in memory, and moved between lanes to be used.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from pallas_kernels.pages import Columns, Lanes, Stacked
+from pallas_kernels.ragged_decode.problem import NEG, Decoded, Problem
+from pallas_kernels.ragged_decode.tpu_kernel import LANES, SHOWN, STAGES, Static, kernel
+from pallas_kernels.ragged_decode.worklist import WorkList, most_items, work_list
+
+#: Scalar memory is 1 MiB, and 900 KiB of prefetched scalars compile (libtpu 0.0.42, v5e).
+SCALAR_BYTES = 900 * 1024
+#: For queries, results and rings, of 62 MiB (v5p, tpu7x) or 126 MiB (v5e, v6e) of vector memory.
+VECTOR_BYTES = 48 * 1024 * 1024
+#: Scores of a block, 16 of 64 vector registers: with more the compiler spills.
+SCORES = 16 * 1024
+
+
+@dataclasses.dataclass(frozen=True)
+class TpuConfig:
+    """How the work is cut.
+
+    Attributes:
+      rows: slots of a block, a power of two; less where the longest head is shorter or queries are many.
+      buffers: blocks in the ring, a power of two, at least 4; more as ``rows`` become less.
+      cores: cores that share the device's memory, each given an equal part of the list.
+      float8: whether the chip converts float8 by itself.
+    """
+
+    rows: int = 512
+    buffers: int = 8
+    cores: int = 1
+    float8: bool = False
+
+    def __post_init__(self) -> None:
+        if (
+            _power_of_two(self.rows) != self.rows
+            or _power_of_two(self.buffers) != self.buffers
+            or self.buffers <= STAGES
+        ):
+            raise ValueError(
+                f"{self.rows} rows and {self.buffers} buffers must be powers of two, of at least 4 buffers."
+            )
+
+    @classmethod
+    def default(cls, device_kind: str, page_size: int, head_dim: int, dtype: DTypeLike) -> Self:
+        """A heuristic: a block's schedule is shorter than its copy, and copies in flight cover 1.5 µs of bandwidth.
+
+        Args:
+          device_kind: as ``jax.Device.device_kind``; the least demanding choice for one that is not known.
+        """
+        chip = next((chip for name, chip in _CHIPS.items() if name in device_kind.lower()), _UNKNOWN)
+        lanes = -(-head_dim // LANES) * LANES
+        row_bytes = (2 * lanes if head_dim > LANES // 2 else lanes) * jnp.dtype(dtype).itemsize
+        rows = max(chip.block_bytes // row_bytes, page_size)
+        buffers = STAGES + -(-chip.in_flight // (rows * row_bytes))
+        return cls(rows, min(_power_of_two(buffers), 16), chip.cores, chip.float8)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Chip:
+    """block_bytes: the least whose copy takes longer than its schedule, see docs/kernels.md. in_flight: bytes."""
+
+    block_bytes: int
+    in_flight: int
+    cores: int = 1
+    float8: bool = False
+
+
+_KIB = 1024
+_UNKNOWN = _Chip(256 * _KIB, 1_200_000)
+_CHIPS = {
+    "v4": _Chip(256 * _KIB, 1_800_000, cores=2),
+    "v5 lite": _Chip(256 * _KIB, 1_200_000),
+    "v5e": _Chip(256 * _KIB, 1_200_000),
+    "v5": _Chip(512 * _KIB, 3_700_000, cores=2),
+    "v6": _Chip(512 * _KIB, 2_500_000),
+    "tpu7": _Chip(1024 * _KIB, 5_500_000, float8=True),
+}
+
+
+def _power_of_two(x: int) -> int:
+    return 1 << (x - 1).bit_length()
+
+
+def decode(problem: Problem, *, config: TpuConfig | None = None, interpret: Any = False) -> Decoded:
+    """See :func:`pallas_kernels.ragged_decode.ragged_decode`.
+
+    Args:
+      interpret: True, or ``pltpu.InterpretParams``, to run anywhere.
+
+    Raises:
+      NotImplementedError: what this kernel cannot do, in one sentence.
+    """
+    p = problem
+    _, total, page_size, _ = p.pages.shape
+    _check(p)
+    kind = _device_kind()
+    if config is None:
+        config = TpuConfig.default(kind, page_size, p.pages.shape[3], p.pages.dtype)
+    if "float8" in p.pages.dtype.name and not (config.float8 or interpret):
+        raise NotImplementedError(f"float8 pages are converted number by number on {kind}; store int8.")
+    pages, buffers = fit(config, p)
+    by_slot = p.window is not None and p.position is None
+    streams = _streams(p)
+    items = _items(p, pages, by_slot, clamp=bool(streams))
+    static = Static(
+        page_size=page_size,
+        pages=pages,
+        row_pages=total,
+        heads=p.q.shape[1],
+        buffers=buffers,
+        cores=config.cores,
+        stacked=isinstance(p.pages, Stacked),
+        operand=jnp.dtype(jnp.float32 if p.pages.dtype == jnp.float32 else jnp.bfloat16),
+        scale=p.scale,
+        soft_cap=p.soft_cap,
+        window=None if by_slot else p.window,
+        logits_scale=p.logits_scale,
+        by_page=interpret is True,
+    )
+    out, lse, logits = _call(p, static, items, streams, interpret)
+    return _decoded(p, out, lse, logits)
+
+
+def _check(p: Problem) -> None:
+    if isinstance(p.pages, Columns):
+        raise NotImplementedError("The TPU kernel reads stacked pages or lanes, not columns.")
+    page_size, dtype = p.pages.shape[2], jnp.dtype(p.pages.dtype)
+    lanes = p.pages.kv.shape[-1]
+    if lanes % LANES:
+        raise NotImplementedError(f"Rows of {lanes} lanes are not whole registers; pad heads to 128, or use lanes.")
+    if dtype not in (jnp.float32, jnp.bfloat16, jnp.int8) and "float8" not in dtype.name:
+        raise NotImplementedError(f"The TPU kernel reads float32, bfloat16, int8 or float8 pages, not {dtype.name}.")
+    if page_size & (page_size - 1) or page_size * dtype.itemsize < 32:
+        raise NotImplementedError(f"Pages of {page_size} {dtype.name} slots are not whole tiles of a power of two.")
+    if (_streams(p) or p.with_logits) and page_size % LANES:
+        raise NotImplementedError(f"Numbers beside every slot need pages of {LANES} slots, not {page_size}.")
+
+
+def _streams(p: Problem) -> dict[str, Array]:
+    """What is read of every slot beside its row, [B, P, R]."""
+    streams = {}
+    if p.v_scale is not None:
+        streams["v_scale"] = p.v_scale.astype(jnp.float32)
+    if p.position is not None and (p.window is not None or p.slopes is not None):
+        streams["position"] = p.position.astype(jnp.int32)
+    return streams
+
+
+def fit(config: TpuConfig, p: Problem) -> tuple[int, int]:
+    """Pages of a block and buffers, for this problem's longest head and number of queries."""
+    _, total, page_size, _ = p.pages.shape
+    longest = min(max(p.runs), total) * page_size
+    rows, buffers = config.rows, config.buffers
+    least = max(LANES, page_size)
+    while rows > least and (rows // 2 >= longest or rows * max(p.q.shape[2], 8) > SCORES):
+        rows, buffers = rows // 2, min(2 * buffers, 32)
+    return max(rows, least) // page_size, buffers
+
+
+def _items(p: Problem, pages: int, by_slot: bool, clamp: bool) -> WorkList:
+    batch, total, page_size, _ = p.pages.shape
+    start = jnp.arange(batch, dtype=jnp.int32)[:, None] * jnp.int32(total) + jnp.asarray(p.starts)
+    length = p.length.reshape(-1).astype(jnp.int32)
+    return work_list(
+        start.reshape(-1),
+        length,
+        page_size=page_size,
+        pages_per_item=pages,
+        max_items=most_items(p.runs, batch, pages),
+        # Rows are copied no further than they count, so their blocks may reach past the pool; streams are copied whole.
+        total_pages=batch * total + pages,
+        row_pages=total if clamp else None,
+        first=jnp.maximum(length - jnp.int32(p.window), 0) if by_slot and p.window is not None else None,
+    )
+
+
+def _queries(p: Problem, dtype: DTypeLike) -> Float[Array, "S G E"]:
+    batch, heads, group, dim = p.q.shape
+    q = p.q.astype(jnp.float32)
+    if p.k_scale is not None:
+        q = q * p.k_scale[:, :, None]
+    q = q.astype(dtype).reshape(batch * heads, group, dim)
+    assert not isinstance(p.pages, Columns)
+    return jnp.pad(q, ((0, 0), (0, 0), (0, p.pages.kv.shape[-1] - dim)))
+
+
+def _call(
+    p: Problem, s: Static, items: WorkList, streams: dict[str, Array], interpret: Any
+) -> tuple[Array, Array, Array | None]:
+    """Results of every core, [C, S, G, E] and [C, S, 128], and scores by page."""
+    batch, heads, group, _ = p.q.shape
+    segments, total = batch * heads, s.row_pages
+    assert not isinstance(p.pages, Columns)
+    kv = p.pages.kv.reshape(batch * total, *p.pages.kv.shape[2:])
+    lanes = kv.shape[-1]
+    whole, device = pl.BlockSpec(memory_space=pltpu.VMEM), pl.BlockSpec(memory_space=pl.ANY)
+
+    scalars = {
+        "count": items.count,
+        "segment": items.segment,
+        "page": items.page,
+        "low": items.low,
+        "high": items.high,
+        "flags": items.flags,
+    }
+    if p.log_mass is not None:
+        scalars["log_mass"] = p.log_mass.reshape(-1).astype(jnp.float32)
+    if "position" in streams:
+        assert p.query_position is not None
+        scalars["query_position"] = p.query_position.astype(jnp.int32)
+    scalar_bytes = sum(4 * x.size for x in scalars.values())
+    if scalar_bytes > SCALAR_BYTES:
+        raise NotImplementedError(
+            f"The work list is {scalar_bytes} bytes, and scalar memory holds {SCALAR_BYTES}; use larger blocks."
+        )
+
+    inputs: dict[str, tuple[Array, pl.BlockSpec]] = {"q": (_queries(p, s.operand), whole)}
+    if p.slopes is not None:
+        slopes = jnp.asarray(p.slopes, jnp.float32)[:, :, None]
+        inputs["slopes"] = (jnp.broadcast_to(slopes, (heads, group, LANES)), whole)
+    # Said to be in device memory: a small array may else be put in vector memory, and copied there by loops.
+    in_device = (
+        (lambda x: x) if interpret else functools.partial(pltpu.with_memory_space_constraint, memory_space=pltpu.HBM)
+    )
+    inputs |= {name: (in_device(x), device) for name, x in streams.items()}
+    inputs["kv"] = (in_device(kv), device)
+
+    dtype = p.q.dtype if s.cores == 1 else jnp.float32
+    outputs = {
+        "out": (jax.ShapeDtypeStruct((s.cores, segments, group, lanes), dtype), _by_core(segments, group, lanes)),
+        "lse": (jax.ShapeDtypeStruct((s.cores, segments, LANES), jnp.float32), _by_core(segments, LANES)),
+    }
+    scratch: dict[str, Any] = {
+        "kv_ring": pltpu.VMEM((s.buffers, s.pages, *kv.shape[1:]), kv.dtype),
+        "arrived": pltpu.SemaphoreType.DMA((3, s.buffers)),
+        "zeros": pltpu.VMEM((group, LANES), jnp.float32),
+    }
+    scratch |= {f"{name}_ring": pltpu.VMEM((s.buffers, s.pages, s.page_size), x.dtype) for name, x in streams.items()}
+    aliases = {}
+    if p.with_logits:
+        shown = jax.ShapeDtypeStruct((batch * total, group, s.page_size), jnp.float32)
+        # Slots that no block covers are not visible: they keep what the buffer is filled with.
+        aliases = {len(scalars) + len(inputs): len(outputs)}
+        inputs[""] = (jnp.full(shown.shape, NEG, shown.dtype), device)
+        outputs["logits"] = (shown if interpret else pltpu.HBM(shown.shape, shown.dtype), device)
+        scratch["logits_ring"] = pltpu.VMEM((SHOWN, s.pages, group, s.page_size), jnp.float32)
+        scratch["left"] = pltpu.SemaphoreType.DMA((SHOWN,))
+    _check_vector_memory(inputs, outputs, scratch)
+
+    slots = batch * total * s.page_size
+    results = pl.pallas_call(
+        functools.partial(kernel, names=(*scalars, *inputs, *outputs, *scratch), static=s),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=len(scalars),
+            grid=(s.cores,),
+            in_specs=[spec for _, spec in inputs.values()],
+            out_specs=[spec for _, spec in outputs.values()],
+            scratch_shapes=list(scratch.values()),
+        ),
+        out_shape=[shape for shape, _ in outputs.values()],
+        input_output_aliases=aliases,
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel",),
+            # Every index comes from the work list; the checks are 30 of 330 cycles a block on v6e.
+            disable_bounds_checks=True,
+        ),
+        cost_estimate=pl.CostEstimate(
+            flops=4 * slots * group * lanes,
+            bytes_accessed=sum(x.size * x.dtype.itemsize for x, _ in inputs.values()),
+            transcendentals=slots * group,
+        ),
+        interpret=interpret,
+        name="ragged_decode",
+    )(*scalars.values(), *(x for x, _ in inputs.values()))
+    return (*results, None)[:3]
+
+
+def _by_core(*shape: int) -> pl.BlockSpec:
+    return pl.BlockSpec((None, *shape), lambda core, *_: (core, *(0 for _ in shape)))
+
+
+def _check_vector_memory(inputs: Any, outputs: Any, scratch: Any) -> None:
+    """Rows of fewer than 8 queries take a register's 8 sublanes; what has a block of its own is held twice."""
+
+    def nbytes(shape: tuple[int, ...], dtype: Any) -> int:
+        *major, rows, lanes = shape
+        return int(np.prod(major)) * max(rows, 8) * max(lanes, LANES) * jnp.dtype(dtype).itemsize
+
+    held = sum(nbytes(x.shape, x.dtype) for name, (x, _) in inputs.items() if name in ("q", "slopes"))
+    held += sum(2 * nbytes(x.shape[1:], x.dtype) for name, (x, _) in outputs.items() if name in ("out", "lse"))
+    held += sum(nbytes(x.shape, x.dtype) for name, x in scratch.items() if name.endswith("ring"))
+    if held > VECTOR_BYTES:
+        raise NotImplementedError(f"Queries, results and buffers are {held} bytes; vector memory holds {VECTOR_BYTES}.")
+
+
+def _decoded(p: Problem, out: Array, lse: Array, logits: Array | None) -> Decoded:
+    """What the cores found, merged by log-sum-exp: a head may be cut between two."""
+    batch, heads, group, dim = p.q.shape
+    out = out[..., dim : 2 * dim] if isinstance(p.pages, Lanes) else out[..., :dim]
+    lse = lse[..., :group]
+    if out.shape[0] > 1:
+        peak = lse.max(axis=0)
+        weight = jnp.exp(lse - peak)
+        mass = weight.sum(axis=0)
+        out = jnp.sum(weight[..., None] * out, axis=0) / mass[..., None]
+        lse = jnp.where(peak > NEG, peak + jnp.log(mass), NEG)
+    out = out.reshape(batch, heads, group, dim).astype(p.q.dtype)
+    if logits is not None:
+        logits = logits.reshape(batch, -1, group, logits.shape[-1])
+    return Decoded(out, lse.reshape(batch, heads, group), logits)
+
+
+def _device_kind() -> str:
+    """Of the device compiled for: the abstract mesh's, when compiling ahead of time, else the default backend's."""
+    device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+    return device.device_kind if device is not None else jax.devices()[0].device_kind

@@ -1,0 +1,354 @@
+"""The program of a TPU core, in Mosaic; ``tpu.py`` is how it is called and what it may be asked.
+
+A block goes through three stages, each in its own turn of one loop: its scores; its softmax; its values. So a turn
+works on three blocks at once, and the latencies of one (matrix unit 190 cycles, maximum over lanes 140) are hidden by
+the others. In the compiler's schedule a turn of 512 rows is 327 cycles on v6e so, and 680 one block after the other
+(8 queries a head, D = 128, bfloat16; libtpu 0.0.42).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array
+
+from pallas_kernels.ragged_decode.problem import NEG
+from pallas_kernels.ragged_decode.worklist import FIRST, ZERO
+
+LANES = 128
+#: Blocks at work at once, whose buffers are not being filled.
+STAGES = 3
+#: Blocks of scores on their way out: written in one turn, sent in the next, and gone two turns later.
+SHOWN = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Static:
+    """What a kernel is compiled for.
+
+    Attributes:
+      page_size: slots of a page. pages: of a block. row_pages: of a row of the batch. heads: of a row of the batch.
+      buffers: of the ring, a power of two. cores: that share the list.
+      stacked: keys and values are two arrays of a page; else the lanes of one.
+      operand: dtype of the matrix unit's operands.
+      masked_blocks: a whole block may be invisible (windows by position).
+      by_page: copy page after page, for the interpreter that has no copies of a size known at run time.
+    """
+
+    page_size: int
+    pages: int
+    row_pages: int
+    heads: int
+    buffers: int
+    cores: int
+    stacked: bool
+    operand: Any
+    scale: float
+    soft_cap: float | None
+    window: int | None
+    logits_scale: float | None
+    by_page: bool
+
+    @property
+    def rows(self) -> int:
+        return self.page_size * self.pages
+
+    @property
+    def precision(self) -> lax.Precision | None:
+        return lax.Precision.HIGHEST if self.operand == jnp.float32 else None
+
+
+@dataclasses.dataclass
+class Refs:
+    """Operands, results and scratch by name; ``None`` is what this variant does not have.
+
+    Scalars: count [1] and the work list [W]; log_mass [S]; query_position [B].
+    Vector memory: q [S, G, E]; slopes [H, G, 128]; out [S, G, E]; lse [S, 128], query g in lane g.
+    Device memory: kv [B P, 2, R, E] or [B P, R, E]; v_scale, position [B, P, R]; logits [B P, G, R].
+    Scratch: kv_ring, v_scale_ring and position_ring with semaphores arrived [3, N]; logits_ring with left [4].
+    """
+
+    count: Any
+    segment: Any
+    page: Any
+    low: Any
+    high: Any
+    flags: Any
+    q: Any
+    kv: Any
+    out: Any
+    lse: Any
+    kv_ring: Any
+    arrived: Any
+    zeros: Any
+    log_mass: Any = None
+    query_position: Any = None
+    slopes: Any = None
+    v_scale: Any = None
+    position: Any = None
+    logits: Any = None
+    v_scale_ring: Any = None
+    position_ring: Any = None
+    logits_ring: Any = None
+    left: Any = None
+
+
+def kernel(*operands: Any, names: tuple[str, ...], static: Static) -> None:
+    """The body for ``pallas_call``: ``names`` says which :class:`Refs` the operands are, "" for none."""
+    refs = {name: ref for name, ref in zip(names, operands, strict=True) if name}
+    _Program(Refs(**refs), static).run()
+
+
+@dataclasses.dataclass
+class _PageCopy:
+    """A copy of some of a block's pages, its number known at run time."""
+
+    source: Callable[[Any, Any], Any]
+    target: Callable[[Any, Any], Any]
+    semaphore: Any
+    first: Array
+    pages: Array
+    by_page: bool
+
+    def _copy(self, first: Array, pages: Any) -> Any:
+        return pltpu.make_async_copy(self.source(first, pages), self.target(first, pages), self.semaphore)
+
+    def _each(self, act: Callable[[Any], None]) -> None:
+        if not self.by_page:
+            return act(self._copy(self.first, self.pages))
+
+        def one(i: Array, _: None) -> None:
+            act(self._copy(self.first + i, 1))
+
+        lax.fori_loop(jnp.int32(0), self.pages, one, None)
+
+    def start(self) -> None:
+        self._each(lambda copy: copy.start())
+
+    def wait(self) -> None:
+        self._each(lambda copy: copy.wait())
+
+
+@dataclasses.dataclass
+class _Program:
+    r: Refs
+    s: Static
+
+    def run(self) -> None:
+        r, s = self.r, self.s
+        r.out[...] = jnp.zeros_like(r.out)
+        r.lse[...] = jnp.full_like(r.lse, jnp.float32(NEG))
+        r.zeros[...] = jnp.zeros_like(r.zeros)
+        share = lax.div(r.count[0] + jnp.int32(s.cores - 1), jnp.int32(s.cores))
+        begin = pl.program_id(0) * share
+        end = jnp.minimum(begin + share, r.count[0])
+        ahead = s.buffers - STAGES
+        lax.fori_loop(begin, begin + jnp.int32(s.buffers), lambda w, _: self._clear(w, end), None)
+        lax.fori_loop(begin, begin + jnp.int32(ahead), lambda w, _: self._start(w, end), None)
+
+        def turn(w: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
+            scores, weights, decay, peak, mass, acc = carry
+            self._start(w + jnp.int32(ahead), end)
+            self._wait(w, end)
+            if r.logits is not None:
+                self._send(w, begin, end)
+            # The first two turns have no block for the last stage and the last two none for the first: there they
+            # work on the list's first and last, and what they write is written over or not used.
+            newest, middle, oldest = (jnp.clip(w - jnp.int32(i), begin, end - 1) for i in range(3))
+            acc = self._values(oldest, weights, decay, peak, mass, acc)
+            peak, mass, decay, weights = self._softmax(middle, scores, peak, mass)
+            scores = self._scores(newest, w)
+            return scores, weights, decay, peak, mass, acc
+
+        group, lanes = r.q.shape[1:]
+        # Loaded, not made: a constant is laid out as one number, which the loop cannot carry on as a vector.
+        zeros = r.zeros[...]
+        scores = jnp.full((group, s.rows), jnp.float32(NEG))
+        weights, acc = jnp.zeros((group, s.rows), s.operand), jnp.zeros((group, lanes), jnp.float32)
+        last = jnp.where(begin < end, end + jnp.int32(STAGES - 1), begin)
+        lax.fori_loop(begin, last, turn, (scores, weights, zeros, zeros + jnp.float32(NEG), zeros, acc))
+        if r.logits is not None:
+            pl.when(begin < end)(lambda: self._shown(end - jnp.int32(1)).wait())
+
+    # Copies.
+
+    def _slot(self, w: Array) -> Array:
+        return w & jnp.int32(self.s.buffers - 1)
+
+    def _live(self, w: Array) -> Array:
+        """Pages of an item's block that hold something of its segment, and those before them."""
+        return self._pages(self.r.high[w] + jnp.int32(self.s.page_size - 1))
+
+    def _pages(self, slots: Array) -> Array:
+        """Whole pages in so many slots: a shift, where a division that may be negative takes ten instructions."""
+        return lax.shift_right_logical(slots, jnp.int32(self.s.page_size.bit_length() - 1))
+
+    def _row_of(self, segment: Array) -> Array:
+        """The row of the batch that a segment belongs to."""
+        return lax.div(segment, jnp.int32(self.s.heads))
+
+    def _copies(self, w: Array) -> list[Any]:
+        r, s, slot, page = self.r, self.s, self._slot(w), self.r.page[w]
+        copies: list[Any] = [
+            _PageCopy(
+                source=lambda first, pages: r.kv.at[pl.ds(page + first, pages)],
+                target=lambda first, pages: r.kv_ring.at[slot, pl.ds(first, pages)],
+                semaphore=r.arrived.at[0, slot],
+                first=jnp.int32(0),
+                pages=self._live(w),
+                by_page=s.by_page,
+            )
+        ]
+        for i, (stream, ring) in enumerate(((r.v_scale, r.v_scale_ring), (r.position, r.position_ring)), start=1):
+            if stream is not None:
+                row = self._row_of(r.segment[w])
+                source = stream.at[row, pl.ds(page - row * jnp.int32(s.row_pages), s.pages)]
+                copies.append(pltpu.make_async_copy(source, ring.at[slot], r.arrived.at[i, slot]))
+        return copies
+
+    def _start(self, w: Array, end: Array) -> None:
+        @pl.when(w < end)
+        def _() -> None:
+            for copy in self._copies(w):
+                copy.start()
+
+    def _wait(self, w: Array, end: Array) -> None:
+        @pl.when(w < end)
+        def _() -> None:
+            for copy in self._copies(w):
+                copy.wait()
+
+    def _clear(self, w: Array, end: Array) -> None:
+        """Zeros where the first block in a buffer leaves pages out: 0 times what memory held before may be NaN."""
+
+        @pl.when((w < end) & (self._live(jnp.minimum(w, self.r.high.shape[0] - 1)) < jnp.int32(self.s.pages)))
+        def _() -> None:
+            ring = self.r.kv_ring.at[self._slot(w)]
+            ring[...] = jnp.zeros_like(ring)
+
+    # Stages.
+
+    def _row(self, ring: Any, w: Array) -> Array:
+        """[1, rows] of a stream, pages side by side."""
+        slot = self._slot(w)
+        return jnp.concatenate([ring[slot, pl.ds(i, 1), :] for i in range(self.s.pages)], axis=1)
+
+    def _half(self, w: Array, half: int) -> Array:
+        """[rows, E] keys (0) or values (1) of a block; in lanes, both are the same rows."""
+        s, slot = self.s, self._slot(w)
+        x = self.r.kv_ring[slot, :, half] if s.stacked else self.r.kv_ring[slot]
+        return x.reshape(s.rows, x.shape[-1]).astype(s.operand)
+
+    def _scores(self, w: Array, turn: Array) -> Array:
+        """[G, rows], NEG where nothing is visible; selected, so whatever keys past the length give is left."""
+        r, s = self.r, self.s
+        segment, low = r.segment[w], r.low[w]
+        keys = self._half(w, 0)
+        contract = (((1,), (1,)), ((), ()))
+        raw = lax.dot_general(r.q[segment], keys, contract, precision=s.precision, preferred_element_type=jnp.float32)
+        column = lax.broadcasted_iota(jnp.int32, raw.shape, 1)
+        visible = (column >= low) & (column < r.high[w])
+        bias = None
+        if r.position is not None:
+            row = self._row_of(segment)
+            distance = self._row(r.position_ring, w) - r.query_position[row]
+            if s.window is not None:
+                visible &= distance > jnp.int32(-s.window)
+            if r.slopes is not None:
+                slope = r.slopes[segment - row * jnp.int32(s.heads)][:, :1]
+                bias = slope * distance.astype(jnp.float32)
+        if r.log_mass is not None:
+            zero = (r.flags[w] & jnp.int32(ZERO)) != 0
+            mass = jnp.where(zero, r.log_mass[segment], jnp.float32(0))
+            mass = jnp.where(column == low, mass, jnp.float32(0))
+            bias = mass if bias is None else bias + mass
+
+        def scored(scale: float) -> Array:
+            x = raw * jnp.float32(scale)
+            if s.soft_cap is not None:
+                x = jnp.float32(s.soft_cap) * jnp.tanh(x * jnp.float32(1 / s.soft_cap))
+            x = x if bias is None else x + bias
+            return jnp.where(visible, x, jnp.float32(NEG))
+
+        scores = scored(s.scale)
+        if r.logits is not None:
+            shown = scores if s.logits_scale is None else scored(s.logits_scale)
+            for i in range(s.pages):
+                columns = shown[:, i * s.page_size : (i + 1) * s.page_size]
+                r.logits_ring[turn & jnp.int32(SHOWN - 1), i] = columns
+        return scores
+
+    def _softmax(self, w: Array, scores: Array, peak: Array, mass: Array) -> tuple[Array, Array, Array, Array]:
+        """Peak and mass with this block, what the mass before it is worth now, and the block's weights.
+
+        Mass stays a number a lane: one sum over lanes when a block's result is written, off this stage's chain.
+        """
+        r, s = self.r, self.s
+        first = (r.flags[w] & jnp.int32(FIRST)) != 0
+        before = jnp.where(first, jnp.float32(NEG), peak)
+        peak = jnp.maximum(before, jnp.max(scores, axis=1, keepdims=True))
+        decay = jnp.where(first, jnp.float32(0), jnp.exp(before - peak))
+        columns = [scores[:, i : i + LANES] for i in range(0, s.rows, LANES)]
+        weights = [jnp.exp(x - peak) for x in columns]
+        if r.position is not None and s.window is not None:  # Of a block that is all masked, every weight is exp(0).
+            weights = [
+                jnp.where(x > jnp.float32(NEG), y, jnp.float32(0)) for x, y in zip(columns, weights, strict=True)
+            ]
+        total = functools.reduce(jnp.add, weights)
+        mass = jnp.where(first, total, decay * mass + total)
+        weight = jnp.concatenate(weights, axis=1)
+        if r.v_scale is not None:
+            weight = weight * self._row(r.v_scale_ring, w)
+        return peak, mass, decay, weight.astype(s.operand)
+
+    def _values(self, w: Array, weights: Array, decay: Array, peak: Array, mass: Array, acc: Array) -> Array:
+        """The sum of values with this block; written as the segment's result, which its next block writes over."""
+        r, s = self.r, self.s
+        segment = r.segment[w]
+        contract = (((1,), (0,)), ((), ()))
+        added = lax.dot_general(
+            weights, self._half(w, 1), contract, precision=s.precision, preferred_element_type=jnp.float32
+        )
+        first = (r.flags[w] & jnp.int32(FIRST)) != 0
+        # Selected: before the list's first block the sum may be anything, NaN too.
+        acc = jnp.where(first, added, decay[:, :1] * acc + added)
+        total = jnp.sum(mass, axis=1, keepdims=True)
+        lse = peak + jnp.log(total)
+        out = acc / total
+        if r.position is not None and s.window is not None:
+            out = jnp.where(total > 0, out, jnp.float32(0))
+            lse = jnp.where(total > 0, lse, jnp.float32(NEG))
+        r.out[segment] = out.astype(r.out.dtype)
+        # A column of [G, 128] as a row: 128 lanes for a head's log-sum-exps, where a column would take 128 lanes each.
+        query = lax.broadcasted_iota(jnp.int32, lse.shape, 0)
+        lane = lax.broadcasted_iota(jnp.int32, lse.shape, 1)
+        r.lse[pl.ds(segment, 1), :] = jnp.sum(jnp.where(query == lane, lse, jnp.float32(0)), axis=0, keepdims=True)
+        return acc
+
+    # Scores that are shown.
+
+    def _shown(self, w: Array) -> _PageCopy:
+        """Copies the pages of an item's scores to where they belong, and no neighbour's."""
+        r, s = self.r, self.s
+        slot, page, first = w & jnp.int32(SHOWN - 1), r.page[w], self._pages(r.low[w])
+        return _PageCopy(
+            source=lambda first, pages: r.logits_ring.at[slot, pl.ds(first, pages)],
+            target=lambda first, pages: r.logits.at[pl.ds(page + first, pages)],
+            semaphore=r.left.at[slot],
+            first=first,
+            pages=self._live(w) - first,
+            by_page=s.by_page,
+        )
+
+    def _send(self, turn: Array, begin: Array, end: Array) -> None:
+        """Send what the turn before wrote; a copy among the stages would keep them from overlapping."""
+        written, gone = turn - jnp.int32(1), turn - jnp.int32(SHOWN - 1)
+        pl.when((written >= begin) & (written < end))(lambda: self._shown(written).start())
+        pl.when(gone >= begin)(lambda: self._shown(gone).wait())

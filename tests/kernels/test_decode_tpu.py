@@ -1,0 +1,153 @@
+"""The TPU kernel: interpreted over every shape, with its copies and their races on a few, and lowered."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+from kernels.decode_base import RAGGED, Case, DecodeBase, build
+
+from pallas_kernels.ragged_decode import reference, tpu
+from pallas_kernels.ragged_decode.problem import NEG
+
+# The interpreter carries whole rings from turn to turn; small ones still hold several blocks of a head.
+SMALL = tpu.TpuConfig(rows=128, buffers=4)
+ARRAYS = ("q", "pages", "length", "log_mass", "k_scale", "v_scale", "position", "query_position")
+
+
+def decode(problem, config=SMALL, interpret=True):
+    arrays = {name: getattr(problem, name) for name in ARRAYS}
+    return jax.jit(
+        lambda arrays: tpu.decode(dataclasses.replace(problem, **arrays), config=config, interpret=interpret),
+        # These programs run for milliseconds: what LLVM does for speed would be most of the test's time.
+        compiler_options={"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True},
+    )(arrays)
+
+
+class TestTpu(DecodeBase):
+    layouts = ("stacked", "padded", "lanes")
+
+    def layouts_of(self, case):
+        fits = {"stacked": case.head_dim % 128 == 0, "padded": case.head_dim in (80, 96), "lanes": case.head_dim == 64}
+        return tuple(name for name in self.layouts if fits[name])
+
+    def fit(self, case):
+        streams = case.dtype == jnp.int8 or case.alibi or case.with_logits
+        return dataclasses.replace(case, page_size=128) if streams else case
+
+    def run(self, problem):
+        return decode(problem)
+
+    def test_two_cores_share_the_list(self):
+        for config in (dataclasses.replace(SMALL, cores=2), dataclasses.replace(SMALL, cores=2, rows=256)):
+            case = Case(((70, 300, 0), (0, 0, 0), (5, 513, 1)), (10, 40, 1), log_mass=True)
+            problem = build(case, "stacked")
+            want, got = reference.decode(problem), decode(problem, config)
+            np.testing.assert_allclose(got.out, want.out, atol=2e-5, rtol=2e-5)
+            np.testing.assert_allclose(got.lse, want.lse, atol=2e-5, rtol=2e-5)
+
+    def test_heads_that_hold_nothing(self):
+        got = decode(build(Case(((0, 0), (0, 0)), RAGGED), "stacked"))
+        assert not np.asarray(got.out).any() and (np.asarray(got.lse) == np.float32(NEG)).all()
+
+
+@pytest.mark.parametrize(
+    ("case", "config"),
+    [
+        # A ring that is smaller than the list, blocks that are not full, the first that a buffer holds among them.
+        (Case(((300, 5), (0, 129)), (20, 9), log_mass=True), SMALL),
+        # Two cores, of which one continues a head that the other began.
+        (Case(((700, 5),), (44, 1), window=600), dataclasses.replace(SMALL, cores=2)),
+        # Every stream and the scores on their way out, over both of their buffers and more.
+        (
+            Case(((700, 5),), (6, 1), page_size=128, dtype=jnp.int8, alibi=True, window=2000, with_logits=True),
+            SMALL,
+        ),
+    ],
+    ids=["ring", "cores", "streams"],
+)
+def test_no_copy_races_with_what_is_read(case, config):
+    from jax._src.pallas.mosaic.interpret import interpret_pallas_call
+
+    problem = build(case, "stacked")
+    interpret = pltpu.InterpretParams(detect_races=True, num_cores_or_threads=config.cores)
+    got = decode(problem, config, interpret)
+    np.testing.assert_allclose(got.out, reference.decode(problem).out, atol=2e-2, rtol=2e-2)
+    assert not interpret_pallas_call.races.races_found
+
+
+@pytest.mark.parametrize(
+    ("case", "layout", "sentence"),
+    [
+        (Case(((5, 9),), (1, 1)), "columns", "not columns"),
+        (Case(((5, 9),), (1, 1), head_dim=80), "stacked", "Rows of 80 lanes"),
+        (Case(((5, 9),), (1, 1), dtype=jnp.float16), "stacked", "not float16"),
+        (Case(((5, 9),), (1, 1), page_size=24), "stacked", "Pages of 24"),
+        (Case(((5, 9),), (1, 1), page_size=32, dtype=jnp.int8), "stacked", "pages of 128 slots, not 32"),
+        (Case(((5, 9),), (1, 1), with_logits=True), "stacked", "pages of 128 slots, not 16"),
+        (Case(((5, 9),), (1, 1), dtype=jnp.float8_e4m3fn, page_size=128), "stacked", "store int8"),
+    ],
+)
+def test_what_does_not_fit_is_refused(case, layout, sentence):
+    with pytest.raises(NotImplementedError, match=sentence):
+        tpu.decode(build(case, layout), config=SMALL)
+
+
+def test_more_than_the_chip_holds_is_refused():
+    def shapes(batch, run):
+        return (
+            jax.ShapeDtypeStruct((batch, 8, 8, 128), jnp.bfloat16),
+            jax.ShapeDtypeStruct((batch, 8 * run, 2, 128, 128), jnp.bfloat16),
+            jax.ShapeDtypeStruct((batch, 8), jnp.int32),
+        )
+
+    def step(run):
+        def call(q, kv, length):
+            problem = tpu.Problem(q, tpu.Stacked(kv, 128), length, (run,) * 8, 1.0)
+            return tpu.decode(problem, config=SMALL)
+
+        return call
+
+    with pytest.raises(NotImplementedError, match="scalar memory holds 921600"):
+        jax.eval_shape(step(6000), *shapes(1, 6000))
+    with pytest.raises(NotImplementedError, match="vector memory holds"):
+        jax.eval_shape(step(1), *shapes(2048, 1))
+
+
+def test_blocks_shrink_to_the_longest_head_and_to_many_queries():
+    def fit(group, pages):
+        q, kv = np.zeros((1, 1, group, 128), np.float32), np.zeros((1, pages, 2, 16, 128), np.float32)
+        problem = tpu.Problem(q, tpu.Stacked(kv, 128), np.zeros((1, 1), np.int32), (pages,), 1.0)
+        return tpu.fit(tpu.TpuConfig(rows=1024, buffers=8), problem)
+
+    assert fit(8, 1000) == (64, 8)
+    assert fit(64, 1000) == (16, 32)
+    assert fit(8, 20) == (32, 16)
+    assert fit(8, 1) == (8, 32)
+
+
+@pytest.mark.parametrize("kind", ["TPU v4", "TPU v5 lite", "TPU v5", "TPU v6 lite", "TPU7x", "cpu"])
+def test_default_blocks_fit_the_vector_memory_of_every_chip(kind):
+    for head_dim, dtype in ((64, jnp.bfloat16), (128, jnp.bfloat16), (256, jnp.float32), (128, jnp.int8)):
+        config = tpu.TpuConfig.default(kind, 128, head_dim, dtype)
+        lanes = 128 if head_dim == 64 else 2 * head_dim
+        assert config.rows * config.buffers * lanes * jnp.dtype(dtype).itemsize <= 24 * 2**20
+        assert config.cores == (2 if kind in ("TPU v4", "TPU v5") else 1)
+
+
+@pytest.mark.parametrize("x64", [False, True])
+def test_lowers_for_tpu(x64):
+    pytest.importorskip("flatbuffers", reason="jax.export serialises with flatbuffers")
+    for case, layout in (
+        (Case(((300, 5),), (20, 1), dtype=jnp.bfloat16, log_mass=True, soft_cap=30.0), "stacked"),
+        (Case(((300, 5),), (3, 1), dtype=jnp.int8, page_size=128, alibi=True, window=9, with_logits=True), "stacked"),
+        (Case(((300, 5),), (20, 1), dtype=jnp.bfloat16, head_dim=64, window=100), "lanes"),
+    ):
+        problem = build(case, layout)
+        arrays = {name: getattr(problem, name) for name in ARRAYS}
+        with jax.enable_x64(x64):
+            step = jax.jit(lambda arrays, problem=problem: tpu.decode(dataclasses.replace(problem, **arrays)))
+            exported = jax.export.export(step, platforms=["tpu"])(arrays)
+        assert "tpu_custom_call" in exported.mlir_module() and exported.serialize()
