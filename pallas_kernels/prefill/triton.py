@@ -41,9 +41,9 @@ class Config:
         count, dim = p.q.shape[3:]
         queries, keys, warps, stages = 128, 64, 8, 3
         if p.k.dtype == jnp.float32:  # without tensor cores
-            queries, keys, stages = (32 if dim <= 128 else 16), 32, 2
+            queries, keys, stages = (32 if dim <= 64 else 16), 32, 2
         elif dim > 128:
-            keys, stages = 32, 2
+            queries, keys, stages = 64, 32, 2
         return cls(min(queries, max(16, pl.next_power_of_2(count))), keys, warps, stages)
 
 
