@@ -62,7 +62,7 @@ def _case(policy: str, platform: str, storage: Storage) -> Case:
         ),
         cache_bytes=sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(pools)),
         platforms=(platform,),
-        kernels=("ragged_decode",),
+        kernels=("ragged_decode",) if platform == "tpu" else (),
         donated=(1,),
     )
 

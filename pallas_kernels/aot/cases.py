@@ -14,6 +14,7 @@ MODULES = (
     "pallas_kernels.aot.cases_decode_gpu",
     "pallas_kernels.aot.cases_mass",
     "pallas_kernels.aot.cases_prefill",
+    "pallas_kernels.aot.cases_pages",
 )
 
 
