@@ -28,7 +28,9 @@ def loop(step: Callable[..., jax.Array], steps: int) -> Callable[..., jax.Array]
 
     def run(q: jax.Array, *arguments: Any) -> jax.Array:
         def body(_: Any, q: jax.Array) -> jax.Array:
-            out = step(q, *arguments)
+            # Else what a step makes of the pages alone, such as a float32 copy, would be made once for all steps.
+            q, given = jax.lax.optimization_barrier((q, arguments))
+            out = step(q, *given)
             return (q + jnp.asarray(1e-3, q.dtype) * out.reshape(q.shape)).astype(q.dtype)
 
         return jax.lax.fori_loop(0, steps, body, q)

@@ -196,7 +196,7 @@ class _Compiled:
         """q @ k.T, both in shared memory."""
 
         def multiply(result: Any) -> Array:
-            plgpu.wgmma(result, q_tile, plgpu.transpose_ref(k_tile, (1, 0)))
+            plgpu.wgmma(result, q_tile, k_tile.T)
             return result[...]
 
         return pl.run_scoped(multiply, plgpu.ACC((ROWS, ROWS), jnp.float32))
