@@ -33,8 +33,8 @@ MODEL = ModelConfig(
     max_position=131072,
     rope=RopeConfig(theta=500000.0, kind="llama3", factor=8.0, original_max_position=8192),
 )
-#: How each policy reads its slots: full and bounded pools, per-slot logits, a compensation row, heads in groups.
-POLICIES = ("full", "lagkv:ratio=0.5", "h2o:ratio=0.5", "compensated:ratio=0.5")
+#: The plain kernel, and the one that hands back per-slot scores.
+POLICIES = ("full", "h2o:ratio=0.5")
 
 
 def _chunk(params: Decoder, pools: Pools, state: DecodeState, controls: Controls, steps: jax.Array) -> Any:
