@@ -10,10 +10,9 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.aot.cases import Case
+from pallas_kernels.aot.cases_mass import IMPLEMENTATIONS, SPILLS
 from pallas_kernels.attention_mass import Masses, attention_mass, log_sum_exp
 from pallas_kernels.prefill import prefill
-
-IMPLEMENTATIONS = {"tpu": "tpu", "gpu": "triton"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,17 +99,26 @@ def cases() -> list[Case]:
             arguments = (shape.q(shape.queries), shape.rows(shape.keys), shape.rows(shape.keys), ints, ints)
             # A head size that is not a TPU's lanes has its queries and outputs padded to them.
             padding = 4 * shape.batch * shape.heads * shape.group * shape.queries * 128 if shape.head_dim % 128 else 0
-            limit = 0.01 + padding / shape.key_bytes
-            found.append(Case(name, "prefill", function, arguments, shape.key_bytes, (platform,), temp_limit=limit))
+            found.append(_case(platform, name, shape, function, arguments, padding / shape.key_bytes))
         for name, shape in layers.items():
             function = functools.partial(_layer, implementation=implementation, queries=shape.queries)
-            arguments = (
-                shape.q(shape.keys),
-                shape.rows(shape.keys),
-                shape.rows(shape.keys),
-                jax.ShapeDtypeStruct((shape.batch,), jnp.int32),
-            )
+            rows, count = shape.rows(shape.keys), jax.ShapeDtypeStruct((shape.batch,), jnp.int32)
             # What one chunk needs beside what is returned: its queries and outputs, of which there are four forms.
-            limit = 0.01 + 4 * shape.group * shape.queries / shape.keys
-            found.append(Case(name, "prefill", function, arguments, shape.key_bytes, (platform,), temp_limit=limit))
+            share = 4 * shape.group * shape.queries / shape.keys
+            found.append(_case(platform, name, shape, function, (shape.q(shape.keys), rows, rows, count), share))
     return found
+
+
+def _case(platform: str, name: str, shape: Shape, function: Any, arguments: Any, share: float) -> Case:
+    """A case whose temporary memory is at most this share and 1 % of the keys and values."""
+    return Case(
+        name,
+        "prefill",
+        function,
+        arguments,
+        shape.key_bytes,
+        (platform,),
+        kernels=("prefill", "attention_mass", "log_sum_exp"),
+        spills=SPILLS[platform],
+        temp_limit=0.01 + share,
+    )
