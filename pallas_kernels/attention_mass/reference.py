@@ -26,7 +26,10 @@ def scores(p: Problem) -> tuple[np.ndarray, np.ndarray | None]:
 def _products(p: Problem, k, place) -> np.ndarray:
     _, heads, group, count, _ = p.q.shape
     wide = (np.asarray(x.astype("float32")).astype(np.float64) for x in (p.q, k))
-    found = np.einsum("bhgnd,bhtd->bhgnt", *wide) * np.asarray(p.scale, np.float64)[:, None, None, None, None]
+    found = (
+        np.einsum("bhgnd,bhtd->bhgnt", *wide, optimize=True)
+        * np.asarray(p.scale, np.float64)[:, None, None, None, None]
+    )
     if p.bias is not None and place is not None:
         found = found + np.asarray(p.bias(place)).reshape(-1, heads, group, count, found.shape[-1])
     return found

@@ -71,7 +71,7 @@ def log_sum_exp(p: Problem, *, config: Config | None = None, interpret: Any = Fa
         out_specs=pl.no_block_spec,
         out_shape=jax.ShapeDtypeStruct((splits * batch * heads * group * count,), jnp.float32),
         compiler_params=plt.CompilerParams(num_warps=c.warps, num_stages=c.stages),
-        cost_estimate=_cost(p, splits),
+        cost_estimate=_cost(p, 4 * splits * batch * heads * group * count),
         name="log_sum_exp",
         interpret=interpret,
     )(*_per_head(p), p.q.reshape(-1, dim), p.k.reshape(-1, dim))
@@ -102,7 +102,7 @@ def attention_mass(p: Problem, c: Counting, *, config: Config | None = None, int
         # Keys that no query sees are not visited and keep what they had.
         input_output_aliases={6: 0},
         compiler_params=plt.CompilerParams(num_warps=cfg.warps, num_stages=cfg.stages),
-        cost_estimate=_cost(p, 2),
+        cost_estimate=_cost(p, 4 * (c.lse.size + 2 * onto.size)),
         name="attention_mass",
         interpret=interpret,
     )(
@@ -131,11 +131,11 @@ def _per_head(p: Problem) -> tuple[Array, Array]:
     return jnp.repeat(p.offset, heads), jnp.repeat(p.scale * jnp.float32(LOG2E), heads)
 
 
-def _cost(p: Problem, outputs: int) -> pl.CostEstimate:
-    """Of half the rectangle, as if the queries were the last."""
+def _cost(p: Problem, other_bytes: int) -> pl.CostEstimate:
+    """Of the whole rectangle, as for queries that are the last."""
     batch, heads, group, count, dim = p.q.shape
     scores = batch * heads * group * count * p.k.shape[2]
-    moved = sum(x.size * x.dtype.itemsize for x in (p.q, p.k)) + 4 * outputs * scores // max(count, 1)
+    moved = sum(x.size * x.dtype.itemsize for x in (p.q, p.k)) + other_bytes
     return pl.CostEstimate(flops=(2 * dim + 4) * scores, transcendentals=scores, bytes_accessed=moved)
 
 

@@ -20,4 +20,4 @@ def prefill(p: Problem) -> tuple[np.ndarray, np.ndarray]:
     v = np.concatenate([np.asarray(x.astype("float32")) for x in values], axis=2)
     lse = reference.log_sum_exp(same)
     weight = np.where(scores > NOTHING, np.exp(scores - lse.astype(np.float64)[..., None]), 0)
-    return np.einsum("bhgnt,bhtd->bhgnd", weight, v), lse
+    return np.einsum("bhgnt,bhtd->bhgnd", weight, v, optimize=True), lse

@@ -1,7 +1,6 @@
 """The TPU kernels of attention mass: results and races in interpret mode, and that they lower for a TPU."""
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -18,10 +17,10 @@ SMALL = tpu.Config(queries=128, keys=128)
 
 class TestTpu(MassBase):
     def log_sum_exp(self, problem):
-        return jax.jit(functools.partial(tpu.log_sum_exp, config=SMALL, interpret=True))(problem)
+        return tpu.log_sum_exp(problem, config=SMALL, interpret=True)
 
     def attention_mass(self, problem, counting):
-        return jax.jit(functools.partial(tpu.attention_mass, config=SMALL, interpret=True))(problem, counting)
+        return tpu.attention_mass(problem, counting, config=SMALL, interpret=True)
 
 
 def test_no_race_and_no_memory_read_that_was_not_written():
@@ -41,8 +40,7 @@ def test_no_race_and_no_memory_read_that_was_not_written():
     np.testing.assert_allclose(mass.new, reference.attention_mass(problem, counting)[0], atol=3e-5)
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32], ids=["bfloat16", "float32"])
-@pytest.mark.parametrize("x64", [False, True], ids=["", "x64"])
+@pytest.mark.parametrize(("dtype", "x64"), [(jnp.bfloat16, False), (jnp.float32, True)], ids=["bfloat16", "x64"])
 def test_lowers_for_a_tpu(dtype, x64):
     with jax.enable_x64(x64):
         problem, _ = build(Case((0, 40), queries=32, keys=2048, group=4, head_dim=128, dtype=dtype))
