@@ -1,7 +1,7 @@
 """Sizes of kernels found by measuring: ``python -m pallas_kernels.tune FILE`` on the machine they are for.
 
-The best of a grid for each implementation and problem is added to the file, which ``tuned`` reads (by
-``PALLAS_KERNELS_TUNED``, or ``tuned.use``).
+The best of a grid for each implementation and problem is added to the file, which ``tuned`` reads (where
+``PALLAS_KERNELS_TUNED`` names it).
 """
 
 from __future__ import annotations

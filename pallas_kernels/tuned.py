@@ -1,6 +1,6 @@
 """Kernel sizes that ``tune`` measured on a user's hardware, looked up while a kernel is traced.
 
-A file names them per device kind and problem; it is read from ``PALLAS_KERNELS_TUNED`` or given to :func:`use`. What
+A file names them per device kind and problem; it is read from ``PALLAS_KERNELS_TUNED``. What
 it does not name is chosen by each kernel's own rule.
 """
 
@@ -19,7 +19,6 @@ import jax
 VARIABLE = "PALLAS_KERNELS_TUNED"
 
 Config = TypeVar("Config")
-_chosen: list[Path] = []
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,20 +42,15 @@ class Key:
         return f"{self.device} | D={self.head_dim} G={self.group} {self.dtype} R={self.page_size}"
 
 
-def use(path: str | os.PathLike[str] | None) -> None:
-    """Read sizes from this file from now on, in what is traced after; ``None`` for the environment's again."""
-    _chosen[:] = [] if path is None else [Path(path)]
-
-
 def config(kernel: str, problem: Any, kind: type[Config]) -> Config | None:
     """Sizes measured for this kernel and problem, or ``None``.
 
     Raises:
       ValueError: the file is not one that ``tune`` wrote.
     """
-    path = _chosen[0] if _chosen else Path(os.environ[VARIABLE]) if os.environ.get(VARIABLE) else None
-    if path is None:
+    if not os.environ.get(VARIABLE):
         return None
+    path = Path(os.environ[VARIABLE])
     sizes = read(path).get(kernel, {}).get(str(Key.of(problem)))
     try:
         return None if sizes is None else kind(**sizes)

@@ -123,6 +123,8 @@ def measure(
     from kvjax.policies import parse
 
     known = shapes()
+    if dtype not in ("float32", "bfloat16"):
+        raise UsageError(f"dtype is {dtype!r}; give float32 or bfloat16.")
     if shape not in known:
         raise UsageError(f"shape is {shape!r}; there are {', '.join(known)}.")
     config, parsed = known[shape], {text: parse(text) for text in policies}

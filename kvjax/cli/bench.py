@@ -102,6 +102,8 @@ def kernels(
     means: Sequence[int], batch: int | None, sizes: dict[str, Any], rounds: int, json_path: Path | None
 ) -> None:
     """Kernels alone."""
+    import jax.numpy as jnp
+
     from pallas_kernels import dispatch
     from pallas_kernels.bench import decode as measured
     from pallas_kernels.bench.problem import Sizes
@@ -110,10 +112,14 @@ def kernels(
     accelerated = dispatch.platform() in ("gpu", "tpu")
     # A CPU is given as much as it reads in a second.
     means = means or ((2048, 16384) if accelerated else (256,))
-    batch = batch or (16 if accelerated else 2)
+    batch = (16 if accelerated else 2) if batch is None else batch
     for name, value in {"batch": batch, "rounds": rounds, "mean": min(means), **sizes}.items():
         if isinstance(value, int | float) and value <= 0:
             raise UsageError(f"{name} is {value}; give more than 0.")
+    try:
+        jnp.dtype(sizes["dtype"])
+    except TypeError as error:
+        raise UsageError(f"dtype is {sizes['dtype']!r}; give one such as bfloat16, int8 or float8_e4m3fn.") from error
     reports = []
     for mean in means:
         report = measured.run(Sizes(mean=mean, batch=batch, **sizes), rounds=rounds)

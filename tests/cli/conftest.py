@@ -36,7 +36,10 @@ def cli(monkeypatch, capsys, tiny_model):
     def run(*arguments: str, stdin: bytes = b"") -> Ran:
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin), encoding="utf-8"))
         cached = (
-            () if arguments[0] not in ("generate", "chat", "bench", "compare", "picture") else ("--no-compile-cache",)
+            ()
+            if arguments[0] not in ("generate", "chat", "bench", "compare", "picture")
+            or arguments[1:2] in (("kernels",), ("decode",))
+            else ("--no-compile-cache",)
         )
         code = main([*arguments, *cached])
         captured = capsys.readouterr()

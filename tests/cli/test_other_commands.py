@@ -70,6 +70,40 @@ def test_bench_prints_and_saves(cli, tmp_path, monkeypatch):
     assert "its cache grows" in ran.err
 
 
+def test_bench_of_a_shape_needs_no_weights(cli, tmp_path):
+    chosen = "--policy full --policy h2o:ratio=0.125 --rounds 1 --markdown".split()
+    saved = tmp_path / "decode.json"
+    ran = cli(
+        *"bench decode --shape tiny --dtype float32 --batch 2 --context 128".split(), *chosen, "--json", str(saved)
+    )
+    assert ran.code == 0, ran.err
+    rows = json.loads(saved.read_text())["rows"]
+    assert [row["policy"] for row in rows] == ["full", "h2o:ratio=0.125"]
+    assert all(row["tokens_per_second"] > 0 for row in rows) and rows[1]["cache_bytes"] < rows[0]["cache_bytes"]
+    assert ran.out.count("| 2 | 128 |") == 2 and "shape tiny" in ran.out
+
+
+def test_a_shape_without_room_says_so(monkeypatch):
+    from kvjax.bench import shapes
+
+    monkeypatch.setattr(shapes, "_memory", lambda: 10**5)
+    (row,) = shapes.measure("tiny", [1], [64], ["full"], dtype="float32", rounds=1)
+    assert "the device has" in row.note and not row.tokens_per_second
+    assert "the device has" in shapes.markdown([row], {})
+
+
+def test_bench_of_kernels(cli, tmp_path):
+    saved = tmp_path / "kernels.json"
+    ran = cli(*"bench kernels --mean 64 --batch 1 --heads 2 --head-dim 64 --rounds 1 --json".split(), str(saved))
+    assert ran.code == 0, ran.err
+    assert len(json.loads(saved.read_text())) == 1 and "GB/s" in ran.out
+
+
+def test_a_cpu_has_nothing_to_tune(cli, tmp_path):
+    ran = cli("tune", str(tmp_path / "sizes.json"))
+    assert ran.code == 1 and "nothing to tune" in ran.err and not (tmp_path / "sizes.json").exists()
+
+
 def test_help_imports_nothing_heavy():
     """Half a second is promised for --help; what would break it is an import, which is what is checked."""
     script = (
