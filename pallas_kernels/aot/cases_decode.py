@@ -141,7 +141,9 @@ def cases() -> list[Case]:
             name = f"G = 4, D = {head_dim}, {jnp.dtype(dtype).name}"
             # A float32 product is six of bfloat16, whose operands do not all fit the registers; it is for checks.
             spills = 2000 if dtype == jnp.float32 else 0
-            found.append(_tpu(name, Shape(head_dim, 4, dtype), 512, spills=spills))
+            # Of the smallest cache, what v5p's two cores found before it is merged is more than 1 %.
+            limit = 0.02 if (head_dim, dtype) == (64, jnp.int8) else 0.01
+            found.append(_tpu(name, Shape(head_dim, 4, dtype), 512, spills=spills, temp_limit=limit))
     fp8 = Shape(dtype=jnp.float8_e4m3fn)
     found.append(_tpu("G = 8, D = 128, float8_e4m3fn", fp8, targets=("tpu7x",)))
     found += [_tpu(f"G = {group}, D = 128, bfloat16", Shape(group=group), 512) for group in (1, 2, 16)]
@@ -160,14 +162,14 @@ def cases() -> list[Case]:
     found += [_tpu(f"G = 8, D = 128, {name}", shape, 512) for name, shape in options.items()]
     # A TPU keeps [8, 255, 128] with the 8 in its registers' rows, where the kernel needs the 255: scales are copied.
     odd = Shape(dtype=jnp.int8, slots=ODD_SLOTS)
-    found.append(_tpu("G = 8, D = 128, int8, pages of a row not a multiple of 8", odd, 512, temp_limit=0.02))
+    found.append(_tpu("G = 8, D = 128, int8, pages of a row not a multiple of 8", odd, 512, temp_limit=0.03))
     found += [
         _tpu("default blocks, G = 8, D = 128, bfloat16", Shape()),
         _tpu("default blocks, G = 8, D = 128, int8", Shape(dtype=jnp.int8)),
         _tpu("default blocks, G = 4, D = 64, bfloat16", Shape(64, 4)),
         _tpu("default blocks, G = 4, D = 256, bfloat16", Shape(256, 4)),
         # 64 queries are 32 registers of state alone: a few more than fit are moved, in the smallest blocks there are.
-        _tpu("default blocks, G = 64, D = 128, bfloat16", Shape(group=64), spills=16),
+        _tpu("default blocks, G = 64, D = 128, bfloat16", Shape(group=64), spills=16, temp_limit=0.02),
         _tpu("default blocks, 256 rows, G = 4, D = 128, bfloat16", Shape(group=4, batch=256)),
     ]
     return found

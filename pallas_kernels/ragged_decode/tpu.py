@@ -4,8 +4,10 @@
   instructions (v5e, v6e, tpu7x; libtpu 0.0.42).
 - Only pages that hold something of the segment are copied; the rest of a buffer holds what an earlier block left.
   It is finite, so values need no mask: their weights are 0. Keys past the length may be anything, NaN too.
+- The size of a page does not matter to the schedule, from 16 slots to 128: a block is one copy whatever it is.
 - Streams of one number a slot (value scales, positions, scores) need pages of 128 slots: smaller rows would be padded
-  to 128 lanes in memory, and moved between lanes to be used.
+  to 128 lanes in memory, and moved between lanes to be used. They are read in place where the pages of a row are a
+  multiple of 8; else XLA may lay [B, P, R] out by another dimension, and copies it (4 bytes a slot).
 """
 
 from __future__ import annotations

@@ -102,8 +102,7 @@ class Refs:
 
 def kernel(*operands: Any, names: tuple[str, ...], static: Static) -> None:
     """The body for ``pallas_call``: ``names`` says which :class:`Refs` the operands are, "" for none."""
-    refs = {name: ref for name, ref in zip(names, operands, strict=True) if name}
-    _Program(Refs(**refs), static).run()
+    _Program(Refs(**{name: ref for name, ref in zip(names, operands, strict=True) if name}), static).run()
 
 
 @dataclasses.dataclass
@@ -332,15 +331,15 @@ class _Program:
 
     def _shown(self, w: Array) -> _PageCopy:
         """Copies the pages of an item's scores to where they belong, and no neighbour's."""
-        r, s = self.r, self.s
-        slot, page, first = w & jnp.int32(SHOWN - 1), r.page[w], self._pages(r.low[w])
+        r, slot = self.r, w & jnp.int32(SHOWN - 1)
+        page, first = r.page[w], self._pages(r.low[w])
         return _PageCopy(
             source=lambda first, pages: r.logits_ring.at[slot, pl.ds(first, pages)],
             target=lambda first, pages: r.logits.at[pl.ds(page + first, pages)],
             semaphore=r.left.at[slot],
             first=first,
             pages=self._live(w) - first,
-            by_page=s.by_page,
+            by_page=self.s.by_page,
         )
 
     def _send(self, turn: Array, begin: Array, end: Array) -> None:
