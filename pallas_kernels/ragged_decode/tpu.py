@@ -24,6 +24,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from pallas_kernels import tuned
 from pallas_kernels.pages import Columns, Lanes, Stacked
 from pallas_kernels.ragged_decode.problem import Decoded, Problem
 from pallas_kernels.ragged_decode.tpu_kernel import LANES, SHOWN, STAGES, Static, kernel
@@ -122,7 +123,8 @@ def decode(problem: Problem, *, config: TpuConfig | None = None, interpret: Any 
     _check(p)
     kind = _device_kind()
     if config is None:
-        config = TpuConfig.default(kind, page_size, p.pages.shape[3], p.pages.dtype)
+        rule = TpuConfig.default(kind, page_size, p.pages.shape[3], p.pages.dtype)
+        config = tuned.config("ragged_decode.tpu", p, TpuConfig) or rule
     chip = _chip(kind)
     if "float8" in p.pages.dtype.name and not (chip.float8 or interpret):
         raise NotImplementedError(f"float8 pages are converted number by number on {kind}; store int8.")
@@ -257,7 +259,7 @@ def _call(
     inputs["kv"] = (in_device(kv), device)
 
     # Of two cores' results one is 0, but for the head that they share.
-    outputs = {
+    outputs: dict[str, tuple[Any, pl.BlockSpec]] = {
         "out": (jax.ShapeDtypeStruct((s.cores, segments, group, lanes), p.q.dtype), _by_core(segments, group, lanes)),
         "lse": (jax.ShapeDtypeStruct((s.cores, segments, LANES), jnp.float32), _by_core(segments, LANES)),
     }
@@ -303,7 +305,8 @@ def _call(
         interpret=interpret,
         name="ragged_decode",
     )(*scalars.values(), *(x for x, _ in inputs.values()))
-    return (*results, None)[:3]
+    out, lse, *logits = results
+    return out, lse, logits[0] if logits else None
 
 
 def _by_core(*shape: int) -> pl.BlockSpec:

@@ -210,10 +210,16 @@ class _Program:
         return copies
 
     def _start(self, w: Array, end: Array) -> None:
-        pl.when(w < end)(lambda: [copy.start() for copy in self._copies(w)] and None)
+        @pl.when(w < end)
+        def _() -> None:
+            for copy in self._copies(w):
+                copy.start()
 
     def _wait(self, w: Array, end: Array) -> None:
-        pl.when(w < end)(lambda: [copy.wait() for copy in self._copies(w)] and None)
+        @pl.when(w < end)
+        def _() -> None:
+            for copy in self._copies(w):
+                copy.wait()
 
     def _clear(self, w: Array, end: Array) -> None:
         """Zeros where the first block in a buffer leaves pages out: 0 times what memory held before may be NaN."""
