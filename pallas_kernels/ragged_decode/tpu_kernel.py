@@ -196,7 +196,7 @@ class _Program:
             _PageCopy(
                 source=lambda first, pages: r.kv.at[pl.ds(page + first, pages)],
                 target=lambda first, pages: r.kv_ring.at[slot, pl.ds(first, pages)],
-                semaphore=r.arrived.at[0, slot],
+                semaphore=r.arrived.at[jnp.int32(0), slot],
                 first=jnp.int32(0),
                 pages=self._live(w),
                 by_page=s.by_page,
@@ -206,7 +206,7 @@ class _Program:
             if stream is not None:
                 row = lax.div(r.segment[w], jnp.int32(s.heads))
                 source = stream.at[row, pl.ds(page - row * jnp.int32(s.row_pages), s.pages)]
-                copies.append(pltpu.make_async_copy(source, ring.at[slot], r.arrived.at[i, slot]))
+                copies.append(pltpu.make_async_copy(source, ring.at[slot], r.arrived.at[jnp.int32(i), slot]))
         return copies
 
     def _start(self, w: Array, end: Array) -> None:

@@ -152,10 +152,14 @@ def test_lowers_for_tpu(x64):
         (Case(((300, 5),), (20, 1), dtype=jnp.bfloat16, head_dim=64, window=100), "lanes"),
     ):
         problem = build(case, layout)
-        arrays = {name: getattr(problem, name) for name in ARRAYS}
+        # Leaves, since an exported function's arguments must be types that JAX can write down.
+        leaves, tree = jax.tree.flatten({name: getattr(problem, name) for name in ARRAYS})
+
+        def step(leaves, problem=problem, tree=tree):
+            return tuple(tpu.decode(dataclasses.replace(problem, **jax.tree.unflatten(tree, leaves))))
+
         with jax.enable_x64(x64):
-            step = jax.jit(lambda arrays, problem=problem: tpu.decode(dataclasses.replace(problem, **arrays)))
-            exported = jax.export.export(step, platforms=["tpu"])(arrays)
+            exported = jax.export.export(jax.jit(step), platforms=["tpu"])(leaves)
         assert "tpu_custom_call" in exported.mlir_module() and exported.serialize()
 
 
