@@ -64,7 +64,7 @@ def _case(policy: str, platform: str, storage: Storage) -> Case:
         platforms=(platform,),
         kernels=("ragged_decode",) if platform == "tpu" else (),
         donated=(1,),
-        # Scores are G float32 numbers a slot beside its 2 x 128 of bfloat16, and a policy makes a few such arrays of them.
+        # Scores are G float32 numbers a slot beside its 2 x 128 of bfloat16, and a policy makes a few such arrays.
         temp_limit=0.1 if parse(policy).signals.decode_logits else 0.01,
     )
 
