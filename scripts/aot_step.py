@@ -9,10 +9,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from kvjax.bench.shapes import shapes
 from kvjax.cache.layout import Layout, layout_on
 from kvjax.cache.storage import Storage
 from kvjax.cache.value import Pools, detach
-from kvjax.config import ModelConfig, RopeConfig
 from kvjax.model.decoder import Decoder, abstract_decoder
 from kvjax.policies import parse
 from kvjax.runtime.decode import Controls, DecodeState, compiled_chunk
@@ -21,18 +21,7 @@ from kvjax.runtime.synthetic import benchmark_controls, decode_state
 from pallas_kernels.aot.cases import Case
 
 BATCH, PROMPT, NEW = 8, 32768, 256
-MODEL = ModelConfig(
-    family="llama",
-    vocab_size=128256,
-    hidden_size=4096,
-    intermediate_size=14336,
-    num_layers=4,
-    num_heads=32,
-    num_kv_heads=8,
-    head_dim=128,
-    max_position=131072,
-    rope=RopeConfig(theta=500000.0, kind="llama3", factor=8.0, original_max_position=8192),
-)
+MODEL = dataclasses.replace(shapes()["llama-3.1-8b"], num_layers=4)
 #: The plain kernel, and the one that hands back per-slot scores.
 POLICIES = ("full", "h2o:ratio=0.5")
 
