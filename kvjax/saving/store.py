@@ -109,7 +109,8 @@ def _empty(where: Path, description: Any, lm: LanguageModel) -> tuple[Cache, Cou
         raise UsageError(f"{where} cannot be continued here. {error}") from error
     storage, config = Storage(**description["storage"]), lm.config
     page_size = layout_for(storage, config.head_dim).page_size
-    batch, counters = description["batch"], jax.ShapeDtypeStruct((description["batch"],), "int32")
+    batch = description["batch"]
+    counters: Any = jax.ShapeDtypeStruct((batch,), "int32")
     layers = jax.eval_shape(
         lambda: tuple(
             policy.init_layer(config, i, batch, pages_of(slots, page_size), lm.params.dtype, storage)
@@ -128,7 +129,9 @@ def _zeros(shapes: Cache) -> Cache:
 @contextlib.contextmanager
 def _folder(path: str | os.PathLike[str], tidy: bool = False) -> Iterator[Any]:
     """Orbax's checkpoints in a folder; what it refuses is one sentence. ``tidy`` removes what a crash left behind."""
-    from orbax.checkpoint import v1 as ocp  # takes seconds to import
+    from orbax.checkpoint import v1  # takes seconds to import
+
+    ocp: Any = v1  # its own annotations contradict one another
 
     where = Path(path).absolute()
     if where.exists() and (
