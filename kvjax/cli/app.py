@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 import kvjax
-from kvjax.cli import app_bench, app_eval, calibrate
+from kvjax.cli import app_batch, app_bench, app_eval, calibrate
 from kvjax.cli import options as flag
 
 app = typer.Typer(
@@ -18,6 +18,7 @@ app = typer.Typer(
 app.add_typer(calibrate.app, name="calibrate")
 app.add_typer(app_bench.app, name="bench")
 app.command()(app_bench.tune)
+app.command()(app_batch.batch)
 
 
 def _version(wanted: bool) -> None:

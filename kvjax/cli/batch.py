@@ -1,0 +1,64 @@
+"""``kvjax batch``: joins the other processes, loads the model on each, and runs the job."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvjax.cli import render, session
+from kvjax.errors import UsageError
+
+if TYPE_CHECKING:
+    from kvjax.batch import Report
+
+INTERRUPTED = 130
+
+
+def run(
+    input: Path,
+    output: Path,
+    *,
+    model: str,
+    dtype: str | None,
+    mesh: tuple[int, int] | None,
+    cluster: dict[str, Any],
+    keywords: dict[str, Any],
+    compile_cache: bool,
+) -> int:
+    """Answer the file; 130 when Ctrl-C ended it."""
+    from kvjax.policies import parse
+    from kvjax.runtime.distributed import Cluster, group
+
+    parse(keywords["policy"])  # a misspelt policy is said before anything is waited for
+    if not input.is_file():
+        raise UsageError(f"--input names no file: {input}.")
+    with Cluster(**cluster).joined():
+        everyone = group()
+        try:
+            with everyone.together():
+                if compile_cache:
+                    session.enable_compile_cache()
+                import kvjax.batch
+
+                lm = session.load(model, dtype, mesh)
+                report = kvjax.batch.run(lm, input, output, **keywords)
+        except KeyboardInterrupt:
+            print(f"kvjax batch: what is answered is in {output}; the same command goes on from there", file=sys.stderr)
+            return INTERRUPTED
+        if everyone.process == 0:
+            _print(report, output)
+    return 0
+
+
+def _print(report: Report, output: Path) -> None:
+    done = (
+        f"{report.answered:,} answered and {report.failed:,} refused"
+        if report.failed
+        else f"{report.answered:,} answered"
+    )
+    rate = (
+        f", {render.human_rate(report.generated_tokens / report.seconds)} tokens/s" if report.generated_tokens else ""
+    )
+    before = f", {report.already:,} answered before" if report.already else ""
+    print(f"kvjax batch: {done}{before}{rate}; {len(report.files)} files in {output}", file=sys.stderr)
