@@ -35,13 +35,8 @@ class Progress:
             from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
             from rich.progress import Progress as Bar
 
-            columns = (
-                TextColumn("{task.description}"),
-                BarColumn(),
-                MofNCompleteColumn(),
-                TextColumn("{task.fields[at]}"),
-            )
-            self._bar = Bar(*columns, console=Console(stderr=True))
+            text = TextColumn("{task.description}"), TextColumn("{task.fields[at]}")
+            self._bar = Bar(text[0], BarColumn(), MofNCompleteColumn(), text[1], console=Console(stderr=True))
             self._bar.add_task(label, total=total, at="")
             self._bar.start()
 

@@ -52,13 +52,11 @@ def run(
 
 
 def _print(report: Report, output: Path) -> None:
-    done = (
-        f"{report.answered:,} answered and {report.failed:,} refused"
-        if report.failed
-        else f"{report.answered:,} answered"
-    )
-    rate = (
-        f", {render.human_rate(report.generated_tokens / report.seconds)} tokens/s" if report.generated_tokens else ""
-    )
-    before = f", {report.already:,} answered before" if report.already else ""
-    print(f"kvjax batch: {done}{before}{rate}; {len(report.files)} files in {output}", file=sys.stderr)
+    parts = [f"{report.answered:,} answered"]
+    if report.failed:
+        parts.append(f"{report.failed:,} refused, each with its error in the output")
+    if report.already:
+        parts.append(f"{report.already:,} written by earlier runs")
+    if report.generated_tokens:
+        parts.append(f"{render.human_rate(report.generated_tokens / report.seconds)} tokens/s")
+    print(f"kvjax batch: {'; '.join(parts)}; {len(report.files)} files in {output}", file=sys.stderr)

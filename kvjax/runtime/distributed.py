@@ -113,8 +113,8 @@ class Cluster:
         given = [value for value in (self.coordinator, self.num_processes, self.process_id) if value is not None]
         if 0 < len(given) < 3 and self.num_processes != 1:
             raise UsageError(
-                "Of --coordinator, --num-processes and --process-id some are given and some are not; give all three, or "
-                "none where SLURM, GKE or mpirun tell."
+                "Of --coordinator, --num-processes and --process-id some are given and some are not; give all three, "
+                "or none where SLURM, GKE or mpirun tell."
             )
         if self.num_processes is not None and self.num_processes < 1:
             raise UsageError(f"--num-processes is {self.num_processes}; give at least 1.")
