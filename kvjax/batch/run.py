@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -141,8 +142,9 @@ def run(
     everyone = group()
     with everyone.together():
         needed("grain", "Batch jobs")
-        job = Job(lm, open_source(path), chosen, stored, chat, options, order, kind)
-        return _Run(job, Path(output), everyone, batch_size, memory_limit, progress).run(shard_rows)
+        with contextlib.closing(open_source(path)) as source:
+            job = Job(lm, source, chosen, stored, chat, options, order, kind)
+            return _Run(job, Path(output), everyone, batch_size, memory_limit, progress).run(shard_rows)
 
 
 class _Run:

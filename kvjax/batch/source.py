@@ -29,8 +29,10 @@ class Source(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """One row as a mapping; UsageError says what is wrong with it."""
+        """One row as a mapping; UsageError says what is wrong with it. Threads may read at the same time."""
         ...
+
+    def close(self) -> None: ...
 
 
 def open_source(path: Path) -> Source:
@@ -47,6 +49,7 @@ def open_source(path: Path) -> Source:
     except OSError as error:
         raise UsageError(f"The input {path} cannot be read: {error.strerror or error}.") from error
     if not len(source):
+        source.close()
         raise UsageError(f"The input {path} has no rows; give at least one prompt.")
     return source
 
@@ -55,16 +58,15 @@ class JsonLines:
     """One JSON object a line. A line that is none is that row's fault alone; blank lines at the end are no rows."""
 
     def __init__(self, path: Path):
-        self._path, self._local = path, threading.local()
         digest, offset, rows = hashlib.sha256(), 0, 0
         offsets = array("Q", [0])
-        with path.open("rb") as file:
-            for line in file:
-                digest.update(line)
-                offset += len(line)
-                offsets.append(offset)
-                if line.strip():
-                    rows = len(offsets) - 1
+        self._path, self._file, self._lock = path, path.open("rb"), threading.Lock()
+        for line in self._file:
+            digest.update(line)
+            offset += len(line)
+            offsets.append(offset)
+            if line.strip():
+                rows = len(offsets) - 1
         self.sha256, self._offsets = digest.hexdigest(), offsets[: rows + 1]
 
     def __len__(self) -> int:
@@ -86,14 +88,15 @@ class JsonLines:
         return row
 
     def _read(self, start: int, end: int) -> bytes:
-        # Threads that read ahead have a file each: a position is not shared.
-        if not hasattr(self._local, "file"):
-            self._local.file = self._path.open("rb")
-        self._local.file.seek(start)
-        line = self._local.file.read(end - start)
+        with self._lock:
+            self._file.seek(start)
+            line = self._file.read(end - start)
         if len(line) < end - start:
             raise KvjaxError(f"{self._path} became shorter while it was read; leave the input as it is.")
         return line
+
+    def close(self) -> None:
+        self._file.close()
 
 
 class Parquet:
@@ -129,6 +132,9 @@ class Parquet:
         (row,) = table.slice(index - self._starts[group], 1).to_pylist()
         # A column has a value in every row: null is how Parquet leaves one out.
         return {name: value for name, value in row.items() if value is not None or name == "prompt"}
+
+    def close(self) -> None:
+        self._file.close()
 
 
 def needed(module: str, what: str) -> Any:

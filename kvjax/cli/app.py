@@ -40,6 +40,7 @@ def _root(
 def generate(
     prompt: Annotated[list[str], typer.Argument(help="One or several; `-` reads standard input.")],
     model: flag.Model = flag.DEFAULT_MODEL,
+    config: flag.Config = None,
     dtype: flag.Dtype = None,
     policy: flag.Policy = "full",
     storage: flag.Storage = "model",
@@ -94,6 +95,7 @@ def generate(
 @app.command()
 def chat(
     model: flag.Model = flag.DEFAULT_MODEL,
+    config: flag.Config = None,
     dtype: flag.Dtype = None,
     policy: flag.Policy = "full",
     storage: flag.Storage = "model",
@@ -139,6 +141,7 @@ def chat(
 def plan(
     prompt_tokens: Annotated[int, typer.Option("--prompt-tokens", help="Tokens of the longest prompt.")],
     model: flag.Model = flag.DEFAULT_MODEL,
+    config: flag.Config = None,
     dtype: flag.Dtype = None,
     policy: flag.Policy = "full",
     storage: flag.Storage = "model",

@@ -14,6 +14,7 @@ def batch(
     input: Annotated[Path, typer.Option("--input", help="Prompts: .jsonl or .parquet, the same file on every host.")],
     output: Annotated[Path, typer.Option("--output", help="Folder for the answers; a job begun there is continued.")],
     model: flag.Model = flag.DEFAULT_MODEL,
+    config: flag.Config = None,
     dtype: flag.Dtype = None,
     mesh: Annotated[str | None, typer.Option("--mesh", help="Such as data=8,model=4: devices of all hosts.")] = None,
     policy: flag.Policy = "full",

@@ -28,20 +28,20 @@ def run(
 ) -> int:
     """Answer the file; 130 when Ctrl-C ended it."""
     from kvjax.policies import parse
-    from kvjax.runtime.distributed import Cluster, group
+    from kvjax.runtime.distributed import Cluster, group, local_mesh
 
-    parse(keywords["policy"])  # a misspelt policy is said before anything is waited for
-    if not input.is_file():
-        raise UsageError(f"--input names no file: {input}.")
     with Cluster(**cluster).joined():
         everyone = group()
         try:
             with everyone.together():
+                parse(keywords["policy"])  # a misspelt policy is said before the model is loaded
+                if not input.is_file():
+                    raise UsageError(f"--input names no file: {input}.")
                 if compile_cache:
                     session.enable_compile_cache()
                 import kvjax.batch
 
-                lm = session.load(model, dtype, mesh)
+                lm = session.load(model, dtype, None if mesh is None else local_mesh(*mesh))
                 report = kvjax.batch.run(lm, input, output, **keywords)
         except KeyboardInterrupt:
             print(f"kvjax batch: what is answered is in {output}; the same command goes on from there", file=sys.stderr)

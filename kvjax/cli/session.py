@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
-from kvjax.errors import UsageError
-
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
@@ -32,29 +30,9 @@ def enable_compile_cache() -> None:
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
 
 
-def load(model: str, dtype: str | None, mesh: tuple[int, int] | None = None) -> LanguageModel:
-    """The model by name, path or hub id, over a mesh of (data, model) devices; progress goes to standard error."""
+def load(model: str, dtype: str | None, mesh: Mesh | str | None = None) -> LanguageModel:
+    """The model by name, path or hub id; progress goes to standard error."""
     import kvjax
 
-    keywords: dict[str, Any] = {} if dtype is None else {"dtype": dtype}
-    if mesh is not None:
-        keywords["mesh"] = local_mesh(*mesh)
-    return kvjax.load(model, **keywords)
-
-
-def local_mesh(data: int, model: int) -> Mesh:
-    """This process' part of a mesh over the devices of all: ``data`` is divided among processes, ``model`` is not."""
-    import jax
-    import numpy as np
-    from jax.sharding import Mesh
-
-    processes, devices = jax.process_count(), jax.local_devices()
-    if data % processes:
-        raise UsageError(f"--mesh has data={data}, which {processes} processes do not divide; give a multiple of them.")
-    here = data // processes
-    if here * model > len(devices):
-        raise UsageError(
-            f"--mesh data={data},model={model} needs {here * model} devices a process and this one has {len(devices)}; "
-            "model is split over the devices of one process, data over all."
-        )
-    return Mesh(np.array(devices[: here * model]).reshape(here, model), ("data", "model"))
+    given: dict[str, Any] = {name: value for name, value in (("dtype", dtype), ("mesh", mesh)) if value is not None}
+    return kvjax.load(model, **given)

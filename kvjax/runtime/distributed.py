@@ -16,6 +16,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import jax
+import numpy as np
+from jax.sharding import Mesh
 
 from kvjax.errors import KvjaxError, UsageError
 
@@ -155,3 +157,20 @@ class Cluster:
                 return False
             raise
         return True
+
+
+def local_mesh(data: int, model: int) -> Mesh:
+    """This process' part of a mesh over the devices of all: ``data`` is divided among processes, ``model`` is not.
+
+    Each process answers rows of its own, so a step of decoding sends nothing between hosts.
+    """
+    processes, devices = jax.process_count(), jax.local_devices()
+    if data % processes:
+        raise UsageError(f"The mesh has data={data}, which {processes} processes do not divide; give a multiple.")
+    here = data // processes
+    if here * model > len(devices):
+        raise UsageError(
+            f"The mesh data={data},model={model} needs {here * model} devices a process and this one has "
+            f"{len(devices)}; model is split over the devices of one process, data over those of all."
+        )
+    return Mesh(np.array(devices[: here * model]).reshape(here, model), ("data", "model"))
