@@ -59,4 +59,7 @@ def _print(report: Report, output: Path) -> None:
         parts.append(f"{report.already:,} written by earlier runs")
     if report.generated_tokens:
         parts.append(f"{render.human_rate(report.generated_tokens / report.seconds)} tokens/s")
-    print(f"kvjax batch: {'; '.join(parts)}; {len(report.files)} files in {output}", file=sys.stderr)
+    print(
+        f"kvjax batch: {'; '.join(parts)}; {len(report.files)} file{'s' * (len(report.files) > 1)} in {output}",
+        file=sys.stderr,
+    )

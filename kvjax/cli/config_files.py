@@ -76,7 +76,7 @@ def _as_typed(file: Path, key: str, value: Any, flag: Any) -> Any:
 
 
 def _scalar(file: Path, key: str, value: Any) -> str:
-    if isinstance(value, Mapping) and key == "policy":
+    if isinstance(value, Mapping) and key in ("policy", "policies"):
         return policy_text(file, value)
     if isinstance(value, (bool, list, Mapping)) or value is None:
         raise UsageError(f"{file} sets {key} to {value!r}; write text or a number.")
