@@ -38,6 +38,7 @@ if TYPE_CHECKING:
         SnapKV,
         StreamingLLM,
     )
+    from kvjax.saving import load_cache, save_cache
 
 __version__ = "0.1.0"
 
@@ -63,6 +64,8 @@ _HOMES = {
     "Stats": "kvjax.output",
     "Plan": "kvjax.planning",
     "plan": "kvjax.planning",
+    "load_cache": "kvjax.saving",
+    "save_cache": "kvjax.saving",
     "AhaKV": "kvjax.policies",
     "CompensatedRing": "kvjax.policies",
     "ExpectedAttention": "kvjax.policies",
@@ -116,9 +119,11 @@ __all__ = [
     "concatenate",
     "generate",
     "load",
+    "load_cache",
     "load_config",
     "plan",
     "policies",
+    "save_cache",
     "stream_generate",
 ]
 

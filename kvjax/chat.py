@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Self
 
 from kvjax.cache.value import Cache
 from kvjax.errors import UsageError
@@ -69,6 +70,27 @@ class Chat:
             if piece.output is not None:
                 self.cache = piece.output.cache
             yield piece
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the conversation so far to a folder, whole or not at all; see :func:`kvjax.save_cache`."""
+        from kvjax.saving import save_cache
+
+        if self.cache is None:
+            raise UsageError("There is nothing to save before the first turn; send a message first.")
+        save_cache(path, self.cache, self.lm)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], lm: LanguageModel, **options: Any) -> Self:
+        """Continue a conversation that was saved, under the policy it was saved with; see :func:`kvjax.load_cache`.
+
+        ``options`` are those of every turn, as for :class:`Chat`; they are not part of what is saved.
+        """
+        from kvjax.saving import load_cache
+
+        cache = load_cache(path, lm)
+        chat = cls(lm, policy=cache.policy, **options)
+        chat.cache = cache
+        return chat
 
     def reset(self) -> None:
         """Forget the conversation."""

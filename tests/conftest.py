@@ -30,6 +30,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.model)
 
 
+#: Folders whose programs run long enough to be worth optimising: training, and what measures.
+OPTIMISED = {"recall", "bench"}
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Toy models' programs run for milliseconds: what LLVM does for speed was a quarter of the whole suite's time."""
+    toy = "default_model" not in getattr(item, "fixturenames", ()) and item.path.parent.name not in OPTIMISED
+    jax.config.update("jax_disable_most_optimizations", toy)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def bounded_memory():
     """Compiled programs are dropped between modules once a process holds 3 GB: two workers fit a small machine."""

@@ -60,7 +60,7 @@ def test_every_dependency_is_used_and_has_a_reason():
     for requirement in tomllib.loads(text)["project"]["dependencies"]:
         name = re.match(r"[\w-]+", requirement)[0]
         assert re.search(rf"{re.escape(requirement)}\",\s*# \S+", text), f"{name} has no reason"
-        module = {"pyyaml": "yaml"}.get(name, name)
+        module = {"pyyaml": "yaml", "orbax-checkpoint": "orbax"}.get(name, name)
         assert re.search(rf"(import|from) {module}\b", source), f"{name} is not imported"
         assert name != "torch"
 

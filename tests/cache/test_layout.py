@@ -54,7 +54,14 @@ def test_every_layout_holds_the_same(layout, kind, pages):
         np.testing.assert_allclose(b, np.asarray(a), atol=2e-6)
 
 
-@pytest.mark.parametrize("policy", ["full", "lagkv:ratio=0.5,lag=16,sink=4", "h2o:budget=40", "compensated:budget=40"])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        "lagkv:ratio=0.5,lag=16,sink=4",
+        "h2o:budget=40",
+        *(pytest.param(policy, marks=pytest.mark.slow) for policy in ("full", "compensated:budget=40")),
+    ],
+)
 def test_answers_do_not_depend_on_the_layout(policy, tiny_model):
     prompts = [np.random.default_rng(i).integers(0, 250, size).tolist() for i, size in enumerate((130, 20))]
     options = dict(policy=policy, max_new_tokens=40, stop_token_ids=(), repetition_penalty=1.5)

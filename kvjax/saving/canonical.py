@@ -1,0 +1,104 @@
+"""A cache's canonical form: the slots that hold something, head after head, in one order on every platform.
+
+Pages, their size and how they lie in memory (``kvjax/cache/layout.py``) are the platform's; what is saved on a CPU is
+read on a TPU. Rows are saved as they are stored, int8 levels with their scales, so a cache comes back bit for bit.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax.cache.groups import parts, with_parts
+from kvjax.cache.pool import LayerCache, pages_for
+from kvjax.cache.value import Cache
+
+#: Slots of each head that are saved, of every pool of every layer.
+Counts = tuple[tuple[tuple[int, ...], ...], ...]
+
+
+def counts_of(cache: Cache) -> Counts:
+    """The most slots that any row holds, of each head; reads the lengths from the device."""
+    pools = [[np.asarray(pool.length) for pool in parts(layer)] for layer in cache.layers]
+    return tuple(tuple(tuple(int(n) for n in length.max(axis=0)) for length in layer) for layer in pools)
+
+
+@functools.partial(jax.jit, static_argnames=("counts",))
+def canonical(cache: Cache, counts: Counts) -> dict[str, Any]:
+    """A cache as plain dictionaries of arrays: "k" and "v" [B, S, D] of every pool, S the sum of its heads' counts."""
+    layers = [
+        [_pool(pool, count) for pool, count in zip(parts(layer), layer_counts, strict=True)]
+        for layer, layer_counts in zip(cache.layers, counts, strict=True)
+    ]
+    return {"layers": layers, "seen": cache.seen, "anchor": cache.anchor, "pending": cache.pending}
+
+
+def restored(tree: dict[str, Any], empty: Cache, counts: Counts) -> Cache:
+    """Undo :func:`canonical`: its rows in the pages of ``empty``, a cache of the same policy that holds nothing."""
+    layers = []
+    for saved, layer, layer_counts in zip(tree["layers"], empty.layers, counts, strict=True):
+        pools = [_unpool(*given) for given in zip(parts(layer), saved, layer_counts, strict=True)]
+        layers.append(with_parts(layer, pools))
+    counters = {name: tree[name] for name in ("seen", "anchor", "pending")}
+    return empty.replace(layers=tuple(layers), **counters)
+
+
+def _places(pool: LayerCache, count: Sequence[int]) -> np.ndarray:
+    """[S] where the saved slots are among the pool's P R ones."""
+    starts = np.asarray(pool.starts) * pool.page_size
+    return np.concatenate([start + np.arange(n) for start, n in zip(starts, count, strict=True)]).astype(np.int32)
+
+
+def _pool(pool: LayerCache, count: Sequence[int]) -> dict[str, Any]:
+    places = _places(pool, count)
+
+    def slots(pages: jax.Array) -> jax.Array:
+        return pages.reshape(pages.shape[0], -1, *pages.shape[3:])[:, places]
+
+    tree: dict[str, Any] = {
+        "k": slots(pool.kv.key_rows()),
+        "v": slots(pool.kv.value_rows()),
+        "length": pool.length,
+        "next": pool.next,
+        "state": jax.tree.leaves(pool.state),
+        "marks": {name: slots(mark) for name, mark in pool.marks.items()},
+    }
+    if pool.log_mass is not None:
+        tree["log_mass"] = pool.log_mass
+    if pool.scales is not None:
+        tree["scales"] = {"k": pool.scales.k, "v": slots(pool.scales.v), "clipped": pool.scales.clipped}
+    return tree
+
+
+def _unpool(pool: LayerCache, tree: dict[str, Any], count: Sequence[int]) -> LayerCache:
+    places = _places(pool, count)
+    batch, pages, page_size, _ = pool.kv.shape
+
+    def laid(slots: jax.Array) -> jax.Array:
+        empty = jnp.zeros((batch, pages * page_size, *slots.shape[2:]), slots.dtype)
+        return empty.at[:, places].set(slots).reshape(batch, pages, page_size, *slots.shape[2:])
+
+    scales = pool.scales
+    if scales is not None:
+        saved = tree["scales"]
+        scales = dataclasses.replace(scales, k=saved["k"], v=laid(saved["v"]), clipped=saved["clipped"])
+    return pool.replace(
+        kv=pool.kv.of_rows(laid(tree["k"]), laid(tree["v"])),
+        length=tree["length"],
+        next=tree["next"],
+        log_mass=tree.get("log_mass"),
+        state=jax.tree.unflatten(jax.tree.structure(pool.state), tree["state"]),
+        marks={name: laid(tree["marks"][name]) for name in pool.marks},
+        scales=scales,
+    )
+
+
+def pages_of(slots: Sequence[int], page_size: int) -> tuple[int, ...]:
+    """Pages that hold as many slots as a head had where it was saved."""
+    return tuple(pages_for(count, page_size) for count in slots)

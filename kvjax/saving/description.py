@@ -1,0 +1,100 @@
+"""What is written about a saved cache: the form's version, the model, the policy, the shapes. All of it JSON.
+
+A cache belongs to weights, not to a shape: keys of a base model mean nothing to its fine-tuned sibling. The model is
+therefore known by its configuration and by a digest of some of its weights.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from typing import Any
+
+import jax
+import ml_dtypes
+import numpy as np
+
+from kvjax.calibrate.profile import HeadProfile, ModelShape, ScopeProfile
+from kvjax.errors import UsageError
+from kvjax.model.decoder import Decoder
+from kvjax.model.load import LanguageModel
+from kvjax.policies.base import Policy
+from kvjax.policies.registry import registry
+
+#: Of the form that is written. A file of a later version is refused; an earlier one is read as long as this says how.
+VERSION = 1
+_VALUES = {cls.__name__: cls for cls in (HeadProfile, ScopeProfile, ModelShape)}
+
+
+def model_identity(lm: LanguageModel) -> dict[str, str]:
+    """The model by its name, its configuration's digest and its weights'."""
+    config = json.dumps(dataclasses.asdict(lm.config), sort_keys=True, default=str)
+    return {"name": lm.name, "config": _digest(config.encode()), "weights": _weights_digest(lm.params)}
+
+
+def _weights_digest(params: Decoder) -> str:
+    """Of every layer's norms and the first rows of a few matrices, as bfloat16: equal whatever dtype they are held in.
+
+    Training moves all of them; reading them takes milliseconds where reading every weight would take seconds.
+    """
+    seen = hashlib.sha256()
+    for leaf in jax.tree.leaves(params):
+        some = np.asarray(leaf if leaf.ndim == 1 else leaf[:2, :64]).astype(np.float32)
+        seen.update(some.astype(ml_dtypes.bfloat16).tobytes())
+    return seen.hexdigest()[:32]
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:32]
+
+
+def same_model(saved: dict[str, str], lm: LanguageModel) -> None:
+    """Refuse a cache of another model (UsageError)."""
+    mine = model_identity(lm)
+    if saved["config"] != mine["config"]:
+        raise UsageError(f"It was saved with the model {saved['name']!r}, and {lm.name!r} has another shape.")
+    if saved["weights"] != mine["weights"]:
+        raise UsageError(f"It was saved with the model {saved['name']!r}, and the weights of {lm.name!r} are others.")
+
+
+def policy_to_json(policy: Policy) -> Any:
+    """A policy with all its fields, policies and profiles within it too."""
+    names = {cls: name for name, cls in registry().items()}
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, Policy) or type(value) in _VALUES.values():
+            kind = names.get(type(value), type(value).__name__)
+            # What takes no part in a value's equality is no part of the value: the file a profile was read from.
+            fields = [field for field in dataclasses.fields(value) if field.compare]
+            return {"kind": kind, **{field.name: plain(getattr(value, field.name)) for field in fields}}
+        if isinstance(value, tuple):
+            return [plain(item) for item in value]
+        if value is None or isinstance(value, (bool, int, float, str)):
+            return value
+        raise UsageError(
+            f"{type(policy).__name__} holds a {type(value).__name__}, which cannot be saved; policies hold numbers, "
+            "text, tuples, profiles and policies."
+        )
+
+    return plain(policy)
+
+
+def policy_from_json(saved: Any) -> Policy:
+    """Undo :func:`policy_to_json`; classes are looked up among the registered ones alone, never imported by name."""
+    kinds: dict[str, Any] = {**registry(), **_VALUES}
+
+    def value(item: Any) -> Any:
+        if isinstance(item, list):
+            return tuple(value(each) for each in item)
+        if not isinstance(item, dict):
+            return item
+        if item["kind"] not in kinds:
+            raise UsageError(
+                f"It was saved under the policy {item['kind']!r}, which is not known here; "
+                "register the class with kvjax.policies.register first."
+            )
+        fields = {name: value(each) for name, each in item.items() if name != "kind"}
+        return kinds[item["kind"]](**fields)
+
+    return value(saved)

@@ -1,0 +1,151 @@
+"""Saved conversations: folders that Orbax writes, of which the newest whole one counts.
+
+Every save is a new numbered checkpoint within the folder, complete or not there at all, and the one before it goes only
+then. A crash at any moment therefore leaves the old conversation whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from kvjax.cache.pool import layout_for
+from kvjax.cache.storage import Storage
+from kvjax.cache.value import Cache
+from kvjax.errors import KvjaxError, UsageError
+from kvjax.model.load import LanguageModel
+from kvjax.saving.canonical import Counts, canonical, counts_of, pages_of, restored
+from kvjax.saving.description import VERSION, model_identity, policy_from_json, policy_to_json, same_model
+
+_KIND = "kvjax cache"
+
+
+def save_cache(path: str | os.PathLike[str], cache: Cache, lm: LanguageModel) -> None:
+    """Write a cache, with the policy it was compressed by, to a folder; an older one there is replaced at the end.
+
+    Slots that hold nothing are not written. The form is the same on every platform, and holds what is stored, bit for
+    bit; see ``kvjax/saving/canonical.py``.
+
+    Args:
+      path: a folder that does not exist, is empty, or holds an earlier save.
+      cache: of any batch.
+      lm: the model it is of; only that model may load it.
+
+    Raises:
+      UsageError: the folder holds something else, or the policy holds what cannot be written.
+      KvjaxError: the disk refused; what was there before is still there.
+    """
+    if not isinstance(cache, Cache):
+        raise UsageError(f"save_cache takes an output's cache; a {type(cache).__name__} was given.")
+    if jax.tree.leaves(cache.layers[0])[0].is_deleted():
+        raise UsageError("This cache was consumed by an earlier call; keep a cache by leaving consume_cache=False.")
+    counts = counts_of(cache)
+    description = _described(cache, lm, counts)
+    with _folder(path, tidy=True) as folder:
+        latest = folder.latest
+        folder.save(0 if latest is None else latest.step + 1, canonical(cache, counts), custom_metadata=description)
+
+
+def load_cache(path: str | os.PathLike[str], lm: LanguageModel) -> Cache:
+    """The cache that :func:`save_cache` wrote, in the layout and on the device of this machine, in the model's dtype.
+
+    Raises:
+      UsageError: there is none, it is of another model, or it was written by a later version of kvjax.
+      KvjaxError: the folder is damaged.
+    """
+    where = Path(path)
+    if not where.is_dir():
+        raise UsageError(f"There is no saved conversation at {where}.")
+    with _folder(where) as folder:
+        if folder.latest is None:
+            raise UsageError(f"There is no saved conversation at {where}; its folder holds no whole one.")
+        description = folder.metadata().custom_metadata
+        empty, counts = _empty(where, description, lm)
+        device = jax.sharding.SingleDeviceSharding(next(iter(jax.tree.leaves(lm.params)[0].devices())))
+        shapes = jax.eval_shape(lambda cache: canonical(cache, counts), empty)
+        placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device), shapes)
+        tree = folder.load(None, placed)
+    return restored(tree, _zeros(empty), counts)
+
+
+def _described(cache: Cache, lm: LanguageModel, counts: Counts) -> dict[str, Any]:
+    """All that is written about a cache."""
+    import kvjax
+
+    storage = cache.storage
+    return {
+        "kind": _KIND,
+        "version": VERSION,
+        "kvjax": kvjax.__version__,
+        "model": model_identity(lm),
+        "policy": policy_to_json(cache.policy),
+        "storage": {"kind": storage.kind, "headroom": storage.headroom},
+        "batch": cache.batch,
+        "prompt_room": cache.prompt_room,
+        "new_room": cache.new_room,
+        "slots": [list(layer.slots) for layer in cache.layers],
+        "counts": [[list(pool) for pool in layer] for layer in counts],
+    }
+
+
+def _empty(where: Path, description: Any, lm: LanguageModel) -> tuple[Cache, Counts]:
+    """Shapes of the cache that is described, and what of it was saved; a wrong description is refused."""
+    if not isinstance(description, dict) or description.get("kind") != _KIND:
+        raise UsageError(f"{where} holds a checkpoint that is not a conversation of kvjax.")
+    if description["version"] > VERSION:
+        raise UsageError(
+            f"{where} was saved by kvjax {description['kvjax']}, in version {description['version']} of the form; "
+            f"this one reads up to version {VERSION}."
+        )
+    try:
+        same_model(description["model"], lm)
+        policy = policy_from_json(description["policy"])
+    except UsageError as error:
+        raise UsageError(f"{where} cannot be continued here. {error}") from error
+    storage, config = Storage(**description["storage"]), lm.config
+    page_size = layout_for(storage, config.head_dim).page_size
+    batch = description["batch"]
+    counters: Any = jax.ShapeDtypeStruct((batch,), "int32")
+    layers = jax.eval_shape(
+        lambda: tuple(
+            policy.init_layer(config, i, batch, pages_of(slots, page_size), lm.params.dtype, storage)
+            for i, slots in enumerate(description["slots"])
+        )
+    )
+    rooms = {name: description[name] for name in ("prompt_room", "new_room")}
+    empty = Cache(layers=layers, seen=counters, anchor=counters, pending=counters, policy=policy, **rooms)
+    return empty, tuple(tuple(tuple(pool) for pool in layer) for layer in description["counts"])
+
+
+def _zeros(shapes: Cache) -> Cache:
+    return jax.tree.map(lambda leaf: jax.numpy.zeros(leaf.shape, leaf.dtype), shapes)
+
+
+@contextlib.contextmanager
+def _folder(path: str | os.PathLike[str], tidy: bool = False) -> Iterator[Any]:
+    """Orbax's checkpoints in a folder; what it refuses is one sentence. ``tidy`` removes what a crash left behind."""
+    from orbax.checkpoint import v1  # takes seconds to import
+
+    ocp: Any = v1  # its own annotations contradict one another
+
+    where = Path(path).absolute()
+    if where.exists() and (
+        not where.is_dir() or not all(item.name.split(".")[0].isdigit() for item in where.iterdir())
+    ):
+        raise UsageError(f"{path} holds something else than a saved conversation; give a new or an empty folder.")
+    newest = ocp.training.preservation_policies.LatestN(1)
+    try:
+        with ocp.training.Checkpointer(where, preservation_policy=newest, cleanup_tmp_directories=tidy) as folder:
+            yield folder
+    except KvjaxError:
+        raise
+    except Exception as error:
+        raise KvjaxError(f"{path} could not be written or read: {' '.join(str(error).split())[:300]}") from error
+
+
+__all__ = ["load_cache", "save_cache"]
