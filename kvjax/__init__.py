@@ -10,7 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kvjax import calibrate, policies
+    from kvjax import batch, calibrate, policies
     from kvjax.cache.storage import Storage
     from kvjax.cache.value import Cache, concatenate
     from kvjax.chat import Chat
@@ -115,6 +115,7 @@ __all__ = [
     "StreamingLLM",
     "UsageError",
     "WeightsError",
+    "batch",
     "calibrate",
     "concatenate",
     "generate",
@@ -129,7 +130,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("calibrate", "policies"):
+    if name in ("batch", "calibrate", "policies"):
         return importlib.import_module(f"kvjax.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'kvjax' has no attribute {name!r}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -98,12 +98,17 @@ def generate(
         stop_token_ids=stop_token_ids,
         logprobs=logprobs,
     )
-    request = Request(lm, prompt, policy, cache, chat, context, options, memory_limit, storage)
+    return answer(Request(lm, prompt, policy, cache, chat, context, options, memory_limit, storage), consume_cache)
+
+
+def answer(request: Request, consume_cache: bool = False, between: Callable[[], None] | None = None) -> Any:
+    """What :func:`generate` does once the request is checked; ``between`` is called after every chunk of tokens."""
     with compile_clock() as clock, interruptible() as interrupt:
-        run = _Run(request, Session(lm.params, request.controls(), clock, interrupt), clock)
+        run = _Run(request, Session(request.lm.params, request.controls(), clock, interrupt), clock)
         run.prefill(consume_cache)
         for _ in run.chunks(CHUNK):
-            continue
+            if between is not None:
+                between()
         return run.outputs()
 
 

@@ -85,6 +85,9 @@ class Request:
       cache: what they are read onto, a row per prompt, or None.
       policy: which tokens stay. storage: as what.
       rows: prompts times samples.
+      limits: tokens each prompt may generate, where that is not the options' number for all.
+      numbers: what each prompt draws by, where that is not its place in the batch; a prompt of a long list so draws the
+        same in whatever batch it comes.
     """
 
     def __init__(
@@ -98,10 +101,14 @@ class Request:
         options: Options,
         memory_limit: int | None,
         storage: Storage | str | None = None,
+        *,
+        limits: Sequence[int] | None = None,
+        numbers: Sequence[int] | None = None,
     ):
         if not isinstance(lm, LanguageModel):
             raise UsageError(f"The model is a {type(lm).__name__}; give one from kvjax.load.")
         self.lm, self.options = lm, options
+        self.limits, self.numbers = limits, numbers
         self.tokens: Tokens = tokenize(lm, prompt, context=context, chat=chat, onto=cache is not None)
         count = len(self.tokens.prompts)
         # Nothing is joined or copied before everything was checked.
@@ -149,7 +156,10 @@ class Request:
     def controls(self) -> Controls:
         """The options on the device, for the compiled loop."""
         lm, options, vocabulary = self.lm, self.options, self.lm.config.vocab_size
-        index = np.arange(self.rows)
+        prompt, sample = np.divmod(np.arange(self.rows), options.n)
+        number = prompt if self.numbers is None else np.asarray(self.numbers)[prompt] % 2**31
+        limits = [options.max_new_tokens] * (prompt[-1] + 1) if self.limits is None else self.limits
+        limit = np.array([min(count, 2**31 - 1) for count in limits], np.int32)[prompt]
         seed = jnp.asarray(options.seed, jnp.uint32)
         sampling = Sampling(
             temperature=_float32(options.temperature),
@@ -157,11 +167,10 @@ class Request:
             top_p=jnp.asarray(options.top_p, jnp.float32),
             min_p=jnp.asarray(options.min_p, jnp.float32),
             repetition_penalty=_float32(options.repetition_penalty),
-            keys=_keys(seed, jnp.asarray(index // options.n), jnp.asarray(index % options.n)),
+            keys=_keys(seed, jnp.asarray(number, jnp.int32), jnp.asarray(sample, jnp.int32)),
         )
         stops = _stop_table(lm, options.stop_strings, self.stop_ids)
-        limits = (min(options.max_new_tokens, 2**31 - 1), lm.config.max_position)
-        return Controls(sampling, stops, *(jnp.asarray(limit, jnp.int32) for limit in limits))
+        return Controls(sampling, stops, jnp.asarray(limit), jnp.asarray(lm.config.max_position, jnp.int32))
 
 
 def _float32(value: float) -> jax.Array:

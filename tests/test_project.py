@@ -34,7 +34,7 @@ def test_readme_python_runs(monkeypatch, capsys):
 def test_readme_commands_use_flags_that_exist():
     """Every line of the command-line examples parses; --help after the flags keeps them from running."""
     lines = [line.split(" | ")[-1] for block in blocks("bash") for line in block.splitlines() if "kvjax " in line]
-    names = "generate|chat|plan|bench|policies|fetch|calibrate|compare|picture|tune"
+    names = "generate|chat|batch|plan|bench|policies|fetch|calibrate|compare|picture|tune"
     commands = [re.search(rf"kvjax ((?:{names})\b.*)", line) for line in lines]
     found = [match[1].split("&&")[0] for match in commands if match]
     assert len(found) >= 8

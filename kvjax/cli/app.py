@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 import kvjax
-from kvjax.cli import app_bench, app_eval, calibrate
+from kvjax.cli import app_batch, app_bench, app_eval, calibrate
 from kvjax.cli import options as flag
 
 app = typer.Typer(
@@ -18,6 +18,7 @@ app = typer.Typer(
 app.add_typer(calibrate.app, name="calibrate")
 app.add_typer(app_bench.app, name="bench")
 app.command()(app_bench.tune)
+app.command()(app_batch.batch)
 
 
 def _version(wanted: bool) -> None:
@@ -39,6 +40,7 @@ def _root(
 def generate(
     prompt: Annotated[list[str], typer.Argument(help="One or several; `-` reads standard input.")],
     model: flag.Model = flag.DEFAULT_MODEL,
+    config: flag.Config = None,
     dtype: flag.Dtype = None,
     policy: flag.Policy = "full",
     storage: flag.Storage = "model",
@@ -93,6 +95,7 @@ def generate(
 @app.command()
 def chat(
     model: flag.Model = flag.DEFAULT_MODEL,
+    config: flag.Config = None,
     dtype: flag.Dtype = None,
     policy: flag.Policy = "full",
     storage: flag.Storage = "model",
@@ -138,6 +141,7 @@ def chat(
 def plan(
     prompt_tokens: Annotated[int, typer.Option("--prompt-tokens", help="Tokens of the longest prompt.")],
     model: flag.Model = flag.DEFAULT_MODEL,
+    config: flag.Config = None,
     dtype: flag.Dtype = None,
     policy: flag.Policy = "full",
     storage: flag.Storage = "model",

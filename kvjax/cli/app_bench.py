@@ -17,6 +17,7 @@ AsMarkdown = Annotated[bool, typer.Option("--markdown", help="Print the tables a
 def bench(
     context_: typer.Context,
     model: flag.Model = flag.DEFAULT_MODEL,
+    config: flag.Config = None,
     dtype: flag.Dtype = None,
     batch: Annotated[str, typer.Option("--batch", help="Comma-separated batch sizes.")] = "1,8",
     context: Annotated[str, typer.Option("--context", help="Comma-separated tokens in the cache.")] = "256,4096",

@@ -11,6 +11,7 @@ from kvjax.cli import options as flag
 def compare(
     out: Annotated[Path, typer.Option("--out", help="Folder for the results; what it holds is not measured again.")],
     model: flag.Model = flag.DEFAULT_MODEL,
+    config: flag.Config = None,
     dtype: flag.Dtype = None,
     policies: Annotated[
         str, typer.Option("--policies", help="Such as snapkv,lagkv:lag=64,sink=4,h2o; `all` names every policy.")
@@ -58,6 +59,7 @@ def picture(
     name: Annotated[str, typer.Argument(help="retained-positions, razor-heads, slimkv-scores or lagkv-variants.")],
     out: Annotated[Path, typer.Option("--out", help="The PNG file; numbers go beside it, and are not measured again.")],
     model: flag.Model = flag.DEFAULT_MODEL,
+    config: flag.Config = None,
     dtype: flag.Dtype = None,
     length: Annotated[int, typer.Option("--length", help="Tokens of each prompt, question and answer too.")] = 700,
     samples: Annotated[int, typer.Option("--samples", help="Prompts of each task.")] = 12,

@@ -22,6 +22,7 @@ Out = Annotated[Path, typer.Option("--out", help="The profile to write, such as 
 def retrieval_heads(
     out: Out,
     model: flag.Model = flag.DEFAULT_MODEL,
+    config: flag.Config = None,
     dtype: flag.Dtype = None,
     tokens: Annotated[
         int | None, typer.Option("--tokens", help="Random tokens K; by default 2,500 or what fits the context.")
@@ -52,7 +53,9 @@ def retrieval_heads(
 
 
 @app.command()
-def alibi_scopes(out: Out, model: flag.Model = flag.DEFAULT_MODEL, dtype: flag.Dtype = None) -> None:
+def alibi_scopes(
+    out: Out, model: flag.Model = flag.DEFAULT_MODEL, config: flag.Config = None, dtype: flag.Dtype = None
+) -> None:
     """Bound how far every head sees, from the weights alone (ALiBi models; for razor)."""
     from kvjax.calibrate.alibi import alibi_scopes as bound
     from kvjax.calibrate.profile import save_profile, scope_lengths

@@ -77,18 +77,20 @@ class _Files:
 
     def save(self, rows: Sequence[Row]) -> None:
         """Numbers and Markdown, after every row."""
+        from kvjax import files
         from kvjax.eval import report, results
 
         text = results.to_json(self._settings, rows, self._machine, report.summary(rows))
-        results.write_atomically(self._out / RESULTS, text)
+        files.write_atomically(self._out / RESULTS, text)
         picture = PICTURE if (self._out / PICTURE).exists() else None
-        results.write_atomically(self._out / TABLE, report.markdown(self._settings, rows, self._machine, picture))
+        files.write_atomically(self._out / TABLE, report.markdown(self._settings, rows, self._machine, picture))
 
     def draw(self, rows: Sequence[Row]) -> None:
         """The picture, and the Markdown that shows it."""
-        from kvjax.eval import pictures, results
+        from kvjax import files
+        from kvjax.eval import pictures
 
-        results.write_atomically(self._out / PICTURE, pictures.png(pictures.accuracy_figure(rows)))
+        files.write_atomically(self._out / PICTURE, pictures.png(pictures.accuracy_figure(rows)))
         self.save(rows)
 
     def show(self, rows: Sequence[Row], markdown: bool) -> None:

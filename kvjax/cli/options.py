@@ -1,8 +1,11 @@
 """The flags that several commands share; each is named as the library's keyword and says the same."""
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from kvjax.cli import config_files
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 
@@ -29,4 +32,13 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON on standard outpu
 CompileCache = Annotated[
     bool,
     typer.Option("--compile-cache/--no-compile-cache", help="Whether compiled programs are kept in the user's cache."),
+]
+Config = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--config",
+        help="YAML files of flags, such as configs/policies/lagkv-quarter.yaml; flags that are typed win.",
+        callback=config_files.apply,
+        is_eager=True,
+    ),
 ]

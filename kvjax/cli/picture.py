@@ -78,12 +78,13 @@ def _study(name: str, lm: LanguageModel, settings, length: int, out: Path) -> in
     from kvjax.eval.compare import Comparison
     from kvjax.eval.report import summary
     from kvjax.eval.studies import STUDIES, study_figure
+    from kvjax.files import write_atomically
 
     settings = dataclasses.replace(settings, model=lm.name, dtype=str(lm.params.dtype))
     numbers, facts = out.with_suffix(".json"), machine.describe()
 
     def save(rows) -> None:
-        results.write_atomically(numbers, results.to_json(settings, rows, facts, summary(rows)))
+        write_atomically(numbers, results.to_json(settings, rows, facts, summary(rows)))
 
     earlier = results.read_rows(numbers, settings)
     comparison = Comparison(lm, settings, rows=earlier, save=save, say=_say, speed=False)
@@ -117,7 +118,7 @@ def _documentation() -> str:
 
 def _save(out: Path, figure: Figure) -> None:
     from kvjax.eval.pictures import png
-    from kvjax.eval.results import write_atomically
+    from kvjax.files import write_atomically
 
     write_atomically(out, png(figure))
     print(f"Saved: {out}.")

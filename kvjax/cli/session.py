@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
     from kvjax.model.load import LanguageModel
 
 # Programs of a 135M model take about a megabyte each; the oldest are dropped beyond this.
@@ -28,8 +30,9 @@ def enable_compile_cache() -> None:
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
 
 
-def load(model: str, dtype: str | None) -> LanguageModel:
+def load(model: str, dtype: str | None, mesh: Mesh | str | None = None) -> LanguageModel:
     """The model by name, path or hub id; progress goes to standard error."""
     import kvjax
 
-    return kvjax.load(model) if dtype is None else kvjax.load(model, dtype=dtype)
+    given: dict[str, Any] = {name: value for name, value in (("dtype", dtype), ("mesh", mesh)) if value is not None}
+    return kvjax.load(model, **given)

@@ -5,9 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
 import statistics
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -201,22 +199,3 @@ def _row(item: dict[str, Any]) -> Row:
 
 def _plain(value: Any) -> str:
     return ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)
-
-
-def write_atomically(path: Path, content: str | bytes) -> None:
-    """Write a file whole or not at all; one sentence when it cannot be written."""
-    data = content.encode() if isinstance(content, str) else content
-    try:
-        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}-", delete=False) as file:
-            temporary = Path(file.name)
-            try:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-                temporary.chmod(0o644)
-                temporary.replace(path)
-            except BaseException:
-                temporary.unlink(missing_ok=True)
-                raise
-    except OSError as error:
-        raise KvjaxError(f"The results cannot be written to {path}: {error.strerror}.") from error

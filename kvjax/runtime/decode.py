@@ -43,13 +43,13 @@ class Controls:
     Attributes:
       sampling: how tokens are chosen.
       stops: what ends a row.
-      max_new_tokens: tokens a row may generate.
+      max_new_tokens: tokens each row may generate.
       max_position: tokens a row may see; beyond it generation ends with "context".
     """
 
     sampling: Sampling
     stops: StopTable
-    max_new_tokens: Int[Array, ""]
+    max_new_tokens: Int[Array, " B"]
     max_position: Int[Array, ""]
 
 

@@ -76,8 +76,8 @@ def benchmark_controls(config: ModelConfig, batch: int) -> Controls:
         repetition_penalty=jnp.float32(1),
         keys=jax.random.split(jax.random.key(0), batch),
     )
-    limit = jnp.int32(np.iinfo(np.int32).max)
-    return Controls(sampling, stop_table((), (), (), config.vocab_size), limit, limit)
+    most = np.int32(np.iinfo(np.int32).max)
+    return Controls(sampling, stop_table((), (), (), config.vocab_size), jnp.full((batch,), most), jnp.asarray(most))
 
 
 def decode_state(config: ModelConfig, cache: Cache) -> DecodeState:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import toys
 
+from kvjax import files
 from kvjax.cache.groups import parts
 from kvjax.errors import KvjaxError, UsageError
 from kvjax.eval import contenders, pictures, report, results
@@ -222,7 +223,7 @@ def test_markdown_and_json_hold_the_same_rows():
 def test_results_are_read_back(tmp_path):
     path, rows = tmp_path / "results.json", rows_by_hand()
     assert results.read_rows(path, SETTINGS) == []
-    results.write_atomically(path, results.to_json(SETTINGS, rows, MACHINE, report.summary(rows)))
+    files.write_atomically(path, results.to_json(SETTINGS, rows, MACHINE, report.summary(rows)))
     assert results.read_rows(path, SETTINGS) == rows
     assert [file.name for file in tmp_path.iterdir()] == ["results.json"]
     with pytest.raises(UsageError, match="with samples 2 and 3 is asked for"):
@@ -242,7 +243,7 @@ def test_a_failed_write_leaves_the_file_as_it_was(tmp_path, monkeypatch):
 
     monkeypatch.setattr(results.os, "fsync", full)
     with pytest.raises(KvjaxError, match="No space left"):
-        results.write_atomically(path, "after")
+        files.write_atomically(path, "after")
     assert path.read_text() == "before" and len(list(tmp_path.iterdir())) == 1
 
 

@@ -1,0 +1,171 @@
+"""A job's identity and its manifest: what makes continuing safe."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+import kvjax
+from kvjax.batch.output import Shard
+from kvjax.batch.source import Source
+from kvjax.cache.storage import Storage
+from kvjax.errors import KvjaxError, UsageError
+from kvjax.files import write_atomically
+from kvjax.model.load import LanguageModel
+from kvjax.policies import Policy, format_policy
+from kvjax.request import Options
+
+MANIFEST = "manifest.json"
+_FORMAT = 1
+#: Rows of a shard at most: what is read ahead, and the window that batches of similar length are made in.
+_MOST_ROWS = 4096
+#: Shards a process should have at least, so that all end at about the same time.
+_SHARDS_EACH = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """What a job answers and how; all that two runs must share to write one output.
+
+    Attributes:
+      source: the input. lm, policy, storage, chat, options: as for :func:`kvjax.generate`.
+      order: "input" or "id". kind: of the output's files, "jsonl" or "parquet".
+    """
+
+    lm: LanguageModel
+    source: Source
+    policy: Policy
+    storage: Storage
+    chat: bool
+    options: Options
+    order: str
+    kind: str
+
+    def identity(self) -> dict[str, Any]:
+        """The job as JSON; equal for equal jobs."""
+        options = dataclasses.asdict(self.options)
+        options["stop"] = list(self.options.stop_strings)
+        options["stop_token_ids"] = sorted(self.options.stop_ids(self.lm))
+        settings = {
+            "input": {"sha256": self.source.sha256, "rows": len(self.source)},
+            "model": {
+                "name": self.lm.name,
+                "dtype": str(np.dtype(self.lm.params.dtype)),
+                "fingerprint": fingerprint(self.lm),
+            },
+            "policy": format_policy(self.policy),
+            "storage": dataclasses.asdict(self.storage),
+            "chat": self.chat,
+            "options": options,
+            "order": self.order,
+            "format": self.kind,
+            "versions": {"kvjax": kvjax.__version__, "jax": jax.__version__},
+        }
+        return json.loads(json.dumps(settings, default=str))
+
+
+def fingerprint(lm: LanguageModel) -> str:
+    """A digest of the model's shape, its vocabulary, and one row of every parameter: training moves them all."""
+    digest = hashlib.sha256(repr((lm.config, lm.stop_token_ids)).encode())
+    digest.update(b"\0".join(lm.tokenizer.token_bytes()))
+    for leaf in jax.tree.leaves(lm.params):
+        digest.update(np.asarray(leaf[(0,) * (leaf.ndim - 1)]).tobytes())
+    return digest.hexdigest()
+
+
+def rows_of_shard(rows: int, processes: int, batch_size: int) -> int:
+    """Rows of each shard: whole batches, some shards a process, and not more than is read ahead."""
+    share = min(-(-rows // (processes * _SHARDS_EACH)), _MOST_ROWS)
+    return -(-share // batch_size) * batch_size
+
+
+@dataclasses.dataclass(frozen=True)
+class Manifest:
+    """What ``manifest.json`` holds.
+
+    Attributes:
+      job: :meth:`Job.identity`. shard_rows: rows of each shard, the last may have fewer.
+      state: "running" or "finished".
+    """
+
+    job: dict[str, Any]
+    shard_rows: int
+    state: str = "running"
+
+    @property
+    def shard_count(self) -> int:
+        return -(-self.job["input"]["rows"] // self.shard_rows)
+
+    def shards(self, folder: Path) -> list[Shard]:
+        """All shards of the job."""
+        return [Shard(folder, i, self.shard_count, self.job["format"]) for i in range(self.shard_count)]
+
+    def rows(self, shard: int) -> range:
+        """Places of a shard's rows in the output's order."""
+        return range(shard * self.shard_rows, min((shard + 1) * self.shard_rows, self.job["input"]["rows"]))
+
+    def write(self, folder: Path) -> None:
+        content = {"kvjax batch": _FORMAT, **dataclasses.asdict(self), "shards": self.shard_count}
+        write_atomically(folder / MANIFEST, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+
+
+def open_folder(folder: Path, job: Job, shard_rows: int) -> Manifest:
+    """Begin the job in a folder, or continue it there.
+
+    Args:
+      folder: made when it is not there.
+      job: the job. shard_rows: for a new one; one that was begun keeps its own.
+
+    Raises:
+      UsageError: the folder holds another job, or files that are none of a job's.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        held = sorted(path.name for path in folder.iterdir())
+    except OSError as error:
+        raise UsageError(f"--output names a folder that cannot be used: {folder} ({error.strerror}).") from error
+    identity = job.identity()
+    if MANIFEST in held:
+        return _continued(folder / MANIFEST, identity)
+    # A manifest that was being written when the process was killed is no one's file.
+    foreign = [name for name in held if not name.startswith(f".{MANIFEST}-")]
+    if foreign:
+        raise UsageError(f"{folder} holds {foreign[0]!r} and no job; choose an empty folder or a new one.")
+    manifest = Manifest(identity, shard_rows)
+    manifest.write(folder)
+    return manifest
+
+
+def _continued(path: Path, identity: dict[str, Any]) -> Manifest:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        known = content["kvjax batch"] == _FORMAT
+        manifest = Manifest(content["job"], content["shard_rows"], content["state"])
+    except OSError as error:
+        raise KvjaxError(f"{path} cannot be read: {error.strerror}.") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise UsageError(f"{path} is no manifest of a job; choose another folder.") from error
+    if not known:
+        raise UsageError(f"{path} was written by another version of this command; choose another folder.")
+    for name, (old, new) in _differences(manifest.job, identity).items():
+        raise UsageError(
+            f"{path.parent} holds another job: its {name} is {old!r} and {new!r} is asked for; choose another folder."
+        )
+    return manifest
+
+
+def _differences(old: Any, new: Any, name: str = "") -> dict[str, tuple[Any, Any]]:
+    """Settings that differ, named by their path; those that come first in the new come first."""
+    if not isinstance(old, Mapping) or not isinstance(new, Mapping):
+        return {} if old == new else {name: (old, new)}
+    found: dict[str, tuple[Any, Any]] = {}
+    for key in [*new, *(key for key in old if key not in new)]:
+        found |= _differences(old.get(key), new.get(key), f"{name} {key}".strip())
+    return found

@@ -1,0 +1,127 @@
+"""The files of a job: shards that appear whole, and a journal of a shard's batches so far."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from kvjax.batch.rows import Record
+from kvjax.batch.source import needed
+from kvjax.errors import KvjaxError
+from kvjax.files import sync_folder
+
+#: What an answer is written as, by the end of its file's name.
+FORMATS = ("jsonl", "parquet")
+
+
+class Shard:
+    """One output file and what leads to it.
+
+    Batches go to a journal beside it, a line each, durable before the next one starts; when the last row is there, the
+    shard is written under a temporary name and renamed. A killed process so loses the batch it was in.
+    """
+
+    def __init__(self, folder: Path, number: int, count: int, kind: str):
+        self.path = folder / f"part-{number:05d}-of-{count:05d}.{kind}"
+        self._kind = kind
+        self._journal = folder / f".{self.path.name}.journal"
+        self._temporary = folder / f".{self.path.name}.tmp"
+
+    @property
+    def finished(self) -> bool:
+        return self.path.exists()
+
+    def recover(self) -> dict[int, Record]:
+        """Records of the batches that were finished, by row; a batch whose line was cut off is dropped."""
+        if not self._journal.exists():
+            return {}
+        records: dict[int, Record] = {}
+        with self._journal.open("r+b") as file:
+            kept = 0
+            for line in file:
+                batch = _batch(line)
+                if batch is None:
+                    break
+                kept += len(line)
+                records |= {record["row"]: record for record in batch}
+            file.truncate(kept)
+        return records
+
+    def note(self, batch: Sequence[Record]) -> None:
+        """Make a finished batch last."""
+        line = _dumps(list(batch)) + b"\n"
+        with _writing(self._journal), self._journal.open("ab") as file:
+            file.write(line)
+            file.flush()
+            os.fsync(file.fileno())
+
+    def finish(self, records: Sequence[Record]) -> None:
+        """Write the shard whole, in this order, and drop what led to it."""
+        data = _parquet(records) if self._kind == "parquet" else b"".join(_dumps(r) + b"\n" for r in records)
+        with _writing(self.path):
+            with self._temporary.open("wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            self._temporary.replace(self.path)
+            sync_folder(self.path.parent)
+        self.clean()
+
+    def clean(self) -> None:
+        """Drop what a process may have left when it was killed after the shard was there."""
+        self._temporary.unlink(missing_ok=True)
+        self._journal.unlink(missing_ok=True)
+
+
+class _writing:
+    """One sentence for a file that cannot be written; a full disk is said by the command itself."""
+
+    def __init__(self, path: Path):
+        self._path = path
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, OSError):
+            raise KvjaxError(f"{self._path} cannot be written: {error.strerror or error}.") from error
+
+
+def _batch(line: bytes) -> list[Record] | None:
+    if not line.endswith(b"\n"):
+        return None
+    try:
+        batch = json.loads(line)
+    except ValueError:
+        return None  # the line that was being written when the machine went down
+    return batch if isinstance(batch, list) else None
+
+
+def _dumps(value: Any) -> bytes:
+    # Messages may quote halves of surrogate pairs from the input; everything else is Unicode.
+    return json.dumps(value, ensure_ascii=False).encode("utf-8", "backslashreplace")
+
+
+def _parquet(records: Sequence[Record]) -> bytes:
+    pa, parquet = needed("pyarrow", "Parquet files"), needed("pyarrow.parquet", "Parquet files")
+    columns = {
+        "row": pa.int64(),
+        "id": pa.string(),
+        "text": pa.string(),
+        "finish_reason": pa.string(),
+        "prompt_tokens": pa.int32(),
+        "generated_tokens": pa.int32(),
+        "tokens": pa.list_(pa.int32()),
+        "logprobs": pa.list_(pa.float32()),
+        "error": pa.string(),
+    }
+    # A file has one type a column: ids are text.
+    rows = [{**record, "id": str(record["id"])} for record in records]
+    table = pa.Table.from_pylist(rows, schema=pa.schema(list(columns.items())))
+    sink = io.BytesIO()
+    parquet.write_table(table, sink)
+    return sink.getvalue()

@@ -1,0 +1,258 @@
+"""``kvjax.batch.run``: a file of prompts to a folder of answers, on one process or many."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvjax.batch.job import Job, Manifest, open_folder, rows_of_shard
+from kvjax.batch.output import FORMATS, Shard
+from kvjax.batch.progress import Progress
+from kvjax.batch.rows import Record, Row, order_key, read_row, row_id
+from kvjax.batch.source import needed, open_source
+from kvjax.batch.work import Worker, batches
+from kvjax.cache.storage import Storage, parse_storage
+from kvjax.checks import whole_number
+from kvjax.errors import KvjaxError, UsageError
+from kvjax.model.load import LanguageModel
+from kvjax.planning import check_fits
+from kvjax.policies import Full, Policy, parse
+from kvjax.request import Options
+from kvjax.runtime.distributed import Group, group
+from kvjax.runtime.interrupt import interruptible
+
+if TYPE_CHECKING:
+    import grain
+
+ORDERS = ("input", "id")
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What a run did, all processes together.
+
+    Attributes:
+      rows: of the whole job. already: rows that earlier runs had answered.
+      answered, failed: rows this run wrote an answer, or an error, for.
+      prompt_tokens, generated_tokens: of this run.
+      seconds: of this run, loading of the model apart.
+      files: the job's output, in order.
+    """
+
+    rows: int
+    already: int
+    answered: int
+    failed: int
+    prompt_tokens: int
+    generated_tokens: int
+    seconds: float
+    files: tuple[Path, ...]
+
+
+def run(
+    lm: LanguageModel,
+    input: str | os.PathLike[str],
+    output: str | os.PathLike[str],
+    *,
+    policy: Policy | str | None = None,
+    storage: Storage | str | None = None,
+    chat: bool = True,
+    max_new_tokens: int = 256,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    repetition_penalty: float = 1.0,
+    seed: int = 0,
+    stop: str | Sequence[str] = (),
+    stop_token_ids: Sequence[int] | None = None,
+    logprobs: bool = False,
+    memory_limit: int | None = None,
+    batch_size: int = 8,
+    order: str = "input",
+    format: str | None = None,
+    shard_rows: int | None = None,
+    progress: bool = True,
+) -> Report:
+    """Answer every row of a file, into a folder; the same call continues what was interrupted or killed.
+
+    A row is {"prompt", "id"?, "max_new_tokens"?}; a prompt is text, messages or token ids, as for
+    :func:`kvjax.generate`. Its record has "row", "id", "text", "finish_reason", "prompt_tokens", "generated_tokens",
+    "tokens" and, when asked for, "logprobs"; a row that cannot be answered has "row", "id" and "error". Row i draws by
+    (seed, i), as in one call of ``generate`` with all prompts.
+
+    Where ``jax.distributed.initialize()`` was called, every process calls this with the same arguments: each answers
+    its share of the shards on its own devices, and the output does not depend on how many there are.
+
+    Args:
+      lm: a model from :func:`kvjax.load`.
+      input: a .jsonl or .parquet file, the same on every host.
+      output: a folder, made when it is not there: shards part-00000-of-00004.jsonl, each there whole or not at all,
+        and manifest.json, which says whose they are. Shared by all hosts, or one on each.
+      policy, storage, chat, max_new_tokens, temperature, top_k, top_p, min_p, repetition_penalty, seed, stop,
+        stop_token_ids, logprobs, memory_limit: as for :func:`kvjax.generate`.
+      batch_size: rows a process answers together; may change when a job is continued.
+      order: of the output: "input", or "id" (whole numbers first, then text; a row without one has its number).
+      format: of the output, "jsonl" or "parquet"; by default the input's.
+      shard_rows: rows of a shard; by default a quarter of a process' share, at most 4,096. A job that was begun keeps
+        its own.
+      progress: show tokens/s and time left on standard error, on process 0.
+
+    Raises:
+      UsageError: a request that makes no sense, or a folder that holds another job.
+      DoesNotFit: not even the shortest prompts fit the device, ``batch_size`` together.
+      PeerFailed: another process failed; all end.
+      KeyboardInterrupt: Ctrl-C; finished batches are kept.
+    """
+    options = Options(
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        seed=seed,
+        n=1,
+        stop=stop,
+        stop_token_ids=stop_token_ids,
+        logprobs=logprobs,
+    )
+    whole_number("max_new_tokens", max_new_tokens, 1)
+    whole_number("batch_size", batch_size, 1)
+    if shard_rows is not None:
+        whole_number("shard_rows", shard_rows, 1)
+    if order not in ORDERS:
+        raise UsageError(f"order is {order!r}; choose 'input' or 'id'.")
+    path = Path(input)
+    if (kind := format or ("parquet" if path.suffix.lower() == ".parquet" else "jsonl")) not in FORMATS:
+        raise UsageError(f"format is {format!r}; choose 'jsonl' or 'parquet'.")
+    if not isinstance(lm, LanguageModel):
+        raise UsageError(f"The model is a {type(lm).__name__}; give one from kvjax.load.")
+    chosen = Full() if policy is None else parse(policy)
+    chosen.check(lm.config)
+    stored = parse_storage(storage)
+    check_fits(lm.config, 1, batch_size, chosen, lm.params.dtype, memory_limit, 0, stored)
+    everyone = group()
+    with everyone.together():
+        needed("grain", "Batch jobs")
+        with contextlib.closing(open_source(path)) as source:
+            job = Job(lm, source, chosen, stored, chat, options, order, kind)
+            return _Run(job, Path(output), everyone, batch_size, memory_limit, progress).run(shard_rows)
+
+
+class _Run:
+    """One process' part of a run."""
+
+    def __init__(
+        self, job: Job, folder: Path, everyone: Group, size: int, memory_limit: int | None, progress: bool
+    ) -> None:
+        self._job, self._folder, self._group = job, folder, everyone
+        self._size, self._memory_limit = min(size, len(job.source)), memory_limit
+        self._progress = Progress(progress and everyone.process == 0)
+
+    def run(self, shard_rows: int | None) -> Report:
+        """Do this process' share, and wait for the others."""
+        rows = shard_rows or rows_of_shard(len(self._job.source), self._group.processes, self._size)
+        manifest = self._agree(rows)
+        shards = manifest.shards(self._folder)
+        here = [i for i, shard in enumerate(shards) if shard.finished]
+        for i in here:
+            shards[i].clean()
+        seen = self._group.gather("finished", json.dumps(here))
+        finished = {i for text in seen for i in json.loads(text)}
+        todo = [i for i in range(len(shards)) if i not in finished]
+        self._order = self._ordered() if todo else None
+        try:
+            self._answer(manifest, shards, todo)
+        finally:
+            self._progress.stop()
+        return self._report(manifest, shards)
+
+    def _agree(self, shard_rows: int) -> Manifest:
+        """The manifest, which process 0 begins or continues; the others must have the same job."""
+        mine = json.dumps(self._job.identity())
+        manifest = open_folder(self._folder, self._job, shard_rows) if self._group.process == 0 else None
+        content = self._group.gather("manifest", json.dumps(manifest and dataclasses.asdict(manifest)))[0]
+        agreed = Manifest(**json.loads(content))
+        if agreed.job != json.loads(mine):
+            raise KvjaxError(f"Process {self._group.process} has another model, input or version than process 0.")
+        self._folder.mkdir(parents=True, exist_ok=True)
+        return agreed
+
+    def _ordered(self) -> np.ndarray | None:
+        """Rows in the output's order, or None when that is the input's."""
+        source = self._job.source
+        if self._job.order == "input":
+            return None
+        ids = [row_id(source, i) for i in range(len(source))]
+        return np.array(sorted(range(len(ids)), key=lambda i: (*order_key(ids[i]), i)))
+
+    def _answer(self, manifest: Manifest, shards: Sequence[Shard], todo: Sequence[int]) -> None:
+        """Answer this process' shards; Ctrl-C ends between two chunks of tokens."""
+        if not todo:
+            return
+        import grain
+
+        mine = grain.MapDataset.source(list(todo))[self._group.process :: self._group.processes]
+        each = f" (process 0 of {self._group.processes})" if self._group.processes > 1 else ""
+        self._progress.start(sum(len(manifest.rows(i)) for i in mine), f"kvjax batch{each}")
+        with interruptible() as interrupt:
+
+            def between() -> None:
+                if interrupt.requested:
+                    raise KeyboardInterrupt
+                self._group.check()
+
+            worker = Worker(self._job, self._size, self._memory_limit, between)
+            for number, read in self._read_ahead(manifest, mine):
+                self._shard(shards[number], read, worker)
+
+    def _shard(self, shard: Shard, read: Sequence[Row | Record], worker: Worker) -> None:
+        """Answer what of a shard's rows no earlier run has answered, and write it."""
+        records = shard.recover()
+        self._progress.skip(len(records))
+        bad = {item["row"]: item for item in read if not isinstance(item, Row)}
+        self._progress.add(list(bad.values()))
+        for batch in batches([row for row in read if isinstance(row, Row) and row.number not in records], self._size):
+            made = worker.answer(batch)
+            shard.note(made)
+            records |= {record["row"]: record for record in made}
+            self._progress.add(made)
+        records |= bad
+        shard.finish([records[item.number if isinstance(item, Row) else item["row"]] for item in read])
+
+    def _read_ahead(
+        self, manifest: Manifest, shards: grain.MapDataset[int]
+    ) -> Iterator[tuple[int, list[Row | Record]]]:
+        """Shards with their rows, read and made into tokens by a thread while the shard before is answered."""
+        import grain
+
+        job, order = self._job, self._order
+
+        def read(shard: int) -> tuple[int, list[Row | Record]]:
+            places = manifest.rows(shard)
+            numbers = places if order is None else [int(i) for i in order[places.start : places.stop]]
+            limit = job.options.max_new_tokens
+            return shard, [read_row(job.lm, job.source, i, chat=job.chat, limit=limit) for i in numbers]
+
+        if len(shards):
+            yield from shards.map(read).to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=1))
+
+    def _report(self, manifest: Manifest, shards: Sequence[Shard]) -> Report:
+        """All processes' numbers; the job is finished when the last has told its own."""
+        done = self._progress
+        mine = [done.answered, done.failed, done.prompt_tokens, done.generated_tokens]
+        told = [json.loads(text) for text in self._group.gather("done", json.dumps(mine))]
+        answered, failed, prompt, generated = (sum(column) for column in zip(*told, strict=True))
+        if self._group.process == 0 and manifest.state != "finished":
+            dataclasses.replace(manifest, state="finished").write(self._folder)
+        rows = manifest.job["input"]["rows"]
+        files = tuple(shard.path for shard in shards)
+        return Report(rows, rows - answered - failed, answered, failed, prompt, generated, done.seconds, files)

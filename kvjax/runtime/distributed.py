@@ -1,0 +1,176 @@
+"""Several processes as one job: who there is, what they tell one another, and the end of all when one fails.
+
+JAX's own distributed runtime does all of it: it finds the processes under SLURM, GKE or ``mpirun``, watches their
+heartbeats (a process that is killed, or whose host is gone, ends the others with JAX's message), and keeps the few
+words they exchange. Nothing here goes over the accelerators' links.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from kvjax.errors import KvjaxError, UsageError
+
+#: Seconds after which a silent process counts as dead; JAX's own default lets the others hang for 100.
+HEARTBEAT = 30
+#: Seconds in which all processes of a job must have started.
+START = 300
+_FAILED = "kvjax/failed/"
+_POLL = 0.2
+_CHECK = 1.0
+_jobs = itertools.count()
+
+
+class PeerFailed(KvjaxError):
+    """Another process of the job failed; the sentence is its own."""
+
+
+class Group:
+    """The processes of one job, seen from one of them. A single process is a group of one.
+
+    Attributes:
+      process: this one's number. processes: how many there are.
+    """
+
+    def __init__(self, process: int = 0, processes: int = 1, client: Any = None):
+        self.process, self.processes, self._client = process, processes, client
+        # Every process makes its groups in the same order, so they share a name.
+        self._name, self._checked = f"kvjax/{next(_jobs)}", 0.0
+
+    def gather(self, what: str, value: str) -> list[str]:
+        """Every process' value, in their order; waits for all, or raises PeerFailed when one has failed."""
+        if self.processes == 1:
+            return [value]
+        folder = f"{self._name}/{what}/"
+        self._client.key_value_set(f"{folder}{self.process}", value)
+        while len(found := self._client.key_value_dir_get(folder)) < self.processes:
+            time.sleep(_POLL)
+            self.check()
+        return [text for _, text in sorted(found, key=lambda item: int(item[0].rsplit("/", 1)[-1]))]
+
+    def check(self) -> None:
+        """Raise PeerFailed if another process has failed; asks once a second at most."""
+        now = time.monotonic()
+        if self.processes == 1 or now - self._checked < _CHECK:
+            return
+        self._checked = now
+        for _, sentence in self._client.key_value_dir_get(_FAILED):
+            raise PeerFailed(sentence)
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """What fails in this block fails in every process: each raises, none waits for one that has gone."""
+        try:
+            yield
+        except PeerFailed:
+            raise
+        except BaseException as error:
+            self._tell(error)
+            raise
+
+    def _tell(self, error: BaseException) -> None:
+        if self.processes == 1:
+            return
+        what = "was interrupted" if isinstance(error, KeyboardInterrupt) else f"failed: {error or type(error).__name__}"
+        sentence = f"Process {self.process} of {self.processes} ({socket.gethostname()}) {what}"
+        self._client.key_value_set(f"{_FAILED}{self.process}", sentence.splitlines()[0], allow_overwrite=True)
+
+
+def group() -> Group:
+    """The group this process is in: of all processes once ``jax.distributed.initialize()`` was called, else of one."""
+    if not jax.distributed.is_initialized():
+        return Group()
+    # The runtime's store of words has no public name yet; checkpoint libraries use the same one.
+    from jax._src import distributed
+
+    return Group(jax.process_index(), jax.process_count(), distributed.global_state.client)
+
+
+@dataclasses.dataclass(frozen=True)
+class Cluster:
+    """Where the processes of a job find one another; nothing given lets JAX look for SLURM, GKE, TPU pods or Open MPI.
+
+    Attributes:
+      coordinator: HOST:PORT of process 0, the same for all.
+      num_processes, process_id: how many there are, and which this is, from 0. ``num_processes=1`` joins nobody.
+      heartbeat: seconds after which a silent process counts as dead.
+    """
+
+    coordinator: str | None = None
+    num_processes: int | None = None
+    process_id: int | None = None
+    heartbeat: int = HEARTBEAT
+
+    def __post_init__(self) -> None:
+        given = [value for value in (self.coordinator, self.num_processes, self.process_id) if value is not None]
+        if 0 < len(given) < 3 and self.num_processes != 1:
+            raise UsageError(
+                "Of --coordinator, --num-processes and --process-id some are given and some are not; give all three, "
+                "or none where SLURM, GKE or mpirun tell."
+            )
+        if self.num_processes is not None and self.num_processes < 1:
+            raise UsageError(f"--num-processes is {self.num_processes}; give at least 1.")
+        if self.process_id is not None and not 0 <= self.process_id < (self.num_processes or 1):
+            raise UsageError(f"--process-id is {self.process_id}; give 0 to {(self.num_processes or 1) - 1}.")
+        if self.coordinator is not None and not self.coordinator.rpartition(":")[2].isdigit():
+            raise UsageError(f"--coordinator is {self.coordinator!r}; give HOST:PORT of process 0.")
+        if self.heartbeat < 1:
+            raise UsageError(f"--heartbeat-timeout is {self.heartbeat}; give at least 1 second.")
+
+    @contextmanager
+    def joined(self) -> Iterator[None]:
+        """Join the other processes for this block, which must come before JAX does anything else."""
+        joins = self._join()
+        try:
+            yield
+        finally:
+            if joins:
+                # All have ended or heard that one has not, so this waits for moments.
+                jax.distributed.shutdown()
+
+    def _join(self) -> bool:
+        """Whether JAX's runtime was started here; not where it runs already, nor for a job of one process."""
+        if self.num_processes == 1 or jax.distributed.is_initialized():
+            return False
+        try:
+            jax.distributed.initialize(
+                self.coordinator,
+                self.num_processes,
+                self.process_id,
+                initialization_timeout=START,
+                heartbeat_timeout_seconds=self.heartbeat,
+                shutdown_timeout_seconds=START,
+            )
+        except ValueError as error:
+            # What JAX says where it recognises no cluster and was told of none.
+            if self.coordinator is None and "coordinator_address" in str(error):
+                return False
+            raise
+        return True
+
+
+def local_mesh(data: int, model: int) -> Mesh:
+    """This process' part of a mesh over the devices of all: ``data`` is divided among processes, ``model`` is not.
+
+    Each process answers rows of its own, so a step of decoding sends nothing between hosts.
+    """
+    processes, devices = jax.process_count(), jax.local_devices()
+    if data % processes:
+        raise UsageError(f"The mesh has data={data}, which {processes} processes do not divide; give a multiple.")
+    here = data // processes
+    if here * model > len(devices):
+        raise UsageError(
+            f"The mesh data={data},model={model} needs {here * model} devices a process and this one has "
+            f"{len(devices)}; model is split over the devices of one process, data over those of all."
+        )
+    return Mesh(np.array(devices[: here * model]).reshape(here, model), ("data", "model"))

@@ -1,0 +1,147 @@
+"""Jobs of two processes with four virtual devices each, found on the loopback interface; some of them die."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from batch_rows import contents, prompts, records, write_rows
+
+HERE = Path(__file__).resolve().parent
+#: Seconds until a killed process is missed, and those in which every wait of these tests must end.
+HEARTBEAT, PATIENCE = 10, 400
+
+
+class Processes:
+    """Starts the processes of a job; whatever still runs at the end of the test is killed."""
+
+    def __init__(self, home: Path):
+        self.home, self.started = home, []
+        self._environment = os.environ | {
+            "PYTHONPATH": os.pathsep.join(
+                [str(HERE.parent.parent), str(HERE.parent), os.environ.get("PYTHONPATH", "")]
+            ),
+            "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
+            "JAX_PLATFORMS": "cpu",
+            "JAX_COMPILATION_CACHE_DIR": str(home / "xla"),
+            "PYTHONUNBUFFERED": "1",
+        }
+
+    def start(self, number: int, count: int, port: int, *arguments: str) -> subprocess.Popen:
+        where = ("--coordinator", f"127.0.0.1:{port}", "--num-processes", str(count), "--process-id", str(number))
+        command = [sys.executable, str(HERE / "peer.py"), *arguments, "--heartbeat-timeout", str(HEARTBEAT), *where]
+        log = (self.home / f"log-{len(self.started)}.txt").open("w+")
+        process = subprocess.Popen(command, env=self._environment, stdout=log, stderr=subprocess.STDOUT)
+        self.started.append((process, log))
+        return process
+
+    def pair(self, *arguments: str) -> list[subprocess.Popen]:
+        port = free_port()
+        return [self.start(number, 2, port, *arguments) for number in range(2)]
+
+    def said(self, process: subprocess.Popen) -> str:
+        (log,) = (log for started, log in self.started if started is process)
+        log.seek(0)
+        return log.read()
+
+    def end(self) -> None:
+        for process, log in self.started:
+            process.kill()
+            process.wait()
+            log.close()
+
+
+@pytest.fixture
+def processes(tmp_path):
+    made = Processes(tmp_path)
+    yield made
+    made.end()
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+def wait_for(condition, running) -> None:
+    """Until it is so, or all have ended."""
+    end = time.monotonic() + PATIENCE
+    while not condition() and any(process.poll() is None for process in running):
+        assert time.monotonic() < end, "it hangs"
+        time.sleep(0.02)
+
+
+def job(folder: Path, count: int, *more: str) -> tuple[str, ...]:
+    rows = [{"prompt": text[:40], "id": f"q{i}"} for i, text in enumerate(prompts(count, seed=2))]
+    rows[count // 2] = {"prompt": ""}
+    path = write_rows(folder / "in.jsonl", rows)
+    size = ("--max-new-tokens", "6", "--batch-size", "4", "--shard-rows", "8")
+    return "--input", str(path), "--output", str(folder / "out"), *size, *more
+
+
+def test_two_processes_write_what_one_does_though_one_is_killed(processes, run, tmp_path):
+    arguments = job(tmp_path, 60)
+    out = tmp_path / "out"
+    pair = processes.pair(*arguments)
+    wait_for(lambda: len(list(out.glob("part-*"))) >= 2, pair)
+    os.kill(pair[1].pid, signal.SIGKILL)
+    begun = time.monotonic()
+    survivor = pair[0].wait(PATIENCE)
+    ended = time.monotonic() - begun
+    # It may have waited for the killed one alone, or still had shards of its own: it ends all the same, and says why.
+    assert survivor != 0 and "another task died" in processes.said(pair[0])
+    assert ended < PATIENCE / 2
+    before = {path.name: path.stat().st_mtime_ns for path in out.glob("part-*")}
+    assert 2 <= len(before) < 8
+    pair = processes.pair(*arguments)
+    assert [process.wait(PATIENCE) for process in pair] == [0, 0], processes.said(pair[0])
+    assert before.items() <= {path.name: path.stat().st_mtime_ns for path in out.glob("part-*")}.items()
+    assert "1 refused" in processes.said(pair[0]) or before, "process 0 tells what all did"
+    assert processes.said(pair[1]) == ""
+    _, single = run(tmp_path / "in.jsonl", "single", shard_rows=8)
+    assert contents(out) == contents(single)
+
+
+def test_a_failing_process_ends_the_others_with_its_sentence(processes, tmp_path):
+    arguments = job(tmp_path, 8)
+    port = free_port()
+    first = processes.start(0, 2, port, *arguments)
+    other = processes.start(1, 2, port, "--input", str(tmp_path / "missing.jsonl"), *arguments[2:])
+    assert other.wait(PATIENCE) == 2 and first.wait(PATIENCE) == 1
+    assert processes.said(other) == f"kvjax: --input names no file: {tmp_path / 'missing.jsonl'}.\n"
+    (sentence,) = processes.said(first).splitlines()
+    assert sentence.startswith("kvjax: Process 1 of 2 (") and "failed: --input names no file" in sentence
+    assert not (tmp_path / "out" / "part-00000-of-00001.jsonl").exists()
+
+
+@pytest.mark.slow
+def test_a_thousand_prompts_killed_again_and_again(processes, run, tmp_path):
+    """Either process, or both, die at random moments of eight runs; then the job is as if nothing had happened."""
+    arguments = job(tmp_path, 1000)
+    out, rng = tmp_path / "out", random.Random(int(time.time()))
+    kept: dict[str, int] = {}
+    for attempt in range(8):
+        pair = processes.pair(*arguments)
+        goal = len(list(out.glob("*"))) + rng.randrange(1, 12)
+        wait_for(lambda goal=goal: len(list(out.glob("*"))) >= goal, pair)
+        time.sleep(rng.random())
+        for process in rng.choice([pair[:1], pair[1:], pair]):
+            process.kill()
+        for process in pair:
+            process.wait(PATIENCE)
+        now = {path.name: path.stat().st_mtime_ns for path in out.glob("part-*")}
+        assert kept.items() <= now.items(), f"attempt {attempt} touched a finished shard"
+        kept = now
+    pair = processes.pair(*arguments)
+    assert [process.wait(PATIENCE) for process in pair] == [0, 0], processes.said(pair[0])
+    assert [record["row"] for record in records(out)] == list(range(1000))
+    _, single = run(tmp_path / "in.jsonl", "single", shard_rows=8)
+    assert contents(out) == contents(single)

@@ -1,0 +1,87 @@
+"""``kvjax batch``: what is typed, printed and returned; the jobs themselves are tested in ``tests/batch``."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+ALONE = ("--num-processes", "1", "--batch-size", "2", "--max-new-tokens", "4")
+
+
+@pytest.fixture
+def rows(tmp_path):
+    (tmp_path / "in.jsonl").write_text('{"prompt": "one"}\n{"prompt": ""}\n{"prompt": "two", "id": "b"}\n')
+    return "batch", "--input", str(tmp_path / "in.jsonl"), "--output", str(tmp_path / "out"), *ALONE
+
+
+def test_answers_and_says_so(cli, rows, tmp_path):
+    ran = cli(*rows, "--policy", "streamingllm:window=8")
+    assert ran.code == 0 and ran.out == ""
+    assert "2 answered; 1 refused, each with its error in the output; " in ran.err and "2 files in" in ran.err
+    (shard,) = (tmp_path / "out").glob("part-*.jsonl")
+    assert [json.loads(line)["id"] for line in shard.read_text().splitlines()] == [0, 1, "b"]
+    again = cli(*rows, "--policy", "streamingllm:window=8")
+    assert again.code == 0 and "0 answered; 3 written by earlier runs" in again.err
+    other = cli(*rows)
+    assert other.code == 2 and "its policy is 'streamingllm:window=8' and 'full' is asked for" in other.sentence
+
+
+def test_ctrl_c_says_how_to_go_on(cli, rows, monkeypatch):
+    from kvjax.batch import work
+
+    def pressed(request, **keywords):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(work, "answer", pressed)
+    ran = cli(*rows)
+    assert ran.code == 130 and "the same command goes on from there" in ran.err
+
+
+@pytest.mark.parametrize(
+    "flags, sentence",
+    [
+        (("--policy", "lagkw"), "did you mean 'lagkv'"),
+        (("--mesh", "data=two"), "--mesh is 'data=two'; give devices of each axis, such as data=4,model=2."),
+        (("--mesh", "rows=2"), "--mesh is 'rows=2'"),
+        (("--mesh", "data=2,model=0"), "--mesh is"),
+        (("--mesh", "data=4,model=400"), "needs 1600 devices a process"),
+        (("--process-id", "1"), "--process-id is 1; give 0 to 0"),
+        (("--order", "size"), "order is 'size'; choose 'input' or 'id'."),
+    ],
+)
+def test_what_makes_no_sense_is_one_sentence(cli, rows, flags, sentence):
+    ran = cli(*rows, *flags)
+    assert ran.code == 2 and sentence in ran.sentence
+
+
+def test_an_input_that_is_not_there(cli, rows, tmp_path):
+    (tmp_path / "in.jsonl").unlink()
+    assert cli(*rows).sentence == f"--input names no file: {tmp_path / 'in.jsonl'}."
+
+
+def test_lines_of_progress_where_there_is_no_terminal(monkeypatch, capsys):
+    from kvjax.batch import progress
+
+    monkeypatch.setattr(progress, "_SECONDS", 0.0)
+    shown = progress.Progress(shown=True)
+    shown.start(1_234, "kvjax batch")
+    shown.skip(34)
+    shown.add([{"prompt_tokens": 3, "generated_tokens": 5}] * 599 + [{"error": "bad"}])
+    shown.stop()
+    line = capsys.readouterr().err
+    assert line.startswith("kvjax batch: 600 of 1,200 prompts, ") and line.endswith(" tokens/s, 0:00:00 left\n")
+    assert (shown.answered, shown.failed, shown.prompt_tokens) == (599, 1, 3 * 599)
+
+
+def test_a_bar_at_a_terminal(monkeypatch, capsys):
+    import sys
+
+    from kvjax.batch import progress
+
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    shown = progress.Progress(shown=True)
+    shown.start(2, "kvjax batch")
+    shown.add([{"prompt_tokens": 3, "generated_tokens": 5}] * 2)
+    shown.stop()
+    assert "2/2" in capsys.readouterr().err

@@ -1,0 +1,127 @@
+"""What processes of a job tell one another, with a dictionary in place of JAX's runtime."""
+
+from __future__ import annotations
+
+import threading
+
+import jax
+import pytest
+
+from kvjax.errors import UsageError
+from kvjax.runtime import distributed
+from kvjax.runtime.distributed import Cluster, Group, PeerFailed, local_mesh
+
+
+class Store:
+    """The runtime's store of words."""
+
+    def __init__(self):
+        self.words: dict[str, str] = {}
+
+    def key_value_set(self, key, value, allow_overwrite=False):
+        assert allow_overwrite or key not in self.words
+        self.words[key] = value
+
+    def key_value_dir_get(self, folder):
+        return [item for item in sorted(self.words.items()) if item[0].startswith(folder)]
+
+
+def groups(count: int) -> list[Group]:
+    store = Store()
+    made = [Group(i, count, store) for i in range(count)]
+    for group in made:
+        group._name = made[0]._name  # in as many processes they would be counted alike
+    return made
+
+
+def test_gather_waits_for_all_and_keeps_their_order(monkeypatch):
+    monkeypatch.setattr(distributed, "_POLL", 0.001)
+    made, found = groups(12), {}
+
+    def tell(group):
+        found[group.process] = group.gather("numbers", str(group.process))
+
+    threads = [threading.Thread(target=tell, args=(group,)) for group in reversed(made)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert all(found[i] == [str(j) for j in range(12)] for i in range(12))
+
+
+def test_a_failure_is_told_to_all(monkeypatch):
+    monkeypatch.setattr(distributed, "_CHECK", 0.0)
+    first, second = groups(2)
+    first.check()
+    with pytest.raises(ValueError), second.together(), second.together():
+        raise ValueError("the disk is full\nand more")
+    with pytest.raises(PeerFailed, match=r"^Process 1 of 2 \(.*\) failed: the disk is full$"):
+        first.check()
+    with pytest.raises(PeerFailed), first.together():
+        first.gather("anything", "")
+    assert list(first._client.words) == ["kvjax/failed/1", f"{first._name}/anything/0"], "an echo is not told"
+
+
+def test_an_interrupt_is_told_as_one(monkeypatch):
+    monkeypatch.setattr(distributed, "_CHECK", 0.0)
+    first, second = groups(2)
+    with pytest.raises(KeyboardInterrupt), second.together():
+        raise KeyboardInterrupt
+    with pytest.raises(PeerFailed, match="was interrupted"):
+        first.check()
+
+
+def test_a_single_process_asks_nobody():
+    alone = distributed.group()
+    assert (alone.process, alone.processes) == (0, 1) and alone.gather("x", "y") == ["y"]
+    with pytest.raises(ValueError), alone.together():
+        raise ValueError
+    alone.check()
+
+
+@pytest.mark.parametrize(
+    "given, sentence",
+    [
+        ({"coordinator": "host:1"}, "give all three"),
+        ({"num_processes": 2, "process_id": 0}, "give all three"),
+        ({"coordinator": "host", "num_processes": 2, "process_id": 0}, "give HOST:PORT"),
+        ({"coordinator": "host:1", "num_processes": 2, "process_id": 2}, "--process-id is 2; give 0 to 1"),
+        ({"coordinator": "host:1", "num_processes": 0, "process_id": 0}, "--num-processes is 0"),
+        ({"heartbeat": 0}, "--heartbeat-timeout is 0"),
+    ],
+)
+def test_what_makes_no_cluster_is_refused(given, sentence):
+    with pytest.raises(UsageError, match=sentence):
+        Cluster(**given)
+
+
+def test_a_job_of_one_joins_nobody(monkeypatch):
+    def initialize(*where, **timeouts):
+        calls.append(where)
+        raise ValueError("coordinator_address should be defined.")
+
+    calls: list[tuple] = []
+    monkeypatch.setattr(jax.distributed, "initialize", initialize)
+    monkeypatch.setattr(jax.distributed, "shutdown", lambda: calls.append("shutdown"))
+    with Cluster(num_processes=1).joined():
+        assert calls == []
+    with Cluster().joined():  # no cluster is recognised
+        assert calls == [(None, None, None)]
+    with pytest.raises(ValueError), Cluster("host:1", 2, 0).joined():
+        raise AssertionError("it was told of a cluster and did not join it")
+    monkeypatch.setattr(jax.distributed, "initialize", lambda *where, **timeouts: calls.append(where))
+    with pytest.raises(KeyError), Cluster("host:1", 2, 1).joined():
+        raise KeyError
+    assert calls[-2:] == [("host:1", 2, 1), "shutdown"]
+
+
+def test_a_mesh_is_divided_among_processes(monkeypatch):
+    devices = jax.local_devices()[:1] * 8
+    monkeypatch.setattr(jax, "local_devices", lambda: devices)
+    monkeypatch.setattr(jax, "process_count", lambda: 4)
+    assert dict(local_mesh(8, 1).shape) == {"data": 2, "model": 1}
+    assert dict(local_mesh(4, 8).shape) == {"data": 1, "model": 8}
+    with pytest.raises(UsageError, match="data=6, which 4 processes do not divide"):
+        local_mesh(6, 1)
+    with pytest.raises(UsageError, match="needs 16 devices a process and this one has 8"):
+        local_mesh(8, 8)
