@@ -34,10 +34,12 @@ if TYPE_CHECKING:
         PyramidKV,
         Razor,
         RazorAttention,
+        RoundAttention,
         SlimKV,
         SnapKV,
         StreamingLLM,
     )
+    from kvjax.rounds.value import Conversation
 
 __version__ = "0.1.0"
 
@@ -75,6 +77,8 @@ _HOMES = {
     "PyramidKV": "kvjax.policies",
     "RazorAttention": "kvjax.policies",
     "Razor": "kvjax.policies",
+    "RoundAttention": "kvjax.policies",
+    "Conversation": "kvjax.rounds.value",
     "SlimKV": "kvjax.policies",
     "SnapKV": "kvjax.policies",
     "StreamingLLM": "kvjax.policies",
@@ -89,6 +93,7 @@ __all__ = [
     "Cache",
     "Chat",
     "CompensatedRing",
+    "Conversation",
     "DoesNotFit",
     "ExpectedAttention",
     "Full",
@@ -105,6 +110,7 @@ __all__ = [
     "Razor",
     "RazorAttention",
     "RopeConfig",
+    "RoundAttention",
     "SlimKV",
     "SnapKV",
     "Stats",
