@@ -23,8 +23,8 @@ class Chat:
 
     Args:
       lm: a model with a chat template.
-      policy: which tokens the conversation's cache keeps; or :class:`kvjax.RoundAttention`, which keeps the upper layers
-        of earlier rounds in host memory and brings those that a question selects.
+      policy: which tokens the conversation's cache keeps; or :class:`kvjax.RoundAttention`, which keeps the upper
+        layers of earlier rounds in host memory and brings those that a question selects.
       system: the system message, or None for the template's own.
       options: keywords of :func:`kvjax.generate` for every turn, such as ``max_new_tokens`` or ``temperature``;
         ``context=`` is read, and compressed, before the first turn.

@@ -95,7 +95,10 @@ class Output:
 
     @property
     def cache(self) -> Cache | Conversation:
-        """This row's cache, batch 1 (under RoundAttention its conversation): continue from it with ``generate(lm, prompt, cache=output.cache)``."""
+        """This row's cache, batch 1 (under RoundAttention its conversation).
+
+        Continue from it with ``generate(lm, prompt, cache=output.cache)``.
+        """
         return self._cache()
 
 

@@ -27,7 +27,6 @@ from kvjax.runtime.decode import Controls
 from kvjax.runtime.sampling import Sampling
 from kvjax.runtime.stopping import StopTable, check_stop_strings, stop_table
 
-
 #: Tokens at the beginning of a conversation that belong to no round: attention that no token deserves goes to them.
 SINKS = 4
 

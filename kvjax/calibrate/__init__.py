@@ -1,7 +1,8 @@
 """Calibration: what a policy must know of a model's heads, found once per model and kept as a small file.
 
 ``retrieval_heads`` scores the heads of a rotary model (RazorAttention), ``alibi_scopes`` bounds how far the heads of
-an ALiBi model see, ``watershed`` finds the layer of RoundAttention. All give a frozen profile that ``save_profile`` writes and a policy takes as ``profile=``.
+an ALiBi model see, ``watershed`` finds the layer from which on RoundAttention keeps rounds in host memory. Each gives a
+frozen profile that ``save_profile`` writes and a policy takes as ``profile=``.
 """
 
 from __future__ import annotations
