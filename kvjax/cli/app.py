@@ -182,4 +182,5 @@ def fetch(model: Annotated[str, typer.Argument(help="A built-in name or a hub id
 
 
 app.command()(app_eval.compare)
+app.command()(app_eval.compare_rounds)
 app.command()(app_eval.picture)

@@ -42,7 +42,7 @@ def select(policy: RoundAttention, attention: Float[np.ndarray, " R"]) -> Bool[n
         "adaptive": attention.mean() + policy.std * attention.std(),
         "above_mean": attention.mean(),
     }[policy.strategy]
-    chosen = attention > limit
+    chosen = attention > limit * (1 + 1e-9)  # rounds that differ by rounding alone are equal
     return chosen if chosen.any() else highest(attention, 1)
 
 

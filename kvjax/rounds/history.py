@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -78,5 +77,4 @@ def read_history(
         storage=request.storage,
         memory_limit=memory_limit,
     )
-    conversation = close_round(lm.params, asked, cache, [ids], [starts[1:]])
-    return dataclasses.replace(conversation, asked=(len(starts),))
+    return close_round(lm.params, asked, cache, [ids], [starts[1:]])

@@ -21,7 +21,7 @@ from kvjax.cache.pool import LayerCache, rows, store
 from kvjax.cache.value import Cache, Pools, attach, detach
 from kvjax.config import ModelConfig
 from kvjax.model.decoder import Decoder
-from kvjax.policies.base import Candidates, Policy, Turn, gather_candidates, keep_where, page_capacities
+from kvjax.policies.base import Policy, Turn, gather_candidates, page_capacities
 from kvjax.policies.signals import Mass, PromptSignals
 from kvjax.runtime.buckets import prompt_bucket
 from kvjax.runtime.prefill import through_layers
@@ -145,8 +145,7 @@ def _delete(pools: Pools, rest: Cache, keep: Bool[Array, "L B H C"]) -> tuple[Po
     for i, layer in enumerate(cache.layers):
         k, v = rows(layer)
         valid = keep[i, :, :, : k.shape[2]] & (jnp.arange(k.shape[2]) < layer.length[..., None])
-        slots = Candidates(k, v, layer.length, layer.length)
-        zeros = jnp.zeros_like(cache.seen)
-        turn = Turn(zeros, zeros, zeros, pages=layer.pages, config=None, fresh=False)  # type: ignore[arg-type]
-        layers.append(keep_where(layer, slots, valid, turn))
+        order = jnp.argsort(~valid, axis=-1, stable=True)[..., None]
+        k, v = (jnp.take_along_axis(x, order, axis=2) for x in (k, v))
+        layers.append(store(layer, k, v, valid.sum(axis=-1, dtype=jnp.int32), layer.pages))
     return detach(cache.replace(layers=tuple(layers)))

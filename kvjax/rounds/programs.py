@@ -6,6 +6,7 @@ watershed are attended to as rows while the question is read; only what it leave
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -176,17 +177,11 @@ def upper(
             held = held + kept.length
         empty = policy.init_layer(config, policy.watershed + i, batch, counts, dtype, storage)
         if empty.scales is not None and k_scale is not None:
-            empty = empty.replace(scales=_with_keys(empty.scales, k_scale[i]))
+            empty = empty.replace(scales=dataclasses.replace(empty.scales, k=k_scale[i]))
         packed = store(empty, k, v, held, counts)
         zero = zero_after(*jax.tree.leaves(packed.kv))
         done.append(packed)
     return tuple(done), last_logits(params, x, count)
-
-
-def _with_keys(scales: Any, k: Float[Array, "B H D"]) -> Any:
-    import dataclasses
-
-    return dataclasses.replace(scales, k=k)
 
 
 def _behind(old: Float[Array, "B H S D"], new: Float[Array, "B H T D"], length: Int[Array, "B H"]) -> Array:

@@ -285,19 +285,20 @@ def close_round(
         if places[i + 1] > places[i]
     ]
     away = to_host([upper for _, _, upper in cuts])
-    questions = [count + 1 for count in asked.before.asked] if asked.before is not None else [1] * batch
+    before = asked.before.asked if asked.before is not None else (0,) * batch
     added: list[list[Round]] = [[] for _ in range(batch)]
     for (row, i, _), upper in zip(cuts, away, strict=True):
         first, last = edges[row][i : i + 2]
-        added[row].append(Round(first, last - first, held[i][:, row], upper, questions[row]))
+        added[row].append(Round(first, last - first, held[i][:, row], upper, before[row] + 1 + i))
+    questions = tuple(count + len(places) - 1 for count, places in zip(before, edges, strict=True))
     lower = cache.replace(layers=cache.layers[:below], policy=Placed(below))
     if asked.before is None:
         opening = tuple(_opening(cache, below, row, asked.base[:, row]) for row in range(batch))
-        return Conversation(lower, opening, tuple(map(tuple, added)), tuple(questions), policy)
+        return Conversation(lower, opening, tuple(map(tuple, added)), questions, policy)
     rounds = tuple(
         (*_used(asked.before.rounds[row], asked.choices[row], questions[row]), *added[row]) for row in range(batch)
     )
-    after = asked.before.replace(lower=lower, rounds=rounds, asked=tuple(questions))
+    after = asked.before.replace(lower=lower, rounds=rounds, asked=questions)
     return after if policy.drop_after is None else after.without_idle(policy.drop_after)
 
 
