@@ -37,8 +37,8 @@ def kl_curve(profile: WatershedProfile) -> bytes:
     axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)
     axes.set_title(
-        f"{profile.model}: attention of the last question token over {profile.rounds:,} rounds "
-        f"of {profile.dialogues} dialogues",
+        f"{profile.model}\nthe last question token's attention over {profile.rounds:,} rounds, "
+        f"{profile.dialogues} dialogues",
         fontsize=9,
     )
     buffer = io.BytesIO()

@@ -134,15 +134,19 @@ def divergence_to_later(shares: Float[np.ndarray, "L R"]) -> Float[np.ndarray, "
 
 
 def first_minimum(curve: Float[np.ndarray, " L"], prominence: float) -> int:
-    """Index of the first local minimum that stands out by ``prominence`` times the curve's range.
+    """Index of the first significant local minimum.
 
-    Without one (a curve that only falls) it is the first point as near to the lowest as that.
+    It stands out by ``prominence`` times the curve's range, and the curve stays in the lower half of that range from
+    there on: in the paper's words, later differences "remain significantly smaller than those observed in the earlier
+    layers". (SmolLM2's first prominent minimum, at layer 8 of 30, lies between two peaks.) Without one, as in a curve
+    that only falls, it is the first point within ``prominence`` of the lowest.
     """
     from scipy.signal import find_peaks
 
-    span = float(curve.max() - curve.min())
+    low, span = float(curve.min()), float(curve.max() - curve.min())
     if span > 0:
         found, _ = find_peaks(-curve, prominence=prominence * span)
-        if len(found):
-            return int(found[0])
+        lasting = [int(i) for i in found if curve[i:].max() <= low + span / 2]
+        if lasting:
+            return lasting[0]
     return int(np.argmax(curve <= curve.min() + prominence * span))

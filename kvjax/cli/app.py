@@ -109,7 +109,7 @@ def chat(
     json: flag.Json = False,
     compile_cache: flag.CompileCache = True,
 ) -> int:
-    """Talk with a model over one compressed cache.
+    """Talk with a model over one compressed cache, or (--policy round) over rounds in host memory.
 
     At a terminal, /reset starts over, /stats shows the last turn's numbers and /exit leaves. Piped input is one turn a
     line.

@@ -32,9 +32,14 @@ def _move(tree: Any, kind: str) -> Any:
     return jax.tree.unflatten(structure, leaves)
 
 
-def on_device(tree: Any) -> bool:
-    """Whether no array of the tree is in host memory."""
-    return all(leaf.sharding.memory_kind == DEVICE for leaf in jax.tree.leaves(tree))
+def committed(tree: Tree) -> Tree:
+    """The same arrays, bound to where they are.
+
+    What came from the host is bound to a device, and a program is compiled once for bound arguments and once for
+    others; bound from the first turn on, a conversation needs one.
+    """
+    leaves, structure = jax.tree.flatten(tree)
+    return jax.tree.unflatten(structure, jax.device_put(leaves, [leaf.sharding for leaf in leaves]))
 
 
 def nbytes(tree: Any) -> int:

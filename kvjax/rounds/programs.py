@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax.cache.pool import LayerCache, by_head, rows, store
+from kvjax.cache.pool import LayerCache, by_head, store, stored_rows
 from kvjax.cache.storage import Storage
 from kvjax.cache.value import Cache, Pools, attach, detach
 from kvjax.model.decoder import Decoder
@@ -81,8 +81,12 @@ def lower_onto(
 
     ``rooms``: ``pages`` afterwards, ``room`` and ``new_room``. ``consume`` donates the cache given.
     """
-    pools, rest = detach(cache)
-    pools, rest, x, mass = (_onto_consuming if consume else _onto)(params, pools, rest, tokens, count, **rooms)
+    old, rest = detach(cache)
+    reusable = rooms["pages"] == tuple(layer.pages for layer in cache.layers)
+    run = _onto_consuming if consume and reusable else _onto
+    pools, rest, x, mass = run(params, old, rest, tokens, count, **rooms)
+    if consume and not reusable:
+        jax.tree.map(lambda pool: pool.delete(), old)
     return attach(pools, rest), x, mass
 
 
@@ -201,7 +205,7 @@ def cut(
     for i, layer in enumerate(layers):
         one = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, row, 0), layer)
         places = jnp.minimum(index[i], max(layer.slots) - 1)
-        kv = jnp.stack([x[0] for x in rows(one.replace(scales=None))])
+        kv = jnp.stack([x[0] for x in stored_rows(one)])
         kv = jnp.take_along_axis(kv, places[None, ..., None], axis=2)
         found.append(jnp.where(valid[i, ..., None], kv, jnp.zeros((), kv.dtype)))
         if one.scales is not None:

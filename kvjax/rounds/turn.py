@@ -29,7 +29,7 @@ from kvjax.policies.rounds import RoundAttention
 from kvjax.rounds import programs
 from kvjax.rounds.choose import normalised, round_attention, select
 from kvjax.rounds.inner import compress_round
-from kvjax.rounds.memory import nbytes, to_device, to_host
+from kvjax.rounds.memory import committed, nbytes, to_device, to_host
 from kvjax.rounds.placed import Placed
 from kvjax.rounds.value import Conversation, Round, UpperRows
 from kvjax.runtime.buckets import NEW_TOKENS, prompt_bucket, slots_of
@@ -120,6 +120,7 @@ def read_question(
         cache, x = programs.lower_fresh(
             params, *given, policy=Placed(below), pages=pages[:below], room=room, new_room=NEW_TOKENS, **kinds
         )
+        cache, x = committed((cache, x))
         base = np.broadcast_to(np.asarray(opening)[:, None], (config.num_layers, len(prompts), config.num_kv_heads))
         asked = Asked(None, policy, np.asarray(opening), base, (), 0)
         staged = (None, None, None)
@@ -229,7 +230,7 @@ def _bring(
     # The one transfer of the question: whole rounds, all rows together.
     there = to_device([upper for _, upper in pieces])
     shape = (layers, 2, batch, heads, room, config.head_dim)
-    staged = jnp.zeros(shape, jnp.float32 if quantised else dtype)
+    staged = committed(jnp.zeros(shape, jnp.float32 if quantised else dtype))
     for (row, _), upper, offset in zip(pieces, there, offsets, strict=True):
         alike = (offset == offset[0, 0]).all()
         staged = programs.place(staged, upper, np.int32(row), offset[:1, :1] if alike else offset)

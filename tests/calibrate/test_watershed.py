@@ -58,6 +58,7 @@ def test_the_curve_is_the_mean_divergence_to_all_later_layers():
     [
         ([9, 5, 1, 3, 0.5, 2], 2),  # the first, though a later one is lower
         ([9, 5, 4.9, 5.2, 1, 4], 4),  # a dent of 3 % is none
+        ([4, 3, 10, 8, 12, 1.5, 1, 2.5, 1.2], 6),  # a valley between peaks: layers do not agree from there on
         ([9, 6, 3, 1, 0.5, 0.1], 4),  # only falling: where a tenth of the range is left
         ([1, 1, 1], 0),
     ],
