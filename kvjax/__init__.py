@@ -34,10 +34,12 @@ if TYPE_CHECKING:
         PyramidKV,
         Razor,
         RazorAttention,
+        RoundAttention,
         SlimKV,
         SnapKV,
         StreamingLLM,
     )
+    from kvjax.rounds.value import Conversation
     from kvjax.saving import load_cache, save_cache
 
 __version__ = "0.1.0"
@@ -78,6 +80,8 @@ _HOMES = {
     "PyramidKV": "kvjax.policies",
     "RazorAttention": "kvjax.policies",
     "Razor": "kvjax.policies",
+    "RoundAttention": "kvjax.policies",
+    "Conversation": "kvjax.rounds.value",
     "SlimKV": "kvjax.policies",
     "SnapKV": "kvjax.policies",
     "StreamingLLM": "kvjax.policies",
@@ -92,6 +96,7 @@ __all__ = [
     "Cache",
     "Chat",
     "CompensatedRing",
+    "Conversation",
     "DoesNotFit",
     "ExpectedAttention",
     "Full",
@@ -108,6 +113,7 @@ __all__ = [
     "Razor",
     "RazorAttention",
     "RopeConfig",
+    "RoundAttention",
     "SlimKV",
     "SnapKV",
     "Stats",

@@ -1,4 +1,4 @@
-"""A conversation on one compressed cache."""
+"""A conversation on one compressed cache, or of rounds of which each question brings what it needs."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from kvjax.generation import generate, stream_generate
 from kvjax.model.load import LanguageModel
 from kvjax.output import Output, Piece
 from kvjax.policies import Policy, parse
+from kvjax.rounds.memory import to_host
+from kvjax.rounds.value import Conversation
 
 #: Keywords of generate that a conversation sets itself, turn by turn.
 _TURN = {"policy", "cache", "consume_cache", "chat", "n"}
@@ -22,13 +24,15 @@ class Chat:
 
     Args:
       lm: a model with a chat template.
-      policy: which tokens the conversation's cache keeps.
+      policy: which tokens the conversation's cache keeps; or :class:`kvjax.RoundAttention`, which keeps the upper
+        layers of earlier rounds in host memory and brings those that a question selects.
       system: the system message, or None for the template's own.
       options: keywords of :func:`kvjax.generate` for every turn, such as ``max_new_tokens`` or ``temperature``;
         ``context=`` is read, and compressed, before the first turn.
 
     Attributes:
-      cache: the conversation so far, None before the first turn. It is a value: keep it to branch.
+      cache: the conversation so far, None before the first turn. It is a value: keep it to branch. (A
+        :class:`kvjax.Conversation` under RoundAttention.)
     """
 
     def __init__(
@@ -40,7 +44,7 @@ class Chat:
             raise UsageError(f"Chat takes no {unknown[0]!r}; it takes {', '.join(sorted(accepted))}.")
         self.lm, self.system, self.options = lm, system, options
         self.policy = None if policy is None else parse(policy)
-        self.cache: Cache | None = None
+        self.cache: Cache | Conversation | None = None
 
     def _request(self, text: str) -> tuple[list[dict[str, str]], dict[str, Any]]:
         if not isinstance(text, str) or not text:
@@ -70,6 +74,13 @@ class Chat:
             if piece.output is not None:
                 self.cache = piece.output.cache
             yield piece
+
+    def park(self) -> None:
+        """Move the conversation to host memory while its user is idle; the next turn brings back what it needs."""
+        if isinstance(self.cache, Cache):
+            self.cache = to_host(self.cache)
+        elif self.cache is not None:
+            self.cache = self.cache.parked()
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the conversation so far to a folder, whole or not at all; see :func:`kvjax.save_cache`."""

@@ -18,8 +18,11 @@ from kvjax.model.load import LanguageModel
 from kvjax.output import Output, Piece, Stats
 from kvjax.planning import full_cache_bytes
 from kvjax.policies import Policy
+from kvjax.policies.rounds import RoundAttention
 from kvjax.prompts import Prompt
 from kvjax.request import Options, Request
+from kvjax.rounds.generating import RoundTurn
+from kvjax.rounds.value import Conversation
 from kvjax.runtime.compilation import CompileClock, compile_clock
 from kvjax.runtime.decode import CHUNK
 from kvjax.runtime.interrupt import interruptible
@@ -36,7 +39,7 @@ def generate(
     *,
     policy: Policy | str | None = None,
     storage: Storage | str | None = None,
-    cache: Cache | Sequence[Cache] | None = None,
+    cache: Cache | Conversation | Sequence[Cache] | Sequence[Conversation] | None = None,
     consume_cache: bool = False,
     chat: bool = True,
     context: str | Sequence[int] | None = None,
@@ -156,9 +159,13 @@ class _Run:
         self.reasons: list[str | None] = [None] * request.rows
         self._cache: Cache | None = None
         self._logits: jax.Array | None = None
+        self._rounds = RoundTurn(request, session) if isinstance(request.policy, RoundAttention) else None
 
     def prefill(self, consume: bool) -> None:
         """Read the context once, then the prompts, then give every sample its row."""
+        if self._rounds is not None:
+            self._cache, self._logits = self._rounds.prefill(consume)
+            return
         request, session = self.request, self.session
         options: dict[str, Any] = {"policy": request.policy, "dtype": request.dtype, "storage": request.storage}
         cache, prompts = request.cache, request.prompts
@@ -207,11 +214,14 @@ class _Run:
         retained = [np.asarray(policy.retained(layer)) for layer in cache.layers]
         seen = np.asarray(cache.seen)
         n = self.request.options.n
-        rows = [self._output(row, cache, retained, seen) for row in range(self.request.rows)]
+        kept = cache if self._rounds is None else self._rounds.finish(cache, self.tokens)
+        rows = [self._output(row, cache, kept, retained, seen) for row in range(self.request.rows)]
         grouped = [rows[i] if n == 1 else rows[i * n : (i + 1) * n] for i in range(len(rows) // n)]
         return grouped[0] if self.request.tokens.single else grouped
 
-    def _output(self, row: int, cache: Cache, retained: list[np.ndarray], seen: np.ndarray) -> Output:
+    def _output(
+        self, row: int, cache: Cache, kept: Cache | Conversation, retained: list[np.ndarray], seen: np.ndarray
+    ) -> Output:
         request, lm = self.request, self.request.lm
         tokens = tuple(self.tokens[row])
         text = text_of(lm.tokenizer, tokens, request.options.stop_strings)
@@ -222,7 +232,7 @@ class _Run:
             finish_reason=self.reasons[row] or "interrupted",
             logprobs=logprobs,
             stats=self._stats(row, cache, retained, int(seen[row])),
-            _cache=functools.partial(cache.row, row),
+            _cache=functools.partial(kept.row, row),
         )
 
     def _stats(self, row: int, cache: Cache, kept: list[np.ndarray], seen: int) -> Stats:
@@ -246,4 +256,5 @@ class _Run:
             clipped=int(cache.clipped[row]),
             retained=retained,
             seen=seen,
+            rounds=None if self._rounds is None else self._rounds.stats(row),
         )

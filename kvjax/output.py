@@ -4,8 +4,34 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from kvjax.cache.value import Cache
+
+if TYPE_CHECKING:
+    from kvjax.rounds.value import Conversation
+
+
+@dataclasses.dataclass(frozen=True)
+class RoundStats:
+    """What a turn under RoundAttention selected and where its bytes are.
+
+    Attributes:
+      rounds: earlier rounds there were to select from.
+      selected: indices of those the question saw, in order.
+      attention: qAtt of every earlier round; sums to 1.
+      tokens_used: tokens the layers above the watershed attended to when the answer ended: sinks and system prompt,
+        what was selected, the turn's own.
+      moved_bytes: that came from the host for this question.
+      host_bytes: of all rounds' upper layers in host memory after the turn.
+    """
+
+    rounds: int
+    selected: tuple[int, ...]
+    attention: tuple[float, ...]
+    tokens_used: int
+    moved_bytes: int
+    host_bytes: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,6 +53,7 @@ class Stats:
       clipped: int8 keys that were clipped because they came after their scale was fixed, over layers and heads.
       retained: tokens kept, [layer][KV head].
       seen: tokens the row has been through.
+      rounds: under RoundAttention, what the turn selected; the bytes above are then the device's while it answered.
     """
 
     prompt_tokens: int
@@ -43,6 +70,7 @@ class Stats:
     clipped: int
     retained: tuple[tuple[int, ...], ...]
     seen: int
+    rounds: RoundStats | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,11 +91,14 @@ class Output:
     finish_reason: str
     logprobs: tuple[float, ...] | None
     stats: Stats
-    _cache: Callable[[], Cache] = dataclasses.field(repr=False, compare=False)
+    _cache: Callable[[], Any] = dataclasses.field(repr=False, compare=False)
 
     @property
-    def cache(self) -> Cache:
-        """This row's cache, batch 1: continue from it with ``generate(lm, prompt, cache=output.cache)``."""
+    def cache(self) -> Cache | Conversation:
+        """This row's cache, batch 1 (under RoundAttention its conversation).
+
+        Continue from it with ``generate(lm, prompt, cache=output.cache)``.
+        """
         return self._cache()
 
 

@@ -147,7 +147,7 @@ def plan(
     except TypeError as error:
         raise UsageError(f"{dtype!r} is not a dtype; give float32 or bfloat16.") from error
     stored = parse_storage(storage)
-    made = _plan(config, chosen, batch, prompt_tokens, max_new_tokens, dtype, _limit(memory_limit), stored)
+    made = _plan(config, chosen, batch, prompt_tokens, max_new_tokens, dtype, device_limit(memory_limit), stored)
     _refuse_if_too_large(made, config, chosen, dtype, 0, stored)
     return made
 
@@ -167,7 +167,7 @@ def _plan(
     fed = max(new - 1, 0) if policy.beyond_context else min(max(new - 1, 0), config.max_position - prompt)
     new_room = new_bucket(fed - 1) if policy.grows else NEW_TOKENS
     weights = _weights_bytes(config, dtype)
-    cache = cache_bytes(config, policy, batch, room, new_room, dtype, storage)
+    cache = cache_bytes(config, policy.planned(config, room), batch, room, new_room, dtype, storage)
     peak = prefill_peak_bytes(config, policy, batch, prompt, dtype)
     total = np.array([prompt])
     page_size = layout_for(storage, config.head_dim).page_size
@@ -241,7 +241,7 @@ def prefill_peak_bytes(config: ModelConfig, policy: Policy, batch: int, prompt: 
     return hidden + rotary + dense + max(reading, 2 * dense) + logits
 
 
-def _limit(memory_limit: int | None) -> int | None:
+def device_limit(memory_limit: int | None) -> int | None:
     """Bytes the default device can still give, or None when it does not say."""
     if memory_limit is not None:
         whole_number("memory_limit", memory_limit, 1)
@@ -266,7 +266,7 @@ def check_fits(
     storage: Storage = MODEL,
 ) -> None:
     """Refuse a generation that cannot fit: prompt and first new-token bucket, beside ``already`` bytes of caches."""
-    made = _plan(config, policy, batch, min(prompt, config.max_position), 1, dtype, _limit(memory_limit), storage)
+    made = _plan(config, policy, batch, min(prompt, config.max_position), 1, dtype, device_limit(memory_limit), storage)
     _refuse_if_too_large(made, config, policy, dtype, already, storage)
 
 

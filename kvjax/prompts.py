@@ -170,6 +170,20 @@ def _messages(items: str | Sequence[Any]) -> list[dict[str, Any]]:
     return messages
 
 
+def opening_tokens(lm: LanguageModel, prompt: Prompt, ids: Sequence[int]) -> int:
+    """Of a templated prompt's ids, how many come before the user's first words: the system prompt, above all."""
+    if _is_ids(prompt):
+        return 0
+    messages = _messages(prompt if isinstance(prompt, str) else _plain(_sequence(prompt)))
+    user = next((message for message in messages if message["role"] == "user"), None)
+    if user is None:
+        return 0
+    user["content"] = _MARK
+    before = lm.tokenizer.encode(lm.tokenizer.render(messages).partition(_MARK)[0])
+    same = (one == other for one, other in zip(before, ids, strict=False))
+    return next((i for i, equal in enumerate(same) if not equal), min(len(before), len(ids)))
+
+
 def _render_chat(
     lm: LanguageModel, messages: list[dict[str, Any]], context: str | None, onto: bool
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:

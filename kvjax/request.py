@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.cache.groups import parts
 from kvjax.cache.storage import Storage, parse_storage
 from kvjax.cache.value import Cache, concatenate, take
 from kvjax.checks import number, whole_number
@@ -21,10 +20,15 @@ from kvjax.model.load import LanguageModel
 from kvjax.model.tokenizer import Tokenizer
 from kvjax.planning import check_fits
 from kvjax.policies import Full, Policy, parse
-from kvjax.prompts import Tokens, is_unicode, tokenize
+from kvjax.prompts import Tokens, as_list, is_unicode, opening_tokens, tokenize
+from kvjax.rounds.memory import to_device
+from kvjax.rounds.value import Conversation, join
 from kvjax.runtime.decode import Controls
 from kvjax.runtime.sampling import Sampling
 from kvjax.runtime.stopping import StopTable, check_stop_strings, stop_table
+
+#: Tokens at the beginning of a conversation that belong to no round: attention that no token deserves goes to them.
+SINKS = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,6 +92,7 @@ class Request:
       limits: tokens each prompt may generate, where that is not the options' number for all.
       numbers: what each prompt draws by, where that is not its place in the batch; a prompt of a long list so draws the
         same in whatever batch it comes.
+      opening: under a policy that places rounds, of each first prompt the tokens that belong to no round.
     """
 
     def __init__(
@@ -95,7 +100,7 @@ class Request:
         lm: LanguageModel,
         prompt: Any,
         policy: Policy | str | None,
-        cache: Cache | Sequence[Cache] | None,
+        cache: Any,
         chat: bool,
         context: Any,
         options: Options,
@@ -107,7 +112,7 @@ class Request:
     ):
         if not isinstance(lm, LanguageModel):
             raise UsageError(f"The model is a {type(lm).__name__}; give one from kvjax.load.")
-        self.lm, self.options = lm, options
+        self.lm, self.options, self.memory_limit = lm, options, memory_limit
         self.limits, self.numbers = limits, numbers
         self.tokens: Tokens = tokenize(lm, prompt, context=context, chat=chat, onto=cache is not None)
         count = len(self.tokens.prompts)
@@ -127,6 +132,14 @@ class Request:
         already = sum(old.nbytes // old.batch * (old.batch if joined else old.batch + count) for old in caches)
         self._check_size(memory_limit, _counters([old.seen for old in caches], count, 0), already)
         self.cache = _one_cache(caches, count)
+        self.opening = self._opening(prompt, chat) if self.policy.places and self.cache is None else ()
+
+    def _opening(self, prompt: Any, chat: bool) -> tuple[int, ...]:
+        """Tokens of each row's beginning that belong to no round: the system prompt, and the sinks at least."""
+        prompts, context = as_list(prompt)[0], self.tokens.context
+        firsts = [context] * len(prompts) if context else self.prompts
+        found = [opening_tokens(self.lm, p, ids) if chat else 0 for p, ids in zip(prompts, firsts, strict=True)]
+        return tuple(min(max(count, SINKS), len(ids)) for count, ids in zip(found, firsts, strict=True))
 
     def _with_pending(self, pending: np.ndarray) -> list[tuple[int, ...]]:
         """Prompts of a continued cache begin with the token that was generated but not yet read."""
@@ -179,7 +192,7 @@ def _float32(value: float) -> jax.Array:
     return jnp.asarray(0.0 if value == 0 else min(max(value, float(limits.tiny)), float(limits.max)), jnp.float32)
 
 
-def _policy(policy: Policy | str | None, caches: Sequence[Cache]) -> Policy:
+def _policy(policy: Policy | str | None, caches: Sequence[Cache | Conversation]) -> Policy:
     """The policy asked for, or the one the caches have."""
     if not caches:
         return Full() if policy is None else parse(policy)
@@ -191,7 +204,7 @@ def _policy(policy: Policy | str | None, caches: Sequence[Cache]) -> Policy:
     return caches[0].policy
 
 
-def _storage(storage: Any, caches: Sequence[Cache]) -> Storage:
+def _storage(storage: Any, caches: Sequence[Cache | Conversation]) -> Storage:
     """The storage asked for, or the one the caches have."""
     if not caches:
         return parse_storage(storage)
@@ -202,7 +215,7 @@ def _storage(storage: Any, caches: Sequence[Cache]) -> Storage:
     return caches[0].storage
 
 
-def _caches(cache: Any, count: int) -> list[Cache]:
+def _caches(cache: Any, count: int) -> list[Cache | Conversation]:
     """The caches passed; together they have a row per prompt, or a single one for all prompts."""
     if cache is None:
         return []
@@ -210,10 +223,12 @@ def _caches(cache: Any, count: int) -> list[Cache]:
     if not caches:
         raise UsageError("The list of caches is empty; give one cache a prompt, or leave cache= out.")
     for item in caches:
-        if not isinstance(item, Cache):
+        if not isinstance(item, (Cache, Conversation)):
             raise UsageError(f"cache= takes an output's cache or a list of them; a {type(item).__name__} was given.")
-        if jax.tree.leaves(parts(item.layers[0])[0].kv)[0].is_deleted():
+        if jax.tree.leaves(item.pools[0].kv)[0].is_deleted():
             raise UsageError("This cache was consumed by an earlier call; keep a cache by leaving consume_cache=False.")
+    if len({type(item) for item in caches}) > 1:
+        raise UsageError("Caches and conversations of rounds cannot be one batch; continue these one by one instead.")
     rows = sum(item.batch for item in caches)
     if rows not in (1, count):
         raise UsageError(f"The cache has {rows} rows and there are {count} prompts; give one prompt a row.")
@@ -226,17 +241,19 @@ def _counters(parts: Sequence[jax.Array], count: int, missing: int) -> np.ndarra
     return np.broadcast_to(rows, (count,))
 
 
-def _one_cache(caches: Sequence[Cache], count: int) -> Cache | None:
-    """The caches to continue as one batch with a row per prompt."""
+def _one_cache(caches: Sequence[Any], count: int) -> Any:
+    """The caches, or conversations, to continue as one batch with a row per prompt."""
     if not caches:
         return None
-    cache = concatenate(caches)
+    if isinstance(caches[0], Conversation):
+        whole = join(caches)
+        return whole.take([0] * count) if whole.batch == 1 else whole
+    cache = concatenate([to_device(cache) for cache in caches])
     return take(cache, [0] * count) if cache.batch == 1 else cache
 
 
-def _same_model(config: ModelConfig, cache: Cache) -> None:
-    first = cache.layers[0]
-    shape = (len(cache.layers), len(first.pages), parts(first)[0].kv.shape[3])
+def _same_model(config: ModelConfig, cache: Cache | Conversation) -> None:
+    shape = cache.model_shape
     wanted = (config.num_layers, config.num_kv_heads, config.head_dim)
     if shape != wanted:
         raise UsageError(

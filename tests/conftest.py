@@ -17,6 +17,7 @@ jaxtyping.install_import_hook(
         "kvjax.model.decoder",
         "kvjax.model.rope",
         "kvjax.policies",
+        "kvjax.rounds",
         "kvjax.runtime",
     ],
     "shape_checks.checked",

@@ -20,7 +20,7 @@ from kvjax.model.decoder import random_decoder
 from kvjax.policies import Full
 from kvjax.policies.signals import Signals
 from kvjax.runtime.decode import forward_step
-from kvjax.runtime.prefill import _layer, prefill_fresh, prefill_onto
+from kvjax.runtime.prefill import prefill_fresh, prefill_onto, read_layer
 from kvjax.runtime.taps import LayerTap
 
 CONFIG = toys.tiny_config(positional="alibi", norm="layer", mlp="gelu", embedding_norm=True)  # 4 heads on 2 KV heads
@@ -147,7 +147,7 @@ def test_signals_count_attention_with_the_bias(later):
     kept = kept_rows(cache, 64, jnp.asarray([seen])) if later else None
     array = jnp.asarray([seen]), jnp.asarray([count]), jnp.asarray([count - window])
     tap = LayerTap(Signals(window=window, columns=True), CONFIG, *array, jnp.asarray([0.2]), window)
-    _, new_k, _, signals = _layer(layer, x, None, kept, jnp.int32(1), jnp.int32(0), tap)
+    _, new_k, _, signals = read_layer(layer, x, None, kept, jnp.int32(1), jnp.int32(0), tap)
     q = np.asarray(layer.project(x)[0])[0]
     k = np.asarray(new_k, np.float64)[0]
     position = np.broadcast_to(seen + np.arange(tokens), k.shape[:2])

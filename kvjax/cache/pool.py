@@ -272,17 +272,23 @@ def mark_rows(cache: LayerCache, name: str) -> Array:
     return by_head(cache, cache.marks[name])
 
 
-def rows(cache: LayerCache) -> tuple[Float[Array, "B H C D"], Float[Array, "B H C D"]]:
-    """Keys and values of every slot as rows, [B, H, C, D] with C the longest head's slots; shorter heads end in zeros.
-
-    A copy, for selecting again on a later turn; attention reads the pages.
-    """
+def stored_rows(cache: LayerCache) -> tuple[Array, Array]:
+    """:func:`rows` as they are stored: int8 ones without their scales."""
     if cache.uniform:
         k, v = (_runs(cache, x) for x in (cache.kv.key_rows(), cache.kv.value_rows()))
     else:
         index, inside = _places_of_runs(cache)
         k, v = (_inside(x, inside) for x in cache.kv.rows_at((slice(None), index)))
     k, v = (x.reshape(*x.shape[:2], -1, x.shape[-1]) for x in (k, v))
+    return k, v
+
+
+def rows(cache: LayerCache) -> tuple[Float[Array, "B H C D"], Float[Array, "B H C D"]]:
+    """Keys and values of every slot as rows, [B, H, C, D] with C the longest head's slots; shorter heads end in zeros.
+
+    A copy, for selecting again on a later turn; attention reads the pages.
+    """
+    k, v = stored_rows(cache)
     if cache.scales is None:
         return k, v
     scale = by_head(cache, cache.scales.v)[..., None]

@@ -13,7 +13,7 @@ from jaxtyping import Array, Int
 
 from kvjax.cache.groups import Layer, pages_by_group, parts, slot_bytes, with_parts
 from kvjax.cache.layout import platform_layout
-from kvjax.cache.pool import resize
+from kvjax.cache.pool import LayerCache, resize
 from kvjax.cache.storage import Storage
 from kvjax.errors import UsageError
 from pallas_kernels.pages import Pages
@@ -78,6 +78,17 @@ class Cache:
         pools = [pool for layer in self.layers for pool in parts(layer)]
         counts = [np.asarray(pool.scales.clipped).sum(axis=1) for pool in pools if pool.scales is not None]
         return np.sum(counts, axis=0) if counts else np.zeros(self.batch, np.int64)
+
+    @property
+    def pools(self) -> tuple[LayerCache, ...]:
+        """Every pool of every layer."""
+        return tuple(pool for layer in self.layers for pool in parts(layer))
+
+    @property
+    def model_shape(self) -> tuple[int, int, int]:
+        """Layers, KV heads and channels of the model it belongs to."""
+        first = self.layers[0]
+        return len(self.layers), len(first.pages), parts(first)[0].kv.shape[3]
 
     def replace(self, **changes: object) -> Cache:
         return dataclasses.replace(self, **changes)  # type: ignore[arg-type]

@@ -1,7 +1,8 @@
 """Calibration: what a policy must know of a model's heads, found once per model and kept as a small file.
 
 ``retrieval_heads`` scores the heads of a rotary model (RazorAttention), ``alibi_scopes`` bounds how far the heads of
-an ALiBi model see. Both give a frozen profile that ``save_profile`` writes and a policy takes as ``profile=``.
+an ALiBi model see, ``watershed`` finds the layer from which on RoundAttention keeps rounds in host memory. Each gives a
+frozen profile that ``save_profile`` writes and a policy takes as ``profile=``.
 """
 
 from __future__ import annotations
@@ -11,20 +12,32 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kvjax.calibrate.alibi import alibi_scopes
-    from kvjax.calibrate.profile import HeadProfile, ScopeProfile, load_profile, save_profile
+    from kvjax.calibrate.profile import HeadProfile, ScopeProfile, WatershedProfile, load_profile, save_profile
     from kvjax.calibrate.retrieval import retrieval_heads
+    from kvjax.calibrate.watershed import watershed
 
 # Policies read profiles, so this package must not load what reads policies.
 _HOMES = {
     "HeadProfile": "kvjax.calibrate.profile",
     "ScopeProfile": "kvjax.calibrate.profile",
+    "WatershedProfile": "kvjax.calibrate.profile",
     "alibi_scopes": "kvjax.calibrate.alibi",
     "load_profile": "kvjax.calibrate.profile",
     "retrieval_heads": "kvjax.calibrate.retrieval",
     "save_profile": "kvjax.calibrate.profile",
+    "watershed": "kvjax.calibrate.watershed",
 }
 
-__all__ = ["HeadProfile", "ScopeProfile", "alibi_scopes", "load_profile", "retrieval_heads", "save_profile"]
+__all__ = [
+    "HeadProfile",
+    "ScopeProfile",
+    "WatershedProfile",
+    "alibi_scopes",
+    "load_profile",
+    "retrieval_heads",
+    "save_profile",
+    "watershed",
+]
 
 
 def __getattr__(name: str) -> Any:

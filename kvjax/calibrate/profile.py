@@ -20,6 +20,8 @@ from kvjax.errors import KvjaxError, UsageError
 
 #: One number a query head: [layer][head].
 Table = tuple[tuple[float, ...], ...]
+#: One number a layer.
+Curve = tuple[float, ...]
 #: KV heads by layer.
 Heads = tuple[tuple[int, ...], ...]
 
@@ -54,6 +56,7 @@ class Profile:
 
     kind: ClassVar[str]
     tables: ClassVar[tuple[str, ...]] = ()
+    curves: ClassVar[tuple[str, ...]] = ()
 
     model: str
     shape: ModelShape
@@ -67,8 +70,12 @@ class Profile:
                 raise UsageError(f"{name} of a profile of this model needs {layers} rows of {heads} numbers.")
             if not all(math.isfinite(value) for row in table for value in row):
                 raise UsageError(f"{name} of a profile holds a number that is not finite; calibrate the model again.")
+        for name in self.curves:
+            curve = getattr(self, name)
+            if len(curve) != layers or not all(math.isfinite(value) for value in curve):
+                raise UsageError(f"{name} of a profile of this model needs {layers} finite numbers.")
         # Numbers alone: a text's hash differs from process to process, and this one travels with a pickled policy.
-        object.__setattr__(self, "_hash", hash(tuple(getattr(self, name) for name in self.tables)))
+        object.__setattr__(self, "_hash", hash(tuple(getattr(self, name) for name in (*self.tables, *self.curves))))
 
     def __hash__(self) -> int:
         return self._hash  # type: ignore[attr-defined]
@@ -134,6 +141,38 @@ class ScopeProfile(Profile):
     __hash__ = Profile.__hash__
 
 
+@dataclasses.dataclass(frozen=True)
+class WatershedProfile(Profile):
+    """The layer from which on layers agree about which rounds of a conversation matter (Round Attention, appendix B).
+
+    Attributes:
+      watershed: L_w, a count: layers ``0 .. watershed - 1`` keep every round on the device.
+      dialogues, rounds: how many were read, and how many earlier rounds their last questions had together.
+      prominence: of the minimum, at least this share of the curve's range.
+      divergence: [layer] mean KL divergence (nats) of the layer's distribution of attention over rounds to those of all
+        later layers, mean over dialogues; 0 for the last layer, which has none.
+    """
+
+    kind: ClassVar[str] = "watershed"
+    curves: ClassVar[tuple[str, ...]] = ("divergence",)
+
+    watershed: int
+    dialogues: int
+    rounds: int
+    prominence: float
+    divergence: Curve
+
+    __hash__ = Profile.__hash__
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 1 <= self.watershed < self.shape.num_layers:
+            raise UsageError(
+                f"The watershed of a profile is {self.watershed}; a model of {self.shape.num_layers} layers has one of "
+                f"1 to {self.shape.num_layers - 1}."
+            )
+
+
 @functools.lru_cache(maxsize=64)
 def protected_heads(
     profile: HeadProfile, induction_share: float, echo_share: float, share_of: Literal["query", "kv"]
@@ -174,7 +213,7 @@ def _best_of_group(table: Table, group: int) -> Table:
     return tuple(tuple(max(row[i : i + group]) for i in range(0, len(row), group)) for row in table)
 
 
-_KINDS: dict[str, type[Profile]] = {kind.kind: kind for kind in (HeadProfile, ScopeProfile)}
+_KINDS: dict[str, type[Profile]] = {kind.kind: kind for kind in (HeadProfile, ScopeProfile, WatershedProfile)}
 AnyProfile = TypeVar("AnyProfile", bound=Profile)
 
 
@@ -191,8 +230,10 @@ def save_profile(profile: Profile, path: str | os.PathLike[str]) -> None:
     for name, value in fields.items():
         if name == "shape":
             content[name] = dataclasses.asdict(value)
+        elif name in profile.tables:
+            content[name] = [list(row) for row in value]
         else:
-            content[name] = [list(row) for row in value] if name in profile.tables else value
+            content[name] = list(value) if name in profile.curves else value
     text = yaml.safe_dump(content, sort_keys=False, default_flow_style=None, width=120)
     write_whole(Path(path), text.encode())
 
@@ -235,6 +276,8 @@ def load_profile(path: str | os.PathLike[str]) -> Profile:
     shape = _fields(ModelShape, values["shape"], f"{os.fspath(path)}, shape")
     for name in cls.tables:
         values[name] = _table(values[name], f"{os.fspath(path)}, {name}")
+    for name in cls.curves:
+        values[name] = _table([values[name]], f"{os.fspath(path)}, {name}")[0]
     return cls(**(values | {"shape": ModelShape(**shape), "source": os.fspath(path)}))
 
 
@@ -247,7 +290,7 @@ def _fields(cls: type, content: Any, origin: str) -> dict[str, Any]:
     if missing := [name for name in fields if name not in given]:
         raise UsageError(f"{origin} does not say {missing[0]!r}; calibrate the model again.")
     for name, field in fields.items():
-        kind = {"int": int, "str": str}.get(str(field.type))
+        kind = {"int": int, "str": str, "float": float}.get(str(field.type))
         if kind is not None and type(given[name]) is not kind:
             raise UsageError(f"{origin} has {given[name]!r} as {name}; a profile has a {kind.__name__} there.")
     return given

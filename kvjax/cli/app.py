@@ -112,7 +112,7 @@ def chat(
     json: flag.Json = False,
     compile_cache: flag.CompileCache = True,
 ) -> int:
-    """Talk with a model over one compressed cache.
+    """Talk with a model over one compressed cache, or (--policy round) over rounds in host memory.
 
     At a terminal, /reset starts over, /stats shows the last turn's numbers and /exit leaves. Piped input is one turn a
     line.
@@ -186,4 +186,5 @@ def fetch(model: Annotated[str, typer.Argument(help="A built-in name or a hub id
 
 
 app.command()(app_eval.compare)
+app.command()(app_eval.compare_rounds)
 app.command()(app_eval.picture)

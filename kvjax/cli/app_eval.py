@@ -55,6 +55,46 @@ def compare(
     )
 
 
+def compare_rounds(
+    dialogues: Annotated[
+        Path,
+        typer.Option("--dialogues", help="JSON (lines): messages, ShareGPT, LongChat topics or LongMemEval."),
+    ],
+    out: Annotated[Path, typer.Option("--out", help="Folder for the results; what it holds is not asked again.")],
+    model: flag.Model = flag.DEFAULT_MODEL,
+    dtype: flag.Dtype = None,
+    policies: Annotated[
+        str, typer.Option("--policies", help="Such as round,round:top=0.3; `all` names every strategy.")
+    ] = "all",
+    most: Annotated[int, typer.Option("--most", help="Dialogues to read, from the file's beginning.")] = 10,
+    tokens: Annotated[
+        int | None, typer.Option("--tokens", help="Cut histories to this many; three quarters of the context else.")
+    ] = None,
+    max_new_tokens: flag.MaxNewTokens = 16,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown instead of a table.")] = False,
+    compile_cache: flag.CompileCache = True,
+) -> int:
+    """Ask dialogues' questions under Round Attention.
+
+    Which rounds each strategy brings, agreement with the full cache, device bytes and time a turn go to one table.
+    Answers are saved after every dialogue; the same command goes on after Ctrl-C.
+    """
+    from kvjax.cli import compare_rounds as command
+
+    return command.run(
+        model=model,
+        dtype=dtype,
+        dialogues=dialogues,
+        policies=policies,
+        most=most,
+        tokens=tokens,
+        max_new_tokens=max_new_tokens,
+        out=out,
+        markdown=markdown,
+        compile_cache=compile_cache,
+    )
+
+
 def picture(
     name: Annotated[str, typer.Argument(help="retained-positions, razor-heads, slimkv-scores or lagkv-variants.")],
     out: Annotated[Path, typer.Option("--out", help="The PNG file; numbers go beside it, and are not measured again.")],

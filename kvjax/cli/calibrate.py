@@ -71,6 +71,56 @@ def alibi_scopes(
         print(f"{out}: {kind} bound: {short} of {len(lengths)} heads see less than the context; least {min(lengths):,}")
 
 
+@app.command()
+def watershed(
+    out: Out,
+    dialogues: Annotated[
+        Path, typer.Option("--dialogues", help="JSON (lines) of your dialogues: messages, ShareGPT, LongChat topics.")
+    ],
+    model: flag.Model = flag.DEFAULT_MODEL,
+    dtype: flag.Dtype = None,
+    most: Annotated[int, typer.Option("--most", help="Dialogues to read, from the file's beginning.")] = 40,
+    least_rounds: Annotated[int, typer.Option("--least-rounds", help="Skip dialogues with fewer rounds.")] = 8,
+    tokens: Annotated[
+        int | None, typer.Option("--tokens", help="Cut dialogues to their last tokens; what fits the context else.")
+    ] = None,
+    prominence: Annotated[
+        float, typer.Option("--prominence", help="Of the minimum, as a share of the curve's range.")
+    ] = 0.1,
+    picture: Annotated[Path | None, typer.Option("--picture", help="Also draw the KL curve, as a PNG.")] = None,
+) -> None:
+    """Find the layer from which on layers agree about which rounds matter (for round).
+
+    Reads real dialogues, one layer at a time: the memory is that of the weights and one layer.
+    """
+    from kvjax.calibrate.curve import kl_curve
+    from kvjax.calibrate.heatmap import require_matplotlib
+    from kvjax.calibrate.profile import save_profile, write_whole
+    from kvjax.calibrate.watershed import watershed as find
+    from kvjax.cli import session
+    from kvjax.eval.dialogues import read_dialogues
+
+    _check(out)
+    if picture is not None:
+        require_matplotlib()
+        if not picture.resolve().parent.is_dir():
+            raise UsageError(f"--picture names a folder that does not exist: {picture.resolve().parent}.")
+    if not dialogues.is_file():
+        raise UsageError(f"--dialogues names a file that does not exist: {dialogues}.")
+    lm = session.load(model, dtype)
+    room = lm.config.max_position * 3 // 4 if tokens is None else tokens
+    read = read_dialogues(dialogues, lambda text: len(lm.tokenizer.encode(text)), room)
+    long = [dialogue for dialogue in read if len(dialogue.rounds) >= max(least_rounds, 2)][:most]
+    if not long:
+        raise UsageError(f"No dialogue of {dialogues} has {least_rounds} rounds that fit {room} tokens.")
+    pairs = [(dialogue.messages(), dialogue.questions[0].text) for dialogue in long]
+    profile = find(lm, pairs, prominence=prominence, progress=lambda done, all_: _say(done, all_, "dialogue"))
+    save_profile(profile, out)
+    if picture is not None:
+        write_whole(picture, kl_curve(profile))
+    print(f"{out}: the watershed is layer {profile.watershed} of {lm.config.num_layers}")
+
+
 def _check(out: Path) -> None:
     """Refuse a place that cannot be written before minutes are spent."""
     if not out.resolve().parent.is_dir():
@@ -79,7 +129,7 @@ def _check(out: Path) -> None:
         raise UsageError(f"--out is {out}; a profile is a .yaml file.")
 
 
-def _say(done: int, layers: int) -> None:
-    """One line that counts at a terminal, a line a layer elsewhere."""
-    start, end = ("\r", "\n" if done == layers else "") if sys.stderr.isatty() else ("", "\n")
-    print(f"{start}kvjax calibrate: layer {done} of {layers}", end=end, file=sys.stderr, flush=True)
+def _say(done: int, whole: int, what: str = "layer") -> None:
+    """One line that counts at a terminal, a line a layer (or dialogue) elsewhere."""
+    start, end = ("\r", "\n" if done == whole else "") if sys.stderr.isatty() else ("", "\n")
+    print(f"{start}kvjax calibrate: {what} {done} of {whole}", end=end, file=sys.stderr, flush=True)

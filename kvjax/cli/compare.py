@@ -46,7 +46,7 @@ def run(
         raise UsageError("--lengths is empty; give numbers of tokens such as 700.")
     settings = Settings(model, "", tuple(tasks), samples, turns, storage, seed)  # refuses what makes no sense
     new_figure(1, 1)  # refuses without matplotlib now, and not when all is measured
-    _make_folder(out)
+    make_folder(out)
     if compile_cache:
         session.enable_compile_cache()
     lm = session.load(model, dtype)
@@ -105,7 +105,8 @@ class _Files:
         print(f"Saved: {', '.join(str(self._out / name) for name in (RESULTS, TABLE, PICTURE))}.")
 
 
-def _make_folder(out: Path) -> None:
+def make_folder(out: Path) -> None:
+    """The folder for results, or one sentence why it cannot be."""
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -53,6 +53,13 @@ def stats_rows(output: Output) -> list[tuple[str, str]]:
         ("retained", _retained(stats)),
         ("ended by", output.finish_reason),
     ]
+    if stats.rounds is not None:
+        found = stats.rounds
+        rows += [
+            ("rounds seen", f"{len(found.selected)} of {found.rounds}; {found.tokens_used} tokens in upper layers"),
+            ("from the host", f"{human_bytes(found.moved_bytes)} for this question"),
+            ("on the host", human_bytes(found.host_bytes)),
+        ]
     if output.logprobs:
         rows.append(("mean logprob", f"{math.fsum(output.logprobs) / len(output.logprobs):.4f}"))
     return rows

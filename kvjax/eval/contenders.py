@@ -87,12 +87,14 @@ def contenders(policies: str, retained: Sequence[float]) -> list[Contender]:
             raise UsageError(f"--retained holds {share:g}; give shares of tokens above 0 and at most 1.")
     names: list[str] = []
     for name in split_policies(policies):
-        names += registry() if name.lower() == "all" else [name]
+        names += [one for one, cls in registry().items() if not cls.places] if name.lower() == "all" else [name]
     found = [Contender(REFERENCE)]
     for name in names:
         policy = parse(name)
         if isinstance(policy, Full):
             continue
+        if policy.places:
+            raise UsageError(f"{name} places whole rounds of conversations; `kvjax compare-rounds` compares it.")
         options = name.partition(":")[2]
         sized = any(re.search(rf"(^|,)\s*{size}\s*=", options) for size in _SIZES)
         if sized or not any(field.name == "ratio" for field in dataclasses.fields(policy)):

@@ -134,14 +134,15 @@ def footnote(settings: Settings, machine: dict[str, Any]) -> str:
 
 def markdown(settings: Settings, rows: Sequence[Row], machine: dict[str, Any], picture: str | None = None) -> str:
     """The whole result as Markdown."""
-    parts = [_table(COLUMNS, table(rows)), footnote(settings, machine)]
+    parts = [markdown_table(COLUMNS, table(rows)), footnote(settings, machine)]
     if picture is not None:
         parts.append(f"![Accuracy against bytes]({picture})")
     if any(row.refused is None for row in rows):
-        parts += ["By task:", _table(*by_task(rows))]
+        parts += ["By task:", markdown_table(*by_task(rows))]
     return "\n\n".join(parts) + "\n"
 
 
-def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table as Markdown."""
     lines = [columns, ["---"] * len(columns), *rows]
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)

@@ -12,6 +12,7 @@ from kvjax.policies.nacl import NACL
 from kvjax.policies.pyramidkv import PyramidKV
 from kvjax.policies.razor import Razor, RazorAttention
 from kvjax.policies.registry import format_policy, parse, register, registry
+from kvjax.policies.rounds import RoundAttention
 from kvjax.policies.slimkv import SlimKV
 from kvjax.policies.snapkv import SnapKV
 from kvjax.policies.streaming import StreamingLLM
@@ -31,6 +32,7 @@ __all__ = [
     "PyramidKV",
     "Razor",
     "RazorAttention",
+    "RoundAttention",
     "Signals",
     "SlimKV",
     "SnapKV",

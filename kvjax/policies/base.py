@@ -101,6 +101,8 @@ class Policy:
     maintains: ClassVar[bool] = False
     #: Whether slot 0 may stand for many tokens (``LayerCache.log_mass`` is allocated).
     merges: ClassVar[bool] = False
+    #: Whether it says where the rounds of a conversation are instead of choosing tokens (``kvjax/rounds`` runs it).
+    places: ClassVar[bool] = False
 
     @property
     def signals(self) -> Signals:
@@ -126,6 +128,10 @@ class Policy:
     def capacities(self, config: ModelConfig, prompt: int, new: int) -> tuple[tuple[int, ...], ...]:
         """Slots [layer][KV head] that suffice for any row of at most ``prompt`` tokens and ``new`` decoded after it."""
         return ((prompt + new,) * config.num_kv_heads,) * config.num_layers
+
+    def planned(self, config: ModelConfig, prompt: int) -> Policy:
+        """What holds the cache of a row of ``prompt`` tokens, for plans: itself, unless it places rounds."""
+        return self
 
     def budgets(self, config: ModelConfig, layer: int, total: HostOrTraced) -> HostOrTraced:
         """Slots each head of a row holds right after a prompt of ``total`` tokens was compressed."""

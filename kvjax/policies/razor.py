@@ -89,7 +89,7 @@ class RazorAttention(HeadWise):
         if inner is None:
             CompensatedRing(*shape, budget=self.budget, compensation=self.compensation)  # refuses what it cannot be
             return
-        if not isinstance(inner, Policy) or isinstance(inner, RazorAttention):
+        if not isinstance(inner, Policy) or isinstance(inner, RazorAttention) or inner.places:
             raise UsageError(f"inner is {inner!r}; give a policy of tokens, such as kvjax.StreamingLLM().")
         default = CompensatedRing()
         if (*shape, self.compensation) != (default.sink, default.threshold, default.compression, default.compensation):

@@ -25,6 +25,7 @@ from kvjax.policies.lagkv import LagKV
 from kvjax.policies.nacl import NACL
 from kvjax.policies.pyramidkv import PyramidKV
 from kvjax.policies.razor import RazorAttention
+from kvjax.policies.rounds import RoundAttention
 from kvjax.policies.slimkv import SlimKV
 from kvjax.policies.snapkv import SnapKV
 from kvjax.policies.streaming import StreamingLLM
@@ -38,6 +39,7 @@ _POLICIES: dict[str, type[Policy]] = {
     "tova": TOVA,
     "ahakv": AhaKV,
     "razor": RazorAttention,
+    "round": RoundAttention,
     "compensated": CompensatedRing,
     "snapkv": SnapKV,
     "pyramidkv": PyramidKV,
@@ -53,6 +55,9 @@ _ALIASES = {
     "none": "full",
     "razorattention": "razor",
     "razor_attention": "razor",
+    "rounds": "round",
+    "roundattention": "round",
+    "round_attention": "round",
     "compensated_ring": "compensated",
     "snap": "snapkv",
     "pyramid": "pyramidkv",

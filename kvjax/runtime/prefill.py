@@ -21,6 +21,7 @@ from kvjax.cache.pool import layout_for
 from kvjax.cache.storage import MODEL, Storage
 from kvjax.cache.value import Cache, Pools, attach, detach
 from kvjax.config import ModelConfig
+from kvjax.errors import UsageError
 from kvjax.model.alibi import query_bias
 from kvjax.model.decoder import Decoder, DecoderLayer
 from kvjax.model.rope import Angles, rotated, token_angles
@@ -45,6 +46,11 @@ def empty_cache(
     storage: Storage = MODEL,
 ) -> Cache:
     """A cache that has seen nothing, allocated for prompts of ``prompt_room`` tokens and ``new_room`` decoded ones."""
+    if policy.places:
+        raise UsageError(
+            f"{type(policy).__name__} says where the rounds of a conversation are, and this takes a policy of tokens; "
+            "use it with kvjax.generate or kvjax.Chat."
+        )
     page_size = layout_for(storage, config.head_dim).page_size
     pages = page_capacities(policy, config, prompt_room, new_room, page_size)
     layers = tuple(
@@ -54,7 +60,7 @@ def empty_cache(
     return Cache(layers, zeros, zeros, zeros - 1, policy, prompt_room, new_room)
 
 
-def _layer(
+def read_layer(
     layer: DecoderLayer,
     x: Float[Array, "B T M"],
     turn: Angles,
@@ -97,6 +103,49 @@ def _layer(
     return x, k, v, None if tap is None else tap.finish(taps, window, k, kept, block)
 
 
+def through_layers(
+    params: Decoder,
+    policy: Policy,
+    first: int,
+    caches: tuple[Any, ...],
+    x: Float[Array, "B T M"],
+    seen: Int[Array, " B"],
+    count: Int[Array, " B"],
+    total: Int[Array, " B"],
+    pages: Pages,
+    *,
+    fresh: bool,
+    tap: LayerTap | None,
+) -> tuple[tuple[Any, ...], Float[Array, "B T M"], PromptSignals | None]:
+    """Read tokens through layers ``first .. first + len(caches) - 1``.
+
+    Args:
+      x: what layer ``first`` reads, of ``count`` tokens a row after ``seen``.
+      caches: of those layers; ``pages`` of each afterwards.
+
+    Returns:
+      Their caches, what the next layer reads, and what ``tap`` asked of the last of them.
+    """
+    config, tokens = params.config, x.shape[1]
+    block = block_of(tokens)
+    blocks = (jnp.max(count) + block - 1) // block
+    angles = token_angles(config, seen[:, None] + jnp.arange(tokens), seen + count)
+    done: list[Any] = []
+    signals = None
+    zero = jnp.int32(0) if first == 0 else zero_after(x)
+    for i, (old, counts) in enumerate(zip(caches, pages, strict=True), first):
+        kept = None
+        if not fresh:
+            old = policy.settle(i, old, config)
+            kept = kept_rows(old, keys_of(block), seen if config.positional == "alibi" else None)
+        x, k, v, signals = read_layer(params.layers[i], x, angles, kept, blocks, zero, tap, count)
+        turn = Turn(seen, count, total, pages=counts, config=config, fresh=fresh, signals=signals)
+        packed = policy.compress(i, old, k, v, turn)
+        zero = zero_after(*jax.tree.leaves([part.kv for part in parts(packed)]))
+        done.append(packed)
+    return tuple(done), x, signals
+
+
 def _forward(
     params: Decoder,
     cache: Cache,
@@ -107,32 +156,22 @@ def _forward(
     fresh: bool,
 ) -> tuple[Cache, Float[Array, "B T M"]]:
     """Hidden states of the last layer and the cache after these tokens; see :func:`prefill`."""
-    config, policy = params.config, cache.policy
-    block = block_of(tokens.shape[1])
-    blocks = (jnp.max(count) + block - 1) // block
-    positions = cache.seen[:, None] + jnp.arange(tokens.shape[1])
-    angles = token_angles(config, positions, cache.seen + count)
-    x = params.embed(tokens)
-    tap = layer_tap(policy, config, cache.seen, count, total, tokens.shape[1], fresh)
-    done: list[Any] = []
-    zero = jnp.int32(0)
-    for i, (layer, old) in enumerate(zip(params.layers, cache.layers, strict=True)):
-        kept = None
-        if not fresh:
-            old = policy.settle(i, old, config)
-            kept = kept_rows(old, keys_of(block), cache.seen if config.positional == "alibi" else None)
-        x, k, v, signals = _layer(layer, x, angles, kept, blocks, zero, tap, count)
-        turn = Turn(cache.seen, count, total, pages=pages[i], config=config, fresh=fresh, signals=signals)
-        packed = policy.compress(i, old, k, v, turn)
-        zero = _zero_after(*jax.tree.leaves([part.kv for part in parts(packed)]))
-        done.append(packed)
+    policy = cache.policy
+    tap = layer_tap(policy, params.config, cache.seen, count, total, tokens.shape[1], fresh)
+    layers, x, _ = through_layers(
+        params, policy, 0, cache.layers, params.embed(tokens), cache.seen, count, total, pages, fresh=fresh, tap=tap
+    )
+    return after_reading(cache.replace(layers=layers), count), x
+
+
+def after_reading(cache: Cache, count: Int[Array, " B"]) -> Cache:
+    """The counters once ``count`` tokens of each row are in."""
     seen = cache.seen + count
     anchor = jnp.where(count > 0, seen, cache.anchor)
-    cleared = jnp.where(count > 0, -1, cache.pending)
-    return cache.replace(layers=tuple(done), seen=seen, anchor=anchor, pending=cleared), x
+    return cache.replace(seen=seen, anchor=anchor, pending=jnp.where(count > 0, -1, cache.pending))
 
 
-def _zero_after(*made: Array) -> Int[Array, ""]:
+def zero_after(*made: Array) -> Int[Array, ""]:
     """A zero that is known only once these arrays are there.
 
     The next layer's dense buffers are filled with it, so no two layers' dense keys and values are alive at once. An
@@ -143,7 +182,7 @@ def _zero_after(*made: Array) -> Int[Array, ""]:
     return jnp.minimum(sum(bits), 0)
 
 
-def _last_logits(params: Decoder, x: Float[Array, "B T M"], count: Int[Array, " B"]) -> Float[Array, "B V"]:
+def last_logits(params: Decoder, x: Float[Array, "B T M"], count: Int[Array, " B"]) -> Float[Array, "B V"]:
     last = jnp.maximum(count - 1, 0)[:, None, None]
     return params.logits(jnp.take_along_axis(x, last, axis=1)[:, 0])
 
@@ -176,7 +215,7 @@ def prefill_fresh(
     config = params.config
     cache = empty_cache(config, policy, tokens.shape[0], prompt_room, new_room, dtype, storage)
     cache, x = _forward(params, cache, tokens, count, total, tuple(c.pages for c in cache.layers), fresh=True)
-    return cache, _last_logits(params, x, count)
+    return cache, last_logits(params, x, count)
 
 
 def prefill_onto(
@@ -231,7 +270,7 @@ def _prefill_onto(
     pages = _pages_onto(params.config, cache, prompt_room, new_room)
     cache, x = _forward(params, cache, tokens, count, total, pages, fresh=False)
     pools, rest = detach(cache.replace(prompt_room=prompt_room, new_room=new_room))
-    return pools, rest, _last_logits(params, x, count)
+    return pools, rest, last_logits(params, x, count)
 
 
 _onto = jax.jit(_prefill_onto, static_argnames=("prompt_room", "new_room"))

@@ -37,7 +37,7 @@ def cli(monkeypatch, capsys, tiny_model):
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin), encoding="utf-8"))
         cached = (
             ()
-            if arguments[0] not in ("generate", "chat", "batch", "bench", "compare", "picture")
+            if arguments[0] not in ("generate", "chat", "batch", "bench", "compare", "compare-rounds", "picture")
             or arguments[1:2] in (("kernels",), ("decode",))
             else ("--no-compile-cache",)
         )

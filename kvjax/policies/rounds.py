@@ -1,0 +1,135 @@
+"""Round Attention: where the rounds of a conversation are, and which of them a question sees (Tang et al., 2025).
+
+This is the policy as a value; ``kvjax/rounds`` runs it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from typing import ClassVar, Literal
+
+import numpy as np
+
+from kvjax.calibrate.profile import Profile, WatershedProfile, load_profile, packaged
+from kvjax.checks import number, whole_number
+from kvjax.config import ModelConfig
+from kvjax.errors import UsageError
+from kvjax.policies.base import HostOrTraced, Policy, numpy_or_jax, share
+from kvjax.policies.checks import one_of, only_one
+
+STRATEGIES = ("topk", "fixed", "adaptive", "above_mean")
+
+
+@dataclasses.dataclass(frozen=True)
+class RoundAttention(Policy):
+    """Keep a conversation's upper layers in host memory, a round an array; each question brings the rounds it needs.
+
+    A round is a question and its answer. Layers ``0 .. watershed - 1`` hold every round on the device. A question runs
+    through them first; its tokens' attention at the last of them, summed over each earlier round [1] and over heads
+    and normalised over rounds (qAtt), selects rounds; their keys and values of the layers above come to the device in
+    one transfer, the question and its answer go on with them, and the new round's go to the host as one array.
+
+    ``strategy`` (3.3): "topk" takes the ``top`` share of rounds, rounded down; "fixed" those with qAtt above
+    ``threshold``; "adaptive" those above the mean and ``std`` standard deviations; "above_mean" those above the mean
+    (4.4). Always at least one; of equal rounds the later; each row of a batch selects for itself.
+    ``granularity="token"`` is the paper's ablation: tokens are selected instead of whole rounds.
+
+    ``watershed`` is L_w; by default that of ``profile`` (``kvjax calibrate watershed``; a file, or the one that comes
+    with kvjax for this model). ``inner``, a policy that chooses the tokens of a prompt (LagKV, SlimKV, SnapKV, ...),
+    compresses every round by itself when it ends, in all layers. ``drop_after``: a round that was not selected by this
+    many questions in a row is deleted (3.4), from all layers.
+
+    The first 4 tokens and the system prompt belong to no round: they are always attended to and take no part in qAtt.
+    A round begins with what the next turn's template writes first, so the token that ended an answer belongs to the
+    round that follows. Keys keep their original positions.
+    """
+
+    places: ClassVar[bool] = True
+
+    strategy: Literal["topk", "fixed", "adaptive", "above_mean"] = "topk"
+    granularity: Literal["round", "token"] = "round"
+    watershed: int | None = None
+    top: float = 0.1
+    threshold: float = 0.1
+    std: float = 3.0
+    inner: Policy | None = None
+    drop_after: int | None = None
+    profile: WatershedProfile | str | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.profile, (str, os.PathLike)):
+            object.__setattr__(self, "profile", load_profile(self.profile))
+        if self.profile is not None and not isinstance(self.profile, Profile):
+            raise UsageError(f"profile is {self.profile!r}; give a file, or what kvjax.calibrate gives.")
+        if self.profile is not None and not isinstance(self.profile, WatershedProfile):
+            raise UsageError(f"The profile {self.profile} is not one of watershed, which RoundAttention needs.")
+        only_one("RoundAttention", watershed=self.watershed, profile=self.profile)
+        one_of("strategy", self.strategy, STRATEGIES)
+        one_of("granularity", self.granularity, ("round", "token"))
+        if self.watershed is not None:
+            whole_number("watershed", self.watershed, 1)
+        number("top", self.top, 0, 1, open_below=True)
+        number("threshold", self.threshold, 0, 1)
+        number("std", self.std, 0)
+        if self.drop_after is not None:
+            whole_number("drop_after", self.drop_after, 1)
+        if self.inner is not None:
+            self._check_inner(self.inner)
+
+    def _check_inner(self, inner: Policy) -> None:
+        if not isinstance(inner, Policy):
+            raise UsageError(f"inner is {inner!r}; give a policy of tokens, such as kvjax.LagKV(ratio=0.5).")
+        asked = inner.signals
+        chooses = not (inner.places or inner.merges or inner.beyond_context)
+        if not chooses or asked.columns or asked.queries or asked.decode_logits or asked.window_share:
+            raise UsageError(
+                f"{type(inner).__name__} cannot compress a finished round; inner takes policies that choose by a "
+                "window of queries or by keys and values: LagKV, SlimKV, SnapKV, PyramidKV, KeyDiff."
+            )
+        if self.granularity == "token":
+            raise UsageError('granularity="token" selects single tokens of whole rounds; leave inner out.')
+
+    # --- what a model makes of it ------------------------------------------------------------------------------
+
+    def check(self, config: ModelConfig) -> None:
+        if config.positional != "rope":
+            raise UsageError("RoundAttention is for models with rotary positions; this one has ALiBi's.")
+        if config.num_layers < 2:
+            raise UsageError("RoundAttention needs a model of at least 2 layers.")
+        layers = self.layers_below(config)
+        if not 1 <= layers < config.num_layers:
+            raise UsageError(f"watershed is {layers}; this model has {config.num_layers} layers, so give 1 to "
+                             f"{config.num_layers - 1}.")  # fmt: skip
+        if self.inner is not None:
+            self.inner.check(config)
+
+    def layers_below(self, config: ModelConfig) -> int:
+        """L_w for this model; one sentence when nothing says it."""
+        if self.watershed is not None:
+            return self.watershed
+        found = self.profile if self.profile is not None else packaged(WatershedProfile, config)
+        if found is None:
+            raise UsageError(
+                "No watershed layer of this model comes with kvjax; find it with `kvjax calibrate watershed` and give "
+                "the file as profile, or give watershed."
+            )
+        assert isinstance(found, WatershedProfile)
+        found.check(config)
+        return found.watershed
+
+    # --- plans: a conversation of so many tokens whose last question brings the top share of them ---------------
+
+    def capacities(self, config: ModelConfig, prompt: int, new: int) -> tuple[tuple[int, ...], ...]:
+        return self.planned(config, prompt).capacities(config, prompt, new)
+
+    def budgets(self, config: ModelConfig, layer: int, total: HostOrTraced) -> HostOrTraced:
+        xp = numpy_or_jax(total)
+        kept = total if layer < self.layers_below(config) else xp.maximum(share(self.top, total), 1)
+        return xp.broadcast_to(kept[:, None], (len(total), config.num_kv_heads)).astype(xp.int32)
+
+    def planned(self, config: ModelConfig, prompt: int) -> Policy:
+        from kvjax.rounds.placed import Placed
+
+        upper = max(int(share(self.top, np.asarray([prompt]))[0]), 1)
+        return Placed(self.layers_below(config), upper)

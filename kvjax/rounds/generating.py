@@ -1,0 +1,83 @@
+"""What a call of ``generate`` does differently under RoundAttention: how it reads, and what it leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from kvjax.cache.value import Cache
+from kvjax.output import RoundStats
+from kvjax.policies.rounds import RoundAttention
+from kvjax.request import Request
+from kvjax.rounds.turn import Asked, close_round, read_question
+from kvjax.rounds.value import Conversation
+from kvjax.runtime.session import Session, spread
+
+
+class RoundTurn:
+    """One turn of every row's conversation: its question is read, and once it was answered its round is closed."""
+
+    def __init__(self, request: Request, session: Session):
+        self._request, self._session = request, session
+        self._asked: Asked | None = None
+        self._after: Conversation | None = None
+        self._used: list[int] = []
+
+    def prefill(self, consume: bool) -> tuple[Cache, jax.Array]:
+        """Read the context as a round of its own, then the questions, then give every sample its row."""
+        request, before = self._request, self._request.cache
+        prompts, context = request.prompts, request.tokens.context
+        if context:
+            cache, _, asked = self._read([context], None, request.opening[:1], consume)
+            before = close_round(request.lm.params, asked, cache, [context]).take([0] * len(prompts))
+            consume = True
+        elif before is not None:
+            before = before.unparked()
+        cache, logits, asked = self._read(prompts, before, request.opening, consume)
+        copies = [i // request.options.n for i in range(request.rows)]
+        cache, logits = spread(cache, logits, copies)
+        self._asked = asked.take(copies)
+        assert logits is not None
+        return cache, logits
+
+    def _read(self, prompts: Sequence[Sequence[int]], before: Any, opening: Sequence[int], consume: bool) -> Any:
+        request, policy = self._request, self._request.policy
+        assert isinstance(policy, RoundAttention)
+        return self._session.prefill(
+            prompts,
+            read=read_question,
+            policy=policy,
+            before=before,
+            opening=opening,
+            consume=consume,
+            dtype=request.dtype,
+            storage=request.storage,
+            memory_limit=request.memory_limit,
+        )
+
+    def finish(self, cache: Cache, tokens: Sequence[Sequence[int]]) -> Conversation:
+        """Close every row's round; ``tokens`` were generated, the last of them perhaps not yet fed."""
+        assert self._asked is not None
+        request, samples = self._request, self._request.options.n
+        self._used = cache.layers[-1].length.max(axis=1).tolist()
+        fed = [[*request.prompts[row // samples], *made] for row, made in enumerate(tokens)]
+        pending = cache.pending.tolist()
+        fed = [ids[:-1] if token >= 0 else ids for ids, token in zip(fed, pending, strict=True)]
+        self._after = close_round(request.lm.params, self._asked, cache, fed)
+        return self._after
+
+    def stats(self, row: int) -> RoundStats:
+        """What the row's turn selected and moved, once it is finished."""
+        asked, after = self._asked, self._after
+        assert asked is not None and after is not None
+        choice = asked.choices[row] if asked.choices else None
+        return RoundStats(
+            rounds=0 if choice is None else len(choice.attention),
+            selected=() if choice is None else choice.selected,
+            attention=() if choice is None else tuple(float(x) for x in choice.attention),
+            tokens_used=self._used[row],
+            moved_bytes=0 if choice is None else sum(upper.nbytes for upper, _ in choice.parts),
+            host_bytes=sum(part.upper.nbytes for part in after.rounds[row]),
+        )

@@ -1,0 +1,80 @@
+"""A conversation that was held elsewhere: its messages read at once, and every round of it put where it belongs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kvjax.cache.storage import Storage
+from kvjax.errors import UsageError
+from kvjax.model.load import LanguageModel
+from kvjax.prompts import opening_tokens, tokenize
+from kvjax.request import Options, Request
+from kvjax.rounds.turn import close_round, read_question
+from kvjax.rounds.value import Conversation
+
+
+def history_ids(lm: LanguageModel, messages: Sequence[Mapping[str, Any]]) -> tuple[list[int], list[int]]:
+    """Ids of a conversation as turns would have fed them, and where each round begins.
+
+    Args:
+      messages: an optional system message, then user and assistant in turns, the assistant's last.
+
+    Raises:
+      UsageError: messages in another order.
+    """
+    system = [dict(message) for message in messages[:1] if message.get("role") == "system"]
+    turns = [dict(message) for message in messages[len(system) :]]
+    roles = [message.get("role") for message in turns]
+    if not turns or roles != ["user", "assistant"] * (len(turns) // 2):
+        raise UsageError("A history is user and assistant messages in turns, ending with the assistant's.")
+    ids: list[int] = []
+    starts: list[int] = []
+    for question, answer in zip(turns[::2], turns[1::2], strict=True):
+        starts.append(len(ids))
+        first = [*system, question] if not ids else [question]
+        ids += tokenize(lm, first, context=None, chat=True, onto=bool(ids)).prompts[0]
+        ids += lm.tokenizer.encode(str(answer["content"]))
+    return ids, starts
+
+
+def read_history(
+    lm: LanguageModel,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    policy: Any,
+    storage: Storage | str | None = None,
+    memory_limit: int | None = None,
+) -> Conversation:
+    """The conversation that these messages make, each question and answer a round; continue it with ``generate``.
+
+    Every token sees all that came before it, as if nothing had been left out yet. The layers of all of it are on the
+    device while it is read.
+
+    Args:
+      messages: as :func:`history_ids`. policy: a :class:`kvjax.RoundAttention` without ``inner``, or its text form.
+
+    Raises:
+      UsageError: messages or a policy of another kind, or longer than the model's context.
+      DoesNotFit: too large for the device.
+    """
+    ids, starts = history_ids(lm, messages)
+    options = Options(1, 0.0, None, 1.0, 0.0, 1.0, 0, 1, (), None, False)
+    request = Request(lm, ids, policy, None, True, None, options, memory_limit, storage)
+    chosen = request.policy
+    if not chosen.places or getattr(chosen, "inner", None) is not None:
+        raise UsageError("A history is read under RoundAttention without inner; a round is compressed when it ends.")
+    opening = max(request.opening[0], opening_tokens(lm, list(messages), ids))
+    opening = min(opening, starts[1] if len(starts) > 1 else len(ids))
+    cache, _, asked = read_question(
+        lm.params,
+        [ids],
+        policy=chosen,  # pyright: ignore[reportArgumentType]
+        before=None,
+        opening=[opening],
+        consume=False,
+        dtype=request.dtype,
+        storage=request.storage,
+        memory_limit=memory_limit,
+    )
+    return close_round(lm.params, asked, cache, [ids], [starts[1:]])

@@ -1,0 +1,47 @@
+"""Between device memory and pinned host memory: whole arrays, each where its own sharding says."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import jax
+
+HOST, DEVICE = "pinned_host", "device"
+
+Tree = TypeVar("Tree")
+
+
+def to_host(tree: Tree) -> Tree:
+    """Every array of a tree in pinned host memory, by one call; what is there stays."""
+    return _move(tree, HOST)
+
+
+def to_device(tree: Tree) -> Tree:
+    """Every array of a tree in its devices' memory, by one call; what is there stays."""
+    return _move(tree, DEVICE)
+
+
+def _move(tree: Any, kind: str) -> Any:
+    leaves, structure = jax.tree.flatten(tree)
+    away = [i for i, leaf in enumerate(leaves) if leaf.sharding.memory_kind != kind]
+    if not away:
+        return tree
+    moved = jax.device_put([leaves[i] for i in away], [leaves[i].sharding.with_memory_kind(kind) for i in away])
+    for i, leaf in zip(away, moved, strict=True):
+        leaves[i] = leaf
+    return jax.tree.unflatten(structure, leaves)
+
+
+def committed(tree: Tree) -> Tree:
+    """The same arrays, bound to where they are.
+
+    What came from the host is bound to a device, and a program is compiled once for bound arguments and once for
+    others; bound from the first turn on, a conversation needs one.
+    """
+    leaves, structure = jax.tree.flatten(tree)
+    return jax.tree.unflatten(structure, jax.device_put(leaves, [leaf.sharding for leaf in leaves]))
+
+
+def nbytes(tree: Any) -> int:
+    """Bytes of all arrays of a tree."""
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))

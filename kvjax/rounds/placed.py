@@ -1,0 +1,26 @@
+"""What a conversation of rounds is inside compiled programs: lower layers of one size, upper layers of another."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from kvjax.config import ModelConfig
+from kvjax.policies.base import Policy
+
+
+@dataclasses.dataclass(frozen=True)
+class Placed(Policy):
+    """Keep every token that was placed: all rounds below the watershed, the selected ones above it.
+
+    Attributes:
+      watershed: layers that hold all rounds.
+      upper_room: slots of each head of the other layers, beside those for decoded tokens.
+    """
+
+    watershed: int
+    upper_room: int = 0
+
+    def capacities(self, config: ModelConfig, prompt: int, new: int) -> tuple[tuple[int, ...], ...]:
+        heads = config.num_kv_heads
+        upper = config.num_layers - self.watershed
+        return ((prompt + new,) * heads,) * self.watershed + ((self.upper_room + new,) * heads,) * upper

@@ -1,0 +1,184 @@
+"""A conversation of rounds as a value: what one turn leaves and the next one starts from."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from kvjax.cache.storage import Storage
+from kvjax.cache.value import Cache, concatenate, take
+from kvjax.errors import UsageError
+from kvjax.policies.rounds import RoundAttention
+from kvjax.rounds.inner import delete_slots
+from kvjax.rounds.memory import nbytes, to_device, to_host
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class UpperRows:
+    """Keys and values of one row's round in the layers above the watershed: one array, padded to a bucket N.
+
+    Attributes:
+      kv: [L - Lw, 2, H, N, D] keys after rotary, then values; int8 when there are scales.
+      k_scale: [L - Lw, H, D] of int8 key channels, or None. v_scale: [L - Lw, H, N] of int8 values, or None.
+    """
+
+    kv: Float[Array, "L 2 H N D"] | Int[Array, "L 2 H N D"]
+    k_scale: Float[Array, "L H D"] | None = None
+    v_scale: Float[Array, "L H N"] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return nbytes(self)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Round:
+    """One row's round.
+
+    Attributes:
+      start: position of its first token. tokens: how many it has.
+      held: [L, H] slots it holds in every layer and KV head; ``tokens``, unless an inner policy chose among them.
+      upper: its rows above the watershed, in host memory.
+      used: the row's question that selected it last, or that it began with.
+    """
+
+    start: int
+    tokens: int
+    held: Int[np.ndarray, "L H"]
+    upper: UpperRows
+    used: int
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Conversation:
+    """What RoundAttention keeps of the rows of a batch between two turns; ``output.cache`` under that policy.
+
+    Attributes:
+      lower: the layers below the watershed with all rounds, and the counters, on the device unless parked.
+      opening: of each row, the sinks and the system prompt, which belong to no round; on the device unless parked.
+      rounds: of each row, its rounds in order. Slots of ``lower`` are the opening's, then those of each round.
+      asked: of each row, questions so far.
+      policy: which rounds a question sees.
+    """
+
+    lower: Cache
+    opening: tuple[Round, ...]
+    rounds: tuple[tuple[Round, ...], ...]
+    asked: tuple[int, ...]
+    policy: RoundAttention
+
+    # --- what it has in common with a Cache -------------------------------------------------------------------
+
+    @property
+    def batch(self) -> int:
+        return self.lower.batch
+
+    @property
+    def seen(self) -> Int[Array, " B"]:
+        return self.lower.seen
+
+    @property
+    def pending(self) -> Int[Array, " B"]:
+        return self.lower.pending
+
+    @property
+    def storage(self) -> Storage:
+        return self.lower.storage
+
+    @property
+    def pools(self) -> tuple[Any, ...]:
+        return self.lower.pools
+
+    @property
+    def model_shape(self) -> tuple[int, int, int]:
+        """Layers, KV heads and channels of the model it belongs to."""
+        below, heads, dim = self.lower.model_shape
+        return below + self.opening[0].upper.kv.shape[0], heads, dim
+
+    @property
+    def nbytes(self) -> int:
+        """Allocated bytes but for the rounds' upper layers: device memory, unless parked."""
+        return self.lower.nbytes + sum(part.upper.nbytes for part in self.opening)
+
+    @property
+    def host_nbytes(self) -> int:
+        """Bytes of the rounds' upper layers, in host memory."""
+        return sum(part.upper.nbytes for row in self.rounds for part in row)
+
+    def replace(self, **changes: Any) -> Conversation:
+        return dataclasses.replace(self, **changes)
+
+    def row(self, index: int) -> Conversation:
+        """One row as a conversation of batch 1."""
+        if not 0 <= index < self.batch:
+            raise UsageError(f"The conversation has no row {index}; its rows are 0 to {self.batch - 1}.")
+        return self.take([index])
+
+    def take(self, indices: Sequence[int]) -> Conversation:
+        """Rows in the given order; a row may be taken several times, and its rounds are then shared."""
+        return self.replace(
+            lower=take(self.lower, indices),
+            opening=tuple(self.opening[i] for i in indices),
+            rounds=tuple(self.rounds[i] for i in indices),
+            asked=tuple(self.asked[i] for i in indices),
+        )
+
+    # --- where it is ------------------------------------------------------------------------------------------
+
+    def parked(self) -> Conversation:
+        """All of it in host memory, for an idle user (section 3.2, step 1); the next turn brings it back."""
+        lower, opening = to_host((self.lower, [part.upper for part in self.opening]))
+        return self.replace(lower=lower, opening=self._with_opening(opening))
+
+    def unparked(self) -> Conversation:
+        """Ready for a turn: the lower layers on the device."""
+        lower, opening = to_device((self.lower, [part.upper for part in self.opening]))
+        return self.replace(lower=lower, opening=self._with_opening(opening))
+
+    def _with_opening(self, upper: Sequence[UpperRows]) -> tuple[Round, ...]:
+        return tuple(dataclasses.replace(part, upper=rows) for part, rows in zip(self.opening, upper, strict=True))
+
+    def without_idle(self, questions: int) -> Conversation:
+        """Without the rounds that none of the last so many questions selected (section 3.4), in any layer."""
+        stays = [[self.asked[row] - part.used < questions for part in parts] for row, parts in enumerate(self.rounds)]
+        if all(map(all, stays)):
+            return self
+        most = max(max(pool.slots) for pool in self.pools)
+        keep = np.zeros((len(self.lower.layers), self.batch, len(self.opening[0].held[0]), most), bool)
+        for row, stay in enumerate(stays):
+            edges = self.slots(row)
+            for first, last, here in zip(edges[:-1], edges[1:], [True, *stay], strict=True):
+                for layer, head in np.ndindex(keep.shape[0], keep.shape[2]):
+                    keep[layer, row, head, first[layer, head] : last[layer, head]] = here
+        rounds = (
+            tuple(part for part, here in zip(parts, stay, strict=True) if here)
+            for parts, stay in zip(self.rounds, stays, strict=True)
+        )
+        return self.replace(lower=delete_slots(self.lower, keep), rounds=tuple(rounds))
+
+    def slots(self, row: int) -> Int[np.ndarray, "R+2 L H"]:
+        """First slot of the row's opening, of each of its rounds, and the end of the last, by layer and head."""
+        held = [self.opening[row].held, *(part.held for part in self.rounds[row])]
+        return np.concatenate([np.zeros_like(held[:1]), np.cumsum(held, axis=0)])
+
+
+def join(conversations: Sequence[Conversation]) -> Conversation:
+    """One batch out of conversations that share policy and model, in order."""
+    if len(conversations) == 1:
+        return conversations[0]
+    if any(one.policy != conversations[0].policy for one in conversations):
+        raise UsageError("Conversations of one batch must share their policy; continue these one by one instead.")
+    ready = [one.unparked() for one in conversations]
+    return Conversation(
+        lower=concatenate([one.lower for one in ready]),
+        opening=sum((one.opening for one in ready), ()),
+        rounds=sum((one.rounds for one in ready), ()),
+        asked=sum((one.asked for one in ready), ()),
+        policy=ready[0].policy,
+    )

@@ -1,0 +1,162 @@
+"""The watershed layer: shares against a dense forward, the curve against the definition, profiles and dialogues."""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+import numpy as np
+import pytest
+import toys
+from rounds.oracle import dense_layers, q_att
+
+import kvjax
+from kvjax.calibrate import WatershedProfile, load_profile, save_profile, watershed
+from kvjax.calibrate.profile import ModelShape
+from kvjax.calibrate.watershed import divergence_to_later, first_minimum, round_shares
+from kvjax.eval.dialogues import read_dialogues
+from kvjax.rounds.history import history_ids
+
+MESSAGES = [
+    {"role": "system", "content": "S."},
+    *(
+        {"role": role, "content": text}
+        for pair in (("One?", "Yes, one."), ("And two?", "Two"), ("?", "Three it is."))
+        for role, text in zip(("user", "assistant"), pair, strict=True)
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def lm():
+    return toys.tiny_model(num_layers=4)
+
+
+def test_shares_are_the_last_question_tokens_attention_over_rounds(lm):
+    ids, starts = history_ids(lm, MESSAGES)
+    asked = lm.tokenizer.encode("<|end|>\n<|start|>user\nWhich?<|end|>\n<|start|>assistant\n")
+    opening = len(lm.tokenizer.encode("<|start|>system\nS.<|end|>\n<|start|>user\n"))
+    edges = [opening, *starts[1:], len(ids)]
+    whole = [*ids, *asked]
+    found = round_shares(lm, MESSAGES, "Which?")
+    assert found.shape == (4, 3)
+    for layer, dense in enumerate(dense_layers(lm, whole, 4)):
+        rounds = list(itertools.pairwise(edges))
+        np.testing.assert_allclose(found[layer], q_att(dense, rounds, (len(whole) - 1, len(whole))), atol=1e-5)
+
+
+def test_the_curve_is_the_mean_divergence_to_all_later_layers():
+    shares = np.random.default_rng(0).dirichlet(np.ones(5), size=6)
+    for i, found in enumerate(divergence_to_later(shares)):
+        each = [sum(p * np.log(p / q) for p, q in zip(shares[i], later, strict=True)) for later in shares[i + 1 :]]
+        assert found == pytest.approx(np.mean(each), rel=1e-4)
+    assert (divergence_to_later(np.eye(4)) < 30).all()  # rounds without any attention are finite
+
+
+@pytest.mark.parametrize(
+    "curve, wanted",
+    [
+        ([9, 5, 1, 3, 0.5, 2], 2),  # the first, though a later one is lower
+        ([9, 5, 4.9, 5.2, 1, 4], 4),  # a dent of 3 % is none
+        ([4, 3, 10, 8, 12, 1.5, 1, 2.5, 1.2], 6),  # a valley between peaks: layers do not agree from there on
+        ([9, 6, 3, 1, 0.5, 0.1], 4),  # only falling: where a tenth of the range is left
+        ([1, 1, 1], 0),
+    ],
+)
+def test_the_first_significant_minimum(curve, wanted):
+    assert first_minimum(np.array(curve, float), 0.1) == wanted
+
+
+def profile(config, **changes) -> WatershedProfile:
+    values = dict(watershed=2, dialogues=3, rounds=20, prominence=0.1, divergence=(3.0, 1.0, 2.0, 0.0))
+    return WatershedProfile("toy", ModelShape.of(config), **(values | changes))
+
+
+def test_a_profile_is_a_small_file_and_a_policy_finds_its_layer_there(lm, tmp_path):
+    path, made = tmp_path / "toy.yaml", profile(lm.config)
+    save_profile(made, path)
+    assert load_profile(path) == made and hash(load_profile(path)) == hash(made)
+    policy = kvjax.RoundAttention(profile=str(path))
+    assert policy.layers_below(lm.config) == 2
+    policy.check(lm.config)
+    with pytest.raises(kvjax.UsageError, match="another model"):
+        policy.check(toys.tiny_config(num_layers=5))
+    with pytest.raises(kvjax.UsageError, match="not one of watershed"):
+        kvjax.RoundAttention(profile=kvjax.calibrate.retrieval_heads(lm, tokens=4))
+    for changes, says in (({"watershed": 4}, "1 to 3"), ({"divergence": (1.0,)}, "4 finite")):
+        with pytest.raises(kvjax.UsageError, match=says):
+            profile(lm.config, **changes)
+    path.write_text(path.read_text().replace("watershed: 2", "watershed: two"))
+    with pytest.raises(kvjax.UsageError, match="as watershed"):
+        load_profile(path)
+
+
+def test_calibration_is_a_command_with_a_picture(cli, tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib", reason="the extra eval has it")
+    told = tmp_path / "told.jsonl"
+    names = {"user": "human", "assistant": "gpt", "system": "system"}
+    sharegpt = [{"from": names[m["role"]], "value": m["content"]} for m in MESSAGES]
+    told.write_text("\n".join(json.dumps(x) for x in (
+        {"messages": [*MESSAGES, {"role": "user", "content": "Well?"}]},
+        {"conversations": [*sharegpt, {"from": "human", "value": "So?"}, {"from": "gpt", "value": "So."}]},
+        {"messages": [{"role": "user", "content": "Too short."}]},
+    )))  # fmt: skip
+    out, drawn = tmp_path / "toy.yaml", tmp_path / "toy.png"
+    options = ("--out", str(out), "--dialogues", str(told), "--least-rounds", "3", "--picture", str(drawn))
+    ran = cli("calibrate", "watershed", *options)
+    assert ran.code == 0 and "the watershed is layer" in ran.out and "dialogue 2 of 2" in ran.err
+    found = load_profile(out)
+    assert isinstance(found, WatershedProfile) and (found.dialogues, found.rounds) == (2, 6)
+    assert drawn.read_bytes().startswith(b"\x89PNG")
+    before = out.read_bytes()
+    assert cli("calibrate", "watershed", *options).code == 0 and out.read_bytes() == before
+    for change, says in (
+        (("--dialogues", str(tmp_path / "none.json")), "does not exist"),
+        (("--least-rounds", "9"), "9 rounds"),
+        (("--picture", str(tmp_path / "no" / "x.png")), "--picture"),
+    ):
+        ran = cli("calibrate", "watershed", *options, *change)
+        assert ran.code == 2 and says in ran.sentence
+
+
+def test_what_cannot_be_calibrated_on_is_one_sentence(lm):
+    for dialogues, says in (
+        ([], "no dialogue"),
+        ([(MESSAGES[1:3], "x")], "fewer than two rounds"),
+        ([(MESSAGES, "x" * 600)], "context is 512"),
+        ([(MESSAGES[:-1], "x")], "in turns"),
+    ):
+        with pytest.raises(kvjax.UsageError, match=says):
+            watershed(lm, dialogues)
+
+
+def test_dialogues_come_in_the_forms_of_the_data_sets(tmp_path):
+    def read(content: str, tokens: int = 10_000):
+        path = tmp_path / "file.json"
+        path.write_text(content)
+        return read_dialogues(path, len, tokens)
+
+    (one,) = read(json.dumps([*MESSAGES, {"role": "user", "content": "Well?"}]))
+    assert one.system == "S." and len(one.rounds) == 3 and one.questions[0].text == "Well?"
+    assert one.messages() == MESSAGES
+    # Longer than allowed: the last rounds stay, since the question follows them.
+    (short,) = read(json.dumps([*MESSAGES, {"role": "user", "content": "Well?"}]), 50)
+    assert short.rounds == one.rounds[1:]
+    topic = "USER: I would like to discuss the topic of {0}. \n ASSISTANT: Sure. \n USER: More? \n ASSISTANT: {0}!\n "
+    record = f"Memorize. Now the record start. {topic.format('Bees')}{topic.format('Tea')}Now the record ends. First?"
+    (chat,) = read(json.dumps({"prompt": record, "topics": ["Bees", "Tea"]}))
+    assert [question.gold for question in chat.questions] == [(0,), (0, 1), (2, 3)]
+    assert chat.rounds[2] == ("I would like to discuss the topic of Tea.", "Sure.")
+    assert chat.questions[0].text == "First?" and "bees" in chat.questions[1].text
+    (cut,) = read(json.dumps({"prompt": record, "topics": ["Bees", "Tea"]}), 110)
+    assert len(cut.rounds) == 2 and [question.gold for question in cut.questions] == [(0,), (0, 1)]
+    turns = [[{"role": "user", "content": f"u{i}"}, {"role": "assistant", "content": f"a{i}"}] * 2 for i in range(3)]
+    turns[1][3] = {"role": "assistant", "content": "the answer", "has_answer": True}
+    item = {"haystack_sessions": turns, "haystack_session_ids": ["x", "y", "z"], "question_type": "t"}
+    (memory,) = read(json.dumps([{**item, "question": "q", "answer": 7, "answer_session_ids": ["y"]}]))
+    assert len(memory.rounds) == 6 and memory.questions[0].gold == (3,) and memory.questions[0].answer == "7"
+    near = read(json.dumps([{**item, "questions": ["q"], "answers": ["a"], "answer_session_ids": [["y"]]}]), 85)
+    assert [len(dialogue.rounds) for dialogue in near] == [4]
+    for content, says in (("{", "neither JSON"), ("[[1]]", "no list"), ("[]", "no dialogue")):
+        with pytest.raises(kvjax.UsageError, match=says):
+            read(content)

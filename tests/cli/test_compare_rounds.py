@@ -1,0 +1,75 @@
+"""``kvjax compare-rounds``: answers of every strategy from the same rounds, saved and gone on with."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import toys
+
+import kvjax
+
+
+@pytest.fixture
+def four_layers(monkeypatch):
+    lm = toys.tiny_model(num_layers=4)
+    monkeypatch.setattr(kvjax, "load", lambda *args, **options: lm)
+    return lm
+
+
+def told(path, topics=("Bees", "Tea", "Rain")):
+    turns = "".join(f"USER: I would like to discuss the topic of {topic}. \n ASSISTANT: Go on. \n " for topic in topics)
+    record = f"Now the record start. {turns}Now the record ends. First?"
+    path.write_text(json.dumps({"prompt": record, "topics": list(topics)}) + "\n")
+    return path
+
+
+def test_every_strategy_answers_from_the_same_rounds_and_a_second_run_goes_on(cli, tmp_path, four_layers):
+    out, data = tmp_path / "out", told(tmp_path / "topics.jsonl")
+    common = ("compare-rounds", "--dialogues", str(data), "--out", str(out), "--max-new-tokens", "3")
+    policies = "round:watershed=2,top=1;round:watershed=2"
+    ran = cli(*common, "--policies", policies, "--markdown")
+    assert ran.code == 0 and "dialogue 1 of 1" in ran.err
+    rows = [line.split(" | ") for line in ran.out.splitlines() if line.startswith("| ")][1:]
+    by_name = {row[0].removeprefix("| "): row[1:] for row in rows}
+    full, every, one = (by_name[name] for name in ("full", *policies.split(";")))
+    assert full[0] == every[0] == "3.0 of 3.0" and one[0] == "1.0 of 3.0"
+    # All rounds selected is the full cache; it finds every gold round.
+    assert every[1:5] == ["1.00"] * 4 and every[5] == full[5] and every[7] == full[7] == "100.0%"
+    assert float(one[7].rstrip("%")) < 100
+    answers = json.loads((out / "answers.json").read_text())["answers"]
+    assert len(answers) == 3 * 4 and (out / "rounds.md").read_text() == ran.out
+    again = cli(*common, "--policies", policies)
+    assert again.code == 0 and json.loads((out / "answers.json").read_text())["answers"] == answers
+    assert cli(*common, "--policies", policies, "--max-new-tokens", "4").sentence.count("another --out") == 1
+
+
+@pytest.mark.parametrize(
+    "options, says",
+    [
+        (("--policies", "lagkv"), "RoundAttention without inner"),
+        (("--policies", "round:inner=lagkv"), "RoundAttention without inner"),
+        (("--dialogues", "none.json"), "does not exist"),
+        (("--most", "0"), "most"),
+        (("--max-new-tokens", "0"), "max_new_tokens"),
+        (("--tokens", "3"), "3 tokens"),
+    ],
+)
+def test_bad_requests_are_one_sentence(cli, tmp_path, four_layers, options, says):
+    data = told(tmp_path / "topics.jsonl")
+    ran = cli("compare-rounds", "--dialogues", str(data), "--out", str(tmp_path / "out"), *options)
+    assert ran.code == 2 and says in ran.sentence
+
+
+def test_compare_of_token_policies_names_the_command_for_rounds(cli, tmp_path):
+    ran = cli("compare", "--policies", "round:watershed=1", "--out", str(tmp_path / "out"))
+    assert ran.code == 2 and "compare-rounds" in ran.sentence
+
+
+def test_chat_of_rounds_shows_what_a_turn_selected(four_layers, capsys):
+    from kvjax.cli.render import stats_rows
+
+    chat = kvjax.Chat(four_layers, policy="round:watershed=2", max_new_tokens=2)
+    chat.send("one")
+    shown = dict(stats_rows(chat.send("two")))
+    assert shown["rounds seen"].startswith("1 of 1;") and "for this question" in shown["from the host"]
