@@ -101,6 +101,23 @@ def test_a_chat_is_saved_and_goes_on(tiny_model, tmp_path):
     assert [item.name for item in (tmp_path / "talk").iterdir()] == ["1"]
 
 
+@pytest.mark.parametrize("storage", ["model", "int8"])
+def test_a_conversation_of_rounds_is_saved_and_goes_on(tiny_model, tmp_path, storage):
+    policy = kvjax.RoundAttention(watershed=1, strategy="topk", top=0.4)
+    chat = kvjax.Chat(tiny_model, policy=policy, storage=storage, system="Be brief.", max_new_tokens=6)
+    for message in ("Of the sea.", "And of ships, which are many, and large.", "Of fish?"):
+        chat.send(message)
+    chat.park()
+    chat.save(tmp_path / "talk")
+    again = kvjax.Chat.load(tmp_path / "talk", tiny_model, max_new_tokens=6)
+    assert again.policy == policy and isinstance(again.cache, kvjax.Conversation)
+    assert again.cache.host_nbytes == chat.cache.host_nbytes and again.cache.asked == (3,)
+    for part in again.cache.rounds[0]:
+        assert {leaf.sharding.memory_kind for leaf in jax.tree.leaves(part.upper)} == {"pinned_host"}
+    goes_on, would = again.send("More?"), chat.send("More?")
+    assert goes_on.tokens == would.tokens and goes_on.stats.rounds == would.stats.rounds
+
+
 def test_every_policy_comes_back_from_json():
     for name, cls in registry().items():
         if not cls.__module__.startswith("kvjax"):

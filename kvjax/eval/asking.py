@@ -79,7 +79,7 @@ class Asker:
         """Answer what is asked after the cache was compressed; the cache is consumed."""
         request = self._request(prompts, None, cache, max_new_tokens)
         session = self._session(request)
-        options = dict(policy=request.policy, dtype=request.dtype)
+        options: dict[str, Any] = dict(policy=request.policy, dtype=request.dtype)
         cache, logits = session.prefill(request.prompts, cache=request.cache, consume=True, **options)
         self.check()
         return self._answer(request, session, cache, logits)

@@ -17,7 +17,7 @@ from typing import Any
 import kvjax
 from kvjax.errors import KvjaxError, UsageError
 from kvjax.eval.dialogues import Dialogue, Question
-from kvjax.eval.results import write_atomically
+from kvjax.files import write_atomically
 from kvjax.model.load import LanguageModel
 from kvjax.output import Output
 from kvjax.policies import RoundAttention, parse

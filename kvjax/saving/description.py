@@ -15,16 +15,17 @@ import jax
 import ml_dtypes
 import numpy as np
 
-from kvjax.calibrate.profile import HeadProfile, ModelShape, ScopeProfile
+from kvjax.calibrate.profile import HeadProfile, ModelShape, ScopeProfile, WatershedProfile
 from kvjax.errors import UsageError
 from kvjax.model.decoder import Decoder
 from kvjax.model.load import LanguageModel
 from kvjax.policies.base import Policy
 from kvjax.policies.registry import registry
+from kvjax.rounds.placed import Placed
 
 #: Of the form that is written. A file of a later version is refused; an earlier one is read as long as this says how.
 VERSION = 1
-_VALUES = {cls.__name__: cls for cls in (HeadProfile, ScopeProfile, ModelShape)}
+_VALUES = {cls.__name__: cls for cls in (HeadProfile, ScopeProfile, WatershedProfile, ModelShape, Placed)}
 
 
 def model_identity(lm: LanguageModel) -> dict[str, str]:

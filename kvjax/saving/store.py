@@ -19,13 +19,23 @@ from kvjax.cache.storage import Storage
 from kvjax.cache.value import Cache
 from kvjax.errors import KvjaxError, UsageError
 from kvjax.model.load import LanguageModel
+from kvjax.rounds.memory import to_device
+from kvjax.rounds.value import Conversation
 from kvjax.saving.canonical import Counts, canonical, counts_of, pages_of, restored
 from kvjax.saving.description import VERSION, model_identity, policy_from_json, policy_to_json, same_model
+from kvjax.saving.rounds import (
+    canonical_rounds,
+    describe_rounds,
+    placed,
+    places_of_rounds,
+    restored_rounds,
+    shapes_of_rounds,
+)
 
 _KIND = "kvjax cache"
 
 
-def save_cache(path: str | os.PathLike[str], cache: Cache, lm: LanguageModel) -> None:
+def save_cache(path: str | os.PathLike[str], cache: Cache | Conversation, lm: LanguageModel) -> None:
     """Write a cache, with the policy it was compressed by, to a folder; an older one there is replaced at the end.
 
     Slots that hold nothing are not written. The form is the same on every platform, and holds what is stored, bit for
@@ -33,25 +43,33 @@ def save_cache(path: str | os.PathLike[str], cache: Cache, lm: LanguageModel) ->
 
     Args:
       path: a folder that does not exist, is empty, or holds an earlier save.
-      cache: of any batch.
+      cache: of any batch; under RoundAttention a conversation, with its rounds.
       lm: the model it is of; only that model may load it.
 
     Raises:
       UsageError: the folder holds something else, or the policy holds what cannot be written.
       KvjaxError: the disk refused; what was there before is still there.
     """
-    if not isinstance(cache, Cache):
+    if not isinstance(cache, (Cache, Conversation)):
         raise UsageError(f"save_cache takes an output's cache; a {type(cache).__name__} was given.")
-    if jax.tree.leaves(cache.layers[0])[0].is_deleted():
+    if any(leaf.is_deleted() for leaf in jax.tree.leaves(cache.pools[0].kv)):
         raise UsageError("This cache was consumed by an earlier call; keep a cache by leaving consume_cache=False.")
-    counts = counts_of(cache)
-    description = _described(cache, lm, counts)
+    # What is parked comes to the device for a moment, where its slots are gathered.
+    here = cache.unparked() if isinstance(cache, Conversation) else to_device(cache)
+    lower = here.lower if isinstance(here, Conversation) else here
+    counts = counts_of(lower)
+    description = _described(lower, lm, counts)
+    if isinstance(here, Conversation):
+        description["rounds"] = describe_rounds(here) | {"policy": policy_to_json(here.policy)}
+        tree = canonical_rounds(here, counts)
+    else:
+        tree = canonical(here, counts)
     with _folder(path, tidy=True) as folder:
         latest = folder.latest
-        folder.save(0 if latest is None else latest.step + 1, canonical(cache, counts), custom_metadata=description)
+        folder.save(0 if latest is None else latest.step + 1, tree, custom_metadata=description)
 
 
-def load_cache(path: str | os.PathLike[str], lm: LanguageModel) -> Cache:
+def load_cache(path: str | os.PathLike[str], lm: LanguageModel) -> Cache | Conversation:
     """The cache that :func:`save_cache` wrote, in the layout and on the device of this machine, in the model's dtype.
 
     Raises:
@@ -66,11 +84,14 @@ def load_cache(path: str | os.PathLike[str], lm: LanguageModel) -> Cache:
             raise UsageError(f"There is no saved conversation at {where}; its folder holds no whole one.")
         description = folder.metadata().custom_metadata
         empty, counts = _empty(where, description, lm)
-        device = jax.sharding.SingleDeviceSharding(next(iter(jax.tree.leaves(lm.params)[0].devices())))
         shapes = jax.eval_shape(lambda cache: canonical(cache, counts), empty)
-        placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device), shapes)
-        tree = folder.load(None, placed)
-    return restored(tree, _zeros(empty), counts)
+        device = jax.sharding.SingleDeviceSharding(next(iter(jax.tree.leaves(lm.params)[0].devices())))
+        rounds = description.get("rounds")
+        if rounds is None:
+            return restored(folder.load(None, placed(shapes, device)), _zeros(empty), counts)
+        whole = shapes_of_rounds(shapes, rounds, lm.config.head_dim, lm.params.dtype, empty.storage.quantised)
+        tree = folder.load(None, places_of_rounds(whole, device))
+        return restored_rounds(tree, _zeros(empty), counts, rounds, policy_from_json(rounds["policy"]))
 
 
 def _described(cache: Cache, lm: LanguageModel, counts: Counts) -> dict[str, Any]:
