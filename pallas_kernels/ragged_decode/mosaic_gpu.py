@@ -37,6 +37,9 @@ except ImportError:  # jaxlib built without GPU support
 
 #: Rows of a WGMMA product, and slots of a page.
 ROWS = 64
+#: The widest rows that this JAX lowers. 0.12 searches for the layout of every array in shared memory, and for a result
+#: of 256 lanes does not find one within minutes; for 128, and in 0.11 for 256 too, it takes milliseconds.
+WIDEST = 256 if jax.__version_info__ < (0, 12) else 128
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,8 +136,10 @@ def _accepted(p: Problem) -> Stacked:
         raise NotImplementedError(f"WGMMA multiplies 16-bit rows, not {p.pages.dtype} by {p.q.dtype}.")
     if p.pages.shape[2] != ROWS:
         raise NotImplementedError(f"the Mosaic GPU kernel reads pages of {ROWS} slots, not {p.pages.shape[2]}.")
-    if p.pages.kv.shape[-1] % 16 or p.pages.kv.shape[-1] > 256:
-        raise NotImplementedError(f"WGMMA takes multiples of 16 up to 256 lanes, not {p.pages.kv.shape[-1]}.")
+    if p.pages.kv.shape[-1] % 16 or p.pages.kv.shape[-1] > WIDEST:
+        raise NotImplementedError(
+            f"WGMMA takes multiples of 16 up to {WIDEST} lanes (JAX {jax.__version__}), not {p.pages.kv.shape[-1]}."
+        )
     if p.q.shape[2] > ROWS:
         raise NotImplementedError(f"{p.q.shape[2]} queries a head do not fit one product of {ROWS} rows.")
     if p.v_scale is not None or p.slopes is not None or (p.window is not None and p.position is not None):
