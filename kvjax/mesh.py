@@ -102,7 +102,8 @@ def parse_mesh(value: Any) -> Mesh | None:
         return value
     if isinstance(value, JaxMesh):
         if not set(value.axis_names) <= {"data", "model"}:
-            raise UsageError(f"The mesh has the axes {', '.join(map(str, value.axis_names))}; name them data and model.")
+            names = ", ".join(map(str, value.axis_names))
+            raise UsageError(f"The mesh has the axes {names}; name them data and model.")
         order = sorted(range(value.devices.ndim), key=lambda i: value.axis_names[i])
         return Mesh(**dict(value.shape), devices=tuple(value.devices.transpose(order).flat))
     if not isinstance(value, str):

@@ -16,25 +16,30 @@ from kvjax.cache.storage import MODEL, Storage, parse_storage
 from kvjax.checks import whole_number
 from kvjax.config import ModelConfig
 from kvjax.errors import DoesNotFit, UsageError
+from kvjax.mesh import Mesh, parse_mesh
 from kvjax.model.decoder import abstract_decoder
-from kvjax.model.load import LanguageModel
 from kvjax.policies import Full, LagKV, Policy, format_policy, parse
 from kvjax.policies.base import page_capacities
 from kvjax.runtime.buckets import NEW_TOKENS, block_of, keys_of, new_bucket, prompt_bucket
 from kvjax.runtime.prefill import empty_cache
+from kvjax.sharding.partition import Partition
+from kvjax.sharding.placement import device_weights_bytes, splits
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Bytes of a request.
+    """Bytes of a request; on a mesh, those on each of its devices, which all hold equally many.
 
     Attributes:
       policy: its text form.
+      mesh: its text form, or None.
       batch, prompt_tokens, max_new_tokens: the request.
       weights_bytes: the model's parameters.
       cache_bytes: the cache as allocated when decoding ends, counters included; exact.
       prefill_peak_bytes: what prefill needs beside weights and cache at its worst moment; an estimate from shapes.
-      full_cache_bytes: keys and values of every token that is fed, unpadded, for comparison.
+      full_cache_bytes: keys and values of every token that is fed, unpadded, for comparison; of a mesh an even share.
+      cache_over_even: ``cache_bytes`` over an even share of the cache that one device alone would hold; what is above 1
+        is rows that pad the batch, pages that do not divide, and counters that several devices hold.
       total_bytes: weights, cache and prefill peak.
       memory_limit: bytes the device has, or None when it does not say.
       capacities: slots allocated [layer][KV head].
@@ -53,6 +58,8 @@ class Plan:
     memory_limit: int | None
     capacities: tuple[tuple[int, ...], ...]
     retained: tuple[tuple[int, ...], ...]
+    mesh: str | None = None
+    cache_over_even: float = 1.0
 
     @property
     def retained_share(self) -> float:
@@ -71,8 +78,12 @@ class Plan:
         ]
         if self.memory_limit is not None:
             rows.append(("device memory", self.memory_limit))
+        if self.mesh is not None:
+            rows = [(f"{name}, each device" if name == "total" else name, size) for name, size in rows]
         lines = [f"{self.policy}: batch {self.batch}, {self.prompt_tokens} prompt + {self.max_new_tokens} new tokens"]
         lines += [f"  {name:<28}{human(size):>12}  {size:>16,} bytes" for name, size in rows]
+        if self.mesh is not None:
+            lines.append(f"  on each device of {self.mesh}; cache over an even share: {self.cache_over_even:.3f}")
         lines.append(f"  retained of the prompt, over all layers and heads: {self.retained_share:.1%}")
         lines.append("  layers      slots by KV head, and tokens retained of the prompt")
         for first, last in _equal_ranges(list(zip(self.capacities, self.retained, strict=True))):
@@ -113,6 +124,7 @@ def plan(
     dtype: Any = None,
     storage: Storage | str | None = None,
     memory_limit: int | None = None,
+    mesh: Mesh | str | None = None,
 ) -> Plan:
     """Every byte a request would take, before any of it is allocated.
 
@@ -125,14 +137,14 @@ def plan(
       dtype: of weights and cache.
       storage: of the cache's rows, as for :func:`kvjax.generate`.
       memory_limit: bytes available; by default the device's.
+      mesh: devices that the request is spread over, which need not be there; by default the model's. Bytes, and the
+        limit, are then of each device.
 
     Raises:
       UsageError: a length or batch that makes no sense, or beyond the model's context.
       DoesNotFit: the total exceeds the limit; the sentence names a request that fits.
     """
-    if not isinstance(model, (ModelConfig, LanguageModel)):
-        raise UsageError(f"The model is a {type(model).__name__}; give one from kvjax.load, or a ModelConfig.")
-    config, params = (model, None) if isinstance(model, ModelConfig) else (model.config, model.params)
+    config, params, over = _model(model)
     chosen: Policy = Full() if policy is None else parse(policy)
     whole_number("prompt_tokens", prompt_tokens, 1)
     whole_number("batch", batch, 1)
@@ -147,9 +159,21 @@ def plan(
     except TypeError as error:
         raise UsageError(f"{dtype!r} is not a dtype; give float32 or bfloat16.") from error
     stored = parse_storage(storage)
-    made = _plan(config, chosen, batch, prompt_tokens, max_new_tokens, dtype, _limit(memory_limit), stored)
-    _refuse_if_too_large(made, config, chosen, dtype, 0, stored)
+    over = over if mesh is None else parse_mesh(mesh)
+    made = _plan(config, chosen, batch, prompt_tokens, max_new_tokens, dtype, _limit(memory_limit), stored, over)
+    _refuse_if_too_large(made, config, chosen, dtype, 0, stored, over)
     return made
+
+
+def _model(model: Any) -> tuple[ModelConfig, Any, Mesh | None]:
+    """Configuration, parameters and mesh of what was given as a model."""
+    if isinstance(model, ModelConfig):
+        return model, None, None
+    from kvjax.model.load import LanguageModel  # and its readers of files, which a plan of a shape does without
+
+    if not isinstance(model, LanguageModel):
+        raise UsageError(f"The model is a {type(model).__name__}; give one from kvjax.load, or a ModelConfig.")
+    return model.config, model.params, model.mesh
 
 
 def _plan(
@@ -161,14 +185,17 @@ def _plan(
     dtype: Any,
     limit: int | None,
     storage: Storage = MODEL,
+    mesh: Mesh | None = None,
 ) -> Plan:
     room = prompt_bucket(prompt)
     # The last token is generated and never fed; the context bounds what is.
     fed = max(new - 1, 0) if policy.beyond_context else min(max(new - 1, 0), config.max_position - prompt)
     new_room = new_bucket(fed - 1) if policy.grows else NEW_TOKENS
-    weights = _weights_bytes(config, dtype)
-    cache = cache_bytes(config, policy, batch, room, new_room, dtype, storage)
-    peak = prefill_peak_bytes(config, policy, batch, prompt, dtype)
+    weights, devices = weights_bytes(config, dtype, mesh), 1 if mesh is None else mesh.size
+    cache = alone = cache_bytes(config, policy, batch, room, new_room, dtype, storage)
+    if mesh is not None:
+        cache = cache_bytes(config, policy, batch, room, new_room, dtype, storage, mesh)
+    peak = prefill_peak_bytes(config, policy, batch, prompt, dtype, mesh)
     total = np.array([prompt])
     page_size = layout_for(storage, config.head_dim).page_size
     pages = page_capacities(policy, config, room, new_room, page_size)
@@ -180,7 +207,7 @@ def _plan(
         weights_bytes=weights,
         cache_bytes=cache,
         prefill_peak_bytes=peak,
-        full_cache_bytes=batch * full_cache_bytes(config, prompt + fed, dtype),
+        full_cache_bytes=batch * full_cache_bytes(config, prompt + fed, dtype) // devices,
         total_bytes=weights + cache + peak,
         memory_limit=limit,
         capacities=tuple(tuple(count * page_size for count in heads) for heads in pages),
@@ -188,6 +215,8 @@ def _plan(
             tuple(int(x) for x in np.asarray(policy.budgets(config, layer, total))[0])
             for layer in range(config.num_layers)
         ),
+        mesh=None if mesh is None else str(mesh),
+        cache_over_even=cache * devices / alone,
     )
 
 
@@ -205,18 +234,30 @@ def cache_bytes(
     new_room: int,
     dtype: Any,
     storage: Storage = MODEL,
+    mesh: Mesh | None = None,
 ) -> int:
-    """Bytes of the buffers that would be allocated, from the same code that allocates them."""
-    shapes = jax.eval_shape(lambda: empty_cache(config, policy, batch, prompt_room, new_room, dtype, storage))
+    """Bytes of the buffers that would be allocated (on each device), from the same code that allocates them."""
+    rooms = prompt_room, new_room, dtype, storage
+    if mesh is None:
+        shapes = jax.eval_shape(lambda: empty_cache(config, policy, batch, *rooms))
+    else:
+        rows = mesh.rows(batch) // mesh.data
+        shapes = jax.eval_shape(lambda: Partition(mesh, config, policy).empty(rows, *rooms))
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
 
 
 @functools.lru_cache(maxsize=32)
-def _weights_bytes(config: ModelConfig, dtype: Any) -> int:
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(abstract_decoder(config, dtype)))
+def weights_bytes(config: ModelConfig, dtype: Any, mesh: Mesh | None = None) -> int:
+    """Bytes of the parameters, on each device."""
+    abstract = abstract_decoder(config, dtype)
+    if mesh is None:
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(abstract))
+    return device_weights_bytes(abstract, mesh)
 
 
-def prefill_peak_bytes(config: ModelConfig, policy: Policy, batch: int, prompt: int, dtype: Any) -> int:
+def prefill_peak_bytes(
+    config: ModelConfig, policy: Policy, batch: int, prompt: int, dtype: Any, mesh: Mesh | None = None
+) -> int:
     """Temporary bytes of prefill, counted from shapes: what is alive while a block is read or a layer is packed.
 
     Hidden states and rotary tables of the whole prompt and one layer's dense keys and values, then the larger of: the
@@ -228,16 +269,21 @@ def prefill_peak_bytes(config: ModelConfig, policy: Policy, batch: int, prompt: 
     chunks = policy.chunks(config)
     tokens = prompt_bucket(min(prompt, max(chunks)) if chunks else prompt)
     block = block_of(tokens)
+    vocabulary, inner = config.vocab_size, config.intermediate_size
+    if mesh is not None:
+        split, batch = splits(mesh, config), mesh.rows(batch) // mesh.data
+        inner = inner // mesh.model if split.mlp else inner
+        config = Partition(mesh, config, policy).widest
     rows = batch * tokens
     hidden = rows * config.hidden_size * item
     rotary = 2 * rows * (config.head_dim // 2) * 4 if config.positional == "rope" else 0
     selects = type(policy).compress is not Policy.compress or type(policy).select is not Policy.select
     dense = 2 * rows * config.num_kv_heads * config.head_dim * item if selects else 0
     attention = config.num_heads * (2 * keys_of(block) + 3 * config.head_dim) * 4
-    mlp = 3 * config.intermediate_size * item
+    mlp = 3 * inner * item
     shared = 2 * config.hidden_size * 4 + (config.num_heads + 2 * config.num_kv_heads) * config.head_dim * 4
     reading = batch * block * (max(attention, mlp) + shared)
-    logits = batch * config.vocab_size * 4
+    logits = batch * vocabulary * 4
     return hidden + rotary + dense + max(reading, 2 * dense) + logits
 
 
@@ -264,24 +310,33 @@ def check_fits(
     memory_limit: int | None,
     already: int,
     storage: Storage = MODEL,
+    mesh: Mesh | None = None,
 ) -> None:
     """Refuse a generation that cannot fit: prompt and first new-token bucket, beside ``already`` bytes of caches."""
-    made = _plan(config, policy, batch, min(prompt, config.max_position), 1, dtype, _limit(memory_limit), storage)
-    _refuse_if_too_large(made, config, policy, dtype, already, storage)
+    limit = _limit(memory_limit)
+    made = _plan(config, policy, batch, min(prompt, config.max_position), 1, dtype, limit, storage, mesh)
+    _refuse_if_too_large(made, config, policy, dtype, already, storage, mesh)
 
 
 def _refuse_if_too_large(
-    made: Plan, config: ModelConfig, policy: Policy, dtype: Any, already: int, storage: Storage
+    made: Plan,
+    config: ModelConfig,
+    policy: Policy,
+    dtype: Any,
+    already: int,
+    storage: Storage,
+    mesh: Mesh | None = None,
 ) -> None:
     limit = made.memory_limit
     if limit is None or made.total_bytes + already <= limit:
         return
-    need = f"This needs {human(made.total_bytes + already)} and the device has {human(limit)}"
+    each = "" if mesh is None else " on each device"
+    need = f"This needs {human(made.total_bytes + already)}{each} and the device has {human(limit)}"
     if made.weights_bytes >= limit:
         raise DoesNotFit(f"{need}: the weights alone are {human(made.weights_bytes)}; use a smaller model or dtype.")
 
     def fits(batch: int, prompt: int, policy: Policy) -> bool:
-        made_of = _plan(config, policy, batch, prompt, made.max_new_tokens, dtype, limit, storage)
+        made_of = _plan(config, policy, batch, prompt, made.max_new_tokens, dtype, limit, storage, mesh)
         return made_of.total_bytes + already <= limit
 
     offers = []

@@ -23,8 +23,10 @@ from kvjax.planning import check_fits
 from kvjax.policies import Full, Policy, parse
 from kvjax.prompts import Tokens, is_unicode, tokenize
 from kvjax.runtime.decode import Controls
+from kvjax.runtime.programs import ONE_DEVICE, Programs, on_host
 from kvjax.runtime.sampling import Sampling
 from kvjax.runtime.stopping import StopTable, check_stop_strings, stop_table
+from kvjax.sharding.run import OnMesh, adopt
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,6 +87,7 @@ class Request:
       cache: what they are read onto, a row per prompt, or None.
       policy: which tokens stay. storage: as what.
       rows: prompts times samples.
+      programs: what they run on.
     """
 
     def __init__(
@@ -112,14 +115,16 @@ class Request:
         for old in caches:
             _same_model(lm.config, old)
         self.rows = count * options.n
+        self.programs: Programs = ONE_DEVICE if lm.mesh is None else OnMesh(lm.mesh, lm.config)
         self.stop_ids = options.stop_ids(lm)
         self.prompts = self._with_pending(_counters([old.pending for old in caches], count, -1))
         if any(not ids for ids in self.prompts):
             raise UsageError("A prompt has no tokens; give at least one character.")
         joined = len(caches) == 1 and caches[0].batch == count  # whether the cache is used as it is
-        already = sum(old.nbytes // old.batch * (old.batch if joined else old.batch + count) for old in caches)
+        sizes = [(old.nbytes if lm.mesh is None else old.nbytes // lm.mesh.size, old.batch) for old in caches]
+        already = sum(size // rows * (rows if joined else rows + count) for size, rows in sizes)
         self._check_size(memory_limit, _counters([old.seen for old in caches], count, 0), already)
-        self.cache = _one_cache(caches, count)
+        self.cache = _one_cache([adopt(old, lm.mesh, lm.config) for old in caches], count)
 
     def _with_pending(self, pending: np.ndarray) -> list[tuple[int, ...]]:
         """Prompts of a continued cache begin with the token that was generated but not yet read."""
@@ -139,7 +144,8 @@ class Request:
             raise UsageError(
                 f"The prompt has {int(added.max())} tokens{before}; this model's context is {limit}, so shorten it."
             )
-        check_fits(config, longest, self.rows, self.policy, self.dtype, memory_limit, already, self.storage)
+        asked = self.policy, self.dtype, memory_limit, already, self.storage
+        check_fits(config, longest, self.rows, *asked, self.lm.mesh)
 
     @property
     def dtype(self) -> Any:
@@ -149,7 +155,7 @@ class Request:
     def controls(self) -> Controls:
         """The options on the device, for the compiled loop."""
         lm, options, vocabulary = self.lm, self.options, self.lm.config.vocab_size
-        index = np.arange(self.rows)
+        index = np.arange(self.programs.rows(self.rows))
         seed = jnp.asarray(options.seed, jnp.uint32)
         sampling = Sampling(
             temperature=_float32(options.temperature),
@@ -213,7 +219,7 @@ def _caches(cache: Any, count: int) -> list[Cache]:
 
 def _counters(parts: Sequence[jax.Array], count: int, missing: int) -> np.ndarray:
     """[count] numbers of the caches' rows; of a single row for all, and ``missing`` without a cache."""
-    rows = np.concatenate([np.asarray(part) for part in parts]) if parts else np.array([missing])
+    rows = np.concatenate([on_host(part) for part in parts]) if parts else np.array([missing])
     return np.broadcast_to(rows, (count,))
 
 

@@ -58,6 +58,7 @@ def generate(
     stop_token_ids: flag.StopTokenIds = None,
     logprobs: Annotated[bool, typer.Option("--logprobs", help="Also the log-probability of every token.")] = False,
     memory_limit: flag.MemoryLimit = None,
+    mesh: flag.Mesh = None,
     json: flag.Json = False,
     compile_cache: flag.CompileCache = True,
 ) -> int:
@@ -87,7 +88,8 @@ def generate(
         memory_limit=inputs.byte_count(memory_limit),
     )
     prompts = inputs.prompts(prompt)
-    return command.run(prompts, model=model, dtype=dtype, keywords=keywords, as_json=json, compile_cache=compile_cache)
+    how = dict(model=model, dtype=dtype, mesh=mesh, as_json=json, compile_cache=compile_cache)
+    return command.run(prompts, keywords=keywords, **how)
 
 
 @app.command()
@@ -106,6 +108,7 @@ def chat(
     seed: flag.Seed = 0,
     stop: flag.Stop = None,
     memory_limit: flag.MemoryLimit = None,
+    mesh: flag.Mesh = None,
     json: flag.Json = False,
     compile_cache: flag.CompileCache = True,
 ) -> int:
@@ -131,7 +134,8 @@ def chat(
         stop=tuple(stop or ()),
         memory_limit=inputs.byte_count(memory_limit),
     )
-    return command.run(model=model, dtype=dtype, keywords=keywords, as_json=json, compile_cache=compile_cache)
+    how = dict(model=model, dtype=dtype, mesh=mesh, as_json=json, compile_cache=compile_cache)
+    return command.run(keywords=keywords, **how)
 
 
 @app.command()
@@ -144,6 +148,7 @@ def plan(
     batch: Annotated[int, typer.Option("--batch", help="Prompts answered together.")] = 1,
     max_new_tokens: flag.MaxNewTokens = 256,
     memory_limit: flag.MemoryLimit = None,
+    mesh: flag.Mesh = None,
     json: flag.Json = False,
 ) -> None:
     """Say every byte a request would allocate."""
@@ -157,6 +162,7 @@ def plan(
         batch=batch,
         max_new_tokens=max_new_tokens,
         dtype=dtype,
+        mesh=mesh,
         memory_limit=inputs.byte_count(memory_limit),
     )
     command.run(model=model, keywords=keywords, as_json=json)

@@ -28,8 +28,9 @@ def enable_compile_cache() -> None:
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
 
 
-def load(model: str, dtype: str | None) -> LanguageModel:
+def load(model: str, dtype: str | None, mesh: str | None = None) -> LanguageModel:
     """The model by name, path or hub id; progress goes to standard error."""
     import kvjax
 
-    return kvjax.load(model) if dtype is None else kvjax.load(model, dtype=dtype)
+    given = {name: value for name, value in (("dtype", dtype), ("mesh", mesh)) if value is not None}
+    return kvjax.load(model, **given)

@@ -1,9 +1,9 @@
-"""The decoder as one device of a mesh has it: its share of every weight, and the collectives that bring results together.
+"""The decoder as one device of a mesh has it: its share of every weight, and the collectives between the devices.
 
-In a layer: after the output projection and after the MLP a sum over the model axis (``psum``). Where heads do not divide
-by the devices, or are in groups, each device also needs other devices' columns of queries, keys and values: one
-``all_gather`` of the new tokens' projections before attention and one of its results after, B x H x G x D numbers each.
-Embedding a token is a sum over the model axis, logits are gathered before they are sampled from.
+In a layer: after the output projection and after the MLP a sum over the model axis (``psum``). Where heads do not
+divide by the devices, or are in groups, each device also needs other devices' columns of queries, keys and values: an
+``all_gather`` of the new tokens' projections before attention and one of its results after it, of B x H x G x D numbers
+each. Embedding a token is a sum over the model axis, logits are gathered before they are sampled from.
 """
 
 from __future__ import annotations

@@ -49,7 +49,8 @@ class LocalHeads(HeadWise):
     """What a device runs for a policy of head groups: its groups are known by their place among its own heads.
 
     Attributes:
-      protected_first: [layer] how many of the device's heads, the first, keep everything. heads: [layer] how many it has.
+      protected_first: [layer] how many of the device's heads, the first, keep everything.
+      heads: [layer] how many it has.
       inner: the policy of the others.
     """
 
@@ -104,11 +105,14 @@ class Partition:
         heads = sum(group.count for group in self.groups(layer))
         return self.config if heads == self.config.num_kv_heads else with_heads(self.config, heads)
 
+    @property
+    def widest(self) -> ModelConfig:
+        """The model as a device sees it in the layer in which it has most heads."""
+        return max((self.config_of(i) for i in range(self.config.num_layers)), key=lambda c: c.num_kv_heads)
+
     # --- caches -----------------------------------------------------------------------------------------------
 
-    def empty(
-        self, batch: int, prompt_room: int, new_room: int, dtype: Any, storage: Storage
-    ) -> Cache:
+    def empty(self, batch: int, prompt_room: int, new_room: int, dtype: Any, storage: Storage) -> Cache:
         """What one device holds of an empty cache, for ``batch`` rows of its own; see ``prefill.empty_cache``."""
         policy, page_size = self.local_policy, layout_for(storage, self.config.head_dim).page_size
         pages = page_capacities(policy, self.config_of(0), prompt_room, new_room, page_size)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -50,8 +51,8 @@ class Splits:
 def splits(mesh: Mesh, config: ModelConfig) -> Splits:
     """What a mesh does to a model's weights.
 
-    Projections of attention divide by channels, not by heads, so that they do for nearly every model; a share of the MLP
-    must hold as many gates as what they gate.
+    Projections of attention divide by channels, not by heads, so that they do for nearly every model; a share of the
+    MLP must hold as many gates as what they gate.
     """
     heads, parts = head_share(mesh, config), mesh.model
     group, inner = config.group_size, config.intermediate_size
@@ -78,6 +79,17 @@ def weight_specs(params: Decoder, mesh: Mesh) -> list[PartitionSpec]:
     """Of every weight, in the order of the tree's leaves."""
     split = splits(mesh, params.config)
     return [weight_spec(param, split) for param in _variables(params)]
+
+
+def device_weights_bytes(params: Decoder, mesh: Mesh) -> int:
+    """Bytes of the weights on each device; the mesh's devices need not be there."""
+    sizes = dict(mesh.factors)
+
+    def share(leaf: Any, spec: PartitionSpec) -> int:
+        axes = [name for part in spec for name in (part or ())]
+        return leaf.size * leaf.dtype.itemsize // math.prod(sizes[name] for name in axes)
+
+    return sum(map(share, jax.tree.leaves(params), weight_specs(params, mesh)))
 
 
 def _variables(params: Decoder) -> list[Any]:
@@ -125,3 +137,19 @@ def _pool_specs(pool: LayerCache) -> LayerCache:
 def leaves_of(specs: Any) -> list[PartitionSpec]:
     """Specs of a tree, in the order of its leaves."""
     return jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
+
+
+def of_all(tree: Any, specs: Any, mesh: Mesh) -> Any:
+    """Shapes of the arrays of all devices, with their shardings, from the shapes that one device has."""
+    leaves, structure = jax.tree.flatten(tree)
+    sizes = dict(mesh.jax.shape)
+
+    def whole(leaf: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
+        parts = [part if isinstance(part, tuple) else (part,) if part else () for part in spec]
+        parts += [()] * (len(leaf.shape) - len(parts))
+        shape = (
+            n * math.prod(sizes[name] for name in names) for n, names in zip(leaf.shape, parts, strict=True)
+        )
+        return jax.ShapeDtypeStruct(tuple(shape), leaf.dtype, sharding=NamedSharding(mesh.jax, spec))
+
+    return jax.tree.unflatten(structure, list(map(whole, leaves, leaves_of(specs))))

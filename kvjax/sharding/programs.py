@@ -63,7 +63,8 @@ def _specs(spec: Any, count: int) -> list[PartitionSpec]:
     return spec if isinstance(spec, list) else leaves_of(spec)
 
 
-def _controls_specs(controls: Controls) -> Controls:
+def controls_specs(controls: Controls) -> Controls:
+    """Of a request's controls: only the random keys are of rows."""
     everywhere = jax.tree.map(lambda _: _EVERYWHERE, dataclasses.replace(controls.sampling, keys=None))
     sampling = dataclasses.replace(everywhere, keys=ROWS)
     return Controls(sampling, StopTable(_EVERYWHERE, _EVERYWHERE), _EVERYWHERE, _EVERYWHERE)  # type: ignore[arg-type]
@@ -162,7 +163,7 @@ def sharded_begin(
         (part.local(rest), specs),
         (logits, ROWS),
         (present, ROWS),
-        (controls, _controls_specs(controls)),
+        (controls, controls_specs(controls)),
         (live, ROWS),
     ]
     (state,) = on_devices(part.mesh, run, arguments, [_state_specs(like)])
@@ -187,7 +188,7 @@ def sharded_chunk(
         (params, weight_specs(params, part.mesh)),
         (pools, pool_specs),
         (dataclasses.replace(state, cache=part.local(state.cache)), state_specs),
-        (controls, _controls_specs(controls)),
+        (controls, controls_specs(controls)),
         (steps, _EVERYWHERE),
     ]
     results = [pool_specs, state_specs, _EVERYWHERE]
