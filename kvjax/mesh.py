@@ -10,10 +10,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, PartitionSpec
 from jax.sharding import Mesh as JaxMesh
 
@@ -32,7 +34,7 @@ class Mesh:
       data: how many ways the rows of a batch are divided.
       model: how many ways the weights, and each row's cache, are divided.
       devices: these devices, data-major; by default the first ``data * model`` that JAX has, in the order in which
-        neighbours of the model axis are close (``jax.make_mesh``).
+        neighbours along the model axis are close.
     """
 
     data: int = 1
@@ -136,5 +138,10 @@ def _jax_mesh(mesh: Mesh) -> JaxMesh:
     there = jax.devices()
     if len(there) < mesh.size:
         raise UsageError(f"The mesh {mesh} needs {mesh.size} devices and this machine has {len(there)}.")
-    flat = jax.make_mesh((mesh.data, mesh.model), ("data", "model"), devices=there[: mesh.size])
-    return JaxMesh(flat.devices.reshape(shape), names, axis_types=(AxisType.Auto,) * len(names))
+    grid = near_grid(mesh.data, mesh.model, there[: mesh.size])
+    return JaxMesh(grid.reshape(shape), names, axis_types=(AxisType.Auto,) * len(names))
+
+
+def near_grid(data: int, model: int, devices: Sequence[Any]) -> np.ndarray:
+    """[data, model] devices such that neighbours along the model axis are close in the machine."""
+    return mesh_utils.create_device_mesh((data, model), devices, allow_split_physical_axes=True)

@@ -44,7 +44,7 @@ def compile_case(topology: str, data: int, model: int, policy: str, layers: int)
     from kvjax.cache.layout import layout_on
     from kvjax.cache.storage import Storage
     from kvjax.cache.value import detach
-    from kvjax.mesh import Mesh
+    from kvjax.mesh import Mesh, near_grid
     from kvjax.model.decoder import abstract_decoder
     from kvjax.planning import plan
     from kvjax.policies import parse
@@ -57,8 +57,7 @@ def compile_case(topology: str, data: int, model: int, policy: str, layers: int)
 
     config = dataclasses.replace(shapes()["llama-3.1-8b"], num_layers=layers)
     devices = topologies.get_topology_desc(platform="tpu", topology_name=topology)
-    grid = topologies.make_mesh(devices, (data, model), ("data", "model")).devices
-    mesh = Mesh(data, model, tuple(grid.flat))
+    mesh = Mesh(data, model, tuple(near_grid(data, model, devices.devices).flat))
     part, storage = Partition(mesh, config, parse(policy)), Storage(layout=layout_on("tpu", config.head_dim))
     dtype, everywhere = jnp.dtype("bfloat16"), jax.sharding.NamedSharding(mesh.jax, jax.sharding.PartitionSpec())
     rows = jax.sharding.NamedSharding(mesh.jax, ROWS)
@@ -122,12 +121,11 @@ def compile_host(topology: str, data: int, model: int) -> dict[str, Any]:
     from jax.experimental import topologies
     from jax.sharding import NamedSharding, PartitionSpec
 
-    from kvjax.mesh import Mesh
+    from kvjax.mesh import Mesh, near_grid
     from kvjax.sharding.report import collectives
 
     devices = topologies.get_topology_desc(platform="tpu", topology_name=topology)
-    grid = topologies.make_mesh(devices, (data, model), ("data", "model")).devices
-    mesh = Mesh(data, model, tuple(grid.flat))
+    mesh = Mesh(data, model, tuple(near_grid(data, model, devices.devices).flat))
     # Rounds, upper layers, rows, KV heads, keys and values, tokens, channels.
     shape, spec = (8, 16, BATCH, 8, 2, 512, 128), PartitionSpec(None, None, "data", mesh.model_axes)
     host = NamedSharding(mesh.jax, spec, memory_kind="pinned_host")
@@ -179,10 +177,10 @@ def render(results: list[dict[str, Any]], host: list[dict[str, Any]], layers: in
         "# A model on many devices, as XLA's TPU compiler sees it",
         "",
         f"Llama 3.1 8B's shape, {layers} layers, bfloat16, batch {BATCH}, prompts of {PROMPT:,} tokens and {NEW} new",
-        "ones, compiled ahead of time for real topologies; nothing here was run. GiB on each device. Steady: what a decode",
-        "program holds, its arguments and results with what is donated counted once, beside the plan's weights and cache.",
-        "Peak: arguments, results and temporary memory of prefill, beside the plan's total. Even: the cache over an even",
-        "share of what one device alone would hold.",
+        "ones, compiled ahead of time for real topologies; nothing here was run. GiB on each device. Steady: what a",
+        "decode program holds, its arguments and results with what is donated counted once, beside the plan's weights",
+        "and cache. Peak: arguments, results and temporary memory of prefill, beside the plan's total. Even: the cache",
+        "over an even share of what one device alone would hold.",
         "",
         "| topology | data x model | policy | weights | cache | even | steady, XLA | off | peak, XLA | off |"
         " temporary, decode |",
@@ -191,8 +189,8 @@ def render(results: list[dict[str, Any]], host: list[dict[str, Any]], layers: in
     for case in results:
         plan, found = case["plan"], judged(case)
         lines.append(
-            f"| {case['topology']} | {case['data']} x {case['model']} | {case['policy']} | {_gib(plan['weights_bytes'])} "
-            f"| {_gib(plan['cache_bytes'])} | {plan['cache_over_even']:.3f} | {_gib(found['steady'])} "
+            f"| {case['topology']} | {case['data']} x {case['model']} | {case['policy']} "
+            f"| {_gib(plan['weights_bytes'])} | {_gib(plan['cache_bytes'])} | {plan['cache_over_even']:.3f} | {_gib(found['steady'])} "
             f"| {found['off']['decode']:+.2%} | {_gib(found['peak'])} | {found['off']['prefill']:+.2%} "
             f"| {_gib(case['decode']['temporary'])} |"
         )
@@ -211,8 +209,9 @@ def render(results: list[dict[str, Any]], host: list[dict[str, Any]], layers: in
     lines += [
         "## Host memory",
         "",
-        "An argument of the shape of a conversation's rounds, [round, upper layer, row, KV head, 2, token, channel], in",
-        "`pinned_host` memory and sharded over both axes, of which one round is fetched: each device moves its own share.",
+        "An argument of the shape of a conversation's rounds, [round, upper layer, row, KV head, 2, token, channel],",
+        "in `pinned_host` memory and sharded over both axes, of which one round is fetched: each device moves its own",
+        "share.",
         "",
         "| topology | data x model | its share, bytes | in host memory | in device memory | result | collectives |",
         "| --- | --- | --- | --- | --- | --- | --- |",

@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.config import ModelConfig
 from kvjax.model.decoder import Decoder, DecoderLayer, product
+from kvjax.runtime.buckets import block_of
 from kvjax.sharding.partition import Group, Partition
 from kvjax.sharding.placement import Splits, splits
 
@@ -93,14 +94,31 @@ class LocalDecoder:
         params, order = self._params, self._split.order
         if not (self._split.vocab and order):
             return params.embed(tokens)
-        tied = self.config.tie_embeddings
-        table = params.head[...] if tied else params.embedding[...]
+        x = self._summed(tokens) if tokens.ndim == 1 else self._in_blocks(tokens)
+        return params.embedding_norm(x) if self.config.embedding_norm else x
+
+    def _summed(self, tokens: Int[Array, "*S"]) -> Float[Array, "*S M"]:
+        order, tied = self._split.order, self.config.tie_embeddings
+        table = self._params.head[...] if tied else self._params.embedding[...]
         count = table.shape[1 if tied else 0]
         own = tokens - jax.lax.axis_index(order) * count
         index = jnp.clip(own, 0, count - 1)
         x = jnp.moveaxis(table[:, index], 0, -1) if tied else table[index]
-        x = jax.lax.psum(jnp.where(((own >= 0) & (own < count))[..., None], x, jnp.zeros((), x.dtype)), order)
-        return params.embedding_norm(x) if self.config.embedding_norm else x
+        return jax.lax.psum(jnp.where(((own >= 0) & (own < count))[..., None], x, jnp.zeros((), x.dtype)), order)
+
+    def _in_blocks(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T M"]:
+        """A prompt block by block: a sum over devices has another buffer as its result, as large as all hidden states.
+
+        Compiled for a v5e, 8 rows of 32,768 tokens, 4,096 channels: 2 GiB less at the peak.
+        """
+        size = block_of(tokens.shape[1])
+
+        def body(i: Int[Array, ""], x: Array) -> Array:
+            block = jax.lax.dynamic_slice_in_dim(tokens, i * size, size, axis=1)
+            return jax.lax.dynamic_update_slice_in_dim(x, self._summed(block), i * size, axis=1)
+
+        empty = jnp.zeros((*tokens.shape, self.config.hidden_size), self.dtype)
+        return jax.lax.fori_loop(0, tokens.shape[1] // size, body, empty)
 
     def logits(self, x: Float[Array, "*S M"]) -> Float[Array, "*S V"]:
         """As :meth:`Decoder.logits`, of the whole vocabulary on every device."""

@@ -147,9 +147,7 @@ def of_all(tree: Any, specs: Any, mesh: Mesh) -> Any:
     def whole(leaf: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
         parts = [part if isinstance(part, tuple) else (part,) if part else () for part in spec]
         parts += [()] * (len(leaf.shape) - len(parts))
-        shape = (
-            n * math.prod(sizes[name] for name in names) for n, names in zip(leaf.shape, parts, strict=True)
-        )
+        shape = (n * math.prod(sizes[name] for name in names) for n, names in zip(leaf.shape, parts, strict=True))
         return jax.ShapeDtypeStruct(tuple(shape), leaf.dtype, sharding=NamedSharding(mesh.jax, spec))
 
     return jax.tree.unflatten(structure, list(map(whole, leaves, leaves_of(specs))))

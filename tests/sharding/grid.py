@@ -14,14 +14,14 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import jax  # noqa: E402
-import numpy as np  # noqa: E402
-import toys  # noqa: E402
+import jax
+import numpy as np
+import toys
 
-import kvjax  # noqa: E402
-from kvjax.policies import parse  # noqa: E402
-from kvjax.policies.base import Policy  # noqa: E402
-from kvjax.runtime import buckets, session  # noqa: E402
+import kvjax
+from kvjax.policies import parse
+from kvjax.policies.base import Policy
+from kvjax.runtime import buckets, session
 
 #: Every policy, at a size at which it drops something of these prompts.
 POLICIES: dict[str, str | Policy] = {
