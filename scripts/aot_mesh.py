@@ -188,12 +188,20 @@ def render(results: list[dict[str, Any]], host: list[dict[str, Any]], layers: in
     ]
     for case in results:
         plan, found = case["plan"], judged(case)
-        lines.append(
-            f"| {case['topology']} | {case['data']} x {case['model']} | {case['policy']} "
-            f"| {_gib(plan['weights_bytes'])} | {_gib(plan['cache_bytes'])} | {plan['cache_over_even']:.3f} | {_gib(found['steady'])} "
-            f"| {found['off']['decode']:+.2%} | {_gib(found['peak'])} | {found['off']['prefill']:+.2%} "
-            f"| {_gib(case['decode']['temporary'])} |"
-        )
+        cells = [
+            case["topology"],
+            f"{case['data']} x {case['model']}",
+            case["policy"],
+            _gib(plan["weights_bytes"]),
+            _gib(plan["cache_bytes"]),
+            f"{plan['cache_over_even']:.3f}",
+            _gib(found["steady"]),
+            f"{found['off']['decode']:+.2%}",
+            _gib(found["peak"]),
+            f"{found['off']['prefill']:+.2%}",
+            _gib(case["decode"]["temporary"]),
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
     lines += ["", "## Collectives of a decode step", ""]
     for case in results:
         lines += [

@@ -86,10 +86,15 @@ def device_weights_bytes(params: Decoder, mesh: Mesh) -> int:
     sizes = dict(mesh.factors)
 
     def share(leaf: Any, spec: PartitionSpec) -> int:
-        axes = [name for part in spec for name in (part or ())]
+        axes = [name for part in spec for name in _axes(part)]
         return leaf.size * leaf.dtype.itemsize // math.prod(sizes[name] for name in axes)
 
     return sum(map(share, jax.tree.leaves(params), weight_specs(params, mesh)))
+
+
+def _axes(part: Any) -> tuple[str, ...]:
+    """Axes of the mesh that one axis of an array goes over, as a spec has them."""
+    return part if isinstance(part, tuple) else (part,) if part else ()
 
 
 def _variables(params: Decoder) -> list[Any]:
@@ -145,7 +150,7 @@ def of_all(tree: Any, specs: Any, mesh: Mesh) -> Any:
     sizes = dict(mesh.jax.shape)
 
     def whole(leaf: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
-        parts = [part if isinstance(part, tuple) else (part,) if part else () for part in spec]
+        parts = [_axes(part) for part in spec]
         parts += [()] * (len(leaf.shape) - len(parts))
         shape = (n * math.prod(sizes[name] for name in names) for n, names in zip(leaf.shape, parts, strict=True))
         return jax.ShapeDtypeStruct(tuple(shape), leaf.dtype, sharding=NamedSharding(mesh.jax, spec))

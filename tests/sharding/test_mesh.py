@@ -65,14 +65,8 @@ def test_groups_of_retrieval_heads_are_dealt_apart():
 def test_uneven_heads_are_balanced(protected, model):
     """Each device holds at most a tenth more than an even share, whatever a layer protects."""
     config = toys.tiny_config(num_heads=16, num_kv_heads=8, head_dim=64, max_position=65536)
-    made = kvjax.plan(
-        config,
-        prompt_tokens=32768,
-        batch=4,
-        policy=f"razor:heads={protected}",
-        mesh=Mesh(1, model),
-        memory_limit=1 << 50,
-    )
+    asked = {"prompt_tokens": 32768, "batch": 4, "policy": f"razor:heads={protected}", "memory_limit": 1 << 50}
+    made = kvjax.plan(config, mesh=Mesh(1, model), **asked)
     assert 1.0 <= made.cache_over_even <= 1.1
 
 
