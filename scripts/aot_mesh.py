@@ -34,8 +34,10 @@ BATCH, PROMPT, NEW = 16, 32768, 256
 TOLERANCE = 0.03
 
 
-def compile_case(topology: str, data: int, model: int, policy: str, layers: int) -> dict[str, Any]:
-    """Compile both programs of a case and read XLA's analysis; in the process that has the TPU's compiler."""
+def compile_case(
+    topology: str, data: int, model: int, policy: str, layers: int, plan_only: bool = False
+) -> dict[str, Any]:
+    """The plan of a case, and XLA's analysis of both its programs; in the process that has the TPU's compiler."""
     import jax
     import jax.numpy as jnp
     from jax.experimental import topologies
@@ -95,7 +97,7 @@ def compile_case(topology: str, data: int, model: int, policy: str, layers: int)
                 params, ints(BATCH, room), ints(BATCH), ints(BATCH), part=part, **rooms
             ),
         }
-        for name, lower in programs.items():
+        for name, lower in () if plan_only else programs.items():
             began = time.perf_counter()
             compiled = lower().compile()
             memory = compiled.memory_analysis()
@@ -104,6 +106,7 @@ def compile_case(topology: str, data: int, model: int, policy: str, layers: int)
                 "results": memory.output_size_in_bytes,
                 "aliased": memory.alias_size_in_bytes,
                 "temporary": memory.temp_size_in_bytes,
+                "peak": memory.peak_memory_in_bytes,
                 "collectives": collectives(compiled.as_text()),
                 "seconds": time.perf_counter() - began,
             }
@@ -160,7 +163,7 @@ def judged(case: dict[str, Any]) -> dict[str, Any]:
     """XLA's totals beside the plan's, and what breaks a limit."""
     plan, decode, prefill = case["plan"], case["decode"], case["prefill"]
     steady = decode["arguments"] + decode["results"] - decode["aliased"]
-    peak = prefill["arguments"] + prefill["results"] + prefill["temporary"]
+    peak = prefill["peak"]
     off = {
         "decode": steady / (plan["weights_bytes"] + plan["cache_bytes"]) - 1,
         "prefill": peak / plan["total_bytes"] - 1,
@@ -236,24 +239,36 @@ def _here(options: argparse.Namespace) -> None:
     """Compile one case in this process and print it."""
     case = json.loads(options.here)
     if "policy" in case:
-        print(json.dumps(compile_case(**case, layers=options.layers)))
+        print(json.dumps(compile_case(**case, layers=options.layers, plan_only=options.plan_only)))
     else:
         print(json.dumps(compile_host(**case)))
 
 
-def _compile(python: str, case: dict[str, Any], layers: int) -> dict[str, Any]:
+def _compile(python: str, case: dict[str, Any], layers: int, *flags: str) -> dict[str, Any]:
     environment = os.environ | {
         "PYTHONPATH": str(ROOT),
         "JAX_PLATFORMS": "cpu",
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
         "TPU_SKIP_MDS_QUERY": "1",
     }
-    command = [python, __file__, "--layers", str(layers), "--here", json.dumps(case)]
+    command = [python, __file__, "--layers", str(layers), "--here", json.dumps(case), *flags]
     ended = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
     if ended.returncode:
         raise SystemExit(f"{case}: {ended.stderr[-3000:]}")
-    print(f"{case}: compiled", file=sys.stderr)
     return case | json.loads(ended.stdout.splitlines()[-1])
+
+
+def _known(python: str, case: dict[str, Any], layers: int, results: Path | None) -> dict[str, Any]:
+    """A case from the file of results, with the plan as it is now; compiled, and added, where it is not there."""
+    file = json.loads(results.read_text()) if results is not None and results.exists() else {}
+    key = json.dumps([case, layers])
+    if key in file:
+        return file[key] | (_compile(python, case, layers, "--plan-only") if "policy" in case else {})
+    made = _compile(python, case, layers)
+    print(f"{case}: compiled", file=sys.stderr)
+    if results is not None:
+        results.write_text(json.dumps(file | {key: made}))
+    return made
 
 
 def main() -> None:
@@ -263,16 +278,21 @@ def main() -> None:
     parser.add_argument("--cases", default="", help="numbers of the cases, comma-separated; all by default")
     parser.add_argument("--out", type=Path, help="the page; printed if not given")
     parser.add_argument("--tpu-python", default=str(ROOT / ".venv-aot-tpu/bin/python"))
+    parser.add_argument("--results", type=Path, help="a file of what was compiled already, to go on from")
     parser.add_argument("--here", help=argparse.SUPPRESS)
+    parser.add_argument("--plan-only", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.here:
         return _here(options)
     chosen = [int(n) for n in options.cases.split(",") if n] or range(len(CASES))
     names = ("topology", "data", "model", "policy")
     cases = [dict(zip(names, CASES[n], strict=True)) for n in chosen]
-    results = [_compile(options.tpu_python, case, options.layers) for case in cases]
+    results = [_known(options.tpu_python, case, options.layers, options.results) for case in cases]
     meshes = {(case["topology"], case["data"], case["model"]) for case in cases}
-    host = [_compile(options.tpu_python, dict(zip(names[:3], mesh, strict=True)), 1) for mesh in sorted(meshes)]
+    host = [
+        _known(options.tpu_python, dict(zip(names[:3], mesh, strict=True)), 1, options.results)
+        for mesh in sorted(meshes)
+    ]
     code = "import jax, importlib.metadata as m; print(f\"jax {jax.__version__}, libtpu {m.version('libtpu')}\")"
     asked = subprocess.run([options.tpu_python, "-c", code], capture_output=True, text=True, check=True)
     page = render(results, host, options.layers, asked.stdout.strip())

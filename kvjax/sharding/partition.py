@@ -10,6 +10,9 @@ Heads are dealt in equal blocks over as many devices as divide their number; the
 pages (``cache/share.py``). Heads that differ in more than what they hold are never dealt, only their pages: ALiBi's,
 whose slopes are constants of the program, and buffers of a length for each head. The heads that RazorAttention
 protects are a group, and the others another, so both are balanced whatever the layer protects.
+
+What sharing pages does not divide is prefill's attention: the devices that share a head each compute it for the whole
+prompt, so that the policy finds on each of them all that it selects by. Decoding reads a device's own pages only.
 """
 
 from __future__ import annotations

@@ -66,12 +66,10 @@ class Case:
 
 #: A representative part: heads dealt, pages dealt, both, groups; padding, later turns, samples, int8, growing, ALiBi.
 DEFAULT = (
-    Case("full", "data=4,model=2", storage="int8", grow=True),
+    Case("full", "data=4,model=2", storage="int8"),
     Case("razor", "data=2,model=4", kv_heads=3, later=True),
     Case("lagkv", "model=8", kv_heads=1),
     Case("tova", "data=2,model=4"),
-    Case("nacl", "model=8"),
-    Case("h2o", "data=4,model=2", positional="alibi"),
 )
 GRID = (
     *(Case(policy, mesh, later=True) for policy in POLICIES for mesh in MESHES),
@@ -85,6 +83,8 @@ GRID = (
         Case(policy, "data=2,model=4", positional="alibi", later=True)
         for policy in ("full", "ahakv", "streamingllm", "expected_attention", "lengths")
     ),
+    Case("h2o", "data=4,model=2", positional="alibi"),
+    Case("full", "data=4,model=2", storage="int8", grow=True),
     Case("lagkv", "model=8", grow=True),
     Case("razor", "data=2,model=4", kv_heads=3, grow=True),
 )
