@@ -116,7 +116,7 @@ def parse_mesh(value: Any) -> Mesh | None:
         if name not in ("data", "model") or name in sizes or not size.isdecimal():
             raise UsageError(f'{part!r} is no part of a mesh; write "data=4,model=2", each at most once.')
         sizes[name] = int(size)
-    return Mesh(**sizes)
+    return Mesh(sizes.get("data", 1), sizes.get("model", 1))
 
 
 def _primes(number: int) -> list[int]:

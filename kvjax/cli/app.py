@@ -88,8 +88,9 @@ def generate(
         memory_limit=inputs.byte_count(memory_limit),
     )
     prompts = inputs.prompts(prompt)
-    how = dict(model=model, dtype=dtype, mesh=mesh, as_json=json, compile_cache=compile_cache)
-    return command.run(prompts, keywords=keywords, **how)
+    return command.run(
+        prompts, model=model, dtype=dtype, mesh=mesh, keywords=keywords, as_json=json, compile_cache=compile_cache
+    )
 
 
 @app.command()
@@ -134,8 +135,9 @@ def chat(
         stop=tuple(stop or ()),
         memory_limit=inputs.byte_count(memory_limit),
     )
-    how = dict(model=model, dtype=dtype, mesh=mesh, as_json=json, compile_cache=compile_cache)
-    return command.run(keywords=keywords, **how)
+    return command.run(
+        model=model, dtype=dtype, mesh=mesh, keywords=keywords, as_json=json, compile_cache=compile_cache
+    )
 
 
 @app.command()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kvjax.model.load import LanguageModel
@@ -32,5 +32,5 @@ def load(model: str, dtype: str | None, mesh: str | None = None) -> LanguageMode
     """The model by name, path or hub id; progress goes to standard error."""
     import kvjax
 
-    given = {name: value for name, value in (("dtype", dtype), ("mesh", mesh)) if value is not None}
+    given: dict[str, Any] = {name: value for name, value in (("dtype", dtype), ("mesh", mesh)) if value is not None}
     return kvjax.load(model, **given)

@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -90,7 +91,7 @@ class OnMesh:
         """An array every host has, as one array of all hosts' devices."""
         if jax.process_count() == 1:
             return x  # the program places it
-        if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
             return jax.jit(jax.random.wrap_key_data)(self._put(np.asarray(jax.random.key_data(x)), spec))
         values = np.asarray(x)
         return jax.make_array_from_callback(values.shape, NamedSharding(self.mesh.jax, spec), lambda i: values[i])
