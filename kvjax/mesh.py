@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.experimental import mesh_utils
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import AxisType
 from jax.sharding import Mesh as JaxMesh
 
 from kvjax.checks import whole_number
@@ -86,12 +86,6 @@ class Mesh:
 
     def __str__(self) -> str:
         return f"data={self.data},model={self.model}"
-
-
-def spec(mesh: Mesh, *axes: str | None) -> PartitionSpec:
-    """Where an array with these logical axes goes, by ``RULES``; None is an axis that stays whole."""
-    places = {"data": "data", "model": mesh.model_axes or None}
-    return PartitionSpec(*(None if axis is None else places[RULES[axis]] for axis in axes))
 
 
 def parse_mesh(value: Any) -> Mesh | None:
