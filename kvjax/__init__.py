@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from kvjax.config import ModelConfig, RopeConfig
     from kvjax.errors import DoesNotFit, KvjaxError, UsageError, WeightsError
     from kvjax.generation import generate, stream_generate
+    from kvjax.mesh import Mesh
     from kvjax.model.load import LanguageModel, load, load_config
     from kvjax.output import Output, Piece, Stats
     from kvjax.planning import Plan, plan
@@ -58,6 +59,7 @@ _HOMES = {
     "WeightsError": "kvjax.errors",
     "generate": "kvjax.generation",
     "stream_generate": "kvjax.generation",
+    "Mesh": "kvjax.mesh",
     "LanguageModel": "kvjax.model.load",
     "load": "kvjax.model.load",
     "load_config": "kvjax.model.load",
@@ -104,6 +106,7 @@ __all__ = [
     "KvjaxError",
     "LagKV",
     "LanguageModel",
+    "Mesh",
     "ModelConfig",
     "Output",
     "Piece",

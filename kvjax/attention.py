@@ -7,14 +7,17 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
 from kvjax.cache.groups import HeadGroups, Layer, parts
 from kvjax.cache.pool import LayerCache, mark_rows, rows
+from kvjax.cache.share import Share
 from pallas_kernels.ragged_decode import Decoded, ragged_decode
 from pallas_kernels.rows import Rows
+from pallas_kernels.softmax import NEG
 
 
 def decode_attention(
@@ -43,21 +46,25 @@ def decode_attention(
     """
 
     def attend(q: Array, pool: LayerCache, slopes: np.ndarray | None) -> Decoded:
-        return ragged_decode(
+        share, mass = pool.share, pool.log_mass
+        if share.page_axes and mass is not None:
+            mass = jnp.where(share.index() == 0, mass, 0.0)  # slot 0 is the first device's
+        done = ragged_decode(
             q,
             pool.kv,
-            pool.length,
-            runs=pool.pages,
+            share.length(pool.length, pool.page_size),
+            runs=share.local(pool.pages),
             scale=scale,
-            log_mass=pool.log_mass,
+            log_mass=mass,
             k_scale=pool.scales and pool.scales.k,
             v_scale=pool.scales and pool.scales.v,
             slopes=slopes,
-            position=None if slopes is None else pool.marks["position"],
+            position=None if slopes is None else share.mine(pool.marks["position"]),
             query_position=None if slopes is None else position,
             with_logits=with_logits,
             implementation=implementation,
         )
+        return merged(done, share)
 
     if not isinstance(layer, HeadGroups):
         done = attend(q, layer, slopes)
@@ -65,6 +72,21 @@ def decode_attention(
     groups = zip(layer.split(q), layer.groups, layer.heads, strict=True)
     parted = [attend(x, pool, None if slopes is None else slopes[np.asarray(heads)]) for x, pool, heads in groups]
     return layer.join([part.out for part in parted]), tuple(part.logits for part in parted) if with_logits else None
+
+
+def merged(done: Decoded, share: Share) -> Decoded:
+    """Attention over the pages of all devices that share these heads, from that over each one's own."""
+    if not share.page_axes:
+        return done
+    peak = jax.lax.pmax(done.lse, share.page_axes)
+    weight = jnp.where(done.lse > NEG, jnp.exp(done.lse - peak), 0.0)
+    # Where a device has no visible slot its result may be anything.
+    part = jnp.where(weight[..., None] > 0, done.out.astype(jnp.float32) * weight[..., None], 0.0)
+    both = jax.lax.psum(jnp.concatenate([part, weight[..., None]], axis=-1), share.page_axes)
+    mass = both[..., -1]
+    out = both[..., :-1] / jnp.maximum(mass, 1e-37)[..., None]
+    logits = None if done.logits is None else share.gather(done.logits)
+    return Decoded(out.astype(done.out.dtype), peak + jnp.log(jnp.maximum(mass, 1e-37)), logits)
 
 
 def slot_bias(

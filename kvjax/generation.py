@@ -25,7 +25,8 @@ from kvjax.rounds.generating import RoundTurn
 from kvjax.rounds.value import Conversation
 from kvjax.runtime.compilation import CompileClock, compile_clock
 from kvjax.runtime.decode import CHUNK
-from kvjax.runtime.interrupt import interruptible
+from kvjax.runtime.interrupt import Interrupt, interruptible
+from kvjax.runtime.programs import on_host
 from kvjax.runtime.session import ChunkResult, Session, spread
 from kvjax.text import TextStream, text_of
 
@@ -107,7 +108,7 @@ def generate(
 def answer(request: Request, consume_cache: bool = False, between: Callable[[], None] | None = None) -> Any:
     """What :func:`generate` does once the request is checked; ``between`` is called after every chunk of tokens."""
     with compile_clock() as clock, interruptible() as interrupt:
-        run = _Run(request, Session(request.lm.params, request.controls(), clock, interrupt), clock)
+        run = _Run(request, _session(request, clock, interrupt), clock)
         run.prefill(consume_cache)
         for _ in run.chunks(CHUNK):
             if between is not None:
@@ -136,7 +137,7 @@ def stream_generate(lm: LanguageModel, prompt: Prompt, **options: Any) -> Iterat
 
 def _stream(request: Request, consume: bool) -> Iterator[Piece]:
     with compile_clock() as clock, interruptible() as interrupt:
-        run = _Run(request, Session(request.lm.params, request.controls(), clock, interrupt), clock)
+        run = _Run(request, _session(request, clock, interrupt), clock)
         run.prefill(consume)
         text = TextStream(request.lm.tokenizer, request.options.stop_strings)
         for result in run.chunks(_STREAM_STEPS):
@@ -145,6 +146,10 @@ def _stream(request: Request, consume: bool) -> Iterator[Piece]:
                 yield Piece(piece, tuple(result.tokens[0]))
         output = run.outputs()
         yield Piece(text.rest(), (), output)
+
+
+def _session(request: Request, clock: CompileClock, interrupt: Interrupt) -> Session:
+    return Session(request.lm.params, request.controls(), clock, interrupt, request.programs)
 
 
 class _Run:
@@ -171,10 +176,11 @@ class _Run:
         cache, prompts = request.cache, request.prompts
         if request.tokens.context:
             cache, _ = session.prefill([request.tokens.context], cache=None, consume=False, **options)
-            cache, _ = spread(cache, None, [0] * len(prompts))
+            cache, _ = spread(cache, None, [0] * request.programs.rows(len(prompts)))
             consume = True
         cache, logits = session.prefill(prompts, cache=cache, consume=consume, **options)
         copies = [i // request.options.n for i in range(request.rows)]
+        copies += [0] * (request.programs.rows(request.rows) - request.rows)
         self._cache, self._logits = spread(cache, logits, copies)
 
     def chunks(self, steps: int) -> Iterator[ChunkResult]:
@@ -211,8 +217,8 @@ class _Run:
         """Outputs in the shape of what was passed."""
         cache = self._cache if self._cache is not None else self.session.cache
         policy = self.request.policy
-        retained = [np.asarray(policy.retained(layer)) for layer in cache.layers]
-        seen = np.asarray(cache.seen)
+        retained = [on_host(policy.retained(layer)) for layer in cache.layers]
+        seen = on_host(cache.seen)
         n = self.request.options.n
         kept = cache if self._rounds is None else self._rounds.finish(cache, self.tokens)
         rows = [self._output(row, cache, kept, retained, seen) for row in range(self.request.rows)]
@@ -251,6 +257,7 @@ class _Run:
             prompt_tokens_per_second=read / times.prompt if times.prompt > 0 else 0.0,
             decode_tokens_per_second=decoded / times.decode if times.decode > 0 else 0.0,
             cache_bytes=cache.nbytes // cache.batch,
+            device_cache_bytes=cache.device_nbytes,
             live_cache_bytes=sum(int(np.dot(size, heads)) for size, heads in zip(sizes, retained, strict=True)),
             full_cache_bytes=full_cache_bytes(request.lm.config, seen, request.dtype),
             clipped=int(cache.clipped[row]),

@@ -48,6 +48,7 @@ class Stats:
       prompt_tokens_per_second: prompt tokens of all rows over ``prompt_seconds``.
       decode_tokens_per_second: generated tokens of all rows, the first of each apart, over ``decode_seconds``.
       cache_bytes: allocated for this row's cache, counters included.
+      device_cache_bytes: allocated on each device for the whole batch, the rows that pad it on a mesh included.
       live_cache_bytes: of them, slots that hold a token.
       full_cache_bytes: what keeping every token seen would hold.
       clipped: int8 keys that were clipped because they came after their scale was fixed, over layers and heads.
@@ -65,6 +66,7 @@ class Stats:
     prompt_tokens_per_second: float
     decode_tokens_per_second: float
     cache_bytes: int
+    device_cache_bytes: int
     live_cache_bytes: int
     full_cache_bytes: int
     clipped: int

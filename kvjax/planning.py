@@ -16,25 +16,31 @@ from kvjax.cache.storage import MODEL, Storage, parse_storage
 from kvjax.checks import whole_number
 from kvjax.config import ModelConfig
 from kvjax.errors import DoesNotFit, UsageError
+from kvjax.mesh import Mesh, parse_mesh
 from kvjax.model.decoder import abstract_decoder
-from kvjax.model.load import LanguageModel
 from kvjax.policies import Full, LagKV, Policy, format_policy, parse
 from kvjax.policies.base import page_capacities
-from kvjax.runtime.buckets import NEW_TOKENS, block_of, keys_of, new_bucket, prompt_bucket
+from kvjax.runtime.buckets import NEW_TOKENS, new_bucket, prompt_bucket
+from kvjax.runtime.peak import prefill_peak_bytes
 from kvjax.runtime.prefill import empty_cache
+from kvjax.sharding.partition import Partition
+from kvjax.sharding.placement import device_weights_bytes, splits
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Bytes of a request.
+    """Bytes of a request; on a mesh, those on each of its devices, which all hold equally many.
 
     Attributes:
       policy: its text form.
+      mesh: its text form, or None.
       batch, prompt_tokens, max_new_tokens: the request.
       weights_bytes: the model's parameters.
       cache_bytes: the cache as allocated when decoding ends, counters included; exact.
       prefill_peak_bytes: what prefill needs beside weights and cache at its worst moment; an estimate from shapes.
-      full_cache_bytes: keys and values of every token that is fed, unpadded, for comparison.
+      full_cache_bytes: keys and values of every token that is fed, unpadded, for comparison; of a mesh an even share.
+      cache_over_even: ``cache_bytes`` over an even share of the cache that one device alone would hold; what is above 1
+        is rows that pad the batch, pages that do not divide, and counters that several devices hold.
       total_bytes: weights, cache and prefill peak.
       memory_limit: bytes the device has, or None when it does not say.
       capacities: slots allocated [layer][KV head].
@@ -53,6 +59,8 @@ class Plan:
     memory_limit: int | None
     capacities: tuple[tuple[int, ...], ...]
     retained: tuple[tuple[int, ...], ...]
+    mesh: str | None = None
+    cache_over_even: float = 1.0
 
     @property
     def retained_share(self) -> float:
@@ -71,8 +79,12 @@ class Plan:
         ]
         if self.memory_limit is not None:
             rows.append(("device memory", self.memory_limit))
+        if self.mesh is not None:
+            rows = [(f"{name}, each device" if name == "total" else name, size) for name, size in rows]
         lines = [f"{self.policy}: batch {self.batch}, {self.prompt_tokens} prompt + {self.max_new_tokens} new tokens"]
         lines += [f"  {name:<28}{human(size):>12}  {size:>16,} bytes" for name, size in rows]
+        if self.mesh is not None:
+            lines.append(f"  on each device of {self.mesh}; cache over an even share: {self.cache_over_even:.3f}")
         lines.append(f"  retained of the prompt, over all layers and heads: {self.retained_share:.1%}")
         lines.append("  layers      slots by KV head, and tokens retained of the prompt")
         for first, last in _equal_ranges(list(zip(self.capacities, self.retained, strict=True))):
@@ -113,6 +125,7 @@ def plan(
     dtype: Any = None,
     storage: Storage | str | None = None,
     memory_limit: int | None = None,
+    mesh: Mesh | str | None = None,
 ) -> Plan:
     """Every byte a request would take, before any of it is allocated.
 
@@ -125,14 +138,14 @@ def plan(
       dtype: of weights and cache.
       storage: of the cache's rows, as for :func:`kvjax.generate`.
       memory_limit: bytes available; by default the device's.
+      mesh: devices that the request is spread over, which need not be there; by default the model's. Bytes, and the
+        limit, are then of each device.
 
     Raises:
       UsageError: a length or batch that makes no sense, or beyond the model's context.
       DoesNotFit: the total exceeds the limit; the sentence names a request that fits.
     """
-    if not isinstance(model, (ModelConfig, LanguageModel)):
-        raise UsageError(f"The model is a {type(model).__name__}; give one from kvjax.load, or a ModelConfig.")
-    config, params = (model, None) if isinstance(model, ModelConfig) else (model.config, model.params)
+    config, params, over = _model(model)
     chosen: Policy = Full() if policy is None else parse(policy)
     whole_number("prompt_tokens", prompt_tokens, 1)
     whole_number("batch", batch, 1)
@@ -147,9 +160,21 @@ def plan(
     except TypeError as error:
         raise UsageError(f"{dtype!r} is not a dtype; give float32 or bfloat16.") from error
     stored = parse_storage(storage)
-    made = _plan(config, chosen, batch, prompt_tokens, max_new_tokens, dtype, device_limit(memory_limit), stored)
-    _refuse_if_too_large(made, config, chosen, dtype, 0, stored)
+    over = over if mesh is None else parse_mesh(mesh)
+    made = _plan(config, chosen, batch, prompt_tokens, max_new_tokens, dtype, device_limit(memory_limit), stored, over)
+    _refuse_if_too_large(made, config, chosen, dtype, 0, stored, over)
     return made
+
+
+def _model(model: Any) -> tuple[ModelConfig, Any, Mesh | None]:
+    """Configuration, parameters and mesh of what was given as a model."""
+    if isinstance(model, ModelConfig):
+        return model, None, None
+    from kvjax.model.load import LanguageModel  # and its readers of files, which a plan of a shape does without
+
+    if not isinstance(model, LanguageModel):
+        raise UsageError(f"The model is a {type(model).__name__}; give one from kvjax.load, or a ModelConfig.")
+    return model.config, model.params, model.mesh
 
 
 def _plan(
@@ -161,14 +186,18 @@ def _plan(
     dtype: Any,
     limit: int | None,
     storage: Storage = MODEL,
+    mesh: Mesh | None = None,
 ) -> Plan:
     room = prompt_bucket(prompt)
     # The last token is generated and never fed; the context bounds what is.
     fed = max(new - 1, 0) if policy.beyond_context else min(max(new - 1, 0), config.max_position - prompt)
     new_room = new_bucket(fed - 1) if policy.grows else NEW_TOKENS
-    weights = _weights_bytes(config, dtype)
-    cache = cache_bytes(config, policy.planned(config, room), batch, room, new_room, dtype, storage)
-    peak = prefill_peak_bytes(config, policy, batch, prompt, dtype)
+    weights, devices = weights_bytes(config, dtype, mesh), 1 if mesh is None else mesh.size
+    held = policy.planned(config, room)
+    cache = alone = cache_bytes(config, held, batch, room, new_room, dtype, storage)
+    if mesh is not None:
+        cache = cache_bytes(config, held, batch, room, new_room, dtype, storage, mesh)
+    peak = _peak_bytes(config, policy, batch, prompt, dtype, mesh)
     total = np.array([prompt])
     page_size = layout_for(storage, config.head_dim).page_size
     pages = page_capacities(policy, config, room, new_room, page_size)
@@ -180,7 +209,7 @@ def _plan(
         weights_bytes=weights,
         cache_bytes=cache,
         prefill_peak_bytes=peak,
-        full_cache_bytes=batch * full_cache_bytes(config, prompt + fed, dtype),
+        full_cache_bytes=batch * full_cache_bytes(config, prompt + fed, dtype) // devices,
         total_bytes=weights + cache + peak,
         memory_limit=limit,
         capacities=tuple(tuple(count * page_size for count in heads) for heads in pages),
@@ -188,6 +217,8 @@ def _plan(
             tuple(int(x) for x in np.asarray(policy.budgets(config, layer, total))[0])
             for layer in range(config.num_layers)
         ),
+        mesh=None if mesh is None else str(mesh),
+        cache_over_even=cache * devices / alone,
     )
 
 
@@ -205,40 +236,35 @@ def cache_bytes(
     new_room: int,
     dtype: Any,
     storage: Storage = MODEL,
+    mesh: Mesh | None = None,
 ) -> int:
-    """Bytes of the buffers that would be allocated, from the same code that allocates them."""
-    shapes = jax.eval_shape(lambda: empty_cache(config, policy, batch, prompt_room, new_room, dtype, storage))
+    """Bytes of the buffers that would be allocated (on each device), from the same code that allocates them."""
+    rooms = prompt_room, new_room, dtype, storage
+    if mesh is None:
+        shapes = jax.eval_shape(lambda: empty_cache(config, policy, batch, *rooms))
+    else:
+        rows = mesh.rows(batch) // mesh.data
+        shapes = jax.eval_shape(lambda: Partition(mesh, config, policy).empty(rows, *rooms))
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
 
 
 @functools.lru_cache(maxsize=32)
-def _weights_bytes(config: ModelConfig, dtype: Any) -> int:
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(abstract_decoder(config, dtype)))
+def weights_bytes(config: ModelConfig, dtype: Any, mesh: Mesh | None = None) -> int:
+    """Bytes of the parameters, on each device."""
+    abstract = abstract_decoder(config, dtype)
+    if mesh is None:
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(abstract))
+    return device_weights_bytes(abstract, mesh)
 
 
-def prefill_peak_bytes(config: ModelConfig, policy: Policy, batch: int, prompt: int, dtype: Any) -> int:
-    """Temporary bytes of prefill, counted from shapes: what is alive while a block is read or a layer is packed.
-
-    Hidden states and rotary tables of the whole prompt and one layer's dense keys and values, then the larger of: the
-    intermediates of one query block, and the two copies of keys and values that a selection makes. Keeping
-    everything packs straight into the cache and needs none of those. Against XLA's own figure on the CPU (default
-    model, batch 1 and 4, 256 to 4,096 tokens) it is between 10 % under and 20 % over.
-    """
-    item = jnp.dtype(dtype).itemsize
-    chunks = policy.chunks(config)
-    tokens = prompt_bucket(min(prompt, max(chunks)) if chunks else prompt)
-    block = block_of(tokens)
-    rows = batch * tokens
-    hidden = rows * config.hidden_size * item
-    rotary = 2 * rows * (config.head_dim // 2) * 4 if config.positional == "rope" else 0
-    selects = type(policy).compress is not Policy.compress or type(policy).select is not Policy.select
-    dense = 2 * rows * config.num_kv_heads * config.head_dim * item if selects else 0
-    attention = config.num_heads * (2 * keys_of(block) + 3 * config.head_dim) * 4
-    mlp = 3 * config.intermediate_size * item
-    shared = 2 * config.hidden_size * 4 + (config.num_heads + 2 * config.num_kv_heads) * config.head_dim * 4
-    reading = batch * block * (max(attention, mlp) + shared)
-    logits = batch * config.vocab_size * 4
-    return hidden + rotary + dense + max(reading, 2 * dense) + logits
+def _peak_bytes(config: ModelConfig, policy: Policy, batch: int, prompt: int, dtype: Any, mesh: Mesh | None) -> int:
+    """Temporary bytes of prefill, on each device."""
+    inner = config.intermediate_size
+    if mesh is None:
+        return prefill_peak_bytes(config, policy, batch, prompt, dtype, inner)
+    inner = inner // mesh.model if splits(mesh, config).mlp else inner
+    rows, own = mesh.rows(batch) // mesh.data, Partition(mesh, config, policy).widest
+    return prefill_peak_bytes(own, policy, rows, prompt, dtype, inner)
 
 
 def device_limit(memory_limit: int | None) -> int | None:
@@ -264,24 +290,33 @@ def check_fits(
     memory_limit: int | None,
     already: int,
     storage: Storage = MODEL,
+    mesh: Mesh | None = None,
 ) -> None:
     """Refuse a generation that cannot fit: prompt and first new-token bucket, beside ``already`` bytes of caches."""
-    made = _plan(config, policy, batch, min(prompt, config.max_position), 1, dtype, device_limit(memory_limit), storage)
-    _refuse_if_too_large(made, config, policy, dtype, already, storage)
+    limit = device_limit(memory_limit)
+    made = _plan(config, policy, batch, min(prompt, config.max_position), 1, dtype, limit, storage, mesh)
+    _refuse_if_too_large(made, config, policy, dtype, already, storage, mesh)
 
 
 def _refuse_if_too_large(
-    made: Plan, config: ModelConfig, policy: Policy, dtype: Any, already: int, storage: Storage
+    made: Plan,
+    config: ModelConfig,
+    policy: Policy,
+    dtype: Any,
+    already: int,
+    storage: Storage,
+    mesh: Mesh | None = None,
 ) -> None:
     limit = made.memory_limit
     if limit is None or made.total_bytes + already <= limit:
         return
-    need = f"This needs {human(made.total_bytes + already)} and the device has {human(limit)}"
+    each = "" if mesh is None else " on each device"
+    need = f"This needs {human(made.total_bytes + already)}{each} and the device has {human(limit)}"
     if made.weights_bytes >= limit:
         raise DoesNotFit(f"{need}: the weights alone are {human(made.weights_bytes)}; use a smaller model or dtype.")
 
     def fits(batch: int, prompt: int, policy: Policy) -> bool:
-        made_of = _plan(config, policy, batch, prompt, made.max_new_tokens, dtype, limit, storage)
+        made_of = _plan(config, policy, batch, prompt, made.max_new_tokens, dtype, limit, storage, mesh)
         return made_of.total_bytes + already <= limit
 
     offers = []

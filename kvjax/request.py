@@ -24,8 +24,10 @@ from kvjax.prompts import Tokens, as_list, is_unicode, opening_tokens, tokenize
 from kvjax.rounds.memory import to_device
 from kvjax.rounds.value import Conversation, join
 from kvjax.runtime.decode import Controls
+from kvjax.runtime.programs import ONE_DEVICE, Programs, on_host
 from kvjax.runtime.sampling import Sampling
 from kvjax.runtime.stopping import StopTable, check_stop_strings, stop_table
+from kvjax.sharding.run import OnMesh, adopt
 
 #: Tokens at the beginning of a conversation that belong to no round: attention that no token deserves goes to them.
 SINKS = 4
@@ -93,6 +95,7 @@ class Request:
       numbers: what each prompt draws by, where that is not its place in the batch; a prompt of a long list so draws the
         same in whatever batch it comes.
       opening: under a policy that places rounds, of each first prompt the tokens that belong to no round.
+      programs: what they run on.
     """
 
     def __init__(
@@ -124,14 +127,22 @@ class Request:
         for old in caches:
             _same_model(lm.config, old)
         self.rows = count * options.n
+        if self.policy.places and lm.mesh is not None:
+            raise UsageError(
+                f"{type(self.policy).__name__} runs on one device, and this model is on the mesh {lm.mesh}; load it "
+                "without mesh=, or give a policy of tokens."
+            )
+        self.programs: Programs = ONE_DEVICE if lm.mesh is None else OnMesh(lm.mesh, lm.config)
         self.stop_ids = options.stop_ids(lm)
         self.prompts = self._with_pending(_counters([old.pending for old in caches], count, -1))
         if any(not ids for ids in self.prompts):
             raise UsageError("A prompt has no tokens; give at least one character.")
         joined = len(caches) == 1 and caches[0].batch == count  # whether the cache is used as it is
-        already = sum(old.nbytes // old.batch * (old.batch if joined else old.batch + count) for old in caches)
+        sizes = [(old.nbytes if lm.mesh is None else old.nbytes // lm.mesh.size, old.batch) for old in caches]
+        already = sum(size // rows * (rows if joined else rows + count) for size, rows in sizes)
         self._check_size(memory_limit, _counters([old.seen for old in caches], count, 0), already)
-        self.cache = _one_cache(caches, count)
+        held = [adopt(to_device(old), lm.mesh, lm.config) if isinstance(old, Cache) else old for old in caches]
+        self.cache = _one_cache(held, count)
         self.opening = self._opening(prompt, chat) if self.policy.places and self.cache is None else ()
 
     def _opening(self, prompt: Any, chat: bool) -> tuple[int, ...]:
@@ -159,7 +170,8 @@ class Request:
             raise UsageError(
                 f"The prompt has {int(added.max())} tokens{before}; this model's context is {limit}, so shorten it."
             )
-        check_fits(config, longest, self.rows, self.policy, self.dtype, memory_limit, already, self.storage)
+        asked = self.policy, self.dtype, memory_limit, already, self.storage
+        check_fits(config, longest, self.rows, *asked, self.lm.mesh)
 
     @property
     def dtype(self) -> Any:
@@ -169,7 +181,9 @@ class Request:
     def controls(self) -> Controls:
         """The options on the device, for the compiled loop."""
         lm, options, vocabulary = self.lm, self.options, self.lm.config.vocab_size
-        prompt, sample = np.divmod(np.arange(self.rows), options.n)
+        # Rows of padding, on a mesh, repeat the last.
+        rows = np.minimum(np.arange(self.programs.rows(self.rows)), self.rows - 1)
+        prompt, sample = np.divmod(rows, options.n)
         number = prompt if self.numbers is None else np.asarray(self.numbers)[prompt] % 2**31
         limits = [options.max_new_tokens] * (prompt[-1] + 1) if self.limits is None else self.limits
         limit = np.array([min(count, 2**31 - 1) for count in limits], np.int32)[prompt]
@@ -237,7 +251,7 @@ def _caches(cache: Any, count: int) -> list[Cache | Conversation]:
 
 def _counters(parts: Sequence[jax.Array], count: int, missing: int) -> np.ndarray:
     """[count] numbers of the caches' rows; of a single row for all, and ``missing`` without a cache."""
-    rows = np.concatenate([np.asarray(part) for part in parts]) if parts else np.array([missing])
+    rows = np.concatenate([on_host(part) for part in parts]) if parts else np.array([missing])
     return np.broadcast_to(rows, (count,))
 
 
@@ -248,7 +262,7 @@ def _one_cache(caches: Sequence[Any], count: int) -> Any:
     if isinstance(caches[0], Conversation):
         whole = join(caches)
         return whole.take([0] * count) if whole.batch == 1 else whole
-    cache = concatenate([to_device(cache) for cache in caches])
+    cache = concatenate(caches)
     return take(cache, [0] * count) if cache.batch == 1 else cache
 
 

@@ -6,6 +6,8 @@ Head h owns pages ``starts[h] : starts[h + 1]``; the run is the same for every r
 without index games. What a head *may* hold (its run, from the plan) and what it *does* hold (``length``, traced) are
 two things. Valid slots are ``0 .. length - 1``; pools start as zeros, so what is masked is always finite.
 
+On a mesh of devices a pool may hold a share of the pages only (``share.py``); its ``pages`` and ``marks`` are of all.
+
 Rows may be stored as int8 (``storage.py``); every function here takes and gives real numbers, so that a policy never
 knows. Numbers that belong to a slot (its token's position, a score) are ``marks`` and move with their row.
 """
@@ -24,6 +26,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache.layout import COLUMNS, Layout, layout_of, platform_layout
+from kvjax.cache.share import WHOLE, Share, gathered
 from kvjax.cache.storage import MODEL, Scales, Storage, key_scale, quantise_keys, quantise_values
 from pallas_kernels.pages import Pages
 
@@ -47,6 +50,7 @@ class LayerCache:
       marks: [B, P, R] one number a slot by name: "position" (int32) of the token in it, "score" (float32) and what else
         a policy declares.
       scales: of int8 rows, or ``None``.
+      share: what of it this device holds, static.
     """
 
     kv: Pages
@@ -57,6 +61,7 @@ class LayerCache:
     pages: tuple[int, ...] = dataclasses.field(metadata={"static": True})
     marks: dict[str, Array] = dataclasses.field(default_factory=dict)
     scales: Scales | None = None
+    share: Share = dataclasses.field(default=WHOLE, metadata={"static": True})
 
     @property
     def slot_nbytes(self) -> int:
@@ -159,22 +164,22 @@ def write(
     mark that is not given becomes 0. Slots of one head must differ among the valid rows. Lengths are the caller's.
     """
     places = _places(cache, slots, valid)
-    scales = cache.scales
+    held, scales = _held(cache, places), cache.scales
     if scales is not None:
         k, clipped = quantise_keys(k, scales.k)
         scales = dataclasses.replace(scales, clipped=scales.clipped + (clipped & valid).sum(axis=2, dtype=jnp.int32))
-    cache = cache.replace(kv=cache.kv.set_keys(places, k), scales=scales)
+    cache = cache.replace(kv=cache.kv.set_keys(held, k), scales=scales)
     if v is None:
         return cache
     if scales is not None:
         v, scale = quantise_values(v)
-        scales = dataclasses.replace(scales, v=scales.v.at[places].set(scale, mode="drop"))
+        scales = dataclasses.replace(scales, v=scales.v.at[held].set(scale, mode="drop"))
     given = marks or {}
     new_marks = {
         name: mark.at[places].set(given.get(name, jnp.zeros((), mark.dtype)), mode="drop")
         for name, mark in cache.marks.items()
     }
-    return cache.replace(kv=cache.kv.set_values(places, v), scales=scales, marks=new_marks)
+    return cache.replace(kv=cache.kv.set_values(held, v), scales=scales, marks=new_marks)
 
 
 def write_mark(
@@ -191,10 +196,16 @@ def write_mark(
 
 def _places(cache: LayerCache, slots: Array, valid: Array) -> tuple[Array, Array, Array]:
     """Indices of slots into [B, P, R]; those that are not valid are out of range, so that a scatter drops them."""
-    rows, total, page_size, _ = cache.kv.shape
+    rows, _, page_size, _ = cache.kv.shape
     page = jnp.asarray(cache.starts, jnp.int32)[:, None] + slots // page_size
     batch = jnp.arange(rows)[:, None, None]
-    return batch, jnp.where(valid, page, total), slots % page_size
+    return batch, jnp.where(valid, page, sum(cache.pages)), slots % page_size
+
+
+def _held(cache: LayerCache, places: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+    """Of these places those on this device, as indices into what it holds; the others are out of range."""
+    batch, page, slot = places
+    return batch, cache.share.place(page, sum(cache.pages))[0], slot
 
 
 def append_token(
@@ -217,13 +228,15 @@ def append_token(
 
 def read_slots(cache: LayerCache, slots: Int[Array, "B H"]) -> tuple[Float[Array, "B H D"], Float[Array, "B H D"]]:
     """Key and value of one slot of every head, float32."""
-    page_size = cache.page_size
-    page = jnp.asarray(cache.starts, jnp.int32) + slots // page_size
+    page_size, share = cache.page_size, cache.share
+    page, here = share.place(jnp.asarray(cache.starts, jnp.int32) + slots // page_size, sum(cache.pages))
     places = jnp.arange(cache.kv.shape[0])[:, None], page, slots % page_size
     k, v = (x.astype(jnp.float32) for x in (cache.kv.key_at(places), cache.kv.value_at(places)))
-    if cache.scales is None:
-        return k, v
-    return k * cache.scales.k, v * cache.scales.v[places][..., None]
+    if cache.scales is not None:
+        k, v = k * cache.scales.k, v * cache.scales.v[places][..., None]
+    if share.page_axes:
+        k, v = (share.sum_over_pages(jnp.where(here[..., None], x, 0.0)) for x in (k, v))
+    return k, v
 
 
 def by_head(cache: LayerCache, pages: Array) -> Array:
@@ -273,7 +286,7 @@ def mark_rows(cache: LayerCache, name: str) -> Array:
 
 
 def stored_rows(cache: LayerCache) -> tuple[Array, Array]:
-    """:func:`rows` as they are stored: int8 ones without their scales."""
+    """:func:`rows` of a whole pool as they are stored: int8 ones without their scales."""
     if cache.uniform:
         k, v = (_runs(cache, x) for x in (cache.kv.key_rows(), cache.kv.value_rows()))
     else:
@@ -288,6 +301,7 @@ def rows(cache: LayerCache) -> tuple[Float[Array, "B H C D"], Float[Array, "B H 
 
     A copy, for selecting again on a later turn; attention reads the pages.
     """
+    cache = gathered(cache)
     k, v = stored_rows(cache)
     if cache.scales is None:
         return k, v
@@ -311,11 +325,13 @@ def take_pages(
     pages = min((count + page_size - 2) // page_size + 1, min(cache.pages))
     first = jnp.minimum(slot // page_size, min(cache.pages) - pages)
     index = jnp.asarray(cache.starts, jnp.int32)[:, None] + first + jnp.arange(pages)
-    k, v = (x.reshape(heads, -1, x.shape[-1]) for x in cache.kv.rows_at((row, index)))
-    region = {"k": k, "v": v}
+    held, here = cache.share.place(index, sum(cache.pages))
+    k, v = cache.kv.rows_at((row, held))
     if cache.scales is not None:
-        scale = cache.scales.v[row, index].reshape(heads, -1, 1)
-        region = {"k": region["k"] * cache.scales.k[row][:, None], "v": region["v"] * scale}
+        k, v = k * cache.scales.k[row][:, None, None], v * cache.scales.v[row, held][..., None]
+    if cache.share.page_axes:
+        k, v = (cache.share.sum_over_pages(jnp.where(here[..., None, None], x, jnp.zeros((), x.dtype))) for x in (k, v))
+    region = {"k": k.reshape(heads, -1, k.shape[-1]), "v": v.reshape(heads, -1, v.shape[-1])}
     region |= {name: mark[row, index].reshape(heads, -1, 1) for name, mark in cache.marks.items()}
     return region, first
 
@@ -330,13 +346,15 @@ def put_pages(cache: LayerCache, row: Int[Array, ""], first: Int[Array, ""], reg
         v, scale = (x[0] for x in quantise_values(v[None]))
     k, v = (x.reshape(x.shape[0], -1, page_size, x.shape[2]) for x in (k, v))
     index = jnp.asarray(cache.starts, jnp.int32)[:, None] + first + jnp.arange(k.shape[1])
+    held, _ = cache.share.place(index, sum(cache.pages))
     if scales is not None:
-        scales = dataclasses.replace(scales, v=scales.v.at[row, index].set(scale.reshape(*index.shape, page_size)))
+        scale = scale.reshape(*index.shape, page_size)
+        scales = dataclasses.replace(scales, v=scales.v.at[row, held].set(scale, mode="drop"))
     marks = {
         name: mark.at[row, index].set(region[name].reshape(*index.shape, page_size).astype(mark.dtype))
         for name, mark in cache.marks.items()
     }
-    return cache.replace(kv=cache.kv.set_pages(row, index, k, v), marks=marks, scales=scales)
+    return cache.replace(kv=cache.kv.set_pages(row, held, k, v), marks=marks, scales=scales)
 
 
 def store(
@@ -351,19 +369,21 @@ def store(
 
     Fixes the scales of int8 keys. A mark that is not given ([B, H, N] by name) becomes 0.
     """
-    given, scales = marks or {}, cache.scales
+    given, scales, share = marks or {}, cache.scales, cache.share
     cache = cache.replace(pages=pages)
     if scales is not None:
         valid = jnp.arange(k.shape[2]) < length[..., None]
         fixed = key_scale(k, valid, scales.k, scales.headroom)
         k, _ = quantise_keys(k, fixed)
         v, scale = quantise_values(v)
-        scales = dataclasses.replace(scales, k=fixed, v=by_page(cache, scale))
+        scales = dataclasses.replace(scales, k=fixed, v=share.mine(by_page(cache, scale)))
     new_marks = {}
     for name, mark in cache.marks.items():
         values = given.get(name, jnp.zeros(k.shape[:3], mark.dtype))
         new_marks[name] = by_page(cache, values.astype(mark.dtype))
-    return cache.replace(kv=pack(k, v, pages, cache.kv), length=length, next=length, marks=new_marks, scales=scales)
+    k, v = (share.mine_of_rows(x, cache.page_size) for x in (k, v))
+    kv = pack(k, v, share.local(pages), cache.kv)
+    return cache.replace(kv=kv, length=length, next=length, marks=new_marks, scales=scales)
 
 
 def pack(
@@ -403,13 +423,15 @@ def resize(cache: LayerCache, pages: tuple[int, ...]) -> LayerCache:
     if pages == cache.pages:
         return cache
 
-    def lay(pool: Array) -> Array:
+    def lay(pool: Array, parts: int = 1) -> Array:
         runs = []
         for start, old, new in zip(cache.starts, cache.pages, pages, strict=True):
-            run = pool[:, start : start + min(old, new)]
-            runs.append(jnp.pad(run, ((0, 0), (0, new - run.shape[1])) + ((0, 0),) * (pool.ndim - 2)))
+            run = pool[:, start // parts : (start + min(old, new)) // parts]
+            runs.append(jnp.pad(run, ((0, 0), (0, new // parts - run.shape[1])) + ((0, 0),) * (pool.ndim - 2)))
         return jnp.concatenate(runs, axis=1)
 
-    scales = cache.scales and dataclasses.replace(cache.scales, v=lay(cache.scales.v))
+    # A page stays on its device, so a share is laid out as a whole is.
+    parts = cache.share.page_parts
+    scales = cache.scales and dataclasses.replace(cache.scales, v=lay(cache.scales.v, parts))
     marks = {name: lay(mark) for name, mark in cache.marks.items()}
-    return cache.replace(kv=jax.tree.map(lay, cache.kv), pages=pages, marks=marks, scales=scales)
+    return cache.replace(kv=jax.tree.map(lambda x: lay(x, parts), cache.kv), pages=pages, marks=marks, scales=scales)

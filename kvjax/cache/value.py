@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Int
 
 from kvjax.cache.groups import Layer, pages_by_group, parts, slot_bytes, with_parts
 from kvjax.cache.layout import platform_layout
 from kvjax.cache.pool import LayerCache, resize
+from kvjax.cache.share import dealt, whole
 from kvjax.cache.storage import Storage
 from kvjax.errors import UsageError
 from pallas_kernels.pages import Pages
@@ -51,8 +55,14 @@ class Cache:
 
     @property
     def nbytes(self) -> int:
-        """Allocated bytes: the sum over the live buffers."""
+        """Allocated bytes: the sum over the live buffers, on a mesh of everything once."""
         return sum(leaf.nbytes for leaf in jax.tree.leaves(self))
+
+    @property
+    def device_nbytes(self) -> int:
+        """Allocated bytes on each device of the mesh; all devices hold equally many."""
+        leaves = jax.tree.leaves(self)
+        return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
 
     @property
     def live_nbytes(self) -> int:
@@ -130,12 +140,26 @@ def take(cache: Cache, indices: Sequence[int]) -> Cache:
     """Rows of a cache in the given order; a row may be taken several times. Always a copy, unless all rows stay."""
     if list(indices) == list(range(cache.batch)):
         return cache
-    return _take(cache, np.asarray(indices, np.int32))
+    leaves, tree = jax.tree.flatten(cache)
+    where = tuple(_sharding_of_rows(leaf, len(indices)) for leaf in leaves)
+    return jax.tree.unflatten(tree, _taking(where)(leaves, np.asarray(indices, np.int32)))
 
 
-@jax.jit
-def _take(cache: Cache, indices: Int[Array, " N"]) -> Cache:
-    return jax.tree.map(lambda leaf: leaf[indices], cache)
+@functools.lru_cache(maxsize=32)
+def _taking(where: tuple[Any, ...]) -> Any:
+    def rows(leaves: list[Array], indices: Int[Array, " N"]) -> list[Array]:
+        return [leaf[indices] for leaf in leaves]
+
+    return jax.jit(rows, out_shardings=list(where))
+
+
+def _sharding_of_rows(leaf: Array, rows: int) -> Any:
+    """Where ``rows`` rows of a leaf go: on a mesh as they are, over the data axis if it divides them."""
+    where = getattr(leaf, "sharding", None)
+    if not isinstance(where, NamedSharding) or where.mesh.size == 1:
+        return None
+    first = "data" if rows % where.mesh.shape.get("data", 1) == 0 else None
+    return NamedSharding(where.mesh, PartitionSpec(first, *where.spec[1:]))
 
 
 def concatenate(caches: Sequence[Cache]) -> Cache:
@@ -175,6 +199,9 @@ def _aligned(caches: Sequence[Cache]) -> list[Cache]:
         layers = []
         for i, layer in enumerate(cache.layers):
             pages = tuple(max(counts) for counts in zip(*(c.layers[i].pages for c in caches), strict=True))
-            layers.append(resize_layer(layer, pages))
+            # Arrays of all devices of a mesh are resized in the order of the pages.
+            wanted = zip(parts(layer), pages_by_group(layer, pages), strict=True)
+            pools = [pool if pool.pages == n else dealt(resize(whole(pool), n), pool.share) for pool, n in wanted]
+            layers.append(with_parts(layer, pools))
         result.append(cache.replace(layers=tuple(layers), prompt_room=prompt_room, new_room=new_room))
     return result

@@ -60,6 +60,7 @@ def generate(
     stop_token_ids: flag.StopTokenIds = None,
     logprobs: Annotated[bool, typer.Option("--logprobs", help="Also the log-probability of every token.")] = False,
     memory_limit: flag.MemoryLimit = None,
+    mesh: flag.Mesh = None,
     json: flag.Json = False,
     compile_cache: flag.CompileCache = True,
 ) -> int:
@@ -89,7 +90,9 @@ def generate(
         memory_limit=inputs.byte_count(memory_limit),
     )
     prompts = inputs.prompts(prompt)
-    return command.run(prompts, model=model, dtype=dtype, keywords=keywords, as_json=json, compile_cache=compile_cache)
+    return command.run(
+        prompts, model=model, dtype=dtype, mesh=mesh, keywords=keywords, as_json=json, compile_cache=compile_cache
+    )
 
 
 @app.command()
@@ -109,6 +112,7 @@ def chat(
     seed: flag.Seed = 0,
     stop: flag.Stop = None,
     memory_limit: flag.MemoryLimit = None,
+    mesh: flag.Mesh = None,
     json: flag.Json = False,
     compile_cache: flag.CompileCache = True,
 ) -> int:
@@ -134,7 +138,9 @@ def chat(
         stop=tuple(stop or ()),
         memory_limit=inputs.byte_count(memory_limit),
     )
-    return command.run(model=model, dtype=dtype, keywords=keywords, as_json=json, compile_cache=compile_cache)
+    return command.run(
+        model=model, dtype=dtype, mesh=mesh, keywords=keywords, as_json=json, compile_cache=compile_cache
+    )
 
 
 @app.command()
@@ -148,6 +154,7 @@ def plan(
     batch: Annotated[int, typer.Option("--batch", help="Prompts answered together.")] = 1,
     max_new_tokens: flag.MaxNewTokens = 256,
     memory_limit: flag.MemoryLimit = None,
+    mesh: flag.Mesh = None,
     json: flag.Json = False,
 ) -> None:
     """Say every byte a request would allocate."""
@@ -161,6 +168,7 @@ def plan(
         batch=batch,
         max_new_tokens=max_new_tokens,
         dtype=dtype,
+        mesh=mesh,
         memory_limit=inputs.byte_count(memory_limit),
     )
     command.run(model=model, keywords=keywords, as_json=json)

@@ -82,7 +82,7 @@ def batch(
         output,
         model=model,
         dtype=dtype,
-        mesh=inputs.mesh(mesh),
+        mesh=mesh,
         cluster=dict(
             coordinator=coordinator, num_processes=num_processes, process_id=process_id, heartbeat=heartbeat_timeout
         ),

@@ -62,6 +62,7 @@ def compare_rounds(
     ],
     out: Annotated[Path, typer.Option("--out", help="Folder for the results; what it holds is not asked again.")],
     model: flag.Model = flag.DEFAULT_MODEL,
+    config: flag.Config = None,
     dtype: flag.Dtype = None,
     policies: Annotated[
         str, typer.Option("--policies", help="Such as round,round:top=0.3; `all` names every strategy.")

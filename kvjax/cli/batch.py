@@ -21,12 +21,13 @@ def run(
     *,
     model: str,
     dtype: str | None,
-    mesh: tuple[int, int] | None,
+    mesh: str | None,
     cluster: dict[str, Any],
     keywords: dict[str, Any],
     compile_cache: bool,
 ) -> int:
     """Answer the file; 130 when Ctrl-C ended it."""
+    from kvjax.mesh import parse_mesh
     from kvjax.policies import parse
     from kvjax.runtime.distributed import Cluster, group, local_mesh
 
@@ -34,14 +35,15 @@ def run(
         everyone = group()
         try:
             with everyone.together():
-                parse(keywords["policy"])  # a misspelt policy is said before the model is loaded
+                parse(keywords["policy"])  # a misspelt policy, or mesh, is said before the model is loaded
+                whole = parse_mesh(mesh)
                 if not input.is_file():
                     raise UsageError(f"--input names no file: {input}.")
                 if compile_cache:
                     session.enable_compile_cache()
                 import kvjax.batch
 
-                lm = session.load(model, dtype, None if mesh is None else local_mesh(*mesh))
+                lm = session.load(model, dtype, None if whole is None else local_mesh(whole))
                 report = kvjax.batch.run(lm, input, output, **keywords)
         except KeyboardInterrupt:
             print(f"kvjax batch: what is answered is in {output}; the same command goes on from there", file=sys.stderr)

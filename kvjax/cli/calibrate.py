@@ -78,6 +78,7 @@ def watershed(
         Path, typer.Option("--dialogues", help="JSON (lines) of your dialogues: messages, ShareGPT, LongChat topics.")
     ],
     model: flag.Model = flag.DEFAULT_MODEL,
+    config: flag.Config = None,
     dtype: flag.Dtype = None,
     most: Annotated[int, typer.Option("--most", help="Dialogues to read, from the file's beginning.")] = 40,
     least_rounds: Annotated[int, typer.Option("--least-rounds", help="Skip dialogues with fewer rounds.")] = 8,

@@ -35,14 +35,22 @@ def _piped_turns() -> Iterator[str]:
         yield inputs.decode_utf8(line, f"Line {number} of standard input").rstrip("\r\n")
 
 
-def run(*, model: str, dtype: str | None, keywords: dict[str, Any], as_json: bool, compile_cache: bool) -> int:
+def run(
+    *,
+    model: str,
+    dtype: str | None,
+    keywords: dict[str, Any],
+    as_json: bool,
+    compile_cache: bool,
+    mesh: str | None = None,
+) -> int:
     """Converse until the input ends or /exit; 130 when Ctrl-C cut a piped turn short."""
     import kvjax
 
     kvjax.policies.parse(keywords["policy"])
     if compile_cache:
         session.enable_compile_cache()
-    lm = session.load(model, dtype)
+    lm = session.load(model, dtype, mesh)
     terminal = sys.stdin.isatty()
     conversation, last = kvjax.Chat(lm, **keywords), None
     for line in _typed_turns() if terminal else _piped_turns():

@@ -20,6 +20,7 @@ def run(
     keywords: dict[str, Any],
     as_json: bool,
     compile_cache: bool,
+    mesh: str | None = None,
 ) -> int:
     """Generate for every prompt and print; the exit code is 130 when Ctrl-C cut the text short."""
     from kvjax import policies
@@ -27,7 +28,7 @@ def run(
     policies.parse(keywords["policy"])  # a misspelt policy is said before the model is loaded
     if compile_cache:
         session.enable_compile_cache()
-    lm = session.load(model, dtype)
+    lm = session.load(model, dtype, mesh)
     streamed = len(prompts) == 1 and keywords["n"] == 1 and not as_json
     outputs = [_stream(lm, prompts[0], keywords)] if streamed else _all(lm, prompts, keywords)
     if as_json:

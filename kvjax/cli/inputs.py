@@ -82,16 +82,3 @@ def byte_count(value: str | None) -> int | None:
     if not match:
         raise UsageError(f"--memory-limit takes bytes, such as 8GB, 512MiB or 1000000, not {value!r}.")
     return int(float(match[1]) * _UNITS[match[2] or ""])
-
-
-def mesh(value: str | None) -> tuple[int, int] | None:
-    """``"data=4,model=2"`` as ``(4, 2)``; an axis left out is 1."""
-    if value is None:
-        return None
-    sizes = {"data": 1, "model": 1}
-    for part in filter(None, (item.strip() for item in value.split(","))):
-        name, _, size = (piece.strip() for piece in part.partition("="))
-        if name not in sizes or not size.isdigit() or int(size) < 1:
-            raise UsageError(f"--mesh is {value!r}; give devices of each axis, such as data=4,model=2.")
-        sizes[name] = int(size)
-    return sizes["data"], sizes["model"]

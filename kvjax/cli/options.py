@@ -13,6 +13,9 @@ Model = Annotated[str, typer.Option("--model", help="A built-in name, a GGUF fil
 Dtype = Annotated[str | None, typer.Option("--dtype", help="float32 or bfloat16; the device decides when not given.")]
 Policy = Annotated[str, typer.Option("--policy", help="Such as lagkv:ratio=0.25,sink=16; see `kvjax policies`.")]
 Storage = Annotated[str, typer.Option("--storage", help="What the cache's rows are stored as: model or int8.")]
+Mesh = Annotated[
+    str | None, typer.Option("--mesh", help="Devices to spread over, such as data=4,model=2; one when not given.")
+]
 MaxNewTokens = Annotated[int, typer.Option("--max-new-tokens", help="0 runs the prompt only.")]
 Temperature = Annotated[float, typer.Option("--temperature", help="0 takes the likeliest token.")]
 TopK = Annotated[int | None, typer.Option("--top-k", help="Sample among the k likeliest tokens.")]

@@ -6,8 +6,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from jax.sharding import Mesh
-
+    from kvjax.mesh import Mesh
     from kvjax.model.load import LanguageModel
 
 # Programs of a 135M model take about a megabyte each; the oldest are dropped beyond this.

@@ -8,6 +8,7 @@ a CPU step is bound by the number and the bytes of products, and grouping by KV 
 from __future__ import annotations
 
 import math
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -33,17 +34,43 @@ def _param(
     return nnx.Param(values.astype(dtype).reshape(stored), axes=axes, logical=shape, inputs=inputs)
 
 
+@runtime_checkable
+class LayerView(Protocol):
+    """What the runtime asks of a layer: a :class:`DecoderLayer`, or what one device of a mesh has of it."""
+
+    config: ModelConfig
+
+    def project(self, x: Array) -> tuple[Array, Array, Array]: ...
+
+    def finish(self, x: Array, attended: Array) -> Array: ...
+
+
+@runtime_checkable
+class DecoderView(Protocol):
+    """What the runtime asks of a model: a :class:`Decoder`, or what one device of a mesh has of it."""
+
+    config: ModelConfig
+    layers: Any  # a sequence of LayerView
+
+    @property
+    def dtype(self) -> Any: ...
+
+    def embed(self, tokens: Array) -> Array: ...
+
+    def logits(self, x: Array) -> Array: ...
+
+
 def logical(param: nnx.Variable) -> jax.Array:
     """A weight with its logical axes, see :class:`DecoderLayer`."""
     return param.get_value().reshape(param.get_metadata("logical", param.get_value().shape))
 
 
-def _gate_columns(inner: int) -> int:
+def gate_columns(inner: int) -> int:
     """C: at most a TPU's 128 lanes, and so few that 16 devices can share the halves wherever 16 divides F."""
     return math.gcd(inner, math.gcd(inner // 16, 128))
 
 
-def _product(x: Float[Array, "*S K"], weight: Float[Array, "K N"]) -> Float[Array, "*S N"]:
+def product(x: Float[Array, "*S K"], weight: Float[Array, "K N"]) -> Float[Array, "*S N"]:
     """``x @ weight``, for a handful of rows by way of x's transpose.
 
     XLA's CPU compiler gives a plain product to a library whose kernel reads weights at 26 GB/s for 8 rows (2 cores);
@@ -111,7 +138,7 @@ class DecoderLayer(nnx.Module):
         self.qkv = _param(rngs, (hidden, heads, group + 2, dim), (None, "kv_heads", None, None), dtype)
         self.out = _param(rngs, (heads, group, dim, hidden), ("kv_heads", None, None, None), dtype, 3)
         if config.mlp == "gated_silu":
-            half = _gate_columns(inner)
+            half = gate_columns(inner)
             self.gate_up = _param(rngs, (hidden, inner // half, 2, half), (None, "mlp", None, None), dtype)
         else:
             self.up = _param(rngs, (hidden, inner), (None, "mlp"), dtype)
@@ -122,7 +149,7 @@ class DecoderLayer(nnx.Module):
             self.out_bias = _param(rngs, (hidden,), (None,), dtype, 0)
         if config.mlp_bias:
             if config.mlp == "gated_silu":
-                half = _gate_columns(inner)
+                half = gate_columns(inner)
                 self.gate_up_bias = _param(rngs, (inner // half, 2, half), ("mlp", None, None), dtype, 0)
             else:
                 self.up_bias = _param(rngs, (inner,), ("mlp",), dtype, 0)
@@ -132,7 +159,7 @@ class DecoderLayer(nnx.Module):
     def project(self, x: Float[Array, "*S M"]) -> tuple[Float[Array, "*S H G D"], Array, Array]:
         """Norm and project to (queries [..., H, G, D], keys [..., H, D], values [..., H, D]), before rotary."""
         c = self.config
-        flat = _product(self.input_norm(x), self.qkv[...])
+        flat = product(self.input_norm(x), self.qkv[...])
         if c.qkv_bias:
             flat = flat + self.qkv_bias[...]
         qkv = flat.reshape(*x.shape[:-1], c.num_kv_heads, c.group_size + 2, c.head_dim)
@@ -141,25 +168,25 @@ class DecoderLayer(nnx.Module):
     def finish(self, x: Float[Array, "*S M"], attended: Float[Array, "*S H G D"]) -> Float[Array, "*S M"]:
         """Output projection, residual, and the MLP with its residual."""
         c = self.config
-        y = _product(attended.reshape(*x.shape[:-1], -1), self.out[...])
+        y = product(attended.reshape(*x.shape[:-1], -1), self.out[...])
         if c.output_bias:
             y = y + self.out_bias[...]
         x = x + y
-        y = _product(self._activated(self.post_attention_norm(x)), self.down[...])
+        y = product(self.activated(self.post_attention_norm(x)), self.down[...])
         return x + (y + self.down_bias[...] if c.mlp_bias else y)
 
-    def _activated(self, x: Float[Array, "*S M"]) -> Float[Array, "*S F"]:
-        """The MLP up to its activation."""
+    def activated(self, x: Float[Array, "*S M"]) -> Float[Array, "*S F"]:
+        """The MLP up to its activation, of the channels whose weights are there."""
         c = self.config
         if c.mlp == "gelu":
-            up = _product(x, self.up[...])
+            up = product(x, self.up[...])
             return jax.nn.gelu(up + self.up_bias[...] if c.mlp_bias else up, approximate=True)
-        inner = _product(x, self.gate_up[...])
+        inner = product(x, self.gate_up[...])
         if c.mlp_bias:
             inner = inner + self.gate_up_bias[...]
-        halves = inner.reshape(*x.shape[:-1], -1, 2, _gate_columns(c.intermediate_size))
+        halves = inner.reshape(*x.shape[:-1], -1, 2, gate_columns(c.intermediate_size))
         gated = jax.nn.silu(halves[..., 0, :]) * halves[..., 1, :]
-        return gated.reshape(*x.shape[:-1], c.intermediate_size)
+        return gated.reshape(*x.shape[:-1], -1)
 
 
 class Decoder(nnx.Module):

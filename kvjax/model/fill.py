@@ -6,18 +6,19 @@ import difflib
 import os
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 from jax.typing import DTypeLike
 
 from kvjax.config import ModelConfig
 from kvjax.errors import WeightsError
+from kvjax.mesh import Mesh
 from kvjax.model.checkpoint import Checkpoint
 from kvjax.model.decoder import Decoder, abstract_decoder
 from kvjax.model.weight_map import Weight
@@ -26,7 +27,6 @@ from kvjax.model.weight_map import Weight
 _BLOCK = 1 << 18
 # Buffers that transformers once saved and that follow from the configuration.
 _HARMLESS = re.compile(r"(.*\.)?rotary_emb\.inv_freq|rope_(freqs|factors_(short|long))\.weight")
-_SHARDED = ("kv_heads", "mlp", "vocab")
 
 
 def fill(
@@ -49,8 +49,9 @@ def fill(
       checkpoint: where the tensors are.
       gguf: whether its names are GGUF's.
       dtype: float32 or bfloat16, of every parameter.
-      mesh: with an axis called "model", parameters are split over it along their KV-head, MLP or vocabulary axis
-        where it divides; other axes, and no mesh, hold copies or one device.
+      mesh: parameters are split over its model axis, as ``kvjax.sharding.placement`` says; by default one device. A
+        host keeps what its own devices hold, and of a weight that is split by its outputs, which is how files store
+        them, it reads no more than that either.
 
     Raises:
       WeightsError: a weight is missing, left over, or of a wrong shape; the sentence names it.
@@ -63,12 +64,16 @@ def fill(
     graph, state = nnx.split(abstract_decoder(config, dtype))
     flat = dict(nnx.to_flat_state(state))
 
+    where = None if mesh is None else _shardings(config, mesh)
+
     def make(path: tuple[str | int, ...], param: nnx.Variable) -> nnx.Variable:
         spec = param.get_value()
         values = _aligned(spec.shape, spec.dtype)
+        sharding = where and where(param)
+        needed = sharding and _needed(sharding, spec.shape)
         for name, weight in pieces[".".join(map(str, path))]:
-            _copy(checkpoint, name, weight, values.reshape(param.get_metadata("logical", spec.shape)))
-        return param.replace(_place(values, _stored_axes(param), mesh))
+            _copy(checkpoint, name, weight, values, param.get_metadata("logical", spec.shape), needed)
+        return param.replace(_place(values, sharding))
 
     # Conversion runs in NumPy, which lets other threads run; more threads than cores only hold more buffers.
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
@@ -136,32 +141,61 @@ def _aligned(shape: tuple[int, ...], dtype: DTypeLike) -> np.ndarray:
     return buffer[start : start + size].view(dtype).reshape(shape)
 
 
-def _copy(checkpoint: Checkpoint, name: str, weight: Weight, values: np.ndarray) -> None:
-    view = weight.place(values)
+#: What this host's devices hold of a matrix: (rows, columns) of each share, a range each.
+Needed = list[tuple[tuple[int, int], tuple[int, int]]]
+
+
+def _copy(
+    checkpoint: Checkpoint,
+    name: str,
+    weight: Weight,
+    values: np.ndarray,
+    logical: tuple[int, ...],
+    needed: Needed | None = None,
+) -> None:
+    view = weight.place(values.reshape(logical))
     # One index of the view's first axis takes this many rows of the tensor (a head's channels, or one).
     per = weight.shape[0] // view.shape[0]
     for start, stop in _blocks(weight.shape, per):
         target = view[start // per : stop // per]
-        target[...] = checkpoint.read(name, start, stop).reshape(target.shape)
+        if needed is None or _meets(values, target, needed):
+            target[...] = checkpoint.read(name, start, stop).reshape(target.shape)
 
 
-def _stored_axes(param: nnx.Variable) -> tuple[tuple[str | None, int], ...]:
-    """Name and size of the logical axis that leads each stored axis: a share of it is a share of the stored one."""
-    names, shape = param.get_metadata("axes"), param.get_metadata("logical", param.get_value().shape)
-    leading = [0, param.get_metadata("inputs", 1)][: len(param.get_value().shape)]
-    return tuple((names[i], shape[i]) for i in leading)
+def _meets(values: np.ndarray, target: np.ndarray, needed: Needed) -> bool:
+    """Whether a part of a matrix may lie in what is needed: its first and last number bound what it touches."""
+    low, high = np.lib.array_utils.byte_bounds(target)
+    width = values.shape[1]
+    (top, left), (bottom, right) = (
+        divmod((byte - values.ctypes.data) // values.itemsize, width) for byte in (low, high - 1)
+    )
+    return any(
+        top < last_row and first_row <= bottom and (left > right or (left < last_column and first_column <= right))
+        for (first_row, last_row), (first_column, last_column) in needed
+    )
 
 
-def _place(values: np.ndarray, axes: tuple[tuple[str | None, int], ...], mesh: Mesh | None) -> jax.Array:
-    if mesh is None:
+def _shardings(config: ModelConfig, mesh: Mesh) -> Callable[[nnx.Variable], NamedSharding]:
+    from kvjax.sharding.placement import splits, weight_spec
+
+    split, devices = splits(mesh, config), mesh.jax
+    return lambda param: NamedSharding(devices, weight_spec(param, split))
+
+
+def _needed(sharding: NamedSharding, shape: tuple[int, ...]) -> Needed | None:
+    """What this host's devices hold of a matrix; None for a vector, which is small."""
+    if len(shape) != 2:
+        return None
+    shares = sharding.addressable_devices_indices_map(shape).values()
+    return [(index[0].indices(shape[0])[:2], index[1].indices(shape[1])[:2]) for index in shares if index is not None]
+
+
+def _place(values: np.ndarray, sharding: NamedSharding | None) -> jax.Array:
+    if sharding is None:
         return jax.device_put(values)
-    split = mesh.shape.get("model", 1)
-
-    def physical(axis: str | None, size: int) -> str | None:
-        return "model" if axis in _SHARDED and split > 1 and size % split == 0 else None
-
-    spec = PartitionSpec(*(physical(axis, size) for axis, size in axes))
-    return jax.device_put(values, NamedSharding(mesh, spec))
+    if sharding.is_fully_replicated and sharding.is_fully_addressable:
+        return jax.device_put(values, sharding)
+    return jax.make_array_from_callback(values.shape, sharding, lambda index: np.ascontiguousarray(values[index]))
 
 
 def default_dtype() -> DTypeLike:

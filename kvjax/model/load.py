@@ -8,11 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import jax.numpy as jnp
-from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from kvjax.config import ModelConfig
 from kvjax.errors import UsageError, WeightsError
+from kvjax.mesh import Mesh, parse_mesh
 from kvjax.model.decoder import Decoder
 from kvjax.model.families import family
 from kvjax.model.fetch import fetch
@@ -36,6 +36,7 @@ class LanguageModel:
       params: its parameters, a pytree.
       tokenizer: its tokenizer.
       stop_token_ids: ids that end an answer, from its generation configuration.
+      mesh: the devices it is spread over; None for one device.
     """
 
     name: str
@@ -43,13 +44,23 @@ class LanguageModel:
     params: Decoder = dataclasses.field(repr=False)
     tokenizer: Tokenizer
     stop_token_ids: tuple[int, ...]
+    mesh: Mesh | None = None
+
+    def on(self, mesh: Mesh | str) -> LanguageModel:
+        """A model that is on one device, spread over a mesh; :func:`load` puts it there without the detour."""
+        from kvjax.sharding.placement import place_weights
+
+        wanted = parse_mesh(mesh)
+        if wanted is None or self.mesh is not None:
+            raise UsageError("Give a mesh, and a model that is on one device; kvjax.load takes mesh= as well.")
+        return dataclasses.replace(self, params=place_weights(self.params, wanted), mesh=wanted)
 
 
 def load(
     name: str | os.PathLike[str],
     *,
     dtype: DTypeLike | None = None,
-    mesh: Mesh | None = None,
+    mesh: Mesh | str | None = None,
     progress: bool | Callable[[int, int], None] = True,
 ) -> LanguageModel:
     """Load a model's weights and tokenizer.
@@ -59,8 +70,9 @@ def load(
         path to a .gguf file, a folder in Hugging Face's form (config.json, safetensors, tokenizer), or a hub id
         ("org/name").
       dtype: "float32" or "bfloat16" for every parameter; by default float32 on the CPU and bfloat16 elsewhere.
-      mesh: devices to spread over; its axis "model" splits KV heads, MLP channels and vocabulary where it divides
-        them. By default everything goes to JAX's default device.
+      mesh: devices to spread over, a :class:`kvjax.Mesh` or its text form ("data=4,model=2"): weights over the model
+        axis, each share read and put straight on its devices; what the axis does not divide is on all of them. Calls
+        with this model then run on the mesh. By default everything goes to JAX's default device.
       progress: while downloading, True shows a bar on standard error, False nothing, and a function is called with
         the bytes done and their total.
 
@@ -69,14 +81,16 @@ def load(
       WeightsError: a file that is missing, truncated, corrupt, or does not hold exactly the model's weights; a
         download that failed; an architecture that is not supported.
     """
-    wanted = weights_dtype(dtype)
+    wanted, over = weights_dtype(dtype), parse_mesh(mesh)
+    if over is not None:
+        _ = over.jax  # too few devices are said before anything is read
     text = os.fspath(name)
     path = fetch(text, progress)
     if path.is_dir():
-        return _load_folder(text, path, wanted, mesh)
+        return _load_folder(text, path, wanted, over)
     if path.suffix == ".safetensors":
         raise UsageError(f"{path} is a single file of weights; give the folder with its config.json: {path.parent}.")
-    return _load_gguf(text, path, wanted, mesh)
+    return _load_gguf(text, path, wanted, over)
 
 
 def load_config(name: str | os.PathLike[str], *, progress: bool | Callable[[int, int], None] = True) -> ModelConfig:
@@ -117,7 +131,7 @@ def _load_gguf(name: str, path: Path, dtype: DTypeLike, mesh: Mesh | None) -> La
         params = fill(config, list(kind.weights(config, True)), file, gguf=True, dtype=dtype, mesh=mesh)
     finally:
         file.close()
-    return LanguageModel(name, config, params, tokenizer, stop_ids_from_gguf(metadata))
+    return LanguageModel(name, config, params, tokenizer, stop_ids_from_gguf(metadata), mesh)
 
 
 def _gguf_config(file: GGUFFile) -> tuple[ModelConfig, Family]:
@@ -147,7 +161,7 @@ def _load_folder(name: str, folder: Path, dtype: DTypeLike, mesh: Mesh | None) -
     _check_vocabulary(tokenizer, config, str(folder))
     checkpoint = SafetensorsFolder(folder)
     params = fill(config, kind.hf_weights(config, checkpoint.shapes), checkpoint, gguf=False, dtype=dtype, mesh=mesh)
-    return LanguageModel(name, config, params, tokenizer, _stop_ids(folder, raw, tokenizer))
+    return LanguageModel(name, config, params, tokenizer, _stop_ids(folder, raw, tokenizer), mesh)
 
 
 def _configured(make: Callable[[], ModelConfig], origin: str) -> ModelConfig:

@@ -14,9 +14,11 @@ number a slot (a score, a position) is a mark and moves with its row; other stat
 (running means, counters) lives in ``LayerCache.state`` as a pytree whose leaves all lead with the batch axis. What
 attention should hand over is declared by :attr:`Policy.signals`.
 
-A policy may be given some of a layer's heads only, as a cache of its own (``cache/groups.py``): it takes the number of
-heads from its arrays or from the ``config`` of a Turn or Step, never from elsewhere. A policy from elsewhere is one
-such class passed as ``policy=``; :func:`register` gives it a name for the command line.
+A policy may be given some of a layer's heads only, as a cache of its own (``cache/groups.py``, and on a mesh of devices
+``cache/share.py``): it takes the number of heads from its arrays or from the ``config`` of a Turn or Step, never from
+elsewhere; the second axis of its state, where there is one, is heads. What looks at several heads of a layer, or at a
+head's number, asks ``cache.share`` for the others'. A policy from elsewhere is one such class passed as ``policy=``;
+:func:`register` gives it a name for the command line.
 """
 
 from __future__ import annotations
@@ -103,6 +105,8 @@ class Policy:
     merges: ClassVar[bool] = False
     #: Whether it says where the rounds of a conversation are instead of choosing tokens (``kvjax/rounds`` runs it).
     places: ClassVar[bool] = False
+    #: Whether a layer's heads differ in nothing but what they hold, so that a device may be given some of them.
+    heads_alike: ClassVar[bool] = True
 
     @property
     def signals(self) -> Signals:
@@ -132,6 +136,10 @@ class Policy:
     def planned(self, config: ModelConfig, prompt: int) -> Policy:
         """What holds the cache of a row of ``prompt`` tokens, for plans: itself, unless it places rounds."""
         return self
+
+    def heads_of(self, config: ModelConfig, layer: int) -> int:
+        """KV heads of a layer that this policy has."""
+        return config.num_kv_heads
 
     def budgets(self, config: ModelConfig, layer: int, total: HostOrTraced) -> HostOrTraced:
         """Slots each head of a row holds right after a prompt of ``total`` tokens was compressed."""
@@ -242,7 +250,8 @@ def page_capacities(
 ) -> tuple[tuple[int, ...], ...]:
     """The policy's capacities in pages [layer][head]."""
     slots = policy.capacities(config, prompt, new)
-    if len(slots) != config.num_layers or any(len(heads) != config.num_kv_heads for heads in slots):
+    wanted = [policy.heads_of(config, layer) for layer in range(config.num_layers)]
+    if [len(heads) for heads in slots] != wanted:
         raise UsageError(
             f"{type(policy).__name__}.capacities must give {config.num_layers} layers of {config.num_kv_heads} heads; "
             f"it gave {[len(heads) for heads in slots]}."

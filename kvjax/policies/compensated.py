@@ -96,6 +96,11 @@ class CompensatedRing(Policy):
         return self.compensation
 
     @property
+    def heads_alike(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Whether no head has a buffer of its own."""
+        return self.lengths is None
+
+    @property
     def first(self) -> int:
         """Slot of the first sink."""
         return int(self.compensation)

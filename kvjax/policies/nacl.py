@@ -91,12 +91,16 @@ class NACL(Selecting):
         among = candidates.valid & ~self.protected(candidates, turn)
         best = top_mask(score, self._shares(turn)[0][:, None], among)
         # The base fills the budget from the top: first all of the best, then the luckiest of the others.
-        return jnp.where(best, _CHOSEN, score + self.draws(layer, candidates.marks["position"]))
+        first = cache.share.first_head(len(cache.pages))
+        return jnp.where(best, _CHOSEN, score + self.draws(layer, candidates.marks["position"], first))
 
-    def draws(self, layer: int, position: Int[Array, "B H N"]) -> Float[Array, "B H N"]:
-        """A Gumbel number for every token, made from what identifies it and nothing else."""
+    def draws(self, layer: int, position: Int[Array, "B H N"], first_head: int | Array = 0) -> Float[Array, "B H N"]:
+        """A Gumbel number for every token, made from what identifies it and nothing else.
+
+        ``first_head`` is the number of the first of these heads, which on a mesh may be some of a layer's.
+        """
         key = jax.random.fold_in(jax.random.key(self.seed), layer)
-        heads = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(position.shape[1]))
+        heads = jax.vmap(jax.random.fold_in, (None, 0))(key, first_head + jnp.arange(position.shape[1]))
 
         def one(head: Array, place: Array) -> Array:
             return jax.random.gumbel(jax.random.fold_in(head, place), dtype=jnp.float32)

@@ -36,7 +36,8 @@ class TOVA(Evicting):
         self, layer: int, cache: LayerCache, candidates: Candidates, turn: Turn
     ) -> tuple[Float[Array, "B H N"], Float[Array, "B H N"]]:
         assert candidates.signals.window is not None
-        scores = jnp.broadcast_to(candidates.signals.window.mean(axis=(1, 2))[:, None], candidates.k.shape[:3])
+        mean = cache.share.mean_over_heads(candidates.signals.window.mean(axis=(1, 2)))
+        scores = jnp.broadcast_to(mean[:, None], candidates.k.shape[:3])
         return scores, scores
 
     def rank(self, cache: LayerCache, logits: Float[Array, "B P G R"], step: Step) -> Float[Array, "B P R"]:
@@ -44,4 +45,4 @@ class TOVA(Evicting):
         weights = attention_weights(cache, logits)
         # Every head made the same choices so far, so a slot holds the same token in all of them.
         by_slot = weights.reshape(weights.shape[0], heads, -1, *weights.shape[2:]).mean(axis=(1, 3))
-        return jnp.tile(by_slot, (1, heads, 1))
+        return jnp.tile(cache.share.mean_over_heads(by_slot), (1, heads, 1))

@@ -23,7 +23,8 @@ def to_device(tree: Tree) -> Tree:
 
 def _move(tree: Any, kind: str) -> Any:
     leaves, structure = jax.tree.flatten(tree)
-    away = [i for i, leaf in enumerate(leaves) if leaf.sharding.memory_kind != kind]
+    here = [isinstance(leaf, jax.Array) for leaf in leaves]  # a counter may be NumPy's, which is nowhere yet
+    away = [i for i, leaf in enumerate(leaves) if here[i] and leaf.sharding.memory_kind != kind]
     if not away:
         return tree
     moved = jax.device_put([leaves[i] for i in away], [leaves[i].sharding.with_memory_kind(kind) for i in away])

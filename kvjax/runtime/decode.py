@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -19,7 +20,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax.attention import decode_attention
 from kvjax.cache.value import Cache, Pools, attach, detach
 from kvjax.model.alibi import slopes
-from kvjax.model.decoder import Decoder
+from kvjax.model.decoder import Decoder, DecoderView
 from kvjax.model.rope import rotated, token_angles
 from kvjax.policies.base import Step
 from kvjax.runtime.sampling import Sampling, log_probability, sample
@@ -28,8 +29,8 @@ from kvjax.runtime.stopping import FOUND, StopTable
 #: Tokens a compiled call has room for. How many of them it makes is traced.
 CHUNK = 64
 
-#: Tokens made by this call, and the state.
-Carry = tuple[Array, "DecodeState"]
+#: Tokens made by this call, the state, whether another step follows, and whether a row is to be maintained before it.
+Carry = tuple[Array, "DecodeState", Array, Array]
 
 RUNNING, STOP, LENGTH, CONTEXT = 0, 1, 2, 3
 REASONS = {STOP: "stop", LENGTH: "length", CONTEXT: "context"}
@@ -78,7 +79,7 @@ class DecodeState:
 
 
 def forward_step(
-    params: Decoder, cache: Cache, token: Int[Array, " B"], active: Bool[Array, " B"]
+    params: DecoderView, cache: Cache, token: Int[Array, " B"], active: Bool[Array, " B"]
 ) -> tuple[Cache, Float[Array, "B V"]]:
     """Feed one token a row; rows that are not active keep their cache bit for bit.
 
@@ -86,18 +87,19 @@ def forward_step(
       The cache with the tokens in, and the float32 logits of what follows.
     """
     config, policy = params.config, cache.policy
-    step = Step(cache.seen, active, config=config)
     angles = token_angles(config, cache.seen[:, None], cache.seen + 1)
     x = params.embed(token)
     done: list[Any] = []
     for i, (layer, kept) in enumerate(zip(params.layers, cache.layers, strict=True)):
+        own = layer.config  # the model's, or of the heads that this device has of the layer
+        step = Step(cache.seen, active, config=own)
         q, k, v = layer.project(x)
         kept = policy.append(i, kept, rotated(k, angles), v, step)
         attended, logits = decode_attention(
             rotated(q, angles),
             kept,
             scale=config.head_dim**-0.5,
-            slopes=slopes(config) if config.positional == "alibi" else None,
+            slopes=slopes(own) if own.positional == "alibi" else None,
             position=step.position,
             with_logits=policy.signals.decode_logits,
         )
@@ -149,18 +151,32 @@ def first_token(
 def _first_token(
     cache: Cache, logits: Float[Array, "B V"], present: Bool[Array, "B V"], controls: Controls, *, logprobs: bool
 ) -> DecodeState:
+    live = jnp.ones((cache.batch,), bool)
+    return begin(cache, logits, present, controls, live, logprobs=logprobs)
+
+
+def begin(
+    cache: Cache,
+    logits: Float[Array, "B V"],
+    present: Bool[Array, "B V"],
+    controls: Controls,
+    live: Bool[Array, " B"],
+    *,
+    logprobs: bool,
+) -> DecodeState:
+    """:func:`first_token` without the pools, to be compiled; rows that are not ``live`` have ended from the start."""
     batch = cache.batch
     zeros = jnp.zeros((batch,), jnp.int32)
     state = DecodeState(
         cache=cache,
-        reason=zeros,
+        reason=jnp.where(live, RUNNING, STOP).astype(jnp.int32),
         stop_state=zeros,
         present=present,
         made=zeros,
         tokens=jnp.full((batch, CHUNK), -1, jnp.int32),
         logprobs=jnp.zeros((batch, CHUNK), jnp.float32) if logprobs else None,
     )
-    return _record(state, logits, controls, jnp.ones((batch,), bool), jnp.int32(0))
+    return _record(state, logits, controls, live, jnp.int32(0))
 
 
 def decode_chunk(
@@ -183,40 +199,58 @@ def compiled_chunk(
     params: Decoder, pools: Pools, state: DecodeState, controls: Controls, steps: Int[Array, ""]
 ) -> tuple[Pools, DecodeState, Int[Array, ""]]:
     """:func:`decode_chunk` with the pools apart; public so that tests can read its memory analysis."""
+    return chunk(params, pools, state, controls, steps)
+
+
+def _alone(flag: Bool[Array, ""]) -> Bool[Array, ""]:
+    return flag
+
+
+def chunk(
+    params: DecoderView,
+    pools: Pools,
+    state: DecodeState,
+    controls: Controls,
+    steps: Int[Array, ""],
+    agree: Callable[[Bool[Array, ""]], Bool[Array, ""]] = _alone,
+) -> tuple[Pools, DecodeState, Int[Array, ""]]:
+    """:func:`compiled_chunk`, to be compiled; ``agree`` is true where a flag is true on any device of a mesh.
+
+    Devices that hold different rows must take every step together, so the flags are agreed on in the loop's body.
+    """
     state = dataclasses.replace(state, cache=attach(pools, state.cache))
-    policy = state.cache.policy
-    config = params.config
+    policy, config = state.cache.policy, params.config
     state = dataclasses.replace(state, tokens=jnp.full_like(state.tokens, -1))
-
-    def going(carry: Carry) -> Bool[Array, ""]:
-        made, state = carry
-        return (made < steps) & (state.reason == RUNNING).any()
-
-    def step(carry: Carry) -> Carry:
-        made, state = carry
-        active = state.reason == RUNNING
-        cache, logits = forward_step(params, state.cache, jnp.maximum(state.cache.pending, 0), active)
-        state = _record(dataclasses.replace(state, cache=cache), logits, controls, active, made)
-        return made + 1, state
 
     def due(state: DecodeState) -> Bool[Array, " B"]:
         return policy.due(state.cache.layers, config) & (state.reason == RUNNING)
 
-    def nothing_due(carry: Carry) -> Bool[Array, ""]:
-        return going(carry) & ~due(carry[1]).any()
+    def carry(made: Array, state: DecodeState) -> Carry:
+        going = (made < steps) & agree((state.reason == RUNNING).any())
+        return made, state, going, agree(due(state).any()) if policy.maintains else jnp.bool_(False)
+
+    def step(now: Carry) -> Carry:
+        made, state, _, _ = now
+        active = state.reason == RUNNING
+        cache, logits = forward_step(params, state.cache, jnp.maximum(state.cache.pending, 0), active)
+        state = _record(dataclasses.replace(state, cache=cache), logits, controls, active, made)
+        return carry(made + 1, state)
 
     def maintain(state: DecodeState) -> DecodeState:
         cache, row = state.cache, jnp.argmax(due(state))
-        layers = tuple(policy.maintain(i, layer, config, row, cache.seen[row]) for i, layer in enumerate(cache.layers))
+        layers = tuple(
+            policy.maintain(i, old, layer.config, row, cache.seen[row])
+            for i, (layer, old) in enumerate(zip(params.layers, cache.layers, strict=True))
+        )
         return dataclasses.replace(state, cache=cache.replace(layers=layers))
 
-    def maintain_then_step(carry: Carry) -> Carry:
-        made, state = carry
+    def maintain_then_step(now: Carry) -> Carry:
+        made, state, going, _ = now
         # One row at a time, and in loops rather than behind a conditional, whose branches would copy the cache.
         state = jax.lax.while_loop(lambda state: due(state).any(), maintain, state)
-        return jax.lax.while_loop(nothing_due, step, (made, state))
+        return jax.lax.while_loop(lambda now: now[2] & ~now[3], step, (made, state, going, jnp.bool_(False)))
 
     body = maintain_then_step if policy.maintains else step
-    made, state = jax.lax.while_loop(going, body, (jnp.int32(0), state))
+    made, state, _, _ = jax.lax.while_loop(lambda now: now[2], body, carry(jnp.int32(0), state))
     pools, rest = detach(state.cache)
     return pools, dataclasses.replace(state, cache=rest), made

@@ -16,10 +16,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import jax
-import numpy as np
-from jax.sharding import Mesh
 
 from kvjax.errors import KvjaxError, UsageError
+from kvjax.mesh import Mesh
 
 #: Seconds after which a silent process counts as dead; JAX's own default lets the others hang for 100.
 HEARTBEAT = 30
@@ -159,18 +158,18 @@ class Cluster:
         return True
 
 
-def local_mesh(data: int, model: int) -> Mesh:
+def local_mesh(mesh: Mesh) -> Mesh:
     """This process' part of a mesh over the devices of all: ``data`` is divided among processes, ``model`` is not.
 
     Each process answers rows of its own, so a step of decoding sends nothing between hosts.
     """
     processes, devices = jax.process_count(), jax.local_devices()
-    if data % processes:
-        raise UsageError(f"The mesh has data={data}, which {processes} processes do not divide; give a multiple.")
-    here = data // processes
-    if here * model > len(devices):
+    if mesh.data % processes:
+        raise UsageError(f"The mesh has data={mesh.data}, which {processes} processes do not divide; give a multiple.")
+    here = mesh.data // processes
+    if here * mesh.model > len(devices):
         raise UsageError(
-            f"The mesh data={data},model={model} needs {here * model} devices a process and this one has "
-            f"{len(devices)}; model is split over the devices of one process, data over those of all."
+            f"The mesh {mesh} needs {here * mesh.model} devices a process and this one has {len(devices)}; model is "
+            "split over the devices of one process, data over those of all."
         )
-    return Mesh(np.array(devices[: here * model]).reshape(here, model), ("data", "model"))
+    return Mesh(here, mesh.model, tuple(devices[: here * mesh.model]))

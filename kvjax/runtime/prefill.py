@@ -8,6 +8,7 @@ time follows the longest prompt and not its bucket.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -16,14 +17,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.attention import kept_rows
-from kvjax.cache.groups import parts
+from kvjax.cache.groups import parts, rounded
 from kvjax.cache.pool import layout_for
 from kvjax.cache.storage import MODEL, Storage
 from kvjax.cache.value import Cache, Pools, attach, detach
 from kvjax.config import ModelConfig
 from kvjax.errors import UsageError
 from kvjax.model.alibi import query_bias
-from kvjax.model.decoder import Decoder, DecoderLayer
+from kvjax.model.decoder import Decoder, DecoderView, LayerView
 from kvjax.model.rope import Angles, rotated, token_angles
 from kvjax.policies.base import Policy, Turn, page_capacities
 from kvjax.policies.full import Full
@@ -61,7 +62,7 @@ def empty_cache(
 
 
 def read_layer(
-    layer: DecoderLayer,
+    layer: LayerView,
     x: Float[Array, "B T M"],
     turn: Angles,
     kept: Rows | None,
@@ -104,7 +105,7 @@ def read_layer(
 
 
 def through_layers(
-    params: Decoder,
+    params: DecoderView,
     policy: Policy,
     first: int,
     caches: tuple[Any, ...],
@@ -135,11 +136,14 @@ def through_layers(
     zero = jnp.int32(0) if first == 0 else zero_after(x)
     for i, (old, counts) in enumerate(zip(caches, pages, strict=True), first):
         kept = None
+        layer = params.layers[i]
+        own = layer.config  # the model's, or of the heads that this device has of the layer
         if not fresh:
-            old = policy.settle(i, old, config)
+            old = policy.settle(i, old, own)
             kept = kept_rows(old, keys_of(block), seen if config.positional == "alibi" else None)
-        x, k, v, signals = read_layer(params.layers[i], x, angles, kept, blocks, zero, tap, count)
-        turn = Turn(seen, count, total, pages=counts, config=config, fresh=fresh, signals=signals)
+        asked = None if tap is None else dataclasses.replace(tap, config=own)
+        x, k, v, signals = read_layer(layer, x, angles, kept, blocks, zero, asked, count)
+        turn = Turn(seen, count, total, pages=counts, config=own, fresh=fresh, signals=signals)
         packed = policy.compress(i, old, k, v, turn)
         zero = zero_after(*jax.tree.leaves([part.kv for part in parts(packed)]))
         done.append(packed)
@@ -147,7 +151,7 @@ def through_layers(
 
 
 def _forward(
-    params: Decoder,
+    params: DecoderView,
     cache: Cache,
     tokens: Int[Array, "B T"],
     count: Int[Array, " B"],
@@ -182,7 +186,7 @@ def zero_after(*made: Array) -> Int[Array, ""]:
     return jnp.minimum(sum(bits), 0)
 
 
-def last_logits(params: Decoder, x: Float[Array, "B T M"], count: Int[Array, " B"]) -> Float[Array, "B V"]:
+def last_logits(params: DecoderView, x: Float[Array, "B T M"], count: Int[Array, " B"]) -> Float[Array, "B V"]:
     last = jnp.maximum(count - 1, 0)[:, None, None]
     return params.logits(jnp.take_along_axis(x, last, axis=1)[:, 0])
 
@@ -212,8 +216,14 @@ def prefill_fresh(
     Returns:
       The cache, and the logits after each row's last token (float32).
     """
-    config = params.config
-    cache = empty_cache(config, policy, tokens.shape[0], prompt_room, new_room, dtype, storage)
+    cache = empty_cache(params.config, policy, tokens.shape[0], prompt_room, new_room, dtype, storage)
+    return read_fresh(params, cache, tokens, count, total)
+
+
+def read_fresh(
+    params: DecoderView, cache: Cache, tokens: Int[Array, "B T"], count: Int[Array, " B"], total: Int[Array, " B"]
+) -> tuple[Cache, Float[Array, "B V"]]:
+    """:func:`prefill_fresh` into a cache that was made for it."""
     cache, x = _forward(params, cache, tokens, count, total, tuple(c.pages for c in cache.layers), fresh=True)
     return cache, last_logits(params, x, count)
 
@@ -234,7 +244,7 @@ def prefill_onto(
     The cache given stays a value, unless ``consume``: then its buffers are donated, and reused where shapes allow.
     """
     old, rest = detach(cache)
-    pages = _pages_onto(params.config, cache, prompt_room, new_room)
+    pages = pages_onto(params.config, cache, prompt_room, new_room)
     reusable = pages == tuple(layer.pages for layer in cache.layers)
     run = _onto_consuming if consume and reusable else _onto
     pools, rest, logits = run(params, old, rest, tokens, count, total, prompt_room=prompt_room, new_room=new_room)
@@ -243,20 +253,21 @@ def prefill_onto(
     return attach(pools, rest), logits
 
 
-def _pages_onto(config: ModelConfig, cache: Cache, prompt_room: int, new_room: int) -> Pages:
+def pages_onto(config: ModelConfig, cache: Cache, prompt_room: int, new_room: int) -> Pages:
     """Pages after a turn: planned anew, or as they are for a policy that keeps its size."""
     old = tuple(layer.pages for layer in cache.layers)
     if not cache.policy.replans:
         return old
     wanted = page_capacities(cache.policy, config, prompt_room, new_room, cache.page_size)
+    wanted = tuple(rounded(layer, pages) for layer, pages in zip(cache.layers, wanted, strict=True))
     if cache.policy.grows:
         return wanted
     # A bounded cache never shrinks: a shorter bucket's turn reuses what is allocated.
     return tuple(tuple(max(pair) for pair in zip(*layers, strict=True)) for layers in zip(old, wanted, strict=True))
 
 
-def _prefill_onto(
-    params: Decoder,
+def read_onto(
+    params: DecoderView,
     pools: Pools,
     rest: Cache,
     tokens: Int[Array, "B T"],
@@ -266,15 +277,16 @@ def _prefill_onto(
     prompt_room: int,
     new_room: int,
 ) -> tuple[Pools, Cache, Float[Array, "B V"]]:
+    """:func:`prefill_onto` with the pools apart, to be compiled."""
     cache = attach(pools, rest)
-    pages = _pages_onto(params.config, cache, prompt_room, new_room)
+    pages = pages_onto(params.config, cache, prompt_room, new_room)
     cache, x = _forward(params, cache, tokens, count, total, pages, fresh=False)
     pools, rest = detach(cache.replace(prompt_room=prompt_room, new_room=new_room))
     return pools, rest, last_logits(params, x, count)
 
 
-_onto = jax.jit(_prefill_onto, static_argnames=("prompt_room", "new_room"))
-_onto_consuming = jax.jit(_prefill_onto, static_argnames=("prompt_room", "new_room"), donate_argnames=("pools",))
+_onto = jax.jit(read_onto, static_argnames=("prompt_room", "new_room"))
+_onto_consuming = jax.jit(read_onto, static_argnames=("prompt_room", "new_room"), donate_argnames=("pools",))
 
 
 @jax.jit

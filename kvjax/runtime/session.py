@@ -18,10 +18,9 @@ from kvjax.model.decoder import Decoder
 from kvjax.policies.base import Policy
 from kvjax.runtime.buckets import NEW_TOKENS, new_bucket, prompt_bucket
 from kvjax.runtime.compilation import CompileClock
-from kvjax.runtime.decode import CHUNK, REASONS, RUNNING, Controls, DecodeState, decode_chunk, first_token
-from kvjax.runtime.grow import grow
+from kvjax.runtime.decode import CHUNK, REASONS, RUNNING, Controls, DecodeState
 from kvjax.runtime.interrupt import Interrupt
-from kvjax.runtime.prefill import prefill_fresh, prefill_onto
+from kvjax.runtime.programs import ONE_DEVICE, Programs, on_host
 
 
 @dataclasses.dataclass
@@ -51,15 +50,21 @@ def read_prompts(
     consume: bool,
     dtype: Any,
     storage: Storage = MODEL,
+    programs: Programs = ONE_DEVICE,
 ) -> tuple[Cache, jax.Array]:
     """Prefill prompts of different lengths as one batch, onto ``cache`` when there is one.
 
     Returns:
-      The cache and the logits [B, V] after each row's last token.
+      The cache and the logits [B, V] after each row's last token; on a mesh B may be more than there are prompts.
     """
     config = params.config
+    padding = programs.rows(len(prompts)) - len(prompts)
+    # A row of padding is one token, or nothing new of another row's cache.
+    prompts = [*prompts, *([prompts[0][:1]] if cache is None else [()]) * padding]
+    if cache is not None and cache.batch < len(prompts):
+        cache, consume = take(cache, [*range(cache.batch), *[0] * padding]), True
     lengths = np.array([len(ids) for ids in prompts], np.int32)
-    seen = np.zeros_like(lengths) if cache is None else np.asarray(cache.seen)
+    seen = np.zeros_like(lengths) if cache is None else on_host(cache.seen)
     total = seen + lengths
     # A bounded cache stays as it is allocated, so one program serves all turns of a conversation.
     room = prompt_bucket(int(total.max())) if cache is None or policy.replans else cache.prompt_room
@@ -70,14 +75,14 @@ def read_prompts(
         tokens = np.zeros((len(prompts), bucket), np.int32)
         for row, ids in enumerate(prompts):
             tokens[row, : count[row]] = ids[start : start + count[row]]
-        read = jnp.asarray(tokens), jnp.asarray(count), jnp.asarray(total)
+        read = tokens, count, total
         rooms = {"prompt_room": room, "new_room": NEW_TOKENS}
         if cache is None:
-            cache, new = prefill_fresh(params, *read, policy=policy, dtype=dtype, storage=storage, **rooms)
+            cache, new = programs.fresh(params, *read, policy=policy, dtype=dtype, storage=storage, **rooms)
         else:
-            cache, new = prefill_onto(params, cache, *read, consume=consume, **rooms)
+            cache, new = programs.onto(params, cache, *read, consume=consume, **rooms)
         consume = True  # from the second chunk on the cache is this function's own
-        logits = new if logits is None else jnp.where(read[1][:, None] > 0, new, logits)
+        logits = new if logits is None else jnp.where(count[:, None] > 0, new, logits)
     assert cache is not None and logits is not None  # there is at least one chunk
     return cache, logits
 
@@ -100,12 +105,19 @@ class Session:
     Python state lives here and only here; everything compiled is a pure function of arrays.
     """
 
-    def __init__(self, params: Decoder, controls: Controls, clock: CompileClock, interrupt: Interrupt):
-        self.params, self.controls = params, controls
+    def __init__(
+        self,
+        params: Decoder,
+        controls: Controls,
+        clock: CompileClock,
+        interrupt: Interrupt,
+        programs: Programs = ONE_DEVICE,
+    ):
+        self.params, self.controls, self.programs = params, controls, programs
         self.times = Times()
         self._clock, self._interrupt = clock, interrupt
         self._state: DecodeState | None = None
-        self._fed = 0
+        self._fed = self._rows = 0
         self._began, self._compiled = time.perf_counter(), clock.seconds
 
     def _lap(self) -> float:
@@ -123,16 +135,21 @@ class Session:
     def prefill(
         self, prompts: Sequence[Sequence[int]], *, read: Callable[..., Any] | None = None, **options: Any
     ) -> Any:
-        """Read prompts, as :func:`read_prompts` (or as ``read`` does); timed."""
-        result = jax.block_until_ready((read or read_prompts)(self.params, prompts, **options))
+        """Read prompts, as :func:`read_prompts` (or as ``read`` does, on one device); timed."""
+        if read is None:
+            found = read_prompts(self.params, prompts, programs=self.programs, **options)
+        else:
+            found = read(self.params, prompts, **options)
+        result = jax.block_until_ready(found)
         spent = self._lap()
         self.times.prompt += spent
         self.times.first += spent
         return result
 
     def start(self, cache: Cache, logits: jax.Array, present: np.ndarray, logprobs: bool) -> ChunkResult:
-        """Take over the cache and sample the first token of every row."""
-        self._state = first_token(cache, logits, jnp.asarray(present), self.controls, logprobs=logprobs)
+        """Take over the cache and sample the first token of every row; ``present`` has no rows of padding."""
+        self._rows = len(present)
+        self._state = self.programs.first(cache, logits, present, self.controls, logprobs=logprobs)
         result = self._collect(1)
         self.times.first += self._lap()
         return result
@@ -142,17 +159,16 @@ class Session:
         while not self._interrupt.requested:
             state = self._state
             assert state is not None
-            if not (np.asarray(state.reason) == RUNNING).any():
+            if not (on_host(state.reason) == RUNNING).any():
                 return
             cache = state.cache
             room = cache.new_room - self._fed if cache.policy.grows else CHUNK
             if room <= 0:
-                bigger = grow(cache, config=self.params.config, new_room=new_bucket(self._fed))
+                bigger = self.programs.grow(cache, config=self.params.config, new_room=new_bucket(self._fed))
                 state = dataclasses.replace(state, cache=bigger)
                 room = bigger.new_room - self._fed
-            n = jnp.asarray(np.int32(min(steps, room, CHUNK)))
             # The old state's pools are donated: from here on only the new one exists.
-            self._state, made = decode_chunk(self.params, state, self.controls, n)
+            self._state, made = self.programs.chunk(self.params, state, self.controls, min(steps, room, CHUNK))
             result = self._collect(int(made))
             self._fed += int(made)
             self.times.decode += self._lap()
@@ -161,12 +177,12 @@ class Session:
     def _collect(self, made: int) -> ChunkResult:
         state = self._state
         assert state is not None
-        tokens = np.asarray(state.tokens)[:, :made]
-        reasons = [REASONS.get(int(reason)) for reason in np.asarray(state.reason)]
+        tokens = on_host(state.tokens)[: self._rows, :made]
+        reasons = [REASONS.get(int(reason)) for reason in on_host(state.reason)[: self._rows]]
         kept = [[int(t) for t in row if t >= 0] for row in tokens]
         logprobs = None
         if state.logprobs is not None:
-            values = np.asarray(state.logprobs)[:, :made]
+            values = on_host(state.logprobs)[:, :made]
             logprobs = [values[i][tokens[i] >= 0].tolist() for i in range(len(kept))]
         return ChunkResult(kept, logprobs, reasons)
 

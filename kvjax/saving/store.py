@@ -31,6 +31,7 @@ from kvjax.saving.rounds import (
     restored_rounds,
     shapes_of_rounds,
 )
+from kvjax.sharding.run import adopt
 
 _KIND = "kvjax cache"
 
@@ -54,8 +55,8 @@ def save_cache(path: str | os.PathLike[str], cache: Cache | Conversation, lm: La
         raise UsageError(f"save_cache takes an output's cache; a {type(cache).__name__} was given.")
     if any(leaf.is_deleted() for leaf in jax.tree.leaves(cache.pools[0].kv)):
         raise UsageError("This cache was consumed by an earlier call; keep a cache by leaving consume_cache=False.")
-    # What is parked comes to the device for a moment, where its slots are gathered.
-    here = cache.unparked() if isinstance(cache, Conversation) else to_device(cache)
+    # What is parked, or spread over a mesh, comes to one device for a moment, where its slots are gathered.
+    here = cache.unparked() if isinstance(cache, Conversation) else adopt(to_device(cache), None, lm.config)
     lower = here.lower if isinstance(here, Conversation) else here
     counts = counts_of(lower)
     description = _described(lower, lm, counts)

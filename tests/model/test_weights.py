@@ -212,16 +212,18 @@ def test_no_weights(folder):
 
 _MESH = """
 import sys, jax, numpy as np
-from jax.sharding import AxisType, PartitionSpec as P
+import kvjax
 from kvjax.model.decoder import logical
 from kvjax.model.load import load
-for kind in (AxisType.Explicit, AxisType.Auto):
-    mesh = jax.make_mesh((2,), ("model",), axis_types=(kind,))
-    plain, spread = (load(sys.argv[1], dtype="float32", mesh=m).params for m in (None, mesh))
-    layer = spread.layers[0]
-    specs = [x[...].sharding.spec for x in (layer.qkv, layer.out, layer.gate_up, layer.down)]
-    assert specs == [P(None, "model"), P("model", None)] * 2
-    assert layer.qkv[...].addressable_shards[0].data.shape == (32, 1 * 4 * 8)
+plain = load(sys.argv[1], dtype="float32").params
+for mesh in (kvjax.Mesh(model=2), "model=2", jax.make_mesh((2,), ("model",))):
+    lm = load(sys.argv[1], dtype="float32", mesh=mesh)
+    spread, layer = lm.params, lm.params.layers[0]
+    assert (lm.mesh.data, lm.mesh.model) == (1, 2)
+    shapes = [x[...].addressable_shards[0].data.shape for x in (layer.qkv, layer.out, layer.gate_up, layer.down)]
+    whole = [x[...].shape for x in (layer.qkv, layer.out, layer.gate_up, layer.down)]
+    assert shapes == [(m, n // 2) if i in (0, 2) else (m // 2, n) for i, (m, n) in enumerate(whole)], shapes
+    assert shapes[0] == (32, 1 * 4 * 8)
     # A device's share of the columns holds as much of the gate as of what it gates.
     share = layer.gate_up[...].addressable_shards[0].data
     gate_up = logical(plain.layers[0].gate_up)
@@ -232,8 +234,22 @@ for kind in (AxisType.Explicit, AxisType.Auto):
     assert layer.input_norm.weight[...].sharding.is_fully_replicated
     for one, other in zip(jax.tree.leaves(plain), jax.tree.leaves(spread), strict=True):
         np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
-mesh = jax.make_mesh((2,), ("data",))
-assert load(sys.argv[1], mesh=mesh).params.layers[0].qkv[...].sharding.is_fully_replicated
+assert load(sys.argv[1], mesh="data=2").params.layers[0].qkv[...].sharding.is_fully_replicated
+
+# A host that has only the second device reads and fills no more than that device's share.
+from kvjax.model import fill
+read, sharding = [], fill._needed
+fill._needed = lambda where, shape: None if sharding(where, shape) is None else sharding(where, shape)[1:]
+from kvjax.model.safetensors import SafetensorsFolder
+reads = SafetensorsFolder.read
+def counting(self, name, start, stop):
+    read.append(name)
+    return reads(self, name, start, stop)
+SafetensorsFolder.read = counting
+fill._BLOCK = 1
+half = load(sys.argv[1], dtype="float32", mesh="model=2").params.layers[0]
+np.testing.assert_array_equal(half.qkv[...].addressable_shards[1].data, plain.layers[0].qkv[...][:, 32:])
+assert read.count("model.layers.0.self_attn.k_proj.weight") == 1 and "model.layers.0.mlp.up_proj.weight" in read
 """
 
 

@@ -8,6 +8,7 @@ import jax
 import pytest
 
 from kvjax.errors import UsageError
+from kvjax.mesh import Mesh
 from kvjax.runtime import distributed
 from kvjax.runtime.distributed import Cluster, Group, PeerFailed, local_mesh
 
@@ -119,9 +120,9 @@ def test_a_mesh_is_divided_among_processes(monkeypatch):
     devices = jax.local_devices()[:1] * 8
     monkeypatch.setattr(jax, "local_devices", lambda: devices)
     monkeypatch.setattr(jax, "process_count", lambda: 4)
-    assert dict(local_mesh(8, 1).shape) == {"data": 2, "model": 1}
-    assert dict(local_mesh(4, 8).shape) == {"data": 1, "model": 8}
+    assert str(local_mesh(Mesh(8, 1))) == "data=2,model=1"
+    assert str(local_mesh(Mesh(4, 8))) == "data=1,model=8"
     with pytest.raises(UsageError, match="data=6, which 4 processes do not divide"):
-        local_mesh(6, 1)
+        local_mesh(Mesh(6, 1))
     with pytest.raises(UsageError, match="needs 16 devices a process and this one has 8"):
-        local_mesh(8, 8)
+        local_mesh(Mesh(8, 8))

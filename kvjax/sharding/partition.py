@@ -1,0 +1,202 @@
+"""Who holds what: the KV heads of every layer, and their pages, dealt to the devices of a mesh's model axis.
+
+The whole compiled program runs under one ``jax.shard_map``: each device runs the code of one device on its own rows,
+its own heads and its own share of the weights. So kernels, policies and loops are the same as on one device, every
+collective is one that this package wrote, and nothing depends on what a partitioner would infer from the rest. What a
+device sees is a smaller model (:class:`Partition.config_of`) and, where a policy splits a layer's heads in groups, a
+policy that knows its groups by place (:class:`LocalHeads`).
+
+Heads are dealt in equal blocks over as many devices as divide their number; the devices that remain share each head's
+pages (``cache/share.py``). Heads that differ in more than what they hold are never dealt, only their pages: ALiBi's,
+whose slopes are constants of the program, and buffers of a length for each head. The heads that RazorAttention
+protects are a group, and the others another, so both are balanced whatever the layer protects.
+
+What sharing pages does not divide is prefill's attention: the devices that share a head each compute it for the whole
+prompt, so that the policy finds on each of them all that it selects by. Decoding reads a device's own pages only.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax.numpy as jnp
+
+from kvjax.cache.groups import HeadGroups, Layer, parts, with_parts
+from kvjax.cache.pool import layout_for
+from kvjax.cache.share import Share, one_share
+from kvjax.cache.storage import Storage
+from kvjax.cache.value import Cache
+from kvjax.config import ModelConfig
+from kvjax.mesh import Mesh
+from kvjax.policies.base import Policy, page_capacities
+from kvjax.policies.composed import FULL, HeadWise, Member, with_heads
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """KV heads of a layer that are dealt together: ``heads`` in the order in which they are, and how."""
+
+    heads: tuple[int, ...]
+    share: Share
+
+    @property
+    def count(self) -> int:
+        """Heads that one device has."""
+        return len(self.heads) // self.share.head_parts
+
+
+@dataclasses.dataclass(frozen=True)
+class LocalHeads(HeadWise):
+    """What a device runs for a policy of head groups: its groups are known by their place among its own heads.
+
+    Attributes:
+      protected_first: [layer] how many of the device's heads, the first, keep everything.
+      heads: [layer] how many it has.
+      inner: the policy of the others.
+    """
+
+    protected_first: tuple[int, ...]
+    heads: tuple[int, ...]
+    inner: Policy
+
+    def heads_of(self, config: ModelConfig, layer: int) -> int:
+        return self.heads[layer]
+
+    def others(self, config: ModelConfig) -> Policy:
+        return self.inner
+
+    @property
+    def unsized(self) -> Policy:
+        return self.inner
+
+    def members(self, config: ModelConfig, layer: int) -> list[Member]:
+        kept, every = self.protected_first[layer], self.heads[layer]
+        groups = [(FULL, tuple(range(kept))), (self.inner, tuple(range(kept, every)))]
+        return [(policy, heads, with_heads(config, len(heads))) for policy, heads in groups if heads]
+
+
+@dataclasses.dataclass(frozen=True)
+class Partition:
+    """A model and a policy on a mesh; hashable, a static argument of the programs.
+
+    Attributes:
+      mesh: the devices. config: the whole model. policy: as the user gave it.
+    """
+
+    mesh: Mesh
+    config: ModelConfig
+    policy: Policy
+
+    def groups(self, layer: int) -> tuple[Group, ...]:
+        """The groups of a layer's heads; one, unless the policy splits them."""
+        return _groups(self)[layer]
+
+    @property
+    def grouped(self) -> bool:
+        """Whether the policy splits heads in groups."""
+        return isinstance(self.policy, HeadWise)
+
+    @property
+    def local_policy(self) -> Policy:
+        """The policy that a device runs."""
+        return _local_policy(self)
+
+    def config_of(self, layer: int) -> ModelConfig:
+        """The model as a device sees it in this layer: with the heads that it has there."""
+        heads = sum(group.count for group in self.groups(layer))
+        return self.config if heads == self.config.num_kv_heads else with_heads(self.config, heads)
+
+    @property
+    def widest(self) -> ModelConfig:
+        """The model as a device sees it in the layer in which it has most heads."""
+        return max((self.config_of(i) for i in range(self.config.num_layers)), key=lambda c: c.num_kv_heads)
+
+    # --- caches -----------------------------------------------------------------------------------------------
+
+    def empty(self, batch: int, prompt_room: int, new_room: int, dtype: Any, storage: Storage) -> Cache:
+        """What one device holds of an empty cache, for ``batch`` rows of its own; see ``prefill.empty_cache``."""
+        policy, page_size = self.local_policy, layout_for(storage, self.config.head_dim).page_size
+        pages = page_capacities(policy, self.config_of(0), prompt_room, new_room, page_size)
+        layers = []
+        for i, counts in enumerate(pages):
+            groups, start, wanted = self.groups(i), 0, []
+            for group in groups:
+                wanted += group.share.rounded(counts[start : start + group.count])
+                start += group.count
+            layer = policy.init_layer(self.config_of(i), i, batch, tuple(wanted), dtype, storage)
+            pools = [one_share(pool, group.share) for pool, group in zip(parts(layer), groups, strict=True)]
+            layers.append(with_parts(layer, pools))
+        zeros = jnp.zeros((batch,), jnp.int32)
+        return Cache(tuple(layers), zeros, zeros, zeros - 1, policy, prompt_room, new_room)
+
+    def local(self, cache: Cache) -> Cache:
+        """The cache with the static fields that a device sees; arrays as they are."""
+        return self._relabelled(cache, self.local_policy, to_local=True)
+
+    def all(self, cache: Cache) -> Cache:
+        """Undo :meth:`local`."""
+        return self._relabelled(cache, self.policy, to_local=False)
+
+    def _relabelled(self, cache: Cache, policy: Policy, to_local: bool) -> Cache:
+        layers: list[Layer] = []
+        for i, layer in enumerate(cache.layers):
+            groups, pools = self.groups(i), []
+            for pool, group in zip(parts(layer), groups, strict=True):
+                pages = pool.pages[: group.count] if to_local else pool.pages * group.share.head_parts
+                pools.append(pool.replace(pages=pages))
+            if isinstance(layer, HeadGroups):
+                heads = _places(groups) if to_local else tuple(group.heads for group in groups)
+                layers.append(HeadGroups(tuple(pools), heads))
+            else:
+                layers.append(pools[0])
+        return cache.replace(layers=tuple(layers), policy=policy)
+
+
+def _places(groups: tuple[Group, ...]) -> tuple[tuple[int, ...], ...]:
+    """A device's heads of each group, by their place among all that it has."""
+    found, start = [], 0
+    for group in groups:
+        found.append(tuple(range(start, start + group.count)))
+        start += group.count
+    return tuple(found)
+
+
+def _share(mesh: Mesh, heads: int, alike: bool) -> Share:
+    over = mesh.dealt(heads) if alike else ()
+    rest = tuple(name for name in mesh.model_axes if name not in over)
+    return Share(over, rest, mesh.parts(over), mesh.parts(rest))
+
+
+def head_share(mesh: Mesh, config: ModelConfig) -> Share:
+    """How all of a layer's heads are dealt, where they are alike: the order of the weights' columns too."""
+    return _share(mesh, config.num_kv_heads, config.positional != "alibi")
+
+
+@functools.lru_cache(maxsize=64)
+def _groups(part: Partition) -> tuple[tuple[Group, ...], ...]:
+    config, policy, mesh = part.config, part.policy, part.mesh
+    rotary = config.positional != "alibi"
+    if not isinstance(policy, HeadWise):
+        share = _share(mesh, config.num_kv_heads, rotary and policy.heads_alike)
+        return ((Group(tuple(range(config.num_kv_heads)), share),),) * config.num_layers
+    return tuple(
+        tuple(
+            Group(heads, _share(mesh, len(heads), rotary and member.heads_alike))
+            for member, heads, _ in policy.members(config, layer)
+        )
+        for layer in range(config.num_layers)
+    )
+
+
+@functools.lru_cache(maxsize=64)
+def _local_policy(part: Partition) -> Policy:
+    policy, config = part.policy, part.config
+    if not isinstance(policy, HeadWise):
+        return policy
+    kept = []
+    for layer, protected in enumerate(policy.protected(config)):
+        kept.append(part.groups(layer)[0].count if protected else 0)
+    heads = tuple(sum(group.count for group in part.groups(layer)) for layer in range(config.num_layers))
+    return LocalHeads(tuple(kept), heads, policy.others(config))

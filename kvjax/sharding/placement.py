@@ -1,0 +1,158 @@
+"""Where arrays go: specs of weights from their logical axes, and of caches from their shares."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+
+from kvjax.cache.groups import parts, with_parts
+from kvjax.cache.pool import LayerCache
+from kvjax.cache.share import Share
+from kvjax.cache.value import Cache
+from kvjax.config import ModelConfig
+from kvjax.errors import UsageError
+from kvjax.mesh import RULES, Mesh
+from kvjax.model.decoder import Decoder, gate_columns
+from kvjax.sharding.partition import head_share
+
+ROWS = PartitionSpec("data")
+
+
+@dataclasses.dataclass(frozen=True)
+class Splits:
+    """Which weights the model axis divides.
+
+    Attributes:
+      heads: how heads are dealt. order: axes in the order in which columns of weights are: of heads, then of the rest.
+      parts: devices along them.
+      qkv, mlp, vocab: whether it divides the projections of attention, of the MLP, and the vocabulary.
+    """
+
+    heads: Share
+    order: tuple[str, ...]
+    parts: int
+    qkv: bool
+    mlp: bool
+    vocab: bool
+
+    def axes(self, logical: str | None) -> tuple[str, ...] | None:
+        """Axes of the mesh that a weight's logical axis goes over."""
+        if logical is None or RULES[logical] != "model":
+            return None
+        divided = {"kv_heads": self.qkv, "mlp": self.mlp, "vocab": self.vocab}[logical]
+        return self.order if divided and self.order else None
+
+
+def splits(mesh: Mesh, config: ModelConfig) -> Splits:
+    """What a mesh does to a model's weights.
+
+    Projections of attention divide by channels, not by heads, so that they do for nearly every model; a share of the
+    MLP must hold as many gates as what they gate.
+    """
+    heads, parts = head_share(mesh, config), mesh.model
+    group, inner = config.group_size, config.intermediate_size
+    channels = config.num_kv_heads * config.head_dim
+    unit = gate_columns(inner) if config.mlp == "gated_silu" else 1
+    return Splits(
+        heads,
+        heads.head_axes + heads.page_axes,
+        parts,
+        qkv=channels * (group + 2) % parts == 0 and channels * group % parts == 0,
+        mlp=inner // unit % parts == 0,
+        vocab=config.vocab_size % parts == 0,
+    )
+
+
+def weight_spec(param: nnx.Variable, split: Splits) -> PartitionSpec:
+    """Of a weight, which is stored as a matrix: its stored axes are led by these logical ones."""
+    names = param.get_metadata("axes")
+    leading = [0, param.get_metadata("inputs", 1)][: len(param.get_value().shape)]
+    return PartitionSpec(*(split.axes(names[i]) for i in leading))
+
+
+def weight_specs(params: Decoder, mesh: Mesh) -> list[PartitionSpec]:
+    """Of every weight, in the order of the tree's leaves."""
+    split = splits(mesh, params.config)
+    return [weight_spec(param, split) for param in _variables(params)]
+
+
+def device_weights_bytes(params: Decoder, mesh: Mesh) -> int:
+    """Bytes of the weights on each device; the mesh's devices need not be there."""
+    sizes = dict(mesh.factors)
+
+    def share(leaf: Any, spec: PartitionSpec) -> int:
+        axes = [name for part in spec for name in _axes(part)]
+        return leaf.size * leaf.dtype.itemsize // math.prod(sizes[name] for name in axes)
+
+    return sum(map(share, jax.tree.leaves(params), weight_specs(params, mesh)))
+
+
+def _axes(part: Any) -> tuple[str, ...]:
+    """Axes of the mesh that one axis of an array goes over, as a spec has them."""
+    return part if isinstance(part, tuple) else (part,) if part else ()
+
+
+def _variables(params: Decoder) -> list[Any]:
+    return jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, nnx.Variable))
+
+
+def place_weights(params: Decoder, mesh: Mesh) -> Decoder:
+    """A model that is on one device, on the devices of a mesh."""
+    leaves, tree = jax.tree.flatten(params)
+    specs = weight_specs(params, mesh)
+    placed = [jax.device_put(x, NamedSharding(mesh.jax, spec)) for x, spec in zip(leaves, specs, strict=True)]
+    return jax.tree.unflatten(tree, placed)
+
+
+def cache_specs(cache: Cache) -> Any:
+    """Of a cache's leaves, as a cache of specs; the pools may be detached."""
+    layers = [with_parts(layer, [_pool_specs(pool) for pool in parts(layer)]) for layer in cache.layers]
+    return cache.replace(layers=tuple(layers), seen=ROWS, anchor=ROWS, pending=ROWS)
+
+
+def _pool_specs(pool: LayerCache) -> LayerCache:
+    share = pool.share
+    heads = PartitionSpec("data", share.head_axes or None)
+    pages = PartitionSpec("data", share.head_axes + share.page_axes or None)
+
+    def state(x: Any) -> PartitionSpec:
+        if x.ndim > 1 and share.head_axes and x.shape[1] % len(pool.pages):
+            raise UsageError(
+                "This policy's state has a second axis that is not the KV heads; run it without a model axis."
+            )
+        return heads if x.ndim > 1 else ROWS
+
+    scales = pool.scales and dataclasses.replace(pool.scales, k=heads, v=pages, clipped=heads)
+    return pool.replace(
+        kv=jax.tree.map(lambda _: pages, pool.kv),
+        length=heads,
+        next=heads,
+        log_mass=None if pool.log_mass is None else heads,
+        state=jax.tree.map(state, pool.state),
+        marks=dict.fromkeys(pool.marks, heads),
+        scales=scales,
+    )
+
+
+def leaves_of(specs: Any) -> list[PartitionSpec]:
+    """Specs of a tree, in the order of its leaves."""
+    return jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
+
+
+def of_all(tree: Any, specs: Any, mesh: Mesh) -> Any:
+    """Shapes of the arrays of all devices, with their shardings, from the shapes that one device has."""
+    leaves, structure = jax.tree.flatten(tree)
+    sizes = dict(mesh.jax.shape)
+
+    def whole(leaf: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
+        parts = [_axes(part) for part in spec]
+        parts += [()] * (len(leaf.shape) - len(parts))
+        shape = (n * math.prod(sizes[name] for name in names) for n, names in zip(leaf.shape, parts, strict=True))
+        return jax.ShapeDtypeStruct(tuple(shape), leaf.dtype, sharding=NamedSharding(mesh.jax, spec))
+
+    return jax.tree.unflatten(structure, list(map(whole, leaves, leaves_of(specs))))

@@ -1,0 +1,153 @@
+"""Generation on a mesh: arrays on their way to the devices, caches that come from elsewhere."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from kvjax.cache.groups import Layer, parts, with_parts
+from kvjax.cache.pool import resize
+from kvjax.cache.share import WHOLE, dealt, whole
+from kvjax.cache.value import Cache, attach, detach
+from kvjax.config import ModelConfig
+from kvjax.mesh import Mesh
+from kvjax.model.decoder import Decoder
+from kvjax.policies.base import Policy
+from kvjax.runtime.decode import Controls, DecodeState
+from kvjax.runtime.prefill import pages_onto
+from kvjax.sharding.partition import Partition
+from kvjax.sharding.placement import ROWS, cache_specs, leaves_of
+from kvjax.sharding.programs import (
+    controls_specs,
+    sharded_begin,
+    sharded_chunk,
+    sharded_fresh,
+    sharded_grow,
+    sharded_onto,
+    sharded_onto_consuming,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class OnMesh:
+    """The programs of a model on a mesh; see :class:`kvjax.runtime.programs.Programs`."""
+
+    mesh: Mesh
+    config: ModelConfig
+
+    def rows(self, batch: int) -> int:
+        return self.mesh.rows(batch)
+
+    def fresh(self, params: Decoder, *read: np.ndarray, policy: Policy, **options: Any) -> tuple[Cache, jax.Array]:
+        part = Partition(self.mesh, self.config, policy)
+        return sharded_fresh(params, *self._rows(*read), part=part, **options)
+
+    def onto(
+        self, params: Decoder, cache: Cache, *read: np.ndarray, prompt_room: int, new_room: int, consume: bool
+    ) -> tuple[Cache, jax.Array]:
+        part = Partition(self.mesh, self.config, cache.policy)
+        old, rest = detach(cache)
+        rooms = {"prompt_room": prompt_room, "new_room": new_room}
+        local = part.local(cache)
+        reusable = pages_onto(part.config_of(0), local, **rooms) == tuple(layer.pages for layer in local.layers)
+        run = sharded_onto_consuming if consume and reusable else sharded_onto
+        pools, rest, logits = run(params, old, rest, *self._rows(*read), part=part, **rooms)
+        if consume and not reusable:
+            jax.tree.map(lambda pool: pool.delete(), old)
+        return attach(pools, rest), logits
+
+    def first(
+        self, cache: Cache, logits: jax.Array, present: np.ndarray, controls: Controls, *, logprobs: bool
+    ) -> DecodeState:
+        live = np.arange(cache.batch) < len(present)
+        present = np.pad(present, ((0, cache.batch - len(present)), (0, 0)))
+        pools, rest = detach(cache)
+        part = Partition(self.mesh, self.config, cache.policy)
+        rows = self._rows(present, live)
+        state = sharded_begin(rest, logits, rows[0], self._controls(controls), rows[1], part=part, logprobs=logprobs)
+        return dataclasses.replace(state, cache=attach(pools, state.cache))
+
+    def chunk(
+        self, params: Decoder, state: DecodeState, controls: Controls, steps: int
+    ) -> tuple[DecodeState, jax.Array]:
+        pools, rest = detach(state.cache)
+        part = Partition(self.mesh, self.config, state.cache.policy)
+        count = self._put(np.int32(steps), PartitionSpec())
+        state = dataclasses.replace(state, cache=rest)
+        pools, state, made = sharded_chunk(params, pools, state, self._controls(controls), count, part=part)
+        return dataclasses.replace(state, cache=attach(pools, state.cache)), made
+
+    def grow(self, cache: Cache, *, config: ModelConfig, new_room: int) -> Cache:
+        return sharded_grow(cache, part=Partition(self.mesh, config, cache.policy), new_room=new_room)
+
+    # --- arrays -----------------------------------------------------------------------------------------------
+
+    def _put(self, x: Any, spec: PartitionSpec) -> Any:
+        """An array every host has, as one array of all hosts' devices."""
+        if jax.process_count() == 1:
+            return x  # the program places it
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            return jax.jit(jax.random.wrap_key_data)(self._put(np.asarray(jax.random.key_data(x)), spec))
+        values = np.asarray(x)
+        return jax.make_array_from_callback(values.shape, NamedSharding(self.mesh.jax, spec), lambda i: values[i])
+
+    def _rows(self, *read: np.ndarray) -> list[Any]:
+        return [self._put(x, ROWS) for x in read]
+
+    def _controls(self, controls: Controls) -> Controls:
+        if jax.process_count() == 1:
+            return controls
+        leaves, tree = jax.tree.flatten(controls)
+        specs = leaves_of(controls_specs(controls))
+        return jax.tree.unflatten(tree, [self._put(x, spec) for x, spec in zip(leaves, specs, strict=True)])
+
+
+def adopt(cache: Cache, mesh: Mesh | None, config: ModelConfig) -> Cache:
+    """A cache as this mesh holds it (or, for None, one device), whoever made it; itself where that is so already."""
+    part = None if mesh is None else Partition(mesh, config, cache.policy)
+    if not _held_so(cache, part):
+        layers = (_redealt(layer, part, i) for i, layer in enumerate(cache.layers))
+        cache = cache.replace(layers=tuple(layers))
+    if part is None:
+        return jax.device_put(cache, jax.devices()[0]) if _on_many(cache) else cache
+    data = part.mesh.data
+
+    def sharding(leaf: Any, spec: PartitionSpec) -> NamedSharding:
+        rows = spec if leaf.shape[0] % data == 0 else PartitionSpec(None, *spec[1:])
+        return NamedSharding(part.mesh.jax, rows)
+
+    leaves, tree = jax.tree.flatten(cache)
+    wanted = [sharding(leaf, spec) for leaf, spec in zip(leaves, leaves_of(cache_specs(cache)), strict=True)]
+    moved = [
+        leaf if leaf.sharding.is_equivalent_to(where, leaf.ndim) else jax.device_put(leaf, where)
+        for leaf, where in zip(leaves, wanted, strict=True)
+    ]
+    return jax.tree.unflatten(tree, moved)
+
+
+def _on_many(cache: Cache) -> bool:
+    return len(cache.seen.sharding.device_set) > 1
+
+
+def _held_so(cache: Cache, part: Partition | None) -> bool:
+    for i, layer in enumerate(cache.layers):
+        pools = parts(layer)
+        shares = [WHOLE] * len(pools) if part is None else [group.share for group in part.groups(i)]
+        if [pool.share for pool in pools] != shares:
+            return False
+    return True
+
+
+def _redealt(layer: Layer, part: Partition | None, index: int) -> Layer:
+    pools = [whole(pool) for pool in parts(layer)]
+    if part is not None:
+        shares = [group.share for group in part.groups(index)]
+        pools = [
+            dealt(resize(pool, share.rounded(pool.pages)), share) for pool, share in zip(pools, shares, strict=True)
+        ]
+    return with_parts(layer, pools)

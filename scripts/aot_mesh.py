@@ -1,0 +1,311 @@
+"""Compile a decode step and a prefill of Llama 3.1 8B's shape for real TPU topologies, and write the page of results.
+
+    python scripts/aot_mesh.py --tpu-python .venv-aot-tpu/bin/python --layers 32 --out docs/sharding.md
+
+No hardware is needed. Ends with 1 when XLA's own memory analysis and ``kvjax.plan`` differ by more than 3 %, when a
+decode step has a collective as large as a tenth of one layer's cache, or when a host argument is not in host memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+#: Topology, data axis, model axis, policy; 8 KV heads on 16 devices share their pages by two.
+CASES = (
+    ("v5e:4x4", 2, 8, "full"),
+    ("v5e:4x4", 4, 4, "lagkv:ratio=0.25"),
+    ("v5e:4x4", 1, 16, "full"),
+    ("v5e:4x4", 2, 8, "razor:heads=0.1+0.6+1.3+2.0+3.2+3.5+3.7"),
+    ("v5p:2x2x2", 1, 8, "full"),
+    ("v5p:2x2x2", 2, 4, "h2o:ratio=0.25"),
+)
+BATCH, PROMPT, NEW = 16, 32768, 256
+TOLERANCE = 0.03
+
+
+def compile_case(
+    topology: str, data: int, model: int, policy: str, layers: int, plan_only: bool = False
+) -> dict[str, Any]:
+    """The plan of a case, and XLA's analysis of both its programs; in the process that has the TPU's compiler."""
+    import jax
+    import jax.numpy as jnp
+    from jax.experimental import topologies
+
+    from kvjax.bench.shapes import shapes
+    from kvjax.cache.layout import layout_on
+    from kvjax.cache.storage import Storage
+    from kvjax.cache.value import detach
+    from kvjax.mesh import Mesh, near_grid
+    from kvjax.model.decoder import abstract_decoder
+    from kvjax.planning import plan
+    from kvjax.policies import parse
+    from kvjax.runtime.buckets import NEW_TOKENS, prompt_bucket
+    from kvjax.runtime.synthetic import benchmark_controls, decode_state
+    from kvjax.sharding.partition import Partition
+    from kvjax.sharding.placement import ROWS, cache_specs, of_all, weight_specs
+    from kvjax.sharding.programs import sharded_chunk, sharded_fresh
+    from kvjax.sharding.report import collectives
+
+    config = dataclasses.replace(shapes()["llama-3.1-8b"], num_layers=layers)
+    devices = topologies.get_topology_desc(platform="tpu", topology_name=topology)
+    mesh = Mesh(data, model, tuple(near_grid(data, model, devices.devices).flat))
+    part, storage = Partition(mesh, config, parse(policy)), Storage(layout=layout_on("tpu", config.head_dim))
+    dtype, everywhere = jnp.dtype("bfloat16"), jax.sharding.NamedSharding(mesh.jax, jax.sharding.PartitionSpec())
+    rows = jax.sharding.NamedSharding(mesh.jax, ROWS)
+
+    def ints(*shape: int, where: Any = rows) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=where)
+
+    leaves, tree = jax.tree.flatten(abstract_decoder(config, dtype))
+    specs = weight_specs(jax.tree.unflatten(tree, leaves), mesh)
+    placed = [
+        jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=jax.sharding.NamedSharding(mesh.jax, spec))
+        for x, spec in zip(leaves, specs, strict=True)
+    ]
+    params = jax.tree.unflatten(tree, placed)
+    room = prompt_bucket(PROMPT)
+    result: dict[str, Any] = {}
+    with jax.sharding.use_abstract_mesh(mesh.jax.abstract_mesh):
+        rooms = {"prompt_room": room, "new_room": NEW_TOKENS, "dtype": dtype, "storage": storage}
+        local = jax.eval_shape(lambda: part.empty(BATCH // data, *rooms.values()))
+        cache = part.all(of_all(local, cache_specs(local), mesh))
+        made = plan(
+            config, prompt_tokens=PROMPT, batch=BATCH, policy=part.policy, max_new_tokens=NEW, dtype=dtype,
+            storage=storage, memory_limit=1 << 50, mesh=mesh,
+        )  # fmt: skip
+        state = jax.eval_shape(lambda cache: decode_state(config, cache), cache)
+        pools, rest = detach(dataclasses.replace(state, cache=cache).cache)
+        state = dataclasses.replace(
+            jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=rows), state), cache=rest
+        )
+        controls = jax.eval_shape(lambda: benchmark_controls(config, BATCH))
+        controls = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere), controls)
+        programs = {
+            "decode": lambda: sharded_chunk.lower(params, pools, state, controls, ints(where=everywhere), part=part),
+            "prefill": lambda: sharded_fresh.lower(
+                params, ints(BATCH, room), ints(BATCH), ints(BATCH), part=part, **rooms
+            ),
+        }
+        for name, lower in () if plan_only else programs.items():
+            began = time.perf_counter()
+            compiled = lower().compile()
+            memory = compiled.memory_analysis()
+            result[name] = {
+                "arguments": memory.argument_size_in_bytes,
+                "results": memory.output_size_in_bytes,
+                "aliased": memory.alias_size_in_bytes,
+                "temporary": memory.temp_size_in_bytes,
+                "peak": memory.peak_memory_in_bytes,
+                "collectives": collectives(compiled.as_text()),
+                "seconds": time.perf_counter() - began,
+            }
+    pool_bytes = made.cache_bytes // layers
+    return result | {"plan": {name: getattr(made, name) for name in _PLANNED}, "layer_bytes": pool_bytes}
+
+
+_PLANNED = ("weights_bytes", "cache_bytes", "prefill_peak_bytes", "total_bytes", "cache_over_even")
+
+
+def compile_host(topology: str, data: int, model: int) -> dict[str, Any]:
+    """Rounds of a conversation in host memory: each device fetches its own share of one of them."""
+    import jax
+    import jax.numpy as jnp
+    from jax.experimental import topologies
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    from kvjax.mesh import Mesh, near_grid
+    from kvjax.sharding.report import collectives
+
+    devices = topologies.get_topology_desc(platform="tpu", topology_name=topology)
+    mesh = Mesh(data, model, tuple(near_grid(data, model, devices.devices).flat))
+    # Rounds, upper layers, rows, KV heads, keys and values, tokens, channels.
+    shape, spec = (8, 16, BATCH, 8, 2, 512, 128), PartitionSpec(None, None, "data", mesh.model_axes)
+    host = NamedSharding(mesh.jax, spec, memory_kind="pinned_host")
+    device = NamedSharding(mesh.jax, PartitionSpec(*spec[1:]))
+    rounds = jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=host)
+    index = jax.ShapeDtypeStruct((), jnp.int32, sharding=NamedSharding(mesh.jax, PartitionSpec()))
+
+    def fetch(rounds: jax.Array, index: jax.Array) -> jax.Array:
+        one = jax.lax.dynamic_index_in_dim(rounds, index, axis=0, keepdims=False)
+        return jax.device_put(one, device)
+
+    compiled = jax.jit(fetch, out_shardings=device).lower(rounds, index).compile()
+    memory = compiled.memory_analysis()
+    size = 2
+    for n in shape:
+        size *= n
+    return {
+        "share": size // mesh.size,
+        "host_arguments": memory.host_argument_size_in_bytes,
+        "arguments": memory.argument_size_in_bytes,
+        "results": memory.output_size_in_bytes,
+        "temporary": memory.temp_size_in_bytes,
+        "collectives": collectives(compiled.as_text()),
+    }
+
+
+def _gib(size: float) -> str:
+    return f"{size / 2**30:.3f}"
+
+
+def judged(case: dict[str, Any]) -> dict[str, Any]:
+    """XLA's totals beside the plan's, and what breaks a limit."""
+    plan, decode, prefill = case["plan"], case["decode"], case["prefill"]
+    steady = decode["arguments"] + decode["results"] - decode["aliased"]
+    peak = prefill["peak"]
+    off = {
+        "decode": steady / (plan["weights_bytes"] + plan["cache_bytes"]) - 1,
+        "prefill": peak / plan["total_bytes"] - 1,
+    }
+    broken = [f"{name} {value:+.1%} beside the plan" for name, value in off.items() if abs(value) > TOLERANCE]
+    large = [c for c in decode["collectives"] if c[3] >= case["layer_bytes"] / 10]
+    broken += [f"a decode step's {kind} of {size} bytes" for kind, _, _, size in large]
+    return {"steady": steady, "peak": peak, "off": off, "broken": broken}
+
+
+def render(results: list[dict[str, Any]], host: list[dict[str, Any]], layers: int, versions: str) -> str:
+    """The page."""
+    lines = [
+        "# A model on many devices, as XLA's TPU compiler sees it",
+        "",
+        f"Llama 3.1 8B's shape, {layers} layers, bfloat16, batch {BATCH}, prompts of {PROMPT:,} tokens and {NEW} new",
+        "ones, compiled ahead of time for real topologies; nothing here was run. GiB on each device. Steady: what a",
+        "decode program holds, its arguments and results with what is donated counted once, beside the plan's weights",
+        "and cache. Peak: arguments, results and temporary memory of prefill, beside the plan's total. Even: the cache",
+        "over an even share of what one device alone would hold.",
+        "",
+        "| topology | data x model | policy | weights | cache | even | steady, XLA | off | peak, XLA | off |"
+        " temporary, decode |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for case in results:
+        plan, found = case["plan"], judged(case)
+        cells = [
+            case["topology"],
+            f"{case['data']} x {case['model']}",
+            case["policy"],
+            _gib(plan["weights_bytes"]),
+            _gib(plan["cache_bytes"]),
+            f"{plan['cache_over_even']:.3f}",
+            _gib(found["steady"]),
+            f"{found['off']['decode']:+.2%}",
+            _gib(found["peak"]),
+            f"{found['off']['prefill']:+.2%}",
+            _gib(case["decode"]["temporary"]),
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    lines += ["", "## Collectives of a decode step", ""]
+    for case in results:
+        lines += [
+            f"{case['topology']}, {case['data']} x {case['model']}, {case['policy']}; one layer's cache on a device is "
+            f"{case['layer_bytes']:,} bytes:",
+            "",
+            "| collective | result | in the program | bytes |",
+            "| --- | --- | --- | --- |",
+        ]
+        for kind, name, times, size in case["decode"]["collectives"]:
+            lines.append(f"| {kind} | `{name}` | {times} | {size:,} |")
+        lines.append("")
+    lines += [
+        "## Host memory",
+        "",
+        "An argument of the shape of a conversation's rounds, [round, upper layer, row, KV head, 2, token, channel],",
+        "in `pinned_host` memory and sharded over both axes, of which one round is fetched: each device moves its own",
+        "share.",
+        "",
+        "| topology | data x model | its share, bytes | in host memory | in device memory | result | collectives |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for case in host:
+        lines.append(
+            f"| {case['topology']} | {case['data']} x {case['model']} | {case['share']:,} | {case['host_arguments']:,} "
+            f"| {case['arguments']:,} | {case['results']:,} | {len(case['collectives'])} |"
+        )
+    return "\n".join([*lines, "", f"{versions}. `python scripts/aot_mesh.py --layers {layers}` writes this page.", ""])
+
+
+def _here(options: argparse.Namespace) -> None:
+    """Compile one case in this process and print it."""
+    case = json.loads(options.here)
+    if "policy" in case:
+        print(json.dumps(compile_case(**case, layers=options.layers, plan_only=options.plan_only)))
+    else:
+        print(json.dumps(compile_host(**case)))
+
+
+def _compile(python: str, case: dict[str, Any], layers: int, *flags: str) -> dict[str, Any]:
+    environment = os.environ | {
+        "PYTHONPATH": str(ROOT),
+        "JAX_PLATFORMS": "cpu",
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+        "TPU_SKIP_MDS_QUERY": "1",
+    }
+    command = [python, __file__, "--layers", str(layers), "--here", json.dumps(case), *flags]
+    ended = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
+    if ended.returncode:
+        raise SystemExit(f"{case}: {ended.stderr[-3000:]}")
+    return case | json.loads(ended.stdout.splitlines()[-1])
+
+
+def _known(python: str, case: dict[str, Any], layers: int, results: Path | None) -> dict[str, Any]:
+    """A case from the file of results, with the plan as it is now; compiled, and added, where it is not there."""
+    file = json.loads(results.read_text()) if results is not None and results.exists() else {}
+    key = json.dumps([case, layers])
+    if key in file:
+        return file[key] | (_compile(python, case, layers, "--plan-only") if "policy" in case else {})
+    made = _compile(python, case, layers)
+    print(f"{case}: compiled", file=sys.stderr)
+    if results is not None:
+        results.write_text(json.dumps(file | {key: made}))
+    return made
+
+
+def main() -> None:
+    """See the module's docstring."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--cases", default="", help="numbers of the cases, comma-separated; all by default")
+    parser.add_argument("--out", type=Path, help="the page; printed if not given")
+    parser.add_argument("--tpu-python", default=str(ROOT / ".venv-aot-tpu/bin/python"))
+    parser.add_argument("--results", type=Path, help="a file of what was compiled already, to go on from")
+    parser.add_argument("--here", help=argparse.SUPPRESS)
+    parser.add_argument("--plan-only", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.here:
+        return _here(options)
+    chosen = [int(n) for n in options.cases.split(",") if n] or range(len(CASES))
+    names = ("topology", "data", "model", "policy")
+    cases = [dict(zip(names, CASES[n], strict=True)) for n in chosen]
+    results = [_known(options.tpu_python, case, options.layers, options.results) for case in cases]
+    meshes = {(case["topology"], case["data"], case["model"]) for case in cases}
+    host = [
+        _known(options.tpu_python, dict(zip(names[:3], mesh, strict=True)), 1, options.results)
+        for mesh in sorted(meshes)
+    ]
+    code = "import jax, importlib.metadata as m; print(f\"jax {jax.__version__}, libtpu {m.version('libtpu')}\")"
+    asked = subprocess.run([options.tpu_python, "-c", code], capture_output=True, text=True, check=True)
+    page = render(results, host, options.layers, asked.stdout.strip())
+    if options.out is None:
+        print(page)
+    else:
+        options.out.write_text(page)
+    broken = [f"{x['topology']} {x['policy']}: {line}" for x in results for line in judged(x)["broken"]]
+    broken += [f"{x['topology']}: rounds are not in host memory" for x in host if x["host_arguments"] < x["share"]]
+    for line in broken:
+        print(line, file=sys.stderr)
+    raise SystemExit(bool(broken))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,159 @@
+"""Generation on meshes of 8 virtual CPU devices against one device: a process of its own, a line of JSON a case.
+
+``python tests/sharding/grid.py NAME...`` runs the named cases; XLA_FLAGS must give 8 devices.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import jax
+import numpy as np
+import toys
+
+import kvjax
+from kvjax.policies import parse
+from kvjax.policies.base import Policy
+from kvjax.runtime import buckets, session
+
+#: Every policy, at a size at which it drops something of these prompts.
+POLICIES: dict[str, str | Policy] = {
+    "full": "full",
+    "streamingllm": "streamingllm:budget=12,positions=cache",
+    "lagkv": "lagkv:ratio=0.5,lag=8,sink=4",
+    "h2o": "h2o:budget=12",
+    "tova": "tova:budget=12",
+    "ahakv": "ahakv:budget=12,recent=4",
+    "razor": "razor:heads=0.0,budget=9,sink=2",
+    "compensated": "compensated:budget=12,sink=2",
+    "snapkv": "snapkv:budget=12,window=4",
+    "pyramidkv": "pyramidkv:budget=12,window=4,beta=4",
+    "slimkv": "slimkv:budget=12,window=4",
+    "nacl": "nacl:budget=12",
+    "keydiff": "keydiff:budget=12",
+    "expected_attention": "expected_attention:budget=12,future=16",
+    "razor_of_tova": kvjax.Razor(inner=kvjax.TOVA(budget=10), heads="0.0+1.0"),
+    "lengths": kvjax.CompensatedRing(sink=0, compensation=False, lengths=((3, 9, 20, 6), (12, 4, 7, 30))),
+}
+MESHES = ("data=8", "data=4,model=2", "data=2,model=4", "model=8")
+PROMPTS = ["hello there my friend, how are you today?", "ab" * 12, "the quick brown fox jumps"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A policy on a mesh; ``kv_heads`` of the model, and what else is asked."""
+
+    policy: str
+    mesh: str
+    kv_heads: int = 4
+    storage: str = "model"
+    positional: str = "rope"
+    later: bool = False
+    grow: bool = False
+
+    @property
+    def name(self) -> str:
+        flags = "".join(f"-{flag}" for flag in ("later", "grow") if getattr(self, flag))
+        return f"{self.policy}-{self.mesh}-{self.kv_heads}-{self.storage}-{self.positional}{flags}"
+
+
+#: A representative part: heads dealt, pages dealt, both, groups; padding, later turns, samples, int8, growing, ALiBi.
+DEFAULT = (
+    Case("full", "data=4,model=2", storage="int8"),
+    Case("razor", "data=2,model=4", kv_heads=3, later=True),
+    Case("lagkv", "model=8", kv_heads=1),
+    Case("tova", "data=2,model=4"),
+)
+GRID = (
+    *(Case(policy, mesh, later=True) for policy in POLICIES for mesh in MESHES),
+    *(
+        Case(policy, mesh, heads, storage, later=True)
+        for policy in POLICIES
+        if policy != "lengths"
+        for mesh, heads, storage in (("data=2,model=4", 3, "model"), ("data=4,model=2", 1, "int8"))
+    ),
+    *(
+        Case(policy, "data=2,model=4", positional="alibi", later=True)
+        for policy in ("full", "ahakv", "streamingllm", "expected_attention", "lengths")
+    ),
+    Case("h2o", "data=4,model=2", positional="alibi"),
+    Case("full", "data=4,model=2", storage="int8", grow=True),
+    Case("lagkv", "model=8", grow=True),
+    Case("razor", "data=2,model=4", kv_heads=3, grow=True),
+)
+CASES = {case.name: case for case in (*DEFAULT, *GRID)}
+
+
+@functools.lru_cache(maxsize=4)
+def model(kv_heads: int, positional: str) -> Any:
+    return toys.tiny_model(num_heads=2 * kv_heads, num_kv_heads=kv_heads, vocab_size=264, positional=positional)
+
+
+def numbers(case: Case, lm: Any) -> tuple[dict[str, Any], Any]:
+    """What a case gives on this model, and the outputs of its first turn."""
+    rooms = buckets.NEW_TOKENS
+    buckets.NEW_TOKENS = session.NEW_TOKENS = 8 if case.grow else rooms
+    try:
+        policy = parse(POLICIES[case.policy])
+        tokens = 12 if case.grow else 5
+        options: dict[str, Any] = {"chat": False, "logprobs": True, "max_new_tokens": tokens}
+        first = kvjax.generate(lm, PROMPTS, policy=policy, storage=case.storage, **options)
+        outputs = list(first)
+        if case.later:
+            caches = [output.cache for output in first]
+            sampling = {"n": 2, "temperature": 1.0, "seed": 5}
+            turns = kvjax.generate(lm, ["and so?", "b", "what then"], cache=caches, **options, **sampling)
+            outputs += [sample for samples in turns for sample in samples]
+    finally:
+        buckets.NEW_TOKENS = session.NEW_TOKENS = rooms
+    found = {
+        "tokens": [output.tokens for output in outputs],
+        "logprobs": [output.logprobs for output in outputs],
+        "retained": [output.stats.retained for output in outputs],
+        "seen": [output.stats.seen for output in outputs],
+        "clipped": [output.stats.clipped for output in outputs],
+    }
+    return found, first
+
+
+@functools.lru_cache(maxsize=64)
+def alone(case: Case) -> dict[str, Any]:
+    """The same on one device."""
+    return numbers(case, model(case.kv_heads, case.positional))[0]
+
+
+def run(case: Case) -> dict[str, Any]:
+    """Both, as one comparison."""
+    lm = model(case.kv_heads, case.positional)
+    want = alone(dataclasses.replace(case, mesh=""))
+    found, first = numbers(case, lm.on(case.mesh))
+    planned = kvjax.plan(
+        lm, prompt_tokens=41, batch=3, policy=POLICIES[case.policy], max_new_tokens=5, mesh=case.mesh,
+        storage=case.storage,
+    )  # fmt: skip
+    off = [np.subtract(a, b) for a, b in zip(found["logprobs"], want["logprobs"], strict=True) if len(a) == len(b)]
+    return {
+        "name": case.name,
+        **{name: found[name] == want[name] for name in ("tokens", "retained", "seen", "clipped")},
+        "off": float(max(np.abs(x).max() for x in off)),
+        "device_bytes": first[0].stats.device_cache_bytes,
+        "planned_bytes": planned.cache_bytes,
+    }
+
+
+def main() -> None:
+    """One line a case."""
+    assert len(jax.devices()) == 8, jax.devices()
+    for name in sys.argv[1:]:
+        print(json.dumps(run(CASES[name])), flush=True)
+
+
+if __name__ == "__main__":
+    main()
