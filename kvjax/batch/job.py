@@ -24,9 +24,11 @@ from kvjax.request import Options
 
 MANIFEST = "manifest.json"
 _FORMAT = 1
-#: Rows of a shard at most: what is read ahead, and the window that batches of similar length are made in.
+#: Rows of a shard at most: what is read ahead.
 _MOST_ROWS = 4096
-#: Shards a process should have at least, so that all end at about the same time.
+#: Batches of a shard at least, where a process has as many: batches of similar length are made of a shard's rows.
+_BATCHES = 16
+#: Shards a process has of a job that is large enough, so that files come before the end.
 _SHARDS_EACH = 4
 
 
@@ -81,9 +83,10 @@ def fingerprint(lm: LanguageModel) -> str:
 
 
 def rows_of_shard(rows: int, processes: int, batch_size: int) -> int:
-    """Rows of each shard: whole batches, some shards a process, and not more than is read ahead."""
-    share = min(-(-rows // (processes * _SHARDS_EACH)), _MOST_ROWS)
-    return -(-share // batch_size) * batch_size
+    """Rows of each shard: whole batches, and as many shards for every process."""
+    share = -(-rows // processes)
+    each = max(1, min(_SHARDS_EACH, share // (_BATCHES * batch_size)), -(-share // _MOST_ROWS))
+    return -(-rows // (processes * each * batch_size)) * batch_size
 
 
 @dataclasses.dataclass(frozen=True)

@@ -101,8 +101,8 @@ def run(
       batch_size: rows a process answers together; may change when a job is continued.
       order: of the output: "input", or "id" (whole numbers first, then text; a row without one has its number).
       format: of the output, "jsonl" or "parquet"; by default the input's.
-      shard_rows: rows of a shard; by default a quarter of a process' share, at most 4,096. A job that was begun keeps
-        its own.
+      shard_rows: rows of a shard, of which batches of similar length are made; by default a process' share of the job,
+        or a quarter of it where that is 16 batches, and about 4,096 at most. A job that was begun keeps its own.
       progress: show tokens/s and time left on standard error, on process 0.
 
     Raises:

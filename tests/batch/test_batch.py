@@ -8,6 +8,7 @@ import pytest
 from batch_rows import LENGTHS, SIZE, contents, prompts, records, write_rows
 
 import kvjax
+from kvjax.batch.job import rows_of_shard
 from kvjax.batch.rows import INERT, Row
 from kvjax.batch.work import batches
 from kvjax.errors import DoesNotFit, KvjaxError, UsageError
@@ -105,6 +106,15 @@ def test_batches_go_by_bucket_and_only_the_last_is_filled_up():
     distinct = {prompt_bucket(len(row.tokens)) for row in rows}
     assert sum(len(set(found)) > 1 for found in buckets) < len(distinct), "one mixed batch a border at most"
     assert len(INERT.tokens) == INERT.limit == 1
+
+
+@pytest.mark.parametrize(
+    "rows, processes, size, shard",
+    [(1, 1, 8, 8), (64, 1, 8, 64), (1000, 3, 16, 336), (1000, 1, 16, 336), (10**6, 4, 16, 4048)],
+)
+def test_every_process_has_as_many_shards_of_whole_batches(rows, processes, size, shard):
+    assert rows_of_shard(rows, processes, size) == shard
+    assert -(-rows // shard) <= processes * max(4, -(-rows // processes // 4000))
 
 
 @pytest.mark.usefixtures("quick")
