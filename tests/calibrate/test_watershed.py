@@ -12,8 +12,8 @@ from rounds.oracle import dense_layers, q_att
 
 import kvjax
 from kvjax.calibrate import WatershedProfile, load_profile, save_profile, watershed
+from kvjax.calibrate.divergence import divergence_to_later, first_minimum, round_shares
 from kvjax.calibrate.profile import ModelShape
-from kvjax.calibrate.watershed import divergence_to_later, first_minimum, round_shares
 from kvjax.eval.dialogues import read_dialogues
 from kvjax.rounds.history import history_ids
 
