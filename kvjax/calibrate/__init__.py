@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kvjax.calibrate.alibi import alibi_scopes
+    from kvjax.calibrate.divergence import watershed
     from kvjax.calibrate.profile import HeadProfile, ScopeProfile, WatershedProfile, load_profile, save_profile
     from kvjax.calibrate.retrieval import retrieval_heads
-    from kvjax.calibrate.watershed import watershed
 
 # Policies read profiles, so this package must not load what reads policies.
 _HOMES = {
@@ -25,7 +25,7 @@ _HOMES = {
     "load_profile": "kvjax.calibrate.profile",
     "retrieval_heads": "kvjax.calibrate.retrieval",
     "save_profile": "kvjax.calibrate.profile",
-    "watershed": "kvjax.calibrate.watershed",
+    "watershed": "kvjax.calibrate.divergence",
 }
 
 __all__ = [

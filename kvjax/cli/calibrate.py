@@ -95,9 +95,9 @@ def watershed(
     Reads real dialogues, one layer at a time: the memory is that of the weights and one layer.
     """
     from kvjax.calibrate.curve import kl_curve
+    from kvjax.calibrate.divergence import watershed as find
     from kvjax.calibrate.heatmap import require_matplotlib
     from kvjax.calibrate.profile import save_profile, write_whole
-    from kvjax.calibrate.watershed import watershed as find
     from kvjax.cli import session
     from kvjax.eval.dialogues import read_dialogues
 

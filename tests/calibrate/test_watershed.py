@@ -12,8 +12,8 @@ from rounds.oracle import dense_layers, q_att
 
 import kvjax
 from kvjax.calibrate import WatershedProfile, load_profile, save_profile, watershed
+from kvjax.calibrate.divergence import divergence_to_later, first_minimum, round_shares
 from kvjax.calibrate.profile import ModelShape
-from kvjax.calibrate.watershed import divergence_to_later, first_minimum, round_shares
 from kvjax.eval.dialogues import read_dialogues
 from kvjax.rounds.history import history_ids
 
@@ -89,34 +89,6 @@ def test_a_profile_is_a_small_file_and_a_policy_finds_its_layer_there(lm, tmp_pa
     path.write_text(path.read_text().replace("watershed: 2", "watershed: two"))
     with pytest.raises(kvjax.UsageError, match="as watershed"):
         load_profile(path)
-
-
-def test_calibration_is_a_command_with_a_picture(cli, tmp_path, monkeypatch):
-    pytest.importorskip("matplotlib", reason="the extra eval has it")
-    told = tmp_path / "told.jsonl"
-    names = {"user": "human", "assistant": "gpt", "system": "system"}
-    sharegpt = [{"from": names[m["role"]], "value": m["content"]} for m in MESSAGES]
-    told.write_text("\n".join(json.dumps(x) for x in (
-        {"messages": [*MESSAGES, {"role": "user", "content": "Well?"}]},
-        {"conversations": [*sharegpt, {"from": "human", "value": "So?"}, {"from": "gpt", "value": "So."}]},
-        {"messages": [{"role": "user", "content": "Too short."}]},
-    )))  # fmt: skip
-    out, drawn = tmp_path / "toy.yaml", tmp_path / "toy.png"
-    options = ("--out", str(out), "--dialogues", str(told), "--least-rounds", "3", "--picture", str(drawn))
-    ran = cli("calibrate", "watershed", *options)
-    assert ran.code == 0 and "the watershed is layer" in ran.out and "dialogue 2 of 2" in ran.err
-    found = load_profile(out)
-    assert isinstance(found, WatershedProfile) and (found.dialogues, found.rounds) == (2, 6)
-    assert drawn.read_bytes().startswith(b"\x89PNG")
-    before = out.read_bytes()
-    assert cli("calibrate", "watershed", *options).code == 0 and out.read_bytes() == before
-    for change, says in (
-        (("--dialogues", str(tmp_path / "none.json")), "does not exist"),
-        (("--least-rounds", "9"), "9 rounds"),
-        (("--picture", str(tmp_path / "no" / "x.png")), "--picture"),
-    ):
-        ran = cli("calibrate", "watershed", *options, *change)
-        assert ran.code == 2 and says in ran.sentence
 
 
 def test_what_cannot_be_calibrated_on_is_one_sentence(lm):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
-from kvjax.calibrate import HeadProfile, load_profile, retrieval_heads
+from kvjax.calibrate import HeadProfile, WatershedProfile, load_profile, retrieval_heads
 
 
 def test_retrieval_heads_writes_the_profile(cli, tiny_model, tmp_path):
@@ -48,6 +50,35 @@ def test_bad_requests_are_one_sentence(cli, tmp_path, monkeypatch, arguments, sa
     ran = cli("calibrate", *arguments)
     assert ran.code == 2 and said in ran.sentence
     assert not list(tmp_path.iterdir())
+
+
+def test_a_watershed_and_its_curve(cli, tmp_path):
+    pytest.importorskip("matplotlib", reason="the extra eval has it")
+    told = tmp_path / "told.jsonl"
+    messages = [{"role": role, "content": f"{role} {i}."} for i in range(3) for role in ("user", "assistant")]
+    names = {"user": "human", "assistant": "gpt", "system": "system"}
+    sharegpt = [{"from": names[m["role"]], "value": m["content"]} for m in messages]
+    told.write_text("\n".join(json.dumps(x) for x in (
+        {"messages": [*messages, {"role": "user", "content": "Well?"}]},
+        {"conversations": [*sharegpt, {"from": "human", "value": "So?"}, {"from": "gpt", "value": "So."}]},
+        {"messages": [{"role": "user", "content": "Too short."}]},
+    )))  # fmt: skip
+    out, drawn = tmp_path / "toy.yaml", tmp_path / "toy.png"
+    options = ("--out", str(out), "--dialogues", str(told), "--least-rounds", "3", "--picture", str(drawn))
+    ran = cli("calibrate", "watershed", *options)
+    assert ran.code == 0 and "the watershed is layer" in ran.out and "dialogue 2 of 2" in ran.err
+    found = load_profile(out)
+    assert isinstance(found, WatershedProfile) and (found.dialogues, found.rounds) == (2, 6)
+    assert drawn.read_bytes().startswith(b"\x89PNG")
+    before = out.read_bytes()
+    assert cli("calibrate", "watershed", *options).code == 0 and out.read_bytes() == before
+    for change, says in (
+        (("--dialogues", str(tmp_path / "none.json")), "does not exist"),
+        (("--least-rounds", "9"), "9 rounds"),
+        (("--picture", str(tmp_path / "no" / "x.png")), "--picture"),
+    ):
+        ran = cli("calibrate", "watershed", *options, *change)
+        assert ran.code == 2 and says in ran.sentence
 
 
 def test_alibi_scopes_are_for_alibi_models(cli, tmp_path, monkeypatch):
