@@ -66,4 +66,6 @@ def tiny_model():
     """A random two-layer model with a byte tokenizer."""
     import toys
 
+    # Whatever test comes first: optimised, the same seed gives weights whose last bits differ.
+    jax.config.update("jax_disable_most_optimizations", True)
     return toys.tiny_model()

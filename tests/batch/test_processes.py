@@ -25,6 +25,7 @@ class Processes:
     def __init__(self, home: Path):
         self.home, self.started = home, []
         self._environment = os.environ | {
+            "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",  # as here, so that the same seed gives the same weights
             "PYTHONPATH": os.pathsep.join(
                 [str(HERE.parent.parent), str(HERE.parent), os.environ.get("PYTHONPATH", "")]
             ),
