@@ -120,6 +120,7 @@ def measure(
 
     from kvjax.errors import UsageError
     from kvjax.model.decoder import random_decoder
+    from kvjax.model.tiling import tiled
     from kvjax.policies import parse
 
     known = shapes()
@@ -134,7 +135,7 @@ def measure(
     if max(contexts) > config.max_position:
         raise UsageError(f"context {max(contexts)} is beyond the shape's {config.max_position} tokens.")
     say(f"{shape}: random weights")
-    params = random_decoder(config, dtype=jnp.dtype(dtype))
+    params = jax.tree.map(tiled, random_decoder(config, dtype=jnp.dtype(dtype)))
     rows = []
     for batch in batches:
         for context in contexts:

@@ -21,6 +21,7 @@ from kvjax.errors import WeightsError
 from kvjax.mesh import Mesh
 from kvjax.model.checkpoint import Checkpoint
 from kvjax.model.decoder import Decoder, abstract_decoder
+from kvjax.model.tiling import tiled
 from kvjax.model.weight_map import Weight
 
 # Numbers converted at a time: 1 MiB of float32 stays in a core's cache between dequantising and transposing.
@@ -73,7 +74,7 @@ def fill(
         needed = sharding and _needed(sharding, spec.shape)
         for name, weight in pieces[".".join(map(str, path))]:
             _copy(checkpoint, name, weight, values, param.get_metadata("logical", spec.shape), needed)
-        return param.replace(_place(values, sharding))
+        return param.replace(tiled(_place(values, sharding)))
 
     # Conversion runs in NumPy, which lets other threads run; more threads than cores only hold more buffers.
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:

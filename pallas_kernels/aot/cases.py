@@ -31,6 +31,8 @@ class Case:
       kernels: names of its kernels, as given to ``pallas_call``, of which limits speak; by default the operation's on
         TPU, where XLA's own programs are listed too, and all on GPU.
       donated: positions of arguments whose memory results may take.
+      layouts: by position of an argument, of its leaves on a target (name, leaf): a layout other than the default, or
+        None.
       block_bytes: by target, bytes that one turn of the kernel's loop reads, to compare its cycles with.
       bundles: at most this many instructions in a turn of the kernel's loop, by target.
       spills: at most this many registers spilled.
@@ -45,6 +47,7 @@ class Case:
     targets: tuple[str, ...] = ()
     kernels: tuple[str, ...] = ()
     donated: tuple[int, ...] = ()
+    layouts: Mapping[int, Callable[[str, Any], Any]] = dataclasses.field(default_factory=dict)
     block_bytes: Mapping[str, int] = dataclasses.field(default_factory=dict)
     bundles: Mapping[str, int] = dataclasses.field(default_factory=dict)
     spills: int = 0

@@ -12,6 +12,7 @@ import json
 import shutil
 import time
 from pathlib import Path
+from typing import Any
 
 from pallas_kernels.aot.cases import Case, collect
 from pallas_kernels.aot.targets import Target, platform, targets
@@ -59,6 +60,22 @@ def selected(cases: list[Case], target: Target, operations: list[str], named: st
     ]
 
 
+def _placed(case: Case, target: Target, sharding: Any) -> list[Any]:
+    """The arguments' shapes on the target, in the layouts that the case gives them there."""
+    import jax
+    from jax.experimental.layout import Format
+
+    def placed(leaf: Any, layout: Any) -> Any:
+        where = sharding if layout is None else Format(layout, sharding)
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
+
+    found = []
+    for i, argument in enumerate(case.arguments):
+        of = case.layouts.get(i)
+        found.append(jax.tree.map(lambda x, of=of: placed(x, None if of is None else of(target.name, x)), argument))
+    return found
+
+
 def compile_case(case: Case, target: Target, dump: Path) -> Result:
     """Compile, and read what the compiler left in ``dump``, which is emptied first."""
     import jax
@@ -66,7 +83,7 @@ def compile_case(case: Case, target: Target, dump: Path) -> Result:
     shutil.rmtree(dump, ignore_errors=True)
     dump.mkdir(parents=True)
     sharding = target.sharding()
-    arguments = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), case.arguments)
+    arguments = _placed(case, target, sharding)
     began = time.perf_counter()
     try:
         # The abstract mesh tells kernels which chip they are traced for.
