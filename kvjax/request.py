@@ -125,7 +125,7 @@ class Request:
         already = sum(old.nbytes // old.batch * (old.batch if joined else old.batch + count) for old in caches)
         self._check_size(memory_limit, _counters([old.seen for old in caches], count, 0), already)
         self.cache = _one_cache(caches, count)
-        self.opening = self._opening(prompt, chat) if self.policy.places and self.cache is None else ()
+        self.opening: tuple[int, ...] = self._opening(prompt, chat) if self.policy.places and self.cache is None else ()
 
     def _opening(self, prompt: Any, chat: bool) -> tuple[int, ...]:
         """Tokens of each row's beginning that belong to no round: the system prompt, and the sinks at least."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -120,9 +120,7 @@ class Session:
         assert self._state is not None
         return self._state.cache
 
-    def prefill(
-        self, prompts: Sequence[Sequence[int]], *, read: Callable[..., Any] | None = None, **options: Any
-    ) -> Any:
+    def prefill(self, prompts: Sequence[Sequence[int]], *, read: Any = None, **options: Any) -> Any:
         """Read prompts, as :func:`read_prompts` (or as ``read`` does); timed."""
         result = jax.block_until_ready((read or read_prompts)(self.params, prompts, **options))
         spent = self._lap()
