@@ -143,7 +143,7 @@ class Request:
         self._check_size(memory_limit, _counters([old.seen for old in caches], count, 0), already)
         held = [adopt(to_device(old), lm.mesh, lm.config) if isinstance(old, Cache) else old for old in caches]
         self.cache = _one_cache(held, count)
-        self.opening = self._opening(prompt, chat) if self.policy.places and self.cache is None else ()
+        self.opening: tuple[int, ...] = self._opening(prompt, chat) if self.policy.places and self.cache is None else ()
 
     def _opening(self, prompt: Any, chat: bool) -> tuple[int, ...]:
         """Tokens of each row's beginning that belong to no round: the system prompt, and the sinks at least."""

@@ -119,7 +119,7 @@ _ROLES = {"human": "user", "gpt": "assistant", "bing": "assistant", "bard": "ass
 
 
 def _messages(name: str, item: Any, path: Path) -> Dialogue:
-    turns = item.get("messages", item.get("conversations")) if isinstance(item, dict) else item
+    turns: Any = item.get("messages", item.get("conversations")) if isinstance(item, dict) else item
     try:
         pairs = [
             (str(turn.get("role") or turn["from"]), str(turn["content"] if "content" in turn else turn["value"]))

@@ -191,6 +191,12 @@ def to_json(settings: Settings, answers: Sequence[Answer], machine: dict[str, An
     return json.dumps(content, indent=1) + "\n"
 
 
+def _answer_of(values: dict[str, Any]) -> Answer:
+    """JSON has no tuples."""
+    found: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+    return Answer(**found)
+
+
 def read_answers(path: Path, settings: Settings) -> list[Answer]:
     """Answers of an earlier run with the same settings; none when there is no file.
 
@@ -203,11 +209,7 @@ def read_answers(path: Path, settings: Settings) -> list[Answer]:
         content = json.loads(path.read_text(encoding="utf-8"))
         if content["settings"] != dataclasses.asdict(settings):
             raise KvjaxError(f"{path} holds answers of another model, file or length; give another --out.")
-        lists = ("selected", "gold", "tokens")
-        return [
-            Answer(**{name: tuple(value) if name in lists else value for name, value in answer.items()})
-            for answer in content["answers"]
-        ]
+        return [_answer_of(answer) for answer in content["answers"]]
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise KvjaxError(f"{path} is not what compare-rounds writes; give another --out ({error}).") from error
 
