@@ -184,8 +184,8 @@ def render(results: list[dict[str, Any]], host: list[dict[str, Any]], options: s
         "decode program holds, its arguments and results with what is donated counted once, beside the plan's weights",
         "and cache. Peak: arguments, results and temporary memory of prefill, beside the plan's total. Even: the cache",
         "over an even share of what one device alone would hold. Prefill of other policies was not compared.",
-        "The plan's account of a TPU's prefill was made from the first of these rows and from h2o's; what RazorAttention",
-        "packs is counted by a factor that its row gave, so that row checks the other figures only.",
+        "The plan's account of a TPU's prefill was made from the first of these rows and from h2o's; what",
+        "RazorAttention packs is counted by a factor that its row gave, so that row checks the other figures only.",
         "",
         "| topology | data x model | policy | weights | cache | even | steady, XLA | off | peak, XLA | off |"
         " temporary, decode |",
