@@ -174,7 +174,7 @@ def judged(case: dict[str, Any]) -> dict[str, Any]:
     return {"steady": steady, "peak": peak, "off": off, "broken": broken}
 
 
-def render(results: list[dict[str, Any]], host: list[dict[str, Any]], layers: int, versions: str) -> str:
+def render(results: list[dict[str, Any]], host: list[dict[str, Any]], options: str, layers: int, versions: str) -> str:
     """The page."""
     lines = [
         "# A model on many devices, as XLA's TPU compiler sees it",
@@ -183,7 +183,9 @@ def render(results: list[dict[str, Any]], host: list[dict[str, Any]], layers: in
         "ones, compiled ahead of time for real topologies; nothing here was run. GiB on each device. Steady: what a",
         "decode program holds, its arguments and results with what is donated counted once, beside the plan's weights",
         "and cache. Peak: arguments, results and temporary memory of prefill, beside the plan's total. Even: the cache",
-        "over an even share of what one device alone would hold.",
+        "over an even share of what one device alone would hold. Prefill of other policies was not compared.",
+        "The plan's account of a TPU's prefill was made from the first of these rows and from h2o's; what",
+        "RazorAttention packs is counted by a factor that its row gave, so that row checks the other figures only.",
         "",
         "| topology | data x model | policy | weights | cache | even | steady, XLA | off | peak, XLA | off |"
         " temporary, decode |",
@@ -232,7 +234,7 @@ def render(results: list[dict[str, Any]], host: list[dict[str, Any]], layers: in
             f"| {case['topology']} | {case['data']} x {case['model']} | {case['share']:,} | {case['host_arguments']:,} "
             f"| {case['arguments']:,} | {case['results']:,} | {len(case['collectives'])} |"
         )
-    return "\n".join([*lines, "", f"{versions}. `python scripts/aot_mesh.py --layers {layers}` writes this page.", ""])
+    return "\n".join([*lines, "", f"{versions}. `python scripts/aot_mesh.py {options}` writes this page.", ""])
 
 
 def _here(options: argparse.Namespace) -> None:
@@ -295,7 +297,8 @@ def main() -> None:
     ]
     code = "import jax, importlib.metadata as m; print(f\"jax {jax.__version__}, libtpu {m.version('libtpu')}\")"
     asked = subprocess.run([options.tpu_python, "-c", code], capture_output=True, text=True, check=True)
-    page = render(results, host, options.layers, asked.stdout.strip())
+    flags = f"--layers {options.layers}" + (f" --cases {options.cases}" if options.cases else "")
+    page = render(results, host, flags, options.layers, asked.stdout.strip())
     if options.out is None:
         print(page)
     else:
