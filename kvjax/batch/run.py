@@ -138,7 +138,7 @@ def run(
     chosen = Full() if policy is None else parse(policy)
     chosen.check(lm.config)
     stored = parse_storage(storage)
-    check_fits(lm.config, 1, batch_size, chosen, lm.params.dtype, memory_limit, 0, stored)
+    check_fits(lm.config, 1, batch_size, chosen, lm.params.dtype, memory_limit, 0, stored, lm.mesh)
     everyone = group()
     with everyone.together():
         needed("grain", "Batch jobs")
@@ -154,7 +154,10 @@ class _Run:
         self, job: Job, folder: Path, everyone: Group, size: int, memory_limit: int | None, progress: bool
     ) -> None:
         self._job, self._folder, self._group = job, folder, everyone
-        self._size, self._memory_limit = min(size, len(job.source)), memory_limit
+        size = min(size, len(job.source))
+        # Rows that fill a mesh up are inert ones.
+        self._size = size if job.lm.mesh is None else job.lm.mesh.rows(size)
+        self._memory_limit = memory_limit
         self._progress = Progress(progress and everyone.process == 0)
 
     def run(self, shard_rows: int | None) -> Report:

@@ -7,5 +7,11 @@ import toys
 import kvjax
 from kvjax.cli.main import main
 
-kvjax.load = lambda name, **options: toys.tiny_model()
+
+def load(name, mesh=None, **options):
+    lm = toys.tiny_model()
+    return lm if mesh is None else lm.on(mesh)
+
+
+kvjax.load = load
 sys.exit(main(["batch", *sys.argv[1:]]))

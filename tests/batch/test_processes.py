@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -80,6 +81,12 @@ def wait_for(condition, running) -> None:
         time.sleep(0.02)
 
 
+def answers(folder: Path) -> dict[str, bytes]:
+    """All files but the manifest: this process compiles the toy's random weights without optimising, to other bits."""
+    assert json.loads((folder / "manifest.json").read_text())["state"] == "finished"
+    return {name: data for name, data in contents(folder).items() if name != "manifest.json"}
+
+
 def job(folder: Path, count: int, *more: str) -> tuple[str, ...]:
     rows = [{"prompt": text[:40], "id": f"q{i}"} for i, text in enumerate(prompts(count, seed=2))]
     rows[count // 2] = {"prompt": ""}
@@ -102,13 +109,13 @@ def test_two_processes_write_what_one_does_though_one_is_killed(processes, run, 
     assert ended < PATIENCE / 2
     before = {path.name: path.stat().st_mtime_ns for path in out.glob("part-*")}
     assert 2 <= len(before) < 8
-    pair = processes.pair(*arguments)
+    pair = processes.pair(*arguments, "--mesh", "data=4,model=2")  # other devices go on with the same job
     assert [process.wait(PATIENCE) for process in pair] == [0, 0], processes.said(pair[0])
     assert before.items() <= {path.name: path.stat().st_mtime_ns for path in out.glob("part-*")}.items()
     assert "kvjax batch: " in processes.said(pair[0]) and "answered" in processes.said(pair[0])
     assert "kvjax" not in processes.said(pair[1]), "process 0 tells what all did"
     _, single = run(tmp_path / "in.jsonl", "single", shard_rows=8)
-    assert contents(out) == contents(single)
+    assert answers(out) == answers(single)
 
 
 def test_a_failing_process_ends_the_others_with_its_sentence(processes, tmp_path):
@@ -145,4 +152,4 @@ def test_a_thousand_prompts_killed_again_and_again(processes, run, tmp_path):
     assert [process.wait(PATIENCE) for process in pair] == [0, 0], processes.said(pair[0])
     assert [record["row"] for record in records(out)] == list(range(1000))
     _, single = run(tmp_path / "in.jsonl", "single", shard_rows=8)
-    assert contents(out) == contents(single)
+    assert answers(out) == answers(single)
