@@ -182,7 +182,7 @@ def render(results: list[dict[str, Any]], host: list[dict[str, Any]], options: s
         f"Llama 3.1 8B's shape, {layers} layers, bfloat16, batch {BATCH}, prompts of {PROMPT:,} tokens and {NEW} new",
         "ones, compiled ahead of time for real topologies; nothing here was run. GiB on each device. Steady: what a",
         "decode program holds, its arguments and results with what is donated counted once, beside the plan's weights",
-        "and cache. Peak: arguments, results and temporary memory of prefill, beside the plan's total. Even: the cache",
+        "and cache. Peak: XLA's peak memory of prefill, beside the plan's total. Even: the cache",
         "over an even share of what one device alone would hold. Prefill of other policies was not compared.",
         "The plan's account of a TPU's prefill was made from the first of these rows and from h2o's; what",
         "RazorAttention packs is counted by a factor that its row gave, so that row checks the other figures only.",
