@@ -180,7 +180,11 @@ def test_a_context_under_many_prompts_equals_separate_calls(tiny_model):
 
 @pytest.mark.parametrize(
     "policy",
-    [LagKV(ratio=0.5, sink=4, lag=8), LagKV(ratio=0.25, sink=4, lag=8, prefill="chunked"), StreamingLLM(budget=30)],
+    [
+        pytest.param(LagKV(ratio=0.5, sink=4, lag=8), marks=pytest.mark.slow),
+        LagKV(ratio=0.25, sink=4, lag=8, prefill="chunked"),
+        StreamingLLM(budget=30),
+    ],
     ids=str,
 )
 def test_compressed_conversations_stay_within_their_capacity(tiny_model, policy):

@@ -58,8 +58,10 @@ def test_every_layout_holds_the_same(layout, kind, pages):
     "policy",
     [
         "lagkv:ratio=0.5,lag=16,sink=4",
-        "h2o:budget=40",
-        *(pytest.param(policy, marks=pytest.mark.slow) for policy in ("full", "compensated:budget=40")),
+        *(
+            pytest.param(policy, marks=pytest.mark.slow)
+            for policy in ("full", "h2o:budget=40", "compensated:budget=40")
+        ),
     ],
 )
 def test_answers_do_not_depend_on_the_layout(policy, tiny_model):

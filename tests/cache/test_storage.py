@@ -102,7 +102,13 @@ def test_attention_reads_int8_rows_as_the_numbers_they_stand_for(pages):
     np.testing.assert_allclose(logits, wanted_logits, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("policy", ["full", "streamingllm:budget=40", "lagkv:ratio=0.5,lag=16,sink=4"])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        "lagkv:ratio=0.5,lag=16,sink=4",
+        *(pytest.param(policy, marks=pytest.mark.slow) for policy in ("full", "streamingllm:budget=40")),
+    ],
+)
 def test_generating_on_int8_rows_counts_its_bytes_and_a_row_is_itself_alone(policy):
     lm = toys.tiny_model()
     options = {"policy": policy, "storage": "int8", "chat": False, "max_new_tokens": 12, "stop_token_ids": ()}

@@ -241,7 +241,7 @@ def test_a_failed_write_leaves_the_file_as_it_was(tmp_path, monkeypatch):
     def full(_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(results.os, "fsync", full)
+    monkeypatch.setattr(files.os, "fsync", full)
     with pytest.raises(KvjaxError, match="No space left"):
         files.write_atomically(path, "after")
     assert path.read_text() == "before" and len(list(tmp_path.iterdir())) == 1

@@ -47,6 +47,7 @@ def test_bad_requests_are_one_sentence():
         run_needles(lm, None, 100, 1)
 
 
+@pytest.mark.slow
 def test_finds_needles_at_1500_tokens_in_three_quarters_of_a_cache(default_model):
     assert run_needles(default_model, LagKV(ratio=0.75), 1500, 2, max_new_tokens=12).hits == 2
 

@@ -57,7 +57,15 @@ def test_a_budget_that_covers_the_prompt_is_the_full_cache(policy, whole, endles
             np.testing.assert_array_equal(mine[:, :, :200], reference[:, :, :200])
 
 
-@pytest.mark.parametrize("policy", policies(budget=40), ids=name)
+#: One of each kind by default: queries of a window, random draws, moments of queries.
+KINDS = (SlimKV, NACL, ExpectedAttention)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [pytest.param(p, marks=() if isinstance(p, KINDS) else pytest.mark.slow) for p in policies(budget=40)],
+    ids=name,
+)
 def test_batches_alone_and_on_a_later_turn(policy, endless):
     """A row of a batch is the row alone; 3 x the budget is decoded; a second batch compiles nothing."""
     options = dict(policy=policy, max_new_tokens=125, **PLAIN)
@@ -77,11 +85,9 @@ def test_batches_alone_and_on_a_later_turn(policy, endless):
     assert all(np.isfinite(np.asarray(x, np.float32)).all() for x in jax.tree.leaves(later.cache.layers))
 
 
-#: One of each kind by default: queries of a window, keys alone.
-DEFAULT = (SnapKV, KeyDiff)
+#: One by default; the others differ in what they choose, which toy models show.
 READERS = [
-    pytest.param(policy, marks=() if isinstance(policy, DEFAULT) else pytest.mark.slow)
-    for policy in policies(budget=96)
+    pytest.param(policy, marks=() if type(policy) is SnapKV else pytest.mark.slow) for policy in policies(budget=96)
 ]
 
 

@@ -137,7 +137,11 @@ class Pyramid(Policy):
 PROMPT = "a prompt of some length, so that every policy here has something to drop: " * 3
 
 
-@pytest.mark.parametrize("policy", [HeavyHitters(), MergeOldest(), Pyramid()], ids=lambda p: type(p).__name__)
+@pytest.mark.parametrize(
+    "policy",
+    [HeavyHitters(), MergeOldest(), pytest.param(Pyramid(), marks=pytest.mark.slow)],
+    ids=lambda p: type(p).__name__,
+)
 def test_runs_in_the_compiled_loop_and_a_row_equals_itself_alone(policy):
     lm = toys.tiny_model()
     prompts = [PROMPT, "short", PROMPT[:100]]

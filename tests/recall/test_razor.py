@@ -79,6 +79,7 @@ def test_protecting_none_loses_it(lm, haystacks):
     assert none.both < 0.1
 
 
+@pytest.mark.slow
 def test_the_share_of_heads_decides(lm, profile, haystacks, found):
     """One head of several is not enough, and the compensation token is not what recalls."""
     policy, kept = found
