@@ -175,9 +175,8 @@ def test_folders_of_something_else_are_left_alone(tiny_model, tmp_path):
 
 def test_a_damaged_folder_is_one_sentence(tiny_model, tmp_path):
     folder = saved(tiny_model, tmp_path / "talk")
-    for file in folder.rglob("*"):
-        if file.is_file() and file.parent.name == "d":
-            file.write_bytes(b"")
+    (found,) = folder.rglob("state/_METADATA")
+    found.write_text('{"tree_metadata": ')
     with pytest.raises(kvjax.KvjaxError, match="could not be written or read"):
         kvjax.load_cache(folder, tiny_model)
 
