@@ -18,6 +18,7 @@ from kvjax.batch.source import Source
 from kvjax.cache.storage import Storage
 from kvjax.errors import KvjaxError, UsageError
 from kvjax.files import write_atomically
+from kvjax.model.identity import weights_digest
 from kvjax.model.load import LanguageModel
 from kvjax.policies import Policy, format_policy
 from kvjax.request import Options
@@ -74,11 +75,10 @@ class Job:
 
 
 def fingerprint(lm: LanguageModel) -> str:
-    """A digest of the model's shape, its vocabulary, and one row of every parameter: training moves them all."""
+    """A digest of the model's shape, its vocabulary and its weights."""
     digest = hashlib.sha256(repr((lm.config, lm.stop_token_ids)).encode())
     digest.update(b"\0".join(lm.tokenizer.token_bytes()))
-    for leaf in jax.tree.leaves(lm.params):
-        digest.update(np.asarray(leaf[(0,) * (leaf.ndim - 1)]).tobytes())
+    digest.update(weights_digest(lm.params).encode())
     return digest.hexdigest()
 
 

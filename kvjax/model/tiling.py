@@ -32,4 +32,4 @@ def tiled(weight: jax.Array) -> jax.Array:
     layout = weight_layout(kind, weight.dtype, weight.ndim)
     if layout is None:
         return weight
-    return jax.jit(lambda x: x, donate_argnums=0, out_shardings=Format(layout, weight.sharding))(weight)
+    return jax.jit(lambda x: x, out_shardings=Format(layout, weight.sharding))(weight)

@@ -11,13 +11,9 @@ import hashlib
 import json
 from typing import Any
 
-import jax
-import ml_dtypes
-import numpy as np
-
 from kvjax.calibrate.profile import HeadProfile, ModelShape, ScopeProfile, WatershedProfile
 from kvjax.errors import UsageError
-from kvjax.model.decoder import Decoder
+from kvjax.model.identity import weights_digest
 from kvjax.model.load import LanguageModel
 from kvjax.policies.base import Policy
 from kvjax.policies.registry import registry
@@ -31,19 +27,7 @@ _VALUES = {cls.__name__: cls for cls in (HeadProfile, ScopeProfile, WatershedPro
 def model_identity(lm: LanguageModel) -> dict[str, str]:
     """The model by its name, its configuration's digest and its weights'."""
     config = json.dumps(dataclasses.asdict(lm.config), sort_keys=True, default=str)
-    return {"name": lm.name, "config": _digest(config.encode()), "weights": _weights_digest(lm.params)}
-
-
-def _weights_digest(params: Decoder) -> str:
-    """Of every layer's norms and the first rows of a few matrices, as bfloat16: equal whatever dtype they are held in.
-
-    Training moves all of them; reading them takes milliseconds where reading every weight would take seconds.
-    """
-    seen = hashlib.sha256()
-    for leaf in jax.tree.leaves(params):
-        some = np.asarray(leaf if leaf.ndim == 1 else leaf[:2, :64]).astype(np.float32)
-        seen.update(some.astype(ml_dtypes.bfloat16).tobytes())
-    return seen.hexdigest()[:32]
+    return {"name": lm.name, "config": _digest(config.encode()), "weights": weights_digest(lm.params)}
 
 
 def _digest(data: bytes) -> str:

@@ -86,7 +86,7 @@ def load_cache(path: str | os.PathLike[str], lm: LanguageModel) -> Cache | Conve
         description = folder.metadata().custom_metadata
         empty, counts = _empty(where, description, lm)
         shapes = jax.eval_shape(lambda cache: canonical(cache, counts), empty)
-        device = jax.sharding.SingleDeviceSharding(next(iter(jax.tree.leaves(lm.params)[0].devices())))
+        device = jax.sharding.SingleDeviceSharding(min(lm.params.head[...].devices(), key=lambda each: each.id))
         rounds = description.get("rounds")
         if rounds is None:
             return restored(folder.load(None, placed(shapes, device)), _zeros(empty), counts)

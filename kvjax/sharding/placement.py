@@ -18,6 +18,7 @@ from kvjax.config import ModelConfig
 from kvjax.errors import UsageError
 from kvjax.mesh import RULES, Mesh
 from kvjax.model.decoder import Decoder, gate_columns
+from kvjax.model.tiling import tiled
 from kvjax.sharding.partition import head_share
 
 ROWS = PartitionSpec("data")
@@ -105,7 +106,7 @@ def place_weights(params: Decoder, mesh: Mesh) -> Decoder:
     """A model that is on one device, on the devices of a mesh."""
     leaves, tree = jax.tree.flatten(params)
     specs = weight_specs(params, mesh)
-    placed = [jax.device_put(x, NamedSharding(mesh.jax, spec)) for x, spec in zip(leaves, specs, strict=True)]
+    placed = [tiled(jax.device_put(x, NamedSharding(mesh.jax, spec))) for x, spec in zip(leaves, specs, strict=True)]
     return jax.tree.unflatten(tree, placed)
 
 

@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import json
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -57,17 +58,18 @@ class Case:
     positional: str = "rope"
     later: bool = False
     grow: bool = False
+    saved: bool = False
 
     @property
     def name(self) -> str:
-        flags = "".join(f"-{flag}" for flag in ("later", "grow") if getattr(self, flag))
+        flags = "".join(f"-{flag}" for flag in ("later", "grow", "saved") if getattr(self, flag))
         return f"{self.policy}-{self.mesh}-{self.kv_heads}-{self.storage}-{self.positional}{flags}"
 
 
 #: A representative part: heads dealt, pages dealt, both, groups; padding, later turns, samples, int8, growing, ALiBi.
 DEFAULT = (
     Case("full", "data=4,model=2", storage="int8"),
-    Case("razor", "data=2,model=4", kv_heads=3, later=True),
+    Case("razor", "data=2,model=4", kv_heads=3, later=True, saved=True),
     Case("lagkv", "model=8", kv_heads=1),
     Case("tova", "data=2,model=4"),
 )
@@ -107,7 +109,7 @@ def numbers(case: Case, lm: Any) -> tuple[dict[str, Any], Any]:
         first = kvjax.generate(lm, PROMPTS, policy=policy, storage=case.storage, **options)
         outputs = list(first)
         if case.later:
-            caches = [output.cache for output in first]
+            caches = [_through_disk(lm, output.cache) if case.saved else output.cache for output in first]
             sampling = {"n": 2, "temperature": 1.0, "seed": 5}
             turns = kvjax.generate(lm, ["and so?", "b", "what then"], cache=caches, **options, **sampling)
             outputs += [sample for samples in turns for sample in samples]
@@ -123,6 +125,12 @@ def numbers(case: Case, lm: Any) -> tuple[dict[str, Any], Any]:
     return found, first
 
 
+def _through_disk(lm: Any, cache: Any) -> Any:
+    with tempfile.TemporaryDirectory() as folder:
+        kvjax.save_cache(folder, cache, lm)
+        return kvjax.load_cache(folder, lm)
+
+
 @functools.lru_cache(maxsize=64)
 def alone(case: Case) -> dict[str, Any]:
     """The same on one device."""
@@ -132,7 +140,7 @@ def alone(case: Case) -> dict[str, Any]:
 def run(case: Case) -> dict[str, Any]:
     """Both, as one comparison."""
     lm = model(case.kv_heads, case.positional)
-    want = alone(dataclasses.replace(case, mesh=""))
+    want = alone(dataclasses.replace(case, mesh="", saved=False))
     found, first = numbers(case, lm.on(case.mesh))
     planned = kvjax.plan(
         lm, prompt_tokens=41, batch=3, policy=POLICIES[case.policy], max_new_tokens=5, mesh=case.mesh,
