@@ -27,7 +27,7 @@ def write_atomically(path: Path, content: str | bytes) -> None:
                 raise
         sync_folder(path.parent)
     except OSError as error:
-        raise KvjaxError(f"The results cannot be written to {path}: {error.strerror}.") from error
+        raise KvjaxError(f"{path} cannot be written: {error.strerror}.") from error
 
 
 def sync_folder(folder: Path) -> None:

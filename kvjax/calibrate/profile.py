@@ -10,13 +10,13 @@ import dataclasses
 import functools
 import math
 import os
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
 
 from kvjax.config import ModelConfig
-from kvjax.errors import KvjaxError, UsageError
+from kvjax.errors import UsageError
+from kvjax.files import write_atomically
 
 #: One number a query head: [layer][head].
 Table = tuple[tuple[float, ...], ...]
@@ -235,23 +235,7 @@ def save_profile(profile: Profile, path: str | os.PathLike[str]) -> None:
         else:
             content[name] = list(value) if name in profile.curves else value
     text = yaml.safe_dump(content, sort_keys=False, default_flow_style=None, width=120)
-    write_whole(Path(path), text.encode())
-
-
-def write_whole(path: Path, content: bytes) -> None:
-    """Write a file so that it is there whole or not at all; KvjaxError when it cannot be."""
-    try:
-        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        try:
-            with os.fdopen(descriptor, "wb") as file:
-                file.write(content)
-            os.chmod(temporary, 0o644)
-            os.replace(temporary, path)
-        except BaseException:
-            os.unlink(temporary)
-            raise
-    except OSError as error:
-        raise KvjaxError(f"{path} cannot be written: {error.strerror}.") from error
+    write_atomically(Path(path), text)
 
 
 def load_profile(path: str | os.PathLike[str]) -> Profile:

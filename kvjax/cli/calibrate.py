@@ -36,9 +36,10 @@ def retrieval_heads(
     Needs no data and, beside the weights, the memory of one layer.
     """
     from kvjax.calibrate.heatmap import heatmap, require_matplotlib
-    from kvjax.calibrate.profile import protected_heads, save_profile, write_whole
+    from kvjax.calibrate.profile import protected_heads, save_profile
     from kvjax.calibrate.retrieval import retrieval_heads as score
     from kvjax.cli import session
+    from kvjax.files import write_atomically
 
     _check(out)
     if picture:
@@ -47,7 +48,7 @@ def retrieval_heads(
     profile = score(lm, tokens=tokens, repeats=repeats, seed=seed, progress=_say)
     save_profile(profile, out)
     if picture:
-        write_whole(out.with_suffix(".png"), heatmap(profile))
+        write_atomically(out.with_suffix(".png"), heatmap(profile))
     count = sum(len(heads) for heads in protected_heads(profile, 0.14, 0.01, "query"))
     print(f"{out}: {count} of {lm.config.num_layers * lm.config.num_kv_heads} KV heads protected by default")
 
@@ -97,9 +98,10 @@ def watershed(
     from kvjax.calibrate.curve import kl_curve
     from kvjax.calibrate.divergence import watershed as find
     from kvjax.calibrate.heatmap import require_matplotlib
-    from kvjax.calibrate.profile import save_profile, write_whole
+    from kvjax.calibrate.profile import save_profile
     from kvjax.cli import session
     from kvjax.eval.dialogues import read_dialogues
+    from kvjax.files import write_atomically
 
     _check(out)
     if picture is not None:
@@ -118,7 +120,7 @@ def watershed(
     profile = find(lm, pairs, prominence=prominence, progress=lambda done, all_: _say(done, all_, "dialogue"))
     save_profile(profile, out)
     if picture is not None:
-        write_whole(picture, kl_curve(profile))
+        write_atomically(picture, kl_curve(profile))
     print(f"{out}: the watershed is layer {profile.watershed} of {lm.config.num_layers}")
 
 
