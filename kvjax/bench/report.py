@@ -12,7 +12,7 @@ from typing import Any
 from kvjax.bench.run import DecodeRow, LongRow, PrefillRow
 from kvjax.bench.startup import Startup
 from kvjax.cli.render import human_bytes, human_rate
-from kvjax.errors import KvjaxError
+from kvjax.files import write_atomically
 
 
 @dataclasses.dataclass
@@ -31,11 +31,8 @@ class Report:
     startup: Startup | None = None
 
     def save(self, path: Path) -> None:
-        """Write JSON; one sentence when the file cannot be written."""
-        try:
-            path.write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n")
-        except OSError as error:
-            raise KvjaxError(f"The results cannot be written to {path}: {error.strerror}.") from error
+        """Write JSON, whole or not at all; one sentence when the file cannot be written."""
+        write_atomically(path, json.dumps(dataclasses.asdict(self), indent=1) + "\n")
 
 
 Table = tuple[str, list[str], list[list[str]]]
