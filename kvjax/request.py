@@ -127,11 +127,6 @@ class Request:
         for old in caches:
             _same_model(lm.config, old)
         self.rows = count * options.n
-        if self.policy.places and lm.mesh is not None:
-            raise UsageError(
-                f"{type(self.policy).__name__} runs on one device, and this model is on the mesh {lm.mesh}; load it "
-                "without mesh=, or give a policy of tokens."
-            )
         self.programs: Programs = ONE_DEVICE if lm.mesh is None else OnMesh(lm.mesh, lm.config)
         self.stop_ids = options.stop_ids(lm)
         self.prompts = self._with_pending(_counters([old.pending for old in caches], count, -1))
@@ -141,7 +136,9 @@ class Request:
         sizes = [(old.nbytes if lm.mesh is None else old.nbytes // lm.mesh.size, old.batch) for old in caches]
         already = sum(size // rows * (rows if joined else rows + count) for size, rows in sizes)
         self._check_size(memory_limit, _counters([old.seen for old in caches], count, 0), already)
-        held = [adopt(to_device(old), lm.mesh, lm.config) if isinstance(old, Cache) else old for old in caches]
+        held = [
+            adopt(to_device(old) if isinstance(old, Cache) else old.unparked(), lm.mesh, lm.config) for old in caches
+        ]
         self.cache = _one_cache(held, count)
         self.opening: tuple[int, ...] = self._opening(prompt, chat) if self.policy.places and self.cache is None else ()
 

@@ -91,6 +91,17 @@ class Share:
         own = jax.lax.dynamic_index_in_dim(split, self.index(), axis=3, keepdims=False)
         return own.reshape(*own.shape[:2], -1, *own.shape[4:])
 
+    def parted(self, x: Array, axis: int) -> Array:
+        """This device's block of an axis that the devices which share pages divide."""
+        if not self.page_axes:
+            return x
+        size = x.shape[axis] // self.page_parts
+        return jax.lax.dynamic_slice_in_dim(x, self.index() * size, size, axis)
+
+    def joined(self, x: Array, axis: int) -> Array:
+        """Undo :meth:`parted`: the blocks of all of them."""
+        return jax.lax.all_gather(x, self.page_axes, axis=axis, tiled=True) if self.page_axes else x
+
     def length(self, length: Int[Array, "B H"], page_size: int) -> Int[Array, "B H"]:
         """Valid slots of this device's run, of heads that hold ``length`` in all."""
         if not self.page_axes:

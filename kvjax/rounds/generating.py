@@ -11,9 +11,12 @@ from kvjax.cache.value import Cache
 from kvjax.output import RoundStats
 from kvjax.policies.rounds import RoundAttention
 from kvjax.request import Request
+from kvjax.rounds.programs import ONE_DEVICE, RoundPrograms
 from kvjax.rounds.turn import Asked, close_round, read_question
 from kvjax.rounds.value import Conversation
+from kvjax.runtime.programs import on_host
 from kvjax.runtime.session import Session, spread
+from kvjax.sharding.rounds import RoundsOnMesh
 
 
 class RoundTurn:
@@ -21,6 +24,8 @@ class RoundTurn:
 
     def __init__(self, request: Request, session: Session):
         self._request, self._session = request, session
+        lm = request.lm
+        self._programs: RoundPrograms = ONE_DEVICE if lm.mesh is None else RoundsOnMesh(lm.mesh, lm.config)
         self._asked: Asked | None = None
         self._after: Conversation | None = None
         self._used: list[int] = []
@@ -31,12 +36,14 @@ class RoundTurn:
         prompts, context = request.prompts, request.tokens.context
         if context:
             cache, _, asked = self._read([context], None, request.opening[:1], consume)
-            before = close_round(request.lm.params, asked, cache, [context]).take([0] * len(prompts))
+            before = close_round(request.lm.params, asked, cache, [context], programs=self._programs)
+            before = before.take([0] * len(prompts))
             consume = True
         elif before is not None:
             before = before.unparked()
         cache, logits, asked = self._read(prompts, before, request.opening, consume)
         copies = [i // request.options.n for i in range(request.rows)]
+        copies += [0] * (self._programs.rows(request.rows) - request.rows)
         cache, logits = spread(cache, logits, copies)
         self._asked = asked.take(copies)
         assert logits is not None
@@ -55,17 +62,18 @@ class RoundTurn:
             dtype=request.dtype,
             storage=request.storage,
             memory_limit=request.memory_limit,
+            programs=self._programs,
         )
 
     def finish(self, cache: Cache, tokens: Sequence[Sequence[int]]) -> Conversation:
         """Close every row's round; ``tokens`` were generated, the last of them perhaps not yet fed."""
         assert self._asked is not None
         request, samples = self._request, self._request.options.n
-        self._used = cache.layers[-1].length.max(axis=1).tolist()
+        self._used = on_host(cache.layers[-1].length).max(axis=1).tolist()
         fed = [[*request.prompts[row // samples], *made] for row, made in enumerate(tokens)]
-        pending = cache.pending.tolist()
+        pending = on_host(cache.pending).tolist()[: len(fed)]
         fed = [ids[:-1] if token >= 0 else ids for ids, token in zip(fed, pending, strict=True)]
-        self._after = close_round(request.lm.params, self._asked, cache, fed)
+        self._after = close_round(request.lm.params, self._asked, cache, fed, programs=self._programs)
         return self._after
 
     def stats(self, row: int) -> RoundStats:

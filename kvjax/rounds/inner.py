@@ -8,60 +8,25 @@ tokens or so, and hands over exactly the signals of a prompt that ends there.
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache.pool import LayerCache, rows, store
-from kvjax.cache.value import Cache, Pools, attach, detach
+from kvjax.cache.value import Cache
 from kvjax.config import ModelConfig
-from kvjax.model.decoder import Decoder
+from kvjax.model.decoder import DecoderView
 from kvjax.policies.base import Policy, Turn, gather_candidates, page_capacities
 from kvjax.policies.signals import Mass, PromptSignals
-from kvjax.runtime.buckets import prompt_bucket
 from kvjax.runtime.prefill import through_layers
 from kvjax.runtime.taps import layer_tap
 
 
-def compress_round(
-    params: Decoder,
-    inner: Policy,
+def compressed(
+    params: DecoderView,
     cache: Cache,
-    base: Int[np.ndarray, "L B H"],
-    count: Int[np.ndarray, " B"],
-    ids: Sequence[Sequence[int]],
-) -> tuple[Cache, Int[np.ndarray, "L B H"]]:
-    """Compress the last ``count`` tokens of each row, which follow ``base`` slots; also the slots they hold then.
-
-    Args:
-      inner: chooses among these tokens as if they were a prompt of their own.
-      ids: of each row, the tokens it was fed last, at least as many as the policy's window.
-    """
-    size = prompt_bucket(max(int(count.max()), 1))
-    pools, rest = detach(cache)
-    given = jnp.asarray(base), jnp.asarray(count, jnp.int32)
-    window = inner.signals.window_rows(size) if inner.signals.window else 0
-    if window:
-        again = np.minimum(count, window).astype(np.int32)
-        tokens = np.zeros((len(ids), window), np.int32)
-        for row, width in enumerate(again):
-            tokens[row, :width] = ids[row][len(ids[row]) - width :]
-        given = (*given, jnp.asarray(tokens), jnp.asarray(again))
-    pools, rest = _compress(params, pools, rest, *given, inner=inner, size=size)
-    cache = attach(pools, rest)
-    return cache, np.stack([np.asarray(layer.length) for layer in cache.layers]) - base
-
-
-@functools.partial(jax.jit, static_argnames=("inner", "size"), donate_argnames=("pools",))
-def _compress(
-    params: Decoder,
-    pools: Pools,
-    rest: Cache,
     base: Int[Array, "L B H"],
     count: Int[Array, " B"],
     tokens: Int[Array, "B W"] | None = None,
@@ -69,12 +34,18 @@ def _compress(
     *,
     inner: Policy,
     size: int,
-) -> tuple[Pools, Cache]:
-    cache, config = attach(pools, rest), params.config
+) -> Cache:
+    """The last ``count`` tokens of each row, which follow ``base`` slots, compressed as a prompt of their own.
+
+    Args:
+      tokens: the last ``again`` of those tokens, to be read once more; None for a policy that has no window.
+      inner: chooses among them. size: a bucket that holds ``count``.
+    """
+    config = params.config
     closing = _Closing(inner, config, base, count, size)
     if tokens is None or again is None:
         layers = tuple(closing.own(i, layer, *rows(layer), None) for i, layer in enumerate(cache.layers))
-        return detach(cache.replace(layers=layers))
+        return cache.replace(layers=layers)
     shorter = tuple(
         layer.replace(length=layer.length - again[:, None], next=layer.next - again[:, None]) for layer in cache.layers
     )
@@ -84,7 +55,7 @@ def _compress(
     layers, _, _ = through_layers(
         params, closing, 0, shorter, params.embed(tokens), seen, again, cache.seen, pages, fresh=False, tap=tap
     )
-    return detach(cache.replace(layers=layers))
+    return cache.replace(layers=layers)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,6 +91,8 @@ class _Closing(Policy):
             signals = PromptSignals(Mass(None, jnp.take_along_axis(mass, index[:, :, None], axis=3)))
         pages = page_capacities(self.inner, self.config, self.size, 1, cache.page_size)[layer]
         empty = self.inner.init_layer(self.config, layer, batch, pages, k.dtype)
+        # On a mesh: of the heads that the cache has here, all pages.
+        empty = empty.replace(share=dataclasses.replace(cache.share, page_axes=(), page_parts=1))
         zeros = jnp.zeros_like(self.count)
         turn = Turn(zeros, self.count, self.count, pages=pages, config=self.config, fresh=True, signals=signals)
         kept = self.inner.compress(layer, empty, own_k, own_v, turn)
@@ -132,15 +105,8 @@ class _Closing(Policy):
         return store(cache, new_k, new_v, base + kept.length, cache.pages)
 
 
-def delete_slots(cache: Cache, keep: Bool[np.ndarray, "L B H C"]) -> Cache:
+def without_slots(cache: Cache, keep: Bool[Array, "L B H C"]) -> Cache:
     """The cache with only these slots of every layer, in order; positions stay."""
-    pools, rest = detach(cache)
-    return attach(*_delete(pools, rest, jnp.asarray(keep)))
-
-
-@jax.jit
-def _delete(pools: Pools, rest: Cache, keep: Bool[Array, "L B H C"]) -> tuple[Pools, Cache]:
-    cache = attach(pools, rest)
     layers = []
     for i, layer in enumerate(cache.layers):
         k, v = rows(layer)
@@ -148,4 +114,4 @@ def _delete(pools: Pools, rest: Cache, keep: Bool[Array, "L B H C"]) -> tuple[Po
         order = jnp.argsort(~valid, axis=-1, stable=True)[..., None]
         k, v = (jnp.take_along_axis(x, order, axis=2) for x in (k, v))
         layers.append(store(layer, k, v, valid.sum(axis=-1, dtype=jnp.int32), layer.pages))
-    return detach(cache.replace(layers=tuple(layers)))
+    return cache.replace(layers=tuple(layers))

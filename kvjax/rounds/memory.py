@@ -23,7 +23,8 @@ def to_device(tree: Tree) -> Tree:
 
 def _move(tree: Any, kind: str) -> Any:
     leaves, structure = jax.tree.flatten(tree)
-    here = [isinstance(leaf, jax.Array) for leaf in leaves]  # a counter may be NumPy's, which is nowhere yet
+    # A counter may be NumPy's, which is nowhere yet; and a row's rounds may be another process's.
+    here = [isinstance(leaf, jax.Array) and len(leaf.addressable_shards) > 0 for leaf in leaves]
     away = [i for i, leaf in enumerate(leaves) if here[i] and leaf.sharding.memory_kind != kind]
     if not away:
         return tree

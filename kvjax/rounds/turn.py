@@ -13,26 +13,26 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from kvjax.cache.pool import layout_for
 from kvjax.cache.storage import Storage
 from kvjax.cache.value import Cache
 from kvjax.config import ModelConfig
 from kvjax.errors import DoesNotFit
+from kvjax.mesh import Mesh
 from kvjax.model.decoder import Decoder
-from kvjax.planning import cache_bytes, device_limit, human
-from kvjax.policies.base import page_capacities
+from kvjax.planning import cache_bytes, device_limit, human, weights_bytes
+from kvjax.policies.base import Policy
 from kvjax.policies.rounds import RoundAttention
-from kvjax.rounds import programs
 from kvjax.rounds.choose import normalised, round_attention, select
-from kvjax.rounds.inner import compress_round
-from kvjax.rounds.memory import committed, nbytes, to_device, to_host
+from kvjax.rounds.memory import nbytes, to_host
 from kvjax.rounds.placed import Placed
+from kvjax.rounds.programs import ONE_DEVICE, Cut, Piece, RoundPrograms
+from kvjax.rounds.steps import Staged
 from kvjax.rounds.value import Conversation, Round, UpperRows
 from kvjax.runtime.buckets import NEW_TOKENS, prompt_bucket, slots_of
+from kvjax.runtime.programs import on_host
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -56,7 +56,7 @@ class Asked:
     """A question that has been read: what closing its round needs.
 
     Attributes:
-      before: the conversation it was asked in, or None for the first question.
+      before: the conversation it was asked in, of which the lower layers may be consumed; None for the first question.
       policy, storage: as of the conversation.
       start: [B] position of the round's first token.
       base: [L, B, H] slots before the round's own.
@@ -76,7 +76,7 @@ class Asked:
         index = list(indices)
         return dataclasses.replace(
             self,
-            before=None if self.before is None else self.before.take(index),
+            before=None if self.before is None else self.before.records(index),
             start=self.start[index],
             base=self.base[:, index],
             choices=tuple(self.choices[i] for i in index) if self.choices else (),
@@ -94,6 +94,7 @@ def read_question(
     dtype: Any,
     storage: Storage,
     memory_limit: int | None,
+    programs: RoundPrograms = ONE_DEVICE,
 ) -> tuple[Cache, jax.Array, Asked]:
     """Read a question a row, on what it selects of its conversation.
 
@@ -102,59 +103,53 @@ def read_question(
       consume: donate the buffers of ``before``.
 
     Returns:
-      A cache of all layers to decode on, the logits [B, V] after each question, and what :func:`close_round` needs.
+      A cache of all layers to decode on, the logits [B, V] after each question, and what :func:`close_round` needs; B
+      as ``programs`` says, rows of padding last.
 
     Raises:
       DoesNotFit: the selected rounds are too large for the device; the conversation is as it was, unless consumed.
     """
     config, below = params.config, policy.layers_below(params.config)
+    real, batch = len(prompts), programs.rows(len(prompts))
+    # A row of padding reads one token, or nothing new of another row's conversation, of which it selects no round.
+    prompts = [*prompts, *([prompts[0][:1]] if before is None else [()]) * (batch - real)]
     lengths = np.array([len(ids) for ids in prompts], np.int32)
-    tokens = np.zeros((len(prompts), prompt_bucket(int(lengths.max()))), np.int32)
+    tokens = np.zeros((batch, prompt_bucket(int(lengths.max()))), np.int32)
     for row, ids in enumerate(prompts):
         tokens[row, : len(ids)] = ids
-    given = jnp.asarray(tokens), jnp.asarray(lengths)
     kinds = {"dtype": dtype, "storage": storage}
+    staged = slots = None
     if before is None:
-        room = prompt_bucket(int(lengths.max()))
-        pages = _pages(config, Placed(below, room), room, storage)
-        cache, x = programs.lower_fresh(
-            params, *given, policy=Placed(below), pages=pages[:below], room=room, new_room=NEW_TOKENS, **kinds
-        )
-        cache, x = committed((cache, x))
-        base = np.broadcast_to(np.asarray(opening)[:, None], (config.num_layers, len(prompts), config.num_kv_heads))
-        asked = Asked(None, policy, np.asarray(opening), base, (), 0)
-        staged = (None, None, None)
-        upper_room = room
+        room = upper_room = prompt_bucket(int(lengths.max()))
+        placed = Placed(below, upper_room)
+        _check_fits(params, placed, programs.mesh, batch, room, dtype, storage, memory_limit, first=True)
+        cache, x = programs.lower_fresh(params, tokens, lengths, policy=Placed(below), room=room, **kinds)
+        seen, first = np.zeros_like(lengths), np.array([*opening, *[1] * (batch - real)], np.int32)
+        base = np.broadcast_to(first[:, None], (config.num_layers, batch, config.num_kv_heads))
+        asked = Asked(None, policy, first, base, (), 0)
     else:
-        slots = np.stack([before.slots(row)[-1] for row in range(before.batch)], axis=1)
+        if before.batch < batch:
+            before, consume = before.take([*range(real), *[0] * (batch - real)]), True
+        slots = np.stack([before.slots(row)[-1] for row in range(batch)], axis=1)
         room = prompt_bucket(int((slots[:below].max(axis=(0, 2)) + lengths).max()))
-        pages = _pages(config, Placed(below), room, storage)
-        rooms = {"pages": pages[:below], "room": room, "new_room": NEW_TOKENS}
-        seen = np.asarray(before.seen)
-        cache, x, mass = programs.lower_onto(params, before.lower, *given, consume=consume, **rooms)
-        mass = np.asarray(mass)
-        choices = tuple(_choose(policy, before, row, mass[row], below) for row in range(before.batch))
-        slots[below:] = np.stack([_placed_slots(before, row, choices[row], below) for row in range(before.batch)], 1)
+        seen = on_host(before.seen)
+        cache, x, mass = programs.lower_onto(params, before.lower, tokens, lengths, room=room, consume=consume)
+        mass = on_host(mass)
+        choices = tuple(
+            _choose(policy, before, row, mass[row], below) if row < real else _NOTHING for row in range(batch)
+        )
+        slots[below:] = np.stack([_placed_slots(before, row, choices[row], below) for row in range(batch)], 1)
         upper_room = prompt_bucket(int((slots[below:].max(axis=(0, 2)) + lengths).max()))
-        _check_fits(params, Placed(below, upper_room), len(prompts), room, dtype, storage, memory_limit)
-        staged, moved = _bring(config, before, choices, slots[below:], tokens.shape[1], dtype)
+        placed = Placed(below, upper_room)
+        _check_fits(params, placed, programs.mesh, batch, room, dtype, storage, memory_limit, first=False)
+        staged, moved = _bring(config, before, choices, slots[below:], tokens.shape[1], dtype, x, programs)
         asked = Asked(before, policy, seen, slots, choices, moved)
-    placed = Placed(below, upper_room)
-    layers, logits = programs.upper(
-        params,
-        x,
-        cache.seen - given[1],
-        given[1],
-        *staged,
-        policy=placed,
-        pages=_pages(config, placed, room, storage)[below:],
-        **kinds,
-    )
+    held = None if slots is None else slots[below:]
+    layers, logits = programs.upper(params, x, seen, lengths, staged, held, policy=placed, room=room, **kinds)
     return cache.replace(layers=cache.layers + layers, policy=placed), logits, asked
 
 
-def _pages(config: ModelConfig, placed: Placed, room: int, storage: Storage) -> tuple[tuple[int, ...], ...]:
-    return page_capacities(placed, config, room, NEW_TOKENS, layout_for(storage, config.head_dim).page_size)
+_NOTHING = Choice(np.zeros(0), (), 0, ())
 
 
 def _choose(
@@ -206,49 +201,52 @@ def _bring(
     slots: Int[np.ndarray, "L B H"],
     tokens: int,
     dtype: Any,
-) -> tuple[tuple[Any, Any, Any], int]:
-    """The openings and the selected rounds as staged rows, their lengths and key scales; and the bytes that moved."""
+    x: jax.Array,
+    programs: RoundPrograms,
+) -> tuple[Staged, int]:
+    """The openings and the selected rounds on the device, one behind the other; and the bytes that moved."""
     layers, batch, heads = slots.shape
-    pieces, offsets = [], []
+    pieces: list[Piece] = []
+    ends = 0
     for row, choice in enumerate(choices):
         opening = before.opening[row]
         offset = np.zeros((layers, heads), np.int32)
         for upper, held in ((opening.upper, opening.held[-layers:]), *choice.parts):
-            pieces.append((row, upper))
-            offsets.append(offset)
+            pieces.append(Piece(row, upper, offset))
+            ends = max(ends, int(offset.max()) + upper.kv.shape[3])
             offset = offset + held
-    ends = [int(offset.max()) + upper.kv.shape[3] for offset, (_, upper) in zip(offsets, pieces, strict=True)]
-    room = prompt_bucket(max(max(ends), int(slots.max()) + tokens))
-    quantised = pieces[0][1].k_scale is not None
-    k_scale = None
-    if quantised:
-        scales = np.zeros((layers, batch, heads, config.head_dim), np.float32)
-        for row, upper in pieces:
-            np.maximum(scales[:, row], np.asarray(upper.k_scale), out=scales[:, row])
-        k_scale = jnp.asarray(scales)
-    moved = sum(nbytes(upper) for choice in choices for upper, _ in choice.parts)
-    # The one transfer of the question: whole rounds, all rows together.
-    there = to_device([upper for _, upper in pieces])
-    shape = (layers, 2, batch, heads, room, config.head_dim)
-    staged = committed(jnp.zeros(shape, jnp.float32 if quantised else dtype))
-    for (row, _), upper, offset in zip(pieces, there, offsets, strict=True):
-        alike = (offset == offset[0, 0]).all()
-        staged = programs.place(staged, upper, np.int32(row), offset[:1, :1] if alike else offset)
-    return (staged, jnp.asarray(slots), k_scale), moved
+    room = prompt_bucket(max(ends, int(slots.max()) + tokens))
+    staged = programs.stage(pieces, (layers, 2, batch, heads, room, config.head_dim), dtype, x)
+    return staged, sum(nbytes(upper) for choice in choices for upper, _ in choice.parts)
 
 
 def _check_fits(
-    params: Decoder, placed: Placed, batch: int, room: int, dtype: Any, storage: Storage, memory_limit: int | None
+    params: Decoder,
+    placed: Placed,
+    mesh: Mesh | None,
+    batch: int,
+    room: int,
+    dtype: Any,
+    storage: Storage,
+    memory_limit: int | None,
+    first: bool,
 ) -> None:
     limit = device_limit(memory_limit)
     if limit is None:
         return
-    need = nbytes(params) + cache_bytes(params.config, placed, batch, room, NEW_TOKENS, dtype, storage)
+    weights = weights_bytes(params.config, dtype, mesh)
+    need = weights + cache_bytes(params.config, placed, batch, room, NEW_TOKENS, dtype, storage, mesh)
     if need > limit:
-        raise DoesNotFit(
-            f"The rounds this question selects make {human(need)} with the weights and the device has {human(limit)}; "
-            "a smaller top, a higher threshold, or an inner policy would bring less."
+        what, would = (
+            ("A first question, which is read with all layers on the device, makes", "a shorter one would fit")
+            if first
+            else (
+                "The rounds this question selects make",
+                "a smaller top, a higher threshold, or an inner policy would bring less",
+            )
         )
+        each = "" if mesh is None else " on each device"
+        raise DoesNotFit(f"{what} {human(need)} with the weights{each} and the device has {human(limit)}; {would}.")
 
 
 def close_round(
@@ -257,50 +255,73 @@ def close_round(
     cache: Cache,
     ids: Sequence[Sequence[int]],
     bounds: Sequence[Sequence[int]] | None = None,
+    programs: RoundPrograms = ONE_DEVICE,
 ) -> Conversation:
     """The conversation after a turn: the new round's upper layers in host memory, and no others' on the device.
 
     Args:
-      asked: from :func:`read_question`. cache: what decoding left.
+      asked: from :func:`read_question`. cache: what decoding left; it may have rows of padding last, which the lower
+        layers then still have.
       ids: of each row, the tokens it was fed in this turn.
       bounds: of each row, positions at which further rounds begin within what was read, for a history that is read at
         once; by default it is one round.
     """
-    config, policy = params.config, asked.policy
+    config, policy, real = params.config, asked.policy, len(ids)
     below, batch = policy.layers_below(config), cache.batch
-    seen = np.asarray(cache.seen)
-    edges = [[int(asked.start[row]), *(bounds[row] if bounds else ()), int(seen[row])] for row in range(batch)]
+    seen = on_host(cache.seen)
+    edges = [[int(asked.start[row]), *(bounds[row] if bounds else ()), int(seen[row])] for row in range(real)]
     held = np.zeros((max(map(len, edges)) - 1, config.num_layers, batch, config.num_kv_heads), np.int32)
     for row, places in enumerate(edges):
         held[: len(places) - 1, :, row] = np.diff(places)[:, None, None]
     if policy.inner is not None:
         if len(held) > 1:
             raise ValueError("an inner policy compresses a round when it ends, so rounds are read one by one")
-        cache, compressed = compress_round(params, policy.inner, cache, asked.base, held[0, 0, :, 0], ids)
-        held = compressed[None].astype(np.int32)
+        cache = _compress(params, policy.inner, cache, asked.base, held[0, 0, :, 0], ids, programs)
+        now = np.stack([on_host(layer.length) for layer in cache.layers])
+        held[0, :, :real] = (now - asked.base)[:, :real]
     starts = asked.base + np.concatenate([np.zeros_like(held[:1]), np.cumsum(held, axis=0)])[:-1]
-    cuts = [
-        (row, i, _cut(cache, below, row, starts[i][below:, row], held[i][below:, row]))
-        for row, places in enumerate(edges)
-        for i in range(len(places) - 1)
-        if places[i + 1] > places[i]
-    ]
-    away = to_host([upper for _, _, upper in cuts])
-    before = asked.before.asked if asked.before is not None else (0,) * batch
-    added: list[list[Round]] = [[] for _ in range(batch)]
-    for (row, i, _), upper in zip(cuts, away, strict=True):
+    places = [(row, i) for row in range(real) for i in range(len(edges[row]) - 1) if edges[row][i + 1] > edges[row][i]]
+    cuts = [_cut(row, starts[i][below:, row], held[i][below:, row]) for row, i in places]
+    away = to_host(programs.cut(cache, below, cuts))
+    before = asked.before.asked if asked.before is not None else (0,) * real
+    added: list[list[Round]] = [[] for _ in range(real)]
+    for (row, i), upper in zip(places, away, strict=True):
         first, last = edges[row][i : i + 2]
         added[row].append(Round(first, last - first, held[i][:, row], upper, before[row] + 1 + i))
-    questions = tuple(count + len(places) - 1 for count, places in zip(before, edges, strict=True))
+    questions = tuple(before[row] + len(edges[row]) - 1 for row in range(real))
     lower = cache.replace(layers=cache.layers[:below], policy=Placed(below))
     if asked.before is None:
-        opening = tuple(_opening(cache, below, row, asked.base[:, row]) for row in range(batch))
+        opening = _openings(cache, below, asked.base[:, :real], programs)
         return Conversation(lower, opening, tuple(map(tuple, added)), questions, policy)
     rounds = tuple(
-        (*_used(asked.before.rounds[row], asked.choices[row], questions[row]), *added[row]) for row in range(batch)
+        (*_used(asked.before.rounds[row], asked.choices[row], questions[row]), *added[row]) for row in range(real)
     )
-    after = asked.before.replace(lower=lower, rounds=rounds, asked=questions)
-    return after if policy.drop_after is None else after.without_idle(policy.drop_after)
+    after = asked.before.records(range(real)).replace(lower=lower, rounds=rounds, asked=questions)
+    return after if policy.drop_after is None else after.without_idle(policy.drop_after, programs.delete)
+
+
+def _compress(
+    params: Decoder,
+    inner: Policy,
+    cache: Cache,
+    base: Int[np.ndarray, "L B H"],
+    count: Int[np.ndarray, " B"],
+    ids: Sequence[Sequence[int]],
+    programs: RoundPrograms,
+) -> Cache:
+    """The last ``count`` tokens of each row, which follow ``base`` slots, compressed by themselves.
+
+    ``ids``: the tokens each row was fed last, at least as many as the policy's window.
+    """
+    size = prompt_bucket(max(int(count.max()), 1))
+    window = inner.signals.window_rows(size) if inner.signals.window else 0
+    tokens = again = None
+    if window:
+        again = np.minimum(count, window).astype(np.int32)
+        tokens = np.zeros((len(count), window), np.int32)
+        for row, fed in enumerate(ids):
+            tokens[row, : again[row]] = fed[len(fed) - again[row] :]
+    return programs.compress(params, cache, base, count.astype(np.int32), tokens, again, inner=inner, size=size)
 
 
 def _used(rounds: Sequence[Round], choice: Choice, question: int) -> list[Round]:
@@ -308,15 +329,14 @@ def _used(rounds: Sequence[Round], choice: Choice, question: int) -> list[Round]
     return [dataclasses.replace(part, used=question) if i in chosen else part for i, part in enumerate(rounds)]
 
 
-def _cut(
-    cache: Cache, below: int, row: int, start: Int[np.ndarray, "L H"], held: Int[np.ndarray, "L H"], exact: bool = False
-) -> UpperRows:
+def _cut(row: int, start: Int[np.ndarray, "L H"], held: Int[np.ndarray, "L H"], exact: bool = False) -> Cut:
     longest = max(int(held.max()), 1)
-    size = slots_of(longest) if exact else prompt_bucket(longest)
-    return programs.cut(cache.layers[below:], np.int32(row), start, held, size=size)
+    return Cut(row, start, held, slots_of(longest) if exact else prompt_bucket(longest))
 
 
-def _opening(cache: Cache, below: int, row: int, held: Int[np.ndarray, "L H"]) -> Round:
-    """What belongs to no round; its upper layers stay on the device."""
-    upper = _cut(cache, below, row, np.zeros_like(held[below:]), held[below:], exact=True)
-    return Round(0, int(held.max()), held, upper, 0)
+def _openings(cache: Cache, below: int, held: Int[np.ndarray, "L B H"], programs: RoundPrograms) -> tuple[Round, ...]:
+    """What belongs to no round, of each row; its upper layers stay on the device."""
+    rows = range(held.shape[1])
+    cuts = [_cut(row, np.zeros_like(held[below:, row]), held[below:, row], exact=True) for row in rows]
+    found = programs.cut(cache, below, cuts)
+    return tuple(Round(0, int(held[:, row].max()), held[:, row], found[row], 0) for row in rows)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -14,7 +14,6 @@ from kvjax.cache.storage import Storage
 from kvjax.cache.value import Cache, concatenate, take
 from kvjax.errors import UsageError
 from kvjax.policies.rounds import RoundAttention
-from kvjax.rounds.inner import delete_slots
 from kvjax.rounds.memory import nbytes, to_device, to_host
 
 
@@ -60,7 +59,8 @@ class Conversation:
     """What RoundAttention keeps of the rows of a batch between two turns; ``output.cache`` under that policy.
 
     Attributes:
-      lower: the layers below the watershed with all rounds, and the counters, on the device unless parked.
+      lower: the layers below the watershed with all rounds, and the counters, on the device unless parked. While a
+        turn runs on a mesh it may have rows of padding behind the others.
       opening: of each row, the sinks and the system prompt, which belong to no round; on the device unless parked.
       rounds: of each row, its rounds in order. Slots of ``lower`` are the opening's, then those of each round.
       asked: of each row, questions so far.
@@ -77,7 +77,7 @@ class Conversation:
 
     @property
     def batch(self) -> int:
-        return self.lower.batch
+        return len(self.asked)
 
     @property
     def seen(self) -> Int[Array, " B"]:
@@ -122,8 +122,11 @@ class Conversation:
 
     def take(self, indices: Sequence[int]) -> Conversation:
         """Rows in the given order; a row may be taken several times, and its rounds are then shared."""
+        return self.records(indices).replace(lower=take(self.lower, indices))
+
+    def records(self, indices: Sequence[int]) -> Conversation:
+        """Rows as :meth:`take` gives them but for the lower layers, which stay as they are."""
         return self.replace(
-            lower=take(self.lower, indices),
             opening=tuple(self.opening[i] for i in indices),
             rounds=tuple(self.rounds[i] for i in indices),
             asked=tuple(self.asked[i] for i in indices),
@@ -144,13 +147,16 @@ class Conversation:
     def _with_opening(self, upper: Sequence[UpperRows]) -> tuple[Round, ...]:
         return tuple(dataclasses.replace(part, upper=rows) for part, rows in zip(self.opening, upper, strict=True))
 
-    def without_idle(self, questions: int) -> Conversation:
-        """Without the rounds that none of the last so many questions selected (section 3.4), in any layer."""
+    def without_idle(self, questions: int, delete: Callable[[Cache, np.ndarray], Cache]) -> Conversation:
+        """Without the rounds that none of the last so many questions selected (section 3.4), in any layer.
+
+        ``delete`` leaves of a cache's slots those that a mask [L, B, H, C] has.
+        """
         stays = [[self.asked[row] - part.used < questions for part in parts] for row, parts in enumerate(self.rounds)]
         if all(map(all, stays)):
             return self
         most = max(max(pool.slots) for pool in self.pools)
-        keep = np.zeros((len(self.lower.layers), self.batch, len(self.opening[0].held[0]), most), bool)
+        keep = np.zeros((len(self.lower.layers), self.lower.batch, len(self.opening[0].held[0]), most), bool)
         for row, stay in enumerate(stays):
             edges = self.slots(row)
             for first, last, here in zip(edges[:-1], edges[1:], [True, *stay], strict=True):
@@ -160,7 +166,7 @@ class Conversation:
             tuple(part for part, here in zip(parts, stay, strict=True) if here)
             for parts, stay in zip(self.rounds, stays, strict=True)
         )
-        return self.replace(lower=delete_slots(self.lower, keep), rounds=tuple(rounds))
+        return self.replace(lower=delete(self.lower, keep), rounds=tuple(rounds))
 
     def slots(self, row: int) -> Int[np.ndarray, "R+2 L H"]:
         """First slot of the row's opening, of each of its rounds, and the end of the last, by layer and head."""

@@ -56,7 +56,7 @@ def save_cache(path: str | os.PathLike[str], cache: Cache | Conversation, lm: La
     if any(leaf.is_deleted() for leaf in jax.tree.leaves(cache.pools[0].kv)):
         raise UsageError("This cache was consumed by an earlier call; keep a cache by leaving consume_cache=False.")
     # What is parked, or spread over a mesh, comes to one device for a moment, where its slots are gathered.
-    here = cache.unparked() if isinstance(cache, Conversation) else adopt(to_device(cache), None, lm.config)
+    here = adopt(cache.unparked() if isinstance(cache, Conversation) else to_device(cache), None, lm.config)
     lower = here.lower if isinstance(here, Conversation) else here
     counts = counts_of(lower)
     description = _described(lower, lm, counts)

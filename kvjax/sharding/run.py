@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,7 @@ from kvjax.config import ModelConfig
 from kvjax.mesh import Mesh
 from kvjax.model.decoder import Decoder
 from kvjax.policies.base import Policy
+from kvjax.rounds.value import Conversation
 from kvjax.runtime.decode import Controls, DecodeState
 from kvjax.runtime.prefill import pages_onto
 from kvjax.sharding.partition import Partition
@@ -31,6 +32,8 @@ from kvjax.sharding.programs import (
     sharded_onto,
     sharded_onto_consuming,
 )
+
+Held = TypeVar("Held", Cache, Conversation)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +80,7 @@ class OnMesh:
     ) -> tuple[DecodeState, jax.Array]:
         pools, rest = detach(state.cache)
         part = Partition(self.mesh, self.config, state.cache.policy)
-        count = self._put(np.int32(steps), PartitionSpec())
+        count = put(self.mesh, np.int32(steps), PartitionSpec())
         state = dataclasses.replace(state, cache=rest)
         pools, state, made = sharded_chunk(params, pools, state, self._controls(controls), count, part=part)
         return dataclasses.replace(state, cache=attach(pools, state.cache)), made
@@ -87,28 +90,39 @@ class OnMesh:
 
     # --- arrays -----------------------------------------------------------------------------------------------
 
-    def _put(self, x: Any, spec: PartitionSpec) -> Any:
-        """An array every host has, as one array of all hosts' devices."""
-        if jax.process_count() == 1:
-            return x  # the program places it
-        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-            return jax.jit(jax.random.wrap_key_data)(self._put(np.asarray(jax.random.key_data(x)), spec))
-        values = np.asarray(x)
-        return jax.make_array_from_callback(values.shape, NamedSharding(self.mesh.jax, spec), lambda i: values[i])
-
     def _rows(self, *read: np.ndarray) -> list[Any]:
-        return [self._put(x, ROWS) for x in read]
+        return put_rows(self.mesh, *read)
 
     def _controls(self, controls: Controls) -> Controls:
         if jax.process_count() == 1:
             return controls
         leaves, tree = jax.tree.flatten(controls)
         specs = leaves_of(controls_specs(controls))
-        return jax.tree.unflatten(tree, [self._put(x, spec) for x, spec in zip(leaves, specs, strict=True)])
+        return jax.tree.unflatten(tree, [put(self.mesh, x, spec) for x, spec in zip(leaves, specs, strict=True)])
 
 
-def adopt(cache: Cache, mesh: Mesh | None, config: ModelConfig) -> Cache:
-    """A cache as this mesh holds it (or, for None, one device), whoever made it; itself where that is so already."""
+def put(mesh: Mesh, x: Any, spec: PartitionSpec) -> Any:
+    """An array every host has, as one array of all hosts' devices."""
+    if jax.process_count() == 1:
+        return x  # the program places it
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        return jax.jit(jax.random.wrap_key_data)(put(mesh, np.asarray(jax.random.key_data(x)), spec))
+    values = np.asarray(x)
+    return jax.make_array_from_callback(values.shape, NamedSharding(mesh.jax, spec), lambda i: values[i])
+
+
+def put_rows(mesh: Mesh, *arrays: np.ndarray, spec: PartitionSpec = ROWS) -> list[Any]:
+    """:func:`put` of arrays of rows."""
+    return [put(mesh, x, spec) for x in arrays]
+
+
+def adopt(cache: Held, mesh: Mesh | None, config: ModelConfig) -> Held:
+    """A cache as this mesh holds it (or, for None, one device), whoever made it; itself where that is so already.
+
+    Of a conversation of rounds the lower layers: its rounds go where the question that selects them is.
+    """
+    if isinstance(cache, Conversation):
+        return cache.replace(lower=adopt(cache.lower, mesh, config))
     part = None if mesh is None else Partition(mesh, config, cache.policy)
     if not _held_so(cache, part):
         layers = (_redealt(layer, part, i) for i, layer in enumerate(cache.layers))

@@ -376,6 +376,21 @@ def test_rounds_too_large_for_the_device_are_refused_before_they_come(lm, one_of
         kvjax.generate(lm, TURNS[1][0], cache=cache, logprobs=True)
 
 
+def test_a_first_question_too_large_for_the_device_is_refused(lm, monkeypatch):
+    monkeypatch.setattr("kvjax.rounds.turn.device_limit", lambda limit: 300_000)
+    with pytest.raises(kvjax.DoesNotFit, match="first question, which is read with all layers"):
+        kvjax.generate(lm, TURNS[0][0], policy=RoundAttention(watershed=BELOW))
+
+
+def test_a_consumed_conversation_gives_several_samples(lm, one_of_ten):
+    options = {"n": 2, "temperature": 1.0, "seed": 3, "max_new_tokens": NEW}
+    kept = kvjax.generate(lm, TURNS[1][0], cache=one_of_ten[0][0].cache, **options)
+    given = one_of_ten[0][0].cache
+    consumed = kvjax.generate(lm, TURNS[1][0], cache=given, consume_cache=True, **options)
+    assert [sample.tokens for sample in consumed] == [sample.tokens for sample in kept]
+    assert consumed[0].cache.asked == kept[0].cache.asked == (2,)
+
+
 def test_a_plan_counts_the_upper_layers_share(lm):
     planned = kvjax.plan(lm, prompt_tokens=1000, policy="round:watershed=2,top=0.25")
     assert [layer[0] for layer in planned.retained] == [1000, 1000, 250, 250]

@@ -20,8 +20,12 @@ import numpy as np
 import toys
 
 import kvjax
+from kvjax.cache.storage import parse_storage
+from kvjax.mesh import parse_mesh
+from kvjax.planning import cache_bytes
 from kvjax.policies import parse
 from kvjax.policies.base import Policy
+from kvjax.rounds.placed import Placed
 from kvjax.runtime import buckets, session
 
 #: Every policy, at a size at which it drops something of these prompts.
@@ -41,6 +45,10 @@ POLICIES: dict[str, str | Policy] = {
     "keydiff": "keydiff:budget=12",
     "expected_attention": "expected_attention:budget=12,future=16",
     "razor_of_tova": kvjax.Razor(inner=kvjax.TOVA(budget=10), heads="0.0+1.0"),
+    "rounds": "round:watershed=1,top=0.5",
+    "rounds_of_snapkv": kvjax.RoundAttention(watershed=1, inner=kvjax.SnapKV(budget=12, window=4)),
+    "rounds_of_tokens": "round:watershed=1,top=0.5,granularity=token",
+    "rounds_idle": "round:watershed=1,drop_after=1",
     "lengths": kvjax.CompensatedRing(sink=0, compensation=False, lengths=((3, 9, 20, 6), (12, 4, 7, 30))),
 }
 MESHES = ("data=8", "data=4,model=2", "data=2,model=4", "model=8")
@@ -72,13 +80,20 @@ DEFAULT = (
     Case("razor", "data=2,model=4", kv_heads=3, later=True, saved=True),
     Case("lagkv", "model=8", kv_heads=1),
     Case("tova", "data=2,model=4"),
+    Case("rounds", "data=2,model=4", kv_heads=3, later=True, saved=True),
 )
 GRID = (
     *(Case(policy, mesh, later=True) for policy in POLICIES for mesh in MESHES),
     *(
+        Case(policy, "data=4,model=2", heads, storage, later=True)
+        for policy in ("rounds_of_snapkv", "rounds_of_tokens", "rounds_idle")
+        for heads, storage in ((1, "int8"), (3, "model"))
+    ),
+    Case("rounds", "data=4,model=2", kv_heads=1, storage="int8", later=True, saved=True),
+    *(
         Case(policy, mesh, heads, storage, later=True)
         for policy in POLICIES
-        if policy != "lengths"
+        if policy != "lengths" and not policy.startswith("rounds_")
         for mesh, heads, storage in (("data=2,model=4", 3, "model"), ("data=4,model=2", 1, "int8"))
     ),
     *(
@@ -108,8 +123,12 @@ def numbers(case: Case, lm: Any) -> tuple[dict[str, Any], Any]:
         options: dict[str, Any] = {"chat": False, "logprobs": True, "max_new_tokens": tokens}
         first = kvjax.generate(lm, PROMPTS, policy=policy, storage=case.storage, **options)
         outputs = list(first)
+        if case.later and policy.places:
+            # So that there are rounds to choose from.
+            for asked in (["why?", "no", "then who"], ["and you", "me?", "so"]):
+                outputs += kvjax.generate(lm, asked, cache=[output.cache for output in outputs[-3:]], **options)
         if case.later:
-            caches = [_through_disk(lm, output.cache) if case.saved else output.cache for output in first]
+            caches = [_through_disk(lm, output.cache) if case.saved else output.cache for output in outputs[-3:]]
             sampling = {"n": 2, "temperature": 1.0, "seed": 5}
             turns = kvjax.generate(lm, ["and so?", "b", "what then"], cache=caches, **options, **sampling)
             outputs += [sample for samples in turns for sample in samples]
@@ -121,8 +140,26 @@ def numbers(case: Case, lm: Any) -> tuple[dict[str, Any], Any]:
         "retained": [output.stats.retained for output in outputs],
         "seen": [output.stats.seen for output in outputs],
         "clipped": [output.stats.clipped for output in outputs],
+        "rounds": [_rounds(output.stats.rounds) for output in outputs],
     }
     return found, first
+
+
+def _rounds(stats: Any) -> tuple[Any, ...] | None:
+    """What a turn selected, and the tokens of it."""
+    return stats and (stats.rounds, stats.selected, stats.tokens_used)
+
+
+def _planned(case: Case, lm: Any) -> int:
+    """Bytes on each device after the first turn, as they are planned."""
+    policy = parse(POLICIES[case.policy])
+    if not policy.places:
+        asked = {"prompt_tokens": 41, "batch": 3, "max_new_tokens": 5, "mesh": case.mesh, "storage": case.storage}
+        return kvjax.plan(lm, policy=policy, **asked).cache_bytes
+    # A first question brings nothing, and is itself in all layers; a plan is of a question that brings the top share.
+    room = buckets.prompt_bucket(41)
+    held, storage, mesh = Placed(policy.watershed, room), parse_storage(case.storage), parse_mesh(case.mesh)
+    return cache_bytes(lm.config, held, 3, room, buckets.NEW_TOKENS, lm.params.dtype, storage, mesh)
 
 
 def _through_disk(lm: Any, cache: Any) -> Any:
@@ -142,17 +179,13 @@ def run(case: Case) -> dict[str, Any]:
     lm = model(case.kv_heads, case.positional)
     want = alone(dataclasses.replace(case, mesh="", saved=False))
     found, first = numbers(case, lm.on(case.mesh))
-    planned = kvjax.plan(
-        lm, prompt_tokens=41, batch=3, policy=POLICIES[case.policy], max_new_tokens=5, mesh=case.mesh,
-        storage=case.storage,
-    )  # fmt: skip
     off = [np.subtract(a, b) for a, b in zip(found["logprobs"], want["logprobs"], strict=True) if len(a) == len(b)]
     return {
         "name": case.name,
-        **{name: found[name] == want[name] for name in ("tokens", "retained", "seen", "clipped")},
+        **{name: found[name] == want[name] for name in ("tokens", "retained", "seen", "clipped", "rounds")},
         "off": float(max(np.abs(x).max() for x in off)),
         "device_bytes": first[0].stats.device_cache_bytes,
-        "planned_bytes": planned.cache_bytes,
+        "planned_bytes": _planned(case, lm),
     }
 
 

@@ -1,0 +1,202 @@
+"""What every device computes in a turn: lower layers, rounds into place, upper layers, and the new round cut out again.
+
+Pure functions of arrays, compiled by ``programs.py`` for one device and by ``kvjax/sharding/rounds.py`` for a mesh,
+where a device has some of the heads, or a share of their slots. Static are buckets of lengths, never a row's own: a
+turn in the same buckets compiles nothing. The layers above the watershed are attended to as rows while the question is
+read; only what it leaves is packed into pages.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from kvjax.cache.groups import rounded
+from kvjax.cache.pool import LayerCache, by_head, store, stored_rows
+from kvjax.cache.share import Share, gathered
+from kvjax.cache.value import Cache
+from kvjax.config import ModelConfig
+from kvjax.model.decoder import DecoderView
+from kvjax.model.rope import token_angles
+from kvjax.policies.base import page_capacities
+from kvjax.policies.signals import Signals
+from kvjax.rounds.value import UpperRows
+from kvjax.runtime.buckets import BLOCK, NEW_TOKENS, block_of
+from kvjax.runtime.prefill import Pages, after_reading, last_logits, read_layer, through_layers, zero_after
+from kvjax.runtime.taps import LayerTap
+from pallas_kernels.rows import Rows
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Staged:
+    """The rounds that a batch's questions see, in the layers above the watershed, one behind the other.
+
+    Attributes:
+      kv: [L - Lw, 2, B, H, S, D] keys and values of S slots; real numbers.
+      k_scale: [L - Lw, B, H, D], of int8 key channels at least what the rounds were stored with, or None.
+    """
+
+    kv: Float[Array, "L 2 B H S D"]
+    k_scale: Float[Array, "L B H D"] | None
+
+
+def empty_stage(shape: tuple[int, ...], dtype: Any, quantised: bool) -> Staged:
+    """Zeros [L, 2, B, H, S, D]; rounds of int8 rows come as float32 ones."""
+    layers, _, batch, heads, _, dim = shape
+    scales = jnp.zeros((layers, batch, heads, dim), jnp.float32) if quantised else None
+    return Staged(jnp.zeros(shape, jnp.float32 if quantised else dtype), scales)
+
+
+def pages_onto(config: ModelConfig, cache: Cache, room: int) -> Pages:
+    """Pages of the layers below the watershed once rows hold ``room`` slots; ``config`` as the device sees it."""
+    wanted = page_capacities(cache.policy, config, room, NEW_TOKENS, cache.page_size)
+    return tuple(rounded(layer, pages) for layer, pages in zip(cache.layers, wanted, strict=False))
+
+
+def read_lower(
+    params: DecoderView, cache: Cache, tokens: Int[Array, "B T"], count: Int[Array, " B"], pages: Pages, fresh: bool
+) -> tuple[Cache, Float[Array, "B T M"], Float[Array, "B H C"] | None]:
+    """Read questions through the layers below the watershed.
+
+    Returns:
+      Their cache, what the next layer reads, and, of later questions, their attention to every slot of the last of
+      these layers, summed over queries.
+    """
+    config, policy, seen = params.config, cache.policy, cache.seen
+    last = len(cache.layers) - 1
+    read = functools.partial(through_layers, params, policy)
+    where = (seen, count, seen + count)
+    below, x, _ = read(0, cache.layers[:last], params.embed(tokens), *where, pages[:last], fresh=fresh, tap=None)
+    tap = None
+    if not fresh:
+        scale = policy.window_scale(config, seen)
+        tap = LayerTap(Signals(columns=True), config, seen, count, jnp.zeros_like(count), scale, 0)
+    at, x, found = read(last, cache.layers[last:], x, *where, pages[last:], fresh=fresh, tap=tap)
+    mass = None
+    if found is not None:
+        assert found.columns is not None and found.columns.kept is not None
+        mass = found.columns.kept.sum(axis=2)
+    return after_reading(cache.replace(layers=(*below, *at)), count), x, mass
+
+
+def place(staged: Staged, part: UpperRows, row: Int[Array, ""], offset: Int[Array, "#L #H"], share: Share) -> Staged:
+    """Write a round's rows into one row's, from slot ``offset`` of each layer and head on, in place.
+
+    What is beyond the round's own length is finite and overwritten by the round that follows, or never valid. One
+    offset [1, 1] for all layers and heads is one copy.
+    """
+    kv, k_scale = share.joined(part.kv, 3), staged.k_scale
+    if part.k_scale is not None and part.v_scale is not None:
+        assert k_scale is not None
+        scales = jnp.broadcast_to(part.k_scale[:, :, None], (*kv.shape[:1], *kv.shape[2:]))
+        values = jnp.broadcast_to(share.joined(part.v_scale, 2)[..., None], scales.shape)
+        kv = kv * jnp.stack([scales, values], axis=1)
+        k_scale = k_scale.at[:, row].max(part.k_scale)
+    kv = kv.astype(staged.kv.dtype)[:, :, None]
+    if offset.shape == (1, 1):
+        return Staged(_written(staged.kv, kv, (0, 0, row, 0), offset[0, 0], share), k_scale)
+    layers, heads = offset.shape
+
+    def one(i: Array, into: Array) -> Array:
+        layer, head = i // heads, i % heads
+        piece = jax.lax.dynamic_slice(kv, (layer, 0, 0, head, 0, 0), (1, 2, 1, 1, *kv.shape[4:]))
+        return _written(into, piece, (layer, 0, row, head), offset[layer, head], share)
+
+    return Staged(jax.lax.fori_loop(0, layers * heads, one, staged.kv), k_scale)
+
+
+def _written(into: Array, piece: Array, where: tuple[Array | int, ...], offset: Array, share: Share) -> Array:
+    """``piece`` written from slot ``offset`` on; of slots that are dealt to devices in blocks, this device's."""
+    where = tuple(jnp.asarray(i, jnp.int32) for i in where)
+    zero = jnp.int32(0)
+    if not share.page_axes:
+        return jax.lax.dynamic_update_slice(into, piece, (*where, offset, zero))
+    slots, size = piece.shape[4], into.shape[4]
+    width, first = min(slots, size), share.index() * size
+    start = jnp.clip(offset - first, 0, size - width)
+    source = first + start - offset + jnp.arange(width)
+    here = ((source >= 0) & (source < slots))[:, None]
+    old = jax.lax.dynamic_slice(into, (*where, start, zero), (*piece.shape[:4], width, piece.shape[5]))
+    new = jnp.where(here, jnp.take(piece, jnp.clip(source, 0, slots - 1), axis=4), old)
+    return jax.lax.dynamic_update_slice(into, new, (*where, start, zero))
+
+
+def read_upper(
+    params: DecoderView,
+    x: Float[Array, "B T M"],
+    seen: Int[Array, " B"],
+    count: Int[Array, " B"],
+    staged: Staged | None,
+    length: Int[Array, "L B H"] | None,
+    empty: tuple[LayerCache, ...],
+) -> tuple[tuple[LayerCache, ...], Float[Array, "B V"]]:
+    """Finish reading a question above the watershed.
+
+    Args:
+      x: what the first of these layers reads; ``count`` tokens a row after ``seen``.
+      staged: rows that the question sees, ``length`` of them by layer, row and head, with room for the question's own
+        behind them; None for none.
+      empty: the layers' caches, which hold nothing.
+
+    Returns:
+      The caches with the selected rounds and the question, and the logits after each row's last token.
+    """
+    first = params.config.num_layers - len(empty)
+    tokens = x.shape[1]
+    blocks = (jnp.max(count) + block_of(tokens) - 1) // block_of(tokens)
+    angles = token_angles(params.config, seen[:, None] + jnp.arange(tokens), seen + count)
+    zero, done = zero_after(x), []
+    for i, cache in enumerate(empty):
+        layer = params.layers[first + i]
+        kept = None
+        if staged is not None and length is not None:
+            old_k, old_v = cache.share.joined(staged.kv[i], 3)
+            kept = Rows(old_k, old_v, length[i], None, None, min(old_k.shape[2], BLOCK))
+        x, k, v, _ = read_layer(layer, x, angles, kept, blocks, zero, None, count)
+        held = jnp.broadcast_to(count[:, None], k.shape[:2])
+        if kept is not None:
+            k, v = (_behind(old, new, kept.length) for old, new in ((kept.k, k), (kept.v, v)))
+            held = held + kept.length
+        if cache.scales is not None and staged is not None and staged.k_scale is not None:
+            cache = cache.replace(scales=dataclasses.replace(cache.scales, k=staged.k_scale[i]))
+        packed = store(cache, k, v, held, cache.pages)
+        zero = zero_after(*jax.tree.leaves(packed.kv))
+        done.append(packed)
+    return tuple(done), last_logits(params, x, count)
+
+
+def _behind(old: Float[Array, "B H S D"], new: Float[Array, "B H T D"], length: Int[Array, "B H"]) -> Array:
+    """``new`` written behind the valid rows of ``old``, which has room for it."""
+    write = jax.vmap(jax.vmap(lambda x, y, n: jax.lax.dynamic_update_slice_in_dim(x, y, n, axis=0)))
+    return write(old, new.astype(old.dtype), length)
+
+
+def cut(
+    layers: tuple[LayerCache, ...], row: Int[Array, ""], start: Int[Array, "L H"], held: Int[Array, "L H"], size: int
+) -> UpperRows:
+    """One row's slots ``start .. start + held - 1`` of each layer and head as they are stored, padded to ``size``.
+
+    Where devices share a head's pages, each gives its block of the slots.
+    """
+    index = start[..., None] + jnp.arange(size)
+    valid = jnp.arange(size) < held[..., None]
+    share = layers[0].share
+    found, k_scales, v_scales = [], [], []
+    for i, layer in enumerate(layers):
+        one = gathered(jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, row, 0), layer))
+        places = jnp.minimum(index[i], max(layer.slots) - 1)
+        kv = jnp.stack([x[0] for x in stored_rows(one)])
+        kv = jnp.take_along_axis(kv, places[None, ..., None], axis=2)
+        found.append(share.parted(jnp.where(valid[i, ..., None], kv, jnp.zeros((), kv.dtype)), 2))
+        if one.scales is not None:
+            k_scales.append(one.scales.k[0])
+            v_scales.append(share.parted(jnp.take_along_axis(by_head(one, one.scales.v)[0], places, axis=1), 1))
+    if not k_scales:
+        return UpperRows(jnp.stack(found))
+    return UpperRows(jnp.stack(found), jnp.stack(k_scales), jnp.stack(v_scales))
