@@ -11,8 +11,9 @@ from kvjax.cache.value import Cache
 from kvjax.output import RoundStats
 from kvjax.policies.rounds import RoundAttention
 from kvjax.request import Request
+from kvjax.rounds.closing import close_round
 from kvjax.rounds.programs import ONE_DEVICE, RoundPrograms
-from kvjax.rounds.turn import Asked, close_round, read_question
+from kvjax.rounds.turn import Asked, read_question
 from kvjax.rounds.value import Conversation
 from kvjax.runtime.programs import on_host
 from kvjax.runtime.session import Session, spread

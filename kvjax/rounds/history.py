@@ -10,7 +10,8 @@ from kvjax.errors import UsageError
 from kvjax.model.load import LanguageModel
 from kvjax.prompts import opening_tokens, tokenize
 from kvjax.request import Options, Request
-from kvjax.rounds.turn import close_round, read_question
+from kvjax.rounds.closing import close_round
+from kvjax.rounds.turn import read_question
 from kvjax.rounds.value import Conversation
 
 

@@ -117,14 +117,12 @@ class RoundPrograms(Protocol):
         params: Decoder,
         cache: Cache,
         base: np.ndarray,
-        count: np.ndarray,
-        tokens: np.ndarray | None,
-        again: np.ndarray | None,
+        rows: Sequence[np.ndarray],
         *,
         inner: Policy,
         size: int,
     ) -> Cache:
-        """:func:`kvjax.rounds.inner.compressed`; the cache given is donated."""
+        """:func:`kvjax.rounds.inner.compressed`, whose arrays of rows are ``rows``; the cache given is donated."""
         ...
 
     def delete(self, cache: Cache, keep: Bool[np.ndarray, "L B H C"]) -> Cache:
@@ -181,10 +179,11 @@ class OneDevice:
         layers = tuple(cache.layers[below:])
         return [_cut(layers, np.int32(row), start, held, size=size) for row, start, held, size in cuts]
 
-    def compress(self, params: Decoder, cache: Cache, *given: np.ndarray | None, inner: Policy, size: int) -> Cache:
-        pools, rest = detach(cache)
-        arrays = (None if x is None else jnp.asarray(x) for x in given)
-        return attach(*_compress(params, pools, rest, *arrays, inner=inner, size=size))
+    def compress(
+        self, params: Decoder, cache: Cache, base: np.ndarray, rows: Sequence[np.ndarray], *, inner: Policy, size: int
+    ) -> Cache:
+        given = map(jnp.asarray, (base, *rows))
+        return attach(*_compress(params, *detach(cache), *given, inner=inner, size=size))
 
     def delete(self, cache: Cache, keep: Bool[np.ndarray, "L B H C"]) -> Cache:
         return attach(*_delete(*detach(cache), jnp.asarray(keep)))
@@ -236,7 +235,7 @@ _lower_onto_consuming = jax.jit(_onto, static_argnames=("pages", "room"), donate
 
 @functools.partial(jax.jit, donate_argnames=("staged",))
 def _place(staged: Staged, part: UpperRows, row: Int[Array, ""], offset: Int[Array, "#L #H"]) -> Staged:
-    return place(staged, part, row, offset, WHOLE)
+    return place(WHOLE, staged, part, row, offset)
 
 
 @functools.partial(jax.jit, static_argnames=("policy", "room", "dtype", "storage"))
@@ -254,7 +253,7 @@ def _upper(
     storage: Storage,
 ) -> tuple[tuple[LayerCache, ...], Float[Array, "B V"]]:
     empty = empty_cache(params.config, policy, x.shape[0], room, NEW_TOKENS, dtype, storage)
-    return read_upper(params, x, seen, count, staged, length, empty.layers[policy.watershed :])
+    return read_upper(params, empty.layers[policy.watershed :], x, seen, count, staged, length)
 
 
 _cut = functools.partial(jax.jit, static_argnames=("size",))(cut)
@@ -262,7 +261,7 @@ _cut = functools.partial(jax.jit, static_argnames=("size",))(cut)
 
 @functools.partial(jax.jit, static_argnames=("inner", "size"), donate_argnames=("pools",))
 def _compress(
-    params: Decoder, pools: Pools, rest: Cache, *given: Array | None, inner: Policy, size: int
+    params: Decoder, pools: Pools, rest: Cache, *given: Array, inner: Policy, size: int
 ) -> tuple[Pools, Cache]:
     return detach(compressed(params, attach(pools, rest), *given, inner=inner, size=size))
 

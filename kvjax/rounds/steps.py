@@ -85,7 +85,7 @@ def read_lower(
     return after_reading(cache.replace(layers=(*below, *at)), count), x, mass
 
 
-def place(staged: Staged, part: UpperRows, row: Int[Array, ""], offset: Int[Array, "#L #H"], share: Share) -> Staged:
+def place(share: Share, staged: Staged, part: UpperRows, row: Int[Array, ""], offset: Int[Array, "#L #H"]) -> Staged:
     """Write a round's rows into one row's, from slot ``offset`` of each layer and head on, in place.
 
     What is beyond the round's own length is finite and overwritten by the round that follows, or never valid. One
@@ -129,20 +129,20 @@ def _written(into: Array, piece: Array, where: tuple[Array | int, ...], offset: 
 
 def read_upper(
     params: DecoderView,
+    empty: tuple[LayerCache, ...],
     x: Float[Array, "B T M"],
     seen: Int[Array, " B"],
     count: Int[Array, " B"],
     staged: Staged | None,
     length: Int[Array, "L B H"] | None,
-    empty: tuple[LayerCache, ...],
 ) -> tuple[tuple[LayerCache, ...], Float[Array, "B V"]]:
     """Finish reading a question above the watershed.
 
     Args:
-      x: what the first of these layers reads; ``count`` tokens a row after ``seen``.
+      empty: the layers' caches, which hold nothing.
+      x: what the first of them reads; ``count`` tokens a row after ``seen``.
       staged: rows that the question sees, ``length`` of them by layer, row and head, with room for the question's own
         behind them; None for none.
-      empty: the layers' caches, which hold nothing.
 
     Returns:
       The caches with the selected rounds and the question, and the logits after each row's last token.

@@ -156,7 +156,7 @@ def upper(
 
     def run(params: Decoder, *read: Any) -> tuple[Any, ...]:
         cache = empty()
-        layers, logits = read_upper(LocalDecoder(params, part), *read, cache.layers)
+        layers, logits = read_upper(LocalDecoder(params, part), cache.layers, *read)
         return cache.replace(layers=layers), logits
 
     quantised = staged is not None and staged.k_scale is not None
@@ -191,7 +191,7 @@ def place_round(
     specs = stage_specs(share, quantised)
 
     def run(*given: Any) -> tuple[Staged, ...]:
-        return (place(*given, share),)
+        return (place(share, *given),)
 
     where = _EVERYWHERE if offset.shape == (1, 1) else PartitionSpec(None, share.head_axes or None)
     arguments = [(staged, specs), (part, round_specs(share, quantised)), (row, _EVERYWHERE), (offset, where)]

@@ -79,15 +79,22 @@ class RoundsOnMesh:
     # --- reading ----------------------------------------------------------------------------------------------
 
     def lower_fresh(
-        self, params: Decoder, *read: np.ndarray, policy: Placed, room: int, dtype: Any, storage: Storage
+        self,
+        params: Decoder,
+        tokens: np.ndarray,
+        count: np.ndarray,
+        *,
+        policy: Placed,
+        room: int,
+        dtype: Any,
+        storage: Storage,
     ) -> tuple[Cache, jax.Array]:
         part = Partition(self.mesh, self.config, policy)
-        return programs.lower_fresh(
-            params, *put_rows(self.mesh, *read), part=part, room=room, dtype=dtype, storage=storage
-        )
+        rooms = {"room": room, "dtype": dtype, "storage": storage}
+        return programs.lower_fresh(params, *put_rows(self.mesh, tokens, count), part=part, **rooms)
 
     def lower_onto(
-        self, params: Decoder, cache: Cache, *read: np.ndarray, room: int, consume: bool
+        self, params: Decoder, cache: Cache, tokens: np.ndarray, count: np.ndarray, *, room: int, consume: bool
     ) -> tuple[Cache, jax.Array, jax.Array]:
         part = Partition(self.mesh, self.config, cache.policy)
         old, rest = detach(cache)
@@ -95,7 +102,7 @@ class RoundsOnMesh:
         pages = pages_onto(part.config_of(0), local, room)
         reusable = pages == tuple(layer.pages for layer in local.layers)
         run = programs.lower_onto_consuming if consume and reusable else programs.lower_onto
-        pools, rest, x, mass = run(params, old, rest, *put_rows(self.mesh, *read), part=part, room=room)
+        pools, rest, x, mass = run(params, old, rest, *put_rows(self.mesh, tokens, count), part=part, room=room)
         if consume and not reusable:
             jax.tree.map(lambda pool: pool.delete(), old)
         return attach(pools, rest), x, mass
@@ -127,6 +134,8 @@ class RoundsOnMesh:
         layers, two, batch, heads, room, dim = shape
         each = batch // self.mesh.data
         room += -room % self._share.page_parts
+        for row, upper, _ in pieces:
+            self._check_host(row, upper, self._grid[row // each, 0].process_index)
         mine = [piece for piece in pieces if self._here(piece.row // each)]
         # The one transfer of the question: every device's part of whole rounds, all rows together.
         wanted = [self._parts_of(piece.upper, piece.row // each) for piece in mine]
@@ -144,6 +153,13 @@ class RoundsOnMesh:
         shape = layers, two, batch, heads, room, dim
         shapes = jax.eval_shape(lambda: empty_stage(shape, dtype, quantised))
         return self._joined(list(staged.values()), shapes, stage_specs(self._share, quantised))
+
+    def _check_host(self, row: int, upper: UpperRows, process: int) -> None:
+        if any(device.process_index != process for device in upper.kv.sharding.device_set):
+            raise UsageError(
+                f"The rounds of row {row} are in another host's memory; give every conversation the place in the batch "
+                "that it had, and no context= or n= over several hosts."
+            )
 
     def _parts_of(self, upper: UpperRows, index: int) -> tuple[UpperRows, UpperRows]:
         """A round whose slots the devices divide, and where its parts go on a row of the mesh."""
@@ -195,17 +211,15 @@ class RoundsOnMesh:
         params: Decoder,
         cache: Cache,
         base: np.ndarray,
-        count: np.ndarray,
-        tokens: np.ndarray | None,
-        again: np.ndarray | None,
+        rows: Sequence[np.ndarray],
         *,
         inner: Policy,
         size: int,
     ) -> Cache:
         part = Partition(self.mesh, self.config, cache.policy)
         slots = put_rows(self.mesh, base, spec=slots_spec(self._share))
-        rows = put_rows(self.mesh, *(x for x in (count, tokens, again) if x is not None))
-        return attach(*programs.compress(params, *detach(cache), *slots, *rows, part=part, inner=inner, size=size))
+        given = *detach(cache), *slots, *put_rows(self.mesh, *rows)
+        return attach(*programs.compress(params, *given, part=part, inner=inner, size=size))
 
     def delete(self, cache: Cache, keep: Bool[np.ndarray, "L B H C"]) -> Cache:
         part = Partition(self.mesh, self.config, cache.policy)

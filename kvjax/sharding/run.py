@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,8 +32,6 @@ from kvjax.sharding.programs import (
     sharded_onto,
     sharded_onto_consuming,
 )
-
-Held = TypeVar("Held", Cache, Conversation)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,7 +114,7 @@ def put_rows(mesh: Mesh, *arrays: np.ndarray, spec: PartitionSpec = ROWS) -> lis
     return [put(mesh, x, spec) for x in arrays]
 
 
-def adopt(cache: Held, mesh: Mesh | None, config: ModelConfig) -> Held:
+def adopt(cache: Cache | Conversation, mesh: Mesh | None, config: ModelConfig) -> Any:
     """A cache as this mesh holds it (or, for None, one device), whoever made it; itself where that is so already.
 
     Of a conversation of rounds the lower layers: its rounds go where the question that selects them is.

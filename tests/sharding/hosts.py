@@ -1,0 +1,52 @@
+"""Conversations on a mesh of two processes with four devices each: a process of its own, a line of JSON at the end.
+
+``python tests/sharding/hosts.py PORT PROCESSES NUMBER POLICY``; a single process makes the same mesh of its 8 devices.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import jax
+import toys
+
+import kvjax
+
+TURNS = (
+    ["hello there my friend, how are you today?", "ab" * 12, "the quick brown fox jumps"],
+    ["and so?", "b", "what then"],
+    ["why", "no way", "but then who"],
+)
+
+
+def main() -> None:
+    port, processes, number, policy = sys.argv[1:]
+    if int(processes) > 1:
+        jax.distributed.initialize(f"localhost:{port}", int(processes), int(number))
+    lm = toys.tiny_model(num_heads=8, num_kv_heads=4, vocab_size=264).on("data=2,model=4")
+    options = {"chat": False, "logprobs": True, "max_new_tokens": 5}
+    outputs, said = None, []
+    for prompts in TURNS:
+        cache = None if outputs is None else [output.cache for output in outputs]
+        chosen = policy if outputs is None else None
+        outputs = kvjax.generate(lm, prompts, policy=chosen, cache=cache, **options)
+        said += [[output.tokens, output.logprobs, output.stats.retained] for output in outputs]
+    found = {"said": said}
+    if policy.startswith("round"):
+        cache = outputs[0].cache
+        found["here"] = [len(part.upper.kv.addressable_shards) for part in cache.rounds[0]]
+        found["bytes"] = cache.host_nbytes
+        # Its rounds are where its row was; another place in the batch is another host's.
+        try:
+            kvjax.generate(lm, ["a", "b", "c"], cache=[outputs[i].cache for i in (2, 1, 0)], **options)
+        except kvjax.UsageError as error:
+            found["refused"] = str(error)
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
