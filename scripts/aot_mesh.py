@@ -1,9 +1,11 @@
-"""Compile a decode step and a prefill of Llama 3.1 8B's shape for real TPU topologies, and write the page of results.
+"""Compile Llama 3.1 8B's shape for real TPU topologies, a decode step, a prefill and a question under Round Attention,
+and write the page of results.
 
     python scripts/aot_mesh.py --tpu-python .venv-aot-tpu/bin/python --layers 32 --out docs/sharding.md
 
 No hardware is needed. Ends with 1 when XLA's own memory analysis and ``kvjax.plan`` differ by more than 3 %, when a
-decode step has a collective as large as a tenth of one layer's cache, or when a host argument is not in host memory.
+decode step has a collective as large as a tenth of one layer's cache, or when a device does not bring its own share of
+a round, and no more, from host memory.
 """
 
 from __future__ import annotations
@@ -21,6 +23,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from aot_mesh_rounds import BATCH, QUESTION, ROUND, SEEN, SELECTED, compile_rounds  # noqa: E402
+
 #: Topology, data axis, model axis, policy; 8 KV heads on 16 devices share their pages by two.
 CASES = (
     ("v5e:4x4", 2, 8, "full"),
@@ -30,7 +34,7 @@ CASES = (
     ("v5p:2x2x2", 1, 8, "full"),
     ("v5p:2x2x2", 2, 4, "h2o:ratio=0.25"),
 )
-BATCH, PROMPT, NEW = 16, 32768, 256
+PROMPT, NEW = 32768, 256
 TOLERANCE = 0.03
 
 
@@ -117,44 +121,6 @@ def compile_case(
 _PLANNED = ("weights_bytes", "cache_bytes", "prefill_peak_bytes", "total_bytes", "cache_over_even")
 
 
-def compile_host(topology: str, data: int, model: int) -> dict[str, Any]:
-    """Rounds of a conversation in host memory: each device fetches its own share of one of them."""
-    import jax
-    import jax.numpy as jnp
-    from jax.experimental import topologies
-    from jax.sharding import NamedSharding, PartitionSpec
-
-    from kvjax.mesh import Mesh, near_grid
-    from kvjax.sharding.report import collectives
-
-    devices = topologies.get_topology_desc(platform="tpu", topology_name=topology)
-    mesh = Mesh(data, model, tuple(near_grid(data, model, devices.devices).flat))
-    # Rounds, upper layers, rows, KV heads, keys and values, tokens, channels.
-    shape, spec = (8, 16, BATCH, 8, 2, 512, 128), PartitionSpec(None, None, "data", mesh.model_axes)
-    host = NamedSharding(mesh.jax, spec, memory_kind="pinned_host")
-    device = NamedSharding(mesh.jax, PartitionSpec(*spec[1:]))
-    rounds = jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=host)
-    index = jax.ShapeDtypeStruct((), jnp.int32, sharding=NamedSharding(mesh.jax, PartitionSpec()))
-
-    def fetch(rounds: jax.Array, index: jax.Array) -> jax.Array:
-        one = jax.lax.dynamic_index_in_dim(rounds, index, axis=0, keepdims=False)
-        return jax.device_put(one, device)
-
-    compiled = jax.jit(fetch, out_shardings=device).lower(rounds, index).compile()
-    memory = compiled.memory_analysis()
-    size = 2
-    for n in shape:
-        size *= n
-    return {
-        "share": size // mesh.size,
-        "host_arguments": memory.host_argument_size_in_bytes,
-        "arguments": memory.argument_size_in_bytes,
-        "results": memory.output_size_in_bytes,
-        "temporary": memory.temp_size_in_bytes,
-        "collectives": collectives(compiled.as_text()),
-    }
-
-
 def _gib(size: float) -> str:
     return f"{size / 2**30:.3f}"
 
@@ -174,7 +140,9 @@ def judged(case: dict[str, Any]) -> dict[str, Any]:
     return {"steady": steady, "peak": peak, "off": off, "broken": broken}
 
 
-def render(results: list[dict[str, Any]], host: list[dict[str, Any]], options: str, layers: int, versions: str) -> str:
+def render(
+    results: list[dict[str, Any]], rounds: list[dict[str, Any]], options: str, layers: int, versions: str
+) -> str:
     """The page."""
     lines = [
         "# A model on many devices, as XLA's TPU compiler sees it",
@@ -220,20 +188,26 @@ def render(results: list[dict[str, Any]], host: list[dict[str, Any]], options: s
             lines.append(f"| {kind} | `{name}` | {times} | {size:,} |")
         lines.append("")
     lines += [
-        "## Host memory",
+        "## Round Attention",
         "",
-        "An argument of the shape of a conversation's rounds, [round, upper layer, row, KV head, 2, token, channel],",
-        "in `pinned_host` memory and sharded over both axes, of which one round is fetched: each device moves its own",
+        f"A question of {QUESTION} tokens a row, {BATCH} rows, after {SEEN:,} tokens each, that selects rounds of "
+        f"{SELECTED:,} in all;",
+        f"half of the {layers} layers are below the watershed. Bytes are of each device. A round, one row's {ROUND}",
+        "tokens, is an array of the devices that its row is on: in `pinned_host` memory; each device brings its own",
         "share.",
+        "Where heads do not divide by the devices (1 x 16), slots of a head are divided, and joined on the devices.",
         "",
-        "| topology | data x model | its share, bytes | in host memory | in device memory | result | collectives |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
+        "| topology | data x model | program | in host memory | arguments | results | donated | temporary |"
+        " largest collective |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
-    for case in host:
-        lines.append(
-            f"| {case['topology']} | {case['data']} x {case['model']} | {case['share']:,} | {case['host_arguments']:,} "
-            f"| {case['arguments']:,} | {case['results']:,} | {len(case['collectives'])} |"
-        )
+    for case in rounds:
+        for name, found in case["programs"].items():
+            sizes = [f"{found[size]:,}" for size in ("host", "arguments", "results", "aliased", "temporary")]
+            largest = found["collectives"][:1]
+            sent = f"{largest[0][0]} `{largest[0][1]}`" if largest else "none"
+            cells = [case["topology"], f"{case['data']} x {case['model']}", name, *sizes, sent]
+            lines.append(f"| {' | '.join(cells)} |")
     return "\n".join([*lines, "", f"{versions}. `python scripts/aot_mesh.py {options}` writes this page.", ""])
 
 
@@ -243,7 +217,7 @@ def _here(options: argparse.Namespace) -> None:
     if "policy" in case:
         print(json.dumps(compile_case(**case, layers=options.layers, plan_only=options.plan_only)))
     else:
-        print(json.dumps(compile_host(**case)))
+        print(json.dumps(compile_rounds(**case, layers=options.layers)))
 
 
 def _compile(python: str, case: dict[str, Any], layers: int, *flags: str) -> dict[str, Any]:
@@ -291,20 +265,21 @@ def main() -> None:
     cases = [dict(zip(names, CASES[n], strict=True)) for n in chosen]
     results = [_known(options.tpu_python, case, options.layers, options.results) for case in cases]
     meshes = {(case["topology"], case["data"], case["model"]) for case in cases}
-    host = [
-        _known(options.tpu_python, dict(zip(names[:3], mesh, strict=True)), 1, options.results)
+    rounds = [
+        _known(options.tpu_python, dict(zip(names[:3], mesh, strict=True)), options.layers, options.results)
         for mesh in sorted(meshes)
     ]
     code = "import jax, importlib.metadata as m; print(f\"jax {jax.__version__}, libtpu {m.version('libtpu')}\")"
     asked = subprocess.run([options.tpu_python, "-c", code], capture_output=True, text=True, check=True)
     flags = f"--layers {options.layers}" + (f" --cases {options.cases}" if options.cases else "")
-    page = render(results, host, flags, options.layers, asked.stdout.strip())
+    page = render(results, rounds, flags, options.layers, asked.stdout.strip())
     if options.out is None:
         print(page)
     else:
         options.out.write_text(page)
     broken = [f"{x['topology']} {x['policy']}: {line}" for x in results for line in judged(x)["broken"]]
-    broken += [f"{x['topology']}: rounds are not in host memory" for x in host if x["host_arguments"] < x["share"]]
+    moved = [(case, case["programs"]["one round to the device"]["host"]) for case in rounds]
+    broken += [f"{x['topology']}: a device brings {n} bytes of a round" for x, n in moved if n != x["round_share"]]
     for line in broken:
         print(line, file=sys.stderr)
     raise SystemExit(bool(broken))

@@ -29,8 +29,10 @@ from kvjax.runtime.stopping import FOUND, StopTable
 #: Tokens a compiled call has room for. How many of them it makes is traced.
 CHUNK = 64
 
-#: Tokens made by this call, the state, whether another step follows, and whether a row is to be maintained before it.
-Carry = tuple[Array, "DecodeState", Array, Array]
+#: Whether another step follows, and whether a row is to be maintained before it.
+Flags = tuple[Array, Array]
+#: Tokens made by this call, the state, and on a mesh the flags that all devices agree on.
+Carry = tuple[Array, "DecodeState", Flags | None]
 
 RUNNING, STOP, LENGTH, CONTEXT = 0, 1, 2, 3
 REASONS = {STOP: "stop", LENGTH: "length", CONTEXT: "context"}
@@ -202,21 +204,19 @@ def compiled_chunk(
     return chunk(params, pools, state, controls, steps)
 
 
-def _alone(flag: Bool[Array, ""]) -> Bool[Array, ""]:
-    return flag
-
-
 def chunk(
     params: DecoderView,
     pools: Pools,
     state: DecodeState,
     controls: Controls,
     steps: Int[Array, ""],
-    agree: Callable[[Bool[Array, ""]], Bool[Array, ""]] = _alone,
+    agree: Callable[[Bool[Array, ""]], Bool[Array, ""]] | None = None,
 ) -> tuple[Pools, DecodeState, Int[Array, ""]]:
     """:func:`compiled_chunk`, to be compiled; ``agree`` is true where a flag is true on any device of a mesh.
 
-    Devices that hold different rows must take every step together, so the flags are agreed on in the loop's body.
+    Devices that hold different rows must take every step together, so there the flags are agreed on in the loop's body.
+    (One device reads them in the loop's condition: XLA's CPU compiler takes half as long again when the body hands them
+    on; measured for 30 layers and LagKV, 6.6 against 9.9 seconds.)
     """
     state = dataclasses.replace(state, cache=attach(pools, state.cache))
     policy, config = state.cache.policy, params.config
@@ -225,12 +225,26 @@ def chunk(
     def due(state: DecodeState) -> Bool[Array, " B"]:
         return policy.due(state.cache.layers, config) & (state.reason == RUNNING)
 
+    def flags(made: Array, state: DecodeState) -> Flags:
+        going = (made < steps) & (state.reason == RUNNING).any()
+        return going, due(state).any() if policy.maintains else jnp.bool_(False)
+
     def carry(made: Array, state: DecodeState) -> Carry:
-        going = (made < steps) & agree((state.reason == RUNNING).any())
-        return made, state, going, agree(due(state).any()) if policy.maintains else jnp.bool_(False)
+        if agree is None:
+            return made, state, None
+        going, maintaining = flags(made, state)
+        return made, state, (agree(going), agree(maintaining))
+
+    def read(now: Carry) -> Flags:
+        made, state, agreed = now
+        return flags(made, state) if agreed is None else agreed
+
+    def nothing_due(now: Carry) -> Bool[Array, ""]:
+        going, maintaining = read(now)
+        return going & ~maintaining
 
     def step(now: Carry) -> Carry:
-        made, state, _, _ = now
+        made, state, _ = now
         active = state.reason == RUNNING
         cache, logits = forward_step(params, state.cache, jnp.maximum(state.cache.pending, 0), active)
         state = _record(dataclasses.replace(state, cache=cache), logits, controls, active, made)
@@ -245,12 +259,13 @@ def chunk(
         return dataclasses.replace(state, cache=cache.replace(layers=layers))
 
     def maintain_then_step(now: Carry) -> Carry:
-        made, state, going, _ = now
+        made, state, agreed = now
         # One row at a time, and in loops rather than behind a conditional, whose branches would copy the cache.
         state = jax.lax.while_loop(lambda state: due(state).any(), maintain, state)
-        return jax.lax.while_loop(lambda now: now[2] & ~now[3], step, (made, state, going, jnp.bool_(False)))
+        agreed = agreed and (agreed[0], jnp.bool_(False))
+        return jax.lax.while_loop(nothing_due, step, (made, state, agreed))
 
     body = maintain_then_step if policy.maintains else step
-    made, state, _, _ = jax.lax.while_loop(lambda now: now[2], body, carry(jnp.int32(0), state))
+    made, state, _ = jax.lax.while_loop(lambda now: read(now)[0], body, carry(jnp.int32(0), state))
     pools, rest = detach(state.cache)
     return pools, dataclasses.replace(state, cache=rest), made
