@@ -23,7 +23,19 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from aot_mesh_rounds import BATCH, QUESTION, ROUND, SEEN, SELECTED, compile_rounds  # noqa: E402
+from aot_mesh_page import (  # noqa: E402
+    NEW,
+    PREFILL_LAYERS,
+    PREFILL_MESHES,
+    PREFILLS,
+    PREFILLS_ON,
+    PROMPT,
+    TOLERANCE,
+    judged,
+    peak_off,
+    render,
+)
+from aot_mesh_rounds import BATCH, compile_rounds  # noqa: E402
 
 #: Topology, data axis, model axis, policy; 8 KV heads on 16 devices share their pages by two.
 CASES = (
@@ -34,14 +46,12 @@ CASES = (
     ("v5p:2x2x2", 1, 8, "full"),
     ("v5p:2x2x2", 2, 4, "h2o:ratio=0.25"),
 )
-PROMPT, NEW = 32768, 256
-TOLERANCE = 0.03
 
 
 def compile_case(
-    topology: str, data: int, model: int, policy: str, layers: int, plan_only: bool = False
+    topology: str, data: int, model: int, policy: str, layers: int, only: str = "", plan_only: bool = False
 ) -> dict[str, Any]:
-    """The plan of a case, and XLA's analysis of both its programs; in the process that has the TPU's compiler."""
+    """The plan of a case, and XLA's analysis of its programs; in the process that has the TPU's compiler."""
     import jax
     import jax.numpy as jnp
     from jax.experimental import topologies
@@ -102,6 +112,8 @@ def compile_case(
             ),
         }
         for name, lower in () if plan_only else programs.items():
+            if only not in ("", name):
+                continue
             began = time.perf_counter()
             compiled = lower().compile()
             memory = compiled.memory_analysis()
@@ -119,96 +131,6 @@ def compile_case(
 
 
 _PLANNED = ("weights_bytes", "cache_bytes", "prefill_peak_bytes", "total_bytes", "cache_over_even")
-
-
-def _gib(size: float) -> str:
-    return f"{size / 2**30:.3f}"
-
-
-def judged(case: dict[str, Any]) -> dict[str, Any]:
-    """XLA's totals beside the plan's, and what breaks a limit."""
-    plan, decode, prefill = case["plan"], case["decode"], case["prefill"]
-    steady = decode["arguments"] + decode["results"] - decode["aliased"]
-    peak = prefill["peak"]
-    off = {
-        "decode": steady / (plan["weights_bytes"] + plan["cache_bytes"]) - 1,
-        "prefill": peak / plan["total_bytes"] - 1,
-    }
-    broken = [f"{name} {value:+.1%} beside the plan" for name, value in off.items() if abs(value) > TOLERANCE]
-    large = [c for c in decode["collectives"] if c[3] >= case["layer_bytes"] / 10]
-    broken += [f"a decode step's {kind} of {size} bytes" for kind, _, _, size in large]
-    return {"steady": steady, "peak": peak, "off": off, "broken": broken}
-
-
-def render(
-    results: list[dict[str, Any]], rounds: list[dict[str, Any]], options: str, layers: int, versions: str
-) -> str:
-    """The page."""
-    lines = [
-        "# A model on many devices, as XLA's TPU compiler sees it",
-        "",
-        f"Llama 3.1 8B's shape, {layers} layers, bfloat16, batch {BATCH}, prompts of {PROMPT:,} tokens and {NEW} new",
-        "ones, compiled ahead of time for real topologies; nothing here was run. GiB on each device. Steady: what a",
-        "decode program holds, its arguments and results with what is donated counted once, beside the plan's weights",
-        "and cache. Peak: XLA's peak memory of prefill, beside the plan's total. Even: the cache",
-        "over an even share of what one device alone would hold. Prefill of other policies was not compared.",
-        "The plan's account of a TPU's prefill was made from the first of these rows and from h2o's; what",
-        "RazorAttention packs is counted by a factor that its row gave, so that row checks the other figures only.",
-        "",
-        "| topology | data x model | policy | weights | cache | even | steady, XLA | off | peak, XLA | off |"
-        " temporary, decode |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
-    ]
-    for case in results:
-        plan, found = case["plan"], judged(case)
-        cells = [
-            case["topology"],
-            f"{case['data']} x {case['model']}",
-            case["policy"],
-            _gib(plan["weights_bytes"]),
-            _gib(plan["cache_bytes"]),
-            f"{plan['cache_over_even']:.3f}",
-            _gib(found["steady"]),
-            f"{found['off']['decode']:+.2%}",
-            _gib(found["peak"]),
-            f"{found['off']['prefill']:+.2%}",
-            _gib(case["decode"]["temporary"]),
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
-    lines += ["", "## Collectives of a decode step", ""]
-    for case in results:
-        lines += [
-            f"{case['topology']}, {case['data']} x {case['model']}, {case['policy']}; one layer's cache on a device is "
-            f"{case['layer_bytes']:,} bytes:",
-            "",
-            "| collective | result | in the program | bytes |",
-            "| --- | --- | --- | --- |",
-        ]
-        for kind, name, times, size in case["decode"]["collectives"]:
-            lines.append(f"| {kind} | `{name}` | {times} | {size:,} |")
-        lines.append("")
-    lines += [
-        "## Round Attention",
-        "",
-        f"A question of {QUESTION} tokens a row, {BATCH} rows, after {SEEN:,} tokens each, that selects rounds of "
-        f"{SELECTED:,} in all;",
-        f"half of the {layers} layers are below the watershed. Bytes are of each device. A round, one row's {ROUND}",
-        "tokens, is an array of the devices that its row is on: in `pinned_host` memory; each device brings its own",
-        "share.",
-        "Where heads do not divide by the devices (1 x 16), slots of a head are divided, and joined on the devices.",
-        "",
-        "| topology | data x model | program | in host memory | arguments | results | donated | temporary |"
-        " largest collective |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
-    ]
-    for case in rounds:
-        for name, found in case["programs"].items():
-            sizes = [f"{found[size]:,}" for size in ("host", "arguments", "results", "aliased", "temporary")]
-            largest = found["collectives"][:1]
-            sent = f"{largest[0][0]} `{largest[0][1]}`" if largest else "none"
-            cells = [case["topology"], f"{case['data']} x {case['model']}", name, *sizes, sent]
-            lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join([*lines, "", f"{versions}. `python scripts/aot_mesh.py {options}` writes this page.", ""])
 
 
 def _here(options: argparse.Namespace) -> None:
@@ -264,6 +186,20 @@ def main() -> None:
     names = ("topology", "data", "model", "policy")
     cases = [dict(zip(names, CASES[n], strict=True)) for n in chosen]
     results = [_known(options.tpu_python, case, options.layers, options.results) for case in cases]
+    prefills = (
+        [
+            _known(
+                options.tpu_python,
+                dict(zip(names, (PREFILLS_ON, *mesh, policy), strict=True)) | {"only": "prefill"},
+                PREFILL_LAYERS,
+                options.results,
+            )
+            for policy in PREFILLS
+            for mesh in PREFILL_MESHES
+        ]
+        if not options.cases
+        else []
+    )
     meshes = {(case["topology"], case["data"], case["model"]) for case in cases}
     rounds = [
         _known(options.tpu_python, dict(zip(names[:3], mesh, strict=True)), options.layers, options.results)
@@ -272,12 +208,13 @@ def main() -> None:
     code = "import jax, importlib.metadata as m; print(f\"jax {jax.__version__}, libtpu {m.version('libtpu')}\")"
     asked = subprocess.run([options.tpu_python, "-c", code], capture_output=True, text=True, check=True)
     flags = f"--layers {options.layers}" + (f" --cases {options.cases}" if options.cases else "")
-    page = render(results, rounds, flags, options.layers, asked.stdout.strip())
+    page = render(results, prefills, rounds, flags, options.layers, asked.stdout.strip())
     if options.out is None:
         print(page)
     else:
         options.out.write_text(page)
     broken = [f"{x['topology']} {x['policy']}: {line}" for x in results for line in judged(x)["broken"]]
+    broken += [f"{x['policy']}: prefill {peak_off(x):+.1%}" for x in prefills if abs(peak_off(x)) > TOLERANCE]
     moved = [(case, case["programs"]["one round to the device"]["host"]) for case in rounds]
     broken += [f"{x['topology']}: a device brings {n} bytes of a round" for x, n in moved if n != x["round_share"]]
     for line in broken:

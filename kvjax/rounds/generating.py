@@ -12,12 +12,11 @@ from kvjax.output import RoundStats
 from kvjax.policies.rounds import RoundAttention
 from kvjax.request import Request
 from kvjax.rounds.closing import close_round
-from kvjax.rounds.programs import ONE_DEVICE, RoundPrograms
 from kvjax.rounds.turn import Asked, read_question
 from kvjax.rounds.value import Conversation
 from kvjax.runtime.programs import on_host
 from kvjax.runtime.session import Session, spread
-from kvjax.sharding.rounds import RoundsOnMesh
+from kvjax.sharding.rounds import round_programs
 
 
 class RoundTurn:
@@ -25,8 +24,7 @@ class RoundTurn:
 
     def __init__(self, request: Request, session: Session):
         self._request, self._session = request, session
-        lm = request.lm
-        self._programs: RoundPrograms = ONE_DEVICE if lm.mesh is None else RoundsOnMesh(lm.mesh, lm.config)
+        self._programs = round_programs(request.lm.mesh, request.lm.config)
         self._asked: Asked | None = None
         self._after: Conversation | None = None
         self._used: list[int] = []

@@ -13,6 +13,7 @@ from kvjax.request import Options, Request
 from kvjax.rounds.closing import close_round
 from kvjax.rounds.turn import read_question
 from kvjax.rounds.value import Conversation
+from kvjax.sharding.rounds import round_programs
 
 
 def history_ids(lm: LanguageModel, messages: Sequence[Mapping[str, Any]]) -> tuple[list[int], list[int]]:
@@ -67,6 +68,7 @@ def read_history(
         raise UsageError("A history is read under RoundAttention without inner; a round is compressed when it ends.")
     opening = max(request.opening[0], opening_tokens(lm, list(messages), ids))
     opening = min(opening, starts[1] if len(starts) > 1 else len(ids))
+    programs = round_programs(lm.mesh, lm.config)
     cache, _, asked = read_question(
         lm.params,
         [ids],
@@ -77,5 +79,7 @@ def read_history(
         dtype=request.dtype,
         storage=request.storage,
         memory_limit=memory_limit,
+        programs=programs,
     )
-    return close_round(lm.params, asked, cache, [ids], [starts[1:]])
+    conversation = close_round(lm.params, asked, cache, [ids], [starts[1:]], programs=programs)
+    return conversation if conversation.lower.batch == 1 else conversation.take([0])

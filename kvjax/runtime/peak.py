@@ -8,13 +8,19 @@ import jax.numpy as jnp
 
 from kvjax.config import ModelConfig
 from kvjax.policies.base import Policy
+from kvjax.policies.compensated import CompensatedRing
 from kvjax.policies.composed import HeadWise
+from kvjax.policies.lagkv import LagKV
+from kvjax.policies.streaming import StreamingLLM
 from kvjax.runtime.buckets import block_of, keys_of, prompt_bucket
 from pallas_kernels import dispatch
 
 #: Copies of a layer's dense keys and values that dividing them among groups of heads, and packing each, makes on a TPU:
 #: compiled for a v5e with RazorAttention, 8 rows of 32,768 tokens, 8 heads of 128 channels.
 _GROUPED = 3.5
+#: And copies that packing without a score of every token makes, between the 1.1 and 2.0 that were found for a v5e with
+#: 32,768 tokens, 8 rows of one head and 4 rows of two. Others gather the highest scores in less than reading takes.
+_IN_RUNS, _RUNS = 1.5, (CompensatedRing, LagKV, StreamingLLM)
 
 
 def prefill_peak_bytes(config: ModelConfig, policy: Policy, batch: int, prompt: int, dtype: Any, inner: int) -> int:
@@ -26,8 +32,7 @@ def prefill_peak_bytes(config: ModelConfig, policy: Policy, batch: int, prompt: 
     model, batch 1 and 4, 256 to 4,096 tokens) it is between 10 % under and 20 % over.
 
     A TPU's compiler fuses more of a block, leaves no score in memory, and pads the tables to whole lanes; what it packs
-    is alive beside the dense keys and values. ``docs/sharding.md`` has its figures for four policies beside these; for
-    others this is an estimate that nothing was compared with.
+    is alive beside the dense keys and values. ``docs/sharding.md`` has its figures for four policies beside these.
 
     Args:
       config: the model, or what one device of a mesh has of its heads.
@@ -45,7 +50,8 @@ def prefill_peak_bytes(config: ModelConfig, policy: Policy, batch: int, prompt: 
     if dispatch.platform() == "tpu":
         rotary = 2 * rows * max(config.head_dim // 2, 128) * 4 if rope else 0
         reading = 2 * config.hidden_size + max(2 * inner, 3 * config.num_heads * config.head_dim)
-        packing = int(_GROUPED * both) if isinstance(policy, HeadWise) else 0
+        copies = _GROUPED if isinstance(policy, HeadWise) else _IN_RUNS if isinstance(policy, _RUNS) else 0
+        packing = int(copies * both)
         return hidden + rotary + both + max(batch * block * reading * item, packing)
     rotary = 2 * rows * (config.head_dim // 2) * 4 if rope else 0
     selects = type(policy).compress is not Policy.compress or type(policy).select is not Policy.select

@@ -28,7 +28,7 @@ from kvjax.model.decoder import Decoder
 from kvjax.policies.base import Policy
 from kvjax.rounds.memory import HOST
 from kvjax.rounds.placed import Placed
-from kvjax.rounds.programs import Cut, Piece, alike
+from kvjax.rounds.programs import ONE_DEVICE, Cut, Piece, RoundPrograms, alike
 from kvjax.rounds.steps import Staged, empty_stage, pages_onto
 from kvjax.rounds.value import UpperRows
 from kvjax.sharding import round_programs as programs
@@ -36,6 +36,11 @@ from kvjax.sharding.partition import Partition, head_share
 from kvjax.sharding.placement import cache_specs, leaves_of
 from kvjax.sharding.round_programs import on_mesh, round_specs, slots_spec, stage_specs
 from kvjax.sharding.run import put_rows
+
+
+def round_programs(mesh: Mesh | None, config: ModelConfig) -> RoundPrograms:
+    """What conversations of a model on these devices run on."""
+    return ONE_DEVICE if mesh is None else RoundsOnMesh(mesh, config)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -70,12 +70,6 @@ def test_uneven_heads_are_balanced(protected, model):
     assert 1.0 <= made.cache_over_even <= 1.1
 
 
-def test_rounds_are_refused_in_a_sentence():
-    lm = toys.tiny_model().on("data=1,model=1")
-    with pytest.raises(kvjax.UsageError, match="RoundAttention runs on one device"):
-        kvjax.generate(lm, "x", policy="round:watershed=1")
-
-
 def test_a_plan_is_of_one_device():
     config = toys.tiny_config(num_heads=8, num_kv_heads=4, vocab_size=264, max_position=8192)
     alone = kvjax.plan(config, prompt_tokens=4096, batch=8)
