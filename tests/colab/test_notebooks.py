@@ -24,11 +24,12 @@ def test_is_committed_without_outputs(path):
 
 #: Put before a notebook's first cell: a toy answers for the default model, in seconds.
 TOY = """
-import kvjax, toys
+import functools, kvjax, toys
 kvjax.load = lambda *_, **__: toys.tiny_model(max_position=8192)
+kvjax.RoundAttention = functools.partial(kvjax.RoundAttention, watershed=1)
 """
-#: The others need what belongs to the default model: its watershed, the command line.
-WITH_TOY = {"quickstart"}
+#: The other calls the command line, which loads the default model.
+WITH_TOY = {"quickstart", "long_chat"}
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:jupyter_client", "ignore::DeprecationWarning:zmq")
