@@ -20,6 +20,7 @@ from kvjax.model.load import LanguageModel
 from kvjax.model.tokenizer import Tokenizer
 from kvjax.planning import check_fits
 from kvjax.policies import Full, Policy, parse
+from kvjax.policies.rounds import SINKS
 from kvjax.prompts import Tokens, as_list, is_unicode, opening_tokens, tokenize
 from kvjax.rounds.memory import to_device
 from kvjax.rounds.value import Conversation, join
@@ -28,9 +29,6 @@ from kvjax.runtime.programs import ONE_DEVICE, Programs, on_host
 from kvjax.runtime.sampling import Sampling
 from kvjax.runtime.stopping import StopTable, check_stop_strings, stop_table
 from kvjax.sharding.run import OnMesh, adopt
-
-#: Tokens at the beginning of a conversation that belong to no round: attention that no token deserves goes to them.
-SINKS = 4
 
 
 @dataclasses.dataclass(frozen=True)

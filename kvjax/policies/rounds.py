@@ -18,6 +18,8 @@ from kvjax.errors import UsageError
 from kvjax.policies.base import HostOrTraced, Policy, numpy_or_jax, share
 from kvjax.policies.checks import one_of, only_one
 
+#: Tokens at the beginning of a conversation that belong to no round: attention that no token deserves goes to them.
+SINKS = 4
 STRATEGIES = ("topk", "fixed", "adaptive", "above_mean")
 
 

@@ -1,6 +1,7 @@
 """Conversations on a mesh of two processes with four devices each: a process of its own, a line of JSON at the end.
 
-``python tests/sharding/hosts.py PORT PROCESSES NUMBER POLICY``; a single process makes the same mesh of its 8 devices.
+``python tests/sharding/hosts.py PORT PROCESSES NUMBER POLICY [MODEL]``; a single process makes the same mesh of its 8
+devices. Without MODEL, which is loaded onto the mesh, it is a toy.
 """
 
 from __future__ import annotations
@@ -24,10 +25,12 @@ TURNS = (
 
 
 def main() -> None:
-    port, processes, number, policy = sys.argv[1:]
+    port, processes, number, policy, *model = sys.argv[1:]
     if int(processes) > 1:
         jax.distributed.initialize(f"localhost:{port}", int(processes), int(number))
-    lm = toys.tiny_model(num_heads=8, num_kv_heads=4, vocab_size=264).on("data=2,model=4")
+    mesh = "data=2,model=4"
+    toy = {"num_heads": 8, "num_kv_heads": 4, "vocab_size": 264}
+    lm = kvjax.load(model[0], mesh=mesh, progress=False) if model else toys.tiny_model(**toy).on(mesh)
     options = {"chat": False, "logprobs": True, "max_new_tokens": 5}
     outputs, said = None, []
     for prompts in TURNS:
@@ -35,7 +38,8 @@ def main() -> None:
         chosen = policy if outputs is None else None
         outputs = kvjax.generate(lm, prompts, policy=chosen, cache=cache, **options)
         said += [[output.tokens, output.logprobs, output.stats.retained] for output in outputs]
-    found = {"said": said}
+    down = lm.params.layers[0].down[...]
+    found = {"said": said, "weights": [shard.data.size / down.size for shard in down.addressable_shards]}
     if policy.startswith("round"):
         cache = outputs[0].cache
         found["here"] = [len(part.upper.kv.addressable_shards) for part in cache.rounds[0]]

@@ -16,7 +16,7 @@ import pytest
 PATIENCE = 300
 
 
-def _run(policy: str, processes: int) -> list[dict[str, Any]]:
+def _run(policy: str, processes: int, *model: str) -> list[dict[str, Any]]:
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
@@ -30,7 +30,7 @@ def _run(policy: str, processes: int) -> list[dict[str, Any]]:
     script = str(Path(__file__).with_name("hosts.py"))
     started = [
         subprocess.Popen(
-            [sys.executable, script, str(port), str(processes), str(number), policy],
+            [sys.executable, script, str(port), str(processes), str(number), policy, *model],
             env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )
         for number in range(processes)
@@ -45,17 +45,27 @@ def _run(policy: str, processes: int) -> list[dict[str, Any]]:
     return [json.loads(out.splitlines()[-1]) for out, _ in ended]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("policy", ["lagkv:ratio=0.5,lag=8,sink=4", "round:watershed=1,top=0.5"])
-def test_two_hosts_converse_as_one(policy):
-    (alone,) = _run(policy, 1)
-    for found in _run(policy, 2):
+def _check_alike(policy: str, *model: str) -> None:
+    (alone,) = _run(policy, 1, *model)
+    for found in _run(policy, 2, *model):
+        assert found["weights"] == [0.25] * 4
         for (tokens, logprobs, retained), (want, want_logprobs, want_retained) in zip(
             found["said"], alone["said"], strict=True
         ):
             assert tokens == want and retained == want_retained
             np.testing.assert_allclose(logprobs, want_logprobs, atol=1e-5)
         assert found.get("bytes") == alone.get("bytes")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["lagkv:ratio=0.5,lag=8,sink=4", "round:watershed=1,top=0.5"])
+def test_two_hosts_converse_as_one(policy):
+    _check_alike(policy)
+
+
+@pytest.mark.slow
+def test_two_hosts_load_a_model_onto_their_own_devices(default_model):
+    _check_alike("lagkv:ratio=0.5,lag=8,sink=4", "smollm2-135m-instruct")
 
 
 @pytest.mark.slow
