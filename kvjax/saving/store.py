@@ -148,6 +148,21 @@ def _zeros(shapes: Cache) -> Cache:
     return jax.tree.map(lambda leaf: jax.numpy.zeros(leaf.shape, leaf.dtype), shapes)
 
 
+def holds_conversation(path: str | os.PathLike[str]) -> bool:
+    """Whether a whole conversation is saved in a folder.
+
+    Raises:
+      UsageError: it holds something else.
+    """
+    where = Path(path)
+    if not where.exists():
+        return False
+    # Orbax names what is not whole yet 7.orbax-checkpoint-tmp.
+    if not where.is_dir() or not all(item.name.split(".")[0].isdigit() for item in where.iterdir()):
+        raise UsageError(f"{path} holds something else than a saved conversation; give a new or an empty folder.")
+    return any(item.name.isdigit() for item in where.iterdir())
+
+
 @contextlib.contextmanager
 def _folder(path: str | os.PathLike[str], tidy: bool = False) -> Iterator[Any]:
     """Orbax's checkpoints in a folder; what it refuses is one sentence. ``tidy`` removes what a crash left behind."""
@@ -156,10 +171,7 @@ def _folder(path: str | os.PathLike[str], tidy: bool = False) -> Iterator[Any]:
     ocp: Any = v1  # its own annotations contradict one another
 
     where = Path(path).absolute()
-    if where.exists() and (
-        not where.is_dir() or not all(item.name.split(".")[0].isdigit() for item in where.iterdir())
-    ):
-        raise UsageError(f"{path} holds something else than a saved conversation; give a new or an empty folder.")
+    holds_conversation(path)
     newest = ocp.training.preservation_policies.LatestN(1)
     try:
         with ocp.training.Checkpointer(where, preservation_policy=newest, cleanup_tmp_directories=tidy) as folder:
@@ -170,4 +182,4 @@ def _folder(path: str | os.PathLike[str], tidy: bool = False) -> Iterator[Any]:
         raise KvjaxError(f"{path} could not be written or read: {' '.join(str(error).split())[:300]}") from error
 
 
-__all__ = ["load_cache", "save_cache"]
+__all__ = ["holds_conversation", "load_cache", "save_cache"]
