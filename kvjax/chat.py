@@ -98,7 +98,7 @@ class Chat:
         """
         from kvjax.saving import load_cache
 
-        cache = load_cache(path, lm)
+        cache = load_cache(path, lm, memory_limit=options.get("memory_limit"))
         chat = cls(lm, policy=cache.policy, **options)
         chat.options.setdefault("storage", cache.storage)  # reset() forgets what was said, not how it was kept
         chat.cache = cache
