@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from kvjax import batch, calibrate, policies
     from kvjax.cache.storage import Storage
-    from kvjax.cache.value import Cache, concatenate
+    from kvjax.cache.value import Cache
     from kvjax.chat import Chat
     from kvjax.config import ModelConfig, RopeConfig
     from kvjax.errors import DoesNotFit, KvjaxError, UsageError, WeightsError
     from kvjax.generation import generate, stream_generate
+    from kvjax.joining import concatenate
     from kvjax.mesh import Mesh
     from kvjax.model.load import LanguageModel, load, load_config
     from kvjax.output import Output, Piece, Stats
@@ -49,7 +50,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "Cache": "kvjax.cache.value",
     "Storage": "kvjax.cache.storage",
-    "concatenate": "kvjax.cache.value",
+    "concatenate": "kvjax.joining",
     "Chat": "kvjax.chat",
     "ModelConfig": "kvjax.config",
     "RopeConfig": "kvjax.config",

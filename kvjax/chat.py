@@ -94,12 +94,13 @@ class Chat:
     def load(cls, path: str | os.PathLike[str], lm: LanguageModel, **options: Any) -> Self:
         """Continue a conversation that was saved, under the policy it was saved with; see :func:`kvjax.load_cache`.
 
-        ``options`` are those of every turn, as for :class:`Chat`; they are not part of what is saved.
+        ``options`` are those of every turn, as for :class:`Chat`; only the storage is part of what is saved.
         """
         from kvjax.saving import load_cache
 
-        cache = load_cache(path, lm)
+        cache = load_cache(path, lm, memory_limit=options.get("memory_limit"))
         chat = cls(lm, policy=cache.policy, **options)
+        chat.options.setdefault("storage", cache.storage)  # reset() forgets what was said, not how it was kept
         chat.cache = cache
         return chat
 

@@ -134,6 +134,23 @@ def saved(tiny_model, folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.parametrize("policy", ["full", "round:watershed=1"])
+def test_what_does_not_fit_is_refused_before_anything_is_allocated(tiny_model, tmp_path, monkeypatch, policy):
+    cache = kvjax.generate(tiny_model, PROMPTS[0], policy=policy, max_new_tokens=1).cache
+    kvjax.save_cache(tmp_path / "talk", cache, tiny_model)
+    # Beside the weights there are the pages, and for a moment what was read: of a CPU's memory, rounds too.
+    weights = sum(leaf.nbytes for leaf in jax.tree.leaves(tiny_model.params))
+    held = cache.nbytes if policy == "full" else cache.lower.nbytes
+    with monkeypatch.context() as patched:
+        patched.setattr(store_module, "_zeros", lambda _: pytest.fail("something was allocated"))
+        for limit in (1000, weights + held + 1000):
+            with pytest.raises(kvjax.DoesNotFit, match=r"To load the conversation at .*talk takes .* of weights, and"):
+                kvjax.Chat.load(tmp_path / "talk", tiny_model, memory_limit=limit)
+    kept = cache.nbytes + (0 if policy == "full" else cache.host_nbytes)
+    loaded = kvjax.load_cache(tmp_path / "talk", tiny_model, memory_limit=weights + held + kept)
+    assert int(loaded.seen[0]) == 70
+
+
 def test_another_model_is_refused(tiny_model, tmp_path):
     folder = saved(tiny_model, tmp_path / "talk")
     with pytest.raises(kvjax.UsageError, match="saved with the model 'tiny', and the weights of 'tiny' are others"):

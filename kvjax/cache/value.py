@@ -162,15 +162,19 @@ def _sharding_of_rows(leaf: Array, rows: int) -> Any:
     return NamedSharding(where.mesh, PartitionSpec(first, *where.spec[1:]))
 
 
+def refuse_consumed(cache: Any) -> None:
+    """Refuse a cache, or a conversation, whose pools were donated (UsageError)."""
+    if any(leaf.is_deleted() for leaf in jax.tree.leaves(cache.pools[0].kv)):
+        raise UsageError("This cache was consumed by an earlier call; keep a cache by leaving consume_cache=False.")
+
+
 def concatenate(caches: Sequence[Cache]) -> Cache:
     """One batch out of caches that share a policy, in order; each head gets the largest of its allocations.
 
     Raises:
-      UsageError: when there is none, when policies, models or storages differ, or when a policy's own state depends on
-        the allocation and the allocations differ.
+      UsageError: when policies, models or storages differ, or when a policy's own state depends on the allocation and
+        the allocations differ.
     """
-    if not caches:
-        raise UsageError("No cache was given to concatenate; give at least one.")
     if len(caches) == 1:
         return caches[0]
     shapes = {tuple(len(layer.pages) for layer in cache.layers) for cache in caches}

@@ -1,5 +1,6 @@
 """The commands and their flags. Nothing heavy is imported before the arguments are parsed."""
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -100,8 +101,14 @@ def chat(
     model: flag.Model = flag.DEFAULT_MODEL,
     config: flag.Config = None,
     dtype: flag.Dtype = None,
-    policy: flag.Policy = "full",
-    storage: flag.Storage = "model",
+    policy: flag.ChatPolicy = None,
+    storage: flag.ChatStorage = None,
+    save: Annotated[
+        Path | None, typer.Option("--save", help="Write the conversation to this folder after every turn.")
+    ] = None,
+    load: Annotated[
+        Path | None, typer.Option("--load", help="Continue the conversation of this folder; --save DIR too keeps it.")
+    ] = None,
     system: Annotated[str | None, typer.Option("--system", help="Told to the model before the first turn.")] = None,
     max_new_tokens: flag.MaxNewTokens = 512,
     temperature: flag.Temperature = 0.0,
@@ -118,8 +125,8 @@ def chat(
 ) -> int:
     """Talk with a model over one compressed cache, or (--policy round) over rounds in host memory.
 
-    At a terminal, /reset starts over, /stats shows the last turn's numbers and /exit leaves. Piped input is one turn a
-    line.
+    At a terminal, /reset starts over, /stats shows the last turn's numbers, /save DIR does what --save does and /exit
+    leaves. Piped input is one turn a line.
     """
     from kvjax.cli import chat as command
     from kvjax.cli import inputs
@@ -138,8 +145,9 @@ def chat(
         stop=tuple(stop or ()),
         memory_limit=inputs.byte_count(memory_limit),
     )
+    folders = dict(save=save, load=load)
     return command.run(
-        model=model, dtype=dtype, mesh=mesh, keywords=keywords, as_json=json, compile_cache=compile_cache
+        model=model, dtype=dtype, mesh=mesh, keywords=keywords, as_json=json, compile_cache=compile_cache, **folders
     )
 
 

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvjax.cli import inputs, render, session
+from kvjax.cli import inputs, render, saved_chat, session
 
 if TYPE_CHECKING:
     import kvjax
     from kvjax import Output
 
-COMMANDS = "/reset starts over, /stats shows the last turn's numbers, /exit (or Ctrl-D) leaves"
+COMMANDS = (
+    "/reset starts over, /stats shows the last turn's numbers, /save DIR keeps the conversation there from now on, "
+    "/exit (or Ctrl-D) leaves"
+)
 
 
 def _typed_turns() -> Iterator[str]:
@@ -43,16 +47,31 @@ def run(
     as_json: bool,
     compile_cache: bool,
     mesh: str | None = None,
+    save: Path | None = None,
+    load: Path | None = None,
 ) -> int:
     """Converse until the input ends or /exit; 130 when Ctrl-C cut a piped turn short."""
     import kvjax
 
-    kvjax.policies.parse(keywords["policy"])
+    if keywords["policy"] is not None:
+        kvjax.policies.parse(keywords["policy"])
+    saved_chat.check(save, load, keywords["system"])
     if compile_cache:
         session.enable_compile_cache()
     lm = session.load(model, dtype, mesh)
-    terminal = sys.stdin.isatty()
-    conversation, last = kvjax.Chat(lm, **keywords), None
+    conversation = kvjax.Chat(lm, **keywords) if load is None else saved_chat.continued(lm, load, keywords)
+    record = saved_chat.Record(save)
+    if save is not None and load is not None and save.resolve() == load.resolve():
+        record.written = conversation.cache
+    try:
+        return _converse(conversation, record, as_json)
+    finally:
+        # Whatever ended it, Ctrl-C between a turn and its writing too: the last whole turn is kept.
+        record.keep(conversation)
+
+
+def _converse(conversation: kvjax.Chat, record: saved_chat.Record, as_json: bool) -> int:
+    terminal, last = sys.stdin.isatty(), None
     for line in _typed_turns() if terminal else _piped_turns():
         text = line.strip()
         if not text:
@@ -60,17 +79,37 @@ def run(
         if text == "/exit":
             break
         if text == "/reset":
-            conversation, last = kvjax.Chat(lm, **keywords), None
+            conversation.reset()
+            last = None
             print("A new conversation.", file=sys.stderr)
         elif text == "/stats":
             render.print_stats(last) if last else print("Nothing was generated yet.", file=sys.stderr)
+        elif text.startswith("/save "):
+            _save_to(Path(text.removeprefix("/save ").strip()), record, conversation, terminal)
         elif text.startswith("/") and " " not in text and terminal:
             print(f"Unknown command {text}: {COMMANDS}.", file=sys.stderr)
         else:
             last = _turn(conversation, line, as_json)
-            if last.finish_reason == "interrupted" and not terminal:
+            stopped = record.keep(conversation)
+            if not terminal and (stopped or last.finish_reason == "interrupted"):
                 return 130
+            if stopped:
+                break
     return 0
+
+
+def _save_to(folder: Path, record: saved_chat.Record, conversation: kvjax.Chat, terminal: bool) -> None:
+    """``/save``; a folder that will not do ends no conversation that is typed."""
+    from kvjax.errors import KvjaxError
+
+    try:
+        record.move(folder, conversation)
+    except KvjaxError as error:
+        if not terminal:
+            raise
+        print(error, file=sys.stderr)
+    else:
+        print(f"The conversation is kept in {folder}.", file=sys.stderr)
 
 
 def _turn(conversation: kvjax.Chat, text: str, as_json: bool) -> Output:

@@ -13,6 +13,15 @@ Model = Annotated[str, typer.Option("--model", help="A built-in name, a GGUF fil
 Dtype = Annotated[str | None, typer.Option("--dtype", help="float32 or bfloat16; the device decides when not given.")]
 Policy = Annotated[str, typer.Option("--policy", help="Such as lagkv:ratio=0.25,sink=16; see `kvjax policies`.")]
 Storage = Annotated[str, typer.Option("--storage", help="What the cache's rows are stored as: model or int8.")]
+# A conversation that is loaded has its own; None is what was not said.
+ChatPolicy = Annotated[
+    str | None,
+    typer.Option("--policy", help="Such as lagkv:ratio=0.25,sink=16; see `kvjax policies`.", show_default="full"),
+]
+ChatStorage = Annotated[
+    str | None,
+    typer.Option("--storage", help="What the cache's rows are stored as: model or int8.", show_default="model"),
+]
 Mesh = Annotated[
     str | None, typer.Option("--mesh", help="Devices to spread over, such as data=4,model=2; one when not given.")
 ]

@@ -141,6 +141,10 @@ class Policy:
         """KV heads of a layer that this policy has."""
         return config.num_kv_heads
 
+    def owners(self, config: ModelConfig, layer: int) -> tuple[Policy, ...]:
+        """The policy of each of these KV heads: this one, unless it composes others."""
+        return (self,) * self.heads_of(config, layer)
+
     def budgets(self, config: ModelConfig, layer: int, total: HostOrTraced) -> HostOrTraced:
         """Slots each head of a row holds right after a prompt of ``total`` tokens was compressed."""
         xp = numpy_or_jax(total)

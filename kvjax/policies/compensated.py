@@ -57,8 +57,8 @@ class CompensatedRing(Policy):
     Size, one of: ``budget`` tokens a head; ``ratio`` of the tokens a row has seen; otherwise the paper's buffer
     max(``threshold``, N / ``compression``) (S0 and C of algorithm 1) beside the sinks, N the tokens seen. It is
     computed anew at each prompt and later turn and never shrinks; a dropped token never returns, so a buffer that
-    became longer fills with what follows. ``budget`` and ``ratio`` count sinks and compensation token as tokens kept;
-    a prompt that fits is left untouched.
+    became longer fills with what follows. ``budget`` and ``ratio`` count sinks and compensation token as tokens kept; a
+    prompt that fits loses nothing, since a token that is compensated for alone is its own mean.
 
     ``lengths`` gives every head [layer][KV head] a buffer of its own instead (attention scopes of ALiBi models).
     ``compensation=False`` drops what leaves.
@@ -121,22 +121,21 @@ class CompensatedRing(Policy):
     def _buffer(self, config: ModelConfig, layer: int, total: HostOrTraced) -> Any:
         """[B, H] recent tokens that heads of rows of ``total`` tokens hold beside the sinks."""
         xp = numpy_or_jax(total)
-        held = self._held(layer, total)
-        # A given size counts the compensation token, once there is something to compensate.
-        spare = 0 if self.budget is None and self.ratio is None else self.first
-        size = xp.maximum(xp.where(total[:, None] <= held, held, held - spare) - self.sink, 1)
+        size = xp.maximum(self._slots(layer, total) - self.first - self.sink, 1)
         return xp.broadcast_to(size, (len(total), config.num_kv_heads)).astype(xp.int32)
 
-    def _held(self, layer: int, total: HostOrTraced) -> Any:
-        """[B, 1 or H] tokens that rows of ``total`` tokens may hold before any leaves."""
+    def _slots(self, layer: int, total: HostOrTraced) -> Any:
+        """[B, 1 or H] slots of rows of ``total`` tokens, the compensation token's included."""
         xp = numpy_or_jax(total)
-        if self.lengths is not None:
-            return xp.asarray(self.lengths[layer], xp.int32)[None] + self.sink
         if self.budget is not None:
             return xp.full((len(total), 1), self.budget, xp.int32)
         if self.ratio is not None:
             return share(self.ratio, total)[:, None]
-        return self.sink + xp.maximum(self.threshold, share(1 / self.compression, total))[:, None]
+        if self.lengths is not None:
+            recent = xp.asarray(self.lengths[layer], xp.int32)[None]
+        else:
+            recent = xp.maximum(self.threshold, share(1 / self.compression, total))[:, None]
+        return self.first + self.sink + recent
 
     def budgets(self, config: ModelConfig, layer: int, total: HostOrTraced) -> HostOrTraced:
         xp = numpy_or_jax(total)
@@ -151,9 +150,9 @@ class CompensatedRing(Policy):
         """The same for pools that are repacked when ``new`` tokens were decoded: no slots before there are tokens."""
         slots = []
         for layer in range(config.num_layers):
-            held = np.maximum(self._held(layer, np.asarray([prompt])), self.sink + 1)
-            held = np.broadcast_to(held, (1, config.num_kv_heads))[0]
-            slots.append(tuple(self.first + min(int(tokens), prompt + new) for tokens in held))
+            most = np.maximum(self._slots(layer, np.asarray([prompt])), self.smallest())
+            most = np.broadcast_to(most, (1, config.num_kv_heads))[0]
+            slots.append(tuple(min(int(count), self.first + prompt + new) for count in most))
         return tuple(slots)
 
     # --- prompts ----------------------------------------------------------------------------------------------

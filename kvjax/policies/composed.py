@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -24,6 +24,8 @@ from kvjax.policies.compensated import CompensatedRing
 from kvjax.policies.full import Full
 
 FULL = Full()
+
+Value = TypeVar("Value")
 
 #: A group of heads: its policy, its KV heads, and the model as that policy sees it.
 Member = tuple[Policy, tuple[int, ...], ModelConfig]
@@ -80,6 +82,9 @@ class HeadWise(Policy):
             )
             for layer in range(config.num_layers)
         )
+
+    def owners(self, config: ModelConfig, layer: int) -> tuple[Policy, ...]:
+        return _joined((heads, (policy,) * len(heads)) for policy, heads, _ in self.members(config, layer))
 
     def budgets(self, config: ModelConfig, layer: int, total: HostOrTraced) -> HostOrTraced:
         xp = numpy_or_jax(total)
@@ -174,7 +179,7 @@ def capacities_of(policy: Policy, config: ModelConfig, prompt: int, new: int) ->
     return policy.capacities(config, prompt, new)
 
 
-def _joined(groups: Iterable[tuple[tuple[int, ...], tuple[int, ...]]]) -> tuple[int, ...]:
-    """One number a head out of those of the groups."""
-    numbers = {head: value for heads, values in groups for head, value in zip(heads, values, strict=True)}
-    return tuple(numbers[head] for head in sorted(numbers))
+def _joined(groups: Iterable[tuple[tuple[int, ...], tuple[Value, ...]]]) -> tuple[Value, ...]:
+    """One value a head out of those of the groups."""
+    found = {head: value for heads, values in groups for head, value in zip(heads, values, strict=True)}
+    return tuple(found[head] for head in sorted(found))

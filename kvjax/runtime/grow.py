@@ -16,7 +16,8 @@ from kvjax.policies.base import page_capacities
 def grow(cache: Cache, *, config: ModelConfig, new_room: int) -> Cache:
     """The same contents with room for ``new_room`` tokens decoded after the last prompt.
 
-    No head shrinks; old and new pools are alive together while this runs.
+    No head shrinks, and none grows whose policy keeps the size that its first prompt gave it. Old and new pools are
+    alive together while this runs.
     """
     return grown(cache, config, new_room)
 
@@ -24,8 +25,9 @@ def grow(cache: Cache, *, config: ModelConfig, new_room: int) -> Cache:
 def grown(cache: Cache, config: ModelConfig, new_room: int) -> Cache:
     """:func:`grow`, to be compiled."""
     wanted = page_capacities(cache.policy, config, cache.prompt_room, new_room, cache.page_size)
-    layers = tuple(
-        resize_layer(layer, tuple(max(old, new) for old, new in zip(layer.pages, rounded(layer, pages), strict=True)))
-        for layer, pages in zip(cache.layers, wanted, strict=True)
-    )
-    return cache.replace(layers=layers, new_room=new_room)
+    layers = []
+    for i, (layer, pages) in enumerate(zip(cache.layers, wanted, strict=True)):
+        heads = zip(layer.pages, rounded(layer, pages), cache.policy.owners(config, i), strict=True)
+        sizes = tuple(max(old, new) if owner.grows or owner.replans else old for old, new, owner in heads)
+        layers.append(resize_layer(layer, sizes))
+    return cache.replace(layers=tuple(layers), new_room=new_room)

@@ -4,6 +4,6 @@
 be loaded into), ``store.py`` how it comes to disk whole or not at all.
 """
 
-from kvjax.saving.store import load_cache, save_cache
+from kvjax.saving.store import holds_conversation, load_cache, save_cache
 
-__all__ = ["load_cache", "save_cache"]
+__all__ = ["holds_conversation", "load_cache", "save_cache"]

@@ -16,10 +16,11 @@ import jax
 
 from kvjax.cache.pool import layout_for
 from kvjax.cache.storage import Storage
-from kvjax.cache.value import Cache
-from kvjax.errors import KvjaxError, UsageError
+from kvjax.cache.value import Cache, refuse_consumed
+from kvjax.errors import DoesNotFit, KvjaxError, UsageError
 from kvjax.model.load import LanguageModel
-from kvjax.rounds.memory import to_device
+from kvjax.planning import device_limit, human, weights_bytes
+from kvjax.rounds.memory import HOST, to_device
 from kvjax.rounds.value import Conversation
 from kvjax.saving.canonical import Counts, canonical, counts_of, pages_of, restored
 from kvjax.saving.description import VERSION, model_identity, policy_from_json, policy_to_json, same_model
@@ -53,8 +54,7 @@ def save_cache(path: str | os.PathLike[str], cache: Cache | Conversation, lm: La
     """
     if not isinstance(cache, (Cache, Conversation)):
         raise UsageError(f"save_cache takes an output's cache; a {type(cache).__name__} was given.")
-    if any(leaf.is_deleted() for leaf in jax.tree.leaves(cache.pools[0].kv)):
-        raise UsageError("This cache was consumed by an earlier call; keep a cache by leaving consume_cache=False.")
+    refuse_consumed(cache)
     # What is parked, or spread over a mesh, comes to one device for a moment, where its slots are gathered.
     here = adopt(cache.unparked() if isinstance(cache, Conversation) else to_device(cache), None, lm.config)
     lower = here.lower if isinstance(here, Conversation) else here
@@ -70,11 +70,16 @@ def save_cache(path: str | os.PathLike[str], cache: Cache | Conversation, lm: La
         folder.save(0 if latest is None else latest.step + 1, tree, custom_metadata=description)
 
 
-def load_cache(path: str | os.PathLike[str], lm: LanguageModel) -> Cache | Conversation:
+def load_cache(
+    path: str | os.PathLike[str], lm: LanguageModel, *, memory_limit: int | None = None
+) -> Cache | Conversation:
     """The cache that :func:`save_cache` wrote, in the layout and on the device of this machine, in the model's dtype.
+
+    ``memory_limit`` is in bytes, by default what the device has; nothing is allocated for what does not fit.
 
     Raises:
       UsageError: there is none, it is of another model, or it was written by a later version of kvjax.
+      DoesNotFit: it is too large for the device, beside the weights.
       KvjaxError: the folder is damaged.
     """
     where = Path(path)
@@ -89,10 +94,29 @@ def load_cache(path: str | os.PathLike[str], lm: LanguageModel) -> Cache | Conve
         device = jax.sharding.SingleDeviceSharding(min(lm.params.head[...].devices(), key=lambda each: each.id))
         rounds = description.get("rounds")
         if rounds is None:
-            return restored(folder.load(None, placed(shapes, device)), _zeros(empty), counts)
+            wanted = placed(shapes, device)
+            _check_fits(where, lm, empty, wanted, memory_limit)
+            return restored(folder.load(None, wanted), _zeros(empty), counts)
         whole = shapes_of_rounds(shapes, rounds, lm.config.head_dim, lm.params.dtype, empty.storage.quantised)
-        tree = folder.load(None, places_of_rounds(whole, device))
-        return restored_rounds(tree, _zeros(empty), counts, rounds, policy_from_json(rounds["policy"]))
+        wanted = places_of_rounds(whole, device)
+        _check_fits(where, lm, empty, wanted, memory_limit)
+        return restored_rounds(
+            folder.load(None, wanted), _zeros(empty), counts, rounds, policy_from_json(rounds["policy"])
+        )
+
+
+def _check_fits(where: Path, lm: LanguageModel, empty: Cache, wanted: Any, memory_limit: int | None) -> None:
+    """Refuse what the device cannot hold: the weights, what is read, and the pages its rows are then laid in."""
+    limit = device_limit(memory_limit)
+    cpu = jax.default_backend() == "cpu"  # where the host's memory is the device's
+    read = [leaf for leaf in jax.tree.leaves(wanted) if cpu or leaf.sharding.memory_kind != HOST]
+    rows = sum(leaf.size * leaf.dtype.itemsize for leaf in (*read, *jax.tree.leaves(empty)))
+    weights = weights_bytes(lm.config, lm.params.dtype, lm.mesh)
+    if limit is not None and weights + rows > limit:
+        raise DoesNotFit(
+            f"To load the conversation at {where} takes {human(rows)} beside {human(weights)} of weights, and the "
+            f"device has {human(limit)}; a device with more memory would hold it."
+        )
 
 
 def _described(cache: Cache, lm: LanguageModel, counts: Counts) -> dict[str, Any]:
@@ -148,6 +172,21 @@ def _zeros(shapes: Cache) -> Cache:
     return jax.tree.map(lambda leaf: jax.numpy.zeros(leaf.shape, leaf.dtype), shapes)
 
 
+def holds_conversation(path: str | os.PathLike[str]) -> bool:
+    """Whether a whole conversation is saved in a folder.
+
+    Raises:
+      UsageError: it holds something else.
+    """
+    where = Path(path)
+    if not where.exists():
+        return False
+    # Orbax names what is not whole yet 7.orbax-checkpoint-tmp.
+    if not where.is_dir() or not all(item.name.split(".")[0].isdigit() for item in where.iterdir()):
+        raise UsageError(f"{path} holds something else than a saved conversation; give a new or an empty folder.")
+    return any(item.name.isdigit() for item in where.iterdir())
+
+
 @contextlib.contextmanager
 def _folder(path: str | os.PathLike[str], tidy: bool = False) -> Iterator[Any]:
     """Orbax's checkpoints in a folder; what it refuses is one sentence. ``tidy`` removes what a crash left behind."""
@@ -156,10 +195,7 @@ def _folder(path: str | os.PathLike[str], tidy: bool = False) -> Iterator[Any]:
     ocp: Any = v1  # its own annotations contradict one another
 
     where = Path(path).absolute()
-    if where.exists() and (
-        not where.is_dir() or not all(item.name.split(".")[0].isdigit() for item in where.iterdir())
-    ):
-        raise UsageError(f"{path} holds something else than a saved conversation; give a new or an empty folder.")
+    holds_conversation(path)
     newest = ocp.training.preservation_policies.LatestN(1)
     try:
         with ocp.training.Checkpointer(where, preservation_policy=newest, cleanup_tmp_directories=tidy) as folder:
@@ -170,4 +206,4 @@ def _folder(path: str | os.PathLike[str], tidy: bool = False) -> Iterator[Any]:
         raise KvjaxError(f"{path} could not be written or read: {' '.join(str(error).split())[:300]}") from error
 
 
-__all__ = ["load_cache", "save_cache"]
+__all__ = ["holds_conversation", "load_cache", "save_cache"]

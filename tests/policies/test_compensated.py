@@ -74,7 +74,7 @@ def buffer_rule(sink, budget=None, ratio=None, threshold=4000, compression=5.0, 
         if budget is None and ratio is None:
             return max(threshold, int(seen / compression + 1e-9))
         kept = int(ratio * seen + 1e-9) if budget is None else budget
-        return max(kept - sink - (1 if compensation and seen > kept else 0), 1)
+        return max(kept - sink - compensation, 1)
 
     return buffer_of
 
@@ -205,6 +205,31 @@ def test_a_ratio_counts_every_slot_that_is_read(ratio, seen, kept):
     k, v = random_kv(1, 1, 1, seen, 4)
     driver = Driver(policy, config, 1, prompt_room=448, new_room=8).read(k, v, seen)
     assert int(policy.retained(driver.cache)[0, 0]) == kept == int(policy.budgets(config, 0, np.array([seen]))[0, 0])
+
+
+@pytest.mark.parametrize("read", [3, 31, 32, 33, 90])
+def test_a_budget_is_what_a_head_holds_however_long_the_first_prompt_was(read):
+    """A prompt of just as many tokens loses nothing: the one that the compensation token stands for is its own mean."""
+    policy = CompensatedRing(budget=32)
+    k, v = random_kv(read, 1, 2, 170, 4)
+    driver = Driver(policy, config_for(2, 4), 1, prompt_room=128, new_room=64)
+    assert driver.cache.slots == (32, 32)  # a page, and no page more for one slot
+    driver.read(k[:, :, :read], v[:, :, :read], read)
+    assert (
+        policy.retained(driver.cache).tolist()
+        == [[min(read, 32)] * 2]
+        == policy.budgets(driver.config, 0, np.array([read])).tolist()
+    )
+    oracle = OracleHead(policy.sink, lambda _: 32 if read <= 32 else 32 - policy.sink - 1)
+    oracle.read(read)
+    q = np.random.default_rng(0).standard_normal((1, 2, 1, 4)).astype(np.float32)
+    out, _ = decode_attention(jnp.asarray(q), driver.cache, scale=SCALE)
+    for head in range(2):
+        np.testing.assert_allclose(
+            out[0, head, 0], oracle.attend(q[0, head, 0], k[0, head], v[0, head], SCALE), atol=1e-5
+        )
+    driver.decode(k[:, :, 90:], v[:, :, 90:])
+    assert policy.retained(driver.cache).tolist() == [[32, 32]]
 
 
 def test_a_row_that_is_done_keeps_everything_bit_for_bit():

@@ -23,6 +23,7 @@ from kvjax.policies import CompensatedRing, Full, LagKV, Policy, RazorAttention,
 from kvjax.policies.base import Step, Turn, page_capacities
 from kvjax.policies.signals import Mass, PromptSignals, QueryStats
 from kvjax.runtime.compilation import compile_clock
+from kvjax.runtime.grow import grow
 
 HEADS, GROUP, DIM, PROMPT_TOKENS, STEPS = 3, 2, 8, 128, 40
 
@@ -260,6 +261,18 @@ def test_an_inner_policy_may_read_the_prompt_in_chunks():
     output = ask(policy, TEXT[:250], 0, toys.tiny_model())
     assert policy.chunks(toys.tiny_config()) == (36, 16)
     assert output.stats.retained[0][1] == 250 and output.stats.retained[0][0] <= 125
+
+
+def test_a_ring_beside_protected_heads_keeps_its_size_when_the_pools_grow():
+    """Its size is a share of the first prompt, not of all that was read since."""
+    policy = RazorAttention(heads=((0, 1), (1, 0), (2, 2)), inner=StreamingLLM(ratio=0.25))
+    first = ask(policy, TEXT[:100], 0).cache
+    later = ask(None, TEXT[:250], 0, cache=first).cache
+    assert later.prompt_room > first.prompt_room
+    bigger = grow(later, config=toy().config, new_room=2 * later.new_room)
+    for layer, old in zip(bigger.layers, first.layers, strict=True):
+        (kept, others), (full, ring) = layer.groups, old.groups
+        assert sum(kept.pages) > sum(full.pages) and others.pages == ring.pages
 
 
 def test_decoding_three_times_the_buffer_compiles_nothing():

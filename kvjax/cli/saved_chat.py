@@ -1,0 +1,88 @@
+"""``kvjax chat --save`` and ``--load``: the folder a conversation is kept in."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import kvjax
+
+
+def check(save: Path | None, load: Path | None, system: str | None) -> None:
+    """Refuse folders that will not do, before a model is loaded (UsageError, KvjaxError)."""
+    from kvjax.errors import UsageError
+    from kvjax.saving import holds_conversation
+
+    if load is not None and not holds_conversation(load):
+        raise UsageError(f"There is no saved conversation at {load}.")
+    if load is not None and system is not None:
+        raise UsageError(f"The conversation at {load} has begun, and --system is told before that; leave it out.")
+    if save is not None:
+        check_free(save, load)
+
+
+def check_free(save: Path, load: Path | None) -> None:
+    """Refuse to write over another conversation than the one that is continued; make the folder."""
+    from kvjax.errors import KvjaxError, UsageError
+    from kvjax.saving import holds_conversation
+
+    if holds_conversation(save) and (load is None or save.resolve() != load.resolve()):
+        raise UsageError(
+            f"{save} holds a conversation already; continue it with --load {save}, or name another folder to save in."
+        )
+    try:
+        save.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise KvjaxError(f"The folder {save} cannot be made: {error.strerror}.") from error
+
+
+def continued(lm: kvjax.LanguageModel, folder: Path, keywords: dict[str, Any]) -> kvjax.Chat:
+    """The conversation of a folder; a policy or storage that was asked for must be its own."""
+    import kvjax
+    from kvjax.cache.storage import parse_storage
+    from kvjax.policies import format_policy, parse
+
+    options = {name: value for name, value in keywords.items() if name not in ("policy", "storage", "system")}
+    conversation = kvjax.Chat.load(folder, lm, **options)
+    cache, policy, storage = conversation.cache, keywords["policy"], keywords["storage"]
+    assert cache is not None, "a conversation that was loaded has a cache"
+    for flag, differs, own in (
+        ("--policy", policy is not None and parse(policy) != cache.policy, format_policy(cache.policy)),
+        ("--storage", storage is not None and parse_storage(storage).kind != cache.storage.kind, cache.storage.kind),
+    ):
+        if differs:
+            raise kvjax.UsageError(f"The conversation at {folder} goes on with {flag} {own}; leave {flag} out.")
+    tokens, named = int(cache.seen[0]), format_policy(cache.policy)
+    print(f"The conversation at {folder} goes on after {tokens:,} tokens, with --policy {named}.", file=sys.stderr)
+    return conversation
+
+
+class Record:
+    """Where a conversation is written after each of its turns, if anywhere.
+
+    Attributes:
+      folder: the folder, or None.
+      written: the cache that is there.
+    """
+
+    def __init__(self, folder: Path | None, written: Any = None):
+        self.folder, self.written = folder, written
+
+    def move(self, folder: Path, conversation: kvjax.Chat) -> None:
+        """Keep the conversation in another folder from now on, beginning with what there is of it."""
+        check_free(folder, self.folder)
+        self.folder, self.written = folder, None
+        self.keep(conversation)
+
+    def keep(self, conversation: kvjax.Chat) -> bool:
+        """Write the conversation if it has moved on; whether Ctrl-C was pressed meanwhile, which waits for that."""
+        from kvjax.runtime.interrupt import interruptible
+
+        if self.folder is None or conversation.cache is None or conversation.cache is self.written:
+            return False
+        with interruptible() as interrupt:
+            conversation.save(self.folder)
+        self.written = conversation.cache
+        return interrupt.requested
