@@ -6,6 +6,12 @@ PYTHON ?= python3
 aot: .venv-aot-tpu .venv-aot-gpu
 	.venv-aot-tpu/bin/python scripts/aot.py --out docs/kernels.md
 
+# A model on meshes of TPUs; LAYERS=32 is the whole model.
+LAYERS ?= 4
+.PHONY: aot-mesh
+aot-mesh: .venv-aot-tpu
+	.venv-aot-tpu/bin/python scripts/aot_mesh.py --layers $(LAYERS) --out docs/sharding.md
+
 .venv-aot-tpu:
 	$(PYTHON) -m venv $@
 	$@/bin/pip install -q "jax[tpu]>=0.10.2,<0.13" flax jaxtyping numpy

@@ -182,11 +182,20 @@ def concatenate(caches: Sequence[Cache]) -> Cache:
         raise UsageError("Caches of one batch must share model and policy; continue these one by one instead.")
     if any(cache.storage != caches[0].storage for cache in caches):
         raise UsageError("Caches of one batch must share their storage; continue these one by one instead.")
+    # On a mesh as one program: many, all in flight, wait for each other for ever on virtual CPU devices.
+    many = any(len(cache.seen.sharding.device_set) > 1 for cache in caches)
+    return _joining(tuple(caches)) if many else _joined(caches)
+
+
+def _joined(caches: Sequence[Cache]) -> Cache:
     caches = _aligned(caches)
     forms = {(jax.tree.structure(cache), tuple(x.shape[1:] for x in jax.tree.leaves(cache))) for cache in caches}
     if len(forms) > 1:
         raise UsageError("Caches of one batch must share their capacities; continue these one by one instead.")
     return jax.tree.map(lambda *leaves: jnp.concatenate(leaves, axis=0), *caches)
+
+
+_joining = jax.jit(_joined)
 
 
 def resize_layer(layer: Layer, pages: tuple[int, ...]) -> Layer:

@@ -15,6 +15,7 @@ from kvjax.cache.pool import resize
 from kvjax.cache.share import WHOLE, dealt, whole
 from kvjax.cache.value import Cache, attach, detach
 from kvjax.config import ModelConfig
+from kvjax.errors import UsageError
 from kvjax.mesh import Mesh
 from kvjax.model.decoder import Decoder
 from kvjax.policies.base import Policy
@@ -123,10 +124,9 @@ def adopt(cache: Cache | Conversation, mesh: Mesh | None, config: ModelConfig) -
         return cache.replace(lower=adopt(cache.lower, mesh, config))
     part = None if mesh is None else Partition(mesh, config, cache.policy)
     if not _held_so(cache, part):
-        layers = (_redealt(layer, part, i) for i, layer in enumerate(cache.layers))
-        cache = cache.replace(layers=tuple(layers))
+        cache = _redealt(cache, part)
     if part is None:
-        return jax.device_put(cache, jax.devices()[0]) if _on_many(cache) else cache
+        return jax.device_put(_on_host(cache), jax.devices()[0]) if _on_many(cache) else cache
     data = part.mesh.data
 
     def sharding(leaf: Any, spec: PartitionSpec) -> NamedSharding:
@@ -136,14 +136,29 @@ def adopt(cache: Cache | Conversation, mesh: Mesh | None, config: ModelConfig) -
     leaves, tree = jax.tree.flatten(cache)
     wanted = [sharding(leaf, spec) for leaf, spec in zip(leaves, leaves_of(cache_specs(cache)), strict=True)]
     moved = [
-        leaf if leaf.sharding.is_equivalent_to(where, leaf.ndim) else jax.device_put(leaf, where)
+        leaf if _is_there(leaf, where) else jax.device_put(_on_host(leaf), where)
         for leaf, where in zip(leaves, wanted, strict=True)
     ]
     return jax.tree.unflatten(tree, moved)
 
 
+def _is_there(leaf: Any, where: NamedSharding) -> bool:
+    return isinstance(leaf, jax.Array) and leaf.sharding.is_equivalent_to(where, leaf.ndim)
+
+
 def _on_many(cache: Cache) -> bool:
-    return len(cache.seen.sharding.device_set) > 1
+    return not isinstance(cache.seen, jax.Array) or len(cache.seen.sharding.device_set) > 1
+
+
+def _on_host(tree: Any) -> Any:
+    """Arrays of all devices as NumPy's.
+
+    What changes its devices goes through the host, leaf by leaf: programs that exchange parts between devices, one a
+    leaf, would all be in flight at once, and those of virtual CPU devices then wait for each other for ever.
+    """
+    if any(isinstance(leaf, jax.Array) and not leaf.is_fully_addressable for leaf in jax.tree.leaves(tree)):
+        raise UsageError("A cache that is spread over several processes stays on its mesh; continue it there.")
+    return jax.tree.map(np.asarray, tree)
 
 
 def _held_so(cache: Cache, part: Partition | None) -> bool:
@@ -155,11 +170,16 @@ def _held_so(cache: Cache, part: Partition | None) -> bool:
     return True
 
 
-def _redealt(layer: Layer, part: Partition | None, index: int) -> Layer:
-    pools = [whole(pool) for pool in parts(layer)]
-    if part is not None:
-        shares = [group.share for group in part.groups(index)]
-        pools = [
-            dealt(resize(pool, share.rounded(pool.pages)), share) for pool, share in zip(pools, shares, strict=True)
-        ]
-    return with_parts(layer, pools)
+def _redealt(cache: Cache, part: Partition | None) -> Cache:
+    """The cache with its pages in the order in which these devices hold them, in the host's memory."""
+    layers: list[Layer] = []
+    # Arrays are laid out by the host's own device.
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+        for i, layer in enumerate(cache.layers):
+            pools = [whole(_on_host(pool)) for pool in parts(layer)]
+            if part is not None:
+                shares = [group.share for group in part.groups(i)]
+                resized = (resize(pool, share.rounded(pool.pages)) for pool, share in zip(pools, shares, strict=True))
+                pools = [dealt(pool, share) for pool, share in zip(resized, shares, strict=True)]
+            layers.append(with_parts(layer, pools))
+    return _on_host(cache.replace(layers=tuple(layers)))
