@@ -21,6 +21,9 @@ from kvjax.errors import UsageError
 #: The largest magnitude stored: symmetric, so that negating a row negates what is stored.
 LEVELS = 127
 
+#: So many packed rows leave the headroom that was asked for.
+HEADROOM_ROWS = 256
+
 
 @dataclasses.dataclass(frozen=True)
 class Storage:
@@ -28,9 +31,10 @@ class Storage:
 
     Attributes:
       kind: "model" (the dtype of the weights) or "int8".
-      headroom: the scale of an int8 key channel is fixed when rows are packed, at this many times the largest
-        magnitude packed; rows decoded later are clipped to it, and counted. After a prompt of a few tokens that is
-        many of them: a conversation that opens with one word is better stored as the model's dtype, or with more room.
+      headroom: the scale of an int8 key channel is fixed when rows are packed; it leaves room for those decoded later,
+        which are clipped to it, and counted: this many times the largest magnitude of 256 packed rows, more of fewer
+        rows and less of more (:func:`key_scale`). After a prompt of a word or two that is still too little: many keys
+        are then clipped, so such a prompt is better stored as the model's dtype.
       layout: how pages lie in memory; by default what the platform reads fastest.
     """
 
@@ -83,13 +87,23 @@ class Scales:
 def key_scale(
     k: Float[Array, "B H N D"], valid: Bool[Array, "B H N"], old: Float[Array, "B H D"], headroom: float
 ) -> Float[Array, "B H D"]:
-    """Scales of key channels when these rows are packed: with headroom over the largest, and never smaller than before.
+    """Scales of key channels when these rows are packed: with room over the largest, and never smaller than before.
 
     Rows that were packed with the old scale keep their stored numbers as long as nothing larger comes in.
+
+    Rotary embedding turns channels i and i + D / 2 into one another as positions go on, so both get the scale of the
+    pair's largest norm (without it, in ALiBi models, half a bit is lost). And the fewer rows there are, the less their
+    largest says of what follows, so the room over it falls with the root of their number. Measured on the default
+    model's keys of two texts, as the relative error of all rows, before (1.25 times each channel's own largest) and
+    now: 31 rows packed and 200 later ones, 6.2 % and 1.0 % (80 % of the later ones were clipped, and now 2 %); 64 and
+    200, 3.3 % and 0.9 %; 256 and 200, 0.8 % and 0.7 %; 1,000 and 400, 0.66 % and 0.69 %.
     """
-    largest = jnp.max(jnp.where(valid[..., None], jnp.abs(k.astype(jnp.float32)), 0.0), axis=2)
-    fits = largest <= old * LEVELS
-    return jnp.where(fits, old, largest * (headroom / LEVELS))
+    wide = jnp.where(valid[..., None], jnp.abs(k.astype(jnp.float32)), 0.0)
+    fits = wide.max(axis=2) <= old * LEVELS
+    norm = jnp.hypot(*jnp.split(wide, 2, axis=-1)).max(axis=2)
+    rows = jnp.maximum(valid.sum(axis=2, dtype=jnp.float32), 1.0)[..., None]
+    room = 1 + (headroom - 1) * jnp.sqrt(HEADROOM_ROWS / rows)
+    return jnp.where(fits, old, jnp.concatenate([norm, norm], axis=-1) * (room / LEVELS))
 
 
 def quantise_keys(

@@ -81,7 +81,8 @@ def _converse(conversation: kvjax.Chat, record: saved_chat.Record, as_json: bool
         if text == "/reset":
             conversation.reset()
             last = None
-            print("A new conversation.", file=sys.stderr)
+            kept = f"; its first turn replaces the one in {record.folder}" if record.folder else ""
+            print(f"A new conversation{kept}.", file=sys.stderr)
         elif text == "/stats":
             render.print_stats(last) if last else print("Nothing was generated yet.", file=sys.stderr)
         elif text.startswith("/save "):

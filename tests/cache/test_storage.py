@@ -44,10 +44,29 @@ def test_a_row_is_within_half_a_level_of_itself(seed, used):
     got_k, got_v = (np.asarray(x) for x in rows(stored(k, v, length)))
     for b, h in np.ndindex(2, 2):
         n = length[b, h]
-        step = np.abs(k[b, h, :n]).max(axis=0) * 1.25 / LEVELS
+        norm = np.hypot(k[b, h, :n, :4], k[b, h, :n, 4:]).max(axis=0)
+        step = np.tile(norm, 2) * (1 + 0.25 * np.sqrt(256 / n)) / LEVELS
         assert (np.abs(got_k[b, h, :n] - k[b, h, :n]) <= step * 0.501).all()
         step = np.abs(v[b, h, :n]).max(axis=1, keepdims=True) / LEVELS
         assert (np.abs(got_v[b, h, :n] - v[b, h, :n]) <= step * 0.501).all()
+
+
+def test_what_turns_with_its_position_stays_within_the_scale_of_its_first_rows():
+    """A channel of a slow rotary pair is small at first, and its partner's size a few hundred tokens later."""
+    angle = np.arange(300)[:, None] * np.array([0.001, 0.004, 0.02, 0.3])
+    turned = np.concatenate([np.cos(angle), np.sin(angle)], axis=-1) * np.tile([1, 8, 3, 0.1], 2)
+    k = np.broadcast_to(turned, (1, 1, 300, 8)).astype(np.float32)
+    cache = stored(k[:, :, :20], k[:, :, :20], np.full((1, 1), 20), pages=(10,), headroom=1.01)
+    assert (np.asarray(cache.scales.k)[:, :, None] * LEVELS >= np.abs(k)).all()
+
+
+def test_the_fewer_rows_there_are_the_more_room_is_left():
+    k, v = random_rows(5, 400)
+    k[:, :, 0] = 40  # the largest is among the first
+    for count in (1, 16, 256, 400):
+        cache = stored(k[:, :, :count], v[:, :, :count], np.full((2, 2), count), pages=(13, 13))
+        room = np.asarray(cache.scales.k) * LEVELS / np.tile(np.hypot(k[..., :4], k[..., 4:])[:, :, :count].max(2), 2)
+        np.testing.assert_allclose(room, 1 + 0.25 * np.sqrt(256 / count), rtol=1e-5)
 
 
 def test_what_is_beyond_the_length_does_not_set_the_scale():
@@ -84,7 +103,7 @@ def test_packing_again_changes_no_stored_number_unless_something_larger_comes_in
     region, first = take_pages(cache, jnp.int32(1), jnp.int32(3), 20)
     same = put_pages(cache, jnp.int32(1), first, region)
     assert same_bits(same.kv.k, cache.kv.k) and same_bits(same.kv.v, cache.kv.v)
-    louder = store(cache, jnp.asarray(k) * 5, jnp.asarray(v), length, cache.pages)
+    louder = store(cache, jnp.asarray(k) * 50, jnp.asarray(v), length, cache.pages)
     assert (np.asarray(louder.scales.k) > np.asarray(cache.scales.k)).all()
 
 

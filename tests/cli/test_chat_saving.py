@@ -85,7 +85,11 @@ def test_ctrl_c_while_a_turn_is_written_waits_for_it(cli, tiny_model, tmp_path, 
         real(chat, path)
 
     monkeypatch.setattr(kvjax.Chat, "save", pressed)
-    ran = cli("chat", *TURN, *POLICY, "--save", str(folder), stdin=b"hello you\nnever asked\n")
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job starts without
+    try:
+        ran = cli("chat", *TURN, *POLICY, "--save", str(folder), stdin=b"hello you\nnever asked\n")
+    finally:
+        signal.signal(signal.SIGINT, previous)
     assert ran.code == 130 and len(ran.out.splitlines()) == 1
     assert seen(folder, tiny_model) == json.loads(ran.out)["stats"]["seen"]
 
@@ -105,6 +109,12 @@ def test_what_comes_between_a_turn_and_its_writing_loses_nothing(cli, tiny_model
     direct = kvjax.Chat(tiny_model, policy=POLICY[1], storage="int8", max_new_tokens=4)
     direct.send("hello you")
     assert seen(folder, tiny_model) == int(direct.cache.seen[0])
+
+
+def test_reset_begins_anew_in_the_same_folder(cli, tiny_model, tmp_path):
+    ran = cli("chat", *TURN, *POLICY, "--save", str(tmp_path / "talk"), stdin=b"hello you\n/reset\nhi\n")
+    assert "replaces the one in" in ran.err
+    assert seen(tmp_path / "talk", tiny_model) == json.loads(ran.out.splitlines()[1])["stats"]["seen"]
 
 
 def test_save_within_the_chat_keeps_what_there_is_and_what_comes(cli, tiny_model, tmp_path, monkeypatch):
