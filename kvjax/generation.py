@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from kvjax.cache.groups import slot_bytes
+from kvjax.cache.reading import on_host
 from kvjax.cache.storage import Storage
 from kvjax.cache.value import Cache
 from kvjax.errors import UsageError
@@ -26,7 +27,6 @@ from kvjax.rounds.value import Conversation
 from kvjax.runtime.compilation import CompileClock, compile_clock
 from kvjax.runtime.decode import CHUNK
 from kvjax.runtime.interrupt import Interrupt, interruptible
-from kvjax.runtime.programs import on_host
 from kvjax.runtime.session import ChunkResult, Session, spread
 from kvjax.text import TextStream, text_of
 
@@ -221,12 +221,17 @@ class _Run:
         seen = on_host(cache.seen)
         n = self.request.options.n
         kept = cache if self._rounds is None else self._rounds.finish(cache, self.tokens)
-        rows = [self._output(row, cache, kept, retained, seen) for row in range(self.request.rows)]
+        counters = retained, seen, cache.clipped
+        rows = [self._output(row, cache, kept, counters) for row in range(self.request.rows)]
         grouped = [rows[i] if n == 1 else rows[i * n : (i + 1) * n] for i in range(len(rows) // n)]
         return grouped[0] if self.request.tokens.single else grouped
 
     def _output(
-        self, row: int, cache: Cache, kept: Cache | Conversation, retained: list[np.ndarray], seen: np.ndarray
+        self,
+        row: int,
+        cache: Cache,
+        kept: Cache | Conversation,
+        counters: tuple[list[np.ndarray], np.ndarray, np.ndarray],
     ) -> Output:
         request, lm = self.request, self.request.lm
         tokens = tuple(self.tokens[row])
@@ -237,11 +242,11 @@ class _Run:
             tokens=tokens,
             finish_reason=self.reasons[row] or "interrupted",
             logprobs=logprobs,
-            stats=self._stats(row, cache, retained, int(seen[row])),
+            stats=self._stats(row, cache, *counters),
             _cache=functools.partial(kept.row, row),
         )
 
-    def _stats(self, row: int, cache: Cache, kept: list[np.ndarray], seen: int) -> Stats:
+    def _stats(self, row: int, cache: Cache, kept: list[np.ndarray], seen: np.ndarray, clipped: np.ndarray) -> Stats:
         request, times = self.request, self.session.times
         read = sum(len(ids) for ids in request.prompts) + len(request.tokens.context)
         decoded = sum(max(len(tokens) - 1, 0) for tokens in self.tokens)
@@ -259,9 +264,9 @@ class _Run:
             cache_bytes=cache.nbytes // cache.batch,
             device_cache_bytes=cache.device_nbytes,
             live_cache_bytes=sum(int(np.dot(size, heads)) for size, heads in zip(sizes, retained, strict=True)),
-            full_cache_bytes=full_cache_bytes(request.lm.config, seen, request.dtype),
-            clipped=int(cache.clipped[row]),
+            full_cache_bytes=full_cache_bytes(request.lm.config, int(seen[row]), request.dtype),
+            clipped=int(clipped[row]),
             retained=retained,
-            seen=seen,
+            seen=int(seen[row]),
             rounds=None if self._rounds is None else self._rounds.stats(row),
         )

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kvjax.cache.reading import on_host
 from kvjax.cache.storage import Storage, parse_storage
 from kvjax.cache.value import Cache, concatenate, take
 from kvjax.checks import number, whole_number
@@ -25,7 +26,7 @@ from kvjax.prompts import Tokens, as_list, is_unicode, opening_tokens, tokenize
 from kvjax.rounds.memory import to_device
 from kvjax.rounds.value import Conversation, join
 from kvjax.runtime.decode import Controls
-from kvjax.runtime.programs import ONE_DEVICE, Programs, on_host
+from kvjax.runtime.programs import ONE_DEVICE, Programs
 from kvjax.runtime.sampling import Sampling
 from kvjax.runtime.stopping import StopTable, check_stop_strings, stop_table
 from kvjax.sharding.run import OnMesh, adopt

@@ -61,7 +61,7 @@ def compile_rounds(topology: str, data: int, model: int, layers: int) -> dict[st
     lower_part, lower = cache_of(Placed(below), room, mesh, 0, below)
     upper_part = Partition(mesh, config, Placed(below, SELECTED))
     _, answered = cache_of(Placed(below, SELECTED), room, row, below, layers)
-    rooms = {"room": room, "dtype": dtype, "storage": storage}
+    kinds = {"dtype": dtype, "storage": storage}
     stage = jax.eval_shape(lambda: empty_stage((layers - below, 2, BATCH, heads, SELECTED, dim), dtype, False))
     one = jax.eval_shape(lambda: empty_stage((layers - below, 2, BATCH // data, heads, SELECTED, dim), dtype, False))
     kv_spec = programs.stage_specs(share, False).kv
@@ -81,7 +81,7 @@ def compile_rounds(topology: str, data: int, model: int, layers: int) -> dict[st
             ),
             "upper layers": programs.upper.lower(
                 params, array(mesh, (BATCH, QUESTION, config.hidden_size), dtype, ROWS), ints(BATCH), ints(BATCH),
-                staged, ints(layers - below, BATCH, heads, spec=slots), part=upper_part, **rooms,
+                staged, ints(layers - below, BATCH, heads, spec=slots), part=upper_part, **kinds,
             ),
         }  # fmt: skip
     with jax.sharding.use_abstract_mesh(row.jax.abstract_mesh):

@@ -17,6 +17,7 @@ from jaxtyping import Array, Int
 from kvjax.cache.groups import Layer, pages_by_group, parts, slot_bytes, with_parts
 from kvjax.cache.layout import platform_layout
 from kvjax.cache.pool import LayerCache, resize
+from kvjax.cache.reading import on_host
 from kvjax.cache.share import dealt, whole
 from kvjax.cache.storage import Storage
 from kvjax.errors import UsageError
@@ -86,7 +87,7 @@ class Cache:
     def clipped(self) -> np.ndarray:
         """[B] int8 keys that were clipped to their scale, over heads and layers; 0 for other storage."""
         pools = [pool for layer in self.layers for pool in parts(layer)]
-        counts = [np.asarray(pool.scales.clipped).sum(axis=1) for pool in pools if pool.scales is not None]
+        counts = [on_host(pool.scales.clipped).sum(axis=1) for pool in pools if pool.scales is not None]
         return np.sum(counts, axis=0) if counts else np.zeros(self.batch, np.int64)
 
     @property

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 from jaxtyping import Int
 
+from kvjax.cache.reading import on_host
 from kvjax.cache.value import Cache
 from kvjax.model.decoder import Decoder
 from kvjax.policies.base import Policy
@@ -17,7 +18,6 @@ from kvjax.rounds.programs import ONE_DEVICE, Cut, RoundPrograms
 from kvjax.rounds.turn import Asked, Choice
 from kvjax.rounds.value import Conversation, Round
 from kvjax.runtime.buckets import prompt_bucket, slots_of
-from kvjax.runtime.programs import on_host
 
 
 def close_round(

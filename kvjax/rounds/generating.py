@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 
+from kvjax.cache.reading import on_host
 from kvjax.cache.value import Cache
 from kvjax.output import RoundStats
 from kvjax.policies.rounds import RoundAttention
@@ -14,7 +15,6 @@ from kvjax.request import Request
 from kvjax.rounds.closing import close_round
 from kvjax.rounds.turn import Asked, read_question
 from kvjax.rounds.value import Conversation
-from kvjax.runtime.programs import on_host
 from kvjax.runtime.session import Session, spread
 from kvjax.sharding.rounds import round_programs
 
@@ -38,8 +38,6 @@ class RoundTurn:
             before = close_round(request.lm.params, asked, cache, [context], programs=self._programs)
             before = before.take([0] * len(prompts))
             consume = True
-        elif before is not None:
-            before = before.unparked()
         cache, logits, asked = self._read(prompts, before, request.opening, consume)
         copies = [i // request.options.n for i in range(request.rows)]
         copies += [0] * (self._programs.rows(request.rows) - request.rows)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, TypeVar
 
 import jax
+import numpy as np
 
 HOST, DEVICE = "pinned_host", "device"
 
@@ -32,6 +33,21 @@ def _move(tree: Any, kind: str) -> Any:
     for i, leaf in zip(away, moved, strict=True):
         leaves[i] = leaf
     return jax.tree.unflatten(structure, leaves)
+
+
+def sendable(tree: Any, where: Any) -> Any:
+    """Arrays that one ``jax.device_put`` brings to ``where`` (a sharding, or a tree of them).
+
+    An array that several devices have whole is sent from NumPy's when it goes to other devices: to some of its own, JAX
+    would hand on the buffer that is there, whatever memory that is in.
+    """
+    there = where if not isinstance(where, jax.sharding.Sharding) else jax.tree.map(lambda _: where, tree)
+
+    def sent(leaf: Any, target: jax.sharding.Sharding) -> Any:
+        here = leaf.sharding.device_set if isinstance(leaf, jax.Array) else ()
+        return np.asarray(leaf) if len(here) > 1 and here != target.device_set else leaf
+
+    return jax.tree.map(sent, tree, there)
 
 
 def committed(tree: Tree) -> Tree:

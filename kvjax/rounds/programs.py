@@ -24,10 +24,10 @@ from kvjax.mesh import Mesh
 from kvjax.model.decoder import Decoder
 from kvjax.policies.base import Policy
 from kvjax.rounds.inner import compressed, without_slots
-from kvjax.rounds.memory import committed
+from kvjax.rounds.memory import committed, sendable
 from kvjax.rounds.placed import Placed
 from kvjax.rounds.steps import Staged, cut, empty_stage, pages_onto, place, read_lower, read_upper
-from kvjax.rounds.value import UpperRows
+from kvjax.rounds.value import Conversation, UpperRows
 from kvjax.runtime.buckets import NEW_TOKENS
 from kvjax.runtime.prefill import Pages, empty_cache
 
@@ -64,6 +64,10 @@ class RoundPrograms(Protocol):
         """Rows to run for ``batch`` of them; the others are padding."""
         ...
 
+    def check(self, conversation: Conversation) -> None:
+        """Refuse (UsageError) a batch of conversations that cannot go on here."""
+        ...
+
     def lower_fresh(
         self,
         params: Decoder,
@@ -88,7 +92,10 @@ class RoundPrograms(Protocol):
         ...
 
     def stage(self, pieces: Sequence[Piece], shape: tuple[int, ...], dtype: Any, beside: jax.Array) -> Staged:
-        """Bring rounds to the device of ``beside``, all in one transfer, and place them in an array of ``shape``."""
+        """Bring rounds to the device, all in one transfer, and place them in an array of ``shape``.
+
+        One device is that of ``beside``; a mesh knows its own.
+        """
         ...
 
     def upper(
@@ -101,7 +108,6 @@ class RoundPrograms(Protocol):
         length: np.ndarray | None,
         *,
         policy: Placed,
-        room: int,
         dtype: Any,
         storage: Storage,
     ) -> tuple[tuple[LayerCache, ...], jax.Array]:
@@ -138,6 +144,9 @@ class OneDevice:
     def rows(self, batch: int) -> int:
         return batch
 
+    def check(self, conversation: Conversation) -> None:
+        """Any can."""
+
     def lower_fresh(
         self, params: Decoder, tokens: np.ndarray, count: np.ndarray, **options: Any
     ) -> tuple[Cache, jax.Array]:
@@ -156,7 +165,7 @@ class OneDevice:
         return attach(pools, rest), x, mass
 
     def stage(self, pieces: Sequence[Piece], shape: tuple[int, ...], dtype: Any, beside: jax.Array) -> Staged:
-        there = jax.device_put([piece.upper for piece in pieces], beside.sharding)
+        there = jax.device_put(sendable([piece.upper for piece in pieces], beside.sharding), beside.sharding)
         staged = committed(empty_stage(shape, dtype, pieces[0].upper.k_scale is not None))
         for (row, _, offset), upper in zip(pieces, there, strict=True):
             staged = _place(staged, upper, np.int32(row), alike(offset))
@@ -238,7 +247,7 @@ def _place(staged: Staged, part: UpperRows, row: Int[Array, ""], offset: Int[Arr
     return place(WHOLE, staged, part, row, offset)
 
 
-@functools.partial(jax.jit, static_argnames=("policy", "room", "dtype", "storage"))
+@functools.partial(jax.jit, static_argnames=("policy", "dtype", "storage"))
 def _upper(
     params: Decoder,
     x: Float[Array, "B T M"],
@@ -248,11 +257,11 @@ def _upper(
     length: Int[Array, "L B H"] | None,
     *,
     policy: Placed,
-    room: int,
     dtype: Any,
     storage: Storage,
 ) -> tuple[tuple[LayerCache, ...], Float[Array, "B V"]]:
-    empty = empty_cache(params.config, policy, x.shape[0], room, NEW_TOKENS, dtype, storage)
+    # The room of the layers below, which are not made here, would only be one more thing to compile for.
+    empty = empty_cache(params.config, policy, x.shape[0], policy.upper_room, NEW_TOKENS, dtype, storage)
     return read_upper(params, empty.layers[policy.watershed :], x, seen, count, staged, length)
 
 

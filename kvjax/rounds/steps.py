@@ -1,9 +1,9 @@
 """What every device computes in a turn: lower layers, rounds into place, upper layers, and the new round cut out again.
 
-Pure functions of arrays, compiled by ``programs.py`` for one device and by ``kvjax/sharding/rounds.py`` for a mesh,
-where a device has some of the heads, or a share of their slots. Static are buckets of lengths, never a row's own: a
-turn in the same buckets compiles nothing. The layers above the watershed are attended to as rows while the question is
-read; only what it leaves is packed into pages.
+Pure functions of arrays, compiled by ``programs.py`` for one device and by ``kvjax/sharding/round_programs.py`` for a
+mesh, where a device has some of the heads, or a share of their slots. Static are buckets of lengths, never a row's own:
+a turn in the same buckets compiles nothing. The layers above the watershed are attended to as rows while the question
+is read; only what it leaves is packed into pages.
 """
 
 from __future__ import annotations

@@ -13,8 +13,9 @@ from typing import Any
 
 import jax
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Float, Int
 
+from kvjax.cache.reading import on_host
 from kvjax.cache.storage import Storage
 from kvjax.cache.value import Cache
 from kvjax.config import ModelConfig
@@ -24,13 +25,11 @@ from kvjax.model.decoder import Decoder
 from kvjax.planning import cache_bytes, device_limit, human, weights_bytes
 from kvjax.policies.rounds import RoundAttention
 from kvjax.rounds.choose import normalised, round_attention, select
-from kvjax.rounds.memory import nbytes
 from kvjax.rounds.placed import Placed
 from kvjax.rounds.programs import ONE_DEVICE, Piece, RoundPrograms
 from kvjax.rounds.steps import Staged
 from kvjax.rounds.value import Conversation, UpperRows
 from kvjax.runtime.buckets import NEW_TOKENS, prompt_bucket
-from kvjax.runtime.programs import on_host
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -55,11 +54,10 @@ class Asked:
 
     Attributes:
       before: the conversation it was asked in, of which the lower layers may be consumed; None for the first question.
-      policy, storage: as of the conversation.
+      policy: as of the conversation.
       start: [B] position of the round's first token.
       base: [L, B, H] slots before the round's own.
       choices: of each row; empty for the first question.
-      moved: bytes that came from the host for all rows.
     """
 
     before: Conversation | None
@@ -67,7 +65,6 @@ class Asked:
     start: Int[np.ndarray, " B"]
     base: Int[np.ndarray, "L B H"]
     choices: tuple[Choice, ...]
-    moved: int
 
     def take(self, indices: Sequence[int]) -> Asked:
         """Rows in the given order; several samples of a row share what it selected."""
@@ -105,7 +102,9 @@ def read_question(
       as ``programs`` says, rows of padding last.
 
     Raises:
-      DoesNotFit: the selected rounds are too large for the device; the conversation is as it was, unless consumed.
+      DoesNotFit: a first question, or what a later one selects, is too large for the device; the conversation is as it
+        was, unless consumed.
+      UsageError: a row's rounds are in the memory of another host than the row.
     """
     config, below = params.config, policy.layers_below(params.config)
     real, batch = len(prompts), programs.rows(len(prompts))
@@ -124,10 +123,14 @@ def read_question(
         cache, x = programs.lower_fresh(params, tokens, lengths, policy=Placed(below), room=room, **kinds)
         seen, first = np.zeros_like(lengths), np.array([*opening, *[1] * (batch - real)], np.int32)
         base = np.broadcast_to(first[:, None], (config.num_layers, batch, config.num_kv_heads))
-        asked = Asked(None, policy, first, base, (), 0)
+        asked = Asked(None, policy, first, base, ())
     else:
         if before.batch < batch:
-            before, consume = before.take([*range(real), *[0] * (batch - real)]), True
+            wide = before.take([*range(real), *[0] * (batch - real)])
+            if consume:
+                before.delete()
+            before, consume = wide, True
+        programs.check(before.records(range(real)))
         slots = np.stack([before.slots(row)[-1] for row in range(batch)], axis=1)
         room = prompt_bucket(int((slots[:below].max(axis=(0, 2)) + lengths).max()))
         seen = on_host(before.seen)
@@ -140,10 +143,10 @@ def read_question(
         upper_room = prompt_bucket(int((slots[below:].max(axis=(0, 2)) + lengths).max()))
         placed = Placed(below, upper_room)
         _check_fits(params, placed, programs.mesh, batch, room, dtype, storage, memory_limit, first=False)
-        staged, moved = _bring(config, before, choices, slots[below:], tokens.shape[1], dtype, x, programs)
-        asked = Asked(before, policy, seen, slots, choices, moved)
+        staged = _bring(config, before, choices, slots[below:], tokens.shape[1], dtype, x, programs)
+        asked = Asked(before, policy, seen, slots, choices)
     held = None if slots is None else slots[below:]
-    layers, logits = programs.upper(params, x, seen, lengths, staged, held, policy=placed, room=room, **kinds)
+    layers, logits = programs.upper(params, x, seen, lengths, staged, held, policy=placed, **kinds)
     return cache.replace(layers=cache.layers + layers, policy=placed), logits, asked
 
 
@@ -180,8 +183,11 @@ def _tokens_of(upper: UpperRows, index: Int[np.ndarray, " N"]) -> UpperRows:
     padded = np.pad(index, (0, prompt_bucket(len(index)) - len(index)))
     v_scale = upper.v_scale
 
-    def gathered(x: Array, axis: int) -> Array:
-        return jax.device_put(np.take(np.asarray(x), padded, axis=axis), x.sharding)
+    def gathered(x: Any, axis: int) -> Any:
+        if not x.addressable_shards:  # another process's row, of which only the size counts here
+            shape = (*x.shape[:axis], len(padded), *x.shape[axis + 1 :])
+            return np.broadcast_to(np.zeros((), x.dtype), shape)
+        return np.take(np.asarray(x), padded, axis=axis)
 
     return dataclasses.replace(
         upper, kv=gathered(upper.kv, 3), v_scale=None if v_scale is None else gathered(v_scale, 2)
@@ -202,8 +208,8 @@ def _bring(
     dtype: Any,
     x: jax.Array,
     programs: RoundPrograms,
-) -> tuple[Staged, int]:
-    """The openings and the selected rounds on the device, one behind the other; and the bytes that moved."""
+) -> Staged:
+    """The openings and the selected rounds on the device, one behind the other."""
     layers, batch, heads = slots.shape
     pieces: list[Piece] = []
     ends = 0
@@ -217,8 +223,7 @@ def _bring(
             ends = max(ends, int(offset.max()) + upper.kv.shape[3])
             offset = offset + held
     room = prompt_bucket(max(ends, int(slots.max()) + tokens))
-    staged = programs.stage(pieces, (layers, 2, batch, heads, room, config.head_dim), dtype, x)
-    return staged, sum(nbytes(upper) for choice in choices for upper, _ in choice.parts)
+    return programs.stage(pieces, (layers, 2, batch, heads, room, config.head_dim), dtype, x)
 
 
 def _check_fits(

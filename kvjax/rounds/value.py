@@ -20,7 +20,9 @@ from kvjax.rounds.memory import nbytes, to_device, to_host
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class UpperRows:
-    """Keys and values of one row's round in the layers above the watershed: one array, padded to a bucket N.
+    """Keys and values of one row's round in the layers above the watershed: one array, padded to N slots.
+
+    N is a bucket, and on a mesh a multiple of the devices that share a head.
 
     Attributes:
       kv: [L - Lw, 2, H, N, D] keys after rotary, then values; int8 when there are scales.
@@ -131,6 +133,10 @@ class Conversation:
             rounds=tuple(self.rounds[i] for i in indices),
             asked=tuple(self.asked[i] for i in indices),
         )
+
+    def delete(self) -> None:
+        """Free the lower layers' keys and values; the conversation cannot go on from here."""
+        jax.tree.map(lambda x: x.delete(), [pool.kv for pool in self.pools])
 
     # --- where it is ------------------------------------------------------------------------------------------
 

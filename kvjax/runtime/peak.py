@@ -8,19 +8,16 @@ import jax.numpy as jnp
 
 from kvjax.config import ModelConfig
 from kvjax.policies.base import Policy
-from kvjax.policies.compensated import CompensatedRing
 from kvjax.policies.composed import HeadWise
 from kvjax.policies.lagkv import LagKV
-from kvjax.policies.streaming import StreamingLLM
 from kvjax.runtime.buckets import block_of, keys_of, prompt_bucket
 from pallas_kernels import dispatch
 
 #: Copies of a layer's dense keys and values that dividing them among groups of heads, and packing each, makes on a TPU:
 #: compiled for a v5e with RazorAttention, 8 rows of 32,768 tokens, 8 heads of 128 channels.
-_GROUPED = 3.5
-#: And copies that packing without a score of every token makes, between the 1.1 and 2.0 that were found for a v5e with
-#: 32,768 tokens, 8 rows of one head and 4 rows of two. Others gather the highest scores in less than reading takes.
-_IN_RUNS, _RUNS = 1.5, (CompensatedRing, LagKV, StreamingLLM)
+_GROUPED = 1.8
+#: And copies that LagKV's statistics of every token make there; others select in less than reading takes.
+_STATISTICS = 1.5
 
 
 def prefill_peak_bytes(config: ModelConfig, policy: Policy, batch: int, prompt: int, dtype: Any, inner: int) -> int:
@@ -47,15 +44,15 @@ def prefill_peak_bytes(config: ModelConfig, policy: Policy, batch: int, prompt: 
     hidden = rows * config.hidden_size * item
     both = 2 * rows * config.num_kv_heads * config.head_dim * item
     rope = config.positional == "rope"
+    # What keeps everything packs as much as it has read: its dense keys and values are counted as the layer's cache.
+    selects = type(policy).compress is not Policy.compress or type(policy).select is not Policy.select
+    dense = both if selects else 0
     if dispatch.platform() == "tpu":
         rotary = 2 * rows * max(config.head_dim // 2, 128) * 4 if rope else 0
         reading = 2 * config.hidden_size + max(2 * inner, 3 * config.num_heads * config.head_dim)
-        copies = _GROUPED if isinstance(policy, HeadWise) else _IN_RUNS if isinstance(policy, _RUNS) else 0
-        packing = int(copies * both)
-        return hidden + rotary + both + max(batch * block * reading * item, packing)
+        copies = _GROUPED if isinstance(policy, HeadWise) else _STATISTICS if isinstance(policy, LagKV) else 0
+        return hidden + rotary + dense + max(batch * block * reading * item, int(copies * both))
     rotary = 2 * rows * (config.head_dim // 2) * 4 if rope else 0
-    selects = type(policy).compress is not Policy.compress or type(policy).select is not Policy.select
-    dense = both if selects else 0
     attention = config.num_heads * (2 * keys_of(block) + 3 * config.head_dim) * 4
     mlp = 3 * inner * item
     shared = 2 * config.hidden_size * 4 + (config.num_heads + 2 * config.num_kv_heads) * config.head_dim * 4

@@ -11,8 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kvjax.cache.reading import on_host
 from kvjax.cache.storage import MODEL, Storage
-from kvjax.cache.value import Cache, take
+from kvjax.cache.value import Cache, detach, take
 from kvjax.config import ModelConfig
 from kvjax.model.decoder import Decoder
 from kvjax.policies.base import Policy
@@ -20,7 +21,7 @@ from kvjax.runtime.buckets import NEW_TOKENS, new_bucket, prompt_bucket
 from kvjax.runtime.compilation import CompileClock
 from kvjax.runtime.decode import CHUNK, REASONS, RUNNING, Controls, DecodeState
 from kvjax.runtime.interrupt import Interrupt
-from kvjax.runtime.programs import ONE_DEVICE, Programs, on_host
+from kvjax.runtime.programs import ONE_DEVICE, Programs
 
 
 @dataclasses.dataclass
@@ -62,7 +63,10 @@ def read_prompts(
     # A row of padding is one token, or nothing new of another row's cache.
     prompts = [*prompts, *([prompts[0][:1]] if cache is None else [()]) * padding]
     if cache is not None and cache.batch < len(prompts):
-        cache, consume = take(cache, [*range(cache.batch), *[0] * padding]), True
+        wide = take(cache, [*range(cache.batch), *[0] * padding])
+        if consume:
+            jax.tree.map(lambda pool: pool.delete(), detach(cache)[0])
+        cache, consume = wide, True
     lengths = np.array([len(ids) for ids in prompts], np.int32)
     seen = np.zeros_like(lengths) if cache is None else on_host(cache.seen)
     total = seen + lengths
@@ -135,7 +139,7 @@ class Session:
     def prefill(
         self, prompts: Sequence[Sequence[int]], *, read: Callable[..., Any] | None = None, **options: Any
     ) -> Any:
-        """Read prompts, as :func:`read_prompts` (or as ``read`` does, on one device); timed."""
+        """Read prompts, as :func:`read_prompts` (or as ``read`` does); timed."""
         if read is None:
             found = read_prompts(self.params, prompts, programs=self.programs, **options)
         else:

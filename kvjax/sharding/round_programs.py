@@ -133,7 +133,7 @@ lower_onto = jax.jit(_onto, static_argnames=("part", "room"))
 lower_onto_consuming = jax.jit(_onto, static_argnames=("part", "room"), donate_argnames=("pools",))
 
 
-@functools.partial(jax.jit, static_argnames=("part", "room", "dtype", "storage"))
+@functools.partial(jax.jit, static_argnames=("part", "dtype", "storage"))
 def upper(
     params: Decoder,
     x: Float[Array, "B T M"],
@@ -143,16 +143,16 @@ def upper(
     length: Int[Array, "L B H"] | None,
     *,
     part: Partition,
-    room: int,
     dtype: Any,
     storage: Storage,
 ) -> tuple[Cache, Float[Array, "B V"]]:
     """:meth:`kvjax.rounds.programs.RoundPrograms.upper`; the layers as a cache, whose counters mean nothing."""
-    share = head_share(part.mesh, part.config)
+    share, placed = head_share(part.mesh, part.config), part.policy
+    assert isinstance(placed, Placed)
 
     def empty() -> Cache:
-        cache = _empty(part, x.shape[0], room, dtype, storage)
-        return cache.replace(layers=cache.layers[_watershed(part) :])
+        cache = _empty(part, x.shape[0], placed.upper_room, dtype, storage)
+        return cache.replace(layers=cache.layers[placed.watershed :])
 
     def run(params: Decoder, *read: Any) -> tuple[Any, ...]:
         cache = empty()
@@ -175,7 +175,7 @@ def upper(
 # --- of one row of the mesh -----------------------------------------------------------------------------------
 
 
-@functools.lru_cache(maxsize=64)
+@functools.cache
 def stage_of(mesh: Mesh, share: Share, shape: tuple[int, ...], dtype: Any, quantised: bool) -> Any:
     """A program that makes an empty stage of a row of the mesh."""
     make = functools.partial(empty_stage, shape, dtype, quantised)

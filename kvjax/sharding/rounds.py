@@ -26,11 +26,11 @@ from kvjax.errors import UsageError
 from kvjax.mesh import Mesh
 from kvjax.model.decoder import Decoder
 from kvjax.policies.base import Policy
-from kvjax.rounds.memory import HOST
+from kvjax.rounds.memory import HOST, sendable
 from kvjax.rounds.placed import Placed
 from kvjax.rounds.programs import ONE_DEVICE, Cut, Piece, RoundPrograms, alike
 from kvjax.rounds.steps import Staged, empty_stage, pages_onto
-from kvjax.rounds.value import UpperRows
+from kvjax.rounds.value import Conversation, UpperRows
 from kvjax.sharding import round_programs as programs
 from kvjax.sharding.partition import Partition, head_share
 from kvjax.sharding.placement import cache_specs, leaves_of
@@ -81,6 +81,17 @@ class RoundsOnMesh:
     def rows(self, batch: int) -> int:
         return self.mesh.rows(batch)
 
+    def check(self, conversation: Conversation) -> None:
+        each = self.rows(conversation.batch) // self.mesh.data
+        for row, parts in enumerate(conversation.rounds):
+            process = self._grid[row // each, 0].process_index
+            for part in (conversation.opening[row], *parts):
+                if any(device.process_index != process for device in part.upper.kv.sharding.device_set):
+                    raise UsageError(
+                        f"The rounds of row {row} are in another host's memory; give every conversation the place in "
+                        "the batch that it had, and no context= or n= over several hosts."
+                    )
+
     # --- reading ----------------------------------------------------------------------------------------------
 
     def lower_fresh(
@@ -122,15 +133,14 @@ class RoundsOnMesh:
         length: np.ndarray | None,
         *,
         policy: Placed,
-        room: int,
         dtype: Any,
         storage: Storage,
     ) -> tuple[tuple[LayerCache, ...], jax.Array]:
         part = Partition(self.mesh, self.config, policy)
         slots = None if length is None else put_rows(self.mesh, length, spec=slots_spec(self._share))[0]
-        rooms = {"room": room, "dtype": dtype, "storage": storage}
+        kinds = {"dtype": dtype, "storage": storage}
         rows = put_rows(self.mesh, seen, count)
-        cache, logits = programs.upper(params, x, *rows, staged, slots, part=part, **rooms)
+        cache, logits = programs.upper(params, x, *rows, staged, slots, part=part, **kinds)
         return tuple(cache.layers), logits  # pyright: ignore[reportReturnType]
 
     # --- rounds, of one row each ------------------------------------------------------------------------------
@@ -139,8 +149,6 @@ class RoundsOnMesh:
         layers, two, batch, heads, room, dim = shape
         each = batch // self.mesh.data
         room += -room % self._share.page_parts
-        for row, upper, _ in pieces:
-            self._check_host(row, upper, self._grid[row // each, 0].process_index)
         mine = [piece for piece in pieces if self._here(piece.row // each)]
         # The one transfer of the question: every device's part of whole rounds, all rows together.
         wanted = [self._parts_of(piece.upper, piece.row // each) for piece in mine]
@@ -159,13 +167,6 @@ class RoundsOnMesh:
         shapes = jax.eval_shape(lambda: empty_stage(shape, dtype, quantised))
         return self._joined(list(staged.values()), shapes, stage_specs(self._share, quantised))
 
-    def _check_host(self, row: int, upper: UpperRows, process: int) -> None:
-        if any(device.process_index != process for device in upper.kv.sharding.device_set):
-            raise UsageError(
-                f"The rounds of row {row} are in another host's memory; give every conversation the place in the batch "
-                "that it had, and no context= or n= over several hosts."
-            )
-
     def _parts_of(self, upper: UpperRows, index: int) -> tuple[UpperRows, UpperRows]:
         """A round whose slots the devices divide, and where its parts go on a row of the mesh."""
         short = -upper.kv.shape[3] % self._share.page_parts
@@ -175,7 +176,8 @@ class RoundsOnMesh:
                 return None if x is None else np.pad(np.asarray(x), [(0, short * (i == axis)) for i in range(x.ndim)])
 
             upper = dataclasses.replace(upper, kv=longer(upper.kv, 3), v_scale=longer(upper.v_scale, 2))
-        return upper, on_mesh(self._row(index), round_specs(self._share, upper.k_scale is not None))
+        where = on_mesh(self._row(index), round_specs(self._share, upper.k_scale is not None))
+        return sendable(upper, where), where
 
     def cut(self, cache: Cache, below: int, cuts: Sequence[Cut]) -> list[UpperRows]:
         part = Partition(self.mesh, self.config, cache.policy)

@@ -376,6 +376,18 @@ def test_rounds_too_large_for_the_device_are_refused_before_they_come(lm, one_of
         kvjax.generate(lm, TURNS[1][0], cache=cache, logprobs=True)
 
 
+def test_the_upper_layers_are_compiled_once_however_long_the_conversation(lm):
+    from kvjax.rounds.programs import _upper
+
+    cache = kvjax.generate(lm, TURNS[1][0], policy=RoundAttention(watershed=BELOW, top=0.01), max_new_tokens=1).cache
+    compiled = []
+    for _ in range(6):
+        cache = kvjax.generate(lm, [7] * 50, cache=cache, max_new_tokens=1).cache
+        compiled.append(_upper._cache_size())
+    assert len(cache.rounds[0]) == 7 and cache.lower.prompt_room >= 320
+    assert compiled[1:] == compiled[1:2] * 5
+
+
 def test_a_first_question_too_large_for_the_device_is_refused(lm, monkeypatch):
     monkeypatch.setattr("kvjax.rounds.turn.device_limit", lambda limit: 300_000)
     with pytest.raises(kvjax.DoesNotFit, match="first question, which is read with all layers"):

@@ -67,10 +67,11 @@ class Case:
     later: bool = False
     grow: bool = False
     saved: bool = False
+    moves: bool = False
 
     @property
     def name(self) -> str:
-        flags = "".join(f"-{flag}" for flag in ("later", "grow", "saved") if getattr(self, flag))
+        flags = "".join(f"-{flag}" for flag in ("later", "grow", "saved", "moves") if getattr(self, flag))
         return f"{self.policy}-{self.mesh}-{self.kv_heads}-{self.storage}-{self.positional}{flags}"
 
 
@@ -90,6 +91,8 @@ GRID = (
         for heads, storage in ((1, "int8"), (3, "model"))
     ),
     Case("rounds", "data=4,model=2", kv_heads=1, storage="int8", later=True, saved=True),
+    Case("rounds", "data=2,model=3", kv_heads=1, storage="int8", later=True, moves=True),
+    Case("rounds_of_tokens", "data=2,model=3", kv_heads=1, storage="int8", later=True),
     *(
         Case(policy, mesh, heads, storage, later=True)
         for policy in POLICIES
@@ -126,7 +129,9 @@ def numbers(case: Case, lm: Any) -> tuple[dict[str, Any], Any]:
         if case.later and policy.places:
             # So that there are rounds to choose from.
             for asked in (["why?", "no", "then who"], ["and you", "me?", "so"]):
-                outputs += kvjax.generate(lm, asked, cache=[output.cache for output in outputs[-3:]], **options)
+                # To one device and back.
+                on = model(case.kv_heads, case.positional) if case.moves and asked[1] == "no" else lm
+                outputs += kvjax.generate(on, asked, cache=[output.cache for output in outputs[-3:]], **options)
         if case.later:
             caches = [_through_disk(lm, output.cache) if case.saved else output.cache for output in outputs[-3:]]
             sampling = {"n": 2, "temperature": 1.0, "seed": 5}
@@ -177,7 +182,7 @@ def alone(case: Case) -> dict[str, Any]:
 def run(case: Case) -> dict[str, Any]:
     """Both, as one comparison."""
     lm = model(case.kv_heads, case.positional)
-    want = alone(dataclasses.replace(case, mesh="", saved=False))
+    want = alone(dataclasses.replace(case, mesh="", saved=False, moves=False))
     found, first = numbers(case, lm.on(case.mesh))
     off = [np.subtract(a, b) for a, b in zip(found["logprobs"], want["logprobs"], strict=True) if len(a) == len(b)]
     return {

@@ -35,8 +35,8 @@ def main() -> None:
     outputs, said = None, []
     for prompts in TURNS:
         cache = None if outputs is None else [output.cache for output in outputs]
-        chosen = policy if outputs is None else None
-        outputs = kvjax.generate(lm, prompts, policy=chosen, cache=cache, **options)
+        first = {"policy": policy, "storage": "int8"} if outputs is None else {}
+        outputs = kvjax.generate(lm, prompts, cache=cache, **options, **first)
         said += [[output.tokens, output.logprobs, output.stats.retained] for output in outputs]
     down = lm.params.layers[0].down[...]
     found = {"said": said, "weights": [shard.data.size / down.size for shard in down.addressable_shards]}

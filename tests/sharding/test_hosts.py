@@ -58,7 +58,14 @@ def _check_alike(policy: str, *model: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", ["lagkv:ratio=0.5,lag=8,sink=4", "round:watershed=1,top=0.5"])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        "lagkv:ratio=0.5,lag=8,sink=4",
+        "round:watershed=1,top=0.5",
+        "round:watershed=1,top=0.5,granularity=token",
+    ],
+)
 def test_two_hosts_converse_as_one(policy):
     _check_alike(policy)
 
