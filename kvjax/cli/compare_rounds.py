@@ -58,7 +58,7 @@ def run(
     long = long_dialogues(lm, dialogues, most=most, least_rounds=2, tokens=tokens)
     if rounds:
         cut = [
-            dataclasses.replace(dialogue.shortened(count), name=f"{dialogue.name}, {count} rounds")
+            dataclasses.replace(dialogue.shortened(count), name=f"{dialogue.name}:{count}")
             for dialogue in long
             for count in rounds
             if count <= len(dialogue.rounds)

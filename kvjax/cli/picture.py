@@ -136,8 +136,8 @@ def _alike(lm: LanguageModel, path: Path, most: int, least_rounds: int, tokens: 
     profile = packaged(WatershedProfile, lm.config)
     alike, _, as_lengths = means(found)
     print(
-        f"{len(found)} dialogues: question and answer correlate {alike.min():.2f} to {alike.max():.2f} by layer, mean "
-        f"{alike.mean():.2f}; question and the rounds' lengths {as_lengths.mean():.2f}"
+        f"Dialogues: {len(found)}. Question and answer correlate {alike.min():.2f} to {alike.max():.2f} by layer, mean "
+        f"{alike.mean():.2f}; question and the rounds' lengths {as_lengths.mean():.2f}."
     )
     return alike_figure(found, None if profile is None else profile.watershed, lm.name)
 

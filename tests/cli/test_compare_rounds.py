@@ -66,7 +66,7 @@ def test_turns_after_so_many_rounds_are_drawn(cli, tmp_path, four_layers):
     }
     # After two rounds the questions about the other two topics have no answer, and no record has nine.
     assert sorted(rounds for _, rounds, _ in asked) == [2] * 3 + [4] * 5
-    assert {name for name, _, _ in asked} == {"topics-0, 2 rounds", "topics-0, 4 rounds"}
+    assert {name for name, _, _ in asked} == {"topics-0:2", "topics-0:4"}
     assert drawn.read_bytes().startswith(b"\x89PNG")
 
 

@@ -52,7 +52,7 @@ def test_questions_and_answers_of_dialogues(cli, tmp_path):
     command = ("picture", "question-answer", "--out", str(tmp_path / "alike.png"))
     ran = cli(*command, "--dialogues", str(told), "--least-rounds", "4")
     assert ran.code == 0, ran.err
-    assert "1 dialogues: question and answer correlate" in ran.out and "dialogue 1 of 1" in ran.err
+    assert "Dialogues: 1. Question and answer correlate" in ran.out and "dialogue 1 of 1" in ran.err
     assert (tmp_path / "alike.png").read_bytes().startswith(b"\x89PNG")
     for options, says in (
         ((), "--dialogues"),
