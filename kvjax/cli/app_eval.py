@@ -76,7 +76,7 @@ def compare_rounds(
         str | None,
         typer.Option("--rounds", help="Comma-separated: ask after only so many rounds of each dialogue, each in turn."),
     ] = None,
-    repeats: Annotated[int, typer.Option("--repeats", help="How often each question is asked, for its time.")] = 3,
+    repeats: Annotated[int, typer.Option("--repeats", help="How often each answer is timed, after once untimed.")] = 3,
     picture: Annotated[
         Path | None, typer.Option("--picture", help="Also draw time and tokens by number of rounds, as a PNG.")
     ] = None,

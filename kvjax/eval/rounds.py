@@ -46,8 +46,8 @@ class Answer:
       used, seen: tokens that the upper layers attended to, and all.
       device_bytes, full_bytes: live in device memory while it answered, and of a full cache.
       host_bytes, moved_bytes: in host memory, and brought from there for this question.
-      seconds: from the question to the last token, compilation apart; one for each time it was asked.
-      full_seconds: the same of the full cache, asked just before.
+      seconds: from the question to the last token, compilation apart; one for each time it was timed.
+      full_seconds: the same of the full cache, timed just before.
     """
 
     dialogue: str
@@ -157,13 +157,15 @@ class RoundComparison:
         message = [{"role": "user", "content": dialogue.questions[asked].text}]
         found: dict[str, Answer] = {}
         seconds: dict[str, list[float]] = {name: [] for name in caches}
-        for _ in range(self.settings.repeats):
+        for done in range(1 + self.settings.repeats):
             for name, cache in caches.items():
                 output = kvjax.generate(self.lm, message, cache=cache, max_new_tokens=self.settings.max_new_tokens)
                 if output.finish_reason == "interrupted":
                     raise KeyboardInterrupt
-                seconds[name].append(output.stats.time_to_first_token + output.stats.decode_seconds)
-                if name not in found:
+                # The first time is not counted: it waits for what reading the history left to do.
+                if done:
+                    seconds[name].append(output.stats.time_to_first_token + output.stats.decode_seconds)
+                else:
                     wanted = output.tokens if name == FULL and reference is None else (reference or found[FULL]).tokens
                     found[name] = _answer(dialogue, asked, name, output, wanted)
         full = tuple(seconds[FULL])

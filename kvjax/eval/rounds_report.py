@@ -122,7 +122,7 @@ def footnote(settings: Settings, answers: Sequence[Answer], machine: dict[str, A
         "First token, tokens agree: as the full cache's, and the share of the answer before the first difference. "
         "Tokens used: what the layers above the watershed attended to. Device: live bytes while answering; moved: from "
         "host memory for the question. Turn: time from the question to its last token, divided by the full cache's "
-        f"(median {statistics.median(full):.2f} s), each asked {settings.repeats} times in turn; median over answers "
+        f"(median {statistics.median(full):.2f} s), timed in turn, {settings.repeats} each; median over answers "
         f"as long as the full cache's ({len(timed)} of {len(others)}). "
         f"{machine['processor']}, {machine['cores']} cores; {versions}; {machine['date'][:10]}."
     )
