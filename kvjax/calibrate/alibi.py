@@ -24,7 +24,7 @@ from collections.abc import Callable
 import numpy as np
 from jaxtyping import Float
 
-from kvjax.calibrate.profile import ModelShape, ScopeProfile, Table
+from kvjax.calibrate.profile import ModelShape, ScopeProfile, Table, model_name
 from kvjax.errors import UsageError
 from kvjax.model.alibi import slopes
 from kvjax.model.decoder import DecoderLayer, logical
@@ -55,7 +55,7 @@ def alibi_scopes(lm: LanguageModel, *, progress: Callable[[int, int], None] | No
             progress(done, config.num_layers)
     steps = [slopes(config).reshape(-1)] * config.num_layers
     tables = (_table(np.asarray(rows)) for rows in (paper, safe, steps))
-    return ScopeProfile(lm.name, ModelShape.of(config), *tables)
+    return ScopeProfile(model_name(lm.name), ModelShape.of(config), *tables)
 
 
 def layer_bounds(layer: DecoderLayer) -> tuple[Float[np.ndarray, " N"], Float[np.ndarray, " N"]]:

@@ -44,12 +44,17 @@ class ModelShape:
         return cls(**{field.name: getattr(config, field.name) for field in dataclasses.fields(cls)})
 
 
+def model_name(name: str) -> str:
+    """What a profile calls a model: what it was loaded as, less the folders of a file, which are one machine's own."""
+    return Path(name).name if Path(name).exists() else name
+
+
 @dataclasses.dataclass(frozen=True)
 class Profile:
     """What every profile says of itself.
 
     Attributes:
-      model: the name its model was loaded as.
+      model: the name its model was loaded as; of a file or folder, its own.
       shape: the model it belongs to.
       source: the file it was read from; no part of its value.
     """
@@ -148,7 +153,7 @@ class WatershedProfile(Profile):
     Attributes:
       watershed: L_w, a count: layers ``0 .. watershed - 1`` keep every round on the device.
       dialogues, rounds: how many were read, and how many earlier rounds their last questions had together.
-      prominence: of the minimum, at least this share of the curve's range.
+      prominence: what the curve rises by around the minimum, at least, as a share of it.
       divergence: [layer] mean KL divergence (nats) of the layer's distribution of attention over rounds to those of all
         later layers, mean over dialogues; 0 for the last layer, which has none.
     """

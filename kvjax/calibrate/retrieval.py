@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from kvjax.calibrate.profile import HeadProfile, ModelShape
+from kvjax.calibrate.profile import HeadProfile, ModelShape, model_name
 from kvjax.checks import whole_number
 from kvjax.config import ModelConfig
 from kvjax.errors import UsageError
@@ -68,7 +68,7 @@ def retrieval_heads(
     ids = np.concatenate([first_token(lm), *[random_tokens(lm, period, seed)] * repeats]).astype(np.int32)
     echo, induction = _scores(lm, ids, period, repeats, progress)
     return HeadProfile(
-        model=lm.name,
+        model=model_name(lm.name),
         shape=ModelShape.of(config),
         tokens=period,
         repeats=repeats,

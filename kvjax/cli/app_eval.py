@@ -72,6 +72,14 @@ def compare_rounds(
         int | None, typer.Option("--tokens", help="Cut histories to this many; three quarters of the context else.")
     ] = None,
     max_new_tokens: flag.MaxNewTokens = 16,
+    rounds: Annotated[
+        str | None,
+        typer.Option("--rounds", help="Comma-separated: ask after only so many rounds of each dialogue, each in turn."),
+    ] = None,
+    repeats: Annotated[int, typer.Option("--repeats", help="How often each answer is timed, after once untimed.")] = 3,
+    picture: Annotated[
+        Path | None, typer.Option("--picture", help="Also draw time and tokens by number of rounds, as a PNG.")
+    ] = None,
     markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown instead of a table.")] = False,
     compile_cache: flag.CompileCache = True,
 ) -> int:
@@ -81,6 +89,7 @@ def compare_rounds(
     Answers are saved after every dialogue; the same command goes on after Ctrl-C.
     """
     from kvjax.cli import compare_rounds as command
+    from kvjax.cli import inputs
 
     return command.run(
         model=model,
@@ -90,14 +99,20 @@ def compare_rounds(
         most=most,
         tokens=tokens,
         max_new_tokens=max_new_tokens,
+        rounds=inputs.integers(rounds, "--rounds") or (),
+        repeats=repeats,
         out=out,
+        picture=picture,
         markdown=markdown,
         compile_cache=compile_cache,
     )
 
 
 def picture(
-    name: Annotated[str, typer.Argument(help="retained-positions, razor-heads, slimkv-scores or lagkv-variants.")],
+    name: Annotated[
+        str,
+        typer.Argument(help="retained-positions, razor-heads, slimkv-scores, lagkv-variants or question-answer."),
+    ],
     out: Annotated[Path, typer.Option("--out", help="The PNG file; numbers go beside it, and are not measured again.")],
     model: flag.Model = flag.DEFAULT_MODEL,
     config: flag.Config = None,
@@ -109,6 +124,18 @@ def picture(
         str | None,
         typer.Option("--text", help="For retained-positions: the prompt, or @FILE; Python's reference else."),
     ] = None,
+    dialogues: Annotated[
+        Path | None, typer.Option("--dialogues", help="For question-answer: JSON (lines), as calibrate watershed.")
+    ] = None,
+    most: Annotated[
+        int, typer.Option("--most", help="For question-answer: dialogues, from the file's beginning.")
+    ] = 40,
+    least_rounds: Annotated[
+        int, typer.Option("--least-rounds", help="For question-answer: skip dialogues with fewer.")
+    ] = 8,
+    tokens: Annotated[
+        int | None, typer.Option("--tokens", help="For question-answer: cut dialogues; what fits the context else.")
+    ] = None,
     seed: Annotated[int, typer.Option("--seed", help="Of the samples.")] = 42,
     compile_cache: flag.CompileCache = True,
 ) -> int:
@@ -116,7 +143,7 @@ def picture(
 
     retained-positions: what H2O and AhaKV keep of one prompt. razor-heads: accuracy by share of protected heads, with
     and without echo heads and compensation token. slimkv-scores: S1, S2 and their product. lagkv-variants: LagKV,
-    LocalKV and L2.
+    LocalKV and L2. question-answer: how attention to earlier rounds of a question and of its answer are alike.
     """
     from kvjax.cli import inputs
     from kvjax.cli import picture as command
@@ -130,6 +157,10 @@ def picture(
         samples=samples,
         ratio=ratio,
         text=inputs.text_or_file(text, "--text"),
+        dialogues=dialogues,
+        most=most,
+        least_rounds=least_rounds,
+        tokens=tokens,
         seed=seed,
         compile_cache=compile_cache,
     )

@@ -87,8 +87,8 @@ def watershed(
         int | None, typer.Option("--tokens", help="Cut dialogues to their last tokens; what fits the context else.")
     ] = None,
     prominence: Annotated[
-        float, typer.Option("--prominence", help="Of the minimum, as a share of the curve's range.")
-    ] = 0.1,
+        float, typer.Option("--prominence", help="What the curve must rise by around the minimum, as a share of it.")
+    ] = 0.5,
     picture: Annotated[Path | None, typer.Option("--picture", help="Also draw the KL curve, as a PNG.")] = None,
 ) -> None:
     """Find the layer from which on layers agree about which rounds matter (for round).
@@ -100,7 +100,7 @@ def watershed(
     from kvjax.calibrate.heatmap import require_matplotlib
     from kvjax.calibrate.profile import save_profile
     from kvjax.cli import session
-    from kvjax.eval.dialogues import read_dialogues
+    from kvjax.eval.dialogues import long_dialogues
     from kvjax.files import write_atomically
 
     _check(out)
@@ -111,11 +111,7 @@ def watershed(
     if not dialogues.is_file():
         raise UsageError(f"--dialogues names a file that does not exist: {dialogues}.")
     lm = session.load(model, dtype)
-    room = lm.config.max_position * 3 // 4 if tokens is None else tokens
-    read = read_dialogues(dialogues, lambda text: len(lm.tokenizer.encode(text)), room)
-    long = [dialogue for dialogue in read if len(dialogue.rounds) >= max(least_rounds, 2)][:most]
-    if not long:
-        raise UsageError(f"No dialogue of {dialogues} has {least_rounds} rounds that fit {room} tokens.")
+    long = long_dialogues(lm, dialogues, most=most, least_rounds=max(least_rounds, 2), tokens=tokens)
     pairs = [(dialogue.messages(), dialogue.questions[0].text) for dialogue in long]
     profile = find(lm, pairs, prominence=prominence, progress=lambda done, all_: _say(done, all_, "dialogue"))
     save_profile(profile, out)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from kvjax.cli import render, session
@@ -19,43 +21,60 @@ def run(
     most: int,
     tokens: int | None,
     max_new_tokens: int,
+    rounds: Sequence[int],
+    repeats: int,
     out: Path,
+    picture: Path | None,
     markdown: bool,
     compile_cache: bool,
 ) -> int:
     """Ask what ``out`` does not hold yet, and show all it holds; a request is checked before anything runs."""
     from kvjax.bench import machine
     from kvjax.checks import whole_number
-    from kvjax.eval import rounds
+    from kvjax.eval import rounds_report as report
     from kvjax.eval.contenders import split_policies
-    from kvjax.eval.dialogues import read_dialogues
+    from kvjax.eval.dialogues import history_room, long_dialogues
+    from kvjax.eval.pictures import new_figure, png
+    from kvjax.eval.rounds import DEFAULT, RoundComparison, Settings, read_answers, round_policy
+    from kvjax.files import write_atomically
 
-    names = list(rounds.DEFAULT) if policies == "all" else split_policies(policies)
+    names = list(DEFAULT) if policies == "all" else split_policies(policies)
     for name in names:
-        rounds.round_policy(name)
-    whole_number("most", most, 1)
-    whole_number("max_new_tokens", max_new_tokens, 1)
+        round_policy(name)
+    for name, value in (("most", most), ("max_new_tokens", max_new_tokens), ("repeats", repeats)):
+        whole_number(name, value, 1)
+    for count in rounds:
+        whole_number("rounds", count, 2)
+    if picture is not None:
+        new_figure(1, 1)  # refuses without matplotlib now, and not when all is measured
+        if not picture.resolve().parent.is_dir():
+            raise UsageError(f"--picture names a folder that does not exist: {picture.resolve().parent}.")
     if not dialogues.is_file():
         raise UsageError(f"--dialogues names a file that does not exist: {dialogues}.")
     make_folder(out)
     if compile_cache:
         session.enable_compile_cache()
     lm = session.load(model, dtype)
-    # A quarter of the context is left for templates, questions and answers.
-    room = lm.config.max_position * 3 // 4 if tokens is None else tokens
-    whole_number("tokens", room, 1, lm.config.max_position)
-    read = read_dialogues(dialogues, lambda text: len(lm.tokenizer.encode(text)), room)
-    long = [dialogue for dialogue in read if len(dialogue.rounds) > 1][:most]
-    if not long:
-        raise UsageError(f"No dialogue of {dialogues} has two rounds before its question that fit {room} tokens.")
-    settings = rounds.Settings(lm.name, str(lm.params.dtype), dialogues.name, room, max_new_tokens)
+    long = long_dialogues(lm, dialogues, most=most, least_rounds=2, tokens=tokens)
+    if rounds:
+        cut = [
+            dataclasses.replace(dialogue.shortened(count), name=f"{dialogue.name}:{count}")
+            for dialogue in long
+            for count in rounds
+            if count <= len(dialogue.rounds)
+        ]
+        long = [dialogue for dialogue in cut if dialogue.questions]
+        if not long:
+            raise UsageError(f"No dialogue of {dialogues} has {min(rounds)} rounds before its question that fit.")
+    room = history_room(lm, tokens)
+    settings = Settings(lm.name, str(lm.params.dtype), dialogues.name, room, max_new_tokens, repeats)
     described = machine.describe()
-    comparison = rounds.RoundComparison(
+    comparison = RoundComparison(
         lm,
         names,
         settings,
-        answers=rounds.read_answers(out / "answers.json", settings),
-        save=lambda answers: rounds.save(out, settings, answers, described),
+        answers=read_answers(out / "answers.json", settings),
+        save=lambda answers: report.save(out, settings, answers, described),
         say=_say,
     )
     code = 0
@@ -65,11 +84,13 @@ def run(
         _say(f"what was answered so far is in {out}; the same command goes on from there")
         code = INTERRUPTED
     answers = comparison.answers
+    if answers and picture is not None:
+        write_atomically(picture, png(report.turns_figure(settings, answers)))
     if answers and markdown:
-        print(rounds.markdown(settings, answers, described), end="")
+        print(report.markdown(settings, answers, described), end="")
     elif answers:
-        render.print_table("", rounds.COLUMNS, rounds.table(answers), width=200)
-        print(rounds.footnote(settings, answers, described))
+        render.print_table("", report.COLUMNS, report.table(answers), width=200)
+        print(report.footnote(settings, answers, described))
     return code
 
 

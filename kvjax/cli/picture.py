@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from kvjax.model.load import LanguageModel
 
-POSITIONS = "retained-positions"
+POSITIONS, ALIKE = "retained-positions", "question-answer"
 #: Policies whose kept positions are shown, with the share they keep.
 KEEPING = ("h2o", "ahakv")
 TASKS = ("niah_single_1", "noise_multikey")
@@ -33,15 +33,20 @@ def run(
     samples: int,
     ratio: float,
     text: str | None,
+    dialogues: Path | None,
+    most: int,
+    least_rounds: int,
+    tokens: int | None,
     seed: int,
     compile_cache: bool,
 ) -> int:
     """Draw one picture; a request is checked before a model is loaded."""
+    from kvjax.checks import whole_number
     from kvjax.eval.pictures import new_figure
     from kvjax.eval.results import Settings
     from kvjax.eval.studies import STUDIES
 
-    known = [POSITIONS, *STUDIES]
+    known = [POSITIONS, ALIKE, *STUDIES]
     if name not in known:
         near = difflib.get_close_matches(name, known, n=1)
         hint = f" did you mean {near[0]!r}?" if near else ""
@@ -52,12 +57,20 @@ def run(
     policies = [f"{policy}:ratio={ratio}" for policy in KEEPING]
     if name == POSITIONS:
         _parse_all(policies)
+    if name == ALIKE and (dialogues is None or not dialogues.is_file()):
+        raise UsageError(f"{ALIKE} is drawn of real dialogues; give --dialogues a file of them (it is {dialogues}).")
+    whole_number("most", most, 1)
+    whole_number("least-rounds", least_rounds, 3)
     new_figure(1, 1)  # refuses without matplotlib now, and not when all is measured
     if compile_cache:
         session.enable_compile_cache()
     lm = session.load(model, dtype)
     if name == POSITIONS:
         _save(out, _positions(lm, policies, text, length))
+        return 0
+    if name == ALIKE:
+        assert dialogues is not None
+        _save(out, _alike(lm, dialogues, most, least_rounds, tokens))
         return 0
     return _study(name, lm, settings, length, out)
 
@@ -107,6 +120,26 @@ def _positions(lm: LanguageModel, policies: Sequence[str], text: str | None, len
         _say(f"{policy} reads {len(ids)} tokens")
         found.append(retained_positions(lm, ids, policy))
     return positions_figure(found)
+
+
+def _alike(lm: LanguageModel, path: Path, most: int, least_rounds: int, tokens: int | None) -> Figure:
+    """What questions and answers of real dialogues attend to; the numbers of the picture's title are printed too."""
+    from kvjax.calibrate.profile import WatershedProfile, packaged
+    from kvjax.eval.alike import alike_figure, last_round, means
+    from kvjax.eval.dialogues import long_dialogues
+
+    chosen = long_dialogues(lm, path, most=most, least_rounds=least_rounds, tokens=tokens)
+    found = []
+    for done, dialogue in enumerate(chosen, 1):
+        found.append(last_round(lm, dialogue))
+        _say(f"dialogue {done} of {len(chosen)}: {dialogue.name}, {len(dialogue.rounds)} rounds")
+    profile = packaged(WatershedProfile, lm.config)
+    alike, _, as_lengths = means(found)
+    print(
+        f"Dialogues: {len(found)}. Question and answer correlate {alike.min():.2f} to {alike.max():.2f} by layer, mean "
+        f"{alike.mean():.2f}; question and the rounds' lengths {as_lengths.mean():.2f}."
+    )
+    return alike_figure(found, None if profile is None else profile.watershed, lm.name)
 
 
 def _documentation() -> str:

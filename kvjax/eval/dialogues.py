@@ -17,7 +17,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from kvjax.checks import whole_number
 from kvjax.errors import UsageError
+from kvjax.model.load import LanguageModel
 
 Message = dict[str, str]
 #: A question and its answer.
@@ -71,6 +73,17 @@ class Dialogue:
         )
         return dataclasses.replace(self, rounds=self.rounds[first:last], questions=questions)
 
+    @property
+    def asks_for_its_beginning(self) -> bool:
+        """Whether a question is about the first round: then a shorter history is its first rounds, else its last."""
+        return any(0 in question.gold for question in self.questions)
+
+    def shortened(self, rounds: int) -> Dialogue:
+        """Only so many rounds (all of them where it has no more), and the questions that can still be answered."""
+        whole = len(self.rounds)
+        first = 0 if self.asks_for_its_beginning else max(whole - rounds, 0)
+        return self.without(first, min(first + rounds, whole))
+
 
 def read_dialogues(path: Path, count: Callable[[str], int], tokens: int) -> list[Dialogue]:
     """The dialogues of a file, each cut to at most ``tokens`` tokens of history.
@@ -98,6 +111,30 @@ def read_dialogues(path: Path, count: Callable[[str], int], tokens: int) -> list
     if not kept:
         raise UsageError(f"{path} holds no dialogue with a round before its question that fits {tokens} tokens.")
     return kept
+
+
+def history_room(lm: LanguageModel, tokens: int | None) -> int:
+    """Tokens that a history may have: ``tokens``, or three quarters of the context; the rest is for what follows it."""
+    room = lm.config.max_position * 3 // 4 if tokens is None else tokens
+    whole_number("tokens", room, 1, lm.config.max_position)
+    return room
+
+
+def long_dialogues(
+    lm: LanguageModel, path: Path, *, most: int, least_rounds: int, tokens: int | None
+) -> list[Dialogue]:
+    """The first ``most`` dialogues of a file with at least so many rounds, cut to ``tokens`` tokens of this model's.
+
+    Raises:
+      UsageError: numbers that make no sense, a file that cannot be read, or without such a dialogue.
+    """
+    whole_number("most", most, 1)
+    room = history_room(lm, tokens)
+    read = read_dialogues(path, lambda text: len(lm.tokenizer.encode(text)), room)
+    found = [dialogue for dialogue in read if len(dialogue.rounds) >= least_rounds][:most]
+    if not found:
+        raise UsageError(f"No dialogue of {path} has {least_rounds} rounds before its question that fit {room} tokens.")
+    return found
 
 
 def _records(text: str, path: Path) -> list[Any]:
@@ -208,11 +245,9 @@ def _kept_last(dialogue: Dialogue, count: Callable[[str], int], tokens: int) -> 
     costs = [count(asked) + count(said) + 12 for asked, said in dialogue.rounds]
     if sum(costs) <= tokens:
         return dialogue
-    from_start = any(0 in question.gold for question in dialogue.questions)
-    order = costs if from_start else costs[::-1]
     fits, spent = 0, 0
-    for cost in order:
+    for cost in costs if dialogue.asks_for_its_beginning else costs[::-1]:
         if spent + cost > tokens:
             break
         fits, spent = fits + 1, spent + cost
-    return dialogue.without(0, fits) if from_start else dialogue.without(len(costs) - fits, len(costs))
+    return dialogue.shortened(fits)

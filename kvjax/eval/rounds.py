@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
-from collections.abc import Callable, Sequence
+import statistics
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import kvjax
 from kvjax.errors import KvjaxError, UsageError
-from kvjax.eval.dialogues import Dialogue, Question
-from kvjax.files import write_atomically
+from kvjax.eval.dialogues import Dialogue
 from kvjax.model.load import LanguageModel
 from kvjax.output import Output
 from kvjax.policies import RoundAttention, parse
@@ -47,7 +46,8 @@ class Answer:
       used, seen: tokens that the upper layers attended to, and all.
       device_bytes, full_bytes: live in device memory while it answered, and of a full cache.
       host_bytes, moved_bytes: in host memory, and brought from there for this question.
-      seconds: from the question to the last token, compilation apart.
+      seconds: from the question to the last token, compilation apart; one for each time it was timed.
+      full_seconds: the same of the full cache, timed just before.
     """
 
     dialogue: str
@@ -66,7 +66,13 @@ class Answer:
     full_bytes: int
     host_bytes: int
     moved_bytes: int
-    seconds: float
+    seconds: tuple[float, ...]
+    full_seconds: tuple[float, ...]
+
+    @property
+    def turn(self) -> float:
+        """Time as a multiple of the full cache's: the median of the times it was asked."""
+        return statistics.median(a / b for a, b in zip(self.seconds, self.full_seconds, strict=True))
 
     @property
     def key(self) -> tuple[str, int, str]:
@@ -82,6 +88,7 @@ class Settings:
     dialogues: str
     tokens: int
     max_new_tokens: int
+    repeats: int
 
 
 class RoundComparison:
@@ -129,48 +136,69 @@ class RoundComparison:
         lm, messages = self.lm, dialogue.messages()
         ids, _ = history_ids(lm, messages)
         whole = kvjax.generate(lm, ids, max_new_tokens=0).cache
-        first = next(iter(self.policies.values()))
-        rounds = read_history(lm, messages, policy=first)
+        # Where the rounds are follows from the watershed; policies that share it start from the same ones.
+        rounds = {policy.layers_below(lm.config): policy for policy in self.policies.values()}
+        rounds = {below: read_history(lm, messages, policy=policy) for below, policy in rounds.items()}
         earlier = {answer.key: answer for answer in self.answers}
-        for i, question in enumerate(dialogue.questions):
-            reference = earlier.get((dialogue.name, i, FULL))
-            if reference is None:
-                reference = self._answer(dialogue, i, FULL, question, whole, None)
+        for i in range(len(dialogue.questions)):
+            caches: dict[str, Any] = {FULL: whole}
             for name, policy in self.policies.items():
                 if (dialogue.name, i, name) not in known:
-                    self._answer(dialogue, i, name, question, rounds.replace(policy=policy), reference)
+                    caches[name] = rounds[policy.layers_below(lm.config)].replace(policy=policy)
+            reference = earlier.get((dialogue.name, i, FULL))
+            if reference is None or len(caches) > 1:
+                asked = self._answers(dialogue, i, caches, reference)
+                self.answers += asked if reference is None else asked[1:]
 
-    def _answer(
-        self, dialogue: Dialogue, asked: int, name: str, question: Question, cache: Any, reference: Answer | None
-    ) -> Answer:
-        message = [{"role": "user", "content": question.text}]
-        output: Output = kvjax.generate(self.lm, message, cache=cache, max_new_tokens=self.settings.max_new_tokens)
-        if output.finish_reason == "interrupted":
-            raise KeyboardInterrupt
-        stats, found = output.stats, output.stats.rounds
-        wanted = output.tokens if reference is None else reference.tokens
-        same = next((i for i, pair in enumerate(zip(wanted, output.tokens, strict=False)) if pair[0] != pair[1]), None)
-        answer = Answer(
-            dialogue=dialogue.name,
-            kind=question.kind,
-            asked=asked,
-            policy=name,
-            rounds=len(dialogue.rounds),
-            selected=tuple(range(len(dialogue.rounds))) if found is None else found.selected,
-            gold=question.gold,
-            tokens=output.tokens,
-            agrees=min(len(wanted), len(output.tokens)) if same is None else same,
-            right=None if question.answer is None else question.answer.lower() in output.text.lower(),
-            used=stats.seen if found is None else found.tokens_used,
-            seen=stats.seen,
-            device_bytes=stats.live_cache_bytes,
-            full_bytes=stats.full_cache_bytes,
-            host_bytes=0 if found is None else found.host_bytes,
-            moved_bytes=0 if found is None else found.moved_bytes,
-            seconds=stats.time_to_first_token + stats.decode_seconds,
-        )
-        self.answers.append(answer)
-        return answer
+    def _answers(
+        self, dialogue: Dialogue, asked: int, caches: Mapping[str, Any], reference: Answer | None
+    ) -> list[Answer]:
+        """What each cache answers, the full one first; they take turns, so that all are timed on the same machine."""
+        message = [{"role": "user", "content": dialogue.questions[asked].text}]
+        found: dict[str, Answer] = {}
+        seconds: dict[str, list[float]] = {name: [] for name in caches}
+        for done in range(1 + self.settings.repeats):
+            for name, cache in caches.items():
+                output = kvjax.generate(self.lm, message, cache=cache, max_new_tokens=self.settings.max_new_tokens)
+                if output.finish_reason == "interrupted":
+                    raise KeyboardInterrupt
+                # The first time is not counted: it waits for what reading the history left to do.
+                if done:
+                    seconds[name].append(output.stats.time_to_first_token + output.stats.decode_seconds)
+                else:
+                    wanted = output.tokens if name == FULL and reference is None else (reference or found[FULL]).tokens
+                    found[name] = _answer(dialogue, asked, name, output, wanted)
+        full = tuple(seconds[FULL])
+        return [
+            dataclasses.replace(answer, seconds=tuple(seconds[name]), full_seconds=full)
+            for name, answer in found.items()
+        ]
+
+
+def _answer(dialogue: Dialogue, asked: int, name: str, output: Output, wanted: Sequence[int]) -> Answer:
+    """What is kept of an output, its times apart; ``wanted`` are the full cache's tokens."""
+    question, stats, found = dialogue.questions[asked], output.stats, output.stats.rounds
+    same = next((i for i, pair in enumerate(zip(wanted, output.tokens, strict=False)) if pair[0] != pair[1]), None)
+    return Answer(
+        dialogue=dialogue.name,
+        kind=question.kind,
+        asked=asked,
+        policy=name,
+        rounds=len(dialogue.rounds),
+        selected=tuple(range(len(dialogue.rounds))) if found is None else found.selected,
+        gold=question.gold,
+        tokens=output.tokens,
+        agrees=min(len(wanted), len(output.tokens)) if same is None else same,
+        right=None if question.answer is None else question.answer.lower() in output.text.lower(),
+        used=stats.seen if found is None else found.tokens_used,
+        seen=stats.seen,
+        device_bytes=stats.live_cache_bytes,
+        full_bytes=stats.full_cache_bytes,
+        host_bytes=0 if found is None else found.host_bytes,
+        moved_bytes=0 if found is None else found.moved_bytes,
+        seconds=(),
+        full_seconds=(),
+    )
 
 
 def round_policy(name: str) -> RoundAttention:
@@ -212,113 +240,3 @@ def read_answers(path: Path, settings: Settings) -> list[Answer]:
         return [_answer_of(answer) for answer in content["answers"]]
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise KvjaxError(f"{path} is not what compare-rounds writes; give another --out ({error}).") from error
-
-
-COLUMNS = (
-    "policy",
-    "rounds selected",
-    "gold found",
-    "gold recall",
-    "first token",
-    "tokens agree",
-    "tokens used",
-    "device",
-    "of full",
-    "host",
-    "moved",
-    "turn",
-)
-
-
-def summary(answers: Sequence[Answer]) -> list[dict[str, Any]]:
-    """Means by policy, the full cache first, of the questions that every policy answered."""
-    names = [FULL, *dict.fromkeys(answer.policy for answer in answers if answer.policy != FULL)]
-    by_question: dict[tuple[str, int], set[str]] = {}
-    for answer in answers:
-        by_question.setdefault(answer.key[:2], set()).add(answer.policy)
-    return [
-        _means(name, [a for a in answers if a.policy == name and by_question[a.key[:2]] >= set(names)])
-        for name in names
-    ]
-
-
-def _means(name: str, answers: Sequence[Answer]) -> dict[str, Any]:
-    judged = [answer for answer in answers if answer.gold]
-
-    def mean(values: Sequence[float]) -> float | None:
-        return math.fsum(values) / len(values) if values else None
-
-    return {
-        "policy": name,
-        "questions": len(answers),
-        "rounds": mean([a.rounds for a in answers]),
-        "selected": mean([len(a.selected) for a in answers]),
-        "gold found": mean([float(bool(set(a.gold) & set(a.selected))) for a in judged]),
-        "gold recall": mean([len(set(a.gold) & set(a.selected)) / len(a.gold) for a in judged]),
-        "first token": mean([float(a.agrees > 0 or not a.tokens) for a in answers]),
-        "tokens agree": mean([a.agrees / max(len(a.tokens), 1) for a in answers]),
-        "used": mean([a.used for a in answers]),
-        "used share": mean([a.used / a.seen for a in answers]),
-        "device": mean([a.device_bytes for a in answers]),
-        "of full": mean([a.device_bytes / a.full_bytes for a in answers]),
-        "host": mean([a.host_bytes for a in answers]),
-        "moved": mean([a.moved_bytes for a in answers]),
-        "turn": mean([a.seconds for a in answers]),
-    }
-
-
-def table(answers: Sequence[Answer]) -> list[list[str]]:
-    """Cells under ``COLUMNS``."""
-    from kvjax.cli.render import human_bytes
-
-    def share(value: float | None) -> str:
-        return "-" if value is None else f"{value:.2f}"
-
-    return [
-        [
-            found["policy"],
-            f"{found['selected']:.1f} of {found['rounds']:.1f}",
-            share(found["gold found"]),
-            share(found["gold recall"]),
-            share(found["first token"]),
-            share(found["tokens agree"]),
-            f"{found['used']:.0f} ({found['used share']:.0%})",
-            human_bytes(found["device"]),
-            f"{found['of full']:.1%}",
-            human_bytes(found["host"]),
-            human_bytes(found["moved"]),
-            f"{found['turn']:.2f} s",
-        ]
-        for found in summary(answers)
-        if found["questions"]
-    ]
-
-
-def footnote(settings: Settings, answers: Sequence[Answer], machine: dict[str, Any]) -> str:
-    """What the numbers are, and where they come from."""
-    questions = {answer.key[:2] for answer in answers}
-    judged = {answer.key[:2] for answer in answers if answer.gold}
-    versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items() if version)
-    return (
-        f"{settings.model}, {settings.dtype}; {len(questions)} questions after {len({name for name, _ in questions})} "
-        f"dialogues of {settings.dialogues}, cut to {settings.tokens} tokens, {settings.max_new_tokens} tokens "
-        "answered; means. Rounds selected: of the earlier ones. Gold found: questions that brought at least one round "
-        f"that holds the answer; gold recall: share of such rounds that came ({len(judged)} questions have them). "
-        "First token, tokens agree: as the full cache's, and the share of the answer before the first difference. "
-        "Tokens used: what the layers above the watershed attended to. Device: live bytes while answering; moved: from "
-        f"host memory for the question. Turn: from the question to its last token. {machine['processor']}, "
-        f"{machine['cores']} cores; {versions}; {machine['date'][:10]}."
-    )
-
-
-def markdown(settings: Settings, answers: Sequence[Answer], machine: dict[str, Any]) -> str:
-    """The table and what it says, as Markdown."""
-    from kvjax.eval.report import markdown_table
-
-    return f"{markdown_table(COLUMNS, table(answers))}\n\n{footnote(settings, answers, machine)}\n"
-
-
-def save(out: Path, settings: Settings, answers: Sequence[Answer], machine: dict[str, Any]) -> None:
-    """Numbers and table in the folder ``out``, each whole or not at all."""
-    write_atomically(out / "answers.json", to_json(settings, answers, machine))
-    write_atomically(out / "rounds.md", markdown(settings, answers, machine))

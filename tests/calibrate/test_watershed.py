@@ -12,8 +12,9 @@ from rounds.oracle import dense_layers, q_att
 
 import kvjax
 from kvjax.calibrate import WatershedProfile, load_profile, save_profile, watershed
-from kvjax.calibrate.divergence import divergence_to_later, first_minimum, round_shares
-from kvjax.calibrate.profile import ModelShape
+from kvjax.calibrate.divergence import divergence_to_later, first_minimum
+from kvjax.calibrate.profile import ModelShape, folder, model_name
+from kvjax.calibrate.shares import question_and_answer, round_shares
 from kvjax.eval.dialogues import read_dialogues
 from kvjax.rounds.history import history_ids
 
@@ -45,6 +46,22 @@ def test_shares_are_the_last_question_tokens_attention_over_rounds(lm):
         np.testing.assert_allclose(found[layer], q_att(dense, rounds, (len(whole) - 1, len(whole))), atol=1e-5)
 
 
+def test_shares_of_a_question_and_of_its_answer(lm):
+    ids, starts = history_ids(lm, MESSAGES)
+    asked = lm.tokenizer.encode("<|end|>\n<|start|>user\nWhich?<|end|>\n<|start|>assistant\n")
+    said = lm.tokenizer.encode("The second of them, I should think, " * 2)  # longer than the question
+    edges = [len(lm.tokenizer.encode("<|start|>system\nS.<|end|>\n<|start|>user\n")), *starts[1:], len(ids)]
+    rounds, answer = list(itertools.pairwise(edges)), len(ids) + len(asked)
+    of_question, of_answer, lengths = question_and_answer(lm, MESSAGES, "Which?", lm.tokenizer.decode(said))
+    whole = [*ids, *asked, *said]
+    for layer, dense in enumerate(dense_layers(lm, whole, 4)):
+        np.testing.assert_allclose(of_question[layer], q_att(dense, rounds, (len(ids), answer)), atol=1e-5)
+        np.testing.assert_allclose(of_answer[layer], q_att(dense, rounds, (answer, len(whole))), atol=1e-5)
+    assert lengths == pytest.approx(np.diff(edges) / (len(ids) - edges[0]))
+    with pytest.raises(kvjax.UsageError, match="no tokens"):
+        question_and_answer(lm, MESSAGES, "Which?", "")
+
+
 def test_the_curve_is_the_mean_divergence_to_all_later_layers():
     shares = np.random.default_rng(0).dirichlet(np.ones(5), size=6)
     for i, found in enumerate(divergence_to_later(shares)):
@@ -57,14 +74,26 @@ def test_the_curve_is_the_mean_divergence_to_all_later_layers():
     "curve, wanted",
     [
         ([9, 5, 1, 3, 0.5, 2], 2),  # the first, though a later one is lower
-        ([9, 5, 4.9, 5.2, 1, 4], 4),  # a dent of 3 % is none
-        ([4, 3, 10, 8, 12, 1.5, 1, 2.5, 1.2], 6),  # a valley between peaks: layers do not agree from there on
+        ([9, 5, 4.9, 5.2, 1, 4], 4),  # a dent of 6 % is none
+        ([4, 3, 10, 8, 12, 1.5, 1, 2.5, 1.2], 6),  # nor is a valley between peaks of a quarter of its height
+        ([400, 1, 2, 0.5, 0.6], 1),  # low beside the highest, a minimum that doubles is one
+        ([0.3, 0.2, 0.22, 0.1, 0.16, 0.05], 3),  # nor does it have to be low beside what comes later
         ([9, 6, 3, 1, 0.5, 0.1], 4),  # only falling: where a tenth of the range is left
         ([1, 1, 1], 0),
     ],
 )
 def test_the_first_significant_minimum(curve, wanted):
-    assert first_minimum(np.array(curve, float), 0.1) == wanted
+    assert first_minimum(np.array(curve, float), 0.5) == wanted
+    assert first_minimum(np.array(curve, float) * 1e-3, 0.5) == wanted, "whatever the unit"
+
+
+@pytest.mark.parametrize("path", sorted(folder().glob("*watershed.yaml")), ids=lambda path: path.stem)
+def test_a_profile_that_comes_with_kvjax_follows_from_its_curve(path):
+    made = load_profile(path)
+    assert isinstance(made, WatershedProfile) and made.dialogues >= 20 and "/" not in made.model
+    assert made.watershed == first_minimum(np.array(made.divergence[:-1]), made.prominence) + 1
+    # No other profile is found in its place by models of its shape.
+    assert [load_profile(other).shape for other in path.parent.glob("*watershed.yaml")].count(made.shape) == 1
 
 
 def profile(config, **changes) -> WatershedProfile:
@@ -89,6 +118,12 @@ def test_a_profile_is_a_small_file_and_a_policy_finds_its_layer_there(lm, tmp_pa
     path.write_text(path.read_text().replace("watershed: 2", "watershed: two"))
     with pytest.raises(kvjax.UsageError, match="as watershed"):
         load_profile(path)
+
+
+def test_a_profile_names_a_file_without_its_folders(tmp_path):
+    (tmp_path / "model.gguf").touch()
+    assert model_name(str(tmp_path / "model.gguf")) == "model.gguf"
+    assert model_name("owner/model") == "owner/model", "a hub id"
 
 
 def test_what_cannot_be_calibrated_on_is_one_sentence(lm):

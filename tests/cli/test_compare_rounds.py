@@ -26,7 +26,7 @@ def told(path, topics=("Bees", "Tea", "Rain")):
 
 def test_every_strategy_answers_from_the_same_rounds_and_a_second_run_goes_on(cli, tmp_path, four_layers):
     out, data = tmp_path / "out", told(tmp_path / "topics.jsonl")
-    common = ("compare-rounds", "--dialogues", str(data), "--out", str(out), "--max-new-tokens", "3")
+    common = ("compare-rounds", "--dialogues", str(data), "--out", str(out), "--max-new-tokens", "3", "--repeats", "2")
     policies = "round:watershed=2,top=1;round:watershed=2"
     ran = cli(*common, "--policies", policies, "--markdown")
     assert ran.code == 0 and "dialogue 1 of 1" in ran.err
@@ -37,16 +37,46 @@ def test_every_strategy_answers_from_the_same_rounds_and_a_second_run_goes_on(cl
     # All rounds selected is the full cache; it finds every gold round.
     assert every[1:5] == ["1.00"] * 4 and every[5] == full[5] and every[7] == full[7] == "100.0%"
     assert float(one[7].rstrip("%")) < 100
+    # Every question was asked twice of every cache in turn; the full cache's own time is 1.
+    assert full[-1].rstrip(" |") == "1.00" and float(one[-1].rstrip(" |")) > 0
     answers = json.loads((out / "answers.json").read_text())["answers"]
+    assert all(len(answer["seconds"]) == len(answer["full_seconds"]) == 2 for answer in answers)
     assert len(answers) == 3 * 4 and (out / "rounds.md").read_text() == ran.out
     again = cli(*common, "--policies", policies)
     assert again.code == 0 and json.loads((out / "answers.json").read_text())["answers"] == answers
+    more = cli(*common, "--policies", f"{policies};round:watershed=3,top=1")
+    found = json.loads((out / "answers.json").read_text())["answers"]
+    assert more.code == 0 and found[: len(answers)] == answers and len(found) == 4 * 4
+    assert len(found[-1]["full_seconds"]) == 2, "timed beside the full cache, which was asked again"
+    # Of another watershed: all rounds are the full cache again, and fewer layers are in host memory.
+    assert found[-1]["agrees"] == len(found[-1]["tokens"]) and found[-1]["host_bytes"] < answers[-1]["host_bytes"]
     assert cli(*common, "--policies", policies, "--max-new-tokens", "4").sentence.count("another --out") == 1
+
+
+def test_turns_after_so_many_rounds_are_drawn(cli, tmp_path, four_layers):
+    pytest.importorskip("matplotlib", reason="the extra eval has it")
+    out, drawn = tmp_path / "out", tmp_path / "turns.png"
+    data = told(tmp_path / "topics.jsonl", ("Bees", "Tea", "Rain", "Sea"))
+    options = ("--rounds", "2,4,9", "--policies", "round:watershed=2", "--max-new-tokens", "2", "--repeats", "1")
+    ran = cli("compare-rounds", "--dialogues", str(data), "--out", str(out), "--picture", str(drawn), *options)
+    assert ran.code == 0, ran.err
+    asked = {
+        (answer["dialogue"], answer["rounds"], answer["asked"])
+        for answer in json.loads((out / "answers.json").read_text())["answers"]
+    }
+    # After two rounds the questions about the other two topics have no answer, and no record has nine.
+    assert sorted(rounds for _, rounds, _ in asked) == [2] * 3 + [4] * 5
+    assert {name for name, _, _ in asked} == {"topics-0:2", "topics-0:4"}
+    assert drawn.read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(
     "options, says",
     [
+        (("--rounds", "1"), "rounds is 1"),
+        (("--rounds", "9"), "9 rounds"),
+        (("--repeats", "0"), "repeats"),
+        (("--picture", "no/such/folder/x.png"), "--picture"),
         (("--policies", "lagkv"), "RoundAttention without inner"),
         (("--policies", "round:inner=lagkv"), "RoundAttention without inner"),
         (("--dialogues", "none.json"), "does not exist"),

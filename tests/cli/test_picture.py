@@ -43,3 +43,22 @@ def test_a_study_goes_on_where_it_was_left(cli, tmp_path, monkeypatch):
     assert cli(*command).code == 0
     assert len(json.loads((tmp_path / "scores.json").read_text())["rows"]) == 13
     assert len(asked) == 5 + 9, "the four that were there are not asked again"
+
+
+def test_questions_and_answers_of_dialogues(cli, tmp_path):
+    told = tmp_path / "told.jsonl"
+    messages = [{"role": role, "content": f"{role} {i}."} for i in range(4) for role in ("user", "assistant")]
+    told.write_text(json.dumps({"messages": [*messages, {"role": "user", "content": "Well?"}]}) + "\n")
+    command = ("picture", "question-answer", "--out", str(tmp_path / "alike.png"))
+    ran = cli(*command, "--dialogues", str(told), "--least-rounds", "4")
+    assert ran.code == 0, ran.err
+    assert "Dialogues: 1. Question and answer correlate" in ran.out and "dialogue 1 of 1" in ran.err
+    assert (tmp_path / "alike.png").read_bytes().startswith(b"\x89PNG")
+    for options, says in (
+        ((), "--dialogues"),
+        (("--dialogues", str(told), "--least-rounds", "5"), "5 rounds"),
+        (("--dialogues", str(told), "--least-rounds", "2"), "least-rounds is 2"),
+        (("--dialogues", str(told), "--most", "0"), "most is 0"),
+    ):
+        refused = cli(*command, *options)
+        assert refused.code == 2 and says in refused.sentence
