@@ -81,8 +81,7 @@ def render(
         "and cache. Peak: XLA's peak memory of prefill, beside the plan's total. Even: the cache",
         "over an even share of what one device alone would hold.",
         "The plan's account of a TPU's prefill was made from the first of these rows and from h2o's; what",
-        "RazorAttention packs is counted by a factor that its row gave, and what LagKV, StreamingLLM and",
-        "CompensatedRing pack by one between what several rows gave.",
+        "RazorAttention packs, and what LagKV computes of every token, are counted by factors that their rows gave.",
         "",
         "| topology | data x model | policy | weights | cache | even | steady, XLA | off | peak, XLA | off |"
         " temporary, decode |",

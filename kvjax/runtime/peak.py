@@ -29,7 +29,7 @@ def prefill_peak_bytes(config: ModelConfig, policy: Policy, batch: int, prompt: 
     model, batch 1 and 4, 256 to 4,096 tokens) it is between 10 % under and 20 % over.
 
     A TPU's compiler fuses more of a block, leaves no score in memory, and pads the tables to whole lanes; what it packs
-    is alive beside the dense keys and values. ``docs/sharding.md`` has its figures for four policies beside these.
+    is alive beside the dense keys and values. ``docs/sharding.md`` has its figures for every policy beside these.
 
     Args:
       config: the model, or what one device of a mesh has of its heads.
