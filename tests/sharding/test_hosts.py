@@ -53,8 +53,7 @@ def _check_alike(policy: str, *model: str) -> None:
             found["said"], alone["said"], strict=True
         ):
             assert tokens == want and retained == want_retained
-            # Sums over processes are in another order, and an int8 level of a deeper model may round the other way.
-            np.testing.assert_allclose(logprobs, want_logprobs, atol=1e-3 if model else 1e-5)
+            np.testing.assert_allclose(logprobs, want_logprobs, atol=1e-4 if model else 1e-5)
         assert found.get("bytes") == alone.get("bytes")
 
 
