@@ -3,7 +3,8 @@ and write the page of results.
 
     python scripts/aot_mesh.py --tpu-python .venv-aot-tpu/bin/python --layers 32 --out docs/sharding.md
 
-No hardware is needed. Ends with 1 when XLA's own memory analysis and ``kvjax.plan`` differ by more than 3 %, when a
+No hardware is needed: the Python named, this one if none is, has a TPU's compiler installed or finds it in ``.libtpu``,
+where scripts/fetch_libtpu.py puts it. Ends with 1 when XLA's own memory analysis and ``kvjax.plan`` differ by more than 3 %, when a
 decode step has a collective as large as a tenth of one layer's cache, or when a device does not bring its own share of
 a round, and no more, from host memory.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib.util
 import json
 import os
 import subprocess
@@ -21,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
+LIBTPU = ROOT / ".libtpu"
 sys.path.insert(0, str(ROOT))
 
 from aot_mesh_page import (  # noqa: E402
@@ -142,15 +145,22 @@ def _here(options: argparse.Namespace) -> None:
         print(json.dumps(compile_rounds(**case, layers=options.layers)))
 
 
-def _compile(python: str, case: dict[str, Any], layers: int, *flags: str) -> dict[str, Any]:
-    environment = os.environ | {
-        "PYTHONPATH": str(ROOT),
+def _environment(python: str) -> dict[str, str]:
+    """What a process that compiles for TPUs is started with."""
+    # The folder's compiler is of the version that this environment's JAX asks for; one that is installed goes first.
+    here = python == sys.executable and importlib.util.find_spec("libtpu") is None
+    path = [ROOT, *([LIBTPU] if here else [])]
+    return os.environ | {
+        "PYTHONPATH": os.pathsep.join(map(str, path)),
         "JAX_PLATFORMS": "cpu",
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
         "TPU_SKIP_MDS_QUERY": "1",
     }
+
+
+def _compile(python: str, case: dict[str, Any], layers: int, *flags: str) -> dict[str, Any]:
     command = [python, __file__, "--layers", str(layers), "--here", json.dumps(case), *flags]
-    ended = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
+    ended = subprocess.run(command, env=_environment(python), cwd=ROOT, capture_output=True, text=True, check=False)
     if ended.returncode:
         raise SystemExit(f"{case}: {ended.stderr[-3000:]}")
     return case | json.loads(ended.stdout.splitlines()[-1])
@@ -175,7 +185,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--cases", default="", help="numbers of the cases, comma-separated; all by default")
     parser.add_argument("--out", type=Path, help="the page; printed if not given")
-    parser.add_argument("--tpu-python", default=str(ROOT / ".venv-aot-tpu/bin/python"))
+    parser.add_argument("--tpu-python", default=sys.executable)
     parser.add_argument("--results", type=Path, help="a file of what was compiled already, to go on from")
     parser.add_argument("--here", help=argparse.SUPPRESS)
     parser.add_argument("--plan-only", action="store_true", help=argparse.SUPPRESS)
@@ -206,7 +216,10 @@ def main() -> None:
         for mesh in sorted(meshes)
     ]
     code = "import jax, importlib.metadata as m; print(f\"jax {jax.__version__}, libtpu {m.version('libtpu')}\")"
-    asked = subprocess.run([options.tpu_python, "-c", code], capture_output=True, text=True, check=True)
+    asked = subprocess.run(
+        [options.tpu_python, "-c", code],
+        env=_environment(options.tpu_python), capture_output=True, text=True, check=True,
+    )  # fmt: skip
     flags = f"--layers {options.layers}" + (f" --cases {options.cases}" if options.cases else "")
     page = render(results, prefills, rounds, flags, options.layers, asked.stdout.strip())
     if options.out is None:

@@ -1,8 +1,7 @@
-"""A model on meshes of TPUs, compiled where a TPU's compiler is (``make .venv-aot-tpu``): no hardware is needed."""
+"""A model on meshes of TPUs, compiled where a TPU's compiler is (scripts/fetch_libtpu.py): no hardware is needed."""
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,14 +9,14 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PYTHON = Path(os.environ.get("KVJAX_TPU_PYTHON", ROOT / ".venv-aot-tpu/bin/python"))
+LIBTPU = ROOT / ".libtpu"
 
 
-@pytest.mark.skipif(not PYTHON.exists(), reason="no TPU compiler: `make .venv-aot-tpu` installs one beside this one")
+@pytest.mark.skipif(not LIBTPU.exists(), reason="no TPU compiler: `python scripts/fetch_libtpu.py` puts one in .libtpu")
 @pytest.mark.parametrize(("layers", "cases"), [(2, "0"), pytest.param(32, "0,1,2,3,4,5", marks=pytest.mark.slow)])
 def test_tpu_programs_take_what_is_planned(layers, cases, tmp_path):
     """The script ends with 1 when memory is not the plan's, or when a cache or a round goes where it should not."""
-    command = [sys.executable, str(ROOT / "scripts/aot_mesh.py"), "--tpu-python", str(PYTHON)]
+    command = [sys.executable, str(ROOT / "scripts/aot_mesh.py")]
     command += ["--layers", str(layers), "--cases", cases, "--out", str(tmp_path / "page.md")]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr[-3000:]

@@ -1,0 +1,37 @@
+"""Put the TPU compiler that this environment's JAX asks for in ``.libtpu``, beside the environment and not in it: with
+libtpu installed, JAX would look for a TPU at every start. No TPU is needed to compile for one.
+
+    python scripts/fetch_libtpu.py
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+FOLDER = Path(__file__).resolve().parent.parent / ".libtpu"
+
+
+def wanted() -> str:
+    """What ``jax[tpu]`` requires beside jax itself, such as ``libtpu==0.0.42.*``."""
+    required = importlib.metadata.requires("jax") or []
+    (found,) = (line.partition(";")[0].strip() for line in required if line.startswith("libtpu"))
+    return found
+
+
+def main() -> None:
+    """See the module's docstring; does nothing where the folder holds it already."""
+    made = FOLDER / wanted().replace("*", "x")
+    if made.exists():
+        return
+    shutil.rmtree(FOLDER, ignore_errors=True)
+    pip = [sys.executable, "-m", "pip", "install", "-q", "--disable-pip-version-check", "--no-deps"]
+    subprocess.run([*pip, "--target", str(FOLDER), wanted()], check=True)
+    made.touch()
+
+
+if __name__ == "__main__":
+    main()
