@@ -4,9 +4,9 @@ and write the page of results.
     python scripts/aot_mesh.py --tpu-python .venv-aot-tpu/bin/python --layers 32 --out docs/sharding.md
 
 No hardware is needed: the Python named, this one if none is, has a TPU's compiler installed or finds it in ``.libtpu``,
-where scripts/fetch_libtpu.py puts it. Ends with 1 when XLA's own memory analysis and ``kvjax.plan`` differ by more than 3 %, when a
-decode step has a collective as large as a tenth of one layer's cache, or when a device does not bring its own share of
-a round, and no more, from host memory.
+where scripts/fetch_libtpu.py puts it. Ends with 1 when XLA's own memory analysis and ``kvjax.plan`` differ by more than
+3 %, when a decode step has a collective as large as a tenth of one layer's cache, or when a device does not bring its
+own share of a round, and no more, from host memory.
 """
 
 from __future__ import annotations

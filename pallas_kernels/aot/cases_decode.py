@@ -160,6 +160,8 @@ def cases() -> list[Case]:
         ),
     }
     found += [_tpu(f"G = 8, D = 128, {name}", shape, 512) for name, shape in options.items()]
+    alone = dataclasses.replace(options["all but logits, int8"], group=1)
+    found.append(_tpu("G = 1, D = 128, all but logits, int8", alone, 512))
     # A TPU keeps [8, 255, 128] with the 8 in its registers' rows, where the kernel needs the 255: scales are copied.
     odd = Shape(dtype=jnp.int8, slots=ODD_SLOTS)
     found.append(_tpu("G = 8, D = 128, int8, pages of a row not a multiple of 8", odd, 512, temp_limit=0.03))

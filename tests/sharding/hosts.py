@@ -32,7 +32,7 @@ def main() -> None:
     toy = {"num_heads": 8, "num_kv_heads": 4, "vocab_size": 264}
     lm = kvjax.load(model[0], mesh=mesh, progress=False) if model else toys.tiny_model(**toy).on(mesh)
     options = {"chat": False, "logprobs": True, "max_new_tokens": 5}
-    # Sums over processes are in another order: through thirty layers, int8 levels near a half would round the other way.
+    # Sums over processes have another order: through thirty layers, an int8 level near a half rounds the other way.
     storage = "model" if model else "int8"
     outputs, said = None, []
     for prompts in TURNS:
