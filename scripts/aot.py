@@ -20,6 +20,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from fetch_libtpu import compiler_path  # noqa: E402
+
 from pallas_kernels.aot import report  # noqa: E402
 from pallas_kernels.aot.cases import MODULES  # noqa: E402
 from pallas_kernels.aot.compile import Result  # noqa: E402
@@ -33,7 +35,8 @@ def compile_target(target: Target, python: str, chosen: dict[str, str]) -> list[
     with tempfile.TemporaryDirectory() as folder:
         dump, out = Path(folder) / "dump", Path(folder) / "results"
         out.touch()
-        environment = os.environ | {"PYTHONPATH": str(ROOT)} | platform(target.platform).environment(dump)
+        path = os.pathsep.join([str(ROOT), *compiler_path(python)])
+        environment = os.environ | {"PYTHONPATH": path} | platform(target.platform).environment(dump)
         results: list[Result] = []
         while True:
             command = [python, "-m", "pallas_kernels.aot.compile", "--target", target.name]
@@ -59,7 +62,9 @@ def versions(python: str) -> dict[str, str]:
         "found = {d.metadata['Name'].lower(): d.version for d in m.distributions()}\n"
         "print(json.dumps({name: found[name] for name in sys.argv[1:] if name in found}))"
     )
-    return json.loads(subprocess.run([python, "-c", code, *PACKAGES], capture_output=True, check=True).stdout)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(compiler_path(python))}
+    asked = subprocess.run([python, "-c", code, *PACKAGES], env=environment, capture_output=True, check=True)
+    return json.loads(asked.stdout)
 
 
 def main() -> None:
@@ -67,7 +72,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--targets", default="", help="comma-separated; all by default")
     parser.add_argument("--operations", default="", help="comma-separated; all by default")
-    parser.add_argument("--named", default="", help="part of the cases' names")
+    parser.add_argument("--named", default="", help="part of the cases' names, a regular expression")
     modules = ",".join((*MODULES, "scripts.aot_step"))
     parser.add_argument("--modules", default=modules, help="that have a function cases()")
     parser.add_argument("--out", type=Path, help="the page; printed if not given")

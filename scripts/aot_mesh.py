@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import importlib.util
 import json
 import os
 import subprocess
@@ -23,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-LIBTPU = ROOT / ".libtpu"
 sys.path.insert(0, str(ROOT))
 
 from aot_mesh_page import (  # noqa: E402
@@ -39,6 +37,7 @@ from aot_mesh_page import (  # noqa: E402
     render,
 )
 from aot_mesh_rounds import BATCH, compile_rounds  # noqa: E402
+from fetch_libtpu import compiler_path  # noqa: E402
 
 #: Topology, data axis, model axis, policy; 8 KV heads on 16 devices share their pages by two.
 CASES = (
@@ -147,11 +146,8 @@ def _here(options: argparse.Namespace) -> None:
 
 def _environment(python: str) -> dict[str, str]:
     """What a process that compiles for TPUs is started with."""
-    # The folder's compiler is of the version that this environment's JAX asks for; one that is installed goes first.
-    here = python == sys.executable and importlib.util.find_spec("libtpu") is None
-    path = [ROOT, *([LIBTPU] if here else [])]
     return os.environ | {
-        "PYTHONPATH": os.pathsep.join(map(str, path)),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *compiler_path(python)]),
         "JAX_PLATFORMS": "cpu",
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
         "TPU_SKIP_MDS_QUERY": "1",

@@ -7,12 +7,19 @@ libtpu installed, JAX would look for a TPU at every start. No TPU is needed to c
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parent.parent / ".libtpu"
+
+
+def compiler_path(python: str) -> list[str]:
+    """What goes before a process' PYTHONPATH so that this Python finds the folder's compiler: nothing for another
+    Python, whose JAX may ask for another version, nor for one that has its own installed."""
+    return [str(FOLDER)] if python == sys.executable and importlib.util.find_spec("libtpu") is None else []
 
 
 def wanted() -> str:

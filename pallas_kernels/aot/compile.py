@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import re
 import shutil
 import time
 from pathlib import Path
@@ -49,12 +50,12 @@ class Result:
 
 
 def selected(cases: list[Case], target: Target, operations: list[str], named: str = "") -> list[Case]:
-    """Those of these operations (all if none is given) with this in their name that are meant for this target."""
+    """Those of these operations (all if none is given), with this expression in their names, meant for this target."""
     return [
         case
         for case in cases
         if target.platform in case.platforms
-        and named in case.name
+        and re.search(named, case.name)
         and (not case.targets or target.name in case.targets)
         and (not operations or case.operation in operations)
     ]
@@ -130,7 +131,7 @@ def main() -> None:
     parser.add_argument("--target", required=True)
     parser.add_argument("--modules", required=True, help="of cases, comma-separated")
     parser.add_argument("--operations", default="", help="comma-separated; all by default")
-    parser.add_argument("--named", default="", help="part of the cases' names")
+    parser.add_argument("--named", default="", help="part of the cases' names, a regular expression")
     parser.add_argument("--skip", type=int, default=0, help="cases to leave out, of those selected")
     parser.add_argument("--dump", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
