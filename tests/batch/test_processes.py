@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
@@ -10,6 +11,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -37,12 +39,19 @@ class Processes:
         }
 
     def start(self, number: int, count: int, port: int, *arguments: str) -> subprocess.Popen:
-        where = ("--coordinator", f"127.0.0.1:{port}", "--num-processes", str(count), "--process-id", str(number))
-        command = [sys.executable, str(HERE / "peer.py"), *arguments, "--heartbeat-timeout", str(HEARTBEAT), *where]
+        where = ["--coordinator", f"127.0.0.1:{port}", "--num-processes", str(count), "--process-id", str(number)]
+        return self._begin([*arguments, *where], {})
+
+    def _begin(self, arguments: list[str], more: dict[str, str]) -> subprocess.Popen:
+        command = [sys.executable, str(HERE / "peer.py"), *arguments, "--heartbeat-timeout", str(HEARTBEAT)]
         log = (self.home / f"log-{len(self.started)}.txt").open("w+")
-        process = subprocess.Popen(command, env=self._environment, stdout=log, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(command, env=self._environment | more, stdout=log, stderr=subprocess.STDOUT)
         self.started.append((process, log))
         return process
+
+    def told(self, launcher: Callable[[int], dict[str, str]], *arguments: str) -> list[subprocess.Popen]:
+        """A pair that finds one another by what a launcher says in their environment."""
+        return [self._begin([*arguments], launcher(number)) for number in range(2)]
 
     def pair(self, *arguments: str) -> list[subprocess.Popen]:
         port = free_port()
@@ -67,10 +76,34 @@ def processes(tmp_path):
     made.end()
 
 
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
+def free_port(first: int = 0, ports: int = 1) -> int:
+    """A free one of those from ``first``; any, by default."""
+    for port in range(first, first + ports):
+        with socket.socket() as found:
+            try:
+                found.bind(("127.0.0.1", port))
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    raise
+                continue
+            return found.getsockname()[1]
+    raise AssertionError("no port is free")
+
+
+#: JAX takes the coordinator's port from a job's number: one of these, so many after the first.
+LAUNCHER_PORTS, LAUNCHER_PORT = 2**12, 65536 - 2**12
+
+
+def slurm(job: int) -> Callable[[int], dict[str, str]]:
+    """What ``srun -n 2`` tells each process."""
+    common = {"SLURM_JOB_ID": str(job), "SLURM_STEP_NODELIST": "localhost", "SLURM_NTASKS": "2"}
+    return lambda number: common | {"SLURM_PROCID": str(number), "SLURM_LOCALID": str(number)}
+
+
+def open_mpi(job: int) -> Callable[[int], dict[str, str]]:
+    """What ``mpirun -n 2`` tells each process."""
+    common = {"OMPI_MCA_orte_hnp_uri": f"{job * 2**12}.0;tcp://127.0.0.1:1", "OMPI_COMM_WORLD_SIZE": "2"}
+    return lambda number: common | {"OMPI_COMM_WORLD_RANK": str(number), "OMPI_COMM_WORLD_LOCAL_RANK": str(number)}
 
 
 def wait_for(condition, running) -> None:
@@ -128,6 +161,17 @@ def test_a_failing_process_ends_the_others_with_its_sentence(processes, tmp_path
     (sentence,) = processes.said(first).splitlines()
     assert sentence.startswith("kvjax: Process 1 of 2 (") and "failed: --input names no file" in sentence
     assert not (tmp_path / "out" / "part-00000-of-00001.jsonl").exists()
+
+
+@pytest.mark.parametrize("launcher", [slurm, open_mpi])
+def test_a_launcher_tells_who_there_is(launcher, processes, tmp_path):
+    """Without a flag of the command: what JAX reads of SLURM's and Open MPI's variables is enough."""
+    number = free_port(LAUNCHER_PORT + os.getpid() % 2048, 2048) - LAUNCHER_PORT
+    pair = processes.told(launcher(number), *job(tmp_path, 16))
+    assert [process.wait(PATIENCE) for process in pair] == [0, 0], processes.said(pair[0])
+    assert [record["row"] for record in records(tmp_path / "out")] == list(range(16))
+    assert "kvjax batch: 15 answered" in processes.said(pair[0])
+    assert "kvjax" not in processes.said(pair[1]), "each took itself for the only one"
 
 
 @pytest.mark.slow
