@@ -18,6 +18,9 @@ from typing import Any
 from pallas_kernels.aot.cases import Case, collect
 from pallas_kernels.aot.targets import Target, platform, targets
 
+#: A Pallas kernel in a compiled program, of any backend.
+_CALL = re.compile(r'custom_call_target="(?:tpu_custom_call|mosaic_gpu\w*|__gpu\$xla\.gpu\.triton)"')
+
 
 @dataclasses.dataclass(frozen=True)
 class Result:
@@ -27,7 +30,8 @@ class Result:
       error: first line of what the compiler said, or "". broken: limits that it does not keep.
       temp_bytes: temporary memory of the whole program. cache_bytes: the case's.
       memory_cycles: cycles in which the target's memory delivers what one turn of the loop reads; 0 if not known.
-      bundles, cycles, spills, registers: of its kernels, largest first; see ``KernelProfile``.
+      bundles, cycles, spills, registers: of its kernels, the largest of each; see ``KernelProfile``.
+      calls, read: Pallas kernels that the program calls, and those of which the compiler left something to read.
     """
 
     case: str
@@ -42,6 +46,8 @@ class Result:
     cycles: int = 0
     spills: int = 0
     registers: int = 0
+    calls: int = 0
+    read: int = 0
     seconds: float = 0.0
 
     @property
@@ -89,8 +95,8 @@ def compile_case(case: Case, target: Target, dump: Path) -> Result:
     try:
         # The abstract mesh tells kernels which chip they are traced for.
         with jax.sharding.use_abstract_mesh(sharding.mesh.abstract_mesh):
-            lowered = jax.jit(case.function, donate_argnums=case.donated).lower(*arguments)
-        memory = lowered.compile().memory_analysis()
+            compiled = jax.jit(case.function, donate_argnums=case.donated).lower(*arguments).compile()
+        memory, text = compiled.memory_analysis(), compiled.as_text()
     except Exception as error:  # noqa: BLE001 - whatever a compiler raises is the result
         line = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
         return Result(case.name, case.operation, target.name, error=f"{type(error).__name__}: {line}")
@@ -108,6 +114,8 @@ def compile_case(case: Case, target: Target, dump: Path) -> Result:
         cycles=max((x.cycles for x in profiles), default=0),
         spills=max((x.spills for x in profiles), default=0),
         registers=max((x.registers for x in profiles), default=0),
+        calls=len(_CALL.findall(text)),
+        read=len(profiles),
         seconds=seconds,
     )
     return dataclasses.replace(result, broken=_broken(case, result))
@@ -115,6 +123,8 @@ def compile_case(case: Case, target: Target, dump: Path) -> Result:
 
 def _broken(case: Case, result: Result) -> tuple[str, ...]:
     broken = []
+    if result.calls and not result.read:
+        broken.append("the compiler left nothing to read of its kernels")
     if result.temp_bytes >= case.temp_limit * case.cache_bytes:
         broken.append(f"{result.temp_bytes} temporary bytes for a cache of {case.cache_bytes}")
     if result.spills > case.spills:

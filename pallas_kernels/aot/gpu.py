@@ -45,7 +45,7 @@ def environment(dump: Path) -> dict[str, str]:
     """Variables a process must start with, so that kernels' PTX is left there."""
     return {
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": f"--xla_dump_to={dump}",
+        "XLA_FLAGS": f"--xla_dump_to={dump} --xla_dump_emitter_re=ptx",
         "MOSAIC_GPU_DUMP_TO": str(dump),
         "MOSAIC_GPU_DUMP_PTX": "1",
     }

@@ -1,5 +1,7 @@
 """What is read from a compiler's dumps, which limits break, and the page; nothing here compiles for an accelerator."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -49,6 +51,9 @@ def test_limits():
     assert _broken(case, kept) == ()
     wrong = Result("a", "step", "v5e", temp_bytes=10, cache_bytes=1000, bundles=11, spills=2)
     assert [line.split()[1] for line in _broken(case, wrong)] == ["temporary", "spills,", "bundles,"]
+    unread = Result("a", "step", "v5e", cache_bytes=1000, calls=1)
+    assert _broken(case, unread) == ("the compiler left nothing to read of its kernels",)
+    assert _broken(case, dataclasses.replace(unread, read=1)) == ()
 
 
 def test_page():
