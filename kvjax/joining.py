@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import overload
+from typing import Any, overload
 
 from kvjax.cache import value
 from kvjax.cache.value import Cache, refuse_consumed
@@ -31,13 +31,24 @@ def concatenate(caches: Sequence[Cache] | Sequence[Conversation]) -> Cache | Con
     given = list(caches)
     if not given:
         raise UsageError("No cache was given to concatenate; give at least one.")
-    for item in given:
+    check_joinable("concatenate", given)
+    return joined([to_device(item) if isinstance(item, Cache) else item.unparked() for item in given])
+
+
+def check_joinable(asked: str, caches: Sequence[Any]) -> None:
+    """UsageError where one is no cache, or was consumed, or where caches and conversations are mixed.
+
+    Args:
+      asked: what takes them, as the sentence names it.
+    """
+    for item in caches:
         if not isinstance(item, (Cache, Conversation)):
-            raise UsageError(f"concatenate takes outputs' caches; a {type(item).__name__} was given.")
+            raise UsageError(f"{asked} takes an output's cache or a list of them; a {type(item).__name__} was given.")
         refuse_consumed(item)
-    plain = [to_device(item) for item in given if isinstance(item, Cache)]
-    if len(plain) == len(given):
-        return value.concatenate(plain)
-    if plain:
+    if len({type(item) for item in caches}) > 1:
         raise UsageError("Caches and conversations of rounds cannot be one batch; continue these one by one instead.")
-    return join([item.unparked() for item in given if isinstance(item, Conversation)])
+
+
+def joined(caches: Sequence[Any]) -> Any:
+    """One batch of what was checked and is on the device."""
+    return value.concatenate(caches) if isinstance(caches[0], Cache) else join(caches)

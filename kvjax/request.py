@@ -13,10 +13,11 @@ import numpy as np
 
 from kvjax.cache.reading import on_host
 from kvjax.cache.storage import Storage, parse_storage
-from kvjax.cache.value import Cache, concatenate, take
+from kvjax.cache.value import Cache, take
 from kvjax.checks import number, whole_number
 from kvjax.config import ModelConfig
 from kvjax.errors import UsageError
+from kvjax.joining import check_joinable, joined
 from kvjax.model.load import LanguageModel
 from kvjax.model.tokenizer import Tokenizer
 from kvjax.planning import check_fits
@@ -24,7 +25,7 @@ from kvjax.policies import Full, Policy, parse
 from kvjax.policies.rounds import SINKS
 from kvjax.prompts import Tokens, as_list, is_unicode, opening_tokens, tokenize
 from kvjax.rounds.memory import to_device
-from kvjax.rounds.value import Conversation, join
+from kvjax.rounds.value import Conversation
 from kvjax.runtime.decode import Controls
 from kvjax.runtime.programs import ONE_DEVICE, Programs
 from kvjax.runtime.sampling import Sampling
@@ -232,13 +233,7 @@ def _caches(cache: Any, count: int) -> list[Cache | Conversation]:
     caches = list(cache) if isinstance(cache, (list, tuple)) else [cache]
     if not caches:
         raise UsageError("The list of caches is empty; give one cache a prompt, or leave cache= out.")
-    for item in caches:
-        if not isinstance(item, (Cache, Conversation)):
-            raise UsageError(f"cache= takes an output's cache or a list of them; a {type(item).__name__} was given.")
-        if jax.tree.leaves(item.pools[0].kv)[0].is_deleted():
-            raise UsageError("This cache was consumed by an earlier call; keep a cache by leaving consume_cache=False.")
-    if len({type(item) for item in caches}) > 1:
-        raise UsageError("Caches and conversations of rounds cannot be one batch; continue these one by one instead.")
+    check_joinable("cache=", caches)
     rows = sum(item.batch for item in caches)
     if rows not in (1, count):
         raise UsageError(f"The cache has {rows} rows and there are {count} prompts; give one prompt a row.")
@@ -255,11 +250,10 @@ def _one_cache(caches: Sequence[Any], count: int) -> Any:
     """The caches, or conversations, to continue as one batch with a row per prompt."""
     if not caches:
         return None
-    if isinstance(caches[0], Conversation):
-        whole = join(caches)
-        return whole.take([0] * count) if whole.batch == 1 else whole
-    cache = concatenate(caches)
-    return take(cache, [0] * count) if cache.batch == 1 else cache
+    whole = joined(caches)
+    if whole.batch > 1:
+        return whole
+    return whole.take([0] * count) if isinstance(whole, Conversation) else take(whole, [0] * count)
 
 
 def _same_model(config: ModelConfig, cache: Cache | Conversation) -> None:

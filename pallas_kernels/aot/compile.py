@@ -96,7 +96,7 @@ def compile_case(case: Case, target: Target, dump: Path) -> Result:
         # The abstract mesh tells kernels which chip they are traced for.
         with jax.sharding.use_abstract_mesh(sharding.mesh.abstract_mesh):
             compiled = jax.jit(case.function, donate_argnums=case.donated).lower(*arguments).compile()
-        memory, text = compiled.memory_analysis(), compiled.as_text()
+        memory, text = compiled.memory_analysis(), compiled.as_text() or ""
     except Exception as error:  # noqa: BLE001 - whatever a compiler raises is the result
         line = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
         return Result(case.name, case.operation, target.name, error=f"{type(error).__name__}: {line}")
