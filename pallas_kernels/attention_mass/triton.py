@@ -47,8 +47,9 @@ class Config:
         count, dim = p.q.shape[3], p.q.shape[4]
         exact = p.k.dtype == jnp.float32  # without tensor cores: more threads, fewer numbers in each
         queries = 64 >> ((dim > 128) + exact)
-        split = 512 if count <= 64 else None
-        keys = 64 if exact or dim > 128 else 128
+        window = count <= 64
+        split = 512 if window else None
+        keys = 64 if exact or dim > 128 or window else 128
         return cls(min(queries, max(16, pl.next_power_of_2(count))), keys, split, warps=8 if exact else 4)
 
 
