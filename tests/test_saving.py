@@ -221,6 +221,21 @@ def test_numbered_folders_of_others_are_left_alone(tiny_model, tmp_path):
         assert [item.name for item in (tmp_path / name).iterdir()] == [number]
 
 
+def test_a_folder_that_cannot_be_written_is_refused_before_orbax_begins(tiny_model, tmp_path, monkeypatch):
+    folder = saved(tiny_model, tmp_path / "talk")
+    cache = kvjax.load_cache(folder, tiny_model)
+
+    def refuse(dir):
+        raise PermissionError(13, "Permission denied", str(dir))
+
+    with monkeypatch.context() as patched:  # a mode says nothing to a superuser
+        patched.setattr(store_module.tempfile, "TemporaryFile", refuse)
+        patched.setattr(ocp.training, "Checkpointer", lambda *_, **__: pytest.fail("Orbax began"))
+        with pytest.raises(kvjax.KvjaxError, match=r"cannot be written to .*talk: Permission denied\.$"):
+            kvjax.save_cache(folder, cache, tiny_model)
+    assert int(kvjax.load_cache(folder, tiny_model).seen[0]) == 70
+
+
 def test_what_can_be_no_folder_is_refused(tiny_model, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     cache = kvjax.generate(tiny_model, PROMPTS[0], max_new_tokens=1).cache

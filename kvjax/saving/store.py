@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -229,6 +230,10 @@ def _folder(path: str | os.PathLike[str], writes: bool = False) -> Iterator[Any]
     ocp: Any = v1  # its own annotations contradict one another
     newest = ocp.training.preservation_policies.LatestN(1)
     try:
+        if writes:
+            # Orbax's threads wait five minutes for a folder that another of them could not make.
+            where.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=where).close()
         with ocp.training.Checkpointer(where, preservation_policy=newest, cleanup_tmp_directories=writes) as folder:
             yield folder
     except (KvjaxError, MemoryError, jax.errors.JaxRuntimeError):
