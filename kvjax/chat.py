@@ -98,6 +98,8 @@ class Chat:
         """
         from kvjax.saving import load_cache
 
+        if "policy" in options:
+            raise UsageError("A conversation that was saved goes on under its own policy; leave policy= out.")
         cache = load_cache(path, lm, memory_limit=options.get("memory_limit"))
         chat = cls(lm, policy=cache.policy, **options)
         chat.options.setdefault("storage", cache.storage)  # reset() forgets what was said, not how it was kept

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 import pytest
 import toys
+from orbax.checkpoint import v1 as ocp
 
 import kvjax
 from kvjax.cache.layout import Layout
@@ -194,8 +195,60 @@ def test_a_damaged_folder_is_one_sentence(tiny_model, tmp_path):
     folder = saved(tiny_model, tmp_path / "talk")
     (found,) = folder.rglob("state/_METADATA")
     found.write_text('{"tree_metadata": ')
-    with pytest.raises(kvjax.KvjaxError, match="could not be written or read"):
+    with pytest.raises(kvjax.KvjaxError, match="talk is damaged"):
         kvjax.load_cache(folder, tiny_model)
+
+
+def test_a_bit_that_changed_on_the_disk_is_noticed(tiny_model, tmp_path):
+    folder = saved(tiny_model, tmp_path / "talk")
+    files = sorted(folder.rglob("ocdbt.process_0/d/*"), key=lambda file: file.stat().st_size)
+    content = bytearray(files[-1].read_bytes())  # keys or values, of which Orbax keeps no checksum
+    content[len(content) // 2] ^= 0x10
+    files[-1].write_bytes(content)
+    with pytest.raises(kvjax.KvjaxError, match="talk is damaged"):
+        kvjax.load_cache(folder, tiny_model)
+
+
+def test_numbered_folders_of_others_are_left_alone(tiny_model, tmp_path):
+    cache = kvjax.generate(tiny_model, PROMPTS[0], max_new_tokens=1).cache
+    (tmp_path / "photos" / "2023").mkdir(parents=True)
+    with ocp.training.Checkpointer(tmp_path / "training") as training:
+        training.save(100, {"w": np.ones(4)})
+    for name, number in (("photos", "2023"), ("training", "100")):
+        for call in (kvjax.save_cache, lambda path, _, lm: kvjax.load_cache(path, lm)):
+            with pytest.raises(kvjax.UsageError, match="something else than a saved conversation"):
+                call(tmp_path / name, cache, tiny_model)
+        assert [item.name for item in (tmp_path / name).iterdir()] == [number]
+
+
+def test_a_folder_that_cannot_be_written_is_refused_before_orbax_begins(tiny_model, tmp_path, monkeypatch):
+    folder = saved(tiny_model, tmp_path / "talk")
+    cache = kvjax.load_cache(folder, tiny_model)
+
+    def refuse(dir):
+        raise PermissionError(13, "Permission denied", str(dir))
+
+    with monkeypatch.context() as patched:  # a mode says nothing to a superuser
+        patched.setattr(store_module.tempfile, "TemporaryFile", refuse)
+        patched.setattr(ocp.training, "Checkpointer", lambda *_, **__: pytest.fail("Orbax began"))
+        with pytest.raises(kvjax.KvjaxError, match=r"cannot be written to .*talk: Permission denied\.$"):
+            kvjax.save_cache(folder, cache, tiny_model)
+    assert int(kvjax.load_cache(folder, tiny_model).seen[0]) == 70
+
+
+def test_what_can_be_no_folder_is_refused(tiny_model, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    cache = kvjax.generate(tiny_model, PROMPTS[0], max_new_tokens=1).cache
+    for path in ("x" * 300, "a\0b", "gs://bucket/talk"):
+        with pytest.raises(kvjax.KvjaxError, match=r"folder|written"):
+            kvjax.save_cache(path, cache, tiny_model)
+        with pytest.raises(kvjax.UsageError, match=r"folder|no saved"):
+            kvjax.load_cache(path, tiny_model)
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(kvjax.UsageError, match="The model is a str"):
+        kvjax.load_cache(tmp_path, "smollm2-135m-instruct")
+    with pytest.raises(kvjax.UsageError, match="leave policy= out"):
+        kvjax.Chat.load(tmp_path, tiny_model, policy="full")
 
 
 _KILLED = """

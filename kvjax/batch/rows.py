@@ -44,7 +44,7 @@ def read_row(lm: LanguageModel, source: Source, number: int, *, chat: bool, limi
         name = _id(given, number)
         if "prompt" not in given:
             raise UsageError(f"The row has no prompt; its keys are {', '.join(map(repr, given)) or 'none'}.")
-        limit = given.get("max_new_tokens", limit)
+        limit = limit if given.get("max_new_tokens") is None else given["max_new_tokens"]
         whole_number("max_new_tokens", limit, 1)
         found = tokenize(lm, given["prompt"], context=None, chat=chat, onto=False)
         if not found.single:

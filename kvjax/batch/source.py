@@ -6,6 +6,7 @@ import bisect
 import hashlib
 import itertools
 import json
+import math
 import threading
 from array import array
 from pathlib import Path
@@ -110,6 +111,7 @@ class Parquet:
             self._file = parquet.ParquetFile(path, memory_map=True)
         except pyarrow.ArrowInvalid as error:
             raise UsageError(f"{path} is not a Parquet file: {str(error).splitlines()[0]}") from error
+        self._path = path
         found = set(self._file.schema_arrow.names)
         if "prompt" not in found:
             raise UsageError(f"{path} has no column 'prompt'; its columns are {', '.join(sorted(found))}.")
@@ -127,14 +129,32 @@ class Parquet:
         group = bisect.bisect_right(self._starts, index) - 1
         with self._lock:
             if self._held[0] != group:
-                self._held = (group, self._file.read_row_group(group, columns=self._columns))
+                self._held = (group, self._read(group))
             table: Any = self._held[1]
         (row,) = table.slice(index - self._starts[group], 1).to_pylist()
-        # A column has a value in every row: null is how Parquet leaves one out.
+        # A column has a value in every row: null is how Parquet leaves one out, and whole numbers some of which are
+        # left out come from pandas as floats.
+        row = {name: _whole(value) if name != "prompt" else value for name, value in row.items()}
         return {name: value for name, value in row.items() if value is not None or name == "prompt"}
+
+    def _read(self, group: int) -> Any:
+        import pyarrow
+
+        try:
+            return self._file.read_row_group(group, columns=self._columns)
+        except (OSError, pyarrow.ArrowException) as error:
+            reason = str(error).splitlines()[0]
+            raise KvjaxError(f"{self._path} cannot be read from row {self._starts[group]} on: {reason}") from error
 
     def close(self) -> None:
         self._file.close()
+
+
+def _whole(value: Any) -> Any:
+    """A whole number that came as a float as an int, and NaN, a number left out, as None."""
+    if not isinstance(value, float) or math.isinf(value):
+        return value
+    return None if math.isnan(value) else int(value) if value == int(value) else value
 
 
 def needed(module: str, what: str) -> Any:

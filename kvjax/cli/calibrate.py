@@ -76,7 +76,8 @@ def alibi_scopes(
 def watershed(
     out: Out,
     dialogues: Annotated[
-        Path, typer.Option("--dialogues", help="JSON (lines) of your dialogues: messages, ShareGPT, LongChat topics.")
+        Path,
+        typer.Option("--dialogues", help="JSON (lines) of yours: messages, ShareGPT, LongChat topics or LongMemEval."),
     ],
     model: flag.Model = flag.DEFAULT_MODEL,
     config: flag.Config = None,

@@ -101,12 +101,17 @@ def read_dialogues(path: Path, count: Callable[[str], int], tokens: int) -> list
     found: list[Dialogue] = []
     for i, item in enumerate(_records(text, path)):
         name = f"{path.stem}-{i}"
-        if isinstance(item, dict) and "haystack_sessions" in item:
-            found += _long_mem_eval(name, item, count, tokens)
-        elif isinstance(item, dict) and {"prompt", "topics"} <= set(item):
-            found.append(_kept_last(_long_chat(name, item), count, tokens))
-        else:
-            found.append(_kept_last(_messages(name, item, path), count, tokens))
+        try:
+            if isinstance(item, dict) and "haystack_sessions" in item:
+                found += _long_mem_eval(name, item, count, tokens)
+            elif isinstance(item, dict) and {"prompt", "topics"} <= set(item):
+                found.append(_kept_last(_long_chat(name, item), count, tokens))
+            else:
+                found.append(_kept_last(_messages(name, item, path), count, tokens))
+        except UsageError:
+            raise
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise UsageError(f"Record {i} of {path} has not all that its data set's records have ({error}).") from error
     kept = [dialogue for dialogue in found if dialogue.rounds and dialogue.questions]
     if not kept:
         raise UsageError(f"{path} holds no dialogue with a round before its question that fits {tokens} tokens.")

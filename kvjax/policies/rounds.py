@@ -17,6 +17,7 @@ from kvjax.config import ModelConfig
 from kvjax.errors import UsageError
 from kvjax.policies.base import HostOrTraced, Policy, numpy_or_jax, share
 from kvjax.policies.checks import one_of, only_one
+from kvjax.policies.composed import HeadWise
 
 #: Tokens at the beginning of a conversation that belong to no round: attention that no token deserves goes to them.
 SINKS = 4
@@ -83,7 +84,8 @@ class RoundAttention(Policy):
         if not isinstance(inner, Policy):
             raise UsageError(f"inner is {inner!r}; give a policy of tokens, such as kvjax.LagKV(ratio=0.5).")
         asked = inner.signals
-        chooses = not (inner.places or inner.merges or inner.beyond_context)
+        # A round is one array: its heads differ in what they hold, not in what they are.
+        chooses = not (inner.places or inner.merges or inner.beyond_context or isinstance(inner, HeadWise))
         if not chooses or asked.columns or asked.queries or asked.decode_logits or asked.window_share:
             raise UsageError(
                 f"{type(inner).__name__} cannot compress a finished round; inner takes policies that choose by a "

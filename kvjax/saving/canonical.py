@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import zlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -47,6 +48,14 @@ def restored(tree: dict[str, Any], empty: Cache, counts: Counts) -> Cache:
         layers.append(with_parts(layer, pools))
     counters = {name: tree[name] for name in ("seen", "anchor", "pending")}
     return empty.replace(layers=tuple(layers), **counters)
+
+
+def checksum(tree: Any) -> int:
+    """CRC-32 of all arrays of a tree, in order: what the disk gave back is what it was given."""
+    found = 0
+    for leaf in jax.tree.leaves(tree):
+        found = zlib.crc32(np.ascontiguousarray(leaf).reshape(-1).view(np.uint8), found)
+    return found
 
 
 def _places(pool: LayerCache, count: Sequence[int]) -> np.ndarray:

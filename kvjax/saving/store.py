@@ -7,7 +7,9 @@ then. A crash at any moment therefore leaves the old conversation whole.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,7 @@ from kvjax.model.load import LanguageModel
 from kvjax.planning import device_limit, human, weights_bytes
 from kvjax.rounds.memory import HOST, to_device
 from kvjax.rounds.value import Conversation
-from kvjax.saving.canonical import Counts, canonical, counts_of, pages_of, restored
+from kvjax.saving.canonical import Counts, canonical, checksum, counts_of, pages_of, restored
 from kvjax.saving.description import VERSION, model_identity, policy_from_json, policy_to_json, same_model
 from kvjax.saving.rounds import (
     canonical_rounds,
@@ -65,7 +67,8 @@ def save_cache(path: str | os.PathLike[str], cache: Cache | Conversation, lm: La
         tree = canonical_rounds(here, counts)
     else:
         tree = canonical(here, counts)
-    with _folder(path, tidy=True) as folder:
+    description["checksum"] = {"dtype": str(lm.params.dtype), "crc32": checksum(tree)}
+    with _folder(path, writes=True) as folder:
         latest = folder.latest
         folder.save(0 if latest is None else latest.step + 1, tree, custom_metadata=description)
 
@@ -82,8 +85,10 @@ def load_cache(
       DoesNotFit: it is too large for the device, beside the weights.
       KvjaxError: the folder is damaged.
     """
+    if not isinstance(lm, LanguageModel):
+        raise UsageError(f"The model is a {type(lm).__name__}; give one from kvjax.load.")
     where = Path(path)
-    if not where.is_dir():
+    if not holds_conversation(where) and not where.is_dir():
         raise UsageError(f"There is no saved conversation at {where}.")
     with _folder(where) as folder:
         if folder.latest is None:
@@ -96,13 +101,21 @@ def load_cache(
         if rounds is None:
             wanted = placed(shapes, device)
             _check_fits(where, lm, empty, wanted, memory_limit)
-            return restored(folder.load(None, wanted), _zeros(empty), counts)
+            return restored(_load(folder, wanted, description, lm), _zeros(empty), counts)
         whole = shapes_of_rounds(shapes, rounds, lm.config.head_dim, lm.params.dtype, empty.storage.quantised)
         wanted = places_of_rounds(whole, device)
         _check_fits(where, lm, empty, wanted, memory_limit)
         return restored_rounds(
-            folder.load(None, wanted), _zeros(empty), counts, rounds, policy_from_json(rounds["policy"])
+            _load(folder, wanted, description, lm), _zeros(empty), counts, rounds, policy_from_json(rounds["policy"])
         )
+
+
+def _load(folder: Any, wanted: Any, description: dict[str, Any], lm: LanguageModel) -> Any:
+    """The newest save's arrays, checked: Orbax keeps no checksums of rows, and a wrong one looks like any."""
+    tree, saved = folder.load(None, wanted), description.get("checksum")
+    if saved is not None and saved["dtype"] == str(lm.params.dtype) and saved["crc32"] != checksum(tree):
+        raise ValueError("its checksum differs")
+    return tree
 
 
 def _check_fits(where: Path, lm: LanguageModel, empty: Cache, wanted: Any, memory_limit: int | None) -> None:
@@ -176,34 +189,66 @@ def holds_conversation(path: str | os.PathLike[str]) -> bool:
     """Whether a whole conversation is saved in a folder.
 
     Raises:
-      UsageError: it holds something else.
+      UsageError: it holds something else, or cannot be a folder.
     """
     where = Path(path)
-    if not where.exists():
-        return False
+    try:
+        if not where.exists():
+            return False
+        held = list(where.iterdir()) if where.is_dir() else [where]
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UsageError(f"{where} cannot be the folder of a conversation: {reason}.") from error
+    whole = [item for item in held if item.name.isdigit()]
     # Orbax names what is not whole yet 7.orbax-checkpoint-tmp.
-    if not where.is_dir() or not all(item.name.split(".")[0].isdigit() for item in where.iterdir()):
-        raise UsageError(f"{path} holds something else than a saved conversation; give a new or an empty folder.")
-    return any(item.name.isdigit() for item in where.iterdir())
+    known = where.is_dir() and all(item.name.split(".")[0].isdigit() for item in held)
+    # An older one may be half deleted: the newest was whole before that began.
+    if not known or (whole and not _is_conversation(max(whole, key=lambda item: int(item.name)))):
+        raise UsageError(f"{where} holds something else than a saved conversation; name another folder.")
+    return bool(whole)
+
+
+def _is_conversation(item: Path) -> bool:
+    """Whether a numbered folder is a save of kvjax: others' checkpoints, or photos by year, are numbered too."""
+    try:
+        content = json.loads((item / "_CHECKPOINT_METADATA").read_text(encoding="utf-8"))
+        return content["custom_metadata"]["kind"] == _KIND
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
 
 
 @contextlib.contextmanager
-def _folder(path: str | os.PathLike[str], tidy: bool = False) -> Iterator[Any]:
-    """Orbax's checkpoints in a folder; what it refuses is one sentence. ``tidy`` removes what a crash left behind."""
+def _folder(path: str | os.PathLike[str], writes: bool = False) -> Iterator[Any]:
+    """Orbax's checkpoints in a folder; what it refuses is one sentence. Writing removes what a crash left behind."""
+    where = Path(path).absolute()
+    if "://" in str(path):
+        raise UsageError(f"{path} is no folder of this machine; a conversation is kept in one.")
+    holds_conversation(path)
+
     from orbax.checkpoint import v1  # takes seconds to import
 
     ocp: Any = v1  # its own annotations contradict one another
-
-    where = Path(path).absolute()
-    holds_conversation(path)
     newest = ocp.training.preservation_policies.LatestN(1)
     try:
-        with ocp.training.Checkpointer(where, preservation_policy=newest, cleanup_tmp_directories=tidy) as folder:
+        if writes:
+            # Orbax's threads wait five minutes for a folder that another of them could not make.
+            where.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=where).close()
+        with ocp.training.Checkpointer(where, preservation_policy=newest, cleanup_tmp_directories=writes) as folder:
             yield folder
-    except KvjaxError:
+    except (KvjaxError, MemoryError, jax.errors.JaxRuntimeError):
         raise
     except Exception as error:
-        raise KvjaxError(f"{path} could not be written or read: {' '.join(str(error).split())[:300]}") from error
+        reason = getattr(error, "strerror", None)
+        if writes:
+            reason = reason or " ".join(str(error).split())[:300]
+            raise KvjaxError(f"The conversation cannot be written to {path}: {reason}.") from error
+        # Orbax and TensorStore say which byte of which of their files is wrong, in a page.
+        raise KvjaxError(
+            f"The conversation at {path} cannot be read: {reason}."
+            if reason
+            else f"The conversation at {path} is damaged; what was saved cannot be read back."
+        ) from error
 
 
 __all__ = ["holds_conversation", "load_cache", "save_cache"]

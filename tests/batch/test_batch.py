@@ -243,3 +243,26 @@ def test_folder_holds_shards_and_manifest_alone(run):
     assert manifest["job"]["versions"]["kvjax"] == kvjax.__version__
     write_rows(folder / "part-00001-of-00003.jsonl", [])  # what a user does to a finished job is the user's
     assert run([{"prompt": text} for text in prompts(5)], shard_rows=2)[0].answered == 0
+
+
+@pytest.mark.usefixtures("quick")
+def test_numbers_left_out_by_pandas(run, tmp_path):
+    pa, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    columns = {"prompt": ["a", "b", "c"], "id": [7.0, None, float("nan")], "max_new_tokens": [3.0, 2.5, None]}
+    parquet.write_table(pa.table(columns), tmp_path / "in.parquet")
+    _, folder = run(tmp_path / "in.parquet", format="jsonl")
+    found = records(folder)
+    assert [row["id"] for row in found] == [7, 1, 2] and [len(row.get("tokens", ())) for row in found] == [3, 0, 6]
+    assert found[1]["error"] == "max_new_tokens is 2.5; give a whole number of at least 1."
+    _, folder = run([{"prompt": "a", "max_new_tokens": None}], "lines")
+    assert len(records(folder)[0]["tokens"]) == 6
+
+
+def test_a_damaged_row_group_is_one_sentence(run, tmp_path):
+    pa, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(pa.table({"prompt": ["a", "b"]}), tmp_path / "in.parquet", row_group_size=1)
+    content = bytearray((tmp_path / "in.parquet").read_bytes())
+    content[4:12] = b"\xff" * 8  # the header of the first page
+    (tmp_path / "in.parquet").write_bytes(content)
+    with pytest.raises(KvjaxError, match=r"in\.parquet cannot be read from row 0 on"):
+        run(tmp_path / "in.parquet")

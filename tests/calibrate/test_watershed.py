@@ -164,6 +164,8 @@ def test_dialogues_come_in_the_forms_of_the_data_sets(tmp_path):
     assert len(memory.rounds) == 6 and memory.questions[0].gold == (3,) and memory.questions[0].answer == "7"
     near = read(json.dumps([{**item, "questions": ["q"], "answers": ["a"], "answer_session_ids": [["y"]]}]), 85)
     assert [len(dialogue.rounds) for dialogue in near] == [4]
-    for content, says in (("{", "neither JSON"), ("[[1]]", "no list"), ("[]", "no dialogue")):
+    half = (json.dumps({"prompt": None, "topics": []}), json.dumps(item), json.dumps({"haystack_sessions": None}))
+    wrong = (("{", "neither JSON"), ("[[1]]", "no list"), ("[]", "no dialogue"), *((x, "Record 0 of") for x in half))
+    for content, says in wrong:
         with pytest.raises(kvjax.UsageError, match=says):
             read(content)

@@ -63,6 +63,7 @@ def test_text_and_back(text, policy):
         ({"inner": "lagkv"}, "policy of tokens"),
         ({"inner": kvjax.H2O()}, "SlimKV"),
         ({"inner": RoundAttention()}, "cannot compress"),
+        ({"inner": kvjax.RazorAttention(inner=kvjax.LagKV())}, "cannot compress"),
         ({"inner": kvjax.LagKV(), "granularity": "token"}, "leave inner out"),
         ({"profile": 3}, "profile"),
         ({"profile": "nowhere.yaml"}, "cannot be read"),
