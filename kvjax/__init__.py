@@ -41,6 +41,7 @@ if TYPE_CHECKING:
         SnapKV,
         StreamingLLM,
     )
+    from kvjax.rounds.history import read_history
     from kvjax.rounds.value import Conversation
     from kvjax.saving import load_cache, save_cache
 
@@ -69,6 +70,7 @@ _HOMES = {
     "Stats": "kvjax.output",
     "Plan": "kvjax.planning",
     "plan": "kvjax.planning",
+    "read_history": "kvjax.rounds.history",
     "load_cache": "kvjax.saving",
     "save_cache": "kvjax.saving",
     "AhaKV": "kvjax.policies",
@@ -134,6 +136,7 @@ __all__ = [
     "load_config",
     "plan",
     "policies",
+    "read_history",
     "save_cache",
     "stream_generate",
 ]

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import errno
 import hashlib
 import json
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +25,11 @@ from kvjax.model.identity import weights_digest
 from kvjax.model.load import LanguageModel
 from kvjax.policies import Policy, format_policy
 from kvjax.request import Options
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl: Any = None
 
 MANIFEST = "manifest.json"
 _FORMAT = 1
@@ -119,26 +127,52 @@ class Manifest:
         write_atomically(folder / MANIFEST, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
 
 
+@contextlib.contextmanager
+def held(folder: Path) -> Iterator[None]:
+    """Make a folder, and be the only run that writes into it: the system forgets a process' hold when it is killed.
+
+    Raises:
+      UsageError: another run holds it, or it cannot be made or read.
+    """
+    with contextlib.ExitStack() as stack:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            if fcntl is not None:
+                handle = os.open(folder, os.O_RDONLY)
+                stack.callback(os.close, handle)
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise UsageError(f"Another run writes into {folder} now; wait for it, or choose another folder.") from error
+        except OSError as error:
+            # Some network filesystems hold nothing; there, as on Windows, nobody notices a second run.
+            if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+                raise _unusable(folder, error) from error
+        yield
+
+
+def _unusable(folder: Path, error: OSError) -> UsageError:
+    return UsageError(f"--output names a folder that cannot be used: {folder} ({error.strerror}).")
+
+
 def open_folder(folder: Path, job: Job, shard_rows: int) -> Manifest:
     """Begin the job in a folder, or continue it there.
 
     Args:
-      folder: made when it is not there.
+      folder: which is there, and :func:`held`.
       job: the job. shard_rows: for a new one; one that was begun keeps its own.
 
     Raises:
       UsageError: the folder holds another job, or files that are none of a job's.
     """
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        held = sorted(path.name for path in folder.iterdir())
+        there = sorted(path.name for path in folder.iterdir())
     except OSError as error:
-        raise UsageError(f"--output names a folder that cannot be used: {folder} ({error.strerror}).") from error
+        raise _unusable(folder, error) from error
     identity = job.identity()
-    if MANIFEST in held:
+    if MANIFEST in there:
         return _continued(folder / MANIFEST, identity)
     # A manifest that was being written when the process was killed is no one's file.
-    foreign = [name for name in held if not name.startswith(f".{MANIFEST}-")]
+    foreign = [name for name in there if not name.startswith(f".{MANIFEST}-")]
     if foreign:
         raise UsageError(f"{folder} holds {foreign[0]!r} and no job; choose an empty folder or a new one.")
     manifest = Manifest(identity, shard_rows)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvjax.batch.job import Job, Manifest, open_folder, rows_of_shard
+from kvjax.batch.job import Job, Manifest, held, open_folder, rows_of_shard
 from kvjax.batch.output import FORMATS, Shard
 from kvjax.batch.progress import Progress
 from kvjax.batch.rows import Record, Row, order_key, read_row, row_id
@@ -161,7 +161,11 @@ class _Run:
         self._progress = Progress(progress and everyone.process == 0)
 
     def run(self, shard_rows: int | None) -> Report:
-        """Do this process' share, and wait for the others."""
+        """Do this process' share, and wait for the others; process 0 holds the folder for all of them."""
+        with held(self._folder) if self._group.process == 0 else contextlib.nullcontext():
+            return self._run(shard_rows)
+
+    def _run(self, shard_rows: int | None) -> Report:
         rows = shard_rows or rows_of_shard(len(self._job.source), self._group.processes, self._size)
         manifest = self._agree(rows)
         shards = manifest.shards(self._folder)

@@ -163,10 +163,7 @@ _ROLES = {"human": "user", "gpt": "assistant", "bing": "assistant", "bard": "ass
 def _messages(name: str, item: Any, path: Path) -> Dialogue:
     turns: Any = item.get("messages", item.get("conversations")) if isinstance(item, dict) else item
     try:
-        pairs = [
-            (str(turn.get("role") or turn["from"]), str(turn["content"] if "content" in turn else turn["value"]))
-            for turn in turns
-        ]
+        pairs = [(str(turn.get("role") or turn["from"]), _text(turn)) for turn in turns]
     except (TypeError, KeyError, AttributeError) as error:
         raise UsageError(
             f'{path} holds a dialogue that is no list of {{"role", "content"}} messages, nor one of the data sets '
@@ -177,6 +174,14 @@ def _messages(name: str, item: Any, path: Path) -> Dialogue:
     last = max((i for i, (role, _) in enumerate(pairs) if role == "user"), default=-1)
     question = (Question(pairs[last][1], kind="last message"),) if last >= 0 and pairs[last][1].strip() else ()
     return Dialogue(name, tuple(_exchanges(pairs[: max(last, 0)])), question, system)
+
+
+def _text(turn: dict[str, Any]) -> str:
+    """Of a message; one without, such as a call of a tool, says nothing."""
+    text = turn["content"] if "content" in turn else turn["value"]
+    if text is not None and not isinstance(text, str):
+        raise TypeError(f"a message of type {type(text).__name__}")
+    return text or ""
 
 
 def _exchanges(pairs: Sequence[tuple[str, str]]) -> list[Exchange]:

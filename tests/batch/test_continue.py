@@ -200,6 +200,14 @@ def test_a_folder_of_something_else_is_refused(run):
     assert list(contents(folder)) == ["thesis.tex"]
 
 
+def test_a_folder_that_another_run_writes_into_is_refused(run, whole):
+    """Until it has ended; then the same call finds what it wrote."""
+    _, folder = run(ROWS, "out", shard_rows=8)
+    with jobs.held(folder), pytest.raises(UsageError, match=r"Another run writes into .*out now; wait for it"):
+        run(ROWS, "out", shard_rows=8)
+    assert contents(run(ROWS, "out", shard_rows=8)[1]) == whole
+
+
 def test_a_later_format_is_refused(run, whole):
     path = run.folder("whole") / "manifest.json"
     path.write_text(path.read_text().replace('"kvjax batch": 1', '"kvjax batch": 2'))

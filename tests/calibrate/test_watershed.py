@@ -146,6 +146,11 @@ def test_dialogues_come_in_the_forms_of_the_data_sets(tmp_path):
     (one,) = read(json.dumps([*MESSAGES, {"role": "user", "content": "Well?"}]))
     assert one.system == "S." and len(one.rounds) == 3 and one.questions[0].text == "Well?"
     assert one.messages() == MESSAGES
+    # A call of a tool has no text; parts of a message are none that is known.
+    called = [*MESSAGES, {"role": "assistant", "content": None}, {"role": "user", "content": "Well?"}]
+    assert read(json.dumps(called))[0].rounds == one.rounds
+    with pytest.raises(kvjax.UsageError, match="no list of"):
+        read(json.dumps([*MESSAGES, {"role": "user", "content": [{"type": "text", "text": "Well?"}]}]))
     # Longer than allowed: the last rounds stay, since the question follows them.
     (short,) = read(json.dumps([*MESSAGES, {"role": "user", "content": "Well?"}]), 50)
     assert short.rounds == one.rounds[1:]

@@ -290,7 +290,7 @@ def kept_tokens(inner, dense, head: int, opening: int) -> list[int]:
 
 
 def test_a_history_is_the_conversation_that_was_held(lm):
-    from kvjax.rounds.history import read_history
+    from kvjax import read_history
 
     tokenizer = lm.tokenizer
     messages = [
