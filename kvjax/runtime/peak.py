@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from kvjax.config import ModelConfig
@@ -13,6 +14,9 @@ from kvjax.policies.lagkv import LagKV
 from kvjax.runtime.buckets import block_of, keys_of, prompt_bucket
 from pallas_kernels import dispatch
 
+#: Whether a layer that is kept whole is packed beside its dense keys and values: XLA's compiler for TPUs does it in
+#: their place up to JAX 0.10 (libtpu 0.0.42), and beside them from 0.11 on (0.0.48 and 0.0.50).
+_PACKS_BESIDE = jax.__version_info__ >= (0, 11)
 #: Copies of a layer's dense keys and values that dividing them among groups of heads, and packing each, makes on a TPU:
 #: compiled for a v5e with RazorAttention, 8 rows of 32,768 tokens, 8 heads of 128 channels.
 _GROUPED = 1.8
@@ -48,6 +52,7 @@ def prefill_peak_bytes(config: ModelConfig, policy: Policy, batch: int, prompt: 
     selects = type(policy).compress is not Policy.compress or type(policy).select is not Policy.select
     dense = both if selects else 0
     if dispatch.platform() == "tpu":
+        dense = both if selects or _PACKS_BESIDE else 0
         rotary = 2 * rows * max(config.head_dim // 2, 128) * 4 if rope else 0
         reading = 2 * config.hidden_size + max(2 * inner, 3 * config.num_heads * config.head_dim)
         copies = _GROUPED if isinstance(policy, HeadWise) else _STATISTICS if isinstance(policy, LagKV) else 0
