@@ -95,7 +95,7 @@ def _sequence(prompt: Any) -> Any:
     """What can hold messages, token ids or prompts; anything else is refused."""
     if isinstance(prompt, (bytes, bytearray, memoryview)) or not (isinstance(prompt, Sequence) or _is_array(prompt)):
         raise UsageError(
-            f"A prompt is text, a list of messages, or a list of token ids; its type is {type(prompt).__name__}."
+            f"A prompt is text, a list of messages, or a list of token ids; {type(prompt).__name__} was given."
         )
     return prompt
 

@@ -54,7 +54,7 @@ def checksum(tree: Any) -> int:
     """CRC-32 of all arrays of a tree, in order: what the disk gave back is what it was given."""
     found = 0
     for leaf in jax.tree.leaves(tree):
-        found = zlib.crc32(np.ascontiguousarray(leaf).reshape(-1).view(np.uint8), found)
+        found = zlib.crc32(np.ascontiguousarray(leaf).reshape(-1).view(np.uint8).data, found)
     return found
 
 
