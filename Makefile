@@ -6,8 +6,8 @@ PYTHON ?= python3
 aot: .venv-aot-tpu .venv-aot-gpu
 	.venv-aot-tpu/bin/python scripts/aot.py --out docs/kernels.md
 
-# A model on meshes of TPUs; LAYERS=32 is the whole model.
-LAYERS ?= 4
+# A model on meshes of TPUs, all 32 layers of it; LAYERS=4 is four of them.
+LAYERS ?= 32
 .PHONY: aot-mesh
 aot-mesh: .venv-aot-tpu
 	.venv-aot-tpu/bin/python scripts/aot_mesh.py --layers $(LAYERS) --out docs/sharding.md

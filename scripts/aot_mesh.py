@@ -5,7 +5,7 @@ and write the page of results.
 
 No hardware is needed: the Python named, this one if none is, has a TPU's compiler installed or finds it in ``.libtpu``,
 where scripts/fetch_libtpu.py puts it. Ends with 1 when XLA's own memory analysis and ``kvjax.plan`` differ by more than
-3 %, when a decode step has a collective as large as a tenth of one layer's cache, or when a device does not bring its
+3 %, when a decode step has a collective as large as a quarter of one layer's cache, or when a device does not bring its
 own share of a round, and no more, from host memory.
 """
 
