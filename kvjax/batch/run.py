@@ -111,6 +111,7 @@ def run(
       PeerFailed: another process failed; all end.
       KeyboardInterrupt: Ctrl-C; finished batches are kept.
     """
+    whole_number("max_new_tokens", max_new_tokens, 1)
     options = Options(
         max_new_tokens=max_new_tokens,
         temperature=temperature,
@@ -124,7 +125,6 @@ def run(
         stop_token_ids=stop_token_ids,
         logprobs=logprobs,
     )
-    whole_number("max_new_tokens", max_new_tokens, 1)
     whole_number("batch_size", batch_size, 1)
     if shard_rows is not None:
         whole_number("shard_rows", shard_rows, 1)
