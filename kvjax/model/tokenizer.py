@@ -77,12 +77,22 @@ class Tokenizer:
         """
         if self._template is None:
             raise UsageError("The model has no chat template; give it plain text (chat=False) instead of messages.")
+        from jinja2 import TemplateError
+
         try:
             text = self._chat.apply_chat_template(
                 list(messages), tokenize=False, add_generation_prompt=add_generation_prompt
             )
-        except Exception as error:
-            # A template is a program that comes with the model, and may fail in any way.
+        except (
+            TemplateError,
+            ArithmeticError,
+            AttributeError,
+            LookupError,
+            RuntimeError,
+            TypeError,
+            ValueError,
+        ) as error:
+            # A template is a program that comes with the model: it fails in any way a program can.
             raise UsageError(f"The model's chat template refuses the messages: {error}.") from error
         return str(text)
 
