@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal, get_args
 
+from kvjax.checks import number, whole_number
 from kvjax.errors import UsageError
 
 RopeKind = Literal["default", "linear", "dynamic", "yarn", "longrope", "llama3"]
@@ -42,6 +43,17 @@ class RopeConfig:
     attention_factor: float | None = None
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        number("the rotary base", self.theta, 0, open_below=True)
+        number("the rotary scaling's factor", self.factor, 0, open_below=True)
+        for divisor in (*self.short_factor, *self.long_factor):
+            number("a rotary divisor", divisor, 0, open_below=True)
+        if self.original_max_position is not None:
+            whole_number("the context before rotary scaling", self.original_max_position, 1)
+        if self.kind == "llama3":
+            number("low_freq_factor", self.low_freq_factor, 0, open_below=True)
+            number("high_freq_factor", self.high_freq_factor, self.low_freq_factor, open_below=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +97,8 @@ class ModelConfig:
     embedding_norm: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads"):
+        sizes = "vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads"
+        for name in (*sizes, "max_position"):
             if getattr(self, name) < 1:
                 raise UsageError(f"{name} is {getattr(self, name)}; a model needs at least 1.")
         if self.num_heads % self.num_kv_heads:
@@ -97,6 +110,7 @@ class ModelConfig:
             if getattr(self, name) not in get_args(known):
                 choices = " or ".join(map(repr, get_args(known)))
                 raise UsageError(f"{name} is {getattr(self, name)!r}; choose {choices}.")
+        number("rms_norm_eps", self.rms_norm_eps, 0)
         if self.head_dim < 1:
             raise UsageError(f"head_dim is {self.head_dim}; a head needs at least 1 channel.")
         if self.positional == "rope" and self.head_dim % 2:

@@ -7,13 +7,16 @@ import os
 import tempfile
 from pathlib import Path
 
-from kvjax.errors import KvjaxError
+from kvjax.errors import KvjaxError, UsageError
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
     """Write a file whole or not at all; one sentence when it cannot be written."""
     data = content.encode() if isinstance(content, str) else content
     try:
+        if _is_special(path):  # renaming onto it would put a file in the device's place
+            path.write_bytes(data)
+            return
         with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}-", delete=False) as file:
             temporary = Path(file.name)
             try:
@@ -28,6 +31,36 @@ def write_atomically(path: Path, content: str | bytes) -> None:
         sync_folder(path.parent)
     except OSError as error:
         raise KvjaxError(f"{path} cannot be written: {error.strerror}.") from error
+
+
+def check_writable(name: str, path: Path) -> None:
+    """Refuse a file that could not be written, before minutes are spent on what goes there.
+
+    Args:
+      name: what names the file, as the sentence says it.
+
+    Raises:
+      UsageError: its folder does not exist, or it is a folder itself.
+      KvjaxError: nothing can be written there.
+    """
+    folder = path.resolve().parent
+    if path.is_dir():
+        raise UsageError(f"{name} names a folder, {path}; name a file in it.")
+    if _is_special(path):
+        return
+    if not folder.is_dir():
+        raise UsageError(f"{name} names a folder that does not exist: {folder}.")
+    try:
+        # Permissions do not tell of a read-only filesystem, nor of what root may do; writing does.
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise KvjaxError(f"{path} cannot be written: {error.strerror}.") from error
+
+
+def _is_special(path: Path) -> bool:
+    """Whether this is a device or a pipe, such as /dev/stdout."""
+    return path.exists() and not path.is_file() and not path.is_dir()
 
 
 def sync_folder(folder: Path) -> None:

@@ -159,6 +159,8 @@ def plan(
         dtype = jnp.dtype(dtype)
     except TypeError as error:
         raise UsageError(f"{dtype!r} is not a dtype; give float32 or bfloat16.") from error
+    if dtype not in (jnp.float32, jnp.bfloat16):
+        raise UsageError(f"dtype is {dtype.name}; choose float32 or bfloat16.")
     stored = parse_storage(storage)
     over = over if mesh is None else parse_mesh(mesh)
     made = _plan(config, chosen, batch, prompt_tokens, max_new_tokens, dtype, device_limit(memory_limit), stored, over)

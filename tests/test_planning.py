@@ -109,6 +109,7 @@ def test_the_table_says_every_byte_and_head(tiny_model):
         {"prompt_tokens": 1 << 16}, {"prompt_tokens": 1, "batch": 0}, {"prompt_tokens": 1, "max_new_tokens": -1},
         {"prompt_tokens": 1, "policy": "lagk"}, {"prompt_tokens": 1, "policy": 3},
         {"prompt_tokens": 1, "memory_limit": 0}, {"prompt_tokens": 1, "dtype": "float99"},
+        {"prompt_tokens": 1, "dtype": "int8"}, {"prompt_tokens": 1, "dtype": "float64"},
     ],
     ids=str,
 )  # fmt: skip

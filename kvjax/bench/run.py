@@ -116,13 +116,15 @@ def median_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> 
     return statistics.median(a / b for a, b in zip(numerators, denominators, strict=True))
 
 
-def check_request(config: ModelConfig, *, rounds: int, steps: int, **sizes: Sequence[int]) -> None:
+def check_request(config: ModelConfig, *, rounds: int, steps: int, long_steps: int = 0, **sizes: Sequence[int]) -> None:
     """Refuse what cannot be measured, before anything is."""
     for name, value in {"rounds": rounds, "steps": steps}.items():
         if value < 1:
             raise UsageError(f"{name} is {value}; give at least 1.")
     if steps > 64:
         raise UsageError(f"steps is {steps}; give at most 64, the tokens one compiled call makes.")
+    if long_steps < 0:
+        raise UsageError(f"long_steps is {long_steps}; give at least 1, or 0 for none.")
     for name, values in sizes.items():
         for value in values:
             if value < 1:

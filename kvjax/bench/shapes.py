@@ -240,8 +240,11 @@ def markdown(rows: Sequence[ShapeRow], about: dict[str, Any]) -> str:
 
 
 def save(path: Path, rows: Sequence[ShapeRow], about: dict[str, Any]) -> None:
-    """Write JSON."""
-    path.write_text(json.dumps({"about": about, "rows": [dataclasses.asdict(row) for row in rows]}, indent=1) + "\n")
+    """Write JSON, whole or not at all; one sentence when the file cannot be written."""
+    from kvjax.files import write_atomically
+
+    content = {"about": about, "rows": [dataclasses.asdict(row) for row in rows]}
+    write_atomically(path, json.dumps(content, indent=1) + "\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvjax.cli import render, session
 from kvjax.errors import KvjaxError, UsageError
+from kvjax.files import check_writable, write_atomically
 
 if TYPE_CHECKING:
     from kvjax.bench.report import Report
@@ -44,14 +45,14 @@ def run(
     from kvjax.bench import machine, report, run
     from kvjax.bench import startup as starting
 
-    if json_path is not None and not json_path.resolve().parent.is_dir():
-        raise UsageError(f"--json names a folder that does not exist: {json_path.resolve().parent}.")
+    _check_json(json_path)
     facts = machine.describe()  # before anything loads the machine
     started = starting.measure_startup(model, policies[0]) if startup else None
     if compile_cache:
         session.enable_compile_cache()
     lm = session.load(model, dtype)
-    run.check_request(lm.config, rounds=rounds, steps=steps, batch=batches, context=contexts, prefill=prefills)
+    sizes = {"batch": batches, "context": contexts, "prefill": prefills}
+    run.check_request(lm.config, rounds=rounds, steps=steps, long_steps=long_steps, **sizes)
     bench = run.Bench(lm, parsed, rounds=rounds, steps=steps, peer=_peer(peers, lm), progress=_say)
     result = report.Report(
         machine=facts,
@@ -85,7 +86,7 @@ def decode(
     """Whole decode steps with random weights."""
     from kvjax.bench import shapes
 
-    _check_folder(json_path)
+    _check_json(json_path)
     chosen = policies or shapes.POLICIES
     rows = shapes.measure(shape, batches, contexts, chosen, dtype=dtype, rounds=rounds, say=_say)
     about = shapes.facts(shape, dtype)
@@ -108,7 +109,7 @@ def kernels(
     from pallas_kernels.bench import decode as measured
     from pallas_kernels.bench.problem import Sizes
 
-    _check_folder(json_path)
+    _check_json(json_path)
     accelerated = dispatch.platform() in ("gpu", "tpu")
     # A CPU is given as much as it reads in a second.
     means = means or ((2048, 16384) if accelerated else (256,))
@@ -126,7 +127,7 @@ def kernels(
         print(report.markdown(), flush=True)
         reports.append(report)
     if json_path is not None:
-        json_path.write_text("[" + ",\n".join(report.json() for report in reports) + "]\n")
+        write_atomically(json_path, "[" + ",\n".join(report.json() for report in reports) + "]\n")
 
 
 def tune(path: Path, sizes: dict[str, Any]) -> None:
@@ -135,16 +136,16 @@ def tune(path: Path, sizes: dict[str, Any]) -> None:
     from pallas_kernels.tune import NothingToTune
     from pallas_kernels.tune import run as search
 
-    _check_folder(path)
+    check_writable("The file", path)
     try:
         search(path, (Sizes(**sizes),))
     except NothingToTune as error:
         raise KvjaxError(str(error)) from error
 
 
-def _check_folder(path: Path | None) -> None:
-    if path is not None and not path.resolve().parent.is_dir():
-        raise UsageError(f"The folder {path.resolve().parent} does not exist; name a file in one that does.")
+def _check_json(path: Path | None) -> None:
+    if path is not None:
+        check_writable("--json", path)
 
 
 def _measure(

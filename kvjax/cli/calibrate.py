@@ -10,6 +10,7 @@ import typer
 
 from kvjax.cli import options as flag
 from kvjax.errors import UsageError
+from kvjax.files import check_writable
 
 app = typer.Typer(
     help="Find out once per model what a policy must know of its heads.", rich_markup_mode=None, no_args_is_help=True
@@ -107,8 +108,7 @@ def watershed(
     _check(out)
     if picture is not None:
         require_matplotlib()
-        if not picture.resolve().parent.is_dir():
-            raise UsageError(f"--picture names a folder that does not exist: {picture.resolve().parent}.")
+        check_writable("--picture", picture)
     if not dialogues.is_file():
         raise UsageError(f"--dialogues names a file that does not exist: {dialogues}.")
     lm = session.load(model, dtype)
@@ -123,8 +123,7 @@ def watershed(
 
 def _check(out: Path) -> None:
     """Refuse a place that cannot be written before minutes are spent."""
-    if not out.resolve().parent.is_dir():
-        raise UsageError(f"--out names a folder that does not exist: {out.resolve().parent}.")
+    check_writable("--out", out)
     if out.suffix not in (".yaml", ".yml"):
         raise UsageError(f"--out is {out}; a profile is a .yaml file.")
 

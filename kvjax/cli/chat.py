@@ -29,6 +29,8 @@ def _typed_turns() -> Iterator[str]:
     while True:
         try:
             yield input("\n> ")
+        except UnicodeDecodeError:
+            print("What was typed is not UTF-8 text.", file=sys.stderr)
         except (EOFError, KeyboardInterrupt):
             print(file=sys.stderr)
             return
@@ -90,7 +92,10 @@ def _converse(conversation: kvjax.Chat, record: saved_chat.Record, as_json: bool
         elif text.startswith("/") and " " not in text and terminal:
             print(f"Unknown command {text}: {COMMANDS}.", file=sys.stderr)
         else:
-            last = _turn(conversation, line, as_json)
+            output = _turn(conversation, line, as_json, terminal)
+            if output is None:
+                continue
+            last = output
             stopped = record.keep(conversation)
             if not terminal and (stopped or last.finish_reason == "interrupted"):
                 return 130
@@ -113,7 +118,20 @@ def _save_to(folder: Path, record: saved_chat.Record, conversation: kvjax.Chat, 
         print(f"The conversation is kept in {folder}.", file=sys.stderr)
 
 
-def _turn(conversation: kvjax.Chat, text: str, as_json: bool) -> Output:
+def _turn(conversation: kvjax.Chat, text: str, as_json: bool, terminal: bool) -> Output | None:
+    """One turn, printed; None where it was refused, which ends no conversation that is typed."""
+    from kvjax.errors import KvjaxError
+
+    try:
+        return _answered(conversation, text, as_json)
+    except KvjaxError as error:
+        if not terminal:
+            raise
+        print(error, file=sys.stderr)
+        return None
+
+
+def _answered(conversation: kvjax.Chat, text: str, as_json: bool) -> Output:
     if as_json:
         output = conversation.send(text)
         render.print_json(render.as_dict(output))

@@ -10,6 +10,7 @@ from pathlib import Path
 from kvjax.cli import render, session
 from kvjax.cli.compare import INTERRUPTED, make_folder
 from kvjax.errors import UsageError
+from kvjax.files import check_writable
 
 
 def run(
@@ -47,8 +48,7 @@ def run(
         whole_number("rounds", count, 2)
     if picture is not None:
         new_figure(1, 1)  # refuses without matplotlib now, and not when all is measured
-        if not picture.resolve().parent.is_dir():
-            raise UsageError(f"--picture names a folder that does not exist: {picture.resolve().parent}.")
+        check_writable("--picture", picture)
     if not dialogues.is_file():
         raise UsageError(f"--dialogues names a file that does not exist: {dialogues}.")
     make_folder(out)

@@ -36,8 +36,17 @@ def explain(error: Exception) -> tuple[int, str]:
     return 1, f"Unexpected {type(error).__name__}: {first_line} ({hint})"
 
 
+def _open_missing_streams() -> None:
+    """Standard streams that the caller closed (``>&-``, some services) are as good as /dev/null."""
+    # Opened in order, so that each takes the lowest free descriptor: its own, and no file of ours becomes stdout.
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115  open for the process's life
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command line (``sys.argv`` by default) and return its exit code."""
+    _open_missing_streams()
     try:
         given = list(sys.argv[1:] if arguments is None else arguments)
         result = app(args=given or ["--help"], prog_name="kvjax", standalone_mode=False)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from kvjax.cli import session
 from kvjax.cli.compare import INTERRUPTED
 from kvjax.errors import UsageError
+from kvjax.files import check_writable
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -51,8 +52,7 @@ def run(
         near = difflib.get_close_matches(name, known, n=1)
         hint = f" did you mean {near[0]!r}?" if near else ""
         raise UsageError(f"There is no picture {name!r};{hint} known are {', '.join(known)}.")
-    if not out.resolve().parent.is_dir():
-        raise UsageError(f"--out names a folder that does not exist: {out.resolve().parent}.")
+    check_writable("--out", out)
     settings = Settings(model, "", TASKS, samples, False, "model", seed)
     policies = [f"{policy}:ratio={ratio}" for policy in KEEPING]
     if name == POSITIONS:

@@ -74,18 +74,30 @@ def fetch(name: str, progress: bool | Callable[[int, int], None] = True) -> Path
     known = name.lower()
     if known in KNOWN:
         return _target(known) if is_cached(known) and _intact(known) else _download(known, progress)
-    path = Path(name).expanduser()
-    if path.exists():
+    path = _existing(name)
+    if path is not None:
         return path
-    if _HUB_ID.fullmatch(name) and path.suffix not in (".gguf", ".safetensors"):
+    suffix = Path(name).suffix
+    if _HUB_ID.fullmatch(name) and suffix not in (".gguf", ".safetensors"):
         return _from_hub(name, bool(progress))
     close = difflib.get_close_matches(known, KNOWN, 1, 0.4)
     hint = f"it is neither {', '.join(KNOWN)} nor a .gguf file, a folder or a hub id."
-    if os.sep in name or path.suffix in (".gguf", ".safetensors"):
+    if os.sep in name or suffix in (".gguf", ".safetensors"):
         hint = "there is no such file or folder."
     elif close:
         hint = f"did you mean {close[0]!r}?"
     raise UsageError(f"No model is called {name!r}: {hint}")
+
+
+def _existing(name: str) -> Path | None:
+    """The file or folder of that path, if there is one; what cannot be a path (an unknown ~user, too long) is none."""
+    if not name:  # as a path it would be the current folder
+        return None
+    try:
+        path = Path(name).expanduser()
+        return path if path.exists() else None
+    except (OSError, RuntimeError, ValueError):
+        return None
 
 
 def _download(name: str, progress: bool | Callable[[int, int], None]) -> Path:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -84,7 +84,7 @@ def load(
     wanted, over = weights_dtype(dtype), parse_mesh(mesh)
     if over is not None:
         _ = over.jax  # too few devices are said before anything is read
-    text = os.fspath(name)
+    text = _text(name)
     path = fetch(text, progress)
     if path.is_dir():
         return _load_folder(text, path, wanted, over)
@@ -95,7 +95,7 @@ def load(
 
 def load_config(name: str | os.PathLike[str], *, progress: bool | Callable[[int, int], None] = True) -> ModelConfig:
     """A model's configuration without its weights, for plans; names and errors as of :func:`load`."""
-    text = os.fspath(name)
+    text = _text(name)
     path = fetch(text, progress)
     if path.is_dir():
         return _folder_config(path)[0]
@@ -106,6 +106,14 @@ def load_config(name: str | os.PathLike[str], *, progress: bool | Callable[[int,
         return _gguf_config(file)[0]
     finally:
         file.close()
+
+
+def _text(name: str | os.PathLike[str]) -> str:
+    """A name as text; UsageError for what is neither text nor a path."""
+    try:
+        return os.fsdecode(name)
+    except TypeError as error:
+        raise UsageError(f"A model is called by a name or a path; {type(name).__name__} was given.") from error
 
 
 def weights_dtype(dtype: DTypeLike | None) -> DTypeLike:
@@ -145,7 +153,9 @@ def _gguf_config(file: GGUFFile) -> tuple[ModelConfig, Family]:
         for key in _ROPE_FACTORS
         if len(shapes.get(f"{key}.weight", ())) == 1
     }
-    return _configured(lambda: from_gguf(metadata, shapes, factors, origin), origin), kind
+    config = _configured(lambda: from_gguf(metadata, shapes, factors, origin), origin)
+    _check_layers(config, shapes, origin)
+    return config, kind
 
 
 def _folder_config(folder: Path) -> tuple[ModelConfig, Family, dict[str, object]]:
@@ -160,8 +170,9 @@ def _load_folder(name: str, folder: Path, dtype: DTypeLike, mesh: Mesh | None) -
     tokenizer = tokenizer_from_folder(folder)
     _check_vocabulary(tokenizer, config, str(folder))
     checkpoint = SafetensorsFolder(folder)
+    _check_layers(config, checkpoint.shapes, str(folder))
     params = fill(config, kind.hf_weights(config, checkpoint.shapes), checkpoint, gguf=False, dtype=dtype, mesh=mesh)
-    return LanguageModel(name, config, params, tokenizer, _stop_ids(folder, raw, tokenizer), mesh)
+    return LanguageModel(name, config, params, tokenizer, _stop_ids(folder, raw, tokenizer, config.vocab_size), mesh)
 
 
 def _configured(make: Callable[[], ModelConfig], origin: str) -> ModelConfig:
@@ -174,6 +185,15 @@ def _configured(make: Callable[[], ModelConfig], origin: str) -> ModelConfig:
         raise WeightsError(f"{origin} is corrupt: a setting is of the wrong kind ({error}).") from error
 
 
+def _check_layers(config: ModelConfig, shapes: Mapping[str, object], origin: str) -> None:
+    """A corrupt count of layers is said before a list of all their weights fills the memory."""
+    if config.num_layers > len(shapes):
+        raise WeightsError(
+            f"{origin} is corrupt: it says that the model has {config.num_layers:,} layers and holds {len(shapes):,} "
+            "weights."
+        )
+
+
 def _check_vocabulary(tokenizer: Tokenizer, config: ModelConfig, origin: str) -> None:
     if tokenizer.vocab_size > config.vocab_size:
         raise WeightsError(
@@ -182,12 +202,16 @@ def _check_vocabulary(tokenizer: Tokenizer, config: ModelConfig, origin: str) ->
         )
 
 
-def _stop_ids(folder: Path, config: dict[str, object], tokenizer: Tokenizer) -> tuple[int, ...]:
-    """generation_config.json's end-of-text ids, else config.json's, else the tokenizer's end-of-text token."""
+def _stop_ids(folder: Path, config: dict[str, object], tokenizer: Tokenizer, vocabulary: int) -> tuple[int, ...]:
+    """generation_config.json's end-of-text ids, else config.json's, else the tokenizer's end-of-text token.
+
+    Ids that the model cannot generate (some files say -1 for none) end nothing.
+    """
     path = folder / "generation_config.json"
     for source in (read_json(path) if path.is_file() else {}, config):
         found = source.get("eos_token_id")
-        ids = [index for index in (found if isinstance(found, list) else [found]) if isinstance(index, int)]
+        listed = found if isinstance(found, list) else [found]
+        ids = [index for index in listed if type(index) is int and 0 <= index < vocabulary]
         if ids:
             return tuple(ids)
     eos = tokenizer.special_tokens.get("eos_token")

@@ -62,7 +62,7 @@ def rope_from_hf(config: Mapping[str, Any], max_position: int, head_dim: int, or
         factor = max_position / original
     required = {"llama3": ("low_freq_factor", "high_freq_factor"), "longrope": ("short_factor", "long_factor")}
     _require({**table, "factor": factor}, ("factor", *required.get(kind, ())), kind, origin)
-    common: dict[str, Any] = {"theta": theta, "kind": kind, "factor": float(factor or 1.0)}
+    common: dict[str, Any] = {"theta": theta, "kind": kind, "factor": float(1.0 if factor is None else factor)}
     if kind == "llama3":
         low, high = float(table["low_freq_factor"]), float(table["high_freq_factor"])
         return RopeConfig(**common, original_max_position=original, low_freq_factor=low, high_freq_factor=high)

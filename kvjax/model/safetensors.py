@@ -34,8 +34,8 @@ class SafetensorsFolder:
             hint = " (there are PyTorch files: convert them with safetensors)" if any(folder.glob("*.bin")) else ""
             raise WeightsError(f"{folder} holds no weights: neither {_SINGLE} nor {_INDEX} is there{hint}.")
         table = index.get("weight_map") if index else None
-        if index is not None and not isinstance(table, dict):
-            raise WeightsError(f"{folder / _INDEX} is corrupt: it has no weight_map.")
+        if index is not None and not (isinstance(table, dict) and all(isinstance(at, str) for at in table.values())):
+            raise WeightsError(f"{folder / _INDEX} is corrupt: it has no weight_map from weights to files.")
         for file in sorted(set(table.values())) if table else (_SINGLE,):
             self._add(folder / file)
         for name, file in (table or {}).items():
@@ -85,7 +85,7 @@ def read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise WeightsError(f"{path} cannot be read: {error.strerror or error}.") from error
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
         raise WeightsError(f"{path} is corrupt: it is not JSON ({error}).") from error
     if not isinstance(value, dict):
         raise WeightsError(f"{path} is corrupt: it holds no JSON object.")

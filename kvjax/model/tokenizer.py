@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -83,7 +83,16 @@ class Tokenizer:
             text = self._chat.apply_chat_template(
                 list(messages), tokenize=False, add_generation_prompt=add_generation_prompt
             )
-        except (TemplateError, ValueError, KeyError, TypeError) as error:
+        except (
+            TemplateError,
+            ArithmeticError,
+            AttributeError,
+            LookupError,
+            RuntimeError,
+            TypeError,
+            ValueError,
+        ) as error:
+            # A template is a program that comes with the model: it fails in any way a program can.
             raise UsageError(f"The model's chat template refuses the messages: {error}.") from error
         return str(text)
 
@@ -171,10 +180,14 @@ def tokenizer_from_folder(folder: Path) -> Tokenizer:
     if backend is None:
         raise WeightsError(f"The tokenizer in {folder} has no fast form (tokenizer.json), which kvjax needs.")
     template = wrapper.chat_template
+    if isinstance(template, Mapping):  # several by name
+        template = template.get("default")
+    if not isinstance(template, (str, type(None))):
+        raise WeightsError(f"The tokenizer in {folder} has a chat template that is no text.")
     special = {role: token for role, token in wrapper.special_tokens_map.items() if isinstance(token, str)}
     return Tokenizer(
         backend,
-        chat_template=template if isinstance(template, str) or template is None else template.get("default"),
+        chat_template=template,
         special_tokens=special,
         wrapper=lambda: wrapper,
     )

@@ -62,6 +62,10 @@ USAGE = {
     "picture of too large a share": ["picture", "retained-positions", "--out", "x.png", "--ratio", "2"],
     "picture saved nowhere": ["picture", "razor-heads", "--out", "no/such/folder/x.png"],
     "bench saved nowhere": ["bench", "--json", "no/such/folder/result.json"],
+    "bench saved in a folder": ["bench", "--json", "."],
+    "bench of kernels saved in a folder": ["bench", "kernels", "--json", "."],
+    "bench of a shape saved in a folder": ["bench", "decode", "--shape", "tiny", "--json", "."],
+    "bench of a negative number of long steps": ["bench", "--long-steps", "-5"],
 }
 
 

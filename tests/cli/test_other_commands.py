@@ -50,6 +50,14 @@ def test_policies_lists_every_policy_with_its_defaults(cli):
     assert all(policy["summary"] for policy in said.values())
 
 
+def test_closed_standard_streams_are_like_dev_null():
+    close = "import os, sys; os.close(0); os.close(1); os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
+    for arguments, code in ((["policies"], 0), (["generate", "-", "--model", "no/such/model"], 2)):
+        command = [sys.executable, "-c", close, "-m", "kvjax", *arguments]
+        ran = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
+        assert ran.returncode == code and "Unexpected" not in ran.stderr, ran.stderr
+
+
 def test_bench_prints_and_saves(cli, tmp_path, monkeypatch):
     from kvjax.bench import machine
 

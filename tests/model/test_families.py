@@ -92,10 +92,20 @@ def test_what_cannot_be_run_is_refused_by_name(changes, sentence):
     assert "\n" not in str(caught.value)
 
 
+_LLAMA3 = {"rope_type": "llama3", "factor": 8, "low_freq_factor": 1, "high_freq_factor": 4}
+
+
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
         ({"num_key_value_heads": 3}, "do not divide"),
+        ({"max_position_embeddings": -5}, "max_position is -5; a model needs at least 1"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan"),
+        ({"rope_theta": -1.0}, r"the rotary base is -1\.0; give a number above 0"),
+        ({"rope_scaling": {"type": "linear", "factor": 0}}, r"the rotary scaling's factor is 0\.0"),
+        ({"rope_scaling": {"type": "yarn", "factor": -4.0}}, r"the rotary scaling's factor is -4\.0"),
+        ({"rope_scaling": _LLAMA3 | {"low_freq_factor": 0}}, r"low_freq_factor is 0\.0; give a number above 0"),
+        ({"rope_scaling": _LLAMA3 | {"low_freq_factor": 4}}, r"high_freq_factor is 4\.0; give a number above 4"),
         ({"rope_scaling": "linear"}, "a setting is of the wrong kind"),
         ({"rope_scaling": {"type": "linear", "factor": "two"}}, "a setting is of the wrong kind"),
         ({"rms_norm_eps": []}, "a setting is of the wrong kind"),

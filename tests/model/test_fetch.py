@@ -279,12 +279,21 @@ def test_the_users_cache_folder(monkeypatch):
         ("no/such/folder/of/mine", "there is no such file or folder."),
         ("mine.gguf", "there is no such file or folder."),
         ("org/mine.gguf", "there is no such file or folder."),
+        ("", "it is neither smollm2-135m-instruct nor a .gguf file, a folder or a hub id."),
+        ("~nobody-of-that-name/model", "there is no such file or folder."),
+        ("x" * 5000, "it is neither smollm2-135m-instruct nor a .gguf file, a folder or a hub id."),
     ],
 )
 def test_names_that_mean_nothing(name, sentence):
     with pytest.raises(UsageError) as caught:
         load(name)
     assert str(caught.value) == f"No model is called {name!r}: {sentence}"
+
+
+@pytest.mark.parametrize("name", [None, 5])
+def test_what_is_no_name(name):
+    with pytest.raises(UsageError, match=f"{type(name).__name__} was given"):
+        load(name)
 
 
 def test_a_file_of_weights_alone(tmp_path):

@@ -106,6 +106,11 @@ def test_no_template_and_a_template_that_refuses():
         build(**{"tokenizer.chat_template": template}).render([{"role": "user", "content": "hi"}])
 
 
+def test_a_template_may_fail_in_any_way():
+    with pytest.raises(UsageError, match=r"refuses the messages: division by zero"):
+        build(**{"tokenizer.chat_template": "{{ 1 / 0 }}"}).render([{"role": "user", "content": "hi"}])
+
+
 @pytest.mark.parametrize(("add", "prefix"), [(True, (0,)), (False, ()), (None, ())])
 def test_plain_text_begins_as_the_file_says(add, prefix):
     more = {"tokenizer.ggml.bos_token_id": 0, **({} if add is None else {"tokenizer.ggml.add_bos_token": add})}
@@ -194,6 +199,9 @@ def test_template_in_its_own_file(folder):
         ({}, {"eos_token_id": 7}, (7,)),
         (None, {"eos_token_id": [7, 8]}, (7, 8)),
         (None, {"eos_token_id": None}, (gguf_files.END,)),
+        # What the model cannot generate ends nothing: -1 for none, an id beyond the vocabulary, true.
+        ({"eos_token_id": [-1, 5, 10**6]}, {}, (5,)),
+        ({"eos_token_id": -1}, {"eos_token_id": True}, (gguf_files.END,)),
     ],
 )
 def test_stop_ids_of_a_folder(tmp_path, generation, config, want):
@@ -201,6 +209,12 @@ def test_stop_ids_of_a_folder(tmp_path, generation, config, want):
     if generation is not None:
         (folder / "generation_config.json").write_text(json.dumps(generation))
     assert load(folder).stop_token_ids == want
+
+
+def test_a_template_that_is_no_text(folder):
+    (folder / "tokenizer_config.json").write_text('{"chat_template": 5}')
+    with pytest.raises(WeightsError, match=r"has a chat template that is no text"):
+        load(folder)
 
 
 def test_missing_and_broken_tokenizer_files(folder):

@@ -156,6 +156,29 @@ def test_weight_that_the_index_promises_is_named(folder):
         load(folder)
 
 
+@pytest.mark.parametrize("file", [5, None, ["model.safetensors"]])
+def test_an_index_that_names_no_files(folder, file):
+    _shard(folder)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"model.norm.weight": file}}))
+    with pytest.raises(WeightsError, match=r"corrupt: it has no weight_map from weights to files"):
+        load(folder)
+
+
+def test_a_corrupt_count_of_layers_takes_no_memory(folder, tmp_path):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 2**31}))
+    many = {"llama.block_count": 2**31}
+    for model in (folder, gguf_files.write_case(gguf_files.case("llama_gqa"), tmp_path / "many.gguf", **many)):
+        with pytest.raises(WeightsError, match=r"corrupt: it says that the model has 2,147,483,648 layers"):
+            load(model)
+
+
+def test_a_configuration_nested_without_end(folder):
+    (folder / "config.json").write_text("[" * 100_000)
+    with pytest.raises(WeightsError, match=r"is corrupt: it is not JSON"):
+        load(folder)
+
+
 def test_missing_shard_is_named(folder):
     _shard(folder)
     (folder / "model-00002-of-00002.safetensors").unlink()
