@@ -193,7 +193,7 @@ def _plan(
     room = prompt_bucket(prompt)
     # The last token is generated and never fed; the context bounds what is.
     fed = max(new - 1, 0) if policy.beyond_context else min(max(new - 1, 0), config.max_position - prompt)
-    new_room = new_bucket(fed - 1) if policy.grows else NEW_TOKENS
+    new_room = new_bucket(fed - 1, config.max_position) if policy.grows else NEW_TOKENS
     weights, devices = weights_bytes(config, dtype, mesh), 1 if mesh is None else mesh.size
     held = policy.planned(config, room)
     cache = alone = cache_bytes(config, held, batch, room, new_room, dtype, storage)

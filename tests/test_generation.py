@@ -9,6 +9,7 @@ import toys
 
 import kvjax
 from kvjax.policies import Full, LagKV, StreamingLLM
+from kvjax.runtime.buckets import NEW_TOKENS
 from kvjax.runtime.compilation import compile_clock
 
 RNG = np.random.default_rng(0)
@@ -128,6 +129,11 @@ def test_the_plan_grows_exactly_when_generation_does(tiny_model):
         output = kvjax.generate(tiny_model, SHORT, max_new_tokens=new)
         assert len(output.tokens) == new
         assert kvjax.plan(tiny_model, prompt_tokens=7, max_new_tokens=new).cache_bytes == output.cache.nbytes
+    # There is never room for more than the context, which ends a row.
+    limit = tiny_model.config.max_position
+    output = kvjax.generate(tiny_model, SHORT, max_new_tokens=10 * limit)
+    assert output.finish_reason == "context" and output.cache.new_room == limit < 4 * NEW_TOKENS
+    assert kvjax.plan(tiny_model, prompt_tokens=7, max_new_tokens=10 * limit).cache_bytes == output.cache.nbytes
 
 
 def test_generation_ends_where_the_context_does(tiny_model):

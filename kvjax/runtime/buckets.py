@@ -40,12 +40,12 @@ def keys_of(block: int) -> int:
     return min(block, BLOCK)
 
 
-def new_bucket(tokens: int) -> int:
-    """Room for decoded tokens after a repacking, given how many are in."""
+def new_bucket(tokens: int, context: int) -> int:
+    """Room for decoded tokens after a repacking, given how many are in: never for more than the model's context."""
     room = NEW_TOKENS
     while room <= tokens:
         room *= 4
-    return room
+    return room if room == NEW_TOKENS else min(room, context)
 
 
 def slots_of(tokens: int) -> int:

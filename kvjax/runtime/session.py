@@ -168,7 +168,9 @@ class Session:
             cache = state.cache
             room = cache.new_room - self._fed if cache.policy.grows else CHUNK
             if room <= 0:
-                bigger = self.programs.grow(cache, config=self.params.config, new_room=new_bucket(self._fed))
+                config = self.params.config
+                larger = new_bucket(self._fed, config.max_position)
+                bigger = self.programs.grow(cache, config=config, new_room=larger)
                 state = dataclasses.replace(state, cache=bigger)
                 room = bigger.new_room - self._fed
             # The old state's pools are donated: from here on only the new one exists.
