@@ -5,8 +5,8 @@ and write the page of results.
 
 No hardware is needed: the Python named, this one if none is, has a TPU's compiler installed or finds it in ``.libtpu``,
 where scripts/fetch_libtpu.py puts it. Ends with 1 when XLA's own memory analysis and ``kvjax.plan`` differ by more than
-3 %, when a decode step has a collective as large as a quarter of one layer's cache, or when a device does not bring its
-own share of a round, and no more, from host memory.
+3 %, when a decode step has a collective, but for the logits, as large as a tenth of one layer's cache, or when a device
+does not bring its own share of a round, and no more, from host memory.
 """
 
 from __future__ import annotations
@@ -129,7 +129,8 @@ def compile_case(
                 "seconds": time.perf_counter() - began,
             }
     pool_bytes = made.cache_bytes // layers
-    return result | {"plan": {name: getattr(made, name) for name in _PLANNED}, "layer_bytes": pool_bytes}
+    sizes = {"layer_bytes": pool_bytes, "logits_bytes": BATCH // data * config.vocab_size * 4}
+    return result | {"plan": {name: getattr(made, name) for name in _PLANNED}} | sizes
 
 
 _PLANNED = ("weights_bytes", "cache_bytes", "prefill_peak_bytes", "total_bytes", "cache_over_even")

@@ -36,6 +36,7 @@ class Case:
       block_bytes: by target, bytes that one turn of the kernel's loop reads, to compare its cycles with.
       bundles: at most this many instructions in a turn of the kernel's loop, by target.
       spills: at most this many registers spilled.
+      temp_limits: by target, where its compiler takes more than ``temp_limit``.
     """
 
     name: str
@@ -52,6 +53,7 @@ class Case:
     bundles: Mapping[str, int] = dataclasses.field(default_factory=dict)
     spills: int = 0
     temp_limit: float = 0.01
+    temp_limits: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
 
 def collect(modules: Sequence[str] = MODULES) -> list[Case]:

@@ -125,7 +125,7 @@ def _broken(case: Case, result: Result) -> tuple[str, ...]:
     broken = []
     if result.calls and not result.read:
         broken.append("the compiler left nothing to read of its kernels")
-    if result.temp_bytes >= case.temp_limit * case.cache_bytes:
+    if result.temp_bytes >= case.temp_limits.get(result.target, case.temp_limit) * case.cache_bytes:
         broken.append(f"{result.temp_bytes} temporary bytes for a cache of {case.cache_bytes}")
     if result.spills > case.spills:
         broken.append(f"{result.spills} spills, at most {case.spills}")

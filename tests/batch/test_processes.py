@@ -166,7 +166,8 @@ def test_a_failing_process_ends_the_others_with_its_sentence(processes, tmp_path
 @pytest.mark.parametrize("launcher", [slurm, open_mpi])
 def test_a_launcher_tells_who_there_is(launcher, processes, tmp_path):
     """Without a flag of the command: what JAX reads of SLURM's and Open MPI's variables is enough."""
-    number = free_port(LAUNCHER_PORT + os.getpid() % 2048, 2048) - LAUNCHER_PORT
+    half = LAUNCHER_PORTS // 2
+    number = free_port(LAUNCHER_PORT + os.getpid() % half, half) - LAUNCHER_PORT
     pair = processes.told(launcher(number), *job(tmp_path, 16))
     assert [process.wait(PATIENCE) for process in pair] == [0, 0], processes.said(pair[0])
     assert [record["row"] for record in records(tmp_path / "out")] == list(range(16))
