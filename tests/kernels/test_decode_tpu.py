@@ -9,6 +9,7 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 from kernels.decode_base import RAGGED, Case, DecodeBase, build
 
+from pallas_kernels.aot import cases_decode
 from pallas_kernels.ragged_decode import reference, tpu
 from pallas_kernels.ragged_decode.worklist import work_list
 from pallas_kernels.softmax import NEG
@@ -176,3 +177,12 @@ def test_blocks_of_streams_stay_in_their_row():
     count = int(items.count[0])
     assert items.page[:count].tolist() == [0, 1, 6]
     assert items.low[:count].tolist() == [0, 4, 4] and items.high[:count].tolist() == [8, 13, 16]
+
+
+def test_a_single_query_is_compiled_as_two():
+    """Mosaic of JAX 0.12 spreads no single row over sublanes; interpret mode, and older compilers, would not tell."""
+    case = cases_decode.case(
+        "one", cases_decode.Shape(group=1, alibi=True), "tpu", ("tpu",), options={"interpret": True}
+    )
+    text = str(jax.make_jaxpr(case.function)(*case.arguments))
+    assert "bf16[64,2,128]" in text and "bf16[64,1,128]" not in text
