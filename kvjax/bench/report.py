@@ -97,10 +97,13 @@ def footnote(report: Report) -> str:
     )
     if report.bandwidth_readings:
         rate, size = statistics.median(report.bandwidth_readings), report.bandwidth_buffer_bytes
+        total = sum(len(row.rounds) for row in report.decode)
+        unsteady = total - sum(row.steady_rounds for row in report.decode)
         said += (
             f"Limit: the bytes a step must read ({human_bytes(report.weight_bytes_per_step)} of weights, and the live "
-            f"cache) at the bandwidth measured in the same round (reading {human_bytes(size)}; median "
-            f"{rate / 1e9:.1f} GB/s). "
+            f"cache) at the bandwidth measured before and after it (reading {human_bytes(size)}; median "
+            f"{rate / 1e9:.1f} GB/s); {unsteady} of {total} rounds, in which those differ by more than 15 %, do not "
+            f"count for it. "
         )
     return said + "Peak: memory in use while the case ran, beyond what was in use before its cache existed."
 

@@ -35,8 +35,10 @@ Progress = Callable[[str], None]
 class DecodeRow:
     """One contender at one batch and context; seconds are of one step, which makes ``batch`` tokens.
 
-    ``limit_share`` is (bytes a step must read / bandwidth) / seconds, with the bandwidth measured in the same round:
-    1 is the memory's own speed. ``peak_bytes`` is what the steps held at most beyond what was in use before the cache
+    ``limit_share`` is (bytes a step must read / bandwidth) / seconds: 1 is the memory's own speed. The bandwidth of a
+    round, in ``bandwidths``, is the mean of a reading before and one after its steps; where the two are more than
+    15 % apart the machine changed its pace meanwhile, and the share is the median of the other rounds (``steady_rounds``
+    of them), unless all are such. ``peak_bytes`` is what the steps held at most beyond what was in use before the cache
     existed. The median leaves out the rare step in which a policy compresses while decoding; ``mean_step_seconds`` has
     its share. ``prefill_tokens_per_second`` is one reading of as many prompts of as many tokens, without compilation.
     """
@@ -53,6 +55,8 @@ class DecodeRow:
     step_bytes: int
     peak_bytes: int
     limit_share: float
+    bandwidths: tuple[float, ...]
+    steady_rounds: int
     prefill_tokens_per_second: float
     speedup_over_peer: float | None = None
 
@@ -116,6 +120,21 @@ def median_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> 
     return statistics.median(a / b for a, b in zip(numerators, denominators, strict=True))
 
 
+def limit_share(
+    must_read: int, seconds: Sequence[float], around: Sequence[tuple[float, float]]
+) -> tuple[float, int]:
+    """Median of the rounds' (bytes / bandwidth) / seconds, and of how many: those with a steady bandwidth, if any.
+
+    Args:
+      must_read: bytes of a step.
+      seconds: of a step, one for each round.
+      around: bytes per second right before and right after each round's steps.
+    """
+    shares = [must_read / statistics.fmean(rates) / taken for rates, taken in zip(around, seconds, strict=True)]
+    steady = [share for share, rates in zip(shares, around, strict=True) if min(rates) >= 0.85 * max(rates)]
+    return statistics.median(steady or shares), len(steady)
+
+
 def check_request(config: ModelConfig, *, rounds: int, steps: int, long_steps: int = 0, **sizes: Sequence[int]) -> None:
     """Refuse what cannot be measured, before anything is."""
     for name, value in {"rounds": rounds, "steps": steps}.items():
@@ -174,12 +193,15 @@ class Bench:
         if self.peer is not None:
             self.progress(f"decode: batch {batch}, context {context}, {self.peer.name}")
             contenders.append(self._peer_decoding(self.peer, batch, context))
-        times = interleave([*contenders, Contender("", self.meter)], self.rounds)
+        reading = Contender("", self.meter)
+        times = interleave([reading, *(each for c in contenders for each in (c, reading))], self.rounds)
         weights = weight_bytes_per_step(self.lm.params, self.lm.config)
         rows = []
-        for c in contenders:
+        for at, c in enumerate(contenders):
             seconds, must_read = statistics.median(times[c.name]), weights + c.live_cache_bytes
-            shares = [must_read / rate / taken for rate, taken in zip(times[""], times[c.name], strict=True)]
+            turns = len(contenders) + 1
+            around = list(zip(times[""][at::turns], times[""][at + 1 :: turns], strict=True))
+            share, steady = limit_share(must_read, times[c.name], around)
             rows.append(
                 DecodeRow(
                     batch=batch,
@@ -193,7 +215,9 @@ class Bench:
                     live_cache_bytes=c.live_cache_bytes,
                     step_bytes=must_read,
                     peak_bytes=c.peak_bytes,
-                    limit_share=statistics.median(shares),
+                    limit_share=share,
+                    bandwidths=tuple(map(statistics.fmean, around)),
+                    steady_rounds=steady,
                     prefill_tokens_per_second=c.prefill_tokens_per_second,
                     speedup_over_peer=self._over_peer(c.name, times),
                 )

@@ -32,9 +32,18 @@ def test_decode_rows_carry_real_bytes(bench):
     assert ring.live_cache_bytes == full.live_cache_bytes // 4
     assert full.step_bytes - full.live_cache_bytes == ring.step_bytes - ring.live_cache_bytes
     assert full.tokens_per_second == pytest.approx(2 / full.step_seconds)
-    assert len(full.rounds) == len(bench.meter.readings[-2:]) == 2
-    shares = [full.step_bytes / rate / s for rate, s in zip(bench.meter.readings[-2:], full.rounds, strict=True)]
-    assert full.limit_share == pytest.approx(sum(shares) / 2)
+    # Two rounds of: read, full, read, ring, read.
+    first, between, after, *second = bench.meter.readings[-6:]
+    assert full.bandwidths == pytest.approx(((first + between) / 2, (second[0] + second[1]) / 2))
+    assert ring.bandwidths == pytest.approx(((between + after) / 2, (second[1] + second[2]) / 2))
+    share, steady = run.limit_share(full.step_bytes, full.rounds, [(first, between), (second[0], second[1])])
+    assert (full.limit_share, full.steady_rounds) == (pytest.approx(share), steady)
+
+
+def test_the_share_of_the_limit_is_of_rounds_whose_bandwidth_was_steady():
+    around = [(95.0, 105.0), (40.0, 80.0), (50.0, 50.0)]
+    assert run.limit_share(100, (2.0, 1.0, 4.0), around) == (0.5, 2)
+    assert run.limit_share(60, (2.0,), [(40.0, 80.0)]) == (0.5, 0)  # no better round, so this one
 
 
 def test_prefill_and_long_rows(bench):
