@@ -36,9 +36,9 @@ class DecodeRow:
     """One contender at one batch and context; seconds are of one step, which makes ``batch`` tokens.
 
     ``limit_share`` is (bytes a step must read / bandwidth) / seconds: 1 is the memory's own speed. The bandwidth of a
-    round, in ``bandwidths``, is the mean of a reading before and one after its steps; where the two are more than
-    15 % apart the machine changed its pace meanwhile, and the share is the median of the other rounds (``steady_rounds``
-    of them), unless all are such. ``peak_bytes`` is what the steps held at most beyond what was in use before the cache
+    round, in ``bandwidths``, is the mean of a reading before and one after its steps. Where the two are more than 15 %
+    apart the machine changed its pace meanwhile: the share is the median of the other rounds, ``steady_rounds`` of
+    them, unless all are such. ``peak_bytes`` is what the steps held at most beyond what was in use before the cache
     existed. The median leaves out the rare step in which a policy compresses while decoding; ``mean_step_seconds`` has
     its share. ``prefill_tokens_per_second`` is one reading of as many prompts of as many tokens, without compilation.
     """
