@@ -52,7 +52,7 @@ def generate(
     repetition_penalty: float = 1.0,
     seed: int = 0,
     n: int = 1,
-    stop: str | Sequence[str] = (),
+    stop: str | Sequence[str] | None = (),
     stop_token_ids: Sequence[int] | None = None,
     logprobs: bool = False,
     memory_limit: int | None = None,
@@ -80,7 +80,8 @@ def generate(
       stop: strings that end the answer; they are not part of the text.
       stop_token_ids: ids that end it, besides the model's own end-of-text ids; () adds none.
       logprobs: also return the log-probability of every token.
-      memory_limit: bytes; by default what the device has. A request that does not fit is refused before allocation.
+      memory_limit: bytes; by default what the device has. A request that does not fit is refused before allocation; an
+        answer whose cache would outgrow it ends there, with what there is, by "memory".
 
     Returns:
       An :class:`Output`; a list of them for a list of prompts; for n > 1 a list of n instead of each.
@@ -149,7 +150,7 @@ def _stream(request: Request, consume: bool) -> Iterator[Piece]:
 
 
 def _session(request: Request, clock: CompileClock, interrupt: Interrupt) -> Session:
-    return Session(request.lm.params, request.controls(), clock, interrupt, request.programs)
+    return Session(request.lm.params, request.controls(), clock, interrupt, request.programs, request.may_grow)
 
 
 class _Run:
@@ -240,7 +241,7 @@ class _Run:
         return Output(
             text=text,
             tokens=tokens,
-            finish_reason=self.reasons[row] or "interrupted",
+            finish_reason=self.reasons[row] or self.session.cut,
             logprobs=logprobs,
             stats=self._stats(row, cache, *counters),
             _cache=functools.partial(kept.row, row),

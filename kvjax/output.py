@@ -83,7 +83,7 @@ class Output:
       text: what was generated, without special tokens and without the stop string that ended it.
       tokens: every generated id, the one that ended the text included.
       finish_reason: "stop" (end-of-text id, stop id or stop string), "length" (max_new_tokens), "context" (the model's
-        context is full) or "interrupted".
+        context is full), "memory" (the cache would have to grow beyond the memory limit) or "interrupted".
       logprobs: natural log of the model's probability of each token, when asked for.
       stats: what it cost.
     """

@@ -20,7 +20,7 @@ from kvjax.errors import UsageError
 from kvjax.joining import check_joinable, joined
 from kvjax.model.load import LanguageModel
 from kvjax.model.tokenizer import Tokenizer
-from kvjax.planning import check_fits
+from kvjax.planning import check_fits, device_limit, weights_bytes
 from kvjax.policies import Full, Policy, parse
 from kvjax.policies.rounds import SINKS
 from kvjax.prompts import Tokens, as_list, is_unicode, opening_tokens, tokenize
@@ -45,7 +45,7 @@ class Options:
     repetition_penalty: float
     seed: int
     n: int
-    stop: str | Sequence[str]
+    stop: str | Sequence[str] | None
     stop_token_ids: Sequence[int] | None
     logprobs: bool
 
@@ -59,7 +59,7 @@ class Options:
             whole_number("top_k", self.top_k, 1)
         whole_number("seed", self.seed, 0, 2**32 - 1)
         whole_number("n", self.n, 1)
-        if not isinstance(self.stop, (str, list, tuple)):
+        if not isinstance(self.stop, (str, list, tuple, type(None))):
             raise UsageError(f"stop is {self.stop!r}; give a string or a list of strings.")
         if any(not isinstance(text, str) or not text or not is_unicode(text) for text in self.stop_strings):
             raise UsageError("A stop string is empty or not text; give strings of at least one character.")
@@ -69,7 +69,7 @@ class Options:
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     def stop_ids(self, lm: LanguageModel) -> tuple[int, ...]:
         """The model's end-of-text ids and those asked for."""
@@ -170,6 +170,15 @@ class Request:
         asked = self.policy, self.dtype, memory_limit, already, self.storage
         check_fits(config, longest, self.rows, *asked, self.lm.mesh)
 
+    def may_grow(self, cache: Cache, new_room: int) -> bool:
+        """Whether a cache fits beside its larger successor, which exist together while it is copied."""
+        limit = device_limit(self.memory_limit)
+        larger = jax.eval_shape(lambda old: self.programs.grow(old, config=self.lm.config, new_room=new_room), cache)
+        caches = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves((cache, larger)))
+        devices = 1 if self.lm.mesh is None else self.lm.mesh.size
+        weights = weights_bytes(self.lm.config, self.dtype, self.lm.mesh)
+        return limit is None or weights + caches // devices <= limit
+
     @property
     def dtype(self) -> Any:
         """Dtype of the weights, and of the cache."""
@@ -236,7 +245,8 @@ def _caches(cache: Any, count: int) -> list[Cache | Conversation]:
     check_joinable("cache=", caches)
     rows = sum(item.batch for item in caches)
     if rows not in (1, count):
-        raise UsageError(f"The cache has {rows} rows and there are {count} prompts; give one prompt a row.")
+        there = "is 1 prompt" if count == 1 else f"are {count} prompts"
+        raise UsageError(f"The cache has {rows} rows and there {there}; give one prompt a row.")
     return caches
 
 

@@ -38,7 +38,7 @@ OPTIONS = {
     "repetition_penalty": [0, -1, math.nan, math.inf, None],
     "seed": [-1, 1.5, None, 2**32],
     "n": [0, -1, 1.5, None, True],
-    "stop": ["", [""], ["a", ""], [3], 3, None, b"ab", ["a\ud800"], {"a": 1}, "x" * 5000],
+    "stop": ["", [""], ["a", ""], [3], 3, b"ab", ["a\ud800"], {"a": 1}, "x" * 5000],
     "stop_token_ids": [[-1], [259], ["a"], [True], [1.5], 3, [None]],
     "policy": ["lagk", "", "lagkv:ratio=2", "lagkv:ratio", 3, [], "streamingllm:positions=x"],
     "context": ["", [], 3, [1], b"ab", "a\ud800", {"a": 1}],
@@ -100,7 +100,7 @@ def test_wrong_caches(tiny_model, monkeypatch):
         monkeypatch.setattr(name, lambda *_, **__: pytest.fail("something ran"))
     refuse(tiny_model, "x", "another model", cache=other)
     refuse(tiny_model, ["x"] * 3, "2 rows and there are 3 prompts", cache=pair)
-    refuse(tiny_model, "x", "2 rows and there are 1 prompt", cache=pair)
+    refuse(tiny_model, "x", "2 rows and there is 1 prompt;", cache=pair)
     refuse(tiny_model, ["x"] * 3, "2 rows", cache=[cache, cache])
     refuse(tiny_model, "x", "consumed", cache=gone)
     refuse(tiny_model, ["x", "y"], "consumed", cache=[cache, gone])

@@ -136,6 +136,20 @@ def test_the_plan_grows_exactly_when_generation_does(tiny_model):
     assert kvjax.plan(tiny_model, prompt_tokens=7, max_new_tokens=10 * limit).cache_bytes == output.cache.nbytes
 
 
+def test_an_answer_whose_cache_would_outgrow_the_memory_ends_with_what_there_is():
+    lm = toys.tiny_model(num_layers=8)
+    small, large = (kvjax.plan(lm, prompt_tokens=4, max_new_tokens=count) for count in (200, 400))
+    # While it grows, the cache is there twice.
+    enough = small.weights_bytes + small.cache_bytes + large.cache_bytes
+    whole, cut = (
+        kvjax.generate(lm, [1, 2, 3, 4], max_new_tokens=400, stop_token_ids=(), memory_limit=limit)
+        for limit in (enough, enough - 1)
+    )
+    assert whole.finish_reason == "length" and len(whole.tokens) == 400
+    assert cut.finish_reason == "memory" and cut.tokens == whole.tokens[: len(cut.tokens)]
+    assert len(cut.tokens) >= NEW_TOKENS and cut.cache.nbytes == small.cache_bytes
+
+
 def test_generation_ends_where_the_context_does(tiny_model):
     limit = tiny_model.config.max_position
     prompt = (LONG * 9)[: limit - 5]

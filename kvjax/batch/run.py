@@ -71,7 +71,7 @@ def run(
     min_p: float = 0.0,
     repetition_penalty: float = 1.0,
     seed: int = 0,
-    stop: str | Sequence[str] = (),
+    stop: str | Sequence[str] | None = (),
     stop_token_ids: Sequence[int] | None = None,
     logprobs: bool = False,
     memory_limit: int | None = None,

@@ -120,9 +120,7 @@ def median_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> 
     return statistics.median(a / b for a, b in zip(numerators, denominators, strict=True))
 
 
-def limit_share(
-    must_read: int, seconds: Sequence[float], around: Sequence[tuple[float, float]]
-) -> tuple[float, int]:
+def limit_share(must_read: int, seconds: Sequence[float], around: Sequence[tuple[float, float]]) -> tuple[float, int]:
     """Median of the rounds' (bytes / bandwidth) / seconds, and of how many: those with a steady bandwidth, if any.
 
     Args:

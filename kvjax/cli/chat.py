@@ -142,6 +142,6 @@ def _answered(conversation: kvjax.Chat, text: str, as_json: bool) -> Output:
         output = piece.output or output
     assert output is not None, "a turn ends with a piece that carries the output"
     render.write_text("\n")
-    if output.finish_reason in ("context", "interrupted"):
+    if output.finish_reason in ("context", "memory", "interrupted"):
         print(f"(ended by {output.finish_reason})", file=sys.stderr)
     return output

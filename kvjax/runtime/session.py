@@ -116,10 +116,13 @@ class Session:
         clock: CompileClock,
         interrupt: Interrupt,
         programs: Programs = ONE_DEVICE,
+        may_grow: Callable[[Cache, int], bool] = lambda cache, new_room: True,
     ):
         self.params, self.controls, self.programs = params, controls, programs
         self.times = Times()
-        self._clock, self._interrupt = clock, interrupt
+        #: Why rows that have not ended go no further.
+        self.cut = "interrupted"
+        self._clock, self._interrupt, self._may_grow = clock, interrupt, may_grow
         self._state: DecodeState | None = None
         self._fed = self._rows = 0
         self._began, self._compiled = time.perf_counter(), clock.seconds
@@ -159,7 +162,9 @@ class Session:
         return result
 
     def chunks(self, steps: int) -> Iterator[ChunkResult]:
-        """Generate ``steps`` tokens a chunk (at most CHUNK) until every row has ended or Ctrl-C is pressed."""
+        """Generate ``steps`` tokens a chunk (at most CHUNK) until every row has ended, Ctrl-C is pressed, or the cache
+        would have to grow to what does not fit.
+        """
         while not self._interrupt.requested:
             state = self._state
             assert state is not None
@@ -170,6 +175,9 @@ class Session:
             if room <= 0:
                 config = self.params.config
                 larger = new_bucket(self._fed, config.max_position)
+                if not self._may_grow(cache, larger):
+                    self.cut = "memory"
+                    return
                 bigger = self.programs.grow(cache, config=config, new_room=larger)
                 state = dataclasses.replace(state, cache=bigger)
                 room = bigger.new_room - self._fed
