@@ -9,6 +9,7 @@ import gc
 import importlib.metadata
 import os
 import platform
+import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -51,15 +52,19 @@ class BandwidthMeter:
         self.readings.clear()  # the first reading pays for waking the threads
 
     def __call__(self, repetitions: int = 3) -> float:
-        """Bytes per second now: the best over the forms and repetitions; also kept in ``readings``."""
-        seconds = []
-        for compiled in self._compiled:
-            for _ in range(repetitions):
-                start = time.perf_counter()
-                compiled(self._buffer).block_until_ready()
-                seconds.append(time.perf_counter() - start)
+        """Bytes per second now: the best form's median over the repetitions; also kept in ``readings``.
+
+        A median, because what it is compared with is the mean of many steps: on a shared machine the best of a few
+        readings is a moment that no half second of steps has.
+        """
+        seconds = [statistics.median(self._seconds(form) for _ in range(repetitions)) for form in self._compiled]
         self.readings.append(self.buffer_bytes / min(seconds))
         return self.readings[-1]
+
+    def _seconds(self, form: Callable[[Array], Array]) -> float:
+        start = time.perf_counter()
+        form(self._buffer).block_until_ready()
+        return time.perf_counter() - start
 
 
 def release_freed_memory() -> None:

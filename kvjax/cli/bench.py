@@ -62,7 +62,17 @@ def run(
         weight_bytes_per_step=run.weight_bytes_per_step(lm.params, lm.config),
         startup=started,
     )
-    _measure(bench, result, batches, contexts, prefills, long_steps)
+    try:
+        _measure(bench, result, batches, contexts, prefills, long_steps)
+    finally:  # Ctrl-C loses none of the cases that are done
+        result.bandwidth_readings = bench.meter.readings
+        if result.decode or result.prefill:
+            _publish(result, json_path, markdown)
+
+
+def _publish(result: Report, json_path: Path | None, markdown: bool) -> None:
+    from kvjax.bench import report
+
     if json_path is not None:
         result.save(json_path)
     if markdown:
@@ -159,7 +169,6 @@ def _measure(
     for batch in batches:
         for context in contexts:
             result.decode += bench.decode(batch, context)
-    result.bandwidth_readings = bench.meter.readings
     for prompt_tokens in prefills:
         result.prefill += bench.prefill(prompt_tokens)
     if long_steps:

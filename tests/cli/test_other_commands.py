@@ -78,6 +78,20 @@ def test_bench_prints_and_saves(cli, tmp_path, monkeypatch):
     assert "its cache grows" in ran.err
 
 
+def test_an_interrupted_bench_reports_the_cases_that_are_done(cli, tmp_path, monkeypatch):
+    from kvjax.bench import machine, run
+
+    def stopped(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(machine.BandwidthMeter.__init__, "__defaults__", (1 << 20,))
+    monkeypatch.setattr(run.Bench, "prefill", stopped)
+    sizes = "bench --batch 1 --context 64 --prefill 64 --rounds 1 --steps 2".split()
+    ran = cli(*sizes, "--policy", "full", "--markdown", "--json", str(tmp_path / "result.json"))
+    assert ran.code == 130 and ran.out.count("| full |") == 1
+    assert len(json.loads((tmp_path / "result.json").read_text())["decode"]) == 1
+
+
 def test_bench_of_a_shape_needs_no_weights(cli, tmp_path):
     chosen = "--policy full --policy h2o:ratio=0.125 --rounds 1 --markdown".split()
     saved = tmp_path / "decode.json"
