@@ -328,6 +328,8 @@ def _refuse_if_too_large(
     prompt = _largest(1, made.prompt_tokens - 1, lambda t: fits(made.batch, t, policy))
     if prompt:
         offers.append(f"prompts of {prompt:,} tokens")
+    if not offers and (prompt := _largest(1, made.prompt_tokens - 1, lambda t: fits(1, t, policy))):
+        offers.append(f"a batch of 1 with {prompt:,} tokens")
     for ratio in (0.5, 0.25, 0.125):
         if isinstance(policy, Full) and fits(made.batch, made.prompt_tokens, LagKV(ratio=ratio)):
             offers.append(f'policy="lagkv:ratio={ratio}"')

@@ -42,6 +42,17 @@ def test_a_refusal_names_requests_that_fit(policy, share):
     assert offers >= 1, sentence
 
 
+def test_a_refusal_names_both_when_neither_alone_would_fit():
+    request = dict(prompt_tokens=20_000, batch=64, policy="full")
+    limit = kvjax.plan(CONFIG, prompt_tokens=300).total_bytes
+    offer = re.search(r"; a batch of 1 with ([\d,]+) tokens would fit", refusal(**request, memory_limit=limit))
+    assert offer is not None
+    tokens = int(offer[1].replace(",", ""))
+    kvjax.plan(CONFIG, prompt_tokens=tokens, memory_limit=limit, policy="full")
+    with pytest.raises(kvjax.DoesNotFit):
+        kvjax.plan(CONFIG, prompt_tokens=tokens + 1, memory_limit=limit, policy="full")
+
+
 def test_a_refusal_says_when_nothing_would_fit():
     assert "weights alone" in refusal(prompt_tokens=10, memory_limit=1000)
     one = kvjax.plan(CONFIG, prompt_tokens=1)
