@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+
 import jax
 import jaxtyping
 import psutil
@@ -48,6 +50,13 @@ def bounded_memory():
     yield
     if psutil.Process().memory_info().rss > 3 << 30:
         jax.clear_caches()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def ctrl_c_arrives():
+    """A shell's background job ignores SIGINT, and some tests press Ctrl-C."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
