@@ -40,7 +40,7 @@ VECTOR_BYTES = 48 * 1024 * 1024
 REGISTERS = 40
 #: Of one turn: the state of more takes too many registers; of as many it lies in memory.
 QUERIES = 32
-#: Numbers of a block's float32 keys, at most, as there are of 512 slots of one register's lanes.
+#: Numbers of a block's float32 keys for each 8 queries: 512 slots of one register's lanes; of more, parts are spilled.
 FLOAT32_KEYS = 512 * LANES
 
 
@@ -217,14 +217,17 @@ def fit(config: TpuConfig, p: Problem, device_kind: str = "") -> tuple[int, int,
     _, total, page_size, head_dim = p.pages.shape
     longest = min(max(p.runs), total) * page_size
     lanes = -(-head_dim // LANES) * LANES
-    # Scores that are shown leave a block at a time, all queries' together.
-    strips = 1 if p.with_logits else _power_of_two(-(-p.q.shape[2] // QUERIES))
+    # Scores that are shown leave a block at a time, all queries' together. Of float32 pages a turn takes one register
+    # of queries: of more, parts are spilled.
+    float32 = p.pages.dtype == jnp.float32
+    at_most = 8 if float32 else QUERIES
+    strips = 1 if p.with_logits else _power_of_two(-(-p.q.shape[2] // at_most))
     queries = -(-p.q.shape[2] // (8 * strips))
     # Peak, mass and decay, and the sum of values; a score and its weight in bfloat16 for every slot.
     state = queries * (3 + lanes // LANES)
     rows, buffers = config.rows, config.buffers
     least = max(LANES, page_size)
-    most = min(FLOAT32_KEYS // lanes, _chip(device_kind).float32_rows) if p.pages.dtype == jnp.float32 else rows
+    most = min(FLOAT32_KEYS // (lanes * queries), _chip(device_kind).float32_rows) if float32 else rows
 
     def many(rows: int) -> bool:
         return rows > most or state + queries * rows * 3 // (2 * LANES) > REGISTERS

@@ -21,9 +21,10 @@ _HIGH_HALF = -0x10000
 
 
 def stacked_parts(x: Float[Array, "*B G N"]) -> BFloat16[Array, "*B P N"]:
-    """[..., 3G, N], largest parts first. Rounded, so that what the products leave out is of either sign; G is whole registers of 8.
+    """[..., 3G, N], largest parts first; G is a multiple of 8, whole registers.
 
-    By bits: XLA may take a conversion there and back to be none.
+    Rounded, so that what the products leave out is of either sign; by bits, as XLA may take a conversion there and back
+    to be none.
     """
 
     def rounded(x: Array) -> Array:

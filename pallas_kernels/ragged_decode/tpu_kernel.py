@@ -287,7 +287,7 @@ class _Program:
         return jnp.concatenate([ring[slot, pl.ds(i, 1), :] for i in range(self.s.pages)], axis=1)
 
     def _product(self, a: Array, w: Array, half: int) -> Array:
-        """With a block's keys (0), contracted over lanes, or values (1), over slots; in lanes, both are the same rows."""
+        """With a block's keys (0), contracted over lanes, or values (1), over slots: as lanes, the same rows."""
         s, slot, lanes = self.s, self._slot(w), self.r.kv_ring.shape[-1]
         halves = (half,) if s.stacked else ()
         if s.tile is None:

@@ -129,6 +129,7 @@ def test_blocks_shrink_to_the_longest_head_and_queries_are_cut_into_strips():
     assert fit(8, 1) == (8, 32, 1)
     assert fit(8, 1000, jnp.float32) == (32, 16, 1)
     assert fit(64, 1000) == (32, 16, 2)
+    assert fit(64, 1000, jnp.float32) == (32, 16, 8)
     assert fit(71, 1000) == (32, 16, 4)
     assert fit(64, 1000, with_logits=True) == (8, 32, 1)
 
@@ -177,6 +178,8 @@ def test_lowers_for_tpu(x64):
         (Case(((300, 5),), (20, 1), dtype=jnp.bfloat16, log_mass=True, soft_cap=30.0), "stacked"),
         (Case(((300, 5),), (3, 1), dtype=jnp.int8, page_size=128, alibi=True, window=9, with_logits=True), "stacked"),
         (Case(((300, 5),), (20, 1), dtype=jnp.bfloat16, head_dim=64, window=100), "lanes"),
+        (Case(((300, 5),), (20, 1), head_dim=256), "stacked"),
+        (Case(((300, 5),), (3, 1), group=64, dtype=jnp.bfloat16, page_size=128, alibi=True, window=9), "stacked"),
     ):
         problem = build(case, layout)
         # Leaves, since an exported function's arguments must be types that JAX can write down.
