@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.attention import decode_attention
+from kvjax.cache.groups import parts, with_parts
 from kvjax.cache.value import Cache, Pools, attach, detach
 from kvjax.model.alibi import slopes
 from kvjax.model.decoder import Decoder, DecoderView
@@ -105,7 +106,12 @@ def forward_step(
             position=step.position,
             with_logits=policy.signals.decode_logits,
         )
-        done.append(policy.observe(i, kept, logits, step))
+        kept = policy.observe(i, kept, logits, step)
+        if logits is not None:
+            # What they decide before the next layer: XLA would keep every layer's logits for the end of the step.
+            attended, chosen = jax.lax.optimization_barrier((attended, [pool.next for pool in parts(kept)]))
+            kept = with_parts(kept, [pool.replace(next=x) for pool, x in zip(parts(kept), chosen, strict=True)])
+        done.append(kept)
         x = layer.finish(x, attended)
     return cache.replace(layers=tuple(done), seen=cache.seen + active), params.logits(x)
 

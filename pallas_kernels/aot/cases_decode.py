@@ -126,8 +126,8 @@ def _tpu(name: str, shape: Shape, rows: int = 0, **keywords: Any) -> Case:
     block_bytes = {}
     for target, kind in KINDS.items():
         own = TpuConfig.default(kind, shape.page_size, pages.shape[3], pages.dtype)
-        count, _ = fit(keywords["options"]["config"] if rows else own, problem)
-        block_bytes[target] = count * shape.page_size * pages.row_nbytes
+        count, _, strips = fit(keywords["options"]["config"] if rows else own, problem, kind)
+        block_bytes[target] = count * shape.page_size * pages.row_nbytes // strips
     return case(name, shape, "tpu", ("tpu",), block_bytes=block_bytes, **keywords)
 
 
@@ -139,11 +139,9 @@ def cases() -> list[Case]:
     for dtype in (jnp.bfloat16, jnp.int8, jnp.float32):
         for head_dim in (64, 80, 96, 128, 256):
             name = f"G = 4, D = {head_dim}, {jnp.dtype(dtype).name}"
-            # A float32 product is six of bfloat16, whose operands do not all fit the registers; it is for checks.
-            spills = 2000 if dtype == jnp.float32 else 0
             # Of the smallest cache, what v5p's two cores found before it is merged is more than 1 %.
             limit = 0.02 if (head_dim, dtype) == (64, jnp.int8) else 0.01
-            found.append(_tpu(name, Shape(head_dim, 4, dtype), 512, spills=spills, temp_limit=limit))
+            found.append(_tpu(name, Shape(head_dim, 4, dtype), 512, temp_limit=limit))
     fp8 = Shape(dtype=jnp.float8_e4m3fn)
     found.append(_tpu("G = 8, D = 128, float8_e4m3fn", fp8, targets=("tpu7x",)))
     found += [_tpu(f"G = {group}, D = 128, bfloat16", Shape(group=group), 512) for group in (1, 2, 16)]
@@ -170,8 +168,9 @@ def cases() -> list[Case]:
         _tpu("default blocks, G = 8, D = 128, int8", Shape(dtype=jnp.int8)),
         _tpu("default blocks, G = 4, D = 64, bfloat16", Shape(64, 4)),
         _tpu("default blocks, G = 4, D = 256, bfloat16", Shape(256, 4)),
-        # 64 queries are 32 registers of state alone: a few more than fit are moved, in the smallest blocks there are.
-        _tpu("default blocks, G = 64, D = 128, bfloat16", Shape(group=64), spills=16, temp_limit=0.02),
+        _tpu("default blocks, G = 8, D = 128, float32", Shape(dtype=jnp.float32)),
+        _tpu("default blocks, G = 32, D = 128, bfloat16", Shape(group=32), temp_limit=0.02),
+        _tpu("default blocks, G = 64, D = 128, bfloat16", Shape(group=64), temp_limit=0.02),
         _tpu("default blocks, 256 rows, G = 4, D = 128, bfloat16", Shape(group=4, batch=256)),
     ]
     return found

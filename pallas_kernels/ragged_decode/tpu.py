@@ -27,6 +27,7 @@ from jaxtyping import Array, Float
 from pallas_kernels import tuned
 from pallas_kernels.pages import Columns, Lanes, Stacked
 from pallas_kernels.ragged_decode.problem import Decoded, Problem
+from pallas_kernels.ragged_decode.tpu_float32 import stacked_parts
 from pallas_kernels.ragged_decode.tpu_kernel import LANES, SHOWN, STAGES, Static, kernel
 from pallas_kernels.ragged_decode.worklist import WorkList, most_items, work_list
 from pallas_kernels.softmax import NEG
@@ -37,6 +38,10 @@ SCALAR_BYTES = 900 * 1024
 VECTOR_BYTES = 48 * 1024 * 1024
 #: Of 64 vector registers, for what a turn hands to the next: with more the compiler spills.
 REGISTERS = 40
+#: Of one turn: the state of more takes too many registers; of as many it lies in memory.
+QUERIES = 32
+#: Numbers of a block's float32 keys for each 8 queries: 512 slots of one register's lanes; of more, parts are spilled.
+FLOAT32_KEYS = 512 * LANES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,13 +85,21 @@ class _Chip:
     Attributes:
       block_bytes: the least whose copy takes about as long as its schedule, from docs/kernels.md.
       in_flight: bytes that memory delivers in 1.5 µs.
-      cores: that share its memory. float8: whether it converts float8 by itself.
+      cores: that share its memory. float8: whether it converts float8 by itself. unit: the matrix unit's side.
+      float32_rows: slots of a block of float32 pages, at most; of more, registers are spilled.
     """
 
     block_bytes: int
     in_flight: int
     cores: int = 1
     float8: bool = False
+    unit: int = 128
+    float32_rows: int = 512
+
+    def tile(self, lanes: int) -> tuple[int, int]:
+        """Slots and lanes of float32 pages to multiply at a time: more are spilled, fewer leave the unit idle."""
+        width = min(lanes, self.unit)
+        return (LANES * self.unit // width, width)
 
 
 _KIB = 1024
@@ -96,8 +109,8 @@ _CHIPS = {
     "v5 lite": _Chip(256 * _KIB, 1_200_000),
     "v5e": _Chip(256 * _KIB, 1_200_000),
     "v5": _Chip(256 * _KIB, 3_700_000, cores=2),
-    "v6": _Chip(512 * _KIB, 2_500_000),
-    "tpu7": _Chip(1024 * _KIB, 5_500_000, float8=True),
+    "v6": _Chip(512 * _KIB, 2_500_000, unit=256, float32_rows=256),
+    "tpu7": _Chip(1024 * _KIB, 5_500_000, float8=True, unit=256),
 }
 
 
@@ -129,10 +142,14 @@ def decode(problem: Problem, *, config: TpuConfig | None = None, interpret: Any 
     if "float8" in p.pages.dtype.name and not (chip.float8 or interpret):
         raise NotImplementedError(f"float8 pages are converted number by number on {kind}; store int8.")
     p = _two_queries(p)
-    pages, buffers = fit(config, p)
+    pages, buffers, strips = fit(config, p, kind)
     by_slot = p.window is not None and p.position is None
     streams = _streams(p)
     items = _items(p, pages, by_slot, clamp=bool(streams))
+    float32 = p.pages.dtype == jnp.float32
+    queries, in_memory = p.q.shape[2], float32 or p.q.shape[2] >= QUERIES
+    if in_memory:
+        queries = -(-queries // (8 * strips)) * 8
     static = Static(
         page_size=page_size,
         pages=pages,
@@ -141,7 +158,10 @@ def decode(problem: Problem, *, config: TpuConfig | None = None, interpret: Any 
         buffers=buffers,
         cores=config.cores or chip.cores,
         stacked=isinstance(p.pages, Stacked),
-        operand=jnp.dtype(jnp.float32 if p.pages.dtype == jnp.float32 else jnp.bfloat16),
+        tile=chip.tile(-(-p.pages.shape[3] // LANES) * LANES) if float32 else None,
+        queries=queries,
+        strips=strips,
+        in_memory=in_memory,
         scale=p.scale,
         soft_cap=p.soft_cap,
         window=None if by_slot else p.window,
@@ -192,18 +212,29 @@ def _streams(p: Problem) -> dict[str, Array]:
     return streams
 
 
-def fit(config: TpuConfig, p: Problem) -> tuple[int, int]:
-    """Pages of a block and buffers, for this problem's longest head and number of queries."""
+def fit(config: TpuConfig, p: Problem, device_kind: str = "") -> tuple[int, int, int]:
+    """Pages of a block, buffers, and strips of queries, for this problem's longest head and number of queries."""
     _, total, page_size, head_dim = p.pages.shape
     longest = min(max(p.runs), total) * page_size
-    queries = -(-p.q.shape[2] // 8)
+    lanes = -(-head_dim // LANES) * LANES
+    # Scores that are shown leave a block at a time, all queries' together. Of float32 pages a turn takes one register
+    # of queries: of more, parts are spilled.
+    float32 = p.pages.dtype == jnp.float32
+    at_most = 8 if float32 else QUERIES
+    strips = 1 if p.with_logits else _power_of_two(-(-p.q.shape[2] // at_most))
+    queries = -(-p.q.shape[2] // (8 * strips))
     # Peak, mass and decay, and the sum of values; a score and its weight in bfloat16 for every slot.
-    state = queries * (3 + -(-head_dim // LANES))
+    state = queries * (3 + lanes // LANES)
     rows, buffers = config.rows, config.buffers
     least = max(LANES, page_size)
-    while rows > least and (rows // 2 >= longest or state + queries * rows * 3 // (2 * LANES) > REGISTERS):
+    most = min(FLOAT32_KEYS // (lanes * queries), _chip(device_kind).float32_rows) if float32 else rows
+
+    def many(rows: int) -> bool:
+        return rows > most or state + queries * rows * 3 // (2 * LANES) > REGISTERS
+
+    while rows > least and (rows // 2 >= longest or many(rows)):
         rows, buffers = rows // 2, min(2 * buffers, 32)
-    return max(rows, least) // page_size, buffers
+    return max(rows, least) // page_size, buffers, strips
 
 
 def _items(p: Problem, pages: int, by_slot: bool, clamp: bool) -> WorkList:
@@ -223,14 +254,22 @@ def _items(p: Problem, pages: int, by_slot: bool, clamp: bool) -> WorkList:
     )
 
 
-def _queries(p: Problem, dtype: DTypeLike) -> Float[Array, "S G E"]:
+def _queries(p: Problem, s: Static) -> Float[Array, "S G E"]:
     batch, heads, group, dim = p.q.shape
     q = p.q.astype(jnp.float32)
     if p.k_scale is not None:
         q = q * p.k_scale[:, :, None]
-    q = q.astype(dtype).reshape(batch * heads, group, dim)
     assert not isinstance(p.pages, Columns)
-    return jnp.pad(q, ((0, 0), (0, 0), (0, p.pages.kv.shape[-1] - dim)))
+    q = q if s.tile else q.astype(jnp.bfloat16)
+    q = jnp.pad(q.reshape(batch * heads, group, dim), ((0, 0), (0, 0), (0, p.pages.kv.shape[-1] - dim)))
+    q = _in_strips(q, s)
+    return stacked_parts(q) if s.tile else q
+
+
+def _in_strips(x: Array, s: Static) -> Array:
+    """[N, G, E] as [N strips, queries, E]."""
+    x = jnp.pad(x, ((0, 0), (0, s.queries * s.strips - x.shape[1]), (0, 0)))
+    return x.reshape(-1, s.queries, x.shape[2])
 
 
 def _call(
@@ -263,10 +302,10 @@ def _call(
             f"The work list is {scalar_bytes} bytes, and scalar memory holds {SCALAR_BYTES}; use larger blocks."
         )
 
-    inputs: dict[str, tuple[Array, pl.BlockSpec]] = {"q": (_queries(p, s.operand), whole)}
+    inputs: dict[str, tuple[Array, pl.BlockSpec]] = {"q": (_queries(p, s), whole)}
     if p.slopes is not None:
         slopes = jnp.asarray(p.slopes, jnp.float32)[:, :, None]
-        inputs["slopes"] = (jnp.broadcast_to(slopes, (heads, group, LANES)), whole)
+        inputs["slopes"] = (_in_strips(jnp.broadcast_to(slopes, (heads, group, LANES)), s), whole)
     # Said to be in device memory: a small array may else be put in vector memory, and copied there by loops.
     in_device = (
         (lambda x: x) if interpret else functools.partial(pltpu.with_memory_space_constraint, memory_space=pltpu.HBM)
@@ -274,16 +313,20 @@ def _call(
     inputs |= {name: (in_device(x), device) for name, x in streams.items()}
     inputs["kv"] = (in_device(kv), device)
 
+    written = (segments * s.strips, group if s.strips == 1 else s.queries, lanes)
     # Of two cores' results one is 0, but for the head that they share.
     outputs: dict[str, tuple[Any, pl.BlockSpec]] = {
-        "out": (jax.ShapeDtypeStruct((s.cores, segments, group, lanes), p.q.dtype), _by_core(segments, group, lanes)),
-        "lse": (jax.ShapeDtypeStruct((s.cores, segments, LANES), jnp.float32), _by_core(segments, LANES)),
+        "out": (jax.ShapeDtypeStruct((s.cores, *written), p.q.dtype), _by_core(*written)),
+        "lse": (jax.ShapeDtypeStruct((s.cores, written[0], LANES), jnp.float32), _by_core(written[0], LANES)),
     }
     scratch: dict[str, Any] = {
         "kv_ring": pltpu.VMEM((s.buffers, s.pages, *kv.shape[1:]), kv.dtype),
         "arrived": pltpu.SemaphoreType.DMA((3, s.buffers)),
-        "zeros": pltpu.VMEM((group, LANES), jnp.float32),
+        "zeros": pltpu.VMEM((s.queries, LANES), jnp.float32),
     }
+    if s.in_memory:
+        scratch["softmax"] = pltpu.VMEM((2 * s.strips, 2, s.queries, LANES), jnp.float32)
+        scratch["sums"] = pltpu.VMEM((2 * s.strips, 4, s.queries, lanes), jnp.float32)
     scratch |= {f"{name}_ring": pltpu.VMEM((s.buffers, s.pages, s.page_size), x.dtype) for name, x in streams.items()}
     aliases = {}
     if p.with_logits:
@@ -347,7 +390,10 @@ def _decoded(p: Problem, out: Array, lse: Array, logits: Array | None) -> Decode
     """What the cores found, merged by log-sum-exp: a head may be cut between two."""
     batch, heads, group, dim = p.q.shape
     out = out[..., dim : 2 * dim] if isinstance(p.pages, Lanes) else out[..., :dim]
-    lse = lse[..., :group]
+    lse = lse[..., : out.shape[2]]
+    if out.shape[1] != batch * heads:  # Strips of a head's queries, the last perhaps not full.
+        out = out.reshape(out.shape[0], batch * heads, -1, dim)[:, :, :group]
+        lse = lse.reshape(out.shape[0], batch * heads, -1)[..., :group]
     if out.shape[0] > 1:
         peak = lse.max(axis=0)
         weight = jnp.exp(lse - peak)

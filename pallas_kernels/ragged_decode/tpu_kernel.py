@@ -19,6 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
 
+from pallas_kernels.ragged_decode.tpu_float32 import PARTS, dot, product, stacked_parts
 from pallas_kernels.ragged_decode.worklist import FIRST, ZERO
 from pallas_kernels.softmax import NEG
 
@@ -37,7 +38,10 @@ class Static:
       page_size: slots of a page. pages: of a block. row_pages: of a row of the batch. heads: of a row of the batch.
       buffers: of the ring, a power of two. cores: that share the list.
       stacked: keys and values are two arrays of a page; else the lanes of one.
-      operand: dtype of the matrix unit's operands.
+      tile: slots and lanes of float32 pages that are multiplied at a time; None of other pages, which are multiplied in
+        bfloat16 as they are.
+      queries: of a turn, a head's in a power of two of strips. strips: that many.
+      in_memory: what turns leave each other of their softmax lies in vector memory; else in registers.
       masked_blocks: a whole block may be invisible (windows by position).
       by_page: copy page after page, for the interpreter that has no copies of a size known at run time.
     """
@@ -49,7 +53,10 @@ class Static:
     buffers: int
     cores: int
     stacked: bool
-    operand: Any
+    tile: tuple[int, int] | None
+    queries: int
+    strips: int
+    in_memory: bool
     scale: float
     soft_cap: float | None
     window: int | None
@@ -61,8 +68,8 @@ class Static:
         return self.page_size * self.pages
 
     @property
-    def precision(self) -> lax.Precision | None:
-        return lax.Precision.HIGHEST if self.operand == jnp.float32 else None
+    def parts(self) -> int:
+        return 1 if self.tile is None else PARTS
 
 
 @dataclasses.dataclass
@@ -70,9 +77,12 @@ class Refs:
     """Operands, results and scratch by name; ``None`` is what this variant does not have.
 
     Scalars: count [1] and the work list [W]; log_mass [S]; query_position [B].
-    Vector memory: q [S, G, E]; slopes [H, G, 128]; out [S, G, E]; lse [S, 128], query g in lane g.
+    Vector memory: q [S, G, E], of float32 pages its parts [S, 3G, E]; slopes [H, G, 128]; out [S, G, E]; lse [S, 128],
+      query g in lane g. Where queries are in strips, S and H count strips of G.
     Device memory: kv [B P, 2, R, E] or [B P, R, E]; v_scale, position [B, P, R]; logits [B P, G, R].
-    Scratch: kv_ring, v_scale_ring and position_ring with semaphores arrived [3, N]; logits_ring with left [4].
+    Scratch: kv_ring, v_scale_ring and position_ring with semaphores arrived [3, N]; logits_ring with left [4];
+      zeros [G, 128]; by strip, of this block and the one before, softmax [2 strips, 2, G, 128] (peak, mass) and
+      sums [2 strips, 4, G, E] (sum of values; decay, peak, mass).
     """
 
     count: Any
@@ -88,6 +98,8 @@ class Refs:
     kv_ring: Any
     arrived: Any
     zeros: Any
+    softmax: Any = None
+    sums: Any = None
     log_mass: Any = None
     query_position: Any = None
     slopes: Any = None
@@ -153,27 +165,36 @@ class _Program:
         lax.fori_loop(begin, begin + jnp.int32(s.buffers), lambda w, _: self._clear(w, end), None)
         lax.fori_loop(begin, begin + jnp.int32(ahead), lambda w, _: self._start(w, end), None)
 
-        def turn(w: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
-            scores, weights, decay, peak, mass, acc = carry
+        strips = jnp.int32(s.strips)
+
+        def copies(w: Array) -> None:
             self._start(w + jnp.int32(ahead), end)
             self._wait(w, end)
             if r.logits is not None:
                 self._send(w, begin, end)
+
+        def turn(t: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
+            scores, weights, *state = carry
+            if s.strips == 1:
+                copies(t)
+            else:
+                pl.when((t & (strips - 1)) == 0)(lambda: copies(self._block(t)))
             # The first two turns have no block for the last stage and the last two none for the first: there they
             # work on the list's first and last, and what they write is written over or not used.
-            newest, middle, oldest = (jnp.clip(w - jnp.int32(i), begin, end - 1) for i in range(3))
-            acc = self._values(oldest, weights, decay, peak, mass, acc)
-            peak, mass, decay, weights = self._softmax(middle, scores, peak, mass)
-            scores = self._scores(newest, w)
-            return scores, weights, decay, peak, mass, acc
+            newest, middle, oldest = (jnp.clip(t - jnp.int32(i), begin * strips, end * strips - 1) for i in range(3))
+            acc = self._values(oldest, weights, *state)
+            peak, mass, decay, weights = self._softmax(middle, scores, *state[1:3])
+            scores = self._scores(newest, t)
+            return scores, weights, *((decay, peak, mass, acc) if state else ())
 
-        group, lanes = r.q.shape[1:]
+        group, lanes = r.zeros.shape[0], r.q.shape[2]
         # Loaded, not made: a constant is laid out as one number, which the loop cannot carry on as a vector.
         zeros = r.zeros[...]
         scores = jnp.full((group, s.rows), jnp.float32(NEG))
-        weights, acc = jnp.zeros((group, s.rows), s.operand), jnp.zeros((group, lanes), jnp.float32)
-        last = jnp.where(begin < end, end + jnp.int32(STAGES - 1), begin)
-        lax.fori_loop(begin, last, turn, (scores, weights, zeros, zeros + jnp.float32(NEG), zeros, acc))
+        weights, acc = jnp.zeros((r.q.shape[1], s.rows), jnp.bfloat16), jnp.zeros((group, lanes), jnp.float32)
+        state = () if s.in_memory else (zeros, zeros + jnp.float32(NEG), zeros, acc)
+        last = jnp.where(begin < end, end * strips + jnp.int32(STAGES - 1), begin * strips)
+        lax.fori_loop(begin * strips, last, turn, (scores, weights, *state))
         if r.logits is not None:
             pl.when(begin < end)(lambda: self._shown(end - jnp.int32(1)).wait())
 
@@ -229,7 +250,31 @@ class _Program:
             ring = self.r.kv_ring.at[self._slot(w)]
             ring[...] = jnp.zeros_like(ring)
 
-    # Stages.
+    # Stages, each of one turn's item t: a block and, where there are several, a strip of its head's queries.
+
+    def _block(self, t: Array) -> Array:
+        return t if self.s.strips == 1 else lax.shift_right_logical(t, jnp.int32(self.s.strips.bit_length() - 1))
+
+    def _strip(self, t: Array) -> Array:
+        return t & jnp.int32(self.s.strips - 1)
+
+    def _of_strip(self, head: Array, t: Array) -> Array:
+        """Where a head's queries of this turn are, among those of all."""
+        return head if self.s.strips == 1 else head * jnp.int32(self.s.strips) + self._strip(t)
+
+    def _slots(self, t: Array) -> tuple[Array, Array]:
+        """Where an item's state is left, and where that of the block before was."""
+        odd, strip = self._block(t) & jnp.int32(1), self._strip(t) * jnp.int32(2)
+        return strip + odd, strip + (odd ^ jnp.int32(1))
+
+    def _before(self, ref: Any, t: Array, kind: int, added: Array) -> Array:
+        """What the block before left. The compiler would load it as the turn begins, and hold or spill it until needed:
+        a store that it depends on, as far as the compiler can tell, puts the load off to where ``added`` is known.
+        """
+        now, before = self._slots(t)
+        if self.s.parts > 1:
+            ref[now, kind, :, : added.shape[1]] = added
+        return ref[before, kind, :, : added.shape[1]]
 
     def _first(self, w: Array) -> Array:
         """Whether nothing of the item's segment came before, on this core: another may have begun it."""
@@ -241,19 +286,26 @@ class _Program:
         slot = self._slot(w)
         return jnp.concatenate([ring[slot, pl.ds(i, 1), :] for i in range(self.s.pages)], axis=1)
 
-    def _half(self, w: Array, half: int) -> Array:
-        """[rows, E] keys (0) or values (1) of a block; in lanes, both are the same rows."""
-        s, slot = self.s, self._slot(w)
-        x = self.r.kv_ring[slot, :, half] if s.stacked else self.r.kv_ring[slot]
-        return x.reshape(s.rows, x.shape[-1]).astype(s.operand)
+    def _product(self, a: Array, w: Array, half: int) -> Array:
+        """With a block's keys (0), contracted over lanes, or values (1), over slots: as lanes, the same rows."""
+        s, slot, lanes = self.s, self._slot(w), self.r.kv_ring.shape[-1]
+        halves = (half,) if s.stacked else ()
+        if s.tile is None:
+            x = self.r.kv_ring[(slot, slice(None), *halves)]
+            return dot(a, x.reshape(s.rows, lanes).astype(jnp.bfloat16), 1 - half)
 
-    def _scores(self, w: Array, turn: Array) -> Array:
+        def load(row: int, rows: int, lane: int, width: int) -> Array:
+            pages = pl.ds(row // s.page_size, max(rows // s.page_size, 1))
+            slots = pl.ds(row % s.page_size, min(rows, s.page_size))
+            return self.r.kv_ring[(slot, pages, *halves, slots, pl.ds(lane, width))].reshape(rows, width)
+
+        return product(a, (s.rows, lanes), load, s.tile, 1 - half)
+
+    def _scores(self, t: Array, turn: Array) -> Array:
         """[G, rows], NEG where nothing is visible; selected, so whatever keys past the length give is left."""
-        r, s = self.r, self.s
+        r, s, w = self.r, self.s, self._block(t)
         segment, low = r.segment[w], r.low[w]
-        keys = self._half(w, 0)
-        contract = (((1,), (1,)), ((), ()))
-        raw = lax.dot_general(r.q[segment], keys, contract, precision=s.precision, preferred_element_type=jnp.float32)
+        raw = self._product(r.q[self._of_strip(segment, t)], w, 0)
         column = lax.broadcasted_iota(jnp.int32, raw.shape, 1)
         visible = (column >= low) & (column < r.high[w])
         bias = None
@@ -263,7 +315,7 @@ class _Program:
             if s.window is not None:
                 visible &= distance > jnp.int32(-s.window)
             if r.slopes is not None:
-                slope = r.slopes[segment - row * jnp.int32(s.heads)][:, :1]
+                slope = r.slopes[self._of_strip(segment - row * jnp.int32(s.heads), t)][:, :1]
                 bias = slope * distance.astype(jnp.float32)
         if r.log_mass is not None:
             zero = (r.flags[w] & jnp.int32(ZERO)) != 0
@@ -282,19 +334,23 @@ class _Program:
         if r.logits is not None:
             shown = scores if s.logits_scale is None else scored(s.logits_scale)
             for i in range(s.pages):
-                columns = shown[:, i * s.page_size : (i + 1) * s.page_size]
+                columns = shown[: r.logits_ring.shape[2], i * s.page_size : (i + 1) * s.page_size]
                 r.logits_ring[turn & jnp.int32(SHOWN - 1), i] = columns
         return scores
 
-    def _softmax(self, w: Array, scores: Array, peak: Array, mass: Array) -> tuple[Array, Array, Array, Array]:
+    def _softmax(self, t: Array, scores: Array, *state: Array) -> tuple[Array, Array, Array, Array]:
         """Peak and mass with this block, what the mass before it is worth now, and the block's weights.
 
         Mass stays a number a lane: one sum over lanes when a block's result is written, off this stage's chain.
         """
-        r, s = self.r, self.s
+        r, s, w = self.r, self.s, self._block(t)
         first = self._first(w)
+        largest = jnp.max(scores, axis=1, keepdims=True)
+        if s.in_memory:
+            largest = jnp.broadcast_to(largest, r.zeros.shape)
+        peak = self._before(r.softmax, t, 0, largest) if s.in_memory else state[0]
         before = jnp.where(first, jnp.float32(NEG), peak)
-        peak = jnp.maximum(before, jnp.max(scores, axis=1, keepdims=True))
+        peak = jnp.maximum(before, largest)
         decay = jnp.where(first, jnp.float32(0), jnp.exp(before - peak))
         columns = [scores[:, i : i + LANES] for i in range(0, s.rows, LANES)]
         weights = [jnp.exp(x - peak) for x in columns]
@@ -303,30 +359,41 @@ class _Program:
                 jnp.where(x > jnp.float32(NEG), y, jnp.float32(0)) for x, y in zip(columns, weights, strict=True)
             ]
         total = functools.reduce(jnp.add, weights)
+        mass = self._before(r.softmax, t, 1, total) if s.in_memory else state[1]
         mass = jnp.where(first, total, decay * mass + total)
+        if s.in_memory:
+            now, _ = self._slots(t)
+            for i, x in enumerate((peak, mass)):
+                r.softmax[now, i] = x
+            for i, x in enumerate((decay, peak, mass)):
+                r.sums[now, 1 + i, :, :LANES] = x
         weight = jnp.concatenate(weights, axis=1)
         if r.v_scale is not None:
             weight = weight * self._row(r.v_scale_ring, w)
-        return peak, mass, decay, weight.astype(s.operand)
+        return peak, mass, decay, weight.astype(jnp.bfloat16) if s.tile is None else stacked_parts(weight)
 
-    def _values(self, w: Array, weights: Array, decay: Array, peak: Array, mass: Array, acc: Array) -> Array:
+    def _values(self, t: Array, weights: Array, *state: Array) -> Array:
         """The sum of values with this block; written as the segment's result, which its next block writes over."""
-        r, s = self.r, self.s
-        segment = r.segment[w]
-        contract = (((1,), (0,)), ((), ()))
-        added = lax.dot_general(
-            weights, self._half(w, 1), contract, precision=s.precision, preferred_element_type=jnp.float32
-        )
+        r, s, w = self.r, self.s, self._block(t)
+        segment = self._of_strip(r.segment[w], t)
+        added = self._product(weights, w, 1)
+        if s.in_memory:
+            acc, now = self._before(r.sums, t, 0, added), self._slots(t)[0]
+            decay, peak, mass = (r.sums[now, i, :, :LANES] for i in range(1, 4))
+        else:
+            decay, peak, mass, acc = state
         first = self._first(w)
         # Selected: before the list's first block the sum may be anything, NaN too.
         acc = jnp.where(first, added, decay[:, :1] * acc + added)
+        if s.in_memory:
+            r.sums[self._slots(t)[0], 0] = acc
         total = jnp.sum(mass, axis=1, keepdims=True)
         lse = peak + jnp.log(total)
         out = acc / total
         if r.position is not None and s.window is not None:
             out = jnp.where(total > 0, out, jnp.float32(0))
             lse = jnp.where(total > 0, lse, jnp.float32(NEG))
-        r.out[segment] = out.astype(r.out.dtype)
+        r.out[segment] = out[: r.out.shape[1]].astype(r.out.dtype)
         # A column of [G, 128] as a row: 128 lanes for a head's log-sum-exps, where a column would take 128 lanes each.
         query = lax.broadcasted_iota(jnp.int32, lse.shape, 0)
         lane = lax.broadcasted_iota(jnp.int32, lse.shape, 1)

@@ -118,16 +118,43 @@ def test_more_than_the_chip_holds_is_refused():
         jax.eval_shape(step(1), *shapes(2048, 1))
 
 
-def test_blocks_shrink_to_the_longest_head_and_to_many_queries():
-    def fit(group, pages):
-        q, kv = np.zeros((1, 1, group, 128), np.float32), np.zeros((1, pages, 2, 16, 128), np.float32)
-        problem = tpu.Problem(q, tpu.Stacked(kv, 128), np.zeros((1, 1), np.int32), (pages,), 1.0)
+def test_blocks_shrink_to_the_longest_head_and_queries_are_cut_into_strips():
+    def fit(group, pages, dtype=jnp.bfloat16, **options):
+        q, kv = np.zeros((1, 1, group, 128), dtype), np.zeros((1, pages, 2, 16, 128), dtype)
+        problem = tpu.Problem(q, tpu.Stacked(kv, 128), np.zeros((1, 1), np.int32), (pages,), 1.0, **options)
         return tpu.fit(tpu.TpuConfig(rows=1024, buffers=8), problem)
 
-    assert fit(8, 1000) == (64, 8)
-    assert fit(64, 1000) == (8, 32)
-    assert fit(8, 20) == (32, 16)
-    assert fit(8, 1) == (8, 32)
+    assert fit(8, 1000) == (64, 8, 1)
+    assert fit(8, 20) == (32, 16, 1)
+    assert fit(8, 1) == (8, 32, 1)
+    assert fit(8, 1000, jnp.float32) == (32, 16, 1)
+    assert fit(64, 1000) == (32, 16, 2)
+    assert fit(64, 1000, jnp.float32) == (32, 16, 8)
+    assert fit(71, 1000) == (32, 16, 4)
+    assert fit(64, 1000, with_logits=True) == (8, 32, 1)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(("group", "cores"), [(64, 1), (40, 1), (71, 2)])
+def test_more_queries_than_a_turn_takes(dtype, group, cores):
+    case = Case(((70, 300, 0), (5, 513, 1)), (10, 40, 1), group=group, dtype=dtype, page_size=128, log_mass=True)
+    for more in ({}, {"window": 200}, {"alibi": True, "window": 1500}):
+        problem = build(dataclasses.replace(case, **more), "stacked")
+        wide = dataclasses.replace(problem, q=problem.q.astype(jnp.float32))
+        want, got = reference.decode(wide), decode(problem, dataclasses.replace(SMALL, cores=cores))
+        tolerance = TestTpu.tolerance[jnp.dtype(dtype).name]
+        np.testing.assert_allclose(np.asarray(got.out, np.float32), want.out, atol=tolerance, rtol=tolerance)
+        np.testing.assert_allclose(got.lse, want.lse, atol=tolerance, rtol=tolerance)
+
+
+def test_float32_is_as_exact_as_float32():
+    """Against float64; the three bfloat16 parts of a number hold as much as it does."""
+    problem = build(Case(((130,),), (9,), poison=False), "stacked")
+    k, v = (np.asarray(problem.pages.kv[0, :, half], np.float64).reshape(-1, 128)[:130] for half in range(2))
+    score = np.asarray(problem.q[0, 0], np.float64) @ k.T * problem.scale
+    weight = np.exp(score - score.max(axis=1, keepdims=True))
+    want = weight @ v / weight.sum(axis=1, keepdims=True)
+    np.testing.assert_allclose(decode(problem).out[0, 0], want, atol=1e-6, rtol=1e-6)
 
 
 @pytest.mark.parametrize("kind", ["TPU v4", "TPU v5 lite", "TPU v5", "TPU v6 lite", "TPU7x", "cpu"])
@@ -151,6 +178,8 @@ def test_lowers_for_tpu(x64):
         (Case(((300, 5),), (20, 1), dtype=jnp.bfloat16, log_mass=True, soft_cap=30.0), "stacked"),
         (Case(((300, 5),), (3, 1), dtype=jnp.int8, page_size=128, alibi=True, window=9, with_logits=True), "stacked"),
         (Case(((300, 5),), (20, 1), dtype=jnp.bfloat16, head_dim=64, window=100), "lanes"),
+        (Case(((300, 5),), (20, 1), head_dim=256), "stacked"),
+        (Case(((300, 5),), (3, 1), group=64, dtype=jnp.bfloat16, page_size=128, alibi=True, window=9), "stacked"),
     ):
         problem = build(case, layout)
         # Leaves, since an exported function's arguments must be types that JAX can write down.
