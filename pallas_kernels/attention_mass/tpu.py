@@ -56,29 +56,23 @@ def _mass_kernel(offset, factor, live, q, normaliser, k, onto, out, total, besid
     def _():
         total[...] = jnp.zeros_like(total)
 
-    def broadcast() -> None:
+    def add(masked: bool) -> None:
         column = jnp.transpose(normaliser[...])
         for g in range(q.shape[0]):
             beside[g] = jnp.broadcast_to(column[:, g : g + 1], (t.queries, LANES))
-
-    def add(masked: bool) -> None:
         for part in range(t.parts):
             at = part * t.part
             scores = tpu_tiles.scores(q[...], t.keys_of(k, part), t.columns) * factor[b]
-            seen = tpu_tiles.visible(first_query - first_key - jnp.int32(at), t.queries, t.part) if masked else []
+            if masked:
+                seen = tpu_tiles.visible(first_query - first_key - jnp.int32(at), t.queries, t.part)
+                scores = tpu_tiles.masked_by_head(scores, seen, NEG)
             for g in range(q.shape[0]):
                 of_head = tpu_tiles.lanes(scores[g * t.queries : (g + 1) * t.queries])
-                shares = [jnp.exp2(x - beside[g]) for x in of_head]
-                if masked:
-                    shares = [jnp.where(see, x, jnp.float32(0)) for see, x in zip(seen, shares, strict=True)]
-                for lane, share in enumerate(shares):
-                    where = slice(at + lane * LANES, at + (lane + 1) * LANES)
-                    total[g, :, where] += share.reshape(-1, SUBLANES, LANES).sum(axis=0)
+                for lane, found in enumerate(of_head):
+                    share = jnp.exp2(found - beside[g]).reshape(-1, SUBLANES, LANES).sum(axis=0)
+                    total[g, :, at + lane * LANES : at + (lane + 1) * LANES] += share
 
-    counted = live[b * pl.num_programs(3) + i] != 0
-    tpu_tiles.apart(jnp.logical_and(counted, t.touched(first_query, first_key)), broadcast)
-
-    @pl.when(counted)
+    @pl.when(live[b * pl.num_programs(3) + i] != 0)
     def _():
         tpu_tiles.each_way(t, first_query, first_key, add)
 
