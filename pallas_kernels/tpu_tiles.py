@@ -35,8 +35,8 @@ class Config:
         """About 512 rows of queries against 1,024 keys, 2 MB of scores; a window's few rows against up to 2,048 keys.
         Twice as many scores where there are keys enough for what a block on the diagonal computes in vain to be little.
 
-        Not timed on a device. Scheduled for 4 queries a head, the larger blocks take 10 % (v5e, v5p) to 28 % (v6e,
-        tpu7x) fewer cycles a score, and for 16 queries of 256 channels 35 to 50 %; float32 products gain nothing. A
+        Not timed on a device. Scheduled for 4 queries a head, the larger blocks take 12 % (v5e, v5p) to 22 % (v6e,
+        tpu7x) fewer cycles a score, and for 16 queries of 256 channels 12 to 31 %; float32 products gain little. A
         window of 32 queries of 4 heads takes v5e 0.53 us of issue slots for 2,048 keys, whose bytes take 0.64: one read
         of the keys is what it costs.
         """

@@ -5,7 +5,8 @@
 * The queries of a group are one matrix product; the mass is summed a head apart, in 8 sublanes until the last block.
 * Masks are compared and selected in blocks that the diagonal crosses only: the vector unit is what limits the mass
   of many queries (a multiply, a subtraction and an addition a score, with ``exp2`` on its own unit).
-* The running maximum and sum of the first pass are kept in 128 lanes apart and meet in the last block.
+* The running maximum and sum of the first pass are kept in 128 lanes, and parts of 512 keys, apart and meet in the last
+  block: a score is used as it leaves the product, and no block of them is held.
 """
 
 from __future__ import annotations

@@ -4,6 +4,9 @@ The offset is data: JAX's splash attention takes it as part of the mask, a stati
 every chunk of a long prompt. The grid's axis over keys is as long as the furthest query needs, a traced number too,
 and blocks above the diagonal are neither read nor computed. All G queries of a token share one read of the keys, and
 masks are compared in blocks that the diagonal crosses only. The log-sum-exp leaves lane-major.
+
+A block of scores is 16 times the registers. It is written to memory as it leaves the product, in parts of 512 keys, and
+read again for the weights. Nothing that one part stores is loaded by the next: the compiler would keep it in registers.
 """
 
 from __future__ import annotations
@@ -133,7 +136,7 @@ def _call(p: Problem, t: Tiles, interpret: Any) -> Any:
         out_shape=out,
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "parallel", "arbitrary"),
-            # The scores of 2,048 rows of 256 channels (G = 16) and what is kept of them are 17 MB; the default is 16.
+            # 2,048 rows of 256 channels (G = 16) and their scores take more than the default of 16 MB.
             vmem_limit_bytes=32 * 2**20,
         ),
         cost_estimate=t.cost(p.k.dtype.itemsize, 2, sum(x.size * x.dtype.itemsize for x in out)),
