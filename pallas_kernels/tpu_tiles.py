@@ -14,6 +14,8 @@ from jaxtyping import Array, Bool, Float, Int
 LANES, SUBLANES = 128, 8
 #: From so many on, a block of 2,048 keys on the diagonal is at most an eighth of what a chunk's last queries see.
 _MANY_KEYS = 8192
+#: Keys whose scores are multiplied at once, each part's results stored before the next part's need registers.
+_PART = 512
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,8 +35,8 @@ class Config:
         """About 512 rows of queries against 1,024 keys, 2 MB of scores; a window's few rows against up to 2,048 keys.
         Twice as many scores where there are keys enough for what a block on the diagonal computes in vain to be little.
 
-        Not timed on a device. Scheduled for 4 queries a head, the larger blocks take 10 % (v5e, v5p) to 28 % (v6e,
-        tpu7x) fewer cycles a score, and for 16 queries of 256 channels 35 to 50 %; float32 products gain nothing. A
+        Not timed on a device. Scheduled for 4 queries a head, the larger blocks take 12 % (v5e, v5p) to 22 % (v6e,
+        tpu7x) fewer cycles a score, and for 16 queries of 256 channels 12 to 31 %; float32 products gain little. A
         window of 32 queries of 4 heads takes v5e 0.53 us of issue slots for 2,048 keys, whose bytes take 0.64: one read
         of the keys is what it costs.
         """
@@ -78,6 +80,21 @@ class Tiles:
         return cls((batch, heads, group, padded, dim), count, tokens, queries, keys, dim % LANES != 0)
 
     @property
+    def rows(self) -> int:
+        """Of a block's queries, of all heads of the group."""
+        return self.shape[2] * self.queries
+
+    @property
+    def part(self) -> int:
+        """Keys of a block whose scores are computed together."""
+        return min(self.keys, _PART)
+
+    @property
+    def parts(self) -> int:
+        """Of a block of keys."""
+        return self.keys // self.part
+
+    @property
     def query_blocks(self) -> int:
         return self.shape[3] // self.queries
 
@@ -107,6 +124,11 @@ class Tiles:
 
         return pl.BlockSpec((None, None, dim, self.keys), index)
 
+    def keys_of(self, block: Any, part: int) -> Array:
+        """That part of a block of keys or values, as it lies in memory."""
+        at = slice(part * self.part, (part + 1) * self.part)
+        return block[:, at] if self.columns else block[at]
+
     def last_key_block(self, offset: Array, block: Array) -> Array:
         """The last block of keys that this block of queries sees; later ones are not read."""
         last = jnp.maximum(offset + (block + 1) * jnp.int32(self.queries) - 1, 0)
@@ -116,6 +138,10 @@ class Tiles:
         """The first block of queries that sees this block of keys; earlier ones are not read."""
         first = jax.lax.div(jnp.maximum(block * jnp.int32(self.keys) - offset, 0), jnp.int32(self.queries))
         return jnp.minimum(first, jnp.int32(self.query_blocks - 1))
+
+    def touched(self, first_query: Array, first_key: Array) -> Bool[Array, ""]:
+        """Whether a query of the block sees a key of the block."""
+        return first_query + jnp.int32(self.queries - 1) >= first_key
 
     def cost(self, itemsize: int, products: int, other_bytes: int) -> pl.CostEstimate:
         """Of the whole rectangle, as for queries that are the last, with 1 or 2 products a score, each of an array."""
@@ -147,34 +173,62 @@ def scores(q: Float[Array, "G N D"], k: Array, columns: bool) -> Float[Array, "M
     return dot(q.reshape(-1, q.shape[-1]), k, 0 if columns else 1)
 
 
-def visible(first_query: Array, first_key: Array, shape: tuple[int, int]) -> Bool[Array, "N S"]:
-    """Of one head's queries [N] and keys [S] from these places on."""
-    query = jax.lax.broadcasted_iota(jnp.int32, shape, 0)
-    key = jax.lax.broadcasted_iota(jnp.int32, shape, 1)
-    return key - query <= first_query - first_key
+def lanes(x: Float[Array, "M S"]) -> list[Float[Array, "M 128"]]:
+    """The columns of ``x`` in groups of 128."""
+    return [x[:, at : at + LANES] for at in range(0, x.shape[1], LANES)]
 
 
-def masked_by_head(x: Float[Array, "M S"], seen: Bool[Array, "N S"], fill: float) -> Float[Array, "M S"]:
+def across(x: Float[Array, "M 128"], width: int) -> Float[Array, "M D"]:
+    """A number a row, which is the same in every lane, for rows of another width."""
+    return jnp.concatenate([x] * -(-width // LANES), axis=1)[:, :width]
+
+
+def visible(ahead: Array, queries: int, keys: int) -> list[Bool[Array, "N 128"]]:
+    """Of one head's queries and keys, in groups of 128 keys; the first query is so many places ahead of the first key.
+
+    One group's distances serve all: those of every key at once would not fit the registers.
+    """
+    query = jax.lax.broadcasted_iota(jnp.int32, (queries, LANES), 0)
+    distance = jax.lax.broadcasted_iota(jnp.int32, (queries, LANES), 1) - query
+    return [distance <= ahead - jnp.int32(at) for at in range(0, keys, LANES)]
+
+
+def masked_by_head(x: Float[Array, "M S"], seen: list[Bool[Array, "N 128"]], fill: float) -> Float[Array, "M S"]:
     """``fill`` where the group's queries do not see."""
-    count = seen.shape[0]
-    heads = [x[at : at + count] for at in range(0, x.shape[0], count)]
-    return jnp.concatenate([jnp.where(seen, head, jnp.float32(fill)) for head in heads])
+    count = seen[0].shape[0]
+    heads = []
+    for at in range(0, x.shape[0], count):
+        groups = zip(seen, lanes(x[at : at + count]), strict=True)
+        heads.append(jnp.concatenate([jnp.where(see, part, jnp.float32(fill)) for see, part in groups], axis=1))
+    return jnp.concatenate(heads)
 
 
-def each_way(first_query: Array, first_key: Array, queries: int, keys: int, run: Any) -> None:
+def apart(condition: Bool[Array, ""], run: Any) -> None:
+    """``run()`` where the condition holds, never scheduled together with what follows.
+
+    A loop of one turn: branches in a row are joined, and what the first stores for the second is then kept in
+    registers, of which there are too few.
+    """
+
+    def turn(_: Any, __: Any) -> None:
+        run()
+
+    jax.lax.fori_loop(jnp.int32(0), condition.astype(jnp.int32), turn, None)
+
+
+def each_way(t: Tiles, first_query: Array, first_key: Array, run: Any) -> None:
     """``run(masked)`` for a block the diagonal crosses or one below it; nothing for one above."""
-    below = first_query >= first_key + jnp.int32(keys - 1)
-    touched = first_query + jnp.int32(queries - 1) >= first_key
+    below = first_query >= first_key + jnp.int32(t.keys - 1)
     pl.when(below)(lambda: run(False))
-    pl.when(jnp.logical_and(touched, jnp.logical_not(below)))(lambda: run(True))
+    pl.when(jnp.logical_and(t.touched(first_query, first_key), jnp.logical_not(below)))(lambda: run(True))
 
 
-def store_by_head(out: Any, column: Float[Array, "M 1"]) -> None:
-    """Write one number a query, a column, into ``out`` [G, N]: along the lanes, as it lies in memory.
+def store_by_head(out: Any, column: Float[Array, "M 128"]) -> None:
+    """Write one number a query, the same in every lane, into ``out`` [G, N]: along the lanes, as it lies in memory.
 
     As [..., 1] in memory it would be padded to 128 lanes (134 MB for a quarter of a million queries).
     """
     group, count = out.shape
-    turned = jnp.transpose(jnp.broadcast_to(column, (group * count, LANES)))
+    turned = jnp.transpose(column)
     for g in range(group):
         out[g : g + 1] = turned[:1, g * count : (g + 1) * count]

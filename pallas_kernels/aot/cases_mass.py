@@ -13,9 +13,9 @@ from pallas_kernels.aot.cases import Case
 from pallas_kernels.attention_mass import Masses, attention_mass, log_sum_exp
 
 IMPLEMENTATIONS = {"tpu": "tpu", "gpu": "triton"}
-#: A GPU's kernel spills nothing. A TPU's block of scores is meant to be larger than its 64 registers of 4 KB, and lives
-#: in on-chip memory, over ports of its own: the compiler counts that as spills, most where float32 is multiplied.
-SPILLS = {"tpu": 20_000, "gpu": 0}
+#: A GPU's kernel spills nothing. A TPU's schedule takes scores from the products before it has registers for what they
+#: become; most where float32 is multiplied, in several passes.
+SPILLS = {"tpu": 8_000, "gpu": 0}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -70,7 +70,7 @@ def profiles(dump: Path) -> list[KernelProfile]:
 
 
 def _loop(schedule: str) -> tuple[int, int]:
-    """Bundles and cycles of the longest loop, with the loops inside it."""
+    """Bundles and cycles of the longest loop, with a turn of each loop inside it: the kernels' make at most one."""
     loops, depth = [(0, 0)], 0
     for marks, nesting, empty in _BUNDLE.findall(schedule):
         if not empty:

@@ -5,7 +5,8 @@
 * The queries of a group are one matrix product; the mass is summed a head apart, in 8 sublanes until the last block.
 * Masks are compared and selected in blocks that the diagonal crosses only: the vector unit is what limits the mass
   of many queries (a multiply, a subtraction and an addition a score, with ``exp2`` on its own unit).
-* The running maximum and sum of the first pass are kept in 128 lanes apart and meet in the last block.
+* The running maximum and sum of the first pass are kept in 128 lanes, and parts of 512 keys, apart and meet in the last
+  block: a score is used as it leaves the product, and no block of them is held.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def _check(p: Problem) -> None:
         raise NotImplementedError("The TPU kernels know no bias that depends on places (ALiBi).")
 
 
-def _mass_kernel(offset, factor, live, q, normaliser, k, onto, out, total, *, t: Tiles):
+def _mass_kernel(offset, factor, live, q, normaliser, k, onto, out, total, beside, *, t: Tiles):
     b, block, i = pl.program_id(0), pl.program_id(2), pl.program_id(3)
     first_query, first_key = offset[b] + i * jnp.int32(t.queries), block * jnp.int32(t.keys)
 
@@ -57,18 +58,24 @@ def _mass_kernel(offset, factor, live, q, normaliser, k, onto, out, total, *, t:
         total[...] = jnp.zeros_like(total)
 
     def add(masked: bool) -> None:
-        scores = tpu_tiles.scores(q[...], k[...], t.columns) * factor[b]
         column = jnp.transpose(normaliser[...])
         for g in range(q.shape[0]):
-            share = jnp.exp2(scores[g * t.queries : (g + 1) * t.queries] - column[:, g : g + 1])
+            beside[g] = jnp.broadcast_to(column[:, g : g + 1], (t.queries, LANES))
+        for part in range(t.parts):
+            at = part * t.part
+            scores = tpu_tiles.scores(q[...], t.keys_of(k, part), t.columns) * factor[b]
             if masked:
-                seen = tpu_tiles.visible(first_query, first_key, (t.queries, t.keys))
-                share = jnp.where(seen, share, jnp.float32(0))
-            total[g] += share.reshape(-1, SUBLANES, t.keys).sum(axis=0)
+                seen = tpu_tiles.visible(first_query - first_key - jnp.int32(at), t.queries, t.part)
+                scores = tpu_tiles.masked_by_head(scores, seen, NEG)
+            for g in range(q.shape[0]):
+                of_head = tpu_tiles.lanes(scores[g * t.queries : (g + 1) * t.queries])
+                for lane, found in enumerate(of_head):
+                    share = jnp.exp2(found - beside[g]).reshape(-1, SUBLANES, LANES).sum(axis=0)
+                    total[g, :, at + lane * LANES : at + (lane + 1) * LANES] += share
 
     @pl.when(live[b * pl.num_programs(3) + i] != 0)
     def _():
-        tpu_tiles.each_way(first_query, first_key, t.queries, t.keys, add)
+        tpu_tiles.each_way(t, first_query, first_key, add)
 
     @pl.when(i == pl.num_programs(3) - 1)
     def _():
@@ -102,7 +109,10 @@ def _mass_call(p: Problem, c: Counting, t: Tiles, onto: Array, interpret: Any) -
             mass,
         ],
         out_specs=mass,
-        scratch_shapes=[pltpu.VMEM((group, SUBLANES, t.keys), jnp.float32)],
+        scratch_shapes=[
+            pltpu.VMEM((group, SUBLANES, t.keys), jnp.float32),
+            pltpu.VMEM((group, t.queries, LANES), jnp.float32),
+        ],
     )
     return pl.pallas_call(
         functools.partial(_mass_kernel, t=t),
@@ -129,25 +139,27 @@ def _log_sum_exp_kernel(offset, factor, q, k, out, peak, mass, *, t: Tiles):
         mass[...] = jnp.zeros_like(mass)
 
     def fold(masked: bool) -> None:
-        scores = tpu_tiles.scores(q[...], k[...], t.columns) * factor[b]
-        if masked:
-            # Masked weights need no zeros: where a lane has seen no score they are exp2(0), and go with its first.
-            seen = tpu_tiles.visible(first_query, first_key, (t.queries, t.keys))
-            scores = tpu_tiles.masked_by_head(scores, seen, NEG)
-        parts = [scores[:, at : at + LANES] for at in range(0, t.keys, LANES)]
-        higher = functools.reduce(jnp.maximum, parts, peak[...])
-        gained = functools.reduce(jnp.add, [jnp.exp2(part - higher) for part in parts])
-        mass[...] = mass[...] * jnp.exp2(peak[...] - higher) + gained
-        peak[...] = higher
+        for part in range(t.parts):
+            scores = tpu_tiles.scores(q[...], t.keys_of(k, part), t.columns) * factor[b]
+            if masked:
+                # Masked weights need no zeros: where a lane has seen no score they are exp2(0), and go with its first.
+                ahead = first_query - first_key - jnp.int32(part * t.part)
+                scores = tpu_tiles.masked_by_head(scores, tpu_tiles.visible(ahead, t.queries, t.part), NEG)
+            groups = tpu_tiles.lanes(scores)
+            higher = functools.reduce(jnp.maximum, groups, peak[part])
+            gained = functools.reduce(jnp.add, [jnp.exp2(group - higher) for group in groups])
+            mass[part] = mass[part] * jnp.exp2(peak[part] - higher) + gained
+            peak[part] = higher
 
-    tpu_tiles.each_way(first_query, first_key, t.queries, t.keys, fold)
+    tpu_tiles.each_way(t, first_query, first_key, fold)
 
     @pl.when(block == pl.num_programs(3) - 1)
     def _():
-        top = peak[...].max(axis=1, keepdims=True)
-        total = (mass[...] * jnp.exp2(peak[...] - top)).sum(axis=1, keepdims=True)
+        top = peak[...].max(axis=0).max(axis=1, keepdims=True)
+        total = (mass[...] * jnp.exp2(peak[...] - top)).sum(axis=0).sum(axis=1, keepdims=True)
         found = top * jnp.float32(1 / LOG2E) + jnp.log(jnp.maximum(total, jnp.float32(1e-37)))
-        tpu_tiles.store_by_head(out, jnp.where(top > jnp.float32(NOTHING), found, jnp.float32(NEG)))
+        found = jnp.where(top > jnp.float32(NOTHING), found, jnp.float32(NEG))
+        tpu_tiles.store_by_head(out, jnp.broadcast_to(found, (t.rows, LANES)))
 
 
 def _log_sum_exp_call(p: Problem, t: Tiles, interpret: Any) -> Float[Array, "B H G N"]:
@@ -164,7 +176,7 @@ def _log_sum_exp_call(p: Problem, t: Tiles, interpret: Any) -> Float[Array, "B H
             t.key_spec(key_block),
         ],
         out_specs=pl.BlockSpec((None, None, group, t.queries), lambda b, h, i, *_: (b, h, 0, i)),
-        scratch_shapes=[pltpu.VMEM((group * t.queries, LANES), jnp.float32)] * 2,
+        scratch_shapes=[pltpu.VMEM((t.parts, t.rows, LANES), jnp.float32)] * 2,
     )
     out = jax.ShapeDtypeStruct(t.shape[:4], jnp.float32)
     return pl.pallas_call(

@@ -4,6 +4,9 @@ The offset is data: JAX's splash attention takes it as part of the mask, a stati
 every chunk of a long prompt. The grid's axis over keys is as long as the furthest query needs, a traced number too,
 and blocks above the diagonal are neither read nor computed. All G queries of a token share one read of the keys, and
 masks are compared in blocks that the diagonal crosses only. The log-sum-exp leaves lane-major.
+
+A block of scores is 16 times the registers. It is written to memory as it leaves the product, in parts of 512 keys, and
+read again for the weights. Nothing that one part stores is loaded by the next: the compiler would keep it in registers.
 """
 
 from __future__ import annotations
@@ -34,43 +37,71 @@ def prefill(p: Problem, *, config: Config | None = None, interpret: Any = False)
     return Prefilled(out.astype(p.q.dtype), lse)
 
 
-def _kernel(offset, length, q, k, v, out, lse, peak, mass, total, *, t: Tiles, factor: float):
+def _kernel(
+    offset, length, q, k, v, out, lse, score, found_peak, peak, shrink, mass, gained, total, *, t: Tiles, factor: float
+):
     b, i, block = pl.program_id(0), pl.program_id(2), pl.program_id(3)
     first = i * jnp.int32(t.queries)
     first_query, first_key = offset[b] + first, block * jnp.int32(t.keys)
+    counted, last = first < length[b], block == pl.num_programs(3) - 1
+    live = jnp.logical_and(counted, t.touched(first_query, first_key))
 
     @pl.when(block == 0)
     def _():
         peak[...] = jnp.full_like(peak, jnp.float32(NEG))
         mass[...] = jnp.zeros_like(mass)
-        total[...] = jnp.zeros_like(total)
+        for part in range(t.parts):
+            gained[part] = jnp.zeros_like(gained[part])
+            total[part] = jnp.zeros_like(total[part])
 
-    def fold(masked: bool) -> None:
-        scores = tpu_tiles.scores(q[...], k[...], t.columns) * jnp.float32(factor)
-        if masked:
-            # Masked weights need no zeros: every query sees key 0, so its peak is a score from the first block on.
-            seen = tpu_tiles.visible(first_query, first_key, (t.queries, t.keys))
-            scores = tpu_tiles.masked_by_head(scores, seen, NEG)
-        higher = jnp.maximum(peak[...], scores.max(axis=1, keepdims=True))
-        shrink = jnp.exp2(peak[...] - higher)
-        weight = jnp.exp2(scores - higher[:, :1])
-        # Summed in 128 lanes apart, which meet in the last block.
-        gained = functools.reduce(jnp.add, [weight[:, at : at + LANES] for at in range(0, t.keys, LANES)])
-        mass[...] = mass[...] * shrink + gained
-        total[...] = total[...] * shrink[:, :1] + tpu_tiles.dot(weight, v[...], 1 if t.columns else 0)
+    def measure(masked: bool) -> None:
+        """Scores, and the largest of each part, in 128 lanes apart."""
+        for part in range(t.parts):
+            scores = tpu_tiles.scores(q[...], t.keys_of(k, part), t.columns) * jnp.float32(factor)
+            if masked:
+                # Masked weights need no zeros: every query sees key 0, so its peak is a score from the first block on.
+                ahead = first_query - first_key - jnp.int32(part * t.part)
+                scores = tpu_tiles.masked_by_head(scores, tpu_tiles.visible(ahead, t.queries, t.part), NEG)
+            score[part] = scores
+            found_peak[part] = functools.reduce(jnp.maximum, tpu_tiles.lanes(scores))
+
+    def whole_mass() -> Any:
+        return functools.reduce(jnp.add, [gained[part] for part in range(t.parts)], mass[...])
+
+    def lift() -> None:
+        """The peaks so far, the same in every lane, and what the weights gathered before it are with them."""
+        top = functools.reduce(jnp.maximum, [found_peak[part] for part in range(t.parts)])
+        higher = jnp.maximum(peak[...], top.max(axis=1, keepdims=True))
+        shrink[...] = jnp.exp2(peak[...] - higher)
+        mass[...] = whole_mass() * shrink[...]
         peak[...] = higher
 
-    @pl.when(first < length[b])
-    def _():
-        tpu_tiles.each_way(first_query, first_key, t.queries, t.keys, fold)
+    def gather() -> None:
+        """Weights and what they weigh. Each part has sums of its own, which meet in the last block."""
+        for part in range(t.parts):
+            weights = [jnp.exp2(scores - peak[...]) for scores in tpu_tiles.lanes(score[part])]
+            gained[part] = functools.reduce(jnp.add, weights)
+            weight = jnp.concatenate([x.astype(v.dtype) for x in weights], axis=1)
+            weighed = tpu_tiles.dot(weight, t.keys_of(v, part), 1 if t.columns else 0)
+            total[part] = total[part] * tpu_tiles.across(shrink[...], total.shape[2]) + weighed
 
-    @pl.when(block == pl.num_programs(3) - 1)
+    pl.when(counted)(lambda: tpu_tiles.each_way(t, first_query, first_key, measure))
+    tpu_tiles.apart(live, lift)
+    pl.when(live)(gather)
+
+    def add_up() -> None:
+        every = jnp.maximum(whole_mass().sum(axis=1, keepdims=True), jnp.float32(1e-37))
+        shrink[...] = jnp.broadcast_to(every, shrink.shape)
+
+    tpu_tiles.apart(last, add_up)
+
+    @pl.when(last)
     def _():
-        every = jnp.maximum(mass[...].sum(axis=1, keepdims=True), jnp.float32(1e-37))
-        out[...] = (total[...] / every).astype(out.dtype).reshape(out.shape)
-        top = peak[:, :1]
-        found = top * jnp.float32(1 / LOG2E) + jnp.log(every)
-        tpu_tiles.store_by_head(lse, jnp.where(top > jnp.float32(NOTHING), found, jnp.float32(NEG)))
+        every = shrink[...]
+        whole = total[...].sum(axis=0) / tpu_tiles.across(every, total.shape[2])
+        out[...] = whole.astype(out.dtype).reshape(out.shape)
+        found = peak[...] * jnp.float32(1 / LOG2E) + jnp.log(every)
+        tpu_tiles.store_by_head(lse, jnp.where(peak[...] > jnp.float32(NOTHING), found, jnp.float32(NEG)))
 
 
 def _call(p: Problem, t: Tiles, interpret: Any) -> Any:
@@ -89,9 +120,13 @@ def _call(p: Problem, t: Tiles, interpret: Any) -> Any:
         in_specs=[rows, t.key_spec(key_block), t.key_spec(key_block)],
         out_specs=[rows, pl.BlockSpec((None, None, group, t.queries), lambda b, h, i, *_: (b, h, 0, i))],
         scratch_shapes=[
-            pltpu.VMEM((group * t.queries, LANES), jnp.float32),
-            pltpu.VMEM((group * t.queries, LANES), jnp.float32),
-            pltpu.VMEM((group * t.queries, dim), jnp.float32),
+            pltpu.VMEM((t.parts, t.rows, t.part), jnp.float32),
+            pltpu.VMEM((t.parts, t.rows, LANES), jnp.float32),
+            pltpu.VMEM((t.rows, LANES), jnp.float32),
+            pltpu.VMEM((t.rows, LANES), jnp.float32),
+            pltpu.VMEM((t.rows, LANES), jnp.float32),
+            pltpu.VMEM((t.parts, t.rows, LANES), jnp.float32),
+            pltpu.VMEM((t.parts, t.rows, dim), jnp.float32),
         ],
     )
     out = [jax.ShapeDtypeStruct(t.shape, p.q.dtype), jax.ShapeDtypeStruct(t.shape[:4], jnp.float32)]
@@ -101,6 +136,8 @@ def _call(p: Problem, t: Tiles, interpret: Any) -> Any:
         out_shape=out,
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "parallel", "arbitrary"),
+            # 2,048 rows of 256 channels (G = 16) and their scores take more than the default of 16 MB.
+            vmem_limit_bytes=32 * 2**20,
         ),
         cost_estimate=t.cost(p.k.dtype.itemsize, 2, sum(x.size * x.dtype.itemsize for x in out)),
         name="prefill",
