@@ -136,8 +136,9 @@ def _call(p: Problem, t: Tiles, interpret: Any) -> Any:
         out_shape=out,
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "parallel", "arbitrary"),
-            # 2,048 rows of 256 channels (G = 16) and their scores take more than the default of 16 MB.
-            vmem_limit_bytes=32 * 2**20,
+            # 2,048 rows of 256 channels (G = 16) and their scores take more than v5e's default of 16 MB, and 8,192 rows
+            # (G = 64) more than tpu7x's of 32; the least that a chip has is 64.
+            vmem_limit_bytes=60 * 2**20,
         ),
         cost_estimate=t.cost(p.k.dtype.itemsize, 2, sum(x.size * x.dtype.itemsize for x in out)),
         name="prefill",
