@@ -104,6 +104,18 @@ def _kernel(
         tpu_tiles.store_by_head(lse, jnp.where(peak[...] > jnp.float32(NOTHING), found, jnp.float32(NEG)))
 
 
+def _memory(t: Tiles, itemsize: int) -> int | None:
+    """VMEM to ask for where v5e's default of 16 MB would be little, as for 2,048 rows of 256 channels (G = 16).
+
+    Scores, sums, blocks in flight and a quarter more, twice that for what float32 products spill. No more than is
+    needed: it is XLA's loss, which keeps small arrays there. The least that a chip has is 64 MB.
+    """
+    dim = t.shape[4]
+    scratch = 4 * t.rows * (t.keys + (2 * t.parts + 3) * LANES + t.parts * max(dim, LANES))
+    needed = scratch + 4 * itemsize * max(dim, LANES) * (t.rows + t.keys)
+    return None if needed < 12 * 2**20 else min(60 * 2**20, needed * (8 if itemsize == 4 else 5) // 4)
+
+
 def _call(p: Problem, t: Tiles, interpret: Any) -> Any:
     batch, heads, group, _, dim = t.shape
     offset = per_row(p.offset, batch, jnp.int32)
@@ -136,8 +148,7 @@ def _call(p: Problem, t: Tiles, interpret: Any) -> Any:
         out_shape=out,
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "parallel", "arbitrary"),
-            # 2,048 rows of 256 channels (G = 16) and their scores take more than the default of 16 MB.
-            vmem_limit_bytes=32 * 2**20,
+            vmem_limit_bytes=_memory(t, p.k.dtype.itemsize),
         ),
         cost_estimate=t.cost(p.k.dtype.itemsize, 2, sum(x.size * x.dtype.itemsize for x in out)),
         name="prefill",
