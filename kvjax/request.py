@@ -172,6 +172,8 @@ class Request:
 
     def may_grow(self, cache: Cache, new_room: int) -> bool:
         """Whether a cache fits beside its larger successor, which exist together while it is copied."""
+        if self.memory_limit is None and self.lm.mesh is not None and jax.process_count() > 1:
+            return True  # hosts that have different memory would decide apart, and wait for each other
         limit = device_limit(self.memory_limit)
         larger = jax.eval_shape(lambda old: self.programs.grow(old, config=self.lm.config, new_room=new_room), cache)
         caches = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves((cache, larger)))

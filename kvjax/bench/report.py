@@ -103,7 +103,7 @@ def footnote(report: Report) -> str:
             f"Limit: the bytes a step must read ({human_bytes(report.weight_bytes_per_step)} of weights, and the live "
             f"cache) at the bandwidth measured before and after it (reading {human_bytes(size)}; median "
             f"{rate / 1e9:.1f} GB/s); {unsteady} of {total} rounds, in which those differ by more than 15 %, do not "
-            f"count for it. "
+            f"count for it where a case has others. "
         )
     return said + "Peak: memory in use while the case ran, beyond what was in use before its cache existed."
 

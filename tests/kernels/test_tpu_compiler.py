@@ -7,8 +7,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-#: The kernel as it is and with all its options, one query a head, scores handed back; the smallest of the others.
-NAMED = r"blocks of 512$|all but logits|logits_scale|^window of 32, G = 3|^chunk of 64|D = 128, int8$"
+#: The kernel as it is and with all its options, one query a head, float32, scores handed back; the smallest of the
+#: others and the prefill that spills nothing; a step that holds one layer's scores.
+NAMED = (
+    r"blocks of 512$|all but logits|logits_scale|^G = 4, D = 128, float32|^window of 32, G = 3|^chunk of 64"
+    r"|^chunk of 1,024, G = 4|D = 128, int8$|h2o"
+)
 
 
 @pytest.mark.skipif(not (ROOT / ".libtpu").exists(), reason="no TPU compiler: `python scripts/fetch_libtpu.py`")
