@@ -256,15 +256,11 @@ class LagKV(Policy):
         ranks = count_better(scores) if lag <= 256 else rank_descending(scores)
         # Where each slot's row comes from: kept ones in order, then the window, then whatever was there.
         count = jnp.cumsum(ranks < keep, axis=-1)
-        place = jnp.arange(2 * lag)
+        place = jnp.arange(region["k"].shape[1]) - offset
         kept = jax.vmap(lambda c: jnp.searchsorted(c, place + 1))(count)
         source = jnp.where(place < keep, kept, jnp.where(place < keep + lag, place - keep + lag, place))
-        moved = {
-            name: jax.lax.dynamic_update_slice_in_dim(
-                whole, jnp.take_along_axis(part[name], source[..., None], axis=1), offset, axis=1
-            )
-            for name, whole in region.items()
-        }
+        source = jnp.where(place < 0, place, source) + offset
+        moved = {name: jnp.take_along_axis(whole, source[..., None], axis=1) for name, whole in region.items()}
         cache = put_pages(cache, row, first, moved)
         length = cache.length.at[row].set(static + keep + lag)
         state = LagState(state.static.at[row].set(static + keep), state.covered.at[row].set(covered + lag))
