@@ -17,21 +17,28 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from kvjax.config import ModelConfig
+from kvjax.model.products import product, product_turned
 
 
 def _param(
-    rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str | None, ...], dtype: DTypeLike, inputs: int = 1
+    rngs: nnx.Rngs,
+    shape: tuple[int, ...],
+    axes: tuple[str | None, ...],
+    dtype: DTypeLike,
+    inputs: int = 1,
+    turned: bool = False,
 ) -> nnx.Param:
     """A weight with its logical shape and axes; random values serve tests and ``load`` overwrites them.
 
-    It is stored as a matrix, the first ``inputs`` axes against the others (or, without any, as a vector). The short
-    axes of heads and halves would each be padded to a tile of a TPU's memory, four times the bytes where the last axis
-    but one is 2, and a product would copy the weight into another layout at every step.
+    It is stored as a matrix, the first ``inputs`` axes against the others (or, without any, as a vector); ``turned``,
+    the others against the first (``products.py`` says what is read faster how). The short axes of heads and halves
+    would each be padded to a tile of a TPU's memory, four times the bytes where the last axis but one is 2, and a
+    product would copy the weight into another layout at every step.
     """
     fan_in = shape[0] if len(shape) > 1 else 1
     values = jax.random.normal(rngs.params(), shape, jnp.float32) * fan_in**-0.5
-    stored = (math.prod(shape[:inputs]), -1) if inputs else (-1,)
-    return nnx.Param(values.astype(dtype).reshape(stored), axes=axes, logical=shape, inputs=inputs)
+    values = values.astype(dtype).reshape((math.prod(shape[:inputs]), -1) if inputs else (-1,))
+    return nnx.Param(values.T if turned else values, axes=axes, logical=shape, inputs=inputs, turned=turned)
 
 
 @runtime_checkable
@@ -62,42 +69,21 @@ class DecoderView(Protocol):
 
 def logical(param: nnx.Variable) -> jax.Array:
     """A weight with its logical axes, see :class:`DecoderLayer`."""
-    return param.get_value().reshape(param.get_metadata("logical", param.get_value().shape))
+    return logical_view(param, param.get_value())
+
+
+def logical_view(param: nnx.Variable, stored: Any) -> Any:
+    """What is stored of a weight, an array of JAX or NumPy, with its logical axes; in NumPy without a copy."""
+    shape, inputs = param.get_metadata("logical", stored.shape), param.get_metadata("inputs", 1)
+    if not param.get_metadata("turned", False):
+        return stored.reshape(shape)
+    outputs = len(shape) - inputs
+    return stored.reshape(shape[inputs:] + shape[:inputs]).transpose(*range(outputs, len(shape)), *range(outputs))
 
 
 def gate_columns(inner: int) -> int:
     """C: at most a TPU's 128 lanes, and so few that 16 devices can share the halves wherever 16 divides F."""
     return math.gcd(inner, math.gcd(inner // 16, 128))
-
-
-def product(x: Float[Array, "*S K"], weight: Float[Array, "K N"]) -> Float[Array, "*S N"]:
-    """``x @ weight``, for a handful of rows in the form that CPUs compute fastest.
-
-    Up to 32 rows are bound by reading the weight, and XLA's CPU compiler reads it at very different speeds (2 cores
-    that read 75 GB/s, float32): a plain product of one row runs on one of them (40 GB/s), a batch of part sums on both
-    (54); one of 8 rows goes to a library (31), one that contracts both leading axes to Eigen (33). A vocabulary's
-    columns gain nothing from either, many rows and other platforms neither.
-    """
-    rows, (inner, columns) = x.reshape(-1, x.shape[-1]), weight.shape
-    if rows.shape[0] == 1 and columns <= _WIDE * inner and x.dtype == jnp.float32:
-        found = jax.lax.platform_dependent(rows, weight, cpu=_one_row, default=jnp.matmul)
-        return found.reshape(*x.shape[:-1], -1)
-    if not 3 <= rows.shape[0] <= 32 or columns > _WIDE * inner:
-        return x @ weight
-    # The barrier keeps the compiler from folding the transpose back into a plain product.
-    turned = jax.lax.optimization_barrier(rows.T)
-    return jax.lax.dot_general(turned, weight, (((0,), (0,)), ((), ()))).reshape(*x.shape[:-1], -1)
-
-
-#: Columns of a weight, of its rows, beyond which it is a vocabulary's.
-_WIDE = 16
-
-
-def _one_row(x: Float[Array, "1 K"], weight: Float[Array, "K N"]) -> Float[Array, "1 N"]:
-    """The sum of the products of 6 parts of K (or 8, 4, 2: what divides it), which run beside one another."""
-    inner, columns = weight.shape
-    parts = next((parts for parts in (6, 8, 4, 2) if inner % parts == 0), 1)
-    return jnp.einsum("pk,pkn->pn", x.reshape(parts, -1), weight.reshape(parts, -1, columns)).sum(0, keepdims=True)
 
 
 class RMSNorm(nnx.Module):
@@ -136,8 +122,8 @@ def _norm(config: ModelConfig, dtype: DTypeLike) -> RMSNorm | LayerNorm:
 class DecoderLayer(nnx.Module):
     """One pre-norm layer: grouped-query attention projections and an MLP, gated by SiLU or through GELU.
 
-    Parameters, matrices [in, out] whose logical axes are (M hidden, H KV heads, G group size, D head_dim, F
-    intermediate):
+    Parameters, matrices [in, out] (gate_up and up are stored [out, in]) whose logical axes are (M hidden, H KV heads, G
+    group size, D head_dim, F intermediate):
       qkv [M | H, G + 2, D]: the G queries of KV head h, then its key, then its value.
       out [H, G, D | M]; gate_up [M | F / C, 2, C]: C columns of the gate, then as many of what it gates, so that a
       share of the columns holds both halves; or up [M | F] without a gate; down [F | M].
@@ -154,9 +140,10 @@ class DecoderLayer(nnx.Module):
         self.out = _param(rngs, (heads, group, dim, hidden), ("kv_heads", None, None, None), dtype, 3)
         if config.mlp == "gated_silu":
             half = gate_columns(inner)
-            self.gate_up = _param(rngs, (hidden, inner // half, 2, half), (None, "mlp", None, None), dtype)
+            shape, axes = (hidden, inner // half, 2, half), (None, "mlp", None, None)
+            self.gate_up = _param(rngs, shape, axes, dtype, turned=True)
         else:
-            self.up = _param(rngs, (hidden, inner), (None, "mlp"), dtype)
+            self.up = _param(rngs, (hidden, inner), (None, "mlp"), dtype, turned=True)
         self.down = _param(rngs, (inner, hidden), ("mlp", None), dtype)
         if config.qkv_bias:
             self.qkv_bias = _param(rngs, (heads, group + 2, dim), ("kv_heads", None, None), dtype, 0)
@@ -194,9 +181,9 @@ class DecoderLayer(nnx.Module):
         """The MLP up to its activation, of the channels whose weights are there."""
         c = self.config
         if c.mlp == "gelu":
-            up = product(x, self.up[...])
+            up = product_turned(x, self.up[...])
             return jax.nn.gelu(up + self.up_bias[...] if c.mlp_bias else up, approximate=True)
-        inner = product(x, self.gate_up[...])
+        inner = product_turned(x, self.gate_up[...])
         if c.mlp_bias:
             inner = inner + self.gate_up_bias[...]
         halves = inner.reshape(*x.shape[:-1], -1, 2, gate_columns(c.intermediate_size))
@@ -207,9 +194,8 @@ class DecoderLayer(nnx.Module):
 class Decoder(nnx.Module):
     """Token embedding (with a norm of its own in some families), layers, final norm and output head.
 
-    ``embedding`` is [V, M] and ``head`` is [M, V]. A model that ties them holds the head alone: every decode step reads
-    it whole, at 29 GB/s against 23 for the other layout (8 rows, 2 CPU cores), while embedding a token touches one
-    column of it (25 ms for a prompt of 2,048 tokens, of 2 seconds).
+    ``embedding`` is [V, M], and ``head``, logically [M, V], is stored so too: a model that ties them holds the head
+    alone, whose rows are what tokens are embedded as.
     """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, dtype: DTypeLike = jnp.float32):
@@ -219,16 +205,18 @@ class Decoder(nnx.Module):
             self.embedding_norm = _norm(config, dtype)
         self.layers = nnx.List([DecoderLayer(config, rngs=rngs, dtype=dtype) for _ in range(config.num_layers)])
         self.norm = _norm(config, dtype)
-        self.head = _param(rngs, (config.hidden_size, config.vocab_size), (None, "vocab"), dtype)
+        self.head = _param(rngs, (config.hidden_size, config.vocab_size), (None, "vocab"), dtype, turned=True)
         self.config = config
 
     def embed(self, tokens: Int[Array, "*S"]) -> Float[Array, "*S M"]:
         """What the first layer reads of the tokens; ids are checked by the caller."""
-        if self.config.tie_embeddings:
-            x = jnp.moveaxis(self.head[...][:, tokens], 0, -1)
-        else:
-            x = self.embedding[...][tokens]
+        x = self.table[tokens]
         return self.embedding_norm(x) if self.config.embedding_norm else x
+
+    @property
+    def table(self) -> Float[Array, "V M"]:
+        """The embedding: where it is tied, the head as it is stored."""
+        return self.head[...] if self.config.tie_embeddings else self.embedding[...]
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -237,7 +225,7 @@ class Decoder(nnx.Module):
 
     def logits(self, x: Float[Array, "*S M"]) -> Float[Array, "*S V"]:
         """Float32 scores of every token, from the last layer's output."""
-        return jnp.matmul(self.norm(x), self.head[...], preferred_element_type=jnp.float32)
+        return product_turned(self.norm(x), self.head[...], jnp.float32)
 
 
 def random_decoder(config: ModelConfig, seed: int = 0, dtype: DTypeLike = jnp.float32) -> Decoder:

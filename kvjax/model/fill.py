@@ -20,7 +20,7 @@ from kvjax.config import ModelConfig
 from kvjax.errors import WeightsError
 from kvjax.mesh import Mesh
 from kvjax.model.checkpoint import Checkpoint
-from kvjax.model.decoder import Decoder, abstract_decoder
+from kvjax.model.decoder import Decoder, abstract_decoder, logical_view
 from kvjax.model.tiling import tiled
 from kvjax.model.weight_map import Weight
 
@@ -73,7 +73,7 @@ def fill(
         sharding = where and where(param)
         needed = sharding and _needed(sharding, spec.shape)
         for name, weight in pieces[".".join(map(str, path))]:
-            _copy(checkpoint, name, weight, values, param.get_metadata("logical", spec.shape), needed)
+            _copy(checkpoint, name, weight, values, weight.place(logical_view(param, values)), needed)
         return param.replace(tiled(_place(values, sharding)))
 
     # Conversion runs in NumPy, which lets other threads run; more threads than cores only hold more buffers.
@@ -151,10 +151,10 @@ def _copy(
     name: str,
     weight: Weight,
     values: np.ndarray,
-    logical: tuple[int, ...],
+    view: np.ndarray,
     needed: Needed | None = None,
 ) -> None:
-    view = weight.place(values.reshape(logical))
+    """Fill ``view``, what the tensor is of a parameter's ``values``, where it is needed."""
     # One index of the view's first axis takes this many rows of the tensor (a head's channels, or one).
     per = weight.shape[0] // view.shape[0]
     for start, stop in _blocks(weight.shape, per):

@@ -16,7 +16,8 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from kvjax.config import ModelConfig
-from kvjax.model.decoder import Decoder, DecoderLayer, product
+from kvjax.model.decoder import Decoder, DecoderLayer
+from kvjax.model.products import product
 from kvjax.runtime.buckets import block_of
 from kvjax.sharding.partition import Group, Partition
 from kvjax.sharding.placement import Splits, splits
@@ -98,12 +99,11 @@ class LocalDecoder:
         return params.embedding_norm(x) if self.config.embedding_norm else x
 
     def _summed(self, tokens: Int[Array, "*S"]) -> Float[Array, "*S M"]:
-        order, tied = self._split.order, self.config.tie_embeddings
-        table = self._params.head[...] if tied else self._params.embedding[...]
-        count = table.shape[1 if tied else 0]
+        order, table = self._split.order, self._params.table
+        count = table.shape[0]
         own = tokens - jax.lax.axis_index(order) * count
         index = jnp.clip(own, 0, count - 1)
-        x = jnp.moveaxis(table[:, index], 0, -1) if tied else table[index]
+        x = table[index]
         return jax.lax.psum(jnp.where(((own >= 0) & (own < count))[..., None], x, jnp.zeros((), x.dtype)), order)
 
     def _in_blocks(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T M"]:

@@ -2,8 +2,9 @@
 
 The forms are chosen by measurement on 2 CPU cores (SmolLM2 float32, columns): scores are a multiply-reduce over the
 pages, because XLA rewrites a ``dot_general`` with pages among its free axes into one that needs a transposed copy of
-the whole cache (41 of 103 ms a step). No keys or values are gathered: queries go to the pages, and only page-sized
-partial results come back to the heads.
+the whole cache (41 of 103 ms a step); a batch of one takes a product a page, and one of values a head (3 to 4 % of a
+step). No keys or values are gathered: queries go to the pages, and only page-sized partial results come back to the
+heads.
 """
 
 from __future__ import annotations
@@ -79,12 +80,26 @@ def _page_scores(p: Problem, q: Float[Array, "B H G D"]) -> Float[Array, "B P G 
         keys = p.pages.key_rows().astype(jnp.float32)
         return jnp.einsum("bpgd,bprd->bpgr", q[:, p.owner], keys, precision="highest")
     keys = p.pages.k.astype(jnp.float32)
+    if batch == 1:
+        return _one_row_scores(p, q[0], keys[0])[None]
     if p.uniform:
         heads, count = q.shape[1], p.runs[0]
         keys = keys.reshape(batch, heads, count, 1, dim, page_size)
         scores = jnp.sum(q[:, :, None, :, :, None] * keys, axis=4)
         return scores.reshape(batch, total, -1, page_size)
     return jnp.sum(q[:, p.owner][..., None] * keys[:, :, None], axis=3)
+
+
+def _one_row_scores(p: Problem, q: Float[Array, "H G D"], keys: Float[Array, "P D R"]) -> Float[Array, "P G R"]:
+    """:func:`_page_scores` of a batch of one, whose pages are too few for a multiply-reduce on all cores.
+
+    Queries are brought to their pages by a constant 0/1 matrix, exactly: a broadcast would be compiled into one loop
+    with the rotary embedding before it, done again for every page.
+    """
+    heads, group, dim = q.shape
+    member = jnp.asarray(p.owner[:, None] == np.arange(heads), jnp.float32)
+    each = jnp.matmul(member, q.reshape(heads, -1), precision="highest").reshape(-1, group, dim)
+    return jnp.einsum("pgd,pdr->pgr", each, keys, precision="highest")
 
 
 def _values(p: Problem) -> Array:
@@ -96,15 +111,17 @@ def _values(p: Problem) -> Array:
 def _uniform(p: Problem, scores: Array) -> tuple[Array, Array, Array]:
     """Unnormalised output, peak and mass when all heads own equally many pages."""
     batch, heads, group, dim = p.q.shape
-    page_size = p.pages.shape[2]
-    shape = (batch, heads, p.runs[0])
-    by_head = scores.reshape(*shape, group, page_size)
+    page_size, count = p.pages.shape[2], p.runs[0]
+    # A head's pages are one product where there is one row, which has too few of them to be worth one each.
+    pages = count if batch == 1 else 1
+    shape, slots = (batch, heads, count // pages), pages * page_size
+    by_head = scores.reshape(*shape, pages, group, page_size).swapaxes(3, 4).reshape(*shape, group, slots)
     peak = by_head.max(axis=(2, 4), keepdims=True)
     weight = jnp.exp(by_head - peak)
     mass = weight.sum(axis=(2, 4))
     if p.v_scale is not None:
-        weight = weight * p.v_scale.reshape(*shape, 1, page_size)
-    values = _values(p).reshape(*shape, page_size, dim)
+        weight = weight * p.v_scale.reshape(*shape, 1, slots)
+    values = _values(p).reshape(*shape, slots, dim)
     summed = jnp.einsum("bhpgr,bhprd->bhpgd", weight, values, preferred_element_type=jnp.float32)
     return summed.sum(axis=2), peak[:, :, 0, :, 0], mass
 

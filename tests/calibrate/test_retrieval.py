@@ -21,7 +21,7 @@ def attention_matrices(lm, ids: np.ndarray) -> list[np.ndarray]:
     """[query head, T, T] attention of every layer, from the weights as they are written in the model's docstring."""
     config, params = lm.config, lm.params
     weights = [{name: np.asarray(value, np.float64) for name, value in _arrays(layer)} for layer in params.layers]
-    x = np.asarray(params.head[...], np.float64).T[ids]  # tied embeddings
+    x = np.asarray(params.table, np.float64)[ids]  # tied embeddings
     time = np.arange(len(ids))
     frequency = config.rope.theta ** (-np.arange(0, config.head_dim, 2) / config.head_dim)
     turn = np.exp(1j * time[:, None] * frequency)

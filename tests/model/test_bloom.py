@@ -160,7 +160,7 @@ def test_places(tmp_path, name):
                 np.testing.assert_array_equal(logical(layer.qkv_bias)[head, part], bias[at : at + dim])
             dense = tensors[f"{block}self_attention.dense.weight"][:, head * dim : (head + 1) * dim]
             np.testing.assert_array_equal(logical(layer.out)[head, 0], dense.T)
-        np.testing.assert_array_equal(layer.up[...], tensors[f"{block}mlp.dense_h_to_4h.weight"].T)
+        np.testing.assert_array_equal(logical(layer.up), tensors[f"{block}mlp.dense_h_to_4h.weight"].T)
         np.testing.assert_array_equal(layer.down[...], tensors[f"{block}mlp.dense_4h_to_h.weight"].T)
         vectors = {
             "self_attention.dense.bias": layer.out_bias,
@@ -174,7 +174,7 @@ def test_places(tmp_path, name):
         for hf_name, param in vectors.items():
             np.testing.assert_array_equal(param[...], tensors[block + hf_name])
     table = tensors["transformer.word_embeddings.weight"]
-    np.testing.assert_array_equal(params.head[...], tensors.get("lm_head.weight", table).T)
+    np.testing.assert_array_equal(logical(params.head), tensors.get("lm_head.weight", table).T)
     np.testing.assert_array_equal(table.T if params.config.tie_embeddings else params.embedding[...].T, table.T)
     for hf_name, norm in (("word_embeddings_layernorm", params.embedding_norm), ("ln_f", params.norm)):
         np.testing.assert_array_equal(norm.weight[...], tensors[f"transformer.{hf_name}.weight"])

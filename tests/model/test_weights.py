@@ -64,7 +64,7 @@ def test_places(tmp_path, name):
             np.testing.assert_array_equal(logical(layer.qkv_bias)[:, :group], bias)
     table = lm.params.embed(jnp.arange(lm.config.vocab_size))
     np.testing.assert_array_equal(table, tensors["model.embed_tokens.weight"])
-    assert lm.config.tie_embeddings or np.array_equal(lm.params.head[...], tensors["lm_head.weight"].T)
+    assert lm.config.tie_embeddings or np.array_equal(logical(lm.params.head), tensors["lm_head.weight"].T)
 
 
 @pytest.mark.parametrize("name", _CASES)
@@ -245,13 +245,13 @@ for mesh in (kvjax.Mesh(model=2), "model=2", jax.make_mesh((2,), ("model",))):
     assert (lm.mesh.data, lm.mesh.model) == (1, 2)
     shapes = [x[...].addressable_shards[0].data.shape for x in (layer.qkv, layer.out, layer.gate_up, layer.down)]
     whole = [x[...].shape for x in (layer.qkv, layer.out, layer.gate_up, layer.down)]
-    assert shapes == [(m, n // 2) if i in (0, 2) else (m // 2, n) for i, (m, n) in enumerate(whole)], shapes
+    assert shapes == [(m, n // 2) if i == 0 else (m // 2, n) for i, (m, n) in enumerate(whole)], shapes
     assert shapes[0] == (32, 1 * 4 * 8)
     # A device's share of the columns holds as much of the gate as of what it gates.
     share = layer.gate_up[...].addressable_shards[0].data
     gate_up = logical(plain.layers[0].gate_up)
     half = gate_up.shape
-    np.testing.assert_array_equal(share.reshape(half[0], -1, *half[2:]), gate_up[:, : half[1] // 2])
+    np.testing.assert_array_equal(share.T.reshape(half[0], -1, *half[2:]), gate_up[:, : half[1] // 2])
     # 261 tokens do not halve: the embedding is on both devices whole.
     assert spread.head[...].sharding.is_fully_replicated
     assert layer.input_norm.weight[...].sharding.is_fully_replicated
@@ -272,6 +272,8 @@ SafetensorsFolder.read = counting
 fill._BLOCK = 1
 half = load(sys.argv[1], dtype="float32", mesh="model=2").params.layers[0]
 np.testing.assert_array_equal(half.qkv[...].addressable_shards[1].data, plain.layers[0].qkv[...][:, 32:])
+gate_up = plain.layers[0].gate_up[...]
+np.testing.assert_array_equal(half.gate_up[...].addressable_shards[1].data, gate_up[len(gate_up) // 2 :])
 assert read.count("model.layers.0.self_attn.k_proj.weight") == 1 and "model.layers.0.mlp.up_proj.weight" in read
 """
 
