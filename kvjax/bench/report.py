@@ -100,8 +100,8 @@ def footnote(report: Report) -> str:
         total = sum(len(row.rounds) for row in report.decode)
         unsteady = total - sum(row.steady_rounds for row in report.decode)
         said += (
-            f"Limit: the bytes a step must read ({human_bytes(report.weight_bytes_per_step)} of weights, and the live "
-            f"cache) at the bandwidth measured before and after it (reading {human_bytes(size)}; median "
+            f"Limit: the bytes a step must read ({human_bytes(report.weight_bytes_per_step)} of weights, and the "
+            f"cache that is live then) at the bandwidth measured before and after it (reading {human_bytes(size)}; median "
             f"{rate / 1e9:.1f} GB/s); {unsteady} of {total} rounds, in which those differ by more than 15 %, do not "
             f"count for it where a case has others. "
         )

@@ -35,7 +35,9 @@ Progress = Callable[[str], None]
 class DecodeRow:
     """One contender at one batch and context; seconds are of one step, which makes ``batch`` tokens.
 
-    ``limit_share`` is (bytes a step must read / bandwidth) / seconds: 1 is the memory's own speed. The bandwidth of a
+    ``cache_bytes`` and ``live_cache_bytes`` are those right after the prompt. ``step_bytes``, what a step must read, are
+    the weights and the cache that was live in the middle of a round's steps, the mean of the rounds: a row grows by some
+    tokens a round, and between two compressions so does a compressed one. ``limit_share`` is (bytes a step must read / bandwidth) / seconds: 1 is the memory's own speed. The bandwidth of a
     round, in ``bandwidths``, is the mean of a reading before and one after its steps. Where the two are more than 15 %
     apart the machine changed its pace meanwhile: the share is the median of the other rounds, ``steady_rounds`` of
     them, unless all are such. ``peak_bytes`` is what the steps held at most beyond what was in use before the cache
@@ -98,6 +100,11 @@ class Contender:
     live_cache_bytes: int = 0
     peak_bytes: int = 0
     prefill_tokens_per_second: float = 0.0
+    live_by_call: Sequence[int] = ()  # of ``measure``, where the cache grows; the last ones are the rounds'
+
+    def live_by_round(self, rounds: int) -> list[int]:
+        """Bytes of the live cache in the middle of each of the rounds' steps."""
+        return list(self.live_by_call[-rounds:]) or [self.live_cache_bytes] * rounds
 
 
 def weight_bytes_per_step(params: Decoder, config: ModelConfig) -> int:
@@ -120,15 +127,18 @@ def median_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> 
     return statistics.median(a / b for a, b in zip(numerators, denominators, strict=True))
 
 
-def limit_share(must_read: int, seconds: Sequence[float], around: Sequence[tuple[float, float]]) -> tuple[float, int]:
+def limit_share(
+    must_read: Sequence[int], seconds: Sequence[float], around: Sequence[tuple[float, float]]
+) -> tuple[float, int]:
     """Median of the rounds' (bytes / bandwidth) / seconds, and of how many: those with a steady bandwidth, if any.
 
     Args:
-      must_read: bytes of a step.
+      must_read: bytes of a step, for each round.
       seconds: of a step, one for each round.
       around: bytes per second right before and right after each round's steps.
     """
-    shares = [must_read / statistics.fmean(rates) / taken for rates, taken in zip(around, seconds, strict=True)]
+    rounds = zip(must_read, around, seconds, strict=True)
+    shares = [read / statistics.fmean(rates) / taken for read, rates, taken in rounds]
     steady = [share for share, rates in zip(shares, around, strict=True) if min(rates) >= 0.85 * max(rates)]
     return statistics.median(steady or shares), len(steady)
 
@@ -151,15 +161,22 @@ def check_request(config: ModelConfig, *, rounds: int, steps: int, long_steps: i
 
 
 class DecodeTimer:
-    """Decode steps from a cache; the cache grows on from round to round, as it does in use."""
+    """Decode steps from a cache; the cache grows on from round to round, as it does in use.
+
+    Attributes:
+      live: bytes of the live cache in the middle of each call's steps.
+    """
 
     def __init__(self, params: Decoder, cache: Cache, steps: int):
         self._params, self._steps = params, steps
         self._state = decode_state(params.config, cache)
         self._controls = benchmark_controls(params.config, cache.batch)
+        self.live: list[int] = []
 
     def __call__(self) -> float:
+        before = self._state.cache.live_nbytes
         self._state, seconds = run_steps(self._params, self._state, self._controls, self._steps)
+        self.live.append((before + self._state.cache.live_nbytes) // 2)
         return seconds
 
 
@@ -196,7 +213,8 @@ class Bench:
         weights = weight_bytes_per_step(self.lm.params, self.lm.config)
         rows = []
         for at, c in enumerate(contenders):
-            seconds, must_read = statistics.median(times[c.name]), weights + c.live_cache_bytes
+            seconds = statistics.median(times[c.name])
+            must_read = [weights + live for live in c.live_by_round(self.rounds)]
             turns = len(contenders) + 1
             around = list(zip(times[""][at::turns], times[""][at + 1 :: turns], strict=True))
             share, steady = limit_share(must_read, times[c.name], around)
@@ -211,7 +229,7 @@ class Bench:
                     tokens_per_second=batch / seconds,
                     cache_bytes=c.cache_bytes,
                     live_cache_bytes=c.live_cache_bytes,
-                    step_bytes=must_read,
+                    step_bytes=round(statistics.fmean(must_read)),
                     peak_bytes=c.peak_bytes,
                     limit_share=share,
                     bandwidths=tuple(map(statistics.fmean, around)),
@@ -239,7 +257,7 @@ class Bench:
         timer = DecodeTimer(params, cache, self.steps)
         with machine.watch_peak() as memory:
             timer()
-        return Contender(name, timer, *sizes, max(0, memory.peak - before), prefilled)
+        return Contender(name, timer, *sizes, max(0, memory.peak - before), prefilled, timer.live)
 
     def _peer_decoding(self, peer: TransformersPeer, batch: int, context: int) -> Contender:
         before = machine.memory_in_use()

@@ -28,22 +28,28 @@ def test_decode_rows_carry_real_bytes(bench):
     config = bench.lm.config
     cache = filled_cache(config, parse("full"), 2, 128, jnp.float32)
     assert full.cache_bytes == cache.nbytes
-    assert full.live_cache_bytes == 2 * 128 * config.num_layers * config.num_kv_heads * config.head_dim * 2 * 4
+    token = 2 * config.num_layers * config.num_kv_heads * config.head_dim * 2 * 4
+    assert full.live_cache_bytes == 128 * token
     assert ring.live_cache_bytes == full.live_cache_bytes // 4
-    assert full.step_bytes - full.live_cache_bytes == ring.step_bytes - ring.live_cache_bytes
+    # Four steps for the peak, then two rounds of four: in the middle of them a row has 134 and 138 tokens.
+    weights = run.weight_bytes_per_step(bench.lm.params, config)
+    assert full.step_bytes == weights + 136 * token
+    assert ring.step_bytes == weights + ring.live_cache_bytes
     assert full.tokens_per_second == pytest.approx(2 / full.step_seconds)
     # Two rounds of: read, full, read, ring, read.
     first, between, after, *second = bench.meter.readings[-6:]
     assert full.bandwidths == pytest.approx(((first + between) / 2, (second[0] + second[1]) / 2))
     assert ring.bandwidths == pytest.approx(((between + after) / 2, (second[1] + second[2]) / 2))
-    share, steady = run.limit_share(full.step_bytes, full.rounds, [(first, between), (second[0], second[1])])
+    must_read = [weights + tokens * token for tokens in (134, 138)]
+    share, steady = run.limit_share(must_read, full.rounds, [(first, between), (second[0], second[1])])
     assert (full.limit_share, full.steady_rounds) == (pytest.approx(share), steady)
 
 
 def test_the_share_of_the_limit_is_of_rounds_whose_bandwidth_was_steady():
     around = [(95.0, 105.0), (40.0, 80.0), (50.0, 50.0)]
-    assert run.limit_share(100, (2.0, 1.0, 4.0), around) == (0.5, 2)
-    assert run.limit_share(60, (2.0,), [(40.0, 80.0)]) == (0.5, 0)  # no better round, so this one
+    assert run.limit_share((100, 100, 100), (2.0, 1.0, 4.0), around) == (0.5, 2)
+    assert run.limit_share((100, 50, 300), (2.0, 1.0, 4.0), around) == (1.0, 2)  # each round's own bytes
+    assert run.limit_share((60,), (2.0,), [(40.0, 80.0)]) == (0.5, 0)  # no better round, so this one
 
 
 def test_prefill_and_long_rows(bench):
