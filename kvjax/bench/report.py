@@ -101,8 +101,8 @@ def footnote(report: Report) -> str:
         unsteady = total - sum(row.steady_rounds for row in report.decode)
         said += (
             f"Limit: the bytes a step must read ({human_bytes(report.weight_bytes_per_step)} of weights, and the "
-            f"cache that is live then) at the bandwidth measured before and after it (reading {human_bytes(size)}; median "
-            f"{rate / 1e9:.1f} GB/s); {unsteady} of {total} rounds, in which those differ by more than 15 %, do not "
+            f"cache that is live then) at the bandwidth measured before and after it (reading {human_bytes(size)}; "
+            f"median {rate / 1e9:.1f} GB/s); {unsteady} of {total} rounds, in which those differ by over 15 %, do not "
             f"count for it where a case has others. "
         )
     return said + "Peak: memory in use while the case ran, beyond what was in use before its cache existed."

@@ -35,14 +35,15 @@ Progress = Callable[[str], None]
 class DecodeRow:
     """One contender at one batch and context; seconds are of one step, which makes ``batch`` tokens.
 
-    ``cache_bytes`` and ``live_cache_bytes`` are those right after the prompt. ``step_bytes``, what a step must read, are
-    the weights and the cache that was live in the middle of a round's steps, the mean of the rounds: a row grows by some
-    tokens a round, and between two compressions so does a compressed one. ``limit_share`` is (bytes a step must read / bandwidth) / seconds: 1 is the memory's own speed. The bandwidth of a
-    round, in ``bandwidths``, is the mean of a reading before and one after its steps. Where the two are more than 15 %
-    apart the machine changed its pace meanwhile: the share is the median of the other rounds, ``steady_rounds`` of
-    them, unless all are such. ``peak_bytes`` is what the steps held at most beyond what was in use before the cache
-    existed. The median leaves out the rare step in which a policy compresses while decoding; ``mean_step_seconds`` has
-    its share. ``prefill_tokens_per_second`` is one reading of as many prompts of as many tokens, without compilation.
+    ``cache_bytes`` and ``live_cache_bytes`` are those right after the prompt. ``step_bytes``, what a step must read, is
+    the weights and the cache that was live in the middle of a round's steps, the mean of the rounds: a row grows, and
+    between two compressions so does a compressed one. ``limit_share`` is (bytes a step must read / bandwidth) /
+    seconds: 1 is the memory's own speed. The bandwidth of a round, in ``bandwidths``, is the mean of a reading before
+    and one after its steps. Where the two are more than 15 % apart the machine changed its pace meanwhile: the share is
+    the median of the other rounds, ``steady_rounds`` of them, unless all are such. ``peak_bytes`` is what the steps
+    held at most beyond what was in use before the cache existed. The median leaves out the rare step in which a policy
+    compresses while decoding; ``mean_step_seconds`` has its share. ``prefill_tokens_per_second`` is one reading of as
+    many prompts of as many tokens, without compilation.
     """
 
     batch: int
