@@ -183,6 +183,11 @@ def scores(q: Float[Array, "G N D"], k: Array, columns: bool) -> Float[Array, "M
     return dot(q.reshape(-1, q.shape[-1]), k, 0 if columns else 1)
 
 
+def steps(size: int, step: int) -> list[slice]:
+    """All of an axis in pieces, the last as long as is left."""
+    return [slice(at, min(at + step, size)) for at in range(0, size, step)]
+
+
 def lanes(x: Float[Array, "M S"]) -> list[Float[Array, "M 128"]]:
     """The columns of ``x`` in groups of 128."""
     return [x[:, at : at + LANES] for at in range(0, x.shape[1], LANES)]

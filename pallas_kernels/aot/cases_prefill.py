@@ -144,11 +144,6 @@ def _splash(block: int) -> Case:
     )
 
 
-def _spills(platform: str, shape: Shape) -> int:
-    """Of a TPU's kernel, little more than there are."""
-    return 7_000 if platform == "tpu" and shape.dtype == jnp.float32 else 0
-
-
 def _case(platform: str, name: str, shape: Shape, function: Any, arguments: Any, share: float) -> Case:
     """A case whose temporary memory is at most this share and 1 % of the keys and values."""
     return Case(
@@ -159,6 +154,5 @@ def _case(platform: str, name: str, shape: Shape, function: Any, arguments: Any,
         shape.key_bytes,
         (platform,),
         kernels=("prefill", "attention_mass", "log_sum_exp"),
-        spills=_spills(platform, shape),
         temp_limit=0.01 + share,
     )
