@@ -73,7 +73,7 @@ def _kernel(
         for part in range(total.shape[0]):
             total[part] = jnp.zeros_like(total[part])
         if float32:
-            float32.take_queries(q[...] * jnp.float32(factor))
+            float32.take_queries(q, jnp.float32(factor))
 
     def measure(masked: bool) -> None:
         """Scores, and the largest of each part, in 128 lanes apart."""

@@ -53,9 +53,13 @@ class Blocks:
     values: Any
     weights: Any
 
-    def take_queries(self, q: Float[Array, "G N D"]) -> None:
-        parts = rounded_parts(q.reshape(self.t.rows, -1))
-        self.queries[...] = jnp.concatenate([parts[i] for i, _ in _PAIRS], axis=1)
+    def take_queries(self, q: Any, factor: Array) -> None:
+        """Times a factor, which scores then need not be."""
+        for g in range(q.shape[0]):
+            for rows in tpu_tiles.steps(self.t.queries, 64):
+                parts = rounded_parts(q[g, rows] * factor)
+                at = slice(g * self.t.queries + rows.start, g * self.t.queries + rows.stop)
+                self.queries[at] = jnp.concatenate([parts[i] for i, _ in _PAIRS], axis=1)
 
     def take_keys(self, k: Any, v: Any) -> None:
         axis = 0 if self.t.columns else 1
@@ -98,7 +102,10 @@ class Blocks:
             total[into] = total[into] * tpu_tiles.across(shrink[...], total.shape[2]) + weighed
 
     def _chunks(self) -> list[slice]:
-        return tpu_tiles.steps(self.queries.shape[1], _CHUNK)
+        """The last so short that the matrix units hold it for a whole part."""
+        wide = self.queries.shape[1]
+        last = LANES * -(-max(wide - _CHUNK // 2, 0) // LANES)
+        return [*tpu_tiles.steps(last, _CHUNK), slice(last, wide)]
 
     def _product(self, chunk: slice, part: int, keys: slice) -> Array:
         """Of the channels of a chunk with some keys of a part."""
