@@ -25,10 +25,12 @@ class Config:
     Attributes:
       queries: of each head a block holds at most; a multiple of 128.
       keys: a block holds at most; a power of two, at least 128.
+      part: keys whose scores are computed together, at most.
     """
 
     queries: int = 128
     keys: int = 1024
+    part: int = _PART
 
     @classmethod
     def default(cls, group: int, count: int, tokens: int, dtype: DTypeLike) -> Config:
@@ -59,6 +61,7 @@ class Tiles:
       count: queries asked for. tokens: keys, padded to whole blocks.
       queries, keys: of a block.
       columns: whether keys are transposed.
+      most: keys of a part.
     """
 
     shape: tuple[int, ...]
@@ -67,6 +70,7 @@ class Tiles:
     queries: int
     keys: int
     columns: bool
+    most: int = _PART
 
     @classmethod
     def of(cls, q: Array, k: Array, config: Config | None) -> Tiles:
@@ -77,7 +81,7 @@ class Tiles:
         while keys > LANES and k.shape[2] % keys:
             keys //= 2
         padded, tokens = -(-count // queries) * queries, -(-k.shape[2] // keys) * keys
-        return cls((batch, heads, group, padded, dim), count, tokens, queries, keys, dim % LANES != 0)
+        return cls((batch, heads, group, padded, dim), count, tokens, queries, keys, dim % LANES != 0, config.part)
 
     @property
     def rows(self) -> int:
@@ -87,7 +91,7 @@ class Tiles:
     @property
     def part(self) -> int:
         """Keys of a block whose scores are computed together."""
-        return min(self.keys, _PART)
+        return min(self.keys, self.most)
 
     @property
     def parts(self) -> int:
@@ -153,6 +157,12 @@ class Tiles:
         )
 
 
+def matrix_unit() -> int:
+    """The side of the matrix unit of the chip compiled for; of one that is not known, the smaller."""
+    device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None) or jax.devices()[0]
+    return 256 if any(name in (device.device_kind or "").lower() for name in ("v6", "tpu7")) else 128
+
+
 def padded(x: Array, axis: int, size: int) -> Array:
     """With zeros up to whole blocks; nothing where it is whole already."""
     fill = -x.shape[axis] % size
@@ -171,6 +181,11 @@ def dot(a: Float[Array, "M K"], b: Array, contracted: int) -> Float[Array, "M N"
 def scores(q: Float[Array, "G N D"], k: Array, columns: bool) -> Float[Array, "M S"]:
     """q . k of a block, the group's queries one product."""
     return dot(q.reshape(-1, q.shape[-1]), k, 0 if columns else 1)
+
+
+def steps(size: int, step: int) -> list[slice]:
+    """All of an axis in pieces, the last as long as is left."""
+    return [slice(at, min(at + step, size)) for at in range(0, size, step)]
 
 
 def lanes(x: Float[Array, "M S"]) -> list[Float[Array, "M 128"]]:

@@ -144,17 +144,6 @@ def _splash(block: int) -> Case:
     )
 
 
-def _spills(platform: str, shape: Shape) -> int:
-    """Of a TPU's kernel, little more than there are."""
-    if platform == "gpu":
-        return 0
-    if shape.dtype == jnp.float32:
-        return 7_000
-    if shape.head_dim > 128:
-        return 2_000
-    return 0 if (shape.group, shape.head_dim) == (4, 128) else 300
-
-
 def _case(platform: str, name: str, shape: Shape, function: Any, arguments: Any, share: float) -> Case:
     """A case whose temporary memory is at most this share and 1 % of the keys and values."""
     return Case(
@@ -165,6 +154,5 @@ def _case(platform: str, name: str, shape: Shape, function: Any, arguments: Any,
         shape.key_bytes,
         (platform,),
         kernels=("prefill", "attention_mass", "log_sum_exp"),
-        spills=_spills(platform, shape),
         temp_limit=0.01 + share,
     )

@@ -14,11 +14,10 @@ Every kernel, compiled by the real compiler of each chip on a machine that has n
   deliver what that turn reads. The kernel keeps up with memory where the first is smaller.
 - `134 b`: bundles, the instructions of that turn; the other cycles are latencies that nothing fills.
 - `96 r`: registers of a thread, on GPU. `spills`: registers stored and loaded again for want of registers; only if
-  there are any. A TPU has 64 of 4 KB. `prefill` holds its scores in on-chip memory that it asked for, and spills little
-  but where float32 is multiplied or rows are many. `attention_mass` spills, and so does JAX's own splash attention,
-  listed beside ours. A turn of `prefill` is 512 rows of queries against 2,048 keys. It and those of `attention_mass`
-  hold scores with a mask and scores without, of which a turn computes one, and what is done in the first or the last
-  turn only.
+  there are any. A TPU has 64 of 4 KB. `prefill` holds its scores in on-chip memory that it asked for, and spills
+  nothing. `attention_mass` spills, and so does JAX's own splash attention, listed beside ours. A turn of `prefill` is
+  512 rows of queries against 2,048 keys. It and those of `attention_mass` hold scores with a mask and scores without,
+  of which a turn computes one, and what is done in the first or the last turn only.
 - `0.2 %`: temporary memory, of the cache's bytes. It must be less than 1 %, so nothing copies the cache; more only
   where queries, or scores that are handed back, are padded to a TPU's 128 lanes.
 - `—`: the case is not meant for that target.

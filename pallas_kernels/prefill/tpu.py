@@ -7,20 +7,26 @@ masks are compared in blocks that the diagonal crosses only. The log-sum-exp lea
 
 A block of scores is 16 times the registers. It is written to memory as it leaves the product, in parts of 512 keys, and
 read again for the weights. Nothing that one part stores is loaded by the next: the compiler would keep it in registers.
+Nor does a head's mask serve the next head: each compares distances of its own, which are its copy of the offset.
+
+Of float32 keys, see :mod:`pallas_kernels.prefill.tpu_float32`.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Float
 
 from pallas_kernels import tpu_tiles
-from pallas_kernels.prefill import xla
+from pallas_kernels.prefill import tpu_float32, xla
 from pallas_kernels.prefill.problem import Prefilled, Problem
 from pallas_kernels.softmax import LOG2E, NEG, NOTHING, merge, per_row
 from pallas_kernels.tpu_tiles import LANES, Config, Tiles
@@ -30,21 +36,33 @@ def prefill(p: Problem, *, config: Config | None = None, interpret: Any = False)
     """See :func:`pallas_kernels.prefill.prefill`; the kept rows' part is XLA's."""
     if p.bias is not None:
         raise NotImplementedError("The TPU kernel knows no bias that depends on places (ALiBi).")
-    out, lse = _call(p, Tiles.of(p.q, p.k, config), interpret)
+    out, lse = _call(p, Tiles.of(p.q, p.k, config or _config(p)), interpret)
     if p.kept is None:
         return Prefilled(out, lse)
     out, lse = merge(out, lse, *xla.rows_alone(p))
     return Prefilled(out.astype(p.q.dtype), lse)
 
 
+def _config(p: Problem) -> Config:
+    """Parts of so few keys that what comes out of the matrix units in several rounds is not many registers."""
+    unit, dim = tpu_tiles.matrix_unit(), p.q.shape[4]
+    found = Config.default(p.q.shape[2], p.q.shape[3], p.k.shape[2], p.k.dtype)
+    rounds = p.k.dtype == jnp.float32 or dim > max(LANES, unit)
+    return dataclasses.replace(found, part=2 * unit) if rounds else found
+
+
 def _kernel(
-    offset, length, q, k, v, out, lse, score, found_peak, peak, shrink, mass, gained, total, *, t: Tiles, factor: float
+    offset, length, q, k, v, out, lse, score, found_peak, peak, shrink, mass, gained, total, *parts, t: Tiles, factor
 ):
     b, i, block = pl.program_id(0), pl.program_id(2), pl.program_id(3)
+    group = t.shape[2]
     first = i * jnp.int32(t.queries)
-    first_query, first_key = offset[b] + first, block * jnp.int32(t.keys)
+    first_query, first_key = offset[b * group] + first, block * jnp.int32(t.keys)
     counted, last = first < length[b], block == pl.num_programs(3) - 1
     live = jnp.logical_and(counted, t.touched(first_query, first_key))
+    float32 = tpu_float32.Blocks(t, *parts) if parts else None
+    # Sums that are lifted with the peaks: those of the first part would wait in registers for its late first product.
+    early = 1 if t.columns and not float32 else 0
 
     @pl.when(block == 0)
     def _():
@@ -52,16 +70,22 @@ def _kernel(
         mass[...] = jnp.zeros_like(mass)
         for part in range(t.parts):
             gained[part] = jnp.zeros_like(gained[part])
+        for part in range(total.shape[0]):
             total[part] = jnp.zeros_like(total[part])
+        if float32:
+            float32.take_queries(q, jnp.float32(factor))
 
     def measure(masked: bool) -> None:
         """Scores, and the largest of each part, in 128 lanes apart."""
         for part in range(t.parts):
-            scores = tpu_tiles.scores(q[...], t.keys_of(k, part), t.columns) * jnp.float32(factor)
+            if float32:
+                scores = float32.last_scores(score, part)
+            else:
+                scores = tpu_tiles.scores(q[...], t.keys_of(k, part), t.columns) * jnp.float32(factor)
             if masked:
                 # Masked weights need no zeros: every query sees key 0, so its peak is a score from the first block on.
-                ahead = first_query - first_key - jnp.int32(part * t.part)
-                scores = tpu_tiles.masked_by_head(scores, tpu_tiles.visible(ahead, t.queries, t.part), NEG)
+                ahead = [offset[b * group + g] + first - first_key - jnp.int32(part * t.part) for g in range(group)]
+                scores = _masked(scores, ahead)
             score[part] = scores
             found_peak[part] = functools.reduce(jnp.maximum, tpu_tiles.lanes(scores))
 
@@ -74,20 +98,44 @@ def _kernel(
         higher = jnp.maximum(peak[...], top.max(axis=1, keepdims=True))
         shrink[...] = jnp.exp2(peak[...] - higher)
         mass[...] = whole_mass() * shrink[...]
+        for part in range(early):
+            total[part] = total[part] * tpu_tiles.across(shrink[...], total.shape[2])
         peak[...] = higher
 
-    def gather() -> None:
+    def weights_of(part: int, rows: slice) -> list[Array]:
+        weights = [jnp.exp2(scores - peak[rows]) for scores in tpu_tiles.lanes(score[part, rows])]
+        gained[part, rows] = functools.reduce(jnp.add, weights)
+        return weights
+
+    def gather(rows: slice) -> None:
         """Weights and what they weigh. Each part has sums of its own, which meet in the last block."""
         for part in range(t.parts):
-            weights = [jnp.exp2(scores - peak[...]) for scores in tpu_tiles.lanes(score[part])]
-            gained[part] = functools.reduce(jnp.add, weights)
-            weight = jnp.concatenate([x.astype(v.dtype) for x in weights], axis=1)
+            weight = jnp.concatenate([x.astype(v.dtype) for x in weights_of(part, rows)], axis=1)
             weighed = tpu_tiles.dot(weight, t.keys_of(v, part), 1 if t.columns else 0)
-            total[part] = total[part] * tpu_tiles.across(shrink[...], total.shape[2]) + weighed
+            so_far = total[part, rows]
+            if part >= early:
+                so_far *= tpu_tiles.across(shrink[rows], total.shape[2])
+            total[part, rows] = so_far + weighed
 
+    def cut_weights(made: tpu_float32.Blocks) -> None:
+        for part in range(t.parts):
+            for rows in tpu_tiles.steps(t.rows, 64):
+                made.take_weights(part, rows, weights_of(part, rows))
+
+    if float32:
+        pl.when(live)(functools.partial(float32.take_keys, k, v))
+        for chunk in float32.first_chunks():
+            tpu_tiles.apart(live, functools.partial(float32.add_scores, score, chunk))
     pl.when(counted)(lambda: tpu_tiles.each_way(t, first_query, first_key, measure))
     tpu_tiles.apart(live, lift)
-    pl.when(live)(gather)
+    if float32:
+        tpu_tiles.apart(live, functools.partial(cut_weights, float32))
+        pl.when(live)(functools.partial(float32.gather, total, shrink))
+    else:
+        *others, rest = _strips(t)
+        for rows in others:
+            tpu_tiles.apart(live, functools.partial(gather, rows))
+        pl.when(live)(functools.partial(gather, rest))
 
     def add_up() -> None:
         every = jnp.maximum(whole_mass().sum(axis=1, keepdims=True), jnp.float32(1e-37))
@@ -104,25 +152,53 @@ def _kernel(
         tpu_tiles.store_by_head(lse, jnp.where(peak[...] > jnp.float32(NOTHING), found, jnp.float32(NEG)))
 
 
+def _strips(t: Tiles) -> list[slice]:
+    """Rows whose weights are made together: of wide heads so few that what is made early fits the registers."""
+    return tpu_tiles.steps(t.rows, 512 if t.shape[4] > LANES and t.part > 256 else t.rows)
+
+
+def _masked(x: Float[Array, "M S"], ahead: list[Array]) -> Float[Array, "M S"]:
+    """``NEG`` where a query does not see; ``ahead`` is how far each head's first query is ahead of the first key.
+
+    Distances of 64 queries serve all, so that they stay in registers. What serves several heads must be computed from
+    different numbers: masks of one would be kept for the next.
+    """
+    queries = x.shape[0] // len(ahead)
+    step = math.gcd(queries, 64)
+    distance = jax.lax.broadcasted_iota(jnp.int32, (step, LANES), 1)
+    distance -= jax.lax.broadcasted_iota(jnp.int32, (step, LANES), 0)
+    strips = []
+    for at in range(0, x.shape[0], step):
+        most = ahead[at // queries] + jnp.int32(at % queries)
+        groups = enumerate(tpu_tiles.lanes(x[at : at + step]))
+        seen = [jnp.where(distance <= most - jnp.int32(i * LANES), y, jnp.float32(NEG)) for i, y in groups]
+        strips.append(jnp.concatenate(seen, axis=1))
+    return jnp.concatenate(strips)
+
+
 def _memory(t: Tiles, itemsize: int) -> int | None:
     """VMEM to ask for where v5e's default of 16 MB would be little, as for 2,048 rows of 256 channels (G = 16).
 
-    Scores, sums, blocks in flight and a quarter more, twice that for what float32 products spill. No more than is
-    needed: it is XLA's loss, which keeps small arrays there. The least that a chip has is 64 MB.
+    Scores, sums, blocks in flight, the parts of float32 numbers, and a quarter more. No more than is needed: it is
+    XLA's loss, which keeps small arrays there. The least that a chip has is 64 MB.
     """
     dim = t.shape[4]
-    scratch = 4 * t.rows * (t.keys + (2 * t.parts + 3) * LANES + t.parts * max(dim, LANES))
+    sums = tpu_float32.sums(t) if itemsize == 4 else t.parts
+    scratch = 4 * t.rows * (t.keys + (2 * t.parts + 3) * LANES + sums * max(dim, LANES))
+    if itemsize == 4:
+        scratch += sum(2 * math.prod(x.shape) for x in tpu_float32.scratch(t))
     needed = scratch + 4 * itemsize * max(dim, LANES) * (t.rows + t.keys)
-    return None if needed < 12 * 2**20 else min(60 * 2**20, needed * (8 if itemsize == 4 else 5) // 4)
+    return None if needed < 12 * 2**20 else min(60 * 2**20, needed * 5 // 4)
 
 
 def _call(p: Problem, t: Tiles, interpret: Any) -> Any:
     batch, heads, group, _, dim = t.shape
+    float32 = p.k.dtype == jnp.float32
     offset = per_row(p.offset, batch, jnp.int32)
     length = per_row(t.count if p.length is None else p.length, batch, jnp.int32)
 
     def key_block(b, h, i, block, offset, length):
-        last = t.last_key_block(offset[b], i)
+        last = t.last_key_block(offset[b * group], i)
         return b, h, jnp.minimum(block, jnp.where(i * jnp.int32(t.queries) < length[b], last, 0))
 
     rows = pl.BlockSpec((None, None, group, t.queries, dim), lambda b, h, i, *_: (b, h, 0, i, 0))
@@ -138,7 +214,8 @@ def _call(p: Problem, t: Tiles, interpret: Any) -> Any:
             pltpu.VMEM((t.rows, LANES), jnp.float32),
             pltpu.VMEM((t.rows, LANES), jnp.float32),
             pltpu.VMEM((t.parts, t.rows, LANES), jnp.float32),
-            pltpu.VMEM((t.parts, t.rows, dim), jnp.float32),
+            pltpu.VMEM((tpu_float32.sums(t) if float32 else t.parts, t.rows, dim), jnp.float32),
+            *(tpu_float32.scratch(t) if float32 else ()),
         ],
     )
     out = [jax.ShapeDtypeStruct(t.shape, p.q.dtype), jax.ShapeDtypeStruct(t.shape[:4], jnp.float32)]
@@ -153,5 +230,5 @@ def _call(p: Problem, t: Tiles, interpret: Any) -> Any:
         cost_estimate=t.cost(p.k.dtype.itemsize, 2, sum(x.size * x.dtype.itemsize for x in out)),
         name="prefill",
         interpret=interpret,
-    )(offset, length, t.query_rows(p.q), t.key_rows(p.k), t.key_rows(p.v))
+    )(jnp.repeat(offset, group), length, t.query_rows(p.q), t.key_rows(p.k), t.key_rows(p.v))
     return found[:, :, :, : t.count], lse[..., : t.count]

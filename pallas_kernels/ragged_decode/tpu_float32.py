@@ -21,18 +21,22 @@ _HIGH_HALF = -0x10000
 
 
 def stacked_parts(x: Float[Array, "*B G N"]) -> BFloat16[Array, "*B P N"]:
-    """[..., 3G, N], largest parts first; G is a multiple of 8, whole registers.
+    """[..., 3G, N], largest parts first; G is a multiple of 8, whole registers."""
+    return jnp.concatenate(rounded_parts(x), axis=-2)
+
+
+def rounded_parts(x: Array) -> list[Array]:
+    """Largest first, for one of a product's sides.
 
     Rounded, so that what the products leave out is of either sign; by bits, as XLA may take a conversion there and back
     to be none.
     """
+    return _parts(x, lambda x: _number((_bits(x) + jnp.int32(0x8000)) & jnp.int32(_HIGH_HALF)))
 
-    def rounded(x: Array) -> Array:
-        return _number((_bits(x) + jnp.int32(0x8000)) & jnp.int32(_HIGH_HALF))
 
-    high = rounded(x)
-    middle = rounded(x - high)
-    return jnp.concatenate([y.astype(jnp.bfloat16) for y in (high, middle, x - high - middle)], axis=-2)
+def cut_parts(x: Array) -> list[Array]:
+    """Largest first. Cut off, not rounded: fewer instructions, and no less exact while the other side is rounded."""
+    return _parts(x, lambda x: _number(_bits(x) & jnp.int32(_HIGH_HALF)))
 
 
 def product(
@@ -62,15 +66,18 @@ def dot(a: Array, b: Array, axis: int) -> Array:
 
 def _tile(a: Array, block: Array, axis: int) -> Array:
     rows = a.shape[0] // PARTS
-    # Cut off, not rounded: fewer instructions, and no less exact while the other side is rounded.
-    high = _number(_bits(block) & jnp.int32(_HIGH_HALF))
-    rest = block - high
-    middle = _number(_bits(rest) & jnp.int32(_HIGH_HALF))
-    parts = (x.astype(jnp.bfloat16) for x in (high, middle, rest - middle))
-    by_high, by_middle, by_low = (dot(a[: (PARTS - i) * rows], x, axis) for i, x in enumerate(parts))
+    parts = enumerate(cut_parts(block))
+    by_high, by_middle, by_low = (dot(a[: (PARTS - i) * rows], x, axis) for i, x in parts)
     # The smallest first.
     small = by_high[2 * rows :] + by_middle[rows:] + by_low
     return by_high[:rows] + (by_high[rows : 2 * rows] + by_middle[:rows] + small)
+
+
+def _parts(x: Array, shortened: Callable[[Array], Array]) -> list[Array]:
+    high = shortened(x)
+    rest = x - high
+    middle = shortened(rest)
+    return [y.astype(jnp.bfloat16) for y in (high, middle, rest - middle)]
 
 
 def _sum(found: Any) -> Array:
