@@ -59,6 +59,7 @@ class Tiles:
       count: queries asked for. tokens: keys, padded to whole blocks.
       queries, keys: of a block.
       columns: whether keys are transposed.
+      part_keys: of a part of a block, at most.
     """
 
     shape: tuple[int, ...]
@@ -67,9 +68,10 @@ class Tiles:
     queries: int
     keys: int
     columns: bool
+    part_keys: int = _PART
 
     @classmethod
-    def of(cls, q: Array, k: Array, config: Config | None) -> Tiles:
+    def of(cls, q: Array, k: Array, config: Config | None, part_keys: int = _PART) -> Tiles:
         batch, heads, group, count, dim = q.shape
         config = config or Config.default(group, count, k.shape[2], k.dtype)
         queries = min(config.queries, -(-count // 16) * 16)
@@ -77,7 +79,7 @@ class Tiles:
         while keys > LANES and k.shape[2] % keys:
             keys //= 2
         padded, tokens = -(-count // queries) * queries, -(-k.shape[2] // keys) * keys
-        return cls((batch, heads, group, padded, dim), count, tokens, queries, keys, dim % LANES != 0)
+        return cls((batch, heads, group, padded, dim), count, tokens, queries, keys, dim % LANES != 0, part_keys)
 
     @property
     def rows(self) -> int:
@@ -87,7 +89,7 @@ class Tiles:
     @property
     def part(self) -> int:
         """Keys of a block whose scores are computed together."""
-        return min(self.keys, _PART)
+        return min(self.keys, self.part_keys)
 
     @property
     def parts(self) -> int:
@@ -124,9 +126,12 @@ class Tiles:
 
         return pl.BlockSpec((None, None, dim, self.keys), index)
 
-    def keys_of(self, block: Any, part: int) -> Array:
-        """That part of a block of keys or values, as it lies in memory."""
-        at = slice(part * self.part, (part + 1) * self.part)
+    def keys_of(self, block: Any, part: Any) -> Array:
+        """That part of a block of keys or values, as it lies in memory; a number or a traced one."""
+        if isinstance(part, int):
+            at = slice(part * self.part, (part + 1) * self.part)
+        else:
+            at = pl.ds(pl.multiple_of(part * jnp.int32(self.part), self.part), self.part)
         return block[:, at] if self.columns else block[at]
 
     def last_key_block(self, offset: Array, block: Array) -> Array:
