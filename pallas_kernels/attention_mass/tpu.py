@@ -1,12 +1,13 @@
 """On TPUs, in Pallas: both passes read every key once, and only up to the diagonal.
 
 * The grid's axis over keys is as long as the furthest query needs, a traced number.
-* A query's normaliser travels lane-major, [G, queries], and is turned in the kernel, once a block.
+* XLA turns the normalisers so that a block's queries lie along the sublanes, as scores have them; the kernel spreads a
+  lane of them over the others while the first products run.
 * The queries of a group are one matrix product; the mass is summed a head apart, in 8 sublanes until the last block.
-* Masks are compared and selected in blocks that the diagonal crosses only: the vector unit is what limits the mass
-  of many queries (a multiply, a subtraction and an addition a score, with ``exp2`` on its own unit).
-* The running maximum and sum of the first pass are kept in 128 lanes, and parts of 512 keys, apart and meet in the last
-  block: a score is used as it leaves the product, and no block of them is held.
+* Masks are compared and selected in blocks that the diagonal crosses only, in a loop that ends at the diagonal. A turn
+  takes few enough scores that they and their masks fit the registers.
+* A block's scores are computed in parts and used as they leave the product: 256 keys for the mass, 512 for the
+  log-sum-exp, whose running maximum and sum, in 128 lanes and a part apart, meet in the last block.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from pallas_kernels.attention_mass.problem import Counting, Masses, Problem
 from pallas_kernels.softmax import LOG2E, NEG, NOTHING, merge_log
 from pallas_kernels.tpu_tiles import LANES, SUBLANES, Config, Tiles
 
-#: Keys whose scores are multiplied at once.
+#: Keys whose scores are multiplied at once for the mass; of more there would not be registers enough.
 _PART = 256
 #: Rows of queries that a turn of the loop over a block on the diagonal takes at most.
 _ROWS = 512
@@ -35,7 +36,7 @@ _ROWS = 512
 def log_sum_exp(p: Problem, *, config: Config | None = None, interpret: Any = False) -> Float[Array, "B H G N"]:
     """See :func:`pallas_kernels.attention_mass.log_sum_exp`; the kept rows' part is XLA's."""
     _check(p)
-    lse = _log_sum_exp_call(p, Tiles.of(p.q, p.k, config, _PART), interpret)[..., : p.q.shape[3]]
+    lse = _log_sum_exp_call(p, Tiles.of(p.q, p.k, config), interpret)[..., : p.q.shape[3]]
     return lse if p.kept is None else merge_log(lse, xla.kept_log_sum_exp(p))
 
 
@@ -223,28 +224,47 @@ def _log_sum_exp_kernel(offset, factor, q, k, out, peak, mass, *, t: Tiles):
         peak[...] = jnp.full_like(peak, jnp.float32(NEG))
         mass[...] = jnp.zeros_like(mass)
 
-    def fold(masked: bool) -> None:
-        for part in range(t.parts):
-            scores = tpu_tiles.scores(q[...], t.keys_of(k, part), t.columns) * factor[b]
-            if masked:
-                # Masked weights need no zeros: where a lane has seen no score they are exp2(0), and go with its first.
-                ahead = first_query - first_key - jnp.int32(part * t.part)
-                scores = tpu_tiles.masked_by_head(scores, tpu_tiles.visible(ahead, t.queries, t.part), NEG)
-            groups = tpu_tiles.lanes(scores)
-            higher = functools.reduce(jnp.maximum, groups, peak[part])
-            gained = functools.reduce(jnp.add, [jnp.exp2(group - higher) for group in groups])
-            mass[part] = mass[part] * jnp.exp2(peak[part] - higher) + gained
-            peak[part] = higher
+    def fold(part: Any, first: Any, count: int, masked: bool) -> None:
+        heads = pl.ds(first, count)
+        scores = tpu_tiles.scores(q[heads], t.keys_of(k, part), t.columns) * factor[b]
+        if masked:
+            # Masked weights need no zeros: where a lane has seen no score they are exp2(0), and go with its first.
+            ahead = first_query - first_key - part * jnp.int32(t.part)
+            scores = tpu_tiles.masked_by_head(scores, tpu_tiles.visible(ahead, t.queries, t.part), NEG)
+        groups = [x.reshape(count, t.queries, LANES) for x in tpu_tiles.lanes(scores)]
+        before = peak[part, heads]
+        higher = functools.reduce(jnp.maximum, groups, before)
+        gained = functools.reduce(jnp.add, [jnp.exp2(group - higher) for group in groups])
+        mass[part, heads] = mass[part, heads] * jnp.exp2(before - higher) + gained
+        peak[part, heads] = higher
 
-    tpu_tiles.each_way(t, first_query, first_key, fold)
+    _each_part(t, first_query, first_key, fold)
 
-    @pl.when(block == pl.num_programs(3) - 1)
+    last = block == pl.num_programs(3) - 1
+
+    def meet() -> None:
+        """All parts, in the first one's place."""
+        higher = functools.reduce(jnp.maximum, [peak[part] for part in range(t.parts)])
+        mass[0] = functools.reduce(jnp.add, [mass[part] * jnp.exp2(peak[part] - higher) for part in range(t.parts)])
+        peak[0] = higher
+
+    def meet_across() -> None:
+        """All lanes."""
+        top = peak[0].reshape(t.rows, LANES).max(axis=1, keepdims=True)
+        top = jnp.broadcast_to(top, (t.rows, LANES)).reshape(peak.shape[1:])
+        mass[0] = mass[0] * jnp.exp2(peak[0] - top)
+        peak[0] = top
+
+    # Apart, as what waits for sums across lanes would fill the registers.
+    tpu_tiles.apart(last, meet)
+    tpu_tiles.apart(last, meet_across)
+
+    @pl.when(last)
     def _():
-        top = peak[...].max(axis=0).max(axis=1, keepdims=True)
-        total = (mass[...] * jnp.exp2(peak[...] - top)).sum(axis=0).sum(axis=1, keepdims=True)
+        top = peak[0].reshape(t.rows, LANES)
+        total = mass[0].reshape(t.rows, LANES).sum(axis=1, keepdims=True)
         found = top * jnp.float32(1 / LOG2E) + jnp.log(jnp.maximum(total, jnp.float32(1e-37)))
-        found = jnp.where(top > jnp.float32(NOTHING), found, jnp.float32(NEG))
-        tpu_tiles.store_by_head(out, jnp.broadcast_to(found, (t.rows, LANES)))
+        tpu_tiles.store_by_head(out, jnp.where(top > jnp.float32(NOTHING), found, jnp.float32(NEG)))
 
 
 def _log_sum_exp_call(p: Problem, t: Tiles, interpret: Any) -> Float[Array, "B H G N"]:
@@ -261,7 +281,7 @@ def _log_sum_exp_call(p: Problem, t: Tiles, interpret: Any) -> Float[Array, "B H
             t.key_spec(key_block),
         ],
         out_specs=pl.BlockSpec((None, None, group, t.queries), lambda b, h, i, *_: (b, h, 0, i)),
-        scratch_shapes=[pltpu.VMEM((t.parts, t.rows, LANES), jnp.float32)] * 2,
+        scratch_shapes=[pltpu.VMEM((t.parts, group, t.queries, LANES), jnp.float32)] * 2,
     )
     out = jax.ShapeDtypeStruct(t.shape[:4], jnp.float32)
     return pl.pallas_call(
