@@ -61,7 +61,7 @@ class Tiles:
       count: queries asked for. tokens: keys, padded to whole blocks.
       queries, keys: of a block.
       columns: whether keys are transposed.
-      most: keys of a part.
+      part_keys: of a part of a block, at most.
     """
 
     shape: tuple[int, ...]
@@ -70,10 +70,10 @@ class Tiles:
     queries: int
     keys: int
     columns: bool
-    most: int = _PART
+    part_keys: int = _PART
 
     @classmethod
-    def of(cls, q: Array, k: Array, config: Config | None) -> Tiles:
+    def of(cls, q: Array, k: Array, config: Config | None, part_keys: int | None = None) -> Tiles:
         batch, heads, group, count, dim = q.shape
         config = config or Config.default(group, count, k.shape[2], k.dtype)
         queries = min(config.queries, -(-count // 16) * 16)
@@ -81,7 +81,8 @@ class Tiles:
         while keys > LANES and k.shape[2] % keys:
             keys //= 2
         padded, tokens = -(-count // queries) * queries, -(-k.shape[2] // keys) * keys
-        return cls((batch, heads, group, padded, dim), count, tokens, queries, keys, dim % LANES != 0, config.part)
+        shape, part = (batch, heads, group, padded, dim), part_keys or config.part
+        return cls(shape, count, tokens, queries, keys, dim % LANES != 0, part)
 
     @property
     def rows(self) -> int:
@@ -91,7 +92,7 @@ class Tiles:
     @property
     def part(self) -> int:
         """Keys of a block whose scores are computed together."""
-        return min(self.keys, self.most)
+        return min(self.keys, self.part_keys)
 
     @property
     def parts(self) -> int:
@@ -128,9 +129,12 @@ class Tiles:
 
         return pl.BlockSpec((None, None, dim, self.keys), index)
 
-    def keys_of(self, block: Any, part: int) -> Array:
-        """That part of a block of keys or values, as it lies in memory."""
-        at = slice(part * self.part, (part + 1) * self.part)
+    def keys_of(self, block: Any, part: Any) -> Array:
+        """That part of a block of keys or values, as it lies in memory; a number or a traced one."""
+        if isinstance(part, int):
+            at = slice(part * self.part, (part + 1) * self.part)
+        else:
+            at = pl.ds(pl.multiple_of(part * jnp.int32(self.part), self.part), self.part)
         return block[:, at] if self.columns else block[at]
 
     def last_key_block(self, offset: Array, block: Array) -> Array:
