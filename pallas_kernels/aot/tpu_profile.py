@@ -70,7 +70,10 @@ def profiles(dump: Path) -> list[KernelProfile]:
 
 
 def _loop(schedule: str) -> tuple[int, int]:
-    """Bundles and cycles of the longest loop, with a turn of each loop inside it: the kernels' make at most one."""
+    """Bundles and cycles of the longest loop, with a turn of each loop inside it: the kernels' make at most one.
+
+    Save those of attention_mass over a block that the diagonal crosses, which make up to 8; that page says so.
+    """
     loops, depth = [(0, 0)], 0
     for marks, nesting, empty in _BUNDLE.findall(schedule):
         if not empty:
