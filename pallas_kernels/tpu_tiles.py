@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -10,6 +11,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
+
+from pallas_kernels.softmax import NEG
 
 LANES, SUBLANES = 128, 8
 #: From so many on, a block of 2,048 keys on the diagonal is at most an eighth of what a chunk's last queries see.
@@ -167,6 +170,14 @@ def matrix_unit() -> int:
     return 256 if any(name in (device.device_kind or "").lower() for name in ("v6", "tpu7")) else 128
 
 
+def vmem_limit(needed: int) -> int | None:
+    """VMEM to ask for where v5e's default of 16 MB would be little: a quarter more, for what the compiler adds.
+
+    No more than is needed: it is XLA's loss, which keeps small arrays there. The least that a chip has is 64 MB.
+    """
+    return None if needed < 12 * 2**20 else min(60 * 2**20, needed * 5 // 4)
+
+
 def padded(x: Array, axis: int, size: int) -> Array:
     """With zeros up to whole blocks; nothing where it is whole already."""
     fill = -x.shape[axis] % size
@@ -202,24 +213,23 @@ def across(x: Float[Array, "M 128"], width: int) -> Float[Array, "M D"]:
     return jnp.concatenate([x] * -(-width // LANES), axis=1)[:, :width]
 
 
-def visible(ahead: Array, queries: int, keys: int) -> list[Bool[Array, "N 128"]]:
-    """Of one head's queries and keys, in groups of 128 keys; the first query is so many places ahead of the first key.
+def masked(x: Float[Array, "M S"], ahead: list[Array]) -> Float[Array, "M S"]:
+    """``NEG`` where a query does not see; ``ahead`` is how far each head's first query is ahead of the first key.
 
-    One group's distances serve all: those of every key at once would not fit the registers.
+    Distances of 64 queries serve all, so that they stay in registers. What serves several heads must be computed from
+    different numbers: masks of one would be kept for the next.
     """
-    query = jax.lax.broadcasted_iota(jnp.int32, (queries, LANES), 0)
-    distance = jax.lax.broadcasted_iota(jnp.int32, (queries, LANES), 1) - query
-    return [distance <= ahead - jnp.int32(at) for at in range(0, keys, LANES)]
-
-
-def masked_by_head(x: Float[Array, "M S"], seen: list[Bool[Array, "N 128"]], fill: float) -> Float[Array, "M S"]:
-    """``fill`` where the group's queries do not see."""
-    count = seen[0].shape[0]
-    heads = []
-    for at in range(0, x.shape[0], count):
-        groups = zip(seen, lanes(x[at : at + count]), strict=True)
-        heads.append(jnp.concatenate([jnp.where(see, part, jnp.float32(fill)) for see, part in groups], axis=1))
-    return jnp.concatenate(heads)
+    queries = x.shape[0] // len(ahead)
+    step = math.gcd(queries, 64)
+    distance = jax.lax.broadcasted_iota(jnp.int32, (step, LANES), 1)
+    distance -= jax.lax.broadcasted_iota(jnp.int32, (step, LANES), 0)
+    strips = []
+    for at in range(0, x.shape[0], step):
+        most = ahead[at // queries] + jnp.int32(at % queries)
+        groups = enumerate(lanes(x[at : at + step]))
+        seen = [jnp.where(distance <= most - jnp.int32(i * LANES), y, jnp.float32(NEG)) for i, y in groups]
+        strips.append(jnp.concatenate(seen, axis=1))
+    return jnp.concatenate(strips)
 
 
 def apart(condition: Bool[Array, ""], run: Any) -> None:

@@ -4,16 +4,19 @@
 * XLA turns the normalisers so that a block's queries lie along the sublanes, as scores have them; the kernel spreads a
   lane of them over the others while the first products run.
 * The queries of a group are one matrix product; the mass is summed a head apart, in 8 sublanes until the last block.
-* Masks are compared and selected in blocks that the diagonal crosses only, in a loop that ends at the diagonal. A turn
-  takes few enough scores that they and their masks fit the registers.
-* A block's scores are computed in parts and used as they leave the product: 256 keys for the mass, 512 for the
+* Masks are compared and selected in blocks that the diagonal crosses only, for the log-sum-exp in the first one too;
+  for the mass in a loop that ends at the diagonal, whose turn takes few enough scores that they and their masks fit the
+  registers.
+* A block's scores are computed in parts: 256 keys for the mass, used as they leave the product, 512 for the
   log-sum-exp, whose running maximum and sum, in 128 lanes and a part apart, meet in the last block.
+* The log-sum-exp's scores are written to memory as they leave the product, and read again for the weights a turn later,
+  while that turn's products run: what waits for exponentials holds no registers that the products need.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +34,8 @@ from pallas_kernels.tpu_tiles import LANES, SUBLANES, Config, Tiles
 _PART = 256
 #: Rows of queries that a turn of the loop over a block on the diagonal takes at most.
 _ROWS = 512
+#: Rows of queries whose scores are masked together where the matrix unit is the larger one and results come faster.
+_STRIP = 256
 
 
 def log_sum_exp(p: Problem, *, config: Config | None = None, interpret: Any = False) -> Float[Array, "B H G N"]:
@@ -215,32 +220,78 @@ def _mass_call(p: Problem, c: Counting, t: Tiles, onto: Array, interpret: Any) -
     )(p.offset, p.scale * jnp.float32(LOG2E), live, t.query_rows(p.q), normaliser, t.key_rows(p.k), onto)
 
 
-def _log_sum_exp_kernel(offset, factor, q, k, out, peak, mass, *, t: Tiles):
+class _Strip(NamedTuple):
+    """Rows of a block of queries: of some heads all, or some of one head's."""
+
+    heads: slice
+    queries: slice
+    rows: slice
+
+
+def _strips(t: Tiles, most: int) -> list[_Strip]:
+    """A block's queries, at most so many rows at once."""
+    group = t.shape[2]
+    count = max(x for x in range(1, group + 1) if group % x == 0 and (x == 1 or x * t.queries <= most))
+    found = []
+    for heads in tpu_tiles.steps(group, count):
+        for queries in tpu_tiles.steps(t.queries, t.queries if count > 1 else most):
+            start, rows = heads.start * t.queries + queries.start, count * (queries.stop - queries.start)
+            found.append(_Strip(heads, queries, slice(start, start + rows)))
+    return found
+
+
+def _log_sum_exp_kernel(offset, factor, q, k, out, score, peak, shrink, mass, *, t: Tiles):
     b, i, block = pl.program_id(0), pl.program_id(2), pl.program_id(3)
-    first_query, first_key = offset[b] + i * jnp.int32(t.queries), block * jnp.int32(t.keys)
+    group = t.shape[2]
+    first, first_key = i * jnp.int32(t.queries), block * jnp.int32(t.keys)
+    first_query = offset[b * group] + first
+    last = block == pl.num_programs(3) - 1
 
     @pl.when(block == 0)
     def _():
         peak[...] = jnp.full_like(peak, jnp.float32(NEG))
         mass[...] = jnp.zeros_like(mass)
 
-    def fold(part: Any, first: Any, count: int, masked: bool) -> None:
-        heads = pl.ds(first, count)
-        scores = tpu_tiles.scores(q[heads], t.keys_of(k, part), t.columns) * factor[b]
+    def measure(part: Any, at: _Strip, masked: bool) -> None:
+        """A part's scores; the largest so far, in 128 lanes apart, and what the sums before it are to be lowered by."""
+        scores = tpu_tiles.scores(q[at.heads, at.queries], t.keys_of(k, part), t.columns) * factor[b]
         if masked:
             # Masked weights need no zeros: where a lane has seen no score they are exp2(0), and go with its first.
-            ahead = first_query - first_key - part * jnp.int32(t.part)
-            scores = tpu_tiles.masked_by_head(scores, tpu_tiles.visible(ahead, t.queries, t.part), NEG)
-        groups = [x.reshape(count, t.queries, LANES) for x in tpu_tiles.lanes(scores)]
-        before = peak[part, heads]
-        higher = functools.reduce(jnp.maximum, groups, before)
-        gained = functools.reduce(jnp.add, [jnp.exp2(group - higher) for group in groups])
-        mass[part, heads] = mass[part, heads] * jnp.exp2(before - higher) + gained
-        peak[part, heads] = higher
+            ahead = first + jnp.int32(at.queries.start) - first_key - jnp.int32(part * t.part)
+            heads = range(at.heads.start, at.heads.stop)
+            scores = tpu_tiles.masked(scores, [offset[b * group + g] + ahead for g in heads])
+        before = peak[part, at.rows]
+        higher = functools.reduce(jnp.maximum, tpu_tiles.lanes(scores), before)
+        score[part, at.rows], shrink[part, at.rows], peak[part, at.rows] = scores, jnp.exp2(before - higher), higher
 
-    _each_part(t, first_query, first_key, fold)
+    def gather(part: int) -> None:
+        """The weights of the scores that were measured last."""
+        weights = [jnp.exp2(scores - peak[part]) for scores in tpu_tiles.lanes(score[part])]
+        mass[part] = mass[part] * shrink[part] + functools.reduce(jnp.add, weights)
 
-    last = block == pl.num_programs(3) - 1
+    def gather_and_measure() -> None:
+        for part in range(t.parts):
+            gather(part)
+            measure(part, _strips(t, t.rows)[0], masked=False)
+
+    def measure_masked(at: _Strip) -> None:
+        if q.dtype == jnp.float32:  # Six products a score: the registers of one part at a time.
+            jax.lax.fori_loop(jnp.int32(0), jnp.int32(t.parts), lambda part, _: measure(part, at, masked=True), None)
+            return
+        for part in range(t.parts):
+            measure(part, at, masked=True)
+
+    def gather_all() -> None:
+        for part in range(t.parts):
+            gather(part)
+
+    below = jnp.logical_and(block > 0, first_query >= first_key + jnp.int32(t.keys - 1))
+    crossed = jnp.logical_and(t.touched(first_query, first_key), jnp.logical_not(below))
+    tpu_tiles.apart(below, gather_and_measure)
+    tpu_tiles.apart(jnp.logical_and(crossed, block > 0), gather_all)
+    for at in _strips(t, _STRIP if tpu_tiles.matrix_unit() > LANES else t.rows):
+        tpu_tiles.apart(crossed, functools.partial(measure_masked, at))
+    tpu_tiles.apart(last, gather_all)
 
     def meet() -> None:
         """All parts, in the first one's place."""
@@ -250,8 +301,7 @@ def _log_sum_exp_kernel(offset, factor, q, k, out, peak, mass, *, t: Tiles):
 
     def meet_across() -> None:
         """All lanes."""
-        top = peak[0].reshape(t.rows, LANES).max(axis=1, keepdims=True)
-        top = jnp.broadcast_to(top, (t.rows, LANES)).reshape(peak.shape[1:])
+        top = jnp.broadcast_to(peak[0].max(axis=1, keepdims=True), peak.shape[1:])
         mass[0] = mass[0] * jnp.exp2(peak[0] - top)
         peak[0] = top
 
@@ -261,17 +311,23 @@ def _log_sum_exp_kernel(offset, factor, q, k, out, peak, mass, *, t: Tiles):
 
     @pl.when(last)
     def _():
-        top = peak[0].reshape(t.rows, LANES)
-        total = mass[0].reshape(t.rows, LANES).sum(axis=1, keepdims=True)
+        top = peak[0]
+        total = mass[0].sum(axis=1, keepdims=True)
         found = top * jnp.float32(1 / LOG2E) + jnp.log(jnp.maximum(total, jnp.float32(1e-37)))
         tpu_tiles.store_by_head(out, jnp.where(top > jnp.float32(NOTHING), found, jnp.float32(NEG)))
+
+
+def _memory(t: Tiles, itemsize: int) -> int | None:
+    """VMEM to ask for: scores, peaks and sums, and blocks in flight."""
+    scratch = 4 * t.rows * (t.keys + 3 * t.parts * LANES)
+    return tpu_tiles.vmem_limit(scratch + 2 * itemsize * max(t.shape[4], LANES) * (t.rows + t.keys))
 
 
 def _log_sum_exp_call(p: Problem, t: Tiles, interpret: Any) -> Float[Array, "B H G N"]:
     batch, heads, group, _, dim = t.shape
 
     def key_block(b, h, i, block, offset, *_):
-        return b, h, jnp.minimum(block, t.last_key_block(offset[b], i))
+        return b, h, jnp.minimum(block, t.last_key_block(offset[b * group], i))
 
     grid = pltpu.PrefetchScalarGridSpec(
         num_scalar_prefetch=2,
@@ -281,7 +337,10 @@ def _log_sum_exp_call(p: Problem, t: Tiles, interpret: Any) -> Float[Array, "B H
             t.key_spec(key_block),
         ],
         out_specs=pl.BlockSpec((None, None, group, t.queries), lambda b, h, i, *_: (b, h, 0, i)),
-        scratch_shapes=[pltpu.VMEM((t.parts, group, t.queries, LANES), jnp.float32)] * 2,
+        scratch_shapes=[
+            pltpu.VMEM((t.parts, t.rows, t.part), jnp.float32),
+            *[pltpu.VMEM((t.parts, t.rows, LANES), jnp.float32)] * 3,
+        ],
     )
     out = jax.ShapeDtypeStruct(t.shape[:4], jnp.float32)
     return pl.pallas_call(
@@ -290,8 +349,9 @@ def _log_sum_exp_call(p: Problem, t: Tiles, interpret: Any) -> Float[Array, "B H
         out_shape=out,
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "parallel", "arbitrary"),
+            vmem_limit_bytes=_memory(t, p.k.dtype.itemsize),
         ),
         cost_estimate=t.cost(p.k.dtype.itemsize, 1, 4 * out.size),
         name="log_sum_exp",
         interpret=interpret,
-    )(p.offset, p.scale * jnp.float32(LOG2E), t.query_rows(p.q), t.key_rows(p.k))
+    )(jnp.repeat(p.offset, group), p.scale * jnp.float32(LOG2E), t.query_rows(p.q), t.key_rows(p.k))

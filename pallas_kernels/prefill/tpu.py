@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
 from pallas_kernels import tpu_tiles
 from pallas_kernels.prefill import tpu_float32, xla
@@ -85,7 +85,7 @@ def _kernel(
             if masked:
                 # Masked weights need no zeros: every query sees key 0, so its peak is a score from the first block on.
                 ahead = [offset[b * group + g] + first - first_key - jnp.int32(part * t.part) for g in range(group)]
-                scores = _masked(scores, ahead)
+                scores = tpu_tiles.masked(scores, ahead)
             score[part] = scores
             found_peak[part] = functools.reduce(jnp.maximum, tpu_tiles.lanes(scores))
 
@@ -157,38 +157,17 @@ def _strips(t: Tiles) -> list[slice]:
     return tpu_tiles.steps(t.rows, 512 if t.shape[4] > LANES and t.part > 256 else t.rows)
 
 
-def _masked(x: Float[Array, "M S"], ahead: list[Array]) -> Float[Array, "M S"]:
-    """``NEG`` where a query does not see; ``ahead`` is how far each head's first query is ahead of the first key.
-
-    Distances of 64 queries serve all, so that they stay in registers. What serves several heads must be computed from
-    different numbers: masks of one would be kept for the next.
-    """
-    queries = x.shape[0] // len(ahead)
-    step = math.gcd(queries, 64)
-    distance = jax.lax.broadcasted_iota(jnp.int32, (step, LANES), 1)
-    distance -= jax.lax.broadcasted_iota(jnp.int32, (step, LANES), 0)
-    strips = []
-    for at in range(0, x.shape[0], step):
-        most = ahead[at // queries] + jnp.int32(at % queries)
-        groups = enumerate(tpu_tiles.lanes(x[at : at + step]))
-        seen = [jnp.where(distance <= most - jnp.int32(i * LANES), y, jnp.float32(NEG)) for i, y in groups]
-        strips.append(jnp.concatenate(seen, axis=1))
-    return jnp.concatenate(strips)
-
-
 def _memory(t: Tiles, itemsize: int) -> int | None:
-    """VMEM to ask for where v5e's default of 16 MB would be little, as for 2,048 rows of 256 channels (G = 16).
+    """VMEM to ask for, as for 2,048 rows of 256 channels (G = 16).
 
-    Scores, sums, blocks in flight, the parts of float32 numbers, and a quarter more. No more than is needed: it is
-    XLA's loss, which keeps small arrays there. The least that a chip has is 64 MB.
+    Scores, sums, blocks in flight and the parts of float32 numbers.
     """
     dim = t.shape[4]
     sums = tpu_float32.sums(t) if itemsize == 4 else t.parts
     scratch = 4 * t.rows * (t.keys + (2 * t.parts + 3) * LANES + sums * max(dim, LANES))
     if itemsize == 4:
         scratch += sum(2 * math.prod(x.shape) for x in tpu_float32.scratch(t))
-    needed = scratch + 4 * itemsize * max(dim, LANES) * (t.rows + t.keys)
-    return None if needed < 12 * 2**20 else min(60 * 2**20, needed * 5 // 4)
+    return tpu_tiles.vmem_limit(scratch + 4 * itemsize * max(dim, LANES) * (t.rows + t.keys))
 
 
 def _call(p: Problem, t: Tiles, interpret: Any) -> Any:
