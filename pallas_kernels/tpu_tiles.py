@@ -92,6 +92,11 @@ class Tiles:
         """Of a block's queries, of all heads of the group."""
         return self.shape[2] * self.queries
 
+    def heads_in(self, rows: int) -> int:
+        """Of how many heads, a divisor of the group's, a block's queries are at most so many rows; 1 at least."""
+        group = self.shape[2]
+        return max(x for x in range(1, group + 1) if group % x == 0 and (x == 1 or x * self.queries <= rows))
+
     @property
     def part(self) -> int:
         """Keys of a block whose scores are computed together."""
@@ -166,8 +171,13 @@ class Tiles:
 
 def matrix_unit() -> int:
     """The side of the matrix unit of the chip compiled for; of one that is not known, the smaller."""
+    return 256 if chip_is("v6", "tpu7") else 128
+
+
+def chip_is(*names: str) -> bool:
+    """Whether the chip compiled for has one of these in its name."""
     device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None) or jax.devices()[0]
-    return 256 if any(name in (device.device_kind or "").lower() for name in ("v6", "tpu7")) else 128
+    return any(name in (device.device_kind or "").lower() for name in names)
 
 
 def vmem_limit(needed: int) -> int | None:

@@ -9,6 +9,7 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 from kernels.mass_base import Case, MassBase, build
 
+from pallas_kernels import tpu_tiles
 from pallas_kernels.attention_mass import reference, tpu
 from pallas_kernels.attention_mass.problem import Counting
 
@@ -21,6 +22,42 @@ class TestTpu(MassBase):
 
     def attention_mass(self, problem, counting):
         return tpu.attention_mass(problem, counting, config=SMALL, interpret=True)
+
+
+class TestFasterProducts(TestTpu):
+    """As compiled for chips whose products are faster than what becomes of them."""
+
+    @pytest.fixture(autouse=True)
+    def chip(self, monkeypatch):
+        monkeypatch.setattr(tpu_tiles, "matrix_unit", lambda: 256)
+
+
+@pytest.mark.parametrize("unit", [128, 256])
+@pytest.mark.parametrize(("dtype", "head_dim"), [(jnp.float32, 64), (jnp.float32, 256), (jnp.bfloat16, 128)])
+def test_blocks_of_several_parts(unit, dtype, head_dim, monkeypatch):
+    """Blocks of 2,048 keys, most below the diagonal and one that it crosses, for several blocks of several heads."""
+    monkeypatch.setattr(tpu_tiles, "matrix_unit", lambda: unit)
+    problem, counting = build(
+        Case((5000, 0), queries=256, keys=6144, heads=1, group=3, head_dim=head_dim, dtype=dtype, onto=True)
+    )
+    config = tpu.Config(queries=128, keys=2048)
+    tolerance = MassBase.tolerance[jnp.dtype(dtype).name]
+    lse = jax.jit(lambda p: tpu.log_sum_exp(p, config=config, interpret=True))(problem)
+    np.testing.assert_allclose(lse, counting.lse, atol=tolerance, rtol=tolerance)
+    mass = jax.jit(lambda p, c: tpu.attention_mass(p, c, config=config, interpret=True))(problem, counting)
+    np.testing.assert_allclose(mass.new, reference.attention_mass(problem, counting)[0], atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("unit", [128, 256])
+def test_a_query_that_is_no_number_is_no_other_querys(unit, monkeypatch):
+    """What holds products back is a zero even where sums of weights are no numbers."""
+    monkeypatch.setattr(tpu_tiles, "matrix_unit", lambda: unit)
+    problem, counting = build(Case((1000,), queries=128, keys=2048, heads=1, group=2, head_dim=128, dtype=jnp.bfloat16))
+    broken = dataclasses.replace(problem, q=problem.q.at[0, 0, 0, 32:48].set(jnp.nan))
+    lse = tpu.log_sum_exp(broken, config=tpu.Config(queries=128, keys=512), interpret=True)
+    others = np.r_[:32, 48:128]
+    np.testing.assert_allclose(lse[0, 0, 0, others], counting.lse[0, 0, 0, others], atol=2e-2)
+    np.testing.assert_allclose(lse[0, 0, 1], counting.lse[0, 0, 1], atol=2e-2)
 
 
 def test_no_race_and_no_memory_read_that_was_not_written():

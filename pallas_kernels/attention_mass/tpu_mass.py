@@ -1,0 +1,270 @@
+"""The second pass on TPUs: the mass of every key.
+
+* XLA turns the normalisers so that a block's queries lie along the sublanes, as scores have them; the kernel spreads a
+  lane of them over the others, while the first products of a block below the diagonal run.
+* The queries of a group are one matrix product; the mass is summed a head apart, in 8 sublanes until the last block.
+* Masks are compared and selected in blocks that the diagonal crosses only, in a loop that ends at the diagonal, whose
+  turn takes few enough scores that they and their masks fit the registers. There each head is a product, and compares
+  by a copy of the offset of its own: masks of one head would be kept for the next.
+* A block's scores are computed in parts of 256 keys and used as they leave the product.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Float
+
+from pallas_kernels import tpu_float32, tpu_tiles
+from pallas_kernels.attention_mass.problem import Counting, Problem
+from pallas_kernels.softmax import LOG2E, NEG, NOTHING
+from pallas_kernels.tpu_tiles import LANES, SUBLANES, Tiles
+
+#: Rows of queries that a turn of the loop over a block on the diagonal takes at most.
+_ROWS = 512
+
+
+def _each_part(
+    t: Tiles, first_query: Array, first_key: Array, run: Any, most: int, begin: Any = lambda _: None
+) -> None:
+    """``run(part, first head, heads, masked)`` for every part of a block below the diagonal, so many rows at most.
+
+    Of one that the diagonal crosses for the parts up to it, in a loop and some heads at a time: masks take registers.
+    ``begin(heads)`` once before.
+    """
+    group = t.shape[2]
+    below = first_query >= first_key + jnp.int32(t.keys - 1)
+
+    def run_all(heads: slice) -> None:
+        begin(heads)
+        for part in range(t.parts):
+            run(part, heads.start, heads.stop - heads.start, False)
+
+    for heads in tpu_tiles.steps(group, t.heads_in(most)):
+        tpu_tiles.apart(below, functools.partial(run_all, heads))
+
+    count = t.heads_in(_ROWS)
+    strips = jnp.int32(group // count)
+
+    def turn(at: Any, _: Any) -> None:
+        run(jax.lax.div(at, strips), jax.lax.rem(at, strips) * jnp.int32(count), count, True)
+
+    last = jax.lax.div(jnp.maximum(first_query + jnp.int32(t.queries - 1) - first_key, 0), jnp.int32(t.part))
+    crossed = jnp.logical_and(t.touched(first_query, first_key), jnp.logical_not(below))
+    turns = jnp.where(crossed, jnp.minimum(last + 1, t.parts) * strips, 0)
+    pl.when(crossed)(functools.partial(begin, slice(0, group)))
+    jax.lax.fori_loop(jnp.int32(0), turns, turn, None)
+
+
+def _pieces(t: Tiles) -> list[slice]:
+    """A head's queries by 128: of no more are masks and normalisers held at once."""
+    return [slice(at, min(at + LANES, t.queries)) for at in range(0, t.queries, LANES)]
+
+
+class _Hidden(NamedTuple):
+    """What a piece's queries do not see: keys further from the first key than ``most`` and the query from the first.
+
+    ``before`` are an earlier piece's shares. Masks wait for them, by a zero that the compiler does not know to be one:
+    else those of all pieces are made at once, and spilled.
+    """
+
+    distance: Array
+    most: Array
+    before: Array | None
+
+    def masked(self, scores: list[Array]) -> list[Array]:
+        most = self.most
+        if self.before is not None:
+            zero = jnp.where(self.before < 0, jnp.int32(1), jnp.int32(0))
+            most += jnp.concatenate([zero] * (self.distance.shape[0] // SUBLANES))
+        places = [most - jnp.int32(at * LANES) for at in range(len(scores))]
+        return [jnp.where(self.distance <= at, x, jnp.float32(NEG)) for at, x in zip(places, scores, strict=True)]
+
+
+def _shares(scores: Array, normaliser: Array, hidden: _Hidden | None) -> list[Float[Array, "8 128"]]:
+    """What a piece's queries give, in groups of 128 keys and still in 8 sublanes."""
+    found = tpu_tiles.lanes(scores)
+    if hidden is not None:
+        found = hidden.masked(found)
+    return [jnp.exp2(x - normaliser).reshape(-1, SUBLANES, LANES).sum(axis=0) for x in found]
+
+
+def _lanes_of_block(t: Tiles) -> int:
+    """Of the normalisers: a lane for each piece of each head, as many as 128 or more are a multiple of."""
+    return 1 << (t.shape[2] * len(_pieces(t)) - 1).bit_length()
+
+
+def _normaliser_columns(x: Float[Array, "B H G N"], t: Tiles) -> Float[Array, "B H R L"]:
+    """The queries of a piece along the sublanes, as scores have them; pieces, heads and blocks side by side.
+
+    Turned by XLA. The kernel spreads a lane over the others, which is less work than it was to turn them there.
+    """
+    batch, heads, group, _, _ = t.shape
+    pieces, rows = len(_pieces(t)), min(t.queries, LANES)
+    x = tpu_tiles.padded(x.reshape(batch, heads, group, t.query_blocks, t.queries), 4, rows)
+    x = x.reshape(batch, heads, group, t.query_blocks, pieces, rows).swapaxes(2, 3)
+    x = tpu_tiles.padded(x.reshape(batch, heads, t.query_blocks, group * pieces, rows), 3, _lanes_of_block(t))
+    return tpu_tiles.padded(x.reshape(batch, heads, -1, rows), 2, LANES).swapaxes(2, 3)
+
+
+def _spread(beside: Any, normaliser: Any, block: Array, piece: Any, t: Tiles) -> None:
+    """Write the normalisers of a piece of a block's queries beside them, the same in every lane."""
+    rows, width = beside.shape[0], normaliser.shape[1]
+    lane = jax.lax.rem(block * jnp.int32(_lanes_of_block(t)), jnp.int32(width)) + piece
+    column = normaliser[:rows]
+    if width > LANES:
+        tile = pl.multiple_of(jax.lax.div(lane, jnp.int32(LANES)) * LANES, LANES)
+        column, lane = normaliser[:rows, pl.ds(tile, LANES)], lane - tile
+    index = jnp.broadcast_to(lane, column.shape)
+    beside[...] = jnp.take_along_axis(column, index, axis=1, mode="promise_in_bounds")
+
+
+def _kernel(offset, factor, live, q, normaliser, k, onto, out, total, beside, distance, *float32, t: Tiles):
+    b, block, i = pl.program_id(0), pl.program_id(2), pl.program_id(3)
+    group = t.shape[2]
+    first_query, first_key = offset[b * group] + i * jnp.int32(t.queries), block * jnp.int32(t.keys)
+    products = tpu_float32.Products(t, *float32) if float32 else None
+
+    @pl.when(i == 0)
+    def _():
+        total[...] = jnp.zeros_like(total)
+        query, key = (jax.lax.broadcasted_iota(jnp.int32, distance.shape, axis) for axis in (0, 1))
+        distance[...] = key - query
+
+    def spread(heads: slice) -> None:
+        for g in range(heads.start, heads.stop):
+            for piece, at in enumerate(_pieces(t)):
+                _spread(beside.at[g, at], normaliser, i, g * len(_pieces(t)) + piece, t)
+
+    def add_chunk(chunk: slice, part: Any, first: Any, count: int, _: bool) -> None:
+        products.add(pl.ds(first, count), slice(0, t.queries), part, chunk)
+
+    def add(part: Any, first: Any, count: int, masked: bool) -> None:
+        """Of one part of the keys and ``count`` heads from ``first`` on."""
+        keys = t.keys_of(k, part)
+        ahead = i * jnp.int32(t.queries) - first_key - part * jnp.int32(t.part)
+
+        def scores_of(heads: Any, at: slice) -> Array:
+            if products:
+                return products.last(heads, at, part).reshape(-1, t.part)
+            return tpu_tiles.scores(q[heads, at], keys, t.columns) * factor[b]
+
+        def add_piece(g: int, at: slice, scores: Array, before: Array | None) -> Array:
+            """Of a head's piece; what it gives to the first keys."""
+            most = offset[b * group + first + g] + ahead + at.start
+            hidden = _Hidden(distance[: at.stop - at.start], most, before) if masked else None
+            shares = _shares(scores, beside[first + g, at], hidden)
+            for lane, share in enumerate(shares):
+                total[part, first + g, :, lane * LANES : (lane + 1) * LANES] += share
+            return shares[0]
+
+        # If masked at most as many rows at once as there are lanes, and no more than two such heads on the way.
+        together, step = (t.heads_in(LANES), LANES) if masked else (count, t.queries)
+        done: list[Array] = []
+        for heads in tpu_tiles.steps(count, together):
+            before, share = done[-2] if masked and len(done) > 1 else None, None
+            for rows in tpu_tiles.steps(t.queries, step):
+                scores = scores_of(pl.ds(first + heads.start, heads.stop - heads.start), rows)
+                scores = scores.reshape(-1, rows.stop - rows.start, t.part)
+                for g in range(heads.start, heads.stop):
+                    for piece in tpu_tiles.steps(rows.stop - rows.start, LANES):
+                        at = slice(rows.start + piece.start, rows.start + piece.stop)
+                        share = add_piece(g, at, scores[g - heads.start, piece], before)
+            done.append(share)
+
+    each_part = functools.partial(_each_part, t, first_query, first_key, most=2 * _ROWS if products else t.rows)
+    alive = live[b * pl.num_programs(3) + i] != 0
+    if products:
+        # Queries of one block are cut once for all keys, and those of several for each block of keys again.
+        again = jnp.logical_and(alive, t.touched(first_query, first_key)) if t.query_blocks > 1 else block == 0
+        pl.when(i == 0)(functools.partial(products.take_keys, k))
+        pl.when(again)(functools.partial(products.take_queries, q, factor[b]))
+        for chunk in products.first_chunks():
+            tpu_tiles.apart(alive, functools.partial(each_part, functools.partial(add_chunk, chunk)))
+
+    @pl.when(alive)
+    def _():
+        each_part(add, begin=spread)
+
+    @pl.when(i == pl.num_programs(3) - 1)
+    def _():
+        for part in range(t.parts):
+            at = slice(part * t.part, (part + 1) * t.part)
+            out[:, at] = onto[:, at] + total[part].sum(axis=1)
+
+
+def _memory(t: Tiles, itemsize: int) -> int | None:
+    """VMEM to ask for: normalisers, sums, blocks in flight and the parts of float32 numbers."""
+    group, dim = t.shape[2], max(t.shape[4], LANES)
+    needed = 4 * (t.rows * LANES + group * t.keys * (SUBLANES + 4)) + 2 * itemsize * dim * (t.rows + t.keys)
+    return tpu_tiles.vmem_limit(needed + (tpu_float32.scratch_bytes(t) if itemsize == 4 else 0))
+
+
+def call(p: Problem, c: Counting, t: Tiles, onto: Array, interpret: Any) -> Float[Array, "B H G T"]:
+    batch, heads, group, _, dim = t.shape
+    weight = jnp.ones((batch, t.count), jnp.float32) if c.weight is None else c.weight
+    weight = tpu_tiles.padded(weight.astype(jnp.float32), 1, t.queries)
+    live = (weight > 0).reshape(batch * t.query_blocks, t.queries).any(axis=1).astype(jnp.int32)
+    # A weight is the normaliser's business: w exp(s - lse) = exp(s - (lse - log w)), and one of 0 makes it infinite.
+    log_weight = jnp.log(jnp.maximum(weight, jnp.finfo(jnp.float32).tiny))[:, None, None]
+    lse = t.query_rows(c.lse)
+    counts = (weight[:, None, None] > 0) & (lse > NOTHING)
+    normaliser = jnp.where(counts, (lse - log_weight) * jnp.float32(LOG2E), jnp.float32(-NEG))
+    normaliser = _normaliser_columns(normaliser, t)
+    width = max(LANES, _lanes_of_block(t))
+    offset = jnp.repeat(p.offset, group)
+
+    def of_queries(*tail):
+        return lambda b, h, block, i, offset, *_: (
+            (b, h, 0, jnp.maximum(i, t.first_query_block(offset[b * group], block)), *tail)
+        )
+
+    def of_normaliser(b, h, block, i, offset, *_):
+        i = jnp.maximum(i, t.first_query_block(offset[b * group], block))
+        return b, h, 0, jax.lax.div(i * jnp.int32(_lanes_of_block(t)), jnp.int32(width))
+
+    mass = pl.BlockSpec((None, None, group, t.keys), lambda b, h, block, i, *_: (b, h, 0, block))
+    grid = pltpu.PrefetchScalarGridSpec(
+        num_scalar_prefetch=3,
+        grid=(batch, heads, t.key_blocks(p.offset), t.query_blocks),
+        in_specs=[
+            pl.BlockSpec((None, None, group, t.queries, dim), of_queries(0)),
+            pl.BlockSpec((None, None, min(t.queries, LANES), width), of_normaliser),
+            t.key_spec(lambda b, h, block, *_: (b, h, block)),
+            mass,
+        ],
+        out_specs=mass,
+        scratch_shapes=[
+            pltpu.VMEM((t.parts, group, SUBLANES, t.part), jnp.float32),
+            pltpu.VMEM((group, t.queries, LANES), jnp.float32),
+            pltpu.VMEM((min(t.queries, LANES), LANES), jnp.int32),
+            *(tpu_float32.scratch(t) if p.k.dtype == jnp.float32 else ()),
+        ],
+    )
+    return pl.pallas_call(
+        functools.partial(_kernel, t=t),
+        grid_spec=grid,
+        out_shape=jax.ShapeDtypeStruct(onto.shape, jnp.float32),
+        # Blocks of keys beyond the last query are not visited and keep what they had.
+        input_output_aliases={6: 0},
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "parallel", "arbitrary", "arbitrary"),
+            vmem_limit_bytes=_memory(t, p.k.dtype.itemsize),
+        ),
+        cost_estimate=t.cost(p.k.dtype.itemsize, 1, 4 * (normaliser.size + 2 * onto.size)),
+        name="attention_mass",
+        interpret=interpret,
+    )(
+        offset,
+        p.scale * jnp.float32(LOG2E),
+        live,
+        t.query_rows(p.q),
+        normaliser,
+        t.key_rows(p.k),
+        onto,
+    )

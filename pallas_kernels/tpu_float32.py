@@ -1,0 +1,119 @@
+"""Scores of float32 queries and keys on TPUs: each number is cut into three of bfloat16, whose six largest products are
+summed.
+
+That is what ``Precision.HIGHEST`` does. There the compiler holds a block's parts and sums in registers, of which there
+are too few. Here the parts lie in memory, and the six products of a score are one product of six times the channels,
+the smallest first, done in chunks as long as the matrix units hold; what one chunk leaves in memory the next adds to.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Float
+
+from pallas_kernels import tpu_tiles
+from pallas_kernels.ragged_decode.tpu_float32 import PARTS, cut_parts, dot, rounded_parts
+from pallas_kernels.tpu_tiles import LANES, Tiles
+
+#: Which part of queries is multiplied with which of keys, the smallest product first.
+PAIRS = ((2, 0), (1, 1), (0, 2), (1, 0), (0, 1), (0, 0))
+#: Contracted at once: as much as all matrix units hold side by side, so that no sum waits in registers for the next.
+_CHUNK = 512
+
+
+def scratch(t: Tiles) -> list[Any]:
+    """What :class:`Products` takes."""
+    _, _, group, _, dim = t.shape
+    keys = (PARTS * dim, t.keys) if t.columns else (t.keys, PARTS * dim)
+    parts = [pltpu.VMEM(shape, jnp.bfloat16) for shape in ((group, t.queries, len(PAIRS) * dim), keys)]
+    return [*parts, pltpu.VMEM((t.parts, group, t.queries, t.part), jnp.float32)]
+
+
+def scratch_bytes(t: Tiles) -> int:
+    """Of it all."""
+    return sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in scratch(t))
+
+
+@dataclasses.dataclass(frozen=True)
+class Products:
+    """The parts of a block, in memory.
+
+    Attributes:
+      queries: [G, N, 6 D], as they are paired. keys: [keys, 3 D], or transposed.
+      score: [parts, G, N, part], what the first chunks sum to.
+    """
+
+    t: Tiles
+    queries: Any
+    keys: Any
+    score: Any
+
+    def take_queries(self, q: Any, factor: Array) -> None:
+        """Times a factor, which scores then need not be. In a loop: parts side by side in a tile are turned there."""
+        step = math.gcd(self.t.queries, 128)
+        strips = jnp.int32(self.t.queries // step)
+
+        def cut(at: Array, _: None) -> None:
+            g, rows = jax.lax.div(at, strips), pl.multiple_of(jax.lax.rem(at, strips) * jnp.int32(step), step)
+            parts = rounded_parts(q[g, pl.ds(rows, step)] * factor)
+            self.queries[g, pl.ds(rows, step)] = jnp.concatenate([parts[i] for i, _ in PAIRS], axis=1)
+
+        jax.lax.fori_loop(jnp.int32(0), jnp.int32(q.shape[0]) * strips, cut, None)
+
+    def take_keys(self, k: Any) -> None:
+        axis = 0 if self.t.columns else 1
+        for tokens in tpu_tiles.steps(self.t.keys, LANES):
+            at = (slice(None), tokens) if self.t.columns else (tokens, slice(None))
+            self.keys[at] = jnp.concatenate(cut_parts(k[at]), axis=axis)
+
+    def first_chunks(self) -> list[slice]:
+        """All but the last, of the six times channels."""
+        return self._chunks()[:-1]
+
+    def _chunks(self) -> list[slice]:
+        """The last so short that the matrix units hold it for a whole part."""
+        wide = self.queries.shape[2]
+        last = LANES * -(-max(wide - _CHUNK // 2, 0) // LANES)
+        return [*tpu_tiles.steps(last, _CHUNK), slice(last, wide)]
+
+    def add(self, heads: Any, rows: slice, part: Any, chunk: slice) -> None:
+        """What one of the first chunks adds to the scores of some heads' rows.
+
+        For as many keys at once as a matrix unit is wide. A part is a number or a traced one.
+        """
+        for keys in tpu_tiles.steps(self.t.part, tpu_tiles.matrix_unit()):
+            found = self._product(heads, rows, part, keys, chunk)
+            if chunk.start:
+                found += self.score[part, heads, rows, keys]
+            self.score[part, heads, rows, keys] = found
+
+    def last(self, heads: Any, rows: slice, part: Any) -> Float[Array, "G N S"]:
+        """Scores of a part, all chunks summed."""
+        *others, chunk = self._chunks()
+        found = self._product(heads, rows, part, slice(0, self.t.part), chunk)
+        return found + self.score[part, heads, rows] if others else found
+
+    def _product(self, heads: Any, rows: slice, part: Any, keys: slice, chunk: slice) -> Array:
+        """Of the channels of a chunk with some keys of a part."""
+        dim = self.t.shape[4]
+        at: Any = slice(part * self.t.part + keys.start, part * self.t.part + keys.stop)
+        if not isinstance(part, int):
+            first = pl.multiple_of(part * jnp.int32(self.t.part), self.t.part) + jnp.int32(keys.start)
+            at = pl.ds(pl.multiple_of(first, LANES), keys.stop - keys.start)
+        pieces = []
+        for pair, (_, j) in enumerate(PAIRS):
+            start, stop = max(chunk.start - pair * dim, 0), min(chunk.stop - pair * dim, dim)
+            if start < stop:
+                channels = slice(j * dim + start, j * dim + stop)
+                pieces.append(self.keys[channels, at] if self.t.columns else self.keys[at, channels])
+        axis = 0 if self.t.columns else 1
+        queries = self.queries[heads, rows, chunk]
+        found = dot(queries.reshape(-1, queries.shape[2]), jnp.concatenate(pieces, axis=axis), axis)
+        return found.reshape(*queries.shape[:2], -1)
