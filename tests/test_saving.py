@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import math
 import os
 import signal
 import subprocess
@@ -11,13 +13,17 @@ import time
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import toys
+from flax import nnx
 from orbax.checkpoint import v1 as ocp
 
 import kvjax
 from kvjax.cache.layout import Layout
+from kvjax.model.decoder import logical
+from kvjax.model.identity import weights_digest
 from kvjax.policies.base import Policy
 from kvjax.policies.registry import registry
 from kvjax.saving import canonical, description
@@ -52,6 +58,17 @@ def leaves_equal(one, other):
 
 def outputs_of(lm, cache):
     return [(out.tokens, out.stats.retained) for out in kvjax.generate(lm, LATER, cache=cache, max_new_tokens=6)]
+
+
+@pytest.mark.parametrize("changes", [{}, {"tie_embeddings": False}, {"mlp": "gelu", "mlp_bias": True}])
+def test_weights_are_known_whichever_way_round_they_are_stored(changes):
+    params, seen = toys.tiny_model(**changes).params, hashlib.sha256()
+    for param in jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, nnx.Variable)):
+        matrix, inputs = logical(param), param.get_metadata("inputs", 1)
+        if param[...].ndim > 1:
+            matrix = matrix.reshape(math.prod(matrix.shape[:inputs]), -1)[:2, :64]
+        seen.update(np.asarray(matrix).astype(jnp.bfloat16).tobytes())
+    assert weights_digest(params) == seen.hexdigest()[:32]
 
 
 @pytest.mark.parametrize(("name", "storage"), STORED)

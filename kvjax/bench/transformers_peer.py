@@ -90,7 +90,7 @@ def build(params: Decoder, config: ModelConfig) -> Any:
     reference = _reference_config(config)
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(reference, attn_implementation="sdpa")
-    # torch multiplies rows of its [V, M] table; a tied one is kvjax's head, turned.
+    # torch multiplies rows of its [V, M] table; a tied one is kvjax's head as it is stored.
     head = _linear(_numpy(params.head))
     embedding = head if config.tie_embeddings else torch.from_numpy(_numpy(params.embedding))
     state = {

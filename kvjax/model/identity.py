@@ -7,17 +7,21 @@ import hashlib
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 from kvjax.model.decoder import Decoder
 
 
 def weights_digest(params: Decoder) -> str:
-    """Of every vector and the first rows of every matrix, as bfloat16: equal whatever dtype they are held in.
+    """Of every vector and the first rows of every matrix [in, out], as bfloat16: equal whatever dtype they are held in,
+    and whichever way round they are stored.
 
     Training moves all of them; reading them takes milliseconds where reading every weight would take seconds.
     """
     seen = hashlib.sha256()
-    for leaf in jax.tree.leaves(params):
-        some = np.asarray(leaf if leaf.ndim == 1 else leaf[:2, :64]).astype(np.float32)
-        seen.update(some.astype(jnp.bfloat16).tobytes())
+    for param in jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, nnx.Variable)):
+        leaf = param.get_value()
+        if leaf.ndim > 1:
+            leaf = leaf[:64, :2].T if param.get_metadata("turned", False) else leaf[:2, :64]
+        seen.update(np.asarray(leaf).astype(np.float32).astype(jnp.bfloat16).tobytes())
     return seen.hexdigest()[:32]

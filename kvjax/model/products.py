@@ -46,7 +46,7 @@ def product_turned(
         return _plain_turned(x, weight, dtype)
     form = _one_row_turned if rows.shape[0] == 1 else _few_rows_turned
     found = jax.lax.platform_dependent(rows, weight, cpu=form, default=_plain_turned)
-    return found.reshape(*x.shape[:-1], -1)
+    return found.reshape(*x.shape[:-1], -1).astype(dtype or x.dtype)
 
 
 def _parts(size: int, *counts: int) -> int:

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernels.decode_base import Case, DecodeBase, build
+from kernels.decode_base import RAGGED, UNIFORM, Case, DecodeBase, build
 
 from pallas_kernels.ragged_decode import api, ragged_decode, reference, xla
 from pallas_kernels.ragged_decode.worklist import FIRST, LAST, ZERO, most_items, work_list
@@ -19,6 +19,27 @@ class TestXla(DecodeBase):
         return jax.jit(lambda arrays: xla.decode(dataclasses.replace(problem, **arrays)))(
             {"q": problem.q, "pages": problem.pages, "length": problem.length}
         )
+
+    @pytest.mark.parametrize("runs", [RAGGED, UNIFORM], ids=["ragged", "uniform"])
+    @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.int8], ids=["float32", "bfloat16", "int8"])
+    def test_a_batch_of_one(self, runs, dtype):
+        case = Case(((70, 130),), runs, group=3, head_dim=80, dtype=dtype, log_mass=True)
+        for changes in (
+            dict(with_logits=True, logits_scale=0.3),
+            dict(lengths=((0, 160),), window=16, soft_cap=3.0),
+            dict(alibi=True, window=1500),
+        ):
+            self.check(dataclasses.replace(case, **changes))
+
+    @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.int8], ids=["float32", "bfloat16", "int8"])
+    @pytest.mark.parametrize("batch", [1, 2])
+    def test_nothing_copies_a_cache_of_equal_heads(self, batch, dtype):
+        case = Case(((4096, 4000),) * batch, (128, 128), page_size=32, dtype=dtype, poison=False)
+        problem = build(case, "columns")
+        arrays = {"q": problem.q, "pages": problem.pages, "length": problem.length}
+        compiled = jax.jit(lambda arrays: xla.decode(dataclasses.replace(problem, **arrays))).lower(arrays).compile()
+        cache = sum(leaf.nbytes for leaf in jax.tree.leaves(problem.pages))
+        assert compiled.memory_analysis().temp_size_in_bytes < cache / 4
 
 
 def _arguments(problem):

@@ -53,6 +53,15 @@ def test_bfloat16_weights_give_float32_scores(rows):
     np.testing.assert_allclose(found, exact, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("rows", [1, 2, 40])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_another_dtype_is_given_whatever_the_number_of_rows(rows, dtype):
+    x, weight = _problem((rows, 24), 40)
+    found = jax.jit(product_turned, static_argnums=2)(x, weight.T, dtype)
+    assert found.dtype == dtype
+    np.testing.assert_allclose(np.asarray(found, np.float32), x @ weight, rtol=1e-2, atol=1e-2)
+
+
 @pytest.mark.parametrize(
     ("form", "rows", "columns", "split"),
     [
