@@ -227,10 +227,12 @@ def fit(config: TpuConfig, p: Problem, device_kind: str = "") -> tuple[int, int,
     state = queries * (3 + lanes // LANES)
     rows, buffers = config.rows, config.buffers
     least = max(LANES, page_size)
+    # Blocks of streams stay within their row's pages, so they are no longer than those.
+    longest_block = total * page_size if _streams(p) else rows
     most = min(FLOAT32_KEYS // (lanes * queries), _chip(device_kind).float32_rows) if float32 else rows
 
     def many(rows: int) -> bool:
-        return rows > most or state + queries * rows * 3 // (2 * LANES) > REGISTERS
+        return rows > min(most, longest_block) or state + queries * rows * 3 // (2 * LANES) > REGISTERS
 
     while rows > least and (rows // 2 >= longest or many(rows)):
         rows, buffers = rows // 2, min(2 * buffers, 32)

@@ -50,6 +50,15 @@ class TestTpu(DecodeBase):
             np.testing.assert_allclose(got.out, want.out, atol=2e-5, rtol=2e-5)
             np.testing.assert_allclose(got.lse, want.lse, atol=2e-5, rtol=2e-5)
 
+    @pytest.mark.parametrize(("runs", "lengths"), [((3,), (300,)), ((5, 1), (600, 100))], ids=["alone", "largest"])
+    def test_blocks_of_streams_are_no_longer_than_a_row(self, runs, lengths):
+        """A power of two of pages may be more than a row of the batch has, which a copy would begin before."""
+        case = Case((lengths, (1,) * len(runs)), runs, page_size=128, dtype=jnp.int8, log_mass=True)
+        problem = build(case, "stacked")
+        want, got = reference.decode(problem), decode(problem, tpu.TpuConfig(rows=2048, buffers=4))
+        np.testing.assert_allclose(got.out, want.out, atol=2e-2, rtol=2e-2)
+        np.testing.assert_allclose(got.lse, want.lse, atol=2e-2, rtol=2e-2)
+
     def test_heads_that_hold_nothing(self):
         got = decode(build(Case(((0, 0), (0, 0)), RAGGED), "stacked"))
         assert not np.asarray(got.out).any() and (np.asarray(got.lse) == np.float32(NEG)).all()
