@@ -36,11 +36,12 @@ class TestTpu(DecodeBase):
         return tuple(name for name in self.layouts if fits[name])
 
     def fit(self, case):
-        streams = case.dtype == jnp.int8 or case.alibi or case.with_logits
+        streams = case.dtype == jnp.int8 or case.alibi or case.by_position or case.with_logits
         return dataclasses.replace(case, page_size=128) if streams else case
 
     def run(self, problem):
-        return decode(problem)
+        # Of pages of 128 a block is two.
+        return decode(problem, SMALL if problem.pages.shape[2] < 128 else dataclasses.replace(SMALL, rows=256))
 
     def test_two_cores_share_the_list(self):
         for config in (dataclasses.replace(SMALL, cores=2), dataclasses.replace(SMALL, cores=2, rows=256)):
