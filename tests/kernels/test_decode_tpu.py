@@ -60,6 +60,13 @@ class TestTpu(DecodeBase):
         np.testing.assert_allclose(got.out, want.out, atol=2e-2, rtol=2e-2)
         np.testing.assert_allclose(got.lse, want.lse, atol=2e-2, rtol=2e-2)
 
+    def test_a_block_that_begins_in_its_neighbour_leaves_its_scores(self):
+        """The last head's block of four pages begins a page early, so that it ends with the row."""
+        case = Case(((300, 100, 300),), (3, 1, 3), page_size=128, dtype=jnp.int8, with_logits=True)
+        problem = build(case, "stacked")
+        want, got = reference.decode(problem), decode(problem, dataclasses.replace(SMALL, rows=512))
+        np.testing.assert_allclose(got.logits, want.logits, atol=8e-2, rtol=2e-2)
+
     def test_heads_that_hold_nothing(self):
         got = decode(build(Case(((0, 0), (0, 0)), RAGGED), "stacked"))
         assert not np.asarray(got.out).any() and (np.asarray(got.lse) == np.float32(NEG)).all()
