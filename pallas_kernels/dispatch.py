@@ -34,9 +34,10 @@ def run(
       implementations: by name; "xla" is among them.
       order: names to try for each platform, before "xla".
       implementation: the only one to try, or ``None``.
+      keywords: options of the implementation that is named; another knows none of them, or takes them for its own.
 
     Raises:
-      ValueError: ``implementation`` is not one of them.
+      ValueError: ``implementation`` is not one of them, or there are options and it is not named.
       NotImplementedError: the one that was named does not fit.
     """
     if implementation is not None:
@@ -44,6 +45,9 @@ def run(
             names = ", ".join(implementations)
             raise ValueError(f"{operation} has no implementation {implementation!r}; there are {names}.")
         return implementations[implementation](*args, **keywords)
+    if keywords:
+        names = ", ".join(keywords)
+        raise ValueError(f"{operation} was given {names} for no implementation; name the one that is meant.")
     for name in order.get(platform(), ()):
         try:
             return implementations[name](*args, **keywords)

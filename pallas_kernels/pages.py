@@ -15,6 +15,7 @@ All are zeros where nothing was written and never NaN: kernels multiply what is 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, Self
 
 import jax
@@ -130,7 +131,12 @@ class Stacked:
 
     def of_rows(self, k: Array, v: Array) -> Self:
         """Pages of these rows, [B, P, R, D], in this layout and dtype."""
-        return dataclasses.replace(self, kv=jnp.stack([self._padded(k), self._padded(v)], axis=2))
+
+        def laid(k: Array, v: Array) -> Array:
+            return jnp.stack([self._padded(k), self._padded(v)], axis=2)
+
+        lanes = self.kv.shape[4]
+        return dataclasses.replace(self, kv=laid(k, v) if lanes == self.head_dim else _in_parts(laid, k, v))
 
     def _padded(self, x: Array) -> Array:
         fill = self.kv.shape[4] - x.shape[-1]
@@ -189,7 +195,11 @@ class Lanes:
 
     def of_rows(self, k: Array, v: Array) -> Self:
         """Pages of these rows, [B, P, R, D], in this layout and dtype."""
-        return dataclasses.replace(self, kv=jnp.concatenate([k, v], axis=-1).astype(self.dtype))
+
+        def laid(k: Array, v: Array) -> Array:
+            return jnp.concatenate([k, v], axis=-1).astype(self.dtype)
+
+        return dataclasses.replace(self, kv=_in_parts(laid, k, v))
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -244,3 +254,28 @@ class Lanes:
 
 
 Pages = Columns | Stacked | Lanes
+
+#: Slots whose rows are widened at once.
+_PART = 8192
+
+
+def _in_parts(laid: Callable[[Array, Array], Array], k: Array, v: Array) -> Array:
+    """``laid`` of rows [B, P, R, D], some pages of one row of the batch at a time.
+
+    Rows of fewer than 128 lanes lie in a TPU's memory with their tokens along the lanes, and are turned to be widened:
+    all at once that takes twice the pages' bytes beside them (D = 64), page by page none.
+    """
+    batch, total, page_size, _ = k.shape
+    count = min(max(_PART // page_size, 1), total)
+    steps = -(-total // count)
+    if batch * steps == 1:
+        return laid(k, v)
+    made = jax.eval_shape(laid, k, v)
+
+    def write(i: Array, out: Array) -> Array:
+        # The last part of a row begins earlier where it would reach past it.
+        row, page = i // steps, jnp.minimum(i % steps * count, total - count)
+        part = [jax.lax.dynamic_slice(x, (row, page, 0, 0), (1, count, *x.shape[2:])) for x in (k, v)]
+        return jax.lax.dynamic_update_slice(out, laid(*part), (row, page, *(0,) * (out.ndim - 2)))
+
+    return jax.lax.fori_loop(0, batch * steps, write, jnp.zeros(made.shape, made.dtype))

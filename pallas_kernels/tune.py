@@ -57,14 +57,17 @@ class Tuned:
 def run(
     path: Path, sizes: Iterable[Sizes] = (Sizes(),), *, rounds: int = 5, say: Callable[[str], None] = print
 ) -> list[Tuned]:
-    """Measure every implementation of this platform on each problem, and add the best sizes to a file.
+    """Measure every implementation of this platform on each problem, and add the best sizes of each to a file.
 
     Raises:
       NothingToTune: there is no accelerator.
+      ValueError: the file is there and holds something else.
+      OSError: it cannot be written.
     """
     order = ORDER.get(dispatch.platform(), ())
     if not order:
         raise NothingToTune("There is no accelerator here, so there is nothing to tune: XLA's form has no sizes.")
+    tuned.write(path, {})  # What cannot be written, or added to, is said before minutes are spent on it.
     found: list[Tuned] = []
     for one in sizes:
         problem = problems.make(one)
@@ -72,11 +75,8 @@ def run(
             outcome = measure(problem, name, candidates(name, problem), rounds)
             say(outcome.line())
             found.append(outcome)
-    kernels: dict[str, dict[str, Any]] = {}
-    for outcome in found:
-        if outcome.best is not None:
-            kernels.setdefault(outcome.kernel, {})[outcome.key] = outcome.best
-    tuned.write(path, kernels)
+            if outcome.best is not None:
+                tuned.write(path, {outcome.kernel: {outcome.key: outcome.best}})
     return found
 
 
@@ -136,7 +136,7 @@ def measure(problem: Problem, name: str, configs: list[Any], rounds: int = 5, **
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The command; 1 where there is nothing to tune."""
+    """The command; 1 where there is nothing to tune, or it cannot be done."""
     default = Sizes()
     parser = argparse.ArgumentParser(prog="python -m pallas_kernels.tune", description=__doc__)
     parser.add_argument("file", type=Path, help="where sizes are kept; what it holds of other problems stays")
@@ -148,7 +148,7 @@ def main(arguments: list[str] | None = None) -> int:
     path = given.pop("file")
     try:
         run(path, (Sizes(**given),))
-    except NothingToTune as error:
+    except (NothingToTune, OSError, ValueError) as error:
         print(error)
         return 1
     return 0

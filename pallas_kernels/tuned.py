@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import json
 import os
+import tempfile
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -54,27 +55,46 @@ def config(kernel: str, problem: Any, kind: type[Config]) -> Config | None:
     sizes = read(path).get(kernel, {}).get(str(Key.of(problem)))
     try:
         return None if sizes is None else kind(**sizes)
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         raise ValueError(f"{path}: sizes of {kernel} are {sizes}; tune again with this version.") from error
 
 
 def read(path: Path) -> dict[str, dict[str, dict[str, int]]]:
-    """What a file holds: by kernel and key, sizes."""
+    """What a file holds: by kernel and key, sizes.
+
+    Raises:
+      ValueError: there is none, or it is not one that :func:`write` wrote.
+    """
     try:
         return _read(path, path.stat().st_mtime_ns)
     except (OSError, ValueError) as error:
-        raise ValueError(f"{path} holds no sizes of kernels: {error}") from error
+        raise ValueError(f"{path} holds no sizes of kernels: {error}; tune into another file.") from error
 
 
 @functools.lru_cache(maxsize=8)
 def _read(path: Path, modified: int) -> dict[str, dict[str, dict[str, int]]]:
     del modified
-    return json.loads(path.read_text())["kernels"]
+    held = json.loads(path.read_text())
+    kernels = held.get("kernels") if isinstance(held, dict) else None
+    if not isinstance(kernels, dict):
+        raise ValueError('it has no "kernels"')
+    for kernel, by_key in kernels.items():
+        if not isinstance(by_key, dict) or not all(isinstance(sizes, dict) for sizes in by_key.values()):
+            raise ValueError(f"{kernel!r} names no sizes")
+    return kernels
 
 
 def write(path: Path, measured: dict[str, dict[str, dict[str, int]]]) -> None:
-    """Add to a file, or begin one; what it already holds for other problems stays."""
-    kernels = read(path) if path.exists() else {}
+    """Add to a file, or begin one; what it already holds for other problems stays. It is there whole or not at all."""
+    kernels = dict(read(path)) if path.exists() else {}
     for kernel, sizes in measured.items():
         kernels[kernel] = {**kernels.get(kernel, {}), **sizes}
-    path.write_text(json.dumps({"jax": jax.__version__, "kernels": kernels}, indent=2, sort_keys=True) + "\n")
+    text = json.dumps({"jax": jax.__version__, "kernels": kernels}, indent=2, sort_keys=True) + "\n"
+    if path.exists() and not path.is_file():  # /dev/stdout, say
+        path.write_text(text)
+        return
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}-", delete=False) as file:
+        temporary = Path(file.name)
+        file.write(text)
+    temporary.chmod(0o644)
+    temporary.replace(path)

@@ -114,7 +114,7 @@ def tune(
     head_dim: Annotated[int, typer.Option("--head-dim", help="Channels of a head.")] = 128,
     dtype: Annotated[str, typer.Option("--dtype", help="Of rows.")] = "bfloat16",
 ) -> None:
-    """Find the fastest block sizes of the kernels on this accelerator, and save them.
+    """Find the fastest block sizes of the decode kernels on this accelerator, and save them.
 
     kvjax uses them where PALLAS_KERNELS_TUNED names the file.
     """

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from kvjax.bench.report import Report
     from kvjax.bench.run import Bench
     from kvjax.model.load import LanguageModel
+    from pallas_kernels.bench.problem import Sizes
 
 PEERS = ("transformers",)
 
@@ -113,27 +114,20 @@ def kernels(
     means: Sequence[int], batch: int | None, sizes: dict[str, Any], rounds: int, json_path: Path | None
 ) -> None:
     """Kernels alone."""
-    import jax.numpy as jnp
-
     from pallas_kernels import dispatch
     from pallas_kernels.bench import decode as measured
-    from pallas_kernels.bench.problem import Sizes
 
     _check_json(json_path)
     accelerated = dispatch.platform() in ("gpu", "tpu")
     # A CPU is given as much as it reads in a second.
     means = means or ((2048, 16384) if accelerated else (256,))
     batch = (16 if accelerated else 2) if batch is None else batch
-    for name, value in {"batch": batch, "rounds": rounds, "mean": min(means), **sizes}.items():
-        if isinstance(value, int | float) and value <= 0:
-            raise UsageError(f"{name} is {value}; give more than 0.")
-    try:
-        jnp.dtype(sizes["dtype"])
-    except TypeError as error:
-        raise UsageError(f"dtype is {sizes['dtype']!r}; give one such as bfloat16, int8 or float8_e4m3fn.") from error
+    if rounds < 1:
+        raise UsageError(f"rounds is {rounds}; give at least 1.")
+    problems = [problem_sizes(mean=mean, batch=batch, **sizes) for mean in means]
     reports = []
-    for mean in means:
-        report = measured.run(Sizes(mean=mean, batch=batch, **sizes), rounds=rounds)
+    for problem in problems:
+        report = measured.run(problem, rounds=rounds)
         print(report.markdown(), flush=True)
         reports.append(report)
     if json_path is not None:
@@ -142,15 +136,25 @@ def kernels(
 
 def tune(path: Path, sizes: dict[str, Any]) -> None:
     """Search block sizes."""
-    from pallas_kernels.bench.problem import Sizes
     from pallas_kernels.tune import NothingToTune
     from pallas_kernels.tune import run as search
 
     check_writable("The file", path)
+    problem = problem_sizes(**sizes)
     try:
-        search(path, (Sizes(**sizes),))
-    except NothingToTune as error:
+        search(path, (problem,))
+    except (NothingToTune, ValueError) as error:
         raise KvjaxError(str(error)) from error
+
+
+def problem_sizes(**sizes: Any) -> Sizes:
+    """A kernel's problem by its sizes; one sentence where it is none."""
+    from pallas_kernels.bench.problem import Sizes
+
+    try:
+        return Sizes(**sizes)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
 
 
 def _check_json(path: Path | None) -> None:

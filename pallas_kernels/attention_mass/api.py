@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import dispatch
+from pallas_kernels import checks, dispatch
 from pallas_kernels.attention_mass.problem import Counting, Masses, Problem
 from pallas_kernels.rows import Bias, Rows
 from pallas_kernels.softmax import per_row
@@ -73,7 +73,7 @@ def log_sum_exp(
       float32; ``NEG`` for a query that sees nothing.
 
     Raises:
-      ValueError: shapes that do not belong together.
+      ValueError: an argument of another shape or type, or some that do not belong together.
       NotImplementedError: the implementation that was named cannot do this.
     """
     problem = _problem(q, k, offset, scale, kept, bias, block)
@@ -108,25 +108,33 @@ def attention_mass(
       The others as in :func:`log_sum_exp`.
 
     Raises:
-      ValueError: shapes that do not belong together.
+      ValueError: an argument of another shape or type, or some that do not belong together.
       NotImplementedError: the implementation that was named cannot do this.
     """
     problem = _problem(q, k, offset, scale, kept, bias, block)
-    if lse.shape != q.shape[:4] or (weight is not None and weight.shape != (q.shape[0], q.shape[3])):
-        raise ValueError(f"lse is {lse.shape}, weight {getattr(weight, 'shape', None)}, queries {q.shape}.")
-    if onto is not None and (onto.kept is None) != (kept is None):
-        raise ValueError("kept rows and the masses they are added to are given together.")
+    batch, heads, group, count, _ = q.shape
+    checks.array("lse", lse, (batch, heads, group, count), checks.FLOAT)
+    checks.arrays(checks.FLOAT, weight=(weight, (batch, count)))
+    if onto is not None:
+        if (onto.kept is None) != (kept is None):
+            raise ValueError("kept rows and the masses they are added to are given together.")
+        slots = 0 if kept is None else kept.k.shape[2]
+        shapes = {"onto.new": (onto.new, (*q.shape[:3], k.shape[2])), "onto.kept": (onto.kept, (*q.shape[:3], slots))}
+        checks.arrays(checks.FLOAT, **shapes)
+        onto = jax.tree.map(lambda x: x.astype(jnp.float32), onto)
     counting = Counting(lse, weight, onto)
     return dispatch.run("attention_mass", ATTENTION_MASS, ORDER, implementation, problem, counting, **options)
 
 
 def _problem(q: Any, k: Any, offset: Any, scale: Any, kept: Any, bias: Any, block: int | None) -> Problem:
+    checks.array("q", q, (None,) * 5, checks.FLOAT)
     batch, heads, _, _, dim = q.shape
+    checks.array("k", k, (batch, heads, None, dim), checks.FLOAT)
     tokens = k.shape[2]
-    if (k.shape[0], k.shape[1], k.shape[3]) != (batch, heads, dim):
-        raise ValueError(f"queries are {q.shape}, keys {k.shape}; batch, KV heads and head size must agree.")
-    block = math.gcd(tokens, BLOCK) if block is None else block
-    if tokens % block:
-        raise ValueError(f"block {block} does not divide {tokens} keys.")
+    checks.sizes(q, tokens)
+    checks.per_row("offset", offset, batch, checks.INTEGER)
+    checks.per_row("scale", scale, batch, checks.FLOAT)
+    checks.rows(kept, batch, heads, dim)
+    block = checks.block(block, tokens, BLOCK)
     offset, scale = per_row(offset, batch, jnp.int32), per_row(scale, batch, jnp.float32)
     return Problem(q, k, offset, scale, kept, bias, block)

@@ -29,9 +29,15 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--markdown", type=Path, help="write the tables to this file")
     given = parser.parse_args(arguments)
     sizes = {f: getattr(given, f) for f in ("batch", "heads", "group", "head_dim", "seed", "sigma", "dtype", "live")}
+    try:
+        problems = [Sizes(mean=mean, page_size=given.page_size, **sizes) for mean in given.mean]
+    except ValueError as error:
+        parser.error(str(error))
+    if given.rounds < 1:
+        parser.error(f"rounds is {given.rounds}; give at least 1.")
     reports = []
-    for mean in given.mean:
-        report = decode.run(Sizes(mean=mean, page_size=given.page_size, **sizes), rounds=given.rounds)
+    for problem in problems:
+        report = decode.run(problem, rounds=given.rounds)
         print(report.markdown(), flush=True)
         reports.append(report)
     if given.json:

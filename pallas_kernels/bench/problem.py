@@ -36,6 +36,23 @@ class Sizes:
     live: float = 1.0
     seed: int = 0
 
+    def __post_init__(self) -> None:
+        """Raise ``ValueError`` for sizes that are no problem, before anything is allocated."""
+        for name in ("batch", "heads", "group", "head_dim", "mean", "page_size"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} is {value}; give at least 1.")
+        if not 0 <= self.sigma < 10:
+            raise ValueError(f"sigma is {self.sigma}; give 0 for equal lengths, or less than 10.")
+        if not 0 < self.live <= 1:
+            raise ValueError(f"live is {self.live}; give a share above 0, at most 1.")
+        try:
+            dtype = jnp.dtype(self.dtype)
+        except TypeError:
+            dtype = None
+        if dtype is None or not (jnp.issubdtype(dtype, jnp.floating) or dtype == jnp.int8) or dtype.itemsize > 4:
+            raise ValueError(f"dtype is {self.dtype!r}; give one such as bfloat16, int8 or float8_e4m3fn.")
+
     @property
     def page(self) -> int:
         """Slots of a page on this platform: what its kernels read at once."""

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import dispatch
+from pallas_kernels import checks, dispatch
 from pallas_kernels.prefill.problem import Prefilled, Problem
 from pallas_kernels.rows import Bias, Rows
 
@@ -73,15 +72,21 @@ def prefill(
       options: of one implementation: ``config`` (block sizes), ``interpret``.
 
     Raises:
-      ValueError: shapes that do not belong together.
+      ValueError: an argument of another shape or type, or some that do not belong together.
       NotImplementedError: the implementation that was named cannot do this.
     """
+    checks.array("q", q, (None,) * 5, checks.FLOAT)
     batch, heads, _, _, dim = q.shape
+    checks.array("k", k, (batch, heads, None, dim), checks.FLOAT)
     tokens = k.shape[2]
-    if k.shape != v.shape or (k.shape[0], k.shape[1], k.shape[3]) != (batch, heads, dim):
-        raise ValueError(f"queries are {q.shape}, keys {k.shape}, values {v.shape}; all but the tokens must agree.")
-    block = math.gcd(tokens, BLOCK) if block is None else block
-    if tokens % block:
-        raise ValueError(f"block {block} does not divide {tokens} keys.")
+    checks.array("v", v, (batch, heads, tokens, dim), checks.FLOAT)
+    checks.sizes(q, tokens)
+    checks.per_row("offset", offset, batch, checks.INTEGER)
+    if isinstance(offset, int):
+        checks.at_least("offset", offset, 0)
+    checks.arrays(checks.INTEGER, length=(length, (batch,)))
+    checks.number("scale", scale)
+    checks.rows(kept, batch, heads, dim)
+    block = checks.block(block, tokens, BLOCK)
     problem = Problem(q, k, v, jnp.asarray(offset, jnp.int32), length, kept, scale, bias, block)
     return dispatch.run("prefill", IMPLEMENTATIONS, ORDER, implementation, problem, **options)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import dispatch
+from pallas_kernels import checks, dispatch
 from pallas_kernels.pages import Pages
 from pallas_kernels.ragged_decode.problem import Decoded, Problem
 
@@ -89,10 +90,9 @@ def ragged_decode(
       options: of one implementation: ``config`` (block sizes), ``interpret``.
 
     Raises:
-      ValueError: arguments that do not belong together.
+      ValueError: an argument of another shape or type, or some that do not belong together.
       NotImplementedError: the implementation that was named cannot do this.
     """
-    _check(q, pages, length, runs, window, slopes, position, query_position)
     problem = Problem(
         q=q,
         pages=pages,
@@ -110,16 +110,40 @@ def ragged_decode(
         with_logits=with_logits,
         logits_scale=logits_scale,
     )
+    _check(problem)
     return dispatch.run("ragged_decode", IMPLEMENTATIONS, ORDER, implementation, problem, **options)
 
 
-def _check(q: Any, pages: Any, length: Any, runs: Any, window: Any, slopes: Any, position: Any, query: Any) -> None:
-    batch, total, _, head_dim = pages.shape
-    if (q.shape[0], q.shape[3]) != (batch, head_dim):
-        raise ValueError(f"queries are {q.shape}, pages hold {batch} rows of head size {head_dim}.")
-    if len(runs) != q.shape[1] or sum(runs) != total or length.shape != q.shape[:2]:
-        raise ValueError(f"{len(runs)} runs of {sum(runs)} pages, {q.shape[1]} heads, {total} pages; they must agree.")
-    if (slopes is not None or (window is not None and position is not None)) and (position is None or query is None):
+def _check(p: Problem) -> None:
+    if not isinstance(p.pages, Pages):
+        kind = type(p.pages).__name__
+        raise ValueError(f"pages are of type {kind}; give Columns, Stacked or Lanes, of pallas_kernels.pages.")
+    batch, total, page_size, head_dim = p.pages.shape
+    checks.array("q", p.q, (batch, None, None, head_dim), checks.FLOAT)
+    heads, group = p.q.shape[1:3]
+    if not jnp.issubdtype(p.pages.dtype, jnp.floating) and p.pages.dtype != jnp.int8:
+        raise ValueError(f"pages are {p.pages.dtype}; give floats or int8.")
+    for run in p.runs:
+        checks.at_least("a head's run", run, 1)
+    if group < 1 or len(p.runs) != heads or sum(p.runs) != total:
+        raise ValueError(f"{len(p.runs)} runs of {sum(p.runs)} pages, q {p.q.shape}, {total} pages; they must agree.")
+    by_slot = (batch, total, page_size)
+    checks.array("length", p.length, (batch, heads), checks.INTEGER)
+    checks.arrays(checks.INTEGER, position=(p.position, by_slot), query_position=(p.query_position, (batch,)))
+    checks.arrays(
+        checks.FLOAT,
+        log_mass=(p.log_mass, (batch, heads)),
+        k_scale=(p.k_scale, (batch, heads, head_dim)),
+        v_scale=(p.v_scale, by_slot),
+        slopes=(p.slopes, (heads, group)),
+    )
+    placed = p.slopes is not None or (p.window is not None and p.position is not None)
+    if placed and (p.position is None or p.query_position is None):
         raise ValueError("slopes, and a window by position, need the position of every slot and query_position.")
-    if window is not None and window < 1:
-        raise ValueError(f"window is {window}; give at least 1, or None.")
+    if p.window is not None:
+        checks.at_least("window", p.window, 1)
+    checks.number("scale", p.scale)
+    if p.logits_scale is not None:
+        checks.number("logits_scale", p.logits_scale)
+    if p.soft_cap is not None:
+        checks.number("soft_cap", p.soft_cap, above=0)

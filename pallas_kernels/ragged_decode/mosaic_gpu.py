@@ -53,6 +53,10 @@ class MosaicGpuConfig:
     pages: int
     stages: int = 2
 
+    def __post_init__(self) -> None:
+        if self.pages < 1 or self.stages < 1:
+            raise ValueError(f"{self.pages} pages, {self.stages} in flight: give at least 1.")
+
     @classmethod
     def of(cls, p: Problem) -> MosaicGpuConfig:
         """Two pages in flight, four of small heads: 64 KB a block, so that two or three share a multiprocessor."""

@@ -19,6 +19,7 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.typing import DTypeLike
@@ -227,10 +228,12 @@ def fit(config: TpuConfig, p: Problem, device_kind: str = "") -> tuple[int, int,
     state = queries * (3 + lanes // LANES)
     rows, buffers = config.rows, config.buffers
     least = max(LANES, page_size)
+    # Blocks of streams stay within their row's pages, so they are no longer than those.
+    longest_block = total * page_size if _streams(p) else rows
     most = min(FLOAT32_KEYS // (lanes * queries), _chip(device_kind).float32_rows) if float32 else rows
 
     def many(rows: int) -> bool:
-        return rows > most or state + queries * rows * 3 // (2 * LANES) > REGISTERS
+        return rows > min(most, longest_block) or state + queries * rows * 3 // (2 * LANES) > REGISTERS
 
     while rows > least and (rows // 2 >= longest or many(rows)):
         rows, buffers = rows // 2, min(2 * buffers, 32)
@@ -306,10 +309,14 @@ def _call(
     if p.slopes is not None:
         slopes = jnp.asarray(p.slopes, jnp.float32)[:, :, None]
         inputs["slopes"] = (_in_strips(jnp.broadcast_to(slopes, (heads, group, LANES)), s), whole)
-    # Said to be in device memory: a small array may else be put in vector memory, and copied there by loops.
-    in_device = (
-        (lambda x: x) if interpret else functools.partial(pltpu.with_memory_space_constraint, memory_space=pltpu.HBM)
-    )
+
+    # Said to be in device memory: a small array may else be put in vector memory, and copied there by loops. Outside
+    # of a program it is in device memory, and JAX 0.10 does not let that be said.
+    def in_device(x: Array) -> Array:
+        if interpret or not isinstance(x, Tracer):
+            return x
+        return pltpu.with_memory_space_constraint(x, memory_space=pltpu.HBM)
+
     inputs |= {name: (in_device(x), device) for name, x in streams.items()}
     inputs["kv"] = (in_device(kv), device)
 

@@ -15,6 +15,8 @@ from pallas_kernels.ragged_decode import reference
 from pallas_kernels.ragged_decode.problem import Decoded, Problem
 
 PAGE = 16
+#: Position of every query; those of slots are below, in any order, as a policy's evictions leave them.
+QUERY = 4096
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,6 +31,7 @@ class Case:
     dtype: Any = jnp.float32
     log_mass: bool = False
     alibi: bool = False
+    by_position: bool = False
     window: int | None = None
     soft_cap: float | None = None
     with_logits: bool = False
@@ -61,8 +64,14 @@ def build(case: Case, layout: str, seed: int = 0) -> Problem:
         k, v = (np.clip(np.round(40 * x), -120, 120) for x in (k, v))
     pages = lay(layout, jnp.asarray(k).astype(dtype), jnp.asarray(v).astype(dtype))
     query = jnp.float32 if dtype.itemsize != 2 else dtype
-    position = np.sort(rng.integers(0, 4096, (batch, total * case.page_size))).reshape(shape[:3]).astype(np.int32)
-    placed = case.alibi
+    placed = case.alibi or case.by_position
+    position = rng.integers(0, QUERY, (batch, total * case.page_size)).astype(np.int32)
+    if case.window is not None:
+        # The last that a window sees and the first that it does not are among the valid slots of every head.
+        for b, h in np.ndindex(length.shape):
+            at = starts[h] * case.page_size + rng.permutation(length[b, h])[:2]
+            position[b, at] = (QUERY - case.window + np.arange(2))[: len(at)]
+    position = position.reshape(shape[:3])
     return Problem(
         q=jnp.asarray(rng.standard_normal((batch, heads, case.group, case.head_dim))).astype(query),
         pages=pages,
@@ -76,7 +85,7 @@ def build(case: Case, layout: str, seed: int = 0) -> Problem:
         soft_cap=case.soft_cap,
         slopes=2.0 ** -rng.uniform(1, 8, (heads, case.group)).astype(np.float32) if case.alibi else None,
         position=jnp.asarray(position) if placed else None,
-        query_position=jnp.full((batch,), 4096, jnp.int32) if placed else None,
+        query_position=jnp.full((batch,), QUERY, jnp.int32) if placed else None,
         with_logits=case.with_logits,
         logits_scale=case.logits_scale,
     )
@@ -159,6 +168,10 @@ class DecodeBase:
     def test_head_sizes_and_dtypes(self, head_dim, dtype):
         self.check(Case(((130, 17), (64, 0)), (9, 4), head_dim=head_dim, dtype=dtype, page_size=32))
 
+    @pytest.mark.parametrize("lengths", [((130, 17), (64, 0)), ((130, 17),)], ids=["two rows", "one"])
+    def test_scales_of_equal_runs(self, lengths):
+        self.check(Case(lengths, (5, 5), dtype=jnp.int8, page_size=32, log_mass=True))
+
     @pytest.mark.parametrize("runs", [RAGGED, UNIFORM], ids=["ragged", "uniform"])
     def test_scores_by_page(self, runs):
         self.check(Case(((70, 130), (0, 1)), runs, with_logits=True))
@@ -174,6 +187,11 @@ class DecodeBase:
     def test_alibi(self):
         self.check(Case(((70, 130), (5, 160)), RAGGED, alibi=True))
         self.check(Case(((70, 130), (5, 160)), RAGGED, alibi=True, window=1500, log_mass=True))
+
+    @pytest.mark.parametrize("window", [1, 300, 4096])
+    def test_window_by_position(self, window):
+        """Of whole blocks nothing may be visible, and of a head."""
+        self.check(Case(((70, 130), (0, 160)), RAGGED, by_position=True, window=window, log_mass=True))
 
     def test_one_row_is_the_same_alone(self):
         case = Case(((70, 130), (5, 160)), RAGGED, log_mass=True)

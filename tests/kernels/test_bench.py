@@ -171,6 +171,70 @@ def test_what_never_ran_is_not_kept(measured):
     assert outcome.best is None and "none of 1 sizes ran" in outcome.line()
 
 
+@pytest.fixture
+def accelerated(monkeypatch):
+    """A machine with one implementation, whose search is seen and finds the pages of the problem's head size."""
+    seen = []
+
+    def measure(problem, name, configs, rounds):
+        seen.append(problem.q.shape[3])
+        if len(seen) == 3:
+            raise KeyboardInterrupt
+        return tune.Tuned("ragged_decode.triton", str(tuned.Key.of(problem)), {"pages": seen[-1]}, 1.0, 1.0, 1, 0)
+
+    monkeypatch.setattr(tune, "ORDER", {"cpu": ("triton",)})
+    monkeypatch.setattr(tune, "measure", measure)
+    monkeypatch.setattr(tune, "candidates", lambda name, problem: [])
+    return seen
+
+
+def sizes_of(*head_dims):
+    return [Sizes(batch=1, heads=1, mean=16, head_dim=dim) for dim in head_dims]
+
+
+def test_what_was_found_is_kept_when_the_search_is_cut_short(accelerated, tmp_path):
+    path = tmp_path / "sizes.json"
+    with pytest.raises(KeyboardInterrupt):
+        tune.run(path, sizes_of(16, 32, 64), say=lambda line: None)
+    assert sorted(sizes["pages"] for sizes in tuned.read(path)["ragged_decode.triton"].values()) == [16, 32]
+    assert [file.name for file in tmp_path.iterdir()] == ["sizes.json"]
+
+
+@pytest.mark.parametrize(
+    "text", ["not json", "[]", "{}", '{"kernels": []}', '{"kernels": {"a": 1}}', '{"kernels": {"a": {"b": 1}}}', "\xff"]
+)
+def test_a_file_that_holds_something_else_is_said_before_the_search(accelerated, tmp_path, text, capsys):
+    path = tmp_path / "sizes.json"
+    path.write_bytes(text.encode("latin1"))
+    with pytest.raises(ValueError, match=r"sizes.json holds no sizes of kernels: .*; tune into another file\."):
+        tune.run(path, sizes_of(16))
+    assert tune.main([str(path)]) == 1 and "holds no sizes of kernels" in capsys.readouterr().out
+    assert not accelerated and path.read_bytes() == text.encode("latin1")
+
+
+def test_a_file_that_cannot_be_written_is_said_before_the_search(accelerated, tmp_path, capsys):
+    assert tune.main([str(tmp_path / "none" / "sizes.json")]) == 1
+    assert "No such file or directory" in capsys.readouterr().out and not accelerated
+
+
+@pytest.mark.parametrize(
+    ("wrong", "sentence"),
+    [
+        ({"batch": 0}, "batch is 0; give at least 1."),
+        ({"mean": -5}, "mean is -5"),
+        ({"page_size": 0}, "page_size is 0"),
+        ({"sigma": float("nan")}, "sigma is nan; give 0 for equal lengths"),
+        ({"live": 0.0}, "live is 0.0"),
+        ({"dtype": "float12"}, "dtype is 'float12'"),
+        ({"dtype": "int32"}, "dtype is 'int32'"),
+        ({"dtype": "complex64"}, "dtype is 'complex64'"),
+    ],
+)
+def test_sizes_that_are_no_problem(wrong, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        Sizes(**wrong)
+
+
 def test_sizes_are_given_then_tuned_then_by_rule(tmp_path, monkeypatch):
     path, p = tmp_path / "sizes.json", problem()
     with on(*H100):
@@ -187,6 +251,9 @@ def test_sizes_are_given_then_tuned_then_by_rule(tmp_path, monkeypatch):
     assert chosen() == MosaicGpuConfig(3, 5)
     tuned.write(path, {"ragged_decode.mosaic_gpu": {key: {"pages": 3, "depth": 5}}})
     with pytest.raises(ValueError, match="tune again"):
+        chosen()
+    tuned.write(path, {"ragged_decode.mosaic_gpu": {key: {"pages": 0}}})
+    with pytest.raises(ValueError, match=r"sizes.json: sizes of ragged_decode.mosaic_gpu are .*; tune again"):
         chosen()
     tuned.write(path, {"ragged_decode.mosaic_gpu": {key: {"pages": 3, "stages": 5}}})
     with on(*A100):

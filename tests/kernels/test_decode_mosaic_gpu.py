@@ -55,6 +55,14 @@ def test_against_the_reference(change):
     checks.check(dataclasses.replace(CASE, **change))
 
 
+@pytest.mark.parametrize(("group", "log_mass"), [(1, False), (2, True), (8, False), (16, True)])
+def test_lengths_around_every_boundary(group, log_mass):
+    """Of a page and of an item, past which keys are NaN."""
+    lengths = ((0, 1, 63, 64, 65, 255, 256, 257, 300),)
+    case = Case(lengths, (1, 1, 1, 1, 2, 4, 4, 5, 5), group=group, log_mass=log_mass, head_dim=64, page_size=64)
+    Interpreted().check(dataclasses.replace(case, dtype=jnp.bfloat16))
+
+
 def test_no_copy_races_with_a_read():
     checks = Interpreted()
     checks.interpret = parameters(detect_races=True)

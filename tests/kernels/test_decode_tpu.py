@@ -36,11 +36,12 @@ class TestTpu(DecodeBase):
         return tuple(name for name in self.layouts if fits[name])
 
     def fit(self, case):
-        streams = case.dtype == jnp.int8 or case.alibi or case.with_logits
+        streams = case.dtype == jnp.int8 or case.alibi or case.by_position or case.with_logits
         return dataclasses.replace(case, page_size=128) if streams else case
 
     def run(self, problem):
-        return decode(problem)
+        # Of pages of 128 a block is two.
+        return decode(problem, SMALL if problem.pages.shape[2] < 128 else dataclasses.replace(SMALL, rows=256))
 
     def test_two_cores_share_the_list(self):
         for config in (dataclasses.replace(SMALL, cores=2), dataclasses.replace(SMALL, cores=2, rows=256)):
@@ -49,6 +50,22 @@ class TestTpu(DecodeBase):
             want, got = reference.decode(problem), decode(problem, config)
             np.testing.assert_allclose(got.out, want.out, atol=2e-5, rtol=2e-5)
             np.testing.assert_allclose(got.lse, want.lse, atol=2e-5, rtol=2e-5)
+
+    @pytest.mark.parametrize(("runs", "lengths"), [((3,), (300,)), ((5, 1), (600, 100))], ids=["alone", "largest"])
+    def test_blocks_of_streams_are_no_longer_than_a_row(self, runs, lengths):
+        """A power of two of pages may be more than a row of the batch has, which a copy would begin before."""
+        case = Case((lengths, (1,) * len(runs)), runs, page_size=128, dtype=jnp.int8, log_mass=True)
+        problem = build(case, "stacked")
+        want, got = reference.decode(problem), decode(problem, tpu.TpuConfig(rows=2048, buffers=4))
+        np.testing.assert_allclose(got.out, want.out, atol=2e-2, rtol=2e-2)
+        np.testing.assert_allclose(got.lse, want.lse, atol=2e-2, rtol=2e-2)
+
+    def test_a_block_that_begins_in_its_neighbour_leaves_its_scores(self):
+        """The last head's block of four pages begins a page early, so that it ends with the row."""
+        case = Case(((300, 100, 300),), (3, 1, 3), page_size=128, dtype=jnp.int8, with_logits=True)
+        problem = build(case, "stacked")
+        want, got = reference.decode(problem), decode(problem, dataclasses.replace(SMALL, rows=512))
+        np.testing.assert_allclose(got.logits, want.logits, atol=8e-2, rtol=2e-2)
 
     def test_heads_that_hold_nothing(self):
         got = decode(build(Case(((0, 0), (0, 0)), RAGGED), "stacked"))

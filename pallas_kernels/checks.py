@@ -1,0 +1,92 @@
+"""Arguments of operations, checked before anything is computed: one sentence that names what is wrong.
+
+A kernel believes the shapes that it is given: what is too short is read out of bounds, and a float is no index.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+from typing import Any
+
+import jax.numpy as jnp
+
+from pallas_kernels.rows import Rows
+
+FLOAT, INTEGER = "a float", "an integer"
+_KINDS = {FLOAT: jnp.floating, INTEGER: jnp.integer}
+
+
+def array(name: str, x: Any, shape: tuple[int | None, ...], kind: str) -> None:
+    """Raise ``ValueError`` unless ``x`` is an array of this shape, ``None`` for any size, and kind of numbers."""
+    wanted = "[" + ", ".join("any" if size is None else str(size) for size in shape) + "]"
+    if not hasattr(x, "shape") or not hasattr(x, "dtype"):
+        raise ValueError(f"{name} is a {type(x).__name__}; give {kind} array of shape {wanted}.")
+    fits = len(x.shape) == len(shape) and all(want in (None, size) for want, size in zip(shape, x.shape, strict=True))
+    if not fits or not jnp.issubdtype(x.dtype, _KINDS[kind]):
+        raise ValueError(f"{name} is {_said(x)}; give {kind} array of shape {wanted}.")
+
+
+def arrays(kind: str, **given: tuple[Any, tuple[int | None, ...]]) -> None:
+    """:func:`array` of each name's (array, shape); one that is ``None`` is not given, which is allowed."""
+    for name, (x, shape) in given.items():
+        if x is not None:
+            array(name, x, shape, kind)
+
+
+def number(name: str, x: Any, *, above: float = -math.inf) -> None:
+    """Raise ``ValueError`` unless ``x`` is one finite number, not 0 and above this; what is traced has no value yet."""
+    wrong = isinstance(x, numbers.Real) and not (math.isfinite(x) and float(x) > above and x != 0)
+    if wrong or not (isinstance(x, numbers.Real) or getattr(x, "shape", None) == ()):
+        raise ValueError(f"{name} is {_said(x)}; give one finite number {'above 0' if above == 0 else 'other than 0'}.")
+
+
+def per_row(name: str, x: Any, batch: int, kind: str) -> None:
+    """Raise ``ValueError`` unless ``x`` is a number of this kind, an array of one, or one for each row."""
+    whole = isinstance(x, numbers.Integral)
+    if whole or (kind == FLOAT and isinstance(x, numbers.Real)):
+        return
+    if not hasattr(x, "shape") or x.shape not in ((), (batch,)) or not jnp.issubdtype(x.dtype, _KINDS[kind]):
+        raise ValueError(f"{name} is {_said(x)}; give {kind}, or one for each of {batch} rows.")
+
+
+def at_least(name: str, x: Any, least: int) -> None:
+    """Raise ``ValueError`` unless ``x`` is a whole number from ``least`` on."""
+    if not isinstance(x, numbers.Integral) or int(x) < least:
+        raise ValueError(f"{name} is {_said(x)}; give an integer of at least {least}.")
+
+
+def sizes(q: Any, tokens: int) -> None:
+    """Raise ``ValueError`` where there are no queries or no keys."""
+    if 0 in (*q.shape, tokens):
+        raise ValueError(f"queries are {_said(q)} with {tokens} keys; give at least one of each.")
+
+
+def block(asked: int | None, tokens: int, most: int) -> int:
+    """Keys that are read at once: what was asked for, else what divides them, ``most`` where it does.
+
+    Raises:
+      ValueError: what was asked for does not divide them.
+    """
+    if asked is None:
+        return math.gcd(tokens, most)
+    at_least("block", asked, 1)
+    if tokens % asked:
+        raise ValueError(f"block {asked} does not divide {tokens} keys.")
+    return asked
+
+
+def rows(kept: Rows | None, batch: int, heads: int, dim: int) -> None:
+    """Raise ``ValueError`` for kept rows of another batch, number of heads or head size, or of parts that disagree."""
+    if kept is None:
+        return
+    array("kept.k", kept.k, (batch, heads, None, dim), FLOAT)
+    slots = kept.k.shape[2]
+    arrays(FLOAT, **{"kept.v": (kept.v, kept.k.shape), "kept.log_mass": (kept.log_mass, (batch, heads))})
+    arrays(INTEGER, **{"kept.length": (kept.length, (batch, heads)), "kept.place": (kept.place, (batch, heads, slots))})
+    if kept.block < 1 or slots % kept.block:
+        raise ValueError(f"kept.block is {kept.block}; give a divisor of its {slots} rows.")
+
+
+def _said(x: Any) -> str:
+    return f"{x.dtype}{list(x.shape)}" if hasattr(x, "shape") else repr(x)
