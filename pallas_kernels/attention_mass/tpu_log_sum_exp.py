@@ -220,7 +220,7 @@ def _kernel(offset, factor, q, k, out, score, peak, shrink, mass, *float32, t: T
 
 def _each_rows(t: Tiles, condition: Array, run: Any) -> None:
     """``run(rows)`` for few rows at a time, which take few registers, where the condition holds."""
-    step = math.gcd(t.rows, LANES)
+    step = math.gcd(t.rows, 32)
 
     def turn(at: Any, _: None) -> None:
         run(pl.ds(pl.multiple_of(at * jnp.int32(step), step), step))

@@ -163,11 +163,11 @@ def _kernel(offset, factor, live, q, normaliser, k, onto, out, total, beside, di
                 total[part, first + g, :, lane * LANES : (lane + 1) * LANES] += share
             return shares[0]
 
-        # If masked at most as many rows at once as there are lanes, and no more than two such heads on the way.
+        # If masked at most as many rows at once as there are lanes, of which the third waits for the first.
         together, step = (t.heads_in(LANES), LANES) if masked else (count, t.queries)
         done: list[Array] = []
         for heads in tpu_tiles.steps(count, together):
-            before, share = done[-2] if masked and len(done) > 1 else None, None
+            before, share = done[0] if masked and len(done) == 2 and heads.stop == count else None, None
             for rows in tpu_tiles.steps(t.queries, step):
                 scores = scores_of(pl.ds(first + heads.start, heads.stop - heads.start), rows)
                 scores = scores.reshape(-1, rows.stop - rows.start, t.part)
@@ -177,7 +177,13 @@ def _kernel(offset, factor, live, q, normaliser, k, onto, out, total, beside, di
                         share = add_piece(g, at, scores[g - heads.start, piece], before)
             done.append(share)
 
-    each_part = functools.partial(_each_part, t, first_query, first_key, most=2 * _ROWS if products else t.rows)
+    each_part = functools.partial(
+        _each_part,
+        t,
+        first_query,
+        first_key,
+        most=2 * _ROWS if products or tpu_tiles.matrix_unit() == LANES else t.rows,
+    )
     alive = live[b * pl.num_programs(3) + i] != 0
     if products:
         # Queries of one block are cut once for all keys, and those of several for each block of keys again.
