@@ -177,13 +177,9 @@ def _kernel(offset, factor, live, q, normaliser, k, onto, out, total, beside, di
                         share = add_piece(g, at, scores[g - heads.start, piece], before)
             done.append(share)
 
-    each_part = functools.partial(
-        _each_part,
-        t,
-        first_query,
-        first_key,
-        most=2 * _ROWS if products or tpu_tiles.matrix_unit() == LANES else t.rows,
-    )
+    # Where products are slow, many rows of them are a region of their own.
+    slow = products is not None or tpu_tiles.matrix_unit() == LANES
+    each_part = functools.partial(_each_part, t, first_query, first_key, most=2 * _ROWS if slow else t.rows)
     alive = live[b * pl.num_programs(3) + i] != 0
     if products:
         # Queries of one block are cut once for all keys, and those of several for each block of keys again.
