@@ -76,8 +76,12 @@ class Tiles:
     part_keys: int = _PART
 
     @classmethod
-    def of(cls, q: Array, k: Array, config: Config | None, part_keys: int | None = None) -> Tiles:
-        batch, heads, group, count, dim = q.shape
+    def of(
+        cls, q: Array, k: Array, config: Config | None, part_keys: int | None = None, count: int | None = None
+    ) -> Tiles:
+        """Of the first ``count`` queries, all by default."""
+        batch, heads, group, every, dim = q.shape
+        count = count or every
         config = config or Config.default(group, count, k.shape[2], k.dtype)
         queries = min(config.queries, -(-count // 16) * 16)
         keys = config.keys
@@ -117,8 +121,8 @@ class Tiles:
         return jnp.clip(last // jnp.int32(self.keys) + 1, 1, self.tokens // self.keys)
 
     def query_rows(self, x: Array) -> Array:
-        """[B, H, G, N, ...] with zeros up to whole blocks of queries."""
-        return padded(x, 3, self.queries)
+        """[B, H, G, N, ...] with zeros up to whole blocks of queries; as it is where there are more."""
+        return x if x.shape[3] > self.shape[3] else padded(x, 3, self.queries)
 
     def key_rows(self, x: Float[Array, "B H T D"]) -> Array:
         """Keys or values as the kernels take them."""

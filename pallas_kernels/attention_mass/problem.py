@@ -45,3 +45,8 @@ class Counting:
     lse: Float[Array, "B H G N"]
     weight: Float[Array, "B N"] | None
     onto: Masses | None
+
+    def of(self, queries: slice) -> Counting:
+        """Of some of the queries."""
+        weight = None if self.weight is None else self.weight[:, queries]
+        return dataclasses.replace(self, lse=self.lse[..., queries], weight=weight)

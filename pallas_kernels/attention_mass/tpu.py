@@ -7,6 +7,7 @@ float32 :mod:`pallas_kernels.tpu_float32`.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
@@ -25,18 +26,38 @@ _PART = 256
 def log_sum_exp(p: Problem, *, config: Config | None = None, interpret: Any = False) -> Float[Array, "B H G N"]:
     """See :func:`pallas_kernels.attention_mass.log_sum_exp`; the kept rows' part is XLA's."""
     _check(p)
-    lse = tpu_log_sum_exp.call(p, tpu_log_sum_exp.tiles(p, config), interpret)[..., : p.q.shape[3]]
+    whole, rest = _parted(p, config)
+    found = [] if not whole else [tpu_log_sum_exp.call(p, tpu_log_sum_exp.tiles(p, config, whole), interpret)]
+    if rest is not None:
+        t = tpu_log_sum_exp.tiles(rest, config)
+        found.append(tpu_log_sum_exp.call(rest, t, interpret)[..., : t.count])
+    lse = jnp.concatenate(found, axis=3)
     return lse if p.kept is None else merge_log(lse, xla.kept_log_sum_exp(p))
 
 
 def attention_mass(p: Problem, c: Counting, *, config: Config | None = None, interpret: Any = False) -> Masses:
     """See :func:`pallas_kernels.attention_mass.attention_mass`; the kept rows' part is XLA's."""
     _check(p)
-    t = Tiles.of(p.q, p.k, config, _PART)
+    whole, rest = _parted(p, config)
+    t = Tiles.of(p.q, p.k, config, _PART, whole or None)
     tokens = p.k.shape[2]
-    onto = jnp.zeros((*p.q.shape[:3], tokens), jnp.float32) if c.onto is None else c.onto.new
-    new = tpu_mass.call(p, c, t, tpu_tiles.padded(onto, 3, t.keys), interpret)[..., :tokens]
-    return Masses(new, None if p.kept is None else xla.kept_mass(p, c))
+    new = jnp.zeros((*p.q.shape[:3], tokens), jnp.float32) if c.onto is None else c.onto.new
+    new = tpu_tiles.padded(new, 3, t.keys)
+    if whole:
+        new = tpu_mass.call(p, c.of(slice(0, whole)), t, new, interpret)
+    if rest is not None:
+        t = Tiles.of(rest.q, rest.k, config, _PART)
+        new = tpu_mass.call(rest, c.of(slice(whole, None)), t, tpu_tiles.padded(new, 3, t.keys), interpret)
+    return Masses(new[..., :tokens], None if p.kept is None else xla.kept_mass(p, c))
+
+
+def _parted(p: Problem, config: Config | None) -> tuple[int, Problem | None]:
+    """How many queries are whole blocks, and the problem of the others: all of them padded would be a copy of them."""
+    block, count = Tiles.of(p.q, p.k, config).queries, p.q.shape[3]
+    whole = count // block * block
+    if whole == count:
+        return whole, None
+    return whole, dataclasses.replace(p, q=p.q[:, :, :, whole:], offset=p.offset + whole)
 
 
 def _check(p: Problem) -> None:

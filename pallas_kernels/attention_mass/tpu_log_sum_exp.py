@@ -32,11 +32,14 @@ _UNIT, _BEHIND = 256, 32
 _ROWS = 1024
 
 
-def tiles(p: Problem, config: Config | None) -> Tiles:
-    """Parts of so few keys that what comes out of the matrix units in several rounds is not many registers."""
+def tiles(p: Problem, config: Config | None, count: int | None = None) -> Tiles:
+    """Of the first ``count`` queries.
+
+    In parts of so few keys that what comes out of the matrix units in several rounds is not many registers.
+    """
     unit = tpu_tiles.matrix_unit()
     rounds = p.k.dtype == jnp.float32 or p.q.shape[4] > max(LANES, unit)
-    return Tiles.of(p.q, p.k, config, 2 * unit if rounds else None)
+    return Tiles.of(p.q, p.k, config, 2 * unit if rounds else None, count)
 
 
 def _held_back(q: Float[Array, "M D"], gathered: Float[Array, "M 128"], measured: Any) -> Float[Array, "M D"]:
