@@ -56,6 +56,12 @@ def at_least(name: str, x: Any, least: int) -> None:
         raise ValueError(f"{name} is {_said(x)}; give an integer of at least {least}.")
 
 
+def block_size(name: str, x: Any, least: int) -> None:
+    """Raise ``ValueError`` unless ``x`` is a power of two from ``least`` on."""
+    if not isinstance(x, numbers.Integral) or int(x) < least or int(x) & (int(x) - 1):
+        raise ValueError(f"{name} is {_said(x)}; give a power of two from {least} on.")
+
+
 def sizes(q: Any, tokens: int) -> None:
     """Raise ``ValueError`` where there are no queries or no keys."""
     if 0 in (*q.shape, tokens):

@@ -12,6 +12,7 @@ from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
+from pallas_kernels import checks
 from pallas_kernels.softmax import NEG
 
 LANES, SUBLANES = 128, 8
@@ -28,12 +29,20 @@ class Config:
     Attributes:
       queries: of each head a block holds at most; a multiple of 128.
       keys: a block holds at most; a power of two, at least 128.
-      part: keys whose scores are computed together, at most.
+      part: keys whose scores are computed together, at most; a power of two, at least 128.
     """
 
     queries: int = 128
     keys: int = 1024
     part: int = _PART
+
+    def __post_init__(self) -> None:
+        """Raise ``ValueError`` for sizes of another kind."""
+        checks.at_least("queries", self.queries, LANES)
+        if self.queries % LANES:
+            raise ValueError(f"queries is {self.queries}; give a multiple of {LANES}.")
+        checks.block_size("keys", self.keys, LANES)
+        checks.block_size("part", self.part, LANES)
 
     @classmethod
     def default(cls, group: int, count: int, tokens: int, dtype: DTypeLike) -> Config:

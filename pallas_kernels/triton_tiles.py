@@ -10,6 +10,16 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Bool, Float, Int
 
+from pallas_kernels import checks
+
+
+def check_sizes(queries: int, keys: int, warps: int, stages: int) -> None:
+    """Raise ``ValueError`` for blocks, or options of Triton's compiler, that it cannot take."""
+    checks.block_size("queries", queries, 16)
+    checks.block_size("keys", keys, 16)
+    checks.block_size("warps", warps, 1)
+    checks.at_least("stages", stages, 1)
+
 
 def i32(value: int) -> Array:
     """A number of 32 bits, whatever the default is."""

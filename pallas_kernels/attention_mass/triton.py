@@ -21,18 +21,18 @@ from jaxtyping import Array, Float
 from pallas_kernels.attention_mass import xla
 from pallas_kernels.attention_mass.problem import Counting, Masses, Problem
 from pallas_kernels.softmax import LOG2E, NEG, NOTHING, merge_log
-from pallas_kernels.triton_tiles import dot_rows, i32, rows_of, up
+from pallas_kernels.triton_tiles import check_sizes, dot_rows, i32, rows_of, up
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Block sizes: powers of two, at least 16.
+    """Block sizes.
 
     Attributes:
-      queries: rows of queries a product takes at most.
-      keys: of a product.
+      queries: rows of queries a product takes at most; a power of two, at least 16.
+      keys: of a product; a power of two, at least 16.
       split: keys of one program of the first pass, a multiple of ``keys``; None: all.
-      warps, stages: of Triton's compiler.
+      warps: of a thread block, a power of two. stages: blocks in flight, at least 1.
     """
 
     queries: int = 64
@@ -40,6 +40,12 @@ class Config:
     split: int | None = None
     warps: int = 4
     stages: int = 2
+
+    def __post_init__(self) -> None:
+        """Raise ``ValueError`` for sizes of another kind."""
+        check_sizes(self.queries, self.keys, self.warps, self.stages)
+        if self.split is not None and (self.split < 1 or self.split % self.keys):
+            raise ValueError(f"split is {self.split}; give a multiple of keys, which is {self.keys}, or None.")
 
     @classmethod
     def default(cls, p: Problem) -> Config:

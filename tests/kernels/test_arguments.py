@@ -8,8 +8,11 @@ import jax.numpy as jnp
 import pytest
 from kernels import decode_base, prefill_base
 
+from pallas_kernels import tpu_tiles
 from pallas_kernels.attention_mass import Masses, attention_mass, log_sum_exp
+from pallas_kernels.attention_mass import triton as mass_triton
 from pallas_kernels.prefill import prefill
+from pallas_kernels.prefill import triton as prefill_triton
 from pallas_kernels.ragged_decode import ragged_decode
 from pallas_kernels.ragged_decode.mosaic_gpu import MosaicGpuConfig
 
@@ -130,8 +133,6 @@ def test_of_prefill_alone(chunk):
 
     with pytest.raises(ValueError, match=re.escape("v is float32[2, 2, 319, 64]; give")):
         run(v=chunk.v[:, :, 1:])
-    with pytest.raises(ValueError, match="offset is -1; give an integer of at least 0"):
-        run(offset=-1)
     with pytest.raises(ValueError, match=re.escape("length is int32[3]; give an integer array of shape [2].")):
         run(length=jnp.zeros((3,), jnp.int32))
 
@@ -155,3 +156,34 @@ def test_of_masses_alone(chunk):
     with pytest.raises(ValueError, match=re.escape("onto.kept is float32[2, 2, 2, 320]; give")):
         run(onto=Masses(zeros, zeros), kept=chunk.kept)
     assert run(onto=Masses(zeros.astype(jnp.bfloat16), None)).new.dtype == jnp.float32
+
+
+@pytest.mark.parametrize(
+    ("kind", "wrong", "sentence"),
+    [
+        (tpu_tiles.Config, {"queries": 64}, "queries is 64; give an integer of at least 128."),
+        (tpu_tiles.Config, {"queries": 192}, "queries is 192; give a multiple of 128."),
+        (tpu_tiles.Config, {"queries": 128.0}, "queries is 128.0; give an integer of at least 128."),
+        (tpu_tiles.Config, {"keys": 64}, "keys is 64; give a power of two from 128 on."),
+        (tpu_tiles.Config, {"keys": 384}, "keys is 384; give a power of two from 128 on."),
+        (tpu_tiles.Config, {"part": 320}, "part is 320; give a power of two from 128 on."),
+        *[
+            (kind, wrong, sentence)
+            for kind in (mass_triton.Config, prefill_triton.Config)
+            for wrong, sentence in [
+                ({"queries": 8}, "queries is 8; give a power of two from 16 on."),
+                ({"keys": 96}, "keys is 96; give a power of two from 16 on."),
+                ({"keys": "64"}, "keys is '64'; give a power of two from 16 on."),
+                ({"warps": 3}, "warps is 3; give a power of two from 1 on."),
+                ({"stages": 0}, "stages is 0; give an integer of at least 1."),
+            ]
+        ],
+        (mass_triton.Config, {"split": 192}, "split is 192; give a multiple of keys, which is 128, or None."),
+        (mass_triton.Config, {"split": 0}, "split is 0; give a multiple of keys"),
+    ],
+)
+def test_of_block_sizes(kind, wrong, sentence):
+    kind()
+    with pytest.raises(ValueError, match=re.escape(sentence)) as error:
+        kind(**wrong)
+    assert "\n" not in str(error.value)
