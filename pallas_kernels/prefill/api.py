@@ -61,8 +61,9 @@ def prefill(
     Args:
       q: after rotary, grouped by KV head. k, v: of everything from the prompt's start, the chunk's own included; what
         no query sees must be finite.
-      offset: int32, at least 0: the index of the chunk's query 0 among the keys, of each row or of all. Traced, so a
-        chunk's place does not recompile.
+      offset: int32, the index of the chunk's query 0 among the keys, of each row or of all. Traced, so a chunk's place
+        does not recompile. Negative where a row is shorter than N: queries at negative places see no key, and where
+        there are no kept rows either their output is 0 and their log-sum-exp ``NEG``.
       scale: multiplies q . k.
       length: int32, the chunk's real queries in each row, for kernels to leave out blocks of padding; all if None.
       kept: rows from before, seen by all queries; their block size is their own.
@@ -82,8 +83,6 @@ def prefill(
     checks.array("v", v, (batch, heads, tokens, dim), checks.FLOAT)
     checks.sizes(q, tokens)
     checks.per_row("offset", offset, batch, checks.INTEGER)
-    if isinstance(offset, int):
-        checks.at_least("offset", offset, 0)
     checks.arrays(checks.INTEGER, length=(length, (batch,)))
     checks.number("scale", scale)
     checks.rows(kept, batch, heads, dim)

@@ -83,7 +83,8 @@ def _kernel(
             else:
                 scores = tpu_tiles.scores(q[...], t.keys_of(k, part), t.columns) * jnp.float32(factor)
             if masked:
-                # Masked weights need no zeros: every query sees key 0, so its peak is a score from the first block on.
+                # Masked weights need no zeros: who sees key 0 has a score for a peak from the first block on, and who
+                # does not sees nothing, as is said at the end.
                 ahead = [offset[b * group + g] + first - first_key - jnp.int32(part * t.part) for g in range(group)]
                 scores = tpu_tiles.masked(scores, ahead)
             score[part] = scores
@@ -139,6 +140,7 @@ def _kernel(
 
     def add_up() -> None:
         every = jnp.maximum(whole_mass().sum(axis=1, keepdims=True), jnp.float32(1e-37))
+        every = jnp.where(peak[...] > jnp.float32(NOTHING), every, jnp.float32(jnp.inf))
         shrink[...] = jnp.broadcast_to(every, shrink.shape)
 
     tpu_tiles.apart(last, add_up)

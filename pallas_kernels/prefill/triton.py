@@ -22,18 +22,27 @@ from jax.experimental.pallas import triton as plt
 
 from pallas_kernels.prefill import xla
 from pallas_kernels.prefill.problem import Prefilled, Problem
-from pallas_kernels.softmax import LOG2E, NEG, merge, per_row
-from pallas_kernels.triton_tiles import dot, dot_rows, i32, lanes, rows_of, up
+from pallas_kernels.softmax import LOG2E, NEG, NOTHING, merge, per_row
+from pallas_kernels.triton_tiles import check_sizes, dot, dot_rows, i32, lanes, rows_of, up
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Block sizes: powers of two, at least 16; warps and stages of Triton's compiler."""
+    """Block sizes.
+
+    Attributes:
+      queries, keys: of a block; powers of two, at least 16.
+      warps: of a thread block, a power of two. stages: blocks in flight, at least 1.
+    """
 
     queries: int = 128
     keys: int = 64
     warps: int = 8
     stages: int = 2
+
+    def __post_init__(self) -> None:
+        """Raise ``ValueError`` for sizes of another kind."""
+        check_sizes(self.queries, self.keys, self.warps, self.stages)
 
     @classmethod
     def default(cls, p: Problem) -> Config:
@@ -105,7 +114,7 @@ def _kernel(offset, length, q, k, v, out, lse, *, c, sizes, factor):
     stop = jnp.minimum(first_query + i32(c.queries), i32(tokens))
     stop = jnp.where(first < length[b], up(stop, c.keys), i32(0))
     # Up to here every query of the block sees all keys.
-    below = jnp.minimum(jax.lax.div(first_query + i32(1), i32(c.keys)), stop)
+    below = jnp.minimum(jax.lax.div(jnp.maximum(first_query + i32(1), 0), i32(c.keys)), stop)
 
     def fold(masked, i, carry):
         peak, mass, total = carry
@@ -116,7 +125,8 @@ def _kernel(offset, length, q, k, v, out, lse, *, c, sizes, factor):
             seen = key[None, :] <= offset[b] + row[:, None]
             scores = jnp.where(seen, scores, jnp.float32(NEG))
         higher = jnp.maximum(peak, scores.max(axis=1))
-        # Masked weights need no zeros: every query sees key 0, so its peak is a score from the first block on.
+        # Masked weights need no zeros: who sees key 0 has a score for a peak from the first block on, and who does not
+        # sees nothing, which is said at the end.
         weight = jnp.exp2(scores - higher[:, None])
         shrink = jnp.exp2(peak - higher)
         vb = rows_of(v, head * i32(tokens) + key, inside, dim)
@@ -129,7 +139,9 @@ def _kernel(offset, length, q, k, v, out, lse, *, c, sizes, factor):
     carry = jax.lax.fori_loop(i32(0), below, functools.partial(fold, False), carry)
     peak, mass, total = jax.lax.fori_loop(below, stop, functools.partial(fold, True), carry)
     some = jnp.maximum(mass, jnp.float32(1e-37))
+    seen = peak > jnp.float32(NOTHING)
     found = peak * jnp.float32(1 / LOG2E) + jnp.log(some)
-    plt.store(lse.at[at], jnp.where(mass > 0, found, jnp.float32(NEG)), mask=there)
+    plt.store(lse.at[at], jnp.where(seen, found, jnp.float32(NEG)), mask=there)
+    some = jnp.where(seen, some, jnp.float32(jnp.inf))
     place = jnp.broadcast_to(at[:, None], lane.shape)
     plt.store(out.at[place, lane], (total / some[:, None]).astype(out.dtype), mask=there[:, None] & (lane < dim))

@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.prefill.problem import Prefilled, Problem
 from pallas_kernels.rows import Bias, Rows
-from pallas_kernels.softmax import NEG
+from pallas_kernels.softmax import NEG, log_of
 
 # A running softmax: (peak, mass, unnormalised output) of shapes [B, H, N], [B, H, N], [B, H, N, D].
 Running = tuple[Float[Array, "B H N"], Float[Array, "B H N"], Float[Array, "B H N D"]]
@@ -27,8 +27,8 @@ def prefill(p: Problem, *, config: None = None) -> Prefilled:
     if p.kept is not None:
         running = attend_rows(running, q, p.kept, scale=p.scale, bias=p.bias)
     peak, mass, out = _attend_causal(running, q, p)
-    out = (out / mass[..., None]).astype(p.q.dtype)
-    return Prefilled(out.reshape(p.q.shape), (peak + jnp.log(mass)).reshape(p.q.shape[:4]))
+    out = (out / _some(mass)[..., None]).astype(p.q.dtype)
+    return Prefilled(out.reshape(p.q.shape), log_of(peak, mass).reshape(p.q.shape[:4]))
 
 
 def rows_alone(p: Problem) -> tuple[Float[Array, "B H G N D"], Float[Array, "B H G N"]]:
@@ -38,9 +38,12 @@ def rows_alone(p: Problem) -> tuple[Float[Array, "B H G N D"], Float[Array, "B H
     q = p.q.reshape(batch, heads, group * count, dim)
     running = running_start(batch, heads, group * count, dim)
     peak, mass, out = attend_rows(running, q, p.kept, scale=p.scale, bias=p.bias)
-    some = jnp.maximum(mass, jnp.finfo(jnp.float32).tiny)
-    lse = jnp.where(mass > 0, peak + jnp.log(some), NEG)
-    return (out / some[..., None]).reshape(p.q.shape), lse.reshape(p.q.shape[:4])
+    return (out / _some(mass)[..., None]).reshape(p.q.shape), log_of(peak, mass).reshape(p.q.shape[:4])
+
+
+def _some(mass: Float[Array, "B H N"]) -> Float[Array, "B H N"]:
+    """What to divide by: nothing over nothing is 0, for a query that sees no key."""
+    return jnp.maximum(mass, jnp.finfo(jnp.float32).tiny)
 
 
 def running_start(batch: int, heads: int, count: int, dim: int) -> Running:

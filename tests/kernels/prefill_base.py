@@ -102,6 +102,12 @@ class PrefillBase:
     def test_sizes(self, group, head_dim, dtype):
         self.check(Case((10, 200), queries=20, group=group, head_dim=head_dim, dtype=dtype))
 
+    def test_queries_at_negative_places_see_no_key(self):
+        """Chunks that begin before the keys: all of it, all but one, up to the middle and the edge of a block."""
+        self.check(Case((-500, -128, -64, -63, -33, -32, -1, 0), queries=160, keys=192))
+        self.check(Case((-70, -64, -5, -1), kept=(0, 3), length=(64, 64, 20, 64)))
+        self.check(Case(-20, dtype=jnp.bfloat16, head_dim=128))
+
     def test_kept_rows_with_their_log_mass(self):
         """Heads that kept nothing are beside heads that kept as much as there is room for."""
         self.check(Case((64, 0, 3), kept=(0, 0, 0, 1, 65, 128)))
