@@ -14,10 +14,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels import checks
 from pallas_kernels.softmax import NEG
+from pallas_kernels.tuned import MANY_KEYS
 
 LANES, SUBLANES = 128, 8
-#: From so many on, a block of 2,048 keys on the diagonal is at most an eighth of what a chunk's last queries see.
-_MANY_KEYS = 8192
 #: Keys whose scores are multiplied at once, each part's results stored before the next part's need registers.
 _PART = 512
 
@@ -56,7 +55,7 @@ class Config:
         """
         queries = LANES * max(1, 4 // group)
         rows = min(count, queries) * group
-        scores = (1 if tokens < _MANY_KEYS or jnp.dtype(dtype) == jnp.float32 else 2) * 512 * 1024
+        scores = (1 if tokens < MANY_KEYS or jnp.dtype(dtype) == jnp.float32 else 2) * 512 * 1024
         return cls(queries, min(2048, max(256, 1 << (scores // rows).bit_length() - 1)))
 
 

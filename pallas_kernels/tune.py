@@ -1,14 +1,13 @@
 """Sizes of kernels found by measuring: ``python -m pallas_kernels.tune FILE`` on the machine they are for.
 
 The best of a grid for each implementation and problem is added to the file, which ``tuned`` reads (where
-``PALLAS_KERNELS_TUNED`` names it).
+``PALLAS_KERNELS_TUNED`` names it). What there is to tune is in ``tunable``.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import itertools
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -17,11 +16,12 @@ from typing import Any
 import jax
 
 from pallas_kernels import dispatch, tuned
-from pallas_kernels.bench import problem as problems
 from pallas_kernels.bench import timing
 from pallas_kernels.bench.problem import Sizes
-from pallas_kernels.ragged_decode.api import IMPLEMENTATIONS, ORDER
-from pallas_kernels.ragged_decode.problem import Problem
+from pallas_kernels.tunable import OPERATIONS, TOKENS, Case, Operation, cases
+
+#: Steps of one timed call.
+_STEPS = 10
 
 
 class NothingToTune(RuntimeError):
@@ -35,7 +35,7 @@ class Tuned:
     Attributes:
       kernel: as in the file. key: the problem there. best: sizes of the fastest, ``None`` if none ran.
       microseconds: of a step with them; ``chosen`` with the kernel's own rule.
-      tried: configurations that ran; ``refused`` did not.
+      tried: configurations that ran; ``refused`` did not. refusal: what was said of the first of those.
     """
 
     kernel: str
@@ -45,34 +45,42 @@ class Tuned:
     chosen: float
     tried: int
     refused: int
+    refusal: str = ""
 
     def line(self) -> str:
         """One line for a person."""
         if self.best is None:
-            return f"{self.kernel}, {self.key}: none of {self.refused} sizes ran"
+            return f"{self.kernel}, {self.key}: none of {self.refused} sizes ran ({self.refusal})"
         sizes = ", ".join(f"{name} {value}" for name, value in self.best.items())
-        return f"{self.kernel}, {self.key}: {self.microseconds:,.1f} µs with {sizes}; by rule {self.chosen:,.1f} µs"
+        refused = f"; {self.refused} of {self.tried + self.refused} did not run" if self.refused else ""
+        took = f"{self.microseconds:,.1f} µs with {sizes}; by rule {self.chosen:,.1f} µs"
+        return f"{self.kernel}, {self.key}: {took}{refused}"
 
 
 def run(
-    path: Path, sizes: Iterable[Sizes] = (Sizes(),), *, rounds: int = 5, say: Callable[[str], None] = print
+    path: Path, given: Iterable[Case] | None = None, *, rounds: int = 5, say: Callable[[str], None] = print
 ) -> list[Tuned]:
     """Measure every implementation of this platform on each problem, and add the best sizes of each to a file.
+
+    Args:
+      given: the problems, see :func:`pallas_kernels.tunable.cases`; by default those of all operations.
+      say: told of each problem before it is measured and after.
 
     Raises:
       NothingToTune: there is no accelerator.
       ValueError: the file is there and holds something else.
       OSError: it cannot be written.
     """
-    order = ORDER.get(dispatch.platform(), ())
-    if not order:
+    platform = dispatch.platform()
+    given = [case for case in (cases() if given is None else given) if case.operation.order.get(platform)]
+    if not given:
         raise NothingToTune("There is no accelerator here, so there is nothing to tune: XLA's form has no sizes.")
     tuned.write(path, {})  # What cannot be written, or added to, is said before minutes are spent on it.
     found: list[Tuned] = []
-    for one in sizes:
-        problem = problems.make(one)
-        for name in order:
-            outcome = measure(problem, name, candidates(name, problem), rounds)
+    for case in given:
+        problem = case.operation.problem(case.sizes)
+        for name in case.operation.order[platform]:
+            outcome = _search(case.operation, problem, name, rounds, say)
             say(outcome.line())
             found.append(outcome)
             if outcome.best is not None:
@@ -80,59 +88,55 @@ def run(
     return found
 
 
-def candidates(name: str, problem: Problem) -> list[Any]:
-    """Sizes worth trying, the kernel's own rule's first."""
-    if name == "mosaic_gpu":
-        from pallas_kernels.ragged_decode.mosaic_gpu import MosaicGpuConfig
-
-        rule = MosaicGpuConfig.of(problem)
-        return _grid(rule, pages=(2, 4, 8, 16, 32), stages=(2, 3, 4, 6))
-    if name == "triton":
-        from pallas_kernels.ragged_decode.triton import TritonConfig
-
-        rule = TritonConfig.of(problem)
-        pages = sorted({max(slots // problem.pages.shape[2], 1) for slots in (128, 256, 512, 1024, 2048)})
-        return _grid(rule, pages=pages, block=(32, 64, 128), warps=(2, 4, 8), stages=(2, 3, 4))
-    if name == "tpu":
-        from pallas_kernels.ragged_decode.tpu import TpuConfig
-
-        _, _, page_size, head_dim = problem.pages.shape
-        rule = TpuConfig.default(jax.devices()[0].device_kind, page_size, head_dim, problem.pages.dtype)
-        return _grid(rule, rows=(256, 512, 1024, 2048), buffers=(4, 8, 16))
-    raise ValueError(f"{name} has no sizes to tune.")
+def _search(operation: Operation, problem: Any, name: str, rounds: int, say: Callable[[str], None]) -> Tuned:
+    kernel, key = f"{operation.name}.{name}", str(tuned.key_of(problem))
+    try:
+        configs = operation.candidates(problem, name)
+    except NotImplementedError as refusal:
+        return Tuned(kernel, key, None, 0.0, 0.0, 0, 1, _first_line(refusal))
+    say(f"{kernel}, {key}: {len(configs)} sizes")
+    return measure(operation, problem, name, configs, rounds)
 
 
-def _grid(rule: Any, **choices: Iterable[int]) -> list[Any]:
-    every = (dict(zip(choices, values, strict=True)) for values in itertools.product(*choices.values()))
-    return list(dict.fromkeys([rule, *(dataclasses.replace(rule, **values) for values in every)]))
-
-
-def measure(problem: Problem, name: str, configs: list[Any], rounds: int = 5, **options: Any) -> Tuned:
+def measure(
+    operation: Operation, problem: Any, name: str, configs: list[Any], rounds: int = 5, **options: Any
+) -> Tuned:
     """Time each of these configurations; ``options`` are the implementation's, such as ``interpret``."""
-    arrays = (problem.pages, problem.length, problem.k_scale, problem.v_scale)
-    calls: dict[int, Callable[[], Any]] = {}
-    steps: dict[int, int] = {}
+    arguments = operation.arguments(problem)
+    calls: dict[str, Callable[[], Any]] = {}
+    refusal = ""
     for i, config in enumerate(configs):
-
-        def step(q: Any, pages: Any, length: Any, k_scale: Any, v_scale: Any, config: Any = config) -> Any:
-            given = dict(q=q, pages=pages, length=length, k_scale=k_scale, v_scale=v_scale)
-            return IMPLEMENTATIONS[name](dataclasses.replace(problem, **given), config=config, **options).out
-
+        run = timing.loop(operation.step(problem, name, config=config, **options), _STEPS)
         try:
-            run = timing.loop(step, 10)
-            jax.block_until_ready(run(problem.q, *arrays))
-        except (NotImplementedError, RuntimeError, ValueError):  # too large for the chip's memories, mostly
+            jax.block_until_ready(run(*arguments))
+        except Exception as error:
+            if not _is_refusal(error):
+                raise
+            refusal = refusal or _first_line(error)
             continue
-        calls[i], steps[i] = (lambda run=run: run(problem.q, *arrays)), 10
-    timed = timing.interleaved({str(i): call for i, call in calls.items()}, {str(i): steps[i] for i in calls}, rounds)
-    kernel, key = f"ragged_decode.{name}", str(tuned.Key.of(problem))
+        calls[str(i)] = lambda run=run: run(*arguments)
+    timed = timing.interleaved(calls, dict.fromkeys(calls, _STEPS), rounds)
+    kernel, key = f"{operation.name}.{name}", str(tuned.key_of(problem))
     refused = len(configs) - len(calls)
     if not timed:
-        return Tuned(kernel, key, None, 0.0, 0.0, 0, refused)
+        return Tuned(kernel, key, None, 0.0, 0.0, 0, refused, refusal)
     best = min(timed, key=lambda i: timed[i].median)
     rule = 1e6 * timed["0"].median if "0" in timed else float("nan")
     sizes = dataclasses.asdict(configs[int(best)])
-    return Tuned(kernel, key, sizes, 1e6 * timed[best].median, rule, len(calls), refused)
+    return Tuned(kernel, key, sizes, 1e6 * timed[best].median, rule, len(calls), refused, refusal)
+
+
+def _is_refusal(error: Exception) -> bool:
+    """Whether a kernel or a compiler says that it cannot: too large for the chip's memories, mostly.
+
+    Pallas's own errors are of no public type.
+    """
+    known = isinstance(error, (NotImplementedError, RuntimeError, ValueError))
+    return known or type(error).__module__.partition(".")[0] in ("jax", "jaxlib")
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:160]
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -140,14 +144,18 @@ def main(arguments: list[str] | None = None) -> int:
     default = Sizes()
     parser = argparse.ArgumentParser(prog="python -m pallas_kernels.tune", description=__doc__)
     parser.add_argument("file", type=Path, help="where sizes are kept; what it holds of other problems stays")
+    parser.add_argument("--operation", nargs="+", default=list(OPERATIONS), help=f"of {', '.join(OPERATIONS)}")
     for name in ("batch", "heads", "group", "head_dim", "mean"):
         parser.add_argument("--" + name.replace("_", "-"), type=int, default=getattr(default, name))
     parser.add_argument("--dtype", default=default.dtype)
     parser.add_argument("--page-size", type=int, default=None)
+    parser.add_argument("--queries", type=int, nargs="+", default=[], help="of chunks; what each operation meets")
+    parser.add_argument("--tokens", type=int, nargs="+", default=list(TOKENS), help="of the prompts that chunks end")
     given = vars(parser.parse_args(arguments))
-    path = given.pop("file")
+    path, chosen = given.pop("file"), given.pop("operation")
+    chunks = {name: given.pop(name) for name in ("queries", "tokens")}
     try:
-        run(path, (Sizes(**given),))
+        run(path, cases(chosen, Sizes(**given), **chunks))
     except (NothingToTune, OSError, ValueError) as error:
         print(error)
         return 1

@@ -19,6 +19,11 @@ import jax
 #: Names the file in the environment.
 VARIABLE = "PALLAS_KERNELS_TUNED"
 
+#: From so many on, a block of 2,048 keys on the diagonal is at most an eighth of what a chunk's last queries see.
+MANY_KEYS = 8192
+#: Of queries: so many and more.
+LARGEST_CLASS = 512
+
 Config = TypeVar("Config")
 
 
@@ -35,16 +40,68 @@ class Key:
     @classmethod
     def of(cls, problem: Any) -> Key:
         """Of a problem, on the device it is traced for."""
-        device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None) or jax.devices()[0]
         _, _, group, head_dim = problem.q.shape
-        return cls(device.device_kind, head_dim, group, str(problem.pages.dtype), problem.pages.shape[2])
+        return cls(_device_kind(), head_dim, group, str(problem.pages.dtype), problem.pages.shape[2])
 
     def __str__(self) -> str:
         return f"{self.device} | D={self.head_dim} G={self.group} {self.dtype} R={self.page_size}"
 
 
+@dataclasses.dataclass(frozen=True)
+class ChunkKey:
+    """What sizes of kernels that read a chunk of queries were measured for; neither the number of rows nor of heads.
+
+    Attributes:
+      queries: the class of their number, see :func:`query_class`.
+      many: whether the keys are so many that blocks on the diagonal are few.
+    """
+
+    device: str
+    head_dim: int
+    group: int
+    dtype: str
+    queries: int
+    many: bool
+
+    @classmethod
+    def of(cls, problem: Any) -> ChunkKey:
+        """Of a problem, on the device it is traced for."""
+        _, _, group, count, head_dim = problem.q.shape
+        many = problem.k.shape[2] >= MANY_KEYS
+        return cls(_device_kind(), head_dim, group, str(problem.k.dtype), query_class(count), many)
+
+    def __str__(self) -> str:
+        queries = f"N={self.queries}" if self.queries < LARGEST_CLASS else f"N>={self.queries}"
+        keys = f"T>={MANY_KEYS}" if self.many else f"T<{MANY_KEYS}"
+        return f"{self.device} | D={self.head_dim} G={self.group} {self.dtype} {queries} {keys}"
+
+
+def query_class(count: int) -> int:
+    """A window's queries rounded up to 16, 32 or 64; more of them down to 128, 256 or 512.
+
+    So a block of queries that was measured fits every problem of its class, and the kernels' rules, which take windows
+    of up to 64 queries apart, do not differ within one by more than the power of two.
+    """
+    if count <= 64:
+        return max(16, 1 << (count - 1).bit_length())
+    return min(max(128, 1 << (count.bit_length() - 1)), LARGEST_CLASS)
+
+
+def key_of(problem: Any) -> Key | ChunkKey:
+    """Of one token a row on pages, or of a chunk of queries."""
+    return Key.of(problem) if hasattr(problem, "pages") else ChunkKey.of(problem)
+
+
+def _device_kind() -> str:
+    device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None) or jax.devices()[0]
+    return device.device_kind
+
+
 def config(kernel: str, problem: Any, kind: type[Config]) -> Config | None:
     """Sizes measured for this kernel and problem, or ``None``.
+
+    They are of the problem's class. Where it has fewer queries or keys than a block of theirs, or keys that are no
+    whole blocks, the kernel takes smaller blocks, as it does of its own sizes.
 
     Raises:
       ValueError: the file is not one that ``tune`` wrote.
@@ -52,7 +109,7 @@ def config(kernel: str, problem: Any, kind: type[Config]) -> Config | None:
     if not os.environ.get(VARIABLE):
         return None
     path = Path(os.environ[VARIABLE])
-    sizes = read(path).get(kernel, {}).get(str(Key.of(problem)))
+    sizes = read(path).get(kernel, {}).get(str(key_of(problem)))
     try:
         return None if sizes is None else kind(**sizes)
     except (TypeError, ValueError) as error:

@@ -107,17 +107,37 @@ def kernels(
 
 def tune(
     file: Annotated[Path, typer.Argument(help="Where sizes are kept; what it holds of other problems stays.")],
-    mean: Annotated[int, typer.Option("--mean", help="Slots a head, on average.")] = 2048,
-    batch: Annotated[int, typer.Option("--batch", help="Rows.")] = 16,
+    operation: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--operation",
+            help="ragged_decode, prefill, log_sum_exp or attention_mass; may be given several times, else all of them.",
+        ),
+    ] = None,
+    mean: Annotated[int, typer.Option("--mean", help="Slots a head, on average; of ragged_decode.")] = 2048,
+    batch: Annotated[int, typer.Option("--batch", help="Rows; of ragged_decode, the others take one.")] = 16,
     heads: Annotated[int, typer.Option("--heads", help="KV heads a row.")] = 8,
     group: Annotated[int, typer.Option("--group", help="Query heads that share a KV head.")] = 4,
     head_dim: Annotated[int, typer.Option("--head-dim", help="Channels of a head.")] = 128,
     dtype: Annotated[str, typer.Option("--dtype", help="Of rows.")] = "bfloat16",
+    queries: Annotated[
+        str | None,
+        typer.Option("--queries", help="Comma-separated queries of a chunk; by default what each operation meets."),
+    ] = None,
+    tokens: Annotated[
+        str, typer.Option("--tokens", help="Comma-separated tokens of the prompts that chunks end.")
+    ] = "4096,32768",
 ) -> None:
-    """Find the fastest block sizes of the decode kernels on this accelerator, and save them.
+    """Find the fastest block sizes of the kernels on this accelerator, and save them as they are found.
 
-    kvjax uses them where PALLAS_KERNELS_TUNED names the file.
+    Each operation's are measured and kept by device, head size, queries a KV head and dtype; ragged_decode's also by
+    page size, the others' by whether the queries are a window's 16, 32 or 64, or 128, 256, 512 and more, and whether
+    there are 8,192 keys. kvjax uses them where PALLAS_KERNELS_TUNED names the file; what that does not name goes by the
+    kernels' own rules.
     """
     from kvjax.cli import bench as command
+    from kvjax.cli import inputs
 
-    command.tune(file, dict(mean=mean, batch=batch, heads=heads, group=group, head_dim=head_dim, dtype=dtype))
+    sizes = dict(mean=mean, batch=batch, heads=heads, group=group, head_dim=head_dim, dtype=dtype)
+    counts = inputs.integers(queries, "--queries") or (), inputs.integers(tokens, "--tokens") or ()
+    command.tune(file, tuple(operation or ()), sizes, *counts)

@@ -134,15 +134,22 @@ def kernels(
         write_atomically(json_path, "[" + ",\n".join(report.json() for report in reports) + "]\n")
 
 
-def tune(path: Path, sizes: dict[str, Any]) -> None:
-    """Search block sizes."""
+def tune(
+    path: Path, operations: Sequence[str], sizes: dict[str, Any], queries: Sequence[int], tokens: Sequence[int]
+) -> None:
+    """Search block sizes; of all operations where none is named."""
+    from pallas_kernels.tunable import OPERATIONS, cases
     from pallas_kernels.tune import NothingToTune
     from pallas_kernels.tune import run as search
 
     check_writable("The file", path)
     problem = problem_sizes(**sizes)
     try:
-        search(path, (problem,))
+        given = cases(operations or tuple(OPERATIONS), problem, queries=queries, tokens=tokens)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    try:
+        search(path, given)
     except (NothingToTune, ValueError) as error:
         raise KvjaxError(str(error)) from error
 

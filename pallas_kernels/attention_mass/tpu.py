@@ -13,7 +13,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pallas_kernels import tpu_tiles
+from pallas_kernels import tpu_tiles, tuned
 from pallas_kernels.attention_mass import tpu_log_sum_exp, tpu_mass, xla
 from pallas_kernels.attention_mass.problem import Counting, Masses, Problem
 from pallas_kernels.softmax import merge_log
@@ -26,10 +26,11 @@ _PART = 256
 def log_sum_exp(p: Problem, *, config: Config | None = None, interpret: Any = False) -> Float[Array, "B H G N"]:
     """See :func:`pallas_kernels.attention_mass.log_sum_exp`; the kept rows' part is XLA's."""
     _check(p)
-    whole, rest = _parted(p, config)
-    found = [] if not whole else [tpu_log_sum_exp.call(p, tpu_log_sum_exp.tiles(p, config, whole), interpret)]
+    sizes = config or tuned.config("log_sum_exp.tpu", p, Config)
+    whole, rest = _parted(p, sizes)
+    found = [] if not whole else [tpu_log_sum_exp.call(p, tpu_log_sum_exp.tiles(p, sizes, whole), interpret)]
     if rest is not None:
-        t = tpu_log_sum_exp.tiles(rest, config)
+        t = tpu_log_sum_exp.tiles(rest, config or tuned.config("log_sum_exp.tpu", rest, Config))
         found.append(tpu_log_sum_exp.call(rest, t, interpret)[..., : t.count])
     lse = jnp.concatenate(found, axis=3)
     return lse if p.kept is None else merge_log(lse, xla.kept_log_sum_exp(p))
@@ -38,17 +39,23 @@ def log_sum_exp(p: Problem, *, config: Config | None = None, interpret: Any = Fa
 def attention_mass(p: Problem, c: Counting, *, config: Config | None = None, interpret: Any = False) -> Masses:
     """See :func:`pallas_kernels.attention_mass.attention_mass`; the kept rows' part is XLA's."""
     _check(p)
-    whole, rest = _parted(p, config)
-    t = Tiles.of(p.q, p.k, config, _PART, whole or None)
+    sizes = config or tuned.config("attention_mass.tpu", p, Config)
+    whole, rest = _parted(p, sizes)
+    t = mass_tiles(p, sizes, whole or None)
     tokens = p.k.shape[2]
     new = jnp.zeros((*p.q.shape[:3], tokens), jnp.float32) if c.onto is None else c.onto.new
     new = tpu_tiles.padded(new, 3, t.keys)
     if whole:
         new = tpu_mass.call(p, c.of(slice(0, whole)), t, new, interpret)
     if rest is not None:
-        t = Tiles.of(rest.q, rest.k, config, _PART)
+        t = mass_tiles(rest, config or tuned.config("attention_mass.tpu", rest, Config))
         new = tpu_mass.call(rest, c.of(slice(whole, None)), t, tpu_tiles.padded(new, 3, t.keys), interpret)
     return Masses(new[..., :tokens], None if p.kept is None else xla.kept_mass(p, c))
+
+
+def mass_tiles(p: Problem, config: Config | None, count: int | None = None) -> Tiles:
+    """Of the first ``count`` queries, all by default; the parts are the kernel's own."""
+    return Tiles.of(p.q, p.k, config, _PART, count)
 
 
 def _parted(p: Problem, config: Config | None) -> tuple[int, Problem | None]:

@@ -18,6 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float
 
+from pallas_kernels import tuned
 from pallas_kernels.attention_mass import xla
 from pallas_kernels.attention_mass.problem import Counting, Masses, Problem
 from pallas_kernels.softmax import LOG2E, NEG, NOTHING, merge_log
@@ -61,7 +62,7 @@ class Config:
 
 def log_sum_exp(p: Problem, *, config: Config | None = None, interpret: Any = False) -> Float[Array, "B H G N"]:
     """See :func:`pallas_kernels.attention_mass.log_sum_exp`; the kept rows' part is XLA's."""
-    c = _checked(p, config)
+    c = _checked("log_sum_exp", p, config)
     batch, heads, group, count, dim = p.q.shape
     tokens = p.k.shape[2]
     # A window's heads are rows of one product; the many queries of a chunk are taken a head apart.
@@ -89,7 +90,7 @@ def log_sum_exp(p: Problem, *, config: Config | None = None, interpret: Any = Fa
 
 def attention_mass(p: Problem, c: Counting, *, config: Config | None = None, interpret: Any = False) -> Masses:
     """See :func:`pallas_kernels.attention_mass.attention_mass`; the kept rows' part is XLA's."""
-    cfg = _checked(p, config)
+    cfg = _checked("attention_mass", p, config)
     batch, heads, group, count, dim = p.q.shape
     tokens = p.k.shape[2]
     weight = jnp.ones((batch, count), jnp.float32) if c.weight is None else c.weight.astype(jnp.float32)
@@ -124,12 +125,12 @@ def attention_mass(p: Problem, c: Counting, *, config: Config | None = None, int
     return Masses(new.reshape(onto.shape), None if p.kept is None else xla.kept_mass(p, c))
 
 
-def _checked(p: Problem, config: Config | None) -> Config:
+def _checked(kernel: str, p: Problem, config: Config | None) -> Config:
     if p.bias is not None:
         raise NotImplementedError("The GPU kernels know no bias that depends on places (ALiBi).")
     if p.q.dtype != p.k.dtype:
         raise NotImplementedError(f"The GPU kernels take queries and keys of one dtype, not {p.q.dtype}, {p.k.dtype}.")
-    return config or Config.default(p)
+    return config or tuned.config(f"{kernel}.triton", p, Config) or Config.default(p)
 
 
 def _per_head(p: Problem) -> tuple[Array, Array]:

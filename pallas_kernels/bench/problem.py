@@ -46,12 +46,7 @@ class Sizes:
             raise ValueError(f"sigma is {self.sigma}; give 0 for equal lengths, or less than 10.")
         if not 0 < self.live <= 1:
             raise ValueError(f"live is {self.live}; give a share above 0, at most 1.")
-        try:
-            dtype = jnp.dtype(self.dtype)
-        except TypeError:
-            dtype = None
-        if dtype is None or not (jnp.issubdtype(dtype, jnp.floating) or dtype == jnp.int8) or dtype.itemsize > 4:
-            raise ValueError(f"dtype is {self.dtype!r}; give one such as bfloat16, int8 or float8_e4m3fn.")
+        stored_dtype(self.dtype)
 
     @property
     def page(self) -> int:
@@ -80,6 +75,21 @@ class Sizes:
     def live_bytes(self) -> int:
         """Bytes of the keys and values that a step has to read."""
         return int(self.lengths().sum()) * 2 * self.head_dim * jnp.dtype(self.dtype).itemsize
+
+
+def stored_dtype(name: str) -> jnp.dtype:
+    """A type that rows are stored in, by its name.
+
+    Raises:
+      ValueError: it is none.
+    """
+    try:
+        dtype = jnp.dtype(name)
+    except TypeError:
+        dtype = None
+    if dtype is None or not (jnp.issubdtype(dtype, jnp.floating) or dtype == jnp.int8) or dtype.itemsize > 4:
+        raise ValueError(f"dtype is {name!r}; give one such as bfloat16, int8 or float8_e4m3fn.")
+    return dtype
 
 
 def make(sizes: Sizes) -> Problem:

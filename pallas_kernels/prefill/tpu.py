@@ -25,7 +25,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
 
-from pallas_kernels import tpu_tiles
+from pallas_kernels import tpu_tiles, tuned
 from pallas_kernels.prefill import tpu_float32, xla
 from pallas_kernels.prefill.problem import Prefilled, Problem
 from pallas_kernels.softmax import LOG2E, NEG, NOTHING, merge, per_row
@@ -36,15 +36,19 @@ def prefill(p: Problem, *, config: Config | None = None, interpret: Any = False)
     """See :func:`pallas_kernels.prefill.prefill`; the kept rows' part is XLA's."""
     if p.bias is not None:
         raise NotImplementedError("The TPU kernel knows no bias that depends on places (ALiBi).")
-    out, lse = _call(p, Tiles.of(p.q, p.k, config or _config(p)), interpret)
+    config = config or tuned.config("prefill.tpu", p, Config) or rule(p)
+    out, lse = _call(p, Tiles.of(p.q, p.k, config), interpret)
     if p.kept is None:
         return Prefilled(out, lse)
     out, lse = merge(out, lse, *xla.rows_alone(p))
     return Prefilled(out.astype(p.q.dtype), lse)
 
 
-def _config(p: Problem) -> Config:
-    """Parts of so few keys that what comes out of the matrix units in several rounds is not many registers."""
+def rule(p: Problem) -> Config:
+    """Sizes where none are given or measured.
+
+    Parts of so few keys that what comes out of the matrix units in several rounds is not many registers.
+    """
     unit, dim = tpu_tiles.matrix_unit(), p.q.shape[4]
     found = Config.default(p.q.shape[2], p.q.shape[3], p.k.shape[2], p.k.dtype)
     rounds = p.k.dtype == jnp.float32 or dim > max(LANES, unit)

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
+from pallas_kernels import tuned
 from pallas_kernels.prefill import xla
 from pallas_kernels.prefill.problem import Prefilled, Problem
 from pallas_kernels.softmax import LOG2E, NEG, NOTHING, merge, per_row
@@ -62,7 +63,7 @@ def prefill(p: Problem, *, config: Config | None = None, interpret: Any = False)
         raise NotImplementedError("The GPU kernel knows no bias that depends on places (ALiBi).")
     if not p.q.dtype == p.k.dtype == p.v.dtype:
         raise NotImplementedError(f"The GPU kernel takes one dtype, not {p.q.dtype}, {p.k.dtype}, {p.v.dtype}.")
-    out, lse = _call(p, config or Config.default(p), interpret)
+    out, lse = _call(p, config or tuned.config("prefill.triton", p, Config) or Config.default(p), interpret)
     if p.kept is None:
         return Prefilled(out, lse)
     out, lse = merge(out, lse, *xla.rows_alone(p))

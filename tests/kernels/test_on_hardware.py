@@ -12,6 +12,7 @@ from pallas_kernels import gpu, tune
 from pallas_kernels.bench import decode as bench
 from pallas_kernels.bench.problem import Sizes
 from pallas_kernels.ragged_decode import mosaic_gpu, triton
+from pallas_kernels.tunable import OPERATIONS, cases
 
 pytestmark = [
     pytest.mark.hardware,
@@ -71,5 +72,5 @@ def test_the_benchmark_and_the_tuning_run(tmp_path):
     ran = [row for row in report.rows if row.refused is None]
     assert {"triton", "xla"} <= {row.name for row in ran}
     assert all(row.error is not None and row.error < 2e-2 for row in ran)
-    found = tune.run(tmp_path / "sizes.json", (sizes,), rounds=2)
-    assert any(outcome.best is not None for outcome in found)
+    found = tune.run(tmp_path / "sizes.json", cases(sizes=sizes, queries=(64,), tokens=(1024,)), rounds=2)
+    assert {x.kernel for x in found if x.best is not None} >= {f"{name}.triton" for name in OPERATIONS}

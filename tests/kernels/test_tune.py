@@ -1,0 +1,482 @@
+"""Sizes of kernels: how the fastest are found and kept, and that kernels use them, on a CPU."""
+
+import dataclasses
+import json
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from kernels.decode_base import Case, build
+from kernels.gpus import A100, H100, on
+
+from pallas_kernels import tpu_tiles, tunable, tune, tuned
+from pallas_kernels.attention_mass import tpu as mass_tpu
+from pallas_kernels.attention_mass import triton as mass_triton
+from pallas_kernels.attention_mass import xla as mass_xla
+from pallas_kernels.bench import timing
+from pallas_kernels.bench.chunks import Chunk
+from pallas_kernels.bench.problem import Sizes
+from pallas_kernels.prefill import tpu as prefill_tpu
+from pallas_kernels.prefill import triton as prefill_triton
+from pallas_kernels.prefill import xla as prefill_xla
+from pallas_kernels.ragged_decode import mosaic_gpu, triton, xla
+from pallas_kernels.ragged_decode.mosaic_gpu import MosaicGpuConfig
+from pallas_kernels.ragged_decode.triton import TritonConfig
+from pallas_kernels.tunable import OPERATIONS, cases
+
+pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend:DeprecationWarning")
+
+DECODE, PREFILL, LSE, MASS = OPERATIONS.values()
+CHUNK = Chunk(queries=160, tokens=512, heads=1, group=2, head_dim=64, dtype="float32")
+
+
+def problem(**changes):
+    return build(Case(((70, 30),), (5, 2), head_dim=16, dtype=jnp.bfloat16, page_size=64, **changes), "stacked")
+
+
+# --- what is measured and kept --------------------------------------------------------------------------------
+
+
+def test_without_an_accelerator_there_is_nothing_to_tune(tmp_path, capsys):
+    assert tune.main([str(tmp_path / "sizes.json")]) == 1
+    assert capsys.readouterr().out.count(".") == 1 and not list(tmp_path.iterdir())
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    """Implementations that refuse items of 7 pages, and clocks that say fewer pages take longer."""
+    ran = []
+
+    def decode(problem, *, config):
+        if config.pages == 7:
+            raise NotImplementedError("7 pages do not fit")
+        ran.append(config.pages)
+        return xla.decode(problem)
+
+    def clock(contestants, steps, rounds):
+        return {name: timing.Timed(*[1 / ran[i]] * 3) for i, name in enumerate(contestants)}
+
+    monkeypatch.setattr(tunable.decode, "IMPLEMENTATIONS", {"triton": decode})
+    monkeypatch.setattr(tune.timing, "interleaved", clock)
+    return lambda *pages: tune.measure(DECODE, problem(), "triton", [TritonConfig(n) for n in pages])
+
+
+def test_the_fastest_is_kept(measured, tmp_path):
+    path, outcome = tmp_path / "sizes.json", measured(1, 7, 4, 2)
+    assert outcome.best == dataclasses.asdict(TritonConfig(4)) and (outcome.tried, outcome.refused) == (3, 1)
+    assert (outcome.microseconds, outcome.chosen) == (0.25e6, 1e6) and "pages 4, block 64" in outcome.line()
+    assert outcome.line().endswith("; 1 of 4 did not run")
+    tuned.write(path, {outcome.kernel: {outcome.key: outcome.best}})
+    tuned.write(path, {"another": {"cpu | D=1": {"pages": 1}}})
+    assert tuned.read(path)[outcome.kernel] == {outcome.key: outcome.best} and "another" in tuned.read(path)
+
+
+def test_what_never_ran_is_not_kept(measured):
+    outcome = measured(7)
+    assert outcome.best is None and "none of 1 sizes ran (7 pages do not fit)" in outcome.line()
+
+
+@pytest.mark.parametrize("error", [TypeError("a kernel's mistake"), KeyError("another")])
+def test_mistakes_are_no_refusals(error, monkeypatch):
+    def decode(problem, *, config):
+        raise error
+
+    monkeypatch.setattr(tunable.decode, "IMPLEMENTATIONS", {"triton": decode})
+    with pytest.raises(type(error)):
+        tune.measure(DECODE, problem(), "triton", [TritonConfig(1)])
+
+
+def test_what_a_compiler_of_kernels_says_is_a_refusal(monkeypatch):
+    from jax._src.pallas.triton.lowering import LoweringError  # of no public type
+
+    def decode(problem, *, config):
+        raise LoweringError("not so large\nand so on")
+
+    monkeypatch.setattr(tunable.decode, "IMPLEMENTATIONS", {"triton": decode})
+    outcome = tune.measure(DECODE, problem(), "triton", [TritonConfig(1)])
+    assert (outcome.refused, outcome.refusal) == (1, "not so large")
+
+
+@pytest.mark.parametrize(
+    ("operation", "name", "configs"),
+    [
+        (PREFILL, "tpu", [tpu_tiles.Config(128, 128), tpu_tiles.Config(256, 128)]),
+        (LSE, "tpu", [tpu_tiles.Config(128, 128), tpu_tiles.Config(128, 256, 256)]),
+        (MASS, "tpu", [tpu_tiles.Config(128, 128)]),
+        (PREFILL, "triton", [prefill_triton.Config(64, 64), prefill_triton.Config(32, 128)]),
+        (LSE, "triton", [mass_triton.Config(64, 64), mass_triton.Config(64, 64, 128)]),
+        (MASS, "triton", [mass_triton.Config(64, 64)]),
+    ],
+    ids=lambda x: getattr(x, "name", None),
+)
+def test_each_kernel_is_measured_with_the_sizes_it_is_given(operation, name, configs, monkeypatch):
+    """In interpret mode, one step of each; a block that no compiler takes is counted and the others go on."""
+    monkeypatch.setattr(tune, "_STEPS", 1)
+    seen = []
+    step = operation.step
+
+    def watched(p, implementation, *, config, **options):
+        seen.append(config)
+        if len(seen) == 1:
+            raise_one = RuntimeError("RESOURCE_EXHAUSTED: too large")
+            return lambda *_: (_ for _ in ()).throw(raise_one)
+        return step(p, implementation, config=config, **options)
+
+    monkeypatch.setattr(operation, "step", watched)
+    outcome = tune.measure(operation, operation.problem(CHUNK), name, [configs[0], *configs], 1, interpret=True)
+    assert seen == [configs[0], *configs] and outcome.kernel == f"{operation.name}.{name}"
+    assert (outcome.tried, outcome.refused) == (len(configs), 1) and outcome.refusal.startswith("RESOURCE_EXHAUSTED")
+    assert outcome.best in [dataclasses.asdict(config) for config in configs] and outcome.microseconds > 0
+
+
+@pytest.mark.parametrize("operation", [PREFILL, LSE, MASS], ids=lambda x: x.name)
+def test_a_step_is_the_operation_of_its_arrays(operation):
+    """What is timed depends on every array: nothing of it is left out or made once for all steps."""
+    p = operation.problem(CHUNK)
+    arguments = operation.arguments(p)
+    step = jax.jit(operation.step(p, "xla"))
+    out = step(*arguments)
+    assert out.shape == p.q.shape and np.isfinite(np.asarray(out)).all()
+    for i, x in enumerate(arguments):
+        changed = [*arguments]
+        changed[i] = x - 3 if jnp.issubdtype(x.dtype, jnp.integer) else x * 1.5
+        assert np.abs(np.asarray(step(*changed)) - np.asarray(out)).max() > 1e-4
+
+
+@pytest.fixture
+def accelerated(monkeypatch):
+    """A machine with one implementation of each operation, whose search is seen and finds sizes by the problem."""
+    seen = []
+
+    def measure(operation, problem, name, configs, rounds):
+        seen.append((operation.name, problem.q.shape))
+        if len(seen) == 3:
+            raise KeyboardInterrupt
+        key, pages = str(tuned.key_of(problem)), problem.q.shape[-1]
+        return tune.Tuned(f"{operation.name}.{name}", key, {"pages": pages}, 1.0, 1.0, 1, 0)
+
+    for operation in OPERATIONS.values():
+        monkeypatch.setattr(operation, "order", {"cpu": ("triton",)})
+        monkeypatch.setattr(operation, "candidates", lambda problem, name: [None] * 5)
+    monkeypatch.setattr(tune, "measure", measure)
+    return seen
+
+
+def of_sizes(*head_dims):
+    sizes = [Sizes(batch=1, heads=1, mean=16, head_dim=dim) for dim in head_dims]
+    return [case for one in sizes for case in cases(["ragged_decode"], one)]
+
+
+def test_what_was_found_is_kept_when_the_search_is_cut_short(accelerated, tmp_path):
+    path = tmp_path / "sizes.json"
+    with pytest.raises(KeyboardInterrupt):
+        tune.run(path, of_sizes(16, 32, 64), say=lambda line: None)
+    assert sorted(sizes["pages"] for sizes in tuned.read(path)["ragged_decode.triton"].values()) == [16, 32]
+    assert [file.name for file in tmp_path.iterdir()] == ["sizes.json"]
+
+
+def test_the_command_says_what_it_does_and_tunes_what_is_named(accelerated, tmp_path, capsys):
+    path = tmp_path / "sizes.json"
+    chosen = "--operation prefill log_sum_exp --queries 32 --tokens 64 --heads 1 --head-dim 16".split()
+    assert tune.main([str(path), *chosen]) == 0
+    assert accelerated == [("prefill", (1, 1, 4, 32, 16)), ("log_sum_exp", (1, 1, 4, 32, 16))]
+    assert set(tuned.read(path)) == {"prefill.triton", "log_sum_exp.triton"}
+    key = str(tuned.key_of(PREFILL.problem(Chunk(32, 64, 1, head_dim=16))))
+    begun, ended, *others = capsys.readouterr().out.splitlines()
+    assert begun == f"prefill.triton, {key}: 5 sizes" and ended.startswith(f"prefill.triton, {key}: 1.0 µs")
+    assert len(others) == 2
+    assert tune.main([str(path), "--operation", "decode"]) == 1
+    assert "There is no operation 'decode' to tune; there are ragged_decode, prefill" in capsys.readouterr().out
+
+
+def test_an_implementation_without_sizes_for_this_device_is_a_line(accelerated, tmp_path, monkeypatch):
+    def refuse(problem, name):
+        raise NotImplementedError("heads do not fit")
+
+    monkeypatch.setattr(DECODE, "candidates", refuse)
+    said = []
+    (outcome,) = tune.run(tmp_path / "sizes.json", of_sizes(16), say=said.append)
+    assert outcome.best is None and not accelerated and said[0].endswith("none of 1 sizes ran (heads do not fit)")
+
+
+def test_all_operations_are_tuned_by_default():
+    found = [(case.operation.name, getattr(case.sizes, "queries", 1)) for case in cases()]
+    assert found.count(("ragged_decode", 1)) == 1
+    for operation in (PREFILL, LSE, MASS):
+        assert [n for name, n in found if name == operation.name] == [*operation.queries] * len(tunable.TOKENS)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "sentence"),
+    [
+        ({"queries": 0}, "queries is 0; give at least 1."),
+        ({"tokens": -1}, "tokens is -1; give at least 1."),
+        ({"queries": 64, "tokens": 32}, "queries is 64; give at most the 32 tokens they are the last of."),
+        ({"dtype": "int32"}, "dtype is 'int32'"),
+    ],
+)
+def test_chunks_that_are_no_problem(wrong, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        Chunk(**wrong)
+
+
+def test_a_prompt_is_read_in_the_models_numbers():
+    assert PREFILL.problem(dataclasses.replace(CHUNK, dtype="int8")).k.dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize(
+    "text", ["not json", "[]", "{}", '{"kernels": []}', '{"kernels": {"a": 1}}', '{"kernels": {"a": {"b": 1}}}', "\xff"]
+)
+def test_a_file_that_holds_something_else_is_said_before_the_search(accelerated, tmp_path, text, capsys):
+    path = tmp_path / "sizes.json"
+    path.write_bytes(text.encode("latin1"))
+    with pytest.raises(ValueError, match=r"sizes.json holds no sizes of kernels: .*; tune into another file\."):
+        tune.run(path, of_sizes(16))
+    assert tune.main([str(path)]) == 1 and "holds no sizes of kernels" in capsys.readouterr().out
+    assert not accelerated and path.read_bytes() == text.encode("latin1")
+
+
+def test_a_file_that_cannot_be_written_is_said_before_the_search(accelerated, tmp_path, capsys):
+    assert tune.main([str(tmp_path / "none" / "sizes.json")]) == 1
+    assert "No such file or directory" in capsys.readouterr().out and not accelerated
+
+
+# --- candidates -----------------------------------------------------------------------------------------------
+
+
+def test_candidates_of_a_decode_step_begin_with_the_rule():
+    with on(*H100):
+        p = problem()
+        for name, kind in (("triton", TritonConfig), ("mosaic_gpu", MosaicGpuConfig)):
+            found = DECODE.candidates(p, name)
+            assert found[0] == kind.of(p) and len(found) == len(set(found)) > 10
+    with pytest.raises(ValueError, match="xla has no sizes"):
+        DECODE.candidates(problem(), "xla")
+
+
+@pytest.mark.parametrize("queries", [32, 160, 600])
+@pytest.mark.parametrize("operation", [PREFILL, LSE, MASS], ids=lambda x: x.name)
+def test_candidates_of_a_chunk_begin_with_the_rule(operation, queries):
+    p = operation.problem(dataclasses.replace(CHUNK, queries=queries, tokens=2048, head_dim=128, dtype="bfloat16"))
+    found = operation.candidates(p, "triton")
+    rule = (prefill_triton if operation is PREFILL else mass_triton).Config.default(p)
+    split = {} if operation is PREFILL else {"split": rule.split if operation is LSE else None}
+    assert found[0] == dataclasses.replace(rule, **split) and len(found) == len(set(found)) > 10
+    found = operation.candidates(p, "tpu")
+    assert found[0] == tpu_tiles.Config.default(2, queries, 2048, jnp.bfloat16)
+    # A window has one block whatever is asked for; no block is larger than the least chunk of the class.
+    assert {min(x.queries, queries) for x in found} == {32: {32}, 160: {128, 160}, 600: {128, 256, 512}}[queries]
+    assert {x.keys for x in found} == {128, 256, 512, 1024, 2048}
+    assert len(found) == len(set(found)) >= 5
+
+
+def test_sizes_that_come_to_the_same_blocks_are_tried_once():
+    p = MASS.problem(dataclasses.replace(CHUNK, queries=32, tokens=256))
+    assert len(MASS.candidates(p, "tpu")) == 2  # of 128 and of 256 keys: queries and parts are as many as there are
+
+
+# --- what kernels use -----------------------------------------------------------------------------------------
+
+
+def test_sizes_are_given_then_tuned_then_by_rule(tmp_path, monkeypatch):
+    path, p = tmp_path / "sizes.json", problem()
+    with on(*H100):
+        key = str(tuned.Key.of(p))
+    assert key == "NVIDIA H100 80GB HBM3 | D=16 G=4 bfloat16 R=64"
+    tuned.write(path, {"ragged_decode.mosaic_gpu": {key: {"pages": 3, "stages": 5}}})
+
+    def chosen():
+        with on(*H100):
+            return tuned.config("ragged_decode.mosaic_gpu", p, MosaicGpuConfig)
+
+    assert chosen() is None
+    monkeypatch.setenv(tuned.VARIABLE, str(path))
+    assert chosen() == MosaicGpuConfig(3, 5)
+    tuned.write(path, {"ragged_decode.mosaic_gpu": {key: {"pages": 3, "depth": 5}}})
+    with pytest.raises(ValueError, match="tune again"):
+        chosen()
+    tuned.write(path, {"ragged_decode.mosaic_gpu": {key: {"pages": 0}}})
+    with pytest.raises(ValueError, match=r"sizes.json: sizes of ragged_decode.mosaic_gpu are .*; tune again"):
+        chosen()
+    tuned.write(path, {"ragged_decode.mosaic_gpu": {key: {"pages": 3, "stages": 5}}})
+    with on(*A100):
+        assert tuned.config("ragged_decode.mosaic_gpu", p, MosaicGpuConfig) is None
+    other = tmp_path / "other.json"
+    other.write_text("not json")
+    monkeypatch.setenv(tuned.VARIABLE, str(other))
+    with pytest.raises(ValueError, match="holds no sizes"):
+        chosen()
+
+
+@pytest.mark.parametrize("module", [triton, mosaic_gpu], ids=["triton", "mosaic_gpu"])
+def test_kernels_ask_for_tuned_sizes(module, monkeypatch):
+    asked = []
+
+    def answer(kernel, problem, kind):
+        asked.append(kernel)
+        raise NotImplementedError("asked")
+
+    monkeypatch.setattr(tuned, "config", answer)
+    with pytest.raises(NotImplementedError, match="asked"):
+        module.decode(problem())
+    with on(*H100):
+        jax.eval_shape(lambda: module.decode(problem(), config=module.__dict__[_CONFIG[module.__name__]](pages=2)))
+    assert asked == ["ragged_decode." + module.__name__.rsplit(".", 1)[1]]
+
+
+_CONFIG = {triton.__name__: "TritonConfig", mosaic_gpu.__name__: "MosaicGpuConfig"}
+
+
+def test_a_chunks_key_holds_what_rules_look_at():
+    p = PREFILL.problem(dataclasses.replace(CHUNK, queries=1024, tokens=8192, head_dim=128, dtype="bfloat16"))
+    with on(*H100):
+        assert str(tuned.key_of(p)) == "NVIDIA H100 80GB HBM3 | D=128 G=2 bfloat16 N>=512 T>=8192"
+        q, k = p.q[:, :, :, :40], p.k[:, :, :4096]
+        window = dataclasses.replace(p, q=q, k=k)
+        assert str(tuned.key_of(window)) == "NVIDIA H100 80GB HBM3 | D=128 G=2 bfloat16 N=64 T<8192"
+
+
+def test_classes_of_queries():
+    classes = {n: tuned.query_class(n) for n in (1, 16, 17, 32, 33, 64, 65, 127, 128, 255, 256, 511, 512, 4096)}
+    assert list(classes.values()) == [16, 16, 32, 32, 64, 64, 128, 128, 128, 128, 256, 256, 512, 512]
+
+
+def _blocks(function, *arguments):
+    """Grids and, where there are any, shapes of blocks of the kernels that are traced."""
+    found = []
+
+    def visit(jaxpr):
+        for equation in jaxpr.eqns:
+            if equation.primitive.name == "pallas_call":
+                mapping = equation.params["grid_mapping"]
+                blocks = [tuple(map(str, x.block_shape)) for x in mapping.block_mappings]
+                found.append((str(mapping.grid), blocks))
+            for inner in jax.tree.leaves(equation.params, is_leaf=lambda x: hasattr(x, "eqns")):
+                if hasattr(getattr(inner, "jaxpr", inner), "eqns") and equation.primitive.name != "pallas_call":
+                    visit(getattr(inner, "jaxpr", inner))
+
+    visit(jax.make_jaxpr(function)(*arguments).jaxpr)
+    assert found
+    return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Asking:
+    """A kernel that asks: run(problem, **options) traces it, ``exact`` computes the same in XLA."""
+
+    kernel: str
+    operation: object
+    run: object
+    exact: object
+    best: object  # sizes that are not the rule's
+    other: object  # sizes that are neither
+
+    def __str__(self):
+        return self.kernel
+
+
+def _counting(p):
+    return mass_xla.log_sum_exp(p)
+
+
+def _mass(module):
+    return lambda p, **options: module.attention_mass(p, tunable.Counting(_counting(p), None, None), **options).new
+
+
+ASKING = [
+    Asking(
+        "prefill.tpu", PREFILL, lambda p, **o: prefill_tpu.prefill(p, **o).out, lambda p: prefill_xla.prefill(p).out,
+        tpu_tiles.Config(128, 128, 128), tpu_tiles.Config(128, 256, 256),
+    ),
+    Asking(
+        "log_sum_exp.tpu", LSE, mass_tpu.log_sum_exp, mass_xla.log_sum_exp,
+        tpu_tiles.Config(128, 128, 128), tpu_tiles.Config(128, 256, 256),
+    ),
+    Asking(
+        "attention_mass.tpu", MASS, _mass(mass_tpu), _mass(mass_xla),
+        tpu_tiles.Config(128, 128, 128), tpu_tiles.Config(128, 256, 256),
+    ),
+    Asking(
+        "prefill.triton", PREFILL, lambda p, **o: prefill_triton.prefill(p, **o).out,
+        lambda p: prefill_xla.prefill(p).out, prefill_triton.Config(64, 64), prefill_triton.Config(128, 32),
+    ),
+    Asking(
+        "log_sum_exp.triton", LSE, mass_triton.log_sum_exp, mass_xla.log_sum_exp,
+        mass_triton.Config(64, 64, 128), mass_triton.Config(64, 64, 192),
+    ),
+    Asking(
+        "attention_mass.triton", MASS, _mass(mass_triton), _mass(mass_xla),
+        mass_triton.Config(64, 32), mass_triton.Config(64, 16),
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("asking", ASKING, ids=str)
+def test_a_chunks_kernel_uses_what_was_measured(asking, tmp_path, monkeypatch):
+    p = asking.operation.problem(dataclasses.replace(CHUNK, queries=128))
+    path = tmp_path / "sizes.json"
+
+    def blocks(p=p, **options):
+        return _blocks(lambda p: asking.run(p, interpret=True, **options), p)
+
+    by_rule, given, other = blocks(), blocks(config=asking.best), blocks(config=asking.other)
+    assert by_rule != given != other != by_rule
+    tuned.write(path, {asking.kernel: {str(tuned.key_of(p)): dataclasses.asdict(asking.best)}})
+    assert blocks() == by_rule
+    monkeypatch.setenv(tuned.VARIABLE, str(path))
+    assert blocks() == given
+    assert blocks(config=asking.other) == other
+    np.testing.assert_allclose(asking.run(p, interpret=True), asking.exact(p), atol=3e-5, rtol=3e-5)
+
+    def of(**changes):
+        return asking.operation.problem(dataclasses.replace(CHUNK, **changes))
+
+    # Other head sizes, groups, types and classes go by the rule; those of the class by what was measured.
+    others = [of(head_dim=128), of(group=1), of(queries=64), of(queries=256), of(tokens=8192), of(dtype="bfloat16")]
+    same = of(queries=200, tokens=1024)
+    ruled, like = [blocks(x) for x in others], blocks(same)
+    assert like == blocks(same, config=asking.best)
+    monkeypatch.delenv(tuned.VARIABLE)
+    assert [blocks(x) for x in others] == ruled and blocks(same) != like
+
+
+@pytest.mark.parametrize("asking", ASKING, ids=str)
+def test_sizes_larger_than_a_problem_of_their_class_are_cut(asking, tmp_path, monkeypatch):
+    """As the kernel's own are: 17 queries and 100 keys in blocks that were measured for 32 of many."""
+    p = asking.operation.problem(dataclasses.replace(CHUNK, queries=17, tokens=100))
+    wide = {"queries": 512, "keys": 4096} if ".tpu" in asking.kernel else {"queries": 64, "keys": 256}
+    path = tmp_path / "sizes.json"
+    tuned.write(path, {asking.kernel: {str(tuned.key_of(p)): dataclasses.asdict(type(asking.best)(**wide))}})
+    monkeypatch.setenv(tuned.VARIABLE, str(path))
+    np.testing.assert_allclose(asking.run(p, interpret=True), asking.exact(p), atol=3e-5, rtol=3e-5)
+
+
+@pytest.mark.parametrize("asking", ASKING, ids=str)
+@pytest.mark.parametrize("wrong", [{"keys": 100}, {"queries": "many"}, {"rows": 128}], ids=lambda x: next(iter(x)))
+def test_sizes_of_another_kind_are_said(asking, wrong, tmp_path, monkeypatch):
+    p, path = asking.operation.problem(CHUNK), tmp_path / "sizes.json"
+    sizes = dict(sorted((dataclasses.asdict(asking.best) | wrong).items()))
+    tuned.write(path, {asking.kernel: {str(tuned.key_of(p)): sizes}})
+    monkeypatch.setenv(tuned.VARIABLE, str(path))
+    sentence = re.escape(f"{path}: sizes of {asking.kernel} are {sizes}; tune again with this version.")
+    with pytest.raises(ValueError, match=sentence):
+        jax.eval_shape(lambda: asking.run(p, interpret=True))
+    path.write_text(json.dumps({"kernels": {asking.kernel: 3}}))
+    with pytest.raises(ValueError, match="holds no sizes of kernels"):
+        jax.eval_shape(lambda: asking.run(p, interpret=True))
+    # Sizes that are given are taken without a look at the file.
+    jax.eval_shape(lambda: asking.run(p, config=asking.best, interpret=True))
+
+
+def test_queries_that_are_no_whole_blocks_go_by_their_own_class(tmp_path, monkeypatch):
+    """The masses' TPU kernels take them in a call of their own."""
+    p = LSE.problem(dataclasses.replace(CHUNK, queries=300, tokens=2048, group=4))
+    rest = dataclasses.replace(p, q=p.q[:, :, :, :44])
+    path = tmp_path / "sizes.json"
+    sizes = {str(tuned.key_of(x)): {"queries": 128, "keys": keys} for x, keys in ((p, 512), (rest, 256))}
+    tuned.write(path, {"log_sum_exp.tpu": sizes})
+    monkeypatch.setenv(tuned.VARIABLE, str(path))
+    (_, first), (_, second) = _blocks(lambda p: mass_tpu.log_sum_exp(p, interpret=True), p)
+    assert "512" in str(first[1]) and "256" in str(second[1])
