@@ -1,7 +1,16 @@
 """Decode speed of a model's shape with random weights: what an accelerator machine without any weights can measure.
 
 ``kvjax bench decode`` and ``python -m kvjax.bench.shapes`` run it; the latter needs jax, flax and numpy alone. Caches
-are filled with random keys and values, as after prompts of the given length, so nothing is prefilled.
+are filled with random keys and values, as after prompts of the given length, so nothing is prefilled. Random weights
+have no profile, so two policies are given what a profile would say:
+
+* RazorAttention the heads it protects, spread evenly over layers and heads: as many as hold half of its ``ratio``, or
+  without one the 15 % of [1] (14 % by induction, 1 % by echo score);
+* Round Attention its watershed, 45 % of the layers. Its cache is the one that an answer is decoded from: all of
+  the context below the watershed, above it the ``top`` share, which a question has brought to the device. How long that
+  transfer takes is no part of a step, and is what ``kvjax compare-rounds`` measures.
+
+[1] RazorAttention, arXiv 2407.15891.
 """
 
 from __future__ import annotations
@@ -19,18 +28,19 @@ from typing import TYPE_CHECKING, Any
 from pallas_kernels.bench.bare import stand_in
 
 if TYPE_CHECKING:
+    from kvjax.cache.value import Cache
     from kvjax.config import ModelConfig
     from kvjax.model.decoder import Decoder
     from kvjax.policies import Policy
+    from kvjax.policies.razor import RazorAttention
 
-#: Every policy at an eighth of the tokens, beside all of them.
-POLICIES = (
-    "full",
-    *(
-        f"{name}:ratio=0.125"
-        for name in ("streamingllm", "lagkv", "snapkv", "slimkv", "keydiff", "compensated", "h2o", "tova", "ahakv")
-    ),
-)
+#: The share of the tokens that policies are given by default.
+SHARE = 0.125
+#: Of a model without a profile: KV heads that RazorAttention protects, and layers below Round Attention's watershed
+#: (calibrated, 13 of SmolLM2-135M's 30 and 12 of Qwen2.5-Coder-0.5B's 24).
+_RETRIEVAL, _BELOW = 0.15, 0.45
+#: Slots for decoded tokens.
+_ROOM = 256
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,11 +109,51 @@ def shapes() -> dict[str, ModelConfig]:
     }
 
 
+def every_policy() -> tuple[str, ...]:
+    """All tokens, and each registered policy with an eighth of them."""
+    from kvjax.policies import registry
+
+    found = []
+    for name, kind in registry().items():
+        size = next((x.name for x in dataclasses.fields(kind) if x.name in ("ratio", "top")), None)
+        found.append(name if size is None else f"{name}:{size}={SHARE}")
+    return tuple(found)
+
+
+def with_profile(policy: Policy, config: ModelConfig) -> Policy:
+    """The policy with what a profile would say of a model that has none; see above.
+
+    Raises:
+      UsageError: it cannot run on this model.
+    """
+    from kvjax.policies.razor import RazorAttention
+    from kvjax.policies.rounds import RoundAttention
+
+    if isinstance(policy, RazorAttention) and policy.profile is None and policy.heads is None:
+        policy = dataclasses.replace(policy, heads=_spread_heads(policy, config))
+    if isinstance(policy, RoundAttention) and policy.profile is None and policy.watershed is None:
+        below = min(max(round(_BELOW * config.num_layers), 1), config.num_layers - 1)
+        policy = dataclasses.replace(policy, watershed=below)
+    policy.check(config)
+    return policy
+
+
+def _spread_heads(policy: RazorAttention, config: ModelConfig) -> tuple[tuple[int, int], ...]:
+    """KV heads: one of every layer before a second one of any, and not of all layers the same."""
+    layers, heads = config.num_layers, config.num_kv_heads
+    left, found = int(layers * heads * (_RETRIEVAL if policy.ratio is None else policy.ratio / 2)), []
+    for turn in range(heads):
+        count = min(left - turn * layers, layers)
+        for layer in (i * layers // count for i in range(count)):
+            found.append((layer, (layer + layer // heads + turn) % heads))
+    return tuple(found)
+
+
 def measure(
     shape: str,
     batches: Sequence[int],
     contexts: Sequence[int],
-    policies: Sequence[str] = POLICIES,
+    policies: Sequence[str] = (),
     *,
     dtype: str = "bfloat16",
     rounds: int = 5,
@@ -111,6 +161,8 @@ def measure(
     say: Callable[[str], None] = lambda _: None,
 ) -> list[ShapeRow]:
     """Decode steps of every policy, batch and context; a case the device has no memory for gets a note.
+
+    ``policies`` are :func:`every_policy` by default.
 
     Raises:
       UsageError: an unknown shape or policy, or a size that makes no sense.
@@ -128,7 +180,8 @@ def measure(
         raise UsageError(f"dtype is {dtype!r}; give float32 or bfloat16.")
     if shape not in known:
         raise UsageError(f"shape is {shape!r}; there are {', '.join(known)}.")
-    config, parsed = known[shape], {text: parse(text) for text in policies}
+    config = known[shape]
+    parsed = {text: with_profile(parse(text), config) for text in policies or every_policy()}
     for name, values in {"batch": batches, "context": contexts, "rounds": [rounds], "steps": [steps]}.items():
         if min(values) < 1:
             raise UsageError(f"{name} is {min(values)}; give at least 1.")
@@ -149,14 +202,14 @@ def measure(
 def _case(params: Decoder, text: str, policy: Policy, batch: int, context: int, rounds: int, steps: int) -> ShapeRow:
     import jax
 
-    from kvjax.runtime.synthetic import benchmark_controls, decode_state, filled_cache, run_steps
+    from kvjax.runtime.synthetic import benchmark_controls, decode_state, run_steps
 
     config = params.config
     row = ShapeRow(batch, context, text)
     needed, free = _needed(params, policy, batch, context), _memory()
     if free is not None and needed > free:
         return dataclasses.replace(row, note=f"needs {needed / 1e9:.0f} GB, the device has {free / 1e9:.0f}")
-    cache = jax.block_until_ready(filled_cache(config, policy, batch, context, params.dtype, new_room=256))
+    cache = jax.block_until_ready(_filled(config, policy, batch, context, params.dtype))
     held, live = cache.nbytes, cache.live_nbytes
     state, controls, seconds = decode_state(config, cache), benchmark_controls(config, batch), []
     del cache
@@ -169,6 +222,25 @@ def _case(params: Decoder, text: str, policy: Policy, batch: int, context: int, 
     return dataclasses.replace(
         row, tokens_per_second=batch / step, step_seconds=step, cache_bytes=held, step_bytes=read
     )
+
+
+def _filled(config: ModelConfig, policy: Policy, batch: int, context: int, dtype: Any) -> Cache:
+    """A cache as after a prompt; where a policy places rounds, as after a question."""
+    from kvjax.policies import Full
+    from kvjax.rounds.placed import Placed
+    from kvjax.runtime.synthetic import filled_cache
+
+    placed = policy.planned(config, context)
+    if not isinstance(placed, Placed):
+        return filled_cache(config, policy, batch, context, dtype, new_room=_ROOM)
+
+    def layers(count: int, tokens: int) -> Cache:
+        part = dataclasses.replace(config, num_layers=count)
+        return filled_cache(part, Full(), batch, tokens, dtype, new_room=_ROOM)
+
+    lower = layers(placed.watershed, context)
+    upper = layers(config.num_layers - placed.watershed, placed.upper_room)
+    return lower.replace(layers=lower.layers + upper.layers, policy=placed)
 
 
 def _weight_bytes(params: Decoder) -> int:
@@ -186,7 +258,8 @@ def _needed(params: Decoder, policy: Policy, batch: int, context: int) -> int:
     from kvjax.runtime.prefill import empty_cache
 
     config = params.config
-    cache = jax.eval_shape(lambda: empty_cache(config, policy, batch, context, 256, params.dtype))
+    placed = policy.planned(config, context)
+    cache = jax.eval_shape(lambda: empty_cache(config, placed, batch, context, _ROOM, params.dtype))
     held = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache))
     filling = 6 * batch * config.num_kv_heads * context * config.head_dim * 4
     return sum(leaf.nbytes for leaf in jax.tree.leaves(params)) + held + filling
@@ -263,7 +336,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     try:
         batches, contexts = ([int(x) for x in text.split(",")] for text in (given.batch, given.context))
-        chosen = tuple(given.policy or POLICIES)
+        chosen = tuple(given.policy or ())
         say = lambda what: print(f"kvjax bench: {what}", file=sys.stderr, flush=True)  # noqa: E731
         rows = measure(given.shape, batches, contexts, chosen, dtype=given.dtype, rounds=given.rounds, say=say)
     except (KvjaxError, ValueError) as error:

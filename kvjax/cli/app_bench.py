@@ -70,13 +70,19 @@ def decode(
     batch: Annotated[str, typer.Option("--batch", help="Comma-separated batch sizes.")] = "1,8,32",
     context: Annotated[str, typer.Option("--context", help="Comma-separated tokens in the cache.")] = "32768",
     policy: Annotated[
-        list[str] | None, typer.Option("--policy", help="May be given several times; by default full and each at 1/8.")
+        list[str] | None,
+        typer.Option("--policy", help="May be given several times; by default all, at 1/8 but full."),
     ] = None,
     rounds: Annotated[int, typer.Option("--rounds", help="Repetitions; the median is reported.")] = 5,
     json: SaveJson = None,
     markdown: AsMarkdown = False,
 ) -> None:
-    """Measure whole decode steps of a model's shape with random weights: no weights are needed."""
+    """Measure whole decode steps of a model's shape with random weights: no weights are needed.
+
+    What random weights have no profile for is made: `razor` protects KV heads spread evenly over the model, which hold
+    half of its ratio; `round` has its watershed at 45 % of the layers, and is measured as an answer is decoded, with
+    the rounds that were selected (`top`) on the device. Bringing them there is a question's cost, not a step's.
+    """
     from kvjax.cli import bench as command
     from kvjax.cli import inputs
 

@@ -98,8 +98,7 @@ def decode(
     from kvjax.bench import shapes
 
     _check_json(json_path)
-    chosen = policies or shapes.POLICIES
-    rows = shapes.measure(shape, batches, contexts, chosen, dtype=dtype, rounds=rounds, say=_say)
+    rows = shapes.measure(shape, batches, contexts, policies, dtype=dtype, rounds=rounds, say=_say)
     about = shapes.facts(shape, dtype)
     if json_path is not None:
         shapes.save(json_path, rows, about)
