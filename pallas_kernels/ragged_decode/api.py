@@ -64,6 +64,7 @@ def ragged_decode(
     query_position: Int[Array, " B"] | None = None,
     with_logits: bool = False,
     logits_scale: float | None = None,
+    first_row: Int[Array, ""] | None = None,
     implementation: str | None = None,
     **options: Any,
 ) -> Decoded:
@@ -85,6 +86,8 @@ def ragged_decode(
       slopes: ALiBi's; needs ``position`` and ``query_position``.
       position: int32, of the token in each slot. query_position: int32, of each row's query.
       with_logits: also return the scores by page, with ``logits_scale`` in the place of ``scale`` if given.
+      first_row: int32; queries are of rows ``first_row ... first_row + B - 1`` of the pages (and of ``v_scale`` and
+        ``position``), which have more than B; ``length`` and the rest are of these rows alone, as results are.
       implementation: the only one to try; by default the platform's in order, "xla" last.
       options: of one implementation: ``config`` (block sizes), ``interpret``.
 
@@ -92,7 +95,7 @@ def ragged_decode(
       ValueError: arguments that do not belong together.
       NotImplementedError: the implementation that was named cannot do this.
     """
-    _check(q, pages, length, runs, window, slopes, position, query_position)
+    _check(q, pages, length, runs, window, slopes, position, query_position, first_row)
     problem = Problem(
         q=q,
         pages=pages,
@@ -109,13 +112,16 @@ def ragged_decode(
         query_position=query_position,
         with_logits=with_logits,
         logits_scale=logits_scale,
+        first_row=first_row,
     )
     return dispatch.run("ragged_decode", IMPLEMENTATIONS, ORDER, implementation, problem, **options)
 
 
-def _check(q: Any, pages: Any, length: Any, runs: Any, window: Any, slopes: Any, position: Any, query: Any) -> None:
+def _check(
+    q: Any, pages: Any, length: Any, runs: Any, window: Any, slopes: Any, position: Any, query: Any, first_row: Any
+) -> None:
     batch, total, _, head_dim = pages.shape
-    if (q.shape[0], q.shape[3]) != (batch, head_dim):
+    if q.shape[3] != head_dim or (q.shape[0] != batch if first_row is None else q.shape[0] > batch):
         raise ValueError(f"queries are {q.shape}, pages hold {batch} rows of head size {head_dim}.")
     if len(runs) != q.shape[1] or sum(runs) != total or length.shape != q.shape[:2]:
         raise ValueError(f"{len(runs)} runs of {sum(runs)} pages, {q.shape[1]} heads, {total} pages; they must agree.")

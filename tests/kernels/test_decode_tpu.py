@@ -16,7 +16,7 @@ from pallas_kernels.softmax import NEG
 
 # The interpreter carries whole rings from turn to turn; small ones still hold several blocks of a head.
 SMALL = tpu.TpuConfig(rows=128, buffers=4)
-ARRAYS = ("q", "pages", "length", "log_mass", "k_scale", "v_scale", "position", "query_position")
+ARRAYS = ("q", "pages", "length", "log_mass", "k_scale", "v_scale", "position", "query_position", "first_row")
 
 
 def decode(problem, config=SMALL, interpret=True):
@@ -41,6 +41,11 @@ class TestTpu(DecodeBase):
 
     def run(self, problem):
         return decode(problem)
+
+    def test_queries_of_some_rows(self):
+        lengths = ((70, 130), (0, 5), (160, 1), (33, 64))
+        self.check_rows(Case(lengths, RAGGED, with_logits=True, log_mass=True))
+        self.check_rows(Case(lengths, RAGGED, dtype=jnp.int8, alibi=True))
 
     def test_two_cores_share_the_list(self):
         for config in (dataclasses.replace(SMALL, cores=2), dataclasses.replace(SMALL, cores=2, rows=256)):

@@ -7,8 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.runtime.sampling import Sampling, _keep_best, log_probability, sample
-from pallas_kernels.softmax import NEG
+from kvjax.runtime.sampling import Sampling, _threshold, log_probability, sample
 
 ROWS, VOCABULARY = 4096, 12
 LOGITS = np.random.default_rng(5).permutation(np.linspace(-2.0, 1.5, VOCABULARY)).astype(np.float32)
@@ -138,10 +137,10 @@ def test_what_may_be_drawn_is_what_sorting_would_leave(top_k, top_p):
     logits[1, 500:] = -np.inf
     logits[2] = 0.0
     logits -= logits.max(axis=-1, keepdims=True)
-    kept = np.asarray(_keep_best(jnp.asarray(logits), sampling(6, top_k=top_k, top_p=top_p)))
-    for row, left in zip(logits, kept, strict=True):
+    least = np.asarray(_threshold(jnp.asarray(logits), sampling(6, top_k=top_k, top_p=top_p)))[:, 0]
+    for row, threshold in zip(logits, least, strict=True):
         ordered = np.sort(row.astype(np.float64))[::-1][:top_k]
         mass = np.exp(ordered)
         before = np.cumsum(mass) - mass
         enough = ordered if top_p == 1 else ordered[before < top_p * mass.sum()]
-        assert (left == np.where(row >= enough.min(), row, np.float32(NEG))).all()
+        assert threshold <= enough.min() and (row < threshold).sum() == (row < enough.min()).sum()
