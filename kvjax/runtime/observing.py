@@ -8,6 +8,7 @@ take all rows at once: what they add to the scores is small, and a loop costs th
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -41,7 +42,7 @@ def attend(
       UsageError: the policy changed keys or values while observing.
     """
 
-    def observed(q: Array, whole: Layer, own: Layer, step: Step, first: Array | None) -> tuple[Array, Layer]:
+    def observed(q: Array, whole: Layer, own: Any, step: Step, first: Array | None) -> tuple[Array, Layer]:
         out, logits = decode_attention(
             q,
             whole,
