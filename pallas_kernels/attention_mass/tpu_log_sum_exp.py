@@ -152,7 +152,7 @@ def _kernel(offset, factor, q, k, out, score, peak, shrink, mass, *float32, t: T
     first_query = offset[b * group] + first
     last = block == pl.num_programs(3) - 1
     rows = _Block(t, score, peak, shrink, mass)
-    products = tpu_float32.Products(t, *float32, score) if float32 else None
+    products: Any = tpu_float32.Products(t, float32[0], float32[1], score) if float32 else None
     # Where products are faster than what becomes of them.
     fast = tpu_tiles.matrix_unit() > LANES
 
