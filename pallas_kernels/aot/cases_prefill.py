@@ -85,7 +85,7 @@ def cases() -> list[Case]:
         "chunk of 1,024, G = 1, D = 80, bfloat16": Shape(group=1, head_dim=80),
         "chunk of 1,024, G = 16, D = 256, bfloat16": Shape(group=16, head_dim=256, heads=4, keys=8192),
         "chunk of 1,024, G = 4, D = 256, bfloat16": Shape(head_dim=256),
-        "chunk of 1,024, G = 12, D = 256, bfloat16, 4,096 keys": Shape(group=12, head_dim=256, heads=2, keys=4096),
+        "chunk of 1,024, G = 16, D = 256, bfloat16, 4,096 keys": Shape(group=16, head_dim=256, heads=4, keys=4096),
         "chunk of 1,024, G = 32, D = 128, bfloat16": Shape(group=32, heads=2),
         "chunk of 16, G = 16, D = 128, bfloat16": Shape(16, group=16),
         "chunk of 256, G = 8, D = 128, float32": Shape(256, group=8, dtype=jnp.float32, keys=8192),
