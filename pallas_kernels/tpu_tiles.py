@@ -175,13 +175,17 @@ class Tiles:
 
 def matrix_unit() -> int:
     """The side of the matrix unit of the chip compiled for; of one that is not known, the smaller."""
-    return 256 if chip_is("v6", "tpu7") else 128
+    return 256 if any(name in _kind() for name in ("v6", "tpu7")) else 128
 
 
-def chip_is(*names: str) -> bool:
-    """Whether the chip compiled for has one of these in its name."""
+def sums_in_unit() -> bool:
+    """Whether the matrix unit of the chip compiled for adds the products of a longer contraction up by itself."""
+    return "tpu7" in _kind()
+
+
+def _kind() -> str:
     device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None) or jax.devices()[0]
-    return any(name in (device.device_kind or "").lower() for name in names)
+    return (device.device_kind or "").lower()
 
 
 def vmem_limit(needed: int) -> int | None:

@@ -91,7 +91,7 @@ class Blocks:
         """Of a part, all chunks summed."""
         chunk = self._chunks()[-1]
         found = self._product(chunk, part, slice(0, self.t.part))
-        return found + score[part] if chunk.start else found
+        return found + score[part, :, : self.t.part] if chunk.start else found
 
     def gather(self, total: Any, shrink: Any) -> None:
         """What the weights weigh, each product added to a sum of its own."""
