@@ -204,7 +204,7 @@ def _memory(t: Tiles, itemsize: int) -> int | None:
     """VMEM to ask for: normalisers, sums, blocks in flight and the parts of float32 numbers."""
     group, dim = t.shape[2], max(t.shape[4], LANES)
     needed = 4 * (t.rows * LANES + group * t.keys * (SUBLANES + 4)) + 2 * itemsize * dim * (t.rows + t.keys)
-    return tpu_tiles.vmem_limit(needed + (tpu_float32.scratch_bytes(t) if itemsize == 4 else 0))
+    return tpu_tiles.vmem_limit(needed + (tpu_float32.scratch_bytes(tpu_float32.scratch(t)) if itemsize == 4 else 0))
 
 
 def call(p: Problem, c: Counting, t: Tiles, onto: Array, interpret: Any) -> Float[Array, "B H G T"]:

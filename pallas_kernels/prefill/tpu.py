@@ -12,9 +12,9 @@ Nor does a head's mask serve the next head: each compares distances of its own, 
 For units of 256 x 256 weights are made in the order in which these take them, a few rows waiting for the ones before
 the last: else peaks are subtracted from scores long before the powers are raised, one register a cycle. Where one part
 is all of a block there is no next product to overlap with, and fewer rows are weighed together instead. Scheduled, the
-order costs 1 % or less, on tpu7x 9 to 15 % for 256 channels; fewer rows 3 to 22 %, most against 128 keys.
+order costs 3 % or less, on tpu7x 9 to 15 % for 256 channels; fewer rows 3 to 25 %, most against 128 keys.
 
-Of float32 keys, see :mod:`pallas_kernels.prefill.tpu_float32`; of other head sizes than 128 these still spill.
+Of float32 keys, see :mod:`pallas_kernels.prefill.tpu_float32`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import math
 from typing import Any
 
 import jax
@@ -35,6 +34,7 @@ from pallas_kernels import tpu_tiles
 from pallas_kernels.prefill import tpu_float32, xla
 from pallas_kernels.prefill.problem import Prefilled, Problem
 from pallas_kernels.softmax import LOG2E, NEG, NOTHING, merge, per_row
+from pallas_kernels.tpu_float32 import scratch_bytes
 from pallas_kernels.tpu_tiles import LANES, Config, Tiles
 
 
@@ -64,7 +64,7 @@ def _kernel(offset, length, q, k, v, out, lse, score, found_peak, peak, shrink, 
     first_query, first_key = offset[b * group] + first, block * jnp.int32(t.keys)
     counted, last = first < length[b], block == pl.num_programs(3) - 1
     live = jnp.logical_and(counted, t.touched(first_query, first_key))
-    float32 = tpu_float32.Blocks(t, *parts) if parts else None
+    float32: Any = tpu_float32.Blocks(t, *parts) if parts else None
     order, every_row = _Order.of(t, float32 is not None), slice(0, t.rows)
     # Two numbers that are 0, which the compiler does not know: what is stored from one it does not load from the other
     # before, and what is stored from the same it may.
@@ -96,7 +96,7 @@ def _kernel(offset, length, q, k, v, out, lse, score, found_peak, peak, shrink, 
             score[part, :, : t.part] = scores
             found_peak[part] = functools.reduce(jnp.maximum, tpu_tiles.lanes(scores))
 
-    def whole_mass(rows: slice) -> Any:
+    def whole_mass(rows: Any) -> Any:
         found = [score[part, rows, at : at + LANES] for part in range(t.parts) for at in order.sums_at(t)]
         return functools.reduce(jnp.add, found, mass[rows])
 
@@ -110,7 +110,7 @@ def _kernel(offset, length, q, k, v, out, lse, score, found_peak, peak, shrink, 
             total[part, rows] = total[part, rows] * tpu_tiles.across(shrink[rows], total.shape[2])
         peak[rows] = higher
 
-    def weights_of(part: int, rows: slice, keys: slice, turn: int = 0) -> list[Array]:
+    def weights_of(part: int, rows: Any, keys: slice, turn: int = 0) -> list[Array]:
         """Of some keys of a part; ``turn`` numbers what must follow what."""
         there = score[bases[(turn + 1) % 2] + part, rows, keys]
         weights = [jnp.exp2(scores - peak[rows]) for scores in tpu_tiles.lanes(there)]
@@ -146,20 +146,20 @@ def _kernel(offset, length, q, k, v, out, lse, score, found_peak, peak, shrink, 
                     so_far *= tpu_tiles.across(shrink[rows], total.shape[2])
                 total[part, rows] = so_far + weighed
 
-    def cut_weights(made: tpu_float32.Blocks) -> None:
+    def cut_weights(_: Any, __: Any, rows: Any) -> None:
         for part in range(t.parts):
-            for rows in tpu_tiles.steps(t.rows, 64):
-                made.take_weights(part, rows, weights_of(part, rows, slice(0, t.part)))
+            float32.take_weights(part, rows, weights_of(part, rows, slice(0, t.part)))
 
     if float32:
-        pl.when(live)(functools.partial(float32.take_keys, k, v))
+        pl.when(live)(functools.partial(float32.take_keys, k))
+        pl.when(live)(functools.partial(float32.take_values, v))
         for chunk in float32.first_chunks():
             tpu_tiles.apart(live, functools.partial(float32.add_scores, score, chunk))
     pl.when(counted)(lambda: tpu_tiles.each_way(t, first_query, first_key, measure))
     for rows in _strips(t) if order.follow else [every_row]:
         tpu_tiles.apart(live, functools.partial(lift, rows))
     if float32:
-        tpu_tiles.apart(live, functools.partial(cut_weights, float32))
+        tpu_tiles.each_strip(t, live, cut_weights, 64)
         pl.when(live)(functools.partial(float32.gather, total, shrink))
     else:
         *others, rest = _strips(t)
@@ -167,23 +167,22 @@ def _kernel(offset, length, q, k, v, out, lse, score, found_peak, peak, shrink, 
             tpu_tiles.apart(live, functools.partial(gather, rows))
         pl.when(live)(functools.partial(gather, rest))
 
-    def add_up() -> None:
-        every = jnp.maximum(whole_mass(every_row).sum(axis=1, keepdims=True), jnp.float32(1e-37))
-        shrink[...] = jnp.broadcast_to(every, shrink.shape)
+    def finish(head: Array, queries: Any, rows: Any) -> None:
+        """What a head's rows come to, and their log-sum-exp, where ``shrink`` was."""
+        every = jnp.maximum(whole_mass(rows).sum(axis=1, keepdims=True), jnp.float32(1e-37))
+        whole = total[:, rows].sum(axis=0) / every
+        out[head, queries] = whole.astype(out.dtype)
+        found = peak[rows] * jnp.float32(1 / LOG2E) + jnp.log(every)
+        shrink[rows] = jnp.where(peak[rows] > jnp.float32(NOTHING), found, jnp.float32(NEG))
 
-    tpu_tiles.apart(last, add_up)
+    tpu_tiles.each_strip(t, last, finish)
 
     @pl.when(last)
     def _():
-        every = shrink[...]
-        whole = total[...].sum(axis=0) / tpu_tiles.across(every, total.shape[2])
-        out[...] = whole.astype(out.dtype).reshape(out.shape)
-        found = peak[...] * jnp.float32(1 / LOG2E) + jnp.log(every)
-        found = jnp.where(peak[...] > jnp.float32(NOTHING), found, jnp.float32(NEG))
         # So few heads at once that they fit the registers.
         for heads in tpu_tiles.steps(group, max(1, 512 // t.queries)):
             rows = slice(heads.start * t.queries, heads.stop * t.queries)
-            tpu_tiles.store_by_head(lse.at[heads], found[rows])
+            tpu_tiles.store_by_head(lse.at[heads], shrink[rows])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -241,7 +240,7 @@ def _memory(t: Tiles, itemsize: int) -> int | None:
     gained = len(_Order.of(t, itemsize == 4).sums_at(t))
     scratch = 4 * t.rows * (t.keys + ((1 + gained) * t.parts + 3) * LANES + sums * max(dim, LANES))
     if itemsize == 4:
-        scratch += sum(2 * math.prod(x.shape) for x in tpu_float32.scratch(t))
+        scratch += scratch_bytes(tpu_float32.scratch(t))
     return tpu_tiles.vmem_limit(scratch + 4 * itemsize * max(dim, LANES) * (t.rows + t.keys))
 
 
