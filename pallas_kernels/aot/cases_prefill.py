@@ -113,7 +113,7 @@ def cases() -> list[Case]:
             if platform == "tpu":  # the masses' kernels too
                 made = dataclasses.replace(made, spills=SPILLS)
             if shape.head_dim < 128:
-                # JAX 0.12 keeps rows that are not whole lanes in padded ones on v5p, and hands back a copy.
+                # All queries, turned to the kernel's layout before the loop; other chips do so in on-chip memory.
                 padded = (shape.group + 2) / 2 * (128 / shape.head_dim)
                 made = dataclasses.replace(made, temp_limits={"v5p": made.temp_limit + padded})
             found.append(made)

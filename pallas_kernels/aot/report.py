@@ -22,9 +22,9 @@ Every kernel, compiled by the real compiler of each chip on a machine that has n
   a loop of 1 to 8 turns where masses are summed, of which the number counts one: of the main case's 3,520 cycles on
   v5e, 2,251 are a block below the diagonal, and 332 and then 462 a turn one that is crossed.
 - `0.2 %`: temporary memory, of the cache's bytes. It must be less than 1 %, so nothing copies the cache. There is more
-  only beside what is not the cache: queries and outputs of a chunk, which a case of few keys or a whole layer holds,
-  padded to a TPU's 128 lanes or as GPUs copy them, and partial results of many query heads. On v5p JAX 0.12 keeps rows
-  of fewer than 128 lanes padded, and copies what it hands back.
+  only of what is not the cache: queries, outputs and masses of a chunk or of a whole layer, padded to a TPU's 128
+  lanes (on v5p in its memory, where the other chips have on-chip memory for them) or as GPUs copy them, an int8 cache's
+  scales, and partial results of many query heads.
 - `—`: the case is not meant for that target.
 """
 
