@@ -175,7 +175,7 @@ def _kernel(offset, length, q, k, v, out, lse, score, found_peak, peak, shrink, 
         found = peak[rows] * jnp.float32(1 / LOG2E) + jnp.log(every)
         shrink[rows] = jnp.where(peak[rows] > jnp.float32(NOTHING), found, jnp.float32(NEG))
 
-    tpu_tiles.each_strip(t, last, finish)
+    tpu_tiles.each_strip(t, last, finish, 64)
 
     @pl.when(last)
     def _():
