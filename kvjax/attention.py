@@ -28,6 +28,7 @@ def decode_attention(
     slopes: Float[np.ndarray, "H G"] | None = None,
     position: Int[Array, " B"] | None = None,
     with_logits: bool = False,
+    first_row: Int[Array, ""] | None = None,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "B H G D"], Any]:
     """One query token a row against the valid slots of its heads.
@@ -39,29 +40,34 @@ def decode_attention(
       slopes: ALiBi's, of each query head; then every slot's mark "position" counts, and the queries' ``position``.
       with_logits: also return the scaled scores by page, ALiBi's bias in them, ``NEG`` where a slot is not valid;
         policies that evict by the new query's attention read them.
+      first_row: given where the queries, ``position`` and results are those of some rows of the layer, from this one.
       implementation: of ``pallas_kernels.ragged_decode``; by default the first of the platform's that fits.
 
     Returns:
       ``(output in q's dtype, logits or None)``: logits [B, P, G, R], or a tuple of them for a layer in groups.
     """
 
+    def own(x: Any) -> Any:
+        return x if first_row is None or x is None else jax.lax.dynamic_slice_in_dim(x, first_row, q.shape[0])
+
     def attend(q: Array, pool: LayerCache, slopes: np.ndarray | None) -> Decoded:
-        share, mass = pool.share, pool.log_mass
+        share, mass = pool.share, own(pool.log_mass)
         if share.page_axes and mass is not None:
             mass = jnp.where(share.index() == 0, mass, 0.0)  # slot 0 is the first device's
         done = ragged_decode(
             q,
             pool.kv,
-            share.length(pool.length, pool.page_size),
+            share.length(own(pool.length), pool.page_size),
             runs=share.local(pool.pages),
             scale=scale,
             log_mass=mass,
-            k_scale=pool.scales and pool.scales.k,
+            k_scale=pool.scales and own(pool.scales.k),
             v_scale=pool.scales and pool.scales.v,
             slopes=slopes,
             position=None if slopes is None else share.mine(pool.marks["position"]),
             query_position=None if slopes is None else position,
             with_logits=with_logits,
+            first_row=first_row,
             implementation=implementation,
         )
         return merged(done, share)

@@ -12,7 +12,6 @@ import dataclasses
 import math
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
@@ -30,42 +29,41 @@ _CHUNK = 512
 
 def scratch(t: Tiles) -> list[Any]:
     """What :class:`Products` takes."""
+    return [*parts_scratch(t), pltpu.VMEM((t.parts, t.shape[2], t.queries, t.part), jnp.float32)]
+
+
+def parts_scratch(t: Tiles) -> list[Any]:
+    """What :class:`Parts` takes."""
     _, _, group, _, dim = t.shape
     keys = (PARTS * dim, t.keys) if t.columns else (t.keys, PARTS * dim)
-    parts = [pltpu.VMEM(shape, jnp.bfloat16) for shape in ((group, t.queries, len(PAIRS) * dim), keys)]
-    return [*parts, pltpu.VMEM((t.parts, group, t.queries, t.part), jnp.float32)]
+    return [pltpu.VMEM(shape, jnp.bfloat16) for shape in ((group, t.queries, len(PAIRS) * dim), keys)]
 
 
-def scratch_bytes(t: Tiles) -> int:
-    """Of it all."""
-    return sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in scratch(t))
+def scratch_bytes(shapes: list[Any]) -> int:
+    """Of them all."""
+    return sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in shapes)
 
 
 @dataclasses.dataclass(frozen=True)
-class Products:
+class Parts:
     """The parts of a block, in memory.
 
     Attributes:
       queries: [G, N, 6 D], as they are paired. keys: [keys, 3 D], or transposed.
-      score: [parts, G, N, part], what the first chunks sum to.
     """
 
     t: Tiles
     queries: Any
     keys: Any
-    score: Any
 
     def take_queries(self, q: Any, factor: Array) -> None:
         """Times a factor, which scores then need not be. In a loop: parts side by side in a tile are turned there."""
-        step = math.gcd(self.t.queries, 128)
-        strips = jnp.int32(self.t.queries // step)
 
-        def cut(at: Array, _: None) -> None:
-            g, rows = jax.lax.div(at, strips), pl.multiple_of(jax.lax.rem(at, strips) * jnp.int32(step), step)
-            parts = rounded_parts(q[g, pl.ds(rows, step)] * factor)
-            self.queries[g, pl.ds(rows, step)] = jnp.concatenate([parts[i] for i, _ in PAIRS], axis=1)
+        def cut(head: Array, queries: Any, _: Any) -> None:
+            parts = rounded_parts(q[head, queries] * factor)
+            self.queries[head, queries] = jnp.concatenate([parts[i] for i, _ in PAIRS], axis=1)
 
-        jax.lax.fori_loop(jnp.int32(0), jnp.int32(q.shape[0]) * strips, cut, None)
+        tpu_tiles.each_strip(self.t, jnp.bool_(True), cut)
 
     def take_keys(self, k: Any) -> None:
         axis = 0 if self.t.columns else 1
@@ -75,33 +73,16 @@ class Products:
 
     def first_chunks(self) -> list[slice]:
         """All but the last, of the six times channels."""
-        return self._chunks()[:-1]
+        return self.chunks()[:-1]
 
-    def _chunks(self) -> list[slice]:
-        """The last so short that the matrix units hold it for a whole part."""
+    def chunks(self) -> list[slice]:
+        """Of the six times channels; the last so short that the matrix units hold it for a whole part."""
         wide = self.queries.shape[2]
         last = LANES * -(-max(wide - _CHUNK // 2, 0) // LANES)
         return [*tpu_tiles.steps(last, _CHUNK), slice(last, wide)]
 
-    def add(self, heads: Any, rows: slice, part: Any, chunk: slice) -> None:
-        """What one of the first chunks adds to the scores of some heads' rows.
-
-        For as many keys at once as a matrix unit is wide. A part is a number or a traced one.
-        """
-        for keys in tpu_tiles.steps(self.t.part, tpu_tiles.matrix_unit()):
-            found = self._product(heads, rows, part, keys, chunk)
-            if chunk.start:
-                found += self.score[part, heads, rows, keys]
-            self.score[part, heads, rows, keys] = found
-
-    def last(self, heads: Any, rows: slice, part: Any) -> Float[Array, "G N S"]:
-        """Scores of a part, all chunks summed."""
-        *others, chunk = self._chunks()
-        found = self._product(heads, rows, part, slice(0, self.t.part), chunk)
-        return found + self.score[part, heads, rows] if others else found
-
-    def _product(self, heads: Any, rows: slice, part: Any, keys: slice, chunk: slice) -> Array:
-        """Of the channels of a chunk with some keys of a part."""
+    def product(self, heads: Any, rows: slice, part: Any, keys: slice, chunk: slice) -> Float[Array, "G N S"]:
+        """Of the channels of a chunk, for some rows of some heads and some keys of a part, a number or a traced one."""
         dim = self.t.shape[4]
         at: Any = slice(part * self.t.part + keys.start, part * self.t.part + keys.stop)
         if not isinstance(part, int):
@@ -117,3 +98,31 @@ class Products:
         queries = self.queries[heads, rows, chunk]
         found = dot(queries.reshape(-1, queries.shape[2]), jnp.concatenate(pieces, axis=axis), axis)
         return found.reshape(*queries.shape[:2], -1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Products(Parts):
+    """Scores from them.
+
+    Attributes:
+      score: [parts, G, N, part], what the first chunks sum to.
+    """
+
+    score: Any
+
+    def add(self, heads: Any, rows: slice, part: Any, chunk: slice) -> None:
+        """What one of the first chunks adds to the scores of some heads' rows.
+
+        For as many keys at once as a matrix unit is wide.
+        """
+        for keys in tpu_tiles.steps(self.t.part, tpu_tiles.matrix_unit()):
+            found = self.product(heads, rows, part, keys, chunk)
+            if chunk.start:
+                found += self.score[part, heads, rows, keys]
+            self.score[part, heads, rows, keys] = found
+
+    def last(self, heads: Any, rows: slice, part: Any) -> Float[Array, "G N S"]:
+        """Scores of a part, all chunks summed."""
+        *others, chunk = self.chunks()
+        found = self.product(heads, rows, part, slice(0, self.t.part), chunk)
+        return found + self.score[part, heads, rows] if others else found

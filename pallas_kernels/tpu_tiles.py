@@ -183,20 +183,29 @@ class Tiles:
 
 def matrix_unit() -> int:
     """The side of the matrix unit of the chip compiled for; of one that is not known, the smaller."""
-    return 256 if chip_is("v6", "tpu7") else 128
+    return 256 if any(name in _kind() for name in ("v6", "tpu7")) else 128
 
 
-def chip_is(*names: str) -> bool:
-    """Whether the chip compiled for has one of these in its name."""
+def sums_in_unit() -> bool:
+    """Whether the matrix unit of the chip compiled for adds the products of a longer contraction up by itself."""
+    return "tpu7" in _kind()
+
+
+def _kind() -> str:
     device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None) or jax.devices()[0]
-    return any(name in (device.device_kind or "").lower() for name in names)
+    return (device.device_kind or "").lower()
 
 
 def vmem_limit(needed: int) -> int | None:
     """VMEM to ask for where v5e's default of 16 MB would be little: a quarter more, for what the compiler adds.
 
     No more than is needed: it is XLA's loss, which keeps small arrays there. The least that a chip has is 64 MB.
+
+    Raises:
+      NotImplementedError: that is less than is needed.
     """
+    if needed > 62 * 2**20:
+        raise NotImplementedError(f"a block of this group and head size needs {needed >> 20} MB of VMEM, of 64.")
     return None if needed < 12 * 2**20 else min(60 * 2**20, needed * 5 // 4)
 
 
@@ -265,6 +274,20 @@ def apart(condition: Bool[Array, ""], run: Any) -> None:
         run()
 
     jax.lax.fori_loop(jnp.int32(0), condition.astype(jnp.int32), turn, None)
+
+
+def each_strip(t: Tiles, condition: Bool[Array, ""], run: Any, most: int = LANES) -> None:
+    """``run(head, its queries, their rows of the block)`` for few rows at a time, which take few registers."""
+    step = math.gcd(t.queries, most)
+    strips = jnp.int32(t.queries // step)
+
+    def turn(at: Any, _: Any) -> None:
+        head, first = jax.lax.div(at, strips), jax.lax.rem(at, strips) * jnp.int32(step)
+        rows = pl.multiple_of(at * jnp.int32(step), step)
+        run(head, pl.ds(pl.multiple_of(first, step), step), pl.ds(rows, step))
+
+    turns = jnp.where(condition, jnp.int32(t.shape[2]) * strips, 0)
+    jax.lax.fori_loop(jnp.int32(0), turns, turn, None)
 
 
 def each_way(t: Tiles, first_query: Array, first_key: Array, run: Any) -> None:

@@ -24,7 +24,7 @@ from fetch_libtpu import compiler_path  # noqa: E402
 
 from pallas_kernels.aot import report  # noqa: E402
 from pallas_kernels.aot.cases import MODULES  # noqa: E402
-from pallas_kernels.aot.compile import Result  # noqa: E402
+from pallas_kernels.aot.compile import AGAIN, Result  # noqa: E402
 from pallas_kernels.aot.targets import Target, platform, targets  # noqa: E402
 
 PACKAGES = ("jax", "jaxlib", "libtpu", "jax-cuda13-plugin", "nvidia-cuda-nvcc")
@@ -49,6 +49,8 @@ def compile_target(target: Target, python: str, chosen: dict[str, str]) -> list[
             results += done
             if ended.returncode == 0:
                 return results
+            if ended.returncode == AGAIN:
+                continue
             if len(lines) == 2 * len(done):  # It ended before a case began.
                 raise SystemExit(f"{target.name}: {ended.stderr[-2000:]}")
             said = [line for line in ended.stderr.splitlines() if line.strip()]

@@ -23,8 +23,8 @@ from pallas_kernels.aot.cases import Case
 
 BATCH, PROMPT, NEW = 8, 32768, 256
 MODEL = dataclasses.replace(shapes()["llama-3.1-8b"], num_layers=4)
-#: The plain kernel, and the one that hands back per-slot scores.
-POLICIES = ("full", "h2o:ratio=0.5")
+#: The plain kernel, and the one that hands back per-slot scores, to every policy that reads them.
+POLICIES = ("full", "h2o:ratio=0.5", "tova:ratio=0.5", "ahakv:ratio=0.5")
 
 
 def _chunk(params: Decoder, pools: Pools, state: DecodeState, controls: Controls, steps: jax.Array) -> Any:
@@ -56,9 +56,6 @@ def _case(policy: str, platform: str, storage: Storage) -> Case:
         kernels=("ragged_decode", "ragged_decode_triton", "ragged_decode_mosaic_gpu"),
         donated=(1,),
         layouts={0: lambda target, leaf: weight_layout(target, leaf.dtype, leaf.ndim)},
-        # Scores are G float32 numbers a slot beside its 2 x 128 of bfloat16, and a policy makes a few such arrays;
-        # of one layer at a time.
-        temp_limit=0.03 if parse(policy).signals.decode_logits else 0.01,
     )
 
 

@@ -193,7 +193,10 @@ class Policy:
         return cache.replace(next=cache.length)
 
     def observe(self, layer: int, cache: LayerCache, logits: Float[Array, "B P G R"] | None, step: Step) -> LayerCache:
-        """After attention: accumulate what the policy counts, and choose the slot written ``next``."""
+        """After attention: accumulate what the policy counts, and choose the slot written ``next``.
+
+        Keys and values stay as they are. A TPU asks for some rows at a time where logits were declared.
+        """
         return cache
 
     def retained(self, cache: LayerCache) -> Int[Array, "B H"]:

@@ -14,6 +14,7 @@ from kvjax.cache.pool import LayerCache, by_head, by_page, mark_rows, rows, stor
 from kvjax.config import ModelConfig
 from kvjax.policies.base import Candidates, Selection, Step, Turn, append_new, selection, top_mask
 from kvjax.policies.sized import Sized
+from pallas_kernels.pages import Columns
 
 _LAST = jnp.iinfo(jnp.int32).max
 
@@ -133,7 +134,8 @@ def attention_weights(
 ) -> Float[Array, "B P G R"]:
     """A step's attention over the slots of each head, softmax(gain x logits); 0 where a slot holds nothing.
 
-    Written as :func:`kvjax.attention.decode_attention` writes it, so that XLA computes what they share once.
+    For a CPU written as :func:`kvjax.attention.decode_attention` writes it, so that XLA computes what they share once;
+    for the others so that nothing of the logits' size is made beside them.
     """
     if not cache.uniform:
         by = by_head(cache, logits)
@@ -143,16 +145,21 @@ def attention_weights(
         weight = jnp.where(held, jnp.exp(by), 0.0)
         return by_page(cache, weight / weight.sum(axis=-1, keepdims=True))
     by = logits.reshape(logits.shape[0], len(cache.pages), cache.pages[0], *logits.shape[2:])
-    peak = by.max(axis=(2, 4), keepdims=True)
-    weight = jnp.exp(by - peak) if gain is None else jnp.exp((by - peak) * gain[:, None, None, None, None])
-    return (weight / weight.sum(axis=(2, 4))[:, :, None, :, None]).reshape(logits.shape)
+    by = by - by.max(axis=(2, 4), keepdims=True)
+    by = by if gain is None else by * gain[:, None, None, None, None]
+    weight = jnp.exp(by)
+    mass = weight.sum(axis=(2, 4))[:, :, None, :, None]
+    # A quotient would have XLA keep the exponentials for it.
+    weight = weight / mass if isinstance(cache.kv, Columns) else jnp.exp(by - jnp.log(mass))
+    return weight.reshape(logits.shape)
 
 
 def lowest_slot(cache: LayerCache, score: Float[Array, "B P R"], among: Bool[Array, "B P R"]) -> Int[Array, "B H"]:
     """The held slot of each head with the lowest score among the allowed, of equals the earliest position.
 
-    Three reductions, each first over pages and then over what that leaves: XLA's CPU code for a reduction over the last
-    axis is scalar (measured at 8 x 3 heads of 544 slots: ``argmin`` 88 us, these 8 us).
+    Three reductions, for a CPU each first over pages and then over what that leaves: its code for a reduction over the
+    last axis is scalar (measured at 8 x 3 heads of 544 slots: ``argmin`` 88 us, these 8 us). A GPU would bring what it
+    reduces over pages into another order first, a copy.
     """
     shape = (score.shape[0], len(cache.pages), -1, score.shape[2])
     position, slots = cache.marks["position"], np.arange(max(cache.slots)).reshape(-1, score.shape[2])
@@ -164,6 +171,8 @@ def lowest_slot(cache: LayerCache, score: Float[Array, "B P R"], among: Bool[Arr
 
     def reduce(x: Array, largest: bool = False) -> Array:
         over = jnp.max if largest else jnp.min
+        if not isinstance(cache.kv, Columns):
+            return over(x, axis=(2, 3))
         return over(jax.lax.optimization_barrier(over(x, axis=2)), axis=2)
 
     ranked = jnp.where(among & (slot < cache.length[..., None, None]), score, jnp.inf)

@@ -17,13 +17,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.attention import decode_attention
-from kvjax.cache.groups import parts, with_parts
 from kvjax.cache.value import Cache, Pools, attach, detach
 from kvjax.model.alibi import slopes
 from kvjax.model.decoder import Decoder, DecoderView
 from kvjax.model.rope import rotated, token_angles
 from kvjax.policies.base import Step
+from kvjax.runtime.observing import attend
 from kvjax.runtime.sampling import Sampling, log_probability, sample
 from kvjax.runtime.stopping import FOUND, StopTable
 
@@ -98,19 +97,15 @@ def forward_step(
         step = Step(cache.seen, active, config=own)
         q, k, v = layer.project(x)
         kept = policy.append(i, kept, rotated(k, angles), v, step)
-        attended, logits = decode_attention(
-            rotated(q, angles),
+        attended, kept = attend(
+            policy,
+            i,
             kept,
+            rotated(q, angles),
+            step,
             scale=config.head_dim**-0.5,
             slopes=slopes(own) if own.positional == "alibi" else None,
-            position=step.position,
-            with_logits=policy.signals.decode_logits,
         )
-        kept = policy.observe(i, kept, logits, step)
-        if logits is not None:
-            # What they decide before the next layer: XLA would keep every layer's logits for the end of the step.
-            attended, chosen = jax.lax.optimization_barrier((attended, [pool.next for pool in parts(kept)]))
-            kept = with_parts(kept, [pool.replace(next=x) for pool, x in zip(parts(kept), chosen, strict=True)])
         done.append(kept)
         x = layer.finish(x, attended)
     return cache.replace(layers=tuple(done), seen=cache.seen + active), params.logits(x)

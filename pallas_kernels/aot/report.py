@@ -14,16 +14,17 @@ Every kernel, compiled by the real compiler of each chip on a machine that has n
   deliver what that turn reads. The kernel keeps up with memory where the first is smaller.
 - `134 b`: bundles, the instructions of that turn; the other cycles are latencies that nothing fills.
 - `96 r`: registers of a thread, on GPU. `spills`: registers stored and loaded again for want of registers; only if
-  there are any. A TPU has 64 of 4 KB. `prefill` holds its scores in on-chip memory that it asked for, and spills
-  nothing, and JAX's own splash attention, listed beside it, does. `attention_mass` spills where float32 is multiplied
-  and, on v6e and tpu7x, in the log-sum-exp of 512 rows. A turn of `prefill` is 512 rows of queries against 2,048 keys.
-  It and those of `attention_mass` hold scores with a mask and scores without, of which a turn computes one, and what is
-  done in the first or the last turn only: of the 2,933 cycles of a window of 32 queries of 4 heads on v5e, 713 are a
-  block below the diagonal. A block that the diagonal crosses is a loop of 1 to 8 turns where masses are summed, of
-  which the number counts one: of the main case's 3,189 cycles on v5e, 2,259 are a block below the diagonal, and 464 one
-  of those turns.
-- `0.2 %`: temporary memory, of the cache's bytes. It must be less than 1 %, so nothing copies the cache; more only
-  where queries, or scores that are handed back, are padded to a TPU's 128 lanes.
+  there are any. A TPU has 64 of 4 KB. `prefill` and `attention_mass` hold their scores, and the parts that float32 is
+  cut into, in on-chip memory that they asked for; JAX's own splash attention, listed beside them, spills. A turn of
+  `prefill` is 512 rows of queries against 2,048 keys. It and those of `attention_mass` hold scores with a mask and
+  scores without, of which a turn computes one, and what is done in the first or the last turn only: of the 2,880 cycles
+  of a window of 32 queries of 4 heads on v5e, 713 are a block below the diagonal. A block that the diagonal crosses is
+  a loop of 1 to 8 turns where masses are summed, of which the number counts one: of the main case's 3,520 cycles on
+  v5e, 2,251 are a block below the diagonal, and 332 and then 462 a turn one that is crossed.
+- `0.2 %`: temporary memory, of the cache's bytes. It must be less than 1 %, so nothing copies the cache. There is more
+  only of what is not the cache: queries, outputs and masses of a chunk or of a whole layer, padded to a TPU's 128
+  lanes (on v5p in its memory, where the other chips have on-chip memory for them) or as GPUs copy them, an int8 cache's
+  scales, and partial results of many query heads.
 - `—`: the case is not meant for that target.
 """
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -117,7 +116,7 @@ class _Block:
         self.shrink[part, rows], self.peak[part, rows] = lower, higher
         return lower
 
-    def lift_rows(self, rows: Any) -> None:
+    def lift_rows(self, _: Any, __: Any, rows: Any) -> None:
         """By the largest scores of every part, which lie where ``shrink`` will."""
         for part in range(self.t.parts):
             self.lift(part, rows, [self.shrink[part, rows]])
@@ -134,7 +133,7 @@ class _Block:
         for part in range(self.t.parts):
             self.gather(part, _whole(self.t))
 
-    def meet(self, rows: Any) -> None:
+    def meet(self, _: Any, __: Any, rows: Any) -> None:
         """The log-sum-exp, of all parts and lanes, in the first part's sums."""
         parts = range(self.t.parts)
         higher = functools.reduce(jnp.maximum, [self.peak[part, rows] for part in parts])
@@ -152,7 +151,7 @@ def _kernel(offset, factor, q, k, out, score, peak, shrink, mass, *float32, t: T
     first_query = offset[b * group] + first
     last = block == pl.num_programs(3) - 1
     rows = _Block(t, score, peak, shrink, mass)
-    products = tpu_float32.Products(t, *float32, score) if float32 else None
+    products: Any = tpu_float32.Products(t, float32[0], float32[1], score) if float32 else None
     # Where products are faster than what becomes of them.
     fast = tpu_tiles.matrix_unit() > LANES
 
@@ -215,27 +214,17 @@ def _kernel(offset, factor, q, k, out, score, peak, shrink, mass, *float32, t: T
     for at in strips:
         tpu_tiles.apart(crossed, functools.partial(measure_all, at, masked=True))
     if fast:
-        _each_rows(t, crossed, rows.lift_rows)
+        tpu_tiles.each_strip(t, crossed, rows.lift_rows, 32)
     tpu_tiles.apart(last, rows.gather_all)
-    _each_rows(t, last, rows.meet)
+    tpu_tiles.each_strip(t, last, rows.meet, 32)
     pl.when(last)(lambda: tpu_tiles.store_by_head(out, mass[0]))
-
-
-def _each_rows(t: Tiles, condition: Array, run: Any) -> None:
-    """``run(rows)`` for few rows at a time, which take few registers, where the condition holds."""
-    step = math.gcd(t.rows, 32)
-
-    def turn(at: Any, _: None) -> None:
-        run(pl.ds(pl.multiple_of(at * jnp.int32(step), step), step))
-
-    jax.lax.fori_loop(jnp.int32(0), jnp.where(condition, jnp.int32(t.rows // step), 0), turn, None)
 
 
 def _memory(t: Tiles, itemsize: int) -> int | None:
     """VMEM to ask for: scores, peaks and sums, and blocks in flight."""
     scratch = 4 * t.rows * (t.keys + 3 * t.parts * LANES)
     if itemsize == 4:
-        scratch += tpu_float32.scratch_bytes(t)
+        scratch += tpu_float32.scratch_bytes(tpu_float32.parts_scratch(t))
     return tpu_tiles.vmem_limit(scratch + 2 * itemsize * max(t.shape[4], LANES) * (t.rows + t.keys))
 
 
@@ -256,7 +245,7 @@ def call(p: Problem, t: Tiles, interpret: Any) -> Float[Array, "B H G N"]:
         scratch_shapes=[
             pltpu.VMEM((t.parts, group, t.queries, t.part), jnp.float32),
             *[pltpu.VMEM((t.parts, t.rows, LANES), jnp.float32)] * 3,
-            *(tpu_float32.scratch(t)[:2] if p.k.dtype == jnp.float32 else ()),
+            *(tpu_float32.parts_scratch(t) if p.k.dtype == jnp.float32 else ()),
         ],
     )
     out = jax.ShapeDtypeStruct(t.shape[:4], jnp.float32)

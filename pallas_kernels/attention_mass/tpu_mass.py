@@ -128,7 +128,7 @@ def _kernel(offset, factor, live, q, normaliser, k, onto, out, total, beside, di
     b, block, i = pl.program_id(0), pl.program_id(2), pl.program_id(3)
     group = t.shape[2]
     first_query, first_key = offset[b * group] + i * jnp.int32(t.queries), block * jnp.int32(t.keys)
-    products = tpu_float32.Products(t, *float32) if float32 else None
+    products: Any = tpu_float32.Products(t, *float32) if float32 else None
 
     @pl.when(i == 0)
     def _():
@@ -165,7 +165,7 @@ def _kernel(offset, factor, live, q, normaliser, k, onto, out, total, beside, di
 
         # If masked at most as many rows at once as there are lanes, of which the third waits for the first.
         together, step = (t.heads_in(LANES), LANES) if masked else (count, t.queries)
-        done: list[Array] = []
+        done: list[Any] = []
         for heads in tpu_tiles.steps(count, together):
             before, share = done[0] if masked and len(done) == 2 and heads.stop == count else None, None
             for rows in tpu_tiles.steps(t.queries, step):
@@ -204,7 +204,7 @@ def _memory(t: Tiles, itemsize: int) -> int | None:
     """VMEM to ask for: normalisers, sums, blocks in flight and the parts of float32 numbers."""
     group, dim = t.shape[2], max(t.shape[4], LANES)
     needed = 4 * (t.rows * LANES + group * t.keys * (SUBLANES + 4)) + 2 * itemsize * dim * (t.rows + t.keys)
-    return tpu_tiles.vmem_limit(needed + (tpu_float32.scratch_bytes(t) if itemsize == 4 else 0))
+    return tpu_tiles.vmem_limit(needed + (tpu_float32.scratch_bytes(tpu_float32.scratch(t)) if itemsize == 4 else 0))
 
 
 def call(p: Problem, c: Counting, t: Tiles, onto: Array, interpret: Any) -> Float[Array, "B H G T"]:

@@ -65,6 +65,7 @@ def ragged_decode(
     query_position: Int[Array, " B"] | None = None,
     with_logits: bool = False,
     logits_scale: float | None = None,
+    first_row: Int[Array, ""] | None = None,
     implementation: str | None = None,
     **options: Any,
 ) -> Decoded:
@@ -86,6 +87,8 @@ def ragged_decode(
       slopes: ALiBi's; needs ``position`` and ``query_position``.
       position: int32, of the token in each slot. query_position: int32, of each row's query.
       with_logits: also return the scores by page, with ``logits_scale`` in the place of ``scale`` if given.
+      first_row: int32; queries are of rows ``first_row ... first_row + B - 1`` of the pages (and of ``v_scale`` and
+        ``position``), which have more than B; ``length`` and the rest are of these rows alone, as results are.
       implementation: the only one to try; by default the platform's in order, "xla" last.
       options: of one implementation: ``config`` (block sizes), ``interpret``.
 
@@ -109,6 +112,7 @@ def ragged_decode(
         query_position=query_position,
         with_logits=with_logits,
         logits_scale=logits_scale,
+        first_row=first_row,
     )
     _check(problem)
     return dispatch.run("ragged_decode", IMPLEMENTATIONS, ORDER, implementation, problem, **options)
@@ -119,8 +123,13 @@ def _check(p: Problem) -> None:
         kind = type(p.pages).__name__
         raise ValueError(f"pages are of type {kind}; give Columns, Stacked or Lanes, of pallas_kernels.pages.")
     batch, total, page_size, head_dim = p.pages.shape
-    checks.array("q", p.q, (batch, None, None, head_dim), checks.FLOAT)
-    heads, group = p.q.shape[1:3]
+    some = p.first_row is not None
+    checks.array("q", p.q, (None if some else batch, None, None, head_dim), checks.FLOAT)
+    rows, heads, group = p.q.shape[:3]
+    if some:
+        checks.array("first_row", p.first_row, (), checks.INTEGER)
+        if rows > batch:
+            raise ValueError(f"q has {rows} rows, and the pages of which first_row names one have {batch}.")
     if not jnp.issubdtype(p.pages.dtype, jnp.floating) and p.pages.dtype != jnp.int8:
         raise ValueError(f"pages are {p.pages.dtype}; give floats or int8.")
     for run in p.runs:
@@ -128,12 +137,12 @@ def _check(p: Problem) -> None:
     if group < 1 or len(p.runs) != heads or sum(p.runs) != total:
         raise ValueError(f"{len(p.runs)} runs of {sum(p.runs)} pages, q {p.q.shape}, {total} pages; they must agree.")
     by_slot = (batch, total, page_size)
-    checks.array("length", p.length, (batch, heads), checks.INTEGER)
-    checks.arrays(checks.INTEGER, position=(p.position, by_slot), query_position=(p.query_position, (batch,)))
+    checks.array("length", p.length, (rows, heads), checks.INTEGER)
+    checks.arrays(checks.INTEGER, position=(p.position, by_slot), query_position=(p.query_position, (rows,)))
     checks.arrays(
         checks.FLOAT,
-        log_mass=(p.log_mass, (batch, heads)),
-        k_scale=(p.k_scale, (batch, heads, head_dim)),
+        log_mass=(p.log_mass, (rows, heads)),
+        k_scale=(p.k_scale, (rows, heads, head_dim)),
         v_scale=(p.v_scale, by_slot),
         slopes=(p.slopes, (heads, group)),
     )

@@ -128,6 +128,8 @@ def _accepted(p: Problem) -> Stacked:
     """The pages of a problem that this can do."""
     target = gpu.target()
     capability = target.capability
+    if p.first_row is not None:
+        raise NotImplementedError("GPU kernels take queries of all rows of the pages.")
     if plgpu is None:
         raise NotImplementedError("this jaxlib has no Pallas Mosaic GPU backend.")
     if not target.nvidia:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import NamedTuple
 
+import jax
 import numpy as np
 from jaxtyping import Array, Float, Int
 
@@ -45,11 +46,24 @@ class Problem:
     query_position: Int[Array, " B"] | None = None
     with_logits: bool = False
     logits_scale: float | None = None
+    first_row: Int[Array, ""] | None = None
 
     @property
     def uniform(self) -> bool:
         """Whether all heads own equally many pages."""
         return len(set(self.runs)) == 1
+
+    def own_rows(self) -> Problem:
+        """The same with the pages of its own rows alone, a copy of them."""
+        first, rows = self.first_row, self.q.shape[0]
+        if first is None:
+            return self
+
+        def own(x: Array) -> Array:
+            return jax.lax.dynamic_slice_in_dim(x, first, rows)
+
+        pages, v_scale, position = jax.tree.map(own, (self.pages, self.v_scale, self.position))
+        return dataclasses.replace(self, pages=pages, v_scale=v_scale, position=position, first_row=None)
 
     @property
     def starts(self) -> np.ndarray:

@@ -10,6 +10,7 @@ from pallas_kernels.softmax import NEG
 
 def decode(p: Problem) -> Decoded:
     """Every score of every head as a plain softmax."""
+    p = p.own_rows()
     batch, _, group, dim = p.q.shape
     page_size = p.pages.shape[2]
     q = p.q.astype(jnp.float32)

@@ -241,8 +241,10 @@ def fit(config: TpuConfig, p: Problem, device_kind: str = "") -> tuple[int, int,
 
 
 def _items(p: Problem, pages: int, by_slot: bool, clamp: bool) -> WorkList:
-    batch, total, page_size, _ = p.pages.shape
-    start = jnp.arange(batch, dtype=jnp.int32)[:, None] * jnp.int32(total) + jnp.asarray(p.starts)
+    batch, (rows, total, page_size, _) = p.q.shape[0], p.pages.shape
+    row = jnp.arange(batch, dtype=jnp.int32)
+    row = row if p.first_row is None else row + p.first_row
+    start = row[:, None] * jnp.int32(total) + jnp.asarray(p.starts)
     length = p.length.reshape(-1).astype(jnp.int32)
     return work_list(
         start.reshape(-1),
@@ -251,7 +253,7 @@ def _items(p: Problem, pages: int, by_slot: bool, clamp: bool) -> WorkList:
         pages_per_item=pages,
         max_items=most_items(p.runs, batch, pages),
         # Rows are copied no further than they count, so their blocks may reach past the pool; streams are copied whole.
-        total_pages=batch * total + pages,
+        total_pages=rows * total + pages,
         row_pages=total if clamp else None,
         first=jnp.maximum(length - jnp.int32(p.window), 0) if by_slot and p.window is not None else None,
     )
@@ -282,7 +284,7 @@ def _call(
     batch, heads, group, _ = p.q.shape
     segments, total = batch * heads, s.row_pages
     assert not isinstance(p.pages, Columns)
-    kv = p.pages.kv.reshape(batch * total, *p.pages.kv.shape[2:])
+    kv = p.pages.kv.reshape(-1, *p.pages.kv.shape[2:])
     lanes = kv.shape[-1]
     whole, device = pl.BlockSpec(memory_space=pltpu.VMEM), pl.BlockSpec(memory_space=pl.ANY)
 
@@ -294,6 +296,8 @@ def _call(
         "high": items.high,
         "flags": items.flags,
     }
+    if p.first_row is not None:
+        scalars["first_row"] = p.first_row.reshape(1).astype(jnp.int32)
     if p.log_mass is not None:
         scalars["log_mass"] = p.log_mass.reshape(-1).astype(jnp.float32)
     if "position" in streams:

@@ -76,7 +76,7 @@ class Static:
 class Refs:
     """Operands, results and scratch by name; ``None`` is what this variant does not have.
 
-    Scalars: count [1] and the work list [W]; log_mass [S]; query_position [B].
+    Scalars: count [1] and the work list [W]; first_row [1]; log_mass [S]; query_position [B].
     Vector memory: q [S, G, E], of float32 pages its parts [S, 3G, E]; slopes [H, G, 128]; out [S, G, E]; lse [S, 128],
       query g in lane g. Where queries are in strips, S and H count strips of G.
     Device memory: kv [B P, 2, R, E] or [B P, R, E]; v_scale, position [B, P, R]; logits [B P, G, R].
@@ -100,6 +100,7 @@ class Refs:
     zeros: Any
     softmax: Any = None
     sums: Any = None
+    first_row: Any = None
     log_mass: Any = None
     query_position: Any = None
     slopes: Any = None
@@ -211,6 +212,10 @@ class _Program:
         """Whole pages in so many slots: a shift, where a division that may be negative takes ten instructions."""
         return lax.shift_right_logical(slots, jnp.int32(self.s.page_size.bit_length() - 1))
 
+    def _first_row(self) -> Array:
+        """Row of the pages that the first of the queries' rows is."""
+        return jnp.int32(0) if self.r.first_row is None else self.r.first_row[0]
+
     def _copies(self, w: Array) -> list[Any]:
         r, s, slot, page = self.r, self.s, self._slot(w), self.r.page[w]
         copies: list[Any] = [
@@ -225,7 +230,7 @@ class _Program:
         ]
         for i, (stream, ring) in enumerate(((r.v_scale, r.v_scale_ring), (r.position, r.position_ring)), start=1):
             if stream is not None:
-                row = lax.div(r.segment[w], jnp.int32(s.heads))
+                row = lax.div(r.segment[w], jnp.int32(s.heads)) + self._first_row()
                 source = stream.at[row, pl.ds(page - row * jnp.int32(s.row_pages), s.pages)]
                 copies.append(pltpu.make_async_copy(source, ring.at[slot], r.arrived.at[jnp.int32(i), slot]))
         return copies
@@ -405,7 +410,7 @@ class _Program:
     def _shown(self, w: Array) -> _PageCopy:
         """Copies the pages of an item's scores to where they belong, and no neighbour's."""
         r, slot = self.r, w & jnp.int32(SHOWN - 1)
-        page, first = r.page[w], self._pages(r.low[w])
+        page, first = r.page[w] - self._first_row() * jnp.int32(self.s.row_pages), self._pages(r.low[w])
         return _PageCopy(
             source=lambda first, pages: r.logits_ring.at[slot, pl.ds(first, pages)],
             target=lambda first, pages: r.logits.at[pl.ds(page + first, pages)],

@@ -145,6 +145,8 @@ def _accepted(p: Problem) -> Stacked | Lanes:
     target = gpu.target()
     capability = target.capability
     page_size, group = p.pages.shape[2], p.q.shape[2]
+    if p.first_row is not None:
+        raise NotImplementedError("GPU kernels take queries of all rows of the pages.")
     if plt is None:
         raise NotImplementedError("this JAX has no Pallas Triton backend.")
     if not target.nvidia:

@@ -23,6 +23,7 @@ from pallas_kernels.softmax import NEG
 def decode(p: Problem, *, config: None = None) -> Decoded:
     """See :func:`pallas_kernels.ragged_decode.ragged_decode`; there is nothing to configure."""
     del config
+    p = p.own_rows()
     q = p.q.astype(jnp.float32)
     if p.k_scale is not None:
         q = q * p.k_scale[:, :, None]

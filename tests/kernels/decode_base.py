@@ -114,6 +114,13 @@ def around_boundaries(heads: int = 2) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(every[(i + 3 * h) % len(every)] for h in range(heads)) for i in range(len(every)))
 
 
+def rows_of(problem: Problem, first: int, rows: int) -> Problem:
+    """The queries of some rows of the same pages."""
+    names = ("q", "length", "log_mass", "k_scale", "query_position")
+    own = {name: x[first : first + rows] for name in names if (x := getattr(problem, name)) is not None}
+    return dataclasses.replace(problem, **own, first_row=jnp.int32(first))
+
+
 RAGGED = (10, 11)
 UNIFORM = (10, 10)
 
@@ -150,6 +157,17 @@ class DecodeBase:
                 )
             else:
                 assert got.logits is None
+
+    def check_rows(self, case: Case) -> None:
+        """Of queries of some rows the results are those rows of all, to the last bit."""
+        case = self.fit(case)
+        for layout in self.layouts_of(case):
+            problem = build(case, layout)
+            whole = self.run(problem)
+            for first, rows in ((0, 2), (1, 2), (3, 1)):
+                for all_rows, own in zip(whole, self.run(rows_of(problem, first, rows)), strict=True):
+                    if all_rows is not None:
+                        np.testing.assert_array_equal(np.asarray(own), np.asarray(all_rows)[first : first + rows])
 
     def layouts_of(self, case: Case) -> tuple[str, ...]:
         return tuple(name for name in self.layouts if name != "lanes" or case.head_dim == 64)

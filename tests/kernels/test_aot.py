@@ -1,12 +1,14 @@
 """What is read from a compiler's dumps, which limits break, and the page; nothing here compiles for an accelerator."""
 
 import dataclasses
+import json
 
 import jax
 import jax.numpy as jnp
 import pytest
 
 from pallas_kernels.aot import cases_decode, report, tpu_profile
+from pallas_kernels.aot import compile as aot_compile
 from pallas_kernels.aot.cases import Case, collect
 from pallas_kernels.aot.compile import Result, _broken, selected
 from pallas_kernels.aot.targets import TPU_TARGETS
@@ -85,3 +87,27 @@ def test_selection(operations, named, some):
     chosen = selected(cases, TPU_TARGETS[0], operations, named)
     assert bool(chosen) == some and all(named in case.name for case in chosen)
     assert not any("float8" in case.name for case in chosen)
+
+
+def test_a_case_of_which_nothing_can_be_read_is_asked_for_again_in_a_new_process(monkeypatch, tmp_path):
+    """Unless it is the process's first, when there is nothing to wait for."""
+    cases = [Case(name, "step", jnp.sin, (), cache_bytes=1000, platforms=("tpu",)) for name in ("a", "b")]
+    read = {"a": 1, "b": 0}
+    monkeypatch.setattr(aot_compile, "collect", lambda _: cases)
+    monkeypatch.setattr(
+        aot_compile, "compile_case", lambda case, *_: Result(case.name, "step", "v5e", calls=1, read=read[case.name])
+    )
+    out = tmp_path / "results"
+
+    def run(skip: int) -> list[str]:
+        given = ["--target", "v5e", "--modules", "x", "--skip", str(skip), "--dump", str(tmp_path), "--out", str(out)]
+        monkeypatch.setattr("sys.argv", ["compile", *given])
+        out.write_text("")
+        aot_compile.main()
+        return [line["case"] for line in map(json.loads, out.read_text().splitlines()) if "seconds" in line]
+
+    with pytest.raises(SystemExit) as ended:
+        run(0)
+    assert ended.value.code == aot_compile.AGAIN
+    assert [json.loads(line)["case"] for line in out.read_text().splitlines()] == ["a", "a", "b"]
+    assert run(1) == ["b"]

@@ -9,7 +9,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import pytest
-from kernels.decode_base import Case, DecodeBase, build
+from kernels.decode_base import Case, DecodeBase, build, rows_of
 from kernels.gpus import A100, H100, lowered, on
 
 from pallas_kernels.ragged_decode import mosaic_gpu, ragged_decode
@@ -123,6 +123,12 @@ def test_what_does_not_fit_is_refused(change, layout, device, sentence):
     problem = build(dataclasses.replace(CASE, **change), layout)
     with on(*device), pytest.raises(NotImplementedError, match=sentence):
         jax.eval_shape(lambda: mosaic_gpu.decode(problem))
+
+
+def test_queries_of_some_rows_are_refused():
+    problem = build(dataclasses.replace(CASE, lengths=((5, 9), (3, 1)), runs=(1, 1)), "stacked")
+    with on(*H100), pytest.raises(NotImplementedError, match="queries of all rows"):
+        mosaic_gpu.decode(rows_of(problem, 1, 1))
 
 
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend:DeprecationWarning")

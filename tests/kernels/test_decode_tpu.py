@@ -16,7 +16,7 @@ from pallas_kernels.softmax import NEG
 
 # The interpreter carries whole rings from turn to turn; small ones still hold several blocks of a head.
 SMALL = tpu.TpuConfig(rows=128, buffers=4)
-ARRAYS = ("q", "pages", "length", "log_mass", "k_scale", "v_scale", "position", "query_position")
+ARRAYS = ("q", "pages", "length", "log_mass", "k_scale", "v_scale", "position", "query_position", "first_row")
 
 
 def decode(problem, config=SMALL, interpret=True):
@@ -42,6 +42,11 @@ class TestTpu(DecodeBase):
     def run(self, problem):
         # Of pages of 128 a block is two.
         return decode(problem, SMALL if problem.pages.shape[2] < 128 else dataclasses.replace(SMALL, rows=256))
+
+    def test_queries_of_some_rows(self):
+        lengths = ((70, 130), (0, 5), (160, 1), (33, 64))
+        self.check_rows(Case(lengths, RAGGED, with_logits=True, log_mass=True))
+        self.check_rows(Case(lengths, RAGGED, dtype=jnp.int8, alibi=True))
 
     def test_two_cores_share_the_list(self):
         for config in (dataclasses.replace(SMALL, cores=2), dataclasses.replace(SMALL, cores=2, rows=256)):

@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import pytest
-from kernels.decode_base import RAGGED, Case, DecodeBase, build
+from kernels.decode_base import RAGGED, Case, DecodeBase, build, rows_of
 from kernels.gpus import A100, H100, lowered, on
 
 from pallas_kernels.pages import Stacked
@@ -88,6 +88,11 @@ def test_what_does_not_fit_is_refused(case, layout, device, sentence):
     problem = build(case, layout)
     with on(*device), pytest.raises(NotImplementedError, match=sentence):
         jax.eval_shape(lambda: triton.decode(problem))
+
+
+def test_queries_of_some_rows_are_refused():
+    with on(*H100), pytest.raises(NotImplementedError, match="queries of all rows"):
+        triton.decode(rows_of(build(Case(((5, 9), (3, 1)), (1, 1)), "stacked"), 1, 1))
 
 
 def test_pools_whose_indices_would_overflow_are_refused():

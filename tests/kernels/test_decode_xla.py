@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernels.decode_base import RAGGED, UNIFORM, Case, DecodeBase, build
+from kernels.decode_base import RAGGED, UNIFORM, Case, DecodeBase, build, rows_of
 
 from pallas_kernels.ragged_decode import api, ragged_decode, reference, xla
 from pallas_kernels.ragged_decode.worklist import FIRST, LAST, ZERO, most_items, work_list
@@ -40,6 +40,15 @@ class TestXla(DecodeBase):
         compiled = jax.jit(lambda arrays: xla.decode(dataclasses.replace(problem, **arrays))).lower(arrays).compile()
         cache = sum(leaf.nbytes for leaf in jax.tree.leaves(problem.pages))
         assert compiled.memory_analysis().temp_size_in_bytes < cache / 4
+
+    def test_queries_of_some_rows(self):
+        case = Case(((70, 130), (0, 5), (160, 1)), RAGGED, dtype=jnp.int8, alibi=True, with_logits=True, log_mass=True)
+        problem = build(case, "stacked")
+        wanted, got = reference.decode(problem), xla.decode(rows_of(problem, 1, 2))
+        for x, y in zip(got, wanted, strict=True):
+            np.testing.assert_allclose(np.asarray(x), np.asarray(y)[1:], atol=1e-4)
+        got = reference.decode(rows_of(problem, 1, 2))
+        np.testing.assert_array_equal(np.asarray(got.out), np.asarray(wanted.out)[1:])
 
 
 def _arguments(problem):

@@ -9,6 +9,7 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 from kernels.prefill_base import Case, PrefillBase, build
 
+from pallas_kernels import tpu_tiles
 from pallas_kernels.prefill import reference, tpu
 
 SMALL = tpu.Config(queries=128, keys=128)
@@ -42,3 +43,16 @@ def test_lowers_for_a_tpu(head_dim, dtype, x64):
         problem = build(Case((0, 1024), queries=256, keys=2048, group=4, head_dim=head_dim, dtype=dtype))
         exported = jax.export.export(jax.jit(tpu.prefill), platforms=["tpu"])(problem)
     assert exported.mlir_module().count("tpu_custom_call") == 1
+
+
+@pytest.mark.parametrize("kind", ["TPU v6 lite", "TPU7x"])
+@pytest.mark.parametrize(("group", "head_dim"), [(9, 256), (3, 96)])
+def test_the_orders_of_chips_with_large_matrix_units(monkeypatch, kind, group, head_dim):
+    """Rows of two strips, the second shorter, that follow each other, of one part or of two in turn."""
+    monkeypatch.setattr(tpu_tiles, "_kind", kind.lower)
+    config = tpu.Config(queries=128, keys=1024, part=512)
+    where = (3, 900, -40, -500)  # of some no query or not every one sees a key
+    problem = build(Case(where, queries=80, keys=1024, heads=1, group=group, head_dim=head_dim, dtype=jnp.bfloat16))
+    got, want = tpu.prefill(problem, config=config, interpret=True), reference.prefill(problem)
+    for ours, theirs in zip(got, want, strict=True):
+        np.testing.assert_allclose(np.asarray(ours, np.float32), theirs, atol=2e-2, rtol=2e-2)

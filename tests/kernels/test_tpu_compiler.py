@@ -8,7 +8,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 #: The kernel as it is and with all its options, one query a head, float32, scores handed back; the smallest of the
-#: others and the prefill that spills nothing; a step that holds one layer's scores.
+#: others and the prefill that spills nothing; a step that reads scores.
 NAMED = (
     r"blocks of 512$|all but logits|logits_scale|^G = 4, D = 128, float32|^window of 32, G = 3|^chunk of 64"
     r"|^chunk of 1,024, G = 4|D = 128, int8$|h2o"
@@ -23,6 +23,6 @@ def test_kernels_compile_for_a_tpu_within_their_limits(tmp_path):
     command += ["--named", NAMED, "--out", str(page)]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr[-3000:]
-    for operation in ("ragged_decode", "attention_mass", "prefill", "append", "pack"):
+    for operation in ("ragged_decode", "attention_mass", "prefill", "append", "pack", "decode step"):
         assert f"## {operation}" in page.read_text()
     assert "| G = 1, D = 128, all but logits, int8 |" in page.read_text()

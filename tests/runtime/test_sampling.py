@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.runtime.sampling import Sampling, log_probability, sample
+from kvjax.runtime.sampling import Sampling, _threshold, log_probability, sample
 
 ROWS, VOCABULARY = 4096, 12
 LOGITS = np.random.default_rng(5).permutation(np.linspace(-2.0, 1.5, VOCABULARY)).astype(np.float32)
@@ -127,3 +127,20 @@ def test_log_probability_is_of_the_plain_softmax():
     token = jnp.asarray(rng.integers(0, VOCABULARY, 5), jnp.int32)
     wanted = jax.nn.log_softmax(logits)[jnp.arange(5), token]
     np.testing.assert_allclose(log_probability(logits, token), wanted, atol=1e-5)
+
+
+@pytest.mark.parametrize("top_k", [1, 2, 40, 999, 1000, 5000])
+@pytest.mark.parametrize("top_p", [1e-6, 0.3, 0.9, 0.999, 1.0])
+def test_what_may_be_drawn_is_what_sorting_would_leave(top_k, top_p):
+    rng = np.random.default_rng(3)
+    logits = np.round(rng.standard_normal((6, 1000)) * 4, 1).astype(np.float32)  # with many ties
+    logits[1, 500:] = -np.inf
+    logits[2] = 0.0
+    logits -= logits.max(axis=-1, keepdims=True)
+    least = np.asarray(_threshold(jnp.asarray(logits), sampling(6, top_k=top_k, top_p=top_p)))[:, 0]
+    for row, threshold in zip(logits, least, strict=True):
+        ordered = np.sort(row.astype(np.float64))[::-1][:top_k]
+        mass = np.exp(ordered)
+        before = np.cumsum(mass) - mass
+        enough = ordered if top_p == 1 else ordered[before < top_p * mass.sum()]
+        assert threshold <= enough.min() and (row < threshold).sum() == (row < enough.min()).sum()
