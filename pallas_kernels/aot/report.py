@@ -17,7 +17,7 @@ Every kernel, compiled by the real compiler of each chip on a machine that has n
   there are any. A TPU has 64 of 4 KB. `prefill` and `attention_mass` hold their scores, and the parts that float32 is
   cut into, in on-chip memory that they asked for; JAX's own splash attention, listed beside them, spills. A turn of
   `prefill` is 512 rows of queries against 2,048 keys. It and those of `attention_mass` hold scores with a mask and
-  scores without, of which a turn computes one, and what is done in the first or the last turn only: of the 2,880 cycles
+  scores without, of which a turn computes one, and what is done in the first or the last turn only: of the 2,835 cycles
   of a window of 32 queries of 4 heads on v5e, 713 are a block below the diagonal. A block that the diagonal crosses is
   a loop of 1 to 8 turns where masses are summed, of which the number counts one: of the main case's 3,520 cycles on
   v5e, 2,251 are a block below the diagonal, and 332 and then 462 a turn one that is crossed.
