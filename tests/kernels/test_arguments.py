@@ -166,8 +166,9 @@ def test_a_scale_may_be_any_kind_of_number(chunk, number, x64):
         found = prefill(chunk.q, chunk.k, chunk.v, offset=3, scale=number, implementation="xla")
         assert found.out.dtype == found.lse.dtype == jnp.float32
         done = decode(scale=number, soft_cap=number, with_logits=True, logits_scale=number)
-        assert done.lse.dtype == done.logits.dtype == jnp.float32
-        masses = attention_mass(chunk.q, chunk.k, found.lse, offset=3, scale=number, weight=np.ones(chunk.q.shape[::3]))
+        assert done.logits is not None and done.lse.dtype == done.logits.dtype == jnp.float32
+        weight = jnp.asarray(np.ones(chunk.q.shape[::3]))
+        masses = attention_mass(chunk.q, chunk.k, found.lse, offset=3, scale=number, weight=weight)
         assert masses.new.dtype == jnp.float32
 
 
