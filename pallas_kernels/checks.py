@@ -10,6 +10,7 @@ import numbers
 from typing import Any
 
 import jax.numpy as jnp
+from jax.core import Tracer
 
 from pallas_kernels.rows import Rows
 
@@ -39,6 +40,19 @@ def number(name: str, x: Any, *, above: float = -math.inf) -> None:
     wrong = isinstance(x, numbers.Real) and not (math.isfinite(x) and float(x) > above and x != 0)
     if wrong or not (isinstance(x, numbers.Real) or getattr(x, "shape", None) == ()):
         raise ValueError(f"{name} is {_said(x)}; give one finite number {'above 0' if above == 0 else 'other than 0'}.")
+
+
+def plain(x: Any) -> Any:
+    """A number as Python's, whatever held it; in float32 where it is traced, ``None`` where there is none."""
+    if isinstance(x, Tracer):
+        return x.astype(jnp.float32)
+    return None if x is None else float(x)
+
+
+def compiled_in(*numbers: Any) -> None:
+    """Raise ``NotImplementedError`` where a number is traced: a kernel is compiled for its value."""
+    if any(isinstance(x, Tracer) for x in numbers):
+        raise NotImplementedError("A kernel is compiled for its scale and cap, and one of them is traced.")
 
 
 def per_row(name: str, x: Any, batch: int, kind: str) -> None:

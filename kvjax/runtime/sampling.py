@@ -73,12 +73,12 @@ def _noisy(logits: Float[Array, "B V"], sampling: Sampling, made: Int[Array, " B
     vocabulary = logits.shape[-1]
     ranked = (sampling.top_k < vocabulary) | (sampling.top_p < 1.0)
     least = jax.lax.cond(
-        ranked, lambda x: _threshold(x, sampling), lambda x: jnp.full((x.shape[0], 1), -jnp.inf), logits
+        ranked, lambda x: _threshold(x, sampling), lambda x: jnp.full((x.shape[0], 1), -jnp.inf, x.dtype), logits
     )
     # Ties with the threshold stay. Of the best the logarithm is 0; log 0 is -inf: no limit.
     logits = jnp.where(logits < jnp.maximum(least, jnp.log(sampling.min_p)), NEG, logits)
     keys = jax.vmap(jax.random.fold_in)(sampling.keys, made)
-    return logits + jax.vmap(lambda key: jax.random.gumbel(key, (vocabulary,)))(keys)
+    return logits + jax.vmap(lambda key: jax.random.gumbel(key, (vocabulary,), logits.dtype))(keys)
 
 
 def _threshold(logits: Float[Array, "B V"], sampling: Sampling) -> Float[Array, "B 1"]:

@@ -122,6 +122,7 @@ def attention_mass(
         shapes = {"onto.new": (onto.new, (*q.shape[:3], k.shape[2])), "onto.kept": (onto.kept, (*q.shape[:3], slots))}
         checks.arrays(checks.FLOAT, **shapes)
         onto = jax.tree.map(lambda x: x.astype(jnp.float32), onto)
+    lse, weight = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), (lse, weight))
     counting = Counting(lse, weight, onto)
     return dispatch.run("attention_mass", ATTENTION_MASS, ORDER, implementation, problem, counting, **options)
 

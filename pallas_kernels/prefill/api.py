@@ -87,5 +87,5 @@ def prefill(
     checks.number("scale", scale)
     checks.rows(kept, batch, heads, dim)
     block = checks.block(block, tokens, BLOCK)
-    problem = Problem(q, k, v, jnp.asarray(offset, jnp.int32), length, kept, scale, bias, block)
+    problem = Problem(q, k, v, jnp.asarray(offset, jnp.int32), length, kept, checks.plain(scale), bias, block)
     return dispatch.run("prefill", IMPLEMENTATIONS, ORDER, implementation, problem, **options)

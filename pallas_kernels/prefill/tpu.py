@@ -30,7 +30,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
 
-from pallas_kernels import tpu_tiles, tuned
+from pallas_kernels import checks, tpu_tiles, tuned
 from pallas_kernels.prefill import tpu_float32, xla
 from pallas_kernels.prefill.problem import Prefilled, Problem
 from pallas_kernels.softmax import LOG2E, NEG, NOTHING, merge, per_row
@@ -42,6 +42,7 @@ def prefill(p: Problem, *, config: Config | None = None, interpret: Any = False)
     """See :func:`pallas_kernels.prefill.prefill`; the kept rows' part is XLA's."""
     if p.bias is not None:
         raise NotImplementedError("The TPU kernel knows no bias that depends on places (ALiBi).")
+    checks.compiled_in(p.scale)
     config = config or tuned.config("prefill.tpu", p, Config) or rule(p)
     out, lse = _call(p, Tiles.of(p.q, p.k, config), interpret)
     if p.kept is None:

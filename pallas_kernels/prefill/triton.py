@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from pallas_kernels import tuned
+from pallas_kernels import checks, tuned
 from pallas_kernels.prefill import xla
 from pallas_kernels.prefill.problem import Prefilled, Problem
 from pallas_kernels.softmax import LOG2E, NEG, NOTHING, merge, per_row
@@ -61,6 +61,7 @@ def prefill(p: Problem, *, config: Config | None = None, interpret: Any = False)
     """See :func:`pallas_kernels.prefill.prefill`; the kept rows' part is XLA's."""
     if p.bias is not None:
         raise NotImplementedError("The GPU kernel knows no bias that depends on places (ALiBi).")
+    checks.compiled_in(p.scale)
     if not p.q.dtype == p.k.dtype == p.v.dtype:
         raise NotImplementedError(f"The GPU kernel takes one dtype, not {p.q.dtype}, {p.k.dtype}, {p.v.dtype}.")
     out, lse = _call(p, config or tuned.config("prefill.triton", p, Config) or Config.default(p), interpret)

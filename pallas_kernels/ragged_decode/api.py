@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -115,6 +116,8 @@ def ragged_decode(
         first_row=first_row,
     )
     _check(problem)
+    numbers = {name: checks.plain(getattr(problem, name)) for name in ("scale", "logits_scale", "soft_cap")}
+    problem = dataclasses.replace(problem, **numbers)
     return dispatch.run("ragged_decode", IMPLEMENTATIONS, ORDER, implementation, problem, **options)
 
 

@@ -23,7 +23,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
-from pallas_kernels import gpu, tuned
+from pallas_kernels import checks, gpu, tuned
 from pallas_kernels.pages import Stacked
 from pallas_kernels.ragged_decode import split
 from pallas_kernels.ragged_decode.problem import Decoded, Problem
@@ -128,6 +128,7 @@ def _accepted(p: Problem) -> Stacked:
     """The pages of a problem that this can do."""
     target = gpu.target()
     capability = target.capability
+    checks.compiled_in(p.scale, p.logits_scale, p.soft_cap)
     if p.first_row is not None:
         raise NotImplementedError("GPU kernels take queries of all rows of the pages.")
     if plgpu is None:

@@ -25,7 +25,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from pallas_kernels import tuned
+from pallas_kernels import checks, tuned
 from pallas_kernels.pages import Columns, Lanes, Stacked
 from pallas_kernels.ragged_decode.problem import Decoded, Problem
 from pallas_kernels.ragged_decode.tpu_float32 import stacked_parts
@@ -189,6 +189,7 @@ def _two_queries(p: Problem) -> Problem:
 
 
 def _check(p: Problem) -> None:
+    checks.compiled_in(p.scale, p.logits_scale, p.soft_cap)
     if isinstance(p.pages, Columns):
         raise NotImplementedError("The TPU kernel reads stacked pages or lanes, not columns.")
     page_size, dtype = p.pages.shape[2], jnp.dtype(p.pages.dtype)

@@ -5,6 +5,7 @@ import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from kernels import decode_base, prefill_base
 
@@ -187,3 +188,38 @@ def test_of_block_sizes(kind, wrong, sentence):
     with pytest.raises(ValueError, match=re.escape(sentence)) as error:
         kind(**wrong)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("x64", [False, True])
+@pytest.mark.parametrize("number", [np.float64(0.1), np.array(0.1), jnp.bfloat16(0.1)], ids=repr)
+def test_a_scale_may_be_any_kind_of_number(chunk, number, x64):
+    """XLA's forms would compute in what a NumPy number is of."""
+    with jax.enable_x64(x64):
+        found = prefill(chunk.q, chunk.k, chunk.v, offset=3, scale=number, implementation="xla")
+        assert found.out.dtype == found.lse.dtype == jnp.float32
+        done = decode(scale=number, soft_cap=number, with_logits=True, logits_scale=number)
+        assert done.logits is not None and done.lse.dtype == done.logits.dtype == jnp.float32
+        weight = jnp.asarray(np.ones(chunk.q.shape[::3]))
+        masses = attention_mass(chunk.q, chunk.k, found.lse, offset=3, scale=number, weight=weight)
+        assert masses.new.dtype == jnp.float32
+
+
+@pytest.mark.parametrize(
+    ("run", "implementation"),
+    [
+        *(("prefill", x) for x in ("tpu", "triton", "xla")),
+        *(("decode", x) for x in ("tpu", "triton", "mosaic_gpu", "xla")),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend:DeprecationWarning")
+def test_a_traced_scale_is_for_xla_alone(chunk, run, implementation):
+    def of(scale):
+        if run == "decode":
+            return decode(scale=scale, implementation=implementation).out
+        return prefill(chunk.q, chunk.k, chunk.v, offset=3, scale=scale, implementation=implementation).out
+
+    if implementation == "xla":
+        np.testing.assert_allclose(jax.jit(of)(0.1), of(0.1), atol=1e-6)
+        return
+    with pytest.raises(NotImplementedError, match="is traced"):
+        jax.eval_shape(of, 0.1)

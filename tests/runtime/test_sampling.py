@@ -121,6 +121,15 @@ def test_draws_come_from_the_rows_key_and_the_tokens_number():
     np.testing.assert_array_equal(alone, first[::2])
 
 
+@pytest.mark.parametrize("changes", [{}, {"top_k": 3, "top_p": 0.8}, {"min_p": 0.2}, {"temperature": 0.0}], ids=str)
+def test_a_program_that_computes_in_64_bits_draws_the_same(changes):
+    wanted = draw(LOGITS, **changes)
+    with jax.enable_x64(True):
+        got = draw(LOGITS, **changes)
+    assert got.dtype == np.int32
+    np.testing.assert_array_equal(got, wanted)
+
+
 def test_log_probability_is_of_the_plain_softmax():
     rng = np.random.default_rng(1)
     logits = jnp.asarray(rng.standard_normal((5, VOCABULARY)) * 4, jnp.float32)
