@@ -10,7 +10,7 @@ from jax.experimental.pallas import tpu as pltpu
 from kernels.prefill_base import Case, PrefillBase, build
 
 from pallas_kernels import tpu_tiles
-from pallas_kernels.prefill import reference, tpu
+from pallas_kernels.prefill import prefill, reference, tpu
 
 SMALL = tpu.Config(queries=128, keys=128)
 
@@ -56,3 +56,16 @@ def test_the_orders_of_chips_with_large_matrix_units(monkeypatch, kind, group, h
     got, want = tpu.prefill(problem, config=config, interpret=True), reference.prefill(problem)
     for ours, theirs in zip(got, want, strict=True):
         np.testing.assert_allclose(np.asarray(ours, np.float32), theirs, atol=2e-2, rtol=2e-2)
+
+
+def test_what_no_vmem_holds_is_left_to_xla():
+    """A block of 32 heads of 256 float32 channels, whose parts and sums are 73 MB; in bfloat16 they fit."""
+
+    def outputs(dtype, implementation=None):
+        q = jax.ShapeDtypeStruct((1, 1, 32, 256, 256), dtype)
+        k = jax.ShapeDtypeStruct((1, 1, 4096, 256), dtype)
+        return jax.eval_shape(lambda q, k: prefill(q, k, k, offset=0, scale=0.1, implementation=implementation), q, k)
+
+    with pytest.raises(NotImplementedError, match="needs 73 MB of VMEM, of 64"):
+        outputs(jnp.float32, "tpu")
+    assert outputs(jnp.bfloat16, "tpu").out.shape == outputs(jnp.float32).out.shape
