@@ -12,8 +12,8 @@ from kvjax.prompts import prefix_tokens, tokenize
 from kvjax.request import Options, Request
 from kvjax.rounds.closing import close_round
 from kvjax.rounds.conversation import Conversation
+from kvjax.rounds.programs import RoundPrograms
 from kvjax.rounds.turn import read_question
-from kvjax.sharding.rounds import round_programs
 
 
 def history_ids(lm: LanguageModel, messages: Sequence[Mapping[str, Any]]) -> tuple[list[int], list[int]]:
@@ -68,7 +68,7 @@ def read_history(
         raise UsageError("A history is read under RoundAttention without inner; a round is compressed when it ends.")
     prefix = max(request.prefix[0], prefix_tokens(lm, list(messages), ids))
     prefix = min(prefix, starts[1] if len(starts) > 1 else len(ids))
-    programs = round_programs(lm.mesh, lm.config)
+    programs = RoundPrograms(lm.mesh, lm.config)
     cache, _, asked = read_question(
         lm.params,
         [ids],

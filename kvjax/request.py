@@ -25,10 +25,10 @@ from kvjax.policies.round_attention import SINKS
 from kvjax.prompts import Tokens, as_list, is_unicode, prefix_tokens, tokenize
 from kvjax.rounds.conversation import Conversation
 from kvjax.runtime.decode import Controls
-from kvjax.runtime.programs import ONE_DEVICE, Programs
+from kvjax.runtime.programs import Programs
 from kvjax.runtime.sampling import Sampling
 from kvjax.runtime.stopping import StopTable, check_stop_strings, stop_table
-from kvjax.sharding.run import OnMesh, adopt
+from kvjax.sharding.adopt import adopt
 from kvjax.text.tokenizer import Tokenizer
 
 
@@ -126,7 +126,7 @@ class Request:
         for old in caches:
             _same_model(lm.config, old)
         self.rows = count * options.n
-        self.programs: Programs = ONE_DEVICE if lm.mesh is None else OnMesh(lm.mesh, lm.config)
+        self.programs = Programs(lm.mesh, lm.config)
         self.stop_ids = options.stop_ids(lm)
         self.prompts = self._with_pending(_counters([old.next_token for old in caches], count, -1))
         if any(not ids for ids in self.prompts):

@@ -14,9 +14,9 @@ from kvjax.policies.round_attention import RoundAttention
 from kvjax.request import Request
 from kvjax.rounds.closing import close_round
 from kvjax.rounds.conversation import Conversation
+from kvjax.rounds.programs import RoundPrograms
 from kvjax.rounds.turn import PendingTurn, read_question
 from kvjax.runtime.session import Session, spread
-from kvjax.sharding.rounds import round_programs
 
 
 class RoundTurn:
@@ -24,7 +24,7 @@ class RoundTurn:
 
     def __init__(self, request: Request, session: Session):
         self._request, self._session = request, session
-        self._programs = round_programs(request.lm.mesh, request.lm.config)
+        self._programs = RoundPrograms(request.lm.mesh, request.lm.config)
         self._asked: PendingTurn | None = None
         self._after: Conversation | None = None
         self._used: list[int] = []
