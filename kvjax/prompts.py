@@ -11,6 +11,7 @@ from kvjax.errors import UsageError
 
 Message = Mapping[str, Any]
 Prompt = str | Sequence[Message] | Sequence[int]
+Prompts = Sequence[str] | Sequence[Sequence[Message]] | Sequence[Sequence[int]] | Sequence[Prompt]
 
 # Stands where the user's words go while a chat template is rendered, to cut the rendered text there.
 _MARK = "\u2063kvjax\u2063"
@@ -63,11 +64,6 @@ def tokenize(
     if context is not None and not shared:
         raise UsageError("The context has no tokens; give the text to compress, or leave context= out.")
     return Tokens(shared, ids, tuple(chat and not _is_ids(p) for p in prompts), single)
-
-
-def is_unicode(text: str) -> bool:
-    """Whether text can be written as UTF-8: it holds no half of a surrogate pair."""
-    return not any("\ud800" <= char <= "\udfff" for char in text)
 
 
 def _check_context(context: Any) -> None:
