@@ -131,7 +131,7 @@ class GenerationOptions:
     logprobs: bool = _option(False, "Also return the log-probability of every token.", true_or_false)
     memory_limit: int | None = _option(
         None,
-        "Refuse more bytes than this; the device's when not given.",
+        "Refuse more bytes than this, by default what the device has.",
         optional(partial(whole_number, least=1)),
         "A request that does not fit is refused before allocation; an answer whose cache would outgrow it ends by "
         '"memory", with what there is.',
