@@ -14,6 +14,7 @@ from kvjax.errors import UsageError
 from kvjax.generation import generate, stream_generate
 from kvjax.options import ChatKeywords, GenerationOptions, merged, shows_options
 from kvjax.output import Output, Piece
+from kvjax.policies import Policy, parse
 from kvjax.rounds.conversation import Conversation
 
 
@@ -48,6 +49,11 @@ class Chat:
             raise UsageError("Chat writes its turns by the chat template; leave chat=False out of its options.")
         self.lm, self.system, self.context = lm, system, context
         self.cache: Cache | Conversation | None = None
+
+    @property
+    def policy(self) -> Policy | None:
+        """The policy that was asked for, None for all tokens."""
+        return None if self.options.policy is None else parse(self.options.policy)
 
     def _request(self, text: str) -> tuple[list[dict[str, str]], dict[str, Any]]:
         if not isinstance(text, str) or not text:
