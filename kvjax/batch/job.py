@@ -120,7 +120,7 @@ class Manifest:
         return [Shard(folder, i, self.shard_count, self.job["format"]) for i in range(self.shard_count)]
 
     def rows(self, shard: int) -> range:
-        """Places of a shard's rows in the output's order."""
+        """Positions of a shard's rows in the output's order."""
         return range(shard * self.shard_rows, min((shard + 1) * self.shard_rows, self.job["input"]["rows"]))
 
     def write(self, folder: Path) -> None:

@@ -41,7 +41,7 @@ class Report:
     """The numbers of a run, all processes together.
 
     Attributes:
-      rows: of the whole job. already: rows that earlier runs had answered.
+      rows: of the job. already: rows that earlier runs had answered.
       answered, failed: rows this run wrote an answer, or an error, for.
       prompt_tokens, generated_tokens: of this run.
       seconds: of this run, loading of the model apart.
@@ -85,7 +85,7 @@ def run(
     Args:
       lm: a model from :func:`kvjax.load`.
       input: a .jsonl or .parquet file, the same on every host.
-      output: a folder, made when it is not there: shards part-00000-of-00004.jsonl, each there whole or not at all,
+      output: a folder, made when it is not there: shards part-00000-of-00004.jsonl, each there completely or not at all,
         and manifest.json, which says whose they are. Shared by all hosts, or one on each.
       options: how to answer, for all rows.
       batch_size: rows a process answers together; may change when a job is continued.
@@ -219,8 +219,8 @@ class _Run:
         job, order = self._job, self._order
 
         def read(shard: int) -> tuple[int, list[Row | Record]]:
-            places = manifest.rows(shard)
-            numbers = places if order is None else [int(i) for i in order[places.start : places.stop]]
+            rows = manifest.rows(shard)
+            numbers = rows if order is None else [int(i) for i in order[rows.start : rows.stop]]
             limit = job.options.max_new_tokens
             return shard, [read_row(job.lm, job.source, i, chat=job.options.chat, limit=limit) for i in numbers]
 

@@ -124,13 +124,13 @@ def watershed(
 
 
 def _check(out: Path) -> None:
-    """Refuse a place that cannot be written before minutes are spent."""
+    """Refuse a file that cannot be written before minutes are spent."""
     check_writable("--out", out)
     if out.suffix not in (".yaml", ".yml"):
         raise UsageError(f"--out is {out}; a profile is a .yaml file.")
 
 
-def _say(done: int, whole: int, what: str = "layer") -> None:
+def _say(done: int, count: int, what: str = "layer") -> None:
     """One line that counts at a terminal, a line a layer (or dialogue) elsewhere."""
-    start, end = ("\r", "\n" if done == whole else "") if sys.stderr.isatty() else ("", "\n")
-    print(f"{start}kvjax calibrate: {what} {done} of {whole}", end=end, file=sys.stderr, flush=True)
+    start, end = ("\r", "\n" if done == count else "") if sys.stderr.isatty() else ("", "\n")
+    print(f"{start}kvjax calibrate: {what} {done} of {count}", end=end, file=sys.stderr, flush=True)

@@ -87,7 +87,7 @@ def chat(
     try:
         return _converse(conversation, record, json)
     finally:
-        # Whatever ended it, Ctrl-C between a turn and its writing too: the last whole turn is kept.
+        # Whatever ended it, Ctrl-C between a turn and its writing too: the last complete turn is kept.
         record.keep(conversation)
 
 

@@ -85,7 +85,7 @@ def compare(
 
 
 class _Files:
-    """What a comparison leaves in its folder."""
+    """The files that a comparison leaves in its folder."""
 
     def __init__(self, out: Path, settings: Settings, machine: dict[str, Any]):
         self._out, self._settings, self._machine = out, settings, machine

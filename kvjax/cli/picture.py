@@ -147,7 +147,7 @@ def _positions(lm: LanguageModel, policies: Sequence[str], text: str | None, len
 
 
 def _alike(lm: LanguageModel, path: Path, most: int, least_rounds: int, tokens: int | None) -> Figure:
-    """What questions and answers of real dialogues attend to; the numbers of the picture's title are printed too."""
+    """Draw what questions and answers of real dialogues attend to, and print the numbers of the picture's title."""
     from kvjax.eval.alike import alike_figure, last_round, means
     from kvjax.eval.dialogues import long_dialogues
     from kvjax.policies.profile import WatershedProfile, packaged
