@@ -85,7 +85,7 @@ def run(
     Args:
       lm: a model from :func:`kvjax.load`.
       input: a .jsonl or .parquet file, the same on every host.
-      output: a folder, made when it is not there: shards part-00000-of-00004.jsonl, each there completely or not at all,
+      output: a folder, made when it is not there: shards part-00000-of-00004.jsonl, each complete or not there,
         and manifest.json, which says whose they are. Shared by all hosts, or one on each.
       options: how to answer, for all rows.
       batch_size: rows a process answers together; may change when a job is continued.
