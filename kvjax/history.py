@@ -8,8 +8,9 @@ from typing import Any
 from kvjax.cache.quantisation import Storage
 from kvjax.checkpoints.load import LanguageModel
 from kvjax.errors import UsageError
+from kvjax.options import GenerationOptions
 from kvjax.prompts import prefix_tokens, tokenize
-from kvjax.request import Options, Request
+from kvjax.request import Request
 from kvjax.rounds.closing import close_round
 from kvjax.rounds.conversation import Conversation
 from kvjax.rounds.programs import RoundPrograms
@@ -61,8 +62,7 @@ def read_history(
       DoesNotFit: too large for the device.
     """
     ids, starts = history_ids(lm, messages)
-    options = Options(1, 0.0, None, 1.0, 0.0, 1.0, 0, 1, (), None, False)
-    request = Request(lm, ids, policy, None, True, None, options, memory_limit, storage)
+    request = Request(lm, ids, GenerationOptions(policy=policy, storage=storage, memory_limit=memory_limit))
     chosen = request.policy
     if not chosen.offloads_rounds or getattr(chosen, "inner", None) is not None:
         raise UsageError("A history is read under RoundAttention without inner; a round is compressed when it ends.")
