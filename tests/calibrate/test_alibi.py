@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 import math
 
-import bloom_oracle
 import jax
 import numpy as np
 import pytest
 import toys
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support import bloom_oracle
 
 import kvjax
 from kvjax.calibrate import alibi_scopes, load_profile, save_profile
