@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from kvjax.cache.attention import NEG
 from kvjax.cache.pool import LayerCache
 from kvjax.checks import number, whole_number
 from kvjax.model.alibi import slopes
@@ -18,7 +19,6 @@ from kvjax.policies.base import Candidates, PromptChunk, Signals
 from kvjax.policies.checks import refuse_unused
 from kvjax.policies.signals import QueryStats
 from kvjax.policies.sized import Selecting
-from pallas_kernels.softmax import NEG
 
 #: Keys whose scores are computed at a time; bounds the product of keys and covariances to G blocks of keys.
 _BLOCK = 256

@@ -12,8 +12,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from kvjax.cache.cache import Cache, attach, detach
 from kvjax.cache.groups import Layer, parts, with_parts
-from kvjax.cache.page_sharding import UNSHARDED, shard, unshard
-from kvjax.cache.pool import resize
+from kvjax.cache.page_sharding import UNSHARDED
+from kvjax.cache.pool import resize, shard, unshard
 from kvjax.errors import UsageError
 from kvjax.model.config import ModelConfig
 from kvjax.model.decoder import Decoder
