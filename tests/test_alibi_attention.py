@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 
-import bloom_oracle
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import toys
+from support import bloom_oracle
 
 from kvjax.cache.attention import decode_attention, kept_rows
 from kvjax.cache.groups import HeadGroups

@@ -63,13 +63,13 @@ def alibi_scopes(
     """Bound how far every head sees, from the weights alone (ALiBi models; for razor)."""
     from kvjax.calibrate.alibi import alibi_scopes as bound
     from kvjax.cli import session
-    from kvjax.policies.profile import save_profile, scope_lengths
+    from kvjax.policies.profile import BOUNDS, save_profile, scope_lengths
 
     _check(out)
     lm = session.load(model, dtype)
     profile = bound(lm, progress=_say)
     save_profile(profile, out)
-    for kind in ("paper", "safe"):
+    for kind in BOUNDS:
         lengths = [length for heads in scope_lengths(profile, kind, 0.001) for length in heads]
         short = sum(length < lm.config.max_position for length in lengths)
         print(f"{out}: {kind} bound: {short} of {len(lengths)} heads see less than the context; least {min(lengths):,}")

@@ -19,8 +19,8 @@ from jaxtyping import Array, Float, Int
 from kvjax.cache.buckets import BLOCK, NEW_TOKENS, block_of
 from kvjax.cache.cache import Cache
 from kvjax.cache.groups import rounded
-from kvjax.cache.page_sharding import PageSharding, gather_pages
-from kvjax.cache.pool import LayerCache, by_head, store, stored_rows
+from kvjax.cache.page_sharding import PageSharding
+from kvjax.cache.pool import LayerCache, by_head, gather_pages, store, stored_rows
 from kvjax.model.config import ModelConfig
 from kvjax.model.decoder import DecoderView
 from kvjax.model.rope import token_angles

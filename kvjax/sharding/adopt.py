@@ -10,8 +10,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from kvjax.cache.cache import Cache
 from kvjax.cache.groups import Layer, parts, with_parts
-from kvjax.cache.page_sharding import UNSHARDED, shard, unshard
-from kvjax.cache.pool import resize
+from kvjax.cache.page_sharding import UNSHARDED
+from kvjax.cache.pool import resize, shard, unshard
 from kvjax.errors import UsageError
 from kvjax.model.config import ModelConfig
 from kvjax.rounds.conversation import Conversation

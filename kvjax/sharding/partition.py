@@ -27,8 +27,8 @@ from jaxtyping import Array, Bool
 
 from kvjax.cache.cache import Cache
 from kvjax.cache.groups import HeadGroups, Layer, parts, with_parts
-from kvjax.cache.page_sharding import PageSharding, local_shard
-from kvjax.cache.pool import layout_for
+from kvjax.cache.page_sharding import PageSharding
+from kvjax.cache.pool import layout_for, local_shard
 from kvjax.cache.quantisation import Storage
 from kvjax.model.config import ModelConfig
 from kvjax.policies.base import Policy, page_capacities

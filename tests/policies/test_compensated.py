@@ -9,8 +9,8 @@ import pytest
 import toys
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracles import same_caches
-from policies.driver import Driver, config_for, random_kv
+from support.driver import Driver, config_for, random_kv
+from support.oracles import same_caches
 
 import kvjax
 from kvjax.cache.attention import decode_attention

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import toys
-from oracles import same_caches
-from policies.driver import config_for, random_kv
+from support.driver import config_for, random_kv
+from support.oracles import same_caches
 
 import kvjax
 from kvjax.cache.attention import decode_attention
