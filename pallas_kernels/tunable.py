@@ -12,11 +12,10 @@ import jax.numpy as jnp
 
 from pallas_kernels import tuned
 from pallas_kernels.attention_mass import api as mass
-from pallas_kernels.attention_mass.problem import Counting
-from pallas_kernels.bench import chunks as chunk_problems
-from pallas_kernels.bench import problem as decode_problems
-from pallas_kernels.bench.chunks import Chunk
-from pallas_kernels.bench.problem import Sizes
+from pallas_kernels.attention_mass.mass_problem import Counting
+from pallas_kernels.bench import chunk_inputs, decode_inputs
+from pallas_kernels.bench.chunk_inputs import Chunk
+from pallas_kernels.bench.decode_inputs import Sizes
 from pallas_kernels.prefill import api as prefill
 from pallas_kernels.ragged_decode import api as decode
 
@@ -63,10 +62,10 @@ class RaggedDecode(Operation):
     """One query a row on pages."""
 
     name = "ragged_decode"
-    order = decode.ORDER
+    order = decode.IMPLEMENTATIONS.order
 
     def problem(self, sizes: Sizes) -> Any:
-        return decode_problems.make(sizes)
+        return decode_inputs.make(sizes)
 
     def arguments(self, p: Any) -> tuple[Any, ...]:
         return p.q, p.pages, p.length, p.k_scale, p.v_scale
@@ -101,11 +100,11 @@ class Prefill(Operation):
     """A chunk's attention."""
 
     name = "prefill"
-    order = prefill.ORDER
+    order = prefill.IMPLEMENTATIONS.order
     queries = (64, 256, 1024)
 
     def problem(self, sizes: Chunk) -> Any:
-        return chunk_problems.prefill_problem(sizes)
+        return chunk_inputs.prefill_problem(sizes)
 
     def arguments(self, p: Any) -> tuple[Any, ...]:
         return p.q, p.k, p.v, p.offset
@@ -132,11 +131,11 @@ class LogSumExp(Operation):
     """The normalisers of a window or a chunk."""
 
     name = "log_sum_exp"
-    order = mass.ORDER
+    order = mass.LOG_SUM_EXP.order
     queries = (32, 1024)
 
     def problem(self, sizes: Chunk) -> Any:
-        return chunk_problems.mass_problem(sizes)
+        return chunk_inputs.mass_problem(sizes)
 
     def arguments(self, p: Any) -> tuple[Any, ...]:
         return p.q, p.k, p.offset, p.scale
@@ -159,7 +158,7 @@ class LogSumExp(Operation):
     def _tpu(self, p: Any) -> list[Any]:
         from pallas_kernels.attention_mass import tpu_log_sum_exp
 
-        return _tiles_grid(p, _rule(p), lambda config: tpu_log_sum_exp.tiles(p, config))
+        return _tiles_grid(p, _rule(p), lambda config: tpu_log_sum_exp.tiling(p, config))
 
 
 class AttentionMass(LogSumExp):
@@ -238,7 +237,7 @@ def _grid(rule: Any, **choices: Iterable[int | None]) -> list[Any]:
 
 def _rule(p: Any) -> Any:
     """Of the masses' TPU kernels."""
-    from pallas_kernels.tpu_tiles import Config
+    from pallas_kernels.tpu.tiles import Config
 
     return Config.default(p.q.shape[2], p.q.shape[3], p.k.shape[2], p.k.dtype)
 

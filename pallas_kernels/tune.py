@@ -17,7 +17,7 @@ import jax
 
 from pallas_kernels import dispatch, tuned
 from pallas_kernels.bench import timing
-from pallas_kernels.bench.problem import Sizes
+from pallas_kernels.bench.decode_inputs import Sizes
 from pallas_kernels.tunable import OPERATIONS, TOKENS, Case, Operation, cases
 
 #: Steps of one timed call.

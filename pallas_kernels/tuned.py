@@ -16,6 +16,8 @@ from typing import Any, TypeVar
 
 import jax
 
+from pallas_kernels import dispatch
+
 #: Names the file in the environment.
 VARIABLE = "PALLAS_KERNELS_TUNED"
 
@@ -41,7 +43,7 @@ class Key:
     def of(cls, problem: Any) -> Key:
         """Of a problem, on the device it is traced for."""
         _, _, group, head_dim = problem.q.shape
-        return cls(_device_kind(), head_dim, group, str(problem.pages.dtype), problem.pages.shape[2])
+        return cls(dispatch.device_kind(), head_dim, group, str(problem.pages.dtype), problem.pages.shape[2])
 
     def __str__(self) -> str:
         return f"{self.device} | D={self.head_dim} G={self.group} {self.dtype} R={self.page_size}"
@@ -68,7 +70,7 @@ class ChunkKey:
         """Of a problem, on the device it is traced for."""
         _, _, group, count, head_dim = problem.q.shape
         many = problem.k.shape[2] >= MANY_KEYS
-        return cls(_device_kind(), head_dim, group, str(problem.k.dtype), query_class(count), many)
+        return cls(dispatch.device_kind(), head_dim, group, str(problem.k.dtype), query_class(count), many)
 
     def __str__(self) -> str:
         queries = f"N={self.queries}" if self.queries < LARGEST_CLASS else f"N>={self.queries}"
@@ -90,11 +92,6 @@ def query_class(count: int) -> int:
 def key_of(problem: Any) -> Key | ChunkKey:
     """Of one token a row on pages, or of a chunk of queries."""
     return Key.of(problem) if hasattr(problem, "pages") else ChunkKey.of(problem)
-
-
-def _device_kind() -> str:
-    device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None) or jax.devices()[0]
-    return device.device_kind
 
 
 def config(kernel: str, problem: Any, kind: type[Config]) -> Config | None:

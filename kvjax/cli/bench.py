@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from kvjax.bench.report import Report
     from kvjax.bench.run import Bench
     from kvjax.model.load import LanguageModel
-    from pallas_kernels.bench.problem import Sizes
+    from pallas_kernels.bench.decode_inputs import Sizes
 
 PEERS = ("transformers",)
 
@@ -155,7 +155,7 @@ def tune(
 
 def problem_sizes(**sizes: Any) -> Sizes:
     """A kernel's problem by its sizes; one sentence where it is none."""
-    from pallas_kernels.bench.problem import Sizes
+    from pallas_kernels.bench.decode_inputs import Sizes
 
     try:
         return Sizes(**sizes)

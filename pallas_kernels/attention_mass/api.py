@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -10,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import checks, dispatch
-from pallas_kernels.attention_mass.problem import Counting, Masses, Problem
+from pallas_kernels.attention_mass.mass_problem import Counting, Masses, Problem
 from pallas_kernels.rows import Bias, Rows
 from pallas_kernels.softmax import per_row
 
@@ -18,28 +17,9 @@ from pallas_kernels.softmax import per_row
 BLOCK = 256
 
 
-def _from(name: str, function: str) -> Callable[..., Any]:
-    """The function of one implementation's module, imported when it is tried: a CPU never loads a GPU's compiler."""
-
-    def run(*args: Any, **options: Any) -> Any:
-        if name == "tpu":
-            from pallas_kernels.attention_mass import tpu as module
-        elif name == "triton":
-            from pallas_kernels.attention_mass import triton as module
-        else:
-            from pallas_kernels.attention_mass import xla as module
-        return getattr(module, function)(*args, **options)
-
-    return run
-
-
-def _implementations(function: str) -> Mapping[str, Callable[..., Any]]:
-    return {name: _from(name, function) for name in ("tpu", "triton", "xla")}
-
-
-LOG_SUM_EXP = _implementations("log_sum_exp")
-ATTENTION_MASS = _implementations("attention_mass")
-ORDER = {"tpu": ("tpu",), "gpu": ("triton",)}
+_ORDER = {"tpu": ("tpu",), "gpu": ("triton",)}
+LOG_SUM_EXP = dispatch.Implementations("log_sum_exp", "pallas_kernels.attention_mass", "log_sum_exp", _ORDER)
+ATTENTION_MASS = dispatch.Implementations("attention_mass", "pallas_kernels.attention_mass", "attention_mass", _ORDER)
 
 
 def log_sum_exp(
@@ -77,7 +57,7 @@ def log_sum_exp(
       NotImplementedError: the implementation that was named cannot do this.
     """
     problem = _problem(q, k, offset, scale, kept, bias, block)
-    return dispatch.run("log_sum_exp", LOG_SUM_EXP, ORDER, implementation, problem, **options)
+    return LOG_SUM_EXP.run(implementation, problem, **options)
 
 
 def attention_mass(
@@ -124,7 +104,7 @@ def attention_mass(
         onto = jax.tree.map(lambda x: x.astype(jnp.float32), onto)
     lse, weight = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), (lse, weight))
     counting = Counting(lse, weight, onto)
-    return dispatch.run("attention_mass", ATTENTION_MASS, ORDER, implementation, problem, counting, **options)
+    return ATTENTION_MASS.run(implementation, problem, counting, **options)
 
 
 def _problem(q: Any, k: Any, offset: Any, scale: Any, kept: Any, bias: Any, block: int | None) -> Problem:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from pallas_kernels.attention_mass.problem import Counting, Problem
+from pallas_kernels.attention_mass.mass_problem import Counting, Problem
 from pallas_kernels.softmax import NEG, NOTHING
 
 

@@ -2,7 +2,7 @@
 
 The grid's axis over keys is as long as the furthest query needs, a traced number. See
 :mod:`pallas_kernels.attention_mass.tpu_log_sum_exp` and :mod:`pallas_kernels.attention_mass.tpu_mass`, and for keys in
-float32 :mod:`pallas_kernels.tpu_float32`.
+float32 :mod:`pallas_kernels.tpu.float32_scores`.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pallas_kernels import tpu_tiles, tuned
+from pallas_kernels import tuned
 from pallas_kernels.attention_mass import tpu_log_sum_exp, tpu_mass, xla
-from pallas_kernels.attention_mass.problem import Counting, Masses, Problem
+from pallas_kernels.attention_mass.mass_problem import Counting, Masses, Problem
 from pallas_kernels.softmax import merge_log
-from pallas_kernels.tpu_tiles import Config, Tiles
+from pallas_kernels.tpu import tiles
+from pallas_kernels.tpu.tiles import Config, Tiles
 
 #: Keys whose scores are multiplied at once for the mass; of more there would not be registers enough.
 _PART = 256
@@ -28,9 +29,9 @@ def log_sum_exp(p: Problem, *, config: Config | None = None, interpret: Any = Fa
     _check(p)
     sizes = config or tuned.config("log_sum_exp.tpu", p, Config)
     whole, rest = _parted(p, sizes)
-    found = [] if not whole else [tpu_log_sum_exp.call(p, tpu_log_sum_exp.tiles(p, sizes, whole), interpret)]
+    found = [] if not whole else [tpu_log_sum_exp.call(p, tpu_log_sum_exp.tiling(p, sizes, whole), interpret)]
     if rest is not None:
-        t = tpu_log_sum_exp.tiles(rest, config or tuned.config("log_sum_exp.tpu", rest, Config))
+        t = tpu_log_sum_exp.tiling(rest, config or tuned.config("log_sum_exp.tpu", rest, Config))
         found.append(tpu_log_sum_exp.call(rest, t, interpret)[..., : t.count])
     lse = jnp.concatenate(found, axis=3)
     return lse if p.kept is None else merge_log(lse, xla.kept_log_sum_exp(p))
@@ -44,12 +45,12 @@ def attention_mass(p: Problem, c: Counting, *, config: Config | None = None, int
     t = mass_tiles(p, sizes, whole or None)
     tokens = p.k.shape[2]
     new = jnp.zeros((*p.q.shape[:3], tokens), jnp.float32) if c.onto is None else c.onto.new
-    new = tpu_tiles.padded(new, 3, t.keys)
+    new = tiles.padded(new, 3, t.keys)
     if whole:
         new = tpu_mass.call(p, c.of(slice(0, whole)), t, new, interpret)
     if rest is not None:
         t = mass_tiles(rest, config or tuned.config("attention_mass.tpu", rest, Config))
-        new = tpu_mass.call(rest, c.of(slice(whole, None)), t, tpu_tiles.padded(new, 3, t.keys), interpret)
+        new = tpu_mass.call(rest, c.of(slice(whole, None)), t, tiles.padded(new, 3, t.keys), interpret)
     return Masses(new[..., :tokens], None if p.kept is None else xla.kept_mass(p, c))
 
 

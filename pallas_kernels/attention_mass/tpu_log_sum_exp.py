@@ -19,10 +19,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
-from pallas_kernels import tpu_float32, tpu_tiles
-from pallas_kernels.attention_mass.problem import Problem
+from pallas_kernels.attention_mass.mass_problem import Problem
 from pallas_kernels.softmax import LOG2E, NEG, NOTHING
-from pallas_kernels.tpu_tiles import LANES, SUBLANES, Config, Tiles
+from pallas_kernels.tpu import float32_scores, tiles
+from pallas_kernels.tpu.tiles import LANES, SUBLANES, Config, Tiles
 
 #: Rows of queries that are measured together where products are faster than what becomes of them, and how many rows of
 #: the unit before may not be measured yet when a row is multiplied: see ``_held_back``.
@@ -31,12 +31,12 @@ _UNIT, _BEHIND = 256, 32
 _ROWS = 1024
 
 
-def tiles(p: Problem, config: Config | None, count: int | None = None) -> Tiles:
+def tiling(p: Problem, config: Config | None, count: int | None = None) -> Tiles:
     """Of the first ``count`` queries.
 
     In parts of so few keys that what comes out of the matrix units in several rounds is not many registers.
     """
-    unit = tpu_tiles.matrix_unit()
+    unit = tiles.matrix_unit()
     rounds = p.k.dtype == jnp.float32 or p.q.shape[4] > max(LANES, unit)
     return Tiles.of(p.q, p.k, config, 2 * unit if rounds else None, count)
 
@@ -50,7 +50,7 @@ def _held_back(q: Float[Array, "M D"], gathered: Float[Array, "M 128"], measured
     a sum of weights where it is below 0.
     """
     found = []
-    for rows in tpu_tiles.steps(q.shape[0], 64):
+    for rows in tiles.steps(q.shape[0], 64):
         least = gathered[rows.start : rows.start + SUBLANES]
         before = min(rows.start - _BEHIND, (0 if measured is None else measured.shape[0]) - SUBLANES)
         if before >= 0:
@@ -58,7 +58,7 @@ def _held_back(q: Float[Array, "M D"], gathered: Float[Array, "M 128"], measured
         # Not the lesser of it and 0: one query's NaN would be another's.
         zero = jnp.where(least < 0, least, jnp.float32(0))
         held = min(rows.start + 2 * SUBLANES, rows.stop)
-        zeros = tpu_tiles.across(jnp.concatenate([zero, zero]).astype(q.dtype), q.shape[1])
+        zeros = tiles.across(jnp.concatenate([zero, zero]).astype(q.dtype), q.shape[1])
         found.append(q[rows.start : held] + zeros)
         if held < rows.stop:
             found.append(q[held : rows.stop])
@@ -78,8 +78,8 @@ def _strips(t: Tiles, most: int) -> list[_Strip]:
     group = t.shape[2]
     count = t.heads_in(most)
     found = []
-    for heads in tpu_tiles.steps(group, count):
-        for queries in tpu_tiles.steps(t.queries, t.queries if count > 1 else most):
+    for heads in tiles.steps(group, count):
+        for queries in tiles.steps(t.queries, t.queries if count > 1 else most):
             start, rows = heads.start * t.queries + queries.start, count * (queries.stop - queries.start)
             found.append(_Strip(heads, queries, slice(start, start + rows)))
     return found
@@ -123,7 +123,7 @@ class _Block:
 
     def gather(self, part: int, at: _Strip) -> Array:
         """The weights of the scores measured last, added to the sum of those before."""
-        scores = tpu_tiles.lanes(self.score[part, at.heads, at.queries].reshape(-1, self.t.part))
+        scores = tiles.lanes(self.score[part, at.heads, at.queries].reshape(-1, self.t.part))
         weights = [jnp.exp2(x - self.peak[part, at.rows]) for x in scores]
         found = self.mass[part, at.rows] * self.shrink[part, at.rows] + functools.reduce(jnp.add, weights)
         self.mass[part, at.rows] = found
@@ -151,9 +151,9 @@ def _kernel(offset, factor, q, k, out, score, peak, shrink, mass, *float32, t: T
     first_query = offset[b * group] + first
     last = block == pl.num_programs(3) - 1
     rows = _Block(t, score, peak, shrink, mass)
-    products: Any = tpu_float32.Products(t, float32[0], float32[1], score) if float32 else None
+    products: Any = float32_scores.Products(t, float32[0], float32[1], score) if float32 else None
     # Where products are faster than what becomes of them.
-    fast = tpu_tiles.matrix_unit() > LANES
+    fast = tiles.matrix_unit() > LANES
 
     @pl.when(block == 0)
     def _():
@@ -169,17 +169,17 @@ def _kernel(offset, factor, q, k, out, score, peak, shrink, mass, *float32, t: T
             queries = q[at.heads, at.queries]
             if hold_back is not None:
                 queries = _held_back(queries.reshape(-1, queries.shape[-1]), *hold_back)[None]
-            scores = tpu_tiles.scores(queries, t.keys_of(k, part), t.columns) * factor[b]
+            scores = tiles.scores(queries, t.keys_of(k, part), t.columns) * factor[b]
         if masked:
             # Masked weights need no zeros: where a lane has seen no score they are exp2(0), and go with its first.
             ahead = first + jnp.int32(at.queries.start) - first_key - jnp.int32(part * t.part)
             heads = range(at.heads.start, at.heads.stop)
-            scores = tpu_tiles.masked(scores, [offset[b * group + g] + ahead for g in heads])
+            scores = tiles.masked(scores, [offset[b * group + g] + ahead for g in heads])
         score[part, at.heads, at.queries] = scores.reshape(-1, at.queries.stop - at.queries.start, t.part)
         if masked and fast:
-            shrink[part, at.rows] = functools.reduce(jnp.maximum, tpu_tiles.lanes(scores))
+            shrink[part, at.rows] = functools.reduce(jnp.maximum, tiles.lanes(scores))
             return None
-        return rows.lift(part, at.rows, tpu_tiles.lanes(scores))
+        return rows.lift(part, at.rows, tiles.lanes(scores))
 
     def measure_all(at: _Strip, masked: bool) -> None:
         for part in range(t.parts):
@@ -202,30 +202,30 @@ def _kernel(offset, factor, q, k, out, score, peak, shrink, mass, *float32, t: T
     crossed = jnp.logical_and(live, jnp.logical_not(below))
     strips = _strips(t, _ROWS if products else t.rows)
     if products:
-        tpu_tiles.apart(jnp.logical_and(live, block > 0), rows.gather_all)
+        tiles.apart(jnp.logical_and(live, block > 0), rows.gather_all)
         pl.when(live)(functools.partial(products.take_keys, k))
         for chunk in products.first_chunks():
-            tpu_tiles.apart(live, functools.partial(add, chunk))
+            tiles.apart(live, functools.partial(add, chunk))
         for at in strips:
-            tpu_tiles.apart(below, functools.partial(measure_all, at, masked=False))
+            tiles.apart(below, functools.partial(measure_all, at, masked=False))
     else:
-        tpu_tiles.apart(below, gather_and_measure)
-        tpu_tiles.apart(jnp.logical_and(crossed, block > 0), rows.gather_all)
+        tiles.apart(below, gather_and_measure)
+        tiles.apart(jnp.logical_and(crossed, block > 0), rows.gather_all)
     for at in strips:
-        tpu_tiles.apart(crossed, functools.partial(measure_all, at, masked=True))
+        tiles.apart(crossed, functools.partial(measure_all, at, masked=True))
     if fast:
-        tpu_tiles.each_strip(t, crossed, rows.lift_rows, 32)
-    tpu_tiles.apart(last, rows.gather_all)
-    tpu_tiles.each_strip(t, last, rows.meet, 32)
-    pl.when(last)(lambda: tpu_tiles.store_by_head(out, mass[0]))
+        tiles.each_strip(t, crossed, rows.lift_rows, 32)
+    tiles.apart(last, rows.gather_all)
+    tiles.each_strip(t, last, rows.meet, 32)
+    pl.when(last)(lambda: tiles.store_by_head(out, mass[0]))
 
 
 def _memory(t: Tiles, itemsize: int) -> int | None:
     """VMEM to ask for: scores, peaks and sums, and blocks in flight."""
     scratch = 4 * t.rows * (t.keys + 3 * t.parts * LANES)
     if itemsize == 4:
-        scratch += tpu_float32.scratch_bytes(tpu_float32.parts_scratch(t))
-    return tpu_tiles.vmem_limit(scratch + 2 * itemsize * max(t.shape[4], LANES) * (t.rows + t.keys))
+        scratch += float32_scores.scratch_bytes(float32_scores.parts_scratch(t))
+    return tiles.vmem_limit(scratch + 2 * itemsize * max(t.shape[4], LANES) * (t.rows + t.keys))
 
 
 def call(p: Problem, t: Tiles, interpret: Any) -> Float[Array, "B H G N"]:
@@ -245,7 +245,7 @@ def call(p: Problem, t: Tiles, interpret: Any) -> Float[Array, "B H G N"]:
         scratch_shapes=[
             pltpu.VMEM((t.parts, group, t.queries, t.part), jnp.float32),
             *[pltpu.VMEM((t.parts, t.rows, LANES), jnp.float32)] * 3,
-            *(tpu_float32.parts_scratch(t) if p.k.dtype == jnp.float32 else ()),
+            *(float32_scores.parts_scratch(t) if p.k.dtype == jnp.float32 else ()),
         ],
     )
     out = jax.ShapeDtypeStruct(t.shape[:4], jnp.float32)

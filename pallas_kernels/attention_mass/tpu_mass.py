@@ -20,10 +20,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
-from pallas_kernels import tpu_float32, tpu_tiles
-from pallas_kernels.attention_mass.problem import Counting, Problem
+from pallas_kernels.attention_mass.mass_problem import Counting, Problem
 from pallas_kernels.softmax import LOG2E, NEG, NOTHING
-from pallas_kernels.tpu_tiles import LANES, SUBLANES, Tiles
+from pallas_kernels.tpu import float32_scores, tiles
+from pallas_kernels.tpu.tiles import LANES, SUBLANES, Tiles
 
 #: Rows of queries that a turn of the loop over a block on the diagonal takes at most.
 _ROWS = 512
@@ -45,8 +45,8 @@ def _each_part(
         for part in range(t.parts):
             run(part, heads.start, heads.stop - heads.start, False)
 
-    for heads in tpu_tiles.steps(group, t.heads_in(most)):
-        tpu_tiles.apart(below, functools.partial(run_all, heads))
+    for heads in tiles.steps(group, t.heads_in(most)):
+        tiles.apart(below, functools.partial(run_all, heads))
 
     count = t.heads_in(_ROWS)
     strips = jnp.int32(group // count)
@@ -88,7 +88,7 @@ class _Hidden(NamedTuple):
 
 def _shares(scores: Array, normaliser: Array, hidden: _Hidden | None) -> list[Float[Array, "8 128"]]:
     """What a piece's queries give, in groups of 128 keys and still in 8 sublanes."""
-    found = tpu_tiles.lanes(scores)
+    found = tiles.lanes(scores)
     if hidden is not None:
         found = hidden.masked(found)
     return [jnp.exp2(x - normaliser).reshape(-1, SUBLANES, LANES).sum(axis=0) for x in found]
@@ -106,10 +106,10 @@ def _normaliser_columns(x: Float[Array, "B H G N"], t: Tiles) -> Float[Array, "B
     """
     batch, heads, group, _, _ = t.shape
     pieces, rows = len(_pieces(t)), min(t.queries, LANES)
-    x = tpu_tiles.padded(x.reshape(batch, heads, group, t.query_blocks, t.queries), 4, rows)
+    x = tiles.padded(x.reshape(batch, heads, group, t.query_blocks, t.queries), 4, rows)
     x = x.reshape(batch, heads, group, t.query_blocks, pieces, rows).swapaxes(2, 3)
-    x = tpu_tiles.padded(x.reshape(batch, heads, t.query_blocks, group * pieces, rows), 3, _lanes_of_block(t))
-    return tpu_tiles.padded(x.reshape(batch, heads, -1, rows), 2, LANES).swapaxes(2, 3)
+    x = tiles.padded(x.reshape(batch, heads, t.query_blocks, group * pieces, rows), 3, _lanes_of_block(t))
+    return tiles.padded(x.reshape(batch, heads, -1, rows), 2, LANES).swapaxes(2, 3)
 
 
 def _spread(beside: Any, normaliser: Any, block: Array, piece: Any, t: Tiles) -> None:
@@ -128,7 +128,7 @@ def _kernel(offset, factor, live, q, normaliser, k, onto, out, total, beside, di
     b, block, i = pl.program_id(0), pl.program_id(2), pl.program_id(3)
     group = t.shape[2]
     first_query, first_key = offset[b * group] + i * jnp.int32(t.queries), block * jnp.int32(t.keys)
-    products: Any = tpu_float32.Products(t, *float32) if float32 else None
+    products: Any = float32_scores.Products(t, *float32) if float32 else None
 
     @pl.when(i == 0)
     def _():
@@ -152,7 +152,7 @@ def _kernel(offset, factor, live, q, normaliser, k, onto, out, total, beside, di
         def scores_of(heads: Any, at: slice) -> Array:
             if products:
                 return products.last(heads, at, part).reshape(-1, t.part)
-            return tpu_tiles.scores(q[heads, at], keys, t.columns) * factor[b]
+            return tiles.scores(q[heads, at], keys, t.columns) * factor[b]
 
         def add_piece(g: int, at: slice, scores: Array, before: Array | None) -> Array:
             """Of a head's piece; what it gives to the first keys."""
@@ -166,19 +166,19 @@ def _kernel(offset, factor, live, q, normaliser, k, onto, out, total, beside, di
         # If masked at most as many rows at once as there are lanes, of which the third waits for the first.
         together, step = (t.heads_in(LANES), LANES) if masked else (count, t.queries)
         done: list[Any] = []
-        for heads in tpu_tiles.steps(count, together):
+        for heads in tiles.steps(count, together):
             before, share = done[0] if masked and len(done) == 2 and heads.stop == count else None, None
-            for rows in tpu_tiles.steps(t.queries, step):
+            for rows in tiles.steps(t.queries, step):
                 scores = scores_of(pl.ds(first + heads.start, heads.stop - heads.start), rows)
                 scores = scores.reshape(-1, rows.stop - rows.start, t.part)
                 for g in range(heads.start, heads.stop):
-                    for piece in tpu_tiles.steps(rows.stop - rows.start, LANES):
+                    for piece in tiles.steps(rows.stop - rows.start, LANES):
                         at = slice(rows.start + piece.start, rows.start + piece.stop)
                         share = add_piece(g, at, scores[g - heads.start, piece], before)
             done.append(share)
 
     # Where products are slow, many rows of them are a region of their own.
-    slow = products is not None or tpu_tiles.matrix_unit() == LANES
+    slow = products is not None or tiles.matrix_unit() == LANES
     each_part = functools.partial(_each_part, t, first_query, first_key, most=2 * _ROWS if slow else t.rows)
     alive = live[b * pl.num_programs(3) + i] != 0
     if products:
@@ -187,7 +187,7 @@ def _kernel(offset, factor, live, q, normaliser, k, onto, out, total, beside, di
         pl.when(i == 0)(functools.partial(products.take_keys, k))
         pl.when(again)(functools.partial(products.take_queries, q, factor[b]))
         for chunk in products.first_chunks():
-            tpu_tiles.apart(alive, functools.partial(each_part, functools.partial(add_chunk, chunk)))
+            tiles.apart(alive, functools.partial(each_part, functools.partial(add_chunk, chunk)))
 
     @pl.when(alive)
     def _():
@@ -204,13 +204,13 @@ def _memory(t: Tiles, itemsize: int) -> int | None:
     """VMEM to ask for: normalisers, sums, blocks in flight and the parts of float32 numbers."""
     group, dim = t.shape[2], max(t.shape[4], LANES)
     needed = 4 * (t.rows * LANES + group * t.keys * (SUBLANES + 4)) + 2 * itemsize * dim * (t.rows + t.keys)
-    return tpu_tiles.vmem_limit(needed + (tpu_float32.scratch_bytes(tpu_float32.scratch(t)) if itemsize == 4 else 0))
+    return tiles.vmem_limit(needed + (float32_scores.scratch_bytes(float32_scores.scratch(t)) if itemsize == 4 else 0))
 
 
 def call(p: Problem, c: Counting, t: Tiles, onto: Array, interpret: Any) -> Float[Array, "B H G T"]:
     batch, heads, group, _, dim = t.shape
     weight = jnp.ones((batch, t.count), jnp.float32) if c.weight is None else c.weight
-    weight = tpu_tiles.padded(weight.astype(jnp.float32), 1, t.queries)
+    weight = tiles.padded(weight.astype(jnp.float32), 1, t.queries)
     live = (weight > 0).reshape(batch * t.query_blocks, t.queries).any(axis=1).astype(jnp.int32)
     # A weight is the normaliser's business: w exp(s - lse) = exp(s - (lse - log w)), and one of 0 makes it infinite.
     log_weight = jnp.log(jnp.maximum(weight, jnp.finfo(jnp.float32).tiny))[:, None, None]
@@ -245,7 +245,7 @@ def call(p: Problem, c: Counting, t: Tiles, onto: Array, interpret: Any) -> Floa
             pltpu.VMEM((t.parts, group, SUBLANES, t.part), jnp.float32),
             pltpu.VMEM((group, t.queries, LANES), jnp.float32),
             pltpu.VMEM((min(t.queries, LANES), LANES), jnp.int32),
-            *(tpu_float32.scratch(t) if p.k.dtype == jnp.float32 else ()),
+            *(float32_scores.scratch(t) if p.k.dtype == jnp.float32 else ()),
         ],
     )
     return pl.pallas_call(

@@ -20,9 +20,9 @@ from jaxtyping import Array, Float
 
 from pallas_kernels import tuned
 from pallas_kernels.attention_mass import xla
-from pallas_kernels.attention_mass.problem import Counting, Masses, Problem
+from pallas_kernels.attention_mass.mass_problem import Counting, Masses, Problem
+from pallas_kernels.gpu.triton_tiles import check_sizes, dot_rows, i32, rows_of, up
 from pallas_kernels.softmax import LOG2E, NEG, NOTHING, merge_log
-from pallas_kernels.triton_tiles import check_sizes, dot_rows, i32, rows_of, up
 
 
 @dataclasses.dataclass(frozen=True)

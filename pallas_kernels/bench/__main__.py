@@ -8,7 +8,7 @@ from pathlib import Path
 
 from pallas_kernels import dispatch
 from pallas_kernels.bench import decode
-from pallas_kernels.bench.problem import Sizes
+from pallas_kernels.bench.decode_inputs import Sizes
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -11,13 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import dispatch
-from pallas_kernels.bench import problem as problems
-from pallas_kernels.bench import timing
-from pallas_kernels.bench.problem import Sizes
-from pallas_kernels.bench.report import Report, Row
+from pallas_kernels.bench import decode_inputs, timing
+from pallas_kernels.bench.decode_inputs import Sizes
+from pallas_kernels.bench.kernel_report import Report, Row
 from pallas_kernels.ragged_decode import reference
-from pallas_kernels.ragged_decode.api import IMPLEMENTATIONS, ORDER
-from pallas_kernels.ragged_decode.problem import Problem
+from pallas_kernels.ragged_decode.api import IMPLEMENTATIONS
+from pallas_kernels.ragged_decode.decode_problem import Problem
 
 #: The peer on GPUs: one attention call over keys and values padded to the longest head, (row, head) as its batch.
 CUDNN = "cudnn, padded"
@@ -31,7 +30,7 @@ def run(sizes: Sizes, *, rounds: int = 10, copy_bytes: int | None = None, second
       copy_bytes: of the copy whose bandwidth is the yardstick; by default 1 GiB, on CPUs 64 MiB.
       seconds: a timed call makes as many steps as take about this long.
     """
-    problem = problems.make(sizes)
+    problem = decode_inputs.make(sizes)
     platform = dispatch.platform()
     rows: dict[str, Row] = {}
     contestants: dict[str, Callable[[], Any]] = {}
@@ -74,7 +73,7 @@ def _contestants(p: Problem, platform: str) -> list[tuple[str, Callable[..., jax
 
         return step
 
-    names = (*ORDER.get(platform, ()), "xla")
+    names = (*IMPLEMENTATIONS.order.get(platform, ()), "xla")
     found: list[tuple[str, Callable[..., jax.Array], tuple[Any, ...]]] = [(name, ours(name), arrays) for name in names]
     if platform == "gpu" and p.pages.dtype.itemsize == 2:
         found.append((CUDNN, _cudnn(p.scale), (*_padded(p), p.length)))

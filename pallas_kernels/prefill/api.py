@@ -2,41 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import checks, dispatch
-from pallas_kernels.prefill.problem import Prefilled, Problem
+from pallas_kernels.prefill.prefill_problem import Prefilled, Problem
 from pallas_kernels.rows import Bias, Rows
 
 #: Keys that the XLA form reads at once, where the caller does not say.
 BLOCK = 256
 
 
-def _tpu(problem: Problem, **options: Any) -> Prefilled:
-    from pallas_kernels.prefill import tpu
-
-    return tpu.prefill(problem, **options)
-
-
-def _triton(problem: Problem, **options: Any) -> Prefilled:
-    from pallas_kernels.prefill import triton
-
-    return triton.prefill(problem, **options)
-
-
-def _xla(problem: Problem, **options: Any) -> Prefilled:
-    from pallas_kernels.prefill import xla
-
-    return xla.prefill(problem, **options)
-
-
-# Imported when they are tried: a CPU never loads a GPU's compiler.
-IMPLEMENTATIONS: Mapping[str, Callable[..., Prefilled]] = {"tpu": _tpu, "triton": _triton, "xla": _xla}
-ORDER = {"tpu": ("tpu",), "gpu": ("triton",)}
+IMPLEMENTATIONS = dispatch.Implementations(
+    "prefill", "pallas_kernels.prefill", "prefill", {"tpu": ("tpu",), "gpu": ("triton",)}
+)
 
 
 def prefill(
@@ -88,4 +69,4 @@ def prefill(
     checks.rows(kept, batch, heads, dim)
     block = checks.block(block, tokens, BLOCK)
     problem = Problem(q, k, v, jnp.asarray(offset, jnp.int32), length, kept, checks.plain(scale), bias, block)
-    return dispatch.run("prefill", IMPLEMENTATIONS, ORDER, implementation, problem, **options)
+    return IMPLEMENTATIONS.run(implementation, problem, **options)

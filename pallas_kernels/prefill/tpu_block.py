@@ -19,9 +19,9 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pallas_kernels import tpu_tiles
 from pallas_kernels.softmax import LOG2E, NEG, NOTHING
-from pallas_kernels.tpu_tiles import LANES, Tiles
+from pallas_kernels.tpu import tiles
+from pallas_kernels.tpu.tiles import LANES, Tiles
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,11 +43,11 @@ class Order:
     @classmethod
     def of(cls, t: Tiles, float32: bool) -> Order:
         """As the chip's matrix units take the weights; of small units, which leave registers enough, as they come."""
-        if float32 or t.parts == 1 or tpu_tiles.matrix_unit() < 256:
+        if float32 or t.parts == 1 or tiles.matrix_unit() < 256:
             return cls(1, t.part, t.rows, False, 1 if t.columns and not float32 else 0)
         # All alike where that is possible, and not all at once.
         rows = next((x for x in (64, 48, 32) if t.rows > x and t.rows % x == 0), min(64, t.rows // 32 * 32 or t.rows))
-        if t.shape[4] > LANES and tpu_tiles.sums_in_unit():
+        if t.shape[4] > LANES and tiles.sums_in_unit():
             # Each unit takes a part of its own, all rows of as many keys as it holds and then of the next.
             return cls(2, min(256, t.part), rows, True, 0)
         return cls(1, t.part, rows, True, t.parts // 2)
@@ -60,13 +60,13 @@ class Order:
 def strips(t: Tiles) -> list[slice]:
     """Rows that are weighed together: so few that what is made early fits the registers."""
     wide = t.shape[4] > LANES
-    if tpu_tiles.matrix_unit() < 256:
+    if tiles.matrix_unit() < 256:
         rows = 512 if wide and t.part > 256 else t.rows
     elif wide or t.part < 256:
         rows = 512
     else:
-        rows = 1024 if t.parts == 1 and tpu_tiles.sums_in_unit() else t.rows
-    return tpu_tiles.steps(t.rows, rows)
+        rows = 1024 if t.parts == 1 and tiles.sums_in_unit() else t.rows
+    return tiles.steps(t.rows, rows)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,7 +103,7 @@ class Block:
 
     def take(self, part: int, scores: Float[Array, "R S"]) -> None:
         self.score[part, :, : self.t.part] = scores
-        self.found_peak[part] = functools.reduce(jnp.maximum, tpu_tiles.lanes(scores))
+        self.found_peak[part] = functools.reduce(jnp.maximum, tiles.lanes(scores))
 
     def lift(self, rows: slice) -> None:
         """The peaks, and what was gathered before, with those that were found."""
@@ -112,14 +112,14 @@ class Block:
         self.shrink[rows] = jnp.exp2(self.peak[rows] - higher)
         self.mass[rows] = self._whole_mass(rows) * self.shrink[rows]
         for part in range(self.order.early):
-            lower = tpu_tiles.across(self.shrink[rows], self.total.shape[2])
+            lower = tiles.across(self.shrink[rows], self.total.shape[2])
             self.total[part, rows] = self.total[part, rows] * lower
         self.peak[rows] = higher
 
     def weights_of(self, part: int, rows: Any, keys: slice, turn: int = 0) -> list[Array]:
         """Of some keys of a part; ``turn`` numbers what must follow what."""
         there = self.score[self.bases[(turn + 1) % 2] + part, rows, keys]
-        weights = [jnp.exp2(scores - self.peak[rows]) for scores in tpu_tiles.lanes(there)]
+        weights = [jnp.exp2(scores - self.peak[rows]) for scores in tiles.lanes(there)]
         at = self.t.part + keys.start // self.order.keys * LANES
         self.score[self.bases[turn % 2] + part, rows, at : at + LANES] = functools.reduce(jnp.add, weights)
         return weights
@@ -131,10 +131,10 @@ class Block:
         for first in range(0, t.parts, order.parts):
             parts = range(first, min(first + order.parts, t.parts))
             for part, weight in zip(parts, self._weights(parts, rows, first * turns, v.dtype), strict=True):
-                weighed = tpu_tiles.dot(weight, t.keys_of(v, part), 1 if t.columns else 0)
+                weighed = tiles.dot(weight, t.keys_of(v, part), 1 if t.columns else 0)
                 so_far = self.total[part, rows]
                 if part >= order.early:
-                    so_far *= tpu_tiles.across(self.shrink[rows], self.total.shape[2])
+                    so_far *= tiles.across(self.shrink[rows], self.total.shape[2])
                 self.total[part, rows] = so_far + weighed
 
     def finish(self, out: Any, head: Array, queries: Any, rows: Any) -> None:
@@ -154,8 +154,8 @@ class Block:
 
     def _weights(self, parts: range, rows: slice, turn: int, dtype: Any) -> list[Array]:
         """Of these parts, made in the order in which the matrix units take them."""
-        strips = tpu_tiles.steps(rows.stop - rows.start, self.order.rows)
-        keys = tpu_tiles.steps(self.t.part, self.order.keys)
+        strips = tiles.steps(rows.stop - rows.start, self.order.rows)
+        keys = tiles.steps(self.t.part, self.order.keys)
         made = {}
         for at in itertools.product(range(len(keys)), range(len(strips)), parts):
             i, j, part = at

@@ -21,10 +21,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from pallas_kernels import checks, tuned
+from pallas_kernels.gpu.triton_tiles import check_sizes, dot, dot_rows, i32, lanes, rows_of, up
 from pallas_kernels.prefill import xla
-from pallas_kernels.prefill.problem import Prefilled, Problem
+from pallas_kernels.prefill.prefill_problem import Prefilled, Problem
 from pallas_kernels.softmax import LOG2E, NEG, NOTHING, merge, per_row
-from pallas_kernels.triton_tiles import check_sizes, dot, dot_rows, i32, lanes, rows_of, up
 
 
 @dataclasses.dataclass(frozen=True)

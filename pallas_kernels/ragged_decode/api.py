@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -12,41 +11,11 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels import checks, dispatch
 from pallas_kernels.pages import Pages
-from pallas_kernels.ragged_decode.problem import Decoded, Problem
+from pallas_kernels.ragged_decode.decode_problem import Decoded, Problem
 
-
-def _tpu(problem: Problem, **options: Any) -> Decoded:
-    from pallas_kernels.ragged_decode import tpu
-
-    return tpu.decode(problem, **options)
-
-
-def _mosaic_gpu(problem: Problem, **options: Any) -> Decoded:
-    from pallas_kernels.ragged_decode import mosaic_gpu
-
-    return mosaic_gpu.decode(problem, **options)
-
-
-def _triton(problem: Problem, **options: Any) -> Decoded:
-    from pallas_kernels.ragged_decode import triton
-
-    return triton.decode(problem, **options)
-
-
-def _xla(problem: Problem, **options: Any) -> Decoded:
-    from pallas_kernels.ragged_decode import xla
-
-    return xla.decode(problem, **options)
-
-
-# Imported when they are tried: a CPU never loads a GPU's compiler.
-IMPLEMENTATIONS: Mapping[str, Callable[..., Decoded]] = {
-    "tpu": _tpu,
-    "mosaic_gpu": _mosaic_gpu,
-    "triton": _triton,
-    "xla": _xla,
-}
-ORDER = {"tpu": ("tpu",), "gpu": ("mosaic_gpu", "triton")}
+IMPLEMENTATIONS = dispatch.Implementations(
+    "ragged_decode", "pallas_kernels.ragged_decode", "decode", {"tpu": ("tpu",), "gpu": ("mosaic_gpu", "triton")}
+)
 
 
 def ragged_decode(
@@ -118,7 +87,7 @@ def ragged_decode(
     _check(problem)
     numbers = {name: checks.plain(getattr(problem, name)) for name in ("scale", "logits_scale", "soft_cap")}
     problem = dataclasses.replace(problem, **numbers)
-    return dispatch.run("ragged_decode", IMPLEMENTATIONS, ORDER, implementation, problem, **options)
+    return IMPLEMENTATIONS.run(implementation, problem, **options)
 
 
 def _check(p: Problem) -> None:

@@ -23,10 +23,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
-from pallas_kernels import checks, gpu, tuned
+from pallas_kernels import checks, tuned
+from pallas_kernels.gpu import chip
 from pallas_kernels.pages import Stacked
 from pallas_kernels.ragged_decode import split
-from pallas_kernels.ragged_decode.problem import Decoded, Problem
+from pallas_kernels.ragged_decode.decode_problem import Decoded, Problem
 from pallas_kernels.ragged_decode.split import Split
 from pallas_kernels.softmax import NEG
 
@@ -126,7 +127,7 @@ def decode(p: Problem, *, config: MosaicGpuConfig | None = None, interpret: Any 
 
 def _accepted(p: Problem) -> Stacked:
     """The pages of a problem that this can do."""
-    target = gpu.target()
+    target = chip.target()
     capability = target.capability
     checks.compiled_in(p.scale, p.logits_scale, p.soft_cap)
     if p.first_row is not None:

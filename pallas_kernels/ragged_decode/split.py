@@ -15,8 +15,8 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels import gpu
-from pallas_kernels.ragged_decode.problem import Decoded, Problem
+from pallas_kernels.gpu import chip
+from pallas_kernels.ragged_decode.decode_problem import Decoded, Problem
 from pallas_kernels.softmax import NEG
 
 
@@ -64,7 +64,7 @@ def pages_per_item(p: Problem) -> int:
     """
     batch, total, page_size, _ = p.pages.shape
     queries = max(p.q.shape[2], 4)
-    share = max(batch * total * page_size // (4 * gpu.target().processors), 1)
+    share = max(batch * total * page_size // (4 * chip.target().processors), 1)
     slots = min(max(pl.next_power_of_2(share), 32 * queries), 256 * queries)
     return max(slots // page_size, 1)
 

@@ -25,13 +25,13 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from pallas_kernels import checks, tuned
+from pallas_kernels import checks, dispatch, tuned
 from pallas_kernels.pages import Columns, Lanes, Stacked
-from pallas_kernels.ragged_decode.problem import Decoded, Problem
-from pallas_kernels.ragged_decode.tpu_float32 import stacked_parts
+from pallas_kernels.ragged_decode.decode_problem import Decoded, Problem
 from pallas_kernels.ragged_decode.tpu_kernel import LANES, SHOWN, STAGES, Static, kernel
 from pallas_kernels.ragged_decode.worklist import WorkList, most_items, work_list
 from pallas_kernels.softmax import NEG
+from pallas_kernels.tpu.bfloat16_parts import stacked_parts
 
 #: Scalar memory is 1 MiB, and 900 KiB of prefetched scalars compile (libtpu 0.0.42, v5e).
 SCALAR_BYTES = 900 * 1024
@@ -135,7 +135,7 @@ def decode(problem: Problem, *, config: TpuConfig | None = None, interpret: Any 
     p = problem
     _, total, page_size, _ = p.pages.shape
     _check(p)
-    kind = _device_kind()
+    kind = dispatch.device_kind()
     if config is None:
         rule = TpuConfig.default(kind, page_size, p.pages.shape[3], p.pages.dtype)
         config = tuned.config("ragged_decode.tpu", p, TpuConfig) or rule
@@ -416,9 +416,3 @@ def _decoded(p: Problem, out: Array, lse: Array, logits: Array | None) -> Decode
     if logits is not None:
         logits = logits.reshape(batch, -1, group, logits.shape[-1])
     return Decoded(out, lse.reshape(batch, heads, group), logits)
-
-
-def _device_kind() -> str:
-    """Of the device compiled for: the abstract mesh's, when compiling ahead of time, else the default backend's."""
-    device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
-    return device.device_kind if device is not None else jax.devices()[0].device_kind

@@ -19,9 +19,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
 
-from pallas_kernels.ragged_decode.tpu_float32 import PARTS, dot, product, stacked_parts
 from pallas_kernels.ragged_decode.worklist import FIRST, ZERO
 from pallas_kernels.softmax import NEG
+from pallas_kernels.tpu.bfloat16_parts import PARTS, dot, product, stacked_parts
 
 LANES = 128
 #: Blocks at work at once, whose buffers are not being filled.

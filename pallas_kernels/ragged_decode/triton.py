@@ -18,10 +18,11 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
-from pallas_kernels import checks, gpu, tuned
+from pallas_kernels import checks, tuned
+from pallas_kernels.gpu import chip
 from pallas_kernels.pages import Columns, Lanes, Stacked
 from pallas_kernels.ragged_decode import split
-from pallas_kernels.ragged_decode.problem import Decoded, Problem
+from pallas_kernels.ragged_decode.decode_problem import Decoded, Problem
 from pallas_kernels.ragged_decode.split import Split
 from pallas_kernels.softmax import NEG
 
@@ -60,7 +61,7 @@ class TritonConfig:
           NotImplementedError: not even two stages of 16 slots fit the GPU's shared memory.
         """
         itemsize, lanes = p.pages.dtype.itemsize, pl.next_power_of_2(p.q.shape[3])
-        room, slot = gpu.target().shared_memory, 2 * lanes * itemsize
+        room, slot = chip.target().shared_memory, 2 * lanes * itemsize
         block = 32 if lanes * itemsize > 256 else 64
         while 2 * block * slot > 0.9 * room and block > 16:
             block //= 2
@@ -142,7 +143,7 @@ def _placed(p: Problem) -> bool:
 
 def _accepted(p: Problem) -> Stacked | Lanes:
     """The pages of a problem that this can do."""
-    target = gpu.target()
+    target = chip.target()
     capability = target.capability
     page_size, group = p.pages.shape[2], p.q.shape[2]
     checks.compiled_in(p.scale, p.logits_scale, p.soft_cap)

@@ -12,7 +12,7 @@ import pytest
 
 from pallas_kernels.pages import Columns, Lanes, Pages, Stacked
 from pallas_kernels.ragged_decode import reference
-from pallas_kernels.ragged_decode.problem import Decoded, Problem
+from pallas_kernels.ragged_decode.decode_problem import Decoded, Problem
 
 PAGE = 16
 #: Position of every query; those of slots are below, in any order, as a policy's evictions leave them.

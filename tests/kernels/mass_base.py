@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.attention_mass import Masses, reference
-from pallas_kernels.attention_mass.problem import Counting, Problem
+from pallas_kernels.attention_mass.mass_problem import Counting, Problem
 from pallas_kernels.rows import Rows
 
 

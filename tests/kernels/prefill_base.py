@@ -12,7 +12,7 @@ import pytest
 from kernels import mass_base
 
 from pallas_kernels.prefill import Prefilled, reference
-from pallas_kernels.prefill.problem import Problem
+from pallas_kernels.prefill.prefill_problem import Problem
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,11 +13,10 @@ import pytest
 from kernels.decode_base import Case, build
 
 import pallas_kernels
-from pallas_kernels.bench import bare, timing
-from pallas_kernels.bench import problem as problems
+from pallas_kernels.bench import bare, decode_inputs, timing
 from pallas_kernels.bench.decode import _cudnn, _padded
-from pallas_kernels.bench.problem import Sizes
-from pallas_kernels.bench.report import Report, Row
+from pallas_kernels.bench.decode_inputs import Sizes
+from pallas_kernels.bench.kernel_report import Report, Row
 from pallas_kernels.ragged_decode import reference
 
 SMALL = ["--batch", "2", "--heads", "2", "--mean", "40", "--head-dim", "16", "--rounds", "2"]
@@ -73,9 +72,9 @@ def test_heads_have_the_mean_length_and_differ():
     ],
 )
 def test_problems_are_laid_out_for_the_platform(dtype, platform, head_dim, layout, monkeypatch):
-    monkeypatch.setattr(problems.dispatch, "platform", lambda: platform)
+    monkeypatch.setattr(decode_inputs.dispatch, "platform", lambda: platform)
     sizes = Sizes(batch=1, heads=2, mean=40, head_dim=head_dim, dtype=dtype)
-    arrays = jax.eval_shape(lambda: _arrays(problems.make(sizes)))
+    arrays = jax.eval_shape(lambda: _arrays(decode_inputs.make(sizes)))
     pages = arrays["pages"]
     assert type(pages).__name__ == layout and pages.dtype == jnp.dtype(dtype)
     assert sizes.page == {"gpu": 64, "tpu": 16, "cpu": 16}[platform]

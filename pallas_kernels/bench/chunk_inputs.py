@@ -7,9 +7,9 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.attention_mass import problem as mass
-from pallas_kernels.bench.problem import stored_dtype
-from pallas_kernels.prefill import problem as prefill
+from pallas_kernels.attention_mass import mass_problem as mass
+from pallas_kernels.bench.decode_inputs import stored_dtype
+from pallas_kernels.prefill import prefill_problem as prefill
 
 
 @dataclasses.dataclass(frozen=True)

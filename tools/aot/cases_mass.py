@@ -9,8 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.aot.cases import Case
 from pallas_kernels.attention_mass import Masses, attention_mass, log_sum_exp
+from tools.aot.cases import Case
 
 IMPLEMENTATIONS = {"tpu": "tpu", "gpu": "triton"}
 #: Of a layer that counts masses, prefill's own kernel among its.

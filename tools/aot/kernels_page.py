@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from pallas_kernels.aot.compile import Result
+from tools.aot.compile import Result
 
 _EXPLANATION = """\
 Every kernel, compiled by the real compiler of each chip on a machine that has none; `make aot` writes this page.

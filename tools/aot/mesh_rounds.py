@@ -1,4 +1,4 @@
-"""Compile a question under Round Attention, as a mesh runs it, for a TPU topology; used by ``aot_mesh.py``."""
+"""Compile a question under Round Attention, as a mesh runs it, for a TPU topology; used by ``tools.aot.mesh``."""
 
 from __future__ import annotations
 

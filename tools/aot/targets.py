@@ -56,7 +56,7 @@ TPU_TARGETS = (
 
 #: What a platform's compiler is asked to leave behind (``environment(dump)``) and what is read from it
 #: (``profiles(dump)``); a module that lists more targets calls them TARGETS.
-PLATFORMS = {"tpu": "pallas_kernels.aot.tpu_profile", "gpu": "pallas_kernels.aot.gpu"}
+PLATFORMS = {"tpu": "tools.aot.tpu_profile", "gpu": "tools.aot.gpu_profile"}
 
 
 def platform(name: str) -> Any:

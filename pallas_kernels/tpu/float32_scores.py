@@ -17,9 +17,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
-from pallas_kernels import tpu_tiles
-from pallas_kernels.ragged_decode.tpu_float32 import PARTS, cut_parts, dot, rounded_parts
-from pallas_kernels.tpu_tiles import LANES, Tiles
+from pallas_kernels.tpu import tiles
+from pallas_kernels.tpu.bfloat16_parts import PARTS, cut_parts, dot, rounded_parts
+from pallas_kernels.tpu.tiles import LANES, Tiles
 
 #: Which part of queries is multiplied with which of keys, the smallest product first.
 PAIRS = ((2, 0), (1, 1), (0, 2), (1, 0), (0, 1), (0, 0))
@@ -63,11 +63,11 @@ class Parts:
             parts = rounded_parts(q[head, queries] * factor)
             self.queries[head, queries] = jnp.concatenate([parts[i] for i, _ in PAIRS], axis=1)
 
-        tpu_tiles.each_strip(self.t, jnp.bool_(True), cut)
+        tiles.each_strip(self.t, jnp.bool_(True), cut)
 
     def take_keys(self, k: Any) -> None:
         axis = 0 if self.t.columns else 1
-        for tokens in tpu_tiles.steps(self.t.keys, LANES):
+        for tokens in tiles.steps(self.t.keys, LANES):
             at = (slice(None), tokens) if self.t.columns else (tokens, slice(None))
             self.keys[at] = jnp.concatenate(cut_parts(k[at]), axis=axis)
 
@@ -79,7 +79,7 @@ class Parts:
         """Of the six times channels; the last so short that the matrix units hold it for a whole part."""
         wide = self.queries.shape[2]
         last = LANES * -(-max(wide - _CHUNK // 2, 0) // LANES)
-        return [*tpu_tiles.steps(last, _CHUNK), slice(last, wide)]
+        return [*tiles.steps(last, _CHUNK), slice(last, wide)]
 
     def product(self, heads: Any, rows: slice, part: Any, keys: slice, chunk: slice) -> Float[Array, "G N S"]:
         """Of the channels of a chunk, for some rows of some heads and some keys of a part, a number or a traced one."""
@@ -115,7 +115,7 @@ class Products(Parts):
 
         For as many keys at once as a matrix unit is wide.
         """
-        for keys in tpu_tiles.steps(self.t.part, tpu_tiles.matrix_unit()):
+        for keys in tiles.steps(self.t.part, tiles.matrix_unit()):
             found = self.product(heads, rows, part, keys, chunk)
             if chunk.start:
                 found += self.score[part, heads, rows, keys]

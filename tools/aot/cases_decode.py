@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.aot.cases import Case
 from pallas_kernels.pages import Lanes, Pages, Stacked
 from pallas_kernels.ragged_decode import ragged_decode
-from pallas_kernels.ragged_decode.problem import Problem
+from pallas_kernels.ragged_decode.decode_problem import Problem
 from pallas_kernels.ragged_decode.tpu import TpuConfig, fit
+from tools.aot.cases import Case
 
 BATCH, HEADS = 8, 8
 #: Slots of the heads: as many as eight heads of 4096, and no two the same.

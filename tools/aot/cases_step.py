@@ -1,4 +1,4 @@
-"""A whole decode step of a Llama-3-8B-shaped model of four layers, for ``scripts/aot.py``."""
+"""A whole decode step of a Llama-3-8B-shaped model of four layers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvjax.policies import parse
 from kvjax.runtime.decode import Controls, DecodeState, compiled_chunk
 from kvjax.runtime.prefill import empty_cache
 from kvjax.runtime.synthetic import benchmark_controls, decode_state
-from pallas_kernels.aot.cases import Case
+from tools.aot.cases import Case
 
 BATCH, PROMPT, NEW = 8, 32768, 256
 MODEL = dataclasses.replace(shapes()["llama-3.1-8b"], num_layers=4)

@@ -10,7 +10,7 @@ import numpy as np
 
 from pallas_kernels import dispatch
 from pallas_kernels.pages import Columns, Lanes, Pages, Stacked
-from pallas_kernels.ragged_decode.problem import Problem
+from pallas_kernels.ragged_decode.decode_problem import Problem
 
 
 @dataclasses.dataclass(frozen=True)

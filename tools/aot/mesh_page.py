@@ -1,10 +1,10 @@
-"""The page that ``aot_mesh.py`` writes, and what on it breaks a limit."""
+"""The page that ``tools.aot.mesh`` writes, and what on it breaks a limit."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from aot_mesh_rounds import BATCH, QUESTION, ROUND, SEEN, SELECTED
+from tools.aot.mesh_rounds import BATCH, QUESTION, ROUND, SEEN, SELECTED
 
 #: And prefill alone, of policies that the cases above have not.
 PREFILLS = (
@@ -138,4 +138,4 @@ def render(
             sent = f"{largest[0][0]} `{largest[0][1]}`" if largest else "none"
             cells = [case["topology"], f"{case['data']} x {case['model']}", name, *sizes, sent]
             lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join([*lines, "", f"{versions}. `python scripts/aot_mesh.py {options}` writes this page.", ""])
+    return "\n".join([*lines, "", f"{versions}. `python -m tools.aot.mesh {options}` writes this page.", ""])

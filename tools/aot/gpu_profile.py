@@ -12,8 +12,8 @@ import subprocess
 import sysconfig
 from pathlib import Path
 
-from pallas_kernels.aot.targets import Target
-from pallas_kernels.aot.tpu_profile import KernelProfile
+from tools.aot.targets import Target
+from tools.aot.tpu_profile import KernelProfile
 
 _FOLDER = Path(__file__).parent / "gpu_targets"
 

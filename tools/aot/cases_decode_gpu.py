@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.aot.cases import Case
 from pallas_kernels.pages import Lanes, Stacked
 from pallas_kernels.ragged_decode import ragged_decode
 from pallas_kernels.ragged_decode.mosaic_gpu import WIDEST
+from tools.aot.cases import Case
 
 BATCH, HEADS = 64, 8
 #: Slots of the heads: 4,096 on average, and no two the same.

@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels import checks
+from pallas_kernels import checks, dispatch
 from pallas_kernels.softmax import NEG
 from pallas_kernels.tuned import MANY_KEYS
 
@@ -183,17 +183,12 @@ class Tiles:
 
 def matrix_unit() -> int:
     """The side of the matrix unit of the chip compiled for; of one that is not known, the smaller."""
-    return 256 if any(name in _kind() for name in ("v6", "tpu7")) else 128
+    return 256 if any(name in dispatch.device_kind().lower() for name in ("v6", "tpu7")) else 128
 
 
 def sums_in_unit() -> bool:
     """Whether the matrix unit of the chip compiled for adds the products of a longer contraction up by itself."""
-    return "tpu7" in _kind()
-
-
-def _kind() -> str:
-    device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None) or jax.devices()[0]
-    return (device.device_kind or "").lower()
+    return "tpu7" in dispatch.device_kind().lower()
 
 
 def vmem_limit(needed: int) -> int | None:

@@ -9,10 +9,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.aot.cases import Case
-from pallas_kernels.aot.cases_mass import IMPLEMENTATIONS, SPILLS
 from pallas_kernels.attention_mass import Masses, attention_mass, log_sum_exp
 from pallas_kernels.prefill import prefill
+from tools.aot.cases import Case
+from tools.aot.cases_mass import IMPLEMENTATIONS, SPILLS
 
 
 @dataclasses.dataclass(frozen=True)

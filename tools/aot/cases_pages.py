@@ -7,8 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.aot.cases import Case
 from pallas_kernels.pages import Lanes, Pages, Stacked
+from tools.aot.cases import Case
 
 BATCH, HEADS, PAGES = 8, 8, 2048
 

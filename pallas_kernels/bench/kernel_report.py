@@ -12,7 +12,7 @@ import jax
 import jaxlib.version
 import numpy as np
 
-from pallas_kernels.bench.problem import Sizes
+from pallas_kernels.bench.decode_inputs import Sizes
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax
+
+from pallas_kernels import dispatch
 
 #: NVIDIA's table of compute capabilities, by a part of the device's name; the first that is found counts.
 _CAPABILITY = (
@@ -47,7 +48,7 @@ class Gpu:
 
 def target() -> Gpu:
     """The abstract device's, when compiling ahead of time, else the first GPU of this process."""
-    device: Any = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+    device = dispatch.abstract_device()
     if device is None and jax.default_backend() == "gpu":
         device = jax.local_devices()[0]
     if device is None:

@@ -1,9 +1,10 @@
 """Compile every kernel for every chip without having one, and write the page of results: ``make aot``.
 
-    python scripts/aot.py --targets v5e,v6e --operations ragged_decode --out docs/kernels.md
+    python -m tools.aot --targets v5e,v6e --operations ragged_decode --out docs/kernels.md
 
-Ends with 1 if a case does not compile or breaks a limit: temporary memory, spilled registers, bundles. Targets of a
-platform are compiled by that platform's Python (``--tpu-python``, ``--gpu-python``), which has its compiler installed.
+Run it from the repository's root. It exits with 1 if a case does not compile or exceeds a limit: temporary memory,
+spilled registers, bundles. Targets of a platform are compiled by that platform's Python (``--tpu-python``,
+``--gpu-python``), which has its compiler installed.
 """
 
 from __future__ import annotations
@@ -17,16 +18,13 @@ import sys
 import tempfile
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+from scripts.fetch_libtpu import compiler_path
+from tools.aot import kernels_page
+from tools.aot.cases import MODULES
+from tools.aot.compile import AGAIN, Result
+from tools.aot.targets import Target, platform, targets
 
-from fetch_libtpu import compiler_path  # noqa: E402
-
-from pallas_kernels.aot import report  # noqa: E402
-from pallas_kernels.aot.cases import MODULES  # noqa: E402
-from pallas_kernels.aot.compile import AGAIN, Result  # noqa: E402
-from pallas_kernels.aot.targets import Target, platform, targets  # noqa: E402
-
+ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("jax", "jaxlib", "libtpu", "jax-cuda13-plugin", "nvidia-cuda-nvcc")
 
 
@@ -39,7 +37,7 @@ def compile_target(target: Target, python: str, chosen: dict[str, str]) -> list[
         environment = os.environ | {"PYTHONPATH": path} | platform(target.platform).environment(dump)
         results: list[Result] = []
         while True:
-            command = [python, "-m", "pallas_kernels.aot.compile", "--target", target.name]
+            command = [python, "-m", "tools.aot.compile", "--target", target.name]
             command += [x for name, value in chosen.items() for x in (f"--{name}", value)]
             command += ["--skip", str(len(results)), "--dump", str(dump), "--out", str(out)]
             out.write_text("")
@@ -75,8 +73,7 @@ def main() -> None:
     parser.add_argument("--targets", default="", help="comma-separated; all by default")
     parser.add_argument("--operations", default="", help="comma-separated; all by default")
     parser.add_argument("--named", default="", help="part of the cases' names, a regular expression")
-    modules = ",".join((*MODULES, "scripts.aot_step"))
-    parser.add_argument("--modules", default=modules, help="that have a function cases()")
+    parser.add_argument("--modules", default=",".join(MODULES), help="modules with a function cases(), comma-separated")
     parser.add_argument("--out", type=Path, help="the page; printed if not given")
     parser.add_argument("--tpu-python", default=str(ROOT / ".venv-aot-tpu/bin/python"))
     parser.add_argument("--gpu-python", default=str(ROOT / ".venv-aot-gpu/bin/python"))
@@ -97,7 +94,7 @@ def main() -> None:
         print(f"{name}: {sum(x.target == name for x in results)} cases, {len(wrong)} fail", file=sys.stderr)
         for result in wrong:
             print(f"  {result.operation}, {result.case}: {result.error or result.broken}", file=sys.stderr)
-    page = report.render(results, found, datetime.date.today().isoformat())
+    page = kernels_page.render(results, found, datetime.date.today().isoformat())
     if options.out is None:
         print(page)
     else:

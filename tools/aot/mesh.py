@@ -1,7 +1,7 @@
 """Compile Llama 3.1 8B's shape for real TPU topologies, a decode step, a prefill and a question under Round Attention,
 and write the page of results.
 
-    python scripts/aot_mesh.py --tpu-python .venv-aot-tpu/bin/python --layers 32 --out docs/sharding.md
+    python -m tools.aot.mesh --tpu-python .venv-aot-tpu/bin/python --layers 32 --out docs/sharding.md
 
 No hardware is needed: the Python named, this one if none is, has a TPU's compiler installed or finds it in ``.libtpu``,
 where scripts/fetch_libtpu.py puts it. Ends with 1 when XLA's own memory analysis and ``kvjax.plan`` differ by more than
@@ -21,10 +21,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from aot_mesh_page import (  # noqa: E402
+from scripts.fetch_libtpu import compiler_path
+from tools.aot.mesh_page import (
     NEW,
     PREFILL_LAYERS,
     PREFILL_MESHES,
@@ -36,8 +34,9 @@ from aot_mesh_page import (  # noqa: E402
     peak_off,
     render,
 )
-from aot_mesh_rounds import BATCH, compile_rounds  # noqa: E402
-from fetch_libtpu import compiler_path  # noqa: E402
+from tools.aot.mesh_rounds import BATCH, compile_rounds
+
+ROOT = Path(__file__).resolve().parents[2]
 
 #: Topology, data axis, model axis, policy; 8 KV heads on 16 devices share their pages by two.
 CASES = (
@@ -156,7 +155,7 @@ def _environment(python: str) -> dict[str, str]:
 
 
 def _compile(python: str, case: dict[str, Any], layers: int, *flags: str) -> dict[str, Any]:
-    command = [python, __file__, "--layers", str(layers), "--here", json.dumps(case), *flags]
+    command = [python, "-m", "tools.aot.mesh", "--layers", str(layers), "--here", json.dumps(case), *flags]
     ended = subprocess.run(command, env=_environment(python), cwd=ROOT, capture_output=True, text=True, check=False)
     if ended.returncode:
         raise SystemExit(f"{case}: {ended.stderr[-3000:]}")

@@ -10,11 +10,12 @@ from typing import Any
 
 #: Modules with a function ``cases()``, in the order of the report; one that is not installed is left out.
 MODULES = (
-    "pallas_kernels.aot.cases_decode",
-    "pallas_kernels.aot.cases_decode_gpu",
-    "pallas_kernels.aot.cases_mass",
-    "pallas_kernels.aot.cases_prefill",
-    "pallas_kernels.aot.cases_pages",
+    "tools.aot.cases_decode",
+    "tools.aot.cases_decode_gpu",
+    "tools.aot.cases_mass",
+    "tools.aot.cases_prefill",
+    "tools.aot.cases_pages",
+    "tools.aot.cases_step",
 )
 
 

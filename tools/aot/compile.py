@@ -1,6 +1,6 @@
-"""Compiles cases for one target, in a process of its own: ``python -m pallas_kernels.aot.compile --help``.
+"""Compiles cases for one target, in a process of its own: ``python -m tools.aot.compile --help``.
 
-Compilers read their settings when they are loaded and may end the whole process when they fail; so ``scripts/aot.py``
+Compilers read their settings when they are loaded and may end the whole process when they fail; so ``tools.aot``
 starts this one with the platform's environment, reads one line of JSON a case, and starts it again after a crash.
 """
 
@@ -15,8 +15,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from pallas_kernels.aot.cases import Case, collect
-from pallas_kernels.aot.targets import Target, platform, targets
+from tools.aot.cases import Case, collect
+from tools.aot.targets import Target, platform, targets
 
 #: Exit status that asks for a new process: Mosaic GPU keeps the kernels it has compiled, and of one that a case before
 #: this one had too it leaves nothing to read.
