@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kvjax import batch, calibrate, policies
-    from kvjax.cache.storage import Storage
-    from kvjax.cache.value import Cache
+    from kvjax.cache.cache import Cache
+    from kvjax.cache.quantisation import Storage
     from kvjax.chat import Chat
-    from kvjax.config import ModelConfig, RopeConfig
+    from kvjax.checkpoints.load import LanguageModel, load, load_config
     from kvjax.errors import DoesNotFit, KvjaxError, UsageError, WeightsError
     from kvjax.generation import generate, stream_generate
+    from kvjax.history import read_history
     from kvjax.joining import concatenate
-    from kvjax.mesh import Mesh
-    from kvjax.model.load import LanguageModel, load, load_config
+    from kvjax.model.config import ModelConfig, RopeConfig
     from kvjax.output import Output, Piece, Stats
     from kvjax.planning import Plan, plan
     from kvjax.policies import (
@@ -41,36 +41,36 @@ if TYPE_CHECKING:
         SnapKV,
         StreamingLLM,
     )
-    from kvjax.rounds.history import read_history
-    from kvjax.rounds.value import Conversation
+    from kvjax.rounds.conversation import Conversation
     from kvjax.saving import load_cache, save_cache
+    from kvjax.sharding.mesh import Mesh
 
 __version__ = "0.1.0"
 
 # Names are imported when first used, so that `import kvjax` costs nothing beyond `import jax`.
 _HOMES = {
-    "Cache": "kvjax.cache.value",
-    "Storage": "kvjax.cache.storage",
+    "Cache": "kvjax.cache.cache",
+    "Storage": "kvjax.cache.quantisation",
     "concatenate": "kvjax.joining",
     "Chat": "kvjax.chat",
-    "ModelConfig": "kvjax.config",
-    "RopeConfig": "kvjax.config",
+    "ModelConfig": "kvjax.model.config",
+    "RopeConfig": "kvjax.model.config",
     "DoesNotFit": "kvjax.errors",
     "KvjaxError": "kvjax.errors",
     "UsageError": "kvjax.errors",
     "WeightsError": "kvjax.errors",
     "generate": "kvjax.generation",
     "stream_generate": "kvjax.generation",
-    "Mesh": "kvjax.mesh",
-    "LanguageModel": "kvjax.model.load",
-    "load": "kvjax.model.load",
-    "load_config": "kvjax.model.load",
+    "Mesh": "kvjax.sharding.mesh",
+    "LanguageModel": "kvjax.checkpoints.load",
+    "load": "kvjax.checkpoints.load",
+    "load_config": "kvjax.checkpoints.load",
     "Output": "kvjax.output",
     "Piece": "kvjax.output",
     "Stats": "kvjax.output",
     "Plan": "kvjax.planning",
     "plan": "kvjax.planning",
-    "read_history": "kvjax.rounds.history",
+    "read_history": "kvjax.history",
     "load_cache": "kvjax.saving",
     "save_cache": "kvjax.saving",
     "AhaKV": "kvjax.policies",
@@ -86,7 +86,7 @@ _HOMES = {
     "RazorAttention": "kvjax.policies",
     "Razor": "kvjax.policies",
     "RoundAttention": "kvjax.policies",
-    "Conversation": "kvjax.rounds.value",
+    "Conversation": "kvjax.rounds.conversation",
     "SlimKV": "kvjax.policies",
     "SnapKV": "kvjax.policies",
     "StreamingLLM": "kvjax.policies",

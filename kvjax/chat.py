@@ -6,14 +6,14 @@ import os
 from collections.abc import Iterator
 from typing import Any, Self
 
-from kvjax.cache.value import Cache
+from kvjax.cache.cache import Cache
+from kvjax.cache.host_memory import to_host
+from kvjax.checkpoints.load import LanguageModel
 from kvjax.errors import UsageError
 from kvjax.generation import generate, stream_generate
-from kvjax.model.load import LanguageModel
 from kvjax.output import Output, Piece
 from kvjax.policies import Policy, parse
-from kvjax.rounds.memory import to_host
-from kvjax.rounds.value import Conversation
+from kvjax.rounds.conversation import Conversation
 
 #: Keywords of generate that a conversation sets itself, turn by turn.
 _TURN = {"policy", "cache", "consume_cache", "chat", "n"}

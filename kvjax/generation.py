@@ -10,25 +10,25 @@ from typing import Any
 import jax
 import numpy as np
 
+from kvjax.cache.cache import Cache
 from kvjax.cache.groups import slot_bytes
-from kvjax.cache.reading import on_host
-from kvjax.cache.storage import Storage
-from kvjax.cache.value import Cache
+from kvjax.cache.host_memory import as_numpy
+from kvjax.cache.quantisation import Storage
+from kvjax.checkpoints.load import LanguageModel
 from kvjax.errors import UsageError
-from kvjax.model.load import LanguageModel
 from kvjax.output import Output, Piece, Stats
 from kvjax.planning import full_cache_bytes
 from kvjax.policies import Policy
-from kvjax.policies.rounds import RoundAttention
+from kvjax.policies.round_attention import RoundAttention
 from kvjax.prompts import Prompt
 from kvjax.request import Options, Request
+from kvjax.rounds.conversation import Conversation
 from kvjax.rounds.generating import RoundTurn
-from kvjax.rounds.value import Conversation
 from kvjax.runtime.compilation import CompileClock, compile_clock
 from kvjax.runtime.decode import CHUNK
 from kvjax.runtime.interrupt import Interrupt, interruptible
 from kvjax.runtime.session import ChunkResult, Session, spread
-from kvjax.text import TextStream, text_of
+from kvjax.text.detokenizer import TextStream, text_of
 
 #: Tokens between two pieces of a stream.
 _STREAM_STEPS = 8
@@ -218,8 +218,8 @@ class _Run:
         """Outputs in the shape of what was passed."""
         cache = self._cache if self._cache is not None else self.session.cache
         policy = self.request.policy
-        retained = [on_host(policy.retained(layer)) for layer in cache.layers]
-        seen = on_host(cache.seen)
+        retained = [as_numpy(policy.retained(layer)) for layer in cache.layers]
+        seen = as_numpy(cache.seen)
         n = self.request.options.n
         kept = cache if self._rounds is None else self._rounds.finish(cache, self.tokens)
         counters = retained, seen, cache.clipped

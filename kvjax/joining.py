@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, overload
 
-from kvjax.cache import value
-from kvjax.cache.value import Cache, refuse_consumed
+from kvjax.cache import cache as cache_module
+from kvjax.cache.cache import Cache, refuse_consumed
+from kvjax.cache.host_memory import to_device
 from kvjax.errors import UsageError
-from kvjax.rounds.memory import to_device
-from kvjax.rounds.value import Conversation, join
+from kvjax.rounds.conversation import Conversation, join
 
 
 @overload
@@ -51,4 +51,4 @@ def check_joinable(asked: str, caches: Sequence[Any]) -> None:
 
 def joined(caches: Sequence[Any]) -> Any:
     """One batch of what was checked and is on the device."""
-    return value.concatenate(caches) if isinstance(caches[0], Cache) else join(caches)
+    return cache_module.concatenate(caches) if isinstance(caches[0], Cache) else join(caches)

@@ -6,10 +6,10 @@ import dataclasses
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from kvjax.cache.value import Cache
+from kvjax.cache.cache import Cache
 
 if TYPE_CHECKING:
-    from kvjax.rounds.value import Conversation
+    from kvjax.rounds.conversation import Conversation
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,18 +11,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kvjax.cache.buckets import NEW_TOKENS, new_bucket, prompt_bucket
 from kvjax.cache.pool import layout_for
-from kvjax.cache.storage import MODEL, Storage, parse_storage
+from kvjax.cache.quantisation import MODEL, Storage, parse_storage
 from kvjax.checks import whole_number
-from kvjax.config import ModelConfig
 from kvjax.errors import DoesNotFit, UsageError
-from kvjax.mesh import Mesh, parse_mesh
+from kvjax.model.config import ModelConfig
 from kvjax.model.decoder import abstract_decoder
 from kvjax.policies import Full, LagKV, Policy, format_policy, parse
 from kvjax.policies.base import page_capacities
-from kvjax.runtime.buckets import NEW_TOKENS, new_bucket, prompt_bucket
 from kvjax.runtime.peak import prefill_peak_bytes
 from kvjax.runtime.prefill import empty_cache
+from kvjax.sharding.mesh import Mesh, parse_mesh
 from kvjax.sharding.partition import Partition
 from kvjax.sharding.placement import device_weights_bytes, splits
 
@@ -172,7 +172,7 @@ def _model(model: Any) -> tuple[ModelConfig, Any, Mesh | None]:
     """Configuration, parameters and mesh of what was given as a model."""
     if isinstance(model, ModelConfig):
         return model, None, None
-    from kvjax.model.load import LanguageModel  # and its readers of files, which a plan of a shape does without
+    from kvjax.checkpoints.load import LanguageModel  # and its readers of files, which a plan of a shape does without
 
     if not isinstance(model, LanguageModel):
         raise UsageError(f"The model is a {type(model).__name__}; give one from kvjax.load, or a ModelConfig.")
@@ -193,16 +193,16 @@ def _plan(
     room = prompt_bucket(prompt)
     # The last token is generated and never fed; the context bounds what is.
     fed = max(new - 1, 0) if policy.beyond_context else min(max(new - 1, 0), config.max_position - prompt)
-    new_room = new_bucket(fed - 1, config.max_position) if policy.grows else NEW_TOKENS
+    new_capacity = new_bucket(fed - 1, config.max_position) if policy.grows else NEW_TOKENS
     weights, devices = weights_bytes(config, dtype, mesh), 1 if mesh is None else mesh.size
     held = policy.planned(config, room)
-    cache = alone = cache_bytes(config, held, batch, room, new_room, dtype, storage)
+    cache = alone = cache_bytes(config, held, batch, room, new_capacity, dtype, storage)
     if mesh is not None:
-        cache = cache_bytes(config, held, batch, room, new_room, dtype, storage, mesh)
+        cache = cache_bytes(config, held, batch, room, new_capacity, dtype, storage, mesh)
     peak = _peak_bytes(config, policy, batch, prompt, dtype, mesh)
     total = np.array([prompt])
     page_size = layout_for(storage, config.head_dim).page_size
-    pages = page_capacities(policy, config, room, new_room, page_size)
+    pages = page_capacities(policy, config, room, new_capacity, page_size)
     return Plan(
         policy=format_policy(policy),
         batch=batch,
@@ -234,14 +234,14 @@ def cache_bytes(
     config: ModelConfig,
     policy: Policy,
     batch: int,
-    prompt_room: int,
-    new_room: int,
+    prompt_capacity: int,
+    new_capacity: int,
     dtype: Any,
     storage: Storage = MODEL,
     mesh: Mesh | None = None,
 ) -> int:
     """Bytes of the buffers that would be allocated (on each device), from the same code that allocates them."""
-    rooms = prompt_room, new_room, dtype, storage
+    rooms = prompt_capacity, new_capacity, dtype, storage
     if mesh is None:
         shapes = jax.eval_shape(lambda: empty_cache(config, policy, batch, *rooms))
     else:

@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from kvjax.checkpoints.load import LanguageModel
 from kvjax.errors import UsageError
-from kvjax.model.load import LanguageModel
 
 Message = Mapping[str, Any]
 Prompt = str | Sequence[Message] | Sequence[int]
@@ -170,7 +170,7 @@ def _messages(items: str | Sequence[Any]) -> list[dict[str, Any]]:
     return messages
 
 
-def opening_tokens(lm: LanguageModel, prompt: Prompt, ids: Sequence[int]) -> int:
+def prefix_tokens(lm: LanguageModel, prompt: Prompt, ids: Sequence[int]) -> int:
     """Of a templated prompt's ids, how many come before the user's first words: the system prompt, above all."""
     if _is_ids(prompt):
         return 0

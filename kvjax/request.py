@@ -11,26 +11,25 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.cache.reading import on_host
-from kvjax.cache.storage import Storage, parse_storage
-from kvjax.cache.value import Cache, take
+from kvjax.cache.cache import Cache, take
+from kvjax.cache.host_memory import as_numpy, to_device
+from kvjax.cache.quantisation import Storage, parse_storage
+from kvjax.checkpoints.load import LanguageModel
 from kvjax.checks import number, whole_number
-from kvjax.config import ModelConfig
 from kvjax.errors import UsageError
 from kvjax.joining import check_joinable, joined
-from kvjax.model.load import LanguageModel
-from kvjax.model.tokenizer import Tokenizer
+from kvjax.model.config import ModelConfig
 from kvjax.planning import check_fits, device_limit, weights_bytes
 from kvjax.policies import Full, Policy, parse
-from kvjax.policies.rounds import SINKS
-from kvjax.prompts import Tokens, as_list, is_unicode, opening_tokens, tokenize
-from kvjax.rounds.memory import to_device
-from kvjax.rounds.value import Conversation
+from kvjax.policies.round_attention import SINKS
+from kvjax.prompts import Tokens, as_list, is_unicode, prefix_tokens, tokenize
+from kvjax.rounds.conversation import Conversation
 from kvjax.runtime.decode import Controls
 from kvjax.runtime.programs import ONE_DEVICE, Programs
 from kvjax.runtime.sampling import Sampling
 from kvjax.runtime.stopping import StopTable, check_stop_strings, stop_table
 from kvjax.sharding.run import OnMesh, adopt
+from kvjax.text.tokenizer import Tokenizer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,7 +128,7 @@ class Request:
         self.rows = count * options.n
         self.programs: Programs = ONE_DEVICE if lm.mesh is None else OnMesh(lm.mesh, lm.config)
         self.stop_ids = options.stop_ids(lm)
-        self.prompts = self._with_pending(_counters([old.pending for old in caches], count, -1))
+        self.prompts = self._with_pending(_counters([old.next_token for old in caches], count, -1))
         if any(not ids for ids in self.prompts):
             raise UsageError("A prompt has no tokens; give at least one character.")
         joined = len(caches) == 1 and caches[0].batch == count  # whether the cache is used as it is
@@ -140,19 +139,21 @@ class Request:
             adopt(to_device(old) if isinstance(old, Cache) else old.unparked(), lm.mesh, lm.config) for old in caches
         ]
         self.cache = _one_cache(held, count)
-        self.opening: tuple[int, ...] = self._opening(prompt, chat) if self.policy.places and self.cache is None else ()
+        self.prefix: tuple[int, ...] = (
+            self._prefix(prompt, chat) if self.policy.offloads_rounds and self.cache is None else ()
+        )
 
-    def _opening(self, prompt: Any, chat: bool) -> tuple[int, ...]:
+    def _prefix(self, prompt: Any, chat: bool) -> tuple[int, ...]:
         """Tokens of each row's beginning that belong to no round: the system prompt, and the sinks at least."""
         prompts, context = as_list(prompt)[0], self.tokens.context
         firsts = [context] * len(prompts) if context else self.prompts
-        found = [opening_tokens(self.lm, p, ids) if chat else 0 for p, ids in zip(prompts, firsts, strict=True)]
+        found = [prefix_tokens(self.lm, p, ids) if chat else 0 for p, ids in zip(prompts, firsts, strict=True)]
         return tuple(min(max(count, SINKS), len(ids)) for count, ids in zip(found, firsts, strict=True))
 
-    def _with_pending(self, pending: np.ndarray) -> list[tuple[int, ...]]:
+    def _with_pending(self, next_token: np.ndarray) -> list[tuple[int, ...]]:
         """Prompts of a continued cache begin with the token that was generated but not yet read."""
         result = []
-        for token, ids, templated in zip(pending.tolist(), self.tokens.prompts, self.tokens.templated, strict=True):
+        for token, ids, templated in zip(next_token.tolist(), self.tokens.prompts, self.tokens.templated, strict=True):
             # A chat template writes the end of the last answer itself.
             written = templated and (token in self.lm.stop_token_ids or ids[:1] == (token,))
             result.append(ids if token < 0 or written else (token, *ids))
@@ -170,12 +171,14 @@ class Request:
         asked = self.policy, self.dtype, memory_limit, already, self.storage
         check_fits(config, longest, self.rows, *asked, self.lm.mesh)
 
-    def may_grow(self, cache: Cache, new_room: int) -> bool:
+    def may_grow(self, cache: Cache, new_capacity: int) -> bool:
         """Whether a cache fits beside its larger successor, which exist together while it is copied."""
         if self.memory_limit is None and self.lm.mesh is not None and jax.process_count() > 1:
             return True  # hosts that have different memory would decide apart, and wait for each other
         limit = device_limit(self.memory_limit)
-        larger = jax.eval_shape(lambda old: self.programs.grow(old, config=self.lm.config, new_room=new_room), cache)
+        larger = jax.eval_shape(
+            lambda old: self.programs.grow(old, config=self.lm.config, new_capacity=new_capacity), cache
+        )
         caches = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves((cache, larger)))
         devices = 1 if self.lm.mesh is None else self.lm.mesh.size
         weights = weights_bytes(self.lm.config, self.dtype, self.lm.mesh)
@@ -254,7 +257,7 @@ def _caches(cache: Any, count: int) -> list[Cache | Conversation]:
 
 def _counters(parts: Sequence[jax.Array], count: int, missing: int) -> np.ndarray:
     """[count] numbers of the caches' rows; of a single row for all, and ``missing`` without a cache."""
-    rows = np.concatenate([on_host(part) for part in parts]) if parts else np.array([missing])
+    rows = np.concatenate([as_numpy(part) for part in parts]) if parts else np.array([missing])
     return np.broadcast_to(rows, (count,))
 
 

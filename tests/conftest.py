@@ -12,7 +12,6 @@ import pytest
 # Shapes in signatures are checked wherever tests call these, before anything imports them.
 jaxtyping.install_import_hook(
     [
-        "kvjax.attention",
         "kvjax.cache",
         "kvjax.calibrate",
         "kvjax.model.alibi",
@@ -63,9 +62,9 @@ def ctrl_c_arrives():
 def default_model():
     """SmolLM2-135M-Instruct in float32, once a session; nothing is downloaded here."""
     import kvjax
-    from kvjax.model import fetch
+    from kvjax.checkpoints import hub
 
-    if not fetch.is_cached("smollm2-135m-instruct"):
+    if not hub.is_cached("smollm2-135m-instruct"):
         pytest.skip("the default model is not in the user's cache; run `kvjax fetch` once")
     return kvjax.load("smollm2-135m-instruct", dtype="float32", progress=False)
 

@@ -15,7 +15,7 @@ from golden import tiny
 
 import kvjax
 from kvjax.cache.pool import mark_rows
-from kvjax.model.load import load
+from kvjax.checkpoints.load import load
 from kvjax.policies import Full, StreamingLLM, parse
 from kvjax.runtime.decode import forward_step
 from kvjax.runtime.prefill import logits_of
@@ -55,7 +55,7 @@ def kept(cache, row: int) -> list[list[list[int]]]:
 
 def settled(cache, policy, config):
     """The cache as a later turn's queries find it: without slots whose token has left."""
-    layers = tuple(policy.settle(i, layer, config) for i, layer in enumerate(cache.layers))
+    layers = tuple(policy.sort_slots(i, layer, config) for i, layer in enumerate(cache.layers))
     return cache.replace(layers=layers)
 
 

@@ -11,17 +11,17 @@ import numpy as np
 import pytest
 import toys
 
-from kvjax.attention import decode_attention, kept_rows
+from kvjax.cache.attention import decode_attention, kept_rows
 from kvjax.cache.groups import HeadGroups
 from kvjax.cache.pool import LayerCache, by_head, empty_layer, mark_rows, rows, store
-from kvjax.cache.storage import MODEL, Storage
+from kvjax.cache.quantisation import MODEL, Storage
 from kvjax.model.alibi import query_bias, slopes
 from kvjax.model.decoder import random_decoder
 from kvjax.policies import Full
 from kvjax.policies.signals import Signals
 from kvjax.runtime.decode import forward_step
 from kvjax.runtime.prefill import prefill_fresh, prefill_onto, read_layer
-from kvjax.runtime.taps import LayerTap
+from kvjax.runtime.signal_collector import SignalCollector
 
 CONFIG = toys.tiny_config(positional="alibi", norm="layer", mlp="gelu", embedding_norm=True)  # 4 heads on 2 KV heads
 SLOPES = np.reshape(bloom_oracle.slopes(4), (2, 2))
@@ -115,7 +115,7 @@ def test_a_million_tokens_change_no_bit():
     params = random_decoder(CONFIG)
     random = np.random.default_rng(0)
     tokens, more = (jnp.asarray(random.integers(0, 250, (1, 64)), jnp.int32) for _ in range(2))
-    rooms = dict(prompt_room=128, new_room=8)
+    rooms = dict(prompt_capacity=128, new_capacity=8)
     count, total = jnp.asarray([50]), jnp.asarray([50])
     cache, _ = prefill_fresh(params, tokens, count, total, policy=Full(), dtype=jnp.float32, **rooms)
     results = []
@@ -146,8 +146,8 @@ def test_signals_count_attention_with_the_bias(later):
     cache = filled((2, 2), np.array([[40, 33]]))
     kept = kept_rows(cache, 64, jnp.asarray([seen])) if later else None
     array = jnp.asarray([seen]), jnp.asarray([count]), jnp.asarray([count - window])
-    tap = LayerTap(Signals(window=window, columns=True), CONFIG, *array, jnp.asarray([0.2]), window)
-    _, new_k, _, signals = read_layer(layer, x, None, kept, jnp.int32(1), jnp.int32(0), tap)
+    collector = SignalCollector(Signals(window=window, columns=True), CONFIG, *array, jnp.asarray([0.2]), window)
+    _, new_k, _, signals = read_layer(layer, x, None, kept, jnp.int32(1), jnp.int32(0), collector)
     q = np.asarray(layer.project(x)[0])[0]
     k = np.asarray(new_k, np.float64)[0]
     position = np.broadcast_to(seen + np.arange(tokens), k.shape[:2])

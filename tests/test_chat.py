@@ -103,7 +103,7 @@ def test_an_end_of_text_that_begins_the_templates_turn_is_fed_once(tiny_model, m
     # A model whose configuration forgets that its template's end token ends answers; the user names it.
     silent = dataclasses.replace(tiny_model, stop_token_ids=())
     cache = kvjax.generate(silent, "x", max_new_tokens=1).cache
-    cache = cache.replace(pending=np.array([end], np.int32))
+    cache = cache.replace(next_token=np.array([end], np.int32))
     kvjax.generate(silent, "y", cache=cache, max_new_tokens=1)
     assert fed[1].count(end) == 2 and fed[1][0] == end and fed[1][1] != end
 
@@ -154,7 +154,7 @@ def test_a_cache_is_a_value(tiny_model, policy):
 def test_caches_of_unlike_allocations_continue_as_one_batch(tiny_model, policy):
     prompts = [RNG.integers(0, 256, size).tolist() for size in (70, 9)]  # buckets of 128 and 64
     caches = [kvjax.generate(tiny_model, p, policy=policy, max_new_tokens=5).cache for p in prompts]
-    assert caches[0].prompt_room != caches[1].prompt_room
+    assert caches[0].prompt_capacity != caches[1].prompt_capacity
     alone = [kvjax.generate(tiny_model, THIRD, cache=cache, max_new_tokens=8) for cache in caches]
     together = kvjax.generate(tiny_model, [THIRD, THIRD], cache=caches, max_new_tokens=8)
     for one, other in zip(alone, together, strict=True):

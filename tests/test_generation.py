@@ -8,8 +8,8 @@ import pytest
 import toys
 
 import kvjax
+from kvjax.cache.buckets import NEW_TOKENS
 from kvjax.policies import Full, LagKV, StreamingLLM
-from kvjax.runtime.buckets import NEW_TOKENS
 from kvjax.runtime.compilation import compile_clock
 
 RNG = np.random.default_rng(0)
@@ -117,7 +117,7 @@ def test_growing_past_the_first_room_changes_nothing(policy, monkeypatch):
     grown = kvjax.generate(lm, SHORT, **options)
     monkeypatch.setattr("kvjax.runtime.session.NEW_TOKENS", 1024)
     roomy = kvjax.generate(lm, SHORT, **options)
-    assert roomy.cache.new_room == grown.cache.new_room == 1024
+    assert roomy.cache.new_capacity == grown.cache.new_capacity == 1024
     assert len(grown.tokens) == 300 and grown.tokens == roomy.tokens
     oracles.same_caches(grown.cache, roomy.cache)
     planned = kvjax.plan(lm, prompt_tokens=len(SHORT), policy=policy, max_new_tokens=300)
@@ -132,7 +132,7 @@ def test_the_plan_grows_exactly_when_generation_does(tiny_model):
     # There is never room for more than the context, which ends a row.
     limit = tiny_model.config.max_position
     output = kvjax.generate(tiny_model, SHORT, max_new_tokens=10 * limit)
-    assert output.finish_reason == "context" and output.cache.new_room == limit < 4 * NEW_TOKENS
+    assert output.finish_reason == "context" and output.cache.new_capacity == limit < 4 * NEW_TOKENS
     assert kvjax.plan(tiny_model, prompt_tokens=7, max_new_tokens=10 * limit).cache_bytes == output.cache.nbytes
 
 
@@ -195,6 +195,6 @@ def test_stats_agree_with_each_other_and_with_the_cache(tiny_model, policy):
 def test_no_new_tokens_reads_the_prompt_and_returns_the_cache(tiny_model):
     output = kvjax.generate(tiny_model, MIDDLE, max_new_tokens=0, logprobs=True)
     assert (output.text, output.tokens, output.logprobs, output.finish_reason) == ("", (), (), "length")
-    assert output.stats.seen == 30 and int(output.cache.pending[0]) == -1
+    assert output.stats.seen == 30 and int(output.cache.next_token[0]) == -1
     many = kvjax.generate(tiny_model, [MIDDLE, SHORT], n=2, max_new_tokens=0)
     assert [[o.stats.seen for o in samples] for samples in many] == [[30, 30], [7, 7]]

@@ -11,7 +11,7 @@ import pytest
 from golden import tiny
 
 import kvjax
-from kvjax.model.load import load
+from kvjax.checkpoints.load import load
 from kvjax.runtime.prefill import logits_of
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"

@@ -22,8 +22,8 @@ from orbax.checkpoint import v1 as ocp
 
 import kvjax
 from kvjax.cache.layout import Layout
+from kvjax.checkpoints.digest import weights_digest
 from kvjax.model.decoder import logical
-from kvjax.model.identity import weights_digest
 from kvjax.policies.base import Policy
 from kvjax.policies.registry import registry
 from kvjax.saving import canonical, description

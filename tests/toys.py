@@ -6,10 +6,10 @@ from typing import Any
 
 import tokenizers
 
-from kvjax.config import ModelConfig
+from kvjax.checkpoints.load import LanguageModel
+from kvjax.model.config import ModelConfig
 from kvjax.model.decoder import random_decoder
-from kvjax.model.load import LanguageModel
-from kvjax.model.tokenizer import Tokenizer, byte_level_alphabet
+from kvjax.text.tokenizer import Tokenizer, byte_level_alphabet
 
 _TEMPLATE = (
     "{% for m in messages %}<|start|>{{ m['role'] }}\n{{ m['content'] }}<|end|>\n{% endfor %}"

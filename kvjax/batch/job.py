@@ -18,11 +18,11 @@ import numpy as np
 import kvjax
 from kvjax.batch.output import Shard
 from kvjax.batch.source import Source
-from kvjax.cache.storage import Storage
+from kvjax.cache.quantisation import Storage
+from kvjax.checkpoints.digest import weights_digest
+from kvjax.checkpoints.load import LanguageModel
 from kvjax.errors import KvjaxError, UsageError
 from kvjax.files import write_atomically
-from kvjax.model.identity import weights_digest
-from kvjax.model.load import LanguageModel
 from kvjax.policies import Policy, format_policy
 from kvjax.request import Options
 

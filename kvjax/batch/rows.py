@@ -6,9 +6,9 @@ import dataclasses
 from typing import Any
 
 from kvjax.batch.source import Source
+from kvjax.checkpoints.load import LanguageModel
 from kvjax.checks import whole_number
 from kvjax.errors import UsageError
-from kvjax.model.load import LanguageModel
 from kvjax.output import Output
 from kvjax.prompts import is_unicode, tokenize
 
@@ -33,7 +33,7 @@ class Row:
 
 
 #: Fills a batch up: one token is read and one generated, and the row has ended.
-INERT = Row(-1, "", (0,), 1)
+PADDING_ROW = Row(-1, "", (0,), 1)
 
 
 def read_row(lm: LanguageModel, source: Source, number: int, *, chat: bool, limit: int) -> Row | Record:

@@ -18,10 +18,10 @@ from kvjax.batch.progress import Progress
 from kvjax.batch.rows import Record, Row, order_key, read_row, row_id
 from kvjax.batch.source import needed, open_source
 from kvjax.batch.work import Worker, batches
-from kvjax.cache.storage import Storage, parse_storage
+from kvjax.cache.quantisation import Storage, parse_storage
+from kvjax.checkpoints.load import LanguageModel
 from kvjax.checks import whole_number
 from kvjax.errors import KvjaxError, UsageError
-from kvjax.model.load import LanguageModel
 from kvjax.planning import check_fits
 from kvjax.policies import Full, Policy, parse
 from kvjax.request import Options

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from kvjax.batch.job import Job
-from kvjax.batch.rows import INERT, Record, Row, answered, failed
+from kvjax.batch.rows import PADDING_ROW, Record, Row, answered, failed
+from kvjax.cache.buckets import prompt_bucket
 from kvjax.errors import DoesNotFit, UsageError
 from kvjax.generation import answer
 from kvjax.request import Request
-from kvjax.runtime.buckets import prompt_bucket
 
 
 def batches(rows: Sequence[Row], size: int) -> list[list[Row]]:
@@ -41,7 +41,7 @@ class Worker:
 
     def _answer(self, rows: Sequence[Row], size: int) -> list[Record]:
         job = self._job
-        filled = [*rows, *[INERT] * (size - len(rows))]
+        filled = [*rows, *[PADDING_ROW] * (size - len(rows))]
         try:
             request = Request(
                 job.lm,

@@ -11,8 +11,8 @@ from typing import Any
 
 from kvjax.bench.run import DecodeRow, LongRow, PrefillRow
 from kvjax.bench.startup import Startup
-from kvjax.cli.render import human_bytes, human_rate
 from kvjax.files import write_atomically
+from kvjax.tables import human_bytes, human_rate
 
 
 @dataclasses.dataclass
@@ -51,7 +51,7 @@ def tables(report: Report) -> list[Table]:
         columns = ["batch", "context", "policy", "prefill tokens/s", "decode tokens/s", *over]
         columns += ["of limit", "cache", "live", "peak"]
         rows = [
-            [str(r.batch), str(r.context), r.contender]
+            [str(r.batch), str(r.context), r.candidate]
             + [human_rate(r.prefill_tokens_per_second), human_rate(r.tokens_per_second)]
             + ([_ratio(r.speedup_over_peer)] if peer else [])
             + [
@@ -65,7 +65,7 @@ def tables(report: Report) -> list[Table]:
         found.append(("Prefill and decode", columns, rows))
     if report.prefill:
         rows = [
-            [str(r.prompt_tokens), r.contender, human_rate(r.tokens_per_second)]
+            [str(r.prompt_tokens), r.candidate, human_rate(r.tokens_per_second)]
             + ([_ratio(r.speedup_over_peer)] if peer else [])
             + [human_bytes(r.peak_bytes)]
             for r in report.prefill

@@ -1,4 +1,4 @@
-"""The measurements: every contender of a case is timed in turn, round after round, and medians are reported.
+"""The measurements: every candidate of a case is timed in turn, round after round, and medians are reported.
 
 Interleaving matters more than repetition: on a shared machine the speed drifts by tens of percent within a minute,
 and only times taken side by side can be divided by each other.
@@ -18,22 +18,22 @@ import numpy as np
 import kvjax
 from kvjax.bench import machine
 from kvjax.cache import Cache
-from kvjax.config import ModelConfig
 from kvjax.errors import UsageError
+from kvjax.model.config import ModelConfig
 from kvjax.model.decoder import Decoder
 from kvjax.policies import Policy
 from kvjax.runtime.synthetic import benchmark_controls, decode_state, filled_cache, run_steps
 
 if TYPE_CHECKING:
     from kvjax.bench.transformers_peer import TransformersPeer
-    from kvjax.model.load import LanguageModel
+    from kvjax.checkpoints.load import LanguageModel
 
 Progress = Callable[[str], None]
 
 
 @dataclasses.dataclass(frozen=True)
 class DecodeRow:
-    """One contender at one batch and context; seconds are of one step, which makes ``batch`` tokens.
+    """One candidate at one batch and context; seconds are of one step, which makes ``batch`` tokens.
 
     ``cache_bytes`` and ``live_cache_bytes`` are those right after the prompt. ``step_bytes``, what a step must read, is
     the weights and the cache that was live in the middle of a round's steps, the mean of the rounds: a row grows, and
@@ -48,7 +48,7 @@ class DecodeRow:
 
     batch: int
     context: int
-    contender: str
+    candidate: str
     step_seconds: float
     mean_step_seconds: float
     rounds: tuple[float, ...]
@@ -66,10 +66,10 @@ class DecodeRow:
 
 @dataclasses.dataclass(frozen=True)
 class PrefillRow:
-    """One contender at one prompt length, batch 1; seconds from token ids to the compressed cache and next token."""
+    """One candidate at one prompt length, batch 1; seconds from token ids to the compressed cache and next token."""
 
     prompt_tokens: int
-    contender: str
+    candidate: str
     seconds: float
     rounds: tuple[float, ...]
     tokens_per_second: float
@@ -92,7 +92,7 @@ class LongRow:
 
 
 @dataclasses.dataclass(frozen=True)
-class Contender:
+class Candidate:
     """Something to measure: seconds of a step or of a prompt, or bytes per second."""
 
     name: str
@@ -114,12 +114,12 @@ def weight_bytes_per_step(params: Decoder, config: ModelConfig) -> int:
     return total if config.tie_embeddings else total - params.embedding[...].nbytes
 
 
-def interleave(contenders: Sequence[Contender], rounds: int) -> dict[str, tuple[float, ...]]:
-    """Measure every contender once a round, in turn."""
-    times: dict[str, list[float]] = {contender.name: [] for contender in contenders}
+def interleave(candidates: Sequence[Candidate], rounds: int) -> dict[str, tuple[float, ...]]:
+    """Measure every candidate once a round, in turn."""
+    times: dict[str, list[float]] = {candidate.name: [] for candidate in candidates}
     for _ in range(rounds):
-        for contender in contenders:
-            times[contender.name].append(contender.measure())
+        for candidate in candidates:
+            times[candidate.name].append(candidate.measure())
     return {name: tuple(values) for name, values in times.items()}
 
 
@@ -202,28 +202,28 @@ class Bench:
 
     def decode(self, batch: int, context: int) -> list[DecodeRow]:
         """Every policy, and the peer, decoding from a cache filled with ``context`` tokens a row."""
-        contenders = []
+        candidates = []
         for name, policy in self.policies.items():
             self.progress(f"decode: batch {batch}, context {context}, {name}")
-            contenders.append(self._decoding(name, policy, batch, context))
+            candidates.append(self._decoding(name, policy, batch, context))
         if self.peer is not None:
             self.progress(f"decode: batch {batch}, context {context}, {self.peer.name}")
-            contenders.append(self._peer_decoding(self.peer, batch, context))
-        reading = Contender("", self.meter)
-        times = interleave([reading, *(each for c in contenders for each in (c, reading))], self.rounds)
+            candidates.append(self._peer_decoding(self.peer, batch, context))
+        reading = Candidate("", self.meter)
+        times = interleave([reading, *(each for c in candidates for each in (c, reading))], self.rounds)
         weights = weight_bytes_per_step(self.lm.params, self.lm.config)
         rows = []
-        for at, c in enumerate(contenders):
+        for at, c in enumerate(candidates):
             seconds = statistics.median(times[c.name])
             must_read = [weights + live for live in c.live_by_round(self.rounds)]
-            turns = len(contenders) + 1
+            turns = len(candidates) + 1
             around = list(zip(times[""][at::turns], times[""][at + 1 :: turns], strict=True))
             share, steady = limit_share(must_read, times[c.name], around)
             rows.append(
                 DecodeRow(
                     batch=batch,
                     context=context,
-                    contender=c.name,
+                    candidate=c.name,
                     step_seconds=seconds,
                     mean_step_seconds=statistics.fmean(times[c.name]),
                     rounds=times[c.name],
@@ -241,7 +241,7 @@ class Bench:
             )
         return rows
 
-    def _decoding(self, name: str, policy: Policy, batch: int, context: int) -> Contender:
+    def _decoding(self, name: str, policy: Policy, batch: int, context: int) -> Candidate:
         config, params = self.lm.config, self.lm.params
         read = kvjax.generate(self.lm, self._prompts(batch, context), policy=policy, max_new_tokens=0)
         prefilled = read[0].stats.prompt_tokens_per_second
@@ -249,7 +249,7 @@ class Bench:
         room = max(256, (self.rounds + 2) * self.steps)
 
         def fill() -> Cache:
-            return jax.block_until_ready(filled_cache(config, policy, batch, context, self.dtype, new_room=room))
+            return jax.block_until_ready(filled_cache(config, policy, batch, context, self.dtype, new_capacity=room))
 
         DecodeTimer(params, fill(), self.steps)()  # compiles; what that takes is not the case's memory
         before = machine.memory_in_use()
@@ -258,9 +258,9 @@ class Bench:
         timer = DecodeTimer(params, cache, self.steps)
         with machine.watch_peak() as memory:
             timer()
-        return Contender(name, timer, *sizes, max(0, memory.peak - before), prefilled, timer.live)
+        return Candidate(name, timer, *sizes, max(0, memory.peak - before), prefilled, timer.live)
 
-    def _peer_decoding(self, peer: TransformersPeer, batch: int, context: int) -> Contender:
+    def _peer_decoding(self, peer: TransformersPeer, batch: int, context: int) -> Candidate:
         before = machine.memory_in_use()
         cache = peer.filled_cache(batch, context)
         held = peer.nbytes(cache)
@@ -271,7 +271,7 @@ class Bench:
         with machine.watch_peak() as memory:
             measure()
         seconds = peer.prefill_seconds(np.asarray(self._prompts(batch, context)))
-        return Contender(peer.name, measure, held, held, max(0, memory.peak - before), batch * context / seconds)
+        return Candidate(peer.name, measure, held, held, max(0, memory.peak - before), batch * context / seconds)
 
     def _prompts(self, batch: int, tokens: int) -> list[list[int]]:
         return np.random.default_rng(0).integers(0, self.lm.config.vocab_size, (batch, tokens)).tolist()
@@ -289,17 +289,17 @@ class Bench:
         }
         if (peer := self.peer) is not None:
             measures[peer.name] = lambda: peer.prefill_seconds(np.asarray([ids]))
-        contenders = []
+        candidates = []
         for name, measure in measures.items():
             self.progress(f"prefill: {prompt_tokens} tokens, {name}")
             measure()  # compiles
             before = machine.memory_in_use()
             with machine.watch_peak() as memory:
                 measure()
-            contenders.append(Contender(name, measure, peak_bytes=max(0, memory.peak - before)))
-        times = interleave(contenders, self.rounds)
+            candidates.append(Candidate(name, measure, peak_bytes=max(0, memory.peak - before)))
+        times = interleave(candidates, self.rounds)
         rows = []
-        for c in contenders:
+        for c in candidates:
             median, over = statistics.median(times[c.name]), self._over_peer(c.name, times)
             rate = prompt_tokens / median
             rows.append(PrefillRow(prompt_tokens, c.name, median, times[c.name], rate, c.peak_bytes, over))
@@ -319,7 +319,7 @@ class Bench:
             if policy.grows:
                 self.progress(f"long: {name} is left out, its cache grows with what it generates")
                 continue
-            contenders = []
+            candidates = []
             for count in (few, many):
                 self.progress(f"long: generating {count} tokens, {name}")
                 output = kvjax.generate(
@@ -328,10 +328,10 @@ class Bench:
                 held = output.cache.nbytes
                 timer = DecodeTimer(self.lm.params, output.cache, self.steps)
                 timer()  # compiles
-                contenders.append(Contender(str(count), timer, held))
-            times = interleave(contenders, self.rounds)
+                candidates.append(Candidate(str(count), timer, held))
+            times = interleave(candidates, self.rounds)
             first, last = times[str(few)], times[str(many)]
             medians = statistics.median(first), statistics.median(last)
-            held = contenders[0].cache_bytes, contenders[1].cache_bytes
+            held = candidates[0].cache_bytes, candidates[1].cache_bytes
             rows.append(LongRow(name, few, many, *medians, median_ratio(last, first), *held))
         return rows

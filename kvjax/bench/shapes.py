@@ -28,8 +28,8 @@ from typing import TYPE_CHECKING, Any
 from pallas_kernels.bench.bare import stand_in
 
 if TYPE_CHECKING:
-    from kvjax.cache.value import Cache
-    from kvjax.config import ModelConfig
+    from kvjax.cache.cache import Cache
+    from kvjax.model.config import ModelConfig
     from kvjax.model.decoder import Decoder
     from kvjax.policies import Policy
     from kvjax.policies.razor import RazorAttention
@@ -67,7 +67,7 @@ class ShapeRow:
 
 def shapes() -> dict[str, ModelConfig]:
     """Shapes by name."""
-    from kvjax.config import ModelConfig, RopeConfig
+    from kvjax.model.config import ModelConfig, RopeConfig
 
     return {
         "llama-3.1-8b": ModelConfig(
@@ -127,7 +127,7 @@ def with_profile(policy: Policy, config: ModelConfig) -> Policy:
       UsageError: it cannot run on this model.
     """
     from kvjax.policies.razor import RazorAttention
-    from kvjax.policies.rounds import RoundAttention
+    from kvjax.policies.round_attention import RoundAttention
 
     if isinstance(policy, RazorAttention) and policy.profile is None and policy.heads is None:
         policy = dataclasses.replace(policy, heads=_spread_heads(policy, config))
@@ -227,19 +227,19 @@ def _case(params: Decoder, text: str, policy: Policy, batch: int, context: int, 
 def _filled(config: ModelConfig, policy: Policy, batch: int, context: int, dtype: Any) -> Cache:
     """A cache as after a prompt; where a policy places rounds, as after a question."""
     from kvjax.policies import Full
-    from kvjax.rounds.placed import Placed
+    from kvjax.policies.split_cache import SplitCache
     from kvjax.runtime.synthetic import filled_cache
 
     placed = policy.planned(config, context)
-    if not isinstance(placed, Placed):
-        return filled_cache(config, policy, batch, context, dtype, new_room=_ROOM)
+    if not isinstance(placed, SplitCache):
+        return filled_cache(config, policy, batch, context, dtype, new_capacity=_ROOM)
 
     def layers(count: int, tokens: int) -> Cache:
         part = dataclasses.replace(config, num_layers=count)
-        return filled_cache(part, Full(), batch, tokens, dtype, new_room=_ROOM)
+        return filled_cache(part, Full(), batch, tokens, dtype, new_capacity=_ROOM)
 
     lower = layers(placed.watershed, context)
-    upper = layers(config.num_layers - placed.watershed, placed.upper_room)
+    upper = layers(config.num_layers - placed.watershed, placed.upper_capacity)
     return lower.replace(layers=lower.layers + upper.layers, policy=placed)
 
 

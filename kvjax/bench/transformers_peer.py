@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from kvjax.bench.machine import usable_cores
-from kvjax.config import ModelConfig
 from kvjax.errors import KvjaxError, UsageError
+from kvjax.model.config import ModelConfig
 from kvjax.model.decoder import Decoder, DecoderLayer, logical
 
 try:

@@ -102,7 +102,7 @@ def pages_by_group(layer: Layer, pages: tuple[int, ...]) -> list[tuple[int, ...]
 def rounded(layer: Layer, pages: tuple[int, ...]) -> tuple[int, ...]:
     """Pages of the layer's heads, made to divide by the devices that share them."""
     if not isinstance(layer, HeadGroups):
-        return layer.share.rounded(pages)
+        return layer.sharding.rounded(pages)
     groups = zip(layer.groups, pages_by_group(layer, pages), strict=True)
-    flat = [count for pool, counts in groups for count in pool.share.rounded(counts)]
+    flat = [count for pool, counts in groups for count in pool.sharding.rounded(counts)]
     return tuple(flat[i] for i in layer.order)

@@ -26,8 +26,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache.layout import COLUMNS, Layout, layout_of, platform_layout
-from kvjax.cache.share import WHOLE, Share, gathered
-from kvjax.cache.storage import MODEL, Scales, Storage, key_scale, quantise_keys, quantise_values
+from kvjax.cache.page_sharding import UNSHARDED, PageSharding, gather_pages
+from kvjax.cache.quantisation import MODEL, Scales, Storage, key_scale, quantise_keys, quantise_values
 from pallas_kernels.pages import Pages
 
 #: Slots of a page on a CPU.
@@ -61,7 +61,7 @@ class LayerCache:
     pages: tuple[int, ...] = dataclasses.field(metadata={"static": True})
     marks: dict[str, Array] = dataclasses.field(default_factory=dict)
     scales: Scales | None = None
-    share: Share = dataclasses.field(default=WHOLE, metadata={"static": True})
+    sharding: PageSharding = dataclasses.field(default=UNSHARDED, metadata={"static": True})
 
     @property
     def slot_nbytes(self) -> int:
@@ -205,7 +205,7 @@ def _places(cache: LayerCache, slots: Array, valid: Array) -> tuple[Array, Array
 def _held(cache: LayerCache, places: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
     """Of these places those on this device, as indices into what it holds; the others are out of range."""
     batch, page, slot = places
-    return batch, cache.share.place(page, sum(cache.pages))[0], slot
+    return batch, cache.sharding.locate(page, sum(cache.pages))[0], slot
 
 
 def append_token(
@@ -228,14 +228,14 @@ def append_token(
 
 def read_slots(cache: LayerCache, slots: Int[Array, "B H"]) -> tuple[Float[Array, "B H D"], Float[Array, "B H D"]]:
     """Key and value of one slot of every head, float32."""
-    page_size, share = cache.page_size, cache.share
-    page, here = share.place(jnp.asarray(cache.starts, jnp.int32) + slots // page_size, sum(cache.pages))
+    page_size, sharding = cache.page_size, cache.sharding
+    page, here = sharding.locate(jnp.asarray(cache.starts, jnp.int32) + slots // page_size, sum(cache.pages))
     places = jnp.arange(cache.kv.shape[0])[:, None], page, slots % page_size
     k, v = (x.astype(jnp.float32) for x in (cache.kv.key_at(places), cache.kv.value_at(places)))
     if cache.scales is not None:
         k, v = k * cache.scales.k, v * cache.scales.v[places][..., None]
-    if share.page_axes:
-        k, v = (share.sum_over_pages(jnp.where(here[..., None], x, 0.0)) for x in (k, v))
+    if sharding.page_axes:
+        k, v = (sharding.sum_over_pages(jnp.where(here[..., None], x, 0.0)) for x in (k, v))
     return k, v
 
 
@@ -301,7 +301,7 @@ def rows(cache: LayerCache) -> tuple[Float[Array, "B H C D"], Float[Array, "B H 
 
     A copy, for selecting again on a later turn; attention reads the pages.
     """
-    cache = gathered(cache)
+    cache = gather_pages(cache)
     k, v = stored_rows(cache)
     if cache.scales is None:
         return k, v
@@ -325,12 +325,14 @@ def take_pages(
     pages = min((count + page_size - 2) // page_size + 1, min(cache.pages))
     first = jnp.minimum(slot // page_size, min(cache.pages) - pages)
     index = jnp.asarray(cache.starts, jnp.int32)[:, None] + first + jnp.arange(pages)
-    held, here = cache.share.place(index, sum(cache.pages))
+    held, here = cache.sharding.locate(index, sum(cache.pages))
     k, v = cache.kv.rows_at((row, held))
     if cache.scales is not None:
         k, v = k * cache.scales.k[row][:, None, None], v * cache.scales.v[row, held][..., None]
-    if cache.share.page_axes:
-        k, v = (cache.share.sum_over_pages(jnp.where(here[..., None, None], x, jnp.zeros((), x.dtype))) for x in (k, v))
+    if cache.sharding.page_axes:
+        k, v = (
+            cache.sharding.sum_over_pages(jnp.where(here[..., None, None], x, jnp.zeros((), x.dtype))) for x in (k, v)
+        )
     region = {"k": k.reshape(heads, -1, k.shape[-1]), "v": v.reshape(heads, -1, v.shape[-1])}
     region |= {name: mark[row, index].reshape(heads, -1, 1) for name, mark in cache.marks.items()}
     return region, first
@@ -346,7 +348,7 @@ def put_pages(cache: LayerCache, row: Int[Array, ""], first: Int[Array, ""], reg
         v, scale = (x[0] for x in quantise_values(v[None]))
     k, v = (x.reshape(x.shape[0], -1, page_size, x.shape[2]) for x in (k, v))
     index = jnp.asarray(cache.starts, jnp.int32)[:, None] + first + jnp.arange(k.shape[1])
-    held, _ = cache.share.place(index, sum(cache.pages))
+    held, _ = cache.sharding.locate(index, sum(cache.pages))
     if scales is not None:
         scale = scale.reshape(*index.shape, page_size)
         scales = dataclasses.replace(scales, v=scales.v.at[row, held].set(scale, mode="drop"))
@@ -369,20 +371,20 @@ def store(
 
     Fixes the scales of int8 keys. A mark that is not given ([B, H, N] by name) becomes 0.
     """
-    given, scales, share = marks or {}, cache.scales, cache.share
+    given, scales, sharding = marks or {}, cache.scales, cache.sharding
     cache = cache.replace(pages=pages)
     if scales is not None:
         valid = jnp.arange(k.shape[2]) < length[..., None]
         fixed = key_scale(k, valid, scales.k, scales.headroom)
         k, _ = quantise_keys(k, fixed)
         v, scale = quantise_values(v)
-        scales = dataclasses.replace(scales, k=fixed, v=share.mine(by_page(cache, scale)))
+        scales = dataclasses.replace(scales, k=fixed, v=sharding.local_pages(by_page(cache, scale)))
     new_marks = {}
     for name, mark in cache.marks.items():
         values = given.get(name, jnp.zeros(k.shape[:3], mark.dtype))
         new_marks[name] = by_page(cache, values.astype(mark.dtype))
-    k, v = (share.mine_of_rows(x, cache.page_size) for x in (k, v))
-    kv = pack(k, v, share.local(pages), cache.kv)
+    k, v = (sharding.local_slots(x, cache.page_size) for x in (k, v))
+    kv = pack(k, v, sharding.local_counts(pages), cache.kv)
     return cache.replace(kv=kv, length=length, next=length, marks=new_marks, scales=scales)
 
 
@@ -431,7 +433,7 @@ def resize(cache: LayerCache, pages: tuple[int, ...]) -> LayerCache:
         return jnp.concatenate(runs, axis=1)
 
     # A page stays on its device, so a share is laid out as a whole is.
-    parts = cache.share.page_parts
+    parts = cache.sharding.page_parts
     scales = cache.scales and dataclasses.replace(cache.scales, v=lay(cache.scales.v, parts))
     marks = {name: lay(mark) for name, mark in cache.marks.items()}
     return cache.replace(kv=jax.tree.map(lambda x: lay(x, parts), cache.kv), pages=pages, marks=marks, scales=scales)

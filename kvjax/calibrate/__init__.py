@@ -13,18 +13,18 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from kvjax.calibrate.alibi import alibi_scopes
     from kvjax.calibrate.divergence import watershed
-    from kvjax.calibrate.profile import HeadProfile, ScopeProfile, WatershedProfile, load_profile, save_profile
     from kvjax.calibrate.retrieval import retrieval_heads
+    from kvjax.policies.profile import HeadProfile, ScopeProfile, WatershedProfile, load_profile, save_profile
 
 # Policies read profiles, so this package must not load what reads policies.
 _HOMES = {
-    "HeadProfile": "kvjax.calibrate.profile",
-    "ScopeProfile": "kvjax.calibrate.profile",
-    "WatershedProfile": "kvjax.calibrate.profile",
+    "HeadProfile": "kvjax.policies.profile",
+    "ScopeProfile": "kvjax.policies.profile",
+    "WatershedProfile": "kvjax.policies.profile",
     "alibi_scopes": "kvjax.calibrate.alibi",
-    "load_profile": "kvjax.calibrate.profile",
+    "load_profile": "kvjax.policies.profile",
     "retrieval_heads": "kvjax.calibrate.retrieval",
-    "save_profile": "kvjax.calibrate.profile",
+    "save_profile": "kvjax.policies.profile",
     "watershed": "kvjax.calibrate.divergence",
 }
 

@@ -24,11 +24,11 @@ from collections.abc import Callable
 import numpy as np
 from jaxtyping import Float
 
-from kvjax.calibrate.profile import ModelShape, ScopeProfile, Table, model_name
+from kvjax.checkpoints.load import LanguageModel
 from kvjax.errors import UsageError
 from kvjax.model.alibi import slopes
 from kvjax.model.decoder import DecoderLayer, logical
-from kvjax.model.load import LanguageModel
+from kvjax.policies.profile import ModelShape, ScopeProfile, Table, model_name
 
 
 def alibi_scopes(lm: LanguageModel, *, progress: Callable[[int, int], None] | None = None) -> ScopeProfile:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 
 from kvjax.calibrate.heatmap import require_matplotlib
-from kvjax.calibrate.profile import WatershedProfile
+from kvjax.policies.profile import WatershedProfile
 
 
 def kl_curve(profile: WatershedProfile) -> bytes:

@@ -12,11 +12,11 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from jaxtyping import Float
 
-from kvjax.calibrate.profile import ModelShape, WatershedProfile, model_name
 from kvjax.calibrate.shares import Messages, round_shares
+from kvjax.checkpoints.load import LanguageModel
 from kvjax.checks import number
 from kvjax.errors import UsageError
-from kvjax.model.load import LanguageModel
+from kvjax.policies.profile import ModelShape, WatershedProfile, model_name
 
 #: What an empty round counts as, so that a divergence is finite.
 _FLOOR = 1e-8

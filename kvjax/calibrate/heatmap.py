@@ -6,8 +6,8 @@ import importlib.util
 import io
 from typing import Literal
 
-from kvjax.calibrate.profile import HeadProfile, protected_heads
 from kvjax.errors import UsageError
+from kvjax.policies.profile import HeadProfile, protected_heads
 
 
 def require_matplotlib() -> None:

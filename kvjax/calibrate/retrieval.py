@@ -18,13 +18,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from kvjax.calibrate.profile import HeadProfile, ModelShape, model_name
+from kvjax.checkpoints.load import LanguageModel
 from kvjax.checks import whole_number
-from kvjax.config import ModelConfig
 from kvjax.errors import UsageError
+from kvjax.model.config import ModelConfig
 from kvjax.model.decoder import Decoder, DecoderLayer
-from kvjax.model.load import LanguageModel
 from kvjax.model.rope import angles, rotate
+from kvjax.policies.profile import HeadProfile, ModelShape, model_name
 from pallas_kernels.prefill import prefill
 
 #: The paper's K and how often it repeats them.

@@ -16,16 +16,16 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from kvjax.cache.buckets import block_of, prompt_bucket
+from kvjax.checkpoints.load import LanguageModel
 from kvjax.errors import UsageError
 from kvjax.model.decoder import Decoder, DecoderLayer
-from kvjax.model.load import LanguageModel
 from kvjax.model.rope import Angles, token_angles
 from kvjax.policies.signals import Signals
-from kvjax.prompts import opening_tokens, tokenize
-from kvjax.rounds.choose import normalised
-from kvjax.runtime.buckets import block_of, prompt_bucket
+from kvjax.prompts import prefix_tokens, tokenize
+from kvjax.rounds.selection import normalised
 from kvjax.runtime.prefill import read_layer
-from kvjax.runtime.taps import LayerTap, Taps
+from kvjax.runtime.signal_collector import PartialSignals, SignalCollector
 
 Messages = Sequence[Mapping[str, Any]]
 #: First token and the one after the last.
@@ -64,12 +64,12 @@ def question_and_answer(
 
 def _history(lm: LanguageModel, messages: Messages) -> tuple[list[int], list[int]]:
     """Ids of the messages, and the edges of their rounds; what comes before the first is no round's."""
-    from kvjax.rounds.history import history_ids
+    from kvjax.history import history_ids
 
     ids, starts = history_ids(lm, messages)
     if len(starts) < 2:
         raise UsageError("A dialogue has fewer than two rounds before its question; nothing is distributed over one.")
-    return ids, [max(opening_tokens(lm, list(messages), ids), 4), *starts[1:], len(ids)]
+    return ids, [max(prefix_tokens(lm, list(messages), ids), 4), *starts[1:], len(ids)]
 
 
 def _asked(lm: LanguageModel, question: str) -> list[int]:
@@ -127,8 +127,10 @@ def _layer(
     after, k, _, _ = read_layer(layer, x, angles, None, blocks, jnp.int32(0), None, count)
     masses = []
     for first, end in spans:
-        tap = LayerTap(Signals(window=window), config, jnp.zeros_like(count), end[None], first[None], scale, window)
-        found = tap.finish(Taps(None, None), tap.window_queries(layer, x, angles), k, None, block)
+        collector = SignalCollector(
+            Signals(window=window), config, jnp.zeros_like(count), end[None], first[None], scale, window
+        )
+        found = collector.finish(PartialSignals(None, None), collector.window_queries(layer, x, angles), k, None, block)
         assert found.window is not None
         masses.append(found.window.new.sum(axis=(0, 1, 2)))
     return after, jnp.stack(masses)

@@ -6,7 +6,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvjax.cli import render, session
+from kvjax import tables
+from kvjax.cli import session
 from kvjax.errors import UsageError
 
 if TYPE_CHECKING:
@@ -27,9 +28,9 @@ def run(
     compile_cache: bool,
 ) -> int:
     """Answer the file; 130 when Ctrl-C ended it."""
-    from kvjax.mesh import parse_mesh
     from kvjax.policies import parse
     from kvjax.runtime.distributed import Cluster, group, local_mesh
+    from kvjax.sharding.mesh import parse_mesh
 
     with Cluster(**cluster).joined():
         everyone = group()
@@ -60,7 +61,7 @@ def _print(report: Report, output: Path) -> None:
     if report.already:
         parts.append(f"{report.already:,} written by earlier runs")
     if report.generated_tokens:
-        parts.append(f"{render.human_rate(report.generated_tokens / report.seconds)} tokens/s")
+        parts.append(f"{tables.human_rate(report.generated_tokens / report.seconds)} tokens/s")
     print(
         f"kvjax batch: {'; '.join(parts)}; {len(report.files)} file{'s' * (len(report.files) > 1)} in {output}",
         file=sys.stderr,

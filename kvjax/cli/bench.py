@@ -8,14 +8,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvjax.cli import render, session
+from kvjax import tables
+from kvjax.cli import session
 from kvjax.errors import KvjaxError, UsageError
 from kvjax.files import check_writable, write_atomically
 
 if TYPE_CHECKING:
     from kvjax.bench.report import Report
     from kvjax.bench.run import Bench
-    from kvjax.model.load import LanguageModel
+    from kvjax.checkpoints.load import LanguageModel
     from pallas_kernels.bench.decode_inputs import Sizes
 
 PEERS = ("transformers",)
@@ -80,7 +81,7 @@ def _publish(result: Report, json_path: Path | None, markdown: bool) -> None:
         print(report.markdown(result))
         return
     for title, columns, rows in report.tables(result):
-        render.print_table(title, columns, rows)
+        tables.print_table(title, columns, rows)
     print(report.footnote(result))
 
 
@@ -105,7 +106,7 @@ def decode(
     if markdown:
         print(shapes.markdown(rows, about))
         return
-    render.print_table("Decode", list(shapes.COLUMNS), shapes.table(rows))
+    tables.print_table("Decode", list(shapes.COLUMNS), shapes.table(rows))
     print("; ".join(f"{name} {value}" for name, value in about.items()))
 
 

@@ -37,10 +37,10 @@ def retrieval_heads(
     Needs no data and, beside the weights, the memory of one layer.
     """
     from kvjax.calibrate.heatmap import heatmap, require_matplotlib
-    from kvjax.calibrate.profile import protected_heads, save_profile
     from kvjax.calibrate.retrieval import retrieval_heads as score
     from kvjax.cli import session
     from kvjax.files import write_atomically
+    from kvjax.policies.profile import protected_heads, save_profile
 
     _check(out)
     if picture:
@@ -60,8 +60,8 @@ def alibi_scopes(
 ) -> None:
     """Bound how far every head sees, from the weights alone (ALiBi models; for razor)."""
     from kvjax.calibrate.alibi import alibi_scopes as bound
-    from kvjax.calibrate.profile import save_profile, scope_lengths
     from kvjax.cli import session
+    from kvjax.policies.profile import save_profile, scope_lengths
 
     _check(out)
     lm = session.load(model, dtype)
@@ -100,10 +100,10 @@ def watershed(
     from kvjax.calibrate.curve import kl_curve
     from kvjax.calibrate.divergence import watershed as find
     from kvjax.calibrate.heatmap import require_matplotlib
-    from kvjax.calibrate.profile import save_profile
     from kvjax.cli import session
     from kvjax.eval.dialogues import long_dialogues
     from kvjax.files import write_atomically
+    from kvjax.policies.profile import save_profile
 
     _check(out)
     if picture is not None:

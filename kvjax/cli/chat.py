@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvjax.cli import inputs, render, saved_chat, session
+from kvjax import tables
+from kvjax.cli import inputs, saved_chat, session
 
 if TYPE_CHECKING:
     import kvjax
@@ -86,7 +87,7 @@ def _converse(conversation: kvjax.Chat, record: saved_chat.Record, as_json: bool
             kept = f"; its first turn replaces the one in {record.folder}" if record.folder else ""
             print(f"A new conversation{kept}.", file=sys.stderr)
         elif text == "/stats":
-            render.print_stats(last) if last else print("Nothing was generated yet.", file=sys.stderr)
+            tables.print_stats(last) if last else print("Nothing was generated yet.", file=sys.stderr)
         elif text.startswith("/save "):
             _save_to(Path(text.removeprefix("/save ").strip()), record, conversation, terminal)
         elif text.startswith("/") and " " not in text and terminal:
@@ -134,14 +135,14 @@ def _turn(conversation: kvjax.Chat, text: str, as_json: bool, terminal: bool) ->
 def _answered(conversation: kvjax.Chat, text: str, as_json: bool) -> Output:
     if as_json:
         output = conversation.send(text)
-        render.print_json(render.as_dict(output))
+        tables.print_json(tables.as_dict(output))
         return output
     output = None
     for piece in conversation.stream(text):
-        render.write_text(piece.text)
+        tables.write_text(piece.text)
         output = piece.output or output
     assert output is not None, "a turn ends with a piece that carries the output"
-    render.write_text("\n")
+    tables.write_text("\n")
     if output.finish_reason in ("context", "memory", "interrupted"):
         print(f"(ended by {output.finish_reason})", file=sys.stderr)
     return output

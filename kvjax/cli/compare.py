@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvjax.cli import render, session
+from kvjax import tables
+from kvjax.cli import session
 from kvjax.errors import KvjaxError, UsageError
 
 if TYPE_CHECKING:
@@ -37,11 +38,11 @@ def run(
 ) -> int:
     """Measure what ``out`` does not hold yet, and show all it holds; a request is checked before anything runs."""
     from kvjax.bench import machine
-    from kvjax.eval.contenders import contenders
+    from kvjax.eval.candidates import candidates
     from kvjax.eval.pictures import new_figure
     from kvjax.eval.results import Settings, read_rows
 
-    chosen = contenders(policies, retained)
+    chosen = candidates(policies, retained)
     if not lengths:
         raise UsageError("--lengths is empty; give numbers of tokens such as 700.")
     settings = Settings(model, "", tuple(tasks), samples, turns, storage, seed)  # refuses what makes no sense
@@ -100,7 +101,7 @@ class _Files:
         if markdown:
             print(report.markdown(self._settings, rows, self._machine, PICTURE), end="")
             return
-        render.print_table("", report.COLUMNS, report.table(rows), width=200)
+        tables.print_table("", report.COLUMNS, report.table(rows), width=200)
         print(report.footnote(self._settings, self._machine))
         print(f"Saved: {', '.join(str(self._out / name) for name in (RESULTS, TABLE, PICTURE))}.")
 

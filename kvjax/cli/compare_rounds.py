@@ -7,7 +7,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvjax.cli import render, session
+from kvjax import tables
+from kvjax.cli import session
 from kvjax.cli.compare import INTERRUPTED, make_folder
 from kvjax.errors import UsageError
 from kvjax.files import check_writable
@@ -33,7 +34,7 @@ def run(
     from kvjax.bench import machine
     from kvjax.checks import whole_number
     from kvjax.eval import rounds_report as report
-    from kvjax.eval.contenders import split_policies
+    from kvjax.eval.candidates import split_policies
     from kvjax.eval.dialogues import history_room, long_dialogues
     from kvjax.eval.pictures import new_figure, png
     from kvjax.eval.rounds import DEFAULT, RoundComparison, Settings, read_answers, round_policy
@@ -89,7 +90,7 @@ def run(
     if answers and markdown:
         print(report.markdown(settings, answers, described), end="")
     elif answers:
-        render.print_table("", report.COLUMNS, report.table(answers), width=200)
+        tables.print_table("", report.COLUMNS, report.table(answers), width=200)
         print(report.footnote(settings, answers, described))
     return code
 

@@ -5,6 +5,6 @@ from __future__ import annotations
 
 def run(model: str) -> None:
     """Download ``model`` unless it is there, and print its path on standard output."""
-    from kvjax.model import fetch
+    from kvjax.checkpoints import hub
 
-    print(fetch.fetch(model))
+    print(hub.fetch(model))

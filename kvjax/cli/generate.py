@@ -6,7 +6,8 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from kvjax.cli import render, session
+from kvjax import tables
+from kvjax.cli import session
 
 if TYPE_CHECKING:
     from kvjax import LanguageModel, Output
@@ -32,8 +33,8 @@ def run(
     streamed = len(prompts) == 1 and keywords["n"] == 1 and not as_json
     outputs = [_stream(lm, prompts[0], keywords)] if streamed else _all(lm, prompts, keywords)
     if as_json:
-        render.print_json(
-            {"model": lm.name, "policy": keywords["policy"], "outputs": [render.as_dict(output) for output in outputs]}
+        tables.print_json(
+            {"model": lm.name, "policy": keywords["policy"], "outputs": [tables.as_dict(output) for output in outputs]}
         )
     elif not streamed:
         _print_outputs(outputs)
@@ -45,11 +46,11 @@ def _stream(lm: LanguageModel, prompt: str, keywords: dict[str, Any]) -> Output:
 
     output, options = None, {name: value for name, value in keywords.items() if name != "n"}
     for piece in kvjax.stream_generate(lm, prompt, **options):
-        render.write_text(piece.text)
+        tables.write_text(piece.text)
         output = piece.output or output
     assert output is not None, "stream_generate ends with a piece that carries the output"
-    render.write_text("\n")
-    render.print_stats(output)
+    tables.write_text("\n")
+    tables.print_stats(output)
     return output
 
 
@@ -64,5 +65,5 @@ def _print_outputs(outputs: list[Output]) -> None:
     for number, output in enumerate(outputs, 1):
         if len(outputs) > 1:
             print(f"--- {number} of {len(outputs)}", file=sys.stderr)
-        render.write_text(output.text + "\n")
-    render.print_stats(outputs[-1])
+        tables.write_text(output.text + "\n")
+    tables.print_stats(outputs[-1])

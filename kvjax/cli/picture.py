@@ -16,7 +16,7 @@ from kvjax.files import check_writable
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from kvjax.model.load import LanguageModel
+    from kvjax.checkpoints.load import LanguageModel
 
 POSITIONS, ALIKE = "retained-positions", "question-answer"
 #: Policies whose kept positions are shown, with the share they keep.
@@ -103,7 +103,7 @@ def _study(name: str, lm: LanguageModel, settings, length: int, out: Path) -> in
     comparison = Comparison(lm, settings, rows=earlier, save=save, say=_say, speed=False)
     code = 0
     try:
-        comparison.run(STUDIES[name].contenders, [length])
+        comparison.run(STUDIES[name].candidates, [length])
     except KeyboardInterrupt:
         _say(f"what was measured so far is in {numbers}; the same command goes on from there")
         code = INTERRUPTED
@@ -124,9 +124,9 @@ def _positions(lm: LanguageModel, policies: Sequence[str], text: str | None, len
 
 def _alike(lm: LanguageModel, path: Path, most: int, least_rounds: int, tokens: int | None) -> Figure:
     """What questions and answers of real dialogues attend to; the numbers of the picture's title are printed too."""
-    from kvjax.calibrate.profile import WatershedProfile, packaged
     from kvjax.eval.alike import alike_figure, last_round, means
     from kvjax.eval.dialogues import long_dialogues
+    from kvjax.policies.profile import WatershedProfile, packaged
 
     chosen = long_dialogues(lm, path, most=most, least_rounds=least_rounds, tokens=tokens)
     found = []

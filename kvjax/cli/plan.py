@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from kvjax.cli import render
+from kvjax import tables
 
 
 def run(*, model: str, keywords: dict[str, Any], as_json: bool) -> None:
@@ -14,10 +14,10 @@ def run(*, model: str, keywords: dict[str, Any], as_json: bool) -> None:
 
     kvjax.policies.parse(keywords["policy"])
     # The weights stay where they are: a plan needs their shapes alone, in the dtype they would be loaded in.
-    from kvjax.model.load import weights_dtype
+    from kvjax.checkpoints.load import weights_dtype
 
     planned = kvjax.plan(kvjax.load_config(model), **{**keywords, "dtype": weights_dtype(keywords["dtype"])})
     if as_json:
-        render.print_json(dataclasses.asdict(planned))
+        tables.print_json(dataclasses.asdict(planned))
     else:
         print(planned)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from kvjax.cli import render
+from kvjax import tables
 
 
 def _describe(policy: type) -> tuple[list[dict[str, Any]], str]:
@@ -27,13 +27,13 @@ def run(*, as_json: bool) -> None:
 
     described = {name: _describe(policy) for name, policy in sorted(policies.registry().items())}
     if as_json:
-        render.print_json({name: {"summary": s, "fields": fields} for name, (fields, s) in described.items()})
+        tables.print_json({name: {"summary": s, "fields": fields} for name, (fields, s) in described.items()})
         return
     rows = [
         (name, "\n".join(_option(field) for field in fields) or "-", summary)
         for name, (fields, summary) in described.items()
     ]
-    render.print_table("", ("policy", "options and defaults", "what it keeps"), rows)
+    tables.print_table("", ("policy", "options and defaults", "what it keeps"), rows)
     print("Write --policy NAME or NAME:OPTION=VALUE,OPTION=VALUE.")
 
 

@@ -41,7 +41,7 @@ def check_free(save: Path, load: Path | None) -> None:
 def continued(lm: kvjax.LanguageModel, folder: Path, keywords: dict[str, Any]) -> kvjax.Chat:
     """The conversation of a folder; a policy or storage that was asked for must be its own."""
     import kvjax
-    from kvjax.cache.storage import parse_storage
+    from kvjax.cache.quantisation import parse_storage
     from kvjax.policies import format_policy, parse
 
     options = {name: value for name, value in keywords.items() if name not in ("policy", "storage", "system")}

@@ -6,8 +6,8 @@ import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kvjax.mesh import Mesh
-    from kvjax.model.load import LanguageModel
+    from kvjax.checkpoints.load import LanguageModel
+    from kvjax.sharding.mesh import Mesh
 
 # Programs of a 135M model take about a megabyte each; the oldest are dropped beyond this.
 COMPILE_CACHE_BYTES = 2 * 2**30
@@ -20,7 +20,7 @@ def enable_compile_cache() -> None:
     """
     import jax
 
-    from kvjax.model.fetch import cache_folder
+    from kvjax.checkpoints.hub import cache_folder
 
     if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
         jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "xla"))

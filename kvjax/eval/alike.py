@@ -10,9 +10,9 @@ import numpy as np
 from jaxtyping import Float
 
 from kvjax.calibrate.shares import question_and_answer
+from kvjax.checkpoints.load import LanguageModel
 from kvjax.eval.dialogues import Dialogue
 from kvjax.eval.pictures import new_figure, plain_axes, style
-from kvjax.model.load import LanguageModel
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

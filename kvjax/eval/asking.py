@@ -9,11 +9,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from kvjax.cache.storage import Storage
-from kvjax.cache.value import Cache
+from kvjax.cache.cache import Cache
+from kvjax.cache.quantisation import Storage
+from kvjax.checkpoints.load import LanguageModel
 from kvjax.eval.recorded import RecordedDecoder
 from kvjax.model.decoder import Decoder
-from kvjax.model.load import LanguageModel
 from kvjax.planning import full_cache_bytes
 from kvjax.policies.base import Policy
 from kvjax.prompts import Prompt
@@ -22,7 +22,7 @@ from kvjax.runtime.compilation import CompileClock
 from kvjax.runtime.decode import CHUNK
 from kvjax.runtime.interrupt import Interrupt
 from kvjax.runtime.session import Session, read_prompts
-from kvjax.text import text_of
+from kvjax.text.detokenizer import text_of
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,17 +14,17 @@ from collections.abc import Callable, Iterator, Sequence
 
 import jax
 
-from kvjax.cache.storage import parse_storage
+from kvjax.cache.quantisation import parse_storage
+from kvjax.checkpoints.load import LanguageModel
 from kvjax.errors import KvjaxError
 from kvjax.eval.asking import Answers, Asker, Cost
-from kvjax.eval.contenders import Contender
+from kvjax.eval.candidates import Candidate
 from kvjax.eval.conversation import ANSWER_TOKENS, TURNS
 from kvjax.eval.material import Prompts, Talks, check_length, make_prompts, make_talks
 from kvjax.eval.recorded import RecordedDecoder
 from kvjax.eval.results import AFTER, IN_VIEW, Row, Scored, Settings, accuracy
 from kvjax.eval.ruler import match_all
 from kvjax.generation import generate
-from kvjax.model.load import LanguageModel
 from kvjax.policies.base import Policy
 from kvjax.runtime.compilation import compile_clock
 from kvjax.runtime.interrupt import interruptible
@@ -59,7 +59,7 @@ class Comparison:
         self._save, self._say = save, say
         self._prefill_rates: dict[tuple[int, str], float] = {}
 
-    def run(self, contenders: Sequence[Contender], lengths: Sequence[int]) -> None:
+    def run(self, candidates: Sequence[Candidate], lengths: Sequence[int]) -> None:
         """Measure every cache that has no row yet.
 
         Raises:
@@ -72,18 +72,18 @@ class Comparison:
             asker = Asker(self.lm, parse_storage(self.settings.storage), clock, interrupt)
             for length in lengths:
                 done = {row.key for row in self.rows}
-                missing = [c for c in contenders if (length, c.name, c.retained) not in done]
+                missing = [c for c in candidates if (length, c.name, c.retained) not in done]
                 if not missing:
                     continue
                 prompts, talks = self._material(length, asker)
-                for number, contender in enumerate(missing, 1):
+                for number, candidate in enumerate(missing, 1):
                     began, compiled = time.perf_counter(), clock.seconds
-                    row = self._row(asker, contender, length, prompts, talks)
+                    row = self._row(asker, candidate, length, prompts, talks)
                     took = dict(seconds=time.perf_counter() - began, compile_seconds=clock.seconds - compiled)
                     self.rows.append(dataclasses.replace(row, **took))
                     self._save(self.rows)
                     self._say(f"[{number}/{len(missing)}] {describe(self.rows[-1])}")
-                    if number == len(missing) or missing[number].name != contender.name:
+                    if number == len(missing) or missing[number].name != candidate.name:
                         jax.clear_caches()  # a policy's programs serve no other, and those of 50 caches take gigabytes
 
     def _material(self, length: int, asker: Asker) -> tuple[list[Prompts], Talks | None]:
@@ -98,16 +98,16 @@ class Comparison:
         return prompts, make_talks(self.lm, self.settings, length)
 
     def _row(
-        self, asker: Asker, contender: Contender, length: int, prompts: Sequence[Prompts], talks: Talks | None
+        self, asker: Asker, candidate: Candidate, length: int, prompts: Sequence[Prompts], talks: Talks | None
     ) -> Row:
-        row = Row(length, contender.name, contender.retained)
+        row = Row(length, candidate.name, candidate.retained)
         try:
-            policy = contender.policy()
+            policy = candidate.policy()
             policy.check(self.lm.config)
             asked = list(self._ask(asker, policy, prompts))
             if talks is not None:
                 asked += self._talk(asker, policy, talks)
-            prefill = self._prefill_rate(contender.name, length, policy, prompts[0]) if self._speed else 0.0
+            prefill = self._prefill_rate(candidate.name, length, policy, prompts[0]) if self._speed else 0.0
         except KvjaxError as error:
             return dataclasses.replace(row, refused=str(error))
         samples = self.settings.samples

@@ -23,8 +23,8 @@ import random
 from kvjax.errors import UsageError
 from kvjax.eval.ruler import NOISE
 from kvjax.eval.words import word_pairs
-from kvjax.model.tokenizer import Tokenizer
 from kvjax.prompts import Prompt
+from kvjax.text.tokenizer import Tokenizer
 
 TURNS = ("first turn", "on theme", "off theme")
 #: Tokens an answer may have: a number's seven digits and a few words around them.

@@ -17,9 +17,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from kvjax.checkpoints.load import LanguageModel
 from kvjax.checks import whole_number
 from kvjax.errors import UsageError
-from kvjax.model.load import LanguageModel
 
 Message = dict[str, str]
 #: A question and its answer.

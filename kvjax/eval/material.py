@@ -7,13 +7,13 @@ from collections.abc import Sequence
 
 import jax
 
+from kvjax.checkpoints.load import LanguageModel
 from kvjax.errors import UsageError
 from kvjax.eval.conversation import ANSWER_TOKENS, Conversation, make_conversations
 from kvjax.eval.needle import prompt_ids, template_tokens
 from kvjax.eval.recorded import RecordedDecoder, record, record_bytes
 from kvjax.eval.results import Settings
 from kvjax.eval.ruler import answer_room, make_samples
-from kvjax.model.load import LanguageModel
 from kvjax.prompts import Prompt, tokenize
 
 

@@ -11,7 +11,7 @@ from kvjax.errors import UsageError
 from kvjax.eval.ruler import NeedleTask, Sample, find_task, make_samples, match_all
 
 if TYPE_CHECKING:
-    from kvjax.model.load import LanguageModel
+    from kvjax.checkpoints.load import LanguageModel
     from kvjax.policies.base import Policy
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvjax.errors import KvjaxError
-from kvjax.eval.contenders import REFERENCE
+from kvjax.eval.candidates import REFERENCE
 from kvjax.eval.results import AFTER, IN_VIEW, Estimate, Row, accuracy
 
 if TYPE_CHECKING:

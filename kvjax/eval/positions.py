@@ -11,10 +11,10 @@ from jaxtyping import Float
 
 from kvjax.cache.groups import parts
 from kvjax.cache.pool import mark_rows
+from kvjax.checkpoints.load import LanguageModel
 from kvjax.errors import UsageError
 from kvjax.eval.pictures import new_figure, plain_axes, style
 from kvjax.generation import generate
-from kvjax.model.load import LanguageModel
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

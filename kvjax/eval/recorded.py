@@ -21,9 +21,9 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from kvjax.config import ModelConfig
+from kvjax.cache.buckets import prompt_bucket
+from kvjax.model.config import ModelConfig
 from kvjax.model.decoder import Decoder, DecoderLayer
-from kvjax.runtime.buckets import prompt_bucket
 from kvjax.runtime.prefill import logits_of
 
 

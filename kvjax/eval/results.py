@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kvjax.cache.storage import parse_storage
+from kvjax.cache.quantisation import parse_storage
 from kvjax.checks import whole_number
 from kvjax.errors import KvjaxError, UsageError
 from kvjax.eval.ruler import find_task
@@ -141,7 +141,7 @@ def accuracy(row: Row, mode: str, task: str | None = None) -> Estimate:
 
 
 def first_token_agreement(row: Row, reference: Row, mode: str) -> Estimate:
-    """Share of samples whose first token is the reference's."""
+    """PageSharding of samples whose first token is the reference's."""
     expected = {group.task: group.first for group in reference.scored(mode)}
     return estimate(
         [

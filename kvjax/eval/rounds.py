@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import kvjax
+from kvjax.checkpoints.load import LanguageModel
 from kvjax.errors import KvjaxError, UsageError
 from kvjax.eval.dialogues import Dialogue
-from kvjax.model.load import LanguageModel
+from kvjax.history import history_ids, read_history
 from kvjax.output import Output
 from kvjax.policies import RoundAttention, parse
-from kvjax.rounds.history import history_ids, read_history
 
 FULL = "full"
 DEFAULT = (

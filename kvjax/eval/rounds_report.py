@@ -81,7 +81,7 @@ def _means(name: str, answers: Sequence[Answer], turns: Mapping[tuple[str, int, 
 
 def table(answers: Sequence[Answer]) -> list[list[str]]:
     """Cells under ``COLUMNS``."""
-    from kvjax.cli.render import human_bytes
+    from kvjax.tables import human_bytes
 
     def share(value: float | None) -> str:
         return "-" if value is None else f"{value:.2f}"

@@ -251,7 +251,7 @@ def post_process(text: str) -> str:
 
 
 def match_all(text: str, outputs: Sequence[str]) -> float:
-    """Share of the expected strings that the answer contains, letter case ignored: 0 to 1."""
+    """PageSharding of the expected strings that the answer contains, letter case ignored: 0 to 1."""
     text = post_process(text).lower()
     return sum(output.lower() in text for output in outputs) / len(outputs)
 

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from kvjax.eval.contenders import REFERENCE, Contender
+from kvjax.eval.candidates import REFERENCE, Candidate
 from kvjax.eval.pictures import error_bars, new_figure, plain_axes
 from kvjax.eval.results import AFTER, IN_VIEW, Row, accuracy
 
@@ -28,23 +28,23 @@ class Study:
 
     title: str
     xlabel: str
-    lines: dict[str, tuple[tuple[float, Contender], ...]]
+    lines: dict[str, tuple[tuple[float, Candidate], ...]]
 
     @property
-    def contenders(self) -> list[Contender]:
+    def candidates(self) -> list[Candidate]:
         """The full cache, then every point once."""
-        points = (contender for line in self.lines.values() for _, contender in line)
-        return list(dict.fromkeys([Contender(REFERENCE), *points]))
+        points = (candidate for line in self.lines.values() for _, candidate in line)
+        return list(dict.fromkeys([Candidate(REFERENCE), *points]))
 
 
-def _by_share(names: dict[str, str]) -> dict[str, tuple[tuple[float, Contender], ...]]:
-    return {label: tuple((100 * share, Contender(name, share)) for share in SHARES) for label, name in names.items()}
+def _by_share(names: dict[str, str]) -> dict[str, tuple[tuple[float, Candidate], ...]]:
+    return {label: tuple((100 * share, Candidate(name, share)) for share in SHARES) for label, name in names.items()}
 
 
-def _razor(options: str, shares: Sequence[float]) -> tuple[tuple[float, Contender], ...]:
+def _razor(options: str, shares: Sequence[float]) -> tuple[tuple[float, Candidate], ...]:
     # At a few hundred tokens the paper's least buffer of 4,000 would drop nothing: only its N / 5 is left.
     name = "razor:threshold=1,compression=5,induction_share={share}{options}"
-    return tuple((100 * share, Contender(name.format(share=share, options=options))) for share in shares)
+    return tuple((100 * share, Candidate(name.format(share=share, options=options))) for share in shares)
 
 
 _HEADS = (0.0, 0.05, 0.08, 0.11, 0.14, 0.25)

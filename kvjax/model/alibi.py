@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from kvjax.config import ModelConfig
+from kvjax.model.config import ModelConfig
 
 
 def slopes(config: ModelConfig) -> Float[np.ndarray, "H G"]:

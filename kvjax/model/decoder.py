@@ -16,8 +16,8 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from kvjax.config import ModelConfig
-from kvjax.model.products import product, product_turned
+from kvjax.model.config import ModelConfig
+from kvjax.model.matmul import matmul, matmul_nt
 
 
 def _param(
@@ -26,19 +26,19 @@ def _param(
     axes: tuple[str | None, ...],
     dtype: DTypeLike,
     inputs: int = 1,
-    turned: bool = False,
+    transposed: bool = False,
 ) -> nnx.Param:
     """A weight with its logical shape and axes; random values serve tests and ``load`` overwrites them.
 
-    It is stored as a matrix, the first ``inputs`` axes against the others (or, without any, as a vector); ``turned``,
-    the others against the first (``products.py`` says what is read faster how). The short axes of heads and halves
-    would each be padded to a tile of a TPU's memory, four times the bytes where the last axis but one is 2, and a
-    product would copy the weight into another layout at every step.
+    It is stored as a matrix, the first ``inputs`` axes against the others (or, without any, as a vector); if
+    ``transposed``, the others against the first (``matmul.py`` says which is faster to read when). The short axes of
+    heads and halves would each be padded to a tile of a TPU's memory, four times the bytes where the last axis but one
+    is 2, and a product would copy the weight into another layout at every step.
     """
     fan_in = shape[0] if len(shape) > 1 else 1
     values = jax.random.normal(rngs.params(), shape, jnp.float32) * fan_in**-0.5
     values = values.astype(dtype).reshape((math.prod(shape[:inputs]), -1) if inputs else (-1,))
-    return nnx.Param(values.T if turned else values, axes=axes, logical=shape, inputs=inputs, turned=turned)
+    return nnx.Param(values.T if transposed else values, axes=axes, logical=shape, inputs=inputs, transposed=transposed)
 
 
 @runtime_checkable
@@ -75,7 +75,7 @@ def logical(param: nnx.Variable) -> jax.Array:
 def logical_view(param: nnx.Variable, stored: Any) -> Any:
     """What is stored of a weight, an array of JAX or NumPy, with its logical axes; in NumPy without a copy."""
     shape, inputs = param.get_metadata("logical", stored.shape), param.get_metadata("inputs", 1)
-    if not param.get_metadata("turned", False):
+    if not param.get_metadata("transposed", False):
         return stored.reshape(shape)
     outputs = len(shape) - inputs
     return stored.reshape(shape[inputs:] + shape[:inputs]).transpose(*range(outputs, len(shape)), *range(outputs))
@@ -141,9 +141,9 @@ class DecoderLayer(nnx.Module):
         if config.mlp == "gated_silu":
             half = gate_columns(inner)
             shape, axes = (hidden, inner // half, 2, half), (None, "mlp", None, None)
-            self.gate_up = _param(rngs, shape, axes, dtype, turned=True)
+            self.gate_up = _param(rngs, shape, axes, dtype, transposed=True)
         else:
-            self.up = _param(rngs, (hidden, inner), (None, "mlp"), dtype, turned=True)
+            self.up = _param(rngs, (hidden, inner), (None, "mlp"), dtype, transposed=True)
         self.down = _param(rngs, (inner, hidden), ("mlp", None), dtype)
         if config.qkv_bias:
             self.qkv_bias = _param(rngs, (heads, group + 2, dim), ("kv_heads", None, None), dtype, 0)
@@ -161,7 +161,7 @@ class DecoderLayer(nnx.Module):
     def project(self, x: Float[Array, "*S M"]) -> tuple[Float[Array, "*S H G D"], Array, Array]:
         """Norm and project to (queries [..., H, G, D], keys [..., H, D], values [..., H, D]), before rotary."""
         c = self.config
-        flat = product(self.input_norm(x), self.qkv[...])
+        flat = matmul(self.input_norm(x), self.qkv[...])
         if c.qkv_bias:
             flat = flat + self.qkv_bias[...]
         qkv = flat.reshape(*x.shape[:-1], c.num_kv_heads, c.group_size + 2, c.head_dim)
@@ -170,20 +170,20 @@ class DecoderLayer(nnx.Module):
     def finish(self, x: Float[Array, "*S M"], attended: Float[Array, "*S H G D"]) -> Float[Array, "*S M"]:
         """Output projection, residual, and the MLP with its residual."""
         c = self.config
-        y = product(attended.reshape(*x.shape[:-1], -1), self.out[...])
+        y = matmul(attended.reshape(*x.shape[:-1], -1), self.out[...])
         if c.output_bias:
             y = y + self.out_bias[...]
         x = x + y
-        y = product(self.activated(self.post_attention_norm(x)), self.down[...])
+        y = matmul(self.activated(self.post_attention_norm(x)), self.down[...])
         return x + (y + self.down_bias[...] if c.mlp_bias else y)
 
     def activated(self, x: Float[Array, "*S M"]) -> Float[Array, "*S F"]:
         """The MLP up to its activation, of the channels whose weights are there."""
         c = self.config
         if c.mlp == "gelu":
-            up = product_turned(x, self.up[...])
+            up = matmul_nt(x, self.up[...])
             return jax.nn.gelu(up + self.up_bias[...] if c.mlp_bias else up, approximate=True)
-        inner = product_turned(x, self.gate_up[...])
+        inner = matmul_nt(x, self.gate_up[...])
         if c.mlp_bias:
             inner = inner + self.gate_up_bias[...]
         halves = inner.reshape(*x.shape[:-1], -1, 2, gate_columns(c.intermediate_size))
@@ -205,7 +205,7 @@ class Decoder(nnx.Module):
             self.embedding_norm = _norm(config, dtype)
         self.layers = nnx.List([DecoderLayer(config, rngs=rngs, dtype=dtype) for _ in range(config.num_layers)])
         self.norm = _norm(config, dtype)
-        self.head = _param(rngs, (config.hidden_size, config.vocab_size), (None, "vocab"), dtype, turned=True)
+        self.head = _param(rngs, (config.hidden_size, config.vocab_size), (None, "vocab"), dtype, transposed=True)
         self.config = config
 
     def embed(self, tokens: Int[Array, "*S"]) -> Float[Array, "*S M"]:
@@ -225,7 +225,7 @@ class Decoder(nnx.Module):
 
     def logits(self, x: Float[Array, "*S M"]) -> Float[Array, "*S V"]:
         """Float32 scores of every token, from the last layer's output."""
-        return product_turned(self.norm(x), self.head[...], jnp.float32)
+        return matmul_nt(self.norm(x), self.head[...], jnp.float32)
 
 
 def random_decoder(config: ModelConfig, seed: int = 0, dtype: DTypeLike = jnp.float32) -> Decoder:

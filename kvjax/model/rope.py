@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from kvjax.config import ModelConfig, RopeConfig
+from kvjax.model.config import ModelConfig, RopeConfig
 
 
 def _base(config: RopeConfig, dim: int, theta: float | None = None) -> np.ndarray:
@@ -113,11 +113,11 @@ def token_angles(config: ModelConfig, positions: Int[Array, "B T"], seen: Int[Ar
     return angles(config, positions, seen) if config.positional == "rope" else None
 
 
-def rotated(x: Array, turn: Angles) -> Array:
+def apply_rope(x: Array, rope: Angles) -> Array:
     """Queries [B, T, H, G, D] or keys [B, T, H, D] (or either without T, of one token) as attention takes them."""
-    if turn is None:
+    if rope is None:
         return x
-    cos, sin = (a.reshape(*a.shape[:-1], *(1,) * (x.ndim - a.ndim), a.shape[-1]) for a in turn)
+    cos, sin = (a.reshape(*a.shape[:-1], *(1,) * (x.ndim - a.ndim), a.shape[-1]) for a in rope)
     return rotate(x, cos, sin)
 
 

@@ -1,7 +1,7 @@
 """Policies: which tokens a compressed cache keeps. ``parse`` reads the command line's form."""
 
 from kvjax.policies.ahakv import AhaKV
-from kvjax.policies.base import Policy, Signals, Step, Turn
+from kvjax.policies.base import Policy, PromptChunk, Signals, Step
 from kvjax.policies.compensated import CompensatedRing
 from kvjax.policies.expected_attention import ExpectedAttention
 from kvjax.policies.full import Full
@@ -12,7 +12,7 @@ from kvjax.policies.nacl import NACL
 from kvjax.policies.pyramidkv import PyramidKV
 from kvjax.policies.razor import Razor, RazorAttention
 from kvjax.policies.registry import format_policy, parse, register, registry
-from kvjax.policies.rounds import RoundAttention
+from kvjax.policies.round_attention import RoundAttention
 from kvjax.policies.slimkv import SlimKV
 from kvjax.policies.snapkv import SnapKV
 from kvjax.policies.streaming import StreamingLLM
@@ -29,6 +29,7 @@ __all__ = [
     "KeyDiff",
     "LagKV",
     "Policy",
+    "PromptChunk",
     "PyramidKV",
     "Razor",
     "RazorAttention",
@@ -38,7 +39,6 @@ __all__ = [
     "SnapKV",
     "Step",
     "StreamingLLM",
-    "Turn",
     "format_policy",
     "parse",
     "register",

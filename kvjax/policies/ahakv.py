@@ -9,13 +9,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax.attention import slot_bias
+from kvjax.cache.attention import slot_bias
 from kvjax.cache.pool import LayerCache
 from kvjax.checks import whole_number
-from kvjax.config import ModelConfig
 from kvjax.errors import UsageError
 from kvjax.model.alibi import slopes
-from kvjax.policies.base import Candidates, Signals, Step, Turn
+from kvjax.model.config import ModelConfig
+from kvjax.policies.base import Candidates, PromptChunk, Signals, Step
 from kvjax.policies.evicting import Evicting, attention_weights
 
 
@@ -91,11 +91,11 @@ class AhaKV(Evicting):
     def own_state(self, config: ModelConfig, layer: int, batch: int) -> Any:
         return jnp.ones((batch,), jnp.float32)
 
-    def own_after(self, layer: int, cache: LayerCache, candidates: Candidates, turn: Turn) -> Any:
-        return jnp.where(turn.count > 0, self._gain(turn.config, turn.total), cache.state.own)
+    def own_after(self, layer: int, cache: LayerCache, candidates: Candidates, chunk: PromptChunk) -> Any:
+        return jnp.where(chunk.count > 0, self._gain(chunk.config, chunk.total), cache.state.own)
 
     def prompt_scores(
-        self, layer: int, cache: LayerCache, candidates: Candidates, turn: Turn
+        self, layer: int, cache: LayerCache, candidates: Candidates, chunk: PromptChunk
     ) -> tuple[Float[Array, "B H N"], Float[Array, "B H N"]]:
         mass = candidates.signals.window if self.recent_accumulation else candidates.signals.columns
         assert mass is not None
@@ -106,7 +106,7 @@ class AhaKV(Evicting):
         if not self.recent_accumulation:
             scores = before + scores
         # A row that reads nothing this time keeps its scores.
-        scores = jnp.where((turn.count > 0)[:, None, None], scores, before)
+        scores = jnp.where((chunk.count > 0)[:, None, None], scores, before)
         return scores, scores
 
     # --- steps ------------------------------------------------------------------------------------------------

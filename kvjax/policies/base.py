@@ -4,7 +4,7 @@ A policy is a frozen, hashable dataclass, a static argument of the compiled prog
 
 * on the host, before anything is allocated: :meth:`Policy.check`, :meth:`Policy.capacities`;
 * in the compiled prefill, once a layer with the layer's whole keys and values: :meth:`Policy.compress`, which asks
-  :meth:`Policy.select` which rows stay; on a later turn :meth:`Policy.settle` comes before that turn's queries attend;
+  :meth:`Policy.select` which rows stay; before the queries of a later chunk attend, :meth:`Policy.sort_slots`;
 * in the compiled decode step, once a layer: :meth:`Policy.append` before attention and :meth:`Policy.observe` after
   it, so that the new token takes part in attention before one leaves (a budget of B needs B + 1 slots);
 * between steps, still inside the compiled loop, when :meth:`Policy.due` says so: :meth:`Policy.maintain`.
@@ -17,7 +17,7 @@ attention should hand over is declared by :attr:`Policy.signals`.
 A policy may be given some of a layer's heads only, as a cache of its own (``cache/groups.py``, and on a mesh of devices
 ``cache/share.py``): it takes the number of heads from its arrays or from the ``config`` of a Turn or Step, never from
 elsewhere; the second axis of its state, where there is one, is heads. What looks at several heads of a layer, or at a
-head's number, asks ``cache.share`` for the others'. A policy from elsewhere is one such class passed as ``policy=``;
+head's number, asks ``cache.sharding`` for the others'. A policy from elsewhere is one such class passed as ``policy=``;
 :func:`register` gives it a name for the command line.
 """
 
@@ -34,13 +34,13 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache.pool import PAGE_SIZE, LayerCache, append_token, empty_layer, pages_for
-from kvjax.cache.storage import MODEL, Storage
-from kvjax.config import ModelConfig
+from kvjax.cache.quantisation import MODEL, Storage
 from kvjax.errors import UsageError
+from kvjax.model.config import ModelConfig
 from kvjax.policies.selection import (
     Candidates,
+    PromptChunk,
     Selection,
-    Turn,
     gather_candidates,
     keep_all,
     keep_where,
@@ -53,11 +53,12 @@ __all__ = [
     "Candidates",
     "HostOrTraced",
     "Policy",
+    "PromptChunk",
     "Selection",
     "Signals",
     "Step",
-    "Turn",
     "append_new",
+    "floor_fraction",
     "gather_candidates",
     "keep_all",
     "keep_where",
@@ -65,7 +66,6 @@ __all__ = [
     "page_capacities",
     "policy_marks",
     "selection",
-    "share",
     "top_mask",
 ]
 
@@ -104,7 +104,7 @@ class Policy:
     #: Whether slot 0 may stand for many tokens (``LayerCache.log_mass`` is allocated).
     merges: ClassVar[bool] = False
     #: Whether it says where the rounds of a conversation are instead of choosing tokens (``kvjax/rounds`` runs it).
-    places: ClassVar[bool] = False
+    offloads_rounds: ClassVar[bool] = False
     #: Whether a layer's heads differ in nothing but what they hold, so that a device may be given some of them.
     heads_alike: ClassVar[bool] = True
 
@@ -162,28 +162,28 @@ class Policy:
         empty = empty_layer(batch, pages, config.head_dim, dtype, log_mass=self.merges, marks=marks, storage=storage)
         return empty.replace(state=self.init_state(config, layer, batch, empty.slots))
 
-    def settle(self, layer: int, cache: LayerCache, config: ModelConfig) -> LayerCache:
+    def sort_slots(self, layer: int, cache: LayerCache, config: ModelConfig) -> LayerCache:
         """Put a cache that has decoded in order, at the start of a later turn and before its queries attend."""
         return cache
 
-    def select(self, layer: int, cache: LayerCache, candidates: Candidates, turn: Turn) -> Selection:
+    def select(self, layer: int, cache: LayerCache, candidates: Candidates, chunk: PromptChunk) -> Selection:
         """Which candidates stay. Here: all."""
         return selection(cache, candidates, candidates.valid)
 
     def compress(
-        self, layer: int, cache: LayerCache, k: Float[Array, "B H T D"], v: Float[Array, "B H T D"], turn: Turn
+        self, layer: int, cache: LayerCache, k: Float[Array, "B H T D"], v: Float[Array, "B H T D"], chunk: PromptChunk
     ) -> LayerCache:
         """Select over the kept slots and the new tokens; the result holds ``turn.pages``.
 
         Kept rows stay in the candidates' order, which is that of their positions. A policy with an order of its own
         overrides this instead of :meth:`select`.
         """
-        candidates = gather_candidates(cache, k, v, turn)
+        candidates = gather_candidates(cache, k, v, chunk)
         if type(self).select is Policy.select:
-            return keep_all(cache, candidates, turn)
-        chosen = self.select(layer, cache, candidates, turn)
+            return keep_all(cache, candidates, chunk)
+        chosen = self.select(layer, cache, candidates, chunk)
         candidates = dataclasses.replace(candidates, marks=chosen.marks)
-        return keep_where(cache, candidates, chosen.keep, turn).replace(state=chosen.state)
+        return keep_where(cache, candidates, chosen.keep, chunk).replace(state=chosen.state)
 
     def append(
         self, layer: int, cache: LayerCache, k: Float[Array, "B H D"], v: Float[Array, "B H D"], step: Step
@@ -232,7 +232,7 @@ def append_new(
     return append_token(cache, k, v, step.active, {"position": position, **(marks or {})})
 
 
-def share(ratio: float, total: HostOrTraced | int) -> Any:
+def floor_fraction(ratio: float, total: HostOrTraced | int) -> Any:
     """``floor(ratio * total)``, in whole numbers: exactly as many on the host, which allocates, as when compiled.
 
     Float32 will not do: XLA fuses a product with the sum that forgives its last bit, and then the two differ. The

@@ -12,9 +12,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache.pool import LayerCache, read_slots, rows, store, write
 from kvjax.checks import number, whole_number
-from kvjax.config import ModelConfig
 from kvjax.errors import UsageError
-from kvjax.policies.base import HostOrTraced, Policy, Step, Turn, append_new, numpy_or_jax, share
+from kvjax.model.config import ModelConfig
+from kvjax.policies.base import HostOrTraced, Policy, PromptChunk, Step, append_new, floor_fraction, numpy_or_jax
 from kvjax.policies.checks import only_one
 
 #: Added to the logit of a compensation token that stands for nothing: its weight is exactly 0, and nothing overflows.
@@ -130,11 +130,11 @@ class CompensatedRing(Policy):
         if self.budget is not None:
             return xp.full((len(total), 1), self.budget, xp.int32)
         if self.ratio is not None:
-            return share(self.ratio, total)[:, None]
+            return floor_fraction(self.ratio, total)[:, None]
         if self.lengths is not None:
             recent = xp.asarray(self.lengths[layer], xp.int32)[None]
         else:
-            recent = xp.maximum(self.threshold, share(1 / self.compression, total))[:, None]
+            recent = xp.maximum(self.threshold, floor_fraction(1 / self.compression, total))[:, None]
         return self.first + self.sink + recent
 
     def budgets(self, config: ModelConfig, layer: int, total: HostOrTraced) -> HostOrTraced:
@@ -163,17 +163,17 @@ class CompensatedRing(Policy):
         return RingState(start, jnp.zeros_like(start), mean, mean)
 
     def compress(
-        self, layer: int, cache: LayerCache, k: Float[Array, "B H T D"], v: Float[Array, "B H T D"], turn: Turn
+        self, layer: int, cache: LayerCache, k: Float[Array, "B H T D"], v: Float[Array, "B H T D"], chunk: PromptChunk
     ) -> LayerCache:
         state: RingState = cache.state
-        before, count = turn.seen, turn.seen + turn.count
-        size = jnp.maximum(state.buffer, self._buffer(turn.config, layer, turn.total))
+        before, count = chunk.seen, chunk.seen + chunk.count
+        size = jnp.maximum(state.buffer, self._buffer(chunk.config, layer, chunk.total))
         # A row that reads nothing this time stays as it is.
-        buffer = jnp.where(turn.count[:, None] > 0, size, state.buffer)
+        buffer = jnp.where(chunk.count[:, None] > 0, size, state.buffer)
         oldest = jnp.maximum(state.oldest(before), count[:, None] - buffer)
         after = dataclasses.replace(state, start=oldest, buffer=buffer)
-        tokens = self._laid_out(oldest, max(turn.pages) * cache.page_size)
-        if turn.fresh:
+        tokens = self._laid_out(oldest, max(chunk.pages) * cache.page_size)
+        if chunk.fresh:
             all_k, all_v, source = k, v, tokens
             old_number = jnp.zeros((*oldest.shape, 0), jnp.int32)
         else:
@@ -199,7 +199,7 @@ class CompensatedRing(Policy):
                 for mean, x in ((after.mean_k, new_k), (after.mean_v, new_v))
             )
         held = jnp.minimum(count, self.sink)[:, None] + jnp.maximum(count[:, None] - oldest, 0)
-        cache = store(cache, new_k, new_v, self.first + held, turn.pages, {"position": jnp.maximum(tokens, 0)})
+        cache = store(cache, new_k, new_v, self.first + held, chunk.pages, {"position": jnp.maximum(tokens, 0)})
         following = self._slot(after, jnp.broadcast_to(count[:, None, None], (*oldest.shape, 1)))[..., 0]
         return cache.replace(next=following, state=after, log_mass=self._log_mass(after, count))
 

@@ -17,9 +17,9 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache.groups import HeadGroups, Layer, pages_by_group, parts, with_parts
-from kvjax.cache.storage import MODEL, Storage
-from kvjax.config import ModelConfig
-from kvjax.policies.base import HostOrTraced, Policy, Signals, Step, Turn, numpy_or_jax
+from kvjax.cache.quantisation import MODEL, Storage
+from kvjax.model.config import ModelConfig
+from kvjax.policies.base import HostOrTraced, Policy, PromptChunk, Signals, Step, numpy_or_jax
 from kvjax.policies.compensated import CompensatedRing
 from kvjax.policies.full import Full
 
@@ -104,22 +104,22 @@ class HeadWise(Policy):
 
     # --- what the groups' policies do, each to its own --------------------------------------------------------
 
-    def settle(self, layer: int, cache: Layer, config: ModelConfig) -> Any:
+    def sort_slots(self, layer: int, cache: Layer, config: ModelConfig) -> Any:
         members = zip(self.members(config, layer), parts(cache), strict=True)
-        return with_parts(cache, [policy.settle(layer, pool, seen_as) for (policy, _, seen_as), pool in members])
+        return with_parts(cache, [policy.sort_slots(layer, pool, seen_as) for (policy, _, seen_as), pool in members])
 
     def compress(
-        self, layer: int, cache: Layer, k: Float[Array, "B H T D"], v: Float[Array, "B H T D"], turn: Turn
+        self, layer: int, cache: Layer, k: Float[Array, "B H T D"], v: Float[Array, "B H T D"], chunk: PromptChunk
     ) -> Any:
         done = []
-        pages = pages_by_group(cache, turn.pages)
+        pages = pages_by_group(cache, chunk.pages)
         for (policy, heads, seen_as), pool, counts in zip(
-            self.members(turn.config, layer), parts(cache), pages, strict=True
+            self.members(chunk.config, layer), parts(cache), pages, strict=True
         ):
-            given = turn.signals.of_heads(heads) if turn.signals is not None and policy is not FULL else None
+            given = chunk.signals.of_heads(heads) if chunk.signals is not None and policy is not FULL else None
             # What keeps its size on later turns is not to be told of another.
-            counts = counts if turn.fresh or policy.replans else pool.pages
-            own = dataclasses.replace(turn, pages=counts, config=seen_as, signals=given)
+            counts = counts if chunk.fresh or policy.replans else pool.pages
+            own = dataclasses.replace(chunk, pages=counts, config=seen_as, signals=given)
             index = np.asarray(heads)
             done.append(policy.compress(layer, pool, k[:, index], v[:, index], own))
         return with_parts(cache, done)

@@ -11,8 +11,8 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache.pool import LayerCache, by_head, by_page, mark_rows, rows, store
-from kvjax.config import ModelConfig
-from kvjax.policies.base import Candidates, Selection, Step, Turn, append_new, selection, top_mask
+from kvjax.model.config import ModelConfig
+from kvjax.policies.base import Candidates, PromptChunk, Selection, Step, append_new, selection, top_mask
 from kvjax.policies.sized import Sized
 from pallas_kernels.pages import Columns
 
@@ -47,7 +47,7 @@ class Evicting(Sized):
     marks: ClassVar[tuple[str, ...]] = ("position", "score")
 
     def prompt_scores(
-        self, layer: int, cache: LayerCache, candidates: Candidates, turn: Turn
+        self, layer: int, cache: LayerCache, candidates: Candidates, chunk: PromptChunk
     ) -> tuple[Float[Array, "B H N"], Float[Array, "B H N"]]:
         """(scores to select a prompt's tokens by, scores that decoding starts from), float32."""
         raise NotImplementedError
@@ -68,7 +68,7 @@ class Evicting(Sized):
         """The policy's own arrays in a cache that has seen nothing."""
         return None
 
-    def own_after(self, layer: int, cache: LayerCache, candidates: Candidates, turn: Turn) -> Any:
+    def own_after(self, layer: int, cache: LayerCache, candidates: Candidates, chunk: PromptChunk) -> Any:
         """The policy's own arrays after a prompt."""
         return cache.state.own
 
@@ -83,7 +83,7 @@ class Evicting(Sized):
     def init_state(self, config: ModelConfig, layer: int, batch: int, slots: tuple[int, ...]) -> Any:
         return EvictState(jnp.zeros((batch,), jnp.int32), self.own_state(config, layer, batch))
 
-    def settle(self, layer: int, cache: LayerCache, config: ModelConfig) -> LayerCache:
+    def sort_slots(self, layer: int, cache: LayerCache, config: ModelConfig) -> LayerCache:
         """Drop the token that has left and put the others in order of position."""
         k, v = rows(cache)
         slot = jnp.arange(k.shape[2])
@@ -96,17 +96,17 @@ class Evicting(Sized):
     def retained(self, cache: LayerCache) -> Int[Array, "B H"]:
         return cache.length - (cache.next < cache.length)
 
-    def select(self, layer: int, cache: LayerCache, candidates: Candidates, turn: Turn) -> Selection:
+    def select(self, layer: int, cache: LayerCache, candidates: Candidates, chunk: PromptChunk) -> Selection:
         # A row that reads nothing this time keeps its budget; 0 is that of a row that never read.
         before = cache.state.budget
-        budget = jnp.where((turn.count > 0) | (before == 0), self.size(turn.config, layer, turn.total), before)
-        chosen_by, start = self.prompt_scores(layer, cache, candidates, turn)
+        budget = jnp.where((chunk.count > 0) | (before == 0), self.size(chunk.config, layer, chunk.total), before)
+        chosen_by, start = self.prompt_scores(layer, cache, candidates, chunk)
         valid, last = candidates.valid, candidates.length[..., None]
         sure = valid & (jnp.arange(candidates.k.shape[2]) >= last - self.window_of(budget)[:, None, None])
         free = budget[:, None] - sure.sum(axis=-1, dtype=jnp.int32)
         keep = sure | top_mask(chosen_by, jnp.maximum(free, 0), valid & ~sure)
         keep = jnp.where((candidates.length <= budget[:, None])[..., None], valid, keep)
-        state = EvictState(budget, self.own_after(layer, cache, candidates, turn))
+        state = EvictState(budget, self.own_after(layer, cache, candidates, chunk))
         return selection(cache, candidates, keep, {"score": start} if "score" in cache.marks else None, state=state)
 
     # --- steps ------------------------------------------------------------------------------------------------
@@ -134,8 +134,8 @@ def attention_weights(
 ) -> Float[Array, "B P G R"]:
     """A step's attention over the slots of each head, softmax(gain x logits); 0 where a slot holds nothing.
 
-    For a CPU written as :func:`kvjax.attention.decode_attention` writes it, so that XLA computes what they share once;
-    for the others so that nothing of the logits' size is made beside them.
+    On a CPU written as :func:`kvjax.cache.attention.decode_attention` writes it, so that XLA computes the common part
+    once; elsewhere so that nothing of the logits' size is made beside them.
     """
     if not cache.uniform:
         by = by_head(cache, logits)

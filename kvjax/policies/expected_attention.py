@@ -11,10 +11,10 @@ from jaxtyping import Array, Bool, Float
 
 from kvjax.cache.pool import LayerCache
 from kvjax.checks import number, whole_number
-from kvjax.config import ModelConfig
 from kvjax.model.alibi import slopes
+from kvjax.model.config import ModelConfig
 from kvjax.model.rope import angles, rotate
-from kvjax.policies.base import Candidates, Signals, Turn
+from kvjax.policies.base import Candidates, PromptChunk, Signals
 from kvjax.policies.signals import QueryStats
 from kvjax.policies.sized import Selecting
 from pallas_kernels.softmax import NEG
@@ -62,34 +62,36 @@ class ExpectedAttention(Selecting):
     def init_state(self, config: ModelConfig, layer: int, batch: int, slots: tuple[int, ...]) -> Any:
         return QueryStats.none(batch, len(slots), config.group_size, config.head_dim)
 
-    def state_after(self, layer: int, cache: LayerCache, candidates: Candidates, turn: Turn) -> QueryStats:
+    def state_after(self, layer: int, cache: LayerCache, candidates: Candidates, chunk: PromptChunk) -> QueryStats:
         assert candidates.signals.queries is not None
         return cache.state.merge(candidates.signals.queries)
 
-    def protected(self, candidates: Candidates, turn: Turn) -> Bool[Array, "B H N"]:
+    def protected(self, candidates: Candidates, chunk: PromptChunk) -> Bool[Array, "B H N"]:
         # Sinks never leave, so they are the first candidates of every turn.
         return candidates.valid & (jnp.arange(candidates.k.shape[2]) < self.sink)
 
-    def scores(self, layer: int, cache: LayerCache, candidates: Candidates, turn: Turn) -> Float[Array, "B H N"]:
-        stats = self.state_after(layer, cache, candidates, turn)
+    def scores(
+        self, layer: int, cache: LayerCache, candidates: Candidates, chunk: PromptChunk
+    ) -> Float[Array, "B H N"]:
+        stats = self.state_after(layer, cache, candidates, chunk)
         mean, covariance = stats.mean, stats.covariance
-        if turn.config.positional == "rope":
-            mean, covariance = rotate_ahead(mean, covariance, *self._rotation(turn))
+        if chunk.config.positional == "rope":
+            mean, covariance = rotate_ahead(mean, covariance, *self._rotation(chunk))
         logits = expected_logits(candidates.k, mean, covariance if self.covariance else None)
-        if turn.config.positional == "alibi":
-            ahead = candidates.marks["position"] - (turn.seen + turn.count)[:, None, None]
-            logits = logits + slopes(turn.config)[..., None] * ahead[:, :, None].astype(jnp.float32)
-        counted = candidates.valid & ~self.protected(candidates, turn)
+        if chunk.config.positional == "alibi":
+            ahead = candidates.marks["position"] - (chunk.seen + chunk.count)[:, None, None]
+            logits = logits + slopes(chunk.config)[..., None] * ahead[:, :, None].astype(jnp.float32)
+        counted = candidates.valid & ~self.protected(candidates, chunk)
         weight = jax.nn.softmax(jnp.where(counted[:, :, None], logits, NEG), axis=-1).mean(axis=2)
         if not self.values:
             return weight
         v = candidates.v.astype(jnp.float32)
         return (weight + self.epsilon) * jnp.sqrt((v * v).sum(axis=-1))
 
-    def _rotation(self, turn: Turn) -> tuple[Float[Array, "B F"], Float[Array, "B F"]]:
+    def _rotation(self, chunk: PromptChunk) -> tuple[Float[Array, "B F"], Float[Array, "B F"]]:
         """cos and sin averaged over the positions that follow each row's last token."""
-        seen = turn.seen + turn.count
-        cos, sin = angles(turn.config, seen[:, None] + jnp.arange(self.future), seen)
+        seen = chunk.seen + chunk.count
+        cos, sin = angles(chunk.config, seen[:, None] + jnp.arange(self.future), seen)
         return cos.mean(axis=1), sin.mean(axis=1)
 
 

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.cache.pool import LayerCache
 from kvjax.checks import whole_number
-from kvjax.policies.base import Candidates, Signals, Step, Turn
+from kvjax.policies.base import Candidates, PromptChunk, Signals, Step
 from kvjax.policies.evicting import Evicting, attention_weights
 
 
@@ -50,7 +50,7 @@ class H2O(Evicting):
         return budget // 2 if self.recent is None else jnp.full_like(budget, self.recent)
 
     def prompt_scores(
-        self, layer: int, cache: LayerCache, candidates: Candidates, turn: Turn
+        self, layer: int, cache: LayerCache, candidates: Candidates, chunk: PromptChunk
     ) -> tuple[Float[Array, "B H N"], Float[Array, "B H N"]]:
         assert candidates.signals.columns is not None
         # Kept tokens bring what they had; new ones start at 0.

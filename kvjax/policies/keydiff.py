@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from kvjax.cache.pool import LayerCache
-from kvjax.policies.base import Candidates, Turn
+from kvjax.policies.base import Candidates, PromptChunk
 from kvjax.policies.sized import Selecting
 
 
@@ -25,7 +25,9 @@ class KeyDiff(Selecting):
     Size: ``budget`` tokens a head (2,048 when nothing is given) or ``ratio`` of the row's tokens.
     """
 
-    def scores(self, layer: int, cache: LayerCache, candidates: Candidates, turn: Turn) -> Float[Array, "B H N"]:
+    def scores(
+        self, layer: int, cache: LayerCache, candidates: Candidates, chunk: PromptChunk
+    ) -> Float[Array, "B H N"]:
         k = candidates.k.astype(jnp.float32)
         unit = k * jax.lax.rsqrt(jnp.maximum((k * k).sum(axis=-1, keepdims=True), 1e-24))
         unit = jnp.where(candidates.valid[..., None], unit, 0.0)

@@ -11,9 +11,18 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache.pool import LayerCache, put_pages, take_pages
 from kvjax.checks import number, whole_number
-from kvjax.config import ModelConfig
 from kvjax.errors import UsageError
-from kvjax.policies.base import HostOrTraced, Policy, Turn, gather_candidates, keep_all, keep_where, numpy_or_jax, share
+from kvjax.model.config import ModelConfig
+from kvjax.policies.base import (
+    HostOrTraced,
+    Policy,
+    PromptChunk,
+    floor_fraction,
+    gather_candidates,
+    keep_all,
+    keep_where,
+    numpy_or_jax,
+)
 from kvjax.policies.checks import one_of, only_one
 
 
@@ -119,7 +128,7 @@ class LagKV(Policy):
         """Tokens the row should hold of ``total``."""
         if self.budget is not None:
             return self.budget
-        return share(self.ratio or 1.0, total)
+        return floor_fraction(self.ratio or 1.0, total)
 
     def budgets(self, config: ModelConfig, layer: int, total: HostOrTraced) -> HostOrTraced:
         xp = numpy_or_jax(total)
@@ -175,11 +184,11 @@ class LagKV(Policy):
         return LagState(jnp.zeros((batch,), jnp.int32), jnp.zeros((batch,), jnp.int32))
 
     def compress(
-        self, layer: int, cache: LayerCache, k: Float[Array, "B H T D"], v: Float[Array, "B H T D"], turn: Turn
+        self, layer: int, cache: LayerCache, k: Float[Array, "B H T D"], v: Float[Array, "B H T D"], chunk: PromptChunk
     ) -> LayerCache:
-        candidates = gather_candidates(cache, k, v, turn)
+        candidates = gather_candidates(cache, k, v, chunk)
         if layer < self._skipped:
-            return keep_all(cache, candidates, turn)
+            return keep_all(cache, candidates, chunk)
         state: LagState = cache.state
         length = candidates.length[:, 0]
         # Sinks become static as they arrive.
@@ -188,10 +197,10 @@ class LagKV(Policy):
         static, covered = state.static + new_sinks, state.covered + new_sinks
         partitions = jnp.maximum((length - static) // self.lag - 1, 0)
         if candidates.k.shape[2] < 2 * self.lag:  # two partitions cannot fit: nothing is ever compressed here
-            return keep_all(cache, candidates, turn).replace(state=LagState(static, covered))
-        keep_each = self._keep(turn.total, static, covered)
+            return keep_all(cache, candidates, chunk).replace(state=LagState(static, covered))
+        keep_each = self._keep(chunk.total, static, covered)
         keep = self._keep_mask(candidates.k, candidates.v, length, static, partitions, keep_each)
-        cache = keep_where(cache, candidates, keep, turn)
+        cache = keep_where(cache, candidates, keep, chunk)
         state = LagState(static + partitions * keep_each, covered + partitions * self.lag)
         return cache.replace(state=state)
 

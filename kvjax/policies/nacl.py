@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax.cache.pool import LayerCache
 from kvjax.checks import number, whole_number
 from kvjax.errors import UsageError
-from kvjax.policies.base import Candidates, Signals, Turn, share, top_mask
+from kvjax.policies.base import Candidates, PromptChunk, Signals, floor_fraction, top_mask
 from kvjax.policies.checks import one_of
 from kvjax.policies.pooling import Group, over_group, window_mass
 from kvjax.policies.sized import Selecting
@@ -72,26 +72,28 @@ class NACL(Selecting):
 
     def shares(self, budget: Int[Array, " B"]) -> tuple[Int[Array, " B"], Int[Array, " B"], Int[Array, " B"]]:
         """Tokens of a budget kept by (score, draw, protection)."""
-        protected = jnp.maximum(share(self.protect, budget), self.sink + 1)
-        drawn = jnp.minimum(share(self.random, budget), budget - protected)
+        protected = jnp.maximum(floor_fraction(self.protect, budget), self.sink + 1)
+        drawn = jnp.minimum(floor_fraction(self.random, budget), budget - protected)
         return budget - protected - drawn, drawn, protected
 
-    def _shares(self, turn: Turn) -> tuple[Int[Array, " B"], Int[Array, " B"], Int[Array, " B"]]:
-        return self.shares(self.size(turn.config, 0, turn.total))
+    def _shares(self, chunk: PromptChunk) -> tuple[Int[Array, " B"], Int[Array, " B"], Int[Array, " B"]]:
+        return self.shares(self.size(chunk.config, 0, chunk.total))
 
-    def protected(self, candidates: Candidates, turn: Turn) -> Bool[Array, "B H N"]:
+    def protected(self, candidates: Candidates, chunk: PromptChunk) -> Bool[Array, "B H N"]:
         place = jnp.arange(candidates.k.shape[2])
-        recent = (self._shares(turn)[2] - self.sink)[:, None, None]
+        recent = (self._shares(chunk)[2] - self.sink)[:, None, None]
         # Sinks never leave, so they are the first candidates of every turn.
         ends = (place < self.sink) | (place >= candidates.length[..., None] - recent)
         return candidates.valid & ends
 
-    def scores(self, layer: int, cache: LayerCache, candidates: Candidates, turn: Turn) -> Float[Array, "B H N"]:
+    def scores(
+        self, layer: int, cache: LayerCache, candidates: Candidates, chunk: PromptChunk
+    ) -> Float[Array, "B H N"]:
         score = over_group(window_mass(candidates), self.group)
-        among = candidates.valid & ~self.protected(candidates, turn)
-        best = top_mask(score, self._shares(turn)[0][:, None], among)
+        among = candidates.valid & ~self.protected(candidates, chunk)
+        best = top_mask(score, self._shares(chunk)[0][:, None], among)
         # The base fills the budget from the top: first all of the best, then the luckiest of the others.
-        first = cache.share.first_head(len(cache.pages))
+        first = cache.sharding.first_head(len(cache.pages))
         return jnp.where(best, _CHOSEN, score + self.draws(layer, candidates.marks["position"], first))
 
     def draws(self, layer: int, position: Int[Array, "B H N"], first_head: int | Array = 0) -> Float[Array, "B H N"]:

@@ -8,7 +8,7 @@ import functools
 import numpy as np
 
 from kvjax.checks import whole_number
-from kvjax.config import ModelConfig
+from kvjax.model.config import ModelConfig
 from kvjax.policies.base import HostOrTraced, numpy_or_jax
 from kvjax.policies.snapkv import SnapKV
 

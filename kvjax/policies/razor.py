@@ -8,7 +8,14 @@ import math
 import os
 from typing import Any, Literal
 
-from kvjax.calibrate.profile import (
+from kvjax.checks import number
+from kvjax.errors import UsageError
+from kvjax.model.config import ModelConfig
+from kvjax.policies.base import Policy
+from kvjax.policies.checks import one_of, only_one
+from kvjax.policies.compensated import CompensatedRing
+from kvjax.policies.composed import HeadWise
+from kvjax.policies.profile import (
     HeadProfile,
     Heads,
     Profile,
@@ -18,13 +25,6 @@ from kvjax.calibrate.profile import (
     protected_heads,
     scope_lengths,
 )
-from kvjax.checks import number
-from kvjax.config import ModelConfig
-from kvjax.errors import UsageError
-from kvjax.policies.base import Policy
-from kvjax.policies.checks import one_of, only_one
-from kvjax.policies.compensated import CompensatedRing
-from kvjax.policies.composed import HeadWise
 
 #: Fields of token policies that say how much is kept, where they are None by default: one of them is given. (A window
 #: that has a default, as SnapKV's, is how a policy observes.)
@@ -89,7 +89,7 @@ class RazorAttention(HeadWise):
         if inner is None:
             CompensatedRing(*shape, budget=self.budget, compensation=self.compensation)  # refuses what it cannot be
             return
-        if not isinstance(inner, Policy) or isinstance(inner, RazorAttention) or inner.places:
+        if not isinstance(inner, Policy) or isinstance(inner, RazorAttention) or inner.offloads_rounds:
             raise UsageError(f"inner is {inner!r}; give a policy of tokens, such as kvjax.StreamingLLM().")
         default = CompensatedRing()
         if (*shape, self.compensation) != (default.sink, default.threshold, default.compression, default.compensation):

@@ -25,7 +25,7 @@ from kvjax.policies.lagkv import LagKV
 from kvjax.policies.nacl import NACL
 from kvjax.policies.pyramidkv import PyramidKV
 from kvjax.policies.razor import RazorAttention
-from kvjax.policies.rounds import RoundAttention
+from kvjax.policies.round_attention import RoundAttention
 from kvjax.policies.slimkv import SlimKV
 from kvjax.policies.snapkv import SnapKV
 from kvjax.policies.streaming import StreamingLLM

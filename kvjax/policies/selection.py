@@ -11,13 +11,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache.pool import LayerCache, mark_rows, rows, store
-from kvjax.config import ModelConfig
+from kvjax.model.config import ModelConfig
 from kvjax.policies.signals import CandidateSignals, Mass, PromptSignals
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Turn:
+class PromptChunk:
     """A prompt, a chunk of one, or a later turn, as the rows of a batch see it.
 
     Attributes:
@@ -97,16 +97,16 @@ def selection(
 
 
 def gather_candidates(
-    cache: LayerCache, k: Float[Array, "B H T D"], v: Float[Array, "B H T D"], turn: Turn
+    cache: LayerCache, k: Float[Array, "B H T D"], v: Float[Array, "B H T D"], chunk: PromptChunk
 ) -> Candidates:
     """Bring a layer's kept slots and its new tokens into one run of rows per head."""
-    count = jnp.broadcast_to(turn.count[:, None], cache.length.shape)
+    count = jnp.broadcast_to(chunk.count[:, None], cache.length.shape)
     shape = k.shape[:3]
     new_marks = {name: jnp.zeros(shape, mark.dtype) for name, mark in cache.marks.items()}
     if "position" in new_marks:
-        new_marks["position"] = jnp.broadcast_to((turn.seen[:, None] + jnp.arange(shape[2]))[:, None], shape)
-    given = turn.signals or PromptSignals()
-    if turn.fresh:
+        new_marks["position"] = jnp.broadcast_to((chunk.seen[:, None] + jnp.arange(shape[2]))[:, None], shape)
+    given = chunk.signals or PromptSignals()
+    if chunk.fresh:
         signals = CandidateSignals(
             None if given.window is None else given.window.new,
             None if given.columns is None else given.columns.new,
@@ -144,14 +144,14 @@ def gather_candidates(
     )
 
 
-def keep_all(cache: LayerCache, candidates: Candidates, turn: Turn) -> LayerCache:
+def keep_all(cache: LayerCache, candidates: Candidates, chunk: PromptChunk) -> LayerCache:
     """Every candidate stays, in order."""
-    return store(cache, candidates.k, candidates.v, candidates.length, turn.pages, candidates.marks)
+    return store(cache, candidates.k, candidates.v, candidates.length, chunk.pages, candidates.marks)
 
 
-def keep_where(cache: LayerCache, candidates: Candidates, keep: Bool[Array, "B H N"], turn: Turn) -> LayerCache:
+def keep_where(cache: LayerCache, candidates: Candidates, keep: Bool[Array, "B H N"], chunk: PromptChunk) -> LayerCache:
     """The candidates marked ``keep`` stay, in order, with their marks; the mask must be False beyond their length."""
-    slots = max(turn.pages) * cache.page_size
+    slots = max(chunk.pages) * cache.page_size
     rank = jnp.cumsum(keep, axis=-1)
     length = rank[..., -1].astype(jnp.int32)
     # Slot i takes the (i + 1)-th kept row: the first position whose running count reaches i + 1.
@@ -161,7 +161,7 @@ def keep_where(cache: LayerCache, candidates: Candidates, keep: Bool[Array, "B H
     source = jnp.minimum(source, keep.shape[-1] - 1)
     k, v = (jnp.take_along_axis(x, source[..., None], axis=2) for x in (candidates.k, candidates.v))
     marks = {name: jnp.take_along_axis(mark, source, axis=2) for name, mark in candidates.marks.items()}
-    return store(cache, k, v, length, turn.pages, marks)
+    return store(cache, k, v, length, chunk.pages, marks)
 
 
 def top_mask(

@@ -11,17 +11,17 @@ from jaxtyping import Array, Bool, Float
 
 from kvjax.cache.pool import LayerCache
 from kvjax.checks import number, whole_number
-from kvjax.config import ModelConfig
 from kvjax.errors import UsageError
+from kvjax.model.config import ModelConfig
 from kvjax.policies.base import (
     Candidates,
     HostOrTraced,
     Policy,
+    PromptChunk,
     Selection,
-    Turn,
+    floor_fraction,
     numpy_or_jax,
     selection,
-    share,
     top_mask,
 )
 from kvjax.policies.checks import only_one
@@ -66,7 +66,7 @@ class Sized(Policy):
         """
         xp = numpy_or_jax(total)
         if self.ratio is not None:
-            return xp.maximum(share(self.ratio, total), self.smallest())
+            return xp.maximum(floor_fraction(self.ratio, total), self.smallest())
         return xp.full(xp.shape(total), self.budget, xp.int32)
 
     def budgets(self, config: ModelConfig, layer: int, total: HostOrTraced) -> HostOrTraced:
@@ -83,15 +83,17 @@ class Sized(Policy):
 class Selecting(Sized):
     """Selects at each prompt and later turn, over kept, decoded and new tokens; what is decoded after it all stays."""
 
-    def scores(self, layer: int, cache: LayerCache, candidates: Candidates, turn: Turn) -> Float[Array, "B H N"]:
+    def scores(
+        self, layer: int, cache: LayerCache, candidates: Candidates, chunk: PromptChunk
+    ) -> Float[Array, "B H N"]:
         """How much each candidate is worth, float32; rows that are not valid may hold anything finite."""
         raise NotImplementedError
 
-    def protected(self, candidates: Candidates, turn: Turn) -> Bool[Array, "B H N"]:
+    def protected(self, candidates: Candidates, chunk: PromptChunk) -> Bool[Array, "B H N"]:
         """Candidates that stay whatever they score."""
         return jnp.zeros(candidates.k.shape[:3], bool)
 
-    def state_after(self, layer: int, cache: LayerCache, candidates: Candidates, turn: Turn) -> Any:
+    def state_after(self, layer: int, cache: LayerCache, candidates: Candidates, chunk: PromptChunk) -> Any:
         """The layer's state after this selection."""
         return cache.state
 
@@ -99,14 +101,14 @@ class Selecting(Sized):
         slots = [self.most(config, layer, prompt) + new for layer in range(config.num_layers)]
         return tuple((count,) * config.num_kv_heads for count in slots)
 
-    def select(self, layer: int, cache: LayerCache, candidates: Candidates, turn: Turn) -> Selection:
-        budget = self.size(turn.config, layer, turn.total)[:, None]
+    def select(self, layer: int, cache: LayerCache, candidates: Candidates, chunk: PromptChunk) -> Selection:
+        budget = self.size(chunk.config, layer, chunk.total)[:, None]
         valid = candidates.valid
-        sure = self.protected(candidates, turn) & valid
-        scores = self.scores(layer, cache, candidates, turn)
+        sure = self.protected(candidates, chunk) & valid
+        scores = self.scores(layer, cache, candidates, chunk)
         free = budget - sure.sum(axis=-1, dtype=jnp.int32)
         keep = sure | top_mask(scores, jnp.maximum(free, 0), valid & ~sure)
         # A row that fits its budget is left untouched, and so is a row with nothing to read this time.
-        whole = (candidates.length <= budget) | (turn.count == 0)[:, None]
+        whole = (candidates.length <= budget) | (chunk.count == 0)[:, None]
         keep = jnp.where(whole[..., None], valid, keep)
-        return selection(cache, candidates, keep, state=self.state_after(layer, cache, candidates, turn))
+        return selection(cache, candidates, keep, state=self.state_after(layer, cache, candidates, chunk))

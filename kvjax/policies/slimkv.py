@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from kvjax.cache.pool import LayerCache
-from kvjax.policies.base import Candidates, Signals, Turn
+from kvjax.policies.base import Candidates, PromptChunk, Signals
 from kvjax.policies.checks import one_of
 from kvjax.policies.pooling import over_group, pool, window_mass
 from kvjax.policies.snapkv import Observing
@@ -41,7 +41,9 @@ class SlimKV(Observing):
     def signals(self) -> Signals:
         return Signals() if self.score == "s2" else super().signals
 
-    def scores(self, layer: int, cache: LayerCache, candidates: Candidates, turn: Turn) -> Float[Array, "B H N"]:
+    def scores(
+        self, layer: int, cache: LayerCache, candidates: Candidates, chunk: PromptChunk
+    ) -> Float[Array, "B H N"]:
         combined = jnp.ones(candidates.k.shape[:3], jnp.float32)
         if self.score != "s2":
             combined = over_group(window_mass(candidates), "sum")

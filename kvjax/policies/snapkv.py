@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache.pool import LayerCache
 from kvjax.checks import whole_number
-from kvjax.policies.base import Candidates, Signals, Turn
+from kvjax.policies.base import Candidates, PromptChunk, Signals
 from kvjax.policies.checks import one_of
 from kvjax.policies.pooling import Group, Pooling, check_pooling, over_group, pool, window_mass
 from kvjax.policies.sized import Selecting
@@ -43,7 +43,7 @@ class Observing(Selecting):
     def smallest(self) -> int:
         return self.window + 1
 
-    def protected(self, candidates: Candidates, turn: Turn) -> Bool[Array, "B H N"]:
+    def protected(self, candidates: Candidates, chunk: PromptChunk) -> Bool[Array, "B H N"]:
         place = jnp.arange(candidates.k.shape[2])
         return candidates.valid & (place >= self.prefix(candidates)[..., None])
 
@@ -71,7 +71,9 @@ class SnapKV(Observing):
         one_of("group", self.group, ("mean", "sum", "max"))
         super().__post_init__()
 
-    def scores(self, layer: int, cache: LayerCache, candidates: Candidates, turn: Turn) -> Float[Array, "B H N"]:
+    def scores(
+        self, layer: int, cache: LayerCache, candidates: Candidates, chunk: PromptChunk
+    ) -> Float[Array, "B H N"]:
         prefix = self.prefix(candidates)[:, :, None]
         pooled = pool(window_mass(candidates), prefix, self.kernel, self.pooling, count_padding=True)
         return over_group(pooled, self.group)

@@ -12,10 +12,10 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.cache.pool import LayerCache, store, write, write_mark
 from kvjax.checks import number, whole_number
-from kvjax.config import ModelConfig
 from kvjax.errors import UsageError
+from kvjax.model.config import ModelConfig
 from kvjax.model.rope import angles, rotate
-from kvjax.policies.base import HostOrTraced, Policy, Step, Turn, append_new, numpy_or_jax, share
+from kvjax.policies.base import HostOrTraced, Policy, PromptChunk, Step, append_new, floor_fraction, numpy_or_jax
 from kvjax.policies.checks import one_of, only_one
 
 
@@ -92,7 +92,7 @@ class StreamingLLM(Policy):
         """Slots of rows whose first prompt has ``total`` tokens, sinks included; works on numbers and on arrays."""
         xp = numpy_or_jax(total)
         if self.ratio is not None:
-            return xp.maximum(share(self.ratio, total), self.sink + 1)
+            return xp.maximum(floor_fraction(self.ratio, total), self.sink + 1)
         size = self.budget if self.budget is not None else self.sink + (self.window or 1020)
         return xp.full(xp.shape(total), size, xp.int32)
 
@@ -118,12 +118,12 @@ class StreamingLLM(Policy):
         return jnp.where(count < self.sink, count, self.sink + (count - self.sink) % ring)
 
     def compress(
-        self, layer: int, cache: LayerCache, k: Float[Array, "B H T D"], v: Float[Array, "B H T D"], turn: Turn
+        self, layer: int, cache: LayerCache, k: Float[Array, "B H T D"], v: Float[Array, "B H T D"], chunk: PromptChunk
     ) -> LayerCache:
         state: RingState = cache.state
-        slots = max(turn.pages) * cache.page_size
-        budget = jnp.where(state.budget == 0, jnp.minimum(self._budget(turn.total), slots), state.budget)
-        count = state.count + turn.count
+        slots = max(chunk.pages) * cache.page_size
+        budget = jnp.where(state.budget == 0, jnp.minimum(self._budget(chunk.total), slots), state.budget)
+        count = state.count + chunk.count
         slot = jnp.arange(slots)[None]
         # The newest token that belongs in each slot, by its number in the row; older numbers were there before.
         ring = jnp.maximum(budget - self.sink, 1)[:, None]
@@ -135,8 +135,8 @@ class StreamingLLM(Policy):
         length = jnp.broadcast_to(jnp.minimum(count, budget)[:, None], cache.length.shape)
         following = jnp.broadcast_to(self._slot(count, budget)[:, None], cache.length.shape)
         marks = {"position": jnp.broadcast_to(jnp.maximum(number, 0)[:, None], new_k.shape[:3])}
-        if turn.fresh:
-            cache = store(cache, new_k, new_v, length, turn.pages, marks)
+        if chunk.fresh:
+            cache = store(cache, new_k, new_v, length, chunk.pages, marks)
         else:
             target = jnp.broadcast_to(slot[:, None], new_k.shape[:3])
             # The ring keeps its allocation; a slot beyond it can only belong to a longer bucket's padding.
@@ -148,7 +148,7 @@ class StreamingLLM(Policy):
             fresh_sinks = from_new[:, : self.sink][:, None, :, None]
             sink_k = jnp.where(fresh_sinks, new_k[:, :, : self.sink].astype(jnp.float32), sink_k)
         cache = cache.replace(state=RingState(budget, count, sink_k))
-        return self._renumber_sinks(cache, turn.config)
+        return self._renumber_sinks(cache, chunk.config)
 
     def append(
         self, layer: int, cache: LayerCache, k: Float[Array, "B H D"], v: Float[Array, "B H D"], step: Step

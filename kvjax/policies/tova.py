@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from kvjax.cache.pool import LayerCache
-from kvjax.policies.base import Candidates, Signals, Step, Turn
+from kvjax.policies.base import Candidates, PromptChunk, Signals, Step
 from kvjax.policies.evicting import Evicting, attention_weights
 
 
@@ -33,10 +33,10 @@ class TOVA(Evicting):
         return Signals(window=1, decode_logits=True)
 
     def prompt_scores(
-        self, layer: int, cache: LayerCache, candidates: Candidates, turn: Turn
+        self, layer: int, cache: LayerCache, candidates: Candidates, chunk: PromptChunk
     ) -> tuple[Float[Array, "B H N"], Float[Array, "B H N"]]:
         assert candidates.signals.window is not None
-        mean = cache.share.mean_over_heads(candidates.signals.window.mean(axis=(1, 2)))
+        mean = cache.sharding.mean_over_heads(candidates.signals.window.mean(axis=(1, 2)))
         scores = jnp.broadcast_to(mean[:, None], candidates.k.shape[:3])
         return scores, scores
 
@@ -45,4 +45,4 @@ class TOVA(Evicting):
         weights = attention_weights(cache, logits)
         # Every head made the same choices so far, so a slot holds the same token in all of them.
         by_slot = weights.reshape(weights.shape[0], heads, -1, *weights.shape[2:]).mean(axis=(1, 3))
-        return jnp.tile(cache.share.mean_over_heads(by_slot), (1, heads, 1))
+        return jnp.tile(cache.sharding.mean_over_heads(by_slot), (1, heads, 1))

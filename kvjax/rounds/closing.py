@@ -8,21 +8,20 @@ from collections.abc import Sequence
 import numpy as np
 from jaxtyping import Int
 
-from kvjax.cache.reading import on_host
-from kvjax.cache.value import Cache
+from kvjax.cache.buckets import prompt_bucket, slots_of
+from kvjax.cache.cache import Cache
+from kvjax.cache.host_memory import as_numpy, to_host
 from kvjax.model.decoder import Decoder
 from kvjax.policies.base import Policy
-from kvjax.rounds.memory import to_host
-from kvjax.rounds.placed import Placed
-from kvjax.rounds.programs import ONE_DEVICE, Cut, RoundPrograms
-from kvjax.rounds.turn import Asked, Choice
-from kvjax.rounds.value import Conversation, Round
-from kvjax.runtime.buckets import prompt_bucket, slots_of
+from kvjax.policies.split_cache import SplitCache
+from kvjax.rounds.conversation import Conversation, Round
+from kvjax.rounds.programs import ONE_DEVICE, RoundPrograms, RoundSlice
+from kvjax.rounds.turn import PendingTurn, Selection
 
 
 def close_round(
     params: Decoder,
-    asked: Asked,
+    asked: PendingTurn,
     cache: Cache,
     ids: Sequence[Sequence[int]],
     bounds: Sequence[Sequence[int]] | None = None,
@@ -39,7 +38,7 @@ def close_round(
     """
     config, policy, real = params.config, asked.policy, len(ids)
     below, batch = policy.layers_below(config), cache.batch
-    seen = on_host(cache.seen)
+    seen = as_numpy(cache.seen)
     edges = [[int(asked.start[row]), *(bounds[row] if bounds else ()), int(seen[row])] for row in range(real)]
     held = np.zeros((max(map(len, edges)) - 1, config.num_layers, batch, config.num_kv_heads), np.int32)
     for row, places in enumerate(edges):
@@ -48,7 +47,7 @@ def close_round(
         if len(held) > 1:
             raise ValueError("an inner policy compresses a round when it ends, so rounds are read one by one")
         cache = _compress(params, policy.inner, cache, asked.base, held[0, 0, :, 0], ids, programs)
-        now = np.stack([on_host(layer.length) for layer in cache.layers])
+        now = np.stack([as_numpy(layer.length) for layer in cache.layers])
         held[0, :, :real] = (now - asked.base)[:, :real]
     starts = asked.base + np.concatenate([np.zeros_like(held[:1]), np.cumsum(held, axis=0)])[:-1]
     places = [(row, i) for row in range(real) for i in range(len(edges[row]) - 1) if edges[row][i + 1] > edges[row][i]]
@@ -60,10 +59,10 @@ def close_round(
         first, last = edges[row][i : i + 2]
         added[row].append(Round(first, last - first, held[i][:, row], upper, before[row] + 1 + i))
     questions = tuple(before[row] + len(edges[row]) - 1 for row in range(real))
-    lower = cache.replace(layers=cache.layers[:below], policy=Placed(below))
+    lower = cache.replace(layers=cache.layers[:below], policy=SplitCache(below))
     if asked.before is None:
-        opening = _openings(cache, below, asked.base[:, :real], programs)
-        return Conversation(lower, opening, tuple(map(tuple, added)), questions, policy)
+        prefix = _openings(cache, below, asked.base[:, :real], programs)
+        return Conversation(lower, prefix, tuple(map(tuple, added)), questions, policy)
     rounds = tuple(
         (*_used(asked.before.rounds[row], asked.choices[row], questions[row]), *added[row]) for row in range(real)
     )
@@ -96,14 +95,14 @@ def _compress(
     return programs.compress(params, cache, base, rows, inner=inner, size=size)
 
 
-def _used(rounds: Sequence[Round], choice: Choice, question: int) -> list[Round]:
+def _used(rounds: Sequence[Round], choice: Selection, question: int) -> list[Round]:
     chosen = set(choice.selected)
     return [dataclasses.replace(part, used=question) if i in chosen else part for i, part in enumerate(rounds)]
 
 
-def _cut(row: int, start: Int[np.ndarray, "L H"], held: Int[np.ndarray, "L H"], exact: bool = False) -> Cut:
+def _cut(row: int, start: Int[np.ndarray, "L H"], held: Int[np.ndarray, "L H"], exact: bool = False) -> RoundSlice:
     longest = max(int(held.max()), 1)
-    return Cut(row, start, held, slots_of(longest) if exact else prompt_bucket(longest))
+    return RoundSlice(row, start, held, slots_of(longest) if exact else prompt_bucket(longest))
 
 
 def _openings(cache: Cache, below: int, held: Int[np.ndarray, "L B H"], programs: RoundPrograms) -> tuple[Round, ...]:

@@ -7,14 +7,14 @@ from typing import Any
 
 import jax
 
-from kvjax.cache.reading import on_host
-from kvjax.cache.value import Cache
+from kvjax.cache.cache import Cache
+from kvjax.cache.host_memory import as_numpy
 from kvjax.output import RoundStats
-from kvjax.policies.rounds import RoundAttention
+from kvjax.policies.round_attention import RoundAttention
 from kvjax.request import Request
 from kvjax.rounds.closing import close_round
-from kvjax.rounds.turn import Asked, read_question
-from kvjax.rounds.value import Conversation
+from kvjax.rounds.conversation import Conversation
+from kvjax.rounds.turn import PendingTurn, read_question
 from kvjax.runtime.session import Session, spread
 from kvjax.sharding.rounds import round_programs
 
@@ -25,7 +25,7 @@ class RoundTurn:
     def __init__(self, request: Request, session: Session):
         self._request, self._session = request, session
         self._programs = round_programs(request.lm.mesh, request.lm.config)
-        self._asked: Asked | None = None
+        self._asked: PendingTurn | None = None
         self._after: Conversation | None = None
         self._used: list[int] = []
 
@@ -34,11 +34,11 @@ class RoundTurn:
         request, before = self._request, self._request.cache
         prompts, context = request.prompts, request.tokens.context
         if context:
-            cache, _, asked = self._read([context], None, request.opening[:1], consume)
+            cache, _, asked = self._read([context], None, request.prefix[:1], consume)
             before = close_round(request.lm.params, asked, cache, [context], programs=self._programs)
             before = before.take([0] * len(prompts))
             consume = True
-        cache, logits, asked = self._read(prompts, before, request.opening, consume)
+        cache, logits, asked = self._read(prompts, before, request.prefix, consume)
         copies = [i // request.options.n for i in range(request.rows)]
         copies += [0] * (self._programs.rows(request.rows) - request.rows)
         cache, logits = spread(cache, logits, copies)
@@ -46,7 +46,7 @@ class RoundTurn:
         assert logits is not None
         return cache, logits
 
-    def _read(self, prompts: Sequence[Sequence[int]], before: Any, opening: Sequence[int], consume: bool) -> Any:
+    def _read(self, prompts: Sequence[Sequence[int]], before: Any, prefix: Sequence[int], consume: bool) -> Any:
         request, policy = self._request, self._request.policy
         assert isinstance(policy, RoundAttention)
         return self._session.prefill(
@@ -54,7 +54,7 @@ class RoundTurn:
             read=read_question,
             policy=policy,
             before=before,
-            opening=opening,
+            prefix=prefix,
             consume=consume,
             dtype=request.dtype,
             storage=request.storage,
@@ -66,10 +66,10 @@ class RoundTurn:
         """Close every row's round; ``tokens`` were generated, the last of them perhaps not yet fed."""
         assert self._asked is not None
         request, samples = self._request, self._request.options.n
-        self._used = on_host(cache.layers[-1].length).max(axis=1).tolist()
+        self._used = as_numpy(cache.layers[-1].length).max(axis=1).tolist()
         fed = [[*request.prompts[row // samples], *made] for row, made in enumerate(tokens)]
-        pending = on_host(cache.pending).tolist()[: len(fed)]
-        fed = [ids[:-1] if token >= 0 else ids for ids, token in zip(fed, pending, strict=True)]
+        next_token = as_numpy(cache.next_token).tolist()[: len(fed)]
+        fed = [ids[:-1] if token >= 0 else ids for ids, token in zip(fed, next_token, strict=True)]
         self._after = close_round(request.lm.params, self._asked, cache, fed, programs=self._programs)
         return self._after
 

@@ -14,14 +14,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from kvjax.cache.cache import Cache
 from kvjax.cache.pool import LayerCache, rows, store
-from kvjax.cache.value import Cache
-from kvjax.config import ModelConfig
+from kvjax.model.config import ModelConfig
 from kvjax.model.decoder import DecoderView
-from kvjax.policies.base import Policy, Turn, gather_candidates, page_capacities
+from kvjax.policies.base import Policy, PromptChunk, gather_candidates, page_capacities
 from kvjax.policies.signals import Mass, PromptSignals
 from kvjax.runtime.prefill import through_layers
-from kvjax.runtime.taps import layer_tap
+from kvjax.runtime.signal_collector import signal_collector
 
 
 def compressed(
@@ -50,10 +50,20 @@ def compressed(
         layer.replace(length=layer.length - again[:, None], next=layer.next - again[:, None]) for layer in cache.layers
     )
     seen = cache.seen - again
-    tap = layer_tap(inner, config, seen, again, cache.seen, tokens.shape[1], fresh=False)
+    collector = signal_collector(inner, config, seen, again, cache.seen, tokens.shape[1], fresh=False)
     pages = tuple(layer.pages for layer in cache.layers)
     layers, _, _ = through_layers(
-        params, closing, 0, shorter, params.embed(tokens), seen, again, cache.seen, pages, fresh=False, tap=tap
+        params,
+        closing,
+        0,
+        shorter,
+        params.embed(tokens),
+        seen,
+        again,
+        cache.seen,
+        pages,
+        fresh=False,
+        collector=collector,
     )
     return cache.replace(layers=layers)
 
@@ -69,9 +79,9 @@ class _Closing(Policy):
     size: int
 
     def compress(
-        self, layer: int, cache: LayerCache, k: Float[Array, "B H T D"], v: Float[Array, "B H T D"], turn: Turn
+        self, layer: int, cache: LayerCache, k: Float[Array, "B H T D"], v: Float[Array, "B H T D"], chunk: PromptChunk
     ) -> LayerCache:
-        whole = gather_candidates(cache, k, v, turn)
+        whole = gather_candidates(cache, k, v, chunk)
         return self.own(layer, cache, whole.k, whole.v, whole.signals.window)
 
     def own(
@@ -92,10 +102,10 @@ class _Closing(Policy):
         pages = page_capacities(self.inner, self.config, self.size, 1, cache.page_size)[layer]
         empty = self.inner.init_layer(self.config, layer, batch, pages, k.dtype)
         # On a mesh: of the heads that the cache has here, all pages.
-        empty = empty.replace(share=dataclasses.replace(cache.share, page_axes=(), page_parts=1))
+        empty = empty.replace(sharding=dataclasses.replace(cache.sharding, page_axes=(), page_parts=1))
         zeros = jnp.zeros_like(self.count)
-        turn = Turn(zeros, self.count, self.count, pages=pages, config=self.config, fresh=True, signals=signals)
-        kept = self.inner.compress(layer, empty, own_k, own_v, turn)
+        chunk = PromptChunk(zeros, self.count, self.count, pages=pages, config=self.config, fresh=True, signals=signals)
+        kept = self.inner.compress(layer, empty, own_k, own_v, chunk)
 
         def replaced(old: Array, new: Array) -> Array:
             old = jnp.pad(old, ((0, 0), (0, 0), (0, new.shape[2]), (0, 0)))

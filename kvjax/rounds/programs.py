@@ -16,23 +16,23 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from kvjax.cache.buckets import NEW_TOKENS
+from kvjax.cache.cache import Cache, Pools, attach, detach
+from kvjax.cache.host_memory import committed, sendable
+from kvjax.cache.page_sharding import UNSHARDED
 from kvjax.cache.pool import LayerCache
-from kvjax.cache.share import WHOLE
-from kvjax.cache.storage import Storage
-from kvjax.cache.value import Cache, Pools, attach, detach
-from kvjax.mesh import Mesh
+from kvjax.cache.quantisation import Storage
 from kvjax.model.decoder import Decoder
 from kvjax.policies.base import Policy
+from kvjax.policies.split_cache import SplitCache
+from kvjax.rounds.conversation import Conversation, UpperRows
 from kvjax.rounds.inner import compressed, without_slots
-from kvjax.rounds.memory import committed, sendable
-from kvjax.rounds.placed import Placed
-from kvjax.rounds.steps import Staged, cut, empty_stage, pages_onto, place, read_lower, read_upper
-from kvjax.rounds.value import Conversation, UpperRows
-from kvjax.runtime.buckets import NEW_TOKENS
+from kvjax.rounds.steps import StagingBuffer, cut, empty_stage, pages_onto, place, read_lower, read_upper
 from kvjax.runtime.prefill import Pages, empty_cache
+from kvjax.sharding.mesh import Mesh
 
 
-class Piece(NamedTuple):
+class RoundUpload(NamedTuple):
     """A round on its way to the device: the row that sees it, and its first slot there by layer and head."""
 
     row: int
@@ -40,7 +40,7 @@ class Piece(NamedTuple):
     offset: Int[np.ndarray, "L H"]
 
 
-class Cut(NamedTuple):
+class RoundSlice(NamedTuple):
     """A round to be cut out of a cache: its row, its first slot and how many it holds by layer and head."""
 
     row: int
@@ -74,7 +74,7 @@ class RoundPrograms(Protocol):
         tokens: np.ndarray,
         count: np.ndarray,
         *,
-        policy: Placed,
+        policy: SplitCache,
         room: int,
         dtype: Any,
         storage: Storage,
@@ -91,7 +91,9 @@ class RoundPrograms(Protocol):
         """
         ...
 
-    def stage(self, pieces: Sequence[Piece], shape: tuple[int, ...], dtype: Any, beside: jax.Array) -> Staged:
+    def stage(
+        self, uploads: Sequence[RoundUpload], shape: tuple[int, ...], dtype: Any, beside: jax.Array
+    ) -> StagingBuffer:
         """Bring rounds to the device, all in one transfer, and place them in an array of ``shape``.
 
         One device is that of ``beside``; a mesh knows its own.
@@ -104,17 +106,17 @@ class RoundPrograms(Protocol):
         x: jax.Array,
         seen: np.ndarray,
         count: np.ndarray,
-        staged: Staged | None,
+        staged: StagingBuffer | None,
         length: np.ndarray | None,
         *,
-        policy: Placed,
+        policy: SplitCache,
         dtype: Any,
         storage: Storage,
     ) -> tuple[tuple[LayerCache, ...], jax.Array]:
         """:func:`kvjax.rounds.steps.read_upper`."""
         ...
 
-    def cut(self, cache: Cache, below: int, cuts: Sequence[Cut]) -> list[UpperRows]:
+    def cut(self, cache: Cache, below: int, cuts: Sequence[RoundSlice]) -> list[UpperRows]:
         """:func:`kvjax.rounds.steps.cut` of layers ``below ..``, for every one of ``cuts``."""
         ...
 
@@ -164,10 +166,12 @@ class OneDevice:
             jax.tree.map(lambda pool: pool.delete(), old)
         return attach(pools, rest), x, mass
 
-    def stage(self, pieces: Sequence[Piece], shape: tuple[int, ...], dtype: Any, beside: jax.Array) -> Staged:
-        there = jax.device_put(sendable([piece.upper for piece in pieces], beside.sharding), beside.sharding)
-        staged = committed(empty_stage(shape, dtype, pieces[0].upper.k_scale is not None))
-        for (row, _, offset), upper in zip(pieces, there, strict=True):
+    def stage(
+        self, uploads: Sequence[RoundUpload], shape: tuple[int, ...], dtype: Any, beside: jax.Array
+    ) -> StagingBuffer:
+        there = jax.device_put(sendable([upload.upper for upload in uploads], beside.sharding), beside.sharding)
+        staged = committed(empty_stage(shape, dtype, uploads[0].upper.k_scale is not None))
+        for (row, _, offset), upper in zip(uploads, there, strict=True):
             staged = _place(staged, upper, np.int32(row), alike(offset))
         return staged
 
@@ -177,14 +181,14 @@ class OneDevice:
         x: jax.Array,
         seen: np.ndarray,
         count: np.ndarray,
-        staged: Staged | None,
+        staged: StagingBuffer | None,
         length: np.ndarray | None,
         **options: Any,
     ) -> tuple[tuple[LayerCache, ...], jax.Array]:
         slots = None if length is None else jnp.asarray(length)
         return _upper(params, x, jnp.asarray(seen), jnp.asarray(count), staged, slots, **options)
 
-    def cut(self, cache: Cache, below: int, cuts: Sequence[Cut]) -> list[UpperRows]:
+    def cut(self, cache: Cache, below: int, cuts: Sequence[RoundSlice]) -> list[UpperRows]:
         layers = tuple(cache.layers[below:])
         return [_cut(layers, np.int32(row), start, held, size=size) for row, start, held, size in cuts]
 
@@ -212,7 +216,7 @@ def _lower_fresh(
     tokens: Int[Array, "B T"],
     count: Int[Array, " B"],
     *,
-    policy: Placed,
+    policy: SplitCache,
     room: int,
     dtype: Any,
     storage: Storage,
@@ -235,7 +239,7 @@ def _onto(
 ) -> tuple[Pools, Cache, Float[Array, "B T M"], Float[Array, "B H C"]]:
     cache, x, mass = read_lower(params, attach(pools, rest), tokens, count, pages, fresh=False)
     assert mass is not None
-    return *detach(cache.replace(prompt_room=room, new_room=NEW_TOKENS)), x, mass
+    return *detach(cache.replace(prompt_capacity=room, new_capacity=NEW_TOKENS)), x, mass
 
 
 _lower_onto = jax.jit(_onto, static_argnames=("pages", "room"))
@@ -243,8 +247,8 @@ _lower_onto_consuming = jax.jit(_onto, static_argnames=("pages", "room"), donate
 
 
 @functools.partial(jax.jit, donate_argnames=("staged",))
-def _place(staged: Staged, part: UpperRows, row: Int[Array, ""], offset: Int[Array, "#L #H"]) -> Staged:
-    return place(WHOLE, staged, part, row, offset)
+def _place(staged: StagingBuffer, part: UpperRows, row: Int[Array, ""], offset: Int[Array, "#L #H"]) -> StagingBuffer:
+    return place(UNSHARDED, staged, part, row, offset)
 
 
 @functools.partial(jax.jit, static_argnames=("policy", "dtype", "storage"))
@@ -253,15 +257,15 @@ def _upper(
     x: Float[Array, "B T M"],
     seen: Int[Array, " B"],
     count: Int[Array, " B"],
-    staged: Staged | None,
+    staged: StagingBuffer | None,
     length: Int[Array, "L B H"] | None,
     *,
-    policy: Placed,
+    policy: SplitCache,
     dtype: Any,
     storage: Storage,
 ) -> tuple[tuple[LayerCache, ...], Float[Array, "B V"]]:
     # The room of the layers below, which are not made here, would only be one more thing to compile for.
-    empty = empty_cache(params.config, policy, x.shape[0], policy.upper_room, NEW_TOKENS, dtype, storage)
+    empty = empty_cache(params.config, policy, x.shape[0], policy.upper_capacity, NEW_TOKENS, dtype, storage)
     return read_upper(params, empty.layers[policy.watershed :], x, seen, count, staged, length)
 
 

@@ -16,25 +16,25 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from kvjax.cache.buckets import BLOCK, NEW_TOKENS, block_of
+from kvjax.cache.cache import Cache
 from kvjax.cache.groups import rounded
+from kvjax.cache.page_sharding import PageSharding, gather_pages
 from kvjax.cache.pool import LayerCache, by_head, store, stored_rows
-from kvjax.cache.share import Share, gathered
-from kvjax.cache.value import Cache
-from kvjax.config import ModelConfig
+from kvjax.model.config import ModelConfig
 from kvjax.model.decoder import DecoderView
 from kvjax.model.rope import token_angles
 from kvjax.policies.base import page_capacities
 from kvjax.policies.signals import Signals
-from kvjax.rounds.value import UpperRows
-from kvjax.runtime.buckets import BLOCK, NEW_TOKENS, block_of
+from kvjax.rounds.conversation import UpperRows
 from kvjax.runtime.prefill import Pages, after_reading, last_logits, read_layer, through_layers, zero_after
-from kvjax.runtime.taps import LayerTap
+from kvjax.runtime.signal_collector import SignalCollector
 from pallas_kernels.rows import Rows
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Staged:
+class StagingBuffer:
     """The rounds that a batch's questions see, in the layers above the watershed, one behind the other.
 
     Attributes:
@@ -46,11 +46,11 @@ class Staged:
     k_scale: Float[Array, "L B H D"] | None
 
 
-def empty_stage(shape: tuple[int, ...], dtype: Any, quantised: bool) -> Staged:
+def empty_stage(shape: tuple[int, ...], dtype: Any, quantised: bool) -> StagingBuffer:
     """Zeros [L, 2, B, H, S, D]; rounds of int8 rows come as float32 ones."""
     layers, _, batch, heads, _, dim = shape
     scales = jnp.zeros((layers, batch, heads, dim), jnp.float32) if quantised else None
-    return Staged(jnp.zeros(shape, jnp.float32 if quantised else dtype), scales)
+    return StagingBuffer(jnp.zeros(shape, jnp.float32 if quantised else dtype), scales)
 
 
 def pages_onto(config: ModelConfig, cache: Cache, room: int) -> Pages:
@@ -72,12 +72,12 @@ def read_lower(
     last = len(cache.layers) - 1
     read = functools.partial(through_layers, params, policy)
     where = (seen, count, seen + count)
-    below, x, _ = read(0, cache.layers[:last], params.embed(tokens), *where, pages[:last], fresh=fresh, tap=None)
-    tap = None
+    below, x, _ = read(0, cache.layers[:last], params.embed(tokens), *where, pages[:last], fresh=fresh, collector=None)
+    collector = None
     if not fresh:
         scale = policy.window_scale(config, seen)
-        tap = LayerTap(Signals(columns=True), config, seen, count, jnp.zeros_like(count), scale, 0)
-    at, x, found = read(last, cache.layers[last:], x, *where, pages[last:], fresh=fresh, tap=tap)
+        collector = SignalCollector(Signals(columns=True), config, seen, count, jnp.zeros_like(count), scale, 0)
+    at, x, found = read(last, cache.layers[last:], x, *where, pages[last:], fresh=fresh, collector=collector)
     mass = None
     if found is not None:
         assert found.columns is not None and found.columns.kept is not None
@@ -85,40 +85,42 @@ def read_lower(
     return after_reading(cache.replace(layers=(*below, *at)), count), x, mass
 
 
-def place(share: Share, staged: Staged, part: UpperRows, row: Int[Array, ""], offset: Int[Array, "#L #H"]) -> Staged:
+def place(
+    sharding: PageSharding, staged: StagingBuffer, part: UpperRows, row: Int[Array, ""], offset: Int[Array, "#L #H"]
+) -> StagingBuffer:
     """Write a round's rows into one row's, from slot ``offset`` of each layer and head on, in place.
 
     What is beyond the round's own length is finite and overwritten by the round that follows, or never valid. One
     offset [1, 1] for all layers and heads is one copy.
     """
-    kv, k_scale = share.joined(part.kv, 3), staged.k_scale
+    kv, k_scale = sharding.gather_axis(part.kv, 3), staged.k_scale
     if part.k_scale is not None and part.v_scale is not None:
         assert k_scale is not None
         scales = jnp.broadcast_to(part.k_scale[:, :, None], (*kv.shape[:1], *kv.shape[2:]))
-        values = jnp.broadcast_to(share.joined(part.v_scale, 2)[..., None], scales.shape)
+        values = jnp.broadcast_to(sharding.gather_axis(part.v_scale, 2)[..., None], scales.shape)
         kv = kv * jnp.stack([scales, values], axis=1)
         k_scale = k_scale.at[:, row].max(part.k_scale)
     kv = kv.astype(staged.kv.dtype)[:, :, None]
     if offset.shape == (1, 1):
-        return Staged(_written(staged.kv, kv, (0, 0, row, 0), offset[0, 0], share), k_scale)
+        return StagingBuffer(_written(staged.kv, kv, (0, 0, row, 0), offset[0, 0], sharding), k_scale)
     layers, heads = offset.shape
 
     def one(i: Array, into: Array) -> Array:
         layer, head = i // heads, i % heads
         piece = jax.lax.dynamic_slice(kv, (layer, 0, 0, head, 0, 0), (1, 2, 1, 1, *kv.shape[4:]))
-        return _written(into, piece, (layer, 0, row, head), offset[layer, head], share)
+        return _written(into, piece, (layer, 0, row, head), offset[layer, head], sharding)
 
-    return Staged(jax.lax.fori_loop(0, layers * heads, one, staged.kv), k_scale)
+    return StagingBuffer(jax.lax.fori_loop(0, layers * heads, one, staged.kv), k_scale)
 
 
-def _written(into: Array, piece: Array, where: tuple[Array | int, ...], offset: Array, share: Share) -> Array:
+def _written(into: Array, piece: Array, where: tuple[Array | int, ...], offset: Array, sharding: PageSharding) -> Array:
     """``piece`` written from slot ``offset`` on; of slots that are dealt to devices in blocks, this device's."""
     where = tuple(jnp.asarray(i, jnp.int32) for i in where)
     zero = jnp.int32(0)
-    if not share.page_axes:
+    if not sharding.page_axes:
         return jax.lax.dynamic_update_slice(into, piece, (*where, offset, zero))
     slots, size = piece.shape[4], into.shape[4]
-    width, first = min(slots, size), share.index() * size
+    width, first = min(slots, size), sharding.index() * size
     start = jnp.clip(offset - first, 0, size - width)
     source = first + start - offset + jnp.arange(width)
     here = ((source >= 0) & (source < slots))[:, None]
@@ -133,7 +135,7 @@ def read_upper(
     x: Float[Array, "B T M"],
     seen: Int[Array, " B"],
     count: Int[Array, " B"],
-    staged: Staged | None,
+    staged: StagingBuffer | None,
     length: Int[Array, "L B H"] | None,
 ) -> tuple[tuple[LayerCache, ...], Float[Array, "B V"]]:
     """Finish reading a question above the watershed.
@@ -156,7 +158,7 @@ def read_upper(
         layer = params.layers[first + i]
         kept = None
         if staged is not None and length is not None:
-            old_k, old_v = cache.share.joined(staged.kv[i], 3)
+            old_k, old_v = cache.sharding.gather_axis(staged.kv[i], 3)
             kept = Rows(old_k, old_v, length[i], None, None, min(old_k.shape[2], BLOCK))
         x, k, v, _ = read_layer(layer, x, angles, kept, blocks, zero, None, count)
         held = jnp.broadcast_to(count[:, None], k.shape[:2])
@@ -186,17 +188,17 @@ def cut(
     """
     index = start[..., None] + jnp.arange(size)
     valid = jnp.arange(size) < held[..., None]
-    share = layers[0].share
+    sharding = layers[0].sharding
     found, k_scales, v_scales = [], [], []
     for i, layer in enumerate(layers):
-        one = gathered(jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, row, 0), layer))
+        one = gather_pages(jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, row, 0), layer))
         places = jnp.minimum(index[i], max(layer.slots) - 1)
         kv = jnp.stack([x[0] for x in stored_rows(one)])
         kv = jnp.take_along_axis(kv, places[None, ..., None], axis=2)
-        found.append(share.parted(jnp.where(valid[i, ..., None], kv, jnp.zeros((), kv.dtype)), 2))
+        found.append(sharding.shard_axis(jnp.where(valid[i, ..., None], kv, jnp.zeros((), kv.dtype)), 2))
         if one.scales is not None:
             k_scales.append(one.scales.k[0])
-            v_scales.append(share.parted(jnp.take_along_axis(by_head(one, one.scales.v)[0], places, axis=1), 1))
+            v_scales.append(sharding.shard_axis(jnp.take_along_axis(by_head(one, one.scales.v)[0], places, axis=1), 1))
     if not k_scales:
         return UpperRows(jnp.stack(found))
     return UpperRows(jnp.stack(found), jnp.stack(k_scales), jnp.stack(v_scales))

@@ -15,25 +15,25 @@ import jax
 import numpy as np
 from jaxtyping import Float, Int
 
-from kvjax.cache.reading import on_host
-from kvjax.cache.storage import Storage
-from kvjax.cache.value import Cache
-from kvjax.config import ModelConfig
+from kvjax.cache.buckets import NEW_TOKENS, prompt_bucket
+from kvjax.cache.cache import Cache
+from kvjax.cache.host_memory import as_numpy
+from kvjax.cache.quantisation import Storage
 from kvjax.errors import DoesNotFit
-from kvjax.mesh import Mesh
+from kvjax.model.config import ModelConfig
 from kvjax.model.decoder import Decoder
 from kvjax.planning import cache_bytes, device_limit, human, weights_bytes
-from kvjax.policies.rounds import RoundAttention
-from kvjax.rounds.choose import normalised, round_attention, select
-from kvjax.rounds.placed import Placed
-from kvjax.rounds.programs import ONE_DEVICE, Piece, RoundPrograms
-from kvjax.rounds.steps import Staged
-from kvjax.rounds.value import Conversation, UpperRows
-from kvjax.runtime.buckets import NEW_TOKENS, prompt_bucket
+from kvjax.policies.round_attention import RoundAttention
+from kvjax.policies.split_cache import SplitCache
+from kvjax.rounds.conversation import Conversation, UpperRows
+from kvjax.rounds.programs import ONE_DEVICE, RoundPrograms, RoundUpload
+from kvjax.rounds.selection import normalised, round_attention, select
+from kvjax.rounds.steps import StagingBuffer
+from kvjax.sharding.mesh import Mesh
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Choice:
+class Selection:
     """What one row's question selected.
 
     Attributes:
@@ -49,7 +49,7 @@ class Choice:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Asked:
+class PendingTurn:
     """A question that has been read: what closing its round needs.
 
     Attributes:
@@ -64,9 +64,9 @@ class Asked:
     policy: RoundAttention
     start: Int[np.ndarray, " B"]
     base: Int[np.ndarray, "L B H"]
-    choices: tuple[Choice, ...]
+    choices: tuple[Selection, ...]
 
-    def take(self, indices: Sequence[int]) -> Asked:
+    def take(self, indices: Sequence[int]) -> PendingTurn:
         """Rows in the given order; several samples of a row share what it selected."""
         index = list(indices)
         return dataclasses.replace(
@@ -84,13 +84,13 @@ def read_question(
     *,
     policy: RoundAttention,
     before: Conversation | None,
-    opening: Sequence[int],
+    prefix: Sequence[int],
     consume: bool,
     dtype: Any,
     storage: Storage,
     memory_limit: int | None,
     programs: RoundPrograms = ONE_DEVICE,
-) -> tuple[Cache, jax.Array, Asked]:
+) -> tuple[Cache, jax.Array, PendingTurn]:
     """Read a question a row, on what it selects of its conversation.
 
     Args:
@@ -117,13 +117,13 @@ def read_question(
     kinds = {"dtype": dtype, "storage": storage}
     staged = slots = None
     if before is None:
-        room = upper_room = prompt_bucket(int(lengths.max()))
-        placed = Placed(below, upper_room)
+        room = upper_capacity = prompt_bucket(int(lengths.max()))
+        placed = SplitCache(below, upper_capacity)
         _check_fits(params, placed, programs.mesh, batch, room, dtype, storage, memory_limit, first=True)
-        cache, x = programs.lower_fresh(params, tokens, lengths, policy=Placed(below), room=room, **kinds)
-        seen, first = np.zeros_like(lengths), np.array([*opening, *[1] * (batch - real)], np.int32)
+        cache, x = programs.lower_fresh(params, tokens, lengths, policy=SplitCache(below), room=room, **kinds)
+        seen, first = np.zeros_like(lengths), np.array([*prefix, *[1] * (batch - real)], np.int32)
         base = np.broadcast_to(first[:, None], (config.num_layers, batch, config.num_kv_heads))
-        asked = Asked(None, policy, first, base, ())
+        asked = PendingTurn(None, policy, first, base, ())
     else:
         if before.batch < batch:
             wide = before.take([*range(real), *[0] * (batch - real)])
@@ -133,30 +133,30 @@ def read_question(
         programs.check(before.records(range(real)))
         slots = np.stack([before.slots(row)[-1] for row in range(batch)], axis=1)
         room = prompt_bucket(int((slots[:below].max(axis=(0, 2)) + lengths).max()))
-        seen = on_host(before.seen)
+        seen = as_numpy(before.seen)
         cache, x, mass = programs.lower_onto(params, before.lower, tokens, lengths, room=room, consume=consume)
-        mass = on_host(mass)
+        mass = as_numpy(mass)
         choices = tuple(
             _choose(policy, before, row, mass[row], below) if row < real else _NOTHING for row in range(batch)
         )
         slots[below:] = np.stack([_placed_slots(before, row, choices[row], below) for row in range(batch)], 1)
-        upper_room = prompt_bucket(int((slots[below:].max(axis=(0, 2)) + lengths).max()))
-        placed = Placed(below, upper_room)
+        upper_capacity = prompt_bucket(int((slots[below:].max(axis=(0, 2)) + lengths).max()))
+        placed = SplitCache(below, upper_capacity)
         _check_fits(params, placed, programs.mesh, batch, room, dtype, storage, memory_limit, first=False)
         staged = _bring(config, before, choices, slots[below:], tokens.shape[1], dtype, x, programs)
-        asked = Asked(before, policy, seen, slots, choices)
+        asked = PendingTurn(before, policy, seen, slots, choices)
     held = None if slots is None else slots[below:]
     layers, logits = programs.upper(params, x, seen, lengths, staged, held, policy=placed, **kinds)
     return cache.replace(layers=cache.layers + layers, policy=placed), logits, asked
 
 
 #: Of a row of padding, which has no opening either.
-_NOTHING = Choice(np.zeros(0), (), 0, ())
+_NOTHING = Selection(np.zeros(0), (), 0, ())
 
 
 def _choose(
     policy: RoundAttention, before: Conversation, row: int, mass: Float[np.ndarray, "H C"], below: int
-) -> Choice:
+) -> Selection:
     """Which of the row's rounds, or which of their tokens, a question with this attention selects."""
     rounds = before.rounds[row]
     edges = before.slots(row)[1:, below - 1]
@@ -164,7 +164,7 @@ def _choose(
     if policy.granularity == "round":
         selected = tuple(int(i) for i in np.flatnonzero(select(policy, attention)))
         parts = tuple((rounds[i].upper, rounds[i].held[below:]) for i in selected)
-        return Choice(attention, selected, sum(rounds[i].tokens for i in selected), parts)
+        return Selection(attention, selected, sum(rounds[i].tokens for i in selected), parts)
     # Nothing chose among these rounds' tokens, so all heads hold the same ones.
     first, last = int(edges[0, 0]), int(edges[-1, 0])
     keep = select(policy, normalised(mass[:, first:last].sum(axis=0, dtype=np.float64)))
@@ -175,7 +175,7 @@ def _choose(
         if len(index):
             selected.append(i)
             parts.append((_tokens_of(part.upper, index), np.full_like(part.held[below:], len(index))))
-    return Choice(attention, tuple(selected), int(keep.sum()), tuple(parts))
+    return Selection(attention, tuple(selected), int(keep.sum()), tuple(parts))
 
 
 def _tokens_of(upper: UpperRows, index: Int[np.ndarray, " N"]) -> UpperRows:
@@ -194,32 +194,32 @@ def _tokens_of(upper: UpperRows, index: Int[np.ndarray, " N"]) -> UpperRows:
     )
 
 
-def _placed_slots(before: Conversation, row: int, choice: Choice, below: int) -> Int[np.ndarray, "L H"]:
+def _placed_slots(before: Conversation, row: int, choice: Selection, below: int) -> Int[np.ndarray, "L H"]:
     """Slots of the opening and of what was selected, above the watershed."""
-    return before.opening[row].held[below:] + sum(held for _, held in choice.parts)
+    return before.prefix[row].held[below:] + sum(held for _, held in choice.parts)
 
 
 def _bring(
     config: ModelConfig,
     before: Conversation,
-    choices: Sequence[Choice],
+    choices: Sequence[Selection],
     slots: Int[np.ndarray, "L B H"],
     tokens: int,
     dtype: Any,
     x: jax.Array,
     programs: RoundPrograms,
-) -> Staged:
+) -> StagingBuffer:
     """The openings and the selected rounds on the device, one behind the other."""
     layers, batch, heads = slots.shape
-    pieces: list[Piece] = []
+    pieces: list[RoundUpload] = []
     ends = 0
     for row, choice in enumerate(choices):
-        opening = before.opening[row]
+        prefix = before.prefix[row]
         if choice is _NOTHING:
             continue
         offset = np.zeros((layers, heads), np.int32)
-        for upper, held in ((opening.upper, opening.held[-layers:]), *choice.parts):
-            pieces.append(Piece(row, upper, offset))
+        for upper, held in ((prefix.upper, prefix.held[-layers:]), *choice.parts):
+            pieces.append(RoundUpload(row, upper, offset))
             ends = max(ends, int(offset.max()) + upper.kv.shape[3])
             offset = offset + held
     room = prompt_bucket(max(ends, int(slots.max()) + tokens))
@@ -228,7 +228,7 @@ def _bring(
 
 def _check_fits(
     params: Decoder,
-    placed: Placed,
+    placed: SplitCache,
     mesh: Mesh | None,
     batch: int,
     room: int,

@@ -17,12 +17,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.cache.value import Cache, Pools, attach, detach
+from kvjax.cache.cache import Cache, Pools, attach, detach
 from kvjax.model.alibi import slopes
 from kvjax.model.decoder import Decoder, DecoderView
-from kvjax.model.rope import rotated, token_angles
+from kvjax.model.rope import apply_rope, token_angles
 from kvjax.policies.base import Step
-from kvjax.runtime.observing import attend
+from kvjax.runtime.decode_attention import attend
 from kvjax.runtime.sampling import Sampling, log_probability, sample
 from kvjax.runtime.stopping import FOUND, StopTable
 
@@ -96,12 +96,12 @@ def forward_step(
         own = layer.config  # the model's, or of the heads that this device has of the layer
         step = Step(cache.seen, active, config=own)
         q, k, v = layer.project(x)
-        kept = policy.append(i, kept, rotated(k, angles), v, step)
+        kept = policy.append(i, kept, apply_rope(k, angles), v, step)
         attended, kept = attend(
             policy,
             i,
             kept,
-            rotated(q, angles),
+            apply_rope(q, angles),
             step,
             scale=config.head_dim**-0.5,
             slopes=slopes(own) if own.positional == "alibi" else None,
@@ -131,7 +131,7 @@ def _record(
     written = jnp.where(active, token, -1)[:, None]
     return dataclasses.replace(
         state,
-        cache=state.cache.replace(pending=jnp.where(active, token, state.cache.pending)),
+        cache=state.cache.replace(next_token=jnp.where(active, token, state.cache.next_token)),
         reason=reason,
         stop_state=stop_state,
         present=present,
@@ -247,7 +247,7 @@ def chunk(
     def step(now: Carry) -> Carry:
         made, state, _ = now
         active = state.reason == RUNNING
-        cache, logits = forward_step(params, state.cache, jnp.maximum(state.cache.pending, 0), active)
+        cache, logits = forward_step(params, state.cache, jnp.maximum(state.cache.next_token, 0), active)
         state = _record(dataclasses.replace(state, cache=cache), logits, controls, active, made)
         return carry(made + 1, state)
 

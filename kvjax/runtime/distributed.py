@@ -18,7 +18,7 @@ from typing import Any
 import jax
 
 from kvjax.errors import KvjaxError, UsageError
-from kvjax.mesh import Mesh
+from kvjax.sharding.mesh import Mesh
 
 #: Seconds after which a silent process counts as dead; JAX's own default lets the others hang for 100.
 HEARTBEAT = 30

@@ -6,28 +6,28 @@ import functools
 
 import jax
 
+from kvjax.cache.cache import Cache, resize_layer
 from kvjax.cache.groups import rounded
-from kvjax.cache.value import Cache, resize_layer
-from kvjax.config import ModelConfig
+from kvjax.model.config import ModelConfig
 from kvjax.policies.base import page_capacities
 
 
-@functools.partial(jax.jit, static_argnames=("config", "new_room"))
-def grow(cache: Cache, *, config: ModelConfig, new_room: int) -> Cache:
-    """The same contents with room for ``new_room`` tokens decoded after the last prompt.
+@functools.partial(jax.jit, static_argnames=("config", "new_capacity"))
+def grow(cache: Cache, *, config: ModelConfig, new_capacity: int) -> Cache:
+    """The same contents with room for ``new_capacity`` tokens decoded after the last prompt.
 
     No head shrinks, and none grows whose policy keeps the size that its first prompt gave it. Old and new pools are
     alive together while this runs.
     """
-    return grown(cache, config, new_room)
+    return grown(cache, config, new_capacity)
 
 
-def grown(cache: Cache, config: ModelConfig, new_room: int) -> Cache:
+def grown(cache: Cache, config: ModelConfig, new_capacity: int) -> Cache:
     """:func:`grow`, to be compiled."""
-    wanted = page_capacities(cache.policy, config, cache.prompt_room, new_room, cache.page_size)
+    wanted = page_capacities(cache.policy, config, cache.prompt_capacity, new_capacity, cache.page_size)
     layers = []
     for i, (layer, pages) in enumerate(zip(cache.layers, wanted, strict=True)):
         heads = zip(layer.pages, rounded(layer, pages), cache.policy.owners(config, i), strict=True)
         sizes = tuple(max(old, new) if owner.grows or owner.replans else old for old, new, owner in heads)
         layers.append(resize_layer(layer, sizes))
-    return cache.replace(layers=tuple(layers), new_room=new_room)
+    return cache.replace(layers=tuple(layers), new_capacity=new_capacity)

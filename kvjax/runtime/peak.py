@@ -7,11 +7,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from kvjax.config import ModelConfig
+from kvjax.cache.buckets import block_of, keys_of, prompt_bucket
+from kvjax.model.config import ModelConfig
 from kvjax.policies.base import Policy
 from kvjax.policies.composed import HeadWise
 from kvjax.policies.lagkv import LagKV
-from kvjax.runtime.buckets import block_of, keys_of, prompt_bucket
 from pallas_kernels import dispatch
 
 #: Whether a layer that is kept whole is packed beside its dense keys and values: XLA's compiler for TPUs does it in

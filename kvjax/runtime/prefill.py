@@ -16,21 +16,21 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax.attention import kept_rows
+from kvjax.cache.attention import kept_rows
+from kvjax.cache.buckets import block_of, keys_of
+from kvjax.cache.cache import Cache, Pools, attach, detach
 from kvjax.cache.groups import parts, rounded
 from kvjax.cache.pool import layout_for
-from kvjax.cache.storage import MODEL, Storage
-from kvjax.cache.value import Cache, Pools, attach, detach
-from kvjax.config import ModelConfig
+from kvjax.cache.quantisation import MODEL, Storage
 from kvjax.errors import UsageError
 from kvjax.model.alibi import query_bias
+from kvjax.model.config import ModelConfig
 from kvjax.model.decoder import Decoder, DecoderView, LayerView
-from kvjax.model.rope import Angles, rotated, token_angles
-from kvjax.policies.base import Policy, Turn, page_capacities
+from kvjax.model.rope import Angles, apply_rope, token_angles
+from kvjax.policies.base import Policy, PromptChunk, page_capacities
 from kvjax.policies.full import Full
 from kvjax.policies.signals import PromptSignals
-from kvjax.runtime.buckets import block_of, keys_of
-from kvjax.runtime.taps import LayerTap, Taps, layer_tap
+from kvjax.runtime.signal_collector import PartialSignals, SignalCollector, signal_collector
 from pallas_kernels.prefill import prefill
 from pallas_kernels.rows import Rows
 
@@ -41,67 +41,67 @@ def empty_cache(
     config: ModelConfig,
     policy: Policy,
     batch: int,
-    prompt_room: int,
-    new_room: int,
+    prompt_capacity: int,
+    new_capacity: int,
     dtype: Any,
     storage: Storage = MODEL,
 ) -> Cache:
-    """A cache that has seen nothing, allocated for prompts of ``prompt_room`` tokens and ``new_room`` decoded ones."""
-    if policy.places:
+    """An empty cache, allocated for prompts of ``prompt_capacity`` tokens and ``new_capacity`` decoded ones."""
+    if policy.offloads_rounds:
         raise UsageError(
             f"{type(policy).__name__} says where the rounds of a conversation are, and this takes a policy of tokens; "
             "use it with kvjax.generate or kvjax.Chat."
         )
     page_size = layout_for(storage, config.head_dim).page_size
-    pages = page_capacities(policy, config, prompt_room, new_room, page_size)
+    pages = page_capacities(policy, config, prompt_capacity, new_capacity, page_size)
     layers = tuple(
         policy.init_layer(config, layer, batch, pages[layer], dtype, storage) for layer in range(config.num_layers)
     )
     zeros = jnp.zeros((batch,), jnp.int32)
-    return Cache(layers, zeros, zeros, zeros - 1, policy, prompt_room, new_room)
+    return Cache(layers, zeros, zeros, zeros - 1, policy, prompt_capacity, new_capacity)
 
 
 def read_layer(
     layer: LayerView,
     x: Float[Array, "B T M"],
-    turn: Angles,
+    rope: Angles,
     kept: Rows | None,
     blocks: Int[Array, ""],
     zero: Int[Array, ""],
-    tap: LayerTap | None = None,
+    collector: SignalCollector | None = None,
     count: Int[Array, " B"] | None = None,
 ) -> tuple[Float[Array, "B T M"], Float[Array, "B H T D"], Float[Array, "B H T D"], PromptSignals | None]:
     """One layer over the whole prompt in query blocks: hidden states out, its keys and values as cached, and the
-    signals that ``tap`` asks for. ``count``, the tokens of each row, saves accelerators the work on padding.
+    signals that ``collector`` asks for. ``count``, the tokens of each row, saves accelerators the work on padding.
     """
     config = layer.config
     batch, tokens, _ = x.shape
     heads, group, dim = config.num_kv_heads, config.group_size, config.head_dim
     block = block_of(tokens)
     scale = dim**-0.5
-    window = None if tap is None else tap.window_queries(layer, x, turn)
+    window = None if collector is None else collector.window_queries(layer, x, rope)
 
-    def body(i: Int[Array, ""], carry: tuple[Array, Array, Array, Taps | None]) -> tuple[Any, ...]:
-        x, k, v, taps = carry
-        xb, here = jax.tree.map(lambda a: jax.lax.dynamic_slice_in_dim(a, i * block, block, axis=1), (x, turn))
+    def body(i: Int[Array, ""], carry: tuple[Array, Array, Array, PartialSignals | None]) -> tuple[Any, ...]:
+        x, k, v, partial = carry
+        xb, here = jax.tree.map(lambda a: jax.lax.dynamic_slice_in_dim(a, i * block, block, axis=1), (x, rope))
         raw, kb, vb = layer.project(xb)
-        kb, q = rotated(kb, here), rotated(raw, here)
+        kb, q = apply_rope(kb, here), apply_rope(raw, here)
         k = jax.lax.dynamic_update_slice_in_dim(k, kb.swapaxes(1, 2).astype(k.dtype), i * block, axis=2)
         v = jax.lax.dynamic_update_slice_in_dim(v, vb.swapaxes(1, 2).astype(v.dtype), i * block, axis=2)
         q, start = q.transpose(0, 2, 3, 1, 4), i * block
         linear = query_bias(config, jnp.tile(start + jnp.arange(block), group)[None])
         length = None if count is None else jnp.clip(count - start, 0, block)
         found = prefill(q, k, v, offset=start, scale=scale, length=length, kept=kept, bias=linear, block=keys_of(block))
-        if tap is not None and taps is not None:
-            taps = tap.after_block(taps, raw, q, found.lse, k, kept, i)
+        if collector is not None and partial is not None:
+            partial = collector.after_block(partial, raw, q, found.lse, k, kept, i)
         attended = found.out.transpose(0, 3, 1, 2, 4)
         xb = layer.finish(xb, attended.astype(x.dtype))
-        return jax.lax.dynamic_update_slice_in_dim(x, xb, i * block, axis=1), k, v, taps
+        return jax.lax.dynamic_update_slice_in_dim(x, xb, i * block, axis=1), k, v, partial
 
     empty = jnp.broadcast_to(zero.astype(x.dtype), (batch, heads, tokens, dim))
-    taps = None if tap is None else tap.start(kept, tokens)
-    x, k, v, taps = jax.lax.fori_loop(0, blocks, body, (x, empty, empty, taps))
-    return x, k, v, None if tap is None else tap.finish(taps, window, k, kept, block)
+    partial = None if collector is None else collector.start(kept, tokens)
+    x, k, v, partial = jax.lax.fori_loop(0, blocks, body, (x, empty, empty, partial))
+    return x, k, v, None if collector is None else collector.finish(partial, window, k, kept, block)
 
 
 def through_layers(
@@ -116,7 +116,7 @@ def through_layers(
     pages: Pages,
     *,
     fresh: bool,
-    tap: LayerTap | None,
+    collector: SignalCollector | None,
 ) -> tuple[tuple[Any, ...], Float[Array, "B T M"], PromptSignals | None]:
     """Read tokens through layers ``first .. first + len(caches) - 1``.
 
@@ -125,7 +125,7 @@ def through_layers(
       caches: of those layers; ``pages`` of each afterwards.
 
     Returns:
-      Their caches, what the next layer reads, and what ``tap`` asked of the last of them.
+      Their caches, what the next layer reads, and what ``collector`` asked of the last of them.
     """
     config, tokens = params.config, x.shape[1]
     block = block_of(tokens)
@@ -139,12 +139,12 @@ def through_layers(
         layer = params.layers[i]
         own = layer.config  # the model's, or of the heads that this device has of the layer
         if not fresh:
-            old = policy.settle(i, old, own)
+            old = policy.sort_slots(i, old, own)
             kept = kept_rows(old, keys_of(block), seen if config.positional == "alibi" else None)
-        asked = None if tap is None else dataclasses.replace(tap, config=own)
+        asked = None if collector is None else dataclasses.replace(collector, config=own)
         x, k, v, signals = read_layer(layer, x, angles, kept, blocks, zero, asked, count)
-        turn = Turn(seen, count, total, pages=counts, config=own, fresh=fresh, signals=signals)
-        packed = policy.compress(i, old, k, v, turn)
+        chunk = PromptChunk(seen, count, total, pages=counts, config=own, fresh=fresh, signals=signals)
+        packed = policy.compress(i, old, k, v, chunk)
         zero = zero_after(*jax.tree.leaves([part.kv for part in parts(packed)]))
         done.append(packed)
     return tuple(done), x, signals
@@ -161,9 +161,19 @@ def _forward(
 ) -> tuple[Cache, Float[Array, "B T M"]]:
     """Hidden states of the last layer and the cache after these tokens; see :func:`prefill`."""
     policy = cache.policy
-    tap = layer_tap(policy, params.config, cache.seen, count, total, tokens.shape[1], fresh)
+    collector = signal_collector(policy, params.config, cache.seen, count, total, tokens.shape[1], fresh)
     layers, x, _ = through_layers(
-        params, policy, 0, cache.layers, params.embed(tokens), cache.seen, count, total, pages, fresh=fresh, tap=tap
+        params,
+        policy,
+        0,
+        cache.layers,
+        params.embed(tokens),
+        cache.seen,
+        count,
+        total,
+        pages,
+        fresh=fresh,
+        collector=collector,
     )
     return after_reading(cache.replace(layers=layers), count), x
 
@@ -171,8 +181,8 @@ def _forward(
 def after_reading(cache: Cache, count: Int[Array, " B"]) -> Cache:
     """The counters once ``count`` tokens of each row are in."""
     seen = cache.seen + count
-    anchor = jnp.where(count > 0, seen, cache.anchor)
-    return cache.replace(seen=seen, anchor=anchor, pending=jnp.where(count > 0, -1, cache.pending))
+    prompt_end = jnp.where(count > 0, seen, cache.prompt_end)
+    return cache.replace(seen=seen, prompt_end=prompt_end, next_token=jnp.where(count > 0, -1, cache.next_token))
 
 
 def zero_after(*made: Array) -> Int[Array, ""]:
@@ -194,7 +204,7 @@ def last_logits(params: DecoderView, x: Float[Array, "B T M"], count: Int[Array,
     return params.logits(jnp.take_along_axis(x, last, axis=1)[:, 0])
 
 
-@functools.partial(jax.jit, static_argnames=("policy", "prompt_room", "new_room", "dtype", "storage"))
+@functools.partial(jax.jit, static_argnames=("policy", "prompt_capacity", "new_capacity", "dtype", "storage"))
 def prefill_fresh(
     params: Decoder,
     tokens: Int[Array, "B T"],
@@ -202,8 +212,8 @@ def prefill_fresh(
     total: Int[Array, " B"],
     *,
     policy: Policy,
-    prompt_room: int,
-    new_room: int,
+    prompt_capacity: int,
+    new_capacity: int,
     dtype: Any,
     storage: Storage = MODEL,
 ) -> tuple[Cache, Float[Array, "B V"]]:
@@ -214,12 +224,12 @@ def prefill_fresh(
       tokens: token ids padded on the right to a bucket.
       count: tokens of each row; at least 1.
       total: tokens of each row's whole prompt, of which this may be the first chunk.
-      policy, prompt_room, new_room, dtype, storage: what stays and what is allocated for it; static.
+      policy, prompt_capacity, new_capacity, dtype, storage: what stays and what is allocated for it; static.
 
     Returns:
       The cache, and the logits after each row's last token (float32).
     """
-    cache = empty_cache(params.config, policy, tokens.shape[0], prompt_room, new_room, dtype, storage)
+    cache = empty_cache(params.config, policy, tokens.shape[0], prompt_capacity, new_capacity, dtype, storage)
     return read_fresh(params, cache, tokens, count, total)
 
 
@@ -238,8 +248,8 @@ def prefill_onto(
     count: Int[Array, " B"],
     total: Int[Array, " B"],
     *,
-    prompt_room: int,
-    new_room: int,
+    prompt_capacity: int,
+    new_capacity: int,
     consume: bool = False,
 ) -> tuple[Cache, Float[Array, "B V"]]:
     """Read chunks or later turns onto a cache, which is then allocated for the given rooms; rows may have 0 tokens.
@@ -247,21 +257,23 @@ def prefill_onto(
     The cache given stays a value, unless ``consume``: then its buffers are donated, and reused where shapes allow.
     """
     old, rest = detach(cache)
-    pages = pages_onto(params.config, cache, prompt_room, new_room)
+    pages = pages_onto(params.config, cache, prompt_capacity, new_capacity)
     reusable = pages == tuple(layer.pages for layer in cache.layers)
     run = _onto_consuming if consume and reusable else _onto
-    pools, rest, logits = run(params, old, rest, tokens, count, total, prompt_room=prompt_room, new_room=new_room)
+    pools, rest, logits = run(
+        params, old, rest, tokens, count, total, prompt_capacity=prompt_capacity, new_capacity=new_capacity
+    )
     if consume and not reusable:
         jax.tree.map(lambda pool: pool.delete(), old)
     return attach(pools, rest), logits
 
 
-def pages_onto(config: ModelConfig, cache: Cache, prompt_room: int, new_room: int) -> Pages:
+def pages_onto(config: ModelConfig, cache: Cache, prompt_capacity: int, new_capacity: int) -> Pages:
     """Pages after a turn: planned anew, or as they are for a policy that keeps its size."""
     old = tuple(layer.pages for layer in cache.layers)
     if not cache.policy.replans:
         return old
-    wanted = page_capacities(cache.policy, config, prompt_room, new_room, cache.page_size)
+    wanted = page_capacities(cache.policy, config, prompt_capacity, new_capacity, cache.page_size)
     wanted = tuple(rounded(layer, pages) for layer, pages in zip(cache.layers, wanted, strict=True))
     if cache.policy.grows:
         return wanted
@@ -277,19 +289,19 @@ def read_onto(
     count: Int[Array, " B"],
     total: Int[Array, " B"],
     *,
-    prompt_room: int,
-    new_room: int,
+    prompt_capacity: int,
+    new_capacity: int,
 ) -> tuple[Pools, Cache, Float[Array, "B V"]]:
     """:func:`prefill_onto` with the pools apart, to be compiled."""
     cache = attach(pools, rest)
-    pages = pages_onto(params.config, cache, prompt_room, new_room)
+    pages = pages_onto(params.config, cache, prompt_capacity, new_capacity)
     cache, x = _forward(params, cache, tokens, count, total, pages, fresh=False)
-    pools, rest = detach(cache.replace(prompt_room=prompt_room, new_room=new_room))
+    pools, rest = detach(cache.replace(prompt_capacity=prompt_capacity, new_capacity=new_capacity))
     return pools, rest, last_logits(params, x, count)
 
 
-_onto = jax.jit(read_onto, static_argnames=("prompt_room", "new_room"))
-_onto_consuming = jax.jit(read_onto, static_argnames=("prompt_room", "new_room"), donate_argnames=("pools",))
+_onto = jax.jit(read_onto, static_argnames=("prompt_capacity", "new_capacity"))
+_onto_consuming = jax.jit(read_onto, static_argnames=("prompt_capacity", "new_capacity"), donate_argnames=("pools",))
 
 
 @jax.jit

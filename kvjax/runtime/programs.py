@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.cache.storage import Storage
-from kvjax.cache.value import Cache
-from kvjax.config import ModelConfig
+from kvjax.cache.cache import Cache
+from kvjax.cache.quantisation import Storage
+from kvjax.model.config import ModelConfig
 from kvjax.model.decoder import Decoder
 from kvjax.policies.base import Policy
 from kvjax.runtime.decode import Controls, DecodeState, decode_chunk, first_token
@@ -34,8 +34,8 @@ class Programs(Protocol):
         /,
         *,
         policy: Policy,
-        prompt_room: int,
-        new_room: int,
+        prompt_capacity: int,
+        new_capacity: int,
         dtype: Any,
         storage: Storage,
     ) -> tuple[Cache, jax.Array]:
@@ -51,8 +51,8 @@ class Programs(Protocol):
         total: np.ndarray,
         /,
         *,
-        prompt_room: int,
-        new_room: int,
+        prompt_capacity: int,
+        new_capacity: int,
         consume: bool,
     ) -> tuple[Cache, jax.Array]:
         """:func:`kvjax.runtime.prefill.prefill_onto`."""
@@ -70,7 +70,7 @@ class Programs(Protocol):
         """:func:`kvjax.runtime.decode.decode_chunk`."""
         ...
 
-    def grow(self, cache: Cache, *, config: ModelConfig, new_room: int) -> Cache:
+    def grow(self, cache: Cache, *, config: ModelConfig, new_capacity: int) -> Cache:
         """:func:`kvjax.runtime.grow.grow`."""
         ...
 
@@ -97,8 +97,8 @@ class OneDevice:
     ) -> tuple[DecodeState, jax.Array]:
         return decode_chunk(params, state, controls, jnp.asarray(np.int32(steps)))
 
-    def grow(self, cache: Cache, *, config: ModelConfig, new_room: int) -> Cache:
-        return grow(cache, config=config, new_room=new_room)
+    def grow(self, cache: Cache, *, config: ModelConfig, new_capacity: int) -> Cache:
+        return grow(cache, config=config, new_capacity=new_capacity)
 
 
 ONE_DEVICE = OneDevice()

@@ -11,13 +11,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.cache.reading import on_host
-from kvjax.cache.storage import MODEL, Storage
-from kvjax.cache.value import Cache, detach, take
-from kvjax.config import ModelConfig
+from kvjax.cache.buckets import NEW_TOKENS, new_bucket, prompt_bucket
+from kvjax.cache.cache import Cache, detach, take
+from kvjax.cache.host_memory import as_numpy
+from kvjax.cache.quantisation import MODEL, Storage
+from kvjax.model.config import ModelConfig
 from kvjax.model.decoder import Decoder
 from kvjax.policies.base import Policy
-from kvjax.runtime.buckets import NEW_TOKENS, new_bucket, prompt_bucket
 from kvjax.runtime.compilation import CompileClock
 from kvjax.runtime.decode import CHUNK, REASONS, RUNNING, Controls, DecodeState
 from kvjax.runtime.interrupt import Interrupt
@@ -68,10 +68,10 @@ def read_prompts(
             jax.tree.map(lambda pool: pool.delete(), detach(cache)[0])
         cache, consume = wide, True
     lengths = np.array([len(ids) for ids in prompts], np.int32)
-    seen = np.zeros_like(lengths) if cache is None else on_host(cache.seen)
+    seen = np.zeros_like(lengths) if cache is None else as_numpy(cache.seen)
     total = seen + lengths
     # A bounded cache stays as it is allocated, so one program serves all turns of a conversation.
-    room = prompt_bucket(int(total.max())) if cache is None or policy.replans else cache.prompt_room
+    room = prompt_bucket(int(total.max())) if cache is None or policy.replans else cache.prompt_capacity
     logits = None
     for start, size in _chunks(policy, config, int(lengths.max())):
         count = np.clip(lengths - start, 0, size)
@@ -80,7 +80,7 @@ def read_prompts(
         for row, ids in enumerate(prompts):
             tokens[row, : count[row]] = ids[start : start + count[row]]
         read = tokens, count, total
-        rooms = {"prompt_room": room, "new_room": NEW_TOKENS}
+        rooms = {"prompt_capacity": room, "new_capacity": NEW_TOKENS}
         if cache is None:
             cache, new = programs.fresh(params, *read, policy=policy, dtype=dtype, storage=storage, **rooms)
         else:
@@ -116,7 +116,7 @@ class Session:
         clock: CompileClock,
         interrupt: Interrupt,
         programs: Programs = ONE_DEVICE,
-        may_grow: Callable[[Cache, int], bool] = lambda cache, new_room: True,
+        may_grow: Callable[[Cache, int], bool] = lambda cache, new_capacity: True,
     ):
         self.params, self.controls, self.programs = params, controls, programs
         self.times = Times()
@@ -168,19 +168,19 @@ class Session:
         while not self._interrupt.requested:
             state = self._state
             assert state is not None
-            if not (on_host(state.reason) == RUNNING).any():
+            if not (as_numpy(state.reason) == RUNNING).any():
                 return
             cache = state.cache
-            room = cache.new_room - self._fed if cache.policy.grows else CHUNK
+            room = cache.new_capacity - self._fed if cache.policy.grows else CHUNK
             if room <= 0:
                 config = self.params.config
                 larger = new_bucket(self._fed, config.max_position)
                 if not self._may_grow(cache, larger):
                     self.cut = "memory"
                     return
-                bigger = self.programs.grow(cache, config=config, new_room=larger)
+                bigger = self.programs.grow(cache, config=config, new_capacity=larger)
                 state = dataclasses.replace(state, cache=bigger)
-                room = bigger.new_room - self._fed
+                room = bigger.new_capacity - self._fed
             # The old state's pools are donated: from here on only the new one exists.
             self._state, made = self.programs.chunk(self.params, state, self.controls, min(steps, room, CHUNK))
             result = self._collect(int(made))
@@ -191,12 +191,12 @@ class Session:
     def _collect(self, made: int) -> ChunkResult:
         state = self._state
         assert state is not None
-        tokens = on_host(state.tokens)[: self._rows, :made]
-        reasons = [REASONS.get(int(reason)) for reason in on_host(state.reason)[: self._rows]]
+        tokens = as_numpy(state.tokens)[: self._rows, :made]
+        reasons = [REASONS.get(int(reason)) for reason in as_numpy(state.reason)[: self._rows]]
         kept = [[int(t) for t in row if t >= 0] for row in tokens]
         logprobs = None
         if state.logprobs is not None:
-            values = on_host(state.logprobs)[:, :made]
+            values = as_numpy(state.logprobs)[:, :made]
             logprobs = [values[i][tokens[i] >= 0].tolist() for i in range(len(kept))]
         return ChunkResult(kept, logprobs, reasons)
 

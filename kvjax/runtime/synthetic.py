@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.cache.storage import MODEL, Storage
-from kvjax.cache.value import Cache
-from kvjax.config import ModelConfig
+from kvjax.cache.cache import Cache
+from kvjax.cache.quantisation import MODEL, Storage
+from kvjax.model.config import ModelConfig
 from kvjax.model.decoder import Decoder
-from kvjax.policies.base import Policy, Turn
+from kvjax.policies.base import Policy, PromptChunk
 from kvjax.policies.signals import Mass, PromptSignals, QueryStats
 from kvjax.runtime.decode import CHUNK, Controls, DecodeState, decode_chunk
 from kvjax.runtime.prefill import empty_cache
@@ -22,11 +22,11 @@ from kvjax.runtime.sampling import Sampling
 from kvjax.runtime.stopping import stop_table
 
 
-@functools.partial(jax.jit, static_argnames=("config", "policy", "batch", "tokens", "new_room", "dtype", "storage"))
+@functools.partial(jax.jit, static_argnames=("config", "policy", "batch", "tokens", "new_capacity", "dtype", "storage"))
 def _filled(
-    config: ModelConfig, policy: Policy, batch: int, tokens: int, new_room: int, dtype: Any, storage: Storage
+    config: ModelConfig, policy: Policy, batch: int, tokens: int, new_capacity: int, dtype: Any, storage: Storage
 ) -> Cache:
-    cache = empty_cache(config, policy, batch, tokens, new_room, dtype, storage)
+    cache = empty_cache(config, policy, batch, tokens, new_capacity, dtype, storage)
     count = jnp.full((batch,), tokens, jnp.int32)
     layers = []
     for i, layer in enumerate(cache.layers):
@@ -34,9 +34,9 @@ def _filled(
         keys = jax.random.split(jax.random.key(i), 2)
         k, v = (jax.random.normal(key, shape, jnp.float32).astype(dtype) for key in keys)
         signals = random_signals(policy, config, batch, tokens, keys[0])
-        turn = Turn(cache.seen, count, count, pages=layer.pages, config=config, fresh=True, signals=signals)
-        layers.append(jax.lax.optimization_barrier(policy.compress(i, layer, k, v, turn)))
-    return cache.replace(layers=tuple(layers), seen=count, anchor=count, pending=jnp.zeros_like(count))
+        chunk = PromptChunk(cache.seen, count, count, pages=layer.pages, config=config, fresh=True, signals=signals)
+        layers.append(jax.lax.optimization_barrier(policy.compress(i, layer, k, v, chunk)))
+    return cache.replace(layers=tuple(layers), seen=count, prompt_end=count, next_token=jnp.zeros_like(count))
 
 
 def random_signals(policy: Policy, config: ModelConfig, batch: int, tokens: int, key: Any) -> PromptSignals | None:
@@ -59,11 +59,11 @@ def filled_cache(
     batch: int,
     seen: int,
     dtype: Any = jnp.float32,
-    new_room: int = 256,
+    new_capacity: int = 256,
     storage: Storage = MODEL,
 ) -> Cache:
     """A cache as after prompts of ``seen`` tokens with random keys and values, without running a prompt."""
-    return _filled(config, policy, batch, seen, new_room, jnp.dtype(dtype), storage)
+    return _filled(config, policy, batch, seen, new_capacity, jnp.dtype(dtype), storage)
 
 
 def benchmark_controls(config: ModelConfig, batch: int) -> Controls:

@@ -16,12 +16,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kvjax.cache.cache import Cache
 from kvjax.cache.groups import parts, with_parts
 from kvjax.cache.pool import LayerCache, pages_for
-from kvjax.cache.value import Cache
 
 #: Slots of each head that are saved, of every pool of every layer.
 Counts = tuple[tuple[tuple[int, ...], ...], ...]
+
+#: Fields of a cache and what version 1 of the file format calls them.
+COUNTERS = {"seen": "seen", "prompt_end": "anchor", "next_token": "pending"}
 
 
 def counts_of(cache: Cache) -> Counts:
@@ -37,7 +40,7 @@ def canonical(cache: Cache, counts: Counts) -> dict[str, Any]:
         [_pool(pool, count) for pool, count in zip(parts(layer), layer_counts, strict=True)]
         for layer, layer_counts in zip(cache.layers, counts, strict=True)
     ]
-    return {"layers": layers, "seen": cache.seen, "anchor": cache.anchor, "pending": cache.pending}
+    return {"layers": layers, **{saved: getattr(cache, field) for field, saved in COUNTERS.items()}}
 
 
 def restored(tree: dict[str, Any], empty: Cache, counts: Counts) -> Cache:
@@ -46,7 +49,7 @@ def restored(tree: dict[str, Any], empty: Cache, counts: Counts) -> Cache:
     for saved, layer, layer_counts in zip(tree["layers"], empty.layers, counts, strict=True):
         pools = [_unpool(*given) for given in zip(parts(layer), saved, layer_counts, strict=True)]
         layers.append(with_parts(layer, pools))
-    counters = {name: tree[name] for name in ("seen", "anchor", "pending")}
+    counters = {field: tree[saved] for field, saved in COUNTERS.items()}
     return empty.replace(layers=tuple(layers), **counters)
 
 

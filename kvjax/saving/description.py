@@ -11,17 +11,20 @@ import hashlib
 import json
 from typing import Any
 
-from kvjax.calibrate.profile import HeadProfile, ModelShape, ScopeProfile, WatershedProfile
+from kvjax.checkpoints.digest import weights_digest
+from kvjax.checkpoints.load import LanguageModel
 from kvjax.errors import UsageError
-from kvjax.model.identity import weights_digest
-from kvjax.model.load import LanguageModel
 from kvjax.policies.base import Policy
+from kvjax.policies.profile import HeadProfile, ModelShape, ScopeProfile, WatershedProfile
 from kvjax.policies.registry import registry
-from kvjax.rounds.placed import Placed
+from kvjax.policies.split_cache import SplitCache
 
 #: Of the form that is written. A file of a later version is refused; an earlier one is read as long as this says how.
 VERSION = 1
-_VALUES = {cls.__name__: cls for cls in (HeadProfile, ScopeProfile, WatershedProfile, ModelShape, Placed)}
+_VALUES: dict[str, Any] = {cls.__name__: cls for cls in (HeadProfile, ScopeProfile, WatershedProfile, ModelShape)}
+_VALUES["Placed"] = SplitCache  # its name in version 1 of the file format
+#: Fields whose names in version 1 of the file format are others.
+_SAVED_NAMES: dict[tuple[Any, str], str] = {(SplitCache, "upper_capacity"): "upper_room"}
 
 
 def model_identity(lm: LanguageModel) -> dict[str, str]:
@@ -45,14 +48,15 @@ def same_model(saved: dict[str, str], lm: LanguageModel) -> None:
 
 def policy_to_json(policy: Policy) -> Any:
     """A policy with all its fields, policies and profiles within it too."""
-    names = {cls: name for name, cls in registry().items()}
+    names = {cls: name for name, cls in [*_VALUES.items(), *registry().items()]}
 
     def plain(value: Any) -> Any:
         if isinstance(value, Policy) or type(value) in _VALUES.values():
             kind = names.get(type(value), type(value).__name__)
             # What takes no part in a value's equality is no part of the value: the file a profile was read from.
             fields = [field for field in dataclasses.fields(value) if field.compare]
-            return {"kind": kind, **{field.name: plain(getattr(value, field.name)) for field in fields}}
+            saved = {_SAVED_NAMES.get((type(value), f.name), f.name): plain(getattr(value, f.name)) for f in fields}
+            return {"kind": kind, **saved}
         if isinstance(value, tuple):
             return [plain(item) for item in value]
         if value is None or isinstance(value, (bool, int, float, str)):
@@ -79,7 +83,11 @@ def policy_from_json(saved: Any) -> Policy:
                 f"It was saved under the policy {item['kind']!r}, which is not known here; "
                 "register the class with kvjax.policies.register first."
             )
-        fields = {name: value(each) for name, each in item.items() if name != "kind"}
-        return kinds[item["kind"]](**fields)
+        cls = kinds[item["kind"]]
+        fields = {saved: name for (owner, name), saved in _SAVED_NAMES.items() if owner is cls}
+        given: dict[str, Any] = {
+            fields.get(str(name), str(name)): value(each) for name, each in item.items() if name != "kind"
+        }
+        return cls(**given)
 
     return value(saved)

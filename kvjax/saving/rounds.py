@@ -11,15 +11,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.cache.value import Cache
-from kvjax.rounds.memory import HOST
-from kvjax.rounds.value import Conversation, Round, UpperRows
+from kvjax.cache.cache import Cache
+from kvjax.cache.host_memory import HOST
+from kvjax.rounds.conversation import Conversation, Round, UpperRows
 from kvjax.saving.canonical import Counts, canonical, restored
 
 
 def rows_of(conversation: Conversation) -> list[list[Round]]:
     """Of each row, its opening and its rounds."""
-    return [[first, *rest] for first, rest in zip(conversation.opening, conversation.rounds, strict=True)]
+    return [[first, *rest] for first, rest in zip(conversation.prefix, conversation.rounds, strict=True)]
 
 
 def describe_rounds(conversation: Conversation) -> dict[str, Any]:
@@ -102,7 +102,7 @@ def restored_rounds(
     ]
     return Conversation(
         lower=restored(tree["lower"], empty, counts),
-        opening=tuple(row[0] for row in rows),
+        prefix=tuple(row[0] for row in rows),
         rounds=tuple(tuple(row[1:]) for row in rows),
         asked=tuple(described["asked"]),
         policy=policy,

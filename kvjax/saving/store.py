@@ -16,14 +16,14 @@ from typing import Any
 
 import jax
 
+from kvjax.cache.cache import Cache, refuse_consumed
+from kvjax.cache.host_memory import HOST, to_device
 from kvjax.cache.pool import layout_for
-from kvjax.cache.storage import Storage
-from kvjax.cache.value import Cache, refuse_consumed
+from kvjax.cache.quantisation import Storage
+from kvjax.checkpoints.load import LanguageModel
 from kvjax.errors import DoesNotFit, KvjaxError, UsageError
-from kvjax.model.load import LanguageModel
 from kvjax.planning import device_limit, human, weights_bytes
-from kvjax.rounds.memory import HOST, to_device
-from kvjax.rounds.value import Conversation
+from kvjax.rounds.conversation import Conversation
 from kvjax.saving.canonical import Counts, canonical, checksum, counts_of, pages_of, restored
 from kvjax.saving.description import VERSION, model_identity, policy_from_json, policy_to_json, same_model
 from kvjax.saving.rounds import (
@@ -145,8 +145,8 @@ def _described(cache: Cache, lm: LanguageModel, counts: Counts) -> dict[str, Any
         "policy": policy_to_json(cache.policy),
         "storage": {"kind": storage.kind, "headroom": storage.headroom},
         "batch": cache.batch,
-        "prompt_room": cache.prompt_room,
-        "new_room": cache.new_room,
+        "prompt_room": cache.prompt_capacity,
+        "new_room": cache.new_capacity,
         "slots": [list(layer.slots) for layer in cache.layers],
         "counts": [[list(pool) for pool in layer] for layer in counts],
     }
@@ -176,8 +176,8 @@ def _empty(where: Path, description: Any, lm: LanguageModel) -> tuple[Cache, Cou
             for i, slots in enumerate(description["slots"])
         )
     )
-    rooms = {name: description[name] for name in ("prompt_room", "new_room")}
-    empty = Cache(layers=layers, seen=counters, anchor=counters, pending=counters, policy=policy, **rooms)
+    capacities = {"prompt_capacity": description["prompt_room"], "new_capacity": description["new_room"]}
+    empty = Cache(layers=layers, seen=counters, prompt_end=counters, next_token=counters, policy=policy, **capacities)
     return empty, tuple(tuple(tuple(pool) for pool in layer) for layer in description["counts"])
 
 

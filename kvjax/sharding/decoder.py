@@ -15,10 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from kvjax.config import ModelConfig
+from kvjax.cache.buckets import block_of
+from kvjax.model.config import ModelConfig
 from kvjax.model.decoder import Decoder, DecoderLayer
-from kvjax.model.products import product
-from kvjax.runtime.buckets import block_of
+from kvjax.model.matmul import matmul
 from kvjax.sharding.partition import Group, Partition
 from kvjax.sharding.placement import Splits, splits
 
@@ -35,17 +35,17 @@ class LocalLayer:
     def _alone(self) -> Group | None:
         """The layer's only group, dealt in the order of the weights' columns; None where columns must be reordered."""
         only = self.groups[0] if len(self.groups) == 1 else None
-        return only if only and only.share.head_axes == self.split.heads.head_axes else None
+        return only if only and only.sharding.head_axes == self.split.heads.head_axes else None
 
     def project(self, x: Float[Array, "*S M"]) -> tuple[Float[Array, "*S H G D"], Array, Array]:
         """As :meth:`DecoderLayer.project`, of the heads that this device has."""
         c = self.config
-        flat = product(self.layer.input_norm(x), self.layer.qkv[...])
+        flat = matmul(self.layer.input_norm(x), self.layer.qkv[...])
         if c.qkv_bias:
             flat = flat + self.layer.qkv_bias[...]
         alone = self._alone
         if alone is not None and self.split.qkv:
-            flat = _gather(flat, alone.share.page_axes)
+            flat = _gather(flat, alone.sharding.page_axes)
             qkv = flat.reshape(*x.shape[:-1], alone.count, c.group_size + 2, c.head_dim)
         else:
             flat = _gather(flat, self.split.order) if self.split.qkv else flat
@@ -56,10 +56,10 @@ class LocalLayer:
     def finish(self, x: Float[Array, "*S M"], attended: Float[Array, "*S H G D"]) -> Float[Array, "*S M"]:
         """As :meth:`DecoderLayer.finish`, given this device's heads; the result is the same on all."""
         c, layer = self.config, self.layer
-        y = product(self._rows(attended), layer.out[...])
+        y = matmul(self._rows(attended), layer.out[...])
         y = jax.lax.psum(y, self.split.order) if self.split.qkv and self.split.order else y
         x = x + (y + layer.out_bias[...] if c.output_bias else y)
-        y = product(layer.activated(layer.post_attention_norm(x)), layer.down[...])
+        y = matmul(layer.activated(layer.post_attention_norm(x)), layer.down[...])
         y = jax.lax.psum(y, self.split.order) if self.split.mlp and self.split.order else y
         return x + (y + layer.down_bias[...] if c.mlp_bias else y)
 
@@ -68,10 +68,10 @@ class LocalLayer:
         flat = (*attended.shape[:-3], -1)
         alone = self._alone
         if alone is not None and self.split.qkv:
-            return _part(attended.reshape(flat), alone.share.page_axes, alone.share.page_parts)
+            return _part(attended.reshape(flat), alone.sharding.page_axes, alone.sharding.page_parts)
         heads, start = [], 0
         for group in self.groups:
-            heads.append(_gather(attended[..., start : start + group.count, :, :], group.share.head_axes, axis=-3))
+            heads.append(_gather(attended[..., start : start + group.count, :, :], group.sharding.head_axes, axis=-3))
             start += group.count
         order = np.argsort([head for group in self.groups for head in group.heads])
         whole = jnp.concatenate(heads, axis=-3)[..., order, :, :].reshape(flat)
@@ -141,6 +141,6 @@ def _part(x: Float[Array, "*S N"], axes: tuple[str, ...], parts: int) -> Array:
 def _block(every: Float[Array, "*S H N D"], group: Group) -> Array:
     """This device's heads of a group."""
     heads = every[..., np.asarray(group.heads), :, :]
-    if not group.share.head_axes:
+    if not group.sharding.head_axes:
         return heads
-    return jax.lax.dynamic_slice_in_dim(heads, group.share.first_head(group.count), group.count, axis=-3)
+    return jax.lax.dynamic_slice_in_dim(heads, group.sharding.first_head(group.count), group.count, axis=-3)

@@ -23,15 +23,15 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from kvjax.cache.cache import Cache
 from kvjax.cache.groups import HeadGroups, Layer, parts, with_parts
+from kvjax.cache.page_sharding import PageSharding, local_shard
 from kvjax.cache.pool import layout_for
-from kvjax.cache.share import Share, one_share
-from kvjax.cache.storage import Storage
-from kvjax.cache.value import Cache
-from kvjax.config import ModelConfig
-from kvjax.mesh import Mesh
+from kvjax.cache.quantisation import Storage
+from kvjax.model.config import ModelConfig
 from kvjax.policies.base import Policy, page_capacities
 from kvjax.policies.composed import FULL, HeadWise, Member, with_heads
+from kvjax.sharding.mesh import Mesh
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,12 +39,12 @@ class Group:
     """KV heads of a layer that are dealt together: ``heads`` in the order in which they are, and how."""
 
     heads: tuple[int, ...]
-    share: Share
+    sharding: PageSharding
 
     @property
     def count(self) -> int:
         """Heads that one device has."""
-        return len(self.heads) // self.share.head_parts
+        return len(self.heads) // self.sharding.head_parts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,21 +115,21 @@ class Partition:
 
     # --- caches -----------------------------------------------------------------------------------------------
 
-    def empty(self, batch: int, prompt_room: int, new_room: int, dtype: Any, storage: Storage) -> Cache:
+    def empty(self, batch: int, prompt_capacity: int, new_capacity: int, dtype: Any, storage: Storage) -> Cache:
         """What one device holds of an empty cache, for ``batch`` rows of its own; see ``prefill.empty_cache``."""
         policy, page_size = self.local_policy, layout_for(storage, self.config.head_dim).page_size
-        pages = page_capacities(policy, self.config_of(0), prompt_room, new_room, page_size)
+        pages = page_capacities(policy, self.config_of(0), prompt_capacity, new_capacity, page_size)
         layers = []
         for i, counts in enumerate(pages):
             groups, start, wanted = self.groups(i), 0, []
             for group in groups:
-                wanted += group.share.rounded(counts[start : start + group.count])
+                wanted += group.sharding.rounded(counts[start : start + group.count])
                 start += group.count
             layer = policy.init_layer(self.config_of(i), i, batch, tuple(wanted), dtype, storage)
-            pools = [one_share(pool, group.share) for pool, group in zip(parts(layer), groups, strict=True)]
+            pools = [local_shard(pool, group.sharding) for pool, group in zip(parts(layer), groups, strict=True)]
             layers.append(with_parts(layer, pools))
         zeros = jnp.zeros((batch,), jnp.int32)
-        return Cache(tuple(layers), zeros, zeros, zeros - 1, policy, prompt_room, new_room)
+        return Cache(tuple(layers), zeros, zeros, zeros - 1, policy, prompt_capacity, new_capacity)
 
     def local(self, cache: Cache) -> Cache:
         """The cache with the static fields that a device sees; arrays as they are."""
@@ -144,7 +144,7 @@ class Partition:
         for i, layer in enumerate(cache.layers):
             groups, pools = self.groups(i), []
             for pool, group in zip(parts(layer), groups, strict=True):
-                pages = pool.pages[: group.count] if to_local else pool.pages * group.share.head_parts
+                pages = pool.pages[: group.count] if to_local else pool.pages * group.sharding.head_parts
                 pools.append(pool.replace(pages=pages))
             if isinstance(layer, HeadGroups):
                 heads = _places(groups) if to_local else tuple(group.heads for group in groups)
@@ -163,15 +163,15 @@ def _places(groups: tuple[Group, ...]) -> tuple[tuple[int, ...], ...]:
     return tuple(found)
 
 
-def _share(mesh: Mesh, heads: int, alike: bool) -> Share:
-    over = mesh.dealt(heads) if alike else ()
+def _sharding(mesh: Mesh, heads: int, alike: bool) -> PageSharding:
+    over = mesh.axes_dividing(heads) if alike else ()
     rest = tuple(name for name in mesh.model_axes if name not in over)
-    return Share(over, rest, mesh.parts(over), mesh.parts(rest))
+    return PageSharding(over, rest, mesh.parts(over), mesh.parts(rest))
 
 
-def head_share(mesh: Mesh, config: ModelConfig) -> Share:
+def head_sharding(mesh: Mesh, config: ModelConfig) -> PageSharding:
     """How all of a layer's heads are dealt, where they are alike: the order of the weights' columns too."""
-    return _share(mesh, config.num_kv_heads, config.positional != "alibi")
+    return _sharding(mesh, config.num_kv_heads, config.positional != "alibi")
 
 
 @functools.lru_cache(maxsize=64)
@@ -179,11 +179,11 @@ def _groups(part: Partition) -> tuple[tuple[Group, ...], ...]:
     config, policy, mesh = part.config, part.policy, part.mesh
     rotary = config.positional != "alibi"
     if not isinstance(policy, HeadWise):
-        share = _share(mesh, config.num_kv_heads, rotary and policy.heads_alike)
-        return ((Group(tuple(range(config.num_kv_heads)), share),),) * config.num_layers
+        sharding = _sharding(mesh, config.num_kv_heads, rotary and policy.heads_alike)
+        return ((Group(tuple(range(config.num_kv_heads)), sharding),),) * config.num_layers
     return tuple(
         tuple(
-            Group(heads, _share(mesh, len(heads), rotary and member.heads_alike))
+            Group(heads, _sharding(mesh, len(heads), rotary and member.heads_alike))
             for member, heads, _ in policy.members(config, layer)
         )
         for layer in range(config.num_layers)

@@ -10,16 +10,16 @@ import jax
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
+from kvjax.cache.cache import Cache
 from kvjax.cache.groups import parts, with_parts
+from kvjax.cache.page_sharding import PageSharding
 from kvjax.cache.pool import LayerCache
-from kvjax.cache.share import Share
-from kvjax.cache.value import Cache
-from kvjax.config import ModelConfig
 from kvjax.errors import UsageError
-from kvjax.mesh import RULES, Mesh
+from kvjax.model.config import ModelConfig
 from kvjax.model.decoder import Decoder, gate_columns
 from kvjax.model.tiling import tiled
-from kvjax.sharding.partition import head_share
+from kvjax.sharding.mesh import RULES, Mesh
+from kvjax.sharding.partition import head_sharding
 
 ROWS = PartitionSpec("data")
 
@@ -34,7 +34,7 @@ class Splits:
       qkv, mlp, vocab: whether it divides the projections of attention, of the MLP, and the vocabulary.
     """
 
-    heads: Share
+    heads: PageSharding
     order: tuple[str, ...]
     parts: int
     qkv: bool
@@ -55,7 +55,7 @@ def splits(mesh: Mesh, config: ModelConfig) -> Splits:
     Projections of attention divide by channels, not by heads, so that they do for nearly every model; a share of the
     MLP must hold as many gates as what they gate.
     """
-    heads, parts = head_share(mesh, config), mesh.model
+    heads, parts = head_sharding(mesh, config), mesh.model
     group, inner = config.group_size, config.intermediate_size
     channels = config.num_kv_heads * config.head_dim
     unit = gate_columns(inner) if config.mlp == "gated_silu" else 1
@@ -88,11 +88,11 @@ def device_weights_bytes(params: Decoder, mesh: Mesh) -> int:
     """Bytes of the weights on each device; the mesh's devices need not be there."""
     sizes = dict(mesh.factors)
 
-    def share(leaf: Any, spec: PartitionSpec) -> int:
+    def sharding(leaf: Any, spec: PartitionSpec) -> int:
         axes = [name for part in spec for name in _axes(part)]
         return leaf.size * leaf.dtype.itemsize // math.prod(sizes[name] for name in axes)
 
-    return sum(map(share, jax.tree.leaves(params), weight_specs(params, mesh)))
+    return sum(map(sharding, jax.tree.leaves(params), weight_specs(params, mesh)))
 
 
 def _axes(part: Any) -> tuple[str, ...]:
@@ -115,16 +115,16 @@ def place_weights(params: Decoder, mesh: Mesh) -> Decoder:
 def cache_specs(cache: Cache) -> Any:
     """Of a cache's leaves, as a cache of specs; the pools may be detached."""
     layers = [with_parts(layer, [_pool_specs(pool) for pool in parts(layer)]) for layer in cache.layers]
-    return cache.replace(layers=tuple(layers), seen=ROWS, anchor=ROWS, pending=ROWS)
+    return cache.replace(layers=tuple(layers), seen=ROWS, prompt_end=ROWS, next_token=ROWS)
 
 
 def _pool_specs(pool: LayerCache) -> LayerCache:
-    share = pool.share
-    heads = PartitionSpec("data", share.head_axes or None)
-    pages = PartitionSpec("data", share.head_axes + share.page_axes or None)
+    sharding = pool.sharding
+    heads = PartitionSpec("data", sharding.head_axes or None)
+    pages = PartitionSpec("data", sharding.head_axes + sharding.page_axes or None)
 
     def state(x: Any) -> PartitionSpec:
-        if x.ndim > 1 and share.head_axes and x.shape[1] % len(pool.pages):
+        if x.ndim > 1 and sharding.head_axes and x.shape[1] % len(pool.pages):
             raise UsageError(
                 "This policy's state has a second axis that is not the KV heads; run it without a model axis."
             )

@@ -12,15 +12,15 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.cache.storage import Storage
-from kvjax.cache.value import Cache, Pools, attach, detach
-from kvjax.mesh import Mesh
+from kvjax.cache.cache import Cache, Pools, attach, detach
+from kvjax.cache.quantisation import Storage
 from kvjax.model.decoder import Decoder
 from kvjax.runtime.decode import Controls, DecodeState, begin, chunk
 from kvjax.runtime.grow import grown
 from kvjax.runtime.prefill import read_fresh, read_onto
 from kvjax.runtime.stopping import StopTable
 from kvjax.sharding.decoder import LocalDecoder
+from kvjax.sharding.mesh import Mesh
 from kvjax.sharding.partition import Partition
 from kvjax.sharding.placement import ROWS, cache_specs, leaves_of, weight_specs
 
@@ -79,7 +79,7 @@ def _pool_specs(cache: Cache) -> list[PartitionSpec]:
     return leaves_of(detach(cache_specs(cache))[0])
 
 
-@functools.partial(jax.jit, static_argnames=("part", "prompt_room", "new_room", "dtype", "storage"))
+@functools.partial(jax.jit, static_argnames=("part", "prompt_capacity", "new_capacity", "dtype", "storage"))
 def sharded_fresh(
     params: Decoder,
     tokens: Int[Array, "B T"],
@@ -87,14 +87,14 @@ def sharded_fresh(
     total: Int[Array, " B"],
     *,
     part: Partition,
-    prompt_room: int,
-    new_room: int,
+    prompt_capacity: int,
+    new_capacity: int,
     dtype: Any,
     storage: Storage,
 ) -> tuple[Cache, Float[Array, "B V"]]:
     """``prefill.prefill_fresh`` on a mesh; its data axis divides B."""
     batch = tokens.shape[0] // part.mesh.data
-    rooms = (prompt_room, new_room, dtype, storage)
+    rooms = (prompt_capacity, new_capacity, dtype, storage)
     like = jax.eval_shape(lambda: part.empty(batch, *rooms))
 
     def run(params: Decoder, tokens: Array, count: Array, total: Array) -> tuple[Any, ...]:
@@ -114,15 +114,15 @@ def _onto(
     total: Int[Array, " B"],
     *,
     part: Partition,
-    prompt_room: int,
-    new_room: int,
+    prompt_capacity: int,
+    new_capacity: int,
 ) -> tuple[Pools, Cache, Float[Array, "B V"]]:
     specs = cache_specs(attach(pools, rest))
     pool_specs, rest_specs = leaves_of(detach(specs)[0]), detach(specs)[1]
 
     def run(params: Decoder, pools: Pools, rest: Cache, *new: Array) -> tuple[Any, ...]:
         local = LocalDecoder(params, part)
-        return read_onto(local, pools, rest, *new, prompt_room=prompt_room, new_room=new_room)
+        return read_onto(local, pools, rest, *new, prompt_capacity=prompt_capacity, new_capacity=new_capacity)
 
     arguments = [
         (params, weight_specs(params, part.mesh)),
@@ -136,7 +136,7 @@ def _onto(
     return pools, part.all(rest), logits
 
 
-_ONTO = ("part", "prompt_room", "new_room")
+_ONTO = ("part", "prompt_capacity", "new_capacity")
 sharded_onto = jax.jit(_onto, static_argnames=_ONTO)
 sharded_onto_consuming = jax.jit(_onto, static_argnames=_ONTO, donate_argnames=("pools",))
 
@@ -196,13 +196,13 @@ def sharded_chunk(
     return pools, dataclasses.replace(state, cache=part.all(state.cache)), made
 
 
-@functools.partial(jax.jit, static_argnames=("part", "new_room"))
-def sharded_grow(cache: Cache, *, part: Partition, new_room: int) -> Cache:
+@functools.partial(jax.jit, static_argnames=("part", "new_capacity"))
+def sharded_grow(cache: Cache, *, part: Partition, new_capacity: int) -> Cache:
     """``grow.grow`` on a mesh."""
     specs = cache_specs(cache)
 
     def run(cache: Cache) -> tuple[Cache, ...]:
-        return (grown(cache, part.config_of(0), new_room),)
+        return (grown(cache, part.config_of(0), new_capacity),)
 
     (cache,) = on_devices(part.mesh, run, [(part.local(cache), specs)], [specs])
     return part.all(cache)

@@ -9,39 +9,39 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.cache.share import Share
-from kvjax.cache.storage import Storage
-from kvjax.cache.value import Cache, Pools, attach, detach
-from kvjax.mesh import Mesh
+from kvjax.cache.buckets import NEW_TOKENS
+from kvjax.cache.cache import Cache, Pools, attach, detach
+from kvjax.cache.page_sharding import PageSharding
+from kvjax.cache.quantisation import Storage
 from kvjax.model.decoder import Decoder
 from kvjax.policies.base import Policy
+from kvjax.policies.split_cache import SplitCache
+from kvjax.rounds.conversation import UpperRows
 from kvjax.rounds.inner import compressed, without_slots
-from kvjax.rounds.placed import Placed
-from kvjax.rounds.steps import Staged, cut, empty_stage, pages_onto, place, read_lower, read_upper
-from kvjax.rounds.value import UpperRows
-from kvjax.runtime.buckets import NEW_TOKENS
+from kvjax.rounds.steps import StagingBuffer, cut, empty_stage, pages_onto, place, read_lower, read_upper
 from kvjax.sharding.decoder import LocalDecoder
-from kvjax.sharding.partition import Partition, head_share
+from kvjax.sharding.mesh import Mesh
+from kvjax.sharding.partition import Partition, head_sharding
 from kvjax.sharding.placement import ROWS, cache_specs, leaves_of, weight_specs
 from kvjax.sharding.programs import on_devices
 
 _EVERYWHERE = PartitionSpec()
 
 
-def slots_spec(share: Share) -> PartitionSpec:
+def slots_spec(sharding: PageSharding) -> PartitionSpec:
     """Of numbers [L, B, H, ...]."""
-    return PartitionSpec(None, "data", share.head_axes or None)
+    return PartitionSpec(None, "data", sharding.head_axes or None)
 
 
-def stage_specs(share: Share, quantised: bool) -> Staged:
+def stage_specs(sharding: PageSharding, quantised: bool) -> StagingBuffer:
     """Of staged rounds: heads as they are dealt, and blocks of slots where devices share them."""
-    kv = PartitionSpec(None, None, "data", share.head_axes or None, share.page_axes or None)
-    return Staged(kv, slots_spec(share) if quantised else None)  # pyright: ignore[reportArgumentType]
+    kv = PartitionSpec(None, None, "data", sharding.head_axes or None, sharding.page_axes or None)
+    return StagingBuffer(kv, slots_spec(sharding) if quantised else None)  # pyright: ignore[reportArgumentType]
 
 
-def round_specs(share: Share, quantised: bool) -> UpperRows:
+def round_specs(sharding: PageSharding, quantised: bool) -> UpperRows:
     """Of one row's round."""
-    heads, slots = share.head_axes or None, share.page_axes or None
+    heads, slots = sharding.head_axes or None, sharding.page_axes or None
     kv: Any = PartitionSpec(None, None, heads, slots)
     if not quantised:
         return UpperRows(kv)
@@ -68,7 +68,7 @@ def _split(cache: Cache) -> tuple[list[PartitionSpec], Any]:
 
 
 def _watershed(part: Partition) -> int:
-    assert isinstance(part.policy, Placed)
+    assert isinstance(part.policy, SplitCache)
     return part.policy.watershed
 
 
@@ -115,7 +115,7 @@ def _onto(
         cache = attach(pools, rest)
         pages = pages_onto(part.config_of(0), cache, room)
         cache, x, mass = read_lower(LocalDecoder(params, part), cache, tokens, count, pages, fresh=False)
-        return *detach(cache.replace(prompt_room=room, new_room=NEW_TOKENS)), x, mass
+        return *detach(cache.replace(prompt_capacity=room, new_capacity=NEW_TOKENS)), x, mass
 
     arguments = [
         (params, weight_specs(params, part.mesh)),
@@ -124,7 +124,7 @@ def _onto(
         (tokens, ROWS),
         (count, ROWS),
     ]
-    mass_spec = PartitionSpec("data", head_share(part.mesh, part.config).head_axes or None)
+    mass_spec = PartitionSpec("data", head_sharding(part.mesh, part.config).head_axes or None)
     pools, rest, x, mass = on_devices(part.mesh, run, arguments, [pool_specs, rest_specs, ROWS, mass_spec])
     return pools, part.all(rest), x, mass
 
@@ -139,7 +139,7 @@ def upper(
     x: Float[Array, "B T M"],
     seen: Int[Array, " B"],
     count: Int[Array, " B"],
-    staged: Staged | None,
+    staged: StagingBuffer | None,
     length: Int[Array, "L B H"] | None,
     *,
     part: Partition,
@@ -147,11 +147,11 @@ def upper(
     storage: Storage,
 ) -> tuple[Cache, Float[Array, "B V"]]:
     """:meth:`kvjax.rounds.programs.RoundPrograms.upper`; the layers as a cache, whose counters mean nothing."""
-    share, placed = head_share(part.mesh, part.config), part.policy
-    assert isinstance(placed, Placed)
+    sharding, placed = head_sharding(part.mesh, part.config), part.policy
+    assert isinstance(placed, SplitCache)
 
     def empty() -> Cache:
-        cache = _empty(part, x.shape[0], placed.upper_room, dtype, storage)
+        cache = _empty(part, x.shape[0], placed.upper_capacity, dtype, storage)
         return cache.replace(layers=cache.layers[placed.watershed :])
 
     def run(params: Decoder, *read: Any) -> tuple[Any, ...]:
@@ -165,8 +165,8 @@ def upper(
         (x, ROWS),
         (seen, ROWS),
         (count, ROWS),
-        (staged, [] if staged is None else stage_specs(share, quantised)),
-        (length, [] if length is None else slots_spec(share)),
+        (staged, [] if staged is None else stage_specs(sharding, quantised)),
+        (length, [] if length is None else slots_spec(sharding)),
     ]
     cache, logits = on_devices(part.mesh, run, arguments, [cache_specs(jax.eval_shape(empty)), ROWS])
     return part.all(cache), logits
@@ -176,29 +176,35 @@ def upper(
 
 
 @functools.cache
-def stage_of(mesh: Mesh, share: Share, shape: tuple[int, ...], dtype: Any, quantised: bool) -> Any:
+def stage_of(mesh: Mesh, sharding: PageSharding, shape: tuple[int, ...], dtype: Any, quantised: bool) -> Any:
     """A program that makes an empty stage of a row of the mesh."""
     make = functools.partial(empty_stage, shape, dtype, quantised)
-    return jax.jit(make, out_shardings=on_mesh(mesh, stage_specs(share, quantised)))
+    return jax.jit(make, out_shardings=on_mesh(mesh, stage_specs(sharding, quantised)))
 
 
-@functools.partial(jax.jit, static_argnames=("mesh", "share"), donate_argnames=("staged",))
+@functools.partial(jax.jit, static_argnames=("mesh", "sharding"), donate_argnames=("staged",))
 def place_round(
-    staged: Staged, part: UpperRows, row: Int[Array, ""], offset: Int[Array, "#L #H"], *, mesh: Mesh, share: Share
-) -> Staged:
+    staged: StagingBuffer,
+    part: UpperRows,
+    row: Int[Array, ""],
+    offset: Int[Array, "#L #H"],
+    *,
+    mesh: Mesh,
+    sharding: PageSharding,
+) -> StagingBuffer:
     """:func:`kvjax.rounds.steps.place`."""
     quantised = staged.k_scale is not None
-    specs = stage_specs(share, quantised)
+    specs = stage_specs(sharding, quantised)
 
-    def run(*given: Any) -> tuple[Staged, ...]:
-        return (place(share, *given),)
+    def run(*given: Any) -> tuple[StagingBuffer, ...]:
+        return (place(sharding, *given),)
 
-    where = _EVERYWHERE if offset.shape == (1, 1) else PartitionSpec(None, share.head_axes or None)
-    arguments = [(staged, specs), (part, round_specs(share, quantised)), (row, _EVERYWHERE), (offset, where)]
+    where = _EVERYWHERE if offset.shape == (1, 1) else PartitionSpec(None, sharding.head_axes or None)
+    arguments = [(staged, specs), (part, round_specs(sharding, quantised)), (row, _EVERYWHERE), (offset, where)]
     return on_devices(mesh, run, arguments, [specs])[0]
 
 
-@functools.partial(jax.jit, static_argnames=("mesh", "share", "size"))
+@functools.partial(jax.jit, static_argnames=("mesh", "sharding", "size"))
 def cut_round(
     cache: Cache,
     row: Int[Array, ""],
@@ -206,18 +212,18 @@ def cut_round(
     held: Int[Array, "L H"],
     *,
     mesh: Mesh,
-    share: Share,
+    sharding: PageSharding,
     size: int,
 ) -> UpperRows:
     """:func:`kvjax.rounds.steps.cut` of the cache's layers, which is labelled as one device sees it."""
-    where = PartitionSpec(None, share.head_axes or None)
+    where = PartitionSpec(None, sharding.head_axes or None)
 
     def run(cache: Cache, row: Array, start: Array, held: Array) -> tuple[UpperRows, ...]:
         return (cut(cache.layers, row, start, held, size),)  # pyright: ignore[reportArgumentType]
 
     quantised = cache.pools[0].scales is not None
     arguments = [(cache, cache_specs(cache)), (row, _EVERYWHERE), (start, where), (held, where)]
-    return on_devices(mesh, run, arguments, [round_specs(share, quantised)])[0]
+    return on_devices(mesh, run, arguments, [round_specs(sharding, quantised)])[0]
 
 
 # --- a round's end --------------------------------------------------------------------------------------------
@@ -245,7 +251,7 @@ def compress(
         (params, weight_specs(params, part.mesh)),
         (pools, pool_specs),
         (part.local(rest), rest_specs),
-        (base, slots_spec(head_share(part.mesh, part.config))),
+        (base, slots_spec(head_sharding(part.mesh, part.config))),
         *((x, ROWS) for x in given),
     ]
     pools, rest = on_devices(part.mesh, run, arguments, [pool_specs, rest_specs])
@@ -263,7 +269,7 @@ def delete(pools: Pools, rest: Cache, keep: Bool[Array, "L B H C"], *, part: Par
     arguments = [
         (pools, pool_specs),
         (part.local(rest), rest_specs),
-        (keep, slots_spec(head_share(part.mesh, part.config))),
+        (keep, slots_spec(head_sharding(part.mesh, part.config))),
     ]
     pools, rest = on_devices(part.mesh, run, arguments, [pool_specs, rest_specs])
     return pools, part.all(rest)

@@ -17,22 +17,22 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Bool
 
+from kvjax.cache.cache import Cache, attach, detach
+from kvjax.cache.host_memory import HOST, sendable
+from kvjax.cache.page_sharding import PageSharding
 from kvjax.cache.pool import LayerCache
-from kvjax.cache.share import Share
-from kvjax.cache.storage import Storage
-from kvjax.cache.value import Cache, attach, detach
-from kvjax.config import ModelConfig
+from kvjax.cache.quantisation import Storage
 from kvjax.errors import UsageError
-from kvjax.mesh import Mesh
+from kvjax.model.config import ModelConfig
 from kvjax.model.decoder import Decoder
 from kvjax.policies.base import Policy
-from kvjax.rounds.memory import HOST, sendable
-from kvjax.rounds.placed import Placed
-from kvjax.rounds.programs import ONE_DEVICE, Cut, Piece, RoundPrograms, alike
-from kvjax.rounds.steps import Staged, empty_stage, pages_onto
-from kvjax.rounds.value import Conversation, UpperRows
+from kvjax.policies.split_cache import SplitCache
+from kvjax.rounds.conversation import Conversation, UpperRows
+from kvjax.rounds.programs import ONE_DEVICE, RoundPrograms, RoundSlice, RoundUpload, alike
+from kvjax.rounds.steps import StagingBuffer, empty_stage, pages_onto
 from kvjax.sharding import round_programs as programs
-from kvjax.sharding.partition import Partition, head_share
+from kvjax.sharding.mesh import Mesh
+from kvjax.sharding.partition import Partition, head_sharding
 from kvjax.sharding.placement import cache_specs, leaves_of
 from kvjax.sharding.round_programs import on_mesh, round_specs, slots_spec, stage_specs
 from kvjax.sharding.run import put_rows
@@ -67,8 +67,8 @@ class RoundsOnMesh:
         return self.mesh.jax.devices.reshape(self.mesh.data, -1)
 
     @property
-    def _share(self) -> Share:
-        return head_share(self.mesh, self.config)
+    def _sharding(self) -> PageSharding:
+        return head_sharding(self.mesh, self.config)
 
     def _row(self, index: int) -> Mesh:
         """A row of the mesh as a mesh of its own."""
@@ -85,7 +85,7 @@ class RoundsOnMesh:
         each = self.rows(conversation.batch) // self.mesh.data
         for row, parts in enumerate(conversation.rounds):
             process = self._grid[row // each, 0].process_index
-            for part in (conversation.opening[row], *parts):
+            for part in (conversation.prefix[row], *parts):
                 if any(device.process_index != process for device in part.upper.kv.sharding.device_set):
                     raise UsageError(
                         f"The rounds of row {row} are in another host's memory; give every conversation the place in "
@@ -100,7 +100,7 @@ class RoundsOnMesh:
         tokens: np.ndarray,
         count: np.ndarray,
         *,
-        policy: Placed,
+        policy: SplitCache,
         room: int,
         dtype: Any,
         storage: Storage,
@@ -129,15 +129,15 @@ class RoundsOnMesh:
         x: jax.Array,
         seen: np.ndarray,
         count: np.ndarray,
-        staged: Staged | None,
+        staged: StagingBuffer | None,
         length: np.ndarray | None,
         *,
-        policy: Placed,
+        policy: SplitCache,
         dtype: Any,
         storage: Storage,
     ) -> tuple[tuple[LayerCache, ...], jax.Array]:
         part = Partition(self.mesh, self.config, policy)
-        slots = None if length is None else put_rows(self.mesh, length, spec=slots_spec(self._share))[0]
+        slots = None if length is None else put_rows(self.mesh, length, spec=slots_spec(self._sharding))[0]
         kinds = {"dtype": dtype, "storage": storage}
         rows = put_rows(self.mesh, seen, count)
         cache, logits = programs.upper(params, x, *rows, staged, slots, part=part, **kinds)
@@ -145,41 +145,43 @@ class RoundsOnMesh:
 
     # --- rounds, of one row each ------------------------------------------------------------------------------
 
-    def stage(self, pieces: Sequence[Piece], shape: tuple[int, ...], dtype: Any, beside: jax.Array) -> Staged:
+    def stage(
+        self, uploads: Sequence[RoundUpload], shape: tuple[int, ...], dtype: Any, beside: jax.Array
+    ) -> StagingBuffer:
         layers, two, batch, heads, room, dim = shape
         each = batch // self.mesh.data
-        room += -room % self._share.page_parts
-        mine = [piece for piece in pieces if self._here(piece.row // each)]
+        room += -room % self._sharding.page_parts
+        mine = [upload for upload in uploads if self._here(upload.row // each)]
         # The one transfer of the question: every device's part of whole rounds, all rows together.
-        wanted = [self._parts_of(piece.upper, piece.row // each) for piece in mine]
+        wanted = [self._parts_of(upload.upper, upload.row // each) for upload in mine]
         there = jax.device_put(*zip(*wanted, strict=True)) if mine else ()
-        quantised = pieces[0].upper.k_scale is not None
+        quantised = uploads[0].upper.k_scale is not None
         size = layers, two, each, heads, room, dim
-        staged: dict[int, Staged] = {
-            index: programs.stage_of(self._row(index), self._share, size, dtype, quantised)()
+        staged: dict[int, StagingBuffer] = {
+            index: programs.stage_of(self._row(index), self._sharding, size, dtype, quantised)()
             for index in filter(self._here, range(self.mesh.data))
         }
         for (row, _, offset), upper in zip(mine, there, strict=True):
             index = row // each
             given = staged[index], upper, np.int32(row % each), alike(offset)
-            staged[index] = programs.place_round(*given, mesh=self._row(index), share=self._share)
+            staged[index] = programs.place_round(*given, mesh=self._row(index), sharding=self._sharding)
         shape = layers, two, batch, heads, room, dim
         shapes = jax.eval_shape(lambda: empty_stage(shape, dtype, quantised))
-        return self._joined(list(staged.values()), shapes, stage_specs(self._share, quantised))
+        return self._joined(list(staged.values()), shapes, stage_specs(self._sharding, quantised))
 
     def _parts_of(self, upper: UpperRows, index: int) -> tuple[UpperRows, UpperRows]:
         """A round whose slots the devices divide, and where its parts go on a row of the mesh."""
-        short = -upper.kv.shape[3] % self._share.page_parts
+        short = -upper.kv.shape[3] % self._sharding.page_parts
         if short:
             # From another mesh, or one device.
             def longer(x: jax.Array | None, axis: int) -> Any:
                 return None if x is None else np.pad(np.asarray(x), [(0, short * (i == axis)) for i in range(x.ndim)])
 
             upper = dataclasses.replace(upper, kv=longer(upper.kv, 3), v_scale=longer(upper.v_scale, 2))
-        where = on_mesh(self._row(index), round_specs(self._share, upper.k_scale is not None))
+        where = on_mesh(self._row(index), round_specs(self._sharding, upper.k_scale is not None))
         return sendable(upper, where), where
 
-    def cut(self, cache: Cache, below: int, cuts: Sequence[Cut]) -> list[UpperRows]:
+    def cut(self, cache: Cache, below: int, cuts: Sequence[RoundSlice]) -> list[UpperRows]:
         part = Partition(self.mesh, self.config, cache.policy)
         upper = part.local(cache)
         upper = upper.replace(layers=upper.layers[below:])
@@ -188,14 +190,14 @@ class RoundsOnMesh:
         found = []
         for row, start, held, size in cuts:
             index = row // each
-            size += -size % self._share.page_parts
+            size += -size % self._sharding.page_parts
             if not self._here(index):
                 found.append(self._elsewhere(upper.pools[0], len(upper.layers), index, size))
                 continue
             if index not in views:
                 views[index] = self._view(upper, cache_specs(upper), index)
             given = views[index], np.int32(row % each), start, held
-            found.append(programs.cut_round(*given, mesh=self._row(index), share=self._share, size=size))
+            found.append(programs.cut_round(*given, mesh=self._row(index), sharding=self._sharding, size=size))
         return found
 
     def _elsewhere(self, pool: LayerCache, layers: int, index: int, size: int) -> UpperRows:
@@ -209,7 +211,7 @@ class RoundsOnMesh:
             host = where.with_memory_kind(HOST)
             return jax.make_array_from_single_device_arrays(shape.shape, host, [], dtype=shape.dtype)
 
-        return jax.tree.map(array, shapes, on_mesh(self._row(index), round_specs(self._share, quantised)))
+        return jax.tree.map(array, shapes, on_mesh(self._row(index), round_specs(self._sharding, quantised)))
 
     # --- a round's end ----------------------------------------------------------------------------------------
 
@@ -224,13 +226,13 @@ class RoundsOnMesh:
         size: int,
     ) -> Cache:
         part = Partition(self.mesh, self.config, cache.policy)
-        slots = put_rows(self.mesh, base, spec=slots_spec(self._share))
+        slots = put_rows(self.mesh, base, spec=slots_spec(self._sharding))
         given = *detach(cache), *slots, *put_rows(self.mesh, *rows)
         return attach(*programs.compress(params, *given, part=part, inner=inner, size=size))
 
     def delete(self, cache: Cache, keep: Bool[np.ndarray, "L B H C"]) -> Cache:
         part = Partition(self.mesh, self.config, cache.policy)
-        (mask,) = put_rows(self.mesh, keep, spec=slots_spec(self._share))
+        (mask,) = put_rows(self.mesh, keep, spec=slots_spec(self._sharding))
         return attach(*programs.delete(*detach(cache), mask, part=part))
 
     # --- rows of the mesh -------------------------------------------------------------------------------------

@@ -10,18 +10,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from kvjax.cache.cache import Cache, attach, detach
 from kvjax.cache.groups import Layer, parts, with_parts
+from kvjax.cache.page_sharding import UNSHARDED, shard, unshard
 from kvjax.cache.pool import resize
-from kvjax.cache.share import WHOLE, dealt, whole
-from kvjax.cache.value import Cache, attach, detach
-from kvjax.config import ModelConfig
 from kvjax.errors import UsageError
-from kvjax.mesh import Mesh
+from kvjax.model.config import ModelConfig
 from kvjax.model.decoder import Decoder
 from kvjax.policies.base import Policy
-from kvjax.rounds.value import Conversation
+from kvjax.rounds.conversation import Conversation
 from kvjax.runtime.decode import Controls, DecodeState
 from kvjax.runtime.prefill import pages_onto
+from kvjax.sharding.mesh import Mesh
 from kvjax.sharding.partition import Partition
 from kvjax.sharding.placement import ROWS, cache_specs, leaves_of
 from kvjax.sharding.programs import (
@@ -50,11 +50,11 @@ class OnMesh:
         return sharded_fresh(params, *self._rows(*read), part=part, **options)
 
     def onto(
-        self, params: Decoder, cache: Cache, *read: np.ndarray, prompt_room: int, new_room: int, consume: bool
+        self, params: Decoder, cache: Cache, *read: np.ndarray, prompt_capacity: int, new_capacity: int, consume: bool
     ) -> tuple[Cache, jax.Array]:
         part = Partition(self.mesh, self.config, cache.policy)
         old, rest = detach(cache)
-        rooms = {"prompt_room": prompt_room, "new_room": new_room}
+        rooms = {"prompt_capacity": prompt_capacity, "new_capacity": new_capacity}
         local = part.local(cache)
         reusable = pages_onto(part.config_of(0), local, **rooms) == tuple(layer.pages for layer in local.layers)
         run = sharded_onto_consuming if consume and reusable else sharded_onto
@@ -84,8 +84,8 @@ class OnMesh:
         pools, state, made = sharded_chunk(params, pools, state, self._controls(controls), count, part=part)
         return dataclasses.replace(state, cache=attach(pools, state.cache)), made
 
-    def grow(self, cache: Cache, *, config: ModelConfig, new_room: int) -> Cache:
-        return sharded_grow(cache, part=Partition(self.mesh, config, cache.policy), new_room=new_room)
+    def grow(self, cache: Cache, *, config: ModelConfig, new_capacity: int) -> Cache:
+        return sharded_grow(cache, part=Partition(self.mesh, config, cache.policy), new_capacity=new_capacity)
 
     # --- arrays -----------------------------------------------------------------------------------------------
 
@@ -124,7 +124,7 @@ def adopt(cache: Cache | Conversation, mesh: Mesh | None, config: ModelConfig) -
         return cache.replace(lower=adopt(cache.lower, mesh, config))
     part = None if mesh is None else Partition(mesh, config, cache.policy)
     if not _held_so(cache, part):
-        cache = _redealt(cache, part)
+        cache = _resharded(cache, part)
     if part is None:
         return jax.device_put(_on_host(cache), jax.devices()[0]) if _on_many(cache) else cache
     data = part.mesh.data
@@ -164,22 +164,24 @@ def _on_host(tree: Any) -> Any:
 def _held_so(cache: Cache, part: Partition | None) -> bool:
     for i, layer in enumerate(cache.layers):
         pools = parts(layer)
-        shares = [WHOLE] * len(pools) if part is None else [group.share for group in part.groups(i)]
-        if [pool.share for pool in pools] != shares:
+        shardings = [UNSHARDED] * len(pools) if part is None else [group.sharding for group in part.groups(i)]
+        if [pool.sharding for pool in pools] != shardings:
             return False
     return True
 
 
-def _redealt(cache: Cache, part: Partition | None) -> Cache:
+def _resharded(cache: Cache, part: Partition | None) -> Cache:
     """The cache with its pages in the order in which these devices hold them, in the host's memory."""
     layers: list[Layer] = []
     # Arrays are laid out by the host's own device.
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
         for i, layer in enumerate(cache.layers):
-            pools = [whole(_on_host(pool)) for pool in parts(layer)]
+            pools = [unshard(_on_host(pool)) for pool in parts(layer)]
             if part is not None:
-                shares = [group.share for group in part.groups(i)]
-                resized = (resize(pool, share.rounded(pool.pages)) for pool, share in zip(pools, shares, strict=True))
-                pools = [dealt(pool, share) for pool, share in zip(resized, shares, strict=True)]
+                shardings = [group.sharding for group in part.groups(i)]
+                resized = (
+                    resize(pool, sharding.rounded(pool.pages)) for pool, sharding in zip(pools, shardings, strict=True)
+                )
+                pools = [shard(pool, sharding) for pool, sharding in zip(resized, shardings, strict=True)]
             layers.append(with_parts(layer, pools))
     return _on_host(cache.replace(layers=tuple(layers)))

@@ -9,10 +9,10 @@ from batch_rows import LENGTHS, SIZE, contents, prompts, records, write_rows
 
 import kvjax
 from kvjax.batch.job import rows_of_shard
-from kvjax.batch.rows import INERT, Row
+from kvjax.batch.rows import PADDING_ROW, Row
 from kvjax.batch.work import batches
+from kvjax.cache.buckets import prompt_bucket
 from kvjax.errors import DoesNotFit, KvjaxError, UsageError
-from kvjax.runtime.buckets import prompt_bucket
 from kvjax.runtime.compilation import compile_clock
 
 
@@ -105,7 +105,7 @@ def test_batches_go_by_bucket_and_only_the_last_is_filled_up():
     assert [max(found) for found in buckets] == sorted((max(found) for found in buckets), reverse=True)
     distinct = {prompt_bucket(len(row.tokens)) for row in rows}
     assert sum(len(set(found)) > 1 for found in buckets) < len(distinct), "one mixed batch a border at most"
-    assert len(INERT.tokens) == INERT.limit == 1
+    assert len(PADDING_ROW.tokens) == PADDING_ROW.limit == 1
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,7 @@ def test_the_share_of_the_limit_is_of_rounds_whose_bandwidth_was_steady():
 
 def test_prefill_and_long_rows(bench):
     rows = bench.prefill(100)
-    assert [row.contender for row in rows] == ["full", "streamingllm:ratio=0.25"]
+    assert [row.candidate for row in rows] == ["full", "streamingllm:ratio=0.25"]
     assert all(row.tokens_per_second == pytest.approx(100 / row.seconds) for row in rows)
     (row,) = bench.long(many=40, few=10)  # Full grows, so only the ring is compared
     assert row.policy == "streamingllm:ratio=0.25"
@@ -72,10 +72,10 @@ def test_weights_read_in_a_step():
 def test_contenders_take_turns():
     order = []
 
-    def contender(name):
-        return run.Contender(name, lambda: order.append(name) or 1.0)
+    def candidate(name):
+        return run.Candidate(name, lambda: order.append(name) or 1.0)
 
-    times = run.interleave([contender("a"), contender("b")], 3)
+    times = run.interleave([candidate("a"), candidate("b")], 3)
     assert order == ["a", "b"] * 3
     assert times == {"a": (1.0,) * 3, "b": (1.0,) * 3}
     assert run.median_ratio((4.0, 9.0, 1.0), (2.0, 3.0, 1.0)) == 2.0

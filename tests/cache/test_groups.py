@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.attention import decode_attention, kept_rows
+from kvjax.cache.attention import decode_attention, kept_rows
 from kvjax.cache.groups import HeadGroups, pages_by_group, slot_bytes
 from kvjax.cache.pool import by_head, by_page, empty_layer, mark_rows, read_slots, resize, store, write
 from pallas_kernels.prefill.xla import attend_rows, running_start

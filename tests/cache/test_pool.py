@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvjax.attention import decode_attention
+from kvjax.cache.attention import decode_attention
 from kvjax.cache.layout import Layout
 from kvjax.cache.pool import PAGE_SIZE, append_token, empty_layer, pack, pages_for, resize, rows, write
-from kvjax.cache.storage import Storage
+from kvjax.cache.quantisation import Storage
 from pallas_kernels.softmax import NEG
 
 LAYOUTS = pytest.mark.parametrize(

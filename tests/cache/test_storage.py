@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvjax
-from kvjax.attention import decode_attention
+from kvjax.cache.attention import decode_attention
+from kvjax.cache.cache import concatenate
 from kvjax.cache.pool import append_token, empty_layer, put_pages, read_slots, rows, store, take_pages
-from kvjax.cache.storage import LEVELS, Storage, parse_storage
-from kvjax.cache.value import concatenate
+from kvjax.cache.quantisation import LEVELS, Storage, parse_storage
 from kvjax.errors import UsageError
 from kvjax.policies import Full
 from kvjax.runtime.prefill import empty_cache

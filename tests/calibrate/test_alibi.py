@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 
 import kvjax
 from kvjax.calibrate import alibi_scopes, load_profile, save_profile
-from kvjax.calibrate.profile import scope_lengths
 from kvjax.errors import UsageError
 from kvjax.model.decoder import logical
 from kvjax.policies import LagKV, RazorAttention
+from kvjax.policies.profile import scope_lengths
 
 SHAPE = dict(positional="alibi", norm="layer", mlp="gelu", qkv_bias=True, output_bias=True, mlp_bias=True)
 

@@ -11,7 +11,8 @@ import toys
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvjax.calibrate.profile import (
+from kvjax.errors import KvjaxError, UsageError
+from kvjax.policies.profile import (
     HeadProfile,
     ModelShape,
     ScopeProfile,
@@ -21,7 +22,6 @@ from kvjax.calibrate.profile import (
     save_profile,
     scope_lengths,
 )
-from kvjax.errors import KvjaxError, UsageError
 
 CONFIG = toys.tiny_config(num_layers=3, num_heads=6, num_kv_heads=2)
 

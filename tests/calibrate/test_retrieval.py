@@ -9,10 +9,10 @@ import pytest
 import toys
 
 from kvjax.calibrate import retrieval
-from kvjax.calibrate.profile import load_profile, protected_heads
 from kvjax.calibrate.retrieval import first_token, random_tokens, retrieval_heads
 from kvjax.errors import UsageError
 from kvjax.model.decoder import logical
+from kvjax.policies.profile import load_profile, protected_heads
 
 # --- the oracle: a dense forward pass, then the definition token by token ---------------------------------------------
 
@@ -127,7 +127,7 @@ def test_what_cannot_be_is_one_sentence(bad, said):
 
 def test_the_packaged_profile_was_made_this_way(default_model):
     """A short calibration of the real model agrees with the packaged one about the strongest heads."""
-    from kvjax.calibrate.profile import HeadProfile, packaged
+    from kvjax.policies.profile import HeadProfile, packaged
 
     kept = packaged(HeadProfile, default_model.config)
     assert kept is not None and kept.tokens == 2047 and kept.repeats == 4

@@ -13,10 +13,10 @@ from rounds.oracle import dense_layers, q_att
 import kvjax
 from kvjax.calibrate import WatershedProfile, load_profile, save_profile, watershed
 from kvjax.calibrate.divergence import divergence_to_later, first_minimum
-from kvjax.calibrate.profile import ModelShape, folder, model_name
 from kvjax.calibrate.shares import question_and_answer, round_shares
 from kvjax.eval.dialogues import read_dialogues
-from kvjax.rounds.history import history_ids
+from kvjax.history import history_ids
+from kvjax.policies.profile import ModelShape, folder, model_name
 
 MESSAGES = [
     {"role": "system", "content": "S."},
@@ -36,8 +36,8 @@ def lm():
 def test_shares_are_the_last_question_tokens_attention_over_rounds(lm):
     ids, starts = history_ids(lm, MESSAGES)
     asked = lm.tokenizer.encode("<|end|>\n<|start|>user\nWhich?<|end|>\n<|start|>assistant\n")
-    opening = len(lm.tokenizer.encode("<|start|>system\nS.<|end|>\n<|start|>user\n"))
-    edges = [opening, *starts[1:], len(ids)]
+    prefix = len(lm.tokenizer.encode("<|start|>system\nS.<|end|>\n<|start|>user\n"))
+    edges = [prefix, *starts[1:], len(ids)]
     whole = [*ids, *asked]
     found = round_shares(lm, MESSAGES, "Which?")
     assert found.shape == (4, 3)

@@ -77,7 +77,7 @@ USAGE = {
 
 def use_the_real_loader(monkeypatch):
     import kvjax
-    from kvjax.model.load import load
+    from kvjax.checkpoints.load import load
 
     monkeypatch.setattr(kvjax, "load", load, raising=False)
 

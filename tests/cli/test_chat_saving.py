@@ -11,8 +11,8 @@ from types import SimpleNamespace
 import pytest
 
 import kvjax
+from kvjax import tables
 from kvjax.cli import chat as command
-from kvjax.cli import render
 
 TURN = ("--max-new-tokens", "4", "--json")
 POLICY = ("--policy", "streamingllm:budget=32", "--storage", "int8")
@@ -96,14 +96,14 @@ def test_ctrl_c_while_a_turn_is_written_waits_for_it(cli, tiny_model, tmp_path, 
 
 @pytest.mark.parametrize("ending", [KeyboardInterrupt, RuntimeError])
 def test_what_comes_between_a_turn_and_its_writing_loses_nothing(cli, tiny_model, tmp_path, monkeypatch, ending):
-    folder, real = tmp_path / "talk", render.write_text
+    folder, real = tmp_path / "talk", tables.write_text
 
     def cut(text):
         if text == "\n":
             raise ending
         real(text)
 
-    monkeypatch.setattr(render, "write_text", cut)
+    monkeypatch.setattr(tables, "write_text", cut)
     ran = cli("chat", *TURN[:2], *POLICY, "--save", str(folder), stdin=b"hello you\n")
     assert ran.code == (130 if ending is KeyboardInterrupt else 1)
     direct = kvjax.Chat(tiny_model, policy=POLICY[1], storage="int8", max_new_tokens=4)

@@ -14,13 +14,13 @@ from kvjax.eval.results import AFTER, IN_VIEW, Row, Scored
 def measured(monkeypatch):
     """Rows appear without a model being asked; Ctrl-C comes before the share 0.125."""
 
-    def run(self, contenders, lengths):
+    def run(self, candidates, lengths):
         for length in lengths:
-            for contender in contenders:
-                row = Row(length, contender.name, contender.retained, full_bytes=100.0, live_bytes=50.0)
+            for candidate in candidates:
+                row = Row(length, candidate.name, candidate.retained, full_bytes=100.0, live_bytes=50.0)
                 if row.key in {done.key for done in self.rows}:
                     continue
-                if contender.retained == 0.125:
+                if candidate.retained == 0.125:
                     raise KeyboardInterrupt
                 groups = tuple(Scored(mode, "niah_single_1", (0.0, 1.0), (1, 2)) for mode in (AFTER, IN_VIEW))
                 self.rows.append(Row(**{**vars(row), "answers": groups}))

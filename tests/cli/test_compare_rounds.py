@@ -97,7 +97,7 @@ def test_compare_of_token_policies_names_the_command_for_rounds(cli, tmp_path):
 
 
 def test_chat_of_rounds_shows_what_a_turn_selected(four_layers, capsys):
-    from kvjax.cli.render import stats_rows
+    from kvjax.tables import stats_rows
 
     chat = kvjax.Chat(four_layers, policy="round:watershed=2", max_new_tokens=2)
     chat.send("one")

@@ -9,8 +9,8 @@ import typer
 
 from kvjax.cli import config_files
 from kvjax.cli.app import app
-from kvjax.mesh import parse_mesh
 from kvjax.policies import format_policy, parse
+from kvjax.sharding.mesh import parse_mesh
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 FILES = sorted(path for folder in ("models", "meshes", "policies") for path in (CONFIGS / folder).iterdir())

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvjax.cli import inputs, render
+from kvjax import tables
+from kvjax.cli import inputs
 from kvjax.errors import UsageError
 
 
@@ -33,4 +34,4 @@ def test_integers():
     ("count", "text"), [(0, "0 B"), (999, "999 B"), (1000, "1 kB"), (1_509_949_440, "1.51 GB"), (999_999, "1 MB")]
 )
 def test_human_bytes(count, text):
-    assert render.human_bytes(count) == text
+    assert tables.human_bytes(count) == text

@@ -67,7 +67,7 @@ def test_bench_prints_and_saves(cli, tmp_path, monkeypatch):
     ran = cli(*sizes, *chosen, "--markdown", "--json", str(tmp_path / "result.json"))
     assert ran.code == 0, ran.err
     saved = json.loads((tmp_path / "result.json").read_text())
-    assert [(row["batch"], row["contender"]) for row in saved["decode"]] == [
+    assert [(row["batch"], row["candidate"]) for row in saved["decode"]] == [
         (1, "full"),
         (1, "streamingllm:budget=32"),
         (2, "full"),

@@ -22,16 +22,16 @@ def test_positions_of_a_text(cli, tmp_path):
 def test_a_study_goes_on_where_it_was_left(cli, tmp_path, monkeypatch):
     asked = []
 
-    def run(self, contenders, lengths):
+    def run(self, candidates, lengths):
         held = {row.key for row in self.rows}
-        for contender in contenders:
-            if (lengths[0], contender.name, contender.retained) in held:
+        for candidate in candidates:
+            if (lengths[0], candidate.name, candidate.retained) in held:
                 continue
-            asked.append(contender)
+            asked.append(candidate)
             if len(asked) == 5:
                 raise KeyboardInterrupt
             groups = tuple(Scored(mode, "t", (1.0,), (1,)) for mode in (AFTER, IN_VIEW))
-            self.rows.append(Row(lengths[0], contender.name, contender.retained, answers=groups))
+            self.rows.append(Row(lengths[0], candidate.name, candidate.retained, answers=groups))
             self._save(self.rows)
 
     monkeypatch.setattr(Comparison, "run", run)

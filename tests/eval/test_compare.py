@@ -16,9 +16,9 @@ import toys
 from kvjax import files
 from kvjax.cache.groups import parts
 from kvjax.errors import KvjaxError, UsageError
-from kvjax.eval import contenders, pictures, report, results
+from kvjax.eval import candidates, pictures, report, results
+from kvjax.eval.candidates import Candidate
 from kvjax.eval.compare import Comparison
-from kvjax.eval.contenders import Contender
 from kvjax.eval.conversation import TURNS
 from kvjax.eval.material import make_prompts
 from kvjax.eval.recorded import record, record_bytes
@@ -50,7 +50,7 @@ def compared(lm):
     found = Comparison(lm, SETTINGS, save=lambda rows: saved.append(len(rows)), say=said.append)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jax, "clear_caches", lambda: None)
-        found.run([*contenders.contenders("streamingllm,streamingllm:window=9", [0.5])], [LENGTH])
+        found.run([*candidates.candidates("streamingllm,streamingllm:window=9", [0.5])], [LENGTH])
     return found, saved, said
 
 
@@ -132,7 +132,7 @@ def test_what_is_there_is_not_measured_again(lm, compared):
     comparison, _, _ = compared
     saved = []
     again = Comparison(lm, SETTINGS, rows=comparison.rows, save=saved.append)
-    again.run(contenders.contenders("streamingllm", [0.5]), [LENGTH])
+    again.run(candidates.candidates("streamingllm", [0.5]), [LENGTH])
     assert not saved and again.rows == comparison.rows
 
 
@@ -143,15 +143,15 @@ def test_ctrl_c_keeps_the_rows_before_it(lm, monkeypatch):
     comparison = Comparison(lm, dataclasses.replace(SETTINGS, turns=False))
     real = Comparison._row
 
-    def row(self, asker, contender, *rest):
-        if contender.retained is not None:
+    def row(self, asker, candidate, *rest):
+        if candidate.retained is not None:
             os.kill(os.getpid(), signal.SIGINT)
-        return real(self, asker, contender, *rest)
+        return real(self, asker, candidate, *rest)
 
     monkeypatch.setattr(Comparison, "_row", row)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background job starts without
     with pytest.raises(KeyboardInterrupt):
-        comparison.run(contenders.contenders("streamingllm", [0.5]), [LENGTH])
+        comparison.run(candidates.candidates("streamingllm", [0.5]), [LENGTH])
     assert [row.policy for row in comparison.rows] == ["full"]
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
@@ -282,31 +282,31 @@ def test_without_matplotlib_it_is_one_sentence(monkeypatch):
 
 
 def test_which_caches_are_compared():
-    found = contenders.contenders("lagkv:lag=64,sink=4,streamingllm;lagkv:partition_ratio=0.5,full", [0.25, 0.5, 0.25])
+    found = candidates.candidates("lagkv:lag=64,sink=4,streamingllm;lagkv:partition_ratio=0.5,full", [0.25, 0.5, 0.25])
     assert found == [
-        Contender("full"),
-        Contender("lagkv:lag=64,sink=4", 0.5),
-        Contender("lagkv:lag=64,sink=4", 0.25),
-        Contender("streamingllm", 0.5),
-        Contender("streamingllm", 0.25),
-        Contender("lagkv:partition_ratio=0.5"),
+        Candidate("full"),
+        Candidate("lagkv:lag=64,sink=4", 0.5),
+        Candidate("lagkv:lag=64,sink=4", 0.25),
+        Candidate("streamingllm", 0.5),
+        Candidate("streamingllm", 0.25),
+        Candidate("lagkv:partition_ratio=0.5"),
     ]
     assert found[1].policy() == parse("lagkv:lag=64,sink=4,ratio=0.5")
     assert found[3].policy() == parse("streamingllm:ratio=0.5") and found[0].policy() == parse("full")
-    everything = {contender.name for contender in contenders.contenders("all", [0.5])}
+    everything = {candidate.name for candidate in candidates.candidates("all", [0.5])}
     assert {"full", "lagkv", "streamingllm"} <= everything
 
 
 def test_policies_are_told_apart_from_options():
-    assert contenders.split_policies("a:x=1,y=2, b ;c:z=(1,2),d") == ["a:x=1,y=2", "b", "c:z=(1,2)", "d"]
+    assert candidates.split_policies("a:x=1,y=2, b ;c:z=(1,2),d") == ["a:x=1,y=2", "b", "c:z=(1,2)", "d"]
     with pytest.raises(UsageError, match="--policies is empty"):
-        contenders.split_policies(" , ")
+        candidates.split_policies(" , ")
 
 
 @pytest.mark.parametrize("share", [0, -0.5, 1.5, math.nan, math.inf])
 def test_shares_out_of_range(share):
     with pytest.raises(UsageError, match="--retained holds"):
-        contenders.contenders("lagkv", [0.5, share])
+        candidates.candidates("lagkv", [0.5, share])
 
 
 def test_bad_settings_are_one_sentence(lm):
@@ -320,6 +320,6 @@ def test_bad_settings_are_one_sentence(lm):
     with pytest.raises(UsageError, match="samples is 0"):
         Settings("m", "float32", samples=0)
     with pytest.raises(UsageError, match="not within the model's context of 1024"):
-        Comparison(lm, SETTINGS).run([Contender("full")], [LENGTH, 2000])
+        Comparison(lm, SETTINGS).run([Candidate("full")], [LENGTH, 2000])
     with pytest.raises(UsageError, match="fewer samples or shorter lengths"):
-        Comparison(lm, dataclasses.replace(SETTINGS, samples=10**9)).run([Contender("full")], [LENGTH])
+        Comparison(lm, dataclasses.replace(SETTINGS, samples=10**9)).run([Candidate("full")], [LENGTH])

@@ -10,7 +10,7 @@ import gguf
 import numpy as np
 from golden import tiny
 
-from kvjax.model.tokenizer import byte_level_alphabet
+from kvjax.text.tokenizer import byte_level_alphabet
 
 _NAMES = {
     "model.embed_tokens": "token_embd",
@@ -76,7 +76,7 @@ def write_folder(chosen: tiny.TinyCase, folder: pathlib.Path, *, template: bool 
     """The same model and tokenizer as ``write`` makes, in Hugging Face's form."""
     from safetensors.numpy import save_file
 
-    from kvjax.model.tokenizer_gguf import tokenizer_from_gguf
+    from kvjax.text.gguf_tokenizer import tokenizer_from_gguf
 
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(chosen.config))

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from model import gguf_files
 from safetensors.numpy import load_file, save_file
 
-from kvjax.config import ModelConfig
+from kvjax.checkpoints.families import FAMILIES
+from kvjax.checkpoints.load import load
 from kvjax.errors import UsageError, WeightsError
 from kvjax.model.alibi import slopes
+from kvjax.model.config import ModelConfig
 from kvjax.model.decoder import logical
-from kvjax.model.families import FAMILIES
-from kvjax.model.load import load
 
 _TIED, _UNTIED = "bloom_3_heads", "bloom_untied_odd_head_dim"
 

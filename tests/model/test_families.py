@@ -10,10 +10,10 @@ import pytest
 from golden import tiny
 from model import gguf_files
 
-from kvjax.config import RopeConfig
+from kvjax.checkpoints.families import FAMILIES, family
+from kvjax.checkpoints.load import load
 from kvjax.errors import WeightsError
-from kvjax.model.families import FAMILIES, family
-from kvjax.model.load import load
+from kvjax.model.config import RopeConfig
 from kvjax.model.rope import frequencies
 
 

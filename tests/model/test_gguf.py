@@ -9,9 +9,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from model import gguf_files
 
+from kvjax.checkpoints.gguf import GGUFFile, dequantize
+from kvjax.checkpoints.load import load
 from kvjax.errors import WeightsError
-from kvjax.model.gguf import GGUFFile, dequantize
-from kvjax.model.load import load
 
 
 @pytest.fixture(scope="module")

@@ -8,14 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.model.products import product, product_turned
+from kvjax.model.matmul import matmul, matmul_nt
 
 
 def _turned(x: jax.Array, weight: jax.Array) -> jax.Array:
-    return product_turned(x, weight.T)
+    return matmul_nt(x, weight.T)
 
 
-FORMS = {"stored [K, N]": product, "stored [N, K]": _turned}
+FORMS = {"stored [K, N]": matmul, "stored [N, K]": _turned}
 
 
 def _problem(shape: tuple[int, ...], columns: int) -> tuple[jax.Array, jax.Array]:
@@ -47,7 +47,7 @@ def test_bfloat16_stays_bfloat16(form, rows):
 @pytest.mark.parametrize("rows", [1, 2, 40])
 def test_bfloat16_weights_give_float32_scores(rows):
     x, weight = (each.astype(jnp.bfloat16) for each in _problem((rows, 24), 40))
-    found = jax.jit(product_turned, static_argnums=2)(x, weight.T, jnp.float32)
+    found = jax.jit(matmul_nt, static_argnums=2)(x, weight.T, jnp.float32)
     assert found.dtype == jnp.float32
     exact = np.asarray(x, np.float32) @ np.asarray(weight, np.float32)
     np.testing.assert_allclose(found, exact, rtol=1e-5, atol=1e-5)
@@ -57,7 +57,7 @@ def test_bfloat16_weights_give_float32_scores(rows):
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_another_dtype_is_given_whatever_the_number_of_rows(rows, dtype):
     x, weight = _problem((rows, 24), 40)
-    found = jax.jit(product_turned, static_argnums=2)(x, weight.T, dtype)
+    found = jax.jit(matmul_nt, static_argnums=2)(x, weight.T, dtype)
     assert found.dtype == dtype
     np.testing.assert_allclose(np.asarray(found, np.float32), x @ weight, rtol=1e-2, atol=1e-2)
 

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from model import gguf_files
 
+from kvjax.checkpoints.load import load
 from kvjax.errors import UsageError, WeightsError
-from kvjax.model.load import load
-from kvjax.model.tokenizer import Tokenizer, byte_level_alphabet, tokenizer_from_folder
-from kvjax.model.tokenizer_gguf import SPLITTINGS, stop_ids_from_gguf, tokenizer_from_gguf
+from kvjax.text.gguf_tokenizer import SPLITTINGS, stop_ids_from_gguf, tokenizer_from_gguf
+from kvjax.text.tokenizer import Tokenizer, byte_level_alphabet, tokenizer_from_folder
 
 KEYS = gguf_files.metadata(gguf_files.case("llama_gqa"))
 
@@ -230,7 +230,7 @@ def test_missing_and_broken_tokenizer_files(folder):
 
 _QUIET = """
 import logging
-from kvjax.model.tokenizer import import_transformers
+from kvjax.text.tokenizer import import_transformers
 import_transformers()
 logging.getLogger("transformers").warning("a real warning")
 """

@@ -13,9 +13,9 @@ import pytest
 from model import gguf_files
 from safetensors.numpy import load_file, save_file
 
+from kvjax.checkpoints.load import load
 from kvjax.errors import UsageError, WeightsError
 from kvjax.model.decoder import logical
-from kvjax.model.load import load
 
 _CASES = ("llama_gqa", "llama_tied", "llama_all_bias_tied", "llama_head_dim", "mistral_gqa", "qwen2_gqa")
 
@@ -237,7 +237,7 @@ _MESH = """
 import sys, jax, numpy as np
 import kvjax
 from kvjax.model.decoder import logical
-from kvjax.model.load import load
+from kvjax.checkpoints.load import load
 plain = load(sys.argv[1], dtype="float32").params
 for mesh in (kvjax.Mesh(model=2), "model=2", jax.make_mesh((2,), ("model",))):
     lm = load(sys.argv[1], dtype="float32", mesh=mesh)
@@ -260,10 +260,10 @@ for mesh in (kvjax.Mesh(model=2), "model=2", jax.make_mesh((2,), ("model",))):
 assert load(sys.argv[1], mesh="data=2").params.layers[0].qkv[...].sharding.is_fully_replicated
 
 # A host that has only the second device reads and fills no more than that device's share.
-from kvjax.model import fill
+from kvjax.checkpoints import fill
 read, sharding = [], fill._needed
 fill._needed = lambda where, shape: None if sharding(where, shape) is None else sharding(where, shape)[1:]
-from kvjax.model.safetensors import SafetensorsFolder
+from kvjax.checkpoints.safetensors import SafetensorsFolder
 reads = SafetensorsFolder.read
 def counting(self, name, start, stop):
     read.append(name)
@@ -286,7 +286,7 @@ def test_a_mesh_splits_heads_and_channels(folder):
 _MEMORY = """
 import resource, sys, jax
 import flax.nnx, gguf, tokenizers, transformers
-from kvjax.model.load import load
+from kvjax.checkpoints.load import load
 def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 jax.block_until_ready(jax.numpy.zeros(1))
 before = peak()

@@ -100,7 +100,7 @@ class Lane:
         layer = place.pop("layer", 0)
         config = config_for(heads, dim, place.pop("layers", layer + 1), num_heads=heads * group, **place)
         room = -(-tokens // 128) * 128  # few shapes to compile
-        self.driver = Driver(policy, config, batch, prompt_room=room, new_room=room, layer=layer)
+        self.driver = Driver(policy, config, batch, prompt_capacity=room, new_capacity=room, layer=layer)
 
     def _next(self, x: np.ndarray, width: int) -> np.ndarray:
         """The next ``width`` tokens of every row, along the second axis from the end."""

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.cache.pool import LayerCache, rows
-from kvjax.config import ModelConfig
+from kvjax.model.config import ModelConfig
 from kvjax.policies.base import Policy
 from kvjax.policies.signals import Mass, PromptSignals, QueryStats
 

@@ -12,10 +12,10 @@ import numpy as np
 import toys
 from policies.dense import dense_signals
 
-from kvjax.attention import decode_attention
+from kvjax.cache.attention import decode_attention
 from kvjax.cache.pool import LayerCache, rows
-from kvjax.config import ModelConfig
-from kvjax.policies.base import Policy, Step, Turn, page_capacities
+from kvjax.model.config import ModelConfig
+from kvjax.policies.base import Policy, PromptChunk, Step, page_capacities
 
 
 def config_for(heads: int, dim: int, layers: int = 1, **changes: Any) -> ModelConfig:
@@ -36,13 +36,13 @@ class Driver:
     policy: Policy
     config: ModelConfig
     batch: int
-    prompt_room: int
-    new_room: int
+    prompt_capacity: int
+    new_capacity: int
     layer: int = 0
     dtype: Any = jnp.float32
 
     def __post_init__(self) -> None:
-        self.pages = page_capacities(self.policy, self.config, self.prompt_room, self.new_room)[self.layer]
+        self.pages = page_capacities(self.policy, self.config, self.prompt_capacity, self.new_capacity)[self.layer]
         self.cache: LayerCache = self.policy.init_layer(self.config, self.layer, self.batch, self.pages, self.dtype)
         self.seen = np.zeros(self.batch, np.int32)
 
@@ -68,7 +68,7 @@ class Driver:
             q, raw = _padded(q, 64, 10.0), _padded(q if raw is None else raw, 64, 1e3)
             asked = self.policy, self.config, self.cache
             signals = dense_signals(*asked, q, raw, k, self.seen, count, total, fresh)
-        turn = Turn(self.seen, count, total, pages=self.pages, config=self.config, fresh=fresh, signals=signals)
+        turn = PromptChunk(self.seen, count, total, pages=self.pages, config=self.config, fresh=fresh, signals=signals)
         self.cache = _compress(self.policy, self.layer, self.cache, k, v, turn)
         self.seen = self.seen + count
         return self
@@ -107,7 +107,7 @@ def _padded(x: np.ndarray, bucket: int, value: float) -> np.ndarray:
 
 @functools.partial(jax.jit, static_argnames=("policy", "layer", "config"))
 def _settle(policy, layer, cache, config):
-    return policy.settle(layer, cache, config)
+    return policy.sort_slots(layer, cache, config)
 
 
 @functools.partial(jax.jit, static_argnames=("policy", "layer"))

@@ -13,11 +13,11 @@ import numpy as np
 import toys
 from policies.eviction_oracle import NARROW, softmax
 
-from kvjax.attention import decode_attention
+from kvjax.cache.attention import decode_attention
 from kvjax.cache.pool import rows
-from kvjax.cache.storage import MODEL, Storage
-from kvjax.config import ModelConfig
-from kvjax.policies.base import Step, Turn, page_capacities
+from kvjax.cache.quantisation import MODEL, Storage
+from kvjax.model.config import ModelConfig
+from kvjax.policies.base import PromptChunk, Step, page_capacities
 from kvjax.policies.signals import Mass, PromptSignals
 
 #: Tokens every prompt is padded to, and a layer's room: one size, so that few programs are compiled.
@@ -59,12 +59,12 @@ class Evictor:
     policy: Any
     config: ModelConfig
     batch: int
-    prompt_room: int
-    new_room: int = 32
+    prompt_capacity: int
+    new_capacity: int = 32
     storage: Storage = MODEL
 
     def __post_init__(self) -> None:
-        self.pages = page_capacities(self.policy, self.config, self.prompt_room, self.new_room)[0]
+        self.pages = page_capacities(self.policy, self.config, self.prompt_capacity, self.new_capacity)[0]
         self.cache = self.policy.init_layer(self.config, 0, self.batch, self.pages, jnp.float32, self.storage)
         self.seen = np.zeros(self.batch, np.int32)
 
@@ -78,7 +78,7 @@ class Evictor:
         if not fresh:
             self.cache = _settle(self.policy, self.cache, self.config)
         signals = self._signals(q, k, count, total, fresh)
-        turn = Turn(self.seen, count, total, self.pages, self.config, fresh, signals)
+        turn = PromptChunk(self.seen, count, total, self.pages, self.config, fresh, signals)
         self.cache = _compress(self.policy, self.cache, k, v, turn)
         self.seen = total
         return self
@@ -125,7 +125,7 @@ class Evictor:
 
 @functools.partial(jax.jit, static_argnames=("policy", "config"))
 def _settle(policy, cache, config):
-    return policy.settle(0, cache, config)
+    return policy.sort_slots(0, cache, config)
 
 
 @functools.partial(jax.jit, static_argnames=("policy",))

@@ -103,7 +103,7 @@ def retained_share_of_first_half(policy) -> float:
     """Of the tokens kept outside the recent window, the share that stands in the first half, over 16 heads."""
     tokens, heads = 512, 16
     q, k, v = random_qkv(7, 1, heads, 2, tokens, 16, spread=1.0)
-    evictor = Evictor(policy, layer_config(heads, 2, 16), 1, prompt_room=tokens).turn(q, k, v, tokens)
+    evictor = Evictor(policy, layer_config(heads, 2, 16), 1, prompt_capacity=tokens).turn(q, k, v, tokens)
     last = tokens - policy.recent
     return float(np.mean([t < last / 2 for head in evictor.kept(k) for t in head if t < last]))
 
@@ -125,7 +125,7 @@ def test_lambda_is_finite_for_rows_of_every_length():
 def test_values_that_are_all_zero_leave_the_scores_as_they_are():
     q, k, v = random_qkv(8, 1, 1, 2, 40, 8)
     kept = [
-        Evictor(policy, layer_config(1, 2, 8), 1, prompt_room=64).turn(q, k, 0 * v, 40).kept(k)
+        Evictor(policy, layer_config(1, 2, 8), 1, prompt_capacity=64).turn(q, k, 0 * v, 40).kept(k)
         for policy in (AhaKV(budget=10, recent=4), AhaKV(budget=10, recent=4, value_prior=False))
     ]
     assert kept[0] == kept[1]

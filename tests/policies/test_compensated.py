@@ -15,9 +15,9 @@ from oracles import same_caches
 from policies.driver import Driver, config_for, random_kv
 
 import kvjax
-from kvjax.attention import decode_attention
+from kvjax.cache.attention import decode_attention
+from kvjax.cache.cache import detach
 from kvjax.cache.pool import mark_rows, rows
-from kvjax.cache.value import detach
 from kvjax.errors import UsageError
 from kvjax.policies.compensated import CompensatedRing
 from kvjax.runtime.compilation import compile_clock
@@ -116,7 +116,9 @@ def assert_is(driver: Driver, row: int, head: int, oracle: OracleHead, own: list
 def test_tokens_means_and_attention_through_prompts_decoding_and_turns(lengths, turns, policy, seed):
     sink, decoded, room = 3, 12, 64 * 3
     k, v = random_kv(seed, 2, 2, 60 + 3 * decoded + 80, 4)
-    driver = Driver(CompensatedRing(sink=sink, **policy), config_for(2, 4), 2, prompt_room=room, new_room=decoded)
+    driver = Driver(
+        CompensatedRing(sink=sink, **policy), config_for(2, 4), 2, prompt_capacity=room, new_capacity=decoded
+    )
     oracles = [OracleHead(sink, buffer_rule(sink, **policy), policy.get("compensation", True)) for _ in range(2)]
     own: list[list[int]] = [[], []]
     at = 0
@@ -142,7 +144,7 @@ def test_tokens_means_and_attention_through_prompts_decoding_and_turns(lengths, 
 def test_every_head_may_have_a_length_of_its_own():
     k, v = random_kv(0, 2, 3, 200, 4)
     policy = CompensatedRing(sink=0, compensation=False, lengths=((5, 70, 33),))
-    driver = Driver(policy, config_for(3, 4), 2, prompt_room=192, new_room=8)
+    driver = Driver(policy, config_for(3, 4), 2, prompt_capacity=192, new_capacity=8)
     assert driver.cache.slots == (32, 96, 64)
     driver.read(k[:, :, :120], v[:, :, :120], [120, 40]).decode(k[:, :, 120:160], v[:, :, 120:160])
     driver.read(k[:, :, 160:180], v[:, :, 160:180], [20, 3]).decode(k[:, :, 180:], v[:, :, 180:])
@@ -166,7 +168,7 @@ def test_equal_dropped_tokens_are_represented_exactly(decoded):
     """When all dropped keys are equal, and all dropped values, the output is the full cache's."""
     k, v = random_kv(1, 1, 2, 100, 8)
     k[:, :, 4:90], v[:, :, 4:90] = k[:, :, 4:5], v[:, :, 4:5]
-    driver = Driver(CompensatedRing(budget=15), config_for(2, 8), 1, prompt_room=128, new_room=64)
+    driver = Driver(CompensatedRing(budget=15), config_for(2, 8), 1, prompt_capacity=128, new_capacity=64)
     driver.read(k[:, :, : 100 - decoded], v[:, :, : 100 - decoded], 100 - decoded)
     if decoded:
         driver.decode(k[:, :, 60:], v[:, :, 60:])
@@ -184,7 +186,9 @@ def test_twenty_thousand_merges_keep_the_mean_in_a_bfloat16_cache():
     rng = np.random.default_rng(0)
     k, v = (np.asarray(jnp.asarray(rng.standard_normal((1, 1, tokens, 4)) + 3, jnp.bfloat16)) for _ in range(2))
     config = config_for(1, 4, max_position=32_768)
-    driver = Driver(CompensatedRing(budget=8, sink=2), config, 1, prompt_room=64, new_room=8, dtype=jnp.bfloat16)
+    driver = Driver(
+        CompensatedRing(budget=8, sink=2), config, 1, prompt_capacity=64, new_capacity=8, dtype=jnp.bfloat16
+    )
     driver.read(k[:, :, :10], v[:, :, :10], 10).decode(k[:, :, 10:], v[:, :, 10:])
     dropped = slice(2, tokens - 5)
     for mean, x in ((driver.cache.state.mean_k, k), (driver.cache.state.mean_v, v)):
@@ -203,7 +207,7 @@ def test_nothing_is_dropped_below_the_papers_defaults():
 def test_a_ratio_counts_every_slot_that_is_read(ratio, seen, kept):
     policy, config = CompensatedRing(ratio=ratio), config_for(1, 4)
     k, v = random_kv(1, 1, 1, seen, 4)
-    driver = Driver(policy, config, 1, prompt_room=448, new_room=8).read(k, v, seen)
+    driver = Driver(policy, config, 1, prompt_capacity=448, new_capacity=8).read(k, v, seen)
     assert int(policy.retained(driver.cache)[0, 0]) == kept == int(policy.budgets(config, 0, np.array([seen]))[0, 0])
 
 
@@ -212,7 +216,7 @@ def test_a_budget_is_what_a_head_holds_however_long_the_first_prompt_was(read):
     """A prompt of just as many tokens loses nothing: the one that the compensation token stands for is its own mean."""
     policy = CompensatedRing(budget=32)
     k, v = random_kv(read, 1, 2, 170, 4)
-    driver = Driver(policy, config_for(2, 4), 1, prompt_room=128, new_room=64)
+    driver = Driver(policy, config_for(2, 4), 1, prompt_capacity=128, new_capacity=64)
     assert driver.cache.slots == (32, 32)  # a page, and no page more for one slot
     driver.read(k[:, :, :read], v[:, :, :read], read)
     assert (
@@ -234,7 +238,7 @@ def test_a_budget_is_what_a_head_holds_however_long_the_first_prompt_was(read):
 
 def test_a_row_that_is_done_keeps_everything_bit_for_bit():
     k, v = random_kv(2, 2, 1, 80, 4)
-    driver = Driver(CompensatedRing(budget=12), config_for(1, 4), 2, prompt_room=64, new_room=8)
+    driver = Driver(CompensatedRing(budget=12), config_for(1, 4), 2, prompt_capacity=64, new_capacity=8)
     driver.read(k[:, :, :30], v[:, :, :30], [30, 20])
     before = jax.tree.map(lambda x: np.asarray(x)[1], driver.cache)
     active = np.zeros((50, 2), bool)
@@ -301,7 +305,7 @@ def test_positions_are_the_tokens_own():
     """ALiBi's bias reads them; every slot but the compensation token's has its token's."""
     k, v = random_kv(3, 1, 2, 90, 4)
     policy = CompensatedRing(sink=2, compensation=False, budget=20)
-    driver = Driver(policy, config_for(2, 4), 1, prompt_room=128, new_room=8)
+    driver = Driver(policy, config_for(2, 4), 1, prompt_capacity=128, new_capacity=8)
     driver.cache = driver.cache.replace(marks={"position": jnp.zeros(driver.cache.kv.shape[:3], jnp.int32)})
     driver.read(k[:, :, :50], v[:, :, :50], 50).decode(k[:, :, 50:70], v[:, :, 50:70])
     driver.read(k[:, :, 70:80], v[:, :, 70:80], 10).decode(k[:, :, 80:], v[:, :, 80:])

@@ -12,7 +12,7 @@ from policies.evictor import ROOM, Evictor, layer_config, random_qkv
 
 import kvjax
 from kvjax.cache.pool import empty_layer
-from kvjax.cache.storage import Storage
+from kvjax.cache.quantisation import Storage
 from kvjax.policies import H2O, TOVA, AhaKV
 from kvjax.policies.evicting import attention_weights, lowest_slot
 from kvjax.runtime.compilation import compile_clock

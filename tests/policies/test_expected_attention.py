@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from policies.choosing import ChoosingHead, Lane, assert_alone, assert_same, best, softmax
 from policies.driver import config_for
 
-from kvjax.config import RopeConfig
 from kvjax.errors import UsageError
+from kvjax.model.config import RopeConfig
 from kvjax.policies.expected_attention import ExpectedAttention, expected_logits, rotate_ahead
 
 BUDGET, SINK, FUTURE, DIM = 10, 2, 16, 4

@@ -89,7 +89,7 @@ def assert_same(policy: LagKV, lengths: list[int], decoded: int, seed: int, head
     room = -(-(longest + 5) // 64) * 64
     k, v = random_kv(seed, batch, heads, room + decoded, dim)
     # Rows' own tokens: prompt positions 0 .. length - 1, then what is decoded.
-    driver = Driver(policy, config_for(heads, dim), batch, prompt_room=room, new_room=decoded)
+    driver = Driver(policy, config_for(heads, dim), batch, prompt_capacity=room, new_capacity=decoded)
     driver.read(k[:, :, :room], v[:, :, :room], lengths)
     new_k, new_v = k[:, :, room:], v[:, :, room:]
     if decoded:
@@ -146,7 +146,7 @@ def test_official_code_keeps_the_same_tokens(case: LagCase):
     layer = 2 if case.variant == "l2" else 0
     policy = LagKV(partition_ratio=case.ratio, sink=case.sink, lag=case.lag, variant=case.variant)
     config = config_for(HEADS, DIM, layers=layer + 1)
-    driver = Driver(policy, config, 1, prompt_room=_room(case), new_room=1, layer=layer)
+    driver = Driver(policy, config, 1, prompt_capacity=_room(case), new_capacity=1, layer=layer)
     driver.read(case.k[:, :, : case.prompt], case.v[:, :, : case.prompt], case.prompt)
     if case.step == 1 and case.steps:
         driver.decode(case.k[:, :, case.prompt :], case.v[:, :, case.prompt :])
@@ -190,13 +190,13 @@ def test_ratio_is_the_overall_share_where_it_can_be_reached(length, ratio, lag):
     assert kept >= min(window, length)
 
 
-@pytest.mark.parametrize("prompt_room, new", [(64, 256), (300, 40), (20, 500)])
+@pytest.mark.parametrize("prompt_capacity, new", [(64, 256), (300, 40), (20, 500)])
 @pytest.mark.parametrize("policy", [LagKV(ratio=0.3, sink=4, lag=8), LagKV(partition_ratio=0.25, sink=0, lag=16)])
-def test_no_row_outgrows_its_capacity(policy, prompt_room, new):
+def test_no_row_outgrows_its_capacity(policy, prompt_capacity, new):
     config = config_for(1, 4)
-    bound = policy.capacities(config, prompt_room, new)[0][0]
+    bound = policy.capacities(config, prompt_capacity, new)[0][0]
     longest = 0
-    for length in range(1, prompt_room + 1, 7):
+    for length in range(1, prompt_capacity + 1, 7):
         keep = None if policy.ratio else int(policy.partition_ratio * policy.lag)
         k, v = random_kv(length, 1, 1, length + new, 4)
         oracle = OracleHead(k[0, 0], v[0, 0], policy.sink, policy.lag, keep=keep, ratio=policy.ratio)
@@ -268,7 +268,7 @@ def test_chunked_prefill_never_exceeds_its_capacity_and_ends_near_the_ratio():
     assert (first, step) == (20, 8)
     lengths = np.array([150, 61, 12])
     k, _ = random_kv(0, 3, 2, 160, 4)
-    driver = Driver(policy, config, 3, prompt_room=160, new_room=16)
+    driver = Driver(policy, config, 3, prompt_capacity=160, new_capacity=16)
     start, size = 0, first
     while start < 150:
         count = np.clip(lengths - start, 0, size)
@@ -287,7 +287,7 @@ def test_chunked_prefill_never_exceeds_its_capacity_and_ends_near_the_ratio():
 def test_a_channel_whose_reference_does_not_vary_counts_as_zero():
     k, v = random_kv(1, 1, 1, 24, 4)
     k[..., 2] = 7.0
-    driver = Driver(LagKV(partition_ratio=0.5, sink=0, lag=8), config_for(1, 4), 1, prompt_room=24, new_room=1)
+    driver = Driver(LagKV(partition_ratio=0.5, sink=0, lag=8), config_for(1, 4), 1, prompt_capacity=24, new_capacity=1)
     driver.read(k, v, 24)
     oracle = OracleHead(k[0, 0], v[0, 0], 0, 8, keep=4)
     oracle.give(24)
@@ -306,7 +306,9 @@ def test_l2_leaves_the_first_two_layers_whole():
     config = config_for(1, 4, layers=3)
     k, v = random_kv(2, 1, 1, 60, 4)
     held = [
-        int(Driver(policy, config, 1, prompt_room=60, new_room=4, layer=layer).read(k, v, 60).cache.length[0, 0])
+        int(
+            Driver(policy, config, 1, prompt_capacity=60, new_capacity=4, layer=layer).read(k, v, 60).cache.length[0, 0]
+        )
         for layer in range(3)
     ]
     assert held[:2] == [60, 60] and held[2] <= 15 + 4
@@ -317,7 +319,9 @@ def test_l2_leaves_the_first_two_layers_whole():
 def test_rows_that_are_done_keep_their_cache_bit_for_bit():
     policy = LagKV(ratio=0.5, sink=2, lag=5)
     k, v = random_kv(3, 2, 2, 60, 4)
-    driver = Driver(policy, config_for(2, 4), 2, prompt_room=30, new_room=30).read(k[:, :, :30], v[:, :, :30], 30)
+    driver = Driver(policy, config_for(2, 4), 2, prompt_capacity=30, new_capacity=30).read(
+        k[:, :, :30], v[:, :, :30], 30
+    )
     before = [np.asarray(x[1]) for x in rows(driver.cache)]
     length = np.asarray(driver.cache.length[1])
     active = np.zeros((30, 2), bool)

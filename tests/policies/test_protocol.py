@@ -20,8 +20,8 @@ import toys
 import kvjax
 from kvjax.cache.pool import LayerCache, append_token, pack, write
 from kvjax.errors import UsageError
-from kvjax.policies import Policy, Signals, Step, Turn
-from kvjax.policies.base import gather_candidates, keep_all, keep_where, share
+from kvjax.policies import Policy, PromptChunk, Signals, Step
+from kvjax.policies.base import floor_fraction, gather_candidates, keep_all, keep_where
 from kvjax.runtime.compilation import compile_clock
 
 
@@ -43,7 +43,7 @@ class HeavyHitters(Policy):
     def init_state(self, config, layer, batch, slots):
         return jnp.zeros((batch, config.num_kv_heads, -(-max(slots) // 32) * 32), jnp.float32)
 
-    def compress(self, layer: int, cache: LayerCache, k, v, turn: Turn) -> LayerCache:
+    def compress(self, layer: int, cache: LayerCache, k, v, turn: PromptChunk) -> LayerCache:
         candidates = gather_candidates(cache, k, v, turn)
         place = jnp.arange(candidates.k.shape[2])
         recent = place >= candidates.length[..., None] - self.budget
@@ -176,7 +176,7 @@ def test_merging_is_the_running_mean_of_what_left():
     from policies.driver import Driver, config_for
 
     k, v = rng.standard_normal((2, 1, 2, 60, 4)).astype(np.float32)
-    driver = Driver(MergeOldest(), config_for(2, 4), 1, prompt_room=64, new_room=8)
+    driver = Driver(MergeOldest(), config_for(2, 4), 1, prompt_capacity=64, new_capacity=8)
     driver.read(k[:, :, :30], v[:, :, :30], 30).decode(k[:, :, 30:], v[:, :, 30:])
     np.testing.assert_allclose(driver.cache.kv.k[0, np.array([0, 1]), :, 0], k[0, :, :52].mean(axis=1), atol=1e-6)
     np.testing.assert_allclose(driver.cache.kv.v[0, np.array([0, 1]), 0], v[0, :, :52].mean(axis=1), atol=1e-6)
@@ -198,7 +198,7 @@ def test_a_share_of_tokens_is_exact_and_compiled_programs_agree(ratio):
     """Slots are allocated by the host's number and filled by the compiled one."""
     tokens = np.concatenate([np.arange(1, 10_000), np.arange(1_000_000, 1_001_000)])
     exact = [int(fractions.Fraction(ratio).limit_denominator(10**6) * int(n)) for n in tokens]
-    np.testing.assert_array_equal(share(ratio, tokens), exact)
+    np.testing.assert_array_equal(floor_fraction(ratio, tokens), exact)
     np.testing.assert_array_equal(jax.jit(functools.partial(share, ratio))(jnp.asarray(tokens)), exact)
 
 

@@ -14,13 +14,13 @@ from oracles import same_caches
 from policies.driver import config_for, random_kv
 
 import kvjax
-from kvjax.attention import decode_attention
+from kvjax.cache.attention import decode_attention
 from kvjax.cache.groups import HeadGroups
 from kvjax.calibrate import ScopeProfile, retrieval_heads
-from kvjax.calibrate.profile import ModelShape, packaged, protected_heads, save_profile
 from kvjax.errors import UsageError
 from kvjax.policies import CompensatedRing, Full, LagKV, Policy, RazorAttention, StreamingLLM, parse
-from kvjax.policies.base import Step, Turn, page_capacities
+from kvjax.policies.base import PromptChunk, Step, page_capacities
+from kvjax.policies.profile import ModelShape, packaged, protected_heads, save_profile
 from kvjax.policies.signals import Mass, PromptSignals, QueryStats
 from kvjax.runtime.compilation import compile_clock
 from kvjax.runtime.grow import grow
@@ -36,7 +36,7 @@ def small_policies() -> list[Policy]:
     sized = []
     for cls in kvjax.policies.registry().values():
         fields = {field.name for field in dataclasses.fields(cls)}
-        if cls is not RazorAttention and not cls.places:
+        if cls is not RazorAttention and not cls.offloads_rounds:
             sized.append(cls(**{name: value for name, value in (("budget", 48), ("lag", 16)) if name in fields}))
     return sized
 
@@ -62,7 +62,7 @@ def lived(policy, config, k, v, q, count, signals):
     """One layer through a prompt and decode steps: the cache and every step's output."""
     pages = page_capacities(policy, config, PROMPT_TOKENS, STEPS)[0]
     zero = jnp.zeros_like(count)
-    turn = Turn(zero, count, count, pages=pages, config=config, fresh=True, signals=signals)
+    turn = PromptChunk(zero, count, count, pages=pages, config=config, fresh=True, signals=signals)
     cache = policy.init_layer(config, 0, 2, pages, jnp.float32)
     cache = policy.compress(0, cache, k[:, :, :PROMPT_TOKENS], v[:, :, :PROMPT_TOKENS], turn)
 
@@ -140,7 +140,7 @@ def test_the_profile_and_the_shares_decide():
 
 def test_the_default_models_profile_comes_with_kvjax_and_others_are_asked_for():
     from kvjax.calibrate import HeadProfile
-    from kvjax.config import ModelConfig, RopeConfig
+    from kvjax.model.config import ModelConfig, RopeConfig
 
     smollm2 = ModelConfig("llama", 49152, 576, 1536, 30, 9, 3, 64, 8192, RopeConfig(theta=1e5), tie_embeddings=True)
     policy = RazorAttention()
@@ -268,8 +268,8 @@ def test_a_ring_beside_protected_heads_keeps_its_size_when_the_pools_grow():
     policy = RazorAttention(heads=((0, 1), (1, 0), (2, 2)), inner=StreamingLLM(ratio=0.25))
     first = ask(policy, TEXT[:100], 0).cache
     later = ask(None, TEXT[:250], 0, cache=first).cache
-    assert later.prompt_room > first.prompt_room
-    bigger = grow(later, config=toy().config, new_room=2 * later.new_room)
+    assert later.prompt_capacity > first.prompt_capacity
+    bigger = grow(later, config=toy().config, new_capacity=2 * later.new_capacity)
     for layer, old in zip(bigger.layers, first.layers, strict=True):
         (kept, others), (full, ring) = layer.groups, old.groups
         assert sum(kept.pages) > sum(full.pages) and others.pages == ring.pages

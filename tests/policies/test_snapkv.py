@@ -83,12 +83,12 @@ def test_any_lengths(lengths, seed):
 def test_ratio_sizes_each_row_by_its_own_length():
     policy = SnapKV(ratio=0.5, window=W, kernel=KERNEL)
 
-    class Share(SnapHead):
+    class PageSharding(SnapHead):
         def budget(self, total):
             return max(total // 2, W + 1)
 
     assert_same(
-        policy, Share, [("read", [4, 6, 10, 11, 70]), ("decode", 5), ("read", [3, 3, 3, 3, 3])], heads=2, group=2
+        policy, PageSharding, [("read", [4, 6, 10, 11, 70]), ("decode", 5), ("read", [3, 3, 3, 3, 3])], heads=2, group=2
     )
 
 

@@ -31,7 +31,7 @@ def test_sinks_and_recent_tokens_stay_through_prompts_decoding_and_turns(lengths
     window, decoded = 11, 32
     policy = StreamingLLM(sink=sink, window=window)
     k, v = random_kv(0, 2, 2, 300, 4)
-    driver = Driver(policy, config_for(2, 4), 2, prompt_room=64, new_room=decoded)
+    driver = Driver(policy, config_for(2, 4), 2, prompt_capacity=64, new_capacity=decoded)
     own: list[list[int]] = [[], []]
     at = 0
     for count in (np.array(lengths), *(np.array([n, max(n - 3, 0)]) for n in turns)):
@@ -53,7 +53,7 @@ def test_sinks_and_recent_tokens_stay_through_prompts_decoding_and_turns(lengths
 def test_ratio_is_a_share_of_the_prompt_and_at_least_the_sinks_and_one(ratio, length, kept):
     policy, config = StreamingLLM(sink=4, ratio=ratio), config_for(1, 4)
     k, v = random_kv(1, 1, 1, length, 4)
-    driver = Driver(policy, config, 1, prompt_room=448, new_room=8).read(k, v, length)
+    driver = Driver(policy, config, 1, prompt_capacity=448, new_capacity=8).read(k, v, length)
     assert int(driver.cache.length[0, 0]) == kept == int(policy.budgets(config, 0, np.array([length]))[0, 0])
     driver.decode(*random_kv(2, 1, 1, 40, 4))
     assert int(driver.cache.length[0, 0]) == max(kept, int(policy._budget(np.array(length))))
@@ -61,7 +61,7 @@ def test_ratio_is_a_share_of_the_prompt_and_at_least_the_sinks_and_one(ratio, le
 
 def test_a_row_that_is_done_keeps_its_ring():
     k, v = random_kv(2, 2, 1, 80, 4)
-    driver = Driver(StreamingLLM(sink=2, window=8), config_for(1, 4), 2, prompt_room=64, new_room=8)
+    driver = Driver(StreamingLLM(sink=2, window=8), config_for(1, 4), 2, prompt_capacity=64, new_capacity=8)
     driver.read(k[:, :, :30], v[:, :, :30], [30, 20])
     active = np.zeros((50, 2), bool)
     active[:, 0] = True
@@ -82,7 +82,7 @@ def test_cache_positions_score_as_if_tokens_were_numbered_by_their_slot():
     k = np.asarray(rotate(jnp.asarray(raw_k), cos[:, None], sin[:, None]))
     v = rng.standard_normal(k.shape).astype(np.float32)
     policy = StreamingLLM(sink=sink, window=window, positions="cache")
-    driver = Driver(policy, config, 1, prompt_room=64, new_room=8).read(k[:, :, :20], v[:, :, :20], 20)
+    driver = Driver(policy, config, 1, prompt_capacity=64, new_capacity=8).read(k[:, :, :20], v[:, :, :20], 20)
     driver.decode(k[:, :, 20:], v[:, :, 20:])
     stored, stored_v = (np.asarray(x)[0, 0, : sink + window] for x in rows(driver.cache))
     # The product: the query at its original position against the stored keys.
@@ -104,7 +104,7 @@ def test_before_anything_leaves_both_positions_store_the_same():
     config = config_for(2, 8)
     stored = [
         np.asarray(
-            Driver(StreamingLLM(sink=2, window=30, positions=p), config, 1, prompt_room=64, new_room=8)
+            Driver(StreamingLLM(sink=2, window=30, positions=p), config, 1, prompt_capacity=64, new_capacity=8)
             .read(k, v, 20)
             .cache.kv.k
         )
@@ -114,7 +114,7 @@ def test_before_anything_leaves_both_positions_store_the_same():
 
 
 def test_moving_frequencies_cannot_be_renumbered():
-    from kvjax.config import RopeConfig
+    from kvjax.model.config import RopeConfig
 
     config = config_for(1, 8, rope=RopeConfig(kind="dynamic", factor=2.0))
     with pytest.raises(UsageError, match="dynamic"):
@@ -139,7 +139,7 @@ def test_a_budget_smaller_than_sinks_and_window_says_what_is_accepted():
 
 def test_decoding_far_beyond_the_budget_never_grows_the_pool():
     policy = StreamingLLM(sink=2, window=14)
-    driver = Driver(policy, config_for(1, 4), 1, prompt_room=64, new_room=4)
+    driver = Driver(policy, config_for(1, 4), 1, prompt_capacity=64, new_capacity=4)
     shapes = jax.tree.map(jnp.shape, driver.cache)
     k, v = random_kv(4, 1, 1, 10 + 16 * 32, 4)
     driver.read(k[:, :, :10], v[:, :, :10], 10).decode(k[:, :, 10:], v[:, :, 10:])

@@ -21,9 +21,9 @@ import numpy as np
 import optax
 from recall import task
 
-from kvjax.config import ModelConfig, RopeConfig
+from kvjax.checkpoints.families import FAMILIES
+from kvjax.model.config import ModelConfig, RopeConfig
 from kvjax.model.decoder import Decoder, logical, random_decoder
-from kvjax.model.families import FAMILIES
 from kvjax.model.rope import angles, rotate
 
 CONFIG = ModelConfig(

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from kvjax.checkpoints.load import LanguageModel
 from kvjax.model.decoder import logical
-from kvjax.model.load import LanguageModel
 
 
 @dataclasses.dataclass

@@ -10,8 +10,8 @@ from rounds.oracle import taken
 
 import kvjax
 from kvjax.policies import RoundAttention, format_policy, parse
-from kvjax.policies.rounds import STRATEGIES
-from kvjax.rounds.choose import round_attention, select
+from kvjax.policies.round_attention import STRATEGIES
+from kvjax.rounds.selection import round_attention, select
 
 
 @settings(max_examples=150, deadline=None)

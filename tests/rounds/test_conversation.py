@@ -121,7 +121,7 @@ def test_rounds_are_whole_arrays_in_pinned_host_memory_and_nothing_else_is(one_o
     lower = jax.tree.leaves(cache.lower)
     assert {x.sharding.memory_kind for x in lower} == {"device"}
     assert len(cache.lower.layers) == BELOW
-    assert cache.nbytes == sum(x.nbytes for x in lower) + cache.opening[0].upper.nbytes
+    assert cache.nbytes == sum(x.nbytes for x in lower) + cache.prefix[0].upper.nbytes
     assert cache.host_nbytes == one_of_ten[-1][1].stats.rounds.host_bytes
 
 
@@ -271,9 +271,9 @@ def test_an_inner_policy_compresses_each_round_by_itself(lm, everything, inner):
         assert [turn[0].tokens for turn in alone] == [packed[0].tokens, second[0].tokens]
 
 
-def kept_tokens(inner, dense, head: int, opening: int) -> list[int]:
+def kept_tokens(inner, dense, head: int, prefix: int) -> list[int]:
     """Positions that the policy keeps of the tokens after the opening, by its own oracle."""
-    own = list(range(opening, dense.k.shape[1]))
+    own = list(range(prefix, dense.k.shape[1]))
     if isinstance(inner, kvjax.LagKV):
         keep = int(inner.partition_ratio * inner.lag)
         lag = OracleHead(dense.k[head][own], dense.v[head][own], inner.sink, inner.lag, keep=keep)
@@ -281,7 +281,7 @@ def kept_tokens(inner, dense, head: int, opening: int) -> list[int]:
         return [own[i] for i in lag.kept]
     oracle = SlimHead(dense.q[head], dense.k[head], dense.v[head])
     everything = list(range(dense.k.shape[1]))
-    s1 = oracle.mass(everything, everything[-inner.window :]).sum(axis=0)[opening:]
+    s1 = oracle.mass(everything, everything[-inner.window :]).sum(axis=0)[prefix:]
     s2 = np.abs(dense.v[head][own]).max(axis=1)
     prefix = len(own) - inner.window
     scores = pooled(list((s1 * s2)[:prefix]), inner.kernel, inner.pooling, "exist")
@@ -301,7 +301,7 @@ def test_a_history_is_the_conversation_that_was_held(lm):
     assert [part.tokens for part in read.rounds[0]] and len(read.rounds[0]) == 3
     text = tokenizer.render(messages)
     whole = tokenizer.encode(text[: text.rindex(messages[-1]["content"]) + len(messages[-1]["content"])])
-    assert read.seen.item() == len(whole) == read.opening[0].tokens + sum(part.tokens for part in read.rounds[0])
+    assert read.seen.item() == len(whole) == read.prefix[0].tokens + sum(part.tokens for part in read.rounds[0])
     cache = kvjax.generate(lm, whole, max_new_tokens=0).cache
     for layer, held in enumerate(cache.layers[BELOW:]):
         k, v = (np.asarray(x)[0] for x in rows(held))
@@ -335,8 +335,8 @@ def test_a_chat_of_rounds(lm):
         plain.park()
         plain.park()
     assert output.stats.rounds.rounds == 2 and len(output.stats.rounds.selected) == 1
-    opening = sent.cache.opening[0].tokens
-    assert opening == len(lm.tokenizer.encode(f"<|start|>system\n{system}<|end|>\n<|start|>user\n"))
+    prefix = sent.cache.prefix[0].tokens
+    assert prefix == len(lm.tokenizer.encode(f"<|start|>system\n{system}<|end|>\n<|start|>user\n"))
     before = sent.cache
     with pytest.raises(kvjax.UsageError):
         sent.send("x" * 2000)
@@ -384,7 +384,7 @@ def test_the_upper_layers_are_compiled_once_however_long_the_conversation(lm):
     for _ in range(6):
         cache = kvjax.generate(lm, [7] * 50, cache=cache, max_new_tokens=1).cache
         compiled.append(_upper._cache_size())
-    assert len(cache.rounds[0]) == 7 and cache.lower.prompt_room >= 320
+    assert len(cache.rounds[0]) == 7 and cache.lower.prompt_capacity >= 320
     assert compiled[1:] == compiled[1:2] * 5
 
 

@@ -8,9 +8,9 @@ import jax
 import pytest
 
 from kvjax.errors import UsageError
-from kvjax.mesh import Mesh
 from kvjax.runtime import distributed
 from kvjax.runtime.distributed import Cluster, Group, PeerFailed, local_mesh
+from kvjax.sharding.mesh import Mesh
 
 
 class Store:

@@ -12,13 +12,13 @@ import toys
 
 from kvjax.cache.groups import parts, with_parts
 from kvjax.cache.layout import Layout
-from kvjax.cache.storage import Storage
+from kvjax.cache.quantisation import Storage
 from kvjax.errors import UsageError
 from kvjax.model.alibi import slopes
 from kvjax.policies import H2O, TOVA, AhaKV, RazorAttention
-from kvjax.policies.base import Policy, Signals, Step, Turn, page_capacities
+from kvjax.policies.base import Policy, PromptChunk, Signals, Step, page_capacities
 from kvjax.policies.signals import Mass, PromptSignals
-from kvjax.runtime import observing
+from kvjax.runtime import decode_attention
 
 ROWS, HEADS, GROUP, DIM, TOKENS, STEPS = 4, 2, 3, 8, 40, 6
 PLAIN = toys.tiny_config(num_heads=HEADS * GROUP, num_kv_heads=HEADS, head_dim=DIM, num_layers=1)
@@ -29,7 +29,7 @@ STACKED = Storage(layout=Layout("stacked", 16))
 
 def decoded(policy, config, storage, pieces, monkeypatch):
     """The layer and every step's attention, after a prompt and some steps in which one row does not take part."""
-    monkeypatch.setattr(observing, "_pieces", lambda *_: pieces)
+    monkeypatch.setattr(decode_attention, "_pieces", lambda *_: pieces)
     rng = np.random.default_rng(2)
 
     def numbers(*shape):
@@ -39,7 +39,7 @@ def decoded(policy, config, storage, pieces, monkeypatch):
     layer = policy.init_layer(config, 0, ROWS, pages, jnp.float32, storage)
     count = jnp.asarray([TOKENS, 7, 30, 21], jnp.int32)
     mass = Mass(None, jnp.abs(numbers(ROWS, HEADS, GROUP, TOKENS)))
-    turn = Turn(0 * count, count, count, pages, config, True, PromptSignals(window=mass, columns=mass))
+    turn = PromptChunk(0 * count, count, count, pages, config, True, PromptSignals(window=mass, columns=mass))
     layer = policy.compress(0, layer, numbers(ROWS, HEADS, TOKENS, DIM), numbers(ROWS, HEADS, TOKENS, DIM), turn)
     active = jnp.asarray([True, True, False, True])
 
@@ -48,7 +48,7 @@ def decoded(policy, config, storage, pieces, monkeypatch):
         now = Step(seen, active, config=config)
         layer = policy.append(0, layer, k, v, now)
         bias = slopes(config) if config.positional == "alibi" else None
-        out, layer = observing.attend(policy, 0, layer, q, now, scale=DIM**-0.5, slopes=bias)
+        out, layer = decode_attention.attend(policy, 0, layer, q, now, scale=DIM**-0.5, slopes=bias)
         return out, layer, seen + active
 
     outs, seen = [], count
@@ -106,10 +106,10 @@ def test_only_a_tpu_takes_rows_in_turns_and_as_few_turns_as_fit(monkeypatch):
         ("tpu", a_row, 4),
         ("tpu", a_row // 2, 4),
     ):
-        monkeypatch.setattr(observing.dispatch, "platform", lambda platform=platform: platform)
-        monkeypatch.setattr(observing, "PIECE", room)
-        assert observing._pieces(policy, layer, q) == wanted
-    assert observing._pieces(Policy(), layer, q) == 1
+        monkeypatch.setattr(decode_attention.dispatch, "platform", lambda platform=platform: platform)
+        monkeypatch.setattr(decode_attention, "PIECE", room)
+        assert decode_attention._pieces(policy, layer, q) == wanted
+    assert decode_attention._pieces(Policy(), layer, q) == 1
 
 
 def test_a_policy_that_writes_keys_while_observing_is_refused(monkeypatch):

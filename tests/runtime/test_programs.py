@@ -11,8 +11,8 @@ import pytest
 import toys
 
 import kvjax
-from kvjax.cache.storage import Storage
-from kvjax.cache.value import detach
+from kvjax.cache.cache import detach
+from kvjax.cache.quantisation import Storage
 from kvjax.model.decoder import abstract_decoder
 from kvjax.policies import H2O, AhaKV, Full, LagKV, RazorAttention, StreamingLLM
 from kvjax.runtime.compilation import compile_clock
@@ -29,7 +29,7 @@ def prefill_temporaries(policy, tokens: int, batch: int = 1) -> int:
     ints = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)  # noqa: E731
     lowered = prefill_fresh.lower(
         abstract_decoder(config), ints(batch, tokens), ints(batch), ints(batch),
-        policy=policy, prompt_room=tokens, new_room=32, dtype=jnp.dtype("float32"),
+        policy=policy, prompt_capacity=tokens, new_capacity=32, dtype=jnp.dtype("float32"),
     )  # fmt: skip
     return lowered.compile().memory_analysis().temp_size_in_bytes
 
@@ -52,7 +52,7 @@ def test_prefill_memory_does_not_grow_with_layers():
         ints = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)  # noqa: E731
         lowered = prefill_fresh.lower(
             abstract_decoder(config), ints(1, 4096), ints(1), ints(1),
-            policy=StreamingLLM(window=64), prompt_room=4096, new_room=32, dtype=jnp.dtype("float32"),
+            policy=StreamingLLM(window=64), prompt_capacity=4096, new_capacity=32, dtype=jnp.dtype("float32"),
         )  # fmt: skip
         return lowered.compile().memory_analysis().temp_size_in_bytes
 
@@ -140,7 +140,7 @@ def test_planned_bytes_are_right_after_growing_too():
 def test_growing_keeps_every_bit():
     config = toys.tiny_config()
     cache = filled_cache(config, Full(), 2, 64)
-    bigger = grow(cache, config=config, new_room=1024)
+    bigger = grow(cache, config=config, new_capacity=1024)
     for old, new in zip(cache.layers, bigger.layers, strict=True):
         pages = old.pages[0]
         for head in range(2):
@@ -148,7 +148,7 @@ def test_growing_keeps_every_bit():
             assert (new.kv.k[:, start_new : start_new + pages] == old.kv.k[:, start_old : start_old + pages]).all()
             assert not new.kv.v[:, start_new + pages : start_new + new.pages[head]].any()
         assert (old.length == new.length).all()
-    assert bigger.new_room == 1024
+    assert bigger.new_capacity == 1024
 
 
 def test_an_empty_cache_is_zero_everywhere():
@@ -162,7 +162,7 @@ def test_prefill_peak_estimate_is_near_the_compilers():
         ints = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)  # noqa: E731
         lowered = prefill_fresh.lower(
             abstract_decoder(config), ints(2, 4096), ints(2), ints(2),
-            policy=policy, prompt_room=4096, new_room=256, dtype=jnp.dtype("float32"),
+            policy=policy, prompt_capacity=4096, new_capacity=256, dtype=jnp.dtype("float32"),
         )  # fmt: skip
         actual = lowered.compile().memory_analysis().temp_size_in_bytes
         planned = kvjax.plan(config, prompt_tokens=4096, batch=2, policy=policy).prefill_peak_bytes
@@ -177,7 +177,7 @@ def test_programs_lower_for_accelerators(policy, platform):
     ints = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)  # noqa: E731
     prefill = prefill_fresh.trace(
         params, ints(2, 64), ints(2), ints(2),
-        policy=policy, prompt_room=64, new_room=32, dtype=jnp.dtype("bfloat16"),
+        policy=policy, prompt_capacity=64, new_capacity=32, dtype=jnp.dtype("bfloat16"),
     )  # fmt: skip
     state = decode_state(config, empty_cache(config, policy, 2, 64, 32, jnp.bfloat16))
     pools, rest = detach(state.cache)

@@ -14,9 +14,9 @@ from kvjax.model.rope import angles, rotate
 from kvjax.policies.base import Policy
 from kvjax.policies.signals import QueryStats, Signals
 from kvjax.runtime.prefill import prefill_fresh, prefill_onto
-from kvjax.runtime.taps import stats_of
+from kvjax.runtime.signal_collector import stats_of
 
-SHARED = {"dtype": jnp.dtype("float32"), "new_room": 32}
+SHARED = {"dtype": jnp.dtype("float32"), "new_capacity": 32}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,9 +57,9 @@ def read(lm, policy, rows, cache=None, room=512):
         tokens[i, : len(ids)] = ids
     count = jnp.asarray([len(ids) for ids in rows])
     if cache is None:
-        return prefill_fresh(lm.params, tokens, count, count, policy=policy, prompt_room=room, **SHARED)[0]
+        return prefill_fresh(lm.params, tokens, count, count, policy=policy, prompt_capacity=room, **SHARED)[0]
     total = cache.seen + count
-    return prefill_onto(lm.params, cache, jnp.asarray(tokens), count, total, prompt_room=room, new_room=32)[0]
+    return prefill_onto(lm.params, cache, jnp.asarray(tokens), count, total, prompt_capacity=room, new_capacity=32)[0]
 
 
 def ids_of(seed, count):
@@ -166,7 +166,7 @@ def test_nothing_declared_costs_nothing():
     tokens, count = jnp.zeros((1, 512), jnp.int32), jnp.asarray([300])
 
     def cost(policy):
-        program = prefill_fresh.lower(lm.params, tokens, count, count, policy=policy, prompt_room=512, **SHARED)
+        program = prefill_fresh.lower(lm.params, tokens, count, count, policy=policy, prompt_capacity=512, **SHARED)
         return program.compile().cost_analysis()["flops"]
 
     plain = cost(Spy())

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from kvjax.errors import UsageError
 from kvjax.runtime.stopping import FOUND, stop_table
-from kvjax.text import TextStream, text_of
+from kvjax.text.detokenizer import TextStream, text_of
 
 # Tokens of every awkward kind: letters, words, halves of characters, several characters, nothing (special).
 PIECES = [

@@ -14,13 +14,13 @@ import jax
 import jax.numpy as jnp
 import toys
 
-from kvjax.cache.storage import MODEL
-from kvjax.cache.value import detach
-from kvjax.mesh import Mesh
+from kvjax.cache.cache import detach
+from kvjax.cache.quantisation import MODEL
 from kvjax.model.decoder import random_decoder
 from kvjax.planning import plan
 from kvjax.policies import parse
 from kvjax.runtime.synthetic import benchmark_controls, decode_state
+from kvjax.sharding.mesh import Mesh
 from kvjax.sharding.partition import Partition
 from kvjax.sharding.placement import cache_specs, of_all, place_weights
 from kvjax.sharding.programs import sharded_chunk

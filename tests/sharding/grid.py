@@ -20,13 +20,14 @@ import numpy as np
 import toys
 
 import kvjax
-from kvjax.cache.storage import parse_storage
-from kvjax.mesh import parse_mesh
+from kvjax.cache import buckets
+from kvjax.cache.quantisation import parse_storage
 from kvjax.planning import cache_bytes
 from kvjax.policies import parse
 from kvjax.policies.base import Policy
-from kvjax.rounds.placed import Placed
-from kvjax.runtime import buckets, session
+from kvjax.policies.split_cache import SplitCache
+from kvjax.runtime import session
+from kvjax.sharding.mesh import parse_mesh
 
 #: Every policy, at a size at which it drops something of these prompts.
 POLICIES: dict[str, str | Policy] = {
@@ -126,7 +127,7 @@ def numbers(case: Case, lm: Any) -> tuple[dict[str, Any], Any]:
         options: dict[str, Any] = {"chat": False, "logprobs": True, "max_new_tokens": tokens}
         first = kvjax.generate(lm, PROMPTS, policy=policy, storage=case.storage, **options)
         outputs = list(first)
-        if case.later and policy.places:
+        if case.later and policy.offloads_rounds:
             # So that there are rounds to choose from.
             for asked in (["why?", "no", "then who"], ["and you", "me?", "so"]):
                 # To one device and back.
@@ -158,12 +159,12 @@ def _rounds(stats: Any) -> tuple[Any, ...] | None:
 def _planned(case: Case, lm: Any) -> int:
     """Bytes on each device after the first turn, as they are planned."""
     policy = parse(POLICIES[case.policy])
-    if not policy.places:
+    if not policy.offloads_rounds:
         asked = {"prompt_tokens": 41, "batch": 3, "max_new_tokens": 5, "mesh": case.mesh, "storage": case.storage}
         return kvjax.plan(lm, policy=policy, **asked).cache_bytes
     # A first question brings nothing, and is itself in all layers; a plan is of a question that brings the top share.
     room = buckets.prompt_bucket(41)
-    held, storage, mesh = Placed(policy.watershed, room), parse_storage(case.storage), parse_mesh(case.mesh)
+    held, storage, mesh = SplitCache(policy.watershed, room), parse_storage(case.storage), parse_mesh(case.mesh)
     return cache_bytes(lm.config, held, 3, room, buckets.NEW_TOKENS, lm.params.dtype, storage, mesh)
 
 

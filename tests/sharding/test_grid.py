@@ -50,7 +50,7 @@ def test_a_mesh_gives_what_one_device_gives(name):
 
 def test_the_grid_has_every_policy():
     known = {case.policy for case in GRID}
-    assert {name for name, policy in registry().items() if not policy.places} <= known and "rounds" in known
+    assert {name for name, policy in registry().items() if not policy.offloads_rounds} <= known and "rounds" in known
     assert len(CASES) == len({case.name for case in (*DEFAULT, *GRID)})
 
 

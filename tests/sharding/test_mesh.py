@@ -8,10 +8,10 @@ import pytest
 import toys
 
 import kvjax
+from kvjax.cache.page_sharding import PageSharding, shard, unshard
 from kvjax.cache.pool import empty_layer, store
-from kvjax.cache.share import Share, dealt, whole
-from kvjax.mesh import Mesh, parse_mesh
 from kvjax.policies import parse
+from kvjax.sharding.mesh import Mesh, parse_mesh
 from kvjax.sharding.partition import Partition
 
 
@@ -42,10 +42,14 @@ def test_too_few_devices_are_refused_before_anything_is_read():
 )
 def test_heads_are_dealt_over_as_many_devices_as_divide_them(model, heads, parts):
     mesh = Mesh(1, model)
-    assert mesh.parts(mesh.dealt(heads)) == parts
+    assert mesh.parts(mesh.shard(heads)) == parts
     config = toys.tiny_config(num_heads=heads, num_kv_heads=heads)
     (group,) = Partition(mesh, config, kvjax.Full()).groups(0)
-    assert (group.share.head_parts, group.share.page_parts, group.count) == (parts, model // parts, heads // parts)
+    assert (group.sharding.head_parts, group.sharding.page_parts, group.count) == (
+        parts,
+        model // parts,
+        heads // parts,
+    )
 
 
 def test_groups_of_retrieval_heads_are_dealt_apart():
@@ -53,9 +57,9 @@ def test_groups_of_retrieval_heads_are_dealt_apart():
     part = Partition(Mesh(1, 4), config, parse("razor:heads=0.1+0.6,budget=64"))
     protected, others = part.groups(0)
     assert protected.heads == (1, 6) and others.heads == (0, 2, 3, 4, 5, 7)
-    assert [(group.share.head_parts, group.share.page_parts) for group in (protected, others)] == [(2, 2), (2, 2)]
+    assert [(group.sharding.head_parts, group.sharding.page_parts) for group in (protected, others)] == [(2, 2), (2, 2)]
     (every,) = part.groups(1)
-    assert every.share.head_parts == 4
+    assert every.sharding.head_parts == 4
     # A device's three and a half heads: half of each of two, and half of each of six others'.
     assert part.config_of(0).num_kv_heads == 1 + 3 and part.config_of(1).num_kv_heads == 2
 
@@ -88,19 +92,19 @@ def test_a_plan_is_of_one_device():
 
 @pytest.mark.parametrize("storage", ["model", "int8"])
 def test_dealt_pages_come_back(storage):
-    from kvjax.cache.storage import parse_storage
+    from kvjax.cache.quantisation import parse_storage
 
     rng = np.random.default_rng(0)
     k, v = (jnp.asarray(rng.normal(size=(2, 4, 200, 8)), jnp.float32) for _ in "kv")
     pool = empty_layer(2, (8, 8, 8, 8), 8, jnp.float32, marks=("position",), storage=parse_storage(storage))
     pool = store(pool, k, v, jnp.full((2, 4), 200, jnp.int32), pool.pages)
-    share = Share(("model0",), ("model1",), 2, 2)
-    there = dealt(pool, share)
-    assert there.share == share
+    sharding = PageSharding(("model0",), ("model1",), 2, 2)
+    there = shard(pool, sharding)
+    assert there.sharding == sharding
     # Device (0, 1) holds the odd pages of the first two heads.
     count = 2 * 8 // 2
     np.testing.assert_array_equal(there.kv.v[:, count : 2 * count], pool.kv.v[:, 1:16:2])
-    back = whole(there)
+    back = unshard(there)
     for one, other in zip(back.kv.k, pool.kv.k, strict=True):
         np.testing.assert_array_equal(one, other)
     np.testing.assert_array_equal(back.kv.v, pool.kv.v)

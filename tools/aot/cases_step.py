@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.bench.shapes import shapes
+from kvjax.cache.cache import Pools, detach
 from kvjax.cache.layout import Layout, layout_on
-from kvjax.cache.storage import Storage
-from kvjax.cache.value import Pools, detach
+from kvjax.cache.quantisation import Storage
 from kvjax.model.decoder import Decoder, abstract_decoder
 from kvjax.model.tiling import weight_layout
 from kvjax.policies import parse

@@ -58,15 +58,15 @@ def compile_case(
     from jax.experimental import topologies
 
     from kvjax.bench.shapes import shapes
+    from kvjax.cache.buckets import NEW_TOKENS, prompt_bucket
+    from kvjax.cache.cache import detach
     from kvjax.cache.layout import layout_on
-    from kvjax.cache.storage import Storage
-    from kvjax.cache.value import detach
-    from kvjax.mesh import Mesh, near_grid
+    from kvjax.cache.quantisation import Storage
     from kvjax.model.decoder import abstract_decoder
     from kvjax.planning import plan
     from kvjax.policies import parse
-    from kvjax.runtime.buckets import NEW_TOKENS, prompt_bucket
     from kvjax.runtime.synthetic import benchmark_controls, decode_state
+    from kvjax.sharding.mesh import Mesh, near_grid
     from kvjax.sharding.partition import Partition
     from kvjax.sharding.placement import ROWS, cache_specs, of_all, weight_specs
     from kvjax.sharding.programs import sharded_chunk, sharded_fresh
@@ -92,7 +92,7 @@ def compile_case(
     room = prompt_bucket(PROMPT)
     result: dict[str, Any] = {}
     with jax.sharding.use_abstract_mesh(mesh.jax.abstract_mesh):
-        rooms = {"prompt_room": room, "new_room": NEW_TOKENS, "dtype": dtype, "storage": storage}
+        rooms = {"prompt_capacity": room, "new_capacity": NEW_TOKENS, "dtype": dtype, "storage": storage}
         local = jax.eval_shape(lambda: part.empty(BATCH // data, *rooms.values()))
         cache = part.all(of_all(local, cache_specs(local), mesh))
         made = plan(

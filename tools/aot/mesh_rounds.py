@@ -17,25 +17,25 @@ def compile_rounds(topology: str, data: int, model: int, layers: int) -> dict[st
     from jax.experimental import topologies
 
     from kvjax.bench.shapes import shapes
+    from kvjax.cache.buckets import NEW_TOKENS, prompt_bucket
+    from kvjax.cache.cache import detach
+    from kvjax.cache.host_memory import DEVICE, HOST
     from kvjax.cache.layout import layout_on
-    from kvjax.cache.storage import Storage
-    from kvjax.cache.value import detach
-    from kvjax.mesh import Mesh, near_grid
+    from kvjax.cache.quantisation import Storage
     from kvjax.model.decoder import abstract_decoder
-    from kvjax.rounds.memory import DEVICE, HOST
-    from kvjax.rounds.placed import Placed
+    from kvjax.policies.split_cache import SplitCache
+    from kvjax.rounds.conversation import UpperRows
     from kvjax.rounds.steps import empty_stage
-    from kvjax.rounds.value import UpperRows
-    from kvjax.runtime.buckets import NEW_TOKENS, prompt_bucket
     from kvjax.sharding import round_programs as programs
-    from kvjax.sharding.partition import Partition, head_share
+    from kvjax.sharding.mesh import Mesh, near_grid
+    from kvjax.sharding.partition import Partition, head_sharding
     from kvjax.sharding.placement import ROWS, cache_specs, of_all, weight_specs
     from kvjax.sharding.report import collectives
 
     config, below = dataclasses.replace(shapes()["llama-3.1-8b"], num_layers=layers), layers // 2
     grid = near_grid(data, model, topologies.get_topology_desc(platform="tpu", topology_name=topology).devices)
     mesh, row = Mesh(data, model, tuple(grid.flat)), Mesh(1, model, tuple(grid[0]))
-    share, storage = head_share(mesh, config), Storage(layout=layout_on("tpu", config.head_dim))
+    sharding, storage = head_sharding(mesh, config), Storage(layout=layout_on("tpu", config.head_dim))
     dtype, heads, dim = jnp.dtype("bfloat16"), config.num_kv_heads, config.head_dim
 
     def array(on: Mesh, shape: tuple[int, ...], dtype: Any, spec: Any, memory: str = DEVICE) -> jax.ShapeDtypeStruct:
@@ -45,7 +45,7 @@ def compile_rounds(topology: str, data: int, model: int, layers: int) -> dict[st
     def ints(*shape: int, on: Mesh = mesh, spec: Any = ROWS) -> jax.ShapeDtypeStruct:
         return array(on, shape, jnp.int32, spec)
 
-    def cache_of(placed: Placed, room: int, on: Mesh, first: int, last: int) -> Any:
+    def cache_of(placed: SplitCache, room: int, on: Mesh, first: int, last: int) -> Any:
         part = Partition(on, config, placed)
         rows = BATCH // data
         local = jax.eval_shape(lambda: part.empty(rows, room, NEW_TOKENS, dtype, storage))
@@ -58,20 +58,20 @@ def compile_rounds(topology: str, data: int, model: int, layers: int) -> dict[st
         tree, [array(mesh, x.shape, x.dtype, spec) for x, spec in zip(leaves, specs, strict=True)]
     )
     room = prompt_bucket(SEEN)
-    lower_part, lower = cache_of(Placed(below), room, mesh, 0, below)
-    upper_part = Partition(mesh, config, Placed(below, SELECTED))
-    _, answered = cache_of(Placed(below, SELECTED), room, row, below, layers)
+    lower_part, lower = cache_of(SplitCache(below), room, mesh, 0, below)
+    upper_part = Partition(mesh, config, SplitCache(below, SELECTED))
+    _, answered = cache_of(SplitCache(below, SELECTED), room, row, below, layers)
     kinds = {"dtype": dtype, "storage": storage}
     stage = jax.eval_shape(lambda: empty_stage((layers - below, 2, BATCH, heads, SELECTED, dim), dtype, False))
     one = jax.eval_shape(lambda: empty_stage((layers - below, 2, BATCH // data, heads, SELECTED, dim), dtype, False))
-    kv_spec = programs.stage_specs(share, False).kv
+    kv_spec = programs.stage_specs(sharding, False).kv
     staged, row_staged = (
         dataclasses.replace(shapes, kv=array(on, shapes.kv.shape, dtype, kv_spec))
         for on, shapes in ((mesh, stage), (row, one))
     )
-    shape, spec = (layers - below, 2, heads, ROUND, dim), programs.round_specs(share, False).kv
+    shape, spec = (layers - below, 2, heads, ROUND, dim), programs.round_specs(sharding, False).kv
     there, here = (UpperRows(array(row, shape, dtype, spec, memory)) for memory in (HOST, DEVICE))
-    slots = programs.slots_spec(share)
+    slots = programs.slots_spec(sharding)
     scalar, offset = np.int32(0), np.zeros((1, 1), np.int32)
     edges = np.zeros((layers - below, heads), np.int32)
     with jax.sharding.use_abstract_mesh(mesh.jax.abstract_mesh):
@@ -86,12 +86,14 @@ def compile_rounds(topology: str, data: int, model: int, layers: int) -> dict[st
         }  # fmt: skip
     with jax.sharding.use_abstract_mesh(row.jax.abstract_mesh):
         move = jax.jit(lambda x: jax.device_put(x, here.kv.sharding), out_shardings=here.kv.sharding)
-        local = Partition(row, config, Placed(below, SELECTED)).local(answered)
+        local = Partition(row, config, SplitCache(below, SELECTED)).local(answered)
         narrow = {
             "one round to the device": move.lower(there.kv),
-            "one round into place": programs.place_round.lower(row_staged, here, scalar, offset, mesh=row, share=share),
+            "one round into place": programs.place_round.lower(
+                row_staged, here, scalar, offset, mesh=row, sharding=sharding
+            ),
             "one round cut out": programs.cut_round.lower(
-                local, scalar, edges, edges, mesh=row, share=share, size=ROUND
+                local, scalar, edges, edges, mesh=row, sharding=sharding, size=ROUND
             ),
         }
     found: dict[str, Any] = {}

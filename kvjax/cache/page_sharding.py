@@ -9,8 +9,8 @@ own run, as kernels want it. Attention over a share is merged with the others' b
 Policies never know. They run on every device that shares a head, on whole rows, and decide alike; numbers a slot
 (marks) are a few bytes and are kept whole. Only ``pool.py`` and ``attention.py`` tell a share from a whole.
 
-These functions run inside ``jax.shard_map``, but for :func:`whole` and :func:`dealt`, which take and give the arrays of
-all devices.
+These functions run inside ``jax.shard_map``, except :func:`unshard` and :func:`shard`, which take and return the arrays
+of all devices.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True)
-class Share:
+class PageSharding:
     """How a pool is divided; static.
 
     Attributes:
@@ -44,7 +44,7 @@ class Share:
         """Pages of heads, made to divide by the devices that share them."""
         return tuple(-(-count // self.page_parts) * self.page_parts for count in pages)
 
-    def local(self, pages: tuple[int, ...]) -> tuple[int, ...]:
+    def local_counts(self, pages: tuple[int, ...]) -> tuple[int, ...]:
         """Pages of each head that one device holds."""
         return tuple(count // self.page_parts for count in pages)
 
@@ -73,43 +73,43 @@ class Share:
         every = jax.lax.all_gather(pages, self.page_axes, axis=2)
         return every.reshape(every.shape[0], -1, *every.shape[3:])
 
-    def mine(self, pages: Array) -> Array:
+    def local_pages(self, pages: Array) -> Array:
         """This device's of [B, P, ...] pages."""
         if not self.page_axes:
             return pages
         split = pages.reshape(pages.shape[0], -1, self.page_parts, *pages.shape[2:])
         return jax.lax.dynamic_index_in_dim(split, self.index(), axis=2, keepdims=False)
 
-    def mine_of_rows(self, rows: Array, page_size: int) -> Array:
+    def local_slots(self, rows: Array, page_size: int) -> Array:
         """This device's slots of rows [B, H, N, ...], whole pages: what it holds of each head, in order."""
         if not self.page_axes:
             return rows
-        turn = page_size * self.page_parts
-        fill = ((0, 0), (0, 0), (0, -rows.shape[2] % turn)) + ((0, 0),) * (rows.ndim - 3)
+        stride = page_size * self.page_parts
+        fill = ((0, 0), (0, 0), (0, -rows.shape[2] % stride)) + ((0, 0),) * (rows.ndim - 3)
         rows = jnp.pad(rows, fill)
         split = rows.reshape(*rows.shape[:2], -1, self.page_parts, page_size, *rows.shape[3:])
         own = jax.lax.dynamic_index_in_dim(split, self.index(), axis=3, keepdims=False)
         return own.reshape(*own.shape[:2], -1, *own.shape[4:])
 
-    def parted(self, x: Array, axis: int) -> Array:
+    def shard_axis(self, x: Array, axis: int) -> Array:
         """This device's block of an axis that the devices which share pages divide."""
         if not self.page_axes:
             return x
         size = x.shape[axis] // self.page_parts
         return jax.lax.dynamic_slice_in_dim(x, self.index() * size, size, axis)
 
-    def joined(self, x: Array, axis: int) -> Array:
-        """Undo :meth:`parted`: the blocks of all of them."""
+    def gather_axis(self, x: Array, axis: int) -> Array:
+        """Undo :meth:`shard_axis`: the blocks of all of them."""
         return jax.lax.all_gather(x, self.page_axes, axis=axis, tiled=True) if self.page_axes else x
 
-    def length(self, length: Int[Array, "B H"], page_size: int) -> Int[Array, "B H"]:
+    def local_length(self, length: Int[Array, "B H"], page_size: int) -> Int[Array, "B H"]:
         """Valid slots of this device's run, of heads that hold ``length`` in all."""
         if not self.page_axes:
             return length
-        turn = page_size * self.page_parts
-        return length // turn * page_size + jnp.clip(length % turn - self.index() * page_size, 0, page_size)
+        stride = page_size * self.page_parts
+        return length // stride * page_size + jnp.clip(length % stride - self.index() * page_size, 0, page_size)
 
-    def place(self, page: Array, total: int) -> tuple[Array, Array]:
+    def locate(self, page: Array, total: int) -> tuple[Array, Array]:
         """Where whole pages are on this device, out of range (``total / n``) for another's; and which are its own."""
         if not self.page_axes:
             return page, jnp.ones(page.shape, bool)
@@ -118,50 +118,50 @@ class Share:
 
 
 #: A pool that is on one device.
-WHOLE = Share()
+UNSHARDED = PageSharding()
 
 
-def one_share(pool: LayerCache, share: Share) -> LayerCache:
+def local_shard(pool: LayerCache, sharding: PageSharding) -> LayerCache:
     """An empty pool as one device holds it; its pages must divide."""
-    if share == WHOLE:
+    if sharding == UNSHARDED:
         return pool
-    count = sum(share.local(pool.pages))
+    count = sum(sharding.local_counts(pool.pages))
     scales = pool.scales and dataclasses.replace(pool.scales, v=pool.scales.v[:, :count])
-    return pool.replace(kv=jax.tree.map(lambda x: x[:, :count], pool.kv), scales=scales, share=share)
+    return pool.replace(kv=jax.tree.map(lambda x: x[:, :count], pool.kv), scales=scales, sharding=sharding)
 
 
-def gathered(pool: LayerCache) -> LayerCache:
+def gather_pages(pool: LayerCache) -> LayerCache:
     """The pool with all pages of this device's heads."""
-    share = pool.share
-    if not share.page_axes:
+    sharding = pool.sharding
+    if not sharding.page_axes:
         return pool
-    scales = pool.scales and dataclasses.replace(pool.scales, v=share.gather(pool.scales.v))
-    return pool.replace(kv=jax.tree.map(share.gather, pool.kv), scales=scales, share=WHOLE)
+    scales = pool.scales and dataclasses.replace(pool.scales, v=sharding.gather(pool.scales.v))
+    return pool.replace(kv=jax.tree.map(sharding.gather, pool.kv), scales=scales, sharding=UNSHARDED)
 
 
-def whole(pool: LayerCache) -> LayerCache:
+def unshard(pool: LayerCache) -> LayerCache:
     """The arrays of all devices, in the order of an undivided pool's pages."""
-    share = pool.share
+    sharding = pool.sharding
 
     def ordered(x: Array) -> Array:
-        parts = x.reshape(x.shape[0], share.head_parts, share.page_parts, -1, *x.shape[2:])
+        parts = x.reshape(x.shape[0], sharding.head_parts, sharding.page_parts, -1, *x.shape[2:])
         return parts.swapaxes(2, 3).reshape(x.shape)
 
-    return _reordered(pool, WHOLE, ordered)
+    return _reordered(pool, UNSHARDED, ordered)
 
 
-def dealt(pool: LayerCache, share: Share) -> LayerCache:
-    """Undo :func:`whole`: an undivided pool, whose pages must divide, as the devices will hold it."""
+def shard(pool: LayerCache, sharding: PageSharding) -> LayerCache:
+    """Undo :func:`unshard`: an undivided pool, whose pages must divide, as the devices will hold it."""
 
     def ordered(x: Array) -> Array:
-        parts = x.reshape(x.shape[0], share.head_parts, -1, share.page_parts, *x.shape[2:])
+        parts = x.reshape(x.shape[0], sharding.head_parts, -1, sharding.page_parts, *x.shape[2:])
         return parts.swapaxes(2, 3).reshape(x.shape)
 
-    return _reordered(pool, share, ordered)
+    return _reordered(pool, sharding, ordered)
 
 
-def _reordered(pool: LayerCache, share: Share, ordered: Any) -> LayerCache:
-    if max(share.page_parts, pool.share.page_parts) == 1:
-        return pool.replace(share=share)
+def _reordered(pool: LayerCache, sharding: PageSharding, ordered: Any) -> LayerCache:
+    if max(sharding.page_parts, pool.sharding.page_parts) == 1:
+        return pool.replace(sharding=sharding)
     scales = pool.scales and dataclasses.replace(pool.scales, v=ordered(pool.scales.v))
-    return pool.replace(kv=jax.tree.map(ordered, pool.kv), scales=scales, share=share)
+    return pool.replace(kv=jax.tree.map(ordered, pool.kv), scales=scales, sharding=sharding)

@@ -61,7 +61,7 @@ class Mesh:
         """Their names."""
         return tuple(name for name, _ in self.factors)
 
-    def dealt(self, count: int) -> tuple[str, ...]:
+    def axes_dividing(self, count: int) -> tuple[str, ...]:
         """The axes, of all subsets of the factors, over most devices whose number divides ``count``."""
         best: tuple[str, ...] = ()
         for chosen in range(1 << len(self.factors)):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import codecs
 from collections.abc import Sequence
 
-from kvjax.model.tokenizer import Tokenizer
+from kvjax.text.tokenizer import Tokenizer
 
 
 class TextStream:

@@ -11,13 +11,13 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
-from kvjax.calibrate.profile import Profile, WatershedProfile, load_profile, packaged
 from kvjax.checks import number, whole_number
-from kvjax.config import ModelConfig
 from kvjax.errors import UsageError
-from kvjax.policies.base import HostOrTraced, Policy, numpy_or_jax, share
+from kvjax.model.config import ModelConfig
+from kvjax.policies.base import HostOrTraced, Policy, floor_fraction, numpy_or_jax
 from kvjax.policies.checks import one_of, only_one
 from kvjax.policies.composed import HeadWise
+from kvjax.policies.profile import Profile, WatershedProfile, load_profile, packaged
 
 #: Tokens at the beginning of a conversation that belong to no round: attention that no token deserves goes to them.
 SINKS = 4
@@ -48,7 +48,7 @@ class RoundAttention(Policy):
     round that follows. Keys keep their original positions.
     """
 
-    places: ClassVar[bool] = True
+    offloads_rounds: ClassVar[bool] = True
 
     strategy: Literal["topk", "fixed", "adaptive", "above_mean"] = "topk"
     granularity: Literal["round", "token"] = "round"
@@ -85,7 +85,7 @@ class RoundAttention(Policy):
             raise UsageError(f"inner is {inner!r}; give a policy of tokens, such as kvjax.LagKV(ratio=0.5).")
         asked = inner.signals
         # A round is one array: its heads differ in what they hold, not in what they are.
-        chooses = not (inner.places or inner.merges or inner.beyond_context or isinstance(inner, HeadWise))
+        chooses = not (inner.offloads_rounds or inner.merges or inner.beyond_context or isinstance(inner, HeadWise))
         if not chooses or asked.columns or asked.queries or asked.decode_logits or asked.window_share:
             raise UsageError(
                 f"{type(inner).__name__} cannot compress a finished round; inner takes policies that choose by a "
@@ -129,11 +129,11 @@ class RoundAttention(Policy):
 
     def budgets(self, config: ModelConfig, layer: int, total: HostOrTraced) -> HostOrTraced:
         xp = numpy_or_jax(total)
-        kept = total if layer < self.layers_below(config) else xp.maximum(share(self.top, total), 1)
+        kept = total if layer < self.layers_below(config) else xp.maximum(floor_fraction(self.top, total), 1)
         return xp.broadcast_to(kept[:, None], (len(total), config.num_kv_heads)).astype(xp.int32)
 
     def planned(self, config: ModelConfig, prompt: int) -> Policy:
-        from kvjax.rounds.placed import Placed
+        from kvjax.policies.split_cache import SplitCache
 
-        upper = max(int(share(self.top, np.asarray([prompt]))[0]), 1)
-        return Placed(self.layers_below(config), upper)
+        upper = max(int(floor_fraction(self.top, np.asarray([prompt]))[0]), 1)
+        return SplitCache(self.layers_below(config), upper)

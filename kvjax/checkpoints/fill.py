@@ -16,13 +16,13 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.typing import DTypeLike
 
-from kvjax.config import ModelConfig
+from kvjax.checkpoints.checkpoint import Checkpoint
+from kvjax.checkpoints.weight_map import Weight
 from kvjax.errors import WeightsError
-from kvjax.mesh import Mesh
-from kvjax.model.checkpoint import Checkpoint
+from kvjax.model.config import ModelConfig
 from kvjax.model.decoder import Decoder, abstract_decoder, logical_view
 from kvjax.model.tiling import tiled
-from kvjax.model.weight_map import Weight
+from kvjax.sharding.mesh import Mesh
 
 # Numbers converted at a time: 1 MiB of float32 stays in a core's cache between dequantising and transposing.
 _BLOCK = 1 << 18

@@ -15,11 +15,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Int
 
 from kvjax.cache.groups import Layer, pages_by_group, parts, slot_bytes, with_parts
+from kvjax.cache.host_memory import as_numpy
 from kvjax.cache.layout import platform_layout
+from kvjax.cache.page_sharding import shard, unshard
 from kvjax.cache.pool import LayerCache, resize
-from kvjax.cache.reading import on_host
-from kvjax.cache.share import dealt, whole
-from kvjax.cache.storage import Storage
+from kvjax.cache.quantisation import Storage
 from kvjax.errors import UsageError
 from pallas_kernels.pages import Pages
 
@@ -38,17 +38,17 @@ class Cache:
       anchor: [B] int32, ``seen`` when the last prompt was in; ``seen - anchor`` tokens were decoded since.
       pending: [B] int32, a token that was generated but not yet fed, or -1; the next turn begins with it.
       policy: which tokens stay; static.
-      prompt_room: tokens of prompt the allocation was made for; static.
-      new_room: tokens that may be decoded after ``anchor`` before the pools must grow; static.
+      prompt_capacity: tokens of prompt the allocation was made for; static.
+      new_capacity: tokens that may be decoded after ``anchor`` before the pools must grow; static.
     """
 
     layers: tuple[Any, ...]  # of the kind that the policy's init_layer makes
     seen: Int[Array, " B"]
-    anchor: Int[Array, " B"]
-    pending: Int[Array, " B"]
+    prompt_end: Int[Array, " B"]
+    next_token: Int[Array, " B"]
     policy: Policy = dataclasses.field(metadata={"static": True})
-    prompt_room: int = dataclasses.field(metadata={"static": True})
-    new_room: int = dataclasses.field(metadata={"static": True})
+    prompt_capacity: int = dataclasses.field(metadata={"static": True})
+    new_capacity: int = dataclasses.field(metadata={"static": True})
 
     @property
     def batch(self) -> int:
@@ -87,7 +87,7 @@ class Cache:
     def clipped(self) -> np.ndarray:
         """[B] int8 keys that were clipped to their scale, over heads and layers; 0 for other storage."""
         pools = [pool for layer in self.layers for pool in parts(layer)]
-        counts = [on_host(pool.scales.clipped).sum(axis=1) for pool in pools if pool.scales is not None]
+        counts = [as_numpy(pool.scales.clipped).sum(axis=1) for pool in pools if pool.scales is not None]
         return np.sum(counts, axis=0) if counts else np.zeros(self.batch, np.int64)
 
     @property
@@ -207,7 +207,7 @@ def resize_layer(layer: Layer, pages: tuple[int, ...]) -> Layer:
 
 def _aligned(caches: Sequence[Cache]) -> list[Cache]:
     """The caches with equal allocations, and the rooms that every row surely has in them."""
-    prompt_room, new_room = max(c.prompt_room for c in caches), min(c.new_room for c in caches)
+    prompt_capacity, new_capacity = max(c.prompt_capacity for c in caches), min(c.new_capacity for c in caches)
     result = []
     for cache in caches:
         layers = []
@@ -215,7 +215,7 @@ def _aligned(caches: Sequence[Cache]) -> list[Cache]:
             pages = tuple(max(counts) for counts in zip(*(c.layers[i].pages for c in caches), strict=True))
             # Arrays of all devices of a mesh are resized in the order of the pages.
             wanted = zip(parts(layer), pages_by_group(layer, pages), strict=True)
-            pools = [pool if pool.pages == n else dealt(resize(whole(pool), n), pool.share) for pool, n in wanted]
+            pools = [pool if pool.pages == n else shard(resize(unshard(pool), n), pool.sharding) for pool, n in wanted]
             layers.append(with_parts(layer, pools))
-        result.append(cache.replace(layers=tuple(layers), prompt_room=prompt_room, new_room=new_room))
+        result.append(cache.replace(layers=tuple(layers), prompt_capacity=prompt_capacity, new_capacity=new_capacity))
     return result

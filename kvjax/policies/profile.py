@@ -14,9 +14,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
 
-from kvjax.config import ModelConfig
 from kvjax.errors import UsageError
 from kvjax.files import write_atomically
+from kvjax.model.config import ModelConfig
 
 #: One number a query head: [layer][head].
 Table = tuple[tuple[float, ...], ...]

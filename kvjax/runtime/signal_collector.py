@@ -14,20 +14,20 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.config import ModelConfig
+from kvjax.cache.buckets import keys_of
 from kvjax.model.alibi import query_bias
+from kvjax.model.config import ModelConfig
 from kvjax.model.decoder import LayerView
-from kvjax.model.rope import Angles, rotated
+from kvjax.model.rope import Angles, apply_rope
 from kvjax.policies.base import Policy
 from kvjax.policies.signals import Mass, PromptSignals, QueryStats, Signals, first_window_query
-from kvjax.runtime.buckets import keys_of
 from pallas_kernels.attention_mass import Masses, attention_mass, log_sum_exp
 from pallas_kernels.rows import Rows
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Taps:
+class PartialSignals:
     """What is accumulated over the query blocks of one layer; None where a policy did not ask.
 
     Attributes:
@@ -40,7 +40,7 @@ class Taps:
 
 
 @dataclasses.dataclass(frozen=True)
-class LayerTap:
+class SignalCollector:
     """What one policy asks of every layer, for rows of these lengths.
 
     Attributes:
@@ -59,7 +59,7 @@ class LayerTap:
     window_rows: int
 
     def window_queries(
-        self, layer: LayerView, x: Float[Array, "B T M"], turn: Angles
+        self, layer: LayerView, x: Float[Array, "B T M"], rope: Angles
     ) -> tuple[Float[Array, "B H G W D"], Int[Array, " B"], Float[Array, "B W"]] | None:
         """The window's queries, the token of the first (negative in a row shorter than the window), and how much each
         counts: 1, or 0 where there is none.
@@ -70,17 +70,17 @@ class LayerTap:
             return None
         offset = self.count - self.window_rows
         token = offset[:, None] + jnp.arange(self.window_rows)
-        xw, here = jax.tree.map(lambda a: jnp.take_along_axis(a, jnp.maximum(token, 0)[..., None], axis=1), (x, turn))
+        xw, here = jax.tree.map(lambda a: jnp.take_along_axis(a, jnp.maximum(token, 0)[..., None], axis=1), (x, rope))
         q, _, _ = layer.project(xw)
-        q = rotated(q, here).transpose(0, 2, 3, 1, 4)
+        q = apply_rope(q, here).transpose(0, 2, 3, 1, 4)
         return q, offset, (token >= self.first[:, None]).astype(jnp.float32)
 
-    def start(self, kept: Rows | None, tokens: int) -> Taps:
-        """Taps that have seen no query."""
+    def start(self, kept: Rows | None, tokens: int) -> PartialSignals:
+        """PartialSignals that have seen no query."""
         c, s = self.config, self.signals
         batch = self.count.shape[0]
         stats = QueryStats.none(batch, c.num_kv_heads, c.group_size, c.head_dim) if s.queries else None
-        return Taps(self._no_mass(kept, tokens) if s.columns else None, stats)
+        return PartialSignals(self._no_mass(kept, tokens) if s.columns else None, stats)
 
     def _no_mass(self, kept: Rows | None, tokens: int) -> Mass:
         shape = (self.count.shape[0], self.config.num_kv_heads, self.config.group_size)
@@ -89,19 +89,19 @@ class LayerTap:
 
     def after_block(
         self,
-        taps: Taps,
+        partial: PartialSignals,
         raw: Float[Array, "B S H G D"],
         q: Float[Array, "B H G S D"],
         normaliser: Float[Array, "B H G S"],
         k: Float[Array, "B H T D"],
         kept: Rows | None,
         index: Int[Array, ""],
-    ) -> Taps:
-        """Taps after one block of queries: ``raw`` before rotary, ``q`` after it, with their log-sum-exp."""
+    ) -> PartialSignals:
+        """PartialSignals after one block of queries: ``raw`` before rotary, ``q`` after it, with their log-sum-exp."""
         s, block = self.signals, raw.shape[1]
         token = index * block + jnp.arange(block)
         real = token < self.count[:, None]
-        columns, stats = taps.columns, taps.stats
+        columns, stats = partial.columns, partial.stats
         if columns is not None:
             where = self._where(index * block, block, kept, self.scale if s.columns_scaled else None, block)
             if s.columns_scaled:
@@ -112,11 +112,11 @@ class LayerTap:
         if stats is not None:
             counts = real & (self.seen[:, None] + token >= s.query_skip)
             stats = stats.merge(stats_of(raw, counts))
-        return Taps(columns, stats)
+        return PartialSignals(columns, stats)
 
     def finish(
         self,
-        taps: Taps,
+        partial: PartialSignals,
         window: tuple[Array, Array, Array] | None,
         k: Float[Array, "B H T D"],
         kept: Rows | None,
@@ -129,7 +129,7 @@ class LayerTap:
             where = self._where(offset, self.window_rows, kept, self.scale, block)
             found = attention_mass(q, k, log_sum_exp(q, k, **where), weight=weight, **where)
             mass = Mass(found.kept, found.new)
-        return PromptSignals(mass, taps.columns, taps.stats)
+        return PromptSignals(mass, partial.columns, partial.stats)
 
     def _where(
         self, offset: Int[Array, "*B"], queries: int, kept: Rows | None, scale: Array | None, block: int
@@ -145,7 +145,7 @@ class LayerTap:
         )
 
 
-def layer_tap(
+def signal_collector(
     policy: Policy,
     config: ModelConfig,
     seen: Int[Array, " B"],
@@ -153,7 +153,7 @@ def layer_tap(
     total: Int[Array, " B"],
     tokens: int,
     fresh: bool,
-) -> LayerTap | None:
+) -> SignalCollector | None:
     """What the policy asks of each layer, for rows of at most ``tokens`` new tokens; None when that is nothing."""
     signals = policy.signals
     # A share is of all the tokens a row has seen: on a later turn that can be the whole of its new ones.
@@ -162,7 +162,7 @@ def layer_tap(
     if not (rows or signals.columns or signals.queries):
         return None
     first = first_window_query(signals, count, seen + count)
-    return LayerTap(signals, config, seen, count, first, policy.window_scale(config, total), rows)
+    return SignalCollector(signals, config, seen, count, first, policy.window_scale(config, total), rows)
 
 
 def stats_of(q: Float[Array, "B N H G D"], counts: Bool[Array, "B N"]) -> QueryStats:

@@ -23,7 +23,7 @@ from jaxtyping import Array, Float
 _WIDE = 16
 
 
-def product(x: Float[Array, "*S K"], weight: Float[Array, "K N"]) -> Float[Array, "*S N"]:
+def matmul(x: Float[Array, "*S K"], weight: Float[Array, "K N"]) -> Float[Array, "*S N"]:
     """``x @ weight``."""
     rows, (inner, columns) = x.reshape(-1, x.shape[-1]), weight.shape
     if rows.shape[0] == 1 and columns <= _WIDE * inner and x.dtype == jnp.float32:
@@ -32,11 +32,11 @@ def product(x: Float[Array, "*S K"], weight: Float[Array, "K N"]) -> Float[Array
     if not 3 <= rows.shape[0] <= 24 or columns > _WIDE * inner:
         return x @ weight
     # The barrier keeps the compiler from folding the transpose back into a plain product.
-    turned = jax.lax.optimization_barrier(rows.T)
-    return jax.lax.dot_general(turned, weight, (((0,), (0,)), ((), ()))).reshape(*x.shape[:-1], -1)
+    transposed = jax.lax.optimization_barrier(rows.T)
+    return jax.lax.dot_general(transposed, weight, (((0,), (0,)), ((), ()))).reshape(*x.shape[:-1], -1)
 
 
-def product_turned(
+def matmul_nt(
     x: Float[Array, "*S K"], weight: Float[Array, "N K"], dtype: DTypeLike | None = None
 ) -> Float[Array, "*S N"]:
     """``x @ weight.T``, in ``x``'s dtype or another."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from kvjax.policies.base import share
-from kvjax.policies.rounds import RoundAttention
+from kvjax.policies.base import floor_fraction
+from kvjax.policies.round_attention import RoundAttention
 
 
 def round_attention(
@@ -36,7 +36,7 @@ def select(policy: RoundAttention, attention: Float[np.ndarray, " R"]) -> Bool[n
     if count == 0:
         return np.zeros(0, bool)
     if policy.strategy == "topk":
-        return highest(attention, max(int(share(policy.top, np.asarray([count]))[0]), 1))
+        return highest(attention, max(int(floor_fraction(policy.top, np.asarray([count]))[0]), 1))
     limit = {
         "fixed": policy.threshold,
         "adaptive": attention.mean() + policy.std * attention.std(),

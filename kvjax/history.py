@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvjax.cache.storage import Storage
+from kvjax.cache.quantisation import Storage
+from kvjax.checkpoints.load import LanguageModel
 from kvjax.errors import UsageError
-from kvjax.model.load import LanguageModel
-from kvjax.prompts import opening_tokens, tokenize
+from kvjax.prompts import prefix_tokens, tokenize
 from kvjax.request import Options, Request
 from kvjax.rounds.closing import close_round
+from kvjax.rounds.conversation import Conversation
 from kvjax.rounds.turn import read_question
-from kvjax.rounds.value import Conversation
 from kvjax.sharding.rounds import round_programs
 
 
@@ -64,17 +64,17 @@ def read_history(
     options = Options(1, 0.0, None, 1.0, 0.0, 1.0, 0, 1, (), None, False)
     request = Request(lm, ids, policy, None, True, None, options, memory_limit, storage)
     chosen = request.policy
-    if not chosen.places or getattr(chosen, "inner", None) is not None:
+    if not chosen.offloads_rounds or getattr(chosen, "inner", None) is not None:
         raise UsageError("A history is read under RoundAttention without inner; a round is compressed when it ends.")
-    opening = max(request.opening[0], opening_tokens(lm, list(messages), ids))
-    opening = min(opening, starts[1] if len(starts) > 1 else len(ids))
+    prefix = max(request.prefix[0], prefix_tokens(lm, list(messages), ids))
+    prefix = min(prefix, starts[1] if len(starts) > 1 else len(ids))
     programs = round_programs(lm.mesh, lm.config)
     cache, _, asked = read_question(
         lm.params,
         [ids],
         policy=chosen,  # pyright: ignore[reportArgumentType]
         before=None,
-        opening=[opening],
+        prefix=[prefix],
         consume=False,
         dtype=request.dtype,
         storage=request.storage,

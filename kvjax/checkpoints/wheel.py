@@ -25,8 +25,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO
 
+from kvjax.checkpoints.remote import RemoteFile, reason
 from kvjax.errors import WeightsError
-from kvjax.model.remote import RemoteFile, reason
 
 Progress = Callable[[int, int], None]
 _CHUNK = 1 << 20

@@ -19,7 +19,7 @@ REFERENCE = "full"
 
 
 @dataclasses.dataclass(frozen=True)
-class Contender:
+class Candidate:
     """One cache of the comparison.
 
     Attributes:
@@ -70,7 +70,7 @@ def _split(text: str, mark: str) -> list[str]:
     return [piece for piece in (*pieces, text[start:]) if piece.strip()]
 
 
-def contenders(policies: str, retained: Sequence[float]) -> list[Contender]:
+def candidates(policies: str, retained: Sequence[float]) -> list[Candidate]:
     """Every cache to compare, the full one first.
 
     Args:
@@ -87,18 +87,20 @@ def contenders(policies: str, retained: Sequence[float]) -> list[Contender]:
             raise UsageError(f"--retained holds {share:g}; give shares of tokens above 0 and at most 1.")
     names: list[str] = []
     for name in split_policies(policies):
-        names += [one for one, cls in registry().items() if not cls.places] if name.lower() == "all" else [name]
-    found = [Contender(REFERENCE)]
+        names += (
+            [one for one, cls in registry().items() if not cls.offloads_rounds] if name.lower() == "all" else [name]
+        )
+    found = [Candidate(REFERENCE)]
     for name in names:
         policy = parse(name)
         if isinstance(policy, Full):
             continue
-        if policy.places:
+        if policy.offloads_rounds:
             raise UsageError(f"{name} places whole rounds of conversations; `kvjax compare-rounds` compares it.")
         options = name.partition(":")[2]
         sized = any(re.search(rf"(^|,)\s*{size}\s*=", options) for size in _SIZES)
         if sized or not any(field.name == "ratio" for field in dataclasses.fields(policy)):
-            found.append(Contender(name))
+            found.append(Candidate(name))
         else:
-            found += [Contender(name, share) for share in sorted(set(retained), reverse=True)]
+            found += [Candidate(name, share) for share in sorted(set(retained), reverse=True)]
     return list(dict.fromkeys(found))

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from kvjax.errors import WeightsError
-from kvjax.model.tokenizer import Tokenizer
+from kvjax.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     import tokenizers

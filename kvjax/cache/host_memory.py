@@ -63,3 +63,12 @@ def committed(tree: Tree) -> Tree:
 def nbytes(tree: Any) -> int:
     """Bytes of all arrays of a tree."""
     return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
+
+
+def as_numpy(x: Any) -> np.ndarray:
+    """An array's numbers on this host, whichever processes hold its parts."""
+    if isinstance(x, jax.Array) and not x.is_fully_addressable and not x.is_fully_replicated:
+        from jax.experimental import multihost_utils
+
+        return np.asarray(multihost_utils.process_allgather(x, tiled=True))
+    return np.asarray(x)

@@ -10,11 +10,11 @@ import jax
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from kvjax.cache.storage import Storage
-from kvjax.cache.value import Cache, concatenate, take
+from kvjax.cache.cache import Cache, concatenate, take
+from kvjax.cache.host_memory import nbytes, to_device, to_host
+from kvjax.cache.quantisation import Storage
 from kvjax.errors import UsageError
-from kvjax.policies.rounds import RoundAttention
-from kvjax.rounds.memory import nbytes, to_device, to_host
+from kvjax.policies.round_attention import RoundAttention
 
 
 @jax.tree_util.register_dataclass
@@ -70,7 +70,7 @@ class Conversation:
     """
 
     lower: Cache
-    opening: tuple[Round, ...]
+    prefix: tuple[Round, ...]
     rounds: tuple[tuple[Round, ...], ...]
     asked: tuple[int, ...]
     policy: RoundAttention
@@ -86,8 +86,8 @@ class Conversation:
         return self.lower.seen
 
     @property
-    def pending(self) -> Int[Array, " B"]:
-        return self.lower.pending
+    def next_token(self) -> Int[Array, " B"]:
+        return self.lower.next_token
 
     @property
     def storage(self) -> Storage:
@@ -101,12 +101,12 @@ class Conversation:
     def model_shape(self) -> tuple[int, int, int]:
         """Layers, KV heads and channels of the model it belongs to."""
         below, heads, dim = self.lower.model_shape
-        return below + self.opening[0].upper.kv.shape[0], heads, dim
+        return below + self.prefix[0].upper.kv.shape[0], heads, dim
 
     @property
     def nbytes(self) -> int:
         """Allocated bytes but for the rounds' upper layers: device memory, unless parked."""
-        return self.lower.nbytes + sum(part.upper.nbytes for part in self.opening)
+        return self.lower.nbytes + sum(part.upper.nbytes for part in self.prefix)
 
     @property
     def host_nbytes(self) -> int:
@@ -129,7 +129,7 @@ class Conversation:
     def records(self, indices: Sequence[int]) -> Conversation:
         """Rows as :meth:`take` gives them but for the lower layers, which stay as they are."""
         return self.replace(
-            opening=tuple(self.opening[i] for i in indices),
+            prefix=tuple(self.prefix[i] for i in indices),
             rounds=tuple(self.rounds[i] for i in indices),
             asked=tuple(self.asked[i] for i in indices),
         )
@@ -142,16 +142,16 @@ class Conversation:
 
     def parked(self) -> Conversation:
         """All of it in host memory, for an idle user (section 3.2, step 1); the next turn brings it back."""
-        lower, opening = to_host((self.lower, [part.upper for part in self.opening]))
-        return self.replace(lower=lower, opening=self._with_opening(opening))
+        lower, prefix = to_host((self.lower, [part.upper for part in self.prefix]))
+        return self.replace(lower=lower, prefix=self._with_prefix(prefix))
 
     def unparked(self) -> Conversation:
         """Ready for a turn: the lower layers on the device."""
-        lower, opening = to_device((self.lower, [part.upper for part in self.opening]))
-        return self.replace(lower=lower, opening=self._with_opening(opening))
+        lower, prefix = to_device((self.lower, [part.upper for part in self.prefix]))
+        return self.replace(lower=lower, prefix=self._with_prefix(prefix))
 
-    def _with_opening(self, upper: Sequence[UpperRows]) -> tuple[Round, ...]:
-        return tuple(dataclasses.replace(part, upper=rows) for part, rows in zip(self.opening, upper, strict=True))
+    def _with_prefix(self, upper: Sequence[UpperRows]) -> tuple[Round, ...]:
+        return tuple(dataclasses.replace(part, upper=rows) for part, rows in zip(self.prefix, upper, strict=True))
 
     def without_idle(self, questions: int, delete: Callable[[Cache, np.ndarray], Cache]) -> Conversation:
         """Without the rounds that none of the last so many questions selected (section 3.4), in any layer.
@@ -162,7 +162,7 @@ class Conversation:
         if all(map(all, stays)):
             return self
         most = max(max(pool.slots) for pool in self.pools)
-        keep = np.zeros((len(self.lower.layers), self.lower.batch, len(self.opening[0].held[0]), most), bool)
+        keep = np.zeros((len(self.lower.layers), self.lower.batch, len(self.prefix[0].held[0]), most), bool)
         for row, stay in enumerate(stays):
             edges = self.slots(row)
             for first, last, here in zip(edges[:-1], edges[1:], [True, *stay], strict=True):
@@ -176,7 +176,7 @@ class Conversation:
 
     def slots(self, row: int) -> Int[np.ndarray, "R+2 L H"]:
         """First slot of the row's opening, of each of its rounds, and the end of the last, by layer and head."""
-        held = [self.opening[row].held, *(part.held for part in self.rounds[row])]
+        held = [self.prefix[row].held, *(part.held for part in self.rounds[row])]
         return np.concatenate([np.zeros_like(held[:1]), np.cumsum(held, axis=0)])
 
 
@@ -189,7 +189,7 @@ def join(conversations: Sequence[Conversation]) -> Conversation:
     ready = [one.unparked() for one in conversations]
     return Conversation(
         lower=concatenate([one.lower for one in ready]),
-        opening=sum((one.opening for one in ready), ()),
+        prefix=sum((one.prefix for one in ready), ()),
         rounds=sum((one.rounds for one in ready), ()),
         asked=sum((one.asked for one in ready), ()),
         policy=ready[0].policy,

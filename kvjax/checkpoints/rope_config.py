@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
-from kvjax.config import RopeConfig, RopeKind
 from kvjax.errors import WeightsError
+from kvjax.model.config import RopeConfig, RopeKind
 
 # Transformers' names of former years.
 _ALIASES = {"su": "longrope", "ntk": "dynamic", "none": "default"}

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from kvjax.config import ModelConfig
+from kvjax.model.config import ModelConfig
 
 Place = Callable[[np.ndarray], np.ndarray]
 

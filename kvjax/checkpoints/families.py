@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from kvjax.config import ModelConfig
+from kvjax.checkpoints.bloom import BLOOM
+from kvjax.checkpoints.rope_config import rope_from_gguf, rope_from_hf
+from kvjax.checkpoints.weight_map import Family, Place, Weight, input_last, output_first, turned, whole
 from kvjax.errors import WeightsError
-from kvjax.model.bloom import BLOOM
-from kvjax.model.rope_config import rope_from_gguf, rope_from_hf
-from kvjax.model.weight_map import Family, Place, Weight, input_last, output_first, turned, whole
+from kvjax.model.config import ModelConfig
 
 
 def family(name: Any, origin: str) -> Family:

@@ -10,18 +10,18 @@ from pathlib import Path
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from kvjax.config import ModelConfig
+from kvjax.checkpoints.families import family
+from kvjax.checkpoints.fill import default_dtype, fill
+from kvjax.checkpoints.gguf import GGUFFile
+from kvjax.checkpoints.hub import fetch
+from kvjax.checkpoints.safetensors import SafetensorsFolder, read_json
+from kvjax.checkpoints.weight_map import Family
 from kvjax.errors import UsageError, WeightsError
-from kvjax.mesh import Mesh, parse_mesh
+from kvjax.model.config import ModelConfig
 from kvjax.model.decoder import Decoder
-from kvjax.model.families import family
-from kvjax.model.fetch import fetch
-from kvjax.model.fill import default_dtype, fill
-from kvjax.model.gguf import GGUFFile
-from kvjax.model.safetensors import SafetensorsFolder, read_json
-from kvjax.model.tokenizer import Tokenizer, tokenizer_from_folder
-from kvjax.model.tokenizer_gguf import stop_ids_from_gguf, tokenizer_from_gguf
-from kvjax.model.weight_map import Family
+from kvjax.sharding.mesh import Mesh, parse_mesh
+from kvjax.text.gguf_tokenizer import stop_ids_from_gguf, tokenizer_from_gguf
+from kvjax.text.tokenizer import Tokenizer, tokenizer_from_folder
 
 _ROPE_FACTORS = ("rope_freqs", "rope_factors_short", "rope_factors_long")
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from kvjax.config import ModelConfig
+from kvjax.checkpoints.weight_map import Family, Place, Weight, input_last, output_first, turned, whole
 from kvjax.errors import WeightsError
-from kvjax.model.weight_map import Family, Place, Weight, input_last, output_first, turned, whole
+from kvjax.model.config import ModelConfig
 
 
 def _config(

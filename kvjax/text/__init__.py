@@ -1,0 +1,1 @@
+"""Tokenizers, and the way back from generated tokens to text."""
