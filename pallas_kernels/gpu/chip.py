@@ -1,4 +1,4 @@
-"""Which GPU a program is compiled for: asked while tracing, of an abstract device as well as of one that is there."""
+"""The GPU that a program is compiled for, found while tracing: an abstract device or one of this machine."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import jax
 
 from pallas_kernels import dispatch
 
-#: NVIDIA's table of compute capabilities, by a part of the device's name; the first that is found counts.
+#: NVIDIA's table of compute capabilities, by a part of the device's name; the first match counts.
 _CAPABILITY = (
     (("GB300", "B300"), (10, 3)),
     (("GB200", "B200", "B100"), (10, 0)),
@@ -30,7 +30,7 @@ class Gpu:
       kind: the device's name, "" where nothing is known: a program exported from a machine without one.
       capability: CUDA's compute capability, (major, minor); ``None`` where it is not known.
       processors: streaming multiprocessors; an H100's 132 where it is not known.
-      nvidia: ``False`` for AMD's, which XLA compiles for and these kernels were never tried on.
+      nvidia: ``False`` for AMD's GPUs, which XLA compiles for, but on which these kernels were never run.
     """
 
     kind: str = ""
@@ -47,18 +47,18 @@ class Gpu:
 
 
 def target() -> Gpu:
-    """The abstract device's, when compiling ahead of time, else the first GPU of this process."""
+    """The abstract device's GPU, when compiling ahead of time, else the first of this process."""
     device = dispatch.abstract_device()
     if device is None and jax.default_backend() == "gpu":
         device = jax.local_devices()[0]
     if device is None:
         return Gpu()
     kind = device.device_kind or ""
-    said = getattr(device, "compute_capability", None)
-    capability = _parsed(said) if said else _by_name(kind)
+    reported = getattr(device, "compute_capability", None)
+    capability = _parsed(reported) if reported else _by_name(kind)
     processors = getattr(device, "num_cores", None) or getattr(device, "core_count", None) or Gpu.processors
     # ROCm's capability is "gfx942" or the like.
-    return Gpu(kind, capability, int(processors), nvidia=not str(said or "").startswith("gfx"))
+    return Gpu(kind, capability, int(processors), nvidia=not str(reported or "").startswith("gfx"))
 
 
 def _parsed(capability: str) -> tuple[int, int] | None:

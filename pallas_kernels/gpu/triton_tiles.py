@@ -1,4 +1,4 @@
-"""Rows in memory and products of them, as the Triton kernels take them."""
+"""Loads, products and block sizes that the Triton kernels share."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pallas_kernels import checks
 
 
 def check_sizes(queries: int, keys: int, warps: int, stages: int) -> None:
-    """Raise ``ValueError`` for blocks, or options of Triton's compiler, that it cannot take."""
+    """Raise ``ValueError`` for block sizes or compiler options that Triton cannot take."""
     checks.block_size("queries", queries, 16)
     checks.block_size("keys", keys, 16)
     checks.block_size("warps", warps, 1)
@@ -22,12 +22,12 @@ def check_sizes(queries: int, keys: int, warps: int, stages: int) -> None:
 
 
 def i32(value: int) -> Array:
-    """A number of 32 bits, whatever the default is."""
+    """``value`` as int32, also where JAX's default integers have 64 bits."""
     return jnp.int32(value)
 
 
 def up(value: Array, size: int) -> Array:
-    """``value / size`` rounded up, and 0 for what is negative."""
+    """``value / size`` rounded up; 0 for a negative value."""
     return jax.lax.div(jnp.maximum(value, 0) + i32(size - 1), i32(size))
 
 
@@ -37,17 +37,17 @@ def lanes(count: int, dim: int) -> Int[Array, "N E"]:
 
 
 def rows_of(x: Any, row: Int[Array, " N"], there: Bool[Array, " N"], dim: int) -> Float[Array, "N E"]:
-    """Rows of a [rows, D] array in memory, zeros where there are none and from D on."""
+    """Load rows of a [rows, D] array; zeros for rows that are masked and for columns from D on."""
     lane = lanes(row.shape[0], dim)
     there_too = there[:, None] & (lane < dim)
     return plt.load(x.at[jnp.broadcast_to(row[:, None], lane.shape), lane], mask=there_too, other=0.0)
 
 
 def dot(a: Float[Array, "M K"], b: Float[Array, "K N"]) -> Float[Array, "M N"]:
-    """a b, summed in float32; float32 numbers are not rounded to tf32."""
+    """``a @ b`` with float32 sums; float32 operands are not rounded to TF32."""
     return plt.dot(a, b, precision=jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None)
 
 
 def dot_rows(a: Float[Array, "M K"], b: Float[Array, "N K"]) -> Float[Array, "M N"]:
-    """a b' of rows."""
+    """``a @ b.T``."""
     return dot(a, b.T)

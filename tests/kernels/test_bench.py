@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernels.decode_base import Case, build
+from support.decode_base import Case, build
 
 import pallas_kernels
 from pallas_kernels.bench import bare, decode_inputs, timing

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
-from kernels.decode_base import RAGGED, Case, DecodeBase, build
+from support.decode_base import RAGGED, Case, DecodeBase, build
 
 from pallas_kernels.ragged_decode import reference, tpu
 from pallas_kernels.ragged_decode.worklist import work_list

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernels.decode_base import RAGGED, UNIFORM, Case, DecodeBase, build, rows_of
+from support.decode_base import RAGGED, UNIFORM, Case, DecodeBase, build, rows_of
 
 from pallas_kernels.ragged_decode import api, ragged_decode, reference, xla
 from pallas_kernels.ragged_decode.worklist import FIRST, LAST, ZERO, most_items, work_list

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
-from kernels.mass_base import Case, MassBase, build
+from support.mass_base import Case, MassBase, build
 
 from pallas_kernels.attention_mass import reference, tpu
 from pallas_kernels.attention_mass.mass_problem import Counting

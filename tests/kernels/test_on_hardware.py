@@ -6,7 +6,7 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 import pytest
-from kernels.decode_base import Case, DecodeBase, around_boundaries
+from support.decode_base import Case, DecodeBase, around_boundaries
 
 from pallas_kernels import tune
 from pallas_kernels.bench import decode as bench

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
-from kernels.prefill_base import Case, PrefillBase, build
+from support.prefill_base import Case, PrefillBase, build
 
 from pallas_kernels.prefill import prefill, reference, tpu
 from pallas_kernels.tpu import tiles

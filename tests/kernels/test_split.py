@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernels.decode_base import Case, build
-from kernels.gpus import A100, H100, on
+from support.decode_base import Case, build
+from support.gpus import A100, H100, on
 
 from pallas_kernels.gpu import chip
 from pallas_kernels.ragged_decode import mosaic_gpu, split, triton

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernels.decode_base import Case, build
-from kernels.gpus import A100, H100, on
+from support.decode_base import Case, build
+from support.gpus import A100, H100, on
 
 from pallas_kernels import tunable, tune, tuned
 from pallas_kernels.attention_mass import tpu as mass_tpu
