@@ -39,7 +39,8 @@ def number(name: str, x: Any, *, above: float = -math.inf) -> None:
     """Raise ``ValueError`` unless ``x`` is one finite number, not 0 and above this; a tracer's value is not checked."""
     wrong = isinstance(x, numbers.Real) and not (math.isfinite(x) and float(x) > above and x != 0)
     if wrong or not (isinstance(x, numbers.Real) or getattr(x, "shape", None) == ()):
-        raise ValueError(f"{name} is {_described(x)}; give one finite number {'above 0' if above == 0 else 'other than 0'}.")
+        wanted = "above 0" if above == 0 else "other than 0"
+        raise ValueError(f"{name} is {_described(x)}; give one finite number {wanted}.")
 
 
 def plain(x: Any) -> Any:
@@ -83,7 +84,7 @@ def sizes(q: Any, tokens: int) -> None:
 
 
 def block(requested: int | None, tokens: int, most: int) -> int:
-    """Number of keys read at once: ``requested``, else the greatest divisor that ``tokens`` and ``most`` have in common.
+    """Number of keys read at once: ``requested``, else the greatest common divisor of ``tokens`` and ``most``.
 
     Raises:
       ValueError: ``requested`` does not divide ``tokens``.

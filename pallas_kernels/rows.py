@@ -40,7 +40,7 @@ class Rows:
     def block_of(
         self, i: Int[Array, ""], linear: Bias | None
     ) -> tuple[Float[Array, "B H S D"], Float[Array, "B H S D"], Bool[Array, "B H 1 S"], Array | None]:
-        """Keys and values of block ``i``, the mask of its valid rows, and a bias [B, H, #N, S] of its scores or None."""
+        """Keys and values of block ``i``, the mask of its valid rows, and its scores' bias [B, H, #N, S] or None."""
         k = jax.lax.dynamic_slice_in_dim(self.k, i * self.block, self.block, axis=2)
         v = jax.lax.dynamic_slice_in_dim(self.v, i * self.block, self.block, axis=2)
         slot = i * self.block + jnp.arange(self.block)

@@ -1,4 +1,4 @@
-"""``log_sum_exp`` and ``attention_mass``: the two passes over the keys that a set of queries' attention needs."""
+"""``log_sum_exp`` and ``attention_mass``: two passes over the keys that sum a set of queries' attention by key."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pallas_kernels.attention_mass.mass_problem import Counting, Masses, Problem
 from pallas_kernels.rows import Bias, Rows
 from pallas_kernels.softmax import per_row
 
-#: Keys that the XLA form reads at once, where the caller does not say.
+#: Keys that the XLA form reads at once by default.
 BLOCK = 256
 
 
@@ -34,26 +34,26 @@ def log_sum_exp(
     implementation: str | None = None,
     **options: Any,
 ) -> Float[Array, "B H G N"]:
-    """Log-sum-exp of each query's scores ``scale q . k + bias`` over the keys it sees: a softmax's normaliser.
+    """Log-sum-exp of each query's scores ``scale q . k + bias`` over the keys it attends to: a softmax's normaliser.
 
-    Query i of a row sees keys ``j <= offset + i`` and every valid kept row.
+    Query i of a row attends to keys ``j <= offset + i`` and every valid kept row.
 
     Args:
-      q: after rotary, grouped by KV head. k: after rotary; what no query sees must be finite.
-      offset: int32, the index of each row's query 0 among the keys; traced, so that a chunk's place does not recompile.
-        Negative where a row is shorter than N: queries at negative places see no key.
+      q: after rotary embedding, grouped by KV head. k: likewise; finite everywhere, also where no query attends.
+      offset: int32, the index of each row's query 0 among the keys; traced, so that another offset compiles nothing.
+        Negative where a row is shorter than N: queries at negative positions attend to no key.
       scale: multiplies q . k; may differ by row.
-      kept: rows from before, seen by all queries; their block size is their own.
-      bias: of some keys' places; group-major queries. None, as for every model without ALiBi, is what kernels can do.
+      kept: rows from earlier tokens, which all queries attend to; they have a block size of their own.
+      bias: bias of scores by key positions (ALiBi), for group-major queries. Only "xla" takes one.
       block: keys the XLA form reads at once; divides T.
       implementation: the only one to try; by default the platform's in order, "xla" last.
-      options: of one implementation: ``config`` (block sizes), ``interpret``.
+      options: options of the implementation that is named: ``config`` (block sizes), ``interpret``.
 
     Returns:
-      float32; ``NEG`` for a query that sees nothing.
+      float32; ``NEG`` for a query that attends to nothing.
 
     Raises:
-      ValueError: an argument of another shape or type, or some that do not belong together.
+      ValueError: an argument of another shape or type, or some that contradict each other.
       NotImplementedError: the implementation that was named cannot do this.
     """
     problem = _problem(q, k, offset, scale, kept, bias, block)
@@ -79,16 +79,16 @@ def attention_mass(
 
     Over the last W queries of a row it is an observation window's mass (SnapKV, Li et al., arXiv 2404.14469,
     equation 1); over all of them the column sums of attention (H2O, Zhang et al., arXiv 2306.14048), which are
-    additive over chunks of queries: give what was found so far as ``onto``.
+    additive over chunks of queries: pass the sums of earlier chunks as ``onto``.
 
     Args:
-      lse: of each query over all the keys it sees, from :func:`log_sum_exp` or the attention itself.
-      weight: of each query, at least 0; 0 for those that do not count, all 1 if None.
-      onto: masses that are added to; its buffers can be reused.
+      lse: log-sum-exp of each query's scores, from :func:`log_sum_exp` or the attention itself.
+      weight: factor of each query, at least 0; 0 for those that do not count, all 1 if None.
+      onto: masses that these are added to; its buffers can be reused.
       The others as in :func:`log_sum_exp`.
 
     Raises:
-      ValueError: an argument of another shape or type, or some that do not belong together.
+      ValueError: an argument of another shape or type, or some that contradict each other.
       NotImplementedError: the implementation that was named cannot do this.
     """
     problem = _problem(q, k, offset, scale, kept, bias, block)

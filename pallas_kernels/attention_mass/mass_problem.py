@@ -1,4 +1,4 @@
-"""What is asked, in one value: every implementation takes a :class:`Problem`, and for masses a :class:`Counting`."""
+"""Inputs of every implementation, :class:`Problem` and :class:`Counting`, and their result :class:`Masses`."""
 
 from __future__ import annotations
 
@@ -6,17 +6,19 @@ import dataclasses
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.rows import Bias, Rows
+from pallas_kernels.softmax import LOG2E, NEG, NOTHING
 
 
 class Masses(NamedTuple):
-    """Attention mass of every key, the query heads of a group apart.
+    """Attention mass of every key, per query head.
 
     Attributes:
-      new: [B, H, G, T] of the keys.
-      kept: [B, H, G, C] of the kept rows; None where there are none.
+      new: [B, H, G, T], the keys' masses.
+      kept: [B, H, G, C], the kept rows' masses; None without kept rows.
     """
 
     new: Float[Array, "B H G T"]
@@ -40,13 +42,23 @@ class Problem:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Counting:
-    """How queries are counted, and what is added to."""
+    """Normalisers and weights of the queries, and the masses that theirs are added to."""
 
     lse: Float[Array, "B H G N"]
     weight: Float[Array, "B N"] | None
     onto: Masses | None
 
     def of(self, queries: slice) -> Counting:
-        """Of some of the queries."""
+        """The same for a slice of the queries."""
         weight = None if self.weight is None else self.weight[:, queries]
         return dataclasses.replace(self, lse=self.lse[..., queries], weight=weight)
+
+
+def log2_normaliser(lse: Float[Array, "B H G N"], weight: Float[Array, "B N"]) -> Float[Array, "B H G N"]:
+    """The number to subtract from a score, in units of log 2, so that ``exp2`` gives the query's weighted attention.
+
+    ``w exp(s - lse) = exp(s - (lse - log w))``; infinite (``-NEG``) for a query without weight or visible keys.
+    """
+    log_weight = jnp.log(jnp.maximum(weight, jnp.finfo(jnp.float32).tiny))[:, None, None]
+    counts = (weight[:, None, None] > 0) & (lse > NOTHING)
+    return jnp.where(counts, (lse - log_weight) * jnp.float32(LOG2E), jnp.float32(-NEG))

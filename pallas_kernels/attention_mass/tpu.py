@@ -1,6 +1,6 @@
-"""On TPUs, in Pallas: both passes read every key once, and only up to the diagonal.
+"""Pallas TPU kernels: both passes read every key once, and only up to the diagonal.
 
-The grid's axis over keys is as long as the furthest query needs, a traced number. See
+The grid's axis over keys has a traced length, as long as the last query needs. See
 :mod:`pallas_kernels.attention_mass.tpu_log_sum_exp` and :mod:`pallas_kernels.attention_mass.tpu_mass`, and for keys in
 float32 :mod:`pallas_kernels.tpu.float32_scores`.
 """
@@ -20,15 +20,15 @@ from pallas_kernels.softmax import merge_log
 from pallas_kernels.tpu import tiles
 from pallas_kernels.tpu.tiles import Config, Tiles
 
-#: Keys whose scores are multiplied at once for the mass; of more there would not be registers enough.
+#: Keys whose scores are computed together for the mass; more would spill registers.
 _PART = 256
 
 
 def log_sum_exp(p: Problem, *, config: Config | None = None, interpret: Any = False) -> Float[Array, "B H G N"]:
-    """See :func:`pallas_kernels.attention_mass.log_sum_exp`; the kept rows' part is XLA's."""
+    """See :func:`pallas_kernels.attention_mass.log_sum_exp`; kept rows are handled in XLA."""
     _check(p)
     sizes = config or tuned.config("log_sum_exp.tpu", p, Config)
-    whole, rest = _parted(p, sizes)
+    whole, rest = _whole_and_rest(p, sizes)
     found = [] if not whole else [tpu_log_sum_exp.call(p, tpu_log_sum_exp.tiling(p, sizes, whole), interpret)]
     if rest is not None:
         t = tpu_log_sum_exp.tiling(rest, config or tuned.config("log_sum_exp.tpu", rest, Config))
@@ -38,10 +38,10 @@ def log_sum_exp(p: Problem, *, config: Config | None = None, interpret: Any = Fa
 
 
 def attention_mass(p: Problem, c: Counting, *, config: Config | None = None, interpret: Any = False) -> Masses:
-    """See :func:`pallas_kernels.attention_mass.attention_mass`; the kept rows' part is XLA's."""
+    """See :func:`pallas_kernels.attention_mass.attention_mass`; kept rows are handled in XLA."""
     _check(p)
     sizes = config or tuned.config("attention_mass.tpu", p, Config)
-    whole, rest = _parted(p, sizes)
+    whole, rest = _whole_and_rest(p, sizes)
     t = mass_tiles(p, sizes, whole or None)
     tokens = p.k.shape[2]
     new = jnp.zeros((*p.q.shape[:3], tokens), jnp.float32) if c.onto is None else c.onto.new
@@ -55,12 +55,12 @@ def attention_mass(p: Problem, c: Counting, *, config: Config | None = None, int
 
 
 def mass_tiles(p: Problem, config: Config | None, count: int | None = None) -> Tiles:
-    """Of the first ``count`` queries, all by default; the parts are the kernel's own."""
+    """Blocks of the first ``count`` queries, all by default, in parts of the mass kernel's own size."""
     return Tiles.of(p.q, p.k, config, _PART, count)
 
 
-def _parted(p: Problem, config: Config | None) -> tuple[int, Problem | None]:
-    """How many queries are whole blocks, and the problem of the others: all of them padded would be a copy of them."""
+def _whole_and_rest(p: Problem, config: Config | None) -> tuple[int, Problem | None]:
+    """Number of queries in whole blocks, and the problem of the rest: padding all queries would copy them."""
     block, count = Tiles.of(p.q, p.k, config).queries, p.q.shape[3]
     whole = count // block * block
     if whole == count:
@@ -70,4 +70,4 @@ def _parted(p: Problem, config: Config | None) -> tuple[int, Problem | None]:
 
 def _check(p: Problem) -> None:
     if p.bias is not None:
-        raise NotImplementedError("The TPU kernels know no bias that depends on places (ALiBi).")
+        raise NotImplementedError("The TPU kernels have no bias by positions (ALiBi).")

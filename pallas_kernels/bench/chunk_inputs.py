@@ -1,4 +1,4 @@
-"""A chunk of queries at the end of a prompt: what the kernels that read prompts are measured on."""
+"""Inputs for measuring the kernels that read prompts: a chunk of queries at the end of a prompt."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from pallas_kernels.prefill import prefill_problem as prefill
 
 @dataclasses.dataclass(frozen=True)
 class Chunk:
-    """The last queries of one prompt by their sizes.
+    """Sizes of a chunk: the last queries of one prompt.
 
     Attributes:
-      queries: of each head. tokens: keys, the queries' own included.
+      queries: queries of each head. tokens: keys, the queries' own included.
       heads: KV heads. group: query heads a KV head.
-      dtype: of what is stored; a prompt is read in bfloat16 where that has 8 bits.
+      dtype: dtype of the cache; a prompt is read in bfloat16 where that has 8 bits.
     """
 
     queries: int = 1024
@@ -31,7 +31,7 @@ class Chunk:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Raise ``ValueError`` for sizes that are no problem, before anything is allocated."""
+        """Raise ``ValueError`` for invalid sizes, before anything is allocated."""
         for name in ("queries", "tokens", "heads", "group", "head_dim"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; give at least 1.")
@@ -40,20 +40,20 @@ class Chunk:
         stored_dtype(self.dtype)
 
     def rows(self, nth: int, *shape: int) -> jax.Array:
-        """Random numbers of this shape, other ones for every ``nth``."""
+        """Random numbers of this shape; each ``nth`` gives others."""
         key = jax.random.fold_in(jax.random.key(self.seed), nth)
         dtype = stored_dtype(self.dtype)
         return jax.random.normal(key, shape, jnp.float32).astype(dtype if dtype.itemsize > 1 else jnp.bfloat16)
 
 
 def prefill_problem(chunk: Chunk) -> prefill.Problem:
-    """The chunk with random rows."""
+    """A ``prefill`` problem with random queries, keys and values."""
     q, k, offset, scale = _queries_and_keys(chunk)
     return prefill.Problem(q, k, chunk.rows(2, *k.shape), offset, None, None, scale, None, chunk.tokens)
 
 
 def mass_problem(chunk: Chunk) -> mass.Problem:
-    """The same queries and keys."""
+    """An ``attention_mass`` problem with the same queries and keys."""
     q, k, offset, scale = _queries_and_keys(chunk)
     return mass.Problem(q, k, offset, jnp.full((1,), scale, jnp.float32), None, None, chunk.tokens)
 

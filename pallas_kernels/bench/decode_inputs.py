@@ -1,4 +1,4 @@
-"""What is measured: one new token a row against a cache whose heads kept very different numbers of tokens."""
+"""Inputs for measuring decode steps: a cache whose heads kept very different numbers of tokens."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from pallas_kernels.ragged_decode.decode_problem import Problem
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """A decode step by its sizes.
+    """Sizes of a decode step.
 
     Attributes:
       batch: rows. heads: KV heads. group: queries a KV head.
-      mean: slots a head, on average. sigma: of the logarithm of heads' lengths, 0 for equal ones.
-      dtype: of rows; queries are bfloat16 where it has 8 bits.
+      mean: mean slots per head. sigma: standard deviation of the logarithm of heads' lengths; 0 for equal lengths.
+      dtype: dtype of keys and values; queries are bfloat16 where it has 8 bits.
       page_size: slots of a page; ``None`` for the platform's.
-      live: share of each run that is filled: a cache that still grows has less than 1.
+      live: fraction of each head's pages that is filled; below 1 for a cache that still grows.
     """
 
     batch: int = 16
@@ -37,7 +37,7 @@ class Sizes:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Raise ``ValueError`` for sizes that are no problem, before anything is allocated."""
+        """Raise ``ValueError`` for invalid sizes, before anything is allocated."""
         for name in ("batch", "heads", "group", "head_dim", "mean", "page_size"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -45,31 +45,31 @@ class Sizes:
         if not 0 <= self.sigma < 10:
             raise ValueError(f"sigma is {self.sigma}; give 0 for equal lengths, or less than 10.")
         if not 0 < self.live <= 1:
-            raise ValueError(f"live is {self.live}; give a share above 0, at most 1.")
+            raise ValueError(f"live is {self.live}; give a fraction above 0, at most 1.")
         stored_dtype(self.dtype)
 
     @property
     def page(self) -> int:
-        """Slots of a page on this platform: what its kernels read at once."""
+        """Slots of a page; by default those that this platform's kernels read best."""
         by_platform = {"gpu": 64, "tpu": 16 if jnp.dtype(self.dtype).itemsize > 1 else 128}
         return self.page_size or by_platform.get(dispatch.platform(), 16)
 
     def capacities(self) -> np.ndarray:
-        """[H] slots of each head: log-normal with this mean, the same for all rows, as a cache's plan is."""
+        """Slots of each head [H]: log-normal with this mean, the same for all rows, as in a cache's plan."""
         rng = np.random.default_rng(self.seed)
         drawn = np.exp(self.sigma * rng.standard_normal(self.heads))
         return np.maximum(np.round(drawn * self.mean / drawn.mean()), 1).astype(np.int64)
 
     @property
     def runs(self) -> tuple[int, ...]:
-        """[H] pages of each head."""
+        """Pages of each head [H]."""
         return tuple(int(-(-slots // self.page)) for slots in self.capacities())
 
     def lengths(self) -> np.ndarray:
-        """[B, H] valid slots: up to a tenth less than a head's capacity, as rows differ."""
+        """Valid slots [B, H]: up to a tenth below a head's capacity, as rows differ."""
         rng = np.random.default_rng(self.seed + 1)
-        share = self.live * rng.uniform(0.9, 1.0, (self.batch, self.heads))
-        return np.maximum(share * self.capacities(), 1).astype(np.int32)
+        filled = self.live * rng.uniform(0.9, 1.0, (self.batch, self.heads))
+        return np.maximum(filled * self.capacities(), 1).astype(np.int32)
 
     @property
     def live_bytes(self) -> int:
@@ -78,10 +78,10 @@ class Sizes:
 
 
 def stored_dtype(name: str) -> jnp.dtype:
-    """A type that rows are stored in, by its name.
+    """The dtype of this name, if keys and values can be stored in it.
 
     Raises:
-      ValueError: it is none.
+      ValueError: they cannot.
     """
     try:
         dtype = jnp.dtype(name)
@@ -128,7 +128,7 @@ def _pages(key: jax.Array, other: jax.Array, shape: tuple[int, int, int, int], d
 
 
 def _rows(key: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
-    """Random rows, a batch row at a time: a float32 copy of the whole pool would not fit beside it."""
+    """Random numbers, one batch row at a time: a float32 copy of the whole pool would not fit beside it."""
 
     def row(key: jax.Array) -> jax.Array:
         drawn = jax.random.normal(key, shape[1:], jnp.float32)

@@ -1,4 +1,4 @@
-"""What was measured, on what, with which versions: as JSON or as a table."""
+"""Report of a kernel benchmark: results, device and versions, as JSON or as a Markdown table."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ class Row:
     Attributes:
       error: largest absolute difference of an output from the float32 reference.
       microseconds: of one step, the median; ``least`` and ``most`` of the rounds.
-      gigabytes: 1e9 bytes a second of live keys and values. share: of the bandwidth of a copy.
+      gigabytes: 1e9 bytes of live keys and values per second.
+      bandwidth_fraction: live bytes per second over the bandwidth of a copy.
       refused: why it did not run.
     """
 
@@ -32,13 +33,13 @@ class Row:
     least: float | None = None
     most: float | None = None
     gigabytes: float | None = None
-    share: float | None = None
+    bandwidth_fraction: float | None = None
     refused: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """One problem on one machine; ``bandwidth`` is a copy's bytes a second, read and written."""
+    """Results of one problem on one machine; ``bandwidth``: bytes per second that a copy reads and writes."""
 
     sizes: Sizes
     rows: tuple[Row, ...]
@@ -51,7 +52,7 @@ class Report:
 
     @classmethod
     def of(cls, sizes: Sizes, rows: tuple[Row, ...], bandwidth: float) -> Self:
-        """With this machine's name and versions, and the date."""
+        """Report of these rows, with this machine's device, versions and date."""
         versions = {
             "jax": jax.__version__,
             "jaxlib": jaxlib.version.__version__,
@@ -94,5 +95,5 @@ def _line(row: Row) -> str:
         return f"| {row.name} | {row.refused} | | | | |"
     return (
         f"| {row.name} | {row.error:.1e} | {row.microseconds:,.1f} | {row.least:,.1f} to {row.most:,.1f} "
-        f"| {row.gigabytes:,.0f} | {row.share:.0%} |"
+        f"| {row.gigabytes:,.0f} | {row.bandwidth_fraction:.0%} |"
     )

@@ -36,11 +36,11 @@ def lanes(count: int, dim: int) -> Int[Array, "N E"]:
     return jax.lax.broadcasted_iota(jnp.int32, (count, pl.next_power_of_2(dim)), 1)
 
 
-def rows_of(x: Any, row: Int[Array, " N"], there: Bool[Array, " N"], dim: int) -> Float[Array, "N E"]:
+def rows_of(x: Any, row: Int[Array, " N"], valid: Bool[Array, " N"], dim: int) -> Float[Array, "N E"]:
     """Load rows of a [rows, D] array; zeros for rows that are masked and for columns from D on."""
     lane = lanes(row.shape[0], dim)
-    there_too = there[:, None] & (lane < dim)
-    return plt.load(x.at[jnp.broadcast_to(row[:, None], lane.shape), lane], mask=there_too, other=0.0)
+    mask = valid[:, None] & (lane < dim)
+    return plt.load(x.at[jnp.broadcast_to(row[:, None], lane.shape), lane], mask=mask, other=0.0)
 
 
 def dot(a: Float[Array, "M K"], b: Float[Array, "K N"]) -> Float[Array, "M N"]:

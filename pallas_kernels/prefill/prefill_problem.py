@@ -1,4 +1,4 @@
-"""What is asked of a chunk, in one value: an implementation takes a :class:`Problem` and gives a :class:`Prefilled`."""
+"""The input :class:`Problem` and the result :class:`Prefilled` of every implementation of ``prefill``."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from pallas_kernels.rows import Bias, Rows
 
 
 class Prefilled(NamedTuple):
-    """Result of a chunk. Queries at a row's ``length`` and beyond have finite numbers of no meaning.
+    """Result of a chunk. Queries from a row's ``length`` on have finite results without meaning.
 
     Attributes:
       out: [B, H, G, N, D] in the queries' dtype.
-      lse: [B, H, G, N] float32 log-sum-exp of the scores, with which parts are merged.
+      lse: [B, H, G, N] float32 log-sum-exp of the scores, by which partial results are merged.
     """
 
     out: Float[Array, "B H G N D"]

@@ -1,4 +1,4 @@
-"""The operation as its docstring says it, in NumPy, with every score at once; for tests."""
+"""NumPy reference that computes every score at once; for tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``ragged_decode``: attention of one new token a row over what its heads kept."""
+"""``ragged_decode``: attention of one new token per row over a paged cache with heads of different lengths."""
 
 from __future__ import annotations
 
@@ -39,31 +39,31 @@ def ragged_decode(
     implementation: str | None = None,
     **options: Any,
 ) -> Decoded:
-    """Softmax attention of one query a row against the first ``length`` slots of each of its heads.
+    """Softmax attention of one query per row over the first ``length`` slots of each KV head.
 
     The score of slot j is ``cap(scale * q . k_j) + slope * (position_j - query_position) + [j == 0] log_mass``, where
-    ``cap(x) = soft_cap * tanh(x / soft_cap)``. What lies past ``length`` is never part of a result, but must be finite.
+    ``cap(x) = soft_cap * tanh(x / soft_cap)``. Slots past ``length`` have no effect, but their values must be finite.
 
     Args:
       q: queries grouped by KV head.
       pages: the pool; see ``pages.py``. int8 or float8 rows come with scales.
-      length: int32, valid slots of each head, at most its run; 0 is allowed.
+      length: int32, valid slots of each head, at most those of its pages; 0 is allowed.
       runs: pages of each head, static; head h owns pages ``sum(runs[:h]) ...`` of every row.
       scale: multiplies q . k.
       log_mass: added to the score of slot 0: log N of a slot that stands for N tokens.
       k_scale: multiplies each channel of the stored keys. v_scale: multiplies each slot's stored value.
-      window: only slots whose token is among the last ``window``: by ``position`` where given, else by slot.
-      soft_cap: bounds scores.
-      slopes: ALiBi's; needs ``position`` and ``query_position``.
-      position: int32, of the token in each slot. query_position: int32, of each row's query.
-      with_logits: also return the scores by page, with ``logits_scale`` in the place of ``scale`` if given.
-      first_row: int32; queries are of rows ``first_row ... first_row + B - 1`` of the pages (and of ``v_scale`` and
-        ``position``), which have more than B; ``length`` and the rest are of these rows alone, as results are.
+      window: attend only to the last ``window`` tokens: by ``position`` where given, else by slot.
+      soft_cap: bound of the scores.
+      slopes: ALiBi's slopes; they need ``position`` and ``query_position``.
+      position: int32, position of the token in each slot. query_position: int32, position of each row's query.
+      with_logits: also return the scores by page, scaled by ``logits_scale``, if given, instead of ``scale``.
+      first_row: int32; the queries are of rows ``first_row ... first_row + B - 1`` of the pages, ``v_scale`` and
+        ``position``, which have more rows than B; all other arguments and the results have these B rows only.
       implementation: the only one to try; by default the platform's in order, "xla" last.
-      options: of one implementation: ``config`` (block sizes), ``interpret``.
+      options: options of the implementation that is named: ``config`` (block sizes), ``interpret``.
 
     Raises:
-      ValueError: an argument of another shape or type, or some that do not belong together.
+      ValueError: an argument of another shape or type, or some that contradict each other.
       NotImplementedError: the implementation that was named cannot do this.
     """
     problem = Problem(

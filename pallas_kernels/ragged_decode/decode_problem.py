@@ -1,4 +1,4 @@
-"""What a decode step asks, in one value: every implementation takes a :class:`Problem` and gives a :class:`Decoded`."""
+"""The input :class:`Problem` and the result :class:`Decoded` of every implementation of ``ragged_decode``."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import dataclasses
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.pages import Pages
 
@@ -16,10 +17,9 @@ class Decoded(NamedTuple):
     """Result of a decode step.
 
     Attributes:
-      out: [B, H, G, D] in the queries' dtype; zeros for a head that holds nothing.
-      lse: [B, H, G] float32 log-sum-exp of the scores, with which parts are merged; ``NEG`` for a head that holds
-        nothing.
-      logits: [B, P, G, R] float32 scores by page, ``NEG`` in slots that are not visible; ``None`` if not asked for.
+      out: [B, H, G, D] in the queries' dtype; zeros for an empty head.
+      lse: [B, H, G] float32 log-sum-exp of the scores, by which partial results are merged; ``NEG`` for an empty head.
+      logits: [B, P, G, R] float32 scores by page, ``NEG`` in masked slots; ``None`` unless requested.
     """
 
     out: Float[Array, "B H G D"]
@@ -54,7 +54,7 @@ class Problem:
         return len(set(self.runs)) == 1
 
     def own_rows(self) -> Problem:
-        """The same with the pages of its own rows alone, a copy of them."""
+        """The same problem on a copy of the pages of its own rows."""
         first, rows = self.first_row, self.q.shape[0]
         if first is None:
             return self
@@ -80,3 +80,17 @@ class Problem:
         """[P] index, within its head, of each page's first slot."""
         page_size = self.pages.shape[2]
         return ((np.arange(len(self.owner)) - self.starts[self.owner]) * page_size).astype(np.int32)
+
+    def slots(self) -> Int[Array, "P R"]:
+        """Index of every slot within its head."""
+        return jnp.asarray(self.first_slot[:, None] + np.arange(self.pages.shape[2], dtype=np.int32))
+
+    def visible(self) -> Bool[Array, "B P R"]:
+        """Whether each slot is valid and within the window."""
+        slot, length = self.slots(), self.length[:, self.owner][:, :, None]
+        visible = slot < length
+        if self.window is None:
+            return visible
+        if self.position is not None and self.query_position is not None:
+            return visible & (self.position > self.query_position[:, None, None] - self.window)
+        return visible & (slot >= length - self.window)

@@ -1,8 +1,9 @@
-"""Products of float32 blocks in the TPU's matrix unit, which multiplies bfloat16: each number is cut into three.
+"""Float32 products in the TPU's matrix unit, which multiplies bfloat16: each number is split into three of bfloat16.
 
-Of nine products of parts the six largest are summed, as ``Precision.HIGHEST`` does. There the compiler loads all six
-weights and holds a block's parts in registers, hundreds more than there are; here a part is loaded once for all that it
-is multiplied with, tile by tile (8 queries, D = 128, 512 slots: 834 to 538 cycles on v6e; libtpu 0.0.50).
+Of the nine products of parts the six largest are summed, as for ``Precision.HIGHEST``. With that precision the compiler
+loads the weights six times and keeps a block's parts in registers, hundreds more than there are. Here a part is loaded
+once for everything it is multiplied with, tile by tile (8 queries, D = 128, 512 slots: 538 cycles on v6e instead of
+834; libtpu 0.0.50).
 """
 
 from __future__ import annotations
@@ -16,36 +17,39 @@ from jax import lax
 from jaxtyping import Array, BFloat16, Float
 
 PARTS = 3
-#: What keeps only the sign, exponent and seven bits of a float32 that bfloat16 holds too.
+#: Mask that keeps the sign, the exponent and the seven bits of a float32's fraction that bfloat16 has.
 _HIGH_HALF = -0x10000
 
 
 def stacked_parts(x: Float[Array, "*B G N"]) -> BFloat16[Array, "*B P N"]:
-    """[..., 3G, N], largest parts first; G is a multiple of 8, whole registers."""
+    """Parts of [..., G, N] stacked to [..., 3G, N], largest first; G is a multiple of 8, whole registers."""
     return jnp.concatenate(rounded_parts(x), axis=-2)
 
 
 def rounded_parts(x: Array) -> list[Array]:
-    """Largest first, for one of a product's sides.
+    """Split into three bfloat16 parts, largest first, by rounding; for one side of a product.
 
-    Rounded, so that what the products leave out is of either sign; by bits, as XLA may take a conversion there and back
-    to be none.
+    Rounded, so that the products that are left out have either sign. Done on the bits: XLA may remove a conversion to
+    bfloat16 and back.
     """
     return _parts(x, lambda x: _number((_bits(x) + jnp.int32(0x8000)) & jnp.int32(_HIGH_HALF)))
 
 
 def cut_parts(x: Array) -> list[Array]:
-    """Largest first. Cut off, not rounded: fewer instructions, and no less exact while the other side is rounded."""
+    """Split into three bfloat16 parts, largest first, by truncation; for the other side of a product.
+
+    Fewer instructions than rounding, and as exact while the other side is rounded.
+    """
     return _parts(x, lambda x: _number(_bits(x) & jnp.int32(_HIGH_HALF)))
 
 
 def product(
     a: BFloat16[Array, "P N"], shape: tuple[int, int], load: Callable[..., Array], tile: tuple[int, int], axis: int
 ) -> Float[Array, "G M"]:
-    """Of stacked parts, P = 3G, and a float32 block of this shape, contracted over the block's axis.
+    """Product of stacked parts (P = 3G) and a float32 block of this shape, contracted over the block's ``axis``.
 
     Args:
-      load: (first row, rows, first lane, lanes) of the block. tile: of how many rows and lanes at a time.
+      load: reads (first row, rows, first lane, lanes) of the block. tile: rows and lanes multiplied at a time.
     """
     rows, lanes = (range(0, size, step) for size, step in zip(shape, tile, strict=True))
 
@@ -60,7 +64,7 @@ def product(
 
 
 def dot(a: Array, b: Array, axis: int) -> Array:
-    """In bfloat16, summed in float32, contracted over b's axis."""
+    """Product in bfloat16 with float32 sums, contracted over b's ``axis``."""
     return lax.dot_general(a, b, (((1,), (axis,)), ((), ())), preferred_element_type=jnp.float32)
 
 
@@ -68,7 +72,7 @@ def _tile(a: Array, block: Array, axis: int) -> Array:
     rows = a.shape[0] // PARTS
     parts = enumerate(cut_parts(block))
     by_high, by_middle, by_low = (dot(a[: (PARTS - i) * rows], x, axis) for i, x in parts)
-    # The smallest first.
+    # Smallest first, for the least rounding error.
     small = by_high[2 * rows :] + by_middle[rows:] + by_low
     return by_high[:rows] + (by_high[rows : 2 * rows] + by_middle[:rows] + small)
 

@@ -1,9 +1,9 @@
-"""Scores of float32 queries and keys on TPUs: each number is cut into three of bfloat16, whose six largest products are
-summed.
+"""Scores of float32 queries and keys on TPUs, from three bfloat16 parts of each number.
 
-That is what ``Precision.HIGHEST`` does. There the compiler holds a block's parts and sums in registers, of which there
-are too few. Here the parts lie in memory, and the six products of a score are one product of six times the channels,
-the smallest first, done in chunks as long as the matrix units hold; what one chunk leaves in memory the next adds to.
+The six largest products of parts are summed, as for ``Precision.HIGHEST``, for which the compiler keeps a block's parts
+and sums in registers, and spills. Here the parts are stored in memory, and a score's six products are one product over
+six times the channels, smallest first. It is computed in chunks of as many channels as the matrix units hold; each
+chunk adds to the sums that the one before stored.
 """
 
 from __future__ import annotations
@@ -21,35 +21,35 @@ from pallas_kernels.tpu import tiles
 from pallas_kernels.tpu.bfloat16_parts import PARTS, cut_parts, dot, rounded_parts
 from pallas_kernels.tpu.tiles import LANES, Tiles
 
-#: Which part of queries is multiplied with which of keys, the smallest product first.
+#: Part of the queries and part of the keys that are multiplied, smallest product first.
 PAIRS = ((2, 0), (1, 1), (0, 2), (1, 0), (0, 1), (0, 0))
-#: Contracted at once: as much as all matrix units hold side by side, so that no sum waits in registers for the next.
+#: Channels contracted at once: as many as all matrix units hold together, so that no sum waits in registers.
 _CHUNK = 512
 
 
 def scratch(t: Tiles) -> list[Any]:
-    """What :class:`Products` takes."""
+    """Scratch buffers of :class:`Products`."""
     return [*parts_scratch(t), pltpu.VMEM((t.parts, t.shape[2], t.queries, t.part), jnp.float32)]
 
 
 def parts_scratch(t: Tiles) -> list[Any]:
-    """What :class:`Parts` takes."""
+    """Scratch buffers of :class:`Parts`."""
     _, _, group, _, dim = t.shape
     keys = (PARTS * dim, t.keys) if t.columns else (t.keys, PARTS * dim)
     return [pltpu.VMEM(shape, jnp.bfloat16) for shape in ((group, t.queries, len(PAIRS) * dim), keys)]
 
 
 def scratch_bytes(shapes: list[Any]) -> int:
-    """Of them all."""
+    """Total bytes of scratch buffers."""
     return sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in shapes)
 
 
 @dataclasses.dataclass(frozen=True)
 class Parts:
-    """The parts of a block, in memory.
+    """A block's queries and keys in bfloat16 parts, in VMEM.
 
     Attributes:
-      queries: [G, N, 6 D], as they are paired. keys: [keys, 3 D], or transposed.
+      queries: [G, N, 6 D], in the order of ``PAIRS``. keys: [keys, 3 D], or transposed.
     """
 
     t: Tiles
@@ -57,7 +57,10 @@ class Parts:
     keys: Any
 
     def take_queries(self, q: Any, factor: Array) -> None:
-        """Times a factor, which scores then need not be. In a loop: parts side by side in a tile are turned there."""
+        """Store the parts of the queries times ``factor``, the softmax's scale.
+
+        In a loop over few rows: putting parts side by side moves them between lanes, which takes registers.
+        """
 
         def cut(head: Array, queries: Any, _: Any) -> None:
             parts = rounded_parts(q[head, queries] * factor)
@@ -66,23 +69,24 @@ class Parts:
         tiles.each_strip(self.t, jnp.bool_(True), cut)
 
     def take_keys(self, k: Any) -> None:
+        """Store the parts of a block of keys."""
         axis = 0 if self.t.columns else 1
         for tokens in tiles.steps(self.t.keys, LANES):
             at = (slice(None), tokens) if self.t.columns else (tokens, slice(None))
             self.keys[at] = jnp.concatenate(cut_parts(k[at]), axis=axis)
 
     def first_chunks(self) -> list[slice]:
-        """All but the last, of the six times channels."""
+        """All chunks but the last."""
         return self.chunks()[:-1]
 
     def chunks(self) -> list[slice]:
-        """Of the six times channels; the last so short that the matrix units hold it for a whole part."""
+        """Slices of the 6 D channels; the last is so short that the matrix units hold it for a whole part of keys."""
         wide = self.queries.shape[2]
         last = LANES * -(-max(wide - _CHUNK // 2, 0) // LANES)
         return [*tiles.steps(last, _CHUNK), slice(last, wide)]
 
     def product(self, heads: Any, rows: slice, part: Any, keys: slice, chunk: slice) -> Float[Array, "G N S"]:
-        """Of the channels of a chunk, for some rows of some heads and some keys of a part, a number or a traced one."""
+        """Product over a chunk of channels, of some rows of some heads and some keys of a part; it may be traced."""
         dim = self.t.shape[4]
         at: Any = slice(part * self.t.part + keys.start, part * self.t.part + keys.stop)
         if not isinstance(part, int):
@@ -102,19 +106,16 @@ class Parts:
 
 @dataclasses.dataclass(frozen=True)
 class Products(Parts):
-    """Scores from them.
+    """Scores from these parts.
 
     Attributes:
-      score: [parts, G, N, part], what the first chunks sum to.
+      score: [parts, G, N, part], the sum of the chunks so far.
     """
 
     score: Any
 
     def add(self, heads: Any, rows: slice, part: Any, chunk: slice) -> None:
-        """What one of the first chunks adds to the scores of some heads' rows.
-
-        For as many keys at once as a matrix unit is wide.
-        """
+        """Add one of the first chunks to the stored scores of some rows, a matrix unit's width of keys at a time."""
         for keys in tiles.steps(self.t.part, tiles.matrix_unit()):
             found = self.product(heads, rows, part, keys, chunk)
             if chunk.start:
@@ -122,7 +123,7 @@ class Products(Parts):
             self.score[part, heads, rows, keys] = found
 
     def last(self, heads: Any, rows: slice, part: Any) -> Float[Array, "G N S"]:
-        """Scores of a part, all chunks summed."""
+        """Scores of a part, the sum of all chunks."""
         *others, chunk = self.chunks()
         found = self.product(heads, rows, part, slice(0, self.t.part), chunk)
         return found + self.score[part, heads, rows] if others else found

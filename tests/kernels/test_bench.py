@@ -42,7 +42,7 @@ def test_the_command_measures_and_writes_on_a_bare_machine(tmp_path):
     (row,) = report["rows"]
     assert row["error"] < 2e-2 and 0 < row["least"] <= row["microseconds"] <= row["most"]
     assert row["gigabytes"] == pytest.approx(Sizes(2, 2, mean=40, head_dim=16).live_bytes / row["microseconds"] / 1e3)
-    assert row["share"] == pytest.approx(1e9 * row["gigabytes"] / report["bandwidth"])
+    assert row["bandwidth_fraction"] == pytest.approx(1e9 * row["gigabytes"] / report["bandwidth"])
     text = (tmp_path / "a.md").read_text()
     assert text in done.stdout and "| xla |" in text and f"jax {jax.__version__}" in text
 
@@ -101,7 +101,7 @@ def test_heads_padded_to_the_longest_are_the_same_problem(monkeypatch):
     np.testing.assert_allclose(out, reference.decode(p).out, atol=2e-5)
 
 
-def test_contestants_take_turns():
+def test_candidates_are_interleaved():
     order = []
     calls = {name: (lambda name=name: order.append(name)) for name in ("a", "b")}
     timed = timing.interleaved(calls, {"a": 1, "b": 2}, 3)

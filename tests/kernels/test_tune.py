@@ -56,8 +56,8 @@ def measured(monkeypatch):
         ran.append(config.pages)
         return xla.decode(problem)
 
-    def clock(contestants, steps, rounds):
-        return {name: timing.Timed(*[1 / ran[i]] * 3) for i, name in enumerate(contestants)}
+    def clock(candidates, steps, rounds):
+        return {name: timing.Timed(*[1 / ran[i]] * 3) for i, name in enumerate(candidates)}
 
     monkeypatch.setattr(tunable.decode, "IMPLEMENTATIONS", {"triton": decode})
     monkeypatch.setattr(tune.timing, "interleaved", clock)
