@@ -293,7 +293,7 @@ class _Program:
         return jnp.concatenate([ring[slot, pl.ds(i, 1), :] for i in range(self.s.pages)], axis=1)
 
     def _product(self, a: Array, w: Array, half: int) -> Array:
-        """Product with a block's keys (half 0), over lanes, or values (1), over slots; ``Lanes`` pages have both in a row."""
+        """Product with a block's keys (half 0), over lanes, or its values (1), over slots; ``Lanes`` rows hold both."""
         s, slot, lanes = self.s, self._slot(w), self.r.kv_ring.shape[-1]
         halves = (half,) if s.stacked else ()
         if s.tile is None:

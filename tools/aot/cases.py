@@ -1,4 +1,4 @@
-"""What is compiled: a function, shapes, and the limits its compiled form must keep."""
+"""Programs to compile: a function, its arguments' shapes, and limits for the compiled program."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ class Case:
     """One program.
 
     Attributes:
-      name: what is particular about it; unique within its operation.
-      operation: under which it is reported.
+      name: unique within the operation.
+      operation: heading under which it is reported.
       function: called with ``arguments``, a tuple of pytrees of ``jax.ShapeDtypeStruct``.
-      cache_bytes: bytes of the cache that it reads; temporary memory must be less than ``temp_limit`` of it.
-      platforms: "tpu", "gpu". targets: the only ones, where not all of the platform can.
-      kernels: names of its kernels, as given to ``pallas_call``, of which limits speak; by default the operation's on
-        TPU, where XLA's own programs are listed too, and all on GPU.
-      donated: positions of arguments whose memory results may take.
-      layouts: by position of an argument, of its leaves on a target (name, leaf): a layout other than the default, or
-        None.
-      block_bytes: by target, bytes that one turn of the kernel's loop reads, to compare its cycles with.
-      bundles: at most this many instructions in a turn of the kernel's loop, by target.
-      spills: at most this many registers spilled.
-      temp_limits: by target, where its compiler takes more than ``temp_limit``.
+      cache_bytes: bytes of the cache that it reads; temporary memory must be below ``temp_limit`` times these.
+      platforms: "tpu", "gpu". targets: the only ones, where not all of the platform can run it.
+      kernels: names of the kernels, as given to ``pallas_call``, that limits apply to; by default the operation's on
+        TPU, where XLA's own programs are profiled too, and all on GPU.
+      donated: positions of donated arguments.
+      layouts: by position of an argument, a function of (target name, leaf) that returns a layout, or None for the
+        default.
+      block_bytes: by target, bytes that one iteration of the kernel's loop reads, to compare its cycles with.
+      bundles: by target, most instructions of an iteration of the kernel's loop.
+      spills: most registers spilled.
+      temp_limits: by target, where its compiler needs more than ``temp_limit``.
     """
 
     name: str

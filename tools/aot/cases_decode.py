@@ -19,17 +19,17 @@ from tools.aot.cases import Case
 BATCH, HEADS = 8, 8
 #: Slots of the heads: as many as eight heads of 4096, and no two the same.
 SLOTS = (1024, 2048, 3072, 3584, 4608, 5120, 6144, 7168)
-#: A page less: 255 of a row, of 128 slots.
+#: One page less: 255 pages of 128 slots per row.
 ODD_SLOTS = (*SLOTS[:-1], SLOTS[-1] - 128)
-#: The best that blocks of 512 rows took without stages, of 8 queries, D = 128, bfloat16.
+#: Most bundles of blocks of 512 slots, 8 queries, D = 128, bfloat16: the best without a software pipeline.
 BUNDLES = {"v5e": 175, "v6e": 147, "tpu7x": 150}
-#: What a TPU calls its kind.
+#: ``device_kind`` of the targets.
 KINDS = {"v5e": "TPU v5 lite", "v5p": "TPU v5", "v6e": "TPU v6 lite", "tpu7x": "TPU7x"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """A decode step by its sizes."""
+    """Sizes of a decode step."""
 
     head_dim: int = 128
     group: int = 8
@@ -102,7 +102,7 @@ def _step(pages: Pages, arrays: dict[str, Any], *, shape: Shape, implementation:
 
 
 def case(name: str, shape: Shape, implementation: str, platforms: tuple[str, ...], **keywords: Any) -> Case:
-    """A step with this implementation; ``options`` are its own, and other keywords the case's."""
+    """A decode step with this implementation; ``options`` are its own, other keywords the case's."""
     options = keywords.pop("options", {})
     pages = shape.pages()
     return Case(
@@ -110,14 +110,14 @@ def case(name: str, shape: Shape, implementation: str, platforms: tuple[str, ...
         "ragged_decode",
         functools.partial(_step, shape=shape, implementation=implementation, options=options),
         (pages, shape.arrays()),
-        cache_bytes=shape.batch * sum(shape.slots) * pages.row_nbytes,
+        cache_bytes=shape.batch * sum(shape.runs) * shape.page_size * pages.row_nbytes,
         platforms=platforms,
         **keywords,
     )
 
 
 def _tpu(name: str, shape: Shape, rows: int = 0, **keywords: Any) -> Case:
-    """With blocks of these rows on every chip, or with each chip's own."""
+    """A case with blocks of ``rows`` slots on every chip, or with each chip's default."""
     if rows:
         keywords["options"] = {"config": TpuConfig(rows=rows, buffers=8)}
     pages = shape.pages()
@@ -139,7 +139,7 @@ def cases() -> list[Case]:
     for dtype in (jnp.bfloat16, jnp.int8, jnp.float32):
         for head_dim in (64, 80, 96, 128, 256):
             name = f"G = 4, D = {head_dim}, {jnp.dtype(dtype).name}"
-            # Of the smallest cache, what v5p's two cores found before it is merged is more than 1 %.
+            # The unmerged results of v5p's two cores are more than 1 % of the smallest cache.
             limit = 0.02 if (head_dim, dtype) == (64, jnp.int8) else 0.01
             found.append(_tpu(name, Shape(head_dim, 4, dtype), 512, temp_limit=limit))
     fp8 = Shape(dtype=jnp.float8_e4m3fn)
@@ -160,7 +160,7 @@ def cases() -> list[Case]:
     found += [_tpu(f"G = 8, D = 128, {name}", shape, 512) for name, shape in options.items()]
     alone = dataclasses.replace(options["all but logits, int8"], group=1)
     found.append(_tpu("G = 1, D = 128, all but logits, int8", alone, 512))
-    # A TPU keeps [8, 255, 128] with the 8 in its registers' rows, where the kernel needs the 255: scales are copied.
+    # A TPU lays [8, 255, 128] out with the 8 in the sublanes, where the kernel needs the 255: scales are copied.
     odd = Shape(dtype=jnp.int8, slots=ODD_SLOTS)
     found.append(_tpu("G = 8, D = 128, int8, pages of a row not a multiple of 8", odd, 512, temp_limit=0.03))
     found += [

@@ -11,54 +11,45 @@ import jax.numpy as jnp
 
 from pallas_kernels.attention_mass import Masses, attention_mass, log_sum_exp
 from tools.aot.cases import Case
+from tools.aot.chunk_shape import ChunkShape
 
 IMPLEMENTATIONS = {"tpu": "tpu", "gpu": "triton"}
-#: Of a layer that counts masses, prefill's own kernel among its.
+#: Registers that a layer with masses may spill, prefill's kernel included.
 SPILLS = 0
-#: By case, where it is not none: JAX 0.10.2's compiler for TPU7x.
+#: Spilled registers that are allowed, by case: JAX 0.10.2's compiler for TPU7x spills a few.
 _SPILLS = {"window of 32, G = 4, D = 128, float32": 6}
 
 
 @dataclasses.dataclass(frozen=True)
-class Shape:
-    """Queries against keys by their sizes; a window by default."""
+class Shape(ChunkShape):
+    """Queries against keys; a window by default."""
 
     queries: int = 32
-    keys: int = 32768
-    head_dim: int = 128
-    group: int = 4
-    dtype: Any = jnp.bfloat16
-    batch: int = 1
-    heads: int = 8
-
-    @property
-    def key_bytes(self) -> int:
-        return self.batch * self.heads * self.keys * self.head_dim * jnp.dtype(self.dtype).itemsize
 
     def arrays(self) -> dict[str, Any]:
-        """Shapes of the arguments."""
-        shape, head = jax.ShapeDtypeStruct, (self.batch, self.heads)
+        """Shapes of the operations' common arguments."""
+        shape = jax.ShapeDtypeStruct
         return {
-            "q": shape((*head, self.group, self.queries, self.head_dim), self.dtype),
-            "k": shape((*head, self.keys, self.head_dim), self.dtype),
+            "q": self.q(self.queries),
+            "k": self.rows(self.keys),
             "offset": shape((self.batch,), jnp.int32),
             "scale": shape((self.batch,), jnp.float32),
         }
 
     def total(self) -> Any:
-        """Shape of what is added to."""
+        """Shape of the masses of earlier chunks."""
         return jax.ShapeDtypeStruct((self.batch, self.heads, self.group, self.keys), jnp.float32)
 
 
 def _window(arrays: dict[str, Any], *, implementation: str) -> Any:
-    """Both passes, as for the observation window of a prompt."""
+    """Both passes over the keys, as for the observation window of a prompt."""
     lse = log_sum_exp(**arrays, implementation=implementation)
     weight = jnp.ones((arrays["q"].shape[0], arrays["q"].shape[3]), jnp.float32)
     return attention_mass(**arrays, lse=lse, weight=weight, implementation=implementation).new
 
 
 def _columns(arrays: dict[str, Any], lse: Any, onto: Any, *, implementation: str) -> Any:
-    """A chunk's column sums, onto those of the chunks before it."""
+    """A chunk's column sums, added to those of earlier chunks."""
     return attention_mass(**arrays, lse=lse, onto=Masses(onto, None), implementation=implementation).new
 
 
@@ -83,7 +74,7 @@ def cases() -> list[Case]:
     for platform, implementation in IMPLEMENTATIONS.items():
         for name, shape in windows.items():
             function = functools.partial(_window, implementation=implementation)
-            # The zeros that the masses are added to, on TPU in tiles of 4 heads.
+            # Zeros that the masses are added to; on TPU in tiles of 4 heads.
             zeros = 4 * shape.batch * shape.heads * (-(-shape.group // 4) * 4) * shape.keys
             found.append(_case(platform, name, shape, function, (shape.arrays(),), zeros))
         for name, shape in chunks.items():

@@ -13,32 +13,7 @@ from pallas_kernels.attention_mass import Masses, attention_mass, log_sum_exp
 from pallas_kernels.prefill import prefill
 from tools.aot.cases import Case
 from tools.aot.cases_mass import IMPLEMENTATIONS, SPILLS
-
-
-@dataclasses.dataclass(frozen=True)
-class Shape:
-    """A chunk against keys by their sizes."""
-
-    queries: int = 1024
-    keys: int = 32768
-    head_dim: int = 128
-    group: int = 4
-    dtype: Any = jnp.bfloat16
-    batch: int = 1
-    heads: int = 8
-
-    @property
-    def key_bytes(self) -> int:
-        """Of keys and values."""
-        return 2 * self.batch * self.heads * self.keys * self.head_dim * jnp.dtype(self.dtype).itemsize
-
-    def rows(self, tokens: int) -> Any:
-        """Shape of keys or values."""
-        return jax.ShapeDtypeStruct((self.batch, self.heads, tokens, self.head_dim), self.dtype)
-
-    def q(self, tokens: int) -> Any:
-        """Shape of queries."""
-        return jax.ShapeDtypeStruct((self.batch, self.heads, self.group, tokens, self.head_dim), self.dtype)
+from tools.aot.chunk_shape import ChunkShape
 
 
 def _chunk(q: Any, k: Any, v: Any, offset: Any, length: Any, *, implementation: str) -> Any:
@@ -47,7 +22,7 @@ def _chunk(q: Any, k: Any, v: Any, offset: Any, length: Any, *, implementation: 
 
 
 def _layer(q: Any, k: Any, v: Any, count: Any, *, implementation: str, queries: int) -> Any:
-    """All chunks of a prompt as a layer reads them: each writes its keys, attends, and adds to the column sums."""
+    """All chunks of a prompt in one layer: each writes its keys, attends, and adds to the column sums."""
     batch, heads, group, tokens, dim = q.shape
     scale = dim**-0.5
 
@@ -79,21 +54,21 @@ def _layer(q: Any, k: Any, v: Any, count: Any, *, implementation: str, queries: 
 def cases() -> list[Case]:
     """Every case."""
     chunks = {
-        "chunk of 1,024, G = 4, D = 128, bfloat16": Shape(),
-        "chunk of 1,024, G = 8, D = 128, bfloat16, 4 rows": Shape(group=8, batch=4, keys=8192),
-        "chunk of 1,024, G = 3, D = 64, bfloat16": Shape(group=3, head_dim=64, heads=3),
-        "chunk of 1,024, G = 1, D = 80, bfloat16": Shape(group=1, head_dim=80),
-        "chunk of 1,024, G = 16, D = 256, bfloat16": Shape(group=16, head_dim=256, heads=4, keys=8192),
-        "chunk of 1,024, G = 4, D = 256, bfloat16": Shape(head_dim=256),
-        "chunk of 1,024, G = 16, D = 256, bfloat16, 4,096 keys": Shape(group=16, head_dim=256, heads=4, keys=4096),
-        "chunk of 1,024, G = 32, D = 128, bfloat16": Shape(group=32, heads=2),
-        "chunk of 16, G = 16, D = 128, bfloat16": Shape(16, group=16),
-        "chunk of 256, G = 8, D = 128, float32": Shape(256, group=8, dtype=jnp.float32, keys=8192),
-        "chunk of 64, G = 4, D = 96, bfloat16": Shape(64, keys=64, head_dim=96),
+        "chunk of 1,024, G = 4, D = 128, bfloat16": ChunkShape(),
+        "chunk of 1,024, G = 8, D = 128, bfloat16, 4 rows": ChunkShape(group=8, batch=4, keys=8192),
+        "chunk of 1,024, G = 3, D = 64, bfloat16": ChunkShape(group=3, head_dim=64, heads=3),
+        "chunk of 1,024, G = 1, D = 80, bfloat16": ChunkShape(group=1, head_dim=80),
+        "chunk of 1,024, G = 16, D = 256, bfloat16": ChunkShape(group=16, head_dim=256, heads=4, keys=8192),
+        "chunk of 1,024, G = 4, D = 256, bfloat16": ChunkShape(head_dim=256),
+        "chunk of 1,024, G = 16, D = 256, bfloat16, 4,096 keys": ChunkShape(group=16, head_dim=256, heads=4, keys=4096),
+        "chunk of 1,024, G = 32, D = 128, bfloat16": ChunkShape(group=32, heads=2),
+        "chunk of 16, G = 16, D = 128, bfloat16": ChunkShape(16, group=16),
+        "chunk of 256, G = 8, D = 128, float32": ChunkShape(256, group=8, dtype=jnp.float32, keys=8192),
+        "chunk of 64, G = 4, D = 96, bfloat16": ChunkShape(64, keys=64, head_dim=96),
     }
     layers = {
-        "a layer of 8,192 tokens, G = 4, D = 128": Shape(keys=8192),
-        "a layer of 8,192 tokens, G = 3, D = 64": Shape(keys=8192, group=3, head_dim=64, heads=3),
+        "a layer of 8,192 tokens, G = 4, D = 128": ChunkShape(keys=8192),
+        "a layer of 8,192 tokens, G = 3, D = 64": ChunkShape(keys=8192, group=3, head_dim=64, heads=3),
     }
     found = []
     for platform, implementation in IMPLEMENTATIONS.items():
@@ -101,19 +76,19 @@ def cases() -> list[Case]:
             function = functools.partial(_chunk, implementation=implementation)
             ints = jax.ShapeDtypeStruct((shape.batch,), jnp.int32)
             arguments = (shape.q(shape.queries), shape.rows(shape.keys), shape.rows(shape.keys), ints, ints)
-            # A head size that is not a TPU's lanes has its queries and outputs padded to them.
+            # Queries and outputs of a head size that is not a multiple of a TPU's lanes are padded.
             padding = 4 * shape.batch * shape.heads * shape.group * shape.queries * 128 if shape.head_dim % 128 else 0
-            found.append(_case(platform, name, shape, function, arguments, padding / shape.key_bytes))
+            found.append(_case(platform, name, shape, function, arguments, padding / (2 * shape.key_bytes)))
         for name, shape in layers.items():
             function = functools.partial(_layer, implementation=implementation, queries=shape.queries)
             rows, count = shape.rows(shape.keys), jax.ShapeDtypeStruct((shape.batch,), jnp.int32)
-            # What one chunk needs beside what is returned: its queries and outputs, of which there are four forms.
-            share = 4 * shape.group * shape.queries / shape.keys
-            made = _case(platform, name, shape, function, (shape.q(shape.keys), rows, rows, count), share)
+            # Temporary memory of one chunk: four copies of its queries and outputs.
+            extra = 4 * shape.group * shape.queries / shape.keys
+            made = _case(platform, name, shape, function, (shape.q(shape.keys), rows, rows, count), extra)
             if platform == "tpu":  # the masses' kernels too
                 made = dataclasses.replace(made, spills=SPILLS)
             if shape.head_dim < 128:
-                # All queries, turned to the kernel's layout before the loop; other chips do so in on-chip memory.
+                # All queries, transposed to the kernel's layout before the loop; other chips do so in on-chip memory.
                 padded = shape.group / 2 * (128 / shape.head_dim)
                 made = dataclasses.replace(made, temp_limits={"v5p": made.temp_limit + padded})
             found.append(made)
@@ -121,8 +96,8 @@ def cases() -> list[Case]:
 
 
 def _splash(block: int) -> Case:
-    """JAX's own kernel for a first chunk, as a measure of ours: it knows no offset that is data."""
-    shape = Shape(keys=1024)
+    """JAX's own kernel on a prompt's first chunk, for comparison; its offset is static."""
+    shape = ChunkShape(keys=1024)
     head = (shape.group, shape.queries, shape.head_dim)
     q = jax.ShapeDtypeStruct((shape.heads, *head), shape.dtype)
     keys = jax.ShapeDtypeStruct((shape.heads, shape.keys, shape.head_dim), shape.dtype)
@@ -140,23 +115,23 @@ def _splash(block: int) -> Case:
         "prefill",
         attend,
         (q, keys, keys),
-        shape.key_bytes,
+        2 * shape.key_bytes,
         ("tpu",),
         kernels=("splash_mqa_fwd_no_residuals",),
         spills=4_100,
-        temp_limit=10.0,  # what it takes is its own affair
+        temp_limit=10.0,  # not this package's kernel
     )
 
 
-def _case(platform: str, name: str, shape: Shape, function: Any, arguments: Any, share: float) -> Case:
-    """A case whose temporary memory is at most this share and 1 % of the keys and values."""
+def _case(platform: str, name: str, shape: ChunkShape, function: Any, arguments: Any, extra: float) -> Case:
+    """A case whose temporary memory is at most 1 % of the keys and values plus the fraction ``extra``."""
     return Case(
         name,
         "prefill",
         function,
         arguments,
-        shape.key_bytes,
+        2 * shape.key_bytes,
         (platform,),
         kernels=("prefill", "attention_mass", "log_sum_exp"),
-        temp_limit=0.01 + share,
+        temp_limit=0.01 + extra,
     )

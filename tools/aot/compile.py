@@ -1,7 +1,7 @@
-"""Compiles cases for one target, in a process of its own: ``python -m tools.aot.compile --help``.
+"""Compile cases for one target, in a process of its own: ``python -m tools.aot.compile --help``.
 
 Compilers read their settings when they are loaded and may end the whole process when they fail; so ``tools.aot``
-starts this one with the platform's environment, reads one line of JSON a case, and starts it again after a crash.
+starts this one with the platform's environment, reads one line of JSON per case, and restarts it after a crash.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import Any
 from tools.aot.cases import Case, collect
 from tools.aot.targets import Target, platform, targets
 
-#: Exit status that asks for a new process: Mosaic GPU keeps the kernels it has compiled, and of one that a case before
-#: this one had too it leaves nothing to read.
+#: Exit status that asks for a new process: Mosaic GPU caches compiled kernels, and dumps nothing for one that an
+#: earlier case had compiled.
 AGAIN = 75
 
 #: A Pallas kernel in a compiled program, of any backend.
@@ -28,14 +28,14 @@ _CALL = re.compile(r'custom_call_target="(?:tpu_custom_call|mosaic_gpu\w*|__gpu\
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """What became of a case.
+    """Result of compiling a case.
 
     Attributes:
-      error: first line of what the compiler said, or "". broken: limits that it does not keep.
+      error: first line of the compiler's message, or "". broken: limits that are exceeded.
       temp_bytes: temporary memory of the whole program. cache_bytes: the case's.
-      memory_cycles: cycles in which the target's memory delivers what one turn of the loop reads; 0 if not known.
-      bundles, cycles, spills, registers: of its kernels, the largest of each; see ``KernelProfile``.
-      calls, read: Pallas kernels that the program calls, and those of which the compiler left something to read.
+      memory_cycles: cycles in which the target's memory delivers what an iteration of the loop reads; 0 if unknown.
+      bundles, cycles, spills, registers: the largest of its kernels'; see ``KernelProfile``.
+      calls, read: Pallas kernels that the program calls, and those for which the compiler dumped a profile.
     """
 
     case: str
@@ -60,7 +60,7 @@ class Result:
 
 
 def selected(cases: list[Case], target: Target, operations: list[str], named: str = "") -> list[Case]:
-    """Those of these operations (all if none is given), with this expression in their names, meant for this target."""
+    """Cases for this target, of these operations (all if none is given), whose names match ``named``."""
     return [
         case
         for case in cases

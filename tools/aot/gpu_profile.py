@@ -1,7 +1,7 @@
-"""GPUs to compile for, and what a GPU kernel was compiled to: its registers and spills, as ``ptxas`` counts them.
+"""GPUs to compile for, and profiles of compiled GPU kernels: registers and spills, as ``ptxas`` counts them.
 
-XLA leaves the PTX of every kernel, Triton's among them, in its dump, and Mosaic GPU that of its own; both are assembled
-once more here, for the counts.
+XLA dumps the PTX of every kernel, Triton's included, and Mosaic GPU that of its own; both are assembled once more here,
+for the counts.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def environment(dump: Path) -> dict[str, str]:
 
 
 def profiles(dump: Path) -> list[KernelProfile]:
-    """Of every kernel whose PTX lies in this folder; a spill is 4 bytes stored and loaded again."""
+    """Profiles of all kernels whose PTX is in this folder; a spill is 4 bytes stored and loaded again."""
     found = []
     for path in sorted(dump.rglob("*.ptx")):
         for name, stored, loaded, registers in _COUNTS.findall(_assembled(path)):
@@ -64,7 +64,7 @@ def profiles(dump: Path) -> list[KernelProfile]:
 
 
 def _assembled(path: Path) -> str:
-    """What ``ptxas`` says of a file."""
+    """Output of ``ptxas`` for a file."""
     architecture = re.search(r"^\.target (\w+)", path.read_text(), re.M)
     if architecture is None:
         return ""

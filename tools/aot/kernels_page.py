@@ -10,22 +10,22 @@ _EXPLANATION = """\
 Every kernel, compiled by the real compiler of each chip on a machine that has none; `make aot` writes this page.
 **Nothing here was timed on an accelerator.** A cell says, where it is known:
 
-- `327/280 cycles`: how long one turn of the kernel's loop is scheduled to take, and how long the chip's memory takes to
-  deliver what that turn reads. The kernel keeps up with memory where the first is smaller.
-- `134 b`: bundles, the instructions of that turn; the other cycles are latencies that nothing fills.
-- `96 r`: registers of a thread, on GPU. `spills`: registers stored and loaded again for want of registers; only if
-  there are any. A TPU has 64 of 4 KB. `prefill` and `attention_mass` hold their scores, and the parts that float32 is
-  cut into, in on-chip memory that they asked for; JAX's own splash attention, listed beside them, spills. A turn of
-  `prefill` is 512 rows of queries against 2,048 keys. It and those of `attention_mass` hold scores with a mask and
-  scores without, of which a turn computes one, and what is done in the first or the last turn only: of the 2,835 cycles
-  of a window of 32 queries of 4 heads on v5e, 713 are a block below the diagonal. A block that the diagonal crosses is
-  a loop of 1 to 8 turns where masses are summed, of which the number counts one: of the main case's 3,520 cycles on
-  v5e, 2,251 are a block below the diagonal, and 332 and then 462 a turn one that is crossed.
-- `0.2 %`: temporary memory, of the cache's bytes. It must be less than 1 %, so nothing copies the cache. There is more
-  only of what is not the cache: queries, outputs and masses of a chunk or of a whole layer, padded to a TPU's 128
-  lanes (on v5p in its memory, where the other chips have on-chip memory for them) or as GPUs copy them, an int8 cache's
-  scales, and partial results of many query heads.
-- `—`: the case is not meant for that target.
+- `327/280 cycles`: the schedule of one iteration of the kernel's loop, and the time in which the chip's memory delivers
+  what that iteration reads. The kernel keeps up with memory where the first is smaller.
+- `134 b`: bundles, the instructions of that iteration; the other cycles are latencies that nothing fills.
+- `96 r`: registers of a thread, on GPU. `spills`: registers stored to memory and loaded again, if there are any. A TPU
+  has 64 registers of 4 KB. `prefill` and `attention_mass` keep their scores, and the bfloat16 parts of float32 numbers,
+  in scratch buffers on the chip; JAX's own splash attention, listed beside them, spills. An iteration of `prefill` is
+  512 rows of queries against 2,048 keys. The number counts the code for masked and for unmasked scores, of which an
+  iteration runs one, and the code of the first and the last iteration: of the 2,835 cycles of a window of 32 queries of
+  4 heads on v5e, 713 are a block below the diagonal. Where masses are summed, a block that the diagonal crosses is an
+  inner loop of 1 to 8 iterations, counted once: of the main case's 3,520 cycles on v5e, 2,251 are a block below the
+  diagonal; a block that it crosses takes 332, and 462 per inner iteration.
+- `0.2 %`: temporary memory, in percent of the cache's bytes. It must be below 1 %, so nothing copies the cache. Cases
+  with more hold other things: queries, outputs and masses of a chunk or of a whole layer, padded to a TPU's 128 lanes
+  (on v5p in HBM, where the other chips use on-chip memory) or copied by GPUs, an int8 cache's scales, and partial
+  results of many query heads.
+- `—`: the case is not for that target.
 """
 
 

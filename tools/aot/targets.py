@@ -54,8 +54,8 @@ TPU_TARGETS = (
     _tpu("tpu7x", "tpu7x:2x2x1", 1.9e9, 3.69e12),
 )
 
-#: What a platform's compiler is asked to leave behind (``environment(dump)``) and what is read from it
-#: (``profiles(dump)``); a module that lists more targets calls them TARGETS.
+#: Modules of the platforms: ``environment(dump)`` makes the compiler dump its results, ``profiles(dump)`` reads them;
+#: a module may list further ``TARGETS``.
 PLATFORMS = {"tpu": "tools.aot.tpu_profile", "gpu": "tools.aot.gpu_profile"}
 
 

@@ -1,9 +1,9 @@
-"""What a TPU kernel was compiled to, read from the dumps of libtpu: its loop's schedule and its spilled registers.
+"""Profile of a compiled TPU kernel, read from libtpu's dumps: its loop's schedule and its spilled registers.
 
 A *bundle* is one long instruction. Between two, the compiler schedules empty cycles where results are not ready yet;
 they are folded into delays in the final program and are seen only in the schedule before it ("packed-bundles-post-ra").
-So ``cycles`` is how long a turn of the loop takes when nothing waits for memory, and ``bundles`` only how many of its
-cycles do something: a kernel of 150 bundles may take 700 cycles.
+So ``cycles`` is how long an iteration of the loop takes when nothing waits for memory, and ``bundles`` only how many of
+its cycles issue an instruction: a kernel of 150 bundles may take 700 cycles.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class KernelProfile:
 
     Attributes:
       name: as given to ``pallas_call``.
-      bundles: instructions of a turn of its loop. cycles: of that turn's schedule. 0 where there is no loop.
+      bundles: instructions of an iteration of its loop. cycles: length of that schedule. 0 where there is no loop.
       spills: registers stored to memory, or loaded from there again, for want of registers; the greater number.
       registers: of a thread, on GPU.
     """
@@ -55,7 +55,7 @@ def environment(dump: Path) -> dict[str, str]:
 
 
 def profiles(dump: Path) -> list[KernelProfile]:
-    """Of every kernel whose dumps lie in this folder."""
+    """Profiles of all kernels that are dumped in this folder."""
     found = []
     for schedule in sorted(dump.glob("*-packed-bundles-post-ra.txt")):
         # <number>-<kernel>.<instance>-<stage>-<dump>
@@ -70,9 +70,10 @@ def profiles(dump: Path) -> list[KernelProfile]:
 
 
 def _loop(schedule: str) -> tuple[int, int]:
-    """Bundles and cycles of the longest loop, with a turn of each loop inside it: the kernels' make at most one.
+    """Bundles and cycles of the longest loop, with one iteration of each loop inside it.
 
-    Save those of attention_mass over a block that the diagonal crosses, which make up to 8; that page says so.
+    That is exact, as inner loops are scheduling barriers of at most one iteration; only those of attention_mass over a
+    block that the diagonal crosses have up to 8, which the page says.
     """
     loops, depth = [(0, 0)], 0
     for marks, nesting, empty in _BUNDLE.findall(schedule):
