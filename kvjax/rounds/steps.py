@@ -22,7 +22,7 @@ from kvjax.cache.groups import rounded
 from kvjax.cache.page_sharding import PageSharding, gather_pages
 from kvjax.cache.pool import LayerCache, by_head, store, stored_rows
 from kvjax.model.config import ModelConfig
-from kvjax.model.decoder import DecoderView
+from kvjax.model.decoder import Decoder
 from kvjax.model.rope import token_angles
 from kvjax.policies.base import page_capacities
 from kvjax.policies.signals import Signals
@@ -60,7 +60,7 @@ def pages_onto(config: ModelConfig, cache: Cache, room: int) -> Pages:
 
 
 def read_lower(
-    params: DecoderView, cache: Cache, tokens: Int[Array, "B T"], count: Int[Array, " B"], pages: Pages, fresh: bool
+    params: Decoder, cache: Cache, tokens: Int[Array, "B T"], count: Int[Array, " B"], pages: Pages, fresh: bool
 ) -> tuple[Cache, Float[Array, "B T M"], Float[Array, "B H C"] | None]:
     """Read questions through the layers below the watershed.
 
@@ -130,7 +130,7 @@ def _written(into: Array, piece: Array, where: tuple[Array | int, ...], offset: 
 
 
 def read_upper(
-    params: DecoderView,
+    params: Decoder,
     empty: tuple[LayerCache, ...],
     x: Float[Array, "B T M"],
     seen: Int[Array, " B"],

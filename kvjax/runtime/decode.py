@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache.cache import Cache, Pools, attach, detach
 from kvjax.model.alibi import slopes
-from kvjax.model.decoder import Decoder, DecoderView
+from kvjax.model.decoder import Decoder
 from kvjax.model.rope import apply_rope, token_angles
 from kvjax.policies.base import Step
 from kvjax.runtime.decode_attention import attend
@@ -81,7 +81,7 @@ class DecodeState:
 
 
 def forward_step(
-    params: DecoderView, cache: Cache, token: Int[Array, " B"], active: Bool[Array, " B"]
+    params: Decoder, cache: Cache, token: Int[Array, " B"], active: Bool[Array, " B"]
 ) -> tuple[Cache, Float[Array, "B V"]]:
     """Feed one token a row; rows that are not active keep their cache bit for bit.
 
@@ -206,7 +206,7 @@ def compiled_chunk(
 
 
 def chunk(
-    params: DecoderView,
+    params: Decoder,
     pools: Pools,
     state: DecodeState,
     controls: Controls,

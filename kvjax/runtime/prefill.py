@@ -25,7 +25,7 @@ from kvjax.cache.quantisation import MODEL, Storage
 from kvjax.errors import UsageError
 from kvjax.model.alibi import query_bias
 from kvjax.model.config import ModelConfig
-from kvjax.model.decoder import Decoder, DecoderView, LayerView
+from kvjax.model.decoder import Decoder, DecoderLayer
 from kvjax.model.rope import Angles, apply_rope, token_angles
 from kvjax.policies.base import Policy, PromptChunk, page_capacities
 from kvjax.policies.full import Full
@@ -62,7 +62,7 @@ def empty_cache(
 
 
 def read_layer(
-    layer: LayerView,
+    layer: DecoderLayer,
     x: Float[Array, "B T M"],
     rope: Angles,
     kept: Rows | None,
@@ -105,7 +105,7 @@ def read_layer(
 
 
 def through_layers(
-    params: DecoderView,
+    params: Decoder,
     policy: Policy,
     first: int,
     caches: tuple[Any, ...],
@@ -151,7 +151,7 @@ def through_layers(
 
 
 def _forward(
-    params: DecoderView,
+    params: Decoder,
     cache: Cache,
     tokens: Int[Array, "B T"],
     count: Int[Array, " B"],
@@ -199,7 +199,7 @@ def zero_after(*made: Array) -> Int[Array, ""]:
     return zero
 
 
-def last_logits(params: DecoderView, x: Float[Array, "B T M"], count: Int[Array, " B"]) -> Float[Array, "B V"]:
+def last_logits(params: Decoder, x: Float[Array, "B T M"], count: Int[Array, " B"]) -> Float[Array, "B V"]:
     last = jnp.maximum(count - 1, 0)[:, None, None]
     return params.logits(jnp.take_along_axis(x, last, axis=1)[:, 0])
 
@@ -234,7 +234,7 @@ def prefill_fresh(
 
 
 def read_fresh(
-    params: DecoderView, cache: Cache, tokens: Int[Array, "B T"], count: Int[Array, " B"], total: Int[Array, " B"]
+    params: Decoder, cache: Cache, tokens: Int[Array, "B T"], count: Int[Array, " B"], total: Int[Array, " B"]
 ) -> tuple[Cache, Float[Array, "B V"]]:
     """:func:`prefill_fresh` into a cache that was made for it."""
     cache, x = _forward(params, cache, tokens, count, total, tuple(c.pages for c in cache.layers), fresh=True)
@@ -282,7 +282,7 @@ def pages_onto(config: ModelConfig, cache: Cache, prompt_capacity: int, new_capa
 
 
 def read_onto(
-    params: DecoderView,
+    params: Decoder,
     pools: Pools,
     rest: Cache,
     tokens: Int[Array, "B T"],

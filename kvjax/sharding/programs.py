@@ -19,7 +19,7 @@ from kvjax.runtime.decode import Controls, DecodeState, begin, chunk
 from kvjax.runtime.grow import grown
 from kvjax.runtime.prefill import read_fresh, read_onto
 from kvjax.runtime.stopping import StopTable
-from kvjax.sharding.decoder import LocalDecoder
+from kvjax.sharding.decoder import local_decoder
 from kvjax.sharding.mesh import Mesh
 from kvjax.sharding.partition import Partition
 from kvjax.sharding.placement import ROWS, cache_specs, leaves_of, weight_specs
@@ -98,7 +98,7 @@ def sharded_fresh(
     like = jax.eval_shape(lambda: part.empty(batch, *rooms))
 
     def run(params: Decoder, tokens: Array, count: Array, total: Array) -> tuple[Any, ...]:
-        return read_fresh(LocalDecoder(params, part), part.empty(batch, *rooms), tokens, count, total)
+        return read_fresh(local_decoder(params, part), part.empty(batch, *rooms), tokens, count, total)
 
     arguments = [(params, weight_specs(params, part.mesh)), (tokens, ROWS), (count, ROWS), (total, ROWS)]
     cache, logits = on_devices(part.mesh, run, arguments, [cache_specs(like), ROWS])
@@ -121,7 +121,7 @@ def _onto(
     pool_specs, rest_specs = leaves_of(detach(specs)[0]), detach(specs)[1]
 
     def run(params: Decoder, pools: Pools, rest: Cache, *new: Array) -> tuple[Any, ...]:
-        local = LocalDecoder(params, part)
+        local = local_decoder(params, part)
         return read_onto(local, pools, rest, *new, prompt_capacity=prompt_capacity, new_capacity=new_capacity)
 
     arguments = [
@@ -182,7 +182,7 @@ def sharded_chunk(
         return jax.lax.pmax(flag.astype(jnp.int32), "data") > 0
 
     def run(params: Decoder, *rest: Any) -> tuple[Any, ...]:
-        return chunk(LocalDecoder(params, part), *rest, agree=agree)
+        return chunk(local_decoder(params, part), *rest, agree=agree)
 
     arguments = [
         (params, weight_specs(params, part.mesh)),

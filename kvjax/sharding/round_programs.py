@@ -19,7 +19,7 @@ from kvjax.policies.split_cache import SplitCache
 from kvjax.rounds.conversation import UpperRows
 from kvjax.rounds.inner import compressed, without_slots
 from kvjax.rounds.steps import StagingBuffer, cut, empty_stage, pages_onto, place, read_lower, read_upper
-from kvjax.sharding.decoder import LocalDecoder
+from kvjax.sharding.decoder import local_decoder
 from kvjax.sharding.mesh import Mesh
 from kvjax.sharding.partition import Partition, head_sharding
 from kvjax.sharding.placement import ROWS, cache_specs, leaves_of, weight_specs
@@ -92,7 +92,7 @@ def lower_fresh(
     def run(params: Decoder, tokens: Array, count: Array) -> tuple[Any, ...]:
         cache = empty()
         pages = tuple(layer.pages for layer in cache.layers)
-        return read_lower(LocalDecoder(params, part), cache, tokens, count, pages, fresh=True)[:2]
+        return read_lower(local_decoder(params, part), cache, tokens, count, pages, fresh=True)[:2]
 
     arguments = [(params, weight_specs(params, part.mesh)), (tokens, ROWS), (count, ROWS)]
     cache, x = on_devices(part.mesh, run, arguments, [cache_specs(jax.eval_shape(empty)), ROWS])
@@ -114,7 +114,7 @@ def _onto(
     def run(params: Decoder, pools: Pools, rest: Cache, tokens: Array, count: Array) -> tuple[Any, ...]:
         cache = attach(pools, rest)
         pages = pages_onto(part.config_of(0), cache, room)
-        cache, x, mass = read_lower(LocalDecoder(params, part), cache, tokens, count, pages, fresh=False)
+        cache, x, mass = read_lower(local_decoder(params, part), cache, tokens, count, pages, fresh=False)
         return *detach(cache.replace(prompt_capacity=room, new_capacity=NEW_TOKENS)), x, mass
 
     arguments = [
@@ -156,7 +156,7 @@ def upper(
 
     def run(params: Decoder, *read: Any) -> tuple[Any, ...]:
         cache = empty()
-        layers, logits = read_upper(LocalDecoder(params, part), cache.layers, *read)
+        layers, logits = read_upper(local_decoder(params, part), cache.layers, *read)
         return cache.replace(layers=layers), logits
 
     quantised = staged is not None and staged.k_scale is not None
@@ -244,7 +244,7 @@ def compress(
     pool_specs, rest_specs = _split(attach(pools, rest))
 
     def run(params: Decoder, pools: Pools, rest: Cache, *given: Array) -> tuple[Any, ...]:
-        local = LocalDecoder(params, part)
+        local = local_decoder(params, part)
         return detach(compressed(local, attach(pools, rest), *given, inner=inner, size=size))
 
     arguments = [
