@@ -120,3 +120,8 @@ class ModelConfig:
     def group_size(self) -> int:
         """Query heads that share one key/value head (G)."""
         return self.num_heads // self.num_kv_heads
+
+    @property
+    def attention_scale(self) -> float:
+        """The factor of q.k in the softmax: 1 / sqrt(head_dim)."""
+        return self.head_dim**-0.5

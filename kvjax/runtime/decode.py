@@ -103,7 +103,7 @@ def forward_step(
             kept,
             apply_rope(q, angles),
             step,
-            scale=config.head_dim**-0.5,
+            scale=config.attention_scale,
             slopes=slopes(own) if own.positional == "alibi" else None,
         )
         done.append(kept)

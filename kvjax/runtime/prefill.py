@@ -78,7 +78,7 @@ def read_layer(
     batch, tokens, _ = x.shape
     heads, group, dim = config.num_kv_heads, config.group_size, config.head_dim
     block = block_of(tokens)
-    scale = dim**-0.5
+    scale = config.attention_scale
     window = None if collector is None else collector.window_queries(layer, x, rope)
 
     def body(i: Int[Array, ""], carry: tuple[Array, Array, Array, PartialSignals | None]) -> tuple[Any, ...]:

@@ -138,7 +138,7 @@ class SignalCollector:
         place = jnp.atleast_1d(offset)[:, None] + jnp.arange(queries)
         return dict(
             offset=offset,
-            scale=self.config.head_dim**-0.5 if scale is None else scale,
+            scale=self.config.attention_scale if scale is None else scale,
             kept=kept,
             bias=query_bias(self.config, jnp.tile(place, (1, self.config.group_size))),
             block=keys_of(block),
