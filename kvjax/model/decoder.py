@@ -104,7 +104,7 @@ class DecoderLayer(nnx.Module):
       out [H, G, D | M]; gate_up [M | F / C, 2, C]: C columns of the gate, then as many of what it gates, so that a
       share of the columns holds both halves; or up [M | F] without a gate; down [F | M].
       Optional biases have the same names and logical axes without the input's: qkv_bias [H, G + 2, D], out_bias [M],
-      gate_up_bias [F / C, 2, C] or up_bias [F], down_bias [M].
+      gate_up_bias [F / C, 2, C] or up_bias [F], down_bias [M]. q_norm and k_norm, where there are, have D weights.
 
     On a mesh ``config`` has the heads of one device, the parameters are its parts of them, and ``exchange`` is what the
     devices exchange (:func:`with_exchange`).
@@ -126,6 +126,8 @@ class DecoderLayer(nnx.Module):
         else:
             self.up = _param(rngs, (hidden, inner), (None, "mlp"), dtype, transposed=True)
         self.down = _param(rngs, (inner, hidden), ("mlp", None), dtype)
+        if config.qk_norm:
+            self.q_norm, self.k_norm = (RMSNorm(dim, config.rms_norm_eps, dtype=dtype) for _ in range(2))
         if config.qkv_bias:
             self.qkv_bias = _param(rngs, (heads, group + 2, dim), ("kv_heads", None, None), dtype, 0)
         if config.output_bias:
@@ -146,7 +148,8 @@ class DecoderLayer(nnx.Module):
         if c.qkv_bias:
             flat = flat + self.qkv_bias[...]
         qkv = self.exchange.heads(flat).reshape(*x.shape[:-1], c.num_kv_heads, c.group_size + 2, c.head_dim)
-        return qkv[..., :-2, :], qkv[..., -2, :], qkv[..., -1, :]
+        q, k, v = qkv[..., :-2, :], qkv[..., -2, :], qkv[..., -1, :]
+        return (self.q_norm(q), self.k_norm(k), v) if c.qk_norm else (q, k, v)
 
     def finish(self, x: Float[Array, "*S M"], attended: Float[Array, "*S H G D"]) -> Float[Array, "*S M"]:
         """Output projection, residual, and the MLP with its residual."""

@@ -15,6 +15,7 @@ from kvjax.checkpoints.families.family import Family, Place, Weight, input_last,
 from kvjax.checkpoints.families.llama import LLAMA
 from kvjax.checkpoints.families.mistral import MISTRAL
 from kvjax.checkpoints.families.qwen2 import QWEN2
+from kvjax.checkpoints.families.qwen3 import QWEN3
 from kvjax.errors import UsageError, WeightsError
 
 __all__ = [
@@ -31,7 +32,7 @@ __all__ = [
 ]
 
 #: Every known family, by the architecture's name in ``config.json`` (``model_type``) and in GGUF.
-FAMILIES: dict[str, Family] = {"bloom": BLOOM, "llama": LLAMA, "mistral": MISTRAL, "qwen2": QWEN2}
+FAMILIES: dict[str, Family] = {"bloom": BLOOM, "llama": LLAMA, "mistral": MISTRAL, "qwen2": QWEN2, "qwen3": QWEN3}
 
 
 def register(name: str, family: Family) -> None:
