@@ -39,6 +39,8 @@ def forward(folder: pathlib.Path, tokens: np.ndarray) -> tuple[np.ndarray, np.nd
             (y @ w[p + f"self_attn.{name}_proj.weight"].T).reshape(count, n, dim)
             for name, n in (("q", heads), ("k", kv_heads), ("v", kv_heads))
         )
+        if p + "self_attn.q_norm.weight" in w:  # Qwen3's
+            q, k = (_norm(a, w[p + f"self_attn.{name}_norm.weight"], eps) for name, a in (("q", q), ("k", k)))
         q, k = _rotated(q, config["rope_theta"]), _rotated(k, config["rope_theta"])
         k, v = (np.repeat(a, heads // kv_heads, axis=1) for a in (k, v))
         scores = np.einsum("qhd,khd->hqk", q, k) / np.sqrt(dim)

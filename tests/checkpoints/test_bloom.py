@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from model import gguf_files
+from support import gguf_files
 from safetensors.numpy import load_file, save_file
 from support import bloom_oracle, tiny
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from model import gguf_files
+from support import gguf_files
 from safetensors.numpy import load_file, save_file
 
 from kvjax.checkpoints.load import load
