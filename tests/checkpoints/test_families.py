@@ -7,8 +7,7 @@ import json
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support import gguf_files
-from support import tiny
+from support import gguf_files, tiny
 
 from kvjax.checkpoints.families import FAMILIES, family
 from kvjax.checkpoints.load import load
