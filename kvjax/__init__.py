@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from kvjax import batch, calibrate, policies
     from kvjax.cache.cache import Cache
+    from kvjax.cache.continuation import concatenate
     from kvjax.cache.quantisation import Storage
     from kvjax.chat import Chat
     from kvjax.checkpoints.load import LanguageModel, load, load_config
     from kvjax.errors import DoesNotFit, KvjaxError, UsageError, WeightsError
     from kvjax.generation import generate, stream_generate
     from kvjax.history import read_history
-    from kvjax.joining import concatenate
     from kvjax.model.config import ModelConfig, RopeConfig
     from kvjax.output import Output, Piece, Stats
     from kvjax.planning import Plan, plan
@@ -51,7 +51,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "Cache": "kvjax.cache.cache",
     "Storage": "kvjax.cache.quantisation",
-    "concatenate": "kvjax.joining",
+    "concatenate": "kvjax.cache.continuation",
     "Chat": "kvjax.chat",
     "ModelConfig": "kvjax.model.config",
     "RopeConfig": "kvjax.model.config",

@@ -18,16 +18,16 @@ FIRST, SECOND, THIRD = (RNG.integers(0, 256, size).tolist() for size in (40, 9, 
 
 def fed_ids(monkeypatch) -> list[tuple[int, ...]]:
     """Collects the ids of every prompt that is read, as ``read_prompts`` gets them."""
-    import kvjax.runtime.session as session
+    import kvjax.runtime.reading as reading
 
     collected: list[tuple[int, ...]] = []
-    original = session.read_prompts
+    original = reading.read_prompts
 
     def spy(params, prompts, **options):
         collected.extend(tuple(ids) for ids in prompts)
         return original(params, prompts, **options)
 
-    monkeypatch.setattr(session, "read_prompts", spy)
+    monkeypatch.setattr(reading, "read_prompts", spy)
     return collected
 
 

@@ -15,7 +15,6 @@ import tempfile
 from typing import Any
 
 import tokenizers
-
 from golden import tiny
 
 CASE = tiny.TinyCase("saved", tiny._llama(num_hidden_layers=3, max_position_embeddings=512))

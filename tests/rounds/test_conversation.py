@@ -153,7 +153,7 @@ def test_a_later_turn_in_the_same_buckets_compiles_nothing(lm, everything):
     kvjax.generate(lm, TURNS[3], cache=caches, **options)
     with compile_clock() as clock:
         again = kvjax.generate(lm, [ids[::-1] for ids in TURNS[3]], cache=caches, **options)
-        same = kvjax.generate(lm, TURNS[3], cache=[cache.parked() for cache in caches], **options)
+        same = kvjax.generate(lm, TURNS[3], cache=[cache.to_host() for cache in caches], **options)
     assert clock.programs == 0
     assert again[0].logprobs != same[0].logprobs
     assert [one.tokens for one in same] == [one.tokens for one in everything[-1]]
@@ -161,13 +161,13 @@ def test_a_later_turn_in_the_same_buckets_compiles_nothing(lm, everything):
 
 def test_a_conversation_is_a_value_wherever_it_is(lm, one_of_ten):
     cache = one_of_ten[-2][0].cache
-    away = cache.parked()
+    away = cache.to_host()
     assert {x.sharding.memory_kind for x in jax.tree.leaves(away.lower)} == {"pinned_host"}
-    back = away.unparked()
+    back = away.to_device()
     for x, y in zip(jax.tree.leaves(back.lower), jax.tree.leaves(cache.lower), strict=True):
         assert x.sharding.memory_kind == "device"
         np.testing.assert_array_equal(x, y)
-    assert back.unparked() is not None and cache.row(0).batch == 1
+    assert back.to_device() is not None and cache.row(0).batch == 1
     with pytest.raises(kvjax.UsageError, match="no row 1"):
         cache.row(1)
     samples = kvjax.generate(lm, TURNS[3][0], cache=cache, n=2, max_new_tokens=NEW, logprobs=True)
