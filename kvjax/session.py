@@ -127,7 +127,7 @@ class Session:
         request, owned = self.request, self.request.owned
         if request.cache_is_copy:
             consume = True
-        elif owned is not None and may_be_lent(owned.value) and not owned.shared and request.options.n == 1:
+        elif owned is not None and may_be_lent(owned.value) and not owned.shared and request.n == 1:
             self._lent, consume = owned.lend(), True
         if request.cache is not None:
             check_continuable("cache=", [request.cache])  # a stream may begin long after its request was checked
@@ -195,12 +195,12 @@ class Session:
         request = self.request
         present = np.zeros((request.rows, request.lm.config.vocab_size), bool)
         for row in range(request.rows):
-            present[row, [*request.context, *request.prompts[row // request.options.n]]] = True
+            present[row, [*request.context, *request.prompts[row // request.n]]] = True
         return present
 
     def outputs(self) -> Any:
         """Outputs in the shape of what was passed."""
-        request, cache, n = self.request, self.cache, self.request.options.n
+        request, cache, n = self.request, self.cache, self.request.n
         retained = [as_numpy(request.policy.retained(layer)) for layer in cache.layers]
         counters = retained, as_numpy(cache.seen), cache.clipped
         next_token = as_numpy(cache.next_token)
@@ -231,7 +231,7 @@ class Session:
         sizes = [slot_bytes(layer) for layer in cache.layers]
         rounds = self.strategy.stats(row)
         return Stats(
-            prompt_tokens=len(request.prompts[row // request.options.n]) + len(request.context),
+            prompt_tokens=len(request.prompts[row // request.n]) + len(request.context),
             generated_tokens=len(self.tokens[row]),
             prompt_seconds=times.prompt,
             decode_seconds=times.decode,

@@ -17,7 +17,7 @@ from kvjax.model.decoder import Decoder, abstract_decoder
 from kvjax.model.tiling import weight_layout
 from kvjax.policies import parse
 from kvjax.runtime.decode import Controls, DecodeState, compiled_chunk
-from kvjax.runtime.prefill import empty_cache
+from kvjax.policies.empty_cache import empty_cache
 from kvjax.runtime.synthetic import benchmark_controls, decode_state
 from pallas_kernels.aot.cases import Case
 

@@ -13,9 +13,9 @@ from kvjax.model.decoder import Decoder
 from kvjax.output import RoundStats
 from kvjax.rounds.closing import close_round
 from kvjax.rounds.conversation import Conversation
+from kvjax.rounds.programs import RoundPrograms
 from kvjax.rounds.turn import PendingTurn, read_question
 from kvjax.runtime.reading import Note, spread
-from kvjax.sharding.rounds import round_programs
 
 
 class RoundStrategy:
@@ -30,7 +30,7 @@ class RoundStrategy:
 
     def read(self, params: Decoder, request: Any, consume: bool, note: Note) -> tuple[Cache, jax.Array]:
         """Read the context as a round of its own, then the questions, then give every sample its row."""
-        self._params, self._programs = params, round_programs(request.lm.mesh, request.lm.config)
+        self._params, self._programs = params, RoundPrograms(request.lm.mesh, request.lm.config)
         kinds: dict[str, Any] = {"policy": request.policy, "dtype": request.dtype, "storage": request.storage}
         kinds |= {"memory_limit": request.memory_limit, "programs": self._programs, "note": note}
         before, prefix = request.cache, request.prefix

@@ -1,4 +1,4 @@
-"""Caches that come from elsewhere: from one device to a mesh, from a mesh to another, and back."""
+"""Moves a cache to the devices that will continue it, whoever made it."""
 
 from __future__ import annotations
 
@@ -11,19 +11,20 @@ from jax.sharding import NamedSharding, PartitionSpec
 from kvjax.cache.cache import Cache
 from kvjax.cache.continuation import Continuation
 from kvjax.cache.groups import Layer, parts, with_parts
-from kvjax.cache.page_sharding import UNSHARDED, shard, unshard
-from kvjax.cache.pool import resize
+from kvjax.cache.page_sharding import UNSHARDED
+from kvjax.cache.pool import resize, shard, unshard
 from kvjax.errors import UsageError
 from kvjax.model.config import ModelConfig
 from kvjax.sharding.mesh import Mesh
 from kvjax.sharding.partition import Partition
 from kvjax.sharding.placement import cache_specs, leaves_of
 
+
 C = TypeVar("C", bound=Continuation)
 
 
 def adopt(continued: C, mesh: Mesh | None, config: ModelConfig) -> C:
-    """What is continued as this mesh holds it (or, for None, one device), whoever made it; itself where it is so.
+    """What is continued, as this mesh holds it (or, for None, one device), whoever made it; itself where it is so.
 
     Of a conversation of rounds the lower layers: its rounds go where the question that selects them is.
     """
