@@ -19,7 +19,6 @@ from kvjax.sharding.mesh import Mesh
 from kvjax.sharding.partition import Partition
 from kvjax.sharding.placement import cache_specs, leaves_of
 
-
 C = TypeVar("C", bound=Continuation)
 
 

@@ -74,7 +74,7 @@ def main(out: pathlib.Path) -> None:
     import os
 
     import kvjax
-    from kvjax.calibrate.profile import HeadProfile, ModelShape, save_profile
+    from kvjax.calibrate.profile import HeadProfile, ModelShape, save_profile  # pyright: ignore[reportMissingImports]
 
     out.mkdir(parents=True, exist_ok=True)
     os.chdir(out)

@@ -403,6 +403,32 @@ def test_a_consumed_conversation_gives_several_samples(lm, one_of_ten):
     assert consumed[0].cache.asked == kept[0].cache.asked == (2,)
 
 
+def test_a_consumed_conversation_holds_its_lower_layers_once(lm):
+    policy = RoundAttention(watershed=BELOW)
+    cache = kvjax.generate(lm, TURNS[0][0], policy=policy, max_new_tokens=NEW).cache
+    lower = cache.lower.nbytes
+    value, consumed = (
+        kvjax.generate(lm, TURNS[1][0], cache=cache, consume_cache=consume, max_new_tokens=NEW).stats
+        for consume in (False, True)
+    )
+    for stats in (value, consumed):
+        assert stats.rounds.allocated == stats.device_cache_bytes <= stats.rounds.peak == stats.device_peak_bytes
+    assert 0.9 * lower < value.device_peak_bytes - consumed.device_peak_bytes <= lower
+    # Beside what the answer is generated on, one copy of the selected rounds on their way to it.
+    assert consumed.device_peak_bytes < consumed.device_cache_bytes + lower
+
+
+def test_a_lower_layer_grows_after_the_one_before_it_was_freed(lm):
+    policy = RoundAttention(watershed=BELOW)
+    caches = [kvjax.generate(lm, TURNS[1][0], policy=policy, max_new_tokens=NEW).cache for _ in range(2)]
+    old = caches[0].lower
+    value = kvjax.generate(lm, TURNS[0][0], cache=caches[0], max_new_tokens=NEW, logprobs=True)
+    grown = kvjax.generate(lm, TURNS[0][0], cache=caches[1], consume_cache=True, max_new_tokens=NEW, logprobs=True)
+    assert grown.cache.lower.layers[0].pages > old.layers[0].pages
+    assert grown.tokens == value.tokens and grown.logprobs == value.logprobs
+    assert value.stats.device_peak_bytes - grown.stats.device_peak_bytes >= old.nbytes // 2
+
+
 def test_a_plan_counts_the_upper_layers_share(lm):
     planned = kvjax.plan(lm, prompt_tokens=1000, policy="round:watershed=2,top=0.25")
     assert [layer[0] for layer in planned.retained] == [1000, 1000, 250, 250]
