@@ -69,7 +69,8 @@ def nbytes(tree: Any) -> int:
 
 def device_bytes(arrays: Iterable[Any]) -> int:
     """Bytes of arrays on each device that has some of them; on a mesh all devices hold equally many."""
-    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in arrays)
+    here = (x for x in arrays if isinstance(x, jax.Array))  # a counter may be NumPy's
+    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in here)
 
 
 def live_device_bytes() -> int:
