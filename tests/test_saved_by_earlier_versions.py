@@ -7,7 +7,7 @@ import pathlib
 import tarfile
 
 import pytest
-from golden import saved
+from support import saved_talks as saved
 
 import kvjax
 from kvjax.cli.main import main

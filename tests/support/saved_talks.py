@@ -1,6 +1,6 @@
-"""Write what version 0.1 saved and how it went on: ``python tests/golden/saved.py FOLDER``, with that version's kvjax.
+"""Write what version 0.1 saved and how it went on: ``python tests/support/saved_talks.py FOLDER``, with that version's kvjax.
 
-The files in ``saved-0.1/`` were made so, and are never made again: ``tests/test_saved_by_earlier_versions.py`` shows
+The files in ``tests/golden/saved-0.1/`` were made so, and are never made again: ``tests/test_saved_by_earlier_versions.py`` shows
 that later versions still read them. The model's weights come from NumPy's frozen ``RandomState``.
 """
 
@@ -15,7 +15,7 @@ import tempfile
 from typing import Any
 
 import tokenizers
-from golden import tiny
+from support import tiny
 
 CASE = tiny.TinyCase("saved", tiny._llama(num_hidden_layers=3, max_position_embeddings=512))
 #: Conversations by name: policy, storage, and whether several rows are saved together.
