@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from kvjax import calibrate as calibrate
     from kvjax import policies as policies
     from kvjax.cache.cache import Cache as Cache
+    from kvjax.cache.continuation import concatenate as concatenate
     from kvjax.cache.quantisation import Storage as Storage
     from kvjax.chat import Chat as Chat
     from kvjax.checkpoints.load import LanguageModel as LanguageModel
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from kvjax.generation import generate as generate
     from kvjax.generation import stream_generate as stream_generate
     from kvjax.history import read_history as read_history
-    from kvjax.joining import concatenate as concatenate
     from kvjax.model.config import ModelConfig as ModelConfig
     from kvjax.model.config import RopeConfig as RopeConfig
     from kvjax.options import GenerationOptions as GenerationOptions
@@ -47,13 +47,13 @@ __version__ = "0.1.0"
 #: of policies follow from `kvjax.policies`.
 _HOMES = {
     "kvjax.cache.cache": ("Cache",),
+    "kvjax.cache.continuation": ("concatenate",),
     "kvjax.cache.quantisation": ("Storage",),
     "kvjax.chat": ("Chat",),
     "kvjax.checkpoints.load": ("LanguageModel", "load", "load_config"),
     "kvjax.errors": ("DoesNotFit", "KvjaxError", "UsageError", "WeightsError"),
     "kvjax.generation": ("generate", "stream_generate"),
     "kvjax.history": ("read_history",),
-    "kvjax.joining": ("concatenate",),
     "kvjax.model.config": ("ModelConfig", "RopeConfig"),
     "kvjax.options": ("GenerationOptions",),
     "kvjax.output": ("Output", "Piece", "Stats"),

@@ -125,6 +125,12 @@ class Policy:
         """Whether a conversation may run past the model's context."""
         return False
 
+    @property
+    def only_appends(self) -> bool:
+        """Whether a slot, once written, stays as it is: what a turn added is then forgotten by its lengths alone."""
+        changing = ("sort_slots", "select", "compress", "append", "observe", "maintain")
+        return not self.merges and all(getattr(type(self), name) is getattr(Policy, name) for name in changing)
+
     def chunks(self, config: ModelConfig) -> tuple[int, int] | None:
         """(first, rest) tokens per prefill chunk, or None to take prompts whole."""
         return None
