@@ -14,7 +14,7 @@ from kvjax.errors import KvjaxError, UsageError
 from kvjax.files import check_writable, write_atomically
 
 if TYPE_CHECKING:
-    from kvjax.bench.report import Report
+    from kvjax.bench.bench_report import Report
     from kvjax.bench.run import Bench
     from kvjax.checkpoints.load import LanguageModel
     from pallas_kernels.bench.problem import Sizes

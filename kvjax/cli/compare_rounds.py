@@ -33,11 +33,11 @@ def run(
     """Ask what ``out`` does not hold yet, and show all it holds; a request is checked before anything runs."""
     from kvjax.bench import machine
     from kvjax.checks import whole_number
-    from kvjax.eval import rounds_report as report
+    from kvjax.eval import round_report as report
     from kvjax.eval.candidates import split_policies
     from kvjax.eval.dialogues import history_room, long_dialogues
     from kvjax.eval.pictures import new_figure, png
-    from kvjax.eval.rounds import DEFAULT, RoundComparison, Settings, read_answers, round_policy
+    from kvjax.eval.round_questions import DEFAULT, RoundComparison, Settings, read_answers, round_policy
     from kvjax.files import write_atomically
 
     names = list(DEFAULT) if policies == "all" else split_policies(policies)

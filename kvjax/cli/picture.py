@@ -89,7 +89,7 @@ def _study(name: str, lm: LanguageModel, settings, length: int, out: Path) -> in
     from kvjax.bench import machine
     from kvjax.eval import results
     from kvjax.eval.compare import Comparison
-    from kvjax.eval.report import summary
+    from kvjax.eval.comparison_report import summary
     from kvjax.eval.studies import STUDIES, study_figure
     from kvjax.files import write_atomically
 
@@ -124,8 +124,8 @@ def _positions(lm: LanguageModel, policies: Sequence[str], text: str | None, len
 
 def _alike(lm: LanguageModel, path: Path, most: int, least_rounds: int, tokens: int | None) -> Figure:
     """What questions and answers of real dialogues attend to; the numbers of the picture's title are printed too."""
-    from kvjax.eval.alike import alike_figure, last_round, means
     from kvjax.eval.dialogues import long_dialogues
+    from kvjax.eval.question_answer import alike_figure, last_round, means
     from kvjax.policies.profile import WatershedProfile, packaged
 
     chosen = long_dialogues(lm, path, most=most, least_rounds=least_rounds, tokens=tokens)

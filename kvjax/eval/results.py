@@ -60,7 +60,7 @@ class Scored:
     """Answers of one group of samples, in their order: groups of two rows compare in pairs.
 
     Attributes:
-      mode: ``AFTER``, ``IN_VIEW``, or a turn of ``kvjax.eval.conversation.TURNS``.
+      mode: ``AFTER``, ``IN_VIEW``, or a turn of ``kvjax.eval.follow_ups.TURNS``.
       task: of ``Settings.tasks``; empty for a conversation.
       scores: 0 to 1 each. first: the first token generated.
     """

@@ -19,7 +19,7 @@ from kvjax.errors import KvjaxError, UsageError
 from kvjax.eval import candidates, pictures, report, results
 from kvjax.eval.candidates import Candidate
 from kvjax.eval.compare import Comparison
-from kvjax.eval.conversation import TURNS
+from kvjax.eval.follow_ups import TURNS
 from kvjax.eval.material import make_prompts
 from kvjax.eval.recorded import record, record_bytes
 from kvjax.eval.results import AFTER, IN_VIEW, Estimate, Row, Scored, Settings

@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Float
 
 from kvjax.eval.pictures import new_figure, plain_axes, style
-from kvjax.eval.rounds import FULL, Answer, Settings, to_json
+from kvjax.eval.round_questions import FULL, Answer, Settings, to_json
 from kvjax.files import write_atomically
 
 if TYPE_CHECKING:
@@ -130,7 +130,7 @@ def footnote(settings: Settings, answers: Sequence[Answer], machine: dict[str, A
 
 def markdown(settings: Settings, answers: Sequence[Answer], machine: dict[str, Any]) -> str:
     """The table and what it says, as Markdown."""
-    from kvjax.eval.report import markdown_table
+    from kvjax.eval.comparison_report import markdown_table
 
     return f"{markdown_table(COLUMNS, table(answers))}\n\n{footnote(settings, answers, machine)}\n"
 

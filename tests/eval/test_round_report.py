@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvjax.eval import rounds_report as report
-from kvjax.eval.rounds import FULL, Answer, Settings
+from kvjax.eval import round_report as report
+from kvjax.eval.round_questions import FULL, Answer, Settings
 
 SETTINGS = Settings("toy", "float32", "file.jsonl", 100, 4, 2)
 
