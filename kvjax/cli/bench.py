@@ -8,15 +8,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvjax import tables
 from kvjax.cli import session
 from kvjax.errors import KvjaxError, UsageError
 from kvjax.files import check_writable, write_atomically
 
 if TYPE_CHECKING:
-    from kvjax.bench.bench_report import Report
+    from kvjax.bench.bench_report import Measurements
     from kvjax.bench.run import Bench
     from kvjax.checkpoints.load import LanguageModel
+    from kvjax.tables import Report
     from pallas_kernels.bench.problem import Sizes
 
 PEERS = ("transformers",)
@@ -44,7 +44,7 @@ def run(
 
     parsed = {text: parse(text) for text in policies}
     _check_peers(peers)
-    from kvjax.bench import machine, report, run
+    from kvjax.bench import bench_report, machine, run
     from kvjax.bench import startup as starting
 
     _check_json(json_path)
@@ -56,7 +56,7 @@ def run(
     sizes = {"batch": batches, "context": contexts, "prefill": prefills}
     run.check_request(lm.config, rounds=rounds, steps=steps, long_steps=long_steps, **sizes)
     bench = run.Bench(lm, parsed, rounds=rounds, steps=steps, peer=_peer(peers, lm), progress=_say)
-    result = report.Report(
+    result = bench_report.Measurements(
         machine=facts,
         model=lm.name,
         dtype=str(bench.dtype),
@@ -69,20 +69,13 @@ def run(
     finally:  # Ctrl-C loses none of the cases that are done
         result.bandwidth_readings = bench.meter.readings
         if result.decode or result.prefill:
-            _publish(result, json_path, markdown)
+            _publish(bench_report.report(result), json_path, markdown)
 
 
-def _publish(result: Report, json_path: Path | None, markdown: bool) -> None:
-    from kvjax.bench import report
-
+def _publish(found: Report, json_path: Path | None, markdown: bool) -> None:
     if json_path is not None:
-        result.save(json_path)
-    if markdown:
-        print(report.markdown(result))
-        return
-    for title, columns, rows in report.tables(result):
-        tables.print_table(title, columns, rows)
-    print(report.footnote(result))
+        write_atomically(json_path, found.json())
+    found.print(markdown=markdown)
 
 
 def decode(
@@ -100,14 +93,7 @@ def decode(
 
     _check_json(json_path)
     rows = shapes.measure(shape, batches, contexts, policies, dtype=dtype, rounds=rounds, say=_say)
-    about = shapes.facts(shape, dtype)
-    if json_path is not None:
-        shapes.save(json_path, rows, about)
-    if markdown:
-        print(shapes.markdown(rows, about))
-        return
-    tables.print_table("Decode", list(shapes.COLUMNS), shapes.table(rows))
-    print("; ".join(f"{name} {value}" for name, value in about.items()))
+    _publish(shapes.report(rows, shapes.facts(shape, dtype)), json_path, markdown)
 
 
 def kernels(
@@ -171,7 +157,7 @@ def _check_json(path: Path | None) -> None:
 
 def _measure(
     bench: Bench,
-    result: Report,
+    result: Measurements,
     batches: Sequence[int],
     contexts: Sequence[int],
     prefills: Sequence[int],

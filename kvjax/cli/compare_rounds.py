@@ -7,7 +7,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvjax import tables
 from kvjax.cli import session
 from kvjax.cli.compare import INTERRUPTED, make_folder
 from kvjax.errors import UsageError
@@ -75,7 +74,7 @@ def run(
         names,
         settings,
         answers=read_answers(out / "answers.json", settings),
-        save=lambda answers: report.save(out, settings, answers, described),
+        save=lambda answers: report.save(out, report.report(settings, answers, described)),
         say=_say,
     )
     code = 0
@@ -87,11 +86,8 @@ def run(
     answers = comparison.answers
     if answers and picture is not None:
         write_atomically(picture, png(report.turns_figure(settings, answers)))
-    if answers and markdown:
-        print(report.markdown(settings, answers, described), end="")
-    elif answers:
-        tables.print_table("", report.COLUMNS, report.table(answers), width=200)
-        print(report.footnote(settings, answers, described))
+    if answers:
+        report.report(settings, answers, described).print(markdown=markdown, width=200)
     return code
 
 

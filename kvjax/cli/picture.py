@@ -89,7 +89,7 @@ def _study(name: str, lm: LanguageModel, settings, length: int, out: Path) -> in
     from kvjax.bench import machine
     from kvjax.eval import results
     from kvjax.eval.compare import Comparison
-    from kvjax.eval.comparison_report import summary
+    from kvjax.eval.comparison_report import report
     from kvjax.eval.studies import STUDIES, study_figure
     from kvjax.files import write_atomically
 
@@ -97,7 +97,7 @@ def _study(name: str, lm: LanguageModel, settings, length: int, out: Path) -> in
     numbers, facts = out.with_suffix(".json"), machine.describe()
 
     def save(rows) -> None:
-        write_atomically(numbers, results.to_json(settings, rows, facts, summary(rows)))
+        write_atomically(numbers, report(settings, rows, facts).json())
 
     earlier = results.read_rows(numbers, settings)
     comparison = Comparison(lm, settings, rows=earlier, save=save, say=_say, speed=False)
