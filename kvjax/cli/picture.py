@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from kvjax.checkpoints.load import LanguageModel
 
 POSITIONS, ALIKE = "retained-positions", "question-answer"
-#: Policies whose kept positions are shown, with the share they keep.
-KEEPING = ("h2o", "ahakv")
+#: Policies whose kept positions are shown; the paper gives every method a recent window of 32 tokens.
+KEEPING = ("h2o:recent=32", "ahakv:recent=32")
 TASKS = ("niah_single_1", "noise_multikey")
 
 
@@ -54,7 +54,7 @@ def run(
         raise UsageError(f"There is no picture {name!r};{hint} known are {', '.join(known)}.")
     check_writable("--out", out)
     settings = Settings(model, "", TASKS, samples, False, "model", seed)
-    policies = [f"{policy}:ratio={ratio}" for policy in KEEPING]
+    policies = [f"{policy},ratio={ratio}" for policy in KEEPING]
     if name == POSITIONS:
         _parse_all(policies)
     if name == ALIKE and (dialogues is None or not dialogues.is_file()):

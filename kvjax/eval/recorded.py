@@ -102,10 +102,9 @@ def record(params: Decoder, prompts: Sequence[Sequence[int]]) -> RecordedDecoder
     """
     # What lies beyond the longest prompt is padding: reading there gives the last token's, which nothing uses.
     observer = Projections(max(map(len, prompts)))
-    read = [
-        (hidden, _RecordedLayer(*made, params.config)) for hidden, made in forward_layers(params, prompts, observer)
-    ]
-    return RecordedDecoder(params, [layer for _, layer in read], jax.block_until_ready(read[-1][0]))
+    read = list(forward_layers(params, prompts, observer))
+    layers = [_RecordedLayer(q, k, v, params.config) for _, (q, k, v) in read]
+    return RecordedDecoder(params, layers, jax.block_until_ready(read[-1][0]))
 
 
 def record_bytes(config: ModelConfig, rows: int, tokens: int, itemsize: int) -> int:

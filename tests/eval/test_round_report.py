@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 
 from kvjax.eval import round_report as report
@@ -77,28 +75,22 @@ def test_sizes_on_the_device_are_bytes_and_parts_of_a_full_cache():
 
 
 def test_right_answers_by_type_of_question():
-    answers = [
-        *both(5, (0.5,), (1.0,), kind="user", right=True),
-        *both(6, (0.5,), (1.0,), kind="user", right=False),
-        *both(7, (0.5,), (1.0,), kind="time", right=True),
-        *both(8, (0.5,), (1.0,), kind="time"),
-        answer(FULL, 9, (1.0,), (1.0,), kind="time", right=True),
-    ]
-    answers = [one if one.policy != FULL or one.rounds > 7 else dataclasses.replace(one, kind=two.kind, right=True)
-               for one, two in zip(answers, [*answers[1:], answers[0]], strict=True)]  # fmt: skip
-    full, one = report.by_question_type(answers)
+    def asked(rounds: int, kind: str, full: bool | None, compressed: bool | None) -> list[Answer]:
+        times = (1.0,), (1.0,)
+        return [
+            answer(FULL, rounds, *times, kind=kind, right=full),
+            answer("round", rounds, *times, kind=kind, right=compressed),
+        ]
+
+    answers = asked(5, "user", True, True) + asked(6, "user", True, False) + asked(7, "time", True, True)
     # The question that only the full cache answered does not count, nor one without a known answer.
-    assert full == {
-        "policy": FULL,
-        "types": {
-            "time": {"right": 1.0, "questions": 1},
-            "user": {"right": 1.0, "questions": 2},
-            "all": {"right": 1.0, "questions": 3},
-        },
-    }
-    assert one["types"]["user"] == {"right": 0.5, "questions": 2} and one["types"]["all"]["right"] == pytest.approx(
-        2 / 3
-    )
+    answers += asked(8, "time", None, None) + asked(9, "time", False, False)[:1]
+    full, one = report.by_question_type(answers)
+    types = {"time": (1.0, 1), "user": (1.0, 2), "all": (1.0, 3)}
+    expected = {kind: {"right": right, "questions": questions} for kind, (right, questions) in types.items()}
+    assert full == {"policy": FULL, "types": expected}
+    assert one["types"]["user"] == {"right": 0.5, "questions": 2}
+    assert one["types"]["all"]["right"] == pytest.approx(2 / 3)
     made = report.report(SETTINGS, answers, {"versions": {}, "processor": "", "cores": 2, "date": ""})
     assert "| right answers | time (1) | user (2) | all (3) |\n" in made.markdown()
     assert "| round | 1.00 | 0.50 | 0.67 |\n" in made.markdown()
