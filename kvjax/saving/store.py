@@ -34,7 +34,7 @@ from kvjax.saving.rounds import (
     restored_rounds,
     shapes_of_rounds,
 )
-from kvjax.sharding.run import adopt
+from kvjax.sharding.adopt import adopt
 from kvjax.tables import human_bytes
 
 _KIND = "kvjax cache"
