@@ -45,6 +45,11 @@ class StagingBuffer:
     kv: Float[Array, "L 2 B H S D"]
     k_scale: Float[Array, "L B H D"] | None
 
+    def logical_axes(self) -> list[tuple[str | None, ...]]:
+        """Axes of its arrays on a mesh; devices that share a head have a block of its slots each."""
+        kv = (None, None, "batch", "kv_head", "slot")
+        return [kv] if self.k_scale is None else [kv, (None, "batch", "kv_head")]
+
 
 def empty_stage(shape: tuple[int, ...], dtype: Any, quantised: bool) -> StagingBuffer:
     """Zeros [L, 2, B, H, S, D]; rounds of int8 rows come as float32 ones."""
