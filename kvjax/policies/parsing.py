@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import importlib
 import re
 import types
 import typing
@@ -14,70 +15,45 @@ from collections.abc import Iterable
 from typing import Any
 
 from kvjax.errors import UsageError
-from kvjax.policies.ahakv import AhaKV
 from kvjax.policies.base import Policy
-from kvjax.policies.compensated import CompensatedRing
-from kvjax.policies.expected_attention import ExpectedAttention
-from kvjax.policies.full import Full
-from kvjax.policies.h2o import H2O
-from kvjax.policies.keydiff import KeyDiff
-from kvjax.policies.lagkv import LagKV
-from kvjax.policies.nacl import NACL
-from kvjax.policies.pyramidkv import PyramidKV
-from kvjax.policies.razor import RazorAttention
-from kvjax.policies.round_attention import RoundAttention
-from kvjax.policies.slimkv import SlimKV
-from kvjax.policies.snapkv import SnapKV
-from kvjax.policies.streaming import StreamingLLM
-from kvjax.policies.tova import TOVA
+from kvjax.policies.names import ALIASES, POLICIES
 
-_POLICIES: dict[str, type[Policy]] = {
-    "full": Full,
-    "streamingllm": StreamingLLM,
-    "lagkv": LagKV,
-    "h2o": H2O,
-    "tova": TOVA,
-    "ahakv": AhaKV,
-    "razor": RazorAttention,
-    "round": RoundAttention,
-    "compensated": CompensatedRing,
-    "snapkv": SnapKV,
-    "pyramidkv": PyramidKV,
-    "slimkv": SlimKV,
-    "nacl": NACL,
-    "keydiff": KeyDiff,
-    "expected_attention": ExpectedAttention,
-}
-_ALIASES = {
-    "streaming": "streamingllm",
-    "streaming_llm": "streamingllm",
-    "lag": "lagkv",
-    "none": "full",
-    "razorattention": "razor",
-    "razor_attention": "razor",
-    "rounds": "round",
-    "roundattention": "round",
-    "round_attention": "round",
-    "compensated_ring": "compensated",
-    "snap": "snapkv",
-    "pyramid": "pyramidkv",
-    "slim": "slimkv",
-    "expectedattention": "expected_attention",
-}
+_REGISTERED: dict[str, type[Policy]] = {}
 
 
 def register(name: str, policy: type[Policy]) -> None:
-    """Give a policy class a name for :func:`parse`; the class is a frozen dataclass deriving from ``Policy``."""
+    """Give a policy class a name, so that ``policy="NAME:OPTION=VALUE"`` and ``--policy`` find it.
+
+    Raises:
+      UsageError: ``policy`` is not a frozen dataclass deriving from ``Policy``, or another class has that name.
+    """
     if not (isinstance(policy, type) and issubclass(policy, Policy) and dataclasses.is_dataclass(policy)):
         raise UsageError(f"{policy!r} is not a policy; register a frozen dataclass that derives from kvjax.Policy.")
-    known = _POLICIES.setdefault(name.lower(), policy)
+    key = _key(name)
+    known = _class_of(key) or _REGISTERED.setdefault(key, policy)
     if known is not policy:
         raise UsageError(f"The policy name {name!r} already belongs to {known.__name__}; choose another.")
 
 
 def registry() -> dict[str, type[Policy]]:
     """Every known policy by name."""
-    return dict(_POLICIES)
+    return {name: _load(home) for name, home in POLICIES.items()} | _REGISTERED
+
+
+def _key(name: str) -> str:
+    """The one spelling of a policy's name."""
+    key = name.strip().lower().replace("-", "_")
+    return ALIASES.get(key, key)
+
+
+def _class_of(key: str) -> type[Policy] | None:
+    """The policy of this name, imported if need be; None when there is none."""
+    return _load(POLICIES[key]) if key in POLICIES else _REGISTERED.get(key)
+
+
+def _load(home: str) -> type[Policy]:
+    module, _, name = home.partition(":")
+    return getattr(importlib.import_module(module), name)
 
 
 def parse(text: Any) -> Policy:
@@ -91,12 +67,11 @@ def parse(text: Any) -> Policy:
     if not isinstance(text, str):
         raise UsageError(f'{text!r} is not a policy; give a kvjax policy or text such as "lagkv:ratio=0.25".')
     name, _, options = text.strip().partition(":")
-    key = name.strip().lower().replace("-", "_")
-    key = _ALIASES.get(key, key)
-    if key not in _POLICIES:
-        known = ", ".join(_POLICIES)
-        raise UsageError(f"Unknown policy {name.strip()!r};{_nearest(key, _POLICIES)} known are {known}.")
-    cls = _POLICIES[key]
+    key = _key(name)
+    cls = _class_of(key)
+    if cls is None:
+        known = [*POLICIES, *_REGISTERED]
+        raise UsageError(f"Unknown policy {name.strip()!r};{_nearest(key, known)} known are {', '.join(known)}.")
     hints = typing.get_type_hints(cls)
     fields = {field.name: hints[field.name] for field in dataclasses.fields(cls)}
     values: dict[str, Any] = {}
@@ -116,7 +91,9 @@ def parse(text: Any) -> Policy:
 
 def format_policy(policy: Policy) -> str:
     """The text form of a policy, fields at their defaults left out; ``parse`` reads it back."""
-    name = next((known for known, cls in _POLICIES.items() if cls is type(policy)), type(policy).__name__)
+    cls = type(policy)
+    names = {home: known for known, home in POLICIES.items()} | {own: known for known, own in _REGISTERED.items()}
+    name = names.get(cls) or names.get(f"{cls.__module__}:{cls.__name__}", cls.__name__)
     changed = [
         f"{field.name}={_text(getattr(policy, field.name))}"
         for field in dataclasses.fields(policy)

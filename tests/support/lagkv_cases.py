@@ -12,7 +12,7 @@ import zlib
 
 import numpy as np
 
-KEPT = pathlib.Path(__file__).with_name("lagkv_official.npz")
+KEPT = pathlib.Path(__file__).parents[1] / "golden" / "lagkv_official.npz"
 HEADS, DIM = 3, 8
 # Token counts around every boundary of sink + n x lag: nothing happens below sink + 2 lag, one partition goes there.
 SETTINGS: tuple[tuple[int, int, float], ...] = (

@@ -7,11 +7,11 @@ import pathlib
 from typing import Any
 
 import numpy as np
-from recall import task
+from support.recall import task
 
 import kvjax
 
-FOLDER = pathlib.Path(__file__).parents[1] / "golden" / "recall"
+FOLDER = pathlib.Path(__file__).parents[2] / "golden" / "recall"
 LENGTH, PAIRS, TAIL = 480, 8, 96
 #: Recent tokens of the bounded caches: far fewer than lie between the last pair and a question.
 WINDOW = 48

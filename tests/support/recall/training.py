@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from recall import task
+from support.recall import task
 
 from kvjax.checkpoints.families import FAMILIES
 from kvjax.model.config import ModelConfig, RopeConfig

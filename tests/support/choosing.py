@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 from hypothesis import assume
-from policies.driver import Driver, config_for, random_kv
+from support.driver import Driver, config_for, random_kv
 
 
 def best(scores: np.ndarray, count: int) -> list[int]:

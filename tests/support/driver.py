@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import toys
-from policies.dense import dense_signals
+from support.dense import dense_signals
 
 from kvjax.cache.attention import decode_attention
 from kvjax.cache.pool import LayerCache, rows

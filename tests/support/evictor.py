@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import toys
-from policies.eviction_oracle import NARROW, softmax
+from support.eviction_oracle import NARROW, softmax
 
 from kvjax.cache.attention import decode_attention
 from kvjax.cache.pool import rows
