@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from kvjax.errors import KvjaxError, UsageError
 
 if TYPE_CHECKING:
-    from pallas_kernels.bench.problem import Sizes
+    from pallas_kernels.bench.decode_inputs import Sizes
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
@@ -101,7 +101,7 @@ def output_folder(out: Path) -> None:
 
 def problem_sizes(**sizes: Any) -> Sizes:
     """A kernel's problem by its sizes; one sentence where it is none."""
-    from pallas_kernels.bench.problem import Sizes
+    from pallas_kernels.bench.decode_inputs import Sizes
 
     try:
         return Sizes(**sizes)
