@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -10,15 +11,17 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.bench.shapes import shapes
-from kvjax.cache.cache import Pools, detach
+from kvjax.cache.cache import Pools, attach, detach
 from kvjax.cache.layout import Layout, layout_on
 from kvjax.cache.quantisation import Storage
 from kvjax.model.decoder import Decoder, abstract_decoder
 from kvjax.model.tiling import weight_layout
 from kvjax.policies import parse
+from kvjax.policies.base import Policy
 from kvjax.policies.empty_cache import empty_cache
-from kvjax.runtime.decode import Controls, DecodeState, compiled_chunk
+from kvjax.runtime.decode import Controls, DecodeState, decode_chunk
 from kvjax.runtime.synthetic import benchmark_controls, decode_state
+from kvjax.sharding.compile import OneDevice
 from tools.aot.cases import Case
 
 BATCH, PROMPT, NEW = 8, 32768, 256
@@ -27,8 +30,11 @@ MODEL = dataclasses.replace(shapes()["llama-3.1-8b"], num_layers=4)
 POLICIES = ("full", "h2o:ratio=0.5", "tova:ratio=0.5", "ahakv:ratio=0.5")
 
 
-def _chunk(params: Decoder, pools: Pools, state: DecodeState, controls: Controls, steps: jax.Array) -> Any:
-    return compiled_chunk(params, pools, state, controls, steps)
+def _chunk(
+    params: Decoder, pools: Pools, state: DecodeState, controls: Controls, steps: jax.Array, *, policy: Policy
+) -> Any:
+    state = dataclasses.replace(state, cache=attach(pools, state.cache))
+    return decode_chunk(OneDevice(MODEL, policy), params, state, controls, steps)
 
 
 def _case(policy: str, platform: str, storage: Storage) -> Case:
@@ -42,7 +48,7 @@ def _case(policy: str, platform: str, storage: Storage) -> Case:
     return Case(
         name=f"4 layers of Llama 3 8B, batch {BATCH}, {PROMPT:,} tokens, {policy}, {storage.kind}",
         operation="decode step",
-        function=_chunk,
+        function=functools.partial(_chunk, policy=parse(policy)),
         arguments=(
             abstract_decoder(MODEL, jnp.bfloat16),
             pools,
@@ -52,7 +58,7 @@ def _case(policy: str, platform: str, storage: Storage) -> Case:
         ),
         cache_bytes=sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(pools)),
         platforms=(platform,),
-        # Of XLA's own kernels none is this package's to mend; on sm_100 one of them spills two registers.
+        # Limits are for this package's kernels; on sm_100 one of XLA's own spills two registers.
         kernels=("ragged_decode", "ragged_decode_triton", "ragged_decode_mosaic_gpu"),
         donated=(1,),
         layouts={0: lambda target, leaf: weight_layout(target, leaf.dtype, leaf.ndim)},
