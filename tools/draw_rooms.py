@@ -103,7 +103,9 @@ def _laid_out(
     """Rooms and, where an arrow crosses a floor, places for it to pass ("source>target@floor"), ordered on each floor
     so that arrows run short; and each arrow as the places that it passes, from the top down.
     """
-    rows: list[list[str]] = [[room for room in rooms if floor[room] == level] for level in range(1 + max(floor.values()))]
+    rows: list[list[str]] = [
+        [room for room in rooms if floor[room] == level] for level in range(1 + max(floor.values()))
+    ]
     paths = []
     for room in rooms:
         for other in sorted(direct[room], key=rooms.index):
