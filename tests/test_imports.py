@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+
 from tools.draw_rooms import pages
 from tools.imports import Import, circle, imports, modules
 

@@ -8,6 +8,7 @@ import is the table in ``tests/test_imports.py``; what is drawn is what the code
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Mapping
 from html import escape
@@ -73,7 +74,7 @@ def pages(rooms: Mapping[str, str], room_of: Callable[[str], str]) -> dict[Path,
 def table(rooms: Mapping[str, str]) -> str:
     """The rule as Markdown, from the top down."""
     lines = ["| room | holds | may import |", "| --- | --- | --- |"]
-    for room, allowed in reversed(rooms.items()):
+    for room, allowed in reversed(list(rooms.items())):
         may = "every room below" if allowed == "*" else ", ".join(allowed.split()) or "nothing"
         lines.append(f"| `{room}` | {HOLDS[room]} | {may} |")
     return "\n".join(lines)
@@ -115,14 +116,14 @@ def _laid_out(
                 rows[int(place.rpartition("@")[2])].append(place)
     beside: dict[str, list[str]] = {}
     for path in paths:
-        for upper, lower in zip(path, path[1:], strict=False):
+        for upper, lower in itertools.pairwise(path):
             beside.setdefault(upper, []).append(lower)
             beside.setdefault(lower, []).append(upper)
     for sweep in range(12):
         for row in rows if sweep % 2 else reversed(rows):
-            place = {name: _x(other, i) for other in rows for i, name in enumerate(other)}
+            middle = {name: _x(other, i) for other in rows for i, name in enumerate(other)}
             # Stable, so equal places stay in the order of the table.
-            row.sort(key=lambda name: sum(place[other] for other in beside[name]) / len(beside[name]))
+            row.sort(key=lambda name: sum(middle[other] for other in beside[name]) / len(beside[name]))
     return rows, paths
 
 
