@@ -41,7 +41,9 @@ def test_every_page_is_built(site):
 
 
 def test_the_reference_has_every_public_name(site):
-    html = "".join((site / "reference" / page / "index.html").read_text(encoding="utf-8") for page in ("api", "policies"))
+    html = "".join(
+        (site / "reference" / page / "index.html").read_text(encoding="utf-8") for page in ("api", "policies")
+    )
     missing = [name for name in kvjax.__all__ if f"kvjax.{name}" not in html]
     # Modules, and names of one class, stand there by what they hold.
     assert set(missing) <= {"policies", "Policy"}, missing
