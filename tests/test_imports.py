@@ -6,12 +6,14 @@ made by ``python -m tools.draw_rooms``.
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 import pytest
 
 from tools.draw_rooms import pages
-from tools.imports import Import, circle, imports, modules
+from tools.imports import Import, circle, modules
+from tools.imports import imports as read_imports
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -47,6 +49,12 @@ MODULES: dict[str, str] = {
 }
 
 
+@functools.cache
+def imports() -> list[Import]:
+    """Every import between modules of this project."""
+    return read_imports(ROOT)
+
+
 def room_of(module: str) -> str:
     """The room that a module belongs to."""
     for room, members in MODULES.items():
@@ -75,7 +83,7 @@ def violations(edges: list[Import]) -> list[str]:
 
 
 def test_rooms_import_only_what_they_may():
-    found = violations(imports(ROOT))
+    found = violations(imports())
     assert not found, "\n".join(found)
 
 
@@ -89,7 +97,7 @@ def test_the_table_has_no_upward_import():
 
 def test_the_table_allows_nothing_that_nobody_needs():
     """An import that no module makes any more leaves the table, so the table stays true."""
-    made = {(room_of(edge.source), room_of(edge.target)) for edge in imports(ROOT)}
+    made = {(room_of(edge.source), room_of(edge.target)) for edge in imports()}
     named = [(room, other) for room, text in ROOMS.items() if text != "*" for other in text.split()]
     unused = [f"{room} -> {other}" for room, other in named if (room, other) not in made]
     assert not unused, unused
@@ -100,7 +108,7 @@ def test_every_module_is_in_a_room_that_has_modules():
 
 
 def test_no_modules_import_each_other_in_a_circle():
-    found = circle(imports(ROOT))
+    found = circle(imports())
     assert not found, " -> ".join([*found, found[0]]) if found else ""
 
 
@@ -130,7 +138,7 @@ def planted(tmp_path):
         path = tmp_path / "kvjax" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
-    return imports(tmp_path)
+    return read_imports(tmp_path)
 
 
 def test_planted_violations_are_found(planted):

@@ -71,8 +71,7 @@ def test_installs_from_what_the_first_cell_says(path, source, tmp_path, monkeypa
     here.mkdir(parents=True)
     monkeypatch.chdir(here)
     monkeypatch.setattr(sys, "path", [str(here)])  # as in a notebook, without what is installed
-    monkeypatch.setattr(sys, "modules", {**sys.modules})
-    monkeypatch.delitem(sys.modules, "kvjax")
+    monkeypatch.delitem(sys.modules, "kvjax", raising=False)
     monkeypatch.setattr(sys, "meta_path", [importlib.machinery.PathFinder])
     places = {
         "zip": here / "kvjax.zip",
@@ -96,7 +95,7 @@ def test_installs_from_what_the_first_cell_says(path, source, tmp_path, monkeypa
         code = code.replace('SOURCE = ""', f'SOURCE = "{expected["git"]}"')
     asked: list[str] = []
     if source == "nothing":
-        with pytest.raises(FileNotFoundError, match="upload kvjax.zip"):
+        with pytest.raises(FileNotFoundError, match=r"upload kvjax\.zip"):
             exec(code, {"asked": asked})
     else:
         exec(code, {"asked": asked})
