@@ -4,13 +4,13 @@ PYTHON ?= python3
 
 .PHONY: aot
 aot: .venv-aot-tpu .venv-aot-gpu
-	.venv-aot-tpu/bin/python scripts/aot.py --out docs/kernels.md
+	.venv-aot-tpu/bin/python -m tools.aot --out docs/kernels.md
 
 # A model on meshes of TPUs, all 32 layers of it; LAYERS=4 is four of them.
 LAYERS ?= 32
 .PHONY: aot-mesh
 aot-mesh: .venv-aot-tpu
-	.venv-aot-tpu/bin/python scripts/aot_mesh.py --layers $(LAYERS) --out docs/sharding.md
+	.venv-aot-tpu/bin/python -m tools.aot.mesh --layers $(LAYERS) --out docs/sharding.md
 
 .venv-aot-tpu:
 	$(PYTHON) -m venv $@

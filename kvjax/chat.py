@@ -2,33 +2,33 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Iterator
-from typing import Any, Self
+from typing import Any, Self, Unpack
 
 from kvjax.cache.cache import Cache
 from kvjax.cache.host_memory import to_host
 from kvjax.checkpoints.load import LanguageModel
 from kvjax.errors import UsageError
 from kvjax.generation import generate, stream_generate
+from kvjax.options import ChatKeywords, GenerationOptions, merged, shows_options
 from kvjax.output import Output, Piece
 from kvjax.policies import Policy, parse
 from kvjax.rounds.conversation import Conversation
 
-#: Keywords of generate that a conversation sets itself, turn by turn.
-_TURN = {"policy", "cache", "consume_cache", "chat", "n"}
 
-
+@shows_options(without=("chat",))
 class Chat:
     """Several turns with one model; the cache carries the conversation, and every turn reads only what is new.
 
     Args:
       lm: a model with a chat template.
-      policy: which tokens the conversation's cache keeps; or :class:`kvjax.RoundAttention`, which keeps the upper
-        layers of earlier rounds in host memory and brings those that a question selects.
+      options: how to answer, for all turns. Under :class:`kvjax.RoundAttention` the upper layers of earlier rounds are
+        kept in host memory, and those that a question selects are brought back.
       system: the system message, or None for the template's own.
-      options: keywords of :func:`kvjax.generate` for every turn, such as ``max_new_tokens`` or ``temperature``;
-        ``context=`` is read, and compressed, before the first turn.
+      context: text that is read, and compressed, before the first turn.
+      keywords: fields of :class:`kvjax.GenerationOptions`, in place of those of ``options``:
 
     Attributes:
       cache: the conversation so far, None before the first turn. It is a value: keep it to branch. (A
@@ -36,26 +36,34 @@ class Chat:
     """
 
     def __init__(
-        self, lm: LanguageModel, *, policy: Policy | str | None = None, system: str | None = None, **options: Any
+        self,
+        lm: LanguageModel,
+        options: GenerationOptions | None = None,
+        *,
+        system: str | None = None,
+        context: str | None = None,
+        **keywords: Unpack[ChatKeywords],
     ):
-        accepted = set(generate.__kwdefaults__ or {}) - _TURN
-        unknown = sorted(set(options) - accepted)
-        if unknown:
-            raise UsageError(f"Chat takes no {unknown[0]!r}; it takes {', '.join(sorted(accepted))}.")
-        self.lm, self.system, self.options = lm, system, options
-        self.policy = None if policy is None else parse(policy)
+        self.options = merged("Chat", options, keywords, also=("system", "context"), without=("chat",))
+        if not self.options.chat:
+            raise UsageError("Chat writes its turns by the chat template; leave chat=False out of its options.")
+        self.lm, self.system, self.context = lm, system, context
         self.cache: Cache | Conversation | None = None
+
+    @property
+    def policy(self) -> Policy | None:
+        """The policy that was asked for, None for all tokens."""
+        return None if self.options.policy is None else parse(self.options.policy)
 
     def _request(self, text: str) -> tuple[list[dict[str, str]], dict[str, Any]]:
         if not isinstance(text, str) or not text:
             raise UsageError("The message is empty or not text; give at least one character.")
         messages = [{"role": "user", "content": text}]
-        if self.cache is None:
-            if self.system is not None:
-                messages.insert(0, {"role": "system", "content": self.system})
-            return messages, {**self.options, "policy": self.policy}
-        options = {name: value for name, value in self.options.items() if name != "context"}
-        return messages, {**options, "cache": self.cache}
+        if self.cache is not None:
+            return messages, {"options": dataclasses.replace(self.options, policy=None), "cache": self.cache}
+        if self.system is not None:
+            messages.insert(0, {"role": "system", "content": self.system})
+        return messages, {"options": self.options, "context": self.context}
 
     def send(self, text: str) -> Output:
         """One turn; a turn that is refused leaves the conversation as it was."""
@@ -91,19 +99,29 @@ class Chat:
         save_cache(path, self.cache, self.lm)
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str], lm: LanguageModel, **options: Any) -> Self:
+    def load(
+        cls,
+        path: str | os.PathLike[str],
+        lm: LanguageModel,
+        options: GenerationOptions | None = None,
+        *,
+        system: str | None = None,
+        context: str | None = None,
+        **keywords: Unpack[ChatKeywords],
+    ) -> Self:
         """Continue a conversation that was saved, under the policy it was saved with; see :func:`kvjax.load_cache`.
 
-        ``options`` are those of every turn, as for :class:`Chat`; only the storage is part of what is saved.
+        The other arguments are those of :class:`Chat`; of the options, only policy and storage are saved.
         """
         from kvjax.saving import load_cache
 
-        if "policy" in options:
+        chat = cls(lm, options, system=system, context=context, **keywords)
+        if chat.options.policy is not None:
             raise UsageError("A conversation that was saved goes on under its own policy; leave policy= out.")
-        cache = load_cache(path, lm, memory_limit=options.get("memory_limit"))
-        chat = cls(lm, policy=cache.policy, **options)
-        chat.options.setdefault("storage", cache.storage)  # reset() forgets what was said, not how it was kept
-        chat.cache = cache
+        chat.cache = cache = load_cache(path, lm, memory_limit=chat.options.memory_limit)
+        # reset() forgets what was said, not how it was kept.
+        storage = cache.storage if chat.options.storage is None else chat.options.storage
+        chat.options = dataclasses.replace(chat.options, policy=cache.policy, storage=storage)
         return chat
 
     def reset(self) -> None:

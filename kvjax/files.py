@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all."""
+"""Files that are written completely or not at all."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvjax.errors import KvjaxError, UsageError
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
-    """Write a file whole or not at all; one sentence when it cannot be written."""
+    """Write a file completely or not at all; one sentence when it cannot be written."""
     data = content.encode() if isinstance(content, str) else content
     try:
         if _is_special(path):  # renaming onto it would put a file in the device's place
@@ -34,7 +34,7 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 
 
 def check_writable(name: str, path: Path) -> None:
-    """Refuse a file that could not be written, before minutes are spent on what goes there.
+    """Refuse a file that could not be written, before minutes are spent on its content.
 
     Args:
       name: what names the file, as the sentence says it.

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Literal, Unpack, overload
 
 import jax
 import numpy as np
@@ -13,15 +12,14 @@ import numpy as np
 from kvjax.cache.cache import Cache
 from kvjax.cache.groups import slot_bytes
 from kvjax.cache.host_memory import as_numpy
-from kvjax.cache.quantisation import Storage
 from kvjax.checkpoints.load import LanguageModel
 from kvjax.errors import UsageError
+from kvjax.options import GenerationKeywords, GenerationOptions, merged, shows_options
 from kvjax.output import Output, Piece, Stats
 from kvjax.planning import full_cache_bytes
-from kvjax.policies import Policy
 from kvjax.policies.round_attention import RoundAttention
-from kvjax.prompts import Prompt
-from kvjax.request import Options, Request
+from kvjax.prompts import Prompt, Prompts
+from kvjax.request import Request
 from kvjax.rounds.conversation import Conversation
 from kvjax.rounds.generating import RoundTurn
 from kvjax.runtime.compilation import CompileClock, compile_clock
@@ -32,56 +30,74 @@ from kvjax.text.detokenizer import TextStream, text_of
 
 #: Tokens between two pieces of a stream.
 _STREAM_STEPS = 8
+#: Keywords that belong to one call and are no options.
+_CALL = ("cache", "consume_cache", "context")
 
 
+#: ``n`` written out: a type checker then knows that there are several samples.
+_Several = Literal[2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 16, 20, 24, 32, 48, 64]
+_Options = GenerationOptions | None
+
+
+class _Keywords(GenerationKeywords, total=False):
+    """Every keyword of :func:`generate` but ``n``, for type checkers."""
+
+    cache: Cache | Conversation | Sequence[Cache] | Sequence[Conversation] | None
+    consume_cache: bool
+    context: str | Sequence[int] | None
+
+
+@overload
+def generate(
+    lm: LanguageModel, prompt: Prompt, options: _Options = None, *, n: Literal[1] = 1, **keywords: Unpack[_Keywords]
+) -> Output: ...
+@overload
+def generate(
+    lm: LanguageModel, prompt: Prompt, options: _Options = None, *, n: _Several, **keywords: Unpack[_Keywords]
+) -> list[Output]: ...
+@overload
+def generate(
+    lm: LanguageModel, prompt: Prompt, options: _Options = None, *, n: int, **keywords: Unpack[_Keywords]
+) -> Output | list[Output]: ...
+@overload
+def generate(
+    lm: LanguageModel, prompt: Prompts, options: _Options = None, *, n: Literal[1] = 1, **keywords: Unpack[_Keywords]
+) -> list[Output]: ...
+@overload
+def generate(
+    lm: LanguageModel, prompt: Prompts, options: _Options = None, *, n: _Several, **keywords: Unpack[_Keywords]
+) -> list[list[Output]]: ...
+@overload
+def generate(
+    lm: LanguageModel, prompt: Prompts, options: _Options = None, *, n: int, **keywords: Unpack[_Keywords]
+) -> list[Output] | list[list[Output]]: ...
+
+
+@shows_options()
 def generate(
     lm: LanguageModel,
-    prompt: Prompt | Sequence[Prompt],
+    prompt: Prompt | Prompts,
+    options: GenerationOptions | None = None,
     *,
-    policy: Policy | str | None = None,
-    storage: Storage | str | None = None,
+    n: int = 1,
     cache: Cache | Conversation | Sequence[Cache] | Sequence[Conversation] | None = None,
     consume_cache: bool = False,
-    chat: bool = True,
     context: str | Sequence[int] | None = None,
-    max_new_tokens: int = 256,
-    temperature: float = 0.0,
-    top_k: int | None = None,
-    top_p: float = 1.0,
-    min_p: float = 0.0,
-    repetition_penalty: float = 1.0,
-    seed: int = 0,
-    n: int = 1,
-    stop: str | Sequence[str] | None = (),
-    stop_token_ids: Sequence[int] | None = None,
-    logprobs: bool = False,
-    memory_limit: int | None = None,
+    **keywords: Unpack[GenerationKeywords],
 ) -> Any:
     """Generate from one prompt or many, with the cache compressed by a policy.
 
     Args:
       lm: a model from :func:`kvjax.load`.
       prompt: text, a list of messages ({"role", "content"}; a last message of the assistant's is the beginning of the
-        answer), a list of token ids, or a list of such prompts, which run as one batch of rows.
-      policy: which tokens the cache keeps: a policy, its text form ("lagkv:ratio=0.25"), or None for all of them.
-      storage: what the cache's rows are stored as, whatever the policy: None or "model" (the dtype of the weights),
-        "int8", or a :class:`kvjax.Storage`.
+        answer), a list of token ids, or a list of such prompts, which run as one batch.
+      options: how to answer, for all prompts.
+      n: samples of each prompt. A type checker knows what returns where it is written out as a number.
       cache: an earlier ``output.cache`` (or one per prompt) to continue; its policy and storage stay. It remains a
         value: the same one may be continued many times.
       consume_cache: donate ``cache`` instead; it cannot be used again.
-      chat: apply the model's chat template to text and messages; token ids are always taken as they are.
       context: text that comes before every prompt; it is read and compressed once, before any prompt is seen.
-      max_new_tokens: at most this many tokens; 0 only reads the prompt and returns the cache.
-      temperature: 0 is greedy. top_k, top_p, min_p restrict what is drawn from.
-      repetition_penalty: above 1 makes tokens of the context, prompt and answer less likely (a continued cache does not
-        remember which tokens its earlier turns held).
-      seed: of the draws, below 2**32; row i of a batch, sample j, draws by (seed, i, j) whatever else is in the batch.
-      n: samples of each prompt.
-      stop: strings that end the answer; they are not part of the text.
-      stop_token_ids: ids that end it, besides the model's own end-of-text ids; () adds none.
-      logprobs: also return the log-probability of every token.
-      memory_limit: bytes; by default what the device has. A request that does not fit is refused before allocation; an
-        answer whose cache would outgrow it ends there, with what there is, by "memory".
+      keywords: fields of :class:`kvjax.GenerationOptions`, in place of those of ``options``:
 
     Returns:
       An :class:`Output`; a list of them for a list of prompts; for n > 1 a list of n instead of each.
@@ -90,24 +106,12 @@ def generate(
       UsageError: a request that makes no sense, in one sentence.
       DoesNotFit: too large for the device; the sentence says what would fit.
     """
-    options = Options(
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-        seed=seed,
-        n=n,
-        stop=stop,
-        stop_token_ids=stop_token_ids,
-        logprobs=logprobs,
-    )
-    return answer(Request(lm, prompt, policy, cache, chat, context, options, memory_limit, storage), consume_cache)
+    chosen = merged("generate", options, keywords, also=("n", *_CALL))
+    return answer(Request(lm, prompt, chosen, n=n, cache=cache, context=context), consume_cache)
 
 
 def answer(request: Request, consume_cache: bool = False, between: Callable[[], None] | None = None) -> Any:
-    """What :func:`generate` does once the request is checked; ``between`` is called after every chunk of tokens."""
+    """Run a checked request and return its outputs; ``between`` is called after every chunk of tokens."""
     with compile_clock() as clock, interruptible() as interrupt:
         run = _Run(request, _session(request, clock, interrupt), clock)
         run.prefill(consume_cache)
@@ -117,23 +121,31 @@ def answer(request: Request, consume_cache: bool = False, between: Callable[[], 
         return run.outputs()
 
 
-def stream_generate(lm: LanguageModel, prompt: Prompt, **options: Any) -> Iterator[Piece]:
+@shows_options()
+def stream_generate(
+    lm: LanguageModel,
+    prompt: Prompt,
+    options: GenerationOptions | None = None,
+    *,
+    cache: Cache | Conversation | None = None,
+    consume_cache: bool = False,
+    context: str | Sequence[int] | None = None,
+    **keywords: Unpack[GenerationKeywords],
+) -> Iterator[Piece]:
     """Like :func:`generate` for one prompt, yielding text as it comes; the last piece holds the whole ``output``.
 
-    Takes the keywords of :func:`generate` but ``n``. Text is cut at whole characters, and withheld while it may turn
-    out to be the beginning of a stop string. Bad requests are refused at the call, not at the first piece.
+    Text is cut at whole characters, and withheld while it may turn out to be the beginning of a stop string. Bad
+    requests are refused at the call, not at the first piece.
+
+    Args:
+      lm, prompt, options, cache, consume_cache, context: as for :func:`generate`.
+      keywords: fields of :class:`kvjax.GenerationOptions`, in place of those of ``options``:
     """
-    accepted = generate.__kwdefaults__ or {}
-    unknown = sorted(set(options) - (set(accepted) - {"n"}))
-    if unknown:
-        raise UsageError(f"stream_generate takes no {unknown[0]!r}; it takes the keywords of generate but n.")
-    o = {**accepted, **options, "n": 1}
-    chosen = Options(**{field.name: o[field.name] for field in dataclasses.fields(Options)})
-    cached = o["policy"], o["cache"]
-    request = Request(lm, prompt, *cached, o["chat"], o["context"], chosen, o["memory_limit"], o["storage"])
+    chosen = merged("stream_generate", options, keywords, also=_CALL)
+    request = Request(lm, prompt, chosen, cache=cache, context=context)
     if not request.tokens.single:
         raise UsageError("stream_generate takes one prompt; use generate for a list.")
-    return _stream(request, o["consume_cache"])
+    return _stream(request, consume_cache)
 
 
 def _stream(request: Request, consume: bool) -> Iterator[Piece]:
@@ -180,7 +192,7 @@ class _Run:
             cache, _ = spread(cache, None, [0] * request.programs.rows(len(prompts)))
             consume = True
         cache, logits = session.prefill(prompts, cache=cache, consume=consume, **options)
-        copies = [i // request.options.n for i in range(request.rows)]
+        copies = [i // request.n for i in range(request.rows)]
         copies += [0] * (request.programs.rows(request.rows) - request.rows)
         self._cache, self._logits = spread(cache, logits, copies)
 
@@ -211,7 +223,7 @@ class _Run:
         present = np.zeros((self.request.rows, self.request.lm.config.vocab_size), bool)
         for row in range(self.request.rows):
             present[row, list(self.request.tokens.context)] = True
-            present[row, list(self.request.prompts[row // self.request.options.n])] = True
+            present[row, list(self.request.prompts[row // self.request.n])] = True
         return present
 
     def outputs(self) -> Any:
@@ -220,7 +232,7 @@ class _Run:
         policy = self.request.policy
         retained = [as_numpy(policy.retained(layer)) for layer in cache.layers]
         seen = as_numpy(cache.seen)
-        n = self.request.options.n
+        n = self.request.n
         kept = cache if self._rounds is None else self._rounds.finish(cache, self.tokens)
         counters = retained, seen, cache.clipped
         rows = [self._output(row, cache, kept, counters) for row in range(self.request.rows)]
@@ -254,7 +266,7 @@ class _Run:
         retained = tuple(tuple(int(x) for x in layer[row]) for layer in kept)
         sizes = [slot_bytes(layer) for layer in cache.layers]
         return Stats(
-            prompt_tokens=len(request.prompts[row // request.options.n]) + len(request.tokens.context),
+            prompt_tokens=len(request.prompts[row // request.n]) + len(request.tokens.context),
             generated_tokens=len(self.tokens[row]),
             prompt_seconds=times.prompt,
             decode_seconds=times.decode,

@@ -8,12 +8,13 @@ from typing import Any
 from kvjax.cache.quantisation import Storage
 from kvjax.checkpoints.load import LanguageModel
 from kvjax.errors import UsageError
+from kvjax.options import GenerationOptions
 from kvjax.prompts import prefix_tokens, tokenize
-from kvjax.request import Options, Request
+from kvjax.request import Request
 from kvjax.rounds.closing import close_round
 from kvjax.rounds.conversation import Conversation
+from kvjax.rounds.programs import RoundPrograms
 from kvjax.rounds.turn import read_question
-from kvjax.sharding.rounds import round_programs
 
 
 def history_ids(lm: LanguageModel, messages: Sequence[Mapping[str, Any]]) -> tuple[list[int], list[int]]:
@@ -61,14 +62,13 @@ def read_history(
       DoesNotFit: too large for the device.
     """
     ids, starts = history_ids(lm, messages)
-    options = Options(1, 0.0, None, 1.0, 0.0, 1.0, 0, 1, (), None, False)
-    request = Request(lm, ids, policy, None, True, None, options, memory_limit, storage)
+    request = Request(lm, ids, GenerationOptions(policy=policy, storage=storage, memory_limit=memory_limit))
     chosen = request.policy
     if not chosen.offloads_rounds or getattr(chosen, "inner", None) is not None:
         raise UsageError("A history is read under RoundAttention without inner; a round is compressed when it ends.")
     prefix = max(request.prefix[0], prefix_tokens(lm, list(messages), ids))
     prefix = min(prefix, starts[1] if len(starts) > 1 else len(ids))
-    programs = round_programs(lm.mesh, lm.config)
+    programs = RoundPrograms(lm.mesh, lm.config)
     cache, _, asked = read_question(
         lm.params,
         [ids],

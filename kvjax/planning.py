@@ -20,8 +20,8 @@ from kvjax.model.config import ModelConfig
 from kvjax.model.decoder import abstract_decoder
 from kvjax.policies import Full, LagKV, Policy, format_policy, parse
 from kvjax.policies.base import page_capacities
+from kvjax.policies.empty_cache import empty_cache
 from kvjax.runtime.peak import prefill_peak_bytes
-from kvjax.runtime.prefill import empty_cache
 from kvjax.sharding.mesh import Mesh, parse_mesh
 from kvjax.sharding.partition import Partition
 from kvjax.sharding.placement import device_weights_bytes, splits

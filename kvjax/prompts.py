@@ -11,6 +11,7 @@ from kvjax.errors import UsageError
 
 Message = Mapping[str, Any]
 Prompt = str | Sequence[Message] | Sequence[int]
+Prompts = Sequence[str] | Sequence[Sequence[Message]] | Sequence[Sequence[int]] | Sequence[Prompt]
 
 # Stands where the user's words go while a chat template is rendered, to cut the rendered text there.
 _MARK = "\u2063kvjax\u2063"
@@ -19,7 +20,7 @@ _SEPARATOR = "\n\n"
 
 @dataclasses.dataclass(frozen=True)
 class Tokens:
-    """What is read: ``context`` once for all prompts, then each of ``prompts``.
+    """The ids to read: ``context`` once for all prompts, then each of ``prompts``.
 
     Attributes:
       context: ids shared by all prompts, or () without a context.
@@ -65,11 +66,6 @@ def tokenize(
     return Tokens(shared, ids, tuple(chat and not _is_ids(p) for p in prompts), single)
 
 
-def is_unicode(text: str) -> bool:
-    """Whether text can be written as UTF-8: it holds no half of a surrogate pair."""
-    return not any("\ud800" <= char <= "\udfff" for char in text)
-
-
 def _check_context(context: Any) -> None:
     if isinstance(context, (bytes, bytearray)) or not (isinstance(context, Sequence) or _is_array(context)):
         raise UsageError(f"context is a {type(context).__name__}; give text, or a list of token ids with chat=False.")
@@ -92,7 +88,7 @@ def as_list(prompt: Any) -> tuple[list[Prompt], bool]:
 
 
 def _sequence(prompt: Any) -> Any:
-    """What can hold messages, token ids or prompts; anything else is refused."""
+    """Check that a value can hold messages, token ids or prompts, and return it."""
     if isinstance(prompt, (bytes, bytearray, memoryview)) or not (isinstance(prompt, Sequence) or _is_array(prompt)):
         raise UsageError(
             f"A prompt is text, a list of messages, or a list of token ids; {type(prompt).__name__} was given."
@@ -171,7 +167,7 @@ def _messages(items: str | Sequence[Any]) -> list[dict[str, Any]]:
 
 
 def prefix_tokens(lm: LanguageModel, prompt: Prompt, ids: Sequence[int]) -> int:
-    """Of a templated prompt's ids, how many come before the user's first words: the system prompt, above all."""
+    """Count the ids of a templated prompt before the user's first words: the system prompt, above all."""
     if _is_ids(prompt):
         return 0
     messages = _messages(prompt if isinstance(prompt, str) else _plain(_sequence(prompt)))
@@ -194,7 +190,7 @@ def _render_chat(
         if not messages and not onto:
             raise UsageError("The only message is the beginning of an answer; give a message before it.")
     if onto:
-        # What follows an answer in this template: the end of that turn, then the new ones.
+        # After an answer this template writes the end of that message, then the new ones.
         history = [{"role": "user", "content": "."}, {"role": "assistant", "content": _MARK}]
         text = lm.tokenizer.render([*history, *messages])
         before, mark, after = text.partition(_MARK)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -15,70 +14,22 @@ from kvjax.cache.cache import Cache, take
 from kvjax.cache.host_memory import as_numpy, to_device
 from kvjax.cache.quantisation import Storage, parse_storage
 from kvjax.checkpoints.load import LanguageModel
-from kvjax.checks import number, whole_number
+from kvjax.checks import whole_number
 from kvjax.errors import UsageError
 from kvjax.joining import check_joinable, joined
 from kvjax.model.config import ModelConfig
+from kvjax.options import GenerationOptions
 from kvjax.planning import check_fits, device_limit, weights_bytes
 from kvjax.policies import Full, Policy, parse
 from kvjax.policies.round_attention import SINKS
-from kvjax.prompts import Tokens, as_list, is_unicode, prefix_tokens, tokenize
+from kvjax.prompts import Tokens, as_list, prefix_tokens, tokenize
 from kvjax.rounds.conversation import Conversation
 from kvjax.runtime.decode import Controls
-from kvjax.runtime.programs import ONE_DEVICE, Programs
+from kvjax.runtime.programs import Programs
 from kvjax.runtime.sampling import Sampling
-from kvjax.runtime.stopping import StopTable, check_stop_strings, stop_table
-from kvjax.sharding.run import OnMesh, adopt
+from kvjax.runtime.stopping import StopTable, stop_table
+from kvjax.sharding.adopt import adopt
 from kvjax.text.tokenizer import Tokenizer
-
-
-@dataclasses.dataclass(frozen=True)
-class Options:
-    """How tokens are chosen and what ends them; see :func:`kvjax.generate` for each."""
-
-    max_new_tokens: int
-    temperature: float
-    top_k: int | None
-    top_p: float
-    min_p: float
-    repetition_penalty: float
-    seed: int
-    n: int
-    stop: str | Sequence[str] | None
-    stop_token_ids: Sequence[int] | None
-    logprobs: bool
-
-    def __post_init__(self) -> None:
-        whole_number("max_new_tokens", self.max_new_tokens, 0)
-        number("temperature", self.temperature, 0)
-        number("top_p", self.top_p, 0, 1, open_below=True)
-        number("min_p", self.min_p, 0, 1)
-        number("repetition_penalty", self.repetition_penalty, 0, open_below=True)
-        if self.top_k is not None:
-            whole_number("top_k", self.top_k, 1)
-        whole_number("seed", self.seed, 0, 2**32 - 1)
-        whole_number("n", self.n, 1)
-        if not isinstance(self.stop, (str, list, tuple, type(None))):
-            raise UsageError(f"stop is {self.stop!r}; give a string or a list of strings.")
-        if any(not isinstance(text, str) or not text or not is_unicode(text) for text in self.stop_strings):
-            raise UsageError("A stop string is empty or not text; give strings of at least one character.")
-        check_stop_strings(self.stop_strings)
-        if not isinstance(self.stop_token_ids, (Sequence, np.ndarray, type(None))):
-            raise UsageError(f"stop_token_ids is {self.stop_token_ids!r}; give a list of token ids.")
-
-    @property
-    def stop_strings(self) -> tuple[str, ...]:
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-
-    def stop_ids(self, lm: LanguageModel) -> tuple[int, ...]:
-        """The model's end-of-text ids and those asked for."""
-        added = () if self.stop_token_ids is None else self.stop_token_ids
-        ids = [*lm.stop_token_ids, *(added.tolist() if isinstance(added, np.ndarray) else added)]
-        most = lm.config.vocab_size - 1
-        for token in ids:
-            if isinstance(token, bool) or not isinstance(token, (int, np.integer)) or not 0 <= token <= most:
-                raise UsageError(f"The stop token id {token!r} is not one of this model's 0 to {most}.")
-        return tuple(int(token) for token in ids)
 
 
 class Request:
@@ -89,7 +40,7 @@ class Request:
       prompts: ids to read, row by row before samples are spread: a continued row begins with its pending token.
       cache: what they are read onto, a row per prompt, or None.
       policy: which tokens stay. storage: as what.
-      rows: prompts times samples.
+      n: samples of each prompt. rows: prompts times samples.
       limits: tokens each prompt may generate, where that is not the options' number for all.
       numbers: what each prompt draws by, where that is not its place in the batch; a prompt of a long list so draws the
         same in whatever batch it comes.
@@ -101,32 +52,30 @@ class Request:
         self,
         lm: LanguageModel,
         prompt: Any,
-        policy: Policy | str | None,
-        cache: Any,
-        chat: bool,
-        context: Any,
-        options: Options,
-        memory_limit: int | None,
-        storage: Storage | str | None = None,
+        options: GenerationOptions,
         *,
+        n: int = 1,
+        cache: Any = None,
+        context: Any = None,
         limits: Sequence[int] | None = None,
         numbers: Sequence[int] | None = None,
     ):
         if not isinstance(lm, LanguageModel):
             raise UsageError(f"The model is a {type(lm).__name__}; give one from kvjax.load.")
-        self.lm, self.options, self.memory_limit = lm, options, memory_limit
+        whole_number("n", n, 1)
+        self.lm, self.options, self.memory_limit, self.n = lm, options, options.memory_limit, n
         self.limits, self.numbers = limits, numbers
-        self.tokens: Tokens = tokenize(lm, prompt, context=context, chat=chat, onto=cache is not None)
+        self.tokens: Tokens = tokenize(lm, prompt, context=context, chat=options.chat, onto=cache is not None)
         count = len(self.tokens.prompts)
         # Nothing is joined or copied before everything was checked.
         caches = _caches(cache, count)
-        self.policy = _policy(policy, caches)
+        self.policy = _policy(options.policy, caches)
         self.policy.check(lm.config)
-        self.storage = _storage(storage, caches)
+        self.storage = _storage(options.storage, caches)
         for old in caches:
             _same_model(lm.config, old)
-        self.rows = count * options.n
-        self.programs: Programs = ONE_DEVICE if lm.mesh is None else OnMesh(lm.mesh, lm.config)
+        self.rows = count * n
+        self.programs = Programs(lm.mesh, lm.config)
         self.stop_ids = options.stop_ids(lm)
         self.prompts = self._with_pending(_counters([old.next_token for old in caches], count, -1))
         if any(not ids for ids in self.prompts):
@@ -134,18 +83,18 @@ class Request:
         joined = len(caches) == 1 and caches[0].batch == count  # whether the cache is used as it is
         sizes = [(old.nbytes if lm.mesh is None else old.nbytes // lm.mesh.size, old.batch) for old in caches]
         already = sum(size // rows * (rows if joined else rows + count) for size, rows in sizes)
-        self._check_size(memory_limit, _counters([old.seen for old in caches], count, 0), already)
+        self._check_size(_counters([old.seen for old in caches], count, 0), already)
         held = [
             adopt(to_device(old) if isinstance(old, Cache) else old.unparked(), lm.mesh, lm.config) for old in caches
         ]
         self.cache = _one_cache(held, count)
         self.prefix: tuple[int, ...] = (
-            self._prefix(prompt, chat) if self.policy.offloads_rounds and self.cache is None else ()
+            self._prefix(prompt) if self.policy.offloads_rounds and self.cache is None else ()
         )
 
-    def _prefix(self, prompt: Any, chat: bool) -> tuple[int, ...]:
+    def _prefix(self, prompt: Any) -> tuple[int, ...]:
         """Tokens of each row's beginning that belong to no round: the system prompt, and the sinks at least."""
-        prompts, context = as_list(prompt)[0], self.tokens.context
+        prompts, context, chat = as_list(prompt)[0], self.tokens.context, self.options.chat
         firsts = [context] * len(prompts) if context else self.prompts
         found = [prefix_tokens(self.lm, p, ids) if chat else 0 for p, ids in zip(prompts, firsts, strict=True)]
         return tuple(min(max(count, SINKS), len(ids)) for count, ids in zip(found, firsts, strict=True))
@@ -159,7 +108,7 @@ class Request:
             result.append(ids if token < 0 or written else (token, *ids))
         return result
 
-    def _check_size(self, memory_limit: int | None, seen: np.ndarray, already: int) -> None:
+    def _check_size(self, seen: np.ndarray, already: int) -> None:
         config, limit = self.lm.config, self.lm.config.max_position
         added = np.array([len(self.tokens.context) + len(ids) for ids in self.prompts])
         longest = int((seen + added).max())
@@ -168,7 +117,7 @@ class Request:
             raise UsageError(
                 f"The prompt has {int(added.max())} tokens{before}; this model's context is {limit}, so shorten it."
             )
-        asked = self.policy, self.dtype, memory_limit, already, self.storage
+        asked = self.policy, self.dtype, self.memory_limit, already, self.storage
         check_fits(config, longest, self.rows, *asked, self.lm.mesh)
 
     def may_grow(self, cache: Cache, new_capacity: int) -> bool:
@@ -194,7 +143,7 @@ class Request:
         lm, options, vocabulary = self.lm, self.options, self.lm.config.vocab_size
         # Rows of padding, on a mesh, repeat the last.
         rows = np.minimum(np.arange(self.programs.rows(self.rows)), self.rows - 1)
-        prompt, sample = np.divmod(rows, options.n)
+        prompt, sample = np.divmod(rows, self.n)
         number = prompt if self.numbers is None else np.asarray(self.numbers)[prompt] % 2**31
         limits = [options.max_new_tokens] * (prompt[-1] + 1) if self.limits is None else self.limits
         limit = np.array([min(count, 2**31 - 1) for count in limits], np.int32)[prompt]

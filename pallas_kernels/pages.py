@@ -1,15 +1,15 @@
-"""How keys and values lie in memory: three layouts of the same pages.
+"""Memory layouts of paged keys and values: three layouts of the same pages.
 
 A *page* holds R consecutive slots (tokens) of one KV head of one row of the batch. Head h of every row owns ``runs[h]``
 consecutive pages, so a head's slots are contiguous whatever its length, and two heads may own very different numbers.
 
 ``Columns`` is for CPUs: keys transposed within the page, so that a decode step's products run along contiguous memory.
-``Stacked`` is for accelerators: a page is its keys, then its values, one contiguous copy for a run of pages.
-``Lanes`` is for head sizes of half a TPU's lanes (D = 64): a slot's key and value side by side in one 128-lane row;
-as two arrays of 64 lanes they would be padded to twice their bytes, and copied whole to be read (`E2003`-like
-relayouts: 270 MB of temporary memory for a 134 MB cache, compiled for v5e).
+``Stacked`` is for accelerators: a page is its keys, then its values, so a run of pages is one contiguous copy.
+``Lanes`` is for head sizes of half a TPU's lanes (D = 64): a slot's key and value side by side in one row of 128 lanes.
+As two arrays of 64 lanes they would be padded to twice their bytes, and copied whole to another layout to be read
+(compiled for v5e: 270 MB of temporary memory for a 134 MB cache).
 
-All are zeros where nothing was written and never NaN: kernels multiply what is masked by 0.
+Slots that were never written are zeros, never NaN: kernels multiply masked values by a weight of 0.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-#: Where rows are, as in ``x.at[index]`` of a [B, P, R, D] array: (batch, page, slot in the page), broadcast together.
+#: Index of slots, as in ``x.at[index]`` of a [B, P, R, D] array: (batch row, page, slot in the page), broadcastable.
 Index = tuple[Array, Array, Array]
 
 
@@ -37,12 +37,12 @@ class Columns:
 
     @classmethod
     def zeros(cls, batch: int, pages: int, page_size: int, head_dim: int, dtype: DTypeLike) -> Self:
-        """Nothing written yet."""
+        """Empty pages."""
         k = jnp.zeros((batch, pages, head_dim, page_size), dtype)
         return cls(k, jnp.zeros((batch, pages, page_size, head_dim), dtype))
 
     def of_rows(self, k: Array, v: Array) -> Self:
-        """Pages of these rows, [B, P, R, D], in this layout and dtype."""
+        """Pages that hold keys and values [B, P, R, D], in this layout and dtype."""
         return dataclasses.replace(self, k=k.swapaxes(-1, -2).astype(self.dtype), v=v.astype(self.v.dtype))
 
     @property
@@ -71,7 +71,7 @@ class Columns:
     def rows_at(self, where: Any) -> tuple[Array, Array]:
         """Keys and values [..., R, D] of some pages, ``where`` an index of [B, P].
 
-        They are gathered before anything else is done with them, so that no copy of the whole pool is made.
+        They are gathered first and transposed afterwards, so that no copy of the whole pool is made.
         """
         return self.k[where].swapaxes(-1, -2), self.v[where]
 
@@ -85,12 +85,12 @@ class Columns:
         return self.v[index]
 
     def set_keys(self, index: Index, k: Array) -> Self:
-        """Write keys [..., D] in place; indices out of range go nowhere."""
+        """Write keys [..., D] in place; indices out of range are dropped."""
         batch, page, slot = index
         return dataclasses.replace(self, k=self.k.at[batch, page, :, slot].set(k.astype(self.dtype), mode="drop"))
 
     def set_values(self, index: Index, v: Array) -> Self:
-        """Write values [..., D] in place; indices out of range go nowhere."""
+        """Write values [..., D] in place; indices out of range are dropped."""
         return dataclasses.replace(self, v=self.v.at[index].set(v.astype(self.v.dtype), mode="drop"))
 
     def set_pages(self, row: Array, page: Array, k: Array, v: Array) -> Self:
@@ -111,7 +111,7 @@ class Stacked:
     def zeros(
         cls, batch: int, pages: int, page_size: int, head_dim: int, dtype: DTypeLike, lanes: int | None = None
     ) -> Self:
-        """Nothing written yet; ``lanes`` is E."""
+        """Empty pages; ``lanes`` is E."""
         return cls(jnp.zeros((batch, pages, 2, page_size, lanes or head_dim), dtype), head_dim)
 
     @property
@@ -130,13 +130,13 @@ class Stacked:
         return 2 * self.kv.shape[4] * self.kv.dtype.itemsize
 
     def of_rows(self, k: Array, v: Array) -> Self:
-        """Pages of these rows, [B, P, R, D], in this layout and dtype."""
+        """Pages that hold keys and values [B, P, R, D], in this layout and dtype."""
 
-        def laid(k: Array, v: Array) -> Array:
+        def arranged(k: Array, v: Array) -> Array:
             return jnp.stack([self._padded(k), self._padded(v)], axis=2)
 
         lanes = self.kv.shape[4]
-        return dataclasses.replace(self, kv=laid(k, v) if lanes == self.head_dim else _in_parts(laid, k, v))
+        return dataclasses.replace(self, kv=arranged(k, v) if lanes == self.head_dim else _in_parts(arranged, k, v))
 
     def _padded(self, x: Array) -> Array:
         fill = self.kv.shape[4] - x.shape[-1]
@@ -166,12 +166,12 @@ class Stacked:
         return self.kv[batch, page, 1, slot][..., : self.head_dim]
 
     def set_keys(self, index: Index, k: Array) -> Self:
-        """Write keys [..., D] in place; indices out of range go nowhere."""
+        """Write keys [..., D] in place; indices out of range are dropped."""
         batch, page, slot = index
         return dataclasses.replace(self, kv=self.kv.at[batch, page, 0, slot].set(self._padded(k), mode="drop"))
 
     def set_values(self, index: Index, v: Array) -> Self:
-        """Write values [..., D] in place; indices out of range go nowhere."""
+        """Write values [..., D] in place; indices out of range are dropped."""
         batch, page, slot = index
         return dataclasses.replace(self, kv=self.kv.at[batch, page, 1, slot].set(self._padded(v), mode="drop"))
 
@@ -190,16 +190,16 @@ class Lanes:
 
     @classmethod
     def zeros(cls, batch: int, pages: int, page_size: int, head_dim: int, dtype: DTypeLike) -> Self:
-        """Nothing written yet."""
+        """Empty pages."""
         return cls(jnp.zeros((batch, pages, page_size, 2 * head_dim), dtype))
 
     def of_rows(self, k: Array, v: Array) -> Self:
-        """Pages of these rows, [B, P, R, D], in this layout and dtype."""
+        """Pages that hold keys and values [B, P, R, D], in this layout and dtype."""
 
-        def laid(k: Array, v: Array) -> Array:
+        def arranged(k: Array, v: Array) -> Array:
             return jnp.concatenate([k, v], axis=-1).astype(self.dtype)
 
-        return dataclasses.replace(self, kv=_in_parts(laid, k, v))
+        return dataclasses.replace(self, kv=_in_parts(arranged, k, v))
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -238,12 +238,12 @@ class Lanes:
         return self.kv[index][..., self.shape[3] :]
 
     def set_keys(self, index: Index, k: Array) -> Self:
-        """Write keys [..., D] in place; indices out of range go nowhere."""
+        """Write keys [..., D] in place; indices out of range are dropped."""
         lanes = self.kv.at[(*(x[..., None] for x in index), jnp.arange(self.shape[3]))]
         return dataclasses.replace(self, kv=lanes.set(k.astype(self.dtype), mode="drop"))
 
     def set_values(self, index: Index, v: Array) -> Self:
-        """Write values [..., D] in place; indices out of range go nowhere."""
+        """Write values [..., D] in place; indices out of range are dropped."""
         lanes = self.kv.at[(*(x[..., None] for x in index), self.shape[3] + jnp.arange(self.shape[3]))]
         return dataclasses.replace(self, kv=lanes.set(v.astype(self.dtype), mode="drop"))
 
@@ -255,27 +255,27 @@ class Lanes:
 
 Pages = Columns | Stacked | Lanes
 
-#: Slots whose rows are widened at once.
+#: Slots that :func:`_in_parts` converts at once.
 _PART = 8192
 
 
-def _in_parts(laid: Callable[[Array, Array], Array], k: Array, v: Array) -> Array:
-    """``laid`` of rows [B, P, R, D], some pages of one row of the batch at a time.
+def _in_parts(arranged: Callable[[Array, Array], Array], k: Array, v: Array) -> Array:
+    """Apply ``arranged`` to keys and values [B, P, R, D], some pages of one batch row at a time.
 
-    Rows of fewer than 128 lanes lie in a TPU's memory with their tokens along the lanes, and are turned to be widened:
-    all at once that takes twice the pages' bytes beside them (D = 64), page by page none.
+    A TPU stores arrays of fewer than 128 channels with their tokens along the lanes, and transposes them to pad the
+    channels. All pages at once, that takes temporary memory of twice their bytes (D = 64); page by page, none.
     """
     batch, total, page_size, _ = k.shape
     count = min(max(_PART // page_size, 1), total)
     steps = -(-total // count)
     if batch * steps == 1:
-        return laid(k, v)
-    made = jax.eval_shape(laid, k, v)
+        return arranged(k, v)
+    made = jax.eval_shape(arranged, k, v)
 
     def write(i: Array, out: Array) -> Array:
-        # The last part of a row begins earlier where it would reach past it.
+        # The last part of a row starts earlier where it would reach past the row's end.
         row, page = i // steps, jnp.minimum(i % steps * count, total - count)
         part = [jax.lax.dynamic_slice(x, (row, page, 0, 0), (1, count, *x.shape[2:])) for x in (k, v)]
-        return jax.lax.dynamic_update_slice(out, laid(*part), (row, page, *(0,) * (out.ndim - 2)))
+        return jax.lax.dynamic_update_slice(out, arranged(*part), (row, page, *(0,) * (out.ndim - 2)))
 
     return jax.lax.fori_loop(0, batch * steps, write, jnp.zeros(made.shape, made.dtype))

@@ -1,4 +1,4 @@
-"""Rows of keys and values kept from before, which every query of a turn sees up to each head's length."""
+"""Keys and values kept from earlier tokens, which every query attends to up to each head's length."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-#: Biases [#B, H, N, S] of some queries, group-major, for keys at these places [#B, #H, S]: ALiBi's, for example.
+#: A bias [#B, H, N, S] of the scores of some queries (group-major) and the keys at these positions [#B, #H, S]; ALiBi.
 Bias = Callable[[Int[Array, "#B #H S"]], Float[Array, "#B #H N S"]]
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """Kept rows, padded to whole blocks.
+    """Kept keys and values, padded to whole blocks of rows.
 
     Attributes:
-      k, v: what is in no valid row is finite. length: valid rows of each head, at the start.
-      log_mass: added to the score of row 0: log N of a row that stands for N tokens; or None.
-      place: of each row's token, counted as a :data:`Bias` counts; None where no bias depends on it.
+      k, v: finite in rows that are not valid, too. length: valid rows of each head; they come first.
+      log_mass: added to the score of row 0: log N where that row stands for N tokens; or None.
+      place: position of each row's token, as :data:`Bias` takes them; None where no bias depends on positions.
       block: rows read at once; divides C.
     """
 
@@ -40,7 +40,7 @@ class Rows:
     def block_of(
         self, i: Int[Array, ""], linear: Bias | None
     ) -> tuple[Float[Array, "B H S D"], Float[Array, "B H S D"], Bool[Array, "B H 1 S"], Array | None]:
-        """Keys and values of a block, what is visible, and a bias [B, H, #N, S] or None."""
+        """Keys and values of block ``i``, the mask of its valid rows, and its scores' bias [B, H, #N, S] or None."""
         k = jax.lax.dynamic_slice_in_dim(self.k, i * self.block, self.block, axis=2)
         v = jax.lax.dynamic_slice_in_dim(self.v, i * self.block, self.block, axis=2)
         slot = i * self.block + jnp.arange(self.block)

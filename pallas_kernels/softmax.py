@@ -1,4 +1,4 @@
-"""Softmax in parts: what several passes over different keys need to become one."""
+"""Softmax over keys that are read in several parts, merged by their log-sum-exps."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 #: A finite stand-in for minus infinity: exp(NEG - m) is 0 for every reachable m, and NEG - NEG is 0, not NaN.
 NEG = -0.7 * float(np.finfo(np.float32).max)
 
-#: Whatever is at or below this is no score: sums of NEG and scores stay below it.
+#: A score at or below this is masked: NEG plus any real score stays below it.
 NOTHING = 0.5 * NEG
 
 #: exp(x) = exp2(x LOG2E); accelerators have an instruction for exp2, and the factor is folded into the softmax's scale.
@@ -19,7 +19,10 @@ LOG2E = float(np.log2(np.e))
 
 
 def log_of(peak: Float[Array, "*S"], mass: Float[Array, "*S"]) -> Float[Array, "*S"]:
-    """Log-sum-exp of a running softmax, its largest score and the sum of exp(score - peak); NEG if it is empty."""
+    """Log-sum-exp of a running softmax with largest score ``peak`` and ``mass``, the sum of exp(score - peak).
+
+    NEG where the mass is 0.
+    """
     return jnp.where(mass > 0, peak + jnp.log(jnp.maximum(mass, jnp.finfo(jnp.float32).tiny)), NEG)
 
 
@@ -34,10 +37,10 @@ def merge(
 ) -> tuple[Float[Array, "*S D"], Float[Array, "*S"]]:
     """Attention over the keys of both parts, in float32, with its log-sum-exp."""
     lse = merge_log(lse_a, lse_b)
-    share_a, share_b = (jnp.exp(x - lse)[..., None] * (x > NOTHING)[..., None] for x in (lse_a, lse_b))
-    return out_a.astype(jnp.float32) * share_a + out_b.astype(jnp.float32) * share_b, lse
+    weight_a, weight_b = (jnp.exp(x - lse)[..., None] * (x > NOTHING)[..., None] for x in (lse_a, lse_b))
+    return out_a.astype(jnp.float32) * weight_a + out_b.astype(jnp.float32) * weight_b, lse
 
 
 def per_row(value: Any, batch: int, dtype: Any) -> Array:
-    """[B] of a number, a scalar array or one value a row of the batch."""
+    """Broadcast a number, a scalar array or one value per batch row to [B]."""
     return jnp.broadcast_to(jnp.asarray(value, dtype), (batch,))

@@ -1,4 +1,4 @@
-"""What ``tune`` tunes: of each operation its problems, the sizes worth trying, and one step with given sizes."""
+"""Operations that ``tune`` can tune: their problems, the sizes worth trying, and one step with given sizes."""
 
 from __future__ import annotations
 
@@ -12,43 +12,55 @@ import jax.numpy as jnp
 
 from pallas_kernels import tuned
 from pallas_kernels.attention_mass import api as mass
-from pallas_kernels.attention_mass.problem import Counting
-from pallas_kernels.bench import chunks as chunk_problems
-from pallas_kernels.bench import problem as decode_problems
-from pallas_kernels.bench.chunks import Chunk
-from pallas_kernels.bench.problem import Sizes
+from pallas_kernels.attention_mass.mass_problem import Counting
+from pallas_kernels.bench import chunk_inputs, decode_inputs
+from pallas_kernels.bench.chunk_inputs import Chunk
+from pallas_kernels.bench.decode_inputs import Sizes
 from pallas_kernels.prefill import api as prefill
 from pallas_kernels.ragged_decode import api as decode
 
-#: Keys of the prompts that chunks are the end of: fewer and more than what the rules tell apart.
+#: Keys of the prompts whose last queries are a chunk: one below and one above the limit in the default rules.
 TOKENS = (4096, 32768)
 
 
 class Operation:
-    """One operation; ``order`` are the implementations of each platform that have sizes.
+    """An operation whose block sizes can be tuned.
 
-    A problem's arrays are arguments of a step, its queries first, as ``timing.loop`` wants them.
+    Attributes:
+      name: as on the command line.
+      order: its implementations that have sizes, for each platform.
+      arrays: fields of its problem that are arguments of a timed step, the queries first (see ``timing.loop``).
+      queries: queries of the chunks that it is tuned for by default; empty for decode steps.
     """
 
     name: ClassVar[str]
     order: ClassVar[Mapping[str, Sequence[str]]]
-    #: Queries of the chunks that it is tuned for by default.
+    arrays: ClassVar[tuple[str, ...]]
     queries: ClassVar[tuple[int, ...]] = ()
 
     def problem(self, sizes: Any) -> Any:
         """The problem of these sizes, with random arrays."""
         raise NotImplementedError
 
-    def arguments(self, p: Any) -> tuple[Any, ...]:
-        """Its arrays."""
+    def run(self, p: Any, implementation: str, **options: Any) -> jax.Array:
+        """Run an implementation on a problem; returns a result of the queries' shape."""
         raise NotImplementedError
+
+    def arguments(self, p: Any) -> tuple[Any, ...]:
+        """The problem's arrays, which :meth:`step` takes."""
+        return tuple(getattr(p, name) for name in self.arrays)
 
     def step(self, p: Any, implementation: str, **options: Any) -> Callable[..., jax.Array]:
-        """A function of the arrays; its result is of the queries' size."""
-        raise NotImplementedError
+        """The operation as a function of :meth:`arguments`."""
+
+        def step(*arrays: Any) -> jax.Array:
+            given = dataclasses.replace(p, **dict(zip(self.arrays, arrays, strict=True)))
+            return self.run(given, implementation, **options)
+
+        return step
 
     def candidates(self, p: Any, implementation: str) -> list[Any]:
-        """Sizes worth trying, the kernel's own rule's first.
+        """Sizes worth trying, the kernel's own default first.
 
         Raises:
           NotImplementedError: the implementation cannot do this on this device.
@@ -60,23 +72,17 @@ class Operation:
 
 
 class RaggedDecode(Operation):
-    """One query a row on pages."""
+    """One query per row over paged, ragged heads."""
 
     name = "ragged_decode"
-    order = decode.ORDER
+    order = decode.IMPLEMENTATIONS.order
+    arrays = ("q", "pages", "length", "k_scale", "v_scale")
 
     def problem(self, sizes: Sizes) -> Any:
-        return decode_problems.make(sizes)
+        return decode_inputs.make(sizes)
 
-    def arguments(self, p: Any) -> tuple[Any, ...]:
-        return p.q, p.pages, p.length, p.k_scale, p.v_scale
-
-    def step(self, p: Any, implementation: str, **options: Any) -> Callable[..., jax.Array]:
-        def step(q: Any, pages: Any, length: Any, k_scale: Any, v_scale: Any) -> jax.Array:
-            given = dataclasses.replace(p, q=q, pages=pages, length=length, k_scale=k_scale, v_scale=v_scale)
-            return decode.IMPLEMENTATIONS[implementation](given, **options).out
-
-        return step
+    def run(self, p: Any, implementation: str, **options: Any) -> jax.Array:
+        return decode.IMPLEMENTATIONS[implementation](p, **options).out
 
     def _mosaic_gpu(self, p: Any) -> list[Any]:
         from pallas_kernels.ragged_decode.mosaic_gpu import MosaicGpuConfig
@@ -101,21 +107,15 @@ class Prefill(Operation):
     """A chunk's attention."""
 
     name = "prefill"
-    order = prefill.ORDER
+    order = prefill.IMPLEMENTATIONS.order
+    arrays = ("q", "k", "v", "offset")
     queries = (64, 256, 1024)
 
     def problem(self, sizes: Chunk) -> Any:
-        return chunk_problems.prefill_problem(sizes)
+        return chunk_inputs.prefill_problem(sizes)
 
-    def arguments(self, p: Any) -> tuple[Any, ...]:
-        return p.q, p.k, p.v, p.offset
-
-    def step(self, p: Any, implementation: str, **options: Any) -> Callable[..., jax.Array]:
-        def step(q: Any, k: Any, v: Any, offset: Any) -> jax.Array:
-            given = dataclasses.replace(p, q=q, k=k, v=v, offset=offset)
-            return prefill.IMPLEMENTATIONS[implementation](given, **options).out
-
-        return step
+    def run(self, p: Any, implementation: str, **options: Any) -> jax.Array:
+        return prefill.IMPLEMENTATIONS[implementation](p, **options).out
 
     def _triton(self, p: Any) -> list[Any]:
         from pallas_kernels.prefill.triton import Config
@@ -132,55 +132,45 @@ class LogSumExp(Operation):
     """The normalisers of a window or a chunk."""
 
     name = "log_sum_exp"
-    order = mass.ORDER
+    order = mass.LOG_SUM_EXP.order
+    arrays = ("q", "k", "offset", "scale")
     queries = (32, 1024)
 
     def problem(self, sizes: Chunk) -> Any:
-        return chunk_problems.mass_problem(sizes)
+        return chunk_inputs.mass_problem(sizes)
 
-    def arguments(self, p: Any) -> tuple[Any, ...]:
-        return p.q, p.k, p.offset, p.scale
-
-    def step(self, p: Any, implementation: str, **options: Any) -> Callable[..., jax.Array]:
-        def step(q: Any, k: Any, offset: Any, scale: Any) -> jax.Array:
-            given = dataclasses.replace(p, q=q, k=k, offset=offset, scale=scale)
-            lse = mass.LOG_SUM_EXP[implementation](given, **options)
-            return jnp.broadcast_to(lse[..., None], q.shape)
-
-        return step
+    def run(self, p: Any, implementation: str, **options: Any) -> jax.Array:
+        lse = mass.LOG_SUM_EXP[implementation](p, **options)
+        return jnp.broadcast_to(lse[..., None], p.q.shape)
 
     def _triton(self, p: Any) -> list[Any]:
         from pallas_kernels.attention_mass.triton import Config
 
-        # A window's few programs have shares of the keys; a chunk's many need not.
+        # The keys are split among programs for a window, which has few programs; for a chunk that is optional.
         split = (512, 1024, 2048) if p.q.shape[3] <= 64 else (None, 2048)
         return _grid(Config.default(p), queries=(16, 32, 64, 128), keys=(64, 128, 256), split=split, warps=(4, 8))
 
     def _tpu(self, p: Any) -> list[Any]:
         from pallas_kernels.attention_mass import tpu_log_sum_exp
 
-        return _tiles_grid(p, _rule(p), lambda config: tpu_log_sum_exp.tiles(p, config))
+        return _tiles_grid(p, _rule(p), lambda config: tpu_log_sum_exp.tiling(p, config))
 
 
 class AttentionMass(LogSumExp):
-    """The masses of a window or a chunk, by normalisers that are given."""
+    """The masses of a window or a chunk, from given normalisers."""
 
     name = "attention_mass"
 
-    def step(self, p: Any, implementation: str, **options: Any) -> Callable[..., jax.Array]:
-        def step(q: Any, k: Any, offset: Any, scale: Any) -> jax.Array:
-            given = dataclasses.replace(p, q=q, k=k, offset=offset, scale=scale)
-            # As large as those of random rows are.
-            lse = jnp.full(q.shape[:4], jnp.log(jnp.float32(k.shape[2])) + 0.5)
-            found = mass.ATTENTION_MASS[implementation](given, Counting(lse, None, None), **options).new
-            return jnp.broadcast_to(found.mean(axis=3)[..., None, None], q.shape)
-
-        return step
+    def run(self, p: Any, implementation: str, **options: Any) -> jax.Array:
+        # Normalisers of about the size that random rows have.
+        lse = jnp.full(p.q.shape[:4], jnp.log(jnp.float32(p.k.shape[2])) + 0.5)
+        found = mass.ATTENTION_MASS[implementation](p, Counting(lse, None, None), **options).new
+        return jnp.broadcast_to(found.mean(axis=3)[..., None, None], p.q.shape)
 
     def _triton(self, p: Any) -> list[Any]:
         from pallas_kernels.attention_mass.triton import Config
 
-        # The second pass has no share of the keys.
+        # The second pass does not split the keys.
         rule = dataclasses.replace(Config.default(p), split=None)
         return _grid(rule, queries=(16, 32, 64, 128), keys=(64, 128, 256), warps=(4, 8), stages=(2, 3))
 
@@ -195,7 +185,7 @@ OPERATIONS: Mapping[str, Operation] = {x.name: x for x in (RaggedDecode(), Prefi
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A problem of an operation by its sizes: its arrays are made when it is measured."""
+    """A problem of an operation, given by its sizes; arrays are made when it is measured."""
 
     operation: Operation
     sizes: Sizes | Chunk
@@ -211,11 +201,11 @@ def cases(
     """The problems that some operations are tuned for.
 
     Args:
-      sizes: of a decode step. Chunks have its heads, and are of one row: their programs are many without others.
-      queries: of the chunks; by default those that each operation meets. tokens: of their prompts, else :data:`TOKENS`.
+      sizes: sizes of a decode step. Chunks have its heads and a single row, which gives programs enough.
+      queries: queries of the chunks; by default each operation's own. tokens: keys of their prompts, or :data:`TOKENS`.
 
     Raises:
-      ValueError: there is no such operation, or there are sizes that are no problem.
+      ValueError: there is no such operation, or sizes are invalid.
     """
     sizes, found = sizes or Sizes(), []
     for name in operations:
@@ -237,16 +227,16 @@ def _grid(rule: Any, **choices: Iterable[int | None]) -> list[Any]:
 
 
 def _rule(p: Any) -> Any:
-    """Of the masses' TPU kernels."""
-    from pallas_kernels.tpu_tiles import Config
+    """Default sizes of the masses' TPU kernels."""
+    from pallas_kernels.tpu.tiles import Config
 
     return Config.default(p.q.shape[2], p.q.shape[3], p.k.shape[2], p.k.dtype)
 
 
 def _tiles_grid(p: Any, rule: Any, tiles_of: Callable[[Any], Any]) -> list[Any]:
-    """Sizes that are different blocks of this problem: those that are cut to the same ones are one.
+    """Sizes that give this problem different blocks; sizes that are reduced to the same blocks are tried once.
 
-    No block of queries is larger than the class of the problem's, whose others it is to fit.
+    No block has more queries than the problem's class, since the result is used for every problem of the class.
     """
     most = max(128, tuned.query_class(p.q.shape[3]))
     queries = [count for count in (128, 256, 512) if count <= most]

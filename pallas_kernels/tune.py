@@ -1,7 +1,7 @@
-"""Sizes of kernels found by measuring: ``python -m pallas_kernels.tune FILE`` on the machine they are for.
+"""Search for kernel block sizes by measuring: ``python -m pallas_kernels.tune FILE`` on the machine they are for.
 
-The best of a grid for each implementation and problem is added to the file, which ``tuned`` reads (where
-``PALLAS_KERNELS_TUNED`` names it). What there is to tune is in ``tunable``.
+The best of a grid for each implementation and problem is added to the file, which ``tuned`` reads when
+``PALLAS_KERNELS_TUNED`` names it. ``tunable`` lists the operations.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import jax
 
 from pallas_kernels import dispatch, tuned
 from pallas_kernels.bench import timing
-from pallas_kernels.bench.problem import Sizes
+from pallas_kernels.bench.decode_inputs import Sizes
 from pallas_kernels.tunable import OPERATIONS, TOKENS, Case, Operation, cases
 
 #: Steps of one timed call.
@@ -33,9 +33,9 @@ class Tuned:
     """One implementation's outcome for one problem.
 
     Attributes:
-      kernel: as in the file. key: the problem there. best: sizes of the fastest, ``None`` if none ran.
-      microseconds: of a step with them; ``chosen`` with the kernel's own rule.
-      tried: configurations that ran; ``refused`` did not. refusal: what was said of the first of those.
+      kernel: name of the kernel in the file. key: key of the problem. best: the fastest sizes, ``None`` if none ran.
+      microseconds: time of a step with them; ``chosen`` with the kernel's default sizes.
+      tried: number of sizes that ran; ``refused`` did not. refusal: message of the first of these.
     """
 
     kernel: str
@@ -64,18 +64,18 @@ def run(
 
     Args:
       given: the problems, see :func:`pallas_kernels.tunable.cases`; by default those of all operations.
-      say: told of each problem before it is measured and after.
+      say: called with a line for each problem before and after it is measured.
 
     Raises:
       NothingToTune: there is no accelerator.
-      ValueError: the file is there and holds something else.
+      ValueError: the file exists and is of another kind.
       OSError: it cannot be written.
     """
     platform = dispatch.platform()
     given = [case for case in (cases() if given is None else given) if case.operation.order.get(platform)]
     if not given:
         raise NothingToTune("There is no accelerator here, so there is nothing to tune: XLA's form has no sizes.")
-    tuned.write(path, {})  # What cannot be written, or added to, is said before minutes are spent on it.
+    tuned.write(path, {})  # Fails now, not after minutes of measuring, where the file cannot be written.
     found: list[Tuned] = []
     for case in given:
         problem = case.operation.problem(case.sizes)
@@ -101,7 +101,7 @@ def _search(operation: Operation, problem: Any, name: str, rounds: int, say: Cal
 def measure(
     operation: Operation, problem: Any, name: str, configs: list[Any], rounds: int = 5, **options: Any
 ) -> Tuned:
-    """Time each of these configurations; ``options`` are the implementation's, such as ``interpret``."""
+    """Time an implementation with each of these sizes; ``options`` are its own, such as ``interpret``."""
     arguments = operation.arguments(problem)
     calls: dict[str, Callable[[], Any]] = {}
     refusal = ""
@@ -127,9 +127,9 @@ def measure(
 
 
 def _is_refusal(error: Exception) -> bool:
-    """Whether a kernel or a compiler says that it cannot: too large for the chip's memories, mostly.
+    """Whether a kernel or a compiler refused the sizes, mostly as too large for the chip's memories.
 
-    Pallas's own errors are of no public type.
+    Pallas's own errors have no public type.
     """
     known = isinstance(error, (NotImplementedError, RuntimeError, ValueError))
     return known or type(error).__module__.partition(".")[0] in ("jax", "jaxlib")
@@ -140,10 +140,10 @@ def _first_line(error: Exception) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The command; 1 where there is nothing to tune, or it cannot be done."""
+    """Run the command; returns 1 where there is nothing to tune, or it fails."""
     default = Sizes()
     parser = argparse.ArgumentParser(prog="python -m pallas_kernels.tune", description=__doc__)
-    parser.add_argument("file", type=Path, help="where sizes are kept; what it holds of other problems stays")
+    parser.add_argument("file", type=Path, help="file that sizes are added to; its other entries stay")
     parser.add_argument("--operation", nargs="+", default=list(OPERATIONS), help=f"of {', '.join(OPERATIONS)}")
     for name in ("batch", "heads", "group", "head_dim", "mean"):
         parser.add_argument("--" + name.replace("_", "-"), type=int, default=getattr(default, name))

@@ -1,7 +1,7 @@
-"""Kernel sizes that ``tune`` measured on a user's hardware, looked up while a kernel is traced.
+"""Lookup of kernel block sizes that ``tune`` measured on a user's hardware, while a kernel is traced.
 
-A file names them per device kind and problem; it is read from ``PALLAS_KERNELS_TUNED``. What
-it does not name is chosen by each kernel's own rule.
+The file that ``PALLAS_KERNELS_TUNED`` names holds them per device kind and problem. For other problems each kernel has
+a default rule.
 """
 
 from __future__ import annotations
@@ -16,12 +16,14 @@ from typing import Any, TypeVar
 
 import jax
 
-#: Names the file in the environment.
+from pallas_kernels import dispatch
+
+#: Environment variable with the file's path.
 VARIABLE = "PALLAS_KERNELS_TUNED"
 
-#: From so many on, a block of 2,048 keys on the diagonal is at most an eighth of what a chunk's last queries see.
+#: From this many keys on, a block of 2,048 keys on the diagonal is at most an eighth of what the last queries read.
 MANY_KEYS = 8192
-#: Of queries: so many and more.
+#: The class of this many queries and more.
 LARGEST_CLASS = 512
 
 Config = TypeVar("Config")
@@ -29,7 +31,7 @@ Config = TypeVar("Config")
 
 @dataclasses.dataclass(frozen=True)
 class Key:
-    """What sizes were measured for; everything the kernels' rules look at, but the number of rows."""
+    """Problem class of decode sizes: everything the kernels' rules depend on except the number of rows."""
 
     device: str
     head_dim: int
@@ -39,9 +41,9 @@ class Key:
 
     @classmethod
     def of(cls, problem: Any) -> Key:
-        """Of a problem, on the device it is traced for."""
+        """The key of a problem, on the device it is traced for."""
         _, _, group, head_dim = problem.q.shape
-        return cls(_device_kind(), head_dim, group, str(problem.pages.dtype), problem.pages.shape[2])
+        return cls(dispatch.device_kind(), head_dim, group, str(problem.pages.dtype), problem.pages.shape[2])
 
     def __str__(self) -> str:
         return f"{self.device} | D={self.head_dim} G={self.group} {self.dtype} R={self.page_size}"
@@ -49,11 +51,11 @@ class Key:
 
 @dataclasses.dataclass(frozen=True)
 class ChunkKey:
-    """What sizes of kernels that read a chunk of queries were measured for; neither the number of rows nor of heads.
+    """Problem class of sizes for chunks of queries; the numbers of rows and heads do not matter.
 
     Attributes:
-      queries: the class of their number, see :func:`query_class`.
-      many: whether the keys are so many that blocks on the diagonal are few.
+      queries: class of the number of queries, see :func:`query_class`.
+      many: whether there are at least ``MANY_KEYS`` keys.
     """
 
     device: str
@@ -65,10 +67,10 @@ class ChunkKey:
 
     @classmethod
     def of(cls, problem: Any) -> ChunkKey:
-        """Of a problem, on the device it is traced for."""
+        """The key of a problem, on the device it is traced for."""
         _, _, group, count, head_dim = problem.q.shape
         many = problem.k.shape[2] >= MANY_KEYS
-        return cls(_device_kind(), head_dim, group, str(problem.k.dtype), query_class(count), many)
+        return cls(dispatch.device_kind(), head_dim, group, str(problem.k.dtype), query_class(count), many)
 
     def __str__(self) -> str:
         queries = f"N={self.queries}" if self.queries < LARGEST_CLASS else f"N>={self.queries}"
@@ -77,10 +79,10 @@ class ChunkKey:
 
 
 def query_class(count: int) -> int:
-    """A window's queries rounded up to 16, 32 or 64; more of them down to 128, 256 or 512.
+    """Class of a number of queries: up to 64 rounded up to 16, 32 or 64; more rounded down to 128, 256 or 512.
 
-    So a block of queries that was measured fits every problem of its class, and the kernels' rules, which take windows
-    of up to 64 queries apart, do not differ within one by more than the power of two.
+    A block of queries that was measured then fits every problem of its class, and the kernels' default rules, which
+    treat windows of up to 64 queries separately, differ within a class by at most a power of two.
     """
     if count <= 64:
         return max(16, 1 << (count - 1).bit_length())
@@ -88,23 +90,18 @@ def query_class(count: int) -> int:
 
 
 def key_of(problem: Any) -> Key | ChunkKey:
-    """Of one token a row on pages, or of a chunk of queries."""
+    """The key of a decode problem (one token per row on pages) or of a chunk of queries."""
     return Key.of(problem) if hasattr(problem, "pages") else ChunkKey.of(problem)
-
-
-def _device_kind() -> str:
-    device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None) or jax.devices()[0]
-    return device.device_kind
 
 
 def config(kernel: str, problem: Any, kind: type[Config]) -> Config | None:
     """Sizes measured for this kernel and problem, or ``None``.
 
-    They are of the problem's class. Where it has fewer queries or keys than a block of theirs, or keys that are no
-    whole blocks, the kernel takes smaller blocks, as it does of its own sizes.
+    They were measured for the problem's class. Where it has fewer queries or keys than a block, or keys that are not
+    whole blocks, the kernel uses smaller blocks, as it does with its default sizes.
 
     Raises:
-      ValueError: the file is not one that ``tune`` wrote.
+      ValueError: ``tune`` did not write this file.
     """
     if not os.environ.get(VARIABLE):
         return None
@@ -117,10 +114,10 @@ def config(kernel: str, problem: Any, kind: type[Config]) -> Config | None:
 
 
 def read(path: Path) -> dict[str, dict[str, dict[str, int]]]:
-    """What a file holds: by kernel and key, sizes.
+    """Sizes in a file, by kernel and key.
 
     Raises:
-      ValueError: there is none, or it is not one that :func:`write` wrote.
+      ValueError: there is no such file, or :func:`write` did not write it.
     """
     try:
         return _read(path, path.stat().st_mtime_ns)
@@ -142,7 +139,7 @@ def _read(path: Path, modified: int) -> dict[str, dict[str, dict[str, int]]]:
 
 
 def write(path: Path, measured: dict[str, dict[str, dict[str, int]]]) -> None:
-    """Add to a file, or begin one; what it already holds for other problems stays. It is there whole or not at all."""
+    """Add sizes to a file, which may be new; its entries for other problems stay. The file is replaced atomically."""
     kernels = dict(read(path)) if path.exists() else {}
     for kernel, sizes in measured.items():
         kernels[kernel] = {**kernels.get(kernel, {}), **sizes}

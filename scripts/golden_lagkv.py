@@ -6,7 +6,7 @@ Needs torch. ``CHECKOUT`` holds ``lag_kv.py`` and ``l2_kv.py`` and is only read.
 older transformers, so a stand-in with the three attributes they use takes that place.
 
 Format of ``tests/golden/lagkv_official.npz``: one int16 array [heads, kept] a case, ascending original token indices;
-its key is ``variant,sink,lag,ratio,prompt,steps,step``. ``tests/golden/lagkv.py`` makes the inputs from the key
+its key is ``variant,sink,lag,ratio,prompt,steps,step``. ``tests/support/lagkv_cases.py`` makes the inputs from the key
 and returns the cases: ``load_cases()``.
 
 The indices come back by matching the kept key rows with the rows that went in (all different), the value rows being
@@ -31,7 +31,7 @@ import torch
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 
-from golden import lagkv  # noqa: E402
+from support import lagkv_cases as lagkv  # noqa: E402
 
 
 class StandInCache:

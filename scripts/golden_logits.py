@@ -5,7 +5,7 @@ Needs torch, transformers, gguf and tokenizers; nobody needs it to install, run 
     python scripts/golden_logits.py tiny                  # tests/golden/tiny_logits.npz
     python scripts/golden_logits.py smollm2 MODEL.gguf    # tests/golden/smollm2.json and smollm2_logits.npz
 
-``tiny_logits.npz``: for every case of ``tests/golden/tiny.py`` and every length, ``"<case>/<length>"`` holds the
+``tiny_logits.npz``: for every case of ``tests/support/tiny.py`` and every length, ``"<case>/<length>"`` holds the
 float32 logits [positions, vocab] at ``case.stored_positions(length)`` of one forward pass over the prompt alone.
 
 ``smollm2.json``: ``strings`` (text, ids), ``conversations`` (messages, rendered text and ids with the generation
@@ -37,7 +37,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "scripts")]
 
 import golden_texts  # noqa: E402
-from golden import tiny  # noqa: E402
+from support import tiny  # noqa: E402
 
 OUT = ROOT / "tests" / "golden"
 NEW_TOKENS = 32

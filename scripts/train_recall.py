@@ -2,8 +2,8 @@
 
     python scripts/train_recall.py [FOLDER]      # by default tests/golden/recall, which is what the tests read
 
-Needs optax (the extra "dev"). The recipe is ``tests/recall/training.py``; ``SEED`` decides the parameters and every
-batch, so the same machine and versions give the same weights. They are stored in float16.
+Needs optax (the extra "dev"). The recipe is ``tests/support/recall/training.py``; ``SEED`` decides the parameters and
+every batch, so the same machine and versions give the same weights. They are stored in float16.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import time
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 
-from recall import training  # noqa: E402
+from support.recall import training  # noqa: E402
 
 SEED = 0
 

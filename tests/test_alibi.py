@@ -5,13 +5,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 
-import bloom_oracle
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import toys
-from golden import tiny
+from support import bloom_oracle, tiny
 
 import kvjax
 from kvjax.cache.pool import mark_rows

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 
-import bloom_oracle
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import toys
+from support import bloom_oracle
 
 from kvjax.cache.attention import decode_attention, kept_rows
 from kvjax.cache.groups import HeadGroups
@@ -20,7 +20,8 @@ from kvjax.model.decoder import random_decoder
 from kvjax.policies import Full
 from kvjax.policies.signals import Signals
 from kvjax.runtime.decode import forward_step
-from kvjax.runtime.prefill import prefill_fresh, prefill_onto, read_layer
+from kvjax.runtime.prefill import read_layer
+from kvjax.runtime.programs import ONE_DEVICE
 from kvjax.runtime.signal_collector import SignalCollector
 
 CONFIG = toys.tiny_config(positional="alibi", norm="layer", mlp="gelu", embedding_norm=True)  # 4 heads on 2 KV heads
@@ -117,10 +118,10 @@ def test_a_million_tokens_change_no_bit():
     tokens, more = (jnp.asarray(random.integers(0, 250, (1, 64)), jnp.int32) for _ in range(2))
     rooms = dict(prompt_capacity=128, new_capacity=8)
     count, total = jnp.asarray([50]), jnp.asarray([50])
-    cache, _ = prefill_fresh(params, tokens, count, total, policy=Full(), dtype=jnp.float32, **rooms)
+    cache, _ = ONE_DEVICE.fresh(params, tokens, count, total, policy=Full(), dtype=jnp.float32, **rooms)
     results = []
     for start in (cache, shifted(cache, FAR)):
-        after, logits = prefill_onto(params, start, more, count, start.seen + count, **rooms)
+        after, logits = ONE_DEVICE.onto(params, start, more, count, start.seen + count, **rooms)
         _, following = jax.jit(forward_step)(params, after, jnp.asarray([7]), jnp.asarray([True]))
         results.append((np.asarray(logits), np.asarray(following)))
     for near, far in zip(*results, strict=True):

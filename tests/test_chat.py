@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 
 import numpy as np
-import oracles
 import pytest
+from support import oracles
 
 import kvjax
 from kvjax.policies import Full, LagKV, StreamingLLM

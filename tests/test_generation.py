@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
-import oracles
 import pytest
 import toys
+from support import oracles
 
 import kvjax
 from kvjax.cache.buckets import NEW_TOKENS

@@ -8,7 +8,7 @@ import pathlib
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from golden import tiny
+from support import tiny
 
 import kvjax
 from kvjax.checkpoints.load import load

@@ -24,8 +24,8 @@ import kvjax
 from kvjax.cache.layout import Layout
 from kvjax.checkpoints.digest import weights_digest
 from kvjax.model.decoder import logical
+from kvjax.policies import registry
 from kvjax.policies.base import Policy
-from kvjax.policies.registry import registry
 from kvjax.saving import canonical, description
 from kvjax.saving import store as store_module
 

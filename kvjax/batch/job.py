@@ -1,4 +1,4 @@
-"""A job's identity and its manifest: what makes continuing safe."""
+"""A job's identity and its manifest, by which a run knows that it may continue what another began."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ import numpy as np
 import kvjax
 from kvjax.batch.output import Shard
 from kvjax.batch.source import Source
-from kvjax.cache.quantisation import Storage
+from kvjax.cache.quantisation import parse_storage
 from kvjax.checkpoints.digest import weights_digest
 from kvjax.checkpoints.load import LanguageModel
 from kvjax.errors import KvjaxError, UsageError
 from kvjax.files import write_atomically
-from kvjax.policies import Policy, format_policy
-from kvjax.request import Options
+from kvjax.options import FIELDS, GenerationOptions
+from kvjax.policies import format_policy, parse
 
 try:
     import fcntl
@@ -32,8 +32,10 @@ except ImportError:  # Windows
     fcntl: Any = None
 
 MANIFEST = "manifest.json"
+#: Options that a manifest holds by themselves, in their text form, or, as the memory, that change no answer.
+_BESIDE_OPTIONS = ("policy", "storage", "chat", "memory_limit")
 _FORMAT = 1
-#: Rows of a shard at most: what is read ahead.
+#: Rows of a shard at most: a shard is what is read ahead.
 _MOST_ROWS = 4096
 #: Batches of a shard at least, where a process has as many: batches of similar length are made of a shard's rows.
 _BATCHES = 16
@@ -43,27 +45,26 @@ _SHARDS_EACH = 4
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What a job answers and how; all that two runs must share to write one output.
+    """The rows to answer and how: all that two runs must share to write one output.
 
     Attributes:
-      source: the input. lm, policy, storage, chat, options: as for :func:`kvjax.generate`.
+      lm: the model. source: the input. options: as for :func:`kvjax.generate`.
       order: "input" or "id". kind: of the output's files, "jsonl" or "parquet".
     """
 
     lm: LanguageModel
     source: Source
-    policy: Policy
-    storage: Storage
-    chat: bool
-    options: Options
+    options: GenerationOptions
     order: str
     kind: str
 
     def identity(self) -> dict[str, Any]:
         """The job as JSON; equal for equal jobs."""
-        options = dataclasses.asdict(self.options)
-        options["stop"] = list(self.options.stop_strings)
-        options["stop_token_ids"] = sorted(self.options.stop_ids(self.lm))
+        options = {name: getattr(self.options, name) for name in FIELDS if name not in _BESIDE_OPTIONS} | {
+            "n": 1,
+            "stop": list(self.options.stop_strings),
+            "stop_token_ids": sorted(self.options.stop_ids(self.lm)),
+        }
         settings = {
             "input": {"sha256": self.source.sha256, "rows": len(self.source)},
             "model": {
@@ -71,9 +72,9 @@ class Job:
                 "dtype": str(np.dtype(self.lm.params.dtype)),
                 "fingerprint": fingerprint(self.lm),
             },
-            "policy": format_policy(self.policy),
-            "storage": dataclasses.asdict(self.storage),
-            "chat": self.chat,
+            "policy": format_policy(parse(self.options.policy or "full")),
+            "storage": dataclasses.asdict(parse_storage(self.options.storage)),
+            "chat": self.options.chat,
             "options": options,
             "order": self.order,
             "format": self.kind,
@@ -91,15 +92,15 @@ def fingerprint(lm: LanguageModel) -> str:
 
 
 def rows_of_shard(rows: int, processes: int, batch_size: int) -> int:
-    """Rows of each shard: whole batches, and as many shards for every process."""
-    share = -(-rows // processes)
-    each = max(1, min(_SHARDS_EACH, share // (_BATCHES * batch_size)), -(-share // _MOST_ROWS))
+    """Rows of each shard: full batches, and as many shards for every process."""
+    rows_each = -(-rows // processes)
+    each = max(1, min(_SHARDS_EACH, rows_each // (_BATCHES * batch_size)), -(-rows_each // _MOST_ROWS))
     return -(-rows // (processes * each * batch_size)) * batch_size
 
 
 @dataclasses.dataclass(frozen=True)
 class Manifest:
-    """What ``manifest.json`` holds.
+    """The content of ``manifest.json``.
 
     Attributes:
       job: :meth:`Job.identity`. shard_rows: rows of each shard, the last may have fewer.
@@ -119,7 +120,7 @@ class Manifest:
         return [Shard(folder, i, self.shard_count, self.job["format"]) for i in range(self.shard_count)]
 
     def rows(self, shard: int) -> range:
-        """Places of a shard's rows in the output's order."""
+        """Positions of a shard's rows in the output's order."""
         return range(shard * self.shard_rows, min((shard + 1) * self.shard_rows, self.job["input"]["rows"]))
 
     def write(self, folder: Path) -> None:

@@ -1,11 +1,12 @@
-"""The files of a job: shards that appear whole, and a journal of a shard's batches so far."""
+"""The files of a job: shards that appear when they are complete, and a journal of a shard's batches so far."""
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,12 @@ from kvjax.batch.source import needed
 from kvjax.errors import KvjaxError
 from kvjax.files import sync_folder
 
-#: What an answer is written as, by the end of its file's name.
+#: Formats of answers, by the end of their files' names.
 FORMATS = ("jsonl", "parquet")
 
 
 class Shard:
-    """One output file and what leads to it.
+    """One output file and the journal it is made from.
 
     Batches go to a journal beside it, a line each, durable before the next one starts; when the last row is there, the
     shard is written under a temporary name and renamed. A killed process so loses the batch it was in.
@@ -60,7 +61,7 @@ class Shard:
             os.fsync(file.fileno())
 
     def finish(self, records: Sequence[Record]) -> None:
-        """Write the shard whole, in this order, and drop what led to it."""
+        """Write the complete shard, in this order, and drop its journal."""
         data = _parquet(records) if self._kind == "parquet" else b"".join(_dumps(r) + b"\n" for r in records)
         with _writing(self.path):
             with self._temporary.open("wb") as file:
@@ -72,23 +73,18 @@ class Shard:
         self.clean()
 
     def clean(self) -> None:
-        """Drop what a process may have left when it was killed after the shard was there."""
+        """Delete the files that a process may have left when it was killed after the shard was there."""
         self._temporary.unlink(missing_ok=True)
         self._journal.unlink(missing_ok=True)
 
 
-class _writing:
-    """One sentence for a file that cannot be written; a full disk is said by the command itself."""
-
-    def __init__(self, path: Path):
-        self._path = path
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if isinstance(error, OSError):
-            raise KvjaxError(f"{self._path} cannot be written: {error.strerror or error}.") from error
+@contextlib.contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """One sentence for a file that cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        raise KvjaxError(f"{path} cannot be written: {error.strerror or error}.") from error
 
 
 def _batch(line: bytes) -> list[Record] | None:

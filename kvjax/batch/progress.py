@@ -1,4 +1,4 @@
-"""How far a job is: a bar at a terminal, a line now and then elsewhere."""
+"""Progress of a job: a bar at a terminal, a line now and then elsewhere."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SECONDS = 10.0
 
 
 class Progress:
-    """Counts what one process answered; shows it on standard error when asked to."""
+    """Counts the answers of one process, and shows them on standard error when asked to."""
 
     def __init__(self, shown: bool):
         self.answered = self.failed = self.prompt_tokens = self.generated_tokens = 0

@@ -7,10 +7,10 @@ from typing import Any
 
 from kvjax.batch.source import Source
 from kvjax.checkpoints.load import LanguageModel
-from kvjax.checks import whole_number
+from kvjax.checks import is_unicode, whole_number
 from kvjax.errors import UsageError
 from kvjax.output import Output
-from kvjax.prompts import is_unicode, tokenize
+from kvjax.prompts import tokenize
 
 #: A record as it is written; see :func:`answered` and :func:`failed`.
 Record = dict[str, Any]

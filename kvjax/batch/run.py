@@ -8,7 +8,7 @@ import json
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Unpack
 
 import numpy as np
 
@@ -18,13 +18,13 @@ from kvjax.batch.progress import Progress
 from kvjax.batch.rows import Record, Row, order_key, read_row, row_id
 from kvjax.batch.source import needed, open_source
 from kvjax.batch.work import Worker, batches
-from kvjax.cache.quantisation import Storage, parse_storage
+from kvjax.cache.quantisation import parse_storage
 from kvjax.checkpoints.load import LanguageModel
 from kvjax.checks import whole_number
 from kvjax.errors import KvjaxError, UsageError
+from kvjax.options import GenerationKeywords, GenerationOptions, merged, shows_options
 from kvjax.planning import check_fits
-from kvjax.policies import Full, Policy, parse
-from kvjax.request import Options
+from kvjax.policies import parse
 from kvjax.runtime.distributed import Group, group
 from kvjax.runtime.interrupt import interruptible
 
@@ -32,14 +32,16 @@ if TYPE_CHECKING:
     import grain
 
 ORDERS = ("input", "id")
+#: Keywords of :func:`run` that are no options.
+_JOB = ("batch_size", "order", "format", "shard_rows", "progress")
 
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What a run did, all processes together.
+    """The numbers of a run, all processes together.
 
     Attributes:
-      rows: of the whole job. already: rows that earlier runs had answered.
+      rows: of the job. already: rows that earlier runs had answered.
       answered, failed: rows this run wrote an answer, or an error, for.
       prompt_tokens, generated_tokens: of this run.
       seconds: of this run, loading of the model apart.
@@ -56,32 +58,21 @@ class Report:
     files: tuple[Path, ...]
 
 
+@shows_options()
 def run(
     lm: LanguageModel,
     input: str | os.PathLike[str],
     output: str | os.PathLike[str],
+    options: GenerationOptions | None = None,
     *,
-    policy: Policy | str | None = None,
-    storage: Storage | str | None = None,
-    chat: bool = True,
-    max_new_tokens: int = 256,
-    temperature: float = 0.0,
-    top_k: int | None = None,
-    top_p: float = 1.0,
-    min_p: float = 0.0,
-    repetition_penalty: float = 1.0,
-    seed: int = 0,
-    stop: str | Sequence[str] | None = (),
-    stop_token_ids: Sequence[int] | None = None,
-    logprobs: bool = False,
-    memory_limit: int | None = None,
     batch_size: int = 8,
     order: str = "input",
     format: str | None = None,
     shard_rows: int | None = None,
     progress: bool = True,
+    **keywords: Unpack[GenerationKeywords],
 ) -> Report:
-    """Answer every row of a file, into a folder; the same call continues what was interrupted or killed.
+    """Answer every row of a file, into a folder; the same call continues a run that was interrupted or killed.
 
     A row is {"prompt", "id"?, "max_new_tokens"?}; a prompt is text, messages or token ids, as for
     :func:`kvjax.generate`. Its record has "row", "id", "text", "finish_reason", "prompt_tokens", "generated_tokens",
@@ -89,21 +80,21 @@ def run(
     (seed, i), as in one call of ``generate`` with all prompts.
 
     Where ``jax.distributed.initialize()`` was called, every process calls this with the same arguments: each answers
-    its share of the shards on its own devices, and the output does not depend on how many there are.
+    its part of the shards on its own devices, and the output does not depend on how many there are.
 
     Args:
       lm: a model from :func:`kvjax.load`.
       input: a .jsonl or .parquet file, the same on every host.
-      output: a folder, made when it is not there: shards part-00000-of-00004.jsonl, each there whole or not at all,
+      output: a folder, made when it is not there: shards part-00000-of-00004.jsonl, each complete or not there,
         and manifest.json, which says whose they are. Shared by all hosts, or one on each.
-      policy, storage, chat, max_new_tokens, temperature, top_k, top_p, min_p, repetition_penalty, seed, stop,
-        stop_token_ids, logprobs, memory_limit: as for :func:`kvjax.generate`.
+      options: how to answer, for all rows.
       batch_size: rows a process answers together; may change when a job is continued.
       order: of the output: "input", or "id" (whole numbers first, then text; a row without one has its number).
       format: of the output, "jsonl" or "parquet"; by default the input's.
-      shard_rows: rows of a shard, of which batches of similar length are made; by default a process' share of the job,
+      shard_rows: rows of a shard, of which batches of similar length are made; by default a process' part of the job,
         or a quarter of it where that is 16 batches, and about 4,096 at most. A job that was begun keeps its own.
       progress: show tokens/s and time left on standard error, on process 0.
+      keywords: fields of :class:`kvjax.GenerationOptions`, in place of those of ``options``:
 
     Raises:
       UsageError: a request that makes no sense, or a folder that holds another job.
@@ -111,20 +102,8 @@ def run(
       PeerFailed: another process failed; all end.
       KeyboardInterrupt: Ctrl-C; finished batches are kept.
     """
-    whole_number("max_new_tokens", max_new_tokens, 1)
-    options = Options(
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-        seed=seed,
-        n=1,
-        stop=stop,
-        stop_token_ids=stop_token_ids,
-        logprobs=logprobs,
-    )
+    chosen = merged("batch.run", options, keywords, also=_JOB)
+    whole_number("max_new_tokens", chosen.max_new_tokens, 1)
     whole_number("batch_size", batch_size, 1)
     if shard_rows is not None:
         whole_number("shard_rows", shard_rows, 1)
@@ -135,33 +114,29 @@ def run(
         raise UsageError(f"format is {format!r}; choose 'jsonl' or 'parquet'.")
     if not isinstance(lm, LanguageModel):
         raise UsageError(f"The model is a {type(lm).__name__}; give one from kvjax.load.")
-    chosen = Full() if policy is None else parse(policy)
-    chosen.check(lm.config)
-    stored = parse_storage(storage)
-    check_fits(lm.config, 1, batch_size, chosen, lm.params.dtype, memory_limit, 0, stored, lm.mesh)
+    policy, storage = parse(chosen.policy or "full"), parse_storage(chosen.storage)
+    policy.check(lm.config)
+    check_fits(lm.config, 1, batch_size, policy, lm.params.dtype, chosen.memory_limit, 0, storage, lm.mesh)
     everyone = group()
     with everyone.together():
         needed("grain", "Batch jobs")
         with contextlib.closing(open_source(path)) as source:
-            job = Job(lm, source, chosen, stored, chat, options, order, kind)
-            return _Run(job, Path(output), everyone, batch_size, memory_limit, progress).run(shard_rows)
+            job = Job(lm, source, chosen, order, kind)
+            return _Run(job, Path(output), everyone, batch_size, progress).run(shard_rows)
 
 
 class _Run:
     """One process' part of a run."""
 
-    def __init__(
-        self, job: Job, folder: Path, everyone: Group, size: int, memory_limit: int | None, progress: bool
-    ) -> None:
+    def __init__(self, job: Job, folder: Path, everyone: Group, size: int, progress: bool) -> None:
         self._job, self._folder, self._group = job, folder, everyone
         size = min(size, len(job.source))
-        # Rows that fill a mesh up are inert ones.
+        # Padding rows fill a mesh up.
         self._size = size if job.lm.mesh is None else job.lm.mesh.rows(size)
-        self._memory_limit = memory_limit
         self._progress = Progress(progress and everyone.process == 0)
 
     def run(self, shard_rows: int | None) -> Report:
-        """Do this process' share, and wait for the others; process 0 holds the folder for all of them."""
+        """Do this process' part, and wait for the others; process 0 holds the folder for all of them."""
         with held(self._folder) if self._group.process == 0 else contextlib.nullcontext():
             return self._run(shard_rows)
 
@@ -217,12 +192,12 @@ class _Run:
                     raise KeyboardInterrupt
                 self._group.check()
 
-            worker = Worker(self._job, self._size, self._memory_limit, between)
+            worker = Worker(self._job, self._size, between)
             for number, read in self._read_ahead(manifest, mine):
                 self._shard(shards[number], read, worker)
 
     def _shard(self, shard: Shard, read: Sequence[Row | Record], worker: Worker) -> None:
-        """Answer what of a shard's rows no earlier run has answered, and write it."""
+        """Answer the rows of a shard that no earlier run has answered, and write it."""
         records = shard.recover()
         self._progress.skip(len(records))
         bad = {item["row"]: item for item in read if not isinstance(item, Row)}
@@ -244,10 +219,10 @@ class _Run:
         job, order = self._job, self._order
 
         def read(shard: int) -> tuple[int, list[Row | Record]]:
-            places = manifest.rows(shard)
-            numbers = places if order is None else [int(i) for i in order[places.start : places.stop]]
+            rows = manifest.rows(shard)
+            numbers = rows if order is None else [int(i) for i in order[rows.start : rows.stop]]
             limit = job.options.max_new_tokens
-            return shard, [read_row(job.lm, job.source, i, chat=job.chat, limit=limit) for i in numbers]
+            return shard, [read_row(job.lm, job.source, i, chat=job.options.chat, limit=limit) for i in numbers]
 
         if len(shards):
             yield from shards.map(read).to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=1))

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from kvjax.errors import KvjaxError, UsageError
 
-#: What a row may hold; other columns are ignored.
+#: Columns of a row; others are ignored.
 COLUMNS = ("prompt", "id", "max_new_tokens")
 
 
@@ -134,7 +134,7 @@ class Parquet:
         (row,) = table.slice(index - self._starts[group], 1).to_pylist()
         # A column has a value in every row: null is how Parquet leaves one out, and whole numbers some of which are
         # left out come from pandas as floats.
-        row = {name: _whole(value) if name != "prompt" else value for name, value in row.items()}
+        row = {name: _as_int(value) if name != "prompt" else value for name, value in row.items()}
         return {name: value for name, value in row.items() if value is not None or name == "prompt"}
 
     def _read(self, group: int) -> Any:
@@ -150,8 +150,8 @@ class Parquet:
         self._file.close()
 
 
-def _whole(value: Any) -> Any:
-    """A whole number that came as a float as an int, and NaN, a number left out, as None."""
+def _as_int(value: Any) -> Any:
+    """Make an int of a whole number that came as a float, and None of NaN, a number left out."""
     if not isinstance(value, float) or math.isinf(value):
         return value
     return None if math.isnan(value) else int(value) if value == int(value) else value

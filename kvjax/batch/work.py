@@ -1,7 +1,8 @@
-"""Answering rows: batches of similar length, each one call of what ``generate`` runs."""
+"""Answers the rows of a job: batches of similar length, each of which runs as one call of ``generate``."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 
 from kvjax.batch.job import Job
@@ -23,10 +24,12 @@ def batches(rows: Sequence[Row], size: int) -> list[list[Row]]:
 
 
 class Worker:
-    """Answers batches of one job, always ``size`` rows together: an inert row stands where there are fewer."""
+    """Answers batches of one job, always ``size`` rows together: padding rows stand where there are fewer."""
 
-    def __init__(self, job: Job, size: int, memory_limit: int | None, between: Callable[[], None]):
-        self._job, self._size, self._memory_limit, self._between = job, size, memory_limit, between
+    def __init__(self, job: Job, size: int, between: Callable[[], None]):
+        self._job, self._size, self._between = job, size, between
+        # The rows went through the chat template when they were read.
+        self._options = dataclasses.replace(job.options, chat=False)
 
     def answer(self, rows: Sequence[Row]) -> list[Record]:
         """A record of each row.
@@ -34,7 +37,8 @@ class Worker:
         Rows that do not fit the memory together are answered in halves; what cannot be answered alone is the row's
         own error.
 
-        What ``between`` raises, before the batch and after every chunk of its tokens, ends it; nothing of it is kept.
+        ``between`` is called before the batch and after every chunk of its tokens; an exception it raises ends the
+        batch, and nothing of it is kept.
         """
         self._between()
         return self._answer(rows, self._size)
@@ -46,13 +50,7 @@ class Worker:
             request = Request(
                 job.lm,
                 [list(row.tokens) for row in filled],
-                job.policy,
-                None,
-                False,  # the rows went through the chat template when they were read
-                None,
-                job.options,
-                self._memory_limit,
-                job.storage,
+                self._options,
                 limits=[row.limit for row in filled],
                 numbers=[row.number for row in filled],
             )

@@ -255,7 +255,7 @@ def _needed(params: Decoder, policy: Policy, batch: int, context: int) -> int:
     """Bytes of weights, cache, and the random rows of one layer that fill it."""
     import jax
 
-    from kvjax.runtime.prefill import empty_cache
+    from kvjax.policies.empty_cache import empty_cache
 
     config = params.config
     placed = policy.planned(config, context)

@@ -17,8 +17,7 @@ from jaxtyping import Array, Int
 from kvjax.cache.groups import Layer, pages_by_group, parts, slot_bytes, with_parts
 from kvjax.cache.host_memory import as_numpy
 from kvjax.cache.layout import platform_layout
-from kvjax.cache.page_sharding import shard, unshard
-from kvjax.cache.pool import LayerCache, resize
+from kvjax.cache.pool import LayerCache, resize, shard, unshard
 from kvjax.cache.quantisation import Storage
 from kvjax.errors import UsageError
 from pallas_kernels.pages import Pages

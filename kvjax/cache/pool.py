@@ -26,7 +26,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache.layout import COLUMNS, Layout, layout_of, platform_layout
-from kvjax.cache.page_sharding import UNSHARDED, PageSharding, gather_pages
+from kvjax.cache.page_sharding import UNSHARDED, PageSharding
 from kvjax.cache.quantisation import MODEL, Scales, Storage, key_scale, quantise_keys, quantise_values
 from pallas_kernels.pages import Pages
 
@@ -437,3 +437,52 @@ def resize(cache: LayerCache, pages: tuple[int, ...]) -> LayerCache:
     scales = cache.scales and dataclasses.replace(cache.scales, v=lay(cache.scales.v, parts))
     marks = {name: lay(mark) for name, mark in cache.marks.items()}
     return cache.replace(kv=jax.tree.map(lambda x: lay(x, parts), cache.kv), pages=pages, marks=marks, scales=scales)
+
+
+# --- on a mesh of devices ---------------------------------------------------------------------------------------
+
+
+def local_shard(pool: LayerCache, sharding: PageSharding) -> LayerCache:
+    """The part of an empty pool that one device holds; the pages of each head must divide by the devices."""
+    if sharding == UNSHARDED:
+        return pool
+    count = sum(sharding.local_counts(pool.pages))
+    scales = pool.scales and dataclasses.replace(pool.scales, v=pool.scales.v[:, :count])
+    return pool.replace(kv=jax.tree.map(lambda x: x[:, :count], pool.kv), scales=scales, sharding=sharding)
+
+
+def gather_pages(pool: LayerCache) -> LayerCache:
+    """The pool with all pages of this device's heads; inside ``jax.shard_map``."""
+    sharding = pool.sharding
+    if not sharding.page_axes:
+        return pool
+    scales = pool.scales and dataclasses.replace(pool.scales, v=sharding.gather(pool.scales.v))
+    return pool.replace(kv=jax.tree.map(sharding.gather, pool.kv), scales=scales, sharding=UNSHARDED)
+
+
+def unshard(pool: LayerCache) -> LayerCache:
+    """Put the arrays of all devices in the order of the pages of a pool that is not sharded."""
+    sharding = pool.sharding
+
+    def ordered(x: Array) -> Array:
+        parts = x.reshape(x.shape[0], sharding.head_parts, sharding.page_parts, -1, *x.shape[2:])
+        return parts.swapaxes(2, 3).reshape(x.shape)
+
+    return _reordered(pool, UNSHARDED, ordered)
+
+
+def shard(pool: LayerCache, sharding: PageSharding) -> LayerCache:
+    """Undo :func:`unshard`: put the pages in the order in which the devices will hold them."""
+
+    def ordered(x: Array) -> Array:
+        parts = x.reshape(x.shape[0], sharding.head_parts, -1, sharding.page_parts, *x.shape[2:])
+        return parts.swapaxes(2, 3).reshape(x.shape)
+
+    return _reordered(pool, sharding, ordered)
+
+
+def _reordered(pool: LayerCache, sharding: PageSharding, ordered: Any) -> LayerCache:
+    if max(sharding.page_parts, pool.sharding.page_parts) == 1:
+        return pool.replace(sharding=sharding)
+    scales = pool.scales and dataclasses.replace(pool.scales, v=ordered(pool.scales.v))
+    return pool.replace(kv=jax.tree.map(ordered, pool.kv), scales=scales, sharding=sharding)

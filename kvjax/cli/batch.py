@@ -4,48 +4,76 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
 
 from kvjax import tables
+from kvjax.cli import options as flag
 from kvjax.cli import session
+from kvjax.cli.app import INTERRUPTED, app
 from kvjax.errors import UsageError
 
 if TYPE_CHECKING:
     from kvjax.batch import Report
 
-INTERRUPTED = 130
+_LAUNCHED = "Not needed where SLURM, GKE, a TPU pod or Open MPI tell."
 
 
-def run(
-    input: Path,
-    output: Path,
+@app.command()
+@flag.generation()
+def batch(
     *,
-    model: str,
-    dtype: str | None,
-    mesh: str | None,
-    cluster: dict[str, Any],
-    keywords: dict[str, Any],
-    compile_cache: bool,
+    input: Annotated[Path, typer.Option("--input", help="Prompts: .jsonl or .parquet, the same file on every host.")],
+    output: Annotated[Path, typer.Option("--output", help="Folder for the answers; a job begun there is continued.")],
+    model: flag.Model = flag.DEFAULT_MODEL,
+    config: flag.Config = None,
+    dtype: flag.Dtype = None,
+    mesh: Annotated[str | None, typer.Option("--mesh", help="Such as data=8,model=4: devices of all hosts.")] = None,
+    options: dict[str, Any],
+    batch_size: Annotated[int, typer.Option("--batch-size", help="Prompts a process answers together.")] = 8,
+    order: Annotated[str, typer.Option("--order", help="Of the output: input or id.")] = "input",
+    format: Annotated[
+        str | None, typer.Option("--format", help="Of the output: jsonl or parquet; the input's when not given.")
+    ] = None,
+    shard_rows: Annotated[int | None, typer.Option("--shard-rows", help="Rows of an output file.")] = None,
+    coordinator: Annotated[
+        str | None, typer.Option("--coordinator", help=f"HOST:PORT of process 0. {_LAUNCHED}")
+    ] = None,
+    num_processes: Annotated[
+        int | None, typer.Option("--num-processes", help=f"Of the job; 1 joins nobody. {_LAUNCHED}")
+    ] = None,
+    process_id: Annotated[int | None, typer.Option("--process-id", help=f"Of this one, from 0. {_LAUNCHED}")] = None,
+    heartbeat_timeout: Annotated[
+        int, typer.Option("--heartbeat-timeout", help="Seconds until a silent process counts as dead.")
+    ] = 30,
+    compile_cache: flag.CompileCache = True,
 ) -> int:
-    """Answer the file; 130 when Ctrl-C ended it."""
+    """Answer a file of prompts, on one machine or many.
+
+    A row is {"prompt", "id"?, "max_new_tokens"?}; a prompt is text, messages or token ids. Interrupted or killed, the
+    same command continues. A row that cannot be answered has its error in the output and stops nothing.
+    """
     from kvjax.policies import parse
     from kvjax.runtime.distributed import Cluster, group, local_mesh
     from kvjax.sharding.mesh import parse_mesh
 
-    with Cluster(**cluster).joined():
+    job: dict[str, Any] = dict(batch_size=batch_size, order=order, format=format, shard_rows=shard_rows)
+    cluster = Cluster(coordinator, num_processes, process_id, heartbeat_timeout)
+    with cluster.joined():
         everyone = group()
         try:
             with everyone.together():
-                parse(keywords["policy"])  # a misspelt policy, or mesh, is said before the model is loaded
-                whole = parse_mesh(mesh)
+                parse(options["policy"])  # a misspelt policy, or mesh, is said before the model is loaded
+                devices = parse_mesh(mesh)
                 if not input.is_file():
                     raise UsageError(f"--input names no file: {input}.")
                 if compile_cache:
                     session.enable_compile_cache()
                 import kvjax.batch
 
-                lm = session.load(model, dtype, None if whole is None else local_mesh(whole))
-                report = kvjax.batch.run(lm, input, output, **keywords)
+                lm = session.load(model, dtype, None if devices is None else local_mesh(devices))
+                report = kvjax.batch.run(lm, input, output, **options, **job)
         except KeyboardInterrupt:
             print(f"kvjax batch: what is answered is in {output}; the same command goes on from there", file=sys.stderr)
             return INTERRUPTED

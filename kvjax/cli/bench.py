@@ -6,48 +6,73 @@ import difflib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
 
 from kvjax import tables
-from kvjax.cli import session
-from kvjax.errors import KvjaxError, UsageError
+from kvjax.cli import inputs, session
+from kvjax.cli import options as flag
+from kvjax.cli.app import app
+from kvjax.errors import UsageError
 from kvjax.files import check_writable, write_atomically
 
 if TYPE_CHECKING:
     from kvjax.bench.report import Report
     from kvjax.bench.run import Bench
     from kvjax.checkpoints.load import LanguageModel
-    from pallas_kernels.bench.problem import Sizes
 
 PEERS = ("transformers",)
 
+group = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False)
+app.add_typer(group, name="bench")
 
-def run(
-    *,
-    model: str,
-    dtype: str | None,
-    batches: Sequence[int],
-    contexts: Sequence[int],
-    policies: Sequence[str],
-    prefills: Sequence[int],
-    rounds: int,
-    steps: int,
-    peers: Sequence[str],
-    long_steps: int,
-    startup: bool,
-    json_path: Path | None,
-    markdown: bool,
-    compile_cache: bool,
+SaveJson = Annotated[Path | None, typer.Option("--json", help="Save everything measured to this file.")]
+AsMarkdown = Annotated[bool, typer.Option("--markdown", help="Print the tables as Markdown.")]
+
+
+@group.callback(invoke_without_command=True)
+def bench(
+    context_: typer.Context,
+    model: flag.Model = flag.DEFAULT_MODEL,
+    config: flag.Config = None,
+    dtype: flag.Dtype = None,
+    batch: Annotated[str, typer.Option("--batch", help="Comma-separated batch sizes.")] = "1,8",
+    context: Annotated[str, typer.Option("--context", help="Comma-separated tokens in the cache.")] = "256,4096",
+    policy: Annotated[list[str] | None, typer.Option("--policy", help="May be given several times.")] = None,
+    prefill: Annotated[str, typer.Option("--prefill", help="Comma-separated prompt lengths to time.")] = "2000",
+    rounds: Annotated[int, typer.Option("--rounds", help="Interleaved repetitions; the median is reported.")] = 5,
+    steps: Annotated[int, typer.Option("--steps", help="Tokens decoded in a repetition.")] = 32,
+    peer: Annotated[list[str] | None, typer.Option("--peer", help="`transformers`: also time that (torch).")] = None,
+    long_steps: Annotated[
+        int, typer.Option("--long-steps", help="Also compare a step after 100 and after this many generated tokens.")
+    ] = 0,
+    startup: Annotated[bool, typer.Option("--startup", help="Also time compilation and a second process.")] = False,
+    json: SaveJson = None,
+    markdown: AsMarkdown = False,
+    compile_cache: flag.CompileCache = True,
 ) -> None:
-    """Measure and report; what is asked for is checked before anything is timed."""
+    """Measure speed, cache bytes and peak memory.
+
+    Decode is also given as a fraction of the limit: the bytes a step must read at the memory bandwidth measured in the
+    same run. `kvjax bench kernels` and `kvjax bench decode` measure kernels alone, and whole steps of a model's shape
+    with random weights.
+    """
+    if context_.invoked_subcommand is not None:
+        return
     from kvjax.policies import parse
 
+    batches, contexts, prefills = (
+        inputs.integers(text, name) or ()
+        for text, name in ((batch, "--batch"), (context, "--context"), (prefill, "--prefill"))
+    )
+    policies, peers = tuple(policy or ("full",)), tuple(peer or ())
     parsed = {text: parse(text) for text in policies}
     _check_peers(peers)
     from kvjax.bench import machine, report, run
     from kvjax.bench import startup as starting
 
-    _check_json(json_path)
+    _check_json(json)
     facts = machine.describe()  # before anything loads the machine
     started = starting.measure_startup(model, policies[0]) if startup else None
     if compile_cache:
@@ -69,7 +94,7 @@ def run(
     finally:  # Ctrl-C loses none of the cases that are done
         result.bandwidth_readings = bench.meter.readings
         if result.decode or result.prefill:
-            _publish(result, json_path, markdown)
+            _publish(result, json, markdown)
 
 
 def _publish(result: Report, json_path: Path | None, markdown: bool) -> None:
@@ -85,24 +110,35 @@ def _publish(result: Report, json_path: Path | None, markdown: bool) -> None:
     print(report.footnote(result))
 
 
+@group.command()
 def decode(
-    shape: str,
-    dtype: str,
-    batches: Sequence[int],
-    contexts: Sequence[int],
-    policies: Sequence[str],
-    rounds: int,
-    json_path: Path | None,
-    markdown: bool,
+    shape: Annotated[str, typer.Option("--shape", help="llama-3.1-8b, smollm2-135m or tiny.")] = "llama-3.1-8b",
+    dtype: flag.Dtype = "bfloat16",
+    batch: Annotated[str, typer.Option("--batch", help="Comma-separated batch sizes.")] = "1,8,32",
+    context: Annotated[str, typer.Option("--context", help="Comma-separated tokens in the cache.")] = "32768",
+    policy: Annotated[
+        list[str] | None,
+        typer.Option("--policy", help="May be given several times; by default all, at 1/8 but full."),
+    ] = None,
+    rounds: Annotated[int, typer.Option("--rounds", help="Repetitions; the median is reported.")] = 5,
+    json: SaveJson = None,
+    markdown: AsMarkdown = False,
 ) -> None:
-    """Whole decode steps with random weights."""
+    """Measure whole decode steps of a model's shape with random weights: no weights are needed.
+
+    What random weights have no profile for is made: `razor` protects KV heads spread evenly over the model, which hold
+    half of its ratio; `round` has its watershed at 45 % of the layers, and is measured as an answer is decoded, with
+    the rounds that were selected (`top`) on the device. Bringing them there is a question's cost, not a step's.
+    """
     from kvjax.bench import shapes
 
-    _check_json(json_path)
-    rows = shapes.measure(shape, batches, contexts, policies, dtype=dtype, rounds=rounds, say=_say)
+    _check_json(json)
+    dtype = dtype or "bfloat16"
+    sizes = inputs.integers(batch, "--batch") or (), inputs.integers(context, "--context") or ()
+    rows = shapes.measure(shape, *sizes, tuple(policy or ()), dtype=dtype, rounds=rounds, say=_say)
     about = shapes.facts(shape, dtype)
-    if json_path is not None:
-        shapes.save(json_path, rows, about)
+    if json is not None:
+        shapes.save(json, rows, about)
     if markdown:
         print(shapes.markdown(rows, about))
         return
@@ -110,58 +146,40 @@ def decode(
     print("; ".join(f"{name} {value}" for name, value in about.items()))
 
 
+@group.command()
 def kernels(
-    means: Sequence[int], batch: int | None, sizes: dict[str, Any], rounds: int, json_path: Path | None
+    mean: Annotated[str | None, typer.Option("--mean", help="Comma-separated slots a head, on average.")] = None,
+    batch: Annotated[int | None, typer.Option("--batch", help="Prompts in the batch.")] = None,
+    heads: Annotated[int, typer.Option("--heads", help="KV heads.")] = 8,
+    group: Annotated[int, typer.Option("--group", help="Query heads that share a KV head.")] = 4,
+    head_dim: Annotated[int, typer.Option("--head-dim", help="Channels of a head.")] = 128,
+    dtype: Annotated[
+        str, typer.Option("--dtype", help="Of keys and values, such as bfloat16, int8, float8_e4m3fn.")
+    ] = "bfloat16",
+    sigma: Annotated[float, typer.Option("--sigma", help="Log-normal spread of the heads' lengths.")] = 0.8,
+    rounds: Annotated[int, typer.Option("--rounds", help="Interleaved repetitions.")] = 10,
+    json: SaveJson = None,
 ) -> None:
-    """Kernels alone."""
+    """Measure every decode kernel of this platform, beside what else there is, against the memory's own speed."""
     from pallas_kernels import dispatch
     from pallas_kernels.bench import decode as measured
 
-    _check_json(json_path)
+    _check_json(json)
     accelerated = dispatch.platform() in ("gpu", "tpu")
     # A CPU is given as much as it reads in a second.
-    means = means or ((2048, 16384) if accelerated else (256,))
+    sizes = dict(heads=heads, group=group, head_dim=head_dim, dtype=dtype, sigma=sigma)
+    means = (None if mean is None else inputs.integers(mean, "--mean")) or ((2048, 16384) if accelerated else (256,))
     batch = (16 if accelerated else 2) if batch is None else batch
     if rounds < 1:
         raise UsageError(f"rounds is {rounds}; give at least 1.")
-    problems = [problem_sizes(mean=mean, batch=batch, **sizes) for mean in means]
+    problems = [inputs.problem_sizes(mean=mean, batch=batch, **sizes) for mean in means]
     reports = []
     for problem in problems:
         report = measured.run(problem, rounds=rounds)
         print(report.markdown(), flush=True)
         reports.append(report)
-    if json_path is not None:
-        write_atomically(json_path, "[" + ",\n".join(report.json() for report in reports) + "]\n")
-
-
-def tune(
-    path: Path, operations: Sequence[str], sizes: dict[str, Any], queries: Sequence[int], tokens: Sequence[int]
-) -> None:
-    """Search block sizes; of all operations where none is named."""
-    from pallas_kernels.tunable import OPERATIONS, cases
-    from pallas_kernels.tune import NothingToTune
-    from pallas_kernels.tune import run as search
-
-    check_writable("The file", path)
-    problem = problem_sizes(**sizes)
-    try:
-        given = cases(operations or tuple(OPERATIONS), problem, queries=queries, tokens=tokens)
-    except ValueError as error:
-        raise UsageError(str(error)) from error
-    try:
-        search(path, given)
-    except (NothingToTune, ValueError) as error:
-        raise KvjaxError(str(error)) from error
-
-
-def problem_sizes(**sizes: Any) -> Sizes:
-    """A kernel's problem by its sizes; one sentence where it is none."""
-    from pallas_kernels.bench.problem import Sizes
-
-    try:
-        return Sizes(**sizes)
-    except ValueError as error:
-        raise UsageError(str(error)) from error
+    if json is not None:
+        write_atomically(json, "[" + ",\n".join(report.json() for report in reports) + "]\n")
 
 
 def _check_json(path: Path | None) -> None:

@@ -9,17 +9,19 @@ from typing import Annotated
 import typer
 
 from kvjax.cli import options as flag
+from kvjax.cli.app import app
 from kvjax.errors import UsageError
 from kvjax.files import check_writable
 
-app = typer.Typer(
+group = typer.Typer(
     help="Find out once per model what a policy must know of its heads.", rich_markup_mode=None, no_args_is_help=True
 )
+app.add_typer(group, name="calibrate")
 
 Out = Annotated[Path, typer.Option("--out", help="The profile to write, such as configs/profiles/MODEL.yaml.")]
 
 
-@app.command()
+@group.command()
 def retrieval_heads(
     out: Out,
     model: flag.Model = flag.DEFAULT_MODEL,
@@ -29,7 +31,7 @@ def retrieval_heads(
         int | None, typer.Option("--tokens", help="Random tokens K; by default 2,500 or what fits the context.")
     ] = None,
     repeats: Annotated[int, typer.Option("--repeats", help="How often they are repeated.")] = 4,
-    seed: flag.Seed = 0,
+    seed: Annotated[int, flag.option("seed")] = 0,
     picture: Annotated[bool, typer.Option(help="Also draw a heat map of layers by heads, beside the profile.")] = True,
 ) -> None:
     """Score every head by what it attends to in repeated random tokens (rotary models; for razor).
@@ -54,26 +56,26 @@ def retrieval_heads(
     print(f"{out}: {count} of {lm.config.num_layers * lm.config.num_kv_heads} KV heads protected by default")
 
 
-@app.command()
+@group.command()
 def alibi_scopes(
     out: Out, model: flag.Model = flag.DEFAULT_MODEL, config: flag.Config = None, dtype: flag.Dtype = None
 ) -> None:
     """Bound how far every head sees, from the weights alone (ALiBi models; for razor)."""
     from kvjax.calibrate.alibi import alibi_scopes as bound
     from kvjax.cli import session
-    from kvjax.policies.profile import save_profile, scope_lengths
+    from kvjax.policies.profile import BOUNDS, save_profile, scope_lengths
 
     _check(out)
     lm = session.load(model, dtype)
     profile = bound(lm, progress=_say)
     save_profile(profile, out)
-    for kind in ("paper", "safe"):
+    for kind in BOUNDS:
         lengths = [length for heads in scope_lengths(profile, kind, 0.001) for length in heads]
         short = sum(length < lm.config.max_position for length in lengths)
         print(f"{out}: {kind} bound: {short} of {len(lengths)} heads see less than the context; least {min(lengths):,}")
 
 
-@app.command()
+@group.command()
 def watershed(
     out: Out,
     dialogues: Annotated[
@@ -89,7 +91,7 @@ def watershed(
         int | None, typer.Option("--tokens", help="Cut dialogues to their last tokens; what fits the context else.")
     ] = None,
     prominence: Annotated[
-        float, typer.Option("--prominence", help="What the curve must rise by around the minimum, as a share of it.")
+        float, typer.Option("--prominence", help="What the curve must rise by around the minimum, as a fraction of it.")
     ] = 0.5,
     picture: Annotated[Path | None, typer.Option("--picture", help="Also draw the KL curve, as a PNG.")] = None,
 ) -> None:
@@ -122,13 +124,13 @@ def watershed(
 
 
 def _check(out: Path) -> None:
-    """Refuse a place that cannot be written before minutes are spent."""
+    """Refuse a file that cannot be written before minutes are spent."""
     check_writable("--out", out)
     if out.suffix not in (".yaml", ".yml"):
         raise UsageError(f"--out is {out}; a profile is a .yaml file.")
 
 
-def _say(done: int, whole: int, what: str = "layer") -> None:
+def _say(done: int, count: int, what: str = "layer") -> None:
     """One line that counts at a terminal, a line a layer (or dialogue) elsewhere."""
-    start, end = ("\r", "\n" if done == whole else "") if sys.stderr.isatty() else ("", "\n")
-    print(f"{start}kvjax calibrate: {what} {done} of {whole}", end=end, file=sys.stderr, flush=True)
+    start, end = ("\r", "\n" if done == count else "") if sys.stderr.isatty() else ("", "\n")
+    print(f"{start}kvjax calibrate: {what} {done} of {count}", end=end, file=sys.stderr, flush=True)

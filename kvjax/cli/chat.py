@@ -5,10 +5,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
 
 from kvjax import tables
 from kvjax.cli import inputs, saved_chat, session
+from kvjax.cli import options as flag
+from kvjax.cli.app import INTERRUPTED, app
 
 if TYPE_CHECKING:
     import kvjax
@@ -42,18 +46,32 @@ def _piped_turns() -> Iterator[str]:
         yield inputs.decode_utf8(line, f"Line {number} of standard input").rstrip("\r\n")
 
 
-def run(
+@app.command()
+# A conversation that is loaded has its own policy and storage; None tells that none was typed.
+@flag.generation(without=("chat",), policy=None, storage=None, max_new_tokens=512)
+def chat(
     *,
-    model: str,
-    dtype: str | None,
-    keywords: dict[str, Any],
-    as_json: bool,
-    compile_cache: bool,
-    mesh: str | None = None,
-    save: Path | None = None,
-    load: Path | None = None,
+    model: flag.Model = flag.DEFAULT_MODEL,
+    config: flag.Config = None,
+    dtype: flag.Dtype = None,
+    save: Annotated[
+        Path | None, typer.Option("--save", help="Write the conversation to this folder after every turn.")
+    ] = None,
+    load: Annotated[
+        Path | None, typer.Option("--load", help="Continue the conversation of this folder; --save DIR too keeps it.")
+    ] = None,
+    system: Annotated[str | None, typer.Option("--system", help="Told to the model before the first turn.")] = None,
+    options: dict[str, Any],
+    mesh: flag.Mesh = None,
+    json: flag.Json = False,
+    compile_cache: flag.CompileCache = True,
 ) -> int:
-    """Converse until the input ends or /exit; 130 when Ctrl-C cut a piped turn short."""
+    """Talk with a model over one compressed cache, or (--policy round) over rounds in host memory.
+
+    At a terminal, /reset starts over, /stats shows the last turn's numbers, /save DIR does what --save does and /exit
+    leaves. Piped input is one turn a line.
+    """
+    keywords = {**options, "system": system}
     import kvjax
 
     if keywords["policy"] is not None:
@@ -67,9 +85,9 @@ def run(
     if save is not None and load is not None and save.resolve() == load.resolve():
         record.written = conversation.cache
     try:
-        return _converse(conversation, record, as_json)
+        return _converse(conversation, record, json)
     finally:
-        # Whatever ended it, Ctrl-C between a turn and its writing too: the last whole turn is kept.
+        # Whatever ended it, Ctrl-C between a turn and its writing too: the last complete turn is kept.
         record.keep(conversation)
 
 
@@ -99,7 +117,7 @@ def _converse(conversation: kvjax.Chat, record: saved_chat.Record, as_json: bool
             last = output
             stopped = record.keep(conversation)
             if not terminal and (stopped or last.finish_reason == "interrupted"):
-                return 130
+                return INTERRUPTED
             if stopped:
                 break
     return 0

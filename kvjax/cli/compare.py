@@ -3,51 +3,65 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
 
 from kvjax import tables
-from kvjax.cli import session
-from kvjax.errors import KvjaxError, UsageError
+from kvjax.cli import inputs, session
+from kvjax.cli import options as flag
+from kvjax.cli.app import INTERRUPTED, app
+from kvjax.errors import UsageError
 
 if TYPE_CHECKING:
     from kvjax.eval.results import Row, Settings
 
 RESULTS, TABLE, PICTURE = "results.json", "results.md", "accuracy.png"
-INTERRUPTED = 130
 
 
-def run(
-    *,
-    model: str,
-    dtype: str | None,
-    policies: str,
-    retained: Sequence[float],
-    tasks: Sequence[str],
-    lengths: Sequence[int],
-    samples: int,
-    turns: bool,
-    storage: str,
-    seed: int,
-    out: Path,
-    markdown: bool,
-    compile_cache: bool,
+@app.command()
+def compare(
+    out: Annotated[Path, typer.Option("--out", help="Folder for the results; what it holds is not measured again.")],
+    model: flag.Model = flag.DEFAULT_MODEL,
+    config: flag.Config = None,
+    dtype: flag.Dtype = None,
+    policies: Annotated[
+        str, typer.Option("--policies", help="Such as snapkv,lagkv:lag=64,sink=4,h2o; `all` names every policy.")
+    ] = "all",
+    retained: Annotated[
+        str, typer.Option("--retained", help="Comma-separated fractions of the tokens to keep.")
+    ] = "0.75,0.5,0.25,0.125",
+    tasks: Annotated[
+        str, typer.Option("--tasks", help="Comma-separated needle tasks.")
+    ] = "niah_single_1,noise_multikey,noise_multivalue",
+    lengths: Annotated[str, typer.Option("--lengths", help="Comma-separated tokens, question and answer too.")] = "700",
+    samples: Annotated[int, typer.Option("--samples", help="Of each task; one batch.")] = 12,
+    turns: Annotated[bool, typer.Option("--turns/--no-turns", help="Whether conversations are held too.")] = True,
+    storage: Annotated[str, flag.option("storage")] = "model",
+    seed: Annotated[int, typer.Option("--seed", help="Of the samples.")] = 42,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown instead of a table.")] = False,
+    compile_cache: flag.CompileCache = True,
 ) -> int:
-    """Measure what ``out`` does not hold yet, and show all it holds; a request is checked before anything runs."""
+    """Ask every policy's cache the same questions.
+
+    Accuracy, agreement with the full cache, bytes and speed go to one table and one picture. Results are saved after
+    every row; the same command goes on after Ctrl-C, and with more policies or fractions adds what is missing.
+    """
     from kvjax.bench import machine
     from kvjax.eval.candidates import candidates
     from kvjax.eval.pictures import new_figure
     from kvjax.eval.results import Settings, read_rows
 
-    chosen = candidates(policies, retained)
-    if not lengths:
+    chosen = candidates(policies, inputs.numbers(retained, "--retained"))
+    tokens = inputs.integers(lengths, "--lengths")
+    if not tokens:
         raise UsageError("--lengths is empty; give numbers of tokens such as 700.")
-    settings = Settings(model, "", tuple(tasks), samples, turns, storage, seed)  # refuses what makes no sense
+    settings = Settings(model, "", inputs.names(tasks), samples, turns, storage, seed)  # refuses what makes no sense
     new_figure(1, 1)  # refuses without matplotlib now, and not when all is measured
-    make_folder(out)
+    inputs.output_folder(out)
     if compile_cache:
         session.enable_compile_cache()
     lm = session.load(model, dtype)
@@ -60,7 +74,7 @@ def run(
         _say(f"{len(comparison.rows)} rows of an earlier run are kept")
     code = 0
     try:
-        comparison.run(chosen, sorted(set(lengths)))
+        comparison.run(chosen, sorted(set(tokens)))
     except KeyboardInterrupt:
         _say(f"what was measured so far is in {out}; the same command goes on from there")
         code = INTERRUPTED
@@ -71,7 +85,7 @@ def run(
 
 
 class _Files:
-    """What a comparison leaves in its folder."""
+    """The files that a comparison leaves in its folder."""
 
     def __init__(self, out: Path, settings: Settings, machine: dict[str, Any]):
         self._out, self._settings, self._machine = out, settings, machine
@@ -104,16 +118,6 @@ class _Files:
         tables.print_table("", report.COLUMNS, report.table(rows), width=200)
         print(report.footnote(self._settings, self._machine))
         print(f"Saved: {', '.join(str(self._out / name) for name in (RESULTS, TABLE, PICTURE))}.")
-
-
-def make_folder(out: Path) -> None:
-    """The folder for results, or one sentence why it cannot be."""
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"--out names a folder that cannot be made: {out} ({error.strerror}).") from error
-    if not os.access(out, os.W_OK):
-        raise KvjaxError(f"--out names a folder that cannot be written to: {out}.")
 
 
 def _say(what: str) -> None:

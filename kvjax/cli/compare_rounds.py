@@ -4,33 +4,53 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from kvjax import tables
-from kvjax.cli import session
-from kvjax.cli.compare import INTERRUPTED, make_folder
+from kvjax.cli import inputs, session
+from kvjax.cli import options as flag
+from kvjax.cli.app import INTERRUPTED, app
 from kvjax.errors import UsageError
 from kvjax.files import check_writable
 
 
-def run(
-    *,
-    model: str,
-    dtype: str | None,
-    dialogues: Path,
-    policies: str,
-    most: int,
-    tokens: int | None,
-    max_new_tokens: int,
-    rounds: Sequence[int],
-    repeats: int,
-    out: Path,
-    picture: Path | None,
-    markdown: bool,
-    compile_cache: bool,
+@app.command()
+def compare_rounds(
+    dialogues: Annotated[
+        Path,
+        typer.Option("--dialogues", help="JSON (lines): messages, ShareGPT, LongChat topics or LongMemEval."),
+    ],
+    out: Annotated[Path, typer.Option("--out", help="Folder for the results; what it holds is not asked again.")],
+    model: flag.Model = flag.DEFAULT_MODEL,
+    config: flag.Config = None,
+    dtype: flag.Dtype = None,
+    policies: Annotated[
+        str, typer.Option("--policies", help="Such as round,round:top=0.3; `all` names every strategy.")
+    ] = "all",
+    most: Annotated[int, typer.Option("--most", help="Dialogues to read, from the file's beginning.")] = 10,
+    tokens: Annotated[
+        int | None, typer.Option("--tokens", help="Cut histories to this many; three quarters of the context else.")
+    ] = None,
+    max_new_tokens: Annotated[int, flag.option("max_new_tokens")] = 16,
+    rounds: Annotated[
+        str | None,
+        typer.Option("--rounds", help="Comma-separated: ask after only so many rounds of each dialogue, each in turn."),
+    ] = None,
+    repeats: Annotated[int, typer.Option("--repeats", help="How often each answer is timed, after once untimed.")] = 3,
+    picture: Annotated[
+        Path | None, typer.Option("--picture", help="Also draw time and tokens by number of rounds, as a PNG.")
+    ] = None,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown instead of a table.")] = False,
+    compile_cache: flag.CompileCache = True,
 ) -> int:
-    """Ask what ``out`` does not hold yet, and show all it holds; a request is checked before anything runs."""
+    """Ask dialogues' questions under Round Attention.
+
+    Which rounds each strategy brings, agreement with the full cache, device bytes and time a turn go to one table.
+    Answers are saved after every dialogue; the same command goes on after Ctrl-C.
+    """
     from kvjax.bench import machine
     from kvjax.checks import whole_number
     from kvjax.eval import rounds_report as report
@@ -45,28 +65,29 @@ def run(
         round_policy(name)
     for name, value in (("most", most), ("max_new_tokens", max_new_tokens), ("repeats", repeats)):
         whole_number(name, value, 1)
-    for count in rounds:
+    counts = inputs.integers(rounds, "--rounds") or ()
+    for count in counts:
         whole_number("rounds", count, 2)
     if picture is not None:
         new_figure(1, 1)  # refuses without matplotlib now, and not when all is measured
         check_writable("--picture", picture)
     if not dialogues.is_file():
         raise UsageError(f"--dialogues names a file that does not exist: {dialogues}.")
-    make_folder(out)
+    inputs.output_folder(out)
     if compile_cache:
         session.enable_compile_cache()
     lm = session.load(model, dtype)
     long = long_dialogues(lm, dialogues, most=most, least_rounds=2, tokens=tokens)
-    if rounds:
+    if counts:
         cut = [
             dataclasses.replace(dialogue.shortened(count), name=f"{dialogue.name}:{count}")
             for dialogue in long
-            for count in rounds
+            for count in counts
             if count <= len(dialogue.rounds)
         ]
         long = [dialogue for dialogue in cut if dialogue.questions]
         if not long:
-            raise UsageError(f"No dialogue of {dialogues} has {min(rounds)} rounds before its question that fit.")
+            raise UsageError(f"No dialogue of {dialogues} has {min(counts)} rounds before its question that fit.")
     room = history_room(lm, tokens)
     settings = Settings(lm.name, str(lm.params.dtype), dialogues.name, room, max_new_tokens, repeats)
     described = machine.describe()

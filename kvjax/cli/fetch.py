@@ -1,10 +1,21 @@
-"""``kvjax fetch``: put a model in the user's cache ahead of time."""
+"""``kvjax fetch``: puts a model in the user's cache ahead of time."""
 
 from __future__ import annotations
 
+from typing import Annotated
 
-def run(model: str) -> None:
-    """Download ``model`` unless it is there, and print its path on standard output."""
+import typer
+
+from kvjax.cli import options as flag
+from kvjax.cli.app import app
+
+
+@app.command()
+def fetch(model: Annotated[str, typer.Argument(help="A built-in name or a hub id.")] = flag.DEFAULT_MODEL) -> None:
+    """Put a model in the user's cache.
+
+    Downloads nothing when it is there already; prints its path.
+    """
     from kvjax.checkpoints import hub
 
     print(hub.fetch(model))

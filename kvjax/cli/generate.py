@@ -4,41 +4,57 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
 
 from kvjax import tables
-from kvjax.cli import session
+from kvjax.cli import inputs, session
+from kvjax.cli import options as flag
+from kvjax.cli.app import INTERRUPTED, app
 
 if TYPE_CHECKING:
     from kvjax import LanguageModel, Output
 
 
-def run(
-    prompts: Sequence[str],
+@app.command()
+@flag.generation()
+def generate(
     *,
-    model: str,
-    dtype: str | None,
-    keywords: dict[str, Any],
-    as_json: bool,
-    compile_cache: bool,
-    mesh: str | None = None,
+    prompt: Annotated[list[str], typer.Argument(help="One or several; `-` reads standard input.")],
+    model: flag.Model = flag.DEFAULT_MODEL,
+    config: flag.Config = None,
+    dtype: flag.Dtype = None,
+    context: Annotated[
+        str | None, typer.Option("--context", help="Text (or @FILE) compressed once, asked about by every prompt.")
+    ] = None,
+    options: dict[str, Any],
+    n: Annotated[int, typer.Option("--n", help="Samples of each prompt.")] = 1,
+    mesh: flag.Mesh = None,
+    json: flag.Json = False,
+    compile_cache: flag.CompileCache = True,
 ) -> int:
-    """Generate for every prompt and print; the exit code is 130 when Ctrl-C cut the text short."""
+    """Answer prompts.
+
+    Text goes to standard output as it is made; progress and a table of stats go to standard error.
+    """
+    keywords = {**options, "context": inputs.text_or_file(context, "--context"), "n": n}
+    prompts = inputs.prompts(prompt)
     from kvjax import policies
 
     policies.parse(keywords["policy"])  # a misspelt policy is said before the model is loaded
     if compile_cache:
         session.enable_compile_cache()
     lm = session.load(model, dtype, mesh)
-    streamed = len(prompts) == 1 and keywords["n"] == 1 and not as_json
+    streamed = len(prompts) == 1 and keywords["n"] == 1 and not json
     outputs = [_stream(lm, prompts[0], keywords)] if streamed else _all(lm, prompts, keywords)
-    if as_json:
+    if json:
         tables.print_json(
             {"model": lm.name, "policy": keywords["policy"], "outputs": [tables.as_dict(output) for output in outputs]}
         )
     elif not streamed:
         _print_outputs(outputs)
-    return 130 if any(output.finish_reason == "interrupted" for output in outputs) else 0
+    return INTERRUPTED if any(output.finish_reason == "interrupted" for output in outputs) else 0
 
 
 def _stream(lm: LanguageModel, prompt: str, keywords: dict[str, Any]) -> Output:

@@ -1,13 +1,18 @@
-"""Reading what was typed: prompts from standard input, text from files, lists of numbers, amounts of memory."""
+"""Reads command-line values: prompts from standard input, text from files, lists of numbers, amounts of memory."""
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from kvjax.errors import UsageError
+from kvjax.errors import KvjaxError, UsageError
+
+if TYPE_CHECKING:
+    from pallas_kernels.bench.decode_inputs import Sizes
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
@@ -82,3 +87,23 @@ def byte_count(value: str | None) -> int | None:
     if not match:
         raise UsageError(f"--memory-limit takes bytes, such as 8GB, 512MiB or 1000000, not {value!r}.")
     return int(float(match[1]) * _UNITS[match[2] or ""])
+
+
+def output_folder(out: Path) -> None:
+    """Make the folder for results, or say in one sentence why it cannot be."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"--out names a folder that cannot be made: {out} ({error.strerror}).") from error
+    if not os.access(out, os.W_OK):
+        raise KvjaxError(f"--out names a folder that cannot be written to: {out}.")
+
+
+def problem_sizes(**sizes: Any) -> Sizes:
+    """A kernel's problem by its sizes; one sentence where it is none."""
+    from pallas_kernels.bench.decode_inputs import Sizes
+
+    try:
+        return Sizes(**sizes)
+    except ValueError as error:
+        raise UsageError(str(error)) from error

@@ -6,17 +6,23 @@ Exit codes: 0 done, 1 a failure, 2 a request that makes no sense as stated, 130 
 from __future__ import annotations
 
 import errno
+import importlib
 import os
+import pkgutil
 import sys
 import traceback
 from collections.abc import Sequence
 
 import typer
 
-from kvjax.cli.app import app
+import kvjax.cli
+from kvjax.cli.app import INTERRUPTED, app
 from kvjax.errors import KvjaxError, UsageError
 
-INTERRUPTED = 130  # what a shell reports for a process ended by SIGINT
+# Every module beside this one that is a command adds itself to the application.
+for _module in pkgutil.iter_modules(kvjax.cli.__path__):
+    if _module.name != "main":
+        importlib.import_module(f"kvjax.cli.{_module.name}")
 
 
 def explain(error: Exception) -> tuple[int, str]:

@@ -1,44 +1,23 @@
-"""The flags that several commands share; each is named as the library's keyword and says the same."""
+"""Flags that several commands share, and those that are made of :class:`kvjax.options.GenerationOptions`."""
 
+import functools
+import inspect
+import typing
+from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from kvjax.cli import config_files
+from kvjax.cli import config_files, inputs
+from kvjax.options import FIELDS, GenerationOptions
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 
 Model = Annotated[str, typer.Option("--model", help="A built-in name, a GGUF file, a Hugging Face folder or hub id.")]
 Dtype = Annotated[str | None, typer.Option("--dtype", help="float32 or bfloat16; the device decides when not given.")]
-Policy = Annotated[str, typer.Option("--policy", help="Such as lagkv:ratio=0.25,sink=16; see `kvjax policies`.")]
-Storage = Annotated[str, typer.Option("--storage", help="What the cache's rows are stored as: model or int8.")]
-# A conversation that is loaded has its own; None is what was not said.
-ChatPolicy = Annotated[
-    str | None,
-    typer.Option("--policy", help="Such as lagkv:ratio=0.25,sink=16; see `kvjax policies`.", show_default="full"),
-]
-ChatStorage = Annotated[
-    str | None,
-    typer.Option("--storage", help="What the cache's rows are stored as: model or int8.", show_default="model"),
-]
 Mesh = Annotated[
     str | None, typer.Option("--mesh", help="Devices to spread over, such as data=4,model=2; one when not given.")
-]
-MaxNewTokens = Annotated[int, typer.Option("--max-new-tokens", help="0 runs the prompt only.")]
-Temperature = Annotated[float, typer.Option("--temperature", help="0 takes the likeliest token.")]
-TopK = Annotated[int | None, typer.Option("--top-k", help="Sample among the k likeliest tokens.")]
-TopP = Annotated[float, typer.Option("--top-p", help="Sample among the fewest tokens that hold this probability.")]
-MinP = Annotated[float, typer.Option("--min-p", help="Drop tokens below this share of the likeliest's probability.")]
-RepetitionPenalty = Annotated[float, typer.Option("--repetition-penalty", help="Above 1 discourages seen tokens.")]
-Seed = Annotated[int, typer.Option("--seed", help="Of the random numbers.")]
-Stop = Annotated[list[str] | None, typer.Option("--stop", help="End before this text; may be given several times.")]
-StopTokenIds = Annotated[
-    str | None, typer.Option("--stop-token-ids", help="Comma-separated ids that end the text, besides the model's.")
-]
-Chat = Annotated[bool, typer.Option("--chat/--no-chat", help="Whether the prompt goes through the chat template.")]
-MemoryLimit = Annotated[
-    str | None, typer.Option("--memory-limit", help="Refuse more than this, such as 8GB; the device's when not given.")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on standard output instead of text.")]
 CompileCache = Annotated[
@@ -54,3 +33,59 @@ Config = Annotated[
         is_eager=True,
     ),
 ]
+
+#: Options that are not typed as what they are: the type of the flag, how to write it, and what reads it.
+_TYPED: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {
+    "stop": (list[str] | None, "may be given several times", lambda texts: tuple(texts or ())),
+    "stop_token_ids": (str | None, "separated by commas", functools.partial(inputs.integers, name="--stop-token-ids")),
+    "memory_limit": (str | None, "such as 8GB", inputs.byte_count),
+}
+# Policies and storages are written as text.
+_TYPES = typing.get_type_hints(GenerationOptions, localns={"Policy": str, "Storage": str})
+#: The text of what None means. A command whose default is None tells it from what was typed.
+_NONE = {"policy": "full", "storage": "model"}
+_DEFAULTS = {name: _NONE.get(name, field.default) for name, field in FIELDS.items()} | {"stop": None}
+
+
+def option(name: str, none: str | None = None) -> Any:
+    """The flag of one option of a generation, for ``Annotated``; ``none`` is shown where the default is None."""
+    field, switch = FIELDS[name], "--" + name.replace("_", "-")
+    how = f"; {_TYPED[name][1]}." if name in _TYPED else "."
+    if field.default is True:
+        switch = f"{switch}/--no-{switch[2:]}"
+    shown = True if none is None else none
+    return typer.Option(switch, help=field.metadata["help"].removesuffix(".") + how, show_default=shown)
+
+
+def generation(*names: str, without: Collection[str] = (), **defaults: Any) -> Callable[[Callable[..., Any]], Any]:
+    """Decorator of a command: in place of its parameter ``options`` there are the flags of a generation's options.
+
+    Args:
+      names: the options, all by default. without: options that the command does not take.
+      defaults: its own, in place of the library's.
+
+    The command is called with ``options``, a dictionary of the library's keywords.
+    """
+    chosen = [name for name in names or FIELDS if name not in without]
+
+    def flag(name: str) -> inspect.Parameter:
+        default = defaults.get(name, _DEFAULTS[name])
+        kind = _TYPED[name][0] if name in _TYPED else _TYPES[name]
+        annotation = Annotated[kind, option(name, _NONE.get(name) if default is None else None)]
+        return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+    def decorate(command: Callable[..., Any]) -> Any:
+        @functools.wraps(command)
+        def run(**values: Any) -> Any:
+            typed = {name: values.pop(name) for name in chosen}
+            read = {name: _TYPED[name][2](value) if name in _TYPED else value for name, value in typed.items()}
+            return command(**values, options=read)
+
+        parameters: list[inspect.Parameter] = []
+        for parameter in inspect.signature(command, eval_str=True).parameters.values():
+            parameters += [flag(name) for name in chosen] if parameter.name == "options" else [parameter]
+        vars(run)["__signature__"] = inspect.Signature(parameters)
+        run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        return run
+
+    return decorate

@@ -6,10 +6,13 @@ import difflib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
-from kvjax.cli import session
-from kvjax.cli.compare import INTERRUPTED
+import typer
+
+from kvjax.cli import inputs, session
+from kvjax.cli import options as flag
+from kvjax.cli.app import INTERRUPTED, app
 from kvjax.errors import UsageError
 from kvjax.files import check_writable
 
@@ -19,34 +22,55 @@ if TYPE_CHECKING:
     from kvjax.checkpoints.load import LanguageModel
 
 POSITIONS, ALIKE = "retained-positions", "question-answer"
-#: Policies whose kept positions are shown, with the share they keep.
+#: Policies whose kept positions are shown, with the fraction they keep.
 KEEPING = ("h2o", "ahakv")
 TASKS = ("niah_single_1", "noise_multikey")
 
 
-def run(
-    name: str,
-    *,
-    model: str,
-    dtype: str | None,
-    out: Path,
-    length: int,
-    samples: int,
-    ratio: float,
-    text: str | None,
-    dialogues: Path | None,
-    most: int,
-    least_rounds: int,
-    tokens: int | None,
-    seed: int,
-    compile_cache: bool,
+@app.command()
+def picture(
+    name: Annotated[
+        str,
+        typer.Argument(help="retained-positions, razor-heads, slimkv-scores, lagkv-variants or question-answer."),
+    ],
+    out: Annotated[Path, typer.Option("--out", help="The PNG file; numbers go beside it, and are not measured again.")],
+    model: flag.Model = flag.DEFAULT_MODEL,
+    config: flag.Config = None,
+    dtype: flag.Dtype = None,
+    length: Annotated[int, typer.Option("--length", help="Tokens of each prompt, question and answer too.")] = 700,
+    samples: Annotated[int, typer.Option("--samples", help="Prompts of each task.")] = 12,
+    ratio: Annotated[float, typer.Option("--ratio", help="For retained-positions: the fraction kept.")] = 0.25,
+    text: Annotated[
+        str | None,
+        typer.Option("--text", help="For retained-positions: the prompt, or @FILE; Python's reference else."),
+    ] = None,
+    dialogues: Annotated[
+        Path | None, typer.Option("--dialogues", help="For question-answer: JSON (lines), as calibrate watershed.")
+    ] = None,
+    most: Annotated[
+        int, typer.Option("--most", help="For question-answer: dialogues, from the file's beginning.")
+    ] = 40,
+    least_rounds: Annotated[
+        int, typer.Option("--least-rounds", help="For question-answer: skip dialogues with fewer.")
+    ] = 8,
+    tokens: Annotated[
+        int | None, typer.Option("--tokens", help="For question-answer: cut dialogues; what fits the context else.")
+    ] = None,
+    seed: Annotated[int, typer.Option("--seed", help="Of the samples.")] = 42,
+    compile_cache: flag.CompileCache = True,
 ) -> int:
-    """Draw one picture; a request is checked before a model is loaded."""
+    """Draw a picture of one of the papers on a model of yours.
+
+    retained-positions: the tokens that H2O and AhaKV keep of one prompt. razor-heads: accuracy by fraction of protected
+    heads, with and without echo heads and compensation token. slimkv-scores: S1, S2 and their product. lagkv-variants:
+    LagKV, LocalKV and L2. question-answer: how alike a question and its answer attend to earlier rounds.
+    """
     from kvjax.checks import whole_number
     from kvjax.eval.pictures import new_figure
     from kvjax.eval.results import Settings
     from kvjax.eval.studies import STUDIES
 
+    text = inputs.text_or_file(text, "--text")
     known = [POSITIONS, ALIKE, *STUDIES]
     if name not in known:
         near = difflib.get_close_matches(name, known, n=1)
@@ -123,7 +147,7 @@ def _positions(lm: LanguageModel, policies: Sequence[str], text: str | None, len
 
 
 def _alike(lm: LanguageModel, path: Path, most: int, least_rounds: int, tokens: int | None) -> Figure:
-    """What questions and answers of real dialogues attend to; the numbers of the picture's title are printed too."""
+    """Draw what questions and answers of real dialogues attend to, and print the numbers of the picture's title."""
     from kvjax.eval.alike import alike_figure, last_round, means
     from kvjax.eval.dialogues import long_dialogues
     from kvjax.policies.profile import WatershedProfile, packaged

@@ -3,21 +3,38 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 from kvjax import tables
+from kvjax.cli import options as flag
+from kvjax.cli.app import app
 
 
-def run(*, model: str, keywords: dict[str, Any], as_json: bool) -> None:
-    """Plan the request and print it; a plan beyond the memory limit is one sentence and exit code 1."""
+@app.command()
+@flag.generation("policy", "storage", "max_new_tokens", "memory_limit")
+def plan(
+    *,
+    prompt_tokens: Annotated[int, typer.Option("--prompt-tokens", help="Tokens of the longest prompt.")],
+    model: flag.Model = flag.DEFAULT_MODEL,
+    config: flag.Config = None,
+    dtype: flag.Dtype = None,
+    batch: Annotated[int, typer.Option("--batch", help="Prompts answered together.")] = 1,
+    options: dict[str, Any],
+    mesh: flag.Mesh = None,
+    json: flag.Json = False,
+) -> None:
+    """Say every byte a request would allocate."""
     import kvjax
 
-    kvjax.policies.parse(keywords["policy"])
+    kvjax.policies.parse(options["policy"])
     # The weights stay where they are: a plan needs their shapes alone, in the dtype they would be loaded in.
     from kvjax.checkpoints.load import weights_dtype
 
-    planned = kvjax.plan(kvjax.load_config(model), **{**keywords, "dtype": weights_dtype(keywords["dtype"])})
-    if as_json:
+    asked: dict[str, Any] = dict(prompt_tokens=prompt_tokens, batch=batch, mesh=mesh, **options)
+    planned = kvjax.plan(kvjax.load_config(model), dtype=weights_dtype(dtype), **asked)
+    if json:
         tables.print_json(dataclasses.asdict(planned))
     else:
         print(planned)

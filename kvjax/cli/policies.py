@@ -1,4 +1,4 @@
-"""``kvjax policies``: what can be written after --policy."""
+"""``kvjax policies``: the names and options that can be written after --policy."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import dataclasses
 from typing import Any
 
 from kvjax import tables
+from kvjax.cli import options as flag
+from kvjax.cli.app import app
 
 
 def _describe(policy: type) -> tuple[list[dict[str, Any]], str]:
@@ -21,12 +23,13 @@ def _describe(policy: type) -> tuple[list[dict[str, Any]], str]:
     return fields, summary[0] if summary else ""
 
 
-def run(*, as_json: bool) -> None:
-    """Print every registered policy."""
-    from kvjax import policies
+@app.command()
+def policies(json: flag.Json = False) -> None:
+    """List the policies, their options and defaults."""
+    from kvjax.policies import registry
 
-    described = {name: _describe(policy) for name, policy in sorted(policies.registry().items())}
-    if as_json:
+    described = {name: _describe(policy) for name, policy in sorted(registry().items())}
+    if json:
         tables.print_json({name: {"summary": s, "fields": fields} for name, (fields, s) in described.items()})
         return
     rows = [

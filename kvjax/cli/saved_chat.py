@@ -60,7 +60,7 @@ def continued(lm: kvjax.LanguageModel, folder: Path, keywords: dict[str, Any]) -
 
 
 class Record:
-    """Where a conversation is written after each of its turns, if anywhere.
+    """The folder a conversation is written to after each of its turns, if there is one.
 
     Attributes:
       folder: the folder, or None.

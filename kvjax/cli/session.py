@@ -1,4 +1,4 @@
-"""What every command that runs a model does first: the compilation cache, and loading with progress on stderr."""
+"""First steps of every command that runs a model: the compilation cache, and loading with progress on stderr."""
 
 from __future__ import annotations
 

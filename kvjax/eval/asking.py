@@ -14,10 +14,11 @@ from kvjax.cache.quantisation import Storage
 from kvjax.checkpoints.load import LanguageModel
 from kvjax.eval.recorded import RecordedDecoder
 from kvjax.model.decoder import Decoder
+from kvjax.options import GenerationOptions
 from kvjax.planning import full_cache_bytes
 from kvjax.policies.base import Policy
 from kvjax.prompts import Prompt
-from kvjax.request import Options, Request
+from kvjax.request import Request
 from kvjax.runtime.compilation import CompileClock
 from kvjax.runtime.decode import CHUNK
 from kvjax.runtime.interrupt import Interrupt
@@ -85,21 +86,9 @@ class Asker:
         return self._answer(request, session, cache, logits)
 
     def _request(self, prompts: Any, policy: Policy | None, cache: Cache | None, max_new_tokens: int) -> Request:
-        options = Options(
-            max_new_tokens=max_new_tokens,
-            temperature=0.0,
-            top_k=None,
-            top_p=1.0,
-            min_p=0.0,
-            repetition_penalty=1.0,
-            seed=0,
-            n=1,
-            stop=(),
-            stop_token_ids=None,
-            logprobs=False,
-        )
         chat = self.lm.tokenizer.has_chat_template
-        return Request(self.lm, list(prompts), policy, cache, chat, None, options, None, self._storage)
+        options = GenerationOptions(policy=policy, storage=self._storage, chat=chat, max_new_tokens=max_new_tokens)
+        return Request(self.lm, list(prompts), options, cache=cache)
 
     def _read(self, params: Decoder, request: Request) -> tuple[Cache, jax.Array]:
         options: dict[str, Any] = dict(policy=request.policy, dtype=request.dtype, storage=request.storage)

@@ -8,9 +8,8 @@ import re
 from collections.abc import Sequence
 
 from kvjax.errors import UsageError
-from kvjax.policies import Full, parse
+from kvjax.policies import Full, parse, registry
 from kvjax.policies.base import Policy
-from kvjax.policies.registry import registry
 
 #: Options that say how much is kept; a policy written with one of them is compared as it stands.
 _SIZES = ("ratio", "budget", "partition_ratio")

@@ -1,46 +1,46 @@
-"""Policies: which tokens a compressed cache keeps. ``parse`` reads the command line's form."""
+"""Policies: which tokens a compressed cache keeps. ``parse`` reads the command line's form.
 
-from kvjax.policies.ahakv import AhaKV
-from kvjax.policies.base import Policy, PromptChunk, Signals, Step
-from kvjax.policies.compensated import CompensatedRing
-from kvjax.policies.expected_attention import ExpectedAttention
-from kvjax.policies.full import Full
-from kvjax.policies.h2o import H2O
-from kvjax.policies.keydiff import KeyDiff
-from kvjax.policies.lagkv import LagKV
-from kvjax.policies.nacl import NACL
-from kvjax.policies.pyramidkv import PyramidKV
-from kvjax.policies.razor import Razor, RazorAttention
-from kvjax.policies.registry import format_policy, parse, register, registry
-from kvjax.policies.round_attention import RoundAttention
-from kvjax.policies.slimkv import SlimKV
-from kvjax.policies.snapkv import SnapKV
-from kvjax.policies.streaming import StreamingLLM
-from kvjax.policies.tova import TOVA
+To write a policy, read :mod:`kvjax.policies.base`; :mod:`kvjax.policies.names` lists the ones that come with kvjax.
+"""
 
-__all__ = [
-    "H2O",
-    "NACL",
-    "TOVA",
-    "AhaKV",
-    "CompensatedRing",
-    "ExpectedAttention",
-    "Full",
-    "KeyDiff",
-    "LagKV",
-    "Policy",
-    "PromptChunk",
-    "PyramidKV",
-    "Razor",
-    "RazorAttention",
-    "RoundAttention",
-    "Signals",
-    "SlimKV",
-    "SnapKV",
-    "Step",
-    "StreamingLLM",
-    "format_policy",
-    "parse",
-    "register",
-    "registry",
-]
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from kvjax.policies.names import CLASSES
+
+if TYPE_CHECKING:
+    from kvjax.policies.base import Candidates, Policy, PromptChunk, Selection, Signals, Step  # noqa: F401
+    from kvjax.policies.names import *  # noqa: F403
+    from kvjax.policies.parsing import format_policy, parse, register, registry  # noqa: F401
+    from kvjax.policies.sized import Selecting, Sized  # noqa: F401
+
+# Names are imported when first used, so that reading the table of names loads no JAX.
+_HOMES = CLASSES | {
+    "Candidates": "kvjax.policies.base",
+    "Policy": "kvjax.policies.base",
+    "PromptChunk": "kvjax.policies.base",
+    "Selecting": "kvjax.policies.sized",
+    "Selection": "kvjax.policies.base",
+    "Signals": "kvjax.policies.base",
+    "Sized": "kvjax.policies.sized",
+    "Step": "kvjax.policies.base",
+    "format_policy": "kvjax.policies.parsing",
+    "parse": "kvjax.policies.parsing",
+    "register": "kvjax.policies.parsing",
+    "registry": "kvjax.policies.parsing",
+}
+__all__ = sorted(_HOMES)  # pyright: ignore[reportUnsupportedDunderAll]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'kvjax.policies' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -16,6 +16,7 @@ from kvjax.errors import UsageError
 from kvjax.model.alibi import slopes
 from kvjax.model.config import ModelConfig
 from kvjax.policies.base import Candidates, PromptChunk, Signals, Step
+from kvjax.policies.checks import refuse_unused
 from kvjax.policies.evicting import Evicting, attention_weights
 
 
@@ -62,6 +63,10 @@ class AhaKV(Evicting):
             if not isinstance(getattr(self, name), bool):
                 raise UsageError(f"{name} is {getattr(self, name)!r}; give True or False.")
         super().__post_init__()
+
+    def check(self, config: ModelConfig) -> None:
+        if not self.value_prior:
+            refuse_unused(self, ("kernel",), "kernel averages the value prior, which value_prior=False leaves out")
 
     @property
     def signals(self) -> Signals:

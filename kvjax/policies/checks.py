@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 from kvjax.errors import UsageError
 
@@ -18,3 +20,18 @@ def one_of(name: str, value: object, accepted: Sequence[str]) -> None:
     """Refuse a word that is not among the accepted ones."""
     if value not in accepted:
         raise UsageError(f"{name} is {value!r}; give {' or '.join(repr(word) for word in accepted)}.")
+
+
+def changed(policy: Any, names: Sequence[str]) -> list[str]:
+    """Which of these options of a policy differ from their defaults."""
+    defaults = {field.name: field.default for field in dataclasses.fields(policy)}
+    return [name for name in names if getattr(policy, name) != defaults[name]]
+
+
+def refuse_unused(policy: Any, names: Sequence[str], reason: str) -> None:
+    """Refuse options that were changed although nothing would read them; ``reason`` begins the sentence.
+
+    Called from :meth:`Policy.check` rather than when a policy is made, so that saved policies can always be read.
+    """
+    if unused := changed(policy, names):
+        raise UsageError(f"{reason}; leave out {' and '.join(unused)}.")

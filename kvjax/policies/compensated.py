@@ -15,7 +15,7 @@ from kvjax.checks import number, whole_number
 from kvjax.errors import UsageError
 from kvjax.model.config import ModelConfig
 from kvjax.policies.base import HostOrTraced, Policy, PromptChunk, Step, append_new, floor_fraction, numpy_or_jax
-from kvjax.policies.checks import only_one
+from kvjax.policies.checks import only_one, refuse_unused
 
 #: Added to the logit of a compensation token that stands for nothing: its weight is exactly 0, and nothing overflows.
 NOTHING = -1e30
@@ -112,6 +112,11 @@ class CompensatedRing(Policy):
     def check(self, config: ModelConfig) -> None:
         if self.compensation and config.positional == "alibi":
             raise UsageError("A compensation token has no position, which ALiBi's bias needs; give compensation=False.")
+        if self.budget is not None or self.ratio is not None or self.lengths is not None:
+            sizes = ("threshold", "compression")
+            refuse_unused(
+                self, sizes, "budget, ratio and lengths size the buffer in place of threshold and compression"
+            )
         heads = [] if self.lengths is None else [len(row) for row in self.lengths]
         if heads and heads != [config.num_kv_heads] * config.num_layers:
             raise UsageError(f"lengths must give {config.num_layers} layers of {config.num_kv_heads} heads.")

@@ -14,7 +14,6 @@ from kvjax.cache.pool import LayerCache, by_head, by_page, mark_rows, rows, stor
 from kvjax.model.config import ModelConfig
 from kvjax.policies.base import Candidates, PromptChunk, Selection, Step, append_new, selection, top_mask
 from kvjax.policies.sized import Sized
-from pallas_kernels.pages import Columns
 
 _LAST = jnp.iinfo(jnp.int32).max
 
@@ -150,7 +149,7 @@ def attention_weights(
     weight = jnp.exp(by)
     mass = weight.sum(axis=(2, 4))[:, :, None, :, None]
     # A quotient would have XLA keep the exponentials for it.
-    weight = weight / mass if isinstance(cache.kv, Columns) else jnp.exp(by - jnp.log(mass))
+    weight = weight / mass if cache.layout.kind == "columns" else jnp.exp(by - jnp.log(mass))
     return weight.reshape(logits.shape)
 
 
@@ -171,7 +170,7 @@ def lowest_slot(cache: LayerCache, score: Float[Array, "B P R"], among: Bool[Arr
 
     def reduce(x: Array, largest: bool = False) -> Array:
         over = jnp.max if largest else jnp.min
-        if not isinstance(cache.kv, Columns):
+        if cache.layout.kind != "columns":
             return over(x, axis=(2, 3))
         return over(jax.lax.optimization_barrier(over(x, axis=2)), axis=2)
 

@@ -9,15 +9,16 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from kvjax.cache.attention import NEG
 from kvjax.cache.pool import LayerCache
 from kvjax.checks import number, whole_number
 from kvjax.model.alibi import slopes
 from kvjax.model.config import ModelConfig
 from kvjax.model.rope import angles, rotate
 from kvjax.policies.base import Candidates, PromptChunk, Signals
+from kvjax.policies.checks import refuse_unused
 from kvjax.policies.signals import QueryStats
 from kvjax.policies.sized import Selecting
-from pallas_kernels.softmax import NEG
 
 #: Keys whose scores are computed at a time; bounds the product of keys and covariances to G blocks of keys.
 _BLOCK = 256
@@ -51,6 +52,12 @@ class ExpectedAttention(Selecting):
         whole_number("future", self.future, 1)
         number("epsilon", self.epsilon, 0)
         super().__post_init__()
+
+    def check(self, config: ModelConfig) -> None:
+        if config.positional == "alibi":
+            refuse_unused(self, ("future",), "Nothing rotates in an ALiBi model")
+        if not self.values:
+            refuse_unused(self, ("epsilon",), "epsilon lets values count more, and values=False leaves them out")
 
     @property
     def signals(self) -> Signals:

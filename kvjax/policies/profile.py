@@ -24,6 +24,9 @@ Table = tuple[tuple[float, ...], ...]
 Curve = tuple[float, ...]
 #: KV heads by layer.
 Heads = tuple[tuple[int, ...], ...]
+#: How far a head of an ALiBi model may see: see :func:`scope_lengths`.
+Bound = Literal["scaled", "paper", "safe"]
+BOUNDS: tuple[Bound, ...] = ("scaled", "paper", "safe")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,7 +134,8 @@ class ScopeProfile(Profile):
     """What bounds how far each head of an ALiBi model sees (RazorAttention, section 3.1); lengths follow from these.
 
     Attributes:
-      paper: [layer][query head] the bound on a logit in equation [2] as printed, 2 |W_Q W_K^T| (|gamma|^2 + |b|^2).
+      paper: [layer][query head] the bound on a logit in equation [2] as printed, 2 |W_Q W_K^T| (|gamma|^2 + |b|^2),
+        for logits that are not scaled; see :func:`scope_lengths`.
       safe: [layer][query head] the bound that holds for every input; see :mod:`kvjax.calibrate.alibi`.
       slopes: [layer][query head] l_h, what a head subtracts from its logit per token of distance.
     """
@@ -202,12 +206,20 @@ def protected_heads(
 
 
 @functools.lru_cache(maxsize=64)
-def scope_lengths(profile: ScopeProfile, bound: Literal["paper", "safe"], eps: float) -> tuple[tuple[int, ...], ...]:
-    """L_h of every KV head in whole tokens [2], [layer][KV head]; the longest of the query heads that share it."""
+def scope_lengths(profile: ScopeProfile, bound: Bound, eps: float) -> tuple[tuple[int, ...], ...]:
+    """L_h of every KV head in whole tokens [2], [layer][KV head]; the longest of the query heads that share it.
+
+    Args:
+      profile: the bounds of a model's heads.
+      bound: "scaled" is [2] for logits q.k / sqrt(d), which is how every supported model computes them; "paper" is [2]
+        as printed, without the scale; "safe" holds for every input.
+      eps: the most attention a token beyond the scope may get.
+    """
     group = profile.shape.num_heads // profile.shape.num_kv_heads
-    limits = profile.paper if bound == "paper" else profile.safe
+    limits = profile.safe if bound == "safe" else profile.paper
+    scale = profile.shape.head_dim**-0.5 if bound == "scaled" else 1.0  # "safe" is stored scaled
     reach = tuple(
-        tuple((limit - math.log(eps)) / slope for limit, slope in zip(*rows, strict=True))
+        tuple((limit * scale - math.log(eps)) / slope for limit, slope in zip(*rows, strict=True))
         for rows in zip(limits, profile.slopes, strict=True)
     )
     return tuple(tuple(math.ceil(length) for length in row) for row in _best_of_group(reach, group))

@@ -12,10 +12,12 @@ from kvjax.checks import number
 from kvjax.errors import UsageError
 from kvjax.model.config import ModelConfig
 from kvjax.policies.base import Policy
-from kvjax.policies.checks import one_of, only_one
+from kvjax.policies.checks import changed, one_of, only_one, refuse_unused
 from kvjax.policies.compensated import CompensatedRing
 from kvjax.policies.composed import HeadWise
 from kvjax.policies.profile import (
+    BOUNDS,
+    Bound,
     HeadProfile,
     Heads,
     Profile,
@@ -31,25 +33,41 @@ from kvjax.policies.profile import (
 _SIZES = ("budget", "ratio", "window", "partition_ratio")
 
 
+#: Options of rotary models alone, and of ALiBi models alone.
+_ROTARY = (
+    "inner", "induction_share", "echo_share", "share_of", "heads", "ratio", "budget",
+    "sink", "threshold", "compression", "compensation",
+)  # fmt: skip
+_ALIBI = ("bound", "eps")
+#: Options that find the protected heads; ``heads`` names them instead.
+_FINDING = ("profile", "induction_share", "echo_share", "share_of")
+#: Options of the default inner policy.
+_RING = ("sink", "threshold", "compression", "compensation")
+
+
 @dataclasses.dataclass(frozen=True)
 class RazorAttention(HeadWise):
-    """Keep everything in retrieval heads, sinks, recent tokens and one mean in the others (RazorAttention).
+    """Keep everything in retrieval heads, sinks, recent tokens and one mean in the others (arXiv 2407.15891).
 
     Rotary models: ``profile`` says what each query head attends to in repeated random tokens (``kvjax calibrate
     retrieval-heads``; a file, or the one that comes with kvjax for this model when not given). The top
     ``induction_share`` by induction score and the top ``echo_share`` by echo score are retrieval heads, and a KV head
-    is protected when any of its query heads is one; with ``share_of="kv"`` the shares count KV heads. ``heads`` names
-    the protected KV heads instead, as (layer, head) pairs or "layer.head+layer.head".
+    is protected when any of its query heads is one; with ``share_of="kv"`` these fractions count KV heads. ``heads``
+    names the protected KV heads instead, as (layer, head) pairs or "layer.head+layer.head".
 
     The other heads are given to ``inner``, any policy of tokens, as a smaller layer of its own: by default a
     :class:`CompensatedRing` of ``sink`` sinks, a buffer of max(``threshold``, N / ``compression``) recent tokens and,
     unless ``compensation=False``, a compensation token. ``budget`` instead sizes what these heads keep in tokens;
-    ``ratio`` what the whole cache keeps, protected heads included, as a share of the tokens seen. Both also size an
+    ``ratio`` what the whole cache keeps, protected heads included, as a fraction of the tokens seen. Both also size an
     ``inner`` that has a field of that name.
 
     ALiBi models: no retrieval heads and no ``inner``; every head keeps its last L_h tokens [2] in a buffer of its own,
-    beyond which attention is at most ``eps``. ``profile`` comes from ``kvjax calibrate alibi-scopes``;
-    ``bound="paper"`` is [2] as printed, ``bound="safe"`` holds for every input.
+    beyond which a token gets at most ``eps`` of the attention. ``profile`` comes from ``kvjax calibrate
+    alibi-scopes``. ``bound`` says which form of [2] gives L_h: "scaled" has the 1 / sqrt(d) that logits are scaled by,
+    "paper" is as printed, without it (scopes up to sqrt(d) times longer), "safe" holds for every input, where the
+    other two take the output of a norm to be as long as its weights.
+
+    An option that a model or another option leaves without effect is refused.
     """
 
     profile: HeadProfile | ScopeProfile | str | None = None
@@ -64,7 +82,7 @@ class RazorAttention(HeadWise):
     threshold: int = 4000
     compression: float = 5.0
     compensation: bool = True
-    bound: Literal["paper", "safe"] = "paper"
+    bound: Bound = "scaled"
     eps: float = 0.001
 
     def __post_init__(self) -> None:
@@ -76,7 +94,7 @@ class RazorAttention(HeadWise):
         number("echo_share", self.echo_share, 0, 1)
         number("eps", self.eps, 0, 1, open_below=True)
         one_of("share_of", self.share_of, ("query", "kv"))
-        one_of("bound", self.bound, ("paper", "safe"))
+        one_of("bound", self.bound, BOUNDS)
         only_one("RazorAttention", ratio=self.ratio, budget=self.budget)
         if self.ratio is not None:
             number("ratio", self.ratio, 0, 1, open_below=True)
@@ -85,14 +103,16 @@ class RazorAttention(HeadWise):
         self._check_inner()
 
     def _check_inner(self) -> None:
-        inner, shape = self.inner, (self.sink, self.threshold, self.compression)
+        inner = self.inner
         if inner is None:
-            CompensatedRing(*shape, budget=self.budget, compensation=self.compensation)  # refuses what it cannot be
+            # The ring refuses what it cannot be.
+            CompensatedRing(
+                self.sink, self.threshold, self.compression, self.budget, self.ratio, compensation=self.compensation
+            )
             return
         if not isinstance(inner, Policy) or isinstance(inner, RazorAttention) or inner.offloads_rounds:
             raise UsageError(f"inner is {inner!r}; give a policy of tokens, such as kvjax.StreamingLLM().")
-        default = CompensatedRing()
-        if (*shape, self.compensation) != (default.sink, default.threshold, default.compression, default.compensation):
+        if changed(self, _RING):
             raise UsageError("sink, threshold, compression and compensation shape the default inner; leave them out.")
         if isinstance(inner, CompensatedRing) and inner.lengths is not None:
             raise UsageError(
@@ -123,13 +143,14 @@ class RazorAttention(HeadWise):
 
     def check(self, config: ModelConfig) -> None:
         alibi = config.positional == "alibi"
-        if self.heads is None or alibi:
+        if alibi:
+            refuse_unused(self, _ROTARY, "In an ALiBi model every head keeps its own scope, set by bound and eps")
+        else:
+            refuse_unused(self, _ALIBI, "Attention scopes are for ALiBi models, and this one has rotary positions")
+        if self.heads is not None:
+            refuse_unused(self, _FINDING, "heads names the protected heads itself")
+        if self.heads is None:
             self._profile_of(config).check(config)
-        if alibi and any(x is not None for x in (self.inner, self.heads, self.ratio, self.budget)):
-            raise UsageError(
-                "In an ALiBi model every head keeps its own scope; "
-                "inner, heads, ratio and budget are for rotary models."
-            )
         for layer, head in self._named():
             if layer >= config.num_layers or head >= config.num_kv_heads:
                 raise UsageError(

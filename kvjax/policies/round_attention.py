@@ -15,7 +15,7 @@ from kvjax.checks import number, whole_number
 from kvjax.errors import UsageError
 from kvjax.model.config import ModelConfig
 from kvjax.policies.base import HostOrTraced, Policy, floor_fraction, numpy_or_jax
-from kvjax.policies.checks import one_of, only_one
+from kvjax.policies.checks import one_of, only_one, refuse_unused
 from kvjax.policies.composed import HeadWise
 from kvjax.policies.profile import Profile, WatershedProfile, load_profile, packaged
 
@@ -105,6 +105,10 @@ class RoundAttention(Policy):
         if not 1 <= layers < config.num_layers:
             raise UsageError(f"watershed is {layers}; this model has {config.num_layers} layers, so give 1 to "
                              f"{config.num_layers - 1}.")  # fmt: skip
+        if self.strategy != "fixed":
+            refuse_unused(self, ("threshold",), 'threshold is for strategy="fixed"')
+        if self.strategy != "adaptive":
+            refuse_unused(self, ("std",), 'std is for strategy="adaptive"')
         if self.inner is not None:
             self.inner.check(config)
 

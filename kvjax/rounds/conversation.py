@@ -37,6 +37,11 @@ class UpperRows:
     def nbytes(self) -> int:
         return nbytes(self)
 
+    def logical_axes(self) -> list[tuple[str | None, ...]]:
+        """Axes of its arrays on a mesh; devices that share a head have a block of its slots each."""
+        kv = (None, None, "kv_head", "slot")
+        return [kv] if self.k_scale is None else [kv, (None, "kv_head"), (None, "kv_head", "slot")]
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Round:

@@ -14,9 +14,9 @@ from kvjax.policies.round_attention import RoundAttention
 from kvjax.request import Request
 from kvjax.rounds.closing import close_round
 from kvjax.rounds.conversation import Conversation
+from kvjax.rounds.programs import RoundPrograms
 from kvjax.rounds.turn import PendingTurn, read_question
 from kvjax.runtime.session import Session, spread
-from kvjax.sharding.rounds import round_programs
 
 
 class RoundTurn:
@@ -24,7 +24,7 @@ class RoundTurn:
 
     def __init__(self, request: Request, session: Session):
         self._request, self._session = request, session
-        self._programs = round_programs(request.lm.mesh, request.lm.config)
+        self._programs = RoundPrograms(request.lm.mesh, request.lm.config)
         self._asked: PendingTurn | None = None
         self._after: Conversation | None = None
         self._used: list[int] = []
@@ -39,7 +39,7 @@ class RoundTurn:
             before = before.take([0] * len(prompts))
             consume = True
         cache, logits, asked = self._read(prompts, before, request.prefix, consume)
-        copies = [i // request.options.n for i in range(request.rows)]
+        copies = [i // request.n for i in range(request.rows)]
         copies += [0] * (self._programs.rows(request.rows) - request.rows)
         cache, logits = spread(cache, logits, copies)
         self._asked = asked.take(copies)
@@ -65,7 +65,7 @@ class RoundTurn:
     def finish(self, cache: Cache, tokens: Sequence[Sequence[int]]) -> Conversation:
         """Close every row's round; ``tokens`` were generated, the last of them perhaps not yet fed."""
         assert self._asked is not None
-        request, samples = self._request, self._request.options.n
+        request, samples = self._request, self._request.n
         self._used = as_numpy(cache.layers[-1].length).max(axis=1).tolist()
         fed = [[*request.prompts[row // samples], *made] for row, made in enumerate(tokens)]
         next_token = as_numpy(cache.next_token).tolist()[: len(fed)]

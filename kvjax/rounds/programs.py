@@ -1,39 +1,47 @@
-"""The compiled programs of a turn, on one device or (``kvjax/sharding/rounds.py``) on a mesh.
+"""The compiled programs of a turn, each declared once; :class:`RoundPrograms` runs them on one device or on a mesh.
 
-A round travels as one array of each row, so that rows select for themselves; everything else is done for all rows of a
-batch at once. On a mesh the rows that its data axis gives to some devices have their rounds in those devices' host
-memory, each device its own heads, or its block of every head's slots.
+The layers of a batch are read by all devices at once, as every prefill is. A round belongs to one row of the batch, so
+that rows select for themselves, and travels as one array in the host memory of the devices that its row is on: one
+device, or a row of the mesh. There KV heads are divided as those of the pools are; where devices share a head, each has
+a block of its slots, and the blocks are joined on the devices, never on the host. So a question's transfer is divided
+by the model axis whatever the heads are, and no device moves what another one needs.
 """
 
 from __future__ import annotations
 
-import functools
+import dataclasses
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache.buckets import NEW_TOKENS
-from kvjax.cache.cache import Cache, Pools, attach, detach
-from kvjax.cache.host_memory import committed, sendable
-from kvjax.cache.page_sharding import UNSHARDED
+from kvjax.cache.cache import Cache
+from kvjax.cache.host_memory import HOST, committed, sendable
 from kvjax.cache.pool import LayerCache
 from kvjax.cache.quantisation import Storage
-from kvjax.model.decoder import Decoder
+from kvjax.errors import UsageError
+from kvjax.model.config import ModelConfig
+from kvjax.model.decoder import Decoder, DecoderView
 from kvjax.policies.base import Policy
 from kvjax.policies.split_cache import SplitCache
 from kvjax.rounds.conversation import Conversation, UpperRows
 from kvjax.rounds.inner import compressed, without_slots
 from kvjax.rounds.steps import StagingBuffer, cut, empty_stage, pages_onto, place, read_lower, read_upper
-from kvjax.runtime.prefill import Pages, empty_cache
+from kvjax.sharding.compile import ROW, Device, Named, Program, device_of, shardings_of, specs_of
 from kvjax.sharding.mesh import Mesh
+from kvjax.sharding.partition import Partition
+
+#: Axes of numbers by layer, batch row and KV head; by batch row and KV head; and, of one row, by layer and KV head.
+_BY_ROW_AND_HEAD, _ROW_AND_HEAD, _BY_HEAD = (None, "batch", "kv_head"), ("batch", "kv_head"), (None, "kv_head")
 
 
 class RoundUpload(NamedTuple):
-    """A round on its way to the device: the row that sees it, and its first slot there by layer and head."""
+    """A round on its way to the device: the batch row that sees it, and its first slot there by layer and head."""
 
     row: int
     upper: UpperRows
@@ -41,7 +49,7 @@ class RoundUpload(NamedTuple):
 
 
 class RoundSlice(NamedTuple):
-    """A round to be cut out of a cache: its row, its first slot and how many it holds by layer and head."""
+    """A round to be copied out of a cache: its batch row, first slot and slots held by layer and head."""
 
     row: int
     start: Int[np.ndarray, "L H"]
@@ -49,24 +57,171 @@ class RoundSlice(NamedTuple):
     size: int
 
 
-@runtime_checkable
-class RoundPrograms(Protocol):
-    """What a turn calls; arrays of rows are NumPy's, B as :meth:`rows` says.
+# --- the programs -------------------------------------------------------------------------------------------------
+
+
+def _lower_layers(device: Device, batch: int, **sizes: Any) -> Cache:
+    policy = device.policy
+    assert isinstance(policy, SplitCache)
+    cache = device.empty(batch, sizes["capacity"], NEW_TOKENS, sizes["dtype"], sizes["storage"])
+    return cache.replace(layers=cache.layers[: policy.watershed])
+
+
+def _upper_layers(device: Device, batch: int, dtype: Any, storage: Storage) -> Cache:
+    policy = device.policy
+    assert isinstance(policy, SplitCache)
+    # The capacity of the layers below, which are not made here, would only be one more thing to compile for.
+    cache = device.empty(batch, policy.upper_capacity, NEW_TOKENS, dtype, storage)
+    return cache.replace(layers=cache.layers[policy.watershed :])
+
+
+def lower_fresh(
+    device: Device, params: DecoderView, tokens: Int[Array, "B T"], count: Int[Array, " B"], **sizes: Any
+) -> tuple[Cache, Float[Array, "B T M"]]:
+    """Read first questions below the watershed: those layers' cache, and what the next layer reads."""
+    cache = _lower_layers(device, tokens.shape[0], **sizes)
+    return read_lower(params, cache, tokens, count, tuple(layer.pages for layer in cache.layers), fresh=True)[:2]
+
+
+def lower_onto(
+    device: Device,
+    params: DecoderView,
+    cache: Cache,
+    tokens: Int[Array, "B T"],
+    count: Int[Array, " B"],
+    *,
+    capacity: int,
+) -> tuple[Cache, Float[Array, "B T M"], Named]:
+    """Read later questions; also their attention [B, H, C] to the slots of the last of these layers."""
+    pages = pages_onto(device.local_config, cache, capacity)
+    cache, x, mass = read_lower(params, cache, tokens, count, pages, fresh=False)
+    return cache.replace(prompt_capacity=capacity, new_capacity=NEW_TOKENS), x, Named(mass, _ROW_AND_HEAD)
+
+
+def upper(
+    device: Device,
+    params: DecoderView,
+    x: Float[Array, "B T M"],
+    seen: Int[Array, " B"],
+    count: Int[Array, " B"],
+    staged: StagingBuffer | None,
+    length: Named | None,
+    *,
+    dtype: Any,
+    storage: Storage,
+) -> tuple[Cache, Float[Array, "B V"]]:
+    """:func:`kvjax.rounds.steps.read_upper`; the layers as a cache, whose counters mean nothing."""
+    empty = _upper_layers(device, x.shape[0], dtype, storage)
+    layers, logits = read_upper(params, empty.layers, x, seen, count, staged, None if length is None else length.values)
+    return empty.replace(layers=layers), logits
+
+
+def compress(
+    device: Device,
+    params: DecoderView,
+    cache: Cache,
+    base: Named,
+    *rows: Int[Array, "B ..."],
+    inner: Policy,
+    size: int,
+) -> Cache:
+    """:func:`kvjax.rounds.inner.compressed`."""
+    return compressed(params, cache, base.values, *rows, inner=inner, size=size)
+
+
+def delete(device: Device, cache: Cache, keep: Named) -> Cache:
+    """:func:`kvjax.rounds.inner.without_slots`."""
+    return without_slots(cache, keep.values)
+
+
+def place_round(
+    device: Device, staged: StagingBuffer, part: UpperRows, row: Int[Array, ""], offset: Named
+) -> StagingBuffer:
+    """:func:`kvjax.rounds.steps.place`."""
+    return place(device.head_sharding, staged, part, row, offset.values)
+
+
+def cut_round(device: Device, cache: Cache, row: Int[Array, ""], start: Named, held: Named, *, size: int) -> UpperRows:
+    """:func:`kvjax.rounds.steps.cut` of all layers of a cache."""
+    return cut(cache.layers, row, start.values, held.values, size)  # pyright: ignore[reportArgumentType]
+
+
+def _round_like(cache: Cache) -> UpperRows:
+    quantised = cache.pools[0].scales is not None
+    return UpperRows(*[ROW] * 3) if quantised else UpperRows(ROW)  # type: ignore[arg-type]
+
+
+_KINDS = ("dtype", "storage")
+LOWER_FRESH = Program(
+    lower_fresh,
+    lambda device, given, static: (jax.eval_shape(lambda: _lower_layers(device, given[1].shape[0], **static)), ROW),
+    ("capacity", *_KINDS),
+)
+LOWER_ONTO = Program(
+    lower_onto, lambda device, given, static: (given[1], ROW, Named(ROW, _ROW_AND_HEAD)), ("capacity",), (1,)
+)
+UPPER = Program(
+    upper,
+    lambda device, given, static: (jax.eval_shape(lambda: _upper_layers(device, given[1].shape[0], **static)), ROW),
+    _KINDS,
+)
+COMPRESS = Program(compress, lambda device, given, static: given[1], ("inner", "size"), (1,))
+DELETE = Program(delete, lambda device, given, static: given[0])
+PLACE_ROUND = Program(place_round, lambda device, given, static: given[0], donates=(0,))
+CUT_ROUND = Program(cut_round, lambda device, given, static: _round_like(given[0]), ("size",))
+
+
+# --- running them -------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class RoundPrograms:
+    """What a turn runs: the programs of a model on a mesh, or of any model on one device.
+
+    Arrays of rows are NumPy's, B as :meth:`rows` says.
 
     Attributes:
-      mesh: the devices, or None for one.
+      mesh: the devices, None for one. config: the model; None on one device.
+
+    Raises:
+      UsageError: the devices of one row of the mesh belong to several processes.
     """
 
-    @property
-    def mesh(self) -> Mesh | None: ...
+    mesh: Mesh | None = None
+    config: ModelConfig | None = None
+
+    def __post_init__(self) -> None:
+        if self.mesh is None:
+            return
+        if any(len({device.process_index for device in row}) > 1 for row in self._grid):
+            raise UsageError(
+                "RoundAttention keeps a row's rounds in the memory of one host; make the model axis no longer than "
+                "the devices of a process."
+            )
+
+    def device(self, policy: Policy, config: ModelConfig | None = None) -> Device:
+        """The device that this policy's programs are compiled for."""
+        return device_of(self.mesh, self.config or config, policy)  # pyright: ignore[reportArgumentType]
 
     def rows(self, batch: int) -> int:
         """Rows to run for ``batch`` of them; the others are padding."""
-        ...
+        return batch if self.mesh is None else self.mesh.rows(batch)
 
     def check(self, conversation: Conversation) -> None:
         """Refuse (UsageError) a batch of conversations that cannot go on here."""
-        ...
+        if self.mesh is None:
+            return
+        each = self.rows(conversation.batch) // self.mesh.data
+        for row, parts in enumerate(conversation.rounds):
+            process = self._grid[row // each, 0].process_index
+            for part in (conversation.prefix[row], *parts):
+                if any(device.process_index != process for device in part.upper.kv.sharding.device_set):
+                    raise UsageError(
+                        f"The rounds of row {row} are in another host's memory; give every conversation the place in "
+                        "the batch that it had, and no context= or n= over several hosts."
+                    )
+
+    # --- reading ----------------------------------------------------------------------------------------------
 
     def lower_fresh(
         self,
@@ -80,7 +235,9 @@ class RoundPrograms(Protocol):
         storage: Storage,
     ) -> tuple[Cache, jax.Array]:
         """Read first questions below the watershed: those layers' cache, and what the next layer reads."""
-        ...
+        device = self.device(policy, params.config)
+        found = LOWER_FRESH(device, params, tokens, count, capacity=room, dtype=dtype, storage=storage)
+        return committed(found) if self.mesh is None else found
 
     def lower_onto(
         self, params: Decoder, cache: Cache, tokens: np.ndarray, count: np.ndarray, *, room: int, consume: bool
@@ -89,16 +246,11 @@ class RoundPrograms(Protocol):
 
         ``room`` is for what rows hold afterwards; ``consume`` donates the cache given.
         """
-        ...
-
-    def stage(
-        self, uploads: Sequence[RoundUpload], shape: tuple[int, ...], dtype: Any, beside: jax.Array
-    ) -> StagingBuffer:
-        """Bring rounds to the device, all in one transfer, and place them in an array of ``shape``.
-
-        One device is that of ``beside``; a mesh knows its own.
-        """
-        ...
+        device = self.device(cache.policy, params.config)
+        pages = pages_onto(device.local_config, device.local(cache), room)
+        given = (device, params, cache, tokens, count)
+        cache, x, mass = LOWER_ONTO.onto(*given, cache=cache, pages=pages, consume=consume, capacity=room)
+        return cache, x, mass.values
 
     def upper(
         self,
@@ -113,12 +265,66 @@ class RoundPrograms(Protocol):
         dtype: Any,
         storage: Storage,
     ) -> tuple[tuple[LayerCache, ...], jax.Array]:
-        """:func:`kvjax.rounds.steps.read_upper`."""
-        ...
+        """Finish reading a question above the watershed: :func:`kvjax.rounds.steps.read_upper`."""
+        slots = None if length is None else Named(length, _BY_ROW_AND_HEAD)
+        device = self.device(policy, params.config)
+        cache, logits = UPPER(device, params, x, seen, count, staged, slots, dtype=dtype, storage=storage)
+        return cache.layers, logits  # pyright: ignore[reportReturnType]
+
+    # --- rounds, of one row each ------------------------------------------------------------------------------
+
+    def stage(
+        self, uploads: Sequence[RoundUpload], shape: tuple[int, ...], dtype: Any, beside: jax.Array
+    ) -> StagingBuffer:
+        """Bring rounds to the device, all in one transfer, and place them in a buffer of ``shape``.
+
+        One device is that of ``beside``; a mesh knows its own.
+        """
+        layers, two, batch, heads, slots, dim = shape
+        each = batch // self._parts
+        quantised = uploads[0].upper.k_scale is not None
+        local = [self._row_device(index) for index in range(self._parts)]
+        if self.mesh is not None:
+            slots += -slots % local[0].head_sharding.page_parts
+        mine = [upload for upload in uploads if self._here(upload.row // each)]
+        # The one transfer of the question: every device's part of whole rounds, all rows together.
+        wanted = [_to_send(upload.upper, local[upload.row // each], beside) for upload in mine]
+        there = jax.device_put(*zip(*wanted, strict=True)) if mine else ()
+        staged = {
+            index: _empty_stage(device, (layers, two, each, heads, slots, dim), dtype, quantised)
+            for index, device in enumerate(local)
+            if self._here(index)
+        }
+        for (row, _, offset), part in zip(mine, there, strict=True):
+            index = row // each
+            given = staged[index], part, np.int32(row % each), _named_offset(offset)
+            staged[index] = PLACE_ROUND(local[index], *given)
+        if self.mesh is None:
+            return staged[0]
+        whole = layers, two, batch, heads, slots, dim
+        return self._joined(list(staged.values()), jax.eval_shape(lambda: empty_stage(whole, dtype, quantised)))
 
     def cut(self, cache: Cache, below: int, cuts: Sequence[RoundSlice]) -> list[UpperRows]:
-        """:func:`kvjax.rounds.steps.cut` of layers ``below ..``, for every one of ``cuts``."""
-        ...
+        """Copy rounds out of layers ``below ..``: :func:`kvjax.rounds.steps.cut`, for every one of ``cuts``."""
+        # Without what says how much room there is, for which the program need not be compiled again.
+        above = cache.replace(layers=cache.layers[below:], policy=SplitCache(below), prompt_capacity=0, new_capacity=0)
+        each = cache.batch // self._parts
+        views: dict[int, Cache] = {}
+        found = []
+        for row, start, held, size in cuts:
+            index = row // each
+            device = self._row_device(index, above.policy)
+            size += -size % device.head_sharding.page_parts
+            if not self._here(index):
+                found.append(_elsewhere(device, above, size))
+                continue
+            if index not in views:
+                views[index] = above if self.mesh is None else self._view(above, index)
+            edges = Named(start, _BY_HEAD), Named(held, _BY_HEAD)
+            found.append(CUT_ROUND(device, views[index], np.int32(row % each), *edges, size=size))
+        return found
+
+    # --- a round's end ----------------------------------------------------------------------------------------
 
     def compress(
         self,
@@ -131,154 +337,106 @@ class RoundPrograms(Protocol):
         size: int,
     ) -> Cache:
         """:func:`kvjax.rounds.inner.compressed`, whose arrays of rows are ``rows``; the cache given is donated."""
-        ...
+        device = self.device(cache.policy, params.config)
+        return COMPRESS(device, params, cache, Named(base, _BY_ROW_AND_HEAD), *rows, inner=inner, size=size)
 
     def delete(self, cache: Cache, keep: Bool[np.ndarray, "L B H C"]) -> Cache:
         """The cache with only these slots of every layer, in order; positions stay."""
-        ...
+        return DELETE(self.device(cache.policy, self.config), cache, Named(keep, _BY_ROW_AND_HEAD))
+
+    # --- rows of the mesh -------------------------------------------------------------------------------------
+
+    @property
+    def _parts(self) -> int:
+        """Rows of the mesh."""
+        return 1 if self.mesh is None else self.mesh.data
+
+    @property
+    def _grid(self) -> np.ndarray:
+        """[data, model] devices."""
+        assert self.mesh is not None
+        return self.mesh.jax.devices.reshape(self.mesh.data, -1)
+
+    def _row_device(self, index: int, policy: Policy | None = None) -> Device:
+        """A row of the mesh as a mesh of its own; without a mesh, the device."""
+        own = None if self.mesh is None else Mesh(1, self.mesh.model, tuple(self._grid[index]))
+        return device_of(own, self.config, policy)  # pyright: ignore[reportArgumentType]
+
+    def _here(self, index: int) -> bool:
+        """Whether that row's devices are this process's."""
+        return self.mesh is None or self._grid[index, 0].process_index == jax.process_index()
+
+    def _view(self, cache: Cache, index: int) -> Cache:
+        """What a row of the mesh has of arrays of all devices, without a copy."""
+        row = self._row_device(index).mesh
+        assert self.mesh is not None and row is not None
+        mesh = self.mesh
+
+        def view(x: jax.Array, spec: Any) -> jax.Array:
+            x = jax.device_put(x, NamedSharding(mesh.jax, spec))
+            there = {shard.device: shard.data for shard in x.addressable_shards}
+            shape = x.shape[0] // mesh.data, *x.shape[1:]
+            arrays = [there[device] for device in row.jax.devices.flat]
+            return jax.make_array_from_single_device_arrays(shape, NamedSharding(row.jax, spec), arrays)
+
+        leaves, structure = jax.tree.flatten(cache)
+        specs = specs_of(cache, self.device(cache.policy))
+        return jax.tree.unflatten(structure, list(map(view, leaves, specs)))
+
+    def _joined(self, rows: Sequence[StagingBuffer], shapes: StagingBuffer) -> StagingBuffer:
+        """Buffers of all devices out of those of every row of the mesh that is here."""
+        device = self.device(None)  # type: ignore[arg-type]
+        assert isinstance(device, Partition)
+
+        def joined(shape: Any, where: NamedSharding, *parts: jax.Array) -> jax.Array:
+            arrays = [shard.data for part in parts for shard in part.addressable_shards]
+            return jax.make_array_from_single_device_arrays(shape.shape, where, arrays, dtype=shape.dtype)
+
+        return jax.tree.map(joined, shapes, shardings_of(shapes, device), *rows)
 
 
-class OneDevice:
-    """The programs of one device."""
-
-    mesh: Mesh | None = None
-
-    def rows(self, batch: int) -> int:
-        return batch
-
-    def check(self, conversation: Conversation) -> None:
-        """Any can."""
-
-    def lower_fresh(
-        self, params: Decoder, tokens: np.ndarray, count: np.ndarray, **options: Any
-    ) -> tuple[Cache, jax.Array]:
-        return committed(_lower_fresh(params, jnp.asarray(tokens), jnp.asarray(count), **options))
-
-    def lower_onto(
-        self, params: Decoder, cache: Cache, tokens: np.ndarray, count: np.ndarray, *, room: int, consume: bool
-    ) -> tuple[Cache, jax.Array, jax.Array]:
-        old, rest = detach(cache)
-        pages = pages_onto(params.config, cache, room)
-        reusable = pages == tuple(layer.pages for layer in cache.layers)
-        run = _lower_onto_consuming if consume and reusable else _lower_onto
-        pools, rest, x, mass = run(params, old, rest, jnp.asarray(tokens), jnp.asarray(count), pages=pages, room=room)
-        if consume and not reusable:
-            jax.tree.map(lambda pool: pool.delete(), old)
-        return attach(pools, rest), x, mass
-
-    def stage(
-        self, uploads: Sequence[RoundUpload], shape: tuple[int, ...], dtype: Any, beside: jax.Array
-    ) -> StagingBuffer:
-        there = jax.device_put(sendable([upload.upper for upload in uploads], beside.sharding), beside.sharding)
-        staged = committed(empty_stage(shape, dtype, uploads[0].upper.k_scale is not None))
-        for (row, _, offset), upper in zip(uploads, there, strict=True):
-            staged = _place(staged, upper, np.int32(row), alike(offset))
-        return staged
-
-    def upper(
-        self,
-        params: Decoder,
-        x: jax.Array,
-        seen: np.ndarray,
-        count: np.ndarray,
-        staged: StagingBuffer | None,
-        length: np.ndarray | None,
-        **options: Any,
-    ) -> tuple[tuple[LayerCache, ...], jax.Array]:
-        slots = None if length is None else jnp.asarray(length)
-        return _upper(params, x, jnp.asarray(seen), jnp.asarray(count), staged, slots, **options)
-
-    def cut(self, cache: Cache, below: int, cuts: Sequence[RoundSlice]) -> list[UpperRows]:
-        layers = tuple(cache.layers[below:])
-        return [_cut(layers, np.int32(row), start, held, size=size) for row, start, held, size in cuts]
-
-    def compress(
-        self, params: Decoder, cache: Cache, base: np.ndarray, rows: Sequence[np.ndarray], *, inner: Policy, size: int
-    ) -> Cache:
-        given = map(jnp.asarray, (base, *rows))
-        return attach(*_compress(params, *detach(cache), *given, inner=inner, size=size))
-
-    def delete(self, cache: Cache, keep: Bool[np.ndarray, "L B H C"]) -> Cache:
-        return attach(*_delete(*detach(cache), jnp.asarray(keep)))
+ONE_DEVICE = RoundPrograms()
 
 
-ONE_DEVICE = OneDevice()
-
-
-def alike(offset: Int[np.ndarray, "L H"]) -> Int[np.ndarray, "#L #H"]:
+def _named_offset(offset: Int[np.ndarray, "L H"]) -> Named:
     """One offset [1, 1] where all layers and heads have the same."""
-    return offset[:1, :1] if (offset == offset[0, 0]).all() else offset
+    return Named(offset[:1, :1], ()) if (offset == offset[0, 0]).all() else Named(offset, _BY_HEAD)
 
 
-@functools.partial(jax.jit, static_argnames=("policy", "room", "dtype", "storage"))
-def _lower_fresh(
-    params: Decoder,
-    tokens: Int[Array, "B T"],
-    count: Int[Array, " B"],
-    *,
-    policy: SplitCache,
-    room: int,
-    dtype: Any,
-    storage: Storage,
-) -> tuple[Cache, Float[Array, "B T M"]]:
-    cache = empty_cache(params.config, policy, tokens.shape[0], room, NEW_TOKENS, dtype, storage)
-    cache = cache.replace(layers=cache.layers[: policy.watershed])
-    pages = tuple(layer.pages for layer in cache.layers)
-    return read_lower(params, cache, tokens, count, pages, fresh=True)[:2]
+def _empty_stage(device: Device, shape: tuple[int, ...], dtype: Any, quantised: bool) -> StagingBuffer:
+    if not isinstance(device, Partition):
+        return committed(empty_stage(shape, dtype, quantised))
+    like = jax.eval_shape(lambda: empty_stage(shape, dtype, quantised))
+    return jax.tree.map(lambda x, where: jnp.zeros(x.shape, x.dtype, device=where), like, shardings_of(like, device))
 
 
-def _onto(
-    params: Decoder,
-    pools: Pools,
-    rest: Cache,
-    tokens: Int[Array, "B T"],
-    count: Int[Array, " B"],
-    *,
-    pages: Pages,
-    room: int,
-) -> tuple[Pools, Cache, Float[Array, "B T M"], Float[Array, "B H C"]]:
-    cache, x, mass = read_lower(params, attach(pools, rest), tokens, count, pages, fresh=False)
-    assert mass is not None
-    return *detach(cache.replace(prompt_capacity=room, new_capacity=NEW_TOKENS)), x, mass
+def _to_send(part: UpperRows, device: Device, beside: jax.Array) -> tuple[UpperRows, Any]:
+    """A round whose slots the devices divide, and where its arrays go."""
+    if not isinstance(device, Partition):
+        where = jax.tree.map(lambda _: beside.sharding, part)
+        return sendable(part, where), where
+    short = -part.kv.shape[3] % device.head_sharding.page_parts
+    if short:
+        # From another mesh, or one device.
+        def longer(x: jax.Array | None, axis: int) -> Any:
+            return None if x is None else np.pad(np.asarray(x), [(0, short * (i == axis)) for i in range(x.ndim)])
+
+        part = dataclasses.replace(part, kv=longer(part.kv, 3), v_scale=longer(part.v_scale, 2))
+    where = shardings_of(part, device)
+    return sendable(part, where), where
 
 
-_lower_onto = jax.jit(_onto, static_argnames=("pages", "room"))
-_lower_onto_consuming = jax.jit(_onto, static_argnames=("pages", "room"), donate_argnames=("pools",))
+def _elsewhere(device: Device, cache: Cache, size: int) -> UpperRows:
+    """A round whose row is another process's: its shape, and where it is."""
+    assert isinstance(device, Partition)
+    pool, layers = cache.pools[0], len(cache.layers)
+    heads, dim = device.config.num_kv_heads, device.config.head_dim
+    kv: Any = jax.ShapeDtypeStruct((layers, 2, heads, size, dim), pool.kv.dtype)
+    scales: list[Any] = [jax.ShapeDtypeStruct((layers, heads, n), np.float32) for n in (dim, size)]
+    shapes = UpperRows(kv, *scales) if pool.scales is not None else UpperRows(kv)
 
+    def array(shape: jax.ShapeDtypeStruct, where: NamedSharding) -> jax.Array:
+        host = where.with_memory_kind(HOST)
+        return jax.make_array_from_single_device_arrays(shape.shape, host, [], dtype=shape.dtype)
 
-@functools.partial(jax.jit, donate_argnames=("staged",))
-def _place(staged: StagingBuffer, part: UpperRows, row: Int[Array, ""], offset: Int[Array, "#L #H"]) -> StagingBuffer:
-    return place(UNSHARDED, staged, part, row, offset)
-
-
-@functools.partial(jax.jit, static_argnames=("policy", "dtype", "storage"))
-def _upper(
-    params: Decoder,
-    x: Float[Array, "B T M"],
-    seen: Int[Array, " B"],
-    count: Int[Array, " B"],
-    staged: StagingBuffer | None,
-    length: Int[Array, "L B H"] | None,
-    *,
-    policy: SplitCache,
-    dtype: Any,
-    storage: Storage,
-) -> tuple[tuple[LayerCache, ...], Float[Array, "B V"]]:
-    # The room of the layers below, which are not made here, would only be one more thing to compile for.
-    empty = empty_cache(params.config, policy, x.shape[0], policy.upper_capacity, NEW_TOKENS, dtype, storage)
-    return read_upper(params, empty.layers[policy.watershed :], x, seen, count, staged, length)
-
-
-_cut = functools.partial(jax.jit, static_argnames=("size",))(cut)
-
-
-@functools.partial(jax.jit, static_argnames=("inner", "size"), donate_argnames=("pools",))
-def _compress(
-    params: Decoder, pools: Pools, rest: Cache, *given: Array, inner: Policy, size: int
-) -> tuple[Pools, Cache]:
-    return detach(compressed(params, attach(pools, rest), *given, inner=inner, size=size))
-
-
-@jax.jit
-def _delete(pools: Pools, rest: Cache, keep: Bool[Array, "L B H C"]) -> tuple[Pools, Cache]:
-    return detach(without_slots(attach(pools, rest), keep))
+    return jax.tree.map(array, shapes, shardings_of(shapes, device))

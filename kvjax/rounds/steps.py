@@ -19,8 +19,8 @@ from jaxtyping import Array, Float, Int
 from kvjax.cache.buckets import BLOCK, NEW_TOKENS, block_of
 from kvjax.cache.cache import Cache
 from kvjax.cache.groups import rounded
-from kvjax.cache.page_sharding import PageSharding, gather_pages
-from kvjax.cache.pool import LayerCache, by_head, store, stored_rows
+from kvjax.cache.page_sharding import PageSharding
+from kvjax.cache.pool import LayerCache, by_head, gather_pages, store, stored_rows
 from kvjax.model.config import ModelConfig
 from kvjax.model.decoder import DecoderView
 from kvjax.model.rope import token_angles
@@ -44,6 +44,11 @@ class StagingBuffer:
 
     kv: Float[Array, "L 2 B H S D"]
     k_scale: Float[Array, "L B H D"] | None
+
+    def logical_axes(self) -> list[tuple[str | None, ...]]:
+        """Axes of its arrays on a mesh; devices that share a head have a block of its slots each."""
+        kv = (None, None, "batch", "kv_head", "slot")
+        return [kv] if self.k_scale is None else [kv, (None, "batch", "kv_head")]
 
 
 def empty_stage(shape: tuple[int, ...], dtype: Any, quantised: bool) -> StagingBuffer:

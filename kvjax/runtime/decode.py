@@ -9,22 +9,21 @@ per-layer tuples: measured 3.5 to 6 times faster on CPU than stacked caches unde
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.cache.cache import Cache, Pools, attach, detach
+from kvjax.cache.cache import Cache
 from kvjax.model.alibi import slopes
-from kvjax.model.decoder import Decoder, DecoderView
+from kvjax.model.decoder import DecoderView
 from kvjax.model.rope import apply_rope, token_angles
 from kvjax.policies.base import Step
 from kvjax.runtime.decode_attention import attend
 from kvjax.runtime.sampling import Sampling, log_probability, sample
 from kvjax.runtime.stopping import FOUND, StopTable
+from kvjax.sharding.compile import Device
 
 #: Tokens a compiled call has room for. How many of them it makes is traced.
 CHUNK = 64
@@ -142,23 +141,7 @@ def _record(
 
 
 def first_token(
-    cache: Cache, logits: Float[Array, "B V"], present: Bool[Array, "B V"], controls: Controls, *, logprobs: bool
-) -> DecodeState:
-    """Sample the first token from the prefill's logits; it stands in column 0 of ``tokens``."""
-    pools, rest = detach(cache)
-    state = _first_token(rest, logits, present, controls, logprobs=logprobs)
-    return dataclasses.replace(state, cache=attach(pools, state.cache))
-
-
-@functools.partial(jax.jit, static_argnames=("logprobs",))
-def _first_token(
-    cache: Cache, logits: Float[Array, "B V"], present: Bool[Array, "B V"], controls: Controls, *, logprobs: bool
-) -> DecodeState:
-    live = jnp.ones((cache.batch,), bool)
-    return begin(cache, logits, present, controls, live, logprobs=logprobs)
-
-
-def begin(
+    device: Device,
     cache: Cache,
     logits: Float[Array, "B V"],
     present: Bool[Array, "B V"],
@@ -167,7 +150,10 @@ def begin(
     *,
     logprobs: bool,
 ) -> DecodeState:
-    """:func:`first_token` without the pools, to be compiled; rows that are not ``live`` have ended from the start."""
+    """Sample the first token from the prefill's logits; it stands in column 0 of ``tokens``.
+
+    Rows that are not ``live`` have ended from the start. The cache may be without its keys and values.
+    """
     batch = cache.batch
     zeros = jnp.zeros((batch,), jnp.int32)
     state = DecodeState(
@@ -183,43 +169,18 @@ def begin(
 
 
 def decode_chunk(
-    params: Decoder, state: DecodeState, controls: Controls, steps: Int[Array, ""]
+    device: Device, params: DecoderView, state: DecodeState, controls: Controls, steps: Int[Array, ""]
 ) -> tuple[DecodeState, Int[Array, ""]]:
     """Generate up to ``steps`` (at most CHUNK) tokens a row; ends early when every row has ended.
 
-    The state's pools are donated: the state given is consumed.
+    Devices that hold different rows must take every step together, so on a mesh the loop's body agrees on its flags.
+    (One device reads them in the loop's condition: XLA's CPU compiler takes half as long again when the body hands them
+    on; measured for 30 layers and LagKV, 6.6 against 9.9 seconds.)
 
     Returns:
       The state, this call's tokens in columns ``0 .. n - 1``, and n.
     """
-    pools, rest = detach(state.cache)
-    pools, state, made = compiled_chunk(params, pools, dataclasses.replace(state, cache=rest), controls, steps)
-    return dataclasses.replace(state, cache=attach(pools, state.cache)), made
-
-
-@functools.partial(jax.jit, donate_argnames=("pools",))
-def compiled_chunk(
-    params: Decoder, pools: Pools, state: DecodeState, controls: Controls, steps: Int[Array, ""]
-) -> tuple[Pools, DecodeState, Int[Array, ""]]:
-    """:func:`decode_chunk` with the pools apart; public so that tests can read its memory analysis."""
-    return chunk(params, pools, state, controls, steps)
-
-
-def chunk(
-    params: DecoderView,
-    pools: Pools,
-    state: DecodeState,
-    controls: Controls,
-    steps: Int[Array, ""],
-    agree: Callable[[Bool[Array, ""]], Bool[Array, ""]] | None = None,
-) -> tuple[Pools, DecodeState, Int[Array, ""]]:
-    """:func:`compiled_chunk`, to be compiled; ``agree`` is true where a flag is true on any device of a mesh.
-
-    Devices that hold different rows must take every step together, so there the flags are agreed on in the loop's body.
-    (One device reads them in the loop's condition: XLA's CPU compiler takes half as long again when the body hands them
-    on; measured for 30 layers and LagKV, 6.6 against 9.9 seconds.)
-    """
-    state = dataclasses.replace(state, cache=attach(pools, state.cache))
+    agree = device.any_row
     policy, config = state.cache.policy, params.config
     state = dataclasses.replace(state, tokens=jnp.full_like(state.tokens, -1))
 
@@ -268,5 +229,4 @@ def chunk(
 
     body = maintain_then_step if policy.maintains else step
     made, state, _ = jax.lax.while_loop(lambda now: read(now)[0], body, carry(jnp.int32(0), state))
-    pools, rest = detach(state.cache)
-    return pools, dataclasses.replace(state, cache=rest), made
+    return state, made

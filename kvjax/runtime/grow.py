@@ -1,29 +1,20 @@
-"""Repacking a cache into the next new-token bucket, when a growing policy outlives its allocation."""
+"""Repacks a cache into the next new-token bucket, when a growing policy outlives its allocation."""
 
 from __future__ import annotations
 
-import functools
-
-import jax
-
 from kvjax.cache.cache import Cache, resize_layer
 from kvjax.cache.groups import rounded
-from kvjax.model.config import ModelConfig
 from kvjax.policies.base import page_capacities
+from kvjax.sharding.compile import Device
 
 
-@functools.partial(jax.jit, static_argnames=("config", "new_capacity"))
-def grow(cache: Cache, *, config: ModelConfig, new_capacity: int) -> Cache:
+def grow(device: Device, cache: Cache, *, new_capacity: int) -> Cache:
     """The same contents with room for ``new_capacity`` tokens decoded after the last prompt.
 
     No head shrinks, and none grows whose policy keeps the size that its first prompt gave it. Old and new pools are
     alive together while this runs.
     """
-    return grown(cache, config, new_capacity)
-
-
-def grown(cache: Cache, config: ModelConfig, new_capacity: int) -> Cache:
-    """:func:`grow`, to be compiled."""
+    config = device.local_config
     wanted = page_capacities(cache.policy, config, cache.prompt_capacity, new_capacity, cache.page_size)
     layers = []
     for i, (layer, pages) in enumerate(zip(cache.layers, wanted, strict=True)):

@@ -9,7 +9,6 @@ time follows the longest prompt and not its bucket.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -18,47 +17,23 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.cache.attention import kept_rows
 from kvjax.cache.buckets import block_of, keys_of
-from kvjax.cache.cache import Cache, Pools, attach, detach
+from kvjax.cache.cache import Cache
 from kvjax.cache.groups import parts, rounded
-from kvjax.cache.pool import layout_for
-from kvjax.cache.quantisation import MODEL, Storage
-from kvjax.errors import UsageError
+from kvjax.cache.quantisation import Storage
 from kvjax.model.alibi import query_bias
 from kvjax.model.config import ModelConfig
 from kvjax.model.decoder import Decoder, DecoderView, LayerView
 from kvjax.model.rope import Angles, apply_rope, token_angles
 from kvjax.policies.base import Policy, PromptChunk, page_capacities
+from kvjax.policies.empty_cache import empty_cache
 from kvjax.policies.full import Full
 from kvjax.policies.signals import PromptSignals
 from kvjax.runtime.signal_collector import PartialSignals, SignalCollector, signal_collector
+from kvjax.sharding.compile import Device
 from pallas_kernels.prefill import prefill
 from pallas_kernels.rows import Rows
 
 Pages = tuple[tuple[int, ...], ...]
-
-
-def empty_cache(
-    config: ModelConfig,
-    policy: Policy,
-    batch: int,
-    prompt_capacity: int,
-    new_capacity: int,
-    dtype: Any,
-    storage: Storage = MODEL,
-) -> Cache:
-    """An empty cache, allocated for prompts of ``prompt_capacity`` tokens and ``new_capacity`` decoded ones."""
-    if policy.offloads_rounds:
-        raise UsageError(
-            f"{type(policy).__name__} says where the rounds of a conversation are, and this takes a policy of tokens; "
-            "use it with kvjax.generate or kvjax.Chat."
-        )
-    page_size = layout_for(storage, config.head_dim).page_size
-    pages = page_capacities(policy, config, prompt_capacity, new_capacity, page_size)
-    layers = tuple(
-        policy.init_layer(config, layer, batch, pages[layer], dtype, storage) for layer in range(config.num_layers)
-    )
-    zeros = jnp.zeros((batch,), jnp.int32)
-    return Cache(layers, zeros, zeros, zeros - 1, policy, prompt_capacity, new_capacity)
 
 
 def read_layer(
@@ -204,45 +179,39 @@ def last_logits(params: DecoderView, x: Float[Array, "B T M"], count: Int[Array,
     return params.logits(jnp.take_along_axis(x, last, axis=1)[:, 0])
 
 
-@functools.partial(jax.jit, static_argnames=("policy", "prompt_capacity", "new_capacity", "dtype", "storage"))
 def prefill_fresh(
-    params: Decoder,
+    device: Device,
+    params: DecoderView,
     tokens: Int[Array, "B T"],
     count: Int[Array, " B"],
     total: Int[Array, " B"],
     *,
-    policy: Policy,
     prompt_capacity: int,
     new_capacity: int,
     dtype: Any,
-    storage: Storage = MODEL,
+    storage: Storage,
 ) -> tuple[Cache, Float[Array, "B V"]]:
     """Read prompts into a new cache.
 
     Args:
+      device: gives the policy, and allocates the cache.
       params: the model.
       tokens: token ids padded on the right to a bucket.
       count: tokens of each row; at least 1.
       total: tokens of each row's whole prompt, of which this may be the first chunk.
-      policy, prompt_capacity, new_capacity, dtype, storage: what stays and what is allocated for it; static.
+      prompt_capacity, new_capacity, dtype, storage: of the cache; static.
 
     Returns:
       The cache, and the logits after each row's last token (float32).
     """
-    cache = empty_cache(params.config, policy, tokens.shape[0], prompt_capacity, new_capacity, dtype, storage)
-    return read_fresh(params, cache, tokens, count, total)
-
-
-def read_fresh(
-    params: DecoderView, cache: Cache, tokens: Int[Array, "B T"], count: Int[Array, " B"], total: Int[Array, " B"]
-) -> tuple[Cache, Float[Array, "B V"]]:
-    """:func:`prefill_fresh` into a cache that was made for it."""
+    cache = device.empty(tokens.shape[0], prompt_capacity, new_capacity, dtype, storage)
     cache, x = _forward(params, cache, tokens, count, total, tuple(c.pages for c in cache.layers), fresh=True)
     return cache, last_logits(params, x, count)
 
 
 def prefill_onto(
-    params: Decoder,
+    device: Device,
+    params: DecoderView,
     cache: Cache,
     tokens: Int[Array, "B T"],
     count: Int[Array, " B"],
@@ -250,22 +219,12 @@ def prefill_onto(
     *,
     prompt_capacity: int,
     new_capacity: int,
-    consume: bool = False,
 ) -> tuple[Cache, Float[Array, "B V"]]:
-    """Read chunks or later turns onto a cache, which is then allocated for the given rooms; rows may have 0 tokens.
-
-    The cache given stays a value, unless ``consume``: then its buffers are donated, and reused where shapes allow.
-    """
-    old, rest = detach(cache)
-    pages = pages_onto(params.config, cache, prompt_capacity, new_capacity)
-    reusable = pages == tuple(layer.pages for layer in cache.layers)
-    run = _onto_consuming if consume and reusable else _onto
-    pools, rest, logits = run(
-        params, old, rest, tokens, count, total, prompt_capacity=prompt_capacity, new_capacity=new_capacity
-    )
-    if consume and not reusable:
-        jax.tree.map(lambda pool: pool.delete(), old)
-    return attach(pools, rest), logits
+    """Read chunks or later turns onto a cache, which then has the given capacities; rows may have 0 tokens."""
+    pages = pages_onto(device.local_config, cache, prompt_capacity, new_capacity)
+    cache, x = _forward(params, cache, tokens, count, total, pages, fresh=False)
+    cache = cache.replace(prompt_capacity=prompt_capacity, new_capacity=new_capacity)
+    return cache, last_logits(params, x, count)
 
 
 def pages_onto(config: ModelConfig, cache: Cache, prompt_capacity: int, new_capacity: int) -> Pages:
@@ -279,29 +238,6 @@ def pages_onto(config: ModelConfig, cache: Cache, prompt_capacity: int, new_capa
         return wanted
     # A bounded cache never shrinks: a shorter bucket's turn reuses what is allocated.
     return tuple(tuple(max(pair) for pair in zip(*layers, strict=True)) for layers in zip(old, wanted, strict=True))
-
-
-def read_onto(
-    params: DecoderView,
-    pools: Pools,
-    rest: Cache,
-    tokens: Int[Array, "B T"],
-    count: Int[Array, " B"],
-    total: Int[Array, " B"],
-    *,
-    prompt_capacity: int,
-    new_capacity: int,
-) -> tuple[Pools, Cache, Float[Array, "B V"]]:
-    """:func:`prefill_onto` with the pools apart, to be compiled."""
-    cache = attach(pools, rest)
-    pages = pages_onto(params.config, cache, prompt_capacity, new_capacity)
-    cache, x = _forward(params, cache, tokens, count, total, pages, fresh=False)
-    pools, rest = detach(cache.replace(prompt_capacity=prompt_capacity, new_capacity=new_capacity))
-    return pools, rest, last_logits(params, x, count)
-
-
-_onto = jax.jit(read_onto, static_argnames=("prompt_capacity", "new_capacity"))
-_onto_consuming = jax.jit(read_onto, static_argnames=("prompt_capacity", "new_capacity"), donate_argnames=("pools",))
 
 
 @jax.jit

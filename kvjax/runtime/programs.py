@@ -1,104 +1,116 @@
-"""The compiled programs a generation is made of, on one device or (``kvjax.sharding``) on a mesh."""
+"""The compiled programs of a generation, each declared once; :class:`Programs` runs them on one device or on a mesh."""
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+import dataclasses
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from kvjax.cache.cache import Cache
-from kvjax.cache.quantisation import Storage
+from kvjax.cache.quantisation import MODEL, Storage
 from kvjax.model.config import ModelConfig
 from kvjax.model.decoder import Decoder
 from kvjax.policies.base import Policy
 from kvjax.runtime.decode import Controls, DecodeState, decode_chunk, first_token
 from kvjax.runtime.grow import grow
-from kvjax.runtime.prefill import prefill_fresh, prefill_onto
+from kvjax.runtime.prefill import pages_onto, prefill_fresh, prefill_onto
+from kvjax.sharding.compile import ROW, SCALAR, Device, Program, device_of, put_pools, take_pools
+from kvjax.sharding.mesh import Mesh
 
 
-class Programs(Protocol):
-    """What a session calls; arrays of rows are NumPy's, [B] or [B, T], B as :meth:`rows` says."""
+def _empty(device: Device, arguments: Any, static: dict[str, Any]) -> Any:
+    return jax.eval_shape(lambda: device.empty(arguments[1].shape[0], **static)), ROW
+
+
+def _first(device: Device, arguments: Any, static: dict[str, Any]) -> DecodeState:
+    return jax.eval_shape(lambda *given: first_token(device, *given, **static), *arguments)
+
+
+PREFILL_FRESH = Program(prefill_fresh, _empty, ("prompt_capacity", "new_capacity", "dtype", "storage"))
+PREFILL_ONTO = Program(
+    prefill_onto, lambda device, arguments, static: (arguments[1], ROW), ("prompt_capacity", "new_capacity"), (1,)
+)
+#: Of a cache without its keys and values, which this does not touch.
+FIRST_TOKEN = Program(first_token, _first, ("logprobs",))
+DECODE_CHUNK = Program(decode_chunk, lambda device, arguments, static: (arguments[1], SCALAR), donates=(1,))
+GROW = Program(grow, lambda device, arguments, static: arguments[0], ("new_capacity",))
+
+
+@dataclasses.dataclass(frozen=True)
+class Programs:
+    """What a generation runs: the programs of a model on a mesh, or of any model on one device.
+
+    Arrays of rows are NumPy's, [B] or [B, T], B as :meth:`rows` says.
+
+    Attributes:
+      mesh: the devices, None for one. config: the model; None on one device.
+    """
+
+    mesh: Mesh | None = None
+    config: ModelConfig | None = None
+
+    def device(self, policy: Policy, config: ModelConfig | None = None) -> Device:
+        """The device that this policy's programs are compiled for."""
+        return device_of(self.mesh, self.config or config, policy)  # pyright: ignore[reportArgumentType]
 
     def rows(self, batch: int) -> int:
         """Rows to run for ``batch`` of them: the others are padding, which ends at once and is dropped."""
-        ...
+        return batch if self.mesh is None else self.mesh.rows(batch)
 
     def fresh(
         self,
         params: Decoder,
-        tokens: np.ndarray,
-        count: np.ndarray,
-        total: np.ndarray,
-        /,
-        *,
+        *read: np.ndarray,
         policy: Policy,
         prompt_capacity: int,
         new_capacity: int,
         dtype: Any,
-        storage: Storage,
+        storage: Storage = MODEL,
     ) -> tuple[Cache, jax.Array]:
-        """:func:`kvjax.runtime.prefill.prefill_fresh`."""
-        ...
+        """Read (tokens, count, total) into a new cache: :func:`kvjax.runtime.prefill.prefill_fresh`."""
+        sizes = {"prompt_capacity": prompt_capacity, "new_capacity": new_capacity, "dtype": dtype, "storage": storage}
+        return PREFILL_FRESH(self.device(policy, params.config), params, *read, **sizes)
 
     def onto(
         self,
         params: Decoder,
         cache: Cache,
-        tokens: np.ndarray,
-        count: np.ndarray,
-        total: np.ndarray,
-        /,
-        *,
+        *read: np.ndarray,
         prompt_capacity: int,
         new_capacity: int,
-        consume: bool,
+        consume: bool = False,
     ) -> tuple[Cache, jax.Array]:
-        """:func:`kvjax.runtime.prefill.prefill_onto`."""
-        ...
+        """Read (tokens, count, total) onto a cache: :func:`kvjax.runtime.prefill.prefill_onto`.
+
+        The cache stays a value, unless ``consume``: then its buffers are donated, and reused where shapes allow.
+        """
+        device = self.device(cache.policy, params.config)
+        capacities = {"prompt_capacity": prompt_capacity, "new_capacity": new_capacity}
+        pages = pages_onto(device.local_config, device.local(cache), **capacities)
+        given = (device, params, cache, *read)
+        return PREFILL_ONTO.onto(*given, cache=cache, pages=pages, consume=consume, **capacities)
 
     def first(
         self, cache: Cache, logits: jax.Array, present: np.ndarray, controls: Controls, *, logprobs: bool
     ) -> DecodeState:
         """:func:`kvjax.runtime.decode.first_token`; rows that ``present`` does not have are padding."""
-        ...
+        live = np.arange(cache.batch) < len(present)
+        present = np.pad(present, ((0, cache.batch - len(present)), (0, 0)))
+        pools, rest = take_pools(cache)
+        state = FIRST_TOKEN(self.device(cache.policy), rest, logits, present, controls, live, logprobs=logprobs)
+        return put_pools(pools, state)
 
     def chunk(
         self, params: Decoder, state: DecodeState, controls: Controls, steps: int
     ) -> tuple[DecodeState, jax.Array]:
-        """:func:`kvjax.runtime.decode.decode_chunk`."""
-        ...
+        """:func:`kvjax.runtime.decode.decode_chunk`; the state given is consumed."""
+        return DECODE_CHUNK(self.device(state.cache.policy, params.config), params, state, controls, np.int32(steps))
 
     def grow(self, cache: Cache, *, config: ModelConfig, new_capacity: int) -> Cache:
         """:func:`kvjax.runtime.grow.grow`."""
-        ...
+        return GROW(self.device(cache.policy, config), cache, new_capacity=new_capacity)
 
 
-class OneDevice:
-    """The programs of one device."""
-
-    def rows(self, batch: int) -> int:
-        return batch
-
-    def fresh(self, params: Decoder, *read: np.ndarray, **options: Any) -> tuple[Cache, jax.Array]:
-        return prefill_fresh(params, *map(jnp.asarray, read), **options)
-
-    def onto(self, params: Decoder, cache: Cache, *read: np.ndarray, **options: Any) -> tuple[Cache, jax.Array]:
-        return prefill_onto(params, cache, *map(jnp.asarray, read), **options)
-
-    def first(
-        self, cache: Cache, logits: jax.Array, present: np.ndarray, controls: Controls, *, logprobs: bool
-    ) -> DecodeState:
-        return first_token(cache, logits, jnp.asarray(present), controls, logprobs=logprobs)
-
-    def chunk(
-        self, params: Decoder, state: DecodeState, controls: Controls, steps: int
-    ) -> tuple[DecodeState, jax.Array]:
-        return decode_chunk(params, state, controls, jnp.asarray(np.int32(steps)))
-
-    def grow(self, cache: Cache, *, config: ModelConfig, new_capacity: int) -> Cache:
-        return grow(cache, config=config, new_capacity=new_capacity)
-
-
-ONE_DEVICE = OneDevice()
+ONE_DEVICE = Programs()

@@ -36,6 +36,10 @@ class StopTable:
     next_state: Int[Array, "S V"]
     ids: Int[Array, " N"]
 
+    def logical_axes(self) -> list[tuple[str | None, ...]]:
+        """Every device of a mesh has all of it."""
+        return [(), ()]
+
 
 def check_stop_strings(stop: Sequence[str]) -> None:
     """Refuse stop strings that would need too large a table."""

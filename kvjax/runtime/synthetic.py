@@ -15,9 +15,10 @@ from kvjax.cache.quantisation import MODEL, Storage
 from kvjax.model.config import ModelConfig
 from kvjax.model.decoder import Decoder
 from kvjax.policies.base import Policy, PromptChunk
+from kvjax.policies.empty_cache import empty_cache
 from kvjax.policies.signals import Mass, PromptSignals, QueryStats
-from kvjax.runtime.decode import CHUNK, Controls, DecodeState, decode_chunk
-from kvjax.runtime.prefill import empty_cache
+from kvjax.runtime.decode import CHUNK, Controls, DecodeState
+from kvjax.runtime.programs import ONE_DEVICE
 from kvjax.runtime.sampling import Sampling
 from kvjax.runtime.stopping import stop_table
 
@@ -101,7 +102,7 @@ def run_steps(params: Decoder, state: DecodeState, controls: Controls, steps: in
       ``(state, seconds a step)``.
     """
     start = time.perf_counter()
-    state, _ = jax.block_until_ready(decode_chunk(params, state, controls, jnp.int32(steps)))
+    state, _ = jax.block_until_ready(ONE_DEVICE.chunk(params, state, controls, steps))
     return state, (time.perf_counter() - start) / steps
 
 

@@ -14,9 +14,9 @@ from typing import Any
 from kvjax.checkpoints.digest import weights_digest
 from kvjax.checkpoints.load import LanguageModel
 from kvjax.errors import UsageError
+from kvjax.policies import registry
 from kvjax.policies.base import Policy
 from kvjax.policies.profile import HeadProfile, ModelShape, ScopeProfile, WatershedProfile
-from kvjax.policies.registry import registry
 from kvjax.policies.split_cache import SplitCache
 
 #: Of the form that is written. A file of a later version is refused; an earlier one is read as long as this says how.

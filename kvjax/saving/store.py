@@ -34,7 +34,7 @@ from kvjax.saving.rounds import (
     restored_rounds,
     shapes_of_rounds,
 )
-from kvjax.sharding.run import adopt
+from kvjax.sharding.adopt import adopt
 
 _KIND = "kvjax cache"
 

@@ -21,12 +21,14 @@ import dataclasses
 import functools
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Bool
 
 from kvjax.cache.cache import Cache
 from kvjax.cache.groups import HeadGroups, Layer, parts, with_parts
-from kvjax.cache.page_sharding import PageSharding, local_shard
-from kvjax.cache.pool import layout_for
+from kvjax.cache.page_sharding import PageSharding
+from kvjax.cache.pool import layout_for, local_shard
 from kvjax.cache.quantisation import Storage
 from kvjax.model.config import ModelConfig
 from kvjax.policies.base import Policy, page_capacities
@@ -107,6 +109,20 @@ class Partition:
         """The model as a device sees it in this layer: with the heads that it has there."""
         heads = sum(group.count for group in self.groups(layer))
         return self.config if heads == self.config.num_kv_heads else with_heads(self.config, heads)
+
+    @property
+    def local_config(self) -> ModelConfig:
+        """The model as a device sees it, where it does not matter in which layer."""
+        return self.config_of(0)
+
+    @property
+    def head_sharding(self) -> PageSharding:
+        """How all of a layer's heads are divided, where they are alike."""
+        return head_sharding(self.mesh, self.config)
+
+    def any_row(self, flag: Bool[Array, ""]) -> Bool[Array, ""]:
+        """Whether a flag is true on any device of the data axis; inside ``jax.shard_map`` only."""
+        return jax.lax.pmax(flag.astype(jnp.int32), "data") > 0
 
     @property
     def widest(self) -> ModelConfig:

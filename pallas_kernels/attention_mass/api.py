@@ -1,8 +1,7 @@
-"""``log_sum_exp`` and ``attention_mass``: the two passes over the keys that a set of queries' attention needs."""
+"""``log_sum_exp`` and ``attention_mass``: two passes over the keys that sum a set of queries' attention by key."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -10,36 +9,17 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import checks, dispatch
-from pallas_kernels.attention_mass.problem import Counting, Masses, Problem
+from pallas_kernels.attention_mass.mass_problem import Counting, Masses, Problem
 from pallas_kernels.rows import Bias, Rows
 from pallas_kernels.softmax import per_row
 
-#: Keys that the XLA form reads at once, where the caller does not say.
+#: Keys that the XLA form reads at once by default.
 BLOCK = 256
 
 
-def _from(name: str, function: str) -> Callable[..., Any]:
-    """The function of one implementation's module, imported when it is tried: a CPU never loads a GPU's compiler."""
-
-    def run(*args: Any, **options: Any) -> Any:
-        if name == "tpu":
-            from pallas_kernels.attention_mass import tpu as module
-        elif name == "triton":
-            from pallas_kernels.attention_mass import triton as module
-        else:
-            from pallas_kernels.attention_mass import xla as module
-        return getattr(module, function)(*args, **options)
-
-    return run
-
-
-def _implementations(function: str) -> Mapping[str, Callable[..., Any]]:
-    return {name: _from(name, function) for name in ("tpu", "triton", "xla")}
-
-
-LOG_SUM_EXP = _implementations("log_sum_exp")
-ATTENTION_MASS = _implementations("attention_mass")
-ORDER = {"tpu": ("tpu",), "gpu": ("triton",)}
+_ORDER = {"tpu": ("tpu",), "gpu": ("triton",)}
+LOG_SUM_EXP = dispatch.Implementations("log_sum_exp", "pallas_kernels.attention_mass", "log_sum_exp", _ORDER)
+ATTENTION_MASS = dispatch.Implementations("attention_mass", "pallas_kernels.attention_mass", "attention_mass", _ORDER)
 
 
 def log_sum_exp(
@@ -54,30 +34,30 @@ def log_sum_exp(
     implementation: str | None = None,
     **options: Any,
 ) -> Float[Array, "B H G N"]:
-    """Log-sum-exp of each query's scores ``scale q . k + bias`` over the keys it sees: a softmax's normaliser.
+    """Log-sum-exp of each query's scores ``scale q . k + bias`` over the keys it attends to: a softmax's normaliser.
 
-    Query i of a row sees keys ``j <= offset + i`` and every valid kept row.
+    Query i of a row attends to keys ``j <= offset + i`` and every valid kept row.
 
     Args:
-      q: after rotary, grouped by KV head. k: after rotary; what no query sees must be finite.
-      offset: int32, the index of each row's query 0 among the keys; traced, so that a chunk's place does not recompile.
-        Negative where a row is shorter than N: queries at negative places see no key.
+      q: after rotary embedding, grouped by KV head. k: likewise; finite everywhere, also where no query attends.
+      offset: int32, the index of each row's query 0 among the keys; traced, so that another offset compiles nothing.
+        Negative where a row is shorter than N: queries at negative positions attend to no key.
       scale: multiplies q . k; may differ by row.
-      kept: rows from before, seen by all queries; their block size is their own.
-      bias: of some keys' places; group-major queries. None, as for every model without ALiBi, is what kernels can do.
+      kept: rows from earlier tokens, which all queries attend to; they have a block size of their own.
+      bias: bias of scores by key positions (ALiBi), for group-major queries. Only "xla" takes one.
       block: keys the XLA form reads at once; divides T.
       implementation: the only one to try; by default the platform's in order, "xla" last.
-      options: of one implementation: ``config`` (block sizes), ``interpret``.
+      options: options of the implementation that is named: ``config`` (block sizes), ``interpret``.
 
     Returns:
-      float32; ``NEG`` for a query that sees nothing.
+      float32; ``NEG`` for a query that attends to nothing.
 
     Raises:
-      ValueError: an argument of another shape or type, or some that do not belong together.
+      ValueError: an argument of another shape or type, or some that contradict each other.
       NotImplementedError: the implementation that was named cannot do this.
     """
     problem = _problem(q, k, offset, scale, kept, bias, block)
-    return dispatch.run("log_sum_exp", LOG_SUM_EXP, ORDER, implementation, problem, **options)
+    return LOG_SUM_EXP.run(implementation, problem, **options)
 
 
 def attention_mass(
@@ -99,16 +79,16 @@ def attention_mass(
 
     Over the last W queries of a row it is an observation window's mass (SnapKV, Li et al., arXiv 2404.14469,
     equation 1); over all of them the column sums of attention (H2O, Zhang et al., arXiv 2306.14048), which are
-    additive over chunks of queries: give what was found so far as ``onto``.
+    additive over chunks of queries: pass the sums of earlier chunks as ``onto``.
 
     Args:
-      lse: of each query over all the keys it sees, from :func:`log_sum_exp` or the attention itself.
-      weight: of each query, at least 0; 0 for those that do not count, all 1 if None.
-      onto: masses that are added to; its buffers can be reused.
+      lse: log-sum-exp of each query's scores, from :func:`log_sum_exp` or the attention itself.
+      weight: factor of each query, at least 0; 0 for those that do not count, all 1 if None.
+      onto: masses that these are added to; its buffers can be reused.
       The others as in :func:`log_sum_exp`.
 
     Raises:
-      ValueError: an argument of another shape or type, or some that do not belong together.
+      ValueError: an argument of another shape or type, or some that contradict each other.
       NotImplementedError: the implementation that was named cannot do this.
     """
     problem = _problem(q, k, offset, scale, kept, bias, block)
@@ -124,7 +104,7 @@ def attention_mass(
         onto = jax.tree.map(lambda x: x.astype(jnp.float32), onto)
     lse, weight = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), (lse, weight))
     counting = Counting(lse, weight, onto)
-    return dispatch.run("attention_mass", ATTENTION_MASS, ORDER, implementation, problem, counting, **options)
+    return ATTENTION_MASS.run(implementation, problem, counting, **options)
 
 
 def _problem(q: Any, k: Any, offset: Any, scale: Any, kept: Any, bias: Any, block: int | None) -> Problem:

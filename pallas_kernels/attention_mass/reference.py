@@ -1,15 +1,15 @@
-"""The operation as its docstring says it, in NumPy, with every score at once; for tests."""
+"""NumPy reference that computes every score at once; for tests."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from pallas_kernels.attention_mass.problem import Counting, Problem
+from pallas_kernels.attention_mass.mass_problem import Counting, Problem
 from pallas_kernels.softmax import NEG, NOTHING
 
 
 def scores(p: Problem) -> tuple[np.ndarray, np.ndarray | None]:
-    """[B, H, G, N, T] scores of the keys and [B, H, G, N, C] of the kept rows, NEG where a query does not see them."""
+    """[B, H, G, N, T] scores of the keys and [B, H, G, N, C] of the kept rows, NEG where masked."""
     count, tokens = p.q.shape[3], p.k.shape[2]
     last = np.asarray(p.offset)[:, None] + np.arange(count)
     new = _products(p, p.k, np.arange(tokens)[None, None])
@@ -52,8 +52,8 @@ def attention_mass(p: Problem, c: Counting) -> tuple[np.ndarray, np.ndarray | No
     def summed(s: np.ndarray | None, onto) -> np.ndarray | None:
         if s is None:
             return None
-        share = np.where(s > NOTHING, np.exp(np.minimum(s - lse, 0)), 0)
-        return (share * weight).sum(axis=3) + (0 if onto is None else np.asarray(onto))
+        attention = np.where(s > NOTHING, np.exp(np.minimum(s - lse, 0)), 0)
+        return (attention * weight).sum(axis=3) + (0 if onto is None else np.asarray(onto))
 
     new, kept = scores(p)
     onto = (None, None) if c.onto is None else c.onto

@@ -1,8 +1,8 @@
-"""On TPUs, in Pallas: both passes read every key once, and only up to the diagonal.
+"""Pallas TPU kernels: both passes read every key once, and only up to the diagonal.
 
-The grid's axis over keys is as long as the furthest query needs, a traced number. See
+The grid's axis over keys has a traced length, as long as the last query needs. See
 :mod:`pallas_kernels.attention_mass.tpu_log_sum_exp` and :mod:`pallas_kernels.attention_mass.tpu_mass`, and for keys in
-float32 :mod:`pallas_kernels.tpu_float32`.
+float32 :mod:`pallas_kernels.tpu.float32_scores`.
 """
 
 from __future__ import annotations
@@ -13,53 +13,54 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pallas_kernels import tpu_tiles, tuned
+from pallas_kernels import tuned
 from pallas_kernels.attention_mass import tpu_log_sum_exp, tpu_mass, xla
-from pallas_kernels.attention_mass.problem import Counting, Masses, Problem
+from pallas_kernels.attention_mass.mass_problem import Counting, Masses, Problem
 from pallas_kernels.softmax import merge_log
-from pallas_kernels.tpu_tiles import Config, Tiles
+from pallas_kernels.tpu import tiles
+from pallas_kernels.tpu.tiles import Config, Tiles
 
-#: Keys whose scores are multiplied at once for the mass; of more there would not be registers enough.
+#: Keys whose scores are computed together for the mass; more would spill registers.
 _PART = 256
 
 
 def log_sum_exp(p: Problem, *, config: Config | None = None, interpret: Any = False) -> Float[Array, "B H G N"]:
-    """See :func:`pallas_kernels.attention_mass.log_sum_exp`; the kept rows' part is XLA's."""
+    """See :func:`pallas_kernels.attention_mass.log_sum_exp`; kept rows are handled in XLA."""
     _check(p)
     sizes = config or tuned.config("log_sum_exp.tpu", p, Config)
-    whole, rest = _parted(p, sizes)
-    found = [] if not whole else [tpu_log_sum_exp.call(p, tpu_log_sum_exp.tiles(p, sizes, whole), interpret)]
+    whole, rest = _whole_and_rest(p, sizes)
+    found = [] if not whole else [tpu_log_sum_exp.call(p, tpu_log_sum_exp.tiling(p, sizes, whole), interpret)]
     if rest is not None:
-        t = tpu_log_sum_exp.tiles(rest, config or tuned.config("log_sum_exp.tpu", rest, Config))
+        t = tpu_log_sum_exp.tiling(rest, config or tuned.config("log_sum_exp.tpu", rest, Config))
         found.append(tpu_log_sum_exp.call(rest, t, interpret)[..., : t.count])
     lse = jnp.concatenate(found, axis=3)
     return lse if p.kept is None else merge_log(lse, xla.kept_log_sum_exp(p))
 
 
 def attention_mass(p: Problem, c: Counting, *, config: Config | None = None, interpret: Any = False) -> Masses:
-    """See :func:`pallas_kernels.attention_mass.attention_mass`; the kept rows' part is XLA's."""
+    """See :func:`pallas_kernels.attention_mass.attention_mass`; kept rows are handled in XLA."""
     _check(p)
     sizes = config or tuned.config("attention_mass.tpu", p, Config)
-    whole, rest = _parted(p, sizes)
+    whole, rest = _whole_and_rest(p, sizes)
     t = mass_tiles(p, sizes, whole or None)
     tokens = p.k.shape[2]
     new = jnp.zeros((*p.q.shape[:3], tokens), jnp.float32) if c.onto is None else c.onto.new
-    new = tpu_tiles.padded(new, 3, t.keys)
+    new = tiles.padded(new, 3, t.keys)
     if whole:
         new = tpu_mass.call(p, c.of(slice(0, whole)), t, new, interpret)
     if rest is not None:
         t = mass_tiles(rest, config or tuned.config("attention_mass.tpu", rest, Config))
-        new = tpu_mass.call(rest, c.of(slice(whole, None)), t, tpu_tiles.padded(new, 3, t.keys), interpret)
+        new = tpu_mass.call(rest, c.of(slice(whole, None)), t, tiles.padded(new, 3, t.keys), interpret)
     return Masses(new[..., :tokens], None if p.kept is None else xla.kept_mass(p, c))
 
 
 def mass_tiles(p: Problem, config: Config | None, count: int | None = None) -> Tiles:
-    """Of the first ``count`` queries, all by default; the parts are the kernel's own."""
+    """Blocks of the first ``count`` queries, all by default, in parts of the mass kernel's own size."""
     return Tiles.of(p.q, p.k, config, _PART, count)
 
 
-def _parted(p: Problem, config: Config | None) -> tuple[int, Problem | None]:
-    """How many queries are whole blocks, and the problem of the others: all of them padded would be a copy of them."""
+def _whole_and_rest(p: Problem, config: Config | None) -> tuple[int, Problem | None]:
+    """Number of queries in whole blocks, and the problem of the rest: padding all queries would copy them."""
     block, count = Tiles.of(p.q, p.k, config).queries, p.q.shape[3]
     whole = count // block * block
     if whole == count:
@@ -69,4 +70,4 @@ def _parted(p: Problem, config: Config | None) -> tuple[int, Problem | None]:
 
 def _check(p: Problem) -> None:
     if p.bias is not None:
-        raise NotImplementedError("The TPU kernels know no bias that depends on places (ALiBi).")
+        raise NotImplementedError("The TPU kernels have no bias by positions (ALiBi).")

@@ -1,10 +1,10 @@
 """The first pass on TPUs: the log-sum-exp of every query.
 
-* A block's scores are computed in parts of 512 keys; the running maximum and sum of each, in 128 lanes apart, meet in
-  the last block.
-* They are written to memory as they leave the product, and read again for the weights a turn later, while that turn's
-  products run: what waits for exponentials holds no registers that the products need.
-* Masks are compared and selected in the first block and in those that the diagonal crosses.
+* A block's scores are computed in parts of 512 keys. Each part keeps a running maximum and sum per lane; they are
+  merged in the last block.
+* Scores are written to VMEM as they leave the matrix units, and read again for their weights one grid step later,
+  while that step's products run: scores that wait for exponentials hold no registers that the products need.
+* Masks are applied in the first block and in those that the diagonal crosses.
 """
 
 from __future__ import annotations
@@ -19,46 +19,46 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
-from pallas_kernels import tpu_float32, tpu_tiles
-from pallas_kernels.attention_mass.problem import Problem
+from pallas_kernels.attention_mass.mass_problem import Problem
 from pallas_kernels.softmax import LOG2E, NEG, NOTHING
-from pallas_kernels.tpu_tiles import LANES, SUBLANES, Config, Tiles
+from pallas_kernels.tpu import float32_scores, tiles
+from pallas_kernels.tpu.tiles import LANES, SUBLANES, Config, Tiles
 
-#: Rows of queries that are measured together where products are faster than what becomes of them, and how many rows of
-#: the unit before may not be measured yet when a row is multiplied: see ``_held_back``.
+#: Where products are faster than the work on their scores: rows of queries in a unit, and how many rows of the unit
+#: before may still wait for their peaks when a row is multiplied; see ``_held_back``.
 _UNIT, _BEHIND = 256, 32
-#: Rows of float32 queries that are multiplied together at most.
+#: Most rows of float32 queries that are multiplied together.
 _ROWS = 1024
 
 
-def tiles(p: Problem, config: Config | None, count: int | None = None) -> Tiles:
-    """Of the first ``count`` queries.
+def tiling(p: Problem, config: Config | None, count: int | None = None) -> Tiles:
+    """Blocks of the first ``count`` queries.
 
-    In parts of so few keys that what comes out of the matrix units in several rounds is not many registers.
+    Where the matrix units take several passes over the channels, parts have few keys: partial sums wait in registers.
     """
-    unit = tpu_tiles.matrix_unit()
+    unit = tiles.matrix_unit()
     rounds = p.k.dtype == jnp.float32 or p.q.shape[4] > max(LANES, unit)
     return Tiles.of(p.q, p.k, config, 2 * unit if rounds else None, count)
 
 
 def _held_back(q: Float[Array, "M D"], gathered: Float[Array, "M 128"], measured: Any) -> Float[Array, "M D"]:
-    """The queries, not to be multiplied long before what becomes of their scores.
+    """Make products of ``q`` depend on earlier work, so that the compiler does not schedule them too early.
 
-    Products are the faster on some chips; left alone they are soon hundreds of results ahead, which are spilled. So 64
-    queries wait for their old scores to be gathered, as the new ones take their place, and for queries before them to
-    be measured. What they wait with is a zero that the compiler does not know to be one, added to the first of them:
-    a sum of weights where it is below 0.
+    On chips whose products are faster than the work on their scores, products would soon be hundreds of results ahead,
+    which spill. So 64 queries at a time wait until their old scores are gathered, whose place the new ones take, and
+    until earlier queries have their peaks. The dependency is a zero that the compiler cannot know to be one, added to
+    the first of the queries: a sum of weights where it is below 0, else 0.
     """
     found = []
-    for rows in tpu_tiles.steps(q.shape[0], 64):
+    for rows in tiles.steps(q.shape[0], 64):
         least = gathered[rows.start : rows.start + SUBLANES]
         before = min(rows.start - _BEHIND, (0 if measured is None else measured.shape[0]) - SUBLANES)
         if before >= 0:
             least = jnp.minimum(least, measured[before : before + SUBLANES])
-        # Not the lesser of it and 0: one query's NaN would be another's.
+        # Selected, not the minimum with 0, which would carry one query's NaN to another.
         zero = jnp.where(least < 0, least, jnp.float32(0))
         held = min(rows.start + 2 * SUBLANES, rows.stop)
-        zeros = tpu_tiles.across(jnp.concatenate([zero, zero]).astype(q.dtype), q.shape[1])
+        zeros = tiles.across(jnp.concatenate([zero, zero]).astype(q.dtype), q.shape[1])
         found.append(q[rows.start : held] + zeros)
         if held < rows.stop:
             found.append(q[held : rows.stop])
@@ -66,7 +66,7 @@ def _held_back(q: Float[Array, "M D"], gathered: Float[Array, "M 128"], measured
 
 
 class _Strip(NamedTuple):
-    """Rows of a block of queries: of some heads all, or some of one head's."""
+    """Rows of a block: all queries of some heads, or some queries of one head."""
 
     heads: slice
     queries: slice
@@ -74,12 +74,12 @@ class _Strip(NamedTuple):
 
 
 def _strips(t: Tiles, most: int) -> list[_Strip]:
-    """A block's queries, at most so many rows at once."""
+    """Split a block's queries into strips of at most ``most`` rows."""
     group = t.shape[2]
     count = t.heads_in(most)
     found = []
-    for heads in tpu_tiles.steps(group, count):
-        for queries in tpu_tiles.steps(t.queries, t.queries if count > 1 else most):
+    for heads in tiles.steps(group, count):
+        for queries in tiles.steps(t.queries, t.queries if count > 1 else most):
             start, rows = heads.start * t.queries + queries.start, count * (queries.stop - queries.start)
             found.append(_Strip(heads, queries, slice(start, start + rows)))
     return found
@@ -91,11 +91,11 @@ def _whole(t: Tiles) -> _Strip:
 
 @dataclasses.dataclass(frozen=True)
 class _Block:
-    """A block's queries in memory: scores of the keys measured last, and per part and in 128 lanes what came before.
+    """State of a block of queries, in VMEM: the last scores, and a running softmax per part and lane.
 
     Attributes:
-      score: [parts, G, N, part]. peak: [parts, rows, 128], the largest score so far. shrink: what sums before it are
-        to be lowered by. mass: the sum of weights but for the scores measured last.
+      score: [parts, G, N, part], scores against the last block of keys. peak: [parts, rows, 128], the largest so far.
+      shrink: factor that rescales earlier sums to the new peak. mass: sum of weights without the last scores'.
     """
 
     t: Tiles
@@ -105,11 +105,12 @@ class _Block:
     mass: Any
 
     def clear(self) -> None:
+        """Start a running softmax over no keys."""
         self.peak[...] = jnp.full_like(self.peak, jnp.float32(NEG))
         self.mass[...] = jnp.zeros_like(self.mass)
 
     def lift(self, part: int, rows: Any, found: list[Array]) -> Array:
-        """The peaks, where higher scores were found; what their sums are to be lowered by."""
+        """Raise the peaks to the largest scores in ``found``; returns the factor that rescales their sums."""
         before = self.peak[part, rows]
         higher = functools.reduce(jnp.maximum, found, before)
         lower = jnp.exp2(before - higher)
@@ -117,24 +118,25 @@ class _Block:
         return lower
 
     def lift_rows(self, _: Any, __: Any, rows: Any) -> None:
-        """By the largest scores of every part, which lie where ``shrink`` will."""
+        """Raise the peaks of every part to its largest scores, which ``shrink`` holds until then."""
         for part in range(self.t.parts):
             self.lift(part, rows, [self.shrink[part, rows]])
 
     def gather(self, part: int, at: _Strip) -> Array:
-        """The weights of the scores measured last, added to the sum of those before."""
-        scores = tpu_tiles.lanes(self.score[part, at.heads, at.queries].reshape(-1, self.t.part))
+        """Add the weights of the last scores to the sum; returns the new sum."""
+        scores = tiles.lanes(self.score[part, at.heads, at.queries].reshape(-1, self.t.part))
         weights = [jnp.exp2(x - self.peak[part, at.rows]) for x in scores]
         found = self.mass[part, at.rows] * self.shrink[part, at.rows] + functools.reduce(jnp.add, weights)
         self.mass[part, at.rows] = found
         return found
 
     def gather_all(self) -> None:
+        """:meth:`gather` for all parts and rows."""
         for part in range(self.t.parts):
             self.gather(part, _whole(self.t))
 
     def meet(self, _: Any, __: Any, rows: Any) -> None:
-        """The log-sum-exp, of all parts and lanes, in the first part's sums."""
+        """Merge all parts and lanes to the log-sum-exp, stored in the place of the first part's sums."""
         parts = range(self.t.parts)
         higher = functools.reduce(jnp.maximum, [self.peak[part, rows] for part in parts])
         top = jnp.broadcast_to(higher.max(axis=1, keepdims=True), higher.shape)
@@ -151,9 +153,9 @@ def _kernel(offset, factor, q, k, out, score, peak, shrink, mass, *float32, t: T
     first_query = offset[b * group] + first
     last = block == pl.num_programs(3) - 1
     rows = _Block(t, score, peak, shrink, mass)
-    products: Any = tpu_float32.Products(t, float32[0], float32[1], score) if float32 else None
-    # Where products are faster than what becomes of them.
-    fast = tpu_tiles.matrix_unit() > LANES
+    products: Any = float32_scores.Products(t, float32[0], float32[1], score) if float32 else None
+    # Products are faster than the work on their scores.
+    fast = tiles.matrix_unit() > LANES
 
     @pl.when(block == 0)
     def _():
@@ -162,24 +164,24 @@ def _kernel(offset, factor, q, k, out, score, peak, shrink, mass, *float32, t: T
             products.take_queries(q, factor[b])
 
     def measure(part: int, at: _Strip, masked: bool, hold_back: Any = None) -> Array | None:
-        """A part's scores, and the peaks with them; if ``masked`` on fast products the peaks wait for ``lift_rows``."""
+        """Compute and store a part's scores and raise the peaks, which on fast chips ``lift_rows`` does if masked."""
         if products:
             scores = products.last(at.heads, at.queries, part).reshape(-1, t.part)
         else:
             queries = q[at.heads, at.queries]
             if hold_back is not None:
                 queries = _held_back(queries.reshape(-1, queries.shape[-1]), *hold_back)[None]
-            scores = tpu_tiles.scores(queries, t.keys_of(k, part), t.columns) * factor[b]
+            scores = tiles.scores(queries, t.keys_of(k, part), t.columns) * factor[b]
         if masked:
-            # Masked weights need no zeros: where a lane has seen no score they are exp2(0), and go with its first.
+            # Masked weights need no zeros: a lane without a score sums exp2(0), and its first real peak removes it.
             ahead = first + jnp.int32(at.queries.start) - first_key - jnp.int32(part * t.part)
             heads = range(at.heads.start, at.heads.stop)
-            scores = tpu_tiles.masked(scores, [offset[b * group + g] + ahead for g in heads])
+            scores = tiles.masked(scores, [offset[b * group + g] + ahead for g in heads])
         score[part, at.heads, at.queries] = scores.reshape(-1, at.queries.stop - at.queries.start, t.part)
         if masked and fast:
-            shrink[part, at.rows] = functools.reduce(jnp.maximum, tpu_tiles.lanes(scores))
+            shrink[part, at.rows] = functools.reduce(jnp.maximum, tiles.lanes(scores))
             return None
-        return rows.lift(part, at.rows, tpu_tiles.lanes(scores))
+        return rows.lift(part, at.rows, tiles.lanes(scores))
 
     def measure_all(at: _Strip, masked: bool) -> None:
         for part in range(t.parts):
@@ -202,33 +204,34 @@ def _kernel(offset, factor, q, k, out, score, peak, shrink, mass, *float32, t: T
     crossed = jnp.logical_and(live, jnp.logical_not(below))
     strips = _strips(t, _ROWS if products else t.rows)
     if products:
-        tpu_tiles.apart(jnp.logical_and(live, block > 0), rows.gather_all)
+        tiles.scheduling_barrier(jnp.logical_and(live, block > 0), rows.gather_all)
         pl.when(live)(functools.partial(products.take_keys, k))
         for chunk in products.first_chunks():
-            tpu_tiles.apart(live, functools.partial(add, chunk))
+            tiles.scheduling_barrier(live, functools.partial(add, chunk))
         for at in strips:
-            tpu_tiles.apart(below, functools.partial(measure_all, at, masked=False))
+            tiles.scheduling_barrier(below, functools.partial(measure_all, at, masked=False))
     else:
-        tpu_tiles.apart(below, gather_and_measure)
-        tpu_tiles.apart(jnp.logical_and(crossed, block > 0), rows.gather_all)
+        tiles.scheduling_barrier(below, gather_and_measure)
+        tiles.scheduling_barrier(jnp.logical_and(crossed, block > 0), rows.gather_all)
     for at in strips:
-        tpu_tiles.apart(crossed, functools.partial(measure_all, at, masked=True))
+        tiles.scheduling_barrier(crossed, functools.partial(measure_all, at, masked=True))
     if fast:
-        tpu_tiles.each_strip(t, crossed, rows.lift_rows, 32)
-    tpu_tiles.apart(last, rows.gather_all)
-    tpu_tiles.each_strip(t, last, rows.meet, 32)
-    pl.when(last)(lambda: tpu_tiles.store_by_head(out, mass[0]))
+        tiles.each_strip(t, crossed, rows.lift_rows, 32)
+    tiles.scheduling_barrier(last, rows.gather_all)
+    tiles.each_strip(t, last, rows.meet, 32)
+    pl.when(last)(lambda: tiles.store_by_head(out, mass[0]))
 
 
 def _memory(t: Tiles, itemsize: int) -> int | None:
-    """VMEM to ask for: scores, peaks and sums, and blocks in flight."""
+    """VMEM limit for scores, peaks, sums and blocks in flight."""
     scratch = 4 * t.rows * (t.keys + 3 * t.parts * LANES)
     if itemsize == 4:
-        scratch += tpu_float32.scratch_bytes(tpu_float32.parts_scratch(t))
-    return tpu_tiles.vmem_limit(scratch + 2 * itemsize * max(t.shape[4], LANES) * (t.rows + t.keys))
+        scratch += float32_scores.scratch_bytes(float32_scores.parts_scratch(t))
+    return tiles.vmem_limit(scratch + 2 * itemsize * max(t.shape[4], LANES) * (t.rows + t.keys))
 
 
 def call(p: Problem, t: Tiles, interpret: Any) -> Float[Array, "B H G N"]:
+    """Run the kernel over the queries of ``t``."""
     batch, heads, group, _, dim = t.shape
 
     def key_block(b, h, i, block, offset, *_):
@@ -245,7 +248,7 @@ def call(p: Problem, t: Tiles, interpret: Any) -> Float[Array, "B H G N"]:
         scratch_shapes=[
             pltpu.VMEM((t.parts, group, t.queries, t.part), jnp.float32),
             *[pltpu.VMEM((t.parts, t.rows, LANES), jnp.float32)] * 3,
-            *(tpu_float32.parts_scratch(t) if p.k.dtype == jnp.float32 else ()),
+            *(float32_scores.parts_scratch(t) if p.k.dtype == jnp.float32 else ()),
         ],
     )
     out = jax.ShapeDtypeStruct(t.shape[:4], jnp.float32)

@@ -1,12 +1,12 @@
 """The second pass on TPUs: the mass of every key.
 
-* XLA turns the normalisers so that a block's queries lie along the sublanes, as scores have them; the kernel spreads a
-  lane of them over the others, while the first products of a block below the diagonal run.
-* The queries of a group are one matrix product; the mass is summed a head apart, in 8 sublanes until the last block.
-* Masks are compared and selected in blocks that the diagonal crosses only, in a loop that ends at the diagonal, whose
-  turn takes few enough scores that they and their masks fit the registers. There each head is a product, and compares
-  by a copy of the offset of its own: masks of one head would be kept for the next.
-* A block's scores are computed in parts of 256 keys and used as they leave the product.
+* XLA transposes the normalisers so that a block's queries are along the sublanes, as in the scores; the kernel copies
+  their lane to all others while the first products of a block below the diagonal run.
+* The queries of a group are one matrix product. Masses are summed per head, in 8 sublanes until the last block.
+* Masks are applied only in blocks that the diagonal crosses, in a loop that ends at the diagonal, whose iterations are
+  so small that scores and masks fit the registers. There each head has a product and a copy of the offset of its own:
+  the compiler would keep the masks of one head for the next.
+* A block's scores are computed in parts of 256 keys and used as they leave the matrix units.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
-from pallas_kernels import tpu_float32, tpu_tiles
-from pallas_kernels.attention_mass.problem import Counting, Problem
-from pallas_kernels.softmax import LOG2E, NEG, NOTHING
-from pallas_kernels.tpu_tiles import LANES, SUBLANES, Tiles
+from pallas_kernels.attention_mass.mass_problem import Counting, Problem, log2_normaliser
+from pallas_kernels.softmax import LOG2E, NEG
+from pallas_kernels.tpu import float32_scores, tiles
+from pallas_kernels.tpu.tiles import LANES, SUBLANES, Tiles
 
-#: Rows of queries that a turn of the loop over a block on the diagonal takes at most.
+#: Most rows of queries in an iteration of the loop over a block that the diagonal crosses.
 _ROWS = 512
 
 
 def _each_part(
     t: Tiles, first_query: Array, first_key: Array, run: Any, most: int, begin: Any = lambda _: None
 ) -> None:
-    """``run(part, first head, heads, masked)`` for every part of a block below the diagonal, so many rows at most.
+    """Call ``run(part, first head, heads, masked)`` for the parts of a block, with at most ``most`` rows each.
 
-    Of one that the diagonal crosses for the parts up to it, in a loop and some heads at a time: masks take registers.
-    ``begin(heads)`` once before.
+    Below the diagonal for every part; where the diagonal crosses the block for the parts up to it, in a loop over few
+    heads at a time, as masks take registers. ``begin(heads)`` is called once before.
     """
     group = t.shape[2]
     below = first_query >= first_key + jnp.int32(t.keys - 1)
@@ -45,39 +45,39 @@ def _each_part(
         for part in range(t.parts):
             run(part, heads.start, heads.stop - heads.start, False)
 
-    for heads in tpu_tiles.steps(group, t.heads_in(most)):
-        tpu_tiles.apart(below, functools.partial(run_all, heads))
+    for heads in tiles.steps(group, t.heads_in(most)):
+        tiles.scheduling_barrier(below, functools.partial(run_all, heads))
 
     count = t.heads_in(_ROWS)
     strips = jnp.int32(group // count)
 
-    def turn(at: Any, _: Any) -> None:
+    def iteration(at: Any, _: Any) -> None:
         run(jax.lax.div(at, strips), jax.lax.rem(at, strips) * jnp.int32(count), count, True)
 
     last = jax.lax.div(jnp.maximum(first_query + jnp.int32(t.queries - 1) - first_key, 0), jnp.int32(t.part))
     crossed = jnp.logical_and(t.touched(first_query, first_key), jnp.logical_not(below))
-    turns = jnp.where(crossed, jnp.minimum(last + 1, t.parts) * strips, 0)
+    iterations = jnp.where(crossed, jnp.minimum(last + 1, t.parts) * strips, 0)
     pl.when(crossed)(functools.partial(begin, slice(0, group)))
-    jax.lax.fori_loop(jnp.int32(0), turns, turn, None)
+    jax.lax.fori_loop(jnp.int32(0), iterations, iteration, None)
 
 
 def _pieces(t: Tiles) -> list[slice]:
-    """A head's queries by 128: of no more are masks and normalisers held at once."""
+    """A head's queries in pieces of 128, so that masks and normalisers of no more are live at once."""
     return [slice(at, min(at + LANES, t.queries)) for at in range(0, t.queries, LANES)]
 
 
-class _Hidden(NamedTuple):
-    """What a piece's queries do not see: keys further from the first key than ``most`` and the query from the first.
+class _Mask(NamedTuple):
+    """The causal mask of a piece: key minus query, both counted within their blocks, exceeds ``most``.
 
-    ``before`` are an earlier piece's shares. Masks wait for them, by a zero that the compiler does not know to be one:
-    else those of all pieces are made at once, and spilled.
+    ``before`` are the weights of an earlier piece. Masks depend on them through a zero that the compiler cannot know to
+    be one; otherwise it computes the masks of all pieces at once, and spills them.
     """
 
     distance: Array
     most: Array
     before: Array | None
 
-    def masked(self, scores: list[Array]) -> list[Array]:
+    def apply(self, scores: list[Array]) -> list[Array]:
         most = self.most
         if self.before is not None:
             zero = jnp.where(self.before < 0, jnp.int32(1), jnp.int32(0))
@@ -86,34 +86,34 @@ class _Hidden(NamedTuple):
         return [jnp.where(self.distance <= at, x, jnp.float32(NEG)) for at, x in zip(places, scores, strict=True)]
 
 
-def _shares(scores: Array, normaliser: Array, hidden: _Hidden | None) -> list[Float[Array, "8 128"]]:
-    """What a piece's queries give, in groups of 128 keys and still in 8 sublanes."""
-    found = tpu_tiles.lanes(scores)
-    if hidden is not None:
-        found = hidden.masked(found)
+def _weights(scores: Array, normaliser: Array, mask: _Mask | None) -> list[Float[Array, "8 128"]]:
+    """Attention of a piece's queries summed by key, in groups of 128 keys and 8 sublanes."""
+    found = tiles.lanes(scores)
+    if mask is not None:
+        found = mask.apply(found)
     return [jnp.exp2(x - normaliser).reshape(-1, SUBLANES, LANES).sum(axis=0) for x in found]
 
 
 def _lanes_of_block(t: Tiles) -> int:
-    """Of the normalisers: a lane for each piece of each head, as many as 128 or more are a multiple of."""
+    """Lanes of normalisers per block: one for each piece of each head, rounded up to a power of two."""
     return 1 << (t.shape[2] * len(_pieces(t)) - 1).bit_length()
 
 
 def _normaliser_columns(x: Float[Array, "B H G N"], t: Tiles) -> Float[Array, "B H R L"]:
-    """The queries of a piece along the sublanes, as scores have them; pieces, heads and blocks side by side.
+    """Transpose normalisers: a piece's queries along the sublanes, as in the scores; pieces, heads and blocks in lanes.
 
-    Turned by XLA. The kernel spreads a lane over the others, which is less work than it was to turn them there.
+    XLA transposes; the kernel only copies one lane to all others, which costs less than transposing there.
     """
     batch, heads, group, _, _ = t.shape
     pieces, rows = len(_pieces(t)), min(t.queries, LANES)
-    x = tpu_tiles.padded(x.reshape(batch, heads, group, t.query_blocks, t.queries), 4, rows)
+    x = tiles.padded(x.reshape(batch, heads, group, t.query_blocks, t.queries), 4, rows)
     x = x.reshape(batch, heads, group, t.query_blocks, pieces, rows).swapaxes(2, 3)
-    x = tpu_tiles.padded(x.reshape(batch, heads, t.query_blocks, group * pieces, rows), 3, _lanes_of_block(t))
-    return tpu_tiles.padded(x.reshape(batch, heads, -1, rows), 2, LANES).swapaxes(2, 3)
+    x = tiles.padded(x.reshape(batch, heads, t.query_blocks, group * pieces, rows), 3, _lanes_of_block(t))
+    return tiles.padded(x.reshape(batch, heads, -1, rows), 2, LANES).swapaxes(2, 3)
 
 
 def _spread(beside: Any, normaliser: Any, block: Array, piece: Any, t: Tiles) -> None:
-    """Write the normalisers of a piece of a block's queries beside them, the same in every lane."""
+    """Copy the normalisers of a piece of a block's queries to ``beside``, the same in every lane."""
     rows, width = beside.shape[0], normaliser.shape[1]
     lane = jax.lax.rem(block * jnp.int32(_lanes_of_block(t)), jnp.int32(width)) + piece
     column = normaliser[:rows]
@@ -128,7 +128,7 @@ def _kernel(offset, factor, live, q, normaliser, k, onto, out, total, beside, di
     b, block, i = pl.program_id(0), pl.program_id(2), pl.program_id(3)
     group = t.shape[2]
     first_query, first_key = offset[b * group] + i * jnp.int32(t.queries), block * jnp.int32(t.keys)
-    products: Any = tpu_float32.Products(t, *float32) if float32 else None
+    products: Any = float32_scores.Products(t, *float32) if float32 else None
 
     @pl.when(i == 0)
     def _():
@@ -145,49 +145,49 @@ def _kernel(offset, factor, live, q, normaliser, k, onto, out, total, beside, di
         products.add(pl.ds(first, count), slice(0, t.queries), part, chunk)
 
     def add(part: Any, first: Any, count: int, masked: bool) -> None:
-        """Of one part of the keys and ``count`` heads from ``first`` on."""
+        """Add the masses of one part of the keys from ``count`` heads, from ``first`` on."""
         keys = t.keys_of(k, part)
         ahead = i * jnp.int32(t.queries) - first_key - part * jnp.int32(t.part)
 
         def scores_of(heads: Any, at: slice) -> Array:
             if products:
                 return products.last(heads, at, part).reshape(-1, t.part)
-            return tpu_tiles.scores(q[heads, at], keys, t.columns) * factor[b]
+            return tiles.scores(q[heads, at], keys, t.columns) * factor[b]
 
         def add_piece(g: int, at: slice, scores: Array, before: Array | None) -> Array:
-            """Of a head's piece; what it gives to the first keys."""
+            """Add the masses from a head's piece; returns those of the first keys."""
             most = offset[b * group + first + g] + ahead + at.start
-            hidden = _Hidden(distance[: at.stop - at.start], most, before) if masked else None
-            shares = _shares(scores, beside[first + g, at], hidden)
-            for lane, share in enumerate(shares):
-                total[part, first + g, :, lane * LANES : (lane + 1) * LANES] += share
-            return shares[0]
+            mask = _Mask(distance[: at.stop - at.start], most, before) if masked else None
+            weights = _weights(scores, beside[first + g, at], mask)
+            for lane, weight in enumerate(weights):
+                total[part, first + g, :, lane * LANES : (lane + 1) * LANES] += weight
+            return weights[0]
 
-        # If masked at most as many rows at once as there are lanes, of which the third waits for the first.
+        # If masked, at most 128 rows at once, and the third product waits for the first one's weights.
         together, step = (t.heads_in(LANES), LANES) if masked else (count, t.queries)
         done: list[Any] = []
-        for heads in tpu_tiles.steps(count, together):
-            before, share = done[0] if masked and len(done) == 2 and heads.stop == count else None, None
-            for rows in tpu_tiles.steps(t.queries, step):
+        for heads in tiles.steps(count, together):
+            before, weight = done[0] if masked and len(done) == 2 and heads.stop == count else None, None
+            for rows in tiles.steps(t.queries, step):
                 scores = scores_of(pl.ds(first + heads.start, heads.stop - heads.start), rows)
                 scores = scores.reshape(-1, rows.stop - rows.start, t.part)
                 for g in range(heads.start, heads.stop):
-                    for piece in tpu_tiles.steps(rows.stop - rows.start, LANES):
+                    for piece in tiles.steps(rows.stop - rows.start, LANES):
                         at = slice(rows.start + piece.start, rows.start + piece.stop)
-                        share = add_piece(g, at, scores[g - heads.start, piece], before)
-            done.append(share)
+                        weight = add_piece(g, at, scores[g - heads.start, piece], before)
+            done.append(weight)
 
-    # Where products are slow, many rows of them are a region of their own.
-    slow = products is not None or tpu_tiles.matrix_unit() == LANES
+    # Where products are slow, many rows of them are scheduled as a region of their own.
+    slow = products is not None or tiles.matrix_unit() == LANES
     each_part = functools.partial(_each_part, t, first_query, first_key, most=2 * _ROWS if slow else t.rows)
     alive = live[b * pl.num_programs(3) + i] != 0
     if products:
-        # Queries of one block are cut once for all keys, and those of several for each block of keys again.
+        # The only block of queries is split once for all keys; several are split again for each block of keys.
         again = jnp.logical_and(alive, t.touched(first_query, first_key)) if t.query_blocks > 1 else block == 0
         pl.when(i == 0)(functools.partial(products.take_keys, k))
         pl.when(again)(functools.partial(products.take_queries, q, factor[b]))
         for chunk in products.first_chunks():
-            tpu_tiles.apart(alive, functools.partial(each_part, functools.partial(add_chunk, chunk)))
+            tiles.scheduling_barrier(alive, functools.partial(each_part, functools.partial(add_chunk, chunk)))
 
     @pl.when(alive)
     def _():
@@ -201,23 +201,19 @@ def _kernel(offset, factor, live, q, normaliser, k, onto, out, total, beside, di
 
 
 def _memory(t: Tiles, itemsize: int) -> int | None:
-    """VMEM to ask for: normalisers, sums, blocks in flight and the parts of float32 numbers."""
+    """VMEM limit for normalisers, sums, blocks in flight and bfloat16 parts."""
     group, dim = t.shape[2], max(t.shape[4], LANES)
     needed = 4 * (t.rows * LANES + group * t.keys * (SUBLANES + 4)) + 2 * itemsize * dim * (t.rows + t.keys)
-    return tpu_tiles.vmem_limit(needed + (tpu_float32.scratch_bytes(tpu_float32.scratch(t)) if itemsize == 4 else 0))
+    return tiles.vmem_limit(needed + (float32_scores.scratch_bytes(float32_scores.scratch(t)) if itemsize == 4 else 0))
 
 
 def call(p: Problem, c: Counting, t: Tiles, onto: Array, interpret: Any) -> Float[Array, "B H G T"]:
+    """Run the kernel over the queries of ``t``, and add their masses to ``onto``."""
     batch, heads, group, _, dim = t.shape
     weight = jnp.ones((batch, t.count), jnp.float32) if c.weight is None else c.weight
-    weight = tpu_tiles.padded(weight.astype(jnp.float32), 1, t.queries)
+    weight = tiles.padded(weight.astype(jnp.float32), 1, t.queries)
     live = (weight > 0).reshape(batch * t.query_blocks, t.queries).any(axis=1).astype(jnp.int32)
-    # A weight is the normaliser's business: w exp(s - lse) = exp(s - (lse - log w)), and one of 0 makes it infinite.
-    log_weight = jnp.log(jnp.maximum(weight, jnp.finfo(jnp.float32).tiny))[:, None, None]
-    lse = t.query_rows(c.lse)
-    counts = (weight[:, None, None] > 0) & (lse > NOTHING)
-    normaliser = jnp.where(counts, (lse - log_weight) * jnp.float32(LOG2E), jnp.float32(-NEG))
-    normaliser = _normaliser_columns(normaliser, t)
+    normaliser = _normaliser_columns(log2_normaliser(t.query_rows(c.lse), weight), t)
     width = max(LANES, _lanes_of_block(t))
     offset = jnp.repeat(p.offset, group)
 
@@ -245,14 +241,14 @@ def call(p: Problem, c: Counting, t: Tiles, onto: Array, interpret: Any) -> Floa
             pltpu.VMEM((t.parts, group, SUBLANES, t.part), jnp.float32),
             pltpu.VMEM((group, t.queries, LANES), jnp.float32),
             pltpu.VMEM((min(t.queries, LANES), LANES), jnp.int32),
-            *(tpu_float32.scratch(t) if p.k.dtype == jnp.float32 else ()),
+            *(float32_scores.scratch(t) if p.k.dtype == jnp.float32 else ()),
         ],
     )
     return pl.pallas_call(
         functools.partial(_kernel, t=t),
         grid_spec=grid,
         out_shape=jax.ShapeDtypeStruct(onto.shape, jnp.float32),
-        # Blocks of keys beyond the last query are not visited and keep what they had.
+        # Blocks of keys after the last query are not visited, and keep the masses of ``onto``.
         input_output_aliases={6: 0},
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "arbitrary", "arbitrary"),

@@ -1,9 +1,9 @@
-"""On GPUs, in Pallas's Triton: both passes read a block of keys once and keep it on chip for all queries that see it.
+"""Pallas Triton kernels for GPUs: both passes read a block of keys once, for all queries that attend to it.
 
-The first pass splits the keys among programs, because a window is few queries: one program a head would leave most
-multiprocessors idle. Its partial sums are merged in XLA. The second has a program for every block of keys, which takes
-the heads of the group in turn and only the blocks of queries at or below the diagonal; keys are the rows of its
-products and queries the columns, so that normalisers lie along columns as they lie in memory.
+The first pass splits the keys among programs: with the few queries of a window, one program per head would leave most
+multiprocessors idle. Its partial sums are merged in XLA. The second has a program for every block of keys, which goes
+through the heads of the group and the blocks of queries at or below the diagonal. Keys are the rows of its products and
+queries the columns, so that normalisers are along columns, as they are in memory.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from jaxtyping import Array, Float
 
 from pallas_kernels import tuned
 from pallas_kernels.attention_mass import xla
-from pallas_kernels.attention_mass.problem import Counting, Masses, Problem
+from pallas_kernels.attention_mass.mass_problem import Counting, Masses, Problem, log2_normaliser
+from pallas_kernels.gpu.triton_tiles import check_sizes, dot_rows, i32, rows_of, up
 from pallas_kernels.softmax import LOG2E, NEG, NOTHING, merge_log
-from pallas_kernels.triton_tiles import check_sizes, dot_rows, i32, rows_of, up
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,10 +30,10 @@ class Config:
     """Block sizes.
 
     Attributes:
-      queries: rows of queries a product takes at most; a power of two, at least 16.
-      keys: of a product; a power of two, at least 16.
+      queries: most rows of queries in a product; a power of two, at least 16.
+      keys: keys in a product; a power of two, at least 16.
       split: keys of one program of the first pass, a multiple of ``keys``; None: all.
-      warps: of a thread block, a power of two. stages: blocks in flight, at least 1.
+      warps: warps of a thread block, a power of two. stages: blocks in flight, at least 1.
     """
 
     queries: int = 64
@@ -43,14 +43,14 @@ class Config:
     stages: int = 2
 
     def __post_init__(self) -> None:
-        """Raise ``ValueError`` for sizes of another kind."""
+        """Raise ``ValueError`` for sizes that Triton cannot take."""
         check_sizes(self.queries, self.keys, self.warps, self.stages)
         if self.split is not None and (self.split < 1 or self.split % self.keys):
             raise ValueError(f"split is {self.split}; give a multiple of keys, which is {self.keys}, or None.")
 
     @classmethod
     def default(cls, p: Problem) -> Config:
-        """Chosen so that nothing spills in registers, compiled for sm_80, sm_90 and sm_100; not timed on a device."""
+        """Sizes that spill no registers when compiled for sm_80, sm_90 and sm_100; not timed on a device."""
         count, dim = p.q.shape[3], p.q.shape[4]
         exact = p.k.dtype == jnp.float32  # without tensor cores: more threads, fewer numbers in each
         queries = 64 >> ((dim > 128) + exact)
@@ -61,11 +61,11 @@ class Config:
 
 
 def log_sum_exp(p: Problem, *, config: Config | None = None, interpret: Any = False) -> Float[Array, "B H G N"]:
-    """See :func:`pallas_kernels.attention_mass.log_sum_exp`; the kept rows' part is XLA's."""
+    """See :func:`pallas_kernels.attention_mass.log_sum_exp`; kept rows are handled in XLA."""
     c = _checked("log_sum_exp", p, config)
     batch, heads, group, count, dim = p.q.shape
     tokens = p.k.shape[2]
-    # A window's heads are rows of one product; the many queries of a chunk are taken a head apart.
+    # A window's heads are rows of one product; the many queries of a chunk are one product per head.
     flat = count < c.queries
     units, rows = (1, group * count) if flat else (group, count)
     blocks = pl.cdiv(rows, c.queries)
@@ -89,16 +89,13 @@ def log_sum_exp(p: Problem, *, config: Config | None = None, interpret: Any = Fa
 
 
 def attention_mass(p: Problem, c: Counting, *, config: Config | None = None, interpret: Any = False) -> Masses:
-    """See :func:`pallas_kernels.attention_mass.attention_mass`; the kept rows' part is XLA's."""
+    """See :func:`pallas_kernels.attention_mass.attention_mass`; kept rows are handled in XLA."""
     cfg = _checked("attention_mass", p, config)
     batch, heads, group, count, dim = p.q.shape
     tokens = p.k.shape[2]
     weight = jnp.ones((batch, count), jnp.float32) if c.weight is None else c.weight.astype(jnp.float32)
-    # A weight is the normaliser's business: w exp(s - lse) = exp(s - (lse - log w)), and one of 0 makes it infinite.
-    log_weight = jnp.log(jnp.maximum(weight, jnp.finfo(jnp.float32).tiny))[:, None, None]
-    counts = (weight[:, None, None] > 0) & (c.lse > NOTHING)
-    normaliser = jnp.where(counts, (c.lse - log_weight) * jnp.float32(LOG2E), jnp.float32(-NEG))
-    # Blocks of queries after the last that counts are left out: rows are padded on the right.
+    normaliser = log2_normaliser(c.lse, weight)
+    # Blocks after the last query that counts are skipped: batch rows are padded on the right.
     stop = jnp.max(jnp.where(weight > 0, jnp.arange(1, count + 1, dtype=jnp.int32), 0), axis=1)
     onto = jnp.zeros((batch, heads, group, tokens), jnp.float32) if c.onto is None else c.onto.new
     new = pl.pallas_call(
@@ -107,7 +104,7 @@ def attention_mass(p: Problem, c: Counting, *, config: Config | None = None, int
         in_specs=[pl.no_block_spec] * 7,
         out_specs=pl.no_block_spec,
         out_shape=jax.ShapeDtypeStruct((onto.size,), jnp.float32),
-        # Keys that no query sees are not visited and keep what they had.
+        # Keys that no query attends to are not visited, and keep the masses of ``onto``.
         input_output_aliases={6: 0},
         compiler_params=plt.CompilerParams(num_warps=cfg.warps, num_stages=cfg.stages),
         cost_estimate=_cost(p, 4 * (c.lse.size + 2 * onto.size)),
@@ -127,20 +124,20 @@ def attention_mass(p: Problem, c: Counting, *, config: Config | None = None, int
 
 def _checked(kernel: str, p: Problem, config: Config | None) -> Config:
     if p.bias is not None:
-        raise NotImplementedError("The GPU kernels know no bias that depends on places (ALiBi).")
+        raise NotImplementedError("The GPU kernels have no bias by positions (ALiBi).")
     if p.q.dtype != p.k.dtype:
         raise NotImplementedError(f"The GPU kernels take queries and keys of one dtype, not {p.q.dtype}, {p.k.dtype}.")
     return config or tuned.config(f"{kernel}.triton", p, Config) or Config.default(p)
 
 
 def _per_head(p: Problem) -> tuple[Array, Array]:
-    """[B x H] offsets and scales."""
+    """Offsets and scales, repeated to [B x H]."""
     heads = p.q.shape[1]
     return jnp.repeat(p.offset, heads), jnp.repeat(p.scale * jnp.float32(LOG2E), heads)
 
 
 def _cost(p: Problem, other_bytes: int) -> pl.CostEstimate:
-    """Of the whole rectangle, as for queries that are the last."""
+    """Cost estimate without causality, as of a prompt's last queries."""
     batch, heads, group, count, dim = p.q.shape
     scores = batch * heads * group * count * p.k.shape[2]
     moved = sum(x.size * x.dtype.itemsize for x in (p.q, p.k)) + other_bytes
@@ -164,7 +161,7 @@ def _log_sum_exp_kernel(offset, factor, q, k, out, *, c, sizes, blocks):
     there = row < rows
     at = (head * units + unit) * i32(rows) + row
     qb = rows_of(q, at, there, dim)
-    # The last key any of these rows sees; where heads are rows of one product, that is the last query's.
+    # Past the last key that any of these rows attends to: the last query's, where heads are rows of one product.
     last = jnp.minimum(nth * i32(c.queries) + i32(c.queries), count) if rows == count else i32(count)
     stop = jnp.minimum(jnp.minimum((part + 1) * i32(split), i32(tokens)), first + last)
 
@@ -197,7 +194,7 @@ def _mass_kernel(offset, factor, stop, q, normaliser, k, onto, out, *, c, sizes)
     key = first_key + jnp.arange(c.keys, dtype=jnp.int32)
     end = up(stop[b], c.queries)
     begin = jnp.minimum(jax.lax.div(jnp.maximum(first_key - first_query, 0), i32(c.queries)), end)
-    # From here on the block's keys are all seen.
+    # From this block of queries on, every query attends to all keys of the block.
     below = jnp.clip(up(first_key + i32(c.keys - 1) - first_query, c.queries), begin, end)
 
     @pl.when(begin < end)
@@ -212,10 +209,10 @@ def _mass_kernel(offset, factor, stop, q, normaliser, k, onto, out, *, c, sizes)
                 row = unit * i32(count) + query
                 qb = rows_of(q, row, query < count, dim)
                 norm = plt.load(normaliser.at[row], mask=query < count, other=-NEG)
-                share = jnp.exp2(dot_rows(kb, qb) * factor[b] - norm[None, :])
+                weight = jnp.exp2(dot_rows(kb, qb) * factor[b] - norm[None, :])
                 if masked:
-                    share = jnp.where(key[:, None] <= first_query + query[None, :], share, jnp.float32(0))
-                return total + share.sum(axis=1)
+                    weight = jnp.where(key[:, None] <= first_query + query[None, :], weight, jnp.float32(0))
+                return total + weight.sum(axis=1)
 
             total = jnp.zeros((c.keys,), jnp.float32)
             total = jax.lax.fori_loop(begin, below, functools.partial(add, True), total)

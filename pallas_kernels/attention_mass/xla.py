@@ -1,7 +1,7 @@
-"""In XLA: runs everywhere, and is the form the CPU uses.
+"""XLA form: runs everywhere, and is the one for CPUs.
 
-Blocks of keys against all queries given, in a loop whose length is traced: no scores but a block's are ever alive, and
-blocks that no query sees are not visited.
+A loop of traced length over blocks of keys: only the scores of one block are in memory, and blocks that no query
+attends to are not visited.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.attention_mass.problem import Counting, Masses, Problem
+from pallas_kernels.attention_mass.mass_problem import Counting, Masses, Problem
 from pallas_kernels.softmax import NEG, NOTHING
 
 
@@ -29,7 +29,7 @@ def log_sum_exp(p: Problem) -> Float[Array, "B H G N"]:
     if kept is not None:
         carry = jax.lax.fori_loop(0, kept.blocks, lambda i, c: fold(c, _kept_scores(p, q, i)), carry)
     carry = jax.lax.fori_loop(0, _blocks(p), lambda i, c: fold(c, _new_scores(p, q, last, i)), carry)
-    # NEG plus the logarithm of the smallest number is NEG: a query that sees nothing needs no case of its own.
+    # NEG plus the logarithm of the smallest number is NEG: a query that attends to nothing needs no special case.
     return (carry[0] + jnp.log(jnp.maximum(carry[1], jnp.finfo(jnp.float32).tiny))).reshape(p.q.shape[:4])
 
 
@@ -41,14 +41,14 @@ def attention_mass(p: Problem, c: Counting) -> Masses:
     q, last = _scaled(p), _last(p)
 
     def over_new(i: Int[Array, ""], mass: Array) -> Array:
-        return _add_at(mass, _gained(p, c, _new_scores(p, q, last, i)), i * p.block)
+        return _add_at(mass, _masses(p, c, _new_scores(p, q, last, i)), i * p.block)
 
     start = jnp.zeros((*p.q.shape[:3], p.k.shape[2]), jnp.float32) if c.onto is None else c.onto.new
     return Masses(jax.lax.fori_loop(0, _blocks(p), over_new, start), kept)
 
 
 def kept_mass(p: Problem, c: Counting) -> Float[Array, "B H G C"]:
-    """The mass of the kept rows alone."""
+    """Masses of the kept rows alone."""
     kept, q = p.kept, _scaled(p)
     assert kept is not None
     start = None if c.onto is None else c.onto.kept
@@ -56,7 +56,7 @@ def kept_mass(p: Problem, c: Counting) -> Float[Array, "B H G C"]:
         start = jnp.zeros((*p.q.shape[:3], kept.k.shape[2]), jnp.float32)
 
     def over_kept(i: Int[Array, ""], mass: Array) -> Array:
-        return _add_at(mass, _gained(p, c, _kept_scores(p, q, i)), i * kept.block)
+        return _add_at(mass, _masses(p, c, _kept_scores(p, q, i)), i * kept.block)
 
     return jax.lax.fori_loop(0, kept.blocks, over_kept, start)
 
@@ -74,20 +74,20 @@ def _scaled(p: Problem) -> Float[Array, "B H M D"]:
 
 
 def _last(p: Problem) -> Int[Array, "B M"]:
-    """The last key each query sees."""
+    """The last key each query attends to."""
     _, _, group, count, _ = p.q.shape
     return jnp.tile(p.offset[:, None] + jnp.arange(count), (1, group))
 
 
 def _blocks(p: Problem) -> Int[Array, ""]:
-    """Blocks of keys that some query sees."""
+    """Blocks of keys that some query attends to."""
     return jnp.clip((jnp.max(p.offset) + p.q.shape[3] + p.block - 1) // p.block, 0, p.k.shape[2] // p.block)
 
 
-def _gained(p: Problem, c: Counting, scores: Float[Array, "B H M S"]) -> Float[Array, "B H G S"]:
-    """What a block of keys gains."""
+def _masses(p: Problem, c: Counting, scores: Float[Array, "B H M S"]) -> Float[Array, "B H G S"]:
+    """Masses that a block of keys gets from all queries."""
     batch, heads, group, count, _ = p.q.shape
-    # A query that sees nothing has a normaliser of NEG, and NEG - NEG would count as 1.
+    # A query that attends to nothing has a normaliser of NEG, and exp(NEG - NEG) would count as 1.
     normaliser = jnp.where(c.lse > NOTHING, c.lse, 0.0).reshape(batch, heads, -1, 1)
     # A normaliser is at least as large as any of its scores, up to rounding.
     shifted = jnp.minimum(scores - normaliser, 0.0)
@@ -98,7 +98,7 @@ def _gained(p: Problem, c: Counting, scores: Float[Array, "B H M S"]) -> Float[A
 
 
 def _new_scores(p: Problem, q: Array, last: Array, i: Int[Array, ""]) -> Float[Array, "B H M S"]:
-    """Scores of one block of keys, NEG where they are not visible."""
+    """Scores of one block of keys, NEG where masked."""
     kb = jax.lax.dynamic_slice_in_dim(p.k, i * p.block, p.block, axis=2)
     scores = jnp.einsum("bhnd,bhsd->bhns", q, kb, preferred_element_type=jnp.float32)
     place = i * p.block + jnp.arange(p.block)

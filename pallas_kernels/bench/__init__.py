@@ -1,7 +1,7 @@
 """Kernels measured on the machine they run on: ``python -m pallas_kernels.bench``, with JAX and NumPy alone.
 
-``problem`` is what is measured (a ragged pool of rows, sizes by flags), ``timing`` how, ``decode`` every implementation
-beside what else could do the work, ``report`` the table.
+``decode_inputs`` and ``chunk_inputs`` make the measured problems, ``timing`` measures, ``decode`` compares every
+implementation with the alternatives, and ``kernel_report`` renders the table.
 """
 
 from pallas_kernels.bench import bare as _bare

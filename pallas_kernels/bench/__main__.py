@@ -8,13 +8,13 @@ from pathlib import Path
 
 from pallas_kernels import dispatch
 from pallas_kernels.bench import decode
-from pallas_kernels.bench.problem import Sizes
+from pallas_kernels.bench.decode_inputs import Sizes
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Measure each mean length and print its table."""
     default, means = Sizes(), [2048, 16384]
-    if dispatch.platform() not in ("gpu", "tpu"):  # as much as a CPU reads in a second
+    if dispatch.platform() not in ("gpu", "tpu"):  # what a CPU reads in a second
         default, means = Sizes(batch=2, mean=256), [256]
     parser = argparse.ArgumentParser(prog="python -m pallas_kernels.bench", description=__doc__)
     parser.add_argument("--mean", type=int, nargs="+", default=means, help="slots a head, on average")
@@ -23,7 +23,7 @@ def main(arguments: list[str] | None = None) -> int:
         parser.add_argument("--" + name.replace("_", "-"), type=int, default=getattr(default, name))
     parser.add_argument("--page-size", type=int, default=None, help="slots of a page; the platform's by default")
     parser.add_argument("--dtype", default=default.dtype, help="of rows, such as bfloat16, int8, float8_e4m3fn")
-    parser.add_argument("--live", type=float, default=default.live, help="share of each head's pages that is filled")
+    parser.add_argument("--live", type=float, default=default.live, help="fraction of each head's pages that is filled")
     parser.add_argument("--rounds", type=int, default=10, help="times each implementation is timed, in turn")
     parser.add_argument("--json", type=Path, help="write all results to this file")
     parser.add_argument("--markdown", type=Path, help="write the tables to this file")

@@ -1,4 +1,4 @@
-"""A bare accelerator machine has JAX and NumPy; the kernels' annotations name jaxtyping, and nothing else of it."""
+"""A stand-in for jaxtyping on machines with JAX and NumPy alone: the kernels use it only in annotations."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 
 
 class _Shaped:
-    """``Float[Array, "B H"]`` is its array."""
+    """``Float[Array, "B H"]`` is ``Array``."""
 
     def __class_getitem__(cls, item: Any) -> Any:
         return item[0]
 
 
 def stand_in() -> None:
-    """Where jaxtyping is not installed, put empty annotations in its place."""
+    """Install the stand-in where jaxtyping cannot be imported."""
     try:
         import jaxtyping  # noqa: F401
     except ImportError:

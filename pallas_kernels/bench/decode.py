@@ -1,4 +1,4 @@
-"""``ragged_decode``: every implementation of this platform, beside what one would use without a ragged pool."""
+"""Benchmark of ``ragged_decode``: this platform's implementations beside attention over a padded cache."""
 
 from __future__ import annotations
 
@@ -10,14 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import dispatch
-from pallas_kernels.bench import problem as problems
-from pallas_kernels.bench import timing
-from pallas_kernels.bench.problem import Sizes
-from pallas_kernels.bench.report import Report, Row
+from pallas_kernels import dispatch, tunable
+from pallas_kernels.bench import decode_inputs, timing
+from pallas_kernels.bench.decode_inputs import Sizes
+from pallas_kernels.bench.kernel_report import Report, Row
 from pallas_kernels.ragged_decode import reference
-from pallas_kernels.ragged_decode.api import IMPLEMENTATIONS, ORDER
-from pallas_kernels.ragged_decode.problem import Problem
+from pallas_kernels.ragged_decode.decode_problem import Problem
 
 #: The peer on GPUs: one attention call over keys and values padded to the longest head, (row, head) as its batch.
 CUDNN = "cudnn, padded"
@@ -27,28 +25,28 @@ def run(sizes: Sizes, *, rounds: int = 10, copy_bytes: int | None = None, second
     """Measure one problem.
 
     Args:
-      rounds: times each implementation is timed, in turn; the median counts.
-      copy_bytes: of the copy whose bandwidth is the yardstick; by default 1 GiB, on CPUs 64 MiB.
-      seconds: a timed call makes as many steps as take about this long.
+      rounds: how often each implementation is timed; the median is reported.
+      copy_bytes: size of the copy whose bandwidth results are compared with; by default 1 GiB, on CPUs 64 MiB.
+      seconds: a timed call runs as many steps as take about this long.
     """
-    problem = problems.make(sizes)
+    problem = decode_inputs.make(sizes)
     platform = dispatch.platform()
     rows: dict[str, Row] = {}
-    contestants: dict[str, Callable[[], Any]] = {}
+    candidates: dict[str, Callable[[], Any]] = {}
     steps: dict[str, int] = {}
     want = reference.decode(problem).out.astype(jnp.float32)
-    for name, step, arguments in _contestants(problem, platform):
+    for name, step, arguments in _candidates(problem, platform):
         try:
             error = jnp.abs(jax.jit(step)(problem.q, *arguments).astype(jnp.float32) - want).max()
             count = _steps(step, problem.q, arguments, seconds)
             call = _call(timing.loop(step, count), problem.q, arguments)
             jax.block_until_ready(call())
         except (NotImplementedError, RuntimeError, ValueError) as refusal:
-            # What a machine cannot run is a line of the table, not the end of it: cuDNN may be missing or too old.
+            # What a machine cannot run becomes a line of the table: cuDNN may be missing or too old.
             rows[name] = Row(name, refused=str(refusal).splitlines()[0][:160])
             continue
-        rows[name], contestants[name], steps[name] = Row(name, error=float(error)), call, count
-    timed = timing.interleaved(contestants, steps, rounds)
+        rows[name], candidates[name], steps[name] = Row(name, error=float(error)), call, count
+    timed = timing.interleaved(candidates, steps, rounds)
     nbytes = copy_bytes or (1 << 30 if platform in ("gpu", "tpu") else 64 << 20)
     bandwidth = timing.copy_bandwidth(nbytes, rounds)
     live = sizes.live_bytes
@@ -59,23 +57,18 @@ def run(sizes: Sizes, *, rounds: int = 10, copy_bytes: int | None = None, second
             least=1e6 * took.least,
             most=1e6 * took.most,
             gigabytes=live / took.median / 1e9,
-            share=live / took.median / bandwidth,
+            bandwidth_fraction=live / took.median / bandwidth,
         )
     return Report.of(sizes, tuple(rows.values()), bandwidth)
 
 
-def _contestants(p: Problem, platform: str) -> list[tuple[str, Callable[..., jax.Array], tuple[Any, ...]]]:
-    arrays = (p.pages, p.length, p.k_scale, p.v_scale)
-
-    def ours(name: str) -> Callable[..., jax.Array]:
-        def step(q: jax.Array, pages: Any, length: Any, k_scale: Any, v_scale: Any) -> jax.Array:
-            given = dataclasses.replace(p, q=q, pages=pages, length=length, k_scale=k_scale, v_scale=v_scale)
-            return IMPLEMENTATIONS[name](given).out
-
-        return step
-
-    names = (*ORDER.get(platform, ()), "xla")
-    found: list[tuple[str, Callable[..., jax.Array], tuple[Any, ...]]] = [(name, ours(name), arrays) for name in names]
+def _candidates(p: Problem, platform: str) -> list[tuple[str, Callable[..., jax.Array], tuple[Any, ...]]]:
+    operation = tunable.OPERATIONS["ragged_decode"]
+    arrays = operation.arguments(p)[1:]
+    names = (*operation.order.get(platform, ()), "xla")
+    found: list[tuple[str, Callable[..., jax.Array], tuple[Any, ...]]] = [
+        (name, operation.step(p, name), arrays) for name in names
+    ]
     if platform == "gpu" and p.pages.dtype.itemsize == 2:
         found.append((CUDNN, _cudnn(p.scale), (*_padded(p), p.length)))
     return found

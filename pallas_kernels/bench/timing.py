@@ -1,7 +1,7 @@
-"""Time of a decode step: steps in one compiled loop, contestants in turn, medians.
+"""Timing of a step: many steps in one compiled loop, candidates interleaved, medians.
 
-Each step's queries are made from the step before, so that none can be left out or moved, and the host waits once for
-many steps: a kernel of 30 microseconds is shorter than a call from Python.
+Each step's queries depend on the step before, so that none can be removed or moved, and the host waits once for many
+steps: a kernel of 30 microseconds is shorter than a call from Python.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ class Timed(NamedTuple):
 
 
 def loop(step: Callable[..., jax.Array], steps: int) -> Callable[..., jax.Array]:
-    """``step(q, *arguments) -> out`` as ``steps`` steps in one program; ``out`` has the queries' shape."""
+    """Compile ``steps`` steps of ``step(q, *arguments) -> out`` as one program; ``out`` has the queries' shape."""
 
     def run(q: jax.Array, *arguments: Any) -> jax.Array:
         def body(_: Any, q: jax.Array) -> jax.Array:
-            # Else what a step makes of the pages alone, such as a float32 copy, would be made once for all steps.
+            # Without the barrier XLA would hoist work on the pages alone, such as a float32 copy, out of the loop.
             q, given = jax.lax.optimization_barrier((q, arguments))
             out = step(q, *given)
             return (q + jnp.asarray(1e-3, q.dtype) * out.reshape(q.shape)).astype(q.dtype)
@@ -38,15 +38,13 @@ def loop(step: Callable[..., jax.Array], steps: int) -> Callable[..., jax.Array]
     return jax.jit(run)
 
 
-def interleaved(
-    contestants: Mapping[str, Callable[[], Any]], steps: Mapping[str, int], rounds: int
-) -> dict[str, Timed]:
-    """Time calls in turn, round after round, each warm; ``steps`` is how many a call makes."""
-    for call in contestants.values():
+def interleaved(candidates: Mapping[str, Callable[[], Any]], steps: Mapping[str, int], rounds: int) -> dict[str, Timed]:
+    """Time warm calls, interleaved over some rounds; ``steps`` is how many steps a call of each runs."""
+    for call in candidates.values():
         jax.block_until_ready(call())
-    seconds: dict[str, list[float]] = {name: [] for name in contestants}
+    seconds: dict[str, list[float]] = {name: [] for name in candidates}
     for _ in range(rounds):
-        for name, call in contestants.items():
+        for name, call in candidates.items():
             begin = time.perf_counter()
             jax.block_until_ready(call())
             seconds[name].append((time.perf_counter() - begin) / steps[name])
@@ -54,7 +52,7 @@ def interleaved(
 
 
 def steps_for(call: Callable[[], Any], made: int, wanted: float = 0.05, most: int = 1000) -> int:
-    """Steps that take about ``wanted`` seconds, from a warm call that makes ``made``."""
+    """Number of steps that take about ``wanted`` seconds, measured with a warm call that runs ``made``."""
     jax.block_until_ready(call())
     begin = time.perf_counter()
     jax.block_until_ready(call())
@@ -62,9 +60,9 @@ def steps_for(call: Callable[[], Any], made: int, wanted: float = 0.05, most: in
     return int(min(max(wanted / one, 1), most))
 
 
-def copy_bandwidth(nbytes: int, rounds: int = 5, turns: int = 8) -> float:
-    """Bytes a second that the device reads and writes while it copies an array this large, the most of some rounds."""
+def copy_bandwidth(nbytes: int, rounds: int = 5, repeats: int = 8) -> float:
+    """Bytes per second that the device reads and writes while copying an array this large; the best of some rounds."""
     x = jnp.zeros((max(nbytes // 4, 1024),), jnp.float32)
-    copy = jax.jit(lambda x: jax.lax.fori_loop(0, turns, lambda _, x: x + jnp.float32(1), x))
-    timed = interleaved({"copy": lambda: copy(x)}, {"copy": turns}, rounds)
+    copy = jax.jit(lambda x: jax.lax.fori_loop(0, repeats, lambda _, x: x + jnp.float32(1), x))
+    timed = interleaved({"copy": lambda: copy(x)}, {"copy": repeats}, rounds)
     return 2 * x.nbytes / timed["copy"].least

@@ -1,42 +1,23 @@
-"""``prefill``: causal attention of a chunk of queries, wherever in the prompt the chunk is."""
+"""``prefill``: causal attention of a chunk of queries at any place in the prompt."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import checks, dispatch
-from pallas_kernels.prefill.problem import Prefilled, Problem
+from pallas_kernels.prefill.prefill_problem import Prefilled, Problem
 from pallas_kernels.rows import Bias, Rows
 
-#: Keys that the XLA form reads at once, where the caller does not say.
+#: Keys that the XLA form reads at once by default.
 BLOCK = 256
 
 
-def _tpu(problem: Problem, **options: Any) -> Prefilled:
-    from pallas_kernels.prefill import tpu
-
-    return tpu.prefill(problem, **options)
-
-
-def _triton(problem: Problem, **options: Any) -> Prefilled:
-    from pallas_kernels.prefill import triton
-
-    return triton.prefill(problem, **options)
-
-
-def _xla(problem: Problem, **options: Any) -> Prefilled:
-    from pallas_kernels.prefill import xla
-
-    return xla.prefill(problem, **options)
-
-
-# Imported when they are tried: a CPU never loads a GPU's compiler.
-IMPLEMENTATIONS: Mapping[str, Callable[..., Prefilled]] = {"tpu": _tpu, "triton": _triton, "xla": _xla}
-ORDER = {"tpu": ("tpu",), "gpu": ("triton",)}
+IMPLEMENTATIONS = dispatch.Implementations(
+    "prefill", "pallas_kernels.prefill", "prefill", {"tpu": ("tpu",), "gpu": ("triton",)}
+)
 
 
 def prefill(
@@ -55,25 +36,25 @@ def prefill(
 ) -> Prefilled:
     """Softmax attention of a chunk of queries over the kept rows and the keys up to each query's own.
 
-    The score of query i and key j, ``j <= offset + i``, is ``scale q_i . k_j + bias``; of a valid kept row the same,
-    with its log mass.
+    The score of query i and key j, ``j <= offset + i``, is ``scale q_i . k_j + bias``; valid kept rows are scored
+    the same way, plus their log mass.
 
     Args:
-      q: after rotary, grouped by KV head. k, v: of everything from the prompt's start, the chunk's own included; what
-        no query sees must be finite.
-      offset: int32, the index of the chunk's query 0 among the keys, of each row or of all. Traced, so a chunk's place
-        does not recompile. Negative where a row is shorter than N: queries at negative places see no key, and where
-        there are no kept rows either their output is 0 and their log-sum-exp ``NEG``.
+      q: after rotary embedding, grouped by KV head. k, v: from the prompt's start, the chunk's own included; finite
+        everywhere, also where no query attends.
+      offset: int32, the index of the chunk's query 0 among the keys, of each row or of all. Traced, so another offset
+        compiles nothing. Negative where a row is shorter than N: queries at negative positions attend to no key, and
+        without kept rows their output is 0 and their log-sum-exp ``NEG``.
       scale: multiplies q . k.
-      length: int32, the chunk's real queries in each row, for kernels to leave out blocks of padding; all if None.
-      kept: rows from before, seen by all queries; their block size is their own.
-      bias: of some keys' places; group-major queries. None, as for every model without ALiBi, is what kernels can do.
+      length: int32, the chunk's real queries in each row, so that kernels skip blocks of padding; all if None.
+      kept: rows from earlier tokens, which all queries attend to; they have a block size of their own.
+      bias: bias of scores by key positions (ALiBi), for group-major queries. Only "xla" takes one.
       block: keys the XLA form reads at once; divides T.
       implementation: the only one to try; by default the platform's in order, "xla" last.
-      options: of one implementation: ``config`` (block sizes), ``interpret``.
+      options: options of the implementation that is named: ``config`` (block sizes), ``interpret``.
 
     Raises:
-      ValueError: an argument of another shape or type, or some that do not belong together.
+      ValueError: an argument of another shape or type, or some that contradict each other.
       NotImplementedError: the implementation that was named cannot do this.
     """
     checks.array("q", q, (None,) * 5, checks.FLOAT)
@@ -88,4 +69,4 @@ def prefill(
     checks.rows(kept, batch, heads, dim)
     block = checks.block(block, tokens, BLOCK)
     problem = Problem(q, k, v, jnp.asarray(offset, jnp.int32), length, kept, checks.plain(scale), bias, block)
-    return dispatch.run("prefill", IMPLEMENTATIONS, ORDER, implementation, problem, **options)
+    return IMPLEMENTATIONS.run(implementation, problem, **options)

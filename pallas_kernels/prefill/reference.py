@@ -1,12 +1,12 @@
-"""The operation as its docstring says it, in NumPy, with every score at once; for tests."""
+"""NumPy reference that computes every score at once; for tests."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from pallas_kernels.attention_mass import problem as mass
+from pallas_kernels.attention_mass import mass_problem as mass
 from pallas_kernels.attention_mass import reference
-from pallas_kernels.prefill.problem import Problem
+from pallas_kernels.prefill.prefill_problem import Problem
 from pallas_kernels.softmax import NOTHING, per_row
 
 

@@ -1,9 +1,9 @@
-"""On TPUs, in Pallas: flash attention (Dao, arXiv 2307.08691) whose chunk may be anywhere.
+"""Pallas TPU kernel: flash attention (Dao, arXiv 2307.08691) of a chunk at any offset in the prompt.
 
-The offset is data: JAX's splash attention takes it as part of the mask, a static one, and would be compiled again for
-every chunk of a long prompt. The grid's axis over keys is as long as the furthest query needs, a traced number too,
-and blocks above the diagonal are neither read nor computed. All G queries of a token share one read of the keys, and
-masks are compared in blocks that the diagonal crosses only. The log-sum-exp leaves lane-major.
+The offset is data. JAX's splash attention has it in its static mask, and would be compiled again for every chunk of a
+long prompt. The grid's axis over keys has a traced length, as long as the last query needs, and blocks above the
+diagonal are neither read nor computed. All G queries of a token share one read of the keys, and masks are applied only
+in blocks that the diagonal crosses. The log-sum-exp is stored with queries along the lanes.
 
 See :mod:`pallas_kernels.prefill.tpu_block` for a block's scores and weights, and for float32 keys
 :mod:`pallas_kernels.prefill.tpu_float32`.
@@ -20,34 +20,31 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels import checks, tpu_tiles, tuned
+from pallas_kernels import checks, tuned
 from pallas_kernels.prefill import tpu_float32, xla
-from pallas_kernels.prefill.problem import Prefilled, Problem
+from pallas_kernels.prefill.prefill_problem import Prefilled, Problem
 from pallas_kernels.prefill.tpu_block import Block, Order, strips
-from pallas_kernels.softmax import LOG2E, merge, per_row
-from pallas_kernels.tpu_float32 import scratch_bytes
-from pallas_kernels.tpu_tiles import LANES, Config, Tiles
+from pallas_kernels.softmax import LOG2E, per_row
+from pallas_kernels.tpu import tiles
+from pallas_kernels.tpu.float32_scores import scratch_bytes
+from pallas_kernels.tpu.tiles import LANES, Config, Tiles
 
 
 def prefill(p: Problem, *, config: Config | None = None, interpret: Any = False) -> Prefilled:
-    """See :func:`pallas_kernels.prefill.prefill`; the kept rows' part is XLA's."""
+    """See :func:`pallas_kernels.prefill.prefill`; kept rows are attended to in XLA."""
     if p.bias is not None:
-        raise NotImplementedError("The TPU kernel knows no bias that depends on places (ALiBi).")
+        raise NotImplementedError("The TPU kernel has no bias by positions (ALiBi).")
     checks.compiled_in(p.scale)
     config = config or tuned.config("prefill.tpu", p, Config) or rule(p)
-    out, lse = _call(p, Tiles.of(p.q, p.k, config), interpret)
-    if p.kept is None:
-        return Prefilled(out, lse)
-    out, lse = merge(out, lse, *xla.rows_alone(p))
-    return Prefilled(out.astype(p.q.dtype), lse)
+    return xla.with_kept_rows(p, *_call(p, Tiles.of(p.q, p.k, config), interpret))
 
 
 def rule(p: Problem) -> Config:
-    """Sizes where none are given or measured.
+    """Default sizes.
 
-    Parts of so few keys that what comes out of the matrix units in several rounds is not many registers.
+    Where the matrix units take several passes over the channels, parts have few keys: partial sums wait in registers.
     """
-    unit, dim = tpu_tiles.matrix_unit(), p.q.shape[4]
+    unit, dim = tiles.matrix_unit(), p.q.shape[4]
     found = Config.default(p.q.shape[2], p.q.shape[3], p.k.shape[2], p.k.dtype)
     rounds = p.k.dtype == jnp.float32 or dim > max(LANES, unit)
     return dataclasses.replace(found, part=2 * unit) if rounds else found
@@ -77,13 +74,13 @@ def _kernel(offset, length, q, k, v, out, lse, *scratch, t: Tiles, factor):
             if float32:
                 scores = float32.last_scores(score, part)
             else:
-                scores = tpu_tiles.scores(q[...], t.keys_of(k, part), t.columns) * jnp.float32(factor)
+                scores = tiles.scores(q[...], t.keys_of(k, part), t.columns) * jnp.float32(factor)
             if masked:
-                # Masked weights need no zeros: who sees key 0 has a score for a peak from the first block on, and who
-                # does not sees nothing, as is said at the end. Each head compares by its own copy of the offset:
-                # masks of one would be kept for the next.
+                # Masked weights need no zeros: a query that attends to key 0 has a real peak from the first block on,
+                # and one that does not attends to nothing, which ``finish`` handles. Each head compares with its own
+                # copy of the offset: the compiler would keep the masks of one head for the next.
                 ahead = [offset[b * group + g] + first - first_key - jnp.int32(part * t.part) for g in range(group)]
-                scores = tpu_tiles.masked(scores, ahead)
+                scores = tiles.masked(scores, ahead)
             rows.take(part, scores)
 
     def cut_weights(_: Any, __: Any, strip: Any) -> None:
@@ -94,39 +91,36 @@ def _kernel(offset, length, q, k, v, out, lse, *scratch, t: Tiles, factor):
         pl.when(live)(functools.partial(float32.take_keys, k))
         pl.when(live)(functools.partial(float32.take_values, v))
         for chunk in float32.first_chunks():
-            tpu_tiles.apart(live, functools.partial(float32.add_scores, score, chunk))
-    pl.when(counted)(lambda: tpu_tiles.each_way(t, first_query, first_key, measure))
+            tiles.scheduling_barrier(live, functools.partial(float32.add_scores, score, chunk))
+    pl.when(counted)(lambda: tiles.masked_or_not(t, first_query, first_key, measure))
     for strip in strips(t) if order.follow else [slice(0, t.rows)]:
-        tpu_tiles.apart(live, functools.partial(rows.lift, strip))
+        tiles.scheduling_barrier(live, functools.partial(rows.lift, strip))
     if float32:
-        tpu_tiles.each_strip(t, live, cut_weights, 64)
+        tiles.each_strip(t, live, cut_weights, 64)
         pl.when(live)(functools.partial(float32.gather, total, shrink))
     else:
         *others, rest = strips(t)
         for strip in others:
-            tpu_tiles.apart(live, functools.partial(rows.gather, v, strip))
+            tiles.scheduling_barrier(live, functools.partial(rows.gather, v, strip))
         pl.when(live)(functools.partial(rows.gather, v, rest))
-    tpu_tiles.each_strip(t, last, functools.partial(rows.finish, out), 64)
+    tiles.each_strip(t, last, functools.partial(rows.finish, out), 64)
 
     @pl.when(last)
     def _():
-        # So few heads at once that they fit the registers.
-        for heads in tpu_tiles.steps(group, max(1, 512 // t.queries)):
-            tpu_tiles.store_by_head(lse.at[heads], shrink[heads.start * t.queries : heads.stop * t.queries])
+        # As many heads at once as fit the registers.
+        for heads in tiles.steps(group, max(1, 512 // t.queries)):
+            tiles.store_by_head(lse.at[heads], shrink[heads.start * t.queries : heads.stop * t.queries])
 
 
 def _memory(t: Tiles, itemsize: int) -> int | None:
-    """VMEM to ask for, as for 2,048 rows of 256 channels (G = 16).
-
-    Scores, sums, blocks in flight and the parts of float32 numbers.
-    """
+    """VMEM limit for scores, sums, blocks in flight and bfloat16 parts; set for 2,048 rows of 256 channels (G = 16)."""
     dim = t.shape[4]
     sums = tpu_float32.sums(t) if itemsize == 4 else t.parts
     gained = len(Order.of(t, itemsize == 4).sums_at(t))
     scratch = 4 * t.rows * (t.keys + ((1 + gained) * t.parts + 3) * LANES + sums * max(dim, LANES))
     if itemsize == 4:
         scratch += scratch_bytes(tpu_float32.scratch(t))
-    return tpu_tiles.vmem_limit(scratch + 4 * itemsize * max(dim, LANES) * (t.rows + t.keys))
+    return tiles.vmem_limit(scratch + 4 * itemsize * max(dim, LANES) * (t.rows + t.keys))
 
 
 def _call(p: Problem, t: Tiles, interpret: Any) -> Any:

@@ -1,12 +1,13 @@
-"""A block of queries in the TPU's prefill: scores in memory, and what their weights come to.
+"""A block of the TPU's prefill kernel: its scores in VMEM, their weights, and the weighted values.
 
-A block of scores is 16 times the registers. It is written to memory as it leaves the product, in parts of 512 keys, and
-read again for the weights. Nothing that one part stores is loaded by the next: the compiler would keep it in registers.
+A block of scores is 16 times the registers. It is written to VMEM as it leaves the matrix units, in parts of 512 keys,
+and read again for the weights. No part loads what the one before stored: the compiler would keep it in registers.
 
-For units of 256 x 256 weights are made in the order in which these take them, a few rows waiting for the ones before
-the last: else peaks are subtracted from scores long before the powers are raised, one register a cycle. Where one part
-is all of a block there is no next product to overlap with, and fewer rows are weighed together instead. Scheduled, the
-order costs 3 % or less, on tpu7x 9 to 15 % for 256 channels; fewer rows 3 to 25 %, most against 128 keys.
+For matrix units of 256 x 256, weights are computed in the order in which the units read them, and a few rows wait for
+those before the last. Otherwise the compiler subtracts the peaks from all scores long before it takes the powers, of
+which it issues one register per cycle, and spills the differences. Where one part is the whole block there is no next
+product to overlap with, and fewer rows are weighted together instead. In compiled schedules the order costs 3 % or
+less, on tpu7x 9 to 15 % for 256 channels; fewer rows cost 3 to 25 %, the most against 128 keys.
 """
 
 from __future__ import annotations
@@ -19,19 +20,19 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pallas_kernels import tpu_tiles
 from pallas_kernels.softmax import LOG2E, NEG, NOTHING
-from pallas_kernels.tpu_tiles import LANES, Tiles
+from pallas_kernels.tpu import tiles
+from pallas_kernels.tpu.tiles import LANES, Tiles
 
 
 @dataclasses.dataclass(frozen=True)
 class Order:
-    """In which weights are made, one kind after the other.
+    """The order in which weights are computed.
 
     Attributes:
-      parts: made together. keys: of these parts, before their next. rows: at once.
-      follow: whether rows wait for those before the last, so that few numbers wait in registers for their powers.
-      early: parts whose sums are lifted with the peaks: those of the first would wait in registers for late products.
+      parts: parts computed together. keys: keys of each before the next keys are begun. rows: rows at once.
+      follow: whether rows wait for those before the last, so that few differences wait in registers for their powers.
+      early: leading parts whose sums are rescaled together with the peaks; later, they would wait in registers.
     """
 
     parts: int
@@ -42,44 +43,44 @@ class Order:
 
     @classmethod
     def of(cls, t: Tiles, float32: bool) -> Order:
-        """As the chip's matrix units take the weights; of small units, which leave registers enough, as they come."""
-        if float32 or t.parts == 1 or tpu_tiles.matrix_unit() < 256:
+        """The order in which the chip's matrix units read weights; small units leave registers enough for any order."""
+        if float32 or t.parts == 1 or tiles.matrix_unit() < 256:
             return cls(1, t.part, t.rows, False, 1 if t.columns and not float32 else 0)
-        # All alike where that is possible, and not all at once.
+        # Strips of equal size where possible, and more than one.
         rows = next((x for x in (64, 48, 32) if t.rows > x and t.rows % x == 0), min(64, t.rows // 32 * 32 or t.rows))
-        if t.shape[4] > LANES and tpu_tiles.sums_in_unit():
-            # Each unit takes a part of its own, all rows of as many keys as it holds and then of the next.
+        if t.shape[4] > LANES and tiles.sums_in_unit():
+            # Each unit takes a part of its own: all rows for as many keys as it holds, then for the next keys.
             return cls(2, min(256, t.part), rows, True, 0)
         return cls(1, t.part, rows, True, t.parts // 2)
 
     def sums_at(self, t: Tiles) -> list[int]:
-        """Where the sums of a part's weights lie: behind its scores, 128 lanes for as many keys as are made at once."""
+        """Lane offsets of the sums of a part's weights: after its scores, 128 lanes for each step of ``keys``."""
         return [t.part + i * LANES for i in range(-(-t.part // self.keys))]
 
 
 def strips(t: Tiles) -> list[slice]:
-    """Rows that are weighed together: so few that what is made early fits the registers."""
+    """Rows that are weighted together: so few that what is computed early fits the registers."""
     wide = t.shape[4] > LANES
-    if tpu_tiles.matrix_unit() < 256:
+    if tiles.matrix_unit() < 256:
         rows = 512 if wide and t.part > 256 else t.rows
     elif wide or t.part < 256:
         rows = 512
     else:
-        rows = 1024 if t.parts == 1 and tpu_tiles.sums_in_unit() else t.rows
-    return tpu_tiles.steps(t.rows, rows)
+        rows = 1024 if t.parts == 1 and tiles.sums_in_unit() else t.rows
+    return tiles.steps(t.rows, rows)
 
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """Of a block's queries, in memory.
+    """State of a block of queries, in VMEM.
 
     Attributes:
-      bases: two numbers that are 0, which the compiler does not know: what is stored from one it does not load from the
-        other before, and what is stored from the same it may.
-      score: [parts, rows, part + ...], and behind a part's scores the sums of its weights, in 128 lanes.
+      bases: two scalars that are 0, unknown to the compiler. They order memory accesses: a load through one base stays
+        after a store through the other, while stores and loads through the same base may be reordered.
+      score: [parts, rows, part + ...], a part's scores, followed by the sums of its weights in 128 lanes.
       found_peak: [parts, rows, 128], the largest scores of a part. peak: [rows, 128], so far, the same in every lane.
-      shrink: what is gathered before them is to be lowered by. mass: the sum of weights but for the last block's.
-      total: [parts or sums, rows, D], what was weighed; each part has sums of its own, which meet in the last block.
+      shrink: factor that rescales earlier sums to the new peak. mass: sum of weights without the last block's.
+      total: [parts or sums, rows, D], weighted values; each part has a sum of its own, added up in the last block.
     """
 
     t: Tiles
@@ -93,6 +94,7 @@ class Block:
     total: Any
 
     def clear(self) -> None:
+        """Start a running softmax over no keys."""
         self.peak[...] = jnp.full_like(self.peak, jnp.float32(NEG))
         self.mass[...] = jnp.zeros_like(self.mass)
         for part in range(self.t.parts):
@@ -102,65 +104,66 @@ class Block:
             self.total[part] = jnp.zeros_like(self.total[part])
 
     def take(self, part: int, scores: Float[Array, "R S"]) -> None:
+        """Store a part's scores, and the largest of them in each lane."""
         self.score[part, :, : self.t.part] = scores
-        self.found_peak[part] = functools.reduce(jnp.maximum, tpu_tiles.lanes(scores))
+        self.found_peak[part] = functools.reduce(jnp.maximum, tiles.lanes(scores))
 
     def lift(self, rows: slice) -> None:
-        """The peaks, and what was gathered before, with those that were found."""
+        """Raise the peaks to the scores just taken, and rescale the earlier sums to them."""
         top = functools.reduce(jnp.maximum, [self.found_peak[part, rows] for part in range(self.t.parts)])
         higher = jnp.maximum(self.peak[rows], top.max(axis=1, keepdims=True))
         self.shrink[rows] = jnp.exp2(self.peak[rows] - higher)
         self.mass[rows] = self._whole_mass(rows) * self.shrink[rows]
         for part in range(self.order.early):
-            lower = tpu_tiles.across(self.shrink[rows], self.total.shape[2])
+            lower = tiles.across(self.shrink[rows], self.total.shape[2])
             self.total[part, rows] = self.total[part, rows] * lower
         self.peak[rows] = higher
 
-    def weights_of(self, part: int, rows: Any, keys: slice, turn: int = 0) -> list[Array]:
-        """Of some keys of a part; ``turn`` numbers what must follow what."""
-        there = self.score[self.bases[(turn + 1) % 2] + part, rows, keys]
-        weights = [jnp.exp2(scores - self.peak[rows]) for scores in tpu_tiles.lanes(there)]
+    def weights_of(self, part: int, rows: Any, keys: slice, step: int = 0) -> list[Array]:
+        """Weights of some keys of a part; ``step`` numbers the calls in the order that they must keep."""
+        stored = self.score[self.bases[(step + 1) % 2] + part, rows, keys]
+        weights = [jnp.exp2(scores - self.peak[rows]) for scores in tiles.lanes(stored)]
         at = self.t.part + keys.start // self.order.keys * LANES
-        self.score[self.bases[turn % 2] + part, rows, at : at + LANES] = functools.reduce(jnp.add, weights)
+        self.score[self.bases[step % 2] + part, rows, at : at + LANES] = functools.reduce(jnp.add, weights)
         return weights
 
     def gather(self, v: Any, rows: slice) -> None:
-        """Weights and what they weigh."""
+        """Compute the weights of some rows and add the weighted values."""
         t, order = self.t, self.order
-        turns = -(-(rows.stop - rows.start) // order.rows) * -(-t.part // order.keys)
+        steps = -(-(rows.stop - rows.start) // order.rows) * -(-t.part // order.keys)
         for first in range(0, t.parts, order.parts):
             parts = range(first, min(first + order.parts, t.parts))
-            for part, weight in zip(parts, self._weights(parts, rows, first * turns, v.dtype), strict=True):
-                weighed = tpu_tiles.dot(weight, t.keys_of(v, part), 1 if t.columns else 0)
+            for part, weight in zip(parts, self._weights(parts, rows, first * steps, v.dtype), strict=True):
+                weighed = tiles.dot(weight, t.keys_of(v, part), 1 if t.columns else 0)
                 so_far = self.total[part, rows]
                 if part >= order.early:
-                    so_far *= tpu_tiles.across(self.shrink[rows], self.total.shape[2])
+                    so_far *= tiles.across(self.shrink[rows], self.total.shape[2])
                 self.total[part, rows] = so_far + weighed
 
     def finish(self, out: Any, head: Array, queries: Any, rows: Any) -> None:
-        """What a head's rows come to, and their log-sum-exp, where ``shrink`` was."""
-        sees = self.peak[rows] > jnp.float32(NOTHING)
-        # Infinite where a query sees nothing, whose weights are of no keys of its own.
-        every = jnp.where(sees, self._whole_mass(rows), jnp.float32(jnp.inf))
+        """Write the output of some rows of a head, and their log-sum-exp in the place of ``shrink``."""
+        attends = self.peak[rows] > jnp.float32(NOTHING)
+        # Infinite for a query that attends to nothing: its weights are of masked keys.
+        every = jnp.where(attends, self._whole_mass(rows), jnp.float32(jnp.inf))
         every = jnp.maximum(every.sum(axis=1, keepdims=True), jnp.float32(1e-37))
         out[head, queries] = (self.total[:, rows].sum(axis=0) / every).astype(out.dtype)
         found = self.peak[rows] * jnp.float32(1 / LOG2E) + jnp.log(every)
-        self.shrink[rows] = jnp.where(sees, found, jnp.float32(NEG))
+        self.shrink[rows] = jnp.where(attends, found, jnp.float32(NEG))
 
     def _whole_mass(self, rows: Any) -> Array:
         places = itertools.product(range(self.t.parts), self.order.sums_at(self.t))
         found = [self.score[part, rows, at : at + LANES] for part, at in places]
         return functools.reduce(jnp.add, found, self.mass[rows])
 
-    def _weights(self, parts: range, rows: slice, turn: int, dtype: Any) -> list[Array]:
-        """Of these parts, made in the order in which the matrix units take them."""
-        strips = tpu_tiles.steps(rows.stop - rows.start, self.order.rows)
-        keys = tpu_tiles.steps(self.t.part, self.order.keys)
+    def _weights(self, parts: range, rows: slice, step: int, dtype: Any) -> list[Array]:
+        """Weights of these parts, computed in the order in which the matrix units read them."""
+        strips = tiles.steps(rows.stop - rows.start, self.order.rows)
+        keys = tiles.steps(self.t.part, self.order.keys)
         made = {}
         for at in itertools.product(range(len(keys)), range(len(strips)), parts):
             i, j, part = at
             strip = slice(rows.start + strips[j].start, rows.start + strips[j].stop)
-            found = self.weights_of(part, strip, keys[i], turn + len(made))
+            found = self.weights_of(part, strip, keys[i], step + len(made))
             made[at] = jnp.concatenate([x.astype(dtype) for x in found], axis=1)
 
         def whole(part: int, i: int) -> Array:

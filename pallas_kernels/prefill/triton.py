@@ -1,12 +1,11 @@
-"""On GPUs, in Pallas's Triton: flash attention (Dao, arXiv 2307.08691) whose chunk may be anywhere.
+"""Pallas Triton kernel for GPUs: flash attention (Dao, arXiv 2307.08691) of a chunk at any offset in the prompt.
 
-Why not cuDNN, which ``jax.nn.dot_product_attention`` offers and which is faster where it fits: its causal mask begins
-at key 0, so a chunk further on would be two calls, one on what is before it and one on itself, merged by log-sum-exp;
-but the residual that JAX 0.10.2 to 0.12 returns is rounded to the output's dtype. In bfloat16 a log-sum-exp of 8 is
-then wrong by up to 0.03, and so a merged part by 3 %, as is every mass computed from it. Its [B, T, H, D] order would
-also copy keys and values, and it takes no float32.
+cuDNN, through ``jax.nn.dot_product_attention``, is faster where it fits, but its causal mask starts at key 0: a later
+chunk would take two calls, over the earlier keys and over its own, merged by log-sum-exp, and JAX 0.10.2 to 0.12 round
+that residual to the output's dtype. In bfloat16 a log-sum-exp of 8 is then wrong by up to 0.03, and a merged part, or a
+mass computed from it, by 3 %. Its [B, T, H, D] order would also copy keys and values, and it takes no float32.
 
-A program is a block of one head's queries, the last blocks first, because they have the most keys to read.
+A program computes a block of one head's queries; the last blocks start first, as they have the most keys to read.
 """
 
 from __future__ import annotations
@@ -21,10 +20,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from pallas_kernels import checks, tuned
+from pallas_kernels.gpu.triton_tiles import check_sizes, dot, dot_rows, i32, lanes, rows_of, up
 from pallas_kernels.prefill import xla
-from pallas_kernels.prefill.problem import Prefilled, Problem
-from pallas_kernels.softmax import LOG2E, NEG, NOTHING, merge, per_row
-from pallas_kernels.triton_tiles import check_sizes, dot, dot_rows, i32, lanes, rows_of, up
+from pallas_kernels.prefill.prefill_problem import Prefilled, Problem
+from pallas_kernels.softmax import LOG2E, NEG, NOTHING, per_row
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,8 +31,8 @@ class Config:
     """Block sizes.
 
     Attributes:
-      queries, keys: of a block; powers of two, at least 16.
-      warps: of a thread block, a power of two. stages: blocks in flight, at least 1.
+      queries, keys: sizes of a block; powers of two, at least 16.
+      warps: warps of a thread block, a power of two. stages: blocks in flight, at least 1.
     """
 
     queries: int = 128
@@ -42,12 +41,12 @@ class Config:
     stages: int = 2
 
     def __post_init__(self) -> None:
-        """Raise ``ValueError`` for sizes of another kind."""
+        """Raise ``ValueError`` for sizes that Triton cannot take."""
         check_sizes(self.queries, self.keys, self.warps, self.stages)
 
     @classmethod
     def default(cls, p: Problem) -> Config:
-        """Chosen so that nothing spills in registers, compiled for sm_80, sm_90 and sm_100; not timed on a device."""
+        """Sizes that spill no registers when compiled for sm_80, sm_90 and sm_100; not timed on a device."""
         count, dim = p.q.shape[3:]
         queries, keys, warps, stages = 128, 64, 8, 3
         if p.k.dtype == jnp.float32:  # without tensor cores
@@ -58,17 +57,14 @@ class Config:
 
 
 def prefill(p: Problem, *, config: Config | None = None, interpret: Any = False) -> Prefilled:
-    """See :func:`pallas_kernels.prefill.prefill`; the kept rows' part is XLA's."""
+    """See :func:`pallas_kernels.prefill.prefill`; kept rows are attended to in XLA."""
     if p.bias is not None:
-        raise NotImplementedError("The GPU kernel knows no bias that depends on places (ALiBi).")
+        raise NotImplementedError("The GPU kernel has no bias by positions (ALiBi).")
     checks.compiled_in(p.scale)
     if not p.q.dtype == p.k.dtype == p.v.dtype:
         raise NotImplementedError(f"The GPU kernel takes one dtype, not {p.q.dtype}, {p.k.dtype}, {p.v.dtype}.")
-    out, lse = _call(p, config or tuned.config("prefill.triton", p, Config) or Config.default(p), interpret)
-    if p.kept is None:
-        return Prefilled(out, lse)
-    out, lse = merge(out, lse, *xla.rows_alone(p))
-    return Prefilled(out.astype(p.q.dtype), lse)
+    config = config or tuned.config("prefill.triton", p, Config) or Config.default(p)
+    return xla.with_kept_rows(p, *_call(p, config, interpret))
 
 
 def _call(p: Problem, c: Config, interpret: Any) -> Any:
@@ -78,7 +74,7 @@ def _call(p: Problem, c: Config, interpret: Any) -> Any:
     scores = batch * heads * group * count * tokens
     out, lse = pl.pallas_call(
         functools.partial(_kernel, c=c, sizes=(heads, group, count, tokens, dim), factor=p.scale * LOG2E),
-        # Programs that follow one another share a head's keys.
+        # Consecutive programs read the same head's keys.
         grid=(group * blocks, heads, batch),
         in_specs=[pl.no_block_spec] * 5,
         out_specs=[pl.no_block_spec] * 2,
@@ -115,7 +111,7 @@ def _kernel(offset, length, q, k, v, out, lse, *, c, sizes, factor):
     qb = rows_of(q, at, there, dim)
     stop = jnp.minimum(first_query + i32(c.queries), i32(tokens))
     stop = jnp.where(first < length[b], up(stop, c.keys), i32(0))
-    # Up to here every query of the block sees all keys.
+    # Before this block of keys every query attends to all keys.
     below = jnp.minimum(jax.lax.div(jnp.maximum(first_query + i32(1), 0), i32(c.keys)), stop)
 
     def fold(masked, i, carry):
@@ -127,8 +123,8 @@ def _kernel(offset, length, q, k, v, out, lse, *, c, sizes, factor):
             seen = key[None, :] <= offset[b] + row[:, None]
             scores = jnp.where(seen, scores, jnp.float32(NEG))
         higher = jnp.maximum(peak, scores.max(axis=1))
-        # Masked weights need no zeros: who sees key 0 has a score for a peak from the first block on, and who does not
-        # sees nothing, which is said at the end.
+        # Masked weights need no zeros: a query that attends to key 0 has a real peak from the first block on, and one
+        # that does not attends to nothing, which is handled after the loop.
         weight = jnp.exp2(scores - higher[:, None])
         shrink = jnp.exp2(peak - higher)
         vb = rows_of(v, head * i32(tokens) + key, inside, dim)

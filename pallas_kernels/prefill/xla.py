@@ -1,7 +1,7 @@
-"""In XLA: runs everywhere, and is the form the CPU uses.
+"""XLA form: runs everywhere, and is the one for CPUs.
 
-A running softmax over blocks of keys, in loops whose length is traced: never more scores than the chunk against one
-block, and only blocks on and below the diagonal. Softmax and sums are float32 whatever the dtype of keys and values.
+A running softmax over blocks of keys, in loops of traced length: only the scores of one block are in memory, and only
+blocks on and below the diagonal are read. Softmax and sums are float32 for any dtype of keys and values.
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.prefill.problem import Prefilled, Problem
+from pallas_kernels.prefill.prefill_problem import Prefilled, Problem
 from pallas_kernels.rows import Bias, Rows
-from pallas_kernels.softmax import NEG, log_of
+from pallas_kernels.softmax import NEG, log_of, merge
 
 # A running softmax: (peak, mass, unnormalised output) of shapes [B, H, N], [B, H, N], [B, H, N, D].
 Running = tuple[Float[Array, "B H N"], Float[Array, "B H N"], Float[Array, "B H N D"]]
 
 
 def prefill(p: Problem, *, config: None = None) -> Prefilled:
-    """See :func:`pallas_kernels.prefill.prefill`; there is nothing to configure, and ``length`` saves nothing."""
+    """See :func:`pallas_kernels.prefill.prefill`; there is nothing to configure, and ``length`` is not used."""
     del config
     batch, heads, group, count, dim = p.q.shape
     q = p.q.reshape(batch, heads, group * count, dim)
@@ -31,8 +31,15 @@ def prefill(p: Problem, *, config: None = None) -> Prefilled:
     return Prefilled(out.reshape(p.q.shape), log_of(peak, mass).reshape(p.q.shape[:4]))
 
 
+def with_kept_rows(p: Problem, out: Array, lse: Array) -> Prefilled:
+    """A kernel's attention over the prompt's keys, merged with attention over the kept rows, if there are any."""
+    if p.kept is not None:
+        out, lse = merge(out, lse, *rows_alone(p))
+    return Prefilled(out.astype(p.q.dtype), lse)
+
+
 def rows_alone(p: Problem) -> tuple[Float[Array, "B H G N D"], Float[Array, "B H G N"]]:
-    """The kept rows' part in float32, to be merged with a kernel's: output and log-sum-exp, NEG where none is valid."""
+    """Attention over the kept rows alone, in float32: output and log-sum-exp, NEG where no row is valid."""
     assert p.kept is not None
     batch, heads, group, count, dim = p.q.shape
     q = p.q.reshape(batch, heads, group * count, dim)
@@ -42,12 +49,12 @@ def rows_alone(p: Problem) -> tuple[Float[Array, "B H G N D"], Float[Array, "B H
 
 
 def _some(mass: Float[Array, "B H N"]) -> Float[Array, "B H N"]:
-    """What to divide by: nothing over nothing is 0, for a query that sees no key."""
+    """The mass as a divisor: 0 / 0 becomes 0 for a query that attends to no key."""
     return jnp.maximum(mass, jnp.finfo(jnp.float32).tiny)
 
 
 def running_start(batch: int, heads: int, count: int, dim: int) -> Running:
-    """A running softmax that has seen nothing; its mass is 0, so something must be attended to before dividing."""
+    """A running softmax over no keys."""
     empty = jnp.zeros((batch, heads, count), jnp.float32)
     return empty + NEG, empty, jnp.zeros((batch, heads, count, dim), jnp.float32)
 
@@ -69,7 +76,7 @@ def attend_block(
         scores = scores + bias
     scores = jnp.where(visible, scores, NEG)
     new_peak = jnp.maximum(peak, scores.max(axis=-1))
-    # Masked weights are zeroed, not trusted to underflow: a row that sees nothing yet has peak NEG and exp(0) = 1.
+    # Masked weights are set to 0: a query that attended to nothing yet has peak NEG, and exp(NEG - NEG) = 1.
     weight = jnp.where(visible, jnp.exp(scores - new_peak[..., None]), 0.0)
     shrink = jnp.exp(peak - new_peak)
     gained = jnp.einsum("bhns,bhsd->bhnd", weight.astype(v.dtype), v, preferred_element_type=jnp.float32)
@@ -79,7 +86,7 @@ def attend_block(
 def attend_rows(
     running: Running, q: Float[Array, "B H N D"], kept: Rows, *, scale: float, bias: Bias | None = None
 ) -> Running:
-    """Fold kept rows into a running softmax, block by block; every query sees all valid ones."""
+    """Fold kept rows into a running softmax, block by block; every query attends to all valid ones."""
 
     def body(i: Int[Array, ""], carry: Running) -> Running:
         k, v, visible, added = kept.block_of(i, bias)

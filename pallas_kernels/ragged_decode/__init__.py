@@ -1,5 +1,6 @@
-"""One query a row against the ragged page runs of its KV heads."""
+"""Attention of one new token per row over a ragged, paged cache."""
 
-from pallas_kernels.ragged_decode.api import Decoded, ragged_decode
+from pallas_kernels.ragged_decode.api import IMPLEMENTATIONS, ragged_decode
+from pallas_kernels.ragged_decode.decode_problem import Decoded
 
-__all__ = ["Decoded", "ragged_decode"]
+__all__ = ["IMPLEMENTATIONS", "Decoded", "ragged_decode"]

@@ -1,9 +1,8 @@
-"""``ragged_decode``: attention of one new token a row over what its heads kept."""
+"""``ragged_decode``: attention of one new token per row over a paged cache with heads of different lengths."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -12,41 +11,11 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels import checks, dispatch
 from pallas_kernels.pages import Pages
-from pallas_kernels.ragged_decode.problem import Decoded, Problem
+from pallas_kernels.ragged_decode.decode_problem import Decoded, Problem
 
-
-def _tpu(problem: Problem, **options: Any) -> Decoded:
-    from pallas_kernels.ragged_decode import tpu
-
-    return tpu.decode(problem, **options)
-
-
-def _mosaic_gpu(problem: Problem, **options: Any) -> Decoded:
-    from pallas_kernels.ragged_decode import mosaic_gpu
-
-    return mosaic_gpu.decode(problem, **options)
-
-
-def _triton(problem: Problem, **options: Any) -> Decoded:
-    from pallas_kernels.ragged_decode import triton
-
-    return triton.decode(problem, **options)
-
-
-def _xla(problem: Problem, **options: Any) -> Decoded:
-    from pallas_kernels.ragged_decode import xla
-
-    return xla.decode(problem, **options)
-
-
-# Imported when they are tried: a CPU never loads a GPU's compiler.
-IMPLEMENTATIONS: Mapping[str, Callable[..., Decoded]] = {
-    "tpu": _tpu,
-    "mosaic_gpu": _mosaic_gpu,
-    "triton": _triton,
-    "xla": _xla,
-}
-ORDER = {"tpu": ("tpu",), "gpu": ("mosaic_gpu", "triton")}
+IMPLEMENTATIONS = dispatch.Implementations(
+    "ragged_decode", "pallas_kernels.ragged_decode", "decode", {"tpu": ("tpu",), "gpu": ("mosaic_gpu", "triton")}
+)
 
 
 def ragged_decode(
@@ -70,31 +39,31 @@ def ragged_decode(
     implementation: str | None = None,
     **options: Any,
 ) -> Decoded:
-    """Softmax attention of one query a row against the first ``length`` slots of each of its heads.
+    """Softmax attention of one query per row over the first ``length`` slots of each KV head.
 
     The score of slot j is ``cap(scale * q . k_j) + slope * (position_j - query_position) + [j == 0] log_mass``, where
-    ``cap(x) = soft_cap * tanh(x / soft_cap)``. What lies past ``length`` is never part of a result, but must be finite.
+    ``cap(x) = soft_cap * tanh(x / soft_cap)``. Slots past ``length`` have no effect, but their values must be finite.
 
     Args:
       q: queries grouped by KV head.
       pages: the pool; see ``pages.py``. int8 or float8 rows come with scales.
-      length: int32, valid slots of each head, at most its run; 0 is allowed.
+      length: int32, valid slots of each head, at most those of its pages; 0 is allowed.
       runs: pages of each head, static; head h owns pages ``sum(runs[:h]) ...`` of every row.
       scale: multiplies q . k.
       log_mass: added to the score of slot 0: log N of a slot that stands for N tokens.
       k_scale: multiplies each channel of the stored keys. v_scale: multiplies each slot's stored value.
-      window: only slots whose token is among the last ``window``: by ``position`` where given, else by slot.
-      soft_cap: bounds scores.
-      slopes: ALiBi's; needs ``position`` and ``query_position``.
-      position: int32, of the token in each slot. query_position: int32, of each row's query.
-      with_logits: also return the scores by page, with ``logits_scale`` in the place of ``scale`` if given.
-      first_row: int32; queries are of rows ``first_row ... first_row + B - 1`` of the pages (and of ``v_scale`` and
-        ``position``), which have more than B; ``length`` and the rest are of these rows alone, as results are.
+      window: attend only to the last ``window`` tokens: by ``position`` where given, else by slot.
+      soft_cap: bound of the scores.
+      slopes: ALiBi's slopes; they need ``position`` and ``query_position``.
+      position: int32, position of the token in each slot. query_position: int32, position of each row's query.
+      with_logits: also return the scores by page, scaled by ``logits_scale``, if given, instead of ``scale``.
+      first_row: int32; the queries are of rows ``first_row ... first_row + B - 1`` of the pages, ``v_scale`` and
+        ``position``, which have more rows than B; all other arguments and the results have these B rows only.
       implementation: the only one to try; by default the platform's in order, "xla" last.
-      options: of one implementation: ``config`` (block sizes), ``interpret``.
+      options: options of the implementation that is named: ``config`` (block sizes), ``interpret``.
 
     Raises:
-      ValueError: an argument of another shape or type, or some that do not belong together.
+      ValueError: an argument of another shape or type, or some that contradict each other.
       NotImplementedError: the implementation that was named cannot do this.
     """
     problem = Problem(
@@ -118,7 +87,7 @@ def ragged_decode(
     _check(problem)
     numbers = {name: checks.plain(getattr(problem, name)) for name in ("scale", "logits_scale", "soft_cap")}
     problem = dataclasses.replace(problem, **numbers)
-    return dispatch.run("ragged_decode", IMPLEMENTATIONS, ORDER, implementation, problem, **options)
+    return IMPLEMENTATIONS.run(implementation, problem, **options)
 
 
 def _check(p: Problem) -> None:

@@ -1,7 +1,7 @@
-"""Parts of a softmax, each normalised over its own slots, put together by their log-sum-exps.
+"""Merge of partial softmax results, each normalised over its own slots, by their log-sum-exps.
 
-In XLA: two small fused loops over the parts, without a scatter (segment sums would be atomic additions on a GPU, slow
-and of another order each time).
+Two small fused XLA loops over the parts, without a scatter: segment sums would be atomic additions on a GPU, slow and
+not deterministic.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ def merge(
     """Merge the items of each head.
 
     Args:
-      out: float32 results of the items; where ``lse`` is ``NEG`` they may be anything, even not a number.
+      out: float32 results of the items; where ``lse`` is ``NEG`` any value, also NaN.
       lse: float32 log-sum-exp of each item's scores; ``NEG`` for one without a visible slot.
-      begin: first item of each head. count: its items; static, as ``begin``.
+      begin: first item of each head. count: number of its items. Both static.
 
     Returns:
       Results of the heads, zeros where no item has a visible slot, and their log-sum-exp, ``NEG`` there.
@@ -33,14 +33,14 @@ def merge(
     peak = lse.max(axis=2, keepdims=True)
     weight = jnp.where(lse > NEG, jnp.exp(lse - peak), jnp.float32(0))
     mass = weight.sum(axis=2)
-    share = weight / jnp.maximum(mass, jnp.float32(1e-37))[:, :, None]
-    whole = jnp.sum(jnp.where(share[..., None] > 0, out * share[..., None], jnp.float32(0)), axis=2)
+    fraction = weight / jnp.maximum(mass, jnp.float32(1e-37))[:, :, None]
+    whole = jnp.sum(jnp.where(fraction[..., None] > 0, out * fraction[..., None], jnp.float32(0)), axis=2)
     total = jnp.where(mass > 0, peak[:, :, 0] + jnp.log(jnp.maximum(mass, jnp.float32(1e-37))), jnp.float32(NEG))
     return whole, total
 
 
 def _by_head(x: Array, begin: np.ndarray, count: np.ndarray) -> Array:
-    """[B, H, longest, ...]: a view where all heads have equally many items, else a gather that fuses into its use."""
+    """Items by head, [B, H, longest, ...]: a view if all heads have equally many, else a gather that XLA fuses."""
     longest = int(count.max())
     if (count == longest).all():
         return x.reshape(x.shape[0], len(count), longest, *x.shape[2:])

@@ -1,13 +1,12 @@
-"""On Hopper GPUs (compute capability 9.0), through Pallas' Mosaic GPU backend: rows of 16 bits in pages of 64.
+"""Pallas Mosaic GPU kernel for Hopper GPUs (compute capability 9.0): rows of 16 bits in pages of 64.
 
-One warpgroup per thread block reads one item (``split.py``) page by page: the tensor memory accelerator keeps
-``config.stages`` pages of keys and values in flight into shared memory, whole tiles in the layout that WGMMA multiplies
-from, so that no thread computes an address. It is a single warpgroup, without one that only copies, because a block
-then needs few enough registers and bytes for two or three to share a multiprocessor: while one waits for its softmax,
-another multiplies.
+One warpgroup per thread block reads one item (``split.py``) page by page. The tensor memory accelerator keeps
+``config.stages`` pages of keys and values in flight to shared memory, in the tiled layout that WGMMA reads, so that no
+thread computes an address. There is no second warpgroup that only copies: a thread block then needs so few registers
+and bytes that two or three run on a multiprocessor, and while one waits for its softmax another multiplies.
 
 WGMMA's smallest product has 64 rows. Only the rows of real queries are loaded and stored; the others hold whatever was
-in shared memory, which stays in its own rows.
+in shared memory, and never mix with these.
 """
 
 from __future__ import annotations
@@ -23,10 +22,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
-from pallas_kernels import checks, gpu, tuned
+from pallas_kernels import checks, tuned
+from pallas_kernels.gpu import chip
 from pallas_kernels.pages import Stacked
 from pallas_kernels.ragged_decode import split
-from pallas_kernels.ragged_decode.problem import Decoded, Problem
+from pallas_kernels.ragged_decode.decode_problem import Decoded, Problem
 from pallas_kernels.ragged_decode.split import Split
 from pallas_kernels.softmax import NEG
 
@@ -37,8 +37,8 @@ except ImportError:  # jaxlib built without GPU support
 
 #: Rows of a WGMMA product, and slots of a page.
 ROWS = 64
-#: The widest rows that this JAX lowers. 0.12 searches for the layout of every array in shared memory, and for a result
-#: of 256 lanes does not find one within minutes; for 128, and in 0.11 for 256 too, it takes milliseconds.
+#: The widest rows that this JAX lowers. 0.12 searches for a layout of every array in shared memory, and for a result of
+#: 256 lanes finds none within minutes; for 128 lanes, and in 0.11 also for 256, it takes milliseconds.
 WIDEST = 256 if jax.__version_info__ < (0, 12) else 128
 
 
@@ -59,7 +59,7 @@ class MosaicGpuConfig:
 
     @classmethod
     def of(cls, p: Problem) -> MosaicGpuConfig:
-        """Two pages in flight, four of small heads: 64 KB a block, so that two or three share a multiprocessor."""
+        """Two pages in flight, four for small heads: 64 KB, so a multiprocessor runs two or three thread blocks."""
         page_bytes = ROWS * p.pages.row_nbytes
         return cls(split.pages_per_item(p), max(min((64 << 10) // page_bytes, 4), 2))
 
@@ -104,7 +104,7 @@ def decode(p: Problem, *, config: MosaicGpuConfig | None = None, interpret: Any 
         row_pages=total,
         stages=config.stages,
         scale=p.scale,
-        shown_scale=p.scale if p.logits_scale is None else p.logits_scale,
+        logits_scale=p.scale if p.logits_scale is None else p.logits_scale,
         soft_cap=p.soft_cap,
         window=p.window,
         arithmetic=_Interpreted if interpret else _Compiled,
@@ -125,8 +125,8 @@ def decode(p: Problem, *, config: MosaicGpuConfig | None = None, interpret: Any 
 
 
 def _accepted(p: Problem) -> Stacked:
-    """The pages of a problem that this can do."""
-    target = gpu.target()
+    """Check that this kernel can do the problem; returns its pages."""
+    target = chip.target()
     capability = target.capability
     checks.compiled_in(p.scale, p.logits_scale, p.soft_cap)
     if p.first_row is not None:
@@ -155,7 +155,7 @@ def _accepted(p: Problem) -> Stacked:
 
 
 def _scratch(p: Problem, stages: int, lanes: int, interpret: bool) -> dict[str, Any]:
-    """Shared memory; the result takes the place of the pages it was made of (which the interpreter cannot)."""
+    """Shared memory; the result reuses the memory of the pages, except in the interpreter, which cannot."""
     dtype = p.pages.dtype
     # The widest tile of lanes that divides a row: 128, 64 or 32 bytes.
     tile = next(n for n in (64, 32, 16) if lanes % n == 0)
@@ -191,11 +191,11 @@ def _interpreter(interpret: Any) -> Any:
 
 
 class _Compiled:
-    """What the kernel multiplies with, and where results lie among the threads."""
+    """Products and array layouts of the compiled kernel."""
 
     @staticmethod
     def spread(x: Array, *reduced: int) -> Array:
-        """Values laid out as a product's result, or as what is left of one after ``reduced`` axes."""
+        """Give ``x`` the layout of a product's result, or of one with ``reduced`` axes reduced."""
         return plgpu.layout_cast(x, plgpu.Layout.WGMMA.reduce(*reduced) if reduced else plgpu.Layout.WGMMA)
 
     @staticmethod
@@ -224,9 +224,9 @@ class _Compiled:
 
 
 class _Interpreted:
-    """The same for the interpreter, which has neither layouts nor accumulators that begin with values (0.10.2).
+    """The same operations for the interpreter, without layouts or initialised accumulators (JAX 0.10.2).
 
-    Unlike WGMMA's, its reads of shared memory have to be committed before a copy may overwrite what they read.
+    Unlike those of WGMMA, its reads of shared memory must be committed before a copy may overwrite what they read.
     """
 
     @staticmethod
@@ -258,13 +258,13 @@ def _kernel(
     row_pages: int,
     stages: int,
     scale: float,
-    shown_scale: float,
+    logits_scale: float,
     soft_cap: float | None,
     window: int | None,
     arithmetic: type[_Compiled] | type[_Interpreted],
     **scratch: Any,
 ) -> None:
-    """One item: ``out``, ``lse`` of its visible slots, and their scores if there is a ``logits``."""
+    """Attention over one item's visible slots: ``out``, ``lse``, and the scores if there is a ``logits``."""
     at = SimpleNamespace(**dict(zip(names, refs, strict=True)), **scratch)
     (at.k_tile, at.v_tile), at.out_tile = at.tiles
     given = set(names)
@@ -312,7 +312,7 @@ def _kernel(
         s = score(scale)
         if "logits" in given:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            at.logits_tile[...] = s if shown_scale == scale else score(shown_scale)
+            at.logits_tile[...] = s if logits_scale == scale else score(logits_scale)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(at.logits_tile.at[pl.ds(0, group)], at.logits.at[first_page + step])
         s = jnp.where(column < high, s, jnp.float32(NEG))

@@ -1,15 +1,15 @@
-"""The operation as its docstring says it, in float32, one head at a time; for tests."""
+"""Float32 reference, one head at a time; for tests."""
 
 from __future__ import annotations
 
 import jax.numpy as jnp
 
-from pallas_kernels.ragged_decode.problem import Decoded, Problem
+from pallas_kernels.ragged_decode.decode_problem import Decoded, Problem
 from pallas_kernels.softmax import NEG
 
 
 def decode(p: Problem) -> Decoded:
-    """Every score of every head as a plain softmax."""
+    """See :func:`pallas_kernels.ragged_decode.ragged_decode`."""
     p = p.own_rows()
     batch, _, group, dim = p.q.shape
     page_size = p.pages.shape[2]
@@ -50,7 +50,7 @@ def decode(p: Problem) -> Decoded:
         out = jnp.einsum("bgs,bsd->bgd", weight, vh, precision="highest") / jnp.where(mass > 0, mass, 1.0)
         outs.append(out)
         lses.append(jnp.where(mass > 0, peak + jnp.log(jnp.maximum(mass, 1e-37)), NEG)[..., 0])
-        shown = scores(p.scale if p.logits_scale is None else p.logits_scale)
-        logits.append(shown.reshape(batch, group, count, page_size).swapaxes(1, 2))
+        returned = scores(p.scale if p.logits_scale is None else p.logits_scale)
+        logits.append(returned.reshape(batch, group, count, page_size).swapaxes(1, 2))
     out = jnp.stack(outs, axis=1).astype(p.q.dtype)
     return Decoded(out, jnp.stack(lses, axis=1), jnp.concatenate(logits, axis=1) if p.with_logits else None)

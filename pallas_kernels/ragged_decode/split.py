@@ -1,8 +1,8 @@
-"""Ragged heads cut into equal items, one thread block each, for GPUs.
+"""Division of ragged heads into items of equal size, one GPU thread block each.
 
-Where items begin follows from the heads' runs alone, so it is a constant of the program: a block whose rows are not
-filled yet leaves at once. A list of only the live items (``worklist.py``, for TPUs, whose few cores go through it one
-by one) would launch as many blocks, since shapes are static, after half a dozen small XLA kernels to make it.
+Items follow from the heads' runs of pages alone, so they are a constant of the program: a thread block whose slots are
+not filled yet exits at once. A list of only the live items (``worklist.py``, for TPUs, whose few cores go through it
+one by one) would launch as many blocks, since shapes are static, after half a dozen small XLA kernels to make it.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from typing import Self
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float
 
-from pallas_kernels import gpu
-from pallas_kernels.ragged_decode.problem import Decoded, Problem
+from pallas_kernels.gpu import chip
+from pallas_kernels.ragged_decode.decode_problem import Decoded, Problem
 from pallas_kernels.softmax import NEG
 
 
 @dataclasses.dataclass(frozen=True)
 class Split:
-    """Items of one row of the batch; all rows have the same. Built by :meth:`of`.
+    """Items of one batch row; all rows have the same. Built by :meth:`of`.
 
     Attributes:
       rows: slots of one item; the last of a head may be cut short by its run.
@@ -57,43 +57,31 @@ class Split:
 
 
 def pages_per_item(p: Problem) -> int:
-    """Pages of an item such that every multiprocessor gets about four: enough to even out, few enough to merge.
+    """Pages of an item such that every multiprocessor gets about four items: enough for balance, few enough to merge.
 
-    Between 128 slots, below which an item's start costs more than its rows, and 1,024. For more than 4 queries a head
-    both grow with them: the results of items are ``2 * group / slots`` of the bytes of 16-bit rows.
+    Between 128 slots, below which starting an item costs more than reading it, and 1,024. Both limits grow with more
+    than 4 queries per head: the items' results are ``2 * group / slots`` of the bytes of 16-bit rows.
     """
     batch, total, page_size, _ = p.pages.shape
     queries = max(p.q.shape[2], 4)
-    share = max(batch * total * page_size // (4 * gpu.target().processors), 1)
-    slots = min(max(pl.next_power_of_2(share), 32 * queries), 256 * queries)
+    slots_per_item = max(batch * total * page_size // (4 * chip.target().processors), 1)
+    slots = min(max(pl.next_power_of_2(slots_per_item), 32 * queries), 256 * queries)
     return max(slots // page_size, 1)
 
 
 def queries(p: Problem, dtype: jnp.dtype) -> Float[Array, "B H G D"]:
-    """Queries as a kernel multiplies them: with the scales of the keys' channels, in this dtype."""
+    """Queries times the scales of the keys' channels, in this dtype."""
     q = p.q if p.k_scale is None else p.q.astype(jnp.float32) * p.k_scale[:, :, None]
     return q.astype(dtype)
 
 
-def shown(p: Problem, logits: Float[Array, "B P G R"]) -> Float[Array, "B P G R"]:
-    """Scores by page as kernels leave them, pages without a visible slot unwritten; ``NEG`` in slots not visible."""
-    return jnp.where(_visible(p)[:, :, None], logits, jnp.float32(NEG))
-
-
-def _visible(p: Problem) -> Bool[Array, "B P R"]:
-    page_size = p.pages.shape[2]
-    slot: Int[Array, "P R"] = jnp.asarray(p.first_slot[:, None] + np.arange(page_size, dtype=np.int32))
-    length = p.length[:, p.owner][:, :, None]
-    visible = slot < length
-    if p.window is None:
-        return visible
-    if p.position is not None and p.query_position is not None:
-        return visible & (p.position > p.query_position[:, None, None] - p.window)
-    return visible & (slot >= length - p.window)
+def masked_logits(p: Problem, logits: Float[Array, "B P G R"]) -> Float[Array, "B P G R"]:
+    """Set masked slots of a kernel's scores by page to ``NEG``; kernels do not write pages without visible slots."""
+    return jnp.where(p.visible()[:, :, None], logits, jnp.float32(NEG))
 
 
 def cost(p: Problem) -> pl.CostEstimate:
-    """Of a step over full runs: an upper bound, since lengths are not known to the compiler."""
+    """Cost estimate for full runs: an upper bound, since lengths are data."""
     batch, total, page_size, dim = p.pages.shape
     slots, group = batch * total * page_size, p.q.shape[2]
     return pl.CostEstimate(
@@ -106,8 +94,8 @@ def cost(p: Problem) -> pl.CostEstimate:
 def merged(
     p: Problem, split: Split, out: Float[Array, "B I G D"], lse: Float[Array, "B I G"], logits: Array | None
 ) -> Decoded:
-    """Items' results to heads', by :mod:`~pallas_kernels.ragged_decode.merge`."""
+    """Merge the items' results to the heads', by :mod:`~pallas_kernels.ragged_decode.merge`."""
     from pallas_kernels.ragged_decode.merge import merge
 
     whole, mass = merge(out, lse, split.begin, split.count)
-    return Decoded(whole.astype(p.q.dtype), mass, None if logits is None else shown(p, logits))
+    return Decoded(whole.astype(p.q.dtype), mass, None if logits is None else masked_logits(p, logits))

@@ -1,13 +1,13 @@
-"""On TPU, in Mosaic: one program a core walks the work list and copies blocks of pages through a ring of buffers.
+"""Pallas TPU kernel: one program per core walks the work list and copies blocks of pages through a ring of buffers.
 
-- One program with its own ring costs 60 cycles a block beside the arithmetic; a grid with block specs took 300
+- One program with its own ring costs 60 cycles per block beside the arithmetic; a grid with block specs took 300
   instructions (v5e, v6e, tpu7x; libtpu 0.0.42).
-- Only pages that hold something of the segment are copied; the rest of a buffer holds what an earlier block left.
-  It is finite, so values need no mask: their weights are 0. Keys past the length may be anything, NaN too.
-- The size of a page does not matter to the schedule, from 16 slots to 128: a block is one copy whatever it is.
-- Streams of one number a slot (value scales, positions, scores) need pages of 128 slots: smaller rows would be padded
-  to 128 lanes in memory, and moved between lanes to be used. They are read in place where the pages of a row are a
-  multiple of 8; else XLA may lay [B, P, R] out by another dimension, and copies it (4 bytes a slot).
+- Only pages that hold slots of the segment are copied; the rest of a buffer keeps an earlier block's rows. They are
+  finite, so values need no mask: their weights are 0. Keys past the length may have any value, NaN included.
+- The page size, from 16 slots to 128, does not change the schedule: a block is one copy.
+- Streams of one number per slot (value scales, positions, scores) need pages of 128 slots: smaller rows would be padded
+  to 128 lanes in memory, and moved between lanes for use. They are read in place where the pages of a row are a
+  multiple of 8; else XLA may give [B, P, R] another layout, and copies it (4 bytes per slot).
 """
 
 from __future__ import annotations
@@ -25,34 +25,34 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from pallas_kernels import checks, tuned
+from pallas_kernels import checks, dispatch, tuned
 from pallas_kernels.pages import Columns, Lanes, Stacked
-from pallas_kernels.ragged_decode.problem import Decoded, Problem
-from pallas_kernels.ragged_decode.tpu_float32 import stacked_parts
-from pallas_kernels.ragged_decode.tpu_kernel import LANES, SHOWN, STAGES, Static, kernel
+from pallas_kernels.ragged_decode.decode_problem import Decoded, Problem
+from pallas_kernels.ragged_decode.tpu_kernel import LANES, LOGITS_BUFFERS, STAGES, Static, kernel
 from pallas_kernels.ragged_decode.worklist import WorkList, most_items, work_list
 from pallas_kernels.softmax import NEG
+from pallas_kernels.tpu.bfloat16_parts import stacked_parts
 
 #: Scalar memory is 1 MiB, and 900 KiB of prefetched scalars compile (libtpu 0.0.42, v5e).
 SCALAR_BYTES = 900 * 1024
-#: For queries, results and rings, of 62 MiB (v5p, tpu7x) or 126 MiB (v5e, v6e) of vector memory.
+#: VMEM for queries, results and rings, of 62 MiB (v5p, tpu7x) or 126 MiB (v5e, v6e).
 VECTOR_BYTES = 48 * 1024 * 1024
-#: Of 64 vector registers, for what a turn hands to the next: with more the compiler spills.
+#: Of 64 vector registers, those for values that an iteration passes to the next: with more, the compiler spills.
 REGISTERS = 40
-#: Of one turn: the state of more takes too many registers; of as many it lies in memory.
+#: Most queries of one iteration; the state of this many is kept in VMEM, of fewer in registers.
 QUERIES = 32
-#: Numbers of a block's float32 keys for each 8 queries: 512 slots of one register's lanes; of more, parts are spilled.
+#: Most float32 key channels of a block times 8 queries: 512 slots of 128 lanes; more would spill.
 FLOAT32_KEYS = 512 * LANES
 
 
 @dataclasses.dataclass(frozen=True)
 class TpuConfig:
-    """How the work is cut.
+    """Block sizes and the division of work.
 
     Attributes:
-      rows: slots of a block, a power of two; less where the longest head is shorter or queries are many.
-      buffers: blocks in the ring, a power of two, at least 4; more as ``rows`` become less.
-      cores: that share the device's memory, each given an equal part of the list; the chip's own number by default.
+      rows: slots of a block, a power of two; reduced where the longest head is shorter or queries are many.
+      buffers: blocks in the ring, a power of two, at least 4; increased as ``rows`` is reduced.
+      cores: cores that each run an equal part of the work list; by default those that share the chip's memory.
     """
 
     rows: int = 512
@@ -66,10 +66,10 @@ class TpuConfig:
 
     @classmethod
     def default(cls, device_kind: str, page_size: int, head_dim: int, dtype: DTypeLike) -> Self:
-        """A heuristic: a block's schedule is shorter than its copy, and copies in flight cover 1.5 µs of bandwidth.
+        """Heuristic sizes: a block's schedule is shorter than its copy, and copies in flight cover 1.5 µs of bandwidth.
 
         Args:
-          device_kind: as ``jax.Device.device_kind``; the least demanding choice for one that is not known.
+          device_kind: as ``jax.Device.device_kind``; an unknown one gets the smallest sizes.
         """
         chip = _chip(device_kind)
         lanes = -(-head_dim // LANES) * LANES
@@ -81,13 +81,13 @@ class TpuConfig:
 
 @dataclasses.dataclass(frozen=True)
 class _Chip:
-    """What is known of a chip.
+    """Properties of a chip that sizes depend on.
 
     Attributes:
-      block_bytes: the least whose copy takes about as long as its schedule, from docs/kernels.md.
+      block_bytes: smallest block whose copy takes about as long as its schedule, from docs/kernels.md.
       in_flight: bytes that memory delivers in 1.5 µs.
-      cores: that share its memory. float8: whether it converts float8 by itself. unit: the matrix unit's side.
-      float32_rows: slots of a block of float32 pages, at most; of more, registers are spilled.
+      cores: cores that share its memory. float8: whether it converts float8 in hardware. unit: the matrix unit's side.
+      float32_rows: most slots of a block of float32 pages; more would spill.
     """
 
     block_bytes: int
@@ -98,7 +98,7 @@ class _Chip:
     float32_rows: int = 512
 
     def tile(self, lanes: int) -> tuple[int, int]:
-        """Slots and lanes of float32 pages to multiply at a time: more are spilled, fewer leave the unit idle."""
+        """Slots and lanes of float32 pages multiplied at a time: more would spill, fewer leave the unit idle."""
         width = min(lanes, self.unit)
         return (LANES * self.unit // width, width)
 
@@ -130,12 +130,12 @@ def decode(problem: Problem, *, config: TpuConfig | None = None, interpret: Any 
       interpret: True, or ``pltpu.InterpretParams``, to run anywhere.
 
     Raises:
-      NotImplementedError: what this kernel cannot do, in one sentence.
+      NotImplementedError: this kernel cannot do it; the message says why.
     """
     p = problem
     _, total, page_size, _ = p.pages.shape
     _check(p)
-    kind = _device_kind()
+    kind = dispatch.device_kind()
     if config is None:
         rule = TpuConfig.default(kind, page_size, p.pages.shape[3], p.pages.dtype)
         config = tuned.config("ragged_decode.tpu", p, TpuConfig) or rule
@@ -173,14 +173,14 @@ def decode(problem: Problem, *, config: TpuConfig | None = None, interpret: Any 
     decoded = _decoded(p, out, lse, logits)
     if p is problem:
         return decoded
-    shown = None if decoded.logits is None else decoded.logits[:, :, :1]
-    return Decoded(decoded.out[:, :, :1], decoded.lse[:, :, :1], shown)
+    logits = None if decoded.logits is None else decoded.logits[:, :, :1]
+    return Decoded(decoded.out[:, :, :1], decoded.lse[:, :, :1], logits)
 
 
 def _two_queries(p: Problem) -> Problem:
-    """With a second query of zeros where a head has one: Mosaic of JAX 0.12 spreads no single row over sublanes.
+    """Add a second query of zeros where heads have only one: JAX 0.12's Mosaic cannot broadcast one row to sublanes.
 
-    A register has 8 rows whatever they hold, so it costs nothing but the scores of it that are shown.
+    A register has 8 rows anyway, so this costs only the extra row of scores, where these are returned.
     """
     if p.q.shape[2] != 1:
         return p
@@ -205,7 +205,7 @@ def _check(p: Problem) -> None:
 
 
 def _streams(p: Problem) -> dict[str, Array]:
-    """What is read of every slot beside its row, [B, P, R]."""
+    """Numbers that are read for every slot beside its key and value, [B, P, R]."""
     streams = {}
     if p.v_scale is not None:
         streams["v_scale"] = p.v_scale.astype(jnp.float32)
@@ -215,28 +215,28 @@ def _streams(p: Problem) -> dict[str, Array]:
 
 
 def fit(config: TpuConfig, p: Problem, device_kind: str = "") -> tuple[int, int, int]:
-    """Pages of a block, buffers, and strips of queries, for this problem's longest head and number of queries."""
+    """Pages of a block, buffers, and strips of queries that fit this problem's longest head and number of queries."""
     _, total, page_size, head_dim = p.pages.shape
     longest = min(max(p.runs), total) * page_size
     lanes = -(-head_dim // LANES) * LANES
-    # Scores that are shown leave a block at a time, all queries' together. Of float32 pages a turn takes one register
-    # of queries: of more, parts are spilled.
+    # Scores are returned a block at a time, for all queries together. For float32 pages an iteration takes one register
+    # of queries: with more, parts would spill.
     float32 = p.pages.dtype == jnp.float32
     at_most = 8 if float32 else QUERIES
     strips = 1 if p.with_logits else _power_of_two(-(-p.q.shape[2] // at_most))
     queries = -(-p.q.shape[2] // (8 * strips))
-    # Peak, mass and decay, and the sum of values; a score and its weight in bfloat16 for every slot.
+    # Registers for peak, mass, decay and the sum of values; a score and its bfloat16 weight for every slot.
     state = queries * (3 + lanes // LANES)
     rows, buffers = config.rows, config.buffers
     least = max(LANES, page_size)
-    # Blocks of streams stay within their row's pages, so they are no longer than those.
+    # Blocks of streams do not extend into the next row, so they are at most a row's pages.
     longest_block = total * page_size if _streams(p) else rows
     most = min(FLOAT32_KEYS // (lanes * queries), _chip(device_kind).float32_rows) if float32 else rows
 
-    def many(rows: int) -> bool:
+    def too_many(rows: int) -> bool:
         return rows > min(most, longest_block) or state + queries * rows * 3 // (2 * LANES) > REGISTERS
 
-    while rows > least and (rows // 2 >= longest or many(rows)):
+    while rows > least and (rows // 2 >= longest or too_many(rows)):
         rows, buffers = rows // 2, min(2 * buffers, 32)
     return max(rows, least) // page_size, buffers, strips
 
@@ -253,7 +253,7 @@ def _items(p: Problem, pages: int, by_slot: bool, clamp: bool) -> WorkList:
         page_size=page_size,
         pages_per_item=pages,
         max_items=most_items(p.runs, batch, pages),
-        # Rows are copied no further than they count, so their blocks may reach past the pool; streams are copied whole.
+        # Pages are copied only up to the last valid one, so blocks may extend past the pool; streams are copied whole.
         total_pages=rows * total + pages,
         row_pages=total if clamp else None,
         first=jnp.maximum(length - jnp.int32(p.window), 0) if by_slot and p.window is not None else None,
@@ -273,7 +273,7 @@ def _queries(p: Problem, s: Static) -> Float[Array, "S G E"]:
 
 
 def _in_strips(x: Array, s: Static) -> Array:
-    """[N, G, E] as [N strips, queries, E]."""
+    """Reshape [N, G, E] to [N strips, queries, E]."""
     x = jnp.pad(x, ((0, 0), (0, s.queries * s.strips - x.shape[1]), (0, 0)))
     return x.reshape(-1, s.queries, x.shape[2])
 
@@ -315,8 +315,8 @@ def _call(
         slopes = jnp.asarray(p.slopes, jnp.float32)[:, :, None]
         inputs["slopes"] = (_in_strips(jnp.broadcast_to(slopes, (heads, group, LANES)), s), whole)
 
-    # Said to be in device memory: a small array may else be put in vector memory, and copied there by loops. Outside
-    # of a program it is in device memory, and JAX 0.10 does not let that be said.
+    # Constrained to HBM: XLA may otherwise place a small array in VMEM, and copy it there in loops. Outside of jit it
+    # is in HBM, and JAX 0.10 does not accept the constraint.
     def in_device(x: Array) -> Array:
         if interpret or not isinstance(x, Tracer):
             return x
@@ -326,7 +326,7 @@ def _call(
     inputs["kv"] = (in_device(kv), device)
 
     written = (segments * s.strips, group if s.strips == 1 else s.queries, lanes)
-    # Of two cores' results one is 0, but for the head that they share.
+    # A core's results are 0 for the other core's heads; both have results for the head that is split between them.
     outputs: dict[str, tuple[Any, pl.BlockSpec]] = {
         "out": (jax.ShapeDtypeStruct((s.cores, *written), p.q.dtype), _by_core(*written)),
         "lse": (jax.ShapeDtypeStruct((s.cores, written[0], LANES), jnp.float32), _by_core(written[0], LANES)),
@@ -342,13 +342,13 @@ def _call(
     scratch |= {f"{name}_ring": pltpu.VMEM((s.buffers, s.pages, s.page_size), x.dtype) for name, x in streams.items()}
     aliases = {}
     if p.with_logits:
-        shown = jax.ShapeDtypeStruct((batch * total, group, s.page_size), jnp.float32)
-        # Slots that no block covers are not visible: they keep what the buffer is filled with.
+        by_page = jax.ShapeDtypeStruct((batch * total, group, s.page_size), jnp.float32)
+        # Slots that no block covers are masked: they keep the buffer's initial NEG.
         aliases = {len(scalars) + len(inputs): len(outputs)}
-        inputs[""] = (jnp.full(shown.shape, NEG, shown.dtype), device)
-        outputs["logits"] = (shown if interpret else pltpu.HBM(shown.shape, shown.dtype), device)
-        scratch["logits_ring"] = pltpu.VMEM((SHOWN, s.pages, group, s.page_size), jnp.float32)
-        scratch["left"] = pltpu.SemaphoreType.DMA((SHOWN,))
+        inputs[""] = (jnp.full(by_page.shape, NEG, by_page.dtype), device)
+        outputs["logits"] = (by_page if interpret else pltpu.HBM(by_page.shape, by_page.dtype), device)
+        scratch["logits_ring"] = pltpu.VMEM((LOGITS_BUFFERS, s.pages, group, s.page_size), jnp.float32)
+        scratch["left"] = pltpu.SemaphoreType.DMA((LOGITS_BUFFERS,))
     _check_vector_memory(inputs, outputs, scratch)
 
     slots = batch * total * s.page_size
@@ -365,7 +365,7 @@ def _call(
         input_output_aliases=aliases,
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel",),
-            # Every index comes from the work list; the checks are 30 of 330 cycles a block on v6e.
+            # Every index comes from the work list; checks would be 30 of 330 cycles per block on v6e.
             disable_bounds_checks=True,
         ),
         cost_estimate=pl.CostEstimate(
@@ -385,7 +385,7 @@ def _by_core(*shape: int) -> pl.BlockSpec:
 
 
 def _check_vector_memory(inputs: Any, outputs: Any, scratch: Any) -> None:
-    """Rows of fewer than 8 queries take a register's 8 sublanes; what has a block of its own is held twice."""
+    """Raise ``NotImplementedError`` where buffers exceed VMEM; arrays are padded to tiles, results double-buffered."""
 
     def nbytes(shape: tuple[int, ...], dtype: Any) -> int:
         *major, rows, lanes = shape
@@ -399,11 +399,11 @@ def _check_vector_memory(inputs: Any, outputs: Any, scratch: Any) -> None:
 
 
 def _decoded(p: Problem, out: Array, lse: Array, logits: Array | None) -> Decoded:
-    """What the cores found, merged by log-sum-exp: a head may be cut between two."""
+    """Merge the cores' results by log-sum-exp: a head may be split between two."""
     batch, heads, group, dim = p.q.shape
     out = out[..., dim : 2 * dim] if isinstance(p.pages, Lanes) else out[..., :dim]
     lse = lse[..., : out.shape[2]]
-    if out.shape[1] != batch * heads:  # Strips of a head's queries, the last perhaps not full.
+    if out.shape[1] != batch * heads:  # Strips of a head's queries; the last may be padded.
         out = out.reshape(out.shape[0], batch * heads, -1, dim)[:, :, :group]
         lse = lse.reshape(out.shape[0], batch * heads, -1)[..., :group]
     if out.shape[0] > 1:
@@ -416,9 +416,3 @@ def _decoded(p: Problem, out: Array, lse: Array, logits: Array | None) -> Decode
     if logits is not None:
         logits = logits.reshape(batch, -1, group, logits.shape[-1])
     return Decoded(out, lse.reshape(batch, heads, group), logits)
-
-
-def _device_kind() -> str:
-    """Of the device compiled for: the abstract mesh's, when compiling ahead of time, else the default backend's."""
-    device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
-    return device.device_kind if device is not None else jax.devices()[0].device_kind

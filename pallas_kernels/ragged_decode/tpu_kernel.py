@@ -1,9 +1,9 @@
-"""The program of a TPU core, in Mosaic; ``tpu.py`` is how it is called and what it may be asked.
+"""The kernel body that each TPU core runs; ``tpu.py`` calls it and checks what it can do.
 
-A block goes through three stages, each in its own turn of one loop: its scores; its softmax; its values. So a turn
-works on three blocks at once, and the latencies of one (matrix unit 190 cycles, maximum over lanes 140) are hidden by
-the others. In the compiler's schedule a turn of 512 rows is 331 cycles on v6e so, and 680 one block after the other
-(8 queries a head, D = 128, bfloat16; libtpu 0.0.42).
+The loop over blocks is software-pipelined in three stages: scores, softmax, values. An iteration works on three blocks
+at once, so that the latencies of one (matrix unit 190 cycles, maximum over lanes 140) are hidden by the others. In the
+compiler's schedule an iteration of 512 slots takes 331 cycles on v6e, and 680 without the pipeline (8 queries per head,
+D = 128, bfloat16; libtpu 0.0.42).
 """
 
 from __future__ import annotations
@@ -19,31 +19,30 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
 
-from pallas_kernels.ragged_decode.tpu_float32 import PARTS, dot, product, stacked_parts
 from pallas_kernels.ragged_decode.worklist import FIRST, ZERO
 from pallas_kernels.softmax import NEG
+from pallas_kernels.tpu.bfloat16_parts import PARTS, dot, product, stacked_parts
 
 LANES = 128
-#: Blocks at work at once, whose buffers are not being filled.
+#: Pipeline stages: blocks in use at once, whose buffers cannot be refilled.
 STAGES = 3
-#: Blocks of scores on their way out: written in one turn, sent in the next, and gone two turns later.
-SHOWN = 4
+#: Buffers of returned scores: written in one iteration, copied out from the next on, and free two iterations later.
+LOGITS_BUFFERS = 4
 
 
 @dataclasses.dataclass(frozen=True)
 class Static:
-    """What a kernel is compiled for.
+    """Static parameters of the kernel.
 
     Attributes:
-      page_size: slots of a page. pages: of a block. row_pages: of a row of the batch. heads: of a row of the batch.
-      buffers: of the ring, a power of two. cores: that share the list.
-      stacked: keys and values are two arrays of a page; else the lanes of one.
-      tile: slots and lanes of float32 pages that are multiplied at a time; None of other pages, which are multiplied in
-        bfloat16 as they are.
-      queries: of a turn, a head's in a power of two of strips. strips: that many.
-      in_memory: what turns leave each other of their softmax lies in vector memory; else in registers.
-      masked_blocks: a whole block may be invisible (windows by position).
-      by_page: copy page after page, for the interpreter that has no copies of a size known at run time.
+      page_size: slots of a page. pages: pages of a block. row_pages: pages of a batch row. heads: heads of a batch row.
+      buffers: blocks in the ring, a power of two. cores: cores among which the work list is divided.
+      stacked: whether keys and values are separate rows of a page; else they are lanes of the same row.
+      tile: slots and lanes of float32 pages that are multiplied at a time; None for other pages, which are multiplied
+        in bfloat16 as they are.
+      queries: queries of an iteration. strips: iterations for all queries of a head, a power of two.
+      in_memory: whether iterations pass the softmax's state on in VMEM; else in registers.
+      by_page: copy page by page, for the interpreter, which has no copies of a size known only at run time.
     """
 
     page_size: int
@@ -74,7 +73,7 @@ class Static:
 
 @dataclasses.dataclass
 class Refs:
-    """Operands, results and scratch by name; ``None`` is what this variant does not have.
+    """Operands, results and scratch buffers by name; ``None`` for those that this variant does not have.
 
     Scalars: count [1] and the work list [W]; first_row [1]; log_mass [S]; query_position [B].
     Vector memory: q [S, G, E], of float32 pages its parts [S, 3G, E]; slopes [H, G, 128]; out [S, G, E]; lse [S, 128],
@@ -114,13 +113,13 @@ class Refs:
 
 
 def kernel(*operands: Any, names: tuple[str, ...], static: Static) -> None:
-    """The body for ``pallas_call``: ``names`` says which :class:`Refs` the operands are, "" for none."""
+    """Body for ``pallas_call``: ``names`` maps the operands to fields of :class:`Refs`; "" for none."""
     _Program(Refs(**{name: ref for name, ref in zip(names, operands, strict=True) if name}), static).run()
 
 
 @dataclasses.dataclass
 class _PageCopy:
-    """A copy of some of a block's pages, its number known at run time."""
+    """Copy of some of a block's pages, their number known only at run time."""
 
     source: Callable[[Any, Any], Any]
     target: Callable[[Any, Any], Any]
@@ -159,9 +158,9 @@ class _Program:
         r.out[...] = jnp.zeros_like(r.out)
         r.lse[...] = jnp.full_like(r.lse, jnp.float32(NEG))
         r.zeros[...] = jnp.zeros_like(r.zeros)
-        share = lax.div(r.count[0] + jnp.int32(s.cores - 1), jnp.int32(s.cores))
-        begin = self.begin = pl.program_id(0) * share
-        end = jnp.minimum(begin + share, r.count[0])
+        per_core = lax.div(r.count[0] + jnp.int32(s.cores - 1), jnp.int32(s.cores))
+        begin = self.begin = pl.program_id(0) * per_core
+        end = jnp.minimum(begin + per_core, r.count[0])
         ahead = s.buffers - STAGES
         lax.fori_loop(begin, begin + jnp.int32(s.buffers), lambda w, _: self._clear(w, end), None)
         lax.fori_loop(begin, begin + jnp.int32(ahead), lambda w, _: self._start(w, end), None)
@@ -174,14 +173,14 @@ class _Program:
             if r.logits is not None:
                 self._send(w, begin, end)
 
-        def turn(t: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
+        def iteration(t: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
             scores, weights, *state = carry
             if s.strips == 1:
                 copies(t)
             else:
                 pl.when((t & (strips - 1)) == 0)(lambda: copies(self._block(t)))
-            # The first two turns have no block for the last stage and the last two none for the first: there they
-            # work on the list's first and last, and what they write is written over or not used.
+            # The first two iterations have no block for the last stage, and the last two none for the first. They use
+            # the list's first or last block instead, and their results are overwritten or not used.
             newest, middle, oldest = (jnp.clip(t - jnp.int32(i), begin * strips, end * strips - 1) for i in range(3))
             acc = self._values(oldest, weights, *state)
             peak, mass, decay, weights = self._softmax(middle, scores, *state[1:3])
@@ -189,15 +188,15 @@ class _Program:
             return scores, weights, *((decay, peak, mass, acc) if state else ())
 
         group, lanes = r.zeros.shape[0], r.q.shape[2]
-        # Loaded, not made: a constant is laid out as one number, which the loop cannot carry on as a vector.
+        # Loaded from memory: a constant would have a replicated layout, which the loop cannot carry as a vector.
         zeros = r.zeros[...]
         scores = jnp.full((group, s.rows), jnp.float32(NEG))
         weights, acc = jnp.zeros((r.q.shape[1], s.rows), jnp.bfloat16), jnp.zeros((group, lanes), jnp.float32)
         state = () if s.in_memory else (zeros, zeros + jnp.float32(NEG), zeros, acc)
         last = jnp.where(begin < end, end * strips + jnp.int32(STAGES - 1), begin * strips)
-        lax.fori_loop(begin * strips, last, turn, (scores, weights, *state))
+        lax.fori_loop(begin * strips, last, iteration, (scores, weights, *state))
         if r.logits is not None:
-            pl.when(begin < end)(lambda: self._shown(end - jnp.int32(1)).wait())
+            pl.when(begin < end)(lambda: self._logits_copy(end - jnp.int32(1)).wait())
 
     # Copies.
 
@@ -205,15 +204,15 @@ class _Program:
         return w & jnp.int32(self.s.buffers - 1)
 
     def _live(self, w: Array) -> Array:
-        """Pages of an item's block that hold something of its segment, and those before them."""
+        """Pages of an item's block up to the last one with slots of its segment."""
         return self._pages(self.r.high[w] + jnp.int32(self.s.page_size - 1))
 
     def _pages(self, slots: Array) -> Array:
-        """Whole pages in so many slots: a shift, where a division that may be negative takes ten instructions."""
+        """Whole pages in ``slots``, by a shift: a signed division takes ten instructions."""
         return lax.shift_right_logical(slots, jnp.int32(self.s.page_size.bit_length() - 1))
 
     def _first_row(self) -> Array:
-        """Row of the pages that the first of the queries' rows is."""
+        """Row of the pages that the queries' row 0 belongs to."""
         return jnp.int32(0) if self.r.first_row is None else self.r.first_row[0]
 
     def _copies(self, w: Array) -> list[Any]:
@@ -248,14 +247,14 @@ class _Program:
                 copy.wait()
 
     def _clear(self, w: Array, end: Array) -> None:
-        """Zeros where the first block in a buffer leaves pages out: 0 times what memory held before may be NaN."""
+        """Clear a buffer whose first block does not fill it: 0 times uninitialised memory may be NaN."""
 
         @pl.when((w < end) & (self._live(jnp.minimum(w, self.r.high.shape[0] - 1)) < jnp.int32(self.s.pages)))
         def _() -> None:
             ring = self.r.kv_ring.at[self._slot(w)]
             ring[...] = jnp.zeros_like(ring)
 
-    # Stages, each of one turn's item t: a block and, where there are several, a strip of its head's queries.
+    # Stages; each works on an item t of an iteration: a block and, where there are several, a strip of queries.
 
     def _block(self, t: Array) -> Array:
         return t if self.s.strips == 1 else lax.shift_right_logical(t, jnp.int32(self.s.strips.bit_length() - 1))
@@ -264,17 +263,19 @@ class _Program:
         return t & jnp.int32(self.s.strips - 1)
 
     def _of_strip(self, head: Array, t: Array) -> Array:
-        """Where a head's queries of this turn are, among those of all."""
+        """Index of a head's queries of this iteration, in arrays by head and strip."""
         return head if self.s.strips == 1 else head * jnp.int32(self.s.strips) + self._strip(t)
 
     def _slots(self, t: Array) -> tuple[Array, Array]:
-        """Where an item's state is left, and where that of the block before was."""
+        """Slots of the state buffers for an item and for the block before it."""
         odd, strip = self._block(t) & jnp.int32(1), self._strip(t) * jnp.int32(2)
         return strip + odd, strip + (odd ^ jnp.int32(1))
 
     def _before(self, ref: Any, t: Array, kind: int, added: Array) -> Array:
-        """What the block before left. The compiler would load it as the turn begins, and hold or spill it until needed:
-        a store that it depends on, as far as the compiler can tell, puts the load off to where ``added`` is known.
+        """State that the block before stored.
+
+        The compiler would load it when the iteration begins, and hold or spill it until it is needed. A store of
+        ``added`` to the same buffer, which may alias as far as the compiler can tell, delays the load.
         """
         now, before = self._slots(t)
         if self.s.parts > 1:
@@ -282,17 +283,17 @@ class _Program:
         return ref[before, kind, :, : added.shape[1]]
 
     def _first(self, w: Array) -> Array:
-        """Whether nothing of the item's segment came before, on this core: another may have begun it."""
+        """Whether the item is its segment's first on this core; another core may have the ones before."""
         first = (self.r.flags[w] & jnp.int32(FIRST)) != 0
         return first if self.s.cores == 1 else first | (w == self.begin)
 
     def _row(self, ring: Any, w: Array) -> Array:
-        """[1, rows] of a stream, pages side by side."""
+        """A stream's numbers for a block, [1, rows]."""
         slot = self._slot(w)
         return jnp.concatenate([ring[slot, pl.ds(i, 1), :] for i in range(self.s.pages)], axis=1)
 
     def _product(self, a: Array, w: Array, half: int) -> Array:
-        """With a block's keys (0), contracted over lanes, or values (1), over slots: as lanes, the same rows."""
+        """Product with a block's keys (half 0), over lanes, or its values (1), over slots; ``Lanes`` rows hold both."""
         s, slot, lanes = self.s, self._slot(w), self.r.kv_ring.shape[-1]
         halves = (half,) if s.stacked else ()
         if s.tile is None:
@@ -306,8 +307,8 @@ class _Program:
 
         return product(a, (s.rows, lanes), load, s.tile, 1 - half)
 
-    def _scores(self, t: Array, turn: Array) -> Array:
-        """[G, rows], NEG where nothing is visible; selected, so whatever keys past the length give is left."""
+    def _scores(self, t: Array, iteration: Array) -> Array:
+        """Scores [G, rows], NEG where masked; by selection, so that NaN keys past the length have no effect."""
         r, s, w = self.r, self.s, self._block(t)
         segment, low = r.segment[w], r.low[w]
         raw = self._product(r.q[self._of_strip(segment, t)], w, 0)
@@ -337,16 +338,16 @@ class _Program:
 
         scores = scored(s.scale)
         if r.logits is not None:
-            shown = scores if s.logits_scale is None else scored(s.logits_scale)
+            logits = scores if s.logits_scale is None else scored(s.logits_scale)
             for i in range(s.pages):
-                columns = shown[: r.logits_ring.shape[2], i * s.page_size : (i + 1) * s.page_size]
-                r.logits_ring[turn & jnp.int32(SHOWN - 1), i] = columns
+                columns = logits[: r.logits_ring.shape[2], i * s.page_size : (i + 1) * s.page_size]
+                r.logits_ring[iteration & jnp.int32(LOGITS_BUFFERS - 1), i] = columns
         return scores
 
     def _softmax(self, t: Array, scores: Array, *state: Array) -> tuple[Array, Array, Array, Array]:
-        """Peak and mass with this block, what the mass before it is worth now, and the block's weights.
+        """Peak and mass with this block, the decay of the earlier mass, and the block's weights.
 
-        Mass stays a number a lane: one sum over lanes when a block's result is written, off this stage's chain.
+        The mass is kept per lane; the sum over lanes is taken when a result is written, off this stage's critical path.
         """
         r, s, w = self.r, self.s, self._block(t)
         first = self._first(w)
@@ -359,7 +360,7 @@ class _Program:
         decay = jnp.where(first, jnp.float32(0), jnp.exp(before - peak))
         columns = [scores[:, i : i + LANES] for i in range(0, s.rows, LANES)]
         weights = [jnp.exp(x - peak) for x in columns]
-        if r.position is not None and s.window is not None:  # Of a block that is all masked, every weight is exp(0).
+        if r.position is not None and s.window is not None:  # In a block that is all masked, every weight is exp(0).
             weights = [
                 jnp.where(x > jnp.float32(NEG), y, jnp.float32(0)) for x, y in zip(columns, weights, strict=True)
             ]
@@ -378,7 +379,7 @@ class _Program:
         return peak, mass, decay, weight.astype(jnp.bfloat16) if s.tile is None else stacked_parts(weight)
 
     def _values(self, t: Array, weights: Array, *state: Array) -> Array:
-        """The sum of values with this block; written as the segment's result, which its next block writes over."""
+        """Sum of values with this block; also written as the segment's result, which its next block overwrites."""
         r, s, w = self.r, self.s, self._block(t)
         segment = self._of_strip(r.segment[w], t)
         added = self._product(weights, w, 1)
@@ -388,7 +389,7 @@ class _Program:
         else:
             decay, peak, mass, acc = state
         first = self._first(w)
-        # Selected: before the list's first block the sum may be anything, NaN too.
+        # By selection: before the list's first block the sum may be NaN.
         acc = jnp.where(first, added, decay[:, :1] * acc + added)
         if s.in_memory:
             r.sums[self._slots(t)[0], 0] = acc
@@ -399,17 +400,17 @@ class _Program:
             out = jnp.where(total > 0, out, jnp.float32(0))
             lse = jnp.where(total > 0, lse, jnp.float32(NEG))
         r.out[segment] = out[: r.out.shape[1]].astype(r.out.dtype)
-        # A column of [G, 128] as a row: 128 lanes for a head's log-sum-exps, where a column would take 128 lanes each.
+        # Queries along the lanes: a head's log-sum-exps take 128 lanes together, as a column they would take 128 each.
         query = lax.broadcasted_iota(jnp.int32, lse.shape, 0)
         lane = lax.broadcasted_iota(jnp.int32, lse.shape, 1)
         r.lse[pl.ds(segment, 1), :] = jnp.sum(jnp.where(query == lane, lse, jnp.float32(0)), axis=0, keepdims=True)
         return acc
 
-    # Scores that are shown.
+    # Returned scores.
 
-    def _shown(self, w: Array) -> _PageCopy:
-        """Copies the pages of an item's scores to where they belong, and no neighbour's."""
-        r, slot = self.r, w & jnp.int32(SHOWN - 1)
+    def _logits_copy(self, w: Array) -> _PageCopy:
+        """Copy of an item's scores to its own pages of the result."""
+        r, slot = self.r, w & jnp.int32(LOGITS_BUFFERS - 1)
         page, first = r.page[w] - self._first_row() * jnp.int32(self.s.row_pages), self._pages(r.low[w])
         return _PageCopy(
             source=lambda first, pages: r.logits_ring.at[slot, pl.ds(first, pages)],
@@ -420,8 +421,8 @@ class _Program:
             by_page=self.s.by_page,
         )
 
-    def _send(self, turn: Array, begin: Array, end: Array) -> None:
-        """Send what the turn before wrote; a copy among the stages would keep them from overlapping."""
-        written, gone = turn - jnp.int32(1), turn - jnp.int32(SHOWN - 1)
-        pl.when((written >= begin) & (written < end))(lambda: self._shown(written).start())
-        pl.when(gone >= begin)(lambda: self._shown(gone).wait())
+    def _send(self, iteration: Array, begin: Array, end: Array) -> None:
+        """Copy out the scores of the iteration before; a copy between the stages would keep them from overlapping."""
+        written, gone = iteration - jnp.int32(1), iteration - jnp.int32(LOGITS_BUFFERS - 1)
+        pl.when((written >= begin) & (written < end))(lambda: self._logits_copy(written).start())
+        pl.when(gone >= begin)(lambda: self._logits_copy(gone).wait())

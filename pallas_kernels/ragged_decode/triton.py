@@ -1,8 +1,8 @@
-"""On NVIDIA GPUs from Ampere on, through Pallas' Triton backend: any head size, rows of 8, 16 and 32 bits.
+"""Pallas Triton kernel for NVIDIA GPUs from Ampere on: any head size, rows of 8, 16 and 32 bits.
 
-One thread block reads one item (``split.py``) in blocks of ``config.block`` slots, through a ring of ``config.stages``
-asynchronous copies that Triton makes of the loop, and keeps the running softmax of up to 16 queries in registers. JAX
-has announced that it will drop this backend: without it this raises ``NotImplementedError`` and XLA is used.
+A thread block reads one item (``split.py``) in blocks of ``config.block`` slots, which Triton pipelines in
+``config.stages`` asynchronous copies, and keeps the running softmax of up to 16 queries in registers. JAX has announced
+that it will drop this backend: without it this raises ``NotImplementedError``, and XLA's form runs.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
-from pallas_kernels import checks, gpu, tuned
+from pallas_kernels import checks, tuned
+from pallas_kernels.gpu import chip
 from pallas_kernels.pages import Columns, Lanes, Stacked
 from pallas_kernels.ragged_decode import split
-from pallas_kernels.ragged_decode.problem import Decoded, Problem
+from pallas_kernels.ragged_decode.decode_problem import Decoded, Problem
 from pallas_kernels.ragged_decode.split import Split
 from pallas_kernels.softmax import NEG
 
@@ -39,7 +40,7 @@ class TritonConfig:
     """Sizes of the kernel.
 
     Attributes:
-      pages: pages of an item. block: slots read at once, a power of two. warps: of a thread block.
+      pages: pages of an item. block: slots read at once, a power of two. warps: warps of a thread block.
       stages: blocks in flight.
     """
 
@@ -54,19 +55,19 @@ class TritonConfig:
 
     @classmethod
     def of(cls, p: Problem) -> TritonConfig:
-        """By the sizes of the problem and the GPU's shared memory: as many stages as leave room for two thread blocks.
+        """Sizes for a problem and the GPU's shared memory: as many stages as leave space for two thread blocks.
 
         Raises:
           NotImplementedError: not even two stages of 16 slots fit the GPU's shared memory.
         """
         itemsize, lanes = p.pages.dtype.itemsize, pl.next_power_of_2(p.q.shape[3])
-        room, slot = gpu.target().shared_memory, 2 * lanes * itemsize
+        memory, slot = chip.target().shared_memory, 2 * lanes * itemsize
         block = 32 if lanes * itemsize > 256 else 64
-        while 2 * block * slot > 0.9 * room and block > 16:
+        while 2 * block * slot > 0.9 * memory and block > 16:
             block //= 2
-        if 2 * block * slot > room:
-            raise NotImplementedError(f"heads of {lanes * itemsize} bytes do not fit {room} bytes of shared memory.")
-        stages = max(min(room // (2 * block * slot), 3), 2)
+        if 2 * block * slot > memory:
+            raise NotImplementedError(f"heads of {lanes * itemsize} bytes do not fit {memory} bytes of shared memory.")
+        stages = max(min(memory // (2 * block * slot), 3), 2)
         # float32 heads of 256 took more registers than four warps have (compiled for sm_90: 255, and spilled).
         return cls(split.pages_per_item(p), block, 8 if lanes * itemsize > 512 else 4, stages)
 
@@ -93,8 +94,8 @@ def decode(p: Problem, *, config: TritonConfig | None = None, interpret: bool = 
         "log_mass": p.log_mass,
         "v_scale": None if p.v_scale is None else p.v_scale.reshape(-1),
         "slopes": None if p.slopes is None else jnp.asarray(p.slopes, jnp.float32),
-        "position": None if p.position is None or not _placed(p) else p.position.reshape(-1),
-        "query_position": p.query_position if _placed(p) else None,
+        "position": None if p.position is None or not _reads_positions(p) else p.position.reshape(-1),
+        "query_position": p.query_position if _reads_positions(p) else None,
     }
     given = {name: x for name, x in given.items() if x is not None}
     made = {
@@ -113,7 +114,7 @@ def decode(p: Problem, *, config: TritonConfig | None = None, interpret: bool = 
         value_lane=0 if stacked else dim,
         block=min(config.block, pl.next_power_of_2(cut.rows)),
         scale=p.scale,
-        shown_scale=p.scale if p.logits_scale is None else p.logits_scale,
+        logits_scale=p.scale if p.logits_scale is None else p.logits_scale,
         soft_cap=p.soft_cap,
         window=p.window,
         compute=compute,
@@ -134,15 +135,15 @@ def decode(p: Problem, *, config: TritonConfig | None = None, interpret: bool = 
     return split.merged(p, cut, out, lse, logits)
 
 
-def _placed(p: Problem) -> bool:
-    """Whether slots are told apart by their tokens' positions: ALiBi, or a window over positions."""
+def _reads_positions(p: Problem) -> bool:
+    """Whether the kernel reads positions: for ALiBi, or a window over positions."""
     by_position = p.position is not None and p.query_position is not None
     return by_position and (p.slopes is not None or p.window is not None)
 
 
 def _accepted(p: Problem) -> Stacked | Lanes:
-    """The pages of a problem that this can do."""
-    target = gpu.target()
+    """Check that this kernel can do the problem; returns its pages."""
+    target = chip.target()
     capability = target.capability
     page_size, group = p.pages.shape[2], p.q.shape[2]
     checks.compiled_in(p.scale, p.logits_scale, p.soft_cap)
@@ -178,12 +179,12 @@ def _kernel(
     value_lane: int,
     block: int,
     scale: float,
-    shown_scale: float,
+    logits_scale: float,
     soft_cap: float | None,
     window: int | None,
     compute: Any,
 ) -> None:
-    """One item: ``out``, ``lse`` of its visible slots, and their scores if there is a ``logits``."""
+    """Attention over one item's visible slots: ``out``, ``lse``, and the scores if there is a ``logits``."""
     at = SimpleNamespace(**dict(zip(names, refs, strict=True)))
     given = set(names)
     group, dim = at.q.shape[2:]
@@ -192,7 +193,7 @@ def _kernel(
     head, page, first_slot = at.table[0, item], at.table[1, item], at.table[2, item]
     length = at.length[row, head]
     high = jnp.clip(length - first_slot, 0, rows)
-    # A window over slots begins within an item; one over positions is a mask.
+    # A window over slots sets the first slot; one over positions is a mask.
     windowed = window is not None and "position" not in given
     low = jnp.clip(length - jnp.int32(window) - first_slot, 0, rows) if windowed else jnp.int32(0)
     lane = jnp.arange(lanes, dtype=jnp.int32)
@@ -233,7 +234,7 @@ def _kernel(
 
         s = score(scale)
         if "logits" in given:
-            logits = s if shown_scale == scale else score(shown_scale)
+            logits = s if logits_scale == scale else score(logits_scale)
             page_of, within = pool_row // jnp.int32(page_size), pool_row & jnp.int32(page_size - 1)
             shape = (queries, block)
             index = tuple(jnp.broadcast_to(x, shape) for x in (page_of[None], member[:, None], within[None]))
@@ -269,13 +270,13 @@ def _kernel(
 
 
 def _grid(rows: Array, columns: Array) -> tuple[Array, Array]:
-    """Both indices of a matrix as matrices, which the interpreter needs too."""
+    """Row and column indices broadcast to a matrix."""
     shape = (rows.shape[0], columns.shape[0])
     return jnp.broadcast_to(rows[:, None], shape), jnp.broadcast_to(columns[None, :], shape)
 
 
 def _dot(a: Array, b: Array) -> Array:
-    """Product with float32 sums, and float32 operands as they are, not rounded to TF32."""
+    """Product with float32 sums; float32 operands are not rounded to TF32."""
     return plt.dot(a, b, allow_tf32=False).astype(jnp.float32)
 
 

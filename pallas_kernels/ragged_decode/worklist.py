@@ -1,10 +1,9 @@
-"""Ragged heads cut into equal pieces of work, in XLA, once a step.
+"""Work list of a decode step: ragged heads divided into items of equal size, in XLA, once per step.
 
-An *item* is a block of consecutive pages, of which rows ``low <= r < high`` belong to one segment (one head of one row
-of the batch). Long heads make many items and short ones few, so that cores and streaming multiprocessors share the
-rows evenly and nothing is padded to the longest head. Blocks are read whole: the last of a segment reaches into its
-neighbour's pages, and the one that would reach past the pool begins earlier instead; ``low`` and ``high`` say which
-rows count.
+An *item* is a block of consecutive pages, of which slots ``low <= r < high`` belong to one segment (one head of one
+batch row). Long heads get many items and short ones few, so that cores get equal work and nothing is padded to the
+longest head. Blocks have a fixed size: the last of a segment extends into its neighbour's pages, and one that would
+extend past the pool starts earlier instead; ``low`` and ``high`` mark the slots that count.
 """
 
 from __future__ import annotations
@@ -19,12 +18,12 @@ FIRST, LAST, ZERO = 1, 2, 4
 
 
 class WorkList(NamedTuple):
-    """Items in the order of segments, all int32 [W]; those at ``count`` ([1]) and beyond are not to be run.
+    """Items in the order of segments, all int32 [W]; those from ``count`` ([1]) on are padding.
 
     Attributes:
-      segment: which (row, head).
+      segment: index of (batch row, head).
       page: the block's first page in the pool of all rows.
-      low: first of the block's rows that counts. high: one past the last.
+      low: first slot of the block that counts. high: one past the last.
       flags: ``FIRST``, ``LAST``, ``ZERO``.
       count: items.
     """
@@ -38,7 +37,7 @@ class WorkList(NamedTuple):
 
 
 def most_items(runs: tuple[int, ...], batch: int, pages_per_item: int) -> int:
-    """Items there are when every run is full; static."""
+    """Number of items when every run of pages is full; static."""
     return batch * sum(-(-run // pages_per_item) for run in runs)
 
 
@@ -53,27 +52,27 @@ def work_list(
     first: Int[Array, " S"] | None = None,
     row_pages: int | None = None,
 ) -> WorkList:
-    """Cut segments into items.
+    """Divide segments into items.
 
     Args:
       start: first page of each segment. length: its valid slots; a segment that holds none gets no item.
       pages_per_item: at most ``total_pages``, the pages of the pool of all rows.
-      total_pages: one that is larger by ``pages_per_item`` lets blocks begin where they would, for implementations
-        that copy no further than ``high``.
-      first: first slot that is visible, 0 by default; blocks before it are left out.
-      row_pages: pages of a row of the batch, at least ``pages_per_item``: no block reaches into the next row.
+      total_pages: larger by ``pages_per_item`` than the pool for implementations that copy no further than ``high``:
+        their blocks never have to start earlier.
+      first: first visible slot, 0 by default; blocks before it get no item.
+      row_pages: pages of a batch row, at least ``pages_per_item``; if given, no block extends into the next row.
     """
     block = page_size * pages_per_item
     first = jnp.zeros_like(length) if first is None else jnp.minimum(first, length)
     ends = jnp.cumsum(jnp.where(length > first, -(-length // block) - first // block, 0), dtype=jnp.int32)
     w = jnp.arange(max_items, dtype=jnp.int32)
-    # Compared with every segment, side by side: a binary search would be a loop.
+    # Compared with every segment at once: a binary search would be a loop.
     segment = jnp.minimum(jnp.sum(w[:, None] >= ends, axis=1, dtype=jnp.int32), length.shape[0] - 1)
-    mine = segment[:, None] == jnp.arange(length.shape[0], dtype=jnp.int32)
+    one_hot = segment[:, None] == jnp.arange(length.shape[0], dtype=jnp.int32)
 
     def of_segment(x: Array) -> Array:
-        """x[segment] as a sum: of more than 256 numbers a TPU's gather takes megabytes and a loop of its own."""
-        return jnp.sum(jnp.where(mine, x, 0), axis=1, dtype=jnp.int32)
+        """``x[segment]`` as a masked sum: a TPU's gather from over 256 numbers takes megabytes and its own loop."""
+        return jnp.sum(jnp.where(one_hot, x, 0), axis=1, dtype=jnp.int32)
 
     start, length, first = of_segment(start), of_segment(length), of_segment(first)
     end = of_segment(ends)

@@ -1,11 +1,11 @@
-"""In XLA: runs everywhere, and is the form the CPU uses.
+"""XLA form: runs everywhere, and is the one for CPUs.
 
-The forms are chosen by measurement on 2 CPU cores (SmolLM2 float32, columns): scores are a multiply-reduce over the
-pages, because XLA rewrites a ``dot_general`` with pages among its free axes into one that needs a transposed copy of
-the whole cache (41 of 103 ms a step); a batch of one takes a product a page, and one of values a head (3 to 4 % of a
-step), where the pages are float32: others would be copied as float32 for it (8 heads of 128 channels, 4,096 slots of
-int8: 36 MB beside 8, and 6.5 ms instead of 1.8). No keys or values are gathered: queries go to the pages, and only
-page-sized partial results come back to the heads.
+Chosen by measurement on 2 CPU cores (SmolLM2 float32, columns). Scores are a multiply-reduce over the pages: XLA
+rewrites a ``dot_general`` with pages among its free axes into one that needs a transposed copy of the whole cache (41
+of 103 ms per step). A batch of one uses one product per page, and one per head for the values (3 to 4 % of a step), but
+only on float32 pages, as others would be copied to float32 for it (8 heads of 128 channels, 4,096 slots of int8: 36 MB
+beside 8, and 6.5 ms instead of 1.8). Keys and values are not gathered: queries are broadcast to the pages, and only
+page-sized partial results are gathered by head.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float
 
 from pallas_kernels.pages import Columns
-from pallas_kernels.ragged_decode.problem import Decoded, Problem
+from pallas_kernels.ragged_decode.decode_problem import Decoded, Problem
 from pallas_kernels.softmax import NEG
 
 
@@ -27,33 +27,18 @@ def decode(p: Problem, *, config: None = None) -> Decoded:
     q = p.q.astype(jnp.float32)
     if p.k_scale is not None:
         q = q * p.k_scale[:, :, None]
-    visible, bias = _visible(p), _bias(p)
+    visible, bias = p.visible(), _bias(p)
     raw = _page_scores(p, q * p.scale)
     scores = _masked(p, raw, bias, visible)
     logits = scores
     if p.logits_scale is not None:
         logits = _masked(p, raw * (p.logits_scale / p.scale), bias, visible)
     out, peak, mass = _uniform(p, scores) if p.uniform else _ragged(p, scores)
-    # A head that holds nothing has a peak of NEG, and exp(NEG - NEG) = 1 for its masked slots.
+    # An empty head has a peak of NEG, and exp(NEG - NEG) = 1 for its masked slots.
     full = peak > NEG
     lse = jnp.where(full, peak + jnp.log(mass), NEG)
     out = jnp.where(full[..., None], out / mass[..., None], 0.0)
     return Decoded(out.astype(p.q.dtype), lse, logits if p.with_logits else None)
-
-
-def _slots(p: Problem) -> Array:
-    """[P, R] index of every slot within its head."""
-    return jnp.asarray(p.first_slot[:, None] + np.arange(p.pages.shape[2], dtype=np.int32))
-
-
-def _visible(p: Problem) -> Bool[Array, "B P R"]:
-    slot, length = _slots(p), p.length[:, p.owner][:, :, None]
-    visible = slot < length
-    if p.window is None:
-        return visible
-    if p.position is not None and p.query_position is not None:
-        return visible & (p.position > p.query_position[:, None, None] - p.window)
-    return visible & (slot >= length - p.window)
 
 
 def _bias(p: Problem) -> Float[Array, "B P #G R"] | None:
@@ -62,7 +47,7 @@ def _bias(p: Problem) -> Float[Array, "B P #G R"] | None:
         distance = p.position - p.query_position[:, None, None]
         bias = jnp.asarray(p.slopes[p.owner])[:, :, None] * distance[:, :, None]
     if p.log_mass is not None:
-        mass = jnp.where(_slots(p) == 0, p.log_mass[:, p.owner][:, :, None], 0.0)[:, :, None]
+        mass = jnp.where(p.slots() == 0, p.log_mass[:, p.owner][:, :, None], 0.0)[:, :, None]
         bias = mass if bias is None else bias + mass
     return bias
 
@@ -93,15 +78,15 @@ def _page_scores(p: Problem, q: Float[Array, "B H G D"]) -> Float[Array, "B P G 
 
 
 def _by_products(p: Problem) -> bool:
-    """Whether it is a batch of one whose pages are multiplied as they are stored."""
+    """Whether pages are multiplied as they are stored: a batch of one in float32."""
     return p.pages.shape[0] == 1 and p.pages.dtype == jnp.float32
 
 
 def _one_row_scores(p: Problem, q: Float[Array, "H G D"], keys: Float[Array, "P D R"]) -> Float[Array, "P G R"]:
     """:func:`_page_scores` of a batch of one, whose pages are too few for a multiply-reduce on all cores.
 
-    Queries are brought to their pages by a constant 0/1 matrix, exactly: a broadcast would be compiled into one loop
-    with the rotary embedding before it, done again for every page.
+    Queries are copied to their pages by a product with a constant 0/1 matrix, which is exact: XLA would fuse a
+    broadcast with the rotary embedding before it, and compute that again for every page.
     """
     heads, group, dim = q.shape
     member = jnp.asarray(p.owner[:, None] == np.arange(heads), jnp.float32)
@@ -110,7 +95,7 @@ def _one_row_scores(p: Problem, q: Float[Array, "H G D"], keys: Float[Array, "P 
 
 
 def _values(p: Problem) -> Array:
-    """[B, P, R, D] values as a product takes them: int8 and float8 numbers as floats, their scale is in the weights."""
+    """Values [B, P, R, D] as operands of a product: int8 and float8 as floats; their scale is in the weights."""
     values = p.pages.value_rows()
     return values.astype(jnp.float32) if values.dtype.itemsize == 1 else values
 
@@ -119,7 +104,7 @@ def _uniform(p: Problem, scores: Array) -> tuple[Array, Array, Array]:
     """Unnormalised output, peak and mass when all heads own equally many pages."""
     batch, heads, group, dim = p.q.shape
     page_size, count = p.pages.shape[2], p.runs[0]
-    # A head's pages are one product where there is one row, which has too few of them to be worth one each.
+    # A batch of one has too few pages for a product each: a head's pages are one product.
     pages = count if _by_products(p) else 1
     shape, slots = (batch, heads, count // pages), pages * page_size
     by_head = scores.reshape(*shape, pages, group, page_size).swapaxes(3, 4).reshape(*shape, group, slots)
@@ -136,7 +121,7 @@ def _uniform(p: Problem, scores: Array) -> tuple[Array, Array, Array]:
 def _ragged(p: Problem, scores: Array) -> tuple[Array, Array, Array]:
     """Unnormalised output, peak and mass when heads own different numbers of pages.
 
-    Only page-sized partial results are brought from pages to heads; the pool itself is read in place.
+    Only page-sized partial results are gathered by head; the pool itself is read in place.
     """
     heads, longest, owner = len(p.runs), max(p.runs), p.owner
     index = p.starts[:, None] + np.arange(longest)

@@ -6,7 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from batch_rows import SIZE, write_rows
+from support.batch_rows import SIZE, write_rows
 
 
 class Runner:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from batch_rows import LENGTHS, SIZE, contents, prompts, records, write_rows
+from support.batch_rows import LENGTHS, SIZE, contents, prompts, records, write_rows
 
 import kvjax
 from kvjax.batch.job import rows_of_shard

@@ -7,7 +7,7 @@ import signal
 from types import SimpleNamespace
 
 import pytest
-from batch_rows import contents, prompts, records
+from support.batch_rows import contents, prompts, records
 
 import kvjax
 from kvjax.batch import job as jobs

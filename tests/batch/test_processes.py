@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from batch_rows import contents, prompts, records, write_rows
+from support.batch_rows import contents, prompts, records, write_rows
 
 HERE = Path(__file__).resolve().parent
 #: Seconds until a killed process is missed, and those in which every wait of these tests must end.

@@ -18,7 +18,7 @@ from kvjax.cache.pool import append_token, empty_layer, put_pages, read_slots, r
 from kvjax.cache.quantisation import LEVELS, Storage, parse_storage
 from kvjax.errors import UsageError
 from kvjax.policies import Full
-from kvjax.runtime.prefill import empty_cache
+from kvjax.policies.empty_cache import empty_cache
 
 INT8 = Storage("int8")
 PROMPT = "a prompt of some length, so that a policy has something to drop: " * 3

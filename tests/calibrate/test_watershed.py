@@ -8,7 +8,7 @@ import json
 import numpy as np
 import pytest
 import toys
-from rounds.oracle import dense_layers, q_att
+from support.rounds_oracle import dense_layers, q_att
 
 import kvjax
 from kvjax.calibrate import WatershedProfile, load_profile, save_profile, watershed

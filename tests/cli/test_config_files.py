@@ -8,7 +8,7 @@ import pytest
 import typer
 
 from kvjax.cli import config_files
-from kvjax.cli.app import app
+from kvjax.cli.main import app
 from kvjax.policies import format_policy, parse
 from kvjax.sharding.mesh import parse_mesh
 

@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels.aot import cases_decode, report, tpu_profile
-from pallas_kernels.aot import compile as aot_compile
-from pallas_kernels.aot.cases import Case, collect
-from pallas_kernels.aot.compile import Result, _broken, selected
-from pallas_kernels.aot.targets import TPU_TARGETS
+from tools.aot import cases_decode, kernels_page, tpu_profile
+from tools.aot import compile as aot_compile
+from tools.aot.cases import Case, collect
+from tools.aot.compile import Result, _broken, selected
+from tools.aot.targets import TPU_TARGETS
 
 SCHEDULE = """\
 LB: loop body
@@ -65,7 +65,7 @@ def test_page():
         Result("b", "step", "v5e", error="ValueError: no"),
         Result("b", "step", "sm_90", spills=4, registers=255, cache_bytes=1000, broken=("4 spills, at most 0",)),
     ]
-    page = report.render(results, {"jax": "0.10.2"}, "2026-01-01")
+    page = kernels_page.render(results, {"jax": "0.10.2"}, "2026-01-01")
     assert "2026-01-01; jax 0.10.2." in page
     assert "| a | 20/30 cycles, 10 b, 0.1 % | 96 r, 0.0 % |" in page
     assert "| b | **fails** | **255 r, 4 spills, 0.0 %** |" in page
@@ -74,7 +74,7 @@ def test_page():
 
 def test_cases_are_named_once_and_trace():
     """Shapes only: that every case is one that the operation accepts, in the reference's own form."""
-    cases = collect(["pallas_kernels.aot.cases_decode", "pallas_kernels.aot.there_is_none"])
+    cases = collect(["tools.aot.cases_decode", "tools.aot.there_is_none"])
     assert len({case.name for case in cases}) == len(cases)
     case = cases_decode.case("xla", cases_decode.Shape(log_mass=True, alibi=True), "xla", ("tpu",))
     out = jax.eval_shape(case.function, *case.arguments)

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 from kernels import decode_base, prefill_base
 
-from pallas_kernels import tpu_tiles
 from pallas_kernels.attention_mass import Masses, attention_mass, log_sum_exp
 from pallas_kernels.attention_mass import triton as mass_triton
 from pallas_kernels.prefill import prefill
 from pallas_kernels.prefill import triton as prefill_triton
 from pallas_kernels.ragged_decode import ragged_decode
 from pallas_kernels.ragged_decode.mosaic_gpu import MosaicGpuConfig
+from pallas_kernels.tpu import tiles
 
 
 def decode(**changes):
@@ -162,12 +162,12 @@ def test_of_masses_alone(chunk):
 @pytest.mark.parametrize(
     ("kind", "wrong", "sentence"),
     [
-        (tpu_tiles.Config, {"queries": 64}, "queries is 64; give an integer of at least 128."),
-        (tpu_tiles.Config, {"queries": 192}, "queries is 192; give a multiple of 128."),
-        (tpu_tiles.Config, {"queries": 128.0}, "queries is 128.0; give an integer of at least 128."),
-        (tpu_tiles.Config, {"keys": 64}, "keys is 64; give a power of two from 128 on."),
-        (tpu_tiles.Config, {"keys": 384}, "keys is 384; give a power of two from 128 on."),
-        (tpu_tiles.Config, {"part": 320}, "part is 320; give a power of two from 128 on."),
+        (tiles.Config, {"queries": 64}, "queries is 64; give an integer of at least 128."),
+        (tiles.Config, {"queries": 192}, "queries is 192; give a multiple of 128."),
+        (tiles.Config, {"queries": 128.0}, "queries is 128.0; give an integer of at least 128."),
+        (tiles.Config, {"keys": 64}, "keys is 64; give a power of two from 128 on."),
+        (tiles.Config, {"keys": 384}, "keys is 384; give a power of two from 128 on."),
+        (tiles.Config, {"part": 320}, "part is 320; give a power of two from 128 on."),
         *[
             (kind, wrong, sentence)
             for kind in (mass_triton.Config, prefill_triton.Config)

@@ -10,14 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernels.decode_base import Case, build
+from support.decode_base import Case, build
 
 import pallas_kernels
-from pallas_kernels.bench import bare, timing
-from pallas_kernels.bench import problem as problems
+from pallas_kernels.bench import bare, decode_inputs, timing
 from pallas_kernels.bench.decode import _cudnn, _padded
-from pallas_kernels.bench.problem import Sizes
-from pallas_kernels.bench.report import Report, Row
+from pallas_kernels.bench.decode_inputs import Sizes
+from pallas_kernels.bench.kernel_report import Report, Row
 from pallas_kernels.ragged_decode import reference
 
 SMALL = ["--batch", "2", "--heads", "2", "--mean", "40", "--head-dim", "16", "--rounds", "2"]
@@ -43,7 +42,7 @@ def test_the_command_measures_and_writes_on_a_bare_machine(tmp_path):
     (row,) = report["rows"]
     assert row["error"] < 2e-2 and 0 < row["least"] <= row["microseconds"] <= row["most"]
     assert row["gigabytes"] == pytest.approx(Sizes(2, 2, mean=40, head_dim=16).live_bytes / row["microseconds"] / 1e3)
-    assert row["share"] == pytest.approx(1e9 * row["gigabytes"] / report["bandwidth"])
+    assert row["bandwidth_fraction"] == pytest.approx(1e9 * row["gigabytes"] / report["bandwidth"])
     text = (tmp_path / "a.md").read_text()
     assert text in done.stdout and "| xla |" in text and f"jax {jax.__version__}" in text
 
@@ -73,9 +72,9 @@ def test_heads_have_the_mean_length_and_differ():
     ],
 )
 def test_problems_are_laid_out_for_the_platform(dtype, platform, head_dim, layout, monkeypatch):
-    monkeypatch.setattr(problems.dispatch, "platform", lambda: platform)
+    monkeypatch.setattr(decode_inputs.dispatch, "platform", lambda: platform)
     sizes = Sizes(batch=1, heads=2, mean=40, head_dim=head_dim, dtype=dtype)
-    arrays = jax.eval_shape(lambda: _arrays(problems.make(sizes)))
+    arrays = jax.eval_shape(lambda: _arrays(decode_inputs.make(sizes)))
     pages = arrays["pages"]
     assert type(pages).__name__ == layout and pages.dtype == jnp.dtype(dtype)
     assert sizes.page == {"gpu": 64, "tpu": 16, "cpu": 16}[platform]
@@ -102,7 +101,7 @@ def test_heads_padded_to_the_longest_are_the_same_problem(monkeypatch):
     np.testing.assert_allclose(out, reference.decode(p).out, atol=2e-5)
 
 
-def test_contestants_take_turns():
+def test_candidates_are_interleaved():
     order = []
     calls = {name: (lambda name=name: order.append(name)) for name in ("a", "b")}
     timed = timing.interleaved(calls, {"a": 1, "b": 2}, 3)

@@ -9,8 +9,8 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import pytest
-from kernels.decode_base import Case, DecodeBase, build, rows_of
-from kernels.gpus import A100, H100, lowered, on
+from support.decode_base import Case, DecodeBase, build, rows_of
+from support.gpus import A100, H100, lowered, on
 
 from pallas_kernels.ragged_decode import mosaic_gpu, ragged_decode
 from pallas_kernels.ragged_decode.mosaic_gpu import MosaicGpuConfig

@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
-from kernels.decode_base import RAGGED, Case, DecodeBase, build
+from support.decode_base import RAGGED, Case, DecodeBase, build
 
-from pallas_kernels.aot import cases_decode
 from pallas_kernels.ragged_decode import reference, tpu
 from pallas_kernels.ragged_decode.worklist import work_list
 from pallas_kernels.softmax import NEG
+from tools.aot import cases_decode
 
 # The interpreter carries whole rings from turn to turn; small ones still hold several blocks of a head.
 SMALL = tpu.TpuConfig(rows=128, buffers=4)

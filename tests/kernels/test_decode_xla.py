@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernels.decode_base import RAGGED, UNIFORM, Case, DecodeBase, build, rows_of
+from support.decode_base import RAGGED, UNIFORM, Case, DecodeBase, build, rows_of
 
 from pallas_kernels.ragged_decode import api, ragged_decode, reference, xla
 from pallas_kernels.ragged_decode.worklist import FIRST, LAST, ZERO, most_items, work_list
@@ -63,8 +63,8 @@ def test_what_does_not_fit_is_passed_over_and_what_is_named_is_not(monkeypatch):
     def refuses(problem):
         raise NotImplementedError("not this one")
 
-    monkeypatch.setattr(api, "IMPLEMENTATIONS", {"tpu": refuses, "xla": api.IMPLEMENTATIONS["xla"]})
-    monkeypatch.setattr(api, "ORDER", {"cpu": ("tpu",)})
+    monkeypatch.setattr(api.IMPLEMENTATIONS, "functions", {"tpu": refuses, "xla": api.IMPLEMENTATIONS["xla"]})
+    monkeypatch.setattr(api.IMPLEMENTATIONS, "order", {"cpu": ("tpu",)})
     got = ragged_decode(*arguments, **keywords)
     np.testing.assert_allclose(got.out, reference.decode(problem).out, atol=1e-5)
     with pytest.raises(NotImplementedError, match="not this one"):

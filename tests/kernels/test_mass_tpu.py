@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
-from kernels.mass_base import Case, MassBase, build
+from support.mass_base import Case, MassBase, build
 
-from pallas_kernels import tpu_tiles
 from pallas_kernels.attention_mass import reference, tpu
-from pallas_kernels.attention_mass.problem import Counting
+from pallas_kernels.attention_mass.mass_problem import Counting
+from pallas_kernels.tpu import tiles
 
 SMALL = tpu.Config(queries=128, keys=128)
 
@@ -29,14 +29,14 @@ class TestFasterProducts(TestTpu):
 
     @pytest.fixture(autouse=True)
     def chip(self, monkeypatch):
-        monkeypatch.setattr(tpu_tiles, "matrix_unit", lambda: 256)
+        monkeypatch.setattr(tiles, "matrix_unit", lambda: 256)
 
 
 @pytest.mark.parametrize("unit", [128, 256])
 @pytest.mark.parametrize(("dtype", "head_dim"), [(jnp.float32, 64), (jnp.float32, 256), (jnp.bfloat16, 128)])
 def test_blocks_of_several_parts(unit, dtype, head_dim, monkeypatch):
     """Blocks of 2,048 keys, most below the diagonal and one that it crosses, for several blocks of several heads."""
-    monkeypatch.setattr(tpu_tiles, "matrix_unit", lambda: unit)
+    monkeypatch.setattr(tiles, "matrix_unit", lambda: unit)
     problem, counting = build(
         Case((5000, 0), queries=256, keys=6144, heads=1, group=3, head_dim=head_dim, dtype=dtype, onto=True)
     )
@@ -51,7 +51,7 @@ def test_blocks_of_several_parts(unit, dtype, head_dim, monkeypatch):
 @pytest.mark.parametrize("unit", [128, 256])
 def test_a_query_that_is_no_number_is_no_other_querys(unit, monkeypatch):
     """What holds products back is a zero even where sums of weights are no numbers."""
-    monkeypatch.setattr(tpu_tiles, "matrix_unit", lambda: unit)
+    monkeypatch.setattr(tiles, "matrix_unit", lambda: unit)
     problem, counting = build(Case((5000,), queries=128, keys=6144, heads=1, group=2, head_dim=128, dtype=jnp.bfloat16))
     broken = dataclasses.replace(problem, q=problem.q.at[0, 0, 0, 32:48].set(jnp.nan))
     lse = tpu.log_sum_exp(broken, config=tpu.Config(queries=128, keys=2048), interpret=True)

@@ -3,11 +3,11 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from kernels.gpus import H100, on
-from kernels.mass_base import Case, MassBase, build
+from support.gpus import H100, on
+from support.mass_base import Case, MassBase, build
 
 from pallas_kernels.attention_mass import triton
-from pallas_kernels.attention_mass.problem import Counting
+from pallas_kernels.attention_mass.mass_problem import Counting
 
 # JAX 0.11 announced the end of this backend.
 pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend:DeprecationWarning")

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernels.mass_base import Case, MassBase, build
+from support.mass_base import Case, MassBase, build
 
 from pallas_kernels.attention_mass import attention_mass, log_sum_exp, reference, xla
 from pallas_kernels.softmax import NEG, log_of, merge, merge_log

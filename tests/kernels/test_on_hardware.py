@@ -6,11 +6,12 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 import pytest
-from kernels.decode_base import Case, DecodeBase, around_boundaries
+from support.decode_base import Case, DecodeBase, around_boundaries
 
-from pallas_kernels import gpu, tune
+from pallas_kernels import tune
 from pallas_kernels.bench import decode as bench
-from pallas_kernels.bench.problem import Sizes
+from pallas_kernels.bench.decode_inputs import Sizes
+from pallas_kernels.gpu import chip
 from pallas_kernels.ragged_decode import mosaic_gpu, triton
 from pallas_kernels.tunable import OPERATIONS, cases
 
@@ -65,7 +66,7 @@ class TestMosaicGpu(OnGpu):
         self.check(Case(tuple(tuple(n + d for n in row) for row in four for d in (0, 1)), (11, 11), log_mass=True))
 
 
-@pytest.mark.skipif(gpu.target().capability is None, reason="there is no NVIDIA GPU here")
+@pytest.mark.skipif(chip.target().capability is None, reason="there is no NVIDIA GPU here")
 def test_the_benchmark_and_the_tuning_run(tmp_path):
     sizes = Sizes(batch=2, heads=4, mean=1024)
     report = bench.run(sizes, rounds=2, copy_bytes=64 << 20)

@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
-from kernels.prefill_base import Case, PrefillBase, build
+from support.prefill_base import Case, PrefillBase, build
 
-from pallas_kernels import tpu_tiles
 from pallas_kernels.prefill import prefill, reference, tpu
+from pallas_kernels.tpu import tiles
 
 SMALL = tpu.Config(queries=128, keys=128)
 
@@ -49,7 +49,7 @@ def test_lowers_for_a_tpu(head_dim, dtype, x64):
 @pytest.mark.parametrize(("group", "head_dim"), [(9, 256), (3, 96)])
 def test_the_orders_of_chips_with_large_matrix_units(monkeypatch, kind, group, head_dim):
     """Rows of two strips, the second shorter, that follow each other, of one part or of two in turn."""
-    monkeypatch.setattr(tpu_tiles, "_kind", kind.lower)
+    monkeypatch.setattr(tiles.dispatch, "device_kind", lambda: kind)
     config = tpu.Config(queries=128, keys=1024, part=512)
     where = (3, 900, -40, -500)  # of some no query or not every one sees a key
     problem = build(Case(where, queries=80, keys=1024, heads=1, group=group, head_dim=head_dim, dtype=jnp.bfloat16))

@@ -5,8 +5,8 @@ import functools
 import jax
 import jax.numpy as jnp
 import pytest
-from kernels.gpus import H100, on
-from kernels.prefill_base import Case, PrefillBase, build
+from support.gpus import H100, on
+from support.prefill_base import Case, PrefillBase, build
 
 from pallas_kernels.prefill import triton
 

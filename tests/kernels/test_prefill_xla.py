@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernels.prefill_base import Case, PrefillBase, build
+from support.prefill_base import Case, PrefillBase, build
 
 from pallas_kernels.prefill import prefill, reference, xla
 

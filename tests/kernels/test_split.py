@@ -5,10 +5,10 @@ from types import SimpleNamespace
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernels.decode_base import Case, build
-from kernels.gpus import A100, H100, on
+from support.decode_base import Case, build
+from support.gpus import A100, H100, on
 
-from pallas_kernels import gpu
+from pallas_kernels.gpu import chip
 from pallas_kernels.ragged_decode import mosaic_gpu, split, triton
 from pallas_kernels.ragged_decode.merge import merge
 from pallas_kernels.ragged_decode.split import Split
@@ -76,19 +76,19 @@ def test_items_fill_the_processors_within_bounds():
 )
 def test_a_gpu_is_known_by_its_name(device, capability, memory):
     with on(*device):
-        target = gpu.target()
-    assert target == gpu.Gpu(device[0], capability, device[1]) and target.shared_memory == memory << 10
+        target = chip.target()
+    assert target == chip.Gpu(device[0], capability, device[1]) and target.shared_memory == memory << 10
 
 
 def test_without_a_gpu_nothing_is_known():
-    assert gpu.target() == gpu.Gpu()
+    assert chip.target() == chip.Gpu()
 
 
 def test_amd_gpus_are_refused(monkeypatch):
     amd = SimpleNamespace(device_kind="AMD Instinct MI300X", compute_capability="gfx942", core_count=304)
-    monkeypatch.setattr(gpu.jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(gpu.jax, "local_devices", lambda: [amd])
-    assert gpu.target() == gpu.Gpu("AMD Instinct MI300X", None, 304, nvidia=False)
+    monkeypatch.setattr(chip.jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(chip.jax, "local_devices", lambda: [amd])
+    assert chip.target() == chip.Gpu("AMD Instinct MI300X", None, 304, nvidia=False)
     problem = build(Case(((5, 9, 1),), (7, 1, 4), dtype=jnp.bfloat16, page_size=64), "stacked")
     for module in (triton, mosaic_gpu):
         with pytest.raises(NotImplementedError, match="MI300X"):
@@ -97,6 +97,6 @@ def test_amd_gpus_are_refused(monkeypatch):
 
 def test_a_gpu_that_is_there_says_its_capability(monkeypatch):
     one = SimpleNamespace(device_kind="NVIDIA Something New", compute_capability="9.0", core_count=78)
-    monkeypatch.setattr(gpu.jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(gpu.jax, "local_devices", lambda: [one])
-    assert gpu.target() == gpu.Gpu("NVIDIA Something New", (9, 0), 78)
+    monkeypatch.setattr(chip.jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(chip.jax, "local_devices", lambda: [one])
+    assert chip.target() == chip.Gpu("NVIDIA Something New", (9, 0), 78)

@@ -19,7 +19,7 @@ NAMED = (
 def test_kernels_compile_for_a_tpu_within_their_limits(tmp_path):
     """The script ends with 1 when a case fails, spills or takes temporary memory beyond its limits."""
     page = tmp_path / "page.md"
-    command = [sys.executable, str(ROOT / "scripts/aot.py"), "--tpu-python", sys.executable, "--targets", "v5e"]
+    command = [sys.executable, "-m", "tools.aot", "--tpu-python", sys.executable, "--targets", "v5e"]
     command += ["--named", NAMED, "--out", str(page)]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr[-3000:]

@@ -8,22 +8,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernels.decode_base import Case, build
-from kernels.gpus import A100, H100, on
+from support.decode_base import Case, build
+from support.gpus import A100, H100, on
 
-from pallas_kernels import tpu_tiles, tunable, tune, tuned
+from pallas_kernels import tunable, tune, tuned
 from pallas_kernels.attention_mass import tpu as mass_tpu
 from pallas_kernels.attention_mass import triton as mass_triton
 from pallas_kernels.attention_mass import xla as mass_xla
 from pallas_kernels.bench import timing
-from pallas_kernels.bench.chunks import Chunk
-from pallas_kernels.bench.problem import Sizes
+from pallas_kernels.bench.chunk_inputs import Chunk
+from pallas_kernels.bench.decode_inputs import Sizes
 from pallas_kernels.prefill import tpu as prefill_tpu
 from pallas_kernels.prefill import triton as prefill_triton
 from pallas_kernels.prefill import xla as prefill_xla
 from pallas_kernels.ragged_decode import mosaic_gpu, triton, xla
 from pallas_kernels.ragged_decode.mosaic_gpu import MosaicGpuConfig
 from pallas_kernels.ragged_decode.triton import TritonConfig
+from pallas_kernels.tpu import tiles
 from pallas_kernels.tunable import OPERATIONS, cases
 
 pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend:DeprecationWarning")
@@ -55,8 +56,8 @@ def measured(monkeypatch):
         ran.append(config.pages)
         return xla.decode(problem)
 
-    def clock(contestants, steps, rounds):
-        return {name: timing.Timed(*[1 / ran[i]] * 3) for i, name in enumerate(contestants)}
+    def clock(candidates, steps, rounds):
+        return {name: timing.Timed(*[1 / ran[i]] * 3) for i, name in enumerate(candidates)}
 
     monkeypatch.setattr(tunable.decode, "IMPLEMENTATIONS", {"triton": decode})
     monkeypatch.setattr(tune.timing, "interleaved", clock)
@@ -102,9 +103,9 @@ def test_what_a_compiler_of_kernels_says_is_a_refusal(monkeypatch):
 @pytest.mark.parametrize(
     ("operation", "name", "configs"),
     [
-        (PREFILL, "tpu", [tpu_tiles.Config(128, 128), tpu_tiles.Config(256, 128)]),
-        (LSE, "tpu", [tpu_tiles.Config(128, 128), tpu_tiles.Config(128, 256, 256)]),
-        (MASS, "tpu", [tpu_tiles.Config(128, 128)]),
+        (PREFILL, "tpu", [tiles.Config(128, 128), tiles.Config(256, 128)]),
+        (LSE, "tpu", [tiles.Config(128, 128), tiles.Config(128, 256, 256)]),
+        (MASS, "tpu", [tiles.Config(128, 128)]),
         (PREFILL, "triton", [prefill_triton.Config(64, 64), prefill_triton.Config(32, 128)]),
         (LSE, "triton", [mass_triton.Config(64, 64), mass_triton.Config(64, 64, 128)]),
         (MASS, "triton", [mass_triton.Config(64, 64)]),
@@ -265,7 +266,7 @@ def test_candidates_of_a_chunk_begin_with_the_rule(operation, queries):
     split = {} if operation is PREFILL else {"split": rule.split if operation is LSE else None}
     assert found[0] == dataclasses.replace(rule, **split) and len(found) == len(set(found)) > 10
     found = operation.candidates(p, "tpu")
-    assert found[0] == tpu_tiles.Config.default(2, queries, 2048, jnp.bfloat16)
+    assert found[0] == tiles.Config.default(2, queries, 2048, jnp.bfloat16)
     # A window has one block whatever is asked for; no block is larger than the least chunk of the class.
     assert {min(x.queries, queries) for x in found} == {32: {32}, 160: {128, 160}, 600: {128, 256, 512}}[queries]
     assert {x.keys for x in found} == {128, 256, 512, 1024, 2048}
@@ -388,15 +389,15 @@ def _mass(module):
 ASKING = [
     Asking(
         "prefill.tpu", PREFILL, lambda p, **o: prefill_tpu.prefill(p, **o).out, lambda p: prefill_xla.prefill(p).out,
-        tpu_tiles.Config(128, 128, 128), tpu_tiles.Config(128, 256, 256),
+        tiles.Config(128, 128, 128), tiles.Config(128, 256, 256),
     ),
     Asking(
         "log_sum_exp.tpu", LSE, mass_tpu.log_sum_exp, mass_xla.log_sum_exp,
-        tpu_tiles.Config(128, 128, 128), tpu_tiles.Config(128, 256, 256),
+        tiles.Config(128, 128, 128), tiles.Config(128, 256, 256),
     ),
     Asking(
         "attention_mass.tpu", MASS, _mass(mass_tpu), _mass(mass_xla),
-        tpu_tiles.Config(128, 128, 128), tpu_tiles.Config(128, 256, 256),
+        tiles.Config(128, 128, 128), tiles.Config(128, 256, 256),
     ),
     Asking(
         "prefill.triton", PREFILL, lambda p, **o: prefill_triton.prefill(p, **o).out,

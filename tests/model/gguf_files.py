@@ -8,7 +8,7 @@ from typing import Any
 
 import gguf
 import numpy as np
-from golden import tiny
+from support import tiny
 
 from kvjax.text.tokenizer import byte_level_alphabet
 

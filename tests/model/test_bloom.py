@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 
-import bloom_oracle
 import jax
 import numpy as np
 import pytest
-from golden import tiny
 from hypothesis import given
 from hypothesis import strategies as st
 from model import gguf_files
 from safetensors.numpy import load_file, save_file
+from support import bloom_oracle, tiny
 
 from kvjax.checkpoints.families import FAMILIES
 from kvjax.checkpoints.load import load

@@ -7,8 +7,8 @@ import json
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from golden import tiny
 from model import gguf_files
+from support import tiny
 
 from kvjax.checkpoints.families import FAMILIES, family
 from kvjax.checkpoints.load import load

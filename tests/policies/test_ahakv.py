@@ -10,8 +10,8 @@ import pytest
 import toys
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from policies.eviction_oracle import NARROW, HeadOracle, RowOracle, attention, sizes, softmax
-from policies.evictor import Evictor, compare, layer_config, random_qkv
+from support.eviction_oracle import NARROW, HeadOracle, RowOracle, attention, sizes, softmax
+from support.evictor import Evictor, compare, layer_config, random_qkv
 
 from kvjax.cache.pool import by_head, by_page, store
 from kvjax.errors import UsageError

@@ -6,8 +6,8 @@ import dataclasses
 
 import jax
 import numpy as np
-import oracles
 import pytest
+from support import oracles
 
 import kvjax
 from kvjax.cache.pool import rows

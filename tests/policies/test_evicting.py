@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from policies.evictor import ROOM, Evictor, layer_config, random_qkv
+from support.evictor import ROOM, Evictor, layer_config, random_qkv
 
 import kvjax
 from kvjax.cache.pool import empty_layer

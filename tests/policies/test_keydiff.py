@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from policies.choosing import ChoosingHead, Lane, assert_alone, assert_same, best
+from support.choosing import ChoosingHead, Lane, assert_alone, assert_same, best
 
 from kvjax.errors import UsageError
 from kvjax.policies import KeyDiff

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from policies.choosing import ChoosingHead, Lane, assert_alone, assert_same, best, softmax
+from support.choosing import ChoosingHead, Lane, assert_alone, assert_same, best, softmax
 
 from kvjax.errors import UsageError
 from kvjax.policies import NACL

@@ -173,7 +173,7 @@ def test_a_bounded_policy_decodes_far_beyond_its_budget_without_compiling_again(
 
 def test_merging_is_the_running_mean_of_what_left():
     rng = np.random.default_rng(0)
-    from policies.driver import Driver, config_for
+    from support.driver import Driver, config_for
 
     k, v = rng.standard_normal((2, 1, 2, 60, 4)).astype(np.float32)
     driver = Driver(MergeOldest(), config_for(2, 4), 1, prompt_capacity=64, new_capacity=8)

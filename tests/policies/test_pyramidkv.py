@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from policies.choosing import assert_alone, assert_same
-from policies.driver import config_for
-from policies.test_snapkv import SnapHead
+from support.choosing import assert_alone, assert_same
+from support.choosing_heads import SnapHead
+from support.driver import config_for
 
 from kvjax.errors import UsageError
 from kvjax.policies import PyramidKV

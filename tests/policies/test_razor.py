@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import toys
-from oracles import same_caches
-from policies.driver import config_for, random_kv
+from support.driver import config_for, random_kv
+from support.oracles import same_caches
 
 import kvjax
 from kvjax.cache.attention import decode_attention
@@ -23,7 +23,7 @@ from kvjax.policies.base import PromptChunk, Step, page_capacities
 from kvjax.policies.profile import ModelShape, packaged, protected_heads, save_profile
 from kvjax.policies.signals import Mass, PromptSignals, QueryStats
 from kvjax.runtime.compilation import compile_clock
-from kvjax.runtime.grow import grow
+from kvjax.runtime.programs import ONE_DEVICE
 
 HEADS, GROUP, DIM, PROMPT_TOKENS, STEPS = 3, 2, 8, 128, 40
 
@@ -269,7 +269,7 @@ def test_a_ring_beside_protected_heads_keeps_its_size_when_the_pools_grow():
     first = ask(policy, TEXT[:100], 0).cache
     later = ask(None, TEXT[:250], 0, cache=first).cache
     assert later.prompt_capacity > first.prompt_capacity
-    bigger = grow(later, config=toy().config, new_capacity=2 * later.new_capacity)
+    bigger = ONE_DEVICE.grow(later, config=toy().config, new_capacity=2 * later.new_capacity)
     for layer, old in zip(bigger.layers, first.layers, strict=True):
         (kept, others), (full, ring) = layer.groups, old.groups
         assert sum(kept.pages) > sum(full.pages) and others.pages == ring.pages

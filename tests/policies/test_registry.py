@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import inspect
+import subprocess
+import sys
 
 import pytest
 
+import kvjax
 from kvjax import policies
 from kvjax.errors import UsageError
-from kvjax.policies import NACL, ExpectedAttention, Full, LagKV, SnapKV, StreamingLLM
+from kvjax.policies import NACL, ExpectedAttention, Full, LagKV, SnapKV, StreamingLLM, names
 
 
 @pytest.mark.parametrize(
@@ -68,3 +73,22 @@ def test_registering_a_name_twice_is_refused():
         policies.register("full", Mine)
     with pytest.raises(UsageError, match="not a policy"):
         policies.register("mine", object)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="already belongs to LagKV"):
+        policies.register("LAG", Mine)
+
+
+def test_the_table_of_names_loads_no_jax():
+    code = "import sys, kvjax.policies.names; sys.exit('jax' in sys.modules)"
+    assert (
+        subprocess.run([sys.executable, "-c", code], timeout=120, env={"PYTHONPATH": ":".join(sys.path)}).returncode
+        == 0
+    )
+
+
+def test_type_checkers_know_the_classes_of_the_table():
+    imports = [node for node in ast.walk(ast.parse(inspect.getsource(names))) if isinstance(node, ast.ImportFrom)]
+    known = {node.names[0].asname: node.module for node in imports if node.module.startswith("kvjax.policies.")}
+    assert known == names.CLASSES
+    for name in names.CLASSES:
+        assert getattr(policies, name) is getattr(kvjax, name)
+        assert name in policies.__all__ and name in kvjax.__all__

@@ -2,36 +2,17 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from policies.choosing import ChoosingHead, assert_alone, assert_same, best, pooled
+from support.choosing import Lane, assert_alone, assert_same
+from support.choosing_heads import SlimHead
 
 from kvjax.errors import UsageError
 from kvjax.policies import SlimKV
 
-W, C, KERNEL = 4, 10, 5
+W, C, KERNEL = 4, 10, 5  # the oracle's defaults
 BOUNDARIES = [1, W - 1, W, W + 1, C - 1, C, C + 1, 40, 70]
-
-
-class SlimHead(ChoosingHead):
-    """S1 over the group's heads and the window's queries [3], S2 the value's largest channel [4], S1 x S2 [5]."""
-
-    def __init__(self, *args, score="both", pooling="avg", kernel=KERNEL, **place):
-        super().__init__(*args, **place)
-        self.score, self.pooling, self.kernel = score, pooling, kernel
-
-    def budget(self, total: int) -> int:
-        return C
-
-    def choose(self, candidates, new, budget):
-        prefix = candidates[:-W]
-        s1 = self.mass(candidates, new[-W:]).sum(axis=0)[: len(prefix)]
-        s2 = np.array([max(abs(x) for x in self.v[t]) for t in prefix])
-        s = {"both": s1 * s2, "s1": s1, "s2": s2}[self.score]
-        scores = pooled(list(s), self.kernel, self.pooling, "exist")
-        return [prefix[i] for i in best(scores, budget - W)] + candidates[-W:]
 
 
 def head_of(**options):
@@ -69,7 +50,6 @@ def test_any_lengths(lengths, seed):
 
 def test_a_large_value_is_kept_though_little_is_attended_to():
     """What the paper adds to SnapKV: a large activation in the value cache outweighs a small attention."""
-    from policies.choosing import Lane
 
     def kept(policy) -> list[int]:
         lane = Lane(policy, 1, 1, 1, 4, 40, seed=2)

@@ -7,32 +7,15 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from policies.choosing import ChoosingHead, assert_alone, assert_same, best, pooled
+from support.choosing import assert_alone, assert_same, pooled
+from support.choosing_heads import SnapHead
 
 from kvjax.errors import UsageError
 from kvjax.policies import SnapKV
 from kvjax.policies.pooling import pool
 
-W, BUDGET, KERNEL = 4, 10, 5
+W, BUDGET, KERNEL = 4, 10, 5  # the oracle's defaults
 BOUNDARIES = [1, W - 1, W, W + 1, BUDGET - 1, BUDGET, BUDGET + 1, 40, 70]
-
-
-class SnapHead(ChoosingHead):
-    """Window mass of each query head, pooled, aggregated; the window's columns are dropped before pooling."""
-
-    def __init__(self, *args, window=W, size=BUDGET, kernel=KERNEL, pooling="avg", group="mean", **place):
-        super().__init__(*args, **place)
-        self.window, self.size, self.kernel, self.pooling, self.group = window, size, kernel, pooling, group
-
-    def budget(self, total: int) -> int:
-        return self.size
-
-    def choose(self, candidates, new, budget):
-        prefix = len(candidates) - self.window
-        mass = self.mass(candidates, new[-self.window :])[:, :prefix]
-        by_head = np.stack([pooled(list(row), self.kernel, self.pooling, "zeros") for row in mass])
-        scores = {"mean": by_head.mean, "sum": by_head.sum, "max": by_head.max}[self.group](axis=0)
-        return [candidates[i] for i in best(scores, budget - self.window)] + candidates[prefix:]
 
 
 def head_of(**options):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from policies.driver import Driver, config_for, random_kv
+from support.driver import Driver, config_for, random_kv
 
 from kvjax.cache.pool import rows
 from kvjax.errors import UsageError

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from policies.eviction_oracle import NARROW, attention, lowest, sizes
-from policies.evictor import ROOM, Evictor, compare, layer_config, random_qkv
+from support.eviction_oracle import NARROW, attention, lowest, sizes
+from support.evictor import ROOM, Evictor, compare, layer_config, random_qkv
 
 from kvjax.errors import UsageError
 from kvjax.policies import TOVA

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from recall import oracle
+from support.recall import oracle
 
 
 def test_scores_of_perfect_and_of_uniform_heads():

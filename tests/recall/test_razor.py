@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from recall import oracle
-from recall.asking import FOLDER, WINDOW, make_haystacks, recall
+from support.recall import oracle
+from support.recall.asking import FOLDER, WINDOW, make_haystacks, recall
 
 import kvjax
 from kvjax.calibrate import retrieval_heads

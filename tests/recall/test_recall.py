@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from recall import oracle, task
-from recall.asking import FOLDER, WINDOW, make_haystacks, recall
+from support.recall import oracle, task
+from support.recall.asking import FOLDER, WINDOW, make_haystacks, recall
 
 import kvjax
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from recall import task, training
+from support.recall import task, training
 
 import kvjax
 from kvjax.runtime.prefill import logits_of

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rounds.oracle import taken
+from support.rounds_oracle import taken
 
 import kvjax
 from kvjax.policies import RoundAttention, format_policy, parse

@@ -13,10 +13,10 @@ import jax
 import numpy as np
 import pytest
 import toys
-from policies.choosing import best, pooled
-from policies.test_lagkv import OracleHead
-from policies.test_slimkv import SlimHead
-from rounds.oracle import dense_layers, q_att, taken
+from support.choosing import best, pooled
+from support.choosing_heads import SlimHead
+from support.lagkv_oracle import OracleHead
+from support.rounds_oracle import dense_layers, q_att, taken
 
 import kvjax
 from kvjax.cache.pool import rows

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,14 +10,14 @@ import toys
 
 import kvjax
 from kvjax.cache.cache import detach
-from kvjax.cache.quantisation import Storage
+from kvjax.cache.quantisation import MODEL, Storage
 from kvjax.model.decoder import abstract_decoder
 from kvjax.policies import H2O, AhaKV, Full, LagKV, RazorAttention, StreamingLLM
+from kvjax.policies.empty_cache import empty_cache
 from kvjax.runtime.compilation import compile_clock
-from kvjax.runtime.decode import compiled_chunk
-from kvjax.runtime.grow import grow
-from kvjax.runtime.prefill import empty_cache, prefill_fresh
+from kvjax.runtime.programs import DECODE_CHUNK, ONE_DEVICE, PREFILL_FRESH
 from kvjax.runtime.synthetic import benchmark_controls, decode_state, filled_cache
+from kvjax.sharding.compile import OneDevice
 
 POLICIES = [Full(), StreamingLLM(window=100), StreamingLLM(window=60, positions="cache"), LagKV(ratio=0.5, lag=16)]
 
@@ -27,9 +25,9 @@ POLICIES = [Full(), StreamingLLM(window=100), StreamingLLM(window=60, positions=
 def prefill_temporaries(policy, tokens: int, batch: int = 1) -> int:
     config = toys.tiny_config(num_layers=3, max_position=1 << 16)
     ints = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)  # noqa: E731
-    lowered = prefill_fresh.lower(
-        abstract_decoder(config), ints(batch, tokens), ints(batch), ints(batch),
-        policy=policy, prompt_capacity=tokens, new_capacity=32, dtype=jnp.dtype("float32"),
+    lowered = PREFILL_FRESH.lower(
+        OneDevice(config, policy), abstract_decoder(config), ints(batch, tokens), ints(batch), ints(batch),
+        prompt_capacity=tokens, new_capacity=32, dtype=jnp.dtype("float32"), storage=MODEL,
     )  # fmt: skip
     return lowered.compile().memory_analysis().temp_size_in_bytes
 
@@ -50,9 +48,9 @@ def test_prefill_memory_does_not_grow_with_layers():
     def temporaries(layers: int) -> int:
         config = toys.tiny_config(num_layers=layers, max_position=1 << 16)
         ints = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)  # noqa: E731
-        lowered = prefill_fresh.lower(
-            abstract_decoder(config), ints(1, 4096), ints(1), ints(1),
-            policy=StreamingLLM(window=64), prompt_capacity=4096, new_capacity=32, dtype=jnp.dtype("float32"),
+        lowered = PREFILL_FRESH.lower(
+            OneDevice(config, StreamingLLM(window=64)), abstract_decoder(config), ints(1, 4096), ints(1), ints(1),
+            prompt_capacity=4096, new_capacity=32, dtype=jnp.dtype("float32"), storage=MODEL,
         )  # fmt: skip
         return lowered.compile().memory_analysis().temp_size_in_bytes
 
@@ -67,12 +65,10 @@ COMPOSED = RazorAttention(heads=((0, 1),), inner=H2O(budget=100))
 def test_a_decode_step_aliases_the_cache_and_copies_none_of_it(policy, storage):
     config = toys.tiny_config(max_position=1 << 16)
     cache = filled_cache(config, policy, 2, 2048, storage=Storage(storage))
-    pools, rest = detach(cache)
-    state = dataclasses.replace(decode_state(config, cache), cache=rest)
-    controls = benchmark_controls(config, 2)
+    state, controls = decode_state(config, cache), benchmark_controls(config, 2)
     params = toys.random_decoder(config)
-    compiled = compiled_chunk.lower(params, pools, state, controls, jnp.int32(4)).compile()
-    pool_bytes = sum(x.nbytes for x in jax.tree.leaves(pools))
+    compiled = DECODE_CHUNK.lower(OneDevice(config, policy), params, state, controls, jnp.int32(4)).compile()
+    pool_bytes = sum(x.nbytes for x in jax.tree.leaves(detach(cache)[0]))
     analysis = compiled.memory_analysis()
     assert analysis.alias_size_in_bytes >= pool_bytes
     if (
@@ -140,7 +136,7 @@ def test_planned_bytes_are_right_after_growing_too():
 def test_growing_keeps_every_bit():
     config = toys.tiny_config()
     cache = filled_cache(config, Full(), 2, 64)
-    bigger = grow(cache, config=config, new_capacity=1024)
+    bigger = ONE_DEVICE.grow(cache, config=config, new_capacity=1024)
     for old, new in zip(cache.layers, bigger.layers, strict=True):
         pages = old.pages[0]
         for head in range(2):
@@ -160,9 +156,9 @@ def test_prefill_peak_estimate_is_near_the_compilers():
     config = toys.tiny_config(num_layers=2, hidden_size=256, intermediate_size=512, head_dim=32, max_position=1 << 16)
     for policy in (Full(), LagKV(ratio=0.25)):
         ints = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)  # noqa: E731
-        lowered = prefill_fresh.lower(
-            abstract_decoder(config), ints(2, 4096), ints(2), ints(2),
-            policy=policy, prompt_capacity=4096, new_capacity=256, dtype=jnp.dtype("float32"),
+        lowered = PREFILL_FRESH.lower(
+            OneDevice(config, policy), abstract_decoder(config), ints(2, 4096), ints(2), ints(2),
+            prompt_capacity=4096, new_capacity=256, dtype=jnp.dtype("float32"), storage=MODEL,
         )  # fmt: skip
         actual = lowered.compile().memory_analysis().temp_size_in_bytes
         planned = kvjax.plan(config, prompt_tokens=4096, batch=2, policy=policy).prefill_peak_bytes
@@ -175,13 +171,12 @@ def test_programs_lower_for_accelerators(policy, platform):
     config = toys.tiny_config()
     params = abstract_decoder(config, jnp.bfloat16)
     ints = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)  # noqa: E731
-    prefill = prefill_fresh.trace(
-        params, ints(2, 64), ints(2), ints(2),
-        policy=policy, prompt_capacity=64, new_capacity=32, dtype=jnp.dtype("bfloat16"),
+    prefill = PREFILL_FRESH.trace(
+        OneDevice(config, policy), params, ints(2, 64), ints(2), ints(2),
+        prompt_capacity=64, new_capacity=32, dtype=jnp.dtype("bfloat16"), storage=MODEL,
     )  # fmt: skip
     state = decode_state(config, empty_cache(config, policy, 2, 64, 32, jnp.bfloat16))
-    pools, rest = detach(state.cache)
-    state = dataclasses.replace(state, cache=rest)
-    decode = compiled_chunk.trace(params, pools, state, benchmark_controls(config, 2), jnp.int32(4))
+    controls = benchmark_controls(config, 2)
+    decode = DECODE_CHUNK.trace(OneDevice(config, policy), params, state, controls, jnp.int32(4))
     for program in (prefill, decode):
         assert "stablehlo" in program.lower(lowering_platforms=(platform,)).as_text()

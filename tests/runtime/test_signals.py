@@ -10,11 +10,13 @@ import numpy as np
 import pytest
 import toys
 
+from kvjax.cache.quantisation import MODEL
 from kvjax.model.rope import angles, rotate
 from kvjax.policies.base import Policy
 from kvjax.policies.signals import QueryStats, Signals
-from kvjax.runtime.prefill import prefill_fresh, prefill_onto
+from kvjax.runtime.programs import ONE_DEVICE, PREFILL_FRESH
 from kvjax.runtime.signal_collector import stats_of
+from kvjax.sharding.compile import OneDevice
 
 SHARED = {"dtype": jnp.dtype("float32"), "new_capacity": 32}
 
@@ -57,9 +59,9 @@ def read(lm, policy, rows, cache=None, room=512):
         tokens[i, : len(ids)] = ids
     count = jnp.asarray([len(ids) for ids in rows])
     if cache is None:
-        return prefill_fresh(lm.params, tokens, count, count, policy=policy, prompt_capacity=room, **SHARED)[0]
+        return ONE_DEVICE.fresh(lm.params, tokens, count, count, policy=policy, prompt_capacity=room, **SHARED)[0]
     total = cache.seen + count
-    return prefill_onto(lm.params, cache, jnp.asarray(tokens), count, total, prompt_capacity=room, new_capacity=32)[0]
+    return ONE_DEVICE.onto(lm.params, cache, tokens, count, total, prompt_capacity=room, new_capacity=32)[0]
 
 
 def ids_of(seed, count):
@@ -166,7 +168,9 @@ def test_nothing_declared_costs_nothing():
     tokens, count = jnp.zeros((1, 512), jnp.int32), jnp.asarray([300])
 
     def cost(policy):
-        program = prefill_fresh.lower(lm.params, tokens, count, count, policy=policy, prompt_capacity=512, **SHARED)
+        device = OneDevice(lm.config, policy)
+        given = lm.params, tokens, count, count
+        program = PREFILL_FRESH.lower(device, *given, prompt_capacity=512, storage=MODEL, **SHARED)
         return program.compile().cost_analysis()["flops"]
 
     plain = cost(Spy())

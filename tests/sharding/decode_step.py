@@ -19,11 +19,11 @@ from kvjax.cache.quantisation import MODEL
 from kvjax.model.decoder import random_decoder
 from kvjax.planning import plan
 from kvjax.policies import parse
+from kvjax.runtime.programs import DECODE_CHUNK
 from kvjax.runtime.synthetic import benchmark_controls, decode_state
 from kvjax.sharding.mesh import Mesh
 from kvjax.sharding.partition import Partition
 from kvjax.sharding.placement import cache_specs, of_all, place_weights
-from kvjax.sharding.programs import sharded_chunk
 from kvjax.sharding.report import collectives
 
 BATCH, ROOM = 4, 8192
@@ -36,11 +36,10 @@ def compiled(policy: str, kv_heads: int) -> dict[str, Any]:
     params = place_weights(random_decoder(config), mesh)
     local = jax.eval_shape(lambda: part.empty(BATCH // mesh.data, ROOM, 256, jnp.dtype("float32"), MODEL))
     cache = part.all(of_all(local, cache_specs(local), mesh))
-    pools, rest = detach(cache)
-    state = jax.eval_shape(lambda rest: decode_state(config, rest), rest)
-    state = dataclasses.replace(state, cache=rest)
+    state = jax.eval_shape(lambda cache: decode_state(config, cache), cache)
+    state = dataclasses.replace(state, cache=cache)
     controls = benchmark_controls(config, BATCH)
-    program = sharded_chunk.lower(params, pools, state, controls, jnp.int32(4), part=part).compile()
+    program = DECODE_CHUNK.lower(part, params, state, controls, jnp.int32(4)).compile()
     memory = program.memory_analysis()
     planned = plan(config, prompt_tokens=ROOM, batch=BATCH, policy=part.policy, max_new_tokens=1, mesh=mesh)
     return {

@@ -16,7 +16,7 @@ LIBTPU = ROOT / ".libtpu"
 @pytest.mark.parametrize(("layers", "cases"), [(2, "0"), pytest.param(32, "0,1,2,3,4,5", marks=pytest.mark.slow)])
 def test_tpu_programs_take_what_is_planned(layers, cases, tmp_path):
     """The script ends with 1 when memory is not the plan's, or when a cache or a round goes where it should not."""
-    command = [sys.executable, str(ROOT / "scripts/aot_mesh.py")]
+    command = [sys.executable, "-m", "tools.aot.mesh"]
     command += ["--layers", str(layers), "--cases", cases, "--out", str(tmp_path / "page.md")]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr[-3000:]

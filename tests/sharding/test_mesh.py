@@ -8,8 +8,8 @@ import pytest
 import toys
 
 import kvjax
-from kvjax.cache.page_sharding import PageSharding, shard, unshard
-from kvjax.cache.pool import empty_layer, store
+from kvjax.cache.page_sharding import PageSharding
+from kvjax.cache.pool import empty_layer, shard, store, unshard
 from kvjax.policies import parse
 from kvjax.sharding.mesh import Mesh, parse_mesh
 from kvjax.sharding.partition import Partition

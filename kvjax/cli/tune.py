@@ -1,0 +1,64 @@
+"""``kvjax tune``: the fastest block sizes of the kernels on this accelerator."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvjax.cli import inputs
+from kvjax.cli.app import app
+from kvjax.errors import KvjaxError, UsageError
+from kvjax.files import check_writable
+
+
+@app.command()
+def tune(
+    file: Annotated[Path, typer.Argument(help="Where sizes are kept; what it holds of other problems stays.")],
+    operation: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--operation",
+            help="ragged_decode, prefill, log_sum_exp or attention_mass; may be given several times, else all of them.",
+        ),
+    ] = None,
+    mean: Annotated[int, typer.Option("--mean", help="Slots a head, on average; of ragged_decode.")] = 2048,
+    batch: Annotated[
+        int, typer.Option("--batch", help="Prompts in the batch; of ragged_decode, the others take one.")
+    ] = 16,
+    heads: Annotated[int, typer.Option("--heads", help="KV heads.")] = 8,
+    group: Annotated[int, typer.Option("--group", help="Query heads that share a KV head.")] = 4,
+    head_dim: Annotated[int, typer.Option("--head-dim", help="Channels of a head.")] = 128,
+    dtype: Annotated[str, typer.Option("--dtype", help="Of keys and values.")] = "bfloat16",
+    queries: Annotated[
+        str | None,
+        typer.Option("--queries", help="Comma-separated queries of a chunk; by default what each operation meets."),
+    ] = None,
+    tokens: Annotated[
+        str, typer.Option("--tokens", help="Comma-separated tokens of the prompts that chunks end.")
+    ] = "4096,32768",
+) -> None:
+    """Find the fastest block sizes of the kernels on this accelerator, and save them as they are found.
+
+    Each operation's are measured and kept by device, head size, queries a KV head and dtype; ragged_decode's also by
+    page size, the others' by whether the queries are a window's 16, 32 or 64, or 128, 256, 512 and more, and whether
+    there are 8,192 keys. kvjax uses them where PALLAS_KERNELS_TUNED names the file; what that does not name goes by the
+    kernels' own rules.
+    """
+    from pallas_kernels.tunable import OPERATIONS, cases
+    from pallas_kernels.tune import NothingToTune
+    from pallas_kernels.tune import run as search
+
+    check_writable("The file", file)
+    sizes = dict(mean=mean, batch=batch, heads=heads, group=group, head_dim=head_dim, dtype=dtype)
+    problem = inputs.problem_sizes(**sizes)
+    asked = inputs.integers(queries, "--queries") or (), inputs.integers(tokens, "--tokens") or ()
+    try:
+        given = cases(tuple(operation or OPERATIONS), problem, queries=asked[0], tokens=asked[1])
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    try:
+        search(file, given)
+    except (NothingToTune, ValueError) as error:
+        raise KvjaxError(str(error)) from error

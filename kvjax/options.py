@@ -1,0 +1,242 @@
+"""The options of a generation: the default, check and help of each are written here and nowhere else.
+
+``generate``, ``stream_generate``, ``Chat`` and ``batch.run`` take them as one value, as keywords, or both; the command
+line makes its flags of them. A new one is a field and a line of :class:`GenerationKeywords`; what obeys it is in
+``kvjax/runtime/sampling.py`` and ``Request.controls``.
+"""
+# ruff: noqa: RUF009  the call in a field's default returns the field itself
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import inspect
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import fields
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
+
+from kvjax.checks import is_unicode, number, optional, true_or_false, whole_number
+from kvjax.errors import UsageError
+
+if TYPE_CHECKING:
+    from kvjax.cache.quantisation import Storage
+    from kvjax.checkpoints.load import LanguageModel
+    from kvjax.policies import Policy
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def _option(default: Any, help: str, check: Callable[[str, Any], None], details: str = "") -> Any:
+    """A field of :class:`GenerationOptions`.
+
+    Args:
+      help: one sentence, for the flag and the docstrings. details: more, for the docstrings alone.
+      check: called with the field's name and its value; raises UsageError for one that makes no sense.
+    """
+    return dataclasses.field(default=default, metadata={"help": help, "check": check, "details": details})
+
+
+def _policy(name: str, value: Any) -> None:
+    from kvjax.policies import parse
+
+    if value is not None:
+        parse(value)
+
+
+def _storage(name: str, value: Any) -> None:
+    from kvjax.cache.quantisation import parse_storage
+
+    parse_storage(value)
+
+
+def _stop(name: str, value: Any) -> None:
+    if not isinstance(value, (str, list, tuple, type(None))):
+        raise UsageError(f"{name} is {value!r}; give a string or a list of strings.")
+    texts = as_strings(value)
+    if any(not isinstance(text, str) or not text or not is_unicode(text) for text in texts):
+        raise UsageError("A stop string is empty or not text; give strings of at least one character.")
+    from kvjax.runtime.stopping import check_stop_strings
+
+    check_stop_strings(texts)
+
+
+def _stop_token_ids(name: str, value: Any) -> None:
+    if not isinstance(value, (Sequence, type(None))) and not getattr(value, "ndim", 0):
+        raise UsageError(f"{name} is {value!r}; give a list of token ids.")
+
+
+def as_strings(stop: str | Sequence[str] | None) -> tuple[str, ...]:
+    """Stop strings as a tuple, however they were given."""
+    return (stop,) if isinstance(stop, str) else tuple(stop or ())
+
+
+@dataclasses.dataclass(frozen=True)
+class GenerationOptions:
+    """How a model answers: which tokens its cache keeps, how tokens are drawn, and what ends the answer.
+
+    A value that makes no sense is refused when the options are made (UsageError, one sentence).
+    """
+
+    policy: Policy | str | None = _option(
+        None,
+        "Which tokens the cache keeps, such as lagkv:ratio=0.25,sink=16; see `kvjax policies`.",
+        _policy,
+        "A policy or its text form; None keeps all of them, or goes on with the policy of the continued cache.",
+    )
+    storage: Storage | str | None = _option(
+        None,
+        "What the cache's keys and values are stored as: model or int8.",
+        _storage,
+        'Or a kvjax.Storage; "model" is the dtype of the weights; None is "model", or that of the continued cache.',
+    )
+    chat: bool = _option(
+        True,
+        "Whether the prompt goes through the chat template.",
+        true_or_false,
+        "Token ids are always taken as they are.",
+    )
+    max_new_tokens: int = _option(
+        256, "Generate at most so many tokens; 0 runs the prompt only.", partial(whole_number, least=0)
+    )
+    temperature: float = _option(0.0, "0 takes the likeliest token.", partial(number, least=0))
+    top_k: int | None = _option(None, "Sample among the k likeliest tokens.", optional(partial(whole_number, least=1)))
+    top_p: float = _option(
+        1.0,
+        "Sample among the fewest tokens that hold this probability.",
+        partial(number, least=0, most=1, open_below=True),
+    )
+    min_p: float = _option(
+        0.0, "Drop tokens below this fraction of the likeliest's probability.", partial(number, least=0, most=1)
+    )
+    repetition_penalty: float = _option(
+        1.0,
+        "Above 1 discourages seen tokens.",
+        partial(number, least=0, open_below=True),
+        "Those of the context, the prompt and the answer; a continued cache does not remember what it has read.",
+    )
+    seed: int = _option(
+        0,
+        "Seed of the random numbers.",
+        partial(whole_number, least=0, most=2**32 - 1),
+        "Prompt i of a batch, sample j, draws by (seed, i, j), whatever else is in the batch; below 2**32.",
+    )
+    stop: str | Sequence[str] | None = _option(
+        (), "End before this text.", _stop, "A string or several; none of them is part of the text."
+    )
+    stop_token_ids: Sequence[int] | None = _option(
+        None, "Token ids that end the text, besides the model's own.", _stop_token_ids
+    )
+    logprobs: bool = _option(False, "Also return the log-probability of every token.", true_or_false)
+    memory_limit: int | None = _option(
+        None,
+        "Refuse more bytes than this, by default what the device has.",
+        optional(partial(whole_number, least=1)),
+        "A request that does not fit is refused before allocation; an answer whose cache would outgrow it ends by "
+        '"memory", with what there is.',
+    )
+
+    def __post_init__(self) -> None:
+        for option in fields(self):
+            option.metadata["check"](option.name, getattr(self, option.name))
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """``stop`` as a tuple."""
+        return as_strings(self.stop)
+
+    def stop_ids(self, lm: LanguageModel) -> tuple[int, ...]:
+        """The model's end-of-text ids and those asked for; UsageError for one that is not the model's."""
+        added: Any = () if self.stop_token_ids is None else self.stop_token_ids
+        ids = [*lm.stop_token_ids, *(added.tolist() if hasattr(added, "tolist") else added)]
+        most = lm.config.vocab_size - 1
+        for token in ids:
+            try:
+                whole_number("token", token, 0, most)
+            except UsageError:
+                raise UsageError(f"The stop token id {token!r} is not one of this model's 0 to {most}.") from None
+        return tuple(int(token) for token in ids)
+
+
+class ChatKeywords(TypedDict, total=False):
+    """The keywords of ``Chat``: every field of :class:`GenerationOptions` but ``chat``."""
+
+    policy: Policy | str | None
+    storage: Storage | str | None
+    max_new_tokens: int
+    temperature: float
+    top_k: int | None
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    seed: int
+    stop: str | Sequence[str] | None
+    stop_token_ids: Sequence[int] | None
+    logprobs: bool
+    memory_limit: int | None
+
+
+class GenerationKeywords(ChatKeywords, total=False):
+    """The fields of :class:`GenerationOptions` as keywords, for type checkers."""
+
+    chat: bool
+
+
+FIELDS: dict[str, dataclasses.Field[Any]] = {option.name: option for option in fields(GenerationOptions)}
+
+
+def merged(
+    caller: str,
+    options: GenerationOptions | None,
+    keywords: Mapping[str, Any],
+    *,
+    also: Collection[str] = (),
+    without: Collection[str] = (),
+) -> GenerationOptions:
+    """``options``, or the defaults, with the keywords in place of its fields.
+
+    Args:
+      caller: what takes them, as the sentence names it.
+      also: other keywords it takes, for the sentence. without: fields that it does not take.
+
+    Raises:
+      UsageError: an unknown keyword, or a value that makes no sense.
+    """
+    if not isinstance(options, (GenerationOptions, type(None))):
+        raise UsageError(f"options is {options!r}; give a kvjax.GenerationOptions, and anything else by its keyword.")
+    accepted = [*(name for name in FIELDS if name not in without), *also]
+    for name in keywords:
+        if name not in accepted:
+            near = difflib.get_close_matches(name, accepted, n=1)
+            hint = f" did you mean {near[0]!r}?" if near else ""
+            raise UsageError(f"{caller} takes no {name!r};{hint} it takes {', '.join(sorted(accepted))}.")
+    return dataclasses.replace(GenerationOptions() if options is None else options, **keywords)
+
+
+def shows_options(without: Collection[str] = ()) -> Callable[[Function], Function]:
+    """Decorator: ``help`` shows every option, with its default, where a function takes them as ``**keywords``."""
+
+    def show(function: Function) -> Function:
+        signature = inspect.signature(function)
+        taken = [option for name, option in FIELDS.items() if name not in without]
+        keyword = inspect.Parameter.KEYWORD_ONLY
+        shown = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
+        shown += [inspect.Parameter(f.name, keyword, default=f.default, annotation=f.type) for f in taken]
+        setattr(function, "__signature__", signature.replace(parameters=shown))  # noqa: B010  no checker knows the name
+        if function.__doc__:
+            text = re.sub(r"(?ms)^( *)keywords: .*?$", rf"\g<0>\n{_described(taken)}", function.__doc__, count=1)
+            function.__doc__ = text
+        return function
+
+    return show
+
+
+def _described(options: Collection[dataclasses.Field[Any]]) -> str:
+    """A docstring's lines about options."""
+    about = [f"{f.name}: {f.metadata['help']} {f.metadata['details']}".rstrip() for f in options]
+    return "\n".join(f"      {line}" for line in about)
+
+
+if GenerationOptions.__doc__:
+    GenerationOptions.__doc__ += f"\n    Attributes:\n{_described(FIELDS.values())}\n    "

@@ -1,0 +1,42 @@
+"""Allocates the cache of a model under a policy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+
+from kvjax.cache.cache import Cache
+from kvjax.cache.pool import layout_for
+from kvjax.cache.quantisation import MODEL, Storage
+from kvjax.errors import UsageError
+from kvjax.model.config import ModelConfig
+from kvjax.policies.base import Policy, page_capacities
+
+
+def empty_cache(
+    config: ModelConfig,
+    policy: Policy,
+    batch: int,
+    prompt_capacity: int,
+    new_capacity: int,
+    dtype: Any,
+    storage: Storage = MODEL,
+) -> Cache:
+    """An empty cache, allocated for prompts of ``prompt_capacity`` tokens and ``new_capacity`` decoded ones.
+
+    Raises:
+      UsageError: the policy is one of rounds, which have no single cache.
+    """
+    if policy.offloads_rounds:
+        raise UsageError(
+            f"{type(policy).__name__} says where the rounds of a conversation are, and this takes a policy of tokens; "
+            "use it with kvjax.generate or kvjax.Chat."
+        )
+    page_size = layout_for(storage, config.head_dim).page_size
+    pages = page_capacities(policy, config, prompt_capacity, new_capacity, page_size)
+    layers = tuple(
+        policy.init_layer(config, layer, batch, pages[layer], dtype, storage) for layer in range(config.num_layers)
+    )
+    zeros = jnp.zeros((batch,), jnp.int32)
+    return Cache(layers, zeros, zeros, zeros - 1, policy, prompt_capacity, new_capacity)

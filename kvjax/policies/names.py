@@ -1,0 +1,67 @@
+"""The policies that come with kvjax: their names, and the modules of their classes, which are imported when used.
+
+A new policy is a module of its own and two lines here; ``parse``, ``kvjax policies``, and the names that ``kvjax`` and
+``kvjax.policies`` export follow.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # for type checkers: "X as X" exports a name
+    from kvjax.policies.ahakv import AhaKV as AhaKV
+    from kvjax.policies.compensated import CompensatedRing as CompensatedRing
+    from kvjax.policies.expected_attention import ExpectedAttention as ExpectedAttention
+    from kvjax.policies.full import Full as Full
+    from kvjax.policies.h2o import H2O as H2O
+    from kvjax.policies.keydiff import KeyDiff as KeyDiff
+    from kvjax.policies.lagkv import LagKV as LagKV
+    from kvjax.policies.nacl import NACL as NACL
+    from kvjax.policies.pyramidkv import PyramidKV as PyramidKV
+    from kvjax.policies.razor import Razor as Razor
+    from kvjax.policies.razor import RazorAttention as RazorAttention
+    from kvjax.policies.round_attention import RoundAttention as RoundAttention
+    from kvjax.policies.slimkv import SlimKV as SlimKV
+    from kvjax.policies.snapkv import SnapKV as SnapKV
+    from kvjax.policies.streaming import StreamingLLM as StreamingLLM
+    from kvjax.policies.tova import TOVA as TOVA
+
+#: "module:class" by the name that is written after ``--policy``.
+POLICIES: dict[str, str] = {
+    "full": "kvjax.policies.full:Full",
+    "streamingllm": "kvjax.policies.streaming:StreamingLLM",
+    "lagkv": "kvjax.policies.lagkv:LagKV",
+    "h2o": "kvjax.policies.h2o:H2O",
+    "tova": "kvjax.policies.tova:TOVA",
+    "ahakv": "kvjax.policies.ahakv:AhaKV",
+    "razor": "kvjax.policies.razor:RazorAttention",
+    "round": "kvjax.policies.round_attention:RoundAttention",
+    "compensated": "kvjax.policies.compensated:CompensatedRing",
+    "snapkv": "kvjax.policies.snapkv:SnapKV",
+    "pyramidkv": "kvjax.policies.pyramidkv:PyramidKV",
+    "slimkv": "kvjax.policies.slimkv:SlimKV",
+    "nacl": "kvjax.policies.nacl:NACL",
+    "keydiff": "kvjax.policies.keydiff:KeyDiff",
+    "expected_attention": "kvjax.policies.expected_attention:ExpectedAttention",
+}
+#: Other spellings of those names.
+ALIASES: dict[str, str] = {
+    "streaming": "streamingllm",
+    "streaming_llm": "streamingllm",
+    "lag": "lagkv",
+    "none": "full",
+    "razorattention": "razor",
+    "razor_attention": "razor",
+    "rounds": "round",
+    "roundattention": "round",
+    "round_attention": "round",
+    "compensated_ring": "compensated",
+    "snap": "snapkv",
+    "pyramid": "pyramidkv",
+    "slim": "slimkv",
+    "expectedattention": "expected_attention",
+}
+#: The module of every class, by the class's name; ``Razor`` is short for ``RazorAttention``.
+CLASSES: dict[str, str] = {
+    name: module for module, _, name in (home.partition(":") for home in POLICIES.values())
+} | {"Razor": "kvjax.policies.razor"}  # fmt: skip

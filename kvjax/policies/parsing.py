@@ -1,0 +1,160 @@
+"""Names of policies, and the text form ``name:field=value,field=value`` the command line and configs use.
+
+A policy inside a policy is written with parentheses: ``razor:ratio=0.4,inner=lagkv(lag=64,sink=4)``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import importlib
+import re
+import types
+import typing
+from collections.abc import Iterable
+from typing import Any
+
+from kvjax.errors import UsageError
+from kvjax.policies.base import Policy
+from kvjax.policies.names import ALIASES, POLICIES
+
+_REGISTERED: dict[str, type[Policy]] = {}
+
+
+def register(name: str, policy: type[Policy]) -> None:
+    """Give a policy class a name, so that ``policy="NAME:OPTION=VALUE"`` and ``--policy`` find it.
+
+    Raises:
+      UsageError: ``policy`` is not a frozen dataclass deriving from ``Policy``, or another class has that name.
+    """
+    if not (isinstance(policy, type) and issubclass(policy, Policy) and dataclasses.is_dataclass(policy)):
+        raise UsageError(f"{policy!r} is not a policy; register a frozen dataclass that derives from kvjax.Policy.")
+    key = _key(name)
+    known = _class_of(key) or _REGISTERED.setdefault(key, policy)
+    if known is not policy:
+        raise UsageError(f"The policy name {name!r} already belongs to {known.__name__}; choose another.")
+
+
+def registry() -> dict[str, type[Policy]]:
+    """Every known policy by name."""
+    return {name: _load(home) for name, home in POLICIES.items()} | _REGISTERED
+
+
+def _key(name: str) -> str:
+    """The one spelling of a policy's name."""
+    key = name.strip().lower().replace("-", "_")
+    return ALIASES.get(key, key)
+
+
+def _class_of(key: str) -> type[Policy] | None:
+    """The policy of this name, imported if need be; None when there is none."""
+    return _load(POLICIES[key]) if key in POLICIES else _REGISTERED.get(key)
+
+
+def _load(home: str) -> type[Policy]:
+    module, _, name = home.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def parse(text: Any) -> Policy:
+    """A policy from its text form, e.g. ``"lagkv:ratio=0.25,sink=16"``; a policy passes through.
+
+    Raises:
+      UsageError: an unknown policy or field (the nearest name is suggested), or a value of the wrong kind.
+    """
+    if isinstance(text, Policy):
+        return text
+    if not isinstance(text, str):
+        raise UsageError(f'{text!r} is not a policy; give a kvjax policy or text such as "lagkv:ratio=0.25".')
+    name, _, options = text.strip().partition(":")
+    key = _key(name)
+    cls = _class_of(key)
+    if cls is None:
+        known = [*POLICIES, *_REGISTERED]
+        raise UsageError(f"Unknown policy {name.strip()!r};{_nearest(key, known)} known are {', '.join(known)}.")
+    hints = typing.get_type_hints(cls)
+    fields = {field.name: hints[field.name] for field in dataclasses.fields(cls)}
+    values: dict[str, Any] = {}
+    for part in filter(None, (item.strip() for item in _split(options))):
+        field, equals, value = (piece.strip() for piece in part.partition("="))
+        field = field.replace("-", "_")
+        if field not in fields:
+            accepted = f"it takes {', '.join(fields)}" if fields else "it takes none"
+            raise UsageError(f"{cls.__name__} has no option {field!r};{_nearest(field, fields)} {accepted}.")
+        if not equals or not value:
+            raise UsageError(f"The option {field!r} of {cls.__name__} has no value; write {field}=VALUE.")
+        if field in values:
+            raise UsageError(f"The option {field!r} of {cls.__name__} is given twice; give it once.")
+        values[field] = _convert(cls, field, value, fields[field])
+    return cls(**values)
+
+
+def format_policy(policy: Policy) -> str:
+    """The text form of a policy, fields at their defaults left out; ``parse`` reads it back."""
+    cls = type(policy)
+    names = {home: known for known, home in POLICIES.items()} | {own: known for known, own in _REGISTERED.items()}
+    name = names.get(cls) or names.get(f"{cls.__module__}:{cls.__name__}", cls.__name__)
+    changed = [
+        f"{field.name}={_text(getattr(policy, field.name))}"
+        for field in dataclasses.fields(policy)
+        if getattr(policy, field.name) != field.default
+    ]
+    return f"{name}:{','.join(changed)}" if changed else name
+
+
+def _text(value: Any) -> str:
+    """A field's value as :func:`parse` reads it."""
+    if isinstance(value, Policy):
+        name, _, options = format_policy(value).partition(":")
+        return f"{name}({options})" if options else name
+    if isinstance(value, tuple):  # pairs, such as (layer, head)
+        return "+".join(".".join(map(str, item)) if isinstance(item, tuple) else str(item) for item in value)
+    return str(value)
+
+
+def _split(options: str) -> list[str]:
+    """The options, cut at commas that stand in no parentheses."""
+    parts, depth = [""], 0
+    for letter in options:
+        depth += (letter == "(") - (letter == ")")
+        if depth < 0:
+            break
+        if letter == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    if depth:
+        raise UsageError(f"The parentheses of {options!r} do not match; write inner=NAME(OPTION=VALUE,OPTION=VALUE).")
+    return parts
+
+
+def _nearest(word: str, known: Iterable[str]) -> str:
+    match = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+    return f" did you mean {match[0]!r}?" if match else ""
+
+
+def _convert(cls: type[Policy], field: str, text: str, hint: Any) -> Any:
+    """Read one value as the field's annotated type."""
+    union = isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union
+    kinds = typing.get_args(hint) if union else (hint,)
+    if text.lower() == "none" and type(None) in kinds:
+        return None
+    for kind in kinds:
+        if typing.get_origin(kind) is typing.Literal:
+            return text  # the class itself refuses a word it does not know
+        if kind is Policy:
+            inside = re.fullmatch(r"([^():]+)\((.*)\)", text)
+            return parse(f"{inside[1]}:{inside[2]}" if inside else text)
+        if kind is bool and text.lower() in ("true", "false"):
+            return text.lower() == "true"
+        if kind in (int, float):
+            try:
+                return kind(text)
+            except ValueError:
+                continue
+        if kind is str:
+            return text
+    wanted = " or ".join(kind.__name__ for kind in kinds if kind in (int, float, bool))
+    if not wanted:
+        raise UsageError(f"The option {field} of {cls.__name__} cannot be written as text; make the policy in Python.")
+    raise UsageError(f"The option {field}={text!r} of {cls.__name__} is not a number it can use; give {wanted}.")

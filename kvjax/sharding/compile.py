@@ -1,0 +1,254 @@
+"""Compiles a program, declared once, for one device or for all devices of a mesh.
+
+A :class:`Program` is a pure function of a device and of arrays, its static arguments, and what it donates. On one
+device it is jitted as it is. On a mesh every device runs it under ``jax.shard_map``, on its own rows, heads and
+weights; what goes where follows from the *types* of the arguments and results:
+
+* a ``Decoder``: its weights' logical axes (``placement.py``), handed to the function as a ``LocalDecoder``;
+* a ``Cache``: the sharding of each of its pools, handed over with the static fields of one device;
+* anything with a ``logical_axes`` method: axes by name, "batch", "kv_head" and "slot";
+* other arrays: batch rows first, and scalars everywhere.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Array
+
+from kvjax.cache.cache import Cache, attach, detach
+from kvjax.cache.page_sharding import UNSHARDED, PageSharding
+from kvjax.cache.quantisation import Storage
+from kvjax.model.config import ModelConfig
+from kvjax.model.decoder import Decoder
+from kvjax.policies.base import Policy
+from kvjax.policies.empty_cache import empty_cache
+from kvjax.sharding.decoder import LocalDecoder
+from kvjax.sharding.mesh import Mesh
+from kvjax.sharding.partition import Partition
+from kvjax.sharding.placement import ROWS, cache_specs, leaves_of, weight_specs
+
+Tree = TypeVar("Tree")
+
+#: Results as :attr:`Program.results` names them: an array that leads with batch rows, and a scalar.
+ROW, SCALAR = jax.ShapeDtypeStruct((1,), np.int32), jax.ShapeDtypeStruct((), np.int32)
+
+
+@dataclasses.dataclass(frozen=True)
+class OneDevice:
+    """The device of a program without a mesh; :class:`kvjax.sharding.partition.Partition` is that of one with it.
+
+    Attributes:
+      config: the model. policy: of the cache that the program makes or continues.
+    """
+
+    config: ModelConfig
+    policy: Policy
+    mesh: ClassVar[Mesh | None] = None
+    head_sharding: ClassVar[PageSharding] = UNSHARDED
+    #: Combines a flag over the devices of the data axis; there is nothing to combine here.
+    any_row: ClassVar[None] = None
+
+    @property
+    def local_config(self) -> ModelConfig:
+        return self.config
+
+    def empty(self, batch: int, prompt_capacity: int, new_capacity: int, dtype: Any, storage: Storage) -> Cache:
+        return empty_cache(self.config, self.policy, batch, prompt_capacity, new_capacity, dtype, storage)
+
+    def local(self, cache: Cache) -> Cache:
+        return cache
+
+
+Device = OneDevice | Partition
+
+
+def device_of(mesh: Mesh | None, config: ModelConfig, policy: Policy) -> Device:
+    """The device that programs of this model and policy are compiled for."""
+    return OneDevice(config, policy) if mesh is None else Partition(mesh, config, policy)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Named:
+    """An array with named axes: "batch", "kv_head", "slot" (where devices share heads: of their pages), or None."""
+
+    values: Any
+    axes: tuple[str | None, ...] = dataclasses.field(metadata={"static": True})
+
+    def logical_axes(self) -> list[tuple[str | None, ...]]:
+        return [self.axes]
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A pure function to be compiled.
+
+    Attributes:
+      function: ``function(device, *arrays, **static)``; a tree of arrays.
+      results: ``results(device, arrays, static)``: a tree like the results, from which alone their types matter.
+      static: names of the static arguments. donates: places of the arguments whose buffers the results take over: a
+        cache's keys and values, and all arrays of what holds no cache.
+    """
+
+    function: Callable[..., Any]
+    results: Callable[[Any, Sequence[Any], dict[str, Any]], Any]
+    static: tuple[str, ...] = ()
+    donates: tuple[int, ...] = ()
+
+    def __call__(self, device: Device, *arguments: Any, donate: bool = True, **static: Any) -> Any:
+        """Run on the device or mesh; what is donated is consumed unless ``donate`` is False."""
+        split = self._split(_put(device, arguments))
+        return _compiled(self, donate and bool(self.donates))(*split, device=device, **static)
+
+    def onto(self, device: Device, *arguments: Any, cache: Cache, pages: Any, consume: bool, **static: Any) -> Any:
+        """Run on a cache that will hold ``pages``; where it is to be consumed, its buffers are reused if they fit."""
+        fits = pages == tuple(layer.pages for layer in device.local(cache).layers)
+        found = self(device, *arguments, donate=consume and fits, **static)
+        if consume and not fits:
+            for pool in jax.tree.leaves(take_pools(cache)[0]):
+                pool.delete()
+        return found
+
+    def lower(self, device: Device, *arguments: Any, donate: bool = True, **static: Any) -> Any:
+        """As ``jax.jit(...).lower``: to compile ahead of time, or to look at what XLA makes of it."""
+        return _compiled(self, donate and bool(self.donates)).lower(*self._split(arguments), device=device, **static)
+
+    def trace(self, device: Device, *arguments: Any, **static: Any) -> Any:
+        """As ``jax.jit(...).trace``."""
+        return _compiled(self, bool(self.donates)).trace(*self._split(arguments), device=device, **static)
+
+    def _split(self, arguments: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """(what may be donated, the rest).
+
+        A cache's counters stay with the rest: they may share a buffer (two equal outputs of a program do), and a buffer
+        is donated only once.
+        """
+        donated, rest = [], list(arguments)
+        for place in self.donates:
+            pools, rest[place] = take_pools(arguments[place])
+            donated.append(pools if pools else arguments[place])
+            rest[place] = rest[place] if pools else None
+        return donated, rest
+
+    def _joined(self, donated: Sequence[Any], rest: Sequence[Any]) -> list[Any]:
+        arguments = list(rest)
+        for place, pools in zip(self.donates, donated, strict=True):
+            arguments[place] = pools if rest[place] is None else put_pools(pools, rest[place])
+        return arguments
+
+
+@functools.cache
+def _compiled(program: Program, donate: bool) -> Any:
+    def run(donated: list[Any], rest: list[Any], *, device: Device, **static: Any) -> Any:
+        arguments = program._joined(donated, rest)
+        if isinstance(device, OneDevice):
+            return program.function(device, *arguments, **static)
+        return _on_mesh(program, device, arguments, static)
+
+    run.__name__ = program.function.__name__
+    names = ("device", *program.static)
+    return jax.jit(run, static_argnames=names, donate_argnames=("donated",) if donate else ())
+
+
+def _on_mesh(program: Program, device: Partition, arguments: Sequence[Any], static: dict[str, Any]) -> Any:
+    """The program on every device, of each argument its shard."""
+    local = _map_nodes({Cache: device.local}, list(arguments))
+    leaves, tree = jax.tree.flatten(local)
+    made: list[Any] = []
+
+    def run(shards: list[Array]) -> list[Array]:
+        given = _map_nodes({Decoder: lambda params: LocalDecoder(params, device)}, jax.tree.unflatten(tree, shards))
+        found, structure = jax.tree.flatten(program.function(device, *given, **static))
+        made[:] = [structure]
+        return found
+
+    wanted = specs_of(program.results(device, arguments, static), device)
+    mapped = jax.shard_map(
+        run, mesh=device.mesh.jax, in_specs=(specs_of(list(arguments), device),), out_specs=wanted, check_vma=False
+    )
+    found = mapped(leaves)
+    return _map_nodes({Cache: device.all}, jax.tree.unflatten(made[0], found))
+
+
+# --- by type ------------------------------------------------------------------------------------------------------
+
+
+def _map_nodes(functions: dict[type, Callable[[Any], Any]], tree: Tree) -> Tree:
+    """Nodes of these types replaced, wherever they are in a tree."""
+
+    def mapped(node: Any) -> Any:
+        return functions.get(type(node), lambda same: same)(node)
+
+    return jax.tree.map(mapped, tree, is_leaf=lambda node: type(node) in functions)
+
+
+def take_pools(tree: Tree) -> tuple[list[Any], Tree]:
+    """The keys and values of all caches of a tree, and the tree without them."""
+    pools: list[Any] = []
+
+    def without(cache: Cache) -> Cache:
+        kv, rest = detach(cache)
+        pools.append(kv)
+        return rest
+
+    rest = _map_nodes({Cache: without}, tree)
+    return pools, rest
+
+
+def put_pools(pools: Sequence[Any], tree: Tree) -> Tree:
+    """Undo :func:`take_pools`."""
+    remaining = iter(pools)
+    return _map_nodes({Cache: lambda rest: attach(next(remaining), rest)}, tree)
+
+
+def specs_of(tree: Any, device: Device) -> list[PartitionSpec]:
+    """The PartitionSpec of every leaf of a tree, by the types in it."""
+    sharding = device.head_sharding
+    names = {"batch": "data", "kv_head": sharding.head_axes or None, "slot": sharding.page_axes or None, None: None}
+
+    def node_specs(node: Any) -> list[PartitionSpec]:
+        if type(node) is Decoder:
+            assert device.mesh is not None
+            return weight_specs(node, device.mesh)
+        if type(node) is Cache:
+            return leaves_of(cache_specs(node))
+        if hasattr(node, "logical_axes"):
+            return [PartitionSpec(*(names[axis] for axis in axes)) for axes in node.logical_axes()]
+        return [ROWS if node.ndim else PartitionSpec()]
+
+    def typed(node: Any) -> bool:
+        return type(node) in (Decoder, Cache) or hasattr(node, "logical_axes")
+
+    return [spec for node in jax.tree.leaves(tree, is_leaf=typed) for spec in node_specs(node)]
+
+
+def shardings_of(tree: Tree, device: Partition) -> Tree:
+    """Where every leaf of a tree goes on a mesh, by the types in it."""
+    leaves = [NamedSharding(device.mesh.jax, spec) for spec in specs_of(tree, device)]
+    return jax.tree.unflatten(jax.tree.structure(tree), leaves)
+
+
+def _put(device: Device, arguments: Sequence[Any]) -> Sequence[Any]:
+    """Arguments for a program over several hosts: what every host has becomes one array of all hosts' devices."""
+    if device.mesh is None or jax.process_count() == 1:
+        return arguments  # the program places them
+    leaves, tree = jax.tree.flatten(list(arguments))
+    wanted = zip(leaves, specs_of(list(arguments), device), strict=True)
+    return jax.tree.unflatten(tree, [_put_leaf(x, NamedSharding(device.mesh.jax, spec)) for x, spec in wanted])
+
+
+def _put_leaf(x: Any, where: NamedSharding) -> Any:
+    if isinstance(x, jax.Array) and len(x.sharding.device_set) > 1:
+        return x
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        return jax.jit(jax.random.wrap_key_data)(_put_leaf(np.asarray(jax.random.key_data(x)), where))
+    values = np.asarray(x)
+    return jax.make_array_from_callback(values.shape, where, lambda i: values[i])

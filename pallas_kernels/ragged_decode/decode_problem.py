@@ -1,0 +1,96 @@
+"""The input :class:`Problem` and the result :class:`Decoded` of every implementation of ``ragged_decode``."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from pallas_kernels.pages import Pages
+
+
+class Decoded(NamedTuple):
+    """Result of a decode step.
+
+    Attributes:
+      out: [B, H, G, D] in the queries' dtype; zeros for an empty head.
+      lse: [B, H, G] float32 log-sum-exp of the scores, by which partial results are merged; ``NEG`` for an empty head.
+      logits: [B, P, G, R] float32 scores by page, ``NEG`` in masked slots; ``None`` unless requested.
+    """
+
+    out: Float[Array, "B H G D"]
+    lse: Float[Array, "B H G"]
+    logits: Float[Array, "B P G R"] | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """Arguments of :func:`~pallas_kernels.ragged_decode.api.ragged_decode`, checked; see there."""
+
+    q: Float[Array, "B H G D"]
+    pages: Pages
+    length: Int[Array, "B H"]
+    runs: tuple[int, ...]
+    scale: float
+    log_mass: Float[Array, "B H"] | None = None
+    k_scale: Float[Array, "B H D"] | None = None
+    v_scale: Float[Array, "B P R"] | None = None
+    window: int | None = None
+    soft_cap: float | None = None
+    slopes: Float[np.ndarray, "H G"] | None = None
+    position: Int[Array, "B P R"] | None = None
+    query_position: Int[Array, " B"] | None = None
+    with_logits: bool = False
+    logits_scale: float | None = None
+    first_row: Int[Array, ""] | None = None
+
+    @property
+    def uniform(self) -> bool:
+        """Whether all heads own equally many pages."""
+        return len(set(self.runs)) == 1
+
+    def own_rows(self) -> Problem:
+        """The same problem on a copy of the pages of its own rows."""
+        first, rows = self.first_row, self.q.shape[0]
+        if first is None:
+            return self
+
+        def own(x: Array) -> Array:
+            return jax.lax.dynamic_slice_in_dim(x, first, rows)
+
+        pages, v_scale, position = jax.tree.map(own, (self.pages, self.v_scale, self.position))
+        return dataclasses.replace(self, pages=pages, v_scale=v_scale, position=position, first_row=None)
+
+    @property
+    def starts(self) -> np.ndarray:
+        """[H] first page of each head's run."""
+        return np.cumsum((0, *self.runs))[:-1].astype(np.int32)
+
+    @property
+    def owner(self) -> np.ndarray:
+        """[P] the head each page belongs to."""
+        return np.repeat(np.arange(len(self.runs), dtype=np.int32), self.runs)
+
+    @property
+    def first_slot(self) -> np.ndarray:
+        """[P] index, within its head, of each page's first slot."""
+        page_size = self.pages.shape[2]
+        return ((np.arange(len(self.owner)) - self.starts[self.owner]) * page_size).astype(np.int32)
+
+    def slots(self) -> Int[Array, "P R"]:
+        """Index of every slot within its head."""
+        return jnp.asarray(self.first_slot[:, None] + np.arange(self.pages.shape[2], dtype=np.int32))
+
+    def visible(self) -> Bool[Array, "B P R"]:
+        """Whether each slot is valid and within the window."""
+        slot, length = self.slots(), self.length[:, self.owner][:, :, None]
+        visible = slot < length
+        if self.window is None:
+            return visible
+        if self.position is not None and self.query_position is not None:
+            return visible & (self.position > self.query_position[:, None, None] - self.window)
+        return visible & (slot >= length - self.window)

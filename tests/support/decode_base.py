@@ -1,0 +1,228 @@
+"""What every implementation of ``ragged_decode`` must do, against the float32 reference; each inherits it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.pages import Columns, Lanes, Pages, Stacked
+from pallas_kernels.ragged_decode import reference
+from pallas_kernels.ragged_decode.decode_problem import Decoded, Problem
+
+PAGE = 16
+#: Position of every query; those of slots are below, in any order, as a policy's evictions leave them.
+QUERY = 4096
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A problem by its sizes: ``lengths`` of each row's heads, in slots."""
+
+    lengths: tuple[tuple[int, ...], ...]
+    runs: tuple[int, ...]
+    group: int = 4
+    head_dim: int = 128
+    page_size: int = PAGE
+    dtype: Any = jnp.float32
+    log_mass: bool = False
+    alibi: bool = False
+    by_position: bool = False
+    window: int | None = None
+    soft_cap: float | None = None
+    with_logits: bool = False
+    logits_scale: float | None = None
+    # What lies past a head's length: keys are NaN, for their scores are selected away; values are huge, for they are
+    # multiplied by 0 and must be finite.
+    poison: bool = True
+
+
+def build(case: Case, layout: str, seed: int = 0) -> Problem:
+    """The case with random rows in this layout."""
+    rng = np.random.default_rng(seed)
+    batch, heads, total = len(case.lengths), len(case.runs), sum(case.runs)
+    shape = (batch, total, case.page_size, case.head_dim)
+    k, v = (rng.standard_normal(shape).astype(np.float32) for _ in range(2))
+    length = np.asarray(case.lengths, np.int32)
+    starts = np.cumsum((0, *case.runs))
+    worst = 3e4 if jnp.dtype(case.dtype).itemsize == 1 else np.nan
+    if case.poison:
+        for b in range(batch):
+            for h in range(heads):
+                flat = slice(starts[h], starts[h + 1])
+                past = np.arange(case.runs[h] * case.page_size).reshape(-1, case.page_size) >= length[b, h]
+                k[b, flat][past], v[b, flat][past] = worst, -3e4
+    k_scale = v_scale = None
+    dtype = jnp.dtype(case.dtype)
+    if dtype.itemsize == 1:
+        k_scale = rng.uniform(0.5, 1.5, (batch, heads, case.head_dim)).astype(np.float32) / 40
+        v_scale = rng.uniform(0.5, 1.5, (batch, total, case.page_size)).astype(np.float32) / 40
+        k, v = (np.clip(np.round(40 * x), -120, 120) for x in (k, v))
+    pages = lay(layout, jnp.asarray(k).astype(dtype), jnp.asarray(v).astype(dtype))
+    query = jnp.float32 if dtype.itemsize != 2 else dtype
+    placed = case.alibi or case.by_position
+    position = rng.integers(0, QUERY, (batch, total * case.page_size)).astype(np.int32)
+    if case.window is not None:
+        # The last that a window sees and the first that it does not are among the valid slots of every head.
+        for b, h in np.ndindex(length.shape):
+            at = starts[h] * case.page_size + rng.permutation(length[b, h])[:2]
+            position[b, at] = (QUERY - case.window + np.arange(2))[: len(at)]
+    position = position.reshape(shape[:3])
+    return Problem(
+        q=jnp.asarray(rng.standard_normal((batch, heads, case.group, case.head_dim))).astype(query),
+        pages=pages,
+        length=jnp.asarray(length),
+        runs=case.runs,
+        scale=case.head_dim**-0.5,
+        log_mass=jnp.asarray(rng.uniform(0, 5, (batch, heads)).astype(np.float32)) if case.log_mass else None,
+        k_scale=None if k_scale is None else jnp.asarray(k_scale),
+        v_scale=None if v_scale is None else jnp.asarray(v_scale),
+        window=case.window,
+        soft_cap=case.soft_cap,
+        slopes=2.0 ** -rng.uniform(1, 8, (heads, case.group)).astype(np.float32) if case.alibi else None,
+        position=jnp.asarray(position) if placed else None,
+        query_position=jnp.full((batch,), QUERY, jnp.int32) if placed else None,
+        with_logits=case.with_logits,
+        logits_scale=case.logits_scale,
+    )
+
+
+def lay(layout: str, k: jax.Array, v: jax.Array) -> Pages:
+    """Rows of pages [B, P, R, D] in a layout; "padded" is Stacked with 128 lanes."""
+    if layout == "columns":
+        return Columns(k.swapaxes(-1, -2), v)
+    if layout == "lanes":
+        return Lanes(jnp.concatenate([k, v], axis=-1))
+    head_dim = k.shape[-1]
+    if layout == "padded":
+        k, v = (jnp.pad(x, ((0, 0),) * 3 + ((0, -head_dim % 128),)) for x in (k, v))
+    return Stacked(jnp.stack([k, v], axis=2), head_dim)
+
+
+def lengths(page: int = PAGE, block: int = 4 * PAGE) -> tuple[int, ...]:
+    """Lengths around every boundary."""
+    return (0, 1, page - 1, page, page + 1, block - 1, block, block + 1, 2 * block, 2 * block + page + 3)
+
+
+def around_boundaries(heads: int = 2) -> tuple[tuple[int, ...], ...]:
+    """Rows whose heads have those lengths, each beside another."""
+    every = lengths()
+    return tuple(tuple(every[(i + 3 * h) % len(every)] for h in range(heads)) for i in range(len(every)))
+
+
+def rows_of(problem: Problem, first: int, rows: int) -> Problem:
+    """The queries of some rows of the same pages."""
+    names = ("q", "length", "log_mass", "k_scale", "query_position")
+    own = {name: x[first : first + rows] for name in names if (x := getattr(problem, name)) is not None}
+    return dataclasses.replace(problem, **own, first_row=jnp.int32(first))
+
+
+RAGGED = (10, 11)
+UNIFORM = (10, 10)
+
+
+class DecodeBase:
+    """Inherit, give ``run`` and the layouts."""
+
+    layouts: tuple[str, ...] = ()
+    tolerance: ClassVar = {"float32": 2e-5, "bfloat16": 2e-2, "int8": 2e-2, "float8_e4m3fn": 2e-2}
+
+    def run(self, problem: Problem) -> Decoded:
+        raise NotImplementedError
+
+    def fit(self, case: Case) -> Case:
+        """The case, changed where the implementation asks something of pages; another page size, say."""
+        return case
+
+    def check(self, case: Case, seed: int = 0) -> None:
+        case = self.fit(case)
+        for layout in self.layouts_of(case):
+            problem = build(case, layout, seed)
+            wide = dataclasses.replace(problem, q=problem.q.astype(jnp.float32))
+            want, got = reference.decode(wide), self.run(problem)
+            assert got.out.dtype == problem.q.dtype and got.lse.dtype == jnp.float32
+            tolerance = self.tolerance[jnp.dtype(case.dtype).name]
+            out, lse = np.asarray(got.out, np.float32), np.asarray(got.lse)
+            assert np.isfinite(out).all() and np.isfinite(lse).all()
+            np.testing.assert_allclose(out, np.asarray(want.out), atol=tolerance, rtol=tolerance)
+            np.testing.assert_allclose(lse, np.asarray(want.lse), atol=tolerance, rtol=tolerance)
+            if case.with_logits:
+                assert got.logits is not None and want.logits is not None
+                np.testing.assert_allclose(
+                    np.asarray(got.logits), np.asarray(want.logits), atol=tolerance * 4, rtol=tolerance
+                )
+            else:
+                assert got.logits is None
+
+    def check_rows(self, case: Case) -> None:
+        """Of queries of some rows the results are those rows of all, to the last bit."""
+        case = self.fit(case)
+        for layout in self.layouts_of(case):
+            problem = build(case, layout)
+            whole = self.run(problem)
+            for first, rows in ((0, 2), (1, 2), (3, 1)):
+                for all_rows, own in zip(whole, self.run(rows_of(problem, first, rows)), strict=True):
+                    if all_rows is not None:
+                        np.testing.assert_array_equal(np.asarray(own), np.asarray(all_rows)[first : first + rows])
+
+    def layouts_of(self, case: Case) -> tuple[str, ...]:
+        return tuple(name for name in self.layouts if name != "lanes" or case.head_dim == 64)
+
+    @pytest.mark.parametrize("runs", [RAGGED, UNIFORM], ids=["ragged", "uniform"])
+    @pytest.mark.parametrize("log_mass", [False, True])
+    def test_lengths_around_every_boundary(self, runs, log_mass):
+        self.check(Case(around_boundaries(), (max(runs), *runs[1:]), log_mass=log_mass))
+
+    @pytest.mark.parametrize("group", [1, 2, 3, 4, 8, 16])
+    def test_group_sizes(self, group):
+        self.check(Case(((70, 3), (0, 128)), (9, 8), group=group, log_mass=True))
+
+    @pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
+    @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.int8], ids=["float32", "bfloat16", "int8"])
+    def test_head_sizes_and_dtypes(self, head_dim, dtype):
+        self.check(Case(((130, 17), (64, 0)), (9, 4), head_dim=head_dim, dtype=dtype, page_size=32))
+
+    @pytest.mark.parametrize("lengths", [((130, 17), (64, 0)), ((130, 17),)], ids=["two rows", "one"])
+    def test_scales_of_equal_runs(self, lengths):
+        self.check(Case(lengths, (5, 5), dtype=jnp.int8, page_size=32, log_mass=True))
+
+    @pytest.mark.parametrize("runs", [RAGGED, UNIFORM], ids=["ragged", "uniform"])
+    def test_scores_by_page(self, runs):
+        self.check(Case(((70, 130), (0, 1)), runs, with_logits=True))
+        self.check(Case(((70, 130), (5, 160)), runs, with_logits=True, logits_scale=0.3, log_mass=True))
+
+    def test_soft_cap(self):
+        self.check(Case(((70, 130), (5, 160)), RAGGED, soft_cap=3.0, log_mass=True))
+
+    @pytest.mark.parametrize("window", [1, 16, 70, 1000])
+    def test_window_by_slot(self, window):
+        self.check(Case(((70, 130), (0, 160)), RAGGED, window=window, log_mass=True))
+
+    def test_alibi(self):
+        self.check(Case(((70, 130), (5, 160)), RAGGED, alibi=True))
+        self.check(Case(((70, 130), (5, 160)), RAGGED, alibi=True, window=1500, log_mass=True))
+
+    @pytest.mark.parametrize("window", [1, 300, 4096])
+    def test_window_by_position(self, window):
+        """Of whole blocks nothing may be visible, and of a head."""
+        self.check(Case(((70, 130), (0, 160)), RAGGED, by_position=True, window=window, log_mass=True))
+
+    def test_one_row_is_the_same_alone(self):
+        case = Case(((70, 130), (5, 160)), RAGGED, log_mass=True)
+        for layout in self.layouts_of(case):
+            problem = build(case, layout)
+            both = self.run(problem)
+            alone = self.run(jax.tree.map(lambda x: x, _row(problem, 1)))
+            np.testing.assert_allclose(np.asarray(both.out[1:]), np.asarray(alone.out), atol=1e-6, rtol=1e-6)
+
+
+def _row(problem: Problem, row: int) -> Problem:
+    def cut(x: Any) -> Any:
+        return None if x is None else jax.tree.map(lambda a: a[row : row + 1], x)
+
+    per_row = ("q", "pages", "length", "log_mass", "k_scale", "v_scale", "position", "query_position")
+    return dataclasses.replace(problem, **{name: cut(getattr(problem, name)) for name in per_row})

@@ -1,0 +1,127 @@
+"""What every implementation of ``prefill`` must do, against the float32 reference; each inherits it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from kernels import mass_base
+
+from pallas_kernels.prefill import Prefilled, reference
+from pallas_kernels.prefill.prefill_problem import Problem
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A chunk by its sizes: ``offset`` of each row, so there are as many rows, or of all."""
+
+    offset: tuple[int, ...] | int
+    length: tuple[int, ...] | None = None
+    queries: int = 64
+    keys: int = 320
+    heads: int = 2
+    group: int = 2
+    head_dim: int = 64
+    dtype: Any = jnp.float32
+    kept: tuple[int, ...] = ()
+    block: int = 64
+
+    @property
+    def batch(self) -> int:
+        return 1 if isinstance(self.offset, int) else len(self.offset)
+
+
+def build(case: Case, seed: int = 0) -> Problem:
+    """The case with random rows. What no query sees is huge."""
+    rows = mass_base.Case(
+        (case.offset,) if isinstance(case.offset, int) else case.offset,
+        case.queries,
+        case.keys,
+        case.heads,
+        case.group,
+        case.head_dim,
+        case.dtype,
+        case.kept,
+        block=case.block,
+    )
+    same, _ = mass_base.build(rows, seed)
+    v = np.random.default_rng(seed + 1).standard_normal(same.k.shape).astype(np.float32)
+    huge = np.asarray(same.k[..., 0].astype(jnp.float32)) > 1e4
+    v[huge] = -3e4
+    return Problem(
+        q=same.q,
+        k=same.k,
+        v=jnp.asarray(v).astype(case.dtype),
+        offset=jnp.asarray(case.offset, jnp.int32),
+        length=None if case.length is None else jnp.asarray(case.length, jnp.int32),
+        kept=same.kept,
+        scale=case.head_dim**-0.5,
+        bias=None,
+        block=case.block,
+    )
+
+
+class PrefillBase:
+    """Inherit and give ``run``."""
+
+    tolerance: ClassVar = {"float32": 3e-5, "bfloat16": 2e-2}
+
+    def run(self, problem: Problem) -> Prefilled:
+        raise NotImplementedError
+
+    def check(self, case: Case) -> None:
+        problem = build(case)
+        got, want = self.run(problem), reference.prefill(problem)
+        assert got.out.dtype == problem.q.dtype and got.lse.dtype == jnp.float32
+        tolerance = self.tolerance[jnp.dtype(case.dtype).name]
+        length = np.full(case.batch, case.queries) if case.length is None else np.asarray(case.length)
+        asked = np.broadcast_to(np.arange(case.queries) < length[:, None, None, None], want[1].shape)
+        for ours, theirs in zip(got, want, strict=True):
+            ours = np.asarray(ours, np.float32)
+            assert np.isfinite(ours).all()
+            np.testing.assert_allclose(ours[asked], theirs[asked], atol=tolerance, rtol=tolerance)
+
+    def test_a_chunk_at_every_place(self):
+        """Places around the edges of blocks of 64 and 128 keys, with rows that end anywhere within the chunk."""
+        offset = (0, 1, 31, 62, 63, 64, 65, 127, 128, 129, 200, 256)
+        self.check(Case(offset, length=(0, 1, 15, 16, 17, 63, 64, 31, 32, 33, 2, 64)))
+
+    @pytest.mark.parametrize(("offset", "queries"), [(0, 320), (319, 1), (20, 300)])
+    def test_one_place_for_all_rows(self, offset, queries):
+        self.check(Case(offset, queries=queries))
+
+    @pytest.mark.parametrize(
+        ("group", "head_dim", "dtype"),
+        [(1, 80, jnp.float32), (3, 128, jnp.bfloat16), (16, 256, jnp.bfloat16)],
+        ids=["1-80", "3-128", "16-256"],
+    )
+    def test_sizes(self, group, head_dim, dtype):
+        self.check(Case((10, 200), queries=20, group=group, head_dim=head_dim, dtype=dtype))
+
+    def test_queries_at_negative_places_see_no_key(self):
+        """Chunks that begin before the keys: all of it, all but one, up to the middle and the edge of a block."""
+        self.check(Case((-500, -128, -64, -63, -33, -32, -1, 0), queries=160, keys=192))
+        self.check(Case((-70, -64, -5, -1), kept=(0, 3), length=(64, 64, 20, 64)))
+        self.check(Case(-20, dtype=jnp.bfloat16, head_dim=128))
+
+    def test_kept_rows_with_their_log_mass(self):
+        """Heads that kept nothing are beside heads that kept as much as there is room for."""
+        self.check(Case((64, 0, 3), kept=(0, 0, 0, 1, 65, 128)))
+
+    def test_a_chunks_place_does_not_recompile(self):
+        problem, traced = build(Case((150, 190))), []
+
+        @jax.jit
+        def run(problem: Problem) -> Prefilled:
+            traced.append(None)
+            return self.run(problem)
+
+        for by in (-150, -37, 0):
+            moved = dataclasses.replace(problem, offset=problem.offset + by)
+            got, want = run(moved), reference.prefill(moved)
+            np.testing.assert_allclose(np.asarray(got.out), want[0], atol=3e-5)
+        assert len(traced) == 1

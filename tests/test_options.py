@@ -1,0 +1,131 @@
+"""The options of a generation: written once, taken as a value or as keywords, and known to help and type checkers."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import json
+import re
+import shutil
+import subprocess
+import sys
+import typing
+from pathlib import Path
+
+import pytest
+
+import kvjax
+from kvjax.options import FIELDS, ChatKeywords, GenerationKeywords
+
+USER = Path(__file__).parent / "typing" / "user.py"
+
+
+def test_keywords_for_type_checkers_are_the_fields():
+    assert GenerationKeywords.__annotations__.keys() == FIELDS.keys()
+    assert {*ChatKeywords.__annotations__, "chat"} == FIELDS.keys()
+    found = {name: annotation.__forward_arg__ for name, annotation in GenerationKeywords.__annotations__.items()}
+    assert found == {name: field.type for name, field in FIELDS.items()}
+
+
+def test_every_default_passes_its_own_check():
+    options = kvjax.GenerationOptions()
+    assert dataclasses.replace(options) == options and hash(options) == hash(kvjax.GenerationOptions())
+
+
+@pytest.mark.parametrize("function", [kvjax.generate, kvjax.stream_generate, kvjax.batch.run, kvjax.Chat])
+def test_help_shows_every_option_with_its_default(function):
+    parameters = inspect.signature(function).parameters
+    shown = FIELDS.keys() - ({"chat"} if function is kvjax.Chat else set())
+    assert {name: parameters[name].default for name in shown} == {name: FIELDS[name].default for name in shown}
+    assert FIELDS.keys() & parameters.keys() == shown and "keywords" not in parameters
+    for name in shown:
+        assert re.search(rf"^ +{name}: {re.escape(FIELDS[name].metadata['help'])}", function.__doc__, re.MULTILINE)
+        assert f"{name}: {FIELDS[name].metadata['help']}" in kvjax.GenerationOptions.__doc__
+
+
+def test_keywords_take_the_place_of_fields(tiny_model):
+    options = kvjax.GenerationOptions(policy="streamingllm:budget=16", max_new_tokens=4, temperature=1.0, seed=3)
+    by_value = kvjax.generate(tiny_model, "hello", options)
+    by_keyword = kvjax.generate(
+        tiny_model, "hello", policy="streamingllm:budget=16", max_new_tokens=4, temperature=1.0, seed=3
+    )
+    both = kvjax.generate(tiny_model, "hello", options, seed=4, max_new_tokens=5)
+    other = kvjax.generate(tiny_model, "hello", dataclasses.replace(options, seed=4, max_new_tokens=5))
+    assert by_value.tokens == by_keyword.tokens and both.tokens == other.tokens != by_value.tokens
+    assert by_value.cache.policy == by_keyword.cache.policy == both.cache.policy != kvjax.Full()
+    *_, last = kvjax.stream_generate(tiny_model, "hello", options, seed=4, max_new_tokens=5)
+    assert last.output.tokens == both.tokens
+    assert kvjax.Chat(tiny_model, options, seed=4).send("hello").tokens == both.tokens[:4]
+
+
+def test_what_is_no_option_is_one_sentence(tiny_model):
+    for function in (kvjax.generate, kvjax.stream_generate):
+        with pytest.raises(
+            kvjax.UsageError, match=r"takes no 'tempratur'; did you mean 'temperature'\? it takes cache, "
+        ):
+            function(tiny_model, "hello", tempratur=1)
+        with pytest.raises(kvjax.UsageError, match=r"options is \{'seed': 1\}; give a kvjax.GenerationOptions"):
+            function(tiny_model, "hello", {"seed": 1})
+        with pytest.raises(kvjax.UsageError, match=r"logprobs is 1; give True or False."):
+            function(tiny_model, "hello", logprobs=1)
+    with pytest.raises(kvjax.UsageError, match=r"stream_generate takes no 'n'; it takes cache"):
+        kvjax.stream_generate(tiny_model, "hello", n=2)
+    with pytest.raises(kvjax.UsageError, match=r"batch\.run takes no 'batchsize'; did you mean 'batch_size'\?"):
+        kvjax.batch.run(tiny_model, "in.jsonl", "out", batchsize=2)
+    with pytest.raises(kvjax.UsageError, match=r"Chat takes no 'sytem'; did you mean 'system'\?"):
+        kvjax.Chat(tiny_model, sytem="Be brief.")
+    with pytest.raises(kvjax.UsageError, match=r"leave chat=False out"):
+        kvjax.Chat(tiny_model, kvjax.GenerationOptions(chat=False))
+    with pytest.raises(kvjax.UsageError, match=r"temperature is -1; give a number of at least 0."):
+        kvjax.GenerationOptions(temperature=-1)
+
+
+def test_every_option_is_a_flag_with_its_help_and_default():
+    import typer
+
+    from kvjax.cli.main import app
+
+    commands = typer.main.get_command(app).commands
+    for command in ("generate", "batch", "chat"):
+        flags = {parameter.name: parameter for parameter in commands[command].params}
+        for name, field in FIELDS.items():
+            if command == "chat" and name == "chat":
+                continue
+            assert flags[name].help.startswith(field.metadata["help"].removesuffix(".")), name
+            assert f"--{name.replace('_', '-')}" in flags[name].opts
+
+
+def test_a_type_checker_knows_what_a_users_calls_return():
+    tool = shutil.which("pyright", path=str(Path(sys.executable).parent))
+    if tool is None:
+        pytest.skip("pyright is not installed; the extra dev has it")
+    done = subprocess.run(
+        [tool, "--outputjson", "--pythonpath", sys.executable, str(USER)],
+        capture_output=True,
+        text=True,
+        cwd=USER.parents[2],
+    )
+    said: dict[int, list[tuple[str, str]]] = {}
+    for item in json.loads(done.stdout)["generalDiagnostics"]:
+        said.setdefault(item["range"]["start"]["line"], []).append((item["severity"], item["message"]))
+    lines = USER.read_text(encoding="utf-8").splitlines()
+    wanted = {number: line.split("  # ")[1] for number, line in enumerate(lines) if "  # " in line}
+    assert said.keys() == wanted.keys(), "every expectation has its line, and no other line is spoken of"
+    for number, expected in wanted.items():
+        if expected == "refused":
+            assert {severity for severity, _ in said[number]} == {"error"}, lines[number]
+        else:
+            ((severity, message),) = said[number]
+            assert severity == "information" and message.endswith(f' is "{expected}"'), (lines[number], message)
+
+
+def test_names_for_type_checkers_are_the_public_ones():
+    import ast
+
+    tree = ast.parse(Path(kvjax.__file__).read_text(encoding="utf-8"))
+    (block,) = [node for node in tree.body if isinstance(node, ast.If)]
+    named = {alias.asname for node in ast.walk(block) if isinstance(node, ast.ImportFrom) for alias in node.names}
+    from kvjax import policies
+
+    assert named - {None} == set(kvjax.__all__) - set(policies.__all__)
+    assert typing.cast(list, kvjax.__all__) == sorted(kvjax.__all__) == dir(kvjax)

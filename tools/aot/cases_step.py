@@ -1,0 +1,68 @@
+"""A whole decode step of a Llama-3-8B-shaped model of four layers."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from kvjax.bench.shapes import shapes
+from kvjax.cache.cache import Pools, detach
+from kvjax.cache.layout import Layout, layout_on
+from kvjax.cache.quantisation import Storage
+from kvjax.model.decoder import Decoder, abstract_decoder
+from kvjax.model.tiling import weight_layout
+from kvjax.policies import parse
+from kvjax.runtime.decode import Controls, DecodeState, compiled_chunk
+from kvjax.policies.empty_cache import empty_cache
+from kvjax.runtime.synthetic import benchmark_controls, decode_state
+from tools.aot.cases import Case
+
+BATCH, PROMPT, NEW = 8, 32768, 256
+MODEL = dataclasses.replace(shapes()["llama-3.1-8b"], num_layers=4)
+#: The plain kernel, and the one that hands back per-slot scores, to every policy that reads them.
+POLICIES = ("full", "h2o:ratio=0.5", "tova:ratio=0.5", "ahakv:ratio=0.5")
+
+
+def _chunk(params: Decoder, pools: Pools, state: DecodeState, controls: Controls, steps: jax.Array) -> Any:
+    return compiled_chunk(params, pools, state, controls, steps)
+
+
+def _case(policy: str, platform: str, storage: Storage) -> Case:
+    def state() -> DecodeState:
+        return decode_state(MODEL, empty_cache(MODEL, parse(policy), BATCH, PROMPT, NEW, jnp.bfloat16, storage))
+
+    made = jax.eval_shape(state)
+    pools, rest = detach(made.cache)
+    controls = jax.eval_shape(lambda: benchmark_controls(MODEL, BATCH))
+    steps = jax.ShapeDtypeStruct((), jnp.int32)
+    return Case(
+        name=f"4 layers of Llama 3 8B, batch {BATCH}, {PROMPT:,} tokens, {policy}, {storage.kind}",
+        operation="decode step",
+        function=_chunk,
+        arguments=(
+            abstract_decoder(MODEL, jnp.bfloat16),
+            pools,
+            dataclasses.replace(made, cache=rest),
+            controls,
+            steps,
+        ),
+        cache_bytes=sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(pools)),
+        platforms=(platform,),
+        # Of XLA's own kernels none is this package's to mend; on sm_100 one of them spills two registers.
+        kernels=("ragged_decode", "ragged_decode_triton", "ragged_decode_mosaic_gpu"),
+        donated=(1,),
+        layouts={0: lambda target, leaf: weight_layout(target, leaf.dtype, leaf.ndim)},
+    )
+
+
+def cases() -> list[Case]:
+    """The step under each policy, on the pages that each platform reads."""
+    found = []
+    for platform in ("tpu", "gpu"):
+        layout: Layout = layout_on(platform, MODEL.head_dim)
+        found += [_case(policy, platform, Storage(layout=layout)) for policy in POLICIES]
+    return found

@@ -1,0 +1,69 @@
+"""The page of results: for every operation one table, a row a case and a column a target."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from tools.aot.compile import Result
+
+_EXPLANATION = """\
+Every kernel, compiled by the real compiler of each chip on a machine that has none; `make aot` writes this page.
+**Nothing here was timed on an accelerator.** A cell says, where it is known:
+
+- `327/280 cycles`: the schedule of one iteration of the kernel's loop, and the time in which the chip's memory delivers
+  what that iteration reads. The kernel keeps up with memory where the first is smaller.
+- `134 b`: bundles, the instructions of that iteration; the other cycles are latencies that nothing fills.
+- `96 r`: registers of a thread, on GPU. `spills`: registers stored to memory and loaded again, if there are any. A TPU
+  has 64 registers of 4 KB. `prefill` and `attention_mass` keep their scores, and the bfloat16 parts of float32 numbers,
+  in scratch buffers on the chip; JAX's own splash attention, listed beside them, spills. An iteration of `prefill` is
+  512 rows of queries against 2,048 keys. The number counts the code for masked and for unmasked scores, of which an
+  iteration runs one, and the code of the first and the last iteration: of the 2,835 cycles of a window of 32 queries of
+  4 heads on v5e, 713 are a block below the diagonal. Where masses are summed, a block that the diagonal crosses is an
+  inner loop of 1 to 8 iterations, counted once: of the main case's 3,520 cycles on v5e, 2,251 are a block below the
+  diagonal; a block that it crosses takes 332, and 462 per inner iteration.
+- `0.2 %`: temporary memory, in percent of the cache's bytes. It must be below 1 %, so nothing copies the cache. Cases
+  with more hold other things: queries, outputs and masses of a chunk or of a whole layer, padded to a TPU's 128 lanes
+  (on v5p in HBM, where the other chips use on-chip memory) or copied by GPUs, an int8 cache's scales, and partial
+  results of many query heads.
+- `—`: the case is not for that target.
+"""
+
+
+def render(results: Sequence[Result], versions: Mapping[str, str], date: str) -> str:
+    """Markdown."""
+    listed = ", ".join(f"{name} {version}" for name, version in versions.items())
+    parts = [f"# Kernels, compiled ahead of time\n\n{date}; {listed}.\n\n{_EXPLANATION}"]
+    for operation in dict.fromkeys(result.operation for result in results):
+        parts.append(f"## {operation}\n\n{_table([x for x in results if x.operation == operation])}")
+    wrong = [result for result in results if not result.ok]
+    if wrong:
+        lines = (f"- {x.operation}, {x.case}, {x.target}: {x.error or '; '.join(x.broken)}" for x in wrong)
+        parts.append("## What fails\n\n" + "\n".join(lines) + "\n")
+    return "\n".join(parts)
+
+
+def _table(results: Sequence[Result]) -> str:
+    names = list(dict.fromkeys(result.target for result in results))
+    by = {(result.case, result.target): result for result in results}
+    rows = [["case", *names], ["---"] * (1 + len(names))]
+    for case in dict.fromkeys(result.case for result in results):
+        rows.append([case, *(_cell(by.get((case, name))) for name in names)])
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows) + "\n"
+
+
+def _cell(result: Result | None) -> str:
+    if result is None:
+        return "—"
+    if result.error:
+        return "**fails**"
+    parts = []
+    if result.cycles:
+        parts.append(f"{result.cycles}{f'/{result.memory_cycles}' if result.memory_cycles else ''} cycles")
+        parts.append(f"{result.bundles} b")
+    if result.registers:
+        parts.append(f"{result.registers} r")
+    if result.spills:
+        parts.append(f"{result.spills} spills")
+    parts.append(f"{100 * result.temp_bytes / max(result.cache_bytes, 1):.1f} %")
+    text = ", ".join(parts)
+    return f"**{text}**" if result.broken else text

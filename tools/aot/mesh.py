@@ -1,0 +1,235 @@
+"""Compile Llama 3.1 8B's shape for real TPU topologies, a decode step, a prefill and a question under Round Attention,
+and write the page of results.
+
+    python -m tools.aot.mesh --tpu-python .venv-aot-tpu/bin/python --layers 32 --out docs/sharding.md
+
+No hardware is needed: the Python named, this one if none is, has a TPU's compiler installed or finds it in ``.libtpu``,
+where scripts/fetch_libtpu.py puts it. Ends with 1 when XLA's own memory analysis and ``kvjax.plan`` differ by more than
+3 %, when a decode step has a collective, but for the logits, as large as a tenth of one layer's cache, or when a device
+does not bring its own share of a round, and no more, from host memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from scripts.fetch_libtpu import compiler_path
+from tools.aot.mesh_page import (
+    NEW,
+    PREFILL_LAYERS,
+    PREFILL_MESHES,
+    PREFILLS,
+    PREFILLS_ON,
+    PROMPT,
+    TOLERANCE,
+    judged,
+    peak_off,
+    render,
+)
+from tools.aot.mesh_rounds import BATCH, compile_rounds
+
+ROOT = Path(__file__).resolve().parents[2]
+
+#: Topology, data axis, model axis, policy; 8 KV heads on 16 devices share their pages by two.
+CASES = (
+    ("v5e:4x4", 2, 8, "full"),
+    ("v5e:4x4", 4, 4, "lagkv:ratio=0.25"),
+    ("v5e:4x4", 1, 16, "full"),
+    ("v5e:4x4", 2, 8, "razor:heads=0.1+0.6+1.3+2.0+3.2+3.5+3.7"),
+    ("v5p:2x2x2", 1, 8, "full"),
+    ("v5p:2x2x2", 2, 4, "h2o:ratio=0.25"),
+)
+
+
+def compile_case(
+    topology: str, data: int, model: int, policy: str, layers: int, only: str = "", plan_only: bool = False
+) -> dict[str, Any]:
+    """The plan of a case, and XLA's analysis of its programs; in the process that has the TPU's compiler."""
+    import jax
+    import jax.numpy as jnp
+    from jax.experimental import topologies
+
+    from kvjax.bench.shapes import shapes
+    from kvjax.cache.buckets import NEW_TOKENS, prompt_bucket
+    from kvjax.cache.cache import detach
+    from kvjax.cache.layout import layout_on
+    from kvjax.cache.quantisation import Storage
+    from kvjax.model.decoder import abstract_decoder
+    from kvjax.planning import plan
+    from kvjax.policies import parse
+    from kvjax.runtime.synthetic import benchmark_controls, decode_state
+    from kvjax.sharding.mesh import Mesh, near_grid
+    from kvjax.sharding.partition import Partition
+    from kvjax.sharding.placement import ROWS, cache_specs, of_all, weight_specs
+    from kvjax.sharding.programs import sharded_chunk, sharded_fresh
+    from kvjax.sharding.report import collectives
+
+    config = dataclasses.replace(shapes()["llama-3.1-8b"], num_layers=layers)
+    devices = topologies.get_topology_desc(platform="tpu", topology_name=topology)
+    mesh = Mesh(data, model, tuple(near_grid(data, model, devices.devices).flat))
+    part, storage = Partition(mesh, config, parse(policy)), Storage(layout=layout_on("tpu", config.head_dim))
+    dtype, everywhere = jnp.dtype("bfloat16"), jax.sharding.NamedSharding(mesh.jax, jax.sharding.PartitionSpec())
+    rows = jax.sharding.NamedSharding(mesh.jax, ROWS)
+
+    def ints(*shape: int, where: Any = rows) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=where)
+
+    leaves, tree = jax.tree.flatten(abstract_decoder(config, dtype))
+    specs = weight_specs(jax.tree.unflatten(tree, leaves), mesh)
+    placed = [
+        jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=jax.sharding.NamedSharding(mesh.jax, spec))
+        for x, spec in zip(leaves, specs, strict=True)
+    ]
+    params = jax.tree.unflatten(tree, placed)
+    room = prompt_bucket(PROMPT)
+    result: dict[str, Any] = {}
+    with jax.sharding.use_abstract_mesh(mesh.jax.abstract_mesh):
+        rooms = {"prompt_capacity": room, "new_capacity": NEW_TOKENS, "dtype": dtype, "storage": storage}
+        local = jax.eval_shape(lambda: part.empty(BATCH // data, *rooms.values()))
+        cache = part.all(of_all(local, cache_specs(local), mesh))
+        made = plan(
+            config, prompt_tokens=PROMPT, batch=BATCH, policy=part.policy, max_new_tokens=NEW, dtype=dtype,
+            storage=storage, memory_limit=1 << 50, mesh=mesh,
+        )  # fmt: skip
+        state = jax.eval_shape(lambda cache: decode_state(config, cache), cache)
+        pools, rest = detach(dataclasses.replace(state, cache=cache).cache)
+        state = dataclasses.replace(
+            jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=rows), state), cache=rest
+        )
+        controls = jax.eval_shape(lambda: benchmark_controls(config, BATCH))
+        controls = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere), controls)
+        programs = {
+            "decode": lambda: sharded_chunk.lower(params, pools, state, controls, ints(where=everywhere), part=part),
+            "prefill": lambda: sharded_fresh.lower(
+                params, ints(BATCH, room), ints(BATCH), ints(BATCH), part=part, **rooms
+            ),
+        }
+        for name, lower in () if plan_only else programs.items():
+            if only not in ("", name):
+                continue
+            began = time.perf_counter()
+            compiled = lower().compile()
+            memory = compiled.memory_analysis()
+            result[name] = {
+                "arguments": memory.argument_size_in_bytes,
+                "results": memory.output_size_in_bytes,
+                "aliased": memory.alias_size_in_bytes,
+                "temporary": memory.temp_size_in_bytes,
+                "peak": memory.peak_memory_in_bytes,
+                "collectives": collectives(compiled.as_text()),
+                "seconds": time.perf_counter() - began,
+            }
+    pool_bytes = made.cache_bytes // layers
+    sizes = {"layer_bytes": pool_bytes, "logits_bytes": BATCH // data * config.vocab_size * 4}
+    return result | {"plan": {name: getattr(made, name) for name in _PLANNED}} | sizes
+
+
+_PLANNED = ("weights_bytes", "cache_bytes", "prefill_peak_bytes", "total_bytes", "cache_over_even")
+
+
+def _here(options: argparse.Namespace) -> None:
+    """Compile one case in this process and print it."""
+    case = json.loads(options.here)
+    if "policy" in case:
+        print(json.dumps(compile_case(**case, layers=options.layers, plan_only=options.plan_only)))
+    else:
+        print(json.dumps(compile_rounds(**case, layers=options.layers)))
+
+
+def _environment(python: str) -> dict[str, str]:
+    """What a process that compiles for TPUs is started with."""
+    return os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *compiler_path(python)]),
+        "JAX_PLATFORMS": "cpu",
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+        "TPU_SKIP_MDS_QUERY": "1",
+    }
+
+
+def _compile(python: str, case: dict[str, Any], layers: int, *flags: str) -> dict[str, Any]:
+    command = [python, "-m", "tools.aot.mesh", "--layers", str(layers), "--here", json.dumps(case), *flags]
+    ended = subprocess.run(command, env=_environment(python), cwd=ROOT, capture_output=True, text=True, check=False)
+    if ended.returncode:
+        raise SystemExit(f"{case}: {ended.stderr[-3000:]}")
+    return case | json.loads(ended.stdout.splitlines()[-1])
+
+
+def _known(python: str, case: dict[str, Any], layers: int, results: Path | None) -> dict[str, Any]:
+    """A case from the file of results, with the plan as it is now; compiled, and added, where it is not there."""
+    file = json.loads(results.read_text()) if results is not None and results.exists() else {}
+    key = json.dumps([case, layers])
+    if key in file:
+        return file[key] | (_compile(python, case, layers, "--plan-only") if "policy" in case else {})
+    made = _compile(python, case, layers)
+    print(f"{case}: compiled", file=sys.stderr)
+    if results is not None:
+        results.write_text(json.dumps(file | {key: made}))
+    return made
+
+
+def main() -> None:
+    """See the module's docstring."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--cases", default="", help="numbers of the cases, comma-separated; all by default")
+    parser.add_argument("--out", type=Path, help="the page; printed if not given")
+    parser.add_argument("--tpu-python", default=sys.executable)
+    parser.add_argument("--results", type=Path, help="a file of what was compiled already, to go on from")
+    parser.add_argument("--here", help=argparse.SUPPRESS)
+    parser.add_argument("--plan-only", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.here:
+        return _here(options)
+    chosen = [int(n) for n in options.cases.split(",") if n] or range(len(CASES))
+    names = ("topology", "data", "model", "policy")
+    cases = [dict(zip(names, CASES[n], strict=True)) for n in chosen]
+    results = [_known(options.tpu_python, case, options.layers, options.results) for case in cases]
+    prefills = (
+        [
+            _known(
+                options.tpu_python,
+                dict(zip(names, (PREFILLS_ON, *mesh, policy), strict=True)) | {"only": "prefill"},
+                PREFILL_LAYERS,
+                options.results,
+            )
+            for policy in PREFILLS
+            for mesh in PREFILL_MESHES
+        ]
+        if not options.cases
+        else []
+    )
+    meshes = {(case["topology"], case["data"], case["model"]) for case in cases}
+    rounds = [
+        _known(options.tpu_python, dict(zip(names[:3], mesh, strict=True)), options.layers, options.results)
+        for mesh in sorted(meshes)
+    ]
+    code = "import jax, importlib.metadata as m; print(f\"jax {jax.__version__}, libtpu {m.version('libtpu')}\")"
+    asked = subprocess.run(
+        [options.tpu_python, "-c", code],
+        env=_environment(options.tpu_python), capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    flags = f"--layers {options.layers}" + (f" --cases {options.cases}" if options.cases else "")
+    page = render(results, prefills, rounds, flags, options.layers, asked.stdout.strip())
+    if options.out is None:
+        print(page)
+    else:
+        options.out.write_text(page)
+    broken = [f"{x['topology']} {x['policy']}: {line}" for x in results for line in judged(x)["broken"]]
+    broken += [f"{x['policy']}: prefill {peak_off(x):+.1%}" for x in prefills if abs(peak_off(x)) > TOLERANCE]
+    moved = [(case, case["programs"]["one round to the device"]["host"]) for case in rounds]
+    broken += [f"{x['topology']}: a device brings {n} bytes of a round" for x, n in moved if n != x["round_share"]]
+    for line in broken:
+        print(line, file=sys.stderr)
+    raise SystemExit(bool(broken))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,141 @@
+"""The page that ``tools.aot.mesh`` writes, and what on it breaks a limit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tools.aot.mesh_rounds import BATCH, QUESTION, ROUND, SEEN, SELECTED
+
+#: And prefill alone, of policies that the cases above have not.
+PREFILLS = (
+    "streamingllm:ratio=0.25",
+    "compensated:budget=8192",
+    "snapkv:ratio=0.25",
+    "pyramidkv:ratio=0.25",
+    "slimkv:ratio=0.25",
+    "nacl:ratio=0.25",
+    "keydiff:ratio=0.25",
+    "expected_attention:ratio=0.25",
+    "tova:ratio=0.25",
+    "ahakv:ratio=0.25",
+)
+PREFILLS_ON, PREFILL_MESHES, PREFILL_LAYERS = "v5e:4x4", ((2, 8), (4, 4)), 2
+PROMPT, NEW = 32768, 256
+TOLERANCE = 0.03
+
+
+def _gib(size: float) -> str:
+    return f"{size / 2**30:.3f}"
+
+
+def peak_off(case: dict[str, Any]) -> float:
+    """How far XLA's peak memory of prefill is from the plan's total."""
+    return case["prefill"]["peak"] / case["plan"]["total_bytes"] - 1
+
+
+def judged(case: dict[str, Any]) -> dict[str, Any]:
+    """XLA's totals beside the plan's, and what breaks a limit."""
+    plan, decode, prefill = case["plan"], case["decode"], case["prefill"]
+    steady = decode["arguments"] + decode["results"] - decode["aliased"]
+    peak = prefill["peak"]
+    off = {
+        "decode": steady / (plan["weights_bytes"] + plan["cache_bytes"]) - 1,
+        "prefill": peak_off(case),
+    }
+    broken = [f"{name} {value:+.1%} beside the plan" for name, value in off.items() if abs(value) > TOLERANCE]
+    # The logits are gathered in every step, whatever the cache; nothing else may be a tenth of one layer's.
+    large = [c for c in decode["collectives"] if c[3] >= case["layer_bytes"] / 10 and c[3] != case["logits_bytes"]]
+    broken += [f"a decode step's {kind} of {size} bytes" for kind, _, _, size in large]
+    return {"steady": steady, "peak": peak, "off": off, "broken": broken}
+
+
+def _prefills(cases: list[dict[str, Any]]) -> list[str]:
+    lines = [
+        "## Prefill of every policy",
+        "",
+        f"XLA's peak memory of prefill over the plan's total, {PREFILL_LAYERS} layers, {PREFILLS_ON}.",
+        "",
+        f"| policy | {' | '.join(f'{data} x {model}' for data, model in PREFILL_MESHES)} |",
+        f"| --- |{' --- |' * len(PREFILL_MESHES)}",
+    ]
+    for policy in PREFILLS:
+        offs = [peak_off(case) for case in cases if case["policy"] == policy]
+        lines.append(f"| {policy} | {' | '.join(f'{off:+.2%}' for off in offs)} |")
+    return [*lines, ""]
+
+
+def render(
+    results: list[dict[str, Any]],
+    prefills: list[dict[str, Any]],
+    rounds: list[dict[str, Any]],
+    options: str,
+    layers: int,
+    versions: str,
+) -> str:
+    """The page."""
+    lines = [
+        "# A model on many devices, as XLA's TPU compiler sees it",
+        "",
+        f"Llama 3.1 8B's shape, {layers} layers, bfloat16, batch {BATCH}, prompts of {PROMPT:,} tokens and {NEW} new",
+        "ones, compiled ahead of time for real topologies; nothing here was run. GiB on each device. Steady: what a",
+        "decode program holds, its arguments and results with what is donated counted once, beside the plan's weights",
+        "and cache. Peak: XLA's peak memory of prefill, beside the plan's total. Even: the cache",
+        "over an even share of what one device alone would hold.",
+        "The plan's account of a TPU's prefill was made from the first of these rows and from h2o's; what",
+        "RazorAttention packs, and what LagKV computes of every token, are counted by factors that their rows gave.",
+        "",
+        "| topology | data x model | policy | weights | cache | even | steady, XLA | off | peak, XLA | off |"
+        " temporary, decode |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for case in results:
+        plan, found = case["plan"], judged(case)
+        cells = [
+            case["topology"],
+            f"{case['data']} x {case['model']}",
+            case["policy"],
+            _gib(plan["weights_bytes"]),
+            _gib(plan["cache_bytes"]),
+            f"{plan['cache_over_even']:.3f}",
+            _gib(found["steady"]),
+            f"{found['off']['decode']:+.2%}",
+            _gib(found["peak"]),
+            f"{found['off']['prefill']:+.2%}",
+            _gib(case["decode"]["temporary"]),
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    lines += ["", "## Collectives of a decode step", ""]
+    for case in results:
+        lines += [
+            f"{case['topology']}, {case['data']} x {case['model']}, {case['policy']}; one layer's cache on a device is "
+            f"{case['layer_bytes']:,} bytes:",
+            "",
+            "| collective | result | in the program | bytes |",
+            "| --- | --- | --- | --- |",
+        ]
+        for kind, name, times, size in case["decode"]["collectives"]:
+            lines.append(f"| {kind} | `{name}` | {times} | {size:,} |")
+        lines.append("")
+    lines += _prefills(prefills) if prefills else []
+    lines += [
+        "## Round Attention",
+        "",
+        f"A question of {QUESTION} tokens a row, {BATCH} rows, after {SEEN:,} tokens each, that selects rounds of "
+        f"{SELECTED:,} in all;",
+        f"half of the {layers} layers are below the watershed. Bytes are of each device. A round, one row's {ROUND}",
+        "tokens, is an array of the devices that its row is on: in `pinned_host` memory; each device brings its own",
+        "share.",
+        "Where heads do not divide by the devices (1 x 16), slots of a head are divided, and joined on the devices.",
+        "",
+        "| topology | data x model | program | in host memory | arguments | results | donated | temporary |"
+        " largest collective |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for case in rounds:
+        for name, found in case["programs"].items():
+            sizes = [f"{found[size]:,}" for size in ("host", "arguments", "results", "aliased", "temporary")]
+            largest = found["collectives"][:1]
+            sent = f"{largest[0][0]} `{largest[0][1]}`" if largest else "none"
+            cells = [case["topology"], f"{case['data']} x {case['model']}", name, *sizes, sent]
+            lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join([*lines, "", f"{versions}. `python -m tools.aot.mesh {options}` writes this page.", ""])
