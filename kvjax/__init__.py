@@ -80,8 +80,7 @@ def __getattr__(name: str) -> Any:
 
 def _policies() -> list[str]:
     """The names of the policies' classes, and of what they derive from."""
-    from kvjax import policies
-
+    policies = importlib.import_module("kvjax.policies")
     found = {name: getattr(policies, name) for name in policies.__all__}
     return [name for name, value in found.items() if isinstance(value, type) and issubclass(value, policies.Policy)]
 

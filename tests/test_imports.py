@@ -24,7 +24,7 @@ ROOMS: dict[str, str] = {
     "pallas_kernels": "",
     "model": "base",
     "cache": "base pallas_kernels",
-    "policies": "base pallas_kernels model cache",
+    "policies": "base model cache",
     "sharding": "base model cache policies",
     "text": "base",
     "checkpoints": "base model sharding text",
@@ -40,7 +40,8 @@ ROOMS: dict[str, str] = {
     "cli": "*",
 }
 
-#: Rooms made of single modules; every other room is the package ``kvjax.<room>``, or ``pallas_kernels``.
+#: Rooms made of single modules; every other room is the package ``kvjax.<room>``, or ``pallas_kernels``. The module
+#: ``kvjax`` itself is in the base for its version: it finds the public names when they are used, and imports none.
 MODULES: dict[str, str] = {
     "base": "kvjax kvjax.errors kvjax.checks kvjax.files kvjax.tables",
     "planning": "kvjax.planning kvjax.prompts",

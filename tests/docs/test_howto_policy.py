@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 
 import pytest
@@ -11,6 +10,7 @@ from support.howto import ROOT, blocks, run_page
 
 import kvjax
 from kvjax.errors import KvjaxError
+from kvjax.policies import parsing
 from kvjax.prompts import tokenize
 
 PAGE = ROOT / "docs" / "howto" / "policy.md"
@@ -26,8 +26,7 @@ kvjax.load = kvjax.checkpoints.load.load = lambda *_, **__: toys.needle_model()
 @pytest.fixture
 def registry(monkeypatch):
     """Names that the page registers are forgotten afterwards."""
-    module = importlib.import_module("kvjax.policies.registry")
-    monkeypatch.setattr(module, "_POLICIES", dict(module._POLICIES))
+    monkeypatch.setattr(parsing, "_REGISTERED", {})
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
