@@ -45,7 +45,8 @@ ROOMS: dict[str, str] = {
 MODULES: dict[str, str] = {
     "base": "kvjax kvjax.errors kvjax.checks kvjax.files kvjax.tables",
     "planning": "kvjax.planning kvjax.prompts",
-    "generation": "kvjax.options kvjax.request kvjax.joining kvjax.output kvjax.generation kvjax.chat kvjax.history",
+    "generation": "kvjax.options kvjax.request kvjax.output kvjax.ownership kvjax.session kvjax.generation kvjax.chat "
+    "kvjax.history kvjax.joining",
     "cli": "kvjax.__main__ kvjax.cli",
 }
 
