@@ -16,8 +16,8 @@ from kvjax.cache.quantisation import Storage
 from kvjax.model.decoder import Decoder, abstract_decoder
 from kvjax.model.tiling import weight_layout
 from kvjax.policies import parse
-from kvjax.runtime.decode import Controls, DecodeState, compiled_chunk
 from kvjax.policies.empty_cache import empty_cache
+from kvjax.runtime.decode import Controls, DecodeState, compiled_chunk
 from kvjax.runtime.synthetic import benchmark_controls, decode_state
 from tools.aot.cases import Case
 
