@@ -1,7 +1,8 @@
 """Writes what version 0.1 saved and how it went on: ``python tests/support/saved_talks.py FOLDER``, with that kvjax.
 
 The files in ``tests/golden/saved-0.1/`` were made so and are never made again:
-``tests/test_saved_by_earlier_versions.py`` shows that later versions still read them. The model's weights come from NumPy's frozen ``RandomState``.
+``tests/test_saved_by_earlier_versions.py`` shows that later versions still read them. The model's
+weights come from NumPy's frozen ``RandomState``.
 """
 
 from __future__ import annotations
