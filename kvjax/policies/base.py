@@ -64,6 +64,7 @@ __all__ = [
     "keep_where",
     "numpy_or_jax",
     "page_capacities",
+    "per_head",
     "policy_marks",
     "selection",
     "top_mask",
@@ -125,13 +126,25 @@ class Policy:
         """Whether a conversation may run past the model's context."""
         return False
 
+    @property
+    def only_appends(self) -> bool:
+        """Whether a slot, once written, stays as it is: what a turn added is then forgotten by its lengths alone."""
+        changing = ("sort_slots", "select", "compress", "append", "observe", "maintain")
+        return not self.merges and all(getattr(type(self), name) is getattr(Policy, name) for name in changing)
+
     def chunks(self, config: ModelConfig) -> tuple[int, int] | None:
         """(first, rest) tokens per prefill chunk, or None to take prompts whole."""
         return None
 
     def capacities(self, config: ModelConfig, prompt: int, new: int) -> tuple[tuple[int, ...], ...]:
-        """Slots [layer][KV head] that suffice for any row of at most ``prompt`` tokens and ``new`` decoded after it."""
-        return ((prompt + new,) * config.num_kv_heads,) * config.num_layers
+        """Slots [layer][KV head] that suffice for any row of at most ``prompt`` tokens and ``new`` decoded after it.
+
+        Here: the budgets of the longest row, and a slot for each decoded token. A policy whose budgets may fall as
+        rows grow, or that drops tokens while decoding, gives its own.
+        """
+        total = np.asarray([prompt], np.int32)
+        budgets = (self.budgets(config, layer, total)[0] for layer in range(config.num_layers))
+        return tuple(tuple(int(count) + new for count in heads) for heads in budgets)
 
     def planned(self, config: ModelConfig, prompt: int) -> Policy:
         """What holds the cache of a row of ``prompt`` tokens, for plans: itself, unless it places rounds."""
@@ -146,9 +159,11 @@ class Policy:
         return (self,) * self.heads_of(config, layer)
 
     def budgets(self, config: ModelConfig, layer: int, total: HostOrTraced) -> HostOrTraced:
-        """Slots each head of a row holds right after a prompt of ``total`` tokens was compressed."""
-        xp = numpy_or_jax(total)
-        return xp.broadcast_to(total[:, None], (len(total), config.num_kv_heads)).astype(xp.int32)
+        """[B, H] slots that each head of a row holds right after a prompt, of rows that have seen [B] ``total`` tokens.
+
+        Called with NumPy arrays for plans; see :func:`numpy_or_jax` and :func:`per_head`.
+        """
+        return per_head(total, config)
 
     def init_state(self, config: ModelConfig, layer: int, batch: int, slots: tuple[int, ...]) -> Any:
         """The policy's own arrays of one layer, leaves leading with the batch axis; None when it needs none."""
@@ -245,6 +260,12 @@ def floor_fraction(ratio: float, total: HostOrTraced | int) -> Any:
     for shift in (0, 10, 20, 30):
         below = (tokens * (bits >> shift & 1023) + below) >> 10
     return tokens * (bits >> 40) + below
+
+
+def per_head(count: HostOrTraced, config: ModelConfig) -> HostOrTraced:
+    """[B] counts as [B, H]: the same for every KV head."""
+    xp = numpy_or_jax(count)
+    return xp.broadcast_to(count[:, None], (len(count), config.num_kv_heads)).astype(xp.int32)
 
 
 def numpy_or_jax(x: Any) -> Any:

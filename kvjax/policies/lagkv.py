@@ -22,6 +22,7 @@ from kvjax.policies.base import (
     keep_all,
     keep_where,
     numpy_or_jax,
+    per_head,
 )
 from kvjax.policies.checks import one_of, only_one
 
@@ -137,7 +138,7 @@ class LagKV(Policy):
         keep = xp.where(partitions > 0, self._keep(total, sinks, sinks), 0)
         kept = total - partitions * (self.lag - keep)
         kept = total if layer < self._skipped else kept
-        return xp.broadcast_to(kept[:, None], (len(total), config.num_kv_heads)).astype(xp.int32)
+        return per_head(kept, config)
 
     def capacities(self, config: ModelConfig, prompt: int, new: int) -> tuple[tuple[int, ...], ...]:
         tokens, heads = prompt + new, config.num_kv_heads

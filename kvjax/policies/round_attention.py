@@ -14,7 +14,7 @@ import numpy as np
 from kvjax.checks import number, whole_number
 from kvjax.errors import UsageError
 from kvjax.model.config import ModelConfig
-from kvjax.policies.base import HostOrTraced, Policy, floor_fraction, numpy_or_jax
+from kvjax.policies.base import HostOrTraced, Policy, floor_fraction, numpy_or_jax, per_head
 from kvjax.policies.checks import one_of, only_one, refuse_unused
 from kvjax.policies.composed import HeadWise
 from kvjax.policies.profile import Profile, WatershedProfile, load_profile, packaged
@@ -134,7 +134,7 @@ class RoundAttention(Policy):
     def budgets(self, config: ModelConfig, layer: int, total: HostOrTraced) -> HostOrTraced:
         xp = numpy_or_jax(total)
         kept = total if layer < self.layers_below(config) else xp.maximum(floor_fraction(self.top, total), 1)
-        return xp.broadcast_to(kept[:, None], (len(total), config.num_kv_heads)).astype(xp.int32)
+        return per_head(kept, config)
 
     def planned(self, config: ModelConfig, prompt: int) -> Policy:
         from kvjax.policies.split_cache import SplitCache

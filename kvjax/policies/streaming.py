@@ -15,7 +15,16 @@ from kvjax.checks import number, whole_number
 from kvjax.errors import UsageError
 from kvjax.model.config import ModelConfig
 from kvjax.model.rope import angles, rotate
-from kvjax.policies.base import HostOrTraced, Policy, PromptChunk, Step, append_new, floor_fraction, numpy_or_jax
+from kvjax.policies.base import (
+    HostOrTraced,
+    Policy,
+    PromptChunk,
+    Step,
+    append_new,
+    floor_fraction,
+    numpy_or_jax,
+    per_head,
+)
 from kvjax.policies.checks import one_of, only_one
 
 
@@ -103,7 +112,7 @@ class StreamingLLM(Policy):
     def budgets(self, config: ModelConfig, layer: int, total: HostOrTraced) -> HostOrTraced:
         xp = numpy_or_jax(total)
         kept = xp.minimum(total, self._budget(total))
-        return xp.broadcast_to(kept[:, None], (len(total), config.num_kv_heads)).astype(xp.int32)
+        return per_head(kept, config)
 
     def init_state(self, config: ModelConfig, layer: int, batch: int, slots: tuple[int, ...]) -> Any:
         sinks = None

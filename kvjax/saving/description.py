@@ -1,4 +1,4 @@
-"""What is written about a saved cache: the form's version, the model, the policy, the shapes. All of it JSON.
+"""The description of a saved cache: the form's version, the model, the policy, the shapes. All of it JSON.
 
 A cache belongs to weights, not to a shape: keys of a base model mean nothing to its fine-tuned sibling. The model is
 therefore known by its configuration and by a digest of some of its weights.
