@@ -1,4 +1,4 @@
-"""Conversations saved by version 0.1 know their model by digests, which later fields of a configuration do not change."""
+"""Version 0.1 saved conversations with digests of their model, which later fields of a configuration do not change."""
 
 from __future__ import annotations
 
