@@ -33,7 +33,7 @@ _Options = GenerationOptions | None
 class _Keywords(GenerationKeywords, total=False):
     """Every keyword of :func:`generate` but ``n``, for type checkers."""
 
-    cache: Cache | Conversation | Sequence[Cache] | Sequence[Conversation] | None
+    cache: Cache | Conversation | Sequence[Cache | Conversation] | None
     consume_cache: bool
     context: str | Sequence[int] | None
 
@@ -71,7 +71,7 @@ def generate(
     options: GenerationOptions | None = None,
     *,
     n: int = 1,
-    cache: Cache | Conversation | Sequence[Cache] | Sequence[Conversation] | None = None,
+    cache: Cache | Conversation | Sequence[Cache | Conversation] | None = None,
     consume_cache: bool = False,
     context: str | Sequence[int] | None = None,
     **keywords: Unpack[GenerationKeywords],

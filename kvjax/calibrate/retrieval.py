@@ -141,7 +141,7 @@ def _layer(
     config: ModelConfig = layer.config
     tokens = x.shape[1]
     heads, group, dim = config.num_kv_heads, config.group_size, config.head_dim
-    length, scale = 1 + period * repeats, dim**-0.5
+    length, scale = 1 + period * repeats, config.attention_scale
 
     def body(i: Array, carry: tuple[Array, Array, Array, Array]) -> tuple[Array, Array, Array, Array]:
         x, k, v, total = carry

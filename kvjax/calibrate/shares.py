@@ -123,7 +123,7 @@ def _layer(
     config = layer.config
     block = block_of(x.shape[1])
     blocks = (count[0] + block - 1) // block
-    scale = jnp.full((1,), config.head_dim**-0.5, jnp.float32)
+    scale = jnp.full((1,), config.attention_scale, jnp.float32)
     after, k, _, _ = read_layer(layer, x, angles, None, blocks, jnp.int32(0), None, count)
     masses = []
     for first, end in spans:

@@ -115,7 +115,7 @@ class Policy:
 
     def window_scale(self, config: ModelConfig, total: Int[Array, " B"]) -> Float[Array, " B"]:
         """What multiplies q.k in the softmax of the window's mass, for rows of ``total`` tokens seen."""
-        return jnp.full(total.shape, config.head_dim**-0.5, jnp.float32)
+        return jnp.full(total.shape, config.attention_scale, jnp.float32)
 
     def check(self, config: ModelConfig) -> None:
         """Refuse a model this policy cannot run on, in one sentence (UsageError)."""

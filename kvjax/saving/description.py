@@ -29,7 +29,7 @@ _SAVED_NAMES: dict[tuple[Any, str], str] = {(SplitCache, "upper_capacity"): "upp
 
 def model_identity(lm: LanguageModel) -> dict[str, str]:
     """The model by its name, its configuration's digest and its weights'."""
-    config = json.dumps(dataclasses.asdict(lm.config), sort_keys=True, default=str)
+    config = json.dumps(lm.config.identity(), sort_keys=True, default=str)
     return {"name": lm.name, "config": _digest(config.encode()), "weights": weights_digest(lm.params)}
 
 
