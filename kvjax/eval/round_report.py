@@ -113,7 +113,7 @@ def by_question_type(answers: Sequence[Answer]) -> list[dict[str, Any]]:
     judged = [answer for answer in answered_by_all(answers) if answer.right is not None]
     types = sorted({answer.kind for answer in judged})
     found = []
-    for name in policies(judged):
+    for name in policies(judged) if judged else ():
         mine = [answer for answer in judged if answer.policy == name]
         groups = {kind: [answer for answer in mine if answer.kind == kind] for kind in types} | {"all": mine}
         found.append({"policy": name, "types": {kind: _right(group) for kind, group in groups.items()}})
