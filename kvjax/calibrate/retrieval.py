@@ -146,7 +146,7 @@ class RepetitionScores(LayerObserver):
         """The sums over queries, those of this block included."""
         block = q.shape[3]
         position = index * block + jnp.arange(block)
-        scale = self.config.head_dim**-0.5
+        scale = self.config.attention_scale
         found = _diagonals(q[0].astype(jnp.float32), normaliser[0], k[0], position, self.period, self.repeats, scale)
         counts = (position > self.period) & (position < 1 + self.period * self.repeats)
         return partial + jnp.where(counts, found, 0.0).sum(axis=-1)

@@ -21,7 +21,7 @@ from kvjax.cache.buckets import prompt_bucket
 from kvjax.checkpoints.load import LanguageModel
 from kvjax.errors import UsageError
 from kvjax.model.config import ModelConfig
-from kvjax.model.decoder import LayerView
+from kvjax.model.decoder import DecoderLayer
 from kvjax.model.rope import Angles
 from kvjax.policies.signals import Signals
 from kvjax.prompts import prefix_tokens, tokenize
@@ -114,7 +114,7 @@ class SpanAttention(LayerObserver):
     config: ModelConfig
     window: int
 
-    def before_layer(self, layer: LayerView, x: Float[Array, "1 T M"], rope: Angles) -> list[Any]:
+    def before_layer(self, layer: DecoderLayer, x: Float[Array, "1 T M"], rope: Angles) -> list[Any]:
         """The queries of each span."""
         return [collector.before_layer(layer, x, rope) for collector in self._collectors()]
 
@@ -130,7 +130,7 @@ class SpanAttention(LayerObserver):
         return jnp.stack(masses)
 
     def _collectors(self) -> list[SignalCollector]:
-        scale, none = jnp.full((1,), self.config.head_dim**-0.5, jnp.float32), jnp.zeros((1,), jnp.int32)
+        scale, none = jnp.full((1,), self.config.attention_scale, jnp.float32), jnp.zeros((1,), jnp.int32)
         return [
             SignalCollector(Signals(window=self.window), self.config, none, end[None], first[None], scale, self.window)
             for first, end in self.spans

@@ -23,7 +23,7 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.cache.buckets import prompt_bucket
 from kvjax.model.config import ModelConfig
-from kvjax.model.decoder import Decoder, DecoderLayer, LayerView
+from kvjax.model.decoder import Decoder, DecoderLayer
 from kvjax.model.rope import Angles
 from kvjax.runtime.layer_forward import forward_layers
 from kvjax.runtime.layer_observer import LayerObserver
@@ -79,7 +79,7 @@ class Projections(LayerObserver):
 
     tokens: int
 
-    def before_layer(self, layer: LayerView, x: Float[Array, "B T M"], rope: Angles) -> tuple[Array, Array, Array]:
+    def before_layer(self, layer: DecoderLayer, x: Float[Array, "B T M"], rope: Angles) -> tuple[Array, Array, Array]:
         """The projections."""
         return layer.project(x[:, : self.tokens])
 

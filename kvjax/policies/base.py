@@ -115,7 +115,7 @@ class Policy:
 
     def window_scale(self, config: ModelConfig, total: Int[Array, " B"]) -> Float[Array, " B"]:
         """What multiplies q.k in the softmax of the window's mass, for rows of ``total`` tokens seen."""
-        return jnp.full(total.shape, config.head_dim**-0.5, jnp.float32)
+        return jnp.full(total.shape, config.attention_scale, jnp.float32)
 
     def check(self, config: ModelConfig) -> None:
         """Refuse a model this policy cannot run on, in one sentence (UsageError)."""
@@ -124,6 +124,12 @@ class Policy:
     def beyond_context(self) -> bool:
         """Whether a conversation may run past the model's context."""
         return False
+
+    @property
+    def only_appends(self) -> bool:
+        """Whether a slot, once written, stays as it is: what a turn added is then forgotten by its lengths alone."""
+        changing = ("sort_slots", "select", "compress", "append", "observe", "maintain")
+        return not self.merges and all(getattr(type(self), name) is getattr(Policy, name) for name in changing)
 
     def chunks(self, config: ModelConfig) -> tuple[int, int] | None:
         """(first, rest) tokens per prefill chunk, or None to take prompts whole."""

@@ -6,7 +6,7 @@ from typing import Any
 
 from jaxtyping import Array, Float, Int
 
-from kvjax.model.decoder import LayerView
+from kvjax.model.decoder import DecoderLayer
 from kvjax.model.rope import Angles
 from pallas_kernels.rows import Rows
 
@@ -17,7 +17,7 @@ class LayerObserver:
     A subclass overrides what it needs; all of it is traced, so nothing but arrays may differ from call to call.
     """
 
-    def before_layer(self, layer: LayerView, x: Float[Array, "B T M"], rope: Angles) -> Any:
+    def before_layer(self, layer: DecoderLayer, x: Float[Array, "B T M"], rope: Angles) -> Any:
         """Take something from the hidden states that the layer is about to read; ``finish`` is given it."""
         return None
 

@@ -22,7 +22,7 @@ from kvjax.cache.groups import parts, rounded
 from kvjax.cache.quantisation import Storage
 from kvjax.model.alibi import query_bias
 from kvjax.model.config import ModelConfig
-from kvjax.model.decoder import Decoder, DecoderView, LayerView
+from kvjax.model.decoder import Decoder, DecoderLayer
 from kvjax.model.rope import Angles, apply_rope, token_angles
 from kvjax.policies.base import Policy, PromptChunk, page_capacities
 from kvjax.policies.empty_cache import empty_cache
@@ -38,7 +38,7 @@ Pages = tuple[tuple[int, ...], ...]
 
 
 def read_layer(
-    layer: LayerView,
+    layer: DecoderLayer,
     x: Float[Array, "B T M"],
     rope: Angles,
     kept: Rows | None,
@@ -54,7 +54,7 @@ def read_layer(
     batch, tokens, _ = x.shape
     heads, group, dim = config.num_kv_heads, config.group_size, config.head_dim
     block = block_of(tokens)
-    scale = dim**-0.5
+    scale = config.attention_scale
     window = None if collector is None else collector.before_layer(layer, x, rope)
 
     def body(i: Int[Array, ""], carry: tuple[Array, Array, Array, Any]) -> tuple[Any, ...]:
@@ -81,7 +81,7 @@ def read_layer(
 
 
 def through_layers(
-    params: DecoderView,
+    params: Decoder,
     policy: Policy,
     first: int,
     caches: tuple[Any, ...],
@@ -127,7 +127,7 @@ def through_layers(
 
 
 def _forward(
-    params: DecoderView,
+    params: Decoder,
     cache: Cache,
     tokens: Int[Array, "B T"],
     count: Int[Array, " B"],
@@ -175,14 +175,14 @@ def zero_after(*made: Array) -> Int[Array, ""]:
     return zero
 
 
-def last_logits(params: DecoderView, x: Float[Array, "B T M"], count: Int[Array, " B"]) -> Float[Array, "B V"]:
+def last_logits(params: Decoder, x: Float[Array, "B T M"], count: Int[Array, " B"]) -> Float[Array, "B V"]:
     last = jnp.maximum(count - 1, 0)[:, None, None]
     return params.logits(jnp.take_along_axis(x, last, axis=1)[:, 0])
 
 
 def prefill_fresh(
     device: Device,
-    params: DecoderView,
+    params: Decoder,
     tokens: Int[Array, "B T"],
     count: Int[Array, " B"],
     total: Int[Array, " B"],
@@ -212,7 +212,7 @@ def prefill_fresh(
 
 def prefill_onto(
     device: Device,
-    params: DecoderView,
+    params: Decoder,
     cache: Cache,
     tokens: Int[Array, "B T"],
     count: Int[Array, " B"],

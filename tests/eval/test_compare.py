@@ -26,7 +26,7 @@ from kvjax.eval.recorded import record, record_bytes
 from kvjax.eval.results import AFTER, IN_VIEW, Estimate, Row, Scored, Settings
 from kvjax.generation import generate
 from kvjax.policies import parse
-from kvjax.runtime.session import read_prompts
+from kvjax.runtime.reading import read_prompts
 
 LENGTH = 480
 SETTINGS = Settings("needles", "float32", ("niah_single_1",), samples=2)

@@ -1,4 +1,4 @@
-"""What a family of models is to the loaders: a mapping of its configurations and the place of each of its weights."""
+"""A family of models as the loaders see it: a mapping of its configurations and the place of each of its weights."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import numpy as np
 
 from kvjax.model.config import ModelConfig
 
+#: Takes a parameter, with its logical axes, to the writable view of it that a tensor fills.
 Place = Callable[[np.ndarray], np.ndarray]
 
 
@@ -21,8 +22,8 @@ class Weight:
       hf, gguf: its name in either kind of checkpoint.
       shape: its shape there, [out, in] for a linear layer.
       param: the parameter it fills, as a path into ``Decoder`` ("layers.3.qkv").
-      place: takes that whole parameter to the writable view that this tensor fills: the tensor, reshaped to the
-        view's shape, is its value. Every transposition and permutation is expressed here, so nothing is copied for it.
+      place: takes that parameter to the writable view that this tensor fills: the tensor, reshaped to the view's
+        shape, is its value. Every transposition and permutation is expressed here, so nothing is copied for it.
     """
 
     hf: str
@@ -34,7 +35,7 @@ class Weight:
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """What the loaders need of an architecture.
+    """An architecture, to the loaders.
 
     Attributes:
       from_hf: ``(config.json, origin) -> ModelConfig``.
@@ -57,13 +58,13 @@ class Family:
         return [dataclasses.replace(weight, hf=weight.hf.removeprefix(prefix)) for weight in found]
 
 
-def whole(values: np.ndarray) -> np.ndarray:
+def unchanged(values: np.ndarray) -> np.ndarray:
     """The place of a tensor that is the parameter as it is."""
     return values
 
 
-def turned(values: np.ndarray) -> np.ndarray:
-    """The place of a matrix stored the other way round."""
+def transposed(values: np.ndarray) -> np.ndarray:
+    """The place of a matrix [out, in] that fills a parameter [in, out]."""
     return values.T
 
 

@@ -10,7 +10,7 @@ import pytest
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from model import gguf_files
+from support import gguf_files
 
 from kvjax.checkpoints.load import load
 from kvjax.errors import UsageError, WeightsError

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from model import gguf_files
+from support import gguf_files
 
 from kvjax.checkpoints.gguf import GGUFFile, dequantize
 from kvjax.checkpoints.load import load

@@ -7,7 +7,7 @@ import pathlib
 
 import pytest
 
-GOLDEN = json.loads((pathlib.Path(__file__).parent / "golden" / "smollm2.json").read_text())
+GOLDEN = json.loads((pathlib.Path(__file__).parents[1] / "golden" / "smollm2.json").read_text())
 
 
 @pytest.mark.parametrize("item", GOLDEN["strings"] + GOLDEN["prompts"])

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from kvjax.checkpoints.weight_map import Family, Place, Weight, input_last, output_first, turned, whole
+from kvjax.checkpoints.families.family import Family, Place, Weight, input_last, output_first, transposed, unchanged
+from kvjax.checkpoints.families.settings import gguf_keys, refuse_quantised, size
 from kvjax.errors import WeightsError
 from kvjax.model.config import ModelConfig
 
@@ -51,31 +52,23 @@ def _config(
 
 def _from_hf(config: Mapping[str, Any], origin: str) -> ModelConfig:
     """transformers' BloomConfig with its defaults; sizes have an old and a new name."""
-
-    def size(*names: str) -> int:
-        value = next((config[name] for name in names if config.get(name) is not None), None)
-        if not isinstance(value, int) or value < 1:
-            raise WeightsError(f"{origin} has {value!r} as its {names[0]}; a whole number is needed.")
-        return value
-
     if config.get("apply_residual_connection_post_layernorm"):
         raise WeightsError(
             f"{origin} adds residuals after their norm (apply_residual_connection_post_layernorm), "
             "which is not supported."
         )
-    if config.get("quantization_config"):
-        raise WeightsError(f"{origin} describes quantised weights (quantization_config), which cannot be read.")
-    hidden = size("hidden_size", "n_embed")
+    refuse_quantised(config, origin)
+    hidden = size(config, origin, "hidden_size", "n_embed")
     inner = config.get("n_inner") or 4 * hidden
     if inner != 4 * hidden:
         raise WeightsError(f"{origin} has {inner!r} as its n_inner; a bloom's is {4 * hidden}, 4 times hidden_size.")
     return _config(
         origin=origin,
-        vocabulary=size("vocab_size"),
+        vocabulary=size(config, origin, "vocab_size"),
         hidden=hidden,
         inner=inner,
-        layers=size("num_hidden_layers", "n_layer"),
-        heads=size("num_attention_heads", "n_head"),
+        layers=size(config, origin, "num_hidden_layers", "n_layer"),
+        heads=size(config, origin, "num_attention_heads", "n_head"),
         # ALiBi reads past any length; this is what the model was trained on.
         context=int(config.get("seq_length") or 2048),
         epsilon=float(config.get("layer_norm_epsilon", 1e-5)),
@@ -87,13 +80,7 @@ def _from_gguf(
     metadata: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], factors: Mapping[str, Any], origin: str
 ) -> ModelConfig:
     """llama.cpp's keys; its converter writes the tied head a second time, and then it is a head of its own."""
-
-    def key(name: str, default: Any = None) -> Any:
-        value = metadata.get(f"bloom.{name}", default)
-        if value is None:
-            raise WeightsError(f"{origin} lacks the key bloom.{name}.")
-        return value
-
+    key = gguf_keys(metadata, "bloom", origin)
     heads = key("attention.head_count")
     if key("attention.head_count_kv", heads) != heads:
         raise WeightsError(f"{origin} shares keys among heads, which a bloom model does not.")
@@ -115,16 +102,16 @@ def _fused(gguf: bool) -> Place:
 
     The parameter is [H, 3, D], since a head has one query of its own.
     """
-    return (lambda values: values.swapaxes(-3, -2)) if gguf else whole
+    return (lambda values: values.swapaxes(-3, -2)) if gguf else unchanged
 
 
 def _layer(config: ModelConfig, index: int, gguf: bool) -> Iterator[Weight]:
     hidden, inner, fused = config.hidden_size, config.intermediate_size, _fused(gguf)
     parts: tuple[tuple[str, str, str, int, int, Place, Place], ...] = (
         ("self_attention.query_key_value", "attn_qkv", "qkv", 3 * hidden, hidden, input_last(fused), fused),
-        ("self_attention.dense", "attn_output", "out", hidden, hidden, output_first, whole),
-        ("mlp.dense_h_to_4h", "ffn_up", "up", inner, hidden, turned, whole),
-        ("mlp.dense_4h_to_h", "ffn_down", "down", hidden, inner, turned, whole),
+        ("self_attention.dense", "attn_output", "out", hidden, hidden, output_first, unchanged),
+        ("mlp.dense_h_to_4h", "ffn_up", "up", inner, hidden, transposed, unchanged),
+        ("mlp.dense_4h_to_h", "ffn_down", "down", hidden, inner, transposed, unchanged),
     )
     hf, blk, param = f"transformer.h.{index}.", f"blk.{index}.", f"layers.{index}."
     for hf_name, gguf_name, target, rows, columns, matrix, bias in parts:
@@ -137,19 +124,19 @@ def _layer(config: ModelConfig, index: int, gguf: bool) -> Iterator[Weight]:
 
 def _norm(config: ModelConfig, hf: str, gguf: str, param: str) -> Iterator[Weight]:
     for part in (".weight", ".bias"):
-        yield Weight(hf + part, gguf + part, (config.hidden_size,), param + part, whole)
+        yield Weight(hf + part, gguf + part, (config.hidden_size,), param + part, unchanged)
 
 
 def _weights(config: ModelConfig, gguf: bool) -> Iterator[Weight]:
     vocabulary = (config.vocab_size, config.hidden_size)
-    target, view = ("head", turned) if config.tie_embeddings else ("embedding", whole)
+    target, view = ("head", transposed) if config.tie_embeddings else ("embedding", unchanged)
     yield Weight("transformer.word_embeddings.weight", "token_embd.weight", vocabulary, target, view)
     yield from _norm(config, "transformer.word_embeddings_layernorm", "token_embd_norm", "embedding_norm")
     for index in range(config.num_layers):
         yield from _layer(config, index, gguf)
     yield from _norm(config, "transformer.ln_f", "output_norm", "norm")
     if not config.tie_embeddings:
-        yield Weight("lm_head.weight", "output.weight", vocabulary, "head", turned)
+        yield Weight("lm_head.weight", "output.weight", vocabulary, "head", transposed)
 
 
 #: The published checkpoints were saved from the model without its head, whose names begin at "h.0".

@@ -21,6 +21,8 @@ _NAMES = {
     "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k",
     "self_attn.v_proj": "attn_v",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
     "self_attn.o_proj": "attn_output",
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
@@ -162,7 +164,7 @@ def gguf_tensors(chosen: tiny.TinyCase) -> dict[str, np.ndarray]:
         if stem.startswith("model.layers."):
             _, _, index, stem = stem.split(".", 3)
             block = f"blk.{index}."
-        if c["model_type"] != "qwen2" and stem in ("self_attn.q_proj", "self_attn.k_proj"):
+        if c["model_type"] not in ("qwen2", "qwen3") and stem in ("self_attn.q_proj", "self_attn.k_proj"):
             tensor = permute(tensor, c["num_attention_heads" if "q_proj" in stem else "num_key_value_heads"])
         out[f"{block}{_NAMES[stem]}.{kind}"] = tensor
     return out

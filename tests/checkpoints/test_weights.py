@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from model import gguf_files
 from safetensors.numpy import load_file, save_file
+from support import gguf_files
 
 from kvjax.checkpoints.load import load
 from kvjax.errors import UsageError, WeightsError

@@ -7,8 +7,7 @@ import json
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from model import gguf_files
-from support import tiny
+from support import gguf_files, tiny
 
 from kvjax.checkpoints.families import FAMILIES, family
 from kvjax.checkpoints.load import load
@@ -56,7 +55,7 @@ def test_qwen2_has_biases_on_queries_keys_and_values_only():
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"model_type": "gpt_neox"}, "architecture 'gpt_neox'; supported are bloom, llama, mistral, qwen2"),
+        ({"model_type": "gpt_neox"}, "architecture 'gpt_neox'; supported are bloom, llama, mistral, qwen2, qwen3"),
         ({"model_type": "lama"}, "did you mean llama"),
         ({"model_type": None}, "architecture None"),
         ({"model_type": ["llama"]}, "architecture"),

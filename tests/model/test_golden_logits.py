@@ -14,7 +14,7 @@ import kvjax
 from kvjax.checkpoints.load import load
 from kvjax.runtime.prefill import logits_of
 
-GOLDEN = pathlib.Path(__file__).parent / "golden"
+GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
 TINY = np.load(GOLDEN / "tiny_logits.npz")
 SMOLLM2 = json.loads((GOLDEN / "smollm2.json").read_text())
 # Largest difference, in standard deviations of the reference's logits.

@@ -305,7 +305,7 @@ def test_a_file_of_weights_alone(tmp_path):
 def test_the_hub(monkeypatch, tmp_path):
     import huggingface_hub
     from huggingface_hub.errors import LocalEntryNotFoundError
-    from model import gguf_files
+    from support import gguf_files
 
     folder = gguf_files.write_folder(gguf_files.case("llama_gqa"), tmp_path / "m")
     calls = []

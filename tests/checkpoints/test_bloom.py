@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from model import gguf_files
 from safetensors.numpy import load_file, save_file
-from support import bloom_oracle, tiny
+from support import bloom_oracle, gguf_files, tiny
 
 from kvjax.checkpoints.families import FAMILIES
 from kvjax.checkpoints.load import load
