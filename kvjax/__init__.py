@@ -9,11 +9,14 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from kvjax.policies.names import CLASSES
+
 if TYPE_CHECKING:
     from kvjax import batch as batch
     from kvjax import calibrate as calibrate
     from kvjax import policies as policies
     from kvjax.cache.cache import Cache as Cache
+    from kvjax.cache.continuation import concatenate as concatenate
     from kvjax.cache.quantisation import Storage as Storage
     from kvjax.chat import Chat as Chat
     from kvjax.checkpoints.load import LanguageModel as LanguageModel
@@ -26,7 +29,6 @@ if TYPE_CHECKING:
     from kvjax.generation import generate as generate
     from kvjax.generation import stream_generate as stream_generate
     from kvjax.history import read_history as read_history
-    from kvjax.joining import concatenate as concatenate
     from kvjax.model.config import ModelConfig as ModelConfig
     from kvjax.model.config import RopeConfig as RopeConfig
     from kvjax.options import GenerationOptions as GenerationOptions
@@ -43,17 +45,16 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-#: Where public names are from. They are imported when first used: `import kvjax` does not even import JAX. The classes
-#: of policies follow from `kvjax.policies`.
-_HOMES = {
+#: Public names by their modules, which are imported when a name is first used: `import kvjax` does not even import JAX.
+_NAMES = {
     "kvjax.cache.cache": ("Cache",),
+    "kvjax.cache.continuation": ("concatenate",),
     "kvjax.cache.quantisation": ("Storage",),
     "kvjax.chat": ("Chat",),
     "kvjax.checkpoints.load": ("LanguageModel", "load", "load_config"),
     "kvjax.errors": ("DoesNotFit", "KvjaxError", "UsageError", "WeightsError"),
     "kvjax.generation": ("generate", "stream_generate"),
     "kvjax.history": ("read_history",),
-    "kvjax.joining": ("concatenate",),
     "kvjax.model.config": ("ModelConfig", "RopeConfig"),
     "kvjax.options": ("GenerationOptions",),
     "kvjax.output": ("Output", "Piece", "Stats"),
@@ -62,29 +63,20 @@ _HOMES = {
     "kvjax.saving": ("load_cache", "save_cache"),
     "kvjax.sharding.mesh": ("Mesh",),
 }
+_HOMES = {name: module for module, names in _NAMES.items() for name in names} | CLASSES | {"Policy": "kvjax.policies"}
 _PACKAGES = ("batch", "calibrate", "policies")
+__all__ = sorted([*_HOMES, *_PACKAGES])  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "__all__":
-        return sorted([*_PACKAGES, *(name for names in _HOMES.values() for name in names), *_policies()])
     if name in _PACKAGES:
         return importlib.import_module(f"kvjax.{name}")
-    home = next((home for home, names in _HOMES.items() if name in names), None)
-    if home is None and (name.startswith("_") or name not in _policies()):
+    if name not in _HOMES:
         raise AttributeError(f"module 'kvjax' has no attribute {name!r}")
-    value = getattr(importlib.import_module(home or "kvjax.policies"), name)
+    value = getattr(importlib.import_module(_HOMES[name]), name)
     globals()[name] = value
     return value
 
 
-def _policies() -> list[str]:
-    """The names of the policies' classes, and of what they derive from."""
-    from kvjax import policies
-
-    found = {name: getattr(policies, name) for name in policies.__all__}
-    return [name for name, value in found.items() if isinstance(value, type) and issubclass(value, policies.Policy)]
-
-
 def __dir__() -> list[str]:
-    return __getattr__("__all__")
+    return __all__

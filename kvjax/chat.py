@@ -8,12 +8,13 @@ from collections.abc import Iterator
 from typing import Any, Self, Unpack
 
 from kvjax.cache.cache import Cache
-from kvjax.cache.host_memory import to_host
+from kvjax.cache.continuation import Continuation
 from kvjax.checkpoints.load import LanguageModel
 from kvjax.errors import UsageError
 from kvjax.generation import generate, stream_generate
 from kvjax.options import ChatKeywords, GenerationOptions, merged, shows_options
 from kvjax.output import Output, Piece
+from kvjax.ownership import Owned
 from kvjax.policies import Policy, parse
 from kvjax.rounds.conversation import Conversation
 
@@ -31,8 +32,10 @@ class Chat:
       keywords: fields of :class:`kvjax.GenerationOptions`, in place of those of ``options``:
 
     Attributes:
-      cache: the conversation so far, None before the first turn. It is a value: keep it to branch. (A
-        :class:`kvjax.Conversation` under RoundAttention.)
+      cache: the conversation so far, None before the first turn (a :class:`kvjax.Conversation` under RoundAttention).
+        It is a value: keep it to branch. Where neither it nor the last ``output.cache`` was read, and the policy keeps
+        every token, the next turn reuses its memory; a turn that fails or is abandoned puts it back.
+      changes: how often the conversation has changed, so that who saves it knows whether to save it again.
     """
 
     def __init__(
@@ -48,7 +51,25 @@ class Chat:
         if not self.options.chat:
             raise UsageError("Chat writes its turns by the chat template; leave chat=False out of its options.")
         self.lm, self.system, self.context = lm, system, context
-        self.cache: Cache | Conversation | None = None
+        self._held: Owned | None = None
+        self.changes = 0
+
+    @property
+    def cache(self) -> Cache | Conversation | None:
+        return None if self._held is None else self._held.share()  # pyright: ignore[reportReturnType]
+
+    @cache.setter
+    def cache(self, value: Continuation | None) -> None:
+        self._hold(None if value is None else Owned(value, shared=True))
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether there was a turn."""
+        return self._held is not None
+
+    def _hold(self, held: Owned | None) -> None:
+        self._held = held
+        self.changes += 1
 
     @property
     def policy(self) -> Policy | None:
@@ -59,8 +80,8 @@ class Chat:
         if not isinstance(text, str) or not text:
             raise UsageError("The message is empty or not text; give at least one character.")
         messages = [{"role": "user", "content": text}]
-        if self.cache is not None:
-            return messages, {"options": dataclasses.replace(self.options, policy=None), "cache": self.cache}
+        if self._held is not None:
+            return messages, {"options": dataclasses.replace(self.options, policy=None), "cache": self._held}
         if self.system is not None:
             messages.insert(0, {"role": "system", "content": self.system})
         return messages, {"options": self.options, "context": self.context}
@@ -68,9 +89,13 @@ class Chat:
     def send(self, text: str) -> Output:
         """One turn; a turn that is refused leaves the conversation as it was."""
         messages, options = self._request(text)
-        output = generate(self.lm, messages, **options)
-        self.cache = output.cache
-        return output
+        return self._move_on(generate(self.lm, messages, **options))
+
+    def _move_on(self, output: Output) -> Output:
+        """Continue from an output, whose cache is this conversation's unless somebody reads it."""
+        held = Owned(output.cache)
+        self._hold(held)
+        return dataclasses.replace(output, _cache=held.share)
 
     def stream(self, text: str) -> Iterator[Piece]:
         """One turn, streamed; the conversation moves on when the last piece has been taken."""
@@ -80,23 +105,21 @@ class Chat:
     def _follow(self, pieces: Iterator[Piece]) -> Iterator[Piece]:
         for piece in pieces:
             if piece.output is not None:
-                self.cache = piece.output.cache
+                piece = dataclasses.replace(piece, output=self._move_on(piece.output))
             yield piece
 
     def park(self) -> None:
         """Move the conversation to host memory while its user is idle; the next turn brings back what it needs."""
-        if isinstance(self.cache, Cache):
-            self.cache = to_host(self.cache)
-        elif self.cache is not None:
-            self.cache = self.cache.parked()
+        if self._held is not None:
+            self._held.park()
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the conversation so far to a folder, whole or not at all; see :func:`kvjax.save_cache`."""
         from kvjax.saving import save_cache
 
-        if self.cache is None:
+        if self._held is None:
             raise UsageError("There is nothing to save before the first turn; send a message first.")
-        save_cache(path, self.cache, self.lm)
+        save_cache(path, self._held.value, self.lm)
 
     @classmethod
     def load(
@@ -118,7 +141,8 @@ class Chat:
         chat = cls(lm, options, system=system, context=context, **keywords)
         if chat.options.policy is not None:
             raise UsageError("A conversation that was saved goes on under its own policy; leave policy= out.")
-        chat.cache = cache = load_cache(path, lm, memory_limit=chat.options.memory_limit)
+        cache = load_cache(path, lm, memory_limit=chat.options.memory_limit)
+        chat._hold(Owned(cache))
         # reset() forgets what was said, not how it was kept.
         storage = cache.storage if chat.options.storage is None else chat.options.storage
         chat.options = dataclasses.replace(chat.options, policy=cache.policy, storage=storage)
@@ -126,4 +150,4 @@ class Chat:
 
     def reset(self) -> None:
         """Forget the conversation."""
-        self.cache = None
+        self._hold(None)

@@ -2,31 +2,22 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, Unpack, overload
 
-import jax
-import numpy as np
-
 from kvjax.cache.cache import Cache
-from kvjax.cache.groups import slot_bytes
-from kvjax.cache.host_memory import as_numpy
 from kvjax.checkpoints.load import LanguageModel
 from kvjax.errors import UsageError
 from kvjax.options import GenerationKeywords, GenerationOptions, merged, shows_options
-from kvjax.output import Output, Piece, Stats
-from kvjax.planning import full_cache_bytes
-from kvjax.policies.round_attention import RoundAttention
+from kvjax.output import Output, Piece
 from kvjax.prompts import Prompt, Prompts
 from kvjax.request import Request
 from kvjax.rounds.conversation import Conversation
-from kvjax.rounds.generating import RoundTurn
-from kvjax.runtime.compilation import CompileClock, compile_clock
+from kvjax.runtime.compilation import compile_clock
 from kvjax.runtime.decode import CHUNK
-from kvjax.runtime.interrupt import Interrupt, interruptible
-from kvjax.runtime.session import ChunkResult, Session, spread
-from kvjax.text.detokenizer import TextStream, text_of
+from kvjax.runtime.interrupt import interruptible
+from kvjax.session import Session
+from kvjax.text.detokenizer import TextStream
 
 #: Tokens between two pieces of a stream.
 _STREAM_STEPS = 8
@@ -42,7 +33,7 @@ _Options = GenerationOptions | None
 class _Keywords(GenerationKeywords, total=False):
     """Every keyword of :func:`generate` but ``n``, for type checkers."""
 
-    cache: Cache | Conversation | Sequence[Cache] | Sequence[Conversation] | None
+    cache: Cache | Conversation | Sequence[Cache | Conversation] | None
     consume_cache: bool
     context: str | Sequence[int] | None
 
@@ -80,7 +71,7 @@ def generate(
     options: GenerationOptions | None = None,
     *,
     n: int = 1,
-    cache: Cache | Conversation | Sequence[Cache] | Sequence[Conversation] | None = None,
+    cache: Cache | Conversation | Sequence[Cache | Conversation] | None = None,
     consume_cache: bool = False,
     context: str | Sequence[int] | None = None,
     **keywords: Unpack[GenerationKeywords],
@@ -112,13 +103,12 @@ def generate(
 
 def answer(request: Request, consume_cache: bool = False, between: Callable[[], None] | None = None) -> Any:
     """Run a checked request and return its outputs; ``between`` is called after every chunk of tokens."""
-    with compile_clock() as clock, interruptible() as interrupt:
-        run = _Run(request, _session(request, clock, interrupt), clock)
-        run.prefill(consume_cache)
-        for _ in run.chunks(CHUNK):
+    with compile_clock() as clock, interruptible() as interrupt, Session(request, clock, interrupt) as session:
+        session.prefill(consume_cache)
+        for _ in session.chunks(CHUNK):
             if between is not None:
                 between()
-        return run.outputs()
+        return session.outputs()
 
 
 @shows_options()
@@ -149,137 +139,12 @@ def stream_generate(
 
 
 def _stream(request: Request, consume: bool) -> Iterator[Piece]:
-    with compile_clock() as clock, interruptible() as interrupt:
-        run = _Run(request, _session(request, clock, interrupt), clock)
-        run.prefill(consume)
+    with compile_clock() as clock, interruptible() as interrupt, Session(request, clock, interrupt) as session:
+        session.prefill(consume)
         text = TextStream(request.lm.tokenizer, request.options.stop_strings)
-        for result in run.chunks(_STREAM_STEPS):
+        for result in session.chunks(_STREAM_STEPS):
             piece = text.add(result.tokens[0])
             if piece or result.tokens[0]:
                 yield Piece(piece, tuple(result.tokens[0]))
-        output = run.outputs()
-        yield Piece(text.rest(), (), output)
-
-
-def _session(request: Request, clock: CompileClock, interrupt: Interrupt) -> Session:
-    return Session(request.lm.params, request.controls(), clock, interrupt, request.programs, request.may_grow)
-
-
-class _Run:
-    """One call of generate: rows, their tokens so far, and in the end their outputs."""
-
-    def __init__(self, request: Request, session: Session, clock: CompileClock):
-        self.request, self.session, self.clock = request, session, clock
-        self.tokens: list[list[int]] = [[] for _ in range(request.rows)]
-        self.logprobs: list[list[float]] | None = (
-            [[] for _ in range(request.rows)] if request.options.logprobs else None
-        )
-        self.reasons: list[str | None] = [None] * request.rows
-        self._cache: Cache | None = None
-        self._logits: jax.Array | None = None
-        self._rounds = RoundTurn(request, session) if isinstance(request.policy, RoundAttention) else None
-
-    def prefill(self, consume: bool) -> None:
-        """Read the context once, then the prompts, then give every sample its row."""
-        if self._rounds is not None:
-            self._cache, self._logits = self._rounds.prefill(consume)
-            return
-        request, session = self.request, self.session
-        options: dict[str, Any] = {"policy": request.policy, "dtype": request.dtype, "storage": request.storage}
-        cache, prompts = request.cache, request.prompts
-        if request.tokens.context:
-            cache, _ = session.prefill([request.tokens.context], cache=None, consume=False, **options)
-            cache, _ = spread(cache, None, [0] * request.programs.rows(len(prompts)))
-            consume = True
-        cache, logits = session.prefill(prompts, cache=cache, consume=consume, **options)
-        copies = [i // request.n for i in range(request.rows)]
-        copies += [0] * (request.programs.rows(request.rows) - request.rows)
-        self._cache, self._logits = spread(cache, logits, copies)
-
-    def chunks(self, steps: int) -> Iterator[ChunkResult]:
-        """The first token, then ``steps`` at a time."""
-        if self.request.options.max_new_tokens == 0:
-            self.reasons = ["length"] * self.request.rows
-            return
-        assert self._cache is not None and self._logits is not None
-        cache, self._cache = self._cache, None
-        result = self.session.start(cache, self._logits, self._present(), self.logprobs is not None)
-        self._take(result)
-        yield result
-        for result in self.session.chunks(steps):
-            self._take(result)
-            yield result
-        self._cache = self.session.cache
-
-    def _take(self, result: ChunkResult) -> None:
-        for row, tokens in enumerate(result.tokens):
-            self.tokens[row].extend(tokens)
-            if self.logprobs is not None and result.logprobs is not None:
-                self.logprobs[row].extend(result.logprobs[row])
-        self.reasons = result.reasons
-
-    def _present(self) -> np.ndarray:
-        """Which tokens each row's prompt holds, for the repetition penalty."""
-        present = np.zeros((self.request.rows, self.request.lm.config.vocab_size), bool)
-        for row in range(self.request.rows):
-            present[row, list(self.request.tokens.context)] = True
-            present[row, list(self.request.prompts[row // self.request.n])] = True
-        return present
-
-    def outputs(self) -> Any:
-        """Outputs in the shape of what was passed."""
-        cache = self._cache if self._cache is not None else self.session.cache
-        policy = self.request.policy
-        retained = [as_numpy(policy.retained(layer)) for layer in cache.layers]
-        seen = as_numpy(cache.seen)
-        n = self.request.n
-        kept = cache if self._rounds is None else self._rounds.finish(cache, self.tokens)
-        counters = retained, seen, cache.clipped
-        rows = [self._output(row, cache, kept, counters) for row in range(self.request.rows)]
-        grouped = [rows[i] if n == 1 else rows[i * n : (i + 1) * n] for i in range(len(rows) // n)]
-        return grouped[0] if self.request.tokens.single else grouped
-
-    def _output(
-        self,
-        row: int,
-        cache: Cache,
-        kept: Cache | Conversation,
-        counters: tuple[list[np.ndarray], np.ndarray, np.ndarray],
-    ) -> Output:
-        request, lm = self.request, self.request.lm
-        tokens = tuple(self.tokens[row])
-        text = text_of(lm.tokenizer, tokens, request.options.stop_strings)
-        logprobs = None if self.logprobs is None else tuple(self.logprobs[row])
-        return Output(
-            text=text,
-            tokens=tokens,
-            finish_reason=self.reasons[row] or self.session.cut,
-            logprobs=logprobs,
-            stats=self._stats(row, cache, *counters),
-            _cache=functools.partial(kept.row, row),
-        )
-
-    def _stats(self, row: int, cache: Cache, kept: list[np.ndarray], seen: np.ndarray, clipped: np.ndarray) -> Stats:
-        request, times = self.request, self.session.times
-        read = sum(len(ids) for ids in request.prompts) + len(request.tokens.context)
-        decoded = sum(max(len(tokens) - 1, 0) for tokens in self.tokens)
-        retained = tuple(tuple(int(x) for x in layer[row]) for layer in kept)
-        sizes = [slot_bytes(layer) for layer in cache.layers]
-        return Stats(
-            prompt_tokens=len(request.prompts[row // request.n]) + len(request.tokens.context),
-            generated_tokens=len(self.tokens[row]),
-            prompt_seconds=times.prompt,
-            decode_seconds=times.decode,
-            compile_seconds=self.clock.seconds,
-            time_to_first_token=times.first,
-            prompt_tokens_per_second=read / times.prompt if times.prompt > 0 else 0.0,
-            decode_tokens_per_second=decoded / times.decode if times.decode > 0 else 0.0,
-            cache_bytes=cache.nbytes // cache.batch,
-            device_cache_bytes=cache.device_nbytes,
-            live_cache_bytes=sum(int(np.dot(size, heads)) for size, heads in zip(sizes, retained, strict=True)),
-            full_cache_bytes=full_cache_bytes(request.lm.config, int(seen[row]), request.dtype),
-            clipped=int(clipped[row]),
-            retained=retained,
-            seen=int(seen[row]),
-            rounds=None if self._rounds is None else self._rounds.stats(row),
-        )
+        output = session.outputs()
+    yield Piece(text.rest(), (), output)

@@ -1,4 +1,4 @@
-"""A conversation that was held elsewhere: its messages read at once, and every round of it put where it belongs."""
+"""A conversation that was held elsewhere: its messages are read at once, and each question and answer is a round."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvjax.rounds.turn import read_question
 
 
 def history_ids(lm: LanguageModel, messages: Sequence[Mapping[str, Any]]) -> tuple[list[int], list[int]]:
-    """Ids of a conversation as turns would have fed them, and where each round begins.
+    """The ids that the turns of a conversation would have fed, and where each round begins.
 
     Args:
       messages: an optional system message, then user and assistant in turns, the assistant's last.

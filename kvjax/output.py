@@ -1,4 +1,4 @@
-"""What a generation returns: text, tokens, the compressed cache, and what it cost."""
+"""The results of a generation: text, tokens, the compressed cache, and what it cost."""
 
 from __future__ import annotations
 
@@ -6,15 +6,14 @@ import dataclasses
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from kvjax.cache.cache import Cache
-
 if TYPE_CHECKING:
+    from kvjax.cache.cache import Cache
     from kvjax.rounds.conversation import Conversation
 
 
 @dataclasses.dataclass(frozen=True)
 class RoundStats:
-    """What a turn under RoundAttention selected and where its bytes are.
+    """The rounds that a turn under RoundAttention selected, and where the conversation's bytes are.
 
     Attributes:
       rounds: earlier rounds there were to select from.
@@ -24,6 +23,8 @@ class RoundStats:
         what was selected, the turn's own.
       moved_bytes: that came from the host for this question.
       host_bytes: of all rounds' upper layers in host memory after the turn.
+      allocated: bytes on each device while the batch's answers were generated: :attr:`Stats.device_cache_bytes`.
+      peak: bytes on each device at the turn's worst moment: :attr:`Stats.device_peak_bytes`.
     """
 
     rounds: int
@@ -32,6 +33,8 @@ class RoundStats:
     tokens_used: int
     moved_bytes: int
     host_bytes: int
+    allocated: int = dataclasses.field(default=0, compare=False)
+    peak: int = dataclasses.field(default=0, compare=False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,12 +52,17 @@ class Stats:
       decode_tokens_per_second: generated tokens of all rows, the first of each apart, over ``decode_seconds``.
       cache_bytes: allocated for this row's cache, counters included.
       device_cache_bytes: allocated on each device for the whole batch, the rows that pad it on a mesh included.
-      live_cache_bytes: of them, slots that hold a token.
-      full_cache_bytes: what keeping every token seen would hold.
+      device_peak_bytes: the most that arrays held on each device between two programs of the call, for the whole
+        batch: the cache, the one it continues and copies on the way. Arrays from before the call are left out but for
+        what it continues; temporaries within a program are not counted.
+      live_cache_bytes: of ``cache_bytes``, slots that hold a token.
+      full_cache_bytes: bytes that keeping every token seen would take.
       clipped: int8 keys that were clipped because they came after their scale was fixed, over layers and heads.
       retained: tokens kept, [layer][KV head].
       seen: tokens the row has been through.
-      rounds: under RoundAttention, what the turn selected; the bytes above are then the device's while it answered.
+      rounds: under RoundAttention, what the turn selected. The cache's bytes above are then those while it answered,
+        with all rounds below the watershed and the selected ones above it; before and after that, while the question
+        is read and its round is closed, the device holds more: ``device_peak_bytes``.
     """
 
     prompt_tokens: int
@@ -67,6 +75,7 @@ class Stats:
     decode_tokens_per_second: float
     cache_bytes: int
     device_cache_bytes: int
+    device_peak_bytes: int
     live_cache_bytes: int
     full_cache_bytes: int
     clipped: int
@@ -97,9 +106,13 @@ class Output:
 
     @property
     def cache(self) -> Cache | Conversation:
-        """This row's cache, batch 1 (under RoundAttention its conversation).
+        """This row's cache, batch 1: a :class:`kvjax.Cache`, under RoundAttention a :class:`kvjax.Conversation`.
 
-        Continue from it with ``generate(lm, prompt, cache=output.cache)``.
+        Continue from it with ``generate(lm, prompt, cache=output.cache)``. A :class:`kvjax.Chat` consumes it in its
+        next turn unless it was read here before.
+
+        Raises:
+          UsageError: the chat that gave this output has gone on and consumed it.
         """
         return self._cache()
 

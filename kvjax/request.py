@@ -10,20 +10,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.cache.cache import Cache, take
-from kvjax.cache.host_memory import as_numpy, to_device
+from kvjax.cache.cache import Cache
+from kvjax.cache.continuation import Continuation, are_apart, check_continuable, one_batch
+from kvjax.cache.host_memory import as_numpy
 from kvjax.cache.quantisation import Storage, parse_storage
 from kvjax.checkpoints.load import LanguageModel
 from kvjax.checks import whole_number
 from kvjax.errors import UsageError
-from kvjax.joining import check_joinable, joined
 from kvjax.model.config import ModelConfig
 from kvjax.options import GenerationOptions
+from kvjax.ownership import Owned
 from kvjax.planning import check_fits, device_limit, weights_bytes
 from kvjax.policies import Full, Policy, parse
 from kvjax.policies.round_attention import SINKS
 from kvjax.prompts import Tokens, as_list, prefix_tokens, tokenize
-from kvjax.rounds.conversation import Conversation
 from kvjax.runtime.decode import Controls
 from kvjax.runtime.programs import Programs
 from kvjax.runtime.sampling import Sampling
@@ -37,14 +37,16 @@ class Request:
 
     Attributes:
       tokens: the context's and the prompts' ids as passed.
-      prompts: ids to read, row by row before samples are spread: a continued row begins with its pending token.
+      prompts: ids to read, row by row before samples are spread: a continued row begins with its next token.
       cache: what they are read onto, a row per prompt, or None.
+      cache_is_copy: whether its keys and values are the request's own, so that they may be consumed.
+      owned: the conversation that ``cache`` is, where its owner passed it.
       policy: which tokens stay. storage: as what.
       n: samples of each prompt. rows: prompts times samples.
       limits: tokens each prompt may generate, where that is not the options' number for all.
       numbers: what each prompt draws by, where that is not its place in the batch; a prompt of a long list so draws the
         same in whatever batch it comes.
-      opening: under a policy that places rounds, of each first prompt the tokens that belong to no round.
+      prefix: under a policy that offloads rounds, of each first prompt the tokens that belong to no round.
       programs: what they run on.
     """
 
@@ -68,7 +70,8 @@ class Request:
         self.tokens: Tokens = tokenize(lm, prompt, context=context, chat=options.chat, onto=cache is not None)
         count = len(self.tokens.prompts)
         # Nothing is joined or copied before everything was checked.
-        caches = _caches(cache, count)
+        self.owned = cache if isinstance(cache, Owned) else None
+        caches = _caches(cache if self.owned is None else self.owned.value, count)
         self.policy = _policy(options.policy, caches)
         self.policy.check(lm.config)
         self.storage = _storage(options.storage, caches)
@@ -77,20 +80,30 @@ class Request:
         self.rows = count * n
         self.programs = Programs(lm.mesh, lm.config)
         self.stop_ids = options.stop_ids(lm)
-        self.prompts = self._with_pending(_counters([old.next_token for old in caches], count, -1))
+        self.prompts = self._with_next_token(_counters([old.next_token for old in caches], count, -1))
         if any(not ids for ids in self.prompts):
             raise UsageError("A prompt has no tokens; give at least one character.")
-        joined = len(caches) == 1 and caches[0].batch == count  # whether the cache is used as it is
+        as_it_is = len(caches) == 1 and caches[0].batch == count  # else its rows are copied: joined, or spread over all
         sizes = [(old.nbytes if lm.mesh is None else old.nbytes // lm.mesh.size, old.batch) for old in caches]
-        already = sum(size // rows * (rows if joined else rows + count) for size, rows in sizes)
+        already = sum(size // rows * (rows if as_it_is else rows + count) for size, rows in sizes)
         self._check_size(_counters([old.seen for old in caches], count, 0), already)
-        held = [
-            adopt(to_device(old) if isinstance(old, Cache) else old.unparked(), lm.mesh, lm.config) for old in caches
-        ]
-        self.cache = _one_cache(held, count)
+        held = [adopt(old.to_device(), lm.mesh, lm.config) for old in caches]
+        self.cache = _one_row_each(held, count) if held else None
+        self.cache_is_copy = self.cache is not None and all(are_apart(self.cache, old) for old in caches)
         self.prefix: tuple[int, ...] = (
             self._prefix(prompt) if self.policy.offloads_rounds and self.cache is None else ()
         )
+
+    @property
+    def context(self) -> tuple[int, ...]:
+        """Ids that come before every prompt."""
+        return self.tokens.context
+
+    @property
+    def copies(self) -> list[int]:
+        """The prompt of every row that is generated, rows of padding last."""
+        own = [i // self.n for i in range(self.rows)]
+        return own + [0] * (self.programs.rows(self.rows) - self.rows)
 
     def _prefix(self, prompt: Any) -> tuple[int, ...]:
         """Tokens of each row's beginning that belong to no round: the system prompt, and the sinks at least."""
@@ -99,7 +112,7 @@ class Request:
         found = [prefix_tokens(self.lm, p, ids) if chat else 0 for p, ids in zip(prompts, firsts, strict=True)]
         return tuple(min(max(count, SINKS), len(ids)) for count, ids in zip(found, firsts, strict=True))
 
-    def _with_pending(self, next_token: np.ndarray) -> list[tuple[int, ...]]:
+    def _with_next_token(self, next_token: np.ndarray) -> list[tuple[int, ...]]:
         """Prompts of a continued cache begin with the token that was generated but not yet read."""
         result = []
         for token, ids, templated in zip(next_token.tolist(), self.tokens.prompts, self.tokens.templated, strict=True):
@@ -166,7 +179,7 @@ def _float32(value: float) -> jax.Array:
     return jnp.asarray(0.0 if value == 0 else min(max(value, float(limits.tiny)), float(limits.max)), jnp.float32)
 
 
-def _policy(policy: Policy | str | None, caches: Sequence[Cache | Conversation]) -> Policy:
+def _policy(policy: Policy | str | None, caches: Sequence[Continuation]) -> Policy:
     """The policy asked for, or the one the caches have."""
     if not caches:
         return Full() if policy is None else parse(policy)
@@ -178,7 +191,7 @@ def _policy(policy: Policy | str | None, caches: Sequence[Cache | Conversation])
     return caches[0].policy
 
 
-def _storage(storage: Any, caches: Sequence[Cache | Conversation]) -> Storage:
+def _storage(storage: Any, caches: Sequence[Continuation]) -> Storage:
     """The storage asked for, or the one the caches have."""
     if not caches:
         return parse_storage(storage)
@@ -189,14 +202,14 @@ def _storage(storage: Any, caches: Sequence[Cache | Conversation]) -> Storage:
     return caches[0].storage
 
 
-def _caches(cache: Any, count: int) -> list[Cache | Conversation]:
+def _caches(cache: Any, count: int) -> list[Continuation]:
     """The caches passed; together they have a row per prompt, or a single one for all prompts."""
     if cache is None:
         return []
     caches = list(cache) if isinstance(cache, (list, tuple)) else [cache]
     if not caches:
         raise UsageError("The list of caches is empty; give one cache a prompt, or leave cache= out.")
-    check_joinable("cache=", caches)
+    check_continuable("cache=", caches)
     rows = sum(item.batch for item in caches)
     if rows not in (1, count):
         there = "is 1 prompt" if count == 1 else f"are {count} prompts"
@@ -210,17 +223,13 @@ def _counters(parts: Sequence[jax.Array], count: int, missing: int) -> np.ndarra
     return np.broadcast_to(rows, (count,))
 
 
-def _one_cache(caches: Sequence[Any], count: int) -> Any:
+def _one_row_each(caches: Sequence[Any], count: int) -> Any:
     """The caches, or conversations, to continue as one batch with a row per prompt."""
-    if not caches:
-        return None
-    whole = joined(caches)
-    if whole.batch > 1:
-        return whole
-    return whole.take([0] * count) if isinstance(whole, Conversation) else take(whole, [0] * count)
+    whole = one_batch(caches)
+    return whole if whole.batch == count else whole.take([0] * count)
 
 
-def _same_model(config: ModelConfig, cache: Cache | Conversation) -> None:
+def _same_model(config: ModelConfig, cache: Continuation) -> None:
     shape = cache.model_shape
     wanted = (config.num_layers, config.num_kv_heads, config.head_dim)
     if shape != wanted:

@@ -9,6 +9,7 @@ import pytest
 from support import oracles
 
 import kvjax
+from kvjax.cache.continuation import keys_and_values
 from kvjax.policies import Full, LagKV, StreamingLLM
 from kvjax.prompts import tokenize
 
@@ -18,16 +19,16 @@ FIRST, SECOND, THIRD = (RNG.integers(0, 256, size).tolist() for size in (40, 9, 
 
 def fed_ids(monkeypatch) -> list[tuple[int, ...]]:
     """Collects the ids of every prompt that is read, as ``read_prompts`` gets them."""
-    import kvjax.runtime.session as session
+    import kvjax.runtime.reading as reading
 
     collected: list[tuple[int, ...]] = []
-    original = session.read_prompts
+    original = reading.read_prompts
 
     def spy(params, prompts, **options):
         collected.extend(tuple(ids) for ids in prompts)
         return original(params, prompts, **options)
 
-    monkeypatch.setattr(session, "read_prompts", spy)
+    monkeypatch.setattr(reading, "read_prompts", spy)
     return collected
 
 
@@ -239,3 +240,103 @@ def test_what_was_generated_is_not_templated_twice(tiny_model):
     found = tokenize(tiny_model, [[1, 2], "text"], context=None, chat=True, onto=True)
     assert found.templated == (False, True) and found.prompts[0] == (1, 2)
     assert tokenize(tiny_model, "text", context=None, chat=False, onto=True).templated == (False,)
+
+
+def test_one_cache_under_many_prompts_is_counted_for_each_and_once_more(tiny_model):
+    cache = kvjax.generate(tiny_model, FIRST, max_new_tokens=1).cache
+    longest = int(cache.seen[0]) + 1 + len(SECOND)
+    planned = kvjax.plan(tiny_model, prompt_tokens=longest, batch=3, max_new_tokens=1)
+    limit = planned.total_bytes + (1 + 3) * cache.nbytes
+    options = {"cache": cache, "max_new_tokens": 1}
+    assert len(kvjax.generate(tiny_model, [SECOND] * 3, memory_limit=limit, **options)) == 3
+    with pytest.raises(kvjax.DoesNotFit):
+        kvjax.generate(tiny_model, [SECOND] * 3, memory_limit=limit - 1, **options)
+
+
+ROUNDS = "round:watershed=1"
+
+
+def buffers(chat) -> list:
+    """Keys and values of a chat's conversation, without taking hold of them."""
+    return keys_and_values(chat._held.value)
+
+
+@pytest.mark.parametrize("policy", [None, ROUNDS])
+def test_a_turn_reuses_the_memory_that_nobody_else_holds(tiny_model, policy):
+    chat, told = (kvjax.Chat(tiny_model, policy=policy, max_new_tokens=3) for _ in range(2))
+    first = chat.send("one")
+    told.send("one")
+    old = buffers(chat)
+    second = chat.send("two")
+    assert all(leaf.is_deleted() for leaf in old)
+    with pytest.raises(kvjax.UsageError, match="has gone on from here"):
+        _ = first.cache
+    # Read in time, it stays a value, however the chat goes on.
+    told_second = told.send("two")
+    kept = told_second.cache
+    assert told_second.tokens == second.tokens
+    third = [talk.send("three").tokens for talk in (chat, told)]
+    messages = [{"role": "user", "content": "three"}]
+    again = [kvjax.generate(tiny_model, messages, cache=kept, max_new_tokens=3).tokens for _ in range(2)]
+    assert third == again
+    kept = chat.cache  # and so does what the chat itself gave
+    chat.send("four")
+    assert int(kept.seen[0]) < int(chat.cache.seen[0]) and not any(leaf.is_deleted() for leaf in keys_and_values(kept))
+
+
+@pytest.mark.parametrize(("policy", "storage"), [("streamingllm:budget=32", None), (None, "int8")])
+def test_a_turn_that_could_not_be_undone_leaves_the_cache_a_value(tiny_model, policy, storage):
+    chat = kvjax.Chat(tiny_model, policy=policy, storage=storage, max_new_tokens=3)
+    chat.send("one")
+    old = buffers(chat)
+    chat.send("two")
+    assert not any(leaf.is_deleted() for leaf in old)
+
+
+FAILURES = {
+    "in reading": ("kvjax.runtime.reading.spread", None),
+    "while it selects": ("kvjax.rounds.turn._check_fits", ROUNDS),
+    "in the first token": ("kvjax.session.Session._present", None),
+    "while it answers": ("kvjax.session.Session._collect", None),
+    "in closing": ("kvjax.rounds.closing._slice", ROUNDS),
+    "at the end": ("kvjax.session.Session._stats", ROUNDS),
+}
+
+
+@pytest.mark.parametrize(("name", "policy"), FAILURES.values(), ids=FAILURES.keys())
+@pytest.mark.parametrize("error", [KeyboardInterrupt, kvjax.DoesNotFit])
+def test_a_turn_that_fails_leaves_the_conversation_as_it_was(tiny_model, monkeypatch, name, policy, error):
+    chat, other = (kvjax.Chat(tiny_model, policy=policy, max_new_tokens=3) for _ in range(2))
+    for talk in (chat, other):
+        talk.send("one " * 20)
+    before, old = oracles.live(chat._held.value.device_layers), buffers(chat)
+
+    def fail(*_, **__):
+        raise error("cut off")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(name, fail)
+        with pytest.raises(error):
+            chat.send("two " * 20)
+    assert all(leaf.is_deleted() for leaf in old)
+    for one, same in zip(oracles.live(chat._held.value.device_layers), before, strict=True):
+        np.testing.assert_array_equal(one, same)
+    assert chat.send("and?").tokens == other.send("and?").tokens
+
+
+@pytest.mark.parametrize("policy", [None, ROUNDS])
+def test_an_abandoned_stream_gives_the_conversation_back(tiny_model, policy):
+    chat, other = (kvjax.Chat(tiny_model, policy=policy, max_new_tokens=12) for _ in range(2))
+    for talk in (chat, other):
+        talk.send("one")
+    pieces = chat.stream("abandoned")
+    next(pieces)
+    with pytest.raises(kvjax.UsageError, match="streamed turn of it is not done"):
+        chat.send("two")
+    pieces.close()
+    assert chat.send("two").tokens == other.send("two").tokens
+    # What waited while the conversation went on is refused.
+    late, now = chat.stream("late"), chat.stream("now")
+    list(now)
+    with pytest.raises(kvjax.UsageError, match="has gone on from here"):
+        next(late)

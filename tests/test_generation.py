@@ -115,7 +115,7 @@ def test_growing_past_the_first_room_changes_nothing(policy, monkeypatch):
     lm = toys.tiny_model(max_position=1024)
     options = dict(policy=policy, max_new_tokens=300, repetition_penalty=1.3)
     grown = kvjax.generate(lm, SHORT, **options)
-    monkeypatch.setattr("kvjax.runtime.session.NEW_TOKENS", 1024)
+    monkeypatch.setattr("kvjax.runtime.reading.NEW_TOKENS", 1024)
     roomy = kvjax.generate(lm, SHORT, **options)
     assert roomy.cache.new_capacity == grown.cache.new_capacity == 1024
     assert len(grown.tokens) == 300 and grown.tokens == roomy.tokens

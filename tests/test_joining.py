@@ -19,7 +19,7 @@ def talks(tiny_model):
 
 
 def test_conversations_of_several_users_go_on_as_one_batch(tiny_model, talks):
-    both = kvjax.concatenate([talks[0], talks[1].parked()])
+    both = kvjax.concatenate([talks[0], talks[1].to_host()])
     assert isinstance(both, kvjax.Conversation) and both.batch == 2 and both.asked == (1, 1)
     assert both.rounds[0][0].upper is talks[0].rounds[0][0].upper  # shared, not copied
     # A list of conversations, whose rows are known to answer as they do alone, is the same batch.

@@ -9,7 +9,7 @@ import pytest
 import toys
 
 import kvjax
-from kvjax.planning import full_cache_bytes, human
+from kvjax.planning import full_cache_bytes
 
 CONFIG = toys.tiny_config(max_position=1 << 15)
 
@@ -70,7 +70,7 @@ def test_generation_is_refused_by_the_same_plan_before_it_allocates(tiny_model, 
     prompts, before = [[1] * 400] * 4, lambda *_, **__: pytest.fail("something ran")
     kvjax.generate(tiny_model, prompts, max_new_tokens=0, memory_limit=planned.total_bytes)
     cache = kvjax.generate(tiny_model, [1] * 50, max_new_tokens=1).cache
-    for name in ("kvjax.runtime.session.read_prompts", "kvjax.request.take", "kvjax.request.joined"):
+    for name in ("kvjax.runtime.reading.read_prompts", "kvjax.request.adopt", "kvjax.request.one_batch"):
         monkeypatch.setattr(name, before)
     with pytest.raises(kvjax.DoesNotFit, match="batch of 3"):
         kvjax.generate(tiny_model, prompts, max_new_tokens=0, memory_limit=planned.total_bytes - 1)
@@ -103,14 +103,7 @@ def test_the_table_says_every_byte_and_head(tiny_model):
     assert str(planned) == text
     for size in (planned.weights_bytes, planned.cache_bytes, planned.prefill_peak_bytes, planned.total_bytes):
         assert f"{size:,} bytes" in text
-    assert "0-1" in text and f"2 x {planned.retained[0][0]}" in text and "1.0 GiB" in text
-    assert [human(n) for n in (5, 1023, 1024, 5 << 20, 3 << 40)] == [
-        "5 B",
-        "1023 B",
-        "1.0 KiB",
-        "5.0 MiB",
-        "3072.0 GiB",
-    ]
+    assert "0-1" in text and f"2 x {planned.retained[0][0]}" in text and "1.07 GB" in text
 
 
 @pytest.mark.parametrize(
@@ -133,3 +126,10 @@ def test_plans_of_nonsense_are_refused_in_a_sentence(request_):
 def test_a_plan_is_of_a_model():
     with pytest.raises(kvjax.UsageError, match=r"kvjax\.load"):
         kvjax.plan("smollm2-135m-instruct", prompt_tokens=1)
+
+
+@pytest.mark.parametrize(("policy", "fed"), [("streamingllm:window=200,positions=cache", 99), ("full", 12)])
+def test_a_plan_counts_tokens_beyond_the_context_where_the_policy_goes_on(policy, fed):
+    config = toys.tiny_config(max_position=512)
+    planned = kvjax.plan(config, prompt_tokens=500, max_new_tokens=100, policy=policy)
+    assert planned.full_cache_bytes == full_cache_bytes(config, 500 + fed, jnp.float32)

@@ -1,10 +1,9 @@
-"""The cache of a whole model as a value: what one turn leaves and the next one starts from."""
+"""The cache of a whole model as a value, which one turn leaves and the next one starts from."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Int
 
 from kvjax.cache.groups import Layer, pages_by_group, parts, slot_bytes, with_parts
-from kvjax.cache.host_memory import as_numpy
+from kvjax.cache.host_memory import as_numpy, device_bytes, to_device, to_host
 from kvjax.cache.layout import platform_layout
 from kvjax.cache.pool import LayerCache, resize, shard, unshard
 from kvjax.cache.quantisation import Storage
@@ -34,11 +33,11 @@ class Cache:
     Attributes:
       layers: one :class:`LayerCache` or :class:`HeadGroups` a layer; capacities may differ among layers and heads.
       seen: [B] int32, tokens each row has been through, kept or not: the position of the next token.
-      anchor: [B] int32, ``seen`` when the last prompt was in; ``seen - anchor`` tokens were decoded since.
-      pending: [B] int32, a token that was generated but not yet fed, or -1; the next turn begins with it.
+      prompt_end: [B] int32, ``seen`` when the last prompt was in; ``seen - prompt_end`` tokens were decoded since.
+      next_token: [B] int32, a token that was generated but not yet read, or -1; the next turn begins with it.
       policy: which tokens stay; static.
       prompt_capacity: tokens of prompt the allocation was made for; static.
-      new_capacity: tokens that may be decoded after ``anchor`` before the pools must grow; static.
+      new_capacity: tokens that may be decoded after ``prompt_end`` before the pools must grow; static.
     """
 
     layers: tuple[Any, ...]  # of the kind that the policy's init_layer makes
@@ -61,8 +60,7 @@ class Cache:
     @property
     def device_nbytes(self) -> int:
         """Allocated bytes on each device of the mesh; all devices hold equally many."""
-        leaves = jax.tree.leaves(self)
-        return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
+        return device_bytes(jax.tree.leaves(self))
 
     @property
     def live_nbytes(self) -> int:
@@ -102,6 +100,37 @@ class Cache:
 
     def replace(self, **changes: object) -> Cache:
         return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
+
+    # --- what can be continued: see kvjax.cache.continuation ---------------------------------------------------
+
+    @property
+    def device_layers(self) -> Cache:
+        """All of it."""
+        return self
+
+    def with_device_layers(self, cache: Cache) -> Cache:
+        return cache
+
+    def take(self, indices: Sequence[int]) -> Cache:
+        """Rows in the given order; a row may be taken several times. A copy, unless all rows stay."""
+        return take(self, indices)
+
+    def join(self, others: Sequence[Cache]) -> Cache:
+        """One batch with others that share its policy; each head gets the largest of its allocations.
+
+        Raises:
+          UsageError: when policies, models or storages differ, or when a policy's own state depends on the allocation
+            and the allocations differ.
+        """
+        return _concatenate([self, *others])
+
+    def to_host(self) -> Cache:
+        """All of it in pinned host memory."""
+        return to_host(self)
+
+    def to_device(self) -> Cache:
+        """All of it in device memory."""
+        return to_device(self)
 
     def row(self, index: int) -> Cache:
         """One row as a cache of batch 1."""
@@ -162,21 +191,7 @@ def _sharding_of_rows(leaf: Array, rows: int) -> Any:
     return NamedSharding(where.mesh, PartitionSpec(first, *where.spec[1:]))
 
 
-def refuse_consumed(cache: Any) -> None:
-    """Refuse a cache, or a conversation, whose pools were donated (UsageError)."""
-    if any(leaf.is_deleted() for leaf in jax.tree.leaves(cache.pools[0].kv)):
-        raise UsageError("This cache was consumed by an earlier call; keep a cache by leaving consume_cache=False.")
-
-
-def concatenate(caches: Sequence[Cache]) -> Cache:
-    """One batch out of caches that share a policy, in order; each head gets the largest of its allocations.
-
-    Raises:
-      UsageError: when policies, models or storages differ, or when a policy's own state depends on the allocation and
-        the allocations differ.
-    """
-    if len(caches) == 1:
-        return caches[0]
+def _concatenate(caches: Sequence[Cache]) -> Cache:
     shapes = {tuple(len(layer.pages) for layer in cache.layers) for cache in caches}
     if any(cache.policy != caches[0].policy for cache in caches) or len(shapes) > 1:
         raise UsageError("Caches of one batch must share model and policy; continue these one by one instead.")
@@ -205,7 +220,7 @@ def resize_layer(layer: Layer, pages: tuple[int, ...]) -> Layer:
 
 
 def _aligned(caches: Sequence[Cache]) -> list[Cache]:
-    """The caches with equal allocations, and the rooms that every row surely has in them."""
+    """The caches with equal allocations, and the capacities that every row surely has in them."""
     prompt_capacity, new_capacity = max(c.prompt_capacity for c in caches), min(c.new_capacity for c in caches)
     result = []
     for cache in caches:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from typing import Any, TypeVar
 
 import jax
@@ -63,6 +65,18 @@ def committed(tree: Tree) -> Tree:
 def nbytes(tree: Any) -> int:
     """Bytes of all arrays of a tree."""
     return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
+
+
+def device_bytes(arrays: Iterable[Any]) -> int:
+    """Bytes of arrays on each device that has some of them; on a mesh all devices hold equally many."""
+    here = (x for x in arrays if isinstance(x, jax.Array))  # a counter may be NumPy's
+    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in here)
+
+
+def live_device_bytes() -> int:
+    """Bytes on each device of all arrays that exist in this process, host memory left out."""
+    arrays = (x for x in jax.live_arrays() if not x.is_deleted() and x.sharding.memory_kind != HOST)
+    return device_bytes(x for x in arrays if not jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended))
 
 
 def as_numpy(x: Any) -> np.ndarray:

@@ -70,7 +70,7 @@ def layer_bounds(layer: DecoderLayer) -> tuple[Float[np.ndarray, " N"], Float[np
     if config.qkv_bias:
         weight = np.concatenate([weight, np.asarray(logical(layer.qkv_bias), np.float64)[None]])
         reach += 1
-    sure = 2 * product_norms(weight) / np.sqrt(config.head_dim) * reach
+    sure = 2 * product_norms(weight) * config.attention_scale * reach
     return printed.reshape(-1), sure.reshape(-1)
 
 

@@ -22,6 +22,6 @@ def weights_digest(params: Decoder) -> str:
     for param in jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, nnx.Variable)):
         leaf = param.get_value()
         if leaf.ndim > 1:
-            leaf = leaf[:64, :2].T if param.get_metadata("turned", False) else leaf[:2, :64]
+            leaf = leaf[:64, :2].T if param.get_metadata("transposed", False) else leaf[:2, :64]
         seen.update(np.asarray(leaf).astype(np.float32).astype(jnp.bfloat16).tobytes())
     return seen.hexdigest()[:32]

@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding
 from jax.typing import DTypeLike
 
 from kvjax.checkpoints.checkpoint import Checkpoint
-from kvjax.checkpoints.weight_map import Weight
+from kvjax.checkpoints.families import Weight
 from kvjax.errors import WeightsError
 from kvjax.model.config import ModelConfig
 from kvjax.model.decoder import Decoder, abstract_decoder, logical_view

@@ -10,12 +10,11 @@ from pathlib import Path
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from kvjax.checkpoints.families import family
+from kvjax.checkpoints.families import Family, family
 from kvjax.checkpoints.fill import default_dtype, fill
 from kvjax.checkpoints.gguf import GGUFFile
 from kvjax.checkpoints.hub import fetch
 from kvjax.checkpoints.safetensors import SafetensorsFolder, read_json
-from kvjax.checkpoints.weight_map import Family
 from kvjax.errors import UsageError, WeightsError
 from kvjax.model.config import ModelConfig
 from kvjax.model.decoder import Decoder

@@ -83,7 +83,7 @@ def chat(
     conversation = kvjax.Chat(lm, **keywords) if load is None else saved_chat.continued(lm, load, keywords)
     record = saved_chat.Record(save)
     if save is not None and load is not None and save.resolve() == load.resolve():
-        record.written = conversation.cache
+        record.written = conversation.changes
     try:
         return _converse(conversation, record, json)
     finally:

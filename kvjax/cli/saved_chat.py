@@ -64,25 +64,25 @@ class Record:
 
     Attributes:
       folder: the folder, or None.
-      written: the cache that is there.
+      written: :attr:`kvjax.Chat.changes` of the conversation that is there.
     """
 
-    def __init__(self, folder: Path | None, written: Any = None):
+    def __init__(self, folder: Path | None, written: int = 0):
         self.folder, self.written = folder, written
 
     def move(self, folder: Path, conversation: kvjax.Chat) -> None:
         """Keep the conversation in another folder from now on, beginning with what there is of it."""
         check_free(folder, self.folder)
-        self.folder, self.written = folder, None
+        self.folder, self.written = folder, 0
         self.keep(conversation)
 
     def keep(self, conversation: kvjax.Chat) -> bool:
         """Write the conversation if it has moved on; whether Ctrl-C was pressed meanwhile, which waits for that."""
         from kvjax.runtime.interrupt import interruptible
 
-        if self.folder is None or conversation.cache is None or conversation.cache is self.written:
+        if self.folder is None or not conversation.has_begun or conversation.changes == self.written:
             return False
         with interruptible() as interrupt:
             conversation.save(self.folder)
-        self.written = conversation.cache
+        self.written = conversation.changes
         return interrupt.requested

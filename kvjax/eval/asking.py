@@ -6,14 +6,12 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
 from kvjax.cache.cache import Cache
 from kvjax.cache.quantisation import Storage
 from kvjax.checkpoints.load import LanguageModel
 from kvjax.eval.recorded import RecordedDecoder
-from kvjax.model.decoder import Decoder
 from kvjax.options import GenerationOptions
 from kvjax.planning import full_cache_bytes
 from kvjax.policies.base import Policy
@@ -22,7 +20,7 @@ from kvjax.request import Request
 from kvjax.runtime.compilation import CompileClock
 from kvjax.runtime.decode import CHUNK
 from kvjax.runtime.interrupt import Interrupt
-from kvjax.runtime.session import Session, read_prompts
+from kvjax.session import Session
 from kvjax.text.detokenizer import text_of
 
 
@@ -62,57 +60,42 @@ class Asker:
 
     def compress(self, made: RecordedDecoder | None, prompts: Sequence[Sequence[int]], policy: Policy) -> Cache:
         """The cache the policy makes of prompts, from their record or, without one, by reading them."""
-        request = self._request(prompts, policy, None, 0)
-        params = self.lm.params if made is None else made
-        cache, _ = self._read(params, request)
-        return cache
+        return self._read(self._request(prompts, policy, None, 0), made).cache
 
     def ask_fresh(
         self, made: RecordedDecoder | None, prompts: Sequence[Sequence[int]], policy: Policy, max_new_tokens: int
     ) -> Answers:
         """Answer whole prompts: what is asked is in view of the compression."""
-        request = self._request(prompts, policy, None, max_new_tokens)
-        params = self.lm.params if made is None else made
-        cache, logits = self._read(params, request)
-        return self._answer(request, self._session(request), cache, logits)
+        return self._answer(self._read(self._request(prompts, policy, None, max_new_tokens), made))
 
     def ask_onto(self, cache: Cache, prompts: Sequence[Prompt], max_new_tokens: int) -> Answers:
         """Answer what is asked after the cache was compressed; the cache is consumed."""
-        request = self._request(prompts, None, cache, max_new_tokens)
-        session = self._session(request)
-        options: dict[str, Any] = dict(policy=request.policy, dtype=request.dtype)
-        cache, logits = session.prefill(request.prompts, cache=request.cache, consume=True, **options)
-        self.check()
-        return self._answer(request, session, cache, logits)
+        return self._answer(self._read(self._request(prompts, None, cache, max_new_tokens), None))
 
     def _request(self, prompts: Any, policy: Policy | None, cache: Cache | None, max_new_tokens: int) -> Request:
         chat = self.lm.tokenizer.has_chat_template
         options = GenerationOptions(policy=policy, storage=self._storage, chat=chat, max_new_tokens=max_new_tokens)
         return Request(self.lm, list(prompts), options, cache=cache)
 
-    def _read(self, params: Decoder, request: Request) -> tuple[Cache, jax.Array]:
-        options: dict[str, Any] = dict(policy=request.policy, dtype=request.dtype, storage=request.storage)
-        result = jax.block_until_ready(read_prompts(params, request.prompts, cache=None, consume=False, **options))
+    def _read(self, request: Request, made: RecordedDecoder | None) -> Session:
+        session = Session(request, self._clock, self._interrupt)
+        session.prefill(consume=True, params=made)
         self.check()
-        return result
+        return session
 
-    def _session(self, request: Request) -> Session:
-        return Session(self.lm.params, request.controls(), self._clock, self._interrupt)
-
-    def _answer(self, request: Request, session: Session, cache: Cache, logits: jax.Array) -> Answers:
-        seen = np.asarray(cache.seen)
-        full = sum(full_cache_bytes(self.lm.config, int(tokens), request.dtype) for tokens in seen)
+    def _answer(self, session: Session) -> Answers:
+        request, cache = session.request, session.cache
+        full = sum(full_cache_bytes(self.lm.config, int(tokens), request.dtype) for tokens in np.asarray(cache.seen))
         before = dict(live_bytes=cache.live_nbytes, allocated_bytes=cache.nbytes, full_bytes=full)
-        present = np.zeros((request.rows, self.lm.config.vocab_size), bool)
-        rows = session.start(cache, logits, present, False).tokens
-        for result in session.chunks(CHUNK):
-            rows = [old + new for old, new in zip(rows, result.tokens, strict=True)]
+        del cache
+        for _ in session.chunks(CHUNK):
+            continue
         self.check()
         return Answers(
-            texts=tuple(text_of(self.lm.tokenizer, tokens) for tokens in rows),
-            tokens=tuple(map(tuple, rows)),
+            texts=tuple(text_of(self.lm.tokenizer, tokens) for tokens in session.tokens),
+            tokens=tuple(map(tuple, session.tokens)),
             cache=session.cache,
-            cost=Cost(**before, steps=max(map(len, rows)) - 1, seconds=session.times.decode),
+            cost=Cost(**before, steps=max(map(len, session.tokens)) - 1, seconds=session.times.decode),
         )
 
     def check(self) -> None:

@@ -117,12 +117,13 @@ def _answer(
 ) -> list[NeedleAnswer]:
     from kvjax.generation import generate
 
-    contexts, questions = zip(*(prompt_ids(lm, sample) for sample in group), strict=True)
+    asked = [prompt_ids(lm, sample) for sample in group]
+    contexts, questions = [context for context, _ in asked], [question for _, question in asked]
     if ask_after:
-        caches = [output.cache for output in generate(lm, list(contexts), policy=policy, max_new_tokens=0)]
-        outputs = generate(lm, list(questions), cache=caches, max_new_tokens=max_new_tokens)
+        caches = [output.cache for output in generate(lm, contexts, policy=policy, max_new_tokens=0)]
+        outputs = generate(lm, questions, cache=caches, max_new_tokens=max_new_tokens)
     else:
-        wholes = [context + question for context, question in zip(contexts, questions, strict=True)]
+        wholes = [context + question for context, question in asked]
         outputs = generate(lm, wholes, policy=policy, max_new_tokens=max_new_tokens)
     return [
         NeedleAnswer(

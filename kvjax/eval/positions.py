@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from jaxtyping import Float
@@ -53,7 +53,7 @@ def retained_positions(lm: LanguageModel, tokens: Sequence[int], policy: str) ->
     Raises:
       UsageError: a policy whose pool does not say which position a slot holds.
     """
-    cache = generate(lm, list(tokens), policy=policy, max_new_tokens=0).cache
+    cache: Any = generate(lm, list(tokens), policy=policy, max_new_tokens=0).cache
     share = np.zeros((len(cache.layers), len(tokens)))
     for number, layer in enumerate(cache.layers):
         heads = 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from kvjax.checks import number, whole_number
 from kvjax.errors import UsageError
@@ -56,6 +56,11 @@ class RopeConfig:
             number("high_freq_factor", self.high_freq_factor, self.low_freq_factor, open_below=True)
 
 
+def added(default: Any) -> Any:
+    """A field of :class:`ModelConfig` that version 0.1 did not have, with what every model of then means."""
+    return dataclasses.field(default=default, metadata={"added": True})
+
+
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
     """Shape of a decoder-only transformer; one decoder serves every family, and a family is a mapping to this.
@@ -72,6 +77,7 @@ class ModelConfig:
       norm: root-mean-square norm, or layer norm (mean removed, with a bias).
       mlp: SiLU gated by a second projection, or one projection through GELU in its tanh form.
       embedding_norm: whether the token embeddings go through a norm of their own before the first layer.
+      qk_norm: whether each head's queries and keys go through a root-mean-square norm before rotary embedding.
       qkv_bias, output_bias, mlp_bias: whether those projections add a bias.
       tie_embeddings: whether the output head is the token embedding.
     """
@@ -95,6 +101,7 @@ class ModelConfig:
     norm: NormKind = "rms"
     mlp: MLPKind = "gated_silu"
     embedding_norm: bool = False
+    qk_norm: bool = added(False)
 
     def __post_init__(self) -> None:
         sizes = "vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads"
@@ -115,8 +122,25 @@ class ModelConfig:
             raise UsageError(f"head_dim is {self.head_dim}; a head needs at least 1 channel.")
         if self.positional == "rope" and self.head_dim % 2:
             raise UsageError(f"head_dim is {self.head_dim}; rotary embedding needs an even number of at least 2.")
+        if self.qk_norm and self.positional != "rope":
+            raise UsageError("qk_norm is for models with rotary embedding; ALiBi's scopes are those of plain queries.")
 
     @property
     def group_size(self) -> int:
         """Query heads that share one key/value head (G)."""
         return self.num_heads // self.num_kv_heads
+
+    @property
+    def attention_scale(self) -> float:
+        """The factor of q.k in the softmax: 1 / sqrt(head_dim)."""
+        return self.head_dim**-0.5
+
+    def identity(self) -> dict[str, Any]:
+        """The fields by which saved conversations know a model.
+
+        A field that was added after version 0.1 is left out where it holds its default, so that a model has the
+        identity that it was saved with.
+        """
+        known = dataclasses.asdict(self)
+        unused = {f.name for f in dataclasses.fields(self) if f.metadata.get("added") and known[f.name] == f.default}
+        return {name: value for name, value in known.items() if name not in unused}

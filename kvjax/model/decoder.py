@@ -7,8 +7,9 @@ a CPU step is bound by the number and the bytes of products, and grouping by KV 
 
 from __future__ import annotations
 
+import copy
 import math
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from kvjax.model.config import ModelConfig
+from kvjax.model.exchange import ONE_DEVICE, Exchange
 from kvjax.model.matmul import matmul, matmul_nt
 
 
@@ -39,32 +41,6 @@ def _param(
     values = jax.random.normal(rngs.params(), shape, jnp.float32) * fan_in**-0.5
     values = values.astype(dtype).reshape((math.prod(shape[:inputs]), -1) if inputs else (-1,))
     return nnx.Param(values.T if transposed else values, axes=axes, logical=shape, inputs=inputs, transposed=transposed)
-
-
-@runtime_checkable
-class LayerView(Protocol):
-    """What the runtime asks of a layer: a :class:`DecoderLayer`, or what one device of a mesh has of it."""
-
-    config: ModelConfig
-
-    def project(self, x: Array) -> tuple[Array, Array, Array]: ...
-
-    def finish(self, x: Array, attended: Array) -> Array: ...
-
-
-@runtime_checkable
-class DecoderView(Protocol):
-    """What the runtime asks of a model: a :class:`Decoder`, or what one device of a mesh has of it."""
-
-    config: ModelConfig
-    layers: Any  # a sequence of LayerView
-
-    @property
-    def dtype(self) -> Any: ...
-
-    def embed(self, tokens: Array) -> Array: ...
-
-    def logits(self, x: Array) -> Array: ...
 
 
 def logical(param: nnx.Variable) -> jax.Array:
@@ -128,8 +104,13 @@ class DecoderLayer(nnx.Module):
       out [H, G, D | M]; gate_up [M | F / C, 2, C]: C columns of the gate, then as many of what it gates, so that a
       share of the columns holds both halves; or up [M | F] without a gate; down [F | M].
       Optional biases have the same names and logical axes without the input's: qkv_bias [H, G + 2, D], out_bias [M],
-      gate_up_bias [F / C, 2, C] or up_bias [F], down_bias [M].
+      gate_up_bias [F / C, 2, C] or up_bias [F], down_bias [M]. q_norm and k_norm, where there are, have D weights.
+
+    On a mesh ``config`` has the heads of one device, the parameters are its parts of them, and ``exchange`` is what the
+    devices exchange (:func:`with_exchange`).
     """
+
+    exchange: Exchange = ONE_DEVICE
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, dtype: DTypeLike):
         hidden, heads, group, dim = config.hidden_size, config.num_kv_heads, config.group_size, config.head_dim
@@ -145,6 +126,8 @@ class DecoderLayer(nnx.Module):
         else:
             self.up = _param(rngs, (hidden, inner), (None, "mlp"), dtype, transposed=True)
         self.down = _param(rngs, (inner, hidden), ("mlp", None), dtype)
+        if config.qk_norm:
+            self.q_norm, self.k_norm = (RMSNorm(dim, config.rms_norm_eps, dtype=dtype) for _ in range(2))
         if config.qkv_bias:
             self.qkv_bias = _param(rngs, (heads, group + 2, dim), ("kv_heads", None, None), dtype, 0)
         if config.output_bias:
@@ -164,17 +147,17 @@ class DecoderLayer(nnx.Module):
         flat = matmul(self.input_norm(x), self.qkv[...])
         if c.qkv_bias:
             flat = flat + self.qkv_bias[...]
-        qkv = flat.reshape(*x.shape[:-1], c.num_kv_heads, c.group_size + 2, c.head_dim)
-        return qkv[..., :-2, :], qkv[..., -2, :], qkv[..., -1, :]
+        qkv = self.exchange.heads(flat).reshape(*x.shape[:-1], c.num_kv_heads, c.group_size + 2, c.head_dim)
+        q, k, v = qkv[..., :-2, :], qkv[..., -2, :], qkv[..., -1, :]
+        return (self.q_norm(q), self.k_norm(k), v) if c.qk_norm else (q, k, v)
 
     def finish(self, x: Float[Array, "*S M"], attended: Float[Array, "*S H G D"]) -> Float[Array, "*S M"]:
         """Output projection, residual, and the MLP with its residual."""
         c = self.config
-        y = matmul(attended.reshape(*x.shape[:-1], -1), self.out[...])
-        if c.output_bias:
-            y = y + self.out_bias[...]
-        x = x + y
-        y = matmul(self.activated(self.post_attention_norm(x)), self.down[...])
+        channels = self.exchange.attended(attended).reshape(*x.shape[:-1], -1)
+        y = self.exchange.output(matmul(channels, self.out[...]))
+        x = x + (y + self.out_bias[...] if c.output_bias else y)
+        y = self.exchange.mlp(matmul(self.activated(self.post_attention_norm(x)), self.down[...]))
         return x + (y + self.down_bias[...] if c.mlp_bias else y)
 
     def activated(self, x: Float[Array, "*S M"]) -> Float[Array, "*S F"]:
@@ -198,6 +181,8 @@ class Decoder(nnx.Module):
     alone, whose rows are what tokens are embedded as.
     """
 
+    exchange: Exchange = ONE_DEVICE
+
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, dtype: DTypeLike = jnp.float32):
         if not config.tie_embeddings:
             self.embedding = _param(rngs, (config.vocab_size, config.hidden_size), ("vocab", None), dtype)
@@ -210,7 +195,7 @@ class Decoder(nnx.Module):
 
     def embed(self, tokens: Int[Array, "*S"]) -> Float[Array, "*S M"]:
         """What the first layer reads of the tokens; ids are checked by the caller."""
-        x = self.table[tokens]
+        x = self.exchange.embed(self.table, tokens)
         return self.embedding_norm(x) if self.config.embedding_norm else x
 
     @property
@@ -225,7 +210,23 @@ class Decoder(nnx.Module):
 
     def logits(self, x: Float[Array, "*S M"]) -> Float[Array, "*S V"]:
         """Float32 scores of every token, from the last layer's output."""
-        return matmul_nt(self.norm(x), self.head[...], jnp.float32)
+        return self.exchange.logits(matmul_nt(self.norm(x), self.head[...], jnp.float32))
+
+
+_Part = TypeVar("_Part", Decoder, DecoderLayer)
+
+
+def with_exchange(part: _Part, config: ModelConfig, exchange: Exchange) -> _Part:
+    """A decoder or a layer, with the same parameters, as a device runs it that exchanges numbers with others.
+
+    Args:
+      part: the parameters that this device holds.
+      config: the model with the heads that it holds.
+      exchange: what the devices exchange.
+    """
+    view = copy.copy(part)
+    view.config, view.exchange = config, exchange
+    return view
 
 
 def random_decoder(config: ModelConfig, seed: int = 0, dtype: DTypeLike = jnp.float32) -> Decoder:

@@ -82,7 +82,7 @@ class AhaKV(Evicting):
 
     def window_scale(self, config: ModelConfig, total: Int[Array, " B"]) -> Float[Array, " B"]:
         """lambda [12]: multiplies q.k in the softmax the scores are made of, for rows of ``total`` tokens."""
-        return self._gain(config, total) * config.head_dim**-0.5
+        return self._gain(config, total) * config.attention_scale
 
     def _gain(self, config: ModelConfig, total: Int[Array, " B"]) -> Float[Array, " B"]:
         """lambda over 1 / sqrt(d): sqrt(2 log(i / k)), 1 where [12] has no answer."""

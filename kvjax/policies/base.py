@@ -140,8 +140,8 @@ class Policy:
         return Signals()
 
     def window_scale(self, config: ModelConfig, total: Int[Array, " B"]) -> Float[Array, " B"]:
-        """[B] the factor of q.k in the softmax whose attention is summed over the window; 1 / sqrt(D) here."""
-        return jnp.full(total.shape, config.head_dim**-0.5, jnp.float32)
+        """[B] the factor of q.k in the softmax whose attention is summed over the window; the model's own here."""
+        return jnp.full(total.shape, config.attention_scale, jnp.float32)
 
     def check(self, config: ModelConfig) -> None:
         """Raise a UsageError of one sentence for a model this policy cannot run on, or an option without effect."""
@@ -150,6 +150,12 @@ class Policy:
     def beyond_context(self) -> bool:
         """Whether a conversation may run past the model's context, since positions are renumbered."""
         return False
+
+    @property
+    def only_appends(self) -> bool:
+        """Whether a slot, once written, stays as it is: what a turn added is then forgotten by its lengths alone."""
+        changing = ("sort_slots", "select", "compress", "append", "observe", "maintain")
+        return not self.merges and all(getattr(type(self), name) is getattr(Policy, name) for name in changing)
 
     def chunks(self, config: ModelConfig) -> tuple[int, int] | None:
         """(tokens of the first prefill chunk, tokens of each later one), or None to read prompts whole."""

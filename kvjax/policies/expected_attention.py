@@ -84,7 +84,9 @@ class ExpectedAttention(Selecting):
         mean, covariance = stats.mean, stats.covariance
         if chunk.config.positional == "rope":
             mean, covariance = rotate_ahead(mean, covariance, *self._rotation(chunk))
-        logits = expected_logits(candidates.k, mean, covariance if self.covariance else None)
+        logits = expected_logits(
+            candidates.k, mean, covariance if self.covariance else None, chunk.config.attention_scale
+        )
         if chunk.config.positional == "alibi":
             ahead = candidates.marks["position"] - (chunk.seen + chunk.count)[:, None, None]
             logits = logits + slopes(chunk.config)[..., None] * ahead[:, :, None].astype(jnp.float32)
@@ -115,18 +117,21 @@ def rotate_ahead(
 
 
 def expected_logits(
-    k: Float[Array, "B H N D"], mean: Float[Array, "B H G D"], covariance: Float[Array, "B H G D D"] | None
+    k: Float[Array, "B H N D"],
+    mean: Float[Array, "B H G D"],
+    covariance: Float[Array, "B H G D D"] | None,
+    scale: float,
 ) -> Float[Array, "B H G N"]:
-    """log E[exp(q.k / sqrt(D))] for Gaussian q: k.m / sqrt(D) + k'Ck / 2D, blocks of keys at a time."""
+    """log E[exp(s q.k)] for Gaussian q and the softmax scale s: s k.m + s^2 k'Ck / 2, blocks of keys at a time."""
     batch, heads, count, dim = k.shape
     exact = jax.lax.Precision.HIGHEST
 
     def block(keys: Array) -> Array:
         keys = keys.astype(jnp.float32)
-        logits = jnp.einsum("bhnd,bhgd->bhgn", keys, mean, precision=exact) * dim**-0.5
+        logits = jnp.einsum("bhnd,bhgd->bhgn", keys, mean, precision=exact) * scale
         if covariance is not None:
             product = jnp.einsum("bhnd,bhgde->bhgne", keys, covariance, precision=exact)
-            logits = logits + (product * keys[:, :, None]).sum(axis=-1) / (2 * dim)
+            logits = logits + (product * keys[:, :, None]).sum(axis=-1) / (2 * scale**-2)
         return logits
 
     if count <= _BLOCK:

@@ -217,7 +217,8 @@ def scope_lengths(profile: ScopeProfile, bound: Bound, eps: float) -> tuple[tupl
     """
     group = profile.shape.num_heads // profile.shape.num_kv_heads
     limits = profile.safe if bound == "safe" else profile.paper
-    scale = profile.shape.head_dim**-0.5 if bound == "scaled" else 1.0  # "safe" is stored scaled
+    # ModelConfig.attention_scale, of which a profile knows the head size; "safe" is stored with it.
+    scale = profile.shape.head_dim**-0.5 if bound == "scaled" else 1.0
     reach = tuple(
         tuple((limit * scale - math.log(eps)) / slope for limit, slope in zip(*rows, strict=True))
         for rows in zip(limits, profile.slopes, strict=True)

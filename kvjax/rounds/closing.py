@@ -1,4 +1,4 @@
-"""The end of a turn: the new round's upper layers go to host memory, and those it had selected are dropped."""
+"""The end of a turn: the new round's upper layers go to host memory, and those it had selected are freed."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from jaxtyping import Int
 
 from kvjax.cache.buckets import prompt_bucket, slots_of
 from kvjax.cache.cache import Cache
+from kvjax.cache.continuation import delete
 from kvjax.cache.host_memory import as_numpy, to_host
 from kvjax.model.decoder import Decoder
 from kvjax.policies.base import Policy
@@ -17,6 +18,7 @@ from kvjax.policies.split_cache import SplitCache
 from kvjax.rounds.conversation import Conversation, Round
 from kvjax.rounds.programs import ONE_DEVICE, RoundPrograms, RoundSlice
 from kvjax.rounds.turn import PendingTurn, Selection
+from kvjax.runtime.reading import Note, unheard
 
 
 def close_round(
@@ -26,15 +28,18 @@ def close_round(
     ids: Sequence[Sequence[int]],
     bounds: Sequence[Sequence[int]] | None = None,
     programs: RoundPrograms = ONE_DEVICE,
+    note: Note = unheard,
 ) -> Conversation:
     """The conversation after a turn: the new round's upper layers in host memory, and no others' on the device.
 
     Args:
-      asked: from :func:`read_question`. cache: what decoding left; it may have rows of padding last, which the lower
-        layers then still have.
+      asked: from :func:`read_question`.
+      cache: as decoding left it; its upper layers are freed. It may have rows of padding last, which the lower layers
+        then still have.
       ids: of each row, the tokens it was fed in this turn.
       bounds: of each row, positions at which further rounds begin within what was read, for a history that is read at
         once; by default it is one round.
+      note: told of the newest cache after every program.
     """
     config, policy, real = params.config, asked.policy, len(ids)
     below, batch = policy.layers_below(config), cache.batch
@@ -47,12 +52,18 @@ def close_round(
         if len(held) > 1:
             raise ValueError("an inner policy compresses a round when it ends, so rounds are read one by one")
         cache = _compress(params, policy.inner, cache, asked.base, held[0, 0, :, 0], ids, programs)
+        note(cache)
         now = np.stack([as_numpy(layer.length) for layer in cache.layers])
         held[0, :, :real] = (now - asked.base)[:, :real]
     starts = asked.base + np.concatenate([np.zeros_like(held[:1]), np.cumsum(held, axis=0)])[:-1]
     places = [(row, i) for row in range(real) for i in range(len(edges[row]) - 1) if edges[row][i + 1] > edges[row][i]]
-    cuts = [_cut(row, starts[i][below:, row], held[i][below:, row]) for row, i in places]
-    away = to_host(programs.cut(cache, below, cuts))
+    # One by one: cut out all at once, a history's rounds would be on the device twice.
+    away = []
+    for row, i in places:
+        (upper,) = programs.cut(cache, below, [_slice(row, starts[i][below:, row], held[i][below:, row])])
+        note(cache)
+        away.append(to_host(upper))
+        del upper
     before = asked.before.asked if asked.before is not None else (0,) * real
     added: list[list[Round]] = [[] for _ in range(real)]
     for (row, i), upper in zip(places, away, strict=True):
@@ -61,13 +72,18 @@ def close_round(
     questions = tuple(before[row] + len(edges[row]) - 1 for row in range(real))
     lower = cache.replace(layers=cache.layers[:below], policy=SplitCache(below))
     if asked.before is None:
-        prefix = _openings(cache, below, asked.base[:, :real], programs)
+        prefix = _prefixes(cache, below, asked.base[:, :real], programs)
+        delete(cache.replace(layers=cache.layers[below:]))
         return Conversation(lower, prefix, tuple(map(tuple, added)), questions, policy)
+    delete(cache.replace(layers=cache.layers[below:]))
     rounds = tuple(
         (*_used(asked.before.rounds[row], asked.choices[row], questions[row]), *added[row]) for row in range(real)
     )
     after = asked.before.records(range(real)).replace(lower=lower, rounds=rounds, asked=questions)
-    return after if policy.drop_after is None else after.without_idle(policy.drop_after, programs.delete)
+    if policy.drop_after is not None:
+        after = after.without_idle(policy.drop_after, programs.delete)
+        note(after.lower)
+    return after
 
 
 def _compress(
@@ -100,14 +116,14 @@ def _used(rounds: Sequence[Round], choice: Selection, question: int) -> list[Rou
     return [dataclasses.replace(part, used=question) if i in chosen else part for i, part in enumerate(rounds)]
 
 
-def _cut(row: int, start: Int[np.ndarray, "L H"], held: Int[np.ndarray, "L H"], exact: bool = False) -> RoundSlice:
+def _slice(row: int, start: Int[np.ndarray, "L H"], held: Int[np.ndarray, "L H"], exact: bool = False) -> RoundSlice:
     longest = max(int(held.max()), 1)
     return RoundSlice(row, start, held, slots_of(longest) if exact else prompt_bucket(longest))
 
 
-def _openings(cache: Cache, below: int, held: Int[np.ndarray, "L B H"], programs: RoundPrograms) -> tuple[Round, ...]:
-    """What belongs to no round, of each row; its upper layers stay on the device."""
+def _prefixes(cache: Cache, below: int, held: Int[np.ndarray, "L B H"], programs: RoundPrograms) -> tuple[Round, ...]:
+    """The tokens of each row that belong to no round; their upper layers stay on the device."""
     rows = range(held.shape[1])
-    cuts = [_cut(row, np.zeros_like(held[below:, row]), held[below:, row], exact=True) for row in rows]
-    found = programs.cut(cache, below, cuts)
+    slices = [_slice(row, np.zeros_like(held[below:, row]), held[below:, row], exact=True) for row in rows]
+    found = programs.cut(cache, below, slices)
     return tuple(Round(0, int(held[:, row].max()), held[:, row], found[row], 0) for row in rows)

@@ -1,4 +1,4 @@
-"""A conversation of rounds as a value: what one turn leaves and the next one starts from."""
+"""A conversation of rounds as a value, which one turn leaves and the next one starts from."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from kvjax.cache.cache import Cache, concatenate, take
+from kvjax.cache.cache import Cache, take
 from kvjax.cache.host_memory import nbytes, to_device, to_host
 from kvjax.cache.quantisation import Storage
 from kvjax.errors import UsageError
@@ -63,13 +63,13 @@ class Round:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Conversation:
-    """What RoundAttention keeps of the rows of a batch between two turns; ``output.cache`` under that policy.
+    """Rows under RoundAttention between two turns; ``output.cache`` under that policy.
 
     Attributes:
       lower: the layers below the watershed with all rounds, and the counters, on the device unless parked. While a
         turn runs on a mesh it may have rows of padding behind the others.
-      opening: of each row, the sinks and the system prompt, which belong to no round; on the device unless parked.
-      rounds: of each row, its rounds in order. Slots of ``lower`` are the opening's, then those of each round.
+      prefix: of each row, the sinks and the system prompt, which belong to no round; on the device unless parked.
+      rounds: of each row, its rounds in order. Slots of ``lower`` are the prefix's, then those of each round.
       asked: of each row, questions so far.
       policy: which rounds a question sees.
     """
@@ -80,7 +80,7 @@ class Conversation:
     asked: tuple[int, ...]
     policy: RoundAttention
 
-    # --- what it has in common with a Cache -------------------------------------------------------------------
+    # --- what can be continued: see kvjax.cache.continuation ---------------------------------------------------
 
     @property
     def batch(self) -> int:
@@ -99,8 +99,11 @@ class Conversation:
         return self.lower.storage
 
     @property
-    def pools(self) -> tuple[Any, ...]:
-        return self.lower.pools
+    def device_layers(self) -> Cache:
+        return self.lower
+
+    def with_device_layers(self, cache: Cache) -> Conversation:
+        return self.replace(lower=cache)
 
     @property
     def model_shape(self) -> tuple[int, int, int]:
@@ -139,18 +142,25 @@ class Conversation:
             asked=tuple(self.asked[i] for i in indices),
         )
 
-    def delete(self) -> None:
-        """Free the lower layers' keys and values; the conversation cannot go on from here."""
-        jax.tree.map(lambda x: x.delete(), [pool.kv for pool in self.pools])
+    def join(self, others: Sequence[Conversation]) -> Conversation:
+        """One batch with others that share its policy and model, in order."""
+        every = [self, *others]
+        if any(one.policy != self.policy for one in others):
+            raise UsageError("Conversations of one batch must share their policy; continue these one by one instead.")
+        return Conversation(
+            lower=self.lower.join([one.lower for one in others]),
+            prefix=sum((one.prefix for one in every), ()),
+            rounds=sum((one.rounds for one in every), ()),
+            asked=sum((one.asked for one in every), ()),
+            policy=self.policy,
+        )
 
-    # --- where it is ------------------------------------------------------------------------------------------
-
-    def parked(self) -> Conversation:
+    def to_host(self) -> Conversation:
         """All of it in host memory, for an idle user (section 3.2, step 1); the next turn brings it back."""
         lower, prefix = to_host((self.lower, [part.upper for part in self.prefix]))
         return self.replace(lower=lower, prefix=self._with_prefix(prefix))
 
-    def unparked(self) -> Conversation:
+    def to_device(self) -> Conversation:
         """Ready for a turn: the lower layers on the device."""
         lower, prefix = to_device((self.lower, [part.upper for part in self.prefix]))
         return self.replace(lower=lower, prefix=self._with_prefix(prefix))
@@ -166,7 +176,7 @@ class Conversation:
         stays = [[self.asked[row] - part.used < questions for part in parts] for row, parts in enumerate(self.rounds)]
         if all(map(all, stays)):
             return self
-        most = max(max(pool.slots) for pool in self.pools)
+        most = max(max(pool.slots) for pool in self.lower.pools)
         keep = np.zeros((len(self.lower.layers), self.lower.batch, len(self.prefix[0].held[0]), most), bool)
         for row, stay in enumerate(stays):
             edges = self.slots(row)
@@ -180,22 +190,6 @@ class Conversation:
         return self.replace(lower=delete(self.lower, keep), rounds=tuple(rounds))
 
     def slots(self, row: int) -> Int[np.ndarray, "R+2 L H"]:
-        """First slot of the row's opening, of each of its rounds, and the end of the last, by layer and head."""
+        """First slot of the row's prefix, of each of its rounds, and the end of the last, by layer and head."""
         held = [self.prefix[row].held, *(part.held for part in self.rounds[row])]
         return np.concatenate([np.zeros_like(held[:1]), np.cumsum(held, axis=0)])
-
-
-def join(conversations: Sequence[Conversation]) -> Conversation:
-    """One batch out of conversations that share policy and model, in order."""
-    if len(conversations) == 1:
-        return conversations[0]
-    if any(one.policy != conversations[0].policy for one in conversations):
-        raise UsageError("Conversations of one batch must share their policy; continue these one by one instead.")
-    ready = [one.unparked() for one in conversations]
-    return Conversation(
-        lower=concatenate([one.lower for one in ready]),
-        prefix=sum((one.prefix for one in ready), ()),
-        rounds=sum((one.rounds for one in ready), ()),
-        asked=sum((one.asked for one in ready), ()),
-        policy=ready[0].policy,
-    )

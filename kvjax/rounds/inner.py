@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax.cache.cache import Cache
 from kvjax.cache.pool import LayerCache, rows, store
 from kvjax.model.config import ModelConfig
-from kvjax.model.decoder import DecoderView
+from kvjax.model.decoder import Decoder
 from kvjax.policies.base import Policy, PromptChunk, gather_candidates, page_capacities
 from kvjax.policies.signals import Mass, PromptSignals
 from kvjax.runtime.prefill import through_layers
@@ -25,7 +25,7 @@ from kvjax.runtime.signal_collector import signal_collector
 
 
 def compressed(
-    params: DecoderView,
+    params: Decoder,
     cache: Cache,
     base: Int[Array, "L B H"],
     count: Int[Array, " B"],

@@ -26,7 +26,7 @@ from kvjax.cache.pool import LayerCache
 from kvjax.cache.quantisation import Storage
 from kvjax.errors import UsageError
 from kvjax.model.config import ModelConfig
-from kvjax.model.decoder import Decoder, DecoderView
+from kvjax.model.decoder import Decoder
 from kvjax.policies.base import Policy
 from kvjax.policies.split_cache import SplitCache
 from kvjax.rounds.conversation import Conversation, UpperRows
@@ -76,7 +76,7 @@ def _upper_layers(device: Device, batch: int, dtype: Any, storage: Storage) -> C
 
 
 def lower_fresh(
-    device: Device, params: DecoderView, tokens: Int[Array, "B T"], count: Int[Array, " B"], **sizes: Any
+    device: Device, params: Decoder, tokens: Int[Array, "B T"], count: Int[Array, " B"], **sizes: Any
 ) -> tuple[Cache, Float[Array, "B T M"]]:
     """Read first questions below the watershed: those layers' cache, and what the next layer reads."""
     cache = _lower_layers(device, tokens.shape[0], **sizes)
@@ -85,7 +85,7 @@ def lower_fresh(
 
 def lower_onto(
     device: Device,
-    params: DecoderView,
+    params: Decoder,
     cache: Cache,
     tokens: Int[Array, "B T"],
     count: Int[Array, " B"],
@@ -100,7 +100,7 @@ def lower_onto(
 
 def upper(
     device: Device,
-    params: DecoderView,
+    params: Decoder,
     x: Float[Array, "B T M"],
     seen: Int[Array, " B"],
     count: Int[Array, " B"],
@@ -118,7 +118,7 @@ def upper(
 
 def compress(
     device: Device,
-    params: DecoderView,
+    params: Decoder,
     cache: Cache,
     base: Named,
     *rows: Int[Array, "B ..."],

@@ -22,7 +22,7 @@ from kvjax.cache.groups import rounded
 from kvjax.cache.page_sharding import PageSharding
 from kvjax.cache.pool import LayerCache, by_head, gather_pages, store, stored_rows
 from kvjax.model.config import ModelConfig
-from kvjax.model.decoder import DecoderView
+from kvjax.model.decoder import Decoder
 from kvjax.model.rope import token_angles
 from kvjax.policies.base import page_capacities
 from kvjax.policies.signals import Signals
@@ -65,7 +65,7 @@ def pages_onto(config: ModelConfig, cache: Cache, room: int) -> Pages:
 
 
 def read_lower(
-    params: DecoderView, cache: Cache, tokens: Int[Array, "B T"], count: Int[Array, " B"], pages: Pages, fresh: bool
+    params: Decoder, cache: Cache, tokens: Int[Array, "B T"], count: Int[Array, " B"], pages: Pages, fresh: bool
 ) -> tuple[Cache, Float[Array, "B T M"], Float[Array, "B H C"] | None]:
     """Read questions through the layers below the watershed.
 
@@ -135,7 +135,7 @@ def _written(into: Array, piece: Array, where: tuple[Array | int, ...], offset: 
 
 
 def read_upper(
-    params: DecoderView,
+    params: Decoder,
     empty: tuple[LayerCache, ...],
     x: Float[Array, "B T M"],
     seen: Int[Array, " B"],

@@ -16,20 +16,23 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from kvjax.cache.buckets import NEW_TOKENS, prompt_bucket
-from kvjax.cache.cache import Cache
+from kvjax.cache.cache import Cache, resize_layer
+from kvjax.cache.continuation import delete
 from kvjax.cache.host_memory import as_numpy
 from kvjax.cache.quantisation import Storage
 from kvjax.errors import DoesNotFit
 from kvjax.model.config import ModelConfig
 from kvjax.model.decoder import Decoder
-from kvjax.planning import cache_bytes, device_limit, human, weights_bytes
+from kvjax.planning import cache_bytes, device_limit, weights_bytes
 from kvjax.policies.round_attention import RoundAttention
 from kvjax.policies.split_cache import SplitCache
 from kvjax.rounds.conversation import Conversation, UpperRows
 from kvjax.rounds.programs import ONE_DEVICE, RoundPrograms, RoundUpload
 from kvjax.rounds.selection import normalised, round_attention, select
-from kvjax.rounds.steps import StagingBuffer
+from kvjax.rounds.steps import StagingBuffer, pages_onto
+from kvjax.runtime.reading import Note, unheard
 from kvjax.sharding.mesh import Mesh
+from kvjax.tables import human_bytes
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -90,12 +93,14 @@ def read_question(
     storage: Storage,
     memory_limit: int | None,
     programs: RoundPrograms = ONE_DEVICE,
+    note: Note = unheard,
 ) -> tuple[Cache, jax.Array, PendingTurn]:
-    """Read a question a row, on what it selects of its conversation.
+    """Read a question a row, on the rounds that it selects of its conversation.
 
     Args:
-      opening: of a first question, how many of its tokens belong to no round.
+      prefix: of a first question, how many of its tokens belong to no round.
       consume: donate the buffers of ``before``.
+      note: told of the newest cache after every program, so that a turn that fails can be undone.
 
     Returns:
       A cache of all layers to decode on, the logits [B, V] after each question, and what :func:`close_round` needs; B
@@ -115,11 +120,11 @@ def read_question(
     for row, ids in enumerate(prompts):
         tokens[row, : len(ids)] = ids
     kinds = {"dtype": dtype, "storage": storage}
-    staged = slots = None
+    staging = slots = None
     if before is None:
         room = upper_capacity = prompt_bucket(int(lengths.max()))
-        placed = SplitCache(below, upper_capacity)
-        _check_fits(params, placed, programs.mesh, batch, room, dtype, storage, memory_limit, first=True)
+        split = SplitCache(below, upper_capacity)
+        _check_fits(params, split, programs.mesh, batch, room, dtype, storage, memory_limit, first=True)
         cache, x = programs.lower_fresh(params, tokens, lengths, policy=SplitCache(below), room=room, **kinds)
         seen, first = np.zeros_like(lengths), np.array([*prefix, *[1] * (batch - real)], np.int32)
         base = np.broadcast_to(first[:, None], (config.num_layers, batch, config.num_kv_heads))
@@ -127,30 +132,49 @@ def read_question(
     else:
         if before.batch < batch:
             wide = before.take([*range(real), *[0] * (batch - real)])
+            note(wide.lower)
             if consume:
-                before.delete()
+                delete(before)
             before, consume = wide, True
         programs.check(before.records(range(real)))
         slots = np.stack([before.slots(row)[-1] for row in range(batch)], axis=1)
         room = prompt_bucket(int((slots[:below].max(axis=(0, 2)) + lengths).max()))
         seen = as_numpy(before.seen)
-        cache, x, mass = programs.lower_onto(params, before.lower, tokens, lengths, room=room, consume=consume)
+        lower = before.lower
+        if consume and programs.mesh is None:
+            lower = _with_pages(lower, pages_onto(config, lower, room), note)
+        cache, x, mass = programs.lower_onto(params, lower, tokens, lengths, room=room, consume=consume)
+        note(cache)
         mass = as_numpy(mass)
         choices = tuple(
             _choose(policy, before, row, mass[row], below) if row < real else _NOTHING for row in range(batch)
         )
-        slots[below:] = np.stack([_placed_slots(before, row, choices[row], below) for row in range(batch)], 1)
+        slots[below:] = np.stack([_selected_slots(before, row, choices[row], below) for row in range(batch)], 1)
         upper_capacity = prompt_bucket(int((slots[below:].max(axis=(0, 2)) + lengths).max()))
-        placed = SplitCache(below, upper_capacity)
-        _check_fits(params, placed, programs.mesh, batch, room, dtype, storage, memory_limit, first=False)
-        staged = _bring(config, before, choices, slots[below:], tokens.shape[1], dtype, x, programs)
+        split = SplitCache(below, upper_capacity)
+        _check_fits(params, split, programs.mesh, batch, room, dtype, storage, memory_limit, first=False)
+        staging = _bring(config, before, choices, slots[below:], tokens.shape[1], dtype, x, programs)
         asked = PendingTurn(before, policy, seen, slots, choices)
     held = None if slots is None else slots[below:]
-    layers, logits = programs.upper(params, x, seen, lengths, staged, held, policy=placed, **kinds)
-    return cache.replace(layers=cache.layers + layers, policy=placed), logits, asked
+    layers, logits = programs.upper(params, x, seen, lengths, staging, held, policy=split, **kinds)
+    cache = cache.replace(layers=cache.layers + layers, policy=split)
+    note(cache)
+    return cache, logits, asked
 
 
-#: Of a row of padding, which has no opening either.
+def _with_pages(cache: Cache, pages: tuple[tuple[int, ...], ...], note: Note) -> Cache:
+    """The cache with runs of so many pages, one layer after the other: each old layer goes before the next is made."""
+    for i, (layer, wanted) in enumerate(zip(cache.layers, pages, strict=True)):
+        if layer.pages != wanted:
+            cache = cache.replace(layers=(*cache.layers[:i], _resize(layer, wanted), *cache.layers[i + 1 :]))
+            note(cache)
+            delete(cache.replace(layers=(layer,)))
+    return cache
+
+
+_resize = jax.jit(resize_layer, static_argnames=("pages",))
+
+#: The selection of a row of padding, which has no prefix either.
 _NOTHING = Selection(np.zeros(0), (), 0, ())
 
 
@@ -194,8 +218,8 @@ def _tokens_of(upper: UpperRows, index: Int[np.ndarray, " N"]) -> UpperRows:
     )
 
 
-def _placed_slots(before: Conversation, row: int, choice: Selection, below: int) -> Int[np.ndarray, "L H"]:
-    """Slots of the opening and of what was selected, above the watershed."""
+def _selected_slots(before: Conversation, row: int, choice: Selection, below: int) -> Int[np.ndarray, "L H"]:
+    """Slots of the prefix and of the selected rounds, above the watershed."""
     return before.prefix[row].held[below:] + sum(held for _, held in choice.parts)
 
 
@@ -209,9 +233,9 @@ def _bring(
     x: jax.Array,
     programs: RoundPrograms,
 ) -> StagingBuffer:
-    """The openings and the selected rounds on the device, one behind the other."""
+    """The prefixes and the selected rounds on the device, one behind the other."""
     layers, batch, heads = slots.shape
-    pieces: list[RoundUpload] = []
+    uploads: list[RoundUpload] = []
     ends = 0
     for row, choice in enumerate(choices):
         prefix = before.prefix[row]
@@ -219,16 +243,16 @@ def _bring(
             continue
         offset = np.zeros((layers, heads), np.int32)
         for upper, held in ((prefix.upper, prefix.held[-layers:]), *choice.parts):
-            pieces.append(RoundUpload(row, upper, offset))
+            uploads.append(RoundUpload(row, upper, offset))
             ends = max(ends, int(offset.max()) + upper.kv.shape[3])
             offset = offset + held
     room = prompt_bucket(max(ends, int(slots.max()) + tokens))
-    return programs.stage(pieces, (layers, 2, batch, heads, room, config.head_dim), dtype, x)
+    return programs.stage(uploads, (layers, 2, batch, heads, room, config.head_dim), dtype, x)
 
 
 def _check_fits(
     params: Decoder,
-    placed: SplitCache,
+    split: SplitCache,
     mesh: Mesh | None,
     batch: int,
     room: int,
@@ -241,7 +265,7 @@ def _check_fits(
     if limit is None:
         return
     weights = weights_bytes(params.config, dtype, mesh)
-    need = weights + cache_bytes(params.config, placed, batch, room, NEW_TOKENS, dtype, storage, mesh)
+    need = weights + cache_bytes(params.config, split, batch, room, NEW_TOKENS, dtype, storage, mesh)
     if need > limit:
         what, would = (
             ("A first question, which is read with all layers on the device, makes", "a shorter one would fit")
@@ -252,4 +276,6 @@ def _check_fits(
             )
         )
         each = "" if mesh is None else " on each device"
-        raise DoesNotFit(f"{what} {human(need)} with the weights{each} and the device has {human(limit)}; {would}.")
+        raise DoesNotFit(
+            f"{what} {human_bytes(need)} with the weights{each} and the device has {human_bytes(limit)}; {would}."
+        )

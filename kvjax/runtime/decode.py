@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache.cache import Cache
 from kvjax.model.alibi import slopes
-from kvjax.model.decoder import DecoderView
+from kvjax.model.decoder import Decoder
 from kvjax.model.rope import apply_rope, token_angles
 from kvjax.policies.base import Step
 from kvjax.runtime.decode_attention import attend
@@ -80,7 +80,7 @@ class DecodeState:
 
 
 def forward_step(
-    params: DecoderView, cache: Cache, token: Int[Array, " B"], active: Bool[Array, " B"]
+    params: Decoder, cache: Cache, token: Int[Array, " B"], active: Bool[Array, " B"]
 ) -> tuple[Cache, Float[Array, "B V"]]:
     """Feed one token a row; rows that are not active keep their cache bit for bit.
 
@@ -102,7 +102,7 @@ def forward_step(
             kept,
             apply_rope(q, angles),
             step,
-            scale=config.head_dim**-0.5,
+            scale=config.attention_scale,
             slopes=slopes(own) if own.positional == "alibi" else None,
         )
         done.append(kept)
@@ -169,7 +169,7 @@ def first_token(
 
 
 def decode_chunk(
-    device: Device, params: DecoderView, state: DecodeState, controls: Controls, steps: Int[Array, ""]
+    device: Device, params: Decoder, state: DecodeState, controls: Controls, steps: Int[Array, ""]
 ) -> tuple[DecodeState, Int[Array, ""]]:
     """Generate up to ``steps`` (at most CHUNK) tokens a row; ends early when every row has ended.
 

@@ -22,13 +22,14 @@ from kvjax.cache.groups import parts, rounded
 from kvjax.cache.quantisation import Storage
 from kvjax.model.alibi import query_bias
 from kvjax.model.config import ModelConfig
-from kvjax.model.decoder import Decoder, DecoderView, LayerView
+from kvjax.model.decoder import Decoder, DecoderLayer
 from kvjax.model.rope import Angles, apply_rope, token_angles
 from kvjax.policies.base import Policy, PromptChunk, page_capacities
 from kvjax.policies.empty_cache import empty_cache
 from kvjax.policies.full import Full
 from kvjax.policies.signals import PromptSignals
-from kvjax.runtime.signal_collector import PartialSignals, SignalCollector, signal_collector
+from kvjax.runtime.layer_observer import LayerObserver
+from kvjax.runtime.signal_collector import SignalCollector, signal_collector
 from kvjax.sharding.compile import Device
 from pallas_kernels.prefill import prefill
 from pallas_kernels.rows import Rows
@@ -37,26 +38,26 @@ Pages = tuple[tuple[int, ...], ...]
 
 
 def read_layer(
-    layer: LayerView,
+    layer: DecoderLayer,
     x: Float[Array, "B T M"],
     rope: Angles,
     kept: Rows | None,
     blocks: Int[Array, ""],
     zero: Int[Array, ""],
-    collector: SignalCollector | None = None,
+    collector: LayerObserver | None = None,
     count: Int[Array, " B"] | None = None,
-) -> tuple[Float[Array, "B T M"], Float[Array, "B H T D"], Float[Array, "B H T D"], PromptSignals | None]:
-    """One layer over the whole prompt in query blocks: hidden states out, its keys and values as cached, and the
-    signals that ``collector`` asks for. ``count``, the tokens of each row, saves accelerators the work on padding.
+) -> tuple[Float[Array, "B T M"], Float[Array, "B H T D"], Float[Array, "B H T D"], Any]:
+    """One layer over the whole prompt in query blocks: hidden states out, its keys and values as cached, and what
+    ``collector`` observed. ``count``, the tokens of each row, saves accelerators the work on padding.
     """
     config = layer.config
     batch, tokens, _ = x.shape
     heads, group, dim = config.num_kv_heads, config.group_size, config.head_dim
     block = block_of(tokens)
-    scale = dim**-0.5
-    window = None if collector is None else collector.window_queries(layer, x, rope)
+    scale = config.attention_scale
+    window = None if collector is None else collector.before_layer(layer, x, rope)
 
-    def body(i: Int[Array, ""], carry: tuple[Array, Array, Array, PartialSignals | None]) -> tuple[Any, ...]:
+    def body(i: Int[Array, ""], carry: tuple[Array, Array, Array, Any]) -> tuple[Any, ...]:
         x, k, v, partial = carry
         xb, here = jax.tree.map(lambda a: jax.lax.dynamic_slice_in_dim(a, i * block, block, axis=1), (x, rope))
         raw, kb, vb = layer.project(xb)
@@ -80,7 +81,7 @@ def read_layer(
 
 
 def through_layers(
-    params: DecoderView,
+    params: Decoder,
     policy: Policy,
     first: int,
     caches: tuple[Any, ...],
@@ -126,7 +127,7 @@ def through_layers(
 
 
 def _forward(
-    params: DecoderView,
+    params: Decoder,
     cache: Cache,
     tokens: Int[Array, "B T"],
     count: Int[Array, " B"],
@@ -174,14 +175,14 @@ def zero_after(*made: Array) -> Int[Array, ""]:
     return zero
 
 
-def last_logits(params: DecoderView, x: Float[Array, "B T M"], count: Int[Array, " B"]) -> Float[Array, "B V"]:
+def last_logits(params: Decoder, x: Float[Array, "B T M"], count: Int[Array, " B"]) -> Float[Array, "B V"]:
     last = jnp.maximum(count - 1, 0)[:, None, None]
     return params.logits(jnp.take_along_axis(x, last, axis=1)[:, 0])
 
 
 def prefill_fresh(
     device: Device,
-    params: DecoderView,
+    params: Decoder,
     tokens: Int[Array, "B T"],
     count: Int[Array, " B"],
     total: Int[Array, " B"],
@@ -211,7 +212,7 @@ def prefill_fresh(
 
 def prefill_onto(
     device: Device,
-    params: DecoderView,
+    params: Decoder,
     cache: Cache,
     tokens: Int[Array, "B T"],
     count: Int[Array, " B"],

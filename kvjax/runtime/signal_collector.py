@@ -17,10 +17,11 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax.cache.buckets import keys_of
 from kvjax.model.alibi import query_bias
 from kvjax.model.config import ModelConfig
-from kvjax.model.decoder import LayerView
+from kvjax.model.decoder import DecoderLayer
 from kvjax.model.rope import Angles, apply_rope
 from kvjax.policies.base import Policy
 from kvjax.policies.signals import Mass, PromptSignals, QueryStats, Signals, first_window_query
+from kvjax.runtime.layer_observer import LayerObserver
 from pallas_kernels.attention_mass import Masses, attention_mass, log_sum_exp
 from pallas_kernels.rows import Rows
 
@@ -40,7 +41,7 @@ class PartialSignals:
 
 
 @dataclasses.dataclass(frozen=True)
-class SignalCollector:
+class SignalCollector(LayerObserver):
     """What one policy asks of every layer, for rows of these lengths.
 
     Attributes:
@@ -58,8 +59,8 @@ class SignalCollector:
     scale: Float[Array, " B"]
     window_rows: int
 
-    def window_queries(
-        self, layer: LayerView, x: Float[Array, "B T M"], rope: Angles
+    def before_layer(
+        self, layer: DecoderLayer, x: Float[Array, "B T M"], rope: Angles
     ) -> tuple[Float[Array, "B H G W D"], Int[Array, " B"], Float[Array, "B W"]] | None:
         """The window's queries, the token of the first (negative in a row shorter than the window), and how much each
         counts: 1, or 0 where there is none.
@@ -138,7 +139,7 @@ class SignalCollector:
         place = jnp.atleast_1d(offset)[:, None] + jnp.arange(queries)
         return dict(
             offset=offset,
-            scale=self.config.head_dim**-0.5 if scale is None else scale,
+            scale=self.config.attention_scale if scale is None else scale,
             kept=kept,
             bias=query_bias(self.config, jnp.tile(place, (1, self.config.group_size))),
             block=keys_of(block),

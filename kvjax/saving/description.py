@@ -1,4 +1,4 @@
-"""What is written about a saved cache: the form's version, the model, the policy, the shapes. All of it JSON.
+"""The description of a saved cache: the form's version, the model, the policy, the shapes. All of it JSON.
 
 A cache belongs to weights, not to a shape: keys of a base model mean nothing to its fine-tuned sibling. The model is
 therefore known by its configuration and by a digest of some of its weights.
@@ -29,7 +29,7 @@ _SAVED_NAMES: dict[tuple[Any, str], str] = {(SplitCache, "upper_capacity"): "upp
 
 def model_identity(lm: LanguageModel) -> dict[str, str]:
     """The model by its name, its configuration's digest and its weights'."""
-    config = json.dumps(dataclasses.asdict(lm.config), sort_keys=True, default=str)
+    config = json.dumps(lm.config.identity(), sort_keys=True, default=str)
     return {"name": lm.name, "config": _digest(config.encode()), "weights": weights_digest(lm.params)}
 
 

@@ -18,12 +18,12 @@ from kvjax.saving.canonical import Counts, canonical, restored
 
 
 def rows_of(conversation: Conversation) -> list[list[Round]]:
-    """Of each row, its opening and its rounds."""
+    """The prefix and the rounds of each row."""
     return [[first, *rest] for first, rest in zip(conversation.prefix, conversation.rounds, strict=True)]
 
 
 def describe_rounds(conversation: Conversation) -> dict[str, Any]:
-    """What is written about rounds: where each is in its conversation, and its sizes."""
+    """The description that is written of rounds: where each is in its conversation, and its sizes."""
     described = [
         [
             {
@@ -49,11 +49,11 @@ def _count(part: Round) -> int:
 
 def canonical_rounds(conversation: Conversation, counts: Counts) -> dict[str, Any]:
     """A conversation as plain dictionaries of arrays; rounds stay in host memory."""
-    parts = [[_cut(part.upper, _count(part)) for part in row] for row in rows_of(conversation)]
+    parts = [[_trimmed(part.upper, _count(part)) for part in row] for row in rows_of(conversation)]
     return {"lower": canonical(conversation.lower, counts), "parts": parts}
 
 
-def _cut(upper: UpperRows, count: int) -> dict[str, Any]:
+def _trimmed(upper: UpperRows, count: int) -> dict[str, Any]:
     tree = {"kv": np.asarray(upper.kv)[:, :, :, :count]}
     if upper.k_scale is not None:
         tree |= {"k_scale": np.asarray(upper.k_scale), "v_scale": np.asarray(upper.v_scale)[:, :, :count]}
@@ -79,15 +79,15 @@ def shapes_of_rounds(
     return {"lower": lower, "parts": [[part(item) for item in row] for row in described["parts"]]}
 
 
-def places_of_rounds(shapes: dict[str, Any], device: Any) -> dict[str, Any]:
-    """The same shapes with where they are loaded to: the lower layers and the openings to the device, rounds to the
+def sharded_rounds(shapes: dict[str, Any], device: Any) -> dict[str, Any]:
+    """The same shapes with where they are loaded to: the lower layers and the prefixes to the device, rounds to the
     host's memory."""
     host = device.with_memory_kind(HOST)
-    parts = [[placed(part, device if i == 0 else host) for i, part in enumerate(row)] for row in shapes["parts"]]
-    return {"lower": placed(shapes["lower"], device), "parts": parts}
+    parts = [[with_sharding(part, device if i == 0 else host) for i, part in enumerate(row)] for row in shapes["parts"]]
+    return {"lower": with_sharding(shapes["lower"], device), "parts": parts}
 
 
-def placed(tree: Any, sharding: Any) -> Any:
+def with_sharding(tree: Any, sharding: Any) -> Any:
     """Shapes with where their arrays are to be."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
 

@@ -16,30 +16,32 @@ from typing import Any
 
 import jax
 
-from kvjax.cache.cache import Cache, refuse_consumed
-from kvjax.cache.host_memory import HOST, to_device
+from kvjax.cache.cache import Cache
+from kvjax.cache.continuation import Continuation, check_continuable
+from kvjax.cache.host_memory import HOST
 from kvjax.cache.pool import layout_for
 from kvjax.cache.quantisation import Storage
 from kvjax.checkpoints.load import LanguageModel
 from kvjax.errors import DoesNotFit, KvjaxError, UsageError
-from kvjax.planning import device_limit, human, weights_bytes
+from kvjax.planning import device_limit, weights_bytes
 from kvjax.rounds.conversation import Conversation
 from kvjax.saving.canonical import Counts, canonical, checksum, counts_of, pages_of, restored
 from kvjax.saving.description import VERSION, model_identity, policy_from_json, policy_to_json, same_model
 from kvjax.saving.rounds import (
     canonical_rounds,
     describe_rounds,
-    placed,
-    places_of_rounds,
     restored_rounds,
     shapes_of_rounds,
+    sharded_rounds,
+    with_sharding,
 )
 from kvjax.sharding.adopt import adopt
+from kvjax.tables import human_bytes
 
 _KIND = "kvjax cache"
 
 
-def save_cache(path: str | os.PathLike[str], cache: Cache | Conversation, lm: LanguageModel) -> None:
+def save_cache(path: str | os.PathLike[str], cache: Continuation, lm: LanguageModel) -> None:
     """Write a cache, with the policy it was compressed by, to a folder; an older one there is replaced at the end.
 
     Slots that hold nothing are not written. The form is the same on every platform, and holds what is stored, bit for
@@ -54,19 +56,17 @@ def save_cache(path: str | os.PathLike[str], cache: Cache | Conversation, lm: La
       UsageError: the folder holds something else, or the policy holds what cannot be written.
       KvjaxError: the disk refused; what was there before is still there.
     """
-    if not isinstance(cache, (Cache, Conversation)):
-        raise UsageError(f"save_cache takes an output's cache; a {type(cache).__name__} was given.")
-    refuse_consumed(cache)
+    check_continuable("save_cache", [cache])
     # What is parked, or spread over a mesh, comes to one device for a moment, where its slots are gathered.
-    here = adopt(cache.unparked() if isinstance(cache, Conversation) else to_device(cache), None, lm.config)
-    lower = here.lower if isinstance(here, Conversation) else here
-    counts = counts_of(lower)
-    description = _described(lower, lm, counts)
-    if isinstance(here, Conversation):
+    here: Any = adopt(cache.to_device(), None, lm.config)
+    layers = here.device_layers
+    counts = counts_of(layers)
+    description = _described(layers, lm, counts)
+    if here.policy.offloads_rounds:
         description["rounds"] = describe_rounds(here) | {"policy": policy_to_json(here.policy)}
         tree = canonical_rounds(here, counts)
     else:
-        tree = canonical(here, counts)
+        tree = canonical(layers, counts)
     description["checksum"] = {"dtype": str(lm.params.dtype), "crc32": checksum(tree)}
     with _folder(path, writes=True) as folder:
         latest = folder.latest
@@ -99,11 +99,11 @@ def load_cache(
         device = jax.sharding.SingleDeviceSharding(min(lm.params.head[...].devices(), key=lambda each: each.id))
         rounds = description.get("rounds")
         if rounds is None:
-            wanted = placed(shapes, device)
+            wanted = with_sharding(shapes, device)
             _check_fits(where, lm, empty, wanted, memory_limit)
             return restored(_load(folder, wanted, description, lm), _zeros(empty), counts)
         whole = shapes_of_rounds(shapes, rounds, lm.config.head_dim, lm.params.dtype, empty.storage.quantised)
-        wanted = places_of_rounds(whole, device)
+        wanted = sharded_rounds(whole, device)
         _check_fits(where, lm, empty, wanted, memory_limit)
         return restored_rounds(
             _load(folder, wanted, description, lm), _zeros(empty), counts, rounds, policy_from_json(rounds["policy"])
@@ -127,13 +127,13 @@ def _check_fits(where: Path, lm: LanguageModel, empty: Cache, wanted: Any, memor
     weights = weights_bytes(lm.config, lm.params.dtype, lm.mesh)
     if limit is not None and weights + rows > limit:
         raise DoesNotFit(
-            f"To load the conversation at {where} takes {human(rows)} beside {human(weights)} of weights, and the "
-            f"device has {human(limit)}; a device with more memory would hold it."
+            f"To load the conversation at {where} takes {human_bytes(rows)} beside {human_bytes(weights)} of weights, "
+            f"and the device has {human_bytes(limit)}; a device with more memory would hold it."
         )
 
 
 def _described(cache: Cache, lm: LanguageModel, counts: Counts) -> dict[str, Any]:
-    """All that is written about a cache."""
+    """The description that is written beside a cache."""
     import kvjax
 
     storage = cache.storage

@@ -2,31 +2,35 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from kvjax.cache.cache import Cache
+from kvjax.cache.continuation import Continuation
 from kvjax.cache.groups import Layer, parts, with_parts
 from kvjax.cache.page_sharding import UNSHARDED
 from kvjax.cache.pool import resize, shard, unshard
 from kvjax.errors import UsageError
 from kvjax.model.config import ModelConfig
-from kvjax.rounds.conversation import Conversation
 from kvjax.sharding.mesh import Mesh
 from kvjax.sharding.partition import Partition
 from kvjax.sharding.placement import cache_specs, leaves_of
 
+C = TypeVar("C", bound=Continuation)
 
-def adopt(cache: Cache | Conversation, mesh: Mesh | None, config: ModelConfig) -> Any:
-    """A cache as this mesh holds it (or, for None, one device), whoever made it; itself where that is so already.
+
+def adopt(continued: C, mesh: Mesh | None, config: ModelConfig) -> C:
+    """What is continued, as this mesh holds it (or, for None, one device), whoever made it; itself where it is so.
 
     Of a conversation of rounds the lower layers: its rounds go where the question that selects them is.
     """
-    if isinstance(cache, Conversation):
-        return cache.replace(lower=adopt(cache.lower, mesh, config))
+    return continued.with_device_layers(_adopted(continued.device_layers, mesh, config))
+
+
+def _adopted(cache: Cache, mesh: Mesh | None, config: ModelConfig) -> Cache:
     part = None if mesh is None else Partition(mesh, config, cache.policy)
     if not _held_so(cache, part):
         cache = _resharded(cache, part)

@@ -4,7 +4,7 @@ A :class:`Program` is a pure function of a device and of arrays, its static argu
 device it is jitted as it is. On a mesh every device runs it under ``jax.shard_map``, on its own rows, heads and
 weights; what goes where follows from the *types* of the arguments and results:
 
-* a ``Decoder``: its weights' logical axes (``placement.py``), handed to the function as a ``LocalDecoder``;
+* a ``Decoder``: its weights' logical axes (``placement.py``), handed to the function as this device's part of it;
 * a ``Cache``: the sharding of each of its pools, handed over with the static fields of one device;
 * anything with a ``logical_axes`` method: axes by name, "batch", "kv_head" and "slot";
 * other arrays: batch rows first, and scalars everywhere.
@@ -30,7 +30,7 @@ from kvjax.model.config import ModelConfig
 from kvjax.model.decoder import Decoder
 from kvjax.policies.base import Policy
 from kvjax.policies.empty_cache import empty_cache
-from kvjax.sharding.decoder import LocalDecoder
+from kvjax.sharding.decoder import local_decoder
 from kvjax.sharding.mesh import Mesh
 from kvjax.sharding.partition import Partition
 from kvjax.sharding.placement import ROWS, cache_specs, leaves_of, weight_specs
@@ -165,7 +165,7 @@ def _on_mesh(program: Program, device: Partition, arguments: Sequence[Any], stat
     made: list[Any] = []
 
     def run(shards: list[Array]) -> list[Array]:
-        given = _map_nodes({Decoder: lambda params: LocalDecoder(params, device)}, jax.tree.unflatten(tree, shards))
+        given = _map_nodes({Decoder: lambda params: local_decoder(params, device)}, jax.tree.unflatten(tree, shards))
         found, structure = jax.tree.flatten(program.function(device, *given, **static))
         made[:] = [structure]
         return found

@@ -1,4 +1,4 @@
-"""The decoder as one device of a mesh has it: its share of every weight, and the collectives between the devices.
+"""What the devices of a mesh exchange while they run a decoder: the collectives between them, and nothing else.
 
 In a layer: after the output projection and after the MLP a sum over the model axis (``psum``). Where heads do not
 divide by the devices, or are in groups, each device also needs other devices' columns of queries, keys and values: an
@@ -8,137 +8,137 @@ each. Embedding a token is a sum over the model axis, logits are gathered before
 
 from __future__ import annotations
 
-from typing import Any
+import dataclasses
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from kvjax.cache.buckets import block_of
 from kvjax.model.config import ModelConfig
-from kvjax.model.decoder import Decoder, DecoderLayer
-from kvjax.model.matmul import matmul
+from kvjax.model.decoder import Decoder, with_exchange
+from kvjax.model.exchange import Exchange
 from kvjax.sharding.partition import Group, Partition
 from kvjax.sharding.placement import Splits, splits
 
 
-class LocalLayer:
-    """A :class:`DecoderLayer` on one device; inside ``jax.shard_map`` only."""
+def local_decoder(params: Decoder, part: Partition) -> Decoder:
+    """The decoder as one device of a mesh runs it; inside ``jax.shard_map`` only, where ``params`` are its own."""
+    split = splits(part.mesh, part.config)
 
-    def __init__(self, layer: DecoderLayer, part: Partition, index: int, split: Splits):
-        self.layer, self.whole, self.split = layer, part.config, split
-        self.groups = part.groups(index)
-        self.config: ModelConfig = part.config_of(index)
+    def exchange(layer: int) -> MeshExchange:
+        return MeshExchange(part.config, split, part.groups(layer))
+
+    view = with_exchange(params, part.config_of(0), exchange(0))
+    layers = enumerate(params.layers)
+    view.layers = nnx.List([with_exchange(layer, part.config_of(i), exchange(i)) for i, layer in layers])
+    return view
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshExchange(Exchange):
+    """The exchange of one layer on a mesh; embedding and logits are the same of every layer's.
+
+    Attributes:
+      model: the unsharded model.
+      split: which of its weights are divided.
+      groups: the layer's KV heads, as they are divided among devices.
+    """
+
+    model: ModelConfig
+    split: Splits
+    groups: tuple[Group, ...]
 
     @property
-    def _alone(self) -> Group | None:
-        """The layer's only group, dealt in the order of the weights' columns; None where columns must be reordered."""
+    def _in_order(self) -> Group | None:
+        """The layer's only group, where its heads are on the devices that have their columns of the weights.
+
+        None where columns must be reordered, or where every device has all of them.
+        """
         only = self.groups[0] if len(self.groups) == 1 else None
-        return only if only and only.sharding.head_axes == self.split.heads.head_axes else None
+        return only if only and self.split.qkv and only.sharding.head_axes == self.split.heads.head_axes else None
 
-    def project(self, x: Float[Array, "*S M"]) -> tuple[Float[Array, "*S H G D"], Array, Array]:
-        """As :meth:`DecoderLayer.project`, of the heads that this device has."""
-        c = self.config
-        flat = matmul(self.layer.input_norm(x), self.layer.qkv[...])
-        if c.qkv_bias:
-            flat = flat + self.layer.qkv_bias[...]
-        alone = self._alone
-        if alone is not None and self.split.qkv:
-            flat = _gather(flat, alone.sharding.page_axes)
-            qkv = flat.reshape(*x.shape[:-1], alone.count, c.group_size + 2, c.head_dim)
-        else:
-            flat = _gather(flat, self.split.order) if self.split.qkv else flat
-            every = flat.reshape(*x.shape[:-1], self.whole.num_kv_heads, c.group_size + 2, c.head_dim)
-            qkv = jnp.concatenate([_block(every, group) for group in self.groups], axis=-3)
-        return qkv[..., :-2, :], qkv[..., -2, :], qkv[..., -1, :]
+    def heads(self, qkv: Float[Array, "*S N"]) -> Array:
+        """See :meth:`Exchange.heads`: what is missing is gathered."""
+        group = self._in_order
+        if group is not None:
+            return _gather(qkv, group.sharding.page_axes)
+        flat = _gather(qkv, self.split.order) if self.split.qkv else qkv
+        every = flat.reshape(*qkv.shape[:-1], self.model.num_kv_heads, self.model.group_size + 2, self.model.head_dim)
+        return jnp.concatenate([_local_heads(every, group) for group in self.groups], axis=-3)
 
-    def finish(self, x: Float[Array, "*S M"], attended: Float[Array, "*S H G D"]) -> Float[Array, "*S M"]:
-        """As :meth:`DecoderLayer.finish`, given this device's heads; the result is the same on all."""
-        c, layer = self.config, self.layer
-        y = matmul(self._rows(attended), layer.out[...])
-        y = jax.lax.psum(y, self.split.order) if self.split.qkv and self.split.order else y
-        x = x + (y + layer.out_bias[...] if c.output_bias else y)
-        y = matmul(layer.activated(layer.post_attention_norm(x)), layer.down[...])
-        y = jax.lax.psum(y, self.split.order) if self.split.mlp and self.split.order else y
-        return x + (y + layer.down_bias[...] if c.mlp_bias else y)
-
-    def _rows(self, attended: Float[Array, "*S H G D"]) -> Float[Array, "*S N"]:
-        """The channels that this device's rows of the output projection multiply."""
+    def attended(self, attended: Float[Array, "*S H G D"]) -> Float[Array, "*S N"]:
+        """See :meth:`Exchange.attended`: where heads are in another order, those of all devices are gathered."""
         flat = (*attended.shape[:-3], -1)
-        alone = self._alone
-        if alone is not None and self.split.qkv:
-            return _part(attended.reshape(flat), alone.sharding.page_axes, alone.sharding.page_parts)
+        group = self._in_order
+        if group is not None:
+            return _local_channels(attended.reshape(flat), group.sharding.page_axes, group.sharding.page_parts)
         heads, start = [], 0
         for group in self.groups:
             heads.append(_gather(attended[..., start : start + group.count, :, :], group.sharding.head_axes, axis=-3))
             start += group.count
         order = np.argsort([head for group in self.groups for head in group.heads])
-        whole = jnp.concatenate(heads, axis=-3)[..., order, :, :].reshape(flat)
-        return _part(whole, self.split.order, self.split.parts) if self.split.qkv else whole
+        every = jnp.concatenate(heads, axis=-3)[..., order, :, :].reshape(flat)
+        return _local_channels(every, self.split.order, self.split.parts) if self.split.qkv else every
 
+    def output(self, y: Float[Array, "*S M"]) -> Float[Array, "*S M"]:
+        """See :meth:`Exchange.output`: a sum over the devices."""
+        return _sum(y, self.split.order) if self.split.qkv else y
 
-class LocalDecoder:
-    """A :class:`Decoder` on one device; inside ``jax.shard_map`` only."""
+    def mlp(self, y: Float[Array, "*S M"]) -> Float[Array, "*S M"]:
+        """See :meth:`Exchange.mlp`: a sum over the devices."""
+        return _sum(y, self.split.order) if self.split.mlp else y
 
-    def __init__(self, params: Decoder, part: Partition):
-        self._params, self._split = params, splits(part.mesh, part.config)
-        self.config = part.config_of(0)
-        self.layers = [LocalLayer(layer, part, i, self._split) for i, layer in enumerate(params.layers)]
+    def embed(self, table: Float[Array, "N M"], tokens: Int[Array, "*S"]) -> Float[Array, "*S M"]:
+        """See :meth:`Exchange.embed`: a token's row is on one device, which the others add zeros to.
 
-    @property
-    def dtype(self) -> Any:
-        return self._params.dtype
-
-    def embed(self, tokens: Int[Array, "*S"]) -> Float[Array, "*S M"]:
-        """As :meth:`Decoder.embed`: every token's vector is on one device, and zeros on the others."""
-        params, order = self._params, self._split.order
-        if not (self._split.vocab and order):
-            return params.embed(tokens)
-        x = self._summed(tokens) if tokens.ndim == 1 else self._in_blocks(tokens)
-        return params.embedding_norm(x) if self.config.embedding_norm else x
-
-    def _summed(self, tokens: Int[Array, "*S"]) -> Float[Array, "*S M"]:
-        order, table = self._split.order, self._params.table
-        count = table.shape[0]
-        own = tokens - jax.lax.axis_index(order) * count
-        index = jnp.clip(own, 0, count - 1)
-        x = table[index]
-        return jax.lax.psum(jnp.where(((own >= 0) & (own < count))[..., None], x, jnp.zeros((), x.dtype)), order)
-
-    def _in_blocks(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T M"]:
-        """A prompt block by block: a sum over devices has another buffer as its result, as large as all hidden states.
-
-        Compiled for a v5e, 8 rows of 32,768 tokens, 4,096 channels: 2 GiB less at the peak.
+        A prompt goes block by block: a sum over devices has another buffer as its result, as large as all hidden
+        states. Compiled for a v5e, 8 rows of 32,768 tokens, 4,096 channels: 2 GiB less at the peak.
         """
+        order, count = self.split.order, table.shape[0]
+        if not (self.split.vocab and order):
+            return table[tokens]
+
+        def looked_up(tokens: Int[Array, "*S"]) -> Float[Array, "*S M"]:
+            own = tokens - jax.lax.axis_index(order) * count
+            x = table[jnp.clip(own, 0, count - 1)]
+            return jax.lax.psum(jnp.where(((own >= 0) & (own < count))[..., None], x, jnp.zeros((), x.dtype)), order)
+
+        if tokens.ndim == 1:
+            return looked_up(tokens)
         size = block_of(tokens.shape[1])
 
         def body(i: Int[Array, ""], x: Array) -> Array:
             block = jax.lax.dynamic_slice_in_dim(tokens, i * size, size, axis=1)
-            return jax.lax.dynamic_update_slice_in_dim(x, self._summed(block), i * size, axis=1)
+            return jax.lax.dynamic_update_slice_in_dim(x, looked_up(block), i * size, axis=1)
 
-        empty = jnp.zeros((*tokens.shape, self.config.hidden_size), self.dtype)
+        empty = jnp.zeros((*tokens.shape, table.shape[1]), table.dtype)
         return jax.lax.fori_loop(0, tokens.shape[1] // size, body, empty)
 
-    def logits(self, x: Float[Array, "*S M"]) -> Float[Array, "*S V"]:
-        """As :meth:`Decoder.logits`, of the whole vocabulary on every device."""
-        found = self._params.logits(x)
-        return _gather(found, self._split.order) if self._split.vocab else found
+    def logits(self, logits: Float[Array, "*S N"]) -> Float[Array, "*S V"]:
+        """See :meth:`Exchange.logits`: gathered, so that every device has those of the whole vocabulary."""
+        return _gather(logits, self.split.order) if self.split.vocab else logits
 
 
 def _gather(x: Array, axes: tuple[str, ...], axis: int = -1) -> Array:
     return jax.lax.all_gather(x, axes, axis=axis % x.ndim, tiled=True) if axes else x
 
 
-def _part(x: Float[Array, "*S N"], axes: tuple[str, ...], parts: int) -> Array:
-    """This device's of equal parts of the last axis."""
+def _sum(x: Array, axes: tuple[str, ...]) -> Array:
+    return jax.lax.psum(x, axes) if axes else x
+
+
+def _local_channels(x: Float[Array, "*S N"], axes: tuple[str, ...], parts: int) -> Array:
+    """This device's one of equal parts of the last axis."""
     if not axes:
         return x
     size = x.shape[-1] // parts
     return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(axes) * size, size, axis=-1)
 
 
-def _block(every: Float[Array, "*S H N D"], group: Group) -> Array:
+def _local_heads(every: Float[Array, "*S H N D"], group: Group) -> Array:
     """This device's heads of a group."""
     heads = every[..., np.asarray(group.heads), :, :]
     if not group.sharding.head_axes:

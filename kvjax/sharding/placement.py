@@ -73,7 +73,7 @@ def weight_spec(param: nnx.Variable, split: Splits) -> PartitionSpec:
     """Of a weight, which is stored as a matrix: its stored axes are led by these logical ones."""
     names = param.get_metadata("axes")
     leading = [0, param.get_metadata("inputs", 1)][: len(param.get_value().shape)]
-    if param.get_metadata("turned", False):
+    if param.get_metadata("transposed", False):
         leading.reverse()
     return PartitionSpec(*(split.axes(names[i]) for i in leading))
 

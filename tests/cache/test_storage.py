@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import kvjax
 from kvjax.cache.attention import decode_attention
-from kvjax.cache.cache import concatenate
+from kvjax.cache.continuation import concatenate
 from kvjax.cache.pool import append_token, empty_layer, put_pages, read_slots, rows, store, take_pages
 from kvjax.cache.quantisation import LEVELS, Storage, parse_storage
 from kvjax.errors import UsageError

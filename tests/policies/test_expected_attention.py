@@ -134,7 +134,7 @@ def test_the_logit_is_the_log_of_the_mean_weight_of_gaussian_queries():
     queries = mean + rng.standard_normal((200_000, DIM)) @ root.T
     sampled = np.log(np.exp(queries @ k[0, 0, ::60].T / np.sqrt(DIM)).mean(axis=0))
     as_stats = [jnp.asarray(x, jnp.float32)[None, None, None] for x in (mean, root @ root.T)]
-    logits = expected_logits(jnp.asarray(k), *as_stats)
+    logits = expected_logits(jnp.asarray(k), *as_stats, DIM**-0.5)
     assert logits.shape == (1, 1, 1, 600)
     np.testing.assert_allclose(logits[0, 0, 0, ::60], sampled, atol=0.05)
 

@@ -35,6 +35,14 @@ def test_attention_is_summed_over_heads_of_unequal_slots_and_leaves_out_the_open
     assert select(RoundAttention(), np.zeros(0)).shape == (0,)
 
 
+@pytest.mark.parametrize("count", [7, 13, 22])
+def test_rounds_that_differ_by_rounding_alone_are_equal(count):
+    attention = np.full(count, 1 / count)
+    assert (attention > attention.mean()).all()  # the mean of equal numbers is rounded below them
+    found = select(RoundAttention("above_mean"), attention)
+    assert np.flatnonzero(found).tolist() == [count - 1]
+
+
 @pytest.mark.parametrize(
     "text, policy",
     [

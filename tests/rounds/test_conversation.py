@@ -153,7 +153,7 @@ def test_a_later_turn_in_the_same_buckets_compiles_nothing(lm, everything):
     kvjax.generate(lm, TURNS[3], cache=caches, **options)
     with compile_clock() as clock:
         again = kvjax.generate(lm, [ids[::-1] for ids in TURNS[3]], cache=caches, **options)
-        same = kvjax.generate(lm, TURNS[3], cache=[cache.parked() for cache in caches], **options)
+        same = kvjax.generate(lm, TURNS[3], cache=[cache.to_host() for cache in caches], **options)
     assert clock.programs == 0
     assert again[0].logprobs != same[0].logprobs
     assert [one.tokens for one in same] == [one.tokens for one in everything[-1]]
@@ -161,13 +161,13 @@ def test_a_later_turn_in_the_same_buckets_compiles_nothing(lm, everything):
 
 def test_a_conversation_is_a_value_wherever_it_is(lm, one_of_ten):
     cache = one_of_ten[-2][0].cache
-    away = cache.parked()
+    away = cache.to_host()
     assert {x.sharding.memory_kind for x in jax.tree.leaves(away.lower)} == {"pinned_host"}
-    back = away.unparked()
+    back = away.to_device()
     for x, y in zip(jax.tree.leaves(back.lower), jax.tree.leaves(cache.lower), strict=True):
         assert x.sharding.memory_kind == "device"
         np.testing.assert_array_equal(x, y)
-    assert back.unparked() is not None and cache.row(0).batch == 1
+    assert back.to_device() is not None and cache.row(0).batch == 1
     with pytest.raises(kvjax.UsageError, match="no row 1"):
         cache.row(1)
     samples = kvjax.generate(lm, TURNS[3][0], cache=cache, n=2, max_new_tokens=NEW, logprobs=True)
@@ -401,6 +401,32 @@ def test_a_consumed_conversation_gives_several_samples(lm, one_of_ten):
     consumed = kvjax.generate(lm, TURNS[1][0], cache=given, consume_cache=True, **options)
     assert [sample.tokens for sample in consumed] == [sample.tokens for sample in kept]
     assert consumed[0].cache.asked == kept[0].cache.asked == (2,)
+
+
+def test_a_consumed_conversation_holds_its_lower_layers_once(lm):
+    policy = RoundAttention(watershed=BELOW)
+    cache = kvjax.generate(lm, TURNS[0][0], policy=policy, max_new_tokens=NEW).cache
+    lower = cache.lower.nbytes
+    value, consumed = (
+        kvjax.generate(lm, TURNS[1][0], cache=cache, consume_cache=consume, max_new_tokens=NEW).stats
+        for consume in (False, True)
+    )
+    for stats in (value, consumed):
+        assert stats.rounds.allocated == stats.device_cache_bytes <= stats.rounds.peak == stats.device_peak_bytes
+    assert 0.9 * lower < value.device_peak_bytes - consumed.device_peak_bytes <= lower
+    # Beside what the answer is generated on, one copy of the selected rounds on their way to it.
+    assert consumed.device_peak_bytes < consumed.device_cache_bytes + lower
+
+
+def test_a_lower_layer_grows_after_the_one_before_it_was_freed(lm):
+    policy = RoundAttention(watershed=BELOW)
+    caches = [kvjax.generate(lm, TURNS[1][0], policy=policy, max_new_tokens=NEW).cache for _ in range(2)]
+    old = caches[0].lower
+    value = kvjax.generate(lm, TURNS[0][0], cache=caches[0], max_new_tokens=NEW, logprobs=True)
+    grown = kvjax.generate(lm, TURNS[0][0], cache=caches[1], consume_cache=True, max_new_tokens=NEW, logprobs=True)
+    assert grown.cache.lower.layers[0].pages > old.layers[0].pages
+    assert grown.tokens == value.tokens and grown.logprobs == value.logprobs
+    assert value.stats.device_peak_bytes - grown.stats.device_peak_bytes >= old.nbytes // 2
 
 
 def test_a_plan_counts_the_upper_layers_share(lm):

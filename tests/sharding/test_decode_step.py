@@ -5,14 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from sharding.test_grid import ran
+from support.devices import printed
 
 from kvjax.sharding.report import collectives
 
 
 @pytest.fixture(scope="module")
 def steps():
-    dealt, paged = ran(Path(__file__).with_name("decode_step.py"), "full/4", "razor:heads=0.0,budget=64/3")
+    dealt, paged = printed(Path(__file__).with_name("decode_step.py"), "full/4", "razor:heads=0.0,budget=64/3")
     return {"dealt": dealt, "paged": paged}
 
 

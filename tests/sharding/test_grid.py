@@ -3,36 +3,19 @@
 from __future__ import annotations
 
 import functools
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from sharding.grid import CASES, DEFAULT, GRID
+from support.devices import printed
 
 from kvjax.policies import registry
-
-# Compiled without optimisation, as each program runs a few times: half the time, and the results are compared alike.
-_XLA = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
-
-
-def ran(script: Path, *arguments: str) -> list[dict[str, Any]]:
-    """What a script of this folder prints, a line of JSON each, on 8 devices."""
-    root = Path(__file__).resolve().parents[2]
-    environment = os.environ | {"XLA_FLAGS": _XLA, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(root)}
-    ended = subprocess.run(
-        [sys.executable, str(script), *arguments], env=environment, capture_output=True, text=True, check=False
-    )
-    assert ended.returncode == 0, ended.stderr[-4000:]
-    return [json.loads(line) for line in ended.stdout.splitlines()]
 
 
 @functools.lru_cache(maxsize=2)
 def _results(names: tuple[str, ...]) -> dict[str, dict[str, Any]]:
-    found = ran(Path(__file__).with_name("grid.py"), *names)
+    found = printed(Path(__file__).with_name("grid.py"), *names)
     return {result["name"]: result for result in found}
 
 

@@ -49,7 +49,7 @@ def live(cache) -> list[np.ndarray]:
 def same_caches(a, b, atol: float = 1e-5) -> None:
     """Assert that two caches of batch 1 hold the same."""
     np.testing.assert_array_equal(a.seen, b.seen)
-    np.testing.assert_array_equal(a.pending, b.pending)
+    np.testing.assert_array_equal(a.next_token, b.next_token)
     for x, y in zip(live(a), live(b), strict=True):
         assert x.shape == y.shape
         np.testing.assert_allclose(x, y, atol=atol)

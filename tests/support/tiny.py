@@ -220,6 +220,9 @@ def _llama_weights(case: TinyCase) -> dict[str, np.ndarray]:
         tensors.linear(f"{block}.self_attn.k_proj", kv_heads * dim, hidden, qkv_bias, gain=2.0)
         tensors.linear(f"{block}.self_attn.v_proj", kv_heads * dim, hidden, qkv_bias)
         tensors.linear(f"{block}.self_attn.o_proj", hidden, heads * dim, output_bias)
+        if c["model_type"] == "qwen3":
+            tensors.norm(f"{block}.self_attn.q_norm", dim)
+            tensors.norm(f"{block}.self_attn.k_norm", dim)
         tensors.norm(f"{block}.post_attention_layernorm", hidden)
         tensors.linear(f"{block}.mlp.gate_proj", inner, hidden, mlp_bias)
         tensors.linear(f"{block}.mlp.up_proj", inner, hidden, mlp_bias)

@@ -23,6 +23,8 @@ def user(lm: kvjax.LanguageModel, ids: list[int], messages: list[dict[str, str]]
     reveal_type(kvjax.generate(lm, ["a"], n=samples))  # list[Output] | list[list[Output]]
     output = kvjax.generate(lm, "text", **made)
     reveal_type(kvjax.generate(lm, "more", cache=output.cache, consume_cache=True).text)  # str
+    caches = [output.cache for output in kvjax.generate(lm, [ids, ids])]
+    reveal_type(kvjax.generate(lm, [ids, ids], cache=caches, options=options))  # list[Output]
     reveal_type([piece.text for piece in kvjax.stream_generate(lm, "text", max_new_tokens=4)])  # list[str]
     reveal_type(kvjax.Chat(lm, options, system="Be brief.", logprobs=True).send("Hi"))  # Output
     reveal_type(kvjax.Full())  # Full

@@ -10,15 +10,15 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.bench.shapes import shapes
-from kvjax.cache.cache import Pools, detach
 from kvjax.cache.layout import Layout, layout_on
 from kvjax.cache.quantisation import Storage
 from kvjax.model.decoder import Decoder, abstract_decoder
 from kvjax.model.tiling import weight_layout
 from kvjax.policies import parse
 from kvjax.policies.empty_cache import empty_cache
-from kvjax.runtime.decode import Controls, DecodeState, compiled_chunk
+from kvjax.runtime.decode import Controls, DecodeState, decode_chunk
 from kvjax.runtime.synthetic import benchmark_controls, decode_state
+from kvjax.sharding.compile import OneDevice, put_pools, take_pools
 from tools.aot.cases import Case
 
 BATCH, PROMPT, NEW = 8, 32768, 256
@@ -27,16 +27,16 @@ MODEL = dataclasses.replace(shapes()["llama-3.1-8b"], num_layers=4)
 POLICIES = ("full", "h2o:ratio=0.5", "tova:ratio=0.5", "ahakv:ratio=0.5")
 
 
-def _chunk(params: Decoder, pools: Pools, state: DecodeState, controls: Controls, steps: jax.Array) -> Any:
-    return compiled_chunk(params, pools, state, controls, steps)
+def _chunk(params: Decoder, pools: list[Any], state: DecodeState, controls: Controls, steps: jax.Array) -> Any:
+    device = OneDevice(MODEL, state.cache.policy)
+    return decode_chunk(device, params, put_pools(pools, state), controls, steps)
 
 
 def _case(policy: str, platform: str, storage: Storage) -> Case:
     def state() -> DecodeState:
         return decode_state(MODEL, empty_cache(MODEL, parse(policy), BATCH, PROMPT, NEW, jnp.bfloat16, storage))
 
-    made = jax.eval_shape(state)
-    pools, rest = detach(made.cache)
+    pools, rest = take_pools(jax.eval_shape(state))
     controls = jax.eval_shape(lambda: benchmark_controls(MODEL, BATCH))
     steps = jax.ShapeDtypeStruct((), jnp.int32)
     return Case(
@@ -46,7 +46,7 @@ def _case(policy: str, platform: str, storage: Storage) -> Case:
         arguments=(
             abstract_decoder(MODEL, jnp.bfloat16),
             pools,
-            dataclasses.replace(made, cache=rest),
+            rest,
             controls,
             steps,
         ),

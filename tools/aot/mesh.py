@@ -59,17 +59,16 @@ def compile_case(
 
     from kvjax.bench.shapes import shapes
     from kvjax.cache.buckets import NEW_TOKENS, prompt_bucket
-    from kvjax.cache.cache import detach
     from kvjax.cache.layout import layout_on
     from kvjax.cache.quantisation import Storage
     from kvjax.model.decoder import abstract_decoder
     from kvjax.planning import plan
     from kvjax.policies import parse
+    from kvjax.runtime.programs import DECODE_CHUNK, PREFILL_FRESH
     from kvjax.runtime.synthetic import benchmark_controls, decode_state
     from kvjax.sharding.mesh import Mesh, near_grid
     from kvjax.sharding.partition import Partition
     from kvjax.sharding.placement import ROWS, cache_specs, of_all, weight_specs
-    from kvjax.sharding.programs import sharded_chunk, sharded_fresh
     from kvjax.sharding.report import collectives
 
     config = dataclasses.replace(shapes()["llama-3.1-8b"], num_layers=layers)
@@ -100,17 +99,14 @@ def compile_case(
             storage=storage, memory_limit=1 << 50, mesh=mesh,
         )  # fmt: skip
         state = jax.eval_shape(lambda cache: decode_state(config, cache), cache)
-        pools, rest = detach(dataclasses.replace(state, cache=cache).cache)
         state = dataclasses.replace(
-            jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=rows), state), cache=rest
+            jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=rows), state), cache=cache
         )
         controls = jax.eval_shape(lambda: benchmark_controls(config, BATCH))
         controls = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere), controls)
         programs = {
-            "decode": lambda: sharded_chunk.lower(params, pools, state, controls, ints(where=everywhere), part=part),
-            "prefill": lambda: sharded_fresh.lower(
-                params, ints(BATCH, room), ints(BATCH), ints(BATCH), part=part, **rooms
-            ),
+            "decode": lambda: DECODE_CHUNK.lower(part, params, state, controls, ints(where=everywhere)),
+            "prefill": lambda: PREFILL_FRESH.lower(part, params, ints(BATCH, room), ints(BATCH), ints(BATCH), **rooms),
         }
         for name, lower in () if plan_only else programs.items():
             if only not in ("", name):

@@ -18,24 +18,24 @@ def compile_rounds(topology: str, data: int, model: int, layers: int) -> dict[st
 
     from kvjax.bench.shapes import shapes
     from kvjax.cache.buckets import NEW_TOKENS, prompt_bucket
-    from kvjax.cache.cache import detach
     from kvjax.cache.host_memory import DEVICE, HOST
     from kvjax.cache.layout import layout_on
     from kvjax.cache.quantisation import Storage
     from kvjax.model.decoder import abstract_decoder
     from kvjax.policies.split_cache import SplitCache
+    from kvjax.rounds import programs
     from kvjax.rounds.conversation import UpperRows
     from kvjax.rounds.steps import empty_stage
-    from kvjax.sharding import round_programs as programs
+    from kvjax.sharding.compile import Named, specs_of
     from kvjax.sharding.mesh import Mesh, near_grid
-    from kvjax.sharding.partition import Partition, head_sharding
+    from kvjax.sharding.partition import Partition
     from kvjax.sharding.placement import ROWS, cache_specs, of_all, weight_specs
     from kvjax.sharding.report import collectives
 
     config, below = dataclasses.replace(shapes()["llama-3.1-8b"], num_layers=layers), layers // 2
     grid = near_grid(data, model, topologies.get_topology_desc(platform="tpu", topology_name=topology).devices)
     mesh, row = Mesh(data, model, tuple(grid.flat)), Mesh(1, model, tuple(grid[0]))
-    sharding, storage = head_sharding(mesh, config), Storage(layout=layout_on("tpu", config.head_dim))
+    storage = Storage(layout=layout_on("tpu", config.head_dim))
     dtype, heads, dim = jnp.dtype("bfloat16"), config.num_kv_heads, config.head_dim
 
     def array(on: Mesh, shape: tuple[int, ...], dtype: Any, spec: Any, memory: str = DEVICE) -> jax.ShapeDtypeStruct:
@@ -60,41 +60,39 @@ def compile_rounds(topology: str, data: int, model: int, layers: int) -> dict[st
     room = prompt_bucket(SEEN)
     lower_part, lower = cache_of(SplitCache(below), room, mesh, 0, below)
     upper_part = Partition(mesh, config, SplitCache(below, SELECTED))
-    _, answered = cache_of(SplitCache(below, SELECTED), room, row, below, layers)
+    row_part, answered = cache_of(SplitCache(below, SELECTED), room, row, below, layers)
     kinds = {"dtype": dtype, "storage": storage}
     stage = jax.eval_shape(lambda: empty_stage((layers - below, 2, BATCH, heads, SELECTED, dim), dtype, False))
     one = jax.eval_shape(lambda: empty_stage((layers - below, 2, BATCH // data, heads, SELECTED, dim), dtype, False))
-    kv_spec = programs.stage_specs(sharding, False).kv
-    staged, row_staged = (
-        dataclasses.replace(shapes, kv=array(on, shapes.kv.shape, dtype, kv_spec))
-        for on, shapes in ((mesh, stage), (row, one))
-    )
-    shape, spec = (layers - below, 2, heads, ROUND, dim), programs.round_specs(sharding, False).kv
-    there, here = (UpperRows(array(row, shape, dtype, spec, memory)) for memory in (HOST, DEVICE))
-    slots = programs.slots_spec(sharding)
-    scalar, offset = np.int32(0), np.zeros((1, 1), np.int32)
-    edges = np.zeros((layers - below, heads), np.int32)
+
+    def placed(part: Partition, tree: Any, memory: str = DEVICE) -> Any:
+        leaves, structure = jax.tree.flatten(tree)
+        arrays = zip(leaves, specs_of(tree, part), strict=True)
+        return jax.tree.unflatten(structure, [array(part.mesh, x.shape, x.dtype, s, memory) for x, s in arrays])
+
+    staged, row_staged = placed(upper_part, stage), placed(row_part, one)
+    shape: Any = jax.ShapeDtypeStruct((layers - below, 2, heads, ROUND, dim), dtype)
+    there, here = (placed(row_part, UpperRows(shape), memory) for memory in (HOST, DEVICE))
+    counts = jax.ShapeDtypeStruct((layers - below, BATCH, heads), jnp.int32)
+    slots = placed(upper_part, Named(counts, (None, "batch", "kv_head")))
+    scalar, offset = np.int32(0), Named(np.zeros((1, 1), np.int32), ())
+    edges = Named(np.zeros((layers - below, heads), np.int32), (None, "kv_head"))
     with jax.sharding.use_abstract_mesh(mesh.jax.abstract_mesh):
         wide = {
-            "lower layers": programs.lower_onto_consuming.lower(
-                params, *detach(lower), ints(BATCH, QUESTION), ints(BATCH), part=lower_part, room=room
+            "lower layers": programs.LOWER_ONTO.lower(
+                lower_part, params, lower, ints(BATCH, QUESTION), ints(BATCH), capacity=room
             ),
-            "upper layers": programs.upper.lower(
-                params, array(mesh, (BATCH, QUESTION, config.hidden_size), dtype, ROWS), ints(BATCH), ints(BATCH),
-                staged, ints(layers - below, BATCH, heads, spec=slots), part=upper_part, **kinds,
+            "upper layers": programs.UPPER.lower(
+                upper_part, params, array(mesh, (BATCH, QUESTION, config.hidden_size), dtype, ROWS),
+                ints(BATCH), ints(BATCH), staged, slots, **kinds,
             ),
         }  # fmt: skip
     with jax.sharding.use_abstract_mesh(row.jax.abstract_mesh):
         move = jax.jit(lambda x: jax.device_put(x, here.kv.sharding), out_shardings=here.kv.sharding)
-        local = Partition(row, config, SplitCache(below, SELECTED)).local(answered)
         narrow = {
             "one round to the device": move.lower(there.kv),
-            "one round into place": programs.place_round.lower(
-                row_staged, here, scalar, offset, mesh=row, sharding=sharding
-            ),
-            "one round cut out": programs.cut_round.lower(
-                local, scalar, edges, edges, mesh=row, sharding=sharding, size=ROUND
-            ),
+            "one round into place": programs.PLACE_ROUND.lower(row_part, row_staged, here, scalar, offset),
+            "one round cut out": programs.CUT_ROUND.lower(row_part, answered, scalar, edges, edges, size=ROUND),
         }
     found: dict[str, Any] = {}
     for name, lowered in (wide | narrow).items():

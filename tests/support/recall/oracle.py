@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import pathlib
+from typing import Any
 
 import numpy as np
 from safetensors.numpy import load_file
@@ -28,7 +29,14 @@ def _rotated(x: np.ndarray, theta: float) -> np.ndarray:
 def forward(folder: pathlib.Path, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Logits [T, V] and attention [L, Hq, T, T] (query, key) of one prompt, float64."""
     config = json.loads((folder / "config.json").read_text())
-    w = {name: value.astype(np.float64) for name, value in load_file(folder / "model.safetensors").items()}
+    return forward_of(config, load_file(folder / "model.safetensors"), tokens)
+
+
+def forward_of(
+    config: dict[str, Any], tensors: dict[str, np.ndarray], tokens: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """:func:`forward` of tensors by Hugging Face's names."""
+    w = {name: value.astype(np.float64) for name, value in tensors.items()}
     heads, kv_heads, dim = config["num_attention_heads"], config["num_key_value_heads"], config["head_dim"]
     eps, count = config["rms_norm_eps"], len(tokens)
     x, attention = w["model.embed_tokens.weight"][tokens], []
@@ -39,6 +47,8 @@ def forward(folder: pathlib.Path, tokens: np.ndarray) -> tuple[np.ndarray, np.nd
             (y @ w[p + f"self_attn.{name}_proj.weight"].T).reshape(count, n, dim)
             for name, n in (("q", heads), ("k", kv_heads), ("v", kv_heads))
         )
+        if p + "self_attn.q_norm.weight" in w:  # Qwen3's
+            q, k = (_norm(a, w[p + f"self_attn.{name}_norm.weight"], eps) for name, a in (("q", q), ("k", k)))
         q, k = _rotated(q, config["rope_theta"]), _rotated(k, config["rope_theta"])
         k, v = (np.repeat(a, heads // kv_heads, axis=1) for a in (k, v))
         scores = np.einsum("qhd,khd->hqk", q, k) / np.sqrt(dim)

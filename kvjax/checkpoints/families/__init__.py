@@ -1,0 +1,60 @@
+"""Families of models: how a configuration becomes a ``ModelConfig`` and which weight fills which part of a parameter.
+
+A family is a file of this package and a line of ``FAMILIES``, or, elsewhere, a :class:`Family` given to
+:func:`register`. It maps a Hugging Face ``config.json`` and GGUF metadata to a configuration, and names every tensor of
+a checkpoint with the part of a parameter that it fills. The loaders know no family by name.
+"""
+
+from __future__ import annotations
+
+import difflib
+from typing import Any
+
+from kvjax.checkpoints.families.bloom import BLOOM
+from kvjax.checkpoints.families.family import Family, Place, Weight, input_last, output_first, transposed, unchanged
+from kvjax.checkpoints.families.llama import LLAMA
+from kvjax.checkpoints.families.mistral import MISTRAL
+from kvjax.checkpoints.families.qwen2 import QWEN2
+from kvjax.checkpoints.families.qwen3 import QWEN3
+from kvjax.errors import UsageError, WeightsError
+
+__all__ = [
+    "FAMILIES",
+    "Family",
+    "Place",
+    "Weight",
+    "family",
+    "input_last",
+    "output_first",
+    "register",
+    "transposed",
+    "unchanged",
+]
+
+#: Every known family, by the architecture's name in ``config.json`` (``model_type``) and in GGUF.
+FAMILIES: dict[str, Family] = {"bloom": BLOOM, "llama": LLAMA, "mistral": MISTRAL, "qwen2": QWEN2, "qwen3": QWEN3}
+
+
+def register(name: str, family: Family) -> None:
+    """Make ``kvjax.load`` read models of an architecture.
+
+    Args:
+      name: ``model_type`` of their ``config.json``, ``general.architecture`` of their GGUF files.
+      family: how they are read.
+
+    Raises:
+      UsageError: another family has the name.
+    """
+    if FAMILIES.setdefault(name, family) is not family:
+        raise UsageError(f"The architecture {name!r} already has a family; choose another name.")
+
+
+def family(name: Any, origin: str) -> Family:
+    """The family called ``name``; WeightsError names the known ones when it is not there."""
+    if not isinstance(name, str) or name not in FAMILIES:
+        close = difflib.get_close_matches(str(name), FAMILIES, 1)
+        hint = f" (did you mean {close[0]}?)" if close else ""
+        raise WeightsError(
+            f"{origin} is a model of architecture {name!r}{hint}; supported are {', '.join(sorted(FAMILIES))}."
+        )
+    return FAMILIES[name]

@@ -1,0 +1,78 @@
+"""A family of models as the loaders see it: a mapping of its configurations and the place of each of its weights."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from kvjax.model.config import ModelConfig
+
+#: Takes a parameter, with its logical axes, to the writable view of it that a tensor fills.
+Place = Callable[[np.ndarray], np.ndarray]
+
+
+@dataclasses.dataclass(frozen=True)
+class Weight:
+    """One tensor of a checkpoint and its place.
+
+    Attributes:
+      hf, gguf: its name in either kind of checkpoint.
+      shape: its shape there, [out, in] for a linear layer.
+      param: the parameter it fills, as a path into ``Decoder`` ("layers.3.qkv").
+      place: takes that parameter to the writable view that this tensor fills: the tensor, reshaped to the view's
+        shape, is its value. Every transposition and permutation is expressed here, so nothing is copied for it.
+    """
+
+    hf: str
+    gguf: str
+    shape: tuple[int, ...]
+    param: str
+    place: Place
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """An architecture, to the loaders.
+
+    Attributes:
+      from_hf: ``(config.json, origin) -> ModelConfig``.
+      from_gguf: ``(metadata, checkpoint shapes, rope factors, origin) -> ModelConfig``, or None when no GGUF has it.
+      weights: every weight of a model, given its configuration and whether the checkpoint is a GGUF.
+      optional_prefix: the beginning of Hugging Face's names that a checkpoint saved without its output head lacks.
+    """
+
+    from_hf: Callable[[Mapping[str, Any], str], ModelConfig]
+    from_gguf: Callable[[Mapping[str, Any], Mapping[str, tuple[int, ...]], Mapping[str, Any], str], ModelConfig] | None
+    weights: Callable[[ModelConfig, bool], Iterator[Weight]]
+    optional_prefix: str = ""
+
+    def hf_weights(self, config: ModelConfig, names: Collection[str]) -> list[Weight]:
+        """The weights as a Hugging Face checkpoint of tensors called ``names`` calls them."""
+        found = list(self.weights(config, False))
+        prefix = self.optional_prefix
+        if not prefix or any(name.startswith(prefix) for name in names):
+            return found
+        return [dataclasses.replace(weight, hf=weight.hf.removeprefix(prefix)) for weight in found]
+
+
+def unchanged(values: np.ndarray) -> np.ndarray:
+    """The place of a tensor that is the parameter as it is."""
+    return values
+
+
+def transposed(values: np.ndarray) -> np.ndarray:
+    """The place of a matrix [out, in] that fills a parameter [in, out]."""
+    return values.T
+
+
+def input_last(place: Place) -> Place:
+    """The place of a matrix, given its bias's: the input axis M leads in the parameter and is last in a checkpoint."""
+    return lambda values: np.moveaxis(place(values), 0, -1)
+
+
+def output_first(values: np.ndarray) -> np.ndarray:
+    """The place of a matrix [out, in] that fills [*in, out]: the output axis leads in a checkpoint."""
+    return np.moveaxis(values, -1, 0)

@@ -1,0 +1,35 @@
+"""Qwen3: llama's layout with a norm of each head's queries and keys (technical report, arXiv 2505.09388, section 2)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from kvjax.checkpoints.families.family import Family, Weight, unchanged
+from kvjax.checkpoints.families.llama import config_from_gguf, config_from_hf, decoder_weights
+from kvjax.checkpoints.families.settings import refuse_sliding_window
+from kvjax.model.config import ModelConfig
+
+
+def _from_hf(config: Mapping[str, Any], origin: str) -> ModelConfig:
+    refuse_sliding_window(config, origin)
+    bias = bool(config.get("attention_bias"))
+    config = {**config, "head_dim": config.get("head_dim") or 128}  # transformers' default, whatever the widths
+    return config_from_hf(config, origin, context=32768, qkv_bias=bias, output_bias=bias, qk_norm=True)
+
+
+def _from_gguf(
+    metadata: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], factors: Mapping[str, Any], origin: str
+) -> ModelConfig:
+    return config_from_gguf(metadata, shapes, factors, origin, qk_norm=True)
+
+
+def _weights(config: ModelConfig, gguf: bool) -> Iterator[Weight]:
+    yield from decoder_weights(config, gguf)
+    for layer in range(config.num_layers):
+        for name in ("q_norm", "k_norm"):
+            hf, own = f"model.layers.{layer}.self_attn.{name}.weight", f"blk.{layer}.attn_{name}.weight"
+            yield Weight(hf, own, (config.head_dim,), f"layers.{layer}.{name}.weight", unchanged)
+
+
+QWEN3 = Family(_from_hf, _from_gguf, _weights)

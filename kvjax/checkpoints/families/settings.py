@@ -1,0 +1,48 @@
+"""Readers of single settings that several families share, with their refusals."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from kvjax.errors import WeightsError
+
+
+def size(config: Mapping[str, Any], origin: str, *names: str) -> int:
+    """A whole number of at least 1 of a ``config.json``, by the first of its names that is there."""
+    value = next((config[name] for name in names if config.get(name) is not None), None)
+    if not isinstance(value, int) or value < 1:
+        raise WeightsError(f"{origin} has {value!r} as its {names[0]}; a whole number is needed.")
+    return value
+
+
+def refuse_quantised(config: Mapping[str, Any], origin: str) -> None:
+    """WeightsError where a ``config.json`` describes quantised weights."""
+    if config.get("quantization_config"):
+        raise WeightsError(f"{origin} describes quantised weights (quantization_config), which cannot be read.")
+
+
+def refuse_sliding_window(config: Mapping[str, Any], origin: str) -> None:
+    """WeightsError where a qwen's ``config.json`` asks for sliding-window attention."""
+    if config.get("use_sliding_window") or "sliding_attention" in (config.get("layer_types") or ()):
+        raise WeightsError(f"{origin} asks for sliding-window attention (use_sliding_window), which is not supported.")
+
+
+class Keys(Protocol):
+    """Reads one key of a GGUF."""
+
+    def __call__(self, name: str, default: Any = None) -> Any: ...
+
+
+def gguf_keys(metadata: Mapping[str, Any], arch: str, origin: str) -> Keys:
+    """A reader of a GGUF's keys, which begin with its architecture; WeightsError for an absent one."""
+
+    def key(name: str, default: Any = None) -> Any:
+        value = metadata.get(f"{arch}.{name}", default)
+        if value is None:
+            raise WeightsError(f"{origin} lacks the key {arch}.{name}.")
+        if isinstance(value, list):
+            raise WeightsError(f"{origin} gives every layer its own {arch}.{name}, which is not supported.")
+        return value
+
+    return key

@@ -1,0 +1,238 @@
+"""Round Attention on dialogues: which rounds a question brings, and whether the answer is the full cache's.
+
+A dialogue's history is read once, whole, and its rounds are put where they belong; then every policy answers every
+question from the same rounds, and so does the full cache. Nothing needs a judge: gold rounds and the full cache's own
+tokens are what answers are compared with.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import kvjax
+from kvjax.checkpoints.load import LanguageModel
+from kvjax.errors import KvjaxError, UsageError
+from kvjax.eval.dialogues import Dialogue
+from kvjax.history import history_ids, read_history
+from kvjax.output import Output
+from kvjax.policies import RoundAttention, parse
+
+FULL = "full"
+DEFAULT = (
+    "round",
+    "round:strategy=fixed",
+    "round:strategy=adaptive",
+    "round:strategy=above_mean",
+    "round:granularity=token",
+    "round:strategy=above_mean,granularity=token",
+    "round:top=0.3",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """One question answered under one policy.
+
+    Attributes:
+      dialogue, kind, policy: what was asked, and how. asked: the question's place among the dialogue's.
+      rounds: earlier rounds. selected: of them, those it saw. gold: those that hold the answer.
+      tokens: that were generated. agrees: of them, how many are the full cache's before the first that is not.
+      right: whether the text contains the answer; None where none is known.
+      used, seen: tokens that the upper layers attended to, and all.
+      live_bytes, allocated_bytes: on the device while it answered, of slots that hold a token and of all slots.
+      peak_bytes: most that was held on the device for the conversation at once during the turn; None where it is not
+        known. full_bytes: of a full cache, what every token seen would take.
+      host_bytes, moved_bytes: in host memory, and brought from there for this question.
+      seconds: from the question to the last token, compilation apart; one for each time it was timed.
+      full_seconds: the same of the full cache, timed just before.
+    """
+
+    dialogue: str
+    kind: str
+    asked: int
+    policy: str
+    rounds: int
+    selected: tuple[int, ...]
+    gold: tuple[int, ...]
+    tokens: tuple[int, ...]
+    agrees: int
+    right: bool | None
+    used: int
+    seen: int
+    live_bytes: int
+    full_bytes: int
+    host_bytes: int
+    moved_bytes: int
+    seconds: tuple[float, ...]
+    full_seconds: tuple[float, ...]
+    allocated_bytes: int | None = None
+    peak_bytes: int | None = None
+
+    @property
+    def turn(self) -> float:
+        """Time as a multiple of the full cache's: the median of the times it was asked."""
+        return statistics.median(a / b for a, b in zip(self.seconds, self.full_seconds, strict=True))
+
+    @property
+    def key(self) -> tuple[str, int, str]:
+        return self.dialogue, self.asked, self.policy
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What makes answers comparable: an earlier run with others is not continued."""
+
+    model: str
+    dtype: str
+    dialogues: str
+    tokens: int
+    max_new_tokens: int
+    repeats: int
+
+
+class RoundComparison:
+    """Asks what is not answered yet; every answer is saved at once.
+
+    Args:
+      policies: text forms of RoundAttention without inner.
+      answers: of an earlier run. save: called with all answers after every dialogue. say: told what goes on.
+    """
+
+    def __init__(
+        self,
+        lm: LanguageModel,
+        policies: Sequence[str],
+        settings: Settings,
+        *,
+        answers: Sequence[Answer],
+        save: Callable[[Sequence[Answer]], None],
+        say: Callable[[str], None],
+    ):
+        self.lm, self.settings, self.answers = lm, settings, list(answers)
+        self.policies = {name: round_policy(name) for name in policies}
+        for policy in self.policies.values():
+            policy.check(lm.config)
+        self._save, self._say = save, say
+
+    def run(self, dialogues: Sequence[Dialogue]) -> None:
+        """Every question of every dialogue, by every policy.
+
+        Raises:
+          KeyboardInterrupt: after Ctrl-C; what was answered is saved.
+        """
+        for done, dialogue in enumerate(dialogues, 1):
+            known = {answer.key for answer in self.answers}
+            names = (FULL, *self.policies)
+            wanted = [(dialogue.name, i, name) for i in range(len(dialogue.questions)) for name in names]
+            if not set(wanted) <= known:
+                try:
+                    self._ask(dialogue, known)
+                finally:
+                    self._save(self.answers)
+            self._say(f"dialogue {done} of {len(dialogues)}: {dialogue.name}, {len(dialogue.rounds)} rounds")
+
+    def _ask(self, dialogue: Dialogue, known: set[tuple[str, int, str]]) -> None:
+        lm, messages = self.lm, dialogue.messages()
+        ids, _ = history_ids(lm, messages)
+        whole = kvjax.generate(lm, ids, max_new_tokens=0).cache
+        # Where the rounds are follows from the watershed; policies that share it start from the same ones.
+        rounds = {policy.layers_below(lm.config): policy for policy in self.policies.values()}
+        rounds = {below: read_history(lm, messages, policy=policy) for below, policy in rounds.items()}
+        earlier = {answer.key: answer for answer in self.answers}
+        for i in range(len(dialogue.questions)):
+            caches: dict[str, Any] = {FULL: whole}
+            for name, policy in self.policies.items():
+                if (dialogue.name, i, name) not in known:
+                    caches[name] = rounds[policy.layers_below(lm.config)].replace(policy=policy)
+            reference = earlier.get((dialogue.name, i, FULL))
+            if reference is None or len(caches) > 1:
+                asked = self._answers(dialogue, i, caches, reference)
+                self.answers += asked if reference is None else asked[1:]
+
+    def _answers(
+        self, dialogue: Dialogue, asked: int, caches: Mapping[str, Any], reference: Answer | None
+    ) -> list[Answer]:
+        """What each cache answers, the full one first; they take turns, so that all are timed on the same machine."""
+        message = [{"role": "user", "content": dialogue.questions[asked].text}]
+        found: dict[str, Answer] = {}
+        seconds: dict[str, list[float]] = {name: [] for name in caches}
+        for done in range(1 + self.settings.repeats):
+            for name, cache in caches.items():
+                output = kvjax.generate(self.lm, message, cache=cache, max_new_tokens=self.settings.max_new_tokens)
+                if output.finish_reason == "interrupted":
+                    raise KeyboardInterrupt
+                # The first time is not counted: it waits for what reading the history left to do.
+                if done:
+                    seconds[name].append(output.stats.time_to_first_token + output.stats.decode_seconds)
+                else:
+                    wanted = output.tokens if name == FULL and reference is None else (reference or found[FULL]).tokens
+                    found[name] = _answer(dialogue, asked, name, output, wanted)
+        full = tuple(seconds[FULL])
+        return [
+            dataclasses.replace(answer, seconds=tuple(seconds[name]), full_seconds=full)
+            for name, answer in found.items()
+        ]
+
+
+def _answer(dialogue: Dialogue, asked: int, name: str, output: Output, wanted: Sequence[int]) -> Answer:
+    """What is kept of an output, its times apart; ``wanted`` are the full cache's tokens."""
+    question, stats, found = dialogue.questions[asked], output.stats, output.stats.rounds
+    same = next((i for i, pair in enumerate(zip(wanted, output.tokens, strict=False)) if pair[0] != pair[1]), None)
+    return Answer(
+        dialogue=dialogue.name,
+        kind=question.kind,
+        asked=asked,
+        policy=name,
+        rounds=len(dialogue.rounds),
+        selected=tuple(range(len(dialogue.rounds))) if found is None else found.selected,
+        gold=question.gold,
+        tokens=output.tokens,
+        agrees=min(len(wanted), len(output.tokens)) if same is None else same,
+        right=None if question.answer is None else question.answer.lower() in output.text.lower(),
+        used=stats.seen if found is None else found.tokens_used,
+        seen=stats.seen,
+        live_bytes=stats.live_cache_bytes,
+        allocated_bytes=stats.cache_bytes,
+        full_bytes=stats.full_cache_bytes,
+        host_bytes=0 if found is None else found.host_bytes,
+        moved_bytes=0 if found is None else found.moved_bytes,
+        seconds=(),
+        full_seconds=(),
+    )
+
+
+def round_policy(name: str) -> RoundAttention:
+    """A policy to compare; UsageError for one that is not Round Attention, or compresses within rounds."""
+    policy = parse(name)
+    if not isinstance(policy, RoundAttention) or policy.inner is not None:
+        raise UsageError(f"{name!r} is not RoundAttention without inner; give forms of it such as round:top=0.3.")
+    return policy
+
+
+def _answer_of(values: dict[str, Any]) -> Answer:
+    """An answer out of JSON, which has no tuples; version 0.1 wrote live bytes as "device_bytes"."""
+    values = {"live_bytes" if name == "device_bytes" else name: value for name, value in values.items()}
+    found: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+    return Answer(**found)
+
+
+def read_answers(path: Path, settings: Settings) -> list[Answer]:
+    """Answers of an earlier run with the same settings; none when there is no file.
+
+    Raises:
+      KvjaxError: the file is of other settings, or not one of these.
+    """
+    if not path.exists():
+        return []
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if content["settings"] != dataclasses.asdict(settings):
+            raise KvjaxError(f"{path} holds answers of another model, file or length; give another --out.")
+        return [_answer_of(answer) for answer in content["answers"]]
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise KvjaxError(f"{path} is not what compare-rounds writes; give another --out ({error}).") from error

@@ -1,0 +1,41 @@
+"""The places in a decoder at which devices that run it together exchange numbers; one device exchanges nothing."""
+
+from __future__ import annotations
+
+from jaxtyping import Array, Float, Int
+
+
+class Exchange:
+    """Hooks of a decoder and of its layers, here those of a model on one device.
+
+    ``kvjax.sharding.decoder`` replaces them by collectives. A block feature (a bias, a norm, an activation) belongs to
+    the decoder alone: hooks see a projection's columns before its bias and a product's sum before its bias.
+    """
+
+    def heads(self, qkv: Float[Array, "*S N"]) -> Array:
+        """All columns of this device's KV heads, [..., H x (G + 2) x D], from the columns that its weights give."""
+        return qkv
+
+    def attended(self, attended: Float[Array, "*S H G D"]) -> Array:
+        """The channels that this device's rows of the output projection multiply, from the results of its heads."""
+        return attended
+
+    def output(self, y: Float[Array, "*S M"]) -> Float[Array, "*S M"]:
+        """The output projection's result, from what this device's rows of it give."""
+        return y
+
+    def mlp(self, y: Float[Array, "*S M"]) -> Float[Array, "*S M"]:
+        """The MLP's result, from what this device's channels of it give."""
+        return y
+
+    def embed(self, table: Float[Array, "V M"], tokens: Int[Array, "*S"]) -> Float[Array, "*S M"]:
+        """Each token's row of the embedding, of which this device holds the rows of ``table``."""
+        return table[tokens]
+
+    def logits(self, logits: Float[Array, "*S N"]) -> Float[Array, "*S V"]:
+        """The whole vocabulary's logits, from those of this device's columns of the head."""
+        return logits
+
+
+#: The exchange of a model on one device.
+ONE_DEVICE = Exchange()

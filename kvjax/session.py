@@ -1,0 +1,251 @@
+"""The host side of one call of ``generate``: prompts read, tokens generated chunk by chunk, outputs made."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import time
+from collections.abc import Iterator, Sequence
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+import jax
+import numpy as np
+
+from kvjax.cache.buckets import new_bucket
+from kvjax.cache.cache import Cache
+from kvjax.cache.continuation import Continuation, check_continuable, may_be_lent, rolled_back
+from kvjax.cache.groups import slot_bytes
+from kvjax.cache.host_memory import as_numpy, device_bytes, live_device_bytes
+from kvjax.model.decoder import Decoder
+from kvjax.output import Output, RoundStats, Stats
+from kvjax.planning import full_cache_bytes
+from kvjax.request import Request
+from kvjax.rounds.strategy import RoundStrategy
+from kvjax.runtime.compilation import CompileClock
+from kvjax.runtime.decode import CHUNK, REASONS, RUNNING, DecodeState
+from kvjax.runtime.interrupt import Interrupt
+from kvjax.runtime.reading import Note, TokenStrategy
+from kvjax.text.detokenizer import text_of
+
+
+class Strategy(Protocol):
+    """How prompts are read onto what there is, and what is left in the end."""
+
+    def read(self, params: Decoder, request: Request, consume: bool, note: Note) -> tuple[Cache, jax.Array]:
+        """A cache to decode on, with a row per sample, and the logits [B, V] after each prompt.
+
+        ``consume`` donates ``request.cache``; ``note`` is told of every newer cache.
+        """
+        ...
+
+    def finish(self, cache: Cache, fed: Sequence[Sequence[int]], note: Note) -> Continuation:
+        """What a later call continues; ``fed`` are the tokens that each row has read in this one."""
+        ...
+
+    def stats(self, row: int) -> RoundStats | None:
+        """What a finished row's rounds cost, if there are rounds."""
+        ...
+
+
+@dataclasses.dataclass
+class Times:
+    """Seconds of the parts of a call, compilation taken out."""
+
+    prompt: float = 0.0
+    first: float = 0.0
+    decode: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class ChunkResult:
+    """Tokens one chunk gave each row (fewer once a row has ended), their log-probabilities, and why rows ended."""
+
+    tokens: list[list[int]]
+    logprobs: list[list[float]] | None
+    reasons: list[str | None]
+
+
+class Session:
+    """One batch being generated: owns its cache, hands out what each chunk gave, makes the outputs.
+
+    Python state lives here and only here; everything compiled is a pure function of arrays. Used as a context, it
+    gives back a conversation that it was lent when the call fails or is abandoned.
+
+    Attributes:
+      tokens, logprobs, reasons: of each row so far.
+      times: seconds of the call's parts.
+      peak_bytes: the most that arrays held on each device between two programs of the call; those from before the call
+        count only if they are what it continues.
+    """
+
+    def __init__(self, request: Request, clock: CompileClock, interrupt: Interrupt):
+        self.request, self.controls, self.programs = request, request.controls(), request.programs
+        self.strategy: Strategy = RoundStrategy() if request.policy.offloads_rounds else TokenStrategy()
+        self.tokens: list[list[int]] = [[] for _ in range(request.rows)]
+        self.logprobs: list[list[float]] | None = [[] for _ in self.tokens] if request.options.logprobs else None
+        self.reasons: list[str | None] = [None] * request.rows
+        self.times, self.peak_bytes = Times(), 0
+        self._clock, self._interrupt = clock, interrupt
+        self._cut = "interrupted"  # why rows that have not ended go no further
+        self._cache: Cache | None = None
+        self._logits: jax.Array | None = None
+        self._state: DecodeState | None = None
+        self._fed = 0
+        self._lent: Continuation | None = None
+        held = () if request.cache is None else jax.tree.leaves(request.cache.device_layers)
+        self._before = live_device_bytes() - device_bytes(held)
+        self._began, self._compiled = time.perf_counter(), clock.seconds
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: TracebackType | None) -> None:
+        if kind is not None and self._lent is not None and self.request.owned is not None:
+            newest = self._cache if self._cache is not None else self._lent.device_layers
+            self.request.owned.give_back(rolled_back(self._lent, newest))
+
+    def _lap(self) -> float:
+        """Seconds since the last lap without compilation; compilation may overlap other threads' work, never us."""
+        now, compiled = time.perf_counter(), self._clock.seconds
+        spent = max(now - self._began - (compiled - self._compiled), 0.0)
+        self._began, self._compiled = now, compiled
+        return spent
+
+    def _note(self, cache: Cache) -> None:
+        self._cache = cache
+        self.peak_bytes = max(self.peak_bytes, live_device_bytes() - self._before)
+
+    @property
+    def cache(self) -> Cache:
+        """The rows as they are now."""
+        assert self._cache is not None, "prompts are read first"
+        return self._cache
+
+    def prefill(self, consume: bool = False, params: Decoder | None = None) -> None:
+        """Read the prompts, by the model or by ``params``; ``consume`` donates what they are read onto."""
+        request, owned = self.request, self.request.owned
+        if request.cache_is_copy:
+            consume = True
+        elif owned is not None and may_be_lent(owned.value) and not owned.shared and request.n == 1:
+            self._lent, consume = owned.lend(), True
+        if request.cache is not None:
+            check_continuable("cache=", [request.cache])  # a stream may begin long after its request was checked
+        found = self.strategy.read(params or request.lm.params, request, consume, self._note)
+        self._cache, self._logits = jax.block_until_ready(found)
+        self._note(self.cache)
+        spent = self._lap()
+        self.times.prompt += spent
+        self.times.first += spent
+
+    def chunks(self, steps: int) -> Iterator[ChunkResult]:
+        """The first token of every row, then ``steps`` at a time (at most CHUNK) until every row has ended, Ctrl-C is
+        pressed, or the cache would have to grow to what does not fit.
+        """
+        request = self.request
+        if request.options.max_new_tokens == 0:
+            self.reasons = ["length"] * request.rows
+            return
+        assert self._logits is not None
+        logprobs = self.logprobs is not None
+        state = self.programs.first(self.cache, self._logits, self._present(), self.controls, logprobs=logprobs)
+        self._logits = None
+        yield self._collect(state, 1)
+        while not self._interrupt.requested and (as_numpy(state.reason) == RUNNING).any():
+            cache = state.cache
+            room = cache.new_capacity - self._fed if cache.policy.grows else CHUNK
+            if room <= 0:
+                config = request.lm.config
+                larger = new_bucket(self._fed, config.max_position)
+                if not request.may_grow(cache, larger):
+                    self._cut = "memory"
+                    return
+                grown = self.programs.grow(cache, config=config, new_capacity=larger)
+                state = dataclasses.replace(state, cache=grown)
+                self._note(state.cache)
+                room = state.cache.new_capacity - self._fed
+            cache = grown = None  # the old state's pools are donated: from here on only the new one exists
+            state, made = self.programs.chunk(request.lm.params, state, self.controls, min(steps, room, CHUNK))
+            self._fed += int(made)
+            yield self._collect(state, int(made))
+
+    def _collect(self, state: DecodeState, made: int) -> ChunkResult:
+        """Take over the state after a chunk; what it gave the rows that are no padding."""
+        first, self._cache = self._fed == 0, state.cache
+        found = as_numpy(state.tokens)[: self.request.rows, :made]
+        self.reasons = [REASONS.get(int(reason)) for reason in as_numpy(state.reason)[: self.request.rows]]
+        tokens = [[int(t) for t in row if t >= 0] for row in found]
+        logprobs = None
+        if state.logprobs is not None:
+            values = as_numpy(state.logprobs)[:, :made]
+            logprobs = [values[i][found[i] >= 0].tolist() for i in range(len(tokens))]
+        for row, new in enumerate(tokens):
+            self.tokens[row].extend(new)
+            if self.logprobs is not None and logprobs is not None:
+                self.logprobs[row].extend(logprobs[row])
+        spent = self._lap()
+        if first:
+            self.times.first += spent
+        else:
+            self.times.decode += spent
+        return ChunkResult(tokens, logprobs, self.reasons)
+
+    def _present(self) -> np.ndarray:
+        """[rows, V] which tokens each row's prompt holds, for the repetition penalty."""
+        request = self.request
+        present = np.zeros((request.rows, request.lm.config.vocab_size), bool)
+        for row in range(request.rows):
+            present[row, [*request.context, *request.prompts[row // request.n]]] = True
+        return present
+
+    def outputs(self) -> Any:
+        """Outputs in the shape of what was passed."""
+        request, cache, n = self.request, self.cache, self.request.n
+        retained = [as_numpy(request.policy.retained(layer)) for layer in cache.layers]
+        counters = retained, as_numpy(cache.seen), cache.clipped
+        next_token = as_numpy(cache.next_token)
+        fed = [[*request.prompts[row // n], *made] for row, made in enumerate(self.tokens)]
+        fed = [ids[:-1] if next_token[row] >= 0 else ids for row, ids in enumerate(fed)]
+        left = self.strategy.finish(cache, fed, self._note)
+        rows = [self._output(row, cache, left, *counters) for row in range(request.rows)]
+        grouped = [rows[i] if n == 1 else rows[i * n : (i + 1) * n] for i in range(len(rows) // n)]
+        return grouped[0] if request.tokens.single else grouped
+
+    def _output(self, row: int, cache: Cache, left: Continuation, *counters: Any) -> Output:
+        request = self.request
+        tokens = tuple(self.tokens[row])
+        return Output(
+            text=text_of(request.lm.tokenizer, tokens, request.options.stop_strings),
+            tokens=tokens,
+            finish_reason=self.reasons[row] or self._cut,
+            logprobs=None if self.logprobs is None else tuple(self.logprobs[row]),
+            stats=self._stats(row, cache, *counters),
+            _cache=functools.partial(left.row, row),
+        )
+
+    def _stats(self, row: int, cache: Cache, kept: list[np.ndarray], seen: np.ndarray, clipped: np.ndarray) -> Stats:
+        request, times = self.request, self.times
+        read = sum(len(ids) for ids in request.prompts) + len(request.context)
+        decoded = sum(max(len(tokens) - 1, 0) for tokens in self.tokens)
+        retained = tuple(tuple(int(x) for x in layer[row]) for layer in kept)
+        sizes = [slot_bytes(layer) for layer in cache.layers]
+        rounds = self.strategy.stats(row)
+        return Stats(
+            prompt_tokens=len(request.prompts[row // request.n]) + len(request.context),
+            generated_tokens=len(self.tokens[row]),
+            prompt_seconds=times.prompt,
+            decode_seconds=times.decode,
+            compile_seconds=self._clock.seconds,
+            time_to_first_token=times.first,
+            prompt_tokens_per_second=read / times.prompt if times.prompt > 0 else 0.0,
+            decode_tokens_per_second=decoded / times.decode if times.decode > 0 else 0.0,
+            cache_bytes=cache.nbytes // cache.batch,
+            device_cache_bytes=cache.device_nbytes,
+            device_peak_bytes=self.peak_bytes,
+            live_cache_bytes=sum(int(np.dot(size, heads)) for size, heads in zip(sizes, retained, strict=True)),
+            full_cache_bytes=full_cache_bytes(request.lm.config, int(seen[row]), request.dtype),
+            clipped=int(clipped[row]),
+            retained=retained,
+            seen=int(seen[row]),
+            rounds=rounds and dataclasses.replace(rounds, allocated=cache.device_nbytes, peak=self.peak_bytes),
+        )

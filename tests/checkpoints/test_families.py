@@ -1,0 +1,213 @@
+"""Configurations: what every family and every rotary scaling is mapped to, and what is refused by name."""
+
+from __future__ import annotations
+
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support import gguf_files, tiny
+
+from kvjax.checkpoints.families import FAMILIES, family
+from kvjax.checkpoints.load import load
+from kvjax.errors import WeightsError
+from kvjax.model.config import RopeConfig
+from kvjax.model.rope import frequencies
+
+
+def from_hf(**changes):
+    config = gguf_files.case("llama_gqa").config | changes
+    return family(config["model_type"], "config.json").from_hf(config, "config.json")
+
+
+def from_gguf(name="llama_gqa", factors=None, **keys):
+    metadata = gguf_files.metadata(gguf_files.case(name)) | keys
+    metadata["general.architecture"] = "qwen2" if name.startswith("qwen2") else "llama"
+    metadata = {key: value for key, value in metadata.items() if value is not None}
+    make = family(metadata["general.architecture"], "m.gguf").from_gguf
+    return make(metadata, {"token_embd.weight": (gguf_files.VOCAB, 32)}, factors or {}, "m.gguf")
+
+
+def test_every_field_of_a_llama():
+    c = from_hf(rms_norm_eps=1e-3, head_dim=12, attention_bias=True, mlp_bias=True, tie_word_embeddings=True)
+    assert (c.family, c.vocab_size, c.hidden_size, c.intermediate_size) == ("llama", gguf_files.VOCAB, 32, 56)
+    assert (c.num_layers, c.num_heads, c.num_kv_heads, c.head_dim, c.max_position) == (2, 4, 2, 12, 64)
+    assert (c.rms_norm_eps, c.rope) == (1e-3, RopeConfig(theta=10000.0))
+    assert (c.qkv_bias, c.output_bias, c.mlp_bias, c.tie_embeddings) == (True, True, True, True)
+
+
+def test_absent_keys_have_transformers_defaults():
+    keys = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "model_type")
+    bare = {key: gguf_files.case("llama_gqa").config[key] for key in keys}
+    c = FAMILIES["llama"].from_hf(bare, "x")
+    assert (c.num_kv_heads, c.head_dim, c.max_position, c.rms_norm_eps) == (4, 8, 2048, 1e-6)
+    assert not (c.qkv_bias or c.mlp_bias or c.tie_embeddings)
+    assert c.rope == RopeConfig()
+    assert FAMILIES["qwen2"].from_hf(bare | {"model_type": "qwen2"}, "x").max_position == 32768
+
+
+def test_qwen2_has_biases_on_queries_keys_and_values_only():
+    c = from_hf(model_type="qwen2")
+    assert (c.qkv_bias, c.output_bias, c.mlp_bias) == (True, False, False)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"model_type": "gpt_neox"}, "architecture 'gpt_neox'; supported are bloom, llama, mistral, qwen2, qwen3"),
+        ({"model_type": "lama"}, "did you mean llama"),
+        ({"model_type": None}, "architecture None"),
+        ({"model_type": ["llama"]}, "architecture"),
+        ({"vocab_size": None}, "None as its vocab_size"),
+        ({"hidden_size": "32"}, "'32' as its hidden_size"),
+        ({"num_attention_heads": 0}, "0 as its num_attention_heads"),
+        ({"hidden_act": "gelu"}, "activation 'gelu'"),
+        ({"quantization_config": {"bits": 4}}, "quantised"),
+        ({"model_type": "qwen2", "use_sliding_window": True}, "sliding-window"),
+        ({"model_type": "qwen2", "layer_types": ["full_attention", "sliding_attention"]}, "sliding-window"),
+        ({"model_type": "mistral", "sliding_window": 4096}, "sliding-window"),
+        ({"model_type": "mistral"}, "sliding-window"),
+        ({"partial_rotary_factor": 0.5}, "rotates only 0.5"),
+        ({"rope_scaling": {"type": "quadratic", "factor": 2}}, "rotary scaling 'quadratic'; known are default, linear"),
+        ({"rope_scaling": {"type": "linear"}}, "linear rotary scaling and lacks its 'factor'"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "lacks its 'low_freq_factor'"),
+        ({"rope_scaling": {"type": "longrope", "factor": 2.0, "long_factor": [1.0]}}, "lacks its 'short_factor'"),
+        (
+            {"rope_scaling": {"type": "longrope", "factor": 2.0, "long_factor": [1.0], "short_factor": [1.0]}},
+            "1 rotary divisors; heads of 8 channels need 4",
+        ),
+        ({"rope_scaling": {"type": "default", "mrope_section": [1, 2]}}, "multimodal"),
+        (
+            {"rope_parameters": {"full_attention": {"rope_type": "default"}, "sliding_attention": {}}},
+            "different rotary embeddings",
+        ),
+    ],
+)
+def test_what_cannot_be_run_is_refused_by_name(changes, sentence):
+    with pytest.raises(WeightsError) as caught:
+        from_hf(**changes)
+    assert sentence in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+_LLAMA3 = {"rope_type": "llama3", "factor": 8, "low_freq_factor": 1, "high_freq_factor": 4}
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"num_key_value_heads": 3}, "do not divide"),
+        ({"max_position_embeddings": -5}, "max_position is -5; a model needs at least 1"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan"),
+        ({"rope_theta": -1.0}, r"the rotary base is -1\.0; give a number above 0"),
+        ({"rope_scaling": {"type": "linear", "factor": 0}}, r"the rotary scaling's factor is 0\.0"),
+        ({"rope_scaling": {"type": "yarn", "factor": -4.0}}, r"the rotary scaling's factor is -4\.0"),
+        ({"rope_scaling": _LLAMA3 | {"low_freq_factor": 0}}, r"low_freq_factor is 0\.0; give a number above 0"),
+        ({"rope_scaling": _LLAMA3 | {"low_freq_factor": 4}}, r"high_freq_factor is 4\.0; give a number above 4"),
+        ({"rope_scaling": "linear"}, "a setting is of the wrong kind"),
+        ({"rope_scaling": {"type": "linear", "factor": "two"}}, "a setting is of the wrong kind"),
+        ({"rms_norm_eps": []}, "a setting is of the wrong kind"),
+    ],
+)
+def test_settings_of_the_wrong_kind_are_the_files_fault(tmp_path, changes, sentence):
+    folder = gguf_files.write_folder(gguf_files.case("llama_gqa", **changes), tmp_path)
+    with pytest.raises(WeightsError, match=sentence):
+        load(folder)
+
+
+def test_old_and_new_rope_keys_mean_the_same():
+    scaling = {"factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 8}
+    new = from_hf(rope_theta=None, rope_parameters={"rope_type": "yarn", "rope_theta": 500.0, **scaling})
+    old = from_hf(rope_theta=500.0, rope_scaling={"type": "yarn", **scaling})
+    assert new == old
+    assert new.rope == RopeConfig(theta=500.0, kind="yarn", factor=4.0, original_max_position=16, beta_fast=8.0)
+
+
+def test_every_scaling_has_a_golden_case():
+    kinds = set()
+    for case in tiny.CASES:
+        kinds.add(family(case.config["model_type"], case.name).from_hf(case.config, case.name).rope.kind)
+    assert kinds == {"default", "linear", "dynamic", "yarn", "longrope", "llama3"}
+
+
+@pytest.mark.parametrize(
+    ("keys", "rope"),
+    [
+        ({"llama.rope.freq_base": None}, RopeConfig()),
+        ({"llama.rope.scaling.type": "none", "llama.rope.scaling.factor": 4.0}, RopeConfig()),
+        ({"llama.rope.scale_linear": 4.0}, RopeConfig(kind="linear", factor=4.0)),
+        (
+            {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 2.0},
+            RopeConfig(kind="linear", factor=2.0),
+        ),
+        (
+            {
+                "llama.rope.scaling.type": "yarn",
+                "llama.rope.scaling.factor": 4.0,
+                "llama.rope.scaling.original_context_length": 16,
+            },
+            RopeConfig(kind="yarn", factor=4.0, original_max_position=16),
+        ),
+    ],
+)
+def test_scalings_of_gguf(keys, rope):
+    assert from_gguf(**keys).rope == rope
+
+
+def test_llama3_scaling_reaches_a_gguf_as_divisors(tmp_path):
+    hf = from_hf(rope_theta=500.0, rope_scaling=dict(tiny._LLAMA3))
+    plain = from_hf(rope_theta=500.0)
+    seen = jnp.array([5, 60])
+    want, _ = frequencies(hf, seen)
+    base, _ = frequencies(plain, seen)
+    # llama.cpp's converter writes plain / scaled.
+    divisors = np.asarray(base[0] / want[0])
+    case = gguf_files.case("llama_gqa", rope_theta=500.0)
+    tensors = gguf_files.gguf_tensors(case) | {"rope_freqs.weight": divisors}
+    path = gguf_files.write(tmp_path / "m.gguf", "llama", gguf_files.metadata(case), tensors)
+    ours, factor = frequencies(load(path).config, seen)
+    np.testing.assert_allclose(ours, want, rtol=2e-7)
+    assert factor == 1.0
+
+
+def test_only_one_list_of_divisors_is_refused():
+    with pytest.raises(WeightsError, match=r"only one of rope_factors"):
+        from_gguf(factors={"rope_factors_short": (1.0,) * 4})
+
+
+@pytest.mark.parametrize(
+    ("keys", "sentence"),
+    [
+        ({"llama.block_count": None}, "lacks the key llama.block_count"),
+        ({"llama.attention.head_count_kv": [2, 1]}, "every layer its own llama.attention.head_count_kv"),
+        ({"llama.rope.dimension_count": 4}, "only a part of each head"),
+        ({"llama.attention.sliding_window": 128}, "sliding-window"),
+        ({"llama.expert_count": 8}, "experts"),
+        ({"llama.rope.scaling.type": "longrope", "llama.rope.scaling.factor": 2.0}, "rope_factors_short/long"),
+    ],
+)
+def test_gguf_keys_that_cannot_be_run(keys, sentence):
+    with pytest.raises(WeightsError) as caught:
+        from_gguf(**keys)
+    assert sentence in str(caught.value)
+
+
+def test_unknown_architecture_of_a_gguf(tmp_path):
+    case = gguf_files.case("llama_gqa")
+    path = gguf_files.write(tmp_path / "m.gguf", "bert", gguf_files.metadata(case), gguf_files.gguf_tensors(case))
+    with pytest.raises(WeightsError, match=r"architecture 'bert'; supported are"):
+        load(path)
+
+
+def test_missing_and_broken_config(tmp_path):
+    folder = gguf_files.write_folder(gguf_files.case("llama_gqa"), tmp_path / "m")
+    (folder / "config.json").write_text("{")
+    with pytest.raises(WeightsError, match=r"config.json is corrupt"):
+        load(folder)
+    (folder / "config.json").write_text(json.dumps([1]))
+    with pytest.raises(WeightsError, match=r"holds no JSON object"):
+        load(folder)
+    (folder / "config.json").unlink()
+    with pytest.raises(WeightsError, match=r"config.json cannot be read"):
+        load(folder)

@@ -1,0 +1,19 @@
+"""A block feature is written once, in the decoder: on a mesh it gives what it gives on one device."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from support.devices import printed
+
+
+@pytest.fixture(scope="module")
+def results():
+    return {each["name"]: each for each in printed(Path(__file__).with_name("block_features.py"))}
+
+
+@pytest.mark.parametrize("name", ["qk_norm", "qk_norm_gathered", "biases", "layer_norms"])
+def test_a_mesh_gives_what_one_device_gives(results, name):
+    assert results[name]["tokens"], results[name]
+    assert results[name]["off"] < 1e-4, results[name]

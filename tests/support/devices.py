@@ -1,0 +1,24 @@
+"""Runs a test's script in a process of its own, which has 8 virtual CPU devices."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+# Compiled without optimisation, as each program runs a few times: half the time, and the results are compared alike.
+_XLA = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
+
+
+def printed(script: Path, *arguments: str) -> list[dict[str, Any]]:
+    """What a script prints, a line of JSON each."""
+    root = Path(__file__).resolve().parents[2]
+    environment = os.environ | {"XLA_FLAGS": _XLA, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(root)}
+    ended = subprocess.run(
+        [sys.executable, str(script), *arguments], env=environment, capture_output=True, text=True, check=False
+    )
+    assert ended.returncode == 0, ended.stderr[-4000:]
+    return [json.loads(line) for line in ended.stdout.splitlines()]

@@ -1,0 +1,243 @@
+"""Tokenizers from GGUF and from folders: ids, bytes, templates, ends of text, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support import gguf_files
+
+from kvjax.checkpoints.load import load
+from kvjax.errors import UsageError, WeightsError
+from kvjax.text.gguf_tokenizer import SPLITTINGS, stop_ids_from_gguf, tokenizer_from_gguf
+from kvjax.text.tokenizer import Tokenizer, byte_level_alphabet, tokenizer_from_folder
+
+KEYS = gguf_files.metadata(gguf_files.case("llama_gqa"))
+
+
+def build(pre: str = "gpt-2", **changes) -> Tokenizer:
+    return tokenizer_from_gguf(KEYS | {"tokenizer.ggml.pre": pre} | changes, "m.gguf")
+
+
+@pytest.mark.parametrize("pre", SPLITTINGS)
+@given(text=st.text(st.characters(exclude_categories=["Cs"])))
+@settings(max_examples=60, deadline=None)
+def test_text_comes_back(pre, text):
+    tokenizer = build(pre)
+    ids = tokenizer.encode(text)
+    if pre != "qwen2":  # which composes characters first
+        assert tokenizer.decode(ids, skip_special_tokens=False) == text
+        table = tokenizer.token_bytes()
+        assert b"".join(b"<|im_end|>" if i == gguf_files.END else table[i] for i in ids) == text.encode()
+
+
+def words(pre: str, text: str) -> list[str]:
+    pieces = build(pre)._backend.pre_tokenizer.pre_tokenize_str(text)
+    return [text[start:stop] for _, (start, stop) in pieces]
+
+
+@pytest.mark.parametrize(
+    ("pre", "want"),
+    [
+        ("gpt-2", ["It", "'s", " 12345", " o", "'", "clock", "!!", "\n\n ", " x"]),
+        ("smollm", ["It", "'s", " ", "1", "2", "3", "4", "5", " o", "'", "clock", "!!", "\n\n ", " x"]),
+        ("llama-bpe", ["It", "'s", " ", "123", "45", " o", "'clock", "!!\n\n", " ", " x"]),
+        ("qwen2", ["It", "'s", " ", "1", "2", "3", "4", "5", " o", "'clock", "!!\n\n", " ", " x"]),
+        ("bloom", ["It's", " 12345", " o'clock", "!!\n\n ", " x"]),
+    ],
+)
+def test_words_before_merging(pre, want):
+    # By hand, from the regular expressions in the models' own tokenizer.json.
+    assert words(pre, "It's 12345 o'clock!!\n\n  x") == want
+
+
+def test_merges_and_added_tokens():
+    tokenizer, table = build(), {token: index for index, token in enumerate(gguf_files.TOKENS)}
+    assert tokenizer.encode("hello") == [table["hell"], table["o"]]
+    assert tokenizer.encode("a<|im_end|><tool>") == [table["a"], gguf_files.END, gguf_files.TOOL]
+    assert tokenizer.decode([table["a"], gguf_files.END, gguf_files.TOOL]) == "a<tool>"
+    assert tokenizer.special_ids == {gguf_files.END}
+    assert tokenizer.vocab_size == gguf_files.VOCAB
+    assert tokenizer.token_bytes()[gguf_files.END] == b""
+    assert tokenizer.token_bytes()[gguf_files.TOOL] == b"<tool>"
+    assert tokenizer.token_bytes()[table["Ġ"]] == b" "
+    assert tokenizer.token_bytes() is tokenizer.token_bytes()
+
+
+def test_half_of_a_surrogate_pair_is_refused():
+    with pytest.raises(UsageError, match=r"surrogate"):
+        build().encode("a\ud800b")
+
+
+def test_bytes_alphabet_is_the_librarys():
+    assert sorted(byte_level_alphabet()) == sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    assert sorted(byte_level_alphabet().values()) == list(range(256))
+
+
+def test_sentencepiece_bytes():
+    vocabulary = {"<unk>": 0, "<0x0A>": 1, "\u2581a": 2, "é": 3}
+    model = tokenizers.models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True)
+    backend = tokenizers.Tokenizer(model)
+    backend.decoder = tokenizers.decoders.Sequence(
+        [tokenizers.decoders.Replace("\u2581", " "), tokenizers.decoders.ByteFallback(), tokenizers.decoders.Fuse()]
+    )
+    backend.add_special_tokens(["<unk>"])
+    assert Tokenizer(backend).token_bytes() == [b"", b"\n", b" a", "é".encode()]
+
+
+def test_template():
+    tokenizer = build()
+    assert tokenizer.has_chat_template
+    messages = [{"role": "user", "content": "hi"}]
+    assert tokenizer.render(messages) == "user: hi<|im_end|>assistant:"
+    assert tokenizer.render(messages, add_generation_prompt=False) == "user: hi<|im_end|>"
+
+
+def test_no_template_and_a_template_that_refuses():
+    with pytest.raises(UsageError, match=r"no chat template"):
+        build(**{"tokenizer.chat_template": None}).render([{"role": "user", "content": "hi"}])
+    template = "{{ raise_exception('roles must alternate') }}"
+    with pytest.raises(UsageError, match=r"refuses the messages: roles must alternate"):
+        build(**{"tokenizer.chat_template": template}).render([{"role": "user", "content": "hi"}])
+
+
+def test_a_template_may_fail_in_any_way():
+    with pytest.raises(UsageError, match=r"refuses the messages: division by zero"):
+        build(**{"tokenizer.chat_template": "{{ 1 / 0 }}"}).render([{"role": "user", "content": "hi"}])
+
+
+@pytest.mark.parametrize(("add", "prefix"), [(True, (0,)), (False, ()), (None, ())])
+def test_plain_text_begins_as_the_file_says(add, prefix):
+    more = {"tokenizer.ggml.bos_token_id": 0, **({} if add is None else {"tokenizer.ggml.add_bos_token": add})}
+    assert build(**more).prefix_ids == prefix
+    assert build(**more).encode("ab") == build().encode("ab")
+
+
+def test_stop_ids_of_gguf():
+    assert stop_ids_from_gguf(KEYS) == (gguf_files.END,)
+    assert stop_ids_from_gguf(KEYS | {"tokenizer.ggml.eos_token_id": 7}) == (7, gguf_files.END)
+    more = {"tokenizer.ggml.eos_token_id": 7, "tokenizer.ggml.eot_token_id": 9, "tokenizer.ggml.eom_token_id": 10**6}
+    assert stop_ids_from_gguf(KEYS | more) == (7, 9, gguf_files.END)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"tokenizer.ggml.model": "llama"}, "tokenizer of kind 'llama'"),
+        ({"tokenizer.ggml.model": None}, "tokenizer of kind None"),
+        ({"tokenizer.ggml.pre": "tekken"}, "'tekken'"),
+        ({"tokenizer.ggml.pre": None}, "None"),
+        ({"tokenizer.ggml.tokens": None}, "tokenizer.ggml.tokens is missing"),
+        ({"tokenizer.ggml.merges": [1]}, "tokenizer.ggml.merges is missing"),
+        ({"tokenizer.ggml.merges": ["zz q"]}, "merges do not fit"),
+        ({"tokenizer.ggml.tokens": ["a", "a"], "tokenizer.ggml.merges": []}, "lists a token twice"),
+    ],
+)
+def test_tokenizers_that_cannot_be_read(changes, sentence):
+    with pytest.raises(WeightsError) as caught:
+        tokenizer_from_gguf(KEYS | changes, "m.gguf")
+    assert sentence in str(caught.value)
+
+
+def test_a_larger_vocabulary_than_the_model_embeds(tmp_path):
+    case = gguf_files.case("llama_gqa")
+    tensors = gguf_files.gguf_tensors(case)
+    tensors |= {name: tensors[name][:-1] for name in ("token_embd.weight", "output.weight")}
+    path = gguf_files.write(tmp_path / "m.gguf", "llama", gguf_files.metadata(case), tensors)
+    with pytest.raises(WeightsError, match=r"has 261 tokens and the model embeds 260"):
+        load(path)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A llama with a byte-level tokenizer and a template."""
+    return gguf_files.write_folder(gguf_files.case("llama_gqa"), tmp_path / "m", template=True)
+
+
+def test_folder_and_gguf_agree(folder):
+    ours, theirs = tokenizer_from_folder(folder), build()
+    for text in ("hello <|im_end|> <tool>12", "naïve\n\n", ""):
+        assert ours.encode(text) == theirs.encode(text)
+        assert ours.decode(ours.encode(text)) == theirs.decode(theirs.encode(text))
+    assert ours.token_bytes() == theirs.token_bytes()
+    assert ours.special_ids == theirs.special_ids
+    messages = [{"role": "user", "content": "hi"}]
+    assert ours.render(messages) == theirs.render(messages)
+
+
+def test_folder_equals_transformers_own_reading(folder):
+    from transformers import AutoTokenizer
+
+    theirs, ours = AutoTokenizer.from_pretrained(folder), tokenizer_from_folder(folder)
+    for text in ("hello there", "it's 2024\n", " a  b", "<|im_end|>x"):
+        assert ours.encode(text) == theirs.encode(text, add_special_tokens=False)
+
+
+def test_truncation_and_padding_of_the_file_are_left_out(folder):
+    backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    backend.enable_truncation(2)
+    backend.enable_padding(length=9)
+    backend.save(str(folder / "tokenizer.json"))
+    assert len(tokenizer_from_folder(folder).encode("abcdef")) == 6
+
+
+def test_template_in_its_own_file(folder):
+    (folder / "chat_template.jinja").write_text("own {{ messages[0]['content'] }}")
+    assert tokenizer_from_folder(folder).render([{"role": "user", "content": "x"}]) == "own x"
+
+
+@pytest.mark.parametrize(
+    ("generation", "config", "want"),
+    [
+        ({"eos_token_id": 5}, {}, (5,)),
+        ({"eos_token_id": [5, 6]}, {}, (5, 6)),
+        ({}, {"eos_token_id": 7}, (7,)),
+        (None, {"eos_token_id": [7, 8]}, (7, 8)),
+        (None, {"eos_token_id": None}, (gguf_files.END,)),
+        # What the model cannot generate ends nothing: -1 for none, an id beyond the vocabulary, true.
+        ({"eos_token_id": [-1, 5, 10**6]}, {}, (5,)),
+        ({"eos_token_id": -1}, {"eos_token_id": True}, (gguf_files.END,)),
+    ],
+)
+def test_stop_ids_of_a_folder(tmp_path, generation, config, want):
+    folder = gguf_files.write_folder(gguf_files.case("llama_gqa", **({"eos_token_id": None} | config)), tmp_path)
+    if generation is not None:
+        (folder / "generation_config.json").write_text(json.dumps(generation))
+    assert load(folder).stop_token_ids == want
+
+
+def test_a_template_that_is_no_text(folder):
+    (folder / "tokenizer_config.json").write_text('{"chat_template": 5}')
+    with pytest.raises(WeightsError, match=r"has a chat template that is no text"):
+        load(folder)
+
+
+def test_missing_and_broken_tokenizer_files(folder):
+    (folder / "tokenizer.json").write_text("{")
+    with pytest.raises(WeightsError, match=r"tokenizer in .* cannot be read") as caught:
+        load(folder)
+    assert "\n" not in str(caught.value)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).unlink()
+    with pytest.raises(WeightsError, match=r"holds no tokenizer"):
+        load(folder)
+
+
+_QUIET = """
+import logging
+from kvjax.text.tokenizer import import_transformers
+import_transformers()
+logging.getLogger("transformers").warning("a real warning")
+"""
+
+
+def test_the_notice_about_torch_is_silent_and_warnings_are_not():
+    ran = subprocess.run([sys.executable, "-c", _QUIET], capture_output=True, text=True, check=True, timeout=120)
+    assert ran.stdout == ""
+    assert ran.stderr.strip().endswith("a real warning")
+    assert "PyTorch" not in ran.stderr
