@@ -40,11 +40,11 @@ class Strategy(Protocol):
         ...
 
     def finish(self, cache: Cache, fed: Sequence[Sequence[int]], note: Note) -> Continuation:
-        """What a later call continues; ``fed`` are the tokens that each row has read in this one."""
+        """The cache or conversation for a later call; ``fed`` are the tokens that each row has read in this one."""
         ...
 
     def stats(self, row: int) -> RoundStats | None:
-        """What a finished row's rounds cost, if there are rounds."""
+        """The statistics of a finished row's rounds, if there are rounds."""
         ...
 
 

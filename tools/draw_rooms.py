@@ -45,7 +45,7 @@ _WIDTH, _HEIGHT, _GAP_X, _GAP_Y, _MARGIN = 148, 44, 22, 46, 16
 
 
 def room_imports(room_of: Callable[[str], str]) -> dict[str, set[str]]:
-    """What each room does import."""
+    """The imports of each room."""
     found: dict[str, set[str]] = {}
     for edge in imports(ROOT):
         source, target = room_of(edge.source), room_of(edge.target)

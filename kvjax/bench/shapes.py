@@ -244,7 +244,7 @@ def _filled(config: ModelConfig, policy: Policy, batch: int, context: int, dtype
 
 
 def _weight_bytes(params: Decoder) -> int:
-    """What a step reads of the weights: of an untied embedding, a few rows."""
+    """Bytes of the weights that a step reads: of an untied embedding, a few rows."""
     import jax
 
     total = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
@@ -272,7 +272,7 @@ def _memory() -> int | None:
 
 
 def facts(shape: str, dtype: str) -> dict[str, Any]:
-    """What the numbers depend on."""
+    """Lists the settings that the numbers depend on."""
     import jax
     import numpy as np
 

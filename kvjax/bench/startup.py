@@ -1,4 +1,4 @@
-"""What starting costs: compiling everything once, and a second process that finds the programs compiled."""
+"""Times a start: compiling everything once, and a second process that finds the programs compiled."""
 
 from __future__ import annotations
 

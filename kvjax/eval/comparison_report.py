@@ -98,7 +98,7 @@ def by_task(numbers: Sequence[dict[str, Any]]) -> Table:
 
 
 def footnote(settings: Settings, machine: dict[str, Any]) -> str:
-    """What the numbers are, and where they come from."""
+    """Says what the numbers are and where they come from."""
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items() if version)
     turns = ""
     if settings.turns:

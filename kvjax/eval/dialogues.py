@@ -28,7 +28,7 @@ Exchange = tuple[str, str]
 
 @dataclasses.dataclass(frozen=True)
 class Question:
-    """What is asked after a history.
+    """A question asked after a history.
 
     Attributes:
       text: the user's message. gold: rounds of the history that hold the answer; () when nobody said.
@@ -177,7 +177,7 @@ def _messages(name: str, item: Any, path: Path) -> Dialogue:
 
 
 def _text(turn: dict[str, Any]) -> str:
-    """Of a message; one without, such as a call of a tool, says nothing."""
+    """The text of a message; empty for one without text, such as the call of a tool."""
     text = turn["content"] if "content" in turn else turn["value"]
     if text is not None and not isinstance(text, str):
         raise TypeError(f"a message of type {type(text).__name__}")

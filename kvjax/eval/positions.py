@@ -25,7 +25,7 @@ BINS = 32
 
 @dataclasses.dataclass(frozen=True)
 class Retained:
-    """What one policy kept of one prompt.
+    """The positions that one policy kept of one prompt.
 
     Attributes:
       name: the policy.

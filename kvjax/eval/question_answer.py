@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Shares:
-    """Of the last round of one dialogue, how its attention is shared among the R rounds before it; rows sum to 1.
+    """The attention of a dialogue's last round to each of the R rounds before it; rows sum to 1.
 
     Attributes:
       name: the dialogue.

@@ -1,4 +1,4 @@
-"""What a comparison measured: settings, rows, the numbers made of them, and the file that keeps them."""
+"""The results of a comparison: settings, rows, the numbers made of them, and the file that keeps them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _FORMAT = 1
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What two rows must share to stand in one table.
+    """The settings that two rows must share to stand in one table.
 
     Attributes:
       model, dtype: what answers.

@@ -31,7 +31,7 @@ ANSWER_PREFIX = " The special magic {kind} for {query} mentioned in the provided
 
 
 class Encoder(Protocol):
-    """What the generator needs of a tokenizer."""
+    """The part of a tokenizer that the generator uses."""
 
     def encode(self, text: str) -> list[int]: ...
 

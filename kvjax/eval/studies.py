@@ -18,7 +18,7 @@ SHARES = (0.75, 0.5, 0.25, 0.125)
 
 @dataclasses.dataclass(frozen=True)
 class Study:
-    """What one picture compares.
+    """The comparison that one picture shows.
 
     Attributes:
       title: what it shows, and of which paper.
