@@ -80,7 +80,7 @@ def tables(found: Measurements) -> list[Table]:
 
 
 def footnote(found: Measurements) -> str:
-    """Says what the numbers mean and where they come from."""
+    """The sentences that say what the numbers mean and where they come from."""
     m, versions = found.machine, found.machine["versions"]
     named = ", ".join(f"{name} {version}" for name, version in versions.items() if version and name != "jaxlib")
     said = (

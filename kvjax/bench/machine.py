@@ -25,7 +25,7 @@ import kvjax
 
 # Reductions that read every byte once and write almost nothing. Which one XLA compiles best differs by device and by
 # the minute (2 CPU cores: 43 to 53 GB/s on a quiet machine), so the best of them counts: the limit must not flatter
-# the shares reported against it.
+# the fractions reported against it.
 _FORMS: dict[str, Callable[[Array], Array]] = {
     "sum": lambda x: x.sum(),
     "row sums": lambda x: x.sum(axis=1),

@@ -39,10 +39,10 @@ class DecodeRow:
     the weights and the cache that was live in the middle of a round's steps, the mean of the rounds: a row grows, and
     between two compressions so does a compressed one. ``limit_share`` is (bytes a step must read / bandwidth) /
     seconds: 1 is the memory's own speed. The bandwidth of a round, in ``bandwidths``, is the mean of a reading before
-    and one after its steps. Where the two are more than 15 % apart the machine changed its pace meanwhile: the share is
-    the median of the other rounds, ``steady_rounds`` of them, unless all are such. ``peak_bytes`` is what the steps
+    and one after its steps. Where the two are more than 15 % apart the machine changed its pace meanwhile: the fraction
+    is the median of the other rounds, ``steady_rounds`` of them, unless all are such. ``peak_bytes`` is what the steps
     held at most beyond what was in use before the cache existed. The median leaves out the rare step in which a policy
-    compresses while decoding; ``mean_step_seconds`` has its share. ``prefill_tokens_per_second`` is one reading of as
+    compresses while decoding; ``mean_step_seconds`` includes it. ``prefill_tokens_per_second`` is one reading of as
     many prompts of as many tokens, without compilation.
     """
 
@@ -139,9 +139,9 @@ def limit_share(
       around: bytes per second right before and right after each round's steps.
     """
     rounds = zip(must_read, around, seconds, strict=True)
-    shares = [read / statistics.fmean(rates) / taken for read, rates, taken in rounds]
-    steady = [share for share, rates in zip(shares, around, strict=True) if min(rates) >= 0.85 * max(rates)]
-    return statistics.median(steady or shares), len(steady)
+    fractions = [read / statistics.fmean(rates) / taken for read, rates, taken in rounds]
+    steady = [fraction for fraction, rates in zip(fractions, around, strict=True) if min(rates) >= 0.85 * max(rates)]
+    return statistics.median(steady or fractions), len(steady)
 
 
 def check_request(config: ModelConfig, *, rounds: int, steps: int, long_steps: int = 0, **sizes: Sequence[int]) -> None:

@@ -7,8 +7,8 @@ have no profile, so two policies are given what a profile would say:
 * RazorAttention the heads it protects, spread evenly over layers and heads: as many as hold half of its ``ratio``, or
   without one the 15 % of [1] (14 % by induction, 1 % by echo score);
 * Round Attention its watershed, 45 % of the layers. Its cache is the one that an answer is decoded from: all of
-  the context below the watershed, above it the ``top`` share, which a question has brought to the device. How long that
-  transfer takes is no part of a step, and is what ``kvjax compare-rounds`` measures.
+  the context below the watershed, above it the ``top`` fraction, which a question has brought to the device. How long
+  that transfer takes is no part of a step, and is what ``kvjax compare-rounds`` measures.
 
 [1] RazorAttention, arXiv 2407.15891.
 """
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from kvjax.policies import Policy
     from kvjax.policies.razor import RazorAttention
 
-#: The share of the tokens that policies are given by default.
-SHARE = 0.125
+#: The fraction of the tokens that policies keep by default.
+FRACTION = 0.125
 #: Of a model without a profile: KV heads that RazorAttention protects, and layers below Round Attention's watershed
 #: (calibrated, 13 of SmolLM2-135M's 30 and 12 of Qwen2.5-Coder-0.5B's 24).
 _RETRIEVAL, _BELOW = 0.15, 0.45
@@ -116,7 +116,7 @@ def every_policy() -> tuple[str, ...]:
     found = []
     for name, kind in registry().items():
         size = next((x.name for x in dataclasses.fields(kind) if x.name in ("ratio", "top")), None)
-        found.append(name if size is None else f"{name}:{size}={SHARE}")
+        found.append(name if size is None else f"{name}:{size}={FRACTION}")
     return tuple(found)
 
 
@@ -244,7 +244,7 @@ def _filled(config: ModelConfig, policy: Policy, batch: int, context: int, dtype
 
 
 def _weight_bytes(params: Decoder) -> int:
-    """Bytes of the weights that a step reads: of an untied embedding, a few rows."""
+    """Bytes of the weights that a step reads; of an untied embedding it reads a few rows."""
     import jax
 
     total = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
@@ -272,7 +272,7 @@ def _memory() -> int | None:
 
 
 def facts(shape: str, dtype: str) -> dict[str, Any]:
-    """Lists the settings that the numbers depend on."""
+    """The facts that the numbers depend on."""
     import jax
     import numpy as np
 

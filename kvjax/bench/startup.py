@@ -1,4 +1,4 @@
-"""Times a start: compiling everything once, and a second process that finds the programs compiled."""
+"""The cost of starting: compiling everything once, and a second process that finds the programs compiled."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def compare_rounds(
     from kvjax.checks import whole_number
     from kvjax.eval import round_report as report
     from kvjax.eval.candidates import split_policies
-    from kvjax.eval.dialogues import history_room, long_dialogues
+    from kvjax.eval.dialogues import history_capacity, long_dialogues
     from kvjax.eval.pictures import new_figure, png
     from kvjax.eval.round_questions import DEFAULT, RoundComparison, Settings, read_answers, round_policy
     from kvjax.files import write_atomically
@@ -87,7 +87,7 @@ def compare_rounds(
         long = [dialogue for dialogue in cut if dialogue.questions]
         if not long:
             raise UsageError(f"No dialogue of {dialogues} has {min(counts)} rounds before its question that fit.")
-    room = history_room(lm, tokens)
+    room = history_capacity(lm, tokens)
     settings = Settings(lm.name, str(lm.params.dtype), dialogues.name, room, max_new_tokens, repeats)
     described = machine.describe()
     comparison = RoundComparison(

@@ -26,7 +26,7 @@ from kvjax.text.detokenizer import text_of
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """The cost of answers, of all rows of a batch together.
+    """The cost of a batch of answers, all rows together.
 
     Attributes:
       live_bytes, allocated_bytes: of the cache when the answers begin.
@@ -44,7 +44,7 @@ class Cost:
 
 @dataclasses.dataclass(frozen=True)
 class Answers:
-    """The answers of a batch: text and tokens of each row, the cache that the next turn continues, and the cost."""
+    """The answers of a batch: text and tokens of each row, the cache that the next question continues, and the cost."""
 
     texts: tuple[str, ...]
     tokens: tuple[tuple[int, ...], ...]

@@ -23,14 +23,14 @@ class Candidate:
 
     Attributes:
       name: the policy as typed.
-      retained: the share of tokens it is to keep; None where the policy says itself.
+      retained: the fraction of tokens it is to keep; None where the policy says itself.
     """
 
     name: str
     retained: float | None = None
 
     def policy(self) -> Policy:
-        """The policy; UsageError when it does not take the share, or refuses it."""
+        """The policy; UsageError when it does not take the fraction, or refuses it."""
         if self.retained is None:
             return parse(self.name)
         joint = "," if ":" in self.name else ":"
@@ -74,16 +74,16 @@ def candidates(policies: str, retained: Sequence[float]) -> list[Candidate]:
 
     Args:
       policies: as :func:`split_policies` reads it; ``all`` stands for every registered policy.
-      retained: shares of tokens, each in (0, 1].
+      retained: fractions of tokens, each in (0, 1].
 
     Raises:
-      UsageError: a policy or option that does not exist, or a share out of range.
+      UsageError: a policy or option that does not exist, or a fraction out of range.
     """
     if not retained:
-        raise UsageError("--retained is empty; give shares of tokens such as 0.5,0.25.")
-    for share in retained:
-        if not (math.isfinite(share) and 0 < share <= 1):
-            raise UsageError(f"--retained holds {share:g}; give shares of tokens above 0 and at most 1.")
+        raise UsageError("--retained is empty; give fractions of tokens such as 0.5,0.25.")
+    for fraction in retained:
+        if not (math.isfinite(fraction) and 0 < fraction <= 1):
+            raise UsageError(f"--retained holds {fraction:g}; give fractions of tokens above 0 and at most 1.")
     names: list[str] = []
     for name in split_policies(policies):
         names += (
@@ -101,5 +101,5 @@ def candidates(policies: str, retained: Sequence[float]) -> list[Candidate]:
         if sized or not any(field.name == "ratio" for field in dataclasses.fields(policy)):
             found.append(Candidate(name))
         else:
-            found += [Candidate(name, share) for share in sorted(set(retained), reverse=True)]
+            found += [Candidate(name, fraction) for fraction in sorted(set(retained), reverse=True)]
     return list(dict.fromkeys(found))

@@ -1,7 +1,7 @@
-"""The comparison: the same questions asked of every policy's cache, at every share retained.
+"""The comparison: the same questions asked of every policy's cache, at every fraction retained.
 
 For each length the prompts are made and run through the model once (``recorded.py``); then every cache is made from
-that record, asked, and let go. Each policy at each share needs programs of its own (compression, a later turn,
+that record, asked, and let go. Each policy at each fraction needs programs of its own (compression, a later turn,
 decoding), which cost more time than asking; they are compiled once, because every task, mode and turn has the same
 number of rows and falls into the same buckets.
 """

@@ -14,7 +14,7 @@ from kvjax.tables import Column, Picture, Report, Table, human_bytes, human_rate
 
 
 def in_order(rows: Sequence[Row]) -> list[Row]:
-    """By length, the reference first, then by policy in the order measured, shares from large to small."""
+    """By length, the reference first, then by policy in the order measured, the largest fraction first."""
     order = {name: place for place, name in enumerate(dict.fromkeys(row.policy for row in rows))}
     order[REFERENCE] = -1
     return sorted(rows, key=lambda row: (row.length, order[row.policy], -(row.retained or 0)))
@@ -98,7 +98,7 @@ def by_task(numbers: Sequence[dict[str, Any]]) -> Table:
 
 
 def footnote(settings: Settings, machine: dict[str, Any]) -> str:
-    """Says what the numbers are and where they come from."""
+    """The sentences that say what the numbers are, and where they come from."""
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items() if version)
     turns = ""
     if settings.turns:
@@ -110,7 +110,7 @@ def footnote(settings: Settings, machine: dict[str, Any]) -> str:
     return (
         f"{settings.model}, {settings.dtype}{stored}; {settings.samples} samples each of {', '.join(settings.tasks)} "
         f"(mean over tasks ± standard error), seed {settings.seed}. Asked after: the context is compressed before the "
-        "question is known; in view: with it. First token: share of answers whose first token is the full cache's, "
+        "question is known; in view: with it. First token: fraction of answers whose first token is the full cache's, "
         f"asked after / in view.{turns} Live, allocated and of full (live): a sample's cache when its answer begins, "
         f"asked after. Prefill: one prompt, once a policy; decode: {settings.samples} rows together. "
         f"{machine['processor']}, {machine['cores']} cores; {versions}; {machine['date'][:10]}."

@@ -28,7 +28,7 @@ Exchange = tuple[str, str]
 
 @dataclasses.dataclass(frozen=True)
 class Question:
-    """A question asked after a history.
+    """A question after a history.
 
     Attributes:
       text: the user's message. gold: rounds of the history that hold the answer; () when nobody said.
@@ -118,7 +118,7 @@ def read_dialogues(path: Path, count: Callable[[str], int], tokens: int) -> list
     return kept
 
 
-def history_room(lm: LanguageModel, tokens: int | None) -> int:
+def history_capacity(lm: LanguageModel, tokens: int | None) -> int:
     """Tokens that a history may have: ``tokens``, or three quarters of the context; the rest is for what follows it."""
     room = lm.config.max_position * 3 // 4 if tokens is None else tokens
     whole_number("tokens", room, 1, lm.config.max_position)
@@ -134,7 +134,7 @@ def long_dialogues(
       UsageError: numbers that make no sense, a file that cannot be read, or without such a dialogue.
     """
     whole_number("most", most, 1)
-    room = history_room(lm, tokens)
+    room = history_capacity(lm, tokens)
     read = read_dialogues(path, lambda text: len(lm.tokenizer.encode(text)), room)
     found = [dialogue for dialogue in read if len(dialogue.rounds) >= least_rounds][:most]
     if not found:
@@ -177,7 +177,7 @@ def _messages(name: str, item: Any, path: Path) -> Dialogue:
 
 
 def _text(turn: dict[str, Any]) -> str:
-    """The text of a message; empty for one without text, such as the call of a tool."""
+    """The text of a message; empty where it has none, such as a call of a tool."""
     text = turn["content"] if "content" in turn else turn["value"]
     if text is not None and not isinstance(text, str):
         raise TypeError(f"a message of type {type(text).__name__}")

@@ -62,7 +62,7 @@ class Conversation:
     length: int = 0
 
     def prompt(self, turn: int, chat: bool) -> Prompt:
-        """The prompt of this turn: messages with the answer's beginning, or text for a model without a template."""
+        """The prompt of this turn for ``generate``: messages with the answer's beginning, or plain text."""
         question = self.questions[turn] if turn else self.context + self.questions[turn]
         if chat:
             return [{"role": "user", "content": question}, {"role": "assistant", "content": self.prefixes[turn]}]

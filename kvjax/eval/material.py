@@ -52,11 +52,11 @@ class Talks:
     chat: bool
 
     def prompts(self, turn: int) -> list[Prompt]:
-        """The text of a turn, 0 for the first."""
+        """The prompts of a turn, 0 for the first."""
         return [conversation.prompt(turn, self.chat) for conversation in self.conversations]
 
     def outputs(self, turn: int) -> list[tuple[str, ...]]:
-        """The strings that a right answer in this turn contains."""
+        """The strings that right answers in this turn contain."""
         return [(conversation.outputs[turn],) for conversation in self.conversations]
 
 

@@ -20,7 +20,7 @@ class NeedleAnswer:
     """One sample, what the model answered, and what it had kept.
 
     Attributes:
-      score: share of the expected strings in the answer, 0 to 1.
+      score: fraction of the expected strings in the answer, 0 to 1.
       cache_bytes: bytes of the slots in use when the answer was complete; ``full_cache_bytes``: without compression.
     """
 

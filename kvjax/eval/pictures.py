@@ -75,7 +75,7 @@ def plain_axes(axes: Axes, xlabel: str, ylabel: str) -> None:
 def accuracy_figure(rows: Sequence[Row]) -> Figure:
     """Accuracy against live bytes, a line a policy: asked after on the left, in view on the right, a row a length.
 
-    A policy that sets its own size, and one that was measured at one share only, is a point. Error bars are standard
+    A policy that sets its own size, and one that was measured at one fraction only, is a point. Error bars are standard
     errors; the dashed line is the full cache.
     """
     answered = [row for row in rows if row.refused is None]
@@ -100,13 +100,13 @@ def _accuracy_panel(axes: Axes, rows: Sequence[Row], names: Sequence[str], mode:
             axes.axhline(accuracy(row, mode).mean, color=_GREY, linestyle="--", linewidth=1, label=REFERENCE)
     for number, name in enumerate(names):
         mine = sorted((row for row in rows if row.policy == name), key=lambda row: row.live_share)
-        shares = [100 * row.live_share for row in mine]
-        error_bars(axes, shares, [accuracy(row, mode) for row in mine], name, number)
+        sizes = [100 * row.live_share for row in mine]
+        error_bars(axes, sizes, [accuracy(row, mode) for row in mine], name, number)
     plain_axes(axes, "live cache, % of full", "accuracy")
     axes.set_ylim(-0.04, 1.04)
     axes.set_xscale("log", base=2)
     least = min([row.live_share for row in rows], default=0.125)
-    ticks = [share for share in (1.5625, 3.125, 6.25, 12.5, 25, 50, 100) if share >= 80 * least]
+    ticks = [tick for tick in (1.5625, 3.125, 6.25, 12.5, 25, 50, 100) if tick >= 80 * least]
     axes.set_xlim(80 * least, 110)
     axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
     axes.minorticks_off()

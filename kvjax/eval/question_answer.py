@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True)
-class Shares:
-    """The attention of a dialogue's last round to each of the R rounds before it; rows sum to 1.
+class LastRound:
+    """The attention of one dialogue's last round to the R rounds before it; each layer's sums to 1.
 
     Attributes:
       name: the dialogue.
       question, answer: [layer, round] P_q and P_a (section 3.1).
-      lengths: [round] each round's share of the earlier tokens: what attention that sees no difference would give.
+      lengths: [round] the part of the earlier tokens in each round, which uniform attention would give it.
     """
 
     name: str
@@ -51,24 +51,26 @@ def _correlation(one: Float[np.ndarray, " R"], other: Float[np.ndarray, " R"]) -
     return float(one @ other) / scale if scale > 0 else 0.0
 
 
-def last_round(lm: LanguageModel, dialogue: Dialogue) -> Shares:
-    """The shares of a dialogue's last round, whose answer is the dialogue's own; at least two rounds come before it.
+def last_round(lm: LanguageModel, dialogue: Dialogue) -> LastRound:
+    """The attention of a dialogue's last round, whose answer is the dialogue's own; at least two rounds come before it.
 
     Raises:
       UsageError: fewer rounds, or a dialogue longer than the model's context.
     """
     earlier = dataclasses.replace(dialogue, rounds=dialogue.rounds[:-1])
-    return Shares(dialogue.name, *question_and_answer_mass(lm, earlier.messages(), *dialogue.rounds[-1]))
+    return LastRound(dialogue.name, *question_and_answer_mass(lm, earlier.messages(), *dialogue.rounds[-1]))
 
 
-def means(found: Sequence[Shares]) -> tuple[Float[np.ndarray, " L"], Float[np.ndarray, " L"], Float[np.ndarray, " L"]]:
+def means(
+    found: Sequence[LastRound],
+) -> tuple[Float[np.ndarray, " L"], Float[np.ndarray, " L"], Float[np.ndarray, " L"]]:
     """By layer, over dialogues: mean correlation of question and answer, its standard error, and that with lengths."""
     alike = np.stack([one.alike for one in found])
     error = alike.std(axis=0, ddof=1) / np.sqrt(len(found)) if len(found) > 1 else np.zeros(alike.shape[1])
     return alike.mean(axis=0), error, np.mean([one.as_lengths for one in found], axis=0)
 
 
-def alike_figure(found: Sequence[Shares], watershed: int | None, model: str) -> Figure:
+def alike_figure(found: Sequence[LastRound], watershed: int | None, model: str) -> Figure:
     """The paper's figure 2(a): P_q and P_a of the longest dialogue at four layers, then their likeness at every layer.
 
     Args:
@@ -83,9 +85,9 @@ def alike_figure(found: Sequence[Shares], watershed: int | None, model: str) -> 
     for place, layer in enumerate(shown):
         axes = figure.add_subplot(grid[0, place], sharey=first)
         first = first or axes
-        for number, (label, shares) in enumerate((("question", longest.question), ("answer", longest.answer))):
-            axes.plot(range(1, rounds + 1), shares[layer], label=label, linewidth=1.1, color=style(number)["color"])
-        plain_axes(axes, "earlier round", "share of attention" if place == 0 else "")
+        for number, (label, masses) in enumerate((("question", longest.question), ("answer", longest.answer))):
+            axes.plot(range(1, rounds + 1), masses[layer], label=label, linewidth=1.1, color=style(number)["color"])
+        plain_axes(axes, "earlier round", "fraction of attention" if place == 0 else "")
         axes.set_title(f"layer {layer + 1}: correlation {longest.alike[layer]:.2f}", fontsize=9)
     assert first is not None
     first.set_ylim(bottom=0)

@@ -24,7 +24,7 @@ _FORMAT = 1
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """The settings that two rows must share to stand in one table.
+    """The settings that all rows of one table have in common.
 
     Attributes:
       model, dtype: what answers.
@@ -102,7 +102,7 @@ class Row:
 
     @property
     def name(self) -> str:
-        """The policy with its share, for people."""
+        """The policy with the fraction it retains, for people."""
         return self.policy if self.retained is None else f"{self.policy} at {self.retained:g}"
 
     def scored(self, mode: str) -> list[Scored]:
@@ -141,7 +141,7 @@ def accuracy(row: Row, mode: str, task: str | None = None) -> Estimate:
 
 
 def first_token_agreement(row: Row, reference: Row, mode: str) -> Estimate:
-    """PageSharding of samples whose first token is the reference's."""
+    """Fraction of the samples whose first token is the reference's."""
     expected = {group.task: group.first for group in reference.scored(mode)}
     return estimate(
         [

@@ -158,7 +158,7 @@ class RoundComparison:
     def _answers(
         self, dialogue: Dialogue, asked: int, caches: Mapping[str, Any], reference: Answer | None
     ) -> list[Answer]:
-        """The answers of each cache, the full one first; they take turns, so that all are timed under the same load."""
+        """The answer from each cache, the full one first; they are asked in turn, so that all are timed alike."""
         message = [{"role": "user", "content": dialogue.questions[asked].text}]
         found: dict[str, Answer] = {}
         seconds: dict[str, list[float]] = {name: [] for name in caches}
@@ -181,7 +181,7 @@ class RoundComparison:
 
 
 def _answer(dialogue: Dialogue, asked: int, name: str, output: Output, wanted: Sequence[int]) -> Answer:
-    """The record of an output without its times; ``wanted`` are the full cache's tokens."""
+    """An output as it is kept, its times apart; ``wanted`` are the full cache's tokens."""
     question, stats, found = dialogue.questions[asked], output.stats, output.stats.rounds
     same = next((i for i, pair in enumerate(zip(wanted, output.tokens, strict=False)) if pair[0] != pair[1]), None)
     return Answer(

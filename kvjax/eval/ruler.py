@@ -31,7 +31,7 @@ ANSWER_PREFIX = " The special magic {kind} for {query} mentioned in the provided
 
 
 class Encoder(Protocol):
-    """The part of a tokenizer that the generator uses."""
+    """A tokenizer, as far as the generator needs it."""
 
     def encode(self, text: str) -> list[int]: ...
 
@@ -251,7 +251,7 @@ def post_process(text: str) -> str:
 
 
 def match_all(text: str, outputs: Sequence[str]) -> float:
-    """PageSharding of the expected strings that the answer contains, letter case ignored: 0 to 1."""
+    """The fraction of the expected strings that the answer contains, letter case ignored: 0 to 1."""
     text = post_process(text).lower()
     return sum(output.lower() in text for output in outputs) / len(outputs)
 

@@ -13,12 +13,12 @@ from kvjax.eval.results import AFTER, IN_VIEW, Row, accuracy
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-SHARES = (0.75, 0.5, 0.25, 0.125)
+FRACTIONS = (0.75, 0.5, 0.25, 0.125)
 
 
 @dataclasses.dataclass(frozen=True)
 class Study:
-    """The comparison that one picture shows.
+    """The caches that one picture compares.
 
     Attributes:
       title: what it shows, and of which paper.
@@ -37,14 +37,17 @@ class Study:
         return list(dict.fromkeys([Candidate(REFERENCE), *points]))
 
 
-def _by_share(names: dict[str, str]) -> dict[str, tuple[tuple[float, Candidate], ...]]:
-    return {label: tuple((100 * share, Candidate(name, share)) for share in SHARES) for label, name in names.items()}
+def _by_fraction(names: dict[str, str]) -> dict[str, tuple[tuple[float, Candidate], ...]]:
+    return {
+        label: tuple((100 * fraction, Candidate(name, fraction)) for fraction in FRACTIONS)
+        for label, name in names.items()
+    }
 
 
-def _razor(options: str, shares: Sequence[float]) -> tuple[tuple[float, Candidate], ...]:
+def _razor(options: str, fractions: Sequence[float]) -> tuple[tuple[float, Candidate], ...]:
     # At a few hundred tokens the paper's least buffer of 4,000 would drop nothing: only its N / 5 is left.
     name = "razor:threshold=1,compression=5,induction_share={share}{options}"
-    return tuple((100 * share, Candidate(name.format(share=share, options=options))) for share in shares)
+    return tuple((100 * fraction, Candidate(name.format(share=fraction, options=options))) for fraction in fractions)
 
 
 _HEADS = (0.0, 0.05, 0.08, 0.11, 0.14, 0.25)
@@ -62,12 +65,12 @@ STUDIES: dict[str, Study] = {
     "slimkv-scores": Study(
         "SlimKV: attention (S1), value activation (S2), and their product",
         "retained, % of tokens",
-        _by_share({"S1 x S2": "slimkv", "S1 only": "slimkv:score=s1", "S2 only": "slimkv:score=s2"}),
+        _by_fraction({"S1 x S2": "slimkv", "S1 only": "slimkv:score=s1", "S2 only": "slimkv:score=s2"}),
     ),
     "lagkv-variants": Study(
         "LagKV: the next partition as reference, its own (LocalKV), and the key's norm (lag 32)",
         "retained, % of tokens",
-        _by_share(
+        _by_fraction(
             {
                 "LagKV": "lagkv:lag=32",
                 "LocalKV": "lagkv:lag=32,variant=local",

@@ -9,13 +9,13 @@ import toys
 import kvjax
 from kvjax.calibrate.round_attention_mass import question_and_answer_mass
 from kvjax.eval.dialogues import Dialogue
-from kvjax.eval.question_answer import Shares, alike_figure, last_round, means
+from kvjax.eval.question_answer import LastRound, alike_figure, last_round, means
 
 ROUNDS = (("One?", "Yes, one."), ("And two?", "Two"), ("?", "Three it is."), ("Which?", "The second."))
 
 
-def shares(question, answer, lengths=(0.25, 0.25, 0.5), name="d") -> Shares:
-    return Shares(name, np.array(question), np.array(answer), np.array(lengths))
+def shares(question, answer, lengths=(0.25, 0.25, 0.5), name="d") -> LastRound:
+    return LastRound(name, np.array(question), np.array(answer), np.array(lengths))
 
 
 def test_likeness_is_the_correlation_over_rounds():

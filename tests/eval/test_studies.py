@@ -49,10 +49,10 @@ def test_kept_positions_are_the_caches():
     lm = toys.tiny_model()
     tokens = np.random.default_rng(0).integers(0, 250, 90).tolist()
     found = retained_positions(lm, tokens, "h2o:budget=48,recent=8")
-    assert found.share.shape == (2, 90)
-    assert set(np.unique(found.share)) <= {0, 0.5, 1}, "two KV heads"
-    assert found.share.sum(axis=1) == pytest.approx([48, 48])
-    assert (found.share[:, -8:] == 1).all(), "recent tokens stay"
+    assert found.fraction.shape == (2, 90)
+    assert set(np.unique(found.fraction)) <= {0, 0.5, 1}, "two KV heads"
+    assert found.fraction.sum(axis=1) == pytest.approx([48, 48])
+    assert (found.fraction[:, -8:] == 1).all(), "recent tokens stay"
     with pytest.raises(UsageError, match="does not mark the positions"):
         retained_positions(lm, tokens, "snapkv:budget=48")
 
