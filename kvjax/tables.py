@@ -187,6 +187,7 @@ def stats_rows(output: Output) -> list[tuple[str, str]]:
         ("compiling", f"{stats.compile_seconds:.2f} s"),
         ("cache allocated", human_bytes(stats.cache_bytes)),
         ("cache live", f"{human_bytes(stats.live_cache_bytes)} ({part:.0%} of a full cache)"),
+        ("cache peak", f"{human_bytes(stats.device_peak_bytes)} on each device, for the whole batch"),
         ("full cache", human_bytes(stats.full_cache_bytes)),
         ("retained", _retained(stats)),
         ("ended by", output.finish_reason),

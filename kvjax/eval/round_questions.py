@@ -45,8 +45,9 @@ class Answer:
       right: whether the text contains the answer; None where none is known.
       used, seen: tokens that the upper layers attended to, and all.
       live_bytes, allocated_bytes: on the device while it answered, of slots that hold a token and of all slots.
-      peak_bytes: most that was held on the device for the conversation at once during the turn; None where it is not
-        known. full_bytes: of a full cache, what every token seen would take.
+      peak_bytes: most that was held on the device for the conversation at once during the turn, the one that it
+        continues included; None, as allocated_bytes, in answers of version 0.1.
+      full_bytes: of a full cache, what every token seen would take.
       host_bytes, moved_bytes: in host memory, and brought from there for this question.
       seconds: from the question to the last token, compilation apart; one for each time it was timed.
       full_seconds: the same of the full cache, timed just before.
@@ -198,6 +199,7 @@ def _answer(dialogue: Dialogue, asked: int, name: str, output: Output, wanted: S
         seen=stats.seen,
         live_bytes=stats.live_cache_bytes,
         allocated_bytes=stats.cache_bytes,
+        peak_bytes=stats.device_peak_bytes,
         full_bytes=stats.full_cache_bytes,
         host_bytes=0 if found is None else found.host_bytes,
         moved_bytes=0 if found is None else found.moved_bytes,

@@ -113,7 +113,7 @@ def by_question_type(answers: Sequence[Answer]) -> list[dict[str, Any]]:
     judged = [answer for answer in answered_by_all(answers) if answer.right is not None]
     types = sorted({answer.kind for answer in judged})
     found = []
-    for name in policies(judged):
+    for name in policies(judged) if judged else ():
         mine = [answer for answer in judged if answer.policy == name]
         groups = {kind: [answer for answer in mine if answer.kind == kind] for kind in types} | {"all": mine}
         found.append({"policy": name, "types": {kind: _right(group) for kind, group in groups.items()}})
@@ -152,7 +152,8 @@ def footnote(settings: Settings, answers: Sequence[Answer], machine: dict[str, A
         "Tokens used: what the layers above the watershed attended to. Live, allocated, peak: bytes on the device, and "
         "over the live bytes of a full cache: of slots that hold a token while the answer is decoded, of all that is "
         "allocated for them then, and of everything held for the conversation at once at the worst moment of the turn, "
-        "while the question is read or the turn is closed. Host: in host memory; moved: from there for the question. "
+        "while the question is read or the turn is closed, with the conversation that it continues, which is kept here "
+        "for the next question. Host: in host memory; moved: from there for the question. "
         "Turn: time from the question to its last token, divided by the full cache's "
         f"(median {statistics.median(full):.2f} s), timed in turn, {settings.repeats} each; median over answers "
         f"as long as the full cache's ({len(timed)} of {len(others)}). "

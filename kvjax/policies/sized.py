@@ -1,4 +1,4 @@
-"""Policies of a size: a budget of tokens or a share of them, and the ones that select at each prompt and turn."""
+"""Policies of a size: a budget of tokens or a fraction of them, and the ones that select at each prompt and turn."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Sized(Policy):
     budget: int | None = None
     ratio: float | None = None
 
-    #: The size when none is given: {"budget": tokens} or {"ratio": share}.
+    #: The size when none is given: {"budget": tokens} or {"ratio": fraction}.
     default: ClassVar[dict[str, Any]] = {"budget": 2048}
 
     def __post_init__(self) -> None:

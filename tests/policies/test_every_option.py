@@ -166,10 +166,10 @@ def contents(policy: Policy, positional: str, whole: bool) -> Any:
 
 @functools.cache
 def conversation(policy: RoundAttention) -> Any:
-    """What four turns of a conversation of rounds say and hold."""
+    """The answers to three questions in a conversation of rounds, and the bytes it then holds."""
     lm = toys.tiny_model(num_layers=LAYERS)
     cache, said = None, []
-    for size in (30, 20, 15, 12):
+    for size in (30, 20, 15):
         prompt = np.random.default_rng(size).integers(0, 256, size).tolist()
         options = {"policy": policy} if cache is None else {"cache": cache}
         output = kvjax.generate(lm, prompt, max_new_tokens=2, stop_token_ids=(), logprobs=True, **options)

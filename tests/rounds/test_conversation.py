@@ -414,8 +414,8 @@ def test_a_consumed_conversation_holds_its_lower_layers_once(lm):
     for stats in (value, consumed):
         assert stats.rounds.allocated == stats.device_cache_bytes <= stats.rounds.peak == stats.device_peak_bytes
     assert 0.9 * lower < value.device_peak_bytes - consumed.device_peak_bytes <= lower
-    # Beside what the answer is generated on, one copy of the selected rounds on their way to it.
-    assert consumed.device_peak_bytes < consumed.device_cache_bytes + lower
+    # Beside what the answer is generated on, the selected rounds as they came and as they were placed.
+    assert consumed.device_peak_bytes < consumed.device_cache_bytes + 2 * consumed.rounds.moved_bytes
 
 
 def test_a_lower_layer_grows_after_the_one_before_it_was_freed(lm):

@@ -1,7 +1,7 @@
-"""Writes what version 0.1 saved and how it went on: ``python tests/support/saved_talks.py FOLDER``, with that kvjax.
+"""Conversations that version 0.1 saved: their model, their prompts, and the script that wrote them.
 
-The files in ``tests/golden/saved-0.1/`` were made so and are never made again:
-``tests/test_saved_by_earlier_versions.py`` shows that later versions still read them. The model's
+With that version's kvjax, ``python tests/support/saved_talks.py tests/golden/saved-0.1`` wrote the files there. They
+are never made again: ``tests/test_saved_by_earlier_versions.py`` shows that later versions still read them. The model's
 weights come from NumPy's frozen ``RandomState``.
 """
 
