@@ -38,6 +38,7 @@ HOLDS: dict[str, str] = {
     "batch": "files of prompts; resumable jobs on one process or many",
     "eval": "compare, pictures; needle tasks, dialogues, studies",
     "bench": "speed and bytes; the benchmark of whole models",
+    "public": "import kvjax; every public name, loaded when it is first used",
     "cli": "the kvjax command; a file a command",
 }
 _BEGIN, _END = "<!-- rooms: written by python -m tools.draw_rooms -->", "<!-- end of rooms -->"

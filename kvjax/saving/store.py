@@ -134,13 +134,13 @@ def _check_fits(where: Path, lm: LanguageModel, empty: Cache, wanted: Any, memor
 
 def _described(cache: Cache, lm: LanguageModel, counts: Counts) -> dict[str, Any]:
     """The description that is written beside a cache."""
-    import kvjax
+    from kvjax import version
 
     storage = cache.storage
     return {
         "kind": _KIND,
         "version": VERSION,
-        "kvjax": kvjax.__version__,
+        "kvjax": version.__version__,
         "model": model_identity(lm),
         "policy": policy_to_json(cache.policy),
         "storage": {"kind": storage.kind, "headroom": storage.headroom},
