@@ -135,7 +135,7 @@ class SignalCollector(LayerObserver):
     def _where(
         self, offset: Int[Array, "*B"], queries: int, kept: Rows | None, scale: Array | None, block: int
     ) -> dict[str, Any]:
-        """The arguments that both passes share, for ``queries`` queries from this place on in a prefill of such blocks."""
+        """The arguments that both passes share, for ``queries`` queries from this place on."""
         place = jnp.atleast_1d(offset)[:, None] + jnp.arange(queries)
         return dict(
             offset=offset,
