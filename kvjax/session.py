@@ -18,9 +18,10 @@ from kvjax.cache.continuation import Continuation, check_continuable, may_be_len
 from kvjax.cache.groups import slot_bytes
 from kvjax.cache.host_memory import as_numpy, device_bytes, live_device_bytes
 from kvjax.model.decoder import Decoder
-from kvjax.output import Output, RoundStats, Stats
+from kvjax.output import Output, Stats
 from kvjax.planning import full_cache_bytes
 from kvjax.request import Request
+from kvjax.rounds.stats import RoundStats
 from kvjax.rounds.strategy import RoundStrategy
 from kvjax.runtime.compilation import CompileClock
 from kvjax.runtime.decode import CHUNK, REASONS, RUNNING, DecodeState
