@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import operator
 from typing import Any
 
 import jax
@@ -25,6 +26,7 @@ from kvjax.runtime.peak import prefill_peak_bytes
 from kvjax.sharding.mesh import Mesh, parse_mesh
 from kvjax.sharding.partition import Partition
 from kvjax.sharding.placement import device_weights_bytes, splits
+from kvjax.tables import Column, Table, human_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,27 +72,34 @@ class Plan:
 
     def table(self) -> str:
         """The plan as text: bytes by part, then slots and retained tokens by layer and head (equal layers together)."""
-        rows = [
+        parts = [
             ("weights", self.weights_bytes),
             ("cache", self.cache_bytes),
             ("prefill peak", self.prefill_peak_bytes),
-            ("total", self.total_bytes),
+            ("total" if self.mesh is None else "total, each device", self.total_bytes),
             ("full cache, for comparison", self.full_cache_bytes),
         ]
         if self.memory_limit is not None:
-            rows.append(("device memory", self.memory_limit))
+            parts.append(("device memory", self.memory_limit))
+        sizes = (
+            Column("part", operator.itemgetter(0)),
+            Column("size", operator.itemgetter(1), human_bytes, right=True),
+            Column("bytes", operator.itemgetter(1), "{:,} bytes".format, right=True),
+        )
+        slots = (
+            Column("layers", lambda ends: f"{ends[0]}" if ends[0] == ends[1] else f"{ends[0]}-{ends[1]}"),
+            Column("slots", lambda ends: f"{_heads(self.capacities[ends[0]])};"),
+            Column("retained", lambda ends: f"{_heads(self.retained[ends[0]])} retained"),
+        )
+        layers = _equal_ranges(list(zip(self.capacities, self.retained, strict=True)))
+        lines = Table(sizes, parts).text().splitlines()
         if self.mesh is not None:
-            rows = [(f"{name}, each device" if name == "total" else name, size) for name, size in rows]
-        lines = [f"{self.policy}: batch {self.batch}, {self.prompt_tokens} prompt + {self.max_new_tokens} new tokens"]
-        lines += [f"  {name:<28}{human(size):>12}  {size:>16,} bytes" for name, size in rows]
-        if self.mesh is not None:
-            lines.append(f"  on each device of {self.mesh}; cache over an even share: {self.cache_over_even:.3f}")
-        lines.append(f"  retained of the prompt, over all layers and heads: {self.retained_share:.1%}")
-        lines.append("  layers      slots by KV head, and tokens retained of the prompt")
-        for first, last in _equal_ranges(list(zip(self.capacities, self.retained, strict=True))):
-            name = f"{first}" if first == last else f"{first}-{last}"
-            lines.append(f"  {name:<10}  {_heads(self.capacities[first])}; {_heads(self.retained[first])} retained")
-        return "\n".join(lines)
+            lines.append(f"on each device of {self.mesh}; cache over an even part: {self.cache_over_even:.3f}")
+        lines.append(f"retained of the prompt, over all layers and heads: {self.retained_share:.1%}")
+        lines.append("layers, slots by KV head, and tokens retained of the prompt:")
+        lines += Table(slots, layers).text().splitlines()
+        head = f"{self.policy}: batch {self.batch}, {self.prompt_tokens} prompt + {self.max_new_tokens} new tokens"
+        return "\n  ".join([head, *lines])
 
     def __str__(self) -> str:
         return self.table()
@@ -103,16 +112,6 @@ def _equal_ranges(items: list[Any]) -> list[tuple[int, int]]:
 
 def _heads(values: tuple[int, ...]) -> str:
     return f"{len(values)} x {values[0]:,}" if len(set(values)) == 1 else ", ".join(f"{v:,}" for v in values)
-
-
-def human(size: int) -> str:
-    """Bytes with a binary unit."""
-    value = float(size)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if value < 1024 or unit == "GiB":
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1024
-    raise AssertionError("unreachable")
 
 
 def plan(
@@ -313,9 +312,11 @@ def _refuse_if_too_large(
     if limit is None or made.total_bytes + already <= limit:
         return
     each = "" if mesh is None else " on each device"
-    need = f"This needs {human(made.total_bytes + already)}{each} and the device has {human(limit)}"
+    need = f"This needs {human_bytes(made.total_bytes + already)}{each} and the device has {human_bytes(limit)}"
     if made.weights_bytes >= limit:
-        raise DoesNotFit(f"{need}: the weights alone are {human(made.weights_bytes)}; use a smaller model or dtype.")
+        raise DoesNotFit(
+            f"{need}: the weights alone are {human_bytes(made.weights_bytes)}; use a smaller model or dtype."
+        )
 
     def fits(batch: int, prompt: int, policy: Policy) -> bool:
         made_of = _plan(config, policy, batch, prompt, made.max_new_tokens, dtype, limit, storage, mesh)

@@ -1,12 +1,13 @@
-"""Tables for people on standard error, and the same facts as JSON on standard output."""
+"""Reports: tables for a terminal or as Markdown, the same numbers as JSON, and numbers written for people."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import math
+import operator
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -27,6 +28,143 @@ def human_rate(rate: float) -> str:
     return "-" if not math.isfinite(rate) or rate <= 0 else f"{rate:.0f}" if rate >= 100 else f"{rate:.3g}"
 
 
+@dataclasses.dataclass(frozen=True)
+class Column:
+    """One column of a table.
+
+    Attributes:
+      name: its heading.
+      value: the row's field or key that it shows, or a function of the row.
+      show: the text of a value; ``missing`` is that of None.
+      right: whether cells are set to the right, as numbers under each other are.
+    """
+
+    name: str
+    value: str | Callable[[Any], Any]
+    show: Callable[[Any], str] = str
+    missing: str = ""
+    right: bool = False
+
+    def cell(self, row: Any) -> str:
+        """The text of a row."""
+        if isinstance(self.value, str):
+            value = row[self.value] if isinstance(row, Mapping) else getattr(row, self.value)
+        else:
+            value = self.value(row)
+        return self.missing if value is None else self.show(value)
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """Rows of any kind, and the columns that are made of them.
+
+    Attributes:
+      note: text that a row shows instead of its numbers, or None.
+      labels: leading columns that such a row still shows.
+    """
+
+    columns: Sequence[Column]
+    rows: Sequence[Any]
+    title: str = ""
+    note: Callable[[Any], str | None] = lambda _: None
+    labels: int = 0
+
+    @property
+    def header(self) -> list[str]:
+        """Headings."""
+        return [column.name for column in self.columns]
+
+    @property
+    def cells(self) -> list[list[str]]:
+        """Texts under the headings, a list a row."""
+        return [self._row(row) for row in self.rows]
+
+    def _row(self, row: Any) -> list[str]:
+        if (note := self.note(row)) is None:
+            return [column.cell(row) for column in self.columns]
+        shown = [*(column.cell(row) for column in self.columns[: self.labels]), note]
+        return shown + [""] * (len(self.columns) - len(shown))
+
+    def markdown(self) -> str:
+        """The table as Markdown, its title in bold above it."""
+        marks = ["--:" if column.right else "---" for column in self.columns]
+        lines = [
+            "| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |"
+            for line in (self.header, marks, *self.cells)
+        ]
+        return "\n".join([f"**{self.title}**", "", *lines] if self.title else lines)
+
+    def text(self) -> str:
+        """Cells in padded columns, without headings and lines."""
+        cells = self.cells
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        return "\n".join(
+            "  ".join(
+                cell.rjust(width) if column.right else cell.ljust(width)
+                for column, cell, width in zip(self.columns, line, widths, strict=True)
+            ).rstrip()
+            for line in cells
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Picture:
+    """A picture's file, which Markdown shows and a terminal does not."""
+
+    caption: str
+    path: str
+
+    def markdown(self) -> str:
+        """The link that shows it."""
+        return f"![{self.caption}]({self.path})"
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """Tables with the sentences that explain them, for a terminal or as Markdown, and the numbers behind them as JSON.
+
+    Attributes:
+      parts: tables, pictures and paragraphs in order.
+      data: JSON-ready values.
+    """
+
+    parts: Sequence[Table | Picture | str]
+    data: Any = None
+
+    def markdown(self) -> str:
+        """The whole report as Markdown, ending with a newline."""
+        return "\n\n".join(part if isinstance(part, str) else part.markdown() for part in self.parts) + "\n"
+
+    def json(self) -> str:
+        """The numbers as indented JSON, ending with a newline."""
+        return json.dumps(self.data, indent=1) + "\n"
+
+    def print(self, *, markdown: bool = False, width: int | None = None) -> None:
+        """The report on standard output; ``width`` columns of text where it is no terminal, which has its own."""
+        if markdown:
+            print(self.markdown(), end="")
+            return
+        from rich.console import Console
+        from rich.table import Table as RichTable
+
+        console = Console(highlight=False, width=None if sys.stdout.isatty() else width)
+        for part in self.parts:
+            if isinstance(part, str):
+                print(part)
+            elif isinstance(part, Table):
+                shown = RichTable(title=part.title or None, title_justify="left")
+                for column in part.columns:
+                    shown.add_column(column.name, overflow="fold", justify="right" if column.right else "left")
+                for cells in part.cells:
+                    shown.add_row(*cells)
+                console.print(shown)
+
+
+def milliseconds(seconds: float) -> str:
+    """Seconds in milliseconds with two decimals."""
+    return f"{1e3 * seconds:.2f} ms"
+
+
 def _retained(stats: Stats) -> str:
     kept = [count for layer in stats.retained for count in layer]
     if not kept:
@@ -39,7 +177,7 @@ def _retained(stats: Stats) -> str:
 def stats_rows(output: Output) -> list[tuple[str, str]]:
     """Name and value of each line of the stats table."""
     stats = output.stats
-    share = stats.live_cache_bytes / stats.full_cache_bytes if stats.full_cache_bytes else math.nan
+    part = stats.live_cache_bytes / stats.full_cache_bytes if stats.full_cache_bytes else math.nan
     rows = [
         ("prompt", f"{stats.prompt_tokens} tokens in {stats.prompt_seconds:.2f} s"),
         ("", f"{human_rate(stats.prompt_tokens_per_second)} tokens/s"),
@@ -48,7 +186,8 @@ def stats_rows(output: Output) -> list[tuple[str, str]]:
         ("time to first token", f"{stats.time_to_first_token:.2f} s"),
         ("compiling", f"{stats.compile_seconds:.2f} s"),
         ("cache allocated", human_bytes(stats.cache_bytes)),
-        ("cache live", f"{human_bytes(stats.live_cache_bytes)} ({share:.0%} of a full cache)"),
+        ("cache live", f"{human_bytes(stats.live_cache_bytes)} ({part:.0%} of a full cache)"),
+        ("cache peak", f"{human_bytes(stats.device_peak_bytes)} on each device, for the whole batch"),
         ("full cache", human_bytes(stats.full_cache_bytes)),
         ("retained", _retained(stats)),
         ("ended by", output.finish_reason),
@@ -67,28 +206,8 @@ def stats_rows(output: Output) -> list[tuple[str, str]]:
 
 def print_stats(output: Output) -> None:
     """The stats table on standard error."""
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
-    for name, value in stats_rows(output):
-        table.add_row(name, value)
-    console = Console(stderr=True, highlight=False)
-    console.print()
-    console.print(table)
-
-
-def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], width: int | None = None) -> None:
-    """A table on standard output; ``width`` columns of text where it is no terminal, which has its own."""
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title=title or None, title_justify="left")
-    for column in columns:
-        table.add_column(column, overflow="fold")
-    for row in rows:
-        table.add_row(*row)
-    Console(highlight=False, width=None if sys.stdout.isatty() else width).print(table)
+    columns = [Column("", operator.itemgetter(place)) for place in range(2)]
+    print(f"\n{Table(columns, stats_rows(output)).text()}", file=sys.stderr)
 
 
 def as_dict(output: Output) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The project's own promises: README, dependencies, imports, lint and types."""
+"""The project's own promises: README, the commands that pages show, dependencies, imports, lint and types."""
 
 from __future__ import annotations
 
@@ -11,39 +11,69 @@ from pathlib import Path
 
 import pytest
 import toys
+from support.howto import blocks
 
 import kvjax
+from kvjax.cli.main import main
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+#: Pages whose commands a reader may type.
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+COMMANDS = "generate|chat|batch|plan|bench|policies|fetch|calibrate|compare|compare-rounds|picture|tune"
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", README, flags=re.DOTALL)
+def test_readme_is_one_page():
+    assert len(README.splitlines()) <= 160
 
 
 def test_readme_python_runs(monkeypatch, capsys):
     lm = toys.tiny_model(max_position=8192)
     monkeypatch.setattr(kvjax, "load", lambda name: lm)
-    (code,) = blocks("python")
-    code = re.sub(r"max_new_tokens=\d+", "max_new_tokens=4", code).replace("temperature=0.7", "max_new_tokens=4")
-    exec(compile(code, "README.md", "exec"), {"novel": "She walked along the shore. " * 20})
+    (block,) = [block for block in blocks(ROOT / "README.md") if block.language == "python"]
+    assert len(block.body.splitlines()) <= 15
+    code = block.body.replace("max_new_tokens=200", "max_new_tokens=4").replace("LagKV(", "LagKV(lag=32, ")
+    exec(compile(code, "README.md", "exec", dont_inherit=True), {"novel": "She walked along the shore. " * 5})
     assert "weights" in capsys.readouterr().out
 
 
-def test_readme_commands_use_flags_that_exist():
-    """Every line of the command-line examples parses; --help after the flags keeps them from running."""
-    lines = [line.split(" | ")[-1] for block in blocks("bash") for line in block.splitlines() if "kvjax " in line]
-    names = "generate|chat|batch|plan|bench|policies|fetch|calibrate|compare|picture|tune"
-    commands = [re.search(rf"kvjax ((?:{names})\b.*)", line) for line in lines]
-    found = [match[1].split("&&")[0] for match in commands if match]
-    assert len(found) >= 8
-    for command in found:
-        # The shell splits the words, as it would for a reader.
-        done = subprocess.run(
-            ["bash", "-c", f'"$0" -m kvjax {command} --help', sys.executable], capture_output=True, text=True, cwd=ROOT
-        )
-        assert done.returncode == 0, f"{command}: {done.stderr}"
+def typed(page: Path) -> list[str]:
+    """The kvjax commands in a page's shell blocks, without ``kvjax``."""
+    lines = [line for block in blocks(page) if block.language == "bash" for line in block.body.splitlines()]
+    parts = [part for line in lines for part in re.split(r" \| | && ", line)]
+    found = [re.match(rf"(?:\S+=\S+ )*(?:\.venv/bin/)?kvjax ((?:{COMMANDS})\b.*)", part) for part in parts]
+    assert len([part for part in parts if re.search(r"(^|/)kvjax ", part)]) == sum(map(bool, found)), page
+    return [match[1] for match in found if match]
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if typed(page)], ids=lambda page: str(page.relative_to(ROOT)))
+def test_commands_use_flags_that_exist(page, capsys):
+    """Every command parses; --help after its flags keeps it from running. The shell splits it, as for a reader."""
+    for command in typed(page):
+        words = subprocess.run(["bash", "-c", f"printf '%s\\0' {command}"], capture_output=True, text=True, check=True)
+        code = main([*words.stdout.split("\0")[:-1], "--help"])
+        assert code == 0, f"{command}: {capsys.readouterr().err}"
+
+
+def test_pages_show_every_command():
+    shown = {command.split()[0] for page in PAGES for command in typed(page)}
+    assert shown == set(COMMANDS.split("|"))
+
+
+def test_configurations_that_pages_name_exist():
+    for page in PAGES:
+        for name in re.findall(r"configs/[\w./-]+\.yaml", page.read_text(encoding="utf-8")):
+            assert (ROOT / name).exists(), f"{page.name}: {name}"
+
+
+def test_programs_that_pages_run_exist():
+    text = "".join(block.body for page in PAGES for block in blocks(page) if block.language == "bash")
+    files = re.findall(r"\b(?:scripts|tools)/[\w/]+\.py", text)
+    modules = re.findall(r"python -m ((?:tools|pallas_kernels|kvjax)[\w.]*)", text)
+    assert files
+    for name in [*files, *(f"{module.replace('.', '/')}.py" for module in modules)]:
+        path = ROOT / name
+        assert path.exists() or (path.with_suffix("") / "__main__.py").exists(), name
 
 
 def test_ci_runs_the_readme_command():

@@ -56,9 +56,9 @@ def needle_model(seed: int = 3, **changes: Any) -> LanguageModel:
 
     With one id per byte they take thousands.
     """
-    from kvjax.eval import conversation, ruler
+    from kvjax.eval import follow_ups, ruler
 
-    lines = [ruler.NOISE, ruler.NEEDLE, ruler.QUESTION, ruler.ANSWER_PREFIX, ruler.INTRODUCTION, conversation.__doc__]
+    lines = [ruler.NOISE, ruler.NEEDLE, ruler.QUESTION, ruler.ANSWER_PREFIX, ruler.INTRODUCTION, follow_ups.__doc__]
     plain = byte_tokenizer()
     trainer = tokenizers.trainers.BpeTrainer(
         vocab_size=600,

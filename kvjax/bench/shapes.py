@@ -18,13 +18,13 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import datetime
-import json
 import statistics
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvjax.tables import Column, Report, Table, human_bytes, milliseconds
 from pallas_kernels.bench.bare import stand_in
 
 if TYPE_CHECKING:
@@ -208,7 +208,7 @@ def _case(params: Decoder, text: str, policy: Policy, batch: int, context: int, 
     row = ShapeRow(batch, context, text)
     needed, free = _needed(params, policy, batch, context), _memory()
     if free is not None and needed > free:
-        return dataclasses.replace(row, note=f"needs {needed / 1e9:.0f} GB, the device has {free / 1e9:.0f}")
+        return dataclasses.replace(row, note=f"needs {human_bytes(needed)}, the device has {human_bytes(free)}")
     cache = jax.block_until_ready(_filled(config, policy, batch, context, params.dtype))
     held, live = cache.nbytes, cache.live_nbytes
     state, controls, seconds = decode_state(config, cache), benchmark_controls(config, batch), []
@@ -287,37 +287,19 @@ def facts(shape: str, dtype: str) -> dict[str, Any]:
     }
 
 
-COLUMNS = ("batch", "context", "policy", "tokens/s", "step", "cache", "read per second")
-
-
-def table(rows: Sequence[ShapeRow]) -> list[list[str]]:
-    """Cells of :data:`COLUMNS`."""
-    cells = []
-    for row in rows:
-        numbers = [row.note, "", "", ""]
-        if not row.note:
-            numbers = [
-                f"{row.tokens_per_second:.1f}",
-                f"{1e3 * row.step_seconds:.2f} ms",
-                f"{row.cache_bytes / 1e9:.2f} GB",
-                f"{row.read_per_second / 1e9:.0f} GB/s",
-            ]
-        cells.append([str(row.batch), str(row.context), row.policy, *numbers])
-    return cells
-
-
-def markdown(rows: Sequence[ShapeRow], about: dict[str, Any]) -> str:
+def report(rows: Sequence[ShapeRow], about: dict[str, Any]) -> Report:
     """The table, and what it depends on."""
-    lines = [" | ".join(COLUMNS), " | ".join("---" for _ in COLUMNS), *(" | ".join(cells) for cells in table(rows))]
-    return "\n".join(f"| {line} |" for line in lines) + "\n\n" + "; ".join(f"{k} {v}" for k, v in about.items()) + "."
-
-
-def save(path: Path, rows: Sequence[ShapeRow], about: dict[str, Any]) -> None:
-    """Write JSON, whole or not at all; one sentence when the file cannot be written."""
-    from kvjax.files import write_atomically
-
-    content = {"about": about, "rows": [dataclasses.asdict(row) for row in rows]}
-    write_atomically(path, json.dumps(content, indent=1) + "\n")
+    columns = (
+        *(Column(name, name) for name in ("batch", "context", "policy")),
+        Column("tokens/s", "tokens_per_second", "{:.1f}".format),
+        Column("step", "step_seconds", milliseconds),
+        # One unit each, to be compared down the column.
+        Column("cache", lambda row: f"{row.cache_bytes / 1e9:.2f} GB"),
+        Column("read per second", lambda row: f"{row.read_per_second / 1e9:.0f} GB/s"),
+    )
+    table = Table(columns, rows, note=lambda row: row.note or None, labels=3)
+    facts = "; ".join(f"{name} {value}" for name, value in about.items()) + "."
+    return Report([table, facts], {"about": about, "rows": [dataclasses.asdict(row) for row in rows]})
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -333,6 +315,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     stand_in()
     from kvjax.errors import KvjaxError
+    from kvjax.files import write_atomically
 
     try:
         batches, contexts = ([int(x) for x in text.split(",")] for text in (given.batch, given.context))
@@ -342,10 +325,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (KvjaxError, ValueError) as error:
         print(f"kvjax bench: {error}", file=sys.stderr)
         return 2
-    about = facts(given.shape, given.dtype)
-    print(markdown(rows, about))
+    found = report(rows, facts(given.shape, given.dtype))
+    found.print(markdown=True)
     if given.json is not None:
-        save(given.json, rows, about)
+        write_atomically(given.json, found.json())
     return 0
 
 

@@ -81,7 +81,7 @@ def decode_attention(
 
 
 def merged(done: Decoded, sharding: PageSharding) -> Decoded:
-    """Attention over the pages of all devices that share these heads, from that over each one's own."""
+    """Attention over the pages of all devices, merged from each device's attention over its own."""
     if not sharding.page_axes:
         return done
     peak = jax.lax.pmax(done.lse, sharding.page_axes)
@@ -105,10 +105,10 @@ def slot_bias(
 
 
 def kept_rows(layer: Layer, block: int, seen: Int[Array, " B"] | None = None) -> Rows:
-    """Bring a layer's pools into rows once a turn, for all the blocks of queries.
+    """Copy a layer's pools to contiguous slots, once a prompt chunk, for all its blocks of queries.
 
-    ``seen``, the tokens before the turn, is given for ALiBi, where a slot's mark "position" makes its bias: places are
-    counted from the turn's first token, so these are negative.
+    ``seen``, the tokens before the chunk, is given for ALiBi, where a slot's mark "position" makes its bias: positions
+    are counted from the chunk's first token, so those of kept slots are negative.
     """
     pools = parts(layer)
     longest = max(max(pool.slots) for pool in pools)

@@ -100,7 +100,7 @@ def pages_by_group(layer: Layer, pages: tuple[int, ...]) -> list[tuple[int, ...]
 
 
 def rounded(layer: Layer, pages: tuple[int, ...]) -> tuple[int, ...]:
-    """Pages of the layer's heads, made to divide by the devices that share them."""
+    """The pages of each head of the layer, rounded up to a multiple of the devices that shard them."""
     if not isinstance(layer, HeadGroups):
         return layer.sharding.rounded(pages)
     groups = zip(layer.groups, pages_by_group(layer, pages), strict=True)

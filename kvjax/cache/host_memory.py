@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 HOST, DEVICE = "pinned_host", "device"
@@ -76,7 +77,7 @@ def device_bytes(arrays: Iterable[Any]) -> int:
 def live_device_bytes() -> int:
     """Bytes on each device of all arrays that exist in this process, host memory left out."""
     arrays = (x for x in jax.live_arrays() if not x.is_deleted() and x.sharding.memory_kind != HOST)
-    return device_bytes(x for x in arrays if not jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended))
+    return device_bytes(x for x in arrays if not jnp.issubdtype(x.dtype, jax.dtypes.extended))
 
 
 def as_numpy(x: Any) -> np.ndarray:

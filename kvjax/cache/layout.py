@@ -62,12 +62,12 @@ def layout_of(pages: Pages) -> Layout:
 
 
 def platform_layout(head_dim: int) -> Layout:
-    """What the platform that is compiled for reads fastest; every layout works everywhere."""
+    """The layout that the platform compiled for reads fastest; every layout works everywhere."""
     return layout_on(dispatch.platform(), head_dim)
 
 
 def layout_on(platform: str, head_dim: int) -> Layout:
-    """What this platform ("cpu", "gpu", "tpu") reads fastest."""
+    """The layout that this platform ("cpu", "gpu", "tpu") reads fastest."""
     if platform == "tpu":
         # Numbers a slot (scales, positions, scores) are read in whole rows of 128 lanes.
         if head_dim == 64:

@@ -6,10 +6,10 @@ Head h owns pages ``starts[h] : starts[h + 1]``; the run is the same for every r
 without index games. What a head *may* hold (its run, from the plan) and what it *does* hold (``length``, traced) are
 two things. Valid slots are ``0 .. length - 1``; pools start as zeros, so what is masked is always finite.
 
-On a mesh of devices a pool may hold a share of the pages only (``share.py``); its ``pages`` and ``marks`` are of all.
+On a mesh of devices a pool may hold some of the pages (``page_sharding.py``); its ``pages`` and ``marks`` are of all.
 
-Rows may be stored as int8 (``storage.py``); every function here takes and gives real numbers, so that a policy never
-knows. Numbers that belong to a slot (its token's position, a score) are ``marks`` and move with their row.
+Keys and values may be stored as int8 (``quantisation.py``); every function here takes and gives real numbers, so that a
+policy never knows. Numbers that belong to a slot (its token's position, a score) are ``marks`` and move with their row.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class LayerCache:
       marks: [B, P, R] one number a slot by name: "position" (int32) of the token in it, "score" (float32) and what else
         a policy declares.
       scales: of int8 rows, or ``None``.
-      share: what of it this device holds, static.
+      sharding: which of the pages this device holds, static.
     """
 
     kv: Pages
@@ -203,7 +203,7 @@ def _places(cache: LayerCache, slots: Array, valid: Array) -> tuple[Array, Array
 
 
 def _held(cache: LayerCache, places: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-    """Of these places those on this device, as indices into what it holds; the others are out of range."""
+    """Indices into this device's pages of those places that are on it; the others are out of range."""
     batch, page, slot = places
     return batch, cache.sharding.locate(page, sum(cache.pages))[0], slot
 
@@ -432,7 +432,7 @@ def resize(cache: LayerCache, pages: tuple[int, ...]) -> LayerCache:
             runs.append(jnp.pad(run, ((0, 0), (0, new // parts - run.shape[1])) + ((0, 0),) * (pool.ndim - 2)))
         return jnp.concatenate(runs, axis=1)
 
-    # A page stays on its device, so a share is laid out as a whole is.
+    # A page stays on its device, so one device's pages are laid out like those of a whole pool.
     parts = cache.sharding.page_parts
     scales = cache.scales and dataclasses.replace(cache.scales, v=lay(cache.scales.v, parts))
     marks = {name: lay(mark) for name, mark in cache.marks.items()}

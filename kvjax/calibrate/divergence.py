@@ -1,8 +1,8 @@
 """The watershed layer (Round Attention, section 3.1 and appendix B): from where on layers agree about rounds.
 
 At each layer the attention of the last token of a dialogue's last question to every earlier round makes a distribution
-over rounds (:mod:`kvjax.calibrate.shares`). The mean KL divergence of a layer's distribution to those of all later
-layers falls where layers begin to agree; the watershed is its first significant local minimum.
+over rounds (:mod:`kvjax.calibrate.round_attention_mass`). The mean KL divergence of a layer's distribution to those of
+all later layers falls where layers begin to agree; the watershed is its first significant local minimum.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from jaxtyping import Float
 
-from kvjax.calibrate.shares import Messages, round_shares
+from kvjax.calibrate.round_attention_mass import Messages, question_mass
 from kvjax.checkpoints.load import LanguageModel
 from kvjax.checks import number
 from kvjax.errors import UsageError
@@ -48,7 +48,7 @@ def watershed(
         raise UsageError("There is no dialogue to calibrate on; give at least one with two rounds before its question.")
     curves, rounds = [], 0
     for done, (messages, question) in enumerate(dialogues, 1):
-        shares = round_shares(lm, messages, question)
+        shares = question_mass(lm, messages, question)
         rounds += shares.shape[1]
         curves.append(divergence_to_later(shares))
         if progress is not None:

@@ -10,6 +10,7 @@ the memory is that of one layer's keys and values.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 
@@ -22,14 +23,13 @@ from kvjax.checkpoints.load import LanguageModel
 from kvjax.checks import whole_number
 from kvjax.errors import UsageError
 from kvjax.model.config import ModelConfig
-from kvjax.model.decoder import Decoder, DecoderLayer
-from kvjax.model.rope import angles, rotate
 from kvjax.policies.profile import HeadProfile, ModelShape, model_name
-from pallas_kernels.prefill import prefill
+from kvjax.runtime.layer_forward import forward_layers
+from kvjax.runtime.layer_observer import LayerObserver
+from pallas_kernels.rows import Rows
 
 #: The paper's K and how often it repeats them.
 TOKENS, REPEATS = 2500, 4
-_BLOCK = 256
 
 
 def retrieval_heads(
@@ -79,7 +79,7 @@ def retrieval_heads(
 
 
 def first_token(lm: LanguageModel) -> np.ndarray:
-    """[1] what stands before the tokens and draws the attention that no token deserves: the model's own first token."""
+    """[1] the model's own first token: it draws the attention that no other token deserves."""
     bos = lm.tokenizer.special_tokens.get("bos_token")
     known = lm.tokenizer.encode(bos) if bos else [*lm.tokenizer.prefix_ids, *lm.stop_token_ids]
     return np.array(known[:1] or [0])
@@ -107,63 +107,55 @@ def _scores(
     progress: Callable[[int, int], None] | None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Echo and induction scores [layer, query head] of a sequence that repeats after its first token."""
-    config, length = lm.config, len(ids)
-    padded = np.pad(ids, (0, -length % _BLOCK))[None]
-    seen = jnp.full((1,), length, jnp.int32)
-    cos, sin = angles(config, jnp.arange(padded.shape[1])[None], seen)
-    x = _embed(lm.params, jnp.asarray(padded))
-    rows = []
-    for done, layer in enumerate(lm.params.layers, 1):
-        x, scores = _layer(layer, x, cos, sin, period=period, repeats=repeats)
-        rows.append(np.asarray(scores, np.float64).reshape(2, config.num_heads))
+    scores = []
+    for _, found in forward_layers(lm.params, [ids.tolist()], RepetitionScores(lm.config, period, repeats)):
+        scores.append(np.asarray(found, np.float64).reshape(2, lm.config.num_heads))
         if progress is not None:
-            progress(done, config.num_layers)
-    echo, induction = np.stack(rows, axis=1)
+            progress(len(scores), lm.config.num_layers)
+    echo, induction = np.stack(scores, axis=1)
     return echo, induction
 
 
-@jax.jit
-def _embed(params: Decoder, tokens: Int[Array, "1 T"]) -> Float[Array, "1 T M"]:
-    return params.embed(tokens)
+@functools.partial(jax.tree_util.register_dataclass, data_fields=(), meta_fields=("config", "period", "repeats"))
+@dataclasses.dataclass(frozen=True)
+class RepetitionScores(LayerObserver):
+    """Observes the echo and the induction score of every head: [2, H, G].
 
+    Attributes:
+      period: tokens that are repeated after the first one; ``repeats``: how often they stand there.
+    """
 
-@functools.partial(jax.jit, static_argnames=("period", "repeats"), donate_argnames=("x",))
-def _layer(
-    layer: DecoderLayer,
-    x: Float[Array, "1 T M"],
-    cos: Float[Array, "1 T F"],
-    sin: Float[Array, "1 T F"],
-    *,
-    period: int,
-    repeats: int,
-) -> tuple[Float[Array, "1 T M"], Float[Array, "2 H G"]]:
-    """One layer over the whole sequence in query blocks: hidden states out, and its heads' two scores."""
-    config: ModelConfig = layer.config
-    tokens = x.shape[1]
-    heads, group, dim = config.num_kv_heads, config.group_size, config.head_dim
-    length, scale = 1 + period * repeats, config.attention_scale
+    config: ModelConfig
+    period: int
+    repeats: int
 
-    def body(i: Array, carry: tuple[Array, Array, Array, Array]) -> tuple[Array, Array, Array, Array]:
-        x, k, v, total = carry
-        xb, cb, sb = (jax.lax.dynamic_slice_in_dim(a, i * _BLOCK, _BLOCK, axis=1) for a in (x, cos, sin))
-        q, kb, vb = layer.project(xb)
-        kb = rotate(kb, cb[:, :, None], sb[:, :, None]).swapaxes(1, 2)
-        q = rotate(q, cb[:, :, None, None], sb[:, :, None, None]).transpose(0, 2, 3, 1, 4)
-        k = jax.lax.dynamic_update_slice_in_dim(k, kb, i * _BLOCK, axis=2)
-        v = jax.lax.dynamic_update_slice_in_dim(v, vb.swapaxes(1, 2), i * _BLOCK, axis=2)
-        out, normaliser = prefill(q, k, v, offset=i * _BLOCK, scale=scale, block=_BLOCK)
-        attended = out.transpose(0, 3, 1, 2, 4)
-        xb = layer.finish(xb, attended.astype(x.dtype))
-        position = i * _BLOCK + jnp.arange(_BLOCK)
-        found = _diagonals(q[0].astype(jnp.float32), normaliser[0], k[0], position, period, repeats, scale)
-        asked = (position > period) & (position < length)
-        total = total + jnp.where(asked, found, 0.0).sum(axis=-1)
-        return jax.lax.dynamic_update_slice_in_dim(x, xb, i * _BLOCK, axis=1), k, v, total
+    def start(self, kept: Rows | None, tokens: int) -> Float[Array, "2 H G"]:
+        """Scores of no query."""
+        return jnp.zeros((2, self.config.num_kv_heads, self.config.group_size), jnp.float32)
 
-    empty = jnp.zeros((1, heads, tokens, dim), x.dtype)
-    total = jnp.zeros((2, heads, group), jnp.float32)
-    x, _, _, total = jax.lax.fori_loop(0, tokens // _BLOCK, body, (x, empty, empty, total))
-    return x, total / (period * (repeats - 1))
+    def after_block(
+        self,
+        partial: Float[Array, "2 H G"],
+        raw: Float[Array, "1 S H G D"],
+        q: Float[Array, "1 H G S D"],
+        normaliser: Float[Array, "1 H G S"],
+        k: Float[Array, "1 H T D"],
+        kept: Rows | None,
+        index: Int[Array, ""],
+    ) -> Float[Array, "2 H G"]:
+        """The sums over queries, those of this block included."""
+        block = q.shape[3]
+        position = index * block + jnp.arange(block)
+        scale = self.config.attention_scale
+        found = _diagonals(q[0].astype(jnp.float32), normaliser[0], k[0], position, self.period, self.repeats, scale)
+        counts = (position > self.period) & (position < 1 + self.period * self.repeats)
+        return partial + jnp.where(counts, found, 0.0).sum(axis=-1)
+
+    def finish(
+        self, partial: Float[Array, "2 H G"], before: None, k: Float[Array, "1 H T D"], kept: Rows | None, block: int
+    ) -> Float[Array, "2 H G"]:
+        """Means over the queries from the second repetition on."""
+        return partial / (self.period * (self.repeats - 1))
 
 
 def _diagonals(

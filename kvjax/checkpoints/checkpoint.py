@@ -1,4 +1,4 @@
-"""What a weight file must offer to be loaded, whatever its format: names, shapes and rows on request."""
+"""The protocol of a weight file of any format: names, shapes and rows on request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which weights these are: what tells a fine-tuned model from its base, or a job's model from another of its shape."""
+"""A digest of weights, which tells a fine-tuned model from its base, or a job's model from another of its shape."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from kvjax.model.decoder import Decoder
 
 
 def weights_digest(params: Decoder) -> str:
-    """Of every vector and the first rows of every matrix [in, out], as bfloat16: equal whatever dtype they are held in,
-    and whichever way round they are stored.
+    """A digest of every vector and of the first rows of every matrix [in, out], as bfloat16.
+
+    It is the same whatever dtype weights are held in, and whether or not they are stored transposed.
 
     Training moves all of them; reading them takes milliseconds where reading every weight would take seconds.
     """

@@ -142,7 +142,7 @@ def _aligned(shape: tuple[int, ...], dtype: DTypeLike) -> np.ndarray:
     return buffer[start : start + size].view(dtype).reshape(shape)
 
 
-#: What this host's devices hold of a matrix: (rows, columns) of each share, a range each.
+#: The parts of a matrix that this host's devices hold: (rows, columns) of each shard, a range each.
 Needed = list[tuple[tuple[int, int], tuple[int, int]]]
 
 
@@ -184,11 +184,11 @@ def _shardings(config: ModelConfig, mesh: Mesh) -> Callable[[nnx.Variable], Name
 
 
 def _needed(sharding: NamedSharding, shape: tuple[int, ...]) -> Needed | None:
-    """What this host's devices hold of a matrix; None for a vector, which is small."""
+    """The parts of a matrix that this host's devices hold; None for a vector, which is small."""
     if len(shape) != 2:
         return None
-    shares = sharding.addressable_devices_indices_map(shape).values()
-    return [(index[0].indices(shape[0])[:2], index[1].indices(shape[1])[:2]) for index in shares if index is not None]
+    shards = sharding.addressable_devices_indices_map(shape).values()
+    return [(index[0].indices(shape[0])[:2], index[1].indices(shape[1])[:2]) for index in shards if index is not None]
 
 
 def _place(values: np.ndarray, sharding: NamedSharding | None) -> jax.Array:

@@ -70,7 +70,7 @@ def load(
         ("org/name").
       dtype: "float32" or "bfloat16" for every parameter; by default float32 on the CPU and bfloat16 elsewhere.
       mesh: devices to spread over, a :class:`kvjax.Mesh` or its text form ("data=4,model=2"): weights over the model
-        axis, each share read and put straight on its devices; what the axis does not divide is on all of them. Calls
+        axis, each shard read and put straight on its devices; what the axis does not divide is on all of them. Calls
         with this model then run on the mesh. By default everything goes to JAX's default device.
       progress: while downloading, True shows a bar on standard error, False nothing, and a function is called with
         the bytes done and their total.

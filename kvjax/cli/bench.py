@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvjax import tables
 from kvjax.cli import inputs, session
 from kvjax.cli import options as flag
 from kvjax.cli.app import app
@@ -18,9 +17,10 @@ from kvjax.errors import UsageError
 from kvjax.files import check_writable, write_atomically
 
 if TYPE_CHECKING:
-    from kvjax.bench.report import Report
+    from kvjax.bench.bench_report import Measurements
     from kvjax.bench.run import Bench
     from kvjax.checkpoints.load import LanguageModel
+    from kvjax.tables import Report
 
 PEERS = ("transformers",)
 
@@ -69,7 +69,7 @@ def bench(
     policies, peers = tuple(policy or ("full",)), tuple(peer or ())
     parsed = {text: parse(text) for text in policies}
     _check_peers(peers)
-    from kvjax.bench import machine, report, run
+    from kvjax.bench import bench_report, machine, run
     from kvjax.bench import startup as starting
 
     _check_json(json)
@@ -81,7 +81,7 @@ def bench(
     sizes = {"batch": batches, "context": contexts, "prefill": prefills}
     run.check_request(lm.config, rounds=rounds, steps=steps, long_steps=long_steps, **sizes)
     bench = run.Bench(lm, parsed, rounds=rounds, steps=steps, peer=_peer(peers, lm), progress=_say)
-    result = report.Report(
+    result = bench_report.Measurements(
         machine=facts,
         model=lm.name,
         dtype=str(bench.dtype),
@@ -94,20 +94,13 @@ def bench(
     finally:  # Ctrl-C loses none of the cases that are done
         result.bandwidth_readings = bench.meter.readings
         if result.decode or result.prefill:
-            _publish(result, json, markdown)
+            _publish(bench_report.report(result), json, markdown)
 
 
-def _publish(result: Report, json_path: Path | None, markdown: bool) -> None:
-    from kvjax.bench import report
-
+def _publish(found: Report, json_path: Path | None, markdown: bool) -> None:
     if json_path is not None:
-        result.save(json_path)
-    if markdown:
-        print(report.markdown(result))
-        return
-    for title, columns, rows in report.tables(result):
-        tables.print_table(title, columns, rows)
-    print(report.footnote(result))
+        write_atomically(json_path, found.json())
+    found.print(markdown=markdown)
 
 
 @group.command()
@@ -136,14 +129,7 @@ def decode(
     dtype = dtype or "bfloat16"
     sizes = inputs.integers(batch, "--batch") or (), inputs.integers(context, "--context") or ()
     rows = shapes.measure(shape, *sizes, tuple(policy or ()), dtype=dtype, rounds=rounds, say=_say)
-    about = shapes.facts(shape, dtype)
-    if json is not None:
-        shapes.save(json, rows, about)
-    if markdown:
-        print(shapes.markdown(rows, about))
-        return
-    tables.print_table("Decode", list(shapes.COLUMNS), shapes.table(rows))
-    print("; ".join(f"{name} {value}" for name, value in about.items()))
+    _publish(shapes.report(rows, shapes.facts(shape, dtype)), json, markdown)
 
 
 @group.command()
@@ -189,7 +175,7 @@ def _check_json(path: Path | None) -> None:
 
 def _measure(
     bench: Bench,
-    result: Report,
+    result: Measurements,
     batches: Sequence[int],
     contexts: Sequence[int],
     prefills: Sequence[int],

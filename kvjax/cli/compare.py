@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvjax import tables
 from kvjax.cli import inputs, session
 from kvjax.cli import options as flag
 from kvjax.cli.app import INTERRUPTED, app
@@ -18,6 +17,7 @@ from kvjax.errors import UsageError
 
 if TYPE_CHECKING:
     from kvjax.eval.results import Row, Settings
+    from kvjax.tables import Report
 
 RESULTS, TABLE, PICTURE = "results.json", "results.md", "accuracy.png"
 
@@ -93,12 +93,10 @@ class _Files:
     def save(self, rows: Sequence[Row]) -> None:
         """Numbers and Markdown, after every row."""
         from kvjax import files
-        from kvjax.eval import report, results
 
-        text = results.to_json(self._settings, rows, self._machine, report.summary(rows))
-        files.write_atomically(self._out / RESULTS, text)
-        picture = PICTURE if (self._out / PICTURE).exists() else None
-        files.write_atomically(self._out / TABLE, report.markdown(self._settings, rows, self._machine, picture))
+        found = self._report(rows)
+        files.write_atomically(self._out / RESULTS, found.json())
+        files.write_atomically(self._out / TABLE, found.markdown())
 
     def draw(self, rows: Sequence[Row]) -> None:
         """The picture, and the Markdown that shows it."""
@@ -109,15 +107,16 @@ class _Files:
         self.save(rows)
 
     def show(self, rows: Sequence[Row], markdown: bool) -> None:
-        """The table on standard output."""
-        from kvjax.eval import report
+        """The tables on standard output."""
+        self._report(rows).print(markdown=markdown, width=200)
+        if not markdown:
+            print(f"Saved: {', '.join(str(self._out / name) for name in (RESULTS, TABLE, PICTURE))}.")
 
-        if markdown:
-            print(report.markdown(self._settings, rows, self._machine, PICTURE), end="")
-            return
-        tables.print_table("", report.COLUMNS, report.table(rows), width=200)
-        print(report.footnote(self._settings, self._machine))
-        print(f"Saved: {', '.join(str(self._out / name) for name in (RESULTS, TABLE, PICTURE))}.")
+    def _report(self, rows: Sequence[Row]) -> Report:
+        from kvjax.eval.comparison_report import report
+
+        picture = PICTURE if (self._out / PICTURE).exists() else None
+        return report(self._settings, rows, self._machine, picture)
 
 
 def _say(what: str) -> None:

@@ -9,7 +9,6 @@ from typing import Annotated
 
 import typer
 
-from kvjax import tables
 from kvjax.cli import inputs, session
 from kvjax.cli import options as flag
 from kvjax.cli.app import INTERRUPTED, app
@@ -53,11 +52,11 @@ def compare_rounds(
     """
     from kvjax.bench import machine
     from kvjax.checks import whole_number
-    from kvjax.eval import rounds_report as report
+    from kvjax.eval import round_report as report
     from kvjax.eval.candidates import split_policies
     from kvjax.eval.dialogues import history_room, long_dialogues
     from kvjax.eval.pictures import new_figure, png
-    from kvjax.eval.rounds import DEFAULT, RoundComparison, Settings, read_answers, round_policy
+    from kvjax.eval.round_questions import DEFAULT, RoundComparison, Settings, read_answers, round_policy
     from kvjax.files import write_atomically
 
     names = list(DEFAULT) if policies == "all" else split_policies(policies)
@@ -96,7 +95,7 @@ def compare_rounds(
         names,
         settings,
         answers=read_answers(out / "answers.json", settings),
-        save=lambda answers: report.save(out, settings, answers, described),
+        save=lambda answers: report.save(out, report.report(settings, answers, described)),
         say=_say,
     )
     code = 0
@@ -108,11 +107,8 @@ def compare_rounds(
     answers = comparison.answers
     if answers and picture is not None:
         write_atomically(picture, png(report.turns_figure(settings, answers)))
-    if answers and markdown:
-        print(report.markdown(settings, answers, described), end="")
-    elif answers:
-        tables.print_table("", report.COLUMNS, report.table(answers), width=200)
-        print(report.footnote(settings, answers, described))
+    if answers:
+        report.report(settings, answers, described).print(markdown=markdown, width=200)
     return code
 
 

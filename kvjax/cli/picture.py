@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from kvjax.checkpoints.load import LanguageModel
 
 POSITIONS, ALIKE = "retained-positions", "question-answer"
-#: Policies whose kept positions are shown, with the fraction they keep.
-KEEPING = ("h2o", "ahakv")
+#: Policies whose kept positions are shown; the paper gives every method a recent window of 32 tokens.
+KEEPING = ("h2o:recent=32", "ahakv:recent=32")
 TASKS = ("niah_single_1", "noise_multikey")
 
 
@@ -78,7 +78,7 @@ def picture(
         raise UsageError(f"There is no picture {name!r};{hint} known are {', '.join(known)}.")
     check_writable("--out", out)
     settings = Settings(model, "", TASKS, samples, False, "model", seed)
-    policies = [f"{policy}:ratio={ratio}" for policy in KEEPING]
+    policies = [f"{policy},ratio={ratio}" for policy in KEEPING]
     if name == POSITIONS:
         _parse_all(policies)
     if name == ALIKE and (dialogues is None or not dialogues.is_file()):
@@ -113,7 +113,7 @@ def _study(name: str, lm: LanguageModel, settings, length: int, out: Path) -> in
     from kvjax.bench import machine
     from kvjax.eval import results
     from kvjax.eval.compare import Comparison
-    from kvjax.eval.report import summary
+    from kvjax.eval.comparison_report import report
     from kvjax.eval.studies import STUDIES, study_figure
     from kvjax.files import write_atomically
 
@@ -121,7 +121,7 @@ def _study(name: str, lm: LanguageModel, settings, length: int, out: Path) -> in
     numbers, facts = out.with_suffix(".json"), machine.describe()
 
     def save(rows) -> None:
-        write_atomically(numbers, results.to_json(settings, rows, facts, summary(rows)))
+        write_atomically(numbers, report(settings, rows, facts).json())
 
     earlier = results.read_rows(numbers, settings)
     comparison = Comparison(lm, settings, rows=earlier, save=save, say=_say, speed=False)
@@ -148,8 +148,8 @@ def _positions(lm: LanguageModel, policies: Sequence[str], text: str | None, len
 
 def _alike(lm: LanguageModel, path: Path, most: int, least_rounds: int, tokens: int | None) -> Figure:
     """Draw what questions and answers of real dialogues attend to, and print the numbers of the picture's title."""
-    from kvjax.eval.alike import alike_figure, last_round, means
     from kvjax.eval.dialogues import long_dialogues
+    from kvjax.eval.question_answer import alike_figure, last_round, means
     from kvjax.policies.profile import WatershedProfile, packaged
 
     chosen = long_dialogues(lm, path, most=most, least_rounds=least_rounds, tokens=tokens)

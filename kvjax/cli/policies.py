@@ -32,12 +32,13 @@ def policies(json: flag.Json = False) -> None:
     if json:
         tables.print_json({name: {"summary": s, "fields": fields} for name, (fields, s) in described.items()})
         return
-    rows = [
-        (name, "\n".join(_option(field) for field in fields) or "-", summary)
-        for name, (fields, summary) in described.items()
-    ]
-    tables.print_table("", ("policy", "options and defaults", "what it keeps"), rows)
-    print("Write --policy NAME or NAME:OPTION=VALUE,OPTION=VALUE.")
+    columns = (
+        tables.Column("policy", lambda row: row[0]),
+        tables.Column("options and defaults", lambda row: "\n".join(map(_option, row[1][0])) or "-"),
+        tables.Column("what it keeps", lambda row: row[1][1]),
+    )
+    usage = "Write --policy NAME or NAME:OPTION=VALUE,OPTION=VALUE."
+    tables.Report([tables.Table(columns, list(described.items())), usage]).print()
 
 
 def _option(field: dict[str, Any]) -> str:

@@ -19,7 +19,7 @@ from kvjax.checkpoints.load import LanguageModel
 from kvjax.errors import KvjaxError
 from kvjax.eval.asking import Answers, Asker, Cost
 from kvjax.eval.candidates import Candidate
-from kvjax.eval.conversation import ANSWER_TOKENS, TURNS
+from kvjax.eval.follow_ups import ANSWER_TOKENS, TURNS
 from kvjax.eval.material import Prompts, Talks, check_length, make_prompts, make_talks
 from kvjax.eval.recorded import RecordedDecoder
 from kvjax.eval.results import AFTER, IN_VIEW, Row, Scored, Settings, accuracy

@@ -9,12 +9,13 @@ import jax
 
 from kvjax.checkpoints.load import LanguageModel
 from kvjax.errors import UsageError
-from kvjax.eval.conversation import ANSWER_TOKENS, Conversation, make_conversations
+from kvjax.eval.follow_ups import ANSWER_TOKENS, Conversation, make_conversations
 from kvjax.eval.needle import prompt_ids, template_tokens
 from kvjax.eval.recorded import RecordedDecoder, record, record_bytes
 from kvjax.eval.results import Settings
 from kvjax.eval.ruler import answer_room, make_samples
 from kvjax.prompts import Prompt, tokenize
+from kvjax.tables import human_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,8 +69,8 @@ def check_length(lm: LanguageModel, settings: Settings, length: int) -> None:
     free = _free_bytes()
     if free is not None and need > free:
         raise UsageError(
-            f"Recording {groups * settings.samples} prompts of {length} tokens needs {need / 1e9:.1f} GB and "
-            f"{free / 1e9:.1f} GB are free; ask for fewer samples or shorter lengths."
+            f"Recording {groups * settings.samples} prompts of {length} tokens needs {human_bytes(need)} and "
+            f"{human_bytes(free)} are free; ask for fewer samples or shorter lengths."
         )
 
 

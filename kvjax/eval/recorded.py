@@ -13,37 +13,21 @@ Memory: (query heads + 2 KV heads) x head_dim numbers a token and layer; for 135
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from kvjax.cache.buckets import prompt_bucket
 from kvjax.model.config import ModelConfig
 from kvjax.model.decoder import Decoder, DecoderLayer
-from kvjax.runtime.prefill import logits_of
-
-
-class _OneLayer(Decoder):
-    """A model of one layer whose embedding is the hidden states given and whose logits are those that come out."""
-
-    def __init__(self, layer: DecoderLayer, hidden: Float[Array, "B T M"], config: ModelConfig):
-        self.layers = nnx.List([layer])
-        self.hidden = nnx.Variable(hidden)
-        self.config = dataclasses.replace(config, num_layers=1)
-
-    @property
-    def dtype(self) -> jnp.dtype:
-        return jnp.dtype(self.hidden[...].dtype)
-
-    def embed(self, tokens: Int[Array, "*S"]) -> Float[Array, "*S M"]:
-        return self.hidden[...]
-
-    def logits(self, x: Float[Array, "*S M"]) -> Float[Array, "*S V"]:
-        return x
+from kvjax.model.rope import Angles
+from kvjax.runtime.layer_forward import forward_layers
+from kvjax.runtime.layer_observer import LayerObserver
+from pallas_kernels.rows import Rows
 
 
 class _RecordedLayer(DecoderLayer):
@@ -88,14 +72,22 @@ class RecordedDecoder(Decoder):
         return sum(variable[...].nbytes for variable in held)
 
 
-@jax.jit
-def _project(layer: DecoderLayer, x: Float[Array, "B T M"]) -> tuple[Array, Array, Array]:
-    return layer.project(x)
+@functools.partial(jax.tree_util.register_dataclass, data_fields=(), meta_fields=("tokens",))
+@dataclasses.dataclass(frozen=True)
+class Projections(LayerObserver):
+    """Observes queries, keys and values of the first ``tokens`` tokens, before rotary embedding."""
 
+    tokens: int
 
-@jax.jit
-def _embed(params: Decoder, tokens: Int[Array, "B T"]) -> Float[Array, "B T M"]:
-    return params.embed(tokens)
+    def before_layer(self, layer: DecoderLayer, x: Float[Array, "B T M"], rope: Angles) -> tuple[Array, Array, Array]:
+        """The projections."""
+        return layer.project(x[:, : self.tokens])
+
+    def finish(
+        self, partial: None, before: tuple[Array, Array, Array], k: Array, kept: Rows | None, block: int
+    ) -> tuple[Array, Array, Array]:
+        """The projections, as they were made before the layer ran."""
+        return before
 
 
 def record(params: Decoder, prompts: Sequence[Sequence[int]]) -> RecordedDecoder:
@@ -108,18 +100,11 @@ def record(params: Decoder, prompts: Sequence[Sequence[int]]) -> RecordedDecoder
     Returns:
       A decoder for ``read_prompts`` with these rows, or with as many first tokens of each as the caller likes.
     """
-    lengths = np.array([len(ids) for ids in prompts], np.int32)
-    tokens = np.zeros((len(prompts), prompt_bucket(int(lengths.max()))), np.int32)
-    for row, ids in enumerate(prompts):
-        tokens[row, : len(ids)] = ids
-    hidden = _embed(params, jnp.asarray(tokens))
-    layers = []
-    for layer in params.layers:
-        # What lies beyond the longest prompt is padding: reading there gives the last token's, which nothing uses.
-        q, k, v = _project(layer, hidden[:, : lengths.max()])
-        layers.append(_RecordedLayer(q, k, v, params.config))
-        hidden = logits_of(_OneLayer(layer, hidden, params.config), jnp.asarray(tokens), jnp.asarray(lengths))
-    return RecordedDecoder(params, layers, jax.block_until_ready(hidden))
+    # What lies beyond the longest prompt is padding: reading there gives the last token's, which nothing uses.
+    observer = Projections(max(map(len, prompts)))
+    read = list(forward_layers(params, prompts, observer))
+    layers = [_RecordedLayer(q, k, v, params.config) for _, (q, k, v) in read]
+    return RecordedDecoder(params, layers, jax.block_until_ready(read[-1][0]))
 
 
 def record_bytes(config: ModelConfig, rows: int, tokens: int, itemsize: int) -> int:

@@ -60,7 +60,7 @@ class Scored:
     """Answers of one group of samples, in their order: groups of two rows compare in pairs.
 
     Attributes:
-      mode: ``AFTER``, ``IN_VIEW``, or a turn of ``kvjax.eval.conversation.TURNS``.
+      mode: ``AFTER``, ``IN_VIEW``, or a turn of ``kvjax.eval.follow_ups.TURNS``.
       task: of ``Settings.tasks``; empty for a conversation.
       scores: 0 to 1 each. first: the first token generated.
     """
@@ -152,16 +152,15 @@ def first_token_agreement(row: Row, reference: Row, mode: str) -> Estimate:
     )
 
 
-def to_json(settings: Settings, rows: Sequence[Row], machine: dict[str, Any], summary: Any) -> str:
-    """The text of ``results.json``."""
-    content = {
+def as_json(settings: Settings, rows: Sequence[Row], machine: dict[str, Any], summary: Any) -> dict[str, Any]:
+    """The content of ``results.json``."""
+    return {
         "format": _FORMAT,
         "settings": dataclasses.asdict(settings),
         "machine": machine,
         "summary": summary,
         "rows": [dataclasses.asdict(row) for row in rows],
     }
-    return json.dumps(content, indent=1) + "\n"
 
 
 def read_rows(path: Path, settings: Settings) -> list[Row]:

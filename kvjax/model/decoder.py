@@ -1,7 +1,7 @@
 """The one decoder of every family: parameters and the parts of a layer as flax.nnx modules, used as plain pytrees.
 
 The runtime owns the order of things (prefill in blocks, decode against a compressed cache), so a layer offers its
-two halves around attention and never sees a cache. Projections that share an input are one matrix: at batch 1 to 8
+two halves around attention and never sees a cache. Projections of the same input are one matrix: at batch 1 to 8
 a CPU step is bound by the number and the bytes of products, and grouping by KV head keeps every axis shardable.
 """
 
@@ -49,7 +49,7 @@ def logical(param: nnx.Variable) -> jax.Array:
 
 
 def logical_view(param: nnx.Variable, stored: Any) -> Any:
-    """What is stored of a weight, an array of JAX or NumPy, with its logical axes; in NumPy without a copy."""
+    """A weight as it is stored, an array of JAX or NumPy, with its logical axes; in NumPy without a copy."""
     shape, inputs = param.get_metadata("logical", stored.shape), param.get_metadata("inputs", 1)
     if not param.get_metadata("transposed", False):
         return stored.reshape(shape)
@@ -58,7 +58,7 @@ def logical_view(param: nnx.Variable, stored: Any) -> Any:
 
 
 def gate_columns(inner: int) -> int:
-    """C: at most a TPU's 128 lanes, and so few that 16 devices can share the halves wherever 16 divides F."""
+    """C: at most a TPU's 128 lanes, and so few that 16 devices can divide the halves wherever 16 divides F."""
     return math.gcd(inner, math.gcd(inner // 16, 128))
 
 
@@ -102,7 +102,7 @@ class DecoderLayer(nnx.Module):
     group size, D head_dim, F intermediate):
       qkv [M | H, G + 2, D]: the G queries of KV head h, then its key, then its value.
       out [H, G, D | M]; gate_up [M | F / C, 2, C]: C columns of the gate, then as many of what it gates, so that a
-      share of the columns holds both halves; or up [M | F] without a gate; down [F | M].
+      shard of the columns holds both halves; or up [M | F] without a gate; down [F | M].
       Optional biases have the same names and logical axes without the input's: qkv_bias [H, G + 2, D], out_bias [M],
       gate_up_bias [F / C, 2, C] or up_bias [F], down_bias [M]. q_norm and k_norm, where there are, have D weights.
 
@@ -194,7 +194,7 @@ class Decoder(nnx.Module):
         self.config = config
 
     def embed(self, tokens: Int[Array, "*S"]) -> Float[Array, "*S M"]:
-        """What the first layer reads of the tokens; ids are checked by the caller."""
+        """The first layer's input, of these tokens; ids are checked by the caller."""
         x = self.exchange.embed(self.table, tokens)
         return self.embedding_norm(x) if self.config.embedding_norm else x
 

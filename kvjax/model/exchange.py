@@ -33,7 +33,7 @@ class Exchange:
         return table[tokens]
 
     def logits(self, logits: Float[Array, "*S N"]) -> Float[Array, "*S V"]:
-        """The whole vocabulary's logits, from those of this device's columns of the head."""
+        """All the vocabulary's logits, from those of this device's columns of the head."""
         return logits
 
 

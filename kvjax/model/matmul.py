@@ -43,9 +43,9 @@ def matmul_nt(
     rows, (columns, inner) = x.reshape(-1, x.shape[-1]), weight.shape
     few = 1 <= rows.shape[0] <= 32 and x.dtype == weight.dtype == jnp.float32
     if not few or (rows.shape[0] == 1 and columns > _WIDE * inner):
-        return _plain_turned(x, weight, dtype)
-    form = _one_row_turned if rows.shape[0] == 1 else _few_rows_turned
-    found = jax.lax.platform_dependent(rows, weight, cpu=form, default=_plain_turned)
+        return _plain_nt(x, weight, dtype)
+    form = _one_row_nt if rows.shape[0] == 1 else _few_rows_nt
+    found = jax.lax.platform_dependent(rows, weight, cpu=form, default=_plain_nt)
     return found.reshape(*x.shape[:-1], -1).astype(dtype or x.dtype)
 
 
@@ -61,14 +61,14 @@ def _one_row(x: Float[Array, "1 K"], weight: Float[Array, "K N"]) -> Float[Array
     return jnp.einsum("pk,pkn->pn", x.reshape(parts, -1), weight.reshape(parts, -1, columns)).sum(0, keepdims=True)
 
 
-def _plain_turned(
+def _plain_nt(
     x: Float[Array, "*S K"], weight: Float[Array, "N K"], dtype: DTypeLike | None = None
 ) -> Float[Array, "*S N"]:
     axes = (((x.ndim - 1,), (1,)), ((), ()))
     return jax.lax.dot_general(x, weight, axes, preferred_element_type=dtype or x.dtype)
 
 
-def _one_row_turned(x: Float[Array, "1 K"], weight: Float[Array, "N K"]) -> Float[Array, "1 N"]:
+def _one_row_nt(x: Float[Array, "1 K"], weight: Float[Array, "N K"]) -> Float[Array, "1 N"]:
     """4 parts of N (or 2), which run beside one another."""
     columns, inner = weight.shape
     parts = _parts(columns, 4, 2)
@@ -76,10 +76,10 @@ def _one_row_turned(x: Float[Array, "1 K"], weight: Float[Array, "N K"]) -> Floa
     return jnp.einsum("pnk,pk->pn", weight.reshape(parts, -1, inner), each).reshape(1, columns)
 
 
-def _few_rows_turned(x: Float[Array, "S K"], weight: Float[Array, "N K"]) -> Float[Array, "S N"]:
+def _few_rows_nt(x: Float[Array, "S K"], weight: Float[Array, "N K"]) -> Float[Array, "S N"]:
     """Halves of N, the rows as columns: what the weights' rows are multiplied with is small and lies in order."""
     (count, inner), columns = x.shape, weight.shape[0]
     parts = _parts(columns, 2)
-    # As in :func:`product`.
+    # The barrier: as in :func:`matmul`.
     each = jax.lax.optimization_barrier(jnp.broadcast_to(x.T, (parts, inner, count)))
     return jnp.einsum("pnk,pks->pns", weight.reshape(parts, -1, inner), each).reshape(columns, count).T

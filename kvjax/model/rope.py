@@ -109,7 +109,7 @@ Angles = tuple[Array, Array] | None
 
 
 def token_angles(config: ModelConfig, positions: Int[Array, "B T"], seen: Int[Array, " B"]) -> Angles:
-    """What :func:`rotated` needs of these tokens."""
+    """The rotation that :func:`apply_rope` gives these tokens."""
     return angles(config, positions, seen) if config.positional == "rope" else None
 
 

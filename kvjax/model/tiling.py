@@ -1,4 +1,4 @@
-"""How weights lie in a chip's memory, where a product wants something else than the default.
+"""Layouts of weights in a chip's memory, where a matrix product wants another than the default.
 
 A TPU7x multiplies bfloat16 matrices in tiles of 16 rows, and the default of arrays is tiles of 8: within a loop the
 compiler copies every weight into the other form first, once a chunk of tokens (compiled ahead of time, libtpu 0.0.42:

@@ -1,24 +1,48 @@
-"""What a policy is: which tokens stay, as pure functions of arrays. Read this before any policy, or to write one.
+"""The interface of a policy: which tokens of a KV cache stay. Read this to write one.
 
-A policy is a frozen, hashable dataclass, a static argument of the compiled programs. The runtime calls it
+A policy is a frozen, hashable dataclass whose fields are its options; it holds no arrays, and is a static argument of
+the compiled programs. The smallest useful policy overrides two methods:
 
-* on the host, before anything is allocated: :meth:`Policy.check`, :meth:`Policy.capacities`;
-* in the compiled prefill, once a layer with the layer's whole keys and values: :meth:`Policy.compress`, which asks
-  :meth:`Policy.select` which rows stay; before the queries of a later chunk attend, :meth:`Policy.sort_slots`;
-* in the compiled decode step, once a layer: :meth:`Policy.append` before attention and :meth:`Policy.observe` after
-  it, so that the new token takes part in attention before one leaves (a budget of B needs B + 1 slots);
-* between steps, still inside the compiled loop, when :meth:`Policy.due` says so: :meth:`Policy.maintain`.
+    @dataclasses.dataclass(frozen=True)
+    class Recent(Policy):
+        window: int = 64
 
-Capacities are static bounds for a bucket of lengths; budgets are traced and come from each row's own true length. A
-number a slot (a score, a position) is a mark and moves with its row; other state a policy needs beside the pool
-(running means, counters) lives in ``LayerCache.state`` as a pytree whose leaves all lead with the batch axis. What
-attention should hand over is declared by :attr:`Policy.signals`.
+        def budgets(self, config, layer, total):            # how many tokens stay of rows of ``total`` tokens: [B, H]
+            return per_head(numpy_or_jax(total).minimum(total, self.window), config)
 
-A policy may be given some of a layer's heads only, as a cache of its own (``cache/groups.py``, and on a mesh of devices
-``cache/share.py``): it takes the number of heads from its arrays or from the ``config`` of a Turn or Step, never from
-elsewhere; the second axis of its state, where there is one, is heads. What looks at several heads of a layer, or at a
-head's number, asks ``cache.sharding`` for the others'. A policy from elsewhere is one such class passed as ``policy=``;
-:func:`register` gives it a name for the command line.
+        def select(self, layer, cache, candidates, chunk):  # which ones: a mask [B, H, N]
+            index = jnp.arange(candidates.k.shape[2])
+            keep = index >= candidates.length[..., None] - self.window
+            return selection(cache, candidates, keep & candidates.valid)
+
+Pass an instance as ``policy=``, or give the class a name with :func:`kvjax.policies.register`. A policy that has a
+budget or a ratio, and a score for each token, derives from :class:`~kvjax.policies.sized.Selecting`; one that drops a
+token at every decode step from :class:`~kvjax.policies.evicting.Evicting`.
+
+The runtime calls a policy in this order:
+
+1. on the host, before anything is allocated: :meth:`Policy.check`, then :meth:`Policy.capacities`;
+2. in the compiled prefill, once for each layer with all of that layer's new keys and values: :meth:`Policy.compress`,
+   which asks :meth:`Policy.select` which tokens stay. On a later turn :meth:`Policy.sort_slots` comes first, before the
+   new queries attend to what was kept;
+3. in each compiled decode step, once for each layer: :meth:`Policy.append` before attention and :meth:`Policy.observe`
+   after it, so that the new token takes part in attention before one leaves (a budget of n tokens needs n + 1 slots);
+4. between decode steps, inside the compiled loop, if the class sets ``maintains``: :meth:`Policy.due`, and
+   :meth:`Policy.maintain` for each row that is due.
+
+Capacities and budgets are two things. A capacity is a static number of slots to allocate, for a bucket of prompt
+lengths; a budget is a traced number of tokens to keep, from each row's own length.
+
+Where a policy keeps its numbers: one number for each slot (a score, a position) is declared in ``marks`` and moves with
+its slot; other arrays go to ``LayerCache.state``, a pytree whose leaves all begin with the batch axis, and whose second
+axis, where there is one, is KV heads. What a policy needs from attention is declared by :attr:`Policy.signals`.
+
+A policy may be given only some of a layer's KV heads, as a cache of their own (``cache/groups.py``; on a mesh also
+``cache/page_sharding.py``). It therefore takes the number of heads from its arrays or from the ``config`` of a
+PromptChunk or Step. A policy that compares the heads of a layer, or uses a head's number, asks ``cache.sharding``.
+
+In the shapes of this package: B rows of the batch, H KV heads, G query heads for each KV head, T new tokens, N
+candidates, D channels of a head, P pages of R slots.
 """
 
 from __future__ import annotations
@@ -64,6 +88,7 @@ __all__ = [
     "keep_where",
     "numpy_or_jax",
     "page_capacities",
+    "per_head",
     "policy_marks",
     "selection",
     "top_mask",
@@ -80,7 +105,7 @@ class Step:
 
     Attributes:
       position: [B] position of the new token (tokens seen before it).
-      active: [B] rows still generating; the others must stay as they are, bit for bit.
+      active: [B] rows that are still generating; the others must not change by a bit.
       config: the model, static.
     """
 
@@ -91,38 +116,39 @@ class Step:
 
 @dataclasses.dataclass(frozen=True)
 class Policy:
-    """Base of every policy: grows by one slot a token and never drops any, unless a subclass says otherwise."""
+    """Base class of all policies; as it stands it keeps every token."""
 
-    #: Marks the pool holds for this policy: [B, P, R] numbers by name ("position..." is int32, the rest float32).
+    #: Names of numbers the pool holds for each slot, [B, P, R]; "position..." is int32, the others are float32. The
+    #: position of a token is filled in for the policy, other marks are 0 until it sets them.
     marks: ClassVar[tuple[str, ...]] = ()
-    #: Whether decoding needs ever more slots, so that the pools are repacked into the next bucket now and then.
+    #: Whether every decoded token takes another slot, so that pools are repacked into larger buckets while decoding.
     grows: ClassVar[bool] = True
-    #: Whether capacities are planned anew on a later turn, from all tokens; a ring that keeps its size says False.
+    #: Whether capacities are computed again on a later turn, from all tokens seen; False for a ring of fixed size.
     replans: ClassVar[bool] = True
-    #: Whether :meth:`due` and :meth:`maintain` are to be called.
+    #: Whether the decode loop calls :meth:`due` and :meth:`maintain`.
     maintains: ClassVar[bool] = False
-    #: Whether slot 0 may stand for many tokens (``LayerCache.log_mass`` is allocated).
+    #: Whether slot 0 may stand for many tokens, with ``LayerCache.log_mass`` added to its logit.
     merges: ClassVar[bool] = False
-    #: Whether it says where the rounds of a conversation are instead of choosing tokens (``kvjax/rounds`` runs it).
+    #: Whether it moves whole rounds of a conversation to host memory instead of choosing tokens (see ``kvjax/rounds``).
     offloads_rounds: ClassVar[bool] = False
-    #: Whether a layer's heads differ in nothing but what they hold, so that a device may be given some of them.
+    #: Whether all heads of a layer are treated alike, so that a device of a mesh may be given some of them.
     heads_alike: ClassVar[bool] = True
 
     @property
     def signals(self) -> Signals:
-        """What attention must hand over."""
+        """The statistics of attention that this policy needs; nothing else is computed."""
         return Signals()
 
     def window_scale(self, config: ModelConfig, total: Int[Array, " B"]) -> Float[Array, " B"]:
-        """What multiplies q.k in the softmax of the window's mass, for rows of ``total`` tokens seen."""
+        """[B] the factor of q.k in the softmax whose attention is summed over the window; the model's own here."""
         return jnp.full(total.shape, config.attention_scale, jnp.float32)
 
     def check(self, config: ModelConfig) -> None:
-        """Refuse a model this policy cannot run on, in one sentence (UsageError)."""
+        """Raise a UsageError of one sentence for a model this policy cannot run on, or an option without effect."""
 
     @property
     def beyond_context(self) -> bool:
-        """Whether a conversation may run past the model's context."""
+        """Whether a conversation may run past the model's context, since positions are renumbered."""
         return False
 
     @property
@@ -132,19 +158,25 @@ class Policy:
         return not self.merges and all(getattr(type(self), name) is getattr(Policy, name) for name in changing)
 
     def chunks(self, config: ModelConfig) -> tuple[int, int] | None:
-        """(first, rest) tokens per prefill chunk, or None to take prompts whole."""
+        """(tokens of the first prefill chunk, tokens of each later one), or None to read prompts whole."""
         return None
 
     def capacities(self, config: ModelConfig, prompt: int, new: int) -> tuple[tuple[int, ...], ...]:
-        """Slots [layer][KV head] that suffice for any row of at most ``prompt`` tokens and ``new`` decoded after it."""
-        return ((prompt + new,) * config.num_kv_heads,) * config.num_layers
+        """Slots [layer][KV head] that suffice for any row of at most ``prompt`` tokens and ``new`` decoded after it.
+
+        Here: the budgets of the longest row, and a slot for each decoded token. A policy whose budgets may fall as
+        rows grow, or that drops tokens while decoding, gives its own.
+        """
+        total = np.asarray([prompt], np.int32)
+        budgets = (self.budgets(config, layer, total)[0] for layer in range(config.num_layers))
+        return tuple(tuple(int(count) + new for count in heads) for heads in budgets)
 
     def planned(self, config: ModelConfig, prompt: int) -> Policy:
-        """What holds the cache of a row of ``prompt`` tokens, for plans: itself, unless it places rounds."""
+        """The policy whose capacities a plan for ``prompt`` tokens shows: itself, unless it offloads rounds."""
         return self
 
     def heads_of(self, config: ModelConfig, layer: int) -> int:
-        """KV heads of a layer that this policy has."""
+        """The number of KV heads of a layer that this policy has."""
         return config.num_kv_heads
 
     def owners(self, config: ModelConfig, layer: int) -> tuple[Policy, ...]:
@@ -152,12 +184,14 @@ class Policy:
         return (self,) * self.heads_of(config, layer)
 
     def budgets(self, config: ModelConfig, layer: int, total: HostOrTraced) -> HostOrTraced:
-        """Slots each head of a row holds right after a prompt of ``total`` tokens was compressed."""
-        xp = numpy_or_jax(total)
-        return xp.broadcast_to(total[:, None], (len(total), config.num_kv_heads)).astype(xp.int32)
+        """[B, H] slots that each head of a row holds right after a prompt, of rows that have seen [B] ``total`` tokens.
+
+        Called with NumPy arrays for plans; see :func:`numpy_or_jax` and :func:`per_head`.
+        """
+        return per_head(total, config)
 
     def init_state(self, config: ModelConfig, layer: int, batch: int, slots: tuple[int, ...]) -> Any:
-        """The policy's own arrays of one layer, leaves leading with the batch axis; None when it needs none."""
+        """The initial ``LayerCache.state`` of one layer, each leaf [batch, ...]; None if the policy needs none."""
         return None
 
     def init_layer(
@@ -169,20 +203,23 @@ class Policy:
         return empty.replace(state=self.init_state(config, layer, batch, empty.slots))
 
     def sort_slots(self, layer: int, cache: LayerCache, config: ModelConfig) -> LayerCache:
-        """Put a cache that has decoded in order, at the start of a later turn and before its queries attend."""
+        """Order the slots by position at the start of a later turn, before the new queries attend.
+
+        Only a policy whose slots are in another order, or hold tokens that have left, needs it.
+        """
         return cache
 
     def select(self, layer: int, cache: LayerCache, candidates: Candidates, chunk: PromptChunk) -> Selection:
-        """Which candidates stay. Here: all."""
+        """Choose the candidates that stay; here all of them."""
         return selection(cache, candidates, candidates.valid)
 
     def compress(
         self, layer: int, cache: LayerCache, k: Float[Array, "B H T D"], v: Float[Array, "B H T D"], chunk: PromptChunk
     ) -> LayerCache:
-        """Select over the kept slots and the new tokens; the result holds ``turn.pages``.
+        """Add a chunk's keys and values to the cache and keep what :meth:`select` chooses, in pools of ``chunk.pages``.
 
-        Kept rows stay in the candidates' order, which is that of their positions. A policy with an order of its own
-        overrides this instead of :meth:`select`.
+        Tokens that stay remain in the order of the candidates, which is that of their positions. A policy with an
+        order of its own overrides this method instead of :meth:`select`.
         """
         candidates = gather_candidates(cache, k, v, chunk)
         if type(self).select is Policy.select:
@@ -194,34 +231,35 @@ class Policy:
     def append(
         self, layer: int, cache: LayerCache, k: Float[Array, "B H D"], v: Float[Array, "B H D"], step: Step
     ) -> LayerCache:
-        """Write the new token of each active row, before attention."""
+        """Write the new token of each active row to the slot ``cache.next``, before attention."""
         cache = append_new(cache, k, v, step)
         return cache.replace(next=cache.length)
 
     def observe(self, layer: int, cache: LayerCache, logits: Float[Array, "B P G R"] | None, step: Step) -> LayerCache:
-        """After attention: accumulate what the policy counts, and choose the slot written ``next``.
+        """Update scores and choose the slot that is written ``next``, after attention; keys and values do not change.
 
-        Keys and values stay as they are. A TPU asks for some rows at a time where logits were declared.
+        ``logits`` are the new query's scaled scores of every slot, if :attr:`signals` declares ``decode_logits``. On a
+        TPU it is then called for a few rows of the batch at a time.
         """
         return cache
 
     def retained(self, cache: LayerCache) -> Int[Array, "B H"]:
-        """Slots of each head that hold a token still attended to."""
+        """The number of slots of each head that hold a token which is still attended to."""
         return cache.length
 
     def due(self, layers: tuple[LayerCache, ...], config: ModelConfig) -> Bool[Array, " B"]:
-        """Rows that must be maintained before they may append again."""
+        """The rows for which :meth:`maintain` must be called before they append another token."""
         return jnp.zeros(layers[0].length.shape[0], bool)
 
     def maintain(
         self, layer: int, cache: LayerCache, config: ModelConfig, row: Int[Array, ""], seen: Int[Array, ""]
     ) -> LayerCache:
-        """Compact one row that is due, in place; ``seen`` is its tokens. Afterwards it must not be due any more."""
+        """Compact one ``row`` that is due and has seen ``seen`` tokens; afterwards it must not be due."""
         return cache
 
 
 def policy_marks(policy: Policy, config: ModelConfig) -> tuple[str, ...]:
-    """Marks of a policy's pools; a model that adds ALiBi's bias needs every slot's position."""
+    """The marks of a policy's pools; in an ALiBi model they include every slot's position."""
     wanted = config.positional == "alibi" and "position" not in policy.marks
     return (*policy.marks, "position") if wanted else policy.marks
 
@@ -253,8 +291,14 @@ def floor_fraction(ratio: float, total: HostOrTraced | int) -> Any:
     return tokens * (bits >> 40) + below
 
 
+def per_head(count: HostOrTraced, config: ModelConfig) -> HostOrTraced:
+    """[B] counts as [B, H]: the same for every KV head."""
+    xp = numpy_or_jax(count)
+    return xp.broadcast_to(count[:, None], (len(count), config.num_kv_heads)).astype(xp.int32)
+
+
 def numpy_or_jax(x: Any) -> Any:
-    """The array module of ``x``."""
+    """The array module of ``x``: ``numpy`` or ``jax.numpy``."""
     return jnp if isinstance(x, jax.Array) else np
 
 

@@ -1,4 +1,4 @@
-"""What RazorAttention keeps of a head that is no retrieval head: sinks, a recent buffer, and a compensation token."""
+"""The cache of heads that are no retrieval heads in RazorAttention: sinks, recent tokens, and a compensation token."""
 
 from __future__ import annotations
 

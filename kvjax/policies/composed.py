@@ -117,7 +117,7 @@ class HeadWise(Policy):
             self.members(chunk.config, layer), parts(cache), pages, strict=True
         ):
             given = chunk.signals.of_heads(heads) if chunk.signals is not None and policy is not FULL else None
-            # What keeps its size on later turns is not to be told of another.
+            # A policy that keeps its size on later turns gets the pages it has.
             counts = counts if chunk.fresh or policy.replans else pool.pages
             own = dataclasses.replace(chunk, pages=counts, config=seen_as, signals=given)
             index = np.asarray(heads)

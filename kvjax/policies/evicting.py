@@ -21,7 +21,7 @@ _LAST = jnp.iinfo(jnp.int32).max
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class EvictState:
-    """What an evictor counts beside its marks.
+    """The state of an evicting policy beside its marks.
 
     Attributes:
       budget: [B] slots a head of the row may hold between steps, fixed when its last prompt was read.
@@ -52,7 +52,7 @@ class Evicting(Sized):
         raise NotImplementedError
 
     def gains(self, cache: LayerCache, logits: Float[Array, "B P G R"], step: Step) -> Float[Array, "B P R"]:
-        """What this step's query adds to every slot's score, from its scaled logits by page."""
+        """The amount that this step's query adds to each slot's score, from its scaled logits by page."""
         raise NotImplementedError
 
     def rank(self, cache: LayerCache, logits: Float[Array, "B P G R"], step: Step) -> Float[Array, "B P R"]:

@@ -110,7 +110,7 @@ def rotate_ahead(
     cos: Float[Array, "B F"],
     sin: Float[Array, "B F"],
 ) -> tuple[Float[Array, "B H G D"], Float[Array, "B H G D D"]]:
-    """Mean and covariance of R q, where R turns channel pairs by (cos, sin), which need not be of length 1."""
+    """Mean and covariance of R q, where R rotates channel pairs by (cos, sin), which need not be of length 1."""
     cos, sin = cos[:, None, None], sin[:, None, None]
     rows = rotate(covariance, cos[:, :, :, None], sin[:, :, :, None])
     return rotate(mean, cos, sin), rotate(rows.swapaxes(-1, -2), cos[:, :, :, None], sin[:, :, :, None])

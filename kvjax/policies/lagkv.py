@@ -22,6 +22,7 @@ from kvjax.policies.base import (
     keep_all,
     keep_where,
     numpy_or_jax,
+    per_head,
 )
 from kvjax.policies.checks import one_of, only_one
 
@@ -49,10 +50,10 @@ class LagKV(Policy):
     the sliding window. Nothing happens while the rest is shorter than two partitions. While decoding the same happens
     each time the rest reaches 2 x lag; kept tokens are never scored again, and stay in order of position.
 
-    Size, exactly one of: ``ratio``, the overall retained share of the row, from which the share of a partition is
+    Size, exactly one of: ``ratio``, the overall retained fraction of the row, from which the fraction of a partition is
     solved by [12, 13] (a short row may not reach it: sinks and window always stay); ``budget``, the same in tokens of
     the whole row, at which it stays while decoding, but for the window's coming and going; ``partition_ratio``, the
-    paper's r. With none, ratio is 0.25. Where [12] leaves the moment open (decoding, later turns, chunks) the share is
+    paper's r. With none, ratio is 0.25. Where [12] leaves the moment open (decoding, later turns, chunks) it is
     solved anew for the partitions being compressed, from the slots and the tokens the row has by then, so that the
     row as a whole holds ``ratio`` as soon as it can.
 
@@ -137,7 +138,7 @@ class LagKV(Policy):
         keep = xp.where(partitions > 0, self._keep(total, sinks, sinks), 0)
         kept = total - partitions * (self.lag - keep)
         kept = total if layer < self._skipped else kept
-        return xp.broadcast_to(kept[:, None], (len(total), config.num_kv_heads)).astype(xp.int32)
+        return per_head(kept, config)
 
     def capacities(self, config: ModelConfig, prompt: int, new: int) -> tuple[tuple[int, ...], ...]:
         tokens, heads = prompt + new, config.num_kv_heads
@@ -148,7 +149,7 @@ class LagKV(Policy):
         """The most slots a row of at most ``tokens`` tokens ever holds, over any prompts, chunks and turns.
 
         The rest never exceeds 2 L. The static slots are the sinks and, with ``partition_ratio``, r L of every partition
-        but the last; with ``ratio`` they only ever grow to where they fill the share together with a window of L.
+        but the last; with ``ratio`` they only ever grow to where they fill that fraction together with a window of L.
         """
         if self.partition_ratio is not None:
             partitions = max((tokens - self.sink) // self.lag - 1, 0)
@@ -286,5 +287,5 @@ def rank_descending(scores: Float[Array, "... N"]) -> Int[Array, "... N"]:
 def count_better(scores: Float[Array, "... N"]) -> Int[Array, "... N"]:
     """:func:`rank_descending` by N x N comparisons, for small N."""
     index = jnp.arange(scores.shape[-1])
-    mine, other = scores[..., :, None], scores[..., None, :]
-    return ((other > mine) | ((other == mine) & (index > index[:, None]))).sum(axis=-1)
+    own, other = scores[..., :, None], scores[..., None, :]
+    return ((other > own) | ((other == own) & (index > index[:, None]))).sum(axis=-1)

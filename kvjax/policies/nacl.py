@@ -25,9 +25,9 @@ _CHOSEN = 1e30
 class NACL(Selecting):
     """Keep the best by proxy attention, a random draw among the rest, and protected ends (NACL, arXiv 2408.03675).
 
-    The proxy tokens are the last ``proxy`` share of the row (1 %); their attention, summed, scores every token. The
+    The proxy tokens are the last ``proxy`` fraction of the row (1 %); their attention, summed, scores every token. The
     original keeps 12 % of a row's tokens by that score, 7 % drawn without replacement with probabilities softmax of
-    the scores of those left over, and protects 1 % at its ends. Here these are shares of the budget, 12 : 7 : 1:
+    the scores of those left over, and protects 1 % at its ends. Here these are fractions of the budget, 12 : 7 : 1:
     ``random`` of it is drawn, ``protected`` of it is the first ``sink`` tokens and the most recent ones (at least one
     of these), and the rest goes to the best scores. ``random=0`` is the paper's proxy eviction alone.
 
@@ -55,7 +55,7 @@ class NACL(Selecting):
         number("protect", self.protect, 0, 1)
         if self.random + self.protect > 1:
             raise UsageError(
-                f"random={self.random!r} and protect={self.protect!r} are shares of one budget; "
+                f"random={self.random!r} and protect={self.protect!r} are fractions of one budget; "
                 "give numbers that add up to at most 1."
             )
         whole_number("sink", self.sink, 0)

@@ -31,7 +31,7 @@ BOUNDS: tuple[Bound, ...] = ("scaled", "paper", "safe")
 
 @dataclasses.dataclass(frozen=True)
 class ModelShape:
-    """What of a ``ModelConfig`` tells one model from another; fine-tuned weights of one shape share their profile."""
+    """The part of a ``ModelConfig`` that identifies a model; its fine-tuned versions use the same profile."""
 
     family: str
     vocab_size: int
@@ -48,13 +48,13 @@ class ModelShape:
 
 
 def model_name(name: str) -> str:
-    """What a profile calls a model: what it was loaded as, less the folders of a file, which are one machine's own."""
+    """The name of a model in a profile: as it was loaded, without the folders of a file's path."""
     return Path(name).name if Path(name).exists() else name
 
 
 @dataclasses.dataclass(frozen=True)
 class Profile:
-    """What every profile says of itself.
+    """Base class of profiles.
 
     Attributes:
       model: the name its model was loaded as; of a file or folder, its own.
@@ -131,7 +131,7 @@ class HeadProfile(Profile):
 
 @dataclasses.dataclass(frozen=True)
 class ScopeProfile(Profile):
-    """What bounds how far each head of an ALiBi model sees (RazorAttention, section 3.1); lengths follow from these.
+    """Bounds on how far each head of an ALiBi model sees (RazorAttention, section 3.1), for :func:`scope_lengths`.
 
     Attributes:
       paper: [layer][query head] the bound on a logit in equation [2] as printed, 2 |W_Q W_K^T| (|gamma|^2 + |b|^2),
@@ -157,7 +157,7 @@ class WatershedProfile(Profile):
     Attributes:
       watershed: L_w, a count: layers ``0 .. watershed - 1`` keep every round on the device.
       dialogues, rounds: how many were read, and how many earlier rounds their last questions had together.
-      prominence: what the curve rises by around the minimum, at least, as a share of it.
+      prominence: what the curve rises by around the minimum, at least, as a fraction of it.
       divergence: [layer] mean KL divergence (nats) of the layer's distribution of attention over rounds to those of all
         later layers, mean over dialogues; 0 for the last layer, which has none.
     """
@@ -186,10 +186,10 @@ class WatershedProfile(Profile):
 def protected_heads(
     profile: HeadProfile, induction_share: float, echo_share: float, share_of: Literal["query", "kv"]
 ) -> Heads:
-    """KV heads that keep everything, by layer: the top shares by induction and by echo score, of all layers together.
+    """KV heads that keep everything, by layer: the top fractions by induction and by echo score, over all layers.
 
-    With ``share_of="query"`` the shares count query heads, and a KV head is protected when any of its query heads is
-    among the top; with "kv" they count KV heads, each scored by the best of its query heads. A share above 0 is at
+    With ``share_of="query"`` the fractions count query heads, and a KV head is protected when any of its query heads is
+    among the top; with "kv" they count KV heads, each scored by the best of its query heads. A fraction above 0 is at
     least one head; of equal scores the earlier head's comes first.
     """
     group = profile.shape.num_heads // profile.shape.num_kv_heads
@@ -217,7 +217,8 @@ def scope_lengths(profile: ScopeProfile, bound: Bound, eps: float) -> tuple[tupl
     """
     group = profile.shape.num_heads // profile.shape.num_kv_heads
     limits = profile.safe if bound == "safe" else profile.paper
-    scale = profile.shape.head_dim**-0.5 if bound == "scaled" else 1.0  # "safe" is stored scaled
+    # ModelConfig.attention_scale, of which a profile knows the head size; "safe" is stored with it.
+    scale = profile.shape.head_dim**-0.5 if bound == "scaled" else 1.0
     reach = tuple(
         tuple((limit * scale - math.log(eps)) / slope for limit, slope in zip(*rows, strict=True))
         for rows in zip(limits, profile.slopes, strict=True)

@@ -1,4 +1,4 @@
-"""Round Attention: where the rounds of a conversation are, and which of them a question sees (Tang et al., 2025).
+"""Round Attention: upper layers' rounds in host memory, and which of them a question sees (Tang et al., 2025).
 
 This is the policy as a value; ``kvjax/rounds`` runs it.
 """
@@ -14,7 +14,7 @@ import numpy as np
 from kvjax.checks import number, whole_number
 from kvjax.errors import UsageError
 from kvjax.model.config import ModelConfig
-from kvjax.policies.base import HostOrTraced, Policy, floor_fraction, numpy_or_jax
+from kvjax.policies.base import HostOrTraced, Policy, floor_fraction, numpy_or_jax, per_head
 from kvjax.policies.checks import one_of, only_one, refuse_unused
 from kvjax.policies.composed import HeadWise
 from kvjax.policies.profile import Profile, WatershedProfile, load_profile, packaged
@@ -33,7 +33,7 @@ class RoundAttention(Policy):
     and normalised over rounds (qAtt), selects rounds; their keys and values of the layers above come to the device in
     one transfer, the question and its answer go on with them, and the new round's go to the host as one array.
 
-    ``strategy`` (3.3): "topk" takes the ``top`` share of rounds, rounded down; "fixed" those with qAtt above
+    ``strategy`` (3.3): "topk" takes the ``top`` fraction of rounds, rounded down; "fixed" those with qAtt above
     ``threshold``; "adaptive" those above the mean and ``std`` standard deviations; "above_mean" those above the mean
     (4.4). Always at least one; of equal rounds the later; each row of a batch selects for itself.
     ``granularity="token"`` is the paper's ablation: tokens are selected instead of whole rounds.
@@ -126,7 +126,7 @@ class RoundAttention(Policy):
         found.check(config)
         return found.watershed
 
-    # --- plans: a conversation of so many tokens whose last question brings the top share of them ---------------
+    # --- plans: a conversation of so many tokens whose last question brings the top fraction of them ---------------
 
     def capacities(self, config: ModelConfig, prompt: int, new: int) -> tuple[tuple[int, ...], ...]:
         return self.planned(config, prompt).capacities(config, prompt, new)
@@ -134,7 +134,7 @@ class RoundAttention(Policy):
     def budgets(self, config: ModelConfig, layer: int, total: HostOrTraced) -> HostOrTraced:
         xp = numpy_or_jax(total)
         kept = total if layer < self.layers_below(config) else xp.maximum(floor_fraction(self.top, total), 1)
-        return xp.broadcast_to(kept[:, None], (len(total), config.num_kv_heads)).astype(xp.int32)
+        return per_head(kept, config)
 
     def planned(self, config: ModelConfig, prompt: int) -> Policy:
         from kvjax.policies.split_cache import SplitCache

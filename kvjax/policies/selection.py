@@ -1,4 +1,4 @@
-"""Choosing rows: candidates in, a mask out, and a pool of the rows that stay."""
+"""Selection of tokens: candidates in, a mask out, and a pool of the tokens that stay."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvjax.policies.signals import CandidateSignals, Mass, PromptSignals
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PromptChunk:
-    """A prompt, a chunk of one, or a later turn, as the rows of a batch see it.
+    """New tokens for each row of a batch: a prompt, a chunk of a long prompt, or the prompt of a later turn.
 
     Attributes:
       seen: [B] tokens of each row before these.
@@ -42,11 +42,11 @@ class PromptChunk:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Candidates:
-    """What a selection chooses from: kept slots, then new tokens, contiguous per head and in that order.
+    """The tokens a selection chooses from: for each head its kept slots, then the new tokens, without gaps.
 
     Attributes:
-      k, v: [B, H, N, D] rows; rows at and beyond ``length`` are finite garbage.
-      length: [B, H] valid rows.
+      k, v: [B, H, N, D] keys and values; at and beyond ``length`` they are finite garbage.
+      length: [B, H] valid candidates.
       kept: [B, H] how many of them were in the cache before.
       marks: [B, H, N] by name; of new tokens "position" is filled in and the others are 0.
       signals: what attention handed over, in the candidates' order.
@@ -61,12 +61,12 @@ class Candidates:
 
     @property
     def valid(self) -> Bool[Array, "B H N"]:
-        """Which rows are candidates."""
+        """True for candidates, False beyond ``length``."""
         return jnp.arange(self.k.shape[2]) < self.length[..., None]
 
     @property
     def fresh_rows(self) -> Bool[Array, "B H N"]:
-        """Which rows are new tokens."""
+        """True for the new tokens."""
         return self.valid & (jnp.arange(self.k.shape[2]) >= self.kept[..., None])
 
 
@@ -99,7 +99,7 @@ def selection(
 def gather_candidates(
     cache: LayerCache, k: Float[Array, "B H T D"], v: Float[Array, "B H T D"], chunk: PromptChunk
 ) -> Candidates:
-    """Bring a layer's kept slots and its new tokens into one run of rows per head."""
+    """Put a layer's kept slots and its new tokens one after the other, for each head."""
     count = jnp.broadcast_to(chunk.count[:, None], cache.length.shape)
     shape = k.shape[:3]
     new_marks = {name: jnp.zeros(shape, mark.dtype) for name, mark in cache.marks.items()}
@@ -116,7 +116,7 @@ def gather_candidates(
     old_k, old_v = rows(cache)
     capacity, tokens = old_k.shape[2], k.shape[2]
     order = jnp.arange(capacity + tokens)
-    # Row j of the run: slot j while j < length, then new token j - length.
+    # Candidate j: slot j while j < length, then new token j - length.
     source = jnp.where(order < cache.length[..., None], order, capacity + order - cache.length[..., None])
     source = jnp.minimum(source, capacity + tokens - 1)
 
@@ -169,11 +169,11 @@ def top_mask(
     count: Int[Array, "B K"],
     among: Bool[Array, "B H N"],
 ) -> Bool[Array, "B H N"]:
-    """The ``count`` (of each head, or [B, 1]) highest scores among the allowed rows; all of them when there are fewer.
+    """The ``count`` (of each head, or [B, 1]) highest scores among the allowed candidates; all if there are fewer.
 
-    Ties go to the later row. One sort, of the scores alone.
+    Ties go to the later one. One sort, of the scores alone.
     """
-    # The sort's order is the integers': a float's bits, negative ones turned round; -0 is 0 and NaN is lowest.
+    # The sort's order is the integers': a float's bits, negative ones reversed; -0 is 0 and NaN is lowest.
     clean = jnp.where(jnp.isnan(scores), -jnp.inf, scores.astype(jnp.float32)) + 0.0
     bits = jax.lax.bitcast_convert_type(clean, jnp.int32)
     key = jnp.where(bits < 0, jnp.int32(-(2**31)) - bits, bits)

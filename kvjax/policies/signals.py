@@ -1,4 +1,4 @@
-"""What attention hands a policy about a prompt, and nothing that it did not declare."""
+"""The statistics of attention that a policy may ask for."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from jaxtyping import Array, Float, Int
 
 @dataclasses.dataclass(frozen=True)
 class Signals:
-    """What a policy wants to know; what is not declared is never computed.
+    """The statistics of attention that a policy needs; what is not declared is never computed.
 
     Attributes:
       window: queries at the end of each prompt or turn whose attention every key's mass is summed over.
-      window_share: the same as a share of the tokens a row has seen by then, rounded up; the larger of the two counts.
+      window_share: the same as a fraction of the tokens seen by then, rounded up; the larger of the two counts.
       columns: mass of every key over all queries of the prompt or turn.
       columns_scaled: the columns' softmax uses :meth:`Policy.window_scale` instead of the model's own scale.
       queries: mean and covariance of the queries before rotary embedding.

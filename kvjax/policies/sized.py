@@ -1,4 +1,4 @@
-"""Policies of a size: a budget of tokens or a share of them, and the ones that select at each prompt and turn."""
+"""Policies of a size: a budget of tokens or a fraction of them, and the ones that select at each prompt and turn."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from kvjax.policies.base import (
     Selection,
     floor_fraction,
     numpy_or_jax,
+    per_head,
     selection,
     top_mask,
 )
@@ -37,7 +38,7 @@ class Sized(Policy):
     budget: int | None = None
     ratio: float | None = None
 
-    #: The size when none is given: {"budget": tokens} or {"ratio": share}.
+    #: The size when none is given: {"budget": tokens} or {"ratio": fraction}.
     default: ClassVar[dict[str, Any]] = {"budget": 2048}
 
     def __post_init__(self) -> None:
@@ -72,7 +73,7 @@ class Sized(Policy):
     def budgets(self, config: ModelConfig, layer: int, total: HostOrTraced) -> HostOrTraced:
         xp = numpy_or_jax(total)
         kept = xp.minimum(total, self.size(config, layer, total))
-        return xp.broadcast_to(kept[:, None], (len(total), config.num_kv_heads)).astype(xp.int32)
+        return per_head(kept, config)
 
     def most(self, config: ModelConfig, layer: int, prompt: int) -> int:
         """The most tokens a head of this layer keeps of any row of at most ``prompt`` tokens."""

@@ -1,4 +1,4 @@
-"""What a conversation of rounds is inside compiled programs: lower layers of one size, upper layers of another."""
+"""The cache of a conversation of rounds inside compiled programs: lower layers of one size, upper layers of another."""
 
 from __future__ import annotations
 

@@ -15,7 +15,16 @@ from kvjax.checks import number, whole_number
 from kvjax.errors import UsageError
 from kvjax.model.config import ModelConfig
 from kvjax.model.rope import angles, rotate
-from kvjax.policies.base import HostOrTraced, Policy, PromptChunk, Step, append_new, floor_fraction, numpy_or_jax
+from kvjax.policies.base import (
+    HostOrTraced,
+    Policy,
+    PromptChunk,
+    Step,
+    append_new,
+    floor_fraction,
+    numpy_or_jax,
+    per_head,
+)
 from kvjax.policies.checks import one_of, only_one
 
 
@@ -41,11 +50,11 @@ class StreamingLLM(Policy):
     """Keep the first `sink` tokens and a ring of the most recent ones (Xiao et al., arXiv 2309.17453).
 
     Exactly one of ``window`` (recent tokens), ``budget`` (sinks and window together, tokens) and ``ratio`` (that
-    budget as a share of the row's prompt) sets the size; with none of them the window is 1,020 tokens.
+    budget as a fraction of the row's prompt) sets the size; with none of them the window is 1,020 tokens.
 
     ``positions="original"`` leaves keys at the positions they were computed at. ``positions="cache"`` is the paper's:
     tokens are renumbered by their place in the cache, so a conversation may run past the model's context. Distances
-    within the ring do not change when it is renumbered, so only the sinks' keys turn: by the number of tokens that
+    within the ring do not change when it is renumbered, so only the sinks' keys rotate: by the number of tokens that
     have left the cache, each time from their first rotation, which never accumulates rounding. Angles are float32
     products of position and frequency, as everywhere: at a million tokens the fastest channels are off by 0.06 rad.
     With ALiBi only the sinks' marked positions move, by as much: the bias grows evenly over the cache, without a jump.
@@ -103,7 +112,7 @@ class StreamingLLM(Policy):
     def budgets(self, config: ModelConfig, layer: int, total: HostOrTraced) -> HostOrTraced:
         xp = numpy_or_jax(total)
         kept = xp.minimum(total, self._budget(total))
-        return xp.broadcast_to(kept[:, None], (len(total), config.num_kv_heads)).astype(xp.int32)
+        return per_head(kept, config)
 
     def init_state(self, config: ModelConfig, layer: int, batch: int, slots: tuple[int, ...]) -> Any:
         sinks = None
@@ -177,14 +186,14 @@ class StreamingLLM(Policy):
             moved = slots + gone[:, None, None]
             return write_mark(cache, "position", moved, slots, (gone > 0)[:, None, None])
         cos, sin = angles(dataclasses.replace(config, rope=_unscaled(config)), gone[:, None], gone)
-        turned = rotate(state.sink_k, cos[:, None], sin[:, None])
-        slots = jnp.broadcast_to(jnp.arange(self.sink), turned.shape[:3])
-        valid = jnp.broadcast_to((gone > 0)[:, None, None], turned.shape[:3])
-        return write(cache, turned, None, slots, valid)
+        rotated = rotate(state.sink_k, cos[:, None], sin[:, None])
+        slots = jnp.broadcast_to(jnp.arange(self.sink), rotated.shape[:3])
+        valid = jnp.broadcast_to((gone > 0)[:, None, None], rotated.shape[:3])
+        return write(cache, rotated, None, slots, valid)
 
 
 def _unscaled(config: ModelConfig) -> Any:
-    """The model's frequencies without yarn's temperature: a key that turns further must not be scaled twice."""
+    """The model's frequencies without yarn's temperature: a key that is rotated again must not be scaled twice."""
     if config.rope.kind == "yarn":
         return dataclasses.replace(config.rope, attention_factor=1.0)
     return config.rope

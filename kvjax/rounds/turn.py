@@ -23,7 +23,7 @@ from kvjax.cache.quantisation import Storage
 from kvjax.errors import DoesNotFit
 from kvjax.model.config import ModelConfig
 from kvjax.model.decoder import Decoder
-from kvjax.planning import cache_bytes, device_limit, human, weights_bytes
+from kvjax.planning import cache_bytes, device_limit, weights_bytes
 from kvjax.policies.round_attention import RoundAttention
 from kvjax.policies.split_cache import SplitCache
 from kvjax.rounds.conversation import Conversation, UpperRows
@@ -32,6 +32,7 @@ from kvjax.rounds.selection import normalised, round_attention, select
 from kvjax.rounds.steps import StagingBuffer, pages_onto
 from kvjax.runtime.reading import Note, unheard
 from kvjax.sharding.mesh import Mesh
+from kvjax.tables import human_bytes
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -275,4 +276,6 @@ def _check_fits(
             )
         )
         each = "" if mesh is None else " on each device"
-        raise DoesNotFit(f"{what} {human(need)} with the weights{each} and the device has {human(limit)}; {would}.")
+        raise DoesNotFit(
+            f"{what} {human_bytes(need)} with the weights{each} and the device has {human_bytes(limit)}; {would}."
+        )

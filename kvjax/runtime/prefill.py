@@ -28,7 +28,8 @@ from kvjax.policies.base import Policy, PromptChunk, page_capacities
 from kvjax.policies.empty_cache import empty_cache
 from kvjax.policies.full import Full
 from kvjax.policies.signals import PromptSignals
-from kvjax.runtime.signal_collector import PartialSignals, SignalCollector, signal_collector
+from kvjax.runtime.layer_observer import LayerObserver
+from kvjax.runtime.signal_collector import SignalCollector, signal_collector
 from kvjax.sharding.compile import Device
 from pallas_kernels.prefill import prefill
 from pallas_kernels.rows import Rows
@@ -43,20 +44,20 @@ def read_layer(
     kept: Rows | None,
     blocks: Int[Array, ""],
     zero: Int[Array, ""],
-    collector: SignalCollector | None = None,
+    collector: LayerObserver | None = None,
     count: Int[Array, " B"] | None = None,
-) -> tuple[Float[Array, "B T M"], Float[Array, "B H T D"], Float[Array, "B H T D"], PromptSignals | None]:
-    """One layer over the whole prompt in query blocks: hidden states out, its keys and values as cached, and the
-    signals that ``collector`` asks for. ``count``, the tokens of each row, saves accelerators the work on padding.
+) -> tuple[Float[Array, "B T M"], Float[Array, "B H T D"], Float[Array, "B H T D"], Any]:
+    """One layer over the whole prompt in query blocks: hidden states out, its keys and values as cached, and what
+    ``collector`` observed. ``count``, the tokens of each row, saves accelerators the work on padding.
     """
     config = layer.config
     batch, tokens, _ = x.shape
     heads, group, dim = config.num_kv_heads, config.group_size, config.head_dim
     block = block_of(tokens)
     scale = config.attention_scale
-    window = None if collector is None else collector.window_queries(layer, x, rope)
+    window = None if collector is None else collector.before_layer(layer, x, rope)
 
-    def body(i: Int[Array, ""], carry: tuple[Array, Array, Array, PartialSignals | None]) -> tuple[Any, ...]:
+    def body(i: Int[Array, ""], carry: tuple[Array, Array, Array, Any]) -> tuple[Any, ...]:
         x, k, v, partial = carry
         xb, here = jax.tree.map(lambda a: jax.lax.dynamic_slice_in_dim(a, i * block, block, axis=1), (x, rope))
         raw, kb, vb = layer.project(xb)

@@ -21,6 +21,7 @@ from kvjax.model.decoder import DecoderLayer
 from kvjax.model.rope import Angles, apply_rope
 from kvjax.policies.base import Policy
 from kvjax.policies.signals import Mass, PromptSignals, QueryStats, Signals, first_window_query
+from kvjax.runtime.layer_observer import LayerObserver
 from pallas_kernels.attention_mass import Masses, attention_mass, log_sum_exp
 from pallas_kernels.rows import Rows
 
@@ -40,7 +41,7 @@ class PartialSignals:
 
 
 @dataclasses.dataclass(frozen=True)
-class SignalCollector:
+class SignalCollector(LayerObserver):
     """What one policy asks of every layer, for rows of these lengths.
 
     Attributes:
@@ -58,7 +59,7 @@ class SignalCollector:
     scale: Float[Array, " B"]
     window_rows: int
 
-    def window_queries(
+    def before_layer(
         self, layer: DecoderLayer, x: Float[Array, "B T M"], rope: Angles
     ) -> tuple[Float[Array, "B H G W D"], Int[Array, " B"], Float[Array, "B W"]] | None:
         """The window's queries, the token of the first (negative in a row shorter than the window), and how much each

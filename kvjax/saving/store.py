@@ -23,7 +23,7 @@ from kvjax.cache.pool import layout_for
 from kvjax.cache.quantisation import Storage
 from kvjax.checkpoints.load import LanguageModel
 from kvjax.errors import DoesNotFit, KvjaxError, UsageError
-from kvjax.planning import device_limit, human, weights_bytes
+from kvjax.planning import device_limit, weights_bytes
 from kvjax.rounds.conversation import Conversation
 from kvjax.saving.canonical import Counts, canonical, checksum, counts_of, pages_of, restored
 from kvjax.saving.description import VERSION, model_identity, policy_from_json, policy_to_json, same_model
@@ -36,6 +36,7 @@ from kvjax.saving.rounds import (
     with_sharding,
 )
 from kvjax.sharding.adopt import adopt
+from kvjax.tables import human_bytes
 
 _KIND = "kvjax cache"
 
@@ -126,8 +127,8 @@ def _check_fits(where: Path, lm: LanguageModel, empty: Cache, wanted: Any, memor
     weights = weights_bytes(lm.config, lm.params.dtype, lm.mesh)
     if limit is not None and weights + rows > limit:
         raise DoesNotFit(
-            f"To load the conversation at {where} takes {human(rows)} beside {human(weights)} of weights, and the "
-            f"device has {human(limit)}; a device with more memory would hold it."
+            f"To load the conversation at {where} takes {human_bytes(rows)} beside {human_bytes(weights)} of weights, "
+            f"and the device has {human_bytes(limit)}; a device with more memory would hold it."
         )
 
 

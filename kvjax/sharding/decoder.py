@@ -1,4 +1,4 @@
-"""What the devices of a mesh exchange while they run a decoder: the collectives between them, and nothing else.
+"""The collectives between the devices of a mesh that run a decoder together.
 
 In a layer: after the output projection and after the MLP a sum over the model axis (``psum``). Where heads do not
 divide by the devices, or are in groups, each device also needs other devices' columns of queries, keys and values: an
@@ -118,7 +118,7 @@ class MeshExchange(Exchange):
         return jax.lax.fori_loop(0, tokens.shape[1] // size, body, empty)
 
     def logits(self, logits: Float[Array, "*S N"]) -> Float[Array, "*S V"]:
-        """See :meth:`Exchange.logits`: gathered, so that every device has those of the whole vocabulary."""
+        """See :meth:`Exchange.logits`: gathered, so that every device has those of all the vocabulary."""
         return _gather(logits, self.split.order) if self.split.vocab else logits
 
 

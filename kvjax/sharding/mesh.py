@@ -2,7 +2,8 @@
 
 Rows of a batch go over "data"; KV heads, MLP channels and vocabulary go over "model". The model axis is cut into its
 prime factors, as axes of the JAX mesh, because an array may take some of them for one thing and the rest for another:
-3 KV heads on 6 devices are dealt over the factor 3, and the pages of each head over the factor 2 (``cache/share.py``).
+3 KV heads on 6 devices are sharded over the factor 3, and the pages of each head over the factor 2
+(``cache/page_sharding.py``).
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from jax.sharding import Mesh as JaxMesh
 from kvjax.checks import whole_number
 from kvjax.errors import UsageError
 
-#: Logical axis of weights and caches -> axis of the mesh. A size that the axis does not divide stays whole.
+#: Logical axis of weights and caches -> axis of the mesh. A size that the axis does not divide is not sharded.
 RULES = {"batch": "data", "kv_heads": "model", "mlp": "model", "vocab": "model"}
 
 

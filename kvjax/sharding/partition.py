@@ -1,17 +1,17 @@
-"""Who holds what: the KV heads of every layer, and their pages, dealt to the devices of a mesh's model axis.
+"""The sharding of every layer's KV heads, and of their pages, over the devices of a mesh's model axis.
 
-The whole compiled program runs under one ``jax.shard_map``: each device runs the code of one device on its own rows,
-its own heads and its own share of the weights. So kernels, policies and loops are the same as on one device, every
+A compiled program runs under one ``jax.shard_map``: each device runs the code of one device on its own rows,
+its own heads and its own shard of the weights. So kernels, policies and loops are the same as on one device, every
 collective is one that this package wrote, and nothing depends on what a partitioner would infer from the rest. What a
 device sees is a smaller model (:class:`Partition.config_of`) and, where a policy splits a layer's heads in groups, a
 policy that knows its groups by place (:class:`LocalHeads`).
 
-Heads are dealt in equal blocks over as many devices as divide their number; the devices that remain share each head's
-pages (``cache/share.py``). Heads that differ in more than what they hold are never dealt, only their pages: ALiBi's,
-whose slopes are constants of the program, and buffers of a length for each head. The heads that RazorAttention
-protects are a group, and the others another, so both are balanced whatever the layer protects.
+Heads are sharded in equal blocks over as many devices as divide their number; over the devices that remain, each
+head's pages are (``cache/page_sharding.py``). Heads that differ in more than what they hold are never sharded, only
+their pages: ALiBi's, whose slopes are constants of the program, and buffers of a length for each head. The heads that
+RazorAttention protects are a group, and the others another, so both are balanced whatever the layer protects.
 
-What sharing pages does not divide is prefill's attention: the devices that share a head each compute it for the whole
+Sharding pages does not divide prefill's attention: the devices that hold pages of a head each compute it for the entire
 prompt, so that the policy finds on each of them all that it selects by. Decoding reads a device's own pages only.
 """
 
@@ -38,7 +38,7 @@ from kvjax.sharding.mesh import Mesh
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """KV heads of a layer that are dealt together: ``heads`` in the order in which they are, and how."""
+    """KV heads of a layer that are sharded together: ``heads`` in the order in which they are, and how."""
 
     heads: tuple[int, ...]
     sharding: PageSharding
@@ -51,7 +51,7 @@ class Group:
 
 @dataclasses.dataclass(frozen=True)
 class LocalHeads(HeadWise):
-    """What a device runs for a policy of head groups: its groups are known by their place among its own heads.
+    """A policy of head groups as a device runs it: groups are known by their place among the device's heads.
 
     Attributes:
       protected_first: [layer] how many of the device's heads, the first, keep everything.
@@ -84,7 +84,7 @@ class Partition:
     """A model and a policy on a mesh; hashable, a static argument of the programs.
 
     Attributes:
-      mesh: the devices. config: the whole model. policy: as the user gave it.
+      mesh: the devices. config: the unsharded model. policy: as the user gave it.
     """
 
     mesh: Mesh
@@ -132,7 +132,7 @@ class Partition:
     # --- caches -----------------------------------------------------------------------------------------------
 
     def empty(self, batch: int, prompt_capacity: int, new_capacity: int, dtype: Any, storage: Storage) -> Cache:
-        """What one device holds of an empty cache, for ``batch`` rows of its own; see ``prefill.empty_cache``."""
+        """One device's part of an empty cache, for ``batch`` rows of its own; see ``prefill.empty_cache``."""
         policy, page_size = self.local_policy, layout_for(storage, self.config.head_dim).page_size
         pages = page_capacities(policy, self.config_of(0), prompt_capacity, new_capacity, page_size)
         layers = []
@@ -186,7 +186,7 @@ def _sharding(mesh: Mesh, heads: int, alike: bool) -> PageSharding:
 
 
 def head_sharding(mesh: Mesh, config: ModelConfig) -> PageSharding:
-    """How all of a layer's heads are dealt, where they are alike: the order of the weights' columns too."""
+    """The sharding of all of a layer's heads, where they are alike, and of the weights' columns."""
     return _sharding(mesh, config.num_kv_heads, config.positional != "alibi")
 
 

@@ -1,4 +1,4 @@
-"""Where arrays go: specs of weights from their logical axes, and of caches from their shares."""
+"""Specs of arrays on a mesh: of weights from their logical axes, and of caches from the sharding of their pages."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ ROWS = PartitionSpec("data")
 
 @dataclasses.dataclass(frozen=True)
 class Splits:
-    """Which weights the model axis divides.
+    """The weights that the model axis divides.
 
     Attributes:
-      heads: how heads are dealt. order: axes in the order in which columns of weights are: of heads, then of the rest.
+      heads: how heads are sharded. order: axes in the order of the columns of weights: of heads, then of the rest.
       parts: devices along them.
       qkv, mlp, vocab: whether it divides the projections of attention, of the MLP, and the vocabulary.
     """
@@ -50,9 +50,9 @@ class Splits:
 
 
 def splits(mesh: Mesh, config: ModelConfig) -> Splits:
-    """What a mesh does to a model's weights.
+    """The division of a model's weights on a mesh.
 
-    Projections of attention divide by channels, not by heads, so that they do for nearly every model; a share of the
+    Projections of attention divide by channels, not by heads, so that they do for nearly every model; a shard of the
     MLP must hold as many gates as what they gate.
     """
     heads, parts = head_sharding(mesh, config), mesh.model
@@ -70,7 +70,7 @@ def splits(mesh: Mesh, config: ModelConfig) -> Splits:
 
 
 def weight_spec(param: nnx.Variable, split: Splits) -> PartitionSpec:
-    """Of a weight, which is stored as a matrix: its stored axes are led by these logical ones."""
+    """The spec of a weight, from the logical axes that lead the axes of the matrix it is stored as."""
     names = param.get_metadata("axes")
     leading = [0, param.get_metadata("inputs", 1)][: len(param.get_value().shape)]
     if param.get_metadata("transposed", False):
@@ -79,7 +79,7 @@ def weight_spec(param: nnx.Variable, split: Splits) -> PartitionSpec:
 
 
 def weight_specs(params: Decoder, mesh: Mesh) -> list[PartitionSpec]:
-    """Of every weight, in the order of the tree's leaves."""
+    """The spec of every weight, in the order of the tree's leaves."""
     split = splits(mesh, params.config)
     return [weight_spec(param, split) for param in _variables(params)]
 
@@ -113,7 +113,7 @@ def place_weights(params: Decoder, mesh: Mesh) -> Decoder:
 
 
 def cache_specs(cache: Cache) -> Any:
-    """Of a cache's leaves, as a cache of specs; the pools may be detached."""
+    """The specs of a cache's leaves, as a cache of specs; the pools may be detached."""
     layers = [with_parts(layer, [_pool_specs(pool) for pool in parts(layer)]) for layer in cache.layers]
     return cache.replace(layers=tuple(layers), seen=ROWS, prompt_end=ROWS, next_token=ROWS)
 
@@ -152,10 +152,10 @@ def of_all(tree: Any, specs: Any, mesh: Mesh) -> Any:
     leaves, structure = jax.tree.flatten(tree)
     sizes = dict(mesh.jax.shape)
 
-    def whole(leaf: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
+    def unsharded(leaf: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
         parts = [_axes(part) for part in spec]
         parts += [()] * (len(leaf.shape) - len(parts))
         shape = (n * math.prod(sizes[name] for name in names) for n, names in zip(leaf.shape, parts, strict=True))
         return jax.ShapeDtypeStruct(tuple(shape), leaf.dtype, sharding=NamedSharding(mesh.jax, spec))
 
-    return jax.tree.unflatten(structure, list(map(whole, leaves, leaves_of(specs))))
+    return jax.tree.unflatten(structure, list(map(unsharded, leaves, leaves_of(specs))))

@@ -1,4 +1,4 @@
-"""From generated tokens to text: whole characters, nothing that must be taken back."""
+"""From generated tokens to text: complete characters, nothing that must be taken back."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvjax.text.tokenizer import Tokenizer
 
 
 class TextStream:
-    """Turns tokens into text that never has to be taken back: whole characters, no half stop strings.
+    """Makes text of tokens that never has to be taken back: complete characters, no half stop strings.
 
     Stop strings are looked for among bytes, as the compiled loop does; bytes that are no UTF-8 become U+FFFD.
     """

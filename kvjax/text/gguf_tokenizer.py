@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import tokenizers
 
 _CONTROL, _USER_DEFINED = 3, 4
-# Ends of a turn that some files name only in the vocabulary (llama.cpp recognises them by their text too).
+# Ends of a message that some files name only in the vocabulary (llama.cpp recognises them by their text too).
 _END_OF_TURN = ("<|im_end|>", "<|eot_id|>")
 _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -124,7 +124,7 @@ def _roles(metadata: Mapping[str, Any], tokens: list[str]) -> dict[str, str]:
 
 
 def stop_ids_from_gguf(metadata: Mapping[str, Any]) -> tuple[int, ...]:
-    """Ids that end an answer: the file's end of text, of turn and of message, and known ends of turn by name."""
+    """Ids that end an answer: the file's end of text, of turn (eot) and of message (eom), and known ends by name."""
     tokens = metadata["tokenizer.ggml.tokens"]
     keys = (metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))
     found = [index for index in keys if isinstance(index, int) and 0 <= index < len(tokens)]

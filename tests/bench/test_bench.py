@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 import toys
 
-from kvjax.bench import machine, report, run
+from kvjax.bench import bench_report, machine, run
 from kvjax.policies import parse
 from kvjax.runtime.synthetic import filled_cache
 
@@ -97,7 +97,7 @@ def test_peak_memory_sees_what_is_allocated():
 
 def test_report_as_json_and_markdown(bench, tmp_path):
     rows = bench.decode(batch=1, context=64)
-    result = report.Report(
+    result = bench_report.Measurements(
         machine=machine.describe(),
         model="tiny",
         dtype="float32",
@@ -106,12 +106,13 @@ def test_report_as_json_and_markdown(bench, tmp_path):
         bandwidth_readings=bench.meter.readings,
         decode=rows,
     )
-    result.save(tmp_path / "result.json")
+    found = bench_report.report(result)
+    (tmp_path / "result.json").write_text(found.json())
     saved = json.loads((tmp_path / "result.json").read_text())
     assert saved["decode"][0]["cache_bytes"] == rows[0].cache_bytes
     assert saved["machine"]["versions"]["jax"] == jax.__version__
-    text = report.markdown(result)
+    text = found.markdown()
     assert "| batch | context | policy |" in text and "streamingllm:ratio=0.25" in text
     assert "GB/s" in text
-    (title, columns, cells), *_ = report.tables(result)
-    assert title == "Prefill and decode" and all(len(row) == len(columns) for row in cells)
+    table, *_ = bench_report.tables(result)
+    assert table.title == "Prefill and decode" and all(len(row) == len(table.header) for row in table.cells)

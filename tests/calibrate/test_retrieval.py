@@ -12,7 +12,9 @@ from kvjax.calibrate import retrieval
 from kvjax.calibrate.retrieval import first_token, random_tokens, retrieval_heads
 from kvjax.errors import UsageError
 from kvjax.model.decoder import logical
+from kvjax.model.rope import token_angles
 from kvjax.policies.profile import load_profile, protected_heads
+from kvjax.runtime import layer_forward
 
 # --- the oracle: a dense forward pass, then the definition token by token ---------------------------------------------
 
@@ -110,8 +112,10 @@ def test_memory_is_one_layers_keys_and_values_and_never_a_matrix():
     lm = toys.tiny_model()
     size = 4352
     x = jax.ShapeDtypeStruct((1, size, 32), jnp.float32)
-    angle = jax.ShapeDtypeStruct((1, size, 4), jnp.float32)
-    lowered = retrieval._layer.lower(lm.params.layers[0], x, angle, angle, period=1024, repeats=4)
+    count = jax.ShapeDtypeStruct((1,), jnp.int32)
+    rope = jax.eval_shape(lambda: token_angles(lm.config, jnp.arange(size)[None], jnp.full((1,), size)))
+    observer = retrieval.RepetitionScores(lm.config, period=1024, repeats=4)
+    lowered = layer_forward.read_one.lower(lm.params.layers[0], x, rope, count, observer)
     assert lowered.compile().memory_analysis().temp_size_in_bytes < size * size * 4 / 10
 
 

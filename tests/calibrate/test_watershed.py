@@ -13,7 +13,7 @@ from support.rounds_oracle import dense_layers, q_att
 import kvjax
 from kvjax.calibrate import WatershedProfile, load_profile, save_profile, watershed
 from kvjax.calibrate.divergence import divergence_to_later, first_minimum
-from kvjax.calibrate.shares import question_and_answer, round_shares
+from kvjax.calibrate.round_attention_mass import question_and_answer_mass, question_mass
 from kvjax.eval.dialogues import read_dialogues
 from kvjax.history import history_ids
 from kvjax.policies.profile import ModelShape, folder, model_name
@@ -39,7 +39,7 @@ def test_shares_are_the_last_question_tokens_attention_over_rounds(lm):
     prefix = len(lm.tokenizer.encode("<|start|>system\nS.<|end|>\n<|start|>user\n"))
     edges = [prefix, *starts[1:], len(ids)]
     whole = [*ids, *asked]
-    found = round_shares(lm, MESSAGES, "Which?")
+    found = question_mass(lm, MESSAGES, "Which?")
     assert found.shape == (4, 3)
     for layer, dense in enumerate(dense_layers(lm, whole, 4)):
         rounds = list(itertools.pairwise(edges))
@@ -52,14 +52,14 @@ def test_shares_of_a_question_and_of_its_answer(lm):
     said = lm.tokenizer.encode("The second of them, I should think, " * 2)  # longer than the question
     edges = [len(lm.tokenizer.encode("<|start|>system\nS.<|end|>\n<|start|>user\n")), *starts[1:], len(ids)]
     rounds, answer = list(itertools.pairwise(edges)), len(ids) + len(asked)
-    of_question, of_answer, lengths = question_and_answer(lm, MESSAGES, "Which?", lm.tokenizer.decode(said))
+    of_question, of_answer, lengths = question_and_answer_mass(lm, MESSAGES, "Which?", lm.tokenizer.decode(said))
     whole = [*ids, *asked, *said]
     for layer, dense in enumerate(dense_layers(lm, whole, 4)):
         np.testing.assert_allclose(of_question[layer], q_att(dense, rounds, (len(ids), answer)), atol=1e-5)
         np.testing.assert_allclose(of_answer[layer], q_att(dense, rounds, (answer, len(whole))), atol=1e-5)
     assert lengths == pytest.approx(np.diff(edges) / (len(ids) - edges[0]))
     with pytest.raises(kvjax.UsageError, match="no tokens"):
-        question_and_answer(lm, MESSAGES, "Which?", "")
+        question_and_answer_mass(lm, MESSAGES, "Which?", "")
 
 
 def test_the_curve_is_the_mean_divergence_to_all_later_layers():

@@ -111,7 +111,7 @@ def test_a_shape_without_room_says_so(monkeypatch):
     monkeypatch.setattr(shapes, "_memory", lambda: 10**5)
     (row,) = shapes.measure("tiny", [1], [64], ["full"], dtype="float32", rounds=1)
     assert "the device has" in row.note and not row.tokens_per_second
-    assert "the device has" in shapes.markdown([row], {})
+    assert "the device has" in shapes.report([row], {}).markdown()
 
 
 def test_bench_of_kernels(cli, tmp_path):

@@ -15,7 +15,11 @@ def test_positions_of_a_text(cli, tmp_path):
         *("--text", f"@{tmp_path / 'text.txt'}", "--length", "150"),
     )
     assert ran.code == 0, ran.err
-    assert "ahakv:ratio=0.6 reads 150 tokens" in ran.err and "Saved" in ran.out
+    assert (
+        "ahakv:recent=32,ratio=0.6 reads 150 tokens" in ran.err
+        and "h2o:recent=32,ratio=0.6 reads" in ran.err
+        and "Saved" in ran.out
+    )
     assert (tmp_path / "kept.png").read_bytes().startswith(b"\x89PNG")
 
 

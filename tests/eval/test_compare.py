@@ -16,10 +16,11 @@ import toys
 from kvjax import files
 from kvjax.cache.groups import parts
 from kvjax.errors import KvjaxError, UsageError
-from kvjax.eval import candidates, pictures, report, results
+from kvjax.eval import candidates, pictures, results
+from kvjax.eval import comparison_report as report
 from kvjax.eval.candidates import Candidate
 from kvjax.eval.compare import Comparison
-from kvjax.eval.conversation import TURNS
+from kvjax.eval.follow_ups import TURNS
 from kvjax.eval.material import make_prompts
 from kvjax.eval.recorded import record, record_bytes
 from kvjax.eval.results import AFTER, IN_VIEW, Estimate, Row, Scored, Settings
@@ -185,12 +186,14 @@ def rows_by_hand() -> list[Row]:
 
 def test_the_table_and_the_numbers_say_the_same():
     rows = rows_by_hand()
-    numbers, cells = report.summary(rows), report.table(rows)
+    numbers = report.summary(rows)
+    table = report.table(numbers)
+    cells = table.cells
     assert [line[1:3] for line in cells] == [["full", ""], ["lagkv", "0.5"], ["lagkv", "0.25"], ["razor", "0.25"]]
-    assert all(len(line) == len(report.COLUMNS) for line in cells)
+    assert all(len(line) == len(table.header) for line in cells)
     assert numbers[2][AFTER] == {"mean": 0.5, "error": pytest.approx(0.5)}
     assert numbers[2][f"{AFTER}, first token as full"]["mean"] == 0.5
-    assert dict(zip(report.COLUMNS, cells[2], strict=True)) == {
+    assert dict(zip(table.header, cells[2], strict=True)) == {
         "tokens": "100",
         "policy": "lagkv",
         "retained": "0.25",
@@ -211,11 +214,12 @@ def test_the_table_and_the_numbers_say_the_same():
 
 def test_markdown_and_json_hold_the_same_rows():
     rows = rows_by_hand()
-    text = report.markdown(SETTINGS, rows, MACHINE, "accuracy.png")
+    made = report.report(SETTINGS, rows, MACHINE, "accuracy.png")
+    text = made.markdown()
     lines = [line for line in text.splitlines() if line.startswith("| 100 | lagkv | 0.25 |")]
-    assert lines[0] == "| " + " | ".join(report.table(rows)[2]) + " |"
+    assert lines[0] == "| " + " | ".join(report.table(report.summary(rows)).cells[2]) + " |"
     assert "that \\| always." in text and "![Accuracy against bytes](accuracy.png)" in text
-    held = json.loads(results.to_json(SETTINGS, rows, MACHINE, report.summary(rows)))
+    held = json.loads(made.json())
     assert held["summary"] == report.summary(rows) and held["machine"] == MACHINE
     assert held["settings"]["samples"] == 2 and len(held["rows"]) == 4
 
@@ -223,7 +227,7 @@ def test_markdown_and_json_hold_the_same_rows():
 def test_results_are_read_back(tmp_path):
     path, rows = tmp_path / "results.json", rows_by_hand()
     assert results.read_rows(path, SETTINGS) == []
-    files.write_atomically(path, results.to_json(SETTINGS, rows, MACHINE, report.summary(rows)))
+    files.write_atomically(path, report.report(SETTINGS, rows, MACHINE).json())
     assert results.read_rows(path, SETTINGS) == rows
     assert [file.name for file in tmp_path.iterdir()] == ["results.json"]
     with pytest.raises(UsageError, match="with samples 2 and 3 is asked for"):

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernels import decode_base, prefill_base
+from support import decode_base, prefill_base
 
 from pallas_kernels.attention_mass import Masses, attention_mass, log_sum_exp
 from pallas_kernels.attention_mass import triton as mass_triton

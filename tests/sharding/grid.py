@@ -26,7 +26,7 @@ from kvjax.planning import cache_bytes
 from kvjax.policies import parse
 from kvjax.policies.base import Policy
 from kvjax.policies.split_cache import SplitCache
-from kvjax.runtime import session
+from kvjax.runtime import reading
 from kvjax.sharding.mesh import parse_mesh
 
 #: Every policy, at a size at which it drops something of these prompts.
@@ -120,7 +120,7 @@ def model(kv_heads: int, positional: str) -> Any:
 def numbers(case: Case, lm: Any) -> tuple[dict[str, Any], Any]:
     """What a case gives on this model, and the outputs of its first turn."""
     rooms = buckets.NEW_TOKENS
-    buckets.NEW_TOKENS = session.NEW_TOKENS = 8 if case.grow else rooms
+    buckets.NEW_TOKENS = reading.NEW_TOKENS = 8 if case.grow else rooms
     try:
         policy = parse(POLICIES[case.policy])
         tokens = 12 if case.grow else 5
@@ -139,7 +139,7 @@ def numbers(case: Case, lm: Any) -> tuple[dict[str, Any], Any]:
             turns = kvjax.generate(lm, ["and so?", "b", "what then"], cache=caches, **options, **sampling)
             outputs += [sample for samples in turns for sample in samples]
     finally:
-        buckets.NEW_TOKENS = session.NEW_TOKENS = rooms
+        buckets.NEW_TOKENS = reading.NEW_TOKENS = rooms
     found = {
         "tokens": [output.tokens for output in outputs],
         "logprobs": [output.logprobs for output in outputs],

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernels import mass_base
+from support import mass_base
 
 from pallas_kernels.prefill import Prefilled, reference
 from pallas_kernels.prefill.prefill_problem import Problem

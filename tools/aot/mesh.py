@@ -185,8 +185,8 @@ def main() -> None:
     if options.here:
         return _here(options)
     chosen = [int(n) for n in options.cases.split(",") if n] or range(len(CASES))
-    names = ("topology", "data", "model", "policy")
-    cases = [dict(zip(names, CASES[n], strict=True)) for n in chosen]
+    names: tuple[str, ...] = ("topology", "data", "model", "policy")
+    cases: list[dict[str, Any]] = [dict(zip(names, CASES[n], strict=True)) for n in chosen]
     results = [_known(options.tpu_python, case, options.layers, options.results) for case in cases]
     prefills = (
         [

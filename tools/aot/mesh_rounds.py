@@ -83,8 +83,8 @@ def compile_rounds(topology: str, data: int, model: int, layers: int) -> dict[st
                 lower_part, params, lower, ints(BATCH, QUESTION), ints(BATCH), capacity=room
             ),
             "upper layers": programs.UPPER.lower(
-                upper_part, params, array(mesh, (BATCH, QUESTION, config.hidden_size), dtype, ROWS), ints(BATCH), ints(BATCH),
-                staged, slots, **kinds,
+                upper_part, params, array(mesh, (BATCH, QUESTION, config.hidden_size), dtype, ROWS),
+                ints(BATCH), ints(BATCH), staged, slots, **kinds,
             ),
         }  # fmt: skip
     with jax.sharding.use_abstract_mesh(row.jax.abstract_mesh):

@@ -1,4 +1,4 @@
-"""Llama's layout, which mistral and qwen share: rotary embedding, RMS norms, a MLP gated by SiLU.
+"""Llama's layout, also mistral's and qwen's: rotary embedding, RMS norms, a MLP gated by SiLU.
 
 Files as transformers and llama.cpp write them.
 """

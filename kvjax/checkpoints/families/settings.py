@@ -1,4 +1,4 @@
-"""Readers of single settings that several families share, with their refusals."""
+"""Readers of single settings of several families, with their refusals."""
 
 from __future__ import annotations
 

@@ -7,9 +7,9 @@ import pytest
 import toys
 
 import kvjax
-from kvjax.calibrate.shares import question_and_answer
-from kvjax.eval.alike import Shares, alike_figure, last_round, means
+from kvjax.calibrate.round_attention_mass import question_and_answer_mass
 from kvjax.eval.dialogues import Dialogue
+from kvjax.eval.question_answer import Shares, alike_figure, last_round, means
 
 ROUNDS = (("One?", "Yes, one."), ("And two?", "Two"), ("?", "Three it is."), ("Which?", "The second."))
 
@@ -37,11 +37,11 @@ def test_means_over_dialogues():
     assert means([shares(same, same)])[1].tolist() == [0.0]
 
 
-def test_the_last_round_is_question_and_answer():
+def test_the_last_round_is_question_and_answer_mass():
     lm = toys.tiny_model()
     found = last_round(lm, Dialogue("d", ROUNDS, (), "S."))
     messages = Dialogue("d", ROUNDS[:3], (), "S.").messages()
-    question, answer, lengths = question_and_answer(lm, messages, *ROUNDS[3])
+    question, answer, lengths = question_and_answer_mass(lm, messages, *ROUNDS[3])
     np.testing.assert_array_equal(found.question, question)
     np.testing.assert_array_equal(found.answer, answer)
     np.testing.assert_array_equal(found.lengths, lengths)

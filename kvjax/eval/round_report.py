@@ -1,10 +1,11 @@
-"""A comparison of Round Attention's strategies as one table and one picture."""
+"""The report of a comparison of Round Attention's strategies: its tables, the footnote, the numbers, a picture."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,39 +13,32 @@ import numpy as np
 from jaxtyping import Float
 
 from kvjax.eval.pictures import new_figure, plain_axes, style
-from kvjax.eval.rounds import FULL, Answer, Settings, to_json
+from kvjax.eval.round_questions import FULL, Answer, Settings
 from kvjax.files import write_atomically
+from kvjax.tables import Column, Report, Table, human_bytes
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-COLUMNS = (
-    "policy",
-    "rounds selected",
-    "gold found",
-    "gold recall",
-    "first token",
-    "tokens agree",
-    "tokens used",
-    "device",
-    "of full",
-    "host",
-    "moved",
-    "turn",
-)
-
 
 def summary(answers: Sequence[Answer]) -> list[dict[str, Any]]:
     """Means by policy, the full cache first, of the questions that every policy answered."""
-    names = [FULL, *dict.fromkeys(answer.policy for answer in answers if answer.policy != FULL)]
+    shared, turns = answered_by_all(answers), turn_ratios(answers)
+    return [_means(name, [answer for answer in shared if answer.policy == name], turns) for name in policies(answers)]
+
+
+def policies(answers: Sequence[Answer]) -> list[str]:
+    """Names of the policies in the order asked, the full cache first."""
+    return [FULL, *dict.fromkeys(answer.policy for answer in answers if answer.policy != FULL)]
+
+
+def answered_by_all(answers: Sequence[Answer]) -> list[Answer]:
+    """The answers to questions that every policy answered."""
+    names = set(policies(answers))
     by_question: dict[tuple[str, int], set[str]] = {}
     for answer in answers:
         by_question.setdefault(answer.key[:2], set()).add(answer.policy)
-    turns = turn_ratios(answers)
-    return [
-        _means(name, [a for a in answers if a.policy == name and by_question[a.key[:2]] >= set(names)], turns)
-        for name in names
-    ]
+    return [answer for answer in answers if by_question[answer.key[:2]] >= names]
 
 
 def turn_ratios(answers: Sequence[Answer]) -> dict[tuple[str, int, str], float]:
@@ -71,39 +65,74 @@ def _means(name: str, answers: Sequence[Answer], turns: Mapping[tuple[str, int, 
         "tokens agree": mean([a.agrees / max(len(a.tokens), 1) for a in answers]),
         "used": mean([a.used for a in answers]),
         "used share": mean([a.used / a.seen for a in answers]),
-        "device": mean([a.device_bytes for a in answers]),
-        "of full": mean([a.device_bytes / a.full_bytes for a in answers]),
+        **{
+            name: None if None in sizes else {"bytes": mean(sizes), "of full": mean(of_full)}
+            for name, sizes, of_full in _sizes(answers)
+        },
         "host": mean([a.host_bytes for a in answers]),
         "moved": mean([a.moved_bytes for a in answers]),
         "turn": statistics.median(timed) if timed else None,
     }
 
 
-def table(answers: Sequence[Answer]) -> list[list[str]]:
-    """Cells under ``COLUMNS``."""
-    from kvjax.tables import human_bytes
+def _sizes(answers: Sequence[Answer]) -> Iterator[tuple[str, list[Any], list[Any]]]:
+    """Each size on the device, in bytes and over a full cache; None where an answer does not say it."""
+    for name in ("live", "allocated", "peak"):
+        sizes = [getattr(answer, f"{name}_bytes") for answer in answers]
+        full = (answer.full_bytes for answer in answers)
+        yield name, sizes, [None if one is None else one / of for one, of in zip(sizes, full, strict=True)]
 
-    def share(value: float | None) -> str:
-        return "-" if value is None else f"{value:.2f}"
 
-    return [
-        [
-            found["policy"],
-            f"{found['selected']:.1f} of {found['rounds']:.1f}",
-            share(found["gold found"]),
-            share(found["gold recall"]),
-            share(found["first token"]),
-            share(found["tokens agree"]),
-            f"{found['used']:.0f} ({found['used share']:.0%})",
-            human_bytes(found["device"]),
-            f"{found['of full']:.1%}",
-            human_bytes(found["host"]),
-            human_bytes(found["moved"]),
-            share(found["turn"]),
-        ]
-        for found in summary(answers)
-        if found["questions"]
-    ]
+def table(answers: Sequence[Answer]) -> Table:
+    """Means by policy."""
+    two = "{:.2f}".format
+    columns = (
+        Column("policy", "policy"),
+        Column("rounds selected", lambda row: f"{row['selected']:.1f} of {row['rounds']:.1f}"),
+        *(Column(name, name, two, "-") for name in ("gold found", "gold recall", "first token", "tokens agree")),
+        Column("tokens used", lambda row: f"{row['used']:.0f} ({row['used share']:.0%})"),
+        *(Column(name, name, _size, "-") for name in ("live", "allocated", "peak")),
+        Column("host", "host", human_bytes),
+        Column("moved", "moved", human_bytes),
+        Column("turn", "turn", two, "-"),
+    )
+    return Table(columns, [row for row in summary(answers) if row["questions"]])
+
+
+def _size(size: dict[str, float]) -> str:
+    return f"{human_bytes(size['bytes'])} ({size['of full']:.1%})"
+
+
+def by_question_type(answers: Sequence[Answer]) -> list[dict[str, Any]]:
+    """Right answers by policy, the full cache first, and type of question, of the questions that every policy answered.
+
+    Returns:
+      For each policy ``{"policy", "types"}``: by type, and under "all", ``{"right", "questions"}``: the fraction of
+      answers that contain the expected string, and how many questions have one. Empty where none has.
+    """
+    judged = [answer for answer in answered_by_all(answers) if answer.right is not None]
+    types = sorted({answer.kind for answer in judged})
+    found = []
+    for name in policies(judged) if judged else ():
+        mine = [answer for answer in judged if answer.policy == name]
+        groups = {kind: [answer for answer in mine if answer.kind == kind] for kind in types} | {"all": mine}
+        found.append({"policy": name, "types": {kind: _right(group) for kind, group in groups.items()}})
+    return found
+
+
+def _right(answers: Sequence[Answer]) -> dict[str, float]:
+    return {"right": statistics.fmean(bool(answer.right) for answer in answers), "questions": len(answers)}
+
+
+def type_table(found: Sequence[dict[str, Any]]) -> Table:
+    """The table of :func:`by_question_type`, the paper's table 3 on its side: a policy a row, a type a column."""
+
+    def column(kind: str, questions: int) -> Column:
+        name = f"{kind or 'no type'} ({questions})"
+        return Column(name, lambda row: row["types"][kind]["right"], "{:.2f}".format)
+
+    types = (column(kind, group["questions"]) for kind, group in found[0]["types"].items())
+    return Table([Column("right answers", "policy"), *types], found)
 
 
 def footnote(settings: Settings, answers: Sequence[Answer], machine: dict[str, Any]) -> str:
@@ -118,27 +147,40 @@ def footnote(settings: Settings, answers: Sequence[Answer], machine: dict[str, A
         f"{settings.model}, {settings.dtype}; {len(questions)} questions after {len({name for name, _ in questions})} "
         f"dialogues of {settings.dialogues}, cut to {settings.tokens} tokens, {settings.max_new_tokens} tokens "
         "answered; means. Rounds selected: of the earlier ones. Gold found: questions that brought at least one round "
-        f"that holds the answer; gold recall: share of such rounds that came ({len(judged)} questions have them). "
-        "First token, tokens agree: as the full cache's, and the share of the answer before the first difference. "
-        "Tokens used: what the layers above the watershed attended to. Device: live bytes while answering; moved: from "
-        "host memory for the question. Turn: time from the question to its last token, divided by the full cache's "
+        f"that holds the answer; gold recall: fraction of such rounds that came ({len(judged)} questions have them). "
+        "First token, tokens agree: as the full cache's, and the fraction of the answer before the first difference. "
+        "Tokens used: what the layers above the watershed attended to. Live, allocated, peak: bytes on the device, and "
+        "over the live bytes of a full cache: of slots that hold a token while the answer is decoded, of all that is "
+        "allocated for them then, and of everything held for the conversation at once at the worst moment of the turn, "
+        "while the question is read or the turn is closed, with the conversation that it continues, which is kept here "
+        "for the next question. Host: in host memory; moved: from there for the question. "
+        "Turn: time from the question to its last token, divided by the full cache's "
         f"(median {statistics.median(full):.2f} s), timed in turn, {settings.repeats} each; median over answers "
         f"as long as the full cache's ({len(timed)} of {len(others)}). "
         f"{machine['processor']}, {machine['cores']} cores; {versions}; {machine['date'][:10]}."
     )
 
 
-def markdown(settings: Settings, answers: Sequence[Answer], machine: dict[str, Any]) -> str:
-    """The table and what it says, as Markdown."""
-    from kvjax.eval.report import markdown_table
+def report(settings: Settings, answers: Sequence[Answer], machine: dict[str, Any]) -> Report:
+    """The tables, what they say, and every answer as JSON."""
+    right = by_question_type(answers)
+    parts: list[Table | str] = [table(answers), footnote(settings, answers, machine)]
+    if right:
+        parts += ["By type of question (and how many there are), fraction of answers that contain the expected words:"]
+        parts.append(type_table(right))
+    data = {
+        "settings": dataclasses.asdict(settings),
+        "machine": machine,
+        "by question type": right,
+        "answers": [dataclasses.asdict(answer) for answer in answers],
+    }
+    return Report(parts, data)
 
-    return f"{markdown_table(COLUMNS, table(answers))}\n\n{footnote(settings, answers, machine)}\n"
 
-
-def save(out: Path, settings: Settings, answers: Sequence[Answer], machine: dict[str, Any]) -> None:
-    """Numbers and table in the folder ``out``, each whole or not at all."""
-    write_atomically(out / "answers.json", to_json(settings, answers, machine))
-    write_atomically(out / "rounds.md", markdown(settings, answers, machine))
+def save(out: Path, found: Report) -> None:
+    """Numbers and tables in the folder ``out``, each whole or not at all."""
+    write_atomically(out / "answers.json", found.json())
+    write_atomically(out / "rounds.md", found.markdown())
 
 
 #: The paper's classes of conversations and the most rounds of each (section 4.2); what is longer counts as the last.
@@ -160,7 +202,7 @@ def turns_figure(settings: Settings, answers: Sequence[Answer]) -> Figure:
     turns = turn_ratios(answers)
     rounds = {name: [a.rounds for a in answers if class_of(a.rounds) == name] for name in CLASSES}
     rounds = {name: found for name, found in rounds.items() if found}
-    for number, policy in enumerate([FULL, *dict.fromkeys(a.policy for a in answers if a.policy != FULL)]):
+    for number, policy in enumerate(policies(answers)):
         mine = {name: [a for a in answers if a.policy == policy and class_of(a.rounds) == name] for name in rounds}
         mine = {name: found for name, found in mine.items() if found}
         line = {"linewidth": 1.3, "markersize": 4.5, "label": policy, **style(number)}

@@ -44,7 +44,10 @@ class Answer:
       tokens: that were generated. agrees: of them, how many are the full cache's before the first that is not.
       right: whether the text contains the answer; None where none is known.
       used, seen: tokens that the upper layers attended to, and all.
-      device_bytes, full_bytes: live in device memory while it answered, and of a full cache.
+      live_bytes, allocated_bytes: on the device while it answered, of slots that hold a token and of all slots.
+      peak_bytes: most that was held on the device for the conversation at once during the turn, the one that it
+        continues included; None, as allocated_bytes, in answers of version 0.1.
+      full_bytes: of a full cache, what every token seen would take.
       host_bytes, moved_bytes: in host memory, and brought from there for this question.
       seconds: from the question to the last token, compilation apart; one for each time it was timed.
       full_seconds: the same of the full cache, timed just before.
@@ -62,12 +65,14 @@ class Answer:
     right: bool | None
     used: int
     seen: int
-    device_bytes: int
+    live_bytes: int
     full_bytes: int
     host_bytes: int
     moved_bytes: int
     seconds: tuple[float, ...]
     full_seconds: tuple[float, ...]
+    allocated_bytes: int | None = None
+    peak_bytes: int | None = None
 
     @property
     def turn(self) -> float:
@@ -192,7 +197,9 @@ def _answer(dialogue: Dialogue, asked: int, name: str, output: Output, wanted: S
         right=None if question.answer is None else question.answer.lower() in output.text.lower(),
         used=stats.seen if found is None else found.tokens_used,
         seen=stats.seen,
-        device_bytes=stats.live_cache_bytes,
+        live_bytes=stats.live_cache_bytes,
+        allocated_bytes=stats.cache_bytes,
+        peak_bytes=stats.device_peak_bytes,
         full_bytes=stats.full_cache_bytes,
         host_bytes=0 if found is None else found.host_bytes,
         moved_bytes=0 if found is None else found.moved_bytes,
@@ -209,18 +216,9 @@ def round_policy(name: str) -> RoundAttention:
     return policy
 
 
-def to_json(settings: Settings, answers: Sequence[Answer], machine: dict[str, Any]) -> str:
-    """Everything that was measured."""
-    content = {
-        "settings": dataclasses.asdict(settings),
-        "machine": machine,
-        "answers": [dataclasses.asdict(answer) for answer in answers],
-    }
-    return json.dumps(content, indent=1) + "\n"
-
-
 def _answer_of(values: dict[str, Any]) -> Answer:
-    """JSON has no tuples."""
+    """An answer out of JSON, which has no tuples; version 0.1 wrote live bytes as "device_bytes"."""
+    values = {"live_bytes" if name == "device_bytes" else name: value for name, value in values.items()}
     found: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
     return Answer(**found)
 

@@ -9,8 +9,8 @@ import pytest
 import toys
 
 from kvjax.errors import UsageError
-from kvjax.eval import conversation, ruler
-from kvjax.eval.conversation import make_conversations
+from kvjax.eval import follow_ups, ruler
+from kvjax.eval.follow_ups import make_conversations
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,7 @@ def test_lengths_count_all_turns_and_the_seed_decides(tokenizer):
         for turn in range(3):
             messages += talk.prompt(turn, chat=True)
         rendered = tokenizer.encode(tokenizer.render(messages, add_generation_prompt=False))
-        assert abs(len(rendered) + 3 * conversation.ANSWER_TOKENS - talk.length) < 20
+        assert abs(len(rendered) + 3 * follow_ups.ANSWER_TOKENS - talk.length) < 20
     assert talks == make_conversations(tokenizer, length=480, samples=5, seed=1)[:4]
     assert talks != make_conversations(tokenizer, length=480, samples=4, seed=2)
 
@@ -58,7 +58,7 @@ def test_prompts_with_and_without_a_template(tokenizer):
 
 
 def test_no_answer_hides_in_another_or_in_the_noise():
-    words = [*conversation._COLORS, *conversation._ANIMALS]
+    words = [*follow_ups._COLORS, *follow_ups._ANIMALS]
     for word in words:
         assert word not in ruler.NOISE.lower()
         assert not any(word in other for other in words if other != word)

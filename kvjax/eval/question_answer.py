@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from jaxtyping import Float
 
-from kvjax.calibrate.shares import question_and_answer
+from kvjax.calibrate.round_attention_mass import question_and_answer_mass
 from kvjax.checkpoints.load import LanguageModel
 from kvjax.eval.dialogues import Dialogue
 from kvjax.eval.pictures import new_figure, plain_axes, style
@@ -58,7 +58,7 @@ def last_round(lm: LanguageModel, dialogue: Dialogue) -> Shares:
       UsageError: fewer rounds, or a dialogue longer than the model's context.
     """
     earlier = dataclasses.replace(dialogue, rounds=dialogue.rounds[:-1])
-    return Shares(dialogue.name, *question_and_answer(lm, earlier.messages(), *dialogue.rounds[-1]))
+    return Shares(dialogue.name, *question_and_answer_mass(lm, earlier.messages(), *dialogue.rounds[-1]))
 
 
 def means(found: Sequence[Shares]) -> tuple[Float[np.ndarray, " L"], Float[np.ndarray, " L"], Float[np.ndarray, " L"]]:

@@ -1,4 +1,4 @@
-"""A comparison as one table: for people, as Markdown, and as numbers."""
+"""The report of a comparison: its tables, the footnote, and the numbers."""
 
 from __future__ import annotations
 
@@ -6,25 +6,11 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from kvjax.eval import results
 from kvjax.eval.candidates import REFERENCE
-from kvjax.eval.conversation import TURNS
+from kvjax.eval.follow_ups import TURNS
 from kvjax.eval.results import AFTER, IN_VIEW, Estimate, Row, Settings, accuracy, first_token_agreement
-from kvjax.tables import human_bytes, human_rate
-
-COLUMNS = (
-    "tokens",
-    "policy",
-    "retained",
-    "asked after",
-    "in view",
-    "first token",
-    *TURNS,
-    "live",
-    "allocated",
-    "of full",
-    "prefill tokens/s",
-    "decode tokens/s",
-)
+from kvjax.tables import Column, Picture, Report, Table, human_bytes, human_rate
 
 
 def in_order(rows: Sequence[Row]) -> list[Row]:
@@ -69,28 +55,28 @@ def _pair(found: Estimate) -> dict[str, float | None]:
     }
 
 
-def table(rows: Sequence[Row]) -> list[list[str]]:
-    """Cells under ``COLUMNS``; a refused cache says why under "asked after"."""
-    return [_cells(numbers) for numbers in summary(rows)]
+def table(numbers: Sequence[dict[str, Any]]) -> Table:
+    """The main table of a summary; a refused cache says why under "asked after"."""
+    columns = (
+        *_LABELS,
+        *(Column(name, mode, _estimate) for name, mode in (("asked after", AFTER), ("in view", IN_VIEW))),
+        Column("first token", _agreement),
+        *(Column(turn, turn, _estimate) for turn in TURNS),
+        Column("live", "live_bytes", human_bytes),
+        Column("allocated", "allocated_bytes", human_bytes),
+        Column("of full", "live_share", "{:.1%}".format),
+        Column("prefill tokens/s", "prefill_tokens_per_second", human_rate),
+        Column("decode tokens/s", "decode_tokens_per_second", human_rate),
+    )
+    return Table(columns, numbers, note=lambda row: row.get("refused"), labels=len(_LABELS))
 
 
-def _cells(numbers: dict[str, Any]) -> list[str]:
-    retained = "" if numbers["retained"] is None else f"{numbers['retained']:g}"
-    start = [str(numbers["tokens"]), numbers["policy"], retained]
-    if "refused" in numbers:
-        return [*start, numbers["refused"]] + [""] * (len(COLUMNS) - 4)
-    agrees = [numbers[f"{mode}, first token as {REFERENCE}"]["mean"] for mode in (AFTER, IN_VIEW)]
-    return [
-        *start,
-        *(_estimate(numbers[mode]) for mode in (AFTER, IN_VIEW)),
-        " / ".join("-" if share is None else f"{share:.2f}" for share in agrees),
-        *(_estimate(numbers[turn]) for turn in TURNS),
-        human_bytes(numbers["live_bytes"]),
-        human_bytes(numbers["allocated_bytes"]),
-        f"{numbers['live_share']:.1%}",
-        human_rate(numbers["prefill_tokens_per_second"]),
-        human_rate(numbers["decode_tokens_per_second"]),
-    ]
+_LABELS = (Column("tokens", "tokens"), Column("policy", "policy"), Column("retained", "retained", "{:g}".format))
+
+
+def _agreement(row: dict[str, Any]) -> str:
+    means = [row[f"{mode}, first token as {REFERENCE}"]["mean"] for mode in (AFTER, IN_VIEW)]
+    return " / ".join("-" if mean is None else f"{mean:.2f}" for mean in means)
 
 
 def _estimate(found: dict[str, float | None]) -> str:
@@ -99,17 +85,16 @@ def _estimate(found: dict[str, float | None]) -> str:
     return f"{found['mean']:.2f}" + ("" if found["error"] is None else f" ± {found['error']:.2f}")
 
 
-def by_task(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
-    """Columns and cells of the accuracy of each task, of the rows that have answers."""
-    found = [numbers for numbers in summary(rows) if "refused" not in numbers]
-    tasks = list(dict.fromkeys(task for numbers in found for task in numbers[f"{AFTER}, by task"]))
-    columns = ["tokens", "policy", "retained", *(f"{task}, {mode}" for task in tasks for mode in (AFTER, IN_VIEW))]
-    cells = [
-        _cells(numbers)[:3]
-        + [_estimate(numbers[f"{mode}, by task"][task]) for task in tasks for mode in (AFTER, IN_VIEW)]
-        for numbers in found
+def by_task(numbers: Sequence[dict[str, Any]]) -> Table:
+    """The accuracy of each task, of the caches that have answers."""
+    answered = [row for row in numbers if "refused" not in row]
+    tasks = list(dict.fromkeys(task for row in answered for task in row[f"{AFTER}, by task"]))
+    accuracies = [
+        Column(f"{task}, {mode}", lambda row, mode=mode, task=task: _estimate(row[f"{mode}, by task"][task]))
+        for task in tasks
+        for mode in (AFTER, IN_VIEW)
     ]
-    return columns, cells
+    return Table([*_LABELS, *accuracies], answered)
 
 
 def footnote(settings: Settings, machine: dict[str, Any]) -> str:
@@ -132,17 +117,12 @@ def footnote(settings: Settings, machine: dict[str, Any]) -> str:
     )
 
 
-def markdown(settings: Settings, rows: Sequence[Row], machine: dict[str, Any], picture: str | None = None) -> str:
-    """The whole result as Markdown."""
-    parts = [markdown_table(COLUMNS, table(rows)), footnote(settings, machine)]
+def report(settings: Settings, rows: Sequence[Row], machine: dict[str, Any], picture: str | None = None) -> Report:
+    """The whole result: tables, what their numbers are, the picture's file, and everything measured as JSON."""
+    numbers = summary(rows)
+    parts: list[Table | Picture | str] = [table(numbers), footnote(settings, machine)]
     if picture is not None:
-        parts.append(f"![Accuracy against bytes]({picture})")
+        parts.append(Picture("Accuracy against bytes", picture))
     if any(row.refused is None for row in rows):
-        parts += ["By task:", markdown_table(*by_task(rows))]
-    return "\n\n".join(parts) + "\n"
-
-
-def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table as Markdown."""
-    lines = [columns, ["---"] * len(columns), *rows]
-    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+        parts += ["By task:", by_task(numbers)]
+    return Report(parts, results.as_json(settings, rows, machine, numbers))

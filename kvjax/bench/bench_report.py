@@ -1,0 +1,100 @@
+"""The benchmark's results: what is measured as values, and the report of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from typing import Any
+
+from kvjax.bench.run import DecodeRow, LongRow, PrefillRow
+from kvjax.bench.startup import Startup
+from kvjax.tables import Column, Report, Table, human_bytes, human_rate, milliseconds
+
+
+@dataclasses.dataclass
+class Measurements:
+    """Everything one run measured."""
+
+    machine: dict[str, Any]
+    model: str
+    dtype: str
+    bandwidth_buffer_bytes: int
+    weight_bytes_per_step: int
+    bandwidth_readings: list[float] = dataclasses.field(default_factory=list)
+    decode: list[DecodeRow] = dataclasses.field(default_factory=list)
+    prefill: list[PrefillRow] = dataclasses.field(default_factory=list)
+    long: list[LongRow] = dataclasses.field(default_factory=list)
+    startup: Startup | None = None
+
+
+def report(found: Measurements) -> Report:
+    """Every table there is something for, and what the numbers mean."""
+    return Report([*tables(found), footnote(found)], dataclasses.asdict(found))
+
+
+def tables(found: Measurements) -> list[Table]:
+    """Every table there is something for."""
+    compared = any(row.speedup_over_peer is not None for row in (*found.decode, *found.prefill))
+    peer = [Column("x peer", "speedup_over_peer", "{:.2f}x".format)] if compared else []
+    decode = [
+        Column("batch", "batch"),
+        Column("context", "context"),
+        Column("policy", "candidate"),
+        Column("prefill tokens/s", "prefill_tokens_per_second", human_rate),
+        Column("decode tokens/s", "tokens_per_second", human_rate),
+        *peer,
+        Column("of limit", "limit_share", "{:.0%}".format),
+        Column("cache", "cache_bytes", human_bytes),
+        Column("live", "live_cache_bytes", human_bytes),
+        Column("peak", "peak_bytes", human_bytes),
+    ]
+    prefill = [
+        Column("prompt", "prompt_tokens"),
+        Column("policy", "candidate"),
+        Column("prefill tokens/s", "tokens_per_second", human_rate),
+        *peer,
+        Column("peak", "peak_bytes", human_bytes),
+    ]
+    long = [
+        Column("policy", "policy"),
+        Column("after", "few"),
+        Column("step", "few_seconds", milliseconds),
+        Column("after", "many"),
+        Column("step", "many_seconds", milliseconds),
+        Column("ratio", "ratio", "{:.3f}".format),
+        Column("cache", "few_cache_bytes", human_bytes),
+        Column("cache", "many_cache_bytes", human_bytes),
+    ]
+    startup = [
+        Column("cold compilation", "cold_compile", "{:.1f} s".format),
+        Column("first process, all of it", "cold_total", "{:.1f} s".format),
+        Column("second process, start to first text", "second_first_token", "{:.1f} s".format),
+    ]
+    made = [
+        Table(decode, found.decode, "Prefill and decode"),
+        Table(prefill, found.prefill, "Prefill, batch 1"),
+        Table(long, found.long, "A decode step after few and after many generated tokens, batch 1"),
+        Table(startup, [found.startup] if found.startup else [], "Starting"),
+    ]
+    return [table for table in made if table.rows]
+
+
+def footnote(found: Measurements) -> str:
+    """What the numbers mean and where they come from."""
+    m, versions = found.machine, found.machine["versions"]
+    named = ", ".join(f"{name} {version}" for name, version in versions.items() if version and name != "jaxlib")
+    said = (
+        f"{found.model}, {found.dtype}; {m['processor']}, {m['cores']} cores, {human_bytes(m['memory_bytes'])}; "
+        f"Python {m['python']}, {named}; {m['date'][:10]}. Medians of rounds taken in turn. "
+    )
+    if found.bandwidth_readings:
+        rate, size = statistics.median(found.bandwidth_readings), found.bandwidth_buffer_bytes
+        total = sum(len(row.rounds) for row in found.decode)
+        unsteady = total - sum(row.steady_rounds for row in found.decode)
+        said += (
+            f"Limit: the bytes a step must read ({human_bytes(found.weight_bytes_per_step)} of weights, and the "
+            f"cache that is live then) at the bandwidth measured before and after it (reading {human_bytes(size)}; "
+            f"median {rate / 1e9:.1f} GB/s); {unsteady} of {total} rounds, in which those differ by over 15 %, do not "
+            f"count for it where a case has others. "
+        )
+    return said + "Peak: memory in use while the case ran, beyond what was in use before its cache existed."
