@@ -163,7 +163,7 @@ def _empty(where: Path, description: Any, lm: LanguageModel) -> tuple[Cache, Cou
         )
     try:
         same_model(description["model"], lm)
-        policy = policy_from_json(description["policy"])
+        policy = policy_from_json(description["policy"], lm.config.positional == "rope")
     except UsageError as error:
         raise UsageError(f"{where} cannot be continued here. {error}") from error
     storage, config = Storage(**description["storage"]), lm.config
