@@ -10,6 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from kvjax.policies.names import CLASSES
+from kvjax.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from kvjax import batch as batch
@@ -42,8 +43,6 @@ if TYPE_CHECKING:
     from kvjax.saving import load_cache as load_cache
     from kvjax.saving import save_cache as save_cache
     from kvjax.sharding.mesh import Mesh as Mesh
-
-__version__ = "0.1.0"
 
 #: Public names by their modules, which are imported when a name is first used: `import kvjax` does not even import JAX.
 _NAMES = {

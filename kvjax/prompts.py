@@ -1,4 +1,4 @@
-"""From what a user passes (text, messages, token ids) to the token ids a model reads."""
+"""Turns what a user passes (text, messages, token ids) into the token ids a model reads."""
 
 from __future__ import annotations
 

@@ -18,9 +18,10 @@ from kvjax.cache.continuation import Continuation, check_continuable, may_be_len
 from kvjax.cache.groups import slot_bytes
 from kvjax.cache.host_memory import as_numpy, device_bytes, live_device_bytes
 from kvjax.model.decoder import Decoder
-from kvjax.output import Output, RoundStats, Stats
+from kvjax.output import Output, Stats
 from kvjax.planning import full_cache_bytes
 from kvjax.request import Request
+from kvjax.rounds.stats import RoundStats
 from kvjax.rounds.strategy import RoundStrategy
 from kvjax.runtime.compilation import CompileClock
 from kvjax.runtime.decode import CHUNK, REASONS, RUNNING, DecodeState
@@ -40,11 +41,11 @@ class Strategy(Protocol):
         ...
 
     def finish(self, cache: Cache, fed: Sequence[Sequence[int]], note: Note) -> Continuation:
-        """What a later call continues; ``fed`` are the tokens that each row has read in this one."""
+        """The cache or conversation for a later call; ``fed`` are the tokens that each row has read in this one."""
         ...
 
     def stats(self, row: int) -> RoundStats | None:
-        """What a finished row's rounds cost, if there are rounds."""
+        """The statistics of a finished row's rounds, if there are rounds."""
         ...
 
 

@@ -18,13 +18,13 @@ FOLDER = Path(__file__).resolve().parent.parent / ".libtpu"
 
 
 def compiler_path(python: str) -> list[str]:
-    """What goes before a process' PYTHONPATH so that this Python finds the folder's compiler: nothing for another
+    """The entries for a process' PYTHONPATH with which this Python finds the folder's compiler: none for another
     Python, whose JAX may ask for another version, nor for one that has its own installed."""
     return [str(FOLDER)] if python == sys.executable and importlib.util.find_spec("libtpu") is None else []
 
 
 def wanted() -> str:
-    """What ``jax[tpu]`` requires beside jax itself, such as ``libtpu==0.0.42.*``."""
+    """The requirements of ``jax[tpu]`` beside jax itself, such as ``libtpu==0.0.42.*``."""
     required = importlib.metadata.requires("jax") or []
     (found,) = (line.partition(";")[0].strip() for line in required if line.startswith("libtpu"))
     return found

@@ -35,18 +35,20 @@ ROOMS: dict[str, str] = {
     "generation": "base model cache policies sharding text checkpoints runtime planning rounds saving",
     "calibrate": "base pallas_kernels model cache policies checkpoints runtime planning rounds generation",
     "batch": "base cache policies checkpoints runtime planning generation",
-    "eval": "base model cache policies text checkpoints runtime planning generation calibrate",
-    "bench": "base pallas_kernels model cache policies runtime",
+    "eval": "base pallas_kernels model cache policies text checkpoints runtime planning generation calibrate",
+    "bench": "base pallas_kernels model cache policies runtime generation",
+    "public": "base policies",
     "cli": "*",
 }
 
-#: Rooms made of single modules; every other room is the package ``kvjax.<room>``, or ``pallas_kernels``. The module
-#: ``kvjax`` itself is in the base for its version: it finds the public names when they are used, and imports none.
+#: Rooms made of single modules; every other room is the package ``kvjax.<room>``, or ``pallas_kernels``. The package
+#: ``kvjax`` finds its public names when they are used, and imports only their list.
 MODULES: dict[str, str] = {
-    "base": "kvjax kvjax.errors kvjax.checks kvjax.files kvjax.tables",
+    "base": "kvjax.version kvjax.errors kvjax.checks kvjax.files kvjax.tables",
     "planning": "kvjax.planning kvjax.prompts",
     "generation": "kvjax.options kvjax.request kvjax.output kvjax.ownership kvjax.session kvjax.generation kvjax.chat "
     "kvjax.history kvjax.joining",
+    "public": "kvjax",
     "cli": "kvjax.__main__ kvjax.cli",
 }
 

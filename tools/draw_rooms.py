@@ -38,6 +38,7 @@ HOLDS: dict[str, str] = {
     "batch": "files of prompts; resumable jobs on one process or many",
     "eval": "compare, pictures; needle tasks, dialogues, studies",
     "bench": "speed and bytes; the benchmark of whole models",
+    "public": "import kvjax; every public name, loaded when it is first used",
     "cli": "the kvjax command; a file a command",
 }
 _BEGIN, _END = "<!-- rooms: written by python -m tools.draw_rooms -->", "<!-- end of rooms -->"
@@ -45,7 +46,7 @@ _WIDTH, _HEIGHT, _GAP_X, _GAP_Y, _MARGIN = 148, 44, 22, 46, 16
 
 
 def room_imports(room_of: Callable[[str], str]) -> dict[str, set[str]]:
-    """What each room does import."""
+    """The imports of each room."""
     found: dict[str, set[str]] = {}
     for edge in imports(ROOT):
         source, target = room_of(edge.source), room_of(edge.target)

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
-import kvjax
+from kvjax import version
 from kvjax.batch.output import Shard
 from kvjax.batch.source import Source
 from kvjax.cache.quantisation import parse_storage
@@ -78,7 +78,7 @@ class Job:
             "options": options,
             "order": self.order,
             "format": self.kind,
-            "versions": {"kvjax": kvjax.__version__, "jax": jax.__version__},
+            "versions": {"kvjax": version.__version__, "jax": jax.__version__},
         }
         return json.loads(json.dumps(settings, default=str))
 

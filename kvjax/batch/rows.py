@@ -1,4 +1,4 @@
-"""From a row of the input to the tokens that are read, and from an answer to the record that is written."""
+"""Turns a row of the input into the tokens to read, and an answer into the record to write."""
 
 from __future__ import annotations
 

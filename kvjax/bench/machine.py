@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import psutil
 from jax import Array
 
-import kvjax
+from kvjax import version
 
 # Reductions that read every byte once and write almost nothing. Which one XLA compiles best differs by device and by
 # the minute (2 CPU cores: 43 to 53 GB/s on a quiet machine), so the best of them counts: the limit must not flatter
@@ -134,7 +134,7 @@ def describe() -> dict[str, Any]:
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "python": platform.python_version(),
-        "versions": {"kvjax": kvjax.__version__} | {package: _version(package) for package in packages},
+        "versions": {"kvjax": version.__version__} | {package: _version(package) for package in packages},
         "device": jax.devices()[0].device_kind,
         "platform": f"{platform.system()} {platform.machine()}",
         "processor": _processor(),

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING
 import jax
 import numpy as np
 
-import kvjax
 from kvjax.bench import machine
 from kvjax.cache import Cache
 from kvjax.errors import UsageError
+from kvjax.generation import generate
 from kvjax.model.config import ModelConfig
 from kvjax.model.decoder import Decoder
 from kvjax.policies import Policy
@@ -243,7 +243,7 @@ class Bench:
 
     def _decoding(self, name: str, policy: Policy, batch: int, context: int) -> Candidate:
         config, params = self.lm.config, self.lm.params
-        read = kvjax.generate(self.lm, self._prompts(batch, context), policy=policy, max_new_tokens=0)
+        read = generate(self.lm, self._prompts(batch, context), policy=policy, max_new_tokens=0)
         prefilled = read[0].stats.prompt_tokens_per_second
         del read
         room = max(256, (self.rounds + 2) * self.steps)
@@ -307,7 +307,7 @@ class Bench:
 
     def _prefill_seconds(self, ids: list[int], policy: Policy) -> float:
         start = time.perf_counter()
-        output = kvjax.generate(self.lm, ids, policy=policy, max_new_tokens=0)
+        output = generate(self.lm, ids, policy=policy, max_new_tokens=0)
         jax.block_until_ready(output.cache)
         return time.perf_counter() - start
 
@@ -322,7 +322,7 @@ class Bench:
             candidates = []
             for count in (few, many):
                 self.progress(f"long: generating {count} tokens, {name}")
-                output = kvjax.generate(
+                output = generate(
                     self.lm, prompt, policy=policy, max_new_tokens=count, stop_token_ids=(), temperature=1.0
                 )
                 held = output.cache.nbytes

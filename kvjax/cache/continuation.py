@@ -143,7 +143,7 @@ def may_be_lent(item: Continuation) -> bool:
 
 
 def rolled_back(before: C, after: Cache) -> C:
-    """What a turn consumed, out of the cache that it had got to when it failed.
+    """The cache that a turn consumed, recovered from the one it had got to when it failed.
 
     Only where :func:`may_be_lent`: the slots are all still there, and the counters of ``before``, which no program
     consumes, say how many of them are its own.

@@ -1,4 +1,4 @@
-"""From what the user calls a model to files on this machine: known names, paths, and the Hugging Face hub."""
+"""Finds the files of a model by what the user calls it: a known name, a path, or an id of the Hugging Face hub."""
 
 from __future__ import annotations
 

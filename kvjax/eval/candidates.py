@@ -1,4 +1,4 @@
-"""From what was typed after ``--policies`` and ``--retained`` to the caches that are compared."""
+"""Parses ``--policies`` and ``--retained`` into the caches to be compared."""
 
 from __future__ import annotations
 

@@ -14,10 +14,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import kvjax
 from kvjax.checkpoints.load import LanguageModel
 from kvjax.errors import KvjaxError, UsageError
 from kvjax.eval.dialogues import Dialogue
+from kvjax.generation import generate
 from kvjax.history import history_ids, read_history
 from kvjax.output import Output
 from kvjax.policies import RoundAttention, parse
@@ -140,7 +140,7 @@ class RoundComparison:
     def _ask(self, dialogue: Dialogue, known: set[tuple[str, int, str]]) -> None:
         lm, messages = self.lm, dialogue.messages()
         ids, _ = history_ids(lm, messages)
-        whole = kvjax.generate(lm, ids, max_new_tokens=0).cache
+        whole = generate(lm, ids, max_new_tokens=0).cache
         # Where the rounds are follows from the watershed; policies that share it start from the same ones.
         rounds = {policy.layers_below(lm.config): policy for policy in self.policies.values()}
         rounds = {below: read_history(lm, messages, policy=policy) for below, policy in rounds.items()}
@@ -164,7 +164,7 @@ class RoundComparison:
         seconds: dict[str, list[float]] = {name: [] for name in caches}
         for done in range(1 + self.settings.repeats):
             for name, cache in caches.items():
-                output = kvjax.generate(self.lm, message, cache=cache, max_new_tokens=self.settings.max_new_tokens)
+                output = generate(self.lm, message, cache=cache, max_new_tokens=self.settings.max_new_tokens)
                 if output.finish_reason == "interrupted":
                     raise KeyboardInterrupt
                 # The first time is not counted: it waits for what reading the history left to do.

@@ -1,4 +1,4 @@
-"""What happens to slots when a round ends: a policy of tokens compresses it by itself, and idle rounds are deleted.
+"""Compresses a round by itself when it ends, under a policy of tokens, and deletes the slots of idle rounds.
 
 A policy that scores tokens by a window of queries needs those queries, and the answer's were gone one by one: the last
 tokens of the round, as many as its window, are read once more onto the cache without them. That costs a prefill of 32

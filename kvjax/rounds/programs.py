@@ -176,7 +176,7 @@ CUT_ROUND = Program(cut_round, lambda device, given, static: _round_like(given[0
 
 @dataclasses.dataclass(frozen=True)
 class RoundPrograms:
-    """What a turn runs: the programs of a model on a mesh, or of any model on one device.
+    """The programs of a turn, for a model on a mesh or any model on one device.
 
     Arrays of rows are NumPy's, B as :meth:`rows` says.
 
@@ -367,7 +367,7 @@ class RoundPrograms:
         return self.mesh is None or self._grid[index, 0].process_index == jax.process_index()
 
     def _view(self, cache: Cache, index: int) -> Cache:
-        """What a row of the mesh has of arrays of all devices, without a copy."""
+        """The shards that one row of the mesh holds of a cache, without a copy."""
         row = self._row_device(index).mesh
         assert self.mesh is not None and row is not None
         mesh = self.mesh

@@ -1,9 +1,9 @@
-"""What every device computes in a turn: lower layers, rounds into place, upper layers, and the new round cut out again.
+"""The steps of a turn: read the lower layers, place the selected rounds, read the upper layers, copy the new round out.
 
-Pure functions of arrays, compiled by ``programs.py`` for one device and by ``kvjax/sharding/round_programs.py`` for a
-mesh, where a device has some of the heads, or a share of their slots. Static are buckets of lengths, never a row's own:
-a turn in the same buckets compiles nothing. The layers above the watershed are attended to as rows while the question
-is read; only what it leaves is packed into pages.
+Pure functions of arrays, which ``programs.py`` compiles for one device or for a mesh, where a device has some of the
+heads, or some of their slots. Static are buckets of lengths, never a row's own: a turn in the same buckets compiles
+nothing. The layers above the watershed are attended to as dense keys and values while the question is read; only the
+result is packed into pages.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def place(
 
 
 def _written(into: Array, piece: Array, where: tuple[Array | int, ...], offset: Array, sharding: PageSharding) -> Array:
-    """``piece`` written from slot ``offset`` on; of slots that are dealt to devices in blocks, this device's."""
+    """``piece`` written from slot ``offset`` on; of slots that devices have in blocks, this device's."""
     where = tuple(jnp.asarray(i, jnp.int32) for i in where)
     zero = jnp.int32(0)
     if not sharding.page_axes:

@@ -37,7 +37,7 @@ from kvjax.tables import human_bytes
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Selection:
-    """What one row's question selected.
+    """The rounds, or tokens of rounds, that one row's question selected.
 
     Attributes:
       attention: [R] qAtt of the earlier rounds.

@@ -40,7 +40,7 @@ REASONS = {STOP: "stop", LENGTH: "length", CONTEXT: "context"}
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Controls:
-    """What a request asks of the loop, all traced.
+    """The options of a request that the loop reads, all traced.
 
     Attributes:
       sampling: how tokens are chosen.

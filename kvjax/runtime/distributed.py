@@ -68,7 +68,7 @@ class Group:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """What fails in this block fails in every process: each raises, none waits for one that has gone."""
+        """A failure in this block fails every process: each raises, none waits for one that has gone."""
         try:
             yield
         except PeerFailed:

@@ -1,4 +1,4 @@
-"""What may watch a layer while a prompt is read through it."""
+"""The base of what observes a layer while a prompt is read through it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class LayerObserver:
         kept: Rows | None,
         index: Int[Array, ""],
     ) -> Any:
-        """What is accumulated after the block of this index.
+        """The accumulated value after the block of this index.
 
         Args:
           partial: what was accumulated before it.

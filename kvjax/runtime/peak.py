@@ -1,4 +1,4 @@
-"""What prefill needs beside weights and cache, from shapes: for a plan, before anything is compiled."""
+"""Estimates the memory that prefill needs beside weights and cache from shapes, for a plan."""
 
 from __future__ import annotations
 

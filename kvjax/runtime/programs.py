@@ -40,7 +40,7 @@ GROW = Program(grow, lambda device, arguments, static: arguments[0], ("new_capac
 
 @dataclasses.dataclass(frozen=True)
 class Programs:
-    """What a generation runs: the programs of a model on a mesh, or of any model on one device.
+    """The programs of a generation, for a model on a mesh or any model on one device.
 
     Arrays of rows are NumPy's, [B] or [B, T], B as :meth:`rows` says.
 

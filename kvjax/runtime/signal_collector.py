@@ -29,7 +29,7 @@ from pallas_kernels.rows import Rows
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PartialSignals:
-    """What is accumulated over the query blocks of one layer; None where a policy did not ask.
+    """Sums over the query blocks of one layer so far; None where a policy did not ask.
 
     Attributes:
       columns: mass of every key over all queries so far.
@@ -42,7 +42,7 @@ class PartialSignals:
 
 @dataclasses.dataclass(frozen=True)
 class SignalCollector(LayerObserver):
-    """What one policy asks of every layer, for rows of these lengths.
+    """Collects the signals that one policy asks of every layer, for rows of these lengths.
 
     Attributes:
       signals: declared by the policy.
@@ -135,7 +135,7 @@ class SignalCollector(LayerObserver):
     def _where(
         self, offset: Int[Array, "*B"], queries: int, kept: Rows | None, scale: Array | None, block: int
     ) -> dict[str, Any]:
-        """What both passes need to know of ``queries`` queries from this place on, in a prefill of such blocks."""
+        """The arguments that both passes share, for ``queries`` queries from this place on."""
         place = jnp.atleast_1d(offset)[:, None] + jnp.arange(queries)
         return dict(
             offset=offset,
@@ -155,7 +155,7 @@ def signal_collector(
     tokens: int,
     fresh: bool,
 ) -> SignalCollector | None:
-    """What the policy asks of each layer, for rows of at most ``tokens`` new tokens; None when that is nothing."""
+    """The collector of a policy's signals, for rows of at most ``tokens`` new tokens; None where it asks for none."""
     signals = policy.signals
     # A share is of all the tokens a row has seen: on a later turn that can be the whole of its new ones.
     seen_at_most = tokens if fresh else max(tokens, config.max_position)

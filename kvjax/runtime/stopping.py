@@ -26,7 +26,7 @@ _MOST_BYTES = 1000  # of stop strings: each may need a row of the table, which i
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class StopTable:
-    """What ends a row.
+    """The tables that end a row.
 
     Attributes:
       next_state: [S, V] int16, S a power of two of at least 16.

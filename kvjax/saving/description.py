@@ -14,7 +14,7 @@ from typing import Any
 from kvjax.checkpoints.digest import weights_digest
 from kvjax.checkpoints.load import LanguageModel
 from kvjax.errors import UsageError
-from kvjax.policies import registry
+from kvjax.policies import RazorAttention, registry
 from kvjax.policies.base import Policy
 from kvjax.policies.profile import HeadProfile, ModelShape, ScopeProfile, WatershedProfile
 from kvjax.policies.split_cache import SplitCache
@@ -69,8 +69,12 @@ def policy_to_json(policy: Policy) -> Any:
     return plain(policy)
 
 
-def policy_from_json(saved: Any) -> Policy:
-    """Undo :func:`policy_to_json`; classes are looked up among the registered ones alone, never imported by name."""
+def policy_from_json(saved: Any, rotary: bool = False) -> Policy:
+    """Undo :func:`policy_to_json`; classes are looked up among the registered ones alone, never imported by name.
+
+    Of a ``rotary`` model, RazorAttention's ``bound`` is left out: nothing reads it there, and version 0.1 wrote it with
+    another default.
+    """
     kinds: dict[str, Any] = {**registry(), **_VALUES}
 
     def value(item: Any) -> Any:
@@ -88,6 +92,8 @@ def policy_from_json(saved: Any) -> Policy:
         given: dict[str, Any] = {
             fields.get(str(name), str(name)): value(each) for name, each in item.items() if name != "kind"
         }
+        if rotary and cls is RazorAttention:
+            given.pop("bound", None)
         return cls(**given)
 
     return value(saved)

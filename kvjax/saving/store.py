@@ -134,13 +134,13 @@ def _check_fits(where: Path, lm: LanguageModel, empty: Cache, wanted: Any, memor
 
 def _described(cache: Cache, lm: LanguageModel, counts: Counts) -> dict[str, Any]:
     """The description that is written beside a cache."""
-    import kvjax
+    from kvjax import version
 
     storage = cache.storage
     return {
         "kind": _KIND,
         "version": VERSION,
-        "kvjax": kvjax.__version__,
+        "kvjax": version.__version__,
         "model": model_identity(lm),
         "policy": policy_to_json(cache.policy),
         "storage": {"kind": storage.kind, "headroom": storage.headroom},
@@ -163,7 +163,7 @@ def _empty(where: Path, description: Any, lm: LanguageModel) -> tuple[Cache, Cou
         )
     try:
         same_model(description["model"], lm)
-        policy = policy_from_json(description["policy"])
+        policy = policy_from_json(description["policy"], lm.config.positional == "rope")
     except UsageError as error:
         raise UsageError(f"{where} cannot be continued here. {error}") from error
     storage, config = Storage(**description["storage"]), lm.config

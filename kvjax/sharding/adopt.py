@@ -23,7 +23,7 @@ C = TypeVar("C", bound=Continuation)
 
 
 def adopt(continued: C, mesh: Mesh | None, config: ModelConfig) -> C:
-    """What is continued, as this mesh holds it (or, for None, one device), whoever made it; itself where it is so.
+    """A cache or conversation as this mesh (for None, one device) holds it; itself where it is held so already.
 
     Of a conversation of rounds the lower layers: its rounds go where the question that selects them is.
     """

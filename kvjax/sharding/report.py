@@ -1,4 +1,4 @@
-"""What a compiled program sends between devices, read from its text."""
+"""Lists the collectives of a compiled program, read from its text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From generated tokens to text: complete characters, nothing that must be taken back."""
+"""Turns generated tokens into text: complete characters, nothing that must be taken back."""
 
 from __future__ import annotations
 

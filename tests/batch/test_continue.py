@@ -160,7 +160,7 @@ def test_another_jobs_folder_is_refused(run, whole, tiny_model, monkeypatch, set
 
     changed = dict(OTHERS[setting])
     if "version" in changed:
-        monkeypatch.setattr(kvjax, "__version__", changed.pop("version"))
+        monkeypatch.setattr(kvjax.version, "__version__", changed.pop("version"))
     if "jax" in changed:
         monkeypatch.setattr(jobs.jax, "__version__", changed.pop("jax"))
     lm = dataclasses.replace(tiny_model, **changed.pop("lm", {}))

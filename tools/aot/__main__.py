@@ -56,7 +56,7 @@ def compile_target(target: Target, python: str, chosen: dict[str, str]) -> list[
 
 
 def versions(python: str) -> dict[str, str]:
-    """Of what compiles, as installed there."""
+    """The versions of what compiles, as installed there."""
     code = (
         "import importlib.metadata as m, json, sys\n"
         "found = {d.metadata['Name'].lower(): d.version for d in m.distributions()}\n"

@@ -141,7 +141,7 @@ def _here(options: argparse.Namespace) -> None:
 
 
 def _environment(python: str) -> dict[str, str]:
-    """What a process that compiles for TPUs is started with."""
+    """The environment of a process that compiles for TPUs."""
     return os.environ | {
         "PYTHONPATH": os.pathsep.join([str(ROOT), *compiler_path(python)]),
         "JAX_PLATFORMS": "cpu",
