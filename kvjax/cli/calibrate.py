@@ -70,7 +70,8 @@ def alibi_scopes(
     profile = bound(lm, progress=_say)
     save_profile(profile, out)
     for kind in BOUNDS:
-        lengths = [length for heads in scope_lengths(profile, kind, 0.001) for length in heads]
+        scopes = scope_lengths(profile, kind, 0.001, lm.config.attention_scale)
+        lengths = [length for heads in scopes for length in heads]
         short = sum(length < lm.config.max_position for length in lengths)
         print(f"{out}: {kind} bound: {short} of {len(lengths)} heads see less than the context; least {min(lengths):,}")
 

@@ -206,19 +206,21 @@ def protected_heads(
 
 
 @functools.lru_cache(maxsize=64)
-def scope_lengths(profile: ScopeProfile, bound: Bound, eps: float) -> tuple[tuple[int, ...], ...]:
+def scope_lengths(
+    profile: ScopeProfile, bound: Bound, eps: float, attention_scale: float
+) -> tuple[tuple[int, ...], ...]:
     """L_h of every KV head in whole tokens [2], [layer][KV head]; the longest of the query heads that share it.
 
     Args:
       profile: the bounds of a model's heads.
-      bound: "scaled" is [2] for logits q.k / sqrt(d), which is how every supported model computes them; "paper" is [2]
-        as printed, without the scale; "safe" holds for every input.
+      bound: "scaled" is [2] for scaled logits, which is how every supported model computes them; "paper" is [2] as
+        printed, without the scale; "safe" holds for every input.
       eps: the most attention a token beyond the scope may get.
+      attention_scale: of the model's logits.
     """
     group = profile.shape.num_heads // profile.shape.num_kv_heads
     limits = profile.safe if bound == "safe" else profile.paper
-    # ModelConfig.attention_scale, of which a profile knows the head size; "safe" is stored with it.
-    scale = profile.shape.head_dim**-0.5 if bound == "scaled" else 1.0
+    scale = attention_scale if bound == "scaled" else 1.0  # "safe" is stored scaled
     reach = tuple(
         tuple((limit * scale - math.log(eps)) / slope for limit, slope in zip(*rows, strict=True))
         for rows in zip(limits, profile.slopes, strict=True)

@@ -205,7 +205,7 @@ def _inner(policy: RazorAttention, config: ModelConfig) -> Policy:
     if config.positional == "alibi":
         profile = policy._profile_of(config)
         assert isinstance(profile, ScopeProfile)
-        lengths = scope_lengths(profile, policy.bound, policy.eps)
+        lengths = scope_lengths(profile, policy.bound, policy.eps, config.attention_scale)
         # A scope beyond the context is the context.
         lengths = tuple(tuple(min(max(x, 1), config.max_position) for x in heads) for heads in lengths)
         return CompensatedRing(sink=0, compensation=False, lengths=lengths)

@@ -70,14 +70,14 @@ def test_shares_may_count_kv_heads():
 
 def test_scopes_are_equation_2_and_the_longest_of_a_group():
     profile = scopes()
-    found = scope_lengths(profile, "paper", 0.001)
+    found = scope_lengths(profile, "paper", 0.001, 1 / 8)
     for layer in range(3):
         lengths = [
             math.ceil((limit - math.log(0.001)) / slope)
             for limit, slope in zip(profile.paper[layer], profile.slopes[layer], strict=True)
         ]
         assert found[layer] == (max(lengths[:3]), max(lengths[3:]))
-    shorter = scope_lengths(profile, "paper", 0.5)
+    shorter = scope_lengths(profile, "paper", 0.5, 1 / 8)
     assert all(a < b for x, y in zip(shorter, found, strict=True) for a, b in zip(x, y, strict=True))
 
 
