@@ -70,7 +70,7 @@ def test_bounds_are_the_equations_with_whole_matrices(heads):
                     (profile.paper[index][member] * scale - math.log(0.001)) / slopes[member]
                     for member in range(head * (4 // heads), (head + 1) * (4 // heads))
                 )
-                assert scope_lengths(profile, bound, 0.001)[index][head] == math.ceil(longest)
+                assert scope_lengths(profile, bound, 0.001, 1 / math.sqrt(8))[index][head] == math.ceil(longest)
 
 
 def attention_weights(layer, x: np.ndarray) -> np.ndarray:
@@ -122,7 +122,7 @@ KINDS = st.sampled_from(["normal", "spikes", "two"])
 )
 def test_beyond_a_safe_scope_no_token_gets_more_than_eps(seed, scale, kind, eps):
     lm = model(seed % 3, scale)
-    lengths = scope_lengths(alibi_scopes(lm), "safe", eps)
+    lengths = scope_lengths(alibi_scopes(lm), "safe", eps, lm.config.attention_scale)
     assert_nothing_beyond(lm, lengths, hidden_states(kind, seed), eps)
 
 
@@ -150,16 +150,18 @@ def plain_model(scale: float):
 def test_beyond_a_scaled_scope_no_token_gets_more_than_eps(seed, scale, kind, eps):
     """Of every input where the theorem's suppositions hold; of inputs like a model's own in general."""
     lm = plain_model(scale)
-    lengths = scope_lengths(alibi_scopes(lm), "scaled", eps)
+    lengths = scope_lengths(alibi_scopes(lm), "scaled", eps, lm.config.attention_scale)
     assert_nothing_beyond(lm, lengths, hidden_states(kind, seed), eps)
     lm = model(seed % 3, scale)
-    lengths = scope_lengths(alibi_scopes(lm), "scaled", eps)
+    lengths = scope_lengths(alibi_scopes(lm), "scaled", eps, lm.config.attention_scale)
     assert_nothing_beyond(lm, lengths, hidden_states("normal", seed), eps)
 
 
 def test_scaled_is_the_default_and_shorter_than_the_papers_letter():
     profile, config = alibi_scopes(model()), model().config
-    lengths = {bound: np.array(scope_lengths(profile, bound, 0.001)) for bound in ("scaled", "paper")}
+    lengths = {
+        bound: np.array(scope_lengths(profile, bound, 0.001, config.attention_scale)) for bound in ("scaled", "paper")
+    }
     assert (lengths["scaled"] < lengths["paper"]).all()
     for policy, bound in ((RazorAttention(profile=profile), "scaled"), (parse("razor:bound=paper"), "paper")):
         ring = dataclasses.replace(policy, profile=profile).others(config)
@@ -168,7 +170,7 @@ def test_scaled_is_the_default_and_shorter_than_the_papers_letter():
 
 def test_some_scopes_are_shorter_than_a_prompt():
     """Without which the tests here would promise nothing."""
-    lengths = scope_lengths(alibi_scopes(model()), "safe", 0.001)
+    lengths = scope_lengths(alibi_scopes(model()), "safe", 0.001, 1 / math.sqrt(8))
     assert min(min(heads) for heads in lengths) < 200
 
 
@@ -185,7 +187,7 @@ def test_a_model_answers_the_same_from_its_scopes_as_from_everything():
     for mine, theirs in ((own, full), tuple(again)):
         assert mine.tokens == theirs.tokens
         np.testing.assert_allclose(mine.logprobs, theirs.logprobs, atol=1e-4)
-    lengths = scope_lengths(policy.profile, "safe", 1e-6)
+    lengths = scope_lengths(policy.profile, "safe", 1e-6, lm.config.attention_scale)
     kept = tuple(tuple(min(length, own.stats.seen) for length in heads) for heads in lengths)
     assert own.stats.retained == kept and min(map(min, kept)) < 200
     assert own.stats.cache_bytes < 0.9 * full.stats.cache_bytes
