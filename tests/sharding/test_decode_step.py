@@ -12,11 +12,11 @@ from kvjax.sharding.report import collectives
 
 @pytest.fixture(scope="module")
 def steps():
-    dealt, paged = printed(Path(__file__).with_name("decode_step.py"), "full/4", "razor:heads=0.0,budget=64/3")
-    return {"dealt": dealt, "paged": paged}
+    by_head, paged = printed(Path(__file__).with_name("decode_step.py"), "full/4", "razor:heads=0.0,budget=64/3")
+    return {"by_head": by_head, "paged": paged}
 
 
-@pytest.mark.parametrize("name", ["dealt", "paged"])
+@pytest.mark.parametrize("name", ["by_head", "paged"])
 def test_no_collective_is_of_the_caches_size(steps, name):
     step = steps[name]
     assert {"all-reduce", "all-gather"} >= {kind for kind, *_ in step["collectives"]}
@@ -28,13 +28,13 @@ def test_no_collective_is_of_the_caches_size(steps, name):
 
 def test_heads_that_divide_need_two_sums_a_layer(steps):
     """Attention's and the MLP's, beside the embedding's and the agreement to go on."""
-    sums = [each for each in steps["dealt"]["collectives"] if each[0] == "all-reduce"]
+    sums = [each for each in steps["by_head"]["collectives"] if each[0] == "all-reduce"]
     in_layers = sum(times for _, array, times, _ in sums if array.startswith("f32"))
     assert in_layers == 2 * 2 + 1, sums
-    assert [each[0] for each in steps["dealt"]["collectives"]].count("all-gather") == 1  # the logits
+    assert [each[0] for each in steps["by_head"]["collectives"]].count("all-gather") == 1  # the logits
 
 
-@pytest.mark.parametrize("name", ["dealt", "paged"])
+@pytest.mark.parametrize("name", ["by_head", "paged"])
 def test_pools_are_updated_in_place_and_bytes_are_the_plans(steps, name):
     step = steps[name]
     assert step["aliased_bytes"] >= step["pool_bytes"]

@@ -40,9 +40,9 @@ def test_too_few_devices_are_refused_before_anything_is_read():
 @pytest.mark.parametrize(
     "model, heads, parts", [(8, 8, 8), (8, 4, 4), (2, 3, 1), (6, 3, 3), (6, 2, 2), (12, 8, 4), (4, 1, 1)]
 )
-def test_heads_are_dealt_over_as_many_devices_as_divide_them(model, heads, parts):
+def test_heads_are_sharded_over_as_many_devices_as_divide_them(model, heads, parts):
     mesh = Mesh(1, model)
-    assert mesh.parts(mesh.shard(heads)) == parts
+    assert mesh.parts(mesh.axes_dividing(heads)) == parts
     config = toys.tiny_config(num_heads=heads, num_kv_heads=heads)
     (group,) = Partition(mesh, config, kvjax.Full()).groups(0)
     assert (group.sharding.head_parts, group.sharding.page_parts, group.count) == (
@@ -52,7 +52,7 @@ def test_heads_are_dealt_over_as_many_devices_as_divide_them(model, heads, parts
     )
 
 
-def test_groups_of_retrieval_heads_are_dealt_apart():
+def test_groups_of_retrieval_heads_are_sharded_apart():
     config = toys.tiny_config(num_heads=8, num_kv_heads=8)
     part = Partition(Mesh(1, 4), config, parse("razor:heads=0.1+0.6,budget=64"))
     protected, others = part.groups(0)
@@ -91,7 +91,7 @@ def test_a_plan_is_of_one_device():
 
 
 @pytest.mark.parametrize("storage", ["model", "int8"])
-def test_dealt_pages_come_back(storage):
+def test_sharded_pages_come_back(storage):
     from kvjax.cache.quantisation import parse_storage
 
     rng = np.random.default_rng(0)
