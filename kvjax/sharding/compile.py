@@ -125,6 +125,10 @@ class Program:
         """As ``jax.jit(...).trace``."""
         return _compiled(self, bool(self.donates)).trace(*self._split(arguments), device=device, **static)
 
+    def compilations(self) -> int:
+        """How many forms of it this process has compiled and still holds."""
+        return sum(_compiled(self, donate)._cache_size() for donate in {False, bool(self.donates)})
+
     def _split(self, arguments: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """(what may be donated, the rest).
 

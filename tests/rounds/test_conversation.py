@@ -377,13 +377,13 @@ def test_rounds_too_large_for_the_device_are_refused_before_they_come(lm, one_of
 
 
 def test_the_upper_layers_are_compiled_once_however_long_the_conversation(lm):
-    from kvjax.rounds.programs import _upper
+    from kvjax.rounds.programs import UPPER
 
     cache = kvjax.generate(lm, TURNS[1][0], policy=RoundAttention(watershed=BELOW, top=0.01), max_new_tokens=1).cache
     compiled = []
     for _ in range(6):
         cache = kvjax.generate(lm, [7] * 50, cache=cache, max_new_tokens=1).cache
-        compiled.append(_upper._cache_size())
+        compiled.append(UPPER.compilations())
     assert len(cache.rounds[0]) == 7 and cache.lower.prompt_capacity >= 320
     assert compiled[1:] == compiled[1:2] * 5
 
