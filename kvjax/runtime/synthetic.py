@@ -69,14 +69,7 @@ def filled_cache(
 
 def benchmark_controls(config: ModelConfig, batch: int) -> Controls:
     """Greedy, and nothing ends a row."""
-    sampling = Sampling(
-        temperature=jnp.float32(0),
-        top_k=jnp.int32(config.vocab_size),
-        top_p=jnp.float32(1),
-        min_p=jnp.float32(0),
-        repetition_penalty=jnp.float32(1),
-        keys=jax.random.split(jax.random.key(0), batch),
-    )
+    sampling = Sampling.greedy(batch, config.vocab_size)
     most = np.int32(np.iinfo(np.int32).max)
     return Controls(sampling, stop_table((), (), (), config.vocab_size), jnp.full((batch,), most), jnp.asarray(most))
 
