@@ -41,7 +41,8 @@ def forward_layers(
     for row, ids in enumerate(prompts):
         tokens[row, : len(ids)] = ids
     count = jnp.asarray(lengths)
-    rope = token_angles(params.config, jnp.arange(tokens.shape[1])[None], count)
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    rope = token_angles(params.config, positions, count)
     x = _embed(params, jnp.asarray(tokens))
     for layer in params.layers:
         x, found = read_one(layer, x, rope, count, observer)
