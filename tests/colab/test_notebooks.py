@@ -49,7 +49,7 @@ def test_runs_on_the_default_model(name, default_model, tmp_path, monkeypatch):
 
 
 def run(path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, *, toy: bool) -> None:
-    """Within three minutes, and without asking for anything to be installed: kvjax is."""
+    """Within five minutes on two busy cores, and without asking for anything to be installed: kvjax is."""
     places = (str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", ""))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(places))
     monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(folder))
@@ -58,8 +58,8 @@ def run(path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, *, toy: bool)
         monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
         notebook.cells.insert(0, nbformat.v4.new_code_cell(TOY))
     began = time.perf_counter()
-    NotebookClient(notebook, timeout=180, resources={"metadata": {"path": str(folder)}}).execute()
-    assert time.perf_counter() - began < 180
+    NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(folder)}}).execute()
+    assert time.perf_counter() - began < 300
     assert any(cell.get("outputs") for cell in notebook.cells if cell.cell_type == "code")
 
 
