@@ -194,12 +194,12 @@ def test_capacities_of_the_wrong_shape_are_refused():
 
 
 @pytest.mark.parametrize("ratio", [0.297, 0.371, 1 / 3, 0.3, 0.999, 1e-6, 1.0])
-def test_a_share_of_tokens_is_exact_and_compiled_programs_agree(ratio):
+def test_a_fraction_of_tokens_is_exact_and_compiled_programs_agree(ratio):
     """Slots are allocated by the host's number and filled by the compiled one."""
     tokens = np.concatenate([np.arange(1, 10_000), np.arange(1_000_000, 1_001_000)])
     exact = [int(fractions.Fraction(ratio).limit_denominator(10**6) * int(n)) for n in tokens]
     np.testing.assert_array_equal(floor_fraction(ratio, tokens), exact)
-    np.testing.assert_array_equal(jax.jit(functools.partial(share, ratio))(jnp.asarray(tokens)), exact)
+    np.testing.assert_array_equal(jax.jit(functools.partial(floor_fraction, ratio))(jnp.asarray(tokens)), exact)
 
 
 def test_keeping_everything_is_the_full_cache():
