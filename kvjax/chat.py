@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 from typing import Any, Self, Unpack
 
+from kvjax.cache.buckets import RESERVE
 from kvjax.cache.cache import Cache
 from kvjax.cache.continuation import Continuation
 from kvjax.checkpoints.load import LanguageModel
@@ -50,6 +51,8 @@ class Chat:
         self.options = merged("Chat", options, keywords, also=("system", "context"), without=("chat",))
         if not self.options.chat:
             raise UsageError("Chat writes its turns by the chat template; leave chat=False out of its options.")
+        if self.options.reserve_tokens is None:  # a conversation will go on: its first turn reserves what later ones do
+            self.options = dataclasses.replace(self.options, reserve_tokens=RESERVE)
         self.lm, self.system, self.context = lm, system, context
         self._held: Owned | None = None
         self.changes = 0

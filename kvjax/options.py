@@ -136,6 +136,13 @@ class GenerationOptions:
         "A request that does not fit is refused before allocation; an answer whose cache would outgrow it ends by "
         '"memory", with what there is.',
     )
+    reserve_tokens: int | None = _option(
+        None,
+        "Allocate room for so many tokens of later turns, over all rows together.",
+        optional(partial(whole_number, least=0, most=2**31 - 1)),
+        "While it lasts no later turn compiles. None is none for a first call, and 4,096 for Chat and for a call that "
+        "goes on with a cache; less is allocated where it does not fit.",
+    )
 
     def __post_init__(self) -> None:
         for option in fields(self):
@@ -175,6 +182,7 @@ class ChatKeywords(TypedDict, total=False):
     stop_token_ids: Sequence[int] | None
     logprobs: bool
     memory_limit: int | None
+    reserve_tokens: int | None
 
 
 class GenerationKeywords(ChatKeywords, total=False):

@@ -12,7 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.cache.buckets import NEW_TOKENS, new_bucket, prompt_bucket
+from kvjax.allocation import Allocation, allocation
+from kvjax.cache.buckets import NEW_TOKENS, new_bucket
+from kvjax.cache.cache import Cache
 from kvjax.cache.pool import layout_for
 from kvjax.cache.quantisation import MODEL, Storage, parse_storage
 from kvjax.checks import whole_number
@@ -39,6 +41,8 @@ class Plan:
       batch, prompt_tokens, max_new_tokens: the request.
       weights_bytes: the model's parameters.
       cache_bytes: the cache as allocated when decoding ends, counters included; exact.
+      spare_bytes: how much of it the request does not need: rows that pad the batch, buckets of lengths, and what is
+        reserved for later turns (:mod:`kvjax.allocation`). What does not fit with it is allocated without.
       prefill_peak_bytes: what prefill needs beside weights and cache at its worst moment; an estimate from shapes.
       full_cache_bytes: keys and values of every token that is fed, unpadded, for comparison; of a mesh an even share.
       cache_over_even: ``cache_bytes`` over an even share of the cache that one device alone would hold; what is above 1
@@ -63,6 +67,12 @@ class Plan:
     retained: tuple[tuple[int, ...], ...]
     mesh: str | None = None
     cache_over_even: float = 1.0
+    spare_bytes: int = 0
+
+    @property
+    def fits(self) -> bool:
+        """Whether the device has room for it, as far as it says."""
+        return self.memory_limit is None or self.total_bytes <= self.memory_limit
 
     @property
     def retained_share(self) -> float:
@@ -75,6 +85,7 @@ class Plan:
         parts = [
             ("weights", self.weights_bytes),
             ("cache", self.cache_bytes),
+            ("  of it spare, for buckets and later turns", self.spare_bytes),
             ("prefill peak", self.prefill_peak_bytes),
             ("total" if self.mesh is None else "total, each device", self.total_bytes),
             ("full cache, for comparison", self.full_cache_bytes),
@@ -125,6 +136,7 @@ def plan(
     storage: Storage | str | None = None,
     memory_limit: int | None = None,
     mesh: Mesh | str | None = None,
+    reserve_tokens: int = 0,
 ) -> Plan:
     """Every byte a request would take, before any of it is allocated.
 
@@ -139,6 +151,7 @@ def plan(
       memory_limit: bytes available; by default the device's.
       mesh: devices that the request is spread over, which need not be there; by default the model's. Bytes, and the
         limit, are then of each device.
+      reserve_tokens: tokens of later turns, as for :func:`kvjax.generate`; ``kvjax.Chat`` reserves 4,096.
 
     Raises:
       UsageError: a length or batch that makes no sense, or beyond the model's context.
@@ -160,11 +173,17 @@ def plan(
         raise UsageError(f"{dtype!r} is not a dtype; give float32 or bfloat16.") from error
     if dtype not in (jnp.float32, jnp.bfloat16):
         raise UsageError(f"dtype is {dtype.name}; choose float32 or bfloat16.")
+    whole_number("reserve_tokens", reserve_tokens, 0)
     stored = parse_storage(storage)
     over = over if mesh is None else parse_mesh(mesh)
-    made = _plan(config, chosen, batch, prompt_tokens, max_new_tokens, dtype, device_limit(memory_limit), stored, over)
-    _refuse_if_too_large(made, config, chosen, dtype, 0, stored, over)
-    return made
+    limit, made = device_limit(memory_limit), None
+    for exact in (over is not None, True):
+        size = allocation(config, chosen, batch, prompt_tokens, reserve=reserve_tokens, exact=exact)
+        made = _plan(config, chosen, size, batch, prompt_tokens, max_new_tokens, dtype, limit, stored, over)
+        if made.fits:
+            return made
+    assert made is not None
+    raise _does_not_fit(made, config, chosen, dtype, 0, stored, over)
 
 
 def _model(model: Any) -> tuple[ModelConfig, Any, Mesh | None]:
@@ -181,6 +200,7 @@ def _model(model: Any) -> tuple[ModelConfig, Any, Mesh | None]:
 def _plan(
     config: ModelConfig,
     policy: Policy,
+    size: Allocation,
     batch: int,
     prompt: int,
     new: int,
@@ -189,16 +209,17 @@ def _plan(
     storage: Storage = MODEL,
     mesh: Mesh | None = None,
 ) -> Plan:
-    room = prompt_bucket(prompt)
+    room, rows = size.prompt_capacity, size.rows
     # The last token is generated and never fed; the context bounds what is.
     fed = max(new - 1, 0) if policy.beyond_context else min(max(new - 1, 0), config.max_position - prompt)
     new_capacity = new_bucket(fed - 1, config.max_position) if policy.grows else NEW_TOKENS
     weights, devices = weights_bytes(config, dtype, mesh), 1 if mesh is None else mesh.size
     held = policy.planned(config, room)
-    cache = alone = cache_bytes(config, held, batch, room, new_capacity, dtype, storage)
+    cache = alone = cache_bytes(config, held, rows, room, new_capacity, dtype, storage)
     if mesh is not None:
-        cache = cache_bytes(config, held, batch, room, new_capacity, dtype, storage, mesh)
-    peak = _peak_bytes(config, policy, batch, prompt, dtype, mesh)
+        cache = cache_bytes(config, held, rows, room, new_capacity, dtype, storage, mesh)
+    needed = cache_bytes(config, policy.planned(config, prompt), batch, prompt, max(fed, 1), dtype, storage, mesh)
+    peak = _peak_bytes(config, policy, rows, prompt, dtype, mesh)
     total = np.array([prompt])
     page_size = layout_for(storage, config.head_dim).page_size
     pages = page_capacities(policy, config, room, new_capacity, page_size)
@@ -220,6 +241,7 @@ def _plan(
         ),
         mesh=None if mesh is None else str(mesh),
         cache_over_even=cache * devices / alone,
+        spare_bytes=max(cache - needed, 0),
     )
 
 
@@ -282,24 +304,40 @@ def device_limit(memory_limit: int | None) -> int | None:
     return stats.get("bytes_limit")
 
 
-def check_fits(
+def fitting(
     config: ModelConfig,
-    prompt: int,
-    batch: int,
     policy: Policy,
+    rows: int,
+    tokens: int,
+    *,
     dtype: Any,
     memory_limit: int | None,
-    already: int,
+    already: int = 0,
     storage: Storage = MODEL,
     mesh: Mesh | None = None,
-) -> None:
-    """Refuse a generation that cannot fit: prompt and first new-token bucket, beside ``already`` bytes of caches."""
-    limit = device_limit(memory_limit)
-    made = _plan(config, policy, batch, min(prompt, config.max_position), 1, dtype, limit, storage, mesh)
-    _refuse_if_too_large(made, config, policy, dtype, already, storage, mesh)
+    reserve: int | None = None,
+    held: Cache | None = None,
+    exact: bool = False,
+) -> Allocation:
+    """The sizes a generation is allocated, with prompts and the first new-token bucket: exact where it must be.
+
+    Args:
+      rows, tokens, reserve, held, exact: as for :func:`kvjax.allocation.allocation`.
+      already: bytes of caches that stay beside it.
+
+    Raises:
+      DoesNotFit: not even exactly.
+    """
+    limit, tokens = device_limit(memory_limit), min(tokens, config.max_position)
+    for tight in dict.fromkeys((exact or mesh is not None, True)):
+        size = allocation(config, policy, rows, tokens, reserve=reserve, held=held, exact=tight)
+        made = _plan(config, policy, size, rows, tokens, 1, dtype, limit, storage, mesh)
+        if limit is None or made.total_bytes + already <= limit:
+            return size
+    raise _does_not_fit(made, config, policy, dtype, already, storage, mesh)
 
 
-def _refuse_if_too_large(
+def _does_not_fit(
     made: Plan,
     config: ModelConfig,
     policy: Policy,
@@ -307,19 +345,20 @@ def _refuse_if_too_large(
     already: int,
     storage: Storage,
     mesh: Mesh | None = None,
-) -> None:
+) -> DoesNotFit:
+    """What would fit instead of a plan that does not, beside ``already`` bytes."""
     limit = made.memory_limit
-    if limit is None or made.total_bytes + already <= limit:
-        return
+    assert limit is not None, "what has no limit fits"
     each = "" if mesh is None else " on each device"
     need = f"This needs {human_bytes(made.total_bytes + already)}{each} and the device has {human_bytes(limit)}"
     if made.weights_bytes >= limit:
-        raise DoesNotFit(
+        return DoesNotFit(
             f"{need}: the weights alone are {human_bytes(made.weights_bytes)}; use a smaller model or dtype."
         )
 
     def fits(batch: int, prompt: int, policy: Policy) -> bool:
-        made_of = _plan(config, policy, batch, prompt, made.max_new_tokens, dtype, limit, storage, mesh)
+        size = allocation(config, policy, batch, prompt, exact=True)
+        made_of = _plan(config, policy, size, batch, prompt, made.max_new_tokens, dtype, limit, storage, mesh)
         return made_of.total_bytes + already <= limit
 
     offers = []
@@ -336,7 +375,7 @@ def _refuse_if_too_large(
             offers.append(f'policy="lagkv:ratio={ratio}"')
             break
     would = " or ".join(offers) if offers else "only a device with more memory"
-    raise DoesNotFit(f"{need}; {would} would fit.")
+    return DoesNotFit(f"{need}; {would} would fit.")
 
 
 def _largest(low: int, high: int, fits: Any) -> int:

@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kvjax.allocation import Allocation
+from kvjax.cache.buckets import batch_bucket
 from kvjax.cache.cache import Cache
 from kvjax.cache.continuation import Continuation, are_apart, check_continuable, one_batch
 from kvjax.cache.host_memory import as_numpy
@@ -20,7 +22,7 @@ from kvjax.errors import UsageError
 from kvjax.model.config import ModelConfig
 from kvjax.options import GenerationOptions
 from kvjax.ownership import Owned
-from kvjax.planning import check_fits, device_limit, weights_bytes
+from kvjax.planning import device_limit, fitting, weights_bytes
 from kvjax.policies import Full, Policy, parse
 from kvjax.policies.round_attention import SINKS
 from kvjax.prompts import Tokens, as_list, prefix_tokens, tokenize
@@ -47,6 +49,7 @@ class Request:
       numbers: what each prompt draws by, where that is not its place in the batch; a prompt of a long list so draws the
         same in whatever batch it comes.
       prefix: under a policy that offloads rounds, of each first prompt the tokens that belong to no round.
+      size: the rows and tokens that the cache is allocated for; ``exact``: in a job's buckets and without spare rows.
       programs: what they run on.
     """
 
@@ -61,6 +64,7 @@ class Request:
         context: Any = None,
         limits: Sequence[int] | None = None,
         numbers: Sequence[int] | None = None,
+        exact: bool = False,
     ):
         if not isinstance(lm, LanguageModel):
             raise UsageError(f"The model is a {type(lm).__name__}; give one from kvjax.load.")
@@ -78,7 +82,6 @@ class Request:
         for old in caches:
             _same_model(lm.config, old)
         self.rows = count * n
-        self.programs = Programs(lm.mesh, lm.config)
         self.stop_ids = options.stop_ids(lm)
         self.prompts = self._with_next_token(_counters([old.next_token for old in caches], count, -1))
         if any(not ids for ids in self.prompts):
@@ -86,7 +89,9 @@ class Request:
         as_it_is = len(caches) == 1 and caches[0].batch == count  # else its rows are copied: joined, or spread over all
         sizes = [(old.nbytes if lm.mesh is None else old.nbytes // lm.mesh.size, old.batch) for old in caches]
         already = sum(size // rows * (rows if as_it_is else rows + count) for size, rows in sizes)
-        self._check_size(_counters([old.seen for old in caches], count, 0), already)
+        seen = _counters([old.seen for old in caches], count, 0)
+        self.size = self._checked_size(seen, already, caches, exact)
+        self.programs = Programs(lm.mesh, lm.config, exact=self.size.rows != batch_bucket(self.rows))
         held = [adopt(old.to_device(), lm.mesh, lm.config) for old in caches]
         self.cache = _one_row_each(held, count) if held else None
         self.cache_is_copy = self.cache is not None and all(are_apart(self.cache, old) for old in caches)
@@ -121,7 +126,10 @@ class Request:
             result.append(ids if token < 0 or written else (token, *ids))
         return result
 
-    def _check_size(self, seen: np.ndarray, already: int) -> None:
+    def _checked_size(
+        self, seen: np.ndarray, already: int, caches: Sequence[Continuation], exact: bool
+    ) -> Allocation:
+        """What to allocate for rows that have ``seen`` tokens, beside ``already`` bytes of caches."""
         config, limit = self.lm.config, self.lm.config.max_position
         added = np.array([len(self.tokens.context) + len(ids) for ids in self.prompts])
         longest = int((seen + added).max())
@@ -130,8 +138,22 @@ class Request:
             raise UsageError(
                 f"The prompt has {int(added.max())} tokens{before}; this model's context is {limit}, so shorten it."
             )
-        asked = self.policy, self.dtype, self.memory_limit, already, self.storage
-        check_fits(config, longest, self.rows, *asked, self.lm.mesh)
+        rounds = self.policy.offloads_rounds
+        return fitting(
+            config,
+            self.policy,
+            self.rows,
+            longest,
+            dtype=self.dtype,
+            memory_limit=self.memory_limit,
+            already=already,
+            storage=self.storage,
+            mesh=self.lm.mesh,
+            reserve=self.options.reserve_tokens,
+            # Rounds have sizes of their own.
+            held=None if rounds else _widest([old.device_layers for old in caches]),
+            exact=exact or rounds,
+        )
 
     def may_grow(self, cache: Cache, new_capacity: int) -> bool:
         """Whether a cache fits beside its larger successor, which exist together while it is copied."""
@@ -160,23 +182,25 @@ class Request:
         number = prompt if self.numbers is None else np.asarray(self.numbers)[prompt] % 2**31
         limits = [options.max_new_tokens] * (prompt[-1] + 1) if self.limits is None else self.limits
         limit = np.array([min(count, 2**31 - 1) for count in limits], np.int32)[prompt]
-        seed = jnp.asarray(options.seed, jnp.uint32)
+        draws = np.stack([np.full(len(number), options.seed), number, sample], axis=1).astype(np.uint32)
         sampling = Sampling(
             temperature=_float32(options.temperature),
-            top_k=jnp.asarray(min(options.top_k or vocabulary, vocabulary), jnp.int32),
-            top_p=jnp.asarray(options.top_p, jnp.float32),
-            min_p=jnp.asarray(options.min_p, jnp.float32),
+            top_k=np.int32(min(options.top_k or vocabulary, vocabulary)),
+            top_p=np.float32(options.top_p),
+            min_p=np.float32(options.min_p),
             repetition_penalty=_float32(options.repetition_penalty),
-            keys=_keys(seed, jnp.asarray(number, jnp.int32), jnp.asarray(sample, jnp.int32)),
+            draws=draws,
         )
         stops = _stop_table(lm, options.stop_strings, self.stop_ids)
-        return Controls(sampling, stops, jnp.asarray(limit), jnp.asarray(lm.config.max_position, jnp.int32))
+        ends = limit, np.int32(lm.config.max_position), np.bool_(options.logprobs)
+        # Put there as they are: conversions would be programs of their own.
+        return jax.device_put(Controls(sampling, stops, *ends))
 
 
-def _float32(value: float) -> jax.Array:
-    """A number on the device; what float32 cannot hold becomes its largest or smallest."""
+def _float32(value: float) -> np.float32:
+    """A number in float32; what float32 cannot hold becomes its largest or smallest."""
     limits = np.finfo(np.float32)
-    return jnp.asarray(0.0 if value == 0 else min(max(value, float(limits.tiny)), float(limits.max)), jnp.float32)
+    return np.float32(0.0 if value == 0 else min(max(value, float(limits.tiny)), float(limits.max)))
 
 
 def _policy(policy: Policy | str | None, caches: Sequence[Continuation]) -> Policy:
@@ -229,6 +253,11 @@ def _one_row_each(caches: Sequence[Any], count: int) -> Any:
     return whole if whole.batch == count else whole.take([0] * count)
 
 
+def _widest(caches: Sequence[Cache]) -> Cache | None:
+    """The cache with room for the longest prompt, whose capacities they have once they are one batch; None of none."""
+    return max(caches, key=lambda cache: cache.prompt_capacity, default=None)
+
+
 def _same_model(config: ModelConfig, cache: Continuation) -> None:
     shape = cache.model_shape
     wanted = (config.num_layers, config.num_kv_heads, config.head_dim)
@@ -237,13 +266,6 @@ def _same_model(config: ModelConfig, cache: Continuation) -> None:
             f"The cache is of another model: it has {shape[0]} layers of {shape[1]} heads of {shape[2]} channels, "
             f"and this model has {wanted[0]} of {wanted[1]} of {wanted[2]}."
         )
-
-
-@jax.jit
-def _keys(seed: jax.Array, row: jax.Array, sample: jax.Array) -> jax.Array:
-    """One random key per (seed, row, sample)."""
-    key = jax.random.key(seed)
-    return jax.vmap(lambda i, j: jax.random.fold_in(jax.random.fold_in(key, i), j))(row, sample)
 
 
 def _stop_table(lm: LanguageModel, strings: tuple[str, ...], ids: tuple[int, ...]) -> StopTable:

@@ -24,7 +24,7 @@ from kvjax.request import Request
 from kvjax.rounds.stats import RoundStats
 from kvjax.rounds.strategy import RoundStrategy
 from kvjax.runtime.compilation import CompileClock
-from kvjax.runtime.decode import CHUNK, REASONS, RUNNING, DecodeState
+from kvjax.runtime.decode import CHUNK, REASONS, RUNNING, DecodeState, initial_state
 from kvjax.runtime.interrupt import Interrupt
 from kvjax.runtime.reading import Note, TokenStrategy
 from kvjax.text.detokenizer import text_of
@@ -148,13 +148,15 @@ class Session:
             self.reasons = ["length"] * request.rows
             return
         assert self._logits is not None
-        logprobs = self.logprobs is not None
-        state = self.programs.first(self.cache, self._logits, self._present(), self.controls, logprobs=logprobs)
+        state = initial_state(self.cache, self._logits, self._present())
         self._logits = None
+        state, _ = self.programs.chunk(request.lm.params, state, self.controls, 1)
         yield self._collect(state, 1)
         while not self._interrupt.requested and (as_numpy(state.reason) == RUNNING).any():
             cache = state.cache
             room = cache.new_capacity - self._fed if cache.policy.grows else CHUNK
+            if room <= 0:
+                room = self._spare(cache)  # a prompt shorter than its bucket, or a reserve, leaves slots
             if room <= 0:
                 config = request.lm.config
                 larger = new_bucket(self._fed, config.max_position)
@@ -170,6 +172,18 @@ class Session:
             self._fed += int(made)
             yield self._collect(state, int(made))
 
+    def _spare(self, cache: Cache) -> int:
+        """Tokens that every row can still decode into the slots there are."""
+        config = self.request.lm.config
+        lengths = [as_numpy(layer.length) for layer in cache.layers]
+        spare = [
+            int(slots - length[: self.request.rows, head].max())
+            for i, (layer, length) in enumerate(zip(cache.layers, lengths, strict=True))
+            for head, (slots, owner) in enumerate(zip(layer.slots, cache.policy.owners(config, i), strict=True))
+            if owner.grows
+        ]
+        return min(spare, default=CHUNK)
+
     def _collect(self, state: DecodeState, made: int) -> ChunkResult:
         """Take over the state after a chunk; what it gave the rows that are no padding."""
         first, self._cache = self._fed == 0, state.cache
@@ -177,7 +191,7 @@ class Session:
         self.reasons = [REASONS.get(int(reason)) for reason in as_numpy(state.reason)[: self.request.rows]]
         tokens = [[int(t) for t in row if t >= 0] for row in found]
         logprobs = None
-        if state.logprobs is not None:
+        if self.logprobs is not None:
             values = as_numpy(state.logprobs)[:, :made]
             logprobs = [values[i][found[i] >= 0].tolist() for i in range(len(tokens))]
         for row, new in enumerate(tokens):

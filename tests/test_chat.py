@@ -153,7 +153,7 @@ def test_a_cache_is_a_value(tiny_model, policy):
 
 @pytest.mark.parametrize("policy", [Full(), StreamingLLM(window=20)], ids=str)
 def test_caches_of_unlike_allocations_continue_as_one_batch(tiny_model, policy):
-    prompts = [RNG.integers(0, 256, size).tolist() for size in (70, 9)]  # buckets of 128 and 64
+    prompts = [RNG.integers(0, 256, size).tolist() for size in (300, 9)]  # buckets of 2,048 and 256
     caches = [kvjax.generate(tiny_model, p, policy=policy, max_new_tokens=5).cache for p in prompts]
     assert caches[0].prompt_capacity != caches[1].prompt_capacity
     alone = [kvjax.generate(tiny_model, THIRD, cache=cache, max_new_tokens=8) for cache in caches]

@@ -23,7 +23,7 @@ from kvjax.checkpoints.load import LanguageModel
 from kvjax.checks import whole_number
 from kvjax.errors import KvjaxError, UsageError
 from kvjax.options import GenerationKeywords, GenerationOptions, merged, shows_options
-from kvjax.planning import check_fits
+from kvjax.planning import fitting
 from kvjax.policies import parse
 from kvjax.runtime.distributed import Group, group
 from kvjax.runtime.interrupt import interruptible
@@ -116,7 +116,8 @@ def run(
         raise UsageError(f"The model is a {type(lm).__name__}; give one from kvjax.load.")
     policy, storage = parse(chosen.policy or "full"), parse_storage(chosen.storage)
     policy.check(lm.config)
-    check_fits(lm.config, 1, batch_size, policy, lm.params.dtype, chosen.memory_limit, 0, storage, lm.mesh)
+    kinds = {"dtype": lm.params.dtype, "memory_limit": chosen.memory_limit, "storage": storage, "mesh": lm.mesh}
+    fitting(lm.config, policy, batch_size, 1, exact=True, **kinds)
     everyone = group()
     with everyone.together():
         needed("grain", "Batch jobs")

@@ -53,6 +53,7 @@ class Worker:
                 self._options,
                 limits=[row.limit for row in filled],
                 numbers=[row.number for row in filled],
+                exact=True,
             )
             outputs = answer(request, between=self._between)
         except (UsageError, DoesNotFit) as error:

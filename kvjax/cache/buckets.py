@@ -1,4 +1,4 @@
-"""Length buckets: the few static sizes that all prompts and answers share, so that a new prompt does not recompile."""
+"""Buckets: the few static sizes that all prompts, answers and batches share, so that a new request compiles nothing."""
 
 from __future__ import annotations
 
@@ -10,6 +10,13 @@ BLOCK = 256
 #: The most that one takes on an accelerator, where fewer rows would wait for the weights: a v5e does 240 operations in
 #: the time its memory takes for a byte, so a bfloat16 weight is paid for by 240 tokens and free at several times that.
 ACCELERATOR_BLOCK = 1024
+#: Tokens of prompt that a block takes on a CPU in the shortest bucket of a request: compute follows a short prompt, and
+#: a full bucket takes a fifth longer than in one block (30 layers, 2 cores).
+SHORT_BLOCK = 64
+#: Tokens that the two smallest buckets of a request hold.
+SHORT, MEDIUM = 256, 2048
+#: Tokens a conversation reserves for later turns, over all rows of a batch together.
+RESERVE = 4096
 #: Tokens that may be decoded before a growing cache is repacked; each repacking makes it four times larger.
 NEW_TOKENS = 256
 
@@ -25,10 +32,34 @@ def prompt_bucket(tokens: int) -> int:
     return -(-tokens // step) * step
 
 
+def request_bucket(tokens: int) -> int:
+    """The bucket of a single request: 256, 2,048, then those of :func:`prompt_bucket`.
+
+    A call answers once what it compiles, so its buckets are few; a job of many rows pays for finer ones.
+    """
+    return SHORT if tokens <= SHORT else max(MEDIUM, prompt_bucket(tokens))
+
+
+def batch_bucket(rows: int) -> int:
+    """Rows that a request of so many runs as: 1, 4, or a multiple of 8; rows of padding end at once."""
+    return rows if rows == 1 else 4 if rows <= 4 else -(-rows // 8) * 8
+
+
+def rows_together(rows: int, block: int) -> int:
+    """Rows of a batch that one product of a prefill takes, a divisor of ``rows``: as few as fill the machine.
+
+    The fewer they are, the less a short row waits for a long one.
+    """
+    most = BLOCK if dispatch.platform() == "cpu" else ACCELERATOR_BLOCK
+    return next(n for n in range(rows, 0, -1) if rows % n == 0 and (n == 1 or n * block <= most))
+
+
 def block_of(bucket: int) -> int:
-    """The prefill block of a bucket: the bucket itself when it is short; else what divides it, larger off the CPU."""
-    if bucket <= BLOCK or dispatch.platform() == "cpu":
-        return min(bucket, BLOCK)
+    """The prefill block of a bucket: a part of it that divides it, larger off the CPU."""
+    if dispatch.platform() == "cpu":
+        return min(bucket, BLOCK) if bucket != SHORT else SHORT_BLOCK
+    if bucket <= BLOCK:
+        return bucket
     block = ACCELERATOR_BLOCK
     while block > BLOCK and bucket % block:
         block //= 2

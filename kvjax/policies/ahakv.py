@@ -46,6 +46,8 @@ class AhaKV(Evicting):
     later turn is read, i being all tokens the row has seen, and held while decoding.
     """
 
+    layers_alike: ClassVar[bool] = True
+
     recent: int = 32
     kernel: int = 5
     recent_accumulation: bool = True

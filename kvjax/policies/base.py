@@ -49,7 +49,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from typing import Any, ClassVar
 
 import jax
@@ -131,6 +131,9 @@ class Policy:
     merges: ClassVar[bool] = False
     #: Whether it moves whole rounds of a conversation to host memory instead of choosing tokens (see ``kvjax/rounds``).
     offloads_rounds: ClassVar[bool] = False
+    #: Whether the methods treat every layer alike, whatever its number; one layer is then traced for all of them. It
+    #: counts only in the class that says it: a subclass may look at the number.
+    layers_alike: ClassVar[bool] = False
     #: Whether all heads of a layer are treated alike, so that a device of a mesh may be given some of them.
     heads_alike: ClassVar[bool] = True
 
@@ -178,6 +181,10 @@ class Policy:
     def heads_of(self, config: ModelConfig, layer: int) -> int:
         """The number of KV heads of a layer that this policy has."""
         return config.num_kv_heads
+
+    def layer_kind(self, config: ModelConfig, layer: int) -> Hashable | None:
+        """What the methods make of a layer's number: layers of one kind are traced once. None: each may be its own."""
+        return 0 if type(self).__dict__.get("layers_alike") else None
 
     def owners(self, config: ModelConfig, layer: int) -> tuple[Policy, ...]:
         """The policy of each of these KV heads: this one, unless it composes others."""

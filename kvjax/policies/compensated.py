@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Hashable
 from typing import Any, ClassVar
 
 import jax
@@ -66,6 +67,8 @@ class CompensatedRing(Policy):
     Slots: the compensation token, the sinks, the ring. Slots are in ring order, not position order, while decoding.
     """
 
+    layers_alike: ClassVar[bool] = True
+
     sink: int = 4
     threshold: int = 4000
     compression: float = 5.0
@@ -120,6 +123,10 @@ class CompensatedRing(Policy):
         heads = [] if self.lengths is None else [len(row) for row in self.lengths]
         if heads and heads != [config.num_kv_heads] * config.num_layers:
             raise UsageError(f"lengths must give {config.num_layers} layers of {config.num_kv_heads} heads.")
+
+    def layer_kind(self, config: ModelConfig, layer: int) -> Hashable | None:
+        kind = super().layer_kind(config, layer)
+        return kind if kind is None or self.lengths is None else self.lengths[layer]
 
     # --- how many ---------------------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from typing import Any, ClassVar, TypeVar
 
 import jax.numpy as jnp
@@ -56,6 +56,12 @@ class HeadWise(Policy):
         rest = tuple(head for head in range(config.num_kv_heads) if head not in kept)
         groups = [(FULL, kept), (self.others(config), rest)]
         return [(policy, heads, with_heads(config, len(heads))) for policy, heads in groups if heads]
+
+    def layer_kind(self, config: ModelConfig, layer: int) -> Hashable | None:
+        if super().layer_kind(config, layer) is None:
+            return None
+        groups = [(policy, heads, policy.layer_kind(own, layer)) for policy, heads, own in self.members(config, layer)]
+        return None if any(kind is None for *_, kind in groups) else tuple(groups)
 
     # --- what the groups' policies say, together --------------------------------------------------------------
 

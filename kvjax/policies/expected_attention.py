@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -40,6 +40,8 @@ class ExpectedAttention(Selecting):
     turns so far (not of decoded tokens), and the average starts at the row's new end. With ALiBi nothing rotates, and
     each key's weight has its bias as the row's next query would see it.
     """
+
+    layers_alike: ClassVar[bool] = True
 
     sink: int = 4
     future: int = 512

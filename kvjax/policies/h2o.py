@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import ClassVar
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -31,6 +32,8 @@ class H2O(Evicting):
     tokens alike, and chooses again with the budget of all tokens seen. The official code's prompt pass and this one
     agree; it gives every query head its own choice, by repeating the keys of a group.
     """
+
+    layers_alike: ClassVar[bool] = True
 
     recent: int | None = None
 

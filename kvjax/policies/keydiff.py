@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +25,8 @@ class KeyDiff(Selecting):
 
     Size: ``budget`` tokens a head (2,048 when nothing is given) or ``ratio`` of the row's tokens.
     """
+
+    layers_alike: ClassVar[bool] = True
 
     def scores(
         self, layer: int, cache: LayerCache, candidates: Candidates, chunk: PromptChunk

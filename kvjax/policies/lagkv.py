@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Hashable
 from typing import Any, ClassVar, Literal
 
 import jax
@@ -74,6 +75,7 @@ class LagKV(Policy):
     variant: Literal["lag", "local", "l2"] = "lag"
     prefill: Literal["whole", "chunked"] = "whole"
 
+    layers_alike: ClassVar[bool] = True
     maintains: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -108,6 +110,10 @@ class LagKV(Policy):
 
     def chunks(self, config: ModelConfig) -> tuple[int, int] | None:
         return (self.sink + 2 * self.lag, self.lag) if self.prefill == "chunked" else None
+
+    def layer_kind(self, config: ModelConfig, layer: int) -> Hashable | None:
+        kind = super().layer_kind(config, layer)
+        return kind if kind is None else layer < self._skipped
 
     # --- how many ---------------------------------------------------------------------------------------------
 

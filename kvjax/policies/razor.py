@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 import os
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from kvjax.checks import number
 from kvjax.errors import UsageError
@@ -69,6 +69,8 @@ class RazorAttention(HeadWise):
 
     An option that a model or another option leaves without effect is refused.
     """
+
+    layers_alike: ClassVar[bool] = True
 
     profile: HeadProfile | ScopeProfile | str | None = None
     inner: Policy | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from typing import ClassVar, Literal
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -30,6 +30,8 @@ class SlimKV(Observing):
     Decided where the paper is silent: the softmax is over all keys, and the window's columns are dropped after it;
     pooling is average (``pooling="max"`` is the other), and at the ends of the prefix averages what exists.
     """
+
+    layers_alike: ClassVar[bool] = True
 
     score: Literal["both", "s1", "s2"] = "both"
 

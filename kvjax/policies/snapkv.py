@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import ClassVar
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
@@ -64,6 +65,8 @@ class SnapKV(Observing):
     As in the official code, average pooling counts zeros beyond the ends of the prefix. The official code scores each
     query head on its own and repeats keys for it; here one decision serves the KV head, which is what is stored.
     """
+
+    layers_alike: ClassVar[bool] = True
 
     group: Group = "mean"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import ClassVar
 
 from kvjax.model.config import ModelConfig
 from kvjax.policies.base import Policy
@@ -16,6 +17,8 @@ class SplitCache(Policy):
       watershed: layers that hold all rounds.
       upper_capacity: slots of each head of the other layers, beside those for decoded tokens.
     """
+
+    layers_alike: ClassVar[bool] = True
 
     watershed: int
     upper_capacity: int = 0

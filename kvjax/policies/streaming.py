@@ -63,6 +63,8 @@ class StreamingLLM(Policy):
     later turns. Slots are in ring order, not position order, once tokens have left.
     """
 
+    layers_alike: ClassVar[bool] = True
+
     sink: int = 4
     window: int | None = None
     budget: int | None = None

@@ -26,6 +26,8 @@ class TOVA(Evicting):
     Where a layer's heads are split between policies, the mean is over the heads this one was given.
     """
 
+    layers_alike: ClassVar[bool] = True
+
     marks: ClassVar[tuple[str, ...]] = ("position",)
 
     @property

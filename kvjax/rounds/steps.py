@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax.cache.buckets import BLOCK, NEW_TOKENS, block_of
+from kvjax.cache.buckets import BLOCK, NEW_TOKENS
 from kvjax.cache.cache import Cache
 from kvjax.cache.groups import rounded
 from kvjax.cache.page_sharding import PageSharding
@@ -27,7 +27,7 @@ from kvjax.model.rope import token_angles
 from kvjax.policies.base import page_capacities
 from kvjax.policies.signals import Signals
 from kvjax.rounds.conversation import UpperRows
-from kvjax.runtime.prefill import Pages, after_reading, last_logits, read_layer, through_layers, zero_after
+from kvjax.runtime.prefill import Pages, after_reading, last_logits, read_rows, through_layers, zero_after
 from kvjax.runtime.signal_collector import SignalCollector
 from pallas_kernels.rows import Rows
 
@@ -156,7 +156,6 @@ def read_upper(
     """
     first = params.config.num_layers - len(empty)
     tokens = x.shape[1]
-    blocks = (jnp.max(count) + block_of(tokens) - 1) // block_of(tokens)
     angles = token_angles(params.config, seen[:, None] + jnp.arange(tokens), seen + count)
     zero, done = zero_after(x), []
     for i, cache in enumerate(empty):
@@ -165,7 +164,7 @@ def read_upper(
         if staged is not None and length is not None:
             old_k, old_v = cache.sharding.gather_axis(staged.kv[i], 3)
             kept = Rows(old_k, old_v, length[i], None, None, min(old_k.shape[2], BLOCK))
-        x, k, v, _ = read_layer(layer, x, angles, kept, blocks, zero, None, count)
+        x, k, v, _ = read_rows(layer, x, angles, kept, count, zero)
         held = jnp.broadcast_to(count[:, None], k.shape[:2])
         if kept is not None:
             k, v = (_behind(old, new, kept.length) for old, new in ((kept.k, k), (kept.v, v)))

@@ -13,13 +13,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache.cache import Cache
+from kvjax.cache.groups import Layer
 from kvjax.model.alibi import slopes
-from kvjax.model.decoder import Decoder
-from kvjax.model.rope import apply_rope, token_angles
-from kvjax.policies.base import Step
+from kvjax.model.decoder import Decoder, DecoderLayer
+from kvjax.model.rope import Angles, apply_rope, token_angles
+from kvjax.policies.base import Policy, Step
+from kvjax.runtime.alike import numbers_of_kind
 from kvjax.runtime.decode_attention import attend
 from kvjax.runtime.sampling import Sampling, log_probability, sample
 from kvjax.runtime.stopping import FOUND, StopTable
@@ -47,12 +50,14 @@ class Controls:
       stops: what ends a row.
       max_new_tokens: tokens each row may generate.
       max_position: tokens a row may see; beyond it generation ends with "context".
+      logprobs: whether tokens' log-probabilities are computed.
     """
 
     sampling: Sampling
     stops: StopTable
     max_new_tokens: Int[Array, " B"]
     max_position: Int[Array, ""]
+    logprobs: Bool[Array, ""]
 
 
 @jax.tree_util.register_dataclass
@@ -67,7 +72,8 @@ class DecodeState:
       present: [B, V] tokens a row holds, for the repetition penalty.
       made: [B] tokens generated.
       tokens: [B, CHUNK] this call's tokens, -1 where a row had ended.
-      logprobs: [B, CHUNK] their log-probabilities, when asked for.
+      logprobs: [B, CHUNK] their log-probabilities, 0 where they are not asked for.
+      logits: [B, V] after each prompt. first: whether each row's first token is still to be sampled from them.
     """
 
     cache: Cache
@@ -76,7 +82,9 @@ class DecodeState:
     present: Bool[Array, "B V"]
     made: Int[Array, " B"]
     tokens: Int[Array, "B N"]
-    logprobs: Float[Array, "B N"] | None
+    logprobs: Float[Array, "B N"]
+    logits: Float[Array, "B V"]
+    first: Bool[Array, ""]
 
 
 def forward_step(
@@ -87,27 +95,53 @@ def forward_step(
     Returns:
       The cache with the tokens in, and the float32 logits of what follows.
     """
-    config, policy = params.config, cache.policy
-    angles = token_angles(config, cache.seen[:, None], cache.seen + 1)
+    policy = cache.policy
+    angles = token_angles(params.config, cache.seen[:, None], cache.seen + 1)
     x = params.embed(token)
     done: list[Any] = []
-    for i, (layer, kept) in enumerate(zip(params.layers, cache.layers, strict=True)):
-        own = layer.config  # the model's, or of the heads that this device has of the layer
-        step = Step(cache.seen, active, config=own)
-        q, k, v = layer.project(x)
-        kept = policy.append(i, kept, apply_rope(k, angles), v, step)
-        attended, kept = attend(
-            policy,
-            i,
-            kept,
-            apply_rope(q, angles),
-            step,
-            scale=config.attention_scale,
-            slopes=slopes(own) if own.positional == "alibi" else None,
-        )
+    numbers = numbers_of_kind(policy, params)
+    for layer, kept, (number, alike) in zip(params.layers, cache.layers, numbers, strict=True):
+        step = _layer_step_once if alike else _layer_step
+        x, kept = step(policy, number, layer, kept, x, angles, cache.seen, active)
         done.append(kept)
-        x = layer.finish(x, attended)
     return cache.replace(layers=tuple(done), seen=cache.seen + active), params.logits(x)
+
+
+def _layer_step(
+    policy: Policy,
+    index: int,
+    layer: DecoderLayer,
+    kept: Layer,
+    x: Float[Array, "B M"],
+    angles: Angles,
+    position: Int[Array, " B"],
+    active: Bool[Array, " B"],
+) -> tuple[Float[Array, "B M"], Layer]:
+    """One layer of :func:`forward_step`: what the next layer reads, and the layer's cache with the token in."""
+    own = layer.config  # the model's, or of the heads that this device has of the layer
+    step = Step(position, active, config=own)
+    q, k, v = layer.project(x)
+    kept = policy.append(index, kept, apply_rope(k, angles), v, step)
+    scale, linear = own.attention_scale, slopes(own) if own.positional == "alibi" else None
+    attended, kept = attend(policy, index, kept, apply_rope(q, angles), step, scale=scale, slopes=linear)
+    return layer.finish(x, attended), kept
+
+
+def _maintain_layer(
+    policy: Policy,
+    index: int,
+    layer: DecoderLayer,
+    kept: Layer,
+    row: Int[Array, ""],
+    seen: Int[Array, ""],
+) -> Layer:
+    """One layer's cache after the policy has compacted a row that has seen so many tokens."""
+    return policy.maintain(index, kept, layer.config, row, seen)
+
+
+#: The same, traced and lowered once for all layers that are alike; XLA inlines them, so that the program is what it was.
+_layer_step_once = jax.jit(_layer_step, static_argnames=("policy", "index"))
+_maintain_layer_once = jax.jit(_maintain_layer, static_argnames=("policy", "index"))
 
 
 def _record(
@@ -123,10 +157,8 @@ def _record(
     reason = jnp.where(made >= controls.max_new_tokens, LENGTH, jnp.where(full, CONTEXT, RUNNING))
     reason = jnp.where(active, jnp.where(stopped, STOP, reason), state.reason)
     present = state.present.at[jnp.arange(token.shape[0]), token].max(active)
-    logprobs = state.logprobs
-    if logprobs is not None:
-        value = jnp.where(active, log_probability(logits, token), 0.0)
-        logprobs = jax.lax.dynamic_update_slice_in_dim(logprobs, value[:, None], slot, axis=1)
+    value = jax.lax.cond(controls.logprobs, log_probability, lambda *_: jnp.zeros(token.shape, jnp.float32), logits, token)
+    value = jnp.where(active, value, 0.0)[:, None]
     written = jnp.where(active, token, -1)[:, None]
     return dataclasses.replace(
         state,
@@ -136,42 +168,47 @@ def _record(
         present=present,
         made=made,
         tokens=jax.lax.dynamic_update_slice_in_dim(state.tokens, written, slot, axis=1),
-        logprobs=logprobs,
+        logprobs=jax.lax.dynamic_update_slice_in_dim(state.logprobs, value, slot, axis=1),
     )
 
 
-def first_token(
-    device: Device,
-    cache: Cache,
-    logits: Float[Array, "B V"],
-    present: Bool[Array, "B V"],
-    controls: Controls,
-    live: Bool[Array, " B"],
-    *,
-    logprobs: bool,
-) -> DecodeState:
-    """Sample the first token from the prefill's logits; it stands in column 0 of ``tokens``.
+def initial_state(cache: Cache, logits: Float[Array, "B V"], present: Bool[np.ndarray, "N V"]) -> DecodeState:
+    """The state before the first token: rows of the cache that ``present`` does not have are padding and have ended."""
+    batch, rows = cache.batch, len(present)
+    begin = {
+        "reason": np.where(np.arange(batch) < rows, RUNNING, STOP).astype(np.int32),
+        "stop_state": np.zeros((batch,), np.int32),
+        "present": np.pad(present, ((0, batch - rows), (0, 0))),
+        "made": np.zeros((batch,), np.int32),
+        "tokens": np.full((batch, CHUNK), -1, np.int32),
+        "logprobs": np.zeros((batch, CHUNK), np.float32),
+        "first": np.bool_(True),
+    }
+    # On the device, as the program's results are: it is found again by where its arguments are.
+    return DecodeState(cache=cache, logits=logits, **jax.device_put(begin))
 
-    Rows that are not ``live`` have ended from the start. The cache may be without its keys and values.
+
+def _with_first(state: DecodeState, controls: Controls) -> DecodeState:
+    """The state with its first token in column 0, where that is still to be sampled.
+
+    In this program and not in one of its own, which would be compiled too. Keys and values stay out of the conditional,
+    whose branches would copy them.
     """
-    batch = cache.batch
-    zeros = jnp.zeros((batch,), jnp.int32)
-    state = DecodeState(
-        cache=cache,
-        reason=jnp.where(live, RUNNING, STOP).astype(jnp.int32),
-        stop_state=zeros,
-        present=present,
-        made=zeros,
-        tokens=jnp.full((batch, CHUNK), -1, jnp.int32),
-        logprobs=jnp.zeros((batch, CHUNK), jnp.float32) if logprobs else None,
-    )
-    return _record(state, logits, controls, live, jnp.int32(0))
+
+    def sampled(state: DecodeState) -> DecodeState:
+        return _record(state, state.logits, controls, state.reason == RUNNING, jnp.int32(0))
+
+    bare = dataclasses.replace(state, cache=state.cache.replace(layers=()))
+    begun = jax.lax.cond(state.first, sampled, lambda same: same, bare)
+    return dataclasses.replace(begun, cache=begun.cache.replace(layers=state.cache.layers))
 
 
 def decode_chunk(
     device: Device, params: Decoder, state: DecodeState, controls: Controls, steps: Int[Array, ""]
 ) -> tuple[DecodeState, Int[Array, ""]]:
     """Generate up to ``steps`` (at most CHUNK) tokens a row; ends early when every row has ended.
+
+    The first token of all is sampled from the prompt's logits and takes no step of the model, but counts as one here.
 
     Devices that hold different rows must take every step together, so on a mesh the loop's body agrees on its flags.
     (One device reads them in the loop's condition: XLA's CPU compiler takes half as long again when the body hands them
@@ -182,7 +219,10 @@ def decode_chunk(
     """
     agree = device.any_row
     policy, config = state.cache.policy, params.config
+    numbers = numbers_of_kind(policy, params)
     state = dataclasses.replace(state, tokens=jnp.full_like(state.tokens, -1))
+    state, logits, made = _with_first(state, controls), state.logits, state.first.astype(jnp.int32)
+    state = dataclasses.replace(state, logits=jnp.zeros((0,)), first=jnp.bool_(False))  # no part of the loop
 
     def due(state: DecodeState) -> Bool[Array, " B"]:
         return policy.due(state.cache.layers, config) & (state.reason == RUNNING)
@@ -214,11 +254,11 @@ def decode_chunk(
 
     def maintain(state: DecodeState) -> DecodeState:
         cache, row = state.cache, jnp.argmax(due(state))
-        layers = tuple(
-            policy.maintain(i, old, layer.config, row, cache.seen[row])
-            for i, (layer, old) in enumerate(zip(params.layers, cache.layers, strict=True))
-        )
-        return dataclasses.replace(state, cache=cache.replace(layers=layers))
+        layers: list[Any] = []
+        for layer, old, (number, alike) in zip(params.layers, cache.layers, numbers, strict=True):
+            compact = _maintain_layer_once if alike else _maintain_layer
+            layers.append(compact(policy, number, layer, old, row, cache.seen[row]))
+        return dataclasses.replace(state, cache=cache.replace(layers=tuple(layers)))
 
     def maintain_then_step(now: Carry) -> Carry:
         made, state, agreed = now
@@ -228,5 +268,5 @@ def decode_chunk(
         return jax.lax.while_loop(nothing_due, step, (made, state, agreed))
 
     body = maintain_then_step if policy.maintains else step
-    made, state, _ = jax.lax.while_loop(lambda now: read(now)[0], body, carry(jnp.int32(0), state))
-    return state, made
+    made, state, _ = jax.lax.while_loop(lambda now: read(now)[0], body, carry(made, state))
+    return dataclasses.replace(state, logits=logits), made

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from kvjax.cache.buckets import block_of, keys_of, prompt_bucket
+from kvjax.cache.buckets import block_of, keys_of, prompt_bucket, request_bucket, rows_together
 from kvjax.model.config import ModelConfig
 from kvjax.policies.base import Policy
 from kvjax.policies.composed import HeadWise
@@ -43,8 +43,9 @@ def prefill_peak_bytes(config: ModelConfig, policy: Policy, batch: int, prompt: 
     """
     item = jnp.dtype(dtype).itemsize
     chunks = policy.chunks(config)
-    tokens = prompt_bucket(min(prompt, max(chunks)) if chunks else prompt)
+    tokens = prompt_bucket(max(chunks)) if chunks else request_bucket(prompt)
     block, rows = block_of(tokens), batch * tokens
+    together = rows_together(batch, block)
     hidden = rows * config.hidden_size * item
     both = 2 * rows * config.num_kv_heads * config.head_dim * item
     rope = config.positional == "rope"
@@ -56,11 +57,11 @@ def prefill_peak_bytes(config: ModelConfig, policy: Policy, batch: int, prompt: 
         rotary = 2 * rows * max(config.head_dim // 2, 128) * 4 if rope else 0
         reading = 2 * config.hidden_size + max(2 * inner, 3 * config.num_heads * config.head_dim)
         copies = _GROUPED if isinstance(policy, HeadWise) else _STATISTICS if isinstance(policy, LagKV) else 0
-        return hidden + rotary + dense + max(batch * block * reading * item, int(copies * both))
+        return hidden + rotary + dense + max(together * block * reading * item, int(copies * both))
     rotary = 2 * rows * (config.head_dim // 2) * 4 if rope else 0
     attention = config.num_heads * (2 * keys_of(block) + 3 * config.head_dim) * 4
     mlp = 3 * inner * item
     shared = 2 * config.hidden_size * 4 + (config.num_heads + 2 * config.num_kv_heads) * config.head_dim * 4
-    reading = batch * block * (max(attention, mlp) + shared)
+    reading = together * block * (max(attention, mlp) + shared)
     logits = batch * config.vocab_size * 4
     return hidden + rotary + dense + max(reading, 2 * dense) + logits

@@ -2,8 +2,8 @@
 
 A layer's keys and values exist whole only while that layer runs: queries go through it in blocks, each against the
 blocks before it (and the slots kept from earlier turns), then the policy packs what it keeps and the rest is dead.
-Nothing of size T x T is ever made. Rows are padded on the right; a block in which every row has ended is skipped, so
-time follows the longest prompt and not its bucket.
+Nothing of size T x T is ever made. Rows are padded on the right and go through a layer a few at a time; a block in which
+these have ended is skipped, so time follows the prompts and not their buckets.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.cache.attention import kept_rows
-from kvjax.cache.buckets import block_of, keys_of
+from kvjax.cache.buckets import block_of, keys_of, rows_together
 from kvjax.cache.cache import Cache
 from kvjax.cache.groups import parts, rounded
 from kvjax.cache.quantisation import Storage
@@ -28,6 +28,7 @@ from kvjax.policies.base import Policy, PromptChunk, page_capacities
 from kvjax.policies.empty_cache import empty_cache
 from kvjax.policies.full import Full
 from kvjax.policies.signals import PromptSignals
+from kvjax.runtime.alike import numbers_of_kind
 from kvjax.runtime.layer_observer import LayerObserver
 from kvjax.runtime.signal_collector import SignalCollector, signal_collector
 from kvjax.sharding.compile import Device
@@ -80,6 +81,45 @@ def read_layer(
     return x, k, v, None if collector is None else collector.finish(partial, window, k, kept, block)
 
 
+def read_rows(
+    layer: DecoderLayer,
+    x: Float[Array, "B T M"],
+    rope: Angles,
+    kept: Rows | None,
+    count: Int[Array, " B"],
+    zero: Int[Array, ""],
+    collector: LayerObserver | None = None,
+) -> tuple[Float[Array, "B T M"], Float[Array, "B H T D"], Float[Array, "B H T D"], Any]:
+    """:func:`read_layer` over ``count`` tokens of each row, a few rows at a time (:func:`rows_together`).
+
+    A row of no tokens costs nothing, and its hidden states stay as they are.
+    """
+    batch, tokens, _ = x.shape
+    block = block_of(tokens)
+    together = rows_together(batch, block)
+
+    def read(given: tuple[Any, ...]) -> tuple[Any, ...]:
+        x, rope, kept, count, collector = given
+        blocks = (jnp.max(count) + block - 1) // block
+        return read_layer(layer, x, rope, kept, blocks, zero, collector, count)
+
+    given = (x, rope, kept, count, collector)
+    if together == batch:
+        return read(given)
+
+    def cut(i: Int[Array, ""], tree: Any) -> Any:
+        return jax.tree.map(lambda a: jax.lax.dynamic_slice_in_dim(a, i * together, together), tree)
+
+    def body(i: Int[Array, ""], done: tuple[Any, ...]) -> tuple[Any, ...]:
+        made = read(cut(i, (done[0], *given[1:])))
+        return jax.tree.map(lambda a, b: jax.lax.dynamic_update_slice_in_dim(a, b, i * together, axis=0), done, made)
+
+    shapes = jax.eval_shape(read, cut(zero, given))
+    empty = [jnp.broadcast_to(zero.astype(a.dtype), (batch, *a.shape[1:])) for a in jax.tree.leaves(shapes[1:])]
+    done = (x, *jax.tree.unflatten(jax.tree.structure(shapes[1:]), empty))
+    return jax.lax.fori_loop(0, batch // together, body, done)
+
+
 def through_layers(
     params: Decoder,
     policy: Policy,
@@ -93,37 +133,64 @@ def through_layers(
     *,
     fresh: bool,
     collector: SignalCollector | None,
+    work: Int[Array, " B"] | None = None,
 ) -> tuple[tuple[Any, ...], Float[Array, "B T M"], PromptSignals | None]:
     """Read tokens through layers ``first .. first + len(caches) - 1``.
 
     Args:
       x: what layer ``first`` reads, of ``count`` tokens a row after ``seen``.
       caches: of those layers; ``pages`` of each afterwards.
+      work: tokens of each row to compute, where that is not ``count``: 0 of a row of padding.
 
     Returns:
       Their caches, what the next layer reads, and what ``collector`` asked of the last of them.
     """
     config, tokens = params.config, x.shape[1]
-    block = block_of(tokens)
-    blocks = (jnp.max(count) + block - 1) // block
     angles = token_angles(config, seen[:, None] + jnp.arange(tokens), seen + count)
     done: list[Any] = []
     signals = None
     zero = jnp.int32(0) if first == 0 else zero_after(x)
+    chunk = (seen, count, count if work is None else work, total)
+    numbers = numbers_of_kind(policy, params)
     for i, (old, counts) in enumerate(zip(caches, pages, strict=True), first):
-        kept = None
-        layer = params.layers[i]
-        own = layer.config  # the model's, or of the heads that this device has of the layer
-        if not fresh:
-            old = policy.sort_slots(i, old, own)
-            kept = kept_rows(old, keys_of(block), seen if config.positional == "alibi" else None)
-        asked = None if collector is None else dataclasses.replace(collector, config=own)
-        x, k, v, signals = read_layer(layer, x, angles, kept, blocks, zero, asked, count)
-        chunk = PromptChunk(seen, count, total, pages=counts, config=own, fresh=fresh, signals=signals)
-        packed = policy.compress(i, old, k, v, chunk)
-        zero = zero_after(*jax.tree.leaves([part.kv for part in parts(packed)]))
+        number, alike = numbers[i]
+        read = _read_and_compress_once if alike else _read_and_compress
+        given = params.layers[i], old, x, angles, chunk, zero, collector
+        packed, x, zero, signals = read(policy, number, *given, pages=counts, fresh=fresh)
         done.append(packed)
     return tuple(done), x, signals
+
+
+def _read_and_compress(
+    policy: Policy,
+    index: int,
+    layer: DecoderLayer,
+    old: Any,
+    x: Float[Array, "B T M"],
+    angles: Angles,
+    tokens: tuple[Int[Array, " B"], Int[Array, " B"], Int[Array, " B"], Int[Array, " B"]],
+    zero: Int[Array, ""],
+    collector: SignalCollector | None,
+    *,
+    pages: tuple[int, ...],
+    fresh: bool,
+) -> tuple[Any, Float[Array, "B T M"], Int[Array, ""], PromptSignals | None]:
+    """One layer of :func:`through_layers`: its cache, hidden states, a zero that is known after both, its signals."""
+    seen, count, work, total = tokens
+    own = layer.config  # the model's, or of the heads that this device has of the layer
+    kept = None
+    if not fresh:
+        old = policy.sort_slots(index, old, own)
+        kept = kept_rows(old, keys_of(block_of(x.shape[1])), seen if own.positional == "alibi" else None)
+    asked = None if collector is None else dataclasses.replace(collector, config=own)
+    x, k, v, signals = read_rows(layer, x, angles, kept, work, zero, asked)
+    chunk = PromptChunk(seen, count, total, pages=pages, config=own, fresh=fresh, signals=signals)
+    packed = policy.compress(index, old, k, v, chunk)
+    return packed, x, zero_after(*jax.tree.leaves([part.kv for part in parts(packed)])), signals
+
+
+#: The same, traced and lowered once for all layers that are alike; XLA inlines it, so that the program is what it was.
+_read_and_compress_once = jax.jit(_read_and_compress, static_argnames=("policy", "index", "pages", "fresh"))
 
 
 def _forward(
@@ -143,13 +210,14 @@ def _forward(
         policy,
         0,
         cache.layers,
-        params.embed(tokens),
+        params.embed(jnp.maximum(tokens, 0)),
         cache.seen,
         count,
         total,
         pages,
         fresh=fresh,
         collector=collector,
+        work=jnp.where(tokens[:, 0] < 0, 0, count),
     )
     return after_reading(cache.replace(layers=layers), count), x
 
@@ -197,7 +265,7 @@ def prefill_fresh(
     Args:
       device: gives the policy, and allocates the cache.
       params: the model.
-      tokens: token ids padded on the right to a bucket.
+      tokens: token ids padded on the right to a bucket; a row that begins with -1 is one of padding, and not computed.
       count: tokens of each row; at least 1.
       total: tokens of each row's whole prompt, of which this may be the first chunk.
       prompt_capacity, new_capacity, dtype, storage: of the cache; static.

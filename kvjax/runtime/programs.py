@@ -8,15 +8,16 @@ from typing import Any
 import jax
 import numpy as np
 
+from kvjax.cache.buckets import batch_bucket
 from kvjax.cache.cache import Cache
 from kvjax.cache.quantisation import MODEL, Storage
 from kvjax.model.config import ModelConfig
 from kvjax.model.decoder import Decoder
 from kvjax.policies.base import Policy
-from kvjax.runtime.decode import Controls, DecodeState, decode_chunk, first_token
+from kvjax.runtime.decode import Controls, DecodeState, decode_chunk
 from kvjax.runtime.grow import grow
 from kvjax.runtime.prefill import pages_onto, prefill_fresh, prefill_onto
-from kvjax.sharding.compile import ROW, SCALAR, Device, Program, device_of, put_pools, take_pools
+from kvjax.sharding.compile import ROW, SCALAR, Device, Program, device_of
 from kvjax.sharding.mesh import Mesh
 
 
@@ -24,16 +25,10 @@ def _empty(device: Device, arguments: Any, static: dict[str, Any]) -> Any:
     return jax.eval_shape(lambda: device.empty(arguments[1].shape[0], **static)), ROW
 
 
-def _first(device: Device, arguments: Any, static: dict[str, Any]) -> DecodeState:
-    return jax.eval_shape(lambda *given: first_token(device, *given, **static), *arguments)
-
-
 PREFILL_FRESH = Program(prefill_fresh, _empty, ("prompt_capacity", "new_capacity", "dtype", "storage"))
 PREFILL_ONTO = Program(
     prefill_onto, lambda device, arguments, static: (arguments[1], ROW), ("prompt_capacity", "new_capacity"), (1,)
 )
-#: Of a cache without its keys and values, which this does not touch.
-FIRST_TOKEN = Program(first_token, _first, ("logprobs",))
 DECODE_CHUNK = Program(decode_chunk, lambda device, arguments, static: (arguments[1], SCALAR), donates=(1,))
 GROW = Program(grow, lambda device, arguments, static: arguments[0], ("new_capacity",))
 
@@ -46,10 +41,12 @@ class Programs:
 
     Attributes:
       mesh: the devices, None for one. config: the model; None on one device.
+      exact: whether one device runs as many rows as there are, and not a bucket of them.
     """
 
     mesh: Mesh | None = None
     config: ModelConfig | None = None
+    exact: bool = True
 
     def device(self, policy: Policy, config: ModelConfig | None = None) -> Device:
         """The device that this policy's programs are compiled for."""
@@ -57,7 +54,9 @@ class Programs:
 
     def rows(self, batch: int) -> int:
         """Rows to run for ``batch`` of them: the others are padding, which ends at once and is dropped."""
-        return batch if self.mesh is None else self.mesh.rows(batch)
+        if self.mesh is not None:
+            return self.mesh.rows(batch)
+        return batch if self.exact else batch_bucket(batch)
 
     def fresh(
         self,
@@ -91,16 +90,6 @@ class Programs:
         pages = pages_onto(device.local_config, device.local(cache), **capacities)
         given = (device, params, cache, *read)
         return PREFILL_ONTO.onto(*given, cache=cache, pages=pages, consume=consume, **capacities)
-
-    def first(
-        self, cache: Cache, logits: jax.Array, present: np.ndarray, controls: Controls, *, logprobs: bool
-    ) -> DecodeState:
-        """:func:`kvjax.runtime.decode.first_token`; rows that ``present`` does not have are padding."""
-        live = np.arange(cache.batch) < len(present)
-        present = np.pad(present, ((0, cache.batch - len(present)), (0, 0)))
-        pools, rest = take_pools(cache)
-        state = FIRST_TOKEN(self.device(cache.policy), rest, logits, present, controls, live, logprobs=logprobs)
-        return put_pools(pools, state)
 
     def chunk(
         self, params: Decoder, state: DecodeState, controls: Controls, steps: int

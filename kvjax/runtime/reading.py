@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.cache.buckets import NEW_TOKENS, prompt_bucket
+from kvjax.cache.buckets import NEW_TOKENS, prompt_bucket, request_bucket
 from kvjax.cache.cache import Cache, take
 from kvjax.cache.continuation import delete
 from kvjax.cache.host_memory import as_numpy
@@ -41,7 +41,21 @@ class Read(Protocol):
     def copies(self) -> Sequence[int]: ...
     @property
     def memory_limit(self) -> int | None: ...
+    @property
+    def size(self) -> Capacities: ...
 
+
+class Capacities(Protocol):
+    """How large a cache is made: tokens of prompt, and tokens decoded after them, of each row."""
+
+    @property
+    def prompt_capacity(self) -> int: ...
+    @property
+    def new_capacity(self) -> int: ...
+
+
+#: The first token of a row of padding, of which a prefill computes nothing.
+_NO_TOKEN = -1
 
 #: Told of the newest cache after every program that makes one.
 Note = Callable[[Cache], None]
@@ -62,18 +76,20 @@ def read_prompts(
     storage: Storage = MODEL,
     programs: Programs = ONE_DEVICE,
     note: Note = unheard,
+    size: Capacities | None = None,
 ) -> tuple[Cache, jax.Array]:
     """Prefill prompts of different lengths as one batch, onto ``cache`` when there is one.
 
-    ``consume`` donates that one; ``note`` is told of every newer one.
+    ``consume`` donates that one; ``note`` is told of every newer one; ``size`` is that of the cache afterwards, None
+    for the smallest.
 
     Returns:
       The cache and the logits [B, V] after each row's last token; on a mesh B may be more than there are prompts.
     """
     config = params.config
     padding = programs.rows(len(prompts)) - len(prompts)
-    # A row of padding is one token, or nothing new of another row's cache.
-    prompts = [*prompts, *([prompts[0][:1]] if cache is None else [()]) * padding]
+    # A row of padding is one token that is none, or nothing new of another row's cache.
+    prompts = [*prompts, *([(_NO_TOKEN,)] if cache is None else [()]) * padding]
     if cache is not None and cache.batch < len(prompts):
         wide = take(cache, [*range(cache.batch), *[0] * padding])
         note(wide)
@@ -83,17 +99,19 @@ def read_prompts(
     lengths = np.array([len(ids) for ids in prompts], np.int32)
     seen = np.zeros_like(lengths) if cache is None else as_numpy(cache.seen)
     total = seen + lengths
-    # A bounded cache stays as it is allocated, so one program serves all turns of a conversation.
-    capacity = prompt_bucket(int(total.max())) if cache is None or policy.replans else cache.prompt_capacity
+    capacities = {"prompt_capacity": prompt_bucket(int(total.max())), "new_capacity": NEW_TOKENS}
+    if size is not None:
+        capacities = {"prompt_capacity": size.prompt_capacity, "new_capacity": size.new_capacity}
+    elif cache is not None and not policy.replans:
+        capacities["prompt_capacity"] = cache.prompt_capacity
     logits = None
-    for start, size in _chunks(policy, config, int(lengths.max())):
-        count = np.clip(lengths - start, 0, size)
-        bucket = prompt_bucket(int(count.max()))
+    for start, most in _chunks(policy, config, int(lengths.max())):
+        count = np.clip(lengths - start, 0, most)
+        bucket = request_bucket(int(count.max())) if policy.chunks(config) is None else prompt_bucket(most)
         tokens = np.zeros((len(prompts), bucket), np.int32)
         for row, ids in enumerate(prompts):
             tokens[row, : count[row]] = ids[start : start + count[row]]
         read = tokens, count, total
-        capacities = {"prompt_capacity": capacity, "new_capacity": NEW_TOKENS}
         if cache is None:
             cache, new = programs.fresh(params, *read, policy=policy, dtype=dtype, storage=storage, **capacities)
         else:
@@ -123,7 +141,7 @@ class TokenStrategy:
     def read(self, params: Decoder, request: Read, consume: bool, note: Note) -> tuple[Cache, jax.Array]:
         """Read the context once, then the prompts, then give every sample its row."""
         kinds: dict[str, Any] = {"policy": request.policy, "dtype": request.dtype, "storage": request.storage}
-        kinds |= {"programs": request.programs, "note": note}
+        kinds |= {"programs": request.programs, "note": note, "size": request.size}
         cache = request.cache
         if request.context:
             cache, logits = read_prompts(params, [request.context], cache=None, consume=False, **kinds)

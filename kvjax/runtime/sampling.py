@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from pallas_kernels.softmax import NEG
 
@@ -23,7 +24,7 @@ class Sampling:
       top_p: the smallest set of best tokens with at least this probability takes part; 1 is no limit.
       min_p: tokens below this share of the best one's probability do not take part; 0 is no limit.
       repetition_penalty: divides positive and multiplies negative logits of tokens already there (CTRL); 1 is none.
-      keys: [B] one random key a row.
+      draws: [B, 3] what each row draws by: the seed, the prompt's number, the sample's.
     """
 
     temperature: Float[Array, ""]
@@ -31,7 +32,7 @@ class Sampling:
     top_p: Float[Array, ""]
     min_p: Float[Array, ""]
     repetition_penalty: Float[Array, ""]
-    keys: Array
+    draws: UInt32[Array, "B 3"]
 
     @classmethod
     def greedy(cls, rows: int, vocabulary: int) -> Sampling:
@@ -42,7 +43,7 @@ class Sampling:
             top_p=jnp.float32(1),
             min_p=jnp.float32(0),
             repetition_penalty=jnp.float32(1),
-            keys=jax.random.split(jax.random.key(0), rows),
+            draws=jnp.stack([jnp.zeros(rows), jnp.arange(rows), jnp.zeros(rows)], axis=1).astype(jnp.uint32),
         )
 
 
@@ -89,8 +90,14 @@ def _noisy(logits: Float[Array, "B V"], sampling: Sampling, made: Int[Array, " B
     )
     # Ties with the threshold stay. Of the best the logarithm is 0; log 0 is -inf: no limit.
     logits = jnp.where(logits < jnp.maximum(least, jnp.log(sampling.min_p)), NEG, logits)
-    keys = jax.vmap(jax.random.fold_in)(sampling.keys, made)
+    keys = jax.vmap(_key)(sampling.draws, made)
     return logits + jax.vmap(lambda key: jax.random.gumbel(key, (vocabulary,), logits.dtype))(keys)
+
+
+def _key(draws: UInt32[Array, "3"], made: Int[Array, ""]) -> Array:
+    """The random key of a row's next token."""
+    seed, prompt, sample = draws
+    return functools.reduce(jax.random.fold_in, (prompt, sample, made), jax.random.key(seed))
 
 
 def _threshold(logits: Float[Array, "B V"], sampling: Sampling) -> Float[Array, "B 1"]:

@@ -40,6 +40,7 @@ class PartialSignals:
     stats: QueryStats | None
 
 
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SignalCollector(LayerObserver):
     """Collects the signals that one policy asks of every layer, for rows of these lengths.
@@ -51,13 +52,13 @@ class SignalCollector(LayerObserver):
       scale: [B] of the window's softmax.
     """
 
-    signals: Signals
-    config: ModelConfig
+    signals: Signals = dataclasses.field(metadata={"static": True})
+    config: ModelConfig = dataclasses.field(metadata={"static": True})
     seen: Int[Array, " B"]
     count: Int[Array, " B"]
     first: Int[Array, " B"]
     scale: Float[Array, " B"]
-    window_rows: int
+    window_rows: int = dataclasses.field(metadata={"static": True})
 
     def before_layer(
         self, layer: DecoderLayer, x: Float[Array, "B T M"], rope: Angles

@@ -56,7 +56,7 @@ def stop_table(stop: Sequence[str], ids: Sequence[int], token_bytes: Sequence[by
         room *= 2
     padded = np.full((room,), -1, np.int32)
     padded[: len(ids)] = ids
-    return StopTable(jnp.asarray(_transitions(tuple(stop), token_bytes, vocabulary)), jnp.asarray(padded))
+    return StopTable(*jax.device_put((_transitions(tuple(stop), token_bytes, vocabulary), padded)))
 
 
 def _transitions(stop: Sequence[str], token_bytes: Sequence[bytes], vocabulary: int) -> np.ndarray:

@@ -71,7 +71,7 @@ def benchmark_controls(config: ModelConfig, batch: int) -> Controls:
     """Greedy, and nothing ends a row."""
     sampling = Sampling.greedy(batch, config.vocab_size)
     most = np.int32(np.iinfo(np.int32).max)
-    return Controls(sampling, stop_table((), (), (), config.vocab_size), jnp.full((batch,), most), jnp.asarray(most))
+    return Controls(sampling, stop_table((), (), (), config.vocab_size), jnp.full((batch,), most), jnp.asarray(most), jnp.bool_(False))
 
 
 def decode_state(config: ModelConfig, cache: Cache) -> DecodeState:
@@ -84,7 +84,9 @@ def decode_state(config: ModelConfig, cache: Cache) -> DecodeState:
         present=jnp.zeros((cache.batch, config.vocab_size), bool),
         made=zeros,
         tokens=jnp.full((cache.batch, CHUNK), -1, jnp.int32),
-        logprobs=None,
+        logprobs=jnp.zeros((cache.batch, CHUNK)),
+        logits=jnp.zeros((cache.batch, config.vocab_size)),
+        first=jnp.bool_(False),
     )
 
 

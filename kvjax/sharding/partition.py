@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -58,6 +58,8 @@ class LocalHeads(HeadWise):
       heads: [layer] how many it has.
       inner: the policy of the others.
     """
+
+    layers_alike: ClassVar[bool] = True
 
     protected_first: tuple[int, ...]
     heads: tuple[int, ...]

@@ -18,7 +18,8 @@ _sample = jax.jit(sample)
 def sampling(rows: int = ROWS, seed: int = 0, **changes: float) -> Sampling:
     values = dict(temperature=1.0, top_k=VOCABULARY, top_p=1.0, min_p=0.0, repetition_penalty=1.0) | changes
     numbers = {k: jnp.asarray(v, jnp.int32 if k == "top_k" else jnp.float32) for k, v in values.items()}
-    return Sampling(**numbers, keys=jax.random.split(jax.random.key(seed), rows))
+    draws = np.stack([np.full(rows, seed), np.arange(rows), np.zeros(rows)], axis=1).astype(np.uint32)
+    return Sampling(**numbers, draws=jnp.asarray(draws))
 
 
 def draw(logits: np.ndarray, *, present: np.ndarray | None = None, seed: int = 0, **changes: float) -> np.ndarray:
@@ -116,7 +117,7 @@ def test_draws_come_from_the_rows_key_and_the_tokens_number():
     later = np.asarray(_sample(rows, chosen, there, jnp.ones((ROWS,), jnp.int32)))
     assert (first != later).any()
     # Rows 0, 2, 4, ... alone draw what they draw among the others.
-    halved = Sampling(**{**vars(chosen), "keys": chosen.keys[::2]})
+    halved = Sampling(**{**vars(chosen), "draws": chosen.draws[::2]})
     alone = sample(rows[::2], halved, there[::2], jnp.zeros((ROWS // 2,), jnp.int32))
     np.testing.assert_array_equal(alone, first[::2])
 
