@@ -107,8 +107,9 @@ class Request:
     @property
     def copies(self) -> list[int]:
         """The prompt of every row that is generated, rows of padding last."""
-        own = [i // self.n for i in range(self.rows)]
-        return own + [0] * (self.programs.rows(self.rows) - self.rows)
+        own, every = [i // self.n for i in range(self.rows)], self.programs.rows(self.rows)
+        # A row of padding is that of the prompts', where there is one, so that nothing is copied for it.
+        return own + (list(range(self.rows, every)) if self.n == 1 else [0] * (every - self.rows))
 
     def _prefix(self, prompt: Any) -> tuple[int, ...]:
         """Tokens of each row's beginning that belong to no round: the system prompt, and the sinks at least."""

@@ -23,14 +23,14 @@ from kvjax.model.matmul import matmul, matmul_nt
 
 
 def _param(
-    rngs: nnx.Rngs,
+    rngs: nnx.Rngs | None,
     shape: tuple[int, ...],
     axes: tuple[str | None, ...],
     dtype: DTypeLike,
     inputs: int = 1,
     transposed: bool = False,
 ) -> nnx.Param:
-    """A weight with its logical shape and axes; random values serve tests and ``load`` overwrites them.
+    """A weight with its logical shape and axes; random values serve tests, and zeros those who ask for shapes alone.
 
     It is stored as a matrix, the first ``inputs`` axes against the others (or, without any, as a vector); if
     ``transposed``, the others against the first (``matmul.py`` says which is faster to read when). The short axes of
@@ -38,8 +38,11 @@ def _param(
     is 2, and a product would copy the weight into another layout at every step.
     """
     fan_in = shape[0] if len(shape) > 1 else 1
-    values = jax.random.normal(rngs.params(), shape, jnp.float32) * fan_in**-0.5
-    values = values.astype(dtype).reshape((math.prod(shape[:inputs]), -1) if inputs else (-1,))
+    if rngs is None:
+        values = jnp.zeros(shape, dtype)
+    else:
+        values = (jax.random.normal(rngs.params(), shape, jnp.float32) * fan_in**-0.5).astype(dtype)
+    values = values.reshape((math.prod(shape[:inputs]), -1) if inputs else (-1,))
     return nnx.Param(values.T if transposed else values, axes=axes, logical=shape, inputs=inputs, transposed=transposed)
 
 
@@ -112,7 +115,7 @@ class DecoderLayer(nnx.Module):
 
     exchange: Exchange = ONE_DEVICE
 
-    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, dtype: DTypeLike):
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs | None, dtype: DTypeLike):
         hidden, heads, group, dim = config.hidden_size, config.num_kv_heads, config.group_size, config.head_dim
         inner = config.intermediate_size
         self.input_norm = _norm(config, dtype)
@@ -183,7 +186,7 @@ class Decoder(nnx.Module):
 
     exchange: Exchange = ONE_DEVICE
 
-    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, dtype: DTypeLike = jnp.float32):
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs | None, dtype: DTypeLike = jnp.float32):
         if not config.tie_embeddings:
             self.embedding = _param(rngs, (config.vocab_size, config.hidden_size), ("vocab", None), dtype)
         if config.embedding_norm:
@@ -236,4 +239,4 @@ def random_decoder(config: ModelConfig, seed: int = 0, dtype: DTypeLike = jnp.fl
 
 def abstract_decoder(config: ModelConfig, dtype: DTypeLike = jnp.float32) -> Decoder:
     """The same tree with ``jax.ShapeDtypeStruct`` leaves: what a loader must fill, without allocating anything."""
-    return nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(params=0), dtype=dtype))
+    return nnx.eval_shape(lambda: Decoder(config, rngs=None, dtype=dtype))
