@@ -2,9 +2,9 @@
 
 They are few, so that a new request finds its programs compiled; what they are larger than needed is the *spare* of a
 plan. A single request takes a bucket of rows and one of tokens (:func:`~kvjax.cache.buckets.batch_bucket`,
-:func:`~kvjax.cache.buckets.request_bucket`). A conversation reserves tokens for its later turns: while they last no turn
-compiles, and when they are used up the next reserve is as large again. What does not fit the device so is allocated
-exactly: as many rows as there are, in the finer buckets of a job.
+:func:`~kvjax.cache.buckets.request_bucket`). A conversation reserves tokens for its later turns: while they last no
+turn compiles, and when they are used up the next reserve is as large again. What does not fit the device so is
+allocated exactly: as many rows as there are, in the finer buckets of a job.
 """
 
 from __future__ import annotations

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from kvjax.allocation import Allocation
@@ -127,9 +126,7 @@ class Request:
             result.append(ids if token < 0 or written else (token, *ids))
         return result
 
-    def _checked_size(
-        self, seen: np.ndarray, already: int, caches: Sequence[Continuation], exact: bool
-    ) -> Allocation:
+    def _checked_size(self, seen: np.ndarray, already: int, caches: Sequence[Continuation], exact: bool) -> Allocation:
         """What to allocate for rows that have ``seen`` tokens, beside ``already`` bytes of caches."""
         config, limit = self.lm.config, self.lm.config.max_position
         added = np.array([len(self.tokens.context) + len(ids) for ids in self.prompts])

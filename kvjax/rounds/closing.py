@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 from jaxtyping import Int
 
-from kvjax.cache.buckets import prompt_bucket, slots_of
+from kvjax.cache.buckets import SHORT, prompt_bucket, request_bucket, slots_of
 from kvjax.cache.cache import Cache
 from kvjax.cache.continuation import delete
 from kvjax.cache.host_memory import as_numpy, to_host
@@ -99,7 +99,7 @@ def _compress(
 
     ``ids``: the tokens each row was fed last, at least as many as the policy's window.
     """
-    size = prompt_bucket(max(int(count.max()), 1))
+    size = request_bucket(max(int(count.max()), 1))
     window = inner.signals.window_rows(size) if inner.signals.window else 0
     rows = [count.astype(np.int32)]
     if window:
@@ -118,7 +118,7 @@ def _used(rounds: Sequence[Round], choice: Selection, question: int) -> list[Rou
 
 def _slice(row: int, start: Int[np.ndarray, "L H"], held: Int[np.ndarray, "L H"], exact: bool = False) -> RoundSlice:
     longest = max(int(held.max()), 1)
-    return RoundSlice(row, start, held, slots_of(longest) if exact else prompt_bucket(longest))
+    return RoundSlice(row, start, held, slots_of(longest) if exact else max(SHORT, prompt_bucket(longest)))
 
 
 def _prefixes(cache: Cache, below: int, held: Int[np.ndarray, "L B H"], programs: RoundPrograms) -> tuple[Round, ...]:

@@ -33,6 +33,7 @@ class RoundStrategy:
         self._params, self._programs = params, RoundPrograms(request.lm.mesh, request.lm.config)
         kinds: dict[str, Any] = {"policy": request.policy, "dtype": request.dtype, "storage": request.storage}
         kinds |= {"memory_limit": request.memory_limit, "programs": self._programs, "note": note}
+        kinds |= {"reserve": request.options.reserve_tokens}
         before, prefix = request.cache, request.prefix
         if request.context:
             ids = [request.context]

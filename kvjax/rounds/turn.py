@@ -8,14 +8,15 @@ leaves is an ordinary cache, which the decode loop takes over (step 5); ``closin
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jaxtyping import Float, Int
 
-from kvjax.cache.buckets import NEW_TOKENS, prompt_bucket
+from kvjax.cache.buckets import MEDIUM, NEW_TOKENS, RESERVE, prompt_bucket, request_bucket
 from kvjax.cache.cache import Cache, resize_layer
 from kvjax.cache.continuation import delete
 from kvjax.cache.host_memory import as_numpy
@@ -94,6 +95,7 @@ def read_question(
     memory_limit: int | None,
     programs: RoundPrograms = ONE_DEVICE,
     note: Note = unheard,
+    reserve: int | None = None,
 ) -> tuple[Cache, jax.Array, PendingTurn]:
     """Read a question a row, on the rounds that it selects of its conversation.
 
@@ -101,6 +103,8 @@ def read_question(
       prefix: of a first question, how many of its tokens belong to no round.
       consume: donate the buffers of ``before``.
       note: told of the newest cache after every program, so that a turn that fails can be undone.
+      reserve: tokens of later turns to allocate below the watershed, over all rows together; None for the usual of a
+        conversation that goes on. Less where it does not fit.
 
     Returns:
       A cache of all layers to decode on, the logits [B, V] after each question, and what :func:`close_round` needs; B
@@ -116,15 +120,18 @@ def read_question(
     # A row of padding reads one token, or nothing new of another row's conversation, of which it selects no round.
     prompts = [*prompts, *([prompts[0][:1]] if before is None else [()]) * (batch - real)]
     lengths = np.array([len(ids) for ids in prompts], np.int32)
-    tokens = np.zeros((batch, prompt_bucket(int(lengths.max()))), np.int32)
+    tokens = np.zeros((batch, request_bucket(int(lengths.max()))), np.int32)
     for row, ids in enumerate(prompts):
         tokens[row, : len(ids)] = ids
     kinds = {"dtype": dtype, "storage": storage}
+
+    def fits(split: SplitCache, room: int, first: bool) -> None:
+        _check_fits(params, split, programs.mesh, batch, room, dtype, storage, memory_limit, first=first)
+
     staging = slots = None
     if before is None:
-        room = upper_capacity = prompt_bucket(int(lengths.max()))
-        split = SplitCache(below, upper_capacity)
-        _check_fits(params, split, programs.mesh, batch, room, dtype, storage, memory_limit, first=True)
+        longest, spare = int(lengths.max()), (reserve or 0) // batch
+        room, split = _sizes(config, below, longest, longest, 0, spare, functools.partial(fits, first=True))
         cache, x = programs.lower_fresh(params, tokens, lengths, policy=SplitCache(below), room=room, **kinds)
         seen, first = np.zeros_like(lengths), np.array([*prefix, *[1] * (batch - real)], np.int32)
         base = np.broadcast_to(first[:, None], (config.num_layers, batch, config.num_kv_heads))
@@ -138,7 +145,9 @@ def read_question(
             before, consume = wide, True
         programs.check(before.records(range(real)))
         slots = np.stack([before.slots(row)[-1] for row in range(batch)], axis=1)
-        room = prompt_bucket(int((slots[:below].max(axis=(0, 2)) + lengths).max()))
+        longest, held = int((slots[:below].max(axis=(0, 2)) + lengths).max()), before.lower.prompt_capacity
+        spare = (RESERVE if reserve is None else reserve) // batch
+        room, _ = _sizes(config, below, longest, 0, held, spare, functools.partial(fits, first=False))
         seen = as_numpy(before.seen)
         lower = before.lower
         if consume and programs.mesh is None:
@@ -150,9 +159,8 @@ def read_question(
             _choose(policy, before, row, mass[row], below) if row < real else _NOTHING for row in range(batch)
         )
         slots[below:] = np.stack([_selected_slots(before, row, choices[row], below) for row in range(batch)], 1)
-        upper_capacity = prompt_bucket(int((slots[below:].max(axis=(0, 2)) + lengths).max()))
-        split = SplitCache(below, upper_capacity)
-        _check_fits(params, split, programs.mesh, batch, room, dtype, storage, memory_limit, first=False)
+        upper = int((slots[below:].max(axis=(0, 2)) + lengths).max())
+        _, split = _sizes(config, below, longest, upper, room, 0, functools.partial(fits, first=False))
         staging = _bring(config, before, choices, slots[below:], tokens.shape[1], dtype, x, programs)
         asked = PendingTurn(before, policy, seen, slots, choices)
     held = None if slots is None else slots[below:]
@@ -160,6 +168,40 @@ def read_question(
     cache = cache.replace(layers=cache.layers + layers, policy=split)
     note(cache)
     return cache, logits, asked
+
+
+def _upper_capacity(slots: int) -> int:
+    """Slots above the watershed, of the staging buffer too: at least so many that short conversations have one size."""
+    return max(MEDIUM, prompt_bucket(slots))
+
+
+def _sizes(
+    config: ModelConfig,
+    below: int,
+    lower: int,
+    upper: int,
+    held: int,
+    spare: int,
+    fits: Callable[[SplitCache, int], None],
+) -> tuple[int, SplitCache]:
+    """Slots to allocate below the watershed, and a split cache, for rows of so many slots below and above it.
+
+    Below it is as it is (``held``) while that suffices, else there are ``spare`` slots for later turns; above it few
+    sizes serve all turns. What does not fit so is allocated exactly.
+
+    Raises:
+      DoesNotFit: by ``fits``, not even exactly.
+    """
+    most = max(prompt_bucket(lower), prompt_bucket(config.max_position))
+    room = held if lower <= held else min(request_bucket(lower + spare), most)
+    split = SplitCache(below, _upper_capacity(upper))
+    try:
+        fits(split, room)
+    except DoesNotFit:
+        room = held if lower <= held else prompt_bucket(lower)
+        split = SplitCache(below, prompt_bucket(upper))
+        fits(split, room)
+    return room, split
 
 
 def _with_pages(cache: Cache, pages: tuple[tuple[int, ...], ...], note: Note) -> Cache:
@@ -246,7 +288,7 @@ def _bring(
             uploads.append(RoundUpload(row, upper, offset))
             ends = max(ends, int(offset.max()) + upper.kv.shape[3])
             offset = offset + held
-    room = prompt_bucket(max(ends, int(slots.max()) + tokens))
+    room = _upper_capacity(max(ends, int(slots.max()) + tokens))
     return programs.stage(uploads, (layers, 2, batch, heads, room, config.head_dim), dtype, x)
 
 

@@ -139,7 +139,7 @@ def _maintain_layer(
     return policy.maintain(index, kept, layer.config, row, seen)
 
 
-#: The same, traced and lowered once for all layers that are alike; XLA inlines them, so that the program is what it was.
+#: The same, traced and lowered once for all layers that are alike; XLA inlines them: the program is what it was.
 _layer_step_once = jax.jit(_layer_step, static_argnames=("policy", "index"))
 _maintain_layer_once = jax.jit(_maintain_layer, static_argnames=("policy", "index"))
 
@@ -157,7 +157,9 @@ def _record(
     reason = jnp.where(made >= controls.max_new_tokens, LENGTH, jnp.where(full, CONTEXT, RUNNING))
     reason = jnp.where(active, jnp.where(stopped, STOP, reason), state.reason)
     present = state.present.at[jnp.arange(token.shape[0]), token].max(active)
-    value = jax.lax.cond(controls.logprobs, log_probability, lambda *_: jnp.zeros(token.shape, jnp.float32), logits, token)
+    value = jax.lax.cond(
+        controls.logprobs, log_probability, lambda *_: jnp.zeros(token.shape, jnp.float32), logits, token
+    )
     value = jnp.where(active, value, 0.0)[:, None]
     written = jnp.where(active, token, -1)[:, None]
     return dataclasses.replace(

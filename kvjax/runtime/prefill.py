@@ -2,8 +2,8 @@
 
 A layer's keys and values exist whole only while that layer runs: queries go through it in blocks, each against the
 blocks before it (and the slots kept from earlier turns), then the policy packs what it keeps and the rest is dead.
-Nothing of size T x T is ever made. Rows are padded on the right and go through a layer a few at a time; a block in which
-these have ended is skipped, so time follows the prompts and not their buckets.
+Nothing of size T x T is ever made. Rows are padded on the right and go through a layer a few at a time; a block in
+which these have ended is skipped, so time follows the prompts and not their buckets.
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ def _read_and_compress(
     return packed, x, zero_after(*jax.tree.leaves([part.kv for part in parts(packed)])), signals
 
 
-#: The same, traced and lowered once for all layers that are alike; XLA inlines it, so that the program is what it was.
+#: The same, traced and lowered once for all layers that are alike; XLA inlines it: the program is what it was.
 _read_and_compress_once = jax.jit(_read_and_compress, static_argnames=("policy", "index", "pages", "fresh"))
 
 

@@ -94,7 +94,7 @@ def _noisy(logits: Float[Array, "B V"], sampling: Sampling, made: Int[Array, " B
     return logits + jax.vmap(lambda key: jax.random.gumbel(key, (vocabulary,), logits.dtype))(keys)
 
 
-def _key(draws: UInt32[Array, "3"], made: Int[Array, ""]) -> Array:
+def _key(draws: UInt32[Array, 3], made: Int[Array, ""]) -> Array:
     """The random key of a row's next token."""
     seed, prompt, sample = draws
     return functools.reduce(jax.random.fold_in, (prompt, sample, made), jax.random.key(seed))

@@ -71,7 +71,13 @@ def benchmark_controls(config: ModelConfig, batch: int) -> Controls:
     """Greedy, and nothing ends a row."""
     sampling = Sampling.greedy(batch, config.vocab_size)
     most = np.int32(np.iinfo(np.int32).max)
-    return Controls(sampling, stop_table((), (), (), config.vocab_size), jnp.full((batch,), most), jnp.asarray(most), jnp.bool_(False))
+    return Controls(
+        sampling,
+        stop_table((), (), (), config.vocab_size),
+        jnp.full((batch,), most),
+        jnp.asarray(most),
+        jnp.bool_(False),
+    )
 
 
 def decode_state(config: ModelConfig, cache: Cache) -> DecodeState:
