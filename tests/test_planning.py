@@ -22,15 +22,38 @@ def refusal(**request) -> str:
     return sentence
 
 
+def exactly(**request) -> kvjax.Plan:
+    """The plan without spare rows and buckets: what is allocated where they do not fit."""
+    roomy = kvjax.plan(CONFIG, **request)
+    tight = kvjax.plan(CONFIG, **request, memory_limit=roomy.total_bytes - 1)
+    assert tight.total_bytes < roomy.total_bytes and tight.spare_bytes < roomy.spare_bytes
+    return tight
+
+
+def test_spare_bytes_are_what_a_plan_has_beyond_what_is_needed():
+    needed = kvjax.plan(CONFIG, prompt_tokens=2048, batch=4, max_new_tokens=256)
+    assert needed.spare_bytes <= 0.01 * needed.cache_bytes
+    for rows, tokens in ((3, 2048), (4, 1000)):
+        spare = kvjax.plan(CONFIG, prompt_tokens=tokens, batch=rows, max_new_tokens=256)
+        assert spare.cache_bytes == needed.cache_bytes
+        assert spare.spare_bytes == pytest.approx(needed.cache_bytes * (1 - rows * (tokens + 255) / (4 * 2303)), rel=0.03)
+    talk = kvjax.plan(CONFIG, prompt_tokens=20, reserve_tokens=4096)
+    assert talk.capacities[0][0] >= 4096 + 256 and talk.spare_bytes > 0.9 * talk.cache_bytes
+    assert "spare" in talk.table()
+
+
 @pytest.mark.parametrize("policy", ["full", "lagkv:ratio=0.25", "streamingllm:window=200", "lagkv:prefill=chunked"])
 @pytest.mark.parametrize("share", [0.3, 0.6, 0.95])
 def test_a_refusal_names_requests_that_fit(policy, share):
     request = dict(prompt_tokens=20_000, batch=6, policy=policy, max_new_tokens=700)
-    whole = kvjax.plan(CONFIG, **request)
+    whole = exactly(**request)
     limit = int(whole.weights_bytes + share * (whole.total_bytes - whole.weights_bytes))
     sentence = refusal(**request, memory_limit=limit)
     offers = 0
-    for batch in re.findall(r"a batch of ([\d,]+)", sentence):
+    for tokens in re.findall(r"a batch of 1 with ([\d,]+) tokens", sentence):
+        alone = request | {"batch": 1, "prompt_tokens": int(tokens.replace(",", ""))}
+        offers += kvjax.plan(CONFIG, **alone, memory_limit=limit).total_bytes <= limit
+    for batch in re.findall(r"a batch of ([\d,]+)\b(?! with)", sentence):
         offers += kvjax.plan(CONFIG, **(request | {"batch": int(batch)}), memory_limit=limit).total_bytes <= limit
         with pytest.raises(kvjax.DoesNotFit):  # and it is the largest
             kvjax.plan(CONFIG, **(request | {"batch": int(batch) + 1}), memory_limit=limit)
@@ -60,7 +83,7 @@ def test_a_refusal_says_when_nothing_would_fit():
 
 
 def test_exactly_enough_is_enough():
-    total = kvjax.plan(CONFIG, prompt_tokens=3000, batch=2).total_bytes
+    total = exactly(prompt_tokens=3000, batch=2).total_bytes
     assert kvjax.plan(CONFIG, prompt_tokens=3000, batch=2, memory_limit=total).memory_limit == total
     refusal(prompt_tokens=3000, batch=2, memory_limit=total - 1)
 
