@@ -10,6 +10,10 @@ allocated exactly: as many rows as there are, in the finer buckets of a job.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+from jaxtyping import Int
 
 from kvjax.cache.buckets import NEW_TOKENS, RESERVE, batch_bucket, prompt_bucket, request_bucket
 from kvjax.cache.cache import Cache
@@ -58,3 +62,21 @@ def allocation(
     # No row is longer than the context, but for a policy that renumbers positions.
     most = wanted if policy.beyond_context else max(prompt_bucket(tokens), prompt_bucket(config.max_position))
     return Allocation(batch, min(request_bucket(wanted), most))
+
+
+def spare_tokens(
+    config: ModelConfig, policy: Policy, prompt_capacity: int, held: Sequence[Int[np.ndarray, " H"]]
+) -> int:
+    """Tokens that may be decoded beside the new capacity, into what prompts left of theirs.
+
+    Args:
+      held: slots of each layer's KV heads that the longest row holds after its prompt.
+    """
+    slots = policy.capacities(config, prompt_capacity, 0)
+    free = [
+        int(have - count)
+        for layer, (haves, counts) in enumerate(zip(slots, held, strict=True))
+        for have, count, owner in zip(haves, counts, policy.owners(config, layer), strict=True)
+        if owner.grows
+    ]
+    return max(min(free, default=0), 0)

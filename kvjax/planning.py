@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.allocation import Allocation, allocation
+from kvjax.allocation import Allocation, allocation, spare_tokens
 from kvjax.cache.buckets import NEW_TOKENS, new_bucket
 from kvjax.cache.cache import Cache
 from kvjax.cache.pool import layout_for
@@ -212,7 +212,12 @@ def _plan(
     room, rows = size.prompt_capacity, size.rows
     # The last token is generated and never fed; the context bounds what is.
     fed = max(new - 1, 0) if policy.beyond_context else min(max(new - 1, 0), config.max_position - prompt)
-    new_capacity = new_bucket(fed - 1, config.max_position) if policy.grows else NEW_TOKENS
+    total = np.array([prompt])
+    kept = [np.asarray(policy.budgets(config, layer, total))[0] for layer in range(config.num_layers)]
+    new_capacity = NEW_TOKENS
+    if policy.grows and fed > NEW_TOKENS:
+        spare = 0 if policy.offloads_rounds else spare_tokens(config, policy, room, kept)
+        new_capacity = new_bucket(fed - 1 - spare, config.max_position)
     weights, devices = weights_bytes(config, dtype, mesh), 1 if mesh is None else mesh.size
     held = policy.planned(config, room)
     cache = alone = cache_bytes(config, held, rows, room, new_capacity, dtype, storage)
@@ -220,7 +225,6 @@ def _plan(
         cache = cache_bytes(config, held, rows, room, new_capacity, dtype, storage, mesh)
     needed = cache_bytes(config, policy.planned(config, prompt), batch, prompt, max(fed, 1), dtype, storage, mesh)
     peak = _peak_bytes(config, policy, rows, prompt, dtype, mesh)
-    total = np.array([prompt])
     page_size = layout_for(storage, config.head_dim).page_size
     pages = page_capacities(policy, config, room, new_capacity, page_size)
     return Plan(
@@ -235,10 +239,7 @@ def _plan(
         total_bytes=weights + cache + peak,
         memory_limit=limit,
         capacities=tuple(tuple(count * page_size for count in heads) for heads in pages),
-        retained=tuple(
-            tuple(int(x) for x in np.asarray(policy.budgets(config, layer, total))[0])
-            for layer in range(config.num_layers)
-        ),
+        retained=tuple(tuple(int(x) for x in heads) for heads in kept),
         mesh=None if mesh is None else str(mesh),
         cache_over_even=cache * devices / alone,
         spare_bytes=max(cache - needed, 0),

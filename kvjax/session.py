@@ -12,6 +12,7 @@ from typing import Any, Protocol, Self
 import jax
 import numpy as np
 
+from kvjax.allocation import spare_tokens
 from kvjax.cache.buckets import new_bucket
 from kvjax.cache.cache import Cache
 from kvjax.cache.continuation import Continuation, check_continuable, may_be_lent, rolled_back
@@ -148,6 +149,7 @@ class Session:
             self.reasons = ["length"] * request.rows
             return
         assert self._logits is not None
+        spare = self._spare()
         state = initial_state(self.cache, self._logits, self._present())
         self._logits = None
         state, _ = self.programs.chunk(request.lm.params, state, self.controls, 1)
@@ -155,34 +157,29 @@ class Session:
         while not self._interrupt.requested and (as_numpy(state.reason) == RUNNING).any():
             cache = state.cache
             room = cache.new_capacity - self._fed if cache.policy.grows else CHUNK
-            if room <= 0:
-                room = self._spare(cache)  # a prompt shorter than its bucket, or a reserve, leaves slots
+            room += spare
             if room <= 0:
                 config = request.lm.config
-                larger = new_bucket(self._fed, config.max_position)
+                larger = new_bucket(self._fed - spare, config.max_position)
                 if not request.may_grow(cache, larger):
                     self._cut = "memory"
                     return
                 grown = self.programs.grow(cache, config=config, new_capacity=larger)
                 state = dataclasses.replace(state, cache=grown)
                 self._note(state.cache)
-                room = state.cache.new_capacity - self._fed
+                room = state.cache.new_capacity - self._fed + spare
             cache = grown = None  # the old state's pools are donated: from here on only the new one exists
             state, made = self.programs.chunk(request.lm.params, state, self.controls, min(steps, room, CHUNK))
             self._fed += int(made)
             yield self._collect(state, int(made))
 
-    def _spare(self, cache: Cache) -> int:
-        """Tokens that every row can still decode into the slots there are."""
-        config = self.request.lm.config
-        lengths = [as_numpy(layer.length) for layer in cache.layers]
-        spare = [
-            int(slots - length[: self.request.rows, head].max())
-            for i, (layer, length) in enumerate(zip(cache.layers, lengths, strict=True))
-            for head, (slots, owner) in enumerate(zip(layer.slots, cache.policy.owners(config, i), strict=True))
-            if owner.grows
-        ]
-        return min(spare, default=CHUNK)
+    def _spare(self) -> int:
+        """Tokens that may be decoded beside the cache's new capacity: prompts were shorter than there is room for."""
+        cache, config = self.cache, self.request.lm.config
+        if not cache.policy.grows or self.request.options.max_new_tokens <= cache.new_capacity:
+            return 0  # nobody will ask
+        lengths = (as_numpy(layer.length)[: self.request.rows].max(axis=0) for layer in cache.layers)
+        return spare_tokens(config, cache.policy, cache.prompt_capacity, list(lengths))
 
     def _collect(self, state: DecodeState, made: int) -> ChunkResult:
         """Take over the state after a chunk; what it gave the rows that are no padding."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 import toys
@@ -112,40 +114,47 @@ def test_samples_are_lists_of_different_answers(tiny_model):
 
 @pytest.mark.parametrize("policy", [Full(), LagKV(ratio=0.5, sink=4, lag=64)], ids=str)
 def test_growing_past_the_first_room_changes_nothing(policy, monkeypatch):
-    lm = toys.tiny_model(max_position=1024)
-    options = dict(policy=policy, max_new_tokens=300, repetition_penalty=1.3)
+    lm = dataclasses.replace(toys.tiny_model(max_position=1024), stop_token_ids=())
+    options = dict(policy=policy, max_new_tokens=550, repetition_penalty=1.3)
     grown = kvjax.generate(lm, SHORT, **options)
-    monkeypatch.setattr("kvjax.runtime.reading.NEW_TOKENS", 1024)
+    sizes = kvjax.request.fitting
+
+    def larger(*args, **kinds):
+        return dataclasses.replace(sizes(*args, **kinds), new_capacity=1024)
+
+    monkeypatch.setattr("kvjax.request.fitting", larger)
     roomy = kvjax.generate(lm, SHORT, **options)
     assert roomy.cache.new_capacity == grown.cache.new_capacity == 1024
-    assert len(grown.tokens) == 300 and grown.tokens == roomy.tokens
+    assert len(grown.tokens) == 550 and grown.tokens == roomy.tokens
     oracles.same_caches(grown.cache, roomy.cache)
-    planned = kvjax.plan(lm, prompt_tokens=len(SHORT), policy=policy, max_new_tokens=300)
+    planned = kvjax.plan(lm, prompt_tokens=len(SHORT), policy=policy, max_new_tokens=550)
     assert planned.cache_bytes == grown.cache.nbytes
 
 
 def test_the_plan_grows_exactly_when_generation_does(tiny_model):
-    for new in (257, 258):  # the last token is never fed: 257 tokens fit a room of 256
-        output = kvjax.generate(tiny_model, SHORT, max_new_tokens=new)
-        assert len(output.tokens) == new
-        assert kvjax.plan(tiny_model, prompt_tokens=7, max_new_tokens=new).cache_bytes == output.cache.nbytes
+    # The last token is never fed: 506 tokens are 505, which with the prompt's 7 fill buckets of 256 and 256.
+    lm = dataclasses.replace(toys.tiny_model(max_position=700), stop_token_ids=())
+    for new, grows in ((506, False), (507, True)):
+        output = kvjax.generate(lm, SHORT, max_new_tokens=new)
+        assert (output.cache.new_capacity > NEW_TOKENS) is grows
+        assert kvjax.plan(lm, prompt_tokens=7, max_new_tokens=new).cache_bytes == output.cache.nbytes
     # There is never room for more than the context, which ends a row.
-    limit = tiny_model.config.max_position
-    output = kvjax.generate(tiny_model, SHORT, max_new_tokens=10 * limit)
+    limit = lm.config.max_position
+    output = kvjax.generate(lm, SHORT, max_new_tokens=10 * limit)
     assert output.finish_reason == "context" and output.cache.new_capacity == limit < 4 * NEW_TOKENS
-    assert kvjax.plan(tiny_model, prompt_tokens=7, max_new_tokens=10 * limit).cache_bytes == output.cache.nbytes
+    assert kvjax.plan(lm, prompt_tokens=7, max_new_tokens=10 * limit).cache_bytes == output.cache.nbytes
 
 
 def test_an_answer_whose_cache_would_outgrow_the_memory_ends_with_what_there_is():
-    lm = toys.tiny_model(num_layers=8)
-    small, large = (kvjax.plan(lm, prompt_tokens=4, max_new_tokens=count) for count in (200, 400))
+    lm = toys.tiny_model(num_layers=8, max_position=1024)
+    small, large = (kvjax.plan(lm, prompt_tokens=4, max_new_tokens=count) for count in (200, 600))
     # While it grows, the cache is there twice.
     enough = small.weights_bytes + small.cache_bytes + large.cache_bytes
     whole, cut = (
-        kvjax.generate(lm, [1, 2, 3, 4], max_new_tokens=400, stop_token_ids=(), memory_limit=limit)
+        kvjax.generate(lm, [1, 2, 3, 4], max_new_tokens=600, stop_token_ids=(), memory_limit=limit)
         for limit in (enough, enough - 1)
     )
-    assert whole.finish_reason == "length" and len(whole.tokens) == 400
+    assert whole.finish_reason == "length" and len(whole.tokens) == 600
     assert cut.finish_reason == "memory" and cut.tokens == whole.tokens[: len(cut.tokens)]
     assert len(cut.tokens) >= NEW_TOKENS and cut.cache.nbytes == small.cache_bytes
 

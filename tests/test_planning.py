@@ -36,7 +36,8 @@ def test_spare_bytes_are_what_a_plan_has_beyond_what_is_needed():
     for rows, tokens in ((3, 2048), (4, 1000)):
         spare = kvjax.plan(CONFIG, prompt_tokens=tokens, batch=rows, max_new_tokens=256)
         assert spare.cache_bytes == needed.cache_bytes
-        assert spare.spare_bytes == pytest.approx(needed.cache_bytes * (1 - rows * (tokens + 255) / (4 * 2303)), rel=0.03)
+        unused = 1 - rows * (tokens + 255) / (4 * 2303)
+        assert spare.spare_bytes == pytest.approx(needed.cache_bytes * unused, rel=0.03)
     talk = kvjax.plan(CONFIG, prompt_tokens=20, reserve_tokens=4096)
     assert talk.capacities[0][0] >= 4096 + 256 and talk.spare_bytes > 0.9 * talk.cache_bytes
     assert "spare" in talk.table()

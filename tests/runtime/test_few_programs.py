@@ -1,0 +1,68 @@
+"""What is compiled is counted: a conversation's turns and random requests share a few programs."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import toys
+from support.compiled import compiled_programs
+
+import kvjax
+from kvjax.policies.names import POLICIES
+
+PREFILL = ("prefill_fresh", "prefill_onto", "lower_fresh", "lower_onto", "upper")
+#: Options without which a policy does not run on a toy model, or does nothing in a short conversation.
+OPTIONS = {
+    "lagkv": ":ratio=0.5,lag=16",
+    "streamingllm": ":window=60",
+    "razor": ":heads=0.0",
+    "round": ":watershed=1",
+    "compensated": ":budget=64",
+}
+#: One of each kind; the others are counted by ``pytest -m slow``.
+KINDS = ("full", "lagkv", "h2o", "round")
+
+
+@pytest.fixture(scope="module")
+def lm(tiny_model):
+    """A toy with a context that twenty turns do not fill; ``tiny_model`` sets how it is compiled."""
+    return toys.tiny_model(max_position=8192)
+
+
+def counted(programs, names) -> int:
+    return sum(programs[name] for name in names)
+
+
+@pytest.mark.parametrize("name", [pytest.param(p, marks=() if p in KINDS else pytest.mark.slow) for p in POLICIES])
+def test_twenty_turns_compile_a_few_programs_and_none_after_the_eighth(lm, name):
+    draw = random.Random(7)
+    with compiled_programs() as programs:
+        chat = kvjax.Chat(lm, policy=name + OPTIONS.get(name, ""), max_new_tokens=8)
+        early = None
+        for turn in range(20):
+            chat.send("".join(draw.choice("etaoin shrdlu") for _ in range(draw.randint(10, 200))))
+            early = dict(programs) if turn == 7 else early
+    assert counted(programs, PREFILL) <= 4 and programs["decode_chunk"] <= 3, programs
+    assert dict(programs) == early
+
+
+@pytest.mark.parametrize("policy", ["full", "lagkv:ratio=0.5,lag=16"])
+def test_random_requests_share_their_programs(lm, policy):
+    draw = random.Random(3)
+    with compiled_programs() as programs:
+        for i in range(40):
+            lengths = [draw.randint(5, 1500) for _ in range(draw.randint(1, 8))]
+            prompts = [[draw.randrange(256) for _ in range(length)] for length in lengths]
+            outputs = kvjax.generate(lm, prompts, policy=policy, max_new_tokens=2, logprobs=i % 2 == 0)
+            assert [output.stats.prompt_tokens for output in outputs] == lengths
+    assert sum(programs.values()) <= 12, programs
+
+
+def test_log_probabilities_are_of_the_same_program(lm):
+    with compiled_programs() as programs:
+        plain = kvjax.generate(lm, [1, 2, 3], max_new_tokens=4)
+        before = dict(programs)
+        told = kvjax.generate(lm, [1, 2, 3], max_new_tokens=4, logprobs=True)
+    assert dict(programs) == before and plain.tokens == told.tokens
+    assert plain.logprobs is None and told.logprobs is not None and max(told.logprobs) < 0
