@@ -17,7 +17,7 @@ from kvjax.cache.buckets import NEW_TOKENS, new_bucket
 from kvjax.cache.cache import Cache
 from kvjax.cache.pool import layout_for
 from kvjax.cache.quantisation import MODEL, Storage, parse_storage
-from kvjax.checks import whole_number
+from kvjax.checks import optional, whole_number
 from kvjax.errors import DoesNotFit, UsageError
 from kvjax.model.config import ModelConfig
 from kvjax.model.decoder import abstract_decoder
@@ -136,7 +136,7 @@ def plan(
     storage: Storage | str | None = None,
     memory_limit: int | None = None,
     mesh: Mesh | str | None = None,
-    reserve_tokens: int = 0,
+    reserve_tokens: int | None = None,
 ) -> Plan:
     """Every byte a request would take, before any of it is allocated.
 
@@ -173,7 +173,7 @@ def plan(
         raise UsageError(f"{dtype!r} is not a dtype; give float32 or bfloat16.") from error
     if dtype not in (jnp.float32, jnp.bfloat16):
         raise UsageError(f"dtype is {dtype.name}; choose float32 or bfloat16.")
-    whole_number("reserve_tokens", reserve_tokens, 0)
+    optional(functools.partial(whole_number, least=0))("reserve_tokens", reserve_tokens)
     stored = parse_storage(storage)
     over = over if mesh is None else parse_mesh(mesh)
     limit, made = device_limit(memory_limit), None

@@ -13,7 +13,7 @@ from kvjax.cli.app import app
 
 
 @app.command()
-@flag.generation("policy", "storage", "max_new_tokens", "memory_limit")
+@flag.generation("policy", "storage", "max_new_tokens", "memory_limit", "reserve_tokens")
 def plan(
     *,
     prompt_tokens: Annotated[int, typer.Option("--prompt-tokens", help="Tokens of the longest prompt.")],
