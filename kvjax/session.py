@@ -153,6 +153,7 @@ class Session:
         state = initial_state(self.cache, self._logits, self._present())
         self._logits = None
         state, _ = self.programs.chunk(request.lm.params, state, self.controls, 1)
+        self._cache = state.cache  # the one before is consumed, whatever comes next
         yield self._collect(state, 1)
         while not self._interrupt.requested and (as_numpy(state.reason) == RUNNING).any():
             cache = state.cache
@@ -170,6 +171,7 @@ class Session:
                 room = state.cache.new_capacity - self._fed + spare
             cache = grown = None  # the old state's pools are donated: from here on only the new one exists
             state, made = self.programs.chunk(request.lm.params, state, self.controls, min(steps, room, CHUNK))
+            self._cache = state.cache
             self._fed += int(made)
             yield self._collect(state, int(made))
 

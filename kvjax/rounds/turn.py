@@ -125,13 +125,18 @@ def read_question(
         tokens[row, : len(ids)] = ids
     kinds = {"dtype": dtype, "storage": storage}
 
-    def fits(split: SplitCache, room: int, first: bool) -> None:
-        _check_fits(params, split, programs.mesh, batch, room, dtype, storage, memory_limit, first=first)
+    def needed(split: SplitCache, room: int) -> int:
+        weights = weights_bytes(config, dtype, programs.mesh)
+        return weights + cache_bytes(config, split, batch, room, NEW_TOKENS, dtype, storage, programs.mesh)
+
+    limit = device_limit(memory_limit)
+    sizes = functools.partial(_sizes, config, below, needed, limit)
 
     staging = slots = None
     if before is None:
         longest, spare = int(lengths.max()), (reserve or 0) // batch
-        room, split = _sizes(config, below, longest, longest, 0, spare, functools.partial(fits, first=True))
+        room, split = sizes(longest, longest, 0, spare)
+        _check_fits(needed(split, room), limit, programs.mesh, first=True)
         cache, x = programs.lower_fresh(params, tokens, lengths, policy=SplitCache(below), room=room, **kinds)
         seen, first = np.zeros_like(lengths), np.array([*prefix, *[1] * (batch - real)], np.int32)
         base = np.broadcast_to(first[:, None], (config.num_layers, batch, config.num_kv_heads))
@@ -147,7 +152,7 @@ def read_question(
         slots = np.stack([before.slots(row)[-1] for row in range(batch)], axis=1)
         longest, held = int((slots[:below].max(axis=(0, 2)) + lengths).max()), before.lower.prompt_capacity
         spare = (RESERVE if reserve is None else reserve) // batch
-        room, _ = _sizes(config, below, longest, 0, held, spare, functools.partial(fits, first=False))
+        room, _ = sizes(longest, 0, held, spare)
         seen = as_numpy(before.seen)
         lower = before.lower
         if consume and programs.mesh is None:
@@ -160,7 +165,8 @@ def read_question(
         )
         slots[below:] = np.stack([_selected_slots(before, row, choices[row], below) for row in range(batch)], 1)
         upper = int((slots[below:].max(axis=(0, 2)) + lengths).max())
-        _, split = _sizes(config, below, longest, upper, room, 0, functools.partial(fits, first=False))
+        _, split = sizes(longest, upper, room, 0)
+        _check_fits(needed(split, room), limit, programs.mesh, first=False)
         staging = _bring(config, before, choices, slots[below:], tokens.shape[1], dtype, x, programs)
         asked = PendingTurn(before, policy, seen, slots, choices)
     held = None if slots is None else slots[below:]
@@ -178,30 +184,24 @@ def _upper_capacity(slots: int) -> int:
 def _sizes(
     config: ModelConfig,
     below: int,
+    needed: Callable[[SplitCache, int], int],
+    limit: int | None,
     lower: int,
     upper: int,
     held: int,
     spare: int,
-    fits: Callable[[SplitCache, int], None],
 ) -> tuple[int, SplitCache]:
     """Slots to allocate below the watershed, and a split cache, for rows of so many slots below and above it.
 
     Below it is as it is (``held``) while that suffices, else there are ``spare`` slots for later turns; above it few
-    sizes serve all turns. What does not fit so is allocated exactly.
-
-    Raises:
-      DoesNotFit: by ``fits``, not even exactly.
+    sizes serve all turns. Where that needs more bytes than the limit, it is exact.
     """
     most = max(prompt_bucket(lower), prompt_bucket(config.max_position))
     room = held if lower <= held else min(request_bucket(lower + spare), most)
     split = SplitCache(below, _upper_capacity(upper))
-    try:
-        fits(split, room)
-    except DoesNotFit:
-        room = held if lower <= held else prompt_bucket(lower)
-        split = SplitCache(below, prompt_bucket(upper))
-        fits(split, room)
-    return room, split
+    if limit is None or needed(split, room) <= limit:
+        return room, split
+    return held if lower <= held else prompt_bucket(lower), SplitCache(below, prompt_bucket(upper))
 
 
 def _with_pages(cache: Cache, pages: tuple[tuple[int, ...], ...], note: Note) -> Cache:
@@ -292,23 +292,9 @@ def _bring(
     return programs.stage(uploads, (layers, 2, batch, heads, room, config.head_dim), dtype, x)
 
 
-def _check_fits(
-    params: Decoder,
-    split: SplitCache,
-    mesh: Mesh | None,
-    batch: int,
-    room: int,
-    dtype: Any,
-    storage: Storage,
-    memory_limit: int | None,
-    first: bool,
-) -> None:
-    limit = device_limit(memory_limit)
-    if limit is None:
-        return
-    weights = weights_bytes(params.config, dtype, mesh)
-    need = weights + cache_bytes(params.config, split, batch, room, NEW_TOKENS, dtype, storage, mesh)
-    if need > limit:
+def _check_fits(need: int, limit: int | None, mesh: Mesh | None, *, first: bool) -> None:
+    """Refuse (DoesNotFit) what needs more bytes than there are: a first question, or the rounds of a later one."""
+    if limit is not None and need > limit:
         what, would = (
             ("A first question, which is read with all layers on the device, makes", "a shorter one would fit")
             if first
