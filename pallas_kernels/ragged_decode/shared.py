@@ -42,10 +42,15 @@ class Shared:
     position: Int[Array, "1 P R"] | None = None
 
 
-def with_shared(run: Callable[[Problem], Decoded], own: Problem, shared: Shared) -> Decoded:
-    """``run`` on a problem, merged with it on the pool that its rows share; logits are those of the rows' own slots."""
+def with_shared(run: Callable[[Problem], Decoded], own: Problem, shared: Shared, queries: int | None = None) -> Decoded:
+    """``run`` on a problem, merged with it on the pool that its rows share; logits are those of the rows' own slots.
+
+    ``queries``: the most of a head at a time; by default all of them on a CPU, whose form keeps nothing of a query.
+    """
+    if queries is None:
+        queries = own.q.shape[0] * own.q.shape[2] if dispatch.platform() == "cpu" else QUERIES
     mine = run(own)
-    theirs = [_over(run, own, shared, rows) for rows in _pieces(own)]
+    theirs = [_over(run, own, shared, rows) for rows in _pieces(own, queries)]
     out, lse = (jnp.concatenate(parts, axis=0) for parts in zip(*theirs, strict=True))
     out, lse = merge(mine.out, mine.lse, out, lse)
     return Decoded(out.astype(mine.out.dtype), lse, mine.logits)
@@ -72,10 +77,10 @@ def check(own: Problem, shared: Shared) -> None:
         raise ValueError("slopes need shared.position, and nothing else does.")
 
 
-def _pieces(own: Problem) -> list[slice]:
-    """The rows that are taken together: all of them on a CPU, whose form keeps nothing of a query."""
+def _pieces(own: Problem, queries: int) -> list[slice]:
+    """The rows that are taken together."""
     rows, group = own.q.shape[0], own.q.shape[2]
-    size = rows if dispatch.platform() == "cpu" else max(QUERIES // group, 1)
+    size = max(queries // group, 1)
     return [slice(first, min(first + size, rows)) for first in range(0, rows, size)]
 
 
