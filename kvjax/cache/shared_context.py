@@ -11,6 +11,7 @@ Programs are given a shared context and never donate, change or return it, so an
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -56,7 +57,9 @@ class SharedContext:
     def length(self, index: int, layer: Layer) -> np.ndarray:
         """[H] shared slots of each KV head of a layer, which is this cache's layer of that index."""
         shared = zip(self.layers[index], parts(layer), strict=True)
-        held = [np.zeros((1, len(own.pages)), np.int32) if one is None else as_numpy(one.length) for one, own in shared]
+        held: list[Any] = [
+            np.zeros((1, len(own.pages)), np.int32) if one is None else as_numpy(one.length) for one, own in shared
+        ]
         return np.asarray(layer.join(held) if isinstance(layer, HeadGroups) else held[0])[0]
 
 

@@ -92,7 +92,8 @@ def _over(
     count, heads, group, dim = q.shape
     # ALiBi's bias counts from each row's position; all are given the last one's, and what that changes of a row's
     # scores is the same for every slot: it is added to its log-sum-exp.
-    last = None if own.query_position is None or own.slopes is None else own.query_position[rows].max()
+    position = None if own.query_position is None or own.slopes is None else own.query_position[rows]
+    last = None if position is None else position.max()
     problem = dataclasses.replace(
         own,
         q=q.swapaxes(0, 1).reshape(1, heads, count * group, dim),
@@ -112,7 +113,7 @@ def _over(
     found = run(problem)
     out = found.out.reshape(heads, count, group, dim).swapaxes(0, 1)
     lse = found.lse.reshape(heads, count, group).swapaxes(0, 1)
-    if last is not None:
-        behind = (last - own.query_position[rows]).astype(jnp.float32)
+    if last is not None and position is not None:
+        behind = (last - position).astype(jnp.float32)
         lse = lse + jnp.asarray(own.slopes) * behind[:, None, None]
     return out, lse
