@@ -25,12 +25,13 @@ class Stats:
       time_to_first_token: from the call to the first token, compilation apart.
       prompt_tokens_per_second: prompt tokens of all rows over ``prompt_seconds``.
       decode_tokens_per_second: generated tokens of all rows, the first of each apart, over ``decode_seconds``.
-      cache_bytes: allocated for this row's cache, counters included.
+      cache_bytes: allocated for this row's cache, counters included; of a context that rows share an equal part.
       device_cache_bytes: allocated on each device for the whole batch, the rows that pad it on a mesh included.
       device_peak_bytes: the most that arrays held on each device between two programs of the call, for the whole
         batch: the cache, the one it continues and copies on the way. Arrays from before the call are left out but for
         what it continues; temporaries within a program are not counted.
       live_cache_bytes: of ``cache_bytes``, slots that hold a token.
+      shared_cache_bytes: of ``device_cache_bytes``, the context that all rows share; 0 where each holds a copy of it.
       full_cache_bytes: bytes that keeping every token seen would take.
       clipped: int8 keys that were clipped because they came after their scale was fixed, over layers and heads.
       retained: tokens kept, [layer][KV head].
@@ -56,6 +57,7 @@ class Stats:
     clipped: int
     retained: tuple[tuple[int, ...], ...]
     seen: int
+    shared_cache_bytes: int = 0
     rounds: RoundStats | None = None
 
 

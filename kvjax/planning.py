@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.allocation import Allocation, allocation, spare_tokens
-from kvjax.cache.buckets import NEW_TOKENS, new_bucket
+from kvjax.cache.buckets import NEW_TOKENS, new_bucket, prompt_bucket
 from kvjax.cache.cache import Cache
 from kvjax.cache.pool import layout_for
 from kvjax.cache.quantisation import MODEL, Storage, parse_storage
@@ -22,9 +22,11 @@ from kvjax.errors import DoesNotFit, UsageError
 from kvjax.model.config import ModelConfig
 from kvjax.model.decoder import abstract_decoder
 from kvjax.policies import Full, LagKV, Policy, format_policy, parse
-from kvjax.policies.base import page_capacities
+from kvjax.policies.base import page_capacities, shares
 from kvjax.policies.empty_cache import empty_cache
 from kvjax.runtime.peak import prefill_peak_bytes
+from kvjax.runtime.share import shared_bytes
+from kvjax.sharding.compile import device_of
 from kvjax.sharding.mesh import Mesh, parse_mesh
 from kvjax.sharding.partition import Partition
 from kvjax.sharding.placement import device_weights_bytes, splits
@@ -45,12 +47,15 @@ class Plan:
         reserved for later turns (:mod:`kvjax.allocation`). What does not fit with it is allocated without.
       prefill_peak_bytes: what prefill needs beside weights and cache at its worst moment; an estimate from shapes.
       full_cache_bytes: keys and values of every token that is fed, unpadded, for comparison; of a mesh an even share.
+      context_tokens: tokens before every prompt, which are read once.
+      shares_context: whether rows share slots of a context, or hold a copy of it each.
+      context_bytes: of ``cache_bytes``, what the rows share of the context.
       cache_over_even: ``cache_bytes`` over an even share of the cache that one device alone would hold; what is above 1
         is rows that pad the batch, pages that do not divide, and counters that several devices hold.
       total_bytes: weights, cache and prefill peak.
       memory_limit: bytes the device has, or None when it does not say.
-      capacities: slots allocated [layer][KV head].
-      retained: tokens kept of the prompt [layer][KV head].
+      capacities: slots allocated for each row [layer][KV head], those that rows share apart.
+      retained: tokens kept of the prompt [layer][KV head], its context included.
     """
 
     policy: str
@@ -68,6 +73,9 @@ class Plan:
     mesh: str | None = None
     cache_over_even: float = 1.0
     spare_bytes: int = 0
+    context_tokens: int = 0
+    shares_context: bool = False
+    context_bytes: int = 0
 
     @property
     def fits(self) -> bool:
@@ -78,7 +86,7 @@ class Plan:
     def retained_share(self) -> float:
         """Tokens kept of the prompt over those there are, all layers and heads together."""
         kept = [count for heads in self.retained for count in heads]
-        return sum(kept) / (len(kept) * self.prompt_tokens)
+        return sum(kept) / (len(kept) * (self.context_tokens + self.prompt_tokens))
 
     def table(self) -> str:
         """The plan as text: bytes by part, then slots and retained tokens by layer and head (equal layers together)."""
@@ -106,6 +114,11 @@ class Plan:
         lines = Table(sizes, parts).text().splitlines()
         if self.mesh is not None:
             lines.append(f"on each device of {self.mesh}; cache over an even part: {self.cache_over_even:.3f}")
+        if self.context_tokens and self.shares_context:
+            shared = human_bytes(self.context_bytes)
+            lines.append(f"context of {self.context_tokens:,} tokens: {shared}, which all rows share")
+        elif self.context_tokens:
+            lines.append(f"context of {self.context_tokens:,} tokens: every row holds a copy of what is kept of it")
         lines.append(f"retained of the prompt, over all layers and heads: {self.retained_share:.1%}")
         lines.append("layers, slots by KV head, and tokens retained of the prompt:")
         lines += Table(slots, layers).text().splitlines()
@@ -129,6 +142,7 @@ def plan(
     model: Any,
     *,
     prompt_tokens: int,
+    context_tokens: int = 0,
     batch: int = 1,
     policy: Policy | str | None = None,
     max_new_tokens: int = 256,
@@ -143,6 +157,8 @@ def plan(
     Args:
       model: a loaded model, or a ModelConfig (then ``dtype`` says what the weights would be; float32 by default).
       prompt_tokens: tokens of the longest prompt.
+      context_tokens: tokens before those of every prompt, read once: ``context=`` of :func:`kvjax.generate`, or one
+        ``cache=`` for all prompts.
       batch: rows.
       policy: as for :func:`kvjax.generate`.
       max_new_tokens: tokens generated; a growing policy's cache is planned at its final size.
@@ -160,10 +176,13 @@ def plan(
     config, params, over = _model(model)
     chosen: Policy = Full() if policy is None else parse(policy)
     whole_number("prompt_tokens", prompt_tokens, 1)
+    whole_number("context_tokens", context_tokens, 0)
     whole_number("batch", batch, 1)
     whole_number("max_new_tokens", max_new_tokens, 0)
-    if prompt_tokens > config.max_position:
-        raise UsageError(f"The prompt has {prompt_tokens} tokens; this model's context is {config.max_position}.")
+    if context_tokens + prompt_tokens > config.max_position:
+        raise UsageError(
+            f"The prompt has {context_tokens + prompt_tokens} tokens; this model's context is {config.max_position}."
+        )
     chosen.check(config)
     if dtype is None:
         dtype = jnp.float32 if params is None else params.dtype
@@ -178,8 +197,11 @@ def plan(
     over = over if mesh is None else parse_mesh(mesh)
     limit, made = device_limit(memory_limit), None
     for exact in (over is not None, True):
-        size = allocation(config, chosen, batch, prompt_tokens, reserve=reserve_tokens, exact=exact)
-        made = _plan(config, chosen, size, batch, prompt_tokens, max_new_tokens, dtype, limit, stored, over)
+        exact = exact or _shared(chosen, stored, batch, context_tokens)
+        whole = context_tokens + prompt_tokens
+        size = allocation(config, chosen, batch, whole, reserve=reserve_tokens, exact=exact)
+        given = config, chosen, size, batch, prompt_tokens, max_new_tokens, dtype, limit, stored, over
+        made = _plan(*given, context_tokens)
         if made.fits:
             return made
     assert made is not None
@@ -208,25 +230,37 @@ def _plan(
     limit: int | None,
     storage: Storage = MODEL,
     mesh: Mesh | None = None,
+    context: int = 0,
 ) -> Plan:
-    room, rows = size.prompt_capacity, size.rows
+    room, rows, whole = size.prompt_capacity, size.rows, context + prompt
     # The last token is generated and never fed; the context bounds what is.
-    fed = max(new - 1, 0) if policy.beyond_context else min(max(new - 1, 0), config.max_position - prompt)
-    total = np.array([prompt])
+    fed = max(new - 1, 0) if policy.beyond_context else min(max(new - 1, 0), config.max_position - whole)
+    total = np.array([whole])
     kept = [np.asarray(policy.budgets(config, layer, total))[0] for layer in range(config.num_layers)]
+    sharing = _shared(policy, storage, batch, context)
     new_capacity = NEW_TOKENS
     if policy.grows and fed > NEW_TOKENS:
-        spare = 0 if policy.offloads_rounds else spare_tokens(config, policy, room, kept)
+        spare = 0 if policy.offloads_rounds or sharing else spare_tokens(config, policy, room, kept)
         new_capacity = new_bucket(fed - 1 - spare, config.max_position)
     weights, devices = weights_bytes(config, dtype, mesh), 1 if mesh is None else mesh.size
     held = policy.planned(config, room)
     cache = alone = cache_bytes(config, held, rows, room, new_capacity, dtype, storage)
     if mesh is not None:
         cache = cache_bytes(config, held, rows, room, new_capacity, dtype, storage, mesh)
-    needed = cache_bytes(config, policy.planned(config, prompt), batch, prompt, max(fed, 1), dtype, storage, mesh)
-    peak = _peak_bytes(config, policy, rows, prompt, dtype, mesh)
+    needed = cache_bytes(config, policy.planned(config, whole), batch, whole, max(fed, 1), dtype, storage, mesh)
+    peak, shared = _peak_bytes(config, policy, rows, whole, dtype, mesh), 0
+    if sharing:
+        sizes = context, prompt, new_capacity, dtype, storage
+        cache, shared = alone, _ = _shared_bytes(config, policy, batch, *sizes)
+        if mesh is not None:
+            cache, shared = _shared_bytes(config, policy, batch, *sizes, mesh)
+        exactly = context, prompt, max(fed, 1), dtype, storage, mesh
+        needed, _ = _shared_bytes(config, policy, batch, *exactly, exact=True)
+        # The context is read by itself, and then attended to from rows of one layer of it at a time.
+        of_prompts = _peak_bytes(config, policy, batch, prompt, dtype, mesh) + 2 * shared // config.num_layers
+        peak = max(_peak_bytes(config, policy, 1, context, dtype, mesh), of_prompts)
     page_size = layout_for(storage, config.head_dim).page_size
-    pages = page_capacities(policy, config, room, new_capacity, page_size)
+    pages = page_capacities(policy, config, room, new_capacity, page_size, prompt_bucket(prompt) if sharing else None)
     return Plan(
         policy=format_policy(policy),
         batch=batch,
@@ -235,7 +269,7 @@ def _plan(
         weights_bytes=weights,
         cache_bytes=cache,
         prefill_peak_bytes=peak,
-        full_cache_bytes=batch * full_cache_bytes(config, prompt + fed, dtype) // devices,
+        full_cache_bytes=batch * full_cache_bytes(config, whole + fed, dtype) // devices,
         total_bytes=weights + cache + peak,
         memory_limit=limit,
         capacities=tuple(tuple(count * page_size for count in heads) for heads in pages),
@@ -243,7 +277,15 @@ def _plan(
         mesh=None if mesh is None else str(mesh),
         cache_over_even=cache * devices / alone,
         spare_bytes=max(cache - needed, 0),
+        context_tokens=context,
+        shares_context=shares(policy, storage),
+        context_bytes=shared,
     )
+
+
+def _shared(policy: Policy, storage: Storage, batch: int, context: int) -> bool:
+    """Whether rows share a context of so many tokens; a single row has nobody to share with."""
+    return bool(context) and batch > 1 and shares(policy, storage)
 
 
 def full_cache_bytes(config: ModelConfig, tokens: int, dtype: Any) -> int:
@@ -270,6 +312,25 @@ def cache_bytes(
         rows = mesh.rows(batch) // mesh.data
         shapes = jax.eval_shape(lambda: Partition(mesh, config, policy).empty(rows, *rooms))
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
+
+
+@functools.lru_cache(maxsize=128)
+def _shared_bytes(
+    config: ModelConfig,
+    policy: Policy,
+    batch: int,
+    context: int,
+    prompt: int,
+    new_capacity: int,
+    dtype: Any,
+    storage: Storage = MODEL,
+    mesh: Mesh | None = None,
+    exact: bool = False,
+) -> tuple[int, int]:
+    """:func:`cache_bytes` of rows that share a context, and those of the context alone; ``exact``: without buckets."""
+    rows = batch if mesh is None else mesh.rows(batch) // mesh.data
+    device = device_of(mesh, config, policy)
+    return shared_bytes(device, rows, context, prompt, new_capacity, dtype, storage, exact=exact)
 
 
 @functools.lru_cache(maxsize=32)
@@ -319,20 +380,25 @@ def fitting(
     reserve: int | None = None,
     held: Cache | None = None,
     exact: bool = False,
+    context: int = 0,
 ) -> Allocation:
     """The sizes a generation is allocated, with prompts and the first new-token bucket: exact where it must be.
 
     Args:
-      rows, tokens, reserve, held, exact: as for :func:`kvjax.allocation.allocation`.
+      rows, reserve, held, exact: as for :func:`kvjax.allocation.allocation`.
+      tokens: that the rows will have seen, prompts included, beside ``context`` tokens before all of them, read once.
       already: bytes of caches that stay beside it.
 
     Raises:
       DoesNotFit: not even exactly.
     """
-    limit, tokens = device_limit(memory_limit), min(tokens, config.max_position)
-    for tight in dict.fromkeys((exact or mesh is not None, True)):
-        size = allocation(config, policy, rows, tokens, reserve=reserve, held=held, exact=tight)
-        made = _plan(config, policy, size, rows, tokens, 1, dtype, limit, storage, mesh)
+    limit, context = device_limit(memory_limit), min(context, config.max_position - 1)
+    tokens = min(tokens, config.max_position - context)
+    # Rows that share a context are as many as were asked for, so that its bytes are spared and not spent on padding.
+    exact = exact or mesh is not None or _shared(policy, storage, rows, context)
+    for tight in dict.fromkeys((exact, True)):
+        size = allocation(config, policy, rows, context + tokens, reserve=reserve, held=held, exact=tight)
+        made = _plan(config, policy, size, rows, tokens, 1, dtype, limit, storage, mesh, context)
         if limit is None or made.total_bytes + already <= limit:
             return size
     raise _does_not_fit(made, config, policy, dtype, already, storage, mesh)
@@ -358,8 +424,10 @@ def _does_not_fit(
         )
 
     def fits(batch: int, prompt: int, policy: Policy) -> bool:
-        size = allocation(config, policy, batch, prompt, exact=True)
-        made_of = _plan(config, policy, size, batch, prompt, made.max_new_tokens, dtype, limit, storage, mesh)
+        context = made.context_tokens
+        size = allocation(config, policy, batch, context + prompt, exact=True)
+        given = config, policy, size, batch, prompt, made.max_new_tokens, dtype, limit, storage, mesh
+        made_of = _plan(*given, context)
         return made_of.total_bytes + already <= limit
 
     offers = []

@@ -23,6 +23,7 @@ from kvjax.options import GenerationOptions
 from kvjax.ownership import Owned
 from kvjax.planning import device_limit, fitting, weights_bytes
 from kvjax.policies import Full, Policy, parse
+from kvjax.policies.base import shares
 from kvjax.policies.round_attention import SINKS
 from kvjax.prompts import Tokens, as_list, prefix_tokens, tokenize
 from kvjax.runtime.decode import Controls
@@ -85,11 +86,13 @@ class Request:
         self.prompts = self._with_next_token(_counters([old.next_token for old in caches], count, -1))
         if any(not ids for ids in self.prompts):
             raise UsageError("A prompt has no tokens; give at least one character.")
-        as_it_is = len(caches) == 1 and caches[0].batch == count  # else its rows are copied: joined, or spread over all
+        # Else its rows are copied: joined, or spread over all; or shared, which copies the one.
+        as_it_is = len(caches) == 1 and caches[0].batch == count
+        shared = bool(caches) and sum(old.batch for old in caches) < count and shares(self.policy, self.storage)
         sizes = [(old.nbytes if lm.mesh is None else old.nbytes // lm.mesh.size, old.batch) for old in caches]
-        already = sum(size // rows * (rows if as_it_is else rows + count) for size, rows in sizes)
+        already = sum(size // rows * (rows if as_it_is or shared else rows + count) for size, rows in sizes)
         seen = _counters([old.seen for old in caches], count, 0)
-        self.size = self._checked_size(seen, already, caches, exact)
+        self.size = self._checked_size(seen, already, caches, exact, shared)
         self.programs = Programs(lm.mesh, lm.config, exact=self.size.rows != batch_bucket(self.rows))
         held = [adopt(old.to_device(), lm.mesh, lm.config) for old in caches]
         self.cache = _one_row_each(held, count) if held else None
@@ -126,7 +129,9 @@ class Request:
             result.append(ids if token < 0 or written else (token, *ids))
         return result
 
-    def _checked_size(self, seen: np.ndarray, already: int, caches: Sequence[Continuation], exact: bool) -> Allocation:
+    def _checked_size(
+        self, seen: np.ndarray, already: int, caches: Sequence[Continuation], exact: bool, shared: bool
+    ) -> Allocation:
         """What to allocate for rows that have ``seen`` tokens, beside ``already`` bytes of caches."""
         config, limit = self.lm.config, self.lm.config.max_position
         added = np.array([len(self.tokens.context) + len(ids) for ids in self.prompts])
@@ -137,11 +142,14 @@ class Request:
                 f"The prompt has {int(added.max())} tokens{before}; this model's context is {limit}, so shorten it."
             )
         rounds = self.policy.offloads_rounds
+        # Read once, and shared by all rows where the policy allows it.
+        context = len(self.tokens.context) + (int(seen.max()) if shared else 0)
         return fitting(
             config,
             self.policy,
             self.rows,
-            longest,
+            longest - context,
+            context=context,
             dtype=self.dtype,
             memory_limit=self.memory_limit,
             already=already,
@@ -149,7 +157,7 @@ class Request:
             mesh=self.lm.mesh,
             reserve=self.options.reserve_tokens,
             # Rounds have sizes of their own.
-            held=None if rounds else _widest([old.device_layers for old in caches]),
+            held=None if rounds or shared else _widest([old.device_layers for old in caches]),
             exact=exact or rounds,
         )
 
@@ -161,6 +169,7 @@ class Request:
         larger = jax.eval_shape(
             lambda old: self.programs.grow(old, config=self.lm.config, new_capacity=new_capacity), cache
         )
+        larger = larger.replace(context=None)  # what rows share is not copied
         caches = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves((cache, larger)))
         devices = 1 if self.lm.mesh is None else self.lm.mesh.size
         weights = weights_bytes(self.lm.config, self.dtype, self.lm.mesh)
@@ -246,9 +255,12 @@ def _counters(parts: Sequence[jax.Array], count: int, missing: int) -> np.ndarra
 
 
 def _one_row_each(caches: Sequence[Any], count: int) -> Any:
-    """The caches, or conversations, to continue as one batch with a row per prompt."""
+    """The caches, or conversations, to continue as one batch with a row per prompt.
+
+    A single cache for all prompts stays the one row it is, until they are read.
+    """
     whole = one_batch(caches)
-    return whole if whole.batch == count else whole.take([0] * count)
+    return whole.take([0] * count) if whole.policy.offloads_rounds and whole.batch != count else whole
 
 
 def _widest(caches: Sequence[Cache]) -> Cache | None:

@@ -180,6 +180,8 @@ class Session:
         cache, config = self.cache, self.request.lm.config
         if not cache.policy.grows or self.request.options.max_new_tokens <= cache.new_capacity:
             return 0  # nobody will ask
+        if cache.context is not None:
+            return 0  # its own slots are as many as its own tokens need
         lengths = (as_numpy(layer.length)[: self.request.rows].max(axis=0) for layer in cache.layers)
         return spare_tokens(config, cache.policy, cache.prompt_capacity, list(lengths))
 
@@ -215,8 +217,8 @@ class Session:
     def outputs(self) -> Any:
         """Outputs in the shape of what was passed."""
         request, cache, n = self.request, self.cache, self.request.n
-        retained = [as_numpy(request.policy.retained(layer)) for layer in cache.layers]
-        counters = retained, as_numpy(cache.seen), cache.clipped
+        own = [as_numpy(request.policy.retained(layer)) for layer in cache.layers]
+        counters = own, cache.shared_lengths, as_numpy(cache.seen), cache.clipped
         next_token = as_numpy(cache.next_token)
         fed = [[*request.prompts[row // n], *made] for row, made in enumerate(self.tokens)]
         fed = [ids[:-1] if next_token[row] >= 0 else ids for row, ids in enumerate(fed)]
@@ -237,12 +239,22 @@ class Session:
             _cache=functools.partial(left.row, row),
         )
 
-    def _stats(self, row: int, cache: Cache, kept: list[np.ndarray], seen: np.ndarray, clipped: np.ndarray) -> Stats:
+    def _stats(
+        self,
+        row: int,
+        cache: Cache,
+        own: list[np.ndarray],
+        shared: list[np.ndarray],
+        seen: np.ndarray,
+        clipped: np.ndarray,
+    ) -> Stats:
         request, times = self.request, self.times
         read = sum(len(ids) for ids in request.prompts) + len(request.context)
         decoded = sum(max(len(tokens) - 1, 0) for tokens in self.tokens)
-        retained = tuple(tuple(int(x) for x in layer[row]) for layer in kept)
+        retained = tuple(tuple(map(int, layer[row] + held)) for layer, held in zip(own, shared, strict=True))
         sizes = [slot_bytes(layer) for layer in cache.layers]
+        live = sum(int(np.dot(size, layer[row])) for size, layer in zip(sizes, own, strict=True))
+        context = cache.context
         rounds = self.strategy.stats(row)
         return Stats(
             prompt_tokens=len(request.prompts[row // request.n]) + len(request.context),
@@ -256,7 +268,8 @@ class Session:
             cache_bytes=cache.nbytes // cache.batch,
             device_cache_bytes=cache.device_nbytes,
             device_peak_bytes=self.peak_bytes,
-            live_cache_bytes=sum(int(np.dot(size, heads)) for size, heads in zip(sizes, retained, strict=True)),
+            live_cache_bytes=live if context is None else live + context.live_nbytes // cache.batch,
+            shared_cache_bytes=0 if context is None else device_bytes(jax.tree.leaves(context)),
             full_cache_bytes=full_cache_bytes(request.lm.config, int(seen[row]), request.dtype),
             clipped=int(clipped[row]),
             retained=retained,

@@ -189,6 +189,7 @@ def stats_rows(output: Output) -> list[tuple[str, str]]:
         ("cache live", f"{human_bytes(stats.live_cache_bytes)} ({part:.0%} of a full cache)"),
         ("cache peak", f"{human_bytes(stats.device_peak_bytes)} on each device, for the whole batch"),
         ("full cache", human_bytes(stats.full_cache_bytes)),
+        *([("shared", f"{human_bytes(stats.shared_cache_bytes)} with all rows")] if stats.shared_cache_bytes else []),
         ("retained", _retained(stats)),
         ("ended by", output.finish_reason),
     ]

@@ -12,10 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from kvjax.cache.groups import HeadGroups, Layer, parts
+from kvjax.cache.groups import HeadGroups, Layer, parts, with_parts
 from kvjax.cache.page_sharding import PageSharding
 from kvjax.cache.pool import LayerCache, mark_rows, rows
-from pallas_kernels.ragged_decode import Decoded, ragged_decode
+from kvjax.cache.shared_context import SharedLayer
+from pallas_kernels.ragged_decode import Decoded, Shared, ragged_decode
 from pallas_kernels.rows import Rows
 from pallas_kernels.softmax import NEG
 
@@ -29,6 +30,7 @@ def decode_attention(
     position: Int[Array, " B"] | None = None,
     with_logits: bool = False,
     first_row: Int[Array, ""] | None = None,
+    shared: SharedLayer | None = None,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "B H G D"], Any]:
     """One query token a row against the valid slots of its heads.
@@ -36,6 +38,7 @@ def decode_attention(
     Args:
       q: queries after rotary, grouped by KV head.
       layer: its pool or pools, the new token already in; every head holds at least one valid slot.
+      shared: for each of its pools one that all rows attend to as well, or None.
       scale: multiplies q.k (1 / sqrt(D)).
       slopes: ALiBi's, of each query head; then every slot's mark "position" counts, and the queries' ``position``.
       with_logits: also return the scaled scores by page, ALiBi's bias in them, ``NEG`` where a slot is not valid;
@@ -50,7 +53,7 @@ def decode_attention(
     def own(x: Any) -> Any:
         return x if first_row is None or x is None else jax.lax.dynamic_slice_in_dim(x, first_row, q.shape[0])
 
-    def attend(q: Array, pool: LayerCache, slopes: np.ndarray | None) -> Decoded:
+    def attend(q: Array, pool: LayerCache, slopes: np.ndarray | None, context: LayerCache | None) -> Decoded:
         sharding, mass = pool.sharding, own(pool.log_mass)
         if sharding.page_axes and mass is not None:
             mass = jnp.where(sharding.index() == 0, mass, 0.0)  # slot 0 is the first device's
@@ -68,16 +71,31 @@ def decode_attention(
             query_position=None if slopes is None else position,
             with_logits=with_logits,
             first_row=first_row,
+            shared=None if context is None else _shared_pages(context, slopes is not None),
             implementation=implementation,
         )
         return merged(done, sharding)
 
+    contexts = (None,) * len(parts(layer)) if shared is None else shared
     if not isinstance(layer, HeadGroups):
-        done = attend(q, layer, slopes)
+        done = attend(q, layer, slopes, contexts[0])
         return done.out, done.logits
-    groups = zip(layer.split(q), layer.groups, layer.heads, strict=True)
-    outputs = [attend(x, pool, None if slopes is None else slopes[np.asarray(heads)]) for x, pool, heads in groups]
+    groups = zip(layer.split(q), layer.groups, layer.heads, contexts, strict=True)
+    outputs = [
+        attend(x, pool, None if slopes is None else slopes[np.asarray(heads)], one) for x, pool, heads, one in groups
+    ]
     return layer.join([part.out for part in outputs]), tuple(part.logits for part in outputs) if with_logits else None
+
+
+def _shared_pages(pool: LayerCache, placed: bool) -> Shared:
+    """What this device holds of a shared pool, as attention takes it."""
+    sharding = pool.sharding
+    return Shared(
+        pool.kv,
+        sharding.local_length(pool.length, pool.page_size),
+        sharding.local_counts(pool.pages),
+        sharding.local_pages(pool.marks["position"]) if placed else None,
+    )
 
 
 def merged(done: Decoded, sharding: PageSharding) -> Decoded:
@@ -127,3 +145,20 @@ def kept_rows(layer: Layer, block: int, seen: Int[Array, " B"] | None = None) ->
     if seen is not None:
         place = join([padded(mark_rows(pool, "position")) for pool in pools]) - seen[:, None, None]
     return Rows(k, v, layer.length, mass, place, block)
+
+
+def shared_rows(shared: SharedLayer, layer: Layer, block: int, placed: bool) -> Rows | None:
+    """:func:`kept_rows` of a layer's shared pools; heads that share nothing have none. None where no head does.
+
+    ``placed`` is given for ALiBi; positions are then counted from the row's first token.
+    """
+    if all(pool is None for pool in shared):
+        return None
+    held = [_nothing(own) if pool is None else pool for pool, own in zip(shared, parts(layer), strict=True)]
+    return kept_rows(with_parts(layer, held), block, jnp.zeros((1,), jnp.int32) if placed else None)
+
+
+def _nothing(own: LayerCache) -> LayerCache:
+    """A pool of one row like this one, without a slot that is valid."""
+    first = jax.tree.map(lambda x: x[:1], own.replace(state=None))
+    return first.replace(length=jnp.zeros_like(first.length))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,7 @@ from kvjax.cache.host_memory import as_numpy, device_bytes, to_device, to_host
 from kvjax.cache.layout import platform_layout
 from kvjax.cache.pool import LayerCache, resize, shard, unshard
 from kvjax.cache.quantisation import Storage
+from kvjax.cache.shared_context import SharedContext, after_shared
 from kvjax.errors import UsageError
 from pallas_kernels.pages import Pages
 
@@ -38,6 +39,8 @@ class Cache:
       policy: which tokens stay; static.
       prompt_capacity: tokens of prompt the allocation was made for; static.
       new_capacity: tokens that may be decoded after ``prompt_end`` before the pools must grow; static.
+      context: slots that come before those of every row, or None where rows hold all of theirs.
+      own_capacity: with a context, tokens of prompt beyond it that the allocation was made for; static.
     """
 
     layers: tuple[Any, ...]  # of the kind that the policy's init_layer makes
@@ -47,6 +50,8 @@ class Cache:
     policy: Policy = dataclasses.field(metadata={"static": True})
     prompt_capacity: int = dataclasses.field(metadata={"static": True})
     new_capacity: int = dataclasses.field(metadata={"static": True})
+    context: SharedContext | None = None
+    own_capacity: int | None = dataclasses.field(default=None, metadata={"static": True})
 
     @property
     def batch(self) -> int:
@@ -54,7 +59,7 @@ class Cache:
 
     @property
     def nbytes(self) -> int:
-        """Allocated bytes: the sum over the live buffers, on a mesh of everything once."""
+        """Allocated bytes: the sum over the live buffers, on a mesh and of a shared context everything once."""
         return sum(leaf.nbytes for leaf in jax.tree.leaves(self))
 
     @property
@@ -64,9 +69,10 @@ class Cache:
 
     @property
     def live_nbytes(self) -> int:
-        """Bytes of the slots that hold a token still attended to, over rows, heads and layers."""
+        """Bytes of the slots that hold a token still attended to, over rows, heads and layers; shared ones once."""
         held = [np.asarray(self.policy.retained(layer)).sum(axis=0) for layer in self.layers]
-        return sum(int(np.dot(slots, slot_bytes(layer))) for slots, layer in zip(held, self.layers, strict=True))
+        own = sum(int(np.dot(slots, slot_bytes(layer))) for slots, layer in zip(held, self.layers, strict=True))
+        return own if self.context is None else own + self.context.live_nbytes
 
     @property
     def storage(self) -> Storage:
@@ -89,8 +95,22 @@ class Cache:
 
     @property
     def pools(self) -> tuple[LayerCache, ...]:
-        """Every pool of every layer."""
+        """Every pool of every layer, those of a shared context apart."""
         return tuple(pool for layer in self.layers for pool in parts(layer))
+
+    @property
+    def shared_layers(self) -> list[tuple[Any, ...]]:
+        """Of each layer the shared pools, one for each of its pools, or None."""
+        if self.context is not None:
+            return list(self.context.layers)
+        return [(None,) * len(parts(layer)) for layer in self.layers]
+
+    @property
+    def shared_lengths(self) -> list[np.ndarray]:
+        """[H] of each layer, slots that all rows share of a context; zeros without one."""
+        if self.context is None:
+            return [np.zeros(len(layer.pages), np.int32) for layer in self.layers]
+        return [self.context.length(i, layer) for i, layer in enumerate(self.layers)]
 
     @property
     def model_shape(self) -> tuple[int, int, int]:
@@ -112,7 +132,10 @@ class Cache:
         return cache
 
     def take(self, indices: Sequence[int]) -> Cache:
-        """Rows in the given order; a row may be taken several times. A copy, unless all rows stay."""
+        """Rows in the given order; a row may be taken several times. A copy, unless all rows stay.
+
+        A context that the rows share is not copied: these share it too.
+        """
         return take(self, indices)
 
     def join(self, others: Sequence[Cache]) -> Cache:
@@ -169,9 +192,17 @@ def take(cache: Cache, indices: Sequence[int]) -> Cache:
     """Rows of a cache in the given order; a row may be taken several times. Always a copy, unless all rows stay."""
     if list(indices) == list(range(cache.batch)):
         return cache
-    leaves, tree = jax.tree.flatten(cache)
+    return take_rows(cache.replace(context=None), indices).replace(context=cache.context)
+
+
+Tree = TypeVar("Tree")
+
+
+def take_rows(tree: Tree, indices: Sequence[int]) -> Tree:
+    """Rows of all arrays of a tree in the given order, as copies; on a mesh over the data axis if it divides them."""
+    leaves, structure = jax.tree.flatten(tree)
     where = tuple(_sharding_of_rows(leaf, len(indices)) for leaf in leaves)
-    return jax.tree.unflatten(tree, _taking(where)(leaves, np.asarray(indices, np.int32)))
+    return jax.tree.unflatten(structure, _taking(where)(leaves, np.asarray(indices, np.int32)))
 
 
 @functools.lru_cache(maxsize=32)
@@ -197,9 +228,13 @@ def _concatenate(caches: Sequence[Cache]) -> Cache:
         raise UsageError("Caches of one batch must share model and policy; continue these one by one instead.")
     if any(cache.storage != caches[0].storage for cache in caches):
         raise UsageError("Caches of one batch must share their storage; continue these one by one instead.")
+    context = caches[0].context
+    if any(cache.context is not context for cache in caches):
+        caches, context = [materialised(cache) for cache in caches], None
+    caches = [cache.replace(context=None) for cache in caches]
     # On a mesh as one program: many, all in flight, wait for each other for ever on virtual CPU devices.
     many = any(len(cache.seen.sharding.device_set) > 1 for cache in caches)
-    return _joining(tuple(caches)) if many else _joined(caches)
+    return (_joining(tuple(caches)) if many else _joined(caches)).replace(context=context)
 
 
 def _joined(caches: Sequence[Cache]) -> Cache:
@@ -222,6 +257,7 @@ def resize_layer(layer: Layer, pages: tuple[int, ...]) -> Layer:
 def _aligned(caches: Sequence[Cache]) -> list[Cache]:
     """The caches with equal allocations, and the capacities that every row surely has in them."""
     prompt_capacity, new_capacity = max(c.prompt_capacity for c in caches), min(c.new_capacity for c in caches)
+    own_capacity = max((c.own_capacity for c in caches if c.own_capacity is not None), default=None)
     result = []
     for cache in caches:
         layers = []
@@ -231,5 +267,27 @@ def _aligned(caches: Sequence[Cache]) -> list[Cache]:
             wanted = zip(parts(layer), pages_by_group(layer, pages), strict=True)
             pools = [pool if pool.pages == n else shard(resize(unshard(pool), n), pool.sharding) for pool, n in wanted]
             layers.append(with_parts(layer, pools))
-        result.append(cache.replace(layers=tuple(layers), prompt_capacity=prompt_capacity, new_capacity=new_capacity))
+        rooms = {"prompt_capacity": prompt_capacity, "new_capacity": new_capacity, "own_capacity": own_capacity}
+        result.append(cache.replace(layers=tuple(layers), **rooms))
     return result
+
+
+def materialised(cache: Cache) -> Cache:
+    """The same rows with all of their slots in their own pools: a cache that shares no context."""
+    return cache if cache.context is None else _materialised(cache)
+
+
+@jax.jit
+def _materialised(cache: Cache) -> Cache:
+    layers = []
+    for layer, shared in zip(cache.layers, cache.shared_layers, strict=True):
+        both = zip(parts(layer), shared, strict=True)
+        layers.append(with_parts(layer, [own if one is None else _whole(cache.policy, one, own) for own, one in both]))
+    return cache.replace(layers=tuple(layers), context=None, own_capacity=None)
+
+
+def _whole(policy: Policy, shared: LayerCache, own: LayerCache) -> LayerCache:
+    # Both have whole rounds of pages on the devices that shard them, and so has the sum.
+    pages, sharding = tuple(sum(both) for both in zip(shared.pages, own.pages, strict=True)), own.sharding
+    whole = shard(after_shared(unshard(shared), unshard(own), pages), sharding)
+    return whole.replace(state=policy.beyond_shared(own.state, None))

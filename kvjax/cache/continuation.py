@@ -158,6 +158,5 @@ def rolled_back(before: C, after: Cache) -> C:
         for one, other in zip(parts(was), parts(now), strict=True):
             pools.append(other.replace(length=one.length, next=one.next))
         layers.append(with_parts(now, pools))
-    return before.with_device_layers(
-        old.replace(layers=tuple(layers), prompt_capacity=after.prompt_capacity, new_capacity=after.new_capacity)
-    )
+    rooms = {name: getattr(after, name) for name in ("prompt_capacity", "new_capacity", "own_capacity")}
+    return before.with_device_layers(old.replace(layers=tuple(layers), **rooms))

@@ -17,6 +17,9 @@ from kvjax.cli.app import app
 def plan(
     *,
     prompt_tokens: Annotated[int, typer.Option("--prompt-tokens", help="Tokens of the longest prompt.")],
+    context_tokens: Annotated[
+        int, typer.Option("--context-tokens", help="Tokens before every prompt, which are read once.")
+    ] = 0,
     model: flag.Model = flag.DEFAULT_MODEL,
     config: flag.Config = None,
     dtype: flag.Dtype = None,
@@ -32,7 +35,9 @@ def plan(
     # The weights stay where they are: a plan needs their shapes alone, in the dtype they would be loaded in.
     from kvjax.checkpoints.load import weights_dtype
 
-    asked: dict[str, Any] = dict(prompt_tokens=prompt_tokens, batch=batch, mesh=mesh, **options)
+    asked: dict[str, Any] = dict(
+        prompt_tokens=prompt_tokens, context_tokens=context_tokens, batch=batch, mesh=mesh, **options
+    )
     planned = kvjax.plan(kvjax.load_config(model), dtype=weights_dtype(dtype), **asked)
     if json:
         tables.print_json(dataclasses.asdict(planned))

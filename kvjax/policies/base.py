@@ -91,6 +91,7 @@ __all__ = [
     "per_head",
     "policy_marks",
     "selection",
+    "shares",
     "top_mask",
 ]
 
@@ -159,6 +160,36 @@ class Policy:
         """Whether a slot, once written, stays as it is: what a turn added is then forgotten by its lengths alone."""
         changing = ("sort_slots", "select", "compress", "append", "observe", "maintain")
         return not self.merges and all(getattr(type(self), name) is getattr(Policy, name) for name in changing)
+
+    @property
+    def shares_context(self) -> bool:
+        """Whether rows that begin with the same context share slots of it, whatever each of them reads afterwards."""
+        return self.only_appends and not self.offloads_rounds
+
+    def shared_slots(self, layer: int, cache: LayerCache, config: ModelConfig) -> Int[Array, "B H"]:
+        """How many slots of each head, the first ones, no later turn or step changes, moves or drops.
+
+        Rows that begin with the same context share these, and each has the others for itself, in a pool that holds
+        nothing else: ``cache.length`` and ``cache.next`` then count from the first that is not shared. A policy that
+        needs to know by how many it is shorter is told by :meth:`beyond_shared`. Asked where it ``shares_context``.
+        """
+        return cache.length
+
+    def beyond_shared(self, state: Any, shared: Int[Array, "B H"] | None) -> Any:
+        """A pool's state once its first ``shared`` slots are elsewhere; with None, once they are back."""
+        return state
+
+    def own_capacities(self, config: ModelConfig, prompt: int, own: int, new: int) -> tuple[tuple[int, ...], ...]:
+        """Slots [layer][KV head] that suffice for what rows do not share of a context.
+
+        Args:
+          prompt: tokens of the longest row, the context included. own: those beyond the context. new: decoded after it.
+        """
+        return self.capacities(config, own if self.only_appends else prompt, new)
+
+    def pool_policies(self, config: ModelConfig, layer: int) -> tuple[tuple[Policy, ModelConfig], ...]:
+        """The policy of each pool of a layer, and the model as it sees it."""
+        return ((self, config),)
 
     def chunks(self, config: ModelConfig) -> tuple[int, int] | None:
         """(tokens of the first prefill chunk, tokens of each later one), or None to read prompts whole."""
@@ -265,6 +296,14 @@ class Policy:
         return cache
 
 
+def shares(policy: Policy, storage: Storage) -> bool:
+    """Whether rows that begin with the same context share slots of it.
+
+    int8 rows do not: the scales of a row's keys follow what it reads, and its stored keys are packed anew.
+    """
+    return policy.shares_context and not storage.quantised
+
+
 def policy_marks(policy: Policy, config: ModelConfig) -> tuple[str, ...]:
     """The marks of a policy's pools; in an ALiBi model they include every slot's position."""
     wanted = config.positional == "alibi" and "position" not in policy.marks
@@ -310,10 +349,10 @@ def numpy_or_jax(x: Any) -> Any:
 
 
 def page_capacities(
-    policy: Policy, config: ModelConfig, prompt: int, new: int, page_size: int = PAGE_SIZE
+    policy: Policy, config: ModelConfig, prompt: int, new: int, page_size: int = PAGE_SIZE, own: int | None = None
 ) -> tuple[tuple[int, ...], ...]:
-    """The policy's capacities in pages [layer][head]."""
-    slots = policy.capacities(config, prompt, new)
+    """The policy's capacities in pages [layer][head]; with ``own``, of rows that share a context: what they do not."""
+    slots = policy.capacities(config, prompt, new) if own is None else policy.own_capacities(config, prompt, own, new)
     wanted = [policy.heads_of(config, layer) for layer in range(config.num_layers)]
     if [len(heads) for heads in slots] != wanted:
         raise UsageError(

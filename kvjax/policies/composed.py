@@ -89,6 +89,26 @@ class HeadWise(Policy):
             for layer in range(config.num_layers)
         )
 
+    @property
+    def shares_context(self) -> bool:
+        """Protected heads share; the others where their policy does."""
+        return True
+
+    def beyond_shared(self, state: Any, shared: Int[Array, "B H"] | None) -> Any:
+        return None if state is None else self.unsized.beyond_shared(state, shared)
+
+    def own_capacities(self, config: ModelConfig, prompt: int, own: int, new: int) -> tuple[tuple[int, ...], ...]:
+        return tuple(
+            _joined(
+                (heads, _own_capacities_of(policy, seen_as, prompt, own, new)[layer])
+                for policy, heads, seen_as in self.members(config, layer)
+            )
+            for layer in range(config.num_layers)
+        )
+
+    def pool_policies(self, config: ModelConfig, layer: int) -> tuple[tuple[Policy, ModelConfig], ...]:
+        return tuple((policy, seen_as) for policy, _, seen_as in self.members(config, layer))
+
     def owners(self, config: ModelConfig, layer: int) -> tuple[Policy, ...]:
         return _joined((heads, (policy,) * len(heads)) for policy, heads, _ in self.members(config, layer))
 
@@ -183,6 +203,16 @@ def capacities_of(policy: Policy, config: ModelConfig, prompt: int, new: int) ->
     if isinstance(policy, CompensatedRing):
         return policy.grown_capacities(config, prompt, new)
     return policy.capacities(config, prompt, new)
+
+
+@functools.lru_cache(maxsize=256)
+def _own_capacities_of(
+    policy: Policy, config: ModelConfig, prompt: int, own: int, new: int
+) -> tuple[tuple[int, ...], ...]:
+    """A group's capacities beyond a context that rows share; a group that does not share holds all of it."""
+    if policy.shares_context:
+        return policy.own_capacities(config, prompt, own, new)
+    return capacities_of(policy, config, prompt, new)
 
 
 def _joined(groups: Iterable[tuple[tuple[int, ...], tuple[Value, ...]]]) -> tuple[Value, ...]:

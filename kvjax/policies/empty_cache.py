@@ -22,8 +22,11 @@ def empty_cache(
     new_capacity: int,
     dtype: Any,
     storage: Storage = MODEL,
+    own_capacity: int | None = None,
 ) -> Cache:
     """An empty cache, allocated for prompts of ``prompt_capacity`` tokens and ``new_capacity`` decoded ones.
+
+    With ``own_capacity``, for rows that share a context but for this many tokens of prompt.
 
     Raises:
       UsageError: the policy is one of rounds, which have no single cache.
@@ -34,9 +37,9 @@ def empty_cache(
             "use it with kvjax.generate or kvjax.Chat."
         )
     page_size = layout_for(storage, config.head_dim).page_size
-    pages = page_capacities(policy, config, prompt_capacity, new_capacity, page_size)
+    pages = page_capacities(policy, config, prompt_capacity, new_capacity, page_size, own_capacity)
     layers = tuple(
         policy.init_layer(config, layer, batch, pages[layer], dtype, storage) for layer in range(config.num_layers)
     )
     zeros = jnp.zeros((batch,), jnp.int32)
-    return Cache(layers, zeros, zeros, zeros - 1, policy, prompt_capacity, new_capacity)
+    return Cache(layers, zeros, zeros, zeros - 1, policy, prompt_capacity, new_capacity, own_capacity=own_capacity)

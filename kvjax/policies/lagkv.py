@@ -36,10 +36,17 @@ class LagState:
     Attributes:
       static: [B] slots that are never scored again: the sinks and what earlier compressions kept.
       covered: [B] tokens those slots stand for, kept or dropped.
+      shared: [B] how many of the static slots rows share, so that they are not in the pool; None for none.
     """
 
     static: Int[Array, " B"]
     covered: Int[Array, " B"]
+    shared: Int[Array, " B"] | None = None
+
+    @property
+    def elsewhere(self) -> Int[Array, " B"]:
+        """[B] static slots that are not in the pool."""
+        return jnp.zeros_like(self.static) if self.shared is None else self.shared
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,6 +169,28 @@ class LagKV(Policy):
             return self.sink + int(self.partition_ratio * self.lag) * partitions + 2 * self.lag
         return max(self.sink + 2 * self.lag, int(self._target(tokens)) + self.lag)
 
+    # --- what rows share --------------------------------------------------------------------------------------
+
+    @property
+    def shares_context(self) -> bool:
+        """What earlier compressions kept is never scored again; the sliding window is each row's own."""
+        return True
+
+    def shared_slots(self, layer: int, cache: LayerCache, config: ModelConfig) -> Int[Array, "B H"]:
+        if layer < self._skipped:
+            return cache.length
+        return jnp.broadcast_to(cache.state.static[:, None], cache.length.shape)
+
+    def beyond_shared(self, state: Any, shared: Int[Array, "B H"] | None) -> Any:
+        return dataclasses.replace(state, shared=None if shared is None else shared[:, 0])
+
+    def own_capacities(self, config: ModelConfig, prompt: int, own: int, new: int) -> tuple[tuple[int, ...], ...]:
+        # What is no slot of the context's, and its sliding window of less than two partitions.
+        beyond = own + new + 2 * self.lag
+        whole = self.capacities(config, prompt, new)
+        rest = zip(whole, range(config.num_layers), strict=True)
+        return tuple(tuple(min(n, own + new if i < self._skipped else beyond) for n in heads) for heads, i in rest)
+
     # --- which ------------------------------------------------------------------------------------------------
 
     def _scores(self, part: Float[Array, "... L D"], reference: Float[Array, "... L D"]) -> Float[Array, "... L"]:
@@ -197,18 +226,20 @@ class LagKV(Policy):
         if layer < self._skipped:
             return keep_all(cache, candidates, chunk)
         state: LagState = cache.state
-        length = candidates.length[:, 0]
+        before = state.elsewhere
+        length = candidates.length[:, 0] + before
         # Sinks become static as they arrive.
         new_sinks = jnp.clip(self.sink - state.static, 0, length - state.static)
         new_sinks = jnp.where(state.covered < self.sink, new_sinks, 0)
         static, covered = state.static + new_sinks, state.covered + new_sinks
         partitions = jnp.maximum((length - static) // self.lag - 1, 0)
         if candidates.k.shape[2] < 2 * self.lag:  # two partitions cannot fit: nothing is ever compressed here
-            return keep_all(cache, candidates, chunk).replace(state=LagState(static, covered))
+            return keep_all(cache, candidates, chunk).replace(state=LagState(static, covered, state.shared))
         keep_each = self._keep(chunk.total, static, covered)
-        keep = self._keep_mask(candidates.k, candidates.v, length, static, partitions, keep_each)
+        here = candidates.length[:, 0], static - before
+        keep = self._keep_mask(candidates.k, candidates.v, *here, partitions, keep_each)
         cache = keep_where(cache, candidates, keep, chunk)
-        state = LagState(static + partitions * keep_each, covered + partitions * self.lag)
+        state = LagState(static + partitions * keep_each, covered + partitions * self.lag, state.shared)
         return cache.replace(state=state)
 
     def _keep_mask(
@@ -244,13 +275,17 @@ class LagKV(Policy):
     def due(self, layers: tuple[LayerCache, ...], config: ModelConfig) -> Bool[Array, " B"]:
         # All compressing layers are in step; one of them answers for all.
         layer = layers[-1]
-        return layer.length[:, 0] - self._static_now(layer) >= 2 * self.lag
+        return self._slots_now(layer) - self._static_now(layer) >= 2 * self.lag
+
+    def _slots_now(self, cache: LayerCache) -> Int[Array, " B"]:
+        """Slots of each row, those it shares included."""
+        return cache.length[:, 0] + cache.state.elsewhere
 
     def _static_now(self, cache: LayerCache) -> Int[Array, " B"]:
         """Static slots, counting sinks that were decoded into the cache and not yet booked."""
         state: LagState = cache.state
         missing = jnp.maximum(self.sink - state.covered, 0)
-        return state.static + jnp.minimum(missing, cache.length[:, 0] - state.static)
+        return state.static + jnp.minimum(missing, self._slots_now(cache) - state.static)
 
     def maintain(
         self, layer: int, cache: LayerCache, config: ModelConfig, row: Int[Array, ""], seen: Int[Array, ""]
@@ -263,8 +298,9 @@ class LagKV(Policy):
         covered = state.covered[row] + static - before
         keep = self._keep(seen, static, covered)
         # Only the last 2 L slots change: the oldest partition shrinks and the window moves up to it.
-        region, first = take_pages(cache, row, static, 2 * lag)
-        offset = static - first * cache.page_size
+        here = static - state.elsewhere[row]
+        region, first = take_pages(cache, row, here, 2 * lag)
+        offset = here - first * cache.page_size
         part = {name: jax.lax.dynamic_slice_in_dim(x, offset, 2 * lag, axis=1) for name, x in region.items()}
         k, v = part["k"], part["v"]
         scores = self._partition_scores(k[:, :lag], v[:, :lag], k[:, lag:], v[:, lag:])
@@ -278,8 +314,10 @@ class LagKV(Policy):
         source = jnp.where(place < 0, place, source) + offset
         moved = {name: jnp.take_along_axis(whole, source[..., None], axis=1) for name, whole in region.items()}
         cache = put_pages(cache, row, first, moved)
-        length = cache.length.at[row].set(static + keep + lag)
-        state = LagState(state.static.at[row].set(static + keep), state.covered.at[row].set(covered + lag))
+        length = cache.length.at[row].set(here + keep + lag)
+        state = dataclasses.replace(
+            state, static=state.static.at[row].set(static + keep), covered=state.covered.at[row].set(covered + lag)
+        )
         return cache.replace(length=length, next=length, state=state)
 
 

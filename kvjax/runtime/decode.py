@@ -18,6 +18,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache.cache import Cache
 from kvjax.cache.groups import Layer
+from kvjax.cache.shared_context import SharedLayer
 from kvjax.model.alibi import slopes
 from kvjax.model.decoder import Decoder, DecoderLayer
 from kvjax.model.rope import Angles, apply_rope, token_angles
@@ -100,9 +101,10 @@ def forward_step(
     x = params.embed(token)
     done: list[Any] = []
     numbers = numbers_of_kind(policy, params)
-    for layer, kept, (number, alike) in zip(params.layers, cache.layers, numbers, strict=True):
+    layers = zip(params.layers, cache.layers, cache.shared_layers, numbers, strict=True)
+    for layer, kept, shared, (number, alike) in layers:
         step = _layer_step_once if alike else _layer_step
-        x, kept = step(policy, number, layer, kept, x, angles, cache.seen, active)
+        x, kept = step(policy, number, layer, kept, x, angles, cache.seen, active, shared)
         done.append(kept)
     return cache.replace(layers=tuple(done), seen=cache.seen + active), params.logits(x)
 
@@ -116,6 +118,7 @@ def _layer_step(
     angles: Angles,
     position: Int[Array, " B"],
     active: Bool[Array, " B"],
+    shared: SharedLayer,
 ) -> tuple[Float[Array, "B M"], Layer]:
     """One layer of :func:`forward_step`: what the next layer reads, and the layer's cache with the token in."""
     own = layer.config  # the model's, or of the heads that this device has of the layer
@@ -123,7 +126,7 @@ def _layer_step(
     q, k, v = layer.project(x)
     kept = policy.append(index, kept, apply_rope(k, angles), v, step)
     scale, linear = own.attention_scale, slopes(own) if own.positional == "alibi" else None
-    attended, kept = attend(policy, index, kept, apply_rope(q, angles), step, scale=scale, slopes=linear)
+    attended, kept = attend(policy, index, kept, apply_rope(q, angles), step, scale=scale, slopes=linear, shared=shared)
     return layer.finish(x, attended), kept
 
 
@@ -220,6 +223,8 @@ def decode_chunk(
       The state, this call's tokens in columns ``0 .. n - 1``, and n.
     """
     agree = device.any_row
+    context = state.cache.context  # constant: no part of what the loop carries
+    state = dataclasses.replace(state, cache=state.cache.replace(context=None))
     policy, config = state.cache.policy, params.config
     numbers = numbers_of_kind(policy, params)
     state = dataclasses.replace(state, tokens=jnp.full_like(state.tokens, -1))
@@ -250,7 +255,9 @@ def decode_chunk(
     def step(now: Carry) -> Carry:
         made, state, _ = now
         active = state.reason == RUNNING
-        cache, logits = forward_step(params, state.cache, jnp.maximum(state.cache.next_token, 0), active)
+        cache = state.cache.replace(context=context)
+        cache, logits = forward_step(params, cache, jnp.maximum(cache.next_token, 0), active)
+        cache = cache.replace(context=None)
         state = _record(dataclasses.replace(state, cache=cache), logits, controls, active, made)
         return carry(made + 1, state)
 

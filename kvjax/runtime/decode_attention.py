@@ -17,6 +17,7 @@ from jaxtyping import Array, Float
 
 from kvjax.cache.attention import decode_attention
 from kvjax.cache.groups import Layer, parts, with_parts
+from kvjax.cache.shared_context import SharedLayer
 from kvjax.errors import UsageError
 from kvjax.policies.base import Policy, Step
 from pallas_kernels import dispatch
@@ -35,8 +36,11 @@ def attend(
     *,
     scale: float,
     slopes: Float[np.ndarray, "H G"] | None,
+    shared: SharedLayer | None = None,
 ) -> tuple[Float[Array, "B H G D"], Layer]:
     """Attention of one token a row over the layer, whose new token is in, and the layer as its policy leaves it.
+
+    ``shared`` are the slots of a context that come before those of every row, if there are any.
 
     Raises:
       UsageError: the policy changed keys or values while observing.
@@ -51,6 +55,7 @@ def attend(
             position=step.position,
             with_logits=policy.signals.decode_logits,
             first_row=first,
+            shared=shared,
         )
         if logits is not None:
             # XLA would begin with what the policies of all layers ask of positions alone, and keep it.

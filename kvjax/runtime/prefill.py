@@ -15,11 +15,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax.cache.attention import kept_rows
+from kvjax.cache.attention import kept_rows, shared_rows
 from kvjax.cache.buckets import block_of, keys_of, rows_together
 from kvjax.cache.cache import Cache
 from kvjax.cache.groups import parts, rounded
 from kvjax.cache.quantisation import Storage
+from kvjax.cache.shared_context import SharedContext, SharedLayer
 from kvjax.model.alibi import query_bias
 from kvjax.model.config import ModelConfig
 from kvjax.model.decoder import Decoder, DecoderLayer
@@ -47,9 +48,11 @@ def read_layer(
     zero: Int[Array, ""],
     collector: LayerObserver | None = None,
     count: Int[Array, " B"] | None = None,
+    shared: tuple[Rows, Int[Array, " B"]] | None = None,
 ) -> tuple[Float[Array, "B T M"], Float[Array, "B H T D"], Float[Array, "B H T D"], Any]:
     """One layer over the whole prompt in query blocks: hidden states out, its keys and values as cached, and what
-    ``collector`` observed. ``count``, the tokens of each row, saves accelerators the work on padding.
+    ``collector`` observed. ``count``, the tokens of each row, saves accelerators the work on padding. ``shared`` are
+    rows of a context that all rows of the batch attend to, and the tokens before these of each.
     """
     config = layer.config
     batch, tokens, _ = x.shape
@@ -68,7 +71,12 @@ def read_layer(
         q, start = q.transpose(0, 2, 3, 1, 4), i * block
         linear = query_bias(config, jnp.tile(start + jnp.arange(block), group)[None])
         length = None if count is None else jnp.clip(count - start, 0, block)
-        found = prefill(q, k, v, offset=start, scale=scale, length=length, kept=kept, bias=linear, block=keys_of(block))
+        context: dict[str, Any] = {}
+        if shared is not None:
+            place = (shared[1][:, None] + start + jnp.arange(block)).reshape(1, -1)
+            context = {"shared": shared[0], "shared_bias": query_bias(config, jnp.tile(place, (1, group)))}
+        where: dict[str, Any] = {"offset": start, "scale": scale, "length": length, "block": keys_of(block)}
+        found = prefill(q, k, v, kept=kept, bias=linear, **where, **context)
         if collector is not None and partial is not None:
             partial = collector.after_block(partial, raw, q, found.lse, k, kept, i)
         attended = found.out.transpose(0, 3, 1, 2, 4)
@@ -89,21 +97,24 @@ def read_rows(
     count: Int[Array, " B"],
     zero: Int[Array, ""],
     collector: LayerObserver | None = None,
+    shared: tuple[Rows, Int[Array, " B"]] | None = None,
 ) -> tuple[Float[Array, "B T M"], Float[Array, "B H T D"], Float[Array, "B H T D"], Any]:
     """:func:`read_layer` over ``count`` tokens of each row, a few rows at a time (:func:`rows_together`).
 
     A row of no tokens costs nothing, and its hidden states stay as they are.
     """
+    common, before = (None, None) if shared is None else shared
     batch, tokens, _ = x.shape
     block = block_of(tokens)
     together = rows_together(batch, block)
 
     def read(given: tuple[Any, ...]) -> tuple[Any, ...]:
-        x, rope, kept, count, collector = given
+        x, rope, kept, count, collector, before = given
         blocks = (jnp.max(count) + block - 1) // block
-        return read_layer(layer, x, rope, kept, blocks, zero, collector, count)
+        shared = None if common is None else (common, before)
+        return read_layer(layer, x, rope, kept, blocks, zero, collector, count, shared)
 
-    given = (x, rope, kept, count, collector)
+    given = (x, rope, kept, count, collector, before)
     if together == batch:
         return read(given)
 
@@ -134,6 +145,7 @@ def through_layers(
     fresh: bool,
     collector: SignalCollector | None,
     work: Int[Array, " B"] | None = None,
+    context: SharedContext | None = None,
 ) -> tuple[tuple[Any, ...], Float[Array, "B T M"], PromptSignals | None]:
     """Read tokens through layers ``first .. first + len(caches) - 1``.
 
@@ -141,6 +153,7 @@ def through_layers(
       x: what layer ``first`` reads, of ``count`` tokens a row after ``seen``.
       caches: of those layers; ``pages`` of each afterwards.
       work: tokens of each row to compute, where that is not ``count``: 0 of a row of padding.
+      context: what the rows of all layers share, if they do.
 
     Returns:
       Their caches, what the next layer reads, and what ``collector`` asked of the last of them.
@@ -155,7 +168,8 @@ def through_layers(
     for i, (old, counts) in enumerate(zip(caches, pages, strict=True), first):
         number, alike = numbers[i]
         read = _read_and_compress_once if alike else _read_and_compress
-        given = params.layers[i], old, x, angles, chunk, zero, collector
+        shared = (None,) * len(parts(old)) if context is None else context.layers[i]
+        given = params.layers[i], old, x, angles, chunk, zero, collector, shared
         packed, x, zero, signals = read(policy, number, *given, pages=counts, fresh=fresh)
         done.append(packed)
     return tuple(done), x, signals
@@ -171,6 +185,7 @@ def _read_and_compress(
     tokens: tuple[Int[Array, " B"], Int[Array, " B"], Int[Array, " B"], Int[Array, " B"]],
     zero: Int[Array, ""],
     collector: SignalCollector | None,
+    shared: SharedLayer,
     *,
     pages: tuple[int, ...],
     fresh: bool,
@@ -183,7 +198,9 @@ def _read_and_compress(
         old = policy.sort_slots(index, old, own)
         kept = kept_rows(old, keys_of(block_of(x.shape[1])), seen if own.positional == "alibi" else None)
     asked = None if collector is None else dataclasses.replace(collector, config=own)
-    x, k, v, signals = read_rows(layer, x, angles, kept, work, zero, asked)
+    common = shared_rows(shared, old, keys_of(block_of(x.shape[1])), own.positional == "alibi")
+    before = None if common is None else (common, seen)
+    x, k, v, signals = read_rows(layer, x, angles, kept, work, zero, asked, before)
     chunk = PromptChunk(seen, count, total, pages=pages, config=own, fresh=fresh, signals=signals)
     packed = policy.compress(index, old, k, v, chunk)
     return packed, x, zero_after(*jax.tree.leaves([part.kv for part in parts(packed)])), signals
@@ -218,6 +235,7 @@ def _forward(
         fresh=fresh,
         collector=collector,
         work=jnp.where(tokens[:, 0] < 0, 0, count),
+        context=cache.context,
     )
     return after_reading(cache.replace(layers=layers), count), x
 
@@ -288,20 +306,27 @@ def prefill_onto(
     *,
     prompt_capacity: int,
     new_capacity: int,
+    own_capacity: int | None = None,
 ) -> tuple[Cache, Float[Array, "B V"]]:
     """Read chunks or later turns onto a cache, which then has the given capacities; rows may have 0 tokens."""
-    pages = pages_onto(device.local_config, cache, prompt_capacity, new_capacity)
+    rooms = {"prompt_capacity": prompt_capacity, "new_capacity": new_capacity, "own_capacity": own_capacity}
+    pages = pages_onto(device.local_config, cache, **rooms)
     cache, x = _forward(params, cache, tokens, count, total, pages, fresh=False)
-    cache = cache.replace(prompt_capacity=prompt_capacity, new_capacity=new_capacity)
+    cache = cache.replace(**rooms)
     return cache, last_logits(params, x, count)
 
 
-def pages_onto(config: ModelConfig, cache: Cache, prompt_capacity: int, new_capacity: int) -> Pages:
-    """Pages after a turn: planned anew, or as they are for a policy that keeps its size."""
+def pages_onto(
+    config: ModelConfig, cache: Cache, prompt_capacity: int, new_capacity: int, own_capacity: int | None = None
+) -> Pages:
+    """Pages after a turn: planned anew, or as they are for a policy that keeps its size.
+
+    Rows that share a context hold the rest of it, and ``own_capacity`` tokens of prompt beyond it.
+    """
     old = tuple(layer.pages for layer in cache.layers)
     if not cache.policy.replans:
         return old
-    wanted = page_capacities(cache.policy, config, prompt_capacity, new_capacity, cache.page_size)
+    wanted = page_capacities(cache.policy, config, prompt_capacity, new_capacity, cache.page_size, own_capacity)
     wanted = tuple(rounded(layer, pages) for layer, pages in zip(cache.layers, wanted, strict=True))
     if cache.policy.grows:
         return wanted

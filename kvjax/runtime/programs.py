@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from kvjax.cache.buckets import batch_bucket
-from kvjax.cache.cache import Cache
+from kvjax.cache.cache import Cache, take, take_rows
 from kvjax.cache.quantisation import MODEL, Storage
 from kvjax.model.config import ModelConfig
 from kvjax.model.decoder import Decoder
@@ -17,6 +17,7 @@ from kvjax.policies.base import Policy
 from kvjax.runtime.decode import Controls, DecodeState, decode_chunk
 from kvjax.runtime.grow import grow
 from kvjax.runtime.prefill import pages_onto, prefill_fresh, prefill_onto
+from kvjax.runtime.share import share, share_types
 from kvjax.sharding.compile import ROW, SCALAR, Device, Program, device_of
 from kvjax.sharding.mesh import Mesh
 
@@ -25,11 +26,19 @@ def _empty(device: Device, arguments: Any, static: dict[str, Any]) -> Any:
     return jax.eval_shape(lambda: device.empty(arguments[1].shape[0], **static)), ROW
 
 
+def _shared(device: Device, arguments: Any, static: dict[str, Any]) -> Any:
+    return share_types(arguments[0], device.policy, device.config)
+
+
 PREFILL_FRESH = Program(prefill_fresh, _empty, ("prompt_capacity", "new_capacity", "dtype", "storage"))
 PREFILL_ONTO = Program(
-    prefill_onto, lambda device, arguments, static: (arguments[1], ROW), ("prompt_capacity", "new_capacity"), (1,)
+    prefill_onto,
+    lambda device, arguments, static: (arguments[1], ROW),
+    ("prompt_capacity", "new_capacity", "own_capacity"),
+    (1,),
 )
 DECODE_CHUNK = Program(decode_chunk, lambda device, arguments, static: (arguments[1], SCALAR), donates=(1,))
+SHARE = Program(share, _shared, ("prompt_capacity",))
 GROW = Program(grow, lambda device, arguments, static: arguments[0], ("new_capacity",))
 
 
@@ -79,6 +88,7 @@ class Programs:
         *read: np.ndarray,
         prompt_capacity: int,
         new_capacity: int,
+        own_capacity: int | None = None,
         consume: bool = False,
     ) -> tuple[Cache, jax.Array]:
         """Read (tokens, count, total) onto a cache: :func:`kvjax.runtime.prefill.prefill_onto`.
@@ -86,7 +96,8 @@ class Programs:
         The cache stays a value, unless ``consume``: then its buffers are donated, and reused where shapes allow.
         """
         device = self.device(cache.policy, params.config)
-        capacities = {"prompt_capacity": prompt_capacity, "new_capacity": new_capacity}
+        capacities: dict[str, Any] = {"prompt_capacity": prompt_capacity, "new_capacity": new_capacity}
+        capacities |= {"own_capacity": own_capacity}
         pages = pages_onto(device.local_config, device.local(cache), **capacities)
         given = (device, params, cache, *read)
         return PREFILL_ONTO.onto(*given, cache=cache, pages=pages, consume=consume, **capacities)
@@ -96,6 +107,16 @@ class Programs:
     ) -> tuple[DecodeState, jax.Array]:
         """:func:`kvjax.runtime.decode.decode_chunk`; the state given is consumed."""
         return DECODE_CHUNK(self.device(state.cache.policy, params.config), params, state, controls, np.int32(steps))
+
+    def share(self, cache: Cache, rows: int, *, config: ModelConfig, prompt_capacity: int) -> Cache:
+        """``rows`` rows that begin like row 0 of a cache and share of it what they can: :func:`kvjax.runtime.share`.
+
+        A copy: the cache stays a value.
+        """
+        whole = self.rows(1)  # at least a row on every device
+        cache = cache if cache.batch == whole else take(cache, [0] * whole)
+        own, context = SHARE(self.device(cache.policy, config), cache, prompt_capacity=prompt_capacity)
+        return take_rows(own, [0] * rows).replace(context=take_rows(context, [0]))
 
     def grow(self, cache: Cache, *, config: ModelConfig, new_capacity: int) -> Cache:
         """:func:`kvjax.runtime.grow.grow`."""

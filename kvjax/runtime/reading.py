@@ -16,7 +16,7 @@ from kvjax.cache.host_memory import as_numpy
 from kvjax.cache.quantisation import MODEL, Storage
 from kvjax.model.config import ModelConfig
 from kvjax.model.decoder import Decoder
-from kvjax.policies.base import Policy
+from kvjax.policies.base import Policy, shares
 from kvjax.runtime.programs import ONE_DEVICE, Programs
 
 
@@ -104,6 +104,7 @@ def read_prompts(
         capacities = {"prompt_capacity": size.prompt_capacity, "new_capacity": size.new_capacity}
     elif cache is not None and not policy.replans:
         capacities["prompt_capacity"] = cache.prompt_capacity
+    onto: dict[str, Any] = {} if cache is None else {"own_capacity": _own_capacity(cache, int(total.max()))}
     logits = None
     for start, most in _chunks(policy, config, int(lengths.max())):
         count = np.clip(lengths - start, 0, most)
@@ -115,7 +116,7 @@ def read_prompts(
         if cache is None:
             cache, new = programs.fresh(params, *read, policy=policy, dtype=dtype, storage=storage, **capacities)
         else:
-            cache, new = programs.onto(params, cache, *read, consume=consume, **capacities)
+            cache, new = programs.onto(params, cache, *read, consume=consume, **capacities, **onto)
         note(cache)
         consume = True  # from the second chunk on the cache is this function's own
         logits = new if logits is None else jnp.where(count[:, None] > 0, new, logits)
@@ -142,10 +143,16 @@ class TokenStrategy:
         """Read the context once, then the prompts, then give every sample its row."""
         kinds: dict[str, Any] = {"policy": request.policy, "dtype": request.dtype, "storage": request.storage}
         kinds |= {"programs": request.programs, "note": note, "size": request.size}
-        cache = request.cache
+        cache, count = request.cache, len(request.prompts)
         if request.context:
-            cache, logits = read_prompts(params, [request.context], cache=None, consume=False, **kinds)
-            cache, _ = spread(cache, logits, [0] * request.programs.rows(len(request.prompts)))
+            cache, _ = read_prompts(params, [request.context], cache=None, consume=False, **kinds)
+            consume = True
+        if cache is not None and (request.context or cache.batch < count):
+            before, samples = cache, len(request.copies)
+            cache = _row_each(cache, count, samples, programs=request.programs, config=params.config)
+            note(cache)
+            if consume and cache is not before:
+                delete(before)
             consume = True
         cache, logits = read_prompts(params, request.prompts, cache=cache, consume=consume, **kinds)
         return spread(cache, logits, request.copies)
@@ -156,6 +163,30 @@ class TokenStrategy:
 
     def stats(self, row: int) -> None:
         """It has none of its own."""
+
+
+def _row_each(cache: Cache, prompts: int, samples: int, *, programs: Programs, config: ModelConfig) -> Cache:
+    """A row for each prompt, all like row 0 of a cache; they share of it what their policy allows.
+
+    A single row that is sampled once has nobody to share with. A row that shares already goes on sharing the same.
+    """
+    rows = programs.rows(prompts)
+    if max(prompts, samples) == 1 or cache.context is not None or not shares(cache.policy, cache.storage):
+        return take(cache, [0] * rows)
+    return programs.share(cache, rows, config=config, prompt_capacity=prompt_bucket(int(as_numpy(cache.seen)[0])))
+
+
+def _own_capacity(cache: Cache, total: int) -> int | None:
+    """Tokens of prompt beyond a shared context that rows of ``total`` tokens are given room for; None without one.
+
+    What fits at first, and twice as much whenever a later turn does not fit.
+    """
+    if cache.context is None or cache.own_capacity is None:
+        return None
+    own = total - int(as_numpy(cache.context.seen)[0])
+    if own <= cache.own_capacity:
+        return cache.own_capacity
+    return prompt_bucket(2 * own if cache.own_capacity else own)
 
 
 def spread(cache: Cache, logits: jax.Array, copies: Sequence[int]) -> tuple[Cache, jax.Array]:

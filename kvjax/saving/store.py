@@ -16,7 +16,7 @@ from typing import Any
 
 import jax
 
-from kvjax.cache.cache import Cache
+from kvjax.cache.cache import Cache, materialised
 from kvjax.cache.continuation import Continuation, check_continuable
 from kvjax.cache.host_memory import HOST
 from kvjax.cache.pool import layout_for
@@ -59,7 +59,7 @@ def save_cache(path: str | os.PathLike[str], cache: Continuation, lm: LanguageMo
     check_continuable("save_cache", [cache])
     # What is parked, or spread over a mesh, comes to one device for a moment, where its slots are gathered.
     here: Any = adopt(cache.to_device(), None, lm.config)
-    layers = here.device_layers
+    layers = materialised(here.device_layers)
     counts = counts_of(layers)
     description = _described(layers, lm, counts)
     if here.policy.offloads_rounds:

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from kvjax.cache.cache import Cache
+from kvjax.cache.cache import Cache, materialised
 from kvjax.cache.continuation import Continuation
 from kvjax.cache.groups import Layer, parts, with_parts
 from kvjax.cache.page_sharding import UNSHARDED
@@ -32,6 +32,8 @@ def adopt(continued: C, mesh: Mesh | None, config: ModelConfig) -> C:
 
 def _adopted(cache: Cache, mesh: Mesh | None, config: ModelConfig) -> Cache:
     part = None if mesh is None else Partition(mesh, config, cache.policy)
+    if cache.context is not None and not _is_on(cache, part):
+        cache = materialised(cache)  # a shared context stays where it is
     if not _held_so(cache, part):
         cache = _resharded(cache, part)
     if part is None:
@@ -53,6 +55,12 @@ def _adopted(cache: Cache, mesh: Mesh | None, config: ModelConfig) -> Cache:
 
 def _is_there(leaf: Any, where: NamedSharding) -> bool:
     return isinstance(leaf, jax.Array) and leaf.sharding.is_equivalent_to(where, leaf.ndim)
+
+
+def _is_on(cache: Cache, part: Partition | None) -> bool:
+    """Whether a cache is held on these devices, and as they hold it."""
+    devices = {jax.devices()[0]} if part is None else set(part.mesh.jax.devices.flat)
+    return _held_so(cache, part) and isinstance(cache.seen, jax.Array) and cache.seen.sharding.device_set == devices
 
 
 def _on_many(cache: Cache) -> bool:

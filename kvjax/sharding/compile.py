@@ -5,7 +5,8 @@ device it is jitted as it is. On a mesh every device runs it under ``jax.shard_m
 weights; what goes where follows from the *types* of the arguments and results:
 
 * a ``Decoder``: its weights' logical axes (``placement.py``), handed to the function as this device's part of it;
-* a ``Cache``: the sharding of each of its pools, handed over with the static fields of one device;
+* a ``Cache``: the sharding of each of its pools, handed over with the static fields of one device; what its rows
+  share is handed over too, never donated, and is no result;
 * anything with a ``logical_axes`` method: axes by name, "batch", "kv_head" and "slot";
 * other arrays: batch rows first, and scalars everywhere.
 """
@@ -25,7 +26,7 @@ from jaxtyping import Array
 
 from kvjax.cache.cache import Cache, attach, detach
 from kvjax.cache.page_sharding import UNSHARDED, PageSharding
-from kvjax.cache.quantisation import Storage
+from kvjax.cache.shared_context import SharedContext
 from kvjax.model.config import ModelConfig
 from kvjax.model.decoder import Decoder
 from kvjax.policies.base import Policy
@@ -33,7 +34,7 @@ from kvjax.policies.empty_cache import empty_cache
 from kvjax.sharding.decoder import local_decoder
 from kvjax.sharding.mesh import Mesh
 from kvjax.sharding.partition import Partition
-from kvjax.sharding.placement import ROWS, cache_specs, leaves_of, weight_specs
+from kvjax.sharding.placement import ROWS, cache_specs, context_specs, leaves_of, weight_specs
 
 Tree = TypeVar("Tree")
 
@@ -60,8 +61,8 @@ class OneDevice:
     def local_config(self) -> ModelConfig:
         return self.config
 
-    def empty(self, batch: int, prompt_capacity: int, new_capacity: int, dtype: Any, storage: Storage) -> Cache:
-        return empty_cache(self.config, self.policy, batch, prompt_capacity, new_capacity, dtype, storage)
+    def empty(self, batch: int, *rooms: Any, **more: Any) -> Cache:
+        return empty_cache(self.config, self.policy, batch, *rooms, **more)
 
     def local(self, cache: Cache) -> Cache:
         return cache
@@ -106,7 +107,9 @@ class Program:
     def __call__(self, device: Device, *arguments: Any, donate: bool = True, **static: Any) -> Any:
         """Run on the device or mesh; what is donated is consumed unless ``donate`` is False."""
         split = self._split(_put(device, arguments))
-        return _compiled(self, donate and bool(self.donates))(*split, device=device, **static)
+        found = _compiled(self, donate and bool(self.donates))(*split, device=device, **static)
+        contexts = _contexts(arguments)
+        return _map_nodes({Cache: lambda cache: cache.replace(context=contexts[0])}, found) if contexts else found
 
     def onto(self, device: Device, *arguments: Any, cache: Cache, pages: Any, consume: bool, **static: Any) -> Any:
         """Run on a cache that will hold ``pages``; where it is to be consumed, its buffers are reused if they fit."""
@@ -154,7 +157,7 @@ def _compiled(program: Program, donate: bool) -> Any:
     def run(donated: list[Any], rest: list[Any], *, device: Device, **static: Any) -> Any:
         arguments = program._joined(donated, rest)
         if isinstance(device, OneDevice):
-            return program.function(device, *arguments, **static)
+            return _own(program.function(device, *arguments, **static))
         return _on_mesh(program, device, arguments, static)
 
     run.__name__ = program.function.__name__
@@ -170,16 +173,16 @@ def _on_mesh(program: Program, device: Partition, arguments: Sequence[Any], stat
 
     def run(shards: list[Array]) -> list[Array]:
         given = _map_nodes({Decoder: lambda params: local_decoder(params, device)}, jax.tree.unflatten(tree, shards))
-        found, structure = jax.tree.flatten(program.function(device, *given, **static))
+        found, structure = jax.tree.flatten(_own(program.function(device, *given, **static)))
         made[:] = [structure]
         return found
 
-    wanted = specs_of(program.results(device, arguments, static), device)
+    wanted = specs_of(_own(program.results(device, arguments, static)), device)
     mapped = jax.shard_map(
         run, mesh=device.mesh.jax, in_specs=(specs_of(list(arguments), device),), out_specs=wanted, check_vma=False
     )
     found = mapped(leaves)
-    return _map_nodes({Cache: device.all}, jax.tree.unflatten(made[0], found))
+    return _map_nodes({Cache: device.all, SharedContext: device.all_shared}, jax.tree.unflatten(made[0], found))
 
 
 # --- by type ------------------------------------------------------------------------------------------------------
@@ -192,6 +195,23 @@ def _map_nodes(functions: dict[type, Callable[[Any], Any]], tree: Tree) -> Tree:
         return functions.get(type(node), lambda same: same)(node)
 
     return jax.tree.map(mapped, tree, is_leaf=lambda node: type(node) in functions)
+
+
+def _contexts(tree: Any) -> list[SharedContext]:
+    """The contexts that the caches of a tree share."""
+    found: list[SharedContext] = []
+
+    def noted(cache: Cache) -> Cache:
+        found.extend([] if cache.context is None else [cache.context])
+        return cache
+
+    _map_nodes({Cache: noted}, tree)
+    return found
+
+
+def _own(tree: Tree) -> Tree:
+    """The caches of a tree without the contexts that they share: a program that returned them would copy them."""
+    return _map_nodes({Cache: lambda cache: cache.replace(context=None)}, tree)
 
 
 def take_pools(tree: Tree) -> tuple[list[Any], Tree]:
@@ -224,12 +244,14 @@ def specs_of(tree: Any, device: Device) -> list[PartitionSpec]:
             return weight_specs(node, device.mesh)
         if type(node) is Cache:
             return leaves_of(cache_specs(node))
+        if type(node) is SharedContext:
+            return leaves_of(context_specs(node))
         if hasattr(node, "logical_axes"):
             return [PartitionSpec(*(names[axis] for axis in axes)) for axes in node.logical_axes()]
         return [ROWS if node.ndim else PartitionSpec()]
 
     def typed(node: Any) -> bool:
-        return type(node) in (Decoder, Cache) or hasattr(node, "logical_axes")
+        return type(node) in (Decoder, Cache, SharedContext) or hasattr(node, "logical_axes")
 
     return [spec for node in jax.tree.leaves(tree, is_leaf=typed) for spec in node_specs(node)]
 

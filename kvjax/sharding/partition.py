@@ -28,8 +28,9 @@ from jaxtyping import Array, Bool
 from kvjax.cache.cache import Cache
 from kvjax.cache.groups import HeadGroups, Layer, parts, with_parts
 from kvjax.cache.page_sharding import PageSharding
-from kvjax.cache.pool import layout_for, local_shard
+from kvjax.cache.pool import LayerCache, layout_for, local_shard
 from kvjax.cache.quantisation import Storage
+from kvjax.cache.shared_context import SharedContext
 from kvjax.model.config import ModelConfig
 from kvjax.policies.base import Policy, page_capacities
 from kvjax.policies.composed import FULL, HeadWise, Member, with_heads
@@ -133,10 +134,19 @@ class Partition:
 
     # --- caches -----------------------------------------------------------------------------------------------
 
-    def empty(self, batch: int, prompt_capacity: int, new_capacity: int, dtype: Any, storage: Storage) -> Cache:
+    def empty(
+        self,
+        batch: int,
+        prompt_capacity: int,
+        new_capacity: int,
+        dtype: Any,
+        storage: Storage,
+        own_capacity: int | None = None,
+    ) -> Cache:
         """One device's part of an empty cache, for ``batch`` rows of its own; see ``prefill.empty_cache``."""
         policy, page_size = self.local_policy, layout_for(storage, self.config.head_dim).page_size
-        pages = page_capacities(policy, self.config_of(0), prompt_capacity, new_capacity, page_size)
+        rooms = prompt_capacity, new_capacity, page_size, own_capacity
+        pages = page_capacities(policy, self.config_of(0), *rooms)
         layers = []
         for i, counts in enumerate(pages):
             groups, start, wanted = self.groups(i), 0, []
@@ -147,7 +157,7 @@ class Partition:
             pools = [local_shard(pool, group.sharding) for pool, group in zip(parts(layer), groups, strict=True)]
             layers.append(with_parts(layer, pools))
         zeros = jnp.zeros((batch,), jnp.int32)
-        return Cache(tuple(layers), zeros, zeros, zeros - 1, policy, prompt_capacity, new_capacity)
+        return Cache(tuple(layers), zeros, zeros, zeros - 1, policy, prompt_capacity, new_capacity, None, own_capacity)
 
     def local(self, cache: Cache) -> Cache:
         """The cache with the static fields that a device sees; arrays as they are."""
@@ -157,19 +167,34 @@ class Partition:
         """Undo :meth:`local`."""
         return self._relabelled(cache, self.policy, to_local=False)
 
+    def all_shared(self, context: SharedContext) -> SharedContext:
+        """:meth:`all` of what rows share."""
+        return self._relabelled_context(context, to_local=False)
+
     def _relabelled(self, cache: Cache, policy: Policy, to_local: bool) -> Cache:
         layers: list[Layer] = []
         for i, layer in enumerate(cache.layers):
-            groups, pools = self.groups(i), []
-            for pool, group in zip(parts(layer), groups, strict=True):
-                pages = pool.pages[: group.count] if to_local else pool.pages * group.sharding.head_parts
-                pools.append(pool.replace(pages=pages))
+            groups = self.groups(i)
+            pools = [_paged(pool, group, to_local) for pool, group in zip(parts(layer), groups, strict=True)]
             if isinstance(layer, HeadGroups):
                 heads = _places(groups) if to_local else tuple(group.heads for group in groups)
                 layers.append(HeadGroups(tuple(pools), heads))
             else:
                 layers.append(pools[0])
-        return cache.replace(layers=tuple(layers), policy=policy)
+        context = cache.context and self._relabelled_context(cache.context, to_local)
+        return cache.replace(layers=tuple(layers), policy=policy, context=context)
+
+    def _relabelled_context(self, context: SharedContext, to_local: bool) -> SharedContext:
+        layers = []
+        for i, layer in enumerate(context.layers):
+            pools = zip(layer, self.groups(i), strict=True)
+            layers.append(tuple(pool and _paged(pool, group, to_local) for pool, group in pools))
+        return dataclasses.replace(context, layers=tuple(layers))
+
+
+def _paged(pool: LayerCache, group: Group, to_local: bool) -> LayerCache:
+    """A pool with the pages of one device's heads, or of all devices'."""
+    return pool.replace(pages=pool.pages[: group.count] if to_local else pool.pages * group.sharding.head_parts)
 
 
 def _places(groups: tuple[Group, ...]) -> tuple[tuple[int, ...], ...]:

@@ -14,6 +14,7 @@ from kvjax.cache.cache import Cache
 from kvjax.cache.groups import parts, with_parts
 from kvjax.cache.page_sharding import PageSharding
 from kvjax.cache.pool import LayerCache
+from kvjax.cache.shared_context import SharedContext
 from kvjax.errors import UsageError
 from kvjax.model.config import ModelConfig
 from kvjax.model.decoder import Decoder, gate_columns
@@ -115,13 +116,21 @@ def place_weights(params: Decoder, mesh: Mesh) -> Decoder:
 def cache_specs(cache: Cache) -> Any:
     """The specs of a cache's leaves, as a cache of specs; the pools may be detached."""
     layers = [with_parts(layer, [_pool_specs(pool) for pool in parts(layer)]) for layer in cache.layers]
-    return cache.replace(layers=tuple(layers), seen=ROWS, prompt_end=ROWS, next_token=ROWS)
+    context = None if cache.context is None else context_specs(cache.context)
+    return cache.replace(layers=tuple(layers), seen=ROWS, prompt_end=ROWS, next_token=ROWS, context=context)
 
 
-def _pool_specs(pool: LayerCache) -> LayerCache:
+def context_specs(context: SharedContext) -> Any:
+    """The specs of what rows share: on every device of the data axis, as soon as it is of a batch of one."""
+    rows = None if context.seen.shape[0] == 1 else "data"
+    layers = (tuple(pool if pool is None else _pool_specs(pool, rows) for pool in layer) for layer in context.layers)
+    return dataclasses.replace(context, layers=tuple(layers), seen=PartitionSpec(rows))
+
+
+def _pool_specs(pool: LayerCache, rows: str | None = "data") -> LayerCache:
     sharding = pool.sharding
-    heads = PartitionSpec("data", sharding.head_axes or None)
-    pages = PartitionSpec("data", sharding.head_axes + sharding.page_axes or None)
+    heads = PartitionSpec(rows, sharding.head_axes or None)
+    pages = PartitionSpec(rows, sharding.head_axes + sharding.page_axes or None)
 
     def state(x: Any) -> PartitionSpec:
         if x.ndim > 1 and sharding.head_axes and x.shape[1] % len(pool.pages):

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import checks, dispatch
+from pallas_kernels.prefill import shared as sharing
 from pallas_kernels.prefill.prefill_problem import Prefilled, Problem
 from pallas_kernels.rows import Bias, Rows
 
@@ -30,6 +31,8 @@ def prefill(
     length: Int[Array, " B"] | None = None,
     kept: Rows | None = None,
     bias: Bias | None = None,
+    shared: Rows | None = None,
+    shared_bias: Bias | None = None,
     block: int | None = None,
     implementation: str | None = None,
     **options: Any,
@@ -49,6 +52,8 @@ def prefill(
       length: int32, the chunk's real queries in each row, so that kernels skip blocks of padding; all if None.
       kept: rows from earlier tokens, which all queries attend to; they have a block size of their own.
       bias: bias of scores by key positions (ALiBi), for group-major queries. Only "xla" takes one.
+      shared: rows, of a batch of 1, that the queries of all rows attend to as well, merged by log-sum-exp.
+      shared_bias: bias of scores by the shared rows' positions, for queries by group, then row, then token.
       block: keys the XLA form reads at once; divides T.
       implementation: the only one to try; by default the platform's in order, "xla" last.
       options: options of the implementation that is named: ``config`` (block sizes), ``interpret``.
@@ -69,4 +74,7 @@ def prefill(
     checks.rows(kept, batch, heads, dim)
     block = checks.block(block, tokens, BLOCK)
     problem = Problem(q, k, v, jnp.asarray(offset, jnp.int32), length, kept, checks.plain(scale), bias, block)
-    return IMPLEMENTATIONS.run(implementation, problem, **options)
+    if shared is not None:
+        sharing.check(problem, shared, shared_bias)
+    found = IMPLEMENTATIONS.run(implementation, problem, **options)
+    return found if shared is None else sharing.with_shared(problem, found, shared, shared_bias)

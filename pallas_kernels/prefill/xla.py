@@ -42,10 +42,16 @@ def rows_alone(p: Problem) -> tuple[Float[Array, "B H G N D"], Float[Array, "B H
     """Attention over the kept rows alone, in float32: output and log-sum-exp, NEG where no row is valid."""
     assert p.kept is not None
     batch, heads, group, count, dim = p.q.shape
-    q = p.q.reshape(batch, heads, group * count, dim)
-    running = running_start(batch, heads, group * count, dim)
-    peak, mass, out = attend_rows(running, q, p.kept, scale=p.scale, bias=p.bias)
-    return (out / _some(mass)[..., None]).reshape(p.q.shape), log_of(peak, mass).reshape(p.q.shape[:4])
+    out, lse = attend_alone(p.q.reshape(batch, heads, group * count, dim), p.kept, scale=p.scale, bias=p.bias)
+    return out.reshape(p.q.shape), lse.reshape(p.q.shape[:4])
+
+
+def attend_alone(
+    q: Float[Array, "B H N D"], kept: Rows, *, scale: float, bias: Bias | None
+) -> tuple[Float[Array, "B H N D"], Float[Array, "B H N"]]:
+    """:func:`rows_alone` of group-major queries."""
+    peak, mass, out = attend_rows(running_start(*q.shape), q, kept, scale=scale, bias=bias)
+    return out / _some(mass)[..., None], log_of(peak, mass)
 
 
 def _some(mass: Float[Array, "B H N"]) -> Float[Array, "B H N"]:

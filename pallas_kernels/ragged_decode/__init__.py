@@ -2,5 +2,6 @@
 
 from pallas_kernels.ragged_decode.api import IMPLEMENTATIONS, ragged_decode
 from pallas_kernels.ragged_decode.decode_problem import Decoded
+from pallas_kernels.ragged_decode.shared import Shared
 
-__all__ = ["IMPLEMENTATIONS", "Decoded", "ragged_decode"]
+__all__ = ["IMPLEMENTATIONS", "Decoded", "Shared", "ragged_decode"]

@@ -11,7 +11,9 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels import checks, dispatch
 from pallas_kernels.pages import Pages
+from pallas_kernels.ragged_decode import shared as sharing
 from pallas_kernels.ragged_decode.decode_problem import Decoded, Problem
+from pallas_kernels.ragged_decode.shared import Shared
 
 IMPLEMENTATIONS = dispatch.Implementations(
     "ragged_decode", "pallas_kernels.ragged_decode", "decode", {"tpu": ("tpu",), "gpu": ("mosaic_gpu", "triton")}
@@ -36,6 +38,7 @@ def ragged_decode(
     with_logits: bool = False,
     logits_scale: float | None = None,
     first_row: Int[Array, ""] | None = None,
+    shared: Shared | None = None,
     implementation: str | None = None,
     **options: Any,
 ) -> Decoded:
@@ -59,6 +62,8 @@ def ragged_decode(
       with_logits: also return the scores by page, scaled by ``logits_scale``, if given, instead of ``scale``.
       first_row: int32; the queries are of rows ``first_row ... first_row + B - 1`` of the pages, ``v_scale`` and
         ``position``, which have more rows than B; all other arguments and the results have these B rows only.
+      shared: a pool that all rows attend to beside their own, merged by log-sum-exp; ``log_mass``, scales and logits
+        are of the rows' own slots.
       implementation: the only one to try; by default the platform's in order, "xla" last.
       options: options of the implementation that is named: ``config`` (block sizes), ``interpret``.
 
@@ -87,7 +92,10 @@ def ragged_decode(
     _check(problem)
     numbers = {name: checks.plain(getattr(problem, name)) for name in ("scale", "logits_scale", "soft_cap")}
     problem = dataclasses.replace(problem, **numbers)
-    return IMPLEMENTATIONS.run(implementation, problem, **options)
+    if shared is None:
+        return IMPLEMENTATIONS.run(implementation, problem, **options)
+    sharing.check(problem, shared)
+    return sharing.with_shared(lambda one: IMPLEMENTATIONS.run(implementation, one, **options), problem, shared)
 
 
 def _check(p: Problem) -> None:

@@ -20,6 +20,10 @@ class TestXla(DecodeBase):
             {"q": problem.q, "pages": problem.pages, "length": problem.length}
         )
 
+    def test_rows_at_different_positions_share_a_pool(self):
+        rows = ((70, 3), (1, 128), (5, 0))
+        self.check_shared(Case(rows, (9, 8), alibi=True), Case(((130, 7),), (9, 2), alibi=True))
+
     @pytest.mark.parametrize("runs", [RAGGED, UNIFORM], ids=["ragged", "uniform"])
     @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.int8], ids=["float32", "bfloat16", "int8"])
     def test_a_batch_of_one(self, runs, dtype):

@@ -53,6 +53,7 @@ POLICIES: dict[str, str | Policy] = {
     "lengths": kvjax.CompensatedRing(sink=0, compensation=False, lengths=((3, 9, 20, 6), (12, 4, 7, 30))),
 }
 MESHES = ("data=8", "data=4,model=2", "data=2,model=4", "model=8")
+CONTEXT = "it was a dark and stormy night; the rain fell in torrents, except at occasional intervals"
 PROMPTS = ["hello there my friend, how are you today?", "ab" * 12, "the quick brown fox jumps"]
 
 
@@ -69,10 +70,11 @@ class Case:
     grow: bool = False
     saved: bool = False
     moves: bool = False
+    context: bool = False
 
     @property
     def name(self) -> str:
-        flags = "".join(f"-{flag}" for flag in ("later", "grow", "saved", "moves") if getattr(self, flag))
+        flags = "".join(f"-{flag}" for flag in ("later", "grow", "saved", "moves", "context") if getattr(self, flag))
         return f"{self.policy}-{self.mesh}-{self.kv_heads}-{self.storage}-{self.positional}{flags}"
 
 
@@ -83,6 +85,8 @@ DEFAULT = (
     Case("lagkv", "model=8", kv_heads=1),
     Case("tova", "data=2,model=4"),
     Case("rounds", "data=2,model=4", kv_heads=3, later=True, saved=True),
+    Case("lagkv", "data=2,model=4", kv_heads=2, later=True, context=True),
+    Case("razor", "data=4,model=2", kv_heads=3, context=True),
 )
 GRID = (
     *(Case(policy, mesh, later=True) for policy in POLICIES for mesh in MESHES),
@@ -105,6 +109,9 @@ GRID = (
         for policy in ("full", "ahakv", "streamingllm", "expected_attention", "lengths")
     ),
     Case("h2o", "data=4,model=2", positional="alibi"),
+    *(Case(policy, mesh, later=True, context=True) for policy in ("full", "lagkv", "razor", "h2o") for mesh in MESHES),
+    *(Case("full", "data=2,model=4", heads, later=True, saved=True, context=True) for heads in (1, 3)),
+    Case("full", "data=2,model=4", positional="alibi", later=True, context=True),
     Case("full", "data=4,model=2", storage="int8", grow=True),
     Case("lagkv", "model=8", grow=True),
     Case("razor", "data=2,model=4", kv_heads=3, grow=True),
@@ -125,7 +132,8 @@ def numbers(case: Case, lm: Any) -> tuple[dict[str, Any], Any]:
         policy = parse(POLICIES[case.policy])
         tokens = 12 if case.grow else 5
         options: dict[str, Any] = {"chat": False, "logprobs": True, "max_new_tokens": tokens}
-        first = kvjax.generate(lm, PROMPTS, policy=policy, storage=case.storage, **options)
+        context = CONTEXT if case.context else None
+        first = kvjax.generate(lm, PROMPTS, context=context, policy=policy, storage=case.storage, **options)
         outputs = list(first)
         if case.later and policy.offloads_rounds:
             # So that there are rounds to choose from.
@@ -160,7 +168,15 @@ def _planned(case: Case, lm: Any) -> int:
     """Bytes on each device after the first turn, as they are planned."""
     policy = parse(POLICIES[case.policy])
     if not policy.offloads_rounds:
-        asked = {"prompt_tokens": 41, "batch": 3, "max_new_tokens": 5, "mesh": case.mesh, "storage": case.storage}
+        before = len(CONTEXT) if case.context else 0
+        asked = {
+            "prompt_tokens": 41,
+            "context_tokens": before,
+            "batch": 3,
+            "max_new_tokens": 5,
+            "mesh": case.mesh,
+            "storage": case.storage,
+        }
         return kvjax.plan(lm, policy=policy, **asked).cache_bytes
     # A first question brings nothing, and is itself in all layers; a plan is of a question that brings the top share.
     room = buckets.prompt_bucket(41)

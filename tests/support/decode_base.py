@@ -13,6 +13,8 @@ import pytest
 from pallas_kernels.pages import Columns, Lanes, Pages, Stacked
 from pallas_kernels.ragged_decode import reference
 from pallas_kernels.ragged_decode.decode_problem import Decoded, Problem
+from pallas_kernels.ragged_decode.shared import Shared, with_shared
+from pallas_kernels.softmax import NEG
 
 PAGE = 16
 #: Position of every query; those of slots are below, in any order, as a policy's evictions leave them.
@@ -168,6 +170,42 @@ class DecodeBase:
                 for all_rows, own in zip(whole, self.run(rows_of(problem, first, rows)), strict=True):
                     if all_rows is not None:
                         np.testing.assert_array_equal(np.asarray(own), np.asarray(all_rows)[first : first + rows])
+
+    def check_shared(self, own: Case, shared: Case) -> None:
+        """Rows and a pool that they share against both for every row, merged in float64."""
+        own, shared = self.fit(own), self.fit(shared)
+        for layout in self.layouts_of(own):
+            problem, common = build(own, layout), build(shared, layout, seed=1)
+            batch = problem.q.shape[0]
+            if own.alibi:
+                problem = dataclasses.replace(problem, query_position=QUERY + 7 * jnp.arange(batch, dtype=jnp.int32))
+            pool = Shared(common.pages, common.length, common.runs, common.position)
+            got = with_shared(self.run, problem, pool, queries=64)
+            wide = dataclasses.replace(problem, q=problem.q.astype(jnp.float32))
+            pages, length, position = jax.tree.map(
+                lambda x, rows=batch: jnp.repeat(x, rows, axis=0), (common.pages, common.length, common.position)
+            )
+            copied = dataclasses.replace(
+                wide, pages=pages, length=length, position=position, runs=common.runs, log_mass=None, with_logits=False
+            )
+            parts = [reference.decode(one) for one in (wide, copied)]
+            outs, lses = ([np.asarray(x, np.float64) for x in both] for both in list(zip(*parts, strict=True))[:2])
+            lse = np.logaddexp(*lses)
+            out = sum(o * np.exp(part - lse)[..., None] for o, part in zip(outs, lses, strict=True))
+            tolerance = self.tolerance[jnp.dtype(own.dtype).name]
+            some = (np.asarray(problem.length) + np.asarray(length) > 0)[..., None] & np.ones(lse.shape, bool)
+            assert np.isfinite(np.asarray(got.out, np.float32)).all() and (np.asarray(got.lse)[~some] <= NEG).all()
+            np.testing.assert_allclose(np.asarray(got.out, np.float32)[some], out[some], atol=tolerance, rtol=tolerance)
+            np.testing.assert_allclose(np.asarray(got.lse)[some], lse[some], atol=tolerance, rtol=tolerance)
+
+    @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+    def test_a_pool_that_rows_share(self, dtype):
+        """Heads that are empty in one of the pools, and in both; 3 rows of 30 queries a head are taken in two parts."""
+        rows = ((70, 3), (0, 128), (1, 0))
+        self.check_shared(
+            Case(rows, (9, 8), group=3, dtype=dtype, log_mass=True), Case(((130, 0),), (9, 2), dtype=dtype)
+        )
+        self.check_shared(Case(rows, (9, 8), group=30, dtype=dtype), Case(((65, 16),), (9, 9), dtype=dtype))
 
     def layouts_of(self, case: Case) -> tuple[str, ...]:
         return tuple(name for name in self.layouts if name != "lanes" or case.head_dim == 64)

@@ -13,6 +13,7 @@ from support import mass_base
 
 from pallas_kernels.prefill import Prefilled, reference
 from pallas_kernels.prefill.prefill_problem import Problem
+from pallas_kernels.prefill.shared import with_shared
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,6 +112,25 @@ class PrefillBase:
     def test_kept_rows_with_their_log_mass(self):
         """Heads that kept nothing are beside heads that kept as much as there is room for."""
         self.check(Case((64, 0, 3), kept=(0, 0, 0, 1, 65, 128)))
+
+    def test_rows_that_a_batch_shares(self):
+        """As if every row had kept them, beside what it kept itself; a head shares none."""
+        whole = build(Case((64, 0, 3), kept=(70, 9) * 3))
+        assert whole.kept is not None
+        one = jax.tree.map(lambda x: x[:1], dataclasses.replace(whole.kept, log_mass=None))
+        one = dataclasses.replace(one, length=jnp.asarray([[65, 0]], jnp.int32))
+        everywhere = jax.tree.map(lambda x: jnp.repeat(x, 3, axis=0), one)
+        got = with_shared(whole, self.run(whole), one, None)
+        wanted = [reference.prefill(dataclasses.replace(whole, kept=kept)) for kept in (whole.kept, everywhere, None)]
+        (out, lse), (other, mass), (own, own_mass) = ([np.asarray(x, np.float64) for x in each] for each in wanted)
+        # The second and third differ by the shared rows alone.
+        alone = mass + np.log(-np.expm1(np.minimum(own_mass - mass, -1e-12)))
+        shared = (other - own * np.exp(own_mass - mass)[..., None]) * np.exp(mass - alone)[..., None]
+        total = np.logaddexp(lse, alone)
+        want = out * np.exp(lse - total)[..., None] + shared * np.exp(alone - total)[..., None]
+        np.testing.assert_allclose(np.asarray(got.lse)[:, 0], total[:, 0], atol=1e-4)
+        np.testing.assert_allclose(np.asarray(got.out)[:, 0], want[:, 0], atol=1e-4)
+        np.testing.assert_allclose(np.asarray(got.out)[:, 1], out[:, 1], atol=1e-4)  # the head that shares none
 
     def test_a_chunks_place_does_not_recompile(self):
         problem, traced = build(Case((150, 190))), []

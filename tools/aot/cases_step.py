@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.bench.shapes import shapes
+from kvjax.cache.buckets import prompt_bucket
 from kvjax.cache.layout import Layout, layout_on
 from kvjax.cache.quantisation import Storage
 from kvjax.model.decoder import Decoder, abstract_decoder
@@ -17,6 +18,7 @@ from kvjax.model.tiling import weight_layout
 from kvjax.policies import parse
 from kvjax.policies.empty_cache import empty_cache
 from kvjax.runtime.decode import Controls, DecodeState, decode_chunk
+from kvjax.runtime.share import share_types
 from kvjax.runtime.synthetic import benchmark_controls, decode_state
 from kvjax.sharding.compile import OneDevice, put_pools, take_pools
 from tools.aot.cases import Case
@@ -59,10 +61,33 @@ def _case(policy: str, platform: str, storage: Storage) -> Case:
     )
 
 
+def _shared_case(platform: str, storage: Storage) -> Case:
+    """Rows that ask about one context, each with its own 256 tokens and room for as many."""
+    policy = parse("full")
+    device = OneDevice(MODEL, policy)
+
+    def state() -> DecodeState:
+        rooms = jnp.bfloat16, storage
+        own = device.empty(BATCH, prompt_bucket(PROMPT + NEW), NEW, *rooms, own_capacity=NEW)
+        context = share_types(device.empty(1, PROMPT, 0, *rooms), policy, MODEL)[1]
+        return decode_state(MODEL, own.replace(context=context))
+
+    pools, rest = take_pools(jax.eval_shape(state))
+    found = _case("full", platform, storage)
+    return dataclasses.replace(
+        found,
+        name=f"4 layers of Llama 3 8B, batch {BATCH} over {PROMPT:,} shared tokens, full, {storage.kind}",
+        arguments=(found.arguments[0], pools, rest, *found.arguments[3:]),
+        cache_bytes=sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves((pools, rest.cache.context))),
+        temp_limit=0.03,  # the same bytes as with copies, of an eighth of the cache
+    )
+
+
 def cases() -> list[Case]:
     """The step under each policy, on the pages that each platform reads."""
     found = []
     for platform in ("tpu", "gpu"):
         layout: Layout = layout_on(platform, MODEL.head_dim)
         found += [_case(policy, platform, Storage(layout=layout)) for policy in POLICIES]
+        found.append(_shared_case(platform, Storage(layout=layout)))
     return found

@@ -1,0 +1,98 @@
+"""Splits a cache into the context that rows read onto it will share, and what each of them has for itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+from kvjax.cache.buckets import prompt_bucket
+from kvjax.cache.cache import Cache
+from kvjax.cache.groups import pages_by_group, parts, rounded, with_parts
+from kvjax.cache.quantisation import Storage
+from kvjax.cache.shared_context import SharedContext, first_slots, slots_from
+from kvjax.model.config import ModelConfig
+from kvjax.policies.base import Policy, page_capacities
+from kvjax.sharding.compile import Device
+
+
+def share(device: Device, cache: Cache, *, prompt_capacity: int) -> tuple[Cache, SharedContext]:
+    """The slots of a cache that no later turn changes, and the cache without them.
+
+    Args:
+      cache: its policy shares contexts, and its storage is not quantised.
+      prompt_capacity: a bucket of the tokens it has seen, from which the sizes of both follow; static.
+
+    Returns:
+      The rows' own part, with no room but for what it holds, and the shared one with a batch of as many rows.
+    """
+    config, policy = device.local_config, cache.policy
+    whole = page_capacities(policy, config, prompt_capacity, 0, cache.page_size)
+    beyond = page_capacities(policy, config, prompt_capacity, 0, cache.page_size, 0)
+    layers, shared = [], []
+    for i, layer in enumerate(cache.layers):
+        own, held = [], []
+        sizes = (pages_by_group(layer, rounded(layer, pages[i])) for pages in (whole, beyond))
+        owners = policy.pool_policies(config, i)
+        for pool, (owner, seen_as), all_pages, own_pages in zip(parts(layer), owners, *sizes, strict=True):
+            if not owner.shares_context:
+                own.append(pool)
+                held.append(None)
+                continue
+            count = owner.shared_slots(i, pool, seen_as)
+            held.append(first_slots(pool, count, tuple(min(pair) for pair in zip(all_pages, pool.pages, strict=True))))
+            rest = slots_from(pool, count, own_pages)
+            own.append(rest.replace(state=owner.beyond_shared(pool.state, count)))
+        layers.append(with_parts(layer, own))
+        shared.append(tuple(held))
+    rest = cache.replace(layers=tuple(layers), prompt_capacity=prompt_capacity, new_capacity=0, own_capacity=0)
+    return rest, SharedContext(tuple(shared), cache.seen)
+
+
+def share_types(cache: Cache, policy: Policy, config: ModelConfig) -> tuple[Cache, SharedContext]:
+    """A tree like what :func:`share` gives, of a cache of all devices: its types are right, its sizes the cache's."""
+
+    def split(cache: Cache) -> tuple[Cache, SharedContext]:
+        layers, shared = [], []
+        for i, layer in enumerate(cache.layers):
+            both = list(zip(parts(layer), policy.pool_policies(config, i), strict=True))
+            some = [owner.shares_context for _, (owner, _) in both]
+            own = [
+                pool.replace(state=owner.beyond_shared(pool.state, pool.length)) if yes else pool
+                for (pool, (owner, _)), yes in zip(both, some, strict=True)
+            ]
+            layers.append(with_parts(layer, own))
+            shared.append(tuple(p.replace(state=None) if yes else None for (p, _), yes in zip(both, some, strict=True)))
+        return cache.replace(layers=tuple(layers)), SharedContext(tuple(shared), cache.seen)
+
+    return jax.eval_shape(split, cache)
+
+
+def shared_bytes(
+    device: Device,
+    batch: int,
+    context: int,
+    prompt: int,
+    new_capacity: int,
+    dtype: Any,
+    storage: Storage,
+    *,
+    exact: bool = False,
+) -> tuple[int, int]:
+    """Bytes on a device of a cache whose rows share a context: all of them, and those of what is shared.
+
+    Args:
+      batch: rows on the device. context: its tokens. prompt: tokens of the longest prompt after it.
+      exact: with no more room than these need, where it is otherwise that of their buckets.
+    """
+    bucket = (lambda tokens: tokens) if exact else prompt_bucket
+    policy, config = device.policy, device.config
+
+    def allocated() -> tuple[Any, Any]:
+        rooms = bucket(context + prompt), new_capacity, dtype, storage
+        rows = share_types(device.empty(batch, *rooms, own_capacity=bucket(prompt)), policy, config)[0]
+        return rows, share_types(device.empty(1, bucket(context), 0, dtype, storage), policy, config)[1]
+
+    trees = jax.eval_shape(allocated)
+    own, shared = (sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree)) for tree in trees)
+    return own + shared, shared
