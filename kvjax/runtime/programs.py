@@ -17,6 +17,7 @@ from kvjax.policies.base import Policy
 from kvjax.runtime.decode import Controls, DecodeState, decode_chunk
 from kvjax.runtime.grow import grow
 from kvjax.runtime.prefill import pages_onto, prefill_fresh, prefill_onto
+from kvjax.runtime.token_logprobs import score_fresh, score_onto
 from kvjax.sharding.compile import ROW, SCALAR, Device, Program, device_of
 from kvjax.sharding.mesh import Mesh
 
@@ -25,10 +26,12 @@ def _empty(device: Device, arguments: Any, static: dict[str, Any]) -> Any:
     return jax.eval_shape(lambda: device.empty(arguments[1].shape[0], **static)), ROW
 
 
-PREFILL_FRESH = Program(prefill_fresh, _empty, ("prompt_capacity", "new_capacity", "dtype", "storage"))
-PREFILL_ONTO = Program(
-    prefill_onto, lambda device, arguments, static: (arguments[1], ROW), ("prompt_capacity", "new_capacity"), (1,)
-)
+_ROOMS = ("prompt_capacity", "new_capacity")
+PREFILL_FRESH = Program(prefill_fresh, _empty, (*_ROOMS, "dtype", "storage"))
+PREFILL_ONTO = Program(prefill_onto, lambda device, arguments, static: (arguments[1], ROW), _ROOMS, (1,))
+#: The same with the log-probability of what follows each token, on request alone.
+SCORE_FRESH = Program(score_fresh, lambda *given: (*_empty(*given), ROW), (*_ROOMS, "dtype", "storage"))
+SCORE_ONTO = Program(score_onto, lambda device, arguments, static: (arguments[1], ROW, ROW), _ROOMS, (1,))
 DECODE_CHUNK = Program(decode_chunk, lambda device, arguments, static: (arguments[1], SCALAR), donates=(1,))
 GROW = Program(grow, lambda device, arguments, static: arguments[0], ("new_capacity",))
 
@@ -67,10 +70,14 @@ class Programs:
         new_capacity: int,
         dtype: Any,
         storage: Storage = MODEL,
-    ) -> tuple[Cache, jax.Array]:
-        """Read (tokens, count, total) into a new cache: :func:`kvjax.runtime.prefill.prefill_fresh`."""
+    ) -> tuple[Any, ...]:
+        """Read (tokens, count, total) into a new cache: :func:`kvjax.runtime.prefill.prefill_fresh`.
+
+        With a fourth array, what follows each token, :func:`kvjax.runtime.token_logprobs.score_fresh`.
+        """
         sizes = {"prompt_capacity": prompt_capacity, "new_capacity": new_capacity, "dtype": dtype, "storage": storage}
-        return PREFILL_FRESH(self.device(policy, params.config), params, *read, **sizes)
+        program = PREFILL_FRESH if len(read) == 3 else SCORE_FRESH
+        return program(self.device(policy, params.config), params, *read, **sizes)
 
     def onto(
         self,
@@ -80,16 +87,18 @@ class Programs:
         prompt_capacity: int,
         new_capacity: int,
         consume: bool = False,
-    ) -> tuple[Cache, jax.Array]:
+    ) -> tuple[Any, ...]:
         """Read (tokens, count, total) onto a cache: :func:`kvjax.runtime.prefill.prefill_onto`.
 
-        The cache stays a value, unless ``consume``: then its buffers are donated, and reused where shapes allow.
+        With a fourth array, what follows each token, :func:`kvjax.runtime.token_logprobs.score_onto`. The cache stays
+        a value, unless ``consume``: then its buffers are donated, and reused where shapes allow.
         """
         device = self.device(cache.policy, params.config)
         capacities = {"prompt_capacity": prompt_capacity, "new_capacity": new_capacity}
         pages = pages_onto(device.local_config, device.local(cache), **capacities)
         given = (device, params, cache, *read)
-        return PREFILL_ONTO.onto(*given, cache=cache, pages=pages, consume=consume, **capacities)
+        program = PREFILL_ONTO if len(read) == 3 else SCORE_ONTO
+        return program.onto(*given, cache=cache, pages=pages, consume=consume, **capacities)
 
     def chunk(
         self, params: Decoder, state: DecodeState, controls: Controls, steps: int
