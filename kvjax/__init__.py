@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from kvjax.checkpoints.load import LanguageModel as LanguageModel
     from kvjax.checkpoints.load import load as load
     from kvjax.checkpoints.load import load_config as load_config
+    from kvjax.context import read as read
     from kvjax.errors import DoesNotFit as DoesNotFit
     from kvjax.errors import KvjaxError as KvjaxError
     from kvjax.errors import UsageError as UsageError
@@ -35,13 +36,16 @@ if TYPE_CHECKING:
     from kvjax.options import GenerationOptions as GenerationOptions
     from kvjax.output import Output as Output
     from kvjax.output import Piece as Piece
+    from kvjax.output import Score as Score
     from kvjax.output import Stats as Stats
     from kvjax.planning import Plan as Plan
     from kvjax.planning import plan as plan
     from kvjax.policies import *  # noqa: F403  one line of the registry names a policy for type checkers too
+    from kvjax.prompts import chat_tokens as chat_tokens
     from kvjax.rounds.conversation import Conversation as Conversation
     from kvjax.saving import load_cache as load_cache
     from kvjax.saving import save_cache as save_cache
+    from kvjax.scoring import score as score
     from kvjax.sharding.mesh import Mesh as Mesh
 
 #: Public names by their modules, which are imported when a name is first used: `import kvjax` does not even import JAX.
@@ -51,15 +55,18 @@ _NAMES = {
     "kvjax.cache.quantisation": ("Storage",),
     "kvjax.chat": ("Chat",),
     "kvjax.checkpoints.load": ("LanguageModel", "load", "load_config"),
+    "kvjax.context": ("read",),
     "kvjax.errors": ("DoesNotFit", "KvjaxError", "UsageError", "WeightsError"),
     "kvjax.generation": ("generate", "stream_generate"),
     "kvjax.history": ("read_history",),
     "kvjax.model.config": ("ModelConfig", "RopeConfig"),
     "kvjax.options": ("GenerationOptions",),
-    "kvjax.output": ("Output", "Piece", "Stats"),
+    "kvjax.output": ("Output", "Piece", "Score", "Stats"),
     "kvjax.planning": ("Plan", "plan"),
+    "kvjax.prompts": ("chat_tokens",),
     "kvjax.rounds.conversation": ("Conversation",),
     "kvjax.saving": ("load_cache", "save_cache"),
+    "kvjax.scoring": ("score",),
     "kvjax.sharding.mesh": ("Mesh",),
 }
 _HOMES = {name: module for module, names in _NAMES.items() for name in names} | CLASSES | {"Policy": "kvjax.policies"}

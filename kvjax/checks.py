@@ -41,6 +41,24 @@ def true_or_false(name: str, value: Any) -> None:
         raise UsageError(f"{name} is {value!r}; give True or False.")
 
 
+#: The dtypes that weights, and with them a cache, may have.
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def float_dtype(value: Any) -> Any:
+    """The dtype that ``value`` names, one of DTYPES; UsageError for any other."""
+    import jax.numpy as jnp
+
+    choose = f"choose {', '.join(DTYPES[:-1])} or {DTYPES[-1]}"
+    try:
+        found = jnp.dtype(value)
+    except TypeError as error:
+        raise UsageError(f"dtype is {str(value)[:80]!r}; {choose}.") from error
+    if value is None or found.name not in DTYPES:
+        raise UsageError(f"dtype is {found.name}; {choose}.")
+    return found
+
+
 def optional(check: Callable[[str, Any], None]) -> Callable[[str, Any], None]:
     """The same check, which None passes."""
     return lambda name, value: None if value is None else check(name, value)

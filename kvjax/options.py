@@ -129,6 +129,12 @@ class GenerationOptions:
         None, "Token ids that end the text, besides the model's own.", _stop_token_ids
     )
     logprobs: bool = _option(False, "Also return the log-probability of every token.", true_or_false)
+    prompt_logprobs: bool = _option(
+        False,
+        "Also return the log-probability of every token of the prompt.",
+        true_or_false,
+        "They come from prefill, and cost one more product with the vocabulary for each token.",
+    )
     memory_limit: int | None = _option(
         None,
         "Refuse more bytes than this, by default what the device has.",
@@ -181,6 +187,7 @@ class ChatKeywords(TypedDict, total=False):
     stop: str | Sequence[str] | None
     stop_token_ids: Sequence[int] | None
     logprobs: bool
+    prompt_logprobs: bool
     memory_limit: int | None
     reserve_tokens: int | None
 

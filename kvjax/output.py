@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -71,6 +72,8 @@ class Output:
       finish_reason: "stop" (end-of-text id, stop id or stop string), "length" (max_new_tokens), "context" (the model's
         context is full), "memory" (the cache would have to grow beyond the memory limit) or "interrupted".
       logprobs: natural log of the model's probability of each token, when asked for.
+      prompt_logprobs: the same of each of the ``stats.prompt_tokens`` tokens that this call read, when asked for; None
+        for the first, before which it read nothing.
       stats: what it cost.
     """
 
@@ -80,6 +83,7 @@ class Output:
     logprobs: tuple[float, ...] | None
     stats: Stats
     _cache: Callable[[], Any] = dataclasses.field(repr=False, compare=False)
+    prompt_logprobs: tuple[float | None, ...] | None = None
 
     @property
     def cache(self) -> Cache | Conversation:
@@ -92,6 +96,29 @@ class Output:
           UsageError: the chat that gave this output has gone on and consumed it.
         """
         return self._cache()
+
+
+@dataclasses.dataclass(frozen=True)
+class Score:
+    """What a model holds of one given continuation.
+
+    Attributes:
+      tokens: its ids.
+      logprobs: natural log of the model's probability of each, after all that comes before it.
+    """
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+
+    @property
+    def total(self) -> float:
+        """The log-probability of the whole continuation."""
+        return math.fsum(self.logprobs)
+
+    @property
+    def perplexity(self) -> float:
+        """The exponential of the mean negative log-probability of a token."""
+        return math.exp(min(-self.total / len(self.logprobs), 700.0))
 
 
 @dataclasses.dataclass(frozen=True)

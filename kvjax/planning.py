@@ -17,7 +17,8 @@ from kvjax.cache.buckets import NEW_TOKENS, new_bucket, prompt_bucket
 from kvjax.cache.cache import Cache
 from kvjax.cache.pool import layout_for
 from kvjax.cache.quantisation import MODEL, Storage, parse_storage
-from kvjax.checks import optional, whole_number
+from kvjax.checks import float_dtype, optional, whole_number
+from kvjax.device_memory import GpuShare, device_limit, gpu_share
 from kvjax.errors import DoesNotFit, UsageError
 from kvjax.model.config import ModelConfig
 from kvjax.model.decoder import abstract_decoder
@@ -53,7 +54,8 @@ class Plan:
       cache_over_even: ``cache_bytes`` over an even share of the cache that one device alone would hold; what is above 1
         is rows that pad the batch, pages that do not divide, and counters that several devices hold.
       total_bytes: weights, cache and prefill peak.
-      memory_limit: bytes the device has, or None when it does not say.
+      memory_limit: bytes the device has, or None when it does not say; of a GPU, those that JAX may take.
+      memory_source: on a GPU, where that number comes from.
       capacities: slots allocated for each row [layer][KV head], those that rows share apart.
       retained: tokens kept of the prompt [layer][KV head], its context included.
     """
@@ -76,6 +78,7 @@ class Plan:
     context_tokens: int = 0
     shares_context: bool = False
     context_bytes: int = 0
+    memory_source: str | None = None
 
     @property
     def fits(self) -> bool:
@@ -119,6 +122,8 @@ class Plan:
             lines.append(f"context of {self.context_tokens:,} tokens: {shared}, which all rows share")
         elif self.context_tokens:
             lines.append(f"context of {self.context_tokens:,} tokens: every row holds a copy of what is kept of it")
+        if self.memory_source is not None:
+            lines.append(f"device memory: {self.memory_source}")
         lines.append(f"retained of the prompt, over all layers and heads: {self.retained_share:.1%}")
         lines.append("layers, slots by KV head, and tokens retained of the prompt:")
         lines += Table(slots, layers).text().splitlines()
@@ -186,16 +191,12 @@ def plan(
     chosen.check(config)
     if dtype is None:
         dtype = jnp.float32 if params is None else params.dtype
-    try:
-        dtype = jnp.dtype(dtype)
-    except TypeError as error:
-        raise UsageError(f"{dtype!r} is not a dtype; give float32 or bfloat16.") from error
-    if dtype not in (jnp.float32, jnp.bfloat16):
-        raise UsageError(f"dtype is {dtype.name}; choose float32 or bfloat16.")
+    dtype = float_dtype(dtype)
     optional(functools.partial(whole_number, least=0))("reserve_tokens", reserve_tokens)
     stored = parse_storage(storage)
     over = over if mesh is None else parse_mesh(mesh)
     limit, made = device_limit(memory_limit), None
+    share = gpu_share() if memory_limit is None else None
     for exact in (over is not None, True):
         exact = exact or _shared(chosen, stored, batch, context_tokens)
         whole = context_tokens + prompt_tokens
@@ -203,9 +204,9 @@ def plan(
         given = config, chosen, size, batch, prompt_tokens, max_new_tokens, dtype, limit, stored, over
         made = _plan(*given, context_tokens)
         if made.fits:
-            return made
+            return made if share is None else dataclasses.replace(made, memory_source=share.source)
     assert made is not None
-    raise _does_not_fit(made, config, chosen, dtype, 0, stored, over)
+    raise _does_not_fit(made, config, chosen, dtype, 0, stored, over, share)
 
 
 def _model(model: Any) -> tuple[ModelConfig, Any, Mesh | None]:
@@ -352,20 +353,6 @@ def _peak_bytes(config: ModelConfig, policy: Policy, batch: int, prompt: int, dt
     return prefill_peak_bytes(own, policy, rows, prompt, dtype, inner)
 
 
-def device_limit(memory_limit: int | None) -> int | None:
-    """Bytes the default device can still give, or None when it does not say."""
-    if memory_limit is not None:
-        whole_number("memory_limit", memory_limit, 1)
-        return int(memory_limit)
-    device = jax.local_devices()[0]
-    if device.platform == "cpu":
-        import psutil
-
-        return int(psutil.virtual_memory().total)
-    stats = device.memory_stats() or {}
-    return stats.get("bytes_limit")
-
-
 def fitting(
     config: ModelConfig,
     policy: Policy,
@@ -401,7 +388,8 @@ def fitting(
         made = _plan(config, policy, size, rows, tokens, 1, dtype, limit, storage, mesh, context)
         if limit is None or made.total_bytes + already <= limit:
             return size
-    raise _does_not_fit(made, config, policy, dtype, already, storage, mesh)
+    share = gpu_share() if memory_limit is None else None
+    raise _does_not_fit(made, config, policy, dtype, already, storage, mesh, share)
 
 
 def _does_not_fit(
@@ -412,6 +400,7 @@ def _does_not_fit(
     already: int,
     storage: Storage,
     mesh: Mesh | None = None,
+    share: GpuShare | None = None,
 ) -> DoesNotFit:
     """What would fit instead of a plan that does not, beside ``already`` bytes."""
     limit = made.memory_limit
@@ -443,6 +432,8 @@ def _does_not_fit(
         if isinstance(policy, Full) and fits(made.batch, made.prompt_tokens, LagKV(ratio=ratio)):
             offers.append(f'policy="lagkv:ratio={ratio}"')
             break
+    if share is not None and (larger := share.offer(made.total_bytes + already)):
+        offers.append(larger)
     would = " or ".join(offers) if offers else "only a device with more memory"
     return DoesNotFit(f"{need}; {would} would fit.")
 

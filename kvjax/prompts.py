@@ -27,16 +27,74 @@ class Tokens:
       prompts: ids of each prompt, what follows the context.
       templated: of each prompt, whether the chat template wrote it.
       single: whether one prompt was passed, and not a list of one.
+      open: of each prompt that is read and not answered, whether it ends within a user's message.
     """
 
     context: tuple[int, ...]
     prompts: tuple[tuple[int, ...], ...]
     templated: tuple[bool, ...]
     single: bool
+    open: tuple[bool, ...] = ()
+
+
+def chat_tokens(lm: LanguageModel, messages: str | Sequence[Message]) -> list[int]:
+    """The token ids that :func:`kvjax.generate` reads for messages: the model's chat template, encoded.
+
+    Args:
+      lm: a model from :func:`kvjax.load`, with a chat template.
+      messages: {"role", "content"} each, or the text of a user's only message. After them stands the opening of the
+        assistant's answer; a last message of the assistant's is the answer's beginning, and is left open.
+
+    Returns:
+      Ids, which ``generate`` takes as a prompt: the answer is that to the messages.
+
+    Raises:
+      UsageError: no messages, a message without role or content, or a model without a chat template.
+    """
+    if not isinstance(lm, LanguageModel):
+        raise UsageError(f"The model is a {type(lm).__name__}; give one from kvjax.load.")
+    items, single = as_list(messages)
+    if not single or (not isinstance(items[0], str) and not all(isinstance(item, Mapping) for item in items[0])):
+        raise UsageError("chat_tokens takes one list of messages, or the text of one; call it for each of several.")
+    return list(_render(lm, items[0], None, True, False, False)[1])
+
+
+def read_tokens(lm: LanguageModel, prompt: Any, chat: bool) -> Tokens:
+    """Render and encode what is read and not answered: texts, messages or ids, one or a list of them.
+
+    A user's last message stays open: a question goes on with it, as one does with ``context``. An assistant's last
+    message stays open too, and the next turn ends it.
+
+    Raises:
+      UsageError: nothing to read, or something that is none of the accepted forms.
+    """
+    prompts, single = as_list(prompt)
+    found = [_read_only(lm, one, chat) for one in prompts]
+    return Tokens((), tuple(ids for ids, _ in found), (False,) * len(found), single, tuple(open for _, open in found))
+
+
+def _read_only(lm: LanguageModel, prompt: Prompt, chat: bool) -> tuple[tuple[int, ...], bool]:
+    """(ids, whether they end within a user's message) of what is read and not answered."""
+    items = _checked(prompt)
+    if not chat or (not isinstance(items, str) and not isinstance(items[0], Mapping)):
+        return _render(lm, items, None, chat, False, False)[1], False
+    messages = _messages(items)
+    role = messages[-1]["role"]
+    if role not in ("user", "assistant"):
+        messages.append({"role": "user", "content": _MARK})
+    else:
+        messages[-1]["content"] += _SEPARATOR + _MARK if role == "user" else _MARK
+    return tuple(lm.tokenizer.encode(_halves(lm, messages)[0])), role != "assistant"
 
 
 def tokenize(
-    lm: LanguageModel, prompt: Prompt | Sequence[Prompt], *, context: str | Sequence[int] | None, chat: bool, onto: bool
+    lm: LanguageModel,
+    prompt: Prompt | Sequence[Prompt],
+    *,
+    context: str | Sequence[int] | None,
+    chat: bool,
+    onto: bool,
+    open_messages: Sequence[bool] = (),
 ) -> Tokens:
     """Render and encode prompts.
 
@@ -46,6 +104,7 @@ def tokenize(
       context: text (or, without chat, ids) that precedes every prompt.
       chat: apply the chat template to text and messages; ids are always taken as they are.
       onto: the prompts continue a conversation that is already in a cache.
+      open_messages: then, of each prompt, whether that ends within a user's message, which the prompt goes on.
 
     Raises:
       UsageError: nothing to read, or something that is none of the accepted forms.
@@ -55,7 +114,8 @@ def tokenize(
         raise UsageError("context= starts a new cache; give either context= or cache=, not both.")
     if context is not None:
         _check_context(context)
-    rendered = [_render(lm, p, context, chat, onto) for p in prompts]
+    goes_on = open_messages or [False] * len(prompts)
+    rendered = [_render(lm, p, context, chat, onto, on) for p, on in zip(prompts, goes_on, strict=True)]
     prefixes = {prefix for prefix, _ in rendered}
     if len(prefixes) > 1:
         raise UsageError("context= is read once for all prompts, so their system messages must be the same.")
@@ -73,26 +133,34 @@ def _check_context(context: Any) -> None:
         raise UsageError("The context is empty; give the text to compress, or leave context= out.")
 
 
-def as_list(prompt: Any) -> tuple[list[Prompt], bool]:
-    """Prompts as a list, and whether there was one outside any list."""
+def as_list(prompt: Any, what: str = "prompt") -> tuple[list[Prompt], bool]:
+    """Prompts as a list, and whether there was one outside any list; ``what`` they are called in a sentence."""
     if isinstance(prompt, str):
         return [prompt], True
-    if isinstance(prompt, Mapping):
+    if isinstance(prompt, Mapping) and what == "prompt":
         raise UsageError("A single message was given; give a list of messages.")
-    items = _plain(_sequence(prompt))
+    items = _plain(_sequence(prompt, what))
     if not items:
-        raise UsageError("The list of prompts is empty; give at least one prompt.")
+        raise UsageError(f"The list of {what}s is empty; give at least one {what}.")
     if all(isinstance(item, Mapping) for item in items) or all(_is_id(item) for item in items):
         return [items], True
     return items, False
 
 
-def _sequence(prompt: Any) -> Any:
+def token_ids(lm: LanguageModel, text: Any, what: str) -> tuple[int, ...]:
+    """The ids of text, encoded as it is, or of a list of them; UsageError for anything else, or nothing."""
+    items = text if isinstance(text, str) else _plain(_sequence(text, what))
+    ids = _ids(lm, items, what)
+    if not ids:
+        raise UsageError(f"A {what} has no tokens; give at least one character.")
+    return ids
+
+
+def _sequence(prompt: Any, what: str = "prompt") -> Any:
     """Check that a value can hold messages, token ids or prompts, and return it."""
     if isinstance(prompt, (bytes, bytearray, memoryview)) or not (isinstance(prompt, Sequence) or _is_array(prompt)):
-        raise UsageError(
-            f"A prompt is text, a list of messages, or a list of token ids; {type(prompt).__name__} was given."
-        )
+        forms = "text, a list of messages, or" if what == "prompt" else "text or"
+        raise UsageError(f"A {what} is {forms} a list of token ids; {type(prompt).__name__} was given.")
     return prompt
 
 
@@ -115,20 +183,25 @@ def _is_id(item: Any) -> bool:
     return isinstance(item, int) and not isinstance(item, bool)
 
 
+def _checked(prompt: Prompt) -> str | list[Any]:
+    """A prompt that is text, or a list of messages alone or of ids alone; not empty."""
+    items = prompt if isinstance(prompt, str) else _plain(_sequence(prompt))
+    if not items:
+        what = "The prompt is empty; give at least one character."
+        raise UsageError(what if isinstance(items, str) else "A prompt is empty; give text, messages or token ids.")
+    one_kind = isinstance(items, str) or all(map(_is_id, items)) or all(isinstance(item, Mapping) for item in items)
+    if not one_kind:
+        raise UsageError("A prompt is text, a list of messages, or a list of token ids, not a mixture of them.")
+    return items
+
+
 def _render(
-    lm: LanguageModel, prompt: Prompt, context: str | Sequence[int] | None, chat: bool, onto: bool
+    lm: LanguageModel, prompt: Prompt, context: str | Sequence[int] | None, chat: bool, onto: bool, goes_on: bool
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """(ids of the shared prefix, ids of the rest) of one prompt."""
-    items = prompt if isinstance(prompt, str) else _plain(_sequence(prompt))
-    if isinstance(items, str):
-        if not items:
-            raise UsageError("The prompt is empty; give at least one character.")
-    elif not items:
-        raise UsageError("A prompt is empty; give text, messages or token ids.")
-    elif all(_is_id(item) for item in items):
+    items = _checked(prompt)
+    if not isinstance(items, str) and _is_id(items[0]):
         return _ids(lm, context, "context"), _ids(lm, items, "prompt")
-    elif not all(isinstance(item, Mapping) for item in items):
-        raise UsageError("A prompt is text, a list of messages, or a list of token ids, not a mixture of them.")
     if not chat:
         if not isinstance(items, str):
             raise UsageError("Messages need the chat template; pass text or token ids with chat=False.")
@@ -139,7 +212,7 @@ def _render(
         return prefix, (*start, *lm.tokenizer.encode(items))
     if context is not None and not isinstance(context, str):
         raise UsageError("A context of token ids cannot go into a chat template; pass it as text, or chat=False.")
-    return _render_chat(lm, _messages(items), context, onto)
+    return _render_chat(lm, _messages(items), context, onto, goes_on)
 
 
 def _ids(lm: LanguageModel, items: str | Sequence[int] | None, what: str) -> tuple[int, ...]:
@@ -180,8 +253,16 @@ def prefix_tokens(lm: LanguageModel, prompt: Prompt, ids: Sequence[int]) -> int:
     return next((i for i, equal in enumerate(same) if not equal), min(len(before), len(ids)))
 
 
+def _halves(lm: LanguageModel, messages: list[dict[str, Any]]) -> tuple[str, str]:
+    """The text before and after the mark in a user's message, or in the last one, as the chat template writes it."""
+    before, mark, after = lm.tokenizer.render(messages).partition(_MARK)
+    if not mark:
+        raise UsageError("This model's chat template changes the words of messages; give text with chat=False.")
+    return before, after
+
+
 def _render_chat(
-    lm: LanguageModel, messages: list[dict[str, Any]], context: str | None, onto: bool
+    lm: LanguageModel, messages: list[dict[str, Any]], context: str | None, onto: bool, goes_on: bool
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Apply the chat template; a last message of the assistant's is the beginning of the answer."""
     answer = ""
@@ -189,7 +270,14 @@ def _render_chat(
         answer = messages.pop()["content"]
         if not messages and not onto:
             raise UsageError("The only message is the beginning of an answer; give a message before it.")
-    if onto:
+    if goes_on and (not messages or messages[0]["role"] != "user"):
+        raise UsageError(
+            "The cache ends within a user's message, which the prompt goes on; give text, or messages that begin with "
+            "the user's."
+        )
+    if goes_on:
+        context = "."  # what stands there does not change what comes after it
+    elif onto:
         # After an answer this template writes the end of that message, then the new ones.
         history = [{"role": "user", "content": "."}, {"role": "assistant", "content": _MARK}]
         text = lm.tokenizer.render([*history, *messages])
@@ -204,5 +292,6 @@ def _render_chat(
         raise UsageError("context= goes in front of the first user message, and these messages have none.")
     question = user["content"]
     user["content"] = context + _SEPARATOR + _MARK
-    before, _, after = lm.tokenizer.render(messages).partition(_MARK)
-    return tuple(lm.tokenizer.encode(before)), tuple(lm.tokenizer.encode(question + after + answer))
+    before, after = _halves(lm, messages)
+    rest = tuple(lm.tokenizer.encode(question + after + answer))
+    return () if goes_on else tuple(lm.tokenizer.encode(before)), rest

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -11,7 +12,7 @@ import numpy as np
 
 from kvjax.allocation import Allocation
 from kvjax.cache.buckets import batch_bucket
-from kvjax.cache.cache import Cache
+from kvjax.cache.cache import NO_TOKEN, OPEN_MESSAGE, Cache
 from kvjax.cache.continuation import Continuation, are_apart, check_continuable, one_batch
 from kvjax.cache.host_memory import as_numpy
 from kvjax.cache.quantisation import Storage, parse_storage
@@ -25,8 +26,8 @@ from kvjax.planning import device_limit, fitting, weights_bytes
 from kvjax.policies import Full, Policy, parse
 from kvjax.policies.base import shares
 from kvjax.policies.round_attention import SINKS
-from kvjax.prompts import Tokens, as_list, prefix_tokens, tokenize
-from kvjax.runtime.decode import Controls
+from kvjax.prompts import Tokens, as_list, prefix_tokens, read_tokens, tokenize
+from kvjax.runtime.decode import CHUNK, Controls
 from kvjax.runtime.programs import Programs
 from kvjax.runtime.sampling import Sampling
 from kvjax.runtime.stopping import StopTable, stop_table
@@ -48,6 +49,7 @@ class Request:
       limits: tokens each prompt may generate, where that is not the options' number for all.
       numbers: what each prompt draws by, where that is not its place in the batch; a prompt of a long list so draws the
         same in whatever batch it comes.
+      answers: of each row, the tokens that are scored in place of an answer; None where one is generated.
       prefix: under a policy that offloads rounds, of each first prompt the tokens that belong to no round.
       size: the rows and tokens that the cache is allocated for; ``exact``: in a job's buckets and without spare rows.
       programs: what they run on.
@@ -65,17 +67,25 @@ class Request:
         limits: Sequence[int] | None = None,
         numbers: Sequence[int] | None = None,
         exact: bool = False,
+        answers: Sequence[Sequence[int]] | None = None,
+        read_only: bool = False,
     ):
         if not isinstance(lm, LanguageModel):
             raise UsageError(f"The model is a {type(lm).__name__}; give one from kvjax.load.")
         whole_number("n", n, 1)
         self.lm, self.options, self.memory_limit, self.n = lm, options, options.memory_limit, n
-        self.limits, self.numbers = limits, numbers
-        self.tokens: Tokens = tokenize(lm, prompt, context=context, chat=options.chat, onto=cache is not None)
-        count = len(self.tokens.prompts)
+        self.limits, self.numbers, self.answers = limits, numbers, answers
+        count = len(as_list(prompt)[0])
         # Nothing is joined or copied before everything was checked.
         self.owned = cache if isinstance(cache, Owned) else None
         caches = _caches(cache if self.owned is None else self.owned.value, count)
+        next_token = _counters([old.next_token for old in caches], count, NO_TOKEN)
+        onto = {"onto": cache is not None, "open_messages": (next_token == OPEN_MESSAGE).tolist()}
+        self.tokens: Tokens = (
+            read_tokens(lm, prompt, options.chat)
+            if read_only
+            else tokenize(lm, prompt, context=context, chat=options.chat, **onto)
+        )
         self.policy = _policy(options.policy, caches)
         self.policy.check(lm.config)
         self.storage = _storage(options.storage, caches)
@@ -83,7 +93,7 @@ class Request:
             _same_model(lm.config, old)
         self.rows = count * n
         self.stop_ids = options.stop_ids(lm)
-        self.prompts = self._with_next_token(_counters([old.next_token for old in caches], count, -1))
+        self.prompts = self._with_next_token(next_token)
         if any(not ids for ids in self.prompts):
             raise UsageError("A prompt has no tokens; give at least one character.")
         # Else its rows are copied: joined, or spread over all; or shared, which copies the one.
@@ -97,6 +107,11 @@ class Request:
         held = [adopt(old.to_device(), lm.mesh, lm.config) for old in caches]
         self.cache = _one_row_each(held, count) if held else None
         self.cache_is_copy = self.cache is not None and all(are_apart(self.cache, old) for old in caches)
+        if options.prompt_logprobs and self.policy.offloads_rounds:
+            raise UsageError(
+                "prompt_logprobs needs every layer's output for every token of a prompt, and RoundAttention reads the "
+                "upper layers for the last alone; leave it out."
+            )
         self.prefix: tuple[int, ...] = (
             self._prefix(prompt) if self.policy.offloads_rounds and self.cache is None else ()
         )
@@ -135,11 +150,17 @@ class Request:
         """What to allocate for rows that have ``seen`` tokens, beside ``already`` bytes of caches."""
         config, limit = self.lm.config, self.lm.config.max_position
         added = np.array([len(self.tokens.context) + len(ids) for ids in self.prompts])
+        if self.answers is not None:
+            # The last token of an answer is scored and not read.
+            lengths = np.array([len(ids) - 1 for ids in self.answers]).reshape(len(self.prompts), self.n)
+            added = added + lengths.max(axis=1)
         longest = int((seen + added).max())
         if longest > limit and not (self.policy.beyond_context and int(added.max()) <= limit):
             before = f" after {int(seen.max())} of the conversation" if seen.any() else ""
+            scored = "" if self.answers is None else " with its continuation"
             raise UsageError(
-                f"The prompt has {int(added.max())} tokens{before}; this model's context is {limit}, so shorten it."
+                f"The prompt has {int(added.max())} tokens{scored}{before}; this model's context is {limit}, so "
+                "shorten it."
             )
         rounds = self.policy.offloads_rounds
         # Read once, and shared by all rows where the policy allows it.
@@ -180,6 +201,21 @@ class Request:
         """Dtype of the weights, and of the cache."""
         return self.lm.params.dtype
 
+    @property
+    def prompt_logprobs(self) -> bool:
+        """Whether the log-probabilities of the prompts' own tokens were asked for."""
+        return self.options.prompt_logprobs
+
+    def forced(self, controls: Controls, start: int) -> Controls:
+        """The controls of a chunk that begins with each row's answer's token ``start``, where answers are given."""
+        if self.answers is None:
+            return controls
+        tokens = np.zeros((self.programs.rows(self.rows), CHUNK), np.int32)
+        for row, ids in enumerate(self.answers):
+            ahead = ids[start : start + CHUNK]
+            tokens[row, : len(ahead)] = ahead
+        return dataclasses.replace(controls, forced=jax.device_put(tokens))
+
     def controls(self) -> Controls:
         """The options on the device, for the compiled loop."""
         lm, options, vocabulary = self.lm, self.options, self.lm.config.vocab_size
@@ -190,6 +226,9 @@ class Request:
         limits = [options.max_new_tokens] * (prompt[-1] + 1) if self.limits is None else self.limits
         limit = np.array([min(count, 2**31 - 1) for count in limits], np.int32)[prompt]
         draws = np.stack([np.full(len(number), options.seed), number, sample], axis=1).astype(np.uint32)
+        stops = options.stop_strings, self.stop_ids
+        if self.answers is not None:  # nothing but its end ends an answer that is given
+            limit, stops = np.array([len(self.answers[row]) for row in rows], np.int32), ((), ())
         sampling = Sampling(
             temperature=_float32(options.temperature),
             top_k=np.int32(min(options.top_k or vocabulary, vocabulary)),
@@ -198,10 +237,9 @@ class Request:
             repetition_penalty=_float32(options.repetition_penalty),
             draws=draws,
         )
-        stops = _stop_table(lm, options.stop_strings, self.stop_ids)
         ends = limit, np.int32(lm.config.max_position), np.bool_(options.logprobs)
         # Put there as they are: conversions would be programs of their own.
-        return jax.device_put(Controls(sampling, stops, *ends))
+        return jax.device_put(Controls(sampling, _stop_table(lm, *stops), *ends))
 
 
 def _float32(value: float) -> np.float32:

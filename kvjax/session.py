@@ -32,7 +32,13 @@ from kvjax.text.detokenizer import text_of
 
 
 class Strategy(Protocol):
-    """How prompts are read onto what there is, and what is left in the end."""
+    """How prompts are read onto what there is, and what is left in the end.
+
+    Attributes:
+      prompt_logprobs: of each prompt that was read, those of its tokens where they were asked for.
+    """
+
+    prompt_logprobs: list[list[float | None]] | None
 
     def read(self, params: Decoder, request: Request, consume: bool, note: Note) -> tuple[Cache, jax.Array]:
         """A cache to decode on, with a row per sample, and the logits [B, V] after each prompt.
@@ -152,7 +158,8 @@ class Session:
         spare = self._spare()
         state = initial_state(self.cache, self._logits, self._present())
         self._logits = None
-        state, _ = self.programs.chunk(request.lm.params, state, self.controls, 1)
+        controls = request.forced(self.controls, 0)
+        state, _ = self.programs.chunk(request.lm.params, state, controls, 1)
         self._cache = state.cache  # the one before is consumed, whatever comes next
         yield self._collect(state, 1)
         while not self._interrupt.requested and (as_numpy(state.reason) == RUNNING).any():
@@ -170,7 +177,8 @@ class Session:
                 self._note(state.cache)
                 room = state.cache.new_capacity - self._fed + spare
             cache = grown = None  # the old state's pools are donated: from here on only the new one exists
-            state, made = self.programs.chunk(request.lm.params, state, self.controls, min(steps, room, CHUNK))
+            controls = request.forced(self.controls, 1 + self._fed)
+            state, made = self.programs.chunk(request.lm.params, state, controls, min(steps, room, CHUNK))
             self._cache = state.cache
             self._fed += int(made)
             yield self._collect(state, int(made))
@@ -214,15 +222,25 @@ class Session:
             present[row, [*request.context, *request.prompts[row // request.n]]] = True
         return present
 
+    @property
+    def logits(self) -> jax.Array:
+        """[B, V] after each prompt, rows of padding last; until the first token is drawn."""
+        assert self._logits is not None, "prompts are read first, and no token was drawn"
+        return self._logits
+
+    def continuation(self) -> Continuation:
+        """What a later call continues, with a row per sample."""
+        request, next_token = self.request, as_numpy(self.cache.next_token)
+        fed = [[*request.prompts[row // request.n], *made] for row, made in enumerate(self.tokens)]
+        fed = [ids[:-1] if next_token[row] >= 0 else ids for row, ids in enumerate(fed)]
+        return self.strategy.finish(self.cache, fed, self._note)
+
     def outputs(self) -> Any:
         """Outputs in the shape of what was passed."""
         request, cache, n = self.request, self.cache, self.request.n
         own = [as_numpy(request.policy.retained(layer)) for layer in cache.layers]
         counters = own, cache.shared_lengths, as_numpy(cache.seen), cache.clipped
-        next_token = as_numpy(cache.next_token)
-        fed = [[*request.prompts[row // n], *made] for row, made in enumerate(self.tokens)]
-        fed = [ids[:-1] if next_token[row] >= 0 else ids for row, ids in enumerate(fed)]
-        left = self.strategy.finish(cache, fed, self._note)
+        left = self.continuation()
         rows = [self._output(row, cache, left, *counters) for row in range(request.rows)]
         grouped = [rows[i] if n == 1 else rows[i * n : (i + 1) * n] for i in range(len(rows) // n)]
         return grouped[0] if request.tokens.single else grouped
@@ -235,9 +253,14 @@ class Session:
             tokens=tokens,
             finish_reason=self.reasons[row] or self._cut,
             logprobs=None if self.logprobs is None else tuple(self.logprobs[row]),
+            prompt_logprobs=self._prompt_logprobs(row),
             stats=self._stats(row, cache, *counters),
             _cache=functools.partial(left.row, row),
         )
+
+    def _prompt_logprobs(self, row: int) -> tuple[float | None, ...] | None:
+        found = self.strategy.prompt_logprobs
+        return None if found is None else tuple(found[row // self.request.n])
 
     def _stats(
         self,

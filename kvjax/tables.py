@@ -218,6 +218,7 @@ def as_dict(output: Output) -> dict[str, Any]:
         "tokens": [int(token) for token in output.tokens],
         "finish_reason": output.finish_reason,
         "logprobs": None if output.logprobs is None else [float(value) for value in output.logprobs],
+        "prompt_logprobs": None if output.prompt_logprobs is None else list(output.prompt_logprobs),
         "stats": dataclasses.asdict(output.stats),
     }
 

@@ -45,9 +45,9 @@ ROOMS: dict[str, str] = {
 #: ``kvjax`` finds its public names when they are used, and imports only their list.
 MODULES: dict[str, str] = {
     "base": "kvjax.version kvjax.errors kvjax.checks kvjax.files kvjax.tables kvjax.compile_cache",
-    "planning": "kvjax.allocation kvjax.planning kvjax.prompts",
+    "planning": "kvjax.allocation kvjax.planning kvjax.prompts kvjax.device_memory",
     "generation": "kvjax.options kvjax.request kvjax.output kvjax.ownership kvjax.session kvjax.generation kvjax.chat "
-    "kvjax.history kvjax.joining",
+    "kvjax.history kvjax.joining kvjax.context kvjax.scoring",
     "public": "kvjax",
     "cli": "kvjax.__main__ kvjax.cli",
 }

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
 
+import jax
 import jax.numpy as jnp
 import pytest
 import toys
@@ -157,3 +159,49 @@ def test_a_plan_counts_tokens_beyond_the_context_where_the_policy_goes_on(policy
     config = toys.tiny_config(max_position=512)
     planned = kvjax.plan(config, prompt_tokens=500, max_new_tokens=100, policy=policy)
     assert planned.full_cache_bytes == full_cache_bytes(config, 500 + fed, jnp.float32)
+
+
+def on_gpu(monkeypatch, stats: dict | None, **environment: str) -> None:
+    for name in ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_PREALLOCATE",
+                 "XLA_PYTHON_CLIENT_ALLOCATOR"):  # fmt: skip
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    device = SimpleNamespace(platform="gpu", memory_stats=lambda: stats)
+    monkeypatch.setattr(jax, "local_devices", lambda: [device])
+
+
+def test_a_plan_knows_what_jax_takes_of_a_gpu(monkeypatch):
+    """A T4 has 15.8 GB, of which JAX takes three quarters unless it is told otherwise."""
+    on_gpu(monkeypatch, {"bytes_limit": 11_850_000_000})
+    planned = kvjax.plan(CONFIG, prompt_tokens=100)
+    assert planned.memory_limit == 11_850_000_000
+    assert planned.memory_source == "JAX reserves 75% of the GPU's 15.8 GB (XLA_PYTHON_CLIENT_MEM_FRACTION)"
+    assert planned.memory_source in planned.table()
+    for name in ("XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION"):
+        on_gpu(monkeypatch, {"bytes_limit": 7_900_000_000}, **{name: ".5"})
+        assert "reserves 50% of the GPU's 15.8 GB" in kvjax.plan(CONFIG, prompt_tokens=100).memory_source
+    on_gpu(monkeypatch, {"bytes_limit": 11_850_000_000}, XLA_PYTHON_CLIENT_PREALLOCATE="false")
+    assert "takes as it is needed, beside other programs, 75%" in kvjax.plan(CONFIG, prompt_tokens=100).memory_source
+    for stats in (None, {}):
+        on_gpu(monkeypatch, stats, XLA_PYTHON_CLIENT_ALLOCATOR="platform")
+        planned = kvjax.plan(CONFIG, prompt_tokens=100)
+        assert planned.memory_limit is None and "XLA_PYTHON_CLIENT_ALLOCATOR" in planned.memory_source
+    assert kvjax.plan(CONFIG, prompt_tokens=100, memory_limit=1 << 30).memory_source is None
+
+
+def test_a_refusal_on_a_gpu_offers_the_part_that_jax_leaves(monkeypatch):
+    request = {"prompt_tokens": 2048, "batch": 4}  # buckets, so that nothing is spare
+    need = kvjax.plan(CONFIG, **request).total_bytes
+    on_gpu(monkeypatch, {"bytes_limit": need - 1})
+    assert "or XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 before Python starts would fit." in refusal(**request)
+    on_gpu(monkeypatch, {"bytes_limit": need // 2})  # not even all of it would do
+    assert "FRACTION" not in refusal(**request)
+    on_gpu(monkeypatch, {"bytes_limit": need - 1}, XLA_PYTHON_CLIENT_MEM_FRACTION="0.95")
+    assert "FRACTION" not in refusal(**request)
+
+
+@pytest.mark.parametrize("dtype", ["float16", jnp.float16, "bfloat16"])
+def test_16_bits_take_half(dtype):
+    whole, half = (kvjax.plan(CONFIG, prompt_tokens=3000, dtype=d) for d in ("float32", dtype))
+    assert whole.weights_bytes == 2 * half.weights_bytes and whole.full_cache_bytes == 2 * half.full_cache_bytes

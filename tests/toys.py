@@ -72,5 +72,5 @@ def needle_model(seed: int = 3, **changes: Any) -> LanguageModel:
     backend.decoder = tokenizers.decoders.ByteLevel()
     backend.train_from_iterator(lines, trainer)
     tokenizer = Tokenizer(backend, chat_template=_TEMPLATE, special_tokens=plain.special_tokens)
-    config = tiny_config(vocab_size=600, max_position=1024, **changes)
+    config = tiny_config(**({"vocab_size": 600, "max_position": 1024} | changes))
     return LanguageModel("needles", config, random_decoder(config, seed=seed), tokenizer, (1,))

@@ -113,6 +113,7 @@ def _parquet(records: Sequence[Record]) -> bytes:
         "generated_tokens": pa.int32(),
         "tokens": pa.list_(pa.int32()),
         "logprobs": pa.list_(pa.float32()),
+        "prompt_logprobs": pa.list_(pa.float32()),
         "error": pa.string(),
     }
     # A file has one type a column: ids are text.

@@ -93,7 +93,8 @@ def answered(row: Row, output: Output) -> Record:
         "generated_tokens": len(output.tokens),
         "tokens": list(output.tokens),
     }
-    return record if output.logprobs is None else {**record, "logprobs": list(output.logprobs)}
+    asked = {"logprobs": output.logprobs, "prompt_logprobs": output.prompt_logprobs}
+    return record | {name: list(values) for name, values in asked.items() if values is not None}
 
 
 def failed(number: int, name: str | int, error: Exception) -> Record:

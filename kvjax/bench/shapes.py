@@ -170,14 +170,14 @@ def measure(
     import jax
     import jax.numpy as jnp
 
+    from kvjax.checks import float_dtype
     from kvjax.errors import UsageError
     from kvjax.model.decoder import random_decoder
     from kvjax.model.tiling import tiled
     from kvjax.policies import parse
 
     known = shapes()
-    if dtype not in ("float32", "bfloat16"):
-        raise UsageError(f"dtype is {dtype!r}; give float32 or bfloat16.")
+    dtype = float_dtype(dtype).name
     if shape not in known:
         raise UsageError(f"shape is {shape!r}; there are {', '.join(known)}.")
     config = known[shape]

@@ -25,6 +25,10 @@ from pallas_kernels.pages import Pages
 if TYPE_CHECKING:
     from kvjax.policies.base import Policy
 
+#: What :attr:`Cache.next_token` says where there is no such token: nothing more; or that what was read ends within a
+#: user's message, with which a question goes on.
+NO_TOKEN, OPEN_MESSAGE = -1, -2
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +39,8 @@ class Cache:
       layers: one :class:`LayerCache` or :class:`HeadGroups` a layer; capacities may differ among layers and heads.
       seen: [B] int32, tokens each row has been through, kept or not: the position of the next token.
       prompt_end: [B] int32, ``seen`` when the last prompt was in; ``seen - prompt_end`` tokens were decoded since.
-      next_token: [B] int32, a token that was generated but not yet read, or -1; the next turn begins with it.
+      next_token: [B] int32, a token that was generated but not yet read, with which the next turn begins; or NO_TOKEN,
+        or OPEN_MESSAGE.
       policy: which tokens stay; static.
       prompt_capacity: tokens of prompt the allocation was made for; static.
       new_capacity: tokens that may be decoded after ``prompt_end`` before the pools must grow; static.

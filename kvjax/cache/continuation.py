@@ -22,7 +22,8 @@ class Continuation(Protocol):
     """A batch of rows as the last turn left them: a value, unless a turn consumes it.
 
     Attributes:
-      batch: rows. seen: [B] tokens each row has been through. next_token: [B] generated but not yet read, or -1.
+      batch: rows. seen: [B] tokens each row has been through. next_token: [B] generated but not yet read, or
+        negative: see :class:`kvjax.cache.cache.Cache`.
       policy: which tokens stay, or which rounds a question sees.
       storage: as what its rows are stored.
       model_shape: layers, KV heads and channels of the model it belongs to.

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import os
 import re
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -49,13 +51,13 @@ def fill(
       weights: the family's weight map.
       checkpoint: where the tensors are.
       gguf: whether its names are GGUF's.
-      dtype: float32 or bfloat16, of every parameter.
+      dtype: of every parameter.
       mesh: parameters are split over its model axis, as ``kvjax.sharding.placement`` says; by default one device. A
         host keeps what its own devices hold, and of a weight that is split by its outputs, which is how files store
         them, it reads no more than that either.
 
     Raises:
-      WeightsError: a weight is missing, left over, or of a wrong shape; the sentence names it.
+      WeightsError: a weight is missing, left over, of a wrong shape, or too large for float16; the sentence names it.
     """
     named = {weight.gguf if gguf else weight.hf: weight for weight in weights}
     check_names(config, named, checkpoint, tied="output.weight" if gguf else "lm_head.weight")
@@ -73,7 +75,16 @@ def fill(
         sharding = where and where(param)
         needed = sharding and _needed(sharding, spec.shape)
         for name, weight in pieces[".".join(map(str, path))]:
-            _copy(checkpoint, name, weight, values, weight.place(logical_view(param, values)), needed)
+            view = weight.place(logical_view(param, values))
+            if values.dtype == np.float16:
+                view[...] = 0  # what is not needed here is not read, and is looked at
+            with np.errstate(over="ignore"):
+                _copy(checkpoint, name, weight, values, view, needed)
+            if values.dtype == np.float16 and not np.isfinite(view).all():
+                raise WeightsError(
+                    f"{checkpoint.origin} holds {name!r} with numbers beyond float16's 65,504; choose dtype float32 or "
+                    "bfloat16."
+                )
         return param.replace(tiled(_place(values, sharding)))
 
     # Conversion runs in NumPy, which lets other threads run; more threads than cores only hold more buffers.
@@ -200,5 +211,24 @@ def _place(values: np.ndarray, sharding: NamedSharding | None) -> jax.Array:
 
 
 def default_dtype() -> DTypeLike:
-    """float32 on the CPU, whose bfloat16 products are slow, and bfloat16 on accelerators."""
-    return jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
+    """bfloat16 on accelerators; float32 on the CPU, whose bfloat16 products are slow, and on GPUs without any.
+
+    GPUs before Ampere (compute capability 8.0) emulate them. float16 they do multiply, but numbers of a model that was
+    trained in bfloat16 may overflow there, so that is for the user to choose.
+    """
+    if jax.default_backend() == "cpu":
+        return jnp.float32
+    capability = str(getattr(jax.local_devices()[0], "compute_capability", ""))
+    major, _, minor = capability.partition(".")
+    if not (major.isdigit() and int(major) < 8):
+        return jnp.bfloat16
+    _say_once(
+        f"This GPU (compute capability {major}.{minor or 0}) does not multiply bfloat16, so weights and cache are "
+        "float32; dtype float16 takes half the memory, where the model's numbers fit it."
+    )
+    return jnp.float32
+
+
+@functools.cache
+def _say_once(sentence: str) -> None:
+    print(f"kvjax: {sentence}", file=sys.stderr)

@@ -7,7 +7,6 @@ import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from kvjax.checkpoints.families import Family, family
@@ -15,6 +14,7 @@ from kvjax.checkpoints.fill import default_dtype, fill
 from kvjax.checkpoints.gguf import GGUFFile
 from kvjax.checkpoints.hub import fetch
 from kvjax.checkpoints.safetensors import SafetensorsFolder, read_json
+from kvjax.checks import float_dtype
 from kvjax.errors import UsageError, WeightsError
 from kvjax.model.config import ModelConfig
 from kvjax.model.decoder import Decoder
@@ -68,7 +68,9 @@ def load(
       name: "smollm2-135m-instruct" (downloaded once into the user's cache folder, KVJAX_CACHE to choose another), a
         path to a .gguf file, a folder in Hugging Face's form (config.json, safetensors, tokenizer), or a hub id
         ("org/name").
-      dtype: "float32" or "bfloat16" for every parameter; by default float32 on the CPU and bfloat16 elsewhere.
+      dtype: "float32", "bfloat16" or "float16" for every parameter; by default bfloat16 on accelerators, and float32
+        on the CPU and on GPUs before Ampere, which do not multiply bfloat16. Numbers of a model that was trained in
+        bfloat16 may be too large for float16.
       mesh: devices to spread over, a :class:`kvjax.Mesh` or its text form ("data=4,model=2"): weights over the model
         axis, each shard read and put straight on its devices; what the axis does not divide is on all of them. Calls
         with this model then run on the mesh. By default everything goes to JAX's default device.
@@ -117,15 +119,7 @@ def _text(name: str | os.PathLike[str]) -> str:
 
 def weights_dtype(dtype: DTypeLike | None) -> DTypeLike:
     """The dtype asked for, or the device's own for None; UsageError for one that weights cannot have."""
-    if dtype is None:
-        return default_dtype()
-    try:
-        wanted = jnp.dtype(dtype)
-    except TypeError as error:
-        raise UsageError(f"dtype is {dtype!r}; choose float32 or bfloat16.") from error
-    if wanted not in (jnp.float32, jnp.bfloat16):
-        raise UsageError(f"dtype is {wanted.name}; choose float32 or bfloat16.")
-    return wanted
+    return default_dtype() if dtype is None else float_dtype(dtype)
 
 
 def _load_gguf(name: str, path: Path, dtype: DTypeLike, mesh: Mesh | None) -> LanguageModel:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from kvjax import tables
-from kvjax.cli import inputs, session
+from kvjax.cli import inputs, saved_chat, session
 from kvjax.cli import options as flag
 from kvjax.cli.app import INTERRUPTED, app
 
@@ -18,7 +19,8 @@ if TYPE_CHECKING:
 
 
 @app.command()
-@flag.generation()
+# What is continued has its own policy and storage; None tells that none was typed.
+@flag.generation(policy=None, storage=None)
 def generate(
     *,
     prompt: Annotated[list[str], typer.Argument(help="One or several; `-` reads standard input.")],
@@ -27,6 +29,9 @@ def generate(
     dtype: flag.Dtype = None,
     context: Annotated[
         str | None, typer.Option("--context", help="Text (or @FILE) compressed once, asked about by every prompt.")
+    ] = None,
+    cache: Annotated[
+        Path | None, typer.Option("--cache", help="Continue what `kvjax read --out DIR` or `chat --save DIR` kept.")
     ] = None,
     options: dict[str, Any],
     n: Annotated[int, typer.Option("--n", help="Samples of each prompt.")] = 1,
@@ -42,15 +47,24 @@ def generate(
     prompts = inputs.prompts(prompt)
     from kvjax import policies
 
-    policies.parse(keywords["policy"])  # a misspelt policy is said before the model is loaded
+    if keywords["policy"] is not None:
+        policies.parse(keywords["policy"])  # a misspelt policy is said before the model is loaded
+    saved_chat.check(None, cache, None)
     if compile_cache:
         session.enable_compile_cache()
     lm = session.load(model, dtype, mesh)
+    if cache is None:
+        keywords |= {"policy": keywords["policy"] or "full", "storage": keywords["storage"] or "model"}
+    else:
+        import kvjax
+
+        keywords["cache"] = kvjax.load_cache(cache, lm, memory_limit=keywords["memory_limit"])
+    named = keywords["policy"] if cache is None else policies.format_policy(keywords["cache"].policy)
     streamed = len(prompts) == 1 and keywords["n"] == 1 and not json
     outputs = [_stream(lm, prompts[0], keywords)] if streamed else _all(lm, prompts, keywords)
     if json:
         tables.print_json(
-            {"model": lm.name, "policy": keywords["policy"], "outputs": [tables.as_dict(output) for output in outputs]}
+            {"model": lm.name, "policy": named, "outputs": [tables.as_dict(output) for output in outputs]}
         )
     elif not streamed:
         _print_outputs(outputs)

@@ -15,7 +15,9 @@ from kvjax.options import FIELDS, GenerationOptions
 DEFAULT_MODEL = "smollm2-135m-instruct"
 
 Model = Annotated[str, typer.Option("--model", help="A built-in name, a GGUF file, a Hugging Face folder or hub id.")]
-Dtype = Annotated[str | None, typer.Option("--dtype", help="float32 or bfloat16; the device decides when not given.")]
+Dtype = Annotated[
+    str | None, typer.Option("--dtype", help="float32, bfloat16 or float16; the device decides when not given.")
+]
 Mesh = Annotated[
     str | None, typer.Option("--mesh", help="Devices to spread over, such as data=4,model=2; one when not given.")
 ]

@@ -21,6 +21,8 @@ from kvjax.runtime.reading import Note, spread
 class RoundStrategy:
     """One turn of every row's conversation: its question is read, and once it was answered its round is closed."""
 
+    prompt_logprobs: list[list[float | None]] | None = None
+
     def __init__(self) -> None:
         self._params: Any = None
         self._programs: Any = None

@@ -52,6 +52,7 @@ class Controls:
       max_new_tokens: tokens each row may generate.
       max_position: tokens a row may see; beyond it generation ends with "context".
       logprobs: whether tokens' log-probabilities are computed.
+      forced: [B, CHUNK] the tokens of this call's columns where they are given and not sampled, or None.
     """
 
     sampling: Sampling
@@ -59,6 +60,7 @@ class Controls:
     max_new_tokens: Int[Array, " B"]
     max_position: Int[Array, ""]
     logprobs: Bool[Array, ""]
+    forced: Int[Array, "B N"] | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -151,7 +153,10 @@ def _record(
     state: DecodeState, logits: Float[Array, "B V"], controls: Controls, active: Bool[Array, " B"], slot: Array
 ) -> DecodeState:
     """Sample from the logits, note the token, and end the rows that are done."""
-    token = sample(logits, controls.sampling, state.present, state.made)
+    if controls.forced is None:
+        token = sample(logits, controls.sampling, state.present, state.made)
+    else:
+        token = jax.lax.dynamic_index_in_dim(controls.forced, slot, axis=1, keepdims=False)
     made = state.made + active
     stop_state = controls.stops.next_state[state.stop_state, token].astype(jnp.int32)
     stop_state = jnp.where(active, stop_state, state.stop_state)

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.cache.attention import kept_rows, shared_rows
 from kvjax.cache.buckets import block_of, keys_of, rows_together
-from kvjax.cache.cache import Cache
+from kvjax.cache.cache import NO_TOKEN, Cache
 from kvjax.cache.groups import parts, rounded
 from kvjax.cache.quantisation import Storage
 from kvjax.cache.shared_context import SharedContext, SharedLayer
@@ -244,7 +244,7 @@ def after_reading(cache: Cache, count: Int[Array, " B"]) -> Cache:
     """The counters once ``count`` tokens of each row are in."""
     seen = cache.seen + count
     prompt_end = jnp.where(count > 0, seen, cache.prompt_end)
-    return cache.replace(seen=seen, prompt_end=prompt_end, next_token=jnp.where(count > 0, -1, cache.next_token))
+    return cache.replace(seen=seen, prompt_end=prompt_end, next_token=jnp.where(count > 0, NO_TOKEN, cache.next_token))
 
 
 def zero_after(*made: Array) -> Int[Array, ""]:
@@ -266,7 +266,7 @@ def last_logits(params: Decoder, x: Float[Array, "B T M"], count: Int[Array, " B
     return params.logits(jnp.take_along_axis(x, last, axis=1)[:, 0])
 
 
-def prefill_fresh(
+def read_fresh(
     device: Device,
     params: Decoder,
     tokens: Int[Array, "B T"],
@@ -277,7 +277,7 @@ def prefill_fresh(
     new_capacity: int,
     dtype: Any,
     storage: Storage,
-) -> tuple[Cache, Float[Array, "B V"]]:
+) -> tuple[Cache, Float[Array, "B T M"]]:
     """Read prompts into a new cache.
 
     Args:
@@ -289,14 +289,21 @@ def prefill_fresh(
       prompt_capacity, new_capacity, dtype, storage: of the cache; static.
 
     Returns:
-      The cache, and the logits after each row's last token (float32).
+      The cache, and the last layer's output.
     """
     cache = device.empty(tokens.shape[0], prompt_capacity, new_capacity, dtype, storage)
-    cache, x = _forward(params, cache, tokens, count, total, tuple(c.pages for c in cache.layers), fresh=True)
+    return _forward(params, cache, tokens, count, total, tuple(c.pages for c in cache.layers), fresh=True)
+
+
+def prefill_fresh(
+    device: Device, params: Decoder, tokens: Array, count: Array, total: Array, **static: Any
+) -> tuple[Cache, Float[Array, "B V"]]:
+    """:func:`read_fresh`, and the logits after each row's last token (float32)."""
+    cache, x = read_fresh(device, params, tokens, count, total, **static)
     return cache, last_logits(params, x, count)
 
 
-def prefill_onto(
+def read_onto(
     device: Device,
     params: Decoder,
     cache: Cache,
@@ -307,12 +314,19 @@ def prefill_onto(
     prompt_capacity: int,
     new_capacity: int,
     own_capacity: int | None = None,
-) -> tuple[Cache, Float[Array, "B V"]]:
+) -> tuple[Cache, Float[Array, "B T M"]]:
     """Read chunks or later turns onto a cache, which then has the given capacities; rows may have 0 tokens."""
     rooms = {"prompt_capacity": prompt_capacity, "new_capacity": new_capacity, "own_capacity": own_capacity}
     pages = pages_onto(device.local_config, cache, **rooms)
     cache, x = _forward(params, cache, tokens, count, total, pages, fresh=False)
-    cache = cache.replace(**rooms)
+    return cache.replace(**rooms), x
+
+
+def prefill_onto(
+    device: Device, params: Decoder, cache: Cache, tokens: Array, count: Array, total: Array, **static: Any
+) -> tuple[Cache, Float[Array, "B V"]]:
+    """:func:`read_onto`, and the logits after each row's last token (float32)."""
+    cache, x = read_onto(device, params, cache, tokens, count, total, **static)
     return cache, last_logits(params, x, count)
 
 

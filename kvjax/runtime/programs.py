@@ -18,6 +18,7 @@ from kvjax.runtime.decode import Controls, DecodeState, decode_chunk
 from kvjax.runtime.grow import grow
 from kvjax.runtime.prefill import pages_onto, prefill_fresh, prefill_onto
 from kvjax.runtime.share import share, share_types
+from kvjax.runtime.token_logprobs import score_fresh, score_onto
 from kvjax.sharding.compile import ROW, SCALAR, Device, Program, device_of
 from kvjax.sharding.mesh import Mesh
 
@@ -30,13 +31,13 @@ def _shared(device: Device, arguments: Any, static: dict[str, Any]) -> Any:
     return share_types(arguments[0], device.policy, device.config)
 
 
-PREFILL_FRESH = Program(prefill_fresh, _empty, ("prompt_capacity", "new_capacity", "dtype", "storage"))
-PREFILL_ONTO = Program(
-    prefill_onto,
-    lambda device, arguments, static: (arguments[1], ROW),
-    ("prompt_capacity", "new_capacity", "own_capacity"),
-    (1,),
-)
+_CAPACITIES = ("prompt_capacity", "new_capacity")
+_ONTO = (*_CAPACITIES, "own_capacity")
+PREFILL_FRESH = Program(prefill_fresh, _empty, (*_CAPACITIES, "dtype", "storage"))
+PREFILL_ONTO = Program(prefill_onto, lambda device, arguments, static: (arguments[1], ROW), _ONTO, (1,))
+#: The same with the log-probability of what follows each token, on request alone.
+SCORE_FRESH = Program(score_fresh, lambda *given: (*_empty(*given), ROW), (*_CAPACITIES, "dtype", "storage"))
+SCORE_ONTO = Program(score_onto, lambda device, arguments, static: (arguments[1], ROW, ROW), _ONTO, (1,))
 DECODE_CHUNK = Program(decode_chunk, lambda device, arguments, static: (arguments[1], SCALAR), donates=(1,))
 SHARE = Program(share, _shared, ("prompt_capacity",))
 GROW = Program(grow, lambda device, arguments, static: arguments[0], ("new_capacity",))
@@ -76,10 +77,14 @@ class Programs:
         new_capacity: int,
         dtype: Any,
         storage: Storage = MODEL,
-    ) -> tuple[Cache, jax.Array]:
-        """Read (tokens, count, total) into a new cache: :func:`kvjax.runtime.prefill.prefill_fresh`."""
+    ) -> tuple[Any, ...]:
+        """Read (tokens, count, total) into a new cache: :func:`kvjax.runtime.prefill.prefill_fresh`.
+
+        With a fourth array, what follows each token, :func:`kvjax.runtime.token_logprobs.score_fresh`.
+        """
         sizes = {"prompt_capacity": prompt_capacity, "new_capacity": new_capacity, "dtype": dtype, "storage": storage}
-        return PREFILL_FRESH(self.device(policy, params.config), params, *read, **sizes)
+        program = PREFILL_FRESH if len(read) == 3 else SCORE_FRESH
+        return program(self.device(policy, params.config), params, *read, **sizes)
 
     def onto(
         self,
@@ -90,17 +95,19 @@ class Programs:
         new_capacity: int,
         own_capacity: int | None = None,
         consume: bool = False,
-    ) -> tuple[Cache, jax.Array]:
+    ) -> tuple[Any, ...]:
         """Read (tokens, count, total) onto a cache: :func:`kvjax.runtime.prefill.prefill_onto`.
 
-        The cache stays a value, unless ``consume``: then its buffers are donated, and reused where shapes allow.
+        With a fourth array, what follows each token, :func:`kvjax.runtime.token_logprobs.score_onto`. The cache stays
+        a value, unless ``consume``: then its buffers are donated, and reused where shapes allow.
         """
         device = self.device(cache.policy, params.config)
         capacities: dict[str, Any] = {"prompt_capacity": prompt_capacity, "new_capacity": new_capacity}
         capacities |= {"own_capacity": own_capacity}
         pages = pages_onto(device.local_config, device.local(cache), **capacities)
         given = (device, params, cache, *read)
-        return PREFILL_ONTO.onto(*given, cache=cache, pages=pages, consume=consume, **capacities)
+        program = PREFILL_ONTO if len(read) == 3 else SCORE_ONTO
+        return program.onto(*given, cache=cache, pages=pages, consume=consume, **capacities)
 
     def chunk(
         self, params: Decoder, state: DecodeState, controls: Controls, steps: int

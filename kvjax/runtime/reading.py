@@ -18,6 +18,7 @@ from kvjax.model.config import ModelConfig
 from kvjax.model.decoder import Decoder
 from kvjax.policies.base import Policy, shares
 from kvjax.runtime.programs import ONE_DEVICE, Programs
+from kvjax.runtime.token_logprobs import next_logprobs
 
 
 class Read(Protocol):
@@ -43,6 +44,8 @@ class Read(Protocol):
     def memory_limit(self) -> int | None: ...
     @property
     def size(self) -> Capacities: ...
+    @property
+    def prompt_logprobs(self) -> bool: ...
 
 
 class Capacities(Protocol):
@@ -77,11 +80,12 @@ def read_prompts(
     programs: Programs = ONE_DEVICE,
     note: Note = unheard,
     size: Capacities | None = None,
+    logprobs: Sequence[list[float]] | None = None,
 ) -> tuple[Cache, jax.Array]:
     """Prefill prompts of different lengths as one batch, onto ``cache`` when there is one.
 
     ``consume`` donates that one; ``note`` is told of every newer one; ``size`` is that of the cache afterwards, None
-    for the smallest.
+    for the smallest. ``logprobs``, a list a prompt, get the log-probability of every token after the prompt's first.
 
     Returns:
       The cache and the logits [B, V] after each row's last token; on a mesh B may be more than there are prompts.
@@ -112,16 +116,32 @@ def read_prompts(
         tokens = np.zeros((len(prompts), bucket), np.int32)
         for row, ids in enumerate(prompts):
             tokens[row, : count[row]] = ids[start : start + count[row]]
-        read = tokens, count, total
+        read = [tokens, count, total]
+        if logprobs is not None:
+            read.append(_following(prompts, start, bucket))
         if cache is None:
-            cache, new = programs.fresh(params, *read, policy=policy, dtype=dtype, storage=storage, **capacities)
+            found = programs.fresh(params, *read, policy=policy, dtype=dtype, storage=storage, **capacities)
         else:
-            cache, new = programs.onto(params, cache, *read, consume=consume, **capacities, **onto)
-        note(cache)
+            found = programs.onto(params, cache, *read, consume=consume, **capacities, **onto)
+        cache, new = found[0], found[1]
+        note(found[0])
+        if logprobs is not None:
+            scored = as_numpy(found[2])
+            for row, into in enumerate(logprobs):
+                into += scored[row, : min(count[row], max(lengths[row] - 1 - start, 0))].tolist()
         consume = True  # from the second chunk on the cache is this function's own
         logits = new if logits is None else jnp.where(count[:, None] > 0, new, logits)
     assert cache is not None and logits is not None  # there is at least one chunk
     return cache, logits
+
+
+def _following(prompts: Sequence[Sequence[int]], start: int, bucket: int) -> np.ndarray:
+    """[B, bucket] the token that follows each one from ``start`` on; 0 behind the last."""
+    following = np.zeros((len(prompts), bucket), np.int32)
+    for row, ids in enumerate(prompts):
+        ahead = ids[start + 1 : start + 1 + bucket]
+        following[row, : len(ahead)] = ahead
+    return following
 
 
 def _chunks(policy: Policy, config: ModelConfig, longest: int) -> Iterator[tuple[int, int]]:
@@ -137,24 +157,37 @@ def _chunks(policy: Policy, config: ModelConfig, longest: int) -> Iterator[tuple
 
 
 class TokenStrategy:
-    """Prompts of a policy of tokens: read onto a cache, of which the rest of the call leaves a cache."""
+    """Prompts of a policy of tokens: read onto a cache, of which the rest of the call leaves a cache.
+
+    Attributes:
+      prompt_logprobs: of each prompt that was read, where they were asked for: of every token, None of the first.
+    """
+
+    prompt_logprobs: list[list[float | None]] | None = None
 
     def read(self, params: Decoder, request: Read, consume: bool, note: Note) -> tuple[Cache, jax.Array]:
         """Read the context once, then the prompts, then give every sample its row."""
         kinds: dict[str, Any] = {"policy": request.policy, "dtype": request.dtype, "storage": request.storage}
         kinds |= {"programs": request.programs, "note": note, "size": request.size}
-        cache, count = request.cache, len(request.prompts)
+        cache, count, scored = request.cache, len(request.prompts), request.prompt_logprobs
+        before: list[list[float]] = [[] for _ in request.prompts]
         if request.context:
-            cache, _ = read_prompts(params, [request.context], cache=None, consume=False, **kinds)
+            own = [[]] if scored else None
+            cache, logits = read_prompts(params, [request.context], cache=None, consume=False, logprobs=own, **kinds)
+            if own is not None:
+                firsts = next_logprobs(logits, [0] * count, [ids[0] for ids in request.prompts])
+                before = [[*own[0], first] for first in firsts]
             consume = True
         if cache is not None and (request.context or cache.batch < count):
-            before, samples = cache, len(request.copies)
+            one, samples = cache, len(request.copies)
             cache = _row_each(cache, count, samples, programs=request.programs, config=params.config)
             note(cache)
-            if consume and cache is not before:
-                delete(before)
+            if consume and cache is not one:
+                delete(one)
             consume = True
-        cache, logits = read_prompts(params, request.prompts, cache=cache, consume=consume, **kinds)
+        given = before if scored else None
+        cache, logits = read_prompts(params, request.prompts, cache=cache, consume=consume, logprobs=given, **kinds)
+        self.prompt_logprobs = [[None, *found] for found in given] if given is not None else None
         return spread(cache, logits, request.copies)
 
     def finish(self, cache: Cache, fed: Sequence[Sequence[int]], note: Note) -> Cache:

@@ -71,3 +71,4 @@ def _whole_and_rest(p: Problem, config: Config | None) -> tuple[int, Problem | N
 def _check(p: Problem) -> None:
     if p.bias is not None:
         raise NotImplementedError("The TPU kernels have no bias by positions (ALiBi).")
+    tiles.check_dtype(p.k.dtype)

@@ -21,6 +21,7 @@ from jaxtyping import Array, Float
 from pallas_kernels import tuned
 from pallas_kernels.attention_mass import xla
 from pallas_kernels.attention_mass.mass_problem import Counting, Masses, Problem, log2_normaliser
+from pallas_kernels.gpu import chip
 from pallas_kernels.gpu.triton_tiles import check_sizes, dot_rows, i32, rows_of, up
 from pallas_kernels.softmax import LOG2E, NEG, NOTHING, merge_log
 
@@ -125,6 +126,7 @@ def attention_mass(p: Problem, c: Counting, *, config: Config | None = None, int
 def _checked(kernel: str, p: Problem, config: Config | None) -> Config:
     if p.bias is not None:
         raise NotImplementedError("The GPU kernels have no bias by positions (ALiBi).")
+    chip.needs_ampere(chip.target())
     if p.q.dtype != p.k.dtype:
         raise NotImplementedError(f"The GPU kernels take queries and keys of one dtype, not {p.q.dtype}, {p.k.dtype}.")
     return config or tuned.config(f"{kernel}.triton", p, Config) or Config.default(p)

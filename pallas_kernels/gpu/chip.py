@@ -61,6 +61,13 @@ def target() -> Gpu:
     return Gpu(kind, capability, int(processors), nvidia=not str(reported or "").startswith("gfx"))
 
 
+def needs_ampere(gpu: Gpu) -> None:
+    """Raise ``NotImplementedError`` for a GPU before Ampere, for which Triton compiles nothing."""
+    if gpu.capability is not None and gpu.capability < (8, 0):
+        major, minor = gpu.capability
+        raise NotImplementedError(f"Triton needs compute capability 8.0, this GPU has {major}.{minor}.")
+
+
 def _parsed(capability: str) -> tuple[int, int] | None:
     major, _, minor = str(capability).partition(".")
     return (int(major), int(minor or 0)) if major.isdigit() else None

@@ -34,6 +34,7 @@ def prefill(p: Problem, *, config: Config | None = None, interpret: Any = False)
     """See :func:`pallas_kernels.prefill.prefill`; kept rows are attended to in XLA."""
     if p.bias is not None:
         raise NotImplementedError("The TPU kernel has no bias by positions (ALiBi).")
+    tiles.check_dtype(p.k.dtype)
     checks.compiled_in(p.scale)
     config = config or tuned.config("prefill.tpu", p, Config) or rule(p)
     return xla.with_kept_rows(p, *_call(p, Tiles.of(p.q, p.k, config), interpret))

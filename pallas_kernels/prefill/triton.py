@@ -20,6 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from pallas_kernels import checks, tuned
+from pallas_kernels.gpu import chip
 from pallas_kernels.gpu.triton_tiles import check_sizes, dot, dot_rows, i32, lanes, rows_of, up
 from pallas_kernels.prefill import xla
 from pallas_kernels.prefill.prefill_problem import Prefilled, Problem
@@ -61,6 +62,7 @@ def prefill(p: Problem, *, config: Config | None = None, interpret: Any = False)
     if p.bias is not None:
         raise NotImplementedError("The GPU kernel has no bias by positions (ALiBi).")
     checks.compiled_in(p.scale)
+    chip.needs_ampere(chip.target())
     if not p.q.dtype == p.k.dtype == p.v.dtype:
         raise NotImplementedError(f"The GPU kernel takes one dtype, not {p.q.dtype}, {p.k.dtype}, {p.v.dtype}.")
     config = config or tuned.config("prefill.triton", p, Config) or Config.default(p)

@@ -159,8 +159,7 @@ def _accepted(p: Problem) -> Stacked | Lanes:
         raise NotImplementedError(f"Triton needs a page size that is a power of two, not {page_size}.")
     if group > 128:
         raise NotImplementedError(f"{group} queries a head do not fit a thread block's registers; 128 do.")
-    if capability is not None and capability < (8, 0):
-        raise NotImplementedError(f"Triton needs compute capability 8.0, this GPU has {capability[0]}.{capability[1]}.")
+    chip.needs_ampere(target)
     if p.pages.dtype == jnp.float8_e4m3fn and capability is not None and capability < (8, 9):
         raise NotImplementedError("float8_e4m3fn rows need compute capability 8.9.")
     # Pallas counts elements in 32 signed bits up to 2**32 bytes, which one-byte rows would overflow.

@@ -193,6 +193,12 @@ def sums_in_unit() -> bool:
     return "tpu7" in dispatch.device_kind().lower()
 
 
+def check_dtype(dtype: DTypeLike) -> None:
+    """Raise ``NotImplementedError`` for keys that the matrix unit does not multiply."""
+    if jnp.dtype(dtype) not in (jnp.float32, jnp.bfloat16):
+        raise NotImplementedError(f"The TPU kernels read float32 or bfloat16 keys, not {jnp.dtype(dtype).name}.")
+
+
 def vmem_limit(needed: int) -> int | None:
     """VMEM limit for a kernel that needs ``needed`` bytes; ``None`` where the default of 16 MB (v5e) is enough.
 

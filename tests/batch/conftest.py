@@ -34,7 +34,10 @@ def quick(monkeypatch):
     def answer(request, between):
         between()
         found = [ids[::-1][:limit] for ids, limit in zip(request.prompts, request.limits, strict=True)]
-        return [SimpleNamespace(text=str(ids), tokens=ids, finish_reason="stop", logprobs=None) for ids in found]
+        return [
+            SimpleNamespace(text=str(ids), tokens=ids, finish_reason="stop", logprobs=None, prompt_logprobs=None)
+            for ids in found
+        ]
 
     monkeypatch.setattr(work, "answer", answer)
 

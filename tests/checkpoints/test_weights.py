@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,8 @@ import pytest
 from safetensors.numpy import load_file, save_file
 from support import gguf_files
 
-from kvjax.checkpoints.load import load
+from kvjax.checkpoints import fill
+from kvjax.checkpoints.load import load, weights_dtype
 from kvjax.errors import UsageError, WeightsError
 from kvjax.model.decoder import logical
 
@@ -81,7 +83,7 @@ def test_gguf_equals_safetensors(tmp_path, name):
 
 
 @pytest.mark.parametrize("stored", ["float32", "float16", "bfloat16"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_dtypes_round_once(folder, stored, dtype):
     exact = gguf_files.weights(gguf_files.case("llama_gqa"))["model.layers.1.mlp.down_proj.weight"]
     change(folder, lambda tensors: tensors.update({k: v.astype(jnp.dtype(stored)) for k, v in tensors.items()}))
@@ -92,9 +94,34 @@ def test_dtypes_round_once(folder, stored, dtype):
 
 
 def test_dtype_that_is_not_offered(folder):
-    for dtype in ("float16", "nonsense", 3):
-        with pytest.raises(UsageError, match=r"choose float32 or bfloat16"):
+    for dtype in ("float64", "int8", "nonsense", 3):
+        with pytest.raises(UsageError, match=r"choose float32, bfloat16 or float16"):
             load(folder, dtype=dtype)
+
+
+def test_weights_that_float16_cannot_hold_are_said(folder):
+    change(folder, lambda tensors: tensors["model.norm.weight"].__setitem__(3, 1e5))
+    with pytest.raises(WeightsError, match=r"'model.norm.weight' with numbers beyond float16's 65,504"):
+        load(folder, dtype="float16")
+    assert load(folder, dtype="bfloat16").params.norm.weight[...][3] > 9e4
+
+
+def gpu(capability: str | None, **more) -> SimpleNamespace:
+    return SimpleNamespace(platform="gpu", device_kind="a GPU", compute_capability=capability, **more)
+
+
+@pytest.mark.parametrize(
+    ("capability", "wanted"), [("7.5", "float32"), ("7.0", "float32"), ("8.0", "bfloat16"), ("9.0", "bfloat16"),
+                               ("gfx942", "bfloat16"), (None, "bfloat16"), ("10.0", "bfloat16")],
+)  # fmt: skip
+def test_gpus_before_ampere_get_float32_and_that_is_said_once(monkeypatch, capsys, capability, wanted):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "local_devices", lambda: [gpu(capability)])
+    fill._say_once.cache_clear()
+    assert {jnp.dtype(weights_dtype(None)).name for _ in range(3)} == {wanted}
+    said = capsys.readouterr().err
+    assert said.count("\n") == (wanted == "float32") and (wanted != "float32" or f"capability {capability}" in said)
+    assert weights_dtype("float16") == jnp.float16
 
 
 def test_shards_equal_one_file(folder, tmp_path):
@@ -237,7 +264,8 @@ _MESH = """
 import sys, jax, numpy as np
 import kvjax
 from kvjax.model.decoder import logical
-from kvjax.checkpoints.load import load
+from kvjax.checkpoints import fill
+from kvjax.checkpoints.load import load, weights_dtype
 plain = load(sys.argv[1], dtype="float32").params
 for mesh in (kvjax.Mesh(model=2), "model=2", jax.make_mesh((2,), ("model",))):
     lm = load(sys.argv[1], dtype="float32", mesh=mesh)
@@ -286,7 +314,8 @@ def test_a_mesh_splits_heads_and_channels(folder):
 _MEMORY = """
 import resource, sys, jax
 import flax.nnx, gguf, tokenizers, transformers
-from kvjax.checkpoints.load import load
+from kvjax.checkpoints import fill
+from kvjax.checkpoints.load import load, weights_dtype
 def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 jax.block_until_ready(jax.numpy.zeros(1))
 before = peak()

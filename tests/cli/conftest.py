@@ -35,12 +35,9 @@ def cli(monkeypatch, capsys, tiny_model):
 
     def run(*arguments: str, stdin: bytes = b"") -> Ran:
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin), encoding="utf-8"))
-        cached = (
-            ()
-            if arguments[0] not in ("generate", "chat", "batch", "bench", "compare", "compare-rounds", "picture")
-            or arguments[1:2] in (("kernels",), ("decode",))
-            else ("--no-compile-cache",)
-        )
+        compiling = "generate read chat batch bench compare compare-rounds picture".split()
+        kept = arguments[0] in compiling and arguments[1:2] not in (("kernels",), ("decode",))
+        cached = ("--no-compile-cache",) if kept else ()
         code = main([*arguments, *cached])
         captured = capsys.readouterr()
         return Ran(code, captured.out, captured.err)

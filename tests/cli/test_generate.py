@@ -72,6 +72,8 @@ def test_flags_reach_the_library(cli, monkeypatch, tiny_model):
         stop=("END", "X"),
         stop_token_ids=(1, 2),
         logprobs=False,
+        prompt_logprobs=False,
+        reserve_tokens=None,
         memory_limit=2 * 10**9,
         storage="int8",
     )

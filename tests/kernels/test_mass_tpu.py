@@ -98,3 +98,10 @@ def test_queries_that_are_no_whole_blocks_are_not_copied():
     np.testing.assert_allclose(mass.new, reference.attention_mass(problem, counting)[0], atol=3e-5)
     text = str(jax.make_jaxpr(lambda p: tpu.log_sum_exp(p, config=SMALL, interpret=True))(problem))
     assert "2,2,2,384,128" not in text
+
+
+def test_float16_is_the_xla_forms():
+    problem, counting = build(Case((0, 40), dtype=jnp.float16))
+    for run in (tpu.log_sum_exp, lambda p: tpu.attention_mass(p, counting)):
+        with pytest.raises(NotImplementedError, match="float32 or bfloat16 keys, not float16"):
+            run(problem)

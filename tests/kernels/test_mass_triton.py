@@ -36,3 +36,10 @@ def test_lowers_for_a_gpu(dtype, head_dim):
     with on(*H100):  # whose sizes JAX 0.12 asks for
         exported = jax.export.export(jax.jit(both), platforms=["cuda"], disabled_checks=allowed)(problem)
     assert exported.mlir_module().count("__gpu$xla.gpu.triton") == 2
+
+
+def test_gpus_before_ampere_are_refused():
+    problem, counting = build(Case((0, 40), dtype=jnp.float16))
+    for run in (triton.log_sum_exp, lambda p: triton.attention_mass(p, counting)):
+        with on("Tesla T4", 40), pytest.raises(NotImplementedError, match=r"this GPU has 7\.5"):
+            run(problem)

@@ -69,3 +69,8 @@ def test_what_no_vmem_holds_is_left_to_xla():
     with pytest.raises(NotImplementedError, match="needs 73 MB of VMEM, of 64"):
         outputs(jnp.float32, "tpu")
     assert outputs(jnp.bfloat16, "tpu").out.shape == outputs(jnp.float32).out.shape
+
+
+def test_float16_is_the_xla_forms():
+    with pytest.raises(NotImplementedError, match="float32 or bfloat16 keys, not float16"):
+        tpu.prefill(build(Case((0, 40), dtype=jnp.float16)))

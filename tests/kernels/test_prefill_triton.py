@@ -8,7 +8,7 @@ import pytest
 from support.gpus import H100, on
 from support.prefill_base import Case, PrefillBase, build
 
-from pallas_kernels.prefill import triton
+from pallas_kernels.prefill import prefill, triton
 
 # JAX 0.11 announced the end of this backend.
 pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend:DeprecationWarning")
@@ -30,3 +30,15 @@ def test_lowers_for_a_gpu(head_dim, dtype):
     with on(*H100):  # whose sizes JAX 0.12 asks for
         exported = jax.export.export(jax.jit(triton.prefill), platforms=["cuda"], disabled_checks=allowed)(problem)
     assert exported.mlir_module().count("__gpu$xla.gpu.triton") == 1
+
+
+@pytest.mark.parametrize("kind", [("Tesla T4", 40), ("Tesla V100-SXM2-16GB", 80)], ids=["T4", "V100"])
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.float32])
+def test_gpus_before_ampere_run_the_xla_form(kind, dtype):
+    problem = build(Case((0, 90), dtype=dtype))
+    with on(*kind), pytest.raises(NotImplementedError, match=r"this GPU has 7\.[05]"):
+        triton.prefill(problem)
+    given = {"offset": problem.offset, "scale": problem.scale, "length": problem.length, "kept": problem.kept}
+    with on(*kind):
+        module = jax.jit(lambda q, k, v: prefill(q, k, v, **given)).trace(problem.q, problem.k, problem.v)
+        assert "triton" not in module.lower(lowering_platforms=("cuda",)).as_text()

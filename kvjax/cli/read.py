@@ -1,0 +1,87 @@
+"""``kvjax read``: a text is read and compressed once, and kept in a folder that questions continue."""
+
+from __future__ import annotations
+
+import json as json_module
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvjax import tables
+from kvjax.cli import inputs, session
+from kvjax.cli import options as flag
+from kvjax.cli.app import app
+
+if TYPE_CHECKING:
+    from kvjax import Cache, Conversation
+
+
+@app.command()
+@flag.generation("policy", "storage", "chat", "memory_limit")
+def read(
+    *,
+    text: Annotated[str, typer.Argument(help="Text, or @FILE; `-` reads standard input.")],
+    out: Annotated[Path, typer.Option("--out", help="The folder to keep what was read in.")],
+    model: flag.Model = flag.DEFAULT_MODEL,
+    config: flag.Config = None,
+    dtype: flag.Dtype = None,
+    messages: Annotated[
+        bool, typer.Option("--messages", help="The text is JSON: a list of messages with role and content.")
+    ] = False,
+    options: dict[str, Any],
+    mesh: flag.Mesh = None,
+    json: flag.Json = False,
+    compile_cache: flag.CompileCache = True,
+) -> None:
+    """Read and compress a text once, to be asked about many times.
+
+    Questions continue it: `kvjax generate QUESTION --cache DIR`, or `kvjax chat --load DIR`, answer as if the text
+    stood before the first question, and read no more than the question.
+    """
+    prompt: Any = inputs.prompts([text])[0] if text == "-" else inputs.text_or_file(text, "The text")
+    if messages:
+        prompt = _messages(prompt)
+    import kvjax
+
+    kvjax.policies.parse(options["policy"])
+    _check_folder(out)
+    if compile_cache:
+        session.enable_compile_cache()
+    lm = session.load(model, dtype, mesh)
+    cache = kvjax.read(lm, prompt, **options)
+    kvjax.save_cache(out, cache, lm)
+    _say(out, cache, options["policy"], json)
+
+
+def _check_folder(out: Path) -> None:
+    """Refuse a folder that will not do before anything is read; it is made when there is something to keep."""
+    from kvjax.errors import KvjaxError, UsageError
+    from kvjax.saving import holds_conversation
+
+    if holds_conversation(out):
+        raise UsageError(f"{out} holds a conversation already; name another folder.")
+    above = next((folder for folder in (out, *out.parents) if folder.exists()), Path())
+    if not (above.is_dir() and os.access(above, os.W_OK)):
+        raise KvjaxError(f"--out names a folder that cannot be made: {above} is no folder that can be written to.")
+
+
+def _messages(text: str) -> Any:
+    from kvjax.errors import UsageError
+
+    try:
+        return json_module.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UsageError('--messages takes JSON, such as [{"role": "user", "content": "..."}].') from error
+
+
+def _say(out: Path, cache: Cache | Conversation, policy: str, as_json: bool) -> None:
+    tokens = int(cache.seen[0])
+    if as_json:
+        found = {"folder": str(out), "tokens": tokens, "policy": policy, "cache_bytes": cache.nbytes}
+        tables.print_json(found)
+    else:
+        size = tables.human_bytes(cache.nbytes)
+        print(f"{tokens:,} tokens are read, and {size} of cache kept in {out}.", file=sys.stderr)

@@ -1,0 +1,72 @@
+"""``read``: what is asked about later is read and compressed now, and left as a cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from kvjax.cache.cache import NO_TOKEN, OPEN_MESSAGE, Cache
+from kvjax.cache.continuation import Continuation
+from kvjax.cache.quantisation import Storage
+from kvjax.checkpoints.load import LanguageModel
+from kvjax.options import GenerationOptions
+from kvjax.policies import Policy
+from kvjax.prompts import Prompt, Prompts
+from kvjax.request import Request
+from kvjax.rounds.conversation import Conversation
+from kvjax.runtime.compilation import compile_clock
+from kvjax.runtime.interrupt import Interrupt
+from kvjax.session import Session
+
+
+def read(
+    lm: LanguageModel,
+    text: Prompt | Prompts,
+    *,
+    policy: Policy | str | None = None,
+    storage: Storage | str | None = None,
+    chat: bool = True,
+    memory_limit: int | None = None,
+) -> Cache | Conversation:
+    """Read text or messages once, compress them, and answer nothing: a cache to ask many questions of.
+
+    ``generate(lm, question, cache=cache)`` gives, token for token, what ``generate(lm, question, context=text)`` does:
+    a user's message that was read last is still open, and the question goes on with it. The same holds for a
+    :class:`kvjax.Chat` with this cache. The cache remains a value: questions do not see each other.
+
+    Args:
+      lm: a model from :func:`kvjax.load`.
+      text: text; a list of messages ({"role", "content"}), of which a last one of the user's goes on with the question,
+        one of the assistant's is an answer that the next turn follows, and after one of the system's the user's
+        begins; a list of token ids; or a list of such, which are read as one batch and give a row each.
+      policy: which tokens stay, a policy or its text form; None keeps all. Under :class:`kvjax.RoundAttention` what is
+        read is a round, and a :class:`kvjax.Conversation` comes back.
+      storage: what the cache's rows are stored as, "model" or "int8", or a :class:`kvjax.Storage`.
+      chat: whether text goes through the chat template; without it, and for ids, what is asked later follows as it is.
+      memory_limit: refuse more bytes than this, by default what the device has.
+
+    Returns:
+      A cache of a row per text, to pass as ``cache=`` (``cache.row(i)`` for one of several), or to keep with
+      :func:`kvjax.save_cache`.
+
+    Raises:
+      UsageError: a request that makes no sense, in one sentence.
+      DoesNotFit: too large for the device; the sentence says what would fit.
+    """
+    options = GenerationOptions(policy=policy, storage=storage, chat=chat, memory_limit=memory_limit, max_new_tokens=0)
+    request = Request(lm, text, options, read_only=True)
+    with compile_clock() as clock, Session(request, clock, Interrupt()) as session:
+        session.prefill()
+        found: Any = session.continuation()
+    if found.device_layers.batch > request.rows:
+        found = found.take(range(request.rows))  # without rows of padding
+    return _left_open(found, request.tokens.open)
+
+
+def _left_open(cache: Continuation, open: tuple[bool, ...]) -> Any:
+    """The cache, marked where a row ends within a user's message."""
+    held = cache.device_layers
+    marks = np.zeros((held.batch,), np.int32)
+    marks[: len(open)] = open
+    return cache.with_device_layers(held.replace(next_token=held.next_token + marks * (OPEN_MESSAGE - NO_TOKEN)))

@@ -1,0 +1,81 @@
+"""How much of its device's memory this process may take, and what decides that.
+
+On a GPU it is not the device's memory: JAX takes a part of it, three quarters unless an environment variable says
+otherwise, and reserves that part when the process first uses the GPU, unless another one says otherwise.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+
+import jax
+
+from kvjax.checks import whole_number
+from kvjax.tables import human_bytes
+
+#: What JAX takes of a GPU when nobody says.
+_FRACTION = 0.75
+#: The most that leaves room for what CUDA itself needs.
+_LARGEST = 0.95
+
+
+@dataclasses.dataclass(frozen=True)
+class GpuShare:
+    """What JAX may take of a GPU.
+
+    Attributes:
+      limit: bytes, or None where its allocator knows no limit.
+      fraction: of the GPU's memory.
+      preallocated: whether that was reserved when the process began to use the GPU.
+    """
+
+    limit: int | None
+    fraction: float
+    preallocated: bool
+
+    @property
+    def total(self) -> int:
+        """About the GPU's memory."""
+        return round((self.limit or 0) / self.fraction)
+
+    @property
+    def source(self) -> str:
+        """Where the limit comes from, as a clause."""
+        if self.limit is None:
+            return "JAX's allocator (XLA_PYTHON_CLIENT_ALLOCATOR) does not say how much there is; memory_limit does"
+        how = "reserves" if self.preallocated else "takes as it is needed, beside other programs,"
+        return f"JAX {how} {self.fraction:.0%} of the GPU's {human_bytes(self.total)} (XLA_PYTHON_CLIENT_MEM_FRACTION)"
+
+    def offer(self, need: int) -> str | None:
+        """What to set so that ``need`` bytes fit, if any part of the GPU would do."""
+        if self.limit is None or self.fraction >= _LARGEST or need > self.total * _LARGEST:
+            return None
+        return f"XLA_PYTHON_CLIENT_MEM_FRACTION={_LARGEST} before Python starts"
+
+
+def gpu_share() -> GpuShare | None:
+    """What JAX may take of this process's first GPU, or None where the default device is none."""
+    device = jax.local_devices()[0]
+    if device.platform != "gpu":
+        return None
+    # As jaxlib reads them; it refuses both names of the fraction together.
+    fraction = os.environ.get("XLA_CLIENT_MEM_FRACTION") or os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION")
+    preallocate = os.environ.get("XLA_PYTHON_CLIENT_PREALLOCATE", "") not in ("false", "False", "0")
+    own_pool = os.environ.get("XLA_PYTHON_CLIENT_ALLOCATOR", "default").lower() in ("default", "bfc")
+    limit = (device.memory_stats() or {}).get("bytes_limit")
+    return GpuShare(limit or None, float(fraction or _FRACTION), preallocate and own_pool)
+
+
+def device_limit(memory_limit: int | None) -> int | None:
+    """Bytes this process may take of the default device, or None when it does not say; ``memory_limit`` if given."""
+    if memory_limit is not None:
+        whole_number("memory_limit", memory_limit, 1)
+        return int(memory_limit)
+    device = jax.local_devices()[0]
+    if device.platform == "cpu":
+        import psutil
+
+        return int(psutil.virtual_memory().total)
+    share = gpu_share()
+    return (device.memory_stats() or {}).get("bytes_limit") if share is None else share.limit

@@ -1,0 +1,78 @@
+"""Log-probabilities of given tokens, from prefill: those of a whole prompt, of which few logits are alive at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from kvjax.cache.cache import Cache
+from kvjax.cache.host_memory import as_numpy
+from kvjax.model.decoder import Decoder
+from kvjax.runtime.prefill import last_logits, read_fresh, read_onto
+from kvjax.runtime.sampling import log_probability
+from kvjax.sharding.compile import Device
+
+#: The most bytes of float32 logits that are made at once; one token of every row has its logits whatever they take.
+_LOGITS_BYTES = 1 << 26
+_MOST_TOKENS = 64  # every bucket of lengths is a multiple of it
+
+
+def token_logprobs(
+    params: Decoder, x: Float[Array, "B T M"], count: Int[Array, " B"], following: Int[Array, "B T"]
+) -> Float[Array, "B T"]:
+    """Natural logs of the model's probability of what follows each token; beyond ``count`` they mean nothing.
+
+    Args:
+      x: the last layer's output, of a bucket of tokens.
+      following: ids.
+    """
+    batch, tokens, _ = x.shape
+    size = _MOST_TOKENS
+    while size > 1 and batch * size * params.config.vocab_size * 4 > _LOGITS_BYTES:
+        size //= 2
+
+    def body(i: Int[Array, ""], found: Array) -> Array:
+        xb, ids = (jax.lax.dynamic_slice_in_dim(a, i * size, size, axis=1) for a in (x, following))
+        value = log_probability(params.logits(xb).reshape(batch * size, -1), ids.reshape(-1))
+        return jax.lax.dynamic_update_slice_in_dim(found, value.reshape(batch, size), i * size, axis=1)
+
+    blocks = (jnp.max(count) + size - 1) // size
+    return jax.lax.fori_loop(0, blocks, body, jnp.zeros((batch, tokens), jnp.float32))
+
+
+def score_fresh(
+    device: Device, params: Decoder, tokens: Array, count: Array, total: Array, following: Array, **static: Any
+) -> tuple[Cache, Float[Array, "B V"], Float[Array, "B T"]]:
+    """:func:`kvjax.runtime.prefill.prefill_fresh`, and the log-probability of what follows each token."""
+    cache, x = read_fresh(device, params, tokens, count, total, **static)
+    return cache, last_logits(params, x, count), token_logprobs(params, x, count, following)
+
+
+def score_onto(
+    device: Device,
+    params: Decoder,
+    cache: Cache,
+    tokens: Array,
+    count: Array,
+    total: Array,
+    following: Array,
+    **static: Any,
+) -> tuple[Cache, Float[Array, "B V"], Float[Array, "B T"]]:
+    """:func:`kvjax.runtime.prefill.prefill_onto`, and the log-probability of what follows each token."""
+    cache, x = read_onto(device, params, cache, tokens, count, total, **static)
+    return cache, last_logits(params, x, count), token_logprobs(params, x, count, following)
+
+
+def next_logprobs(logits: Float[Array, "B V"], rows: Sequence[int], tokens: Sequence[int]) -> list[float]:
+    """The log-probability of each of these tokens after a row of logits."""
+    return as_numpy(_chosen(logits, np.asarray(rows, np.int32), np.asarray(tokens, np.int32))).tolist()
+
+
+@jax.jit
+def _chosen(logits: Float[Array, "B V"], rows: Int[Array, " N"], tokens: Int[Array, " N"]) -> Float[Array, " N"]:
+    return jax.vmap(lambda row, token: log_probability(logits[row][None], token[None])[0])(rows, tokens)
