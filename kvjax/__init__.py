@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from kvjax.planning import Plan as Plan
     from kvjax.planning import plan as plan
     from kvjax.policies import *  # noqa: F403  one line of the registry names a policy for type checkers too
+    from kvjax.policy_check import PolicyCheck as PolicyCheck
+    from kvjax.policy_check import check_policy as check_policy
     from kvjax.rounds.conversation import Conversation as Conversation
     from kvjax.saving import load_cache as load_cache
     from kvjax.saving import save_cache as save_cache
@@ -58,6 +60,7 @@ _NAMES = {
     "kvjax.options": ("GenerationOptions",),
     "kvjax.output": ("Output", "Piece", "Stats"),
     "kvjax.planning": ("Plan", "plan"),
+    "kvjax.policy_check": ("PolicyCheck", "check_policy"),
     "kvjax.rounds.conversation": ("Conversation",),
     "kvjax.saving": ("load_cache", "save_cache"),
     "kvjax.sharding.mesh": ("Mesh",),

@@ -13,17 +13,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.allocation import Allocation, allocation, spare_tokens
-from kvjax.cache.buckets import NEW_TOKENS, new_bucket
+from kvjax.cache.buckets import NEW_TOKENS, new_bucket, prompt_bucket
 from kvjax.cache.cache import Cache
 from kvjax.cache.pool import layout_for
 from kvjax.cache.quantisation import MODEL, Storage, parse_storage
-from kvjax.checks import optional, whole_number
-from kvjax.errors import DoesNotFit, UsageError
+from kvjax.checks import MOST_BYTES, optional, whole_number
+from kvjax.errors import DoesNotFit, UsageError, quoted
 from kvjax.model.config import ModelConfig
 from kvjax.model.decoder import abstract_decoder
 from kvjax.policies import Full, LagKV, Policy, format_policy, parse
 from kvjax.policies.base import page_capacities
 from kvjax.policies.empty_cache import empty_cache
+from kvjax.policies.guard import check_sizes, check_value
 from kvjax.runtime.peak import prefill_peak_bytes
 from kvjax.sharding.mesh import Mesh, parse_mesh
 from kvjax.sharding.partition import Partition
@@ -169,11 +170,13 @@ def plan(
         dtype = jnp.float32 if params is None else params.dtype
     try:
         dtype = jnp.dtype(dtype)
-    except TypeError as error:
-        raise UsageError(f"{dtype!r} is not a dtype; give float32 or bfloat16.") from error
+    except (TypeError, ValueError, SyntaxError, RecursionError) as error:  # NumPy reads text as a structure's fields
+        raise UsageError(f"{quoted(dtype)} is not a dtype; give float32 or bfloat16.") from error
     if dtype not in (jnp.float32, jnp.bfloat16):
         raise UsageError(f"dtype is {dtype.name}; choose float32 or bfloat16.")
     optional(functools.partial(whole_number, least=0))("reserve_tokens", reserve_tokens)
+    check_value(chosen)
+    check_sizes(chosen, config, prompt_bucket(prompt_tokens), NEW_TOKENS)
     stored = parse_storage(storage)
     over = over if mesh is None else parse_mesh(mesh)
     limit, made = device_limit(memory_limit), None
@@ -294,7 +297,7 @@ def _peak_bytes(config: ModelConfig, policy: Policy, batch: int, prompt: int, dt
 def device_limit(memory_limit: int | None) -> int | None:
     """Bytes the default device can still give, or None when it does not say."""
     if memory_limit is not None:
-        whole_number("memory_limit", memory_limit, 1)
+        whole_number("memory_limit", memory_limit, 1, MOST_BYTES)
         return int(memory_limit)
     device = jax.local_devices()[0]
     if device.platform == "cpu":
@@ -330,6 +333,8 @@ def fitting(
       DoesNotFit: not even exactly.
     """
     limit, tokens = device_limit(memory_limit), min(tokens, config.max_position)
+    check_value(policy)
+    check_sizes(policy, config, prompt_bucket(tokens), NEW_TOKENS)
     for tight in dict.fromkeys((exact or mesh is not None, True)):
         size = allocation(config, policy, rows, tokens, reserve=reserve, held=held, exact=tight)
         made = _plan(config, policy, size, rows, tokens, 1, dtype, limit, storage, mesh)

@@ -15,7 +15,7 @@ from kvjax.checkpoints.fill import default_dtype, fill
 from kvjax.checkpoints.gguf import GGUFFile
 from kvjax.checkpoints.hub import fetch
 from kvjax.checkpoints.safetensors import SafetensorsFolder, read_json
-from kvjax.errors import UsageError, WeightsError
+from kvjax.errors import UsageError, WeightsError, quoted
 from kvjax.model.config import ModelConfig
 from kvjax.model.decoder import Decoder
 from kvjax.sharding.mesh import Mesh, parse_mesh
@@ -121,8 +121,8 @@ def weights_dtype(dtype: DTypeLike | None) -> DTypeLike:
         return default_dtype()
     try:
         wanted = jnp.dtype(dtype)
-    except TypeError as error:
-        raise UsageError(f"dtype is {dtype!r}; choose float32 or bfloat16.") from error
+    except (TypeError, ValueError, SyntaxError, RecursionError) as error:  # NumPy reads text as a structure's fields
+        raise UsageError(f"dtype is {quoted(dtype)}; choose float32 or bfloat16.") from error
     if wanted not in (jnp.float32, jnp.bfloat16):
         raise UsageError(f"dtype is {wanted.name}; choose float32 or bfloat16.")
     return wanted
