@@ -56,7 +56,7 @@ def parse_yaml(text: str | bytes) -> Any:
         def compose_node(self, parent: Any, index: Any) -> Any:
             # Nine aliases of nine aliases are billions of values.
             if self.check_event(yaml.AliasEvent):
-                raise yaml.composer.ComposerError(None, None, "aliases are not read", self.peek_event().start_mark)
+                raise yaml.MarkedYAMLError(problem_mark=self.peek_event().start_mark)
             return super().compose_node(parent, index)
 
     try:

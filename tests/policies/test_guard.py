@@ -12,7 +12,7 @@ import pytest
 import toys
 
 import kvjax
-from kvjax.policies import Candidates, Policy, guard, names, numpy_or_jax, per_head, registry, selection
+from kvjax.policies import Candidates, Policy, guard, names, numpy_or_jax, parse, per_head, selection
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,7 +170,8 @@ def test_a_policy_that_is_right_passes(tiny_model):
 
 @pytest.mark.parametrize("name", names.POLICIES)
 def test_every_policy_of_kvjax_keeps_to_it(name, monkeypatch):
-    policy, config = registry()[name](), toys.tiny_config(num_layers=4)
+    text = {"razor": "razor:heads=0.0+1.1,ratio=0.9"}.get(name, name)
+    policy, config = parse(text), toys.tiny_config(num_layers=4)
     guard.check_value(policy)
     monkeypatch.setattr(guard, "is_own", lambda policy: True)
     for prompt in (64, 512):

@@ -10,7 +10,7 @@ import random
 import struct
 import types
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -243,6 +243,3 @@ def shown(value: Any) -> str:
 def sample(draw: random.Random, cases: list[Any], count: int) -> list[Any]:
     """``count`` of the cases, or all."""
     return draw.sample(cases, min(count, len(cases)))
-
-
-Case = tuple[str, Callable[[], Any], bool]
