@@ -319,6 +319,39 @@ def test_rows_and_dialogues(judge, tiny_model, tmp_path):
     judge.verdict(300)
 
 
+def test_parquet_columns_of_every_type(tiny_model, tmp_path):
+    from kvjax.batch.rows import read_row, row_id
+    from kvjax.batch.source import open_source
+
+    pa, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    kinds = [
+        pa.timestamp("ns"),
+        pa.timestamp("us"),
+        pa.duration("ns"),
+        pa.time64("ns"),
+        pa.date32(),
+        pa.decimal128(9, 1),
+    ]
+    columns = [pa.array([1, 2**31 - 1], pa.int32()).cast(pa.int64()).cast(kind) for kind in kinds[:3]]
+    columns += [pa.array([1, 2], pa.int64()).cast(kinds[3]), pa.array([1, 2], pa.int32()).cast(kinds[4])]
+    columns += [
+        pa.array([1, 2**62], pa.int64()).cast(pa.timestamp("us")),
+        pa.array([b"a", b"\xff"]),
+        pa.array([1e300, 0.5]),
+    ]
+    columns += [pa.array([[1], []], pa.list_(pa.int64())), pa.array([{"a": 1}] * 2), pa.array([None, None])]
+    for column in columns:
+        for name in ("prompt", "id", "max_new_tokens"):
+            table = {"prompt": ["hi", "you"]} | {name: column}
+            parquet.write_table(pa.table(table), tmp_path / "rows.parquet")
+            source = open_source(tmp_path / "rows.parquet")
+            for row in range(2):
+                record = read_row(tiny_model, source, row, chat=True, limit=2)
+                said = record["error"] if isinstance(record, dict) else "."
+                assert len(said) < 300 and said.endswith(".") and isinstance(row_id(source, row), (int, str)), said
+            source.close()
+
+
 def test_what_a_job_goes_on_from(judge, tiny_model, tmp_path, monkeypatch):
     draw, folder = random.Random(SEED), tmp_path / "out"
     folder.mkdir()
