@@ -41,6 +41,8 @@ if TYPE_CHECKING:
     from kvjax.planning import Plan as Plan
     from kvjax.planning import plan as plan
     from kvjax.policies import *  # noqa: F403  one line of the registry names a policy for type checkers too
+    from kvjax.policy_check import PolicyCheck as PolicyCheck
+    from kvjax.policy_check import check_policy as check_policy
     from kvjax.prompts import chat_tokens as chat_tokens
     from kvjax.rounds.conversation import Conversation as Conversation
     from kvjax.saving import load_cache as load_cache
@@ -63,6 +65,7 @@ _NAMES = {
     "kvjax.options": ("GenerationOptions",),
     "kvjax.output": ("Output", "Piece", "Score", "Stats"),
     "kvjax.planning": ("Plan", "plan"),
+    "kvjax.policy_check": ("PolicyCheck", "check_policy"),
     "kvjax.prompts": ("chat_tokens",),
     "kvjax.rounds.conversation": ("Conversation",),
     "kvjax.saving": ("load_cache", "save_cache"),

@@ -11,7 +11,7 @@ import os
 
 import jax
 
-from kvjax.checks import whole_number
+from kvjax.checks import MOST_BYTES, whole_number
 from kvjax.tables import human_bytes
 
 #: What JAX takes of a GPU when nobody says.
@@ -70,7 +70,7 @@ def gpu_share() -> GpuShare | None:
 def device_limit(memory_limit: int | None) -> int | None:
     """Bytes this process may take of the default device, or None when it does not say; ``memory_limit`` if given."""
     if memory_limit is not None:
-        whole_number("memory_limit", memory_limit, 1)
+        whole_number("memory_limit", memory_limit, 1, MOST_BYTES)
         return int(memory_limit)
     device = jax.local_devices()[0]
     if device.platform == "cpu":

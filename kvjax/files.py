@@ -3,11 +3,55 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import re
 import tempfile
 from pathlib import Path
 
-from kvjax.errors import KvjaxError, UsageError
+from kvjax.errors import KvjaxError, UsageError, quoted
+
+#: The beginning of an address; a drive of Windows has one letter. A path has made one slash of its two.
+_REMOTE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
+
+
+#: Bytes of a name, and characters of a path, that systems take.
+_NAME, _PATH = 255, 4000
+
+
+def reason(error: OSError | ValueError) -> str:
+    """Why a path cannot be used, for the end of a sentence; Python's own word for a NUL in it is an error of values."""
+    return getattr(error, "strerror", None) or str(error)
+
+
+def check_local(name: str, path: str | os.PathLike[str]) -> None:
+    """Refuse to write to what is no path of this machine: an address (gs://...), text with a NUL, or too long.
+
+    Args:
+      name: what names the path, as the sentence says it.
+
+    Raises:
+      UsageError: it is one of these.
+    """
+    text = os.fspath(path)
+    if _REMOTE.match(text):
+        raise UsageError(f"{name} names {text}, which is no path of this machine; name one that is.")
+    if "\0" in text:
+        raise UsageError(f"{name} names a path with a NUL in it, {quoted(text)}; name another.")
+    try:
+        names = [os.fsencode(part) for part in Path(text).parts]
+    except UnicodeEncodeError as error:
+        raise UsageError(f"{name} names a path that is not text, {quoted(text)}; name another.") from error
+    if len(text) > _PATH or any(len(part) > _NAME for part in names):
+        raise UsageError(f"{name} names a path that is too long, {quoted(text)}; name a shorter one.")
+
+
+def is_file(path: Path) -> bool:
+    """Whether there is a file; not at what cannot be a path either."""
+    try:
+        return path.is_file()
+    except (OSError, ValueError):
+        return False
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
@@ -43,6 +87,7 @@ def check_writable(name: str, path: Path) -> None:
       UsageError: its folder does not exist, or it is a folder itself.
       KvjaxError: nothing can be written there.
     """
+    check_local(name, path)
     folder = path.resolve().parent
     if path.is_dir():
         raise UsageError(f"{name} names a folder, {path}; name a file in it.")
@@ -56,6 +101,31 @@ def check_writable(name: str, path: Path) -> None:
             pass
     except OSError as error:
         raise KvjaxError(f"{path} cannot be written: {error.strerror}.") from error
+
+
+def check_folder(name: str, folder: Path) -> None:
+    """Refuse a folder that could not be made or written to; it is made when the first file goes there.
+
+    Args:
+      name: what names the folder, as the sentence says it.
+
+    Raises:
+      UsageError: it is no path of this machine, or a file is in its way.
+      KvjaxError: nothing can be written there.
+    """
+    check_local(name, folder)
+    try:
+        if folder.exists() and not folder.is_dir():
+            raise UsageError(f"{name} names a folder that cannot be made: {folder} is a file.")
+        there = folder.resolve()
+        while not there.exists():
+            there = there.parent
+        if not there.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+        with tempfile.TemporaryFile(dir=there):
+            pass
+    except OSError as error:
+        raise KvjaxError(f"{name} names a folder that cannot be made: {folder} ({reason(error)}).") from error
 
 
 def _is_special(path: Path) -> bool:

@@ -17,8 +17,8 @@ from dataclasses import fields
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
-from kvjax.checks import is_unicode, number, optional, true_or_false, whole_number
-from kvjax.errors import UsageError
+from kvjax.checks import MOST_BYTES, MOST_SEED, is_unicode, number, optional, true_or_false, whole_number
+from kvjax.errors import UsageError, quoted
 
 if TYPE_CHECKING:
     from kvjax.cache.quantisation import Storage
@@ -53,7 +53,7 @@ def _storage(name: str, value: Any) -> None:
 
 def _stop(name: str, value: Any) -> None:
     if not isinstance(value, (str, list, tuple, type(None))):
-        raise UsageError(f"{name} is {value!r}; give a string or a list of strings.")
+        raise UsageError(f"{name} is {quoted(value)}; give a string or a list of strings.")
     texts = as_strings(value)
     if any(not isinstance(text, str) or not text or not is_unicode(text) for text in texts):
         raise UsageError("A stop string is empty or not text; give strings of at least one character.")
@@ -63,8 +63,10 @@ def _stop(name: str, value: Any) -> None:
 
 
 def _stop_token_ids(name: str, value: Any) -> None:
-    if not isinstance(value, (Sequence, type(None))) and not getattr(value, "ndim", 0):
-        raise UsageError(f"{name} is {value!r}; give a list of token ids.")
+    if isinstance(value, (str, bytes)) or (
+        not isinstance(value, (Sequence, type(None))) and not getattr(value, "ndim", 0)
+    ):
+        raise UsageError(f"{name} is {quoted(value)}; give a list of token ids.")
 
 
 def as_strings(stop: str | Sequence[str] | None) -> tuple[str, ...]:
@@ -119,7 +121,7 @@ class GenerationOptions:
     seed: int = _option(
         0,
         "Seed of the random numbers.",
-        partial(whole_number, least=0, most=2**32 - 1),
+        partial(whole_number, least=0, most=MOST_SEED),
         "Prompt i of a batch, sample j, draws by (seed, i, j), whatever else is in the batch; below 2**32.",
     )
     stop: str | Sequence[str] | None = _option(
@@ -138,7 +140,7 @@ class GenerationOptions:
     memory_limit: int | None = _option(
         None,
         "Refuse more bytes than this, by default what the device has.",
-        optional(partial(whole_number, least=1)),
+        optional(partial(whole_number, least=1, most=MOST_BYTES)),
         "A request that does not fit is refused before allocation; an answer whose cache would outgrow it ends by "
         '"memory", with what there is.',
     )
@@ -168,7 +170,7 @@ class GenerationOptions:
             try:
                 whole_number("token", token, 0, most)
             except UsageError:
-                raise UsageError(f"The stop token id {token!r} is not one of this model's 0 to {most}.") from None
+                raise UsageError(f"The stop token id {quoted(token)} is not one of this model's 0 to {most}.") from None
         return tuple(int(token) for token in ids)
 
 
@@ -219,13 +221,15 @@ def merged(
       UsageError: an unknown keyword, or a value that makes no sense.
     """
     if not isinstance(options, (GenerationOptions, type(None))):
-        raise UsageError(f"options is {options!r}; give a kvjax.GenerationOptions, and anything else by its keyword.")
+        raise UsageError(
+            f"options is {quoted(options)}; give a kvjax.GenerationOptions, and anything else by its keyword."
+        )
     accepted = [*(name for name in FIELDS if name not in without), *also]
     for name in keywords:
         if name not in accepted:
             near = difflib.get_close_matches(name, accepted, n=1)
             hint = f" did you mean {near[0]!r}?" if near else ""
-            raise UsageError(f"{caller} takes no {name!r};{hint} it takes {', '.join(sorted(accepted))}.")
+            raise UsageError(f"{caller} takes no {quoted(name)};{hint} it takes {', '.join(sorted(accepted))}.")
     return dataclasses.replace(GenerationOptions() if options is None else options, **keywords)
 
 

@@ -25,6 +25,7 @@ from kvjax.model.decoder import abstract_decoder
 from kvjax.policies import Full, LagKV, Policy, format_policy, parse
 from kvjax.policies.base import page_capacities, shares
 from kvjax.policies.empty_cache import empty_cache
+from kvjax.policies.guard import check_sizes, check_value
 from kvjax.runtime.peak import prefill_peak_bytes
 from kvjax.runtime.share import shared_bytes
 from kvjax.sharding.compile import device_of
@@ -193,6 +194,8 @@ def plan(
         dtype = jnp.float32 if params is None else params.dtype
     dtype = float_dtype(dtype)
     optional(functools.partial(whole_number, least=0))("reserve_tokens", reserve_tokens)
+    check_value(chosen)
+    check_sizes(chosen, config, prompt_bucket(prompt_tokens), NEW_TOKENS)
     stored = parse_storage(storage)
     over = over if mesh is None else parse_mesh(mesh)
     limit, made = device_limit(memory_limit), None
@@ -381,6 +384,8 @@ def fitting(
     """
     limit, context = device_limit(memory_limit), min(context, config.max_position - 1)
     tokens = min(tokens, config.max_position - context)
+    check_value(policy)
+    check_sizes(policy, config, prompt_bucket(context + tokens), NEW_TOKENS)
     # Rows that share a context are as many as were asked for, so that its bytes are spared and not spent on padding.
     exact = exact or mesh is not None or _shared(policy, storage, rows, context)
     for tight in dict.fromkeys((exact, True)):

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvjax.checkpoints.load import LanguageModel
-from kvjax.errors import UsageError
+from kvjax.errors import UsageError, quoted
 
 Message = Mapping[str, Any]
 Prompt = str | Sequence[Message] | Sequence[int]
@@ -224,7 +224,8 @@ def _ids(lm: LanguageModel, items: str | Sequence[int] | None, what: str) -> tup
     for token in ids:
         if not _is_id(token) or not 0 <= token < lm.config.vocab_size:
             raise UsageError(
-                f"The {what} holds the token id {token!r}; this model's ids go from 0 to {lm.config.vocab_size - 1}."
+                f"The {what} holds the token id {quoted(token)}; this model's ids go from 0 to "
+                f"{lm.config.vocab_size - 1}."
             )
     return tuple(ids)
 

@@ -21,6 +21,8 @@ from kvjax.cache.host_memory import as_numpy, device_bytes, live_device_bytes
 from kvjax.model.decoder import Decoder
 from kvjax.output import Output, Stats
 from kvjax.planning import full_cache_bytes
+from kvjax.policies.base import is_own
+from kvjax.policies.guard import check_kept
 from kvjax.request import Request
 from kvjax.rounds.stats import RoundStats
 from kvjax.rounds.strategy import RoundStrategy
@@ -142,9 +144,17 @@ class Session:
         found = self.strategy.read(params or request.lm.params, request, consume, self._note)
         self._cache, self._logits = jax.block_until_ready(found)
         self._note(self.cache)
+        if is_own(request.policy) and not request.policy.offloads_rounds:
+            self._check_kept([as_numpy(request.policy.retained(layer)) for layer in self.cache.layers])
         spent = self._lap()
         self.times.prompt += spent
         self.times.first += spent
+
+    def _check_kept(self, retained: list[np.ndarray]) -> None:
+        """Refuse a policy that kept what cannot be; see ``kvjax/policies/guard.py``."""
+        request, rows = self.request, self.request.rows
+        layers = self.cache.layers if request.lm.mesh is None else ()
+        check_kept(request.policy, layers, [kept[:rows] for kept in retained], as_numpy(self.cache.seen)[:rows])
 
     def chunks(self, steps: int) -> Iterator[ChunkResult]:
         """The first token of every row, then ``steps`` at a time (at most CHUNK) until every row has ended, Ctrl-C is
@@ -240,6 +250,7 @@ class Session:
         request, cache, n = self.request, self.cache, self.request.n
         own = [as_numpy(request.policy.retained(layer)) for layer in cache.layers]
         counters = own, cache.shared_lengths, as_numpy(cache.seen), cache.clipped
+        self._check_kept(own)
         left = self.continuation()
         rows = [self._output(row, cache, left, *counters) for row in range(request.rows)]
         grouped = [rows[i] if n == 1 else rows[i * n : (i + 1) * n] for i in range(len(rows) // n)]

@@ -10,7 +10,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -21,7 +21,9 @@ from kvjax.batch.source import Source
 from kvjax.cache.quantisation import parse_storage
 from kvjax.checkpoints.digest import weights_digest
 from kvjax.checkpoints.load import LanguageModel
-from kvjax.errors import KvjaxError, UsageError
+from kvjax.checks import whole_number
+from kvjax.documents import NotADocument, parse_json, validated
+from kvjax.errors import KvjaxError, UsageError, quoted
 from kvjax.files import write_atomically
 from kvjax.options import FIELDS, GenerationOptions
 from kvjax.policies import format_policy, parse
@@ -109,7 +111,10 @@ class Manifest:
 
     job: dict[str, Any]
     shard_rows: int
-    state: str = "running"
+    state: Literal["running", "finished"] = "running"
+
+    def __post_init__(self) -> None:
+        whole_number("shard_rows", self.shard_rows, 1)
 
     @property
     def shard_count(self) -> int:
@@ -175,7 +180,7 @@ def open_folder(folder: Path, job: Job, shard_rows: int) -> Manifest:
     # A manifest that was being written when the process was killed is no one's file.
     foreign = [name for name in there if not name.startswith(f".{MANIFEST}-")]
     if foreign:
-        raise UsageError(f"{folder} holds {foreign[0]!r} and no job; choose an empty folder or a new one.")
+        raise UsageError(f"{folder} holds {quoted(foreign[0])} and no job; choose an empty folder or a new one.")
     manifest = Manifest(identity, shard_rows)
     manifest.write(folder)
     return manifest
@@ -183,18 +188,18 @@ def open_folder(folder: Path, job: Job, shard_rows: int) -> Manifest:
 
 def _continued(path: Path, identity: dict[str, Any]) -> Manifest:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        known = content["kvjax batch"] == _FORMAT
-        manifest = Manifest(content["job"], content["shard_rows"], content["state"])
+        content = parse_json(path.read_bytes())
+        if isinstance(content, dict) and content.get("kvjax batch", _FORMAT) != _FORMAT:
+            raise UsageError(f"{path} was written by another version of this command; choose another folder.")
+        manifest: Manifest = validated(Manifest, content)
     except OSError as error:
         raise KvjaxError(f"{path} cannot be read: {error.strerror}.") from error
-    except (ValueError, KeyError, TypeError) as error:
-        raise UsageError(f"{path} is no manifest of a job; choose another folder.") from error
-    if not known:
-        raise UsageError(f"{path} was written by another version of this command; choose another folder.")
+    except NotADocument as error:
+        raise UsageError(f"{path} is no manifest of a job; choose another folder ({error}).") from error
     for name, (old, new) in _differences(manifest.job, identity).items():
         raise UsageError(
-            f"{path.parent} holds another job: its {name} is {old!r} and {new!r} is asked for; choose another folder."
+            f"{path.parent} holds another job: its {name} is {quoted(old)} and {quoted(new)} is asked for; choose "
+            "another folder."
         )
     return manifest
 

@@ -6,12 +6,13 @@ import contextlib
 import io
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvjax.batch.rows import Record
+from kvjax.batch.rows import Record, SavedRecord
 from kvjax.batch.source import needed
+from kvjax.documents import NotADocument, parse_json, validated
 from kvjax.errors import KvjaxError
 from kvjax.files import sync_folder
 
@@ -34,17 +35,22 @@ class Shard:
 
     @property
     def finished(self) -> bool:
+        if self.path.exists() and not self.path.is_file():
+            raise KvjaxError(f"{self.path} is no file, and the answers go there; remove it.")
         return self.path.exists()
 
-    def recover(self) -> dict[int, Record]:
-        """Records of the batches that were finished, by row; a batch whose line was cut off is dropped."""
+    def recover(self, rows: Collection[int] | None = None) -> dict[int, Record]:
+        """Records of the batches that were finished, by row; ``rows`` are the shard's, where they are known.
+
+        The first line that is no whole batch of these rows is dropped with all that follow: it was cut off, or changed.
+        """
         if not self._journal.exists():
             return {}
         records: dict[int, Record] = {}
-        with self._journal.open("r+b") as file:
+        with _using("read", self._journal), self._journal.open("r+b") as file:
             kept = 0
             for line in file:
-                batch = _batch(line)
+                batch = _batch(line, rows)
                 if batch is None:
                     break
                 kept += len(line)
@@ -55,7 +61,7 @@ class Shard:
     def note(self, batch: Sequence[Record]) -> None:
         """Make a finished batch last."""
         line = _dumps(list(batch)) + b"\n"
-        with _writing(self._journal), self._journal.open("ab") as file:
+        with _using("written", self._journal), self._journal.open("ab") as file:
             file.write(line)
             file.flush()
             os.fsync(file.fileno())
@@ -63,7 +69,7 @@ class Shard:
     def finish(self, records: Sequence[Record]) -> None:
         """Write the complete shard, in this order, and drop its journal."""
         data = _parquet(records) if self._kind == "parquet" else b"".join(_dumps(r) + b"\n" for r in records)
-        with _writing(self.path):
+        with _using("written", self.path):
             with self._temporary.open("wb") as file:
                 file.write(data)
                 file.flush()
@@ -74,27 +80,30 @@ class Shard:
 
     def clean(self) -> None:
         """Delete the files that a process may have left when it was killed after the shard was there."""
-        self._temporary.unlink(missing_ok=True)
-        self._journal.unlink(missing_ok=True)
+        for path in (self._temporary, self._journal):
+            with _using("removed", path):
+                path.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
-def _writing(path: Path) -> Iterator[None]:
-    """One sentence for a file that cannot be written."""
+def _using(how: str, path: Path) -> Iterator[None]:
+    """One sentence for a file that cannot be read, written or removed."""
     try:
         yield
     except OSError as error:
-        raise KvjaxError(f"{path} cannot be written: {error.strerror or error}.") from error
+        raise KvjaxError(f"{path} cannot be {how}: {error.strerror or error}.") from error
 
 
-def _batch(line: bytes) -> list[Record] | None:
+def _batch(line: bytes, rows: Collection[int] | None) -> list[Record] | None:
+    """The records of a journal's line; None where it is not one that :meth:`Shard.note` wrote, of these rows."""
     if not line.endswith(b"\n"):
         return None
     try:
-        batch = json.loads(line)
-    except ValueError:
+        batch = parse_json(line)
+        saved = validated(list[SavedRecord], batch)
+    except NotADocument:
         return None  # the line that was being written when the machine went down
-    return batch if isinstance(batch, list) else None
+    return batch if rows is None or all(record.row in rows for record in saved) else None
 
 
 def _dumps(value: Any) -> bytes:

@@ -8,12 +8,33 @@ from typing import Any
 from kvjax.batch.source import Source
 from kvjax.checkpoints.load import LanguageModel
 from kvjax.checks import is_unicode, whole_number
-from kvjax.errors import UsageError
+from kvjax.errors import UsageError, quoted
 from kvjax.output import Output
 from kvjax.prompts import tokenize
 
 #: A record as it is written; see :func:`answered` and :func:`failed`.
 Record = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class SavedRecord:
+    """A record that a journal holds, as far as what goes on from it reads it: of an answer, or of an error."""
+
+    row: int
+    id: str | int
+    text: str | None = None
+    finish_reason: str | None = None
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    tokens: tuple[int, ...] = ()
+    logprobs: tuple[float, ...] = ()
+    error: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.error is None and (self.text is None or self.finish_reason is None):
+            raise ValueError("a record has neither an answer nor an error")
+        if len(self.tokens) != self.generated_tokens:
+            raise ValueError("a record has not as many tokens as it says")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +94,7 @@ def _id(given: dict[str, Any], number: int) -> str | int:
     if name is None:
         return number
     if isinstance(name, bool) or not isinstance(name, (str, int)) or (isinstance(name, str) and not is_unicode(name)):
-        raise UsageError(f"The id is {name!r}; give text or a whole number, or leave it out.")
+        raise UsageError(f"The id is {quoted(name)}; give text or a whole number, or leave it out.")
     return name
 
 

@@ -21,7 +21,8 @@ from kvjax.batch.work import Worker, batches
 from kvjax.cache.quantisation import parse_storage
 from kvjax.checkpoints.load import LanguageModel
 from kvjax.checks import whole_number
-from kvjax.errors import KvjaxError, UsageError
+from kvjax.errors import KvjaxError, UsageError, quoted
+from kvjax.files import check_local
 from kvjax.options import GenerationKeywords, GenerationOptions, merged, shows_options
 from kvjax.planning import fitting
 from kvjax.policies import parse
@@ -107,15 +108,20 @@ def run(
     whole_number("batch_size", batch_size, 1)
     if shard_rows is not None:
         whole_number("shard_rows", shard_rows, 1)
+    for name, given in (("input", input), ("output", output)):
+        if not isinstance(given, (str, os.PathLike)):
+            raise UsageError(f"{name} is {quoted(given)}; give a path.")
+        check_local(f"--{name}", given)
     if order not in ORDERS:
-        raise UsageError(f"order is {order!r}; choose 'input' or 'id'.")
+        raise UsageError(f"order is {quoted(order)}; choose 'input' or 'id'.")
     path = Path(input)
     if (kind := format or ("parquet" if path.suffix.lower() == ".parquet" else "jsonl")) not in FORMATS:
-        raise UsageError(f"format is {format!r}; choose 'jsonl' or 'parquet'.")
+        raise UsageError(f"format is {quoted(format)}; choose 'jsonl' or 'parquet'.")
     if not isinstance(lm, LanguageModel):
         raise UsageError(f"The model is a {type(lm).__name__}; give one from kvjax.load.")
     policy, storage = parse(chosen.policy or "full"), parse_storage(chosen.storage)
     policy.check(lm.config)
+    chosen.stop_ids(lm)
     kinds = {"dtype": lm.params.dtype, "memory_limit": chosen.memory_limit, "storage": storage, "mesh": lm.mesh}
     fitting(lm.config, policy, batch_size, 1, exact=True, **kinds)
     everyone = group()
@@ -199,7 +205,7 @@ class _Run:
 
     def _shard(self, shard: Shard, read: Sequence[Row | Record], worker: Worker) -> None:
         """Answer the rows of a shard that no earlier run has answered, and write it."""
-        records = shard.recover()
+        records = shard.recover({item.number for item in read if isinstance(item, Row)})
         self._progress.skip(len(records))
         bad = {item["row"]: item for item in read if not isinstance(item, Row)}
         self._progress.add(list(bad.values()))

@@ -5,14 +5,15 @@ from __future__ import annotations
 import bisect
 import hashlib
 import itertools
-import json
 import math
 import threading
 from array import array
 from pathlib import Path
 from typing import Any, Protocol
 
+from kvjax.documents import NotADocument, parse_json
 from kvjax.errors import KvjaxError, UsageError
+from kvjax.files import check_local
 
 #: Columns of a row; others are ignored.
 COLUMNS = ("prompt", "id", "max_new_tokens")
@@ -42,6 +43,7 @@ def open_source(path: Path) -> Source:
     Raises:
       UsageError: another kind of file, one that is not there, or one without rows.
     """
+    check_local("The input", path)
     kinds = {".jsonl": JsonLines, ".ndjson": JsonLines, ".parquet": Parquet}
     if path.suffix.lower() not in kinds:
         raise UsageError(f"{path} is neither .jsonl nor .parquet; give prompts in one of these forms.")
@@ -78,12 +80,11 @@ class JsonLines:
         if not line.strip():
             raise UsageError("The line is empty; give a JSON object with a prompt.")
         try:
-            row = json.loads(line.decode("utf-8-sig" if index == 0 else "utf-8"))
+            row = parse_json(line.decode("utf-8-sig" if index == 0 else "utf-8"))
         except UnicodeDecodeError as error:
             raise UsageError(f"The line is not UTF-8 text (byte {error.start + 1} of it).") from error
-        except (ValueError, RecursionError) as error:
-            reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
-            raise UsageError(f"The line is not JSON: {reason}.") from error
+        except NotADocument as error:
+            raise UsageError(f"The line is not JSON: {error}.") from error
         if not isinstance(row, dict):
             raise UsageError(f'The line holds a JSON {type(row).__name__}; give an object such as {{"prompt": "Hi"}}.')
         return row
@@ -131,7 +132,10 @@ class Parquet:
             if self._held[0] != group:
                 self._held = (group, self._read(group))
             table: Any = self._held[1]
-        (row,) = table.slice(index - self._starts[group], 1).to_pylist()
+        try:
+            (row,) = table.slice(index - self._starts[group], 1).to_pylist()
+        except (ArithmeticError, ValueError, ImportError) as error:  # a moment that Python has no value for
+            raise UsageError("The row holds a date or number that cannot be read; give text and numbers.") from error
         # A column has a value in every row: null is how Parquet leaves one out, and whole numbers some of which are
         # left out come from pandas as floats.
         row = {name: _as_int(value) if name != "prompt" else value for name, value in row.items()}

@@ -17,6 +17,7 @@ import numpy as np
 
 from kvjax.bench import machine
 from kvjax.cache import Cache
+from kvjax.checks import whole_number
 from kvjax.errors import UsageError
 from kvjax.generation import generate
 from kvjax.model.config import ModelConfig
@@ -146,17 +147,12 @@ def limit_share(
 
 def check_request(config: ModelConfig, *, rounds: int, steps: int, long_steps: int = 0, **sizes: Sequence[int]) -> None:
     """Refuse what cannot be measured, before anything is."""
-    for name, value in {"rounds": rounds, "steps": steps}.items():
-        if value < 1:
-            raise UsageError(f"{name} is {value}; give at least 1.")
-    if steps > 64:
-        raise UsageError(f"steps is {steps}; give at most 64, the tokens one compiled call makes.")
-    if long_steps < 0:
-        raise UsageError(f"long_steps is {long_steps}; give at least 1, or 0 for none.")
+    whole_number("rounds", rounds, 1)
+    whole_number("steps", steps, 1, 64)  # the tokens one compiled call makes
+    whole_number("long_steps", long_steps, 0)
     for name, values in sizes.items():
         for value in values:
-            if value < 1:
-                raise UsageError(f"{name} holds {value}; give at least 1.")
+            whole_number(name, value, 1)
             if name in ("context", "prefill") and value > config.max_position:
                 raise UsageError(f"{name} {value} is beyond the model's context of {config.max_position} tokens.")
 

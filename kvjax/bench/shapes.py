@@ -170,8 +170,8 @@ def measure(
     import jax
     import jax.numpy as jnp
 
-    from kvjax.checks import float_dtype
-    from kvjax.errors import UsageError
+    from kvjax.checks import float_dtype, whole_number
+    from kvjax.errors import UsageError, quoted
     from kvjax.model.decoder import random_decoder
     from kvjax.model.tiling import tiled
     from kvjax.policies import parse
@@ -179,12 +179,12 @@ def measure(
     known = shapes()
     dtype = float_dtype(dtype).name
     if shape not in known:
-        raise UsageError(f"shape is {shape!r}; there are {', '.join(known)}.")
+        raise UsageError(f"shape is {quoted(shape)}; there are {', '.join(known)}.")
     config = known[shape]
     parsed = {text: with_profile(parse(text), config) for text in policies or every_policy()}
     for name, values in {"batch": batches, "context": contexts, "rounds": [rounds], "steps": [steps]}.items():
-        if min(values) < 1:
-            raise UsageError(f"{name} is {min(values)}; give at least 1.")
+        for value in values:
+            whole_number(name, value, 1)
     if max(contexts) > config.max_position:
         raise UsageError(f"context {max(contexts)} is beyond the shape's {config.max_position} tokens.")
     say(f"{shape}: random weights")

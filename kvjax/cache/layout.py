@@ -12,7 +12,8 @@ import dataclasses
 
 from jax.typing import DTypeLike
 
-from kvjax.errors import UsageError
+from kvjax.checks import whole_number
+from kvjax.errors import UsageError, quoted
 from pallas_kernels import dispatch
 from pallas_kernels.pages import Columns, Lanes, Pages, Stacked
 
@@ -35,9 +36,9 @@ class Layout:
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
-            raise UsageError(f"layout is {self.kind!r}; give one of {', '.join(KINDS)}.")
-        if self.page_size < 1:
-            raise UsageError(f"page_size is {self.page_size}; give at least 1.")
+            raise UsageError(f"layout is {quoted(self.kind)}; give one of {', '.join(KINDS)}.")
+        whole_number("page_size", self.page_size, 1)
+        whole_number("lanes", self.lanes, 0)
 
     def zeros(self, batch: int, pages: int, head_dim: int, dtype: DTypeLike) -> Pages:
         """Pages in which nothing was written; never uninitialised memory, because 0 x NaN would leak through a mask."""

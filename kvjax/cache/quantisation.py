@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache.layout import Layout
 from kvjax.checks import number
-from kvjax.errors import UsageError
+from kvjax.errors import UsageError, quoted
 
 #: The largest magnitude stored: symmetric, so that negating a row negates what is stored.
 LEVELS = 127
@@ -44,7 +44,7 @@ class Storage:
 
     def __post_init__(self) -> None:
         if self.kind not in ("model", "int8"):
-            raise UsageError(f"storage is {self.kind!r}; give 'model' or 'int8'.")
+            raise UsageError(f"storage is {quoted(self.kind)}; give 'model' or 'int8'.")
         number("headroom", self.headroom, 1)
 
     @property
@@ -62,7 +62,7 @@ def parse_storage(value: Any) -> Storage:
     if isinstance(value, Storage):
         return value
     if not isinstance(value, str):
-        raise UsageError(f"storage is {value!r}; give 'model', 'int8' or a kvjax.Storage.")
+        raise UsageError(f"storage is {quoted(value)}; give 'model', 'int8' or a kvjax.Storage.")
     return Storage(value)
 
 

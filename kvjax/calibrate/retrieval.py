@@ -20,7 +20,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from kvjax.checkpoints.load import LanguageModel
-from kvjax.checks import whole_number
+from kvjax.checks import MOST_SEED, whole_number
 from kvjax.errors import UsageError
 from kvjax.model.config import ModelConfig
 from kvjax.policies.profile import HeadProfile, ModelShape, model_name
@@ -59,7 +59,7 @@ def retrieval_heads(
             "use `kvjax calibrate alibi-scopes`."
         )
     whole_number("repeats", repeats, 2)
-    whole_number("seed", seed, 0)
+    whole_number("seed", seed, 0, MOST_SEED)
     most = (config.max_position - 1) // repeats
     if most < 2:
         raise UsageError(f"A context of {config.max_position} tokens does not hold 2 tokens repeated {repeats} times.")

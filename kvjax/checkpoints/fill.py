@@ -20,7 +20,7 @@ from jax.typing import DTypeLike
 
 from kvjax.checkpoints.checkpoint import Checkpoint
 from kvjax.checkpoints.families import Weight
-from kvjax.errors import WeightsError
+from kvjax.errors import WeightsError, quoted
 from kvjax.model.config import ModelConfig
 from kvjax.model.decoder import Decoder, abstract_decoder, logical_view
 from kvjax.model.tiling import tiled
@@ -111,7 +111,7 @@ def check_names(config: ModelConfig, named: dict[str, Weight], checkpoint: Check
     for name, weight in named.items():
         if tuple(shapes[name]) != weight.shape:
             raise WeightsError(
-                f"{checkpoint.origin} holds {name!r} with shape {list(shapes[name])}; its configuration asks for "
+                f"{checkpoint.origin} holds {quoted(name)} with shape {list(shapes[name])}; its configuration asks for "
                 f"{list(weight.shape)}."
             )
     if repeated:
@@ -124,12 +124,14 @@ def _check_tied(embedding: str, head: str, checkpoint: Checkpoint) -> None:
     for start, stop in _blocks(shapes[head]) if same else ():
         same = same and np.array_equal(checkpoint.read(embedding, start, stop), checkpoint.read(head, start, stop))
     if not same:
-        raise WeightsError(f"{checkpoint.origin} ties its output to its embedding and also holds a different {head!r}.")
+        raise WeightsError(
+            f"{checkpoint.origin} ties its output to its embedding and also holds a different {quoted(head)}."
+        )
 
 
 def _list(names: Sequence[str]) -> str:
     rest = f" and {len(names) - 1} more weights" if len(names) > 1 else ""
-    return f"the weight {names[0]!r}{rest}"
+    return f"the weight {quoted(names[0])}{rest}"
 
 
 def _hint(name: str, extra: Sequence[str]) -> str:

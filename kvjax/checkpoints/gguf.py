@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvjax.errors import WeightsError
+from kvjax.errors import WeightsError, quoted
 
 if TYPE_CHECKING:
     from gguf import GGMLQuantizationType
@@ -28,6 +28,8 @@ MAGIC = b"GGUF"
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 _MAX_DIMS = 4
+#: Arrays within one another; the format has none, and no file of a model has two.
+_MAX_DEPTH = 4
 _HEADER_STEP = 1 << 24
 
 
@@ -56,18 +58,20 @@ class _Cursor:
     def string(self) -> str:
         return self.take(self.scalar("Q")).decode("utf-8")
 
-    def value(self, kind: int) -> Any:
+    def value(self, kind: int, depth: int = 0) -> Any:
         if kind in _SCALARS:
             return self.scalar(_SCALARS[kind])
         if kind == _STRING:
             return self.string()
         if kind != _ARRAY:
             raise ValueError(f"a value of unknown type {kind}")
+        if depth == _MAX_DEPTH:
+            raise ValueError(f"arrays that are nested more than {_MAX_DEPTH} deep")
         inner, count = self.scalar("I"), self.scalar("Q")
         if inner in _SCALARS:
             dtype = np.dtype(_SCALARS[inner]).newbyteorder("<")
             return np.frombuffer(self.take(count * dtype.itemsize), dtype).tolist()
-        return self.strings(count) if inner == _STRING else [self.value(inner) for _ in range(count)]
+        return self.strings(count) if inner == _STRING else [self.value(inner, depth + 1) for _ in range(count)]
 
     def strings(self, count: int) -> list[str]:
         # Tight on purpose: a vocabulary and its merges are 100,000 strings.
@@ -77,7 +81,7 @@ class _Cursor:
                 start = at + 8
                 at = start + length(data, at)[0]
                 out.append(data[start:at].decode("utf-8"))
-        except struct.error:
+        except (struct.error, OverflowError):  # a length near 2**63 is no place in any file
             raise EOFError from None
         if at > len(data):
             raise EOFError
@@ -146,15 +150,15 @@ class GGUFFile:
         for _ in range(tensor_count):
             name, dims = cursor.string(), cursor.scalar("I")
             if dims > _MAX_DIMS:
-                raise ValueError(f"a tensor {name!r} of {dims} dimensions")
+                raise ValueError(f"a tensor {quoted(name)} of {dims} dimensions")
             shape = tuple(cursor.scalar("Q") for _ in range(dims))[::-1]
             kind, offset = cursor.scalar("I"), cursor.scalar("Q")
             if name in tensors:
-                raise WeightsError(f"{self.origin} sets the weight {name!r} twice.")
+                raise WeightsError(f"{self.origin} sets the weight {quoted(name)} twice.")
             tensors[name] = _Tensor(shape, GGMLQuantizationType(kind), offset)
         alignment = metadata.get("general.alignment", 32)
-        if not isinstance(alignment, int) or alignment < 1:
-            raise ValueError(f"an alignment of {alignment}")
+        if type(alignment) is not int or not 1 <= alignment <= 2**20:
+            raise ValueError(f"an alignment of {quoted(alignment)}")
         return metadata, tensors, -(-cursor.at // alignment) * alignment
 
     def _check_extents(self) -> None:
@@ -163,12 +167,13 @@ class GGUFFile:
             block, _ = _block(tensor.kind)
             if row % block:
                 raise WeightsError(
-                    f"{self.origin} is corrupt: rows of {name!r} have {row} numbers, not a multiple of {block}."
+                    f"{self.origin} is corrupt: rows of {quoted(name)} have {row} numbers, not a multiple of {block}."
                 )
             end = self._start + tensor.offset + _bytes(tensor.kind, math.prod(tensor.shape))
             if end > self._size:
                 raise WeightsError(
-                    f"{self.origin} is truncated: {name!r} ends at byte {end:,} of a file of {self._size:,} bytes."
+                    f"{self.origin} is truncated: {quoted(name)} ends at byte {end:,} of a file of {self._size:,} "
+                    "bytes."
                 )
 
     def read(self, name: str, start: int, stop: int) -> np.ndarray:
@@ -180,7 +185,7 @@ class GGUFFile:
             self._file.seek(self._start + tensor.offset + begin)
             raw = self._file.read(size)
         if len(raw) != size:
-            raise WeightsError(f"{self.origin} became shorter while it was read: {name!r} is not complete.")
+            raise WeightsError(f"{self.origin} became shorter while it was read: {quoted(name)} is not complete.")
         shape = (stop - start, *tensor.shape[1:])
         return dequantize(np.frombuffer(raw, np.uint8), tensor.kind, name).reshape(shape)
 
@@ -249,4 +254,4 @@ def dequantize(raw: np.ndarray, kind: GGMLQuantizationType, name: str = "a tenso
         # One row: the package works on 16 rows at a time, and on single blocks that would be slow.
         return gguf.dequantize(raw.reshape(1, -1), kind).reshape(-1)
     except NotImplementedError as error:
-        raise WeightsError(f"The weight {name!r} is stored as {kind.name}, which cannot be read yet.") from error
+        raise WeightsError(f"The weight {quoted(name)} is stored as {kind.name}, which cannot be read yet.") from error

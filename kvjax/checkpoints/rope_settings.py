@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
-from kvjax.errors import WeightsError
+from kvjax.errors import WeightsError, quoted
 from kvjax.model.config import RopeConfig, RopeKind
 
 # Transformers' names of former years.
@@ -18,13 +18,13 @@ def _kind(name: Any, origin: str) -> RopeKind:
     for candidate in known:
         if candidate == kind:
             return candidate
-    raise WeightsError(f"{origin} asks for rotary scaling {name!r}; known are {', '.join(known)}.")
+    raise WeightsError(f"{origin} asks for rotary scaling {quoted(name)}; known are {', '.join(known)}.")
 
 
 def _require(table: Mapping[str, Any], names: tuple[str, ...], kind: str, origin: str) -> None:
     for name in names:
         if table.get(name) is None:
-            raise WeightsError(f"{origin} asks for {kind} rotary scaling and lacks its {name!r}.")
+            raise WeightsError(f"{origin} asks for {kind} rotary scaling and lacks its {quoted(name)}.")
 
 
 def _hf_table(config: Mapping[str, Any], origin: str) -> dict[str, Any]:

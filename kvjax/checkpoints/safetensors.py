@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from kvjax.errors import WeightsError
+from kvjax.documents import NotADocument, parse_json
+from kvjax.errors import WeightsError, quoted
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _FLOATS = ("F64", "F32", "F16", "BF16")
@@ -40,18 +40,18 @@ class SafetensorsFolder:
             self._add(folder / file)
         for name, file in (table or {}).items():
             if name not in self._where or self._where[name].name != file:
-                raise WeightsError(f"{folder / file} lacks the weight {name!r}, which {_INDEX} says is there.")
+                raise WeightsError(f"{folder / file} lacks the weight {quoted(name)}, which {_INDEX} says is there.")
 
     def _add(self, path: Path) -> None:
         with _open(path) as file:
             for name in file.keys():  # noqa: SIM118 - not a dict, and not iterable
                 if name in self._where:
                     files = f"{self._where[name].name} and {path.name}"
-                    raise WeightsError(f"{path.parent} sets the weight {name!r} twice: in {files}.")
+                    raise WeightsError(f"{path.parent} sets the weight {quoted(name)} twice: in {files}.")
                 part = file.get_slice(name)
                 kind = part.get_dtype()
                 if kind not in _FLOATS:
-                    raise WeightsError(f"{path} stores {name!r} as {kind}; only {', '.join(_FLOATS)} are read.")
+                    raise WeightsError(f"{path} stores {quoted(name)} as {kind}; only {', '.join(_FLOATS)} are read.")
                 self._where[name], self._shapes[name] = path, tuple(part.get_shape())
 
     @property
@@ -82,10 +82,10 @@ def _open(path: Path) -> Any:
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file; WeightsError when it is missing or is not one."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = parse_json(path.read_bytes())
     except OSError as error:
         raise WeightsError(f"{path} cannot be read: {error.strerror or error}.") from error
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+    except NotADocument as error:
         raise WeightsError(f"{path} is corrupt: it is not JSON ({error}).") from error
     if not isinstance(value, dict):
         raise WeightsError(f"{path} is corrupt: it holds no JSON object.")

@@ -13,6 +13,7 @@ from kvjax.cli import options as flag
 from kvjax.cli import session
 from kvjax.cli.app import INTERRUPTED, app
 from kvjax.errors import UsageError
+from kvjax.files import is_file
 
 if TYPE_CHECKING:
     from kvjax.batch import Report
@@ -66,7 +67,7 @@ def batch(
             with everyone.together():
                 parse(options["policy"])  # a misspelt policy, or mesh, is said before the model is loaded
                 devices = parse_mesh(mesh)
-                if not input.is_file():
+                if not is_file(input):
                     raise UsageError(f"--input names no file: {input}.")
                 if compile_cache:
                     session.enable_compile_cache()

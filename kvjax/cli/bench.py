@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kvjax.checks import whole_number
 from kvjax.cli import inputs, session
 from kvjax.cli import options as flag
 from kvjax.cli.app import app
-from kvjax.errors import UsageError
+from kvjax.errors import UsageError, quoted
 from kvjax.files import check_writable, write_atomically
 
 if TYPE_CHECKING:
@@ -156,8 +157,7 @@ def kernels(
     sizes = dict(heads=heads, group=group, head_dim=head_dim, dtype=dtype, sigma=sigma)
     means = (None if mean is None else inputs.integers(mean, "--mean")) or ((2048, 16384) if accelerated else (256,))
     batch = (16 if accelerated else 2) if batch is None else batch
-    if rounds < 1:
-        raise UsageError(f"rounds is {rounds}; give at least 1.")
+    whole_number("rounds", rounds, 1)
     problems = [inputs.problem_sizes(mean=mean, batch=batch, **sizes) for mean in means]
     reports = []
     for problem in problems:
@@ -195,7 +195,7 @@ def _check_peers(peers: Sequence[str]) -> None:
         if peer not in PEERS:
             near = difflib.get_close_matches(peer, PEERS, n=1)
             hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(PEERS)}."
-            raise UsageError(f"Unknown peer {peer!r}; {hint}")
+            raise UsageError(f"Unknown peer {quoted(peer)}; {hint}")
 
 
 def _peer(peers: Sequence[str], lm: LanguageModel) -> Any:

@@ -8,10 +8,11 @@ from typing import Annotated
 
 import typer
 
+from kvjax.checks import whole_number
 from kvjax.cli import options as flag
 from kvjax.cli.app import app
 from kvjax.errors import UsageError
-from kvjax.files import check_writable
+from kvjax.files import check_writable, is_file
 
 group = typer.Typer(
     help="Find out once per model what a policy must know of its heads.", rich_markup_mode=None, no_args_is_help=True
@@ -109,10 +110,12 @@ def watershed(
     from kvjax.policies.profile import save_profile
 
     _check(out)
+    whole_number("most", most, 1)
+    whole_number("least-rounds", least_rounds, 0)
     if picture is not None:
         require_matplotlib()
         check_writable("--picture", picture)
-    if not dialogues.is_file():
+    if not is_file(dialogues):
         raise UsageError(f"--dialogues names a file that does not exist: {dialogues}.")
     lm = session.load(model, dtype)
     long = long_dialogues(lm, dialogues, most=most, least_rounds=max(least_rounds, 2), tokens=tokens)

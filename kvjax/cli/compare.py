@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kvjax.checks import whole_number
 from kvjax.cli import inputs, session
 from kvjax.cli import options as flag
 from kvjax.cli.app import INTERRUPTED, app
 from kvjax.errors import UsageError
+from kvjax.files import check_folder
 
 if TYPE_CHECKING:
     from kvjax.eval.results import Row, Settings
@@ -59,9 +61,11 @@ def compare(
     tokens = inputs.integers(lengths, "--lengths")
     if not tokens:
         raise UsageError("--lengths is empty; give numbers of tokens such as 700.")
+    for length in tokens:
+        whole_number("--lengths", length, 1)
     settings = Settings(model, "", inputs.names(tasks), samples, turns, storage, seed)  # refuses what makes no sense
     new_figure(1, 1)  # refuses without matplotlib now, and not when all is measured
-    inputs.output_folder(out)
+    check_folder("--out", out)
     if compile_cache:
         session.enable_compile_cache()
     lm = session.load(model, dtype)
@@ -95,6 +99,7 @@ class _Files:
         from kvjax import files
 
         found = self._report(rows)
+        self._out.mkdir(parents=True, exist_ok=True)
         files.write_atomically(self._out / RESULTS, found.json())
         files.write_atomically(self._out / TABLE, found.markdown())
 

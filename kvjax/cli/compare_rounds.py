@@ -13,7 +13,7 @@ from kvjax.cli import inputs, session
 from kvjax.cli import options as flag
 from kvjax.cli.app import INTERRUPTED, app
 from kvjax.errors import UsageError
-from kvjax.files import check_writable
+from kvjax.files import check_folder, check_writable, is_file
 
 
 @app.command()
@@ -70,9 +70,9 @@ def compare_rounds(
     if picture is not None:
         new_figure(1, 1)  # refuses without matplotlib now, and not when all is measured
         check_writable("--picture", picture)
-    if not dialogues.is_file():
+    if not is_file(dialogues):
         raise UsageError(f"--dialogues names a file that does not exist: {dialogues}.")
-    inputs.output_folder(out)
+    check_folder("--out", out)
     if compile_cache:
         session.enable_compile_cache()
     lm = session.load(model, dtype)

@@ -14,7 +14,9 @@ from typing import Any
 
 import typer
 
-from kvjax.errors import UsageError
+from kvjax.documents import NotADocument, parse_yaml
+from kvjax.errors import UsageError, quoted
+from kvjax.files import reason
 
 _NOT_SETTINGS = ("config", "help")
 
@@ -34,18 +36,16 @@ def apply(context: typer.Context, files: list[Path] | None) -> list[Path] | None
 
 def read(file: Path) -> dict[str, Any]:
     """The settings of one file, by the flags' Python names; those written as null are left out."""
-    import yaml
-
     try:
-        content = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UsageError(f"--config names a file that cannot be read: {file} ({error.strerror}).") from error
+        content = parse_yaml(file.read_text(encoding="utf-8"))
     except UnicodeDecodeError as error:
         raise UsageError(f"{file} is not UTF-8 text.") from error
-    except yaml.YAMLError as error:
-        where = getattr(error, "problem_mark", None)
-        line = "" if where is None else f" (line {where.line + 1})"
-        raise UsageError(f"{file} is not YAML{line}; write flags such as `policy: lagkv`, one a line.") from error
+    except NotADocument as error:
+        line = "" if error.line is None else f" (line {error.line})"
+        why = "" if str(error) == "it is not YAML" else f": {error}"
+        raise UsageError(f"{file} is not YAML{line}{why}; write flags such as `policy: lagkv`, one a line.") from error
+    except (OSError, ValueError) as error:
+        raise UsageError(f"--config names a file that cannot be read: {file} ({reason(error)}).") from error
     if not isinstance(content, Mapping):
         raise UsageError(f"{file} holds no settings; write flags such as `policy: lagkv`, one a line.")
     settings: dict[str, Any] = {}
@@ -60,14 +60,16 @@ def read(file: Path) -> dict[str, Any]:
 def _unknown(file: Path, key: str, command: str, known: Sequence[str]) -> str:
     close = difflib.get_close_matches(key, known, 1)
     hint = f" did you mean {close[0]!r}?" if close else ""
-    return f"{file} sets {key!r}, which `kvjax {command}` does not take;{hint} it takes {', '.join(sorted(known))}."
+    return (
+        f"{file} sets {quoted(key)}, which `kvjax {command}` does not take;{hint} it takes {', '.join(sorted(known))}."
+    )
 
 
 def _as_typed(file: Path, key: str, value: Any, flag: Any) -> Any:
     """A value as it would be typed, so that the flag's own checks read it."""
     if getattr(flag, "is_flag", False):
         if not isinstance(value, bool):
-            raise UsageError(f"{file} sets {key} to {value!r}; write true or false.")
+            raise UsageError(f"{file} sets {key} to {quoted(value)}; write true or false.")
         return value
     if isinstance(value, Mapping) and key == "mesh":
         value = _fields(file, value)
@@ -79,29 +81,34 @@ def _scalar(file: Path, key: str, value: Any) -> str:
     if isinstance(value, Mapping) and key in ("policy", "policies"):
         return policy_text(file, value)
     if isinstance(value, (bool, list, Mapping)) or value is None:
-        raise UsageError(f"{file} sets {key} to {value!r}; write text or a number.")
-    return str(value)
+        raise UsageError(f"{file} sets {key} to {quoted(value)}; write text or a number.")
+    return _plain(value)
 
 
 def policy_text(file: Path, value: Mapping[str, Any], inside: bool = False) -> str:
     """``{lagkv: {ratio: 0.25}}`` as ``lagkv:ratio=0.25``, or as ``lagkv(ratio=0.25)`` inside another policy."""
     if len(value) != 1:
-        raise UsageError(f"{file} writes a policy as {dict(value)!r}; write one name with its options below it.")
+        raise UsageError(f"{file} writes a policy as {quoted(dict(value))}; write one name with its options below it.")
     ((name, options),) = value.items()
     if options is None:
         return str(name)
     if not isinstance(options, Mapping):
-        raise UsageError(f"{file} gives the policy {name} {options!r}; write its options as `name: value` lines.")
+        raise UsageError(f"{file} gives the policy {name} {quoted(options)}; write its options as `name: value` lines.")
     text = _fields(file, options)
     if not text:
         return str(name)
     return f"{name}({text})" if inside else f"{name}:{text}"
 
 
+def _plain(value: Any) -> str:
+    """A number or text; of more digits than Python writes, what no check takes for a number."""
+    return quoted(value) if isinstance(value, int) else str(value)
+
+
 def _fields(file: Path, options: Mapping[str, Any]) -> str:
     def item(value: Any) -> str:
         if isinstance(value, Mapping):
             return policy_text(file, value, inside=True)
-        return str(value).lower() if isinstance(value, bool) or value is None else str(value)
+        return str(value).lower() if isinstance(value, bool) or value is None else _plain(value)
 
     return ",".join(f"{name}={item(value)}" for name, value in options.items())

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-import os
+import fractions
 import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvjax.errors import KvjaxError, UsageError
+from kvjax.checks import MOST, MOST_BYTES, MOST_SLOTS, read_number, read_whole_number, whole_number
+from kvjax.errors import DoesNotFit, UsageError, quoted
+from kvjax.files import reason
 
 if TYPE_CHECKING:
     from pallas_kernels.bench.decode_inputs import Sizes
 
+#: Heads, channels or rows of a kernel's problem at most.
+MOST_SIZE = 2**16
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 
@@ -51,8 +55,8 @@ def text_or_file(value: str | None, name: str) -> str | None:
         return value if value is None else _checked_argument(value, name)
     try:
         data = Path(value[1:]).read_bytes()
-    except OSError as error:
-        raise UsageError(f"{name} names a file that cannot be read: {value[1:]} ({error.strerror}).") from error
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{name} names a file that cannot be read: {value[1:]} ({reason(error)}).") from error
     return decode_utf8(data, value[1:])
 
 
@@ -60,18 +64,24 @@ def integers(value: str | None, name: str) -> tuple[int, ...] | None:
     """``"1,8"`` as ``(1, 8)``; ``None`` stays ``None``."""
     if value is None:
         return None
+    if not value.strip():
+        return ()
     try:
-        return tuple(int(part) for part in value.split(",") if part.strip())
+        return tuple(read_whole_number(part) for part in value.split(","))
     except ValueError as error:
-        raise UsageError(f"{name} takes whole numbers separated by commas, not {value!r}.") from error
+        raise UsageError(
+            f"{name} takes whole numbers separated by commas, at most {MOST} each, not {quoted(value)}."
+        ) from error
 
 
 def numbers(value: str, name: str) -> tuple[float, ...]:
     """``"0.5,0.25"`` as ``(0.5, 0.25)``."""
+    if not value.strip():
+        return ()
     try:
-        return tuple(float(part) for part in value.split(",") if part.strip())
+        return tuple(read_number(part) for part in value.split(","))
     except ValueError as error:
-        raise UsageError(f"{name} takes numbers separated by commas, not {value!r}.") from error
+        raise UsageError(f"{name} takes numbers separated by commas, not {quoted(value)}.") from error
 
 
 def names(value: str) -> tuple[str, ...]:
@@ -83,27 +93,28 @@ def byte_count(value: str | None) -> int | None:
     """``"8GB"``, ``"512MiB"`` or plain bytes as a number of bytes."""
     if value is None:
         return None
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?\s*", value.lower())
-    if not match:
-        raise UsageError(f"--memory-limit takes bytes, such as 8GB, 512MiB or 1000000, not {value!r}.")
-    return int(float(match[1]) * _UNITS[match[2] or ""])
-
-
-def output_folder(out: Path) -> None:
-    """Make the folder for results, or say in one sentence why it cannot be."""
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"--out names a folder that cannot be made: {out} ({error.strerror}).") from error
-    if not os.access(out, os.W_OK):
-        raise KvjaxError(f"--out names a folder that cannot be written to: {out}.")
+    match = re.fullmatch(r"\s*([0-9]{1,20}(?:\.[0-9]{1,20})?)\s*([kmgt]i?)?b?\s*", value.lower())
+    count = int(fractions.Fraction(match[1]) * _UNITS[match[2] or ""]) if match else 0
+    if not 0 < count <= MOST_BYTES:
+        raise UsageError(f"--memory-limit takes bytes, such as 8GB, 512MiB or 1000000, not {quoted(value)}.")
+    return count
 
 
 def problem_sizes(**sizes: Any) -> Sizes:
-    """A kernel's problem by its sizes; one sentence where it is none."""
-    from pallas_kernels.bench.decode_inputs import Sizes
+    """A kernel's problem by its sizes; one sentence where it is none, or larger than the memory (DoesNotFit)."""
+    from kvjax.planning import device_limit
+    from kvjax.tables import human_bytes
+    from pallas_kernels.bench.decode_inputs import Sizes, stored_dtype
 
+    counts = {name: value for name, value in sizes.items() if isinstance(value, int)}
+    for name, value in counts.items():
+        whole_number(name, value, 1, MOST_SLOTS if name == "mean" else MOST_SIZE)
     try:
-        return Sizes(**sizes)
-    except ValueError as error:
+        problem = Sizes(**sizes)
+        itemsize = stored_dtype(problem.dtype).itemsize
+    except (ValueError, TypeError, SyntaxError) as error:  # NumPy reads text as a structure's fields
         raise UsageError(str(error)) from error
+    need, limit = 2 * itemsize * problem.batch * problem.heads * problem.mean * problem.head_dim, device_limit(None)
+    if limit is not None and need > limit:
+        raise DoesNotFit(f"Keys and values take {human_bytes(need)} and the device has {human_bytes(limit)}; ask less.")
+    return problem

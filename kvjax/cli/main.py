@@ -17,7 +17,7 @@ import typer
 
 import kvjax.cli
 from kvjax.cli.app import INTERRUPTED, app
-from kvjax.errors import KvjaxError, UsageError
+from kvjax.errors import QUOTED, KvjaxError, UsageError, cut, one_sentence
 
 # Every module beside this one that is a command adds itself to the application.
 for _module in pkgutil.iter_modules(kvjax.cli.__path__):
@@ -28,14 +28,16 @@ for _module in pkgutil.iter_modules(kvjax.cli.__path__):
 def explain(error: Exception) -> tuple[int, str]:
     """Exit code and the one sentence for whoever typed the command."""
     if isinstance(error, typer.TyperException):
-        return error.exit_code, error.format_message()
+        return error.exit_code, one_sentence(error.format_message())
     if isinstance(error, UsageError):
         return 2, str(error)
     if isinstance(error, KvjaxError):
         return 1, str(error)
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
-        return 1, f"The disk is full: {error}."
-    first_line = (str(error).splitlines() or [""])[0]
+        return 1, one_sentence(f"The disk is full: {error}.")
+    if isinstance(error, OSError) and error.strerror and error.filename is not None:
+        return 1, one_sentence(f"{error.filename} cannot be used: {error.strerror}.")
+    first_line = cut((str(error).splitlines() or [""])[0], 2 * QUOTED)
     if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in first_line:
         return 1, f"Not enough memory ({first_line}); a smaller budget, batch or context needs less."
     hint = "set KVJAX_TRACEBACK=1 to see where"

@@ -13,8 +13,8 @@ import typer
 from kvjax.cli import inputs, session
 from kvjax.cli import options as flag
 from kvjax.cli.app import INTERRUPTED, app
-from kvjax.errors import UsageError
-from kvjax.files import check_writable
+from kvjax.errors import UsageError, quoted
+from kvjax.files import check_writable, is_file
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -65,7 +65,7 @@ def picture(
     heads, with and without echo heads and compensation token. slimkv-scores: S1, S2 and their product. lagkv-variants:
     LagKV, LocalKV and L2. question-answer: how alike a question and its answer attend to earlier rounds.
     """
-    from kvjax.checks import whole_number
+    from kvjax.checks import number, whole_number
     from kvjax.eval.pictures import new_figure
     from kvjax.eval.results import Settings
     from kvjax.eval.studies import STUDIES
@@ -75,15 +75,19 @@ def picture(
     if name not in known:
         near = difflib.get_close_matches(name, known, n=1)
         hint = f" did you mean {near[0]!r}?" if near else ""
-        raise UsageError(f"There is no picture {name!r};{hint} known are {', '.join(known)}.")
+        raise UsageError(f"There is no picture {quoted(name)};{hint} known are {', '.join(known)}.")
     check_writable("--out", out)
     settings = Settings(model, "", TASKS, samples, False, "model", seed)
     policies = [f"{policy},ratio={ratio}" for policy in KEEPING]
     if name == POSITIONS:
         _parse_all(policies)
-    if name == ALIKE and (dialogues is None or not dialogues.is_file()):
+    if name == ALIKE and (dialogues is None or not is_file(dialogues)):
         raise UsageError(f"{ALIKE} is drawn of real dialogues; give --dialogues a file of them (it is {dialogues}).")
+    number("ratio", ratio, 0, 1, open_below=True)
+    whole_number("length", length, 1)
     whole_number("most", most, 1)
+    if tokens is not None:
+        whole_number("tokens", tokens, 1)
     whole_number("least-rounds", least_rounds, 3)
     new_figure(1, 1)  # refuses without matplotlib now, and not when all is measured
     if compile_cache:

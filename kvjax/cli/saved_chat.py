@@ -13,8 +13,11 @@ if TYPE_CHECKING:
 def check(save: Path | None, load: Path | None, system: str | None) -> None:
     """Refuse folders that will not do, before a model is loaded (UsageError, KvjaxError)."""
     from kvjax.errors import UsageError
+    from kvjax.files import check_local
     from kvjax.saving import holds_conversation
 
+    if load is not None:
+        check_local("--load", load)
     if load is not None and not holds_conversation(load):
         raise UsageError(f"There is no saved conversation at {load}.")
     if load is not None and system is not None:
@@ -24,18 +27,17 @@ def check(save: Path | None, load: Path | None, system: str | None) -> None:
 
 
 def check_free(save: Path, load: Path | None) -> None:
-    """Refuse to write over another conversation than the one that is continued; make the folder."""
-    from kvjax.errors import KvjaxError, UsageError
+    """Refuse to write over another conversation than the one that is continued, or where nothing can be written."""
+    from kvjax.errors import UsageError
+    from kvjax.files import check_folder, check_local
     from kvjax.saving import holds_conversation
 
+    check_local("--save", save)
     if holds_conversation(save) and (load is None or save.resolve() != load.resolve()):
         raise UsageError(
             f"{save} holds a conversation already; continue it with --load {save}, or name another folder to save in."
         )
-    try:
-        save.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise KvjaxError(f"The folder {save} cannot be made: {error.strerror}.") from error
+    check_folder("--save", save)
 
 
 def continued(lm: kvjax.LanguageModel, folder: Path, keywords: dict[str, Any]) -> kvjax.Chat:

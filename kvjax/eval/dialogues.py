@@ -11,7 +11,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,7 +18,9 @@ from typing import Any
 
 from kvjax.checkpoints.load import LanguageModel
 from kvjax.checks import whole_number
-from kvjax.errors import UsageError
+from kvjax.documents import NotADocument, parse_json
+from kvjax.errors import UsageError, quoted
+from kvjax.files import reason
 
 Message = dict[str, str]
 #: A question and its answer.
@@ -96,8 +97,8 @@ def read_dialogues(path: Path, count: Callable[[str], int], tokens: int) -> list
     """
     try:
         text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"--dialogues names a file that cannot be read: {path} ({error}).") from error
+    except (OSError, ValueError) as error:
+        raise UsageError(f"--dialogues names a file that cannot be read: {path} ({reason(error)}).") from error
     found: list[Dialogue] = []
     for i, item in enumerate(_records(text, path)):
         name = f"{path.stem}-{i}"
@@ -110,8 +111,9 @@ def read_dialogues(path: Path, count: Callable[[str], int], tokens: int) -> list
                 found.append(_kept_last(_messages(name, item, path), count, tokens))
         except UsageError:
             raise
-        except (KeyError, TypeError, AttributeError, ValueError) as error:
-            raise UsageError(f"Record {i} of {path} has not all that its data set's records have ({error}).") from error
+        except (LookupError, TypeError, AttributeError, ValueError) as error:
+            lacks = f"{type(error).__name__}: {quoted(str(error))}"
+            raise UsageError(f"Record {i} of {path} has not all that its data set's records have ({lacks}).") from error
     kept = [dialogue for dialogue in found if dialogue.rounds and dialogue.questions]
     if not kept:
         raise UsageError(f"{path} holds no dialogue with a round before its question that fits {tokens} tokens.")
@@ -144,11 +146,11 @@ def long_dialogues(
 
 def _records(text: str, path: Path) -> list[Any]:
     try:
-        whole = json.loads(text)
-    except json.JSONDecodeError:
+        whole = parse_json(text)
+    except NotADocument:
         try:
-            return [json.loads(line) for line in text.splitlines() if line.strip()]
-        except json.JSONDecodeError as error:
+            return [parse_json(line) for line in text.splitlines() if line.strip()]
+        except NotADocument as error:
             raise UsageError(f"{path} is neither JSON nor JSON lines: {error}.") from error
     if isinstance(whole, dict):
         return [whole]

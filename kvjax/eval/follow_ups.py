@@ -20,6 +20,7 @@ from __future__ import annotations
 import dataclasses
 import random
 
+from kvjax.checks import whole_number
 from kvjax.errors import UsageError
 from kvjax.eval.ruler import NOISE
 from kvjax.eval.words import word_pairs
@@ -81,8 +82,7 @@ def make_conversations(tokenizer: Tokenizer, *, length: int, samples: int, seed:
     Raises:
       UsageError: no sample, or a length too short for three needles.
     """
-    if samples < 1:
-        raise UsageError(f"samples is {samples}; at least 1 is needed.")
+    whole_number("samples", samples, 1)
     made = []
     for index in range(samples):
         low, high, best = 3, max(3, length), None  # a line has more than one token

@@ -7,7 +7,7 @@ import math
 import statistics
 from typing import TYPE_CHECKING
 
-from kvjax.errors import UsageError
+from kvjax.checks import whole_number
 from kvjax.eval.ruler import NeedleTask, Sample, find_task, make_samples, match_all
 
 if TYPE_CHECKING:
@@ -93,8 +93,7 @@ def run_needles(
     Raises:
       UsageError: a bad request, as ``make_samples`` and ``generate`` say.
     """
-    if batch < 1:
-        raise UsageError(f"batch is {batch}; at least 1 is needed.")
+    whole_number("batch", batch, 1)
     task = find_task(task)
     max_new_tokens = task.max_new_tokens if max_new_tokens is None else max_new_tokens
     made = make_samples(

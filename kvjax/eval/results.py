@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import statistics
 from collections.abc import Sequence
@@ -11,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from kvjax.cache.quantisation import parse_storage
-from kvjax.checks import whole_number
-from kvjax.errors import KvjaxError, UsageError
+from kvjax.checks import MOST_SEED, number, whole_number
+from kvjax.documents import NotADocument, parse_json, validated
+from kvjax.errors import KvjaxError, UsageError, cut
 from kvjax.eval.ruler import find_task
 
 #: The tasks of a comparison unless others are named: one needle, one of several keys, all values of a key.
@@ -45,7 +45,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         whole_number("samples", self.samples, 1)
-        whole_number("seed", self.seed, 0)
+        whole_number("seed", self.seed, 0, MOST_SEED)
         if not self.tasks:
             raise UsageError("No task is named; name tasks such as niah_single_1.")
         parse_storage(self.storage)
@@ -69,6 +69,12 @@ class Scored:
     task: str
     scores: tuple[float, ...]
     first: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.scores) != len(self.first):
+            raise ValueError(f"there are {len(self.scores)} scores and {len(self.first)} first tokens")
+        for score in self.scores:
+            number("a score", score, 0, 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,6 +102,13 @@ class Row:
     seconds: float = 0.0
     compile_seconds: float = 0.0
 
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            if field.type == "float":
+                number(field.name, getattr(self, field.name), 0)
+        if self.retained is not None:
+            number("retained", self.retained, 0, 1, open_below=True)
+
     @property
     def key(self) -> tuple[int, str, float | None]:
         return self.length, self.policy, self.retained
@@ -113,6 +126,28 @@ class Row:
     def live_share(self) -> float:
         """Live bytes over those of a full cache."""
         return self.live_bytes / self.full_bytes if self.full_bytes else math.nan
+
+
+@dataclasses.dataclass(frozen=True)
+class Saved:
+    """What ``results.json`` is read as; what else it holds is made of this."""
+
+    settings: Settings
+    rows: tuple[Row, ...]
+
+    def __post_init__(self) -> None:
+        for row in self.rows:
+            whole_number("length", row.length, 1)
+        # Rows compare in pairs, sample by sample.
+        answered = [row for row in self.rows if row.refused is None]
+        for row in answered:
+            if _samples(row) != _samples(answered[0]):
+                raise ValueError(f"the row of {cut(row.name)} has not the samples of the others")
+
+
+def _samples(row: Row) -> dict[tuple[str, str], int]:
+    """How many samples of each mode and task a row has."""
+    return {(group.mode, group.task): len(group.scores) for group in row.answers}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,28 +207,22 @@ def read_rows(path: Path, settings: Settings) -> list[Row]:
     if not path.exists():
         return []
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        held = content["settings"] | {"tasks": tuple(content["settings"]["tasks"])}
-        rows = [_row(item) for item in content["rows"]]
-        known = content["format"] == _FORMAT
+        content = parse_json(path.read_bytes())
+        if isinstance(content, dict) and content.get("format", _FORMAT) != _FORMAT:
+            raise UsageError(f"{path} was written by another version of this command; choose another folder.")
+        saved: Saved = validated(Saved, content)
     except OSError as error:
         raise KvjaxError(f"{path} cannot be read: {error.strerror}.") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UsageError(f"{path} holds no results of a comparison; choose another folder.") from error
-    if not known:
-        raise UsageError(f"{path} was written by another version of this command; choose another folder.")
+    except NotADocument as error:
+        raise UsageError(f"{path} holds no results of a comparison; choose another folder ({error}).") from error
+    held = dataclasses.asdict(saved.settings)
     for name, value in dataclasses.asdict(settings).items():
-        if held.get(name) != value:
+        if held[name] != value:
             raise UsageError(
-                f"{path} holds results with {name} {_plain(held.get(name))} and {_plain(value)} is asked for; "
+                f"{path} holds results with {name} {_plain(held[name])} and {_plain(value)} is asked for; "
                 "rows of one table share their settings, so choose another folder."
             )
-    return rows
-
-
-def _row(item: dict[str, Any]) -> Row:
-    answers = tuple(Scored(a["mode"], a["task"], tuple(a["scores"]), tuple(a["first"])) for a in item.pop("answers"))
-    return Row(**item, answers=answers)
+    return list(saved.rows)
 
 
 def _plain(value: Any) -> str:

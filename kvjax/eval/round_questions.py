@@ -8,14 +8,14 @@ tokens are what answers are compared with.
 from __future__ import annotations
 
 import dataclasses
-import json
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from kvjax.checkpoints.load import LanguageModel
-from kvjax.errors import KvjaxError, UsageError
+from kvjax.documents import NotADocument, parse_json, validated
+from kvjax.errors import KvjaxError, UsageError, cut, quoted
 from kvjax.eval.dialogues import Dialogue
 from kvjax.generation import generate
 from kvjax.history import history_ids, read_history
@@ -94,6 +94,20 @@ class Settings:
     tokens: int
     max_new_tokens: int
     repeats: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Saved:
+    """What ``answers.json`` is read as."""
+
+    settings: Settings
+    answers: list[Answer]
+
+    def __post_init__(self) -> None:
+        for answer in self.answers:
+            timed = (*answer.seconds, *answer.full_seconds)
+            if not timed or len(answer.seconds) != len(answer.full_seconds) or min(timed) <= 0:
+                raise ValueError(f"the answer to {cut(answer.dialogue)} has not been timed beside the full cache")
 
 
 class RoundComparison:
@@ -212,15 +226,17 @@ def round_policy(name: str) -> RoundAttention:
     """A policy to compare; UsageError for one that is not Round Attention, or compresses within rounds."""
     policy = parse(name)
     if not isinstance(policy, RoundAttention) or policy.inner is not None:
-        raise UsageError(f"{name!r} is not RoundAttention without inner; give forms of it such as round:top=0.3.")
+        raise UsageError(f"{quoted(name)} is not RoundAttention without inner; give forms of it such as round:top=0.3.")
     return policy
 
 
-def _answer_of(values: dict[str, Any]) -> Answer:
-    """An answer out of JSON, which has no tuples; version 0.1 wrote live bytes as "device_bytes"."""
-    values = {"live_bytes" if name == "device_bytes" else name: value for name, value in values.items()}
-    found: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
-    return Answer(**found)
+def _renamed(value: Any) -> Any:
+    """The content of the file with the names of today: version 0.1 wrote live bytes as "device_bytes"."""
+    if isinstance(value, list):
+        return [_renamed(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    return {"live_bytes" if name == "device_bytes" else name: _renamed(item) for name, item in value.items()}
 
 
 def read_answers(path: Path, settings: Settings) -> list[Answer]:
@@ -232,9 +248,11 @@ def read_answers(path: Path, settings: Settings) -> list[Answer]:
     if not path.exists():
         return []
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        if content["settings"] != dataclasses.asdict(settings):
+        content = parse_json(path.read_bytes())
+        if isinstance(content, dict) and content.get("settings") != dataclasses.asdict(settings):
             raise KvjaxError(f"{path} holds answers of another model, file or length; give another --out.")
-        return [_answer_of(answer) for answer in content["answers"]]
-    except (OSError, ValueError, TypeError, KeyError) as error:
+        return validated(Saved, _renamed(content)).answers
+    except OSError as error:
+        raise KvjaxError(f"{path} cannot be read: {error.strerror}.") from error
+    except NotADocument as error:
         raise KvjaxError(f"{path} is not what compare-rounds writes; give another --out ({error}).") from error

@@ -179,6 +179,7 @@ def report(settings: Settings, answers: Sequence[Answer], machine: dict[str, Any
 
 def save(out: Path, found: Report) -> None:
     """Numbers and tables in the folder ``out``, each whole or not at all."""
+    out.mkdir(parents=True, exist_ok=True)
     write_atomically(out / "answers.json", found.json())
     write_atomically(out / "rounds.md", found.markdown())
 

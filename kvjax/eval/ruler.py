@@ -15,7 +15,8 @@ import uuid
 from collections.abc import Callable, Sequence
 from typing import Literal, Protocol
 
-from kvjax.errors import UsageError
+from kvjax.checks import whole_number
+from kvjax.errors import UsageError, quoted
 from kvjax.eval.words import word_pairs
 
 Kind = Literal["numbers", "words", "uuids"]
@@ -105,7 +106,7 @@ def find_task(task: str | NeedleTask) -> NeedleTask:
     if isinstance(task, NeedleTask):
         return task
     if task not in TASKS:
-        raise UsageError(f"There is no task {task!r}; known are {', '.join(TASKS)}.")
+        raise UsageError(f"There is no task {quoted(task)}; known are {', '.join(TASKS)}.")
     return TASKS[task]
 
 
@@ -148,8 +149,7 @@ def make_samples(
       UsageError: an unknown task, or a length too short for its smallest haystack.
     """
     task = find_task(task)
-    if samples < 1:
-        raise UsageError(f"samples is {samples}; at least 1 is needed.")
+    whole_number("samples", samples, 1)
     reserved = task.max_new_tokens if max_new_tokens is None else max_new_tokens
     room = length - template_tokens
     draw = _Draw(task, random.Random(seed), seed)

@@ -6,8 +6,10 @@ import dataclasses
 from typing import Any, Literal, get_args
 
 from kvjax.checks import number, whole_number
-from kvjax.errors import UsageError
+from kvjax.errors import UsageError, quoted
 
+#: Channels, layers, heads and tokens of a model at most.
+MOST_SIZE = 2**40
 RopeKind = Literal["default", "linear", "dynamic", "yarn", "longrope", "llama3"]
 Positional = Literal["rope", "alibi"]
 NormKind = Literal["rms", "layer"]
@@ -50,10 +52,17 @@ class RopeConfig:
         for divisor in (*self.short_factor, *self.long_factor):
             number("a rotary divisor", divisor, 0, open_below=True)
         if self.original_max_position is not None:
-            whole_number("the context before rotary scaling", self.original_max_position, 1)
+            whole_number("the context before rotary scaling", self.original_max_position, 1, MOST_SIZE)
         if self.kind == "llama3":
             number("low_freq_factor", self.low_freq_factor, 0, open_below=True)
             number("high_freq_factor", self.high_freq_factor, self.low_freq_factor, open_below=True)
+
+
+def _size(name: str, value: Any, needed: str) -> None:
+    """Refuse what is no size of a model."""
+    if isinstance(value, int) and value < 1:
+        raise UsageError(f"{name} is {quoted(value)}; {needed}.")
+    whole_number(name, value, 1, MOST_SIZE)
 
 
 def added(default: Any) -> Any:
@@ -106,8 +115,7 @@ class ModelConfig:
     def __post_init__(self) -> None:
         sizes = "vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads"
         for name in (*sizes, "max_position"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"{name} is {getattr(self, name)}; a model needs at least 1.")
+            _size(name, getattr(self, name), "a model needs at least 1")
         if self.num_heads % self.num_kv_heads:
             raise UsageError(
                 f"{self.num_heads} query heads do not divide into {self.num_kv_heads} key/value heads; "
@@ -116,10 +124,9 @@ class ModelConfig:
         for name, known in (("positional", Positional), ("norm", NormKind), ("mlp", MLPKind)):
             if getattr(self, name) not in get_args(known):
                 choices = " or ".join(map(repr, get_args(known)))
-                raise UsageError(f"{name} is {getattr(self, name)!r}; choose {choices}.")
+                raise UsageError(f"{name} is {quoted(getattr(self, name))}; choose {choices}.")
         number("rms_norm_eps", self.rms_norm_eps, 0)
-        if self.head_dim < 1:
-            raise UsageError(f"head_dim is {self.head_dim}; a head needs at least 1 channel.")
+        _size("head_dim", self.head_dim, "a head needs at least 1 channel")
         if self.positional == "rope" and self.head_dim % 2:
             raise UsageError(f"head_dim is {self.head_dim}; rotary embedding needs an even number of at least 2.")
         if self.qk_norm and self.positional != "rope":

@@ -1,6 +1,7 @@
 """Policies: which tokens a compressed cache keeps. ``parse`` reads the command line's form.
 
-To write a policy, read :mod:`kvjax.policies.base`; :mod:`kvjax.policies.names` lists the ones that come with kvjax.
+What a policy of one's own needs is here too. To write one, read :mod:`kvjax.policies.base`; :mod:`kvjax.policies.names`
+lists the ones that come with kvjax.
 """
 
 from __future__ import annotations
@@ -11,26 +12,30 @@ from typing import TYPE_CHECKING, Any
 from kvjax.policies.names import CLASSES
 
 if TYPE_CHECKING:
-    from kvjax.policies.base import Candidates, Policy, PromptChunk, Selection, Signals, Step  # noqa: F401
+    from kvjax.cache.pool import LayerCache, append_token, mark_rows, rows, store  # noqa: F401
+    from kvjax.checks import number, true_or_false, whole_number  # noqa: F401
+    from kvjax.policies.base import *  # noqa: F403
+    from kvjax.policies.checks import one_of, only_one  # noqa: F401
+    from kvjax.policies.evicting import Evicting  # noqa: F401
     from kvjax.policies.names import *  # noqa: F403
     from kvjax.policies.parsing import format_policy, parse, register, registry  # noqa: F401
     from kvjax.policies.sized import Selecting, Sized  # noqa: F401
 
 # Names are imported when first used, so that reading the table of names loads no JAX.
-_HOMES = CLASSES | {
-    "Candidates": "kvjax.policies.base",
-    "Policy": "kvjax.policies.base",
-    "PromptChunk": "kvjax.policies.base",
-    "Selecting": "kvjax.policies.sized",
-    "Selection": "kvjax.policies.base",
-    "Signals": "kvjax.policies.base",
-    "Sized": "kvjax.policies.sized",
-    "Step": "kvjax.policies.base",
-    "format_policy": "kvjax.policies.parsing",
-    "parse": "kvjax.policies.parsing",
-    "register": "kvjax.policies.parsing",
-    "registry": "kvjax.policies.parsing",
+_MODULES = {
+    "kvjax.cache.pool": ("LayerCache", "append_token", "mark_rows", "rows", "store"),
+    "kvjax.checks": ("number", "true_or_false", "whole_number"),
+    "kvjax.policies.base": (
+        *("Candidates", "HostOrTraced", "Policy", "PromptChunk", "Selection", "Signals", "Step"),
+        *("append_new", "floor_fraction", "gather_candidates", "keep_all", "keep_where"),
+        *("numpy_or_jax", "per_head", "selection", "top_mask"),
+    ),
+    "kvjax.policies.checks": ("one_of", "only_one"),
+    "kvjax.policies.evicting": ("Evicting",),
+    "kvjax.policies.parsing": ("format_policy", "parse", "register", "registry"),
+    "kvjax.policies.sized": ("Selecting", "Sized"),
 }
+_HOMES = CLASSES | {name: module for module, names in _MODULES.items() for name in names}
 __all__ = sorted(_HOMES)  # pyright: ignore[reportUnsupportedDunderAll]
 
 

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.cache.attention import slot_bias
 from kvjax.cache.pool import LayerCache
-from kvjax.checks import whole_number
+from kvjax.checks import MOST_KERNEL, MOST_SLOTS, true_or_false, whole_number
 from kvjax.errors import UsageError
 from kvjax.model.alibi import slopes
 from kvjax.model.config import ModelConfig
@@ -57,13 +57,12 @@ class AhaKV(Evicting):
     default: ClassVar[dict[str, Any]] = {"budget": 1000}
 
     def __post_init__(self) -> None:
-        whole_number("recent", self.recent, 1)
-        whole_number("kernel", self.kernel, 1)
+        whole_number("recent", self.recent, 1, MOST_SLOTS)
+        whole_number("kernel", self.kernel, 1, MOST_KERNEL)
         if self.kernel % 2 == 0:
             raise UsageError(f"kernel is {self.kernel}; give an odd number, so that a window has a centre.")
         for name in ("recent_accumulation", "step_gain", "value_prior"):
-            if not isinstance(getattr(self, name), bool):
-                raise UsageError(f"{name} is {getattr(self, name)!r}; give True or False.")
+            true_or_false(name, getattr(self, name))
         super().__post_init__()
 
     def check(self, config: ModelConfig) -> None:

@@ -61,7 +61,7 @@ from kvjax.cache.pool import PAGE_SIZE, LayerCache, append_token, empty_layer, p
 from kvjax.cache.quantisation import MODEL, Storage
 from kvjax.errors import UsageError
 from kvjax.model.config import ModelConfig
-from kvjax.policies.selection import (
+from kvjax.policies.candidates import (
     Candidates,
     PromptChunk,
     Selection,
@@ -95,6 +95,8 @@ __all__ = [
     "top_mask",
 ]
 
+#: The length of a head of which more was kept than there was.
+BEYOND = -1
 #: Budgets are solved by one formula on the host, in NumPy, and in compiled programs.
 HostOrTraced = np.ndarray | Array
 
@@ -263,8 +265,11 @@ class Policy:
         if type(self).select is Policy.select:
             return keep_all(cache, candidates, chunk)
         chosen = self.select(layer, cache, candidates, chunk)
-        candidates = dataclasses.replace(candidates, marks=chosen.marks)
-        return keep_where(cache, candidates, chosen.keep, chunk).replace(state=chosen.state)
+        kept = keep_where(cache, dataclasses.replace(candidates, marks=chosen.marks), chosen.keep, chunk)
+        if is_own(self):  # those of kvjax have tests; the host refuses a head of this length, see policies/guard.py
+            wrong = (chosen.keep & ~candidates.valid).any(axis=-1) | (cache.length < 0)
+            kept = kept.replace(length=jnp.where(wrong, BEYOND, kept.length))
+        return kept.replace(state=chosen.state)
 
     def append(
         self, layer: int, cache: LayerCache, k: Float[Array, "B H D"], v: Float[Array, "B H D"], step: Step
@@ -302,6 +307,11 @@ def shares(policy: Policy, storage: Storage) -> bool:
     int8 rows do not: the scales of a row's keys follow what it reads, and its stored keys are packed anew.
     """
     return policy.shares_context and not storage.quantised
+
+
+def is_own(policy: Policy) -> bool:
+    """Whether a policy is the caller's, and none that comes with kvjax."""
+    return not type(policy).__module__.startswith("kvjax.")
 
 
 def policy_marks(policy: Policy, config: ModelConfig) -> tuple[str, ...]:

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from kvjax.errors import UsageError
+from kvjax.errors import UsageError, quoted
 
 
 def only_one(policy: str, **values: object) -> None:
@@ -18,8 +18,8 @@ def only_one(policy: str, **values: object) -> None:
 
 def one_of(name: str, value: object, accepted: Sequence[str]) -> None:
     """Refuse a word that is not among the accepted ones."""
-    if value not in accepted:
-        raise UsageError(f"{name} is {value!r}; give {' or '.join(repr(word) for word in accepted)}.")
+    if not isinstance(value, str) or value not in accepted:
+        raise UsageError(f"{name} is {quoted(value)}; give {' or '.join(repr(word) for word in accepted)}.")
 
 
 def changed(policy: Any, names: Sequence[str]) -> list[str]:

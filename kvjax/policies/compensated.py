@@ -12,8 +12,8 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache.pool import LayerCache, read_slots, rows, store, write
-from kvjax.checks import number, whole_number
-from kvjax.errors import UsageError
+from kvjax.checks import MOST_SLOTS, number, true_or_false, whole_number
+from kvjax.errors import UsageError, quoted
 from kvjax.model.config import ModelConfig
 from kvjax.policies.base import HostOrTraced, Policy, PromptChunk, Step, append_new, floor_fraction, numpy_or_jax
 from kvjax.policies.checks import only_one, refuse_unused
@@ -81,17 +81,19 @@ class CompensatedRing(Policy):
 
     def __post_init__(self) -> None:
         only_one("CompensatedRing", budget=self.budget, ratio=self.ratio, lengths=self.lengths)
-        whole_number("sink", self.sink, 0)
-        whole_number("threshold", self.threshold, 1)
+        whole_number("sink", self.sink, 0, MOST_SLOTS)
+        whole_number("threshold", self.threshold, 1, MOST_SLOTS)
         number("compression", self.compression, 1)
         if self.budget is not None:
-            whole_number("budget", self.budget, self.smallest())
+            whole_number("budget", self.budget, self.smallest(), MOST_SLOTS)
         if self.ratio is not None:
             number("ratio", self.ratio, 0, 1, open_below=True)
-        if not isinstance(self.compensation, bool):
-            raise UsageError(f"compensation is {self.compensation!r}; give True or False.")
-        for length in (length for heads in self.lengths or () for length in heads):
-            whole_number("every length", length, 1)
+        true_or_false("compensation", self.compensation)
+        table = () if self.lengths is None else self.lengths
+        if not isinstance(table, tuple) or not all(isinstance(heads, tuple) for heads in table):
+            raise UsageError(f"lengths is {quoted(self.lengths)}; give a tuple of a layer's KV heads for each layer.")
+        for length in (length for heads in table for length in heads):
+            whole_number("every length", length, 1, MOST_SLOTS)
 
     @property
     def merges(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]

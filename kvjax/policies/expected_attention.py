@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float
 
 from kvjax.cache.attention import NEG
 from kvjax.cache.pool import LayerCache
-from kvjax.checks import number, whole_number
+from kvjax.checks import MOST_SLOTS, number, true_or_false, whole_number
 from kvjax.model.alibi import slopes
 from kvjax.model.config import ModelConfig
 from kvjax.model.rope import angles, rotate
@@ -50,9 +50,11 @@ class ExpectedAttention(Selecting):
     values: bool = True
 
     def __post_init__(self) -> None:
-        whole_number("sink", self.sink, 0)
-        whole_number("future", self.future, 1)
+        whole_number("sink", self.sink, 0, MOST_SLOTS)
+        whole_number("future", self.future, 1, MOST_SLOTS)
         number("epsilon", self.epsilon, 0)
+        true_or_false("covariance", self.covariance)
+        true_or_false("values", self.values)
         super().__post_init__()
 
     def check(self, config: ModelConfig) -> None:

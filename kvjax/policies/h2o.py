@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.cache.pool import LayerCache
-from kvjax.checks import whole_number
+from kvjax.checks import MOST_SLOTS, whole_number
 from kvjax.policies.base import Candidates, PromptChunk, Signals, Step
 from kvjax.policies.evicting import Evicting, attention_weights
 
@@ -39,7 +39,7 @@ class H2O(Evicting):
 
     def __post_init__(self) -> None:
         if self.recent is not None:
-            whole_number("recent", self.recent, 0)
+            whole_number("recent", self.recent, 0, MOST_SLOTS)
         super().__post_init__()
 
     @property

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache.pool import LayerCache, put_pages, take_pages
-from kvjax.checks import number, whole_number
+from kvjax.checks import MOST_SLOTS, number, whole_number
 from kvjax.errors import UsageError
 from kvjax.model.config import ModelConfig
 from kvjax.policies.base import (
@@ -92,10 +92,10 @@ class LagKV(Policy):
         for name in ("ratio", "partition_ratio"):
             if getattr(self, name) is not None:
                 number(name, getattr(self, name), 0, 1, open_below=True)
-        whole_number("sink", self.sink, 0)
-        whole_number("lag", self.lag, 2)
+        whole_number("sink", self.sink, 0, MOST_SLOTS)
+        whole_number("lag", self.lag, 2, MOST_SLOTS)
         if self.budget is not None:
-            whole_number("budget", self.budget, 1)
+            whole_number("budget", self.budget, 1, MOST_SLOTS)
             if self.budget < self.sink + self.lag:
                 raise UsageError(
                     f"A budget of {self.budget} tokens is smaller than {self.sink} sinks and a window of {self.lag}; "

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache.pool import LayerCache
-from kvjax.checks import number, whole_number
-from kvjax.errors import UsageError
+from kvjax.checks import MOST_SEED, MOST_SLOTS, number, whole_number
+from kvjax.errors import UsageError, quoted
 from kvjax.policies.base import Candidates, PromptChunk, Signals, floor_fraction, top_mask
 from kvjax.policies.checks import one_of
 from kvjax.policies.pooling import Group, over_group, window_mass
@@ -55,11 +55,11 @@ class NACL(Selecting):
         number("protect", self.protect, 0, 1)
         if self.random + self.protect > 1:
             raise UsageError(
-                f"random={self.random!r} and protect={self.protect!r} are fractions of one budget; "
+                f"random={quoted(self.random)} and protect={quoted(self.protect)} are fractions of one budget; "
                 "give numbers that add up to at most 1."
             )
-        whole_number("sink", self.sink, 0)
-        whole_number("seed", self.seed, 0, 2**32 - 1)
+        whole_number("sink", self.sink, 0, MOST_SLOTS)
+        whole_number("seed", self.seed, 0, MOST_SEED)
         one_of("group", self.group, ("mean", "sum", "max"))
         super().__post_init__()
 

@@ -14,10 +14,13 @@ import typing
 from collections.abc import Iterable
 from typing import Any
 
-from kvjax.errors import UsageError
+from kvjax.checks import MOST, MOST_SEED, read_number, read_whole_number
+from kvjax.errors import UsageError, quoted
 from kvjax.policies.base import Policy
 from kvjax.policies.names import ALIASES, POLICIES
 
+#: Policies within one another, in their text form.
+DEPTH = 8
 _REGISTERED: dict[str, type[Policy]] = {}
 
 
@@ -28,11 +31,13 @@ def register(name: str, policy: type[Policy]) -> None:
       UsageError: ``policy`` is not a frozen dataclass deriving from ``Policy``, or another class has that name.
     """
     if not (isinstance(policy, type) and issubclass(policy, Policy) and dataclasses.is_dataclass(policy)):
-        raise UsageError(f"{policy!r} is not a policy; register a frozen dataclass that derives from kvjax.Policy.")
+        raise UsageError(
+            f"{quoted(policy)} is not a policy; register a frozen dataclass that derives from kvjax.Policy."
+        )
     key = _key(name)
     known = _class_of(key) or _REGISTERED.setdefault(key, policy)
     if known is not policy:
-        raise UsageError(f"The policy name {name!r} already belongs to {known.__name__}; choose another.")
+        raise UsageError(f"The policy name {quoted(name)} already belongs to {known.__name__}; choose another.")
 
 
 def registry() -> dict[str, type[Policy]]:
@@ -65,26 +70,29 @@ def parse(text: Any) -> Policy:
     if isinstance(text, Policy):
         return text
     if not isinstance(text, str):
-        raise UsageError(f'{text!r} is not a policy; give a kvjax policy or text such as "lagkv:ratio=0.25".')
+        raise UsageError(f'{quoted(text)} is not a policy; give a kvjax policy or text such as "lagkv:ratio=0.25".')
     name, _, options = text.strip().partition(":")
     key = _key(name)
     cls = _class_of(key)
     if cls is None:
         known = [*POLICIES, *_REGISTERED]
-        raise UsageError(f"Unknown policy {name.strip()!r};{_nearest(key, known)} known are {', '.join(known)}.")
+        raise UsageError(f"Unknown policy {quoted(name.strip())};{_nearest(key, known)} known are {', '.join(known)}.")
     hints = typing.get_type_hints(cls)
     fields = {field.name: hints[field.name] for field in dataclasses.fields(cls)}
     values: dict[str, Any] = {}
-    for part in filter(None, (item.strip() for item in _split(options))):
+    parts = _split(options)
+    for part in parts if parts[-1].strip() else parts[:-1]:  # a comma may end the options
         field, equals, value = (piece.strip() for piece in part.partition("="))
+        if not part.strip():
+            raise UsageError(f"An option of {cls.__name__} is missing in {quoted(text)}; write OPTION=VALUE.")
         field = field.replace("-", "_")
         if field not in fields:
             accepted = f"it takes {', '.join(fields)}" if fields else "it takes none"
-            raise UsageError(f"{cls.__name__} has no option {field!r};{_nearest(field, fields)} {accepted}.")
+            raise UsageError(f"{cls.__name__} has no option {quoted(field)};{_nearest(field, fields)} {accepted}.")
         if not equals or not value:
-            raise UsageError(f"The option {field!r} of {cls.__name__} has no value; write {field}=VALUE.")
+            raise UsageError(f"The option {quoted(field)} of {cls.__name__} has no value; write {field}=VALUE.")
         if field in values:
-            raise UsageError(f"The option {field!r} of {cls.__name__} is given twice; give it once.")
+            raise UsageError(f"The option {quoted(field)} of {cls.__name__} is given twice; give it once.")
         values[field] = _convert(cls, field, value, fields[field])
     return cls(**values)
 
@@ -119,12 +127,18 @@ def _split(options: str) -> list[str]:
         depth += (letter == "(") - (letter == ")")
         if depth < 0:
             break
+        if depth >= DEPTH:
+            raise UsageError(
+                f"Policies are nested more than {DEPTH} deep; give one inside another a few times at most."
+            )
         if letter == "," and depth == 0:
             parts.append("")
         else:
             parts[-1] += letter
     if depth:
-        raise UsageError(f"The parentheses of {options!r} do not match; write inner=NAME(OPTION=VALUE,OPTION=VALUE).")
+        raise UsageError(
+            f"The parentheses of {quoted(options)} do not match; write inner=NAME(OPTION=VALUE,OPTION=VALUE)."
+        )
     return parts
 
 
@@ -143,18 +157,21 @@ def _convert(cls: type[Policy], field: str, text: str, hint: Any) -> Any:
         if typing.get_origin(kind) is typing.Literal:
             return text  # the class itself refuses a word it does not know
         if kind is Policy:
-            inside = re.fullmatch(r"([^():]+)\((.*)\)", text)
-            return parse(f"{inside[1]}:{inside[2]}" if inside else text)
+            inside = re.fullmatch(r"([^():]+)\((.*)\)", text, re.DOTALL)
+            return parse((f"{inside[1]}:{inside[2]}" if inside[2].strip() else inside[1]) if inside else text)
         if kind is bool and text.lower() in ("true", "false"):
             return text.lower() == "true"
         if kind in (int, float):
             try:
-                return kind(text)
+                return read_whole_number(text, -MOST, MOST_SEED) if kind is int else read_number(text)
             except ValueError:
                 continue
         if kind is str:
             return text
     wanted = " or ".join(kind.__name__ for kind in kinds if kind in (int, float, bool))
-    if not wanted:
-        raise UsageError(f"The option {field} of {cls.__name__} cannot be written as text; make the policy in Python.")
-    raise UsageError(f"The option {field}={text!r} of {cls.__name__} is not a number it can use; give {wanted}.")
+    if wanted:
+        bounds = f", at most {MOST_SEED}" if int in kinds and text.lstrip("+-").isdecimal() else ""
+        raise UsageError(
+            f"The option {field}={quoted(text)} of {cls.__name__} is not a number it can use; give {wanted}{bounds}."
+        )
+    raise UsageError(f"The option {field} of {cls.__name__} cannot be written as text; make the policy in Python.")

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax.checks import whole_number
-from kvjax.errors import UsageError
+from kvjax.checks import MOST_KERNEL, whole_number
+from kvjax.errors import UsageError, quoted
 from kvjax.policies.base import Candidates
 from kvjax.policies.checks import one_of
 
@@ -19,9 +19,11 @@ Group = Literal["mean", "sum", "max"]
 
 def check_pooling(kernel: int, pooling: str) -> None:
     """Refuse a kernel that has no middle, or an unknown kind of pooling."""
-    whole_number("kernel", kernel, 1)
+    whole_number("kernel", kernel, 1, MOST_KERNEL)
     if kernel % 2 == 0:
-        raise UsageError(f"kernel is {kernel!r}; give an odd number, so that pooling keeps every token in its place.")
+        raise UsageError(
+            f"kernel is {quoted(kernel)}; give an odd number, so that pooling keeps every token in its place."
+        )
     one_of("pooling", pooling, ("avg", "max"))
 
 

@@ -14,8 +14,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
 
-from kvjax.errors import UsageError
-from kvjax.files import write_atomically
+from kvjax.documents import NotADocument, parse_yaml
+from kvjax.errors import UsageError, quoted
+from kvjax.files import reason, write_atomically
 from kvjax.model.config import ModelConfig
 
 #: One number a query head: [layer][head].
@@ -264,17 +265,17 @@ def load_profile(path: str | os.PathLike[str]) -> Profile:
     Raises:
       UsageError: no such file, not a profile, an unknown or a missing key, or values of the wrong kind.
     """
-    import yaml
-
     try:
-        content = yaml.safe_load(Path(path).read_bytes())
-    except OSError as error:
-        raise UsageError(f"The profile {os.fspath(path)} cannot be read: {error.strerror}.") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UsageError(f"{os.fspath(path)} is not a profile: it is not YAML.") from error
+        content = parse_yaml(Path(path).read_bytes())
+    except NotADocument as error:
+        raise UsageError(f"{os.fspath(path)} is not a profile: {error}.") from error
+    except (OSError, ValueError) as error:
+        raise UsageError(f"The profile {os.fspath(path)} cannot be read: {reason(error)}.") from error
     kind = str(content.get("kind")) if isinstance(content, dict) else None
     if kind not in _KINDS:
-        raise UsageError(f"{os.fspath(path)} is not a profile: its kind is {kind!r}; known are {', '.join(_KINDS)}.")
+        raise UsageError(
+            f"{os.fspath(path)} is not a profile: its kind is {quoted(kind)}; known are {', '.join(_KINDS)}."
+        )
     cls = _KINDS[kind]
     values = _fields(cls, content, os.fspath(path))
     shape = _fields(ModelShape, values["shape"], f"{os.fspath(path)}, shape")
@@ -290,13 +291,13 @@ def _fields(cls: type, content: Any, origin: str) -> dict[str, Any]:
     fields = {field.name: field for field in dataclasses.fields(cls) if field.compare}
     given = {name: value for name, value in content.items() if name != "kind"} if isinstance(content, Mapping) else {}
     if unknown := sorted(set(map(str, given)) - set(fields)):
-        raise UsageError(f"{origin} has the unknown key {unknown[0]!r}; known are {', '.join(fields)}.")
+        raise UsageError(f"{origin} has the unknown key {quoted(unknown[0])}; known are {', '.join(fields)}.")
     if missing := [name for name in fields if name not in given]:
-        raise UsageError(f"{origin} does not say {missing[0]!r}; calibrate the model again.")
+        raise UsageError(f"{origin} does not say {quoted(missing[0])}; calibrate the model again.")
     for name, field in fields.items():
         kind = {"int": int, "str": str, "float": float}.get(str(field.type))
         if kind is not None and type(given[name]) is not kind:
-            raise UsageError(f"{origin} has {given[name]!r} as {name}; a profile has a {kind.__name__} there.")
+            raise UsageError(f"{origin} has {quoted(given[name])} as {name}; a profile has a {kind.__name__} there.")
     return given
 
 

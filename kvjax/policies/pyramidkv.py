@@ -7,7 +7,7 @@ import functools
 
 import numpy as np
 
-from kvjax.checks import whole_number
+from kvjax.checks import MOST_SLOTS, whole_number
 from kvjax.model.config import ModelConfig
 from kvjax.policies.base import HostOrTraced, numpy_or_jax
 from kvjax.policies.snapkv import SnapKV
@@ -31,7 +31,7 @@ class PyramidKV(SnapKV):
     beta: int = 20
 
     def __post_init__(self) -> None:
-        whole_number("beta", self.beta, 1)
+        whole_number("beta", self.beta, 1, MOST_SLOTS)
         super().__post_init__()
 
     def size(self, config: ModelConfig, layer: int, total: HostOrTraced) -> HostOrTraced:

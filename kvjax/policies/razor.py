@@ -8,8 +8,8 @@ import math
 import os
 from typing import Any, ClassVar, Literal
 
-from kvjax.checks import number
-from kvjax.errors import UsageError
+from kvjax.checks import number, read_whole_number, whole_number
+from kvjax.errors import UsageError, quoted
 from kvjax.model.config import ModelConfig
 from kvjax.policies.base import Policy
 from kvjax.policies.checks import changed, one_of, only_one, refuse_unused
@@ -91,7 +91,7 @@ class RazorAttention(HeadWise):
         if isinstance(self.profile, (str, os.PathLike)):
             object.__setattr__(self, "profile", load_profile(self.profile))
         if self.profile is not None and not isinstance(self.profile, Profile):
-            raise UsageError(f"profile is {self.profile!r}; give a file, or what kvjax.calibrate gives.")
+            raise UsageError(f"profile is {quoted(self.profile)}; give a file, or what kvjax.calibrate gives.")
         number("induction_share", self.induction_share, 0, 1)
         number("echo_share", self.echo_share, 0, 1)
         number("eps", self.eps, 0, 1, open_below=True)
@@ -113,7 +113,7 @@ class RazorAttention(HeadWise):
             )
             return
         if not isinstance(inner, Policy) or isinstance(inner, RazorAttention) or inner.offloads_rounds:
-            raise UsageError(f"inner is {inner!r}; give a policy of tokens, such as kvjax.StreamingLLM().")
+            raise UsageError(f"inner is {quoted(inner)}; give a policy of tokens, such as kvjax.StreamingLLM().")
         if changed(self, _RING):
             raise UsageError("sink, threshold, compression and compensation shape the default inner; leave them out.")
         if isinstance(inner, CompensatedRing) and inner.lengths is not None:
@@ -252,12 +252,12 @@ def _head_list(heads: Any) -> tuple[tuple[int, int], ...]:
     """(layer, KV head) pairs from themselves or from "layer.head+layer.head"."""
     try:
         if isinstance(heads, str):
-            heads = [tuple(int(part) for part in pair.split(".")) for pair in heads.split("+") if pair]
-        pairs = tuple(sorted({(int(layer), int(head)) for layer, head in heads}))
-        if any(layer < 0 or head < 0 for layer, head in pairs):
-            raise ValueError
+            heads = [tuple(read_whole_number(part, 0) for part in pair.split(".")) for pair in heads.split("+")]
+        pairs = tuple(sorted({(layer, head) for layer, head in heads}))
+        for place in (place for pair in pairs for place in pair):
+            whole_number("every layer and head", place, 0)
     except (TypeError, ValueError) as error:
         raise UsageError(
-            f'heads is {heads!r}; give pairs such as ((0, 1), (3, 2)), or "0.1+3.2": KV heads by layer.head.'
+            f'heads is {quoted(heads)}; give pairs such as ((0, 1), (3, 2)), or "0.1+3.2": KV heads by layer.head.'
         ) from error
     return pairs

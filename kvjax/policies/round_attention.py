@@ -11,8 +11,8 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
-from kvjax.checks import number, whole_number
-from kvjax.errors import UsageError
+from kvjax.checks import MOST_SLOTS, number, whole_number
+from kvjax.errors import UsageError, quoted
 from kvjax.model.config import ModelConfig
 from kvjax.policies.base import HostOrTraced, Policy, floor_fraction, numpy_or_jax, per_head
 from kvjax.policies.checks import one_of, only_one, refuse_unused
@@ -64,7 +64,7 @@ class RoundAttention(Policy):
         if isinstance(self.profile, (str, os.PathLike)):
             object.__setattr__(self, "profile", load_profile(self.profile))
         if self.profile is not None and not isinstance(self.profile, Profile):
-            raise UsageError(f"profile is {self.profile!r}; give a file, or what kvjax.calibrate gives.")
+            raise UsageError(f"profile is {quoted(self.profile)}; give a file, or what kvjax.calibrate gives.")
         if self.profile is not None and not isinstance(self.profile, WatershedProfile):
             raise UsageError(f"The profile {self.profile} is not one of watershed, which RoundAttention needs.")
         only_one("RoundAttention", watershed=self.watershed, profile=self.profile)
@@ -76,13 +76,13 @@ class RoundAttention(Policy):
         number("threshold", self.threshold, 0, 1)
         number("std", self.std, 0)
         if self.drop_after is not None:
-            whole_number("drop_after", self.drop_after, 1)
+            whole_number("drop_after", self.drop_after, 1, MOST_SLOTS)
         if self.inner is not None:
             self._check_inner(self.inner)
 
     def _check_inner(self, inner: Policy) -> None:
         if not isinstance(inner, Policy):
-            raise UsageError(f"inner is {inner!r}; give a policy of tokens, such as kvjax.LagKV(ratio=0.5).")
+            raise UsageError(f"inner is {quoted(inner)}; give a policy of tokens, such as kvjax.LagKV(ratio=0.5).")
         asked = inner.signals
         # A round is one array: its heads differ in what they hold, not in what they are.
         chooses = not (inner.offloads_rounds or inner.merges or inner.beyond_context or isinstance(inner, HeadWise))

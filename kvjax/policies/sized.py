@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float
 
 from kvjax.cache.pool import LayerCache
-from kvjax.checks import number, whole_number
+from kvjax.checks import MOST_SLOTS, number, whole_number
 from kvjax.errors import UsageError
 from kvjax.model.config import ModelConfig
 from kvjax.policies.base import (
@@ -49,7 +49,7 @@ class Sized(Policy):
         if self.ratio is not None:
             number("ratio", self.ratio, 0, 1, open_below=True)
         if self.budget is not None:
-            whole_number("budget", self.budget, 1)
+            whole_number("budget", self.budget, 1, MOST_SLOTS)
             if self.budget < self.smallest():
                 raise UsageError(
                     f"A budget of {self.budget} tokens is smaller than what {type(self).__name__} always keeps; "

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache.pool import LayerCache
-from kvjax.checks import whole_number
+from kvjax.checks import MOST_SLOTS, whole_number
 from kvjax.policies.base import Candidates, PromptChunk, Signals
 from kvjax.policies.checks import one_of
 from kvjax.policies.pooling import Group, Pooling, check_pooling, over_group, pool, window_mass
@@ -33,7 +33,7 @@ class Observing(Selecting):
     pooling: Pooling = "avg"
 
     def __post_init__(self) -> None:
-        whole_number("window", self.window, 1)
+        whole_number("window", self.window, 1, MOST_SLOTS)
         check_pooling(self.kernel, self.pooling)
         super().__post_init__()
 

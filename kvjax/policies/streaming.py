@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from kvjax.cache.pool import LayerCache, store, write, write_mark
-from kvjax.checks import number, whole_number
+from kvjax.checks import MOST_SLOTS, number, whole_number
 from kvjax.errors import UsageError
 from kvjax.model.config import ModelConfig
 from kvjax.model.rope import angles, rotate
@@ -75,10 +75,12 @@ class StreamingLLM(Policy):
     replans: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        whole_number("sink", self.sink, 0)
+        whole_number("sink", self.sink, 0, MOST_SLOTS)
         only_one("StreamingLLM", window=self.window, budget=self.budget, ratio=self.ratio)
         if self.window is not None:
-            whole_number("window", self.window, 1)
+            whole_number("window", self.window, 1, MOST_SLOTS)
+        if self.budget is not None:
+            whole_number("budget", self.budget, 1, MOST_SLOTS)
         if self.budget is not None and self.budget < self.sink + 1:
             raise UsageError(
                 f"A budget of {self.budget} tokens is smaller than {self.sink} sinks and a window of 1; "

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import re
 import socket
 import time
 from collections.abc import Iterator
@@ -17,11 +18,14 @@ from typing import Any
 
 import jax
 
-from kvjax.errors import KvjaxError, UsageError
-from kvjax.sharding.mesh import Mesh
+from kvjax.checks import whole_number
+from kvjax.errors import KvjaxError, UsageError, quoted
+from kvjax.sharding.mesh import MOST_DEVICES, Mesh
 
 #: Seconds after which a silent process counts as dead; JAX's own default lets the others hang for 100.
 HEARTBEAT = 30
+#: Seconds of it at most: a month.
+MOST_SECONDS = 31 * 24 * 60 * 60
 #: Seconds in which all processes of a job must have started.
 START = 300
 _FAILED = "kvjax/failed/"
@@ -95,6 +99,12 @@ def group() -> Group:
     return Group(jax.process_index(), jax.process_count(), distributed.global_state.client)
 
 
+def _is_address(text: str) -> bool:
+    """Whether text is HOST:PORT."""
+    host, _, port = text.rpartition(":")
+    return bool(re.fullmatch(r"[\w.:\[\]-]+", host) and re.fullmatch(r"[0-9]{1,5}", port)) and 0 < int(port) < 2**16
+
+
 @dataclasses.dataclass(frozen=True)
 class Cluster:
     """Where the processes of a job find one another; nothing given lets JAX look for SLURM, GKE, TPU pods or Open MPI.
@@ -117,14 +127,13 @@ class Cluster:
                 "Of --coordinator, --num-processes and --process-id some are given and some are not; give all three, "
                 "or none where SLURM, GKE or mpirun tell."
             )
-        if self.num_processes is not None and self.num_processes < 1:
-            raise UsageError(f"--num-processes is {self.num_processes}; give at least 1.")
-        if self.process_id is not None and not 0 <= self.process_id < (self.num_processes or 1):
-            raise UsageError(f"--process-id is {self.process_id}; give 0 to {(self.num_processes or 1) - 1}.")
-        if self.coordinator is not None and not self.coordinator.rpartition(":")[2].isdigit():
-            raise UsageError(f"--coordinator is {self.coordinator!r}; give HOST:PORT of process 0.")
-        if self.heartbeat < 1:
-            raise UsageError(f"--heartbeat-timeout is {self.heartbeat}; give at least 1 second.")
+        if self.num_processes is not None:
+            whole_number("--num-processes", self.num_processes, 1, MOST_DEVICES)
+        if self.process_id is not None:
+            whole_number("--process-id", self.process_id, 0, (self.num_processes or 1) - 1)
+        if self.coordinator is not None and not _is_address(self.coordinator):
+            raise UsageError(f"--coordinator is {quoted(self.coordinator)}; give HOST:PORT of process 0.")
+        whole_number("--heartbeat-timeout", self.heartbeat, 1, MOST_SECONDS)
 
     @contextmanager
     def joined(self) -> Iterator[None]:

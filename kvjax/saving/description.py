@@ -13,7 +13,7 @@ from typing import Any
 
 from kvjax.checkpoints.digest import weights_digest
 from kvjax.checkpoints.load import LanguageModel
-from kvjax.errors import UsageError
+from kvjax.errors import UsageError, quoted
 from kvjax.policies import RazorAttention, registry
 from kvjax.policies.base import Policy
 from kvjax.policies.profile import HeadProfile, ModelShape, ScopeProfile, WatershedProfile
@@ -41,9 +41,13 @@ def same_model(saved: dict[str, str], lm: LanguageModel) -> None:
     """Refuse a cache of another model (UsageError)."""
     mine = model_identity(lm)
     if saved["config"] != mine["config"]:
-        raise UsageError(f"It was saved with the model {saved['name']!r}, and {lm.name!r} has another shape.")
+        raise UsageError(
+            f"It was saved with the model {quoted(saved['name'])}, and {quoted(lm.name)} has another shape."
+        )
     if saved["weights"] != mine["weights"]:
-        raise UsageError(f"It was saved with the model {saved['name']!r}, and the weights of {lm.name!r} are others.")
+        raise UsageError(
+            f"It was saved with the model {quoted(saved['name'])}, and the weights of {quoted(lm.name)} are others."
+        )
 
 
 def policy_to_json(policy: Policy) -> Any:
@@ -84,7 +88,7 @@ def policy_from_json(saved: Any, rotary: bool = False) -> Policy:
             return item
         if item["kind"] not in kinds:
             raise UsageError(
-                f"It was saved under the policy {item['kind']!r}, which is not known here; "
+                f"It was saved under the policy {quoted(item['kind'])}, which is not known here; "
                 "register the class with kvjax.policies.register first."
             )
         cls = kinds[item["kind"]]

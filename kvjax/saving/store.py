@@ -7,7 +7,6 @@ then. A crash at any moment therefore leaves the old conversation whole.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import tempfile
 from collections.abc import Iterator
@@ -22,7 +21,9 @@ from kvjax.cache.host_memory import HOST
 from kvjax.cache.pool import layout_for
 from kvjax.cache.quantisation import Storage
 from kvjax.checkpoints.load import LanguageModel
+from kvjax.documents import parse_json
 from kvjax.errors import DoesNotFit, KvjaxError, UsageError
+from kvjax.files import check_local
 from kvjax.planning import device_limit, weights_bytes
 from kvjax.rounds.conversation import Conversation
 from kvjax.saving.canonical import Counts, canonical, checksum, counts_of, pages_of, restored
@@ -199,19 +200,24 @@ def holds_conversation(path: str | os.PathLike[str]) -> bool:
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise UsageError(f"{where} cannot be the folder of a conversation: {reason}.") from error
-    whole = [item for item in held if item.name.isdigit()]
+    whole = [item for item in held if _is_number(item.name)]
     # Orbax names what is not whole yet 7.orbax-checkpoint-tmp.
-    known = where.is_dir() and all(item.name.split(".")[0].isdigit() for item in held)
+    known = where.is_dir() and all(_is_number(item.name.split(".")[0]) for item in held)
     # An older one may be half deleted: the newest was whole before that began.
     if not known or (whole and not _is_conversation(max(whole, key=lambda item: int(item.name)))):
         raise UsageError(f"{where} holds something else than a saved conversation; name another folder.")
     return bool(whole)
 
 
+def _is_number(name: str) -> bool:
+    """Whether a name is a number as Orbax writes it."""
+    return name.isascii() and name.isdecimal() and len(name) <= 18
+
+
 def _is_conversation(item: Path) -> bool:
     """Whether a numbered folder is a save of kvjax: others' checkpoints, or photos by year, are numbered too."""
     try:
-        content = json.loads((item / "_CHECKPOINT_METADATA").read_text(encoding="utf-8"))
+        content = parse_json((item / "_CHECKPOINT_METADATA").read_bytes())
         return content["custom_metadata"]["kind"] == _KIND
     except (OSError, ValueError, KeyError, TypeError):
         return False
@@ -220,9 +226,8 @@ def _is_conversation(item: Path) -> bool:
 @contextlib.contextmanager
 def _folder(path: str | os.PathLike[str], writes: bool = False) -> Iterator[Any]:
     """Orbax's checkpoints in a folder; what it refuses is one sentence. Writing removes what a crash left behind."""
+    check_local("The conversation", path)
     where = Path(path).absolute()
-    if "://" in str(path):
-        raise UsageError(f"{path} is no folder of this machine; a conversation is kept in one.")
     holds_conversation(path)
 
     from orbax.checkpoint import v1  # takes seconds to import

@@ -20,9 +20,11 @@ from jax.experimental import mesh_utils
 from jax.sharding import AxisType
 from jax.sharding import Mesh as JaxMesh
 
-from kvjax.checks import whole_number
-from kvjax.errors import UsageError
+from kvjax.checks import read_whole_number, whole_number
+from kvjax.errors import UsageError, quoted
 
+#: Devices along an axis; the largest machines have fewer.
+MOST_DEVICES = 2**16
 #: Logical axis of weights and caches -> axis of the mesh. A size that the axis does not divide is not sharded.
 RULES = {"batch": "data", "kv_heads": "model", "mlp": "model", "vocab": "model"}
 
@@ -43,8 +45,8 @@ class Mesh:
     devices: tuple[Any, ...] | None = dataclasses.field(default=None, repr=False)
 
     def __post_init__(self) -> None:
-        whole_number("data", self.data, 1)
-        whole_number("model", self.model, 1)
+        whole_number("data", self.data, 1, MOST_DEVICES)
+        whole_number("model", self.model, 1, MOST_DEVICES)
         if self.devices is not None and len(self.devices) != self.size:
             raise UsageError(f"The mesh {self} needs {self.size} devices; {len(self.devices)} were given.")
 
@@ -64,12 +66,12 @@ class Mesh:
 
     def axes_dividing(self, count: int) -> tuple[str, ...]:
         """The axes, of all subsets of the factors, over most devices whose number divides ``count``."""
-        best: tuple[str, ...] = ()
-        for chosen in range(1 << len(self.factors)):
-            taken = [factor for i, factor in enumerate(self.factors) if chosen >> i & 1]
-            if count % math.prod(size for _, size in taken) == 0 and len(taken) > len(best):
-                best = tuple(name for name, _ in taken)
-        return best
+        taken = []
+        for name, size in self.factors:  # primes: whether one divides does not hang on the others
+            if count % size == 0:
+                count //= size
+                taken.append(name)
+        return tuple(taken)
 
     def parts(self, axes: tuple[str, ...]) -> int:
         """Devices along these axes."""
@@ -104,13 +106,19 @@ def parse_mesh(value: Any) -> Mesh | None:
         order = sorted(range(value.devices.ndim), key=lambda i: value.axis_names[i])
         return Mesh(**dict(value.shape), devices=tuple(value.devices.transpose(order).flat))
     if not isinstance(value, str):
-        raise UsageError(f'mesh is {value!r}; give a kvjax.Mesh or text such as "data=4,model=2".')
+        raise UsageError(f'mesh is {quoted(value)}; give a kvjax.Mesh or text such as "data=4,model=2".')
     sizes: dict[str, int] = {}
-    for part in filter(None, (item.strip() for item in value.split(","))):
+    for part in (item.strip() for item in value.split(",")):
         name, _, size = (piece.strip() for piece in part.partition("="))
-        if name not in ("data", "model") or name in sizes or not size.isdecimal():
-            raise UsageError(f'{part!r} is no part of a mesh; write "data=4,model=2", each at most once.')
-        sizes[name] = int(size)
+        try:
+            if name not in ("data", "model") or name in sizes:
+                raise ValueError
+            sizes[name] = read_whole_number(size, 1, MOST_DEVICES)
+        except ValueError as error:
+            raise UsageError(
+                f'{quoted(part)} is no part of a mesh; write "data=4,model=2", each at most once, each from 1 to '
+                f"{MOST_DEVICES}."
+            ) from error
     return Mesh(sizes.get("data", 1), sizes.get("model", 1))
 
 

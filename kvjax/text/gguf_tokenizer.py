@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from kvjax.errors import WeightsError
+from kvjax.errors import WeightsError, quoted
 from kvjax.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -58,10 +58,14 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any], origin: str) -> Tokenizer:
     """
     kind, pre = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre")
     if kind != "gpt2":
-        raise WeightsError(f"{origin} has a tokenizer of kind {kind!r}; byte-level BPE ('gpt2') is read from GGUF.")
+        raise WeightsError(
+            f"{origin} has a tokenizer of kind {quoted(kind)}; byte-level BPE ('gpt2') is read from GGUF."
+        )
     if not isinstance(pre, str) or pre not in SPLITTINGS:
         known = ", ".join(SPLITTINGS)
-        raise WeightsError(f"{origin} splits text as {pre!r} (tokenizer.ggml.pre) before merging; known are {known}.")
+        raise WeightsError(
+            f"{origin} splits text as {quoted(pre)} (tokenizer.ggml.pre) before merging; known are {known}."
+        )
     template = metadata.get("tokenizer.chat_template")
     return Tokenizer(
         _backend(metadata, SPLITTINGS[pre], origin),

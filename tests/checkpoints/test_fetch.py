@@ -18,7 +18,7 @@ import pytest
 
 from kvjax.checkpoints import hub, remote, wheel
 from kvjax.checkpoints.load import load
-from kvjax.errors import UsageError, WeightsError
+from kvjax.errors import UsageError, WeightsError, quoted
 
 CONTENT = np.random.default_rng(0).integers(0, 60, 3_000_000, np.uint8).tobytes()
 MEMBER = "tiny_wheel/model.gguf"
@@ -287,7 +287,7 @@ def test_the_users_cache_folder(monkeypatch):
 def test_names_that_mean_nothing(name, sentence):
     with pytest.raises(UsageError) as caught:
         load(name)
-    assert str(caught.value) == f"No model is called {name!r}: {sentence}"
+    assert str(caught.value) == f"No model is called {quoted(name)}: {sentence}"
 
 
 @pytest.mark.parametrize("name", [None, 5])

@@ -16,7 +16,7 @@ from kvjax.checkpoints.families.llama import LLAMA
 from kvjax.checkpoints.families.mistral import MISTRAL
 from kvjax.checkpoints.families.qwen2 import QWEN2
 from kvjax.checkpoints.families.qwen3 import QWEN3
-from kvjax.errors import UsageError, WeightsError
+from kvjax.errors import UsageError, WeightsError, quoted
 
 __all__ = [
     "FAMILIES",
@@ -46,7 +46,7 @@ def register(name: str, family: Family) -> None:
       UsageError: another family has the name.
     """
     if FAMILIES.setdefault(name, family) is not family:
-        raise UsageError(f"The architecture {name!r} already has a family; choose another name.")
+        raise UsageError(f"The architecture {quoted(name)} already has a family; choose another name.")
 
 
 def family(name: Any, origin: str) -> Family:
@@ -55,6 +55,6 @@ def family(name: Any, origin: str) -> Family:
         close = difflib.get_close_matches(str(name), FAMILIES, 1)
         hint = f" (did you mean {close[0]}?)" if close else ""
         raise WeightsError(
-            f"{origin} is a model of architecture {name!r}{hint}; supported are {', '.join(sorted(FAMILIES))}."
+            f"{origin} is a model of architecture {quoted(name)}{hint}; supported are {', '.join(sorted(FAMILIES))}."
         )
     return FAMILIES[name]

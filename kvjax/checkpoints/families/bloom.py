@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from kvjax.checkpoints.families.family import Family, Place, Weight, input_last, output_first, transposed, unchanged
-from kvjax.checkpoints.families.settings import gguf_keys, refuse_quantised, size
-from kvjax.errors import WeightsError
+from kvjax.checkpoints.families.settings import gguf_keys, refuse_quantised, size, whole
+from kvjax.errors import WeightsError, quoted
 from kvjax.model.config import ModelConfig
 
 
@@ -61,7 +61,9 @@ def _from_hf(config: Mapping[str, Any], origin: str) -> ModelConfig:
     hidden = size(config, origin, "hidden_size", "n_embed")
     inner = config.get("n_inner") or 4 * hidden
     if inner != 4 * hidden:
-        raise WeightsError(f"{origin} has {inner!r} as its n_inner; a bloom's is {4 * hidden}, 4 times hidden_size.")
+        raise WeightsError(
+            f"{origin} has {quoted(inner)} as its n_inner; a bloom's is {4 * hidden}, 4 times hidden_size."
+        )
     return _config(
         origin=origin,
         vocabulary=size(config, origin, "vocab_size"),
@@ -70,7 +72,7 @@ def _from_hf(config: Mapping[str, Any], origin: str) -> ModelConfig:
         layers=size(config, origin, "num_hidden_layers", "n_layer"),
         heads=size(config, origin, "num_attention_heads", "n_head"),
         # ALiBi reads past any length; this is what the model was trained on.
-        context=int(config.get("seq_length") or 2048),
+        context=whole(config.get("seq_length") or 2048, "seq_length", origin),
         epsilon=float(config.get("layer_norm_epsilon", 1e-5)),
         tied=bool(config.get("tie_word_embeddings", True)),
     )
@@ -81,17 +83,17 @@ def _from_gguf(
 ) -> ModelConfig:
     """llama.cpp's keys; its converter writes the tied head a second time, and then it is a head of its own."""
     key = gguf_keys(metadata, "bloom", origin)
-    heads = key("attention.head_count")
-    if key("attention.head_count_kv", heads) != heads:
+    heads = key("attention.head_count", count=True)
+    if key("attention.head_count_kv", heads, count=True) != heads:
         raise WeightsError(f"{origin} shares keys among heads, which a bloom model does not.")
     return _config(
         origin=origin,
-        vocabulary=key("vocab_size", shapes.get("token_embd.weight", (0,))[0] or None),
-        hidden=key("embedding_length"),
-        inner=key("feed_forward_length"),
-        layers=key("block_count"),
+        vocabulary=key("vocab_size", shapes.get("token_embd.weight", (0,))[0] or None, count=True),
+        hidden=key("embedding_length", count=True),
+        inner=key("feed_forward_length", count=True),
+        layers=key("block_count", count=True),
         heads=heads,
-        context=key("context_length"),
+        context=key("context_length", count=True),
         epsilon=float(key("attention.layer_norm_epsilon")),
         tied="output.weight" not in shapes,
     )

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 
 from kvjax.checkpoints.families.family import Family, Place, Weight, input_last, output_first, transposed, unchanged
-from kvjax.checkpoints.families.settings import gguf_keys, refuse_quantised, size
+from kvjax.checkpoints.families.settings import gguf_keys, refuse_quantised, size, whole
 from kvjax.checkpoints.rope_settings import rope_from_gguf, rope_from_hf
-from kvjax.errors import WeightsError
+from kvjax.errors import WeightsError, quoted
 from kvjax.model.config import ModelConfig
 
 
@@ -28,11 +28,11 @@ def config_from_hf(config: Mapping[str, Any], origin: str, *, context: int, **fe
       features: further fields of :class:`ModelConfig`, such as ``qkv_bias``.
     """
     if config.get("hidden_act", "silu") not in ("silu", "swish"):
-        raise WeightsError(f"{origin} asks for the activation {config['hidden_act']!r}; only silu is supported.")
+        raise WeightsError(f"{origin} asks for the activation {quoted(config['hidden_act'])}; only silu is supported.")
     refuse_quantised(config, origin)
     hidden, heads = size(config, origin, "hidden_size"), size(config, origin, "num_attention_heads")
-    head_dim = config.get("head_dim") or hidden // heads
-    max_position = int(config.get("max_position_embeddings") or context)
+    head_dim = whole(config.get("head_dim") or hidden // heads, "head_dim", origin)
+    max_position = whole(config.get("max_position_embeddings") or context, "max_position_embeddings", origin)
     return ModelConfig(
         family=config["model_type"],
         vocab_size=size(config, origin, "vocab_size"),
@@ -40,7 +40,7 @@ def config_from_hf(config: Mapping[str, Any], origin: str, *, context: int, **fe
         intermediate_size=size(config, origin, "intermediate_size"),
         num_layers=size(config, origin, "num_hidden_layers"),
         num_heads=heads,
-        num_kv_heads=config.get("num_key_value_heads") or heads,
+        num_kv_heads=whole(config.get("num_key_value_heads") or heads, "num_key_value_heads", origin),
         head_dim=head_dim,
         max_position=max_position,
         rope=rope_from_hf(config, max_position, head_dim, origin),
@@ -60,8 +60,9 @@ def config_from_gguf(
     """GGUF keys begin with the architecture's name; biases and tying show only in which tensors are there."""
     arch = metadata["general.architecture"]
     key = gguf_keys(metadata, arch, origin)
-    hidden, heads, context = key("embedding_length"), key("attention.head_count"), key("context_length")
-    head_dim = key("attention.key_length", hidden // heads)
+    hidden, heads = key("embedding_length", count=True), key("attention.head_count", count=True)
+    context = key("context_length", count=True)
+    head_dim = key("attention.key_length", hidden // heads, count=True)
     if key("rope.dimension_count", head_dim) != head_dim or key("attention.value_length", head_dim) != head_dim:
         raise WeightsError(f"{origin} rotates only a part of each head or has narrower values, which is not supported.")
     if key("attention.sliding_window", 0) or key("expert_count", 0):
@@ -69,12 +70,12 @@ def config_from_gguf(
     embedding = shapes.get("token_embd.weight", (0,))
     return ModelConfig(
         family=arch,
-        vocab_size=key("vocab_size", embedding[0] or None),
+        vocab_size=key("vocab_size", embedding[0] or None, count=True),
         hidden_size=hidden,
-        intermediate_size=key("feed_forward_length"),
-        num_layers=key("block_count"),
+        intermediate_size=key("feed_forward_length", count=True),
+        num_layers=key("block_count", count=True),
         num_heads=heads,
-        num_kv_heads=key("attention.head_count_kv", heads),
+        num_kv_heads=key("attention.head_count_kv", heads, count=True),
         head_dim=head_dim,
         max_position=context,
         rope=rope_from_gguf(metadata, arch, factors, context, head_dim, origin),

@@ -5,14 +5,27 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from kvjax.errors import WeightsError
+from kvjax.errors import WeightsError, quoted
+from kvjax.model.config import MOST_SIZE
 
 
 def size(config: Mapping[str, Any], origin: str, *names: str) -> int:
     """A whole number of at least 1 of a ``config.json``, by the first of its names that is there."""
     value = next((config[name] for name in names if config.get(name) is not None), None)
-    if not isinstance(value, int) or value < 1:
-        raise WeightsError(f"{origin} has {value!r} as its {names[0]}; a whole number is needed.")
+    return checked_size(value, names[0], origin)
+
+
+def whole(value: Any, name: str, origin: str) -> int:
+    """A setting that is a whole number; WeightsError for anything else."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise WeightsError(f"{origin} is corrupt: a setting is of the wrong kind ({name} is {quoted(value)}).")
+    return value
+
+
+def checked_size(value: Any, name: str, origin: str) -> int:
+    """A setting that is a whole number of at least 1; WeightsError for anything else."""
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MOST_SIZE:
+        raise WeightsError(f"{origin} has {quoted(value)} as its {name}; a whole number is needed.")
     return value
 
 
@@ -31,18 +44,20 @@ def refuse_sliding_window(config: Mapping[str, Any], origin: str) -> None:
 class Keys(Protocol):
     """Reads one key of a GGUF."""
 
-    def __call__(self, name: str, default: Any = None) -> Any: ...
+    def __call__(self, name: str, default: Any = None, *, count: bool = False) -> Any:
+        """The value, or the default; ``count`` says that it is a whole number of at least 1."""
+        ...
 
 
 def gguf_keys(metadata: Mapping[str, Any], arch: str, origin: str) -> Keys:
     """A reader of a GGUF's keys, which begin with its architecture; WeightsError for an absent one."""
 
-    def key(name: str, default: Any = None) -> Any:
+    def key(name: str, default: Any = None, *, count: bool = False) -> Any:
         value = metadata.get(f"{arch}.{name}", default)
         if value is None:
             raise WeightsError(f"{origin} lacks the key {arch}.{name}.")
         if isinstance(value, list):
             raise WeightsError(f"{origin} gives every layer its own {arch}.{name}, which is not supported.")
-        return value
+        return checked_size(value, f"{arch}.{name}", origin) if count else value
 
     return key

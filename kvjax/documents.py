@@ -1,0 +1,115 @@
+"""JSON and YAML that others may have written: read to a bounded depth, with one error for all that can be wrong."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping
+from typing import Any
+
+#: Levels of lists and mappings within one another.
+DEPTH = 32
+
+
+class NotADocument(ValueError):
+    """Text that is not what it should be; the error is the reason, which a sentence ends by.
+
+    Attributes:
+      line: where it is, from 1, or None.
+    """
+
+    def __init__(self, reason: str, line: int | None = None):
+        super().__init__(reason)
+        self.line = line
+
+
+def parse_json(text: str | bytes) -> Any:
+    """The value that JSON text holds.
+
+    Raises:
+      NotADocument: bytes that are not UTF-8, text that is not JSON, a number of thousands of digits, or more than
+        ``DEPTH`` levels.
+    """
+    try:
+        value = json.loads(text)
+    except UnicodeDecodeError as error:
+        raise NotADocument(f"it is not UTF-8 text (byte {error.start + 1})") from error
+    except json.JSONDecodeError as error:
+        raise NotADocument(f"{error.msg} at line {error.lineno}, column {error.colno}", error.lineno) from error
+    except RecursionError as error:
+        raise NotADocument(f"it is nested too deeply, more than {DEPTH} levels") from error
+    except ValueError as error:  # Python reads whole numbers of a few thousand digits
+        raise NotADocument("a number has thousands of digits") from error
+    return _shallow(value)
+
+
+def parse_yaml(text: str | bytes) -> Any:
+    """The value that YAML text holds: plain values alone, and none that stands for another.
+
+    Raises:
+      NotADocument: bytes that are not UTF-8, text that is not YAML, an alias, a value that is not what its tag says, a
+        number of thousands of digits, or more than ``DEPTH`` levels.
+    """
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        def compose_node(self, parent: Any, index: Any) -> Any:
+            # Nine aliases of nine aliases are billions of values.
+            if self.check_event(yaml.AliasEvent):
+                raise yaml.MarkedYAMLError(problem_mark=self.peek_event().start_mark)
+            return super().compose_node(parent, index)
+
+    try:
+        value = yaml.load(text, Loader)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        raise NotADocument("it is not YAML", None if mark is None else mark.line + 1) from error
+    except RecursionError as error:
+        raise NotADocument(f"it is nested too deeply, more than {DEPTH} levels") from error
+    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
+        # What PyYAML's constructors raise of a date that is none, or of a tag that its value does not fit.
+        raise NotADocument("a value is not what it should be") from error
+    return _shallow(value)
+
+
+def validated(kind: Any, value: Any) -> Any:
+    """A value out of JSON as a dataclass, or whatever else type hints describe; its own checks are made too.
+
+    Nothing is converted but lists to tuples: ``"8"`` is no number, and 1 is not True.
+
+    Raises:
+      NotADocument: a part is missing or of another kind; the reason names it.
+    """
+    from pydantic import ValidationError
+
+    try:
+        # As JSON, because that is where a list may stand for a tuple.
+        return _adapter(kind).validate_json(json.dumps(value), strict=True)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(map(str, first["loc"]))
+        what = first["msg"].rstrip(".")
+        raise NotADocument(f"{where}: {what}" if where else what) from error
+
+
+@functools.cache
+def _adapter(kind: Any) -> Any:
+    import pydantic  # what a command without such files does not wait for
+
+    return pydantic.TypeAdapter(kind)
+
+
+def _shallow(value: Any) -> Any:
+    """The value, if its lists and mappings are within one another ``DEPTH`` times at most."""
+    level = [value]
+    for _ in range(DEPTH + 1):
+        level = [
+            child
+            for item in level
+            if isinstance(item, (list, Mapping))
+            for child in (item.values() if isinstance(item, Mapping) else item)
+            if isinstance(child, (list, Mapping))
+        ]
+        if not level:
+            return value
+    raise NotADocument(f"it is nested too deeply, more than {DEPTH} levels")

@@ -1,0 +1,178 @@
+"""What a policy of one's own must keep to: checked on the host, before anything is compiled and when numbers are read.
+
+A wrong policy would not fail by itself. Compiled programs read other heads' slots, or finite garbage, and the answer
+is a little worse. Each mistake is one sentence that names the method instead.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from kvjax.errors import UsageError, quoted
+from kvjax.model.config import ModelConfig
+from kvjax.policies.base import BEYOND, Policy, is_own
+
+#: Rows for which state is tried: no other axis of a policy has as many.
+_ROWS = 13
+
+
+def check_value(policy: Policy) -> None:
+    """Refuse a policy that is no value: programs are compiled for a policy, and caches continue under an equal one.
+
+    Raises:
+      UsageError: it is no frozen dataclass, cannot be hashed, or equals one with other options.
+    """
+    cls, name = type(policy), type(policy).__name__
+    if not dataclasses.is_dataclass(cls) or "__dataclass_params__" not in vars(cls):
+        raise UsageError(f"{name} is no frozen dataclass; put @dataclasses.dataclass(frozen=True) above the class.")
+    fields = [field.name for field in dataclasses.fields(policy)]
+    if other := sorted(set(vars(policy)) - set(fields)):
+        raise UsageError(
+            f"{name} keeps {quoted(other[0])} beside its dataclass's fields, so it equals a policy with another; "
+            "make it a field."
+        )
+    for field in fields:
+        if not _hashes(getattr(policy, field)):
+            raise UsageError(
+                f"{name}.{field} holds a {type(getattr(policy, field)).__name__}, which cannot be hashed; policies "
+                "hold numbers, text, tuples, profiles and policies."
+            )
+    twin = copy.copy(policy)
+    if not _hashes(policy) or not _equal(policy, twin) or hash(policy) != hash(twin):
+        raise UsageError(f"Two {name} of the same fields are not equal; leave __eq__ and __hash__ to the dataclass.")
+    for field in fields:
+        other = copy.copy(policy)
+        object.__setattr__(other, field, _Another())
+        if _equal(policy, other):
+            raise UsageError(
+                f"{name} equals one with another {field}, and would run its programs; let the dataclass compare every "
+                "field."
+            )
+
+
+class _Another:
+    """Equals nothing else."""
+
+
+def _hashes(value: Any) -> bool:
+    try:
+        hash(value)
+    except TypeError:
+        return False
+    return True
+
+
+def _equal(one: Any, other: Any) -> bool:
+    try:
+        return bool(one == other)
+    except Exception:  # noqa: BLE001  a comparison of the author's that takes no such value: they differ
+        return False
+
+
+@functools.lru_cache(maxsize=256)
+def check_sizes(policy: Policy, config: ModelConfig, prompt: int, new: int) -> None:
+    """Refuse capacities that are no numbers of slots or less than the budgets, and state that does not fit a batch.
+
+    Args:
+      prompt, new: what :meth:`Policy.capacities` will be asked for.
+
+    Raises:
+      UsageError: one of these, naming the method.
+    """
+    name = type(policy).__name__
+    if not is_own(policy) or policy.offloads_rounds:
+        return
+    capacities = policy.capacities(config, prompt, new)
+    for layer, heads in enumerate(capacities):
+        for count in heads:
+            if not _is_count(count):
+                raise UsageError(
+                    f"{name}.capacities gives {quoted(count)} slots in layer {layer}; give whole numbers of at least 1."
+                )
+    if type(policy).budgets is not Policy.budgets:
+        _check_budgets(policy, config, prompt, capacities)
+    for layer in range(config.num_layers):
+        slots = tuple(capacities[layer]) if layer < len(capacities) else ()
+        state = jax.eval_shape(lambda layer=layer, slots=slots: policy.init_state(config, layer, _ROWS, slots))
+        for leaf in jax.tree.leaves(state):
+            if leaf.shape[:1] != (_ROWS,):
+                raise UsageError(
+                    f"{name}.init_state gives an array of shape {leaf.shape} for {_ROWS} rows; every array's first "
+                    "axis is the batch."
+                )
+
+
+def _check_budgets(policy: Policy, config: ModelConfig, prompt: int, capacities: Sequence[Sequence[int]]) -> None:
+    name, totals = type(policy).__name__, np.unique([1, max(prompt // 2, 1), prompt]).astype(np.int32)
+    for layer, heads in enumerate(capacities):
+        budgets = np.asarray(policy.budgets(config, layer, totals))
+        if budgets.shape != (len(totals), len(heads)):
+            raise UsageError(
+                f"{name}.budgets gives an array of shape {budgets.shape} for {len(totals)} rows and {len(heads)} KV "
+                "heads; give [B, H] numbers."
+            )
+        for total, kept in zip(totals, budgets, strict=True):
+            if (kept > total).any() or (kept < 1).any():
+                raise UsageError(
+                    f"{name}.budgets keeps {int(kept.max() if (kept > total).any() else kept.min())} of {total} tokens "
+                    f"in layer {layer}; give numbers from 1 to the tokens there are."
+                )
+            if (kept > np.asarray(heads)).any():
+                at = int((kept - np.asarray(heads)).argmax())
+                raise UsageError(
+                    f"{name}.capacities gives {heads[at]} slots in layer {layer}, head {at}, and budgets keeps "
+                    f"{int(kept[at])} of {total} tokens; allocate what is kept."
+                )
+
+
+def _is_count(value: Any) -> bool:
+    try:
+        return operator.index(value) >= 1
+    except TypeError:
+        return False
+
+
+def check_kept(policy: Policy, layers: Sequence[Any], retained: Sequence[np.ndarray], seen: np.ndarray) -> None:
+    """Refuse what a policy says, or is found, to have kept, if it cannot be.
+
+    Args:
+      layers: the cache's, for their slots; none where a device holds a part of them.
+      retained: [B, H] :meth:`Policy.retained` of each layer. seen: [B] tokens.
+
+    Raises:
+      UsageError: nothing is kept, more than was seen, more than there are slots, or rows that are no tokens.
+    """
+    if policy.offloads_rounds:
+        return
+    for layer, kept in enumerate(retained):
+        kept, there = kept[: len(seen)], seen[: len(kept), None]
+        most = there + policy.merges  # a slot that stands for many may stand for none yet
+        slots = np.asarray(layers[layer].slots) if layers else np.full(kept.shape[1:], np.iinfo(np.int32).max)
+        wrong = (there > 0) & ((kept < 1) | (kept > most) | (kept > slots))
+        if wrong.any():
+            row, head = (int(i) for i in np.argwhere(wrong)[0])
+            _refuse(policy, layer, head, int(kept[row, head]), int(seen[row]), int(slots[head]))
+
+
+def _refuse(policy: Policy, layer: int, head: int, kept: int, seen: int, slots: int) -> None:
+    name = type(policy).__name__
+    chooses = f"{name}.{'select' if type(policy).compress is Policy.compress else 'compress'}"
+    where = f"in layer {layer}, head {head}"
+    if kept == BEYOND:
+        raise UsageError(f"{chooses} keeps what is beyond candidates.length {where}; add `& candidates.valid` to keep.")
+    if kept < 1:
+        raise UsageError(f"{chooses} keeps nothing of {seen} tokens {where}; keep at least one, such as the last.")
+    if kept > seen + policy.merges:
+        says = chooses if type(policy).retained is Policy.retained else f"{name}.retained"
+        raise UsageError(f"{says} has {kept} tokens {where}, and {seen} were seen; count each token once.")
+    raise UsageError(
+        f"{name}.capacities gives {slots} slots {where}, and {kept} tokens are kept there; allocate what is kept."
+    )

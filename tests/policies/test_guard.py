@@ -1,0 +1,228 @@
+"""A policy of one's own that is wrong: one sentence that names the method, before there is an answer."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import toys
+
+import kvjax
+from kvjax.policies import Candidates, Policy, guard, names, numpy_or_jax, parse, per_head, selection
+
+
+@dataclasses.dataclass(frozen=True)
+class Recent(Policy):
+    """The ``window`` last tokens; each mistake below is one change of it."""
+
+    window: int = 24
+
+    def budgets(self, config, layer, total):
+        return per_head(numpy_or_jax(total).minimum(total, self.window), config)
+
+    def select(self, layer, cache, candidates: Candidates, chunk):
+        index = jnp.arange(candidates.k.shape[2])
+        keep = index >= candidates.length[..., None] - self.window
+        return selection(cache, candidates, keep & candidates.valid)
+
+
+@dataclasses.dataclass(frozen=True)
+class FewSlots(Recent):
+    window: int = 150
+
+    def capacities(self, config, prompt, new):
+        return ((8,) * config.num_kv_heads,) * config.num_layers
+
+
+@dataclasses.dataclass(frozen=True)
+class FewSlotsUnplanned(FewSlots):
+    """What it keeps is only found when it has kept it."""
+
+    budgets = Policy.budgets
+
+
+@dataclasses.dataclass(frozen=True)
+class NoSlots(Recent):
+    def capacities(self, config, prompt, new):
+        return ((0,) * config.num_kv_heads,) * config.num_layers
+
+
+@dataclasses.dataclass(frozen=True)
+class Beyond(Recent):
+    def select(self, layer, cache, candidates, chunk):
+        keep = jnp.arange(candidates.k.shape[2]) % 4 == 0
+        return selection(cache, candidates, jnp.broadcast_to(keep, candidates.valid.shape))
+
+    budgets = Policy.budgets
+
+
+@dataclasses.dataclass(frozen=True)
+class TooMany(Recent):
+    def retained(self, cache):
+        return cache.length + 1000
+
+
+@dataclasses.dataclass(frozen=True)
+class Budgets(Recent):
+    def budgets(self, config, layer, total):
+        return per_head(total + self.window, config)
+
+
+@dataclasses.dataclass(frozen=True)
+class Nothing(Recent):
+    def select(self, layer, cache, candidates, chunk):
+        return selection(cache, candidates, jnp.zeros_like(candidates.valid))
+
+
+@dataclasses.dataclass(frozen=True)
+class State(Recent):
+    def init_state(self, config, layer, batch, slots) -> Any:
+        return {"good": jnp.zeros((batch, 3)), "bad": jnp.zeros((config.num_kv_heads, batch))}
+
+
+class Plain(Recent):
+    """No dataclass of its own."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Hidden(Recent):
+    def __post_init__(self):
+        object.__setattr__(self, "extra", 3)
+
+
+@dataclasses.dataclass(frozen=True)
+class Alike(Recent):
+    sink: int = dataclasses.field(default=0, compare=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class Equal(Recent):
+    def __eq__(self, other):
+        return isinstance(other, Equal)
+
+    def __hash__(self):
+        return 0
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Itself(Recent):
+    __eq__, __hash__ = object.__eq__, object.__hash__
+
+
+@dataclasses.dataclass(frozen=True)
+class Unhashable(Recent):
+    table: Any = None
+
+
+#: Mistakes that are seen before anything runs, and those that what was kept shows.
+BEFORE = {
+    "few slots": (FewSlots(), "FewSlots.capacities gives 8 slots in layer 0, head 0, and budgets keeps 96 of 96"),
+    "no slots": (NoSlots(), "NoSlots.capacities gives 0 slots in layer 0"),
+    "budgets": (Budgets(), "Budgets.budgets keeps 25 of 1 tokens"),
+    "state": (State(), r"State.init_state gives an array of shape \(2, 13\) for 13 rows"),
+    "no dataclass": (Plain(), "Plain is no frozen dataclass"),
+    "hidden": (Hidden(), "Hidden keeps 'extra' beside"),
+    "alike": (Alike(), "Alike equals one with another sink"),
+    "equal": (Equal(), "Equal equals one with another window"),
+    "itself": (Itself(), "Two Itself of the same fields are not equal"),
+    "unhashable": (Unhashable(table=[1]), "Unhashable.table holds a list"),
+    "an array": (Unhashable(table=np.zeros(3)), "Unhashable.table holds a ndarray"),
+}
+AFTER = {
+    "few slots": (FewSlotsUnplanned(), r"FewSlotsUnplanned.capacities gives 32 slots .* and 150 tokens are kept"),
+    "beyond": (Beyond(), "Beyond.select keeps what is beyond candidates.length in layer 0, head 0"),
+    "too many": (TooMany(), "TooMany.retained has 1024 tokens in layer 0, head 0, and 150 were seen"),
+    "nothing": (Nothing(), "Nothing.select keeps nothing of 150 tokens"),
+}
+PROMPT = [number % 200 for number in range(150)]
+
+
+@pytest.mark.parametrize(("policy", "says"), BEFORE.values(), ids=BEFORE.keys())
+def test_what_is_seen_before_anything_runs(tiny_model, monkeypatch, policy, says):
+    monkeypatch.setattr("kvjax.runtime.reading.read_prompts", lambda *_, **__: pytest.fail("something ran"))
+    for ask in (
+        lambda: kvjax.generate(tiny_model, PROMPT, policy=policy, max_new_tokens=4),
+        lambda: kvjax.plan(tiny_model, prompt_tokens=150, policy=policy),
+        lambda: kvjax.check_policy(policy, tiny_model),
+    ):
+        with pytest.raises(kvjax.UsageError, match=says) as caught:
+            ask()
+        assert len(str(caught.value)) < 300
+
+
+@pytest.mark.parametrize(("policy", "says"), AFTER.values(), ids=AFTER.keys())
+def test_what_the_prompt_shows_comes_before_the_first_token(tiny_model, policy, says):
+    stream = kvjax.stream_generate(tiny_model, [PROMPT, PROMPT[:40]][0], policy=policy, max_new_tokens=4)
+    with pytest.raises(kvjax.UsageError, match=says) as caught:
+        next(iter(stream))
+    assert len(str(caught.value)) < 300
+
+
+def test_a_policy_that_is_right_passes(tiny_model):
+    found = kvjax.check_policy(Recent(), tiny_model)
+    assert {"row alone", "later turn", "int8", "composition"} <= set(found.holds)
+    assert set(found.skipped) <= {"mesh"} and "row alone" in str(found)
+
+
+@pytest.mark.parametrize("name", names.POLICIES)
+def test_every_policy_of_kvjax_keeps_to_it(name, monkeypatch):
+    text = {"razor": "razor:heads=0.0+1.1,ratio=0.9"}.get(name, name)
+    policy, config = parse(text), toys.tiny_config(num_layers=4)
+    guard.check_value(policy)
+    monkeypatch.setattr(guard, "is_own", lambda policy: True)
+    for prompt in (64, 512):
+        guard.check_sizes.__wrapped__(policy, config, prompt, 256)
+
+
+def test_the_checks_are_cheap():
+    policy, config = Recent(), toys.tiny_config()
+    guard.check_sizes(policy, config, 64, 256)
+    kept, seen = [np.full((8, 2), 9)] * 30, np.full(8, 10)
+    began = time.process_time()
+    for _ in range(100):
+        guard.check_value(policy)
+        guard.check_sizes(policy, config, 64, 256)
+        guard.check_kept(policy, (), kept, seen)
+    assert time.process_time() - began < 100 * 5e-3
+
+
+@dataclasses.dataclass(frozen=True)
+class SeesItsNeighbours(Recent):
+    """Keeps by the batch's longest row: a row's answer hangs on what else is in the batch."""
+
+    def select(self, layer, cache, candidates, chunk):
+        index = jnp.arange(candidates.k.shape[2])
+        keep = index >= candidates.length.max() - self.window - 1
+        last = index == candidates.length[..., None] - 1
+        return selection(cache, candidates, (keep | last) & candidates.valid)
+
+    budgets = Policy.budgets
+
+
+@dataclasses.dataclass(frozen=True)
+class SaysAnotherBudget(Recent):
+    def budgets(self, config, layer, total):
+        return per_head(numpy_or_jax(total).minimum(total, self.window + 7), config)
+
+
+@pytest.mark.parametrize(
+    ("policy", "says"),
+    [
+        (SeesItsNeighbours(), "SeesItsNeighbours: a row of a batch is not the row alone"),
+        (SaysAnotherBudget(), "SaysAnotherBudget.budgets keeps 31 of 150 tokens .* and 24 are kept"),
+    ],
+)
+def test_a_property_that_does_not_hold_is_said(tiny_model, policy, says):
+    with pytest.raises(kvjax.UsageError, match=says):
+        kvjax.check_policy(policy, tiny_model)
+
+
+def test_what_is_no_policy_is_refused(tiny_model):
+    with pytest.raises(kvjax.UsageError, match="is not a policy"):
+        kvjax.check_policy(3, tiny_model)  # type: ignore[arg-type]
+    with pytest.raises(kvjax.UsageError, match=r"kvjax\.load"):
+        kvjax.check_policy(Recent(), "model")  # type: ignore[arg-type]
