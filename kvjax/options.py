@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
 from kvjax.checks import is_unicode, number, optional, true_or_false, whole_number
 from kvjax.errors import UsageError
+from kvjax.progress import Progress
+from kvjax.progress import check as check_progress
 
 if TYPE_CHECKING:
     from kvjax.cache.quantisation import Storage
@@ -143,6 +145,13 @@ class GenerationOptions:
         "While it lasts no later turn compiles. None is none for a first call, and 4,096 for Chat and for a call that "
         "goes on with a cache; less is allocated where it does not fit.",
     )
+    progress: Progress = _option(
+        None,
+        "Whether to show what goes on, on standard error.",
+        check_progress,
+        "None draws a line on a terminal and in a notebook, and nothing elsewhere; True also writes one now and then "
+        "where there is neither; False shows nothing; a function is called with each kvjax.progress.Event.",
+    )
 
     def __post_init__(self) -> None:
         for option in fields(self):
@@ -183,6 +192,7 @@ class ChatKeywords(TypedDict, total=False):
     logprobs: bool
     memory_limit: int | None
     reserve_tokens: int | None
+    progress: Progress
 
 
 class GenerationKeywords(ChatKeywords, total=False):

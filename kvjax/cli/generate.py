@@ -40,9 +40,7 @@ def generate(
     """
     keywords = {**options, "context": inputs.text_or_file(context, "--context"), "n": n}
     prompts = inputs.prompts(prompt)
-    from kvjax import policies
-
-    policies.parse(keywords["policy"])  # a misspelt policy is said before the model is loaded
+    session.check_policy(keywords["policy"])
     if compile_cache:
         session.enable_compile_cache()
     lm = session.load(model, dtype, mesh)

@@ -1,0 +1,61 @@
+"""Compiles a jitted function beside the thread that calls it, so that it is told what goes on and Ctrl-C is answered.
+
+Only the first call of a form comes here with work to do: a call whose form is there runs as any jitted function does.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import jax
+
+from kvjax import progress
+from kvjax.interrupt import breakably
+from kvjax.waiting import beside, settle
+
+
+class _NotCompiled(Exception):
+    """A call would have to be traced first."""
+
+
+_probing = threading.local()
+#: Functions whose compilation was broken off: they may be traced already, so that a call would compile unseen.
+_broken_off: set[Any] = set()
+
+
+def on_trace() -> None:
+    """To be called first by a function that :func:`call` calls: tells that it is being traced."""
+    if getattr(_probing, "on", False):
+        _probing.on = False
+        raise _NotCompiled
+
+
+def call(jitted: Any, name: str, *arguments: Any, **static: Any) -> Any:
+    """As ``jitted(*arguments, **static)``.
+
+    Raises:
+      BrokenOff: Ctrl-C was pressed while it was traced or compiled; nothing has run, and nothing was donated.
+    """
+    if jitted not in _broken_off:
+        _probing.on = True
+        try:
+            return jitted(*arguments, **static)
+        except _NotCompiled:
+            pass
+        finally:
+            _probing.on = False
+    traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(arguments))
+    if not traced and not jax.config.jax_disable_jit:
+        _compile(jitted, name, arguments, static)
+    return jitted(*arguments, **static)
+
+
+def _compile(jitted: Any, name: str, arguments: Any, static: dict[str, Any]) -> None:
+    """Traced here, where JAX's settings of this thread hold; compiled beside."""
+    with progress.compiling(name):
+        _broken_off.add(jitted)
+        breakably(settle)
+        lowered = breakably(lambda: jitted.lower(*arguments, **static))
+        breakably(lambda: beside(lowered.compile))
+        _broken_off.discard(jitted)
