@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar, copy_context
 from typing import Literal, Protocol
 
@@ -104,8 +104,16 @@ class Display(Protocol):
 class Stage:
     """A stage that is open; whoever works in it says how far it has come."""
 
-    def __init__(self, name: Name, what: str, unit: str, total: float | None, expected: float | None):
-        self._now = Event(name, what, 0.0, None, total, unit)
+    def __init__(
+        self,
+        name: Name,
+        what: str,
+        unit: str = "tokens",
+        total: float | None = None,
+        expected: float | None = None,
+        done: float | None = None,
+    ):
+        self._now = Event(name, what, 0.0, done, total, unit)
         self.expected = expected  # seconds, where they can be estimated
         self._began, self._apart = time.perf_counter(), 0.0
         self._inside: float | None = None  # since when another stage runs inside it
@@ -179,7 +187,7 @@ class Reporter:
     @property
     def innermost(self) -> Stage:
         """The stage that was opened last; one that tells nobody where there is none."""
-        return self._stages[-1] if self._stages else Stage("load", "", "bytes", None, None)
+        return self._stages[-1] if self._stages else Stage("load", "")
 
     def restart(self) -> None:
         """Something else was shown just now: silence begins anew."""
@@ -276,15 +284,21 @@ def showing(progress: Progress = None) -> Iterator[Reporter]:
 
 @contextmanager
 def stage(
-    name: Name, what: str = "", *, unit: str = "tokens", total: float | None = None, expected: float | None = None
+    name: Name,
+    what: str = "",
+    *,
+    unit: str = "tokens",
+    total: float | None = None,
+    expected: float | None = None,
+    done: float | None = None,
 ) -> Iterator[Stage]:
     """Work that may take more than a second, and what it is.
 
     Args:
-      what: the file, model or program. unit, total: of what, where it can be counted.
+      what: the file, model or program. unit, total, done: of what, where it can be counted.
       expected: seconds that it takes, where nothing tells how far it has come.
     """
-    place, made = current(), Stage(name, what, unit, total, expected)
+    place, made = current(), Stage(name, what, unit, total, expected, done)
     if not place.visible:
         yield made
         return
@@ -295,15 +309,11 @@ def stage(
         place.pop(made)
 
 
-@contextmanager
-def compiling(program: str) -> Iterator[Stage]:
-    """A program is compiled, one of those that the call needs."""
+def compiling(program: str) -> AbstractContextManager[Stage]:
+    """The stage in which a program is compiled, one of those that the call needs."""
     names = list(current().programs)
-    number = names.index(program) + 1 if program in names else None
-    with stage("compile", program.replace("_", " "), unit="programs", total=len(names) or None) as made:
-        if number is not None:
-            made.update(number)
-        yield made
+    number, total = (names.index(program) + 1, len(names)) if program in names else (None, None)
+    return stage("compile", program.replace("_", " "), unit="programs", total=total, done=number)
 
 
 def current_stage() -> Stage:
