@@ -30,14 +30,18 @@ if TYPE_CHECKING:
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-def _option(default: Any, help: str, check: Callable[[str, Any], None], details: str = "") -> Any:
+def _option(
+    default: Any, help: str, check: Callable[[str, Any], None], details: str = "", compared: bool = True
+) -> Any:
     """A field of :class:`GenerationOptions`.
 
     Args:
       help: one sentence, for the flag and the docstrings. details: more, for the docstrings alone.
       check: called with the field's name and its value; raises UsageError for one that makes no sense.
+      compared: whether options that differ in it are different options.
     """
-    return dataclasses.field(default=default, metadata={"help": help, "check": check, "details": details})
+    about = {"help": help, "check": check, "details": details}
+    return dataclasses.field(default=default, compare=compared, metadata=about)
 
 
 def _policy(name: str, value: Any) -> None:
@@ -151,6 +155,7 @@ class GenerationOptions:
         check_progress,
         "None draws a line on a terminal and in a notebook, and nothing elsewhere; True also writes one now and then "
         "where there is neither; False shows nothing; a function is called with each kvjax.progress.Event.",
+        compared=False,
     )
 
     def __post_init__(self) -> None:

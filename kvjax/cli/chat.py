@@ -147,7 +147,7 @@ def _turn(conversation: kvjax.Chat, text: str, as_json: bool, terminal: bool) ->
     except BrokenOff:
         if not terminal:
             raise
-        print("(interrupted before the answer began; the conversation is as it was)", file=sys.stderr)
+        print("\n(interrupted before the answer began; the conversation is as it was)", file=sys.stderr)
         return None
     except KvjaxError as error:
         if not terminal:

@@ -26,7 +26,7 @@ def show_help() -> None:
     """The commands and keys, on standard error."""
     keys = {
         "Up, Down": "bring back earlier messages, of earlier sessions too",
-        "Ctrl-C": "ends the answer that is being made; at the prompt it asks whether to leave",
+        "Ctrl-C": "ends the answer; at the prompt, asks whether to leave",
         "pasted text": "is one message, however many lines it has",
     }
     for name, what in {**COMMANDS, **keys}.items():
