@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -35,6 +36,19 @@ class _Main:
     breakable = 0
 
 
+#: Seconds after which Ctrl-C is told once more, where it came while Python cleaned up.
+_AGAIN = 0.02
+
+
+def _in_cleanup(frame: FrameType | None) -> bool:
+    """Whether Python drops what is raised here: in finalizers, and in what JAX runs after a garbage collection."""
+    while frame is not None:
+        if frame.f_code.co_name in ("__del__", "_xla_gc_callback"):
+            return True
+        frame = frame.f_back
+    return False
+
+
 def _in_main() -> bool:
     return threading.current_thread() is threading.main_thread()
 
@@ -55,8 +69,15 @@ def interruptible() -> Iterator[Interrupt]:
         yield interrupt
         return
 
+    def again() -> None:
+        if _Main.active is interrupt and _Main.breakable:
+            os.kill(os.getpid(), signal.SIGINT)
+
     def handle(number: int, frame: FrameType | None) -> None:
         interrupt.requested = True
+        if _Main.breakable and not interrupt.finishing and _in_cleanup(frame):
+            threading.Timer(_AGAIN, again).start()
+            return
         signal.signal(signal.SIGINT, signal.default_int_handler)
         if _Main.breakable and not interrupt.finishing:
             raise BrokenOff

@@ -6,9 +6,10 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
-from kvjax.progress import Display, Event
+if TYPE_CHECKING:
+    from kvjax.progress import Display, Event
 
 #: Save the cursor and stay on this line; take both back; erase from the cursor on.
 _BEGIN, _END, _ERASE = "\x1b7\x1b[?7l", "\x1b[?7h\x1b8", "\x1b[K"

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 import toys
 
@@ -43,6 +44,9 @@ def own_handler():
 class Presser:
     """Presses Ctrl-C once, shortly after a stage has begun; given as ``progress=``."""
 
+    #: Whether one is about to press.
+    waiting = False
+
     def __init__(self, stage: str, what: str = "", wait: float = 0.2):
         self._stage, self._what, self._wait = stage, what, wait
         self.pressed: float | None = None
@@ -50,11 +54,12 @@ class Presser:
 
     def __call__(self, event: kvjax.progress.Event) -> None:
         if self._timer is None and event.stage == self._stage and self._what in event.what:
+            Presser.waiting = True
             self._timer = threading.Timer(self._wait, self._press)
             self._timer.start()
 
     def _press(self) -> None:
-        self.pressed = time.monotonic()
+        self.pressed, Presser.waiting = time.monotonic(), False
         os.kill(os.getpid(), signal.SIGINT)
 
     def check_answered(self) -> None:
@@ -64,20 +69,21 @@ class Presser:
 
 @pytest.fixture
 def slow(monkeypatch):
-    """Every compilation takes five seconds more, in the compiler."""
+    """The compilation in which Ctrl-C is pressed takes five seconds more, in the compiler."""
     real = jax.stages.Lowered.compile
 
     def compile(self, *arguments):
-        time.sleep(5)
+        if Presser.waiting:
+            time.sleep(5)
         return real(self, *arguments)
 
     monkeypatch.setattr(jax.stages.Lowered, "compile", compile)
 
 
 @pytest.fixture
-def lm(tiny_model):
-    jax.clear_caches()
-    return tiny_model
+def lm(request):
+    """A model whose programs no other test has compiled."""
+    return toys.tiny_model(num_layers=1 + ("round" in request.node.name), max_position=600 + len(request.node.name))
 
 
 def test_ctrl_c_while_a_prompt_is_compiled(lm, slow):
@@ -125,18 +131,55 @@ def test_a_turn_broken_off_while_it_compiles_leaves_the_conversation(lm, slow, p
     assert chat.send("two").tokens == other.send("two").tokens
 
 
-def test_ctrl_c_while_a_long_prompt_is_read():
-    lm = toys.tiny_model(max_position=1 << 15)
-    ids = [7] * 7000
-    chat, other = (kvjax.Chat(lm, max_new_tokens=3) for _ in range(2))
+@pytest.mark.parametrize("policy", [None, "lagkv:ratio=0.5"])
+def test_ctrl_c_while_a_prompt_is_read(tiny_model, monkeypatch, policy):
+    options = {"policy": policy, "max_new_tokens": 3}
+    chat, other = kvjax.Chat(tiny_model, **options), kvjax.Chat(tiny_model, **options)
     for talk in (chat, other):
         talk.send("one")
-    kvjax.generate(lm, ids, cache=other.cache, max_new_tokens=1)  # compiled before the clock runs
-    press = Presser("prefill", wait=0.1)
-    with pytest.raises(KeyboardInterrupt):
-        kvjax.generate(lm, ids, cache=chat._held, max_new_tokens=1, progress=press)
+    press = Presser("prefill", wait=1)
+    chat.options = kvjax.GenerationOptions(**options, progress=press)
+
+    def far_from_ready(arrays, **_):
+        breakably(lambda: waiting.beside(lambda: time.sleep(5)))
+        return arrays
+
+    with monkeypatch.context() as patched:
+        patched.setattr("kvjax.session.ready", far_from_ready)
+        with pytest.raises(KeyboardInterrupt):
+            chat.send("two")
     press.check_answered()
+    chat.options = kvjax.GenerationOptions(**options)
     assert chat.send("two").tokens == other.send("two").tokens
+
+
+def test_a_device_that_computes_is_left_alone():
+    def sleep(x):
+        time.sleep(4)
+        return np.asarray(x)
+
+    found = jax.jit(lambda x: jax.pure_callback(sleep, x, x))(jnp.zeros(3))
+    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+    before = time.monotonic()
+    with interruptible(), pytest.raises(BrokenOff):
+        waiting.ready(found)
+    assert time.monotonic() - before < AT_ONCE and not found.is_ready()
+    assert not np.asarray(found).any()
+
+
+def test_ctrl_c_while_python_cleans_up_is_told_once_more(capfd):
+    class Cleaned:
+        def __del__(self) -> None:
+            signal.raise_signal(signal.SIGINT)
+
+    def work() -> None:
+        Cleaned()
+        time.sleep(5)
+
+    before = time.monotonic()
+    with interruptible(), pytest.raises(BrokenOff):
+        breakably(work)
+    assert time.monotonic() - before < AT_ONCE and capfd.readouterr().err == ""
 
 
 def test_the_second_ctrl_c_is_an_error_as_usual(lm):
