@@ -99,9 +99,9 @@ def _last_wait() -> None:
         _end(130)
 
 
-def leave(code: int) -> int:
-    """The exit code, where nothing runs any more; otherwise end the process at once, as a command does after Ctrl-C."""
-    return code if not _running else _end(code)
+def leave(code: int, *, at_once: bool) -> int:
+    """The exit code; where something still runs, or ``at_once``, the process ends here."""
+    return _end(code) if at_once or _running else code
 
 
 def _end(code: int) -> NoReturn:

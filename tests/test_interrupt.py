@@ -154,12 +154,11 @@ def test_ctrl_c_while_a_prompt_is_read(tiny_model, monkeypatch, policy):
 
 
 def test_a_device_that_computes_is_left_alone():
-    def sleep(x):
-        time.sleep(4)
-        return np.asarray(x)
-
-    found = jax.jit(lambda x: jax.pure_callback(sleep, x, x))(jnp.zeros(3))
-    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+    work = jax.jit(lambda x, n: jax.lax.fori_loop(0, n, lambda i, x: x @ x, x))
+    x = jnp.zeros((1000, 1000))
+    jax.block_until_ready(work(x, 1))
+    found = work(x, 150)  # seconds
+    threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
     before = time.monotonic()
     with interruptible(), pytest.raises(BrokenOff):
         waiting.ready(found)

@@ -74,4 +74,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if code == INTERRUPTED:  # Ctrl-C: a command kept what there was, or typer ended it
         print("kvjax: Interrupted.", file=sys.stderr)
     # What Ctrl-C broke off goes on in a compiler or on a device, for which nobody waits.
-    return leave(code) if arguments is None else code
+    return leave(code, at_once=code == INTERRUPTED) if arguments is None else code
