@@ -59,7 +59,7 @@ ALL = {
             (r"pasted text(?s:.*)> $", ("Which is the largest?",)),
         ),
     ),
-    "terminal-compiling": Picture('kvjax generate "Name three planets."', r"compiling .* of 3\), [2-9] s"),
+    "terminal-compiling": Picture('kvjax generate "Name three planets."', r"compiling .* of 2\), [2-9] s"),
     "terminal-prefill": Picture(
         f'kvjax generate "Summarise this." --context @{_TEXT} --policy lagkv:ratio=0.25', r"prefill ~[1-9].* left"
     ),
