@@ -40,10 +40,14 @@ class _Main:
 _AGAIN = 0.02
 
 
+#: Python's own modules whose functions run when an object has gone.
+_WEAK = ("/weakref.py", "/_weakrefset.py")
+
+
 def _in_cleanup(frame: FrameType | None) -> bool:
-    """Whether Python drops what is raised here: in finalizers, and in what JAX runs after a garbage collection."""
+    """Whether Python drops what is raised here: in finalizers, weak references that end, JAX's garbage collection."""
     while frame is not None:
-        if frame.f_code.co_name in ("__del__", "_xla_gc_callback"):
+        if frame.f_code.co_name in ("__del__", "_xla_gc_callback") or frame.f_code.co_filename.endswith(_WEAK):
             return True
         frame = frame.f_back
     return False

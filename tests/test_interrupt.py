@@ -11,6 +11,7 @@ import sys
 import textwrap
 import threading
 import time
+import weakref
 from pathlib import Path
 
 import jax
@@ -159,13 +160,20 @@ def test_a_device_that_computes_is_left_alone():
     assert not np.asarray(found).any()
 
 
-def test_ctrl_c_while_python_cleans_up_is_told_once_more(capfd):
-    class Cleaned:
-        def __del__(self) -> None:
-            signal.raise_signal(signal.SIGINT)
+class Finalised:
+    def __del__(self) -> None:
+        signal.raise_signal(signal.SIGINT)
 
+
+class Watched:
+    def __init__(self) -> None:
+        weakref.finalize(self, signal.raise_signal, signal.SIGINT)
+
+
+@pytest.mark.parametrize("made", [Finalised, Watched])
+def test_ctrl_c_while_python_cleans_up_is_told_once_more(capfd, made):
     def work() -> None:
-        Cleaned()
+        made()
         time.sleep(5)
 
     before = time.monotonic()
