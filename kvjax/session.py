@@ -145,16 +145,18 @@ class Session:
             self._lent, consume = owned.lend(), True
         if request.cache is not None:
             check_continuable("cache=", [request.cache])  # a stream may begin long after its request was checked
-        with self._reading():
+        with self._reading() as stage:
             found = self.strategy.read(params or request.lm.params, request, consume, self._note)
             self._cache, self._logits = ready(found)
+            seconds = stage.seconds
         self._note(self.cache)
         spent = self._lap()
-        prefill_speed.note(request.lm.config, self._work(), spent, keep=progress.current().drawn)
+        if (place := progress.current()).visible:  # then compilation is no part of the stage
+            prefill_speed.note(request.lm.config, self._work(), seconds, keep=place.drawn)
         self.times.prompt += spent
         self.times.first += spent
 
-    def _reading(self) -> AbstractContextManager[Any]:
+    def _reading(self) -> AbstractContextManager[progress.Stage]:
         """The stage that prompts are read in, and the programs that the call needs from there on."""
         request, most = self.request, self.request.options.max_new_tokens
         before, after = self.strategy.programs(request, request.lm.config)

@@ -71,7 +71,7 @@ def ready(arrays: T, *, breakable: bool = True) -> T:
     import jax
 
     leaves = [leaf for leaf in jax.tree.leaves(arrays) if isinstance(leaf, jax.Array) and not leaf.is_deleted()]
-    if all(leaf.is_ready() for leaf in leaves):
+    if all(leaf.is_ready() for leaf in leaves):  # pyright: ignore[reportAttributeAccessIssue]
         return arrays
     wait = functools.partial(beside, lambda: jax.block_until_ready(leaves))
     breakably(wait) if breakable else wait()

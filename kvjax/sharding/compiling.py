@@ -9,6 +9,7 @@ import threading
 from typing import Any
 
 import jax
+import jax.core
 
 from kvjax import progress
 from kvjax.interrupt import breakably
@@ -46,7 +47,7 @@ def call(jitted: Any, name: str, *arguments: Any, **static: Any) -> Any:
         finally:
             _probing.on = False
     traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(arguments))
-    if not traced and not jax.config.jax_disable_jit:
+    if not traced and not jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
         _compile(jitted, name, arguments, static)
     return jitted(*arguments, **static)
 
