@@ -228,6 +228,12 @@ def test_programs_within_programs_are_traced_with_them():
     assert int(jax.jit(twice)(3)) == 12 and jax.eval_shape(twice, jnp.int32(3)).shape == ()
     with jax.disable_jit():
         assert int(twice(jnp.int32(3))) == 12
+    # Traced already, it is compiled beside all the same.
+    events: list[kvjax.progress.Event] = []
+    jax.eval_shape(twice, jnp.float32(3))
+    with kvjax.progress.showing(events.append):
+        assert float(twice(jnp.float32(3))) == 12
+    assert [event.finished for event in events if event.stage == "compile"][-1]
 
 
 _TOY = """

@@ -21,8 +21,9 @@ class _NotCompiled(Exception):
 
 
 _probing = threading.local()
-#: Functions whose compilation was broken off: they may be traced already, so that a call would compile unseen.
-_broken_off: set[Any] = set()
+#: Functions that may be traced and not compiled: their shapes were asked for, or their compilation was broken off. A
+#: call of one would compile it unseen.
+_traced: set[Any] = set()
 
 
 def on_trace() -> None:
@@ -38,7 +39,7 @@ def call(jitted: Any, name: str, *arguments: Any, **static: Any) -> Any:
     Raises:
       BrokenOff: Ctrl-C was pressed while it was traced or compiled; nothing has run, and nothing was donated.
     """
-    if jitted not in _broken_off:
+    if jitted not in _traced:
         _probing.on = True
         try:
             return jitted(*arguments, **static)
@@ -46,8 +47,9 @@ def call(jitted: Any, name: str, *arguments: Any, **static: Any) -> Any:
             pass
         finally:
             _probing.on = False
-    traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(arguments))
-    if not traced and not jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(arguments)):
+        _traced.add(jitted)
+    elif not jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
         _compile(jitted, name, arguments, static)
     return jitted(*arguments, **static)
 
@@ -55,8 +57,8 @@ def call(jitted: Any, name: str, *arguments: Any, **static: Any) -> Any:
 def _compile(jitted: Any, name: str, arguments: Any, static: dict[str, Any]) -> None:
     """Traced here, where JAX's settings of this thread hold; compiled beside."""
     with progress.compiling(name):
-        _broken_off.add(jitted)
+        _traced.add(jitted)
         breakably(settle)
         lowered = breakably(lambda: jitted.lower(*arguments, **static))
         breakably(lambda: beside(lowered.compile))
-        _broken_off.discard(jitted)
+        _traced.discard(jitted)
