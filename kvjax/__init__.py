@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from kvjax import batch as batch
     from kvjax import calibrate as calibrate
     from kvjax import policies as policies
+    from kvjax import progress as progress
     from kvjax.cache.cache import Cache as Cache
     from kvjax.cache.continuation import concatenate as concatenate
     from kvjax.cache.quantisation import Storage as Storage
@@ -73,7 +74,7 @@ _NAMES = {
     "kvjax.sharding.mesh": ("Mesh",),
 }
 _HOMES = {name: module for module, names in _NAMES.items() for name in names} | CLASSES | {"Policy": "kvjax.policies"}
-_PACKAGES = ("batch", "calibrate", "policies")
+_PACKAGES = ("batch", "calibrate", "policies", "progress")
 __all__ = sorted([*_HOMES, *_PACKAGES])  # pyright: ignore[reportUnsupportedDunderAll]
 
 

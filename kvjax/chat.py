@@ -10,6 +10,7 @@ from typing import Any, Self, Unpack
 from kvjax.cache.buckets import RESERVE
 from kvjax.cache.cache import Cache
 from kvjax.cache.continuation import Continuation
+from kvjax.cache.host_memory import as_numpy
 from kvjax.checkpoints.load import LanguageModel
 from kvjax.errors import UsageError
 from kvjax.generation import generate, stream_generate
@@ -69,6 +70,15 @@ class Chat:
     def has_begun(self) -> bool:
         """Whether there was a turn."""
         return self._held is not None
+
+    @property
+    def context_left(self) -> int | None:
+        """Tokens that the conversation may still take; None under a policy that goes on beyond the model's context."""
+        policy = self.policy
+        if policy is not None and policy.beyond_context:
+            return None
+        seen = 0 if self._held is None else int(as_numpy(self._held.value.seen)[0])
+        return max(self.lm.config.max_position - seen, 0)
 
     def _hold(self, held: Owned | None) -> None:
         self._held = held

@@ -1,4 +1,4 @@
-"""Files that are written completely or not at all."""
+"""Files that are written completely or not at all, and the folders of a user's files."""
 
 from __future__ import annotations
 
@@ -52,6 +52,22 @@ def is_file(path: Path) -> bool:
         return path.is_file()
     except (OSError, ValueError):
         return False
+
+
+def cache_folder() -> Path:
+    """Where downloads and compiled programs are kept: KVJAX_CACHE, or the user's cache folder."""
+    if chosen := os.environ.get("KVJAX_CACHE"):
+        return Path(chosen).expanduser()
+    import platformdirs
+
+    return platformdirs.user_cache_path("kvjax")
+
+
+def state_folder() -> Path:
+    """Where what a user did is kept, such as the chat's history: the user's state folder."""
+    import platformdirs
+
+    return platformdirs.user_state_path("kvjax")
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:

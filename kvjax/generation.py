@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, Unpack, overload
 
+from kvjax import progress
 from kvjax.cache.cache import Cache
 from kvjax.checkpoints.load import LanguageModel
 from kvjax.errors import UsageError
+from kvjax.interrupt import interruptible
 from kvjax.options import GenerationKeywords, GenerationOptions, merged, shows_options
 from kvjax.output import Output, Piece
 from kvjax.prompts import Prompt, Prompts
@@ -15,7 +17,6 @@ from kvjax.request import Request
 from kvjax.rounds.conversation import Conversation
 from kvjax.runtime.compilation import compile_clock
 from kvjax.runtime.decode import CHUNK
-from kvjax.runtime.interrupt import interruptible
 from kvjax.session import Session
 from kvjax.text.detokenizer import TextStream
 
@@ -103,11 +104,18 @@ def generate(
 
 def answer(request: Request, consume_cache: bool = False, between: Callable[[], None] | None = None) -> Any:
     """Run a checked request and return its outputs; ``between`` is called after every chunk of tokens."""
-    with compile_clock() as clock, interruptible() as interrupt, Session(request, clock, interrupt) as session:
+    with (
+        progress.showing(request.options.progress),
+        compile_clock() as clock,
+        interruptible() as interrupt,
+        Session(request, clock, interrupt) as session,
+    ):
         session.prefill(consume_cache)
-        for _ in session.chunks(CHUNK):
-            if between is not None:
-                between()
+        with progress.stage("decode", total=request.options.max_new_tokens) as stage:
+            for _ in session.results(CHUNK):
+                stage.update(max(map(len, session.tokens)))
+                if between is not None:
+                    between()
         return session.outputs()
 
 
@@ -139,12 +147,21 @@ def stream_generate(
 
 
 def _stream(request: Request, consume: bool) -> Iterator[Piece]:
+    # Told between two pieces alone: meanwhile the reader has the terminal.
+    place = progress.reporter(request.options.progress)
     with compile_clock() as clock, interruptible() as interrupt, Session(request, clock, interrupt) as session:
-        session.prefill(consume)
-        text = TextStream(request.lm.tokenizer, request.options.stop_strings)
-        for result in session.chunks(_STREAM_STEPS):
+        with progress.telling(place):
+            session.prefill(consume)
+        text, results = TextStream(request.lm.tokenizer, request.options.stop_strings), session.results(_STREAM_STEPS)
+        while True:
+            with progress.telling(place):
+                result = next(results, None)
+            if result is None:
+                break
             piece = text.add(result.tokens[0])
             if piece or result.tokens[0]:
                 yield Piece(piece, tuple(result.tokens[0]))
-        output = session.outputs()
+            place.restart()
+        with progress.telling(place):
+            output = session.outputs()
     yield Piece(text.rest(), (), output)

@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
 from kvjax.checks import MOST_BYTES, MOST_SEED, is_unicode, number, optional, true_or_false, whole_number
 from kvjax.errors import UsageError, quoted
+from kvjax.progress import Progress
+from kvjax.progress import check as check_progress
 
 if TYPE_CHECKING:
     from kvjax.cache.quantisation import Storage
@@ -28,14 +30,18 @@ if TYPE_CHECKING:
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-def _option(default: Any, help: str, check: Callable[[str, Any], None], details: str = "") -> Any:
+def _option(
+    default: Any, help: str, check: Callable[[str, Any], None], details: str = "", compared: bool = True
+) -> Any:
     """A field of :class:`GenerationOptions`.
 
     Args:
       help: one sentence, for the flag and the docstrings. details: more, for the docstrings alone.
       check: called with the field's name and its value; raises UsageError for one that makes no sense.
+      compared: whether options that differ in it are different options.
     """
-    return dataclasses.field(default=default, metadata={"help": help, "check": check, "details": details})
+    about = {"help": help, "check": check, "details": details}
+    return dataclasses.field(default=default, compare=compared, metadata=about)
 
 
 def _policy(name: str, value: Any) -> None:
@@ -151,6 +157,14 @@ class GenerationOptions:
         "While it lasts no later turn compiles. None is none for a first call, and 4,096 for Chat and for a call that "
         "goes on with a cache; less is allocated where it does not fit.",
     )
+    progress: Progress = _option(
+        None,
+        "Whether to show what goes on, on standard error.",
+        check_progress,
+        "None draws a line on a terminal and in a notebook, and nothing elsewhere; True also writes one now and then "
+        "where there is neither; False shows nothing; a function is called with each kvjax.progress.Event.",
+        compared=False,
+    )
 
     def __post_init__(self) -> None:
         for option in fields(self):
@@ -192,6 +206,7 @@ class ChatKeywords(TypedDict, total=False):
     prompt_logprobs: bool
     memory_limit: int | None
     reserve_tokens: int | None
+    progress: Progress
 
 
 class GenerationKeywords(ChatKeywords, total=False):

@@ -6,18 +6,22 @@ import dataclasses
 import functools
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, Protocol, Self
 
 import jax
 import numpy as np
 
+from kvjax import progress
 from kvjax.allocation import spare_tokens
 from kvjax.cache.buckets import new_bucket
 from kvjax.cache.cache import Cache
 from kvjax.cache.continuation import Continuation, check_continuable, may_be_lent, rolled_back
 from kvjax.cache.groups import slot_bytes
 from kvjax.cache.host_memory import as_numpy, device_bytes, live_device_bytes
+from kvjax.interrupt import BrokenOff, Interrupt
+from kvjax.model.config import ModelConfig
 from kvjax.model.decoder import Decoder
 from kvjax.output import Output, Stats
 from kvjax.planning import full_cache_bytes
@@ -26,11 +30,15 @@ from kvjax.policies.guard import check_kept
 from kvjax.request import Request
 from kvjax.rounds.stats import RoundStats
 from kvjax.rounds.strategy import RoundStrategy
+from kvjax.runtime import prefill_speed
 from kvjax.runtime.compilation import CompileClock
 from kvjax.runtime.decode import CHUNK, REASONS, RUNNING, DecodeState, initial_state
-from kvjax.runtime.interrupt import Interrupt
 from kvjax.runtime.reading import Note, TokenStrategy
 from kvjax.text.detokenizer import text_of
+from kvjax.waiting import ready
+
+#: Seconds that a chunk of tokens may take, and the steps that show how long one takes.
+_CHUNK_SECONDS, _FIRST_STEPS = 0.5, 4
 
 
 class Strategy(Protocol):
@@ -41,6 +49,10 @@ class Strategy(Protocol):
     """
 
     prompt_logprobs: list[list[float | None]] | None
+
+    def programs(self, request: Request, config: ModelConfig) -> tuple[list[str], list[str]]:
+        """Names of the programs that reading and finishing need."""
+        ...
 
     def read(self, params: Decoder, request: Request, consume: bool, note: Note) -> tuple[Cache, jax.Array]:
         """A cache to decode on, with a row per sample, and the logits [B, V] after each prompt.
@@ -141,12 +153,16 @@ class Session:
             self._lent, consume = owned.lend(), True
         if request.cache is not None:
             check_continuable("cache=", [request.cache])  # a stream may begin long after its request was checked
-        found = self.strategy.read(params or request.lm.params, request, consume, self._note)
-        self._cache, self._logits = jax.block_until_ready(found)
+        with self._reading() as stage:
+            found = self.strategy.read(params or request.lm.params, request, consume, self._note)
+            self._cache, self._logits = ready(found)
+            seconds = stage.seconds
         self._note(self.cache)
         if is_own(request.policy) and not request.policy.offloads_rounds:
             self._check_kept([as_numpy(request.policy.retained(layer)) for layer in self.cache.layers])
         spent = self._lap()
+        if (place := progress.current()).visible:  # then compilation is no part of the stage
+            prefill_speed.note(request.lm.config, self._work(), seconds, keep=place.drawn)
         self.times.prompt += spent
         self.times.first += spent
 
@@ -155,6 +171,45 @@ class Session:
         request, rows = self.request, self.request.rows
         layers = self.cache.layers if request.lm.mesh is None else ()
         check_kept(request.policy, layers, [kept[:rows] for kept in retained], as_numpy(self.cache.seen)[:rows])
+
+    def _reading(self) -> AbstractContextManager[progress.Stage]:
+        """The stage that prompts are read in, and the programs that the call needs from there on."""
+        request, most = self.request, self.request.options.max_new_tokens
+        before, after = self.strategy.programs(request, request.lm.config)
+        progress.current().programs = [*before, *["decode_chunk"] * (most > 0), *after]
+        expected = prefill_speed.expected_seconds(request.lm.config, self._work())
+        return progress.stage("prefill", total=self._read_tokens(), expected=expected)
+
+    def _read_tokens(self) -> int:
+        """Tokens that are read before the first is generated, all prompts together."""
+        return sum(len(ids) for ids in self.request.prompts) + len(self.request.context)
+
+    def _work(self) -> float:
+        """The work of reading them, for estimates of its time."""
+        request, config = self.request, self.request.lm.config
+        longest, context = max(map(len, request.prompts)), len(request.context)
+        held = 0
+        if request.cache is not None:
+            held = request.cache.nbytes // request.cache.batch // full_cache_bytes(config, 1, request.dtype)
+            held = min(held, int(as_numpy(request.cache.seen).max()))
+        prompts = prefill_speed.work(config, len(request.prompts), longest, held + context)
+        return prompts + prefill_speed.work(config, 1, context)
+
+    def results(self, steps: int) -> Iterator[ChunkResult]:
+        """As :meth:`chunks`; Ctrl-C while the next chunk is compiled leaves what there is."""
+        try:
+            yield from self.chunks(steps)
+        except BrokenOff:
+            if not any(self.tokens):
+                raise
+
+    def _paced(self, steps: int) -> int:
+        """Fewer steps where they are slow: Ctrl-C waits for a chunk to end. Processes of one mesh must not differ."""
+        if jax.process_count() > 1:
+            return steps
+        if self._fed == 0:
+            return min(steps, _FIRST_STEPS)
+        return max(1, min(steps, int(_CHUNK_SECONDS * self._fed / max(self.times.decode, 1e-6))))
 
     def chunks(self, steps: int) -> Iterator[ChunkResult]:
         """The first token of every row, then ``steps`` at a time (at most CHUNK) until every row has ended, Ctrl-C is
@@ -169,8 +224,9 @@ class Session:
         state = initial_state(self.cache, self._logits, self._present())
         self._logits = None
         controls = request.forced(self.controls, 0)
-        state, _ = self.programs.chunk(request.lm.params, state, controls, 1)
+        state, made = self.programs.chunk(request.lm.params, state, controls, 1)
         self._cache = state.cache  # the one before is consumed, whatever comes next
+        ready((state, made), breakable=False)
         yield self._collect(state, 1)
         while not self._interrupt.requested and (as_numpy(state.reason) == RUNNING).any():
             cache = state.cache
@@ -187,9 +243,11 @@ class Session:
                 self._note(state.cache)
                 room = state.cache.new_capacity - self._fed + spare
             cache = grown = None  # the old state's pools are donated: from here on only the new one exists
+            steps_now = min(self._paced(steps), room, CHUNK)
             controls = request.forced(self.controls, 1 + self._fed)
-            state, made = self.programs.chunk(request.lm.params, state, controls, min(steps, room, CHUNK))
+            state, made = self.programs.chunk(request.lm.params, state, controls, steps_now)
             self._cache = state.cache
+            ready((state, made), breakable=False)
             self._fed += int(made)
             yield self._collect(state, int(made))
 
@@ -247,6 +305,7 @@ class Session:
 
     def outputs(self) -> Any:
         """Outputs in the shape of what was passed."""
+        self._interrupt.finishing = True
         request, cache, n = self.request, self.cache, self.request.n
         own = [as_numpy(request.policy.retained(layer)) for layer in cache.layers]
         counters = own, cache.shared_lengths, as_numpy(cache.seen), cache.clipped
@@ -283,7 +342,7 @@ class Session:
         clipped: np.ndarray,
     ) -> Stats:
         request, times = self.request, self.times
-        read = sum(len(ids) for ids in request.prompts) + len(request.context)
+        read = self._read_tokens()
         decoded = sum(max(len(tokens) - 1, 0) for tokens in self.tokens)
         retained = tuple(tuple(map(int, layer[row] + held)) for layer, held in zip(own, shared, strict=True))
         sizes = [slot_bytes(layer) for layer in cache.layers]

@@ -6,7 +6,9 @@ import dataclasses
 import json
 import math
 import operator
+import shutil
 import sys
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -60,7 +62,7 @@ class Table:
 
     Attributes:
       note: text that a row shows instead of its numbers, or None.
-      labels: leading columns that such a row still shows.
+      labels: leading columns that name a row: such a row still shows them, and each piece of a table that is too wide.
     """
 
     columns: Sequence[Column]
@@ -145,19 +147,88 @@ class Report:
             print(self.markdown(), end="")
             return
         from rich.console import Console
-        from rich.table import Table as RichTable
 
-        console = Console(highlight=False, width=None if sys.stdout.isatty() else width)
+        terminal = sys.stdout.isatty()
+        console = Console(highlight=False, width=None if terminal else width)
         for part in self.parts:
             if isinstance(part, str):
-                print(part)
+                console.print(part, markup=False, emoji=False, soft_wrap=not terminal)
             elif isinstance(part, Table):
-                shown = RichTable(title=part.title or None, title_justify="left")
-                for column in part.columns:
-                    shown.add_column(column.name, overflow="fold", justify="right" if column.right else "left")
-                for cells in part.cells:
-                    shown.add_row(*cells)
-                console.print(shown)
+                for piece in fitted(part, console.width):
+                    console.print(_drawn(piece, console.width))
+
+
+#: Columns of text may become so narrow, unless a word is longer; what lines and spaces take of each column.
+_NARROW, _LINES = 20, 3
+
+
+def fitted(table: Table, width: int) -> list[Table]:
+    """The table in pieces of at most ``width`` columns of text, each with the leading columns that label its rows."""
+    needed = [least + _LINES for least, _ in _widths(table)]
+    if 1 + sum(needed) <= width:
+        return [table]
+    labels = table.labels or 1
+    while labels > 1 and 1 + sum(needed[:labels]) + max(needed[labels:]) > width:
+        labels -= 1  # what labels a row must leave room for what it labels
+    pieces: list[list[int]] = [[]]
+    for place in range(labels, len(needed)):
+        if pieces[-1] and 1 + sum(needed[:labels]) + sum(needed[i] for i in [*pieces[-1], place]) > width:
+            pieces.append([])
+        pieces[-1].append(place)
+    titles = [table.title, *[f"{table.title}, continued" if table.title else ""] * (len(pieces) - 1)]
+    return [
+        dataclasses.replace(
+            table, columns=[table.columns[i] for i in [*range(labels), *piece]], title=title, labels=labels
+        )
+        for piece, title in zip(pieces, titles, strict=True)
+    ]
+
+
+def _widths(table: Table) -> list[tuple[int, int]]:
+    """Columns of text that each column needs, so that no word and no number is broken, and those that it would take."""
+    cells, found = table.cells, []
+    notes = [table.note(row) is not None for row in table.rows]
+    for place, column in enumerate(table.columns):
+        noted = [line[place] for line, note in zip(cells, notes, strict=True) if note and place >= table.labels]
+        texts = [line[place] for line, note in zip(cells, notes, strict=True) if not note or place < table.labels]
+        lines = [part for text in texts for part in text.split("\n")]
+        longest = max(map(len, lines), default=0)
+        word = max((len(word) for text in (column.name, *lines, *noted) for word in text.split()), default=0)
+        least = max(word, longest if column.right else min(longest, _NARROW))
+        found.append((least, max(least, longest, len(column.name), *map(len, noted))))
+    return found
+
+
+def _drawn(table: Table, width: int) -> Any:
+    """The table as rich draws it."""
+    from rich.table import Table as RichTable
+    from rich.text import Text
+
+    widths = _widths(table)
+    spare = width - 1 - sum(least + _LINES for least, _ in widths)
+    shares = {}
+    for place, (least, wanted) in sorted(enumerate(widths), key=lambda item: item[1][1] - item[1][0]):
+        more = max(min(wanted - least, spare), 0)
+        shares[place], spare = least + more, spare - more
+    shown = RichTable(title=table.title or None, title_justify="left")
+    for place, column in enumerate(table.columns):
+        right = "right" if column.right else "left"
+        shown.add_column(Text(column.name), overflow="fold", justify=right, width=shares[place])
+    for cells in table.cells:
+        shown.add_row(*map(Text, cells))
+    return shown
+
+
+def print_text(text: str) -> None:
+    """Text on standard output; on a terminal, lines that are too long go on indented below."""
+    if sys.stdout.isatty():
+        width = shutil.get_terminal_size().columns
+        text = "\n".join(
+            part
+            for line in text.splitlines()
+            for part in textwrap.wrap(line, width, subsequent_indent=" " * 6, drop_whitespace=False) or [""]
+        )
+    print(text)
 
 
 def milliseconds(seconds: float) -> str:

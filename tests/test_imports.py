@@ -44,7 +44,8 @@ ROOMS: dict[str, str] = {
 #: Rooms made of single modules; every other room is the package ``kvjax.<room>``, or ``pallas_kernels``. The package
 #: ``kvjax`` finds its public names when they are used, and imports only their list.
 MODULES: dict[str, str] = {
-    "base": "kvjax.version kvjax.errors kvjax.checks kvjax.documents kvjax.files kvjax.tables kvjax.compile_cache",
+    "base": "kvjax.version kvjax.errors kvjax.checks kvjax.documents kvjax.files kvjax.tables kvjax.compile_cache "
+    "kvjax.progress kvjax.live_line kvjax.interrupt kvjax.waiting",
     "planning": "kvjax.allocation kvjax.planning kvjax.prompts kvjax.device_memory",
     "generation": "kvjax.options kvjax.request kvjax.output kvjax.ownership kvjax.session kvjax.generation kvjax.chat "
     "kvjax.history kvjax.context kvjax.scoring kvjax.policy_check",

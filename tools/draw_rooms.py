@@ -21,7 +21,7 @@ PICTURE = ROOT / "docs" / "pictures" / "rooms.svg"
 PAGE = ROOT / "docs" / "architecture.md"
 #: What stands in each room, for the table; the picture has the words before the first semicolon.
 HOLDS: dict[str, str] = {
-    "base": "errors, checks, files, tables; what every room may use",
+    "base": "errors, checks, files, tables, progress, Ctrl-C; what every room may use",
     "pallas_kernels": "attention kernels; a package of its own that knows nothing of kvjax",
     "model": "decoder, RoPE, ALiBi; the configuration and the layer that every family shares",
     "cache": "pages, quantisation; pools of pages, their layouts, what a device holds of them, the cache as a value",

@@ -35,7 +35,7 @@ except ImportError:  # Windows
 
 MANIFEST = "manifest.json"
 #: Options that a manifest holds by themselves, in their text form, or, as the memory, that change no answer.
-_BESIDE_OPTIONS = ("policy", "storage", "chat", "memory_limit", "reserve_tokens")
+_BESIDE_OPTIONS = ("policy", "storage", "chat", "memory_limit", "reserve_tokens", "progress")
 _FORMAT = 1
 #: Rows of a shard at most: a shard is what is read ahead.
 _MOST_ROWS = 4096

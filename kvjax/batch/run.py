@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Unpack
 
 import numpy as np
 
+from kvjax.batch.counts import Counts
 from kvjax.batch.job import Job, Manifest, held, open_folder, rows_of_shard
 from kvjax.batch.output import FORMATS, Shard
-from kvjax.batch.progress import Progress
 from kvjax.batch.rows import Record, Row, order_key, read_row, row_id
 from kvjax.batch.source import needed, open_source
 from kvjax.batch.work import Worker, batches
@@ -23,18 +23,19 @@ from kvjax.checkpoints.load import LanguageModel
 from kvjax.checks import whole_number
 from kvjax.errors import KvjaxError, UsageError, quoted
 from kvjax.files import check_local
+from kvjax.interrupt import interruptible
 from kvjax.options import GenerationKeywords, GenerationOptions, merged, shows_options
 from kvjax.planning import fitting
 from kvjax.policies import parse
+from kvjax.progress import showing, stage
 from kvjax.runtime.distributed import Group, group
-from kvjax.runtime.interrupt import interruptible
 
 if TYPE_CHECKING:
     import grain
 
 ORDERS = ("input", "id")
 #: Keywords of :func:`run` that are no options.
-_JOB = ("batch_size", "order", "format", "shard_rows", "progress")
+_JOB = ("batch_size", "order", "format", "shard_rows")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +71,6 @@ def run(
     order: str = "input",
     format: str | None = None,
     shard_rows: int | None = None,
-    progress: bool = True,
     **keywords: Unpack[GenerationKeywords],
 ) -> Report:
     """Answer every row of a file, into a folder; the same call continues a run that was interrupted or killed.
@@ -94,7 +94,6 @@ def run(
       format: of the output, "jsonl" or "parquet"; by default the input's.
       shard_rows: rows of a shard, of which batches of similar length are made; by default a process' part of the job,
         or a quarter of it where that is 16 batches, and about 4,096 at most. A job that was begun keeps its own.
-      progress: show tokens/s and time left on standard error, on process 0.
       keywords: fields of :class:`kvjax.GenerationOptions`, in place of those of ``options``:
 
     Raises:
@@ -129,18 +128,18 @@ def run(
         needed("grain", "Batch jobs")
         with contextlib.closing(open_source(path)) as source:
             job = Job(lm, source, chosen, order, kind)
-            return _Run(job, Path(output), everyone, batch_size, progress).run(shard_rows)
+            return _Run(job, Path(output), everyone, batch_size).run(shard_rows)
 
 
 class _Run:
     """One process' part of a run."""
 
-    def __init__(self, job: Job, folder: Path, everyone: Group, size: int, progress: bool) -> None:
+    def __init__(self, job: Job, folder: Path, everyone: Group, size: int) -> None:
         self._job, self._folder, self._group = job, folder, everyone
         size = min(size, len(job.source))
         # Padding rows fill a mesh up.
         self._size = size if job.lm.mesh is None else job.lm.mesh.rows(size)
-        self._progress = Progress(progress and everyone.process == 0)
+        self._counts = Counts()
 
     def run(self, shard_rows: int | None) -> Report:
         """Do this process' part, and wait for the others; process 0 holds the folder for all of them."""
@@ -158,10 +157,9 @@ class _Run:
         finished = {i for text in seen for i in json.loads(text)}
         todo = [i for i in range(len(shards)) if i not in finished]
         self._order = self._ordered() if todo else None
-        try:
+        # Process 0 tells for all.
+        with showing(self._job.options.progress if self._group.process == 0 else False):
             self._answer(manifest, shards, todo)
-        finally:
-            self._progress.stop()
         return self._report(manifest, shards)
 
     def _agree(self, shard_rows: int) -> Manifest:
@@ -191,8 +189,8 @@ class _Run:
 
         mine = grain.MapDataset.source(list(todo))[self._group.process :: self._group.processes]
         each = f" (process 0 of {self._group.processes})" if self._group.processes > 1 else ""
-        self._progress.start(sum(len(manifest.rows(i)) for i in mine), f"kvjax batch{each}")
-        with interruptible() as interrupt:
+        with stage("job", f"kvjax batch{each}:", unit="prompts") as shown, interruptible() as interrupt:
+            self._counts.start(sum(len(manifest.rows(i)) for i in mine), shown)
 
             def between() -> None:
                 if interrupt.requested:
@@ -206,14 +204,14 @@ class _Run:
     def _shard(self, shard: Shard, read: Sequence[Row | Record], worker: Worker) -> None:
         """Answer the rows of a shard that no earlier run has answered, and write it."""
         records = shard.recover({item.number for item in read if isinstance(item, Row)})
-        self._progress.skip(len(records))
+        self._counts.skip(len(records))
         bad = {item["row"]: item for item in read if not isinstance(item, Row)}
-        self._progress.add(list(bad.values()))
+        self._counts.add(list(bad.values()))
         for batch in batches([row for row in read if isinstance(row, Row) and row.number not in records], self._size):
             made = worker.answer(batch)
             shard.note(made)
             records |= {record["row"]: record for record in made}
-            self._progress.add(made)
+            self._counts.add(made)
         records |= bad
         shard.finish([records[item.number if isinstance(item, Row) else item["row"]] for item in read])
 
@@ -236,7 +234,7 @@ class _Run:
 
     def _report(self, manifest: Manifest, shards: Sequence[Shard]) -> Report:
         """All processes' numbers; the job is finished when the last has told its own."""
-        done = self._progress
+        done = self._counts
         mine = [done.answered, done.failed, done.prompt_tokens, done.generated_tokens]
         told = [json.loads(text) for text in self._group.gather("done", json.dumps(mine))]
         answered, failed, prompt, generated = (sum(column) for column in zip(*told, strict=True))

@@ -28,8 +28,8 @@ class Worker:
 
     def __init__(self, job: Job, size: int, between: Callable[[], None]):
         self._job, self._size, self._between = job, size, between
-        # The rows went through the chat template when they were read.
-        self._options = dataclasses.replace(job.options, chat=False)
+        # The rows went through the chat template when they were read; what goes on is told as the job tells it.
+        self._options = dataclasses.replace(job.options, chat=False, progress=None)
 
     def answer(self, rows: Sequence[Row]) -> list[Record]:
         """A record of each row.

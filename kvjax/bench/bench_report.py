@@ -71,9 +71,9 @@ def tables(found: Measurements) -> list[Table]:
         Column("second process, start to first text", "second_first_token", "{:.1f} s".format),
     ]
     made = [
-        Table(decode, found.decode, "Prefill and decode"),
-        Table(prefill, found.prefill, "Prefill, batch 1"),
-        Table(long, found.long, "A decode step after few and after many generated tokens, batch 1"),
+        Table(decode, found.decode, "Prefill and decode", labels=3),
+        Table(prefill, found.prefill, "Prefill, batch 1", labels=2),
+        Table(long, found.long, "A decode step after few and after many generated tokens, batch 1", labels=1),
         Table(startup, [found.startup] if found.startup else [], "Starting"),
     ]
     return [table for table in made if table.rows]

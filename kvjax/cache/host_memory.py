@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kvjax.waiting import ready
+
 HOST, DEVICE = "pinned_host", "device"
 
 Tree = TypeVar("Tree")
@@ -86,4 +88,4 @@ def as_numpy(x: Any) -> np.ndarray:
         from jax.experimental import multihost_utils
 
         return np.asarray(multihost_utils.process_allgather(x, tiled=True))
-    return np.asarray(x)
+    return np.asarray(ready(x))

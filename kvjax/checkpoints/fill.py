@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import math
 import os
 import re
 import sys
@@ -18,6 +19,7 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.typing import DTypeLike
 
+from kvjax import progress
 from kvjax.checkpoints.checkpoint import Checkpoint
 from kvjax.checkpoints.families import Weight
 from kvjax.errors import WeightsError, quoted
@@ -89,8 +91,20 @@ def fill(
 
     # Conversion runs in NumPy, which lets other threads run; more threads than cores only hold more buffers.
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        filled = dict(zip(flat, pool.map(make, flat.keys(), flat.values()), strict=True))
+        made = _counted(pool.map(make, flat.keys(), flat.values()), list(flat.values()))
+        filled = dict(zip(flat, made, strict=True))
     return nnx.merge(graph, nnx.from_flat_state(filled))
+
+
+def _counted(made: Iterable[nnx.Variable], params: Sequence[nnx.Variable]) -> Iterable[nnx.Variable]:
+    """The same, telling how many bytes there are by now."""
+    specs = [param.get_value() for param in params]
+    sizes = [math.prod(spec.shape) * np.dtype(spec.dtype).itemsize for spec in specs]
+    done, shown = 0, progress.current_stage()
+    for param, size in zip(made, sizes, strict=True):
+        done += size
+        shown.update(done, sum(sizes))
+        yield param
 
 
 def check_names(config: ModelConfig, named: dict[str, Weight], checkpoint: Checkpoint, *, tied: str) -> None:

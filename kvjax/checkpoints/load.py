@@ -18,6 +18,7 @@ from kvjax.checks import float_dtype
 from kvjax.errors import UsageError, WeightsError
 from kvjax.model.config import ModelConfig
 from kvjax.model.decoder import Decoder
+from kvjax.progress import Progress, showing, stage
 from kvjax.sharding.mesh import Mesh, parse_mesh
 from kvjax.text.gguf_tokenizer import stop_ids_from_gguf, tokenizer_from_gguf
 from kvjax.text.tokenizer import Tokenizer, tokenizer_from_folder
@@ -60,7 +61,7 @@ def load(
     *,
     dtype: DTypeLike | None = None,
     mesh: Mesh | str | None = None,
-    progress: bool | Callable[[int, int], None] = True,
+    progress: Progress = None,
 ) -> LanguageModel:
     """Load a model's weights and tokenizer.
 
@@ -74,8 +75,8 @@ def load(
       mesh: devices to spread over, a :class:`kvjax.Mesh` or its text form ("data=4,model=2"): weights over the model
         axis, each shard read and put straight on its devices; what the axis does not divide is on all of them. Calls
         with this model then run on the mesh. By default everything goes to JAX's default device.
-      progress: while downloading, True shows a bar on standard error, False nothing, and a function is called with
-        the bytes done and their total.
+      progress: where downloading and loading are shown: None on a terminal's standard error and in a notebook, True
+        also in a log, False nowhere; a function is called with each :class:`kvjax.progress.Event`.
 
     Raises:
       UsageError: an unknown name, a path that does not exist, an unsupported dtype.
@@ -86,18 +87,21 @@ def load(
     if over is not None:
         _ = over.jax  # too few devices are said before anything is read
     text = _text(name)
-    path = fetch(text, progress)
-    if path.is_dir():
-        return _load_folder(text, path, wanted, over)
-    if path.suffix == ".safetensors":
-        raise UsageError(f"{path} is a single file of weights; give the folder with its config.json: {path.parent}.")
-    return _load_gguf(text, path, wanted, over)
+    with showing(progress):
+        path = fetch(text)
+        if path.suffix == ".safetensors" and not path.is_dir():
+            raise UsageError(
+                f"{path} is a single file of weights; give the folder with its config.json: {path.parent}."
+            )
+        with stage("load", text, unit="bytes"):
+            return (_load_folder if path.is_dir() else _load_gguf)(text, path, wanted, over)
 
 
-def load_config(name: str | os.PathLike[str], *, progress: bool | Callable[[int, int], None] = True) -> ModelConfig:
+def load_config(name: str | os.PathLike[str], *, progress: Progress = None) -> ModelConfig:
     """A model's configuration without its weights, for plans; names and errors as of :func:`load`."""
     text = _text(name)
-    path = fetch(text, progress)
+    with showing(progress):
+        path = fetch(text)
     if path.is_dir():
         return _folder_config(path)[0]
     if path.suffix == ".safetensors":

@@ -22,7 +22,8 @@ _LAUNCHED = "Not needed where SLURM, GKE, a TPU pod or Open MPI tell."
 
 
 @app.command()
-@flag.generation()
+# A job's log tells how far it is, every ten seconds.
+@flag.generation(progress=True)
 def batch(
     *,
     input: Annotated[Path, typer.Option("--input", help="Prompts: .jsonl or .parquet, the same file on every host.")],
@@ -55,7 +56,6 @@ def batch(
     A row is {"prompt", "id"?, "max_new_tokens"?}; a prompt is text, messages or token ids. Interrupted or killed, the
     same command continues. A row that cannot be answered has its error in the output and stops nothing.
     """
-    from kvjax.policies import parse
     from kvjax.runtime.distributed import Cluster, group, local_mesh
     from kvjax.sharding.mesh import parse_mesh
 
@@ -65,7 +65,7 @@ def batch(
         everyone = group()
         try:
             with everyone.together():
-                parse(options["policy"])  # a misspelt policy, or mesh, is said before the model is loaded
+                session.check_policy(options["policy"])
                 devices = parse_mesh(mesh)
                 if not is_file(input):
                     raise UsageError(f"--input names no file: {input}.")

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from kvjax.bench.run import Bench
     from kvjax.checkpoints.load import LanguageModel
     from kvjax.tables import Report
+    from pallas_kernels.bench.kernel_report import Report as KernelReport
 
 PEERS = ("transformers",)
 
@@ -162,10 +163,26 @@ def kernels(
     reports = []
     for problem in problems:
         report = measured.run(problem, rounds=rounds)
-        print(report.markdown(), flush=True)
+        _kernel_report(report).print() if sys.stdout.isatty() else print(report.markdown(), flush=True)
         reports.append(report)
     if json is not None:
         write_atomically(json, "[" + ",\n".join(report.json() for report in reports) + "]\n")
+
+
+def _kernel_report(found: KernelReport) -> Report:
+    """The table of kernels as a terminal shows it."""
+    from kvjax.tables import Column, Report, Table
+
+    columns = [
+        Column("implementation", "name"),
+        Column("max error", "error", "{:.1e}".format, right=True),
+        Column("µs a step", "microseconds", "{:,.1f}".format, right=True),
+        Column("rounds", lambda row: f"{row.least:,.1f} to {row.most:,.1f}", right=True),
+        Column("GB/s live", "gigabytes", "{:,.0f}".format, right=True),
+        Column("of a copy", "bandwidth_fraction", "{:.0%}".format, right=True),
+    ]
+    about = [part.removeprefix("### ") for part in found.markdown().split("\n\n")[:2]]
+    return Report([*about, Table(columns, found.rows, note=lambda row: row.refused, labels=1)])
 
 
 def _check_json(path: Path | None) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Annotated
 
@@ -13,6 +13,7 @@ from kvjax.cli import options as flag
 from kvjax.cli.app import app
 from kvjax.errors import UsageError
 from kvjax.files import check_writable, is_file
+from kvjax.progress import Stage, stage
 
 group = typer.Typer(
     help="Find out once per model what a policy must know of its heads.", rich_markup_mode=None, no_args_is_help=True
@@ -49,7 +50,8 @@ def retrieval_heads(
     if picture:
         require_matplotlib()
     lm = session.load(model, dtype)
-    profile = score(lm, tokens=tokens, repeats=repeats, seed=seed, progress=_say)
+    with _counting("layers") as shown:
+        profile = score(lm, tokens=tokens, repeats=repeats, seed=seed, progress=shown.update)
     save_profile(profile, out)
     if picture:
         write_atomically(out.with_suffix(".png"), heatmap(profile))
@@ -68,7 +70,8 @@ def alibi_scopes(
 
     _check(out)
     lm = session.load(model, dtype)
-    profile = bound(lm, progress=_say)
+    with _counting("layers") as shown:
+        profile = bound(lm, progress=shown.update)
     save_profile(profile, out)
     for kind in BOUNDS:
         scopes = scope_lengths(profile, kind, 0.001, lm.config.attention_scale)
@@ -120,7 +123,8 @@ def watershed(
     lm = session.load(model, dtype)
     long = long_dialogues(lm, dialogues, most=most, least_rounds=max(least_rounds, 2), tokens=tokens)
     pairs = [(dialogue.messages(), dialogue.questions[0].text) for dialogue in long]
-    profile = find(lm, pairs, prominence=prominence, progress=lambda done, all_: _say(done, all_, "dialogue"))
+    with _counting("dialogues") as shown:
+        profile = find(lm, pairs, prominence=prominence, progress=shown.update)
     save_profile(profile, out)
     if picture is not None:
         write_atomically(picture, kl_curve(profile))
@@ -134,7 +138,6 @@ def _check(out: Path) -> None:
         raise UsageError(f"--out is {out}; a profile is a .yaml file.")
 
 
-def _say(done: int, count: int, what: str = "layer") -> None:
-    """One line that counts at a terminal, a line a layer (or dialogue) elsewhere."""
-    start, end = ("\r", "\n" if done == count else "") if sys.stderr.isatty() else ("", "\n")
-    print(f"{start}kvjax calibrate: {what} {done} of {count}", end=end, file=sys.stderr, flush=True)
+def _counting(unit: str) -> AbstractContextManager[Stage]:
+    """The stage that counts layers or dialogues."""
+    return stage("job", "kvjax calibrate:", unit=unit)

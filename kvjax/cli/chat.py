@@ -10,35 +10,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvjax import tables
-from kvjax.cli import inputs, saved_chat, session
+from kvjax.cli import chat_prompt, inputs, saved_chat, session
 from kvjax.cli import options as flag
 from kvjax.cli.app import INTERRUPTED, app
 
 if TYPE_CHECKING:
     import kvjax
     from kvjax import Output
-
-COMMANDS = (
-    "/reset starts over, /stats shows the last turn's numbers, /save DIR keeps the conversation there from now on, "
-    "/exit (or Ctrl-D) leaves"
-)
-
-
-def _typed_turns() -> Iterator[str]:
-    """Lines typed at a terminal, with editing and history where the system has readline."""
-    try:
-        import readline  # noqa: F401  importing it is what gives input() line editing
-    except ImportError:
-        print("(no line editing on this system)", file=sys.stderr)
-    print(COMMANDS, file=sys.stderr)
-    while True:
-        try:
-            yield input("\n> ")
-        except UnicodeDecodeError:
-            print("What was typed is not UTF-8 text.", file=sys.stderr)
-        except (EOFError, KeyboardInterrupt):
-            print(file=sys.stderr)
-            return
 
 
 def _piped_turns() -> Iterator[str]:
@@ -68,14 +46,13 @@ def chat(
 ) -> int:
     """Talk with a model over one compressed cache, or (--policy round) over rounds in host memory.
 
-    At a terminal, /reset starts over, /stats shows the last turn's numbers, /save DIR does what --save does and /exit
-    leaves. Piped input is one turn a line.
+    At a terminal a pasted text is one message, what was typed is remembered, and /help lists the commands. Piped input
+    is one turn a line.
     """
     keywords = {**options, "system": system}
     import kvjax
 
-    if keywords["policy"] is not None:
-        kvjax.policies.parse(keywords["policy"])
+    session.check_policy(keywords["policy"])
     saved_chat.check(save, load, keywords["system"])
     if compile_cache:
         session.enable_compile_cache()
@@ -93,12 +70,17 @@ def chat(
 
 def _converse(conversation: kvjax.Chat, record: saved_chat.Record, as_json: bool) -> int:
     terminal, last = sys.stdin.isatty(), None
-    for line in _typed_turns() if terminal else _piped_turns():
+    if terminal:
+        _greet(conversation)
+    for line in chat_prompt.typed_turns() if terminal else _piped_turns():
         text = line.strip()
         if not text:
             continue
         if text == "/exit":
             break
+        if text == "/help":
+            chat_prompt.show_help()
+            continue
         if text == "/reset":
             conversation.reset()
             last = None
@@ -106,10 +88,11 @@ def _converse(conversation: kvjax.Chat, record: saved_chat.Record, as_json: bool
             print(f"A new conversation{kept}.", file=sys.stderr)
         elif text == "/stats":
             tables.print_stats(last) if last else print("Nothing was generated yet.", file=sys.stderr)
+            print(_context_left(conversation), file=sys.stderr)
         elif text.startswith("/save "):
             _save_to(Path(text.removeprefix("/save ").strip()), record, conversation, terminal)
         elif text.startswith("/") and " " not in text and terminal:
-            print(f"Unknown command {text}: {COMMANDS}.", file=sys.stderr)
+            print(f"Unknown command {text}; /help lists those there are.", file=sys.stderr)
         else:
             output = _turn(conversation, line, as_json, terminal)
             if output is None:
@@ -121,6 +104,23 @@ def _converse(conversation: kvjax.Chat, record: saved_chat.Record, as_json: bool
             if stopped:
                 break
     return 0
+
+
+def _greet(conversation: kvjax.Chat) -> None:
+    """The model, the policy and the context that is left."""
+    from kvjax.policies import format_policy
+
+    policy = conversation.policy
+    print(f"kvjax chat with {conversation.lm.name}", file=sys.stderr)
+    print(
+        f"policy {'full' if policy is None else format_policy(policy)}; {_context_left(conversation)}", file=sys.stderr
+    )
+    print("/help lists commands, Ctrl-D leaves.", file=sys.stderr)
+
+
+def _context_left(conversation: kvjax.Chat) -> str:
+    left = conversation.context_left
+    return "no limit to the context" if left is None else f"{left:,} tokens of context left"
 
 
 def _save_to(folder: Path, record: saved_chat.Record, conversation: kvjax.Chat, terminal: bool) -> None:
@@ -138,11 +138,17 @@ def _save_to(folder: Path, record: saved_chat.Record, conversation: kvjax.Chat, 
 
 
 def _turn(conversation: kvjax.Chat, text: str, as_json: bool, terminal: bool) -> Output | None:
-    """One turn, printed; None where it was refused, which ends no conversation that is typed."""
+    """One turn, printed; None where it was refused or broken off, which ends no conversation that is typed."""
     from kvjax.errors import KvjaxError
+    from kvjax.interrupt import BrokenOff
 
     try:
         return _answered(conversation, text, as_json)
+    except BrokenOff:
+        if not terminal:
+            raise
+        print("\n(interrupted before the answer began; the conversation is as it was)", file=sys.stderr)
+        return None
     except KvjaxError as error:
         if not terminal:
             raise

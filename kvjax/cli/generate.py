@@ -45,21 +45,20 @@ def generate(
     """
     keywords = {**options, "context": inputs.text_or_file(context, "--context"), "n": n}
     prompts = inputs.prompts(prompt)
-    from kvjax import policies
-
-    if keywords["policy"] is not None:
-        policies.parse(keywords["policy"])  # a misspelt policy is said before the model is loaded
+    session.check_policy(keywords["policy"])
     saved_chat.check(None, cache, None)
     if compile_cache:
         session.enable_compile_cache()
     lm = session.load(model, dtype, mesh)
     if cache is None:
         keywords |= {"policy": keywords["policy"] or "full", "storage": keywords["storage"] or "model"}
+        named = keywords["policy"]
     else:
         import kvjax
+        from kvjax import policies
 
         keywords["cache"] = kvjax.load_cache(cache, lm, memory_limit=keywords["memory_limit"])
-    named = keywords["policy"] if cache is None else policies.format_policy(keywords["cache"].policy)
+        named = policies.format_policy(keywords["cache"].policy)
     streamed = len(prompts) == 1 and keywords["n"] == 1 and not json
     outputs = [_stream(lm, prompts[0], keywords)] if streamed else _all(lm, prompts, keywords)
     if json:

@@ -18,6 +18,8 @@ import typer
 import kvjax.cli
 from kvjax.cli.app import INTERRUPTED, app
 from kvjax.errors import QUOTED, KvjaxError, UsageError, cut, one_sentence
+from kvjax.progress import showing
+from kvjax.waiting import leave
 
 # Every module beside this one that is a command adds itself to the application.
 for _module in pkgutil.iter_modules(kvjax.cli.__path__):
@@ -57,7 +59,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _open_missing_streams()
     try:
         given = list(sys.argv[1:] if arguments is None else arguments)
-        result = app(args=given or ["--help"], prog_name="kvjax", standalone_mode=False)
+        with showing():
+            result = app(args=given or ["--help"], prog_name="kvjax", standalone_mode=False)
         sys.stdout.flush()
     except BrokenPipeError:
         # The reader of a pipe left (``kvjax … | head``); Python must not try to flush to it again at exit.
@@ -72,4 +75,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
     code = result if isinstance(result, int) else 0
     if code == INTERRUPTED:  # Ctrl-C: a command kept what there was, or typer ended it
         print("kvjax: Interrupted.", file=sys.stderr)
-    return code
+    # What Ctrl-C broke off goes on in a compiler or on a device, for which nobody waits.
+    return leave(code, at_once=code == INTERRUPTED) if arguments is None else code

@@ -11,6 +11,7 @@ import typer
 
 from kvjax.cli import config_files, inputs
 from kvjax.options import FIELDS, GenerationOptions
+from kvjax.progress import showing
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 
@@ -41,6 +42,7 @@ _TYPED: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {
     "stop": (list[str] | None, "may be given several times", lambda texts: tuple(texts or ())),
     "stop_token_ids": (str | None, "separated by commas", functools.partial(inputs.integers, name="--stop-token-ids")),
     "memory_limit": (str | None, "such as 8GB", inputs.byte_count),
+    "progress": (bool | None, "on a terminal alone when not given", lambda shown: shown),
 }
 # Policies and storages are written as text.
 _TYPES = typing.get_type_hints(GenerationOptions, localns={"Policy": str, "Storage": str})
@@ -53,7 +55,7 @@ def option(name: str, none: str | None = None) -> Any:
     """The flag of one option of a generation, for ``Annotated``; ``none`` is shown where the default is None."""
     field, switch = FIELDS[name], "--" + name.replace("_", "-")
     how = f"; {_TYPED[name][1]}." if name in _TYPED else "."
-    if field.default is True:
+    if field.default is True or name == "progress":
         switch = f"{switch}/--no-{switch[2:]}"
     shown = True if none is None else none
     return typer.Option(switch, help=field.metadata["help"].removesuffix(".") + how, show_default=shown)
@@ -66,7 +68,8 @@ def generation(*names: str, without: Collection[str] = (), **defaults: Any) -> C
       names: the options, all by default. without: options that the command does not take.
       defaults: its own, in place of the library's.
 
-    The command is called with ``options``, a dictionary of the library's keywords.
+    The command is called with ``options``, a dictionary of the library's keywords, and what goes on in it is shown as
+    ``--progress`` says.
     """
     chosen = [name for name in names or FIELDS if name not in without]
 
@@ -81,7 +84,8 @@ def generation(*names: str, without: Collection[str] = (), **defaults: Any) -> C
         def run(**values: Any) -> Any:
             typed = {name: values.pop(name) for name in chosen}
             read = {name: _TYPED[name][2](value) if name in _TYPED else value for name, value in typed.items()}
-            return command(**values, options=read)
+            with showing(read.pop("progress", None)):
+                return command(**values, options=read)
 
         parameters: list[inspect.Parameter] = []
         for parameter in inspect.signature(command, eval_str=True).parameters.values():

@@ -42,4 +42,4 @@ def plan(
     if json:
         tables.print_json(dataclasses.asdict(planned))
     else:
-        print(planned)
+        tables.print_text(str(planned))

@@ -80,7 +80,7 @@ class Record:
 
     def keep(self, conversation: kvjax.Chat) -> bool:
         """Write the conversation if it has moved on; whether Ctrl-C was pressed meanwhile, which waits for that."""
-        from kvjax.runtime.interrupt import interruptible
+        from kvjax.interrupt import interruptible
 
         if self.folder is None or not conversation.has_begun or conversation.changes == self.written:
             return False

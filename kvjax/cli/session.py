@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
+from kvjax.progress import stage
+
 if TYPE_CHECKING:
     from kvjax.checkpoints.load import LanguageModel
     from kvjax.sharding.mesh import Mesh
@@ -20,7 +22,7 @@ def enable_compile_cache() -> None:
     """
     import jax
 
-    from kvjax.checkpoints.hub import cache_folder
+    from kvjax.files import cache_folder
 
     if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
         jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "xla"))
@@ -30,8 +32,19 @@ def enable_compile_cache() -> None:
 
 
 def load(model: str, dtype: str | None, mesh: Mesh | str | None = None) -> LanguageModel:
-    """The model by name, path or hub id; progress goes to standard error."""
-    import kvjax
-
+    """The model by name, path or hub id; the command shows what goes on."""
     given: dict[str, Any] = {name: value for name, value in (("dtype", dtype), ("mesh", mesh)) if value is not None}
-    return kvjax.load(model, **given)
+    with stage("load", model, unit="bytes"):  # JAX's import among it
+        import kvjax
+
+        return kvjax.load(model, **given)
+
+
+def check_policy(policy: str | None) -> None:
+    """A misspelt policy is said before the model is loaded."""
+    if policy is None:
+        return
+    with stage("load", "libraries"):
+        from kvjax import policies
+
+        policies.parse(policy)

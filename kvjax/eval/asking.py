@@ -12,6 +12,7 @@ from kvjax.cache.cache import Cache
 from kvjax.cache.quantisation import Storage
 from kvjax.checkpoints.load import LanguageModel
 from kvjax.eval.recorded import RecordedDecoder
+from kvjax.interrupt import Interrupt
 from kvjax.options import GenerationOptions
 from kvjax.planning import full_cache_bytes
 from kvjax.policies.base import Policy
@@ -19,7 +20,6 @@ from kvjax.prompts import Prompt
 from kvjax.request import Request
 from kvjax.runtime.compilation import CompileClock
 from kvjax.runtime.decode import CHUNK
-from kvjax.runtime.interrupt import Interrupt
 from kvjax.session import Session
 from kvjax.text.detokenizer import text_of
 

@@ -25,9 +25,9 @@ from kvjax.eval.recorded import RecordedDecoder
 from kvjax.eval.results import AFTER, IN_VIEW, Row, Scored, Settings, accuracy
 from kvjax.eval.ruler import match_all
 from kvjax.generation import generate
+from kvjax.interrupt import interruptible
 from kvjax.policies.base import Policy
 from kvjax.runtime.compilation import compile_clock
-from kvjax.runtime.interrupt import interruptible
 
 #: Groups of answers as they come, with what they cost.
 Asked = Iterator[tuple[Scored, Cost]]

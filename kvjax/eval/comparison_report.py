@@ -94,7 +94,7 @@ def by_task(numbers: Sequence[dict[str, Any]]) -> Table:
         for task in tasks
         for mode in (AFTER, IN_VIEW)
     ]
-    return Table([*_LABELS, *accuracies], answered)
+    return Table([*_LABELS, *accuracies], answered, labels=len(_LABELS))
 
 
 def footnote(settings: Settings, machine: dict[str, Any]) -> str:

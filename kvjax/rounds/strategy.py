@@ -9,6 +9,7 @@ import jax
 
 from kvjax.cache.cache import Cache
 from kvjax.cache.host_memory import as_numpy
+from kvjax.model.config import ModelConfig
 from kvjax.model.decoder import Decoder
 from kvjax.rounds.closing import close_round
 from kvjax.rounds.conversation import Conversation
@@ -29,6 +30,13 @@ class RoundStrategy:
         self._asked: PendingTurn | None = None
         self._after: Conversation | None = None
         self._used: list[int] = []
+
+    def programs(self, request: Any, config: ModelConfig) -> tuple[list[str], list[str]]:
+        """Names of the programs that reading and finishing need."""
+        fresh = ["lower_fresh", "upper"] if request.cache is None else []
+        onto = ["lower_onto", "place_round", "upper"] if request.context or not fresh else []
+        compress = ["compress"] if request.policy.inner is not None else []
+        return [*fresh, *(name for name in onto if name not in fresh)], [*compress, "cut_round"]
 
     def read(self, params: Decoder, request: Any, consume: bool, note: Note) -> tuple[Cache, jax.Array]:
         """Read the context as a round of its own, then the questions, then give every sample its row."""

@@ -19,6 +19,7 @@ class CompileClock:
     """Seconds and programs compiled while a :func:`compile_clock` was open."""
 
     programs: int = 0
+    _opened: float = dataclasses.field(default_factory=time.perf_counter)
     _spans: list[tuple[float, float]] = dataclasses.field(default_factory=list)
 
     @property
@@ -26,6 +27,7 @@ class CompileClock:
         return sum(end - start for start, end in self._spans)
 
     def _add(self, start: float, end: float) -> None:
+        start = max(start, self._opened)  # what an earlier call broke off may end in this one
         # Tracing one program traces others inside it: a span that encloses earlier ones replaces them.
         while self._spans and self._spans[-1][0] >= start:
             self._spans.pop()

@@ -165,6 +165,13 @@ class TokenStrategy:
 
     prompt_logprobs: list[list[float | None]] | None = None
 
+    def programs(self, request: Read, config: ModelConfig) -> tuple[list[str], list[str]]:
+        """Names of the programs that reading and finishing need."""
+        longest = max(map(len, [request.context, *request.prompts]))
+        several = len(list(_chunks(request.policy, config, longest))) > 1
+        fresh, onto = request.cache is None, request.cache is not None or bool(request.context) or several
+        return ["prefill_fresh"] * fresh + ["prefill_onto"] * onto, []
+
     def read(self, params: Decoder, request: Read, consume: bool, note: Note) -> tuple[Cache, jax.Array]:
         """Read the context once, then the prompts, then give every sample its row."""
         kinds: dict[str, Any] = {"policy": request.policy, "dtype": request.dtype, "storage": request.storage}

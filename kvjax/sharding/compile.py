@@ -31,6 +31,7 @@ from kvjax.model.config import ModelConfig
 from kvjax.model.decoder import Decoder
 from kvjax.policies.base import Policy
 from kvjax.policies.empty_cache import empty_cache
+from kvjax.sharding import compiling
 from kvjax.sharding.decoder import local_decoder
 from kvjax.sharding.mesh import Mesh
 from kvjax.sharding.partition import Partition
@@ -107,7 +108,8 @@ class Program:
     def __call__(self, device: Device, *arguments: Any, donate: bool = True, **static: Any) -> Any:
         """Run on the device or mesh; what is donated is consumed unless ``donate`` is False."""
         split = self._split(_put(device, arguments))
-        found = _compiled(self, donate and bool(self.donates))(*split, device=device, **static)
+        jitted = _compiled(self, donate and bool(self.donates))
+        found = compiling.call(jitted, self.function.__name__, *split, device=device, **static)
         contexts = _contexts(arguments)
         return _map_nodes({Cache: lambda cache: cache.replace(context=contexts[0])}, found) if contexts else found
 
@@ -155,6 +157,7 @@ class Program:
 @functools.cache
 def _compiled(program: Program, donate: bool) -> Any:
     def run(donated: list[Any], rest: list[Any], *, device: Device, **static: Any) -> Any:
+        compiling.on_trace()
         arguments = program._joined(donated, rest)
         if isinstance(device, OneDevice):
             return _own(program.function(device, *arguments, **static))

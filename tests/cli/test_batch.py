@@ -59,30 +59,3 @@ def test_what_makes_no_sense_is_one_sentence(cli, rows, flags, sentence):
 def test_an_input_that_is_not_there(cli, rows, tmp_path):
     (tmp_path / "in.jsonl").unlink()
     assert cli(*rows).sentence == f"--input names no file: {tmp_path / 'in.jsonl'}."
-
-
-def test_lines_of_progress_where_there_is_no_terminal(monkeypatch, capsys):
-    from kvjax.batch import progress
-
-    monkeypatch.setattr(progress, "_SECONDS", 0.0)
-    shown = progress.Progress(shown=True)
-    shown.start(1_234, "kvjax batch")
-    shown.skip(34)
-    shown.add([{"prompt_tokens": 3, "generated_tokens": 5}] * 599 + [{"error": "bad"}])
-    shown.stop()
-    line = capsys.readouterr().err
-    assert line.startswith("kvjax batch: 600 of 1,200 prompts, ") and line.endswith(" tokens/s, 0:00:00 left\n")
-    assert (shown.answered, shown.failed, shown.prompt_tokens) == (599, 1, 3 * 599)
-
-
-def test_a_bar_at_a_terminal(monkeypatch, capsys):
-    import sys
-
-    from kvjax.batch import progress
-
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    shown = progress.Progress(shown=True)
-    shown.start(2, "kvjax batch")
-    shown.add([{"prompt_tokens": 3, "generated_tokens": 5}] * 2)
-    shown.stop()
-    assert "2/2" in capsys.readouterr().err

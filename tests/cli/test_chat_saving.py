@@ -124,7 +124,7 @@ def test_save_within_the_chat_keeps_what_there_is_and_what_comes(cli, tiny_model
     assert [seen(first, tiny_model), seen(second, tiny_model)] == counts[1:]
     assert cli("chat", *TURN, *POLICY, stdin=f"hello\n/save {first}\n".encode()).code == 2
     # At a terminal a folder that will not do ends nothing.
-    monkeypatch.setattr(command, "_typed_turns", lambda: iter([f"/save {tmp_path}", "hello"]))
+    monkeypatch.setattr(command.chat_prompt, "typed_turns", lambda: iter([f"/save {tmp_path}", "hello"]))
     monkeypatch.setattr(command, "sys", SimpleNamespace(stdin=SimpleNamespace(isatty=lambda: True), stderr=sys.stderr))
     ran = cli("chat", *TURN, *POLICY)
     assert ran.code == 0 and "something else than a saved conversation" in ran.err and ran.out
@@ -132,23 +132,9 @@ def test_save_within_the_chat_keeps_what_there_is_and_what_comes(cli, tiny_model
 
 def test_a_typed_turn_that_is_refused_ends_nothing(cli, tiny_model, monkeypatch):
     turns = ["hello", "x" * tiny_model.config.max_position, "are you there?"]
-    monkeypatch.setattr(command, "_typed_turns", lambda: iter(turns))
+    monkeypatch.setattr(command.chat_prompt, "typed_turns", lambda: iter(turns))
     monkeypatch.setattr(command, "sys", SimpleNamespace(stdin=SimpleNamespace(isatty=lambda: True), stderr=sys.stderr))
     ran = cli("chat", *TURN)
     first, second = (json.loads(line)["stats"] for line in ran.out.splitlines())
     assert ran.code == 0 and "so shorten it" in ran.err
     assert second["seen"] == first["seen"] + second["prompt_tokens"] + second["generated_tokens"] - 1
-
-
-def test_typed_bytes_that_are_no_text_end_nothing(monkeypatch, capsys):
-    typed = iter([UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte"), "hello", EOFError()])
-
-    def read(prompt):
-        item = next(typed)
-        if isinstance(item, Exception):
-            raise item
-        return item
-
-    monkeypatch.setattr("builtins.input", read)
-    assert list(command._typed_turns()) == ["hello"]
-    assert "not UTF-8 text" in capsys.readouterr().err

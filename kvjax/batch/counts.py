@@ -1,0 +1,43 @@
+"""The numbers of a process' part of a job, and what they say of its progress."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from kvjax.batch.rows import Record
+from kvjax.progress import Stage
+
+
+class Counts:
+    """Counts the answers of one process."""
+
+    def __init__(self) -> None:
+        self.answered = self.failed = self.prompt_tokens = self.generated_tokens = 0
+        self._total, self._done, self._began = 0, 0, time.perf_counter()
+        self._stage: Stage | None = None
+
+    @property
+    def seconds(self) -> float:
+        return time.perf_counter() - self._began
+
+    def start(self, total: int, stage: Stage) -> None:
+        """Rows this process is to answer, and where it says how many are."""
+        self._began, self._total, self._stage = time.perf_counter(), total, stage
+
+    def add(self, records: Sequence[Record]) -> None:
+        """Records that are now durable."""
+        self._done += len(records)
+        self.failed += sum("error" in record for record in records)
+        for record in records:
+            if "error" not in record:
+                self.answered += 1
+                self.prompt_tokens += record["prompt_tokens"]
+                self.generated_tokens += record["generated_tokens"]
+        if self._stage is not None:
+            rate = self.generated_tokens / max(self.seconds, 1e-9)
+            self._stage.update(self._done, self._total, note=f"{rate:,.0f} tokens/s")
+
+    def skip(self, rows: int) -> None:
+        """Rows that an earlier run had answered."""
+        self._total -= rows

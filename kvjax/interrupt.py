@@ -1,0 +1,115 @@
+"""Ctrl-C while a model runs: what can be broken off is, and what has begun to change a cache ends first."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+class Interrupt:
+    """Ctrl-C in a block of :func:`interruptible`.
+
+    Attributes:
+      requested: whether it was pressed.
+      finishing: whether what remains is to be done all the same, because it gives what there is.
+    """
+
+    requested = False
+    finishing = False
+
+
+class BrokenOff(KeyboardInterrupt):
+    """Ctrl-C ended work that had changed nothing yet."""
+
+
+class _Main:
+    """The main thread's state, which the handler reads: signals arrive in the main thread alone."""
+
+    active: Interrupt | None = None
+    breakable = 0
+
+
+#: Seconds after which Ctrl-C is told once more, where it came while Python cleaned up.
+_AGAIN = 0.02
+
+
+#: Python's own modules whose functions run when an object has gone.
+_WEAK = ("/weakref.py", "/_weakrefset.py")
+
+
+def _in_cleanup(frame: FrameType | None) -> bool:
+    """Whether Python drops what is raised here: in finalizers, weak references that end, JAX's garbage collection."""
+    while frame is not None:
+        if frame.f_code.co_name in ("__del__", "_xla_gc_callback") or frame.f_code.co_filename.endswith(_WEAK):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _in_main() -> bool:
+    return threading.current_thread() is threading.main_thread()
+
+
+@contextmanager
+def interruptible() -> Iterator[Interrupt]:
+    """Turn the first Ctrl-C of this block into ``requested``; a second one raises KeyboardInterrupt as usual.
+
+    Within :func:`breakably` the first one raises at once. Outside the main thread, where signals cannot be handled,
+    and where somebody else handles them, Ctrl-C keeps its meaning.
+    """
+    interrupt = Interrupt()
+    if not _in_main():
+        yield interrupt
+        return
+    previous = signal.getsignal(signal.SIGINT)
+    if previous is not signal.default_int_handler:  # someone else handles it: leave it to them
+        yield interrupt
+        return
+
+    def again() -> None:
+        if _Main.active is interrupt and _Main.breakable:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        interrupt.requested = True
+        if _Main.breakable and not interrupt.finishing and _in_cleanup(frame):
+            threading.Timer(_AGAIN, again).start()
+            return
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        if _Main.breakable and not interrupt.finishing:
+            raise BrokenOff
+
+    outer, _Main.active, _Main.breakable = _Main.active, interrupt, 0
+    signal.signal(signal.SIGINT, handle)
+    try:
+        yield interrupt
+    finally:
+        _Main.active, _Main.breakable = outer, 0
+        # A handler that someone installed meanwhile (a stream may be held for long) is theirs.
+        if signal.getsignal(signal.SIGINT) in (handle, signal.default_int_handler):
+            signal.signal(signal.SIGINT, previous)
+
+
+def breakably(function: Callable[[], T]) -> T:
+    """Call a function that Ctrl-C may end at any place, because nothing depends on how far it came.
+
+    Raises:
+      BrokenOff: Ctrl-C was pressed, now or earlier in the block of :func:`interruptible`.
+    """
+    if not _in_main():
+        return function()
+    try:
+        _Main.breakable += 1
+        active = _Main.active
+        if active is not None and active.requested and not active.finishing:
+            raise BrokenOff
+        return function()
+    finally:
+        _Main.breakable -= 1

@@ -1,0 +1,64 @@
+"""Compiles a jitted function beside the thread that calls it, so that it is told what goes on and Ctrl-C is answered.
+
+Only the first call of a form comes here with work to do: a call whose form is there runs as any jitted function does.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import jax
+import jax.core
+
+from kvjax import progress
+from kvjax.interrupt import breakably
+from kvjax.waiting import beside, settle
+
+
+class _NotCompiled(Exception):
+    """A call would have to be traced first."""
+
+
+_probing = threading.local()
+#: Functions that may be traced and not compiled: their shapes were asked for, or their compilation was broken off. A
+#: call of one would compile it unseen.
+_traced: set[Any] = set()
+
+
+def on_trace() -> None:
+    """To be called first by a function that :func:`call` calls: tells that it is being traced."""
+    if getattr(_probing, "on", False):
+        _probing.on = False
+        raise _NotCompiled
+
+
+def call(jitted: Any, name: str, *arguments: Any, **static: Any) -> Any:
+    """As ``jitted(*arguments, **static)``.
+
+    Raises:
+      BrokenOff: Ctrl-C was pressed while it was traced or compiled; nothing has run, and nothing was donated.
+    """
+    if jitted not in _traced:
+        _probing.on = True
+        try:
+            return jitted(*arguments, **static)
+        except _NotCompiled:
+            pass
+        finally:
+            _probing.on = False
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(arguments)):
+        _traced.add(jitted)
+    elif not jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
+        _compile(jitted, name, arguments, static)
+    return jitted(*arguments, **static)
+
+
+def _compile(jitted: Any, name: str, arguments: Any, static: dict[str, Any]) -> None:
+    """Traced here, where JAX's settings of this thread hold; compiled beside."""
+    with progress.compiling(name):
+        _traced.add(jitted)
+        breakably(settle)
+        lowered = breakably(lambda: jitted.lower(*arguments, **static))
+        breakably(lambda: beside(lowered.compile))
+        _traced.discard(jitted)

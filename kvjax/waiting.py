@@ -1,0 +1,111 @@
+"""Waiting that leaves the main thread awake: compilers and devices are waited for by a thread beside it.
+
+A thread that waits inside a compiler or a device answers no Ctrl-C, and draws nothing. So such waits go to a thread of
+their own, about a tenth of a millisecond each. One that is broken off ends by itself; what it made is kept by JAX.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import os
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any, Generic, NoReturn, TypeVar
+
+from kvjax import progress
+from kvjax.interrupt import breakably
+
+T = TypeVar("T")
+#: Seconds between two looks at what is going on; what ends wakes the thread that waits at once.
+_TICK = 0.2
+
+
+class _Job(Generic[T]):
+    """A call on a thread beside."""
+
+    def __init__(self, function: Callable[[], T]):
+        self._function, self.done = function, threading.Event()
+        self._result: Any = None
+        self._error: BaseException | None = None
+
+    def run(self) -> None:
+        try:
+            self._result = self._function()
+        except BaseException as error:  # noqa: BLE001  raised where it is waited for
+            self._error = error
+        finally:
+            del self._function
+            _running.discard(self)
+            self.done.set()
+
+    def wait(self) -> T:
+        while not self.done.wait(_TICK):
+            progress.tick()
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+
+_running: set[_Job[Any]] = set()
+
+
+def beside(function: Callable[[], T]) -> T:
+    """Call a function on a thread of its own while this one can be woken by Ctrl-C; its result or error is the call's.
+
+    An exception in this thread, such as KeyboardInterrupt, leaves it to itself.
+    """
+    if threading.current_thread() is not threading.main_thread() and not progress.current().visible:
+        return function()  # nobody looks, and Ctrl-C does not come here
+    _wait_at_exit()
+    job = _Job(function)
+    _running.add(job)
+    threading.Thread(target=job.run, daemon=True, name="kvjax-waiting").start()
+    return job.wait()
+
+
+def ready(arrays: T, *, breakable: bool = True) -> T:
+    """Wait until arrays are computed; where ``breakable``, Ctrl-C ends the wait, and the device goes on by itself."""
+    import jax
+
+    leaves = [leaf for leaf in jax.tree.leaves(arrays) if isinstance(leaf, jax.Array) and not leaf.is_deleted()]
+    if all(leaf.is_ready() for leaf in leaves):  # pyright: ignore[reportAttributeAccessIssue]
+        return arrays
+    wait = functools.partial(beside, lambda: jax.block_until_ready(leaves))
+    breakably(wait) if breakable else wait()
+    return arrays
+
+
+def settle() -> None:
+    """Wait for what was broken off."""
+    for job in list(_running):
+        while not job.done.wait(_TICK):
+            progress.tick()
+
+
+@functools.cache
+def _wait_at_exit() -> None:
+    # Python ends threads where they stand, and a compiler that is ended so takes the process down with an error of
+    # its own. Registered after JAX was imported, this comes before JAX takes its devices down.
+    atexit.register(_last_wait)
+
+
+def _last_wait() -> None:
+    try:
+        settle()
+    except KeyboardInterrupt:
+        _end(130)
+
+
+def leave(code: int, *, at_once: bool) -> int:
+    """The exit code; where something still runs, or ``at_once``, the process ends here."""
+    return _end(code) if at_once or _running else code
+
+
+def _end(code: int) -> NoReturn:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
+            stream.flush()
+    os._exit(code)

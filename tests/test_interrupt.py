@@ -1,0 +1,294 @@
+"""Ctrl-C at any time: answered at once, nothing lost, and a process that ends well."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import pty
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+import weakref
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import toys
+
+import kvjax
+from kvjax import waiting
+from kvjax.interrupt import BrokenOff, breakably, interruptible
+from kvjax.sharding import compiling
+
+ROOT = Path(__file__).resolve().parent.parent
+#: Seconds within which Ctrl-C is answered; tests share their machine with others.
+AT_ONCE = 3.0
+
+
+@pytest.fixture(autouse=True)
+def own_handler():
+    """Ctrl-C as Python starts with, whatever runs the tests; what a test broke off is waited for."""
+    if threading.current_thread() is not threading.main_thread():
+        pytest.skip("signals are handled in the main thread, and this test runs in another")
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    signal.signal(signal.SIGINT, previous)
+    waiting.settle()
+
+
+class Presser:
+    """Presses Ctrl-C once, shortly after a stage has begun; given as ``progress=``."""
+
+    #: Whether one is about to press.
+    waiting = False
+
+    def __init__(self, stage: str, what: str = "", wait: float = 0.2):
+        self._stage, self._what, self._wait = stage, what, wait
+        self.pressed: float | None = None
+        self._timer: threading.Timer | None = None
+
+    def __call__(self, event: kvjax.progress.Event) -> None:
+        if self._timer is None and event.stage == self._stage and self._what in event.what:
+            Presser.waiting = True
+            self._timer = threading.Timer(self._wait, self._press)
+            self._timer.start()
+
+    def _press(self) -> None:
+        self.pressed, Presser.waiting = time.monotonic(), False
+        os.kill(os.getpid(), signal.SIGINT)
+
+    def check_answered(self) -> None:
+        assert self.pressed is not None, "the stage never came"
+        assert time.monotonic() - self.pressed < AT_ONCE
+
+
+@pytest.fixture
+def slow(monkeypatch):
+    """The compilation in which Ctrl-C is pressed takes five seconds more, in the compiler."""
+    real = jax.stages.Lowered.compile
+
+    def compile(self, *arguments):
+        if Presser.waiting:
+            time.sleep(5)
+        return real(self, *arguments)
+
+    monkeypatch.setattr(jax.stages.Lowered, "compile", compile)
+
+
+@pytest.fixture
+def lm(request):
+    """A model whose programs no other test has compiled."""
+    return toys.tiny_model(num_layers=1 + ("round" in request.node.name), max_position=600 + len(request.node.name))
+
+
+def test_ctrl_c_while_a_prompt_is_compiled(lm, slow):
+    press = Presser("compile", "prefill")
+    with pytest.raises(KeyboardInterrupt):
+        kvjax.generate(lm, "hello", max_new_tokens=4, progress=press)
+    press.check_answered()
+    waiting.settle()
+    assert kvjax.generate(lm, "hello", max_new_tokens=4).finish_reason in ("length", "stop")
+
+
+def test_ctrl_c_while_a_larger_cache_is_compiled_gives_what_there_is(lm, slow):
+    lm = dataclasses.replace(lm, stop_token_ids=(258,))  # which it does not say
+    options = {"max_new_tokens": 590, "policy": "full"}
+    press = Presser("compile", "grow")
+    output = kvjax.generate(lm, "hello", progress=press, **options)
+    press.check_answered()
+    assert output.finish_reason == "interrupted" and len(output.tokens) > 1
+    *_, last = kvjax.stream_generate(lm, "hello", progress=Presser("compile", "grow"), **options)
+    assert last.output.tokens[: len(output.tokens)] == output.tokens
+    following = kvjax.generate(lm, [1, 2, 3], cache=output.cache, max_new_tokens=2)
+    assert following.stats.seen == output.stats.seen + 1 + 3 + 1
+
+
+@pytest.mark.parametrize("policy", [None, "lagkv:ratio=0.5", "round:watershed=1"])
+def test_a_turn_broken_off_while_it_compiles_leaves_the_conversation(lm, slow, policy):
+    options = {"policy": policy, "max_new_tokens": 3}
+    chat, other = kvjax.Chat(lm, **options), kvjax.Chat(lm, **options)
+    for talk in (chat, other):
+        talk.send("one")
+    press = Presser("compile", "onto")
+    chat.options = kvjax.GenerationOptions(**options, progress=press)
+    changes = chat.changes
+    with pytest.raises(KeyboardInterrupt):
+        chat.send("two")
+    press.check_answered()
+    assert chat.changes == changes
+    chat.options = kvjax.GenerationOptions(**options)
+    assert chat.send("two").tokens == other.send("two").tokens
+
+
+@pytest.mark.parametrize("policy", [None, "lagkv:ratio=0.5"])
+def test_ctrl_c_while_a_prompt_is_read(tiny_model, monkeypatch, policy):
+    options = {"policy": policy, "max_new_tokens": 3}
+    chat, other = kvjax.Chat(tiny_model, **options), kvjax.Chat(tiny_model, **options)
+    for talk in (chat, other):
+        talk.send("one")
+    press = Presser("prefill", wait=1)
+    chat.options = kvjax.GenerationOptions(**options, progress=press)
+
+    def far_from_ready(arrays, **_):
+        breakably(lambda: waiting.beside(lambda: time.sleep(5)))
+        return arrays
+
+    with monkeypatch.context() as patched:
+        patched.setattr("kvjax.session.ready", far_from_ready)
+        with pytest.raises(KeyboardInterrupt):
+            chat.send("two")
+    press.check_answered()
+    chat.options = kvjax.GenerationOptions(**options)
+    assert chat.send("two").tokens == other.send("two").tokens
+
+
+def test_a_device_that_computes_is_left_alone():
+    work = jax.jit(lambda x, n: jax.lax.fori_loop(0, n, lambda i, x: x @ x, x))
+    x = jnp.zeros((1000, 1000))
+    jax.block_until_ready(work(x, 1))
+    found = work(x, 150)  # seconds
+    threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
+    before = time.monotonic()
+    with interruptible(), pytest.raises(BrokenOff):
+        waiting.ready(found)
+    assert time.monotonic() - before < AT_ONCE and not found.is_ready()
+    assert not np.asarray(found).any()
+
+
+class Finalised:
+    def __del__(self) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+
+class Watched:
+    def __init__(self) -> None:
+        weakref.finalize(self, signal.raise_signal, signal.SIGINT)
+
+
+@pytest.mark.parametrize("made", [Finalised, Watched])
+def test_ctrl_c_while_python_cleans_up_is_told_once_more(capfd, made):
+    def work() -> None:
+        made()
+        time.sleep(5)
+
+    before = time.monotonic()
+    with interruptible(), pytest.raises(BrokenOff):
+        breakably(work)
+    assert time.monotonic() - before < AT_ONCE and capfd.readouterr().err == ""
+
+
+def test_the_second_ctrl_c_is_an_error_as_usual(lm):
+    with interruptible() as interrupt:
+        signal.raise_signal(signal.SIGINT)
+        assert interrupt.requested
+        with pytest.raises(BrokenOff):
+            breakably(lambda: None)
+        interrupt.finishing = True  # what gives what there is, is done
+        assert breakably(lambda: 3) == 3
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+
+
+def test_errors_beside_are_the_callers():
+    with pytest.raises(ZeroDivisionError):
+        waiting.beside(lambda: 1 // 0)
+    assert waiting.beside(lambda: threading.current_thread().name) == "kvjax-waiting"
+    assert not waiting._running
+
+
+def test_a_call_that_is_compiled_and_done_needs_no_thread(monkeypatch):
+    @jax.jit
+    def double(x):
+        compiling.on_trace()
+        return 2 * x
+
+    assert int(compiling.call(double, "double", jnp.int32(3))) == 6
+    monkeypatch.setattr(waiting, "beside", None)
+    monkeypatch.setattr(compiling, "beside", None)
+    assert int(compiling.call(double, "double", jnp.int32(4))) == 8
+    assert int(waiting.ready(jnp.int32(4).block_until_ready())) == 4
+
+
+def test_programs_within_programs_are_traced_with_them():
+    @jax.jit
+    def double(x):
+        compiling.on_trace()
+        return 2 * x
+
+    def twice(x):
+        return compiling.call(double, "double", compiling.call(double, "double", x))
+
+    assert int(jax.jit(twice)(3)) == 12 and jax.eval_shape(twice, jnp.int32(3)).shape == ()
+    with jax.disable_jit():
+        assert int(twice(jnp.int32(3))) == 12
+    # Traced already, it is compiled beside all the same.
+    events: list[kvjax.progress.Event] = []
+    jax.eval_shape(twice, jnp.float32(3))
+    with kvjax.progress.showing(events.append):
+        assert float(twice(jnp.float32(3))) == 12
+    assert [event.finished for event in events if event.stage == "compile"][-1]
+
+
+_TOY = """
+    import signal, sys
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    sys.path.insert(0, "tests")
+    import jax, kvjax, toys
+    jax.config.update("jax_disable_most_optimizations", True)
+    lm = toys.tiny_model(num_layers=8)
+"""
+_IN_A_SCRIPT = """
+    print("begin", flush=True)
+    kvjax.generate(lm, "hello", progress=lambda event: print(event.stage, flush=True))
+"""
+_AT_THE_TERMINAL = """
+    kvjax.load = lambda *_, **__: lm
+    from kvjax.cli.main import main
+    sys.exit(main())
+"""
+
+
+def _started(code: str, *arguments: str, **streams) -> subprocess.Popen:
+    command = [sys.executable, "-c", textwrap.dedent(_TOY) + textwrap.dedent(code), *arguments]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "TERM": "xterm", "COLUMNS": "80"}
+    return subprocess.Popen(command, cwd=ROOT, env=environment, **streams)
+
+
+def test_a_script_that_ends_while_something_compiles_ends_well():
+    process = _started(_IN_A_SCRIPT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line == "compile\n":
+            break
+    time.sleep(1.5)  # tracing is over, and the compiler runs
+    process.send_signal(signal.SIGINT)
+    _, error = process.communicate(timeout=120)
+    assert error.rstrip().endswith("BrokenOff") and "terminate" not in error and "Fatal" not in error, error
+    assert process.returncode in (1, 130, -signal.SIGINT)
+
+
+def test_the_command_shows_a_line_and_ends_at_once():
+    leader, follower = pty.openpty()
+    command = ("generate", "hello", "--no-compile-cache", "--max-new-tokens", "9")
+    process = _started(_AT_THE_TERMINAL, *command, stdin=follower, stdout=follower, stderr=follower)
+    os.close(follower)
+    seen, pressed = b"", None
+    with contextlib.suppress(OSError):  # the terminal is gone when its process is
+        while chunk := os.read(leader, 4096):
+            seen += chunk
+            if pressed is None and seen.count(b"compiling prefill fresh (program 1 of 2)") > 1:
+                pressed = time.monotonic()
+                process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=60) == 130 and pressed is not None
+    assert time.monotonic() - pressed < AT_ONCE
+    text = seen.decode()
+    assert text.endswith("kvjax: Interrupted.\r\n") and "Traceback" not in text and "terminate" not in text
+    assert text.rindex("\x1b[K") > text.rindex("compiling")  # the line is gone
+    os.close(leader)
