@@ -153,6 +153,7 @@ class Session:
             self._lent, consume = owned.lend(), True
         if request.cache is not None:
             check_continuable("cache=", [request.cache])  # a stream may begin long after its request was checked
+        self._compile_decode()
         with self._reading() as stage:
             found = self.strategy.read(params or request.lm.params, request, consume, self._note)
             self._cache, self._logits = ready(found)
@@ -171,6 +172,17 @@ class Session:
         request, rows = self.request, self.request.rows
         layers = self.cache.layers if request.lm.mesh is None else ()
         check_kept(request.policy, layers, [kept[:rows] for kept in retained], as_numpy(self.cache.seen)[:rows])
+
+    def _compile_decode(self) -> None:
+        """Begin to compile the loop that follows a first prompt: it takes longer than what comes before it."""
+        request = self.request
+        alone = request.cache is None and not request.context and request.n == 1
+        if not alone or request.policy.offloads_rounds or request.options.max_new_tokens == 0:
+            return
+        sizes = {"prompt_capacity": request.size.prompt_capacity, "new_capacity": request.size.new_capacity}
+        kinds = {"dtype": request.dtype, "storage": request.storage}
+        controls = request.forced(self.controls, 0)
+        self.programs.chunk_ahead(request.lm.params, request.policy, self._present(), controls, **kinds, **sizes)
 
     def _reading(self) -> AbstractContextManager[progress.Stage]:
         """The stage that prompts are read in, and the programs that the call needs from there on."""

@@ -50,6 +50,23 @@ class _Job(Generic[T]):
 
 
 _running: set[_Job[Any]] = set()
+#: Those of them that were started for later, and that nobody has broken off.
+_ahead: set[_Job[Any]] = set()
+
+
+def start(function: Callable[[], T]) -> Callable[[], T]:
+    """Call a function on a thread of its own; what is returned waits for its result, or raises its error."""
+    _wait_at_exit()
+    job = _Job(function)
+    _running.add(job)
+    _ahead.add(job)
+    threading.Thread(target=job.run, daemon=True, name="kvjax-ahead").start()
+
+    def wait() -> T:
+        _ahead.discard(job)  # from here on it is waited for, or broken off
+        return job.wait()
+
+    return wait
 
 
 def beside(function: Callable[[], T]) -> T:
@@ -80,7 +97,7 @@ def ready(arrays: T, *, breakable: bool = True) -> T:
 
 def settle() -> None:
     """Wait for what was broken off."""
-    for job in list(_running):
+    for job in _running - _ahead:
         while not job.done.wait(_TICK):
             progress.tick()
 
@@ -93,6 +110,7 @@ def _wait_at_exit() -> None:
 
 
 def _last_wait() -> None:
+    _ahead.clear()
     try:
         settle()
     except KeyboardInterrupt:

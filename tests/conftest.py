@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import signal
 
 import jax
 import jaxtyping
 import psutil
 import pytest
+
+# What tests compile is not kept in the user's cache folder, by processes that they start neither.
+os.environ.setdefault("KVJAX_COMPILE_CACHE", "0")
 
 # Shapes in signatures are checked wherever tests call these, before anything imports them.
 jaxtyping.install_import_hook(

@@ -79,7 +79,6 @@ def home(tiny_model, tmp_path, monkeypatch) -> Path:
     monkeypatch.setattr("kvjax.cli.main.app", typer.main.get_command(app))  # else it is made for every command line
     monkeypatch.setattr(kvjax, "load", loaded, raising=False)
     monkeypatch.setattr(kvjax, "load_config", lambda name, **_: loaded(name).config, raising=False)
-    monkeypatch.setattr("kvjax.cli.session.enable_compile_cache", lambda: None)
     monkeypatch.delenv("KVJAX_TRACEBACK", raising=False)
     here = tmp_path / "here"
     here.mkdir()

@@ -15,6 +15,7 @@ from kvjax.checkpoints.gguf import GGUFFile
 from kvjax.checkpoints.hub import fetch
 from kvjax.checkpoints.safetensors import SafetensorsFolder, read_json
 from kvjax.checks import float_dtype
+from kvjax.compile_cache import keep_compiled_programs
 from kvjax.errors import UsageError, WeightsError
 from kvjax.model.config import ModelConfig
 from kvjax.model.decoder import Decoder
@@ -61,6 +62,7 @@ def load(
     *,
     dtype: DTypeLike | None = None,
     mesh: Mesh | str | None = None,
+    compile_cache: bool = True,
     progress: Progress = None,
 ) -> LanguageModel:
     """Load a model's weights and tokenizer.
@@ -75,6 +77,8 @@ def load(
       mesh: devices to spread over, a :class:`kvjax.Mesh` or its text form ("data=4,model=2"): weights over the model
         axis, each shard read and put straight on its devices; what the axis does not divide is on all of them. Calls
         with this model then run on the mesh. By default everything goes to JAX's default device.
+      compile_cache: keep what JAX compiles in this process from here on, so that the next one starts fast; see
+        :func:`kvjax.compile_cache.keep_compiled_programs`. ``KVJAX_COMPILE_CACHE=0`` switches it off.
       progress: where downloading and loading are shown: None on a terminal's standard error and in a notebook, True
         also in a log, False nowhere; a function is called with each :class:`kvjax.progress.Event`.
 
@@ -87,6 +91,8 @@ def load(
     if over is not None:
         _ = over.jax  # too few devices are said before anything is read
     text = _text(name)
+    if compile_cache:
+        keep_compiled_programs()
     with showing(progress):
         path = fetch(text)
         if path.suffix == ".safetensors" and not path.is_dir():

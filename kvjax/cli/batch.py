@@ -69,11 +69,10 @@ def batch(
                 devices = parse_mesh(mesh)
                 if not is_file(input):
                     raise UsageError(f"--input names no file: {input}.")
-                if compile_cache:
-                    session.enable_compile_cache()
                 import kvjax.batch
 
-                lm = session.load(model, dtype, None if devices is None else local_mesh(devices))
+                here = None if devices is None else local_mesh(devices)
+                lm = session.load(model, dtype, here, compile_cache=compile_cache)
                 report = kvjax.batch.run(lm, input, output, **options, **job)
         except KeyboardInterrupt:
             print(f"kvjax batch: what is answered is in {output}; the same command goes on from there", file=sys.stderr)

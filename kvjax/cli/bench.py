@@ -77,9 +77,7 @@ def bench(
     _check_json(json)
     facts = machine.describe()  # before anything loads the machine
     started = starting.measure_startup(model, policies[0]) if startup else None
-    if compile_cache:
-        session.enable_compile_cache()
-    lm = session.load(model, dtype)
+    lm = session.load(model, dtype, compile_cache=compile_cache)
     sizes = {"batch": batches, "context": contexts, "prefill": prefills}
     run.check_request(lm.config, rounds=rounds, steps=steps, long_steps=long_steps, **sizes)
     bench = run.Bench(lm, parsed, rounds=rounds, steps=steps, peer=_peer(peers, lm), progress=_say)

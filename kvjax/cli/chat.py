@@ -54,9 +54,7 @@ def chat(
 
     session.check_policy(keywords["policy"])
     saved_chat.check(save, load, keywords["system"])
-    if compile_cache:
-        session.enable_compile_cache()
-    lm = session.load(model, dtype, mesh)
+    lm = session.load(model, dtype, mesh, compile_cache=compile_cache)
     conversation = kvjax.Chat(lm, **keywords) if load is None else saved_chat.continued(lm, load, keywords)
     record = saved_chat.Record(save)
     if save is not None and load is not None and save.resolve() == load.resolve():

@@ -66,9 +66,7 @@ def compare(
     settings = Settings(model, "", inputs.names(tasks), samples, turns, storage, seed)  # refuses what makes no sense
     new_figure(1, 1)  # refuses without matplotlib now, and not when all is measured
     check_folder("--out", out)
-    if compile_cache:
-        session.enable_compile_cache()
-    lm = session.load(model, dtype)
+    lm = session.load(model, dtype, compile_cache=compile_cache)
     from kvjax.eval.compare import Comparison
 
     settings = dataclasses.replace(settings, model=lm.name, dtype=str(lm.params.dtype))

@@ -73,9 +73,7 @@ def compare_rounds(
     if not is_file(dialogues):
         raise UsageError(f"--dialogues names a file that does not exist: {dialogues}.")
     check_folder("--out", out)
-    if compile_cache:
-        session.enable_compile_cache()
-    lm = session.load(model, dtype)
+    lm = session.load(model, dtype, compile_cache=compile_cache)
     long = long_dialogues(lm, dialogues, most=most, least_rounds=2, tokens=tokens)
     if counts:
         cut = [

@@ -47,9 +47,7 @@ def generate(
     prompts = inputs.prompts(prompt)
     session.check_policy(keywords["policy"])
     saved_chat.check(None, cache, None)
-    if compile_cache:
-        session.enable_compile_cache()
-    lm = session.load(model, dtype, mesh)
+    lm = session.load(model, dtype, mesh, compile_cache=compile_cache)
     if cache is None:
         keywords |= {"policy": keywords["policy"] or "full", "storage": keywords["storage"] or "model"}
         named = keywords["policy"]

@@ -90,9 +90,7 @@ def picture(
         whole_number("tokens", tokens, 1)
     whole_number("least-rounds", least_rounds, 3)
     new_figure(1, 1)  # refuses without matplotlib now, and not when all is measured
-    if compile_cache:
-        session.enable_compile_cache()
-    lm = session.load(model, dtype)
+    lm = session.load(model, dtype, compile_cache=compile_cache)
     if name == POSITIONS:
         _save(out, _positions(lm, policies, text, length))
         return 0

@@ -48,9 +48,7 @@ def read(
 
     kvjax.policies.parse(options["policy"])
     _check_folder(out)
-    if compile_cache:
-        session.enable_compile_cache()
-    lm = session.load(model, dtype, mesh)
+    lm = session.load(model, dtype, mesh, compile_cache=compile_cache)
     cache = kvjax.read(lm, prompt, **options)
     kvjax.save_cache(out, cache, lm)
     _say(out, cache, options["policy"], json)

@@ -14,7 +14,7 @@ from kvjax.cache.quantisation import MODEL, Storage
 from kvjax.model.config import ModelConfig
 from kvjax.model.decoder import Decoder
 from kvjax.policies.base import Policy
-from kvjax.runtime.decode import Controls, DecodeState, decode_chunk
+from kvjax.runtime.decode import Controls, DecodeState, decode_chunk, initial_state
 from kvjax.runtime.grow import grow
 from kvjax.runtime.prefill import pages_onto, prefill_fresh, prefill_onto
 from kvjax.runtime.share import share, share_types
@@ -108,6 +108,29 @@ class Programs:
         given = (device, params, cache, *read)
         program = PREFILL_ONTO if len(read) == 3 else SCORE_ONTO
         return program.onto(*given, cache=cache, pages=pages, consume=consume, **capacities)
+
+    def chunk_ahead(
+        self,
+        params: Decoder,
+        policy: Policy,
+        present: np.ndarray,
+        controls: Controls,
+        *,
+        dtype: Any,
+        storage: Storage,
+        **capacities: int,
+    ) -> None:
+        """Begin to compile :meth:`chunk` for what :meth:`fresh` will give, while that is compiled and runs itself.
+
+        Not on a mesh, whose devices would begin their programs in different orders.
+        """
+        if self.mesh is not None:
+            return
+        device, config = self.device(policy, params.config), params.config
+        rows = self.rows(len(present))
+        cache = jax.eval_shape(lambda: device.empty(rows, dtype=dtype, storage=storage, **capacities))
+        state = initial_state(cache, jax.ShapeDtypeStruct((rows, config.vocab_size), np.float32), present)
+        DECODE_CHUNK.compile_ahead(device, params, state, controls, np.int32(1))
 
     def chunk(
         self, params: Decoder, state: DecodeState, controls: Controls, steps: int

@@ -122,6 +122,10 @@ class Program:
                 pool.delete()
         return found
 
+    def compile_ahead(self, device: Device, *arguments: Any, **static: Any) -> None:
+        """Begin to compile it for arguments like these, arrays or their shapes; the next call waits for it."""
+        compiling.start(_compiled(self, bool(self.donates)), *self._split(arguments), device=device, **static)
+
     def lower(self, device: Device, *arguments: Any, donate: bool = True, **static: Any) -> Any:
         """As ``jax.jit(...).lower``: to compile ahead of time, or to look at what XLA makes of it."""
         return _compiled(self, donate and bool(self.donates)).lower(*self._split(arguments), device=device, **static)

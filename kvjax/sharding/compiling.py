@@ -6,12 +6,14 @@ Only the first call of a form comes here with work to do: a call whose form is t
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.core
+import numpy as np
 
-from kvjax import progress
+from kvjax import progress, waiting
 from kvjax.interrupt import breakably
 from kvjax.waiting import beside, settle
 
@@ -24,6 +26,9 @@ _probing = threading.local()
 #: Functions that may be traced and not compiled: their shapes were asked for, or their compilation was broken off. A
 #: call of one would compile it unseen.
 _traced: set[Any] = set()
+#: Functions that are being compiled for a later call, with what waits for it; and all forms for which that was begun.
+_ahead: dict[Any, Callable[[], Any]] = {}
+_begun: set[Any] = set()
 
 
 def on_trace() -> None:
@@ -31,6 +36,20 @@ def on_trace() -> None:
     if getattr(_probing, "on", False):
         _probing.on = False
         raise _NotCompiled
+
+
+def start(jitted: Any, *arguments: Any, **static: Any) -> None:
+    """Begin to compile for arguments like these, arrays or their shapes, while the caller does something else.
+
+    The next :func:`call` waits for it. A form that was begun once is not begun again.
+    """
+    leaves, tree = jax.tree.flatten((arguments, static))
+    form = jitted, tree, tuple((np.shape(leaf), getattr(leaf, "dtype", leaf)) for leaf in leaves)
+    if form in _begun or jitted in _ahead or jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
+        return
+    _begun.add(form)
+    _traced.add(jitted)
+    _ahead[jitted] = waiting.start(jitted.lower(*arguments, **static).compile)
 
 
 def call(jitted: Any, name: str, *arguments: Any, **static: Any) -> Any:
@@ -58,6 +77,8 @@ def _compile(jitted: Any, name: str, arguments: Any, static: dict[str, Any]) -> 
     """Traced here, where JAX's settings of this thread hold; compiled beside."""
     with progress.compiling(name):
         _traced.add(jitted)
+        if (wait := _ahead.pop(jitted, None)) is not None:
+            breakably(wait)
         breakably(settle)
         lowered = breakably(lambda: jitted.lower(*arguments, **static))
         breakably(lambda: beside(lowered.compile))
