@@ -15,7 +15,7 @@ import numpy as np
 
 from kvjax import progress
 from kvjax.allocation import spare_tokens
-from kvjax.cache.buckets import new_bucket
+from kvjax.cache.buckets import new_bucket, request_bucket
 from kvjax.cache.cache import Cache
 from kvjax.cache.continuation import Continuation, check_continuable, may_be_lent, rolled_back
 from kvjax.cache.groups import slot_bytes
@@ -153,7 +153,7 @@ class Session:
             self._lent, consume = owned.lend(), True
         if request.cache is not None:
             check_continuable("cache=", [request.cache])  # a stream may begin long after its request was checked
-        self._compile_decode()
+        self._compile_ahead()
         with self._reading() as stage:
             found = self.strategy.read(params or request.lm.params, request, consume, self._note)
             self._cache, self._logits = ready(found)
@@ -173,16 +173,26 @@ class Session:
         layers = self.cache.layers if request.lm.mesh is None else ()
         check_kept(request.policy, layers, [kept[:rows] for kept in retained], as_numpy(self.cache.seen)[:rows])
 
-    def _compile_decode(self) -> None:
-        """Begin to compile the loop that follows a first prompt: it takes longer than what comes before it."""
-        request = self.request
-        alone = request.cache is None and not request.context and request.n == 1
-        if not alone or request.policy.offloads_rounds or request.options.max_new_tokens == 0:
+    def _compile_ahead(self) -> None:
+        """Begin to compile what follows the first prefill: a decode loop takes longer to compile than a prefill."""
+        request, policy = self.request, self.request.policy
+        several = request.rows > 1 and (bool(request.context) or request.n > 1)  # rows are copied in between
+        if request.cache is not None or several or policy.offloads_rounds or request.options.max_new_tokens == 0:
             return
-        sizes = {"prompt_capacity": request.size.prompt_capacity, "new_capacity": request.size.new_capacity}
-        kinds = {"dtype": request.dtype, "storage": request.storage}
-        controls = request.forced(self.controls, 0)
-        self.programs.chunk_ahead(request.lm.params, request.policy, self._present(), controls, **kinds, **sizes)
+        onto = request_bucket(len(request.prompts[0])) if request.context else None
+        if policy.chunks(request.lm.config) is not None or request.prompt_logprobs:
+            onto = None  # chunks have sizes of their own, and scores a program
+        self.programs.compile_ahead(
+            request.lm.params,
+            policy,
+            self._present(),
+            request.forced(self.controls, 0),
+            onto=onto,
+            dtype=request.dtype,
+            storage=request.storage,
+            prompt_capacity=request.size.prompt_capacity,
+            new_capacity=request.size.new_capacity,
+        )
 
     def _reading(self) -> AbstractContextManager[progress.Stage]:
         """The stage that prompts are read in, and the programs that the call needs from there on."""

@@ -50,8 +50,14 @@ class _Job(Generic[T]):
 
 
 _running: set[_Job[Any]] = set()
+_AHEAD = "kvjax-ahead"
 #: Those of them that were started for later, and that nobody has broken off.
 _ahead: set[_Job[Any]] = set()
+
+
+def is_ahead() -> bool:
+    """Whether this is a thread of :func:`start`."""
+    return threading.current_thread().name == _AHEAD
 
 
 def start(function: Callable[[], T]) -> Callable[[], T]:
@@ -60,7 +66,7 @@ def start(function: Callable[[], T]) -> Callable[[], T]:
     job = _Job(function)
     _running.add(job)
     _ahead.add(job)
-    threading.Thread(target=job.run, daemon=True, name="kvjax-ahead").start()
+    threading.Thread(target=job.run, daemon=True, name=_AHEAD).start()
 
     def wait() -> T:
         _ahead.discard(job)  # from here on it is waited for, or broken off

@@ -10,9 +10,8 @@ if TYPE_CHECKING:
     from kvjax.checkpoints.load import LanguageModel
     from kvjax.sharding.mesh import Mesh
 
-def load(
-    model: str, dtype: str | None, mesh: Mesh | str | None = None, *, compile_cache: bool = True
-) -> LanguageModel:
+
+def load(model: str, dtype: str | None, mesh: Mesh | str | None = None, *, compile_cache: bool = True) -> LanguageModel:
     """The model by name, path or hub id; the command shows what goes on."""
     given: dict[str, Any] = {name: value for name, value in (("dtype", dtype), ("mesh", mesh)) if value is not None}
     with stage("load", model, unit="bytes"):  # JAX's import among it

@@ -182,8 +182,11 @@ def _record(
     )
 
 
-def initial_state(cache: Cache, logits: Float[Array, "B V"], present: Bool[np.ndarray, "N V"]) -> DecodeState:
-    """The state before the first token: rows of the cache that ``present`` does not have are padding and have ended."""
+def initial_state(cache: Cache, logits: Any, present: Bool[np.ndarray, "N V"]) -> DecodeState:
+    """The state before the first token, of arrays or of their shapes.
+
+    Rows of the cache that ``present`` does not have are padding and have ended.
+    """
     batch, rows = cache.batch, len(present)
     begin = {
         "reason": np.where(np.arange(batch) < rows, RUNNING, STOP).astype(np.int32),

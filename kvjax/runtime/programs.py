@@ -109,28 +109,37 @@ class Programs:
         program = PREFILL_ONTO if len(read) == 3 else SCORE_ONTO
         return program.onto(*given, cache=cache, pages=pages, consume=consume, **capacities)
 
-    def chunk_ahead(
+    def compile_ahead(
         self,
         params: Decoder,
         policy: Policy,
         present: np.ndarray,
         controls: Controls,
         *,
+        onto: int | None,
         dtype: Any,
         storage: Storage,
         **capacities: int,
     ) -> None:
-        """Begin to compile :meth:`chunk` for what :meth:`fresh` will give, while that is compiled and runs itself.
+        """Begin to compile what follows :meth:`fresh`, while that is compiled and runs itself: :meth:`chunk`.
 
         Not on a mesh, whose devices would begin their programs in different orders.
+
+        Args:
+          present: [rows, V], as for :func:`kvjax.runtime.decode.initial_state`.
+          onto: tokens of the bucket that :meth:`onto` will read in between, consuming what is read first; or None.
         """
-        if self.mesh is not None:
+        device, config, rows = self.device(policy, params.config), params.config, self.rows(len(present))
+        form = device, rows, onto, dtype, storage, *capacities.values()
+        if self.mesh is not None or form in _begun:
             return
-        device, config = self.device(policy, params.config), params.config
-        rows = self.rows(len(present))
+        _begun.add(form)
         cache = jax.eval_shape(lambda: device.empty(rows, dtype=dtype, storage=storage, **capacities))
         state = initial_state(cache, jax.ShapeDtypeStruct((rows, config.vocab_size), np.float32), present)
         DECODE_CHUNK.compile_ahead(device, params, state, controls, np.int32(1))
+        if onto is not None:
+            tokens, count = np.zeros((rows, onto), np.int32), np.zeros((rows,), np.int32)
+            PREFILL_ONTO.compile_ahead(device, params, cache, tokens, count, count, own_capacity=None, **capacities)
 
     def chunk(
         self, params: Decoder, state: DecodeState, controls: Controls, steps: int
@@ -153,4 +162,6 @@ class Programs:
         return GROW(self.device(cache.policy, config), cache, new_capacity=new_capacity)
 
 
+#: What :meth:`Programs.compile_ahead` has begun in this process.
+_begun: set[Any] = set()
 ONE_DEVICE = Programs()

@@ -6,16 +6,21 @@ Only the first call of a form comes here with work to do: a call whose form is t
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.core
+import jax.monitoring
 import numpy as np
 
 from kvjax import progress, waiting
 from kvjax.interrupt import breakably
 from kvjax.waiting import beside, settle
+
+#: The seconds that a call waited for its own compilation, which had begun before.
+_WAITED = "/jax/core/compile/kvjax_waited"
 
 
 class _NotCompiled(Exception):
@@ -78,7 +83,9 @@ def _compile(jitted: Any, name: str, arguments: Any, static: dict[str, Any]) -> 
     with progress.compiling(name):
         _traced.add(jitted)
         if (wait := _ahead.pop(jitted, None)) is not None:
+            began = time.perf_counter()
             breakably(wait)
+            jax.monitoring.record_event_duration_secs(_WAITED, time.perf_counter() - began)
         breakably(settle)
         lowered = breakably(lambda: jitted.lower(*arguments, **static))
         breakably(lambda: beside(lowered.compile))
