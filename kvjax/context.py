@@ -15,9 +15,7 @@ from kvjax.policies import Policy
 from kvjax.prompts import Prompt, Prompts
 from kvjax.request import Request
 from kvjax.rounds.conversation import Conversation
-from kvjax.runtime.compilation import compile_clock
-from kvjax.runtime.interrupt import Interrupt
-from kvjax.session import Session
+from kvjax.session import running
 
 
 def read(
@@ -56,7 +54,7 @@ def read(
     """
     options = GenerationOptions(policy=policy, storage=storage, chat=chat, memory_limit=memory_limit, max_new_tokens=0)
     request = Request(lm, text, options, read_only=True)
-    with compile_clock() as clock, Session(request, clock, Interrupt()) as session:
+    with running(request) as session:
         session.prefill()
         found: Any = session.continuation()
     if found.device_layers.batch > request.rows:

@@ -17,7 +17,7 @@ from kvjax.request import Request
 from kvjax.rounds.conversation import Conversation
 from kvjax.runtime.compilation import compile_clock
 from kvjax.runtime.decode import CHUNK
-from kvjax.session import Session
+from kvjax.session import Session, running
 from kvjax.text.detokenizer import TextStream
 
 #: Tokens between two pieces of a stream.
@@ -104,12 +104,7 @@ def generate(
 
 def answer(request: Request, consume_cache: bool = False, between: Callable[[], None] | None = None) -> Any:
     """Run a checked request and return its outputs; ``between`` is called after every chunk of tokens."""
-    with (
-        progress.showing(request.options.progress),
-        compile_clock() as clock,
-        interruptible() as interrupt,
-        Session(request, clock, interrupt) as session,
-    ):
+    with running(request) as session:
         session.prefill(consume_cache)
         with progress.stage("decode", total=request.options.max_new_tokens) as stage:
             for _ in session.results(CHUNK):

@@ -15,12 +15,10 @@ from kvjax.policies import Policy
 from kvjax.prompts import Prompt, Prompts, as_list, token_ids
 from kvjax.request import Request
 from kvjax.rounds.conversation import Conversation
-from kvjax.runtime.compilation import compile_clock
 from kvjax.runtime.decode import CHUNK
-from kvjax.runtime.interrupt import Interrupt
 from kvjax.runtime.reading import read_prompts
 from kvjax.runtime.token_logprobs import next_logprobs
-from kvjax.session import Session
+from kvjax.session import Session, running
 
 #: Text or token ids.
 Continuation = str | Sequence[int]
@@ -89,7 +87,7 @@ def score(
     request = Request(lm, prompt, options, n=samples, cache=cache, context=context, answers=answers)
     if way == "prefill" and request.policy.offloads_rounds:
         raise UsageError('Under RoundAttention a continuation is scored in decode\'s way; give way="decode".')
-    with compile_clock() as clock, Session(request, clock, Interrupt()) as session:
+    with running(request) as session:
         session.prefill()
         found = _by_prefill(session) if way == "prefill" else _by_decode(session)
     scores = [Score(tuple(ids), tuple(logprobs)) for ids, logprobs in zip(answers, found, strict=True)]
@@ -121,6 +119,8 @@ def _by_decode(session: Session) -> list[list[float]]:
         pass
     found, wanted = session.logprobs or [], session.request.answers or ()
     if any(len(logprobs) < len(ids) for logprobs, ids in zip(found, wanted, strict=True)):
+        if session.interrupted:
+            raise KeyboardInterrupt
         raise DoesNotFit(
             f"The cache would outgrow the memory after {min(map(len, found))} tokens of the continuation; "
             "a shorter one would fit."

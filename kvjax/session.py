@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from types import TracebackType
 from typing import Any, Protocol, Self
 
@@ -20,7 +20,7 @@ from kvjax.cache.cache import Cache
 from kvjax.cache.continuation import Continuation, check_continuable, may_be_lent, rolled_back
 from kvjax.cache.groups import slot_bytes
 from kvjax.cache.host_memory import as_numpy, device_bytes, live_device_bytes
-from kvjax.interrupt import BrokenOff, Interrupt
+from kvjax.interrupt import BrokenOff, Interrupt, interruptible
 from kvjax.model.config import ModelConfig
 from kvjax.model.decoder import Decoder
 from kvjax.output import Output, Stats
@@ -31,7 +31,7 @@ from kvjax.request import Request
 from kvjax.rounds.stats import RoundStats
 from kvjax.rounds.strategy import RoundStrategy
 from kvjax.runtime import prefill_speed
-from kvjax.runtime.compilation import CompileClock
+from kvjax.runtime.compilation import CompileClock, compile_clock
 from kvjax.runtime.decode import CHUNK, REASONS, RUNNING, DecodeState, initial_state
 from kvjax.runtime.reading import Note, TokenStrategy
 from kvjax.text.detokenizer import text_of
@@ -118,6 +118,11 @@ class Session:
         held = () if request.cache is None else jax.tree.leaves(request.cache.device_layers)
         self._before = live_device_bytes() - device_bytes(held)
         self._began, self._compiled = time.perf_counter(), clock.seconds
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether Ctrl-C was pressed."""
+        return self._interrupt.requested
 
     def __enter__(self) -> Self:
         return self
@@ -391,3 +396,15 @@ class Session:
             seen=int(seen[row]),
             rounds=rounds and dataclasses.replace(rounds, allocated=cache.device_nbytes, peak=self.peak_bytes),
         )
+
+
+@contextmanager
+def running(request: Request) -> Iterator[Session]:
+    """A session whose progress is shown, whose compilations are counted, and which Ctrl-C ends."""
+    with (
+        progress.showing(request.options.progress),
+        compile_clock() as clock,
+        interruptible() as interrupt,
+        Session(request, clock, interrupt) as session,
+    ):
+        yield session

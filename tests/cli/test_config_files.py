@@ -66,7 +66,7 @@ def test_what_is_typed_wins_then_the_later_file(file):
     assert values["chat"] is False and values["min_p"] == 0.0 and values["prompt"] == ["hello"]
     assert parsed("generate", "hello", "--config", first)["policy"] == "h2o"
     assert parsed("generate", "hello", "--config", first, "--chat", "--stop", "c")["stop"] == ["c"]
-    assert parsed("generate", "hello")["policy"] == "full", "a file's defaults end with its command line"
+    assert parsed("generate", "hello")["policy"] is None, "a file's defaults end with its command line"
 
 
 def test_lists_and_mappings_are_written_as_they_are_typed(file):
@@ -78,7 +78,7 @@ def test_lists_and_mappings_are_written_as_they_are_typed(file):
 
 
 BAD = {
-    "unknown": ("polcy: lagkv", "sets 'polcy', which `kvjax plan` does not take; did you mean 'policy'? it takes "),
+    "unknown": ("polcy: lagkv", "sets 'polcy', which `kvjax plan` does not take; did you mean 'policy'?"),
     "another command's": ("temperature: 1", "sets 'temperature', which `kvjax plan` does not take"),
     "config in config": ("config: b.yaml", "sets 'config'"),
     "empty": ("", "holds no settings"),
