@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 
 import numpy as np
@@ -10,8 +11,10 @@ from support import oracles
 
 import kvjax
 from kvjax.cache.continuation import keys_and_values
+from kvjax.options import GenerationOptions
 from kvjax.policies import Full, LagKV, StreamingLLM
 from kvjax.prompts import tokenize
+from kvjax.request import Request
 
 RNG = np.random.default_rng(1)
 FIRST, SECOND, THIRD = (RNG.integers(0, 256, size).tolist() for size in (40, 9, 21))
@@ -244,13 +247,21 @@ def test_what_was_generated_is_not_templated_twice(tiny_model):
 
 def test_one_cache_under_many_prompts_is_counted_for_each_and_once_more(tiny_model):
     cache = kvjax.generate(tiny_model, FIRST, max_new_tokens=1).cache
-    longest = int(cache.seen[0]) + 1 + len(SECOND)
-    planned = kvjax.plan(tiny_model, prompt_tokens=longest, batch=3, max_new_tokens=1)
-    limit = planned.total_bytes + (1 + 3) * cache.nbytes
     options = {"cache": cache, "max_new_tokens": 1}
-    assert len(kvjax.generate(tiny_model, [SECOND] * 3, memory_limit=limit, **options)) == 3
+
+    def fits(limit: int) -> bool:
+        try:
+            Request(tiny_model, [SECOND] * 3, GenerationOptions(memory_limit=limit, max_new_tokens=1), cache=cache)
+        except kvjax.DoesNotFit:
+            return False
+        return True
+
+    least = bisect.bisect_left(range(1 << 24), True, key=fits)
+    outputs = kvjax.generate(tiny_model, [SECOND] * 3, memory_limit=least, **options)
     with pytest.raises(kvjax.DoesNotFit):
-        kvjax.generate(tiny_model, [SECOND] * 3, memory_limit=limit - 1, **options)
+        kvjax.generate(tiny_model, [SECOND] * 3, memory_limit=least - 1, **options)
+    weights = kvjax.plan(tiny_model, prompt_tokens=1).weights_bytes
+    assert least >= weights + outputs[0].stats.device_cache_bytes + cache.nbytes
 
 
 ROUNDS = "round:watershed=1"

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kvjax.cache.cache import materialised
 from kvjax.cache.pool import rows
 from kvjax.runtime.prefill import logits_of
 
@@ -39,7 +40,7 @@ def greedy(lm, ids: Sequence[int], steps: int, penalty: float = 1.0) -> tuple[tu
 def live(cache) -> list[np.ndarray]:
     """Keys and values of the slots each layer and head of a cache of batch 1 holds."""
     found = []
-    for layer in cache.layers:
+    for layer in materialised(cache).layers:
         lengths = np.asarray(layer.length)[0]
         for x in rows(layer):
             found += [np.asarray(x)[0, head, :length] for head, length in enumerate(lengths)]
