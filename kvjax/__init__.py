@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from kvjax.saving import save_cache as save_cache
     from kvjax.scoring import score as score
     from kvjax.sharding.mesh import Mesh as Mesh
+    from kvjax.warming import warm as warm
 
 #: Public names by their modules, which are imported when a name is first used: `import kvjax` does not even import JAX.
 _NAMES = {
@@ -72,6 +73,7 @@ _NAMES = {
     "kvjax.saving": ("load_cache", "save_cache"),
     "kvjax.scoring": ("score",),
     "kvjax.sharding.mesh": ("Mesh",),
+    "kvjax.warming": ("warm",),
 }
 _HOMES = {name: module for module, names in _NAMES.items() for name in names} | CLASSES | {"Policy": "kvjax.policies"}
 _PACKAGES = ("batch", "calibrate", "policies", "progress")

@@ -48,7 +48,7 @@ MODULES: dict[str, str] = {
     "kvjax.progress kvjax.live_line kvjax.interrupt kvjax.waiting",
     "planning": "kvjax.allocation kvjax.planning kvjax.prompts kvjax.device_memory",
     "generation": "kvjax.options kvjax.request kvjax.output kvjax.ownership kvjax.session kvjax.generation kvjax.chat "
-    "kvjax.history kvjax.context kvjax.scoring kvjax.policy_check",
+    "kvjax.history kvjax.context kvjax.scoring kvjax.policy_check kvjax.warming",
     "public": "kvjax",
     "cli": "kvjax.__main__ kvjax.cli",
 }

@@ -48,20 +48,23 @@ def prefill_peak_bytes(config: ModelConfig, policy: Policy, batch: int, prompt: 
     together = rows_together(batch, block)
     hidden = rows * config.hidden_size * item
     both = 2 * rows * config.num_kv_heads * config.head_dim * item
+    # Rows that go through a layer in turns are cut out and put back, and none is packed as it is read.
+    turns = 0 if together == batch else together * (hidden + both) // batch
     rope = config.positional == "rope"
     # What keeps everything packs as much as it has read: its dense keys and values are counted as the layer's cache.
     selects = type(policy).compress is not Policy.compress or type(policy).select is not Policy.select
     dense = both if selects else 0
+    turns += both if turns and not selects else 0
     if dispatch.platform() == "tpu":
         dense = both if selects or _PACKS_BESIDE else 0
         rotary = 2 * rows * max(config.head_dim // 2, 128) * 4 if rope else 0
         reading = 2 * config.hidden_size + max(2 * inner, 3 * config.num_heads * config.head_dim)
         copies = _GROUPED if isinstance(policy, HeadWise) else _STATISTICS if isinstance(policy, LagKV) else 0
-        return hidden + rotary + dense + max(together * block * reading * item, int(copies * both))
+        return hidden + rotary + dense + turns + max(together * block * reading * item, int(copies * both))
     rotary = 2 * rows * (config.head_dim // 2) * 4 if rope else 0
     attention = config.num_heads * (2 * keys_of(block) + 3 * config.head_dim) * 4
     mlp = 3 * inner * item
     shared = 2 * config.hidden_size * 4 + (config.num_heads + 2 * config.num_kv_heads) * config.head_dim * 4
     reading = together * block * (max(attention, mlp) + shared)
     logits = batch * config.vocab_size * 4
-    return hidden + rotary + dense + max(reading, 2 * dense) + logits
+    return hidden + rotary + dense + turns + max(reading, 2 * dense) + logits

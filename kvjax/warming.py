@@ -1,0 +1,111 @@
+"""``warm``: compiles what later calls will need, by the smallest calls that need it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from kvjax.cache.buckets import request_bucket
+from kvjax.chat import Chat
+from kvjax.checkpoints.load import LanguageModel
+from kvjax.checks import whole_number
+from kvjax.errors import UsageError
+from kvjax.generation import generate
+from kvjax.ownership import Owned
+from kvjax.policies import Policy, format_policy, parse
+from kvjax.runtime.compilation import compile_clock
+
+_MOST = 2**20
+
+
+@dataclasses.dataclass(frozen=True)
+class Warmed:
+    """What one form of call compiled.
+
+    Attributes:
+      policy: its text form. batch: rows; 0 is a conversation. tokens: of the longest prompt that it serves.
+      programs: compiled, or read from the folder that keeps them. seconds: that this took.
+    """
+
+    policy: str
+    batch: int
+    tokens: int
+    programs: int
+    seconds: float
+
+
+def warm(
+    lm: LanguageModel,
+    *,
+    lengths: Sequence[int] = (256,),
+    policy: Policy | str | Sequence[Policy | str] = "full",
+    batch: Sequence[int] = (1,),
+    chat: bool = False,
+    **options: Any,
+) -> list[Warmed]:
+    """Compile the programs of calls like these, so that those wait for none of them.
+
+    What is compiled stays in this process, and, unless switched off, in the folder that ``kvjax.load`` keeps compiled
+    programs in. It runs the smallest call of each form: one token more than the next smaller bucket of lengths.
+
+    Args:
+      lm: the model.
+      lengths: tokens of prompts.
+      policy: one policy or several.
+      batch: numbers of prompts that will be answered together.
+      chat: also compile a conversation's later turns, with prompts of these lengths.
+      options: of the calls, as for :func:`kvjax.generate`; those that change the cache, such as ``storage``, count.
+
+    Returns:
+      What each form compiled.
+
+    Raises:
+      UsageError: a length that the model's context does not hold, or an option that makes no sense.
+      DoesNotFit: a call is too large for the device.
+    """
+    policies = [policy] if isinstance(policy, (str, Policy)) else list(policy)
+    parsed = [parse(each) for each in policies]
+    for name, values in (("lengths", lengths), ("batch", batch)):
+        if isinstance(values, (str, int)) or not values:
+            raise UsageError(f"{name} is {values!r}; give at least one number, in a list.")
+        for value in values:
+            whole_number(name, value, 1, _MOST)
+    if max(lengths) > lm.config.max_position:
+        raise UsageError(
+            f"A prompt of {max(lengths)} tokens is beyond this model's context of {lm.config.max_position}."
+        )
+    found = []
+    for each in parsed:
+        for tokens in lengths:
+            ids = [0] * _least(tokens)
+            calls: list[tuple[int, Any]] = [(rows, _generating(lm, ids, rows)) for rows in batch]
+            calls += [(0, _talking(lm, ids))] * chat
+            for rows, call in calls:
+                with compile_clock() as clock:
+                    call(policy=each, **{"max_new_tokens": 2, **options})
+                found.append(Warmed(format_policy(each), rows, tokens, clock.programs, clock.seconds))
+    return found
+
+
+def _least(tokens: int) -> int:
+    """The shortest prompt of the bucket that so many tokens are in."""
+    low, high = 1, tokens
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if request_bucket(middle) == request_bucket(tokens) else (middle + 1, high)
+    return low
+
+
+def _generating(lm: LanguageModel, ids: list[int], rows: int) -> Any:
+    return lambda **options: generate(lm, ids if rows == 1 else [ids] * rows, **options)
+
+
+def _talking(lm: LanguageModel, ids: list[int]) -> Any:
+    def turns(**options: Any) -> None:
+        chat = Chat(lm, **options)
+        first = generate(lm, ids, chat.options)
+        later = {name: value for name, value in options.items() if name != "policy"}
+        generate(lm, ids, cache=Owned(first.cache), **later)  # lent, or not, as a chat does
+
+    return turns

@@ -1,0 +1,48 @@
+"""What was compiled ahead is what calls need: they compile nothing any more."""
+
+from __future__ import annotations
+
+import pytest
+import toys
+from support.compiled import compiled_programs
+
+import kvjax
+
+
+def test_calls_of_the_warmed_forms_compile_nothing(tiny_model):
+    lm = toys.tiny_model(max_position=4096)
+    with compiled_programs() as programs:
+        found = kvjax.warm(lm, lengths=[200, 600], policy="lagkv:ratio=0.5,lag=16", batch=[1, 3], chat=True)
+        assert [(each.batch, each.tokens) for each in found] == [
+            (1, 200),
+            (3, 200),
+            (0, 200),
+            (1, 600),
+            (3, 600),
+            (0, 600),
+        ]
+        assert found[0].programs == 2 and all(each.seconds > 0 for each in found)
+        before = dict(programs)
+        for rows in (1, 3):
+            kvjax.generate(lm, [[7] * 150] * rows, policy="lagkv:ratio=0.5,lag=16", max_new_tokens=9)
+            kvjax.generate(lm, [[7] * 900] * rows, policy="lagkv:ratio=0.5,lag=16", max_new_tokens=9)
+        talk = kvjax.Chat(lm, policy="lagkv:ratio=0.5,lag=16", max_new_tokens=5)
+        for text in ("hello", "and?", "so?"):
+            talk.send(text)
+        assert dict(programs) == before
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"lengths": []}, "lengths"),
+        ({"lengths": [0]}, "lengths"),
+        ({"lengths": [5000]}, "context of 512"),
+        ({"batch": [0]}, "batch"),
+        ({"policy": "lagk"}, "lagk"),
+        ({"temprature": 1}, "temprature"),
+    ],
+)
+def test_what_makes_no_sense_is_one_sentence(tiny_model, options, sentence):
+    with pytest.raises(kvjax.UsageError, match=sentence):
+        kvjax.warm(tiny_model, **options)
