@@ -19,7 +19,7 @@ from support.lagkv_oracle import OracleHead
 from support.rounds_oracle import dense_layers, q_att, taken
 
 import kvjax
-from kvjax.cache.buckets import RESERVE
+from kvjax.cache.buckets import MEDIUM, RESERVE
 from kvjax.cache.pool import rows
 from kvjax.policies import RoundAttention
 from kvjax.runtime.compilation import compile_clock
@@ -406,7 +406,7 @@ def test_a_consumed_conversation_gives_several_samples(lm, one_of_ten):
 
 def test_a_consumed_conversation_holds_its_lower_layers_once(lm):
     policy = RoundAttention(watershed=BELOW)
-    cache = kvjax.generate(lm, TURNS[0][0], policy=policy, max_new_tokens=NEW).cache
+    cache = kvjax.generate(lm, TURNS[0][0], policy=policy, max_new_tokens=NEW, reserve_tokens=RESERVE).cache
     lower = cache.lower.nbytes
     value, consumed = (
         kvjax.generate(lm, TURNS[1][0], cache=cache, consume_cache=consume, max_new_tokens=NEW).stats
@@ -415,8 +415,9 @@ def test_a_consumed_conversation_holds_its_lower_layers_once(lm):
     for stats in (value, consumed):
         assert stats.rounds.allocated == stats.device_cache_bytes <= stats.rounds.peak == stats.device_peak_bytes
     assert 0.9 * lower < value.device_peak_bytes - consumed.device_peak_bytes <= lower
-    # Beside what the answer is generated on, the selected rounds as they came and as they were placed.
-    assert consumed.device_peak_bytes < consumed.device_cache_bytes + 2 * consumed.rounds.moved_bytes
+    # Beside what the answer is generated on, the selected rounds as they came and the buffer they were placed in.
+    staging = (LAYERS - BELOW) * 2 * 2 * MEDIUM * 8 * 4
+    assert consumed.device_peak_bytes < consumed.device_cache_bytes + consumed.rounds.moved_bytes + staging
 
 
 def test_a_lower_layer_grows_after_the_one_before_it_was_freed(lm):

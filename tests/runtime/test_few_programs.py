@@ -27,7 +27,7 @@ KINDS = ("full", "lagkv", "h2o", "round")
 @pytest.fixture(scope="module")
 def lm(tiny_model):
     """A toy with a context that twenty turns do not fill; ``tiny_model`` sets how it is compiled."""
-    return toys.tiny_model(max_position=8192)
+    return toys.tiny_model(max_position=8192, num_layers=2, hidden_size=16, intermediate_size=16)
 
 
 def counted(programs, names) -> int:
@@ -47,7 +47,7 @@ def test_twenty_turns_compile_a_few_programs_and_none_after_the_eighth(lm, name)
     assert dict(programs) == early
 
 
-@pytest.mark.parametrize("policy", ["full", "lagkv:ratio=0.5,lag=16"])
+@pytest.mark.parametrize("policy", ["full", pytest.param("lagkv:ratio=0.5,lag=16", marks=pytest.mark.slow)])
 def test_random_requests_share_their_programs(lm, policy):
     draw = random.Random(3)
     with compiled_programs() as programs:
