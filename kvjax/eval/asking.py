@@ -75,7 +75,7 @@ class Asker:
     def _request(self, prompts: Any, policy: Policy | None, cache: Cache | None, max_new_tokens: int) -> Request:
         chat = self.lm.tokenizer.has_chat_template
         options = GenerationOptions(policy=policy, storage=self._storage, chat=chat, max_new_tokens=max_new_tokens)
-        return Request(self.lm, list(prompts), options, cache=cache)
+        return Request(self.lm, list(prompts), options, cache=cache, exact=True)  # bytes of what is needed alone
 
     def _read(self, request: Request, made: RecordedDecoder | None) -> Session:
         session = Session(request, self._clock, self._interrupt)

@@ -31,15 +31,14 @@ from pallas_kernels.rows import Rows
 
 
 class _RecordedLayer(DecoderLayer):
-    """A layer whose projections were made before; hidden states are token indices, which pass through unchanged."""
+    """A layer whose projections were made before; hidden states are (token, row) indices, which pass unchanged."""
 
     def __init__(self, q: Array, k: Array, v: Array, config: ModelConfig):
         self.q, self.k, self.v = nnx.Variable(q), nnx.Variable(k), nnx.Variable(v)
         self.config = config
 
     def project(self, x: Float[Array, "*S M"]) -> tuple[Float[Array, "*S H G D"], Array, Array]:
-        index = x[..., 0].astype(jnp.int32)
-        row = jnp.arange(index.shape[0])[:, None]
+        index, row = (x[..., i].astype(jnp.int32) for i in range(2))
         q, k, v = (made[...][row, index] for made in (self.q, self.k, self.v))
         return q, k, v
 
@@ -57,13 +56,16 @@ class RecordedDecoder(Decoder):
         self.config = params.config
 
     def embed(self, tokens: Int[Array, "*S"]) -> Float[Array, "*S M"]:
-        index = jnp.arange(tokens.shape[-1], dtype=jnp.float32)  # exact to 2^24
-        return jnp.broadcast_to(index[:, None], (*tokens.shape, 1))
+        rows, count = tokens.shape
+        index = (
+            jnp.broadcast_to(jnp.arange(count), (rows, count)),
+            jnp.broadcast_to(jnp.arange(rows)[:, None], (rows, count)),
+        )
+        return jnp.stack(index, axis=-1).astype(jnp.float32)  # exact to 2^24
 
     def logits(self, x: Float[Array, "*S M"]) -> Float[Array, "*S V"]:
-        index = x[..., 0].astype(jnp.int32)
-        hidden = self.hidden[...]
-        return super().logits(hidden[jnp.arange(hidden.shape[0]), index])
+        index, row = (x[..., i].astype(jnp.int32) for i in range(2))
+        return super().logits(self.hidden[...][row, index])
 
     @property
     def nbytes(self) -> int:
