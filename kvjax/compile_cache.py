@@ -29,7 +29,7 @@ def keep_compiled_programs() -> None:
     for name, value in _WORTH.items():
         if name.upper() not in os.environ:
             jax.config.update(name, value)
-    if jax.config.jax_compilation_cache_dir:
+    if jax.config.jax_compilation_cache_dir:  # pyright: ignore[reportAttributeAccessIssue]
         return
     jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "xla"))
     if "JAX_COMPILATION_CACHE_MAX_SIZE" not in os.environ:

@@ -229,17 +229,17 @@ class Request:
         stops = options.stop_strings, self.stop_ids
         if self.answers is not None:  # nothing but its end ends an answer that is given
             limit, stops = np.array([len(self.answers[row]) for row in rows], np.int32), ((), ())
-        sampling = Sampling(
-            temperature=_float32(options.temperature),
-            top_k=np.int32(min(options.top_k or vocabulary, vocabulary)),
-            top_p=np.float32(options.top_p),
-            min_p=np.float32(options.min_p),
-            repetition_penalty=_float32(options.repetition_penalty),
-            draws=draws,
-        )
-        ends = limit, np.int32(lm.config.max_position), np.bool_(options.logprobs)
+        numbers: dict[str, Any] = {
+            "temperature": _float32(options.temperature),
+            "top_k": np.int32(min(options.top_k or vocabulary, vocabulary)),
+            "top_p": np.float32(options.top_p),
+            "min_p": np.float32(options.min_p),
+            "repetition_penalty": _float32(options.repetition_penalty),
+            "draws": draws,
+        }
+        ends: Any = limit, np.int32(lm.config.max_position), np.bool_(options.logprobs)
         # Put there as they are: conversions would be programs of their own.
-        return jax.device_put(Controls(sampling, _stop_table(lm, *stops), *ends))
+        return jax.device_put(Controls(Sampling(**numbers), _stop_table(lm, *stops), *ends))
 
 
 def _float32(value: float) -> np.float32:

@@ -11,9 +11,10 @@ from kvjax.chat import Chat
 from kvjax.checkpoints.load import LanguageModel
 from kvjax.checks import whole_number
 from kvjax.errors import UsageError
-from kvjax.generation import generate
+from kvjax.generation import answer, generate
 from kvjax.ownership import Owned
 from kvjax.policies import Policy, format_policy, parse
+from kvjax.request import Request
 from kvjax.runtime.compilation import compile_clock
 
 _MOST = 2**20
@@ -103,9 +104,8 @@ def _generating(lm: LanguageModel, ids: list[int], rows: int) -> Any:
 
 def _talking(lm: LanguageModel, ids: list[int]) -> Any:
     def turns(**options: Any) -> None:
-        chat = Chat(lm, **options)
-        first = generate(lm, ids, chat.options)
-        later = {name: value for name, value in options.items() if name != "policy"}
-        generate(lm, ids, cache=Owned(first.cache), **later)  # lent, or not, as a chat does
+        first = Chat(lm, **options).options
+        held = Owned(answer(Request(lm, ids, first)).cache)  # lent or not, as a chat does
+        answer(Request(lm, ids, dataclasses.replace(first, policy=None), cache=held))
 
     return turns

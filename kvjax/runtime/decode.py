@@ -115,7 +115,7 @@ def _layer_step(
     policy: Policy,
     index: int,
     layer: DecoderLayer,
-    kept: Layer,
+    kept: Any,  # of the kind that the policy's init_layer makes
     x: Float[Array, "B M"],
     angles: Angles,
     position: Int[Array, " B"],
@@ -136,7 +136,7 @@ def _maintain_layer(
     policy: Policy,
     index: int,
     layer: DecoderLayer,
-    kept: Layer,
+    kept: Any,  # of the kind that the policy's init_layer makes
     row: Int[Array, ""],
     seen: Int[Array, ""],
 ) -> Layer:
