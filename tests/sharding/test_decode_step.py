@@ -38,7 +38,7 @@ def test_heads_that_divide_need_two_sums_a_layer(steps):
 def test_pools_are_updated_in_place_and_bytes_are_the_plans(steps, name):
     step = steps[name]
     assert step["aliased_bytes"] >= step["pool_bytes"]
-    assert step["planned_bytes"] <= step["argument_bytes"] <= 1.03 * step["planned_bytes"]
+    assert step["planned_bytes"] <= step["argument_bytes"] <= 1.04 * step["planned_bytes"]
 
 
 def test_collectives_are_read_from_a_programs_text():
