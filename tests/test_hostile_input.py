@@ -174,7 +174,8 @@ COMMANDS: dict[tuple[str, ...], tuple[str, ...]] = {
     ("calibrate", "alibi-scopes"): ("--out", "p.yaml"),
     ("calibrate", "watershed"): ("--out", "p.yaml", "--dialogues", "talks.jsonl", "--least-rounds", "2"),
     ("compare",): ("--out", "res"), ("compare-rounds",): ("--out", "res", "--dialogues", "talks.jsonl"),
-    ("picture",): ("razor-heads", "--out", "x.png"),
+    ("picture",): ("razor-heads", "--out", "x.png"), ("read",): ("text", "--out", "kept"),
+    ("warm",): ("--lengths", "8"),
 }  # fmt: skip
 
 
