@@ -43,7 +43,7 @@ def test_ctrl_c_says_how_to_go_on(cli, rows, monkeypatch):
     "flags, sentence",
     [
         (("--policy", "lagkw"), "did you mean 'lagkv'"),
-        (("--mesh", "data=two"), "'data=two' is no part of a mesh; write \"data=4,model=2\", each at most once."),
+        (("--mesh", "data=two"), "'data=two' is no part of a mesh; write \"data=4,model=2\", each at most once"),
         (("--mesh", "rows=2"), "'rows=2' is no part of a mesh"),
         (("--mesh", "data=2,model=0"), "each from 1 to"),
         (("--mesh", "data=4,model=400"), "needs 1600 devices a process"),
