@@ -8,7 +8,6 @@ import itertools
 import operator
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -20,18 +19,12 @@ from kvjax.cache.quantisation import MODEL, Storage, parse_storage
 from kvjax.checks import float_dtype, optional, whole_number
 from kvjax.device_memory import GpuShare, device_limit, gpu_share
 from kvjax.errors import DoesNotFit, UsageError
+from kvjax.memory_needs import cache_bytes, full_cache_bytes, prefill_bytes, shared_context_bytes, weights_bytes
 from kvjax.model.config import ModelConfig
-from kvjax.model.decoder import abstract_decoder
 from kvjax.policies import Full, LagKV, Policy, format_policy, parse
 from kvjax.policies.base import page_capacities, shares
-from kvjax.policies.empty_cache import empty_cache
 from kvjax.policies.guard import check_sizes, check_value
-from kvjax.runtime.peak import prefill_peak_bytes
-from kvjax.runtime.share import shared_bytes
-from kvjax.sharding.compile import device_of
 from kvjax.sharding.mesh import Mesh, parse_mesh
-from kvjax.sharding.partition import Partition
-from kvjax.sharding.placement import device_weights_bytes, splits
 from kvjax.tables import Column, Table, human_bytes
 
 
@@ -252,17 +245,17 @@ def _plan(
     if mesh is not None:
         cache = cache_bytes(config, held, rows, room, new_capacity, dtype, storage, mesh)
     needed = cache_bytes(config, policy.planned(config, whole), batch, whole, max(fed, 1), dtype, storage, mesh)
-    peak, shared = _peak_bytes(config, policy, rows, whole, dtype, mesh), 0
+    peak, shared = prefill_bytes(config, policy, rows, whole, dtype, mesh), 0
     if sharing:
         sizes = context, prompt, new_capacity, dtype, storage
-        cache, shared = alone, _ = _shared_bytes(config, policy, batch, *sizes)
+        cache, shared = alone, _ = shared_context_bytes(config, policy, batch, *sizes)
         if mesh is not None:
-            cache, shared = _shared_bytes(config, policy, batch, *sizes, mesh)
+            cache, shared = shared_context_bytes(config, policy, batch, *sizes, mesh)
         exactly = context, prompt, max(fed, 1), dtype, storage, mesh
-        needed, _ = _shared_bytes(config, policy, batch, *exactly, exact=True)
+        needed, _ = shared_context_bytes(config, policy, batch, *exactly, exact=True)
         # The context is read by itself, and then attended to from rows of one layer of it at a time.
-        of_prompts = _peak_bytes(config, policy, batch, prompt, dtype, mesh) + 2 * shared // config.num_layers
-        peak = max(_peak_bytes(config, policy, 1, context, dtype, mesh), of_prompts)
+        of_prompts = prefill_bytes(config, policy, batch, prompt, dtype, mesh) + 2 * shared // config.num_layers
+        peak = max(prefill_bytes(config, policy, 1, context, dtype, mesh), of_prompts)
     page_size = layout_for(storage, config.head_dim).page_size
     pages = page_capacities(policy, config, room, new_capacity, page_size, prompt_bucket(prompt) if sharing else None)
     return Plan(
@@ -290,70 +283,6 @@ def _plan(
 def _shared(policy: Policy, storage: Storage, batch: int, context: int) -> bool:
     """Whether rows share a context of so many tokens; a single row has nobody to share with."""
     return bool(context) and batch > 1 and shares(policy, storage)
-
-
-def full_cache_bytes(config: ModelConfig, tokens: int, dtype: Any) -> int:
-    """Keys and values of ``tokens`` tokens in every layer and head, nothing padded: what an exact full cache holds."""
-    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * tokens * jnp.dtype(dtype).itemsize
-
-
-@functools.lru_cache(maxsize=128)
-def cache_bytes(
-    config: ModelConfig,
-    policy: Policy,
-    batch: int,
-    prompt_capacity: int,
-    new_capacity: int,
-    dtype: Any,
-    storage: Storage = MODEL,
-    mesh: Mesh | None = None,
-) -> int:
-    """Bytes of the buffers that would be allocated (on each device), from the same code that allocates them."""
-    rooms = prompt_capacity, new_capacity, dtype, storage
-    if mesh is None:
-        shapes = jax.eval_shape(lambda: empty_cache(config, policy, batch, *rooms))
-    else:
-        rows = mesh.rows(batch) // mesh.data
-        shapes = jax.eval_shape(lambda: Partition(mesh, config, policy).empty(rows, *rooms))
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
-
-
-@functools.lru_cache(maxsize=128)
-def _shared_bytes(
-    config: ModelConfig,
-    policy: Policy,
-    batch: int,
-    context: int,
-    prompt: int,
-    new_capacity: int,
-    dtype: Any,
-    storage: Storage = MODEL,
-    mesh: Mesh | None = None,
-    exact: bool = False,
-) -> tuple[int, int]:
-    """:func:`cache_bytes` of rows that share a context, and those of the context alone; ``exact``: without buckets."""
-    rows = batch if mesh is None else mesh.rows(batch) // mesh.data
-    device = device_of(mesh, config, policy)
-    return shared_bytes(device, rows, context, prompt, new_capacity, dtype, storage, exact=exact)
-
-
-@functools.lru_cache(maxsize=32)
-def weights_bytes(config: ModelConfig, dtype: Any, mesh: Mesh | None = None) -> int:
-    """Bytes of the parameters, on each device."""
-    abstract = abstract_decoder(config, dtype)
-    if mesh is None:
-        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(abstract))
-    return device_weights_bytes(abstract, mesh)
-
-
-def _peak_bytes(config: ModelConfig, policy: Policy, batch: int, prompt: int, dtype: Any, mesh: Mesh | None) -> int:
-    """Temporary bytes of prefill, on each device."""
-    inner = config.intermediate_size
-    if mesh is None:
-        return prefill_peak_bytes(config, policy, batch, prompt, dtype, inner)
-    inner = inner // mesh.model if splits(mesh, config).mlp else inner
-    rows, own = mesh.rows(batch) // mesh.data, Partition(mesh, config, policy).widest
-    return prefill_peak_bytes(own, policy, rows, prompt, dtype, inner)
 
 
 def fitting(

@@ -18,11 +18,13 @@ from kvjax.cache.host_memory import as_numpy
 from kvjax.cache.quantisation import Storage, parse_storage
 from kvjax.checkpoints.load import LanguageModel
 from kvjax.checks import whole_number
+from kvjax.device_memory import device_limit
 from kvjax.errors import UsageError
+from kvjax.memory_needs import weights_bytes
 from kvjax.model.config import ModelConfig
 from kvjax.options import GenerationOptions
 from kvjax.ownership import Owned
-from kvjax.planning import device_limit, fitting, weights_bytes
+from kvjax.planning import fitting
 from kvjax.policies import Full, Policy, parse
 from kvjax.policies.base import shares
 from kvjax.policies.round_attention import SINKS

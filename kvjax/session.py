@@ -21,10 +21,10 @@ from kvjax.cache.continuation import Continuation, check_continuable, may_be_len
 from kvjax.cache.groups import slot_bytes
 from kvjax.cache.host_memory import as_numpy, device_bytes, live_device_bytes
 from kvjax.interrupt import BrokenOff, Interrupt, interruptible
+from kvjax.memory_needs import full_cache_bytes
 from kvjax.model.config import ModelConfig
 from kvjax.model.decoder import Decoder
 from kvjax.output import Output, Stats
-from kvjax.planning import full_cache_bytes
 from kvjax.policies.base import is_own
 from kvjax.policies.guard import check_kept
 from kvjax.request import Request

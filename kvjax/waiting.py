@@ -1,4 +1,4 @@
-"""Waiting that leaves the main thread awake: compilers and devices are waited for by a thread beside it.
+"""Waiting that leaves the main thread awake: compilers and devices are waited for in threads of their own.
 
 A thread that waits inside a compiler or a device answers no Ctrl-C, and draws nothing. So such waits go to a thread of
 their own, about a tenth of a millisecond each. One that is broken off ends by itself; what it made is kept by JAX.
@@ -24,7 +24,7 @@ _TICK = 0.2
 
 
 class _Job(Generic[T]):
-    """A call on a thread beside."""
+    """A call on a thread of its own."""
 
     def __init__(self, function: Callable[[], T]):
         self._function, self.done = function, threading.Event()
@@ -75,7 +75,7 @@ def start(function: Callable[[], T]) -> Callable[[], T]:
     return wait
 
 
-def beside(function: Callable[[], T]) -> T:
+def in_thread(function: Callable[[], T]) -> T:
     """Call a function on a thread of its own while this one can be woken by Ctrl-C; its result or error is the call's.
 
     An exception in this thread, such as KeyboardInterrupt, leaves it to itself.
@@ -96,13 +96,13 @@ def ready(arrays: T, *, breakable: bool = True) -> T:
     leaves = [leaf for leaf in jax.tree.leaves(arrays) if isinstance(leaf, jax.Array) and not leaf.is_deleted()]
     if all(leaf.is_ready() for leaf in leaves):  # pyright: ignore[reportAttributeAccessIssue]
         return arrays
-    wait = functools.partial(beside, lambda: jax.block_until_ready(leaves))
+    wait = functools.partial(in_thread, lambda: jax.block_until_ready(leaves))
     breakably(wait) if breakable else wait()
     return arrays
 
 
-def settle() -> None:
-    """Wait for what was broken off."""
+def wait_for_abandoned() -> None:
+    """Wait for the work that Ctrl-C broke off, which goes on by itself."""
     for job in _running - _ahead:
         while not job.done.wait(_TICK):
             progress.tick()
@@ -118,7 +118,7 @@ def _wait_at_exit() -> None:
 def _last_wait() -> None:
     _ahead.clear()
     try:
-        settle()
+        wait_for_abandoned()
     except KeyboardInterrupt:
         _end(130)
 

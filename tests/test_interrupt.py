@@ -40,7 +40,7 @@ def own_handler():
     yield
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     signal.signal(signal.SIGINT, previous)
-    waiting.settle()
+    waiting.wait_for_abandoned()
 
 
 class Presser:
@@ -93,7 +93,7 @@ def test_ctrl_c_while_a_prompt_is_compiled(lm, slow):
     with pytest.raises(KeyboardInterrupt):
         kvjax.generate(lm, "hello", max_new_tokens=4, progress=press)
     press.check_answered()
-    waiting.settle()
+    waiting.wait_for_abandoned()
     assert kvjax.generate(lm, "hello", max_new_tokens=4).finish_reason in ("length", "stop")
 
 
@@ -137,7 +137,7 @@ def test_ctrl_c_while_a_prompt_is_read(tiny_model, monkeypatch, policy):
     chat.options = kvjax.GenerationOptions(**options, progress=press)
 
     def far_from_ready(arrays, **_):
-        breakably(lambda: waiting.beside(lambda: time.sleep(5)))
+        breakably(lambda: waiting.in_thread(lambda: time.sleep(5)))
         return arrays
 
     with monkeypatch.context() as patched:
@@ -198,8 +198,8 @@ def test_the_second_ctrl_c_is_an_error_as_usual(lm):
 
 def test_errors_beside_are_the_callers():
     with pytest.raises(ZeroDivisionError):
-        waiting.beside(lambda: 1 // 0)
-    assert waiting.beside(lambda: threading.current_thread().name) == "kvjax-waiting"
+        waiting.in_thread(lambda: 1 // 0)
+    assert waiting.in_thread(lambda: threading.current_thread().name) == "kvjax-waiting"
     assert not waiting._running
 
 
@@ -210,8 +210,8 @@ def test_a_call_that_is_compiled_and_done_needs_no_thread(monkeypatch):
         return 2 * x
 
     assert int(compiling.call(double, "double", jnp.int32(3))) == 6
-    monkeypatch.setattr(waiting, "beside", None)
-    monkeypatch.setattr(compiling, "beside", None)
+    monkeypatch.setattr(waiting, "in_thread", None)
+    monkeypatch.setattr(compiling, "in_thread", None)
     assert int(compiling.call(double, "double", jnp.int32(4))) == 8
     assert int(waiting.ready(jnp.int32(4).block_until_ready())) == 4
 

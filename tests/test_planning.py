@@ -11,7 +11,7 @@ import pytest
 import toys
 
 import kvjax
-from kvjax.planning import full_cache_bytes
+from kvjax.memory_needs import full_cache_bytes
 
 CONFIG = toys.tiny_config(max_position=1 << 15)
 

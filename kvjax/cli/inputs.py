@@ -102,7 +102,7 @@ def byte_count(value: str | None) -> int | None:
 
 def problem_sizes(**sizes: Any) -> Sizes:
     """A kernel's problem by its sizes; one sentence where it is none, or larger than the memory (DoesNotFit)."""
-    from kvjax.planning import device_limit
+    from kvjax.device_memory import device_limit
     from kvjax.tables import human_bytes
     from pallas_kernels.bench.decode_inputs import Sizes, stored_dtype
 

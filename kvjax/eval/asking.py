@@ -13,8 +13,8 @@ from kvjax.cache.quantisation import Storage
 from kvjax.checkpoints.load import LanguageModel
 from kvjax.eval.recorded import RecordedDecoder
 from kvjax.interrupt import Interrupt
+from kvjax.memory_needs import full_cache_bytes
 from kvjax.options import GenerationOptions
-from kvjax.planning import full_cache_bytes
 from kvjax.policies.base import Policy
 from kvjax.prompts import Prompt
 from kvjax.request import Request

@@ -21,10 +21,11 @@ from kvjax.cache.cache import Cache, resize_layer
 from kvjax.cache.continuation import delete
 from kvjax.cache.host_memory import as_numpy
 from kvjax.cache.quantisation import Storage
+from kvjax.device_memory import device_limit
 from kvjax.errors import DoesNotFit
+from kvjax.memory_needs import cache_bytes, weights_bytes
 from kvjax.model.config import ModelConfig
 from kvjax.model.decoder import Decoder
-from kvjax.planning import cache_bytes, device_limit, weights_bytes
 from kvjax.policies.round_attention import RoundAttention
 from kvjax.policies.split_cache import SplitCache
 from kvjax.rounds.conversation import Conversation, UpperRows

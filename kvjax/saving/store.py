@@ -21,10 +21,11 @@ from kvjax.cache.host_memory import HOST
 from kvjax.cache.pool import layout_for
 from kvjax.cache.quantisation import Storage
 from kvjax.checkpoints.load import LanguageModel
+from kvjax.device_memory import device_limit
 from kvjax.documents import parse_json
 from kvjax.errors import DoesNotFit, KvjaxError, UsageError
 from kvjax.files import check_local
-from kvjax.planning import device_limit, weights_bytes
+from kvjax.memory_needs import weights_bytes
 from kvjax.rounds.conversation import Conversation
 from kvjax.saving.canonical import Counts, canonical, checksum, counts_of, pages_of, restored
 from kvjax.saving.description import VERSION, model_identity, policy_from_json, policy_to_json, same_model

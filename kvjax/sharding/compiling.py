@@ -1,4 +1,4 @@
-"""Compiles a jitted function beside the thread that calls it, so that it is told what goes on and Ctrl-C is answered.
+"""Compiles a jitted function in a thread, so that the caller is told what goes on and Ctrl-C is answered.
 
 Only the first call of a form comes here with work to do: a call whose form is there runs as any jitted function does.
 """
@@ -17,7 +17,7 @@ import numpy as np
 
 from kvjax import progress, waiting
 from kvjax.interrupt import breakably
-from kvjax.waiting import beside, settle
+from kvjax.waiting import in_thread, wait_for_abandoned
 
 #: The seconds that a call waited for its own compilation, which had begun before.
 _WAITED = "/jax/core/compile/kvjax_waited"
@@ -79,14 +79,14 @@ def call(jitted: Any, name: str, *arguments: Any, **static: Any) -> Any:
 
 
 def _compile(jitted: Any, name: str, arguments: Any, static: dict[str, Any]) -> None:
-    """Traced here, where JAX's settings of this thread hold; compiled beside."""
+    """Trace here, where JAX's settings of this thread hold, and compile in another thread."""
     with progress.compiling(name):
         _traced.add(jitted)
         if (wait := _ahead.pop(jitted, None)) is not None:
             began = time.perf_counter()
             breakably(wait)
             jax.monitoring.record_event_duration_secs(_WAITED, time.perf_counter() - began)
-        breakably(settle)
+        breakably(wait_for_abandoned)
         lowered = breakably(lambda: jitted.lower(*arguments, **static))
-        breakably(lambda: beside(lowered.compile))
+        breakably(lambda: in_thread(lowered.compile))
         _traced.discard(jitted)

@@ -7,7 +7,7 @@ import pytest
 import toys
 
 import kvjax
-from kvjax.planning import full_cache_bytes
+from kvjax.memory_needs import full_cache_bytes
 from kvjax.policies import format_policy, parse, registry
 
 #: What each policy needs besides its size, on a prompt of 400 tokens.

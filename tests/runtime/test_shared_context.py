@@ -10,7 +10,7 @@ import pytest
 import kvjax
 from kvjax.cache.buckets import NEW_TOKENS, prompt_bucket
 from kvjax.cache.cache import materialised
-from kvjax.planning import cache_bytes
+from kvjax.memory_needs import cache_bytes
 from kvjax.runtime import reading
 
 RNG = np.random.default_rng(0)

@@ -22,7 +22,7 @@ import toys
 import kvjax
 from kvjax.cache import buckets
 from kvjax.cache.quantisation import parse_storage
-from kvjax.planning import cache_bytes
+from kvjax.memory_needs import cache_bytes
 from kvjax.policies import parse
 from kvjax.policies.base import Policy
 from kvjax.policies.split_cache import SplitCache

@@ -1,0 +1,85 @@
+"""Bytes of weights, caches and prefill on each device, from the code that allocates them."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from kvjax.cache.quantisation import MODEL, Storage
+from kvjax.model.config import ModelConfig
+from kvjax.model.decoder import abstract_decoder
+from kvjax.policies import Policy
+from kvjax.policies.empty_cache import empty_cache
+from kvjax.runtime.peak import prefill_peak_bytes
+from kvjax.runtime.share import shared_bytes
+from kvjax.sharding.compile import device_of
+from kvjax.sharding.mesh import Mesh
+from kvjax.sharding.partition import Partition
+from kvjax.sharding.placement import device_weights_bytes, splits
+
+
+def full_cache_bytes(config: ModelConfig, tokens: int, dtype: Any) -> int:
+    """Keys and values of ``tokens`` tokens in every layer and head, nothing padded: what an exact full cache holds."""
+    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * tokens * jnp.dtype(dtype).itemsize
+
+
+@functools.lru_cache(maxsize=128)
+def cache_bytes(
+    config: ModelConfig,
+    policy: Policy,
+    batch: int,
+    prompt_capacity: int,
+    new_capacity: int,
+    dtype: Any,
+    storage: Storage = MODEL,
+    mesh: Mesh | None = None,
+) -> int:
+    """Bytes of the buffers that would be allocated (on each device), from the same code that allocates them."""
+    rooms = prompt_capacity, new_capacity, dtype, storage
+    if mesh is None:
+        shapes = jax.eval_shape(lambda: empty_cache(config, policy, batch, *rooms))
+    else:
+        rows = mesh.rows(batch) // mesh.data
+        shapes = jax.eval_shape(lambda: Partition(mesh, config, policy).empty(rows, *rooms))
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
+
+
+@functools.lru_cache(maxsize=128)
+def shared_context_bytes(
+    config: ModelConfig,
+    policy: Policy,
+    batch: int,
+    context: int,
+    prompt: int,
+    new_capacity: int,
+    dtype: Any,
+    storage: Storage = MODEL,
+    mesh: Mesh | None = None,
+    exact: bool = False,
+) -> tuple[int, int]:
+    """:func:`cache_bytes` of rows that share a context, and those of the context alone; ``exact``: without buckets."""
+    rows = batch if mesh is None else mesh.rows(batch) // mesh.data
+    device = device_of(mesh, config, policy)
+    return shared_bytes(device, rows, context, prompt, new_capacity, dtype, storage, exact=exact)
+
+
+@functools.lru_cache(maxsize=32)
+def weights_bytes(config: ModelConfig, dtype: Any, mesh: Mesh | None = None) -> int:
+    """Bytes of the parameters, on each device."""
+    abstract = abstract_decoder(config, dtype)
+    if mesh is None:
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(abstract))
+    return device_weights_bytes(abstract, mesh)
+
+
+def prefill_bytes(config: ModelConfig, policy: Policy, batch: int, prompt: int, dtype: Any, mesh: Mesh | None) -> int:
+    """Temporary bytes of prefill, on each device."""
+    inner = config.intermediate_size
+    if mesh is None:
+        return prefill_peak_bytes(config, policy, batch, prompt, dtype, inner)
+    inner = inner // mesh.model if splits(mesh, config).mlp else inner
+    rows, own = mesh.rows(batch) // mesh.data, Partition(mesh, config, policy).widest
+    return prefill_peak_bytes(own, policy, rows, prompt, dtype, inner)
