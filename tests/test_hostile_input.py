@@ -50,8 +50,9 @@ RUNS = (
     "kvjax.runtime.reading:read_prompts", "kvjax.rounds.strategy:read_question", "kvjax.batch.run:_Run.run",
     "kvjax.eval.compare:Comparison.run", "kvjax.eval.round_questions:RoundComparison.run",
     "kvjax.eval.positions:retained_positions", "kvjax.eval.question_answer:last_round", "kvjax.bench.run:Bench",
-    "kvjax.bench.startup:measure_startup", "kvjax.model.decoder:random_decoder", "pallas_kernels.bench.decode:run",
-    "pallas_kernels.tune:run", "kvjax.calibrate.retrieval:_scores", "kvjax.calibrate.divergence:question_mass",
+    "kvjax.bench.startup:measure_startup", "kvjax.bench.start:measure", "kvjax.model.decoder:random_decoder",
+    "pallas_kernels.bench.decode:run", "pallas_kernels.tune:run",
+    "kvjax.calibrate.retrieval:_scores", "kvjax.calibrate.divergence:question_mass",
     "kvjax.checkpoints.hub:_from_hub", "kvjax.checkpoints.hub:_download",
 )  # fmt: skip
 
@@ -170,7 +171,8 @@ COMMANDS: dict[tuple[str, ...], tuple[str, ...]] = {
     ("plan",): ("--prompt-tokens", "8"), ("fetch",): ("a/b",),
     ("bench",): ("--batch", "1", "--context", "8", "--prefill", "8"),
     ("bench", "decode"): ("--shape", "tiny", "--batch", "1", "--context", "32"), ("bench", "kernels"): ("--mean", "8"),
-    ("tune",): ("sizes.json",), ("calibrate", "retrieval-heads"): ("--out", "p.yaml", "--no-picture"),
+    ("bench", "start"): (), ("tune",): ("sizes.json",),
+    ("calibrate", "retrieval-heads"): ("--out", "p.yaml", "--no-picture"),
     ("calibrate", "alibi-scopes"): ("--out", "p.yaml"),
     ("calibrate", "watershed"): ("--out", "p.yaml", "--dialogues", "talks.jsonl", "--least-rounds", "2"),
     ("compare",): ("--out", "res"), ("compare-rounds",): ("--out", "res", "--dialogues", "talks.jsonl"),

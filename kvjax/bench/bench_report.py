@@ -6,6 +6,7 @@ import dataclasses
 import statistics
 from typing import Any
 
+from kvjax.bench.machine import sentence
 from kvjax.bench.run import DecodeRow, LongRow, PrefillRow
 from kvjax.bench.startup import Startup
 from kvjax.tables import Column, Report, Table, human_bytes, human_rate, milliseconds
@@ -81,12 +82,7 @@ def tables(found: Measurements) -> list[Table]:
 
 def footnote(found: Measurements) -> str:
     """The sentences that say what the numbers mean and where they come from."""
-    m, versions = found.machine, found.machine["versions"]
-    named = ", ".join(f"{name} {version}" for name, version in versions.items() if version and name != "jaxlib")
-    said = (
-        f"{found.model}, {found.dtype}; {m['processor']}, {m['cores']} cores, {human_bytes(m['memory_bytes'])}; "
-        f"Python {m['python']}, {named}; {m['date'][:10]}. Medians of rounds taken in turn. "
-    )
+    said = f"{found.model}, {found.dtype}; {sentence(found.machine)}. Medians of rounds taken in turn. "
     if found.bandwidth_readings:
         rate, size = statistics.median(found.bandwidth_readings), found.bandwidth_buffer_bytes
         total = sum(len(row.rounds) for row in found.decode)

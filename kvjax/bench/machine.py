@@ -22,6 +22,7 @@ import psutil
 from jax import Array
 
 from kvjax import version
+from kvjax.tables import human_bytes
 
 # Reductions that read every byte once and write almost nothing. Which one XLA compiles best differs by device and by
 # the minute (2 CPU cores: 43 to 53 GB/s on a quiet machine), so the best of them counts: the limit must not flatter
@@ -126,6 +127,14 @@ def _version(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def sentence(facts: dict[str, Any]) -> str:
+    """The facts of :func:`describe` in a clause for a table's footnote."""
+    versions = facts["versions"].items()
+    named = ", ".join(f"{name} {version}" for name, version in versions if version and name != "jaxlib")
+    processor = f"{facts['processor']}, {facts['cores']} cores, {human_bytes(facts['memory_bytes'])}"
+    return f"{processor}; Python {facts['python']}, {named}; {facts['date'][:10]}"
 
 
 def describe() -> dict[str, Any]:

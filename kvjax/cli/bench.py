@@ -133,6 +133,30 @@ def decode(
 
 
 @group.command()
+def start(
+    model: flag.Model = flag.DEFAULT_MODEL,
+    policy: Annotated[
+        list[str] | None, typer.Option("--policy", help="Whose programs are counted; may be given several times.")
+    ] = None,
+    repetitions: Annotated[int, typer.Option("--repetitions", help="Later processes; the best one counts.")] = 3,
+    json: SaveJson = None,
+    markdown: AsMarkdown = False,
+) -> None:
+    """Measure a first hour: seconds until commands answer, and the programs that conversations and requests compile.
+
+    Commands are timed as processes of their own, first with nothing compiled. Programs are counted with a toy model.
+    """
+    _check_json(json)
+    whole_number("repetitions", repetitions, 1, 100)
+    policies = tuple(policy or ("full", "lagkv:ratio=0.5", "streamingllm:window=256", "h2o:ratio=0.5"))
+    for each in policies:
+        session.check_policy(each)
+    from kvjax.bench.start import measure
+
+    _publish(measure(model, policies, repetitions=repetitions, say=_say), json, markdown)
+
+
+@group.command()
 def kernels(
     mean: Annotated[str | None, typer.Option("--mean", help="Comma-separated slots a head, on average.")] = None,
     batch: Annotated[int | None, typer.Option("--batch", help="Prompts in the batch.")] = None,

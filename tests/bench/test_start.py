@@ -1,0 +1,31 @@
+"""The measurement of a first hour: what it times, what it counts, and how it fails."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from kvjax.bench import start
+from kvjax.errors import KvjaxError
+
+
+def test_a_conversation_and_random_requests_are_counted(tiny_model):
+    counted = start.count_programs("streamingllm:window=256")
+    assert 2 <= counted.conversation <= 7 and counted.late == 0 and 4 <= counted.requests <= 12
+
+
+def test_the_first_process_is_apart_and_the_best_of_the_others_counts(monkeypatch):
+    asked, seconds = [], iter([9.0, 3.0, 2.0] * 5)
+    monkeypatch.setattr(start, "_seconds", lambda command, programs: asked.append((command, programs)) or next(seconds))
+    found = start.measure_seconds("some-model", 2, lambda what: None)
+    assert [each.best for each in found] == [2.0] * 5
+    assert [each.first for each in found] == [None, None, None, 9.0, 9.0]
+    folders = [programs for _, programs in asked]
+    assert len(set(folders)) == 5 and all(len({*folders[i : i + 3]}) == 1 for i in range(0, 15, 3))
+    assert "--policy" in asked[9][0] and "--context" in asked[9][0] and "--context" not in asked[12][0]
+
+
+def test_a_command_that_fails_is_one_sentence(tmp_path):
+    with pytest.raises(KvjaxError, match="failed: no such model"):
+        start._seconds([sys.executable, "-c", "import sys; sys.exit('no such model')"], tmp_path)

@@ -1,0 +1,20 @@
+"""``kvjax bench start``: its tables and refusals."""
+
+from __future__ import annotations
+
+import json
+
+from kvjax.bench import machine, start
+
+
+def test_the_report_has_both_tables_and_the_machine(cli, monkeypatch, tmp_path):
+    monkeypatch.setattr(start, "measure_seconds", lambda *_: [start.Seconds("a short prompt", 12.34, 1.25)])
+    monkeypatch.setattr(start, "count_programs", lambda policy: start.Programs(policy, 3, 0, 10))
+    saved = tmp_path / "start.json"
+    ran = cli("bench", "start", "--policy", "full", "--markdown", "--json", str(saved))
+    assert ran.code == 0 and "| a short prompt" in ran.out and "12.3 s" in ran.out and "1.25 s" in ran.out
+    assert "| full" in ran.out and machine.sentence(machine.describe())[:20] in ran.out
+    assert json.loads(saved.read_text())["programs"] == [
+        {"policy": "full", "conversation": 3, "late": 0, "requests": 10}
+    ]
+    assert cli("bench", "start", "--repetitions", "0").code == 2
