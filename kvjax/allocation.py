@@ -23,7 +23,7 @@ from kvjax.policies import Policy
 
 @dataclasses.dataclass(frozen=True)
 class Allocation:
-    """How large a batch's cache is made.
+    """The sizes that a batch's cache is made with.
 
     Attributes:
       rows: of the batch, those of padding included.

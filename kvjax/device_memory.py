@@ -1,4 +1,4 @@
-"""How much of its device's memory this process may take, and what decides that.
+"""The part of its device's memory that this process may take, and what decides it.
 
 On a GPU it is not the device's memory: JAX takes a part of it, three quarters unless an environment variable says
 otherwise, and reserves that part when the process first uses the GPU, unless another one says otherwise.
@@ -22,7 +22,7 @@ _LARGEST = 0.95
 
 @dataclasses.dataclass(frozen=True)
 class GpuShare:
-    """What JAX may take of a GPU.
+    """The part of a GPU's memory that JAX may take.
 
     Attributes:
       limit: bytes, or None where its allocator knows no limit.
@@ -48,14 +48,14 @@ class GpuShare:
         return f"JAX {how} {self.fraction:.0%} of the GPU's {human_bytes(self.total)} (XLA_PYTHON_CLIENT_MEM_FRACTION)"
 
     def offer(self, need: int) -> str | None:
-        """What to set so that ``need`` bytes fit, if any part of the GPU would do."""
+        """The setting with which ``need`` bytes fit, if any part of the GPU would do."""
         if self.limit is None or self.fraction >= _LARGEST or need > self.total * _LARGEST:
             return None
         return f"XLA_PYTHON_CLIENT_MEM_FRACTION={_LARGEST} before Python starts"
 
 
 def gpu_share() -> GpuShare | None:
-    """What JAX may take of this process's first GPU, or None where the default device is none."""
+    """The part of this process's first GPU that JAX may take, or None where the default device is none."""
     device = jax.local_devices()[0]
     if device.platform != "gpu":
         return None

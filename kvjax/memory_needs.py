@@ -38,12 +38,12 @@ def cache_bytes(
     mesh: Mesh | None = None,
 ) -> int:
     """Bytes of the buffers that would be allocated (on each device), from the same code that allocates them."""
-    rooms = prompt_capacity, new_capacity, dtype, storage
+    capacities = prompt_capacity, new_capacity, dtype, storage
     if mesh is None:
-        shapes = jax.eval_shape(lambda: empty_cache(config, policy, batch, *rooms))
+        shapes = jax.eval_shape(lambda: empty_cache(config, policy, batch, *capacities))
     else:
         rows = mesh.rows(batch) // mesh.data
-        shapes = jax.eval_shape(lambda: Partition(mesh, config, policy).empty(rows, *rooms))
+        shapes = jax.eval_shape(lambda: Partition(mesh, config, policy).empty(rows, *capacities))
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
 
 

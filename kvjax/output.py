@@ -100,7 +100,7 @@ class Output:
 
 @dataclasses.dataclass(frozen=True)
 class Score:
-    """What a model holds of one given continuation.
+    """The log-probabilities that a model gives to one continuation.
 
     Attributes:
       tokens: its ids.

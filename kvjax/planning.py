@@ -336,7 +336,7 @@ def _does_not_fit(
     mesh: Mesh | None = None,
     share: GpuShare | None = None,
 ) -> DoesNotFit:
-    """What would fit instead of a plan that does not, beside ``already`` bytes."""
+    """The refusal of a plan that does not fit beside ``already`` bytes, with what would fit instead."""
     limit = made.memory_limit
     assert limit is not None, "what has no limit fits"
     each = "" if mesh is None else " on each device"

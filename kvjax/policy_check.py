@@ -23,7 +23,7 @@ _ANSWER, _LATER = 6, 20
 
 @dataclasses.dataclass(frozen=True)
 class PolicyCheck:
-    """What was found of a policy.
+    """The findings about a policy.
 
     Attributes:
       holds: properties that hold, by name, with what each says.

@@ -1,4 +1,4 @@
-"""What goes on, told while it goes on: stages that say what they do, and whom they tell.
+"""Progress: stages of work that say what they do, and whom they tell.
 
 Whoever works opens a :func:`stage`; whoever calls says with :func:`showing` where that is told: as a line on the
 terminal or in the notebook, to a function, or nowhere. A line appears once a second has passed in silence.
@@ -25,7 +25,7 @@ SILENCE, _REDRAW = 1.0, 0.25
 
 @dataclasses.dataclass(frozen=True)
 class Event:
-    """What a stage has come to.
+    """The state of a stage at a moment.
 
     Attributes:
       stage: "download", "load", "compile", "prefill", "decode", or "job", all prompts of a batch job.
@@ -141,7 +141,7 @@ class Stage:
         return max(now - self._began - self._apart, 0.0)
 
     def event(self, finished: bool = False) -> Event:
-        """What it has come to."""
+        """The stage's state now."""
         now, seconds = dataclasses.replace(self._now, seconds=self.seconds, finished=finished), self.seconds
         if finished:
             return now

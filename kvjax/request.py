@@ -149,7 +149,7 @@ class Request:
     def _checked_size(
         self, seen: np.ndarray, already: int, caches: Sequence[Continuation], exact: bool, shared: bool
     ) -> Allocation:
-        """What to allocate for rows that have ``seen`` tokens, beside ``already`` bytes of caches."""
+        """The allocation for rows that have ``seen`` tokens, beside ``already`` bytes of caches."""
         config, limit = self.lm.config, self.lm.config.max_position
         added = np.array([len(self.tokens.context) + len(ids) for ids in self.prompts])
         if self.answers is not None:

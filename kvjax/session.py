@@ -324,7 +324,7 @@ class Session:
         return self._logits
 
     def continuation(self) -> Continuation:
-        """What a later call continues, with a row per sample."""
+        """The cache or conversation that a later call continues, with a row per sample."""
         request, next_token = self.request, as_numpy(self.cache.next_token)
         fed = [[*request.prompts[row // request.n], *made] for row, made in enumerate(self.tokens)]
         fed = [ids[:-1] if next_token[row] >= 0 else ids for row, ids in enumerate(fed)]

@@ -22,7 +22,7 @@ _MOST = 2**20
 
 @dataclasses.dataclass(frozen=True)
 class Warmed:
-    """What one form of call compiled.
+    """The programs that one form of call compiled.
 
     Attributes:
       policy: its text form. batch: rows; 0 is a conversation. tokens: of the longest prompt that it serves.

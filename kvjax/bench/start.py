@@ -39,7 +39,7 @@ class Seconds:
 
 @dataclasses.dataclass(frozen=True)
 class Programs:
-    """What a policy compiled: in a conversation of 20 turns, after its 8th turn, and for 40 random requests."""
+    """Counts of the programs that a policy compiled: in 20 turns, after the 8th of them, and for 40 random requests."""
 
     policy: str
     conversation: int

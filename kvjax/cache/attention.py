@@ -88,7 +88,7 @@ def decode_attention(
 
 
 def _shared_pages(pool: LayerCache, placed: bool) -> Shared:
-    """What this device holds of a shared pool, as attention takes it."""
+    """This device's part of a shared pool, as attention takes it."""
     sharding = pool.sharding
     return Shared(
         pool.kv,

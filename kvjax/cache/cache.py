@@ -272,8 +272,8 @@ def _aligned(caches: Sequence[Cache]) -> list[Cache]:
             wanted = zip(parts(layer), pages_by_group(layer, pages), strict=True)
             pools = [pool if pool.pages == n else shard(resize(unshard(pool), n), pool.sharding) for pool, n in wanted]
             layers.append(with_parts(layer, pools))
-        rooms = {"prompt_capacity": prompt_capacity, "new_capacity": new_capacity, "own_capacity": own_capacity}
-        result.append(cache.replace(layers=tuple(layers), **rooms))
+        capacities = {"prompt_capacity": prompt_capacity, "new_capacity": new_capacity, "own_capacity": own_capacity}
+        result.append(cache.replace(layers=tuple(layers), **capacities))
     return result
 
 

@@ -159,5 +159,5 @@ def rolled_back(before: C, after: Cache) -> C:
         for one, other in zip(parts(was), parts(now), strict=True):
             pools.append(other.replace(length=one.length, next=one.next))
         layers.append(with_parts(now, pools))
-    rooms = {name: getattr(after, name) for name in ("prompt_capacity", "new_capacity", "own_capacity")}
-    return before.with_device_layers(old.replace(layers=tuple(layers), **rooms))
+    capacities = {name: getattr(after, name) for name in ("prompt_capacity", "new_capacity", "own_capacity")}
+    return before.with_device_layers(old.replace(layers=tuple(layers), **capacities))

@@ -169,7 +169,7 @@ class Policy:
         return self.only_appends and not self.offloads_rounds
 
     def shared_slots(self, layer: int, cache: LayerCache, config: ModelConfig) -> Int[Array, "B H"]:
-        """How many slots of each head, the first ones, no later turn or step changes, moves or drops.
+        """The number of slots of each head, the first ones, that no later turn or step changes, moves or drops.
 
         Rows that begin with the same context share these, and each has the others for itself, in a pool that holds
         nothing else: ``cache.length`` and ``cache.next`` then count from the first that is not shared. A policy that
@@ -216,7 +216,7 @@ class Policy:
         return config.num_kv_heads
 
     def layer_kind(self, config: ModelConfig, layer: int) -> Hashable | None:
-        """What the methods make of a layer's number: layers of one kind are traced once. None: each may be its own."""
+        """The kind of a layer: those of one kind are treated alike and traced once; None where each may be its own."""
         return 0 if type(self).__dict__.get("layers_alike") else None
 
     def owners(self, config: ModelConfig, layer: int) -> tuple[Policy, ...]:

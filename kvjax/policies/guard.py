@@ -1,4 +1,4 @@
-"""What a policy of one's own must keep to: checked on the host, before anything is compiled and when numbers are read.
+"""Checks of what a policy of one's own must keep to: on the host, before compiling and when numbers are read.
 
 A wrong policy would not fail by itself. Compiled programs read other heads' slots, or finite garbage, and the answer
 is a little worse. Each mistake is one sentence that names the method instead.

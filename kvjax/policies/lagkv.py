@@ -173,7 +173,7 @@ class LagKV(Policy):
 
     @property
     def shares_context(self) -> bool:
-        """What earlier compressions kept is never scored again; the sliding window is each row's own."""
+        """True: slots that earlier compressions kept are never scored again; the sliding window is each row's own."""
         return True
 
     def shared_slots(self, layer: int, cache: LayerCache, config: ModelConfig) -> Int[Array, "B H"]:

@@ -15,8 +15,8 @@ def grow(device: Device, cache: Cache, *, new_capacity: int) -> Cache:
     alive together while this runs.
     """
     config = device.local_config
-    rooms = cache.prompt_capacity, new_capacity, cache.page_size, cache.own_capacity
-    wanted = page_capacities(cache.policy, config, *rooms)
+    capacities = cache.prompt_capacity, new_capacity, cache.page_size, cache.own_capacity
+    wanted = page_capacities(cache.policy, config, *capacities)
     layers = []
     for i, (layer, pages) in enumerate(zip(cache.layers, wanted, strict=True)):
         heads = zip(layer.pages, rounded(layer, pages), cache.policy.owners(config, i), strict=True)

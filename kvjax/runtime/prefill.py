@@ -316,10 +316,10 @@ def read_onto(
     own_capacity: int | None = None,
 ) -> tuple[Cache, Float[Array, "B T M"]]:
     """Read chunks or later turns onto a cache, which then has the given capacities; rows may have 0 tokens."""
-    rooms = {"prompt_capacity": prompt_capacity, "new_capacity": new_capacity, "own_capacity": own_capacity}
-    pages = pages_onto(device.local_config, cache, **rooms)
+    capacities = {"prompt_capacity": prompt_capacity, "new_capacity": new_capacity, "own_capacity": own_capacity}
+    pages = pages_onto(device.local_config, cache, **capacities)
     cache, x = _forward(params, cache, tokens, count, total, pages, fresh=False)
-    return cache.replace(**rooms), x
+    return cache.replace(**capacities), x
 
 
 def prefill_onto(

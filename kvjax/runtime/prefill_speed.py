@@ -1,4 +1,4 @@
-"""How long a prompt will take to read, from how long earlier ones took: a prefill is one program and tells nothing.
+"""Estimates of the time that a prefill takes, from earlier ones: it is one program, and tells nothing itself.
 
 Work is counted in multiplications, so that a short prompt tells of a long one. The speed of each model on each kind of
 device is kept in the user's cache folder, for the first prompt of the next process.

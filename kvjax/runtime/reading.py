@@ -49,7 +49,7 @@ class Read(Protocol):
 
 
 class Capacities(Protocol):
-    """How large a cache is made: tokens of prompt, and tokens decoded after them, of each row."""
+    """The sizes a cache is made with: tokens of prompt, and tokens decoded after them, of each row."""
 
     @property
     def prompt_capacity(self) -> int: ...

@@ -89,8 +89,8 @@ def shared_bytes(
     policy, config = device.policy, device.config
 
     def allocated() -> tuple[Any, Any]:
-        rooms = bucket(context + prompt), new_capacity, dtype, storage
-        rows = share_types(device.empty(batch, *rooms, own_capacity=bucket(prompt)), policy, config)[0]
+        capacities = bucket(context + prompt), new_capacity, dtype, storage
+        rows = share_types(device.empty(batch, *capacities, own_capacity=bucket(prompt)), policy, config)[0]
         return rows, share_types(device.empty(1, bucket(context), 0, dtype, storage), policy, config)[1]
 
     trees = jax.eval_shape(allocated)

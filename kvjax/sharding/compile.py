@@ -62,8 +62,8 @@ class OneDevice:
     def local_config(self) -> ModelConfig:
         return self.config
 
-    def empty(self, batch: int, *rooms: Any, **more: Any) -> Cache:
-        return empty_cache(self.config, self.policy, batch, *rooms, **more)
+    def empty(self, batch: int, *capacities: Any, **more: Any) -> Cache:
+        return empty_cache(self.config, self.policy, batch, *capacities, **more)
 
     def local(self, cache: Cache) -> Cache:
         return cache

@@ -145,8 +145,8 @@ class Partition:
     ) -> Cache:
         """One device's part of an empty cache, for ``batch`` rows of its own; see ``prefill.empty_cache``."""
         policy, page_size = self.local_policy, layout_for(storage, self.config.head_dim).page_size
-        rooms = prompt_capacity, new_capacity, page_size, own_capacity
-        pages = page_capacities(policy, self.config_of(0), *rooms)
+        capacities = prompt_capacity, new_capacity, page_size, own_capacity
+        pages = page_capacities(policy, self.config_of(0), *capacities)
         layers = []
         for i, counts in enumerate(pages):
             groups, start, wanted = self.groups(i), 0, []
