@@ -36,7 +36,7 @@ ROOMS: dict[str, str] = {
     "calibrate": "base pallas_kernels model cache policies checkpoints runtime planning rounds generation",
     "batch": "base cache policies checkpoints runtime planning generation",
     "eval": "base pallas_kernels model cache policies text checkpoints runtime planning generation calibrate",
-    "bench": "base pallas_kernels model cache policies runtime generation",
+    "bench": "base pallas_kernels model cache policies text checkpoints runtime generation",
     "public": "base policies",
     "cli": "*",
 }
