@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import threading
@@ -45,9 +46,11 @@ _WEAK = ("/weakref.py", "/_weakrefset.py")
 
 
 def _in_cleanup(frame: FrameType | None) -> bool:
-    """Whether Python drops what is raised here: in finalizers, weak references that end, JAX's garbage collection."""
+    """Whether Python drops what is raised here: in finalizers, weak references that end, callbacks of its collector."""
+    collecting = {getattr(callback, "__code__", None) for callback in gc.callbacks}
     while frame is not None:
-        if frame.f_code.co_name in ("__del__", "_xla_gc_callback") or frame.f_code.co_filename.endswith(_WEAK):
+        code = frame.f_code
+        if code.co_name == "__del__" or code in collecting or code.co_filename.endswith(_WEAK):
             return True
         frame = frame.f_back
     return False

@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar, copy_context
 from typing import Literal, Protocol
 
-from kvjax.errors import UsageError
+from kvjax.errors import UsageError, quoted
 
 Name = Literal["download", "load", "compile", "prefill", "decode", "job"]
 _VERBS = {"download": "downloading", "load": "loading", "compile": "compiling"}
@@ -241,7 +241,7 @@ _current: ContextVar[Reporter | None] = ContextVar("kvjax_progress", default=Non
 def check(name: str, value: object) -> None:
     """Refuse what is no ``progress=`` (UsageError)."""
     if value is not None and not isinstance(value, bool) and not callable(value):
-        raise UsageError(f"{name} is {value!r}; give None, True, False or a function of events.")
+        raise UsageError(f"{name} is {quoted(value)}; give None, True, False or a function of events.")
 
 
 def reporter(progress: Progress = None) -> Reporter:

@@ -10,7 +10,7 @@ from kvjax.cache.buckets import request_bucket
 from kvjax.chat import Chat
 from kvjax.checkpoints.load import LanguageModel
 from kvjax.checks import whole_number
-from kvjax.errors import UsageError
+from kvjax.errors import UsageError, quoted
 from kvjax.generation import answer, generate
 from kvjax.ownership import Owned
 from kvjax.policies import Policy, format_policy, parse
@@ -69,7 +69,7 @@ def warm(
     parsed = [parse(each) for each in policies]
     for name, values in (("lengths", lengths), ("batch", batch)):
         if isinstance(values, (str, int)) or not values:
-            raise UsageError(f"{name} is {values!r}; give at least one number, in a list.")
+            raise UsageError(f"{name} is {quoted(values)}; give at least one number, in a list.")
         for value in values:
             whole_number(name, value, 1, _MOST)
     if max(lengths) > lm.config.max_position:

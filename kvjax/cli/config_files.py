@@ -59,10 +59,8 @@ def read(file: Path) -> dict[str, Any]:
 
 def _unknown(file: Path, key: str, command: str, known: Sequence[str]) -> str:
     close = difflib.get_close_matches(key, known, 1)
-    hint = f" did you mean {close[0]!r}?" if close else ""
-    return (
-        f"{file} sets {quoted(key)}, which `kvjax {command}` does not take;{hint} it takes {', '.join(sorted(known))}."
-    )
+    hint = f"did you mean {close[0]!r}?" if close else f"it takes {', '.join(sorted(known))}."
+    return f"{file} sets {quoted(key)}, which `kvjax {command}` does not take; {hint}"
 
 
 def _as_typed(file: Path, key: str, value: Any, flag: Any) -> Any:

@@ -18,6 +18,8 @@ import pytest
 from kvjax.cli import chat_prompt
 
 ROOT = Path(__file__).resolve().parents[2]
+#: What a terminal is told when the prompt begins to read keys.
+READY = "\x1b[?2004h"
 #: The command on the toy model, whose answers are replaced: what is typed is the test.
 _CHAT = """
     import sys
@@ -45,11 +47,30 @@ class Talk:
         os.close(follower)
         self.seen = ""
 
+    def __enter__(self) -> Talk:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.wait()
+
     def type(self, keys: str, expected: str) -> str:
-        """Type, and read until something appears; what appeared."""
+        """Type, and read until something appears, and the next prompt if that ended one; what appeared."""
         before = len(self.seen)
         os.write(self._leader, keys.encode())
-        return self.read(expected, before)
+        self.read(expected, before)
+        if keys[-1] in "\r\x03":
+            self.read(READY, self.seen.index(expected, before))
+        return self.seen[before:]
+
+    def leave(self, keys: str) -> int:
+        """Type what ends the chat; its exit status."""
+        os.write(self._leader, keys.encode())
+        with contextlib.suppress(OSError):  # the terminal is gone when its process is
+            while chunk := os.read(self._leader, 4096):
+                self.seen += chunk.decode(errors="replace")
+        os.close(self._leader)
+        return self._process.wait(timeout=30)
 
     def read(self, expected: str, before: int = 0) -> str:
         until = time.monotonic() + 60
@@ -59,36 +80,27 @@ class Talk:
                 self.seen += os.read(self._leader, 4096).decode(errors="replace")
         return self.seen[before:]
 
-    def end(self) -> int:
-        with contextlib.suppress(OSError):  # the terminal is gone when its process is
-            while chunk := os.read(self._leader, 4096):
-                self.seen += chunk.decode(errors="replace")
-        os.close(self._leader)
-        return self._process.wait(timeout=30)
-
 
 def test_a_talk_at_a_terminal(tmp_path):
-    talk = Talk(tmp_path)
-    banner = talk.read("\x1b[?2004h")
-    assert "kvjax chat with tiny\r\npolicy lagkv:ratio=0.5; 512 tokens of context left\r\n/help lists" in banner
-    assert "pasted text" in talk.type("/help\r", "pasted text")
     pasted = "first paragraph\n\nsecond one"
-    talk.type(f"\x1b[200~{pasted}\x1b[201~", "second one")
-    talk.type("\r", f"asked {pasted!r}")
-    talk.type("half a mess\x03", "once more to leave")
-    talk.type("a message\r", "asked 'a message'")  # typing on takes the question back
-    talk.type("\x03", "once more to leave")
-    os.write(talk._leader, b"\x03")
-    assert talk.end() == 0
+    with Talk(tmp_path) as talk:
+        banner = talk.read(READY)
+        assert "kvjax chat with tiny\r\npolicy lagkv:ratio=0.5; 512 tokens of context left\r\n/help lists" in banner
+        assert "pasted text" in talk.type("/help\r", "pasted text")
+        talk.type(f"\x1b[200~{pasted}\x1b[201~", "second one")
+        talk.type("\r", f"asked {pasted!r}")
+        talk.type("half a mess\x03", "once more to leave")
+        talk.type("a message\r", "asked 'a message'")  # typing on takes the question back
+        talk.type("\x03", "once more to leave")
+        assert talk.leave("\x03") == 0
     history = tmp_path / "kvjax" / "chat_history"
     assert stat.S_IMODE(history.stat().st_mode) == 0o600
-    again = Talk(tmp_path)
-    again.read("\x1b[?2004h")
-    again.type("\x1b[A", "a message")
-    again.type("\x1b[A", "second one")
-    again.type("\r", f"asked {pasted!r}")
-    os.write(again._leader, b"\x04")
-    assert again.end() == 0
+    with Talk(tmp_path) as again:
+        again.read(READY)
+        again.type("\x1b[A", "a message")
+        again.type("\x1b[A", "second one")
+        again.type("\r", f"asked {pasted!r}")
+        assert again.leave("\x04") == 0
 
 
 def test_typed_bytes_that_are_no_text_end_nothing(capsys):

@@ -179,8 +179,9 @@ def _planned(case: Case, lm: Any) -> int:
         }
         return kvjax.plan(lm, policy=policy, **asked).cache_bytes
     # A first question brings nothing, and is itself in all layers; a plan is of a question that brings the top share.
-    room = buckets.prompt_bucket(41)
-    held, storage, mesh = SplitCache(policy.watershed, room), parse_storage(case.storage), parse_mesh(case.mesh)
+    room = buckets.request_bucket(41)
+    held = SplitCache(policy.watershed, buckets.MEDIUM)
+    storage, mesh = parse_storage(case.storage), parse_mesh(case.mesh)
     return cache_bytes(lm.config, held, 3, room, buckets.NEW_TOKENS, lm.params.dtype, storage, mesh)
 
 

@@ -99,9 +99,10 @@ def compile_case(
             storage=storage, memory_limit=1 << 50, mesh=mesh,
         )  # fmt: skip
         state = jax.eval_shape(lambda cache: decode_state(config, cache), cache)
-        state = dataclasses.replace(
-            jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=rows), state), cache=cache
+        state = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=rows if x.ndim else everywhere), state
         )
+        state = dataclasses.replace(state, cache=cache)
         controls = jax.eval_shape(lambda: benchmark_controls(config, BATCH))
         controls = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere), controls)
         programs = {
