@@ -64,8 +64,8 @@ def fill(
     named = {weight.gguf if gguf else weight.hf: weight for weight in weights}
     check_names(config, named, checkpoint, tied="output.weight" if gguf else "lm_head.weight")
     pieces: dict[str, list[tuple[str, Weight]]] = defaultdict(list)
-    for name, weight in named.items():
-        pieces[weight.param].append((name, weight))
+    for weight in weights:
+        pieces[weight.param].append((weight.gguf if gguf else weight.hf, weight))
     graph, state = nnx.split(abstract_decoder(config, dtype))
     flat = dict(nnx.to_flat_state(state))
 
@@ -76,6 +76,8 @@ def fill(
         values = _aligned(spec.shape, spec.dtype)
         sharding = where and where(param)
         needed = sharding and _needed(sharding, spec.shape)
+        if values.ndim == 1:
+            values[...] = 0  # norms across heads leave what belongs to values
         for name, weight in pieces[".".join(map(str, path))]:
             view = weight.place(logical_view(param, values))
             if values.dtype == np.float16:
@@ -182,12 +184,25 @@ def _copy(
     needed: Needed | None = None,
 ) -> None:
     """Fill ``view``, what the tensor is of a parameter's ``values``, where it is needed."""
+    count = weight.shape[0] if weight.rows is None else len(weight.rows)
     # One index of the view's first axis takes this many rows of the tensor (a head's channels, or one).
-    per = weight.shape[0] // view.shape[0]
-    for start, stop in _blocks(weight.shape, per):
+    per = count // view.shape[0]
+    for start, stop in _blocks((count, *weight.shape[1:]), per):
         target = view[start // per : stop // per]
         if needed is None or _meets(values, target, needed):
-            target[...] = checkpoint.read(name, start, stop).reshape(target.shape)
+            read = _rows(checkpoint, name, weight.rows, start, stop)
+            target[...] = (read if weight.change is None else weight.change(read)).reshape(target.shape)
+
+
+def _rows(
+    checkpoint: Checkpoint, name: str, rows: Sequence[int] | np.ndarray | None, start: int, stop: int
+) -> np.ndarray:
+    """Rows ``start:stop`` of those that a weight takes of its tensor."""
+    if rows is None:
+        return checkpoint.read(name, start, stop)
+    wanted = np.asarray(rows[start:stop])
+    first = int(wanted.min())
+    return checkpoint.read(name, first, int(wanted.max()) + 1)[wanted - first]
 
 
 def _meets(values: np.ndarray, target: np.ndarray, needed: Needed) -> bool:

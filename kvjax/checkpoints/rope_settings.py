@@ -36,20 +36,40 @@ def _hf_table(config: Mapping[str, Any], origin: str) -> dict[str, Any]:
             raise WeightsError(f"{origin} gives layers different rotary embeddings ({', '.join(table)}); one is read.")
         table = kinds["full_attention"]
     table = {"rope_theta": config.get("rope_theta"), **table}
-    partial = table.get("partial_rotary_factor", config.get("partial_rotary_factor"))
-    if partial not in (None, 1, 1.0):
-        raise WeightsError(f"{origin} rotates only {partial} of each head; only full rotary embedding is read.")
+    table.setdefault("partial_rotary_factor", config.get("partial_rotary_factor"))
     if "mrope_section" in table:
         raise WeightsError(f"{origin} asks for multimodal rotary embedding (mrope_section), which is not read.")
     return table
 
 
-def rope_from_hf(config: Mapping[str, Any], max_position: int, head_dim: int, origin: str) -> RopeConfig:
+def rotary_dim_from_hf(config: Mapping[str, Any], head_dim: int, default: float, origin: str) -> int:
+    """Channels of a head that are turned, from the share of them that a ``config.json`` gives."""
+    share = _hf_table(config, origin)["partial_rotary_factor"]
+    channels = int(head_dim * float(default if share is None else share))
+    if not 2 <= channels <= head_dim or channels % 2:
+        raise WeightsError(f"{origin} rotates {channels} of a head's {head_dim} channels; an even number is needed.")
+    return channels
+
+
+def rope_from_hf(
+    config: Mapping[str, Any], max_position: int, head_dim: int, origin: str, *, partial: bool = False
+) -> RopeConfig:
     """Map a ``config.json`` with transformers' own defaults (modeling_rope_utils of version 5).
 
-    Raises WeightsError for a scaling that is unknown or lacks a number it needs.
+    Args:
+      config: the file's content.
+      max_position: the model's context in tokens.
+      head_dim: channels of a head that are turned.
+      origin: the file, for messages.
+      partial: whether the family may turn only a part of each head.
+
+    Raises:
+      WeightsError: a scaling that is unknown or lacks a number it needs, or a part where the whole is turned.
     """
     table = _hf_table(config, origin)
+    if not partial and table["partial_rotary_factor"] not in (None, 1, 1.0):
+        share = table["partial_rotary_factor"]
+        raise WeightsError(f"{origin} rotates only {share} of each head; models of its family rotate all of it.")
     kind = _kind(table.get("rope_type", table.get("type")) or "default", origin)
     theta = float(table["rope_theta"] or 10000.0)
     if kind == "default":

@@ -11,9 +11,10 @@ from kvjax.errors import UsageError, quoted
 #: Channels, layers, heads and tokens of a model at most.
 MOST_SIZE = 2**40
 RopeKind = Literal["default", "linear", "dynamic", "yarn", "longrope", "llama3"]
-Positional = Literal["rope", "alibi"]
+Positional = Literal["rope", "alibi", "none"]
 NormKind = Literal["rms", "layer"]
-MLPKind = Literal["gated_silu", "gelu"]
+NormOrder = Literal["pre", "post", "both"]
+MLPKind = Literal["gated_silu", "gated_gelu", "gelu", "gelu_exact"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,9 +66,12 @@ def _size(name: str, value: Any, needed: str) -> None:
     whole_number(name, value, 1, MOST_SIZE)
 
 
+_ADDED = {"added": True}
+
+
 def added(default: Any) -> Any:
     """A field of :class:`ModelConfig` that version 0.1 did not have, with what every model of then means."""
-    return dataclasses.field(default=default, metadata={"added": True})
+    return dataclasses.field(default=default, metadata=_ADDED)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,14 +85,25 @@ class ModelConfig:
       head_dim: channels of one head.
       max_position: the model's context in tokens.
       positional: how attention knows positions: rotary embedding (``rope`` says which), or ALiBi's linear biases
-        (``kvjax.model.alibi``), which need no parameters.
+        (``kvjax.model.alibi``), which need no parameters; or "none", of single layers of a rotary model.
       rms_norm_eps: epsilon of every norm, whichever its kind.
-      norm: root-mean-square norm, or layer norm (mean removed, with a bias).
-      mlp: SiLU gated by a second projection, or one projection through GELU in its tanh form.
+      norm: root-mean-square norm, or layer norm (mean removed, with a bias unless ``norm_bias`` is false).
+      norm_order: whether a layer norms what attention and the MLP read ("pre"), what they give ("post"), or both.
+      norm_offset: whether norms multiply by 1 + their weight.
+      mlp: SiLU or GELU gated by a second projection, or one projection through GELU; GELU is the tanh form, but for
+        "gelu_exact".
+      parallel_block: whether attention and the MLP read the same hidden states, and are added together;
+        ``shared_norm`` says that they share one norm.
       embedding_norm: whether the token embeddings go through a norm of their own before the first layer.
       qk_norm: whether each head's queries and keys go through a root-mean-square norm before rotary embedding.
-      qkv_bias, output_bias, mlp_bias: whether those projections add a bias.
+      qk_norm_across_heads: whether all heads' queries together do, and all keys.
+      qkv_bias, output_bias, mlp_bias, head_bias: whether those projections add a bias.
       tie_embeddings: whether the output head is the token embedding.
+      no_rotary_layers: layers of a rotary model whose queries and keys are not turned.
+      rotary_dim: leading channels of a head that rotary embedding turns; None for all.
+      attention_multiplier: the factor of q.k in the softmax; None for 1 / sqrt(head_dim).
+      embedding_scale, residual_scale, logit_scale: factors of embeddings, of what attention and the MLP add, of logits.
+      logit_soft_cap: bounds logits by cap tanh(logits / cap); None does not.
     """
 
     family: str
@@ -111,6 +126,20 @@ class ModelConfig:
     mlp: MLPKind = "gated_silu"
     embedding_norm: bool = False
     qk_norm: bool = added(False)
+    qk_norm_across_heads: bool = added(False)
+    norm_order: NormOrder = dataclasses.field(default="pre", metadata=_ADDED)
+    norm_offset: bool = added(False)
+    norm_bias: bool = added(True)
+    parallel_block: bool = added(False)
+    shared_norm: bool = added(False)
+    head_bias: bool = added(False)
+    no_rotary_layers: tuple[int, ...] = added(())
+    rotary_dim: int | None = added(None)
+    attention_multiplier: float | None = added(None)
+    embedding_scale: float = added(1.0)
+    residual_scale: float = added(1.0)
+    logit_scale: float = added(1.0)
+    logit_soft_cap: float | None = added(None)
 
     def __post_init__(self) -> None:
         sizes = "vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads"
@@ -121,16 +150,47 @@ class ModelConfig:
                 f"{self.num_heads} query heads do not divide into {self.num_kv_heads} key/value heads; "
                 "the first must be a multiple of the second."
             )
-        for name, known in (("positional", Positional), ("norm", NormKind), ("mlp", MLPKind)):
+        kinds = (("positional", Positional), ("norm", NormKind), ("norm_order", NormOrder), ("mlp", MLPKind))
+        for name, known in kinds:
             if getattr(self, name) not in get_args(known):
-                choices = " or ".join(map(repr, get_args(known)))
+                *others, last = map(repr, get_args(known))
+                choices = f"{', '.join(others)} or {last}"
                 raise UsageError(f"{name} is {quoted(getattr(self, name))}; choose {choices}.")
         number("rms_norm_eps", self.rms_norm_eps, 0)
         _size("head_dim", self.head_dim, "a head needs at least 1 channel")
-        if self.positional == "rope" and self.head_dim % 2:
+        if self.positional == "rope" and self.rotary_dim is None and self.head_dim % 2:
             raise UsageError(f"head_dim is {self.head_dim}; rotary embedding needs an even number of at least 2.")
-        if self.qk_norm and self.positional != "rope":
+        if self.rotary_dim is not None:
+            whole_number("rotary_dim", self.rotary_dim, 2, self.head_dim)
+            if self.rotary_dim % 2:
+                raise UsageError(f"rotary_dim is {self.rotary_dim}; rotary embedding needs an even number of channels.")
+        self._check_features()
+
+    def _check_features(self) -> None:
+        """Refuse factors that are none, and features that do not go together."""
+        for name in ("attention_multiplier", "embedding_scale", "residual_scale", "logit_scale", "logit_soft_cap"):
+            if getattr(self, name) is not None:
+                number(name, getattr(self, name), 0, open_below=True)
+        if (self.qk_norm or self.qk_norm_across_heads) and self.positional == "alibi":
             raise UsageError("qk_norm is for models with rotary embedding; ALiBi's scopes are those of plain queries.")
+        if self.qk_norm and self.qk_norm_across_heads:
+            raise UsageError("qk_norm is of each head or across heads; choose one of qk_norm and qk_norm_across_heads.")
+        if self.parallel_block and self.norm_order != "pre":
+            raise UsageError(f"A parallel block norms what it reads; norm_order is {self.norm_order!r}.")
+        if self.positional == "alibi" and (self.norm_order == "post" or self.norm_offset):
+            raise UsageError(
+                "ALiBi's scopes bound normed inputs; norm_order 'post' and norm_offset are for rotary models."
+            )
+        if self.norm == "layer" and self.norm_offset:
+            raise UsageError("norm_offset is of root-mean-square norms.")
+        if self.shared_norm and not self.parallel_block:
+            raise UsageError("shared_norm is of parallel blocks; set parallel_block.")
+
+    def layer(self, index: int) -> ModelConfig:
+        """The model as one of its layers sees it: ``positional`` is that layer's own."""
+        if index not in self.no_rotary_layers:
+            return self
+        return dataclasses.replace(self, positional="none", no_rotary_layers=())
 
     @property
     def group_size(self) -> int:
@@ -139,8 +199,18 @@ class ModelConfig:
 
     @property
     def attention_scale(self) -> float:
-        """The factor of q.k in the softmax: 1 / sqrt(head_dim)."""
-        return self.head_dim**-0.5
+        """The factor of q.k in the softmax: 1 / sqrt(head_dim), unless the model has its own."""
+        return self.head_dim**-0.5 if self.attention_multiplier is None else self.attention_multiplier
+
+    @property
+    def rotary_channels(self) -> int:
+        """Channels of a head that rotary embedding turns."""
+        return self.rotary_dim or self.head_dim
+
+    @property
+    def gated(self) -> bool:
+        """Whether the MLP has a gate."""
+        return self.mlp in ("gated_silu", "gated_gelu")
 
     def identity(self) -> dict[str, Any]:
         """The fields by which saved conversations know a model.

@@ -8,6 +8,7 @@ a CPU step is bound by the number and the bytes of products, and grouping by KV 
 from __future__ import annotations
 
 import copy
+import functools
 import math
 from typing import Any, TypeVar
 
@@ -66,40 +67,50 @@ def gate_columns(inner: int) -> int:
 
 
 class RMSNorm(nnx.Module):
-    """Root-mean-square norm in float32 over the last axis, multiplied by a learned weight."""
+    """Root-mean-square norm in float32 over the last axis, multiplied by a learned weight, or by 1 + that."""
 
-    def __init__(self, size: int, eps: float, *, dtype: DTypeLike):
-        self.weight = nnx.Param(jnp.ones((size,), dtype), axes=(None,))
-        self.eps = eps
+    def __init__(self, size: int, eps: float, *, dtype: DTypeLike, offset: bool = False):
+        self.weight = nnx.Param(jnp.zeros((size,), dtype) if offset else jnp.ones((size,), dtype), axes=(None,))
+        self.eps, self.offset = eps, offset
 
     def __call__(self, x: Float[Array, "*S M"]) -> Float[Array, "*S M"]:
         wide = x.astype(jnp.float32)
         wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
+        if self.offset:  # in float32: bfloat16 has no number between 1 and 1.008
+            return ((1 + self.weight[...].astype(jnp.float32)) * wide).astype(x.dtype)
         return (self.weight[...] * wide.astype(x.dtype)).astype(x.dtype)
 
 
 class LayerNorm(nnx.Module):
-    """Layer norm in float32 over the last axis: mean removed, unit variance, then a learned weight and bias."""
+    """Layer norm in float32 over the last axis: mean removed, unit variance, a learned weight, and maybe a bias."""
 
-    def __init__(self, size: int, eps: float, *, dtype: DTypeLike):
+    def __init__(self, size: int, eps: float, *, dtype: DTypeLike, biased: bool = True):
         self.weight = nnx.Param(jnp.ones((size,), dtype), axes=(None,))
-        self.bias = nnx.Param(jnp.zeros((size,), dtype), axes=(None,))
-        self.eps = eps
+        if biased:
+            self.bias = nnx.Param(jnp.zeros((size,), dtype), axes=(None,))
+        self.eps, self.biased = eps, biased
 
     def __call__(self, x: Float[Array, "*S M"]) -> Float[Array, "*S M"]:
         wide = x.astype(jnp.float32)
         wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
         wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
-        return (self.weight[...] * wide + self.bias[...]).astype(x.dtype)
+        wide = self.weight[...] * wide
+        return (wide + self.bias[...] if self.biased else wide).astype(x.dtype)
 
 
-def _norm(config: ModelConfig, dtype: DTypeLike) -> RMSNorm | LayerNorm:
-    kind = RMSNorm if config.norm == "rms" else LayerNorm
-    return kind(config.hidden_size, config.rms_norm_eps, dtype=dtype)
+def _norm(config: ModelConfig, dtype: DTypeLike, size: int | None = None) -> RMSNorm | LayerNorm:
+    """A norm of the model's kind, over the hidden states unless a size is given."""
+    size = size or config.hidden_size
+    if config.norm == "rms":
+        return RMSNorm(size, config.rms_norm_eps, dtype=dtype, offset=config.norm_offset)
+    return LayerNorm(size, config.rms_norm_eps, dtype=dtype, biased=config.norm_bias)
+
+
+_GATES = {"gated_silu": jax.nn.silu, "gated_gelu": functools.partial(jax.nn.gelu, approximate=True)}
 
 
 class DecoderLayer(nnx.Module):
-    """One pre-norm layer: grouped-query attention projections and an MLP, gated by SiLU or through GELU.
+    """One layer: grouped-query attention projections and an MLP, with the features that the configuration names.
 
     Parameters, matrices [in, out] (gate_up and up are stored [out, in]) whose logical axes are (M hidden, H KV heads, G
     group size, D head_dim, F intermediate):
@@ -107,7 +118,10 @@ class DecoderLayer(nnx.Module):
       out [H, G, D | M]; gate_up [M | F / C, 2, C]: C columns of the gate, then as many of what it gates, so that a
       shard of the columns holds both halves; or up [M | F] without a gate; down [F | M].
       Optional biases have the same names and logical axes without the input's: qkv_bias [H, G + 2, D], out_bias [M],
-      gate_up_bias [F / C, 2, C] or up_bias [F], down_bias [M]. q_norm and k_norm, where there are, have D weights.
+      gate_up_bias [F / C, 2, C] or up_bias [F], down_bias [M].
+      Norms, as far as the configuration has them: input_norm and post_attention_norm of what attention and the MLP
+      read, attention_output_norm and mlp_output_norm of what they give [M]; q_norm and k_norm of each head [D], or
+      qk_norm [H, G + 2, D] across heads, with the axes of qkv_bias (what values have of it is not used).
 
     On a mesh ``config`` has the heads of one device, the parameters are its parts of them, and ``exchange`` is what the
     devices exchange (:func:`with_exchange`).
@@ -118,11 +132,15 @@ class DecoderLayer(nnx.Module):
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs | None, dtype: DTypeLike):
         hidden, heads, group, dim = config.hidden_size, config.num_kv_heads, config.group_size, config.head_dim
         inner = config.intermediate_size
-        self.input_norm = _norm(config, dtype)
-        self.post_attention_norm = _norm(config, dtype)
+        if config.norm_order != "post":
+            self.input_norm = _norm(config, dtype)
+            if not config.shared_norm:
+                self.post_attention_norm = _norm(config, dtype)
+        if config.norm_order != "pre":
+            self.attention_output_norm, self.mlp_output_norm = (_norm(config, dtype) for _ in range(2))
         self.qkv = _param(rngs, (hidden, heads, group + 2, dim), (None, "kv_heads", None, None), dtype)
         self.out = _param(rngs, (heads, group, dim, hidden), ("kv_heads", None, None, None), dtype, 3)
-        if config.mlp == "gated_silu":
+        if config.gated:
             half = gate_columns(inner)
             shape, axes = (hidden, inner // half, 2, half), (None, "mlp", None, None)
             self.gate_up = _param(rngs, shape, axes, dtype, transposed=True)
@@ -130,13 +148,15 @@ class DecoderLayer(nnx.Module):
             self.up = _param(rngs, (hidden, inner), (None, "mlp"), dtype, transposed=True)
         self.down = _param(rngs, (inner, hidden), ("mlp", None), dtype)
         if config.qk_norm:
-            self.q_norm, self.k_norm = (RMSNorm(dim, config.rms_norm_eps, dtype=dtype) for _ in range(2))
+            self.q_norm, self.k_norm = (_norm(config, dtype, dim) for _ in range(2))
+        if config.qk_norm_across_heads:
+            self.qk_norm = _param(rngs, (heads, group + 2, dim), ("kv_heads", None, None), dtype, 0)
         if config.qkv_bias:
             self.qkv_bias = _param(rngs, (heads, group + 2, dim), ("kv_heads", None, None), dtype, 0)
         if config.output_bias:
             self.out_bias = _param(rngs, (hidden,), (None,), dtype, 0)
         if config.mlp_bias:
-            if config.mlp == "gated_silu":
+            if config.gated:
                 half = gate_columns(inner)
                 self.gate_up_bias = _param(rngs, (inner // half, 2, half), ("mlp", None, None), dtype, 0)
             else:
@@ -147,33 +167,61 @@ class DecoderLayer(nnx.Module):
     def project(self, x: Float[Array, "*S M"]) -> tuple[Float[Array, "*S H G D"], Array, Array]:
         """Norm and project to (queries [..., H, G, D], keys [..., H, D], values [..., H, D]), before rotary."""
         c = self.config
-        flat = matmul(self.input_norm(x), self.qkv[...])
+        flat = matmul(x if c.norm_order == "post" else self.input_norm(x), self.qkv[...])
         if c.qkv_bias:
             flat = flat + self.qkv_bias[...]
+        if c.qk_norm_across_heads:
+            flat = self._normed_across_heads(flat)
         qkv = self.exchange.heads(flat).reshape(*x.shape[:-1], c.num_kv_heads, c.group_size + 2, c.head_dim)
         q, k, v = qkv[..., :-2, :], qkv[..., -2, :], qkv[..., -1, :]
         return (self.q_norm(q), self.k_norm(k), v) if c.qk_norm else (q, k, v)
 
+    def _normed_across_heads(self, flat: Float[Array, "*S N"]) -> Float[Array, "*S N"]:
+        """The projection's columns, of which all queries together, and all keys, have a mean square of 1."""
+        c, exchange = self.config, self.exchange
+        column = exchange.first_column(flat.shape[-1]) + jnp.arange(flat.shape[-1])
+        kind = column // c.head_dim % (c.group_size + 2)
+        parts = [kind < c.group_size, kind == c.group_size]
+        wide = flat.astype(jnp.float32)
+        squares = [(jnp.where(part, wide, 0) ** 2).sum(-1, keepdims=True) for part in parts]
+        counts = [part.sum(dtype=jnp.float32) for part in parts]
+        total = exchange.sum_columns([*squares, *counts])
+        queries, keys = (jax.lax.rsqrt(total[i] / total[i + 2] + c.rms_norm_eps) for i in range(2))
+        normed = self.qk_norm[...] * (wide * jnp.where(parts[0], queries, keys))
+        return jnp.where(parts[0] | parts[1], normed.astype(flat.dtype), flat)
+
     def finish(self, x: Float[Array, "*S M"], attended: Float[Array, "*S H G D"]) -> Float[Array, "*S M"]:
-        """Output projection, residual, and the MLP with its residual."""
+        """Output projection, residual, and the MLP with its residual; both residuals at once in a parallel block."""
         c = self.config
         channels = self.exchange.attended(attended).reshape(*x.shape[:-1], -1)
         y = self.exchange.output(matmul(channels, self.out[...]))
-        x = x + (y + self.out_bias[...] if c.output_bias else y)
-        y = self.exchange.mlp(matmul(self.activated(self.post_attention_norm(x)), self.down[...]))
-        return x + (y + self.down_bias[...] if c.mlp_bias else y)
+        y = y + self.out_bias[...] if c.output_bias else y
+        if c.parallel_block:
+            return self._added(x, y + self._mlp(self.input_norm(x) if c.shared_norm else self.post_attention_norm(x)))
+        x = self._added(x, y if c.norm_order == "pre" else self.attention_output_norm(y))
+        y = self._mlp(x if c.norm_order == "post" else self.post_attention_norm(x))
+        return self._added(x, y if c.norm_order == "pre" else self.mlp_output_norm(y))
+
+    def _added(self, x: Float[Array, "*S M"], y: Float[Array, "*S M"]) -> Float[Array, "*S M"]:
+        """The residual with what a part of the layer adds."""
+        scale = self.config.residual_scale
+        return x + (y if scale == 1 else y * jnp.asarray(scale, y.dtype))
+
+    def _mlp(self, x: Float[Array, "*S M"]) -> Float[Array, "*S M"]:
+        y = self.exchange.mlp(matmul(self.activated(x), self.down[...]))
+        return y + self.down_bias[...] if self.config.mlp_bias else y
 
     def activated(self, x: Float[Array, "*S M"]) -> Float[Array, "*S F"]:
         """The MLP up to its activation, of the channels whose weights are there."""
         c = self.config
-        if c.mlp == "gelu":
+        if not c.gated:
             up = matmul_nt(x, self.up[...])
-            return jax.nn.gelu(up + self.up_bias[...] if c.mlp_bias else up, approximate=True)
+            return jax.nn.gelu(up + self.up_bias[...] if c.mlp_bias else up, approximate=c.mlp == "gelu")
         inner = matmul_nt(x, self.gate_up[...])
         if c.mlp_bias:
             inner = inner + self.gate_up_bias[...]
         halves = inner.reshape(*x.shape[:-1], -1, 2, gate_columns(c.intermediate_size))
-        gated = jax.nn.silu(halves[..., 0, :]) * halves[..., 1, :]
+        gated = _GATES[c.mlp](halves[..., 0, :]) * halves[..., 1, :]
         return gated.reshape(*x.shape[:-1], -1)
 
 
@@ -191,14 +239,20 @@ class Decoder(nnx.Module):
             self.embedding = _param(rngs, (config.vocab_size, config.hidden_size), ("vocab", None), dtype)
         if config.embedding_norm:
             self.embedding_norm = _norm(config, dtype)
-        self.layers = nnx.List([DecoderLayer(config, rngs=rngs, dtype=dtype) for _ in range(config.num_layers)])
+        self.layers = nnx.List(
+            [DecoderLayer(config.layer(i), rngs=rngs, dtype=dtype) for i in range(config.num_layers)]
+        )
         self.norm = _norm(config, dtype)
         self.head = _param(rngs, (config.hidden_size, config.vocab_size), (None, "vocab"), dtype, transposed=True)
+        if config.head_bias:
+            self.head_bias = _param(rngs, (config.vocab_size,), ("vocab",), dtype, 0)
         self.config = config
 
     def embed(self, tokens: Int[Array, "*S"]) -> Float[Array, "*S M"]:
         """The first layer's input, of these tokens; ids are checked by the caller."""
         x = self.exchange.embed(self.table, tokens)
+        if self.config.embedding_scale != 1:
+            x = x * jnp.asarray(self.config.embedding_scale, x.dtype)
         return self.embedding_norm(x) if self.config.embedding_norm else x
 
     @property
@@ -213,7 +267,12 @@ class Decoder(nnx.Module):
 
     def logits(self, x: Float[Array, "*S M"]) -> Float[Array, "*S V"]:
         """Float32 scores of every token, from the last layer's output."""
-        return self.exchange.logits(matmul_nt(self.norm(x), self.head[...], jnp.float32))
+        c = self.config
+        own = matmul_nt(self.norm(x), self.head[...], jnp.float32)
+        logits = self.exchange.logits(own + self.head_bias[...] if c.head_bias else own)
+        if c.logit_scale != 1:
+            logits = logits * c.logit_scale
+        return logits if c.logit_soft_cap is None else c.logit_soft_cap * jnp.tanh(logits / c.logit_soft_cap)
 
 
 _Part = TypeVar("_Part", Decoder, DecoderLayer)

@@ -16,6 +16,14 @@ class Exchange:
         """All columns of this device's KV heads, [..., H x (G + 2) x D], from the columns that its weights give."""
         return qkv
 
+    def first_column(self, count: int) -> Int[Array, ""] | int:
+        """The number of the first of this device's columns of queries, keys and values, of which there are so many."""
+        return 0
+
+    def sum_columns(self, parts: list[Array]) -> list[Array]:
+        """Sums over all columns of queries, keys and values, from those over this device's."""
+        return parts
+
     def attended(self, attended: Float[Array, "*S H G D"]) -> Array:
         """The channels that this device's rows of the output projection multiply, from the results of its heads."""
         return attended

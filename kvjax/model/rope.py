@@ -64,9 +64,9 @@ def frequencies(config: ModelConfig, seen: Int[Array, " B"]) -> tuple[Float[Arra
       seen: tokens of the row after this call, shape [B]; "dynamic" and "longrope" change with it.
 
     Returns:
-      ``(inv_freq [B, head_dim / 2] float32, attention factor)``.
+      ``(inv_freq [B, F] float32, attention factor)``; F is half the channels that are turned.
     """
-    rope, dim, batch = config.rope, config.head_dim, seen.shape[0]
+    rope, dim, batch = config.rope, config.rotary_channels, seen.shape[0]
     factor: float | Array = 1.0
     if rope.kind == "dynamic":
         original = rope.original_max_position or config.max_position
@@ -98,13 +98,13 @@ def frequencies(config: ModelConfig, seen: Int[Array, " B"]) -> tuple[Float[Arra
 def angles(
     config: ModelConfig, positions: Int[Array, "B T"], seen: Int[Array, " B"]
 ) -> tuple[Float[Array, "B T F"], Float[Array, "B T F"]]:
-    """cos and sin of every position, float32, shape [B, T, head_dim / 2]."""
+    """cos and sin of every position, float32, shape [B, T, F]; F is half the channels that are turned."""
     inv_freq, factor = frequencies(config, seen)
     phase = positions[..., None].astype(jnp.float32) * inv_freq[:, None, :]
     return jnp.cos(phase) * factor, jnp.sin(phase) * factor
 
 
-#: cos and sin of a run of tokens, [B, T, head_dim / 2] each; None for a model whose positions are elsewhere (ALiBi).
+#: cos and sin of a run of tokens, [B, T, F] each; None for a model whose positions are elsewhere (ALiBi).
 Angles = tuple[Array, Array] | None
 
 
@@ -122,6 +122,8 @@ def apply_rope(x: Array, rope: Angles) -> Array:
 
 
 def rotate(x: Float[Array, "*S D"], cos: Float[Array, "*#S F"], sin: Float[Array, "*#S F"]) -> Float[Array, "*S D"]:
-    """Rotate channel pairs (i, i + D/2) by the given angles in float32; the result has ``x``'s dtype."""
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+    """Rotate channel pairs (i, i + F) by the given angles in float32; channels from 2 F on, and the dtype, stay."""
+    turned = 2 * cos.shape[-1]
+    first, second = jnp.split(x[..., :turned].astype(jnp.float32), 2, axis=-1)
+    pairs = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+    return pairs if turned == x.shape[-1] else jnp.concatenate([pairs, x[..., turned:]], axis=-1)

@@ -182,7 +182,7 @@ class StreamingLLM(Policy):
     def _renumber_sinks(self, cache: LayerCache, config: ModelConfig) -> LayerCache:
         """Move the sinks by the number of tokens that left the cache, so that they sit next to the ring."""
         state: RingState = cache.state
-        if self.positions != "cache" or self.sink == 0:
+        if self.positions != "cache" or self.sink == 0 or config.positional == "none":
             return cache
         gone = jnp.maximum(state.count - state.budget, 0)
         if state.sink_k is None:

@@ -125,6 +125,7 @@ def _layer_step(
     """One layer of :func:`forward_step`: what the next layer reads, and the layer's cache with the token in."""
     own = layer.config  # the model's, or of the heads that this device has of the layer
     step = Step(position, active, config=own)
+    angles = None if own.positional == "none" else angles
     q, k, v = layer.project(x)
     kept = policy.append(index, kept, apply_rope(k, angles), v, step)
     scale, linear = own.attention_scale, slopes(own) if own.positional == "alibi" else None

@@ -57,11 +57,11 @@ def prefill_peak_bytes(config: ModelConfig, policy: Policy, batch: int, prompt: 
     turns += both if turns and not selects else 0
     if dispatch.platform() == "tpu":
         dense = both if selects or _PACKS_BESIDE else 0
-        rotary = 2 * rows * max(config.head_dim // 2, 128) * 4 if rope else 0
+        rotary = 2 * rows * max(config.rotary_channels // 2, 128) * 4 if rope else 0
         reading = 2 * config.hidden_size + max(2 * inner, 3 * config.num_heads * config.head_dim)
         copies = _GROUPED if isinstance(policy, HeadWise) else _STATISTICS if isinstance(policy, LagKV) else 0
         return hidden + rotary + dense + turns + max(together * block * reading * item, int(copies * both))
-    rotary = 2 * rows * (config.head_dim // 2) * 4 if rope else 0
+    rotary = 2 * rows * (config.rotary_channels // 2) * 4 if rope else 0
     attention = config.num_heads * (2 * keys_of(block) + 3 * config.head_dim) * 4
     mlp = 3 * inner * item
     shared = 2 * config.hidden_size * 4 + (config.num_heads + 2 * config.num_kv_heads) * config.head_dim * 4

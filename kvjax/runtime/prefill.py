@@ -59,6 +59,7 @@ def read_layer(
     heads, group, dim = config.num_kv_heads, config.group_size, config.head_dim
     block = block_of(tokens)
     scale = config.attention_scale
+    rope = None if config.positional == "none" else rope
     window = None if collector is None else collector.before_layer(layer, x, rope)
 
     def body(i: Int[Array, ""], carry: tuple[Array, Array, Array, Any]) -> tuple[Any, ...]:

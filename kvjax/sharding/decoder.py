@@ -69,6 +69,14 @@ class MeshExchange(Exchange):
         every = flat.reshape(*qkv.shape[:-1], self.model.num_kv_heads, self.model.group_size + 2, self.model.head_dim)
         return jnp.concatenate([_local_heads(every, group) for group in self.groups], axis=-3)
 
+    def first_column(self, count: int) -> Int[Array, ""] | int:
+        """See :meth:`Exchange.first_column`: columns are dealt in order."""
+        return jax.lax.axis_index(self.split.order) * count if self.split.qkv and self.split.order else 0
+
+    def sum_columns(self, parts: list[Array]) -> list[Array]:
+        """See :meth:`Exchange.sum_columns`: a sum over the devices."""
+        return [_sum(part, self.split.order) for part in parts] if self.split.qkv else parts
+
     def attended(self, attended: Float[Array, "*S H G D"]) -> Float[Array, "*S N"]:
         """See :meth:`Exchange.attended`: where heads are in another order, those of all devices are gathered."""
         flat = (*attended.shape[:-3], -1)

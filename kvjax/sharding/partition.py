@@ -111,7 +111,8 @@ class Partition:
     def config_of(self, layer: int) -> ModelConfig:
         """The model as a device sees it in this layer: with the heads that it has there."""
         heads = sum(group.count for group in self.groups(layer))
-        return self.config if heads == self.config.num_kv_heads else with_heads(self.config, heads)
+        config = self.config.layer(layer)
+        return config if heads == config.num_kv_heads else with_heads(config, heads)
 
     @property
     def local_config(self) -> ModelConfig:

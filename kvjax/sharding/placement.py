@@ -59,7 +59,7 @@ def splits(mesh: Mesh, config: ModelConfig) -> Splits:
     heads, parts = head_sharding(mesh, config), mesh.model
     group, inner = config.group_size, config.intermediate_size
     channels = config.num_kv_heads * config.head_dim
-    unit = gate_columns(inner) if config.mlp == "gated_silu" else 1
+    unit = gate_columns(inner) if config.gated else 1
     return Splits(
         heads,
         heads.head_axes + heads.page_axes,

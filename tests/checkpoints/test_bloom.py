@@ -132,7 +132,8 @@ def test_a_choice_that_is_not_there_is_refused():
     for name, sentence in (
         ("positional", "choose 'rope' or 'alibi'"),
         ("norm", "choose 'rms' or 'layer'"),
-        ("mlp", "choose 'gated_silu' or 'gelu'"),
+        ("norm_order", "choose 'pre', 'post' or 'both'"),
+        ("mlp", "choose 'gated_silu', 'gated_gelu', 'gelu' or 'gelu_exact'"),
     ):
         with pytest.raises(UsageError, match=rf"{name} is 'relu'; {sentence}"):
             _config(**{name: "relu"})

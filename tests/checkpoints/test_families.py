@@ -55,7 +55,11 @@ def test_qwen2_has_biases_on_queries_keys_and_values_only():
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"model_type": "gpt_neox"}, "architecture 'gpt_neox'; supported are bloom, llama, mistral, qwen2, qwen3"),
+        (
+            {"model_type": "mamba"},
+            "architecture 'mamba'; supported are baichuan, bloom, chatglm, cohere, falcon, gemma",
+        ),
+        ({"model_type": "gpt_neox"}, "activation 'silu'; its family has gelu"),
         ({"model_type": "lama"}, "did you mean llama"),
         ({"model_type": None}, "architecture None"),
         ({"model_type": ["llama"]}, "architecture"),
@@ -66,8 +70,8 @@ def test_qwen2_has_biases_on_queries_keys_and_values_only():
         ({"quantization_config": {"bits": 4}}, "quantised"),
         ({"model_type": "qwen2", "use_sliding_window": True}, "sliding-window"),
         ({"model_type": "qwen2", "layer_types": ["full_attention", "sliding_attention"]}, "sliding-window"),
-        ({"model_type": "mistral", "sliding_window": 4096}, "sliding-window"),
-        ({"model_type": "mistral"}, "sliding-window"),
+        ({"model_type": "mistral", "sliding_window": 63}, "sliding-window"),
+        ({"model_type": "mistral", "max_position_embeddings": 8192}, "sliding-window"),
         ({"partial_rotary_factor": 0.5}, "rotates only 0.5"),
         ({"rope_scaling": {"type": "quadratic", "factor": 2}}, "rotary scaling 'quadratic'; known are default, linear"),
         ({"rope_scaling": {"type": "linear"}}, "linear rotary scaling and lacks its 'factor'"),

@@ -10,12 +10,26 @@ from __future__ import annotations
 import difflib
 from typing import Any
 
+from kvjax.checkpoints.families.baichuan import BAICHUAN
 from kvjax.checkpoints.families.bloom import BLOOM
+from kvjax.checkpoints.families.cohere import COHERE
+from kvjax.checkpoints.families.falcon import FALCON
 from kvjax.checkpoints.families.family import Family, Place, Weight, input_last, output_first, transposed, unchanged
+from kvjax.checkpoints.families.gemma import GEMMA
+from kvjax.checkpoints.families.glm import CHATGLM, GLM, GLM4
+from kvjax.checkpoints.families.gpt_neox import GPT_NEOX
+from kvjax.checkpoints.families.granite import GRANITE
 from kvjax.checkpoints.families.llama import LLAMA
 from kvjax.checkpoints.families.mistral import MISTRAL
+from kvjax.checkpoints.families.mpt import MPT
+from kvjax.checkpoints.families.olmo2 import OLMO2
+from kvjax.checkpoints.families.phi import PHI
+from kvjax.checkpoints.families.phi3 import PHI3
 from kvjax.checkpoints.families.qwen2 import QWEN2
 from kvjax.checkpoints.families.qwen3 import QWEN3
+from kvjax.checkpoints.families.smollm3 import SMOLLM3
+from kvjax.checkpoints.families.stablelm import STABLELM
+from kvjax.checkpoints.families.starcoder2 import STARCODER2
 from kvjax.errors import UsageError, WeightsError, quoted
 
 __all__ = [
@@ -32,7 +46,29 @@ __all__ = [
 ]
 
 #: Every known family, by the architecture's name in ``config.json`` (``model_type``) and in GGUF.
-FAMILIES: dict[str, Family] = {"bloom": BLOOM, "llama": LLAMA, "mistral": MISTRAL, "qwen2": QWEN2, "qwen3": QWEN3}
+FAMILIES: dict[str, Family] = {
+    "baichuan": BAICHUAN,
+    "bloom": BLOOM,
+    "chatglm": CHATGLM,
+    "cohere": COHERE,
+    "falcon": FALCON,
+    "gemma": GEMMA,
+    "glm": GLM,
+    "glm4": GLM4,
+    "gpt_neox": GPT_NEOX,
+    "granite": GRANITE,
+    "llama": LLAMA,
+    "mistral": MISTRAL,
+    "mpt": MPT,
+    "olmo2": OLMO2,
+    "phi": PHI,
+    "phi3": PHI3,
+    "qwen2": QWEN2,
+    "qwen3": QWEN3,
+    "smollm3": SMOLLM3,
+    "stablelm": STABLELM,
+    "starcoder2": STARCODER2,
+}
 
 
 def register(name: str, family: Family) -> None:

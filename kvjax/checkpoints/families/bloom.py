@@ -5,10 +5,12 @@ BLOOM: Le Scao et al., arXiv 2211.05100, section 3.2; its files as transformers 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from kvjax.checkpoints.families.family import Family, Place, Weight, input_last, output_first, transposed, unchanged
+from kvjax.checkpoints.families.family import Family, Weight
+from kvjax.checkpoints.families.layout import GGUF, Layout, weights_of
 from kvjax.checkpoints.families.settings import gguf_keys, refuse_quantised, size, whole
 from kvjax.errors import WeightsError, quoted
 from kvjax.model.config import ModelConfig
@@ -99,46 +101,23 @@ def _from_gguf(
     )
 
 
-def _fused(gguf: bool) -> Place:
-    """Queries, keys and values in one tensor: of head after head [H, 3, D], or in a GGUF one after the other [3, H, D].
-
-    The parameter is [H, 3, D], since a head has one query of its own.
-    """
-    return (lambda values: values.swapaxes(-3, -2)) if gguf else unchanged
-
-
-def _layer(config: ModelConfig, index: int, gguf: bool) -> Iterator[Weight]:
-    hidden, inner, fused = config.hidden_size, config.intermediate_size, _fused(gguf)
-    parts: tuple[tuple[str, str, str, int, int, Place, Place], ...] = (
-        ("self_attention.query_key_value", "attn_qkv", "qkv", 3 * hidden, hidden, input_last(fused), fused),
-        ("self_attention.dense", "attn_output", "out", hidden, hidden, output_first, unchanged),
-        ("mlp.dense_h_to_4h", "ffn_up", "up", inner, hidden, transposed, unchanged),
-        ("mlp.dense_4h_to_h", "ffn_down", "down", hidden, inner, transposed, unchanged),
-    )
-    hf, blk, param = f"transformer.h.{index}.", f"blk.{index}.", f"layers.{index}."
-    for hf_name, gguf_name, target, rows, columns, matrix, bias in parts:
-        names = hf + hf_name, blk + gguf_name, param + target
-        yield Weight(names[0] + ".weight", names[1] + ".weight", (rows, columns), names[2], matrix)
-        yield Weight(names[0] + ".bias", names[1] + ".bias", (rows,), names[2] + "_bias", bias)
-    yield from _norm(config, hf + "input_layernorm", blk + "attn_norm", param + "input_norm")
-    yield from _norm(config, hf + "post_attention_layernorm", blk + "ffn_norm", param + "post_attention_norm")
-
-
-def _norm(config: ModelConfig, hf: str, gguf: str, param: str) -> Iterator[Weight]:
-    for part in (".weight", ".bias"):
-        yield Weight(hf + part, gguf + part, (config.hidden_size,), param + part, unchanged)
+_HF = Layout(
+    layer="transformer.h.{}.",
+    embedding="transformer.word_embeddings",
+    embedding_norm="transformer.word_embeddings_layernorm",
+    norm="transformer.ln_f",
+    qkv="self_attention.query_key_value",
+    fused="by head",
+    out="self_attention.dense",
+    up="mlp.dense_h_to_4h",
+    down="mlp.dense_4h_to_h",
+)
+#: llama.cpp's converter puts all queries before all keys before all values.
+_GGUF = dataclasses.replace(GGUF, qkv="attn_qkv")
 
 
 def _weights(config: ModelConfig, gguf: bool) -> Iterator[Weight]:
-    vocabulary = (config.vocab_size, config.hidden_size)
-    target, view = ("head", transposed) if config.tie_embeddings else ("embedding", unchanged)
-    yield Weight("transformer.word_embeddings.weight", "token_embd.weight", vocabulary, target, view)
-    yield from _norm(config, "transformer.word_embeddings_layernorm", "token_embd_norm", "embedding_norm")
-    for index in range(config.num_layers):
-        yield from _layer(config, index, gguf)
-    yield from _norm(config, "transformer.ln_f", "output_norm", "norm")
-    if not config.tie_embeddings:
-        yield Weight("lm_head.weight", "output.weight", vocabulary, "head", transposed)
+    return weights_of(config, _GGUF if gguf else _HF)
 
 
 #: The published checkpoints were saved from the model without its head, whose names begin at "h.0".

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,7 +23,10 @@ class Weight:
       shape: its shape there, [out, in] for a linear layer.
       param: the parameter it fills, as a path into ``Decoder`` ("layers.3.qkv").
       place: takes that parameter to the writable view that this tensor fills: the tensor, reshaped to the view's
-        shape, is its value. Every transposition and permutation is expressed here, so nothing is copied for it.
+        shape, is its value. Every transposition is expressed here, so nothing is copied for it.
+      rows: the tensor's rows that fill the view, in its order; None for all of them as they are. Several weights may
+        have a tensor in common, each some of its rows; together they have every row once.
+      change: what becomes of rows as they are read, if anything.
     """
 
     hf: str
@@ -31,6 +34,8 @@ class Weight:
     shape: tuple[int, ...]
     param: str
     place: Place
+    rows: Sequence[int] | np.ndarray | None = None
+    change: Callable[[np.ndarray], np.ndarray] | None = None
 
 
 @dataclasses.dataclass(frozen=True)

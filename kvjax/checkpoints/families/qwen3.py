@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from kvjax.checkpoints.families.family import Family, Weight, unchanged
+from kvjax.checkpoints.families.family import Family
 from kvjax.checkpoints.families.llama import config_from_gguf, config_from_hf, decoder_weights
 from kvjax.checkpoints.families.settings import refuse_sliding_window
 from kvjax.model.config import ModelConfig
@@ -24,12 +24,4 @@ def _from_gguf(
     return config_from_gguf(metadata, shapes, factors, origin, qk_norm=True)
 
 
-def _weights(config: ModelConfig, gguf: bool) -> Iterator[Weight]:
-    yield from decoder_weights(config, gguf)
-    for layer in range(config.num_layers):
-        for name in ("q_norm", "k_norm"):
-            hf, own = f"model.layers.{layer}.self_attn.{name}.weight", f"blk.{layer}.attn_{name}.weight"
-            yield Weight(hf, own, (config.head_dim,), f"layers.{layer}.{name}.weight", unchanged)
-
-
-QWEN3 = Family(_from_hf, _from_gguf, _weights)
+QWEN3 = Family(_from_hf, _from_gguf, decoder_weights)

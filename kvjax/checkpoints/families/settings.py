@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from kvjax.errors import WeightsError, quoted
-from kvjax.model.config import MOST_SIZE
+from kvjax.model.config import MOST_SIZE, MLPKind
 
 
 def size(config: Mapping[str, Any], origin: str, *names: str) -> int:
@@ -29,6 +29,28 @@ def checked_size(value: Any, name: str, origin: str) -> int:
     return value
 
 
+#: The MLP that a ``hidden_act`` means, in families whose MLP is gated, and in those whose is not.
+SILU: Mapping[str, MLPKind] = {"silu": "gated_silu", "swish": "gated_silu"}
+GELU: Mapping[str, MLPKind] = {"gelu": "gelu_exact", "gelu_new": "gelu", "gelu_pytorch_tanh": "gelu"}
+
+
+def activation(
+    config: Mapping[str, Any], known: Mapping[str, MLPKind], origin: str, key: str = "hidden_act"
+) -> MLPKind:
+    """The MLP of a ``config.json``, the first known one where it does not say; WeightsError for an unknown one."""
+    asked = config.get(key) or next(iter(known))
+    if not isinstance(asked, str) or asked not in known:
+        raise WeightsError(f"{origin} asks for the activation {quoted(asked)}; its family has {' or '.join(known)}.")
+    return known[asked]
+
+
+def refuse(config: Mapping[str, Any], origin: str, *names: str) -> None:
+    """WeightsError where a ``config.json`` switches on one of these, which kvjax does not have."""
+    for name in names:
+        if config.get(name):
+            raise WeightsError(f"{origin} asks for {name} ({quoted(config[name])}), which is not supported.")
+
+
 def refuse_quantised(config: Mapping[str, Any], origin: str) -> None:
     """WeightsError where a ``config.json`` describes quantised weights."""
     if config.get("quantization_config"):
@@ -36,9 +58,29 @@ def refuse_quantised(config: Mapping[str, Any], origin: str) -> None:
 
 
 def refuse_sliding_window(config: Mapping[str, Any], origin: str) -> None:
-    """WeightsError where a qwen's ``config.json`` asks for sliding-window attention."""
-    if config.get("use_sliding_window") or "sliding_attention" in (config.get("layer_types") or ()):
+    """WeightsError where a qwen's ``config.json`` asks for sliding-window attention that some layer has.
+
+    Layers from ``max_window_layers`` on would have it; a window of at least the context never slides.
+    """
+    kinds, layers = config.get("layer_types"), config.get("num_hidden_layers")
+    window, context = config.get("sliding_window") or 4096, config.get("max_position_embeddings")
+    idle = isinstance(window, int) and isinstance(context, int) and window >= context
+    if kinds is None:
+        first = config.get("max_window_layers")
+        none = isinstance(first, int) and isinstance(layers, int) and first >= layers
+        slides = bool(config.get("use_sliding_window")) and not none
+    else:
+        slides = "sliding_attention" in kinds
+    if slides and not idle:
         raise WeightsError(f"{origin} asks for sliding-window attention (use_sliding_window), which is not supported.")
+
+
+def refuse_window(config: Mapping[str, Any], origin: str, context: int) -> None:
+    """WeightsError where a window slides: one that is at least the context never does."""
+    window = config.get("sliding_window")
+    most = config.get("max_position_embeddings") or context
+    if window is not None and not (isinstance(window, int) and isinstance(most, int) and window >= most):
+        raise WeightsError(f"{origin} asks for sliding-window attention (sliding_window), which is not supported.")
 
 
 class Keys(Protocol):

@@ -1,0 +1,49 @@
+"""Baichuan 1 and 2: llama's block with one fused projection; the 13B models have ALiBi (arXiv 2309.10305).
+
+Baichuan 2 normalises the rows of its output head (section 2.3), here as they are read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from kvjax.checkpoints.families.family import Family, Weight
+from kvjax.checkpoints.families.layout import LLAMA_LAYOUT, weights_of
+from kvjax.checkpoints.families.llama import config_from_hf
+from kvjax.model.config import ModelConfig
+
+#: Tokens of Baichuan 1, whose head is an ordinary one.
+_FIRST_VOCABULARY = 64000
+
+
+def _from_hf(config: Mapping[str, Any], origin: str) -> ModelConfig:
+    """The 13B models' files have no ``max_position_embeddings``: no position is embedded."""
+    rotary = config.get("max_position_embeddings") is not None
+    context = config.get("model_max_length")
+    return config_from_hf(
+        config,
+        origin,
+        context=context if isinstance(context, int) else 4096,
+        positional="rope" if rotary else "alibi",
+    )
+
+
+def _unit_rows(rows: np.ndarray) -> np.ndarray:
+    """Rows of length 1, as the reference's ``normalize`` makes them."""
+    wide = rows.astype(np.float32)
+    return wide / np.maximum(np.sqrt((wide * wide).sum(axis=1, keepdims=True)), 1e-12)
+
+
+_FIRST = dataclasses.replace(LLAMA_LAYOUT, qkv="self_attn.W_pack")
+_SECOND = dataclasses.replace(_FIRST, change_head=_unit_rows)
+
+
+def _weights(config: ModelConfig, gguf: bool) -> Iterator[Weight]:
+    return weights_of(config, _FIRST if config.vocab_size == _FIRST_VOCABULARY else _SECOND)
+
+
+BAICHUAN = Family(_from_hf, None, _weights)

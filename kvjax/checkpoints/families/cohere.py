@@ -1,0 +1,42 @@
+"""Cohere's Command R: a parallel block, one layer norm without bias, neighbouring rotary channels, scaled logits."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from kvjax.checkpoints.families.family import Family, Weight
+from kvjax.checkpoints.families.layout import LLAMA_LAYOUT, weights_of
+from kvjax.checkpoints.families.llama import config_from_hf
+from kvjax.checkpoints.families.settings import refuse
+from kvjax.model.config import ModelConfig
+
+
+def _from_hf(config: Mapping[str, Any], origin: str) -> ModelConfig:
+    refuse(config, origin, "use_qk_norm")
+    bias = bool(config.get("attention_bias"))
+    return config_from_hf(
+        {"rope_theta": 500000.0, **config},
+        origin,
+        context=8192,
+        epsilon=("layer_norm_eps", 1e-5),
+        tied=True,
+        qkv_bias=bias,
+        output_bias=bias,
+        norm="layer",
+        norm_bias=False,
+        parallel_block=True,
+        shared_norm=True,
+        logit_scale=float(config.get("logit_scale", 0.0625)),
+    )
+
+
+_LAYOUT = dataclasses.replace(LLAMA_LAYOUT, pairs="neighbours")
+
+
+def _weights(config: ModelConfig, gguf: bool) -> Iterator[Weight]:
+    return weights_of(config, _LAYOUT)
+
+
+COHERE = Family(_from_hf, None, _weights)

@@ -1,0 +1,51 @@
+"""GPT-NeoX and Pythia: a parallel block, two layer norms, exact GELU, partial rotary embedding (arXiv 2204.06745)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from kvjax.checkpoints.families.family import Family, Weight
+from kvjax.checkpoints.families.layout import Layout, weights_of
+from kvjax.checkpoints.families.llama import config_from_hf
+from kvjax.checkpoints.families.settings import GELU
+from kvjax.model.config import ModelConfig
+
+
+def _from_hf(config: Mapping[str, Any], origin: str) -> ModelConfig:
+    bias = bool(config.get("attention_bias", True))
+    # Published files have names of their own for two rotary settings.
+    own = {"rope_theta": config.get("rotary_emb_base"), "partial_rotary_factor": config.get("rotary_pct")}
+    return config_from_hf(
+        {**{key: value for key, value in own.items() if value is not None}, **config},
+        origin,
+        context=2048,
+        epsilon=("layer_norm_eps", 1e-5),
+        activations=GELU,
+        partial=0.25,
+        norm="layer",
+        qkv_bias=bias,
+        output_bias=bias,
+        mlp_bias=True,
+        parallel_block=bool(config.get("use_parallel_residual", True)),
+    )
+
+
+_LAYOUT = Layout(
+    layer="gpt_neox.layers.{}.",
+    embedding="gpt_neox.embed_in",
+    norm="gpt_neox.final_layer_norm",
+    head="embed_out",
+    qkv="attention.query_key_value",
+    fused="by head",
+    out="attention.dense",
+    up="mlp.dense_h_to_4h",
+    down="mlp.dense_4h_to_h",
+)
+
+
+def _weights(config: ModelConfig, gguf: bool) -> Iterator[Weight]:
+    return weights_of(config, _LAYOUT)
+
+
+GPT_NEOX = Family(_from_hf, None, _weights)

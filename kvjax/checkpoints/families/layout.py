@@ -1,0 +1,223 @@
+"""Every weight of a decoder, given what a kind of checkpoint calls its tensors.
+
+A layout is a table of names; the configuration says which of them there are. Projections of attention and the halves of
+a gated MLP may be tensors of their own or rows of one, and rotated channels may be stored in pairs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Literal
+
+import numpy as np
+
+from kvjax.checkpoints.families.family import Place, Weight, input_last, output_first, transposed, unchanged
+from kvjax.model.config import ModelConfig
+
+#: How a fused tensor orders queries, keys and values: all of each one after the other, or of KV head after KV head.
+Fused = Literal["one after the other", "by head"]
+#: Which rotated channels form a pair: i and i + half, as kvjax has them, or 2 i and 2 i + 1.
+Pairs = Literal["halves", "neighbours"]
+Change = Callable[[np.ndarray], np.ndarray]
+
+#: Names of a llama's norms, by parameter, as many families have them.
+LLAMA_NORMS = {
+    "input_norm": "input_layernorm",
+    "post_attention_norm": "post_attention_layernorm",
+    "q_norm": "self_attn.q_norm",
+    "k_norm": "self_attn.k_norm",
+}
+GGUF_NORMS = {
+    "input_norm": "attn_norm",
+    "post_attention_norm": "ffn_norm",
+    "attention_output_norm": "post_attention_norm",
+    "mlp_output_norm": "post_ffw_norm",
+    "q_norm": "attn_q_norm",
+    "k_norm": "attn_k_norm",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Names of tensors, without their ``.weight`` and ``.bias``; those of a layer follow ``layer``.
+
+    Attributes:
+      layer: the beginning of a layer's names, with its number as ``{}``.
+      embedding, norm, head: of the whole model; ``embedding_norm`` where it has one.
+      q, k, v: of attention, or ``qkv`` of all three, in the order ``fused``.
+      out: attention's output projection.
+      gate, up: of the MLP, or ``gate_up`` of both, the gate first; ``down``.
+      norms: by the parameter that they fill.
+      pairs: see :data:`Pairs`.
+      change_head, change_norm: what becomes of the head's rows, and of norms' weights, as they are read.
+    """
+
+    layer: str = "model.layers.{}."
+    embedding: str = "model.embed_tokens"
+    norm: str = "model.norm"
+    head: str = "lm_head"
+    embedding_norm: str = ""
+    q: str = "self_attn.q_proj"
+    k: str = "self_attn.k_proj"
+    v: str = "self_attn.v_proj"
+    qkv: str = ""
+    fused: Fused = "one after the other"
+    out: str = "self_attn.o_proj"
+    gate: str = "mlp.gate_proj"
+    up: str = "mlp.up_proj"
+    gate_up: str = ""
+    down: str = "mlp.down_proj"
+    norms: Mapping[str, str] = dataclasses.field(default_factory=lambda: LLAMA_NORMS)
+    pairs: Pairs = "halves"
+    change_head: Change | None = None
+    change_norm: Change | None = None
+
+
+#: transformers' names of a llama, which are the defaults.
+LLAMA_LAYOUT = Layout()
+#: llama.cpp's names.
+GGUF = Layout(
+    layer="blk.{}.",
+    embedding="token_embd",
+    norm="output_norm",
+    head="output",
+    embedding_norm="token_embd_norm",
+    q="attn_q",
+    k="attn_k",
+    v="attn_v",
+    out="attn_output",
+    gate="ffn_gate",
+    up="ffn_up",
+    down="ffn_down",
+    norms=GGUF_NORMS,
+)
+
+
+def weights_of(config: ModelConfig, layout: Layout) -> Iterator[Weight]:
+    """Every weight of the model, as checkpoints of this layout hold it."""
+    vocabulary, hidden = (config.vocab_size, config.hidden_size), config.hidden_size
+    # A tied table is stored once, as the head.
+    target, view = ("head", transposed) if config.tie_embeddings else ("embedding", unchanged)
+    yield _weight(layout.embedding + ".weight", vocabulary, target, view)
+    if config.embedding_norm:
+        yield from _norm(config, layout.embedding_norm, hidden, "embedding_norm", layout.change_norm)
+    for index in range(config.num_layers):
+        hf, own = layout.layer.format(index), f"layers.{index}."
+        for weight in _layer(config, layout):
+            name = hf + weight.hf
+            yield dataclasses.replace(weight, hf=name, gguf=name, param=own + weight.param)
+    yield from _norm(config, layout.norm, hidden, "norm", layout.change_norm)
+    if not config.tie_embeddings:
+        yield _weight(layout.head + ".weight", vocabulary, "head", transposed, change=layout.change_head)
+    if config.head_bias:
+        yield _weight(layout.head + ".bias", (config.vocab_size,), "head_bias", unchanged)
+
+
+def _weight(
+    name: str,
+    shape: tuple[int, ...],
+    param: str,
+    place: Place,
+    rows: range | np.ndarray | None = None,
+    change: Change | None = None,
+) -> Weight:
+    return Weight(name, name, shape, param, place, rows, change)
+
+
+def _norm(config: ModelConfig, name: str, size: int, param: str, change: Change | None) -> Iterator[Weight]:
+    yield _weight(f"{name}.weight", (size,), f"{param}.weight", unchanged, change=change)
+    if config.norm == "layer" and config.norm_bias:
+        yield _weight(f"{name}.bias", (size,), f"{param}.bias", unchanged)
+
+
+def _layer(config: ModelConfig, layout: Layout) -> Iterator[Weight]:
+    """The weights of one layer, by the rest of their names."""
+    hidden, inner = config.hidden_size, config.intermediate_size
+    yield from _attention(config, layout)
+    yield from _closing(layout.out, (hidden, config.num_heads * config.head_dim), "out", config.output_bias)
+    if config.gated:
+        yield from _gated(config, layout)
+    else:
+        yield _weight(layout.up + ".weight", (inner, hidden), "up", transposed)
+        if config.mlp_bias:
+            yield _weight(layout.up + ".bias", (inner,), "up_bias", unchanged)
+    yield from _closing(layout.down, (hidden, inner), "down", config.mlp_bias)
+    yield from _norms(config, layout)
+
+
+def _closing(name: str, shape: tuple[int, int], param: str, biased: bool) -> Iterator[Weight]:
+    yield _weight(f"{name}.weight", shape, param, output_first)
+    if biased:
+        yield _weight(f"{name}.bias", shape[:1], f"{param}_bias", unchanged)
+
+
+def _attention(config: ModelConfig, layout: Layout) -> Iterator[Weight]:
+    """Queries, keys and values: three tensors, or rows of one."""
+    group, dim, hidden = config.group_size, config.head_dim, config.hidden_size
+    counts = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
+    places: list[Place] = [_queries(group), lambda x: x[..., group, :], lambda x: x[..., group + 1, :]]
+    if layout.qkv and layout.fused == "by head":
+        rows = sum(counts) * dim
+        yield _weight(layout.qkv + ".weight", (rows, hidden), "qkv", input_last(unchanged))
+        if config.qkv_bias:
+            yield _weight(layout.qkv + ".bias", (rows,), "qkv_bias", unchanged)
+        return
+    start = 0
+    for name, heads, place in zip((layout.q, layout.k, layout.v), counts, places, strict=True):
+        paired = layout.pairs == "neighbours" and name != layout.v and config.positional == "rope"
+        taken: range | np.ndarray | None = _pairs_apart(heads, dim, config.rotary_channels) if paired else None
+        total = heads * dim
+        if layout.qkv:
+            taken = range(start, start + total) if taken is None else start + taken
+            start, total, name = start + total, sum(counts) * dim, layout.qkv
+        yield _weight(name + ".weight", (total, hidden), "qkv", input_last(place), taken)
+        if config.qkv_bias:
+            yield _weight(name + ".bias", (total,), "qkv_bias", place, taken)
+
+
+def _queries(group: int) -> Place:
+    return lambda values: values[..., :group, :]
+
+
+def _pairs_apart(heads: int, dim: int, rotated: int) -> np.ndarray:
+    """The rows of a projection whose rotated channels 2 i and 2 i + 1 are a pair, in the order of i and i + half."""
+    channels = np.arange(dim)
+    channels[:rotated] = np.arange(rotated).reshape(-1, 2).T.reshape(-1)
+    return (np.arange(heads)[:, None] * dim + channels).reshape(-1)
+
+
+def _gated(config: ModelConfig, layout: Layout) -> Iterator[Weight]:
+    """The gate and what it gates: two tensors, or halves of one."""
+    inner, hidden = config.intermediate_size, config.hidden_size
+    for part, name in enumerate((layout.gate, layout.up)):
+        rows = None
+        if layout.gate_up:
+            name, rows = layout.gate_up, range(part * inner, (part + 1) * inner)
+        total = inner if rows is None else 2 * inner
+        yield _weight(name + ".weight", (total, hidden), "gate_up", input_last(_half(part)), rows)
+        if config.mlp_bias:
+            yield _weight(name + ".bias", (total,), "gate_up_bias", _half(part), rows)
+
+
+def _half(part: int) -> Place:
+    return lambda values: values[..., part, :]
+
+
+def _norms(config: ModelConfig, layout: Layout) -> Iterator[Weight]:
+    """The layer's norms."""
+    pre = ["input_norm", *([] if config.shared_norm else ["post_attention_norm"])]
+    post = ["attention_output_norm", "mlp_output_norm"]
+    for param in (pre if config.norm_order != "post" else []) + (post if config.norm_order != "pre" else []):
+        yield from _norm(config, layout.norms[param], config.hidden_size, param, layout.change_norm)
+    group, dim = config.group_size, config.head_dim
+    if config.qk_norm:
+        for param in ("q_norm", "k_norm"):
+            yield from _norm(config, layout.norms[param], dim, param, layout.change_norm)
+    if config.qk_norm_across_heads:
+        places: dict[str, tuple[int, Place]] = {
+            "q_norm": (config.num_heads, _queries(group)),
+            "k_norm": (config.num_kv_heads, lambda values: values[..., group, :]),
+        }
+        for param, (heads, place) in places.items():
+            yield _weight(layout.norms[param] + ".weight", (heads * dim,), "qk_norm", place)

@@ -1,0 +1,37 @@
+"""OLMo 2: norms of what attention and the MLP give, and of all heads' queries and keys (arXiv 2501.00656)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from kvjax.checkpoints.families.family import Family, Weight
+from kvjax.checkpoints.families.layout import GGUF, LLAMA_LAYOUT, weights_of
+from kvjax.checkpoints.families.llama import config_from_gguf, config_from_hf
+from kvjax.model.config import ModelConfig
+
+_FEATURES: dict[str, Any] = {"norm_order": "post", "qk_norm_across_heads": True}
+
+
+def _from_hf(config: Mapping[str, Any], origin: str) -> ModelConfig:
+    bias = bool(config.get("attention_bias"))
+    features = {"qkv_bias": bias, "output_bias": bias, **_FEATURES}
+    return config_from_hf(config, origin, context=2048, epsilon=("rms_norm_eps", 1e-5), **features)
+
+
+def _from_gguf(
+    metadata: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], factors: Mapping[str, Any], origin: str
+) -> ModelConfig:
+    return config_from_gguf(metadata, shapes, factors, origin, **_FEATURES)
+
+
+_POST = {"attention_output_norm": "post_attention_layernorm", "mlp_output_norm": "post_feedforward_layernorm"}
+_LAYOUT = dataclasses.replace(LLAMA_LAYOUT, norms=dict(LLAMA_LAYOUT.norms) | _POST)
+
+
+def _weights(config: ModelConfig, gguf: bool) -> Iterator[Weight]:
+    return weights_of(config, GGUF if gguf else _LAYOUT)
+
+
+OLMO2 = Family(_from_hf, _from_gguf, _weights)

@@ -1,0 +1,28 @@
+"""Phi-3, 3.5, 4 and 4-mini: llama's block with fused projections, longrope and partial rotary embedding."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from kvjax.checkpoints.families.family import Family, Weight
+from kvjax.checkpoints.families.layout import LLAMA_LAYOUT, weights_of
+from kvjax.checkpoints.families.llama import config_from_hf
+from kvjax.checkpoints.families.settings import refuse_window
+from kvjax.model.config import ModelConfig
+
+
+def _from_hf(config: Mapping[str, Any], origin: str) -> ModelConfig:
+    refuse_window(config, origin, 4096)
+    return config_from_hf(config, origin, context=4096, epsilon=("rms_norm_eps", 1e-5), partial=1.0)
+
+
+_LAYOUT = dataclasses.replace(LLAMA_LAYOUT, qkv="self_attn.qkv_proj", gate_up="mlp.gate_up_proj")
+
+
+def _weights(config: ModelConfig, gguf: bool) -> Iterator[Weight]:
+    return weights_of(config, _LAYOUT)
+
+
+PHI3 = Family(_from_hf, None, _weights)

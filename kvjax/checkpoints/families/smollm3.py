@@ -1,0 +1,42 @@
+"""SmolLM3: llama's layout, of whose layers every fourth has no rotary embedding (NoPE, arXiv 2501.18795)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from kvjax.checkpoints.families.family import Family
+from kvjax.checkpoints.families.llama import config_from_hf, decoder_weights
+from kvjax.checkpoints.families.settings import refuse_sliding_window, size, whole
+from kvjax.errors import WeightsError
+from kvjax.model.config import ModelConfig
+
+
+def _from_hf(config: Mapping[str, Any], origin: str) -> ModelConfig:
+    refuse_sliding_window(config, origin)
+    bias = bool(config.get("attention_bias"))
+    return config_from_hf(
+        {"rope_theta": 2000000.0, "num_key_value_heads": 4, **config},
+        origin,
+        context=32768,
+        tied=True,
+        qkv_bias=bias,
+        output_bias=bias,
+        mlp_bias=bool(config.get("mlp_bias")),
+        no_rotary_layers=_without_rotary(config, origin),
+    )
+
+
+def _without_rotary(config: Mapping[str, Any], origin: str) -> tuple[int, ...]:
+    """Layers without rotary embedding: those marked 0 in ``no_rope_layers``, else every fourth (or what is said)."""
+    layers = size(config, origin, "num_hidden_layers")
+    marks = config.get("no_rope_layers")
+    if marks is None:
+        every = whole(config.get("no_rope_layer_interval") or 4, "no_rope_layer_interval", origin)
+        return tuple(range(every - 1, layers, every))
+    if not isinstance(marks, list) or len(marks) != layers:
+        raise WeightsError(f"{origin} lists no_rope_layers for other than its {layers} layers.")
+    return tuple(i for i, mark in enumerate(marks) if not mark)
+
+
+SMOLLM3 = Family(_from_hf, None, decoder_weights)
