@@ -31,7 +31,10 @@ from kvjax.sharding.mesh import Mesh
 # Numbers converted at a time: 1 MiB of float32 stays in a core's cache between dequantising and transposing.
 _BLOCK = 1 << 18
 # Buffers that transformers once saved and that follow from the configuration.
-_HARMLESS = re.compile(r"(.*\.)?rotary_emb\.inv_freq|rope_(freqs|factors_(short|long))\.weight")
+_HARMLESS = re.compile(
+    r"(.*\.)?rotary_(pos_)?emb\.inv_freq|rope_(freqs|factors_(short|long))\.weight|"
+    r"gpt_neox\.layers\.\d+\.attention\.(masked_)?bias"  # causal masks
+)
 
 
 def fill(

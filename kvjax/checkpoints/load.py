@@ -9,7 +9,7 @@ from pathlib import Path
 
 from jax.typing import DTypeLike
 
-from kvjax.checkpoints.families import Family, family
+from kvjax.checkpoints.families import GGUF_NAMES, Family, family
 from kvjax.checkpoints.fill import default_dtype, fill
 from kvjax.checkpoints.gguf import GGUFFile
 from kvjax.checkpoints.hub import fetch
@@ -147,7 +147,8 @@ def _load_gguf(name: str, path: Path, dtype: DTypeLike, mesh: Mesh | None) -> La
 
 def _gguf_config(file: GGUFFile) -> tuple[ModelConfig, Family]:
     metadata, shapes, origin = file.metadata, file.shapes, file.origin
-    kind = family(metadata.get("general.architecture"), origin)
+    named = metadata.get("general.architecture")
+    kind = family(GGUF_NAMES.get(named, named) if isinstance(named, str) else named, origin)
     from_gguf = kind.from_gguf
     if from_gguf is None:
         raise WeightsError(f"{origin} holds a {metadata['general.architecture']} model; load it from safetensors.")

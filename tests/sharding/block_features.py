@@ -22,6 +22,19 @@ CASES: dict[str, dict[str, Any]] = {
     "qk_norm": {"qk_norm": True},
     "qk_norm_gathered": {"qk_norm": True, "num_heads": 3, "num_kv_heads": 3, "head_dim": 4},
     "biases": {**BIASES, "vocab_size": 260, "tie_embeddings": False},
+    "across_heads": {"qk_norm_across_heads": True, "norm_order": "post"},
+    "across_heads_gathered": {"qk_norm_across_heads": True, "num_heads": 3, "num_kv_heads": 3, "head_dim": 4},
+    "both_norms": {"norm_order": "both", "norm_offset": True, "mlp": "gated_gelu", "rotary_dim": 4},
+    "parallel": {**BIASES, "norm": "layer", "mlp": "gelu_exact", "parallel_block": True, "head_bias": True},
+    "shared_norm": {"norm": "layer", "norm_bias": False, "parallel_block": True, "shared_norm": True},
+    "scales": {
+        "embedding_scale": 5.0,
+        "residual_scale": 0.4,
+        "logit_scale": 0.3,
+        "attention_multiplier": 0.5,
+        "logit_soft_cap": 3.0,
+        "no_rotary_layers": (1,),
+    },
     "layer_norms": {**BIASES, "norm": "layer", "mlp": "gelu", "embedding_norm": True, "positional": "alibi"},
 }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from sharding import block_features
 from support.devices import printed
 
 
@@ -13,7 +14,7 @@ def results():
     return {each["name"]: each for each in printed(Path(__file__).with_name("block_features.py"))}
 
 
-@pytest.mark.parametrize("name", ["qk_norm", "qk_norm_gathered", "biases", "layer_norms"])
+@pytest.mark.parametrize("name", [*block_features.CASES])
 def test_a_mesh_gives_what_one_device_gives(results, name):
     assert results[name]["tokens"], results[name]
     assert results[name]["off"] < 1e-4, results[name]

@@ -71,6 +71,10 @@ FAMILIES: dict[str, Family] = {
 }
 
 
+#: Families by llama.cpp's name of them, where that is another.
+GGUF_NAMES = {"command-r": "cohere", "gptneox": "gpt_neox", "phi2": "phi"}
+
+
 def register(name: str, family: Family) -> None:
     """Make ``kvjax.load`` read models of an architecture.
 

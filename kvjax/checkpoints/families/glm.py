@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from kvjax.checkpoints.families.family import Family, Weight
-from kvjax.checkpoints.families.layout import LLAMA_LAYOUT, LLAMA_NORMS, Layout, weights_of
-from kvjax.checkpoints.families.llama import config_from_hf
+from kvjax.checkpoints.families.layout import GGUF, LLAMA_LAYOUT, LLAMA_NORMS, Layout, weights_of
+from kvjax.checkpoints.families.llama import config_from_gguf, config_from_hf
 from kvjax.checkpoints.families.settings import refuse, refuse_quantised, size
 from kvjax.errors import WeightsError
 from kvjax.model.config import ModelConfig, RopeConfig
@@ -39,7 +39,20 @@ _POST = {"attention_output_norm": "post_self_attn_layernorm", "mlp_output_norm":
 _GLM4 = dataclasses.replace(_GLM, norms=LLAMA_NORMS | _POST)
 
 
+#: llama.cpp knows "glm4" for both of transformers' kinds, and "chatglm" for the first publication.
+_GGUF = dataclasses.replace(GGUF, gate_up="ffn_up", pairs="neighbours")
+
+
+def _from_gguf(
+    metadata: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], factors: Mapping[str, Any], origin: str
+) -> ModelConfig:
+    order = "both" if "blk.0.post_ffw_norm.weight" in shapes else "pre"
+    return config_from_gguf(metadata, shapes, factors, origin, partial=True, norm_order=order, mlp_bias=False)
+
+
 def _weights(config: ModelConfig, gguf: bool) -> Iterator[Weight]:
+    if gguf:
+        return weights_of(config, _GGUF)
     return weights_of(config, _GLM if config.norm_order == "pre" else _GLM4)
 
 
@@ -83,9 +96,9 @@ _CHATGLM = Layout(
 
 
 def _chatglm_weights(config: ModelConfig, gguf: bool) -> Iterator[Weight]:
-    return weights_of(config, _CHATGLM)
+    return weights_of(config, dataclasses.replace(_GGUF, qkv="attn_qkv") if gguf else _CHATGLM)
 
 
 GLM = Family(_from_hf, None, _weights)
-GLM4 = Family(_from_glm4, None, _weights)
-CHATGLM = Family(_from_chatglm, None, _chatglm_weights)
+GLM4 = Family(_from_glm4, _from_gguf, _weights)
+CHATGLM = Family(_from_chatglm, _from_gguf, _chatglm_weights)

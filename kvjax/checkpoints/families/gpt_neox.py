@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from kvjax.checkpoints.families.family import Family, Weight
-from kvjax.checkpoints.families.layout import Layout, weights_of
-from kvjax.checkpoints.families.llama import config_from_hf
-from kvjax.checkpoints.families.settings import GELU
+from kvjax.checkpoints.families.layout import GGUF, Layout, weights_of
+from kvjax.checkpoints.families.llama import config_from_gguf, config_from_hf
+from kvjax.checkpoints.families.settings import GELU, gguf_keys
 from kvjax.model.config import ModelConfig
 
 
@@ -31,6 +32,16 @@ def _from_hf(config: Mapping[str, Any], origin: str) -> ModelConfig:
     )
 
 
+def _from_gguf(
+    metadata: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], factors: Mapping[str, Any], origin: str
+) -> ModelConfig:
+    parallel = bool(gguf_keys(metadata, "gptneox", origin)("use_parallel_residual", True))
+    features: dict[str, Any] = {"norm": "layer", "mlp": "gelu_exact", "parallel_block": parallel}
+    return config_from_gguf(metadata, shapes, factors, origin, family="gpt_neox", partial=True, **features)
+
+
+#: llama.cpp's converter puts all queries before all keys before all values.
+_GGUF = dataclasses.replace(GGUF, qkv="attn_qkv")
 _LAYOUT = Layout(
     layer="gpt_neox.layers.{}.",
     embedding="gpt_neox.embed_in",
@@ -45,7 +56,7 @@ _LAYOUT = Layout(
 
 
 def _weights(config: ModelConfig, gguf: bool) -> Iterator[Weight]:
-    return weights_of(config, _LAYOUT)
+    return weights_of(config, _GGUF if gguf else _LAYOUT)
 
 
-GPT_NEOX = Family(_from_hf, None, _weights)
+GPT_NEOX = Family(_from_hf, _from_gguf, _weights)

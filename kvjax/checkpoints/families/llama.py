@@ -72,21 +72,40 @@ def config_from_gguf(
     shapes: Mapping[str, tuple[int, ...]],
     factors: Mapping[str, Any],
     origin: str,
+    *,
+    family: str | None = None,
+    partial: bool = False,
     **features: Any,
 ) -> ModelConfig:
-    """GGUF keys begin with the architecture's name; biases and tying show only in which tensors are there."""
+    """GGUF keys begin with the architecture's name; biases and tying show only in which tensors are there.
+
+    Args:
+      metadata, shapes, factors, origin: of the file, see :class:`Family`.
+      family: its name where llama.cpp's is another.
+      partial: whether its models may turn only a part of each head.
+      features: further fields of :class:`ModelConfig`; they win.
+    """
     arch = metadata["general.architecture"]
     key = gguf_keys(metadata, arch, origin)
     hidden, heads = key("embedding_length", count=True), key("attention.head_count", count=True)
     context = key("context_length", count=True)
     head_dim = key("attention.key_length", hidden // heads, count=True)
-    if key("rope.dimension_count", head_dim) != head_dim or key("attention.value_length", head_dim) != head_dim:
+    rotary = key("rope.dimension_count", head_dim, count=True)
+    if (rotary != head_dim and not partial) or key("attention.value_length", head_dim) != head_dim:
         raise WeightsError(f"{origin} rotates only a part of each head or has narrower values, which is not supported.")
-    if key("attention.sliding_window", 0) or key("expert_count", 0):
+    if 0 < key("attention.sliding_window", 0) < context or key("expert_count", 0):
         raise WeightsError(f"{origin} asks for sliding-window attention or experts, which are not supported.")
     embedding = shapes.get("token_embd.weight", (0,))
+    epsilon = "layer_norm_epsilon" if features.get("norm") == "layer" else "layer_norm_rms_epsilon"
+    found: dict[str, Any] = {
+        "qkv_bias": "blk.0.attn_q.bias" in shapes or "blk.0.attn_qkv.bias" in shapes,
+        "output_bias": "blk.0.attn_output.bias" in shapes,
+        "mlp_bias": "blk.0.ffn_up.bias" in shapes,
+        "tie_embeddings": "output.weight" not in shapes,
+        "rotary_dim": None if rotary == head_dim else rotary,
+    }
     return ModelConfig(
-        family=arch,
+        family=family or arch,
         vocab_size=key("vocab_size", embedding[0] or None, count=True),
         hidden_size=hidden,
         intermediate_size=key("feed_forward_length", count=True),
@@ -95,13 +114,9 @@ def config_from_gguf(
         num_kv_heads=key("attention.head_count_kv", heads, count=True),
         head_dim=head_dim,
         max_position=context,
-        rope=rope_from_gguf(metadata, arch, factors, context, head_dim, origin),
-        rms_norm_eps=float(key("attention.layer_norm_rms_epsilon")),
-        qkv_bias="blk.0.attn_q.bias" in shapes,
-        output_bias="blk.0.attn_output.bias" in shapes,
-        mlp_bias="blk.0.ffn_gate.bias" in shapes,
-        tie_embeddings="output.weight" not in shapes,
-        **features,
+        rope=rope_from_gguf(metadata, arch, factors, context, rotary, origin),
+        rms_norm_eps=float(key(f"attention.{epsilon}")),
+        **(found | features),
     )
 
 

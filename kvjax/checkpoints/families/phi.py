@@ -6,10 +6,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from kvjax.checkpoints.families.family import Family, Weight
-from kvjax.checkpoints.families.layout import Layout, weights_of
-from kvjax.checkpoints.families.llama import config_from_hf
+from kvjax.checkpoints.families.layout import GGUF, Layout, weights_of
+from kvjax.checkpoints.families.llama import config_from_gguf, config_from_hf
 from kvjax.checkpoints.families.settings import refuse
 from kvjax.model.config import ModelConfig
+
+_FEATURES: dict[str, Any] = {"norm": "layer", "parallel_block": True, "shared_norm": True}
 
 
 def _from_hf(config: Mapping[str, Any], origin: str) -> ModelConfig:
@@ -25,17 +27,22 @@ def _from_hf(config: Mapping[str, Any], origin: str) -> ModelConfig:
         output_bias=True,
         mlp_bias=True,
         head_bias=True,
-        norm="layer",
-        parallel_block=True,
-        shared_norm=True,
+        **_FEATURES,
     )
+
+
+def _from_gguf(
+    metadata: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], factors: Mapping[str, Any], origin: str
+) -> ModelConfig:
+    features = {"mlp": "gelu", "head_bias": True, **_FEATURES}
+    return config_from_gguf(metadata, shapes, factors, origin, family="phi", partial=True, **features)
 
 
 _LAYOUT = Layout(out="self_attn.dense", up="mlp.fc1", down="mlp.fc2", norm="model.final_layernorm")
 
 
 def _weights(config: ModelConfig, gguf: bool) -> Iterator[Weight]:
-    return weights_of(config, _LAYOUT)
+    return weights_of(config, GGUF if gguf else _LAYOUT)
 
 
-PHI = Family(_from_hf, None, _weights)
+PHI = Family(_from_hf, _from_gguf, _weights)

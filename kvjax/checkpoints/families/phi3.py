@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from kvjax.checkpoints.families.family import Family, Weight
-from kvjax.checkpoints.families.layout import LLAMA_LAYOUT, weights_of
-from kvjax.checkpoints.families.llama import config_from_hf
+from kvjax.checkpoints.families.layout import GGUF, LLAMA_LAYOUT, weights_of
+from kvjax.checkpoints.families.llama import config_from_gguf, config_from_hf
 from kvjax.checkpoints.families.settings import refuse_window
 from kvjax.model.config import ModelConfig
 
@@ -18,11 +18,18 @@ def _from_hf(config: Mapping[str, Any], origin: str) -> ModelConfig:
     return config_from_hf(config, origin, context=4096, epsilon=("rms_norm_eps", 1e-5), partial=1.0)
 
 
+def _from_gguf(
+    metadata: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], factors: Mapping[str, Any], origin: str
+) -> ModelConfig:
+    return config_from_gguf(metadata, shapes, factors, origin, partial=True)
+
+
+_GGUF = dataclasses.replace(GGUF, qkv="attn_qkv", gate_up="ffn_up")
 _LAYOUT = dataclasses.replace(LLAMA_LAYOUT, qkv="self_attn.qkv_proj", gate_up="mlp.gate_up_proj")
 
 
 def _weights(config: ModelConfig, gguf: bool) -> Iterator[Weight]:
-    return weights_of(config, _LAYOUT)
+    return weights_of(config, _GGUF if gguf else _LAYOUT)
 
 
-PHI3 = Family(_from_hf, None, _weights)
+PHI3 = Family(_from_hf, _from_gguf, _weights)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any
 
 from kvjax.checkpoints.families.family import Family
-from kvjax.checkpoints.families.llama import config_from_hf, decoder_weights
+from kvjax.checkpoints.families.llama import config_from_gguf, config_from_hf, decoder_weights
 from kvjax.checkpoints.families.settings import refuse_sliding_window, size, whole
 from kvjax.errors import WeightsError
 from kvjax.model.config import ModelConfig
@@ -39,4 +41,12 @@ def _without_rotary(config: Mapping[str, Any], origin: str) -> tuple[int, ...]:
     return tuple(i for i, mark in enumerate(marks) if not mark)
 
 
-SMOLLM3 = Family(_from_hf, None, decoder_weights)
+def _from_gguf(
+    metadata: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], factors: Mapping[str, Any], origin: str
+) -> ModelConfig:
+    """llama.cpp, too, has no key for the layers without rotary embedding: every fourth."""
+    found = config_from_gguf(metadata, shapes, factors, origin)
+    return dataclasses.replace(found, no_rotary_layers=tuple(range(3, found.num_layers, 4)))
+
+
+SMOLLM3 = Family(_from_hf, _from_gguf, functools.partial(decoder_weights, permuted=True))

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from kvjax.checkpoints.families.family import Family, Weight
-from kvjax.checkpoints.families.layout import LLAMA_LAYOUT, weights_of
-from kvjax.checkpoints.families.llama import config_from_hf
+from kvjax.checkpoints.families.layout import GGUF, LLAMA_LAYOUT, weights_of
+from kvjax.checkpoints.families.llama import config_from_gguf, config_from_hf
 from kvjax.checkpoints.families.settings import refuse_window
 from kvjax.model.config import ModelConfig
 
@@ -30,11 +30,17 @@ def _from_hf(config: Mapping[str, Any], origin: str) -> ModelConfig:
     )
 
 
+def _from_gguf(
+    metadata: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], factors: Mapping[str, Any], origin: str
+) -> ModelConfig:
+    return config_from_gguf(metadata, shapes, factors, origin, norm="layer", mlp="gelu")
+
+
 _LAYOUT = dataclasses.replace(LLAMA_LAYOUT, up="mlp.c_fc", down="mlp.c_proj")
 
 
 def _weights(config: ModelConfig, gguf: bool) -> Iterator[Weight]:
-    return weights_of(config, _LAYOUT)
+    return weights_of(config, GGUF if gguf else _LAYOUT)
 
 
-STARCODER2 = Family(_from_hf, None, _weights)
+STARCODER2 = Family(_from_hf, _from_gguf, _weights)

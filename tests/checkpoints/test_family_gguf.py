@@ -1,0 +1,41 @@
+"""Families from GGUF files, as llama.cpp's converter writes them, are what they are from safetensors."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+from support import family_cases as cases
+from support import family_gguf
+
+from kvjax.checkpoints.load import load
+
+#: Those that have what a GGUF can say: not every fourth layer by a list, longrope needs tensors of its own.
+ASKED = [
+    case
+    for case in cases.CASES
+    if case.config["model_type"] in family_gguf.ARCHITECTURES
+    and case.name not in ("smollm3", "phi3_long", "granite_plain")
+]
+
+
+@pytest.mark.parametrize("case", ASKED, ids=lambda case: case.name)
+def test_gguf_equals_safetensors(case, tmp_path):
+    tensors = cases.values(case, cases.shapes(case))
+    ours = load(family_gguf.write(case, tmp_path / "m.gguf", tensors), dtype="float32", progress=False)
+    theirs = load(cases.write_folder(case, tmp_path / "m", tensors), dtype="float32", progress=False)
+    differing = {
+        name: (value, getattr(theirs.config, name))
+        for name, value in vars(ours.config).items()
+        if value != getattr(theirs.config, name)
+    }
+    # A GGUF keeps its numbers in float32.
+    for name, (one, other) in differing.items():
+        assert name == "rms_norm_eps" or name.endswith(("_scale", "_multiplier")), differing
+        assert one == pytest.approx(other, rel=1e-6)
+    for one, other in zip(jax.tree.leaves(ours.params), jax.tree.leaves(theirs.params), strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-6)
+
+
+def test_every_architecture_is_asked():
+    assert {case.config["model_type"] for case in ASKED} == set(family_gguf.ARCHITECTURES)

@@ -1,0 +1,69 @@
+"""Policies run on every family: they answer, and keep what they keep of the same sizes whatever the family."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from support import family_cases as cases
+
+import kvjax
+from kvjax.checkpoints.load import load
+from kvjax.errors import UsageError
+from kvjax.policies import registry
+
+POLICIES = {
+    "full": "full",
+    "streamingllm": "streamingllm:budget=12,positions=cache",
+    "lagkv": "lagkv:ratio=0.5,lag=8,sink=4",
+    "h2o": "h2o:budget=12",
+    "tova": "tova:budget=12",
+    "ahakv": "ahakv:budget=12,recent=4",
+    "razor": "razor:heads=0.0,budget=9,sink=2",
+    "compensated": "compensated:budget=12,sink=2",
+    "snapkv": "snapkv:budget=12,window=4",
+    "pyramidkv": "pyramidkv:budget=12,window=4,beta=4",
+    "slimkv": "slimkv:budget=12,window=4",
+    "nacl": "nacl:budget=12",
+    "keydiff": "keydiff:budget=12",
+    "expected_attention": "expected_attention:budget=12,future=16",
+    "round": "round:watershed=1,top=0.5",
+}
+#: What is not for every family, with what it says.
+REFUSED = {
+    ("mpt", "streamingllm"): "",
+    ("mpt", "round"): "rotary",
+    ("mpt", "compensated"): "",
+    ("mpt", "razor"): "",
+    ("phi3_long", "streamingllm"): "longrope",
+}
+GRID = [(case, policy) for case in cases.CASES for policy in POLICIES]
+#: By default every family meets two policies, and every policy some families.
+DEFAULT = {(i * len(POLICIES) + (3 * i + j) % len(POLICIES)) for i in range(len(cases.CASES)) for j in (0, 7)}
+
+
+def test_every_policy_is_here():
+    assert set(POLICIES) == set(registry()) and {policy for i, (_, policy) in enumerate(GRID) if i in DEFAULT} == set(
+        POLICIES
+    )
+
+
+@pytest.mark.parametrize(
+    ("case", "policy"),
+    [pytest.param(*each, marks=[] if i in DEFAULT else pytest.mark.slow) for i, each in enumerate(GRID)],
+    ids=[f"{case.name}-{policy}" for case, policy in GRID],
+)
+def test_a_policy_answers(case, policy, tmp_path):
+    tensors = cases.values(case, cases.shapes(case))
+    lm = load(cases.write_folder(case, tmp_path / "m", tensors), dtype="float32", progress=False)
+    options = {"policy": POLICIES[policy], "max_new_tokens": 5, "logprobs": True, "stop_token_ids": []}
+    prompts = [case.tokens(40).tolist(), case.tokens(17).tolist()]
+    if (case.name, policy) in REFUSED:
+        with pytest.raises(UsageError, match=REFUSED[case.name, policy]):
+            kvjax.generate(lm, prompts, **options)
+        return
+    both = kvjax.generate(lm, prompts, **options)
+    for prompt, output in zip(prompts, both, strict=True):
+        assert len(output.tokens) == 5 and np.isfinite(output.logprobs).all()
+        alone = kvjax.generate(lm, prompt, **options)
+        assert alone.tokens == output.tokens
+        np.testing.assert_allclose(alone.logprobs, output.logprobs, atol=1e-4)

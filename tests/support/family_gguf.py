@@ -1,0 +1,120 @@
+"""Family cases as GGUF files, as llama.cpp's converter writes them: its names, keys and orders of rows."""
+
+from __future__ import annotations
+
+import pathlib
+from typing import Any
+
+import numpy as np
+from support import gguf_files
+from support.family_cases import FamilyCase
+
+ARCHITECTURES = {
+    "gemma": "gemma", "phi": "phi2", "phi3": "phi3", "glm4": "glm4", "olmo2": "olmo2", "granite": "granite",
+    "starcoder2": "starcoder2", "gpt_neox": "gptneox", "cohere": "command-r", "stablelm": "stablelm",
+    "smollm3": "smollm3",
+}  # fmt: skip
+#: Architectures whose queries and keys are permuted for neighbouring pairs, as llama's.
+_PERMUTED = {"granite", "smollm3"}
+_NAMES = {
+    "model.embed_tokens": "token_embd", "model.norm": "output_norm", "model.final_layernorm": "output_norm",
+    "lm_head": "output", "gpt_neox.embed_in": "token_embd", "gpt_neox.final_layer_norm": "output_norm",
+    "embed_out": "output",
+    "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output", "self_attn.dense": "attn_output", "attention.dense": "attn_output",
+    "self_attn.qkv_proj": "attn_qkv", "attention.query_key_value": "attn_qkv",
+    "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down", "mlp.gate_up_proj": "ffn_up",
+    "mlp.fc1": "ffn_up", "mlp.fc2": "ffn_down", "mlp.c_fc": "ffn_up", "mlp.c_proj": "ffn_down",
+    "mlp.dense_h_to_4h": "ffn_up", "mlp.dense_4h_to_h": "ffn_down",
+    "post_self_attn_layernorm": "post_attention_norm", "post_mlp_layernorm": "post_ffw_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}  # fmt: skip
+
+
+def _tensor(case: FamilyCase, stem: str, kind: str, tensor: np.ndarray) -> tuple[str, np.ndarray]:
+    """The name after the block's, and the rows in the file's order."""
+    c, family = case.config, case.config["model_type"]
+    name = _NAMES[stem]
+    if family == "olmo2" and stem == "post_attention_layernorm":
+        name = "post_attention_norm"
+    if family == "gemma" and name.endswith("norm"):
+        tensor = tensor + 1
+    if family in _PERMUTED and name in ("attn_q", "attn_k"):
+        heads = c["num_attention_heads" if name == "attn_q" else "num_key_value_heads"]
+        tensor = gguf_files.permute(tensor, heads)
+    if family == "gpt_neox" and name == "attn_qkv":
+        heads = c["num_attention_heads"]
+        tensor = tensor.reshape(heads, 3, -1, *tensor.shape[1:]).swapaxes(0, 1).reshape(tensor.shape)
+    return f"{name}.{kind}", tensor
+
+
+def tensors(case: FamilyCase, values: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    out = {}
+    for full, tensor in values.items():
+        stem, kind = full.rsplit(".", 1)
+        block = ""
+        for prefix in ("model.layers.", "gpt_neox.layers."):
+            if stem.startswith(prefix):
+                index, stem = stem.removeprefix(prefix).split(".", 1)
+                block = f"blk.{index}."
+        name, tensor = _tensor(case, stem, kind, tensor)
+        out[block + name] = tensor
+    return out
+
+
+def metadata(case: FamilyCase) -> dict[str, Any]:
+    c = case.config
+    heads, kv_heads = c["num_attention_heads"], c.get("num_key_value_heads", c["num_attention_heads"])
+    dim = c.get("head_dim", c["hidden_size"] // heads)
+    share = {"phi": 0.5, "glm4": 0.5, "stablelm": 0.25}.get(c["model_type"], 1.0)
+    share = c.get("partial_rotary_factor", c.get("rotary_pct", share))
+    keys: dict[str, Any] = {
+        "block_count": c["num_hidden_layers"],
+        "context_length": c["max_position_embeddings"],
+        "embedding_length": c["hidden_size"],
+        "feed_forward_length": c["intermediate_size"],
+        "attention.head_count": heads,
+        "attention.head_count_kv": kv_heads,
+        "rope.dimension_count": int(dim * share),
+        "rope.freq_base": float(
+            c.get("rope_theta", c.get("rotary_emb_base", 2e6 if c["model_type"] == "smollm3" else 1e4))
+        ),
+    }
+    if "head_dim" in c:
+        keys |= {"attention.key_length": dim, "attention.value_length": dim}
+    layer_norms = {"phi": "layer_norm_eps", "starcoder2": "norm_epsilon", "gpt_neox": "layer_norm_eps"}
+    layer_norms |= {"cohere": "layer_norm_eps", "stablelm": "layer_norm_eps"}
+    if c["model_type"] in layer_norms:
+        keys["attention.layer_norm_epsilon"] = float(c.get(layer_norms[c["model_type"]], 1e-5))
+    else:
+        usual = {"glm4": 1.5625e-7, "gemma": 1e-6, "granite": 1e-6, "smollm3": 1e-6}.get(c["model_type"], 1e-5)
+        keys["attention.layer_norm_rms_epsilon"] = float(c.get("rms_norm_eps", usual))
+    own = {"sliding_window": "attention.sliding_window", "attention_multiplier": "attention.scale"}
+    own |= {"embedding_multiplier": "embedding_scale", "residual_multiplier": "residual_scale"}
+    own |= {"logits_scaling": "logit_scale", "logit_scale": "logit_scale"}
+    keys |= {new: c[old] for old, new in own.items() if old in c}
+    if "use_parallel_residual" in c:
+        keys["use_parallel_residual"] = int(c["use_parallel_residual"])
+    return {f"{ARCHITECTURES[c['model_type']]}.{key}": value for key, value in keys.items()}
+
+
+def tokenizer_keys(count: int) -> dict[str, Any]:
+    """A vocabulary of so many tokens: single bytes, and one of two."""
+    known = gguf_files.metadata(gguf_files.case("llama_gqa"))
+    keys = {key: value for key, value in known.items() if key.startswith("tokenizer.")}
+    first, second, *rest = keys["tokenizer.ggml.tokens"][: count - 1]
+    keys["tokenizer.ggml.tokens"] = [first, second, *rest, first + second]
+    keys["tokenizer.ggml.token_type"] = [1] * count
+    return keys | {"tokenizer.ggml.merges": [f"{first} {second}"], "tokenizer.ggml.eos_token_id": 2}
+
+
+def write(case: FamilyCase, path: pathlib.Path, values: dict[str, np.ndarray]) -> pathlib.Path:
+    gguf_files.write(
+        path,
+        ARCHITECTURES[case.config["model_type"]],
+        metadata(case) | tokenizer_keys(case.config["vocab_size"]),
+        tensors(case, values),
+    )
+    return path
