@@ -130,7 +130,7 @@ def test_gguf_keys_that_cannot_be_run(keys, sentence):
 
 def test_a_choice_that_is_not_there_is_refused():
     for name, sentence in (
-        ("positional", "choose 'rope' or 'alibi'"),
+        ("positional", "choose 'rope', 'alibi' or 'none'"),
         ("norm", "choose 'rms' or 'layer'"),
         ("norm_order", "choose 'pre', 'post' or 'both'"),
         ("mlp", "choose 'gated_silu', 'gated_gelu', 'gelu' or 'gelu_exact'"),

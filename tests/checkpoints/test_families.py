@@ -193,7 +193,7 @@ def test_only_one_list_of_divisors_is_refused():
         ({"llama.block_count": None}, "lacks the key llama.block_count"),
         ({"llama.attention.head_count_kv": [2, 1]}, "every layer its own llama.attention.head_count_kv"),
         ({"llama.rope.dimension_count": 4}, "only a part of each head"),
-        ({"llama.attention.sliding_window": 128}, "sliding-window"),
+        ({"llama.attention.sliding_window": 16}, "sliding-window"),
         ({"llama.expert_count": 8}, "experts"),
         ({"llama.rope.scaling.type": "longrope", "llama.rope.scaling.factor": 2.0}, "rope_factors_short/long"),
     ],

@@ -7,13 +7,14 @@ import numpy as np
 import pytest
 from support import family_cases as cases
 from support import family_gguf
+from support.own_cases import CHATGLM, chatglm_shapes
 
 from kvjax.checkpoints.load import load
 
 #: Those that have what a GGUF can say: not every fourth layer by a list, longrope needs tensors of its own.
 ASKED = [
     case
-    for case in cases.CASES
+    for case in (*cases.CASES, CHATGLM)
     if case.config["model_type"] in family_gguf.ARCHITECTURES
     and case.name not in ("smollm3", "phi3_long", "granite_plain")
 ]
@@ -21,7 +22,7 @@ ASKED = [
 
 @pytest.mark.parametrize("case", ASKED, ids=lambda case: case.name)
 def test_gguf_equals_safetensors(case, tmp_path):
-    tensors = cases.values(case, cases.shapes(case))
+    tensors = cases.values(case, chatglm_shapes() if case is CHATGLM else cases.shapes(case))
     ours = load(family_gguf.write(case, tmp_path / "m.gguf", tensors), dtype="float32", progress=False)
     theirs = load(cases.write_folder(case, tmp_path / "m", tensors), dtype="float32", progress=False)
     differing = {

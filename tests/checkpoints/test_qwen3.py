@@ -44,8 +44,10 @@ def test_absent_keys_have_transformers_defaults():
 
 
 def test_a_window_that_slides_is_refused():
+    slides = CASE.config | {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}
     with pytest.raises(WeightsError, match=r"sliding-window"):
-        FAMILIES["qwen3"].from_hf(CASE.config | {"use_sliding_window": True}, "x")
+        FAMILIES["qwen3"].from_hf(slides, "x")
+    assert FAMILIES["qwen3"].from_hf(slides | {"sliding_window": 4096}, "x").max_position == 64  # never slides
 
 
 def test_a_checkpoint_without_the_norms_is_refused(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pathlib
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from support.family_cases import FamilyCase
 ARCHITECTURES = {
     "gemma": "gemma", "phi": "phi2", "phi3": "phi3", "glm4": "glm4", "olmo2": "olmo2", "granite": "granite",
     "starcoder2": "starcoder2", "gpt_neox": "gptneox", "cohere": "command-r", "stablelm": "stablelm",
-    "smollm3": "smollm3",
+    "smollm3": "smollm3", "chatglm": "chatglm",
 }  # fmt: skip
 #: Architectures whose queries and keys are permuted for neighbouring pairs, as llama's.
 _PERMUTED = {"granite", "smollm3"}
@@ -20,6 +21,9 @@ _NAMES = {
     "model.embed_tokens": "token_embd", "model.norm": "output_norm", "model.final_layernorm": "output_norm",
     "lm_head": "output", "gpt_neox.embed_in": "token_embd", "gpt_neox.final_layer_norm": "output_norm",
     "embed_out": "output",
+    "transformer.embedding.word_embeddings": "token_embd", "transformer.encoder.final_layernorm": "output_norm",
+    "transformer.output_layer": "output", "self_attention.query_key_value": "attn_qkv",
+    "self_attention.dense": "attn_output",
     "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
     "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
     "self_attn.o_proj": "attn_output", "self_attn.dense": "attn_output", "attention.dense": "attn_output",
@@ -55,7 +59,7 @@ def tensors(case: FamilyCase, values: dict[str, np.ndarray]) -> dict[str, np.nda
     for full, tensor in values.items():
         stem, kind = full.rsplit(".", 1)
         block = ""
-        for prefix in ("model.layers.", "gpt_neox.layers."):
+        for prefix in ("model.layers.", "gpt_neox.layers.", "transformer.encoder.layers."):
             if stem.startswith(prefix):
                 index, stem = stem.removeprefix(prefix).split(".", 1)
                 block = f"blk.{index}."
@@ -64,8 +68,19 @@ def tensors(case: FamilyCase, values: dict[str, np.ndarray]) -> dict[str, np.nda
     return out
 
 
+def _usual_names(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """ChatGLM's configuration by the names that the others have."""
+    if config["model_type"] != "chatglm":
+        return config
+    names = {"num_layers": "num_hidden_layers", "seq_length": "max_position_embeddings", "kv_channels": "head_dim"}
+    names |= {"ffn_hidden_size": "intermediate_size", "multi_query_group_num": "num_key_value_heads"}
+    names |= {"layernorm_epsilon": "rms_norm_eps", "padded_vocab_size": "vocab_size"}
+    own = {names.get(key, key): value for key, value in config.items()}
+    return own | {"rope_theta": 10000.0 * config["rope_ratio"], "partial_rotary_factor": 0.5}
+
+
 def metadata(case: FamilyCase) -> dict[str, Any]:
-    c = case.config
+    c = _usual_names(case.config)
     heads, kv_heads = c["num_attention_heads"], c.get("num_key_value_heads", c["num_attention_heads"])
     dim = c.get("head_dim", c["hidden_size"] // heads)
     share = {"phi": 0.5, "glm4": 0.5, "stablelm": 0.25}.get(c["model_type"], 1.0)
@@ -114,7 +129,7 @@ def write(case: FamilyCase, path: pathlib.Path, values: dict[str, np.ndarray]) -
     gguf_files.write(
         path,
         ARCHITECTURES[case.config["model_type"]],
-        metadata(case) | tokenizer_keys(case.config["vocab_size"]),
+        metadata(case) | tokenizer_keys(_usual_names(case.config)["vocab_size"]),
         tensors(case, values),
     )
     return path

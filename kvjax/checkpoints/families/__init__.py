@@ -2,7 +2,8 @@
 
 A family is a file of this package and a line of ``FAMILIES``, or, elsewhere, a :class:`Family` given to
 :func:`register`. It maps a Hugging Face ``config.json`` and GGUF metadata to a configuration, and names every tensor of
-a checkpoint with the part of a parameter that it fills. The loaders know no family by name.
+a checkpoint with the part of a parameter that it fills, mostly by a :class:`Layout`. The loaders know no family by
+name.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from kvjax.checkpoints.families.gemma import GEMMA
 from kvjax.checkpoints.families.glm import CHATGLM, GLM, GLM4
 from kvjax.checkpoints.families.gpt_neox import GPT_NEOX
 from kvjax.checkpoints.families.granite import GRANITE
+from kvjax.checkpoints.families.layout import Layout, weights_of
 from kvjax.checkpoints.families.llama import LLAMA
 from kvjax.checkpoints.families.mistral import MISTRAL
 from kvjax.checkpoints.families.mpt import MPT
@@ -34,7 +36,9 @@ from kvjax.errors import UsageError, WeightsError, quoted
 
 __all__ = [
     "FAMILIES",
+    "GGUF_NAMES",
     "Family",
+    "Layout",
     "Place",
     "Weight",
     "family",
@@ -43,6 +47,7 @@ __all__ = [
     "register",
     "transposed",
     "unchanged",
+    "weights_of",
 ]
 
 #: Every known family, by the architecture's name in ``config.json`` (``model_type``) and in GGUF.

@@ -10,10 +10,10 @@ from kvjax.checkpoints.families.family import Family, Weight
 from kvjax.checkpoints.families.layout import GGUF, LLAMA_LAYOUT, weights_of
 from kvjax.checkpoints.families.llama import config_from_gguf, config_from_hf
 from kvjax.checkpoints.families.settings import refuse
-from kvjax.model.config import ModelConfig
+from kvjax.model.config import MLPKind, ModelConfig
 
 #: Files before transformers 4.39 say gelu, and mean its tanh form.
-_GEGLU = dict.fromkeys(("gelu_pytorch_tanh", "gelu", "gelu_new"), "gated_gelu")
+_GEGLU: Mapping[str, MLPKind] = {"gelu_pytorch_tanh": "gated_gelu", "gelu": "gated_gelu", "gelu_new": "gated_gelu"}
 
 
 def _from_hf(config: Mapping[str, Any], origin: str) -> ModelConfig:
