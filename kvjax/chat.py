@@ -158,7 +158,7 @@ class Chat:
         chat._hold(Owned(cache))
         # reset() forgets what was said, not how it was kept.
         storage = cache.storage if chat.options.storage is None else chat.options.storage
-        chat.options = dataclasses.replace(chat.options, policy=cache.policy, storage=storage)
+        chat.options = dataclasses.replace(chat.options, policy=cache.policy.chosen, storage=storage)
         return chat
 
     def reset(self) -> None:

@@ -22,8 +22,13 @@ from kvjax.sharding.placement import device_weights_bytes, splits
 
 
 def full_cache_bytes(config: ModelConfig, tokens: int, dtype: Any) -> int:
-    """Keys and values of ``tokens`` tokens in every layer and head, nothing padded: what an exact full cache holds."""
-    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * tokens * jnp.dtype(dtype).itemsize
+    """Keys and values of ``tokens`` tokens in every layer and head, nothing padded: what an exact full cache holds.
+
+    Of a layer with a window, those of the tokens in it.
+    """
+    windows = [config.window_of(layer) for layer in range(config.num_layers)]
+    held = sum(tokens if window is None else min(tokens, window) for window in windows)
+    return 2 * held * config.num_kv_heads * config.head_dim * jnp.dtype(dtype).itemsize
 
 
 @functools.lru_cache(maxsize=128)

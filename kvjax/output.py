@@ -33,10 +33,12 @@ class Stats:
         what it continues; temporaries within a program are not counted.
       live_cache_bytes: of ``cache_bytes``, slots that hold a token.
       shared_cache_bytes: of ``device_cache_bytes``, the context that all rows share; 0 where each holds a copy of it.
-      full_cache_bytes: bytes that keeping every token seen would take.
+      full_cache_bytes: bytes that keeping every token seen would take; of a layer with a window, every one in it.
       clipped: int8 keys that were clipped because they came after their scale was fixed, over layers and heads.
       retained: tokens kept, [layer][KV head].
       seen: tokens the row has been through.
+      windows: of each layer its sliding window in tokens, which are all that it keeps, or None of a global layer; empty
+        where all layers are global.
       rounds: under RoundAttention, what the turn selected. The cache's bytes above are then those while it answered,
         with all rounds below the watershed and the selected ones above it; before and after that, while the question
         is read and its round is closed, the device holds more: ``device_peak_bytes``.
@@ -59,6 +61,7 @@ class Stats:
     retained: tuple[tuple[int, ...], ...]
     seen: int
     shared_cache_bytes: int = 0
+    windows: tuple[int | None, ...] = ()
     rounds: RoundStats | None = None
 
 

@@ -24,8 +24,9 @@ from kvjax.model.config import ModelConfig
 from kvjax.policies import Full, LagKV, Policy, format_policy, parse
 from kvjax.policies.base import page_capacities, shares
 from kvjax.policies.guard import check_sizes, check_value
+from kvjax.policies.window_layers import for_model
 from kvjax.sharding.mesh import Mesh, parse_mesh
-from kvjax.tables import Column, Table, human_bytes
+from kvjax.tables import Column, Table, human_bytes, windows_text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +53,8 @@ class Plan:
       memory_source: on a GPU, where that number comes from.
       capacities: slots allocated for each row [layer][KV head], those that rows share apart.
       retained: tokens kept of the prompt [layer][KV head], its context included.
+      windows: of each layer its sliding window in tokens, whatever the policy, or None of a global layer; empty where
+        all layers are global.
     """
 
     policy: str
@@ -73,6 +76,7 @@ class Plan:
     shares_context: bool = False
     context_bytes: int = 0
     memory_source: str | None = None
+    windows: tuple[int | None, ...] = ()
 
     @property
     def fits(self) -> bool:
@@ -81,8 +85,10 @@ class Plan:
 
     @property
     def retained_share(self) -> float:
-        """Tokens kept of the prompt over those there are, all layers and heads together."""
-        kept = [count for heads in self.retained for count in heads]
+        """Tokens kept of the prompt over those there are, in all global layers and heads together."""
+        windows = self.windows or (None,) * len(self.retained)
+        chosen = [heads for heads, window in zip(self.retained, windows, strict=True) if window is None]
+        kept = [count for heads in chosen or self.retained for count in heads]
         return sum(kept) / (len(kept) * (self.context_tokens + self.prompt_tokens))
 
     def table(self) -> str:
@@ -105,9 +111,10 @@ class Plan:
         slots = (
             Column("layers", lambda ends: f"{ends[0]}" if ends[0] == ends[1] else f"{ends[0]}-{ends[1]}"),
             Column("slots", lambda ends: f"{_heads(self.capacities[ends[0]])};"),
-            Column("retained", lambda ends: f"{_heads(self.retained[ends[0]])} retained"),
+            Column("retained", lambda ends: f"{_heads(self.retained[ends[0]])} retained{self._window(ends[0])}"),
         )
-        layers = _equal_ranges(list(zip(self.capacities, self.retained, strict=True)))
+        windows = self.windows or (None,) * len(self.capacities)
+        layers = _equal_ranges(list(zip(self.capacities, self.retained, windows, strict=True)))
         lines = Table(sizes, parts).text().splitlines()
         if self.mesh is not None:
             lines.append(f"on each device of {self.mesh}; cache over an even part: {self.cache_over_even:.3f}")
@@ -118,11 +125,18 @@ class Plan:
             lines.append(f"context of {self.context_tokens:,} tokens: every row holds a copy of what is kept of it")
         if self.memory_source is not None:
             lines.append(f"device memory: {self.memory_source}")
-        lines.append(f"retained of the prompt, over all layers and heads: {self.retained_share:.1%}")
+        if self.windows:
+            lines.append(f"sliding windows, whatever the policy: {windows_text(self.windows)}")
+        over = "all layers" if None not in self.windows else "global layers"
+        lines.append(f"retained of the prompt, over {over} and heads: {self.retained_share:.1%}")
         lines.append("layers, slots by KV head, and tokens retained of the prompt:")
         lines += Table(slots, layers).text().splitlines()
         head = f"{self.policy}: batch {self.batch}, {self.prompt_tokens} prompt + {self.max_new_tokens} new tokens"
         return "\n  ".join([head, *lines])
+
+    def _window(self, layer: int) -> str:
+        window = self.windows[layer] if self.windows else None
+        return "" if window is None else f" (sliding window of {window:,})"
 
     def __str__(self) -> str:
         return self.table()
@@ -173,7 +187,7 @@ def plan(
       DoesNotFit: the total exceeds the limit; the sentence names a request that fits.
     """
     config, params, over = _model(model)
-    chosen: Policy = Full() if policy is None else parse(policy)
+    chosen = for_model(Full() if policy is None else parse(policy), config)
     whole_number("prompt_tokens", prompt_tokens, 1)
     whole_number("context_tokens", context_tokens, 0)
     whole_number("batch", batch, 1)
@@ -277,6 +291,7 @@ def _plan(
         context_tokens=context,
         shares_context=shares(policy, storage),
         context_bytes=shared,
+        windows=config.windows_by_layer,
     )
 
 
@@ -363,7 +378,8 @@ def _does_not_fit(
     if not offers and (prompt := _largest(1, made.prompt_tokens - 1, lambda t: fits(1, t, policy))):
         offers.append(f"a batch of 1 with {prompt:,} tokens")
     for ratio in (0.5, 0.25, 0.125):
-        if isinstance(policy, Full) and fits(made.batch, made.prompt_tokens, LagKV(ratio=ratio)):
+        lagkv = for_model(LagKV(ratio=ratio), config)
+        if isinstance(policy.chosen, Full) and fits(made.batch, made.prompt_tokens, lagkv):
             offers.append(f'policy="lagkv:ratio={ratio}"')
             break
     if share is not None and (larger := share.offer(made.total_bytes + already)):

@@ -28,6 +28,7 @@ from kvjax.planning import fitting
 from kvjax.policies import Full, Policy, parse
 from kvjax.policies.base import shares
 from kvjax.policies.round_attention import SINKS
+from kvjax.policies.window_layers import for_model
 from kvjax.prompts import Tokens, as_list, prefix_tokens, read_tokens, tokenize
 from kvjax.runtime.decode import CHUNK, Controls
 from kvjax.runtime.programs import Programs
@@ -88,7 +89,7 @@ class Request:
             if read_only
             else tokenize(lm, prompt, context=context, chat=options.chat, **onto)
         )
-        self.policy = _policy(options.policy, caches)
+        self.policy = _policy(options.policy, caches, lm.config)
         self.policy.check(lm.config)
         self.storage = _storage(options.storage, caches)
         for old in caches:
@@ -250,13 +251,14 @@ def _float32(value: float) -> np.float32:
     return np.float32(0.0 if value == 0 else min(max(value, float(limits.tiny)), float(limits.max)))
 
 
-def _policy(policy: Policy | str | None, caches: Sequence[Continuation]) -> Policy:
-    """The policy asked for, or the one the caches have."""
+def _policy(policy: Policy | str | None, caches: Sequence[Continuation], config: ModelConfig) -> Policy:
+    """The policy asked for, beside the rings of a model's window layers, or the one the caches have."""
     if not caches:
-        return Full() if policy is None else parse(policy)
-    if policy is not None and parse(policy) != caches[0].policy:
+        return for_model(Full() if policy is None else parse(policy), config)
+    if policy is not None and parse(policy) != caches[0].policy.chosen:
+        own = caches[0].policy.chosen
         raise UsageError(
-            f"The cache was compressed by {caches[0].policy}; it continues with that policy, so leave policy= out or "
+            f"The cache was compressed by {own}; it continues with that policy, so leave policy= out or "
             "give the same one."
         )
     return caches[0].policy

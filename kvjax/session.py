@@ -164,8 +164,8 @@ class Session:
             self._cache, self._logits = ready(found)
             seconds = stage.seconds
         self._note(self.cache)
-        if is_own(request.policy) and not request.policy.offloads_rounds:
-            self._check_kept([as_numpy(request.policy.retained(layer)) for layer in self.cache.layers])
+        if is_own(request.policy.chosen) and not request.policy.offloads_rounds:
+            self._check_kept([as_numpy(kept) for kept in request.policy.retained_by_layer(self.cache.layers)])
         spent = self._lap()
         if (place := progress.current()).visible:  # then compilation is no part of the stage
             prefill_speed.note(request.lm.config, self._work(), seconds, keep=place.drawn)
@@ -334,7 +334,7 @@ class Session:
         """Outputs in the shape of what was passed."""
         self._interrupt.finishing = True
         request, cache, n = self.request, self.cache, self.request.n
-        own = [as_numpy(request.policy.retained(layer)) for layer in cache.layers]
+        own = [as_numpy(kept) for kept in request.policy.retained_by_layer(cache.layers)]
         counters = own, cache.shared_lengths, as_numpy(cache.seen), cache.clipped
         self._check_kept(own)
         left = self.continuation()
@@ -394,6 +394,7 @@ class Session:
             clipped=int(clipped[row]),
             retained=retained,
             seen=int(seen[row]),
+            windows=request.lm.config.windows_by_layer,
             rounds=rounds and dataclasses.replace(rounds, allocated=cache.device_nbytes, peak=self.peak_bytes),
         )
 

@@ -237,12 +237,21 @@ def milliseconds(seconds: float) -> str:
 
 
 def _retained(stats: Stats) -> str:
-    kept = [count for layer in stats.retained for count in layer]
+    windows = stats.windows or (None,) * len(stats.retained)
+    chosen = [layer for layer, window in zip(stats.retained, windows, strict=True) if window is None]
+    kept = [count for layer in chosen for count in layer]
     if not kept:
         return "-"
     low, high = min(kept), max(kept)
     span = f"{low}" if low == high else f"{low} to {high}"
     return f"{span} of {stats.seen} tokens per layer and head"
+
+
+def windows_text(windows: Sequence[int | None]) -> str:
+    """What a model's sliding-window layers keep, in one line."""
+    sizes = sorted({window for window in windows if window is not None})
+    count = sum(window is not None for window in windows)
+    return f"{count} of {len(windows)} layers keep their last {' or '.join(f'{size:,}' for size in sizes)} tokens"
 
 
 def stats_rows(output: Output) -> list[tuple[str, str]]:
@@ -262,6 +271,7 @@ def stats_rows(output: Output) -> list[tuple[str, str]]:
         ("full cache", human_bytes(stats.full_cache_bytes)),
         *([("shared", f"{human_bytes(stats.shared_cache_bytes)} with all rows")] if stats.shared_cache_bytes else []),
         ("retained", _retained(stats)),
+        *([("sliding windows", windows_text(stats.windows))] if stats.windows else []),
         ("ended by", output.finish_reason),
     ]
     if stats.rounds is not None:

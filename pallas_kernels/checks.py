@@ -56,6 +56,14 @@ def compiled_in(*numbers: Any) -> None:
         raise NotImplementedError("A kernel is compiled for its scale and cap, and one of them is traced.")
 
 
+def bounds(window: int | None, soft_cap: Any) -> None:
+    """Raise ``ValueError`` for a window that is no count, or a soft cap that bounds nothing."""
+    if window is not None:
+        at_least("window", window, 1)
+    if soft_cap is not None:
+        number("soft_cap", soft_cap, above=0)
+
+
 def per_row(name: str, x: Any, batch: int, kind: str) -> None:
     """Raise ``ValueError`` unless ``x`` is a number of this kind, a scalar array, or an array of one per batch row."""
     whole = isinstance(x, numbers.Integral)

@@ -1,4 +1,8 @@
-"""Keys and values kept from earlier tokens, which every query attends to up to each head's length."""
+"""Keys and values kept from earlier tokens, which every query attends to up to each head's length.
+
+With a window a query attends to the last of them alone: ``reach`` [#B, N] of them, for group-major queries. The rows
+are then those of consecutive tokens, the last right before the chunk's first.
+"""
 
 from __future__ import annotations
 
@@ -37,14 +41,22 @@ class Rows:
         """Blocks that hold a valid row of any head."""
         return jnp.max(-(-self.length // self.block))
 
+    def first_block(self, reach: Int[Array, "#B N"] | None) -> Int[Array, ""]:
+        """The first block with a row that some query attends to."""
+        if reach is None:
+            return jnp.int32(0)
+        return jnp.min(jnp.maximum(self.length - reach.max(axis=1)[:, None], 0)) // self.block
+
     def block_of(
-        self, i: Int[Array, ""], linear: Bias | None
-    ) -> tuple[Float[Array, "B H S D"], Float[Array, "B H S D"], Bool[Array, "B H 1 S"], Array | None]:
-        """Keys and values of block ``i``, the mask of its valid rows, and its scores' bias [B, H, #N, S] or None."""
+        self, i: Int[Array, ""], linear: Bias | None, reach: Int[Array, "#B N"] | None = None
+    ) -> tuple[Float[Array, "B H S D"], Float[Array, "B H S D"], Bool[Array, "B H #N S"], Array | None]:
+        """Keys and values of block ``i``, the mask of what queries see, and its scores' bias [B, H, #N, S] or None."""
         k = jax.lax.dynamic_slice_in_dim(self.k, i * self.block, self.block, axis=2)
         v = jax.lax.dynamic_slice_in_dim(self.v, i * self.block, self.block, axis=2)
         slot = i * self.block + jnp.arange(self.block)
         visible = (slot < self.length[..., None])[:, :, None]
+        if reach is not None:
+            visible &= slot >= (self.length[..., None] - reach[:, None])[..., None]
         bias = None if self.log_mass is None else jnp.where(slot == 0, self.log_mass[..., None], 0.0)[:, :, None]
         if linear is not None and self.place is not None:
             place = jax.lax.dynamic_slice_in_dim(self.place, i * self.block, self.block, axis=2)

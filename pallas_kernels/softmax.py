@@ -18,6 +18,16 @@ NOTHING = 0.5 * NEG
 LOG2E = float(np.log2(np.e))
 
 
+def capped(scores: Float[Array, "*S"], cap: float | None) -> Float[Array, "*S"]:
+    """Scores bounded by ``cap tanh(score / cap)``, in their dtype; as they are without a cap."""
+    return scores if cap is None else cap * jnp.tanh(scores * (1 / cap))
+
+
+def capped_log2(scores: Float[Array, "*S"], cap: float | None) -> Float[Array, "*S"]:
+    """:func:`capped` of scores in units of log 2; the cap is in units of 1."""
+    return scores if cap is None else capped(scores, cap * LOG2E)
+
+
 def log_of(peak: Float[Array, "*S"], mass: Float[Array, "*S"]) -> Float[Array, "*S"]:
     """Log-sum-exp of a running softmax with largest score ``peak`` and ``mass``, the sum of exp(score - peak).
 

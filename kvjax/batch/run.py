@@ -27,6 +27,7 @@ from kvjax.interrupt import interruptible
 from kvjax.options import GenerationKeywords, GenerationOptions, merged, shows_options
 from kvjax.planning import fitting
 from kvjax.policies import parse
+from kvjax.policies.window_layers import for_model
 from kvjax.progress import showing, stage
 from kvjax.runtime.distributed import Group, group
 
@@ -118,7 +119,7 @@ def run(
         raise UsageError(f"format is {quoted(format)}; choose 'jsonl' or 'parquet'.")
     if not isinstance(lm, LanguageModel):
         raise UsageError(f"The model is a {type(lm).__name__}; give one from kvjax.load.")
-    policy, storage = parse(chosen.policy or "full"), parse_storage(chosen.storage)
+    policy, storage = for_model(parse(chosen.policy or "full"), lm.config), parse_storage(chosen.storage)
     policy.check(lm.config)
     chosen.stop_ids(lm)
     kinds = {"dtype": lm.params.dtype, "memory_limit": chosen.memory_limit, "storage": storage, "mesh": lm.mesh}

@@ -128,12 +128,14 @@ def with_profile(policy: Policy, config: ModelConfig) -> Policy:
     """
     from kvjax.policies.razor import RazorAttention
     from kvjax.policies.round_attention import RoundAttention
+    from kvjax.policies.window_layers import for_model
 
     if isinstance(policy, RazorAttention) and policy.profile is None and policy.heads is None:
         policy = dataclasses.replace(policy, heads=_spread_heads(policy, config))
     if isinstance(policy, RoundAttention) and policy.profile is None and policy.watershed is None:
         below = min(max(round(_BELOW * config.num_layers), 1), config.num_layers - 1)
         policy = dataclasses.replace(policy, watershed=below)
+    policy = for_model(policy, config)
     policy.check(config)
     return policy
 

@@ -26,6 +26,7 @@ def decode_attention(
     layer: Layer,
     *,
     scale: float,
+    soft_cap: float | None = None,
     slopes: Float[np.ndarray, "H G"] | None = None,
     position: Int[Array, " B"] | None = None,
     with_logits: bool = False,
@@ -39,7 +40,7 @@ def decode_attention(
       q: queries after rotary, grouped by KV head.
       layer: its pool or pools, the new token already in; every head holds at least one valid slot.
       shared: for each of its pools one that all rows attend to as well, or None.
-      scale: multiplies q.k (1 / sqrt(D)).
+      scale: multiplies q.k (1 / sqrt(D)). soft_cap: bounds that, before any bias.
       slopes: ALiBi's, of each query head; then every slot's mark "position" counts, and the queries' ``position``.
       with_logits: also return the scaled scores by page, ALiBi's bias in them, ``NEG`` where a slot is not valid;
         policies that evict by the new query's attention read them.
@@ -63,6 +64,7 @@ def decode_attention(
             sharding.local_length(own(pool.length), pool.page_size),
             runs=sharding.local_counts(pool.pages),
             scale=scale,
+            soft_cap=soft_cap,
             log_mass=mass,
             k_scale=pool.scales and own(pool.scales.k),
             v_scale=pool.scales and pool.scales.v,

@@ -75,7 +75,7 @@ class Cache:
     @property
     def live_nbytes(self) -> int:
         """Bytes of the slots that hold a token still attended to, over rows, heads and layers; shared ones once."""
-        held = [np.asarray(self.policy.retained(layer)).sum(axis=0) for layer in self.layers]
+        held = [np.asarray(kept).sum(axis=0) for kept in self.policy.retained_by_layer(self.layers)]
         own = sum(int(np.dot(slots, slot_bytes(layer))) for slots, layer in zip(held, self.layers, strict=True))
         return own if self.context is None else own + self.context.live_nbytes
 

@@ -23,10 +23,13 @@ from kvjax.checkpoints.load import LanguageModel
 from kvjax.checks import MOST_SEED, whole_number
 from kvjax.errors import UsageError
 from kvjax.model.config import ModelConfig
+from kvjax.policies.full import Full
 from kvjax.policies.profile import HeadProfile, ModelShape, model_name
+from kvjax.policies.window_layers import for_model
 from kvjax.runtime.layer_forward import forward_layers
 from kvjax.runtime.layer_observer import LayerObserver
 from pallas_kernels.rows import Rows
+from pallas_kernels.softmax import capped
 
 #: The paper's K and how often it repeats them.
 TOKENS, REPEATS = 2500, 4
@@ -40,7 +43,7 @@ def retrieval_heads(
     seed: int = 0,
     progress: Callable[[int, int], None] | None = None,
 ) -> HeadProfile:
-    """Score every query head of a model.
+    """Score every query head of a model, of its global layers where others have a window.
 
     Args:
       lm: a model with rotary positions.
@@ -50,7 +53,7 @@ def retrieval_heads(
       progress: called after each layer with the layers done and their number.
 
     Raises:
-      UsageError: a model without rotary positions, or a length that its context cannot hold.
+      UsageError: a model without rotary positions or global layers, or a length that its context cannot hold.
     """
     config = lm.config
     if config.positional != "rope":
@@ -58,6 +61,8 @@ def retrieval_heads(
             "The heads of an ALiBi model are not scored; their scopes follow from its weights: "
             "use `kvjax calibrate alibi-scopes`."
         )
+    if config.sliding and None not in config.windows:
+        raise UsageError("Every layer of this model sees a window of tokens; none has heads that retrieve from afar.")
     whole_number("repeats", repeats, 2)
     whole_number("seed", seed, 0, MOST_SEED)
     most = (config.max_position - 1) // repeats
@@ -69,7 +74,7 @@ def retrieval_heads(
     echo, induction = _scores(lm, ids, period, repeats, progress)
     return HeadProfile(
         model=model_name(lm.name),
-        shape=ModelShape.of(config),
+        shape=ModelShape.of(for_model(Full(), config).seen_as(config)),
         tokens=period,
         repeats=repeats,
         seed=seed,
@@ -106,12 +111,15 @@ def _scores(
     repeats: int,
     progress: Callable[[int, int], None] | None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Echo and induction scores [layer, query head] of a sequence that repeats after its first token."""
+    """Echo and induction scores [global layer, query head] of a sequence that repeats after its first token."""
     scores = []
-    for _, found in forward_layers(lm.params, [ids.tolist()], RepetitionScores(lm.config, period, repeats)):
-        scores.append(np.asarray(found, np.float64).reshape(2, lm.config.num_heads))
+    config = lm.config
+    layers = forward_layers(lm.params, [ids.tolist()], RepetitionScores(config, period, repeats))
+    for layer, (_, found) in enumerate(layers):
+        if config.window_of(layer) is None:
+            scores.append(np.asarray(found, np.float64).reshape(2, config.num_heads))
         if progress is not None:
-            progress(len(scores), lm.config.num_layers)
+            progress(layer + 1, config.num_layers)
     echo, induction = np.stack(scores, axis=1)
     return echo, induction
 
@@ -146,8 +154,8 @@ class RepetitionScores(LayerObserver):
         """The sums over queries, those of this block included."""
         block = q.shape[3]
         position = index * block + jnp.arange(block)
-        scale = self.config.attention_scale
-        found = _diagonals(q[0].astype(jnp.float32), normaliser[0], k[0], position, self.period, self.repeats, scale)
+        where = position, self.period, self.repeats, self.config.attention_scale, self.config.attention_soft_cap
+        found = _diagonals(q[0].astype(jnp.float32), normaliser[0], k[0], *where)
         counts = (position > self.period) & (position < 1 + self.period * self.repeats)
         return partial + jnp.where(counts, found, 0.0).sum(axis=-1)
 
@@ -166,6 +174,7 @@ def _diagonals(
     period: int,
     repeats: int,
     scale: float,
+    soft_cap: float | None,
 ) -> Float[Array, "2 H G N"]:
     """Attention of each query to the same token's earlier copies, and to the tokens after those."""
     found = []
@@ -175,7 +184,7 @@ def _diagonals(
             source = position - back * period
             keys = jnp.take(k, jnp.maximum(source + after, 0), axis=1).astype(jnp.float32)
             # A multiply-reduce in float32: one number a query, nothing a matrix unit would speed up.
-            logits = jnp.sum(q * keys[:, None], axis=-1) * scale
+            logits = capped(jnp.sum(q * keys[:, None], axis=-1) * scale, soft_cap)
             # The first token of all stands before the repetitions: position 0 is no copy.
             total = total + jnp.where(source > 0, jnp.exp(logits - normaliser), 0.0)
         found.append(total)

@@ -87,6 +87,10 @@ def _masses(
 ) -> Float[np.ndarray, "S L R"]:
     """Attention of each span's tokens to what lies between the edges, over heads, by layer; normalised."""
     config = lm.config
+    if config.sliding:
+        raise UsageError(
+            "Layers of this model see a window of tokens, so no layer's attention spreads over all rounds."
+        )
     if len(ids) > config.max_position:
         raise UsageError(f"A dialogue has {len(ids)} tokens; this model's context is {config.max_position}.")
     longest = max(end - first for first, end in spans)

@@ -33,6 +33,7 @@ _BLOCK = 1 << 18
 # Buffers that transformers once saved and that follow from the configuration.
 _HARMLESS = re.compile(
     r"(.*\.)?rotary_(pos_)?emb\.inv_freq|rope_(freqs|factors_(short|long))\.weight|"
+    r"(model\.)?(vision_tower|multi_modal_projector)\..*|"  # the parts of a multimodal model that see
     r"gpt_neox\.layers\.\d+\.attention\.(masked_)?bias"  # causal masks
 )
 

@@ -38,7 +38,8 @@ def policies(json: flag.Json = False) -> None:
         tables.Column("what it keeps", lambda row: row[1][1]),
     )
     usage = "Write --policy NAME or NAME:OPTION=VALUE,OPTION=VALUE."
-    tables.Report([tables.Table(columns, list(described.items())), usage]).print()
+    sliding = "Layers with a sliding window, which some models have, keep its tokens whatever the policy."
+    tables.Report([tables.Table(columns, list(described.items())), usage, sliding]).print()
 
 
 def _option(field: dict[str, Any]) -> str:

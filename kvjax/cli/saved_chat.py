@@ -51,7 +51,7 @@ def continued(lm: kvjax.LanguageModel, folder: Path, keywords: dict[str, Any]) -
     cache, policy, storage = conversation.cache, keywords["policy"], keywords["storage"]
     assert cache is not None, "a conversation that was loaded has a cache"
     for flag, differs, own in (
-        ("--policy", policy is not None and parse(policy) != cache.policy, format_policy(cache.policy)),
+        ("--policy", policy is not None and parse(policy) != cache.policy.chosen, format_policy(cache.policy)),
         ("--storage", storage is not None and parse_storage(storage).kind != cache.storage.kind, cache.storage.kind),
     ):
         if differs:

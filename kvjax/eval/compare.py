@@ -27,6 +27,7 @@ from kvjax.eval.ruler import match_all
 from kvjax.generation import generate
 from kvjax.interrupt import interruptible
 from kvjax.policies.base import Policy
+from kvjax.policies.window_layers import for_model
 from kvjax.runtime.compilation import compile_clock
 
 #: Groups of answers as they come, with what they cost.
@@ -103,7 +104,7 @@ class Comparison:
         row = Row(length, candidate.name, candidate.retained)
         try:
             policy = candidate.policy()
-            policy.check(self.lm.config)
+            for_model(policy, self.lm.config).check(self.lm.config)
             asked = list(self._ask(asker, policy, prompts))
             if talks is not None:
                 asked += self._talk(asker, policy, talks)

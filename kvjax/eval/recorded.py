@@ -105,7 +105,8 @@ def record(params: Decoder, prompts: Sequence[Sequence[int]]) -> RecordedDecoder
     # What lies beyond the longest prompt is padding: reading there gives the last token's, which nothing uses.
     observer = Projections(max(map(len, prompts)))
     read = list(forward_layers(params, prompts, observer))
-    layers = [_RecordedLayer(q, k, v, params.config) for _, (q, k, v) in read]
+    both = zip(read, params.layers, strict=True)
+    layers = [_RecordedLayer(q, k, v, layer.config) for (_, (q, k, v)), layer in both]
     return RecordedDecoder(params, layers, jax.block_until_ready(read[-1][0]))
 
 

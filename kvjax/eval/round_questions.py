@@ -21,6 +21,7 @@ from kvjax.generation import generate
 from kvjax.history import history_ids, read_history
 from kvjax.output import Output
 from kvjax.policies import RoundAttention, parse
+from kvjax.policies.window_layers import for_model
 
 FULL = "full"
 DEFAULT = (
@@ -131,7 +132,7 @@ class RoundComparison:
         self.lm, self.settings, self.answers = lm, settings, list(answers)
         self.policies = {name: round_policy(name) for name in policies}
         for policy in self.policies.values():
-            policy.check(lm.config)
+            for_model(policy, lm.config).check(lm.config)
         self._save, self._say = save, say
 
     def run(self, dialogues: Sequence[Dialogue]) -> None:

@@ -100,8 +100,12 @@ class ModelConfig:
       qkv_bias, output_bias, mlp_bias, head_bias: whether those projections add a bias.
       tie_embeddings: whether the output head is the token embedding.
       no_rotary_layers: layers of a rotary model whose queries and keys are not turned.
+      windows: of each layer the tokens that a query sees, its own included, or None in a global layer; one entry is all
+        layers', and none says that all are global.
+      window_rope: the rotary embedding of the layers with a window, where it is another.
       rotary_dim: leading channels of a head that rotary embedding turns; None for all.
       attention_multiplier: the factor of q.k in the softmax; None for 1 / sqrt(head_dim).
+      attention_soft_cap: bounds the scores in the softmax by cap tanh(score / cap); None does not.
       embedding_scale, residual_scale, logit_scale: factors of embeddings, of what attention and the MLP add, of logits.
       logit_soft_cap: bounds logits by cap tanh(logits / cap); None does not.
     """
@@ -134,8 +138,11 @@ class ModelConfig:
     shared_norm: bool = added(False)
     head_bias: bool = added(False)
     no_rotary_layers: tuple[int, ...] = added(())
+    windows: tuple[int | None, ...] = added(())
+    window_rope: RopeConfig | None = dataclasses.field(default=None, metadata=_ADDED)
     rotary_dim: int | None = added(None)
     attention_multiplier: float | None = added(None)
+    attention_soft_cap: float | None = added(None)
     embedding_scale: float = added(1.0)
     residual_scale: float = added(1.0)
     logit_scale: float = added(1.0)
@@ -168,9 +175,17 @@ class ModelConfig:
 
     def _check_features(self) -> None:
         """Refuse factors that are none, and features that do not go together."""
-        for name in ("attention_multiplier", "embedding_scale", "residual_scale", "logit_scale", "logit_soft_cap"):
+        factors = "attention_multiplier", "embedding_scale", "residual_scale", "logit_scale"
+        for name in (*factors, "attention_soft_cap", "logit_soft_cap"):
             if getattr(self, name) is not None:
                 number(name, getattr(self, name), 0, open_below=True)
+        for window in self.windows:
+            if window is not None:
+                whole_number("a layer's window", window, 1, MOST_SIZE)
+        if len(self.windows) not in (0, 1, self.num_layers):
+            raise UsageError(f"windows has {len(self.windows)} entries for {self.num_layers} layers; give one a layer.")
+        if self.positional == "alibi" and (self.sliding or self.attention_soft_cap is not None):
+            raise UsageError("Windows and soft caps of attention are for rotary models; ALiBi has neither.")
         if (self.qk_norm or self.qk_norm_across_heads) and self.positional == "alibi":
             raise UsageError("qk_norm is for models with rotary embedding; ALiBi's scopes are those of plain queries.")
         if self.qk_norm and self.qk_norm_across_heads:
@@ -187,10 +202,35 @@ class ModelConfig:
             raise UsageError("shared_norm is of parallel blocks; set parallel_block.")
 
     def layer(self, index: int) -> ModelConfig:
-        """The model as one of its layers sees it: ``positional`` is that layer's own."""
-        if index not in self.no_rotary_layers:
-            return self
-        return dataclasses.replace(self, positional="none", no_rotary_layers=())
+        """The model as one of its layers sees it: ``positional``, ``rope`` and ``window`` are that layer's own."""
+        window = self.window_of(index)
+        own: dict[str, Any] = {}
+        if index in self.no_rotary_layers:
+            own = {"positional": "none", "no_rotary_layers": ()}
+        if self.windows:
+            own |= {"windows": () if window is None else (window,), "window_rope": None}
+        if window is not None and self.window_rope is not None:
+            own["rope"] = self.window_rope
+        return dataclasses.replace(self, **own) if own else self
+
+    def window_of(self, layer: int) -> int | None:
+        """The tokens that a query of this layer sees, its own included; None where it sees all."""
+        return self.windows[layer if len(self.windows) > 1 else 0] if self.windows else None
+
+    @property
+    def window(self) -> int | None:
+        """The window of what :meth:`layer` gives."""
+        return self.window_of(0)
+
+    @property
+    def windows_by_layer(self) -> tuple[int | None, ...]:
+        """:meth:`window_of` every layer; empty where all layers are global."""
+        return tuple(map(self.window_of, range(self.num_layers))) if self.sliding else ()
+
+    @property
+    def sliding(self) -> bool:
+        """Whether any layer has a window."""
+        return any(window is not None for window in self.windows)
 
     @property
     def group_size(self) -> int:

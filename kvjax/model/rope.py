@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -111,6 +113,18 @@ Angles = tuple[Array, Array] | None
 def token_angles(config: ModelConfig, positions: Int[Array, "B T"], seen: Int[Array, " B"]) -> Angles:
     """The rotation that :func:`apply_rope` gives these tokens."""
     return angles(config, positions, seen) if config.positional == "rope" else None
+
+
+def angles_of_layers(
+    layers: Sequence[ModelConfig], positions: Int[Array, "B T"], seen: Int[Array, " B"]
+) -> list[Angles]:
+    """:func:`token_angles` of each layer, from the model as that layer sees it; equal ones are computed once."""
+    found: dict[Any, Angles] = {}
+    keys = [(config.positional, config.rope, config.rotary_channels) for config in layers]
+    for key, config in zip(keys, layers, strict=True):
+        if key not in found:
+            found[key] = token_angles(config, positions, seen)
+    return [found[key] for key in keys]
 
 
 def apply_rope(x: Array, rope: Angles) -> Array:

@@ -49,7 +49,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import jax
@@ -144,6 +144,27 @@ class Policy:
     def signals(self) -> Signals:
         """The statistics of attention that this policy needs; nothing else is computed."""
         return Signals()
+
+    @property
+    def chosen(self) -> Policy:
+        """The policy as the user gave it: itself, unless a model's window layers have rings beside it."""
+        return self
+
+    def with_chosen(self, policy: Policy) -> Policy:
+        """The same with another policy in the place of the :attr:`chosen` one."""
+        return policy
+
+    def chosen_layers(self, config: ModelConfig) -> tuple[int, ...]:
+        """The numbers of the layers that the chosen policy has: those without a window."""
+        return tuple(range(config.num_layers))
+
+    def seen_as(self, config: ModelConfig) -> ModelConfig:
+        """The model, or a layer's view of it, as if it had those layers alone."""
+        return config
+
+    def part(self, config: ModelConfig, layer: int) -> tuple[Policy, int, ModelConfig]:
+        """The policy of a layer, the layer's number as that policy counts, and the model as it sees it."""
+        return self, layer, config
 
     def window_scale(self, config: ModelConfig, total: Int[Array, " B"]) -> Float[Array, " B"]:
         """[B] the factor of q.k in the softmax whose attention is summed over the window; the model's own here."""
@@ -289,6 +310,10 @@ class Policy:
     def retained(self, cache: LayerCache) -> Int[Array, "B H"]:
         """The number of slots of each head that hold a token which is still attended to."""
         return cache.length
+
+    def retained_by_layer(self, layers: Sequence[Any]) -> list[Int[Array, "B H"]]:
+        """:meth:`retained` of a cache's layers, from the first on."""
+        return [self.retained(cache) for cache in layers]
 
     def due(self, layers: tuple[LayerCache, ...], config: ModelConfig) -> Bool[Array, " B"]:
         """The rows for which :meth:`maintain` must be called before they append another token."""

@@ -30,6 +30,7 @@ def check_value(policy: Policy) -> None:
     Raises:
       UsageError: it is no frozen dataclass, cannot be hashed, or equals one with other options.
     """
+    policy = policy.chosen
     cls, name = type(policy), type(policy).__name__
     if not dataclasses.is_dataclass(cls) or "__dataclass_params__" not in vars(cls):
         raise UsageError(f"{name} is no frozen dataclass; put @dataclasses.dataclass(frozen=True) above the class.")
@@ -87,6 +88,7 @@ def check_sizes(policy: Policy, config: ModelConfig, prompt: int, new: int) -> N
     Raises:
       UsageError: one of these, naming the method.
     """
+    policy, config = policy.chosen, policy.seen_as(config)
     name = type(policy).__name__
     if not is_own(policy) or policy.offloads_rounds:
         return
@@ -159,7 +161,7 @@ def check_kept(policy: Policy, layers: Sequence[Any], retained: Sequence[np.ndar
         wrong = (there > 0) & ((kept < 1) | (kept > most) | (kept > slots))
         if wrong.any():
             row, head = (int(i) for i in np.argwhere(wrong)[0])
-            _refuse(policy, layer, head, int(kept[row, head]), int(seen[row]), int(slots[head]))
+            _refuse(policy.chosen, layer, head, int(kept[row, head]), int(seen[row]), int(slots[head]))
 
 
 def _refuse(policy: Policy, layer: int, head: int, kept: int, seen: int, slots: int) -> None:

@@ -99,6 +99,7 @@ def parse(text: Any) -> Policy:
 
 def format_policy(policy: Policy) -> str:
     """The text form of a policy, fields at their defaults left out; ``parse`` reads it back."""
+    policy = policy.chosen
     cls = type(policy)
     names = {home: known for known, home in POLICIES.items()} | {own: known for known, own in _REGISTERED.items()}
     name = names.get(cls) or names.get(f"{cls.__module__}:{cls.__name__}", cls.__name__)

@@ -23,7 +23,7 @@ from kvjax.cache.page_sharding import PageSharding
 from kvjax.cache.pool import LayerCache, by_head, gather_pages, store, stored_rows
 from kvjax.model.config import ModelConfig
 from kvjax.model.decoder import Decoder
-from kvjax.model.rope import token_angles
+from kvjax.model.rope import angles_of_layers
 from kvjax.policies.base import page_capacities
 from kvjax.policies.signals import Signals
 from kvjax.rounds.conversation import UpperRows
@@ -156,7 +156,8 @@ def read_upper(
     """
     first = params.config.num_layers - len(empty)
     tokens = x.shape[1]
-    angles = token_angles(params.config, seen[:, None] + jnp.arange(tokens), seen + count)
+    configs = [layer.config for layer in params.layers][first:]
+    angles = angles_of_layers(configs, seen[:, None] + jnp.arange(tokens), seen + count)
     zero, done = zero_after(x), []
     for i, cache in enumerate(empty):
         layer = params.layers[first + i]
@@ -164,7 +165,7 @@ def read_upper(
         if staged is not None and length is not None:
             old_k, old_v = cache.sharding.gather_axis(staged.kv[i], 3)
             kept = Rows(old_k, old_v, length[i], None, None, min(old_k.shape[2], BLOCK))
-        x, k, v, _ = read_rows(layer, x, angles, kept, count, zero)
+        x, k, v, _ = read_rows(layer, x, angles[i], kept, count, zero)
         held = jnp.broadcast_to(count[:, None], k.shape[:2])
         if kept is not None:
             k, v = (_behind(old, new, kept.length) for old, new in ((kept.k, k), (kept.v, v)))

@@ -21,7 +21,7 @@ from kvjax.cache.groups import Layer
 from kvjax.cache.shared_context import SharedLayer
 from kvjax.model.alibi import slopes
 from kvjax.model.decoder import Decoder, DecoderLayer
-from kvjax.model.rope import Angles, apply_rope, token_angles
+from kvjax.model.rope import Angles, angles_of_layers, apply_rope
 from kvjax.policies.base import Policy, Step
 from kvjax.runtime.alike import numbers_of_kind
 from kvjax.runtime.decode_attention import attend
@@ -99,14 +99,15 @@ def forward_step(
       The cache with the tokens in, and the float32 logits of what follows.
     """
     policy = cache.policy
-    angles = token_angles(params.config, cache.seen[:, None], cache.seen + 1)
+    configs = [layer.config for layer in params.layers]
+    angles = angles_of_layers(configs, cache.seen[:, None], cache.seen + 1)
     x = params.embed(token)
     done: list[Any] = []
     numbers = numbers_of_kind(policy, params)
-    layers = zip(params.layers, cache.layers, cache.shared_layers, numbers, strict=True)
-    for layer, kept, shared, (number, alike) in layers:
+    layers = zip(params.layers, cache.layers, cache.shared_layers, angles, numbers, strict=True)
+    for layer, kept, shared, rope, (number, alike) in layers:
         step = _layer_step_once if alike else _layer_step
-        x, kept = step(policy, number, layer, kept, x, angles, cache.seen, active, shared)
+        x, kept = step(policy, number, layer, kept, x, rope, cache.seen, active, shared)
         done.append(kept)
     return cache.replace(layers=tuple(done), seen=cache.seen + active), params.logits(x)
 
@@ -117,7 +118,7 @@ def _layer_step(
     layer: DecoderLayer,
     kept: Any,  # of the kind that the policy's init_layer makes
     x: Float[Array, "B M"],
-    angles: Angles,
+    rope: Angles,
     position: Int[Array, " B"],
     active: Bool[Array, " B"],
     shared: SharedLayer,
@@ -125,11 +126,11 @@ def _layer_step(
     """One layer of :func:`forward_step`: what the next layer reads, and the layer's cache with the token in."""
     own = layer.config  # the model's, or of the heads that this device has of the layer
     step = Step(position, active, config=own)
-    angles = None if own.positional == "none" else angles
     q, k, v = layer.project(x)
-    kept = policy.append(index, kept, apply_rope(k, angles), v, step)
-    scale, linear = own.attention_scale, slopes(own) if own.positional == "alibi" else None
-    attended, kept = attend(policy, index, kept, apply_rope(q, angles), step, scale=scale, slopes=linear, shared=shared)
+    kept = policy.append(index, kept, apply_rope(k, rope), v, step)
+    numbers: dict[str, Any] = {"scale": own.attention_scale, "soft_cap": own.attention_soft_cap}
+    linear = slopes(own) if own.positional == "alibi" else None
+    attended, kept = attend(policy, index, kept, apply_rope(q, rope), step, **numbers, slopes=linear, shared=shared)
     return layer.finish(x, attended), kept
 
 

@@ -36,6 +36,7 @@ def attend(
     *,
     scale: float,
     slopes: Float[np.ndarray, "H G"] | None,
+    soft_cap: float | None = None,
     shared: SharedLayer | None = None,
 ) -> tuple[Float[Array, "B H G D"], Layer]:
     """Attention of one token a row over the layer, whose new token is in, and the layer as its policy leaves it.
@@ -51,6 +52,7 @@ def attend(
             q,
             whole,
             scale=scale,
+            soft_cap=soft_cap,
             slopes=slopes,
             position=step.position,
             with_logits=policy.signals.decode_logits,

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.cache.buckets import block_of, prompt_bucket
 from kvjax.model.decoder import Decoder, DecoderLayer
-from kvjax.model.rope import Angles, token_angles
+from kvjax.model.rope import Angles, angles_of_layers
 from kvjax.runtime.layer_observer import LayerObserver
 from kvjax.runtime.prefill import read_layer
 
@@ -42,9 +42,9 @@ def forward_layers(
         tokens[row, : len(ids)] = ids
     count = jnp.asarray(lengths)
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    rope = token_angles(params.config, positions, count)
+    angles = angles_of_layers([layer.config for layer in params.layers], positions, count)
     x = _embed(params, jnp.asarray(tokens))
-    for layer in params.layers:
+    for layer, rope in zip(params.layers, angles, strict=True):
         x, found = read_one(layer, x, rope, count, observer)
         yield x, found
 

@@ -42,7 +42,7 @@ def prefill_peak_bytes(config: ModelConfig, policy: Policy, batch: int, prompt: 
       inner: channels of the MLP that are there.
     """
     item = jnp.dtype(dtype).itemsize
-    chunks = policy.chunks(config)
+    chunks, chosen = policy.chunks(config), policy.chosen
     tokens = prompt_bucket(max(chunks)) if chunks else request_bucket(prompt)
     block, rows = block_of(tokens), batch * tokens
     together = rows_together(batch, block)
@@ -52,14 +52,14 @@ def prefill_peak_bytes(config: ModelConfig, policy: Policy, batch: int, prompt: 
     turns = 0 if together == batch else together * (hidden + both) // batch
     rope = config.positional == "rope"
     # What keeps everything packs as much as it has read: its dense keys and values are counted as the layer's cache.
-    selects = type(policy).compress is not Policy.compress or type(policy).select is not Policy.select
+    selects = type(chosen).compress is not Policy.compress or type(chosen).select is not Policy.select
     dense = both if selects else 0
     turns += both if turns and not selects else 0
     if dispatch.platform() == "tpu":
         dense = both if selects or _PACKS_BESIDE else 0
         rotary = 2 * rows * max(config.rotary_channels // 2, 128) * 4 if rope else 0
         reading = 2 * config.hidden_size + max(2 * inner, 3 * config.num_heads * config.head_dim)
-        copies = _GROUPED if isinstance(policy, HeadWise) else _STATISTICS if isinstance(policy, LagKV) else 0
+        copies = _GROUPED if isinstance(chosen, HeadWise) else _STATISTICS if isinstance(chosen, LagKV) else 0
         return hidden + rotary + dense + turns + max(together * block * reading * item, int(copies * both))
     rotary = 2 * rows * (config.rotary_channels // 2) * 4 if rope else 0
     attention = config.num_heads * (2 * keys_of(block) + 3 * config.head_dim) * 4

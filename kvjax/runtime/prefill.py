@@ -24,7 +24,7 @@ from kvjax.cache.shared_context import SharedContext, SharedLayer
 from kvjax.model.alibi import query_bias
 from kvjax.model.config import ModelConfig
 from kvjax.model.decoder import Decoder, DecoderLayer
-from kvjax.model.rope import Angles, apply_rope, token_angles
+from kvjax.model.rope import Angles, angles_of_layers, apply_rope
 from kvjax.policies.base import Policy, PromptChunk, page_capacities
 from kvjax.policies.empty_cache import empty_cache
 from kvjax.policies.full import Full
@@ -59,8 +59,7 @@ def read_layer(
     heads, group, dim = config.num_kv_heads, config.group_size, config.head_dim
     block = block_of(tokens)
     scale = config.attention_scale
-    rope = None if config.positional == "none" else rope
-    window = None if collector is None else collector.before_layer(layer, x, rope)
+    taken = None if collector is None else collector.before_layer(layer, x, rope)
 
     def body(i: Int[Array, ""], carry: tuple[Array, Array, Array, Any]) -> tuple[Any, ...]:
         x, k, v, partial = carry
@@ -76,7 +75,8 @@ def read_layer(
         if shared is not None:
             place = (shared[1][:, None] + start + jnp.arange(block)).reshape(1, -1)
             context = {"shared": shared[0], "shared_bias": query_bias(config, jnp.tile(place, (1, group)))}
-        where: dict[str, Any] = {"offset": start, "scale": scale, "length": length, "block": keys_of(block)}
+        where: dict[str, Any] = {"offset": start, "length": length, "block": keys_of(block)}
+        where |= {"scale": scale, "window": config.window, "soft_cap": config.attention_soft_cap}
         found = prefill(q, k, v, kept=kept, bias=linear, **where, **context)
         if collector is not None and partial is not None:
             partial = collector.after_block(partial, raw, q, found.lse, k, kept, i)
@@ -87,7 +87,7 @@ def read_layer(
     empty = jnp.broadcast_to(zero.astype(x.dtype), (batch, heads, tokens, dim))
     partial = None if collector is None else collector.start(kept, tokens)
     x, k, v, partial = jax.lax.fori_loop(0, blocks, body, (x, empty, empty, partial))
-    return x, k, v, None if collector is None else collector.finish(partial, window, k, kept, block)
+    return x, k, v, None if collector is None else collector.finish(partial, taken, k, kept, block)
 
 
 def read_rows(
@@ -159,8 +159,8 @@ def through_layers(
     Returns:
       Their caches, what the next layer reads, and what ``collector`` asked of the last of them.
     """
-    config, tokens = params.config, x.shape[1]
-    angles = token_angles(config, seen[:, None] + jnp.arange(tokens), seen + count)
+    configs = [layer.config for layer in params.layers][first : first + len(caches)]
+    angles = angles_of_layers(configs, seen[:, None] + jnp.arange(x.shape[1]), seen + count)
     done: list[Any] = []
     signals = None
     zero = jnp.int32(0) if first == 0 else zero_after(x)
@@ -170,7 +170,7 @@ def through_layers(
         number, alike = numbers[i]
         read = _read_and_compress_once if alike else _read_and_compress
         shared = (None,) * len(parts(old)) if context is None else context.layers[i]
-        given = params.layers[i], old, x, angles, chunk, zero, collector, shared
+        given = params.layers[i], old, x, angles[i - first], chunk, zero, collector, shared
         packed, x, zero, signals = read(policy, number, *given, pages=counts, fresh=fresh)
         done.append(packed)
     return tuple(done), x, signals
@@ -198,7 +198,9 @@ def _read_and_compress(
     if not fresh:
         old = policy.sort_slots(index, old, own)
         kept = kept_rows(old, keys_of(block_of(x.shape[1])), seen if own.positional == "alibi" else None)
-    asked = None if collector is None else dataclasses.replace(collector, config=own)
+    asked = None
+    if collector is not None and own.window is None:  # policies choose the tokens of global layers alone
+        asked = dataclasses.replace(collector, config=own)
     common = shared_rows(shared, old, keys_of(block_of(x.shape[1])), own.positional == "alibi")
     before = None if common is None else (common, seen)
     x, k, v, signals = read_rows(layer, x, angles, kept, work, zero, asked, before)

@@ -141,6 +141,7 @@ class SignalCollector(LayerObserver):
         return dict(
             offset=offset,
             scale=self.config.attention_scale if scale is None else scale,
+            soft_cap=self.config.attention_soft_cap,
             kept=kept,
             bias=query_bias(self.config, jnp.tile(place, (1, self.config.group_size))),
             block=keys_of(block),

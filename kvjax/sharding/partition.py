@@ -101,7 +101,7 @@ class Partition:
     @property
     def grouped(self) -> bool:
         """Whether the policy splits heads in groups."""
-        return isinstance(self.policy, HeadWise)
+        return isinstance(self.policy.chosen, HeadWise)
 
     @property
     def local_policy(self) -> Policy:
@@ -220,27 +220,24 @@ def head_sharding(mesh: Mesh, config: ModelConfig) -> PageSharding:
 
 @functools.lru_cache(maxsize=64)
 def _groups(part: Partition) -> tuple[tuple[Group, ...], ...]:
-    config, policy, mesh = part.config, part.policy, part.mesh
+    config, mesh, found = part.config, part.mesh, []
     rotary = config.positional != "alibi"
-    if not isinstance(policy, HeadWise):
-        sharding = _sharding(mesh, config.num_kv_heads, rotary and policy.heads_alike)
-        return ((Group(tuple(range(config.num_kv_heads)), sharding),),) * config.num_layers
-    return tuple(
-        tuple(
-            Group(heads, _sharding(mesh, len(heads), rotary and member.heads_alike))
-            for member, heads, _ in policy.members(config, layer)
-        )
-        for layer in range(config.num_layers)
-    )
+    for layer in range(config.num_layers):
+        policy, number, seen_as = part.policy.part(config, layer)
+        every = tuple(range(config.num_kv_heads))
+        members = policy.members(seen_as, number) if isinstance(policy, HeadWise) else [(policy, every, seen_as)]
+        sharded = [(heads, _sharding(mesh, len(heads), rotary and one.heads_alike)) for one, heads, _ in members]
+        found.append(tuple(Group(*each) for each in sharded))
+    return tuple(found)
 
 
 @functools.lru_cache(maxsize=64)
 def _local_policy(part: Partition) -> Policy:
-    policy, config = part.policy, part.config
-    if not isinstance(policy, HeadWise):
+    policy, config = part.policy, part.policy.seen_as(part.config)
+    chosen = policy.chosen
+    if not isinstance(chosen, HeadWise):
         return policy
-    kept = []
-    for layer, protected in enumerate(policy.protected(config)):
-        kept.append(part.groups(layer)[0].count if protected else 0)
-    heads = tuple(sum(group.count for group in part.groups(layer)) for layer in range(config.num_layers))
-    return LocalHeads(tuple(kept), heads, policy.others(config))
+    groups = [part.groups(layer) for layer in policy.chosen_layers(part.config)]
+    kept = [own[0].count if protected else 0 for own, protected in zip(groups, chosen.protected(config), strict=True)]
+    heads = tuple(sum(group.count for group in own) for own in groups)
+    return policy.with_chosen(LocalHeads(tuple(kept), heads, chosen.others(config)))

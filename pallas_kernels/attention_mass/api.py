@@ -30,11 +30,15 @@ def log_sum_exp(
     scale: float | Float[Array, " B"],
     kept: Rows | None = None,
     bias: Bias | None = None,
+    window: int | None = None,
+    soft_cap: float | None = None,
     block: int | None = None,
     implementation: str | None = None,
     **options: Any,
 ) -> Float[Array, "B H G N"]:
-    """Log-sum-exp of each query's scores ``scale q . k + bias`` over the keys it attends to: a softmax's normaliser.
+    """Log-sum-exp of each query's scores over the keys it attends to: a softmax's normaliser.
+
+    A score is ``cap(scale q . k) + bias``, with ``cap(x) = soft_cap * tanh(x / soft_cap)``.
 
     Query i of a row attends to keys ``j <= offset + i`` and every valid kept row.
 
@@ -45,6 +49,9 @@ def log_sum_exp(
       scale: multiplies q . k; may differ by row.
       kept: rows from earlier tokens, which all queries attend to; they have a block size of their own.
       bias: bias of scores by key positions (ALiBi), for group-major queries. Only "xla" takes one.
+      window: attend only to the last ``window`` tokens, the query's own included; kept rows are then those of the
+        tokens right before the first key, in order.
+      soft_cap: bound of the scores.
       block: keys the XLA form reads at once; divides T.
       implementation: the only one to try; by default the platform's in order, "xla" last.
       options: options of the implementation that is named: ``config`` (block sizes), ``interpret``.
@@ -56,7 +63,7 @@ def log_sum_exp(
       ValueError: an argument of another shape or type, or some that contradict each other.
       NotImplementedError: the implementation that was named cannot do this.
     """
-    problem = _problem(q, k, offset, scale, kept, bias, block)
+    problem = _problem(q, k, offset, scale, kept, bias, window, soft_cap, block)
     return LOG_SUM_EXP.run(implementation, problem, **options)
 
 
@@ -71,11 +78,13 @@ def attention_mass(
     onto: Masses | None = None,
     kept: Rows | None = None,
     bias: Bias | None = None,
+    window: int | None = None,
+    soft_cap: float | None = None,
     block: int | None = None,
     implementation: str | None = None,
     **options: Any,
 ) -> Masses:
-    """Attention of these queries summed by key, ``sum_i weight_i exp(scale q_i . k_j + bias - lse_i)``.
+    """Attention of these queries summed by key, ``sum_i weight_i exp(score_ij - lse_i)``.
 
     Over the last W queries of a row it is an observation window's mass (SnapKV, Li et al., arXiv 2404.14469,
     equation 1); over all of them the column sums of attention (H2O, Zhang et al., arXiv 2306.14048), which are
@@ -91,7 +100,7 @@ def attention_mass(
       ValueError: an argument of another shape or type, or some that contradict each other.
       NotImplementedError: the implementation that was named cannot do this.
     """
-    problem = _problem(q, k, offset, scale, kept, bias, block)
+    problem = _problem(q, k, offset, scale, kept, bias, window, soft_cap, block)
     batch, heads, group, count, _ = q.shape
     checks.array("lse", lse, (batch, heads, group, count), checks.FLOAT)
     checks.arrays(checks.FLOAT, weight=(weight, (batch, count)))
@@ -107,7 +116,9 @@ def attention_mass(
     return ATTENTION_MASS.run(implementation, problem, counting, **options)
 
 
-def _problem(q: Any, k: Any, offset: Any, scale: Any, kept: Any, bias: Any, block: int | None) -> Problem:
+def _problem(
+    q: Any, k: Any, offset: Any, scale: Any, kept: Any, bias: Any, window: Any, soft_cap: Any, block: int | None
+) -> Problem:
     checks.array("q", q, (None,) * 5, checks.FLOAT)
     batch, heads, _, _, dim = q.shape
     checks.array("k", k, (batch, heads, None, dim), checks.FLOAT)
@@ -118,4 +129,5 @@ def _problem(q: Any, k: Any, offset: Any, scale: Any, kept: Any, bias: Any, bloc
     checks.rows(kept, batch, heads, dim)
     block = checks.block(block, tokens, BLOCK)
     offset, scale = per_row(offset, batch, jnp.int32), per_row(scale, batch, jnp.float32)
-    return Problem(q, k, offset, scale, kept, bias, block)
+    checks.bounds(window, soft_cap)
+    return Problem(q, k, offset, scale, kept, bias, block, window, checks.plain(soft_cap))

@@ -37,6 +37,8 @@ class Problem:
     kept: Rows | None
     bias: Bias | None = dataclasses.field(metadata={"static": True})
     block: int = dataclasses.field(metadata={"static": True})
+    window: int | None = dataclasses.field(default=None, metadata={"static": True})
+    soft_cap: float | None = dataclasses.field(default=None, metadata={"static": True})
 
 
 @jax.tree_util.register_dataclass

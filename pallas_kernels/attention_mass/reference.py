@@ -13,14 +13,22 @@ def scores(p: Problem) -> tuple[np.ndarray, np.ndarray | None]:
     count, tokens = p.q.shape[3], p.k.shape[2]
     last = np.asarray(p.offset)[:, None] + np.arange(count)
     new = _products(p, p.k, np.arange(tokens)[None, None])
-    new = np.where((np.arange(tokens) <= last[..., None])[:, None, None], new, NEG)
+    key = np.arange(tokens)
+    visible = key <= last[..., None]
+    if p.window is not None:
+        visible &= last[..., None] - key < p.window
+    new = np.where(visible[:, None, None], new, NEG)
     if p.kept is None:
         return new, None
     kept, slot = _products(p, p.kept.k, p.kept.place), np.arange(p.kept.k.shape[2])
     if p.kept.log_mass is not None:
         kept = kept + np.where(slot == 0, np.asarray(p.kept.log_mass)[..., None], 0)[:, :, None, None]
     valid = slot < np.asarray(p.kept.length)[..., None]
-    return new, np.where(valid[:, :, None, None], kept, NEG)
+    valid = np.broadcast_to(valid[:, :, None], (*valid.shape[:2], count, len(slot)))
+    if p.window is not None:  # slot s holds the token that is length - s before the first key
+        behind = np.asarray(p.kept.length)[..., None] - slot
+        valid = valid & (last[:, None, :, None] + behind[:, :, None] < p.window)
+    return new, np.where(valid[:, :, None], kept, NEG)
 
 
 def _products(p: Problem, k, place) -> np.ndarray:
@@ -30,6 +38,8 @@ def _products(p: Problem, k, place) -> np.ndarray:
         np.einsum("bhgnd,bhtd->bhgnt", *wide, optimize=True)
         * np.asarray(p.scale, np.float64)[:, None, None, None, None]
     )
+    if p.soft_cap is not None:
+        found = p.soft_cap * np.tanh(found / p.soft_cap)
     if p.bias is not None and place is not None:
         found = found + np.asarray(p.bias(place)).reshape(-1, heads, group, count, found.shape[-1])
     return found

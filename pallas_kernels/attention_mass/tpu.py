@@ -13,7 +13,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pallas_kernels import tuned
+from pallas_kernels import checks, tuned
 from pallas_kernels.attention_mass import tpu_log_sum_exp, tpu_mass, xla
 from pallas_kernels.attention_mass.mass_problem import Counting, Masses, Problem
 from pallas_kernels.softmax import merge_log
@@ -56,7 +56,7 @@ def attention_mass(p: Problem, c: Counting, *, config: Config | None = None, int
 
 def mass_tiles(p: Problem, config: Config | None, count: int | None = None) -> Tiles:
     """Blocks of the first ``count`` queries, all by default, in parts of the mass kernel's own size."""
-    return Tiles.of(p.q, p.k, config, _PART, count)
+    return Tiles.of(p.q, p.k, config, _PART, count, p.window)
 
 
 def _whole_and_rest(p: Problem, config: Config | None) -> tuple[int, Problem | None]:
@@ -69,6 +69,7 @@ def _whole_and_rest(p: Problem, config: Config | None) -> tuple[int, Problem | N
 
 
 def _check(p: Problem) -> None:
+    checks.compiled_in(p.soft_cap)
     if p.bias is not None:
         raise NotImplementedError("The TPU kernels have no bias by positions (ALiBi).")
     tiles.check_dtype(p.k.dtype)

@@ -4,7 +4,7 @@
   merged in the last block.
 * Scores are written to VMEM as they leave the matrix units, and read again for their weights one grid step later,
   while that step's products run: scores that wait for exponentials hold no registers that the products need.
-* Masks are applied in the first block and in those that the diagonal crosses.
+* Masks are applied in the first block and in those of which queries see a part.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
 from pallas_kernels.attention_mass.mass_problem import Problem
-from pallas_kernels.softmax import LOG2E, NEG, NOTHING
+from pallas_kernels.softmax import LOG2E, NEG, NOTHING, capped_log2
 from pallas_kernels.tpu import float32_scores, tiles
 from pallas_kernels.tpu.tiles import LANES, SUBLANES, Config, Tiles
 
@@ -38,7 +38,7 @@ def tiling(p: Problem, config: Config | None, count: int | None = None) -> Tiles
     """
     unit = tiles.matrix_unit()
     rounds = p.k.dtype == jnp.float32 or p.q.shape[4] > max(LANES, unit)
-    return Tiles.of(p.q, p.k, config, 2 * unit if rounds else None, count)
+    return Tiles.of(p.q, p.k, config, 2 * unit if rounds else None, count, p.window)
 
 
 def _held_back(q: Float[Array, "M D"], gathered: Float[Array, "M 128"], measured: Any) -> Float[Array, "M D"]:
@@ -146,11 +146,12 @@ class _Block:
         self.mass[0, rows] = jnp.where(top > jnp.float32(NOTHING), found, jnp.float32(NEG))
 
 
-def _kernel(offset, factor, q, k, out, score, peak, shrink, mass, *float32, t: Tiles):
+def _kernel(offset, factor, q, k, out, score, peak, shrink, mass, *float32, t: Tiles, soft_cap):
     b, i, block = pl.program_id(0), pl.program_id(2), pl.program_id(3)
     group = t.shape[2]
-    first, first_key = i * jnp.int32(t.queries), block * jnp.int32(t.keys)
+    first = i * jnp.int32(t.queries)
     first_query = offset[b * group] + first
+    first_key = (t.first_key_block(first_query) + block) * jnp.int32(t.keys)
     last = block == pl.num_programs(3) - 1
     rows = _Block(t, score, peak, shrink, mass)
     products: Any = float32_scores.Products(t, float32[0], float32[1], score) if float32 else None
@@ -172,11 +173,12 @@ def _kernel(offset, factor, q, k, out, score, peak, shrink, mass, *float32, t: T
             if hold_back is not None:
                 queries = _held_back(queries.reshape(-1, queries.shape[-1]), *hold_back)[None]
             scores = tiles.scores(queries, t.keys_of(k, part), t.columns) * factor[b]
+        scores = capped_log2(scores, soft_cap)
         if masked:
             # Masked weights need no zeros: a lane without a score sums exp2(0), and its first real peak removes it.
             ahead = first + jnp.int32(at.queries.start) - first_key - jnp.int32(part * t.part)
             heads = range(at.heads.start, at.heads.stop)
-            scores = tiles.masked(scores, [offset[b * group + g] + ahead for g in heads])
+            scores = tiles.masked(scores, [offset[b * group + g] + ahead for g in heads], t.window)
         score[part, at.heads, at.queries] = scores.reshape(-1, at.queries.stop - at.queries.start, t.part)
         if masked and fast:
             shrink[part, at.rows] = functools.reduce(jnp.maximum, tiles.lanes(scores))
@@ -199,7 +201,7 @@ def _kernel(offset, factor, q, k, out, score, peak, shrink, mass, *float32, t: T
         for part in range(t.parts):
             products.add(at.heads, at.queries, part, chunk)
 
-    below = jnp.logical_and(block > 0, first_query >= first_key + jnp.int32(t.keys - 1))
+    below = jnp.logical_and(block > 0, t.whole(first_query, first_key))
     live = t.touched(first_query, first_key)
     crossed = jnp.logical_and(live, jnp.logical_not(below))
     strips = _strips(t, _ROWS if products else t.rows)
@@ -235,11 +237,11 @@ def call(p: Problem, t: Tiles, interpret: Any) -> Float[Array, "B H G N"]:
     batch, heads, group, _, dim = t.shape
 
     def key_block(b, h, i, block, offset, *_):
-        return b, h, jnp.minimum(block, t.last_key_block(offset[b * group], i))
+        return b, h, t.key_block(offset[b * group], i, block)
 
     grid = pltpu.PrefetchScalarGridSpec(
         num_scalar_prefetch=2,
-        grid=(batch, heads, t.query_blocks, t.key_blocks(p.offset)),
+        grid=(batch, heads, t.query_blocks, t.key_steps(p.offset)),
         in_specs=[
             pl.BlockSpec((None, None, group, t.queries, dim), lambda b, h, i, *_: (b, h, 0, i, 0)),
             t.key_spec(key_block),
@@ -253,7 +255,7 @@ def call(p: Problem, t: Tiles, interpret: Any) -> Float[Array, "B H G N"]:
     )
     out = jax.ShapeDtypeStruct(t.shape[:4], jnp.float32)
     return pl.pallas_call(
-        functools.partial(_kernel, t=t),
+        functools.partial(_kernel, t=t, soft_cap=p.soft_cap),
         grid_spec=grid,
         out_shape=out,
         compiler_params=pltpu.CompilerParams(

@@ -21,7 +21,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
 from pallas_kernels.attention_mass.mass_problem import Counting, Problem, log2_normaliser
-from pallas_kernels.softmax import LOG2E, NEG
+from pallas_kernels.softmax import LOG2E, NEG, capped_log2
 from pallas_kernels.tpu import float32_scores, tiles
 from pallas_kernels.tpu.tiles import LANES, SUBLANES, Tiles
 
@@ -38,7 +38,7 @@ def _each_part(
     heads at a time, as masks take registers. ``begin(heads)`` is called once before.
     """
     group = t.shape[2]
-    below = first_query >= first_key + jnp.int32(t.keys - 1)
+    below = t.whole(first_query, first_key)
 
     def run_all(heads: slice) -> None:
         begin(heads)
@@ -67,7 +67,7 @@ def _pieces(t: Tiles) -> list[slice]:
 
 
 class _Mask(NamedTuple):
-    """The causal mask of a piece: key minus query, both counted within their blocks, exceeds ``most``.
+    """The mask of a piece: key minus query, both counted within their blocks, exceeds ``most`` or leaves the window.
 
     ``before`` are the weights of an earlier piece. Masks depend on them through a zero that the compiler cannot know to
     be one; otherwise it computes the masks of all pieces at once, and spills them.
@@ -76,6 +76,7 @@ class _Mask(NamedTuple):
     distance: Array
     most: Array
     before: Array | None
+    window: int | None
 
     def apply(self, scores: list[Array]) -> list[Array]:
         most = self.most
@@ -83,7 +84,8 @@ class _Mask(NamedTuple):
             zero = jnp.where(self.before < 0, jnp.int32(1), jnp.int32(0))
             most += jnp.concatenate([zero] * (self.distance.shape[0] // SUBLANES))
         places = [most - jnp.int32(at * LANES) for at in range(len(scores))]
-        return [jnp.where(self.distance <= at, x, jnp.float32(NEG)) for at, x in zip(places, scores, strict=True)]
+        seen = [tiles.visible(self.distance, at, self.window) for at in places]
+        return [jnp.where(some, x, jnp.float32(NEG)) for some, x in zip(seen, scores, strict=True)]
 
 
 def _weights(scores: Array, normaliser: Array, mask: _Mask | None) -> list[Float[Array, "8 128"]]:
@@ -124,7 +126,7 @@ def _spread(beside: Any, normaliser: Any, block: Array, piece: Any, t: Tiles) ->
     beside[...] = jnp.take_along_axis(column, index, axis=1, mode="promise_in_bounds")
 
 
-def _kernel(offset, factor, live, q, normaliser, k, onto, out, total, beside, distance, *float32, t: Tiles):
+def _kernel(offset, factor, live, q, normaliser, k, onto, out, total, beside, distance, *float32, t: Tiles, soft_cap):
     b, block, i = pl.program_id(0), pl.program_id(2), pl.program_id(3)
     group = t.shape[2]
     first_query, first_key = offset[b * group] + i * jnp.int32(t.queries), block * jnp.int32(t.keys)
@@ -151,13 +153,13 @@ def _kernel(offset, factor, live, q, normaliser, k, onto, out, total, beside, di
 
         def scores_of(heads: Any, at: slice) -> Array:
             if products:
-                return products.last(heads, at, part).reshape(-1, t.part)
-            return tiles.scores(q[heads, at], keys, t.columns) * factor[b]
+                return capped_log2(products.last(heads, at, part).reshape(-1, t.part), soft_cap)
+            return capped_log2(tiles.scores(q[heads, at], keys, t.columns) * factor[b], soft_cap)
 
         def add_piece(g: int, at: slice, scores: Array, before: Array | None) -> Array:
             """Add the masses from a head's piece; returns those of the first keys."""
             most = offset[b * group + first + g] + ahead + at.start
-            mask = _Mask(distance[: at.stop - at.start], most, before) if masked else None
+            mask = _Mask(distance[: at.stop - at.start], most, before, t.window) if masked else None
             weights = _weights(scores, beside[first + g, at], mask)
             for lane, weight in enumerate(weights):
                 total[part, first + g, :, lane * LANES : (lane + 1) * LANES] += weight
@@ -218,12 +220,10 @@ def call(p: Problem, c: Counting, t: Tiles, onto: Array, interpret: Any) -> Floa
     offset = jnp.repeat(p.offset, group)
 
     def of_queries(*tail):
-        return lambda b, h, block, i, offset, *_: (
-            (b, h, 0, jnp.maximum(i, t.first_query_block(offset[b * group], block)), *tail)
-        )
+        return lambda b, h, block, i, offset, *_: ((b, h, 0, t.query_block(offset[b * group], block, i), *tail))
 
     def of_normaliser(b, h, block, i, offset, *_):
-        i = jnp.maximum(i, t.first_query_block(offset[b * group], block))
+        i = t.query_block(offset[b * group], block, i)
         return b, h, 0, jax.lax.div(i * jnp.int32(_lanes_of_block(t)), jnp.int32(width))
 
     mass = pl.BlockSpec((None, None, group, t.keys), lambda b, h, block, i, *_: (b, h, 0, block))
@@ -245,7 +245,7 @@ def call(p: Problem, c: Counting, t: Tiles, onto: Array, interpret: Any) -> Floa
         ],
     )
     return pl.pallas_call(
-        functools.partial(_kernel, t=t),
+        functools.partial(_kernel, t=t, soft_cap=p.soft_cap),
         grid_spec=grid,
         out_shape=jax.ShapeDtypeStruct(onto.shape, jnp.float32),
         # Blocks of keys after the last query are not visited, and keep the masses of ``onto``.

@@ -18,12 +18,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float
 
-from pallas_kernels import tuned
+from pallas_kernels import checks, tuned
 from pallas_kernels.attention_mass import xla
 from pallas_kernels.attention_mass.mass_problem import Counting, Masses, Problem, log2_normaliser
 from pallas_kernels.gpu import chip
 from pallas_kernels.gpu.triton_tiles import check_sizes, dot_rows, i32, rows_of, up
-from pallas_kernels.softmax import LOG2E, NEG, NOTHING, merge_log
+from pallas_kernels.softmax import LOG2E, NEG, NOTHING, capped_log2, merge_log
+from pallas_kernels.windows import in_window
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +73,9 @@ def log_sum_exp(p: Problem, *, config: Config | None = None, interpret: Any = Fa
     blocks = pl.cdiv(rows, c.queries)
     split = c.split or pl.cdiv(tokens, c.keys) * c.keys
     splits = pl.cdiv(tokens, split)
-    kernel = functools.partial(_log_sum_exp_kernel, c=c, sizes=(rows, count, tokens, dim, split), blocks=blocks)
+    kernel = functools.partial(
+        _log_sum_exp_kernel, c=c, sizes=(rows, count, tokens, dim, split), blocks=blocks, **_bounds(p)
+    )
     parts = pl.pallas_call(
         kernel,
         grid=(splits, units * blocks, batch * heads),
@@ -100,7 +103,7 @@ def attention_mass(p: Problem, c: Counting, *, config: Config | None = None, int
     stop = jnp.max(jnp.where(weight > 0, jnp.arange(1, count + 1, dtype=jnp.int32), 0), axis=1)
     onto = jnp.zeros((batch, heads, group, tokens), jnp.float32) if c.onto is None else c.onto.new
     new = pl.pallas_call(
-        functools.partial(_mass_kernel, c=cfg, sizes=(heads, group, count, tokens, dim)),
+        functools.partial(_mass_kernel, c=cfg, sizes=(heads, group, count, tokens, dim), **_bounds(p)),
         grid=(pl.cdiv(tokens, cfg.keys), heads, batch),
         in_specs=[pl.no_block_spec] * 7,
         out_specs=pl.no_block_spec,
@@ -124,12 +127,17 @@ def attention_mass(p: Problem, c: Counting, *, config: Config | None = None, int
 
 
 def _checked(kernel: str, p: Problem, config: Config | None) -> Config:
+    checks.compiled_in(p.soft_cap)
     if p.bias is not None:
         raise NotImplementedError("The GPU kernels have no bias by positions (ALiBi).")
     chip.needs_ampere(chip.target())
     if p.q.dtype != p.k.dtype:
         raise NotImplementedError(f"The GPU kernels take queries and keys of one dtype, not {p.q.dtype}, {p.k.dtype}.")
     return config or tuned.config(f"{kernel}.triton", p, Config) or Config.default(p)
+
+
+def _bounds(p: Problem) -> dict[str, Any]:
+    return {"window": p.window, "soft_cap": p.soft_cap}
 
 
 def _per_head(p: Problem) -> tuple[Array, Array]:
@@ -152,7 +160,7 @@ def _merged(parts: Float[Array, "S B H G N"]) -> Float[Array, "B H G N"]:
     return jnp.where(total > 0, peak + jnp.log(jnp.maximum(total, 1e-37)), NEG)
 
 
-def _log_sum_exp_kernel(offset, factor, q, k, out, *, c, sizes, blocks):
+def _log_sum_exp_kernel(offset, factor, q, k, out, *, c, sizes, blocks, window, soft_cap):
     rows, count, tokens, dim, split = sizes
     part, block, head = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     unit, nth = jax.lax.div(block, i32(blocks)), jax.lax.rem(block, i32(blocks))
@@ -171,8 +179,8 @@ def _log_sum_exp_kernel(offset, factor, q, k, out, *, c, sizes, blocks):
         peak, mass = carry
         key = i * i32(c.keys) + jnp.arange(c.keys, dtype=jnp.int32)
         kb = rows_of(k, head * i32(tokens) + key, key < tokens, dim)
-        scores = dot_rows(qb, kb) * factor[head]
-        seen = (key[None, :] <= first + query[:, None]) & (key[None, :] < stop)
+        scores = capped_log2(dot_rows(qb, kb) * factor[head], soft_cap)
+        seen = in_window(first + query[:, None], key[None, :], window) & (key[None, :] < stop)
         scores = jnp.where(seen, scores, jnp.float32(NEG))
         higher = jnp.maximum(peak, scores.max(axis=1))
         weight = jnp.where(seen, jnp.exp2(scores - higher[:, None]), jnp.float32(0))
@@ -180,6 +188,9 @@ def _log_sum_exp_kernel(offset, factor, q, k, out, *, c, sizes, blocks):
 
     zero = jnp.zeros((c.queries,), jnp.float32)
     begin = jax.lax.div(part * i32(split), i32(c.keys))
+    if window is not None:
+        earliest = first + (nth * i32(c.queries) if rows == count else i32(0))
+        begin = jnp.maximum(begin, jax.lax.div(jnp.maximum(earliest - i32(window - 1), 0), i32(c.keys)))
     peak, mass = jax.lax.fori_loop(begin, up(stop, c.keys), fold, (zero + jnp.float32(NEG), zero))
     found = peak * jnp.float32(1 / LOG2E) + jnp.log(jnp.maximum(mass, jnp.float32(1e-37)))
     found = jnp.where(mass > 0, found, jnp.float32(NEG))
@@ -187,7 +198,7 @@ def _log_sum_exp_kernel(offset, factor, q, k, out, *, c, sizes, blocks):
     plt.store(out.at[part * per_part + at], found, mask=there)
 
 
-def _mass_kernel(offset, factor, stop, q, normaliser, k, onto, out, *, c, sizes):
+def _mass_kernel(offset, factor, stop, q, normaliser, k, onto, out, *, c, sizes, window, soft_cap):
     del onto  # the same memory as ``out``
     heads, group, count, tokens, dim = sizes
     block, h, b = pl.program_id(0), pl.program_id(1), pl.program_id(2)
@@ -198,6 +209,12 @@ def _mass_kernel(offset, factor, stop, q, normaliser, k, onto, out, *, c, sizes)
     begin = jnp.minimum(jax.lax.div(jnp.maximum(first_key - first_query, 0), i32(c.queries)), end)
     # From this block of queries on, every query attends to all keys of the block.
     below = jnp.clip(up(first_key + i32(c.keys - 1) - first_query, c.queries), begin, end)
+    inside = end
+    if window is not None:  # up to one block some query sees a key, and up to another all queries see all keys
+        end = jnp.clip(up(first_key + i32(c.keys + window - 1) - first_query, c.queries), begin, end)
+        below = jnp.minimum(below, end)
+        within = jax.lax.div(jnp.maximum(first_key + i32(window) - first_query, 0), i32(c.queries))
+        inside = jnp.clip(within, below, end)
 
     @pl.when(begin < end)
     def _():
@@ -211,14 +228,17 @@ def _mass_kernel(offset, factor, stop, q, normaliser, k, onto, out, *, c, sizes)
                 row = unit * i32(count) + query
                 qb = rows_of(q, row, query < count, dim)
                 norm = plt.load(normaliser.at[row], mask=query < count, other=-NEG)
-                weight = jnp.exp2(dot_rows(kb, qb) * factor[b] - norm[None, :])
+                weight = jnp.exp2(capped_log2(dot_rows(kb, qb) * factor[b], soft_cap) - norm[None, :])
                 if masked:
-                    weight = jnp.where(key[:, None] <= first_query + query[None, :], weight, jnp.float32(0))
+                    seen = in_window(first_query + query[None, :], key[:, None], window)
+                    weight = jnp.where(seen, weight, jnp.float32(0))
                 return total + weight.sum(axis=1)
 
             total = jnp.zeros((c.keys,), jnp.float32)
             total = jax.lax.fori_loop(begin, below, functools.partial(add, True), total)
-            total = jax.lax.fori_loop(below, end, functools.partial(add, False), total)
+            total = jax.lax.fori_loop(below, inside, functools.partial(add, False), total)
+            if window is not None:
+                total = jax.lax.fori_loop(inside, end, functools.partial(add, True), total)
             at = unit * i32(tokens) + key
             had = plt.load(out.at[at], mask=key < tokens, other=0.0)
             plt.store(out.at[at], had + total, mask=key < tokens)

@@ -11,24 +11,41 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.attention_mass.mass_problem import Counting, Masses, Problem
-from pallas_kernels.softmax import NEG, NOTHING
+from pallas_kernels.softmax import NEG, NOTHING, capped
+from pallas_kernels.windows import in_window, key_blocks, reach_of
 
 
 def log_sum_exp(p: Problem) -> Float[Array, "B H G N"]:
     """See :func:`pallas_kernels.attention_mass.log_sum_exp`."""
     q, last = _scaled(p), _last(p)
-    kept, empty = p.kept, jnp.zeros(q.shape[:3], jnp.float32)
+    carry = _fold_kept(p, q)
+    return _log_of(p, jax.lax.fori_loop(*_blocks(p), lambda i, c: _fold(c, _new_scores(p, q, last, i)), carry))
 
-    def fold(carry: tuple[Array, Array], scores: Array) -> tuple[Array, Array]:
-        peak, mass = carry
-        higher = jnp.maximum(peak, scores.max(axis=-1))
-        weight = jnp.where(scores > NEG, jnp.exp(scores - higher[..., None]), 0.0)
-        return higher, mass * jnp.exp(peak - higher) + weight.sum(axis=-1)
 
+def kept_log_sum_exp(p: Problem) -> Float[Array, "B H G N"]:
+    """Log-sum-exp over the kept rows alone."""
+    return _log_of(p, _fold_kept(p, _scaled(p)))
+
+
+def _fold(carry: tuple[Array, Array], scores: Array) -> tuple[Array, Array]:
+    """A running softmax's largest score and mass after some more scores."""
+    peak, mass = carry
+    higher = jnp.maximum(peak, scores.max(axis=-1))
+    weight = jnp.where(scores > NEG, jnp.exp(scores - higher[..., None]), 0.0)
+    return higher, mass * jnp.exp(peak - higher) + weight.sum(axis=-1)
+
+
+def _fold_kept(p: Problem, q: Float[Array, "B H M D"]) -> tuple[Array, Array]:
+    """The running softmax over the kept rows, if there are any."""
+    empty = jnp.zeros(q.shape[:3], jnp.float32)
     carry = (empty + NEG, empty)
-    if kept is not None:
-        carry = jax.lax.fori_loop(0, kept.blocks, lambda i, c: fold(c, _kept_scores(p, q, i)), carry)
-    carry = jax.lax.fori_loop(0, _blocks(p), lambda i, c: fold(c, _new_scores(p, q, last, i)), carry)
+    if p.kept is None:
+        return carry
+    first, blocks = p.kept.first_block(_reach(p)), p.kept.blocks
+    return jax.lax.fori_loop(first, blocks, lambda i, c: _fold(c, _kept_scores(p, q, i)), carry)
+
+
+def _log_of(p: Problem, carry: tuple[Array, Array]) -> Float[Array, "B H G N"]:
     # NEG plus the logarithm of the smallest number is NEG: a query that attends to nothing needs no special case.
     return (carry[0] + jnp.log(jnp.maximum(carry[1], jnp.finfo(jnp.float32).tiny))).reshape(p.q.shape[:4])
 
@@ -44,7 +61,7 @@ def attention_mass(p: Problem, c: Counting) -> Masses:
         return _add_at(mass, _masses(p, c, _new_scores(p, q, last, i)), i * p.block)
 
     start = jnp.zeros((*p.q.shape[:3], p.k.shape[2]), jnp.float32) if c.onto is None else c.onto.new
-    return Masses(jax.lax.fori_loop(0, _blocks(p), over_new, start), kept)
+    return Masses(jax.lax.fori_loop(*_blocks(p), over_new, start), kept)
 
 
 def kept_mass(p: Problem, c: Counting) -> Float[Array, "B H G C"]:
@@ -58,13 +75,7 @@ def kept_mass(p: Problem, c: Counting) -> Float[Array, "B H G C"]:
     def over_kept(i: Int[Array, ""], mass: Array) -> Array:
         return _add_at(mass, _masses(p, c, _kept_scores(p, q, i)), i * kept.block)
 
-    return jax.lax.fori_loop(0, kept.blocks, over_kept, start)
-
-
-def kept_log_sum_exp(p: Problem) -> Float[Array, "B H G N"]:
-    """Log-sum-exp over the kept rows alone."""
-    nothing = jnp.full_like(p.offset, -p.q.shape[3])
-    return log_sum_exp(Problem(p.q, p.k, nothing, p.scale, p.kept, p.bias, p.block))
+    return jax.lax.fori_loop(kept.first_block(_reach(p)), kept.blocks, over_kept, start)
 
 
 def _scaled(p: Problem) -> Float[Array, "B H M D"]:
@@ -79,9 +90,15 @@ def _last(p: Problem) -> Int[Array, "B M"]:
     return jnp.tile(p.offset[:, None] + jnp.arange(count), (1, group))
 
 
-def _blocks(p: Problem) -> Int[Array, ""]:
-    """Blocks of keys that some query attends to."""
-    return jnp.clip((jnp.max(p.offset) + p.q.shape[3] + p.block - 1) // p.block, 0, p.k.shape[2] // p.block)
+def _reach(p: Problem) -> Int[Array, "#B M"] | None:
+    """How many of the kept rows each query attends to; None for all."""
+    return reach_of(p.window, _last(p))
+
+
+def _blocks(p: Problem) -> tuple[Int[Array, ""], Int[Array, ""]]:
+    """The first block of keys that some query attends to, and the first beyond them."""
+    first, blocks = key_blocks(p.offset, p.q.shape[3], p.block, p.window)
+    return first, jnp.clip(blocks, 0, p.k.shape[2] // p.block)
 
 
 def _masses(p: Problem, c: Counting, scores: Float[Array, "B H M S"]) -> Float[Array, "B H G S"]:
@@ -100,18 +117,18 @@ def _masses(p: Problem, c: Counting, scores: Float[Array, "B H M S"]) -> Float[A
 def _new_scores(p: Problem, q: Array, last: Array, i: Int[Array, ""]) -> Float[Array, "B H M S"]:
     """Scores of one block of keys, NEG where masked."""
     kb = jax.lax.dynamic_slice_in_dim(p.k, i * p.block, p.block, axis=2)
-    scores = jnp.einsum("bhnd,bhsd->bhns", q, kb, preferred_element_type=jnp.float32)
+    scores = capped(jnp.einsum("bhnd,bhsd->bhns", q, kb, preferred_element_type=jnp.float32), p.soft_cap)
     place = i * p.block + jnp.arange(p.block)
     if p.bias is not None:
         scores = scores + p.bias(place[None, None])
-    return jnp.where((place <= last[..., None])[:, None], scores, NEG)
+    return jnp.where(in_window(last[..., None], place, p.window)[:, None], scores, NEG)
 
 
 def _kept_scores(p: Problem, q: Array, i: Int[Array, ""]) -> Float[Array, "B H M S"]:
     """Scores of one block of kept rows, NEG where they are not valid."""
     assert p.kept is not None
-    kb, _, visible, bias = p.kept.block_of(i, p.bias)
-    scores = jnp.einsum("bhnd,bhsd->bhns", q, kb, preferred_element_type=jnp.float32)
+    kb, _, visible, bias = p.kept.block_of(i, p.bias, _reach(p))
+    scores = capped(jnp.einsum("bhnd,bhsd->bhns", q, kb, preferred_element_type=jnp.float32), p.soft_cap)
     if bias is not None:
         scores = scores + bias
     return jnp.where(visible, scores, NEG)

@@ -33,14 +33,16 @@ def prefill(
     bias: Bias | None = None,
     shared: Rows | None = None,
     shared_bias: Bias | None = None,
+    window: int | None = None,
+    soft_cap: float | None = None,
     block: int | None = None,
     implementation: str | None = None,
     **options: Any,
 ) -> Prefilled:
     """Softmax attention of a chunk of queries over the kept rows and the keys up to each query's own.
 
-    The score of query i and key j, ``j <= offset + i``, is ``scale q_i . k_j + bias``; valid kept rows are scored
-    the same way, plus their log mass.
+    The score of query i and key j, ``j <= offset + i``, is ``cap(scale q_i . k_j) + bias``; valid kept rows are scored
+    the same way, plus their log mass. ``cap(x) = soft_cap * tanh(x / soft_cap)``.
 
     Args:
       q: after rotary embedding, grouped by KV head. k, v: from the prompt's start, the chunk's own included; finite
@@ -54,6 +56,9 @@ def prefill(
       bias: bias of scores by key positions (ALiBi), for group-major queries. Only "xla" takes one.
       shared: rows, of a batch of 1, that the queries of all rows attend to as well, merged by log-sum-exp.
       shared_bias: bias of scores by the shared rows' positions, for queries by group, then row, then token.
+      window: attend only to the last ``window`` tokens, the query's own included; kept rows are then those of the
+        tokens right before the first key, in order, and nothing is shared.
+      soft_cap: bound of the scores.
       block: keys the XLA form reads at once; divides T.
       implementation: the only one to try; by default the platform's in order, "xla" last.
       options: options of the implementation that is named: ``config`` (block sizes), ``interpret``.
@@ -73,8 +78,12 @@ def prefill(
     checks.number("scale", scale)
     checks.rows(kept, batch, heads, dim)
     block = checks.block(block, tokens, BLOCK)
-    problem = Problem(q, k, v, jnp.asarray(offset, jnp.int32), length, kept, checks.plain(scale), bias, block)
+    checks.bounds(window, soft_cap)
+    bounds = window, checks.plain(soft_cap)
+    problem = Problem(q, k, v, jnp.asarray(offset, jnp.int32), length, kept, checks.plain(scale), bias, block, *bounds)
     if shared is not None:
+        if window is not None:
+            raise ValueError("A window counts a row's own tokens; give none with shared rows.")
         sharing.check(problem, shared, shared_bias)
     found = IMPLEMENTATIONS.run(implementation, problem, **options)
     return found if shared is None else sharing.with_shared(problem, found, shared, shared_bias)

@@ -37,3 +37,5 @@ class Problem:
     scale: float = dataclasses.field(metadata={"static": True})
     bias: Bias | None = dataclasses.field(metadata={"static": True})
     block: int = dataclasses.field(metadata={"static": True})
+    window: int | None = dataclasses.field(default=None, metadata={"static": True})
+    soft_cap: float | None = dataclasses.field(default=None, metadata={"static": True})

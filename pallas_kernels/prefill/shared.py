@@ -21,7 +21,7 @@ def with_shared(p: Problem, own: Prefilled, shared: Rows, bias: Bias | None) -> 
     """
     batch, heads, group, count, dim = p.q.shape
     q = p.q.transpose(1, 2, 0, 3, 4).reshape(1, heads, group * batch * count, dim)
-    out, lse = xla.attend_alone(q, shared, scale=p.scale, bias=bias)
+    out, lse = xla.attend_alone(q, shared, scale=p.scale, bias=bias, soft_cap=p.soft_cap)
 
     def by_row(x: Array) -> Float[Array, "B H G N *D"]:
         split = x.reshape(heads, group, batch, count, *x.shape[3:])

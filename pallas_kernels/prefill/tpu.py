@@ -24,7 +24,7 @@ from pallas_kernels import checks, tuned
 from pallas_kernels.prefill import tpu_float32, xla
 from pallas_kernels.prefill.prefill_problem import Prefilled, Problem
 from pallas_kernels.prefill.tpu_block import Block, Order, strips
-from pallas_kernels.softmax import LOG2E, per_row
+from pallas_kernels.softmax import LOG2E, capped_log2, per_row
 from pallas_kernels.tpu import tiles
 from pallas_kernels.tpu.float32_scores import scratch_bytes
 from pallas_kernels.tpu.tiles import LANES, Config, Tiles
@@ -35,9 +35,9 @@ def prefill(p: Problem, *, config: Config | None = None, interpret: Any = False)
     if p.bias is not None:
         raise NotImplementedError("The TPU kernel has no bias by positions (ALiBi).")
     tiles.check_dtype(p.k.dtype)
-    checks.compiled_in(p.scale)
+    checks.compiled_in(p.scale, p.soft_cap)
     config = config or tuned.config("prefill.tpu", p, Config) or rule(p)
-    return xla.with_kept_rows(p, *_call(p, Tiles.of(p.q, p.k, config), interpret))
+    return xla.with_kept_rows(p, *_call(p, Tiles.of(p.q, p.k, config, window=p.window), interpret))
 
 
 def rule(p: Problem) -> Config:
@@ -51,12 +51,13 @@ def rule(p: Problem) -> Config:
     return dataclasses.replace(found, part=2 * unit) if rounds else found
 
 
-def _kernel(offset, length, q, k, v, out, lse, *scratch, t: Tiles, factor):
+def _kernel(offset, length, q, k, v, out, lse, *scratch, t: Tiles, factor, soft_cap):
     score, found_peak, peak, shrink, mass, total, *parts = scratch
     b, i, block = pl.program_id(0), pl.program_id(2), pl.program_id(3)
     group = t.shape[2]
     first = i * jnp.int32(t.queries)
-    first_query, first_key = offset[b * group] + first, block * jnp.int32(t.keys)
+    first_query = offset[b * group] + first
+    first_key = (t.first_key_block(first_query) + block) * jnp.int32(t.keys)
     counted, last = first < length[b], block == pl.num_programs(3) - 1
     live = jnp.logical_and(counted, t.touched(first_query, first_key))
     float32: Any = tpu_float32.Blocks(t, *parts) if parts else None
@@ -76,12 +77,13 @@ def _kernel(offset, length, q, k, v, out, lse, *scratch, t: Tiles, factor):
                 scores = float32.last_scores(score, part)
             else:
                 scores = tiles.scores(q[...], t.keys_of(k, part), t.columns) * jnp.float32(factor)
+            scores = capped_log2(scores, soft_cap)
             if masked:
-                # Masked weights need no zeros: a query that attends to key 0 has a real peak from the first block on,
-                # and one that does not attends to nothing, which ``finish`` handles. Each head compares with its own
+                # Masked weights need no zeros: a query's first real peak removes them, its own key's at the latest, and
+                # one without any key attends to nothing, which ``finish`` handles. Each head compares with its own
                 # copy of the offset: the compiler would keep the masks of one head for the next.
                 ahead = [offset[b * group + g] + first - first_key - jnp.int32(part * t.part) for g in range(group)]
-                scores = tiles.masked(scores, ahead)
+                scores = tiles.masked(scores, ahead, t.window)
             rows.take(part, scores)
 
     def cut_weights(_: Any, __: Any, strip: Any) -> None:
@@ -131,13 +133,13 @@ def _call(p: Problem, t: Tiles, interpret: Any) -> Any:
     length = per_row(t.count if p.length is None else p.length, batch, jnp.int32)
 
     def key_block(b, h, i, block, offset, length):
-        last = t.last_key_block(offset[b * group], i)
-        return b, h, jnp.minimum(block, jnp.where(i * jnp.int32(t.queries) < length[b], last, 0))
+        counted = i * jnp.int32(t.queries) < length[b]
+        return b, h, jnp.where(counted, t.key_block(offset[b * group], i, block), 0)
 
     rows = pl.BlockSpec((None, None, group, t.queries, dim), lambda b, h, i, *_: (b, h, 0, i, 0))
     grid = pltpu.PrefetchScalarGridSpec(
         num_scalar_prefetch=2,
-        grid=(batch, heads, t.query_blocks, t.key_blocks(offset)),
+        grid=(batch, heads, t.query_blocks, t.key_steps(offset)),
         in_specs=[rows, t.key_spec(key_block), t.key_spec(key_block)],
         out_specs=[rows, pl.BlockSpec((None, None, group, t.queries), lambda b, h, i, *_: (b, h, 0, i))],
         scratch_shapes=[
@@ -152,7 +154,7 @@ def _call(p: Problem, t: Tiles, interpret: Any) -> Any:
     )
     out = [jax.ShapeDtypeStruct(t.shape, p.q.dtype), jax.ShapeDtypeStruct(t.shape[:4], jnp.float32)]
     found, lse = pl.pallas_call(
-        functools.partial(_kernel, t=t, factor=p.scale * LOG2E),
+        functools.partial(_kernel, t=t, factor=p.scale * LOG2E, soft_cap=p.soft_cap),
         grid_spec=grid,
         out_shape=out,
         compiler_params=pltpu.CompilerParams(

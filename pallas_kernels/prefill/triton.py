@@ -24,7 +24,8 @@ from pallas_kernels.gpu import chip
 from pallas_kernels.gpu.triton_tiles import check_sizes, dot, dot_rows, i32, lanes, rows_of, up
 from pallas_kernels.prefill import xla
 from pallas_kernels.prefill.prefill_problem import Prefilled, Problem
-from pallas_kernels.softmax import LOG2E, NEG, NOTHING, per_row
+from pallas_kernels.softmax import LOG2E, NEG, NOTHING, capped_log2, per_row
+from pallas_kernels.windows import in_window
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +62,7 @@ def prefill(p: Problem, *, config: Config | None = None, interpret: Any = False)
     """See :func:`pallas_kernels.prefill.prefill`; kept rows are attended to in XLA."""
     if p.bias is not None:
         raise NotImplementedError("The GPU kernel has no bias by positions (ALiBi).")
-    checks.compiled_in(p.scale)
+    checks.compiled_in(p.scale, p.soft_cap)
     chip.needs_ampere(chip.target())
     if not p.q.dtype == p.k.dtype == p.v.dtype:
         raise NotImplementedError(f"The GPU kernel takes one dtype, not {p.q.dtype}, {p.k.dtype}, {p.v.dtype}.")
@@ -75,7 +76,14 @@ def _call(p: Problem, c: Config, interpret: Any) -> Any:
     blocks = pl.cdiv(count, c.queries)
     scores = batch * heads * group * count * tokens
     out, lse = pl.pallas_call(
-        functools.partial(_kernel, c=c, sizes=(heads, group, count, tokens, dim), factor=p.scale * LOG2E),
+        functools.partial(
+            _kernel,
+            c=c,
+            sizes=(heads, group, count, tokens, dim),
+            factor=p.scale * LOG2E,
+            soft_cap=p.soft_cap,
+            window=p.window,
+        ),
         # Consecutive programs read the same head's keys.
         grid=(group * blocks, heads, batch),
         in_specs=[pl.no_block_spec] * 5,
@@ -100,7 +108,7 @@ def _call(p: Problem, c: Config, interpret: Any) -> Any:
     return out.reshape(p.q.shape), lse.reshape(p.q.shape[:4])
 
 
-def _kernel(offset, length, q, k, v, out, lse, *, c, sizes, factor):
+def _kernel(offset, length, q, k, v, out, lse, *, c, sizes, factor, soft_cap, window):
     heads, group, count, tokens, dim = sizes
     nth, h, b = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     head = b * i32(heads) + h
@@ -115,18 +123,24 @@ def _kernel(offset, length, q, k, v, out, lse, *, c, sizes, factor):
     stop = jnp.where(first < length[b], up(stop, c.keys), i32(0))
     # Before this block of keys every query attends to all keys.
     below = jnp.minimum(jax.lax.div(jnp.maximum(first_query + i32(1), 0), i32(c.keys)), stop)
+    begin = inside = i32(0)
+    if window is not None:  # from one block on some query sees a key, and from another on all queries see all keys
+        begin = jnp.minimum(jax.lax.div(jnp.maximum(first_query - i32(window - 1), 0), i32(c.keys)), stop)
+        below = jnp.maximum(below, begin)
+        inside = jnp.clip(up(first_query + i32(c.queries - window), c.keys), begin, below)
 
     def fold(masked, i, carry):
         peak, mass, total = carry
         key = i * i32(c.keys) + jnp.arange(c.keys, dtype=jnp.int32)
         inside = key < tokens
         scores = dot_rows(qb, rows_of(k, head * i32(tokens) + key, inside, dim)) * jnp.float32(factor)
+        scores = capped_log2(scores, soft_cap)
         if masked:
-            seen = key[None, :] <= offset[b] + row[:, None]
+            seen = in_window(offset[b] + row[:, None], key[None, :], window)
             scores = jnp.where(seen, scores, jnp.float32(NEG))
         higher = jnp.maximum(peak, scores.max(axis=1))
-        # Masked weights need no zeros: a query that attends to key 0 has a real peak from the first block on, and one
-        # that does not attends to nothing, which is handled after the loop.
+        # Masked weights need no zeros: a query's first real peak removes them, its own key's at the latest, and one
+        # without any key attends to nothing, which is handled after the loops.
         weight = jnp.exp2(scores - higher[:, None])
         shrink = jnp.exp2(peak - higher)
         vb = rows_of(v, head * i32(tokens) + key, inside, dim)
@@ -136,7 +150,9 @@ def _kernel(offset, length, q, k, v, out, lse, *, c, sizes, factor):
     zero = jnp.zeros((c.queries,), jnp.float32)
     lane = lanes(c.queries, dim)
     carry = (zero + jnp.float32(NEG), zero, jnp.zeros(lane.shape, jnp.float32))
-    carry = jax.lax.fori_loop(i32(0), below, functools.partial(fold, False), carry)
+    if window is not None:
+        carry = jax.lax.fori_loop(begin, inside, functools.partial(fold, True), carry)
+    carry = jax.lax.fori_loop(inside, below, functools.partial(fold, False), carry)
     peak, mass, total = jax.lax.fori_loop(below, stop, functools.partial(fold, True), carry)
     some = jnp.maximum(mass, jnp.float32(1e-37))
     seen = peak > jnp.float32(NOTHING)

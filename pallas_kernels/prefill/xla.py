@@ -6,13 +6,16 @@ blocks on and below the diagonal are read. Softmax and sums are float32 for any 
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.prefill.prefill_problem import Prefilled, Problem
 from pallas_kernels.rows import Bias, Rows
-from pallas_kernels.softmax import NEG, log_of, merge
+from pallas_kernels.softmax import NEG, capped, log_of, merge
+from pallas_kernels.windows import in_window, key_blocks, reach_of
 
 # A running softmax: (peak, mass, unnormalised output) of shapes [B, H, N], [B, H, N], [B, H, N, D].
 Running = tuple[Float[Array, "B H N"], Float[Array, "B H N"], Float[Array, "B H N D"]]
@@ -25,7 +28,7 @@ def prefill(p: Problem, *, config: None = None) -> Prefilled:
     q = p.q.reshape(batch, heads, group * count, dim)
     running = running_start(batch, heads, group * count, dim)
     if p.kept is not None:
-        running = attend_rows(running, q, p.kept, scale=p.scale, bias=p.bias)
+        running = attend_rows(running, q, p.kept, bias=p.bias, reach=_reach(p), **_scores(p))
     peak, mass, out = _attend_causal(running, q, p)
     out = (out / _some(mass)[..., None]).astype(p.q.dtype)
     return Prefilled(out.reshape(p.q.shape), log_of(peak, mass).reshape(p.q.shape[:4]))
@@ -42,15 +45,39 @@ def rows_alone(p: Problem) -> tuple[Float[Array, "B H G N D"], Float[Array, "B H
     """Attention over the kept rows alone, in float32: output and log-sum-exp, NEG where no row is valid."""
     assert p.kept is not None
     batch, heads, group, count, dim = p.q.shape
-    out, lse = attend_alone(p.q.reshape(batch, heads, group * count, dim), p.kept, scale=p.scale, bias=p.bias)
+    q = p.q.reshape(batch, heads, group * count, dim)
+    out, lse = attend_alone(q, p.kept, bias=p.bias, reach=_reach(p), **_scores(p))
     return out.reshape(p.q.shape), lse.reshape(p.q.shape[:4])
 
 
+def _scores(p: Problem) -> dict[str, Any]:
+    """What makes a score of a product."""
+    return {"scale": p.scale, "soft_cap": p.soft_cap}
+
+
+def _places(p: Problem) -> Int[Array, "#B N"]:
+    """The index among the keys of each group-major query's own."""
+    _, _, group, count, _ = p.q.shape
+    return jnp.reshape(p.offset, (-1, 1)) + jnp.tile(jnp.arange(count), group)
+
+
+def _reach(p: Problem) -> Int[Array, "#B N"] | None:
+    """How many of the kept rows each query attends to; None for all."""
+    return reach_of(p.window, _places(p))
+
+
 def attend_alone(
-    q: Float[Array, "B H N D"], kept: Rows, *, scale: float, bias: Bias | None
+    q: Float[Array, "B H N D"],
+    kept: Rows,
+    *,
+    scale: float,
+    bias: Bias | None,
+    soft_cap: float | None = None,
+    reach: Int[Array, "#B N"] | None = None,
 ) -> tuple[Float[Array, "B H N D"], Float[Array, "B H N"]]:
     """:func:`rows_alone` of group-major queries."""
-    peak, mass, out = attend_rows(running_start(*q.shape), q, kept, scale=scale, bias=bias)
+    given: dict[str, Any] = {"scale": scale, "bias": bias, "soft_cap": soft_cap, "reach": reach}
+    peak, mass, out = attend_rows(running_start(*q.shape), q, kept, **given)
     return out / _some(mass)[..., None], log_of(peak, mass)
 
 
@@ -74,10 +101,12 @@ def attend_block(
     *,
     scale: float,
     bias: Float[Array, "#B #H #N S"] | None = None,
+    soft_cap: float | None = None,
 ) -> Running:
-    """Fold one block of keys and values into a running softmax; ``bias`` is added to the scaled scores."""
+    """Fold one block of keys and values into a running softmax; ``bias`` is added to the scaled and capped scores."""
     peak, mass, out = running
     scores = jnp.einsum("bhnd,bhsd->bhns", q, k, preferred_element_type=jnp.float32) * scale
+    scores = capped(scores, soft_cap)
     if bias is not None:
         scores = scores + bias
     scores = jnp.where(visible, scores, NEG)
@@ -90,29 +119,34 @@ def attend_block(
 
 
 def attend_rows(
-    running: Running, q: Float[Array, "B H N D"], kept: Rows, *, scale: float, bias: Bias | None = None
+    running: Running,
+    q: Float[Array, "B H N D"],
+    kept: Rows,
+    *,
+    scale: float,
+    bias: Bias | None = None,
+    soft_cap: float | None = None,
+    reach: Int[Array, "#B N"] | None = None,
 ) -> Running:
-    """Fold kept rows into a running softmax, block by block; every query attends to all valid ones."""
+    """Fold kept rows into a running softmax, block by block; queries attend to all valid ones or the last ``reach``."""
 
     def body(i: Int[Array, ""], carry: Running) -> Running:
-        k, v, visible, added = kept.block_of(i, bias)
-        return attend_block(carry, q, k, v, visible, scale=scale, bias=added)
+        k, v, visible, added = kept.block_of(i, bias, reach)
+        return attend_block(carry, q, k, v, visible, scale=scale, bias=added, soft_cap=soft_cap)
 
-    return jax.lax.fori_loop(0, kept.blocks, body, running)
+    return jax.lax.fori_loop(kept.first_block(reach), kept.blocks, body, running)
 
 
 def _attend_causal(running: Running, q: Float[Array, "B H N D"], p: Problem) -> Running:
-    """Fold the keys up to each query's own into a running softmax."""
-    _, _, group, count, _ = p.q.shape
-    place = jnp.tile(jnp.arange(count), group)[:, None]
-    last = place + (p.offset if p.offset.ndim == 0 else p.offset[:, None, None, None])
+    """Fold the keys up to each query's own, or those in its window, into a running softmax."""
+    own = _places(p)[:, None, :, None]
 
     def body(j: Int[Array, ""], carry: Running) -> Running:
         kb = jax.lax.dynamic_slice_in_dim(p.k, j * p.block, p.block, axis=2)
         vb = jax.lax.dynamic_slice_in_dim(p.v, j * p.block, p.block, axis=2)
         key = j * p.block + jnp.arange(p.block)
         bias = None if p.bias is None else p.bias(key[None, None])
-        return attend_block(carry, q, kb, vb, last >= key, scale=p.scale, bias=bias)
+        return attend_block(carry, q, kb, vb, in_window(own, key, p.window), bias=bias, **_scores(p))
 
-    blocks = (jnp.max(p.offset) + count + p.block - 1) // p.block
-    return jax.lax.fori_loop(0, jnp.minimum(blocks, p.k.shape[2] // p.block), body, running)
+    first, blocks = key_blocks(p.offset, p.q.shape[3], p.block, p.window)
+    return jax.lax.fori_loop(first, jnp.minimum(blocks, p.k.shape[2] // p.block), body, running)

@@ -129,10 +129,7 @@ def _check(p: Problem) -> None:
     placed = p.slopes is not None or (p.window is not None and p.position is not None)
     if placed and (p.position is None or p.query_position is None):
         raise ValueError("slopes, and a window by position, need the position of every slot and query_position.")
-    if p.window is not None:
-        checks.at_least("window", p.window, 1)
     checks.number("scale", p.scale)
     if p.logits_scale is not None:
         checks.number("logits_scale", p.logits_scale)
-    if p.soft_cap is not None:
-        checks.number("soft_cap", p.soft_cap, above=0)
+    checks.bounds(p.window, p.soft_cap)

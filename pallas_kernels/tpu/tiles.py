@@ -75,6 +75,7 @@ class Tiles:
       queries, keys: sizes of a block.
       columns: whether keys are transposed.
       part_keys: most keys of a part of a block.
+      window: keys that a query attends to, its own included; None for all up to it.
     """
 
     shape: tuple[int, ...]
@@ -84,10 +85,17 @@ class Tiles:
     keys: int
     columns: bool
     part_keys: int = _PART
+    window: int | None = None
 
     @classmethod
     def of(
-        cls, q: Array, k: Array, config: Config | None, part_keys: int | None = None, count: int | None = None
+        cls,
+        q: Array,
+        k: Array,
+        config: Config | None,
+        part_keys: int | None = None,
+        count: int | None = None,
+        window: int | None = None,
     ) -> Tiles:
         """Divide the first ``count`` queries, all by default, and their keys."""
         batch, heads, group, every, dim = q.shape
@@ -99,7 +107,7 @@ class Tiles:
             keys //= 2
         padded, tokens = -(-count // queries) * queries, -(-k.shape[2] // keys) * keys
         shape, part = (batch, heads, group, padded, dim), part_keys or config.part
-        return cls(shape, count, tokens, queries, keys, dim % LANES != 0, part)
+        return cls(shape, count, tokens, queries, keys, dim % LANES != 0, part, window)
 
     @property
     def rows(self) -> int:
@@ -126,9 +134,14 @@ class Tiles:
         return self.shape[3] // self.queries
 
     def key_blocks(self, offset: Int[Array, " B"]) -> Int[Array, ""]:
-        """Blocks of keys that some query attends to, at least 1; traced, so that a chunk's offset changes no shape."""
+        """Blocks of keys up to the last query's, at least 1; traced, so that a chunk's offset changes no shape."""
         last = jnp.max(offset) + jnp.int32(self.count - 1)
         return jnp.clip(last // jnp.int32(self.keys) + 1, 1, self.tokens // self.keys)
+
+    def key_steps(self, offset: Int[Array, " B"]) -> Int[Array, ""]:
+        """The most blocks of keys that a block of queries attends to, at least 1."""
+        every = self.key_blocks(offset)
+        return every if self.window is None else jnp.minimum(every, (self.queries + self.window - 2) // self.keys + 2)
 
     def query_rows(self, x: Array) -> Array:
         """Pad [B, H, G, N, ...] with zeros to whole blocks of queries; unchanged where it holds more than these."""
@@ -159,6 +172,17 @@ class Tiles:
             at = pl.ds(pl.multiple_of(part * jnp.int32(self.part), self.part), self.part)
         return block[:, at] if self.columns else block[at]
 
+    def first_key_block(self, first_query: Array) -> Array:
+        """The first block of keys that a block of queries, from this place on, attends to."""
+        if self.window is None:
+            return jnp.int32(0)
+        return jax.lax.div(jnp.maximum(first_query - jnp.int32(self.window - 1), 0), jnp.int32(self.keys))
+
+    def key_block(self, offset: Array, block: Array, step: Array) -> Array:
+        """The block of keys that a block of queries reads in this step; the last one again where there are no more."""
+        first = self.first_key_block(offset + block * jnp.int32(self.queries))
+        return jnp.minimum(first + step, self.last_key_block(offset, block))
+
     def last_key_block(self, offset: Array, block: Array) -> Array:
         """The last block of keys that this block of queries attends to; later ones are not read."""
         last = jnp.maximum(offset + (block + 1) * jnp.int32(self.queries) - 1, 0)
@@ -169,9 +193,27 @@ class Tiles:
         first = jax.lax.div(jnp.maximum(block * jnp.int32(self.keys) - offset, 0), jnp.int32(self.queries))
         return jnp.minimum(first, jnp.int32(self.query_blocks - 1))
 
+    def query_block(self, offset: Array, block: Array, step: Array) -> Array:
+        """The block of queries that a block of keys reads in this step; one that attends to it where this does not."""
+        found = jnp.maximum(step, self.first_query_block(offset, block))
+        if self.window is None:
+            return found
+        last = block * jnp.int32(self.keys) + jnp.int32(self.keys + self.window - 2) - offset
+        return jnp.minimum(found, jax.lax.div(jnp.maximum(last, 0), jnp.int32(self.queries)))
+
     def touched(self, first_query: Array, first_key: Array) -> Bool[Array, ""]:
         """Whether some query of a block attends to some key of a block."""
-        return first_query + jnp.int32(self.queries - 1) >= first_key
+        causal = first_query + jnp.int32(self.queries - 1) >= first_key
+        if self.window is None:
+            return causal
+        return jnp.logical_and(causal, first_query - first_key < jnp.int32(self.window + self.keys - 1))
+
+    def whole(self, first_query: Array, first_key: Array) -> Bool[Array, ""]:
+        """Whether every query of a block attends to every key of a block."""
+        causal = first_query >= first_key + jnp.int32(self.keys - 1)
+        if self.window is None:
+            return causal
+        return jnp.logical_and(causal, first_query - first_key < jnp.int32(self.window - self.queries + 1))
 
     def cost(self, itemsize: int, products: int, other_bytes: int) -> pl.CostEstimate:
         """Cost estimate without causality, as of a prompt's last queries; ``products``: 1 (scores), 2 (and values)."""
@@ -248,8 +290,14 @@ def across(x: Float[Array, "M 128"], width: int) -> Float[Array, "M D"]:
     return jnp.concatenate([x] * -(-width // LANES), axis=1)[:, :width]
 
 
-def masked(x: Float[Array, "M S"], ahead: list[Array]) -> Float[Array, "M S"]:
-    """Scores with ``NEG`` where a query is before its key.
+def visible(distance: Array, most: Array, window: int | None) -> Bool[Array, "S L"]:
+    """Whether keys at these distances from the queries are seen: at most ``most``, and within the window."""
+    seen = distance <= most
+    return seen if window is None else jnp.logical_and(seen, distance > most - jnp.int32(window))
+
+
+def masked(x: Float[Array, "M S"], ahead: list[Array], window: int | None = None) -> Float[Array, "M S"]:
+    """Scores with ``NEG`` where a query is before its key, or its window after it.
 
     ``ahead`` is, for each head, the position of its first query minus that of the first key. The matrix of distances
     is made for 64 queries and used for all, so that it stays in registers. Each head passes a scalar of its own: from
@@ -263,7 +311,8 @@ def masked(x: Float[Array, "M S"], ahead: list[Array]) -> Float[Array, "M S"]:
     for at in range(0, x.shape[0], step):
         most = ahead[at // queries] + jnp.int32(at % queries)
         groups = enumerate(lanes(x[at : at + step]))
-        seen = [jnp.where(distance <= most - jnp.int32(i * LANES), y, jnp.float32(NEG)) for i, y in groups]
+        places = [visible(distance, most - jnp.int32(i * LANES), window) for i in range(x.shape[1] // LANES)]
+        seen = [jnp.where(places[i], y, jnp.float32(NEG)) for i, y in groups]
         strips.append(jnp.concatenate(seen, axis=1))
     return jnp.concatenate(strips)
 
@@ -299,10 +348,10 @@ def each_strip(t: Tiles, condition: Bool[Array, ""], run: Any, most: int = LANES
 
 
 def masked_or_not(t: Tiles, first_query: Array, first_key: Array, run: Any) -> None:
-    """Call ``run(True)`` for a block that the diagonal crosses, ``run(False)`` for one below it, nothing above it."""
-    below = first_query >= first_key + jnp.int32(t.keys - 1)
-    pl.when(below)(lambda: run(False))
-    pl.when(jnp.logical_and(t.touched(first_query, first_key), jnp.logical_not(below)))(lambda: run(True))
+    """Call ``run(True)`` for a block that queries see in part, ``run(False)`` for one they all see whole."""
+    whole = t.whole(first_query, first_key)
+    pl.when(whole)(lambda: run(False))
+    pl.when(jnp.logical_and(t.touched(first_query, first_key), jnp.logical_not(whole)))(lambda: run(True))
 
 
 def store_by_head(out: Any, column: Float[Array, "M 128"]) -> None:

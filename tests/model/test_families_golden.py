@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -19,7 +21,8 @@ BY_NAME = pytest.mark.parametrize("case", cases.CASES, ids=lambda case: case.nam
 
 def loaded(case: cases.FamilyCase, folder) -> kvjax.LanguageModel:
     tensors = cases.values(case, cases.shapes(case))
-    return load(cases.write_folder(case, folder / case.name, tensors), dtype="float32", progress=False)
+    lm = load(cases.write_folder(case, folder / case.name, tensors), dtype="float32", progress=False)
+    return dataclasses.replace(lm, stop_token_ids=())
 
 
 def logits(lm: kvjax.LanguageModel, tokens: np.ndarray, room: int = 64) -> np.ndarray:
@@ -41,7 +44,7 @@ def test_logits_equal_the_references(case, tmp_path):
         np.testing.assert_allclose(logits(lm, case.tokens(length)), want, atol=TOLERANCE * want.std(), rtol=0)
     # Decoding gives what reading gives.
     prompt = case.tokens(17).tolist()
-    output = kvjax.generate(lm, prompt, max_new_tokens=6, logprobs=True, stop_token_ids=[])
+    output = kvjax.generate(lm, prompt, max_new_tokens=6, logprobs=True)
     rows = logits(lm, np.array([*prompt, *output.tokens]))[16:-1]
     wide = rows.astype(np.float64) - rows.max(-1, keepdims=True)
     want = (wide - np.log(np.exp(wide).sum(-1, keepdims=True)))[np.arange(6), output.tokens]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 from support import family_cases as cases
@@ -55,7 +57,8 @@ def test_every_policy_is_here():
 def test_a_policy_answers(case, policy, tmp_path):
     tensors = cases.values(case, cases.shapes(case))
     lm = load(cases.write_folder(case, tmp_path / "m", tensors), dtype="float32", progress=False)
-    options = {"policy": POLICIES[policy], "max_new_tokens": 5, "logprobs": True, "stop_token_ids": []}
+    lm = dataclasses.replace(lm, stop_token_ids=())
+    options = {"policy": POLICIES[policy], "max_new_tokens": 5, "logprobs": True}
     prompts = [case.tokens(40).tolist(), case.tokens(17).tolist()]
     if (case.name, policy) in REFUSED:
         with pytest.raises(UsageError, match=REFUSED[case.name, policy]):

@@ -97,6 +97,35 @@ CASES: tuple[FamilyCase, ...] = (
         "qwen2_no_window_layers", "qwen2", use_sliding_window=True, sliding_window=8, max_window_layers=2,
     ),
     _case("mistral_idle_window", "mistral", sliding_window=64),
+    _case("mistral_window", "mistral", sliding_window=8),
+    _case("ministral", "ministral", head_dim=12, sliding_window=8, layer_types=["sliding_attention", "full_attention"]),
+    _case("qwen2_window", "qwen2", use_sliding_window=True, sliding_window=8, max_window_layers=1),
+    _case(
+        "qwen3_window", "qwen3", head_dim=12, use_sliding_window=True, sliding_window=16,
+        layer_types=["sliding_attention", "full_attention"],
+    ),
+    _case("phi3_window", "phi3", rope_theta=500.0, sliding_window=9),
+    _case("starcoder2_window", "starcoder2", sliding_window=12),
+    _case(
+        "gemma2", "gemma2", head_dim=12, num_hidden_layers=3, sliding_window=8, query_pre_attn_scalar=24,
+        attn_logit_softcapping=3.0, final_logit_softcapping=2.0,
+    ),
+    _case(
+        "gemma3", "gemma3_text", head_dim=12, num_hidden_layers=4, sliding_window=8, sliding_window_pattern=3,
+        query_pre_attn_scalar=16, rope_theta=5000.0, rope_local_base_freq=50.0,
+        rope_scaling={"rope_type": "linear", "factor": 4.0}, num_key_value_heads=1,
+    ),
+    _case("cohere2", "cohere2", num_hidden_layers=4, sliding_window=8, sliding_window_pattern=2, logit_scale=0.25),
+    _case(
+        "olmo3", "olmo3", num_hidden_layers=4, sliding_window=8,
+        rope_parameters={
+            "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+            "full_attention": {
+                "rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 16,
+                "attention_factor": 1.2,
+            },
+        },
+    ),
 )  # fmt: skip
 
 

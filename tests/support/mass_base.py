@@ -30,6 +30,8 @@ class Case:
     weighted: bool = True
     onto: bool = False
     block: int = 64
+    window: int | None = None
+    soft_cap: float | None = None
 
 
 def build(case: Case, seed: int = 0) -> tuple[Problem, Counting]:
@@ -47,9 +49,9 @@ def build(case: Case, seed: int = 0) -> tuple[Problem, Counting]:
     dtype = jnp.dtype(case.dtype)
     kept = _kept(case, normal, rng) if case.kept else None
     scale = jnp.asarray(case.head_dim**-0.5 * rng.uniform(0.5, 2, batch), jnp.float32)
-    problem = Problem(
-        jnp.asarray(q).astype(dtype), jnp.asarray(k).astype(dtype), jnp.asarray(offset), scale, kept, None, case.block
-    )
+    q, k = (jnp.asarray(x).astype(dtype) for x in (q, k))
+    bounds = case.window, case.soft_cap
+    problem = Problem(q, k, jnp.asarray(offset), scale, kept, None, case.block, *bounds)
     weight = rng.uniform(0, 2, (batch, count)) * (rng.random((batch, count)) < 0.8)
     weight = np.where(offset[:, None] + np.arange(count) >= 0, weight, 0).astype(np.float32)
     onto = None
@@ -109,6 +111,13 @@ class MassBase:
     def test_kept_rows_with_their_log_mass(self):
         """Kept rows may be none, and a row whose queries are none still adds nothing."""
         self.check(Case((64, -32, 3), kept=(0, 1, 63, 64, 65, 128), onto=True))
+
+    @pytest.mark.parametrize(("window", "soft_cap"), [(1, None), (40, 0.7), (150, None), (None, 0.7)])
+    def test_windows_and_soft_caps(self, window, soft_cap):
+        """Of several blocks of queries, with keys that queries see whole, in part, or not at all."""
+        bounds = {"window": window, "soft_cap": soft_cap}
+        self.check(Case((-30, 0, 1, 127), queries=160, keys=384, onto=True, **bounds))
+        self.check(Case((5, 200), group=3, head_dim=128, dtype=jnp.bfloat16, kept=(0, 64, 128), **bounds))
 
     def test_chunks_add_up_and_their_place_does_not_recompile(self):
         """The column sums of two chunks of queries, one onto the other, are those of all."""

@@ -30,6 +30,8 @@ class Case:
     dtype: Any = jnp.float32
     kept: tuple[int, ...] = ()
     block: int = 64
+    window: int | None = None
+    soft_cap: float | None = None
 
     @property
     def batch(self) -> int:
@@ -63,6 +65,8 @@ def build(case: Case, seed: int = 0) -> Problem:
         scale=case.head_dim**-0.5,
         bias=None,
         block=case.block,
+        window=case.window,
+        soft_cap=case.soft_cap,
     )
 
 
@@ -112,6 +116,26 @@ class PrefillBase:
     def test_kept_rows_with_their_log_mass(self):
         """Heads that kept nothing are beside heads that kept as much as there is room for."""
         self.check(Case((64, 0, 3), kept=(0, 0, 0, 1, 65, 128)))
+
+    @pytest.mark.parametrize("window", [1, 20, 64, 65, 130])
+    def test_a_window_at_every_place(self, window):
+        """Windows shorter and longer than blocks of queries and keys, of rows that end anywhere within the chunk."""
+        where = (0, 1, 63, 64, 127, 200, 256)
+        self.check(Case(where, length=(1, 15, 64, 63, 31, 2, 64), group=1, window=window))
+
+    def test_windows_of_many_blocks(self):
+        """Several blocks of queries, of each of which some see a block of keys whole, in part, or not at all."""
+        for window, dtype in ((90, jnp.float32), (300, jnp.bfloat16)):
+            self.check(Case((0, 40, 131), queries=256, keys=640, head_dim=128, dtype=dtype, window=window))
+
+    def test_a_window_over_kept_rows_and_negative_places(self):
+        """The last kept row is the token before the first key; some queries still see it, later ones do not."""
+        self.check(Case((64, 0, 3), kept=(0, 1, 65, 128), window=70, soft_cap=2.0))
+        self.check(Case((-70, -5, -1), length=(64, 20, 64), window=40))
+
+    @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+    def test_a_soft_cap(self, dtype):
+        self.check(Case((10, 200), soft_cap=0.5, dtype=dtype))
 
     def test_rows_that_a_batch_shares(self):
         """As if every row had kept them, beside what it kept itself; a head shares none."""

@@ -13,18 +13,19 @@ from typing import Any
 
 from kvjax.checkpoints.families.baichuan import BAICHUAN
 from kvjax.checkpoints.families.bloom import BLOOM
-from kvjax.checkpoints.families.cohere import COHERE
+from kvjax.checkpoints.families.cohere import COHERE, COHERE2
 from kvjax.checkpoints.families.falcon import FALCON
 from kvjax.checkpoints.families.family import Family, Place, Weight, input_last, output_first, transposed, unchanged
 from kvjax.checkpoints.families.gemma import GEMMA
+from kvjax.checkpoints.families.gemma3 import GEMMA2, GEMMA3, GEMMA3_TEXT
 from kvjax.checkpoints.families.glm import CHATGLM, GLM, GLM4
 from kvjax.checkpoints.families.gpt_neox import GPT_NEOX
 from kvjax.checkpoints.families.granite import GRANITE
 from kvjax.checkpoints.families.layout import Layout, weights_of
 from kvjax.checkpoints.families.llama import LLAMA
-from kvjax.checkpoints.families.mistral import MISTRAL
+from kvjax.checkpoints.families.mistral import MINISTRAL, MISTRAL
 from kvjax.checkpoints.families.mpt import MPT
-from kvjax.checkpoints.families.olmo2 import OLMO2
+from kvjax.checkpoints.families.olmo2 import OLMO2, OLMO3
 from kvjax.checkpoints.families.phi import PHI
 from kvjax.checkpoints.families.phi3 import PHI3
 from kvjax.checkpoints.families.qwen2 import QWEN2
@@ -56,16 +57,22 @@ FAMILIES: dict[str, Family] = {
     "bloom": BLOOM,
     "chatglm": CHATGLM,
     "cohere": COHERE,
+    "cohere2": COHERE2,
     "falcon": FALCON,
     "gemma": GEMMA,
+    "gemma2": GEMMA2,
+    "gemma3": GEMMA3,
+    "gemma3_text": GEMMA3_TEXT,
     "glm": GLM,
     "glm4": GLM4,
     "gpt_neox": GPT_NEOX,
     "granite": GRANITE,
     "llama": LLAMA,
+    "ministral": MINISTRAL,
     "mistral": MISTRAL,
     "mpt": MPT,
     "olmo2": OLMO2,
+    "olmo3": OLMO3,
     "phi": PHI,
     "phi3": PHI3,
     "qwen2": QWEN2,

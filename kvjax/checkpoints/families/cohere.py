@@ -1,4 +1,4 @@
-"""Cohere's Command R: a parallel block, one layer norm without bias, neighbouring rotary channels, scaled logits."""
+"""Cohere's Command R and R7B: a parallel block, one norm without bias, pairs of rotary channels, scaled logits."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from kvjax.checkpoints.families.family import Family, Weight
 from kvjax.checkpoints.families.layout import GGUF, LLAMA_LAYOUT, weights_of
 from kvjax.checkpoints.families.llama import config_from_gguf, config_from_hf
 from kvjax.checkpoints.families.settings import gguf_keys, refuse
+from kvjax.checkpoints.families.sliding import Slides, all_but_every, sliding_layers, windows_from_hf
 from kvjax.errors import WeightsError
 from kvjax.model.config import ModelConfig
 
@@ -41,6 +42,29 @@ def _from_gguf(
     return config_from_gguf(metadata, shapes, factors, origin, family="cohere", logit_scale=scale, **_FEATURES)
 
 
+def _second_from_hf(config: Mapping[str, Any], origin: str) -> ModelConfig:
+    """Command R7B and A: windows in all layers but every fourth, and rotary embedding in these alone."""
+    slides = sliding_layers(config, origin, _second(config))
+    windows = windows_from_hf(config, origin, 8192, window=4096, default=_second(config))
+    turned = config.get("sliding_window", 4096) is not None
+    unturned = tuple(layer for layer, each in enumerate(slides) if not (each and turned))
+    found = _from_hf({"rope_theta": 10000.0, **config}, origin)
+    return dataclasses.replace(found, windows=windows, no_rotary_layers=unturned)
+
+
+def _second(config: Mapping[str, Any]) -> Slides:
+    return all_but_every(config.get("sliding_window_pattern") or 4)
+
+
+def _second_from_gguf(
+    metadata: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], factors: Mapping[str, Any], origin: str
+) -> ModelConfig:
+    scale, slides = float(gguf_keys(metadata, "cohere2", origin)("logit_scale")), all_but_every(4)
+    found = config_from_gguf(metadata, shapes, factors, origin, slides=slides, logit_scale=scale, **_FEATURES)
+    unturned = tuple(layer for layer in range(found.num_layers) if not slides(layer))
+    return dataclasses.replace(found, no_rotary_layers=unturned)
+
+
 _GGUF = dataclasses.replace(GGUF, pairs="neighbours")
 _LAYOUT = dataclasses.replace(LLAMA_LAYOUT, pairs="neighbours")
 
@@ -50,3 +74,4 @@ def _weights(config: ModelConfig, gguf: bool) -> Iterator[Weight]:
 
 
 COHERE = Family(_from_hf, _from_gguf, _weights)
+COHERE2 = Family(_second_from_hf, _second_from_gguf, _weights)

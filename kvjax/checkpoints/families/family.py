@@ -46,6 +46,7 @@ class Family:
       from_hf: ``(config.json, origin) -> ModelConfig``.
       from_gguf: ``(metadata, checkpoint shapes, rope factors, origin) -> ModelConfig``, or None when no GGUF has it.
       weights: every weight of a model, given its configuration and whether the checkpoint is a GGUF.
+      other_prefixes: beginnings of Hugging Face's names that some checkpoints have in the place of "model.".
       optional_prefix: the beginning of Hugging Face's names that a checkpoint saved without its output head lacks.
     """
 
@@ -53,14 +54,22 @@ class Family:
     from_gguf: Callable[[Mapping[str, Any], Mapping[str, tuple[int, ...]], Mapping[str, Any], str], ModelConfig] | None
     weights: Callable[[ModelConfig, bool], Iterator[Weight]]
     optional_prefix: str = ""
+    other_prefixes: tuple[str, ...] = ()
 
     def hf_weights(self, config: ModelConfig, names: Collection[str]) -> list[Weight]:
         """The weights as a Hugging Face checkpoint of tensors called ``names`` calls them."""
         found = list(self.weights(config, False))
+        for other in self.other_prefixes:
+            if any(name.startswith(other) for name in names):
+                return [dataclasses.replace(weight, hf=_begun_by(other, weight.hf)) for weight in found]
         prefix = self.optional_prefix
         if not prefix or any(name.startswith(prefix) for name in names):
             return found
         return [dataclasses.replace(weight, hf=weight.hf.removeprefix(prefix)) for weight in found]
+
+
+def _begun_by(prefix: str, name: str) -> str:
+    return prefix + name.removeprefix("model.") if name.startswith("model.") else name
 
 
 def unchanged(values: np.ndarray) -> np.ndarray:

@@ -16,7 +16,8 @@ from kvjax.model.config import MLPKind, ModelConfig
 _GEGLU: Mapping[str, MLPKind] = {"gelu_pytorch_tanh": "gated_gelu", "gelu": "gated_gelu", "gelu_new": "gated_gelu"}
 
 
-def _from_hf(config: Mapping[str, Any], origin: str) -> ModelConfig:
+def gemma_from_hf(config: Mapping[str, Any], origin: str, **more: Any) -> ModelConfig:
+    """A ``config.json`` of Gemma's, with ``more`` fields of :class:`ModelConfig`."""
     refuse(config, origin, "use_bidirectional_attention")
     bias = bool(config.get("attention_bias"))
     config = {**config, "head_dim": config.get("head_dim") or 256}  # transformers' default, whatever the widths
@@ -31,22 +32,28 @@ def _from_hf(config: Mapping[str, Any], origin: str) -> ModelConfig:
         output_bias=bias,
         norm_offset=True,
         embedding_scale=hidden**0.5 if isinstance(hidden, int) and hidden > 0 else 1.0,
+        **more,
     )
 
 
-def _from_gguf(
-    metadata: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], factors: Mapping[str, Any], origin: str
+def gemma_from_gguf(
+    metadata: Mapping[str, Any],
+    shapes: Mapping[str, tuple[int, ...]],
+    factors: Mapping[str, Any],
+    origin: str,
+    **more: Any,
 ) -> ModelConfig:
-    found = config_from_gguf(metadata, shapes, factors, origin, mlp="gated_gelu", norm_offset=True)
+    """A GGUF of Gemma's, with ``more`` of what :func:`config_from_gguf` takes."""
+    found = config_from_gguf(metadata, shapes, factors, origin, mlp="gated_gelu", norm_offset=True, **more)
     return dataclasses.replace(found, embedding_scale=found.hidden_size**0.5)
 
 
 #: llama.cpp's converter adds the 1 to the norms' weights.
-_GGUF = dataclasses.replace(GGUF, change_norm=lambda weight: weight - 1)
+GEMMA_GGUF = dataclasses.replace(GGUF, change_norm=lambda weight: weight - 1)
 
 
 def _weights(config: ModelConfig, gguf: bool) -> Iterator[Weight]:
-    return weights_of(config, _GGUF if gguf else LLAMA_LAYOUT)
+    return weights_of(config, GEMMA_GGUF if gguf else LLAMA_LAYOUT)
 
 
-GEMMA = Family(_from_hf, _from_gguf, _weights)
+GEMMA = Family(gemma_from_hf, gemma_from_gguf, _weights)

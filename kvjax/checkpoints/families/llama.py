@@ -13,6 +13,7 @@ from typing import Any
 from kvjax.checkpoints.families.family import Family, Weight
 from kvjax.checkpoints.families.layout import GGUF, LLAMA_LAYOUT, Pairs, weights_of
 from kvjax.checkpoints.families.settings import SILU, activation, gguf_keys, refuse_quantised, size, whole
+from kvjax.checkpoints.families.sliding import Slides, every_layer, windows_from_gguf
 from kvjax.checkpoints.rope_settings import rope_from_gguf, rope_from_hf, rotary_dim_from_hf
 from kvjax.errors import WeightsError
 from kvjax.model.config import MLPKind, ModelConfig
@@ -75,6 +76,7 @@ def config_from_gguf(
     *,
     family: str | None = None,
     partial: bool = False,
+    slides: Slides | None = None,
     **features: Any,
 ) -> ModelConfig:
     """GGUF keys begin with the architecture's name; biases and tying show only in which tensors are there.
@@ -83,6 +85,7 @@ def config_from_gguf(
       metadata, shapes, factors, origin: of the file, see :class:`Family`.
       family: its name where llama.cpp's is another.
       partial: whether its models may turn only a part of each head.
+      slides: which layers have the window that the file gives, if it gives one; None for families that have none.
       features: further fields of :class:`ModelConfig`; they win.
     """
     arch = metadata["general.architecture"]
@@ -93,7 +96,8 @@ def config_from_gguf(
     rotary = key("rope.dimension_count", head_dim, count=True)
     if (rotary != head_dim and not partial) or key("attention.value_length", head_dim) != head_dim:
         raise WeightsError(f"{origin} rotates only a part of each head or has narrower values, which is not supported.")
-    if 0 < key("attention.sliding_window", 0) < context or key("expert_count", 0):
+    windows = windows_from_gguf(key, context, slides or every_layer)
+    if (windows and slides is None) or key("expert_count", 0):
         raise WeightsError(f"{origin} asks for sliding-window attention or experts, which are not supported.")
     embedding = shapes.get("token_embd.weight", (0,))
     epsilon = "layer_norm_epsilon" if features.get("norm") == "layer" else "layer_norm_rms_epsilon"
@@ -103,6 +107,7 @@ def config_from_gguf(
         "mlp_bias": "blk.0.ffn_up.bias" in shapes,
         "tie_embeddings": "output.weight" not in shapes,
         "rotary_dim": None if rotary == head_dim else rotary,
+        "windows": windows,
     }
     return ModelConfig(
         family=family or arch,

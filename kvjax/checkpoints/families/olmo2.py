@@ -1,4 +1,4 @@
-"""OLMo 2: norms of what attention and the MLP give, and of all heads' queries and keys (arXiv 2501.00656)."""
+"""OLMo 2 and 3: norms of what attention and the MLP give, and of all heads' queries and keys (arXiv 2501.00656)."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from typing import Any
 from kvjax.checkpoints.families.family import Family, Weight
 from kvjax.checkpoints.families.layout import GGUF, LLAMA_LAYOUT, weights_of
 from kvjax.checkpoints.families.llama import config_from_gguf, config_from_hf
+from kvjax.checkpoints.families.sliding import all_but_every, windows_from_hf, with_ropes
 from kvjax.model.config import ModelConfig
 
 _FEATURES: dict[str, Any] = {"norm_order": "post", "qk_norm_across_heads": True}
 
 
-def _from_hf(config: Mapping[str, Any], origin: str) -> ModelConfig:
+def _from_hf(config: Mapping[str, Any], origin: str, **more: Any) -> ModelConfig:
     bias = bool(config.get("attention_bias"))
-    features = {"qkv_bias": bias, "output_bias": bias, **_FEATURES}
+    features = {"qkv_bias": bias, "output_bias": bias, **_FEATURES, **more}
     return config_from_hf(config, origin, context=2048, epsilon=("rms_norm_eps", 1e-5), **features)
 
 
@@ -24,6 +25,13 @@ def _from_gguf(
     metadata: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], factors: Mapping[str, Any], origin: str
 ) -> ModelConfig:
     return config_from_gguf(metadata, shapes, factors, origin, **_FEATURES)
+
+
+def _third_from_hf(config: Mapping[str, Any], origin: str) -> ModelConfig:
+    """OLMo 3: windows in all layers but every fourth, whose rotary embedding alone is scaled."""
+    windows = windows_from_hf(config, origin, 2048, window=4096, default=all_but_every(4))
+    theta = config.get("rope_theta") or 500000.0
+    return with_ropes(lambda own: _from_hf(own, origin, windows=windows), config, origin, theta, theta)
 
 
 _POST = {"attention_output_norm": "post_attention_layernorm", "mlp_output_norm": "post_feedforward_layernorm"}
@@ -35,3 +43,4 @@ def _weights(config: ModelConfig, gguf: bool) -> Iterator[Weight]:
 
 
 OLMO2 = Family(_from_hf, _from_gguf, _weights)
+OLMO3 = Family(_third_from_hf, None, _weights)

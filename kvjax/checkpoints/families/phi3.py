@@ -9,19 +9,19 @@ from typing import Any
 from kvjax.checkpoints.families.family import Family, Weight
 from kvjax.checkpoints.families.layout import GGUF, LLAMA_LAYOUT, weights_of
 from kvjax.checkpoints.families.llama import config_from_gguf, config_from_hf
-from kvjax.checkpoints.families.settings import refuse_window
+from kvjax.checkpoints.families.sliding import every_layer, windows_from_hf
 from kvjax.model.config import ModelConfig
 
 
 def _from_hf(config: Mapping[str, Any], origin: str) -> ModelConfig:
-    refuse_window(config, origin, 4096)
-    return config_from_hf(config, origin, context=4096, epsilon=("rms_norm_eps", 1e-5), partial=1.0)
+    windows = windows_from_hf(config, origin, 4096)
+    return config_from_hf(config, origin, context=4096, epsilon=("rms_norm_eps", 1e-5), partial=1.0, windows=windows)
 
 
 def _from_gguf(
     metadata: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], factors: Mapping[str, Any], origin: str
 ) -> ModelConfig:
-    return config_from_gguf(metadata, shapes, factors, origin, partial=True)
+    return config_from_gguf(metadata, shapes, factors, origin, partial=True, slides=every_layer)
 
 
 _GGUF = dataclasses.replace(GGUF, qkv="attn_qkv", gate_up="ffn_up")

@@ -7,15 +7,16 @@ from typing import Any
 
 from kvjax.checkpoints.families.family import Family
 from kvjax.checkpoints.families.llama import config_from_gguf, config_from_hf, decoder_weights
-from kvjax.checkpoints.families.settings import refuse_sliding_window
+from kvjax.checkpoints.families.sliding import qwen_windows
 from kvjax.model.config import ModelConfig
 
 
 def _from_hf(config: Mapping[str, Any], origin: str) -> ModelConfig:
-    refuse_sliding_window(config, origin)
+    windows = qwen_windows(config, origin, 32768)
     bias = bool(config.get("attention_bias"))
     config = {**config, "head_dim": config.get("head_dim") or 128}  # transformers' default, whatever the widths
-    return config_from_hf(config, origin, context=32768, qkv_bias=bias, output_bias=bias, qk_norm=True)
+    features = {"qkv_bias": bias, "output_bias": bias, "qk_norm": True, "windows": windows}
+    return config_from_hf(config, origin, context=32768, **features)
 
 
 def _from_gguf(

@@ -57,32 +57,6 @@ def refuse_quantised(config: Mapping[str, Any], origin: str) -> None:
         raise WeightsError(f"{origin} describes quantised weights (quantization_config), which cannot be read.")
 
 
-def refuse_sliding_window(config: Mapping[str, Any], origin: str) -> None:
-    """WeightsError where a qwen's ``config.json`` asks for sliding-window attention that some layer has.
-
-    Layers from ``max_window_layers`` on would have it; a window of at least the context never slides.
-    """
-    kinds, layers = config.get("layer_types"), config.get("num_hidden_layers")
-    window, context = config.get("sliding_window") or 4096, config.get("max_position_embeddings")
-    idle = isinstance(window, int) and isinstance(context, int) and window >= context
-    if kinds is None:
-        first = config.get("max_window_layers")
-        none = isinstance(first, int) and isinstance(layers, int) and first >= layers
-        slides = bool(config.get("use_sliding_window")) and not none
-    else:
-        slides = "sliding_attention" in kinds
-    if slides and not idle:
-        raise WeightsError(f"{origin} asks for sliding-window attention (use_sliding_window), which is not supported.")
-
-
-def refuse_window(config: Mapping[str, Any], origin: str, context: int) -> None:
-    """WeightsError where a window slides: one that is at least the context never does."""
-    window = config.get("sliding_window")
-    most = config.get("max_position_embeddings") or context
-    if window is not None and not (isinstance(window, int) and isinstance(most, int) and window >= most):
-        raise WeightsError(f"{origin} asks for sliding-window attention (sliding_window), which is not supported.")
-
-
 class Keys(Protocol):
     """Reads one key of a GGUF."""
 

@@ -9,13 +9,13 @@ from typing import Any
 
 from kvjax.checkpoints.families.family import Family
 from kvjax.checkpoints.families.llama import config_from_gguf, config_from_hf, decoder_weights
-from kvjax.checkpoints.families.settings import refuse_sliding_window, size, whole
+from kvjax.checkpoints.families.settings import size, whole
+from kvjax.checkpoints.families.sliding import qwen_windows
 from kvjax.errors import WeightsError
 from kvjax.model.config import ModelConfig
 
 
 def _from_hf(config: Mapping[str, Any], origin: str) -> ModelConfig:
-    refuse_sliding_window(config, origin)
     bias = bool(config.get("attention_bias"))
     return config_from_hf(
         {"rope_theta": 2000000.0, "num_key_value_heads": 4, **config},
@@ -26,6 +26,7 @@ def _from_hf(config: Mapping[str, Any], origin: str) -> ModelConfig:
         output_bias=bias,
         mlp_bias=bool(config.get("mlp_bias")),
         no_rotary_layers=_without_rotary(config, origin),
+        windows=qwen_windows(config, origin, 32768),
     )
 
 

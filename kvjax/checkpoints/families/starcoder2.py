@@ -9,12 +9,11 @@ from typing import Any
 from kvjax.checkpoints.families.family import Family, Weight
 from kvjax.checkpoints.families.layout import GGUF, LLAMA_LAYOUT, weights_of
 from kvjax.checkpoints.families.llama import config_from_gguf, config_from_hf
-from kvjax.checkpoints.families.settings import refuse_window
+from kvjax.checkpoints.families.sliding import windows_from_hf
 from kvjax.model.config import ModelConfig
 
 
 def _from_hf(config: Mapping[str, Any], origin: str) -> ModelConfig:
-    refuse_window(config, origin, 4096)
     biased = bool(config.get("use_bias", True))
     return config_from_hf(
         {"num_key_value_heads": 2, **config},
@@ -27,6 +26,7 @@ def _from_hf(config: Mapping[str, Any], origin: str) -> ModelConfig:
         qkv_bias=biased,
         output_bias=biased,
         mlp_bias=biased,
+        windows=windows_from_hf(config, origin, 4096),
     )
 
 

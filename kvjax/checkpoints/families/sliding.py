@@ -1,0 +1,104 @@
+"""Sliding windows of attention in configurations: which layers have one, and with which rotary embedding."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from kvjax.checkpoints.families.settings import Keys, checked_size, size, whole
+from kvjax.checkpoints.rope_settings import rope_from_hf
+from kvjax.errors import WeightsError, quoted
+from kvjax.model.config import ModelConfig
+
+#: ``layer_types`` of a ``config.json``.
+GLOBAL, SLIDING = "full_attention", "sliding_attention"
+#: Whether a layer slides, by its number.
+Slides = Callable[[int], bool]
+#: The windows of :class:`ModelConfig`.
+Windows = tuple[int | None, ...]
+
+
+def every_layer(layer: int) -> bool:
+    """All layers slide."""
+    return True
+
+
+def all_but_every(count: int) -> Slides:
+    """All layers slide but every ``count``-th."""
+    return lambda layer: (layer + 1) % count != 0
+
+
+def sliding_layers(config: Mapping[str, Any], origin: str, default: Slides) -> list[bool]:
+    """Which layers are of the sliding kind: as ``layer_types`` says, else by default."""
+    layers, kinds = size(config, origin, "num_hidden_layers"), config.get("layer_types")
+    if kinds is None:
+        return [default(layer) for layer in range(layers)]
+    if not isinstance(kinds, list) or len(kinds) != layers:
+        raise WeightsError(f"{origin} lists layer_types for other than its {layers} layers.")
+    for kind in kinds:
+        if kind not in (GLOBAL, SLIDING):
+            raise WeightsError(f"{origin} has layers of the kind {quoted(kind)}; known are {GLOBAL} and {SLIDING}.")
+    return [kind == SLIDING for kind in kinds]
+
+
+def windows_from_hf(
+    config: Mapping[str, Any], origin: str, context: int, *, window: int | None = None, default: Slides = every_layer
+) -> Windows:
+    """Each layer's window in a ``config.json``; none where no layer has one that is shorter than the context.
+
+    Args:
+      context: tokens of context where the file does not say.
+      window: tokens, where the file does not say; a file's null is none.
+      default: which layers slide where the file does not say.
+    """
+    tokens = config.get("sliding_window", window)
+    if tokens is None:
+        return ()
+    checked_size(tokens, "sliding_window", origin)
+    most = config.get("max_position_embeddings") or context
+    return windows(sliding_layers(config, origin, default), tokens, most)
+
+
+def windows_from_gguf(key: Keys, context: int, default: Slides) -> Windows:
+    """Each layer's window in a GGUF, whose ``attention.sliding_window`` is of the layers that slide by default."""
+    tokens = key("attention.sliding_window", 0)
+    layers = [default(layer) for layer in range(key("block_count", count=True))]
+    return windows(layers, tokens, context) if tokens else ()
+
+
+def windows(slides: list[bool], tokens: int, context: int) -> Windows:
+    """The window of each layer that slides, None of the others; none at all where it could never slide."""
+    if not isinstance(context, int) or tokens >= context or not any(slides):
+        return ()
+    return tuple(tokens if each else None for each in slides)
+
+
+def with_ropes(
+    make: Callable[[Mapping[str, Any]], ModelConfig], config: Mapping[str, Any], origin: str, theta: float, local: float
+) -> ModelConfig:
+    """A model whose sliding layers have a rotary embedding of their own, without the other's scaling.
+
+    Args:
+      make: the model of a ``config.json`` with the rotary embedding of its global layers alone.
+      theta, local: bases of global and of sliding layers where the file does not say.
+    """
+    tables = config.get("rope_parameters")
+    plain = {name: value for name, value in config.items() if name not in ("rope_parameters", "rope_scaling")}
+    if isinstance(tables, Mapping) and any(kind in tables for kind in (GLOBAL, SLIDING)):
+        own = {GLOBAL: {"rope_theta": theta}, SLIDING: {"rope_theta": local}}
+        ropes = [{**plain, "rope_parameters": {**own[kind], **(tables.get(kind) or {})}} for kind in (GLOBAL, SLIDING)]
+    else:
+        base = config.get("rope_local_base_freq", local)
+        ropes = [{"rope_theta": theta, **config}, {**plain, "rope_theta": base}]
+    found = make(ropes[0])
+    rope = rope_from_hf(ropes[1], found.max_position, found.head_dim, origin)
+    return found if rope == found.rope or not found.sliding else dataclasses.replace(found, window_rope=rope)
+
+
+def qwen_windows(config: Mapping[str, Any], origin: str, context: int) -> Windows:
+    """Each layer's window where ``use_sliding_window`` says so: of those from ``max_window_layers`` on."""
+    if not config.get("use_sliding_window"):
+        return ()
+    first = whole(config.get("max_window_layers", 28), "max_window_layers", origin)
+    return windows_from_hf(config, origin, context, window=4096, default=lambda layer: layer >= first)
