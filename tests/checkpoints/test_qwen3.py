@@ -43,11 +43,12 @@ def test_absent_keys_have_transformers_defaults():
     assert not (c.qkv_bias or c.output_bias or c.mlp_bias or c.tie_embeddings)
 
 
-def test_a_window_that_slides_is_refused():
+def test_layers_from_some_on_may_have_a_window():
     slides = CASE.config | {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}
-    with pytest.raises(WeightsError, match=r"sliding-window"):
-        FAMILIES["qwen3"].from_hf(slides, "x")
-    assert FAMILIES["qwen3"].from_hf(slides | {"sliding_window": 4096}, "x").max_position == 64  # never slides
+    layers = CASE.config["num_hidden_layers"]
+    assert FAMILIES["qwen3"].from_hf(slides, "x").windows == (None, *[16] * (layers - 1))
+    for idle in ({"sliding_window": 4096}, {"max_window_layers": layers}, {"use_sliding_window": False}):
+        assert FAMILIES["qwen3"].from_hf(slides | idle, "x").windows == ()
 
 
 def test_a_checkpoint_without_the_norms_is_refused(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pathlib
 from collections.abc import Mapping
 from typing import Any
@@ -13,7 +14,7 @@ from support.family_cases import FamilyCase
 ARCHITECTURES = {
     "gemma": "gemma", "phi": "phi2", "phi3": "phi3", "glm4": "glm4", "olmo2": "olmo2", "granite": "granite",
     "starcoder2": "starcoder2", "gpt_neox": "gptneox", "cohere": "command-r", "stablelm": "stablelm",
-    "smollm3": "smollm3", "chatglm": "chatglm",
+    "smollm3": "smollm3", "chatglm": "chatglm", "gemma2": "gemma2", "gemma3_text": "gemma3", "cohere2": "cohere2",
 }  # fmt: skip
 #: Architectures whose queries and keys are permuted for neighbouring pairs, as llama's.
 _PERMUTED = {"granite", "smollm3"}
@@ -33,7 +34,7 @@ _NAMES = {
     "mlp.fc1": "ffn_up", "mlp.fc2": "ffn_down", "mlp.c_fc": "ffn_up", "mlp.c_proj": "ffn_down",
     "mlp.dense_h_to_4h": "ffn_up", "mlp.dense_4h_to_h": "ffn_down",
     "post_self_attn_layernorm": "post_attention_norm", "post_mlp_layernorm": "post_ffw_norm",
-    "post_feedforward_layernorm": "post_ffw_norm",
+    "post_feedforward_layernorm": "post_ffw_norm", "pre_feedforward_layernorm": "ffn_norm",
 }  # fmt: skip
 
 
@@ -41,9 +42,9 @@ def _tensor(case: FamilyCase, stem: str, kind: str, tensor: np.ndarray) -> tuple
     """The name after the block's, and the rows in the file's order."""
     c, family = case.config, case.config["model_type"]
     name = _NAMES[stem]
-    if family == "olmo2" and stem == "post_attention_layernorm":
+    if family in ("olmo2", "gemma2", "gemma3_text") and stem == "post_attention_layernorm":
         name = "post_attention_norm"
-    if family == "gemma" and name.endswith("norm"):
+    if family in ("gemma", "gemma2", "gemma3_text") and name.endswith("norm"):
         tensor = tensor + 1
     if family in _PERMUTED and name in ("attn_q", "attn_k"):
         heads = c["num_attention_heads" if name == "attn_q" else "num_key_value_heads"]
@@ -52,6 +53,27 @@ def _tensor(case: FamilyCase, stem: str, kind: str, tensor: np.ndarray) -> tuple
         heads = c["num_attention_heads"]
         tensor = tensor.reshape(heads, 3, -1, *tensor.shape[1:]).swapaxes(0, 1).reshape(tensor.shape)
     return f"{name}.{kind}", tensor
+
+
+def as_a_gguf_says(case: FamilyCase) -> FamilyCase:
+    """A case of a family of which llama.cpp knows by heart what no key says: which layers slide, and the scale."""
+    known = {
+        "gemma2": {"query_pre_attn_scalar": 12},
+        "gemma3_text": {
+            "query_pre_attn_scalar": 12, "num_hidden_layers": 7, "sliding_window_pattern": 6,
+            "rope_local_base_freq": 10000.0,
+        },
+        "cohere2": {"num_hidden_layers": 5, "sliding_window_pattern": 4},
+    }  # fmt: skip
+    return dataclasses.replace(case, config={**case.config, **known.get(case.config["model_type"], {})})
+
+
+def with_layers(shapes: Mapping[str, list[int]], layers: int) -> dict[str, list[int]]:
+    """Names and shapes of a model of so many layers, all like the first."""
+    first = "model.layers.0."
+    own = {name.removeprefix(first): shape for name, shape in shapes.items() if name.startswith(first)}
+    rest = {name: shape for name, shape in shapes.items() if not name.startswith("model.layers.")}
+    return rest | {f"model.layers.{i}.{name}": shape for i in range(layers) for name, shape in own.items()}
 
 
 def tensors(case: FamilyCase, values: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -100,16 +122,20 @@ def metadata(case: FamilyCase) -> dict[str, Any]:
     if "head_dim" in c:
         keys |= {"attention.key_length": dim, "attention.value_length": dim}
     layer_norms = {"phi": "layer_norm_eps", "starcoder2": "norm_epsilon", "gpt_neox": "layer_norm_eps"}
-    layer_norms |= {"cohere": "layer_norm_eps", "stablelm": "layer_norm_eps"}
+    layer_norms |= {"cohere": "layer_norm_eps", "stablelm": "layer_norm_eps", "cohere2": "layer_norm_eps"}
     if c["model_type"] in layer_norms:
         keys["attention.layer_norm_epsilon"] = float(c.get(layer_norms[c["model_type"]], 1e-5))
     else:
-        usual = {"glm4": 1.5625e-7, "gemma": 1e-6, "granite": 1e-6, "smollm3": 1e-6}.get(c["model_type"], 1e-5)
+        small = dict.fromkeys(("gemma", "gemma2", "gemma3_text", "granite", "smollm3"), 1e-6)
+        usual = (small | {"glm4": 1.5625e-7}).get(c["model_type"], 1e-5)
         keys["attention.layer_norm_rms_epsilon"] = float(c.get("rms_norm_eps", usual))
     own = {"sliding_window": "attention.sliding_window", "attention_multiplier": "attention.scale"}
     own |= {"embedding_multiplier": "embedding_scale", "residual_multiplier": "residual_scale"}
+    own |= {"attn_logit_softcapping": "attn_logit_softcapping", "final_logit_softcapping": "final_logit_softcapping"}
     own |= {"logits_scaling": "logit_scale", "logit_scale": "logit_scale"}
     keys |= {new: c[old] for old, new in own.items() if old in c}
+    if scaling := c.get("rope_scaling"):
+        keys |= {"rope.scaling.type": scaling["rope_type"], "rope.scaling.factor": scaling["factor"]}
     if "use_parallel_residual" in c:
         keys["use_parallel_residual"] = int(c["use_parallel_residual"])
     return {f"{ARCHITECTURES[c['model_type']]}.{key}": value for key, value in keys.items()}

@@ -41,16 +41,16 @@ class Shape(ChunkShape):
         return jax.ShapeDtypeStruct((self.batch, self.heads, self.group, self.keys), jnp.float32)
 
 
-def _window(arrays: dict[str, Any], *, implementation: str) -> Any:
+def _window(arrays: dict[str, Any], **options: Any) -> Any:
     """Both passes over the keys, as for the observation window of a prompt."""
-    lse = log_sum_exp(**arrays, implementation=implementation)
+    lse = log_sum_exp(**arrays, **options)
     weight = jnp.ones((arrays["q"].shape[0], arrays["q"].shape[3]), jnp.float32)
-    return attention_mass(**arrays, lse=lse, weight=weight, implementation=implementation).new
+    return attention_mass(**arrays, lse=lse, weight=weight, **options).new
 
 
-def _columns(arrays: dict[str, Any], lse: Any, onto: Any, *, implementation: str) -> Any:
+def _columns(arrays: dict[str, Any], lse: Any, onto: Any, **options: Any) -> Any:
     """A chunk's column sums, added to those of earlier chunks."""
-    return attention_mass(**arrays, lse=lse, onto=Masses(onto, None), implementation=implementation).new
+    return attention_mass(**arrays, lse=lse, onto=Masses(onto, None), **options).new
 
 
 def cases() -> list[Case]:
@@ -63,22 +63,29 @@ def cases() -> list[Case]:
         "window of 16, G = 4, D = 256, bfloat16": Shape(16, head_dim=256, heads=4),
         "window of 32, G = 4, D = 128, float32": Shape(dtype=jnp.float32),
         "window of a tenth, G = 4, D = 128, bfloat16": Shape(3280),
+        "soft cap, window of 32, G = 2, D = 256, bfloat16": Shape(group=2, head_dim=256, soft_cap=50.0),
+        "sliding over 4,096, window of 32, G = 4, D = 128, bfloat16": Shape(window=4096),
     }
     chunks = {
         "columns of 1,024, G = 4, D = 128, bfloat16": Shape(1024),
         "columns of 1,024, G = 1, D = 64, bfloat16": Shape(1024, group=1, head_dim=64),
         "columns of 1,024, G = 16, D = 256, bfloat16": Shape(1024, group=16, head_dim=256, heads=4),
         "columns of 256, G = 8, D = 128, float32": Shape(256, group=8, dtype=jnp.float32),
+        "soft cap, columns of 1,024, G = 2, D = 256, bfloat16": Shape(1024, group=2, head_dim=256, soft_cap=50.0),
+        "sliding over 4,096, columns of 1,024, G = 4, D = 128, bfloat16": Shape(1024, window=4096),
+        "sliding over 1,024, soft cap, columns of 256, G = 8, D = 128, float32": Shape(
+            256, group=8, dtype=jnp.float32, window=1024, soft_cap=50.0
+        ),
     }
     found = []
     for platform, implementation in IMPLEMENTATIONS.items():
         for name, shape in windows.items():
-            function = functools.partial(_window, implementation=implementation)
+            function = functools.partial(_window, implementation=implementation, **shape.bounds)
             # Zeros that the masses are added to; on TPU in tiles of 4 heads.
             zeros = 4 * shape.batch * shape.heads * (-(-shape.group // 4) * 4) * shape.keys
             found.append(_case(platform, name, shape, function, (shape.arrays(),), zeros))
         for name, shape in chunks.items():
-            function = functools.partial(_columns, implementation=implementation)
+            function = functools.partial(_columns, implementation=implementation, **shape.bounds)
             lse = jax.ShapeDtypeStruct((shape.batch, shape.heads, shape.group, shape.queries), jnp.float32)
             arguments = (shape.arrays(), lse, shape.total())
             found.append(_case(platform, name, shape, function, arguments, 0, donated=(2,)))

@@ -16,9 +16,8 @@ from tools.aot.cases_mass import IMPLEMENTATIONS, SPILLS
 from tools.aot.chunk_shape import ChunkShape
 
 
-def _chunk(q: Any, k: Any, v: Any, offset: Any, length: Any, *, implementation: str) -> Any:
-    scale = q.shape[-1] ** -0.5
-    return prefill(q, k, v, offset=offset, length=length, scale=scale, implementation=implementation)
+def _chunk(q: Any, k: Any, v: Any, offset: Any, length: Any, **options: Any) -> Any:
+    return prefill(q, k, v, offset=offset, length=length, scale=q.shape[-1] ** -0.5, **options)
 
 
 def _layer(q: Any, k: Any, v: Any, count: Any, *, implementation: str, queries: int) -> Any:
@@ -65,6 +64,15 @@ def cases() -> list[Case]:
         "chunk of 16, G = 16, D = 128, bfloat16": ChunkShape(16, group=16),
         "chunk of 256, G = 8, D = 128, float32": ChunkShape(256, group=8, dtype=jnp.float32, keys=8192),
         "chunk of 64, G = 4, D = 96, bfloat16": ChunkShape(64, keys=64, head_dim=96),
+        "sliding over 512, chunk of 1,024, G = 4, D = 256, bfloat16": ChunkShape(heads=1, head_dim=256, window=512),
+        "sliding over 4,096, chunk of 1,024, G = 4, D = 128, bfloat16": ChunkShape(window=4096),
+        "sliding over 4,096, soft cap, chunk of 1,024, G = 2, D = 256, bfloat16": ChunkShape(
+            group=2, head_dim=256, window=4096, soft_cap=50.0
+        ),
+        "soft cap, chunk of 1,024, G = 3, D = 64, bfloat16": ChunkShape(group=3, head_dim=64, heads=3, soft_cap=50.0),
+        "sliding over 1,024, soft cap, chunk of 256, G = 8, D = 128, float32": ChunkShape(
+            256, group=8, dtype=jnp.float32, keys=8192, window=1024, soft_cap=50.0
+        ),
     }
     layers = {
         "a layer of 8,192 tokens, G = 4, D = 128": ChunkShape(keys=8192),
@@ -73,7 +81,7 @@ def cases() -> list[Case]:
     found = []
     for platform, implementation in IMPLEMENTATIONS.items():
         for name, shape in chunks.items():
-            function = functools.partial(_chunk, implementation=implementation)
+            function = functools.partial(_chunk, implementation=implementation, **shape.bounds)
             ints = jax.ShapeDtypeStruct((shape.batch,), jnp.int32)
             arguments = (shape.q(shape.queries), shape.rows(shape.keys), shape.rows(shape.keys), ints, ints)
             # Queries and outputs of a head size that is not a multiple of a TPU's lanes are padded.

@@ -20,6 +20,13 @@ class ChunkShape:
     dtype: Any = jnp.bfloat16
     batch: int = 1
     heads: int = 8
+    window: int | None = None
+    soft_cap: float | None = None
+
+    @property
+    def bounds(self) -> dict[str, Any]:
+        """Keywords of the operations: a sliding window, a soft cap."""
+        return {"window": self.window, "soft_cap": self.soft_cap}
 
     @property
     def key_bytes(self) -> int:
