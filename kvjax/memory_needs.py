@@ -82,7 +82,7 @@ def weights_bytes(config: ModelConfig, dtype: Any, mesh: Mesh | None = None) -> 
 
 def prefill_bytes(config: ModelConfig, policy: Policy, batch: int, prompt: int, dtype: Any, mesh: Mesh | None) -> int:
     """Temporary bytes of prefill, on each device."""
-    inner = config.intermediate_size
+    inner = config.mlp_channels
     if mesh is None:
         return prefill_peak_bytes(config, policy, batch, prompt, dtype, inner)
     inner = inner // mesh.model if splits(mesh, config).mlp else inner

@@ -23,7 +23,7 @@ from orbax.checkpoint import v1 as ocp
 import kvjax
 from kvjax.cache.layout import Layout
 from kvjax.checkpoints.digest import weights_digest
-from kvjax.model.decoder import logical
+from kvjax.model.params import logical
 from kvjax.policies import registry
 from kvjax.policies.base import Policy
 from kvjax.saving import canonical, description

@@ -14,7 +14,8 @@ import numpy as np
 from kvjax.bench.machine import usable_cores
 from kvjax.errors import KvjaxError, UsageError
 from kvjax.model.config import ModelConfig
-from kvjax.model.decoder import Decoder, DecoderLayer, logical
+from kvjax.model.decoder import Decoder, DecoderLayer
+from kvjax.model.params import logical
 
 try:
     import torch

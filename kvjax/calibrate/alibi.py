@@ -27,7 +27,8 @@ from jaxtyping import Float
 from kvjax.checkpoints.load import LanguageModel
 from kvjax.errors import UsageError
 from kvjax.model.alibi import slopes
-from kvjax.model.decoder import DecoderLayer, logical
+from kvjax.model.decoder import DecoderLayer
+from kvjax.model.params import logical
 from kvjax.policies.profile import ModelShape, ScopeProfile, Table, model_name
 
 

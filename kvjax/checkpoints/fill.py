@@ -24,7 +24,8 @@ from kvjax.checkpoints.checkpoint import Checkpoint
 from kvjax.checkpoints.families import Weight
 from kvjax.errors import WeightsError, quoted
 from kvjax.model.config import ModelConfig
-from kvjax.model.decoder import Decoder, abstract_decoder, logical_view
+from kvjax.model.decoder import Decoder, abstract_decoder
+from kvjax.model.params import logical_view
 from kvjax.model.tiling import tiled
 from kvjax.sharding.mesh import Mesh
 

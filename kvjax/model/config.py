@@ -7,6 +7,7 @@ from typing import Any, Literal, get_args
 
 from kvjax.checks import number, whole_number
 from kvjax.errors import UsageError, quoted
+from kvjax.model.experts import Experts
 
 #: Channels, layers, heads and tokens of a model at most.
 MOST_SIZE = 2**40
@@ -100,6 +101,7 @@ class ModelConfig:
       qkv_bias, output_bias, mlp_bias, head_bias: whether those projections add a bias.
       tie_embeddings: whether the output head is the token embedding.
       no_rotary_layers: layers of a rotary model whose queries and keys are not turned.
+      experts: MLPs of which a router chooses for each token, in place of the MLP or beside it.
       windows: of each layer the tokens that a query sees, its own included, or None in a global layer; one entry is all
         layers', and none says that all are global.
       window_rope: the rotary embedding of the layers with a window, where it is another.
@@ -138,6 +140,7 @@ class ModelConfig:
     shared_norm: bool = added(False)
     head_bias: bool = added(False)
     no_rotary_layers: tuple[int, ...] = added(())
+    experts: Experts | None = dataclasses.field(default=None, metadata=_ADDED)
     windows: tuple[int | None, ...] = added(())
     window_rope: RopeConfig | None = dataclasses.field(default=None, metadata=_ADDED)
     rotary_dim: int | None = added(None)
@@ -211,6 +214,11 @@ class ModelConfig:
             own |= {"windows": () if window is None else (window,), "window_rope": None}
         if window is not None and self.window_rope is not None:
             own["rope"] = self.window_rope
+        if self.experts is not None and index in self.experts.dense_layers:
+            own["experts"] = None
+        elif self.experts is not None:
+            own["experts"] = dataclasses.replace(self.experts, dense_layers=())
+            own["intermediate_size"] = self.experts.shared_inner or self.experts.inner
         return dataclasses.replace(self, **own) if own else self
 
     def window_of(self, layer: int) -> int | None:
@@ -246,6 +254,19 @@ class ModelConfig:
     def rotary_channels(self) -> int:
         """Channels of a head that rotary embedding turns."""
         return self.rotary_dim or self.head_dim
+
+    @property
+    def dense_mlp(self) -> bool:
+        """Whether what :meth:`layer` gives has an MLP that every token goes through."""
+        return self.experts is None or self.experts.shared_inner > 0
+
+    @property
+    def mlp_channels(self) -> int:
+        """Channels of MLPs that a token goes through in a layer, at most."""
+        if self.experts is None:
+            return self.intermediate_size
+        chosen = self.experts.active * self.experts.inner + self.experts.shared_inner
+        return max(chosen, self.intermediate_size) if self.experts.dense_layers else chosen
 
     @property
     def gated(self) -> bool:

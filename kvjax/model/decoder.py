@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import copy
 import functools
-import math
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -20,50 +19,9 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.model.config import ModelConfig
 from kvjax.model.exchange import ONE_DEVICE, Exchange
+from kvjax.model.experts import ExpertMLP
 from kvjax.model.matmul import matmul, matmul_nt
-
-
-def _param(
-    rngs: nnx.Rngs | None,
-    shape: tuple[int, ...],
-    axes: tuple[str | None, ...],
-    dtype: DTypeLike,
-    inputs: int = 1,
-    transposed: bool = False,
-) -> nnx.Param:
-    """A weight with its logical shape and axes; random values serve tests, and zeros those who ask for shapes alone.
-
-    It is stored as a matrix, the first ``inputs`` axes against the others (or, without any, as a vector); if
-    ``transposed``, the others against the first (``matmul.py`` says which is faster to read when). The short axes of
-    heads and halves would each be padded to a tile of a TPU's memory, four times the bytes where the last axis but one
-    is 2, and a product would copy the weight into another layout at every step.
-    """
-    fan_in = shape[0] if len(shape) > 1 else 1
-    if rngs is None:
-        values = jnp.zeros(shape, dtype)
-    else:
-        values = (jax.random.normal(rngs.params(), shape, jnp.float32) * fan_in**-0.5).astype(dtype)
-    values = values.reshape((math.prod(shape[:inputs]), -1) if inputs else (-1,))
-    return nnx.Param(values.T if transposed else values, axes=axes, logical=shape, inputs=inputs, transposed=transposed)
-
-
-def logical(param: nnx.Variable) -> jax.Array:
-    """A weight with its logical axes, see :class:`DecoderLayer`."""
-    return logical_view(param, param.get_value())
-
-
-def logical_view(param: nnx.Variable, stored: Any) -> Any:
-    """A weight as it is stored, an array of JAX or NumPy, with its logical axes; in NumPy without a copy."""
-    shape, inputs = param.get_metadata("logical", stored.shape), param.get_metadata("inputs", 1)
-    if not param.get_metadata("transposed", False):
-        return stored.reshape(shape)
-    outputs = len(shape) - inputs
-    return stored.reshape(shape[inputs:] + shape[:inputs]).transpose(*range(outputs, len(shape)), *range(outputs))
-
-
-def gate_columns(inner: int) -> int:
-    """C: at most a TPU's 128 lanes, and so few that 16 devices can divide the halves wherever 16 divides F."""
-    return math.gcd(inner, math.gcd(inner // 16, 128))
+from kvjax.model.params import gate_columns, new_param
 
 
 class RMSNorm(nnx.Module):
@@ -117,6 +75,7 @@ class DecoderLayer(nnx.Module):
       qkv [M | H, G + 2, D]: the G queries of KV head h, then its key, then its value.
       out [H, G, D | M]; gate_up [M | F / C, 2, C]: C columns of the gate, then as many of what it gates, so that a
       shard of the columns holds both halves; or up [M | F] without a gate; down [F | M].
+      Where there are experts (:class:`kvjax.model.experts.ExpertMLP`), the last are those of all tokens, if any.
       Optional biases have the same names and logical axes without the input's: qkv_bias [H, G + 2, D], out_bias [M],
       gate_up_bias [F / C, 2, C] or up_bias [F], down_bias [M].
       Norms, as far as the configuration has them: input_norm and post_attention_norm of what attention and the MLP
@@ -131,38 +90,43 @@ class DecoderLayer(nnx.Module):
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs | None, dtype: DTypeLike):
         hidden, heads, group, dim = config.hidden_size, config.num_kv_heads, config.group_size, config.head_dim
-        inner = config.intermediate_size
         if config.norm_order != "post":
             self.input_norm = _norm(config, dtype)
             if not config.shared_norm:
                 self.post_attention_norm = _norm(config, dtype)
         if config.norm_order != "pre":
             self.attention_output_norm, self.mlp_output_norm = (_norm(config, dtype) for _ in range(2))
-        self.qkv = _param(rngs, (hidden, heads, group + 2, dim), (None, "kv_heads", None, None), dtype)
-        self.out = _param(rngs, (heads, group, dim, hidden), ("kv_heads", None, None, None), dtype, 3)
-        if config.gated:
-            half = gate_columns(inner)
-            shape, axes = (hidden, inner // half, 2, half), (None, "mlp", None, None)
-            self.gate_up = _param(rngs, shape, axes, dtype, transposed=True)
-        else:
-            self.up = _param(rngs, (hidden, inner), (None, "mlp"), dtype, transposed=True)
-        self.down = _param(rngs, (inner, hidden), ("mlp", None), dtype)
+        self.qkv = new_param(rngs, (hidden, heads, group + 2, dim), (None, "kv_heads", None, None), dtype)
+        self.out = new_param(rngs, (heads, group, dim, hidden), ("kv_heads", None, None, None), dtype, 3)
+        if config.experts is not None:
+            self.experts = ExpertMLP(config, config.experts, rngs=rngs, dtype=dtype)
+        if config.dense_mlp:
+            self._init_mlp(config, rngs, dtype)
         if config.qk_norm:
             self.q_norm, self.k_norm = (_norm(config, dtype, dim) for _ in range(2))
         if config.qk_norm_across_heads:
-            self.qk_norm = _param(rngs, (heads, group + 2, dim), ("kv_heads", None, None), dtype, 0)
+            self.qk_norm = new_param(rngs, (heads, group + 2, dim), ("kv_heads", None, None), dtype, 0)
         if config.qkv_bias:
-            self.qkv_bias = _param(rngs, (heads, group + 2, dim), ("kv_heads", None, None), dtype, 0)
+            self.qkv_bias = new_param(rngs, (heads, group + 2, dim), ("kv_heads", None, None), dtype, 0)
         if config.output_bias:
-            self.out_bias = _param(rngs, (hidden,), (None,), dtype, 0)
+            self.out_bias = new_param(rngs, (hidden,), (None,), dtype, 0)
+        self.config = config
+
+    def _init_mlp(self, config: ModelConfig, rngs: nnx.Rngs | None, dtype: DTypeLike) -> None:
+        hidden, inner = config.hidden_size, config.intermediate_size
+        if config.gated:
+            half = gate_columns(inner)
+            shape, axes = (hidden, inner // half, 2, half), (None, "mlp", None, None)
+            self.gate_up = new_param(rngs, shape, axes, dtype, transposed=True)
+        else:
+            self.up = new_param(rngs, (hidden, inner), (None, "mlp"), dtype, transposed=True)
+        self.down = new_param(rngs, (inner, hidden), ("mlp", None), dtype)
         if config.mlp_bias:
             if config.gated:
-                half = gate_columns(inner)
-                self.gate_up_bias = _param(rngs, (inner // half, 2, half), ("mlp", None, None), dtype, 0)
+                self.gate_up_bias = new_param(rngs, shape[1:], axes[1:], dtype, 0)
             else:
-                self.up_bias = _param(rngs, (inner,), ("mlp",), dtype, 0)
-            self.down_bias = _param(rngs, (hidden,), (None,), dtype, 0)
-        self.config = config
+                self.up_bias = new_param(rngs, (inner,), ("mlp",), dtype, 0)
+            self.down_bias = new_param(rngs, (hidden,), (None,), dtype, 0)
 
     def project(self, x: Float[Array, "*S M"]) -> tuple[Float[Array, "*S H G D"], Array, Array]:
         """Norm and project to (queries [..., H, G, D], keys [..., H, D], values [..., H, D]), before rotary."""
@@ -208,8 +172,15 @@ class DecoderLayer(nnx.Module):
         return x + (y if scale == 1 else y * jnp.asarray(scale, y.dtype))
 
     def _mlp(self, x: Float[Array, "*S M"]) -> Float[Array, "*S M"]:
-        y = self.exchange.mlp(matmul(self.activated(x), self.down[...]))
-        return y + self.down_bias[...] if self.config.mlp_bias else y
+        c = self.config
+        if c.experts is None:
+            y = matmul(self.activated(x), self.down[...])
+        else:
+            y = self.experts(x)
+            if c.dense_mlp:
+                y = y + self.experts.shared(x, matmul(self.activated(x), self.down[...]))
+        y = self.exchange.mlp(y)
+        return y + self.down_bias[...] if c.mlp_bias and c.dense_mlp else y
 
     def activated(self, x: Float[Array, "*S M"]) -> Float[Array, "*S F"]:
         """The MLP up to its activation, of the channels whose weights are there."""
@@ -236,16 +207,16 @@ class Decoder(nnx.Module):
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs | None, dtype: DTypeLike = jnp.float32):
         if not config.tie_embeddings:
-            self.embedding = _param(rngs, (config.vocab_size, config.hidden_size), ("vocab", None), dtype)
+            self.embedding = new_param(rngs, (config.vocab_size, config.hidden_size), ("vocab", None), dtype)
         if config.embedding_norm:
             self.embedding_norm = _norm(config, dtype)
         self.layers = nnx.List(
             [DecoderLayer(config.layer(i), rngs=rngs, dtype=dtype) for i in range(config.num_layers)]
         )
         self.norm = _norm(config, dtype)
-        self.head = _param(rngs, (config.hidden_size, config.vocab_size), (None, "vocab"), dtype, transposed=True)
+        self.head = new_param(rngs, (config.hidden_size, config.vocab_size), (None, "vocab"), dtype, transposed=True)
         if config.head_bias:
-            self.head_bias = _param(rngs, (config.vocab_size,), ("vocab",), dtype, 0)
+            self.head_bias = new_param(rngs, (config.vocab_size,), ("vocab",), dtype, 0)
         self.config = config
 
     def embed(self, tokens: Int[Array, "*S"]) -> Float[Array, "*S M"]:

@@ -21,8 +21,8 @@ def weight_layout(kind: str, dtype: DTypeLike, ndim: int) -> Any:
     Args:
       kind: as ``jax.Device.device_kind`` says it, such as "TPU7x".
     """
-    if kind.lower().startswith("tpu7") and jnp.dtype(dtype) == jnp.bfloat16 and ndim == 2:
-        return Layout(major_to_minor=(0, 1), tiling=((16, 128), (2, 1)))
+    if kind.lower().startswith("tpu7") and jnp.dtype(dtype) == jnp.bfloat16 and ndim in (2, 3):
+        return Layout(major_to_minor=tuple(range(ndim)), tiling=((16, 128), (2, 1)))
     return None
 
 

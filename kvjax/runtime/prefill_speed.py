@@ -31,7 +31,7 @@ def work(config: ModelConfig, rows: int, tokens: int, seen: int = 0) -> float:
     tokens = -(-tokens // block) * block
     dim = config.head_dim
     heads = (2 * config.num_heads + 2 * config.num_kv_heads) * dim * config.hidden_size
-    weights = config.num_layers * (heads + 3 * config.hidden_size * config.intermediate_size)
+    weights = config.num_layers * (heads + 3 * config.hidden_size * config.mlp_channels)
     attention = 2 * config.num_layers * config.num_heads * dim * (seen + tokens / 2)
     return float(rows) * tokens * (weights + attention)
 

@@ -17,7 +17,8 @@ from kvjax.cache.pool import LayerCache
 from kvjax.cache.shared_context import SharedContext
 from kvjax.errors import UsageError
 from kvjax.model.config import ModelConfig
-from kvjax.model.decoder import Decoder, gate_columns
+from kvjax.model.decoder import Decoder
+from kvjax.model.params import gate_columns
 from kvjax.model.tiling import tiled
 from kvjax.sharding.mesh import RULES, Mesh
 from kvjax.sharding.partition import head_sharding
@@ -57,26 +58,37 @@ def splits(mesh: Mesh, config: ModelConfig) -> Splits:
     MLP must hold as many gates as what they gate.
     """
     heads, parts = head_sharding(mesh, config), mesh.model
-    group, inner = config.group_size, config.intermediate_size
+    group = config.group_size
     channels = config.num_kv_heads * config.head_dim
-    unit = gate_columns(inner) if config.gated else 1
+    inners = _mlp_channels(config)
+    shards = [(inner, gate_columns(inner) if config.gated else 1) for inner in inners]
     return Splits(
         heads,
         heads.head_axes + heads.page_axes,
         parts,
         qkv=channels * (group + 2) % parts == 0 and channels * group % parts == 0,
-        mlp=inner // unit % parts == 0,
+        mlp=all(channels // unit % parts == 0 for channels, unit in shards),
         vocab=config.vocab_size % parts == 0,
     )
+
+
+def _mlp_channels(config: ModelConfig) -> list[int]:
+    """Channels of every kind of MLP that a layer of the model has."""
+    experts = config.experts
+    if experts is None:
+        return [config.intermediate_size]
+    dense = [config.intermediate_size] if experts.dense_layers else []
+    return [*dense, experts.inner, *([experts.shared_inner] if experts.shared_inner else [])]
 
 
 def weight_spec(param: nnx.Variable, split: Splits) -> PartitionSpec:
     """The spec of a weight, from the logical axes that lead the axes of the matrix it is stored as."""
     names = param.get_metadata("axes")
-    leading = [0, param.get_metadata("inputs", 1)][: len(param.get_value().shape)]
+    stacked, inputs = param.get_metadata("stacked", 0), param.get_metadata("inputs", 1)
+    leading = [stacked, stacked + inputs][: len(param.get_value().shape) - stacked]
     if param.get_metadata("transposed", False):
         leading.reverse()
-    return PartitionSpec(*(split.axes(names[i]) for i in leading))
+    return PartitionSpec(*(split.axes(names[i]) for i in (*range(stacked), *leading)))
 
 
 def weight_specs(params: Decoder, mesh: Mesh) -> list[PartitionSpec]:

@@ -30,9 +30,15 @@ _ROWS = 512
 
 
 def _each_part(
-    t: Tiles, first_query: Array, first_key: Array, run: Any, most: int, begin: Any = lambda _: None
+    t: Tiles,
+    first_query: Array,
+    first_key: Array,
+    run: Any,
+    most: int,
+    begin: Any = lambda _: None,
+    rows: int = _ROWS,
 ) -> None:
-    """Call ``run(part, first head, heads, masked)`` for the parts of a block, with at most ``most`` rows each.
+    """Call ``run(part, first head, heads, masked)`` for the parts of a block, of ``most`` rows or, if masked, ``rows``.
 
     Below the diagonal for every part; where the diagonal crosses the block for the parts up to it, in a loop over few
     heads at a time, as masks take registers. ``begin(heads)`` is called once before.
@@ -48,7 +54,7 @@ def _each_part(
     for heads in tiles.steps(group, t.heads_in(most)):
         tiles.scheduling_barrier(below, functools.partial(run_all, heads))
 
-    count = t.heads_in(_ROWS)
+    count = t.heads_in(rows)
     strips = jnp.int32(group // count)
 
     def iteration(at: Any, _: Any) -> None:
@@ -165,8 +171,8 @@ def _kernel(offset, factor, live, q, normaliser, k, onto, out, total, beside, di
                 total[part, first + g, :, lane * LANES : (lane + 1) * LANES] += weight
             return weights[0]
 
-        # If masked, at most 128 rows at once, and the third product waits for the first one's weights.
-        together, step = (t.heads_in(LANES), LANES) if masked else (count, t.queries)
+        # If masked or capped, at most 128 rows at once; of masked ones the third product waits for the first's weights.
+        together, step = (t.heads_in(LANES), LANES) if masked or soft_cap is not None else (count, t.queries)
         done: list[Any] = []
         for heads in tiles.steps(count, together):
             before, weight = done[0] if masked and len(done) == 2 and heads.stop == count else None, None
@@ -182,6 +188,8 @@ def _kernel(offset, factor, live, q, normaliser, k, onto, out, total, beside, di
     # Where products are slow, many rows of them are scheduled as a region of their own.
     slow = products is not None or tiles.matrix_unit() == LANES
     each_part = functools.partial(_each_part, t, first_query, first_key, most=2 * _ROWS if slow else t.rows)
+    if t.window is not None or soft_cap is not None:  # masks of two sides, and hyperbolic tangents, take registers too
+        each_part = functools.partial(each_part, rows=LANES)
     alive = live[b * pl.num_programs(3) + i] != 0
     if products:
         # The only block of queries is split once for all keys; several are split again for each block of keys.

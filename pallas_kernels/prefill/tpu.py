@@ -71,19 +71,32 @@ def _kernel(offset, length, q, k, v, out, lse, *scratch, t: Tiles, factor, soft_
         if float32:
             float32.take_queries(q, jnp.float32(factor))
 
+    def bound(masked: bool, part: int, head: Any, queries: Any, strip: Any) -> None:
+        """Cap and mask a few rows of stored scores: as they leave the matrix units, they would spill."""
+        scores = capped_log2(score[part, strip, : t.part], soft_cap)
+        if masked:
+            ahead = offset[b * group + head] + first + queries.start - first_key - jnp.int32(part * t.part)
+            scores = tiles.masked(scores, [ahead], t.window)
+        rows.take(part, scores, strip)
+
+    def later(masked: bool) -> bool:
+        return soft_cap is not None or (masked and t.window is not None)
+
     def measure(masked: bool) -> None:
         for part in range(t.parts):
             if float32:
                 scores = float32.last_scores(score, part)
             else:
                 scores = tiles.scores(q[...], t.keys_of(k, part), t.columns) * jnp.float32(factor)
-            scores = capped_log2(scores, soft_cap)
+            if later(masked):
+                rows.score[part, :, : t.part] = scores
+                continue
             if masked:
                 # Masked weights need no zeros: a query's first real peak removes them, its own key's at the latest, and
                 # one without any key attends to nothing, which ``finish`` handles. Each head compares with its own
                 # copy of the offset: the compiler would keep the masks of one head for the next.
                 ahead = [offset[b * group + g] + first - first_key - jnp.int32(part * t.part) for g in range(group)]
-                scores = tiles.masked(scores, ahead, t.window)
+                scores = tiles.masked(scores, ahead)
             rows.take(part, scores)
 
     def cut_weights(_: Any, __: Any, strip: Any) -> None:
@@ -96,6 +109,10 @@ def _kernel(offset, length, q, k, v, out, lse, *scratch, t: Tiles, factor, soft_
         for chunk in float32.first_chunks():
             tiles.scheduling_barrier(live, functools.partial(float32.add_scores, score, chunk))
     pl.when(counted)(lambda: tiles.masked_or_not(t, first_query, first_key, measure))
+    whole = t.whole(first_query, first_key)
+    for masked, there in ((False, whole), (True, jnp.logical_not(whole))):
+        for part in range(t.parts if later(masked) else 0):
+            tiles.each_strip(t, jnp.logical_and(live, there), functools.partial(bound, masked, part), 64)
     for strip in strips(t) if order.follow else [slice(0, t.rows)]:
         tiles.scheduling_barrier(live, functools.partial(rows.lift, strip))
     if float32:

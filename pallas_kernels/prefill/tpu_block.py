@@ -103,10 +103,10 @@ class Block:
         for part in range(self.total.shape[0]):
             self.total[part] = jnp.zeros_like(self.total[part])
 
-    def take(self, part: int, scores: Float[Array, "R S"]) -> None:
-        """Store a part's scores, and the largest of them in each lane."""
-        self.score[part, :, : self.t.part] = scores
-        self.found_peak[part] = functools.reduce(jnp.maximum, tiles.lanes(scores))
+    def take(self, part: int, scores: Float[Array, "R S"], rows: Any = slice(None)) -> None:
+        """Store a part's scores, all or those of some rows, and the largest of them in each lane."""
+        self.score[part, rows, : self.t.part] = scores
+        self.found_peak[part, rows] = functools.reduce(jnp.maximum, tiles.lanes(scores))
 
     def lift(self, rows: slice) -> None:
         """Raise the peaks to the scores just taken, and rescale the earlier sums to them."""

@@ -291,9 +291,13 @@ def across(x: Float[Array, "M 128"], width: int) -> Float[Array, "M D"]:
 
 
 def visible(distance: Array, most: Array, window: int | None) -> Bool[Array, "S L"]:
-    """Whether keys at these distances from the queries are seen: at most ``most``, and within the window."""
-    seen = distance <= most
-    return seen if window is None else jnp.logical_and(seen, distance > most - jnp.int32(window))
+    """Whether keys at these distances from the queries are seen: at most ``most``, and within the window.
+
+    The two in one comparison, of numbers without a sign: masks have few registers.
+    """
+    if window is None:
+        return distance <= most
+    return jax.lax.bitcast_convert_type(most - distance, jnp.uint32) < jnp.uint32(window)
 
 
 def masked(x: Float[Array, "M S"], ahead: list[Array], window: int | None = None) -> Float[Array, "M S"]:

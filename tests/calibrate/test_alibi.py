@@ -17,7 +17,7 @@ from support import bloom_oracle
 import kvjax
 from kvjax.calibrate import alibi_scopes, load_profile, save_profile
 from kvjax.errors import UsageError
-from kvjax.model.decoder import logical
+from kvjax.model.params import logical
 from kvjax.policies import LagKV, RazorAttention, parse
 from kvjax.policies.profile import scope_lengths
 

@@ -11,7 +11,7 @@ import toys
 from kvjax.calibrate import retrieval
 from kvjax.calibrate.retrieval import first_token, random_tokens, retrieval_heads
 from kvjax.errors import UsageError
-from kvjax.model.decoder import logical
+from kvjax.model.params import logical
 from kvjax.model.rope import token_angles
 from kvjax.policies.profile import load_profile, protected_heads
 from kvjax.runtime import layer_forward

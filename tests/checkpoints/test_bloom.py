@@ -17,7 +17,7 @@ from kvjax.checkpoints.load import load
 from kvjax.errors import UsageError, WeightsError
 from kvjax.model.alibi import slopes
 from kvjax.model.config import ModelConfig
-from kvjax.model.decoder import logical
+from kvjax.model.params import logical
 
 _TIED, _UNTIED = "bloom_3_heads", "bloom_untied_odd_head_dim"
 

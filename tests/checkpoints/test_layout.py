@@ -12,7 +12,8 @@ from support import family_cases as cases
 from kvjax.checkpoints.families import FAMILIES
 from kvjax.checkpoints.load import load
 from kvjax.errors import WeightsError
-from kvjax.model.decoder import abstract_decoder, logical_view
+from kvjax.model.decoder import abstract_decoder
+from kvjax.model.params import logical_view
 
 BY_NAME = pytest.mark.parametrize("case", cases.CASES, ids=lambda case: case.name)
 

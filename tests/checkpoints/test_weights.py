@@ -17,7 +17,7 @@ from support import gguf_files
 from kvjax.checkpoints import fill
 from kvjax.checkpoints.load import load, weights_dtype
 from kvjax.errors import UsageError, WeightsError
-from kvjax.model.decoder import logical
+from kvjax.model.params import logical
 
 _CASES = ("llama_gqa", "llama_tied", "llama_all_bias_tied", "llama_head_dim", "mistral_gqa", "qwen2_gqa")
 
@@ -263,7 +263,7 @@ def test_no_weights(folder):
 _MESH = """
 import sys, jax, numpy as np
 import kvjax
-from kvjax.model.decoder import logical
+from kvjax.model.params import logical
 from kvjax.checkpoints import fill
 from kvjax.checkpoints.load import load, weights_dtype
 plain = load(sys.argv[1], dtype="float32").params

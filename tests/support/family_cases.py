@@ -106,6 +106,15 @@ CASES: tuple[FamilyCase, ...] = (
     ),
     _case("phi3_window", "phi3", rope_theta=500.0, sliding_window=9),
     _case("starcoder2_window", "starcoder2", sliding_window=12),
+    _case("mixtral", "mixtral", num_local_experts=5, num_experts_per_tok=2, intermediate_size=24),
+    _case(
+        "qwen2_moe", "qwen2_moe", num_experts=4, num_experts_per_tok=3, moe_intermediate_size=24,
+        shared_expert_intermediate_size=40, num_hidden_layers=3, mlp_only_layers=[1],
+    ),
+    _case(
+        "qwen3_moe", "qwen3_moe", num_experts=16, num_experts_per_tok=3, moe_intermediate_size=16, head_dim=12,
+        norm_topk_prob=True, decoder_sparse_step=2,
+    ),
     _case(
         "gemma2", "gemma2", head_dim=12, num_hidden_layers=3, sliding_window=8, query_pre_attn_scalar=24,
         attn_logit_softcapping=3.0, final_logit_softcapping=2.0,

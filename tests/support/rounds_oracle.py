@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from kvjax.checkpoints.load import LanguageModel
-from kvjax.model.decoder import logical
+from kvjax.model.params import logical
 
 
 @dataclasses.dataclass

@@ -14,6 +14,7 @@ from typing import Any
 from kvjax.checkpoints.families.baichuan import BAICHUAN
 from kvjax.checkpoints.families.bloom import BLOOM
 from kvjax.checkpoints.families.cohere import COHERE, COHERE2
+from kvjax.checkpoints.families.experts import MIXTRAL, QWEN2_MOE, QWEN3_MOE
 from kvjax.checkpoints.families.falcon import FALCON
 from kvjax.checkpoints.families.family import Family, Place, Weight, input_last, output_first, transposed, unchanged
 from kvjax.checkpoints.families.gemma import GEMMA
@@ -70,13 +71,16 @@ FAMILIES: dict[str, Family] = {
     "llama": LLAMA,
     "ministral": MINISTRAL,
     "mistral": MISTRAL,
+    "mixtral": MIXTRAL,
     "mpt": MPT,
     "olmo2": OLMO2,
     "olmo3": OLMO3,
     "phi": PHI,
     "phi3": PHI3,
     "qwen2": QWEN2,
+    "qwen2_moe": QWEN2_MOE,
     "qwen3": QWEN3,
+    "qwen3_moe": QWEN3_MOE,
     "smollm3": SMOLLM3,
     "stablelm": STABLELM,
     "starcoder2": STARCODER2,
@@ -84,7 +88,13 @@ FAMILIES: dict[str, Family] = {
 
 
 #: Families by llama.cpp's name of them, where that is another.
-GGUF_NAMES = {"command-r": "cohere", "gptneox": "gpt_neox", "phi2": "phi"}
+GGUF_NAMES = {
+    "command-r": "cohere",
+    "gptneox": "gpt_neox",
+    "phi2": "phi",
+    "qwen2moe": "qwen2_moe",
+    "qwen3moe": "qwen3_moe",
+}
 
 
 def register(name: str, family: Family) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 
 from kvjax.checkpoints.families.family import Place, Weight, input_last, output_first, transposed, unchanged
 from kvjax.model.config import ModelConfig
+from kvjax.model.experts import Experts
 
 #: How a fused tensor orders queries, keys and values: all of each one after the other, or of KV head after KV head.
 Fused = Literal["one after the other", "by head"]
@@ -39,6 +40,28 @@ GGUF_NORMS = {
 
 
 @dataclasses.dataclass(frozen=True)
+class ExpertNames:
+    """Names of a layer's experts, as :class:`Layout` has those of the rest.
+
+    Attributes:
+      router: of the tensor that chooses among them.
+      gate, up, down: of each expert, with its number as ``{}``; or of one tensor that holds all of them.
+      shared: gate, up and down of the MLP for all tokens; ``shared_gate``, what its result is multiplied by.
+    """
+
+    router: str = "mlp.gate"
+    gate: str = "mlp.experts.{}.gate_proj"
+    up: str = "mlp.experts.{}.up_proj"
+    down: str = "mlp.experts.{}.down_proj"
+    shared: tuple[str, str, str] = (
+        "mlp.shared_expert.gate_proj",
+        "mlp.shared_expert.up_proj",
+        "mlp.shared_expert.down_proj",
+    )
+    shared_gate: str = "mlp.shared_expert_gate"
+
+
+@dataclasses.dataclass(frozen=True)
 class Layout:
     """Names of tensors, without their ``.weight`` and ``.bias``; those of a layer follow ``layer``.
 
@@ -48,7 +71,7 @@ class Layout:
       q, k, v: of attention, or ``qkv`` of all three, in the order ``fused``.
       out: attention's output projection.
       gate, up: of the MLP, or ``gate_up`` of both, the gate first; ``down``.
-      norms: by the parameter that they fill.
+      experts: their names. norms: by the parameter that they fill.
       pairs: see :data:`Pairs`.
       change_head, change_norm: what becomes of the head's rows, and of norms' weights, as they are read.
     """
@@ -68,6 +91,7 @@ class Layout:
     up: str = "mlp.up_proj"
     gate_up: str = ""
     down: str = "mlp.down_proj"
+    experts: ExpertNames = ExpertNames()
     norms: Mapping[str, str] = dataclasses.field(default_factory=lambda: LLAMA_NORMS)
     pairs: Pairs = "halves"
     change_head: Change | None = None
@@ -90,6 +114,14 @@ GGUF = Layout(
     gate="ffn_gate",
     up="ffn_up",
     down="ffn_down",
+    experts=ExpertNames(
+        router="ffn_gate_inp",
+        gate="ffn_gate_exps",
+        up="ffn_up_exps",
+        down="ffn_down_exps",
+        shared=("ffn_gate_shexp", "ffn_up_shexp", "ffn_down_shexp"),
+        shared_gate="ffn_gate_inp_shexp",
+    ),
     norms=GGUF_NORMS,
 )
 
@@ -103,8 +135,9 @@ def weights_of(config: ModelConfig, layout: Layout) -> Iterator[Weight]:
     if config.embedding_norm:
         yield from _norm(config, layout.embedding_norm, hidden, "embedding_norm", layout.change_norm)
     for index in range(config.num_layers):
-        hf, own = layout.layer.format(index), f"layers.{index}."
-        for weight in _layer(config, layout):
+        hf, own, layer = layout.layer.format(index), f"layers.{index}.", config.layer(index)
+        mlp = {"experts": layer.experts, "intermediate_size": layer.intermediate_size}
+        for weight in _layer(dataclasses.replace(config, **mlp), layout):
             name = hf + weight.hf
             yield dataclasses.replace(weight, hf=name, gguf=name, param=own + weight.param)
     yield from _norm(config, layout.norm, hidden, "norm", layout.change_norm)
@@ -136,13 +169,18 @@ def _layer(config: ModelConfig, layout: Layout) -> Iterator[Weight]:
     hidden, inner = config.hidden_size, config.intermediate_size
     yield from _attention(config, layout)
     yield from _closing(layout.out, (hidden, config.num_heads * config.head_dim), "out", config.output_bias)
-    if config.gated:
+    if config.experts is not None:
+        yield from _experts(config, config.experts, layout.experts)
+        gate, up, down = layout.experts.shared
+        layout = dataclasses.replace(layout, gate=gate, up=up, down=down)
+    if config.dense_mlp and config.gated:
         yield from _gated(config, layout)
-    else:
+    elif config.dense_mlp:
         yield _weight(layout.up + ".weight", (inner, hidden), "up", transposed)
         if config.mlp_bias:
             yield _weight(layout.up + ".bias", (inner,), "up_bias", unchanged)
-    yield from _closing(layout.down, (hidden, inner), "down", config.mlp_bias)
+    if config.dense_mlp:
+        yield from _closing(layout.down, (hidden, inner), "down", config.mlp_bias)
     yield from _norms(config, layout)
 
 
@@ -198,6 +236,40 @@ def _gated(config: ModelConfig, layout: Layout) -> Iterator[Weight]:
         yield _weight(name + ".weight", (total, hidden), "gate_up", input_last(_half(part)), rows)
         if config.mlp_bias:
             yield _weight(name + ".bias", (total,), "gate_up_bias", _half(part), rows)
+
+
+def _experts(config: ModelConfig, experts: Experts, names: ExpertNames) -> Iterator[Weight]:
+    """The router and the experts: tensors of each, or of all together."""
+    hidden, inner, count = config.hidden_size, experts.inner, experts.count
+    yield _weight(f"{names.router}.weight", (count, hidden), "experts.router", transposed)
+    if experts.shared_inner:
+        # llama.cpp writes it as a vector.
+        shape = (1, hidden) if "{}" in names.gate else (hidden,)
+        place = transposed if len(shape) == 2 else lambda values: values[:, 0]
+        yield _weight(f"{names.shared_gate}.weight", shape, "experts.shared_gate", place)
+    halves = [(name, (inner, hidden), "gate_up", input_last(_half(i))) for i, name in enumerate((names.gate, names.up))]
+    for name, shape, param, place in (*halves, (names.down, (hidden, inner), "down", transposed)):
+        if "{}" in name:
+            for expert in range(count):
+                yield _weight(f"{name.format(expert)}.weight", shape, f"experts.{param}", _of_expert(expert, place))
+        else:
+            yield _weight(f"{name}.weight", (count, *shape), f"experts.{param}", _of_all(place))
+
+
+def _of_expert(expert: int, place: Place) -> Place:
+    return lambda values: place(values[expert])
+
+
+def _of_all(place: Place) -> Place:
+    """The place of a tensor that holds all experts one after the other, given that of one of them."""
+
+    def view(values: np.ndarray) -> np.ndarray:
+        first = place(values[0])
+        return np.lib.stride_tricks.as_strided(
+            first, (len(values), *first.shape), (values.strides[0], *first.strides), writeable=True
+        )
+
+    return view
 
 
 def _half(part: int) -> Place:

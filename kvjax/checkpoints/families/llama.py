@@ -12,11 +12,12 @@ from typing import Any
 
 from kvjax.checkpoints.families.family import Family, Weight
 from kvjax.checkpoints.families.layout import GGUF, LLAMA_LAYOUT, Pairs, weights_of
-from kvjax.checkpoints.families.settings import SILU, activation, gguf_keys, refuse_quantised, size, whole
+from kvjax.checkpoints.families.settings import SILU, Keys, activation, gguf_keys, refuse_quantised, size, whole
 from kvjax.checkpoints.families.sliding import Slides, every_layer, windows_from_gguf
 from kvjax.checkpoints.rope_settings import rope_from_gguf, rope_from_hf, rotary_dim_from_hf
 from kvjax.errors import WeightsError
 from kvjax.model.config import MLPKind, ModelConfig
+from kvjax.model.experts import Experts
 
 
 def config_from_hf(
@@ -77,6 +78,7 @@ def config_from_gguf(
     family: str | None = None,
     partial: bool = False,
     slides: Slides | None = None,
+    normalised: bool | None = None,
     **features: Any,
 ) -> ModelConfig:
     """GGUF keys begin with the architecture's name; biases and tying show only in which tensors are there.
@@ -86,6 +88,7 @@ def config_from_gguf(
       family: its name where llama.cpp's is another.
       partial: whether its models may turn only a part of each head.
       slides: which layers have the window that the file gives, if it gives one; None for families that have none.
+      normalised: whether the weights of a token's experts sum to 1; None for families that have no experts.
       features: further fields of :class:`ModelConfig`; they win.
     """
     arch = metadata["general.architecture"]
@@ -97,8 +100,11 @@ def config_from_gguf(
     if (rotary != head_dim and not partial) or key("attention.value_length", head_dim) != head_dim:
         raise WeightsError(f"{origin} rotates only a part of each head or has narrower values, which is not supported.")
     windows = windows_from_gguf(key, context, slides or every_layer)
-    if (windows and slides is None) or key("expert_count", 0):
-        raise WeightsError(f"{origin} asks for sliding-window attention or experts, which are not supported.")
+    asks_experts = bool(key("expert_count", 0))
+    if (windows and slides is None) or (asks_experts and normalised is None):
+        raise WeightsError(f"{origin} asks for sliding-window attention or experts, which its family does not have.")
+    experts = _experts(key, shapes, normalised) if asks_experts and normalised is not None else None
+    inner = experts.inner if experts else key("feed_forward_length", count=True)
     embedding = shapes.get("token_embd.weight", (0,))
     epsilon = "layer_norm_epsilon" if features.get("norm") == "layer" else "layer_norm_rms_epsilon"
     found: dict[str, Any] = {
@@ -108,12 +114,13 @@ def config_from_gguf(
         "tie_embeddings": "output.weight" not in shapes,
         "rotary_dim": None if rotary == head_dim else rotary,
         "windows": windows,
+        "experts": experts,
     }
     return ModelConfig(
         family=family or arch,
         vocab_size=key("vocab_size", embedding[0] or None, count=True),
         hidden_size=hidden,
-        intermediate_size=key("feed_forward_length", count=True),
+        intermediate_size=inner,
         num_layers=key("block_count", count=True),
         num_heads=heads,
         num_kv_heads=key("attention.head_count_kv", heads, count=True),
@@ -123,6 +130,13 @@ def config_from_gguf(
         rms_norm_eps=float(key(f"attention.{epsilon}")),
         **(found | features),
     )
+
+
+def _experts(key: Keys, shapes: Mapping[str, tuple[int, ...]], normalised: bool) -> Experts:
+    """The experts of a GGUF, all layers of which have them."""
+    shared = shapes.get("blk.0.ffn_gate_shexp.weight", (0,))[0]
+    inner = key("expert_feed_forward_length", key("feed_forward_length", 0) or None, count=True)
+    return Experts(key("expert_count", count=True), key("expert_used_count", count=True), inner, normalised, shared)
 
 
 def decoder_weights(config: ModelConfig, gguf: bool, permuted: bool = False) -> Iterator[Weight]:
@@ -136,4 +150,12 @@ def _from_hf(config: Mapping[str, Any], origin: str) -> ModelConfig:
     return config_from_hf(config, origin, context=2048, qkv_bias=bias, output_bias=bias, mlp_bias=mlp)
 
 
-LLAMA = Family(_from_hf, config_from_gguf, functools.partial(decoder_weights, permuted=True))
+def _from_gguf(
+    metadata: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], factors: Mapping[str, Any], origin: str
+) -> ModelConfig:
+    """A llama, or a mixtral, which has experts."""
+    found = config_from_gguf(metadata, shapes, factors, origin, normalised=True)
+    return dataclasses.replace(found, family="mixtral") if found.experts else found
+
+
+LLAMA = Family(_from_hf, _from_gguf, functools.partial(decoder_weights, permuted=True))

@@ -96,9 +96,16 @@ def with_ropes(
     return found if rope == found.rope or not found.sliding else dataclasses.replace(found, window_rope=rope)
 
 
-def qwen_windows(config: Mapping[str, Any], origin: str, context: int) -> Windows:
-    """Each layer's window where ``use_sliding_window`` says so: of those from ``max_window_layers`` on."""
+def qwen_windows(config: Mapping[str, Any], origin: str, context: int, below: bool = False) -> Windows:
+    """Each layer's window where ``use_sliding_window`` says so: of those from ``max_window_layers`` on.
+
+    ``below``: as transformers has it for Qwen2-MoE, of every other layer up to there.
+    """
     if not config.get("use_sliding_window"):
         return ()
     first = whole(config.get("max_window_layers", 28), "max_window_layers", origin)
-    return windows_from_hf(config, origin, context, window=4096, default=lambda layer: layer >= first)
+
+    def slides(layer: int) -> bool:
+        return layer % 2 == 0 and layer < first if below else layer >= first
+
+    return windows_from_hf(config, origin, context, window=4096, default=slides)

@@ -23,7 +23,8 @@ from support.recall import task
 
 from kvjax.checkpoints.families import FAMILIES
 from kvjax.model.config import ModelConfig, RopeConfig
-from kvjax.model.decoder import Decoder, logical, random_decoder
+from kvjax.model.decoder import Decoder, random_decoder
+from kvjax.model.params import logical
 from kvjax.model.rope import angles, rotate
 
 CONFIG = ModelConfig(

@@ -1,0 +1,116 @@
+"""A layer's experts: MLPs of which a router chooses a few for each token (Shazeer et al., arXiv 1701.06538).
+
+Tokens are sorted by expert and every expert multiplies its own run of them (``jax.lax.ragged_dot``). Where there are
+fewer choices than experts, as in a decode step, the chosen ones are gone through one by one, so that a step reads no
+other's weights. On a mesh each device has a part of every expert's channels, as of a dense MLP's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from kvjax.checks import whole_number
+from kvjax.errors import UsageError
+from kvjax.model.params import gate_columns, new_param
+
+if TYPE_CHECKING:
+    from kvjax.model.config import ModelConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class Experts:
+    """The experts of a model's layers.
+
+    Attributes:
+      count: experts of a layer. active: how many of them a token goes through.
+      inner: channels of each; they are gated by SiLU.
+      normalised: whether the weights of the chosen ones sum to 1, or are their shares among all.
+      shared_inner: channels of an MLP that every token goes through beside them, times a gate of its own; 0 for none.
+      dense_layers: layers that have a plain MLP instead.
+    """
+
+    count: int
+    active: int
+    inner: int
+    normalised: bool = True
+    shared_inner: int = 0
+    dense_layers: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name, least in (("count", 1), ("active", 1), ("inner", 1), ("shared_inner", 0)):
+            whole_number(f"experts.{name}", getattr(self, name), least)
+        if self.active > self.count:
+            raise UsageError(f"A token goes through {self.active} of {self.count} experts; there are not so many.")
+
+
+class ExpertMLP(nnx.Module):
+    """The router and the experts of one layer.
+
+    Parameters, with logical axes (E experts, M hidden, F channels of an expert):
+      router [M | E]; gate_up [E; M | F / C, 2, C] as a dense MLP's; down [E; F | M].
+      shared_gate [M | 1] where there is an MLP for every token.
+    """
+
+    def __init__(self, config: ModelConfig, experts: Experts, *, rngs: nnx.Rngs | None, dtype: DTypeLike):
+        half, hidden = gate_columns(experts.inner), config.hidden_size
+        self.router = new_param(rngs, (hidden, experts.count), (None, None), dtype, transposed=True)
+        shape, axes = (experts.count, hidden, experts.inner // half, 2, half), (None, None, "mlp", None, None)
+        self.gate_up = new_param(rngs, shape, axes, dtype, stacked=1)
+        shape = (experts.count, experts.inner, hidden)
+        self.down = new_param(rngs, shape, (None, "mlp", None), dtype, stacked=1)
+        if experts.shared_inner:
+            self.shared_gate = new_param(rngs, (hidden, 1), (None, None), dtype, transposed=True)
+        self.experts, self.half = experts, half
+
+    def __call__(self, x: Float[Array, "*S M"]) -> Float[Array, "*S M"]:
+        """What the experts whose channels are there give of each token."""
+        tokens = x.reshape(-1, x.shape[-1])
+        weight, chosen = self.routed(tokens)
+        choices = chosen.size
+        form = self._one_by_one if choices < self.experts.count else self._by_runs
+        found = form(tokens, chosen).reshape(*chosen.shape, -1)
+        return (found * weight[..., None].astype(x.dtype)).sum(axis=1).reshape(x.shape)
+
+    def routed(self, tokens: Float[Array, "T M"]) -> tuple[Float[Array, "T K"], Int[Array, "T K"]]:
+        """Each token's experts and their weights, float32."""
+        logits = (tokens @ self.router[...].T).astype(jnp.float32)
+        share, chosen = jax.lax.top_k(jax.nn.softmax(logits, axis=-1), self.experts.active)
+        return share / share.sum(axis=-1, keepdims=True) if self.experts.normalised else share, chosen
+
+    def shared(self, x: Float[Array, "*S M"], y: Float[Array, "*S M"]) -> Float[Array, "*S M"]:
+        """The result of the MLP for every token, times its gate."""
+        return jax.nn.sigmoid(x @ self.shared_gate[...].T) * y
+
+    def _activated(self, inner: Float[Array, "N F2"]) -> Float[Array, "N F"]:
+        halves = inner.reshape(inner.shape[0], -1, 2, self.half)
+        return (jax.nn.silu(halves[:, :, 0]) * halves[:, :, 1]).reshape(inner.shape[0], -1)
+
+    def _by_runs(self, tokens: Float[Array, "T M"], chosen: Int[Array, "T K"]) -> Float[Array, "N M"]:
+        """The choices' results, in their order, from products with every expert's run of tokens."""
+        flat = chosen.reshape(-1)
+        order = jnp.argsort(flat, stable=True)
+        runs = (flat[:, None] == jnp.arange(self.experts.count)).sum(axis=0, dtype=jnp.int32)
+        inner = jax.lax.ragged_dot(tokens[order // chosen.shape[1]], self.gate_up[...], runs)
+        found = jax.lax.ragged_dot(self._activated(inner), self.down[...], runs)
+        return found[jnp.argsort(order, stable=True)]
+
+    def _one_by_one(self, tokens: Float[Array, "T M"], chosen: Int[Array, "T K"]) -> Float[Array, "N M"]:
+        """The same of few choices, each from its expert's weights alone."""
+        flat, active = chosen.reshape(-1), chosen.shape[1]
+
+        def body(i: Int[Array, ""], found: Float[Array, "N M"]) -> Float[Array, "N M"]:
+            gate_up, down = (
+                jax.lax.dynamic_index_in_dim(weight[...], flat[i], keepdims=False)
+                for weight in (self.gate_up, self.down)
+            )
+            token = jax.lax.dynamic_index_in_dim(tokens, i // active)
+            return jax.lax.dynamic_update_slice_in_dim(found, self._activated(token @ gate_up) @ down, i, axis=0)
+
+        return jax.lax.fori_loop(0, flat.size, body, jnp.zeros((flat.size, tokens.shape[1]), tokens.dtype))

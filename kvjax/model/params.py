@@ -1,0 +1,58 @@
+"""Weights with logical axes, stored as matrices."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+
+
+def new_param(
+    rngs: nnx.Rngs | None,
+    shape: tuple[int, ...],
+    axes: tuple[str | None, ...],
+    dtype: DTypeLike,
+    inputs: int = 1,
+    transposed: bool = False,
+    stacked: int = 0,
+) -> nnx.Param:
+    """A weight with its logical shape and axes; random values serve tests, and zeros those who ask for shapes alone.
+
+    It is stored as a matrix, the first ``inputs`` axes against the others (or, without any, as a vector); if
+    ``transposed``, the others against the first (``matmul.py`` says which is faster to read when). The short axes of
+    heads and halves would each be padded to a tile of a TPU's memory, four times the bytes where the last axis but one
+    is 2, and a product would copy the weight into another layout at every step. The first ``stacked`` axes stay apart:
+    it is as many matrices.
+    """
+    fan_in = shape[stacked] if len(shape) > 1 else 1
+    if rngs is None:
+        values = jnp.zeros(shape, dtype)
+    else:
+        values = (jax.random.normal(rngs.params(), shape, jnp.float32) * fan_in**-0.5).astype(dtype)
+    matrix = (math.prod(shape[stacked : stacked + inputs]), -1) if inputs else (-1,)
+    values = values.reshape(*shape[:stacked], *matrix)
+    kind: dict[str, Any] = {"logical": shape, "inputs": inputs, "transposed": transposed, "stacked": stacked}
+    return nnx.Param(values.T if transposed else values, axes=axes, **kind)
+
+
+def logical(param: nnx.Variable) -> jax.Array:
+    """A weight with its logical axes, see :class:`DecoderLayer`."""
+    return logical_view(param, param.get_value())
+
+
+def logical_view(param: nnx.Variable, stored: Any) -> Any:
+    """A weight as it is stored, an array of JAX or NumPy, with its logical axes; in NumPy without a copy."""
+    shape, inputs = param.get_metadata("logical", stored.shape), param.get_metadata("inputs", 1)
+    if not param.get_metadata("transposed", False):
+        return stored.reshape(shape)
+    outputs = len(shape) - inputs
+    return stored.reshape(shape[inputs:] + shape[:inputs]).transpose(*range(outputs, len(shape)), *range(outputs))
+
+
+def gate_columns(inner: int) -> int:
+    """C: at most a TPU's 128 lanes, and so few that 16 devices can divide the halves wherever 16 divides F."""
+    return math.gcd(inner, math.gcd(inner // 16, 128))
