@@ -9,9 +9,11 @@ import jax
 import jaxtyping
 import psutil
 import pytest
+from support import quick
 
 # What tests compile is not kept in the user's cache folder, by processes that they start neither.
 os.environ.setdefault("KVJAX_COMPILE_CACHE", "0")
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {quick.EMITTERS}"
 
 # Shapes in signatures are checked wherever tests call these, before anything imports them.
 jaxtyping.install_import_hook(

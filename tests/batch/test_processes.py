@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from support import quick
 from support.batch_rows import contents, prompts, records, write_rows
 
 HERE = Path(__file__).resolve().parent
@@ -27,16 +28,18 @@ class Processes:
 
     def __init__(self, home: Path):
         self.home, self.started = home, []
-        self._environment = os.environ | {
-            "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",  # as here, so that the same seed gives the same weights
-            "PYTHONPATH": os.pathsep.join(
-                [str(HERE.parent.parent), str(HERE.parent), os.environ.get("PYTHONPATH", "")]
-            ),
-            "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
-            "JAX_PLATFORMS": "cpu",
-            "JAX_COMPILATION_CACHE_DIR": str(home / "xla"),
-            "PYTHONUNBUFFERED": "1",
-        }
+        # Optimised as here, so that the same seed gives the same weights.
+        self._environment = (
+            os.environ
+            | quick.on_devices(4)
+            | {
+                "PYTHONPATH": os.pathsep.join(
+                    [str(HERE.parent.parent), str(HERE.parent), os.environ.get("PYTHONPATH", "")]
+                ),
+                "JAX_COMPILATION_CACHE_DIR": str(home / "xla"),
+                "PYTHONUNBUFFERED": "1",
+            }
+        )
 
     def start(self, number: int, count: int, port: int, *arguments: str) -> subprocess.Popen:
         where = ["--coordinator", f"127.0.0.1:{port}", "--num-processes", str(count), "--process-id", str(number)]

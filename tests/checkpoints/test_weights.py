@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
-from support import gguf_files
+from support import gguf_files, quick
 
 from kvjax.checkpoints import fill
 from kvjax.checkpoints.load import load, weights_dtype
@@ -307,8 +307,7 @@ assert read.count("model.layers.0.self_attn.k_proj.weight") == 1 and "model.laye
 
 
 def test_a_mesh_splits_heads_and_channels(folder):
-    environment = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
-    _python(_MESH, str(folder), **environment)
+    _python(_MESH, str(folder), **quick.on_devices(2))
 
 
 _MEMORY = """

@@ -30,8 +30,13 @@ POLICIES = {
     "expected_attention": "expected_attention:budget=12,future=16",
     "round": "round:watershed=1,top=0.5",
 }
+#: Families some of whose layers have windows, and those all of whose layers have.
+WINDOWED = ("ministral", "qwen2_window", "qwen3_window", "gemma2", "gemma3", "cohere2", "olmo3")
+ALL_WINDOWED = ("mistral_window", "phi3_window", "starcoder2_window")
 #: What is not for every family, with what it says.
 REFUSED = {
+    **{(case, "round"): "window" for case in WINDOWED},
+    **{(case, policy): "window" for case in ALL_WINDOWED for policy in POLICIES if policy != "full"},
     ("mpt", "round"): "rotary",
     ("mpt", "razor"): "leave out heads",
     ("mpt", "compensated"): "give compensation=False",

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support import quick
 
 PATIENCE = 300
 
@@ -20,13 +21,14 @@ def _run(policy: str, processes: int, *model: str) -> list[dict[str, Any]]:
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    flags = f"--xla_force_host_platform_device_count={8 // processes} --xla_backend_optimization_level=0"
-    environment = os.environ | {
-        "XLA_FLAGS": flags,
-        "JAX_PLATFORMS": "cpu",
-        "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
-        "PYTHONPATH": str(Path(__file__).resolve().parents[2]),
-    }
+    environment = (
+        os.environ
+        | quick.on_devices(8 // processes)
+        | {
+            "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
+            "PYTHONPATH": str(Path(__file__).resolve().parents[2]),
+        }
+    )
     script = str(Path(__file__).with_name("hosts.py"))
     started = [
         subprocess.Popen(

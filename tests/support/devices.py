@@ -9,14 +9,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-# Compiled without optimisation, as each program runs a few times: half the time, and the results are compared alike.
-_XLA = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
+from support import quick
 
 
 def printed(script: Path, *arguments: str) -> list[dict[str, Any]]:
     """What a script prints, a line of JSON each."""
     root = Path(__file__).resolve().parents[2]
-    environment = os.environ | {"XLA_FLAGS": _XLA, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(root)}
+    environment = os.environ | quick.on_devices(8) | {"PYTHONPATH": str(root)}
     ended = subprocess.run(
         [sys.executable, str(script), *arguments], env=environment, capture_output=True, text=True, check=False
     )
