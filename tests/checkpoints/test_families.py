@@ -107,6 +107,7 @@ _LLAMA3 = {"rope_type": "llama3", "factor": 8, "low_freq_factor": 1, "high_freq_
     ("changes", "sentence"),
     [
         ({"num_key_value_heads": 3}, "do not divide"),
+        ({"model_type": "mixtral", "num_local_experts": 2, "num_experts_per_tok": 3}, "3 of 2 experts"),
         ({"max_position_embeddings": -5}, "max_position is -5; a model needs at least 1"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan"),
         ({"rope_theta": -1.0}, r"the rotary base is -1\.0; give a number above 0"),
@@ -192,7 +193,7 @@ def test_only_one_list_of_divisors_is_refused():
         ({"llama.attention.head_count_kv": [2, 1]}, "every layer its own llama.attention.head_count_kv"),
         ({"llama.rope.dimension_count": 4}, "only a part of each head"),
         ({"llama.attention.sliding_window": 16}, "sliding-window"),
-        ({"llama.expert_count": 8}, "experts"),
+        ({"llama.expert_count": 8}, "lacks the key llama.expert_used_count"),
         ({"llama.rope.scaling.type": "longrope", "llama.rope.scaling.factor": 2.0}, "rope_factors_short/long"),
     ],
 )

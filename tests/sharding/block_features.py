@@ -17,10 +17,13 @@ import toys
 
 import kvjax
 from kvjax.model.config import RopeConfig
+from kvjax.model.experts import Experts
 
 BIASES = {"qkv_bias": True, "output_bias": True, "mlp_bias": True}
 CASES: dict[str, dict[str, Any]] = {
     "windows": {"windows": (12, None), "window_rope": RopeConfig(theta=50.0), "attention_soft_cap": 2.0},
+    "experts": {"experts": Experts(5, 2, 32), "intermediate_size": 32},
+    "experts_shared": {"experts": Experts(4, 3, 16, normalised=False, shared_inner=32, dense_layers=(1,))},
     "qk_norm": {"qk_norm": True},
     "qk_norm_gathered": {"qk_norm": True, "num_heads": 3, "num_kv_heads": 3, "head_dim": 4},
     "biases": {**BIASES, "vocab_size": 260, "tie_embeddings": False},

@@ -15,9 +15,12 @@ ARCHITECTURES = {
     "gemma": "gemma", "phi": "phi2", "phi3": "phi3", "glm4": "glm4", "olmo2": "olmo2", "granite": "granite",
     "starcoder2": "starcoder2", "gpt_neox": "gptneox", "cohere": "command-r", "stablelm": "stablelm",
     "smollm3": "smollm3", "chatglm": "chatglm", "gemma2": "gemma2", "gemma3_text": "gemma3", "cohere2": "cohere2",
+    "mixtral": "llama", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe",
 }  # fmt: skip
 #: Architectures whose queries and keys are permuted for neighbouring pairs, as llama's.
-_PERMUTED = {"granite", "smollm3"}
+#: Tensors of an expert, as mixtral and as qwen call them.
+_OF_EXPERTS = {"w1": "gate", "w3": "up", "w2": "down", "gate_proj": "gate", "up_proj": "up", "down_proj": "down"}
+_PERMUTED = {"granite", "smollm3", "mixtral"}
 _NAMES = {
     "model.embed_tokens": "token_embd", "model.norm": "output_norm", "model.final_layernorm": "output_norm",
     "lm_head": "output", "gpt_neox.embed_in": "token_embd", "gpt_neox.final_layer_norm": "output_norm",
@@ -35,6 +38,9 @@ _NAMES = {
     "mlp.dense_h_to_4h": "ffn_up", "mlp.dense_4h_to_h": "ffn_down",
     "post_self_attn_layernorm": "post_attention_norm", "post_mlp_layernorm": "post_ffw_norm",
     "post_feedforward_layernorm": "post_ffw_norm", "pre_feedforward_layernorm": "ffn_norm",
+    "block_sparse_moe.gate": "ffn_gate_inp", "mlp.gate": "ffn_gate_inp",
+    "mlp.shared_expert.gate_proj": "ffn_gate_shexp", "mlp.shared_expert.up_proj": "ffn_up_shexp",
+    "mlp.shared_expert.down_proj": "ffn_down_shexp", "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
 }  # fmt: skip
 
 
@@ -52,11 +58,13 @@ def _tensor(case: FamilyCase, stem: str, kind: str, tensor: np.ndarray) -> tuple
     if family == "gpt_neox" and name == "attn_qkv":
         heads = c["num_attention_heads"]
         tensor = tensor.reshape(heads, 3, -1, *tensor.shape[1:]).swapaxes(0, 1).reshape(tensor.shape)
+    if name == "ffn_gate_inp_shexp":
+        tensor = tensor[0]
     return f"{name}.{kind}", tensor
 
 
 def as_a_gguf_says(case: FamilyCase) -> FamilyCase:
-    """A case of a family of which llama.cpp knows by heart what no key says: which layers slide, and the scale."""
+    """A case of a family of which llama.cpp knows what no key says: the scale, which layers slide or have experts."""
     known = {
         "gemma2": {"query_pre_attn_scalar": 12},
         "gemma3_text": {
@@ -64,20 +72,22 @@ def as_a_gguf_says(case: FamilyCase) -> FamilyCase:
             "rope_local_base_freq": 10000.0,
         },
         "cohere2": {"num_hidden_layers": 5, "sliding_window_pattern": 4},
+        "qwen2_moe": {"mlp_only_layers": []}, "qwen3_moe": {"decoder_sparse_step": 1},
     }  # fmt: skip
     return dataclasses.replace(case, config={**case.config, **known.get(case.config["model_type"], {})})
 
 
-def with_layers(shapes: Mapping[str, list[int]], layers: int) -> dict[str, list[int]]:
-    """Names and shapes of a model of so many layers, all like the first."""
-    first = "model.layers.0."
-    own = {name.removeprefix(first): shape for name, shape in shapes.items() if name.startswith(first)}
+def with_layers(shapes: Mapping[str, list[int]], layers: int, like: int = 0) -> dict[str, list[int]]:
+    """Names and shapes of a model of so many layers, all like the one with that number."""
+    known = f"model.layers.{like}."
+    own = {name.removeprefix(known): shape for name, shape in shapes.items() if name.startswith(known)}
     rest = {name: shape for name, shape in shapes.items() if not name.startswith("model.layers.")}
     return rest | {f"model.layers.{i}.{name}": shape for i in range(layers) for name, shape in own.items()}
 
 
 def tensors(case: FamilyCase, values: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    out = {}
+    out: dict[str, np.ndarray] = {}
+    stacked: dict[str, dict[int, np.ndarray]] = {}
     for full, tensor in values.items():
         stem, kind = full.rsplit(".", 1)
         block = ""
@@ -85,9 +95,13 @@ def tensors(case: FamilyCase, values: dict[str, np.ndarray]) -> dict[str, np.nda
             if stem.startswith(prefix):
                 index, stem = stem.removeprefix(prefix).split(".", 1)
                 block = f"blk.{index}."
+        if ".experts." in stem:
+            name = f"{block}ffn_{_OF_EXPERTS[stem.rsplit('.', 1)[1]]}_exps.{kind}"
+            stacked.setdefault(name, {})[int(stem.rsplit(".", 2)[1])] = tensor
+            continue
         name, tensor = _tensor(case, stem, kind, tensor)
         out[block + name] = tensor
-    return out
+    return out | {name: np.stack([each[i] for i in sorted(each)]) for name, each in stacked.items()}
 
 
 def _usual_names(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -116,7 +130,7 @@ def metadata(case: FamilyCase) -> dict[str, Any]:
         "attention.head_count_kv": kv_heads,
         "rope.dimension_count": int(dim * share),
         "rope.freq_base": float(
-            c.get("rope_theta", c.get("rotary_emb_base", 2e6 if c["model_type"] == "smollm3" else 1e4))
+            c.get("rope_theta", c.get("rotary_emb_base", {"smollm3": 2e6, "mixtral": 1e6}.get(c["model_type"], 1e4)))
         ),
     }
     if "head_dim" in c:
@@ -126,12 +140,14 @@ def metadata(case: FamilyCase) -> dict[str, Any]:
     if c["model_type"] in layer_norms:
         keys["attention.layer_norm_epsilon"] = float(c.get(layer_norms[c["model_type"]], 1e-5))
     else:
-        small = dict.fromkeys(("gemma", "gemma2", "gemma3_text", "granite", "smollm3"), 1e-6)
+        small = dict.fromkeys(("gemma", "gemma2", "gemma3_text", "granite", "smollm3", "qwen2_moe", "qwen3_moe"), 1e-6)
         usual = (small | {"glm4": 1.5625e-7}).get(c["model_type"], 1e-5)
         keys["attention.layer_norm_rms_epsilon"] = float(c.get("rms_norm_eps", usual))
     own = {"sliding_window": "attention.sliding_window", "attention_multiplier": "attention.scale"}
     own |= {"embedding_multiplier": "embedding_scale", "residual_multiplier": "residual_scale"}
     own |= {"attn_logit_softcapping": "attn_logit_softcapping", "final_logit_softcapping": "final_logit_softcapping"}
+    own |= {"num_local_experts": "expert_count", "num_experts": "expert_count"}
+    own |= {"num_experts_per_tok": "expert_used_count", "moe_intermediate_size": "expert_feed_forward_length"}
     own |= {"logits_scaling": "logit_scale", "logit_scale": "logit_scale"}
     keys |= {new: c[old] for old, new in own.items() if old in c}
     if scaling := c.get("rope_scaling"):

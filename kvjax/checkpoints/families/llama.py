@@ -99,12 +99,12 @@ def config_from_gguf(
     rotary = key("rope.dimension_count", head_dim, count=True)
     if (rotary != head_dim and not partial) or key("attention.value_length", head_dim) != head_dim:
         raise WeightsError(f"{origin} rotates only a part of each head or has narrower values, which is not supported.")
-    windows = windows_from_gguf(key, context, slides or every_layer)
+    windows = windows_from_gguf(key, context, slides or every_layer, origin)
     asks_experts = bool(key("expert_count", 0))
     if (windows and slides is None) or (asks_experts and normalised is None):
         raise WeightsError(f"{origin} asks for sliding-window attention or experts, which its family does not have.")
     experts = _experts(key, shapes, normalised) if asks_experts and normalised is not None else None
-    inner = experts.inner if experts else key("feed_forward_length", count=True)
+    inner = key("feed_forward_length", experts.inner if experts else None, count=True)
     embedding = shapes.get("token_embd.weight", (0,))
     epsilon = "layer_norm_epsilon" if features.get("norm") == "layer" else "layer_norm_rms_epsilon"
     found: dict[str, Any] = {

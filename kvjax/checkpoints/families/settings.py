@@ -29,6 +29,17 @@ def checked_size(value: Any, name: str, origin: str) -> int:
     return value
 
 
+#: Layers that are believed: a corrupt count is said before a list of them fills the memory.
+_MOST_LAYERS = 2**16
+
+
+def layers_of(count: int, origin: str) -> range:
+    """The numbers of a model's layers; WeightsError for more than any model has."""
+    if count > _MOST_LAYERS:
+        raise WeightsError(f"{origin} is corrupt: it says that the model has {count:,} layers.")
+    return range(count)
+
+
 #: The MLP that a ``hidden_act`` means, in families whose MLP is gated, and in those whose is not.
 SILU: Mapping[str, MLPKind] = {"silu": "gated_silu", "swish": "gated_silu"}
 GELU: Mapping[str, MLPKind] = {"gelu": "gelu_exact", "gelu_new": "gelu", "gelu_pytorch_tanh": "gelu"}
