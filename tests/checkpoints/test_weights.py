@@ -202,7 +202,9 @@ def test_a_corrupt_count_of_layers_takes_no_memory(folder, tmp_path):
 
 @pytest.mark.parametrize("kind", ["gemma3_text", "cohere2", "smollm3", "qwen2_moe", "olmo3"])
 def test_a_corrupt_count_of_layers_makes_no_list(tmp_path, kind):
-    folder = gguf_files.write_folder(gguf_files.case("llama_gqa", model_type=kind, num_hidden_layers=2**31), tmp_path)
+    config = gguf_files.case("llama_gqa").config | {"model_type": kind, "num_hidden_layers": 2**31}
+    folder = gguf_files.write_folder(gguf_files.case("llama_gqa"), tmp_path)
+    (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(WeightsError, match=r"corrupt: it says that the model has 2,147,483,648 layers"):
         load(folder)
 
