@@ -38,8 +38,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.model)
 
 
-#: Folders whose programs run long enough to be worth optimising: training, and what measures.
-OPTIMISED = {"recall", "bench"}
+#: Folders whose programs run long enough to be worth optimising: training.
+OPTIMISED = {"recall"}
 
 
 @pytest.hookimpl(tryfirst=True)
