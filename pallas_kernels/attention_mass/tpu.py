@@ -20,8 +20,8 @@ from pallas_kernels.softmax import merge_log
 from pallas_kernels.tpu import tiles
 from pallas_kernels.tpu.tiles import Config, Tiles
 
-#: Keys whose scores are computed together for the mass; more would spill registers.
-_PART = 256
+#: Keys whose scores are computed together for the mass; more would spill registers. Hyperbolic tangents take some too.
+_PART, _CAPPED_PART = 256, 128
 
 
 def log_sum_exp(p: Problem, *, config: Config | None = None, interpret: Any = False) -> Float[Array, "B H G N"]:
@@ -56,7 +56,8 @@ def attention_mass(p: Problem, c: Counting, *, config: Config | None = None, int
 
 def mass_tiles(p: Problem, config: Config | None, count: int | None = None) -> Tiles:
     """Blocks of the first ``count`` queries, all by default, in parts of the mass kernel's own size."""
-    return Tiles.of(p.q, p.k, config, _PART, count, p.window)
+    part = _PART if p.soft_cap is None else _CAPPED_PART
+    return Tiles.of(p.q, p.k, config, part, count, p.window)
 
 
 def _whole_and_rest(p: Problem, config: Config | None) -> tuple[int, Problem | None]:
