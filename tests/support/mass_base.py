@@ -112,7 +112,15 @@ class MassBase:
         """Kept rows may be none, and a row whose queries are none still adds nothing."""
         self.check(Case((64, -32, 3), kept=(0, 1, 63, 64, 65, 128), onto=True))
 
-    @pytest.mark.parametrize(("window", "soft_cap"), [(1, None), (40, 0.7), (150, None), (None, 0.7)])
+    @pytest.mark.parametrize(
+        ("window", "soft_cap"),
+        [
+            (40, 0.7),
+            (150, None),
+            pytest.param(1, None, marks=pytest.mark.slow),
+            pytest.param(None, 0.7, marks=pytest.mark.slow),
+        ],
+    )
     def test_windows_and_soft_caps(self, window, soft_cap):
         """Of several blocks of queries, with keys that queries see whole, in part, or not at all."""
         bounds = {"window": window, "soft_cap": soft_cap}
