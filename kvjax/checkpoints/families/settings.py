@@ -52,9 +52,16 @@ def refuse(config: Mapping[str, Any], origin: str, *names: str) -> None:
 
 
 def refuse_quantised(config: Mapping[str, Any], origin: str) -> None:
-    """WeightsError where a ``config.json`` describes quantised weights."""
-    if config.get("quantization_config"):
-        raise WeightsError(f"{origin} describes quantised weights (quantization_config), which cannot be read.")
+    """WeightsError where a ``config.json`` describes quantised weights; it names the method and what to do instead."""
+    described = config.get("quantization_config")
+    if not described:
+        return
+    method = described.get("quant_method") if isinstance(described, Mapping) else None
+    named = f" by {quoted(method)}" if method else ""
+    raise WeightsError(
+        f"{origin} describes weights that are quantised{named} (quantization_config), which cannot be read; give the "
+        "checkpoint in float that they were made from, or a GGUF of the model."
+    )
 
 
 class Keys(Protocol):
