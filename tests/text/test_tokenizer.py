@@ -14,7 +14,8 @@ from support import gguf_files
 
 from kvjax.checkpoints.load import load
 from kvjax.errors import UsageError, WeightsError
-from kvjax.text.gguf_tokenizer import SPLITTINGS, stop_ids_from_gguf, tokenizer_from_gguf
+from kvjax.text.gguf_bytes import SPLITTINGS
+from kvjax.text.gguf_tokenizer import stop_ids_from_gguf, tokenizer_from_gguf
 from kvjax.text.tokenizer import Tokenizer, byte_level_alphabet, tokenizer_from_folder
 
 KEYS = gguf_files.metadata(gguf_files.case("llama_gqa"))
@@ -24,13 +25,13 @@ def build(pre: str = "gpt-2", **changes) -> Tokenizer:
     return tokenizer_from_gguf(KEYS | {"tokenizer.ggml.pre": pre} | changes, "m.gguf")
 
 
-@pytest.mark.parametrize("pre", SPLITTINGS)
+@pytest.mark.parametrize("pre", {splitting: name for name, splitting in SPLITTINGS.items()}.values())
 @given(text=st.text(st.characters(exclude_categories=["Cs"])))
 @settings(max_examples=60, deadline=None)
 def test_text_comes_back(pre, text):
     tokenizer = build(pre)
     ids = tokenizer.encode(text)
-    if pre != "qwen2":  # which composes characters first
+    if not SPLITTINGS[pre].nfc:  # which composes characters first
         assert tokenizer.decode(ids, skip_special_tokens=False) == text
         table = tokenizer.token_bytes()
         assert b"".join(b"<|im_end|>" if i == gguf_files.END else table[i] for i in ids) == text.encode()
@@ -48,12 +49,42 @@ def words(pre: str, text: str) -> list[str]:
         ("smollm", ["It", "'s", " ", "1", "2", "3", "4", "5", " o", "'", "clock", "!!", "\n\n ", " x"]),
         ("llama-bpe", ["It", "'s", " ", "123", "45", " o", "'clock", "!!\n\n", " ", " x"]),
         ("qwen2", ["It", "'s", " ", "1", "2", "3", "4", "5", " o", "'clock", "!!\n\n", " ", " x"]),
+        ("tekken", ["It", "'s", " ", "1", "2", "3", "4", "5", " o", "'clock", "!!\n\n", " ", " x"]),
+        ("gpt-4o", ["It's", " ", "123", "45", " o", "'clock", "!!\n\n", " ", " x"]),
+        ("command-r", ["It", "'s", " ", "1", "2", "3", "4", "5", " o", "'", "clock", "!!", "\n\n ", " x"]),
+        (
+            "deepseek-coder",
+            ["It", "'", "s", " ", "1", "2", "3", "4", "5", " o", "'", "clock", "!!", "\n", "\n", " ", " x"],
+        ),
         ("bloom", ["It's", " 12345", " o'clock", "!!\n\n ", " x"]),
     ],
 )
 def test_words_before_merging(pre, want):
     # By hand, from the regular expressions in the models' own tokenizer.json.
     assert words(pre, "It's 12345 o'clock!!\n\n  x") == want
+
+
+@pytest.mark.parametrize(
+    ("pre", "want"),
+    [
+        ("tekken", ["Camel", "Case", "HTTPServer", "'s", " ÉCOLE", "//\n"]),
+        ("gpt-4o", ["Camel", "Case", "HTTPServer's", " ÉCOLE", "//\n"]),
+        ("dbrx", ["CamelCaseHTTPServer", "'s", " ÉCOLE", "//\n"]),
+    ],
+)
+def test_capitals_begin_words_in_some(pre, want):
+    assert words(pre, "CamelCaseHTTPServer's ÉCOLE//\n") == want
+
+
+def test_names_of_one_splitting_mean_the_same():
+    for one, other in [("gpt-2", "phi-2"), ("llama-bpe", "pixtral"), ("qwen2", "stablelm2"), ("smaug-bpe", "glm4")]:
+        assert SPLITTINGS[one] == SPLITTINGS[other]
+    assert SPLITTINGS["llama-bpe"].whole_words and not SPLITTINGS["smaug-bpe"].whole_words
+
+
+@pytest.mark.parametrize(("pre", "prefix"), [("llama-bpe", (0,)), ("tekken", (0,)), ("qwen2", ()), ("gpt-4o", ())])
+def test_where_the_file_does_not_say_how_text_begins_its_splitting_does(pre, prefix):
+    assert build(pre, **{"tokenizer.ggml.bos_token_id": 0}).prefix_ids == prefix
 
 
 def test_merges_and_added_tokens():
@@ -128,13 +159,16 @@ def test_stop_ids_of_gguf():
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"tokenizer.ggml.model": "llama"}, "tokenizer of kind 'llama'"),
+        ({"tokenizer.ggml.model": "t5"}, "tokenizer of kind 't5'"),
         ({"tokenizer.ggml.model": None}, "tokenizer of kind None"),
-        ({"tokenizer.ggml.pre": "tekken"}, "'tekken'"),
+        ({"tokenizer.ggml.pre": "deepseek-llm"}, "'deepseek-llm'"),
         ({"tokenizer.ggml.pre": None}, "None"),
         ({"tokenizer.ggml.tokens": None}, "tokenizer.ggml.tokens is missing"),
         ({"tokenizer.ggml.merges": [1]}, "tokenizer.ggml.merges is missing"),
         ({"tokenizer.ggml.merges": ["zz q"]}, "merges do not fit"),
+        ({"tokenizer.ggml.merges": ["h e", "e h"]}, "merges do not fit its vocabulary ('e' with 'h')"),
+        ({"tokenizer.ggml.merges": ["he"]}, "merges do not fit"),
+        ({"tokenizer.ggml.tokens": [], "tokenizer.ggml.merges": []}, "its vocabulary is empty"),
         ({"tokenizer.ggml.tokens": ["a", "a"], "tokenizer.ggml.merges": []}, "lists a token twice"),
     ],
 )
