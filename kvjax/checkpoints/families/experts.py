@@ -10,7 +10,7 @@ from typing import Any
 from kvjax.checkpoints.families.family import Family, Weight
 from kvjax.checkpoints.families.layout import GGUF, LLAMA_LAYOUT, ExpertNames, weights_of
 from kvjax.checkpoints.families.llama import config_from_gguf, config_from_hf, decoder_weights
-from kvjax.checkpoints.families.settings import checked_size, size, whole
+from kvjax.checkpoints.families.settings import checked_size, layer_count, size, whole
 from kvjax.checkpoints.families.sliding import qwen_windows, windows_from_hf
 from kvjax.errors import WeightsError
 from kvjax.model.config import ModelConfig
@@ -38,7 +38,7 @@ def _qwen_experts(config: Mapping[str, Any], origin: str, count: int, active: in
     step, listed = setting("decoder_sparse_step", 1), config.get("mlp_only_layers") or []
     if not isinstance(listed, list):
         raise WeightsError(f"{origin} gives other than a list of layers as its mlp_only_layers.")
-    layers = size(config, origin, "num_hidden_layers")
+    layers = layer_count(config, origin)
     left_out = {whole(layer, "mlp_only_layers", origin) for layer in listed}
     return Experts(
         setting("num_experts", count),

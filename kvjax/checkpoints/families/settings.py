@@ -15,6 +15,22 @@ def size(config: Mapping[str, Any], origin: str, *names: str) -> int:
     return checked_size(value, names[0], origin)
 
 
+#: More layers than any model has; a corrupt count of them is refused before anything is listed by layer.
+MOST_LAYERS = 2**12
+
+
+def layer_count(config: Mapping[str, Any], origin: str, *names: str) -> int:
+    """The number of layers of a ``config.json``, by the first of its names that is there."""
+    return checked_layers(size(config, origin, *(names or ("num_hidden_layers",))), origin)
+
+
+def checked_layers(count: int, origin: str) -> int:
+    """A number of layers; WeightsError for one that no model has."""
+    if count > MOST_LAYERS:
+        raise WeightsError(f"{origin} is corrupt: it says that the model has {count:,} layers.")
+    return count
+
+
 def whole(value: Any, name: str, origin: str) -> int:
     """A setting that is a whole number; WeightsError for anything else."""
     if not isinstance(value, int) or isinstance(value, bool):

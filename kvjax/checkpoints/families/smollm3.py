@@ -9,7 +9,7 @@ from typing import Any
 
 from kvjax.checkpoints.families.family import Family
 from kvjax.checkpoints.families.llama import config_from_gguf, config_from_hf, decoder_weights
-from kvjax.checkpoints.families.settings import size, whole
+from kvjax.checkpoints.families.settings import layer_count, whole
 from kvjax.checkpoints.families.sliding import qwen_windows
 from kvjax.errors import WeightsError
 from kvjax.model.config import ModelConfig
@@ -32,7 +32,7 @@ def _from_hf(config: Mapping[str, Any], origin: str) -> ModelConfig:
 
 def _without_rotary(config: Mapping[str, Any], origin: str) -> tuple[int, ...]:
     """Layers without rotary embedding: those marked 0 in ``no_rope_layers``, else every fourth (or what is said)."""
-    layers = size(config, origin, "num_hidden_layers")
+    layers = layer_count(config, origin)
     marks = config.get("no_rope_layers")
     if marks is None:
         every = whole(config.get("no_rope_layer_interval") or 4, "no_rope_layer_interval", origin)
