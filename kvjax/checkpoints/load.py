@@ -12,6 +12,7 @@ from jax.typing import DTypeLike
 from kvjax.checkpoints.families import GGUF_NAMES, Family, family
 from kvjax.checkpoints.fill import default_dtype, fill
 from kvjax.checkpoints.gguf import GGUFFile
+from kvjax.checkpoints.gguf_parts import GGUFParts, open_gguf
 from kvjax.checkpoints.hub import fetch
 from kvjax.checkpoints.safetensors import SafetensorsFolder, read_json
 from kvjax.checks import float_dtype
@@ -69,8 +70,8 @@ def load(
 
     Args:
       name: "smollm2-135m-instruct" (downloaded once into the user's cache folder, KVJAX_CACHE to choose another), a
-        path to a .gguf file, a folder in Hugging Face's form (config.json, safetensors, tokenizer), or a hub id
-        ("org/name").
+        path to a .gguf file, or to one part of a split one, a folder in Hugging Face's form (config.json, safetensors,
+        tokenizer) or with one GGUF in it, a hub id ("org/name"), or a GGUF of one ("org/name:file.gguf").
       dtype: "float32", "bfloat16" or "float16" for every parameter; by default bfloat16 on accelerators, and float32
         on the CPU and on GPUs before Ampere, which do not multiply bfloat16. Numbers of a model that was trained in
         bfloat16 may be too large for float16.
@@ -94,29 +95,34 @@ def load(
     if compile_cache:
         keep_compiled_programs()
     with showing(progress):
-        path = fetch(text)
-        if path.suffix == ".safetensors" and not path.is_dir():
-            raise UsageError(
-                f"{path} is a single file of weights; give the folder with its config.json: {path.parent}."
-            )
+        path = _found(text)
         with stage("load", text, unit="bytes"):
             return (_load_folder if path.is_dir() else _load_gguf)(text, path, wanted, over)
 
 
 def load_config(name: str | os.PathLike[str], *, progress: Progress = None) -> ModelConfig:
-    """A model's configuration without its weights, for plans; names and errors as of :func:`load`."""
+    """A model's configuration, for plans; names and errors as of :func:`load`.
+
+    Of a hub id nothing but its ``config.json`` is downloaded.
+    """
     text = _text(name)
     with showing(progress):
-        path = fetch(text)
+        path = _found(text, config_only=True)
     if path.is_dir():
         return _folder_config(path)[0]
-    if path.suffix == ".safetensors":
-        raise UsageError(f"{path} is a single file of weights; give the folder with its config.json: {path.parent}.")
-    file = GGUFFile(path)
+    file = open_gguf(path)
     try:
         return _gguf_config(file)[0]
     finally:
         file.close()
+
+
+def _found(name: str, config_only: bool = False) -> Path:
+    """The GGUF, or the folder of a ``config.json``, that a name means."""
+    path = fetch(name, config_only=config_only)
+    if path.suffix == ".safetensors" and not path.is_dir():
+        raise UsageError(f"{path} is a single file of weights; give the folder with its config.json: {path.parent}.")
+    return path
 
 
 def _text(name: str | os.PathLike[str]) -> str:
@@ -133,7 +139,7 @@ def weights_dtype(dtype: DTypeLike | None) -> DTypeLike:
 
 
 def _load_gguf(name: str, path: Path, dtype: DTypeLike, mesh: Mesh | None) -> LanguageModel:
-    file = GGUFFile(path)
+    file = open_gguf(path)
     try:
         metadata, origin = file.metadata, file.origin
         config, kind = _gguf_config(file)
@@ -145,7 +151,7 @@ def _load_gguf(name: str, path: Path, dtype: DTypeLike, mesh: Mesh | None) -> La
     return LanguageModel(name, config, params, tokenizer, stop_ids_from_gguf(metadata), mesh)
 
 
-def _gguf_config(file: GGUFFile) -> tuple[ModelConfig, Family]:
+def _gguf_config(file: GGUFFile | GGUFParts) -> tuple[ModelConfig, Family]:
     metadata, shapes, origin = file.metadata, file.shapes, file.origin
     named = metadata.get("general.architecture")
     kind = family(GGUF_NAMES.get(named, named) if isinstance(named, str) else named, origin)
