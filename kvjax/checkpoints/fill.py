@@ -258,7 +258,7 @@ def default_dtype() -> DTypeLike:
     major, _, minor = capability.partition(".")
     if not (major.isdigit() and int(major) < 8):
         return jnp.bfloat16
-    _say_once(
+    say_once(
         f"This GPU (compute capability {major}.{minor or 0}) does not multiply bfloat16, so weights and cache are "
         "float32; dtype float16 takes half the memory, where the model's numbers fit it."
     )
@@ -266,5 +266,6 @@ def default_dtype() -> DTypeLike:
 
 
 @functools.cache
-def _say_once(sentence: str) -> None:
+def say_once(sentence: str) -> None:
+    """A sentence on standard error, the first time in a process."""
     print(f"kvjax: {sentence}", file=sys.stderr)

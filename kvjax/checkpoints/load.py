@@ -10,14 +10,14 @@ from pathlib import Path
 from jax.typing import DTypeLike
 
 from kvjax.checkpoints.families import GGUF_NAMES, Family, family
-from kvjax.checkpoints.fill import default_dtype, fill
+from kvjax.checkpoints.fill import default_dtype, fill, say_once
 from kvjax.checkpoints.gguf import GGUFFile
 from kvjax.checkpoints.gguf_parts import GGUFParts, open_gguf
 from kvjax.checkpoints.hub import fetch
 from kvjax.checkpoints.safetensors import SafetensorsFolder, read_json
 from kvjax.checks import float_dtype
 from kvjax.compile_cache import keep_compiled_programs
-from kvjax.errors import UsageError, WeightsError
+from kvjax.errors import UsageError, WeightsError, cut, quoted
 from kvjax.model.config import ModelConfig
 from kvjax.model.decoder import Decoder
 from kvjax.progress import Progress, showing, stage
@@ -148,7 +148,8 @@ def _load_gguf(name: str, path: Path, dtype: DTypeLike, mesh: Mesh | None) -> La
         params = fill(config, list(kind.weights(config, True)), file, gguf=True, dtype=dtype, mesh=mesh)
     finally:
         file.close()
-    return LanguageModel(name, config, params, tokenizer, stop_ids_from_gguf(metadata), mesh)
+    stops = tuple(index for index in stop_ids_from_gguf(metadata) if index < config.vocab_size)
+    return LanguageModel(name, config, params, tokenizer, stops, mesh)
 
 
 def _gguf_config(file: GGUFFile | GGUFParts) -> tuple[ModelConfig, Family]:
@@ -205,10 +206,17 @@ def _check_layers(config: ModelConfig, shapes: Mapping[str, object], origin: str
 
 
 def _check_vocabulary(tokenizer: Tokenizer, config: ModelConfig, origin: str) -> None:
-    if tokenizer.vocab_size > config.vocab_size:
+    """Leave out added tokens that the model does not embed, and say so; refuse a tokenizer of another model."""
+    if tokenizer.words_end > config.vocab_size:
         raise WeightsError(
-            f"The tokenizer of {origin} has {tokenizer.vocab_size} tokens and the model embeds {config.vocab_size}: "
+            f"The tokenizer of {origin} has {tokenizer.words_end} tokens and the model embeds {config.vocab_size}: "
             "it belongs to another model."
+        )
+    if beyond := tokenizer.embed_only(config.vocab_size):
+        more = f" and {len(beyond) - 1:,} more tokens" if len(beyond) > 1 else ""
+        say_once(
+            f"The tokenizer of {cut(origin)} has {quoted(beyond[0])}{more} beyond the {config.vocab_size:,} ids that "
+            "the model embeds; they are never drawn, and a text that holds one is refused."
         )
 
 
@@ -225,4 +233,7 @@ def _stop_ids(folder: Path, config: dict[str, object], tokenizer: Tokenizer, voc
         if ids:
             return tuple(ids)
     eos = tokenizer.special_tokens.get("eos_token")
-    return tuple(tokenizer.encode(eos)) if eos else ()
+    try:
+        return tuple(tokenizer.encode(eos)) if eos else ()
+    except UsageError:  # the model does not embed it, and so never ends with it
+        return ()

@@ -6,12 +6,15 @@ import json
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.numpy import load_file, save_file
 from support import gguf_files
 
+import kvjax
 from kvjax.checkpoints.load import load
 from kvjax.errors import UsageError, WeightsError
 from kvjax.text.gguf_bytes import SPLITTINGS
@@ -178,13 +181,54 @@ def test_tokenizers_that_cannot_be_read(changes, sentence):
     assert sentence in str(caught.value)
 
 
-def test_a_larger_vocabulary_than_the_model_embeds(tmp_path):
+def embedding(tmp_path, rows: int):
+    """A model whose embedding has so many rows, for a vocabulary of 261 of which the last two are added tokens."""
     case = gguf_files.case("llama_gqa")
     tensors = gguf_files.gguf_tensors(case)
-    tensors |= {name: tensors[name][:-1] for name in ("token_embd.weight", "output.weight")}
-    path = gguf_files.write(tmp_path / "m.gguf", "llama", gguf_files.metadata(case), tensors)
-    with pytest.raises(WeightsError, match=r"has 261 tokens and the model embeds 260"):
-        load(path)
+    for name in ("token_embd.weight", "output.weight"):
+        tensors[name] = np.resize(tensors[name], (rows, tensors[name].shape[1]))
+    path = gguf_files.write(tmp_path / f"m{rows}.gguf", "llama", gguf_files.metadata(case), tensors)
+    return load(path, progress=False)
+
+
+def test_a_vocabulary_of_another_model(tmp_path):
+    with pytest.raises(WeightsError, match=r"has 259 tokens and the model embeds 250: it belongs to another model"):
+        embedding(tmp_path, 250)
+
+
+def test_added_tokens_beyond_the_embedding_are_said_once_and_left_out(tmp_path, capsys):
+    for _ in range(2):
+        lm = embedding(tmp_path, gguf_files.END)
+    said = capsys.readouterr().err
+    assert said.count("kvjax: The tokenizer of") == 1 and "'<|im_end|>' and 1 more tokens beyond the 259 ids" in said
+    assert lm.tokenizer.vocab_size == len(lm.tokenizer.token_bytes()) == gguf_files.END
+    assert lm.stop_token_ids == () and lm.tokenizer.special_ids == set()
+    with pytest.raises(UsageError, match=r"holds the token '<tool>' \(id 260\), which this model does not embed"):
+        lm.tokenizer.encode("a<tool>")
+    with pytest.raises(UsageError, match=r"<\|im_end\|>"):
+        kvjax.generate(lm, "hi", max_new_tokens=1)  # its template writes one
+    with pytest.raises(UsageError, match=r"holds the token id 260; this model's ids go from 0 to 258"):
+        kvjax.generate(lm, [260], max_new_tokens=1)
+
+
+def test_an_answer_without_its_end_in_the_embedding(tmp_path):
+    folder = gguf_files.write_folder(gguf_files.case("llama_gqa", eos_token_id=None), tmp_path / "m")
+    for name, rows in (("config.json", gguf_files.END),):
+        config = json.loads((folder / name).read_text()) | {"vocab_size": rows}
+        (folder / name).write_text(json.dumps(config))
+    tensors = load_file(folder / "model.safetensors")
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        tensors[name] = tensors[name][: gguf_files.END].copy()
+    save_file(tensors, folder / "model.safetensors")
+    assert load(folder, progress=False).stop_token_ids == ()
+
+
+def test_rows_that_pad_the_embedding_are_never_drawn(tmp_path):
+    lm = embedding(tmp_path, 2 * gguf_files.VOCAB)
+    assert lm.config.vocab_size == 2 * gguf_files.VOCAB and lm.tokenizer.vocab_size == gguf_files.VOCAB
+    answers = kvjax.generate(lm, ["hello"] * 2, temperature=50.0, max_new_tokens=200, chat=False)
+    drawn = [int(token) for answer in answers for token in answer.tokens]
+    assert len(drawn) > 30 and max(drawn) < gguf_files.VOCAB
 
 
 @pytest.fixture
