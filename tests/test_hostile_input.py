@@ -168,7 +168,7 @@ def judge(home, capsys) -> Judge:
 #: A command line of each command that is accepted.
 COMMANDS: dict[tuple[str, ...], tuple[str, ...]] = {
     ("generate",): ("hi",), ("chat",): (), ("batch",): ("--input", "in.jsonl", "--output", "out"), ("policies",): (),
-    ("plan",): ("--prompt-tokens", "8"), ("fetch",): ("a/b",),
+    ("plan",): ("--prompt-tokens", "8"), ("fetch",): ("a/b",), ("models",): (),
     ("bench",): ("--batch", "1", "--context", "8", "--prefill", "8"),
     ("bench", "decode"): ("--shape", "tiny", "--batch", "1", "--context", "32"), ("bench", "kernels"): ("--mean", "8"),
     ("bench", "start"): (), ("tune",): ("sizes.json",),

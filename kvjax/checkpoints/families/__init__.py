@@ -44,6 +44,7 @@ __all__ = [
     "Place",
     "Weight",
     "family",
+    "gguf_name",
     "input_last",
     "output_first",
     "register",
@@ -95,6 +96,16 @@ GGUF_NAMES = {
     "qwen2moe": "qwen2_moe",
     "qwen3moe": "qwen3_moe",
 }
+#: Families whose GGUF files go by another family's name.
+GGUF_AS = {"gemma3_text": "gemma3", "ministral": "llama", "mistral": "llama", "mixtral": "llama"}
+
+
+def gguf_name(name: str) -> str | None:
+    """What a GGUF calls models of a family (``general.architecture``), or None where none is read."""
+    if name in GGUF_AS:
+        return GGUF_AS[name]
+    llama_cpp = {family: other for other, family in GGUF_NAMES.items()}
+    return llama_cpp.get(name, name) if FAMILIES[name].from_gguf else None
 
 
 def register(name: str, family: Family) -> None:
