@@ -23,6 +23,9 @@ from kvjax.model.params import gate_columns, new_param
 if TYPE_CHECKING:
     from kvjax.model.config import ModelConfig
 
+#: More experts than a layer of any model has; every one has weights of its own, which are listed before they are read.
+MOST_EXPERTS = 2**12
+
 
 @dataclasses.dataclass(frozen=True)
 class Experts:
@@ -44,7 +47,8 @@ class Experts:
     dense_layers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        for name, least in (("count", 1), ("active", 1), ("inner", 1), ("shared_inner", 0)):
+        whole_number("experts.count", self.count, 1, MOST_EXPERTS)
+        for name, least in (("active", 1), ("inner", 1), ("shared_inner", 0)):
             whole_number(f"experts.{name}", getattr(self, name), least)
         if self.active > self.count:
             raise UsageError(f"A token goes through {self.active} of {self.count} experts; there are not so many.")
