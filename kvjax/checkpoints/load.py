@@ -165,7 +165,7 @@ def _gguf_config(file: GGUFFile | GGUFParts) -> tuple[ModelConfig, Family]:
         if len(shapes.get(f"{key}.weight", ())) == 1
     }
     config = _configured(lambda: from_gguf(metadata, shapes, factors, origin), origin)
-    _check_layers(config, shapes, origin)
+    _check_counts(config, shapes, origin)
     return config, kind
 
 
@@ -181,7 +181,7 @@ def _load_folder(name: str, folder: Path, dtype: DTypeLike, mesh: Mesh | None) -
     tokenizer = tokenizer_from_folder(folder)
     _check_vocabulary(tokenizer, config, str(folder))
     checkpoint = SafetensorsFolder(folder)
-    _check_layers(config, checkpoint.shapes, str(folder))
+    _check_counts(config, checkpoint.shapes, str(folder))
     params = fill(config, kind.hf_weights(config, checkpoint.shapes), checkpoint, gguf=False, dtype=dtype, mesh=mesh)
     return LanguageModel(name, config, params, tokenizer, _stop_ids(folder, raw, tokenizer, config.vocab_size), mesh)
 
@@ -196,12 +196,18 @@ def _configured(make: Callable[[], ModelConfig], origin: str) -> ModelConfig:
         raise WeightsError(f"{origin} is corrupt: a setting is of the wrong kind ({error}).") from error
 
 
-def _check_layers(config: ModelConfig, shapes: Mapping[str, object], origin: str) -> None:
-    """A corrupt count of layers is said before a list of all their weights fills the memory."""
+def _check_counts(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], origin: str) -> None:
+    """Corrupt counts of layers and heads are said before lists of all their weights and channels fill the memory."""
     if config.num_layers > len(shapes):
         raise WeightsError(
             f"{origin} is corrupt: it says that the model has {config.num_layers:,} layers and holds {len(shapes):,} "
             "weights."
+        )
+    widest = max((size for shape in shapes.values() for size in shape), default=0)
+    if config.num_heads * config.head_dim > widest:
+        raise WeightsError(
+            f"{origin} is corrupt: it says that the model has {config.num_heads:,} heads of {config.head_dim:,} "
+            f"channels, and its widest weight has {widest:,}."
         )
 
 

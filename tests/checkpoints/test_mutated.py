@@ -154,6 +154,9 @@ BEFORE: list[tuple[str, Edit, str]] = [
     ("phi3_long", config(rope_scaling={"type": "longrope", "short_factor": [NAN] * 3, "long_factor": [1] * 3}), "nan"),
     ("glm", config(num_hidden_layers=2**31), "2,147,483,648 layers"),
     ("glm4", config(head_dim=7), "an even number"),
+    ("glm", config(head_dim=2**31), "4 heads of 2,147,483,648 channels, and its widest weight has 112"),
+    ("cohere", config(hidden_size=2**31), "4 heads of 536,870,912 channels"),
+    ("chatglm", config(num_attention_heads=2**33), "8,589,934,592 heads"),
     ("olmo2", config(rms_norm_eps="x"), "of the wrong kind"),
     ("granite", config(residual_multiplier=NAN), "residual_scale is nan"),
     ("granite_plain", config(logits_scaling=0), "division by zero"),
@@ -315,6 +318,7 @@ def tensor(name: str, value: np.ndarray | None) -> Change:
 ONES = np.ones(32, np.float32)
 GGUF: list[tuple[str, Change, str]] = [
     ("gemma", key("gemma.block_count", 2**31), "2,147,483,648 layers"),
+    ("glm4", key("glm4.attention.head_count", 2**31), "2,147,483,648 heads of 8 channels"),
     ("gemma2", key("gemma2.attention.head_count", 0), "attention.head_count"),
     ("gemma2", key("gemma2.attn_logit_softcapping", NAN), "attention_soft_cap is nan"),
     ("gemma3", key("gemma3.attention.sliding_window", "x"), "corrupt|sliding_window"),
