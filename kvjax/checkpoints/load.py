@@ -213,17 +213,19 @@ def _check_counts(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], or
 
 def _check_vocabulary(tokenizer: Tokenizer, config: ModelConfig, origin: str) -> None:
     """Leave out added tokens that the model does not embed, and say so; refuse a tokenizer of another model."""
+    if tokenizer.vocab_size <= config.vocab_size:
+        return
     if tokenizer.words_end > config.vocab_size:
         raise WeightsError(
             f"The tokenizer of {origin} has {tokenizer.words_end} tokens and the model embeds {config.vocab_size}: "
             "it belongs to another model."
         )
-    if beyond := tokenizer.embed_only(config.vocab_size):
-        more = f" and {len(beyond) - 1:,} more tokens" if len(beyond) > 1 else ""
-        say_once(
-            f"The tokenizer of {cut(origin)} has {quoted(beyond[0])}{more} beyond the {config.vocab_size:,} ids that "
-            "the model embeds; they are never drawn, and a text that holds one is refused."
-        )
+    beyond = tokenizer.embed_only(config.vocab_size)
+    more = f" and {len(beyond) - 1:,} more tokens" if len(beyond) > 1 else ""
+    say_once(
+        f"The tokenizer of {cut(origin)} has {quoted(beyond[0])}{more} beyond the {config.vocab_size:,} ids that the "
+        "model embeds; they are never drawn, and a text that holds one is refused."
+    )
 
 
 def _stop_ids(folder: Path, config: dict[str, object], tokenizer: Tokenizer, vocabulary: int) -> tuple[int, ...]:
