@@ -18,6 +18,8 @@ from kvjax.tables import human_bytes
 _FRACTION = 0.75
 #: The most that leaves room for what CUDA itself needs.
 _LARGEST = 0.95
+#: How JAX is told to take it.
+LARGEST_SETTING = f"XLA_PYTHON_CLIENT_MEM_FRACTION={_LARGEST} before Python starts"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +53,12 @@ class GpuShare:
         """The setting with which ``need`` bytes fit, if any part of the GPU would do."""
         if self.limit is None or self.fraction >= _LARGEST or need > self.total * _LARGEST:
             return None
-        return f"XLA_PYTHON_CLIENT_MEM_FRACTION={_LARGEST} before Python starts"
+        return LARGEST_SETTING
+
+    @property
+    def largest(self) -> int | None:
+        """Bytes with the largest part that JAX may be told to take; None where it already takes that."""
+        return None if self.limit is None or self.fraction >= _LARGEST else int(self.total * _LARGEST)
 
 
 def gpu_share() -> GpuShare | None:
@@ -59,12 +66,24 @@ def gpu_share() -> GpuShare | None:
     device = jax.local_devices()[0]
     if device.platform != "gpu":
         return None
+    fraction, preallocated = _settings()
+    limit = (device.memory_stats() or {}).get("bytes_limit")
+    return GpuShare(limit or None, fraction, preallocated)
+
+
+def named_gpu(memory: int) -> GpuShare:
+    """The part that JAX would take of a GPU of so many bytes, by this process's settings."""
+    fraction, preallocated = _settings()
+    return GpuShare(int(memory * fraction), fraction, preallocated)
+
+
+def _settings() -> tuple[float, bool]:
+    """The part of a GPU's memory that JAX takes, and whether it reserves it, by the environment."""
     # As jaxlib reads them; it refuses both names of the fraction together.
     fraction = os.environ.get("XLA_CLIENT_MEM_FRACTION") or os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION")
     preallocate = os.environ.get("XLA_PYTHON_CLIENT_PREALLOCATE", "") not in ("false", "False", "0")
     own_pool = os.environ.get("XLA_PYTHON_CLIENT_ALLOCATOR", "default").lower() in ("default", "bfc")
-    limit = (device.memory_stats() or {}).get("bytes_limit")
-    return GpuShare(limit or None, float(fraction or _FRACTION), preallocate and own_pool)
+    return float(fraction or _FRACTION), preallocate and own_pool
 
 
 def device_limit(memory_limit: int | None) -> int | None:

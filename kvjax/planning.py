@@ -17,6 +17,7 @@ from kvjax.cache.cache import Cache
 from kvjax.cache.pool import layout_for
 from kvjax.cache.quantisation import MODEL, Storage, parse_storage
 from kvjax.checks import float_dtype, optional, whole_number
+from kvjax.chips import chip
 from kvjax.device_memory import GpuShare, device_limit, gpu_share
 from kvjax.errors import DoesNotFit, UsageError
 from kvjax.memory_needs import cache_bytes, full_cache_bytes, prefill_bytes, shared_context_bytes, weights_bytes
@@ -164,6 +165,7 @@ def plan(
     memory_limit: int | None = None,
     mesh: Mesh | str | None = None,
     reserve_tokens: int | None = None,
+    device: str | None = None,
 ) -> Plan:
     """Every byte a request would take, before any of it is allocated.
 
@@ -181,6 +183,8 @@ def plan(
       mesh: devices that the request is spread over, which need not be there; by default the model's. Bytes, and the
         limit, are then of each device.
       reserve_tokens: tokens of later turns, as for :func:`kvjax.generate`; ``kvjax.Chat`` reserves 4,096.
+      device: the name of an accelerator whose memory is the limit ("t4", "v5e", ..., :mod:`kvjax.chips`); of a GPU the
+        part of it that JAX takes.
 
     Raises:
       UsageError: a length or batch that makes no sense, or beyond the model's context.
@@ -205,8 +209,12 @@ def plan(
     check_sizes(chosen, config, prompt_bucket(prompt_tokens), NEW_TOKENS)
     stored = parse_storage(storage)
     over = over if mesh is None else parse_mesh(mesh)
-    limit, made = device_limit(memory_limit), None
-    share = gpu_share() if memory_limit is None else None
+    if device is not None and memory_limit is not None:
+        raise UsageError("Both device and memory_limit say how much memory there is; give one of them.")
+    named = None if device is None else chip(device)
+    limit, made = device_limit(memory_limit) if named is None else named.limit, None
+    share = named.share if named is not None else gpu_share() if memory_limit is None else None
+    source = named.source if named is not None else share and share.source
     for exact in (over is not None, True):
         exact = exact or _shared(chosen, stored, batch, context_tokens)
         whole = context_tokens + prompt_tokens
@@ -214,7 +222,7 @@ def plan(
         given = config, chosen, size, batch, prompt_tokens, max_new_tokens, dtype, limit, stored, over
         made = _plan(*given, context_tokens)
         if made.fits:
-            return made if share is None else dataclasses.replace(made, memory_source=share.source)
+            return dataclasses.replace(made, memory_source=source)
     assert made is not None
     raise _does_not_fit(made, config, chosen, dtype, 0, stored, over, share)
 

@@ -238,6 +238,7 @@ class Request:
             "top_p": np.float32(options.top_p),
             "min_p": np.float32(options.min_p),
             "repetition_penalty": _float32(options.repetition_penalty),
+            "known": np.int32(min(lm.tokenizer.vocab_size or vocabulary, vocabulary)),
             "draws": draws,
         }
         ends: Any = limit, np.int32(lm.config.max_position), np.bool_(options.logprobs)

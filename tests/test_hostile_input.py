@@ -53,7 +53,7 @@ RUNS = (
     "kvjax.bench.startup:measure_startup", "kvjax.bench.start:measure", "kvjax.model.decoder:random_decoder",
     "pallas_kernels.bench.decode:run", "pallas_kernels.tune:run",
     "kvjax.calibrate.retrieval:_scores", "kvjax.calibrate.divergence:question_mass",
-    "kvjax.checkpoints.hub:_from_hub", "kvjax.checkpoints.hub:_download",
+    "kvjax.checkpoints.hub:_from_hub", "kvjax.checkpoints.hub:_gguf_from_hub", "kvjax.checkpoints.hub:_download",
 )  # fmt: skip
 
 
@@ -168,7 +168,7 @@ def judge(home, capsys) -> Judge:
 #: A command line of each command that is accepted.
 COMMANDS: dict[tuple[str, ...], tuple[str, ...]] = {
     ("generate",): ("hi",), ("chat",): (), ("batch",): ("--input", "in.jsonl", "--output", "out"), ("policies",): (),
-    ("plan",): ("--prompt-tokens", "8"), ("fetch",): ("a/b",),
+    ("plan",): ("--prompt-tokens", "8"), ("fetch",): ("a/b",), ("models",): (),
     ("bench",): ("--batch", "1", "--context", "8", "--prefill", "8"),
     ("bench", "decode"): ("--shape", "tiny", "--batch", "1", "--context", "32"), ("bench", "kernels"): ("--mean", "8"),
     ("bench", "start"): (), ("tune",): ("sizes.json",),

@@ -46,7 +46,8 @@ ROOMS: dict[str, str] = {
 MODULES: dict[str, str] = {
     "base": "kvjax.version kvjax.errors kvjax.checks kvjax.documents kvjax.files kvjax.tables kvjax.compile_cache "
     "kvjax.progress kvjax.live_line kvjax.interrupt kvjax.waiting",
-    "planning": "kvjax.allocation kvjax.planning kvjax.memory_needs kvjax.prompts kvjax.device_memory",
+    "planning": "kvjax.allocation kvjax.planning kvjax.memory_needs kvjax.prompts kvjax.device_memory "
+    "kvjax.chips kvjax.fit",
     "generation": "kvjax.options kvjax.request kvjax.output kvjax.ownership kvjax.session kvjax.generation kvjax.chat "
     "kvjax.history kvjax.context kvjax.scoring kvjax.policy_check kvjax.warming",
     "public": "kvjax",

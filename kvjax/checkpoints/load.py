@@ -10,13 +10,14 @@ from pathlib import Path
 from jax.typing import DTypeLike
 
 from kvjax.checkpoints.families import GGUF_NAMES, Family, family
-from kvjax.checkpoints.fill import default_dtype, fill
+from kvjax.checkpoints.fill import default_dtype, fill, say_once
 from kvjax.checkpoints.gguf import GGUFFile
+from kvjax.checkpoints.gguf_parts import GGUFParts, open_gguf
 from kvjax.checkpoints.hub import fetch
 from kvjax.checkpoints.safetensors import SafetensorsFolder, read_json
 from kvjax.checks import float_dtype
 from kvjax.compile_cache import keep_compiled_programs
-from kvjax.errors import UsageError, WeightsError
+from kvjax.errors import UsageError, WeightsError, cut, quoted
 from kvjax.model.config import ModelConfig
 from kvjax.model.decoder import Decoder
 from kvjax.progress import Progress, showing, stage
@@ -69,8 +70,8 @@ def load(
 
     Args:
       name: "smollm2-135m-instruct" (downloaded once into the user's cache folder, KVJAX_CACHE to choose another), a
-        path to a .gguf file, a folder in Hugging Face's form (config.json, safetensors, tokenizer), or a hub id
-        ("org/name").
+        path to a .gguf file, or to one part of a split one, a folder in Hugging Face's form (config.json, safetensors,
+        tokenizer) or with one GGUF in it, a hub id ("org/name"), or a GGUF of one ("org/name:file.gguf").
       dtype: "float32", "bfloat16" or "float16" for every parameter; by default bfloat16 on accelerators, and float32
         on the CPU and on GPUs before Ampere, which do not multiply bfloat16. Numbers of a model that was trained in
         bfloat16 may be too large for float16.
@@ -94,29 +95,34 @@ def load(
     if compile_cache:
         keep_compiled_programs()
     with showing(progress):
-        path = fetch(text)
-        if path.suffix == ".safetensors" and not path.is_dir():
-            raise UsageError(
-                f"{path} is a single file of weights; give the folder with its config.json: {path.parent}."
-            )
+        path = _found(text)
         with stage("load", text, unit="bytes"):
             return (_load_folder if path.is_dir() else _load_gguf)(text, path, wanted, over)
 
 
 def load_config(name: str | os.PathLike[str], *, progress: Progress = None) -> ModelConfig:
-    """A model's configuration without its weights, for plans; names and errors as of :func:`load`."""
+    """A model's configuration, for plans; names and errors as of :func:`load`.
+
+    Of a hub id nothing but its ``config.json`` is downloaded.
+    """
     text = _text(name)
     with showing(progress):
-        path = fetch(text)
+        path = _found(text, config_only=True)
     if path.is_dir():
         return _folder_config(path)[0]
-    if path.suffix == ".safetensors":
-        raise UsageError(f"{path} is a single file of weights; give the folder with its config.json: {path.parent}.")
-    file = GGUFFile(path)
+    file = open_gguf(path)
     try:
         return _gguf_config(file)[0]
     finally:
         file.close()
+
+
+def _found(name: str, config_only: bool = False) -> Path:
+    """The GGUF, or the folder of a ``config.json``, that a name means."""
+    path = fetch(name, config_only=config_only)
+    if path.suffix == ".safetensors" and not path.is_dir():
+        raise UsageError(f"{path} is a single file of weights; give the folder with its config.json: {path.parent}.")
+    return path
 
 
 def _text(name: str | os.PathLike[str]) -> str:
@@ -133,7 +139,7 @@ def weights_dtype(dtype: DTypeLike | None) -> DTypeLike:
 
 
 def _load_gguf(name: str, path: Path, dtype: DTypeLike, mesh: Mesh | None) -> LanguageModel:
-    file = GGUFFile(path)
+    file = open_gguf(path)
     try:
         metadata, origin = file.metadata, file.origin
         config, kind = _gguf_config(file)
@@ -142,10 +148,11 @@ def _load_gguf(name: str, path: Path, dtype: DTypeLike, mesh: Mesh | None) -> La
         params = fill(config, list(kind.weights(config, True)), file, gguf=True, dtype=dtype, mesh=mesh)
     finally:
         file.close()
-    return LanguageModel(name, config, params, tokenizer, stop_ids_from_gguf(metadata), mesh)
+    stops = tuple(index for index in stop_ids_from_gguf(metadata) if index < config.vocab_size)
+    return LanguageModel(name, config, params, tokenizer, stops, mesh)
 
 
-def _gguf_config(file: GGUFFile) -> tuple[ModelConfig, Family]:
+def _gguf_config(file: GGUFFile | GGUFParts) -> tuple[ModelConfig, Family]:
     metadata, shapes, origin = file.metadata, file.shapes, file.origin
     named = metadata.get("general.architecture")
     kind = family(GGUF_NAMES.get(named, named) if isinstance(named, str) else named, origin)
@@ -158,7 +165,7 @@ def _gguf_config(file: GGUFFile) -> tuple[ModelConfig, Family]:
         if len(shapes.get(f"{key}.weight", ())) == 1
     }
     config = _configured(lambda: from_gguf(metadata, shapes, factors, origin), origin)
-    _check_layers(config, shapes, origin)
+    _check_counts(config, shapes, origin)
     return config, kind
 
 
@@ -174,7 +181,7 @@ def _load_folder(name: str, folder: Path, dtype: DTypeLike, mesh: Mesh | None) -
     tokenizer = tokenizer_from_folder(folder)
     _check_vocabulary(tokenizer, config, str(folder))
     checkpoint = SafetensorsFolder(folder)
-    _check_layers(config, checkpoint.shapes, str(folder))
+    _check_counts(config, checkpoint.shapes, str(folder))
     params = fill(config, kind.hf_weights(config, checkpoint.shapes), checkpoint, gguf=False, dtype=dtype, mesh=mesh)
     return LanguageModel(name, config, params, tokenizer, _stop_ids(folder, raw, tokenizer, config.vocab_size), mesh)
 
@@ -189,21 +196,36 @@ def _configured(make: Callable[[], ModelConfig], origin: str) -> ModelConfig:
         raise WeightsError(f"{origin} is corrupt: a setting is of the wrong kind ({error}).") from error
 
 
-def _check_layers(config: ModelConfig, shapes: Mapping[str, object], origin: str) -> None:
-    """A corrupt count of layers is said before a list of all their weights fills the memory."""
+def _check_counts(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], origin: str) -> None:
+    """Corrupt counts of layers and heads are said before lists of all their weights and channels fill the memory."""
     if config.num_layers > len(shapes):
         raise WeightsError(
             f"{origin} is corrupt: it says that the model has {config.num_layers:,} layers and holds {len(shapes):,} "
             "weights."
         )
+    widest = max((size for shape in shapes.values() for size in shape), default=0)
+    if config.num_heads * config.head_dim > widest:
+        raise WeightsError(
+            f"{origin} is corrupt: it says that the model has {config.num_heads:,} heads of {config.head_dim:,} "
+            f"channels, and its widest weight has {widest:,}."
+        )
 
 
 def _check_vocabulary(tokenizer: Tokenizer, config: ModelConfig, origin: str) -> None:
-    if tokenizer.vocab_size > config.vocab_size:
+    """Leave out added tokens that the model does not embed, and say so; refuse a tokenizer of another model."""
+    if tokenizer.vocab_size <= config.vocab_size:
+        return
+    if tokenizer.words_end > config.vocab_size:
         raise WeightsError(
-            f"The tokenizer of {origin} has {tokenizer.vocab_size} tokens and the model embeds {config.vocab_size}: "
+            f"The tokenizer of {origin} has {tokenizer.words_end} tokens and the model embeds {config.vocab_size}: "
             "it belongs to another model."
         )
+    beyond = tokenizer.embed_only(config.vocab_size)
+    more = f" and {len(beyond) - 1:,} more tokens" if len(beyond) > 1 else ""
+    say_once(
+        f"The tokenizer of {cut(origin)} has {quoted(beyond[0])}{more} beyond the {config.vocab_size:,} ids that the "
+        "model embeds; they are never drawn, and a text that holds one is refused."
+    )
 
 
 def _stop_ids(folder: Path, config: dict[str, object], tokenizer: Tokenizer, vocabulary: int) -> tuple[int, ...]:
@@ -219,4 +241,7 @@ def _stop_ids(folder: Path, config: dict[str, object], tokenizer: Tokenizer, voc
         if ids:
             return tuple(ids)
     eos = tokenizer.special_tokens.get("eos_token")
-    return tuple(tokenizer.encode(eos)) if eos else ()
+    try:
+        return tuple(tokenizer.encode(eos)) if eos else ()
+    except UsageError:  # the model does not embed it, and so never ends with it
+        return ()

@@ -37,6 +37,10 @@ class SafetensorsFolder:
         if index is not None and not (isinstance(table, dict) and all(isinstance(at, str) for at in table.values())):
             raise WeightsError(f"{folder / _INDEX} is corrupt: it has no weight_map from weights to files.")
         for file in sorted(set(table.values())) if table else (_SINGLE,):
+            if Path(file).name != file or "\0" in file:
+                raise WeightsError(
+                    f"{folder / _INDEX} is corrupt: it names a file outside its folder ({quoted(file)})."
+                )
             self._add(folder / file)
         for name, file in (table or {}).items():
             if name not in self._where or self._where[name].name != file:

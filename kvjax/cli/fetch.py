@@ -11,7 +11,11 @@ from kvjax.cli.app import app
 
 
 @app.command()
-def fetch(model: Annotated[str, typer.Argument(help="A built-in name or a hub id.")] = flag.DEFAULT_MODEL) -> None:
+def fetch(
+    model: Annotated[
+        str, typer.Argument(help="A built-in name, a hub id, or one with :FILE.gguf.")
+    ] = flag.DEFAULT_MODEL,
+) -> None:
     """Put a model in the user's cache.
 
     Downloads nothing when it is there already; prints its path.

@@ -15,7 +15,12 @@ from kvjax.progress import showing
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 
-Model = Annotated[str, typer.Option("--model", help="A built-in name, a GGUF file, a Hugging Face folder or hub id.")]
+Model = Annotated[
+    str,
+    typer.Option(
+        "--model", help="A built-in name, a GGUF file, a Hugging Face folder or hub id, or a hub id with :FILE.gguf."
+    ),
+]
 Dtype = Annotated[
     str | None, typer.Option("--dtype", help="float32, bfloat16 or float16; the device decides when not given.")
 ]

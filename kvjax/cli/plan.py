@@ -26,9 +26,16 @@ def plan(
     batch: Annotated[int, typer.Option("--batch", help="Prompts answered together.")] = 1,
     options: dict[str, Any],
     mesh: flag.Mesh = None,
+    device: Annotated[
+        str | None,
+        typer.Option("--device", help="Another device: t4, l4, a100-40, h100, v5e, v6e, ...; this one if none."),
+    ] = None,
+    fit: Annotated[
+        bool, typer.Option("--fit", help="Say which policies would fit instead, with --policy among them.")
+    ] = False,
     json: flag.Json = False,
 ) -> None:
-    """Say every byte a request would allocate."""
+    """Say every byte a request would allocate, or what would fit on a device."""
     import kvjax
 
     kvjax.policies.parse(options["policy"])
@@ -38,8 +45,33 @@ def plan(
     asked: dict[str, Any] = dict(
         prompt_tokens=prompt_tokens, context_tokens=context_tokens, batch=batch, mesh=mesh, **options
     )
-    planned = kvjax.plan(kvjax.load_config(model), dtype=weights_dtype(dtype), **asked)
+    if fit:
+        _fit(kvjax.load_config(model), device, dtype, asked, json)
+        return
+    if device is not None and dtype is None:
+        from kvjax.chips import chip
+
+        dtype = chip(device).dtype
+    planned = kvjax.plan(kvjax.load_config(model), dtype=weights_dtype(dtype), device=device, **asked)
     if json:
         tables.print_json(dataclasses.asdict(planned))
     else:
         tables.print_text(str(planned))
+
+
+def _fit(config: Any, device: str | None, dtype: str | None, asked: dict[str, Any], json: bool) -> None:
+    """Print the table of what fits."""
+    from kvjax.checks import float_dtype
+    from kvjax.errors import UsageError
+    from kvjax.fit import POLICIES, fit, fit_report
+    from kvjax.policies import format_policy, parse
+
+    if asked.pop("memory_limit") is not None:
+        raise UsageError("--fit is about a device; leave --memory-limit out, or --fit.")
+    policies = list(dict.fromkeys([*POLICIES, format_policy(parse(asked.pop("policy")))]))
+    forms = None if dtype is None else {float_dtype(dtype).name: {"dtype": dtype}}
+    report = fit_report(fit(config, device=device, policies=policies, forms=forms, **asked), device)
+    if json:
+        tables.print_json(report.data)
+    else:
+        report.print(width=150)

@@ -23,8 +23,8 @@ from kvjax.model.params import gate_columns, new_param
 if TYPE_CHECKING:
     from kvjax.model.config import ModelConfig
 
-#: Experts of a layer at most: a corrupt count is said before a list of their weights fills the memory.
-MOST_EXPERTS = 2**16
+#: More experts than a layer of any model has; every one has weights of its own, which are listed before they are read.
+MOST_EXPERTS = 2**12
 
 
 @dataclasses.dataclass(frozen=True)

@@ -24,6 +24,7 @@ class Sampling:
       top_p: the smallest set of best tokens with at least this probability takes part; 1 is no limit.
       min_p: tokens below this share of the best one's probability do not take part; 0 is no limit.
       repetition_penalty: divides positive and multiplies negative logits of tokens already there (CTRL); 1 is none.
+      known: ids that the tokenizer knows; those from there on, rows that pad an embedding, are never drawn.
       draws: [B, 3] what each row draws by: the seed, the prompt's number, the sample's.
     """
 
@@ -32,6 +33,7 @@ class Sampling:
     top_p: Float[Array, ""]
     min_p: Float[Array, ""]
     repetition_penalty: Float[Array, ""]
+    known: Int[Array, ""]
     draws: UInt32[Array, "B 3"]
 
     @classmethod
@@ -43,6 +45,7 @@ class Sampling:
             top_p=jnp.float32(1),
             min_p=jnp.float32(0),
             repetition_penalty=jnp.float32(1),
+            known=jnp.int32(vocabulary),
             draws=jnp.stack([jnp.zeros(rows), jnp.arange(rows), jnp.zeros(rows)], axis=1).astype(jnp.uint32),
         )
 
@@ -63,7 +66,11 @@ def sample(
     """
     penalty, drawn = sampling.repetition_penalty, sampling.temperature > 0
 
+    def known(x: Array) -> Array:
+        return jnp.where(jnp.arange(x.shape[-1]) < sampling.known, x, NEG)
+
     def prepared(x: Array) -> Array:
+        x = known(x)
         x = jnp.where(present, jnp.where(x > 0, x / penalty, x * penalty), x)
         # Relative to the best one: a temperature next to 0 must not make several logits infinite.
         scaled = (x - x.max(axis=-1, keepdims=True)) / jnp.maximum(sampling.temperature, 1e-30)
@@ -71,7 +78,8 @@ def sample(
 
     # In steps that need little beside the logits: what a branch makes lies in memory beside what it is made from.
     logits = jax.lax.cond(drawn | (penalty != 1.0), prepared, lambda x: x, logits)
-    return argmax(jax.lax.cond(drawn, lambda x: _noisy(x, sampling, made), lambda x: x, logits))
+    # A greedy step compares what it may draw without a copy: the comparison is a part of the reductions.
+    return argmax(known(jax.lax.cond(drawn, lambda x: _noisy(x, sampling, made), lambda x: x, logits)))
 
 
 def argmax(logits: Float[Array, "B V"]) -> Int[Array, " B"]:

@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvjax.errors import UsageError, WeightsError
+from kvjax.errors import UsageError, WeightsError, quoted
 
 if TYPE_CHECKING:
     import tokenizers
@@ -20,7 +20,7 @@ class Tokenizer:
     """A model's tokenizer.
 
     Attributes:
-      vocab_size: ids run from 0 to ``vocab_size - 1``; some may be unused.
+      vocab_size: ids run from 0 to ``vocab_size - 1``, as far as the model embeds them; some may be unused.
       special_ids: ids of control tokens, which ``decode`` leaves out.
       special_tokens: tokens by role ("eos_token", "bos_token", ...), as chat templates name them.
     """
@@ -43,6 +43,7 @@ class Tokenizer:
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(index for index, token in added.items() if token.special)
         self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        self._beyond: frozenset[int] = frozenset()
 
     @property
     def has_chat_template(self) -> bool:
@@ -50,16 +51,41 @@ class Tokenizer:
         return self._template is not None
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of ``text``: nothing is added, and special tokens written in the text become their ids."""
+        """Token ids of ``text``: nothing is added, and special tokens written in the text become their ids.
+
+        UsageError for a text with a token that the model does not embed.
+        """
         try:
-            return self._backend.encode(text, add_special_tokens=False).ids
+            ids = self._backend.encode(text, add_special_tokens=False).ids
         except (UnicodeEncodeError, TypeError) as error:
             raise UsageError("The text is not valid Unicode: it holds half of a surrogate pair.") from error
+        if self._beyond and (absent := self._beyond.intersection(ids)):
+            token = self._backend.id_to_token(index := min(absent))
+            raise UsageError(
+                f"The text holds the token {quoted(token)} (id {index:,}), which this model does not embed."
+            )
+        return ids
+
+    @property
+    def words_end(self) -> int:
+        """The id after the last of the vocabulary's own tokens; added ones (images, padding) may have higher ids."""
+        added = self._backend.get_added_tokens_decoder()
+        own = (index for index in self._backend.get_vocab(with_added_tokens=True).values() if index not in added)
+        return max(own, default=-1) + 1
+
+    def embed_only(self, count: int) -> list[str]:
+        """Leave out ids from ``count`` on, which a model does not embed; returns their tokens."""
+        vocabulary = self._backend.get_vocab(with_added_tokens=True)
+        beyond = {index: token for token, index in vocabulary.items() if index >= count}
+        self._beyond = frozenset(beyond)
+        self.vocab_size = min(self.vocab_size, count)
+        self.special_ids = frozenset(index for index in self.special_ids if index < count)
+        return [beyond[index] for index in sorted(beyond)]
 
     @cached_property
     def prefix_ids(self) -> tuple[int, ...]:
         """Ids the model expects in front of plain text (a beginning-of-text id, or none); templates bring their own."""
-        return tuple(self._backend.encode("", add_special_tokens=True).ids)
+        return tuple(i for i in self._backend.encode("", add_special_tokens=True).ids if i not in self._beyond)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of the ids, exactly: spaces are not cleaned up. Bytes that are no UTF-8 become U+FFFD."""
@@ -113,6 +139,8 @@ class Tokenizer:
         out = [b""] * self.vocab_size
         convert = _bytes_of_piece(self._backend)
         for token, index in self._backend.get_vocab(with_added_tokens=True).items():
+            if index >= self.vocab_size:
+                continue
             if index not in added:
                 out[index] = convert(token)
             elif not added[index].special:

@@ -7,7 +7,7 @@ import json
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support import gguf_files, tiny
+from support import family_cases, gguf_files, tiny
 
 from kvjax.checkpoints.families import FAMILIES, family
 from kvjax.checkpoints.load import load
@@ -60,14 +60,14 @@ def test_qwen2_has_biases_on_queries_keys_and_values_only():
             "architecture 'mamba'",
         ),
         ({"model_type": "gpt_neox"}, "activation 'silu'; its family has gelu"),
-        ({"model_type": "lama"}, "did you mean llama"),
+        ({"model_type": "lama"}, "architecture 'lama', which is not supported; `kvjax models` lists those that are."),
         ({"model_type": None}, "architecture None"),
         ({"model_type": ["llama"]}, "architecture"),
         ({"vocab_size": None}, "None as its vocab_size"),
         ({"hidden_size": "32"}, "'32' as its hidden_size"),
         ({"num_attention_heads": 0}, "0 as its num_attention_heads"),
         ({"hidden_act": "gelu"}, "activation 'gelu'"),
-        ({"quantization_config": {"bits": 4}}, "quantised"),
+        ({"quantization_config": {"bits": 4}}, "weights that are quantised (quantization_config)"),
         ({"model_type": "mistral", "sliding_window": 0}, "0 as its sliding_window"),
         ({"model_type": "mistral", "sliding_window": "8"}, "'8' as its sliding_window"),
         ({"model_type": "mistral", "layer_types": ["full_attention"]}, "layer_types for other than its 2 layers"),
@@ -98,6 +98,51 @@ def test_what_cannot_be_run_is_refused_by_name(changes, sentence):
         from_hf(**changes)
     assert sentence in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+#: What writers of quantised checkpoints call their methods.
+_METHODS = ("gptq", "awq", "compressed-tensors", "fp8", "fbgemm_fp8", "mxfp4", "bitsandbytes", "hqq", "aqlm", "torchao")
+
+
+@pytest.mark.parametrize("method", _METHODS)
+def test_quantised_weights_are_refused_by_their_methods_name(method):
+    sentence = rf"are quantised by '{method}' \(quantization_config\).* give the checkpoint in float .* or a GGUF"
+    with pytest.raises(WeightsError, match=sentence):
+        from_hf(quantization_config={"quant_method": method, "bits": 4})
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_every_family_refuses_quantised_weights(kind):
+    config = {**gguf_files.case("llama_gqa").config, "model_type": kind, "quantization_config": {"quant_method": "awq"}}
+    for case in family_cases.CASES:
+        if case.config["model_type"] == kind:
+            config = {**case.config, "quantization_config": {"quant_method": "awq"}}
+    if kind in ("bloom", "chatglm", "baichuan"):
+        config |= {"hidden_act": "silu", "hidden_dropout": 0.0}
+    with pytest.raises(WeightsError, match=r"quantised by 'awq'"):
+        FAMILIES[kind].from_hf(config, "config.json")
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        *((name, "multi-head latent attention") for name in ("deepseek_v2", "deepseek_v3", "deepseek2")),
+        *((name, "chunked attention") for name in ("llama4", "llama4_text")),
+    ],
+)
+def test_architectures_that_are_refused_on_purpose_say_why(name, reason):
+    with pytest.raises(WeightsError, match=rf"architecture '{name}', which is not supported: .*{reason}") as caught:
+        family(name, "/home/somebody/models/of-a-usual-length/config.json")
+    assert "..." not in str(caught.value) and str(caught.value).endswith(".")
+
+
+@pytest.mark.parametrize("name", ["ministral3", "qwen4", "gemma4", "llama5", "mistral4", "phi4", "Llama", "qwen2 "])
+def test_no_other_architecture_is_offered_for_a_checkpoint(name):
+    """Whoever edits the file as told would get a model that loads and answers nonsense."""
+    with pytest.raises(WeightsError) as caught:
+        family(name, "config.json")
+    said = str(caught.value).replace(repr(name), "")
+    assert "did you mean" not in said and not [known for known in FAMILIES if known in said]
 
 
 _LLAMA3 = {"rope_type": "llama3", "factor": 8, "low_freq_factor": 1, "high_freq_factor": 4}
@@ -206,7 +251,7 @@ def test_gguf_keys_that_cannot_be_run(keys, sentence):
 def test_unknown_architecture_of_a_gguf(tmp_path):
     case = gguf_files.case("llama_gqa")
     path = gguf_files.write(tmp_path / "m.gguf", "bert", gguf_files.metadata(case), gguf_files.gguf_tensors(case))
-    with pytest.raises(WeightsError, match=r"architecture 'bert'; supported are"):
+    with pytest.raises(WeightsError, match=r"architecture 'bert', which is not supported; `kvjax models`"):
         load(path)
 
 

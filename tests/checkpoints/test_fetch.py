@@ -18,7 +18,7 @@ import pytest
 
 from kvjax import progress
 from kvjax.checkpoints import hub, remote, wheel
-from kvjax.checkpoints.load import load
+from kvjax.checkpoints.load import load, load_config
 from kvjax.errors import UsageError, WeightsError, quoted
 
 CONTENT = np.random.default_rng(0).integers(0, 60, 3_000_000, np.uint8).tobytes()
@@ -281,6 +281,8 @@ def test_the_users_cache_folder(monkeypatch):
         ("no/such/folder/of/mine", "there is no such file or folder."),
         ("mine.gguf", "there is no such file or folder."),
         ("org/mine.gguf", "there is no such file or folder."),
+        ("org/mine:Q4_K_M", "after the colon of a hub id stands the name of one of its .gguf files."),
+        ("org/mine:../other.gguf", "after the colon of a hub id stands the name of one of its .gguf files."),
         ("", "it is neither smollm2-135m-instruct nor a .gguf file, a folder or a hub id."),
         ("~nobody-of-that-name/model", "there is no such file or folder."),
         ("x" * 5000, "it is neither smollm2-135m-instruct nor a .gguf file, a folder or a hub id."),
@@ -316,6 +318,8 @@ def test_the_hub(monkeypatch, tmp_path):
         calls.append((name, options))
         if name == "org/away":
             raise LocalEntryNotFoundError("Long story. With sentences.")
+        if name == "org/ggufs":
+            return str(tmp_path)
         if name == "org/odd":
             raise RuntimeError("Something odd.\nAnd more of it.")
         return str(folder)
@@ -323,10 +327,37 @@ def test_the_hub(monkeypatch, tmp_path):
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
     assert load("org/name", progress=False).name == "org/name"
     assert "*.safetensors" in calls[0][1]["allow_patterns"]
+    assert load_config("org/name", progress=False).family == "llama"
+    assert calls[1][1]["allow_patterns"] == ["config.json"], "a plan downloads no weights"
+    with pytest.raises(WeightsError, match=r"org/ggufs has no config.json .* name one: org/ggufs:FILE.gguf"):
+        load("org/ggufs", progress=False)
     with pytest.raises(WeightsError, match=r"org/away cannot be fetched .* hub cannot be reached"):
         load("org/away", progress=False)
     with pytest.raises(WeightsError, match=r"hub: Something odd\.$"):
         load("org/odd", progress=False)
+
+
+def test_a_gguf_of_the_hub(monkeypatch, tmp_path):
+    import httpx2
+    import huggingface_hub
+    from huggingface_hub.errors import RemoteEntryNotFoundError
+    from support import gguf_files
+
+    written, calls = gguf_files.write_case(gguf_files.case("llama_gqa"), tmp_path / "m.gguf"), []
+
+    def download(repository, file):
+        calls.append((repository, file))
+        if "absent" in file:
+            raise RemoteEntryNotFoundError("Long.", response=httpx2.Response(404, request=httpx2.Request("GET", "x:")))
+        return str(written)
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    assert load("org/a-GGUF:sub/m Q4_K.gguf", progress=False).config.num_layers == 2
+    assert hub.fetch("org/a:sub/m-00002-of-00003.gguf") == written
+    parts = [("org/a", f"sub/m-0000{part}-of-00003.gguf") for part in (1, 2, 3)]
+    assert calls == [("org/a-GGUF", "sub/m Q4_K.gguf"), *parts]
+    with pytest.raises(WeightsError, match=r"org/a:absent.gguf cannot be fetched .*: its repository has no such file"):
+        load("org/a:absent.gguf", progress=False)
 
 
 def test_importing_does_no_work():

@@ -57,6 +57,12 @@ def test_what_sliding_layers_have_of_their_own():
     assert (config("gemma3_text").attention_soft_cap, config("gemma3_text").attention_scale) == (None, 1 / 16)
 
 
+def test_quantised_weights_of_a_multimodal_checkpoint_are_refused():
+    quantised = {"text_config": BASE, "quantization_config": {"quant_method": "bitsandbytes"}}
+    with pytest.raises(WeightsError, match=r"quantised by 'bitsandbytes'"):
+        FAMILIES["gemma3"].from_hf({"model_type": "gemma3"} | quantised, "x")
+
+
 @pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
 def test_the_language_model_of_a_multimodal_checkpoint(prefix, tmp_path):
     tensors = cases.values(GEMMA3, cases.shapes(GEMMA3))

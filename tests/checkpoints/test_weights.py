@@ -117,7 +117,7 @@ def gpu(capability: str | None, **more) -> SimpleNamespace:
 def test_gpus_before_ampere_get_float32_and_that_is_said_once(monkeypatch, capsys, capability, wanted):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(jax, "local_devices", lambda: [gpu(capability)])
-    fill._say_once.cache_clear()
+    fill.say_once.cache_clear()
     assert {jnp.dtype(weights_dtype(None)).name for _ in range(3)} == {wanted}
     said = capsys.readouterr().err
     assert said.count("\n") == (wanted == "float32") and (wanted != "float32" or f"capability {capability}" in said)

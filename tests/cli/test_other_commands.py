@@ -40,6 +40,22 @@ def test_plan_prints_a_table_and_json(cli, tiny_model):
     assert said["total_bytes"] == direct.total_bytes
 
 
+def test_models_lists_what_can_be_loaded_and_what_is_refused(cli):
+    from kvjax.checkpoints.families import FAMILIES, gguf_name
+    from kvjax.checkpoints.families.refused import REFUSED
+    from kvjax.checkpoints.hub import KNOWN
+
+    ran, said = cli("models"), json.loads(cli("models", "--json").out)
+    assert [model["name"] for model in said["built_in"]] == list(KNOWN)
+    assert {found["architecture"]: found["gguf"] for found in said["architectures"]} == {
+        name: gguf_name(name) for name in FAMILIES
+    }
+    assert sorted(name for found in said["refused"] for name in found["architectures"]) == sorted(REFUSED)
+    for name in (*KNOWN, *FAMILIES, *REFUSED):
+        assert name in ran.out, name
+    assert (gguf_name("mistral"), gguf_name("phi"), gguf_name("falcon")) == ("llama", "phi2", None)
+
+
 def test_policies_lists_every_policy_with_its_defaults(cli):
     ran = cli("policies")
     said = json.loads(cli("policies", "--json").out)

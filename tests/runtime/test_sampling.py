@@ -16,8 +16,10 @@ _sample = jax.jit(sample)
 
 
 def sampling(rows: int = ROWS, seed: int = 0, **changes: float) -> Sampling:
-    values = dict(temperature=1.0, top_k=VOCABULARY, top_p=1.0, min_p=0.0, repetition_penalty=1.0) | changes
-    numbers = {k: jnp.asarray(v, jnp.int32 if k == "top_k" else jnp.float32) for k, v in values.items()}
+    values = dict(temperature=1.0, top_k=VOCABULARY, top_p=1.0, min_p=0.0, repetition_penalty=1.0, known=VOCABULARY)
+    numbers = {
+        k: jnp.asarray(v, jnp.int32 if k in ("top_k", "known") else jnp.float32) for k, v in (values | changes).items()
+    }
     draws = np.stack([np.full(rows, seed), np.arange(rows), np.zeros(rows)], axis=1).astype(np.uint32)
     return Sampling(**numbers, draws=jnp.asarray(draws))
 
@@ -27,6 +29,28 @@ def draw(logits: np.ndarray, *, present: np.ndarray | None = None, seed: int = 0
     there = np.zeros((ROWS, VOCABULARY), bool) if present is None else np.broadcast_to(present, (ROWS, VOCABULARY))
     made = jnp.zeros((ROWS,), jnp.int32)
     return np.asarray(_sample(rows, sampling(seed=seed, **changes), jnp.asarray(there), made))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"temperature": 0.0},
+        {},
+        {"temperature": 1e-20},
+        {"top_k": 3},
+        {"top_p": 0.9, "min_p": 1e-4},
+        {"temperature": 50.0},
+    ],
+    ids=str,
+)
+def test_rows_that_pad_the_embedding_are_never_drawn(changes):
+    """Also where they would be the best by far; the others are drawn as if there were no such rows."""
+    logits, known = LOGITS.copy(), VOCABULARY - 4
+    logits[known:] = 40.0
+    drawn = draw(logits, known=known, **changes)
+    assert drawn.max() < known
+    logits[known:] = -1e4
+    np.testing.assert_array_equal(drawn, draw(logits, known=known, **changes))
 
 
 def oracle(logits: np.ndarray, temperature=1.0, top_k=VOCABULARY, top_p=1.0, min_p=0.0) -> np.ndarray:

@@ -6,15 +6,19 @@ import json
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.numpy import load_file, save_file
 from support import gguf_files
 
+import kvjax
 from kvjax.checkpoints.load import load
 from kvjax.errors import UsageError, WeightsError
-from kvjax.text.gguf_tokenizer import SPLITTINGS, stop_ids_from_gguf, tokenizer_from_gguf
+from kvjax.text.gguf_bytes import SPLITTINGS
+from kvjax.text.gguf_tokenizer import stop_ids_from_gguf, tokenizer_from_gguf
 from kvjax.text.tokenizer import Tokenizer, byte_level_alphabet, tokenizer_from_folder
 
 KEYS = gguf_files.metadata(gguf_files.case("llama_gqa"))
@@ -24,13 +28,13 @@ def build(pre: str = "gpt-2", **changes) -> Tokenizer:
     return tokenizer_from_gguf(KEYS | {"tokenizer.ggml.pre": pre} | changes, "m.gguf")
 
 
-@pytest.mark.parametrize("pre", SPLITTINGS)
+@pytest.mark.parametrize("pre", {splitting: name for name, splitting in SPLITTINGS.items()}.values())
 @given(text=st.text(st.characters(exclude_categories=["Cs"])))
 @settings(max_examples=60, deadline=None)
 def test_text_comes_back(pre, text):
     tokenizer = build(pre)
     ids = tokenizer.encode(text)
-    if pre != "qwen2":  # which composes characters first
+    if not SPLITTINGS[pre].nfc:  # which composes characters first
         assert tokenizer.decode(ids, skip_special_tokens=False) == text
         table = tokenizer.token_bytes()
         assert b"".join(b"<|im_end|>" if i == gguf_files.END else table[i] for i in ids) == text.encode()
@@ -48,12 +52,42 @@ def words(pre: str, text: str) -> list[str]:
         ("smollm", ["It", "'s", " ", "1", "2", "3", "4", "5", " o", "'", "clock", "!!", "\n\n ", " x"]),
         ("llama-bpe", ["It", "'s", " ", "123", "45", " o", "'clock", "!!\n\n", " ", " x"]),
         ("qwen2", ["It", "'s", " ", "1", "2", "3", "4", "5", " o", "'clock", "!!\n\n", " ", " x"]),
+        ("tekken", ["It", "'s", " ", "1", "2", "3", "4", "5", " o", "'clock", "!!\n\n", " ", " x"]),
+        ("gpt-4o", ["It's", " ", "123", "45", " o", "'clock", "!!\n\n", " ", " x"]),
+        ("command-r", ["It", "'s", " ", "1", "2", "3", "4", "5", " o", "'", "clock", "!!", "\n\n ", " x"]),
+        (
+            "deepseek-coder",
+            ["It", "'", "s", " ", "1", "2", "3", "4", "5", " o", "'", "clock", "!!", "\n", "\n", " ", " x"],
+        ),
         ("bloom", ["It's", " 12345", " o'clock", "!!\n\n ", " x"]),
     ],
 )
 def test_words_before_merging(pre, want):
     # By hand, from the regular expressions in the models' own tokenizer.json.
     assert words(pre, "It's 12345 o'clock!!\n\n  x") == want
+
+
+@pytest.mark.parametrize(
+    ("pre", "want"),
+    [
+        ("tekken", ["Camel", "Case", "HTTPServer", "'s", " ÉCOLE", "//\n"]),
+        ("gpt-4o", ["Camel", "Case", "HTTPServer's", " ÉCOLE", "//\n"]),
+        ("dbrx", ["CamelCaseHTTPServer", "'s", " ÉCOLE", "//\n"]),
+    ],
+)
+def test_capitals_begin_words_in_some(pre, want):
+    assert words(pre, "CamelCaseHTTPServer's ÉCOLE//\n") == want
+
+
+def test_names_of_one_splitting_mean_the_same():
+    for one, other in [("gpt-2", "phi-2"), ("llama-bpe", "pixtral"), ("qwen2", "stablelm2"), ("smaug-bpe", "glm4")]:
+        assert SPLITTINGS[one] == SPLITTINGS[other]
+    assert SPLITTINGS["llama-bpe"].whole_words and not SPLITTINGS["smaug-bpe"].whole_words
+
+
+@pytest.mark.parametrize(("pre", "prefix"), [("llama-bpe", (0,)), ("tekken", (0,)), ("qwen2", ()), ("gpt-4o", ())])
+def test_where_the_file_does_not_say_how_text_begins_its_splitting_does(pre, prefix):
+    assert build(pre, **{"tokenizer.ggml.bos_token_id": 0}).prefix_ids == prefix
 
 
 def test_merges_and_added_tokens():
@@ -128,13 +162,16 @@ def test_stop_ids_of_gguf():
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"tokenizer.ggml.model": "llama"}, "tokenizer of kind 'llama'"),
+        ({"tokenizer.ggml.model": "t5"}, "tokenizer of kind 't5'"),
         ({"tokenizer.ggml.model": None}, "tokenizer of kind None"),
-        ({"tokenizer.ggml.pre": "tekken"}, "'tekken'"),
+        ({"tokenizer.ggml.pre": "deepseek-llm"}, "'deepseek-llm'"),
         ({"tokenizer.ggml.pre": None}, "None"),
         ({"tokenizer.ggml.tokens": None}, "tokenizer.ggml.tokens is missing"),
         ({"tokenizer.ggml.merges": [1]}, "tokenizer.ggml.merges is missing"),
         ({"tokenizer.ggml.merges": ["zz q"]}, "merges do not fit"),
+        ({"tokenizer.ggml.merges": ["h e", "e h"]}, "merges do not fit its vocabulary ('e' with 'h')"),
+        ({"tokenizer.ggml.merges": ["he"]}, "merges do not fit"),
+        ({"tokenizer.ggml.tokens": [], "tokenizer.ggml.merges": []}, "its vocabulary is empty"),
         ({"tokenizer.ggml.tokens": ["a", "a"], "tokenizer.ggml.merges": []}, "lists a token twice"),
     ],
 )
@@ -144,13 +181,54 @@ def test_tokenizers_that_cannot_be_read(changes, sentence):
     assert sentence in str(caught.value)
 
 
-def test_a_larger_vocabulary_than_the_model_embeds(tmp_path):
+def embedding(tmp_path, rows: int):
+    """A model whose embedding has so many rows, for a vocabulary of 261 of which the last two are added tokens."""
     case = gguf_files.case("llama_gqa")
     tensors = gguf_files.gguf_tensors(case)
-    tensors |= {name: tensors[name][:-1] for name in ("token_embd.weight", "output.weight")}
-    path = gguf_files.write(tmp_path / "m.gguf", "llama", gguf_files.metadata(case), tensors)
-    with pytest.raises(WeightsError, match=r"has 261 tokens and the model embeds 260"):
-        load(path)
+    for name in ("token_embd.weight", "output.weight"):
+        tensors[name] = np.resize(tensors[name], (rows, tensors[name].shape[1]))
+    path = gguf_files.write(tmp_path / f"m{rows}.gguf", "llama", gguf_files.metadata(case), tensors)
+    return load(path, progress=False)
+
+
+def test_a_vocabulary_of_another_model(tmp_path):
+    with pytest.raises(WeightsError, match=r"has 259 tokens and the model embeds 250: it belongs to another model"):
+        embedding(tmp_path, 250)
+
+
+def test_added_tokens_beyond_the_embedding_are_said_once_and_left_out(tmp_path, capsys):
+    for _ in range(2):
+        lm = embedding(tmp_path, gguf_files.END)
+    said = capsys.readouterr().err
+    assert said.count("kvjax: The tokenizer of") == 1 and "'<|im_end|>' and 1 more tokens beyond the 259 ids" in said
+    assert lm.tokenizer.vocab_size == len(lm.tokenizer.token_bytes()) == gguf_files.END
+    assert lm.stop_token_ids == () and lm.tokenizer.special_ids == set()
+    with pytest.raises(UsageError, match=r"holds the token '<tool>' \(id 260\), which this model does not embed"):
+        lm.tokenizer.encode("a<tool>")
+    with pytest.raises(UsageError, match=r"<\|im_end\|>"):
+        kvjax.generate(lm, "hi", max_new_tokens=1)  # its template writes one
+    with pytest.raises(UsageError, match=r"holds the token id 260; this model's ids go from 0 to 258"):
+        kvjax.generate(lm, [260], max_new_tokens=1)
+
+
+def test_an_answer_without_its_end_in_the_embedding(tmp_path):
+    folder = gguf_files.write_folder(gguf_files.case("llama_gqa", eos_token_id=None), tmp_path / "m")
+    for name, rows in (("config.json", gguf_files.END),):
+        config = json.loads((folder / name).read_text()) | {"vocab_size": rows}
+        (folder / name).write_text(json.dumps(config))
+    tensors = load_file(folder / "model.safetensors")
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        tensors[name] = tensors[name][: gguf_files.END].copy()
+    save_file(tensors, folder / "model.safetensors")
+    assert load(folder, progress=False).stop_token_ids == ()
+
+
+def test_rows_that_pad_the_embedding_are_never_drawn(tmp_path):
+    lm = embedding(tmp_path, 2 * gguf_files.VOCAB)
+    assert lm.config.vocab_size == 2 * gguf_files.VOCAB and lm.tokenizer.vocab_size == gguf_files.VOCAB
+    answers = kvjax.generate(lm, ["hello"] * 2, temperature=50.0, max_new_tokens=200, chat=False)
+    drawn = [int(token) for answer in answers for token in answer.tokens]
+    assert len(drawn) > 30 and max(drawn) < gguf_files.VOCAB
 
 
 @pytest.fixture

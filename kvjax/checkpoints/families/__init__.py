@@ -8,7 +8,6 @@ name.
 
 from __future__ import annotations
 
-import difflib
 from typing import Any
 
 from kvjax.checkpoints.families.baichuan import BAICHUAN
@@ -31,6 +30,7 @@ from kvjax.checkpoints.families.phi import PHI
 from kvjax.checkpoints.families.phi3 import PHI3
 from kvjax.checkpoints.families.qwen2 import QWEN2
 from kvjax.checkpoints.families.qwen3 import QWEN3
+from kvjax.checkpoints.families.refused import REFUSED
 from kvjax.checkpoints.families.smollm3 import SMOLLM3
 from kvjax.checkpoints.families.stablelm import STABLELM
 from kvjax.checkpoints.families.starcoder2 import STARCODER2
@@ -44,6 +44,7 @@ __all__ = [
     "Place",
     "Weight",
     "family",
+    "gguf_name",
     "input_last",
     "output_first",
     "register",
@@ -95,6 +96,16 @@ GGUF_NAMES = {
     "qwen2moe": "qwen2_moe",
     "qwen3moe": "qwen3_moe",
 }
+#: Families whose GGUF files go by another family's name.
+GGUF_AS = {"gemma3_text": "gemma3", "ministral": "llama", "mistral": "llama", "mixtral": "llama"}
+
+
+def gguf_name(name: str) -> str | None:
+    """What a GGUF calls models of a family (``general.architecture``), or None where none is read."""
+    if name in GGUF_AS:
+        return GGUF_AS[name]
+    llama_cpp = {family: other for other, family in GGUF_NAMES.items()}
+    return llama_cpp.get(name, name) if FAMILIES[name].from_gguf else None
 
 
 def register(name: str, family: Family) -> None:
@@ -112,11 +123,11 @@ def register(name: str, family: Family) -> None:
 
 
 def family(name: Any, origin: str) -> Family:
-    """The family called ``name``; WeightsError names the known ones when it is not there."""
-    if not isinstance(name, str) or name not in FAMILIES:
-        close = difflib.get_close_matches(str(name), FAMILIES, 1)
-        hint = f" (did you mean {close[0]}?)" if close else ""
-        raise WeightsError(
-            f"{origin} is a model of architecture {quoted(name)}{hint}; supported are {', '.join(sorted(FAMILIES))}."
-        )
-    return FAMILIES[name]
+    """The family called ``name``; WeightsError where there is none, with the reason where that is on purpose."""
+    if isinstance(name, str) and name in FAMILIES:
+        return FAMILIES[name]
+    said = f"{origin} is a model of architecture {quoted(name)}, which is not supported"
+    if isinstance(name, str) and name in REFUSED:
+        raise WeightsError(f"{said}: {REFUSED[name]}.")
+    # No close name is offered: a checkpoint under another architecture's name would load, and answer nonsense.
+    raise WeightsError(f"{said}; `kvjax models` lists those that are.")

@@ -11,7 +11,7 @@ from typing import Any
 
 from kvjax.checkpoints.families.family import Family, Weight
 from kvjax.checkpoints.families.layout import GGUF, Layout, weights_of
-from kvjax.checkpoints.families.settings import gguf_keys, refuse_quantised, size, whole
+from kvjax.checkpoints.families.settings import checked_layers, gguf_keys, layer_count, refuse_quantised, size, whole
 from kvjax.errors import WeightsError, quoted
 from kvjax.model.config import ModelConfig
 
@@ -71,7 +71,7 @@ def _from_hf(config: Mapping[str, Any], origin: str) -> ModelConfig:
         vocabulary=size(config, origin, "vocab_size"),
         hidden=hidden,
         inner=inner,
-        layers=size(config, origin, "num_hidden_layers", "n_layer"),
+        layers=layer_count(config, origin, "num_hidden_layers", "n_layer"),
         heads=size(config, origin, "num_attention_heads", "n_head"),
         # ALiBi reads past any length; this is what the model was trained on.
         context=whole(config.get("seq_length") or 2048, "seq_length", origin),
@@ -93,7 +93,7 @@ def _from_gguf(
         vocabulary=key("vocab_size", shapes.get("token_embd.weight", (0,))[0] or None, count=True),
         hidden=key("embedding_length", count=True),
         inner=key("feed_forward_length", count=True),
-        layers=key("block_count", count=True),
+        layers=checked_layers(key("block_count", count=True), origin),
         heads=heads,
         context=key("context_length", count=True),
         epsilon=float(key("attention.layer_norm_epsilon")),

@@ -9,7 +9,7 @@ from typing import Any
 from kvjax.checkpoints.families.family import Family, Weight
 from kvjax.checkpoints.families.layout import GGUF, LLAMA_LAYOUT, weights_of
 from kvjax.checkpoints.families.llama import config_from_gguf, config_from_hf
-from kvjax.checkpoints.families.settings import gguf_keys, layers_of, refuse
+from kvjax.checkpoints.families.settings import gguf_keys, refuse
 from kvjax.checkpoints.families.sliding import Slides, all_but_every, sliding_layers, windows_from_hf
 from kvjax.errors import WeightsError
 from kvjax.model.config import ModelConfig
@@ -61,7 +61,7 @@ def _second_from_gguf(
 ) -> ModelConfig:
     scale, slides = float(gguf_keys(metadata, "cohere2", origin)("logit_scale")), all_but_every(4)
     found = config_from_gguf(metadata, shapes, factors, origin, slides=slides, logit_scale=scale, **_FEATURES)
-    unturned = tuple(layer for layer in layers_of(found.num_layers, origin) if not slides(layer))
+    unturned = tuple(layer for layer in range(found.num_layers) if not slides(layer))
     return dataclasses.replace(found, no_rotary_layers=unturned)
 
 

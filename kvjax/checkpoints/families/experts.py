@@ -10,7 +10,7 @@ from typing import Any
 from kvjax.checkpoints.families.family import Family, Weight
 from kvjax.checkpoints.families.layout import GGUF, LLAMA_LAYOUT, ExpertNames, weights_of
 from kvjax.checkpoints.families.llama import config_from_gguf, config_from_hf, decoder_weights
-from kvjax.checkpoints.families.settings import checked_size, layers_of, size, whole
+from kvjax.checkpoints.families.settings import checked_size, layer_count, size, whole
 from kvjax.checkpoints.families.sliding import qwen_windows, windows_from_hf
 from kvjax.errors import WeightsError
 from kvjax.model.config import ModelConfig
@@ -38,7 +38,7 @@ def _qwen_experts(config: Mapping[str, Any], origin: str, count: int, active: in
     step, listed = setting("decoder_sparse_step", 1), config.get("mlp_only_layers") or []
     if not isinstance(listed, list):
         raise WeightsError(f"{origin} gives other than a list of layers as its mlp_only_layers.")
-    layers = size(config, origin, "num_hidden_layers")
+    layers = layer_count(config, origin)
     left_out = {whole(layer, "mlp_only_layers", origin) for layer in listed}
     return Experts(
         setting("num_experts", count),
@@ -46,7 +46,7 @@ def _qwen_experts(config: Mapping[str, Any], origin: str, count: int, active: in
         setting("moe_intermediate_size", inner),
         normalised=bool(config.get("norm_topk_prob")),
         shared_inner=setting("shared_expert_intermediate_size", shared) if shared else 0,
-        dense_layers=tuple(i for i in layers_of(layers, origin) if i in left_out or (i + 1) % step),
+        dense_layers=tuple(i for i in range(layers) if i in left_out or (i + 1) % step),
     )
 
 

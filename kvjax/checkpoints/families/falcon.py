@@ -9,7 +9,7 @@ from typing import Any
 from kvjax.checkpoints.families.family import Family, Weight
 from kvjax.checkpoints.families.layout import LLAMA_NORMS, Layout, weights_of
 from kvjax.checkpoints.families.llama import config_from_hf
-from kvjax.checkpoints.families.settings import GELU, activation, refuse, size
+from kvjax.checkpoints.families.settings import GELU, activation, layer_count, refuse, size
 from kvjax.errors import WeightsError
 from kvjax.model.config import ModelConfig
 
@@ -27,7 +27,7 @@ def _from_hf(config: Mapping[str, Any], origin: str) -> ModelConfig:
     one = not newer and bool(config.get("multi_query", True))
     own = {
         "num_attention_heads": heads,
-        "num_hidden_layers": size(config, origin, "num_hidden_layers", "n_layer"),
+        "num_hidden_layers": layer_count(config, origin, "num_hidden_layers", "n_layer"),
         "num_key_value_heads": 1 if one else (config.get("num_kv_heads") or heads) if newer else heads,
         "intermediate_size": config.get("ffn_hidden_size") or 4 * hidden,
     }

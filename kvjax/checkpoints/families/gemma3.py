@@ -13,7 +13,7 @@ from typing import Any
 from kvjax.checkpoints.families.family import Family, Weight
 from kvjax.checkpoints.families.gemma import GEMMA_GGUF, gemma_from_gguf, gemma_from_hf
 from kvjax.checkpoints.families.layout import LLAMA_LAYOUT, weights_of
-from kvjax.checkpoints.families.settings import checked_size, gguf_keys
+from kvjax.checkpoints.families.settings import checked_size, gguf_keys, refuse_quantised
 from kvjax.checkpoints.families.sliding import all_but_every, windows_from_hf, with_ropes
 from kvjax.errors import WeightsError
 from kvjax.model.config import ModelConfig
@@ -59,6 +59,7 @@ def _third_from_hf(config: Mapping[str, Any], origin: str) -> ModelConfig:
 
 def _text_of(config: Mapping[str, Any], origin: str) -> ModelConfig:
     """The language model of a multimodal ``config.json``."""
+    refuse_quantised(config, origin)
     text = config.get("text_config")
     if not isinstance(text, Mapping):
         raise WeightsError(f"{origin} is a multimodal gemma3 and lacks its text_config.")

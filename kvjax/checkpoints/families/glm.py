@@ -13,7 +13,7 @@ from typing import Any
 from kvjax.checkpoints.families.family import Family, Weight
 from kvjax.checkpoints.families.layout import GGUF, LLAMA_LAYOUT, LLAMA_NORMS, Layout, weights_of
 from kvjax.checkpoints.families.llama import config_from_gguf, config_from_hf
-from kvjax.checkpoints.families.settings import refuse, refuse_quantised, size
+from kvjax.checkpoints.families.settings import layer_count, refuse, refuse_quantised, size
 from kvjax.errors import WeightsError
 from kvjax.model.config import ModelConfig, RopeConfig
 
@@ -69,7 +69,7 @@ def _from_chatglm(config: Mapping[str, Any], origin: str) -> ModelConfig:
         vocab_size=size(config, origin, "padded_vocab_size"),
         hidden_size=size(config, origin, "hidden_size"),
         intermediate_size=size(config, origin, "ffn_hidden_size"),
-        num_layers=size(config, origin, "num_layers"),
+        num_layers=layer_count(config, origin, "num_layers"),
         num_heads=heads,
         num_kv_heads=size(config, origin, "multi_query_group_num") if shared else heads,
         head_dim=dim,

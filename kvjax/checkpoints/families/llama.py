@@ -12,7 +12,17 @@ from typing import Any
 
 from kvjax.checkpoints.families.family import Family, Weight
 from kvjax.checkpoints.families.layout import GGUF, LLAMA_LAYOUT, Pairs, weights_of
-from kvjax.checkpoints.families.settings import SILU, Keys, activation, gguf_keys, refuse_quantised, size, whole
+from kvjax.checkpoints.families.settings import (
+    SILU,
+    Keys,
+    activation,
+    checked_layers,
+    gguf_keys,
+    layer_count,
+    refuse_quantised,
+    size,
+    whole,
+)
 from kvjax.checkpoints.families.sliding import Slides, every_layer, windows_from_gguf
 from kvjax.checkpoints.rope_settings import rope_from_gguf, rope_from_hf, rotary_dim_from_hf
 from kvjax.errors import WeightsError
@@ -55,7 +65,7 @@ def config_from_hf(
         vocab_size=size(config, origin, "vocab_size"),
         hidden_size=hidden,
         intermediate_size=size(config, origin, "intermediate_size"),
-        num_layers=size(config, origin, "num_hidden_layers"),
+        num_layers=layer_count(config, origin),
         num_heads=heads,
         num_kv_heads=whole(config.get("num_key_value_heads") or heads, "num_key_value_heads", origin),
         head_dim=head_dim,
@@ -99,7 +109,8 @@ def config_from_gguf(
     rotary = key("rope.dimension_count", head_dim, count=True)
     if (rotary != head_dim and not partial) or key("attention.value_length", head_dim) != head_dim:
         raise WeightsError(f"{origin} rotates only a part of each head or has narrower values, which is not supported.")
-    windows = windows_from_gguf(key, context, slides or every_layer, origin)
+    layers = checked_layers(key("block_count", count=True), origin)
+    windows = windows_from_gguf(key, layers, context, slides or every_layer)
     asks_experts = bool(key("expert_count", 0))
     if (windows and slides is None) or (asks_experts and normalised is None):
         raise WeightsError(f"{origin} asks for sliding-window attention or experts, which its family does not have.")
@@ -121,7 +132,7 @@ def config_from_gguf(
         vocab_size=key("vocab_size", embedding[0] or None, count=True),
         hidden_size=hidden,
         intermediate_size=inner,
-        num_layers=key("block_count", count=True),
+        num_layers=layers,
         num_heads=heads,
         num_kv_heads=key("attention.head_count_kv", heads, count=True),
         head_dim=head_dim,

@@ -7,7 +7,7 @@ from typing import Any
 
 from kvjax.checkpoints.families.family import Family, Weight
 from kvjax.checkpoints.families.layout import Layout, weights_of
-from kvjax.checkpoints.families.settings import refuse, refuse_quantised, size, whole
+from kvjax.checkpoints.families.settings import layer_count, refuse, refuse_quantised, size, whole
 from kvjax.errors import WeightsError
 from kvjax.model.config import ModelConfig
 
@@ -30,7 +30,7 @@ def _from_hf(config: Mapping[str, Any], origin: str) -> ModelConfig:
         vocab_size=size(config, origin, "vocab_size"),
         hidden_size=hidden,
         intermediate_size=4 * hidden,
-        num_layers=size(config, origin, "n_layers"),
+        num_layers=layer_count(config, origin, "n_layers"),
         num_heads=heads,
         num_kv_heads=heads,
         head_dim=hidden // heads,

@@ -15,6 +15,22 @@ def size(config: Mapping[str, Any], origin: str, *names: str) -> int:
     return checked_size(value, names[0], origin)
 
 
+#: More layers than any model has; a corrupt count of them is refused before anything is listed by layer.
+MOST_LAYERS = 2**12
+
+
+def layer_count(config: Mapping[str, Any], origin: str, *names: str) -> int:
+    """The number of layers of a ``config.json``, by the first of its names that is there."""
+    return checked_layers(size(config, origin, *(names or ("num_hidden_layers",))), origin)
+
+
+def checked_layers(count: int, origin: str) -> int:
+    """A number of layers; WeightsError for one that no model has."""
+    if count > MOST_LAYERS:
+        raise WeightsError(f"{origin} is corrupt: it says that the model has {count:,} layers.")
+    return count
+
+
 def whole(value: Any, name: str, origin: str) -> int:
     """A setting that is a whole number; WeightsError for anything else."""
     if not isinstance(value, int) or isinstance(value, bool):
@@ -27,17 +43,6 @@ def checked_size(value: Any, name: str, origin: str) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MOST_SIZE:
         raise WeightsError(f"{origin} has {quoted(value)} as its {name}; a whole number is needed.")
     return value
-
-
-#: Layers that are believed: a corrupt count is said before a list of them fills the memory.
-_MOST_LAYERS = 2**16
-
-
-def layers_of(count: int, origin: str) -> range:
-    """The numbers of a model's layers; WeightsError for more than any model has."""
-    if count > _MOST_LAYERS:
-        raise WeightsError(f"{origin} is corrupt: it says that the model has {count:,} layers.")
-    return range(count)
 
 
 #: The MLP that a ``hidden_act`` means, in families whose MLP is gated, and in those whose is not.
@@ -63,9 +68,16 @@ def refuse(config: Mapping[str, Any], origin: str, *names: str) -> None:
 
 
 def refuse_quantised(config: Mapping[str, Any], origin: str) -> None:
-    """WeightsError where a ``config.json`` describes quantised weights."""
-    if config.get("quantization_config"):
-        raise WeightsError(f"{origin} describes quantised weights (quantization_config), which cannot be read.")
+    """WeightsError where a ``config.json`` describes quantised weights; it names the method and what to do instead."""
+    described = config.get("quantization_config")
+    if not described:
+        return
+    method = described.get("quant_method") if isinstance(described, Mapping) else None
+    named = f" by {quoted(method)}" if method else ""
+    raise WeightsError(
+        f"{origin} describes weights that are quantised{named} (quantization_config), which cannot be read; give the "
+        "checkpoint in float that they were made from, or a GGUF of the model."
+    )
 
 
 class Keys(Protocol):

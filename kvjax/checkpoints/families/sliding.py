@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from kvjax.checkpoints.families.settings import Keys, checked_size, layers_of, size, whole
+from kvjax.checkpoints.families.settings import Keys, checked_size, layer_count, whole
 from kvjax.checkpoints.rope_settings import rope_from_hf
 from kvjax.errors import WeightsError, quoted
 from kvjax.model.config import ModelConfig
@@ -31,9 +31,9 @@ def all_but_every(count: int) -> Slides:
 
 def sliding_layers(config: Mapping[str, Any], origin: str, default: Slides) -> list[bool]:
     """Which layers are of the sliding kind: as ``layer_types`` says, else by default."""
-    layers, kinds = size(config, origin, "num_hidden_layers"), config.get("layer_types")
+    layers, kinds = layer_count(config, origin), config.get("layer_types")
     if kinds is None:
-        return [default(layer) for layer in layers_of(layers, origin)]
+        return [default(layer) for layer in range(layers)]
     if not isinstance(kinds, list) or len(kinds) != layers:
         raise WeightsError(f"{origin} lists layer_types for other than its {layers} layers.")
     for kind in kinds:
@@ -60,12 +60,10 @@ def windows_from_hf(
     return windows(sliding_layers(config, origin, default), tokens, most)
 
 
-def windows_from_gguf(key: Keys, context: int, default: Slides, origin: str) -> Windows:
+def windows_from_gguf(key: Keys, layers: int, context: int, default: Slides) -> Windows:
     """Each layer's window in a GGUF, whose ``attention.sliding_window`` is of the layers that slide by default."""
     tokens = key("attention.sliding_window", 0)
-    if not tokens:
-        return ()
-    return windows([default(layer) for layer in layers_of(key("block_count", count=True), origin)], tokens, context)
+    return windows([default(layer) for layer in range(layers)], tokens, context) if tokens else ()
 
 
 def windows(slides: list[bool], tokens: int, context: int) -> Windows:

@@ -9,7 +9,7 @@ from typing import Any
 
 from kvjax.checkpoints.families.family import Family
 from kvjax.checkpoints.families.llama import config_from_gguf, config_from_hf, decoder_weights
-from kvjax.checkpoints.families.settings import layers_of, size, whole
+from kvjax.checkpoints.families.settings import layer_count, whole
 from kvjax.checkpoints.families.sliding import qwen_windows
 from kvjax.errors import WeightsError
 from kvjax.model.config import ModelConfig
@@ -32,11 +32,11 @@ def _from_hf(config: Mapping[str, Any], origin: str) -> ModelConfig:
 
 def _without_rotary(config: Mapping[str, Any], origin: str) -> tuple[int, ...]:
     """Layers without rotary embedding: those marked 0 in ``no_rope_layers``, else every fourth (or what is said)."""
-    layers = size(config, origin, "num_hidden_layers")
+    layers = layer_count(config, origin)
     marks = config.get("no_rope_layers")
     if marks is None:
         every = whole(config.get("no_rope_layer_interval") or 4, "no_rope_layer_interval", origin)
-        return tuple(layers_of(layers, origin)[every - 1 :: every])
+        return tuple(range(every - 1, layers, every))
     if not isinstance(marks, list) or len(marks) != layers:
         raise WeightsError(f"{origin} lists no_rope_layers for other than its {layers} layers.")
     return tuple(i for i, mark in enumerate(marks) if not mark)
@@ -47,7 +47,7 @@ def _from_gguf(
 ) -> ModelConfig:
     """llama.cpp, too, has no key for the layers without rotary embedding: every fourth."""
     found = config_from_gguf(metadata, shapes, factors, origin)
-    return dataclasses.replace(found, no_rotary_layers=tuple(layers_of(found.num_layers, origin)[3::4]))
+    return dataclasses.replace(found, no_rotary_layers=tuple(range(3, found.num_layers, 4)))
 
 
 SMOLLM3 = Family(_from_hf, _from_gguf, functools.partial(decoder_weights, permuted=True))

@@ -1,0 +1,76 @@
+"""Accelerators by name, with the memory that JAX has of each: for plans of machines that are not this one."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from kvjax.device_memory import GpuShare, named_gpu
+from kvjax.errors import UsageError, quoted
+
+_GIB = 2**30
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+    """One device, as JAX counts them.
+
+    Attributes:
+      title: its maker's name of it.
+      memory: bytes that a program may have of it: of a GPU what CUDA reports, less than is printed on the box; of a TPU
+        what its compiler allows.
+      gpu: whether JAX takes a part of its memory.
+      bfloat16: whether it multiplies bfloat16.
+    """
+
+    title: str
+    memory: int
+    gpu: bool = False
+    bfloat16: bool = True
+
+    @property
+    def dtype(self) -> str:
+        """The dtype of weights that takes half the memory of float32's and is not emulated."""
+        return "bfloat16" if self.bfloat16 else "float16"
+
+    @property
+    def share(self) -> GpuShare | None:
+        """The part that JAX takes of a GPU, by this process's settings; None of a TPU, which it has whole."""
+        return named_gpu(self.memory) if self.gpu else None
+
+    @property
+    def limit(self) -> int:
+        """Bytes that JAX may take."""
+        share = self.share
+        return self.memory if share is None or share.limit is None else share.limit
+
+    @property
+    def source(self) -> str:
+        """Where the limit comes from, as a clause."""
+        share = self.share
+        return f"{self.title}, " + (share.source if share else "all of which JAX may take")
+
+
+def _gib(count: float) -> int:
+    return int(count * _GIB)
+
+
+#: By the names of ``kvjax plan --device``.
+CHIPS = {
+    "t4": Chip("NVIDIA T4", _gib(14.6), gpu=True, bfloat16=False),
+    "l4": Chip("NVIDIA L4", _gib(22.0), gpu=True),
+    "a100-40": Chip("NVIDIA A100 40GB", _gib(39.4), gpu=True),
+    "a100-80": Chip("NVIDIA A100 80GB", _gib(79.1), gpu=True),
+    "h100": Chip("NVIDIA H100 80GB", _gib(79.1), gpu=True),
+    "h200": Chip("NVIDIA H200", _gib(139.7), gpu=True),
+    "v5e": Chip("TPU v5e", _gib(15.75)),
+    "v5p": Chip("TPU v5p", _gib(95.74)),
+    "v6e": Chip("TPU v6e", _gib(31.25)),
+    "tpu7x": Chip("TPU7x, one of its chip's two devices", _gib(94.75)),
+}
+
+
+def chip(name: str) -> Chip:
+    """The chip of that name; UsageError names the known ones."""
+    if not isinstance(name, str) or name.lower() not in CHIPS:
+        raise UsageError(f"No device is called {quoted(name)}; known are {', '.join(CHIPS)}.")
+    return CHIPS[name.lower()]

@@ -1,0 +1,107 @@
+"""Accelerators by name, and the table of what fits on one."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import toys
+
+import kvjax
+from kvjax import fit as fits
+from kvjax.chips import CHIPS, chip
+from kvjax.cli.main import main
+from kvjax.errors import DoesNotFit, UsageError
+
+CONFIG = toys.tiny_config(max_position=8192)
+REQUEST = {"prompt_tokens": 4000, "max_new_tokens": 16}
+
+
+@pytest.fixture(autouse=True)
+def own_environment(monkeypatch):
+    for name in ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_PREALLOCATE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_jax_takes_a_part_of_a_gpu_and_all_of_a_tpu(monkeypatch):
+    assert chip("T4").limit == int(14.6 * 2**30 * 0.75) and chip("v5e").limit == CHIPS["v5e"].memory
+    planned = kvjax.plan(CONFIG, device="t4", **REQUEST)
+    assert planned.memory_limit == chip("t4").limit and "NVIDIA T4, JAX reserves 75%" in str(planned)
+    assert "TPU v5e, all of which JAX may take" in str(kvjax.plan(CONFIG, device="v5e", **REQUEST))
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")
+    assert chip("t4").limit == int(14.6 * 2**30 * 0.9)
+
+
+def test_the_dtype_that_a_chip_multiplies():
+    assert chip("t4").dtype == "float16" and {chip(name).dtype for name in set(CHIPS) - {"t4"}} == {"bfloat16"}
+
+
+@pytest.mark.parametrize("name", ["h9000", "", "t4\n", 5])
+def test_unknown_devices(name):
+    with pytest.raises(UsageError, match=r"No device is called .*; known are t4, l4, a100-40"):
+        kvjax.plan(CONFIG, device=name, **REQUEST)
+
+
+def test_a_device_and_a_limit():
+    with pytest.raises(UsageError, match="give one of them"):
+        kvjax.plan(CONFIG, device="t4", memory_limit=10**9, **REQUEST)
+
+
+def small(monkeypatch, limit: int) -> None:
+    """A TPU of so many bytes."""
+    monkeypatch.setitem(CHIPS, "v5e", fits.chip("v5e").__class__("TPU v5e", limit))
+
+
+def test_rows_fit_as_plans_do(monkeypatch):
+    plans = {policy: kvjax.plan(CONFIG, dtype="bfloat16", policy=policy, **REQUEST) for policy in fits.POLICIES}
+    small(monkeypatch, plans["lagkv:ratio=0.25"].total_bytes)
+    rows = fits.fit(CONFIG, device="v5e", **REQUEST)
+    assert [row.fits for row in rows] == [False, False, True, True]
+    for row in rows:
+        try:
+            made = kvjax.plan(CONFIG, device="v5e", dtype="bfloat16", policy=row.policy, **REQUEST)
+        except DoesNotFit:
+            assert not row.fits and row.spare_bytes < 0 and "refused" in row.verdict() and "too much" in row.verdict()
+        else:
+            assert row.fits and row.plan.total_bytes == made.total_bytes and "to spare" in row.verdict()
+            assert row.spare_bytes == made.memory_limit - made.total_bytes
+
+
+def test_what_fits_without_room_to_spare_for_later_turns_fits(monkeypatch):
+    request = REQUEST | {"batch": 5}
+    usual = kvjax.plan(CONFIG, dtype="bfloat16", **request)
+    tight = kvjax.plan(CONFIG, dtype="bfloat16", memory_limit=usual.total_bytes - 1, **request)
+    small(monkeypatch, tight.total_bytes)
+    (row,) = fits.fit(CONFIG, device="v5e", policies=["full"], **request)
+    assert row.fits and row.plan.total_bytes == tight.total_bytes < usual.total_bytes
+
+
+def test_forms_of_weights_are_tried_in_order(monkeypatch):
+    forms = {name: {"dtype": name} for name in ("float32", "bfloat16")}
+    rows = fits.fit(CONFIG, device="v6e", policies=["full"], forms=forms, **REQUEST)
+    assert [row.weights for row in rows] == list(forms)
+    assert rows[0].plan.weights_bytes == 2 * rows[1].plan.weights_bytes
+
+
+def test_a_policy_that_is_none_for_the_model_is_refused_in_its_row():
+    rows = fits.fit(CONFIG, device="v5e", policies=["full", "razor:heads=99.0"], **REQUEST)
+    assert rows[0].fits and not rows[1].fits and rows[1].plan is None and rows[1].verdict().endswith(".")
+    with pytest.raises(UsageError, match="context is 8192"):
+        fits.fit(CONFIG, device="v5e", prompt_tokens=9000)
+
+
+def test_the_command(tmp_path, capsys):
+    config = {"model_type": "llama", "vocab_size": 512, "hidden_size": 64, "intermediate_size": 96}
+    config |= {"num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 4096}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    words = ["plan", "--model", str(tmp_path), "--prompt-tokens", "500", "--device", "l4", "--fit"]
+    assert main([*words, "--policy", "streamingllm:window=64"]) == 0
+    said = capsys.readouterr().out
+    assert "streamingllm" in said and "lagkv:ratio=0.125" in said and "to spare" in said
+    assert "NVIDIA L4, JAX reserves 75% of the GPU's 23.6 GB" in said and "MEM_FRACTION=0.95 before Python" in said
+    assert main([*words, "--json", "--dtype", "float32"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [row["policy"] for row in rows] == list(fits.POLICIES) and {row["weights"] for row in rows} == {"float32"}
+    assert all(row["fits"] and row["spare_bytes"] > 0 for row in rows)
+    assert main([*words, "--memory-limit", "8GB"]) == 2 and main([*words[:-2], "h9"]) == 2
+    assert capsys.readouterr().err.count("\n") == 2
