@@ -72,21 +72,22 @@ def check_weights(weights: Any) -> Weights | None:
     return weights
 
 
-def rounded(rows: _Array) -> tuple[_Array, _Array]:
-    """(int8 values, float32 scale) of float rows [..., K], arrays of NumPy or JAX as they are; zeros have scale 1.
+def rounded(rows: _Array, axes: int | tuple[int, ...] = -1) -> tuple[_Array, _Array]:
+    """(int8 values, float32 scales whose ``axes`` have length 1) of floats; arrays of NumPy or JAX, as they are.
 
-    A row with a number that is not finite has a scale that is not finite.
+    Zeros have scale 1. Numbers that are not finite have a scale that is not finite either.
     """
     xp: Any = np if isinstance(rows, np.ndarray) else jnp
     wide = rows.astype(xp.float32)
-    scale = xp.max(xp.abs(wide), axis=-1) / xp.float32(_LARGEST)
+    scale = xp.max(xp.abs(wide), axis=axes, keepdims=True) / xp.float32(_LARGEST)
     scale = xp.where(scale == 0, xp.float32(1), scale)
-    return xp.rint(wide / scale[..., None]).astype(xp.int8), scale
+    return xp.rint(wide / scale).astype(xp.int8), scale
 
 
 def quantised(matrix: Float[Array, "*S N K"], dtype: DTypeLike) -> QuantisedArray:
     """A matrix with its inputs last, rounded."""
-    return QuantisedArray(*rounded(matrix), jnp.dtype(dtype))
+    values, scale = rounded(matrix)
+    return QuantisedArray(values, scale[..., 0], jnp.dtype(dtype))
 
 
 def dequantised(weight: Any) -> Any:

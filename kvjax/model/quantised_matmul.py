@@ -45,7 +45,7 @@ def quantised_ragged_matmul(
     def rounded_runs(x: Array, values: Array, scale: Array, runs: Array) -> Array:
         whole, each = rounded(x)
         sums = jax.lax.ragged_dot_general(whole, values, runs, _RUNS, preferred_element_type=jnp.int32)
-        return sums.astype(jnp.float32) * each[:, None] * scale
+        return sums.astype(jnp.float32) * each * scale
 
     def weights_alone(x: Array, values: Array, scale: Array, runs: Array) -> Array:
         sums = jax.lax.ragged_dot_general(x, values.astype(x.dtype), runs, _RUNS, preferred_element_type=jnp.float32)
@@ -62,7 +62,7 @@ def _product(x: Array, values: Array, kind: DTypeLike) -> Array:
 
 def _rounded(x: Float[Array, "S K"], values: Array, scale: Array) -> Float[Array, "S N"]:
     whole, each = rounded(x)
-    return _product(whole, values, jnp.int32).astype(jnp.float32) * each[:, None] * scale
+    return _product(whole, values, jnp.int32).astype(jnp.float32) * each * scale
 
 
 def _rounded_pairs(x: Float[Array, "S K"], values: Array, scale: Array) -> Float[Array, "S N"]:
@@ -71,7 +71,7 @@ def _rounded_pairs(x: Float[Array, "S K"], values: Array, scale: Array) -> Float
         return _rounded(x, values, scale)
     whole, each = rounded(x)
     sums = _product(jnp.pad(whole, ((0, 1), (0, 0))), values, jnp.int32)[:1]
-    return sums.astype(jnp.float32) * each[:, None] * scale
+    return sums.astype(jnp.float32) * each * scale
 
 
 def _weights_alone(x: Float[Array, "S K"], values: Array, scale: Array) -> Float[Array, "S N"]:
