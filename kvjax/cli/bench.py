@@ -39,6 +39,7 @@ def bench(
     model: flag.Model = flag.DEFAULT_MODEL,
     config: flag.Config = None,
     dtype: flag.Dtype = None,
+    weights: flag.Weights = None,
     batch: Annotated[str, typer.Option("--batch", help="Comma-separated batch sizes.")] = "1,8",
     context: Annotated[str, typer.Option("--context", help="Comma-separated tokens in the cache.")] = "256,4096",
     policy: Annotated[list[str] | None, typer.Option("--policy", help="May be given several times.")] = None,
@@ -77,14 +78,14 @@ def bench(
     _check_json(json)
     facts = machine.describe()  # before anything loads the machine
     started = starting.measure_startup(model, policies[0]) if startup else None
-    lm = session.load(model, dtype, compile_cache=compile_cache)
+    lm = session.load(model, dtype, compile_cache=compile_cache, weights=weights)
     sizes = {"batch": batches, "context": contexts, "prefill": prefills}
     run.check_request(lm.config, rounds=rounds, steps=steps, long_steps=long_steps, **sizes)
     bench = run.Bench(lm, parsed, rounds=rounds, steps=steps, peer=_peer(peers, lm), progress=_say)
     result = bench_report.Measurements(
         machine=facts,
         model=lm.name,
-        dtype=str(bench.dtype),
+        dtype=lm.params.number_format,
         bandwidth_buffer_bytes=bench.meter.buffer_bytes,
         weight_bytes_per_step=run.weight_bytes_per_step(lm.params, lm.config),
         startup=started,

@@ -23,6 +23,7 @@ def plan(
     model: flag.Model = flag.DEFAULT_MODEL,
     config: flag.Config = None,
     dtype: flag.Dtype = None,
+    weights: flag.Weights = None,
     batch: Annotated[int, typer.Option("--batch", help="Prompts answered together.")] = 1,
     options: dict[str, Any],
     mesh: flag.Mesh = None,
@@ -38,7 +39,7 @@ def plan(
     asked: dict[str, Any] = dict(
         prompt_tokens=prompt_tokens, context_tokens=context_tokens, batch=batch, mesh=mesh, **options
     )
-    planned = kvjax.plan(kvjax.load_config(model), dtype=weights_dtype(dtype), **asked)
+    planned = kvjax.plan(kvjax.load_config(model), dtype=weights_dtype(dtype), weights=weights, **asked)
     if json:
         tables.print_json(dataclasses.asdict(planned))
     else:

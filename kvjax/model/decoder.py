@@ -239,6 +239,11 @@ class Decoder(nnx.Module):
         """Dtype of the parameters that are floats, of activations, and of the cache."""
         return jnp.dtype(self.head[...].dtype)
 
+    @property
+    def number_format(self) -> str:
+        """The dtype, and how weights are stored where that is another, for reports: "float32, int8 weights"."""
+        return str(self.dtype) if self.config.weights is None else f"{self.dtype}, {self.config.weights} weights"
+
     def logits(self, x: Float[Array, "*S M"]) -> Float[Array, "*S V"]:
         """Float32 scores of every token, from the last layer's output."""
         c = self.config
