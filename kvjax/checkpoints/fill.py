@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import functools
 import math
@@ -233,7 +234,7 @@ def _quantised(
         view, scales = (weight.place(logical_view(param, x)) for x in (values, strided))
         _copy(checkpoint, name, weight, values, view, needed, scales)
     beside = sharding and NamedSharding(sharding.mesh, scale_spec(sharding.spec))
-    return QuantisedArray(tiled(_place(values, sharding)), _place(scale, beside), spec.dtype)
+    return dataclasses.replace(spec, values=tiled(_place(values, sharding)), scale=_place(scale, beside))
 
 
 def _round(read: np.ndarray, values: np.ndarray, scales: np.ndarray, said: str) -> None:

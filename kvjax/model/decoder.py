@@ -98,7 +98,7 @@ class DecoderLayer(nnx.Module):
         if config.norm_order != "pre":
             self.attention_output_norm, self.mlp_output_norm = (_norm(config, dtype) for _ in range(2))
         kept = {"weights": config.weights}
-        self.qkv = new_param(rngs, (hidden, heads, group + 2, dim), (None, "kv_heads", None, None), dtype, **kept)
+        self.qkv = new_param(rngs, (hidden, heads, group + 2, dim), (None, "kv_heads", None, None), dtype, fine=True, **kept)
         self.out = new_param(rngs, (heads, group, dim, hidden), ("kv_heads", None, None, None), dtype, 3, **kept)
         if config.experts is not None:
             self.experts = ExpertMLP(config, config.experts, rngs=rngs, dtype=dtype)
@@ -217,7 +217,7 @@ class Decoder(nnx.Module):
             [DecoderLayer(config.layer(i), rngs=rngs, dtype=dtype) for i in range(config.num_layers)]
         )
         self.norm = _norm(config, dtype)
-        self.head = new_param(rngs, shape[::-1], (None, "vocab"), dtype, transposed=True, **kept)
+        self.head = new_param(rngs, shape[::-1], (None, "vocab"), dtype, transposed=True, fine=True, **kept)
         if config.head_bias:
             self.head_bias = new_param(rngs, (config.vocab_size,), ("vocab",), dtype, 0)
         self.config = config

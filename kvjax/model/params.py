@@ -23,6 +23,7 @@ def new_param(
     stacked: int = 0,
     weights: Weights | None = None,
     looked_up: bool = False,
+    fine: bool = False,
 ) -> nnx.Param:
     """A weight with its logical shape and axes; random values serve tests, and zeros those who ask for shapes alone.
 
@@ -33,7 +34,7 @@ def new_param(
     it is as many matrices.
 
     With ``weights`` it is a :class:`QuantisedArray`, whose matrices are transposed but for one that is ``looked_up``, an
-    embedding, whose rows are scaled.
+    embedding, whose rows are scaled; ``fine`` as there.
     """
     transposed = transposed if weights is None else not looked_up
     fan_in = shape[stacked] if len(shape) > 1 else 1
@@ -46,7 +47,7 @@ def new_param(
     if transposed:
         values = values.swapaxes(-1, -2)
     if weights is not None:
-        values = quantised(values, dtype)
+        values = quantised(values, dtype, fine)
     kind: dict[str, Any] = {"logical": shape, "inputs": inputs, "transposed": transposed, "stacked": stacked}
     return nnx.Param(values, axes=axes, **kind)
 

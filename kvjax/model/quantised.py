@@ -35,11 +35,13 @@ class QuantisedArray:
       values: int8 [..., N outputs, K inputs]; an embedding's outputs are its tokens.
       scale: float32 [..., N], none of them 0.
       dtype: of the activations that it is multiplied with, and of its numbers where they are looked at.
+      fine: whether activations that are rounded too have two int8 parts, the second of what the first leaves.
     """
 
     values: Any
     scale: Any
     dtype: Any = dataclasses.field(metadata={"static": True})
+    fine: bool = dataclasses.field(default=False, metadata={"static": True})
 
     def __getitem__(self, index: Any) -> QuantisedArray:
         """Itself for ``...``, which is how a parameter's value is asked for."""
@@ -77,17 +79,18 @@ def rounded(rows: _Array, axes: int | tuple[int, ...] = -1) -> tuple[_Array, _Ar
 
     Zeros have scale 1. Numbers that are not finite have a scale that is not finite either.
     """
+    # XLA multiplies by the inverse where a number is divided by a constant, and the host does as devices do.
     xp: Any = np if isinstance(rows, np.ndarray) else jnp
     wide = rows.astype(xp.float32)
-    scale = xp.max(xp.abs(wide), axis=axes, keepdims=True) / xp.float32(_LARGEST)
+    scale = xp.max(xp.abs(wide), axis=axes, keepdims=True) * xp.float32(1 / _LARGEST)
     scale = xp.where(scale == 0, xp.float32(1), scale)
     return xp.rint(wide / scale).astype(xp.int8), scale
 
 
-def quantised(matrix: Float[Array, "*S N K"], dtype: DTypeLike) -> QuantisedArray:
+def quantised(matrix: Float[Array, "*S N K"], dtype: DTypeLike, fine: bool = False) -> QuantisedArray:
     """A matrix with its inputs last, rounded."""
     values, scale = rounded(matrix)
-    return QuantisedArray(values, scale[..., 0], jnp.dtype(dtype))
+    return QuantisedArray(values, scale[..., 0], jnp.dtype(dtype), fine)
 
 
 def dequantised(weight: Any) -> Any:

@@ -30,10 +30,11 @@ def quantised_matmul(
 ) -> Float[Array, "*S N"]:
     """``x @ dequantised(weight).T``, in ``x``'s dtype or another."""
     rows = x.reshape(-1, x.shape[-1])
+    integers = _fine if weight.fine else _coarse
     found = jax.lax.platform_dependent(
-        rows, weight.values, weight.scale, cpu=_rounded_pairs, tpu=_rounded, default=_weights_alone
+        rows, weight.values, weight.scale, cpu=integers, tpu=integers, default=_weights_alone
     )
-    return found.reshape(*x.shape[:-1], -1).astype(dtype or x.dtype)
+    return found.reshape(*x.shape[:-1], weight.shape[0]).astype(dtype or x.dtype)
 
 
 def quantised_ragged_matmul(
@@ -42,17 +43,17 @@ def quantised_ragged_matmul(
     """Products of consecutive runs of tokens, one a matrix [N, K] of a stack; ``runs`` are their lengths."""
     which = jnp.repeat(jnp.arange(runs.shape[0]), runs, total_repeat_length=x.shape[0])
 
-    def rounded_runs(x: Array, values: Array, scale: Array, runs: Array) -> Array:
-        whole, each = rounded(x)
+    def integers(x: Array, values: Array, scale: Array, runs: Array) -> Array:
+        whole, step = rounded(x)
         sums = jax.lax.ragged_dot_general(whole, values, runs, _RUNS, preferred_element_type=jnp.int32)
-        return sums.astype(jnp.float32) * each * scale
+        return sums.astype(jnp.float32) * step * scale
 
     def weights_alone(x: Array, values: Array, scale: Array, runs: Array) -> Array:
         sums = jax.lax.ragged_dot_general(x, values.astype(x.dtype), runs, _RUNS, preferred_element_type=jnp.float32)
         return sums * scale
 
     given = x, weight.values, weight.scale[which], runs
-    found = jax.lax.platform_dependent(*given, cpu=rounded_runs, tpu=rounded_runs, default=weights_alone)
+    found = jax.lax.platform_dependent(*given, cpu=integers, tpu=integers, default=weights_alone)
     return found.astype(x.dtype)
 
 
@@ -60,18 +61,21 @@ def _product(x: Array, values: Array, kind: DTypeLike) -> Array:
     return jax.lax.dot_general(x, values, (((1,), (1,)), ((), ())), preferred_element_type=kind)
 
 
-def _rounded(x: Float[Array, "S K"], values: Array, scale: Array) -> Float[Array, "S N"]:
-    whole, each = rounded(x)
-    return _product(whole, values, jnp.int32).astype(jnp.float32) * each * scale
+def _coarse(x: Float[Array, "S K"], values: Array, scale: Array) -> Float[Array, "S N"]:
+    """Of activations rounded once; one row as two of which one is zeros, which matters on CPUs and nowhere else."""
+    whole, step = rounded(x)
+    count = x.shape[0]
+    if count == 1:
+        whole = jnp.pad(whole, ((0, 1), (0, 0)))
+    return _product(whole, values, jnp.int32)[:count].astype(jnp.float32) * step * scale
 
 
-def _rounded_pairs(x: Float[Array, "S K"], values: Array, scale: Array) -> Float[Array, "S N"]:
-    """The same, one row as two of which one is zeros."""
-    if x.shape[0] != 1:
-        return _rounded(x, values, scale)
-    whole, each = rounded(x)
-    sums = _product(jnp.pad(whole, ((0, 1), (0, 0))), values, jnp.int32)[:1]
-    return sums.astype(jnp.float32) * each * scale
+def _fine(x: Float[Array, "S K"], values: Array, scale: Array) -> Float[Array, "S N"]:
+    """Of activations in two parts, which are twice the rows of one product."""
+    first, step = rounded(x)
+    second, finer = rounded(x.astype(jnp.float32) - first * step)
+    sums = _product(jnp.concatenate([first, second]), values, jnp.int32).astype(jnp.float32)
+    return (sums[: x.shape[0]] * step + sums[x.shape[0] :] * finer) * scale
 
 
 def _weights_alone(x: Float[Array, "S K"], values: Array, scale: Array) -> Float[Array, "S N"]:
