@@ -98,7 +98,9 @@ class DecoderLayer(nnx.Module):
         if config.norm_order != "pre":
             self.attention_output_norm, self.mlp_output_norm = (_norm(config, dtype) for _ in range(2))
         kept = {"weights": config.weights}
-        self.qkv = new_param(rngs, (hidden, heads, group + 2, dim), (None, "kv_heads", None, None), dtype, fine=True, **kept)
+        self.qkv = new_param(
+            rngs, (hidden, heads, group + 2, dim), (None, "kv_heads", None, None), dtype, fine=True, **kept
+        )
         self.out = new_param(rngs, (heads, group, dim, hidden), ("kv_heads", None, None, None), dtype, 3, **kept)
         if config.experts is not None:
             self.experts = ExpertMLP(config, config.experts, rngs=rngs, dtype=dtype)

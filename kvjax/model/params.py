@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from kvjax.model.quantised import QuantisedArray, Weights, dequantised, quantised
+from kvjax.model.quantised import Weights, dequantised, quantised
 
 
 def new_param(

@@ -181,7 +181,13 @@ def test_plans_count_the_bytes_that_are_there(changes):
 def test_what_stays_a_float():
     params = abstract_decoder(toys.tiny_config(**TINY["experts"], qkv_bias=True, weights="int8"), jnp.bfloat16)
     layer = params.layers[0]
-    floats = (layer.input_norm.weight, layer.qkv_bias, layer.experts.router, layer.experts.shared_gate, params.norm.weight)
+    floats = (
+        layer.input_norm.weight,
+        layer.qkv_bias,
+        layer.experts.router,
+        layer.experts.shared_gate,
+        params.norm.weight,
+    )
     assert {param.get_value().dtype for param in floats} == {jnp.dtype(jnp.bfloat16)}
     assert not any(isinstance(param.get_value(), QuantisedArray) for param in floats)
     assert layer.experts.gate_up.get_value().values.dtype == jnp.int8
