@@ -68,8 +68,8 @@ def fill(
         them, it reads no more than that either.
 
     Raises:
-      WeightsError: a weight is missing, left over, of a wrong shape, too large for float16, or to be quantised and not finite;
-        the sentence names it.
+      WeightsError: a weight is missing, left over, of a wrong shape, too large for float16, or to be quantised and not
+        finite; the sentence names it.
     """
     named = {weight.gguf if gguf else weight.hf: weight for weight in weights}
     check_names(config, named, checkpoint, tied="output.weight" if gguf else "lm_head.weight")

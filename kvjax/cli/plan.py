@@ -37,9 +37,9 @@ def plan(
     from kvjax.checkpoints.load import weights_dtype
 
     asked: dict[str, Any] = dict(
-        prompt_tokens=prompt_tokens, context_tokens=context_tokens, batch=batch, mesh=mesh, **options
+        prompt_tokens=prompt_tokens, context_tokens=context_tokens, batch=batch, weights=weights, mesh=mesh, **options
     )
-    planned = kvjax.plan(kvjax.load_config(model), dtype=weights_dtype(dtype), weights=weights, **asked)
+    planned = kvjax.plan(kvjax.load_config(model), dtype=weights_dtype(dtype), **asked)
     if json:
         tables.print_json(dataclasses.asdict(planned))
     else:

@@ -71,8 +71,8 @@ _GATES = {"gated_silu": jax.nn.silu, "gated_gelu": functools.partial(jax.nn.gelu
 class DecoderLayer(nnx.Module):
     """One layer: grouped-query attention projections and an MLP, with the features that the configuration names.
 
-    Parameters, matrices [in, out] (gate_up, up, and all that are quantised, are stored [out, in]) whose logical axes are (M hidden, H KV heads, G
-    group size, D head_dim, F intermediate):
+    Parameters, matrices [in, out] (gate_up, up, and all that are quantised, are stored [out, in]) whose logical axes
+    are (M hidden, H KV heads, G group size, D head_dim, F intermediate):
       qkv [M | H, G + 2, D]: the G queries of KV head h, then its key, then its value.
       out [H, G, D | M]; gate_up [M | F / C, 2, C]: C columns of the gate, then as many of what it gates, so that a
       shard of the columns holds both halves; or up [M | F] without a gate; down [F | M].
@@ -97,11 +97,17 @@ class DecoderLayer(nnx.Module):
                 self.post_attention_norm = _norm(config, dtype)
         if config.norm_order != "pre":
             self.attention_output_norm, self.mlp_output_norm = (_norm(config, dtype) for _ in range(2))
-        kept = {"weights": config.weights}
         self.qkv = new_param(
-            rngs, (hidden, heads, group + 2, dim), (None, "kv_heads", None, None), dtype, fine=True, **kept
+            rngs,
+            (hidden, heads, group + 2, dim),
+            (None, "kv_heads", None, None),
+            dtype,
+            fine=True,
+            weights=config.weights,
         )
-        self.out = new_param(rngs, (heads, group, dim, hidden), ("kv_heads", None, None, None), dtype, 3, **kept)
+        self.out = new_param(
+            rngs, (heads, group, dim, hidden), ("kv_heads", None, None, None), dtype, 3, weights=config.weights
+        )
         if config.experts is not None:
             self.experts = ExpertMLP(config, config.experts, rngs=rngs, dtype=dtype)
         if config.dense_mlp:
@@ -117,14 +123,14 @@ class DecoderLayer(nnx.Module):
         self.config = config
 
     def _init_mlp(self, config: ModelConfig, rngs: nnx.Rngs | None, dtype: DTypeLike) -> None:
-        hidden, inner, kept = config.hidden_size, config.intermediate_size, {"weights": config.weights}
+        hidden, inner = config.hidden_size, config.intermediate_size
         if config.gated:
             half = gate_columns(inner)
             shape, axes = (hidden, inner // half, 2, half), (None, "mlp", None, None)
-            self.gate_up = new_param(rngs, shape, axes, dtype, transposed=True, **kept)
+            self.gate_up = new_param(rngs, shape, axes, dtype, transposed=True, weights=config.weights)
         else:
-            self.up = new_param(rngs, (hidden, inner), (None, "mlp"), dtype, transposed=True, **kept)
-        self.down = new_param(rngs, (inner, hidden), ("mlp", None), dtype, **kept)
+            self.up = new_param(rngs, (hidden, inner), (None, "mlp"), dtype, transposed=True, weights=config.weights)
+        self.down = new_param(rngs, (inner, hidden), ("mlp", None), dtype, weights=config.weights)
         if config.mlp_bias:
             if config.gated:
                 self.gate_up_bias = new_param(rngs, shape[1:], axes[1:], dtype, 0)
@@ -210,16 +216,18 @@ class Decoder(nnx.Module):
     exchange: Exchange = ONE_DEVICE
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs | None, dtype: DTypeLike = jnp.float32):
-        shape, kept = (config.vocab_size, config.hidden_size), {"weights": config.weights}
+        shape = config.vocab_size, config.hidden_size
         if not config.tie_embeddings:
-            self.embedding = new_param(rngs, shape, ("vocab", None), dtype, looked_up=True, **kept)
+            self.embedding = new_param(rngs, shape, ("vocab", None), dtype, looked_up=True, weights=config.weights)
         if config.embedding_norm:
             self.embedding_norm = _norm(config, dtype)
         self.layers = nnx.List(
             [DecoderLayer(config.layer(i), rngs=rngs, dtype=dtype) for i in range(config.num_layers)]
         )
         self.norm = _norm(config, dtype)
-        self.head = new_param(rngs, shape[::-1], (None, "vocab"), dtype, transposed=True, fine=True, **kept)
+        self.head = new_param(
+            rngs, shape[::-1], (None, "vocab"), dtype, transposed=True, fine=True, weights=config.weights
+        )
         if config.head_bias:
             self.head_bias = new_param(rngs, (config.vocab_size,), ("vocab",), dtype, 0)
         self.config = config

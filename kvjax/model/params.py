@@ -33,8 +33,8 @@ def new_param(
     is 2, and a product would copy the weight into another layout at every step. The first ``stacked`` axes stay apart:
     it is as many matrices.
 
-    With ``weights`` it is a :class:`QuantisedArray`, whose matrices are transposed but for one that is ``looked_up``, an
-    embedding, whose rows are scaled; ``fine`` as there.
+    With ``weights`` it is a :class:`QuantisedArray`, and its matrices are transposed, but for one that is
+    ``looked_up``: an embedding, whose rows are scaled. ``fine`` is as there.
     """
     transposed = transposed if weights is None else not looked_up
     fan_in = shape[stacked] if len(shape) > 1 else 1
