@@ -19,7 +19,8 @@ from kvjax.compile_cache import keep_compiled_programs
 from kvjax.errors import UsageError, WeightsError
 from kvjax.model.config import ModelConfig
 from kvjax.model.decoder import Decoder
-from kvjax.model.quantised import Weights, check_weights
+from kvjax.model.quantised import Weights as Weights
+from kvjax.model.quantised import check_weights
 from kvjax.progress import Progress, showing, stage
 from kvjax.sharding.mesh import Mesh, parse_mesh
 from kvjax.text.gguf_tokenizer import stop_ids_from_gguf, tokenizer_from_gguf

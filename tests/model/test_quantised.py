@@ -23,7 +23,7 @@ from kvjax.model.matmul import matmul, matmul_nt, ragged_matmul
 from kvjax.model.params import logical
 from kvjax.model.quantised import QuantisedArray, dequantised, quantised, rounded, rows_of
 from kvjax.runtime.prefill import logits_of
-from kvjax.saving.description import model_identity
+from kvjax.saving.description import model_identity, same_model
 
 RNG = np.random.default_rng(0)
 FLOATS = hnp.arrays(
@@ -197,6 +197,12 @@ def test_it_is_another_model_to_saved_conversations():
     plain, int8 = (toys.tiny_model(weights=weights) for weights in (None, "int8"))
     one, other = model_identity(plain), model_identity(int8)
     assert one["config"] != other["config"] and one["weights"] != other["weights"]
+    said = r"loaded with weights=None, and 'tiny' has weights='int8'; load it as then"
+    with pytest.raises(UsageError, match=said):
+        same_model(one, int8)
+    with pytest.raises(UsageError, match=r"loaded with weights='int8', and 'tiny' has weights=None"):
+        same_model(other, plain)
+    same_model(other, int8)
     # Of the weights alone too: a job knows them by nothing else.
     assert weights_digest(toys.tiny_model(seed=4, weights="int8").params) != other["weights"]
 
