@@ -22,6 +22,7 @@ from kvjax.device_memory import GpuShare, device_limit, gpu_share
 from kvjax.errors import DoesNotFit, UsageError
 from kvjax.memory_needs import cache_bytes, full_cache_bytes, prefill_bytes, shared_context_bytes, weights_bytes
 from kvjax.model.config import ModelConfig
+from kvjax.model.quantised import Weights, check_weights
 from kvjax.policies import Full, LagKV, Policy, format_policy, parse
 from kvjax.policies.base import page_capacities, shares
 from kvjax.policies.guard import check_sizes, check_value
@@ -161,6 +162,7 @@ def plan(
     policy: Policy | str | None = None,
     max_new_tokens: int = 256,
     dtype: Any = None,
+    weights: Weights | None = None,
     storage: Storage | str | None = None,
     memory_limit: int | None = None,
     mesh: Mesh | str | None = None,
@@ -178,6 +180,7 @@ def plan(
       policy: as for :func:`kvjax.generate`.
       max_new_tokens: tokens generated; a growing policy's cache is planned at its final size.
       dtype: of weights and cache.
+      weights: "int8", as for :func:`kvjax.load`; by default those of the model.
       storage: of the cache's rows, as for :func:`kvjax.generate`.
       memory_limit: bytes available; by default the device's.
       mesh: devices that the request is spread over, which need not be there; by default the model's. Bytes, and the
@@ -191,6 +194,8 @@ def plan(
       DoesNotFit: the total exceeds the limit; the sentence names a request that fits.
     """
     config, params, over = _model(model)
+    if check_weights(weights) is not None:
+        config = dataclasses.replace(config, weights=weights)
     chosen = for_model(Full() if policy is None else parse(policy), config)
     whole_number("prompt_tokens", prompt_tokens, 1)
     whole_number("context_tokens", context_tokens, 0)
@@ -365,8 +370,9 @@ def _does_not_fit(
     each = "" if mesh is None else " on each device"
     need = f"This needs {human_bytes(made.total_bytes + already)}{each} and the device has {human_bytes(limit)}"
     if made.weights_bytes >= limit:
+        narrower = ' or dtype, or weights="int8"' if config.weights is None else ""
         return DoesNotFit(
-            f"{need}: the weights alone are {human_bytes(made.weights_bytes)}; use a smaller model or dtype."
+            f"{need}: the weights alone are {human_bytes(made.weights_bytes)}; use a smaller model{narrower}."
         )
 
     def fits(batch: int, prompt: int, policy: Policy) -> bool:

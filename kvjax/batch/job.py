@@ -73,6 +73,7 @@ class Job:
                 "name": self.lm.name,
                 "dtype": str(np.dtype(self.lm.params.dtype)),
                 "fingerprint": fingerprint(self.lm),
+                **({} if self.lm.config.weights is None else {"weights": self.lm.config.weights}),
             },
             "policy": format_policy(parse(self.options.policy or "full")),
             "storage": dataclasses.asdict(parse_storage(self.options.storage)),

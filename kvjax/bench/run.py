@@ -10,7 +10,7 @@ import dataclasses
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -26,6 +26,7 @@ from kvjax.policies import Policy
 from kvjax.runtime.synthetic import benchmark_controls, decode_state, filled_cache, run_steps
 
 if TYPE_CHECKING:
+    from kvjax.bench.floats_peer import FloatsPeer
     from kvjax.bench.transformers_peer import TransformersPeer
     from kvjax.checkpoints.load import LanguageModel
 
@@ -187,7 +188,7 @@ class Bench:
         *,
         rounds: int,
         steps: int,
-        peer: TransformersPeer | None = None,
+        peer: TransformersPeer | FloatsPeer | None = None,
         progress: Progress = lambda _: None,
         meter: machine.BandwidthMeter | None = None,
     ):
@@ -256,9 +257,9 @@ class Bench:
             timer()
         return Candidate(name, timer, *sizes, max(0, memory.peak - before), prefilled, timer.live)
 
-    def _peer_decoding(self, peer: TransformersPeer, batch: int, context: int) -> Candidate:
+    def _peer_decoding(self, peer: TransformersPeer | FloatsPeer, batch: int, context: int) -> Candidate:
         before = machine.memory_in_use()
-        cache = peer.filled_cache(batch, context)
+        cache: Any = peer.filled_cache(batch, context)
         held = peer.nbytes(cache)
 
         def measure() -> float:

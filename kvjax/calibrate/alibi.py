@@ -68,6 +68,9 @@ def layer_bounds(layer: DecoderLayer) -> tuple[Float[np.ndarray, " N"], Float[np
     beta = np.zeros_like(gamma) if bias is None else np.asarray(bias[...], np.float64)
     printed = 2 * product_norms(weight) * (gamma @ gamma + beta @ beta)
     reach = (np.sqrt(config.hidden_size) * np.abs(gamma).max() + np.linalg.norm(beta)) ** 2
+    if config.weights is not None:
+        # A token's channels are rounded to 127 steps of its largest: together they are off by at most this much of it.
+        reach *= (1 + np.sqrt(config.hidden_size) / 254) ** 2
     if config.qkv_bias:
         weight = np.concatenate([weight, np.asarray(logical(layer.qkv_bias), np.float64)[None]])
         reach += 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import functools
 import math
@@ -26,8 +27,10 @@ from kvjax.errors import WeightsError, quoted
 from kvjax.model.config import ModelConfig
 from kvjax.model.decoder import Decoder, abstract_decoder
 from kvjax.model.params import logical_view
+from kvjax.model.quantised import QuantisedArray, rounded
 from kvjax.model.tiling import tiled
 from kvjax.sharding.mesh import Mesh
+from kvjax.sharding.placement import scale_spec, splits, weight_spec
 
 # Numbers converted at a time: 1 MiB of float32 stays in a core's cache between dequantising and transposing.
 _BLOCK = 1 << 18
@@ -51,20 +54,22 @@ def fill(
     """A decoder with every parameter read from ``checkpoint``.
 
     Host memory beyond the parameters themselves stays at a parameter per thread, and none on the CPU, where JAX takes
-    the filled buffer over.
+    the filled buffer over. Weights that are to be quantised are as they are read, and no float copy of a parameter is
+    made; of each output all inputs are read, wherever they go, so that a mesh holds the numbers that one device does.
 
     Args:
-      config: the model.
+      config: the model; its ``weights`` say how matrices are stored.
       weights: the family's weight map.
       checkpoint: where the tensors are.
       gguf: whether its names are GGUF's.
-      dtype: of every parameter.
+      dtype: of every parameter that is floats.
       mesh: parameters are split over its model axis, as ``kvjax.sharding.placement`` says; by default one device. A
         host keeps what its own devices hold, and of a weight that is split by its outputs, which is how files store
         them, it reads no more than that either.
 
     Raises:
-      WeightsError: a weight is missing, left over, of a wrong shape, or too large for float16; the sentence names it.
+      WeightsError: a weight is missing, left over, of a wrong shape, too large for float16, or to be quantised and not
+        finite; the sentence names it.
     """
     named = {weight.gguf if gguf else weight.hf: weight for weight in weights}
     check_names(config, named, checkpoint, tied="output.weight" if gguf else "lm_head.weight")
@@ -77,13 +82,15 @@ def fill(
     where = None if mesh is None else _shardings(config, mesh)
 
     def make(path: tuple[str | int, ...], param: nnx.Variable) -> nnx.Variable:
-        spec = param.get_value()
+        spec, sharding = param.get_value(), where and where(param)
+        tensors = pieces[".".join(map(str, path))]
+        if isinstance(spec, QuantisedArray):
+            return param.replace(_quantised(checkpoint, tensors, param, sharding))
         values = _aligned(spec.shape, spec.dtype)
-        sharding = where and where(param)
         needed = sharding and _needed(sharding, spec.shape)
         if values.ndim == 1:
             values[...] = 0  # norms across heads leave what belongs to values
-        for name, weight in pieces[".".join(map(str, path))]:
+        for name, weight in tensors:
             view = weight.place(logical_view(param, values))
             if values.dtype == np.float16:
                 view[...] = 0  # what is not needed here is not read, and is looked at
@@ -105,8 +112,8 @@ def fill(
 
 def _counted(made: Iterable[nnx.Variable], params: Sequence[nnx.Variable]) -> Iterable[nnx.Variable]:
     """The same, telling how many bytes there are by now."""
-    specs = [param.get_value() for param in params]
-    sizes = [math.prod(spec.shape) * np.dtype(spec.dtype).itemsize for spec in specs]
+    leaves = [jax.tree.leaves(param.get_value()) for param in params]
+    sizes = [sum(math.prod(spec.shape) * np.dtype(spec.dtype).itemsize for spec in specs) for specs in leaves]
     done, shown = 0, progress.current_stage()
     for param, size in zip(made, sizes, strict=True):
         done += size
@@ -187,16 +194,57 @@ def _copy(
     values: np.ndarray,
     view: np.ndarray,
     needed: Needed | None = None,
+    scales: np.ndarray | None = None,
 ) -> None:
-    """Fill ``view``, what the tensor is of a parameter's ``values``, where it is needed."""
+    """Fill ``view``, what the tensor is of a parameter's ``values``, where it is needed.
+
+    With ``scales`` the values are quantised; see :func:`_quantised`.
+    """
     count = weight.shape[0] if weight.rows is None else len(weight.rows)
     # One index of the view's first axis takes this many rows of the tensor (a head's channels, or one).
     per = count // view.shape[0]
-    for start, stop in _blocks((count, *weight.shape[1:]), per):
-        target = view[start // per : stop // per]
+    # Where inputs lead, no block of rows has all of an output's.
+    at_once = scales is not None and scales.shape[0] > 1 and scales.strides[0] == 0
+    for start, stop in [(0, count)] if at_once else _blocks((count, *weight.shape[1:]), per):
+        part = slice(start // per, stop // per)
+        target = view[part]
         if needed is None or _meets(values, target, needed):
             read = _rows(checkpoint, name, weight.rows, start, stop)
-            target[...] = (read if weight.change is None else weight.change(read)).reshape(target.shape)
+            read = (read if weight.change is None else weight.change(read)).reshape(target.shape)
+            if scales is None:
+                target[...] = read
+            else:
+                _round(read, target, scales[part], f"{checkpoint.origin} holds {name!r}")
+
+
+def _quantised(
+    checkpoint: Checkpoint, tensors: Sequence[tuple[str, Weight]], param: nnx.Variable, sharding: NamedSharding | None
+) -> QuantisedArray:
+    """A parameter whose numbers are rounded as they are read.
+
+    Places are of parameters. That of a tensor's scales is found by the same way, from an array of the parameter's shape
+    in which all inputs of an output are one number in memory: axes without a stride are those of inputs.
+    """
+    spec = param.get_value()
+    values, scale = _aligned(spec.shape, np.int8), _aligned(spec.shape[:-1], np.float32)
+    scale[...] = 1  # what is not needed here is not read
+    strided = np.lib.stride_tricks.as_strided(scale, spec.shape, (*scale.strides, 0))
+    needed = sharding and _needed(sharding, spec.shape)
+    for name, weight in tensors:
+        view, scales = (weight.place(logical_view(param, x)) for x in (values, strided))
+        _copy(checkpoint, name, weight, values, view, needed, scales)
+    beside = sharding and NamedSharding(sharding.mesh, scale_spec(sharding.spec))
+    return dataclasses.replace(spec, values=tiled(_place(values, sharding)), scale=_place(scale, beside))
+
+
+def _round(read: np.ndarray, values: np.ndarray, scales: np.ndarray, said: str) -> None:
+    """Round what was read into ``values``, and put its scales where ``scales`` has them."""
+    inputs = tuple(axis for axis, stride in enumerate(scales.strides) if stride == 0)
+    with np.errstate(invalid="ignore"):
+        values[...], found = rounded(read, inputs)
+    if not np.isfinite(found).all():
+        raise WeightsError(f"{said} with numbers that are not finite, which int8 weights cannot hold.")
+    scales[...] = found
 
 
 def _rows(
@@ -243,8 +291,6 @@ def _meets(values: np.ndarray, target: np.ndarray, needed: Needed) -> bool:
 
 
 def _shardings(config: ModelConfig, mesh: Mesh) -> Callable[[nnx.Variable], NamedSharding]:
-    from kvjax.sharding.placement import splits, weight_spec
-
     split, devices = splits(mesh, config), mesh.jax
     return lambda param: NamedSharding(devices, weight_spec(param, split))
 

@@ -20,6 +20,8 @@ from kvjax.compile_cache import keep_compiled_programs
 from kvjax.errors import UsageError, WeightsError, cut, quoted
 from kvjax.model.config import ModelConfig
 from kvjax.model.decoder import Decoder
+from kvjax.model.quantised import Weights as Weights
+from kvjax.model.quantised import check_weights
 from kvjax.progress import Progress, showing, stage
 from kvjax.sharding.mesh import Mesh, parse_mesh
 from kvjax.text.gguf_tokenizer import stop_ids_from_gguf, tokenizer_from_gguf
@@ -62,6 +64,7 @@ def load(
     name: str | os.PathLike[str],
     *,
     dtype: DTypeLike | None = None,
+    weights: Weights | None = None,
     mesh: Mesh | str | None = None,
     compile_cache: bool = True,
     progress: Progress = None,
@@ -75,6 +78,10 @@ def load(
       dtype: "float32", "bfloat16" or "float16" for every parameter; by default bfloat16 on accelerators, and float32
         on the CPU and on GPUs before Ampere, which do not multiply bfloat16. Numbers of a model that was trained in
         bfloat16 may be too large for float16.
+      weights: "int8" stores every matrix as int8 numbers with a float32 scale for each of its outputs (rows of the
+        embedding, columns of a projection, of every expert's), rounded as it is read: a quarter of float32's bytes, a
+        half of bfloat16's. Norms, biases, the router of experts, activations and the cache stay ``dtype``. CPUs and
+        TPUs round the activations of each token too, and multiply integers. By default everything is ``dtype``.
       mesh: devices to spread over, a :class:`kvjax.Mesh` or its text form ("data=4,model=2"): weights over the model
         axis, each shard read and put straight on its devices; what the axis does not divide is on all of them. Calls
         with this model then run on the mesh. By default everything goes to JAX's default device.
@@ -84,20 +91,20 @@ def load(
         also in a log, False nowhere; a function is called with each :class:`kvjax.progress.Event`.
 
     Raises:
-      UsageError: an unknown name, a path that does not exist, an unsupported dtype.
+      UsageError: an unknown name, a path that does not exist, an unsupported dtype or kind of weights.
       WeightsError: a file that is missing, truncated, corrupt, or does not hold exactly the model's weights; a
         download that failed; an architecture that is not supported.
     """
-    wanted, over = weights_dtype(dtype), parse_mesh(mesh)
-    if over is not None:
-        _ = over.jax  # too few devices are said before anything is read
+    form = _Form(weights_dtype(dtype), check_weights(weights), parse_mesh(mesh))
+    if form.mesh is not None:
+        _ = form.mesh.jax  # too few devices are said before anything is read
     text = _text(name)
     if compile_cache:
         keep_compiled_programs()
     with showing(progress):
         path = _found(text)
         with stage("load", text, unit="bytes"):
-            return (_load_folder if path.is_dir() else _load_gguf)(text, path, wanted, over)
+            return (_load_folder if path.is_dir() else _load_gguf)(text, path, form)
 
 
 def load_config(name: str | os.PathLike[str], *, progress: Progress = None) -> ModelConfig:
@@ -138,18 +145,29 @@ def weights_dtype(dtype: DTypeLike | None) -> DTypeLike:
     return default_dtype() if dtype is None else float_dtype(dtype)
 
 
-def _load_gguf(name: str, path: Path, dtype: DTypeLike, mesh: Mesh | None) -> LanguageModel:
+@dataclasses.dataclass(frozen=True)
+class _Form:
+    """The form in which parameters are wanted."""
+
+    dtype: DTypeLike
+    weights: Weights | None
+    mesh: Mesh | None
+
+
+def _load_gguf(name: str, path: Path, form: _Form) -> LanguageModel:
     file = open_gguf(path)
     try:
         metadata, origin = file.metadata, file.origin
         config, kind = _gguf_config(file)
         tokenizer = tokenizer_from_gguf(metadata, origin)
         _check_vocabulary(tokenizer, config, origin)
-        params = fill(config, list(kind.weights(config, True)), file, gguf=True, dtype=dtype, mesh=mesh)
+        config = dataclasses.replace(config, weights=form.weights)
+        weights = list(kind.weights(config, True))
+        params = fill(config, weights, file, gguf=True, dtype=form.dtype, mesh=form.mesh)
     finally:
         file.close()
     stops = tuple(index for index in stop_ids_from_gguf(metadata) if index < config.vocab_size)
-    return LanguageModel(name, config, params, tokenizer, stops, mesh)
+    return LanguageModel(name, config, params, tokenizer, stops, form.mesh)
 
 
 def _gguf_config(file: GGUFFile | GGUFParts) -> tuple[ModelConfig, Family]:
@@ -176,14 +194,17 @@ def _folder_config(folder: Path) -> tuple[ModelConfig, Family, dict[str, object]
     return _configured(lambda: kind.from_hf(raw, origin), origin), kind, raw
 
 
-def _load_folder(name: str, folder: Path, dtype: DTypeLike, mesh: Mesh | None) -> LanguageModel:
+def _load_folder(name: str, folder: Path, form: _Form) -> LanguageModel:
     config, kind, raw = _folder_config(folder)
     tokenizer = tokenizer_from_folder(folder)
     _check_vocabulary(tokenizer, config, str(folder))
     checkpoint = SafetensorsFolder(folder)
     _check_counts(config, checkpoint.shapes, str(folder))
-    params = fill(config, kind.hf_weights(config, checkpoint.shapes), checkpoint, gguf=False, dtype=dtype, mesh=mesh)
-    return LanguageModel(name, config, params, tokenizer, _stop_ids(folder, raw, tokenizer, config.vocab_size), mesh)
+    config = dataclasses.replace(config, weights=form.weights)
+    weights = kind.hf_weights(config, checkpoint.shapes)
+    params = fill(config, weights, checkpoint, gguf=False, dtype=form.dtype, mesh=form.mesh)
+    stop = _stop_ids(folder, raw, tokenizer, config.vocab_size)
+    return LanguageModel(name, config, params, tokenizer, stop, form.mesh)
 
 
 def _configured(make: Callable[[], ModelConfig], origin: str) -> ModelConfig:

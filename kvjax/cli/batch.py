@@ -31,6 +31,7 @@ def batch(
     model: flag.Model = flag.DEFAULT_MODEL,
     config: flag.Config = None,
     dtype: flag.Dtype = None,
+    weights: flag.Weights = None,
     mesh: Annotated[str | None, typer.Option("--mesh", help="Such as data=8,model=4: devices of all hosts.")] = None,
     options: dict[str, Any],
     batch_size: Annotated[int, typer.Option("--batch-size", help="Prompts a process answers together.")] = 8,
@@ -72,7 +73,7 @@ def batch(
                 import kvjax.batch
 
                 here = None if devices is None else local_mesh(devices)
-                lm = session.load(model, dtype, here, compile_cache=compile_cache)
+                lm = session.load(model, dtype, here, compile_cache=compile_cache, weights=weights)
                 report = kvjax.batch.run(lm, input, output, **options, **job)
         except KeyboardInterrupt:
             print(f"kvjax batch: what is answered is in {output}; the same command goes on from there", file=sys.stderr)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from kvjax.tables import Report
     from pallas_kernels.bench.kernel_report import Report as KernelReport
 
-PEERS = ("transformers",)
+PEERS = ("transformers", "floats")
 
 group = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False)
 app.add_typer(group, name="bench")
@@ -39,13 +39,16 @@ def bench(
     model: flag.Model = flag.DEFAULT_MODEL,
     config: flag.Config = None,
     dtype: flag.Dtype = None,
+    weights: flag.Weights = None,
     batch: Annotated[str, typer.Option("--batch", help="Comma-separated batch sizes.")] = "1,8",
     context: Annotated[str, typer.Option("--context", help="Comma-separated tokens in the cache.")] = "256,4096",
     policy: Annotated[list[str] | None, typer.Option("--policy", help="May be given several times.")] = None,
     prefill: Annotated[str, typer.Option("--prefill", help="Comma-separated prompt lengths to time.")] = "2000",
     rounds: Annotated[int, typer.Option("--rounds", help="Interleaved repetitions; the median is reported.")] = 5,
     steps: Annotated[int, typer.Option("--steps", help="Tokens decoded in a repetition.")] = 32,
-    peer: Annotated[list[str] | None, typer.Option("--peer", help="`transformers`: also time that (torch).")] = None,
+    peer: Annotated[
+        list[str] | None, typer.Option("--peer", help="Also time `transformers` (torch), or with --weights `floats`.")
+    ] = None,
     long_steps: Annotated[
         int, typer.Option("--long-steps", help="Also compare a step after 100 and after this many generated tokens.")
     ] = 0,
@@ -77,14 +80,16 @@ def bench(
     _check_json(json)
     facts = machine.describe()  # before anything loads the machine
     started = starting.measure_startup(model, policies[0]) if startup else None
-    lm = session.load(model, dtype, compile_cache=compile_cache)
+    lm = session.load(model, dtype, compile_cache=compile_cache, weights=weights)
     sizes = {"batch": batches, "context": contexts, "prefill": prefills}
     run.check_request(lm.config, rounds=rounds, steps=steps, long_steps=long_steps, **sizes)
-    bench = run.Bench(lm, parsed, rounds=rounds, steps=steps, peer=_peer(peers, lm), progress=_say)
+    bench = run.Bench(
+        lm, parsed, rounds=rounds, steps=steps, peer=_peer(peers, lm, steps, (rounds + 3) * steps), progress=_say
+    )
     result = bench_report.Measurements(
         machine=facts,
         model=lm.name,
-        dtype=str(bench.dtype),
+        dtype=lm.params.number_format,
         bandwidth_buffer_bytes=bench.meter.buffer_bytes,
         weight_bytes_per_step=run.weight_bytes_per_step(lm.params, lm.config),
         startup=started,
@@ -230,6 +235,8 @@ def _measure(
 
 
 def _check_peers(peers: Sequence[str]) -> None:
+    if len(set(peers)) > 1:
+        raise UsageError("A run has one --peer; give each a run of its own.")
     for peer in peers:
         if peer not in PEERS:
             near = difflib.get_close_matches(peer, PEERS, n=1)
@@ -237,10 +244,16 @@ def _check_peers(peers: Sequence[str]) -> None:
             raise UsageError(f"Unknown peer {quoted(peer)}; {hint}")
 
 
-def _peer(peers: Sequence[str], lm: LanguageModel) -> Any:
+def _peer(peers: Sequence[str], lm: LanguageModel, steps: int, room: int) -> Any:
     if not peers:
         return None
     dtype = str(lm.params.dtype)
+    if peers[0] == "floats":
+        if lm.config.weights is None:
+            raise UsageError("--peer floats is what quantised weights are compared with; add --weights int8.")
+        from kvjax.bench.floats_peer import FloatsPeer
+
+        return FloatsPeer(session.load(lm.name, dtype), steps, room)
     if dtype != "float32":
         raise UsageError(f"--peer transformers compares in float32; add --dtype float32 (the model is {dtype}).")
     from kvjax.bench.transformers_peer import TransformersPeer

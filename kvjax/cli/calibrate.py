@@ -29,6 +29,7 @@ def retrieval_heads(
     model: flag.Model = flag.DEFAULT_MODEL,
     config: flag.Config = None,
     dtype: flag.Dtype = None,
+    weights: flag.Weights = None,
     tokens: Annotated[
         int | None, typer.Option("--tokens", help="Random tokens K; by default 2,500 or what fits the context.")
     ] = None,
@@ -49,7 +50,7 @@ def retrieval_heads(
     _check(out)
     if picture:
         require_matplotlib()
-    lm = session.load(model, dtype)
+    lm = session.load(model, dtype, weights=weights)
     with _counting("layers") as shown:
         profile = score(lm, tokens=tokens, repeats=repeats, seed=seed, progress=shown.update)
     save_profile(profile, out)
@@ -61,7 +62,11 @@ def retrieval_heads(
 
 @group.command()
 def alibi_scopes(
-    out: Out, model: flag.Model = flag.DEFAULT_MODEL, config: flag.Config = None, dtype: flag.Dtype = None
+    out: Out,
+    model: flag.Model = flag.DEFAULT_MODEL,
+    config: flag.Config = None,
+    dtype: flag.Dtype = None,
+    weights: flag.Weights = None,
 ) -> None:
     """Bound how far every head sees, from the weights alone (ALiBi models; for razor)."""
     from kvjax.calibrate.alibi import alibi_scopes as bound
@@ -69,7 +74,7 @@ def alibi_scopes(
     from kvjax.policies.profile import BOUNDS, save_profile, scope_lengths
 
     _check(out)
-    lm = session.load(model, dtype)
+    lm = session.load(model, dtype, weights=weights)
     with _counting("layers") as shown:
         profile = bound(lm, progress=shown.update)
     save_profile(profile, out)
@@ -90,6 +95,7 @@ def watershed(
     model: flag.Model = flag.DEFAULT_MODEL,
     config: flag.Config = None,
     dtype: flag.Dtype = None,
+    weights: flag.Weights = None,
     most: Annotated[int, typer.Option("--most", help="Dialogues to read, from the file's beginning.")] = 40,
     least_rounds: Annotated[int, typer.Option("--least-rounds", help="Skip dialogues with fewer rounds.")] = 8,
     tokens: Annotated[
@@ -120,7 +126,7 @@ def watershed(
         check_writable("--picture", picture)
     if not is_file(dialogues):
         raise UsageError(f"--dialogues names a file that does not exist: {dialogues}.")
-    lm = session.load(model, dtype)
+    lm = session.load(model, dtype, weights=weights)
     long = long_dialogues(lm, dialogues, most=most, least_rounds=max(least_rounds, 2), tokens=tokens)
     pairs = [(dialogue.messages(), dialogue.questions[0].text) for dialogue in long]
     with _counting("dialogues") as shown:

@@ -32,6 +32,7 @@ def chat(
     model: flag.Model = flag.DEFAULT_MODEL,
     config: flag.Config = None,
     dtype: flag.Dtype = None,
+    weights: flag.Weights = None,
     save: Annotated[
         Path | None, typer.Option("--save", help="Write the conversation to this folder after every turn.")
     ] = None,
@@ -54,7 +55,7 @@ def chat(
 
     session.check_policy(keywords["policy"])
     saved_chat.check(save, load, keywords["system"])
-    lm = session.load(model, dtype, mesh, compile_cache=compile_cache)
+    lm = session.load(model, dtype, mesh, compile_cache=compile_cache, weights=weights)
     conversation = kvjax.Chat(lm, **keywords) if load is None else saved_chat.continued(lm, load, keywords)
     record = saved_chat.Record(save)
     if save is not None and load is not None and save.resolve() == load.resolve():

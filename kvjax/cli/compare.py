@@ -30,6 +30,7 @@ def compare(
     model: flag.Model = flag.DEFAULT_MODEL,
     config: flag.Config = None,
     dtype: flag.Dtype = None,
+    weights: flag.Weights = None,
     policies: Annotated[
         str, typer.Option("--policies", help="Such as snapkv,lagkv:lag=64,sink=4,h2o; `all` names every policy.")
     ] = "all",
@@ -66,10 +67,10 @@ def compare(
     settings = Settings(model, "", inputs.names(tasks), samples, turns, storage, seed)  # refuses what makes no sense
     new_figure(1, 1)  # refuses without matplotlib now, and not when all is measured
     check_folder("--out", out)
-    lm = session.load(model, dtype, compile_cache=compile_cache)
+    lm = session.load(model, dtype, compile_cache=compile_cache, weights=weights)
     from kvjax.eval.compare import Comparison
 
-    settings = dataclasses.replace(settings, model=lm.name, dtype=str(lm.params.dtype))
+    settings = dataclasses.replace(settings, model=lm.name, dtype=lm.params.number_format)
     files = _Files(out, settings, machine.describe())
     comparison = Comparison(lm, settings, rows=read_rows(out / RESULTS, settings), save=files.save, say=_say)
     if comparison.rows:

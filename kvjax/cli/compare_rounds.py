@@ -26,6 +26,7 @@ def compare_rounds(
     model: flag.Model = flag.DEFAULT_MODEL,
     config: flag.Config = None,
     dtype: flag.Dtype = None,
+    weights: flag.Weights = None,
     policies: Annotated[
         str, typer.Option("--policies", help="Such as round,round:top=0.3; `all` names every strategy.")
     ] = "all",
@@ -73,7 +74,7 @@ def compare_rounds(
     if not is_file(dialogues):
         raise UsageError(f"--dialogues names a file that does not exist: {dialogues}.")
     check_folder("--out", out)
-    lm = session.load(model, dtype, compile_cache=compile_cache)
+    lm = session.load(model, dtype, compile_cache=compile_cache, weights=weights)
     long = long_dialogues(lm, dialogues, most=most, least_rounds=2, tokens=tokens)
     if counts:
         cut = [
@@ -86,7 +87,7 @@ def compare_rounds(
         if not long:
             raise UsageError(f"No dialogue of {dialogues} has {min(counts)} rounds before its question that fit.")
     room = history_capacity(lm, tokens)
-    settings = Settings(lm.name, str(lm.params.dtype), dialogues.name, room, max_new_tokens, repeats)
+    settings = Settings(lm.name, lm.params.number_format, dialogues.name, room, max_new_tokens, repeats)
     described = machine.describe()
     comparison = RoundComparison(
         lm,

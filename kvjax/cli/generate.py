@@ -27,6 +27,7 @@ def generate(
     model: flag.Model = flag.DEFAULT_MODEL,
     config: flag.Config = None,
     dtype: flag.Dtype = None,
+    weights: flag.Weights = None,
     context: Annotated[
         str | None, typer.Option("--context", help="Text (or @FILE) compressed once, asked about by every prompt.")
     ] = None,
@@ -47,7 +48,7 @@ def generate(
     prompts = inputs.prompts(prompt)
     session.check_policy(keywords["policy"])
     saved_chat.check(None, cache, None)
-    lm = session.load(model, dtype, mesh, compile_cache=compile_cache)
+    lm = session.load(model, dtype, mesh, compile_cache=compile_cache, weights=weights)
     if cache is None:
         keywords |= {"policy": keywords["policy"] or "full", "storage": keywords["storage"] or "model"}
         named = keywords["policy"]

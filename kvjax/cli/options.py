@@ -24,6 +24,9 @@ Model = Annotated[
 Dtype = Annotated[
     str | None, typer.Option("--dtype", help="float32, bfloat16 or float16; the device decides when not given.")
 ]
+Weights = Annotated[
+    str | None, typer.Option("--weights", help="int8: matrices as integers; floats of --dtype when not given.")
+]
 Mesh = Annotated[
     str | None, typer.Option("--mesh", help="Devices to spread over, such as data=4,model=2; one when not given.")
 ]

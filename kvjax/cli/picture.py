@@ -37,6 +37,7 @@ def picture(
     model: flag.Model = flag.DEFAULT_MODEL,
     config: flag.Config = None,
     dtype: flag.Dtype = None,
+    weights: flag.Weights = None,
     length: Annotated[int, typer.Option("--length", help="Tokens of each prompt, question and answer too.")] = 700,
     samples: Annotated[int, typer.Option("--samples", help="Prompts of each task.")] = 12,
     ratio: Annotated[float, typer.Option("--ratio", help="For retained-positions: the fraction kept.")] = 0.25,
@@ -90,7 +91,7 @@ def picture(
         whole_number("tokens", tokens, 1)
     whole_number("least-rounds", least_rounds, 3)
     new_figure(1, 1)  # refuses without matplotlib now, and not when all is measured
-    lm = session.load(model, dtype, compile_cache=compile_cache)
+    lm = session.load(model, dtype, compile_cache=compile_cache, weights=weights)
     if name == POSITIONS:
         _save(out, _positions(lm, policies, text, length))
         return 0
@@ -119,7 +120,7 @@ def _study(name: str, lm: LanguageModel, settings, length: int, out: Path) -> in
     from kvjax.eval.studies import STUDIES, study_figure
     from kvjax.files import write_atomically
 
-    settings = dataclasses.replace(settings, model=lm.name, dtype=str(lm.params.dtype))
+    settings = dataclasses.replace(settings, model=lm.name, dtype=lm.params.number_format)
     numbers, facts = out.with_suffix(".json"), machine.describe()
 
     def save(rows) -> None:

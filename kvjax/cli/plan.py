@@ -23,6 +23,7 @@ def plan(
     model: flag.Model = flag.DEFAULT_MODEL,
     config: flag.Config = None,
     dtype: flag.Dtype = None,
+    weights: flag.Weights = None,
     batch: Annotated[int, typer.Option("--batch", help="Prompts answered together.")] = 1,
     options: dict[str, Any],
     mesh: flag.Mesh = None,
@@ -43,7 +44,7 @@ def plan(
     from kvjax.checkpoints.load import weights_dtype
 
     asked: dict[str, Any] = dict(
-        prompt_tokens=prompt_tokens, context_tokens=context_tokens, batch=batch, mesh=mesh, **options
+        prompt_tokens=prompt_tokens, context_tokens=context_tokens, batch=batch, weights=weights, mesh=mesh, **options
     )
     if fit:
         _fit(kvjax.load_config(model), device, dtype, asked, json)

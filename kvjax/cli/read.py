@@ -28,6 +28,7 @@ def read(
     model: flag.Model = flag.DEFAULT_MODEL,
     config: flag.Config = None,
     dtype: flag.Dtype = None,
+    weights: flag.Weights = None,
     messages: Annotated[
         bool, typer.Option("--messages", help="The text is JSON: a list of messages with role and content.")
     ] = False,
@@ -48,7 +49,7 @@ def read(
 
     kvjax.policies.parse(options["policy"])
     _check_folder(out)
-    lm = session.load(model, dtype, mesh, compile_cache=compile_cache)
+    lm = session.load(model, dtype, mesh, compile_cache=compile_cache, weights=weights)
     cache = kvjax.read(lm, prompt, **options)
     kvjax.save_cache(out, cache, lm)
     _say(out, cache, options["policy"], json)

@@ -11,9 +11,17 @@ if TYPE_CHECKING:
     from kvjax.sharding.mesh import Mesh
 
 
-def load(model: str, dtype: str | None, mesh: Mesh | str | None = None, *, compile_cache: bool = True) -> LanguageModel:
+def load(
+    model: str,
+    dtype: str | None,
+    mesh: Mesh | str | None = None,
+    *,
+    weights: str | None = None,
+    compile_cache: bool = True,
+) -> LanguageModel:
     """The model by name, path or hub id; the command shows what goes on."""
-    given: dict[str, Any] = {name: value for name, value in (("dtype", dtype), ("mesh", mesh)) if value is not None}
+    asked = {"dtype": dtype, "weights": weights, "mesh": mesh}
+    given: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
     with stage("load", model, unit="bytes"):  # JAX's import among it
         import kvjax
 

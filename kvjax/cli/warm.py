@@ -21,6 +21,7 @@ def warm(
     model: flag.Model = flag.DEFAULT_MODEL,
     config: flag.Config = None,
     dtype: flag.Dtype = None,
+    weights: flag.Weights = None,
     policy: Annotated[list[str] | None, typer.Option("--policy", help="May be given several times.")] = None,
     lengths: Annotated[str, typer.Option("--lengths", help="Comma-separated tokens of prompts.")] = "256,2048",
     batch: Annotated[str, typer.Option("--batch", help="Comma-separated prompts answered together.")] = "1",
@@ -38,7 +39,7 @@ def warm(
     policies = tuple(policy or ("full",))
     for each in policies:
         session.check_policy(each)
-    lm = session.load(model, dtype, mesh)
+    lm = session.load(model, dtype, mesh, weights=weights)
     from kvjax.warming import warm as compile_ahead
 
     found = compile_ahead(lm, lengths=sizes[0], batch=sizes[1], policy=policies, chat=conversation, **options)

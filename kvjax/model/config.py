@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args
 from kvjax.checks import number, whole_number
 from kvjax.errors import UsageError, quoted
 from kvjax.model.experts import Experts
+from kvjax.model.quantised import Weights, check_weights
 
 #: Channels, layers, heads and tokens of a model at most.
 MOST_SIZE = 2**40
@@ -110,6 +111,7 @@ class ModelConfig:
       attention_soft_cap: bounds the scores in the softmax by cap tanh(score / cap); None does not.
       embedding_scale, residual_scale, logit_scale: factors of embeddings, of what attention and the MLP add, of logits.
       logit_soft_cap: bounds logits by cap tanh(logits / cap); None does not.
+      weights: how matrices are stored: "int8" (``kvjax.model.quantised``), or None for floats.
     """
 
     family: str
@@ -150,6 +152,7 @@ class ModelConfig:
     residual_scale: float = added(1.0)
     logit_scale: float = added(1.0)
     logit_soft_cap: float | None = added(None)
+    weights: Weights | None = dataclasses.field(default=None, metadata=_ADDED)
 
     def __post_init__(self) -> None:
         sizes = "vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads"
@@ -178,6 +181,7 @@ class ModelConfig:
 
     def _check_features(self) -> None:
         """Refuse factors that are none, and features that do not go together."""
+        check_weights(self.weights)
         factors = "attention_multiplier", "embedding_scale", "residual_scale", "logit_scale"
         for name in (*factors, "attention_soft_cap", "logit_soft_cap"):
             if getattr(self, name) is not None:

@@ -22,6 +22,7 @@ from kvjax.model.exchange import ONE_DEVICE, Exchange
 from kvjax.model.experts import ExpertMLP
 from kvjax.model.matmul import matmul, matmul_nt
 from kvjax.model.params import gate_columns, new_param
+from kvjax.model.quantised import QuantisedArray
 
 
 class RMSNorm(nnx.Module):
@@ -70,8 +71,8 @@ _GATES = {"gated_silu": jax.nn.silu, "gated_gelu": functools.partial(jax.nn.gelu
 class DecoderLayer(nnx.Module):
     """One layer: grouped-query attention projections and an MLP, with the features that the configuration names.
 
-    Parameters, matrices [in, out] (gate_up and up are stored [out, in]) whose logical axes are (M hidden, H KV heads, G
-    group size, D head_dim, F intermediate):
+    Parameters, matrices [in, out] (gate_up, up, and all that are quantised, are stored [out, in]) whose logical axes
+    are (M hidden, H KV heads, G group size, D head_dim, F intermediate):
       qkv [M | H, G + 2, D]: the G queries of KV head h, then its key, then its value.
       out [H, G, D | M]; gate_up [M | F / C, 2, C]: C columns of the gate, then as many of what it gates, so that a
       shard of the columns holds both halves; or up [M | F] without a gate; down [F | M].
@@ -96,8 +97,17 @@ class DecoderLayer(nnx.Module):
                 self.post_attention_norm = _norm(config, dtype)
         if config.norm_order != "pre":
             self.attention_output_norm, self.mlp_output_norm = (_norm(config, dtype) for _ in range(2))
-        self.qkv = new_param(rngs, (hidden, heads, group + 2, dim), (None, "kv_heads", None, None), dtype)
-        self.out = new_param(rngs, (heads, group, dim, hidden), ("kv_heads", None, None, None), dtype, 3)
+        self.qkv = new_param(
+            rngs,
+            (hidden, heads, group + 2, dim),
+            (None, "kv_heads", None, None),
+            dtype,
+            fine=True,
+            weights=config.weights,
+        )
+        self.out = new_param(
+            rngs, (heads, group, dim, hidden), ("kv_heads", None, None, None), dtype, 3, weights=config.weights
+        )
         if config.experts is not None:
             self.experts = ExpertMLP(config, config.experts, rngs=rngs, dtype=dtype)
         if config.dense_mlp:
@@ -117,10 +127,10 @@ class DecoderLayer(nnx.Module):
         if config.gated:
             half = gate_columns(inner)
             shape, axes = (hidden, inner // half, 2, half), (None, "mlp", None, None)
-            self.gate_up = new_param(rngs, shape, axes, dtype, transposed=True)
+            self.gate_up = new_param(rngs, shape, axes, dtype, transposed=True, weights=config.weights)
         else:
-            self.up = new_param(rngs, (hidden, inner), (None, "mlp"), dtype, transposed=True)
-        self.down = new_param(rngs, (inner, hidden), ("mlp", None), dtype)
+            self.up = new_param(rngs, (hidden, inner), (None, "mlp"), dtype, transposed=True, weights=config.weights)
+        self.down = new_param(rngs, (inner, hidden), ("mlp", None), dtype, weights=config.weights)
         if config.mlp_bias:
             if config.gated:
                 self.gate_up_bias = new_param(rngs, shape[1:], axes[1:], dtype, 0)
@@ -206,15 +216,18 @@ class Decoder(nnx.Module):
     exchange: Exchange = ONE_DEVICE
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs | None, dtype: DTypeLike = jnp.float32):
+        shape = config.vocab_size, config.hidden_size
         if not config.tie_embeddings:
-            self.embedding = new_param(rngs, (config.vocab_size, config.hidden_size), ("vocab", None), dtype)
+            self.embedding = new_param(rngs, shape, ("vocab", None), dtype, looked_up=True, weights=config.weights)
         if config.embedding_norm:
             self.embedding_norm = _norm(config, dtype)
         self.layers = nnx.List(
             [DecoderLayer(config.layer(i), rngs=rngs, dtype=dtype) for i in range(config.num_layers)]
         )
         self.norm = _norm(config, dtype)
-        self.head = new_param(rngs, (config.hidden_size, config.vocab_size), (None, "vocab"), dtype, transposed=True)
+        self.head = new_param(
+            rngs, shape[::-1], (None, "vocab"), dtype, transposed=True, fine=True, weights=config.weights
+        )
         if config.head_bias:
             self.head_bias = new_param(rngs, (config.vocab_size,), ("vocab",), dtype, 0)
         self.config = config
@@ -227,14 +240,19 @@ class Decoder(nnx.Module):
         return self.embedding_norm(x) if self.config.embedding_norm else x
 
     @property
-    def table(self) -> Float[Array, "V M"]:
+    def table(self) -> Float[Array, "V M"] | QuantisedArray:
         """The embedding: where it is tied, the head as it is stored."""
         return self.head[...] if self.config.tie_embeddings else self.embedding[...]
 
     @property
     def dtype(self) -> jnp.dtype:
-        """Dtype of the parameters, and of the cache."""
+        """Dtype of the parameters that are floats, of activations, and of the cache."""
         return jnp.dtype(self.head[...].dtype)
+
+    @property
+    def number_format(self) -> str:
+        """The dtype, and how weights are stored where that is another, for reports: "float32, int8 weights"."""
+        return str(self.dtype) if self.config.weights is None else f"{self.dtype}, {self.config.weights} weights"
 
     def logits(self, x: Float[Array, "*S M"]) -> Float[Array, "*S V"]:
         """Float32 scores of every token, from the last layer's output."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from jaxtyping import Array, Float, Int
 
+from kvjax.model.quantised import QuantisedArray, rows_of
+
 
 class Exchange:
     """Hooks of a decoder and of its layers, here those of a model on one device.
@@ -36,9 +38,9 @@ class Exchange:
         """The MLP's result, from what this device's channels of it give."""
         return y
 
-    def embed(self, table: Float[Array, "V M"], tokens: Int[Array, "*S"]) -> Float[Array, "*S M"]:
+    def embed(self, table: Float[Array, "V M"] | QuantisedArray, tokens: Int[Array, "*S"]) -> Float[Array, "*S M"]:
         """Each token's row of the embedding, of which this device holds the rows of ``table``."""
-        return table[tokens]
+        return rows_of(table, tokens)
 
     def logits(self, logits: Float[Array, "*S N"]) -> Float[Array, "*S V"]:
         """All the vocabulary's logits, from those of this device's columns of the head."""

@@ -18,7 +18,9 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.checks import whole_number
 from kvjax.errors import UsageError
+from kvjax.model.matmul import matmul, ragged_matmul
 from kvjax.model.params import gate_columns, new_param
+from kvjax.model.quantised import QuantisedArray
 
 if TYPE_CHECKING:
     from kvjax.model.config import ModelConfig
@@ -66,9 +68,9 @@ class ExpertMLP(nnx.Module):
         half, hidden = gate_columns(experts.inner), config.hidden_size
         self.router = new_param(rngs, (hidden, experts.count), (None, None), dtype, transposed=True)
         shape, axes = (experts.count, hidden, experts.inner // half, 2, half), (None, None, "mlp", None, None)
-        self.gate_up = new_param(rngs, shape, axes, dtype, stacked=1)
+        self.gate_up = new_param(rngs, shape, axes, dtype, stacked=1, weights=config.weights)
         shape = (experts.count, experts.inner, hidden)
-        self.down = new_param(rngs, shape, (None, "mlp", None), dtype, stacked=1)
+        self.down = new_param(rngs, shape, (None, "mlp", None), dtype, stacked=1, weights=config.weights)
         if experts.shared_inner:
             self.shared_gate = new_param(rngs, (hidden, 1), (None, None), dtype, transposed=True)
         self.experts, self.half = experts, half
@@ -101,8 +103,8 @@ class ExpertMLP(nnx.Module):
         flat = chosen.reshape(-1)
         order = jnp.argsort(flat, stable=True)
         runs = (flat[:, None] == jnp.arange(self.experts.count)).sum(axis=0, dtype=jnp.int32)
-        inner = jax.lax.ragged_dot(tokens[order // chosen.shape[1]], self.gate_up[...], runs)
-        found = jax.lax.ragged_dot(self._activated(inner), self.down[...], runs)
+        inner = ragged_matmul(tokens[order // chosen.shape[1]], self.gate_up[...], runs)
+        found = ragged_matmul(self._activated(inner), self.down[...], runs)
         return found[jnp.argsort(order, stable=True)]
 
     def _one_by_one(self, tokens: Float[Array, "T M"], chosen: Int[Array, "T K"]) -> Float[Array, "N M"]:
@@ -111,10 +113,15 @@ class ExpertMLP(nnx.Module):
 
         def body(i: Int[Array, ""], found: Float[Array, "N M"]) -> Float[Array, "N M"]:
             gate_up, down = (
-                jax.lax.dynamic_index_in_dim(weight[...], flat[i], keepdims=False)
+                jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, flat[i], keepdims=False), weight[...])
                 for weight in (self.gate_up, self.down)
             )
             token = jax.lax.dynamic_index_in_dim(tokens, i // active)
-            return jax.lax.dynamic_update_slice_in_dim(found, self._activated(token @ gate_up) @ down, i, axis=0)
+            one = _product(self._activated(_product(token, gate_up)), down)
+            return jax.lax.dynamic_update_slice_in_dim(found, one, i, axis=0)
 
         return jax.lax.fori_loop(0, flat.size, body, jnp.zeros((flat.size, tokens.shape[1]), tokens.dtype))
+
+
+def _product(x: Float[Array, "S K"], weight: Float[Array, "K N"] | QuantisedArray) -> Float[Array, "S N"]:
+    return matmul(x, weight) if isinstance(weight, QuantisedArray) else x @ weight

@@ -9,7 +9,8 @@ cores that read 80 GB/s (float32, weights of a 135M model, all of a step in a ch
   axes to Eigen (36); a vocabulary gains nothing from it, and 32 rows take 60 % longer. With ``[N, K]`` a plain product
   reads 24 GB/s, a batch of two halves of N with the rows as columns 35.
 
-So wide weights, most of what a step reads, are stored as ``[N, K]``.
+So wide weights, most of what a step reads, are stored as ``[N, K]``. Quantised ones always are, and have products of
+their own (``quantised_matmul.py``).
 """
 
 from __future__ import annotations
@@ -17,14 +18,19 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
+
+from kvjax.model.quantised import QuantisedArray
+from kvjax.model.quantised_matmul import quantised_matmul, quantised_ragged_matmul
 
 #: Columns of a weight, of its rows, beyond which it is a vocabulary's.
 _WIDE = 16
 
 
-def matmul(x: Float[Array, "*S K"], weight: Float[Array, "K N"]) -> Float[Array, "*S N"]:
+def matmul(x: Float[Array, "*S K"], weight: Float[Array, "K N"] | QuantisedArray) -> Float[Array, "*S N"]:
     """``x @ weight``."""
+    if isinstance(weight, QuantisedArray):
+        return quantised_matmul(x, weight)
     rows, (inner, columns) = x.reshape(-1, x.shape[-1]), weight.shape
     if rows.shape[0] == 1 and columns <= _WIDE * inner and x.dtype == jnp.float32:
         found = jax.lax.platform_dependent(rows, weight, cpu=_one_row, default=jnp.matmul)
@@ -37,9 +43,11 @@ def matmul(x: Float[Array, "*S K"], weight: Float[Array, "K N"]) -> Float[Array,
 
 
 def matmul_nt(
-    x: Float[Array, "*S K"], weight: Float[Array, "N K"], dtype: DTypeLike | None = None
+    x: Float[Array, "*S K"], weight: Float[Array, "N K"] | QuantisedArray, dtype: DTypeLike | None = None
 ) -> Float[Array, "*S N"]:
     """``x @ weight.T``, in ``x``'s dtype or another."""
+    if isinstance(weight, QuantisedArray):
+        return quantised_matmul(x, weight, dtype)
     rows, (columns, inner) = x.reshape(-1, x.shape[-1]), weight.shape
     few = 1 <= rows.shape[0] <= 32 and x.dtype == weight.dtype == jnp.float32
     if not few or (rows.shape[0] == 1 and columns > _WIDE * inner):
@@ -47,6 +55,15 @@ def matmul_nt(
     form = _one_row_nt if rows.shape[0] == 1 else _few_rows_nt
     found = jax.lax.platform_dependent(rows, weight, cpu=form, default=_plain_nt)
     return found.reshape(*x.shape[:-1], -1).astype(dtype or x.dtype)
+
+
+def ragged_matmul(
+    x: Float[Array, "T K"], weights: Float[Array, "E K N"] | QuantisedArray, runs: Int[Array, " E"]
+) -> Float[Array, "T N"]:
+    """Products of consecutive runs of tokens, one a matrix; ``runs`` are their lengths."""
+    if isinstance(weights, QuantisedArray):
+        return quantised_ragged_matmul(x, weights, runs)
+    return jax.lax.ragged_dot(x, weights, runs)
 
 
 def _parts(size: int, *counts: int) -> int:

@@ -10,6 +10,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
+from kvjax.model.quantised import Weights, dequantised, quantised
+
 
 def new_param(
     rngs: nnx.Rngs | None,
@@ -19,6 +21,9 @@ def new_param(
     inputs: int = 1,
     transposed: bool = False,
     stacked: int = 0,
+    weights: Weights | None = None,
+    looked_up: bool = False,
+    fine: bool = False,
 ) -> nnx.Param:
     """A weight with its logical shape and axes; random values serve tests, and zeros those who ask for shapes alone.
 
@@ -27,21 +32,29 @@ def new_param(
     heads and halves would each be padded to a tile of a TPU's memory, four times the bytes where the last axis but one
     is 2, and a product would copy the weight into another layout at every step. The first ``stacked`` axes stay apart:
     it is as many matrices.
+
+    With ``weights`` it is a :class:`QuantisedArray`, and its matrices are transposed, but for one that is
+    ``looked_up``: an embedding, whose rows are scaled. ``fine`` is as there.
     """
+    transposed = transposed if weights is None else not looked_up
     fan_in = shape[stacked] if len(shape) > 1 else 1
     if rngs is None:
         values = jnp.zeros(shape, dtype)
     else:
         values = (jax.random.normal(rngs.params(), shape, jnp.float32) * fan_in**-0.5).astype(dtype)
     matrix = (math.prod(shape[stacked : stacked + inputs]), -1) if inputs else (-1,)
-    values = values.reshape(*shape[:stacked], *matrix)
+    values: Any = values.reshape(*shape[:stacked], *matrix)
+    if transposed:
+        values = values.swapaxes(-1, -2)
+    if weights is not None:
+        values = quantised(values, dtype, fine)
     kind: dict[str, Any] = {"logical": shape, "inputs": inputs, "transposed": transposed, "stacked": stacked}
-    return nnx.Param(values.T if transposed else values, axes=axes, **kind)
+    return nnx.Param(values, axes=axes, **kind)
 
 
 def logical(param: nnx.Variable) -> jax.Array:
-    """A weight with its logical axes, see :class:`DecoderLayer`."""
-    return logical_view(param, param.get_value())
+    """A weight's numbers with its logical axes, see :class:`DecoderLayer`."""
+    return logical_view(param, dequantised(param.get_value()))
 
 
 def logical_view(param: nnx.Variable, stored: Any) -> Any:
@@ -49,8 +62,11 @@ def logical_view(param: nnx.Variable, stored: Any) -> Any:
     shape, inputs = param.get_metadata("logical", stored.shape), param.get_metadata("inputs", 1)
     if not param.get_metadata("transposed", False):
         return stored.reshape(shape)
-    outputs = len(shape) - inputs
-    return stored.reshape(shape[inputs:] + shape[:inputs]).transpose(*range(outputs, len(shape)), *range(outputs))
+    stacked = param.get_metadata("stacked", 0)
+    stack, own = shape[:stacked], shape[stacked:]
+    order = range(stacked, len(shape))
+    axes = (*range(stacked), *order[len(own) - inputs :], *order[: len(own) - inputs])
+    return stored.reshape(stack + own[inputs:] + own[:inputs]).transpose(axes)
 
 
 def gate_columns(inner: int) -> int:

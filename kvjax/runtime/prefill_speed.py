@@ -76,4 +76,5 @@ def _kept() -> dict[str, tuple[float, float]]:
 
 def _key(config: ModelConfig) -> str:
     sizes = config.num_layers, config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim
-    return f"{config.family} {'x'.join(map(str, sizes))} on {jax.device_count()} {jax.devices()[0].device_kind}"
+    kind = "" if config.weights is None else f" {config.weights}"
+    return f"{config.family} {'x'.join(map(str, sizes))}{kind} on {jax.device_count()} {jax.devices()[0].device_kind}"

@@ -9,10 +9,10 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from typing import Any
+from typing import Any, get_args
 
 from kvjax.checkpoints.digest import weights_digest
-from kvjax.checkpoints.load import LanguageModel
+from kvjax.checkpoints.load import LanguageModel, Weights
 from kvjax.errors import UsageError, quoted
 from kvjax.policies import RazorAttention, registry
 from kvjax.policies.base import Policy
@@ -31,8 +31,11 @@ _SAVED_NAMES: dict[tuple[Any, str], str] = {(SplitCache, "upper_capacity"): "upp
 
 def model_identity(lm: LanguageModel) -> dict[str, str]:
     """The model by its name, its configuration's digest and its weights'."""
-    config = json.dumps(lm.config.identity(), sort_keys=True, default=str)
-    return {"name": lm.name, "config": _digest(config.encode()), "weights": weights_digest(lm.params)}
+    return {"name": lm.name, "config": _config_digest(lm.config), "weights": weights_digest(lm.params)}
+
+
+def _config_digest(config: Any) -> str:
+    return _digest(json.dumps(config.identity(), sort_keys=True, default=str).encode())
 
 
 def _digest(data: bytes) -> str:
@@ -42,6 +45,13 @@ def _digest(data: bytes) -> str:
 def same_model(saved: dict[str, str], lm: LanguageModel) -> None:
     """Refuse a cache of another model (UsageError)."""
     mine = model_identity(lm)
+    for kind in (None, *get_args(Weights)):
+        other = dataclasses.replace(lm.config, weights=kind)
+        if kind != lm.config.weights and saved["config"] == _config_digest(other):
+            raise UsageError(
+                f"It was saved with the model {quoted(saved['name'])} loaded with weights={kind!r}, and "
+                f"{quoted(lm.name)} has weights={lm.config.weights!r}; load it as then."
+            )
     if saved["config"] != mine["config"]:
         raise UsageError(
             f"It was saved with the model {quoted(saved['name'])}, and {quoted(lm.name)} has another shape."

@@ -98,7 +98,9 @@ def load_cache(
         description = folder.metadata().custom_metadata
         empty, counts = _empty(where, description, lm)
         shapes = jax.eval_shape(lambda cache: canonical(cache, counts), empty)
-        device = jax.sharding.SingleDeviceSharding(min(lm.params.head[...].devices(), key=lambda each: each.id))
+        device = jax.sharding.SingleDeviceSharding(
+            min(jax.tree.leaves(lm.params)[0].devices(), key=lambda each: each.id)
+        )
         rounds = description.get("rounds")
         if rounds is None:
             wanted = with_sharding(shapes, device)

@@ -20,6 +20,7 @@ from kvjax.cache.buckets import block_of
 from kvjax.model.config import ModelConfig
 from kvjax.model.decoder import Decoder, with_exchange
 from kvjax.model.exchange import Exchange
+from kvjax.model.quantised import QuantisedArray, rows_of
 from kvjax.sharding.partition import Group, Partition
 from kvjax.sharding.placement import Splits, splits
 
@@ -99,7 +100,7 @@ class MeshExchange(Exchange):
         """See :meth:`Exchange.mlp`: a sum over the devices."""
         return _sum(y, self.split.order) if self.split.mlp else y
 
-    def embed(self, table: Float[Array, "N M"], tokens: Int[Array, "*S"]) -> Float[Array, "*S M"]:
+    def embed(self, table: Float[Array, "N M"] | QuantisedArray, tokens: Int[Array, "*S"]) -> Float[Array, "*S M"]:
         """See :meth:`Exchange.embed`: a token's row is on one device, which the others add zeros to.
 
         A prompt goes block by block: a sum over devices has another buffer as its result, as large as all hidden
@@ -107,11 +108,11 @@ class MeshExchange(Exchange):
         """
         order, count = self.split.order, table.shape[0]
         if not (self.split.vocab and order):
-            return table[tokens]
+            return rows_of(table, tokens)
 
         def looked_up(tokens: Int[Array, "*S"]) -> Float[Array, "*S M"]:
             own = tokens - jax.lax.axis_index(order) * count
-            x = table[jnp.clip(own, 0, count - 1)]
+            x = rows_of(table, jnp.clip(own, 0, count - 1))
             return jax.lax.psum(jnp.where(((own >= 0) & (own < count))[..., None], x, jnp.zeros((), x.dtype)), order)
 
         if tokens.ndim == 1:

@@ -19,6 +19,7 @@ from kvjax.errors import UsageError
 from kvjax.model.config import ModelConfig
 from kvjax.model.decoder import Decoder
 from kvjax.model.params import gate_columns
+from kvjax.model.quantised import QuantisedArray
 from kvjax.model.tiling import tiled
 from kvjax.sharding.mesh import RULES, Mesh
 from kvjax.sharding.partition import head_sharding
@@ -91,10 +92,18 @@ def weight_spec(param: nnx.Variable, split: Splits) -> PartitionSpec:
     return PartitionSpec(*(split.axes(names[i]) for i in (*range(stacked), *leading)))
 
 
+def scale_spec(spec: PartitionSpec) -> PartitionSpec:
+    """The spec of a quantised matrix's scales, of its outputs, from that of its values, [..., outputs, inputs]."""
+    return PartitionSpec(*spec[:-1])
+
+
 def weight_specs(params: Decoder, mesh: Mesh) -> list[PartitionSpec]:
-    """The spec of every weight, in the order of the tree's leaves."""
-    split = splits(mesh, params.config)
-    return [weight_spec(param, split) for param in _variables(params)]
+    """The spec of every leaf of the tree, in its order: of a quantised weight its values' and its scales'."""
+    split, specs = splits(mesh, params.config), []
+    for param in _variables(params):
+        spec = weight_spec(param, split)
+        specs += [spec, scale_spec(spec)] if isinstance(param.get_value(), QuantisedArray) else [spec]
+    return specs
 
 
 def device_weights_bytes(params: Decoder, mesh: Mesh) -> int:

@@ -10,6 +10,7 @@ import pytest
 import toys
 
 from kvjax.bench import bench_report, machine, run
+from kvjax.bench.floats_peer import FloatsPeer
 from kvjax.policies import parse
 from kvjax.runtime.synthetic import filled_cache
 
@@ -116,3 +117,17 @@ def test_report_as_json_and_markdown(bench, tmp_path):
     assert "GB/s" in text
     table, *_ = bench_report.tables(result)
     assert table.title == "Prefill and decode" and all(len(row) == len(table.header) for row in table.cells)
+
+
+def test_quantised_weights_are_timed_in_turn_with_floats():
+    lm, floats = (toys.tiny_model(weights=weights) for weights in ("int8", None))
+    meter = machine.BandwidthMeter(buffer_bytes=SMALL)
+    peer = FloatsPeer(floats, steps=2, room=64)
+    made = run.Bench(lm, {"full": parse("full")}, rounds=2, steps=2, peer=peer, meter=meter)
+    int8, other = made.decode(batch=2, context=32)
+    assert other.candidate == "floats" and other.speedup_over_peer is None
+    assert int8.speedup_over_peer == pytest.approx(run.median_ratio(other.rounds, int8.rounds))
+    assert other.cache_bytes == filled_cache(floats.config, parse("full"), 2, 32, jnp.float32, new_capacity=64).nbytes
+    assert int8.step_bytes < run.weight_bytes_per_step(floats.params, floats.config)
+    read, slower = made.prefill(32)
+    assert read.speedup_over_peer == pytest.approx(run.median_ratio(slower.rounds, read.rounds))

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from safetensors.numpy import load_file, save_file
 from support import gguf_files, quick
 
@@ -18,6 +19,7 @@ from kvjax.checkpoints import fill
 from kvjax.checkpoints.load import load, weights_dtype
 from kvjax.errors import UsageError, WeightsError
 from kvjax.model.params import logical
+from kvjax.model.quantised import QuantisedArray, rounded
 
 _CASES = ("llama_gqa", "llama_tied", "llama_all_bias_tied", "llama_head_dim", "mistral_gqa", "qwen2_gqa")
 
@@ -273,6 +275,7 @@ _MESH = """
 import sys, jax, numpy as np
 import kvjax
 from kvjax.model.params import logical
+from kvjax.model.quantised import QuantisedArray, rounded
 from kvjax.checkpoints import fill
 from kvjax.checkpoints.load import load, weights_dtype
 plain = load(sys.argv[1], dtype="float32").params
@@ -319,6 +322,64 @@ def test_a_mesh_splits_heads_and_channels(folder):
     _python(_MESH, str(folder), **quick.on_devices(2))
 
 
+_QUANTISED_MESH = """
+import sys, jax, numpy as np
+import kvjax
+plain, spread = (kvjax.load(sys.argv[1], dtype="float32", weights="int8", mesh=mesh) for mesh in (None, "model=2"))
+for one, other in zip(jax.tree.leaves(plain.params), jax.tree.leaves(spread.params), strict=True):
+    np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
+layer = spread.params.layers[0]
+for name, values, scale in (("qkv", 0, True), ("gate_up", 0, True), ("out", 1, False), ("down", 1, False)):
+    weight = getattr(layer, name)[...]
+    halves = [n // 2 if axis == values else n for axis, n in enumerate(weight.shape)]
+    assert list(weight.values.addressable_shards[0].data.shape) == halves, name
+    assert weight.scale.sharding.is_fully_replicated != scale, name
+moved = plain.on("model=2")
+for one, other in zip(jax.tree.leaves(moved.params), jax.tree.leaves(spread.params), strict=True):
+    assert one.sharding.is_equivalent_to(other.sharding, one.ndim)
+whole, half = (kvjax.plan(lm, prompt_tokens=8).weights_bytes for lm in (plain, spread))
+held = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(spread.params))
+assert half == held and whole == sum(x.nbytes for x in jax.tree.leaves(plain.params))
+"""
+
+
+def test_a_mesh_holds_the_quantised_numbers_that_one_device_does(folder):
+    _python(_QUANTISED_MESH, str(folder), **quick.on_devices(2))
+
+
+@pytest.mark.parametrize("name", ["llama_gqa", "llama_all_bias_tied", "qwen2_gqa"])
+@pytest.mark.parametrize("source", ["safetensors", "gguf"])
+def test_quantised_weights_are_the_rounded_floats(tmp_path, name, source):
+    """Numbers rounded as they are read, in blocks of a row, are those of the whole matrix."""
+    case = gguf_files.case(name)
+    path = (gguf_files.write_folder if source == "safetensors" else gguf_files.write_case)(case, tmp_path / "m.gguf")
+    plain = load(path, dtype="float32").params
+    int8 = load(path, dtype="float32", weights="int8")
+    assert int8.config.weights == "int8"
+    of_floats = nnx.to_flat_state(nnx.state(plain))
+    for (path_, one), (_, other) in zip(of_floats, nnx.to_flat_state(nnx.state(int8.params)), strict=True):
+        floats, found = one.get_value(), other.get_value()
+        if not isinstance(found, QuantisedArray):
+            assert floats.ndim == 1, path_
+            np.testing.assert_array_equal(floats, found)
+            continue
+        rows = np.asarray(floats)
+        if other.get_metadata("transposed") != one.get_metadata("transposed"):
+            rows = np.ascontiguousarray(rows.T)
+        values, scale = rounded(rows)
+        np.testing.assert_array_equal(found.values, values)
+        np.testing.assert_array_equal(found.scale, scale[:, 0])
+
+
+def test_numbers_that_are_not_finite_are_not_rounded(folder):
+    def edit(tensors):
+        tensors["model.layers.1.mlp.up_proj.weight"][3, 2] = np.nan
+
+    change(folder, edit)
+    with pytest.raises(WeightsError, match=r"holds 'model.layers.1.mlp.up_proj.weight' with numbers that are not fin"):
+        load(folder, weights="int8")
+
+
 _MEMORY = """
 import resource, sys, jax
 import flax.nnx, gguf, tokenizers, transformers
@@ -327,7 +388,7 @@ from kvjax.checkpoints.load import load, weights_dtype
 def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 jax.block_until_ready(jax.numpy.zeros(1))
 before = peak()
-params = load(sys.argv[1], dtype=sys.argv[2], progress=False).params
+params = load(sys.argv[1], dtype=sys.argv[2], weights=dict(enumerate(sys.argv)).get(3), progress=False).params
 jax.block_until_ready(params)
 print((peak() - before) / sum(x.nbytes for x in jax.tree.leaves(params)))
 """
@@ -343,6 +404,15 @@ def test_loading_takes_no_second_copy(tmp_path, source, dtype):
     write = gguf_files.write_folder if source == "safetensors" else gguf_files.write_case
     path = write(case, tmp_path / "large.gguf")
     assert float(_python(_MEMORY, str(path), dtype)) <= 1.3
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="the peak of a process is read with the resource module")
+def test_quantised_weights_take_no_float_copy(tmp_path):
+    # 50 MB as int8, and 38 a single one of the largest matrices as floats.
+    changes = dict(hidden_size=1536, intermediate_size=3072, num_hidden_layers=3, num_attention_heads=24)
+    case = gguf_files.case("llama_tied", **changes, num_key_value_heads=8)
+    path = gguf_files.write_folder(case, tmp_path / "large")
+    assert float(_python(_MEMORY, str(path), "float32", "int8")) <= 1.5
 
 
 @pytest.mark.model

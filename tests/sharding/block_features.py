@@ -40,6 +40,7 @@ CASES: dict[str, dict[str, Any]] = {
         "logit_soft_cap": 3.0,
         "no_rotary_layers": (1,),
     },
+    "int8": {"weights": "int8", "vocab_size": 260, "tie_embeddings": False, "qkv_bias": True},
     "layer_norms": {**BIASES, "norm": "layer", "mlp": "gelu", "embedding_norm": True, "positional": "alibi"},
 }
 
@@ -49,7 +50,8 @@ def difference(changes: dict[str, Any]) -> dict[str, Any]:
     # Norms and biases begin as ones and zeros, which would hide where they act.
     rng = np.random.default_rng(0)
     moved = jax.tree.map(lambda x: x + 0.3 * rng.standard_normal(x.shape).astype(x.dtype) * (x.ndim == 1), lm.params)
-    lm = dataclasses.replace(lm, params=moved)
+    if lm.config.weights is None:  # other vectors are the scales of matrices
+        lm = dataclasses.replace(lm, params=moved)
     asked: dict[str, Any] = {"max_new_tokens": 8, "logprobs": True, "temperature": 0.0, "chat": False}
     one, two = (kvjax.generate(each, "hello there my friend", **asked) for each in (lm, lm.on("model=2")))
     off = np.abs(np.subtract(one.logprobs, two.logprobs)).max()

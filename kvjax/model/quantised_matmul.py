@@ -1,0 +1,82 @@
+"""Products with quantised weights, in the form that each platform computes fastest.
+
+CPUs and TPUs multiply int8 numbers by int8 numbers: each token's activations are rounded as rows of weights are
+(:mod:`kvjax.model.quantised`), sums are exact in int32, and both scales multiply them. A token's result is the same
+whatever other tokens are beside it. On a mesh each device rounds the channels that it has of a token.
+
+GPUs multiply the activations as they are: XLA turns the numbers into floats within the product.
+
+Measured on 2 cores with AVX-512 VNNI, [1, 1536] x [16384, 1536]: XLA's CPU compiler computes a product of int8 numbers
+with one row by scalar code, 120 ms; with two rows it takes 1.9 ms, and in float32 4.5 ms. Weights that are turned into
+floats take 100 ms there, whatever the number of rows.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from kvjax.model.quantised import QuantisedArray, rounded
+
+_RUNS = jax.lax.RaggedDotDimensionNumbers(
+    dot_dimension_numbers=(((1,), (2,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[0]
+)
+
+
+def quantised_matmul(
+    x: Float[Array, "*S K"], weight: QuantisedArray, dtype: DTypeLike | None = None
+) -> Float[Array, "*S N"]:
+    """``x @ dequantised(weight).T``, in ``x``'s dtype or another."""
+    rows = x.reshape(-1, x.shape[-1])
+    integers = _fine if weight.fine else _coarse
+    found = jax.lax.platform_dependent(
+        rows, weight.values, weight.scale, cpu=integers, tpu=integers, default=_weights_alone
+    )
+    return found.reshape(*x.shape[:-1], weight.shape[0]).astype(dtype or x.dtype)
+
+
+def quantised_ragged_matmul(
+    x: Float[Array, "T K"], weight: QuantisedArray, runs: Int[Array, " E"]
+) -> Float[Array, "T N"]:
+    """Products of consecutive runs of tokens, one a matrix [N, K] of a stack; ``runs`` are their lengths."""
+    which = jnp.repeat(jnp.arange(runs.shape[0]), runs, total_repeat_length=x.shape[0])
+
+    def integers(x: Array, values: Array, scale: Array, runs: Array) -> Array:
+        whole, step = rounded(x)
+        sums = jax.lax.ragged_dot_general(whole, values, runs, _RUNS, preferred_element_type=jnp.int32)
+        return sums.astype(jnp.float32) * step * scale
+
+    def weights_alone(x: Array, values: Array, scale: Array, runs: Array) -> Array:
+        sums = jax.lax.ragged_dot_general(x, values.astype(x.dtype), runs, _RUNS, preferred_element_type=jnp.float32)
+        return sums * scale
+
+    given = x, weight.values, weight.scale[which], runs
+    found = jax.lax.platform_dependent(*given, cpu=integers, tpu=integers, default=weights_alone)
+    return found.astype(x.dtype)
+
+
+def _product(x: Array, values: Array, kind: DTypeLike) -> Array:
+    return jax.lax.dot_general(x, values, (((1,), (1,)), ((), ())), preferred_element_type=kind)
+
+
+def _coarse(x: Float[Array, "S K"], values: Array, scale: Array) -> Float[Array, "S N"]:
+    """Of activations rounded once; one row as two of which one is zeros, which matters on CPUs and nowhere else."""
+    whole, step = rounded(x)
+    count = x.shape[0]
+    if count == 1:
+        whole = jnp.pad(whole, ((0, 1), (0, 0)))
+    return _product(whole, values, jnp.int32)[:count].astype(jnp.float32) * step * scale
+
+
+def _fine(x: Float[Array, "S K"], values: Array, scale: Array) -> Float[Array, "S N"]:
+    """Of activations in two parts, which are twice the rows of one product."""
+    first, step = rounded(x)
+    second, finer = rounded(x.astype(jnp.float32) - first * step)
+    sums = _product(jnp.concatenate([first, second]), values, jnp.int32).astype(jnp.float32)
+    return (sums[: x.shape[0]] * step + sums[x.shape[0] :] * finer) * scale
+
+
+def _weights_alone(x: Float[Array, "S K"], values: Array, scale: Array) -> Float[Array, "S N"]:
+    return _product(x, values.astype(x.dtype), jnp.float32) * scale
