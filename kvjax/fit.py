@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
+
+import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from kvjax.checks import MOST_BYTES
 from kvjax.chips import chip
 from kvjax.device_memory import LARGEST_SETTING, device_limit, gpu_share
 from kvjax.errors import DoesNotFit, UsageError
+from kvjax.model.quantised import Weights
 from kvjax.planning import Plan, plan
 from kvjax.policies import Policy, format_policy, parse
 from kvjax.tables import Column, Report, Table, human_bytes
@@ -55,6 +59,15 @@ class Fit:
         return f"fits, {human_bytes(spare)} to spare" if spare >= 0 else f"refused: {human_bytes(-spare)} too much"
 
 
+def forms_of(dtype: DTypeLike) -> dict[str, dict[str, Any]]:
+    """Weights of a dtype and the quantised ones, each as keywords of :func:`kvjax.plan` by its name."""
+    name = jnp.dtype(dtype).name
+    return {
+        name: {"dtype": dtype, "weights": None},
+        **{kind: {"dtype": dtype, "weights": kind} for kind in get_args(Weights)},
+    }
+
+
 def fit(
     model: Any,
     *,
@@ -71,7 +84,7 @@ def fit(
       prompt_tokens, request: as for :func:`kvjax.plan`; not ``dtype``, ``policy`` and ``memory_limit``.
       device: a name of :data:`kvjax.chips.CHIPS`; by default this process's device.
       policies: those that are tried, in order.
-      forms: keywords of :func:`kvjax.plan` by what the table calls them; by default weights of the device's dtype.
+      forms: keywords of :func:`kvjax.plan` by what the table calls them; by default :func:`forms_of` the device's dtype.
 
     Raises:
       UsageError: a request that makes no sense, or is beyond the model's context.
@@ -80,7 +93,7 @@ def fit(
     limit = device_limit(None) if named is None else named.limit
     dtype = "bfloat16" if named is None else named.dtype
     rows = []
-    for weights, form in ({dtype: {"dtype": dtype}} if forms is None else forms).items():
+    for weights, form in (forms_of(dtype) if forms is None else forms).items():
         for policy in policies:
             given = {"prompt_tokens": prompt_tokens, "policy": policy, **request, **form}
             text = format_policy(parse(policy))

@@ -56,6 +56,11 @@ def test_rows_fit_as_plans_do(monkeypatch):
     plans = {policy: kvjax.plan(CONFIG, dtype="bfloat16", policy=policy, **REQUEST) for policy in fits.POLICIES}
     small(monkeypatch, plans["lagkv:ratio=0.25"].total_bytes)
     rows = fits.fit(CONFIG, device="v5e", **REQUEST)
+    assert [(row.weights, row.policy) for row in rows] == [(w, p) for w in ("bfloat16", "int8") for p in fits.POLICIES]
+    for row in rows[4:]:
+        made = kvjax.plan(CONFIG, dtype="bfloat16", policy=row.policy, weights="int8", memory_limit=2**60, **REQUEST)
+        assert (row.plan.weights_bytes, row.plan.cache_bytes) == (made.weights_bytes, made.cache_bytes)
+    rows = rows[:4]
     assert [row.fits for row in rows] == [False, False, True, True]
     for row in rows:
         try:
@@ -72,7 +77,7 @@ def test_what_fits_without_room_to_spare_for_later_turns_fits(monkeypatch):
     usual = kvjax.plan(CONFIG, dtype="bfloat16", **request)
     tight = kvjax.plan(CONFIG, dtype="bfloat16", memory_limit=usual.total_bytes - 1, **request)
     small(monkeypatch, tight.total_bytes)
-    (row,) = fits.fit(CONFIG, device="v5e", policies=["full"], **request)
+    row, _ = fits.fit(CONFIG, device="v5e", policies=["full"], **request)
     assert row.fits and row.plan.total_bytes == tight.total_bytes < usual.total_bytes
 
 
@@ -84,7 +89,7 @@ def test_forms_of_weights_are_tried_in_order(monkeypatch):
 
 
 def test_a_policy_that_is_none_for_the_model_is_refused_in_its_row():
-    rows = fits.fit(CONFIG, device="v5e", policies=["full", "razor:heads=99.0"], **REQUEST)
+    rows = fits.fit(CONFIG, device="v5e", policies=["full", "razor:heads=99.0"], **REQUEST)[:2]
     assert rows[0].fits and not rows[1].fits and rows[1].plan is None and rows[1].verdict().endswith(".")
     with pytest.raises(UsageError, match="context is 8192"):
         fits.fit(CONFIG, device="v5e", prompt_tokens=9000)
@@ -101,7 +106,11 @@ def test_the_command(tmp_path, capsys):
     assert "NVIDIA L4, JAX reserves 75% of the GPU's 23.6 GB" in said and "MEM_FRACTION=0.95 before Python" in said
     assert main([*words, "--json", "--dtype", "float32"]) == 0
     rows = json.loads(capsys.readouterr().out)
-    assert [row["policy"] for row in rows] == list(fits.POLICIES) and {row["weights"] for row in rows} == {"float32"}
+    assert [(row["weights"], row["policy"]) for row in rows] == [
+        (weights, policy) for weights in ("float32", "int8") for policy in fits.POLICIES
+    ]
+    assert main([*words, "--json", "--weights", "int8"]) == 0
+    assert {row["weights"] for row in json.loads(capsys.readouterr().out)} == {"int8"}
     assert all(row["fits"] and row["spare_bytes"] > 0 for row in rows)
     assert main([*words, "--memory-limit", "8GB"]) == 2 and main([*words[:-2], "h9"]) == 2
     assert capsys.readouterr().err.count("\n") == 2

@@ -63,14 +63,19 @@ def plan(
 def _fit(config: Any, device: str | None, dtype: str | None, asked: dict[str, Any], json: bool) -> None:
     """Print the table of what fits."""
     from kvjax.checks import float_dtype
+    from kvjax.chips import chip
     from kvjax.errors import UsageError
-    from kvjax.fit import POLICIES, fit, fit_report
+    from kvjax.fit import POLICIES, fit, fit_report, forms_of
+    from kvjax.model.quantised import check_weights
     from kvjax.policies import format_policy, parse
 
     if asked.pop("memory_limit") is not None:
         raise UsageError("--fit is about a device; leave --memory-limit out, or --fit.")
     policies = list(dict.fromkeys([*POLICIES, format_policy(parse(asked.pop("policy")))]))
-    forms = None if dtype is None else {float_dtype(dtype).name: {"dtype": dtype}}
+    dtype = dtype or ("bfloat16" if device is None else chip(device).dtype)
+    forms = forms_of(float_dtype(dtype))
+    if (kind := asked.pop("weights")) is not None:
+        forms = {check_weights(kind): forms[kind]}
     report = fit_report(fit(config, device=device, policies=policies, forms=forms, **asked), device)
     if json:
         tables.print_json(report.data)
