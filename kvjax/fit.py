@@ -61,11 +61,8 @@ class Fit:
 
 def forms_of(dtype: DTypeLike) -> dict[str, dict[str, Any]]:
     """Weights of a dtype and the quantised ones, each as keywords of :func:`kvjax.plan` by its name."""
-    name = jnp.dtype(dtype).name
-    return {
-        name: {"dtype": dtype, "weights": None},
-        **{kind: {"dtype": dtype, "weights": kind} for kind in get_args(Weights)},
-    }
+    kinds = {jnp.dtype(dtype).name: None, **{kind: kind for kind in get_args(Weights)}}
+    return {name: {"dtype": dtype, "weights": kind} for name, kind in kinds.items()}
 
 
 def fit(
@@ -84,7 +81,8 @@ def fit(
       prompt_tokens, request: as for :func:`kvjax.plan`; not ``dtype``, ``policy`` and ``memory_limit``.
       device: a name of :data:`kvjax.chips.CHIPS`; by default this process's device.
       policies: those that are tried, in order.
-      forms: keywords of :func:`kvjax.plan` by what the table calls them; by default :func:`forms_of` the device's dtype.
+      forms: keywords of :func:`kvjax.plan` by what the table calls them; by default
+        :func:`forms_of` the device's dtype.
 
     Raises:
       UsageError: a request that makes no sense, or is beyond the model's context.

@@ -74,8 +74,8 @@ def _fit(config: Any, device: str | None, dtype: str | None, asked: dict[str, An
     policies = list(dict.fromkeys([*POLICIES, format_policy(parse(asked.pop("policy")))]))
     dtype = dtype or ("bfloat16" if device is None else chip(device).dtype)
     forms = forms_of(float_dtype(dtype))
-    if (kind := asked.pop("weights")) is not None:
-        forms = {check_weights(kind): forms[kind]}
+    if (kind := check_weights(asked.pop("weights"))) is not None:
+        forms = {kind: forms[kind]}
     report = fit_report(fit(config, device=device, policies=policies, forms=forms, **asked), device)
     if json:
         tables.print_json(report.data)
