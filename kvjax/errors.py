@@ -24,7 +24,13 @@ class UsageError(KvjaxError, ValueError):
 
 
 class DoesNotFit(KvjaxError):
-    """The planned bytes exceed the device's memory; the sentence names a request that would fit."""
+    """The planned bytes exceed the device's memory; the sentence names a request that would fit.
+
+    Attributes:
+      plan: the :class:`kvjax.Plan` that exceeds it, where one was made.
+    """
+
+    plan: Any = None
 
 
 class WeightsError(KvjaxError):

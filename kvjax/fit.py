@@ -87,9 +87,11 @@ def fit(
     Raises:
       UsageError: a request that makes no sense, or is beyond the model's context.
     """
+    from kvjax.checkpoints.load import weights_dtype  # and its readers of files, which a plan of a shape does without
+
     named = None if device is None else chip(device)
     limit = device_limit(None) if named is None else named.limit
-    dtype = "bfloat16" if named is None else named.dtype
+    dtype = weights_dtype(None) if named is None else named.dtype
     rows = []
     for weights, form in (forms_of(dtype) if forms is None else forms).items():
         for policy in policies:
@@ -98,8 +100,7 @@ def fit(
             try:
                 rows.append(Fit(weights, text, plan(model, memory_limit=limit or MOST_BYTES, **given), limit))
             except DoesNotFit as error:
-                lacking = plan(model, memory_limit=MOST_BYTES, **given)
-                rows.append(Fit(weights, text, lacking, limit, str(error)))
+                rows.append(Fit(weights, text, error.plan, limit, str(error)))
             except UsageError as error:
                 if policy == "full":  # what everything is refused for is the request
                     raise

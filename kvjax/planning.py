@@ -229,7 +229,9 @@ def plan(
         if made.fits:
             return dataclasses.replace(made, memory_source=source)
     assert made is not None
-    raise _does_not_fit(made, config, chosen, dtype, 0, stored, over, share)
+    error = _does_not_fit(made, config, chosen, dtype, 0, stored, over, share)
+    error.plan = made
+    raise error
 
 
 def _model(model: Any) -> tuple[ModelConfig, Any, Mesh | None]:

@@ -31,7 +31,7 @@ KNOWN = {
 }
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 #: A GGUF of a repository, which may be in a folder of it.
-_HUB_GGUF = re.compile(rf"({_HUB_ID.pattern}):((?:[\w][\w. +-]*/)*[\w][\w. +-]*\.gguf)")
+_HUB_GGUF = re.compile(rf"({_HUB_ID.pattern}):((?:[^/:.][^/:\0]*/)*[^/:.][^/:\0]*\.(?i:gguf))")
 _HUB_FILES = [
     "config.json",
     "generation_config.json",

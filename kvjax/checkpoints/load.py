@@ -110,7 +110,7 @@ def load(
 def load_config(name: str | os.PathLike[str], *, progress: Progress = None) -> ModelConfig:
     """A model's configuration, for plans; names and errors as of :func:`load`.
 
-    Of a hub id nothing but its ``config.json`` is downloaded.
+    Of a hub id nothing but its ``config.json`` is downloaded; a GGUF of the hub is fetched whole.
     """
     text = _text(name)
     with showing(progress):

@@ -62,7 +62,7 @@ def plan(
 
 def _fit(config: Any, device: str | None, dtype: str | None, asked: dict[str, Any], json: bool) -> None:
     """Print the table of what fits."""
-    from kvjax.checks import float_dtype
+    from kvjax.checkpoints.load import weights_dtype
     from kvjax.chips import chip
     from kvjax.errors import UsageError
     from kvjax.fit import POLICIES, fit, fit_report, forms_of
@@ -72,8 +72,9 @@ def _fit(config: Any, device: str | None, dtype: str | None, asked: dict[str, An
     if asked.pop("memory_limit") is not None:
         raise UsageError("--fit is about a device; leave --memory-limit out, or --fit.")
     policies = list(dict.fromkeys([*POLICIES, format_policy(parse(asked.pop("policy")))]))
-    dtype = dtype or ("bfloat16" if device is None else chip(device).dtype)
-    forms = forms_of(float_dtype(dtype))
+    if dtype is None and device is not None:
+        dtype = chip(device).dtype
+    forms = forms_of(weights_dtype(dtype))
     if (kind := check_weights(asked.pop("weights"))) is not None:
         forms = {kind: forms[kind]}
     report = fit_report(fit(config, device=device, policies=policies, forms=forms, **asked), device)

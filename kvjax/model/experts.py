@@ -1,8 +1,9 @@
 """A layer's experts: MLPs of which a router chooses a few for each token (Shazeer et al., arXiv 1701.06538).
 
-Tokens are sorted by expert and every expert multiplies its own run of them (``jax.lax.ragged_dot``). Where there are
-fewer choices than experts, as in a decode step, the chosen ones are gone through one by one, so that a step reads no
-other's weights. On a mesh each device has a part of every expert's channels, as of a dense MLP's.
+Tokens are sorted by expert and every expert multiplies its own run of them: on a TPU by ``jax.lax.ragged_dot``,
+elsewhere in blocks of a few tokens, as XLA makes of it a product with every expert there. Where there are fewer choices
+than experts, as in a decode step, the chosen ones are gone through one by one, so that a step reads no other's weights.
+On a mesh each device has a part of every expert's channels, as of a dense MLP's.
 """
 
 from __future__ import annotations
@@ -80,8 +81,11 @@ class ExpertMLP(nnx.Module):
         tokens = x.reshape(-1, x.shape[-1])
         weight, chosen = self.routed(tokens)
         choices = chosen.size
-        form = self._one_by_one if choices < self.experts.count else self._by_runs
-        found = form(tokens, chosen).reshape(*chosen.shape, -1)
+        if choices < self.experts.count:
+            found = self._one_by_one(tokens, chosen)
+        else:
+            found = jax.lax.platform_dependent(tokens, chosen, tpu=self._by_runs, default=self._by_blocks)
+        found = found.reshape(*chosen.shape, -1)
         return (found * weight[..., None].astype(x.dtype)).sum(axis=1).reshape(x.shape)
 
     def routed(self, tokens: Float[Array, "T M"]) -> tuple[Float[Array, "T K"], Int[Array, "T K"]]:
@@ -107,17 +111,39 @@ class ExpertMLP(nnx.Module):
         found = ragged_matmul(self._activated(inner), self.down[...], runs)
         return found[jnp.argsort(order, stable=True)]
 
+    def _by_blocks(self, tokens: Float[Array, "T M"], chosen: Int[Array, "T K"]) -> Float[Array, "N M"]:
+        """The same in a loop over blocks of a run's tokens, each with its expert's weights."""
+        flat, active, count = chosen.reshape(-1), chosen.shape[1], self.experts.count
+        rows = min(128, 1 << (flat.size // count).bit_length())
+        order = jnp.argsort(flat, stable=True)
+        ends = (flat[:, None] <= jnp.arange(count)).sum(axis=0, dtype=jnp.int32)
+        begins = jnp.concatenate([jnp.zeros(1, jnp.int32), ends[:-1]])
+        last_block = jnp.cumsum((ends - begins + rows - 1) // rows)
+
+        def body(block: Int[Array, ""], found: Float[Array, "N M"]) -> Float[Array, "N M"]:
+            expert = jnp.searchsorted(last_block, block, side="right")
+            earlier = jnp.where(expert > 0, last_block[expert - 1], 0)
+            place = begins[expert] + (block - earlier) * rows + jnp.arange(rows)
+            which = jnp.where(place < ends[expert], order[jnp.minimum(place, flat.size - 1)], flat.size)
+            token = tokens[jnp.minimum(which, flat.size - 1) // active]
+            return found.at[which].set(self._expert(expert, token), mode="drop")
+
+        return jax.lax.fori_loop(0, last_block[-1], body, jnp.zeros((flat.size, tokens.shape[1]), tokens.dtype))
+
+    def _expert(self, index: Int[Array, ""], x: Float[Array, "N M"]) -> Float[Array, "N M"]:
+        """One expert of all of these tokens."""
+        gate_up, down = (
+            jax.tree.map(lambda each: jax.lax.dynamic_index_in_dim(each, index, keepdims=False), weight[...])
+            for weight in (self.gate_up, self.down)
+        )
+        return _product(self._activated(_product(x, gate_up)), down)
+
     def _one_by_one(self, tokens: Float[Array, "T M"], chosen: Int[Array, "T K"]) -> Float[Array, "N M"]:
         """The same of few choices, each from its expert's weights alone."""
         flat, active = chosen.reshape(-1), chosen.shape[1]
 
         def body(i: Int[Array, ""], found: Float[Array, "N M"]) -> Float[Array, "N M"]:
-            gate_up, down = (
-                jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, flat[i], keepdims=False), weight[...])
-                for weight in (self.gate_up, self.down)
-            )
-            token = jax.lax.dynamic_index_in_dim(tokens, i // active)
-            one = _product(self._activated(_product(token, gate_up)), down)
+            one = self._expert(flat[i], jax.lax.dynamic_index_in_dim(tokens, i // active))
             return jax.lax.dynamic_update_slice_in_dim(found, one, i, axis=0)
 
         return jax.lax.fori_loop(0, flat.size, body, jnp.zeros((flat.size, tokens.shape[1]), tokens.dtype))

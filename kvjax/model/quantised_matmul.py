@@ -40,21 +40,11 @@ def quantised_matmul(
 def quantised_ragged_matmul(
     x: Float[Array, "T K"], weight: QuantisedArray, runs: Int[Array, " E"]
 ) -> Float[Array, "T N"]:
-    """Products of consecutive runs of tokens, one a matrix [N, K] of a stack; ``runs`` are their lengths."""
+    """Products of consecutive runs of tokens, one a matrix [N, K] of a stack; ``runs`` are their lengths. For TPUs."""
     which = jnp.repeat(jnp.arange(runs.shape[0]), runs, total_repeat_length=x.shape[0])
-
-    def integers(x: Array, values: Array, scale: Array, runs: Array) -> Array:
-        whole, step = rounded(x)
-        sums = jax.lax.ragged_dot_general(whole, values, runs, _RUNS, preferred_element_type=jnp.int32)
-        return sums.astype(jnp.float32) * step * scale
-
-    def weights_alone(x: Array, values: Array, scale: Array, runs: Array) -> Array:
-        sums = jax.lax.ragged_dot_general(x, values.astype(x.dtype), runs, _RUNS, preferred_element_type=jnp.float32)
-        return sums * scale
-
-    given = x, weight.values, weight.scale[which], runs
-    found = jax.lax.platform_dependent(*given, cpu=integers, tpu=integers, default=weights_alone)
-    return found.astype(x.dtype)
+    whole, step = rounded(x)
+    sums = jax.lax.ragged_dot_general(whole, weight.values, runs, _RUNS, preferred_element_type=jnp.int32)
+    return (sums.astype(jnp.float32) * step * weight.scale[which]).astype(x.dtype)
 
 
 def _product(x: Array, values: Array, kind: DTypeLike) -> Array:

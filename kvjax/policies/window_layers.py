@@ -134,6 +134,10 @@ class WithWindows(Policy):
         return self.policy.maintains
 
     @property
+    def merges(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.policy.merges
+
+    @property
     def heads_alike(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.policy.heads_alike
 

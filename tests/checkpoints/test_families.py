@@ -37,6 +37,11 @@ def test_every_field_of_a_llama():
     assert (c.qkv_bias, c.output_bias, c.mlp_bias, c.tie_embeddings) == (True, True, True, True)
 
 
+def test_names_of_counts_of_experts_before_and_since_transformers_5():
+    for name in ("num_experts", "num_local_experts"):
+        assert from_hf(model_type="qwen3_moe", **{name: 16}).experts.count == 16
+
+
 def test_absent_keys_have_transformers_defaults():
     keys = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "model_type")
     bare = {key: gguf_files.case("llama_gqa").config[key] for key in keys}
@@ -238,7 +243,7 @@ def test_only_one_list_of_divisors_is_refused():
         ({"llama.attention.head_count_kv": [2, 1]}, "every layer its own llama.attention.head_count_kv"),
         ({"llama.rope.dimension_count": 4}, "only a part of each head"),
         ({"llama.attention.sliding_window": 16}, "sliding-window"),
-        ({"llama.expert_count": 8}, "lacks the key llama.expert_used_count"),
+        ({"llama.expert_count": 8, "llama.expert_feed_forward_length": 4}, "lacks the key llama.expert_used_count"),
         ({"llama.rope.scaling.type": "longrope", "llama.rope.scaling.factor": 2.0}, "rope_factors_short/long"),
     ],
 )

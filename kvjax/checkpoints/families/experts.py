@@ -40,8 +40,10 @@ def _qwen_experts(config: Mapping[str, Any], origin: str, count: int, active: in
         raise WeightsError(f"{origin} gives other than a list of layers as its mlp_only_layers.")
     layers = layer_count(config, origin)
     left_out = {whole(layer, "mlp_only_layers", origin) for layer in listed}
+    # transformers 5 writes the second name.
+    experts = "num_experts" if config.get("num_experts") else "num_local_experts"
     return Experts(
-        setting("num_experts", count),
+        setting(experts, count),
         setting("num_experts_per_tok", active),
         setting("moe_intermediate_size", inner),
         normalised=bool(config.get("norm_topk_prob")),

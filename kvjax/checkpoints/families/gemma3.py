@@ -52,7 +52,7 @@ def _second_from_hf(config: Mapping[str, Any], origin: str) -> ModelConfig:
 def _third_from_hf(config: Mapping[str, Any], origin: str) -> ModelConfig:
     config = _THIRD | dict(config)
     every = checked_size(config.get("sliding_window_pattern") or 6, "sliding_window_pattern", origin)
-    windows = windows_from_hf(config, origin, 131072, window=4096, default=all_but_every(every))
+    windows = windows_from_hf(config, origin, 131072, window=4096, default=all_but_every(every), idle=True)
     more = {"qk_norm": True, "windows": windows, **_features(config, origin)}
     return with_ropes(lambda own: gemma_from_hf(own, origin, **more), config, origin, _GLOBAL, _LOCAL)
 
@@ -86,7 +86,9 @@ def _third_from_gguf(
     key = gguf_keys(metadata, "gemma3", origin)
     metadata = {"gemma3.rope.freq_base": _GLOBAL, **metadata}
     given = metadata, shapes, factors, origin
-    found = gemma_from_gguf(*given, slides=all_but_every(6), norm_order="both", qk_norm=True, family="gemma3_text")
+    found = gemma_from_gguf(
+        *given, slides=all_but_every(6), norm_order="both", qk_norm=True, family="gemma3_text", idle=True
+    )
     local = dataclasses.replace(type(found.rope)(), theta=float(key("rope.freq_base_swa", _LOCAL)))
     if found.sliding:
         found = dataclasses.replace(found, window_rope=local)

@@ -88,6 +88,7 @@ def config_from_gguf(
     family: str | None = None,
     partial: bool = False,
     slides: Slides | None = None,
+    idle: bool = False,
     normalised: bool | None = None,
     **features: Any,
 ) -> ModelConfig:
@@ -98,6 +99,7 @@ def config_from_gguf(
       family: its name where llama.cpp's is another.
       partial: whether its models may turn only a part of each head.
       slides: which layers have the window that the file gives, if it gives one; None for families that have none.
+      idle: whether windows that never slide are kept, for layers that are turned otherwise.
       normalised: whether the weights of a token's experts sum to 1; None for families that have no experts.
       features: further fields of :class:`ModelConfig`; they win.
     """
@@ -110,7 +112,7 @@ def config_from_gguf(
     if (rotary != head_dim and not partial) or key("attention.value_length", head_dim) != head_dim:
         raise WeightsError(f"{origin} rotates only a part of each head or has narrower values, which is not supported.")
     layers = checked_layers(key("block_count", count=True), origin)
-    windows = windows_from_gguf(key, layers, context, slides or every_layer)
+    windows = windows_from_gguf(key, layers, context, slides or every_layer, idle)
     asks_experts = bool(key("expert_count", 0))
     if (windows and slides is None) or (asks_experts and normalised is None):
         raise WeightsError(f"{origin} asks for sliding-window attention or experts, which its family does not have.")
@@ -146,7 +148,9 @@ def config_from_gguf(
 def _experts(key: Keys, shapes: Mapping[str, tuple[int, ...]], normalised: bool) -> Experts:
     """The experts of a GGUF, all layers of which have them."""
     shared = shapes.get("blk.0.ffn_gate_shexp.weight", (0,))[0]
-    inner = key("expert_feed_forward_length", key("feed_forward_length", 0) or None, count=True)
+    # Older files do not say it, and their feed_forward_length is another number.
+    stacked = shapes.get("blk.0.ffn_gate_exps.weight", (0, 0, 0))
+    inner = key("expert_feed_forward_length", (len(stacked) == 3 and stacked[1]) or None, count=True)
     return Experts(key("expert_count", count=True), key("expert_used_count", count=True), inner, normalised, shared)
 
 

@@ -29,7 +29,7 @@ def _from_gguf(
 
 def _third_from_hf(config: Mapping[str, Any], origin: str) -> ModelConfig:
     """OLMo 3: windows in all layers but every fourth, whose rotary embedding alone is scaled."""
-    windows = windows_from_hf(config, origin, 2048, window=4096, default=all_but_every(4))
+    windows = windows_from_hf(config, origin, 2048, window=4096, default=all_but_every(4), idle=True)
     theta = config.get("rope_theta") or 500000.0
     return with_ropes(lambda own: _from_hf(own, origin, windows=windows), config, origin, theta, theta)
 

@@ -43,7 +43,13 @@ def sliding_layers(config: Mapping[str, Any], origin: str, default: Slides) -> l
 
 
 def windows_from_hf(
-    config: Mapping[str, Any], origin: str, context: int, *, window: int | None = None, default: Slides = every_layer
+    config: Mapping[str, Any],
+    origin: str,
+    context: int,
+    *,
+    window: int | None = None,
+    default: Slides = every_layer,
+    idle: bool = False,
 ) -> Windows:
     """Each layer's window in a ``config.json``; none where no layer has one that is shorter than the context.
 
@@ -51,25 +57,27 @@ def windows_from_hf(
       context: tokens of context where the file does not say.
       window: tokens, where the file does not say; a file's null is none.
       default: which layers slide where the file does not say.
+      idle: whether windows that never slide are kept, as long as the context; see :func:`with_ropes`.
     """
     tokens = config.get("sliding_window", window)
     if tokens is None:
         return ()
     checked_size(tokens, "sliding_window", origin)
     most = config.get("max_position_embeddings") or context
-    return windows(sliding_layers(config, origin, default), tokens, most)
+    return windows(sliding_layers(config, origin, default), tokens, most, idle)
 
 
-def windows_from_gguf(key: Keys, layers: int, context: int, default: Slides) -> Windows:
+def windows_from_gguf(key: Keys, layers: int, context: int, default: Slides, idle: bool) -> Windows:
     """Each layer's window in a GGUF, whose ``attention.sliding_window`` is of the layers that slide by default."""
     tokens = key("attention.sliding_window", 0)
-    return windows([default(layer) for layer in range(layers)], tokens, context) if tokens else ()
+    return windows([default(layer) for layer in range(layers)], tokens, context, idle) if tokens else ()
 
 
-def windows(slides: list[bool], tokens: int, context: int) -> Windows:
+def windows(slides: list[bool], tokens: int, context: int, idle: bool = False) -> Windows:
     """The window of each layer that slides, None of the others; none at all where it could never slide."""
-    if not isinstance(context, int) or tokens >= context or not any(slides):
+    if not isinstance(context, int) or (tokens >= context and not idle) or not any(slides):
         return ()
+    tokens = min(tokens, context)
     return tuple(tokens if each else None for each in slides)
 
 
@@ -79,7 +87,8 @@ def with_ropes(
     """A model whose sliding layers have a rotary embedding of their own, without the other's scaling.
 
     Args:
-      make: the model of a ``config.json`` with the rotary embedding of its global layers alone.
+      make: the model of a ``config.json`` with the rotary embedding of its global layers alone, and with idle windows,
+        which are kept where the layers that have them are turned otherwise.
       theta, local: bases of global and of sliding layers where the file does not say.
     """
     tables = config.get("rope_parameters")
@@ -92,7 +101,10 @@ def with_ropes(
         ropes = [{"rope_theta": theta, **config}, {**plain, "rope_theta": base}]
     found = make(ropes[0])
     rope = rope_from_hf(ropes[1], found.max_position, found.head_dim, origin)
-    return found if rope == found.rope or not found.sliding else dataclasses.replace(found, window_rope=rope)
+    if rope != found.rope and found.sliding:
+        return dataclasses.replace(found, window_rope=rope)
+    idle = all(window in (None, found.max_position) for window in found.windows)
+    return dataclasses.replace(found, windows=()) if idle else found
 
 
 def qwen_windows(config: Mapping[str, Any], origin: str, context: int, below: bool = False) -> Windows:
