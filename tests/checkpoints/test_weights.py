@@ -376,7 +376,7 @@ def test_numbers_that_are_not_finite_are_not_rounded(folder):
         tensors["model.layers.1.mlp.up_proj.weight"][3, 2] = np.nan
 
     change(folder, edit)
-    with pytest.raises(WeightsError, match=r"holds 'model.layers.1.mlp.up_proj.weight' with numbers that are not fin"):
+    with pytest.raises(WeightsError, match=r"'model.layers.1.mlp.up_proj.weight' holds what is no finite number"):
         load(folder, weights="int8")
 
 
