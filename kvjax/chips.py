@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from contextlib import AbstractContextManager
+from typing import Any, Literal
+
+import jax
 
 from kvjax.device_memory import GpuShare, named_gpu
 from kvjax.errors import UsageError, quoted
@@ -18,13 +22,13 @@ class Chip:
       title: its maker's name of it.
       memory: bytes that a program may have of it: of a GPU what CUDA reports, less than is printed on the box; of a TPU
         what its compiler allows.
-      gpu: whether JAX takes a part of its memory.
+      platform: "gpu", of which JAX takes a part, or "tpu".
       bfloat16: whether it multiplies bfloat16.
     """
 
     title: str
     memory: int
-    gpu: bool = False
+    platform: Literal["gpu", "tpu"] = "tpu"
     bfloat16: bool = True
 
     @property
@@ -35,7 +39,7 @@ class Chip:
     @property
     def share(self) -> GpuShare | None:
         """The part that JAX takes of a GPU, by this process's settings; None of a TPU, which it has whole."""
-        return named_gpu(self.memory) if self.gpu else None
+        return named_gpu(self.memory) if self.platform == "gpu" else None
 
     @property
     def limit(self) -> int:
@@ -49,6 +53,11 @@ class Chip:
         share = self.share
         return f"{self.title}, " + (share.source if share else "all of which JAX may take")
 
+    def compiled_for(self) -> AbstractContextManager[Any]:
+        """Sizes that depend on the platform (pages, blocks) are the chip's, within a ``with``."""
+        device = jax.sharding.AbstractDevice(device_kind=self.title, platform=self.platform, num_cores=None)
+        return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device))
+
 
 def _gib(count: float) -> int:
     return int(count * _GIB)
@@ -56,12 +65,12 @@ def _gib(count: float) -> int:
 
 #: By the names of ``kvjax plan --device``.
 CHIPS = {
-    "t4": Chip("NVIDIA T4", _gib(14.6), gpu=True, bfloat16=False),
-    "l4": Chip("NVIDIA L4", _gib(22.0), gpu=True),
-    "a100-40": Chip("NVIDIA A100 40GB", _gib(39.4), gpu=True),
-    "a100-80": Chip("NVIDIA A100 80GB", _gib(79.1), gpu=True),
-    "h100": Chip("NVIDIA H100 80GB", _gib(79.1), gpu=True),
-    "h200": Chip("NVIDIA H200", _gib(139.7), gpu=True),
+    "t4": Chip("NVIDIA T4", _gib(14.6), platform="gpu", bfloat16=False),
+    "l4": Chip("NVIDIA L4", _gib(22.0), platform="gpu"),
+    "a100-40": Chip("NVIDIA A100 40GB", _gib(39.4), platform="gpu"),
+    "a100-80": Chip("NVIDIA A100 80GB", _gib(79.1), platform="gpu"),
+    "h100": Chip("NVIDIA H100 80GB", _gib(79.1), platform="gpu"),
+    "h200": Chip("NVIDIA H200", _gib(139.7), platform="gpu"),
     "v5e": Chip("TPU v5e", _gib(15.75)),
     "v5p": Chip("TPU v5p", _gib(95.74)),
     "v6e": Chip("TPU v6e", _gib(31.25)),

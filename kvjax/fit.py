@@ -92,13 +92,14 @@ def fit(
     named = None if device is None else chip(device)
     limit = device_limit(None) if named is None else named.limit
     dtype = weights_dtype(None) if named is None else named.dtype
+    memory = {"memory_limit": limit or MOST_BYTES} if device is None else {"device": device}
     rows = []
     for weights, form in (forms_of(dtype) if forms is None else forms).items():
         for policy in policies:
-            given = {"prompt_tokens": prompt_tokens, "policy": policy, **request, **form}
+            given = {"prompt_tokens": prompt_tokens, "policy": policy, **memory, **request, **form}
             text = format_policy(parse(policy))
             try:
-                rows.append(Fit(weights, text, plan(model, memory_limit=limit or MOST_BYTES, **given), limit))
+                rows.append(Fit(weights, text, plan(model, **given), limit))
             except DoesNotFit as error:
                 rows.append(Fit(weights, text, error.plan, limit, str(error)))
             except UsageError as error:

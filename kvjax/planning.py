@@ -14,6 +14,7 @@ import numpy as np
 from kvjax.allocation import Allocation, allocation, spare_tokens
 from kvjax.cache.buckets import NEW_TOKENS, new_bucket, prompt_bucket
 from kvjax.cache.cache import Cache
+from kvjax.cache.layout import layout_on
 from kvjax.cache.pool import layout_for
 from kvjax.cache.quantisation import MODEL, Storage, parse_storage
 from kvjax.checks import float_dtype, optional, whole_number
@@ -186,8 +187,8 @@ def plan(
       mesh: devices that the request is spread over, which need not be there; by default the model's. Bytes, and the
         limit, are then of each device.
       reserve_tokens: tokens of later turns, as for :func:`kvjax.generate`; ``kvjax.Chat`` reserves 4,096.
-      device: the name of an accelerator whose memory is the limit ("t4", "v5e", ..., :mod:`kvjax.chips`); of a GPU the
-        part of it that JAX takes.
+      device: the name of an accelerator that is planned for ("t4", "v5e", ..., :mod:`kvjax.chips`): its pages and
+        blocks, and its memory as the limit, of a GPU the part that JAX takes.
 
     Raises:
       UsageError: a length or batch that makes no sense, or beyond the model's context.
@@ -216,20 +217,42 @@ def plan(
     over = over if mesh is None else parse_mesh(mesh)
     if device is not None and memory_limit is not None:
         raise UsageError("Both device and memory_limit say how much memory there is; give one of them.")
-    named = None if device is None else chip(device)
-    limit, made = device_limit(memory_limit) if named is None else named.limit, None
-    share = named.share if named is not None else gpu_share() if memory_limit is None else None
-    source = named.source if named is not None else share and share.source
-    for exact in (over is not None, True):
-        exact = exact or _shared(chosen, stored, batch, context_tokens)
-        whole = context_tokens + prompt_tokens
-        size = allocation(config, chosen, batch, whole, reserve=reserve_tokens, exact=exact)
-        given = config, chosen, size, batch, prompt_tokens, max_new_tokens, dtype, limit, stored, over
-        made = _plan(*given, context_tokens)
+    given = config, chosen, batch, prompt_tokens, max_new_tokens, dtype, over, context_tokens, reserve_tokens
+    if device is None:
+        share = gpu_share() if memory_limit is None else None
+        return _that_fits(*given, stored, device_limit(memory_limit), share, share and share.source)
+    named = chip(device)
+    if stored.layout is None:
+        stored = dataclasses.replace(stored, layout=layout_on(named.platform, config.head_dim))
+    with named.compiled_for():
+        return _that_fits(*given, stored, named.limit, named.share, named.source)
+
+
+def _that_fits(
+    config: ModelConfig,
+    policy: Policy,
+    batch: int,
+    prompt: int,
+    new: int,
+    dtype: Any,
+    mesh: Mesh | None,
+    context: int,
+    reserve: int | None,
+    storage: Storage,
+    limit: int | None,
+    share: GpuShare | None,
+    source: str | None,
+) -> Plan:
+    """The plan of sizes that are shared with other requests, or else of exact ones; DoesNotFit where neither fits."""
+    made = None
+    for exact in (mesh is not None, True):
+        exact = exact or _shared(policy, storage, batch, context)
+        size = allocation(config, policy, batch, context + prompt, reserve=reserve, exact=exact)
+        made = _plan(config, policy, size, batch, prompt, new, dtype, limit, storage, mesh, context)
         if made.fits:
             return dataclasses.replace(made, memory_source=source)
     assert made is not None
-    error = _does_not_fit(made, config, chosen, dtype, 0, stored, over, share)
+    error = _does_not_fit(made, config, policy, dtype, 0, storage, mesh, share)
     error.plan = made
     raise error
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
@@ -12,6 +13,7 @@ from kvjax import fit as fits
 from kvjax.chips import CHIPS, chip
 from kvjax.cli.main import main
 from kvjax.errors import DoesNotFit, UsageError
+from kvjax.tables import human_bytes
 
 CONFIG = toys.tiny_config(max_position=8192)
 REQUEST = {"prompt_tokens": 4000, "max_new_tokens": 16}
@@ -30,6 +32,21 @@ def test_jax_takes_a_part_of_a_gpu_and_all_of_a_tpu(monkeypatch):
     assert "TPU v5e, all of which JAX may take" in str(kvjax.plan(CONFIG, device="v5e", **REQUEST))
     monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")
     assert chip("t4").limit == int(14.6 * 2**30 * 0.9)
+
+
+@pytest.mark.parametrize("mesh", [None, "model=2"])
+def test_pages_are_the_devices_own(mesh):
+    """A TPU pads heads of 80 channels to its 128 lanes, whatever machine plans for it."""
+    config = dataclasses.replace(CONFIG, head_dim=80)
+    tpu, gpu = (kvjax.plan(config, device=name, mesh=mesh, **REQUEST) for name in ("v5e", "l4"))
+    assert tpu.cache_bytes / gpu.cache_bytes == pytest.approx(128 / 80, rel=0.05)
+
+
+def test_a_refusal_lacks_what_the_sentence_says(monkeypatch):
+    """Of a batch that is no bucket what is refused is the exact allocation, and the row is about that one."""
+    small(monkeypatch, kvjax.plan(CONFIG, dtype="bfloat16", device="v5p", **REQUEST | {"batch": 5}).total_bytes // 2)
+    row, _ = fits.fit(CONFIG, device="v5e", policies=["full"], **REQUEST | {"batch": 5})
+    assert not row.fits and f"needs {human_bytes(row.plan.total_bytes)} " in row.refusal
 
 
 def test_the_dtype_that_a_chip_multiplies():
@@ -53,12 +70,13 @@ def small(monkeypatch, limit: int) -> None:
 
 
 def test_rows_fit_as_plans_do(monkeypatch):
-    plans = {policy: kvjax.plan(CONFIG, dtype="bfloat16", policy=policy, **REQUEST) for policy in fits.POLICIES}
+    planned = {"dtype": "bfloat16", "device": "v5p"}
+    plans = {policy: kvjax.plan(CONFIG, policy=policy, **planned, **REQUEST) for policy in fits.POLICIES}
     small(monkeypatch, plans["lagkv:ratio=0.25"].total_bytes)
     rows = fits.fit(CONFIG, device="v5e", **REQUEST)
     assert [(row.weights, row.policy) for row in rows] == [(w, p) for w in ("bfloat16", "int8") for p in fits.POLICIES]
     for row in rows[4:]:
-        made = kvjax.plan(CONFIG, dtype="bfloat16", policy=row.policy, weights="int8", memory_limit=2**60, **REQUEST)
+        made = kvjax.plan(CONFIG, policy=row.policy, weights="int8", **planned, **REQUEST)
         assert (row.plan.weights_bytes, row.plan.cache_bytes) == (made.weights_bytes, made.cache_bytes)
     rows = rows[:4]
     assert [row.fits for row in rows] == [False, False, True, True]
@@ -74,8 +92,9 @@ def test_rows_fit_as_plans_do(monkeypatch):
 
 def test_what_fits_without_room_to_spare_for_later_turns_fits(monkeypatch):
     request = REQUEST | {"batch": 5}
-    usual = kvjax.plan(CONFIG, dtype="bfloat16", **request)
-    tight = kvjax.plan(CONFIG, dtype="bfloat16", memory_limit=usual.total_bytes - 1, **request)
+    usual = kvjax.plan(CONFIG, dtype="bfloat16", device="v5p", **request)
+    small(monkeypatch, usual.total_bytes - 1)
+    tight = kvjax.plan(CONFIG, dtype="bfloat16", device="v5e", **request)
     small(monkeypatch, tight.total_bytes)
     row, _ = fits.fit(CONFIG, device="v5e", policies=["full"], **request)
     assert row.fits and row.plan.total_bytes == tight.total_bytes < usual.total_bytes
