@@ -51,6 +51,14 @@ def merge(
     return out_a.astype(jnp.float32) * weight_a + out_b.astype(jnp.float32) * weight_b, lse
 
 
+def with_sink(
+    out: Float[Array, "*S D"], lse: Float[Array, "*S"], sink: Float[Array, "*#S"]
+) -> tuple[Float[Array, "*S D"], Float[Array, "*S"]]:
+    """Attention, in its dtype, whose softmax has one more logit that brings no value, and its log-sum-exp."""
+    merged = merge_log(lse, sink)
+    return (out.astype(jnp.float32) * jnp.exp(lse - merged)[..., None]).astype(out.dtype), merged
+
+
 def per_row(value: Any, batch: int, dtype: Any) -> Array:
     """Broadcast a number, a scalar array or one value per batch row to [B]."""
     return jnp.broadcast_to(jnp.asarray(value, dtype), (batch,))

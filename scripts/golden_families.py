@@ -6,7 +6,7 @@ Needs torch and transformers; nobody needs it to install, run or test kvjax. Fro
 
 Writes ``tests/golden/families.json``, names and shapes of the tensors that transformers saves of each case of
 ``tests/support/family_cases.py``, and ``tests/golden/families.npz``: ``"<case>/<length>"`` holds the float32 logits
-[length, vocab] of one prompt, at all its positions.
+[length, vocab] of one prompt, at all its positions. With names of cases, the others stay as they are.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ def main() -> None:
                 logits[f"{case.name}/{length}"] = found.float().numpy()
         print(case.name, flush=True)
     if chosen:
-        return
+        shapes = json.loads((cases.GOLDEN / "families.json").read_text()) | shapes
+        logits = dict(np.load(cases.GOLDEN / "families.npz")) | logits
     (cases.GOLDEN / "families.json").write_text(json.dumps(shapes, indent=0, sort_keys=True) + "\n")
     np.savez_compressed(cases.GOLDEN / "families.npz", **logits)
 

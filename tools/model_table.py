@@ -18,10 +18,10 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "tests")]
 
-from support import family_cases, family_gguf, family_oracle, gguf_files, tiny  # noqa: E402
+from support import family_cases, family_oracle, gguf_files, tiny  # noqa: E402
 from support import own_cases as own  # noqa: E402
 
-from kvjax.checkpoints.families import FAMILIES  # noqa: E402
+from kvjax.checkpoints.families import FAMILIES, gguf_name  # noqa: E402
 from kvjax.checkpoints.load import load  # noqa: E402
 from kvjax.model.config import ModelConfig  # noqa: E402
 from kvjax.runtime.prefill import logits_of  # noqa: E402
@@ -31,13 +31,14 @@ PAGE = ROOT / "docs" / "models.md"
 #: What people look for, by architecture.
 KNOWN_AS = {
     "baichuan": "Baichuan, Baichuan 2", "bloom": "BLOOM", "chatglm": "GLM-4-9B, first publication",
-    "cohere": "Command R", "cohere2": "Command R7B, Command A", "falcon": "Falcon", "gemma": "Gemma",
-    "gemma2": "Gemma 2", "gemma3": "Gemma 3 4B to 27B, their language model", "gemma3_text": "Gemma 3 270M, 1B",
+    "cohere": "Command R, R+", "cohere2": "Command R7B, Command A", "falcon": "Falcon", "gemma": "Gemma",
+    "gpt_oss": "gpt-oss", "gemma2": "Gemma 2",
+    "gemma3": "Gemma 3 4B to 27B, their language model", "gemma3_text": "Gemma 3 270M, 1B",
     "glm": "GLM-4-9B", "glm4": "GLM-4-0414", "gpt_neox": "GPT-NeoX, Pythia", "granite": "Granite 3",
     "llama": "Llama 2 to 3.3, SmolLM2", "ministral": "Ministral 8B", "mistral": "Mistral 0.1 to 0.3, Nemo",
     "mixtral": "Mixtral", "mpt": "MPT", "olmo2": "OLMo 2", "olmo3": "OLMo 3", "phi": "Phi-1, 1.5, 2",
     "phi3": "Phi-3, 3.5, 4, 4-mini", "qwen2": "Qwen 1.5, 2, 2.5", "qwen2_moe": "Qwen 1.5 MoE, Qwen2 MoE",
-    "qwen3": "Qwen3", "qwen3_moe": "Qwen3 MoE", "smollm3": "SmolLM3", "stablelm": "StableLM",
+    "qwen3": "Qwen3", "qwen3_moe": "Qwen3 MoE", "smollm3": "SmolLM3", "stablelm": "StableLM, StableLM 2",
     "starcoder2": "StarCoder2",
 }  # fmt: skip
 #: Fields of a configuration that a reader would not call a feature.
@@ -117,7 +118,7 @@ def main() -> None:
         Column("models", KNOWN_AS.__getitem__),
         Column("features beside a llama's", lambda name: ", ".join(f"`{x}`" for x in sorted(rows[name].features))),
         Column("error", lambda name: f"{rows[name].error:.0e}"),
-        Column("GGUF", lambda name: "yes" if FAMILIES[name].from_gguf or name in family_gguf.ARCHITECTURES else ""),
+        Column("GGUF", lambda name: "yes" if gguf_name(name) else ""),
     )
     table = Table(columns, sorted(rows)).markdown()
     before, rest = PAGE.read_text().split("<!-- table -->")

@@ -68,8 +68,8 @@ def fill(
         them, it reads no more than that either.
 
     Raises:
-      WeightsError: a weight is missing, left over, of a wrong shape, too large for float16, or to be quantised and not
-        finite; the sentence names it.
+      WeightsError: a weight is missing, left over, of a wrong shape, too large for float16, or not finite; the
+        sentence names it.
     """
     named = {weight.gguf if gguf else weight.hf: weight for weight in weights}
     check_names(config, named, checkpoint, tied="output.weight" if gguf else "lm_head.weight")
@@ -214,7 +214,7 @@ def _copy(
             if scales is None:
                 target[...] = read
             else:
-                _round(read, target, scales[part], f"{checkpoint.origin} holds {name!r}")
+                _round(read, target, scales[part])
 
 
 def _quantised(
@@ -237,14 +237,10 @@ def _quantised(
     return dataclasses.replace(spec, values=tiled(_place(values, sharding)), scale=_place(scale, beside))
 
 
-def _round(read: np.ndarray, values: np.ndarray, scales: np.ndarray, said: str) -> None:
+def _round(read: np.ndarray, values: np.ndarray, scales: np.ndarray) -> None:
     """Round what was read into ``values``, and put its scales where ``scales`` has them."""
     inputs = tuple(axis for axis, stride in enumerate(scales.strides) if stride == 0)
-    with np.errstate(invalid="ignore"):
-        values[...], found = rounded(read, inputs)
-    if not np.isfinite(found).all():
-        raise WeightsError(f"{said} with numbers that are not finite, which int8 weights cannot hold.")
-    scales[...] = found
+    values[...], scales[...] = rounded(read, inputs)
 
 
 def _rows(

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kvjax.checkpoints.mxfp4 import PAIRS
 from kvjax.errors import WeightsError, quoted
 
 if TYPE_CHECKING:
@@ -231,6 +232,21 @@ def _q8_0(raw: np.ndarray) -> np.ndarray:
     return np.multiply(blocks["q"], blocks["d"].astype(np.float32)[:, None], dtype=np.float32)
 
 
+# As ggml has them: whole numbers, no negative zero, and half of the scale, whose largest is no exception.
+_DOUBLED, _HALVED = 2 * PAIRS + np.float32(0), np.ldexp(np.float32(1), np.arange(-128, 128))
+
+
+def _mxfp4(raw: np.ndarray) -> np.ndarray:
+    blocks = raw.view([("e", "u1"), ("q", "u1", 16)])
+    out = np.empty((len(blocks), 2, 16), np.float32)
+    # Low halves are the first numbers of a block here, and not every other one as in safetensors.
+    np.take(_DOUBLED[:, 0], blocks["q"], out=out[:, 0])
+    np.take(_DOUBLED[:, 1], blocks["q"], out=out[:, 1])
+    with np.errstate(over="ignore"):  # what is beyond float32 is infinite, and said by the loader
+        out *= _HALVED[blocks["e"]][:, None, None]
+    return out
+
+
 _FAST: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "F32": lambda raw: raw.view("<f4"),
     "F16": lambda raw: raw.view("<f2").astype(np.float32),
@@ -238,6 +254,7 @@ _FAST: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "Q4_0": _q4_0,
     "Q4_1": _q4_1,
     "Q8_0": _q8_0,
+    "MXFP4": _mxfp4,
 }
 
 

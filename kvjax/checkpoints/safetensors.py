@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from kvjax.checkpoints.mxfp4 import NUMBERS, PACKED, dequantized
 from kvjax.documents import NotADocument, parse_json
 from kvjax.errors import WeightsError, quoted
 
@@ -18,17 +19,21 @@ _FLOATS = ("F64", "F32", "F16", "BF16")
 class SafetensorsFolder:
     """The weights of a Hugging Face folder: ``model.safetensors``, or the shards its index names.
 
+    Experts that are quantised as MXFP4, "NAME_blocks" and "NAME_scales", are read as the tensor NAME that the same
+    model has in float: [E, M, N] of blocks [E, N, M / 32, 16] and scales [E, N, M / 32].
+
     Files are opened anew for every read: a memory map that stays open counts every page it has touched, and a model
     would be in memory twice.
 
     Raises WeightsError when a file is missing, truncated or corrupt, when a tensor is in two shards, when the index
-    and the shards disagree, or when a tensor is not of floats.
+    and the shards disagree, or when a tensor is neither of floats nor of MXFP4.
     """
 
     def __init__(self, folder: Path):
         self.origin = str(folder)
         self._where: dict[str, Path] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
+        self._bytes: dict[str, tuple[int, ...]] = {}
         index = read_json(folder / _INDEX) if (folder / _INDEX).is_file() else None
         if index is None and not (folder / _SINGLE).is_file():
             hint = " (there are PyTorch files: convert them with safetensors)" if any(folder.glob("*.bin")) else ""
@@ -45,6 +50,7 @@ class SafetensorsFolder:
         for name, file in (table or {}).items():
             if name not in self._where or self._where[name].name != file:
                 raise WeightsError(f"{folder / file} lacks the weight {quoted(name)}, which {_INDEX} says is there.")
+        self._join_packed()
 
     def _add(self, path: Path) -> None:
         with _open(path) as file:
@@ -54,9 +60,30 @@ class SafetensorsFolder:
                     raise WeightsError(f"{path.parent} sets the weight {quoted(name)} twice: in {files}.")
                 part = file.get_slice(name)
                 kind = part.get_dtype()
-                if kind not in _FLOATS:
+                packed = kind == "U8" and name.endswith(PACKED)
+                if kind not in _FLOATS and not packed:
                     raise WeightsError(f"{path} stores {quoted(name)} as {kind}; only {', '.join(_FLOATS)} are read.")
-                self._where[name], self._shapes[name] = path, tuple(part.get_shape())
+                self._where[name] = path
+                (self._bytes if packed else self._shapes)[name] = tuple(part.get_shape())
+
+    def _join_packed(self) -> None:
+        """Put tensors in the places of their blocks and scales."""
+        blocks, scales = PACKED
+        for name in sorted({part.removesuffix(blocks).removesuffix(scales) for part in self._bytes}):
+            for part in PACKED:
+                if name + part not in self._bytes:
+                    raise WeightsError(
+                        f"{self.origin} lacks {quoted(name + part)}, a part of the weight {quoted(name)}."
+                    )
+            held, scaled = (self._bytes[name + part] for part in PACKED)
+            if len(held) != 4 or held[-1] != NUMBERS // 2 or held[:-1] != scaled:
+                raise WeightsError(
+                    f"{self.origin} is corrupt: blocks {list(held)} and scales {list(scaled)} of {quoted(name)} do not "
+                    f"fit; MXFP4 has {NUMBERS // 2} bytes and a scale for {NUMBERS} numbers."
+                )
+            if name in self._shapes:
+                raise WeightsError(f"{self.origin} holds {quoted(name)} twice: in float and as blocks and scales.")
+            self._shapes[name] = held[0], held[2] * NUMBERS, held[1]
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
@@ -64,7 +91,13 @@ class SafetensorsFolder:
         return self._shapes
 
     def read(self, name: str, start: int, stop: int) -> np.ndarray:
-        """Elements ``start:stop`` of the first axis of ``name``, in the dtype it is stored in."""
+        """Elements ``start:stop`` of the first axis of ``name``, in the dtype it is stored in, or in float32."""
+        if name not in self._where:
+            blocks, scales = (self._stored(name + part, start, stop) for part in PACKED)
+            return dequantized(blocks, scales).swapaxes(1, 2)
+        return self._stored(name, start, stop)
+
+    def _stored(self, name: str, start: int, stop: int) -> np.ndarray:
         with _open(self._where[name]) as file:
             return file.get_slice(name)[start:stop]
 

@@ -99,6 +99,7 @@ class ModelConfig:
       embedding_norm: whether the token embeddings go through a norm of their own before the first layer.
       qk_norm: whether each head's queries and keys go through a root-mean-square norm before rotary embedding.
       qk_norm_across_heads: whether all heads' queries together do, and all keys.
+      qk_norm_by_head: whether each head's do through a norm of the model's kind, with weights of its own and no bias.
       qkv_bias, output_bias, mlp_bias, head_bias: whether those projections add a bias.
       tie_embeddings: whether the output head is the token embedding.
       no_rotary_layers: layers of a rotary model whose queries and keys are not turned.
@@ -109,6 +110,7 @@ class ModelConfig:
       rotary_dim: leading channels of a head that rotary embedding turns; None for all.
       attention_multiplier: the factor of q.k in the softmax; None for 1 / sqrt(head_dim).
       attention_soft_cap: bounds the scores in the softmax by cap tanh(score / cap); None does not.
+      attention_sinks: whether each query head's softmax has one more logit, a learned one that brings no value.
       embedding_scale, residual_scale, logit_scale: factors of embeddings, of what attention and the MLP add, of logits.
       logit_soft_cap: bounds logits by cap tanh(logits / cap); None does not.
       weights: how matrices are stored: "int8" (``kvjax.model.quantised``), or None for floats.
@@ -148,6 +150,8 @@ class ModelConfig:
     rotary_dim: int | None = added(None)
     attention_multiplier: float | None = added(None)
     attention_soft_cap: float | None = added(None)
+    attention_sinks: bool = added(False)
+    qk_norm_by_head: bool = added(False)
     embedding_scale: float = added(1.0)
     residual_scale: float = added(1.0)
     logit_scale: float = added(1.0)
@@ -193,10 +197,13 @@ class ModelConfig:
             raise UsageError(f"windows has {len(self.windows)} entries for {self.num_layers} layers; give one a layer.")
         if self.positional == "alibi" and (self.sliding or self.attention_soft_cap is not None):
             raise UsageError("Windows and soft caps of attention are for rotary models; ALiBi has neither.")
-        if (self.qk_norm or self.qk_norm_across_heads) and self.positional == "alibi":
+        if self.positional == "alibi" and self.attention_sinks:
+            raise UsageError("attention_sinks is for models with rotary embedding; ALiBi's scopes know of no sink.")
+        norms = [name for name in ("qk_norm", "qk_norm_across_heads", "qk_norm_by_head") if getattr(self, name)]
+        if norms and self.positional == "alibi":
             raise UsageError("qk_norm is for models with rotary embedding; ALiBi's scopes are those of plain queries.")
-        if self.qk_norm and self.qk_norm_across_heads:
-            raise UsageError("qk_norm is of each head or across heads; choose one of qk_norm and qk_norm_across_heads.")
+        if len(norms) > 1:
+            raise UsageError(f"Queries and keys go through one norm; choose one of {' and '.join(norms)}.")
         if self.parallel_block and self.norm_order != "pre":
             raise UsageError(f"A parallel block norms what it reads; norm_order is {self.norm_order!r}.")
         if self.positional == "alibi" and (self.norm_order == "post" or self.norm_offset):
@@ -284,5 +291,13 @@ class ModelConfig:
         identity that it was saved with.
         """
         known = dataclasses.asdict(self)
-        unused = {f.name for f in dataclasses.fields(self) if f.metadata.get("added") and known[f.name] == f.default}
-        return {name: value for name, value in known.items() if name not in unused}
+        if self.experts is not None:
+            known["experts"] = _used(self.experts, known["experts"])
+        return _used(self, known)
+
+
+def _used(described: Any, known: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a dataclass, without those that were added later and hold their defaults."""
+    fields = dataclasses.fields(described)
+    unused = {f.name for f in fields if f.metadata.get("added") and getattr(described, f.name) == f.default}
+    return {name: value for name, value in known.items() if name not in unused}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 from typing import TypeVar
 
 import jax
@@ -17,12 +18,20 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from kvjax.model.config import ModelConfig
+from kvjax.model.config import ModelConfig, NormKind
 from kvjax.model.exchange import ONE_DEVICE, Exchange
 from kvjax.model.experts import ExpertMLP
 from kvjax.model.matmul import matmul, matmul_nt
 from kvjax.model.params import gate_columns, new_param
-from kvjax.model.quantised import QuantisedArray
+from kvjax.model.quantised import QuantisedArray, dequantised
+
+
+def _unit(x: Float[Array, "*S M"], kind: NormKind, eps: float) -> Float[Array, "*S M"]:
+    """Float32 numbers whose mean square is 1, for a layer norm without their mean."""
+    wide = x.astype(jnp.float32)
+    if kind == "layer":
+        wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
+    return wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
 
 
 class RMSNorm(nnx.Module):
@@ -33,8 +42,7 @@ class RMSNorm(nnx.Module):
         self.eps, self.offset = eps, offset
 
     def __call__(self, x: Float[Array, "*S M"]) -> Float[Array, "*S M"]:
-        wide = x.astype(jnp.float32)
-        wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
+        wide = _unit(x, "rms", self.eps)
         if self.offset:  # in float32: bfloat16 has no number between 1 and 1.008
             return ((1 + self.weight[...].astype(jnp.float32)) * wide).astype(x.dtype)
         return (self.weight[...] * wide.astype(x.dtype)).astype(x.dtype)
@@ -50,10 +58,7 @@ class LayerNorm(nnx.Module):
         self.eps, self.biased = eps, biased
 
     def __call__(self, x: Float[Array, "*S M"]) -> Float[Array, "*S M"]:
-        wide = x.astype(jnp.float32)
-        wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
-        wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
-        wide = self.weight[...] * wide
+        wide = self.weight[...] * _unit(x, "layer", self.eps)
         return (wide + self.bias[...] if self.biased else wide).astype(x.dtype)
 
 
@@ -81,7 +86,8 @@ class DecoderLayer(nnx.Module):
       gate_up_bias [F / C, 2, C] or up_bias [F], down_bias [M].
       Norms, as far as the configuration has them: input_norm and post_attention_norm of what attention and the MLP
       read, attention_output_norm and mlp_output_norm of what they give [M]; q_norm and k_norm of each head [D], or
-      qk_norm [H, G + 2, D] across heads, with the axes of qkv_bias (what values have of it is not used).
+      qk_norm [H, G + 2, D] across heads, with the axes of qkv_bias, or by head (what values have of it is not used).
+      sinks [H, G], where softmaxes have a logit of their own.
 
     On a mesh ``config`` has the heads of one device, the parameters are its parts of them, and ``exchange`` is what the
     devices exchange (:func:`with_exchange`).
@@ -114,8 +120,12 @@ class DecoderLayer(nnx.Module):
             self._init_mlp(config, rngs, dtype)
         if config.qk_norm:
             self.q_norm, self.k_norm = (_norm(config, dtype, dim) for _ in range(2))
-        if config.qk_norm_across_heads:
-            self.qk_norm = new_param(rngs, (heads, group + 2, dim), ("kv_heads", None, None), dtype, 0)
+        if config.qk_norm_across_heads or config.qk_norm_by_head:
+            # By head it is needed where the head is attended for, which its columns may not be.
+            axes = ("kv_heads" if config.qk_norm_across_heads else None, None, None)
+            self.qk_norm = new_param(rngs, (heads, group + 2, dim), axes, dtype, 0)
+        if config.attention_sinks:
+            self.sinks = new_param(rngs, (heads, group), (None, None), dtype, 0)
         if config.qkv_bias:
             self.qkv_bias = new_param(rngs, (heads, group + 2, dim), ("kv_heads", None, None), dtype, 0)
         if config.output_bias:
@@ -147,8 +157,16 @@ class DecoderLayer(nnx.Module):
         if c.qk_norm_across_heads:
             flat = self._normed_across_heads(flat)
         qkv = self.exchange.heads(flat).reshape(*x.shape[:-1], c.num_kv_heads, c.group_size + 2, c.head_dim)
+        if c.qk_norm_by_head:
+            qkv = jnp.concatenate([self._normed_by_head(qkv), qkv[..., -1:, :]], axis=-2)
         q, k, v = qkv[..., :-2, :], qkv[..., -2, :], qkv[..., -1, :]
         return (self.q_norm(q), self.k_norm(k), v) if c.qk_norm else (q, k, v)
+
+    def _normed_by_head(self, qkv: Float[Array, "*S H N D"]) -> Float[Array, "*S H K D"]:
+        """Queries and keys, each head's through its own norm."""
+        every = self.qk_norm[...].reshape(-1, qkv.shape[-2] * qkv.shape[-1])
+        weight = self.exchange.own_heads(every).reshape(qkv.shape[-3:])[:, :-1]
+        return (weight * _unit(qkv[..., :-1, :], self.config.norm, self.config.rms_norm_eps)).astype(qkv.dtype)
 
     def _normed_across_heads(self, flat: Float[Array, "*S N"]) -> Float[Array, "*S N"]:
         """The projection's columns, of which all queries together, and all keys, have a mean square of 1."""
@@ -163,6 +181,36 @@ class DecoderLayer(nnx.Module):
         queries, keys = (jax.lax.rsqrt(total[i] / total[i + 2] + c.rms_norm_eps) for i in range(2))
         normed = self.qk_norm[...] * (wide * jnp.where(parts[0], queries, keys))
         return jnp.where(parts[0] | parts[1], normed.astype(flat.dtype), flat)
+
+    @property
+    def sink_logits(self) -> Float[Array, "H G"] | None:
+        """The logit, float32, that each query head's softmax has beside its keys' (gpt-oss's learned bias in the
+        denominator, arXiv 2508.10925, section 2.2); None where there is none.
+
+        It is no key: no policy keeps or drops it, and what it takes of a softmax is attention to nothing.
+        """
+        if not self.config.attention_sinks:
+            return None
+        return self.exchange.own_heads(self.sinks[...].astype(jnp.float32).reshape(-1, self.config.group_size))
+
+    def output_norms(self, v: Float[Array, "B H T D"]) -> Float[Array, "B H G T"]:
+        """The L1 norm of each value's product with the output projection of each query head that reads it, float32."""
+        c, weight = self.config, dequantised(self.out[...])
+        rows = self.exchange.output_rows(weight.T if isinstance(self.out[...], QuantisedArray) else weight)
+        own = self.exchange.own_heads(rows.reshape(-1, c.group_size * c.head_dim * c.hidden_size))
+        own = own.reshape(c.num_kv_heads, c.group_size, c.head_dim, c.hidden_size)
+        block = math.gcd(v.shape[2], 256)
+
+        def head(given: tuple[Array, Array]) -> Array:
+            def part(values: Float[Array, "B S D"]) -> Float[Array, "B G S"]:
+                outputs = jnp.einsum("bsd,gdm->bgsm", values, given[1], preferred_element_type=jnp.float32)
+                return jnp.abs(outputs).sum(axis=-1)
+
+            values = given[0].reshape(v.shape[0], -1, block, c.head_dim)
+            found = jax.lax.map(part, values.swapaxes(0, 1))
+            return jnp.moveaxis(found, 0, 2).reshape(v.shape[0], c.group_size, -1)
+
+        return jax.lax.map(head, (v.swapaxes(0, 1), own)).swapaxes(0, 1)
 
     def finish(self, x: Float[Array, "*S M"], attended: Float[Array, "*S H G D"]) -> Float[Array, "*S M"]:
         """Output projection, residual, and the MLP with its residual; both residuals at once in a parallel block."""
@@ -186,10 +234,13 @@ class DecoderLayer(nnx.Module):
         if c.experts is None:
             y = matmul(self.activated(x), self.down[...])
         else:
-            y = self.experts(x)
+            routed = self.experts.routed(x)
+            y = self.experts(x, routed)
             if c.dense_mlp:
                 y = y + self.experts.shared(x, matmul(self.activated(x), self.down[...]))
         y = self.exchange.mlp(y)
+        if c.experts is not None and c.experts.biased:
+            y = y + self.experts.bias(routed).reshape(y.shape).astype(y.dtype)
         return y + self.down_bias[...] if c.mlp_bias and c.dense_mlp else y
 
     def activated(self, x: Float[Array, "*S M"]) -> Float[Array, "*S F"]:

@@ -26,9 +26,17 @@ class Exchange:
         """Sums over all columns of queries, keys and values, from those over this device's."""
         return parts
 
+    def own_heads(self, every: Float[Array, "N C"]) -> Float[Array, "H C"]:
+        """What belongs to the KV heads that this device attends for, in their order, from what belongs to all."""
+        return every
+
     def attended(self, attended: Float[Array, "*S H G D"]) -> Array:
         """The channels that this device's rows of the output projection multiply, from the results of its heads."""
         return attended
+
+    def output_rows(self, rows: Float[Array, "N M"]) -> Float[Array, "K M"]:
+        """The output projection's rows of all heads, from those of this device."""
+        return rows
 
     def output(self, y: Float[Array, "*S M"]) -> Float[Array, "*S M"]:
         """The output projection's result, from what this device's rows of it give."""

@@ -17,7 +17,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from kvjax.checks import whole_number
+from kvjax.checks import number, whole_number
 from kvjax.errors import UsageError
 from kvjax.model.matmul import matmul, ragged_matmul
 from kvjax.model.params import gate_columns, new_param
@@ -30,16 +30,23 @@ if TYPE_CHECKING:
 MOST_EXPERTS = 2**12
 
 
+#: Weights [T, K], float32, and numbers [T, K] of each token's experts.
+Routed = tuple[Array, Array]
+
+
 @dataclasses.dataclass(frozen=True)
 class Experts:
     """The experts of a model's layers.
 
     Attributes:
       count: experts of a layer. active: how many of them a token goes through.
-      inner: channels of each; they are gated by SiLU.
+      inner: channels of each; they are gated by SiLU, unless there is a ``limit``.
       normalised: whether the weights of the chosen ones sum to 1, or are their shares among all.
       shared_inner: channels of an MLP that every token goes through beside them, times a gate of its own; 0 for none.
       dense_layers: layers that have a plain MLP instead.
+      biased: whether the router and the experts' projections add biases.
+      limit: where it is given, of a gate g and what it gates u an expert makes ``(u + 1) g sigmoid(alpha g)``, with g
+        at most ``limit`` and u within ``limit`` of 0.
     """
 
     count: int
@@ -48,11 +55,17 @@ class Experts:
     normalised: bool = True
     shared_inner: int = 0
     dense_layers: tuple[int, ...] = ()
+    biased: bool = dataclasses.field(default=False, metadata={"added": True})
+    limit: float | None = dataclasses.field(default=None, metadata={"added": True})
+    alpha: float = dataclasses.field(default=1.702, metadata={"added": True})
 
     def __post_init__(self) -> None:
         whole_number("experts.count", self.count, 1, MOST_EXPERTS)
         for name, least in (("active", 1), ("inner", 1), ("shared_inner", 0)):
             whole_number(f"experts.{name}", getattr(self, name), least)
+        if self.limit is not None:
+            number("experts.limit", self.limit, 0, open_below=True)
+            number("experts.alpha", self.alpha, 0, open_below=True)
         if self.active > self.count:
             raise UsageError(f"A token goes through {self.active} of {self.count} experts; there are not so many.")
 
@@ -63,6 +76,7 @@ class ExpertMLP(nnx.Module):
     Parameters, with logical axes (E experts, M hidden, F channels of an expert):
       router [M | E]; gate_up [E; M | F / C, 2, C] as a dense MLP's; down [E; F | M].
       shared_gate [M | 1] where there is an MLP for every token.
+      Where there are biases, router_bias [E], gate_up_bias [E; F / C, 2, C] and down_bias [E; M].
     """
 
     def __init__(self, config: ModelConfig, experts: Experts, *, rngs: nnx.Rngs | None, dtype: DTypeLike):
@@ -74,12 +88,17 @@ class ExpertMLP(nnx.Module):
         self.down = new_param(rngs, shape, (None, "mlp", None), dtype, stacked=1, weights=config.weights)
         if experts.shared_inner:
             self.shared_gate = new_param(rngs, (hidden, 1), (None, None), dtype, transposed=True)
+        if experts.biased:
+            self.router_bias = new_param(rngs, (experts.count,), (None,), dtype, 0)
+            shape, axes = (experts.count, experts.inner // half, 2, half), (None, "mlp", None, None)
+            self.gate_up_bias = new_param(rngs, shape, axes, dtype, 0, stacked=1)
+            self.down_bias = new_param(rngs, (experts.count, hidden), (None, None), dtype, 0, stacked=1)
         self.experts, self.half = experts, half
 
-    def __call__(self, x: Float[Array, "*S M"]) -> Float[Array, "*S M"]:
-        """What the experts whose channels are there give of each token."""
+    def __call__(self, x: Float[Array, "*S M"], routed: Routed) -> Float[Array, "*S M"]:
+        """What the experts whose channels are there give of each token, before the bias of their results."""
         tokens = x.reshape(-1, x.shape[-1])
-        weight, chosen = self.routed(tokens)
+        weight, chosen = routed
         choices = chosen.size
         if choices < self.experts.count:
             found = self._one_by_one(tokens, chosen)
@@ -88,19 +107,37 @@ class ExpertMLP(nnx.Module):
         found = found.reshape(*chosen.shape, -1)
         return (found * weight[..., None].astype(x.dtype)).sum(axis=1).reshape(x.shape)
 
-    def routed(self, tokens: Float[Array, "T M"]) -> tuple[Float[Array, "T K"], Int[Array, "T K"]]:
-        """Each token's experts and their weights, float32."""
-        logits = (tokens @ self.router[...].T).astype(jnp.float32)
+    def routed(self, x: Float[Array, "*S M"]) -> Routed:
+        """The experts of each token, one after the other, and their weights, float32.
+
+        Shares of the chosen ones that sum to 1 are the softmax over their logits alone.
+        """
+        logits = (x.reshape(-1, x.shape[-1]) @ self.router[...].T).astype(jnp.float32)
+        if self.experts.biased:
+            logits = logits + self.router_bias[...]
         share, chosen = jax.lax.top_k(jax.nn.softmax(logits, axis=-1), self.experts.active)
         return share / share.sum(axis=-1, keepdims=True) if self.experts.normalised else share, chosen
+
+    def bias(self, routed: Routed) -> Float[Array, "T M"]:
+        """The bias of each token's experts' results, float32; the whole of it, on a mesh too."""
+        weight, chosen = routed
+        every = (weight[..., None] * jax.nn.one_hot(chosen, self.experts.count)).sum(axis=1)
+        return jnp.matmul(every, self.down_bias[...].astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)
 
     def shared(self, x: Float[Array, "*S M"], y: Float[Array, "*S M"]) -> Float[Array, "*S M"]:
         """The result of the MLP for every token, times its gate."""
         return jax.nn.sigmoid(x @ self.shared_gate[...].T) * y
 
-    def _activated(self, inner: Float[Array, "N F2"]) -> Float[Array, "N F"]:
+    def _activated(self, inner: Float[Array, "N F2"], expert: Int[Array, "*#N"]) -> Float[Array, "N F"]:
+        if self.experts.biased:
+            inner = inner + self.gate_up_bias[...][expert]
         halves = inner.reshape(inner.shape[0], -1, 2, self.half)
-        return (jax.nn.silu(halves[:, :, 0]) * halves[:, :, 1]).reshape(inner.shape[0], -1)
+        gate, up = halves[:, :, 0], halves[:, :, 1]
+        limit = self.experts.limit
+        if limit is None:
+            return (jax.nn.silu(gate) * up).reshape(inner.shape[0], -1)
+        gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
+        return ((up + 1) * gate * jax.nn.sigmoid(self.experts.alpha * gate)).reshape(inner.shape[0], -1)
 
     def _by_runs(self, tokens: Float[Array, "T M"], chosen: Int[Array, "T K"]) -> Float[Array, "N M"]:
         """The choices' results, in their order, from products with every expert's run of tokens."""
@@ -108,7 +145,7 @@ class ExpertMLP(nnx.Module):
         order = jnp.argsort(flat, stable=True)
         runs = (flat[:, None] == jnp.arange(self.experts.count)).sum(axis=0, dtype=jnp.int32)
         inner = ragged_matmul(tokens[order // chosen.shape[1]], self.gate_up[...], runs)
-        found = ragged_matmul(self._activated(inner), self.down[...], runs)
+        found = ragged_matmul(self._activated(inner, flat[order]), self.down[...], runs)
         return found[jnp.argsort(order, stable=True)]
 
     def _by_blocks(self, tokens: Float[Array, "T M"], chosen: Int[Array, "T K"]) -> Float[Array, "N M"]:
@@ -136,7 +173,7 @@ class ExpertMLP(nnx.Module):
             jax.tree.map(lambda each: jax.lax.dynamic_index_in_dim(each, index, keepdims=False), weight[...])
             for weight in (self.gate_up, self.down)
         )
-        return _product(self._activated(_product(x, gate_up)), down)
+        return _product(self._activated(_product(x, gate_up), index), down)
 
     def _one_by_one(self, tokens: Float[Array, "T M"], chosen: Int[Array, "T K"]) -> Float[Array, "N M"]:
         """The same of few choices, each from its expert's weights alone."""

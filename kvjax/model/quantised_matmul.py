@@ -4,10 +4,10 @@ CPUs and TPUs multiply int8 numbers by int8 numbers: each token's activations ar
 (:mod:`kvjax.model.quantised`), sums are exact in int32, and both scales multiply them. A token's result is the same
 whatever other tokens are beside it. On a mesh each device rounds the channels that it has of a token.
 
-GPUs multiply the activations as they are: XLA turns the numbers into floats within the product.
+GPUs multiply the activations as they are: XLA converts the numbers to floats within the product.
 
 Measured on 2 cores with AVX-512 VNNI, [1, 1536] x [16384, 1536]: XLA's CPU compiler computes a product of int8 numbers
-with one row by scalar code, 120 ms; with two rows it takes 1.9 ms, and in float32 4.5 ms. Weights that are turned into
+with one row by scalar code, 120 ms; with two rows it takes 1.9 ms, and in float32 4.5 ms. Weights that are converted to
 floats take 100 ms there, whatever the number of rows.
 """
 

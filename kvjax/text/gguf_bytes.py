@@ -40,6 +40,8 @@ class Splitting:
     adds_bos: bool = False
 
 
+# GPT-2's words, as a pattern that others may follow.
+_GPT2_WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _GPT2 = Splitting(gpt2_words=True)
 _DIGITS = Splitting(patterns=(_DIGIT,), gpt2_words=True)
 _GPT4 = Splitting(patterns=(_WORDS % "{1,3}",))
@@ -70,6 +72,7 @@ SPLITTINGS: dict[str, Splitting] = {
     "deepseek-r1-qwen": _QWEN2,
     "megrez": _QWEN2,
     "stablelm2": _QWEN2,
+    "falcon": Splitting(patterns=(r"[\p{P}$+<=>^~|`]+", _GPT2_WORDS, "[0-9][0-9][0-9]")),
     "gpt-4o": Splitting(patterns=(_CASED % (f"{_CONTRACTIONS}?", f"{_CONTRACTIONS}?", "{1,3}"),)),
     "tekken": Splitting(patterns=(_CASED % ("", "", ""),), whole_words=True, adds_bos=True),
     "bloom": Splitting(patterns=(r" ?[^(\s|.,!?…。，、।۔،)]+",)),

@@ -2,30 +2,38 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
 from support import family_cases as cases
 from support import family_gguf
-from support.own_cases import CHATGLM, chatglm_shapes
+from support.own_cases import ALIBI, CHATGLM, ROTARY, baichuan_shapes, chatglm_shapes
 
 from kvjax.checkpoints.load import load
 
+#: llama.cpp tells which of them have ALiBi by their number of layers.
+BAICHUAN = [
+    dataclasses.replace(case, config={**case.config, "num_hidden_layers": layers})
+    for case, layers in ((ROTARY, 32), (ALIBI, 40))
+]
 #: Those that have what a GGUF can say: not every fourth layer by a list, no window of starcoder2's; longrope needs
 #: tensors of its own.
 ASKED = [
     family_gguf.as_a_gguf_says(case)
-    for case in (*cases.CASES, CHATGLM)
+    for case in (*cases.CASES, CHATGLM, *BAICHUAN)
     if case.config["model_type"] in family_gguf.ARCHITECTURES
-    and case.name not in ("smollm3", "phi3_long", "granite_plain", "starcoder2_window")
+    and case.name not in ("smollm3", "phi3_long", "granite_plain", "starcoder2_window", "falcon_in_turn")
 ]
 #: Cases whose every layer is like one of the golden ones.
-LIKE = {"gemma3": 0, "cohere2": 0, "qwen2_moe": 0, "qwen3_moe": 1}
+LIKE = {"baichuan_7b": 0, "baichuan_13b": 0, "gemma3": 0, "cohere2": 0, "qwen2_moe": 0, "qwen3_moe": 1}
 
 
 @pytest.mark.parametrize("case", ASKED, ids=lambda case: case.name)
 def test_gguf_equals_safetensors(case, tmp_path):
-    shapes = chatglm_shapes() if case.name == "chatglm" else cases.shapes(case)
+    own = {"chatglm": chatglm_shapes, "baichuan_7b": baichuan_shapes, "baichuan_13b": baichuan_shapes}
+    shapes = own[case.name]() if case.name in own else cases.shapes(case)
     if case.name in LIKE:
         shapes = family_gguf.with_layers(shapes, case.config["num_hidden_layers"], LIKE[case.name])
     tensors = cases.values(case, shapes)
@@ -42,6 +50,14 @@ def test_gguf_equals_safetensors(case, tmp_path):
         assert one == pytest.approx(other, rel=1e-6)
     for one, other in zip(jax.tree.leaves(ours.params), jax.tree.leaves(theirs.params), strict=True):
         np.testing.assert_allclose(one, other, atol=1e-6)
+
+
+def test_layers_with_windows_may_be_listed(tmp_path):
+    case = next(case for case in ASKED if case.name == "olmo3")
+    kinds = ["full_attention", "sliding_attention", "sliding_attention", "full_attention"]
+    case = dataclasses.replace(case, config={**case.config, "layer_types": kinds})
+    path = family_gguf.write(case, tmp_path / "m.gguf", cases.values(case, cases.shapes(case)))
+    assert load(path, dtype="float32", progress=False).config.windows == (None, 8, 8, None)
 
 
 def test_every_architecture_is_asked():

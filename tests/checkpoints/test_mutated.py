@@ -101,6 +101,23 @@ def reshaped(part: str) -> Edit:
     return weights(change)
 
 
+def packed(change: Callable[[dict[str, np.ndarray], str], Any]) -> Edit:
+    """The first layer's gates in 4 bits, with a change."""
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+
+    def edit(tensors: dict[str, np.ndarray]) -> None:
+        experts, hidden, inner = tensors.pop(name).shape
+        tensors[name + "_blocks"] = np.ones((experts, inner, hidden // 32, 16), np.uint8)
+        tensors[name + "_scales"] = np.full((experts, inner, hidden // 32), 127, np.uint8)
+        change(tensors, name)
+
+    return weights(edit)
+
+
+def reshape(tensors: dict[str, np.ndarray], name: str, shape: tuple[int, ...]) -> None:
+    tensors[name] = np.resize(tensors[name], shape)
+
+
 def number(part: str, value: float, dtype: str = "float32") -> Edit:
     """A number that is none, in the last place of a tensor."""
 
@@ -176,6 +193,11 @@ BEFORE: list[tuple[str, Edit, str]] = [
     ("mixtral", config(num_local_experts=2**38), "experts.count"),
     ("qwen2_moe", config(num_experts_per_tok=9), "9 of 4 experts"),
     ("qwen3_moe", config(mlp_only_layers="all"), "mlp_only_layers"),
+    ("gpt_oss", config(swiglu_limit=0), "experts.limit is 0"),
+    ("gpt_oss", config(swiglu_alpha=NAN), "experts.alpha is nan"),
+    ("gpt_oss", config(num_local_experts="five"), "'five' as its num_local_experts"),
+    ("gpt_oss", config(num_experts_per_tok=6), "6 of 5 experts"),
+    ("gpt_oss", config(quantization_config={"quant_method": "gptq"}), "quantised by 'gptq'"),
     ("gemma2", config(attn_logit_softcapping="high"), "of the wrong kind"),
     ("gemma3", config(sliding_window_pattern=-1), "-1 as its sliding_window_pattern"),
     ("olmo3", config(rope_parameters=[1]), "of the wrong kind"),
@@ -193,6 +215,19 @@ BEFORE: list[tuple[str, Edit, str]] = [
     # weights: missing, extra, of a wrong shape, integers
     ("gemma2", without("pre_feedforward_layernorm"), "lacks the weight"),
     ("mixtral", without("experts.4.w3"), "experts.4.w3.weight"),
+    ("gpt_oss", without("sinks"), "lacks the weight 'model.layers.0.self_attn.sinks'"),
+    ("gpt_oss", without("down_proj_bias"), "experts.down_proj_bias"),
+    ("gpt_oss", packed(lambda tensors, name: tensors.pop(name + "_scales")), "_scales', a part of the weight"),
+    ("gpt_oss", packed(lambda tensors, name: tensors.pop(name + "_blocks")), "_blocks', a part of the weight"),
+    ("gpt_oss", packed(lambda tensors, name: tensors.update({name: np.ones(3, np.float32)})), "twice: in float"),
+    ("gpt_oss", packed(lambda tensors, name: reshape(tensors, name + "_scales", (5, 1, 48))), "do not fit"),
+    ("gpt_oss", packed(lambda tensors, name: reshape(tensors, name + "_blocks", (5, 48, 16))), "do not fit"),
+    ("gpt_oss", packed(lambda tensors, name: reshape(tensors, name + "_blocks", (5, 48, 2, 8))), "do not fit"),
+    ("gpt_oss", weights(lambda t: t.update({"model.norm.weight": np.ones(32, np.uint8)})), "as U8"),
+    ("mixtral", weights(lambda t: t.update({"model.norm_blocks": np.ones(32, np.uint8)})), "a part of the weight"),
+    ("cohere_plus", reshaped("q_norm"), "with shape [8, 4]; its configuration asks for [4, 8]"),
+    ("stablelm_12b", without("q_layernorm.norms.3"), "q_layernorm.norms.3.weight"),
+    ("stablelm_12b", config(qk_layernorm=False), "which a stablelm model does not have"),
     ("falcon_new", without("ln_mlp"), "ln_mlp"),
     ("olmo2", extra("model.layers.0.input_layernorm.weight"), "which a olmo2 model does not have"),
     ("qwen3_moe", extra("model.layers.9.mlp.gate.weight"), "model.layers.9.mlp.gate.weight"),
@@ -237,6 +272,12 @@ BEFORE: list[tuple[str, Edit, str]] = [
 WHILE: list[tuple[str, Edit, str]] = [
     ("gemma3", number("q_norm", NAN), "q_norm.weight' holds what is no finite number"),
     ("mixtral", number("w2", INF), "holds what is no finite number"),
+    ("gpt_oss", number("sinks", NAN), "sinks' holds what is no finite number"),
+    (
+        "gpt_oss",
+        packed(lambda tensors, name: tensors[name + "_scales"].fill(255)),
+        "gate_up_proj' holds what is no finite number",
+    ),
     ("olmo3", number("k_proj", NAN, "float16"), "k_proj.weight' holds what is no finite number"),
     ("qwen2_window", number("embed_tokens", -INF, "bfloat16"), "no finite number"),
     ("bloom", number("query_key_value", NAN), "no finite number"),
@@ -292,8 +333,9 @@ def test_there_are_many_and_of_every_family(folders):
 
 def asked(name: str) -> tuple[str, dict[str, Any], dict[str, np.ndarray]]:
     """Architecture, metadata and tensors of a case as a GGUF has them."""
-    case = family_gguf.as_a_gguf_says(next(case for case in cases.CASES if case.name == name))
-    shapes = cases.shapes(case)
+    found, shapes = OWN.get(name) or (next(case for case in cases.CASES if case.name == name), None)
+    case = family_gguf.as_a_gguf_says(found)
+    shapes = shapes() if shapes else cases.shapes(case)
     if name == "gemma3":
         shapes = family_gguf.with_layers(shapes, case.config["num_hidden_layers"])
     keys = family_gguf.metadata(case) | family_gguf.tokenizer_keys(cases.VOCAB)
@@ -331,7 +373,18 @@ GGUF: list[tuple[str, Change, str]] = [
     ("stablelm", key("stablelm.context_length", 0), "context_length"),
     ("gpt_neox", key("gptneox.vocab_size", 47), "belongs to another model|with shape"),
     ("glm4", tensor("blk.1.post_ffw_norm.weight", None), "lacks the weight"),
-    ("stablelm", tensor("blk.0.attn_q_norm.weight", ONES), "norms queries and keys"),
+    ("stablelm", tensor("blk.0.attn_q_norm.weight", ONES), "lacks the weight|with shape [32]"),
+    (
+        "olmo3",
+        key("olmo2.attention.sliding_window_pattern", [True]),
+        "sliding_window_pattern for other than its layers",
+    ),
+    ("falcon_new", tensor("blk.1.attn_norm_2.weight", None), "blk.1.attn_norm_2.weight"),
+    ("falcon", key("falcon.attention.head_count_kv", 3), "do not divide"),
+    ("baichuan", key("baichuan.block_count", 2), "is a baichuan of 2 layers"),
+    ("gpt_oss", key("gpt-oss.expert_count", None), "lacks the key gpt-oss.expert_count"),
+    ("gpt_oss", tensor("blk.1.attn_sinks.weight", None), "blk.1.attn_sinks.weight"),
+    ("gpt_oss", tensor("blk.1.ffn_gate_exps.bias", ONES), "with shape [32]"),
     ("granite", tensor("blk.0.attn_norm.weight", ONES[:31]), "with shape [31]"),
     ("phi3", tensor("rope_factors_long.weight", np.full(4, NAN, np.float32)), "rope_factors"),
     ("gemma2", key("tokenizer.ggml.tokens", ["a", "a"]), "lists a token twice"),

@@ -87,7 +87,7 @@ def test_the_language_model_of_a_multimodal_checkpoint(prefix, tmp_path):
 
 
 @pytest.mark.parametrize("window", [63, 64, 200])
-def test_layers_that_are_turned_otherwise_are_so_under_windows_that_never_slide(window):
+def test_windows_that_never_slide_keep_their_rotary_embedding(window):
     found = FAMILIES["gemma3_text"].from_hf({**GEMMA3.config, "sliding_window": window}, "x")
     assert [found.layer(i).rope.theta for i in range(4)] == [50.0, 50.0, 5000.0, 50.0]
     assert found.windows == (min(window, 64), min(window, 64), None, min(window, 64))

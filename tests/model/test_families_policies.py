@@ -7,11 +7,12 @@ import dataclasses
 import numpy as np
 import pytest
 from support import family_cases as cases
+from support.filters import random_filters
 
 import kvjax
 from kvjax.checkpoints.load import load
 from kvjax.errors import UsageError
-from kvjax.policies import registry
+from kvjax.policies import parse, registry
 
 POLICIES = {
     "full": "full",
@@ -28,10 +29,15 @@ POLICIES = {
     "nacl": "nacl:budget=12",
     "keydiff": "keydiff:budget=12",
     "expected_attention": "expected_attention:budget=12,future=16",
+    "chunkkv": "chunkkv:budget=12,chunk=4",
+    "compactor": "compactor:budget=12,sink=2,recent=2,chunk=8",
+    "criticalkv": "criticalkv:budget=12,inner=snapkv(window=4)",
+    "qfilters": "qfilters:budget=12",  # with filters of the model
+    "kvzip": "kvzip:budget=12,sink=2,chunk=8",
     "round": "round:watershed=1,top=0.5",
 }
 #: Families some of whose layers have windows, and those all of whose layers have.
-WINDOWED = ("ministral", "qwen2_window", "qwen3_window", "gemma2", "gemma3", "cohere2", "olmo3")
+WINDOWED = ("ministral", "qwen2_window", "qwen3_window", "gemma2", "gemma3", "cohere2", "olmo3", "gpt_oss")
 ALL_WINDOWED = ("mistral_window", "phi3_window", "starcoder2_window")
 #: What is not for every family, with what it says.
 REFUSED = {
@@ -49,7 +55,10 @@ DEFAULT = {
     ("phi3_window", "full"), ("phi", "streamingllm"), ("gemma3", "lagkv"), ("gemma2", "h2o"), ("ministral", "tova"),
     ("cohere2", "ahakv"), ("qwen3_window", "razor"), ("olmo3", "compensated"), ("qwen2_moe", "snapkv"),
     ("glm4", "pyramidkv"), ("falcon_new", "slimkv"), ("granite", "nacl"), ("smollm3", "keydiff"),
-    ("qwen3_moe", "expected_attention"), ("mixtral", "round"), *REFUSED,
+    ("qwen3_moe", "expected_attention"), ("mixtral", "round"), ("olmo2", "chunkkv"), ("stablelm", "compactor"),
+    ("gpt_oss", "kvzip"), ("cohere", "criticalkv"),
+    ("granite", "qfilters"),
+    *REFUSED,
 }  # fmt: skip
 
 
@@ -67,7 +76,10 @@ def test_a_policy_answers(case, policy, tmp_path):
     tensors = cases.values(case, cases.shapes(case))
     lm = load(cases.write_folder(case, tmp_path / "m", tensors), dtype="float32", progress=False)
     lm = dataclasses.replace(lm, stop_token_ids=())
-    options = {"policy": POLICIES[policy], "max_new_tokens": 5, "logprobs": True}
+    chosen = parse(POLICIES[policy])
+    if policy == "qfilters":
+        chosen = dataclasses.replace(chosen, profile=random_filters(lm.config))
+    options = {"policy": chosen, "max_new_tokens": 5, "logprobs": True}
     prompts = [case.tokens(40).tolist(), case.tokens(17).tolist()]
     if (case.name, policy) in REFUSED:
         with pytest.raises(UsageError, match=REFUSED[case.name, policy]):
@@ -79,3 +91,15 @@ def test_a_policy_answers(case, policy, tmp_path):
         alone = kvjax.generate(lm, prompt, **options)
         assert alone.tokens == output.tokens
         np.testing.assert_allclose(alone.logprobs, output.logprobs, atol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["razor:heads=0.0,budget=60,sink=2", "h2o:budget=60", "ahakv:budget=60,recent=4"])
+def test_a_policy_that_drops_nothing_answers_as_the_full_cache_does_beside_sinks(policy, tmp_path):
+    case = next(case for case in cases.CASES if case.name == "gpt_oss")
+    tensors = cases.values(case, cases.shapes(case))
+    lm = load(cases.write_folder(case, tmp_path / "m", tensors), dtype="float32", progress=False)
+    options = {"max_new_tokens": 5, "logprobs": True, "stop_token_ids": []}
+    full, other = (kvjax.generate(lm, case.tokens(40).tolist(), policy=each, **options) for each in ("full", policy))
+    assert full.tokens == other.tokens
+    np.testing.assert_allclose(full.logprobs, other.logprobs, atol=1e-5)

@@ -89,8 +89,21 @@ CASES: tuple[FamilyCase, ...] = (
         },
     ),
     _case("cohere", "cohere", rope_theta=500.0, logit_scale=0.25),
+    _case("cohere_plus", "cohere", rope_theta=500.0, logit_scale=0.25, use_qk_norm=True),
+    _case(
+        "gpt_oss", "gpt_oss", head_dim=12, num_hidden_layers=3, sliding_window=8, intermediate_size=24,
+        num_local_experts=5, num_experts_per_tok=2, swiglu_limit=0.7, rope_theta=500.0, attention_bias=True,
+        rope_scaling={
+            "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "truncate": False,
+            "beta_fast": 32.0, "beta_slow": 1.0,
+        },
+    ),
     _case("stablelm", "stablelm", use_qkv_bias=True, partial_rotary_factor=0.25),
     _case("stablelm_parallel", "stablelm", use_parallel_residual=True, partial_rotary_factor=0.5),
+    _case(
+        "stablelm_12b", "stablelm", use_parallel_residual=True, qk_layernorm=True, partial_rotary_factor=0.25,
+        use_qkv_bias=False,
+    ),
     _case("smollm3", "smollm3", num_hidden_layers=4, no_rope_layers=[1, 0, 1, 0], rope_theta=500.0),
     _case("smollm3_every_fourth", "smollm3", num_hidden_layers=5, tie_word_embeddings=False),
     _case(

@@ -59,6 +59,7 @@ def words(pre: str, text: str) -> list[str]:
             "deepseek-coder",
             ["It", "'", "s", " ", "1", "2", "3", "4", "5", " o", "'", "clock", "!!", "\n", "\n", " ", " x"],
         ),
+        ("falcon", ["It", "'", "s", " ", "123", "45", " o", "'", "clock", "!!", "\n\n ", " x"]),
         ("bloom", ["It's", " 12345", " o'clock", "!!\n\n ", " x"]),
     ],
 )

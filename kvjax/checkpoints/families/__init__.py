@@ -20,6 +20,7 @@ from kvjax.checkpoints.families.gemma import GEMMA
 from kvjax.checkpoints.families.gemma3 import GEMMA2, GEMMA3, GEMMA3_TEXT
 from kvjax.checkpoints.families.glm import CHATGLM, GLM, GLM4
 from kvjax.checkpoints.families.gpt_neox import GPT_NEOX
+from kvjax.checkpoints.families.gpt_oss import GPT_OSS
 from kvjax.checkpoints.families.granite import GRANITE
 from kvjax.checkpoints.families.layout import Layout, weights_of
 from kvjax.checkpoints.families.llama import LLAMA
@@ -68,6 +69,7 @@ FAMILIES: dict[str, Family] = {
     "glm": GLM,
     "glm4": GLM4,
     "gpt_neox": GPT_NEOX,
+    "gpt_oss": GPT_OSS,
     "granite": GRANITE,
     "llama": LLAMA,
     "ministral": MINISTRAL,
@@ -91,13 +93,14 @@ FAMILIES: dict[str, Family] = {
 #: Families by llama.cpp's name of them, where that is another.
 GGUF_NAMES = {
     "command-r": "cohere",
+    "gpt-oss": "gpt_oss",
     "gptneox": "gpt_neox",
     "phi2": "phi",
     "qwen2moe": "qwen2_moe",
     "qwen3moe": "qwen3_moe",
 }
 #: Families whose GGUF files go by another family's name.
-GGUF_AS = {"gemma3_text": "gemma3", "ministral": "llama", "mistral": "llama", "mixtral": "llama"}
+GGUF_AS = {"gemma3_text": "gemma3", "ministral": "llama", "mistral": "llama", "mixtral": "llama", "olmo3": "olmo2"}
 
 
 def gguf_name(name: str) -> str | None:

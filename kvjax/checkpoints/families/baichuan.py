@@ -12,12 +12,16 @@ from typing import Any
 import numpy as np
 
 from kvjax.checkpoints.families.family import Family, Weight
-from kvjax.checkpoints.families.layout import LLAMA_LAYOUT, weights_of
-from kvjax.checkpoints.families.llama import config_from_hf
+from kvjax.checkpoints.families.layout import GGUF, LLAMA_LAYOUT, weights_of
+from kvjax.checkpoints.families.llama import config_from_gguf, config_from_hf
+from kvjax.checkpoints.families.settings import gguf_keys
+from kvjax.errors import WeightsError
 from kvjax.model.config import ModelConfig
 
 #: Tokens of Baichuan 1, whose head is an ordinary one.
 _FIRST_VOCABULARY = 64000
+#: Layers of the models with rotary embedding, and of those with ALiBi.
+_ROTARY, _ALIBI = 32, 40
 
 
 def _from_hf(config: Mapping[str, Any], origin: str) -> ModelConfig:
@@ -32,6 +36,20 @@ def _from_hf(config: Mapping[str, Any], origin: str) -> ModelConfig:
     )
 
 
+def _from_gguf(
+    metadata: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], factors: Mapping[str, Any], origin: str
+) -> ModelConfig:
+    """No key says whether positions are rotated: the 7B models have 32 layers, and the 13B models, with ALiBi, 40."""
+    layers = gguf_keys(metadata, "baichuan", origin)("block_count", count=True)
+    if layers not in (_ROTARY, _ALIBI):
+        raise WeightsError(
+            f"{origin} is a baichuan of {layers} layers; {_ROTARY} (7B, rotary embedding) and {_ALIBI} (13B, ALiBi) "
+            "are known, and no key says which a model has."
+        )
+    positional = "rope" if layers == _ROTARY else "alibi"
+    return config_from_gguf(metadata, shapes, factors, origin, positional=positional)
+
+
 def _unit_rows(rows: np.ndarray) -> np.ndarray:
     """Rows of length 1, as the reference's ``normalize`` makes them."""
     wide = rows.astype(np.float32)
@@ -42,8 +60,14 @@ _FIRST = dataclasses.replace(LLAMA_LAYOUT, qkv="self_attn.W_pack")
 _SECOND = dataclasses.replace(_FIRST, change_head=_unit_rows)
 
 
+#: llama.cpp permutes queries and keys as a llama's, also where nothing is rotated.
+_GGUF_FIRST = dataclasses.replace(GGUF, pairs="neighbours")
+_GGUF_SECOND = dataclasses.replace(_GGUF_FIRST, change_head=_unit_rows)
+
+
 def _weights(config: ModelConfig, gguf: bool) -> Iterator[Weight]:
-    return weights_of(config, _FIRST if config.vocab_size == _FIRST_VOCABULARY else _SECOND)
+    first, second = (_GGUF_FIRST, _GGUF_SECOND) if gguf else (_FIRST, _SECOND)
+    return weights_of(config, first if config.vocab_size == _FIRST_VOCABULARY else second)
 
 
-BAICHUAN = Family(_from_hf, None, _weights)
+BAICHUAN = Family(_from_hf, _from_gguf, _weights)

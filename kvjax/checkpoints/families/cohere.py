@@ -1,4 +1,7 @@
-"""Cohere's Command R and R7B: a parallel block, one norm without bias, pairs of rotary channels, scaled logits."""
+"""Cohere's Command R and R7B: a parallel block, one norm without bias, pairs of rotary channels, scaled logits.
+
+Command R+ has norms of each head's queries and keys too.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +12,14 @@ from typing import Any
 from kvjax.checkpoints.families.family import Family, Weight
 from kvjax.checkpoints.families.layout import GGUF, LLAMA_LAYOUT, weights_of
 from kvjax.checkpoints.families.llama import config_from_gguf, config_from_hf
-from kvjax.checkpoints.families.settings import gguf_keys, refuse
+from kvjax.checkpoints.families.settings import gguf_keys
 from kvjax.checkpoints.families.sliding import Slides, all_but_every, sliding_layers, windows_from_hf
-from kvjax.errors import WeightsError
 from kvjax.model.config import ModelConfig
 
 _FEATURES: dict[str, Any] = {"norm": "layer", "norm_bias": False, "parallel_block": True, "shared_norm": True}
 
 
 def _from_hf(config: Mapping[str, Any], origin: str) -> ModelConfig:
-    refuse(config, origin, "use_qk_norm")
     bias = bool(config.get("attention_bias"))
     return config_from_hf(
         {"rope_theta": 500000.0, **config},
@@ -29,6 +30,7 @@ def _from_hf(config: Mapping[str, Any], origin: str) -> ModelConfig:
         qkv_bias=bias,
         output_bias=bias,
         logit_scale=float(config.get("logit_scale", 0.0625)),
+        qk_norm_by_head=bool(config.get("use_qk_norm")),
         **_FEATURES,
     )
 
@@ -37,9 +39,8 @@ def _from_gguf(
     metadata: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], factors: Mapping[str, Any], origin: str
 ) -> ModelConfig:
     scale = float(gguf_keys(metadata, "command-r", origin)("logit_scale"))
-    if "blk.0.attn_q_norm.weight" in shapes:
-        raise WeightsError(f"{origin} norms queries and keys (use_qk_norm), which is not supported.")
-    return config_from_gguf(metadata, shapes, factors, origin, family="cohere", logit_scale=scale, **_FEATURES)
+    features = {"logit_scale": scale, "qk_norm_by_head": "blk.0.attn_q_norm.weight" in shapes, **_FEATURES}
+    return config_from_gguf(metadata, shapes, factors, origin, family="cohere", **features)
 
 
 def _second_from_hf(config: Mapping[str, Any], origin: str) -> ModelConfig:

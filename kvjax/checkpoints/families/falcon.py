@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from kvjax.checkpoints.families.family import Family, Weight
-from kvjax.checkpoints.families.layout import LLAMA_NORMS, Layout, weights_of
-from kvjax.checkpoints.families.llama import config_from_hf
+from kvjax.checkpoints.families.layout import GGUF, LLAMA_NORMS, Layout, weights_of
+from kvjax.checkpoints.families.llama import config_from_gguf, config_from_hf
 from kvjax.checkpoints.families.settings import GELU, activation, layer_count, refuse, size
 from kvjax.errors import WeightsError
 from kvjax.model.config import ModelConfig
@@ -63,8 +63,23 @@ _ONE = Layout(
 _TWO = dataclasses.replace(_ONE, norms={"input_norm": "ln_attn", "post_attention_norm": "ln_mlp"})
 
 
+#: llama.cpp calls the MLP's norm by the name that the only one has.
+_GGUF_ONE = dataclasses.replace(GGUF, qkv="attn_qkv")
+_GGUF_TWO = dataclasses.replace(_GGUF_ONE, norms={"input_norm": "attn_norm_2", "post_attention_norm": "attn_norm"})
+
+
+def _from_gguf(
+    metadata: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], factors: Mapping[str, Any], origin: str
+) -> ModelConfig:
+    """Models with a parallel block, which are all that llama.cpp knows."""
+    features = {"norm": "layer", "mlp": "gelu_exact", "parallel_block": True}
+    shared = "blk.0.attn_norm_2.weight" not in shapes
+    return config_from_gguf(metadata, shapes, factors, origin, shared_norm=shared, **features)
+
+
 def _weights(config: ModelConfig, gguf: bool) -> Iterator[Weight]:
-    return weights_of(config, _TWO if config.parallel_block and not config.shared_norm else _ONE)
+    one, two = (_GGUF_ONE, _GGUF_TWO) if gguf else (_ONE, _TWO)
+    return weights_of(config, two if config.parallel_block and not config.shared_norm else one)
 
 
-FALCON = Family(_from_hf, None, _weights, optional_prefix="transformer.")
+FALCON = Family(_from_hf, _from_gguf, _weights, optional_prefix="transformer.")

@@ -46,6 +46,8 @@ class ExpertNames:
     Attributes:
       router: of the tensor that chooses among them.
       gate, up, down: of each expert, with its number as ``{}``; or of one tensor that holds all of them.
+      gate_up: of one tensor [E, M, 2 F] in the place of both, every other output a gate's, without a ``.weight`` to its
+        name, as ``down`` is [E, F, M] then; their biases' names end in ``_bias``.
       shared: gate, up and down of the MLP for all tokens; ``shared_gate``, what its result is multiplied by.
     """
 
@@ -53,6 +55,7 @@ class ExpertNames:
     gate: str = "mlp.experts.{}.gate_proj"
     up: str = "mlp.experts.{}.up_proj"
     down: str = "mlp.experts.{}.down_proj"
+    gate_up: str = ""
     shared: tuple[str, str, str] = (
         "mlp.shared_expert.gate_proj",
         "mlp.shared_expert.up_proj",
@@ -69,9 +72,9 @@ class Layout:
       layer: the beginning of a layer's names, with its number as ``{}``.
       embedding, norm, head: of the whole model; ``embedding_norm`` where it has one.
       q, k, v: of attention, or ``qkv`` of all three, in the order ``fused``.
-      out: attention's output projection.
+      out: attention's output projection. sinks: its softmaxes' own logits, the whole of the name.
       gate, up: of the MLP, or ``gate_up`` of both, the gate first; ``down``.
-      experts: their names. norms: by the parameter that they fill.
+      experts: their names. norms: by the parameter that they fill; those of single heads with their number as ``{}``.
       pairs: see :data:`Pairs`.
       change_head, change_norm: what becomes of the head's rows, and of norms' weights, as they are read.
     """
@@ -87,6 +90,7 @@ class Layout:
     qkv: str = ""
     fused: Fused = "one after the other"
     out: str = "self_attn.o_proj"
+    sinks: str = "self_attn.sinks"
     gate: str = "mlp.gate_proj"
     up: str = "mlp.up_proj"
     gate_up: str = ""
@@ -111,6 +115,7 @@ GGUF = Layout(
     k="attn_k",
     v="attn_v",
     out="attn_output",
+    sinks="attn_sinks.weight",
     gate="ffn_gate",
     up="ffn_up",
     down="ffn_down",
@@ -168,6 +173,8 @@ def _layer(config: ModelConfig, layout: Layout) -> Iterator[Weight]:
     """The weights of one layer, by the rest of their names."""
     hidden, inner = config.hidden_size, config.intermediate_size
     yield from _attention(config, layout)
+    if config.attention_sinks:
+        yield _weight(layout.sinks, (config.num_heads,), "sinks", unchanged)
     yield from _closing(layout.out, (hidden, config.num_heads * config.head_dim), "out", config.output_bias)
     if config.experts is not None:
         yield from _experts(config, config.experts, layout.experts)
@@ -203,7 +210,7 @@ def _attention(config: ModelConfig, layout: Layout) -> Iterator[Weight]:
         return
     start = 0
     for name, heads, place in zip((layout.q, layout.k, layout.v), counts, places, strict=True):
-        paired = layout.pairs == "neighbours" and name != layout.v and config.positional == "rope"
+        paired = layout.pairs == "neighbours" and name != layout.v
         taken: range | np.ndarray | None = _pairs_apart(heads, dim, config.rotary_channels) if paired else None
         total = heads * dim
         if layout.qkv:
@@ -242,6 +249,17 @@ def _experts(config: ModelConfig, experts: Experts, names: ExpertNames) -> Itera
     """The router and the experts: tensors of each, or of all together."""
     hidden, inner, count = config.hidden_size, experts.inner, experts.count
     yield _weight(f"{names.router}.weight", (count, hidden), "experts.router", transposed)
+    if experts.biased:
+        yield _weight(f"{names.router}.bias", (count,), "experts.router_bias", unchanged)
+    if names.gate_up:
+        for name, shape, param, place in (
+            (names.gate_up, (hidden, 2 * inner), "gate_up", _halves_in_turn),
+            (names.down, (inner, hidden), "down", unchanged),
+        ):
+            yield _weight(name, (count, *shape), f"experts.{param}", place)
+            if experts.biased:
+                yield _weight(f"{name}_bias", (count, shape[1]), f"experts.{param}_bias", place)
+        return
     if experts.shared_inner:
         # llama.cpp writes it as a vector.
         shape = (1, hidden) if "{}" in names.gate else (hidden,)
@@ -254,6 +272,15 @@ def _experts(config: ModelConfig, experts: Experts, names: ExpertNames) -> Itera
                 yield _weight(f"{name.format(expert)}.weight", shape, f"experts.{param}", _of_expert(expert, place))
         else:
             yield _weight(f"{name}.weight", (count, *shape), f"experts.{param}", _of_all(place))
+    if experts.biased:
+        for i, name in enumerate((names.gate, names.up)):
+            yield _weight(f"{name}.bias", (count, inner), "experts.gate_up_bias", _half(i))
+        yield _weight(f"{names.down}.bias", (count, hidden), "experts.down_bias", unchanged)
+
+
+def _halves_in_turn(values: np.ndarray) -> np.ndarray:
+    """The place of a tensor whose last axis has a gate's channel, what it gates, the next gate's and so on."""
+    return values.swapaxes(-1, -2)
 
 
 def _of_expert(expert: int, place: Place) -> Place:
@@ -286,10 +313,33 @@ def _norms(config: ModelConfig, layout: Layout) -> Iterator[Weight]:
     if config.qk_norm:
         for param in ("q_norm", "k_norm"):
             yield from _norm(config, layout.norms[param], dim, param, layout.change_norm)
-    if config.qk_norm_across_heads:
+    if config.qk_norm_across_heads or config.qk_norm_by_head:
         places: dict[str, tuple[int, Place]] = {
             "q_norm": (config.num_heads, _queries(group)),
             "k_norm": (config.num_kv_heads, lambda values: values[..., group, :]),
         }
+        change = None
+        if layout.pairs == "neighbours":
+            order = _pairs_apart(1, dim, config.rotary_channels)
+            change = lambda rows: rows[..., order]  # noqa: E731 - of a head's channels, which rotation pairs
         for param, (heads, place) in places.items():
-            yield _weight(layout.norms[param] + ".weight", (heads * dim,), "qk_norm", place)
+            name = layout.norms[param] + ".weight"
+            if config.qk_norm_across_heads:
+                yield _weight(name, (heads * dim,), "qk_norm", place)
+            elif "{}" not in name:
+                yield _weight(name, (heads, dim), "qk_norm", place, change=change)
+            else:
+                for head in range(heads):
+                    yield _weight(name.format(head), (dim,), "qk_norm", _of_head(head, heads, place), change=change)
+
+
+def _of_head(head: int, heads: int, place: Place) -> Place:
+    """The place of one head's part of a tensor, given that of all of them."""
+
+    def view(values: np.ndarray) -> np.ndarray:
+        found = place(values)
+        if found.ndim == 2:
+            return found[head]
+        return found[head // found.shape[1], head % found.shape[1]]
+
+    return view

@@ -99,7 +99,7 @@ def config_from_gguf(
       family: its name where llama.cpp's is another.
       partial: whether its models may turn only a part of each head.
       slides: which layers have the window that the file gives, if it gives one; None for families that have none.
-      idle: whether windows that never slide are kept, for layers that are turned otherwise.
+      idle: whether windows that never slide are kept, for layers with a rotary embedding of their own.
       normalised: whether the weights of a token's experts sum to 1; None for families that have no experts.
       features: further fields of :class:`ModelConfig`; they win.
     """

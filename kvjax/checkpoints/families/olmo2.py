@@ -9,8 +9,14 @@ from typing import Any
 from kvjax.checkpoints.families.family import Family, Weight
 from kvjax.checkpoints.families.layout import GGUF, LLAMA_LAYOUT, weights_of
 from kvjax.checkpoints.families.llama import config_from_gguf, config_from_hf
-from kvjax.checkpoints.families.sliding import all_but_every, windows_from_hf, with_ropes
-from kvjax.model.config import ModelConfig
+from kvjax.checkpoints.families.sliding import (
+    all_but_every,
+    slides_from_gguf,
+    windows_from_hf,
+    with_ropes,
+    with_window_rope,
+)
+from kvjax.model.config import ModelConfig, RopeConfig
 
 _FEATURES: dict[str, Any] = {"norm_order": "post", "qk_norm_across_heads": True}
 
@@ -24,7 +30,12 @@ def _from_hf(config: Mapping[str, Any], origin: str, **more: Any) -> ModelConfig
 def _from_gguf(
     metadata: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], factors: Mapping[str, Any], origin: str
 ) -> ModelConfig:
-    return config_from_gguf(metadata, shapes, factors, origin, **_FEATURES)
+    """OLMo 2, or OLMo 3, whose files have windows and are called "olmo2" too."""
+    slides = slides_from_gguf(metadata, "olmo2", all_but_every(4), origin)
+    found = config_from_gguf(metadata, shapes, factors, origin, slides=slides, idle=True, **_FEATURES)
+    if not found.sliding:
+        return found
+    return with_window_rope(dataclasses.replace(found, family="olmo3"), RopeConfig(theta=found.rope.theta))
 
 
 def _third_from_hf(config: Mapping[str, Any], origin: str) -> ModelConfig:

@@ -67,6 +67,14 @@ def refuse(config: Mapping[str, Any], origin: str, *names: str) -> None:
             raise WeightsError(f"{origin} asks for {name} ({quoted(config[name])}), which is not supported.")
 
 
+def without_mxfp4(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A ``config.json`` without its description of experts quantised as MXFP4, which are read; others stay in it."""
+    described = config.get("quantization_config")
+    if not isinstance(described, Mapping) or described.get("quant_method") != "mxfp4":
+        return config
+    return {name: value for name, value in config.items() if name != "quantization_config"}
+
+
 def refuse_quantised(config: Mapping[str, Any], origin: str) -> None:
     """WeightsError where a ``config.json`` describes quantised weights; it names the method and what to do instead."""
     described = config.get("quantization_config")

@@ -9,7 +9,7 @@ from typing import Any
 from kvjax.checkpoints.families.settings import Keys, checked_size, layer_count, whole
 from kvjax.checkpoints.rope_settings import rope_from_hf
 from kvjax.errors import WeightsError, quoted
-from kvjax.model.config import ModelConfig
+from kvjax.model.config import ModelConfig, RopeConfig
 
 #: ``layer_types`` of a ``config.json``.
 GLOBAL, SLIDING = "full_attention", "sliding_attention"
@@ -88,7 +88,7 @@ def with_ropes(
 
     Args:
       make: the model of a ``config.json`` with the rotary embedding of its global layers alone, and with idle windows,
-        which are kept where the layers that have them are turned otherwise.
+        which are kept where their layers have a rotary embedding of their own.
       theta, local: bases of global and of sliding layers where the file does not say.
     """
     tables = config.get("rope_parameters")
@@ -100,11 +100,26 @@ def with_ropes(
         base = config.get("rope_local_base_freq", local)
         ropes = [{"rope_theta": theta, **config}, {**plain, "rope_theta": base}]
     found = make(ropes[0])
-    rope = rope_from_hf(ropes[1], found.max_position, found.head_dim, origin)
-    if rope != found.rope and found.sliding:
-        return dataclasses.replace(found, window_rope=rope)
-    idle = all(window in (None, found.max_position) for window in found.windows)
-    return dataclasses.replace(found, windows=()) if idle else found
+    return with_window_rope(found, rope_from_hf(ropes[1], found.max_position, found.head_dim, origin))
+
+
+def with_window_rope(config: ModelConfig, rope: RopeConfig) -> ModelConfig:
+    """A model whose sliding layers have this rotary embedding; idle windows are kept only where it is another."""
+    if rope != config.rope and config.sliding:
+        return dataclasses.replace(config, window_rope=rope)
+    idle = all(window in (None, config.max_position) for window in config.windows)
+    return dataclasses.replace(config, windows=()) if idle else config
+
+
+def slides_from_gguf(metadata: Mapping[str, Any], arch: str, default: Slides, origin: str) -> Slides:
+    """Which layers slide in a GGUF, some of which list it by layer (``attention.sliding_window_pattern``)."""
+    listed = metadata.get(f"{arch}.attention.sliding_window_pattern")
+    if not isinstance(listed, list):
+        return default
+    layers = metadata.get(f"{arch}.block_count")
+    if len(listed) != layers or not all(isinstance(each, bool) for each in listed):
+        raise WeightsError(f"{origin} lists {arch}.attention.sliding_window_pattern for other than its layers.")
+    return lambda layer: listed[layer]
 
 
 def qwen_windows(config: Mapping[str, Any], origin: str, context: int, below: bool = False) -> Windows:
