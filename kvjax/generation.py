@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, Unpack, overload
 
 from kvjax import progress
 from kvjax.cache.cache import Cache
 from kvjax.checkpoints.load import LanguageModel
-from kvjax.errors import UsageError
+from kvjax.engine.core import spans_processes
+from kvjax.engine.many import answer_many
+from kvjax.errors import DoesNotFit, UsageError
 from kvjax.interrupt import interruptible
 from kvjax.options import GenerationKeywords, GenerationOptions, merged, shows_options
 from kvjax.output import Output, Piece
-from kvjax.prompts import Prompt, Prompts
+from kvjax.policies import parse
+from kvjax.prompts import Prompt, Prompts, as_list
 from kvjax.request import Request
 from kvjax.rounds.conversation import Conversation
 from kvjax.runtime.compilation import compile_clock
@@ -96,10 +100,21 @@ def generate(
 
     Raises:
       UsageError: a request that makes no sense, in one sentence.
-      DoesNotFit: too large for the device; the sentence says what would fit.
+      DoesNotFit: too large for the device; the sentence says what would fit. A list of prompts that do not fit together
+        is answered all the same, as many at a time as do; the outputs then have no caches.
     """
     chosen = merged("generate", options, keywords, also=("n", *_CALL))
-    return answer(Request(lm, prompt, chosen, n=n, cache=cache, context=context), consume_cache)
+    try:
+        request = Request(lm, prompt, chosen, n=n, cache=cache, context=context)
+    except DoesNotFit:
+        prompts, single = as_list(prompt)
+        alone = single or n > 1 or cache is not None or context is not None or spans_processes(lm)
+        if alone or parse(chosen.policy or "full").offloads_rounds or chosen.max_new_tokens == 0:
+            raise
+        with contextlib.suppress(DoesNotFit):  # then what was said of all of them is the sentence
+            return answer_many(lm, prompts, chosen)
+        raise
+    return answer(request, consume_cache)
 
 
 def answer(request: Request, consume_cache: bool = False, between: Callable[[], None] | None = None) -> Any:

@@ -37,6 +37,8 @@ class Stats:
       clipped: int8 keys that were clipped because they came after their scale was fixed, over layers and heads.
       retained: tokens kept, [layer][KV head].
       seen: tokens the row has been through.
+      repeated_tokens: under a policy that has the prompt repeated (KVzip), tokens that were read for that alone, its
+        request included; their time is part of ``prompt_seconds``.
       windows: of each layer its sliding window in tokens, which are all that it keeps, or None of a global layer; empty
         where all layers are global.
       rounds: under RoundAttention, what the turn selected. The cache's bytes above are then those while it answered,
@@ -61,6 +63,7 @@ class Stats:
     retained: tuple[tuple[int, ...], ...]
     seen: int
     shared_cache_bytes: int = 0
+    repeated_tokens: int = 0
     windows: tuple[int | None, ...] = ()
     rounds: RoundStats | None = None
 

@@ -58,6 +58,7 @@ class Plan:
       retained: tokens kept of the prompt [layer][KV head], its context included.
       windows: of each layer its sliding window in tokens, whatever the policy, or None of a global layer; empty where
         all layers are global.
+      notice: what the policy cannot do for prompts of this length, and what would; None where it can.
     """
 
     policy: str
@@ -80,6 +81,7 @@ class Plan:
     context_bytes: int = 0
     memory_source: str | None = None
     windows: tuple[int | None, ...] = ()
+    notice: str | None = None
 
     @property
     def fits(self) -> bool:
@@ -132,6 +134,8 @@ class Plan:
             lines.append(f"sliding windows, whatever the policy: {windows_text(self.windows)}")
         over = "all layers" if None not in self.windows else "global layers"
         lines.append(f"retained of the prompt, over {over} and heads: {self.retained_share:.1%}")
+        if self.notice is not None:
+            lines.append(self.notice)
         lines.append("layers, slots by KV head, and tokens retained of the prompt:")
         lines += Table(slots, layers).text().splitlines()
         head = f"{self.policy}: batch {self.batch}, {self.prompt_tokens} prompt + {self.max_new_tokens} new tokens"
@@ -330,6 +334,7 @@ def _plan(
         shares_context=shares(policy, storage),
         context_bytes=shared,
         windows=config.windows_by_layer,
+        notice=policy.notice(config, whole),
     )
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from kvjax.checkpoints.load import LanguageModel
 from kvjax.errors import UsageError, quoted
+from kvjax.policies.base import Policy
 
 Message = Mapping[str, Any]
 Prompt = str | Sequence[Message] | Sequence[int]
@@ -35,6 +36,18 @@ class Tokens:
     templated: tuple[bool, ...]
     single: bool
     open: tuple[bool, ...] = ()
+
+
+def as_told(lm: LanguageModel, policy: Policy) -> Policy:
+    """The policy with the token ids of what it has the model read beside prompts, if anything."""
+
+    def answer() -> str:
+        if not lm.tokenizer.has_chat_template:
+            return "\n"
+        _, mark, after = lm.tokenizer.render([{"role": "user", "content": _MARK}]).partition(_MARK)
+        return after if mark else "\n"
+
+    return policy.with_words(lambda text: tuple(lm.tokenizer.encode(text)), answer)
 
 
 def chat_tokens(lm: LanguageModel, messages: str | Sequence[Message]) -> list[int]:

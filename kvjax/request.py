@@ -16,6 +16,7 @@ from kvjax.cache.cache import NO_TOKEN, OPEN_MESSAGE, Cache
 from kvjax.cache.continuation import Continuation, are_apart, check_continuable, one_batch
 from kvjax.cache.host_memory import as_numpy
 from kvjax.cache.quantisation import Storage, parse_storage
+from kvjax.checkpoints.fill import say_once
 from kvjax.checkpoints.load import LanguageModel
 from kvjax.checks import whole_number
 from kvjax.device_memory import device_limit
@@ -29,13 +30,16 @@ from kvjax.policies import Full, Policy, parse
 from kvjax.policies.base import shares
 from kvjax.policies.round_attention import SINKS
 from kvjax.policies.window_layers import for_model
-from kvjax.prompts import Tokens, as_list, prefix_tokens, read_tokens, tokenize
+from kvjax.prompts import Tokens, as_list, as_told, prefix_tokens, read_tokens, tokenize
 from kvjax.runtime.decode import CHUNK, Controls
 from kvjax.runtime.programs import Programs
 from kvjax.runtime.sampling import Sampling
 from kvjax.runtime.stopping import StopTable, stop_table
 from kvjax.sharding.adopt import adopt
 from kvjax.text.tokenizer import Tokenizer
+
+#: Policies whose notice was given: a conversation's lengths differ from turn to turn, and one sentence will do.
+_notified: set[Policy] = set()
 
 
 class Request:
@@ -89,7 +93,7 @@ class Request:
             if read_only
             else tokenize(lm, prompt, context=context, chat=options.chat, **onto)
         )
-        self.policy = _policy(options.policy, caches, lm.config)
+        self.policy = _policy(options.policy, caches, lm)
         self.policy.check(lm.config)
         self.storage = _storage(options.storage, caches)
         for old in caches:
@@ -123,6 +127,11 @@ class Request:
     def context(self) -> tuple[int, ...]:
         """Ids that come before every prompt."""
         return self.tokens.context
+
+    def repeated_tokens(self, number: int) -> int:
+        """Tokens that the policy has read beside those of a prompt and its context, in order to choose among them."""
+        asked = self.policy.signals.repeat
+        return 0 if asked is None else asked.tokens(len(self.context)) + asked.tokens(len(self.prompts[number]))
 
     @property
     def copies(self) -> list[int]:
@@ -168,7 +177,7 @@ class Request:
         rounds = self.policy.offloads_rounds
         # Read once, and shared by all rows where the policy allows it.
         context = len(self.tokens.context) + (int(seen.max()) if shared else 0)
-        return fitting(
+        size = fitting(
             config,
             self.policy,
             self.rows,
@@ -184,6 +193,18 @@ class Request:
             held=None if rounds or shared else _widest([old.device_layers for old in caches]),
             exact=exact or rounds,
         )
+        self._notify((seen + added).tolist())  # last: until here the policy may be one that nothing can hash
+        return size
+
+    def _notify(self, totals: Sequence[int]) -> None:
+        """Say, once of a policy, what it cannot do for rows of these many tokens."""
+        if self.policy in _notified:
+            return
+        notices = (self.policy.notice(self.lm.config, total) for total in dict.fromkeys(totals))
+        notice = next(filter(None, notices), None)
+        if notice is not None:
+            _notified.add(self.policy)
+            say_once(notice)
 
     def may_grow(self, cache: Cache, new_capacity: int) -> bool:
         """Whether a cache fits beside its larger successor, which exist together while it is copied."""
@@ -233,17 +254,29 @@ class Request:
         if self.answers is not None:  # nothing but its end ends an answer that is given
             limit, stops = np.array([len(self.answers[row]) for row in rows], np.int32), ((), ())
         numbers: dict[str, Any] = {
-            "temperature": _float32(options.temperature),
-            "top_k": np.int32(min(options.top_k or vocabulary, vocabulary)),
-            "top_p": np.float32(options.top_p),
-            "min_p": np.float32(options.min_p),
-            "repetition_penalty": _float32(options.repetition_penalty),
-            "known": np.int32(min(lm.tokenizer.vocab_size or vocabulary, vocabulary)),
-            "draws": draws,
+            name: np.full(len(number), value) for name, value in sampling_numbers(options, vocabulary).items()
         }
-        ends: Any = limit, np.int32(lm.config.max_position), np.bool_(options.logprobs)
+        numbers |= {"known": np.int32(known_ids(lm)), "draws": draws}
+        ends: Any = limit, np.int32(lm.config.max_position), np.bool_(options.logprobs), np.int32(1)
         # Put there as they are: conversions would be programs of their own.
-        return jax.device_put(Controls(Sampling(**numbers), _stop_table(lm, *stops), *ends))
+        return jax.device_put(Controls(Sampling(**numbers), _stop_table(lm, *stops, len(rows)), *ends))
+
+
+def sampling_numbers(options: GenerationOptions, vocabulary: int) -> dict[str, Any]:
+    """What :class:`Sampling` has of a row's options, by name."""
+    return {
+        "temperature": _float32(options.temperature),
+        "top_k": np.int32(min(options.top_k or vocabulary, vocabulary)),
+        "top_p": np.float32(options.top_p),
+        "min_p": np.float32(options.min_p),
+        "repetition_penalty": _float32(options.repetition_penalty),
+    }
+
+
+def known_ids(lm: LanguageModel) -> int:
+    """The number of ids, the first ones, that may be drawn."""
+    vocabulary = lm.config.vocab_size
+    return min(lm.tokenizer.vocab_size or vocabulary, vocabulary)
 
 
 def _float32(value: float) -> np.float32:
@@ -252,11 +285,11 @@ def _float32(value: float) -> np.float32:
     return np.float32(0.0 if value == 0 else min(max(value, float(limits.tiny)), float(limits.max)))
 
 
-def _policy(policy: Policy | str | None, caches: Sequence[Continuation], config: ModelConfig) -> Policy:
+def _policy(policy: Policy | str | None, caches: Sequence[Continuation], lm: LanguageModel) -> Policy:
     """The policy asked for, beside the rings of a model's window layers, or the one the caches have."""
     if not caches:
-        return for_model(Full() if policy is None else parse(policy), config)
-    if policy is not None and parse(policy) != caches[0].policy.chosen:
+        return for_model(as_told(lm, Full() if policy is None else parse(policy)), lm.config)
+    if policy is not None and as_told(lm, parse(policy)) != caches[0].policy.chosen:
         own = caches[0].policy.chosen
         raise UsageError(
             f"The cache was compressed by {own}; it continues with that policy, so leave policy= out or "
@@ -321,17 +354,19 @@ def _same_model(config: ModelConfig, cache: Continuation) -> None:
         )
 
 
-def _stop_table(lm: LanguageModel, strings: tuple[str, ...], ids: tuple[int, ...]) -> StopTable:
+def _stop_table(lm: LanguageModel, strings: tuple[str, ...], ids: tuple[int, ...], rows: int) -> StopTable:
     if not strings:
-        return _plain_table(ids, lm.config.vocab_size)
-    return _string_table(lm.tokenizer, strings, ids, lm.config.vocab_size)
+        return _plain_table(ids, lm.config.vocab_size, rows)
+    return _string_table(lm.tokenizer, strings, ids, lm.config.vocab_size, rows)
 
 
 @functools.lru_cache(maxsize=2)  # a tenth of a second for 49,152 tokens, and megabytes; a conversation repeats its own
-def _string_table(tokenizer: Tokenizer, strings: tuple[str, ...], ids: tuple[int, ...], vocabulary: int) -> StopTable:
-    return stop_table(strings, ids, tokenizer.token_bytes(), vocabulary)
+def _string_table(
+    tokenizer: Tokenizer, strings: tuple[str, ...], ids: tuple[int, ...], vocabulary: int, rows: int
+) -> StopTable:
+    return stop_table(strings, ids, tokenizer.token_bytes(), vocabulary, rows)
 
 
 @functools.lru_cache(maxsize=8)
-def _plain_table(ids: tuple[int, ...], vocabulary: int) -> StopTable:
-    return stop_table((), ids, (), vocabulary)
+def _plain_table(ids: tuple[int, ...], vocabulary: int, rows: int) -> StopTable:
+    return stop_table((), ids, (), vocabulary, rows)

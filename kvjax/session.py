@@ -394,6 +394,7 @@ class Session:
             clipped=int(clipped[row]),
             retained=retained,
             seen=int(seen[row]),
+            repeated_tokens=request.repeated_tokens(row // request.n),
             windows=request.lm.config.windows_by_layer,
             rounds=rounds and dataclasses.replace(rounds, allocated=cache.device_nbytes, peak=self.peak_bytes),
         )

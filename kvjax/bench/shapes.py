@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import datetime
+import math
 import statistics
 import sys
 from collections.abc import Callable, Sequence
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from kvjax.model.config import ModelConfig
     from kvjax.model.decoder import Decoder
     from kvjax.policies import Policy
+    from kvjax.policies.profile import FilterProfile
     from kvjax.policies.razor import RazorAttention
 
 #: The fraction of the tokens that policies keep by default.
@@ -126,6 +128,8 @@ def with_profile(policy: Policy, config: ModelConfig) -> Policy:
     Raises:
       UsageError: it cannot run on this model.
     """
+    from kvjax.policies.profile import FilterProfile, packaged
+    from kvjax.policies.qfilters import QFilters
     from kvjax.policies.razor import RazorAttention
     from kvjax.policies.round_attention import RoundAttention
     from kvjax.policies.window_layers import for_model
@@ -135,9 +139,22 @@ def with_profile(policy: Policy, config: ModelConfig) -> Policy:
     if isinstance(policy, RoundAttention) and policy.profile is None and policy.watershed is None:
         below = min(max(round(_BELOW * config.num_layers), 1), config.num_layers - 1)
         policy = dataclasses.replace(policy, watershed=below)
+    if isinstance(policy, QFilters) and policy.profile is None and packaged(FilterProfile, config) is None:
+        policy = dataclasses.replace(policy, profile=_any_filters(config))
     policy = for_model(policy, config)
     policy.check(config)
     return policy
+
+
+def _any_filters(config: ModelConfig) -> FilterProfile:
+    """A direction for every KV head; which one makes no difference to the time."""
+    from kvjax.policies.full import Full
+    from kvjax.policies.profile import FilterProfile, ModelShape
+    from kvjax.policies.window_layers import for_model
+
+    shape = ModelShape.of(for_model(Full(), config).seen_as(config))
+    row = tuple(math.cos(i) for i in range(shape.num_kv_heads * shape.head_dim))
+    return FilterProfile("any", shape, pieces=1, tokens=1, filters=(row,) * shape.num_layers)
 
 
 def _spread_heads(policy: RazorAttention, config: ModelConfig) -> tuple[tuple[int, int], ...]:

@@ -77,14 +77,14 @@ def bench(
     from kvjax.bench import bench_report, machine, run
     from kvjax.bench import startup as starting
 
-    _check_json(json)
+    check_json(json)
     facts = machine.describe()  # before anything loads the machine
     started = starting.measure_startup(model, policies[0]) if startup else None
     lm = session.load(model, dtype, compile_cache=compile_cache, weights=weights)
     sizes = {"batch": batches, "context": contexts, "prefill": prefills}
     run.check_request(lm.config, rounds=rounds, steps=steps, long_steps=long_steps, **sizes)
     bench = run.Bench(
-        lm, parsed, rounds=rounds, steps=steps, peer=_peer(peers, lm, steps, (rounds + 3) * steps), progress=_say
+        lm, parsed, rounds=rounds, steps=steps, peer=_peer(peers, lm, steps, (rounds + 3) * steps), progress=say
     )
     result = bench_report.Measurements(
         machine=facts,
@@ -99,10 +99,11 @@ def bench(
     finally:  # Ctrl-C loses none of the cases that are done
         result.bandwidth_readings = bench.meter.readings
         if result.decode or result.prefill:
-            _publish(bench_report.report(result), json, markdown)
+            publish(bench_report.report(result), json, markdown)
 
 
-def _publish(found: Report, json_path: Path | None, markdown: bool) -> None:
+def publish(found: Report, json_path: Path | None, markdown: bool) -> None:
+    """Print what was measured, and write it as JSON where that is asked for."""
     if json_path is not None:
         write_atomically(json_path, found.json())
     found.print(markdown=markdown)
@@ -130,11 +131,11 @@ def decode(
     """
     from kvjax.bench import shapes
 
-    _check_json(json)
+    check_json(json)
     dtype = dtype or "bfloat16"
     sizes = inputs.integers(batch, "--batch") or (), inputs.integers(context, "--context") or ()
-    rows = shapes.measure(shape, *sizes, tuple(policy or ()), dtype=dtype, rounds=rounds, say=_say)
-    _publish(shapes.report(rows, shapes.facts(shape, dtype)), json, markdown)
+    rows = shapes.measure(shape, *sizes, tuple(policy or ()), dtype=dtype, rounds=rounds, say=say)
+    publish(shapes.report(rows, shapes.facts(shape, dtype)), json, markdown)
 
 
 @group.command()
@@ -151,14 +152,14 @@ def start(
 
     Commands are timed as processes of their own, first with nothing compiled. Programs are counted with a toy model.
     """
-    _check_json(json)
+    check_json(json)
     whole_number("repetitions", repetitions, 1, 100)
     policies = tuple(policy or ("full", "lagkv:ratio=0.5", "streamingllm:window=256", "h2o:ratio=0.5"))
     for each in policies:
         session.check_policy(each)
     from kvjax.bench.start import measure
 
-    _publish(measure(model, policies, repetitions=repetitions, say=_say), json, markdown)
+    publish(measure(model, policies, repetitions=repetitions, say=say), json, markdown)
 
 
 @group.command()
@@ -179,7 +180,7 @@ def kernels(
     from pallas_kernels import dispatch
     from pallas_kernels.bench import decode as measured
 
-    _check_json(json)
+    check_json(json)
     accelerated = dispatch.platform() in ("gpu", "tpu")
     # A CPU is given as much as it reads in a second.
     sizes = dict(heads=heads, group=group, head_dim=head_dim, dtype=dtype, sigma=sigma)
@@ -212,7 +213,8 @@ def _kernel_report(found: KernelReport) -> Report:
     return Report([*about, Table(columns, found.rows, note=lambda row: row.refused, labels=1)])
 
 
-def _check_json(path: Path | None) -> None:
+def check_json(path: Path | None) -> None:
+    """Refuse a place for --json that cannot be written, before anything is measured."""
     if path is not None:
         check_writable("--json", path)
 
@@ -261,5 +263,6 @@ def _peer(peers: Sequence[str], lm: LanguageModel, steps: int, room: int) -> Any
     return TransformersPeer(lm.params, lm.config)
 
 
-def _say(what: str) -> None:
+def say(what: str) -> None:
+    """A line of what goes on."""
     print(f"kvjax bench: {what}", file=sys.stderr, flush=True)

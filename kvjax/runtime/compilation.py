@@ -57,10 +57,22 @@ def _register() -> None:
 @contextmanager
 def compile_clock() -> Iterator[CompileClock]:
     """Count what JAX traces, lowers and compiles in this block, in any thread."""
-    _register()
-    clock = CompileClock()
-    _open.append(clock)
+    clock = open_clock()
     try:
         yield clock
     finally:
+        close_clock(clock)
+
+
+def open_clock() -> CompileClock:
+    """A clock that counts from now on, until :func:`close_clock`."""
+    _register()
+    clock = CompileClock()
+    _open.append(clock)
+    return clock
+
+
+def close_clock(clock: CompileClock) -> None:
+    """Count no more."""
+    if clock in _open:
         _open.remove(clock)

@@ -52,6 +52,8 @@ class Controls:
       max_new_tokens: tokens each row may generate.
       max_position: tokens a row may see; beyond it generation ends with "context".
       logprobs: whether tokens' log-probabilities are computed.
+      least_running: rows that must be running for another step to be taken; with 1 a call ends early when all rows
+        have ended.
       forced: [B, CHUNK] the tokens of this call's columns where they are given and not sampled, or None.
     """
 
@@ -60,6 +62,7 @@ class Controls:
     max_new_tokens: Int[Array, " B"]
     max_position: Int[Array, ""]
     logprobs: Bool[Array, ""]
+    least_running: Int[Array, ""]
     forced: Int[Array, "B N"] | None = None
 
 
@@ -76,7 +79,8 @@ class DecodeState:
       made: [B] tokens generated.
       tokens: [B, CHUNK] this call's tokens, -1 where a row had ended.
       logprobs: [B, CHUNK] their log-probabilities, 0 where they are not asked for.
-      logits: [B, V] after each prompt. first: whether each row's first token is still to be sampled from them.
+      logits: [B, V] after each prompt. first: whether each row's first token is still to be sampled from them. Both are
+        None in a batch whose rows come with their first tokens (:mod:`kvjax.runtime.insert`).
     """
 
     cache: Cache
@@ -86,8 +90,8 @@ class DecodeState:
     made: Int[Array, " B"]
     tokens: Int[Array, "B N"]
     logprobs: Float[Array, "B N"]
-    logits: Float[Array, "B V"]
-    first: Bool[Array, ""]
+    logits: Float[Array, "B V"] | None
+    first: Bool[Array, ""] | None
 
 
 def forward_step(
@@ -125,7 +129,9 @@ def _layer_step(
 ) -> tuple[Float[Array, "B M"], Layer]:
     """One layer of :func:`forward_step`: what the next layer reads, and the layer's cache with the token in."""
     own = layer.config  # the model's, or of the heads that this device has of the layer
-    step = Step(position, active, config=own)
+    sinks = layer.sink_logits
+    sinks = None if sinks is None else jnp.broadcast_to(sinks, (x.shape[0], *sinks.shape))
+    step = Step(position, active, config=own, sinks=sinks)
     q, k, v = layer.project(x)
     kept = policy.append(index, kept, apply_rope(k, rope), v, step)
     numbers: dict[str, Any] = {"scale": own.attention_scale, "soft_cap": own.attention_soft_cap}
@@ -151,7 +157,7 @@ _layer_step_once = jax.jit(_layer_step, static_argnames=("policy", "index"))
 _maintain_layer_once = jax.jit(_maintain_layer, static_argnames=("policy", "index"))
 
 
-def _record(
+def record(
     state: DecodeState, logits: Float[Array, "B V"], controls: Controls, active: Bool[Array, " B"], slot: Array
 ) -> DecodeState:
     """Sample from the logits, note the token, and end the rows that are done."""
@@ -210,8 +216,12 @@ def _with_first(state: DecodeState, controls: Controls) -> DecodeState:
     whose branches would copy them.
     """
 
+    if state.first is None:
+        return state
+
     def sampled(state: DecodeState) -> DecodeState:
-        return _record(state, state.logits, controls, state.reason == RUNNING, jnp.int32(0))
+        assert state.logits is not None, "they are there where the first token is not drawn"
+        return record(state, state.logits, controls, state.reason == RUNNING, jnp.int32(0))
 
     bare = dataclasses.replace(state, cache=state.cache.replace(layers=()))
     begun = jax.lax.cond(state.first, sampled, lambda same: same, bare)
@@ -221,7 +231,7 @@ def _with_first(state: DecodeState, controls: Controls) -> DecodeState:
 def decode_chunk(
     device: Device, params: Decoder, state: DecodeState, controls: Controls, steps: Int[Array, ""]
 ) -> tuple[DecodeState, Int[Array, ""]]:
-    """Generate up to ``steps`` (at most CHUNK) tokens a row; ends early when every row has ended.
+    """Generate up to ``steps`` (at most CHUNK) tokens a row; ends early when too few rows are running.
 
     The first token of all is sampled from the prompt's logits and takes no step of the model, but counts as one here.
 
@@ -232,27 +242,26 @@ def decode_chunk(
     Returns:
       The state, this call's tokens in columns ``0 .. n - 1``, and n.
     """
-    agree = device.any_row
+    agree = device.over_rows
     context = state.cache.context  # constant: no part of what the loop carries
     state = dataclasses.replace(state, cache=state.cache.replace(context=None))
     policy, config = state.cache.policy, params.config
     numbers = numbers_of_kind(policy, params)
     state = dataclasses.replace(state, tokens=jnp.full_like(state.tokens, -1))
-    state, logits, made = _with_first(state, controls), state.logits, state.first.astype(jnp.int32)
-    state = dataclasses.replace(state, logits=jnp.zeros((0,)), first=jnp.bool_(False))  # no part of the loop
+    logits, made = state.logits, jnp.int32(0) if state.first is None else state.first.astype(jnp.int32)
+    drawn = None if state.first is None else jnp.bool_(False)
+    state = dataclasses.replace(_with_first(state, controls), logits=None, first=None)  # no part of the loop
 
     def due(state: DecodeState) -> Bool[Array, " B"]:
         return policy.due(state.cache.layers, config) & (state.reason == RUNNING)
 
     def flags(made: Array, state: DecodeState) -> Flags:
-        going = (made < steps) & (state.reason == RUNNING).any()
-        return going, due(state).any() if policy.maintains else jnp.bool_(False)
+        counts = jnp.stack([(state.reason == RUNNING).sum(), due(state).sum() if policy.maintains else jnp.int32(0)])
+        running, waiting = counts if agree is None else agree(counts)
+        return (made < steps) & (running >= controls.least_running), waiting > 0
 
     def carry(made: Array, state: DecodeState) -> Carry:
-        if agree is None:
-            return made, state, None
-        going, maintaining = flags(made, state)
-        return made, state, (agree(going), agree(maintaining))
+        return made, state, None if agree is None else flags(made, state)
 
     def read(now: Carry) -> Flags:
         made, state, agreed = now
@@ -268,7 +277,7 @@ def decode_chunk(
         cache = state.cache.replace(context=context)
         cache, logits = forward_step(params, cache, jnp.maximum(cache.next_token, 0), active)
         cache = cache.replace(context=None)
-        state = _record(dataclasses.replace(state, cache=cache), logits, controls, active, made)
+        state = record(dataclasses.replace(state, cache=cache), logits, controls, active, made)
         return carry(made + 1, state)
 
     def maintain(state: DecodeState) -> DecodeState:
@@ -288,4 +297,4 @@ def decode_chunk(
 
     body = maintain_then_step if policy.maintains else step
     made, state, _ = jax.lax.while_loop(lambda now: read(now)[0], body, carry(made, state))
-    return dataclasses.replace(state, logits=logits), made
+    return dataclasses.replace(state, logits=logits, first=drawn), made

@@ -58,6 +58,7 @@ def attend(
             with_logits=policy.signals.decode_logits,
             first_row=first,
             shared=shared,
+            sinks=step.sinks,
         )
         if logits is not None:
             # XLA would begin with what the policies of all layers ask of positions alone, and keep it.

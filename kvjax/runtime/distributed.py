@@ -1,8 +1,9 @@
-"""Several processes as one job: who there is, what they tell one another, and the end of all when one fails.
+"""Several processes as one job: who there is, what they tell one another, who does what, and the end of all on failure.
 
 JAX's own distributed runtime does all of it: it finds the processes under SLURM, GKE or ``mpirun``, watches their
-heartbeats (a process that is killed, or whose host is gone, ends the others with JAX's message), and keeps the few
-words they exchange. Nothing here goes over the accelerators' links.
+heartbeats, counts the tickets by which work is claimed, and keeps the few words they exchange. A process that fails
+tells the others, and all end. One that is killed, or whose host is gone, is missed after ``HEARTBEAT`` seconds, and the
+others go on; without process 0, which keeps the words, all end. Nothing here goes over the accelerators' links.
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ import dataclasses
 import itertools
 import re
 import socket
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from typing import Any
 
@@ -50,16 +53,73 @@ class Group:
         # Every process makes its groups in the same order, so they share a name.
         self._name, self._checked = f"kvjax/{next(_jobs)}", 0.0
 
-    def gather(self, what: str, value: str) -> list[str]:
-        """Every process' value, in their order; waits for all, or raises PeerFailed when one has failed."""
+    def gather(self, what: str, value: str) -> dict[int, str]:
+        """The value of each process, those of lost ones where they had told it; waits for all that live.
+
+        Raises:
+          PeerFailed: another process has failed.
+        """
         if self.processes == 1:
-            return [value]
+            return {0: value}
         folder = f"{self._name}/{what}/"
         self._client.key_value_set(f"{folder}{self.process}", value)
-        while len(found := self._client.key_value_dir_get(folder)) < self.processes:
-            time.sleep(_POLL)
+        while True:
+            live = self._live()
+            found = self._told(folder)
+            if live <= found.keys():
+                return found
+            self._checked = 0.0  # somebody has gone without telling: they may say why
             self.check()
-        return [text for _, text in sorted(found, key=lambda item: int(item[0].rsplit("/", 1)[-1]))]
+
+    def tell(self, what: str, value: str) -> None:
+        """Say something that may be said again, in its place, with another value."""
+        if self.processes > 1:
+            self._client.key_value_set(f"{self._name}/{what}/{self.process}", value, allow_overwrite=True)
+
+    def told(self, what: str) -> dict[int, str]:
+        """What each process has said of it so far, those that are lost too; nothing in a group of one."""
+        return {} if self.processes == 1 else self._told(f"{self._name}/{what}/")
+
+    def _told(self, folder: str) -> dict[int, str]:
+        return {int(key.rsplit("/", 1)[-1]): text for key, text in self._client.key_value_dir_get(folder)}
+
+    def claims(self, what: str, count: int) -> Iterator[int]:
+        """Numbers below ``count``: every process takes the next one when it asks, and no two take the same."""
+        if self.processes == 1:
+            yield from range(count)
+            return
+        while (ticket := self._client.key_value_increment(f"{self._name}/{what}", 1) - 1) < count:
+            yield ticket
+
+    def wait_for_others_to_leave(self) -> None:
+        """Wait until every other process has left the runtime or is lost, ``START`` seconds at most."""
+        end = time.monotonic() + START
+        while self.processes > 1 and (left := end - time.monotonic()) > 0:
+            answer = self._asked()
+            wait([answer], timeout=left)
+            if answer.done() and answer.result() == {self.process}:
+                return
+
+    def _live(self) -> set[int]:
+        """The processes that live; waits until each of them asks, or has gone."""
+        answer = self._asked()
+        while not answer.done():
+            wait([answer], timeout=_POLL)
+            self.check()
+        return answer.result()
+
+    def _asked(self) -> Future[set[int]]:
+        """Ask the runtime who lives, in a thread: its own wait answers no Ctrl-C, and does not see that one failed."""
+        answer: Future[set[int]] = Future()
+
+        def ask() -> None:
+            try:
+                answer.set_result(set(self._client.get_live_nodes(list(range(self.processes)))))
+            except Exception as error:  # noqa: BLE001  raised where it is waited for
+                answer.set_exception(error)
+
+        threading.Thread(target=ask, daemon=True, name="kvjax-live").start()
+        return answer
 
     def check(self) -> None:
         """Raise PeerFailed if another process has failed; asks once a second at most."""
@@ -143,7 +203,10 @@ class Cluster:
             yield
         finally:
             if joins:
-                # All have ended or heard that one has not, so this waits for moments.
+                everyone = group()
+                if everyone.process == 0:  # it keeps the others' words
+                    # All have ended or heard that one has not, so this waits for moments.
+                    everyone.wait_for_others_to_leave()
                 jax.distributed.shutdown()
 
     def _join(self) -> bool:
@@ -151,6 +214,8 @@ class Cluster:
         if self.num_processes == 1 or jax.distributed.is_initialized():
             return False
         try:
+            # A process that is killed does not end the others.
+            jax.config.update("jax_enable_recoverability", True)
             jax.distributed.initialize(
                 self.coordinator,
                 self.num_processes,

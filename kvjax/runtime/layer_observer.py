@@ -12,7 +12,7 @@ from pallas_kernels.rows import Rows
 
 
 class LayerObserver:
-    """Sees one layer's hidden states, queries and keys while :func:`kvjax.runtime.prefill.read_layer` computes them.
+    """Sees one layer's hidden states, queries and keys while ``read_layer`` (``layer_reading.py``) computes them.
 
     A subclass overrides what it needs; all of it is traced, so nothing but arrays may differ from call to call.
     """
@@ -45,7 +45,7 @@ class LayerObserver:
         Args:
           partial: what was accumulated before it.
           raw, q: the block's queries before and after rotary embedding.
-          normaliser: log-sum-exp of each query's logits.
+          normaliser: log-sum-exp of each query's logits, its head's sink among them where the model has such.
           k: the layer's keys, those of later blocks still zero.
         """
         return partial

@@ -22,15 +22,19 @@ _PACKS_BESIDE = jax.__version_info__ >= (0, 11)
 _GROUPED = 1.8
 #: And copies that LagKV's statistics of every token make there; others select in less than reading takes.
 _STATISTICS = 1.5
+#: Keys and values that a layer holds while its prompt is repeated, copies included, in units of its own.
+_REPEATED = 1.8
 
 
 def prefill_peak_bytes(config: ModelConfig, policy: Policy, batch: int, prompt: int, dtype: Any, inner: int) -> int:
     """Temporary bytes of prefill: what is alive while a block is read or a layer is packed.
 
     Hidden states and rotary tables of the whole prompt and one layer's dense keys and values, then the larger of: the
-    intermediates of one query block, and the two copies of keys and values that a selection makes. Keeping
-    everything packs straight into the cache and needs none of those. Against XLA's own figure on the CPU (default
-    model, batch 1 and 4, 256 to 4,096 tokens) it is between 10 % under and 20 % over.
+    intermediates of one query block, and the two copies of keys and values that a selection makes. Keeping everything
+    packs straight into the cache and needs none of those; layers with a window need the first. Against XLA's own figure
+    on the CPU (default model, batch 1 and 4, 256 to 4,096 tokens) it is between 10 % under and 20 % over.
+
+    A prompt that is repeated (KVzip) is held whole by every layer meanwhile.
 
     A TPU's compiler fuses more of a block, leaves no score in memory, and pads the tables to whole lanes; what it packs
     is alive beside the dense keys and values. ``docs/sharding.md`` has its figures for every policy beside these.
@@ -50,21 +54,35 @@ def prefill_peak_bytes(config: ModelConfig, policy: Policy, batch: int, prompt: 
     both = 2 * rows * config.num_kv_heads * config.head_dim * item
     # Rows that go through a layer in turns are cut out and put back, and none is packed as it is read.
     turns = 0 if together == batch else together * (hidden + both) // batch
-    rope = config.positional == "rope"
-    # What keeps everything packs as much as it has read: its dense keys and values are counted as the layer's cache.
+    tables = _rotary_tables(config)
+    # What keeps everything packs as much as it has read: its dense keys and values are counted as the layer's cache. A
+    # ring of a window is packed out of them, as what a policy selects is.
     selects = type(chosen).compress is not Policy.compress or type(chosen).select is not Policy.select
-    dense = both if selects else 0
-    turns += both if turns and not selects else 0
+    apart = selects or config.sliding
+    dense = both if apart else 0
+    turns += both if turns and not apart else 0
+    repeat = policy.signals.repeat
+    held = 0  # a prompt that is repeated is held whole by all layers, with what each of its keys gets
+    if repeat is not None:
+        # Measured on the CPU: rows that are not cut out are copied for the passes.
+        copies = (config.num_layers - 1) if turns else _REPEATED * config.num_layers
+        held = int(copies * both) + config.num_layers * rows * config.num_heads * 4
     if dispatch.platform() == "tpu":
-        dense = both if selects or _PACKS_BESIDE else 0
-        rotary = 2 * rows * max(config.rotary_channels // 2, 128) * 4 if rope else 0
+        dense = held + (both if apart or _PACKS_BESIDE else 0)
+        rotary = tables * 2 * rows * max(config.rotary_channels // 2, 128) * 4
         reading = 2 * config.hidden_size + max(2 * inner, 3 * config.num_heads * config.head_dim)
         copies = _GROUPED if isinstance(chosen, HeadWise) else _STATISTICS if isinstance(chosen, LagKV) else 0
         return hidden + rotary + dense + turns + max(together * block * reading * item, int(copies * both))
-    rotary = 2 * rows * (config.rotary_channels // 2) * 4 if rope else 0
+    rotary = tables * 2 * rows * (config.rotary_channels // 2) * 4
     attention = config.num_heads * (2 * keys_of(block) + 3 * config.head_dim) * 4
     mlp = 3 * inner * item
     shared = 2 * config.hidden_size * 4 + (config.num_heads + 2 * config.num_kv_heads) * config.head_dim * 4
     reading = together * block * (max(attention, mlp) + shared)
     logits = batch * config.vocab_size * 4
-    return hidden + rotary + dense + turns + max(reading, 2 * dense) + logits
+    return hidden + rotary + held + dense + turns + max(reading, 2 * both if selects else 0) + logits
+
+
+def _rotary_tables(config: ModelConfig) -> int:
+    """How many different tables of angles a model's layers have."""
+    layers = map(config.layer, range(config.num_layers))
+    return len({(layer.rope, layer.rotary_channels) for layer in layers if layer.positional == "rope"})

@@ -16,6 +16,7 @@ from kvjax.model.decoder import Decoder
 from kvjax.policies.base import Policy
 from kvjax.runtime.decode import Controls, DecodeState, decode_chunk, initial_state
 from kvjax.runtime.grow import grow
+from kvjax.runtime.insert import Admitted, empty_state, insert
 from kvjax.runtime.prefill import pages_onto, prefill_fresh, prefill_onto
 from kvjax.runtime.share import share, share_types
 from kvjax.runtime.token_logprobs import score_fresh, score_onto
@@ -40,6 +41,12 @@ SCORE_FRESH = Program(score_fresh, lambda *given: (*_empty(*given), ROW), (*_CAP
 SCORE_ONTO = Program(score_onto, lambda device, arguments, static: (arguments[1], ROW, ROW), _ONTO, (1,))
 DECODE_CHUNK = Program(decode_chunk, lambda device, arguments, static: (arguments[1], SCALAR), donates=(1,))
 SHARE = Program(share, _shared, ("prompt_capacity",))
+EMPTY_STATE = Program(
+    empty_state,
+    lambda device, arguments, static: jax.eval_shape(lambda: empty_state(device, *arguments, **static)),
+    (*_CAPACITIES, "dtype", "storage"),
+)
+INSERT = Program(insert, lambda device, arguments, static: (arguments[0], ROW, ROW, ROW), donates=(0,))
 GROW = Program(grow, lambda device, arguments, static: arguments[0], ("new_capacity",))
 
 
@@ -146,6 +153,17 @@ class Programs:
     ) -> tuple[DecodeState, jax.Array]:
         """:func:`kvjax.runtime.decode.decode_chunk`; the state given is consumed."""
         return DECODE_CHUNK(self.device(state.cache.policy, params.config), params, state, controls, np.int32(steps))
+
+    def empty(self, rows: int, *, policy: Policy, config: ModelConfig, **sizes: Any) -> DecodeState:
+        """:func:`kvjax.runtime.insert.empty_state` of as many rows as :meth:`rows` says."""
+        present = np.zeros((self.rows(rows), config.vocab_size), bool)
+        return EMPTY_STATE(self.device(policy, config), present, **sizes)
+
+    def insert(
+        self, config: ModelConfig, state: DecodeState, cache: Cache, admitted: Admitted, controls: Controls
+    ) -> tuple[DecodeState, jax.Array, jax.Array, jax.Array]:
+        """:func:`kvjax.runtime.insert.insert`; the state given is consumed."""
+        return INSERT(self.device(cache.policy, config), state, cache, admitted, controls)
 
     def share(self, cache: Cache, rows: int, *, config: ModelConfig, prompt_capacity: int) -> Cache:
         """``rows`` rows that begin like row 0 of a cache and share of it what they can: :func:`kvjax.runtime.share`.

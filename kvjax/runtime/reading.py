@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Generator, Iterator, Sequence
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -48,6 +48,7 @@ class Read(Protocol):
     def prompt_logprobs(self) -> bool: ...
 
 
+@runtime_checkable
 class Capacities(Protocol):
     """The sizes a cache is made with: tokens of prompt, and tokens decoded after them, of each row."""
 
@@ -57,8 +58,8 @@ class Capacities(Protocol):
     def new_capacity(self) -> int: ...
 
 
-#: The first token of a row of padding, of which a prefill computes nothing.
-_NO_TOKEN = -1
+#: A prompt of a row of padding, of which a prefill computes nothing.
+PADDING_PROMPT = (-1,)
 
 #: Told of the newest cache after every program that makes one.
 Note = Callable[[Cache], None]
@@ -68,7 +69,25 @@ def unheard(cache: Cache) -> None:
     """Nobody asks for the newest cache."""
 
 
-def read_prompts(
+#: A prefill that can be left and gone on with after each of its programs; in the end the cache and the logits.
+Reading = Generator[None, None, tuple[Cache, jax.Array]]
+
+
+def read_prompts(params: Decoder, prompts: Sequence[Sequence[int]], **how: Any) -> tuple[Cache, jax.Array]:
+    """:func:`reading`, done at once."""
+    return finished(reading(params, prompts, **how))
+
+
+def finished(steps: Reading) -> tuple[Cache, jax.Array]:
+    """The result of a prefill that nothing interrupts."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            return end.value
+
+
+def reading(
     params: Decoder,
     prompts: Sequence[Sequence[int]],
     *,
@@ -81,11 +100,13 @@ def read_prompts(
     note: Note = unheard,
     size: Capacities | None = None,
     logprobs: Sequence[list[float]] | None = None,
-) -> tuple[Cache, jax.Array]:
+    bucket_of: Callable[[int], int] = request_bucket,
+) -> Reading:
     """Prefill prompts of different lengths as one batch, onto ``cache`` when there is one.
 
     ``consume`` donates that one; ``note`` is told of every newer one; ``size`` is that of the cache afterwards, None
-    for the smallest. ``logprobs``, a list a prompt, get the log-probability of every token after the prompt's first.
+    for the smallest. ``bucket_of`` gives the tokens that prompts of a length are read as. ``logprobs``, a list a
+    prompt, get the log-probability of every token after the prompt's first.
 
     Returns:
       The cache and the logits [B, V] after each row's last token; on a mesh B may be more than there are prompts.
@@ -93,7 +114,7 @@ def read_prompts(
     config = params.config
     padding = programs.rows(len(prompts)) - len(prompts)
     # A row of padding is one token that is none, or nothing new of another row's cache.
-    prompts = [*prompts, *([(_NO_TOKEN,)] if cache is None else [()]) * padding]
+    prompts = [*prompts, *([PADDING_PROMPT] if cache is None else [()]) * padding]
     if cache is not None and cache.batch < len(prompts):
         wide = take(cache, [*range(cache.batch), *[0] * padding])
         note(wide)
@@ -112,7 +133,7 @@ def read_prompts(
     logits = None
     for start, most in _chunks(policy, config, int(lengths.max())):
         count = np.clip(lengths - start, 0, most)
-        bucket = request_bucket(int(count.max())) if policy.chunks(config) is None else prompt_bucket(most)
+        bucket = bucket_of(int(count.max())) if policy.chunks(config) is None else prompt_bucket(most)
         tokens = np.zeros((len(prompts), bucket), np.int32)
         for row, ids in enumerate(prompts):
             tokens[row, : count[row]] = ids[start : start + count[row]]
@@ -131,6 +152,7 @@ def read_prompts(
                 into += scored[row, : min(count[row], max(lengths[row] - 1 - start, 0))].tolist()
         consume = True  # from the second chunk on the cache is this function's own
         logits = new if logits is None else jnp.where(count[:, None] > 0, new, logits)
+        yield
     assert cache is not None and logits is not None  # there is at least one chunk
     return cache, logits
 

@@ -16,7 +16,7 @@ from pallas_kernels.softmax import NEG
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """Sampling parameters, scalars unless said otherwise.
+    """Sampling parameters of every row.
 
     Attributes:
       temperature: 0 is greedy.
@@ -28,11 +28,11 @@ class Sampling:
       draws: [B, 3] what each row draws by: the seed, the prompt's number, the sample's.
     """
 
-    temperature: Float[Array, ""]
-    top_k: Int[Array, ""]
-    top_p: Float[Array, ""]
-    min_p: Float[Array, ""]
-    repetition_penalty: Float[Array, ""]
+    temperature: Float[Array, " B"]
+    top_k: Int[Array, " B"]
+    top_p: Float[Array, " B"]
+    min_p: Float[Array, " B"]
+    repetition_penalty: Float[Array, " B"]
     known: Int[Array, ""]
     draws: UInt32[Array, "B 3"]
 
@@ -40,11 +40,11 @@ class Sampling:
     def greedy(cls, rows: int, vocabulary: int) -> Sampling:
         """The best token of every row, with every other option off."""
         return cls(
-            temperature=jnp.float32(0),
-            top_k=jnp.int32(vocabulary),
-            top_p=jnp.float32(1),
-            min_p=jnp.float32(0),
-            repetition_penalty=jnp.float32(1),
+            temperature=jnp.zeros(rows, jnp.float32),
+            top_k=jnp.full(rows, vocabulary, jnp.int32),
+            top_p=jnp.ones(rows, jnp.float32),
+            min_p=jnp.zeros(rows, jnp.float32),
+            repetition_penalty=jnp.ones(rows, jnp.float32),
             known=jnp.int32(vocabulary),
             draws=jnp.stack([jnp.zeros(rows), jnp.arange(rows), jnp.zeros(rows)], axis=1).astype(jnp.uint32),
         )
@@ -64,7 +64,7 @@ def sample(
     Returns:
       [B] int32. Greedy ties go to the lowest id.
     """
-    penalty, drawn = sampling.repetition_penalty, sampling.temperature > 0
+    penalty, drawn = sampling.repetition_penalty[:, None], sampling.temperature[:, None] > 0
 
     def known(x: Array) -> Array:
         return jnp.where(jnp.arange(x.shape[-1]) < sampling.known, x, NEG)
@@ -73,13 +73,16 @@ def sample(
         x = known(x)
         x = jnp.where(present, jnp.where(x > 0, x / penalty, x * penalty), x)
         # Relative to the best one: a temperature next to 0 must not make several logits infinite.
-        scaled = (x - x.max(axis=-1, keepdims=True)) / jnp.maximum(sampling.temperature, 1e-30)
+        scaled = (x - x.max(axis=-1, keepdims=True)) / jnp.maximum(sampling.temperature[:, None], 1e-30)
         return jnp.where(drawn, scaled, x)
 
+    def noisy(x: Array) -> Array:
+        return jnp.where(drawn, _noisy(x, sampling, made), x)
+
     # In steps that need little beside the logits: what a branch makes lies in memory beside what it is made from.
-    logits = jax.lax.cond(drawn | (penalty != 1.0), prepared, lambda x: x, logits)
+    logits = jax.lax.cond((drawn | (penalty != 1.0)).any(), prepared, lambda x: x, logits)
     # A greedy step compares what it may draw without a copy: the comparison is a part of the reductions.
-    return argmax(known(jax.lax.cond(drawn, lambda x: _noisy(x, sampling, made), lambda x: x, logits)))
+    return argmax(known(jax.lax.cond(drawn.any(), noisy, lambda x: x, logits)))
 
 
 def argmax(logits: Float[Array, "B V"]) -> Int[Array, " B"]:
@@ -92,12 +95,12 @@ def argmax(logits: Float[Array, "B V"]) -> Int[Array, " B"]:
 def _noisy(logits: Float[Array, "B V"], sampling: Sampling, made: Int[Array, " B"]) -> Float[Array, "B V"]:
     """Top-k, top-p and min-p, then noise with which the highest is one draw a row (Gumbel-max). The best logit is 0."""
     vocabulary = logits.shape[-1]
-    ranked = (sampling.top_k < vocabulary) | (sampling.top_p < 1.0)
+    ranked = ((sampling.top_k < vocabulary) | (sampling.top_p < 1.0)).any()
     least = jax.lax.cond(
         ranked, lambda x: _threshold(x, sampling), lambda x: jnp.full((x.shape[0], 1), -jnp.inf, x.dtype), logits
     )
     # Ties with the threshold stay. Of the best the logarithm is 0; log 0 is -inf: no limit.
-    logits = jnp.where(logits < jnp.maximum(least, jnp.log(sampling.min_p)), NEG, logits)
+    logits = jnp.where(logits < jnp.maximum(least, jnp.log(sampling.min_p)[:, None]), NEG, logits)
     keys = jax.vmap(_key)(sampling.draws, made)
     return logits + jax.vmap(lambda key: jax.random.gumbel(key, (vocabulary,), logits.dtype))(keys)
 
@@ -114,7 +117,7 @@ def _threshold(logits: Float[Array, "B V"], sampling: Sampling) -> Float[Array, 
     Found bit by bit, each by a sum over the vocabulary, and nothing is sorted: of 8 x 49,152 logits on 2 CPU cores 3 to
     6 ms where a sort takes 66, and no copy of them.
     """
-    top_k = jnp.clip(sampling.top_k, 1, logits.shape[-1])
+    top_k, top_p = jnp.clip(sampling.top_k, 1, logits.shape[-1])[:, None], sampling.top_p[:, None]
 
     def mass(better: Array) -> Array:
         return jnp.sum(jnp.where(better, jnp.exp(logits), 0.0), axis=-1, keepdims=True)
@@ -123,10 +126,10 @@ def _threshold(logits: Float[Array, "B V"], sampling: Sampling) -> Float[Array, 
     better = logits > kth
     # Of those equal to the k-th, as many count as make k.
     ties = top_k - better.sum(axis=-1, keepdims=True, dtype=jnp.int32)
-    wanted = sampling.top_p * (mass(better) + ties * jnp.exp(kth))
+    wanted = top_p * (mass(better) + ties * jnp.exp(kth))
     last = _lowest(logits, lambda better: mass(better) < wanted)
     # The sum may round to 1 before the last token; 1 is no limit. ``last`` may be no number, where sums never reach it.
-    return jnp.where((sampling.top_p < 1) & (last > kth), last, kth)
+    return jnp.where((top_p < 1) & (last > kth), last, kth)
 
 
 def _lowest(

@@ -3,6 +3,11 @@
 The mass of a window of queries needs two passes over the keys for those few queries: one for the normaliser, one for
 the sum. Column sums need one more product of queries and keys for the whole prompt, because a query's normaliser is
 known only once it has met all its keys. Both are :mod:`pallas_kernels.attention_mass`.
+
+Where a head's softmax has a sink, a logit without a key (gpt-oss), the normaliser is that of the model's own
+attention, ``logaddexp(lse, sink)``: a key's mass is what it brings to the model's result, a query's masses sum to less
+than 1, and a query that mostly attends to the sink counts little. A softmax of another scale has its sink scaled alike,
+since all of its logits are.
 """
 
 from __future__ import annotations
@@ -24,6 +29,7 @@ from kvjax.policies.signals import Mass, PromptSignals, QueryStats, Signals, fir
 from kvjax.runtime.layer_observer import LayerObserver
 from pallas_kernels.attention_mass import Masses, attention_mass, log_sum_exp
 from pallas_kernels.rows import Rows
+from pallas_kernels.softmax import NEG, merge_log
 
 
 @jax.tree_util.register_dataclass
@@ -50,6 +56,7 @@ class SignalCollector(LayerObserver):
       count: [B] new tokens of each row; seen: [B] tokens before them.
       first: [B] the first new token in the window. window_rows: tokens in the longest window, static.
       scale: [B] of the window's softmax.
+      sinks: [B, H, G] of the layer's softmaxes, or None; rows that are read in turns take their own.
     """
 
     signals: Signals = dataclasses.field(metadata={"static": True})
@@ -59,14 +66,20 @@ class SignalCollector(LayerObserver):
     first: Int[Array, " B"]
     scale: Float[Array, " B"]
     window_rows: int = dataclasses.field(metadata={"static": True})
+    sinks: Float[Array, "B H G"] | None = None
 
     def before_layer(
+        self, layer: DecoderLayer, x: Float[Array, "B T M"], rope: Angles
+    ) -> tuple[tuple[Array, Array, Array] | None, Float[Array, "B H G T"] | None]:
+        """What is taken from the hidden states before the layer runs over them: the window, and the mass around."""
+        s = self.signals
+        return self._window(layer, x, rope), mass_around(layer, x, rope, self.seen, self.count, s) if s.around else None
+
+    def _window(
         self, layer: DecoderLayer, x: Float[Array, "B T M"], rope: Angles
     ) -> tuple[Float[Array, "B H G W D"], Int[Array, " B"], Float[Array, "B W"]] | None:
         """The window's queries, the token of the first (negative in a row shorter than the window), and how much each
         counts: 1, or 0 where there is none.
-
-        Taken from the hidden states before the layer runs over them.
         """
         if not self.window_rows:
             return None
@@ -107,7 +120,7 @@ class SignalCollector(LayerObserver):
         if columns is not None:
             where = self._where(index * block, block, kept, self.scale if s.columns_scaled else None, block)
             if s.columns_scaled:
-                normaliser = log_sum_exp(q, k, **where)
+                normaliser = self._normaliser(q, k, where)
             onto = Masses(columns.new, columns.kept)
             found = attention_mass(q, k, normaliser, weight=real.astype(jnp.float32), onto=onto, **where)
             columns = Mass(found.kept, found.new)
@@ -119,19 +132,27 @@ class SignalCollector(LayerObserver):
     def finish(
         self,
         partial: PartialSignals,
-        window: tuple[Array, Array, Array] | None,
+        taken: tuple[tuple[Array, Array, Array] | None, Array | None],
         k: Float[Array, "B H T D"],
         kept: Rows | None,
         block: int,
     ) -> PromptSignals:
         """The layer's signals, once all its keys are there."""
-        mass = None
+        mass, (window, around) = None, taken
         if window is not None:
             q, offset, weight = window
             where = self._where(offset, self.window_rows, kept, self.scale, block)
-            found = attention_mass(q, k, log_sum_exp(q, k, **where), weight=weight, **where)
+            found = attention_mass(q, k, self._normaliser(q, k, where), weight=weight, **where)
             mass = Mass(found.kept, found.new)
-        return PromptSignals(mass, partial.columns, partial.stats)
+        return PromptSignals(mass, partial.columns, partial.stats, None if around is None else Mass(None, around))
+
+    def _normaliser(self, q: Array, k: Array, where: dict[str, Any]) -> Float[Array, "B H G N"]:
+        """Log-sum-exp of each query's logits, its head's sink among them, in the softmax of the window's scale."""
+        lse = log_sum_exp(q, k, **where)
+        if self.sinks is None:
+            return lse
+        scaled = (self.scale / self.config.attention_scale)[:, None, None, None]
+        return merge_log(lse, self.sinks[..., None] * scaled)
 
     def _where(
         self, offset: Int[Array, "*B"], queries: int, kept: Rows | None, scale: Array | None, block: int
@@ -162,10 +183,52 @@ def signal_collector(
     # A share is of all the tokens a row has seen: on a later turn that can be the whole of its new ones.
     seen_at_most = tokens if fresh else max(tokens, config.max_position)
     rows = min(tokens, signals.window_rows(seen_at_most)) if signals.window or signals.window_share else 0
-    if not (rows or signals.columns or signals.queries):
+    if not (rows or signals.columns or signals.queries or signals.around):
         return None
     first = first_window_query(signals, count, seen + count)
     return SignalCollector(signals, config, seen, count, first, policy.window_scale(config, total), rows)
+
+
+def mass_around(
+    layer: DecoderLayer,
+    x: Float[Array, "B T M"],
+    rope: Angles,
+    seen: Int[Array, " B"],
+    count: Int[Array, " B"],
+    signals: Signals,
+) -> Float[Array, "B H G T"]:
+    """Attention that each key gets from all queries of its chunk, whichever comes first; 1, the mean, beyond chunks.
+
+    Chunks of ``signals.around`` tokens begin at the position ``around_first``, or with the row's first new token after
+    it, and end before its last ``around_last``. ALiBi's distances, which are for earlier keys, do not count.
+    """
+    config, (batch, tokens, _), size = layer.config, x.shape, signals.around
+    skip = jnp.maximum(signals.around_first - seen, 0)
+    end = count - skip - signals.around_last
+    exact = jax.lax.Precision.HIGHEST
+
+    def chunk(i: Int[Array, ""], done: Float[Array, "B H G N"]) -> Float[Array, "B H G N"]:
+        place = i * size + jnp.arange(size)
+        source = jnp.minimum(skip[:, None] + place, tokens - 1)[..., None]
+        xc, here = jax.tree.map(lambda a: jnp.take_along_axis(a, source, axis=1), (x, rope))
+        raw_q, raw_k, _ = layer.project(xc)
+        q, k = (apply_rope(a, here).astype(jnp.float32) for a in (raw_q, raw_k))
+        logits = jnp.einsum("bqhgd,bkhd->bhgqk", q, k, precision=exact) * config.attention_scale
+        if config.attention_soft_cap is not None:
+            logits = config.attention_soft_cap * jnp.tanh(logits / config.attention_soft_cap)
+        real = place < end[:, None]
+        weight = jax.nn.softmax(jnp.where(real[:, None, None, None], logits, NEG), axis=-1)
+        mass = (weight * real[:, None, None, :, None]).sum(axis=3)
+        return jax.lax.dynamic_update_slice_in_dim(done, mass, i * size, axis=3)
+
+    chunks = -(-tokens // size)
+    empty = jnp.zeros((batch, config.num_kv_heads, config.group_size, chunks * size), jnp.float32)
+    empty = empty + 0 * skip[0].astype(jnp.float32)  # on a mesh it differs from device to device, as what is written
+    mass = jax.lax.fori_loop(0, (jnp.max(end) + size - 1) // size, chunk, empty)
+    place = jnp.arange(tokens) - skip[:, None]
+    inside = (place >= 0) & (place < end[:, None])
+    moved = jnp.take_along_axis(mass, jnp.maximum(place, 0)[:, None, None], axis=3)
+    return jnp.where(inside[:, None, None], moved, 1.0)
 
 
 def stats_of(q: Float[Array, "B N H G D"], counts: Bool[Array, "B N"]) -> QueryStats:

@@ -18,7 +18,6 @@ from kvjax.errors import UsageError
 
 #: State 0 is the start; this one is reached when a stop string is complete, and never left.
 FOUND = 1
-_STOP_IDS = 16
 _MOST_BYTES = 1000  # of stop strings: each may need a row of the table, which is as long as the vocabulary
 
 
@@ -29,15 +28,15 @@ class StopTable:
 
     Attributes:
       next_state: [S, V] int16, S a power of two of at least 16.
-      ids: [N] int32 token ids that end a row, padded with -1.
+      ids: [B, N] int32 token ids that end each row, padded with -1.
     """
 
     next_state: Int[Array, "S V"]
-    ids: Int[Array, " N"]
+    ids: Int[Array, "B N"]
 
     def logical_axes(self) -> list[tuple[str | None, ...]]:
-        """Every device of a mesh has all of it."""
-        return [(), ()]
+        """Every device of a mesh has all transitions, and its own rows' ids."""
+        return [(), ("batch", None)]
 
 
 def check_stop_strings(stop: Sequence[str]) -> None:
@@ -47,25 +46,40 @@ def check_stop_strings(stop: Sequence[str]) -> None:
         raise UsageError(f"The stop strings have {size} bytes together; give at most {_MOST_BYTES}.")
 
 
-def stop_table(stop: Sequence[str], ids: Sequence[int], token_bytes: Sequence[bytes], vocabulary: int) -> StopTable:
-    """Compile stop strings and ids for a vocabulary (ids without bytes, as special tokens, change no state)."""
+def stop_table(
+    stop: Sequence[str], ids: Sequence[int], token_bytes: Sequence[bytes], vocabulary: int, rows: int
+) -> StopTable:
+    """Compile stop strings and ids for a vocabulary (ids without bytes, as special tokens, change no state).
+
+    They are those of all ``rows``.
+    """
+    found = transitions(stop, token_bytes, vocabulary)
+    room = table_size(len(found))
+    table = np.zeros((room, vocabulary), np.int16)
+    table[: len(found)] = found
+    return StopTable(*jax.device_put((table, padded_ids([ids] * rows))))
+
+
+def table_size(least: int) -> int:
+    """Rows, or columns, of a stop table that holds so many: a power of two of at least 16."""
+    return max(16, 1 << (least - 1).bit_length()) if least else 16
+
+
+def padded_ids(ids: Sequence[Sequence[int]], least: int = 0) -> np.ndarray:
+    """[B, N] each row's ids, padded with -1 to at least so many."""
+    padded = np.full((len(ids), max(table_size(max(map(len, ids), default=0)), least)), -1, np.int32)
+    for row, own in enumerate(ids):
+        padded[row, : len(own)] = own
+    return padded
+
+
+def transitions(stop: Sequence[str], token_bytes: Sequence[bytes], vocabulary: int) -> np.ndarray:
+    """[S, V] int16 the state that each token leads to: 0 is the start, FOUND is kept; S = 2 without stop strings."""
     check_stop_strings(stop)
-    room = _STOP_IDS
-    while room < len(ids):
-        room *= 2
-    padded = np.full((room,), -1, np.int32)
-    padded[: len(ids)] = ids
-    return StopTable(*jax.device_put((_transitions(tuple(stop), token_bytes, vocabulary), padded)))
-
-
-def _transitions(stop: Sequence[str], token_bytes: Sequence[bytes], vocabulary: int) -> np.ndarray:
     if not stop:
-        return np.zeros((16, vocabulary), np.int16)
+        return np.zeros((2, vocabulary), np.int16)
     goto = _automaton([text.encode() for text in stop])
-    states = 16
-    while states < len(goto):
-        states *= 2
-    table = np.zeros((states, vocabulary), np.int16)
+    table = np.zeros((len(goto), vocabulary), np.int16)
     current = np.repeat(np.arange(len(goto), dtype=np.int16)[:, None], vocabulary, axis=1)
     lengths = np.array([len(token) for token in token_bytes[:vocabulary]], np.int32)
     lengths = np.pad(lengths, (0, vocabulary - len(lengths)))
@@ -74,7 +88,7 @@ def _transitions(stop: Sequence[str], token_bytes: Sequence[bytes], vocabulary: 
         ids = order[: int((lengths > position).sum())]
         byte = np.array([token_bytes[i][position] for i in ids], np.uint8)
         current[:, ids] = goto[current[:, ids], byte]
-    table[: len(goto)] = current
+    table[:] = current
     return table
 
 

@@ -51,7 +51,10 @@ def random_signals(policy: Policy, config: ModelConfig, batch: int, tokens: int,
         mean = jax.random.normal(key, (*heads, config.head_dim))
         covariance = jnp.broadcast_to(jnp.eye(config.head_dim), (*mean.shape, config.head_dim))
         stats = QueryStats(jnp.full((batch,), tokens, jnp.float32), mean, covariance)
-    return PromptSignals(window, columns, stats)
+    around = Mass(None, jax.random.uniform(key, (*heads, tokens))) if asked.around else None
+    repeat = Mass(None, jax.random.uniform(key, (*heads, tokens))) if asked.repeat else None
+    outputs = Mass(None, jax.random.uniform(key, (*heads, tokens))) if asked.outputs else None
+    return PromptSignals(window, columns, stats, around, repeat, outputs)
 
 
 def filled_cache(
@@ -73,10 +76,11 @@ def benchmark_controls(config: ModelConfig, batch: int) -> Controls:
     most = np.int32(np.iinfo(np.int32).max)
     return Controls(
         sampling,
-        stop_table((), (), (), config.vocab_size),
+        stop_table((), (), (), config.vocab_size, batch),
         jnp.full((batch,), most),
         jnp.asarray(most),
         jnp.bool_(False),
+        jnp.int32(1),
     )
 
 

@@ -55,8 +55,8 @@ class OneDevice:
     policy: Policy
     mesh: ClassVar[Mesh | None] = None
     head_sharding: ClassVar[PageSharding] = UNSHARDED
-    #: Combines a flag over the devices of the data axis; there is nothing to combine here.
-    any_row: ClassVar[None] = None
+    #: Sums counts of rows over the devices of the data axis; there is nothing to sum here.
+    over_rows: ClassVar[None] = None
 
     @property
     def local_config(self) -> ModelConfig:

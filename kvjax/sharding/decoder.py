@@ -78,6 +78,10 @@ class MeshExchange(Exchange):
         """See :meth:`Exchange.sum_columns`: a sum over the devices."""
         return [_sum(part, self.split.order) for part in parts] if self.split.qkv else parts
 
+    def own_heads(self, every: Float[Array, "N C"]) -> Float[Array, "H C"]:
+        """See :meth:`Exchange.own_heads`: every device has what belongs to all."""
+        return jnp.concatenate([_local_heads(every[..., None], group) for group in self.groups], axis=-3)[..., 0]
+
     def attended(self, attended: Float[Array, "*S H G D"]) -> Float[Array, "*S N"]:
         """See :meth:`Exchange.attended`: where heads are in another order, those of all devices are gathered."""
         flat = (*attended.shape[:-3], -1)
@@ -91,6 +95,10 @@ class MeshExchange(Exchange):
         order = np.argsort([head for group in self.groups for head in group.heads])
         every = jnp.concatenate(heads, axis=-3)[..., order, :, :].reshape(flat)
         return _local_channels(every, self.split.order, self.split.parts) if self.split.qkv else every
+
+    def output_rows(self, rows: Float[Array, "N M"]) -> Float[Array, "K M"]:
+        """See :meth:`Exchange.output_rows`: those of the others are gathered."""
+        return _gather(rows, self.split.order, axis=0) if self.split.qkv else rows
 
     def output(self, y: Float[Array, "*S M"]) -> Float[Array, "*S M"]:
         """See :meth:`Exchange.output`: a sum over the devices."""

@@ -23,7 +23,7 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool
+from jaxtyping import Array, Int
 
 from kvjax.cache.cache import Cache
 from kvjax.cache.groups import HeadGroups, Layer, parts, with_parts
@@ -124,9 +124,9 @@ class Partition:
         """How all of a layer's heads are divided, where they are alike."""
         return head_sharding(self.mesh, self.config)
 
-    def any_row(self, flag: Bool[Array, ""]) -> Bool[Array, ""]:
-        """Whether a flag is true on any device of the data axis; inside ``jax.shard_map`` only."""
-        return jax.lax.pmax(flag.astype(jnp.int32), "data") > 0
+    def over_rows(self, counts: Int[Array, " N"]) -> Int[Array, " N"]:
+        """Counts of rows summed over the devices of the data axis; inside ``jax.shard_map`` only."""
+        return jax.lax.psum(counts, "data")
 
     @property
     def widest(self) -> ModelConfig:

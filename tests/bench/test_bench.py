@@ -119,6 +119,7 @@ def test_report_as_json_and_markdown(bench, tmp_path):
     assert table.title == "Prefill and decode" and all(len(row) == len(table.header) for row in table.cells)
 
 
+@pytest.mark.slow
 def test_quantised_weights_are_timed_in_turn_with_floats():
     lm, floats = (toys.tiny_model(weights=weights) for weights in ("int8", None))
     meter = machine.BandwidthMeter(buffer_bytes=SMALL)

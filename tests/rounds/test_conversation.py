@@ -285,7 +285,7 @@ def kept_tokens(inner, dense, head: int, prefix: int) -> list[int]:
     s1 = oracle.mass(everything, everything[-inner.window :]).sum(axis=0)[prefix:]
     s2 = np.abs(dense.v[head][own]).max(axis=1)
     prefix = len(own) - inner.window
-    scores = pooled(list((s1 * s2)[:prefix]), inner.kernel, inner.pooling, "exist")
+    scores = pooled(list((s1 * s2)[:prefix]), inner.kernel, inner.pooling)
     chosen = best(scores, inner.budget - inner.window)
     return [own[i] for i in chosen] + own[prefix:]
 

@@ -13,9 +13,11 @@ import toys
 import kvjax
 from kvjax.cache.cache import detach
 from kvjax.cache.quantisation import MODEL, Storage
+from kvjax.model.config import RopeConfig
 from kvjax.model.decoder import abstract_decoder
-from kvjax.policies import H2O, AhaKV, Full, LagKV, RazorAttention, StreamingLLM
+from kvjax.policies import H2O, AhaKV, Full, KVzip, LagKV, RazorAttention, StreamingLLM
 from kvjax.policies.empty_cache import empty_cache
+from kvjax.policies.window_layers import for_model
 from kvjax.runtime.compilation import compile_clock
 from kvjax.runtime.peak import prefill_peak_bytes
 from kvjax.runtime.programs import DECODE_CHUNK, ONE_DEVICE, PREFILL_FRESH
@@ -156,8 +158,15 @@ def test_an_empty_cache_is_zero_everywhere():
 
 
 def test_prefill_peak_estimate_is_near_the_compilers():
-    config = toys.tiny_config(num_layers=2, hidden_size=256, intermediate_size=512, head_dim=32, max_position=1 << 16)
-    for policy, rows in itertools.product((Full(), LagKV(ratio=0.25)), (1, 2, 4)):
+    sizes = {"num_layers": 2, "hidden_size": 256, "intermediate_size": 512, "head_dim": 32, "max_position": 1 << 16}
+    plain, mixed, sliding = (
+        toys.tiny_config(**sizes, windows=windows, window_rope=RopeConfig(theta=50.0) if windows else None)
+        for windows in ((), (None, 128), (128,))
+    )
+    cases = [(plain, *case) for case in itertools.product((Full(), LagKV(ratio=0.25)), (1, 2, 4))]
+    cases += [(plain, KVzip(ratio=0.25), 1), (mixed, LagKV(ratio=0.25), 1)]
+    for config, policy, rows in (*cases, (sliding, Full(), 1), (mixed, Full(), 1)):
+        policy = for_model(policy, config)
         ints = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)  # noqa: E731
         lowered = PREFILL_FRESH.lower(
             OneDevice(config, policy), abstract_decoder(config), ints(rows, 4096), ints(rows), ints(rows),
@@ -165,7 +174,7 @@ def test_prefill_peak_estimate_is_near_the_compilers():
         )  # fmt: skip
         actual = lowered.compile().memory_analysis().temp_size_in_bytes
         planned = prefill_peak_bytes(config, policy, rows, 4096, "float32", config.intermediate_size)
-        assert 0.9 * actual <= planned <= 1.4 * actual, (policy, rows, actual, planned)
+        assert 0.9 * actual <= planned <= 1.4 * actual, (config.windows, policy, rows, actual, planned)
 
 
 @pytest.mark.parametrize("platform", ["tpu", "cuda"])

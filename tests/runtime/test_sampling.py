@@ -18,7 +18,8 @@ _sample = jax.jit(sample)
 def sampling(rows: int = ROWS, seed: int = 0, **changes: float) -> Sampling:
     values = dict(temperature=1.0, top_k=VOCABULARY, top_p=1.0, min_p=0.0, repetition_penalty=1.0, known=VOCABULARY)
     numbers = {
-        k: jnp.asarray(v, jnp.int32 if k in ("top_k", "known") else jnp.float32) for k, v in (values | changes).items()
+        k: jnp.full(() if k == "known" else rows, v, jnp.int32 if k in ("top_k", "known") else jnp.float32)
+        for k, v in (values | changes).items()
     }
     draws = np.stack([np.full(rows, seed), np.arange(rows), np.zeros(rows)], axis=1).astype(np.uint32)
     return Sampling(**numbers, draws=jnp.asarray(draws))
@@ -141,9 +142,30 @@ def test_draws_come_from_the_rows_key_and_the_tokens_number():
     later = np.asarray(_sample(rows, chosen, there, jnp.ones((ROWS,), jnp.int32)))
     assert (first != later).any()
     # Rows 0, 2, 4, ... alone draw what they draw among the others.
-    halved = Sampling(**{**vars(chosen), "draws": chosen.draws[::2]})
+    halved = jax.tree.map(lambda x: x[::2] if x.ndim else x, chosen)
     alone = sample(rows[::2], halved, there[::2], jnp.zeros((ROWS // 2,), jnp.int32))
     np.testing.assert_array_equal(alone, first[::2])
+
+
+def test_every_row_has_its_own_parameters():
+    """A row draws what it draws in a batch of rows like itself, whatever those beside it ask for."""
+    asked: list[dict[str, float]] = [
+        {"temperature": 0.0},
+        {},
+        {"temperature": 0.3, "top_k": 3},
+        {"top_p": 0.6},
+        {"min_p": 0.4, "repetition_penalty": 5.0},
+        {"temperature": 0.0, "repetition_penalty": 9.0},
+    ]
+    there = np.arange(VOCABULARY) < 7
+    alone = np.stack([draw(LOGITS, present=there, **changes) for changes in asked])
+    each = [sampling(**changes) for changes in asked]
+    row = np.arange(ROWS) % len(asked)
+    mixed = jax.tree.map(lambda *xs: jnp.stack(xs)[row, np.arange(ROWS)] if xs[0].ndim else xs[0], *each)
+    rows = jnp.broadcast_to(jnp.asarray(LOGITS), (ROWS, VOCABULARY))
+    present = jnp.asarray(np.broadcast_to(there, (ROWS, VOCABULARY)))
+    drawn = _sample(rows, mixed, present, jnp.zeros((ROWS,), jnp.int32))
+    np.testing.assert_array_equal(drawn, alone[row, np.arange(ROWS)])
 
 
 @pytest.mark.parametrize("changes", [{}, {"top_k": 3, "top_p": 0.8}, {"min_p": 0.2}, {"temperature": 0.0}], ids=str)

@@ -105,7 +105,7 @@ def test_one_cache_under_many_questions_stays_a_value(tiny_model, monkeypatch):
     assert again.tokens == kvjax.generate(tiny_model, [3, 4], cache=last[1].cache, max_new_tokens=4).tokens
 
 
-@pytest.mark.parametrize("policy", ["full", LAG])
+@pytest.mark.parametrize("policy", [pytest.param("full", marks=pytest.mark.slow), LAG])
 def test_rows_go_on_alone_and_together(tiny_model, monkeypatch, tmp_path, policy):
     request = {"context": CONTEXT, "policy": policy, "monkeypatch": monkeypatch}
     shared, copied = (answers(tiny_model, copied=copied, **request) for copied in (False, True))
@@ -141,7 +141,7 @@ def test_a_row_on_its_own_holds_what_a_copy_does(tiny_model, monkeypatch):
     assert jax.tree.structure(whole.layers[0].state) == jax.tree.structure(wanted.layers[0].state)
 
 
-@pytest.mark.parametrize("policy", ["full", LAG])
+@pytest.mark.parametrize("policy", ["full", pytest.param(LAG, marks=pytest.mark.slow)])
 def test_own_rooms_grow(policy, monkeypatch):
     import toys
 

@@ -40,17 +40,28 @@ class Spy(Policy):
         return dataclasses.replace(chosen, state=candidates.signals)
 
 
-def dense(lm, ids, scale):
-    """Layer 0's queries before rotary [T, H, G, D] and its attention [H, G, T, T], by the book."""
+def projected(lm, ids):
+    """Layer 0's queries before rotary [T, H, G, D], and its queries and keys after it, by the book."""
     config, layer = lm.config, lm.params.layers[0]
     q, k, _ = (np.asarray(x[0], np.float64) for x in layer.project(lm.params.embed(jnp.asarray([ids]))))
     cos, sin = angles(config, jnp.arange(len(ids))[None], jnp.asarray([len(ids)]))
     turned_q = np.asarray(rotate(jnp.asarray(q, jnp.float32), cos[0, :, None, None], sin[0, :, None, None]), np.float64)
     turned_k = np.asarray(rotate(jnp.asarray(k, jnp.float32), cos[0, :, None], sin[0, :, None]), np.float64)
+    return q, turned_q, turned_k
+
+
+def dense(lm, ids, scale):
+    """Layer 0's queries before rotary [T, H, G, D] and its attention [H, G, T, T]."""
+    config, layer = lm.config, lm.params.layers[0]
+    q, turned_q, turned_k = projected(lm, ids)
     scores = np.einsum("thgd,shd->hgts", turned_q, turned_k) * scale
     scores = np.where(np.tril(np.ones((len(ids), len(ids)), bool)), scores, -np.inf)
-    weight = np.exp(scores - scores.max(axis=-1, keepdims=True))
-    return q, weight / weight.sum(axis=-1, keepdims=True)
+    weight = np.exp(scores)
+    total = weight.sum(axis=-1, keepdims=True)
+    if config.attention_sinks:  # a logit more in each head's softmax, at the same temperature
+        sinks = np.asarray(layer.sinks[...], np.float64).reshape(config.num_kv_heads, -1)
+        total = total + np.exp(sinks * scale / config.attention_scale)[..., None, None]
+    return q, weight / total
 
 
 def read(lm, policy, rows, cache=None, room=512):
@@ -81,6 +92,57 @@ def test_window_mass_and_columns_are_dense_attention_summed(heads):
         np.testing.assert_allclose(got.columns[row, :, :, :size], weight.sum(axis=2), atol=1e-4)
         for mass in (got.window, got.columns):
             assert not np.asarray(mass[row, :, :, size:]).any()
+
+
+def test_mass_around_is_attention_in_both_directions_within_chunks():
+    lm = toys.tiny_model()
+    first, second = [ids_of(1, 270), ids_of(2, 10), ids_of(5, 3)], [ids_of(3, 40), ids_of(4, 7), ids_of(6, 9)]
+    policy = Spy(Signals(around=16, around_first=6, around_last=2))
+    cache = read(lm, policy, first)
+    before, after = cache.layers[0].state, read(lm, policy, second, cache).layers[0].state
+    for row in range(3):
+        ids, start = first[row] + second[row], len(first[row])
+        _, q, k = projected(lm, ids)
+        for got, begin, end, place in ((before, 0, start, 0), (after, start, len(ids), start)):
+            want = np.ones((q.shape[1], q.shape[2], end - begin))
+            for at in range(max(6, begin), end - 2, 16):
+                part = slice(at, min(at + 16, end - 2))
+                weight = np.exp(np.einsum("thgd,shd->hgts", q[part], k[part]) * lm.config.head_dim**-0.5)
+                weight /= weight.sum(axis=-1, keepdims=True)
+                want[:, :, part.start - begin : part.stop - begin] = weight.sum(axis=2)
+            np.testing.assert_allclose(got.around[row, :, :, place : place + end - begin], want, atol=1e-4)
+
+
+def with_sinks(lm):
+    """Sinks near the largest scores, so that they take much of the softmaxes of some heads."""
+    for layer in lm.params.layers:
+        layer.sinks[...] = jnp.asarray([2.0, 4.0, -1.0, 3.0])
+    return lm
+
+
+def test_rows_that_are_read_in_turns_have_the_sinks_of_their_heads():
+    """Two rows of two blocks: a CPU reads one after the other."""
+    lm, rows = with_sinks(toys.tiny_model(attention_sinks=True)), [ids_of(8, 300), ids_of(9, 280)]
+    policy = Spy(Signals(window=8, columns=True))
+    together = read(lm, policy, rows)
+    for row, ids in enumerate(rows):
+        for mine, other in zip(read(lm, policy, [ids]).layers, together.layers, strict=True):
+            for name in ("window", "columns"):
+                one, both = getattr(mine.state, name)[0], getattr(other.state, name)[row]
+                np.testing.assert_allclose(one, both, atol=2e-5)
+
+
+@pytest.mark.parametrize("scale", [None, 0.9])
+def test_masses_of_softmaxes_with_sinks_are_what_keys_bring_to_the_result(scale):
+    lm = with_sinks(toys.tiny_model(attention_sinks=True))
+    first, second = ids_of(8, 280), ids_of(9, 30)
+    policy = Spy(Signals(window=8, columns=True, columns_scaled=True), scale=scale)
+    cache = read(lm, policy, [second], read(lm, policy, [first]))
+    _, weight = dense(lm, first + second, scale or lm.config.attention_scale)
+    assert weight.sum(axis=-1).max() < 1 and weight.sum(axis=-1).min() < 0.3
+    got, size = cache.layers[0].state, len(first + second)
+    np.testing.assert_allclose(got.window[0, :, :, :size], weight[:, :, -8:].sum(axis=2), atol=2e-5)
+    np.testing.assert_allclose(got.columns[0, :, :, :size], weight[:, :, -len(second) :].sum(axis=2), atol=1e-4)
 
 
 def test_a_later_turns_signals_cover_kept_and_new_keys():

@@ -57,7 +57,7 @@ def stopped_at(tokens: list[int], stops: list[str]) -> int | None:
 
 
 def run_table(tokens: list[int], stops: list[str]) -> int | None:
-    next_state = np.asarray(stop_table(stops, (), PIECES, len(PIECES) + 3).next_state)
+    next_state = np.asarray(stop_table(stops, (), PIECES, len(PIECES) + 3, 1).next_state)
     state = 0
     for count, token in enumerate(tokens, 1):
         state = next_state[state, token]
@@ -102,13 +102,13 @@ def test_a_stop_is_found_across_a_special_token_and_inside_multi_byte_characters
 
 def test_the_table_keeps_its_shape_for_short_stop_strings_and_few_ids():
     shapes = {
-        stop_table(stop, ids, PIECES, 40).next_state.shape + stop_table(stop, ids, PIECES, 40).ids.shape
+        stop_table(stop, ids, PIECES, 40, 3).next_state.shape + stop_table(stop, ids, PIECES, 40, 3).ids.shape
         for stop, ids in [((), ()), (("ab",), (1,)), (("abcabc", "é"), range(9))]
     }
-    assert shapes == {(16, 40, 16)}
-    assert stop_table(("a" * 60,), range(20), PIECES, 40).next_state.shape == (64, 40)
+    assert shapes == {(16, 40, 3, 16)}
+    assert stop_table(("a" * 60,), range(20), PIECES, 40, 1).next_state.shape == (64, 40)
     with pytest.raises(UsageError, match="bytes together"):
-        stop_table(("a" * 5000,), (), PIECES, 40)
+        stop_table(("a" * 5000,), (), PIECES, 40, 1)
 
 
 @settings(max_examples=200, deadline=None)

@@ -1,0 +1,127 @@
+"""``kvjax bench engine``: in-flight batching beside static batches, measured or simulated."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvjax.checks import number, whole_number
+from kvjax.cli import inputs, session
+from kvjax.cli import options as flag
+from kvjax.cli.bench import AsMarkdown, SaveJson, check_json, group, publish, say
+from kvjax.errors import UsageError, quoted
+from kvjax.files import check_writable
+
+if TYPE_CHECKING:
+    from kvjax.engine.report import EngineReport
+    from kvjax.engine.simulate import Arrival
+
+
+@group.command()
+def engine(
+    model: flag.Model = flag.DEFAULT_MODEL,
+    dtype: flag.Dtype = None,
+    weights: flag.Weights = None,
+    policy: Annotated[
+        list[str] | None, typer.Option("--policy", help="May be given several times, each with its own --slots.")
+    ] = None,
+    slots: Annotated[str, typer.Option("--slots", help="Comma-separated slots, one number or one a policy.")] = "8",
+    requests: Annotated[int, typer.Option("--requests", help="Requests of the trace.")] = 500,
+    prompt: Annotated[str, typer.Option("--prompt", help="Prompt tokens: median, least, most.")] = "80,20,600",
+    new: Annotated[str, typer.Option("--new", help="Generated tokens: median, mean, most.")] = "60,100,600",
+    per_second: Annotated[
+        float | None, typer.Option("--per-second", help="With --simulate: arrivals a second; by default all at once.")
+    ] = None,
+    static: Annotated[bool, typer.Option("--static/--no-static", help="Also time static batches.")] = True,
+    simulate: Annotated[
+        bool, typer.Option("--simulate", help="Replay the trace on given times; no model runs.")
+    ] = False,
+    step_ms: Annotated[float, typer.Option("--step-ms", help="With --simulate: milliseconds of a decode step.")] = 12.0,
+    prefill_rate: Annotated[
+        float, typer.Option("--prefill-rate", help="With --simulate: prompt tokens a second on each device row.")
+    ] = 40_000.0,
+    shards: Annotated[int, typer.Option("--shards", help="With --simulate: devices of the data axis.")] = 1,
+    seed: Annotated[int, typer.Option("--seed", help="Of the trace.")] = 0,
+    out: Annotated[Path | None, typer.Option("--out", help="Draw the timeline of slots into this PNG file.")] = None,
+    json: SaveJson = None,
+    markdown: AsMarkdown = False,
+    compile_cache: flag.CompileCache = True,
+) -> None:
+    """Measure in-flight batching beside static batches, or simulate it on a machine of given times.
+
+    Requests have log-normal lengths, and nobody knows before how long an answer will be. With several policies each is
+    served by an engine of its own, and the first one is what the others are compared with.
+    """
+    check_json(json)
+    if out is not None:
+        check_writable("--out", out)
+    trace = _trace(requests, prompt, new, per_second, seed)
+    policies = tuple(policy or ("full",))
+    counts = _slots(slots, len(policies))
+    if simulate:
+        for flag_name, given in (("--policy", policy), ("--weights", weights), ("--dtype", dtype)):
+            if given:
+                raise UsageError(f"{flag_name} is of a measurement, and --simulate runs no model; leave it out.")
+        found = _simulated(trace, step_ms, prefill_rate, counts[0], shards)
+        publish(found.report(), json, markdown)
+    else:
+        if per_second is not None:
+            raise UsageError("--per-second is of a simulation; add --simulate.")
+        from kvjax.bench import engine as measured
+        from kvjax.policies import parse
+
+        chosen = [parse(text) for text in policies]
+        lm = session.load(model, dtype, compile_cache=compile_cache, weights=weights)
+        rows, found = [], None
+        for each, count in zip(chosen, counts, strict=True):
+            made, found = measured.measure(lm, each, trace, slots=count, static=static, say=say)
+            rows += made
+        assert found is not None, "there is one policy at least"
+        publish(measured.report(rows, found, measured.facts(lm, requests, trace)), json, markdown)
+    if out is not None:
+        from kvjax.engine.timeline import draw
+
+        draw(found, out)
+
+
+def _trace(requests: int, prompt: str, new: str, per_second: float | None, seed: int) -> list[Arrival]:
+    """The requests that the flags ask for."""
+    from kvjax.bench.engine import three_numbers
+    from kvjax.engine.simulate import lognormal_trace
+
+    prompts, answers = three_numbers("--prompt", prompt), three_numbers("--new", new)
+    if prompts[1] > prompts[2]:
+        raise UsageError(f"--prompt is {quoted(prompt)}; its second number is the least, and the third the most.")
+    if answers[1] < answers[0]:
+        raise UsageError(f"--new is {quoted(new)}; the mean, its second number, is at least the median.")
+    whole_number("--requests", requests, 1, 10**7)
+    whole_number("--seed", seed, 0)
+    if per_second is not None:
+        number("--per-second", per_second, 0.0, open_below=True)
+    return lognormal_trace(
+        requests,
+        **dict(zip(("prompt_median", "prompt_least", "prompt_most"), prompts, strict=True)),
+        **dict(zip(("new_median", "new_mean", "new_most"), answers, strict=True)),
+        per_second=per_second,
+        seed=seed,
+    )
+
+
+def _slots(text: str, policies: int) -> list[int]:
+    """The slots of each policy's engine."""
+    counts = list(inputs.integers(text, "--slots") or (8,))
+    for count in counts:
+        whole_number("--slots", count, 1, 2**16)
+    if len(counts) not in (1, policies):
+        raise UsageError(f"--slots has {len(counts)} numbers for {policies} policies; give one, or one each.")
+    return counts * policies if len(counts) == 1 else counts
+
+
+def _simulated(trace: list[Arrival], step_ms: float, prefill_rate: float, slots: int, shards: int) -> EngineReport:
+    from kvjax.engine.simulate import Times, simulate
+
+    number("--step-ms", step_ms, 0.0)
+    number("--prefill-rate", prefill_rate, 1.0)
+    return simulate(trace, Times(step_ms / 1000, 1 / prefill_rate), slots=slots, shards=shards)

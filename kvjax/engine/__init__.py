@@ -1,0 +1,1 @@
+"""In-flight batching: requests come and go, and every slot of one compiled batch stays busy."""

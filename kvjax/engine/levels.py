@@ -1,0 +1,97 @@
+"""Smaller pools while they suffice: on a CPU a decode step reads what is allocated, and not what is held.
+
+A quarter or a half of each head's slots are allocated while every row has room in them, and copied to the next size
+when one has not. Kernels of accelerators follow the lengths, so there an engine has its full size from the beginning.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+from jaxtyping import Int
+
+from kvjax.allocation import Allocation
+from kvjax.cache.cache import Cache, resize_layer
+from kvjax.model.config import ModelConfig
+from kvjax.policies import Policy
+from kvjax.policies.base import page_capacities
+from pallas_kernels import dispatch
+
+#: Parts of an engine's slots that are tried, and the least tokens that one is made for.
+_PARTS, _LEAST = (4, 2, 1), 64
+
+
+@dataclasses.dataclass(frozen=True)
+class Level:
+    """One size of all slots.
+
+    Attributes:
+      allocation: what it is made for. pages: of each layer's heads. slots: in them, [layer][head].
+    """
+
+    allocation: Allocation
+    pages: tuple[tuple[int, ...], ...]
+    slots: tuple[tuple[int, ...], ...]
+
+    def free(self, held: Sequence[Int[np.ndarray, " H"]]) -> int:
+        """Tokens that a row has room for beside what it holds of each layer's heads; negative where these have none."""
+        return min(int((np.asarray(slots) - own).min()) for slots, own in zip(self.slots, held, strict=True))
+
+
+@functools.lru_cache(maxsize=4096)
+def free_after(config: ModelConfig, policy: Policy, level: Level, tokens: int) -> int:
+    """Tokens that a row may decode in slots of this size after a first prompt of ``tokens``; -1 where that has no room.
+
+    A policy may drop some of them again, so that they are more than the slots that are left.
+    """
+    low, high = -1, 2 * (level.allocation.prompt_capacity + level.allocation.new_capacity)
+    while low < high:
+        middle = (low + high + 1) // 2
+        needed = policy.capacities(config, tokens, middle)
+        pairs = zip(needed, level.slots, strict=True)
+        if all(own <= there for heads, slots in pairs for own, there in zip(heads, slots, strict=True)):
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def levels_of(
+    config: ModelConfig, policy: Policy, own: Allocation, page_size: int, *, on_mesh: bool
+) -> tuple[Level, ...]:
+    """The sizes that an engine's slots may have, the smallest first, its own last."""
+    heads = [owner for layer in range(config.num_layers) for owner in policy.owners(config, layer)]
+    parts = _PARTS if has_levels(on_mesh) and all(owner.grows for owner in heads) else (1,)
+    found: list[Level] = []
+    for part in parts:
+        prompt = min(own.prompt_capacity, max(_LEAST, own.prompt_capacity // part))
+        new = min(own.new_capacity, max(_LEAST, own.new_capacity // part))
+        pages = page_capacities(policy, config, prompt, new, page_size)
+        if not found or pages != found[-1].pages:
+            slots = tuple(tuple(count * page_size for count in heads) for heads in pages)
+            found.append(Level(Allocation(own.rows, prompt, new), pages, slots))
+        else:
+            found[-1] = dataclasses.replace(found[-1], allocation=Allocation(own.rows, prompt, new))
+    return tuple(found)
+
+
+def has_levels(on_mesh: bool) -> bool:
+    """Whether an engine's slots may be smaller than it has planned."""
+    return dispatch.platform() == "cpu" and not on_mesh
+
+
+def resized(cache: Cache, level: Level) -> Cache:
+    """The same rows in slots of another size: a copy."""
+    size = level.allocation
+    capacities = {"prompt_capacity": size.prompt_capacity, "new_capacity": size.new_capacity}
+    return _with_pages(cache.replace(**capacities), level.pages)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _with_pages(cache: Cache, pages: tuple[tuple[int, ...], ...]) -> Cache:
+    layers = (resize_layer(layer, own) for layer, own in zip(cache.layers, pages, strict=True))
+    return cache.replace(layers=tuple(layers))

@@ -1,0 +1,182 @@
+"""The sizes of an engine's slots, planned once: bytes of everything that it will ever allocate, before it does."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+from kvjax.allocation import Allocation, spare_tokens
+from kvjax.cache.buckets import (
+    ACCELERATOR_BLOCK,
+    BLOCK,
+    MEDIUM,
+    NEW_TOKENS,
+    SHORT,
+    block_of,
+    prompt_bucket,
+    request_bucket,
+)
+from kvjax.cache.quantisation import Storage
+from kvjax.device_memory import device_limit
+from kvjax.engine.levels import has_levels
+from kvjax.errors import DoesNotFit, UsageError
+from kvjax.memory_needs import cache_bytes, prefill_bytes, weights_bytes
+from kvjax.model.config import ModelConfig
+from kvjax.policies import Policy
+from kvjax.sharding.mesh import Mesh
+from kvjax.tables import human_bytes
+from pallas_kernels import dispatch
+
+#: Slots where nothing says how many fit.
+_USUAL_SLOTS = 8
+#: Slots at most where the memory says how many fit.
+MOST_SLOTS = 256
+#: Arrays of a step's logits that sampling may hold at a time.
+_LOGITS = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineSizes:
+    """An engine's allocation, and the bytes it takes on each device.
+
+    Attributes:
+      slots: rows of the batch. prompt_capacity, new_capacity: of each, as for any cache.
+      weights_bytes, slots_bytes: the model, and the caches of all slots.
+      prefill_cache_bytes: the caches of the rows that are being read, until they are in their slots: a long prompt's,
+        those of short ones that are read meanwhile, and one context's, which is kept.
+      working_bytes: the most that reading them, the logits of a step, or moving the slots to larger ones needs beside;
+        of reading an estimate from shapes.
+    """
+
+    slots: int
+    prompt_capacity: int
+    new_capacity: int
+    weights_bytes: int
+    slots_bytes: int
+    prefill_cache_bytes: int
+    working_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        return self.weights_bytes + self.slots_bytes + self.prefill_cache_bytes + self.working_bytes
+
+    @property
+    def allocation(self) -> Allocation:
+        """The sizes of every cache that goes into a slot."""
+        return Allocation(self.slots, self.prompt_capacity, self.new_capacity)
+
+
+def read_together(bucket: int, slots: int) -> int:
+    """Prompts of a bucket that one program reads: as many as fill the machine, and no more than there are slots."""
+    most = BLOCK if dispatch.platform() == "cpu" else ACCELERATOR_BLOCK
+    return max(1, min(most // block_of(bucket), slots))
+
+
+def bucket_for(tokens: int, prompt_capacity: int) -> int:
+    """The bucket that a prompt is read in: that of a request, and beyond those powers of two, so that they are few."""
+    return min(max(request_bucket(tokens), _power(tokens)), max(SHORT, prompt_capacity))
+
+
+def buckets(prompt_capacity: int) -> list[int]:
+    """All buckets of an engine."""
+    found, tokens = [], 1
+    while not found or found[-1] < prompt_capacity:
+        found.append(bucket_for(tokens, prompt_capacity))
+        tokens = found[-1] + 1
+    return found
+
+
+def _power(tokens: int) -> int:
+    return 1 << (tokens - 1).bit_length() if tokens > MEDIUM else 1
+
+
+def engine_sizes(
+    config: ModelConfig,
+    policy: Policy,
+    storage: Storage,
+    *,
+    slots: int | None,
+    most_slots: int = MOST_SLOTS,
+    prompt_tokens: int,
+    new_tokens: int,
+    dtype: Any,
+    memory_limit: int | None,
+    mesh: Mesh | None,
+) -> EngineSizes:
+    """The sizes of an engine for prompts of ``prompt_tokens`` and answers of ``new_tokens``.
+
+    Args:
+      slots: None for as many as the memory limit has room for, up to ``most_slots``, or 8 without one.
+
+    Raises:
+      UsageError: lengths beyond the model's context.
+      DoesNotFit: the total exceeds the limit; the sentence says how many slots would fit.
+    """
+    if prompt_tokens > config.max_position:
+        raise UsageError(
+            f"The engine's prompts may have {prompt_tokens} tokens, and this model's context is {config.max_position}."
+        )
+    limit = device_limit(memory_limit)
+    capacity = prompt_bucket(prompt_tokens)
+    most = new_tokens if policy.beyond_context else min(new_tokens, config.max_position)
+    new = NEW_TOKENS if not policy.grows else max(NEW_TOKENS, -(-most // 64) * 64)
+    data = 1 if mesh is None else mesh.data
+
+    def sizes(count: int) -> EngineSizes:
+        rows = count if mesh is None else mesh.rows(count)
+        groups = {bucket: data * read_together(bucket, rows // data) for bucket in buckets(capacity)}
+        counts = {data, rows, *groups.values()}
+        cache = {n: cache_bytes(config, policy, n, capacity, new, dtype, storage, mesh) for n in counts}
+        short, *longer = (groups[bucket] for bucket in sorted(groups))
+        reading = max(prefill_bytes(config, policy, n, bucket, dtype, mesh) for bucket, n in groups.items())
+        moving = cache[rows] // 2 + 1 if has_levels(mesh is not None) else 0
+        return EngineSizes(
+            rows,
+            capacity,
+            new,
+            weights_bytes(config, dtype, mesh),
+            cache[rows],
+            cache[short] + cache[data] + max((cache[n] for n in longer), default=0),
+            max(reading, moving, _LOGITS * 4 * rows // data * config.vocab_size),
+        )
+
+    if slots is None:
+        slots = max(1, _most_slots(sizes, limit, most_slots))
+        slots = slots if memory_limit is not None else min(slots, _USUAL_SLOTS)
+    made = sizes(slots)
+    if limit is not None and made.total_bytes > limit:
+        less = _most_slots(sizes, limit, MOST_SLOTS)
+        offer = f"{less} slots would fit" if less else "make prompt_tokens or new_tokens smaller"
+        raise DoesNotFit(
+            f"An engine of {made.slots} slots for {prompt_tokens:,} prompt and {new_tokens:,} new tokens needs "
+            f"{human_bytes(made.total_bytes)} and the device has {human_bytes(limit)}; {offer}."
+        )
+    return made
+
+
+def _most_slots(sizes: Any, limit: int | None, most: int) -> int:
+    """The largest number of slots that fits, or 0."""
+    low, high, best = 1, most, 0
+    while low <= high:
+        middle = (low + high) // 2
+        if limit is None or sizes(middle).total_bytes <= limit:
+            best, low = middle, middle + 1
+        else:
+            high = middle - 1
+    return best
+
+
+def held_after(config: ModelConfig, policy: Policy, tokens: int) -> list[np.ndarray]:
+    """Slots that a row holds of each layer's KV heads after a prompt of so many tokens, its first."""
+    total = np.array([tokens])
+    return [np.asarray(policy.budgets(config, layer, total))[0] for layer in range(config.num_layers)]
+
+
+def room_for_new(config: ModelConfig, policy: Policy, sizes: EngineSizes, held: list[np.ndarray]) -> int:
+    """Tokens that a row may generate in its slot, where it holds so many slots after its prompt."""
+    if not policy.grows:
+        return np.iinfo(np.int32).max
+    # The last token is generated and never fed.
+    return sizes.new_capacity + spare_tokens(config, policy, sizes.prompt_capacity, held) + 1

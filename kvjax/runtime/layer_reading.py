@@ -1,0 +1,128 @@
+"""One layer over a prompt: in blocks of queries, and a few rows at a time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from kvjax.cache.buckets import block_of, keys_of, rows_together
+from kvjax.model.alibi import query_bias
+from kvjax.model.decoder import DecoderLayer
+from kvjax.model.rope import Angles, apply_rope
+from kvjax.runtime.layer_observer import LayerObserver
+from pallas_kernels.prefill import prefill
+from pallas_kernels.rows import Rows
+from pallas_kernels.softmax import with_sink
+
+
+def read_layer(
+    layer: DecoderLayer,
+    x: Float[Array, "B T M"],
+    rope: Angles,
+    kept: Rows | None,
+    blocks: Int[Array, ""],
+    zero: Int[Array, ""],
+    collector: LayerObserver | None = None,
+    count: Int[Array, " B"] | None = None,
+    shared: tuple[Rows, Int[Array, " B"]] | None = None,
+) -> tuple[Float[Array, "B T M"], Float[Array, "B H T D"], Float[Array, "B H T D"], Any]:
+    """One layer over the whole prompt in query blocks: hidden states out, its keys and values as cached, and what
+    ``collector`` observed. ``count``, the tokens of each row, saves accelerators the work on padding. ``shared`` are
+    rows of a context that all rows of the batch attend to, and the tokens before these of each.
+    """
+    config = layer.config
+    batch, tokens, _ = x.shape
+    heads, group, dim = config.num_kv_heads, config.group_size, config.head_dim
+    block = block_of(tokens)
+    scale, sinks = config.attention_scale, layer.sink_logits
+    taken = None if collector is None else collector.before_layer(layer, x, rope)
+
+    def body(i: Int[Array, ""], carry: tuple[Array, Array, Array, Any]) -> tuple[Any, ...]:
+        x, k, v, partial = carry
+        xb, here = jax.tree.map(lambda a: jax.lax.dynamic_slice_in_dim(a, i * block, block, axis=1), (x, rope))
+        raw, kb, vb = layer.project(xb)
+        kb, q = apply_rope(kb, here), apply_rope(raw, here)
+        k = jax.lax.dynamic_update_slice_in_dim(k, kb.swapaxes(1, 2).astype(k.dtype), i * block, axis=2)
+        v = jax.lax.dynamic_update_slice_in_dim(v, vb.swapaxes(1, 2).astype(v.dtype), i * block, axis=2)
+        q, start = q.transpose(0, 2, 3, 1, 4), i * block
+        linear = query_bias(config, jnp.tile(start + jnp.arange(block), group)[None])
+        length = None if count is None else jnp.clip(count - start, 0, block)
+        context: dict[str, Any] = {}
+        if shared is not None:
+            place = (shared[1][:, None] + start + jnp.arange(block)).reshape(1, -1)
+            context = {"shared": shared[0], "shared_bias": query_bias(config, jnp.tile(place, (1, group)))}
+        where: dict[str, Any] = {"offset": start, "length": length, "block": keys_of(block)}
+        where |= {"scale": scale, "window": config.window, "soft_cap": config.attention_soft_cap}
+        found = prefill(q, k, v, kept=kept, bias=linear, **where, **context)
+        out, lse = found.out, found.lse
+        if sinks is not None:
+            out, lse = with_sink(out, lse, sinks[..., None])
+        if collector is not None and partial is not None:
+            partial = collector.after_block(partial, raw, q, lse, k, kept, i)
+        attended = out.transpose(0, 3, 1, 2, 4)
+        xb = layer.finish(xb, attended.astype(x.dtype))
+        return jax.lax.dynamic_update_slice_in_dim(x, xb, i * block, axis=1), k, v, partial
+
+    empty = jnp.broadcast_to(zero.astype(x.dtype), (batch, heads, tokens, dim))
+    partial = None if collector is None else collector.start(kept, tokens)
+    x, k, v, partial = jax.lax.fori_loop(0, blocks, body, (x, empty, empty, partial))
+    return x, k, v, None if collector is None else collector.finish(partial, taken, k, kept, block)
+
+
+def read_rows(
+    layer: DecoderLayer,
+    x: Float[Array, "B T M"],
+    rope: Angles,
+    kept: Rows | None,
+    count: Int[Array, " B"],
+    zero: Int[Array, ""],
+    collector: LayerObserver | None = None,
+    shared: tuple[Rows, Int[Array, " B"]] | None = None,
+) -> tuple[Float[Array, "B T M"], Float[Array, "B H T D"], Float[Array, "B H T D"], Any]:
+    """:func:`read_layer` over ``count`` tokens of each row, a few rows at a time (:func:`rows_together`).
+
+    A row of no tokens costs nothing, and its hidden states stay as they are.
+    """
+    common, before = (None, None) if shared is None else shared
+    batch, tokens, _ = x.shape
+    block = block_of(tokens)
+    together = rows_together(batch, block)
+
+    def read(given: tuple[Any, ...]) -> tuple[Any, ...]:
+        x, rope, kept, count, collector, before = given
+        blocks = (jnp.max(count) + block - 1) // block
+        shared = None if common is None else (common, before)
+        return read_layer(layer, x, rope, kept, blocks, zero, collector, count, shared)
+
+    given = (x, rope, kept, count, collector, before)
+    if together == batch:
+        return read(given)
+
+    def cut(i: Int[Array, ""], tree: Any) -> Any:
+        return jax.tree.map(lambda a: jax.lax.dynamic_slice_in_dim(a, i * together, together), tree)
+
+    def body(i: Int[Array, ""], done: tuple[Any, ...]) -> tuple[Any, ...]:
+        made = read(cut(i, (done[0], *given[1:])))
+        return jax.tree.map(lambda a, b: jax.lax.dynamic_update_slice_in_dim(a, b, i * together, axis=0), done, made)
+
+    shapes = jax.eval_shape(read, cut(zero, given))
+    empty = [jnp.broadcast_to(zero.astype(a.dtype), (batch, *a.shape[1:])) for a in jax.tree.leaves(shapes[1:])]
+    done = (x, *jax.tree.unflatten(jax.tree.structure(shapes[1:]), empty))
+    return jax.lax.fori_loop(0, batch // together, body, done)
+
+
+def zero_after(*made: Array) -> Int[Array, ""]:
+    """A zero that is known only once these arrays are there.
+
+    The next layer's dense buffers are filled with it, so no two layers' dense keys and values are alive at once. An
+    optimization barrier alone does not do: XLA's CPU compiler drops it before scheduling, then prepares the buffers of
+    all layers at the start of the program (measured: one layer's keys and values more for every layer). Nor do the
+    numbers alone: a TPU's compiler finds the one that is read in what the pages are made of, and makes the pages of all
+    layers at the end (compiled for v5e, 32 layers, 32,768 tokens: a half of the cache more at the peak).
+    """
+    bits = [jax.lax.bitcast_convert_type(x[(0,) * x.ndim].astype(jnp.float32), jnp.int32) & 1 for x in made]
+    zero, *_ = jax.lax.optimization_barrier((jnp.minimum(sum(bits), 0), *made))
+    return zero

@@ -1,0 +1,160 @@
+"""Reads prompts that are repeated before their tokens are chosen (KVzip, arXiv 2505.23416).
+
+All layers read a prompt first, and their keys and values stay whole. Then the model is asked to repeat it, chunk by
+chunk, in one loop: each pass attends to the whole prompt, and hands over what every key gets. Only then does the policy
+choose in each layer. The passes write nowhere but to their own keys and values, which end with them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from kvjax.cache.attention import kept_rows
+from kvjax.cache.buckets import block_of, keys_of
+from kvjax.cache.groups import parts
+from kvjax.cache.shared_context import SharedContext, SharedLayer
+from kvjax.model.decoder import Decoder
+from kvjax.model.rope import angles_of_layers
+from kvjax.policies.base import Policy
+from kvjax.policies.signals import Mass, PromptSignals
+from kvjax.runtime.alike import numbers_of_kind
+from kvjax.runtime.layer_reading import read_rows
+from kvjax.runtime.layer_step import compress_once, compress_one, read_once, read_one, shared_before
+from kvjax.runtime.repetition import Passes
+from kvjax.runtime.signal_collector import SignalCollector
+from pallas_kernels.rows import Rows
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Held:
+    """One layer's keys and values while its prompt is repeated.
+
+    Attributes:
+      cache: what the policy kept before, its slots in order. k, v: of the prompt.
+      rows: both together, of each head without gaps.
+    """
+
+    cache: Any
+    k: Float[Array, "B H T D"]
+    v: Float[Array, "B H T D"]
+    rows: Rows
+
+
+def hold(
+    cache: Any,
+    k: Float[Array, "B H T D"],
+    v: Float[Array, "B H T D"],
+    seen: Int[Array, " B"],
+    count: Int[Array, " B"],
+    *,
+    fresh: bool,
+    placed: bool,
+) -> Held:
+    """A layer that has read ``count`` tokens after ``seen``; ``placed`` where attention goes by positions (ALiBi)."""
+    tokens, heads = k.shape[2], k.shape[1]
+    block = keys_of(block_of(tokens))
+    count = jnp.broadcast_to(count[:, None], (len(count), heads))
+    # Positions are counted from the first token of the repetition, which follows the prompt.
+    place = (jnp.arange(tokens) - count[..., None]) if placed else None
+    if fresh:
+        return Held(cache, k, v, Rows(k, v, count, None, place, block))
+    old = kept_rows(cache, block, seen if placed else None)
+    capacity = old.k.shape[2]
+    order = jnp.arange(-(-(capacity + tokens) // block) * block)
+    source = jnp.where(order < old.length[..., None], order, capacity + order - old.length[..., None])
+    source = jnp.minimum(source, capacity + tokens - 1)
+
+    def join(before: Array, new: Array) -> Array:
+        both = jnp.concatenate([before, new.astype(before.dtype)], axis=2)
+        return jnp.take_along_axis(both, source.reshape(*source.shape, *(1,) * (both.ndim - 3)), axis=2)
+
+    places = None
+    if place is not None and old.place is not None:
+        places = join(old.place - count[..., None], place)
+    return Held(cache, k, v, Rows(join(old.k, k), join(old.v, v), old.length + count, old.log_mass, places, block))
+
+
+def read_and_repeat(
+    params: Decoder,
+    policy: Policy,
+    caches: tuple[Any, ...],
+    tokens: Int[Array, "B T"],
+    x: Float[Array, "B T M"],
+    seen: Int[Array, " B"],
+    count: Int[Array, " B"],
+    total: Int[Array, " B"],
+    pages: tuple[tuple[int, ...], ...],
+    *,
+    fresh: bool,
+    collector: SignalCollector | None,
+    work: Int[Array, " B"],
+    context: SharedContext | None,
+) -> tuple[tuple[Any, ...], Float[Array, "B T M"]]:
+    """:func:`through_layers` of a policy that has prompts repeated: see ``repetition.py``."""
+    asked = policy.signals.repeat
+    assert asked is not None
+    chunk, zero = (seen, count, work, total), jnp.int32(0)
+    place = seen[:, None] + jnp.arange(x.shape[1])
+    angles = angles_of_layers([layer.config for layer in params.layers], place, seen + count)
+    numbers = numbers_of_kind(policy, params)
+    held: list[Held] = []
+    found: list[PromptSignals | None] = []
+    shared = [(None,) * len(parts(old)) if context is None else context.layers[i] for i, old in enumerate(caches)]
+    for i, (layer, old) in enumerate(zip(params.layers, caches, strict=True)):
+        number, alike = numbers[i]
+        read = read_once if alike else read_one
+        old, x, k, v, signals = read(
+            policy, number, layer, old, x, angles[i], chunk, zero, collector, shared[i], fresh=fresh
+        )
+        held.append(hold(old, k, v, seen, count, fresh=fresh, placed=layer.config.positional == "alibi"))
+        found.append(signals)
+    masses = repeated(params, Passes(asked, tokens, seen, work), held, shared)
+    packed = []
+    for i, (layer, one, mass) in enumerate(zip(params.layers, held, masses, strict=True)):
+        number, alike = numbers[i]
+        signals = found[i]
+        if mass is not None:
+            signals = dataclasses.replace(signals or PromptSignals(), repeat=Mass(None, mass))
+        compress = compress_once if alike else compress_one
+        packed.append(
+            compress(policy, number, layer, one.cache, one.k, one.v, chunk, signals, pages=pages[i], fresh=fresh)
+        )
+    return tuple(packed), x
+
+
+def repeated(
+    params: Decoder, passes: Passes, held: Sequence[Held], shared: Sequence[SharedLayer]
+) -> list[Float[Array, "B H G T"] | None]:
+    """What every key of the prompt gets from the passes, of each layer; None of one with a window."""
+    tokens, chunks = passes.prompts.shape[1], -(-passes.prompts.shape[1] // passes.size)
+    end = passes.seen + passes.count
+    place = end[:, None] + jnp.arange(passes.width)
+    angles = angles_of_layers([layer.config for layer in params.layers], place, end)
+
+    def empty(layer: Any, one: Held) -> Array | None:
+        c, (batch, heads, *_) = layer.config, one.k.shape
+        shape = (batch, heads, c.group_size, chunks * passes.size)
+        return None if c.window is not None else jnp.zeros(shape, jnp.float32)
+
+    def once(i: Int[Array, ""], masses: list[Array | None]) -> list[Array | None]:
+        fed, count, chunk = passes.of(i)
+        x, done = params.embed(fed), []
+        for layer, one, rope, common, mass in zip(params.layers, held, angles, shared, masses, strict=True):
+            observer = None if mass is None else passes.collector(i, one.rows, count, chunk, layer)
+            before = shared_before(common, one.cache, passes.width, end, layer.config.positional == "alibi")
+            x, _, _, found = read_rows(layer, x, rope, one.rows, count, jnp.int32(0), observer, before)
+            done.append(
+                mass if mass is None else jax.lax.dynamic_update_slice_in_dim(mass, found, i * passes.size, axis=3)
+            )
+        return done
+
+    masses = [empty(layer, one) for layer, one in zip(params.layers, held, strict=True)]
+    masses = jax.lax.fori_loop(0, passes.number, once, masses)
+    return [None if mass is None else mass[..., :tokens] for mass in masses]
