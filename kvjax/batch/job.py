@@ -41,8 +41,10 @@ _FORMAT = 1
 _MOST_ROWS = 4096
 #: Batches of a shard at least, where a process has as many: batches of similar length are made of a shard's rows.
 _BATCHES = 16
-#: Shards a process has of a job that is large enough, so that files come before the end.
-_SHARDS_EACH = 4
+#: Shards of a job of one process that is large enough, so that files come before the end.
+_SHARDS_ALONE = 4
+#: Shards for each of several processes: one that is three times slower then delays the end by a tenth at most.
+_SHARDS_EACH = 32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,10 +97,14 @@ def fingerprint(lm: LanguageModel) -> str:
 
 
 def rows_of_shard(rows: int, processes: int, batch_size: int) -> int:
-    """Rows of each shard: full batches, and as many shards for every process."""
+    """Rows of each shard: full batches; many shards where processes claim them, so that none waits long for another."""
     rows_each = -(-rows // processes)
-    each = max(1, min(_SHARDS_EACH, rows_each // (_BATCHES * batch_size)), -(-rows_each // _MOST_ROWS))
-    return -(-rows // (processes * each * batch_size)) * batch_size
+    most = -(-rows_each // _MOST_ROWS)
+    if processes == 1:
+        each = max(1, min(_SHARDS_ALONE, rows_each // (_BATCHES * batch_size)), most)
+        return -(-rows // (each * batch_size)) * batch_size
+    each = max(_SHARDS_EACH, most)
+    return max(1, rows // (processes * each * batch_size)) * batch_size
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,9 +6,10 @@ import contextlib
 import dataclasses
 import json
 import os
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Unpack
+from typing import Unpack
 
 import numpy as np
 
@@ -16,8 +17,9 @@ from kvjax.batch.counts import Counts
 from kvjax.batch.job import Job, Manifest, held, open_folder, rows_of_shard
 from kvjax.batch.output import FORMATS, Shard
 from kvjax.batch.rows import Record, Row, order_key, read_row, row_id
-from kvjax.batch.source import needed, open_source
-from kvjax.batch.work import Worker, batches
+from kvjax.batch.source import open_source
+from kvjax.batch.under_way import Claimed, UnderWay
+from kvjax.batch.work import Worker
 from kvjax.cache.quantisation import parse_storage
 from kvjax.checkpoints.load import LanguageModel
 from kvjax.checks import whole_number
@@ -31,9 +33,8 @@ from kvjax.policies.window_layers import for_model
 from kvjax.progress import showing, stage
 from kvjax.runtime.distributed import Group, group
 
-if TYPE_CHECKING:
-    import grain
-
+#: Seconds between two words of how far a process is.
+_SHARE = 1.0
 ORDERS = ("input", "id")
 #: Keywords of :func:`run` that are no options.
 _JOB = ("batch_size", "order", "format", "shard_rows")
@@ -49,6 +50,7 @@ class Report:
       prompt_tokens, generated_tokens: of this run.
       seconds: of this run, loading of the model apart.
       files: the job's output, in order.
+      lost: processes that were killed or silent; the others answered what they had claimed.
     """
 
     rows: int
@@ -59,6 +61,7 @@ class Report:
     generated_tokens: int
     seconds: float
     files: tuple[Path, ...]
+    lost: tuple[int, ...] = ()
 
 
 @shows_options()
@@ -81,8 +84,10 @@ def run(
     "tokens" and, when asked for, "logprobs"; a row that cannot be answered has "row", "id" and "error". Row i draws by
     (seed, i), as in one call of ``generate`` with all prompts.
 
-    Where ``jax.distributed.initialize()`` was called, every process calls this with the same arguments: each answers
-    its part of the shards on its own devices, and the output does not depend on how many there are.
+    Where ``jax.distributed.initialize()`` was called, every process calls this with the same arguments: each claims one
+    shard after the other and answers it on its own devices, and the output does not depend on how many there are. What
+    a process that is killed has claimed, the others answer, where JAX lets them live: ``kvjax batch`` asks it to
+    (``jax_enable_recoverability``).
 
     Args:
       lm: a model from :func:`kvjax.load`.
@@ -90,16 +95,16 @@ def run(
       output: a folder, made when it is not there: shards part-00000-of-00004.jsonl, each complete or not there,
         and manifest.json, which says whose they are. Shared by all hosts, or one on each.
       options: how to answer, for all rows.
-      batch_size: rows a process answers together; may change when a job is continued.
+      batch_size: rows a process answers together, fewer where so many do not fit; may change when a job is continued.
       order: of the output: "input", or "id" (whole numbers first, then text; a row without one has its number).
       format: of the output, "jsonl" or "parquet"; by default the input's.
-      shard_rows: rows of a shard, of which batches of similar length are made; by default a process' part of the job,
-        or a quarter of it where that is 16 batches, and about 4,096 at most. A job that was begun keeps its own.
+      shard_rows: rows of a shard; by default all of a small job, a quarter of one of 64 batches, and about 4,096 at
+        most; with several processes 32 shards each, of a batch at least. A job that was begun keeps its own.
       keywords: fields of :class:`kvjax.GenerationOptions`, in place of those of ``options``:
 
     Raises:
       UsageError: a request that makes no sense, or a folder that holds another job.
-      DoesNotFit: not even the shortest prompts fit the device, ``batch_size`` together.
+      DoesNotFit: not even the shortest prompt fits the device; under a policy of rounds, ``batch_size`` of them.
       PeerFailed: another process failed; all end.
       KeyboardInterrupt: Ctrl-C; finished batches are kept.
     """
@@ -123,13 +128,12 @@ def run(
     policy.check(lm.config)
     chosen.stop_ids(lm)
     kinds = {"dtype": lm.params.dtype, "memory_limit": chosen.memory_limit, "storage": storage, "mesh": lm.mesh}
-    fitting(lm.config, policy, batch_size, 1, exact=True, **kinds)
+    least = batch_size if policy.offloads_rounds else 1 if lm.mesh is None else lm.mesh.data
+    fitting(lm.config, policy, least, 1, exact=True, **kinds)
     everyone = group()
-    with everyone.together():
-        needed("grain", "Batch jobs")
-        with contextlib.closing(open_source(path)) as source:
-            job = Job(lm, source, chosen, order, kind)
-            return _Run(job, Path(output), everyone, batch_size).run(shard_rows)
+    with everyone.together(), contextlib.closing(open_source(path)) as source:
+        job = Job(lm, source, chosen, order, kind)
+        return _Run(job, Path(output), everyone, batch_size).run(shard_rows)
 
 
 class _Run:
@@ -140,7 +144,7 @@ class _Run:
         size = min(size, len(job.source))
         # Padding rows fill a mesh up.
         self._size = size if job.lm.mesh is None else job.lm.mesh.rows(size)
-        self._counts = Counts()
+        self._counts, self._shared = Counts(), 0.0
 
     def run(self, shard_rows: int | None) -> Report:
         """Do this process' part, and wait for the others; process 0 holds the folder for all of them."""
@@ -151,17 +155,24 @@ class _Run:
         rows = shard_rows or rows_of_shard(len(self._job.source), self._group.processes, self._size)
         manifest = self._agree(rows)
         shards = manifest.shards(self._folder)
+        finished, turn = self._finished(shards, 0), 0
+        self._order = self._ordered() if len(finished) < len(shards) else None
+        # Process 0 tells for all.
+        with showing(self._job.options.progress if self._group.process == 0 else False):
+            # More than once where a process is lost: the others answer what it had claimed.
+            while todo := [i for i in range(len(shards)) if i not in finished]:
+                self._answer(manifest, shards, todo, turn)
+                turn += 1
+                finished = self._finished(shards, turn)
+        return self._report(manifest, shards)
+
+    def _finished(self, shards: Sequence[Shard], turn: int) -> set[int]:
+        """The shards that are there, on the disk of any process."""
         here = [i for i, shard in enumerate(shards) if shard.finished]
         for i in here:
             shards[i].clean()
-        seen = self._group.gather("finished", json.dumps(here))
-        finished = {i for text in seen for i in json.loads(text)}
-        todo = [i for i in range(len(shards)) if i not in finished]
-        self._order = self._ordered() if todo else None
-        # Process 0 tells for all.
-        with showing(self._job.options.progress if self._group.process == 0 else False):
-            self._answer(manifest, shards, todo)
-        return self._report(manifest, shards)
+        told = self._group.gather(f"finished {turn}", json.dumps(here))
+        return {i for text in told.values() for i in json.loads(text)}
 
     def _agree(self, shard_rows: int) -> Manifest:
         """The manifest, which process 0 begins or continues; the others must have the same job."""
@@ -182,65 +193,58 @@ class _Run:
         ids = [row_id(source, i) for i in range(len(source))]
         return np.array(sorted(range(len(ids)), key=lambda i: (*order_key(ids[i]), i)))
 
-    def _answer(self, manifest: Manifest, shards: Sequence[Shard], todo: Sequence[int]) -> None:
-        """Answer this process' shards; Ctrl-C ends between two chunks of tokens."""
-        if not todo:
-            return
-        import grain
-
-        mine = grain.MapDataset.source(list(todo))[self._group.process :: self._group.processes]
+    def _answer(self, manifest: Manifest, shards: Sequence[Shard], todo: Sequence[int], turn: int) -> None:
+        """Answer shards as this process gets to them; Ctrl-C ends between two chunks of tokens."""
         each = f" (process 0 of {self._group.processes})" if self._group.processes > 1 else ""
         with stage("job", f"kvjax batch{each}:", unit="prompts") as shown, interruptible() as interrupt:
-            self._counts.start(sum(len(manifest.rows(i)) for i in mine), shown)
+            self._counts.start(sum(len(manifest.rows(i)) for i in todo), shown)
 
             def between() -> None:
                 if interrupt.requested:
                     raise KeyboardInterrupt
                 self._group.check()
+                self._share()
 
-            worker = Worker(self._job, self._size, between)
-            for number, read in self._read_ahead(manifest, mine):
-                self._shard(shards[number], read, worker)
+            def read(number: int) -> Claimed:
+                return shards[number], self._rows(manifest, number)
 
-    def _shard(self, shard: Shard, read: Sequence[Row | Record], worker: Worker) -> None:
-        """Answer the rows of a shard that no earlier run has answered, and write it."""
-        records = shard.recover({item.number for item in read if isinstance(item, Row)})
-        self._counts.skip(len(records))
-        bad = {item["row"]: item for item in read if not isinstance(item, Row)}
-        self._counts.add(list(bad.values()))
-        for batch in batches([row for row in read if isinstance(row, Row) and row.number not in records], self._size):
-            made = worker.answer(batch)
-            shard.note(made)
-            records |= {record["row"]: record for record in made}
-            self._counts.add(made)
-        records |= bad
-        shard.finish([records[item.number if isinstance(item, Row) else item["row"]] for item in read])
+            claimed = (todo[i] for i in self._group.claims(f"shards {turn}", len(todo)))
+            alone = self._group.processes == 1
+            with (
+                contextlib.closing(UnderWay(claimed, read, self._counts, ahead=alone)) as under_way,
+                contextlib.closing(Worker(self._job, self._size, between)) as worker,
+            ):
+                for made in worker.answer(under_way.take):
+                    under_way.add(made)
 
-    def _read_ahead(
-        self, manifest: Manifest, shards: grain.MapDataset[int]
-    ) -> Iterator[tuple[int, list[Row | Record]]]:
-        """Shards with their rows, read and made into tokens by a thread while the shard before is answered."""
-        import grain
+    def _rows(self, manifest: Manifest, shard: int) -> list[Row | Record]:
+        """A shard's rows as tokens, in the output's order; records of those that cannot be read."""
+        job, rows = self._job, manifest.rows(shard)
+        numbers = rows if self._order is None else [int(i) for i in self._order[rows.start : rows.stop]]
+        limit = job.options.max_new_tokens
+        return [read_row(job.lm, job.source, i, chat=job.options.chat, limit=limit) for i in numbers]
 
-        job, order = self._job, self._order
-
-        def read(shard: int) -> tuple[int, list[Row | Record]]:
-            rows = manifest.rows(shard)
-            numbers = rows if order is None else [int(i) for i in order[rows.start : rows.stop]]
-            limit = job.options.max_new_tokens
-            return shard, [read_row(job.lm, job.source, i, chat=job.options.chat, limit=limit) for i in numbers]
-
-        if len(shards):
-            yield from shards.map(read).to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=1))
+    def _share(self) -> None:
+        """Tell the others how far this process is, and hear how far they are, once a second."""
+        now = time.monotonic()
+        if self._group.processes > 1 and now - self._shared >= _SHARE:
+            self._shared = now
+            self._group.tell("counts", json.dumps(self._counts.numbers))
+            others = self._group.told("counts").items()
+            self._counts.others([json.loads(text) for number, text in others if number != self._group.process])
 
     def _report(self, manifest: Manifest, shards: Sequence[Shard]) -> Report:
         """All processes' numbers; the job is finished when the last has told its own."""
         done = self._counts
-        mine = [done.answered, done.failed, done.prompt_tokens, done.generated_tokens]
-        told = [json.loads(text) for text in self._group.gather("done", json.dumps(mine))]
-        answered, failed, prompt, generated = (sum(column) for column in zip(*told, strict=True))
+        live = self._group.gather("done", json.dumps(done.numbers))
+        told = {**self._group.told("counts"), **live}  # of those that were lost, what they said last
+        lost = tuple(sorted(told.keys() - live.keys()))
+        answered, failed, prompt, generated = (
+            sum(column) for column in zip(*(json.loads(text) for text in told.values()), strict=True)
+        )
         if self._group.process == 0 and manifest.state != "finished":
             dataclasses.replace(manifest, state="finished").write(self._folder)
         rows = manifest.job["input"]["rows"]
         files = tuple(shard.path for shard in shards)
-        return Report(rows, rows - answered - failed, answered, failed, prompt, generated, done.seconds, files)
+        already = max(0, rows - answered - failed)  # what a lost one did after its last word counts as an earlier run's
+        return Report(rows, already, answered, failed, prompt, generated, done.seconds, files, lost)

@@ -20,7 +20,7 @@ COLUMNS = ("prompt", "id", "max_new_tokens")
 
 
 class Source(Protocol):
-    """A file's rows: grain's random access.
+    """A file's rows by number.
 
     Attributes:
       sha256: of the file's bytes.

@@ -87,6 +87,9 @@ def _print(report: Report, output: Path) -> None:
     parts = [f"{report.answered:,} answered"]
     if report.failed:
         parts.append(f"{report.failed:,} refused, each with its error in the output")
+    if report.lost:
+        names = ", ".join(map(str, report.lost))
+        parts.append(f"process{'es' * (len(report.lost) > 1)} {names} lost, whose prompts the others answered")
     if report.already:
         parts.append(f"{report.already:,} written by earlier runs")
     if report.generated_tokens:

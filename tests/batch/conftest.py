@@ -26,20 +26,45 @@ class Runner:
         return batch.run(lm or self._lm, path, self.folder(name), **given), self.folder(name)
 
 
+class QuickEngine:
+    """Answers without a model: a prompt's tokens backwards, of as many requests a turn as it has slots."""
+
+    def __init__(self, lm, policy, storage, *, slots, prompt_tokens, new_tokens, memory_limit):
+        self.size, self.loop, self.slots, self.waiting = slots, self, self, []
+        self.prompt_tokens = prompt_tokens
+
+    def holds(self, prompt_tokens, new_tokens):
+        return prompt_tokens <= self.prompt_tokens
+
+    def row_of(self, request, *, number, limit):
+        return SimpleNamespace(request=request, limit=limit, told=None, output=None, error=None, ended=False)
+
+    def add(self, row):
+        self.waiting.append(row)
+
+    @property
+    def idle(self):
+        return not self.waiting
+
+    def turn(self):
+        now, self.waiting = self.waiting[: self.size], self.waiting[self.size :]
+        for row in now:
+            ids = row.request.prompts[0][::-1][: row.limit]
+            scores = {"logprobs": None, "prompt_logprobs": None}
+            row.output, row.ended = SimpleNamespace(text=str(ids), tokens=ids, finish_reason="stop", **scores), True
+            row.on_change(row)
+
+    def close(self):
+        self.waiting.clear()
+
+
 @pytest.fixture
 def quick(monkeypatch):
-    """Answers without the model: a prompt's tokens backwards, one chunk a batch."""
+    """Jobs without the model."""
     from kvjax.batch import work
 
-    def answer(request, between):
-        between()
-        found = [ids[::-1][:limit] for ids, limit in zip(request.prompts, request.limits, strict=True)]
-        return [
-            SimpleNamespace(text=str(ids), tokens=ids, finish_reason="stop", logprobs=None, prompt_logprobs=None)
-            for ids in found
-        ]
-
-    monkeypatch.setattr(work, "answer", answer)
+    monkeypatch.setattr(work, "EngineCore", QuickEngine)
+    return QuickEngine
 
 
 @pytest.fixture

@@ -110,11 +110,11 @@ def test_batches_go_by_bucket_and_only_the_last_is_filled_up():
 
 @pytest.mark.parametrize(
     "rows, processes, size, shard",
-    [(1, 1, 8, 8), (64, 1, 8, 64), (1000, 3, 16, 336), (1000, 1, 16, 336), (10**6, 4, 16, 4048)],
+    [(1, 1, 8, 8), (64, 1, 8, 64), (1000, 3, 16, 16), (1000, 1, 16, 336), (10**6, 4, 16, 4032), (10**5, 4, 16, 768)],
 )
-def test_every_process_has_as_many_shards_of_whole_batches(rows, processes, size, shard):
+def test_shards_are_whole_batches_and_many_where_processes_claim_them(rows, processes, size, shard):
     assert rows_of_shard(rows, processes, size) == shard
-    assert -(-rows // shard) <= processes * max(4, -(-rows // processes // 4000))
+    assert -(-rows // shard) <= processes * max(4 if processes == 1 else 34, -(-rows // processes // 4000))
 
 
 @pytest.mark.usefixtures("quick")
@@ -152,24 +152,45 @@ def test_parquet_in_and_out(run, tmp_path):
         run(tmp_path / "no.parquet", "refused")
 
 
-@pytest.mark.usefixtures("quick")
-def test_what_does_not_fit_together_is_answered_in_parts(run, monkeypatch):
+def test_what_does_not_fit_together_is_answered_in_fewer_slots(run, quick, monkeypatch):
+    """A prompt that no slot holds is answered by itself, or is its own error; the others have the slots that fit."""
     from kvjax.batch import work
 
-    sizes, answer = [], work.answer
+    sizes, alone = [], []
 
-    def limited(request, between):
-        sizes.append(request.rows)
-        if max(len(ids) for ids in request.prompts) > 100:
-            raise DoesNotFit("This needs more than there is.")
-        if request.rows > 2:
-            raise DoesNotFit("Too many.")
-        return answer(request, between)
+    class Limited(quick):
+        def __init__(self, *arguments, slots, prompt_tokens, **more):
+            sizes.append((slots, prompt_tokens))
+            if prompt_tokens > 100 or slots > 2:
+                raise DoesNotFit("Too much.")
+            super().__init__(*arguments, slots=slots, prompt_tokens=prompt_tokens, **more)
 
-    monkeypatch.setattr(work, "answer", limited)
-    report, folder = run([{"prompt": text} for text in ["a" * 90, *prompts(3)]])
-    assert sizes == [4, 2, 1, 1, 2] and (report.answered, report.failed) == (3, 1)
+    def answer(request, between):
+        alone.append(len(request.prompts[0]))
+        raise DoesNotFit("This needs more than there is.")
+
+    monkeypatch.setattr(work, "EngineCore", Limited)
+    monkeypatch.setattr(work, "answer", answer)
+    report, folder = run([{"prompt": text} for text in ["a" * 90, "b", "c", "d"]])
+    assert sizes == [(4, 128), (2, 128), (1, 128), (4, 64), (2, 64)] and len(alone) == 1 and alone[0] > 100
+    assert (report.answered, report.failed) == (3, 1)
     assert records(folder)[0]["error"] == "This needs more than there is."
+
+
+def test_an_answer_that_outgrows_its_slot_is_answered_where_it_has_room(run, tiny_model, monkeypatch):
+    """Nothing is cut short that a call of ``generate`` would not cut short."""
+    from kvjax.batch import work
+    from kvjax.engine.core import EngineCore
+
+    class Small(EngineCore):
+        def __init__(self, *arguments, new_tokens, **more):
+            super().__init__(*arguments, new_tokens=min(new_tokens, 16), **more)
+
+    monkeypatch.setattr(work, "EngineCore", Small)
+    _, folder = run([{"prompt": text} for text in ("a" * 30, "bc")], max_new_tokens=330, batch_size=2, chat=False)
+    found = kvjax.generate(tiny_model, ["a" * 30, "bc"], max_new_tokens=330, chat=False)
+    assert [r["tokens"] for r in records(folder)] == [list(output.tokens) for output in found]
+    assert max(len(output.tokens) for output in found) > 300
 
 
 REFUSED = {
@@ -211,9 +232,10 @@ def test_files_that_cannot_be_used(run, tmp_path):
 
 
 def test_a_missing_package_is_named(run, tmp_path, monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "grain", None)
+    monkeypatch.setitem(__import__("sys").modules, "pyarrow.parquet", None)
+    (tmp_path / "in.parquet").write_bytes(b"PAR1")
     with pytest.raises(KvjaxError, match=r'pip install "kvjax\[batch\]"'):
-        run([{"prompt": "a"}])
+        run(tmp_path / "in.parquet")
     assert not (tmp_path / "out").exists()
 
 

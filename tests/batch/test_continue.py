@@ -102,25 +102,25 @@ def test_finished_shards_are_not_touched_and_a_finished_job_does_nothing(run, wh
     assert (after.st_mtime_ns, after.st_ino) == (before.st_mtime_ns, before.st_ino)
     assert contents(first.parent) == whole
     times = {path: path.stat().st_mtime_ns for path in first.parent.iterdir()}
-    monkeypatch.setattr(work, "answer", None)
+    monkeypatch.setattr(work, "EngineCore", None)
     report, _ = run(ROWS)
     assert (report.answered, report.already, report.generated_tokens) == (0, len(ROWS), 0)
     assert times == {path: path.stat().st_mtime_ns for path in first.parent.iterdir()}
 
 
-def test_ctrl_c_keeps_finished_batches(run, whole, monkeypatch):
-    calls, answer = [], work.answer
+def test_ctrl_c_keeps_what_is_answered(run, whole, quick, monkeypatch):
+    calls, turn = [], quick.turn
 
-    def pressed(request, **keywords):
-        calls.append(request.rows)
+    def pressed(self):
+        calls.append(len(self.waiting))
         if len(calls) == 2:
             signal.raise_signal(signal.SIGINT)
-        return answer(request, **keywords)
+        turn(self)
 
-    monkeypatch.setattr(work, "answer", pressed)
+    monkeypatch.setattr(quick, "turn", pressed)
     with pytest.raises(KeyboardInterrupt):
         run(ROWS, shard_rows=8)
-    assert len(calls) == 2, "the batch in which it came is dropped, and no other is begun"
+    assert len(calls) == 2, "what was under way is dropped, and nothing else is begun"
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     (journal,) = run.folder("out").glob(".part-*.journal")
     assert len(journal.read_bytes().splitlines()) == 1

@@ -31,10 +31,10 @@ def test_answers_and_says_so(cli, rows, tmp_path):
 def test_ctrl_c_says_how_to_go_on(cli, rows, monkeypatch):
     from kvjax.batch import work
 
-    def pressed(request, **keywords):
+    def pressed(*given, **keywords):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(work, "answer", pressed)
+    monkeypatch.setattr(work, "EngineCore", pressed)
     ran = cli(*rows)
     assert ran.code == 130 and "the same command goes on from there" in ran.err
 
