@@ -1,8 +1,9 @@
 """Calibration: what a policy must know of a model's heads, found once per model and kept as a small file.
 
 ``retrieval_heads`` scores the heads of a rotary model (RazorAttention), ``alibi_scopes`` bounds how far the heads of
-an ALiBi model see, ``watershed`` finds the layer from which on RoundAttention keeps rounds in host memory. Each gives a
-frozen profile that ``save_profile`` writes and a policy takes as ``profile=``.
+an ALiBi model see, ``watershed`` finds the layer from which on RoundAttention keeps rounds in host memory,
+``query_filters`` the direction that each head's queries share (QFilters). Each gives a frozen profile that
+``save_profile`` writes and a policy takes as ``profile=``.
 """
 
 from __future__ import annotations
@@ -13,27 +14,39 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from kvjax.calibrate.alibi import alibi_scopes
     from kvjax.calibrate.divergence import watershed
+    from kvjax.calibrate.filters import query_filters
     from kvjax.calibrate.retrieval import retrieval_heads
-    from kvjax.policies.profile import HeadProfile, ScopeProfile, WatershedProfile, load_profile, save_profile
+    from kvjax.policies.profile import (
+        FilterProfile,
+        HeadProfile,
+        ScopeProfile,
+        WatershedProfile,
+        load_profile,
+        save_profile,
+    )
 
 # Policies read profiles, so this package must not load what reads policies.
 _HOMES = {
+    "FilterProfile": "kvjax.policies.profile",
     "HeadProfile": "kvjax.policies.profile",
     "ScopeProfile": "kvjax.policies.profile",
     "WatershedProfile": "kvjax.policies.profile",
     "alibi_scopes": "kvjax.calibrate.alibi",
     "load_profile": "kvjax.policies.profile",
+    "query_filters": "kvjax.calibrate.filters",
     "retrieval_heads": "kvjax.calibrate.retrieval",
     "save_profile": "kvjax.policies.profile",
     "watershed": "kvjax.calibrate.divergence",
 }
 
 __all__ = [
+    "FilterProfile",
     "HeadProfile",
     "ScopeProfile",
     "WatershedProfile",
     "alibi_scopes",
     "load_profile",
+    "query_filters",
     "retrieval_heads",
     "save_profile",
     "watershed",

@@ -119,23 +119,25 @@ class SpanAttention(LayerObserver):
     window: int
 
     def before_layer(self, layer: DecoderLayer, x: Float[Array, "1 T M"], rope: Angles) -> list[Any]:
-        """The queries of each span."""
-        return [collector.before_layer(layer, x, rope) for collector in self._collectors()]
+        """A collector for each span, and its queries."""
+        return [(each, each.before_layer(layer, x, rope)) for each in self._collectors(layer.sink_logits)]
 
     def finish(
         self, partial: None, before: list[Any], k: Float[Array, "1 H T D"], kept: Rows | None, block: int
     ) -> Float[Array, "S T"]:
         """The masses, once all keys are there."""
         masses = []
-        for collector, window in zip(self._collectors(), before, strict=True):
+        for collector, window in before:
             found = collector.finish(PartialSignals(None, None), window, k, kept, block)
             assert found.window is not None
             masses.append(found.window.new.sum(axis=(0, 1, 2)))
         return jnp.stack(masses)
 
-    def _collectors(self) -> list[SignalCollector]:
+    def _collectors(self, sinks: Float[Array, "H G"] | None) -> list[SignalCollector]:
         scale, none = jnp.full((1,), self.config.attention_scale, jnp.float32), jnp.zeros((1,), jnp.int32)
         return [
-            SignalCollector(Signals(window=self.window), self.config, none, end[None], first[None], scale, self.window)
+            SignalCollector(
+                Signals(window=self.window), self.config, none, end[None], first[None], scale, self.window, sinks
+            )
             for first, end in self.spans
         ]

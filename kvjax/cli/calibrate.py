@@ -12,7 +12,7 @@ from kvjax.checks import whole_number
 from kvjax.cli import options as flag
 from kvjax.cli.app import app
 from kvjax.errors import UsageError
-from kvjax.files import check_writable, is_file
+from kvjax.files import check_writable, is_file, reason
 from kvjax.progress import Stage, stage
 
 group = typer.Typer(
@@ -135,6 +135,42 @@ def watershed(
     if picture is not None:
         write_atomically(picture, kl_curve(profile))
     print(f"{out}: the watershed is layer {profile.watershed} of {lm.config.num_layers}")
+
+
+@group.command()
+def qfilters(
+    out: Out,
+    texts: Annotated[
+        list[Path], typer.Option("--texts", help="A UTF-8 text file of yours, such as a book; may be given again.")
+    ],
+    model: flag.Model = flag.DEFAULT_MODEL,
+    config: flag.Config = None,
+    dtype: flag.Dtype = None,
+    weights: flag.Weights = None,
+    most: Annotated[int, typer.Option("--most", help="Pieces to read.")] = 32,
+    tokens: Annotated[int, typer.Option("--tokens", help="Tokens of a piece, or what fits the context.")] = 1024,
+) -> None:
+    """Find the direction that each head's queries share, from texts (for qfilters)."""
+    from kvjax.calibrate.filters import query_filters
+    from kvjax.cli import session
+    from kvjax.policies.profile import save_profile
+
+    _check(out)
+    whole_number("most", most, 1)
+    whole_number("tokens", tokens, 2)
+    read = []
+    for path in texts:
+        if not is_file(path):
+            raise UsageError(f"--texts names a file that does not exist: {path}.")
+        try:
+            read.append(path.read_text("utf-8"))
+        except (OSError, ValueError) as error:
+            raise UsageError(f"--texts {path} cannot be read: {reason(error)}.") from error
+    lm = session.load(model, dtype, weights=weights)
+    with _counting("pieces") as shown:
+        profile = query_filters(lm, read, tokens=tokens, most=most, progress=shown.update)
+    save_profile(profile, out)
+    print(f"{out}: filters of {len(profile.filters)} layers, from {profile.tokens:,} tokens")
 
 
 def _check(out: Path) -> None:

@@ -11,11 +11,13 @@ from kvjax.cli.app import app
 
 
 def _describe(policy: type) -> tuple[list[dict[str, Any]], str]:
+    from kvjax.policies.parsing import options_of
+
     fields = []
-    needed = [f for f in dataclasses.fields(policy) if f.default is f.default_factory is dataclasses.MISSING]
+    needed = [f for f in options_of(policy) if f.default is f.default_factory is dataclasses.MISSING]
     # A default may be chosen when the policy is made, such as its size when none is given.
     made = None if needed else policy()
-    for field in dataclasses.fields(policy):
+    for field in options_of(policy):
         default = None if made is None else getattr(made, field.name)
         kind = field.type if isinstance(field.type, str) else getattr(field.type, "__name__", str(field.type))
         fields.append({"name": field.name, "type": kind, "required": field in needed, "default": default})

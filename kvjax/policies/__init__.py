@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from kvjax.policies.evicting import Evicting  # noqa: F401
     from kvjax.policies.names import *  # noqa: F403
     from kvjax.policies.parsing import format_policy, parse, register, registry  # noqa: F401
+    from kvjax.policies.signals import Repetition  # noqa: F401
     from kvjax.policies.sized import Selecting, Sized  # noqa: F401
 
 # Names are imported when first used, so that reading the table of names loads no JAX.
@@ -33,6 +34,7 @@ _MODULES = {
     "kvjax.policies.checks": ("one_of", "only_one"),
     "kvjax.policies.evicting": ("Evicting",),
     "kvjax.policies.parsing": ("format_policy", "parse", "register", "registry"),
+    "kvjax.policies.signals": ("Repetition",),
     "kvjax.policies.sized": ("Selecting", "Sized"),
 }
 _HOMES = CLASSES | {name: module for module, names in _MODULES.items() for name in names}

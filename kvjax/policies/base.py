@@ -49,7 +49,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import jax
@@ -110,11 +110,18 @@ class Step:
       position: [B] position of the new token (tokens seen before it).
       active: [B] rows that are still generating; the others must not change by a bit.
       config: the model, static.
+      sinks: [B, H, G] logits that the layer's softmaxes have beside those of the slots, or None.
     """
 
     position: Int[Array, " B"]
     active: Bool[Array, " B"]
     config: ModelConfig = dataclasses.field(metadata={"static": True})
+    sinks: Float[Array, "B H G"] | None = None
+
+    def of_heads(self, heads: tuple[int, ...], config: ModelConfig) -> Step:
+        """The step as some of the KV heads see it, with the model as they do."""
+        sinks = None if self.sinks is None else self.sinks[:, np.asarray(heads)]
+        return dataclasses.replace(self, config=config, sinks=sinks)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,12 +173,29 @@ class Policy:
         """The policy of a layer, the layer's number as that policy counts, and the model as it sees it."""
         return self, layer, config
 
+    def with_words(self, words: Callable[[str], tuple[int, ...]], answer: Callable[[], str]) -> Policy:
+        """The policy as a model's tokenizer has it: those within it, too; itself where none reads text of its own.
+
+        Args:
+          words: the token ids of a text. answer: gives what the chat template writes between the user's last words and
+            the answer.
+        """
+        inner = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        inner = {name: value for name, value in inner.items() if isinstance(value, Policy)}
+        told = {name: value.with_words(words, answer) for name, value in inner.items()}
+        changed = {name: value for name, value in told.items() if value is not inner[name]}
+        return dataclasses.replace(self, **changed) if changed else self
+
     def window_scale(self, config: ModelConfig, total: Int[Array, " B"]) -> Float[Array, " B"]:
         """[B] the factor of q.k in the softmax whose attention is summed over the window; the model's own here."""
         return jnp.full(total.shape, config.attention_scale, jnp.float32)
 
     def check(self, config: ModelConfig) -> None:
         """Raise a UsageError of one sentence for a model this policy cannot run on, or an option without effect."""
+
+    def notice(self, config: ModelConfig, total: int) -> str | None:
+        """A sentence on what this policy cannot do for rows of ``total`` tokens, and what would; None if it can."""
+        return None
 
     @property
     def beyond_context(self) -> bool:

@@ -111,6 +111,9 @@ def gather_candidates(
             None if given.window is None else given.window.new,
             None if given.columns is None else given.columns.new,
             given.queries,
+            None if given.around is None else given.around.new,
+            None if given.repeat is None else given.repeat.new,
+            None if given.outputs is None else given.outputs.new,
         )
         return Candidates(k, v, count, jnp.zeros_like(count), new_marks, signals)
     old_k, old_v = rows(cache)
@@ -140,7 +143,14 @@ def gather_candidates(
         cache.length + count,
         cache.length,
         {name: join(mark_rows(cache, name), new_marks[name], 2) for name in cache.marks},
-        CandidateSignals(join_mass(given.window), join_mass(given.columns), given.queries),
+        CandidateSignals(
+            join_mass(given.window),
+            join_mass(given.columns),
+            given.queries,
+            join_mass(given.around),
+            join_mass(given.repeat),
+            join_mass(given.outputs),
+        ),
     )
 
 

@@ -80,6 +80,9 @@ class HeadWise(Policy):
     def chunks(self, config: ModelConfig) -> tuple[int, int] | None:
         return self.others(config).chunks(config)
 
+    def notice(self, config: ModelConfig, total: int) -> str | None:
+        return self.others(config).notice(config, total)
+
     def capacities(self, config: ModelConfig, prompt: int, new: int) -> tuple[tuple[int, ...], ...]:
         return tuple(
             _joined(
@@ -163,8 +166,8 @@ class HeadWise(Policy):
         return with_parts(
             cache,
             [
-                policy.observe(layer, pool, own, dataclasses.replace(step, config=seen_as))
-                for (policy, _, seen_as), pool, own in zip(members, parts(cache), scores, strict=True)
+                policy.observe(layer, pool, own, step.of_heads(heads, seen_as))
+                for (policy, heads, seen_as), pool, own in zip(members, parts(cache), scores, strict=True)
             ],
         )
 

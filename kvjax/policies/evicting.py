@@ -102,6 +102,7 @@ class Evicting(Sized):
         chosen_by, start = self.prompt_scores(layer, cache, candidates, chunk)
         valid, last = candidates.valid, candidates.length[..., None]
         sure = valid & (jnp.arange(candidates.k.shape[2]) >= last - self.window_of(budget)[:, None, None])
+        sure = sure | self.of_turn(candidates, chunk, budget, sure)
         free = budget[:, None] - sure.sum(axis=-1, dtype=jnp.int32)
         keep = sure | top_mask(chosen_by, jnp.maximum(free, 0), valid & ~sure)
         keep = jnp.where((candidates.length <= budget[:, None])[..., None], valid, keep)
@@ -129,9 +130,15 @@ class Evicting(Sized):
 
 
 def attention_weights(
-    cache: LayerCache, logits: Float[Array, "B P G R"], gain: Float[Array, " B"] | None = None
+    cache: LayerCache,
+    logits: Float[Array, "B P G R"],
+    gain: Float[Array, " B"] | None = None,
+    sinks: Float[Array, "B H G"] | None = None,
 ) -> Float[Array, "B P G R"]:
     """A step's attention over the slots of each head, softmax(gain x logits); 0 where a slot holds nothing.
+
+    ``sinks`` are logits of the same softmaxes that belong to no slot; what they take the slots' weights lack, as in the
+    model's own attention.
 
     On a CPU written as :func:`kvjax.cache.attention.decode_attention` writes it, so that XLA computes the common part
     once; elsewhere so that nothing of the logits' size is made beside them.
@@ -140,17 +147,28 @@ def attention_weights(
         by = by_head(cache, logits)
         held = (jnp.arange(by.shape[-1]) < cache.length[..., None])[:, :, None]
         peak = jnp.where(held, by, -jnp.inf).max(axis=-1, keepdims=True)
-        by = by - peak if gain is None else (by - peak) * gain[:, None, None, None]
-        weight = jnp.where(held, jnp.exp(by), 0.0)
-        return by_page(cache, weight / weight.sum(axis=-1, keepdims=True))
+        factor = 1 if gain is None else gain[:, None, None, None]
+        peak, sink = _with_sinks(peak, None if sinks is None else sinks[..., None], factor)
+        weight = jnp.where(held, jnp.exp((by - peak) * factor), 0.0)
+        return by_page(cache, weight / (weight.sum(axis=-1, keepdims=True) + sink))
     by = logits.reshape(logits.shape[0], len(cache.pages), cache.pages[0], *logits.shape[2:])
-    by = by - by.max(axis=(2, 4), keepdims=True)
-    by = by if gain is None else by * gain[:, None, None, None, None]
+    factor = 1 if gain is None else gain[:, None, None, None, None]
+    own = None if sinks is None else sinks[:, :, None, :, None]
+    peak, sink = _with_sinks(by.max(axis=(2, 4), keepdims=True), own, factor)
+    by = by - peak if gain is None else (by - peak) * factor
     weight = jnp.exp(by)
-    mass = weight.sum(axis=(2, 4))[:, :, None, :, None]
+    mass = weight.sum(axis=(2, 4))[:, :, None, :, None] + sink
     # A quotient would have XLA keep the exponentials for it.
     weight = weight / mass if cache.layout.kind == "columns" else jnp.exp(by - jnp.log(mass))
     return weight.reshape(logits.shape)
+
+
+def _with_sinks(peak: Array, sinks: Array | None, factor: Array | int) -> tuple[Array, Array | int]:
+    """The largest logit of each softmax, sinks included, and what these add to the sum of its exponentials."""
+    if sinks is None:
+        return peak, 0
+    peak = jnp.maximum(peak, sinks)
+    return peak, jnp.exp((sinks - peak) * factor)
 
 
 def lowest_slot(cache: LayerCache, score: Float[Array, "B P R"], among: Bool[Array, "B P R"]) -> Int[Array, "B H"]:

@@ -10,7 +10,9 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.cache.pool import LayerCache
 from kvjax.checks import MOST_SLOTS, whole_number
+from kvjax.model.config import ModelConfig
 from kvjax.policies.base import Candidates, PromptChunk, Signals, Step
+from kvjax.policies.checks import refuse_unused
 from kvjax.policies.evicting import Evicting, attention_weights
 
 
@@ -42,6 +44,10 @@ class H2O(Evicting):
             whole_number("recent", self.recent, 0, MOST_SLOTS)
         super().__post_init__()
 
+    def check(self, config: ModelConfig) -> None:
+        if self.recent is None:
+            refuse_unused(self, ("keep_turn",), "The recent half of the budget holds a turn's last tokens already")
+
     @property
     def signals(self) -> Signals:
         return Signals(columns=True, decode_logits=True)
@@ -61,4 +67,4 @@ class H2O(Evicting):
         return scores, scores
 
     def gains(self, cache: LayerCache, logits: Float[Array, "B P G R"], step: Step) -> Float[Array, "B P R"]:
-        return attention_weights(cache, logits).sum(axis=2)
+        return attention_weights(cache, logits, sinks=step.sinks).sum(axis=2)

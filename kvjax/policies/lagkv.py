@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Hashable
 from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache.pool import LayerCache, put_pages, take_pages
@@ -59,11 +61,12 @@ class LagKV(Policy):
     each time the rest reaches 2 x lag; kept tokens are never scored again, and stay in order of position.
 
     Size, exactly one of: ``ratio``, the overall retained fraction of the row, from which the fraction of a partition is
-    solved by [12, 13] (a short row may not reach it: sinks and window always stay); ``budget``, the same in tokens of
-    the whole row, at which it stays while decoding, but for the window's coming and going; ``partition_ratio``, the
-    paper's r. With none, ratio is 0.25. Where [12] leaves the moment open (decoding, later turns, chunks) it is
-    solved anew for the partitions being compressed, from the slots and the tokens the row has by then, so that the
-    row as a whole holds ``ratio`` as soon as it can.
+    solved by [12, 13] (a short row may not reach it: sinks and a window of L to 2 L - 1 tokens always stay, and where
+    these take all that the ratio allows, nothing between them does, which is said once); ``budget``, the same in
+    tokens of the whole row, at which it stays while decoding, but for the window's coming and going;
+    ``partition_ratio``, the paper's r. With none, ratio is 0.25. Where [12] leaves the moment open (decoding, later
+    turns, chunks) it is solved anew for the partitions being compressed, from the slots and the tokens the row has by
+    then, so that the row as a whole holds ``ratio`` as soon as it can.
 
     ``variant``: "lag" is the paper's; "local" normalises with the partition itself (LocalKV [14, 15]); "l2" scores by
     -|k| and leaves the first two layers whole ([16] and the official code). ``prefill="chunked"`` reads the prompt in
@@ -110,6 +113,31 @@ class LagKV(Policy):
                 f'variant="l2" leaves the first {self._skipped} layers whole, and this model has '
                 f"{config.num_layers}; it would compress nothing."
             )
+
+    def notice(self, config: ModelConfig, total: int) -> str | None:
+        """Between its sinks and its window a row of so many tokens loses everything."""
+        if not self._keeps_none(total):
+            return None
+        window = self.lag + (total - self.sink) % self.lag
+        held, partitions = self.sink + window, (total - self.sink) // self.lag - 1
+        if self.partition_ratio is not None:
+            way = f"partition_ratio={math.ceil(1000 / self.lag) / 1000:g}"
+        elif self.budget is not None:
+            way = f"budget={held + partitions}"
+        else:
+            way = f"ratio={math.ceil((held + partitions) / total * 1000) / 1000:g}"
+        smaller = (dataclasses.replace(self, lag=lag) for lag in range(min(self.lag, total) - 1, 1, -1))
+        found = next((policy.lag for policy in smaller if not policy._keeps_none(total)), None)
+        return (
+            f"LagKV keeps none of the {total - held:,} tokens between {self.sink} sinks and a window of {window} in a "
+            f"row of {total:,}; {way}{'' if found is None else f' or lag={found}'} keeps some."
+        )
+
+    def _keeps_none(self, total: int) -> bool:
+        """Whether a row of so many tokens is compressed to its sinks and its window."""
+        sinks = np.asarray([min(total, self.sink)])
+        compressed = total - int(sinks[0]) >= 2 * self.lag
+        return compressed and int(self._keep(np.asarray([total]), sinks, sinks)[0]) == 0
 
     @property
     def _skipped(self) -> int:

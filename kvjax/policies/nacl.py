@@ -25,11 +25,13 @@ _CHOSEN = 1e30
 class NACL(Selecting):
     """Keep the best by proxy attention, a random draw among the rest, and protected ends (NACL, arXiv 2408.03675).
 
-    The proxy tokens are the last ``proxy`` fraction of the row (1 %); their attention, summed, scores every token. The
-    original keeps 12 % of a row's tokens by that score, 7 % drawn without replacement with probabilities softmax of
-    the scores of those left over, and protects 1 % at its ends. Here these are fractions of the budget, 12 : 7 : 1:
-    ``random`` of it is drawn, ``protected`` of it is the first ``sink`` tokens and the most recent ones (at least one
-    of these), and the rest goes to the best scores. ``random=0`` is the paper's proxy eviction alone.
+    The proxy tokens are the last ``proxy`` fraction of the row (1 %), rounded up (the official code takes the whole
+    part, which is none of fewer than a hundred tokens); their attention, summed, scores every token. It is the model's
+    own: causal, so that a proxy token gets nothing from those before it, and normalised over all that each of them
+    sees. The original keeps 12 % of a row's tokens by that score, 7 % drawn without replacement with probabilities
+    softmax of the scores of those left over, and protects 1 % at its ends. Here these are fractions of the budget,
+    12 : 7 : 1: ``random`` of it is drawn, ``protect`` of it is the first ``sink`` tokens and the most recent ones (at
+    least one of these), and the rest goes to the best scores. ``random=0`` is the paper's proxy eviction alone.
 
     Size: ``ratio`` of the row's tokens (0.2, the original's, when nothing is given) or ``budget`` tokens a head.
     Chosen once a prompt; decoded tokens all stay.

@@ -10,14 +10,19 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # for type checkers: "X as X" exports a name
     from kvjax.policies.ahakv import AhaKV as AhaKV
+    from kvjax.policies.chunkkv import ChunkKV as ChunkKV
+    from kvjax.policies.compactor import Compactor as Compactor
     from kvjax.policies.compensated import CompensatedRing as CompensatedRing
+    from kvjax.policies.criticalkv import CriticalKV as CriticalKV
     from kvjax.policies.expected_attention import ExpectedAttention as ExpectedAttention
     from kvjax.policies.full import Full as Full
     from kvjax.policies.h2o import H2O as H2O
     from kvjax.policies.keydiff import KeyDiff as KeyDiff
+    from kvjax.policies.kvzip import KVzip as KVzip
     from kvjax.policies.lagkv import LagKV as LagKV
     from kvjax.policies.nacl import NACL as NACL
     from kvjax.policies.pyramidkv import PyramidKV as PyramidKV
+    from kvjax.policies.qfilters import QFilters as QFilters
     from kvjax.policies.razor import Razor as Razor
     from kvjax.policies.razor import RazorAttention as RazorAttention
     from kvjax.policies.round_attention import RoundAttention as RoundAttention
@@ -43,6 +48,11 @@ POLICIES: dict[str, str] = {
     "nacl": "kvjax.policies.nacl:NACL",
     "keydiff": "kvjax.policies.keydiff:KeyDiff",
     "expected_attention": "kvjax.policies.expected_attention:ExpectedAttention",
+    "chunkkv": "kvjax.policies.chunkkv:ChunkKV",
+    "compactor": "kvjax.policies.compactor:Compactor",
+    "kvzip": "kvjax.policies.kvzip:KVzip",
+    "qfilters": "kvjax.policies.qfilters:QFilters",
+    "criticalkv": "kvjax.policies.criticalkv:CriticalKV",
 }
 #: Other spellings of those names.
 ALIASES: dict[str, str] = {
@@ -59,6 +69,7 @@ ALIASES: dict[str, str] = {
     "snap": "snapkv",
     "pyramid": "pyramidkv",
     "slim": "slimkv",
+    "chunk": "chunkkv",
     "expectedattention": "expected_attention",
 }
 #: The module of every class, by the class's name; ``Razor`` is short for ``RazorAttention``.

@@ -45,6 +45,11 @@ def registry() -> dict[str, type[Policy]]:
     return {name: _load(home) for name, home in POLICIES.items()} | _REGISTERED
 
 
+def options_of(policy: Policy | type[Policy]) -> list[dataclasses.Field[Any]]:
+    """The fields that a user gives: those that a model's tokenizer tells a policy are none."""
+    return [field for field in dataclasses.fields(policy) if not field.metadata.get("told")]
+
+
 def _key(name: str) -> str:
     """The one spelling of a policy's name."""
     key = name.strip().lower().replace("-", "_")
@@ -78,7 +83,7 @@ def parse(text: Any) -> Policy:
         known = [*POLICIES, *_REGISTERED]
         raise UsageError(f"Unknown policy {quoted(name.strip())};{_nearest(key, known)} known are {', '.join(known)}.")
     hints = typing.get_type_hints(cls)
-    fields = {field.name: hints[field.name] for field in dataclasses.fields(cls)}
+    fields = {field.name: hints[field.name] for field in options_of(cls)}
     values: dict[str, Any] = {}
     parts = _split(options)
     for part in parts if parts[-1].strip() else parts[:-1]:  # a comma may end the options
@@ -105,7 +110,7 @@ def format_policy(policy: Policy) -> str:
     name = names.get(cls) or names.get(f"{cls.__module__}:{cls.__name__}", cls.__name__)
     changed = [
         f"{field.name}={_text(getattr(policy, field.name))}"
-        for field in dataclasses.fields(policy)
+        for field in options_of(policy)
         if getattr(policy, field.name) != field.default
     ]
     return f"{name}:{','.join(changed)}" if changed else name

@@ -32,8 +32,6 @@ def pool(
     length: Int[Array, "*#S"],
     kernel: int,
     pooling: Pooling = "avg",
-    *,
-    count_padding: bool,
 ) -> Float[Array, "*S N"]:
     """Average or maximum of each score and its ``kernel // 2`` neighbours on either side, stride 1, same length.
 
@@ -41,9 +39,8 @@ def pool(
       scores: along the last axis; entries at and beyond ``length`` are ignored, whatever they hold.
       length: where each run ends; its neighbours beyond either end do not exist.
       kernel: odd number of entries.
-      pooling: "avg" or "max".
-      count_padding: an average at an end divides by the kernel as if there were zeros beyond it (torch's
-        ``avg_pool1d``), not by the number of neighbours there are.
+      pooling: "avg", which divides by the kernel at an end too as if there were zeros beyond it, as torch's
+        ``avg_pool1d`` does, or "max".
 
     Returns:
       Pooled scores; 0 at and beyond ``length``.
@@ -53,10 +50,7 @@ def pool(
         result = _windows(jnp.where(inside, scores, -jnp.inf), kernel, jax.lax.max, -jnp.inf)
         return jnp.where(inside, result, 0.0)
     total = _windows(jnp.where(inside, scores, 0.0), kernel, jax.lax.add, 0.0)
-    if count_padding:
-        return jnp.where(inside, total / kernel, 0.0)
-    there = _windows(jnp.broadcast_to(inside, scores.shape).astype(scores.dtype), kernel, jax.lax.add, 0.0)
-    return jnp.where(inside, total / jnp.maximum(there, 1.0), 0.0)
+    return jnp.where(inside, total / kernel, 0.0)
 
 
 def _windows(x: Float[Array, "*S N"], kernel: int, combine, start: float) -> Float[Array, "*S N"]:

@@ -66,6 +66,7 @@ class Profile:
     kind: ClassVar[str]
     tables: ClassVar[tuple[str, ...]] = ()
     curves: ClassVar[tuple[str, ...]] = ()
+    vectors: ClassVar[tuple[str, ...]] = ()
 
     model: str
     shape: ModelShape
@@ -79,12 +80,23 @@ class Profile:
                 raise UsageError(f"{name} of a profile of this model needs {layers} rows of {heads} numbers.")
             if not all(math.isfinite(value) for row in table for value in row):
                 raise UsageError(f"{name} of a profile holds a number that is not finite; calibrate the model again.")
+        width = self.shape.num_kv_heads * self.shape.head_dim
+        for name in self.vectors:
+            rows = getattr(self, name)
+            if [len(row) for row in rows] != [width] * layers:
+                raise UsageError(f"{name} of a profile of this model needs {layers} rows of {width} numbers.")
+            if not all(math.isfinite(value) for row in rows for value in row):
+                raise UsageError(f"{name} of a profile holds a number that is not finite; calibrate the model again.")
         for name in self.curves:
             curve = getattr(self, name)
             if len(curve) != layers or not all(math.isfinite(value) for value in curve):
                 raise UsageError(f"{name} of a profile of this model needs {layers} finite numbers.")
         # Numbers alone: a text's hash differs from process to process, and this one travels with a pickled policy.
-        object.__setattr__(self, "_hash", hash(tuple(getattr(self, name) for name in (*self.tables, *self.curves))))
+        object.__setattr__(self, "_hash", hash(tuple(getattr(self, name) for name in self._numbers)))
+
+    @property
+    def _numbers(self) -> tuple[str, ...]:
+        return (*self.tables, *self.curves, *self.vectors)
 
     def __hash__(self) -> int:
         return self._hash  # type: ignore[attr-defined]
@@ -183,6 +195,25 @@ class WatershedProfile(Profile):
             )
 
 
+@dataclasses.dataclass(frozen=True)
+class FilterProfile(Profile):
+    """The direction that the queries of each KV head share (Q-Filters, arXiv 2503.02812).
+
+    Attributes:
+      pieces, tokens: of text that were read.
+      filters: [layer][KV head x channel] of keys after rotary embedding; of length 1 where a group has one query head.
+    """
+
+    kind: ClassVar[str] = "qfilters"
+    vectors: ClassVar[tuple[str, ...]] = ("filters",)
+
+    pieces: int
+    tokens: int
+    filters: Table
+
+    __hash__ = Profile.__hash__
+
+
 @functools.lru_cache(maxsize=64)
 def protected_heads(
     profile: HeadProfile, induction_share: float, echo_share: float, share_of: Literal["query", "kv"]
@@ -234,7 +265,9 @@ def _best_of_group(table: Table, group: int) -> Table:
     return tuple(tuple(max(row[i : i + group]) for i in range(0, len(row), group)) for row in table)
 
 
-_KINDS: dict[str, type[Profile]] = {kind.kind: kind for kind in (HeadProfile, ScopeProfile, WatershedProfile)}
+_KINDS: dict[str, type[Profile]] = {
+    kind.kind: kind for kind in (HeadProfile, ScopeProfile, WatershedProfile, FilterProfile)
+}
 AnyProfile = TypeVar("AnyProfile", bound=Profile)
 
 
@@ -251,7 +284,7 @@ def save_profile(profile: Profile, path: str | os.PathLike[str]) -> None:
     for name, value in fields.items():
         if name == "shape":
             content[name] = dataclasses.asdict(value)
-        elif name in profile.tables:
+        elif name in (*profile.tables, *profile.vectors):
             content[name] = [list(row) for row in value]
         else:
             content[name] = list(value) if name in profile.curves else value
@@ -279,7 +312,7 @@ def load_profile(path: str | os.PathLike[str]) -> Profile:
     cls = _KINDS[kind]
     values = _fields(cls, content, os.fspath(path))
     shape = _fields(ModelShape, values["shape"], f"{os.fspath(path)}, shape")
-    for name in cls.tables:
+    for name in (*cls.tables, *cls.vectors):
         values[name] = _table(values[name], f"{os.fspath(path)}, {name}")
     for name in cls.curves:
         values[name] = _table([values[name]], f"{os.fspath(path)}, {name}")[0]

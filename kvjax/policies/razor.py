@@ -15,6 +15,7 @@ from kvjax.policies.base import Policy
 from kvjax.policies.checks import changed, one_of, only_one, refuse_unused
 from kvjax.policies.compensated import CompensatedRing
 from kvjax.policies.composed import HeadWise
+from kvjax.policies.inner import has_own_size, sizes_of, with_size
 from kvjax.policies.profile import (
     BOUNDS,
     Bound,
@@ -27,11 +28,6 @@ from kvjax.policies.profile import (
     protected_heads,
     scope_lengths,
 )
-
-#: Fields of token policies that say how much is kept, where they are None by default: one of them is given. (A window
-#: that has a default, as SnapKV's, is how a policy observes.)
-_SIZES = ("budget", "ratio", "window", "partition_ratio")
-
 
 #: Options of rotary models alone, and of ALiBi models alone.
 _ROTARY = (
@@ -120,13 +116,18 @@ class RazorAttention(HeadWise):
             raise UsageError(
                 "lengths gives every head of a model its own buffer; an inner policy has only some of them."
             )
+        if not inner.heads_alike:
+            raise UsageError(
+                f"{type(inner).__name__} has numbers of its own for every head of a model; an inner policy has only "
+                "some of the heads."
+            )
         if inner.beyond_context:
             raise UsageError(
                 f"{type(inner).__name__} renumbers positions, which needs heads of equal length; "
                 'give it positions="original".'
             )
         for size in ("ratio", "budget"):
-            if getattr(self, size) is not None and (size not in _sizes(inner) or _has_own_size(inner)):
+            if getattr(self, size) is not None and (size not in sizes_of(inner) or has_own_size(inner)):
                 raise UsageError(
                     f"{size} is given, and inner has a size of its own or cannot take this one; leave out one of them."
                 )
@@ -214,7 +215,7 @@ def _inner(policy: RazorAttention, config: ModelConfig) -> Policy:
     ring = CompensatedRing(policy.sink, policy.threshold, policy.compression, None, None, policy.compensation)
     inner = policy.inner or ring
     if policy.budget is not None:
-        return _sized(inner, budget=policy.budget)
+        return with_size(inner, budget=policy.budget)
     if policy.ratio is None:
         return inner
     # The protected heads hold everything; what is left of the whole is shared by the others [algorithm 1, S0 = 0].
@@ -227,25 +228,7 @@ def _inner(policy: RazorAttention, config: ModelConfig) -> Policy:
             f"ratio={policy.ratio:g} is less than the {kept} protected of {total} KV heads hold alone; "
             f"give at least {math.ceil((kept + 1e-3) / total * 1000) / 1000:g}, or protect fewer heads."
         )
-    return _sized(inner, ratio=(policy.ratio * total - kept) / (total - kept))
-
-
-def _sized(inner: Policy, **size: Any) -> Policy:
-    """The policy with this size and no other."""
-    return dataclasses.replace(inner, **(dict.fromkeys(_sizes(inner)) | size))
-
-
-def _sizes(policy: Policy) -> dict[str, Any]:
-    fields = {field.name for field in dataclasses.fields(policy) if field.default is None}
-    return {name: getattr(policy, name) for name in _SIZES if name in fields}
-
-
-def _has_own_size(policy: Policy) -> bool:
-    """Whether the policy was made with another size than the one it has by default."""
-    try:
-        return _sizes(policy) != _sizes(type(policy)())
-    except TypeError:  # it has no default: its size was chosen
-        return True
+    return with_size(inner, ratio=(policy.ratio * total - kept) / (total - kept))
 
 
 def _head_list(heads: Any) -> tuple[tuple[int, int], ...]:

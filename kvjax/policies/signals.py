@@ -10,6 +10,39 @@ from jaxtyping import Array, Float, Int
 
 
 @dataclasses.dataclass(frozen=True)
+class Repetition:
+    """A prompt that is read once more, in answer to a request to repeat it (KVzip, arXiv 2505.23416, section 3.2).
+
+    Once a prompt is in, ``chunk`` of its tokens at a time are fed again after a request to repeat them; each of these
+    passes attends to the whole prompt and to nothing of the others, and leaves nothing behind.
+
+    Attributes:
+      chunk: tokens that one pass repeats.
+      sink: tokens at the row's beginning that share the softmax in which a chunk's keys are scored.
+      first, later: token ids of the request to repeat the first chunk, and a later one: the latter goes on with the
+        last ``overlap`` tokens of the chunk before. end: ids between either and the repetition.
+    """
+
+    chunk: int
+    sink: int = 0
+    first: tuple[int, ...] = ()
+    later: tuple[int, ...] = ()
+    end: tuple[int, ...] = ()
+    overlap: int = 8
+
+    @property
+    def request_tokens(self) -> tuple[int, int]:
+        """Tokens of the request for the first chunk, and for a later one."""
+        return len(self.first) + len(self.end), len(self.later) + self.overlap + len(self.end)
+
+    def tokens(self, prompt: int) -> int:
+        """Tokens of all passes over a prompt of so many."""
+        first, later = self.request_tokens
+        passes = -(-prompt // self.chunk)
+        return prompt + first * (passes > 0) + later * max(passes - 1, 0)
+
+
+@dataclasses.dataclass(frozen=True)
 class Signals:
     """The statistics of attention that a policy needs; what is not declared is never computed.
 
@@ -18,6 +51,13 @@ class Signals:
       window_share: the same as a fraction of the tokens seen by then, rounded up; the larger of the two counts.
       columns: mass of every key over all queries of the prompt or turn.
       columns_scaled: the columns' softmax uses :meth:`Policy.window_scale` instead of the model's own scale.
+      around: tokens of a chunk within which every query attends to every key, later ones too; each key's mass over the
+        chunk's queries is summed: 1 on average. 0 for none.
+      around_first: tokens at positions below this belong to no chunk.
+      around_last: neither do so many at the end of each prompt or turn.
+      repeat: the prompt is repeated, and each key's largest attention probability from a query of that is taken: in the
+        softmax over its own chunk's keys, the sinks' and the repetition's so far.
+      outputs: the L1 norm of what each token's value adds to the hidden states at full attention, by query head.
       queries: mean and covariance of the queries before rotary embedding.
       query_skip: tokens at positions below this do not count among them.
       decode_logits: :meth:`Policy.observe` gets each new query's scaled scores by page.
@@ -27,6 +67,11 @@ class Signals:
     window_share: float = 0.0
     columns: bool = False
     columns_scaled: bool = False
+    around: int = 0
+    around_first: int = 0
+    around_last: int = 0
+    repeat: Repetition | None = None
+    outputs: bool = False
     queries: bool = False
     query_skip: int = 0
     decode_logits: bool = False
@@ -89,11 +134,17 @@ class QueryStats:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PromptSignals:
-    """The declared signals of a prompt or turn, in the layer's tokens; see :class:`Signals`. The rest is None."""
+    """The declared signals of a prompt or turn, in the layer's tokens; see :class:`Signals`. The rest is None.
+
+    ``outputs`` are norms, and no mass, in the same form.
+    """
 
     window: Mass | None = None
     columns: Mass | None = None
     queries: QueryStats | None = None
+    around: Mass | None = None
+    repeat: Mass | None = None
+    outputs: Mass | None = None
 
     def of_heads(self, heads: tuple[int, ...]) -> PromptSignals:
         """The signals of some of the KV heads."""
@@ -107,7 +158,9 @@ class PromptSignals:
         stats = self.queries
         if stats is not None:
             stats = QueryStats(stats.count, stats.mean[:, index], stats.covariance[:, index])
-        return PromptSignals(cut(self.window), cut(self.columns), stats)
+        return PromptSignals(
+            cut(self.window), cut(self.columns), stats, cut(self.around), cut(self.repeat), cut(self.outputs)
+        )
 
 
 @jax.tree_util.register_dataclass
@@ -118,6 +171,9 @@ class CandidateSignals:
     window: Float[Array, "B H G N"] | None = None
     columns: Float[Array, "B H G N"] | None = None
     queries: QueryStats | None = None
+    around: Float[Array, "B H G N"] | None = None
+    repeat: Float[Array, "B H G N"] | None = None
+    outputs: Float[Array, "B H G N"] | None = None
 
 
 def first_window_query(signals: Signals, count: Int[Array, " B"], total: Int[Array, " B"]) -> Int[Array, " B"]:

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache.pool import LayerCache
 from kvjax.checks import MOST_SLOTS, number, whole_number
@@ -33,10 +33,15 @@ class Sized(Policy):
     """A policy whose heads keep ``budget`` tokens, or ``ratio`` of the tokens a row has seen when a prompt is in.
 
     With neither, ``default`` says which. A ratio that gives less than :meth:`smallest` is raised to it.
+
+    On a later turn, such as a question asked of a context that was compressed before, the last ``keep_turn`` of its
+    tokens stay whatever they score, as far as half of the budget goes; 0 lets them take their chances, which cost no
+    answer where it was measured.
     """
 
     budget: int | None = None
     ratio: float | None = None
+    keep_turn: int = dataclasses.field(default=0, kw_only=True)
 
     #: The size when none is given: {"budget": tokens} or {"ratio": fraction}.
     default: ClassVar[dict[str, Any]] = {"budget": 2048}
@@ -46,6 +51,7 @@ class Sized(Policy):
         if self.budget is None and self.ratio is None:
             for name, value in self.default.items():
                 object.__setattr__(self, name, value)
+        whole_number("keep_turn", self.keep_turn, 0, MOST_SLOTS)
         if self.ratio is not None:
             number("ratio", self.ratio, 0, 1, open_below=True)
         if self.budget is not None:
@@ -75,6 +81,21 @@ class Sized(Policy):
         kept = xp.minimum(total, self.size(config, layer, total))
         return per_head(kept, config)
 
+    def of_turn(
+        self, candidates: Candidates, chunk: PromptChunk, budget: Int[Array, " B"], sure: Bool[Array, "B H N"]
+    ) -> Bool[Array, "B H N"]:
+        """The candidates that ``keep_turn`` protects beside those that are ``sure`` to stay: none of a first prompt."""
+        if chunk.fresh or not self.keep_turn:
+            return jnp.zeros_like(sure)
+        most = jnp.minimum(jnp.minimum(self.keep_turn, chunk.count), budget // 2)[:, None]
+        first = candidates.length - jnp.where(candidates.kept > 0, most, 0)
+        last = jnp.arange(sure.shape[-1]) >= first[..., None]
+        # Never more than the budget together: of those beyond it the latest stay.
+        wanted = last & candidates.valid & ~sure
+        room = jnp.maximum(budget[:, None] - sure.sum(axis=-1, dtype=jnp.int32), 0)
+        from_end = jnp.cumsum(wanted[..., ::-1], axis=-1)[..., ::-1]
+        return wanted & (from_end <= room[..., None])
+
     def most(self, config: ModelConfig, layer: int, prompt: int) -> int:
         """The most tokens a head of this layer keeps of any row of at most ``prompt`` tokens."""
         return min(int(self.size(config, layer, np.asarray([prompt]))[0]), prompt)
@@ -83,6 +104,11 @@ class Sized(Policy):
 @dataclasses.dataclass(frozen=True)
 class Selecting(Sized):
     """Selects at each prompt and later turn, over kept, decoded and new tokens; what is decoded after it all stays."""
+
+    #: Whether :meth:`scores` gives logarithms of what would be summed.
+    log_scores: ClassVar[bool] = False
+    #: Whether they are attention, or a factor of it: never below 0 but for logarithms.
+    attention_scores: ClassVar[bool] = False
 
     def scores(
         self, layer: int, cache: LayerCache, candidates: Candidates, chunk: PromptChunk
@@ -93,6 +119,12 @@ class Selecting(Sized):
     def protected(self, candidates: Candidates, chunk: PromptChunk) -> Bool[Array, "B H N"]:
         """Candidates that stay whatever they score."""
         return jnp.zeros(candidates.k.shape[:3], bool)
+
+    def marks_after(
+        self, layer: int, cache: LayerCache, candidates: Candidates, chunk: PromptChunk
+    ) -> dict[str, Array]:
+        """Marks of the candidates that this selection changes, by name."""
+        return {}
 
     def state_after(self, layer: int, cache: LayerCache, candidates: Candidates, chunk: PromptChunk) -> Any:
         """The layer's state after this selection."""
@@ -106,10 +138,12 @@ class Selecting(Sized):
         budget = self.size(chunk.config, layer, chunk.total)[:, None]
         valid = candidates.valid
         sure = self.protected(candidates, chunk) & valid
+        sure = sure | self.of_turn(candidates, chunk, budget[:, 0], sure)
         scores = self.scores(layer, cache, candidates, chunk)
         free = budget - sure.sum(axis=-1, dtype=jnp.int32)
         keep = sure | top_mask(scores, jnp.maximum(free, 0), valid & ~sure)
         # A row that fits its budget is left untouched, and so is a row with nothing to read this time.
         whole = (candidates.length <= budget) | (chunk.count == 0)[:, None]
         keep = jnp.where(whole[..., None], valid, keep)
-        return selection(cache, candidates, keep, state=self.state_after(layer, cache, candidates, chunk))
+        marks = self.marks_after(layer, cache, candidates, chunk)
+        return selection(cache, candidates, keep, marks, state=self.state_after(layer, cache, candidates, chunk))

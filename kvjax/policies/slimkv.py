@@ -28,7 +28,8 @@ class SlimKV(Observing):
     tokens, window included. ``score="s1"`` and ``"s2"`` are the paper's ablation.
 
     Decided where the paper is silent: the softmax is over all keys, and the window's columns are dropped after it;
-    pooling is average (``pooling="max"`` is the other), and at the ends of the prefix averages what exists.
+    pooling is average (``pooling="max"`` is the other), and counts zeros beyond the ends of the prefix, as Listing 1's
+    ``pool1d`` with ``padding`` does.
     """
 
     layers_alike: ClassVar[bool] = True
@@ -51,4 +52,4 @@ class SlimKV(Observing):
             combined = over_group(window_mass(candidates), "sum")
         if self.score != "s1":
             combined = combined * jnp.abs(candidates.v.astype(jnp.float32)).max(axis=-1)
-        return pool(combined, self.prefix(candidates), self.kernel, self.pooling, count_padding=False)
+        return pool(combined, self.prefix(candidates), self.kernel, self.pooling)

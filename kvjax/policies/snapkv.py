@@ -28,6 +28,8 @@ class Observing(Selecting):
     the window. Pooling then runs over these in order, so that neighbours are the nearest tokens that are still there.
     """
 
+    attention_scores: ClassVar[bool] = True
+
     window: int = 32
     kernel: int = 5
     pooling: Pooling = "avg"
@@ -78,5 +80,5 @@ class SnapKV(Observing):
         self, layer: int, cache: LayerCache, candidates: Candidates, chunk: PromptChunk
     ) -> Float[Array, "B H N"]:
         prefix = self.prefix(candidates)[:, :, None]
-        pooled = pool(window_mass(candidates), prefix, self.kernel, self.pooling, count_padding=True)
+        pooled = pool(window_mass(candidates), prefix, self.kernel, self.pooling)
         return over_group(pooled, self.group)

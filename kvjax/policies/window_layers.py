@@ -164,6 +164,9 @@ class WithWindows(Policy):
     def chunks(self, config: ModelConfig) -> tuple[int, int] | None:
         return self.policy.chunks(self.seen_as(config)) if self.global_layers else None
 
+    def notice(self, config: ModelConfig, total: int) -> str | None:
+        return self.policy.notice(self.seen_as(config), total) if self.global_layers else None
+
     def check(self, config: ModelConfig) -> None:
         if self.policy.offloads_rounds:
             raise UsageError(

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from kvjax.calibrate import HeadProfile, WatershedProfile, load_profile, retrieval_heads
+from kvjax.calibrate import HeadProfile, WatershedProfile, load_profile, query_filters, retrieval_heads
 
 
 def test_retrieval_heads_writes_the_profile(cli, tiny_model, tmp_path):
@@ -95,3 +95,13 @@ def test_alibi_scopes_are_for_alibi_models(cli, tmp_path, monkeypatch):
     ran = cli("calibrate", "alibi-scopes", "--out", str(out))
     assert ran.code == 0 and "safe bound" in ran.out
     assert load_profile(out) == alibi_scopes(lm)
+
+
+def test_filters_of_texts(cli, tiny_model, tmp_path):
+    text, out = tmp_path / "book.txt", tmp_path / "toy.yaml"
+    text.write_text("It was a dark and stormy night. " * 6)
+    ran = cli("calibrate", "qfilters", "--texts", str(text), "--out", str(out), "--tokens", "64")
+    assert ran.code == 0 and "filters of 2 layers, from 192 tokens" in ran.out
+    assert load_profile(out) == query_filters(tiny_model, [text.read_text()], tokens=64)
+    ran = cli("calibrate", "qfilters", "--texts", str(tmp_path / "none.txt"), "--out", str(out))
+    assert ran.code == 2 and "does not exist" in ran.sentence

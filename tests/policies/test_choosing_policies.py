@@ -11,7 +11,18 @@ from support import oracles
 
 import kvjax
 from kvjax.cache.pool import rows
-from kvjax.policies import NACL, ExpectedAttention, KeyDiff, PyramidKV, SlimKV, SnapKV
+from kvjax.policies import (
+    NACL,
+    ChunkKV,
+    Compactor,
+    CriticalKV,
+    ExpectedAttention,
+    KeyDiff,
+    KVzip,
+    PyramidKV,
+    SlimKV,
+    SnapKV,
+)
 from kvjax.runtime.compilation import compile_clock
 
 
@@ -23,6 +34,10 @@ def policies(**size):
         NACL(**size),
         KeyDiff(**size),
         ExpectedAttention(future=32, **size),
+        Compactor(chunk=32, **size),
+        KVzip(chunk=64, **size),
+        CriticalKV(inner=KVzip(chunk=64), **size),
+        ChunkKV(inner=Compactor(chunk=32), **size),
     ]
 
 
@@ -57,8 +72,8 @@ def test_a_budget_that_covers_the_prompt_is_the_full_cache(policy, whole, endles
             np.testing.assert_array_equal(mine[:, :, :200], reference[:, :, :200])
 
 
-#: One of each kind by default: queries of a window, random draws, moments of queries.
-KINDS = (SlimKV, NACL, ExpectedAttention)
+#: One of each kind by default: queries of a window, random draws, moments of queries, chunks, a repetition.
+KINDS = (SlimKV, NACL, ExpectedAttention, ChunkKV, KVzip)
 
 
 @pytest.mark.parametrize(

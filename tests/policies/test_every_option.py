@@ -15,11 +15,13 @@ import numpy as np
 import pytest
 import toys
 from support.driver import Driver, config_for, random_kv
+from support.filters import random_filters
 
 import kvjax
 from kvjax.cache.pool import rows
 from kvjax.errors import UsageError
-from kvjax.policies import LagKV, Policy, RoundAttention, registry
+from kvjax.policies import LagKV, Policy, RoundAttention, SnapKV, registry
+from kvjax.policies.parsing import options_of
 from kvjax.policies.profile import HeadProfile, ModelShape, ScopeProfile, WatershedProfile
 from kvjax.rounds.selection import select
 
@@ -55,8 +57,10 @@ class Other:
     beside: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
-SIZED = {"budget": Other(20), "ratio": Other(0.5)}
+SIZE = {"budget": Other(20), "ratio": Other(0.5)}
+SIZED = {**SIZE, "keep_turn": Other(12, {"budget": 24})}
 WINDOW = {"budget": 16, "window": 4}
+CRITICAL = {"budget": 20, "inner": SnapKV(window=3)}
 SNAP = {**SIZED, "window": Other(6, {"budget": 16}), "kernel": Other(3, WINDOW), "pooling": Other("max", WINDOW)}
 DRAWN = {"budget": 20, "sink": 2}
 AHA = {"budget": 16, "recent": 4}
@@ -65,13 +69,13 @@ AHA = {"budget": 16, "recent": 4}
 TABLE: dict[str, tuple[dict[str, Any], dict[str, Other]]] = {
     "full": ({}, {}),
     "streamingllm": ({}, {
-        "sink": Other(2), "window": Other(100), **SIZED, "positions": Other("cache"),
+        "sink": Other(2), "window": Other(100), **SIZE, "positions": Other("cache"),
     }),
     "lagkv": ({"sink": 2, "lag": 4}, {
-        **SIZED, "partition_ratio": Other(0.9), "sink": Other(5), "lag": Other(6), "variant": Other("local"),
+        **SIZE, "partition_ratio": Other(0.9), "sink": Other(5), "lag": Other(6), "variant": Other("local"),
         "prefill": Other("chunked"),
     }),
-    "h2o": ({}, {**SIZED, "recent": Other(3, {"budget": 16})}),
+    "h2o": ({}, {**SIZE, "keep_turn": Other(12, {"budget": 24, "recent": 3}), "recent": Other(3, {"budget": 16})}),
     "tova": ({}, SIZED),
     "ahakv": ({}, {
         **SIZED, "recent": Other(8, {"budget": 16}), "kernel": Other(3, AHA),
@@ -90,7 +94,7 @@ TABLE: dict[str, tuple[dict[str, Any], dict[str, Other]]] = {
         "inner": Other(LagKV(sink=2, lag=4)), "drop_after": Other(1), "profile": Other(watershed_profile(2)),
     }),
     "compensated": ({}, {
-        "sink": Other(3), "threshold": Other(100), "compression": Other(2.0), **SIZED, "compensation": Other(False),
+        "sink": Other(3), "threshold": Other(100), "compression": Other(2.0), **SIZE, "compensation": Other(False),
         "lengths": Other(((50, 60),) * LAYERS),
     }),
     "snapkv": ({}, {**SNAP, "group": Other("max", WINDOW)}),
@@ -107,12 +111,28 @@ TABLE: dict[str, tuple[dict[str, Any], dict[str, Other]]] = {
         "epsilon": Other(0.5, {"budget": 16}), "covariance": Other(False, {"budget": 16}),
         "values": Other(False, {"budget": 16}),
     }),
+    "chunkkv": ({}, {
+        **SIZED, "inner": Other(SnapKV(window=3), {"budget": 16}), "chunk": Other(3, {"budget": 16}),
+        "together": Other(False, {"budget": 16}),
+    }),
+    "compactor": ({}, {
+        **SIZED, "blend": Other(5.0, {"budget": 20}), "sink": Other(1, {"budget": 20}),
+        "recent": Other(7, {"budget": 20}), "chunk": Other(5, {"budget": 20}), "sketch": Other(2, {"budget": 20}),
+        "seed": Other(7, {"budget": 20, "sketch": 3}),
+    }),
+    "qfilters": ({}, {**SIZED, "profile": Other(random_filters(CONFIGS["rope"], 5), {"budget": 16})}),
+    "criticalkv": ({}, {
+        **SIZED, "inner": Other(SnapKV(window=3), {"budget": 40}), "first": Other(0.0, CRITICAL),
+        "epsilon": Other(5.0, CRITICAL),
+    }),
+    "kvzip": ({}, {**SIZED, "sink": Other(1, {"budget": 16}), "chunk": Other(5, {"budget": 16})}),
 }  # fmt: skip
 #: Options that a policy cannot do without on one kind of model.
 NEEDED: dict[tuple[str, str], dict[str, Any]] = {
     ("razor", "rope"): {"profile": heads_profile(0)},
     ("razor", "alibi"): {"profile": scope_profile(0)},
     ("round", "rope"): {"watershed": 1},
+    **{("qfilters", kind): {"profile": random_filters(CONFIGS["rope"])} for kind in ("rope", "alibi")},
     ("compensated", "alibi"): {"compensation": False},
 }
 #: Where these belong to, the value that stands for "another" depends on the kind of model.
@@ -125,7 +145,7 @@ BY_MODEL: dict[tuple[str, str, str], Other] = {
 
 
 def test_the_table_names_every_policy_and_every_option():
-    found = {name: {field.name for field in dataclasses.fields(cls)} for name, cls in registry().items()}
+    found = {name: {field.name for field in options_of(cls)} for name, cls in registry().items()}
     assert {name: set(options) for name, (_, options) in TABLE.items()} == {name: found[name] for name in TABLE}
     assert set(TABLE) == set(found), "give the policy's options other values here"
 
@@ -224,6 +244,8 @@ def test_every_option_changes_something_or_is_refused(name, field, positional):
         ("ahakv", "rope", {"value_prior": False, "kernel": 3}, "kernel"),
         ("expected_attention", "rope", {"values": False, "epsilon": 0.1}, "epsilon"),
         ("expected_attention", "alibi", {"future": 4}, "future"),
+        ("compactor", "rope", {"sketch": 0, "seed": 3}, "seed"),
+        ("h2o", "rope", {"keep_turn": 3}, "keep_turn"),
     ],
 )  # fmt: skip
 def test_an_option_that_nothing_would_read_is_refused_by_name(name, positional, options, unused):

@@ -112,8 +112,9 @@ def test_int8_rows_evict_like_float_rows_almost_always(policy):
         assert len(real & quantised) >= 0.85 * policy.budget
 
 
+@pytest.mark.parametrize("sink", [None, 0.0, 30.0], ids=["plain", "a sink", "a high sink"])
 @pytest.mark.parametrize("pages", [(2, 2), (1, 3)], ids=["uniform", "ragged"])
-def test_weights_and_the_lowest_slot_are_those_of_each_head_alone(pages):
+def test_weights_and_the_lowest_slot_are_those_of_each_head_alone(pages, sink):
     rng = np.random.default_rng(0)
     length = np.array([[20, 60], [32, 33]])
     cache = empty_layer(2, pages, 4, jnp.float32, marks=("position", "score"))
@@ -129,15 +130,18 @@ def test_weights_and_the_lowest_slot_are_those_of_each_head_alone(pages):
     for row, head in np.ndindex(2, 2):
         beyond = (slot_of[head] >= length[row, head]).reshape(-1, 32)
         logits[row, runs[head]] = np.where(beyond[:, None], NEG, logits[row, runs[head]])
-    weights = np.asarray(attention_weights(cache, jnp.asarray(logits), jnp.asarray(gain)))
+    sinks = None if sink is None else sink + rng.standard_normal((2, 2, 3)).astype(np.float32)
+    given = None if sinks is None else jnp.asarray(sinks)
+    weights = np.asarray(attention_weights(cache, jnp.asarray(logits), jnp.asarray(gain), given))
     lowest = np.asarray(lowest_slot(cache, jnp.asarray(score), jnp.asarray(among)))
     for row, head in np.ndindex(2, 2):
         held = length[row, head]
         own = logits[row, runs[head]].transpose(1, 0, 2).reshape(3, -1).astype(np.float64)[:, :held]
         expected = np.exp(gain[row] * own)
-        expected /= expected.sum(axis=1, keepdims=True)
+        beside = 0 if sinks is None else np.exp(gain[row] * sinks[row, head].astype(np.float64))[:, None]
+        expected /= expected.sum(axis=1, keepdims=True) + beside
         got = weights[row, runs[head]].transpose(1, 0, 2).reshape(3, -1)
-        np.testing.assert_allclose(got[:, :held], expected, rtol=2e-6)
+        np.testing.assert_allclose(got[:, :held], expected, rtol=1e-5 if sink else 2e-6)
         assert (got[:, held:] == 0).all()
         own_score, own_among, own_position = (x[row, runs[head]].ravel()[:held] for x in (score, among, positions))
         allowed = [s for s in range(held) if own_among[s]]
@@ -146,7 +150,7 @@ def test_weights_and_the_lowest_slot_are_those_of_each_head_alone(pages):
 
 @pytest.mark.parametrize(
     "policy",
-    [pytest.param(p, marks=() if isinstance(p, AhaKV) else pytest.mark.slow) for p in POLICIES[:2]],
+    [pytest.param(p, marks=pytest.mark.slow) for p in POLICIES[:2]],
     ids=lambda policy: type(policy).__name__,
 )
 def test_real_model_retrieves_from_an_evicted_cache(policy, default_model):

@@ -30,7 +30,7 @@ def rotation(position: float, dim: int, scale: float = 1.0) -> np.ndarray:
 
 
 class ExpectedHead(ChoosingHead):
-    def __init__(self, *args, covariance=True, values=True, epsilon=0.0, scale=1.0, slopes=None, **place):
+    def __init__(self, *args, covariance=True, values=True, epsilon=0.01, scale=1.0, slopes=None, **place):
         super().__init__(*args, **place)
         self.covariance, self.values, self.epsilon = covariance, values, epsilon
         self.scale, self.slopes = scale, slopes
@@ -81,7 +81,7 @@ def test_choices_are_the_equations_around_every_boundary(heads, group):
     assert_same(policy(), head_of(), [("read", BOUNDARIES)], heads=heads, group=group)
 
 
-@pytest.mark.parametrize("options", [{"covariance": False}, {"values": False}, {"epsilon": 0.05}])
+@pytest.mark.parametrize("options", [{"covariance": False}, {"values": False}, {"epsilon": 0.05}, {"epsilon": 0}])
 def test_options(options):
     assert_same(policy(**options), head_of(**options), [("read", [70, 30])], heads=1, group=2, dim=8)
 
@@ -160,6 +160,18 @@ def test_large_logits_neither_overflow_nor_vanish():
     assert np.isfinite(np.asarray(lane.driver.cache.state.covariance)).all()
 
 
+def test_weights_far_below_the_smallest_float_are_still_in_order():
+    """Of logits that span a thousand, float32 weights are zeros but for the largest, and ties would decide."""
+    lane = Lane(policy(covariance=False, values=False), 1, 1, 1, 4, 40, seed=4)
+    ahead = np.mean([rotation(40 + j, DIM) for j in range(FUTURE)], axis=0)
+    mean = ahead @ lane.q[0, 0, 0, SINK:].mean(axis=0)
+    order = np.random.default_rng(0).permutation(40)
+    lane.k[0, 0] = mean * (-50.0 * order[:, None]) / (mean @ mean) + 0.01 * lane.k[0, 0]
+    kept = lane.play([("read", [40])]).driver.kept(lane.k)[0]
+    rest = sorted(range(SINK, 40), key=lambda t: order[t])[: BUDGET - SINK]
+    assert kept == sorted([*range(SINK), *rest])
+
+
 @pytest.mark.parametrize(
     "bad",
     [
@@ -178,7 +190,7 @@ def test_bad_parameters_are_one_sentence(bad):
     assert "\n" not in str(error.value) and str(error.value).endswith(".")
 
 
-def test_defaults_are_the_originals():
+def test_defaults_are_the_originals_and_epsilon_the_leaderboards():
     policy = ExpectedAttention()
-    assert (policy.budget, policy.sink, policy.future, policy.epsilon) == (2048, 4, 512, 0.0)
+    assert (policy.budget, policy.sink, policy.future, policy.epsilon) == (2048, 4, 512, 0.01)
     assert policy.signals.query_skip == 4 and config_for(1, 4).num_heads == 2

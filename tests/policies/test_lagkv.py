@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import re
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -123,6 +126,53 @@ def test_ratio_is_the_overall_share_where_it_can_be_reached(length, ratio, lag):
     assert kept == window or kept <= ratio * length + 1e-3
     assert kept >= min(ratio * length - parts - 1, length), "less than one token a partition is lost to the floor"
     assert kept >= min(window, length)
+
+
+def notices(policy: LagKV, totals: range) -> list[int]:
+    return [total for total in totals if policy.notice(config_for(1, 4), total)]
+
+
+def test_rows_that_keep_nothing_between_sinks_and_window_are_named_with_what_works():
+    """At a quarter most short prompts; at an eighth all of them up to 2,191 tokens."""
+    assert len(notices(LagKV(ratio=0.25), range(272, 1000))) == 555
+    assert notices(LagKV(ratio=0.25), range(1, 3000))[-1] == 1039
+    assert notices(LagKV(ratio=0.125), range(1, 3000))[-1] == 2191 and not LagKV(ratio=0.125).notice(TOY, 271)
+    assert set(range(272, 1000)) <= set(notices(LagKV(ratio=0.125), range(1, 3000)))
+
+
+TOY = config_for(1, 4)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    total=st.integers(1, 1500),
+    size=st.sampled_from([{"ratio": 0.05}, {"ratio": 0.25}, {"budget": 144}, {"partition_ratio": 0.007}]),
+    sink=st.sampled_from([0, 16]),
+)
+def test_a_notice_is_true_and_so_is_its_way_out(total, size, sink):
+    policy = LagKV(**size, sink=sink)
+    sentence, kept = policy.notice(TOY, total), int(policy.budgets(TOY, 0, np.array([total]))[0, 0])
+    window = 128 + (total - sink) % 128
+    assert (sentence is not None) == (total - sink >= 256 and kept == sink + window)
+    if sentence is None:
+        return
+    assert f"a window of {window} in" in sentence and sentence.endswith(".") and len(sentence) < 280
+    for name, value in re.findall(r"(\w+)=([\d.]+\d)", sentence):
+        other = dataclasses.replace(policy, **{name: float(value) if "." in value else int(value)})
+        assert other.notice(TOY, total) is None
+        assert int(other.budgets(TOY, 0, np.array([total]))[0, 0]) > 0
+
+
+def test_it_is_said_once_and_stands_in_plans(tiny_model, capsys):
+    policy = LagKV(ratio=0.1, lag=24)
+    for seed in (0, 1):
+        kvjax.generate(tiny_model, np.random.default_rng(seed).integers(0, 256, 90).tolist(), policy=policy)
+    assert capsys.readouterr().err.count("LagKV keeps none of the") == 1
+    plan = kvjax.plan(tiny_model, prompt_tokens=90, policy=policy)
+    assert plan.notice and plan.notice in plan.table()
+    assert kvjax.plan(tiny_model, prompt_tokens=90, policy="lagkv:ratio=0.9,lag=24").notice is None
+    inner = kvjax.Razor(heads="0.0", inner=policy)
+    assert inner.notice(tiny_model.config, 90) == plan.notice
 
 
 @pytest.mark.parametrize("prompt_capacity, new", [(64, 256), (300, 40), (20, 500)])

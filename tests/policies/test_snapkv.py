@@ -79,14 +79,10 @@ def test_pooling_is_torchs():
     """Numbers from torch.nn.functional.avg_pool1d and max_pool1d, kernel 5, padding 2, stride 1."""
     x = jnp.array([[1.0, 5, 2, 0, 3, 7, 99, -99]])
     length = jnp.array([6])
-    average = pool(x, length, 5, "avg", count_padding=True)
+    average = pool(x, length, 5, "avg")
     np.testing.assert_allclose(average[0, :6], [1.6, 1.6, 2.2, 3.4, 2.4, 2.0], rtol=1e-6)
-    np.testing.assert_array_equal(pool(x, length, 5, "max", count_padding=True)[0, :6], [5, 5, 5, 7, 7, 7])
-    exist = pool(x, length, 5, "avg", count_padding=False)
-    np.testing.assert_allclose(exist[0, :6], [8 / 3, 2, 2.2, 3.4, 3, 10 / 3], rtol=1e-6)
-    assert (np.asarray(average[0, 6:]) == 0).all() and np.isfinite(
-        pool(x, length * 0, 5, "max", count_padding=True)
-    ).all()
+    np.testing.assert_array_equal(pool(x, length, 5, "max")[0, :6], [5, 5, 5, 7, 7, 7])
+    assert (np.asarray(average[0, 6:]) == 0).all() and np.isfinite(pool(x, length * 0, 5, "max")).all()
 
 
 @settings(max_examples=40, deadline=None)
@@ -94,16 +90,15 @@ def test_pooling_is_torchs():
     length=st.integers(0, 12),
     kernel=st.sampled_from([1, 3, 5, 7, 15]),
     kind=st.sampled_from(["avg", "max"]),
-    ends=st.sampled_from(["zeros", "exist"]),
     seed=st.integers(0, 100),
 )
-def test_pooling_ends_where_the_row_ends(length, kernel, kind, ends, seed):
+def test_pooling_ends_where_the_row_ends(length, kernel, kind, seed):
     """Padding and neighbours beyond a run never leak in, at any length, in a batch."""
     x = np.random.default_rng(seed).standard_normal((2, 12)).astype(np.float32)
     lengths = np.array([length, 12 - length])
-    result = pool(jnp.asarray(x), jnp.asarray(lengths), kernel, kind, count_padding=ends == "zeros")
+    result = pool(jnp.asarray(x), jnp.asarray(lengths), kernel, kind)
     for row, count in enumerate(lengths):
-        expected = pooled(list(x[row, :count].astype(np.float64)), kernel, kind, ends)
+        expected = pooled(list(x[row, :count].astype(np.float64)), kernel, kind)
         np.testing.assert_allclose(result[row, :count], expected, rtol=1e-5, atol=1e-6)
 
 

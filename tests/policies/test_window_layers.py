@@ -15,6 +15,7 @@ from kvjax.cache.groups import parts
 from kvjax.checkpoints.families import FAMILIES
 from kvjax.model.config import RopeConfig
 from kvjax.policies import parse
+from kvjax.policies.guard import check_kept
 from kvjax.policies.window_layers import SlidingWindow, WithWindows, for_model
 from kvjax.runtime.prefill import logits_of
 
@@ -59,7 +60,7 @@ def test_every_turn_gives_what_reading_it_all_gives(lm):
     assert [parts(layer)[0].length.max() for layer in layers] == [WINDOW, len(seen[0]) - 1, WINDOW]
 
 
-@pytest.mark.parametrize("storage", ["model", "int8"])
+@pytest.mark.parametrize("storage", [pytest.param("model", marks=pytest.mark.slow), "int8"])
 def test_shared_contexts_and_chunks(lm, storage):
     policy = "lagkv:ratio=0.9,lag=8,sink=2,prefill=chunked"
     cache = kvjax.read(lm, LONG, policy=policy, storage=storage, chat=False)
@@ -106,6 +107,18 @@ def test_the_policy_sees_global_layers_alone(lm):
     assert set(seen) == {(1, 0)}
     assert [heads[0] for heads in output.stats.retained] == [WINDOW, 15, WINDOW]
     assert output.stats.windows == (WINDOW, None, WINDOW)
+
+
+def test_a_slot_that_stands_for_many_is_counted_beside_the_tokens(lm):
+    """Global layers have one where their policy merges, and windows have none."""
+    merging, other = (for_model(parse(name), lm.config) for name in ("compensated:budget=12,sink=2", "h2o:budget=12"))
+    assert merging.merges and not other.merges
+    one_more = [np.array([[8, 8]])] * 3, np.array([7])
+    check_kept(merging, (), *one_more)
+    with pytest.raises(kvjax.UsageError, match="has 8 tokens in layer 0, head 0, and 7 were seen"):
+        check_kept(other, (), *one_more)
+    layers = asked(lm, LONG, policy=merging.policy).cache.layers
+    assert [parts(layer)[0].log_mass is not None for layer in layers] == [False, True, False]
 
 
 def test_retrieval_heads_are_those_of_global_layers(lm):

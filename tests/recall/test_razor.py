@@ -63,6 +63,7 @@ def test_protecting_the_found_heads_keeps_recall(lm, haystacks, found):
     assert kept.share < 0.3
 
 
+@pytest.mark.slow
 def test_protecting_as_many_random_heads_loses_it(lm, haystacks, found):
     policy, kept = found
     heads = [(layer, head) for layer in range(lm.config.num_layers) for head in range(lm.config.num_kv_heads)]

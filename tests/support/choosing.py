@@ -75,13 +75,12 @@ class ChoosingHead:
         return total
 
 
-def pooled(scores: Sequence[float], kernel: int, pooling: str, ends: str) -> np.ndarray:
-    """1-d pooling of stride 1 and the same length; ``ends``: what an average does at them ("zeros" or "exist")."""
+def pooled(scores: Sequence[float], kernel: int, pooling: str) -> np.ndarray:
+    """1-d pooling of stride 1 and the same length; an average counts zeros beyond the ends."""
     result = []
     for i in range(len(scores)):
         around = scores[max(i - kernel // 2, 0) : i + kernel // 2 + 1]
-        divisor = kernel if ends == "zeros" else len(around)
-        result.append(max(around) if pooling == "max" else sum(around) / divisor)
+        result.append(max(around) if pooling == "max" else sum(around) / kernel)
     return np.array(result)
 
 

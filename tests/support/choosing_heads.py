@@ -19,7 +19,7 @@ class SnapHead(ChoosingHead):
     def choose(self, candidates, new, budget):
         prefix = len(candidates) - self.window
         mass = self.mass(candidates, new[-self.window :])[:, :prefix]
-        by_head = np.stack([pooled(list(row), self.kernel, self.pooling, "zeros") for row in mass])
+        by_head = np.stack([pooled(list(row), self.kernel, self.pooling) for row in mass])
         scores = {"mean": by_head.mean, "sum": by_head.sum, "max": by_head.max}[self.group](axis=0)
         return [candidates[i] for i in best(scores, budget - self.window)] + candidates[prefix:]
 
@@ -40,5 +40,5 @@ class SlimHead(ChoosingHead):
         s1 = self.mass(candidates, new[-self.window :]).sum(axis=0)[: len(prefix)]
         s2 = np.array([max(abs(x) for x in self.v[t]) for t in prefix])
         s = {"both": s1 * s2, "s1": s1, "s2": s2}[self.score]
-        scores = pooled(list(s), self.kernel, self.pooling, "exist")
+        scores = pooled(list(s), self.kernel, self.pooling)
         return [prefix[i] for i in best(scores, budget - self.window)] + candidates[-self.window :]

@@ -1,0 +1,123 @@
+"""Query filters of a model (Q-Filters, arXiv 2503.02812, section 3): the direction that each head's queries share.
+
+Texts are read piece by piece, one layer at a time. Of each query head only two sums are kept, of its queries after
+rotary embedding and of their products with themselves; the first right singular vector of all queries is the largest
+eigenvector of the latter. Keys keep their sign along it, so the vector is turned to where the queries' mean is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from kvjax.checkpoints.load import LanguageModel
+from kvjax.checks import whole_number
+from kvjax.errors import UsageError
+from kvjax.model.config import ModelConfig
+from kvjax.policies.full import Full
+from kvjax.policies.profile import FilterProfile, ModelShape, model_name
+from kvjax.policies.window_layers import for_model
+from kvjax.runtime.layer_forward import forward_layers
+from kvjax.runtime.layer_observer import LayerObserver
+from pallas_kernels.rows import Rows
+
+
+def query_filters(
+    lm: LanguageModel,
+    texts: Sequence[str],
+    *,
+    tokens: int = 1024,
+    most: int = 32,
+    progress: Callable[[int, int], None] | None = None,
+) -> FilterProfile:
+    """The filter of every KV head of a model, of its global layers where others have a window.
+
+    Args:
+      lm: the model.
+      texts: what it reads; each is cut into pieces.
+      tokens: of a piece, or what fits the model's context. most: pieces.
+      progress: called after each piece with the pieces done and their number.
+
+    Raises:
+      UsageError: no text, or a model without global layers.
+    """
+    config = lm.config
+    whole_number("tokens", tokens, 2)
+    whole_number("most", most, 1)
+    if config.sliding and None not in config.windows:
+        raise UsageError("Every layer of this model sees a window of tokens; a policy has nothing to choose there.")
+    size = min(tokens, config.max_position)
+    pieces = [ids[i : i + size] for ids in map(lm.tokenizer.encode, texts) for i in range(0, len(ids), size)]
+    pieces = sorted(pieces, key=len, reverse=True)[:most]
+    if not pieces or len(pieces[0]) < 2:
+        raise UsageError("The texts have no tokens to read; give some pages.")
+    total: list[Any] = []
+    for number, ids in enumerate(pieces, 1):
+        observer = QuerySums(config, jnp.int32(len(ids)))
+        layers = [found for _, found in forward_layers(lm.params, [ids], observer)]
+        found = [[np.asarray(x, np.float64) for x in pair] for pair in layers]
+        total = jax.tree.map(np.add, total, found) if total else found
+        if progress is not None:
+            progress(number, len(pieces))
+    chosen = [pair for layer, pair in enumerate(total) if config.window_of(layer) is None]
+    return FilterProfile(
+        model=model_name(lm.name),
+        shape=ModelShape.of(for_model(Full(), config).seen_as(config)),
+        pieces=len(pieces),
+        tokens=sum(map(len, pieces)),
+        filters=tuple(tuple(round(float(x), 5) for x in filters_of(*pair).ravel()) for pair in chosen),
+    )
+
+
+def filters_of(mean: Float[np.ndarray, "H G D"], product: Float[np.ndarray, "H G D D"]) -> Float[np.ndarray, "H D"]:
+    """Each KV head's filter, from the sums over its queries."""
+    _, vectors = np.linalg.eigh(product)  # ascending
+    first = vectors[..., -1]
+    side = np.where((first * mean).sum(axis=-1, keepdims=True) < 0, -1.0, 1.0)
+    return (side * first).mean(axis=1)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class QuerySums(LayerObserver):
+    """Observes the sum of each head's queries after rotary embedding, and of their products with themselves.
+
+    Attributes:
+      count: tokens of the only row.
+    """
+
+    config: ModelConfig = dataclasses.field(metadata={"static": True})
+    count: Int[Array, ""]
+
+    def start(self, kept: Rows | None, tokens: int) -> tuple[Array, Array]:
+        """Sums over no query."""
+        c = self.config
+        zeros = jnp.zeros((c.num_kv_heads, c.group_size, c.head_dim), jnp.float32)
+        return zeros, jnp.zeros((*zeros.shape, c.head_dim), jnp.float32)
+
+    def after_block(
+        self,
+        partial: tuple[Array, Array],
+        raw: Float[Array, "1 S H G D"],
+        q: Float[Array, "1 H G S D"],
+        normaliser: Float[Array, "1 H G S"],
+        k: Float[Array, "1 H T D"],
+        kept: Rows | None,
+        index: Int[Array, ""],
+    ) -> tuple[Array, Array]:
+        """The sums with those of this block's tokens."""
+        block = q.shape[3]
+        real = index * block + jnp.arange(block) < self.count
+        wide = jnp.where(real[:, None], q[0].astype(jnp.float32), 0.0)
+        product = jnp.einsum("hgsd,hgse->hgde", wide, wide, precision=jax.lax.Precision.HIGHEST)
+        return partial[0] + wide.sum(axis=2), partial[1] + product
+
+    def finish(self, partial: tuple[Array, Array], before: Any, k: Array, kept: Rows | None, block: int) -> Any:
+        """The sums over all."""
+        return partial
