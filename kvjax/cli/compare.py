@@ -55,8 +55,8 @@ def compare(
     """
     from kvjax.bench import machine
     from kvjax.eval.candidates import candidates
-    from kvjax.eval.pictures import new_figure
     from kvjax.eval.results import Settings, read_rows
+    from kvjax.figures import new_figure
 
     chosen = candidates(policies, inputs.numbers(retained, "--retained"))
     tokens = inputs.integers(lengths, "--lengths")
@@ -106,8 +106,9 @@ class _Files:
         """The picture, and the Markdown that shows it."""
         from kvjax import files
         from kvjax.eval import pictures
+        from kvjax.figures import png
 
-        files.write_atomically(self._out / PICTURE, pictures.png(pictures.accuracy_figure(rows)))
+        files.write_atomically(self._out / PICTURE, png(pictures.accuracy_figure(rows)))
         self.save(rows)
 
     def show(self, rows: Sequence[Row], markdown: bool) -> None:

@@ -56,8 +56,8 @@ def compare_rounds(
     from kvjax.eval import round_report as report
     from kvjax.eval.candidates import split_policies
     from kvjax.eval.dialogues import history_capacity, long_dialogues
-    from kvjax.eval.pictures import new_figure, png
     from kvjax.eval.round_questions import DEFAULT, RoundComparison, Settings, read_answers, round_policy
+    from kvjax.figures import new_figure, png
     from kvjax.files import write_atomically
 
     names = list(DEFAULT) if policies == "all" else split_policies(policies)

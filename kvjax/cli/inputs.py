@@ -89,14 +89,14 @@ def names(value: str) -> tuple[str, ...]:
     return tuple(part.strip() for part in value.split(",") if part.strip())
 
 
-def byte_count(value: str | None) -> int | None:
+def byte_count(value: str | None, name: str = "--memory-limit") -> int | None:
     """``"8GB"``, ``"512MiB"`` or plain bytes as a number of bytes."""
     if value is None:
         return None
     match = re.fullmatch(r"\s*([0-9]{1,20}(?:\.[0-9]{1,20})?)\s*([kmgt]i?)?b?\s*", value.lower())
     count = int(fractions.Fraction(match[1]) * _UNITS[match[2] or ""]) if match else 0
     if not 0 < count <= MOST_BYTES:
-        raise UsageError(f"--memory-limit takes bytes, such as 8GB, 512MiB or 1000000, not {quoted(value)}.")
+        raise UsageError(f"{name} takes bytes, such as 8GB, 512MiB or 1000000, not {quoted(value)}.")
     return count
 
 

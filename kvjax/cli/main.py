@@ -15,6 +15,9 @@ from collections.abc import Sequence
 
 import typer
 
+# JAX reads this when it is loaded: its warnings are of what is meant here, such as processes that may be lost.
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+
 import kvjax.cli
 from kvjax.cli.app import INTERRUPTED, app
 from kvjax.errors import QUOTED, KvjaxError, UsageError, cut, one_sentence

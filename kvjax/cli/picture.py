@@ -67,9 +67,9 @@ def picture(
     LagKV, LocalKV and L2. question-answer: how alike a question and its answer attend to earlier rounds.
     """
     from kvjax.checks import number, whole_number
-    from kvjax.eval.pictures import new_figure
     from kvjax.eval.results import Settings
     from kvjax.eval.studies import STUDIES
+    from kvjax.figures import new_figure
 
     text = inputs.text_or_file(text, "--text")
     known = [POSITIONS, ALIKE, *STUDIES]
@@ -177,7 +177,7 @@ def _documentation() -> str:
 
 
 def _save(out: Path, figure: Figure) -> None:
-    from kvjax.eval.pictures import png
+    from kvjax.figures import png
     from kvjax.files import write_atomically
 
     write_atomically(out, png(figure))

@@ -21,7 +21,7 @@ from kvjax.eval.asking import Answers, Asker, Cost
 from kvjax.eval.candidates import Candidate
 from kvjax.eval.follow_ups import ANSWER_TOKENS, TURNS
 from kvjax.eval.material import Prompts, Talks, check_length, make_prompts, make_talks
-from kvjax.eval.recorded import RecordedDecoder
+from kvjax.eval.recorded import RecordedDecoder, can_replay
 from kvjax.eval.results import AFTER, IN_VIEW, Row, Scored, Settings, accuracy
 from kvjax.eval.ruler import match_all
 from kvjax.generation import generate
@@ -137,8 +137,8 @@ class Comparison:
             yield _score(TURNS[turn], "", answers, talks.outputs(turn))
 
     def _record_for(self, policy: Policy, prompts: Prompts) -> RecordedDecoder | None:
-        """The record, or None for a policy that reads in chunks and so sees other hidden states."""
-        return prompts.made if policy.chunks(self.lm.config) is None else None
+        """The record, or None for a policy that needs the model."""
+        return prompts.made if can_replay(policy, self.lm.config) else None
 
     def _prefill_rate(self, name: str, length: int, policy: Policy, prompts: Prompts) -> float:
         """Tokens per second of one prompt through the whole prefill; what is retained hardly changes it."""

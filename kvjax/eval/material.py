@@ -64,13 +64,17 @@ def check_length(lm: LanguageModel, settings: Settings, length: int) -> None:
     """Refuse a length beyond the model's context, or whose record the device cannot hold (UsageError)."""
     if not 1 <= length <= lm.config.max_position:
         raise UsageError(f"The length {length} is not within the model's context of {lm.config.max_position} tokens.")
-    groups = len(settings.tasks) + settings.turns
-    need = groups * record_bytes(lm.config, settings.samples, length, lm.params.dtype.itemsize)
+    check_record(lm, (len(settings.tasks) + settings.turns) * settings.samples, length)
+
+
+def check_record(lm: LanguageModel, prompts: int, length: int) -> None:
+    """Refuse prompts whose record the device cannot hold (UsageError)."""
+    need = record_bytes(lm.config, prompts, length, lm.params.dtype.itemsize)
     free = _free_bytes()
     if free is not None and need > free:
         raise UsageError(
-            f"Recording {groups * settings.samples} prompts of {length} tokens needs {human_bytes(need)} and "
-            f"{human_bytes(free)} are free; ask for fewer samples or shorter lengths."
+            f"Recording {prompts} prompts of {length} tokens needs {human_bytes(need)} and {human_bytes(free)} are "
+            "free; ask for fewer samples or shorter lengths."
         )
 
 

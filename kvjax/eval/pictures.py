@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from kvjax.errors import KvjaxError
 from kvjax.eval.candidates import REFERENCE
 from kvjax.eval.results import AFTER, IN_VIEW, Estimate, Row, accuracy
+from kvjax.figures import new_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -22,25 +21,6 @@ _COLORS = (
 )
 _MARKERS = "osD^vP<X>*hdp8"
 _GREY = "#555555"
-
-
-def new_figure(width: float, height: float) -> Figure:
-    """A figure that draws into memory; one sentence without matplotlib."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise KvjaxError("Pictures need the package matplotlib; pip install 'kvjax[eval]'.") from error
-    figure = Figure(figsize=(width, height), layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure
-
-
-def png(figure: Figure) -> bytes:
-    """The figure as a PNG file's bytes."""
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=150)
-    return buffer.getvalue()
 
 
 def style(number: int) -> dict[str, Any]:

@@ -13,7 +13,8 @@ from kvjax.cache.groups import parts
 from kvjax.cache.pool import mark_rows
 from kvjax.checkpoints.load import LanguageModel
 from kvjax.errors import UsageError
-from kvjax.eval.pictures import new_figure, plain_axes, style
+from kvjax.eval.pictures import plain_axes, style
+from kvjax.figures import new_figure
 from kvjax.generation import generate
 
 if TYPE_CHECKING:

@@ -12,7 +12,8 @@ from jaxtyping import Float
 from kvjax.calibrate.round_attention_mass import question_and_answer_mass
 from kvjax.checkpoints.load import LanguageModel
 from kvjax.eval.dialogues import Dialogue
-from kvjax.eval.pictures import new_figure, plain_axes, style
+from kvjax.eval.pictures import plain_axes, style
+from kvjax.figures import new_figure
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -4,8 +4,7 @@ A prompt that is read whole attends to all of itself, whatever the policy keeps 
 are the same for every policy and every budget. A comparison of 50 caches would compute them 50 times, which is nearly
 all its time. :func:`record` computes them once; :class:`RecordedDecoder` stands in for the model in the runtime's own
 prefill program and hands them out, so that what a policy sees and does is exactly what it sees and does in use: only
-the weights' products are left out. Policies that read prompts in chunks (``Policy.chunks``) see other hidden states
-and cannot be replayed.
+the weights' products are left out. Some policies cannot be replayed: see :func:`can_replay`.
 
 Memory: (query heads + 2 KV heads) x head_dim numbers a token and layer; for 135M parameters 115 kB a token in float32.
 """
@@ -25,6 +24,7 @@ from kvjax.cache.buckets import prompt_bucket
 from kvjax.model.config import ModelConfig
 from kvjax.model.decoder import Decoder, DecoderLayer
 from kvjax.model.rope import Angles
+from kvjax.policies.base import Policy
 from kvjax.runtime.layer_forward import forward_layers
 from kvjax.runtime.layer_observer import LayerObserver
 from pallas_kernels.rows import Rows
@@ -33,9 +33,11 @@ from pallas_kernels.rows import Rows
 class _RecordedLayer(DecoderLayer):
     """A layer whose projections were made before; hidden states are (token, row) indices, which pass unchanged."""
 
-    def __init__(self, q: Array, k: Array, v: Array, config: ModelConfig):
+    def __init__(self, q: Array, k: Array, v: Array, layer: DecoderLayer):
         self.q, self.k, self.v = nnx.Variable(q), nnx.Variable(k), nnx.Variable(v)
-        self.config = config
+        self.config = layer.config
+        if self.config.attention_sinks:
+            self.sinks = layer.sinks
 
     def project(self, x: Float[Array, "*S M"]) -> tuple[Float[Array, "*S H G D"], Array, Array]:
         index, row = (x[..., i].astype(jnp.int32) for i in range(2))
@@ -106,8 +108,18 @@ def record(params: Decoder, prompts: Sequence[Sequence[int]]) -> RecordedDecoder
     observer = Projections(max(map(len, prompts)))
     read = list(forward_layers(params, prompts, observer))
     both = zip(read, params.layers, strict=True)
-    layers = [_RecordedLayer(q, k, v, layer.config) for (_, (q, k, v)), layer in both]
+    layers = [_RecordedLayer(q, k, v, layer) for (_, (q, k, v)), layer in both]
     return RecordedDecoder(params, layers, jax.block_until_ready(read[-1][0]))
+
+
+def can_replay(policy: Policy, config: ModelConfig) -> bool:
+    """Whether a policy sees of a record what it would see of the model.
+
+    One that reads prompts in chunks sees other hidden states; one that has them repeated, or asks what values add to
+    the output, needs the weights.
+    """
+    asked = policy.signals
+    return policy.chunks(config) is None and asked.repeat is None and not asked.outputs
 
 
 def record_bytes(config: ModelConfig, rows: int, tokens: int, itemsize: int) -> int:

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from jaxtyping import Float
 
-from kvjax.eval.pictures import new_figure, plain_axes, style
+from kvjax.eval.pictures import plain_axes, style
 from kvjax.eval.round_questions import FULL, Answer, Settings
+from kvjax.figures import new_figure
 from kvjax.files import write_atomically
 from kvjax.tables import Column, Report, Table, human_bytes
 

@@ -2,8 +2,8 @@
 
 Prompts, haystacks, sizes and the order of random draws are the benchmark's own, so the same seed and tokenizer give
 its samples, text for text. A sample keeps context and question apart: the context can be compressed before the
-question is known. Essay haystacks need a corpus that this package does not carry, and are not here; where the
-benchmark hides several keys or values in essays, the ``noise_`` tasks hide as many in its noise haystack.
+question is known. Essay haystacks need a corpus that this package does not carry, and are in ``suites``, which is
+given one; where the benchmark hides several keys or values in essays, the ``noise_`` tasks hide as many in noise.
 """
 
 from __future__ import annotations
@@ -42,13 +42,14 @@ class NeedleTask:
     """One task: what hides where, and how much of it.
 
     Attributes:
-      haystack: "noise" repeats one line; "needle" is made of distractors that look like the needle.
+      haystack: "noise" repeats one line; "needle" is made of distractors that look like the needle; "essay" is text
+        that the caller has.
       key, value: kinds of the needle's two parts.
       keys, values, queries: needles of different keys, values of each key, keys that are asked about.
       max_new_tokens: the answer's tokens, counted in a sample's length.
     """
 
-    haystack: Literal["noise", "needle"]
+    haystack: Literal["noise", "needle", "essay"]
     key: Kind = "words"
     value: Kind = "numbers"
     keys: int = 1
@@ -119,7 +120,7 @@ def answer_room(tokenizer: Encoder, task: str | NeedleTask) -> int:
     task = find_task(task)
     kind = task.value
     rng = random.Random(0)
-    draw = _Draw(task, rng, 0)
+    draw = Draw(task, rng, 0)
     longest = max(len(tokenizer.encode(f" {draw.value(kind)}")) for _ in range(32))
     return task.queries * task.values * (longest + 4) + 6
 
@@ -151,10 +152,16 @@ def make_samples(
     task = find_task(task)
     whole_number("samples", samples, 1)
     reserved = task.max_new_tokens if max_new_tokens is None else max_new_tokens
-    room = length - template_tokens
-    draw = _Draw(task, random.Random(seed), seed)
-    needles = task.keys * task.values
-    step = max(5 if length < 4096 else 25, needles)
+    step = max(5 if length < 4096 else 25, task.keys * task.values)
+    draw = Draw(task, random.Random(seed), seed)
+    return draw_samples(tokenizer, draw, length, samples, step, reserved, template_tokens)
+
+
+def draw_samples(
+    tokenizer: Encoder, draw: Draw, length: int, samples: int, step: int, reserved: int, template_tokens: int
+) -> list[Sample]:
+    """Samples of a task in the largest haystack that fits; ``step``: what is taken from one that is too large."""
+    room, needles = length - template_tokens, draw.task.keys * draw.task.values
 
     def tokens(sample: Sample) -> int:
         return len(tokenizer.encode(sample.prompt)) + reserved
@@ -173,7 +180,7 @@ def make_samples(
     return made
 
 
-def _fit(draw: _Draw, tokens: Callable[[Sample], int], room: int, step: int, reserved: int) -> int:
+def _fit(draw: Draw, tokens: Callable[[Sample], int], room: int, step: int, reserved: int) -> int:
     """Lines of the largest haystack that fits, by the benchmark's binary search."""
     per_line = (tokens(draw.sample(0, step)) - reserved) / step
     low, high, best = step, max(int(room / per_line * 3), step * 2), None
@@ -186,7 +193,7 @@ def _fit(draw: _Draw, tokens: Callable[[Sample], int], room: int, step: int, res
     return best or step
 
 
-class _Draw:
+class Draw:
     """Draws samples; the order of draws is the benchmark's."""
 
     def __init__(self, task: NeedleTask, rng: random.Random, seed: int):
@@ -214,6 +221,10 @@ class _Draw:
             lines.insert(place, needle)
         return lines
 
+    def text(self, count: int, needles: list[str]) -> str:
+        """A haystack of so many units with the needles in it."""
+        return "\n".join(self.lines(count, needles))
+
     def sample(self, index: int, count: int) -> Sample:
         task = self.task
         keys, values, needles = [], [], []
@@ -224,7 +235,7 @@ class _Draw:
             needles += [needle for _, needle in drawn]
         # The same permutation in every sample: a fresh generator from the global seed.
         random.Random(self.seed).shuffle(needles)
-        text = "\n".join(self.lines(count, needles))
+        text = self.text(count, needles)
         asked = self.rng.sample(range(task.keys), task.queries)
         names = [keys[i] for i in asked]
         query = f"{', '.join(names[:-1])}, and {names[-1]}" if len(names) > 1 else names[0]

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from kvjax.eval.candidates import REFERENCE, Candidate
-from kvjax.eval.pictures import error_bars, new_figure, plain_axes
+from kvjax.eval.pictures import error_bars, plain_axes
 from kvjax.eval.results import AFTER, IN_VIEW, Row, accuracy
+from kvjax.figures import new_figure
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -35,7 +35,7 @@ def cli(monkeypatch, capsys, tiny_model):
 
     def run(*arguments: str, stdin: bytes = b"") -> Ran:
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin), encoding="utf-8"))
-        compiling = "generate read chat batch bench compare compare-rounds picture".split()
+        compiling = "generate read chat batch bench compare compare-rounds eval picture".split()
         kept = arguments[0] in compiling and arguments[1:2] not in (("kernels",), ("decode",), ("start",))
         cached = ("--no-compile-cache",) if kept else ()
         code = main([*arguments, *cached])

@@ -24,6 +24,7 @@ def told(path, topics=("Bees", "Tea", "Rain")):
     return path
 
 
+@pytest.mark.slow
 def test_every_strategy_answers_from_the_same_rounds_and_a_second_run_goes_on(cli, tmp_path, four_layers):
     out, data = tmp_path / "out", told(tmp_path / "topics.jsonl")
     common = ("compare-rounds", "--dialogues", str(data), "--out", str(out), "--max-new-tokens", "3", "--repeats", "2")

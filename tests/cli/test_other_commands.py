@@ -53,7 +53,7 @@ def test_models_lists_what_can_be_loaded_and_what_is_refused(cli):
     assert sorted(name for found in said["refused"] for name in found["architectures"]) == sorted(REFUSED)
     for name in (*KNOWN, *FAMILIES, *REFUSED):
         assert name in ran.out, name
-    assert (gguf_name("mistral"), gguf_name("phi"), gguf_name("falcon")) == ("llama", "phi2", None)
+    assert (gguf_name("mistral"), gguf_name("phi"), gguf_name("mpt")) == ("llama", "phi2", None)
 
 
 def test_policies_lists_every_policy_with_its_defaults(cli):

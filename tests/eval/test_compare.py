@@ -22,10 +22,12 @@ from kvjax.eval.candidates import Candidate
 from kvjax.eval.compare import Comparison
 from kvjax.eval.follow_ups import TURNS
 from kvjax.eval.material import make_prompts
-from kvjax.eval.recorded import record, record_bytes
+from kvjax.eval.recorded import can_replay, record, record_bytes
 from kvjax.eval.results import AFTER, IN_VIEW, Estimate, Row, Scored, Settings
+from kvjax.figures import new_figure, png
 from kvjax.generation import generate
 from kvjax.policies import parse
+from kvjax.policies.window_layers import for_model
 from kvjax.runtime.reading import read_prompts
 
 LENGTH = 480
@@ -70,6 +72,20 @@ def test_a_replayed_prompt_leaves_the_cache_that_reading_it_leaves(lm, policy):
             assert np.array_equal(a.length, b.length)
             for one, other in zip(parts(a), parts(b), strict=True):
                 np.testing.assert_allclose(*(valid_keys(part) for part in (one, other)), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("policy", "replays"),
+    [
+        ("keydiff:ratio=0.5", True),
+        ("lagkv:ratio=0.5,prefill=chunked", False),
+        ("kvzip:ratio=0.5", False),
+        ("criticalkv:ratio=0.5", False),
+        ("razor:ratio=0.9,heads=0.1,inner=kvzip", False),
+    ],
+)
+def test_what_needs_the_model_is_not_replayed(lm, policy, replays):
+    assert can_replay(for_model(parse(policy), lm.config), lm.config) == replays
 
 
 def valid_keys(layer) -> np.ndarray:
@@ -273,9 +289,9 @@ def test_the_picture_has_a_line_for_every_policy():
     line = left.containers[0].lines[0]
     assert list(line.get_xdata()) == [25, 50] and list(line.get_ydata()) == [0.5, 1]
     assert list(right.containers[0].lines[0].get_ydata()) == [1, 0.5]
-    width, height = png_size(pictures.png(figure))
+    width, height = png_size(png(figure))
     assert width > 1000 and height > 500
-    png_size(pictures.png(pictures.accuracy_figure([Row(100, "razor", 0.25, refused="No.")])))
+    png_size(png(pictures.accuracy_figure([Row(100, "razor", 0.25, refused="No.")])))
 
 
 def test_without_matplotlib_it_is_one_sentence(monkeypatch):
@@ -283,7 +299,7 @@ def test_without_matplotlib_it_is_one_sentence(monkeypatch):
 
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(KvjaxError, match=r"kvjax\[eval\]"):
-        pictures.new_figure(1, 1)
+        new_figure(1, 1)
 
 
 def test_which_caches_are_compared():

@@ -9,9 +9,9 @@ import toys
 from kvjax.errors import UsageError
 from kvjax.eval import positions, studies
 from kvjax.eval.candidates import Candidate
-from kvjax.eval.pictures import png
 from kvjax.eval.positions import Retained, retained_positions
 from kvjax.eval.results import AFTER, IN_VIEW, Row, Scored
+from kvjax.figures import png
 
 
 @pytest.mark.parametrize("name", studies.STUDIES)

@@ -1,0 +1,151 @@
+"""``kvjax eval``: a benchmark asked of every policy's cache and of the full one; one report."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvjax.checks import whole_number
+from kvjax.cli import inputs, session
+from kvjax.cli import options as flag
+from kvjax.cli.app import INTERRUPTED, app
+from kvjax.errors import UsageError
+from kvjax.files import check_folder
+
+if TYPE_CHECKING:
+    from kvjax.checkpoints.load import LanguageModel
+    from kvjax.eval.candidates import Candidate
+    from kvjax.eval.suites.data import DataFolder
+    from kvjax.eval.suites.item import Asked, Suite
+    from kvjax.eval.suites.journal import Journal
+
+
+@app.command("eval")
+def evaluate(
+    suite: Annotated[
+        str, typer.Option("--suite", help="ruler, passkey, needle-map, longbench, longbench-v2, longmemeval or rounds.")
+    ],
+    out: Annotated[Path, typer.Option("--out", help="Folder for answers and report; a run begun there goes on.")],
+    model: flag.Model = flag.DEFAULT_MODEL,
+    config: flag.Config = None,
+    dtype: flag.Dtype = None,
+    weights: flag.Weights = None,
+    policies: Annotated[
+        str, typer.Option("--policies", help="Such as snapkv,lagkv:lag=64,sink=4; the full cache always runs.")
+    ] = "snapkv,lagkv",
+    retained: Annotated[
+        str, typer.Option("--retained", help="Comma-separated fractions of the tokens to keep.")
+    ] = "0.5,0.25",
+    data: Annotated[Path | None, typer.Option("--data", help="Folder with the text of benchmarks.")] = None,
+    tasks: Annotated[str, typer.Option("--tasks", help="The suite's tasks, separated by commas; all if none.")] = "",
+    length: Annotated[
+        int | None, typer.Option("--length", help="Tokens of the longest prompt with its answer.")
+    ] = None,
+    limit: Annotated[int | None, typer.Option("--limit", help="Questions of each task, or of each cell.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Short prompts and few of them, to see that it runs.")] = False,
+    in_view: Annotated[
+        bool, typer.Option("--in-view", help="Compress context and question together; else the context alone.")
+    ] = False,
+    batch_size: Annotated[int, typer.Option("--batch-size", help="Prompts answered together.")] = 2,
+    storage: Annotated[str, flag.option("storage")] = "model",
+    seed: Annotated[int, typer.Option("--seed", help="Of what is drawn, and of the bootstrap.")] = 42,
+    compile_cache: flag.CompileCache = True,
+) -> int:
+    """Ask a benchmark's questions of compressed caches and of the full one.
+
+    Scores with standard errors, paired differences from the full cache, bytes and speed go to report.html, report.md
+    and report.json; raw answers to answers.jsonl. Interrupted or killed, the same command goes on.
+    """
+    from kvjax.cache.quantisation import parse_storage
+    from kvjax.eval.candidates import candidates
+    from kvjax.eval.suites.data import DataFolder
+    from kvjax.eval.suites.folder import JOURNAL
+    from kvjax.eval.suites.journal import Journal, RunSettings
+    from kvjax.eval.suites.registry import asked_of, find_suite
+    from kvjax.eval.suites.runner import AFTER, IN_VIEW
+    from kvjax.figures import new_figure
+
+    chosen = find_suite(suite)
+    compared = candidates(policies, inputs.numbers(retained, "--retained"))
+    whole_number("--batch-size", batch_size, 1)
+    parse_storage(storage)
+    folder = DataFolder(data)
+    if data is not None and not data.is_dir():
+        raise UsageError(f"--data names no folder: {data}.")
+    check_folder("--out", out)
+    new_figure(1, 1)  # refuses without matplotlib now, and not when all is measured
+    named = inputs.names(tasks)
+    asked = asked_of(chosen, folder, tasks=named, length=length, limit=limit, seed=seed, quick=quick)
+    settings = RunSettings(
+        model, dtype, weights, suite, asked.tasks, asked.length, asked.limit, quick, seed,
+        IN_VIEW if in_view else AFTER, storage, batch_size,
+    )  # fmt: skip
+    journal = Journal(out / JOURNAL, settings)
+    _check_length(model, asked)
+    lm = session.load(model, dtype, compile_cache=compile_cache, weights=weights)
+    return _run(lm, chosen, folder, asked, journal, compared)
+
+
+def _check_length(model: str, asked: Asked) -> None:
+    """Refuse a length beyond the model's context before its weights are read."""
+    import kvjax
+
+    most = kvjax.load_config(model).max_position
+    if asked.length is not None and asked.length > most:
+        raise UsageError(f"The length {asked.length} is beyond the model's context of {most} tokens.")
+
+
+def _run(
+    lm: LanguageModel,
+    suite: Suite,
+    data: DataFolder,
+    asked: Asked,
+    journal: Journal,
+    compared: Sequence[Candidate],
+) -> int:
+    from kvjax.bench import machine
+    from kvjax.eval.suites import estimate, folder
+    from kvjax.eval.suites.runner import Runner, digest
+    from kvjax.eval.suites.scores import lines
+
+    code = 0
+    refused: dict[tuple[str, float | None], str] = {}
+    items: list[Any] = []
+    try:
+        items = suite.items(lm, data, asked)
+        if not items:
+            raise UsageError(f"The suite {suite.name} has no questions of {', '.join(asked.tasks)}.")
+        runner = Runner(lm, items, journal, _say)
+        refused = runner.refused
+        journal.begin(f"{digest(items)} in {lm.params.number_format}")
+        missing, whole = runner.missing(compared), len(items) * len(compared)
+        if whole > missing:
+            _say(f"{whole - missing} answers of an earlier run are kept")
+        if missing:
+            spent = estimate.seconds(lm, runner.batches, len(compared)) * missing / whole
+            _say(
+                f"{len(items)} questions of {len(compared)} caches: about {estimate.in_words(spent)} if answers are as "
+                "long as they may be, and programs are compiled besides"
+            )
+        runner.run(compared)
+    except KeyboardInterrupt:
+        _say(f"what is answered is in {journal.path.parent}; the same command goes on from there")
+        code = INTERRUPTED
+    finally:
+        journal.close()
+    if journal.answers and items:
+        found = lines(items, journal, compared, refused)
+        shown = folder.write(journal.path.parent, suite, journal.settings, found, machine.describe())
+        shown.print(width=160)
+        print(f"Saved: {journal.path.parent / folder.PAGE}, {folder.MARKDOWN}, {folder.NUMBERS}, {folder.JOURNAL}.")
+    elif refused:
+        raise UsageError(next(iter(refused.values())))
+    return code
+
+
+def _say(what: str) -> None:
+    print(f"kvjax eval: {what}", file=sys.stderr, flush=True)

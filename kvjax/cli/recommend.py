@@ -1,0 +1,174 @@
+"""``kvjax recommend``: measures policies on a user's own texts, and says which one to use."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvjax.checks import number, whole_number
+from kvjax.cli import inputs, session
+from kvjax.cli import options as flag
+from kvjax.cli.app import INTERRUPTED, app
+from kvjax.errors import UsageError, quoted
+from kvjax.files import check_folder
+
+if TYPE_CHECKING:
+    from kvjax.checkpoints.load import LanguageModel
+    from kvjax.eval.candidates import Candidate
+    from kvjax.eval.recommend.choice import Goal
+    from kvjax.eval.recommend.folder import Folder
+    from kvjax.eval.recommend.measure import Measured, Request
+    from kvjax.eval.recommend.passages import Passage
+
+#: Tokens of a passage where nothing is said: enough to tell policies apart, and minutes on a CPU.
+_TOKENS = 1024
+#: Fractions that are tried where a budget chooses among them.
+_FRACTIONS = (0.9, 0.75, 0.625, 0.5, 0.375, 0.25, 0.1875, 0.125, 0.09375, 0.0625)
+#: Policies that are measured: those that need no question, and two that show what costs nothing to choose.
+_POLICIES = (
+    "keydiff;compactor;chunkkv;expected_attention;tova;snapkv;lagkv;streamingllm;"
+    "razor:inner=compactor,induction_share=0.03"
+)
+
+
+@app.command()
+def recommend(
+    text: Annotated[
+        list[Path], typer.Option("--text", help="A text file, or a folder of them; may be given several times.")
+    ],
+    out: Annotated[Path, typer.Option("--out", help="Folder for the answer; what it holds is not measured again.")],
+    context: Annotated[int, typer.Option("--context", help="Tokens of the prompts that the policy is for.")] = 4096,
+    budget: Annotated[
+        str | None, typer.Option("--budget", help="Bytes of the cache at most, such as 2GB; not with --loss.")
+    ] = None,
+    loss: Annotated[
+        str | None, typer.Option("--loss", help="Loss added to the full cache's at most, such as 1%; the default.")
+    ] = None,
+    batch: Annotated[int, typer.Option("--batch", help="Prompts at a time, whose caches are counted.")] = 1,
+    model: flag.Model = flag.DEFAULT_MODEL,
+    config: flag.Config = None,
+    dtype: flag.Dtype = None,
+    weights: flag.Weights = None,
+    policies: Annotated[str, typer.Option("--policies", help="As of `kvjax compare`.")] = _POLICIES,
+    retained: Annotated[
+        str, typer.Option("--retained", help="Fractions to measure; with --budget the largest that fits.")
+    ] = "0.5,0.25",
+    tokens: Annotated[
+        int | None, typer.Option("--measured-tokens", help="Of each passage; by default 1,024, or --context if less.")
+    ] = None,
+    passages: Annotated[int, typer.Option("--passages", help="Pieces of the texts.")] = 6,
+    needles: Annotated[int, typer.Option("--needles", help="Hidden in each passage.")] = 2,
+    storage: Annotated[str, flag.option("storage")] = "model",
+    seed: Annotated[int, typer.Option("--seed", help="Of the passages and needles.")] = 0,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown instead of a table.")] = False,
+    compile_cache: flag.CompileCache = True,
+) -> int:
+    """Say which policy to use for texts like these.
+
+    Passages of the texts are compressed by every candidate; then numbers that were hidden in them are asked for, and
+    the loss of the text that follows is measured. The answer is the flag to copy, with a table and a picture.
+    """
+    from kvjax.cache.quantisation import parse_storage
+    from kvjax.eval.candidates import candidates
+    from kvjax.eval.recommend.choice import Goal
+    from kvjax.eval.recommend.folder import Folder, Settings, digest
+    from kvjax.eval.recommend.passages import make_passages, read_texts
+    from kvjax.figures import new_figure
+
+    if budget is not None and loss is not None:
+        raise UsageError("--budget and --loss ask for two things; give one of them.")
+    goal = Goal(inputs.byte_count(budget, "--budget"), None if loss is None else _share(loss))
+    for name, value in (("--context", context), ("--batch", batch), ("--passages", passages), ("--needles", needles)):
+        whole_number(name, value, 1, 2**31)
+    measured = min(context, _TOKENS) if tokens is None else tokens
+    whole_number("--measured-tokens", measured, 1, 2**31)
+    fractions = inputs.numbers(retained, "--retained")
+    chosen = candidates(policies, fractions)
+    kind = parse_storage(storage)
+    new_figure(1, 1)  # refuses without matplotlib now, and not when all is measured
+    check_folder("--out", out)
+    texts = read_texts(text)
+    lm = session.load(model, dtype, compile_cache=compile_cache, weights=weights)
+    for name, value in (("--context", context), ("--measured-tokens", measured)):
+        if value > lm.config.max_position:
+            raise UsageError(f"{name} is {value}, and this model's context is {lm.config.max_position}.")
+    settings = Settings(
+        lm.name, lm.params.number_format, storage, digest(texts), context, batch, measured, passages, needles, seed
+    )
+    folder = Folder(out, settings)
+    earlier = folder.earlier()
+    made = make_passages(lm, texts, tokens=measured, passages=passages, needles=needles, seed=seed)
+    from kvjax.eval.recommend.measure import Request, within
+
+    request = Request(context, batch, kind)
+    if goal.budget is not None:
+        smaller = [fraction for fraction in _FRACTIONS if fraction < max(fractions)]
+        chosen = within(lm, chosen, request, goal.budget, [*fractions, *smaller])
+    return _measure(lm, made, chosen, request, goal, folder, earlier, markdown)
+
+
+def _share(text: str) -> float:
+    """``"1%"`` or ``"0.01"`` as 0.01."""
+    try:
+        value = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+        number("--loss", value, 0.0, 1.0)
+    except (ValueError, UsageError) as error:
+        raise UsageError(f"--loss is {quoted(text)}; give a share such as 1% or 0.01.") from error
+    return value
+
+
+def _measure(
+    lm: LanguageModel,
+    made: Sequence[Passage],
+    chosen: Sequence[Candidate],
+    request: Request,
+    goal: Goal,
+    folder: Folder,
+    earlier: Sequence[Measured],
+    markdown: bool,
+) -> int:
+    from kvjax import progress
+    from kvjax.bench import machine
+    from kvjax.eval.candidates import REFERENCE
+    from kvjax.eval.recommend import choice
+    from kvjax.eval.recommend.folder import PICTURE, RESULTS, TABLE
+    from kvjax.eval.recommend.measure import expected_seconds, facts, measure, name_of
+    from kvjax.eval.suites.estimate import in_words
+    from kvjax.figures import png
+
+    missing = {name_of(candidate) for candidate in chosen} - {row.policy for row in earlier}
+    if earlier:
+        _say(f"{len(earlier)} caches of an earlier run are kept")
+    if missing:
+        _say(f"{len(missing)} caches to measure, about {in_words(expected_seconds(lm, made, len(missing)))}")
+    rows, code = list(earlier), 0
+
+    def save(found: list[Measured]) -> None:
+        rows[:] = found
+        folder.save(found)
+
+    try:
+        with progress.stage("job", "kvjax recommend:", unit="caches", total=len(chosen), done=0) as shown:
+            measure(lm, made, chosen, request, done=earlier, save=save, shown=shown)
+    except KeyboardInterrupt:
+        _say(f"what was measured so far is in {folder.path}; the same command goes on from there")
+        code = INTERRUPTED
+    if not any(row.policy == REFERENCE and row.refused is None for row in rows):
+        return code
+    about = facts(lm, made, request, machine.describe())
+    folder.write(PICTURE, png(choice.figure(rows, goal)))
+    found = choice.report(rows, goal, about, PICTURE)
+    folder.write(RESULTS, found.json())
+    folder.write(TABLE, found.markdown())
+    found.print(markdown=markdown, width=200)
+    if not markdown:
+        print(f"Saved: {', '.join(str(folder.path / name) for name in (RESULTS, TABLE, PICTURE))}.")
+    return code
+
+
+def _say(what: str) -> None:
+    print(f"kvjax recommend: {what}", file=sys.stderr, flush=True)

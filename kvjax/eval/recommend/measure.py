@@ -1,0 +1,216 @@
+"""Measures candidates on passages: needles found, and the next-token loss of what follows, after compression."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from kvjax.cache.quantisation import Storage
+from kvjax.checkpoints.load import LanguageModel
+from kvjax.checks import MOST_BYTES
+from kvjax.errors import DoesNotFit, KvjaxError
+from kvjax.eval.asking import Asker
+from kvjax.eval.candidates import REFERENCE, Candidate
+from kvjax.eval.material import check_record
+from kvjax.eval.recommend.passages import ANSWER_TOKENS, Passage
+from kvjax.eval.recorded import RecordedDecoder, can_replay, record
+from kvjax.eval.ruler import match_all
+from kvjax.eval.suites import estimate as suites_estimate
+from kvjax.interrupt import interruptible
+from kvjax.planning import plan
+from kvjax.policies import format_policy
+from kvjax.policies.base import Policy
+from kvjax.policies.window_layers import for_model
+from kvjax.progress import Stage
+from kvjax.runtime.compilation import compile_clock
+from kvjax.scoring import score
+
+#: Seconds that the programs of one cache take to compile, about.
+_COMPILING = 20.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """What a cache kept of the passages.
+
+    Attributes:
+      policy: its text form, which ``--policy`` takes.
+      cache_bytes: of a cache at the length that is asked for, as planned, all rows.
+      found: of each needle, whether the answer has its number. losses: of each passage, the mean negative
+        log-likelihood of the tokens that follow, in nats.
+      refused: why it was not measured, or None.
+    """
+
+    policy: str
+    cache_bytes: int = 0
+    found: tuple[float, ...] = ()
+    losses: tuple[float, ...] = ()
+    refused: str | None = None
+
+    @property
+    def accuracy(self) -> float:
+        return float(np.mean(self.found))
+
+    @property
+    def loss(self) -> float:
+        return float(np.mean(self.losses))
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """The request that a policy is looked for.
+
+    Attributes:
+      context: tokens of its prompt. batch: rows. storage: of the cache.
+    """
+
+    context: int
+    batch: int
+    storage: Storage
+
+
+def cache_bytes(lm: LanguageModel, policy: Policy, request: Request) -> int:
+    """Bytes of the cache that a policy makes of the request, whatever the device has."""
+    planned = plan(
+        lm,
+        prompt_tokens=request.context,
+        batch=request.batch,
+        policy=policy,
+        storage=request.storage,
+        memory_limit=MOST_BYTES,
+        max_new_tokens=1,
+    )
+    return planned.cache_bytes
+
+
+def within(
+    lm: LanguageModel, candidates: Sequence[Candidate], request: Request, budget: int, fractions: Sequence[float]
+) -> list[Candidate]:
+    """Of each candidate without a size of its own the largest fraction whose cache is within ``budget`` bytes."""
+    found = []
+    for candidate in candidates:
+        if candidate.retained is None:
+            found.append(candidate)
+            continue
+        for fraction in sorted(fractions, reverse=True):
+            sized = dataclasses.replace(candidate, retained=fraction)
+            try:
+                fits = cache_bytes(lm, sized.policy(), request) <= budget
+            except KvjaxError:  # it is refused, with its sentence, when it is measured
+                fits = True
+            if fits:
+                found.append(sized)
+                break
+    return list(dict.fromkeys(found))
+
+
+def measure(
+    lm: LanguageModel,
+    passages: Sequence[Passage],
+    candidates: Sequence[Candidate],
+    request: Request,
+    *,
+    done: Sequence[Measured] = (),
+    save: Callable[[list[Measured]], None] = lambda rows: None,
+    shown: Stage | None = None,
+) -> list[Measured]:
+    """Every candidate that has no row yet, beside those that have; the passages are run through the model once.
+
+    Raises:
+      KvjaxError: the full cache cannot be measured.
+      KeyboardInterrupt: Ctrl-C; what was measured before was given to ``save``.
+    """
+    rows = list(done)
+    known = {row.policy for row in rows}
+    made: RecordedDecoder | None = None
+    with interruptible() as interrupt, compile_clock() as clock:
+        asker = Asker(lm, request.storage, clock, interrupt)
+        for number, candidate in enumerate(candidates):
+            if shown is not None:
+                shown.update(number, len(candidates), note=name_of(candidate))
+            if name_of(candidate) in known:
+                continue
+            if made is None:
+                check_record(lm, len(passages), max(len(passage.context) for passage in passages))
+                made = record(lm.params, [passage.context for passage in passages])
+                asker.check()
+            row = _measured(asker, made, passages, candidate, request)
+            if row.refused is not None and row.policy == REFERENCE:
+                raise KvjaxError(row.refused)  # there is nothing to compare with
+            rows.append(row)
+            save(rows)
+            jax.clear_caches()  # a policy's programs serve no other, and those of many caches take gigabytes
+    return rows
+
+
+def name_of(candidate: Candidate) -> str:
+    """The text form of a candidate's policy; as it was typed where it is refused."""
+    try:
+        return format_policy(candidate.policy())
+    except KvjaxError:
+        return candidate.name
+
+
+def _measured(
+    asker: Asker, made: RecordedDecoder, passages: Sequence[Passage], candidate: Candidate, request: Request
+) -> Measured:
+    lm, name = asker.lm, name_of(candidate)
+    try:
+        policy = candidate.policy()
+        full = for_model(policy, lm.config)
+        full.check(lm.config)
+        longest = max(len(passage.context) for passage in passages)
+        for tokens in (longest, request.context):
+            if (notice := full.notice(lm.config, tokens)) is not None:
+                return Measured(name, refused=notice)
+        planned = cache_bytes(lm, policy, request)
+        cache = asker.compress(
+            made if can_replay(full, lm.config) else None, [passage.context for passage in passages], policy
+        )
+        losses = _losses(lm, cache, passages)
+        rows = [i for i, passage in enumerate(passages) for _ in passage.questions]
+        answers = asker.ask_onto(
+            cache.take(rows), [ids for passage in passages for ids in passage.questions], ANSWER_TOKENS
+        )
+    except DoesNotFit:
+        raise
+    except KvjaxError as error:
+        return Measured(name, refused=str(error))
+    wanted = [value for passage in passages for value in passage.outputs]
+    found = tuple(match_all(text, (value,)) for text, value in zip(answers.texts, wanted, strict=True))
+    return Measured(name, planned, found, losses)
+
+
+def _losses(lm: LanguageModel, cache: Any, passages: Sequence[Passage]) -> tuple[float, ...]:
+    """Of each passage the mean loss of what follows its first token, which is read."""
+    firsts = [passage.continuation[:1] for passage in passages]
+    rests = [passage.continuation[1:] for passage in passages]
+    scores = score(lm, firsts, rests, cache=cache, chat=False)
+    return tuple(-float(np.mean(found.logprobs)) for found in scores)
+
+
+def expected_seconds(lm: LanguageModel, passages: Sequence[Passage], caches: int) -> float:
+    """About how long so many caches take, with what is compiled for each."""
+    seconds = suites_estimate.work_seconds(
+        lm,
+        [(len(passages), max(len(passage.context) for passage in passages))],
+        steps=caches * ANSWER_TOKENS,
+    )
+    return seconds + caches * _COMPILING
+
+
+def facts(lm: LanguageModel, passages: Sequence[Passage], request: Request, about: dict[str, Any]) -> list[str]:
+    """What was measured, in sentences; ``about`` describes the machine."""
+    needles = sum(len(passage.questions) for passage in passages)
+    longest = max(len(passage.context) for passage in passages)
+    return [
+        f"{lm.name} ({lm.params.number_format}); bytes are those of {request.batch} x {request.context:,} tokens. "
+        f"Loss and needles were measured on {len(passages)} passages of at most {longest:,} tokens, with {needles} "
+        f"needles that were asked for after the compression, and {len(passages[0].continuation)} tokens that follow; "
+        f"{about['device']}, jax {about['versions']['jax']}, {about['date'][:10]}.",
+        f"One needle is {1 / needles:.0%}; differences of a few needles mean little.",
+    ]

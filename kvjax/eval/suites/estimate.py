@@ -1,0 +1,55 @@
+"""How long a run will take, before it begins: its multiplications and reads over what this device does in a moment."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+
+from kvjax.checkpoints.load import LanguageModel
+from kvjax.eval.suites.prompts import Prepared
+from kvjax.memory_needs import weights_bytes
+from kvjax.runtime import prefill_speed
+
+#: Rows and columns of the product that is timed.
+_SIZE = 1024
+
+
+def seconds(lm: LanguageModel, batches: Sequence[Sequence[Prepared]], caches: int) -> float:
+    """Seconds of all answers, if each is as long as it may be; programs are compiled besides."""
+    shapes = [(len(batch), max(one.tokens for one in batch)) for batch in batches]
+    return caches * work_seconds(lm, shapes, steps=sum(batch[0].item.max_new_tokens for batch in batches))
+
+
+def work_seconds(lm: LanguageModel, prompts: Sequence[tuple[int, int]], steps: int) -> float:
+    """Seconds of reading batches of (rows, tokens), and of so many decode steps; programs are compiled besides."""
+    reading = sum(prefill_speed.work(lm.config, rows, tokens) for rows, tokens in prompts)
+    multiplications, bytes_read = _speeds(lm.params.dtype)
+    known = prefill_speed.expected_seconds(lm.config, reading)
+    weights = weights_bytes(lm.config, lm.params.dtype)
+    return (reading / multiplications if known is None else known) + steps * weights / bytes_read
+
+
+def _speeds(dtype: jnp.dtype) -> tuple[float, float]:
+    """Multiplications and bytes a second, of a square product and of one with a vector."""
+    square, vector = jnp.ones((_SIZE, _SIZE), dtype), jnp.ones((1, _SIZE), dtype)
+    product = _timed(lambda: square @ square)
+    read = _timed(lambda: vector @ square)
+    return _SIZE**3 / product, square.nbytes / read
+
+
+def _timed(work: Callable[[], jax.Array]) -> float:
+    jax.block_until_ready(work())
+    began = time.perf_counter()
+    for _ in range(3):
+        jax.block_until_ready(work())
+    return max((time.perf_counter() - began) / 3, 1e-7)
+
+
+def in_words(count: float) -> str:
+    """Seconds as people say them."""
+    if count < 90:
+        return f"{max(count, 1):.0f} s"
+    return f"{count / 60:.0f} min" if count < 5400 else f"{count / 3600:.1f} h"

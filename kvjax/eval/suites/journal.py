@@ -1,0 +1,170 @@
+"""The journal of a run: every raw answer, a line each, and the settings that they were given under."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+from pathlib import Path
+from typing import IO, Any
+
+from kvjax.documents import NotADocument, parse_json, validated
+from kvjax.errors import KvjaxError, UsageError, cut
+from kvjax.files import reason
+
+FORMAT = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class RunSettings:
+    """What all answers of one folder have in common.
+
+    Attributes:
+      mode: "after" or "in view". questions: a digest of all questions and the model's number
+        format; empty until they are known.
+    """
+
+    model: str
+    dtype: str | None
+    weights: str | None
+    suite: str
+    tasks: tuple[str, ...]
+    length: int | None
+    limit: int | None
+    quick: bool
+    seed: int
+    mode: str
+    storage: str
+    batch_size: int
+    questions: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """One raw answer.
+
+    Attributes:
+      policy, retained: the cache. item: the question's id.
+      text: as generated, before a metric reads it. tokens: that were generated. prompt_tokens: that were read.
+      live_bytes, allocated_bytes, full_bytes: of the cache when the answer is complete.
+      read_seconds, decode_seconds: this row's part of what its batch took, compilation apart.
+    """
+
+    policy: str
+    retained: float | None
+    item: str
+    text: str
+    tokens: int
+    finish_reason: str
+    prompt_tokens: int
+    live_bytes: int
+    allocated_bytes: int
+    full_bytes: int
+    read_seconds: float
+    decode_seconds: float
+
+    @property
+    def key(self) -> tuple[str, float | None, str]:
+        return self.policy, self.retained, self.item
+
+
+class Journal:
+    """A file of settings and answers, to which answers are added.
+
+    Args:
+      path: the file; an earlier run's is gone on with.
+      settings: of this run; their ``questions`` are compared once they are known (:meth:`begin`).
+
+    Raises:
+      UsageError: the file is of another run, or of something else.
+    """
+
+    def __init__(self, path: Path, settings: RunSettings):
+        self.path, self.settings = path, settings
+        self.answers: dict[tuple[str, float | None, str], Answer] = {}
+        self._file: IO[bytes] | None = None
+        self._kept = 0
+        self._held: RunSettings | None = None
+        if path.exists():
+            self._read()
+
+    def _read(self) -> None:
+        try:
+            lines = self.path.read_bytes().split(b"\n")
+        except OSError as error:
+            raise KvjaxError(f"{self.path} cannot be read: {reason(error)}.") from error
+        # The last piece has no end of line: it was being written when the process ended, and is dropped.
+        for number, line in enumerate(lines[:-1], 1):
+            try:
+                value = parse_json(line)
+                if number == 1:
+                    self._held = self._header(value)
+                else:
+                    answer: Answer = validated(Answer, value)
+                    self.answers.setdefault(answer.key, answer)
+            except NotADocument as error:
+                raise UsageError(
+                    f"{self.path}, line {number} is no line of a journal ({error}); choose another folder."
+                ) from error
+            self._kept += len(line) + 1
+        if self._held is not None:
+            self._compare(dataclasses.replace(self._held, questions=self.settings.questions))
+
+    def _header(self, value: Any) -> RunSettings:
+        if not isinstance(value, dict) or value.get("format") != FORMAT:
+            raise UsageError(f"{self.path} was not written by this version of kvjax eval; choose another folder.")
+        return validated(RunSettings, value.get("settings"))
+
+    def _compare(self, held: RunSettings) -> None:
+        """Refuse settings that are not those of the file."""
+        for field in dataclasses.fields(RunSettings):
+            old, new = getattr(held, field.name), getattr(self.settings, field.name)
+            if old != new:
+                raise UsageError(
+                    f"{self.path.parent} holds answers with {field.name} {_plain(old)} and {_plain(new)} is asked for; "
+                    "the answers of one report share their settings, so choose another folder."
+                )
+
+    def begin(self, questions: str) -> None:
+        """The questions are known: compare them with the file's, and open it."""
+        self.settings = dataclasses.replace(self.settings, questions=questions)
+        if self._held is not None:
+            self._compare(self._held)
+        with self._using():
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = self.path.open("r+b" if self.path.exists() else "wb")
+            self._file.truncate(self._kept)
+            self._file.seek(self._kept)
+        if self._held is None:
+            self._write({"format": FORMAT, "settings": dataclasses.asdict(self.settings)})
+
+    def add(self, answer: Answer) -> None:
+        """Keep an answer: its line is on the disk when this returns."""
+        if answer.key not in self.answers:
+            self.answers[answer.key] = answer
+            self._write(dataclasses.asdict(answer))
+
+    def _write(self, value: Any) -> None:
+        assert self._file is not None, "the journal was begun"
+        with self._using():
+            self._file.write(json.dumps(value, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n")
+            self._file.flush()
+            os.fsync(self._file.fileno())
+
+    @contextlib.contextmanager
+    def _using(self) -> Any:
+        try:
+            yield
+        except OSError as error:
+            raise KvjaxError(f"{self.path} cannot be written: {reason(error)}.") from error
+
+    def close(self) -> None:
+        """Close the file; what it holds stays."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+def _plain(value: Any) -> str:
+    return "none" if value is None else cut(", ".join(map(str, value)) if isinstance(value, tuple) else str(value))

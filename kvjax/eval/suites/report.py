@@ -1,0 +1,108 @@
+"""The report of a suite: its tables, pictures and numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from kvjax.eval.candidates import REFERENCE
+from kvjax.eval.suites.bootstrap import RESAMPLES, Difference, Estimated, estimate
+from kvjax.eval.suites.item import Suite
+from kvjax.eval.suites.journal import RunSettings
+from kvjax.eval.suites.metrics import ALSO
+from kvjax.eval.suites.runner import IN_VIEW
+from kvjax.eval.suites.scores import Line, as_data
+from kvjax.tables import Column, Picture, Report, Table, human_bytes, human_rate
+
+_LABELS = (
+    Column("policy", "policy"),
+    Column("retained", "retained", "{:g}".format, right=True),
+)
+
+
+def report(
+    suite: Suite,
+    settings: RunSettings,
+    lines: Sequence[Line],
+    machine: dict[str, Any],
+    pictures: Sequence[Picture] = (),
+) -> Report:
+    """The whole result: tables, what their numbers are, the pictures' files, and everything measured as JSON."""
+    parts: list[Table | Picture | str] = [_main(lines), _footnote(suite, settings, lines, machine), *pictures]
+    answered = [line for line in lines if line.scored]
+    tasks = list(dict.fromkeys(one.item.task for line in answered for one in line.scored))
+    if len(tasks) > 1:
+        parts.append(_by_name("By task", answered, [(task, task) for task in tasks], settings.seed))
+    groups = sorted({group for line in answered for one in line.scored for group in one.item.groups})
+    if groups:
+        parts.append(_by_name("By group", answered, [(group, group) for group in groups], settings.seed))
+    data = {
+        "suite": suite.name,
+        "settings": dataclasses.asdict(settings),
+        "machine": machine,
+        "caches": [as_data(line, settings.seed) for line in lines],
+    }
+    return Report(parts, data)
+
+
+def _main(lines: Sequence[Line]) -> Table:
+    second = next((ALSO[one.item.metric] for line in lines for one in line.scored if one.also is not None), None)
+    columns = [
+        *_LABELS,
+        Column("answered", lambda line: f"{len(line.scored)} of {line.questions}", right=True),
+        Column("score", lambda line: _estimate(line.score), right=True),
+        *([Column(second, lambda line: _estimate(line.also), right=True)] if second else []),
+        Column("against full", "gap", _difference, missing="-", right=True),
+        Column("p", "gap", lambda gap: f"{gap.p:.3f}", missing="-", right=True),
+        Column("live", lambda line: line.mean(lambda answer: answer.live_bytes), human_bytes, "-", right=True),
+        Column(
+            "allocated", lambda line: line.mean(lambda answer: answer.allocated_bytes), human_bytes, "-", right=True
+        ),
+        Column("of full", "live_share", "{:.1%}".format, "-", right=True),
+        Column("prefill tokens/s", "read_rate", human_rate, right=True),
+        Column("decode tokens/s", "decode_rate", human_rate, right=True),
+    ]
+    return Table(columns, lines, note=lambda line: line.refused, labels=len(_LABELS))
+
+
+def _estimate(found: Estimated | None) -> str:
+    if found is None or math.isnan(found.mean):
+        return "-"
+    return f"{100 * found.mean:.1f}" + ("" if math.isnan(found.error) else f" ± {100 * found.error:.1f}")
+
+
+def _difference(found: Difference) -> str:
+    return f"{100 * found.mean:+.1f} ± {100 * found.error:.1f}"
+
+
+def _by_name(title: str, lines: Sequence[Line], names: Sequence[tuple[str, str]], seed: int) -> Table:
+    """Scores of the answers of each task or group."""
+
+    def cell(line: Line, name: str) -> str:
+        values = [one.score for one in line.scored if name == one.item.task or name in one.item.groups]
+        return _estimate(estimate({name: values}, seed))
+
+    columns = [Column(shown, lambda line, name=name: cell(line, name), right=True) for name, shown in names]
+    return Table([*_LABELS, *columns], lines, title=title, labels=len(_LABELS))
+
+
+def _footnote(suite: Suite, settings: RunSettings, lines: Sequence[Line], machine: dict[str, Any]) -> str:
+    versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items() if version)
+    asked = (
+        "The context was compressed with the question in view."
+        if settings.mode == IN_VIEW
+        else "The context was compressed first, and the question read after it."
+    )
+    stored = "" if settings.storage == "model" else f" Rows are stored as {settings.storage}."
+    prompts = [one.answer.prompt_tokens for line in lines for one in line.scored]
+    span = f" Prompts have {min(prompts):,} to {max(prompts):,} tokens." if prompts else ""
+    return (
+        f"{suite.title}. {settings.model}, seed {settings.seed}. {asked}{stored}{span} {suite.about} "
+        f"Scores are percent ± standard errors; against {REFERENCE}: the mean difference of the same questions, and p, "
+        f"its significance ({RESAMPLES:,} paired resamples of each task's questions). Live, allocated and of full "
+        f"(live): a question's cache when its answer is complete. Speeds: {settings.batch_size} prompts at a time at "
+        f"most, compilation apart. {machine['processor']}, {machine['cores']} cores; {versions}; "
+        f"{machine['date'][:10]}."
+    )

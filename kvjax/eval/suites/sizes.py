@@ -1,0 +1,27 @@
+"""The largest haystack that fits, by RULER's search."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kvjax.errors import UsageError
+
+
+def largest(cost: Callable[[int], int], room: int, low: int, high: int) -> int:
+    """The largest size in [low, high] whose cost is within ``room``, by halving; ``low`` where none is.
+
+    Every size that is tried draws random numbers, so the order of trials is the benchmark's.
+    """
+    best, least = None, low
+    while low <= high:
+        middle = (low + high) // 2
+        if cost(middle) <= room:
+            best, low = middle, middle + 1
+        else:
+            high = middle - 1
+    return least if best is None else best
+
+
+def too_short(length: int, task: str) -> UsageError:
+    """The error for a length that the task's smallest sample exceeds."""
+    return UsageError(f"{length} tokens are too few for the task {task}; its smallest sample needs more.")

@@ -1,0 +1,94 @@
+"""``kvjax eval`` from the command line: one run, how it goes on, and what it refuses before anything is loaded."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from support.benchmarks import write_benchmarks
+
+from kvjax.eval.suites.runner import Runner
+
+
+@pytest.fixture
+def data(tmp_path):
+    return str(write_benchmarks(tmp_path / "data"))
+
+
+@pytest.fixture
+def asked(data, tmp_path):
+    """Two data sets of LongBench, whose prompts the toy model can read."""
+    out = tmp_path / "deep" / "out"
+    words = ["eval", "--suite", "longbench", "--tasks", "trec,hotpotqa", "--limit", "1", "--data", data]
+    return [*words, "--policies", "streamingllm", "--retained", "0.5", "--out", str(out)], out
+
+
+def test_a_run_and_what_it_leaves(cli, asked, monkeypatch):
+    words, out = asked
+    monkeypatch.setattr("jax.clear_caches", lambda: None)
+    ran = cli(*words)
+    assert ran.code == 0, ran.err
+    assert "2 questions of 2 caches: about " in ran.err and "[2/2] streamingllm at 0.5" in ran.err
+    assert "streamingllm" in ran.out and "report.html" in ran.out and "By task" in ran.out
+    names = ["answers.jsonl", "report.html", "report.json", "report.md", "scores.png", "tasks.png"]
+    assert sorted(path.name for path in out.iterdir()) == names
+    rows = (out / "answers.jsonl").read_text().splitlines()
+    assert len(rows) == 1 + 4 and json.loads(rows[0])["settings"]["suite"] == "longbench"
+    held = json.loads((out / "report.json").read_text())
+    assert [cache["answered"] for cache in held["caches"]] == [2, 2]
+    before = {path.name: path.read_bytes() for path in out.iterdir() if path.name != "report.json"}
+    again = cli(*words)
+    assert "4 answers of an earlier run are kept" in again.err and "about" not in again.err
+    assert before == {path.name: path.read_bytes() for path in out.iterdir() if path.name != "report.json"}
+    other = cli(*words, "--seed", "3")
+    assert other.code == 2 and "seed 42 and 3 is asked for" in other.sentence
+    other = cli(*words, "--in-view")
+    assert other.code == 2 and "mode after and in view is asked for" in other.sentence
+
+
+def test_ctrl_c_keeps_what_there_is(cli, asked, monkeypatch):
+    words, out = asked
+
+    def interrupted(self, candidates):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Runner, "run", interrupted)
+    ran = cli(*words)
+    assert ran.code == 130 and "the same command goes on from there" in ran.err
+    assert sorted(path.name for path in out.iterdir()) == ["answers.jsonl"], "there is nothing to report yet"
+
+
+REFUSED = {
+    ("--suite", "nothing"): "There is no suite 'nothing'; known are ruler",
+    ("--tasks", "niah"): "has no task 'niah'",
+    ("--policies", "nothing"): "nothing",
+    ("--retained", "1.5"): "--retained holds 1.5",
+    ("--limit", "0"): "--limit is 0",
+    ("--batch-size", "0"): "--batch-size is 0",
+    ("--length", "513"): "The length 513 is beyond the model's context of 512 tokens.",
+    ("--data", "no/such"): "--data names no folder: no/such",
+    ("--storage", "int3"): "storage",
+    ("--seed", "-1"): "--seed is -1",
+}
+
+
+@pytest.mark.parametrize("flag", REFUSED)
+def test_what_makes_no_sense_is_one_sentence(cli, asked, flag, monkeypatch):
+    words, out = asked
+    monkeypatch.setattr("kvjax.cli.session.load", lambda *_, **__: pytest.fail("the model was loaded"))
+    ran = cli(*words, *flag)
+    assert ran.code == 2 and REFUSED[flag] in ran.sentence
+    assert not out.exists()
+
+
+def test_missing_text_and_broken_rows_are_one_sentence(cli, asked, data, tmp_path, monkeypatch):
+    words, out = asked
+    monkeypatch.setattr("kvjax.cli.session.load", lambda *_, **__: pytest.fail("the model was loaded"))
+    ran = cli("eval", "--suite", "ruler", "--out", str(out))
+    assert ran.code == 2 and "essays" in ran.sentence and "--data DIR" in ran.sentence
+    (tmp_path / "data" / "longbench" / "trec.jsonl").write_text('{"input": "", "context": "", "answers": "x"}\n')
+    ran = cli(*words)
+    assert ran.code == 2 and "trec.jsonl, line 1 is no row of this benchmark: answers" in ran.sentence
+    out.parent.mkdir(parents=True)
+    out.write_text("")
+    assert "is a file" in cli(*words).sentence

@@ -1,0 +1,68 @@
+"""``kvjax recommend`` from the command line: one run, how it goes on, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+TEXT = "The river is green. It grows in the hills of the north. " * 60
+
+
+@pytest.fixture
+def asked(tmp_path):
+    text, out = tmp_path / "corpus", tmp_path / "deep" / "out"
+    text.mkdir()
+    (text / "a.txt").write_text(TEXT)
+    words = ["recommend", "--text", str(text), "--out", str(out), "--context", "450", "--passages", "2"]
+    return [*words, "--needles", "1", "--policies", "streamingllm", "--retained", "0.5", "--no-compile-cache"], out
+
+
+def test_a_run_and_what_it_leaves(cli, asked, monkeypatch):
+    words, out = asked
+    monkeypatch.setattr("jax.clear_caches", lambda: None)
+    ran = cli(*words, "--loss", "100%")
+    assert ran.code == 0, ran.err
+    assert "2 caches to measure, about " in ran.err and "streamingllm:ratio=0.5" in ran.out
+    names = ["measured.json", "recommendation.json", "recommendation.md", "recommendation.png"]
+    assert sorted(path.name for path in out.iterdir()) == names
+    measured = (out / "measured.json").read_bytes()
+    again = cli(*words, "--budget", "1GB")  # another goal, and nothing is measured again but what it adds
+    assert again.code == 0 and "2 caches of an earlier run are kept" in again.err
+    assert json.loads((out / "recommendation.json").read_text())["goal"] == {"budget": 10**9, "loss": None}
+    assert (out / "measured.json").read_bytes() == measured
+    other = cli(*words, "--seed", "3")
+    assert other.code == 2 and "seed is 0, and 3 is asked for" in other.sentence
+    (out / "measured.json").write_text("{}")
+    other = cli(*words)
+    assert other.code == 2 and "was not written by this command" in other.sentence
+
+
+REFUSED = {
+    ("--loss", "1%", "--budget", "1GB"): "ask for two things",
+    ("--loss", "much"): "--loss is 'much'; give a share",
+    ("--budget", "-1"): "--budget takes bytes",
+    ("--context", "0"): "--context is 0",
+    ("--batch", "0"): "--batch is 0",
+    ("--needles", "0"): "--needles is 0",
+    ("--passages", "0"): "--passages is 0",
+    ("--measured-tokens", "0"): "--measured-tokens is 0",
+    ("--policies", "nothing"): "nothing",
+    ("--retained", "1.5"): "--retained holds 1.5",
+    ("--storage", "int3"): "storage",
+    ("--text", "no/such"): "--text names nothing that is there: no/such",
+}
+
+
+@pytest.mark.parametrize("flags", REFUSED)
+def test_what_makes_no_sense_is_one_sentence(cli, asked, flags, monkeypatch):
+    words, out = asked
+    monkeypatch.setattr("kvjax.cli.session.load", lambda *_, **__: pytest.fail("the model was loaded"))
+    ran = cli(*words, *flags)
+    assert ran.code == 2 and REFUSED[flags] in ran.sentence and not out.exists()
+
+
+def test_a_context_beyond_the_models(cli, asked):
+    words, out = asked
+    ran = cli(*words, "--context", "513")
+    assert ran.code == 2 and ran.sentence == "--context is 513, and this model's context is 512." and not out.exists()

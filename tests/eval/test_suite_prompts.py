@@ -1,0 +1,53 @@
+"""Items as token ids: prompts that lose their middle, and questions in a chat template."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import toys
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvjax.errors import UsageError
+from kvjax.eval.suites.item import Item
+from kvjax.eval.suites.prompts import cut_middle, prepare, room_of
+
+
+@given(st.text("ab .", max_size=300), st.text("xy?", min_size=1, max_size=60), st.integers(16, 200))
+@settings(max_examples=60, deadline=None)
+def test_a_prompt_without_its_middle_fits(context, question, room):
+    lm = toys.tiny_model()
+    first, second = cut_middle(lm, context, question, room)
+    count = len(lm.tokenizer.encode(first + second))
+    assert count <= room
+    if len(context + question) <= room:
+        assert (first, second) == (context, question)
+    else:
+        assert count >= room - 3
+        assert (context + question).startswith(first[: room // 2 - 2]) and (first + second).endswith(second)
+        if len(question) <= room // 2:
+            assert second == question
+
+
+@given(st.text("aé漢😀", min_size=1, max_size=150), st.integers(16, 100))
+@settings(max_examples=60, deadline=None)
+def test_halves_that_cut_a_character_fit_too(text, room):
+    """Half a character is read back as a longer one."""
+    lm = toys.tiny_model()
+    first, second = cut_middle(lm, text, "Who?", room)
+    assert len(lm.tokenizer.encode(first + second)) <= room and second == "Who?"
+
+
+def test_questions_are_found_in_the_chat_template():
+    lm = toys.tiny_model(max_position=4096)
+    item = Item("x", "x", "What is it? It is a stone.\n", "What is it?", ("a",), "F1", 8, answer_prefix=" It is")
+    found = prepare(lm, item)
+    assert lm.tokenizer.decode(found.question, skip_special_tokens=False).startswith("What is it?<|end|>")
+    assert lm.tokenizer.decode(found.question).endswith("It is")
+    plain = prepare(lm, dataclasses.replace(item, chat=False))
+    assert lm.tokenizer.decode([*plain.context, *plain.question]) == item.context + item.question + " It is"
+    with pytest.raises(UsageError, match=r"x takes \d+ tokens and 5000 of answer; the model's context is 4096"):
+        prepare(lm, dataclasses.replace(item, max_new_tokens=5000))
+    with pytest.raises(UsageError, match="20 tokens are too few for an answer of 30"):
+        room_of(lm, 20, 30)

@@ -1,0 +1,260 @@
+"""Every suite's questions on a toy model: what they hold, that they fit, and what is refused before a model loads."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+
+import pytest
+import toys
+from support.benchmarks import LONGBENCH, write_benchmarks
+
+from kvjax.errors import UsageError
+from kvjax.eval.suites import data as data_files
+from kvjax.eval.suites import longbench
+from kvjax.eval.suites.data import DataFolder
+from kvjax.eval.suites.item import Asked, Item, limited
+from kvjax.eval.suites.longbench_prompts import TASKS
+from kvjax.eval.suites.passkey import spaced
+from kvjax.eval.suites.prompts import prepare
+from kvjax.eval.suites.registry import SUITES, asked_of, find_suite
+from kvjax.eval.suites.ruler_suite import WITHOUT_DATA
+
+SHARED = Path(os.environ.get("KVJAX_EVAL_DATA", "/nowhere"))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return DataFolder(write_benchmarks(tmp_path_factory.mktemp("data")))
+
+
+@pytest.fixture(scope="module")
+def lm():
+    return toys.needle_model(max_position=4096)
+
+
+def items(lm, folder, name, **asked):
+    suite = find_suite(name)
+    return suite.items(lm, folder, asked_of(suite, folder, **asked))
+
+
+def fits(lm, found, length):
+    assert len({item.id for item in found}) == len(found)
+    for item in found:
+        assert prepare(lm, item).tokens + item.max_new_tokens <= length
+
+
+def test_ruler_has_thirteen_tasks(lm, folder):
+    found = items(lm, folder, "ruler", length=1800, limit=1)
+    fits(lm, found, 1800)
+    assert [item.task for item in found] == list(SUITES["ruler"].tasks) and len(found) == 13
+    for item in found:
+        assert item.context.endswith("\n") and item.question[:4] in ("What", "Ques", "Answ")
+    assert {item.metric for item in found if item.task in ("qa_1", "qa_2")} == {"string_match_part"}
+
+
+def test_pass_keys_at_every_length_and_depth(lm, folder):
+    found = items(lm, folder, "passkey", length=1500, quick=True, limit=2)
+    fits(lm, found, 1500)
+    assert len(found) == 2 * 3 * 2
+    keys = set()
+    for item in found:
+        (key,) = item.answers
+        keys.add(key)
+        needle = f"The pass key is {key}. Remember it. {key} is the pass key."
+        assert re.fullmatch(r"\d{64}", key) and item.context.count(needle) == 1
+        before = item.context.split("important information there.\n")[1].split(needle)[0].split()
+        count, depth = item.cell
+        assert len(before) == int(count * depth / 100)
+        assert len(item.context.split(needle)[1].split()) == count - len(before)
+    assert len(keys) == len(found), "every prompt has a key of its own"
+
+
+def test_lengths_without_room_are_one_sentence(lm, folder):
+    for name, length in (("passkey", 300), ("needle-map", 100), ("longbench", 40), ("longmemeval", 120)):
+        with pytest.raises(UsageError, match=r"too few|no room"):
+            items(lm, folder, name, length=length, tasks=("trec",) if name == "longbench" else ())
+
+
+def test_the_whole_grid_is_the_benchmarks():
+    assert spaced(512, 20480, 10) == [512, 2730, 4949, 7168, 9386, 11605, 13824, 16042, 18261, 20480]
+    assert spaced(0, 100, 3) == [0, 50, 100] and spaced(5, 5, 4) == spaced(2, 5, 1) == [5]
+
+
+def test_needles_of_the_map_stand_at_their_depth(lm, folder):
+    from kvjax.eval.suites.needle_map import NEEDLE
+
+    found = items(lm, folder, "needle-map", length=1200)
+    fits(lm, found, 1200)
+    assert len(found) == 8 * 11
+    for item in found:
+        length, depth = item.cell
+        before, after = item.context.split("<book> ")[1].split(" </book>")[0].split(NEEDLE)
+        share = len(lm.tokenizer.encode(before)) / len(lm.tokenizer.encode(before + after))
+        assert share == pytest.approx(depth / 100, abs=0.05)
+        used = prepare(lm, item).tokens + item.max_new_tokens
+        assert length - 40 < used <= length
+
+
+def test_longbench_has_the_benchmarks_prompts(lm, folder):
+    found = items(lm, folder, "longbench", tasks=("hotpotqa", "trec"), length=1000)
+    fits(lm, found, 1000)
+    first, second, third = found
+    assert first.context == TASKS["hotpotqa"].prompt.partition("{context}")[0] + LONGBENCH["hotpotqa"][0]["context"]
+    assert first.question.endswith("Question: Who keeps the key?\nAnswer:") and first.chat and first.metric == "F1"
+    assert second.answers == ("far", "away") and len(second.context) < len(LONGBENCH["hotpotqa"][1]["context"])
+    assert third.classes == ("Human", "Human being", "Entity") and not third.chat and third.groups == ("few-shot",)
+    assert len(items(lm, folder, "longbench", tasks=("hotpotqa",), length=1000, limit=1)) == 1
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_whole_prompts_are_cut_where_their_question_begins(task):
+    opening = TASKS[task].opening
+    row = longbench.Row(f"{opening} what?" if opening else "what?", "The text.\n\nMore.", ("a",))
+    context, question = longbench.parts(task, row)
+    if task == "repobench-p":  # nothing marks where its own input begins
+        context, question = context + row.input, question.removeprefix(row.input)
+    assert longbench.split_prompt(task, context + question) == (context, question)
+
+
+def test_a_whole_prompt_may_have_a_misprint_put_right():
+    prompt = TASKS["narrativeqa"].prompt.replace("asconcisely", "as concisely").replace("{input}", "Who?")
+    context, question = longbench.split_prompt("narrativeqa", prompt.replace("{context}", "A story."))
+    assert context.endswith("Story: A story.") and question.startswith("\n\nNow, answer") and "Who?" in question
+    other = "Read this.\n\nThe text.\n\nSay it shortly.\n\nQuestion: Who?\nAnswer:"
+    assert longbench.split_prompt("qasper", other)[1] == "\n\nQuestion: Who?\nAnswer:"
+    with pytest.raises(UsageError, match="does not hold what LongBench's does after the context"):
+        longbench.split_prompt("narrativeqa", "A story. Who?")
+
+
+def test_a_file_of_whole_prompts_stands_in(lm, tmp_path):
+    (tmp_path / "longbench").mkdir()
+    prompt = TASKS["lcc"].prompt.replace("{context}", "x = 1\n")
+    row = {"dataset": "lcc", "prompt": prompt, "answers": ["y = 2"], "all_classes": None, "idx": 3}
+    (tmp_path / longbench.WHOLE).write_text(json.dumps(row) + "\n")
+    (item,) = items(lm, DataFolder(tmp_path), "longbench", tasks=("lcc",))
+    assert item.context.endswith("x = 1\n") and item.question == "Next line of code:\n"
+
+
+def test_longbench_v2_and_longmemeval(lm, folder):
+    (item,) = items(lm, folder, "longbench-v2", length=1500)
+    assert item.answers == ("B",) and item.groups == ("difficulty: easy", "length: short", "domain: Law")
+    assert "(C) option C\n" in item.question
+    found = items(lm, folder, "longmemeval", length=1500)
+    fits(lm, found, 1500)
+    # Neither the preference nor the question that cannot be answered; the oldest chat comes first.
+    assert [(item.id, item.answers) for item in found] == [("q4", ("Ran",)), ("q1", ("5",))]
+    assert "has_answer" not in found[0].context
+    assert found[0].context.index("2023/05/20") < found[0].context.index("2023/05/21")
+    assert found[0].question.endswith("Current Date: 2023/05/30\nQuestion: What did I do?\nAnswer:")
+
+
+def test_the_first_topic_of_a_dialogue(lm, folder):
+    (item,) = items(lm, folder, "rounds", tasks=("topics_5",))  # the other record exceeds the context
+    fits(lm, [item], 4096)
+    assert item.question == "Now the record ends. What is the first topic we discussed?"
+    assert item.answers == ("tides of the sea",) and "topic of The tides" in item.context
+    with pytest.raises(UsageError, match="No record of topics_5 is within 100 tokens"):
+        items(lm, folder, "rounds", tasks=("topics_5",), length=100)
+    with pytest.raises(UsageError, match=r"LongEval's file of topics_10 is not there: .* has no longchat/topics_10"):
+        items(lm, folder, "rounds")
+
+
+BROKEN = {
+    "longbench/trec.jsonl": (
+        b'{"input": "a", "context": "b", "answers": ["c"]}\n{"input": 3}\n',
+        "longbench",
+        "line 2",
+    ),
+    "longbench/lcc.jsonl": (b"\n\n{nonsense\n", "longbench", "line 3"),
+    "longbench/qasper.jsonl": (b"", "longbench", "holds no rows"),
+    "longbench/samsum.jsonl": (b"[1]\n", "longbench", "line 1 is no row of this benchmark: it is no JSON object"),
+    "longchat/topics_5.jsonl": (b'{"prompt": "x", "topics": []}', "rounds", "row 1 is no record of topics"),
+    "longmemeval/longmemeval_s.json": (b'[{"question_id": "a"}]', "longmemeval", "row 1 is no row"),
+    "longbench_v2/data.json": (b'{"a": 1}', "longbench-v2", "is not what it should be"),
+    "longbench_v2/data.jsonl": (b'{"domain": "x"}', "longbench-v2", "line 1"),
+    "ruler/squad.json": (b"[]", "ruler", "no file of SQuAD 2.0 questions"),
+    "ruler/hotpotqa.json": (b"[]", "ruler", "holds no questions"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_broken_files_are_named_with_their_line(name, tmp_path):
+    content, suite, sentence = BROKEN[name]
+    path = tmp_path / name
+    path.parent.mkdir()
+    path.write_bytes(content)
+    task = {"ruler/squad.json": "qa_1", "ruler/hotpotqa.json": "qa_2"}.get(name) or path.stem
+    tasks = (task,) if task in SUITES[suite].tasks else ()
+    with pytest.raises(UsageError, match=sentence) as caught:
+        asked_of(SUITES[suite], DataFolder(tmp_path), tasks=tasks)
+    assert str(path) in str(caught.value)
+
+
+def test_what_is_missing_is_said_with_what_to_give(monkeypatch):
+    def refuse(*args, **kwargs):
+        raise ConnectionError("no network")
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", refuse)
+    nothing = DataFolder(None)
+    with pytest.raises(UsageError, match=f"--tasks {','.join(WITHOUT_DATA)}"):
+        asked_of(SUITES["ruler"], nothing)
+    asked_of(SUITES["ruler"], nothing, tasks=WITHOUT_DATA)
+    with pytest.raises(UsageError, match="The text of qa_1 is not there: give --data DIR with ruler/squad_dev"):
+        asked_of(SUITES["ruler"], nothing, tasks=("qa_1",))
+    for name in ("passkey", "needle-map"):
+        with pytest.raises(UsageError, match="give --data DIR with paulgraham"):
+            asked_of(SUITES[name], nothing)
+    for name in ("longbench-v2", "longmemeval"):
+        with pytest.raises(UsageError, match=r"could .* be downloaded from the hub \(ConnectionError\)"):
+            asked_of(SUITES[name], nothing)
+    with pytest.raises(UsageError, match=r"longbench/lcc\.jsonl or longbench/minilongbench_237\.jsonl"):
+        asked_of(SUITES["longbench"], nothing, tasks=("lcc",))
+
+
+def test_the_hub_has_what_the_folder_has_not(monkeypatch, tmp_path, lm):
+    import zipfile
+
+    def download(repo, name, repo_type):
+        assert (repo, name, repo_type) == ("THUDM/LongBench", "data.zip", "dataset")
+        with zipfile.ZipFile(tmp_path / "data.zip", "w") as archive:
+            archive.writestr("data/trec.jsonl", json.dumps(LONGBENCH["trec"][0]) + "\n")
+        return str(tmp_path / "data.zip")
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
+    (item,) = items(lm, DataFolder(None), "longbench", tasks=("trec",))
+    assert item.answers == ("Human being",)
+    with pytest.raises(data_files.KvjaxError, match=r"holds no lcc\.jsonl"):
+        items(lm, DataFolder(None), "longbench", tasks=("lcc",))
+
+
+def test_a_limit_is_of_each_task():
+    found = [Item(str(number), task, "c", "q", (), "F1", 8) for number, task in enumerate("aabab")]
+    assert [item.id for item in limited(found, 2)] == ["0", "1", "2", "4"]
+    assert limited(found, None) == found
+
+
+def test_bad_requests_are_one_sentence(folder):
+    with pytest.raises(UsageError, match="no suite 'x'; known are ruler, passkey"):
+        find_suite("x")
+    ruler = SUITES["ruler"]
+    with pytest.raises(UsageError, match="has no task 'x'; it has niah_single_1"):
+        asked_of(ruler, folder, tasks=("x",))
+    with pytest.raises(UsageError, match="named twice"):
+        asked_of(ruler, folder, tasks=("vt", "vt"))
+    for bad in ({"length": 0}, {"limit": 0}, {"seed": -1}):
+        with pytest.raises(UsageError, match="give a whole number"):
+            asked_of(ruler, folder, **bad)
+    assert asked_of(ruler, folder, quick=True, limit=5) == Asked(ruler.tasks, 1024, 5, 42, True)
+
+
+@pytest.mark.skipif(not SHARED.is_dir(), reason="KVJAX_EVAL_DATA names no folder of benchmarks")
+def test_the_benchmarks_own_prompts_are_cut(lm):
+    folder = DataFolder(SHARED)
+    for task in TASKS:
+        if (SHARED / f"longbench/{task}.jsonl").exists() or not TASKS[task].prompt.isascii():
+            continue
+        for item in items(lm, folder, "longbench", tasks=(task,), length=3000, limit=3):
+            assert 0 < len(item.question) < 6000
