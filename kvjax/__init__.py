@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     from kvjax.checkpoints.load import load as load
     from kvjax.checkpoints.load import load_config as load_config
     from kvjax.context import read as read
+    from kvjax.engine.engine import Engine as Engine
+    from kvjax.engine.engine import QueueFull as QueueFull
+    from kvjax.engine.handle import Handle as Handle
+    from kvjax.engine.report import EngineReport as EngineReport
     from kvjax.errors import DoesNotFit as DoesNotFit
     from kvjax.errors import KvjaxError as KvjaxError
     from kvjax.errors import UsageError as UsageError
@@ -60,6 +64,9 @@ _NAMES = {
     "kvjax.chat": ("Chat",),
     "kvjax.checkpoints.load": ("LanguageModel", "load", "load_config"),
     "kvjax.context": ("read",),
+    "kvjax.engine.engine": ("Engine", "QueueFull"),
+    "kvjax.engine.handle": ("Handle",),
+    "kvjax.engine.report": ("EngineReport",),
     "kvjax.errors": ("DoesNotFit", "KvjaxError", "UsageError", "WeightsError"),
     "kvjax.generation": ("generate", "stream_generate"),
     "kvjax.history": ("read_history",),

@@ -9,11 +9,11 @@ import jax
 import jaxtyping
 import psutil
 import pytest
-from support import quick
+from support import quick, sampled
 
 # What tests compile is not kept in the user's cache folder, by processes that they start neither.
 os.environ.setdefault("KVJAX_COMPILE_CACHE", "0")
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {quick.EMITTERS}"
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {quick.EMITTERS}".strip()
 
 # Shapes in signatures are checked wherever tests call these, before anything imports them.
 jaxtyping.install_import_hook(
@@ -31,8 +31,10 @@ jaxtyping.install_import_hook(
 )
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Whatever asks for the default model is marked ``model``."""
+    """Whatever asks for the default model is marked ``model``; some cases of long tests are ``slow``."""
+    sampled.mark_the_others_slow(items)
     for item in items:
         if "default_model" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.model)

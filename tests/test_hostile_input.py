@@ -49,10 +49,12 @@ def reached(*_: Any, **__: Any) -> Any:
 RUNS = (
     "kvjax.runtime.reading:read_prompts", "kvjax.rounds.strategy:read_question", "kvjax.batch.run:_Run.run",
     "kvjax.eval.compare:Comparison.run", "kvjax.eval.round_questions:RoundComparison.run",
+    "kvjax.eval.recommend.measure:measure", "kvjax.eval.suites.runner:Runner", "kvjax.eval.suites.longbench:from_hub",
     "kvjax.eval.positions:retained_positions", "kvjax.eval.question_answer:last_round", "kvjax.bench.run:Bench",
     "kvjax.bench.startup:measure_startup", "kvjax.bench.start:measure", "kvjax.model.decoder:random_decoder",
     "pallas_kernels.bench.decode:run", "pallas_kernels.tune:run",
     "kvjax.calibrate.retrieval:_scores", "kvjax.calibrate.divergence:question_mass",
+    "kvjax.calibrate.filters:forward_layers",
     "kvjax.checkpoints.hub:_from_hub", "kvjax.checkpoints.hub:_gguf_from_hub", "kvjax.checkpoints.hub:_download",
 )  # fmt: skip
 
@@ -87,6 +89,9 @@ def home(tiny_model, tmp_path, monkeypatch) -> Path:
     Path("in.jsonl").write_text('{"prompt": "hi"}\n')
     Path("talks.jsonl").write_text("".join(json.dumps(talk) + "\n" for talk in (TALK, TOPICS, SESSIONS)))
     Path("flags.yaml").write_text("temperature: 0.5\n")
+    Path("texts/longbench").mkdir(parents=True)
+    Path("texts/longbench/trec.jsonl").write_text('{"input": "Who?", "context": "Text", "answers": ["x"]}\n')
+    Path("texts/long.txt").write_text("Some words of a text. " * 100)
     return here
 
 
@@ -171,11 +176,14 @@ COMMANDS: dict[tuple[str, ...], tuple[str, ...]] = {
     ("plan",): ("--prompt-tokens", "8"), ("fetch",): ("a/b",), ("models",): (),
     ("bench",): ("--batch", "1", "--context", "8", "--prefill", "8"),
     ("bench", "decode"): ("--shape", "tiny", "--batch", "1", "--context", "32"), ("bench", "kernels"): ("--mean", "8"),
-    ("bench", "start"): (), ("tune",): ("sizes.json",),
+    ("bench", "start"): (), ("bench", "engine"): ("--simulate", "--requests", "5"), ("tune",): ("sizes.json",),
     ("calibrate", "retrieval-heads"): ("--out", "p.yaml", "--no-picture"),
     ("calibrate", "alibi-scopes"): ("--out", "p.yaml"),
+    ("calibrate", "qfilters"): ("--out", "p.yaml", "--texts", "talks.jsonl"),
     ("calibrate", "watershed"): ("--out", "p.yaml", "--dialogues", "talks.jsonl", "--least-rounds", "2"),
     ("compare",): ("--out", "res"), ("compare-rounds",): ("--out", "res", "--dialogues", "talks.jsonl"),
+    ("eval",): ("--suite", "longbench", "--tasks", "trec", "--data", "texts", "--out", "res"),
+    ("recommend",): ("--text", "texts", "--out", "res", "--context", "400", "--passages", "1", "--needles", "1"),
     ("picture",): ("razor-heads", "--out", "x.png"), ("read",): ("text", "--out", "kept"),
     ("warm",): ("--lengths", "8"),
 }  # fmt: skip

@@ -32,11 +32,13 @@ ROOMS: dict[str, str] = {
     "planning": "base model cache policies sharding checkpoints runtime",
     "rounds": "base pallas_kernels model cache policies sharding runtime planning",
     "saving": "base cache policies sharding checkpoints planning rounds",
-    "generation": "base model cache policies sharding text checkpoints runtime planning rounds saving",
+    "request": "base model cache policies sharding text checkpoints runtime planning",
+    "engine": "base pallas_kernels model cache policies sharding text checkpoints runtime planning request",
+    "generation": "base model cache policies sharding text checkpoints runtime planning rounds saving request engine",
     "calibrate": "base pallas_kernels model cache policies checkpoints runtime planning rounds generation",
-    "batch": "base cache policies checkpoints runtime planning generation",
-    "eval": "base pallas_kernels model cache policies text checkpoints runtime planning generation calibrate",
-    "bench": "base pallas_kernels model cache policies text checkpoints runtime generation",
+    "batch": "base cache policies checkpoints runtime planning request engine generation",
+    "eval": "base pallas_kernels model cache policies text checkpoints runtime planning request generation calibrate",
+    "bench": "base pallas_kernels model cache policies text checkpoints runtime request engine generation",
     "public": "base policies",
     "cli": "*",
 }
@@ -45,11 +47,12 @@ ROOMS: dict[str, str] = {
 #: ``kvjax`` finds its public names when they are used, and imports only their list.
 MODULES: dict[str, str] = {
     "base": "kvjax.version kvjax.errors kvjax.checks kvjax.documents kvjax.files kvjax.tables kvjax.compile_cache "
-    "kvjax.progress kvjax.live_line kvjax.interrupt kvjax.waiting",
+    "kvjax.progress kvjax.live_line kvjax.interrupt kvjax.waiting kvjax.figures",
     "planning": "kvjax.allocation kvjax.planning kvjax.memory_needs kvjax.prompts kvjax.device_memory "
     "kvjax.chips kvjax.fit",
-    "generation": "kvjax.options kvjax.request kvjax.output kvjax.ownership kvjax.session kvjax.generation kvjax.chat "
-    "kvjax.history kvjax.context kvjax.scoring kvjax.policy_check kvjax.warming",
+    "request": "kvjax.options kvjax.request kvjax.output kvjax.ownership",
+    "generation": "kvjax.session kvjax.generation kvjax.chat kvjax.history kvjax.context kvjax.scoring "
+    "kvjax.policy_check kvjax.warming",
     "public": "kvjax",
     "cli": "kvjax.__main__ kvjax.cli",
 }

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import toys
+from support import sampled
 from support.howto import blocks
 
 import kvjax
@@ -21,7 +22,8 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 #: Pages whose commands a reader may type.
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 COMMANDS = (
-    "generate|chat|batch|plan|bench|policies|fetch|calibrate|compare|compare-rounds|picture|tune|read|warm|models"
+    "generate|chat|batch|plan|bench|policies|fetch|calibrate|compare|compare-rounds|eval|recommend|picture|tune|read|warm|"
+    "models"
 )
 
 
@@ -132,3 +134,10 @@ def test_shapes_in_signatures_are_checked_here():
     k, v = jnp.zeros((1, 2, 8)), jnp.zeros((1, 3, 8))
     with pytest.raises(jaxtyping.TypeCheckError):
         pool.append_token(cache, k, v, jnp.ones((1,), bool))
+
+
+def test_what_is_sampled_is_there():
+    """A name that nothing has would leave all cases of a long test in the default suite."""
+    for name in sampled.SAMPLED:
+        file, _, function = name.partition("::")
+        assert f"def {function}(" in (ROOT / "tests" / file).read_text(), name

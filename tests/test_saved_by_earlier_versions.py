@@ -40,7 +40,7 @@ def test_a_conversation_goes_on(lm, name, tmp_path):
         json.loads(next((tmp_path / folder).glob("*/_CHECKPOINT_METADATA")).read_text())["custom_metadata"]
         for folder in (name, "again")
     )
-    assert now["policy"].keys() == then["policy"].keys()
+    assert now["policy"].keys() - then["policy"].keys() <= {"keep_turn"}, "what came since is beside them"
     here = {"policy": now["policy"], "model": then["model"] | {"name": lm.name}, "kvjax": kvjax.__version__}
     assert now == then | here
 

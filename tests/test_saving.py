@@ -85,6 +85,7 @@ def test_a_loaded_cache_goes_on_as_the_saved_one(tiny_model, tmp_path, name, sto
     assert outputs_of(tiny_model, loaded) == outputs_of(tiny_model, cache)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", [Layout("stacked", 16, 128)], ids=str)
 def test_what_is_saved_knows_no_layout(tiny_model, tmp_path, layout):
     policy = POLICIES["razor"]

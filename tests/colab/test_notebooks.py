@@ -30,10 +30,16 @@ kvjax.RoundAttention = functools.partial(kvjax.RoundAttention, watershed=1)
 """
 #: The other calls the command line, which loads the default model.
 WITH_TOY = {"quickstart", "long_chat"}
+#: Those that take longer than all others together.
+LONG = {"multi_host_batch"}
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:jupyter_client", "ignore::DeprecationWarning:zmq")
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(path, marks=pytest.mark.slow if path.stem in LONG else ()) for path in NOTEBOOKS],
+    ids=lambda path: path.stem,
+)
 def test_runs(path, default_model, tmp_path, monkeypatch):
     run(path, tmp_path, monkeypatch, toy=path.stem in WITH_TOY)
 

@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import jax
 import numpy as np
 import toys
+from support.filters import random_filters
 
 import kvjax
 from kvjax.cache import buckets
@@ -45,6 +46,12 @@ POLICIES: dict[str, str | Policy] = {
     "nacl": "nacl:budget=12",
     "keydiff": "keydiff:budget=12",
     "expected_attention": "expected_attention:budget=12,future=16",
+    # One of the prompts repeats itself every two tokens: chunks that hold the same would tie, and rounding decide.
+    "chunkkv": "chunkkv:budget=12,chunk=5",
+    "compactor": "compactor:budget=12,sink=2,recent=2",
+    "qfilters": "qfilters:budget=12",  # with filters of the case's model
+    "criticalkv": "criticalkv:budget=12,inner=snapkv(window=4)",
+    "kvzip": "kvzip:budget=12,sink=2,chunk=24",
     "razor_of_tova": kvjax.Razor(inner=kvjax.TOVA(budget=10), heads="0.0+1.0"),
     "rounds": "round:watershed=1,top=0.5",
     "rounds_of_snapkv": kvjax.RoundAttention(watershed=1, inner=kvjax.SnapKV(budget=12, window=4)),
@@ -124,12 +131,20 @@ def model(kv_heads: int, positional: str) -> Any:
     return toys.tiny_model(num_heads=2 * kv_heads, num_kv_heads=kv_heads, vocab_size=264, positional=positional)
 
 
+def policy_of(case: Case) -> Any:
+    """The policy of a case, with what it must know of the model."""
+    policy = parse(POLICIES[case.policy])
+    if case.policy != "qfilters":
+        return policy
+    return dataclasses.replace(policy, profile=random_filters(model(case.kv_heads, case.positional).config))
+
+
 def numbers(case: Case, lm: Any) -> tuple[dict[str, Any], Any]:
     """What a case gives on this model, and the outputs of its first turn."""
     rooms = buckets.NEW_TOKENS
     buckets.NEW_TOKENS = reading.NEW_TOKENS = 8 if case.grow else rooms
     try:
-        policy = parse(POLICIES[case.policy])
+        policy = policy_of(case)
         tokens = 12 if case.grow else 5
         options: dict[str, Any] = {"chat": False, "logprobs": True, "max_new_tokens": tokens}
         context = CONTEXT if case.context else None
@@ -166,7 +181,7 @@ def _rounds(stats: Any) -> tuple[Any, ...] | None:
 
 def _planned(case: Case, lm: Any) -> int:
     """Bytes on each device after the first turn, as they are planned."""
-    policy = parse(POLICIES[case.policy])
+    policy = policy_of(case)
     if not policy.offloads_rounds:
         before = len(CONTEXT) if case.context else 0
         asked = {

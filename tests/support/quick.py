@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-#: The older emitters of fused loops: half the time of the default ones without optimisation, the same with it.
-EMITTERS = "--xla_cpu_use_fusion_emitters=false"
+from importlib import metadata
+
+#: The older emitters of fused loops: half the time of the default ones without optimisation, the same with it. And one
+#: part of each program for LLVM, since both cores are busy: a tenth less. From 0.12 on jaxlib may lack the emitters,
+#: and ends a process that asks for a flag it does not know.
+_OLDER = tuple(map(int, metadata.version("jaxlib").split(".")[:2])) < (0, 12)
+EMITTERS = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1" if _OLDER else ""
 
 
 def on_devices(count: int) -> dict[str, str]:
