@@ -242,10 +242,9 @@ _TOY = """
     sys.path.insert(0, "tests")
     import jax, kvjax, toys
     jax.config.update("jax_disable_most_optimizations", True)
-    lm = toys.tiny_model(num_layers=8)
+    lm = toys.tiny_model(num_layers={layers})
 """
 _IN_A_SCRIPT = """
-    print("begin", flush=True)
     kvjax.generate(lm, "hello", progress=lambda event: print(event.stage, flush=True))
 """
 _AT_THE_TERMINAL = """
@@ -255,19 +254,21 @@ _AT_THE_TERMINAL = """
 """
 
 
-def _started(code: str, *arguments: str, **streams) -> subprocess.Popen:
-    command = [sys.executable, "-c", textwrap.dedent(_TOY) + textwrap.dedent(code), *arguments]
+def _started(code: str, *arguments: str, layers: int = 8, **streams) -> subprocess.Popen:
+    script = textwrap.dedent(_TOY.format(layers=layers)) + textwrap.dedent(code)
+    command = [sys.executable, "-c", script, *arguments]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "TERM": "xterm", "COLUMNS": "80"}
     return subprocess.Popen(command, cwd=ROOT, env=environment, **streams)
 
 
 def test_a_script_that_ends_while_something_compiles_ends_well():
-    process = _started(_IN_A_SCRIPT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = _started(_IN_A_SCRIPT, layers=40, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None
+    told = 0
     for line in process.stdout:
-        if line == "compile\n":
+        told += line == "compile\n"
+        if told == 4:  # tracing is over, and the compiler runs for seconds
             break
-    time.sleep(1.5)  # tracing is over, and the compiler runs
     process.send_signal(signal.SIGINT)
     _, error = process.communicate(timeout=120)
     assert error.rstrip().endswith("BrokenOff") and "terminate" not in error and "Fatal" not in error, error

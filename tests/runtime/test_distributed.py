@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import threading
 
 import jax
@@ -14,10 +15,12 @@ from kvjax.sharding.mesh import Mesh
 
 
 class Store:
-    """The runtime's store of words."""
+    """The runtime's store of words, its counters, and its watch over who lives."""
 
-    def __init__(self):
+    def __init__(self, count: int):
         self.words: dict[str, str] = {}
+        self.counters: collections.Counter[str] = collections.Counter()
+        self.alive, self._asked, self._changed = set(range(count)), 0, threading.Condition()
 
     def key_value_set(self, key, value, allow_overwrite=False):
         assert allow_overwrite or key not in self.words
@@ -26,9 +29,26 @@ class Store:
     def key_value_dir_get(self, folder):
         return [item for item in sorted(self.words.items()) if item[0].startswith(folder)]
 
+    def key_value_increment(self, key, by):
+        self.counters[key] += by
+        return self.counters[key]
+
+    def get_live_nodes(self, processes):
+        """Answer all who ask once each that lives has asked, as the runtime does."""
+        with self._changed:
+            self._asked += 1
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._asked >= len(self.alive))
+            return {process: "its incarnation" for process in processes if process in self.alive}
+
+    def lose(self, process):
+        with self._changed:
+            self.alive.discard(process)
+            self._changed.notify_all()
+
 
 def groups(count: int) -> list[Group]:
-    store = Store()
+    store = Store(count)
     made = [Group(i, count, store) for i in range(count)]
     for group in made:
         group._name = made[0]._name  # in as many processes they would be counted alike
@@ -47,7 +67,53 @@ def test_gather_waits_for_all_and_keeps_their_order(monkeypatch):
         thread.start()
     for thread in threads:
         thread.join(30)
-    assert all(found[i] == [str(j) for j in range(12)] for i in range(12))
+    assert all(found[i] == {j: str(j) for j in range(12)} for i in range(12))
+
+
+def test_what_a_lost_process_had_told_is_gathered_and_nobody_waits_for_it(monkeypatch):
+    monkeypatch.setattr(distributed, "_POLL", 0.001)
+    (first, second, third), found = groups(3), {}
+
+    def tell(group):
+        found[group.process] = group.gather("n", str(group.process))
+
+    threads = [threading.Thread(target=tell, args=(group,)) for group in (first, third)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(0.05)
+    assert not found, "the second lives and has told nothing"
+    first._client.words[f"{first._name}/n/1"] = "its last"
+    first._client.lose(second.process)
+    for thread in threads:
+        thread.join(30)
+    assert found == {0: {0: "0", 1: "its last", 2: "2"}, 2: {0: "0", 1: "its last", 2: "2"}}
+
+
+def test_claims_are_taken_once():
+    made = groups(3)
+    taken = [made[turn % 3].claims("shards", 7) for turn in range(3)]
+    claimed = [next(taken[i]) for i in (0, 0, 2, 1, 2)]
+    assert sorted(claimed + [number for claims in taken for number in claims]) == list(range(7))
+    assert list(distributed.group().claims("shards", 3)) == [0, 1, 2]
+
+
+def test_words_told_again_replace_the_former():
+    first, second = groups(2)
+    first.tell("at", "1")
+    first.tell("at", "2")
+    assert second.told("at") == {0: "2"} and distributed.group().told("at") == {}
+
+
+def test_the_last_waits_until_the_others_have_left(monkeypatch):
+    first, second = groups(2)
+    waiting = threading.Thread(target=first.wait_for_others_to_leave, daemon=True)
+    waiting.start()
+    waiting.join(0.05)
+    assert waiting.is_alive()
+    first._client.lose(second.process)
+    waiting.join(30)
+    assert not waiting.is_alive()
 
 
 def test_a_failure_is_told_to_all(monkeypatch):
@@ -74,7 +140,7 @@ def test_an_interrupt_is_told_as_one(monkeypatch):
 
 def test_a_single_process_asks_nobody():
     alone = distributed.group()
-    assert (alone.process, alone.processes) == (0, 1) and alone.gather("x", "y") == ["y"]
+    assert (alone.process, alone.processes) == (0, 1) and alone.gather("x", "y") == {0: "y"}
     with pytest.raises(ValueError), alone.together():
         raise ValueError
     alone.check()
