@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from kvjax.cache import runs
 from kvjax.cache.groups import HeadGroups, Layer, parts, with_parts
 from kvjax.cache.page_sharding import PageSharding
 from kvjax.cache.pool import LayerCache, mark_rows, rows
@@ -64,7 +65,8 @@ def decode_attention(
             q,
             pool.kv,
             sharding.local_length(own(pool.length), pool.page_size),
-            runs=sharding.local_counts(pool.pages),
+            runs=_runs_of(pool),
+            starts=sharding.local_starts(own(pool.row_starts)),
             scale=scale,
             soft_cap=soft_cap,
             log_mass=mass,
@@ -92,6 +94,13 @@ def decode_attention(
     if sinks is not None:
         out, _ = with_sink(out, layer.join([part.lse for part in outputs]), sinks)
     return out, tuple(part.logits for part in outputs) if with_logits else None
+
+
+def _runs_of(pool: LayerCache) -> tuple[int, ...]:
+    """Pages of each head on this device, or the most that one has in any row."""
+    if pool.row_starts is None:
+        return pool.sharding.local_counts(pool.pages)
+    return (pool.most_pages // pool.sharding.page_parts,) * len(pool.pages)
 
 
 def _shared_pages(pool: LayerCache, placed: bool) -> Shared:
@@ -124,8 +133,11 @@ def slot_bias(
     cache: LayerCache, slopes: Float[np.ndarray, "H G"], position: Int[Array, " B"]
 ) -> Float[Array, "B P G R"]:
     """ALiBi's bias of every slot for queries at these positions; what is in no valid slot is finite."""
-    owner = np.repeat(np.arange(len(cache.pages)), cache.pages)
     distance = cache.marks["position"] - position[:, None, None]
+    if cache.row_starts is not None:
+        owner, _ = runs.owners(cache.row_starts, sum(cache.pages))
+        return jnp.asarray(slopes)[owner][..., None] * distance[:, :, None]
+    owner = np.repeat(np.arange(len(cache.pages)), cache.pages)
     return jnp.asarray(slopes[owner])[:, :, None] * distance[:, :, None]
 
 
@@ -136,17 +148,17 @@ def kept_rows(layer: Layer, block: int, seen: Int[Array, " B"] | None = None) ->
     are counted from the chunk's first token, so those of kept slots are negative.
     """
     pools = parts(layer)
-    longest = max(max(pool.slots) for pool in pools)
+    longest = max(max(pool.most_slots) for pool in pools)
     block = min(block, longest)
     longest += -longest % block
 
     def padded(x: Array) -> Array:
         return jnp.pad(x, ((0, 0), (0, 0), (0, longest - x.shape[2])) + ((0, 0),) * (x.ndim - 3))
 
-    runs = [tuple(padded(x) for x in rows(pool)) for pool in pools]
+    found = [tuple(padded(x) for x in rows(pool)) for pool in pools]
     masses = [jnp.zeros(pool.length.shape) if pool.log_mass is None else pool.log_mass for pool in pools]
     join = layer.join if isinstance(layer, HeadGroups) else (lambda whole: whole[0])
-    k, v = join([part[0] for part in runs]), join([part[1] for part in runs])
+    k, v = join([part[0] for part in found]), join([part[1] for part in found])
     mass = None if all(pool.log_mass is None for pool in pools) else join(masses)
     place = None
     if seen is not None:

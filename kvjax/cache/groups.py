@@ -60,6 +60,12 @@ class HeadGroups:
         return tuple(flat[i] for i in self.order)
 
     @property
+    def most_slots(self) -> tuple[int, ...]:
+        """Slots that each head of the layer has at most, in any row."""
+        flat = [count for group in self.groups for count in group.most_slots]
+        return tuple(flat[i] for i in self.order)
+
+    @property
     def length(self) -> Int[Array, "B H"]:
         """Valid slots of each head of the layer."""
         return self.join([group.length for group in self.groups])

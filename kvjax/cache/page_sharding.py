@@ -31,20 +31,27 @@ class PageSharding:
       head_axes: axes of the mesh over which its KV heads are sharded.
       page_axes: axes over which each head's pages are sharded.
       head_parts, page_parts: devices along these axes.
+      by_row: whether each row has its own runs of pages, which then take up to a page of every device more.
     """
 
     head_axes: tuple[str, ...] = ()
     page_axes: tuple[str, ...] = ()
     head_parts: int = 1
     page_parts: int = 1
+    by_row: bool = False
 
     def rounded(self, pages: tuple[int, ...]) -> tuple[int, ...]:
         """The pages of each head rounded up to a multiple of the devices that shard them."""
-        return tuple(-(-count // self.page_parts) * self.page_parts for count in pages)
+        more = self.page_parts - 1 if self.by_row else 0
+        return tuple(-(-(count + more) // self.page_parts) * self.page_parts for count in pages)
 
     def local_counts(self, pages: tuple[int, ...]) -> tuple[int, ...]:
         """Pages of each head that one device holds."""
         return tuple(count // self.page_parts for count in pages)
+
+    def local_starts(self, starts: Int[Array, "B H"] | None) -> Int[Array, "B H"] | None:
+        """The first pages of runs of :meth:`rounded` sizes, as one device counts its own pages."""
+        return starts if starts is None else starts // self.page_parts
 
     # --- on one device ----------------------------------------------------------------------------------------
 

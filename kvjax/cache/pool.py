@@ -3,10 +3,13 @@
 How a page's keys and values lie in memory is ``layout.py``'s choice; every function here takes and gives rows.
 
 Head h owns pages ``starts[h] : starts[h + 1]``; the run is the same for every row, so the batch and the heads shard
-without index games. What a head *may* hold (its run, from the plan) and what it *does* hold (``length``, traced) are
-two things. Valid slots are ``0 .. length - 1``; pools start as zeros, so what is masked is always finite.
+without index games. Where the heads of a layer share its slots, each row has its own runs (``row_starts``, see
+``runs.py``), of as many pages together. What a head *may* hold (its run, from the plan) and what it *does* hold
+(``length``, traced) are two things. Valid slots are ``0 .. length - 1``; pools start as zeros, so what is masked is
+always finite.
 
-On a mesh of devices a pool may hold some of the pages (``page_sharding.py``); its ``pages`` and ``marks`` are of all.
+On a mesh of devices a pool may hold some of the pages (``page_sharding.py``, ``pool_sharding.py``); its ``pages`` and
+``marks`` are of all.
 
 Keys and values may be stored as int8 (``quantisation.py``); every function here takes and gives real numbers, so that a
 policy never knows. Numbers that belong to a slot (its token's position, a score) are ``marks`` and move with their row.
@@ -16,7 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -25,6 +28,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
+from kvjax.cache import runs
 from kvjax.cache.layout import COLUMNS, Layout, layout_of, platform_layout
 from kvjax.cache.page_sharding import UNSHARDED, PageSharding
 from kvjax.cache.quantisation import MODEL, Scales, Storage, key_scale, quantise_keys, quantise_values
@@ -46,11 +50,12 @@ class LayerCache:
       next: [B, H] int32, the slot the next token is written to; ``length`` unless the policy reuses slots.
       log_mass: [B, H] float32 added to the logit of slot 0, or ``None``: log N of a slot that stands for N tokens.
       state: a pytree of the policy's own arrays, or ``None``.
-      pages: pages of each head, static.
+      pages: pages of each head, static; with ``row_starts`` only their sum counts, the pages of a row.
       marks: [B, P, R] one number a slot by name: "position" (int32) of the token in it, "score" (float32) and what else
         a policy declares.
       scales: of int8 rows, or ``None``.
       sharding: which of the pages this device holds, static.
+      row_starts: [B, H] the first page of each head's run in each row, or ``None`` where all rows have the same runs.
     """
 
     kv: Pages
@@ -62,6 +67,7 @@ class LayerCache:
     marks: dict[str, Array] = dataclasses.field(default_factory=dict)
     scales: Scales | None = None
     sharding: PageSharding = dataclasses.field(default=UNSHARDED, metadata={"static": True})
+    row_starts: Int[Array, "B H"] | None = None
 
     @property
     def slot_nbytes(self) -> int:
@@ -85,8 +91,19 @@ class LayerCache:
 
     @property
     def slots(self) -> tuple[int, ...]:
-        """Slots of each head: its allocation in tokens."""
+        """Slots of each head: its allocation in tokens; an equal part where rows have their own runs."""
         return tuple(n * self.page_size for n in self.pages)
+
+    @property
+    def most_pages(self) -> int:
+        """Pages that a head has at most, in any row."""
+        others = 0 if self.row_starts is None else (len(self.pages) - 1) * self.sharding.page_parts
+        return sum(self.pages) - others if self.row_starts is not None else max(self.pages)
+
+    @property
+    def most_slots(self) -> tuple[int, ...]:
+        """Slots that each head has at most, in any row."""
+        return self.slots if self.row_starts is None else (self.most_pages * self.page_size,) * len(self.pages)
 
     @property
     def starts(self) -> tuple[int, ...]:
@@ -95,8 +112,8 @@ class LayerCache:
 
     @property
     def uniform(self) -> bool:
-        """Whether all heads own equally many pages."""
-        return len(set(self.pages)) == 1
+        """Whether all heads own equally many pages, in every row."""
+        return self.row_starts is None and len(set(self.pages)) == 1
 
     def replace(self, **changes: Any) -> LayerCache:
         return dataclasses.replace(self, **changes)
@@ -121,8 +138,12 @@ def empty_layer(
     log_mass: bool = False,
     marks: tuple[str, ...] = (),
     storage: Storage = MODEL,
+    by_row: bool = False,
 ) -> LayerCache:
-    """A layer that holds nothing: zeros, never uninitialised memory, because 0 x NaN would leak through a mask."""
+    """A layer that holds nothing: zeros, never uninitialised memory, because 0 x NaN would leak through a mask.
+
+    ``by_row``: each row will have its own runs.
+    """
     total, heads, layout = sum(pages), len(pages), layout_for(storage, head_dim)
     scales = None
     if storage.quantised:
@@ -133,15 +154,17 @@ def empty_layer(
             clipped=jnp.zeros((batch, heads), jnp.int32),
             headroom=storage.headroom,
         )
+    length = jnp.zeros((batch, heads), jnp.int32)
     return LayerCache(
         kv=layout.zeros(batch, total, head_dim, dtype),
-        length=jnp.zeros((batch, heads), jnp.int32),
+        length=length,
         next=jnp.zeros((batch, heads), jnp.int32),
         log_mass=jnp.zeros((batch, heads), jnp.float32) if log_mass else None,
         state=state,
         pages=pages,
         marks={name: jnp.zeros((batch, total, layout.page_size), mark_dtype(name)) for name in marks},
         scales=scales,
+        row_starts=runs.fitted(length, total, layout.page_size) if by_row else None,
     )
 
 
@@ -197,9 +220,16 @@ def write_mark(
 def _places(cache: LayerCache, slots: Array, valid: Array) -> tuple[Array, Array, Array]:
     """Indices of slots into [B, P, R]; those that are not valid are out of range, so that a scatter drops them."""
     rows, _, page_size, _ = cache.kv.shape
-    page = jnp.asarray(cache.starts, jnp.int32)[:, None] + slots // page_size
+    page = _starts(cache)[..., None] + slots // page_size
+    if cache.row_starts is not None:  # the next run is another head's
+        valid = valid & (page < runs.ends(cache.row_starts, sum(cache.pages))[..., None])
     batch = jnp.arange(rows)[:, None, None]
     return batch, jnp.where(valid, page, sum(cache.pages)), slots % page_size
+
+
+def _starts(cache: LayerCache) -> Int[Array, "*B H"]:
+    """The first page of each head's run, of all rows or of each."""
+    return jnp.asarray(cache.starts, jnp.int32) if cache.row_starts is None else cache.row_starts
 
 
 def _held(cache: LayerCache, places: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
@@ -229,7 +259,7 @@ def append_token(
 def read_slots(cache: LayerCache, slots: Int[Array, "B H"]) -> tuple[Float[Array, "B H D"], Float[Array, "B H D"]]:
     """Key and value of one slot of every head, float32."""
     page_size, sharding = cache.page_size, cache.sharding
-    page, here = sharding.locate(jnp.asarray(cache.starts, jnp.int32) + slots // page_size, sum(cache.pages))
+    page, here = sharding.locate(_starts(cache) + slots // page_size, sum(cache.pages))
     places = jnp.arange(cache.kv.shape[0])[:, None], page, slots % page_size
     k, v = (x.astype(jnp.float32) for x in (cache.kv.key_at(places), cache.kv.value_at(places)))
     if cache.scales is not None:
@@ -244,40 +274,46 @@ def by_head(cache: LayerCache, pages: Array) -> Array:
 
     Trailing axes before R stay between H and C.
     """
-    runs = jnp.moveaxis(_runs(cache, pages), 2, -2)
-    return runs.reshape(*runs.shape[:-2], -1)
+    found = jnp.moveaxis(_runs(cache, pages), 2, -2)
+    return found.reshape(*found.shape[:-2], -1)
 
 
 def _runs(cache: LayerCache, pages: Array) -> Array:
     """[B, P, ...] as [B, H, pages of the longest run, ...], zeros beyond a shorter run."""
     if cache.uniform:
         return pages.reshape(pages.shape[0], len(cache.pages), max(cache.pages), *pages.shape[2:])
-    index, inside = _places_of_runs(cache)
-    return _inside(pages[:, index], inside)
+    where, inside = _places_of_runs(cache)
+    return _inside(pages[where], inside)
 
 
-def _places_of_runs(cache: LayerCache) -> tuple[np.ndarray, np.ndarray]:
-    """[H, pages of the longest run] index of every head's pages, and which of them there are."""
-    longest = max(cache.pages)
+def _places_of_runs(cache: LayerCache) -> tuple[Any, Any]:
+    """Index into [B, P] of every head's pages, [B, H, pages of the longest run], and which of them there are."""
+    longest = cache.most_pages
+    if cache.row_starts is not None:
+        index, inside = runs.of_heads(cache.row_starts, sum(cache.pages), longest)
+        return (jnp.arange(index.shape[0])[:, None, None], index), inside
     index = np.asarray(cache.starts)[:, None] + np.arange(longest)
     inside = np.arange(longest) < np.asarray(cache.pages)[:, None]
-    return np.where(inside, index, 0), inside
+    return (slice(None), np.where(inside, index, 0)), inside
 
 
-def _inside(runs: Array, inside: np.ndarray) -> Array:
-    return jnp.where(inside.reshape(*inside.shape, *(1,) * (runs.ndim - 3)), runs, jnp.zeros((), runs.dtype))
+def _inside(found: Array, inside: Any) -> Array:
+    return jnp.where(inside.reshape(*inside.shape, *(1,) * (found.ndim - 3)), found, jnp.zeros((), found.dtype))
 
 
 def by_page(cache: LayerCache, heads: Array) -> Array:
     """Undo :func:`by_head`: [B, H, ..., N] to [B, P, ..., R], cut to each head's run, 0 where N is shorter."""
+    if cache.row_starts is not None:
+        found = runs.paged(jnp.moveaxis(heads, -1, 2), cache.row_starts, sum(cache.pages), cache.page_size)
+        return jnp.moveaxis(found, 2, -1)
     longest, size = max(cache.pages), cache.page_size
     length = heads.shape[-1]
     fill = [(0, 0)] * (heads.ndim - 1) + [(0, max(longest * size - length, 0))]
     heads = jnp.pad(heads, fill)[..., : longest * size]
-    runs = jnp.moveaxis(heads.reshape(*heads.shape[:-1], longest, size), -2, 2)
+    found = jnp.moveaxis(heads.reshape(*heads.shape[:-1], longest, size), -2, 2)
     if cache.uniform:
-        return runs.reshape(runs.shape[0], -1, *runs.shape[3:])
-    return jnp.concatenate([runs[:, h, :count] for h, count in enumerate(cache.pages)], axis=1)
+        return found.reshape(found.shape[0], -1, *found.shape[3:])
+    return jnp.concatenate([found[:, h, :count] for h, count in enumerate(cache.pages)], axis=1)
 
 
 def mark_rows(cache: LayerCache, name: str) -> Array:
@@ -290,8 +326,8 @@ def stored_rows(cache: LayerCache) -> tuple[Array, Array]:
     if cache.uniform:
         k, v = (_runs(cache, x) for x in (cache.kv.key_rows(), cache.kv.value_rows()))
     else:
-        index, inside = _places_of_runs(cache)
-        k, v = (_inside(x, inside) for x in cache.kv.rows_at((slice(None), index)))
+        where, inside = _places_of_runs(cache)
+        k, v = (_inside(x, inside) for x in cache.kv.rows_at(where))
     k, v = (x.reshape(*x.shape[:2], -1, x.shape[-1]) for x in (k, v))
     return k, v
 
@@ -321,6 +357,7 @@ def take_pages(
     Returns:
       ``(rows by name, first page within the run)``; N is static. :func:`put_pages` writes them back in place.
     """
+    assert cache.row_starts is None, "what compacts a row has runs of its own size"
     page_size, heads = cache.page_size, len(cache.pages)
     pages = min((count + page_size - 2) // page_size + 1, min(cache.pages))
     first = jnp.minimum(slot // page_size, min(cache.pages) - pages)
@@ -373,6 +410,8 @@ def store(
     """
     given, scales, sharding = marks or {}, cache.scales, cache.sharding
     cache = cache.replace(pages=pages)
+    if cache.row_starts is not None:
+        cache = cache.replace(row_starts=runs.fitted(length, sum(pages), cache.page_size, sharding.page_parts))
     if scales is not None:
         valid = jnp.arange(k.shape[2]) < length[..., None]
         fixed = key_scale(k, valid, scales.k, scales.headroom)
@@ -384,7 +423,7 @@ def store(
         values = given.get(name, jnp.zeros(k.shape[:3], mark.dtype))
         new_marks[name] = by_page(cache, values.astype(mark.dtype))
     k, v = (sharding.local_slots(x, cache.page_size) for x in (k, v))
-    kv = pack(k, v, sharding.local_counts(pages), cache.kv)
+    kv = pack(k, v, sharding.local_counts(pages), cache.kv, sharding.local_starts(cache.row_starts))
     return cache.replace(kv=kv, length=length, next=length, marks=new_marks, scales=scales)
 
 
@@ -393,11 +432,14 @@ def pack(
     v: Float[Array, "B H N D"] | Int[Array, "B H N D"],
     pages: tuple[int, ...],
     like: Pages,
+    row_starts: Int[Array, "B H"] | None = None,
 ) -> Pages:
     """Lay rows out as pages, in the layout and dtype of ``like``: slot i of head h is row i; rows beyond a head's run
     are cut, missing ones are zeros.
     """
     page_size = like.shape[2]
+    if row_starts is not None:
+        return like.of_rows(*(runs.paged(x.astype(like.dtype), row_starts, sum(pages), page_size) for x in (k, v)))
 
     def lay(x: Array, count: int) -> Array:
         batch, heads, length, dim = x.shape
@@ -424,31 +466,35 @@ def resize(cache: LayerCache, pages: tuple[int, ...]) -> LayerCache:
     """The same contents in runs of other sizes (no head may hold more than its new run)."""
     if pages == cache.pages:
         return cache
+    if cache.row_starts is not None:
+        return lay_anew(cache, pages, cache.sharding.page_parts)
 
-    def lay(pool: Array, parts: int = 1) -> Array:
-        runs = []
+    def lay(pool: Array, parts: int) -> Array:
+        found = []
         for start, old, new in zip(cache.starts, cache.pages, pages, strict=True):
             run = pool[:, start // parts : (start + min(old, new)) // parts]
-            runs.append(jnp.pad(run, ((0, 0), (0, new // parts - run.shape[1])) + ((0, 0),) * (pool.ndim - 2)))
-        return jnp.concatenate(runs, axis=1)
+            found.append(jnp.pad(run, ((0, 0), (0, new // parts - run.shape[1])) + ((0, 0),) * (pool.ndim - 2)))
+        return jnp.concatenate(found, axis=1)
 
+    return _moved(cache, lay, pages)
+
+
+def lay_anew(cache: LayerCache, pages: tuple[int, ...], parts: int) -> LayerCache:
+    """A pool whose rows have their own runs, in runs that fit its lengths now, multiples of ``parts``."""
+    assert cache.row_starts is not None
+    old = cache.row_starts
+    new = runs.fitted(cache.length, sum(pages), cache.page_size, parts)
+    moved = _moved(cache, lambda pool, parts: runs.moved(pool, old // parts, new // parts, sum(pages) // parts), pages)
+    return moved.replace(row_starts=new)
+
+
+def _moved(cache: LayerCache, lay: Callable[[Array, int], Array], pages: tuple[int, ...]) -> LayerCache:
+    """The pool with all that belongs to pages laid out by ``lay(numbers by page, devices that shard the pages)``."""
     # A page stays on its device, so one device's pages are laid out like those of a whole pool.
     parts = cache.sharding.page_parts
     scales = cache.scales and dataclasses.replace(cache.scales, v=lay(cache.scales.v, parts))
-    marks = {name: lay(mark) for name, mark in cache.marks.items()}
+    marks = {name: lay(mark, 1) for name, mark in cache.marks.items()}
     return cache.replace(kv=jax.tree.map(lambda x: lay(x, parts), cache.kv), pages=pages, marks=marks, scales=scales)
-
-
-# --- on a mesh of devices ---------------------------------------------------------------------------------------
-
-
-def local_shard(pool: LayerCache, sharding: PageSharding) -> LayerCache:
-    """The part of an empty pool that one device holds; the pages of each head must divide by the devices."""
-    if sharding == UNSHARDED:
-        return pool
-    count = sum(sharding.local_counts(pool.pages))
-    scales = pool.scales and dataclasses.replace(pool.scales, v=pool.scales.v[:, :count])
-    return pool.replace(kv=jax.tree.map(lambda x: x[:, :count], pool.kv), scales=scales, sharding=sharding)
 
 
 def gather_pages(pool: LayerCache) -> LayerCache:
@@ -458,31 +504,3 @@ def gather_pages(pool: LayerCache) -> LayerCache:
         return pool
     scales = pool.scales and dataclasses.replace(pool.scales, v=sharding.gather(pool.scales.v))
     return pool.replace(kv=jax.tree.map(sharding.gather, pool.kv), scales=scales, sharding=UNSHARDED)
-
-
-def unshard(pool: LayerCache) -> LayerCache:
-    """Put the arrays of all devices in the order of the pages of a pool that is not sharded."""
-    sharding = pool.sharding
-
-    def ordered(x: Array) -> Array:
-        parts = x.reshape(x.shape[0], sharding.head_parts, sharding.page_parts, -1, *x.shape[2:])
-        return parts.swapaxes(2, 3).reshape(x.shape)
-
-    return _reordered(pool, UNSHARDED, ordered)
-
-
-def shard(pool: LayerCache, sharding: PageSharding) -> LayerCache:
-    """Undo :func:`unshard`: put the pages in the order in which the devices will hold them."""
-
-    def ordered(x: Array) -> Array:
-        parts = x.reshape(x.shape[0], sharding.head_parts, -1, sharding.page_parts, *x.shape[2:])
-        return parts.swapaxes(2, 3).reshape(x.shape)
-
-    return _reordered(pool, sharding, ordered)
-
-
-def _reordered(pool: LayerCache, sharding: PageSharding, ordered: Any) -> LayerCache:
-    if max(sharding.page_parts, pool.sharding.page_parts) == 1:
-        return pool.replace(sharding=sharding)
-    scales = pool.scales and dataclasses.replace(pool.scales, v=ordered(pool.scales.v))
-    return pool.replace(kv=jax.tree.map(ordered, pool.kv), scales=scales, sharding=sharding)

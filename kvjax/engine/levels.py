@@ -30,16 +30,27 @@ class Level:
     """One size of all slots.
 
     Attributes:
-      allocation: what it is made for. pages: of each layer's heads. slots: in them, [layer][head].
+      allocation: what it is made for. pages: of each layer's heads. slots: that surely hold tokens, [layer][head].
+      sharing: of each layer the heads that share theirs.
     """
 
     allocation: Allocation
     pages: tuple[tuple[int, ...], ...]
     slots: tuple[tuple[int, ...], ...]
+    sharing: tuple[tuple[int, ...], ...]
 
     def free(self, held: Sequence[Int[np.ndarray, " H"]]) -> int:
         """Tokens that a row has room for beside what it holds of each layer's heads; negative where these have none."""
-        return min(int((np.asarray(slots) - own).min()) for slots, own in zip(self.slots, held, strict=True))
+        each = zip(self.slots, held, self.sharing, strict=True)
+        return min(_free(np.asarray(slots) - own, sharing) for slots, own, sharing in each)
+
+
+def _free(left: Int[np.ndarray, " H"], sharing: tuple[int, ...]) -> int:
+    """Tokens that a layer has room for whose heads have ``left`` slots; those that share have equally many."""
+    heads = list(sharing)
+    if heads:
+        left[heads] = left[heads].sum() // len(heads)
+    return int(left.min())
 
 
 @functools.lru_cache(maxsize=4096)
@@ -64,16 +75,22 @@ def levels_of(
     config: ModelConfig, policy: Policy, own: Allocation, page_size: int, *, on_mesh: bool
 ) -> tuple[Level, ...]:
     """The sizes that an engine's slots may have, the smallest first, its own last."""
-    heads = [owner for layer in range(config.num_layers) for owner in policy.owners(config, layer)]
-    parts = _PARTS if has_levels(on_mesh) and all(owner.grows for owner in heads) else (1,)
+    owners = [policy.owners(config, layer) for layer in range(config.num_layers)]
+    grow = all(owner.grows for some in owners for owner in some)
+    parts = _PARTS if has_levels(on_mesh) and grow else (1,)
+    sharing = tuple(tuple(h for h, owner in enumerate(some) if owner.shares_slots) for some in owners)
     found: list[Level] = []
     for part in parts:
         prompt = min(own.prompt_capacity, max(_LEAST, own.prompt_capacity // part))
         new = min(own.new_capacity, max(_LEAST, own.new_capacity // part))
         pages = page_capacities(policy, config, prompt, new, page_size)
         if not found or pages != found[-1].pages:
-            slots = tuple(tuple(count * page_size for count in heads) for heads in pages)
-            found.append(Level(Allocation(own.rows, prompt, new), pages, slots))
+            # Of heads that share, a part of a page stays empty in each.
+            slots = tuple(
+                tuple((count - (head in some)) * page_size for head, count in enumerate(heads))
+                for heads, some in zip(pages, sharing, strict=True)
+            )
+            found.append(Level(Allocation(own.rows, prompt, new), pages, slots, sharing))
         else:
             found[-1] = dataclasses.replace(found[-1], allocation=Allocation(own.rows, prompt, new))
     return tuple(found)

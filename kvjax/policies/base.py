@@ -146,6 +146,9 @@ class Policy:
     layers_alike: ClassVar[bool] = False
     #: Whether all heads of a layer are treated alike, so that a device of a mesh may be given some of them.
     heads_alike: ClassVar[bool] = True
+    #: Whether the heads of a layer share its slots, and each row decides how many of them each head has. Capacities and
+    #: budgets are then those of an equal head; a mesh divides the heads' pages among its devices, and not the heads.
+    shares_slots: ClassVar[bool] = False
 
     @property
     def signals(self) -> Signals:
@@ -284,7 +287,8 @@ class Policy:
     ) -> Any:
         """An empty cache of one layer; a policy that composes others gives :class:`HeadGroups` of theirs."""
         marks = policy_marks(self, config)
-        empty = empty_layer(batch, pages, config.head_dim, dtype, log_mass=self.merges, marks=marks, storage=storage)
+        has = {"log_mass": self.merges, "marks": marks, "storage": storage, "by_row": self.shares_slots}
+        empty = empty_layer(batch, pages, config.head_dim, dtype, **has)
         return empty.replace(state=self.init_state(config, layer, batch, empty.slots))
 
     def sort_slots(self, layer: int, cache: LayerCache, config: ModelConfig) -> LayerCache:
@@ -418,4 +422,9 @@ def page_capacities(
             f"{type(policy).__name__}.capacities must give {config.num_layers} layers of {config.num_kv_heads} heads; "
             f"it gave {[len(heads) for heads in slots]}."
         )
-    return tuple(tuple(pages_for(count, page_size) for count in heads) for heads in slots)
+    # Runs of whole pages that begin where a row's choice says take a page a head more.
+    shared = [[owner.shares_slots for owner in policy.owners(config, layer)] for layer in range(config.num_layers)]
+    return tuple(
+        tuple(pages_for(count, page_size) + more for count, more in zip(*both, strict=True))
+        for both in zip(slots, shared, strict=True)
+    )

@@ -161,7 +161,9 @@ def keep_all(cache: LayerCache, candidates: Candidates, chunk: PromptChunk) -> L
 
 def keep_where(cache: LayerCache, candidates: Candidates, keep: Bool[Array, "B H N"], chunk: PromptChunk) -> LayerCache:
     """The candidates marked ``keep`` stay, in order, with their marks; the mask must be False beyond their length."""
-    slots = max(chunk.pages) * cache.page_size
+    slots = max(cache.replace(pages=chunk.pages).most_slots)
+    if cache.row_starts is not None:
+        slots = min(slots, keep.shape[-1])
     rank = jnp.cumsum(keep, axis=-1)
     length = rank[..., -1].astype(jnp.int32)
     # Slot i takes the (i + 1)-th kept row: the first position whose running count reaches i + 1.

@@ -157,7 +157,7 @@ def check_kept(policy: Policy, layers: Sequence[Any], retained: Sequence[np.ndar
     for layer, kept in enumerate(retained):
         kept, there = kept[: len(seen)], seen[: len(kept), None]
         most = there + policy.merges  # a slot that stands for many may stand for none yet
-        slots = np.asarray(layers[layer].slots) if layers else np.full(kept.shape[1:], np.iinfo(np.int32).max)
+        slots = np.asarray(layers[layer].most_slots) if layers else np.full(kept.shape[1:], np.iinfo(np.int32).max)
         wrong = (there > 0) & ((kept < 1) | (kept > most) | (kept > slots))
         if wrong.any():
             row, head = (int(i) for i in np.argwhere(wrong)[0])

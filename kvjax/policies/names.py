@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # for type checkers: "X as X" exports a name
+    from kvjax.policies.adaptive import AdaptiveHeads as AdaptiveHeads
     from kvjax.policies.ahakv import AhaKV as AhaKV
     from kvjax.policies.chunkkv import ChunkKV as ChunkKV
     from kvjax.policies.compactor import Compactor as Compactor
@@ -53,6 +54,7 @@ POLICIES: dict[str, str] = {
     "kvzip": "kvjax.policies.kvzip:KVzip",
     "qfilters": "kvjax.policies.qfilters:QFilters",
     "criticalkv": "kvjax.policies.criticalkv:CriticalKV",
+    "adaptive": "kvjax.policies.adaptive:AdaptiveHeads",
 }
 #: Other spellings of those names.
 ALIASES: dict[str, str] = {
@@ -70,6 +72,10 @@ ALIASES: dict[str, str] = {
     "pyramid": "pyramidkv",
     "slim": "slimkv",
     "chunk": "chunkkv",
+    "adakv": "adaptive",
+    "ada_kv": "adaptive",
+    "adaptive_heads": "adaptive",
+    "adaptiveheads": "adaptive",
     "expectedattention": "expected_attention",
 }
 #: The module of every class, by the class's name; ``Razor`` is short for ``RazorAttention``.

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kvjax.cache import runs
 from kvjax.cache.cache import Cache
 from kvjax.cache.groups import parts, with_parts
 from kvjax.cache.pool import LayerCache, pages_for
@@ -61,17 +62,27 @@ def checksum(tree: Any) -> int:
     return found
 
 
-def _places(pool: LayerCache, count: Sequence[int]) -> np.ndarray:
-    """[S] where the saved slots are among the pool's P R ones."""
-    starts = np.asarray(pool.starts) * pool.page_size
-    return np.concatenate([start + np.arange(n) for start, n in zip(starts, count, strict=True)]).astype(np.int32)
+def _places(pool: LayerCache, count: Sequence[int]) -> Any:
+    """[S] or [B, S] where the saved slots are among the pool's P R ones; out of range where a row has none."""
+    within = [np.arange(n, dtype=np.int32) for n in count]
+    if pool.row_starts is None:
+        starts = np.asarray(pool.starts) * pool.page_size
+        return np.concatenate([start + slot for start, slot in zip(starts, within, strict=True)]).astype(np.int32)
+    head, slot = np.repeat(np.arange(len(count)), count), np.concatenate(within)
+    place = pool.row_starts[:, head] * pool.page_size + slot
+    return jnp.where(slot < pool.length[:, head], place, sum(pool.slots))
 
 
 def _pool(pool: LayerCache, count: Sequence[int]) -> dict[str, Any]:
     places = _places(pool, count)
 
     def slots(pages: jax.Array) -> jax.Array:
-        return pages.reshape(pages.shape[0], -1, *pages.shape[3:])[:, places]
+        flat = pages.reshape(pages.shape[0], -1, *pages.shape[3:])
+        if pool.row_starts is None:
+            return flat[:, places]
+        return jnp.take_along_axis(
+            flat, places.reshape(*places.shape, *(1,) * (flat.ndim - 2)), 1, mode="fill", fill_value=0
+        )
 
     tree: dict[str, Any] = {
         "k": slots(pool.kv.key_rows()),
@@ -89,12 +100,16 @@ def _pool(pool: LayerCache, count: Sequence[int]) -> dict[str, Any]:
 
 
 def _unpool(pool: LayerCache, tree: dict[str, Any], count: Sequence[int]) -> LayerCache:
-    places = _places(pool, count)
     batch, pages, page_size, _ = pool.kv.shape
+    rows: Any = slice(None)
+    if pool.row_starts is not None:
+        pool = pool.replace(length=tree["length"], row_starts=runs.fitted(tree["length"], pages, page_size))
+        rows = jnp.arange(batch)[:, None]
+    places = _places(pool, count)
 
     def laid(slots: jax.Array) -> jax.Array:
         empty = jnp.zeros((batch, pages * page_size, *slots.shape[2:]), slots.dtype)
-        return empty.at[:, places].set(slots).reshape(batch, pages, page_size, *slots.shape[2:])
+        return empty.at[rows, places].set(slots, mode="drop").reshape(batch, pages, page_size, *slots.shape[2:])
 
     scales = pool.scales
     if scales is not None:

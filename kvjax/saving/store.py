@@ -151,6 +151,7 @@ def _described(cache: Cache, lm: LanguageModel, counts: Counts) -> dict[str, Any
         "batch": cache.batch,
         "prompt_room": cache.prompt_capacity,
         "new_room": cache.new_capacity,
+        "page_size": cache.page_size,
         "slots": [list(layer.slots) for layer in cache.layers],
         "counts": [[list(pool) for pool in layer] for layer in counts],
     }
@@ -174,12 +175,16 @@ def _empty(where: Path, description: Any, lm: LanguageModel) -> tuple[Cache, Cou
     page_size = layout_for(storage, config.head_dim).page_size
     batch = description["batch"]
     counters: Any = jax.ShapeDtypeStruct((batch,), "int32")
-    layers = jax.eval_shape(
-        lambda: tuple(
-            policy.init_layer(config, i, batch, pages_of(slots, page_size), lm.params.dtype, storage)
-            for i, slots in enumerate(description["slots"])
-        )
-    )
+    # Heads that share slots may each leave a part of a page unused, which is larger where pages are.
+    larger = page_size > description.get("page_size", page_size)
+
+    def layer(i: int, slots: list[int]) -> Any:
+        owners = policy.owners(config, i)
+        pages = zip(pages_of(slots, page_size), owners, strict=True)
+        wanted = tuple(count + (larger and owner.shares_slots) for count, owner in pages)
+        return policy.init_layer(config, i, batch, wanted, lm.params.dtype, storage)
+
+    layers = jax.eval_shape(lambda: tuple(layer(i, slots) for i, slots in enumerate(description["slots"])))
     capacities = {"prompt_capacity": description["prompt_room"], "new_capacity": description["new_room"]}
     empty = Cache(layers=layers, seen=counters, prompt_end=counters, next_token=counters, policy=policy, **capacities)
     return empty, tuple(tuple(tuple(pool) for pool in layer) for layer in description["counts"])

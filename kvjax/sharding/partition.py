@@ -28,7 +28,8 @@ from jaxtyping import Array, Int
 from kvjax.cache.cache import Cache
 from kvjax.cache.groups import HeadGroups, Layer, parts, with_parts
 from kvjax.cache.page_sharding import PageSharding
-from kvjax.cache.pool import LayerCache, layout_for, local_shard
+from kvjax.cache.pool import LayerCache, layout_for
+from kvjax.cache.pool_sharding import local_shard
 from kvjax.cache.quantisation import Storage
 from kvjax.cache.shared_context import SharedContext
 from kvjax.model.config import ModelConfig
@@ -207,10 +208,10 @@ def _places(groups: tuple[Group, ...]) -> tuple[tuple[int, ...], ...]:
     return tuple(found)
 
 
-def _sharding(mesh: Mesh, heads: int, alike: bool) -> PageSharding:
-    over = mesh.axes_dividing(heads) if alike else ()
+def _sharding(mesh: Mesh, heads: int, alike: bool, by_row: bool = False) -> PageSharding:
+    over = mesh.axes_dividing(heads) if alike and not by_row else ()
     rest = tuple(name for name in mesh.model_axes if name not in over)
-    return PageSharding(over, rest, mesh.parts(over), mesh.parts(rest))
+    return PageSharding(over, rest, mesh.parts(over), mesh.parts(rest), by_row and mesh.parts(rest) > 1)
 
 
 def head_sharding(mesh: Mesh, config: ModelConfig) -> PageSharding:
@@ -226,7 +227,10 @@ def _groups(part: Partition) -> tuple[tuple[Group, ...], ...]:
         policy, number, seen_as = part.policy.part(config, layer)
         every = tuple(range(config.num_kv_heads))
         members = policy.members(seen_as, number) if isinstance(policy, HeadWise) else [(policy, every, seen_as)]
-        sharded = [(heads, _sharding(mesh, len(heads), rotary and one.heads_alike)) for one, heads, _ in members]
+        sharded = [
+            (heads, _sharding(mesh, len(heads), rotary and one.heads_alike, one.shares_slots))
+            for one, heads, _ in members
+        ]
         found.append(tuple(Group(*each) for each in sharded))
     return tuple(found)
 

@@ -169,6 +169,7 @@ def _pool_specs(pool: LayerCache, rows: str | None = "data") -> LayerCache:
         state=jax.tree.map(state, pool.state),
         marks=dict.fromkeys(pool.marks, heads),
         scales=scales,
+        row_starts=None if pool.row_starts is None else heads,
     )
 
 

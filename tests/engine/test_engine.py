@@ -84,6 +84,7 @@ POLICY = "lagkv:ratio=0.5,lag=16,sink=4"
                 ("kvzip:ratio=0.5", None),
                 ("criticalkv:ratio=0.5", None),
                 ("chunkkv:ratio=0.5", None),
+                ("adaptive:ratio=0.5", None),
                 ("expected_attention:ratio=0.5", None),
                 ("pyramidkv:ratio=0.5", None),
             )

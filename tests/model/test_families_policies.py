@@ -32,6 +32,7 @@ POLICIES = {
     "chunkkv": "chunkkv:budget=12,chunk=4",
     "compactor": "compactor:budget=12,sink=2,recent=2,chunk=8",
     "criticalkv": "criticalkv:budget=12,inner=snapkv(window=4)",
+    "adaptive": "adaptive:budget=12,inner=keydiff",
     "qfilters": "qfilters:budget=12",  # with filters of the model
     "kvzip": "kvzip:budget=12,sink=2,chunk=8",
     "round": "round:watershed=1,top=0.5",
@@ -57,7 +58,7 @@ DEFAULT = {
     ("glm4", "pyramidkv"), ("falcon_new", "slimkv"), ("granite", "nacl"), ("smollm3", "keydiff"),
     ("qwen3_moe", "expected_attention"), ("mixtral", "round"), ("olmo2", "chunkkv"), ("stablelm", "compactor"),
     ("gpt_oss", "kvzip"), ("cohere", "criticalkv"),
-    ("granite", "qfilters"),
+    ("granite", "qfilters"), ("phi3", "adaptive"),
     *REFUSED,
 }  # fmt: skip
 

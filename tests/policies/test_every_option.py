@@ -20,7 +20,7 @@ from support.filters import random_filters
 import kvjax
 from kvjax.cache.pool import rows
 from kvjax.errors import UsageError
-from kvjax.policies import LagKV, Policy, RoundAttention, SnapKV, registry
+from kvjax.policies import KeyDiff, LagKV, Policy, RoundAttention, SnapKV, registry
 from kvjax.policies.parsing import options_of
 from kvjax.policies.profile import HeadProfile, ModelShape, ScopeProfile, WatershedProfile
 from kvjax.rounds.selection import select
@@ -124,6 +124,10 @@ TABLE: dict[str, tuple[dict[str, Any], dict[str, Other]]] = {
     "criticalkv": ({}, {
         **SIZED, "inner": Other(SnapKV(window=3), {"budget": 40}), "first": Other(0.0, CRITICAL),
         "epsilon": Other(5.0, CRITICAL),
+    }),
+    "adaptive": ({}, {
+        **SIZED, "inner": Other(SnapKV(window=3), {"budget": 16}), 
+        "floor": Other(0.9, {"budget": 16, "inner": KeyDiff()}),
     }),
     "kvzip": ({}, {**SIZED, "sink": Other(1, {"budget": 16}), "chunk": Other(5, {"budget": 16})}),
 }  # fmt: skip

@@ -52,6 +52,8 @@ POLICIES: dict[str, str | Policy] = {
     "qfilters": "qfilters:budget=12",  # with filters of the case's model
     "criticalkv": "criticalkv:budget=12,inner=snapkv(window=4)",
     "kvzip": "kvzip:budget=12,sink=2,chunk=24",
+    "adaptive": "adaptive:budget=12,inner=keydiff",
+    "razor_of_adaptive": "razor:heads=0.0,budget=9,inner=adaptive(inner=keydiff)",
     "razor_of_tova": kvjax.Razor(inner=kvjax.TOVA(budget=10), heads="0.0+1.0"),
     "rounds": "round:watershed=1,top=0.5",
     "rounds_of_snapkv": kvjax.RoundAttention(watershed=1, inner=kvjax.SnapKV(budget=12, window=4)),

@@ -9,7 +9,8 @@ import toys
 
 import kvjax
 from kvjax.cache.page_sharding import PageSharding
-from kvjax.cache.pool import empty_layer, shard, store, unshard
+from kvjax.cache.pool import empty_layer, store
+from kvjax.cache.pool_sharding import shard, unshard
 from kvjax.policies import parse
 from kvjax.sharding.mesh import Mesh, parse_mesh
 from kvjax.sharding.partition import Partition
