@@ -54,7 +54,7 @@ def random_signals(seed: int) -> PromptSignals:
             jnp.asarray(rng.standard_normal((2, HEADS, GROUP, DIM)).astype(np.float32)),
             jnp.asarray(np.einsum("...ij,...kj->...ik", spread, spread)),
         ),
-        around=Mass(None, jnp.asarray(2 * mass)),
+        noncausal=Mass(None, jnp.asarray(2 * mass)),
         repeat=Mass(None, jnp.asarray(mass)),
         outputs=Mass(None, jnp.asarray(mass[..., ::-1] + 0.1)),
     )
