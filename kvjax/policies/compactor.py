@@ -110,13 +110,13 @@ class Compactor(Selecting):
         def head(i: Array) -> Float[Array, "B N"]:
             k, counted = candidates.k[:, i].astype(jnp.float32), free[:, i]
             if chunk.config.positional == "rope":
-                k = unturned(k, candidates.marks["position"][:, i], chunk)
+                k = before_rope(k, candidates.marks["position"][:, i], chunk)
             return leverages(k, counted, self.sketch, self.seed)
 
         return jax.lax.map(head, jnp.arange(free.shape[1])).swapaxes(0, 1)
 
 
-def unturned(k: Float[Array, "B N D"], position: Int[Array, "B N"], chunk: PromptChunk) -> Float[Array, "B N D"]:
+def before_rope(k: Float[Array, "B N D"], position: Int[Array, "B N"], chunk: PromptChunk) -> Float[Array, "B N D"]:
     """Keys of these positions as they were before rotary embedding."""
     cos, sin = angles(chunk.config, position, chunk.seen + chunk.count)
     length = cos * cos + sin * sin  # above 1 in YaRN's models

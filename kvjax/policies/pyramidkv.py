@@ -24,7 +24,7 @@ class PyramidKV(SnapKV):
     directions: the total of a uniform budget is met exactly, to the token.
 
     A row that fits C is left whole in every layer, so under a fixed ``budget`` even the last layers are allocated C;
-    under ``ratio`` they are allocated what they keep. The official code turns to a uniform budget below
+    under ``ratio`` they are allocated what they keep. The official code falls back to a uniform budget below
     2 x (C - W) tokens; here, as in the paper's text, the line only becomes flatter.
     """
 
