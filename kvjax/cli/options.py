@@ -31,6 +31,8 @@ Mesh = Annotated[
     str | None, typer.Option("--mesh", help="Devices to spread over, such as data=4,model=2; one when not given.")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on standard output instead of text.")]
+Markdown = Annotated[bool, typer.Option("--markdown", help="Print Markdown instead of a table.")]
+Retained = Annotated[str, typer.Option("--retained", help="Comma-separated fractions of the tokens to keep.")]
 CompileCache = Annotated[
     bool,
     typer.Option("--compile-cache/--no-compile-cache", help="Whether compiled programs are kept in the user's cache."),
@@ -67,6 +69,9 @@ def option(name: str, none: str | None = None) -> Any:
         switch = f"{switch}/--no-{switch[2:]}"
     shown = True if none is None else none
     return typer.Option(switch, help=field.metadata["help"].removesuffix(".") + how, show_default=shown)
+
+
+Storage = Annotated[str, option("storage")]
 
 
 def generation(*names: str, without: Collection[str] = (), **defaults: Any) -> Callable[[Callable[..., Any]], Any]:

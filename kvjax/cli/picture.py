@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-import sys
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from kvjax.checkpoints.load import LanguageModel
+
+_say = functools.partial(session.say, "picture")
 
 POSITIONS, ALIKE = "retained-positions", "question-answer"
 #: Policies whose kept positions are shown; the paper gives every method a recent window of 32 tokens.
@@ -182,7 +184,3 @@ def _save(out: Path, figure: Figure) -> None:
 
     write_atomically(out, png(figure))
     print(f"Saved: {out}.")
-
-
-def _say(what: str) -> None:
-    print(f"kvjax picture: {what}", file=sys.stderr, flush=True)

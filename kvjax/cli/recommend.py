@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -14,7 +14,6 @@ from kvjax.cli import inputs, session
 from kvjax.cli import options as flag
 from kvjax.cli.app import INTERRUPTED, app
 from kvjax.errors import UsageError, quoted
-from kvjax.files import check_folder
 
 if TYPE_CHECKING:
     from kvjax.checkpoints.load import LanguageModel
@@ -23,6 +22,8 @@ if TYPE_CHECKING:
     from kvjax.eval.recommend.folder import Folder
     from kvjax.eval.recommend.measure import Measured, Request
     from kvjax.eval.recommend.passages import Passage
+
+_say = functools.partial(session.say, "recommend")
 
 #: Tokens of a passage where nothing is said: enough to tell policies apart, and minutes on a CPU.
 _TOKENS = 1024
@@ -62,9 +63,9 @@ def recommend(
     ] = None,
     passages: Annotated[int, typer.Option("--passages", help="Pieces of the texts.")] = 6,
     needles: Annotated[int, typer.Option("--needles", help="Hidden in each passage.")] = 2,
-    storage: Annotated[str, flag.option("storage")] = "model",
+    storage: flag.Storage = "model",
     seed: Annotated[int, typer.Option("--seed", help="Of the passages and needles.")] = 0,
-    markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown instead of a table.")] = False,
+    markdown: flag.Markdown = False,
     compile_cache: flag.CompileCache = True,
 ) -> int:
     """Say which policy to use for texts like these.
@@ -74,14 +75,10 @@ def recommend(
     """
     from kvjax.cache.quantisation import parse_storage
     from kvjax.eval.candidates import candidates
-    from kvjax.eval.recommend.choice import Goal
     from kvjax.eval.recommend.folder import Folder, Settings, digest
     from kvjax.eval.recommend.passages import make_passages, read_texts
-    from kvjax.figures import new_figure
 
-    if budget is not None and loss is not None:
-        raise UsageError("--budget and --loss ask for two things; give one of them.")
-    goal = Goal(inputs.byte_count(budget, "--budget"), None if loss is None else _share(loss))
+    goal = _goal(budget, loss)
     for name, value in (("--context", context), ("--batch", batch), ("--passages", passages), ("--needles", needles)):
         whole_number(name, value, 1, 2**31)
     measured = min(context, _TOKENS) if tokens is None else tokens
@@ -89,8 +86,7 @@ def recommend(
     fractions = inputs.numbers(retained, "--retained")
     chosen = candidates(policies, fractions)
     kind = parse_storage(storage)
-    new_figure(1, 1)  # refuses without matplotlib now, and not when all is measured
-    check_folder("--out", out)
+    session.check_results(out)
     texts = read_texts(text)
     lm = session.load(model, dtype, compile_cache=compile_cache, weights=weights)
     for name, value in (("--context", context), ("--measured-tokens", measured)):
@@ -102,13 +98,36 @@ def recommend(
     folder = Folder(out, settings)
     earlier = folder.earlier()
     made = make_passages(lm, texts, tokens=measured, passages=passages, needles=needles, seed=seed)
-    from kvjax.eval.recommend.measure import Request, within
+    from kvjax.eval.recommend.measure import Request
 
     request = Request(context, batch, kind)
-    if goal.budget is not None:
-        smaller = [fraction for fraction in _FRACTIONS if fraction < max(fractions)]
-        chosen = within(lm, chosen, request, goal.budget, [*fractions, *smaller])
+    chosen = _within(lm, chosen, request, goal.budget, fractions)
     return _measure(lm, made, chosen, request, goal, folder, earlier, markdown)
+
+
+def _goal(budget: str | None, loss: str | None) -> Goal:
+    """What the answer is chosen by."""
+    from kvjax.eval.recommend.choice import Goal
+
+    if budget is not None and loss is not None:
+        raise UsageError("--budget and --loss ask for two things; give one of them.")
+    return Goal(inputs.byte_count(budget, "--budget"), None if loss is None else _share(loss))
+
+
+def _within(
+    lm: LanguageModel,
+    chosen: Sequence[Candidate],
+    request: Request,
+    budget: int | None,
+    fractions: Sequence[float],
+) -> Sequence[Candidate]:
+    """The candidates, each at the largest fraction whose cache is within the budget, if there is one."""
+    from kvjax.eval.recommend.measure import within
+
+    if budget is None:
+        return chosen
+    smaller = [fraction for fraction in _FRACTIONS if fraction < max(fractions)]
+    return within(lm, chosen, request, budget, [*fractions, *smaller])
 
 
 def _share(text: str) -> float:
@@ -168,7 +187,3 @@ def _measure(
     if not markdown:
         print(f"Saved: {', '.join(str(folder.path / name) for name in (RESULTS, TABLE, PICTURE))}.")
     return code
-
-
-def _say(what: str) -> None:
-    print(f"kvjax recommend: {what}", file=sys.stderr, flush=True)
