@@ -27,7 +27,9 @@ RESULTS, TABLE, PICTURE = "results.json", "results.md", "accuracy.png"
 
 @app.command()
 def compare(
-    out: Annotated[Path, typer.Option("--out", help="Folder for the results; what it holds is not measured again.")],
+    out: Annotated[
+        Path, typer.Option("--out", help="Folder for the results; rows already there are not measured again.")
+    ],
     model: flag.Model = flag.DEFAULT_MODEL,
     config: flag.Config = None,
     dtype: flag.Dtype = None,
@@ -39,18 +41,22 @@ def compare(
     tasks: Annotated[
         str, typer.Option("--tasks", help="Comma-separated needle tasks.")
     ] = "niah_single_1,noise_multikey,noise_multivalue",
-    lengths: Annotated[str, typer.Option("--lengths", help="Comma-separated tokens, question and answer too.")] = "700",
-    samples: Annotated[int, typer.Option("--samples", help="Of each task; one batch.")] = 12,
-    turns: Annotated[bool, typer.Option("--turns/--no-turns", help="Whether conversations are held too.")] = True,
+    lengths: Annotated[
+        str, typer.Option("--lengths", help="Comma-separated prompt lengths in tokens, with question and answer.")
+    ] = "700",
+    samples: Annotated[int, typer.Option("--samples", help="Samples of each task, in one batch.")] = 12,
+    turns: Annotated[
+        bool, typer.Option("--turns/--no-turns", help="Whether to ask three-turn conversations too.")
+    ] = True,
     storage: flag.Storage = "model",
-    seed: Annotated[int, typer.Option("--seed", help="Of the samples.")] = 42,
+    seed: Annotated[int, typer.Option("--seed", help="Seed of the samples.")] = 42,
     markdown: flag.Markdown = False,
     compile_cache: flag.CompileCache = True,
 ) -> int:
     """Ask every policy's cache the same questions.
 
     Accuracy, agreement with the full cache, bytes and speed go to one table and one picture. Results are saved after
-    every row; the same command goes on after Ctrl-C, and with more policies or fractions adds what is missing.
+    every row; the same command resumes after Ctrl-C, and with more policies or fractions adds what is missing.
     """
     from kvjax.bench import machine
     from kvjax.eval.candidates import candidates

@@ -30,7 +30,7 @@ def compare_rounds(
         Path,
         typer.Option("--dialogues", help="JSON (lines): messages, ShareGPT, LongChat topics or LongMemEval."),
     ],
-    out: Annotated[Path, typer.Option("--out", help="Folder for the results; what it holds is not asked again.")],
+    out: Annotated[Path, typer.Option("--out", help="Folder for the results; answers already there are kept.")],
     model: flag.Model = flag.DEFAULT_MODEL,
     config: flag.Config = None,
     dtype: flag.Dtype = None,
@@ -40,14 +40,15 @@ def compare_rounds(
     ] = "all",
     most: Annotated[int, typer.Option("--most", help="Dialogues to read, from the file's beginning.")] = 10,
     tokens: Annotated[
-        int | None, typer.Option("--tokens", help="Cut histories to this many; three quarters of the context else.")
+        int | None,
+        typer.Option("--tokens", help="Cut histories to this many; by default three quarters of the context."),
     ] = None,
     max_new_tokens: Annotated[int, flag.option("max_new_tokens")] = 16,
     rounds: Annotated[
         str | None,
         typer.Option("--rounds", help="Comma-separated: ask after only so many rounds of each dialogue, each in turn."),
     ] = None,
-    repeats: Annotated[int, typer.Option("--repeats", help="How often each answer is timed, after once untimed.")] = 3,
+    repeats: Annotated[int, typer.Option("--repeats", help="Timed runs of each answer, after a warm-up.")] = 3,
     picture: Annotated[
         Path | None, typer.Option("--picture", help="Also draw time and tokens by number of rounds, as a PNG.")
     ] = None,
@@ -56,8 +57,8 @@ def compare_rounds(
 ) -> int:
     """Ask dialogues' questions under Round Attention.
 
-    Which rounds each strategy brings, agreement with the full cache, device bytes and time a turn go to one table.
-    Answers are saved after every dialogue; the same command goes on after Ctrl-C.
+    Which rounds each strategy selects, agreement with the full cache, device bytes and time a turn go to one table.
+    Answers are saved after every dialogue; the same command resumes after Ctrl-C.
     """
     from kvjax.checks import whole_number
     from kvjax.eval.candidates import split_policies

@@ -30,7 +30,7 @@ def evaluate(
     suite: Annotated[
         str, typer.Option("--suite", help="ruler, passkey, needle-map, longbench, longbench-v2, longmemeval or rounds.")
     ],
-    out: Annotated[Path, typer.Option("--out", help="Folder for answers and report; a run begun there goes on.")],
+    out: Annotated[Path, typer.Option("--out", help="Folder for answers and report; a run begun there is resumed.")],
     model: flag.Model = flag.DEFAULT_MODEL,
     config: flag.Config = None,
     dtype: flag.Dtype = None,
@@ -40,24 +40,24 @@ def evaluate(
     ] = "snapkv,lagkv",
     retained: flag.Retained = "0.5,0.25",
     data: Annotated[Path | None, typer.Option("--data", help="Folder with the text of benchmarks.")] = None,
-    tasks: Annotated[str, typer.Option("--tasks", help="The suite's tasks, separated by commas; all if none.")] = "",
+    tasks: Annotated[str, typer.Option("--tasks", help="The suite's tasks, separated by commas; all by default.")] = "",
     length: Annotated[
         int | None, typer.Option("--length", help="Tokens of the longest prompt with its answer.")
     ] = None,
     limit: Annotated[int | None, typer.Option("--limit", help="Questions of each task, or of each cell.")] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Short prompts and few of them, to see that it runs.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Few, short prompts, to see that everything runs.")] = False,
     in_view: Annotated[
-        bool, typer.Option("--in-view", help="Compress context and question together; else the context alone.")
+        bool, typer.Option("--in-view", help="Compress context and question together, not the context alone.")
     ] = False,
     batch_size: Annotated[int, typer.Option("--batch-size", help="Prompts answered together.")] = 2,
     storage: flag.Storage = "model",
-    seed: Annotated[int, typer.Option("--seed", help="Of what is drawn, and of the bootstrap.")] = 42,
+    seed: Annotated[int, typer.Option("--seed", help="Seed of the samples and of the bootstrap.")] = 42,
     compile_cache: flag.CompileCache = True,
 ) -> int:
     """Ask a benchmark's questions of compressed caches and of the full one.
 
     Scores with standard errors, paired differences from the full cache, bytes and speed go to report.html, report.md
-    and report.json; raw answers to answers.jsonl. Interrupted or killed, the same command goes on.
+    and report.json; raw answers to answers.jsonl. Interrupted or killed, the same command resumes.
     """
     from kvjax.cache.quantisation import parse_storage
     from kvjax.eval.candidates import candidates

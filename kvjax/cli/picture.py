@@ -35,17 +35,19 @@ def picture(
         str,
         typer.Argument(help="retained-positions, razor-heads, slimkv-scores, lagkv-variants or question-answer."),
     ],
-    out: Annotated[Path, typer.Option("--out", help="The PNG file; numbers go beside it, and are not measured again.")],
+    out: Annotated[
+        Path, typer.Option("--out", help="The PNG file; numbers are saved beside it and not measured again.")
+    ],
     model: flag.Model = flag.DEFAULT_MODEL,
     config: flag.Config = None,
     dtype: flag.Dtype = None,
     weights: flag.Weights = None,
-    length: Annotated[int, typer.Option("--length", help="Tokens of each prompt, question and answer too.")] = 700,
+    length: Annotated[int, typer.Option("--length", help="Tokens of each prompt, with question and answer.")] = 700,
     samples: Annotated[int, typer.Option("--samples", help="Prompts of each task.")] = 12,
     ratio: Annotated[float, typer.Option("--ratio", help="For retained-positions: the fraction kept.")] = 0.25,
     text: Annotated[
         str | None,
-        typer.Option("--text", help="For retained-positions: the prompt, or @FILE; Python's reference else."),
+        typer.Option("--text", help="For retained-positions: the prompt, or @FILE; by default Python's reference."),
     ] = None,
     dialogues: Annotated[
         Path | None, typer.Option("--dialogues", help="For question-answer: JSON (lines), as calibrate watershed.")
@@ -57,9 +59,10 @@ def picture(
         int, typer.Option("--least-rounds", help="For question-answer: skip dialogues with fewer.")
     ] = 8,
     tokens: Annotated[
-        int | None, typer.Option("--tokens", help="For question-answer: cut dialogues; what fits the context else.")
+        int | None,
+        typer.Option("--tokens", help="For question-answer: cut dialogues to this many; by default to the context."),
     ] = None,
-    seed: Annotated[int, typer.Option("--seed", help="Of the samples.")] = 42,
+    seed: Annotated[int, typer.Option("--seed", help="Seed of the samples.")] = 42,
     compile_cache: flag.CompileCache = True,
 ) -> int:
     """Draw a picture of one of the papers on a model of yours.

@@ -41,15 +41,15 @@ def recommend(
     text: Annotated[
         list[Path], typer.Option("--text", help="A text file, or a folder of them; may be given several times.")
     ],
-    out: Annotated[Path, typer.Option("--out", help="Folder for the answer; what it holds is not measured again.")],
+    out: Annotated[Path, typer.Option("--out", help="Folder for the answer; caches already measured there are kept.")],
     context: Annotated[int, typer.Option("--context", help="Tokens of the prompts that the policy is for.")] = 4096,
     budget: Annotated[
-        str | None, typer.Option("--budget", help="Bytes of the cache at most, such as 2GB; not with --loss.")
+        str | None, typer.Option("--budget", help="Largest cache in bytes, such as 2GB; not with --loss.")
     ] = None,
     loss: Annotated[
-        str | None, typer.Option("--loss", help="Loss added to the full cache's at most, such as 1%; the default.")
+        str | None, typer.Option("--loss", help="Largest increase of the full cache's loss, such as 1%, the default.")
     ] = None,
-    batch: Annotated[int, typer.Option("--batch", help="Prompts at a time, whose caches are counted.")] = 1,
+    batch: Annotated[int, typer.Option("--batch", help="Prompts at a time; bytes are of all their caches.")] = 1,
     model: flag.Model = flag.DEFAULT_MODEL,
     config: flag.Config = None,
     dtype: flag.Dtype = None,
@@ -59,12 +59,13 @@ def recommend(
         str, typer.Option("--retained", help="Fractions to measure; with --budget the largest that fits.")
     ] = "0.5,0.25",
     tokens: Annotated[
-        int | None, typer.Option("--measured-tokens", help="Of each passage; by default 1,024, or --context if less.")
+        int | None,
+        typer.Option("--measured-tokens", help="Tokens of each passage; by default 1,024, or --context if less."),
     ] = None,
-    passages: Annotated[int, typer.Option("--passages", help="Pieces of the texts.")] = 6,
-    needles: Annotated[int, typer.Option("--needles", help="Hidden in each passage.")] = 2,
+    passages: Annotated[int, typer.Option("--passages", help="Passages to take from the texts.")] = 6,
+    needles: Annotated[int, typer.Option("--needles", help="Needles hidden in each passage.")] = 2,
     storage: flag.Storage = "model",
-    seed: Annotated[int, typer.Option("--seed", help="Of the passages and needles.")] = 0,
+    seed: Annotated[int, typer.Option("--seed", help="Seed of the passages and needles.")] = 0,
     markdown: flag.Markdown = False,
     compile_cache: flag.CompileCache = True,
 ) -> int:
