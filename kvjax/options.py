@@ -82,7 +82,7 @@ def as_strings(stop: str | Sequence[str] | None) -> tuple[str, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class GenerationOptions:
-    """How a model answers: which tokens its cache keeps, how tokens are drawn, and what ends the answer.
+    """Options of generation: which tokens the cache keeps, how tokens are sampled, and when to stop.
 
     A value that makes no sense is refused when the options are made (UsageError, one sentence).
     """

@@ -107,7 +107,7 @@ def recommend(
 
 
 def _goal(budget: str | None, loss: str | None) -> Goal:
-    """What the answer is chosen by."""
+    """The criterion by which a cache is recommended."""
     from kvjax.eval.recommend.choice import Goal
 
     if budget is not None and loss is not None:

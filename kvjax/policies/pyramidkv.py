@@ -49,7 +49,7 @@ class PyramidKV(SnapKV):
         return (selected + self.window).astype(xp.int32)
 
     def most(self, config: ModelConfig, layer: int, prompt: int) -> int:
-        """As everywhere; in late layers it need not be the longest row that keeps most."""
+        """See :meth:`Selecting.most`; in late layers the longest row need not keep the most."""
         return _most(self, config, layer, prompt)
 
 

@@ -298,7 +298,7 @@ _NOTHING = Selection(np.zeros(0), (), 0, ())
 def _choose(
     policy: RoundAttention, before: Conversation, row: int, mass: Float[np.ndarray, "H C"], below: int
 ) -> Selection:
-    """Which of the row's rounds, or which of their tokens, a question with this attention selects."""
+    """Select rounds of a row, or tokens of them, by a question's attention."""
     rounds = before.rounds[row]
     edges = before.slots(row)[1:, below - 1]
     attention = round_attention(mass, edges[:-1], edges[1:])

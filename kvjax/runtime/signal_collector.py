@@ -71,7 +71,7 @@ class SignalCollector(LayerObserver):
     def before_layer(
         self, layer: DecoderLayer, x: Float[Array, "B T M"], rope: Angles
     ) -> tuple[tuple[Array, Array, Array] | None, Float[Array, "B H G T"] | None]:
-        """What the layer's hidden states give before it runs over them: window queries, and non-causal attention."""
+        """Signals computed from the layer's input before it runs: window queries, and non-causal attention mass."""
         s = self.signals
         noncausal = noncausal_mass(layer, x, rope, self.seen, self.count, s) if s.noncausal else None
         return self._window(layer, x, rope), noncausal
