@@ -1,4 +1,4 @@
-"""A conversation on one compressed cache, or of rounds of which each question brings what it needs."""
+"""A conversation over one compressed cache or, under Round Attention, over rounds in host memory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from kvjax.rounds.conversation import Conversation
 
 @shows_options(without=("chat",))
 class Chat:
-    """Several turns with one model; the cache carries the conversation, and every turn reads only what is new.
+    """A conversation with one model: the cache is carried along, and each turn prefills only its new tokens.
 
     Args:
       lm: a model with a chat template.
@@ -35,9 +35,9 @@ class Chat:
 
     Attributes:
       cache: the conversation so far, None before the first turn (a :class:`kvjax.Conversation` under RoundAttention).
-        It is a value: keep it to branch. Where neither it nor the last ``output.cache`` was read, and the policy keeps
-        every token, the next turn reuses its memory; a turn that fails or is abandoned puts it back.
-      changes: how often the conversation has changed, so that who saves it knows whether to save it again.
+        It is immutable: keep it to branch. If neither it nor the last ``output.cache`` was read, and the policy keeps
+        every token, the next turn reuses its memory; a turn that fails or is abandoned restores it.
+      changes: how often the conversation has changed, for callers that save it.
     """
 
     def __init__(

@@ -49,7 +49,7 @@ class Chip:
 
     @property
     def source(self) -> str:
-        """Where the limit comes from, as a clause."""
+        """The source of the limit, as a clause."""
         share = self.share
         return f"{self.title}, " + (share.source if share else "all of which JAX may take")
 

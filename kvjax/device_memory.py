@@ -43,7 +43,7 @@ class GpuShare:
 
     @property
     def source(self) -> str:
-        """Where the limit comes from, as a clause."""
+        """The source of the limit, as a clause."""
         if self.limit is None:
             return "JAX's allocator (XLA_PYTHON_CLIENT_ALLOCATOR) does not say how much there is; memory_limit does"
         how = "reserves" if self.preallocated else "takes as it is needed, beside other programs,"

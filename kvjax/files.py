@@ -55,7 +55,7 @@ def is_file(path: Path) -> bool:
 
 
 def cache_folder() -> Path:
-    """Where downloads and compiled programs are kept: KVJAX_CACHE, or the user's cache folder."""
+    """The folder of downloads and compiled programs: KVJAX_CACHE, or the user's cache folder."""
     if chosen := os.environ.get("KVJAX_CACHE"):
         return Path(chosen).expanduser()
     import platformdirs
@@ -64,7 +64,7 @@ def cache_folder() -> Path:
 
 
 def state_folder() -> Path:
-    """Where what a user did is kept, such as the chat's history: the user's state folder."""
+    """The folder of a user's state, such as the chat's history."""
     import platformdirs
 
     return platformdirs.user_state_path("kvjax")

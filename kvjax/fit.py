@@ -1,4 +1,4 @@
-"""What fits on a device: weights, policies and ratios that hold a context and a batch, with what is left."""
+"""The weights, policies and ratios with which a context and a batch fit on a device, and the bytes left."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def fit(
     forms: Mapping[str, Mapping[str, Any]] | None = None,
     **request: Any,
 ) -> list[Fit]:
-    """Which weights and policies hold a request on a device; nothing is allocated and no row ends the others.
+    """Tabulate which weights and policies fit a request on a device; nothing is allocated, and no row stops the others.
 
     Args:
       model: as for :func:`kvjax.plan`.

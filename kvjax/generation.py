@@ -88,9 +88,9 @@ def generate(
       prompt: text, a list of messages ({"role", "content"}; a last message of the assistant's is the beginning of the
         answer), a list of token ids, or a list of such prompts, which run as one batch.
       options: how to answer, for all prompts.
-      n: samples of each prompt. A type checker knows what returns where it is written out as a number.
-      cache: an earlier ``output.cache`` (or one per prompt) to continue; its policy and storage stay. It remains a
-        value: the same one may be continued many times.
+      n: samples of each prompt. Type checkers infer the returned type where it is a literal number.
+      cache: an earlier ``output.cache`` (or one per prompt) to continue, with its policy and storage. It is not
+        changed: the same one may be continued many times.
       consume_cache: donate ``cache`` instead; it cannot be used again.
       context: text that comes before every prompt; it is read and compressed once, before any prompt is seen.
       keywords: fields of :class:`kvjax.GenerationOptions`, in place of those of ``options``:
@@ -101,7 +101,7 @@ def generate(
     Raises:
       UsageError: a request that makes no sense, in one sentence.
       DoesNotFit: too large for the device; the sentence says what would fit. A list of prompts that do not fit together
-        is answered all the same, as many at a time as do; the outputs then have no caches.
+        is still answered, as many at a time as fit; the outputs then have no caches.
     """
     chosen = merged("generate", options, keywords, also=("n", *_CALL))
     try:
@@ -140,10 +140,10 @@ def stream_generate(
     context: str | Sequence[int] | None = None,
     **keywords: Unpack[GenerationKeywords],
 ) -> Iterator[Piece]:
-    """Like :func:`generate` for one prompt, yielding text as it comes; the last piece holds the whole ``output``.
+    """Like :func:`generate` for one prompt, yielding text as it is generated; the last piece has the whole ``output``.
 
-    Text is cut at whole characters, and withheld while it may turn out to be the beginning of a stop string. Bad
-    requests are refused at the call, not at the first piece.
+    Pieces end at whole characters, and text that may be the beginning of a stop string is held back. Bad requests are
+    refused at the call, not at the first piece.
 
     Args:
       lm, prompt, options, cache, consume_cache, context: as for :func:`generate`.

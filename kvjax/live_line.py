@@ -105,4 +105,4 @@ class LogLine:
             print(shown(events), file=self._stream, flush=True)
 
     def clear(self) -> None:
-        """What a log says stays."""
+        """Do nothing: the lines of a log stay."""

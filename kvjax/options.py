@@ -82,7 +82,7 @@ def as_strings(stop: str | Sequence[str] | None) -> tuple[str, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class GenerationOptions:
-    """How a model answers: which tokens its cache keeps, how tokens are drawn, and what ends the answer.
+    """Options of generation: which tokens the cache keeps, how tokens are sampled, and when to stop.
 
     A value that makes no sense is refused when the options are made (UsageError, one sentence).
     """
@@ -95,9 +95,9 @@ class GenerationOptions:
     )
     storage: Storage | str | None = _option(
         None,
-        "What the cache's keys and values are stored as: model or int8.",
+        "How the cache's keys and values are stored: model (the dtype of the weights) or int8.",
         _storage,
-        'Or a kvjax.Storage; "model" is the dtype of the weights; None is "model", or that of the continued cache.',
+        'Or a kvjax.Storage; None is "model", or the storage of the continued cache.',
     )
     chat: bool = _option(
         True,
@@ -108,19 +108,21 @@ class GenerationOptions:
     max_new_tokens: int = _option(
         256, "Generate at most so many tokens; 0 runs the prompt only.", partial(whole_number, least=0)
     )
-    temperature: float = _option(0.0, "0 takes the likeliest token.", partial(number, least=0))
-    top_k: int | None = _option(None, "Sample among the k likeliest tokens.", optional(partial(whole_number, least=1)))
+    temperature: float = _option(0.0, "Sampling temperature; 0 is greedy decoding.", partial(number, least=0))
+    top_k: int | None = _option(None, "Sample from the k most likely tokens.", optional(partial(whole_number, least=1)))
     top_p: float = _option(
         1.0,
-        "Sample among the fewest tokens that hold this probability.",
+        "Sample from the smallest set of tokens with this total probability.",
         partial(number, least=0, most=1, open_below=True),
     )
     min_p: float = _option(
-        0.0, "Drop tokens below this fraction of the likeliest's probability.", partial(number, least=0, most=1)
+        0.0,
+        "Drop tokens less likely than this fraction of the most likely token's probability.",
+        partial(number, least=0, most=1),
     )
     repetition_penalty: float = _option(
         1.0,
-        "Above 1 discourages seen tokens.",
+        "Above 1 makes seen tokens less likely.",
         partial(number, least=0, open_below=True),
         "Those of the context, the prompt and the answer; a continued cache does not remember what it has read.",
     )
@@ -128,10 +130,10 @@ class GenerationOptions:
         0,
         "Seed of the random numbers.",
         partial(whole_number, least=0, most=MOST_SEED),
-        "Prompt i of a batch, sample j, draws by (seed, i, j), whatever else is in the batch; below 2**32.",
+        "Sample j of prompt i in a batch depends on (seed, i, j) alone, not on the rest of the batch; below 2**32.",
     )
     stop: str | Sequence[str] | None = _option(
-        (), "End before this text.", _stop, "A string or several; none of them is part of the text."
+        (), "Stop before this text.", _stop, "A string or several; none of them is part of the text."
     )
     stop_token_ids: Sequence[int] | None = _option(
         None, "Token ids that end the text, besides the model's own.", _stop_token_ids
@@ -141,28 +143,28 @@ class GenerationOptions:
         False,
         "Also return the log-probability of every token of the prompt.",
         true_or_false,
-        "They come from prefill, and cost one more product with the vocabulary for each token.",
+        "They come from prefill, and cost one more product with the output head for each token.",
     )
     memory_limit: int | None = _option(
         None,
         "Refuse more bytes than this, by default what the device has.",
         optional(partial(whole_number, least=1, most=MOST_BYTES)),
-        "A request that does not fit is refused before allocation; an answer whose cache would outgrow it ends by "
-        '"memory", with what there is.',
+        "A request that does not fit is refused before allocation; an answer whose cache would outgrow it ends early, "
+        'with finish_reason "memory".',
     )
     reserve_tokens: int | None = _option(
         None,
-        "Allocate room for so many tokens of later turns, over all rows together.",
+        "Reserve slots for this many tokens of later turns, over all rows together.",
         optional(partial(whole_number, least=0, most=2**31 - 1)),
-        "While it lasts no later turn compiles. None is none for a first call, and 4,096 for Chat and for a call that "
-        "goes on with a cache; less is allocated where it does not fit.",
+        "Until they are used up no later turn compiles. None reserves none for a first call, and 4,096 for Chat and "
+        "for a call that continues a cache; fewer are reserved where they do not fit.",
     )
     progress: Progress = _option(
         None,
-        "Whether to show what goes on, on standard error.",
+        "Whether to show progress on standard error.",
         check_progress,
-        "None draws a line on a terminal and in a notebook, and nothing elsewhere; True also writes one now and then "
-        "where there is neither; False shows nothing; a function is called with each kvjax.progress.Event.",
+        "None draws a line on a terminal and in a notebook, and nothing elsewhere; True also prints a line every ten "
+        "seconds elsewhere; False shows nothing; a function is called with each kvjax.progress.Event.",
         compared=False,
     )
 

@@ -20,25 +20,25 @@ class Stats:
     Attributes:
       prompt_tokens: tokens this row's prompt added, context included.
       generated_tokens: tokens this row generated.
-      prompt_seconds: reading the prompts, compilation apart.
-      decode_seconds: generating after the first token, compilation apart.
-      compile_seconds: tracing and compiling during this call; 0 when all programs were there.
-      time_to_first_token: from the call to the first token, compilation apart.
+      prompt_seconds: prefill of the prompts, without compilation.
+      decode_seconds: generation after the first token, without compilation.
+      compile_seconds: tracing and compilation during this call; 0 when all programs were compiled before.
+      time_to_first_token: from the call to the first token, without compilation.
       prompt_tokens_per_second: prompt tokens of all rows over ``prompt_seconds``.
-      decode_tokens_per_second: generated tokens of all rows, the first of each apart, over ``decode_seconds``.
-      cache_bytes: allocated for this row's cache, counters included; of a context that rows share an equal part.
-      device_cache_bytes: allocated on each device for the whole batch, the rows that pad it on a mesh included.
+      decode_tokens_per_second: generated tokens of all rows, except the first of each, over ``decode_seconds``.
+      cache_bytes: allocated for this row's cache, counters included, and an equal part of a context that rows share.
+      device_cache_bytes: allocated on each device for the whole batch, including a mesh's rows of padding.
       device_peak_bytes: the most that arrays held on each device between two programs of the call, for the whole
-        batch: the cache, the one it continues and copies on the way. Arrays from before the call are left out but for
-        what it continues; temporaries within a program are not counted.
+        batch: the cache, the one it continues, and copies. Arrays from before the call are not counted, except the
+        continued cache, nor are temporaries within a program.
       live_cache_bytes: of ``cache_bytes``, slots that hold a token.
       shared_cache_bytes: of ``device_cache_bytes``, the context that all rows share; 0 where each holds a copy of it.
       full_cache_bytes: bytes that keeping every token seen would take; of a layer with a window, every one in it.
-      clipped: int8 keys that were clipped because they came after their scale was fixed, over layers and heads.
+      clipped: int8 keys beyond the scale fixed at the first prompt, which were clipped, over all layers and heads.
       retained: tokens kept, [layer][KV head].
-      seen: tokens the row has been through.
-      repeated_tokens: under a policy that has the prompt repeated (KVzip), tokens that were read for that alone, its
-        request included; their time is part of ``prompt_seconds``.
+      seen: tokens that the row has processed so far.
+      repeated_tokens: under a policy that has the model repeat the prompt (KVzip), tokens read for that alone,
+        including its request; their time is part of ``prompt_seconds``.
       windows: of each layer its sliding window in tokens, which are all that it keeps, or None of a global layer; empty
         where all layers are global.
       rounds: under RoundAttention, what the turn selected. The cache's bytes above are then those while it answered,

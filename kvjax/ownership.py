@@ -1,4 +1,4 @@
-"""Who holds a conversation: what nobody but its owner holds, a turn may consume."""
+"""Ownership of a conversation: a turn may consume its arrays if only the owner refers to it."""
 
 from __future__ import annotations
 

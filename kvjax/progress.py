@@ -159,7 +159,7 @@ class Stage:
 
 
 class Reporter:
-    """Where the stages of a call are told.
+    """Receives the stages of a call.
 
     Attributes:
       programs: names of the programs that the call needs, in order, where that is known.
@@ -322,7 +322,7 @@ def current_stage() -> Stage:
 
 
 def current() -> Reporter:
-    """Where stages are told now."""
+    """The current reporter."""
     return _current.get() or _SILENT
 
 

@@ -263,7 +263,7 @@ class Request:
 
 
 def sampling_numbers(options: GenerationOptions, vocabulary: int) -> dict[str, Any]:
-    """What :class:`Sampling` has of a row's options, by name."""
+    """A row's fields of :class:`Sampling`, by name."""
     return {
         "temperature": _float32(options.temperature),
         "top_k": np.int32(min(options.top_k or vocabulary, vocabulary)),

@@ -42,7 +42,7 @@ _CHUNK_SECONDS, _FIRST_STEPS = 0.5, 4
 
 
 class Strategy(Protocol):
-    """How prompts are read onto what there is, and what is left in the end.
+    """How a session prefills its prompts, and which caches it leaves.
 
     Attributes:
       prompt_logprobs: of each prompt that was read, those of its tokens where they were asked for.
@@ -223,7 +223,7 @@ class Session:
         return prompts + prefill_speed.work(config, 1, context)
 
     def results(self, steps: int) -> Iterator[ChunkResult]:
-        """As :meth:`chunks`; Ctrl-C while the next chunk is compiled leaves what there is."""
+        """As :meth:`chunks`; Ctrl-C while the next chunk is compiled ends it with the tokens so far."""
         try:
             yield from self.chunks(steps)
         except BrokenOff:

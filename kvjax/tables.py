@@ -248,7 +248,7 @@ def _retained(stats: Stats) -> str:
 
 
 def windows_text(windows: Sequence[int | None]) -> str:
-    """What a model's sliding-window layers keep, in one line."""
+    """One line about a model's sliding-window layers."""
     sizes = sorted({window for window in windows if window is not None})
     count = sum(window is not None for window in windows)
     return f"{count} of {len(windows)} layers keep their last {' or '.join(f'{size:,}' for size in sizes)} tokens"

@@ -1,4 +1,4 @@
-"""Which implementation of an operation runs: the first of the platform's that can do what is asked, XLA's last.
+"""Chooses an operation's implementation: the platform's first that supports the problem, with XLA as the fallback.
 
 An implementation that cannot do what it is asked raises ``NotImplementedError`` while it is traced, before anything
 runs, and the next one is tried. One that the caller names is the only one tried, and its error is the caller's.

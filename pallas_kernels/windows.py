@@ -12,7 +12,7 @@ def in_window(query: Int[Array, "*#S"], key: Int[Array, "*#S"], window: int | No
 
 
 def reach_of(window: int | None, place: Int[Array, "#B N"]) -> Int[Array, "#B N"] | None:
-    """Of queries at these places of a chunk, how many of the rows before it each attends to; None for all."""
+    """The number of rows before a chunk that each query at these places of it attends to; None for all."""
     return None if window is None else jnp.int32(window - 1) - place
 
 

@@ -1,4 +1,4 @@
-"""How far the heads of an ALiBi model see, from the weights alone (RazorAttention, section 3.1).
+"""The range of each head of an ALiBi model, bounded from the weights alone (RazorAttention, section 3.1).
 
 An ALiBi head takes l_h per token of distance off its logits. A bound on the rest of a logit therefore bounds how far
 back attention can reach: beyond L_h = (bound - log eps) / l_h a token gets at most eps [2, appendix A.1].

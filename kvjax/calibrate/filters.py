@@ -2,7 +2,8 @@
 
 Texts are read piece by piece, one layer at a time. Of each query head only two sums are kept, of its queries after
 rotary embedding and of their products with themselves; the first right singular vector of all queries is the largest
-eigenvector of the latter. Keys keep their sign along it, so the vector is turned to where the queries' mean is.
+eigenvector of the latter. An eigenvector's sign is arbitrary, and scores of keys depend on it: it is chosen so that the
+product with the queries' mean is positive.
 """
 
 from __future__ import annotations

@@ -158,7 +158,7 @@ def _gguf_from_hub(name: str, repository: str, file: str) -> Path:
 
 
 def _downloaded(name: str, download: Callable[[], Path]) -> Path:
-    """What a function of the hub's client gives, its progress shown; its failures are a WeightsError."""
+    """Call a function of the hub's client with its progress shown; failures become a WeightsError."""
     from huggingface_hub.utils import disable_progress_bars, enable_progress_bars
 
     # Several files at once: the hub's own bars say more than a line, where somebody sees them.

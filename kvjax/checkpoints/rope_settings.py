@@ -43,7 +43,7 @@ def _hf_table(config: Mapping[str, Any], origin: str) -> dict[str, Any]:
 
 
 def rotary_dim_from_hf(config: Mapping[str, Any], head_dim: int, default: float, origin: str) -> int:
-    """Channels of a head that are turned, from the share of them that a ``config.json`` gives."""
+    """Channels of a head that get rotary embedding, from the fraction of them that a ``config.json`` gives."""
     share = _hf_table(config, origin)["partial_rotary_factor"]
     channels = int(head_dim * float(default if share is None else share))
     if not 2 <= channels <= head_dim or channels % 2:
@@ -59,12 +59,13 @@ def rope_from_hf(
     Args:
       config: the file's content.
       max_position: the model's context in tokens.
-      head_dim: channels of a head that are turned.
+      head_dim: channels of a head that get rotary embedding.
       origin: the file, for messages.
-      partial: whether the family may turn only a part of each head.
+      partial: whether the family may apply rotary embedding to only a part of each head.
 
     Raises:
-      WeightsError: a scaling that is unknown or lacks a number it needs, or a part where the whole is turned.
+      WeightsError: a scaling that is unknown or lacks a number it needs, or rotary embedding of a part of each head
+        where the family has it in whole heads.
     """
     table = _hf_table(config, origin)
     if not partial and table["partial_rotary_factor"] not in (None, 1, 1.0):

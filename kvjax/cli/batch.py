@@ -34,12 +34,12 @@ def batch(
     weights: flag.Weights = None,
     mesh: Annotated[str | None, typer.Option("--mesh", help="Such as data=8,model=4: devices of all hosts.")] = None,
     options: dict[str, Any],
-    batch_size: Annotated[int, typer.Option("--batch-size", help="Prompts a process answers together.")] = 8,
-    order: Annotated[str, typer.Option("--order", help="Of the output: input or id.")] = "input",
+    batch_size: Annotated[int, typer.Option("--batch-size", help="Prompts that a process answers together.")] = 8,
+    order: Annotated[str, typer.Option("--order", help="Order of the output: input or id.")] = "input",
     format: Annotated[
-        str | None, typer.Option("--format", help="Of the output: jsonl or parquet; the input's when not given.")
+        str | None, typer.Option("--format", help="Format of the output: jsonl or parquet; by default the input's.")
     ] = None,
-    shard_rows: Annotated[int | None, typer.Option("--shard-rows", help="Rows of an output file.")] = None,
+    shard_rows: Annotated[int | None, typer.Option("--shard-rows", help="Rows per output file.")] = None,
     coordinator: Annotated[
         str | None, typer.Option("--coordinator", help=f"HOST:PORT of process 0. {_LAUNCHED}")
     ] = None,

@@ -45,7 +45,7 @@ def bench(
     policy: Annotated[list[str] | None, typer.Option("--policy", help="May be given several times.")] = None,
     prefill: Annotated[str, typer.Option("--prefill", help="Comma-separated prompt lengths to time.")] = "2000",
     rounds: Annotated[int, typer.Option("--rounds", help="Interleaved repetitions; the median is reported.")] = 5,
-    steps: Annotated[int, typer.Option("--steps", help="Tokens decoded in a repetition.")] = 32,
+    steps: Annotated[int, typer.Option("--steps", help="Tokens decoded per repetition.")] = 32,
     peer: Annotated[
         list[str] | None, typer.Option("--peer", help="Also time `transformers` (torch), or with --weights `floats`.")
     ] = None,
@@ -164,13 +164,13 @@ def start(
 
 @group.command()
 def kernels(
-    mean: Annotated[str | None, typer.Option("--mean", help="Comma-separated slots a head, on average.")] = None,
+    mean: Annotated[str | None, typer.Option("--mean", help="Comma-separated mean slots per head.")] = None,
     batch: Annotated[int | None, typer.Option("--batch", help="Prompts in the batch.")] = None,
     heads: Annotated[int, typer.Option("--heads", help="KV heads.")] = 8,
     group: Annotated[int, typer.Option("--group", help="Query heads that share a KV head.")] = 4,
-    head_dim: Annotated[int, typer.Option("--head-dim", help="Channels of a head.")] = 128,
+    head_dim: Annotated[int, typer.Option("--head-dim", help="Head dimension.")] = 128,
     dtype: Annotated[
-        str, typer.Option("--dtype", help="Of keys and values, such as bfloat16, int8, float8_e4m3fn.")
+        str, typer.Option("--dtype", help="Dtype of keys and values, such as bfloat16, int8, float8_e4m3fn.")
     ] = "bfloat16",
     sigma: Annotated[float, typer.Option("--sigma", help="Log-normal spread of the heads' lengths.")] = 0.8,
     rounds: Annotated[int, typer.Option("--rounds", help="Interleaved repetitions.")] = 10,

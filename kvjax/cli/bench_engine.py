@@ -27,7 +27,7 @@ def engine(
     policy: Annotated[
         list[str] | None, typer.Option("--policy", help="May be given several times, each with its own --slots.")
     ] = None,
-    slots: Annotated[str, typer.Option("--slots", help="Comma-separated slots, one number or one a policy.")] = "8",
+    slots: Annotated[str, typer.Option("--slots", help="Comma-separated slots, one number or one per policy.")] = "8",
     requests: Annotated[int, typer.Option("--requests", help="Requests of the trace.")] = 500,
     prompt: Annotated[str, typer.Option("--prompt", help="Prompt tokens: median, least, most.")] = "80,20,600",
     new: Annotated[str, typer.Option("--new", help="Generated tokens: median, mean, most.")] = "60,100,600",
@@ -36,23 +36,23 @@ def engine(
     ] = None,
     static: Annotated[bool, typer.Option("--static/--no-static", help="Also time static batches.")] = True,
     simulate: Annotated[
-        bool, typer.Option("--simulate", help="Replay the trace on given times; no model runs.")
+        bool, typer.Option("--simulate", help="Replay the trace with given times; no model runs.")
     ] = False,
-    step_ms: Annotated[float, typer.Option("--step-ms", help="With --simulate: milliseconds of a decode step.")] = 12.0,
+    step_ms: Annotated[float, typer.Option("--step-ms", help="With --simulate: milliseconds per decode step.")] = 12.0,
     prefill_rate: Annotated[
         float, typer.Option("--prefill-rate", help="With --simulate: prompt tokens a second on each device row.")
     ] = 40_000.0,
     shards: Annotated[int, typer.Option("--shards", help="With --simulate: devices of the data axis.")] = 1,
-    seed: Annotated[int, typer.Option("--seed", help="Of the trace.")] = 0,
+    seed: Annotated[int, typer.Option("--seed", help="Seed of the trace.")] = 0,
     out: Annotated[Path | None, typer.Option("--out", help="Draw the timeline of slots into this PNG file.")] = None,
     json: SaveJson = None,
     markdown: AsMarkdown = False,
     compile_cache: flag.CompileCache = True,
 ) -> None:
-    """Measure in-flight batching beside static batches, or simulate it on a machine of given times.
+    """Measure in-flight batching against static batches, or simulate it with given times.
 
-    Requests have log-normal lengths, and nobody knows before how long an answer will be. With several policies each is
-    served by an engine of its own, and the first one is what the others are compared with.
+    Requests have log-normal lengths, which are not known in advance. With several policies each is served by an engine
+    of its own, and compared with the first.
     """
     check_json(json)
     if out is not None:

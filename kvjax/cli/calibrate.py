@@ -16,7 +16,9 @@ from kvjax.files import check_writable, is_file, reason
 from kvjax.progress import Stage, stage
 
 group = typer.Typer(
-    help="Find out once per model what a policy must know of its heads.", rich_markup_mode=None, no_args_is_help=True
+    help="Measure what a policy must know of a model's heads or layers, once per model.",
+    rich_markup_mode=None,
+    no_args_is_help=True,
 )
 app.add_typer(group, name="calibrate")
 
@@ -90,7 +92,9 @@ def watershed(
     out: Out,
     dialogues: Annotated[
         Path,
-        typer.Option("--dialogues", help="JSON (lines) of yours: messages, ShareGPT, LongChat topics or LongMemEval."),
+        typer.Option(
+            "--dialogues", help="Your dialogues, as JSON (lines): messages, ShareGPT, LongChat topics or LongMemEval."
+        ),
     ],
     model: flag.Model = flag.DEFAULT_MODEL,
     config: flag.Config = None,
@@ -99,7 +103,7 @@ def watershed(
     most: Annotated[int, typer.Option("--most", help="Dialogues to read, from the file's beginning.")] = 40,
     least_rounds: Annotated[int, typer.Option("--least-rounds", help="Skip dialogues with fewer rounds.")] = 8,
     tokens: Annotated[
-        int | None, typer.Option("--tokens", help="Cut dialogues to their last tokens; what fits the context else.")
+        int | None, typer.Option("--tokens", help="Cut dialogues to their last tokens; by default to the context.")
     ] = None,
     prominence: Annotated[
         float, typer.Option("--prominence", help="What the curve must rise by around the minimum, as a fraction of it.")
@@ -141,7 +145,7 @@ def watershed(
 def qfilters(
     out: Out,
     texts: Annotated[
-        list[Path], typer.Option("--texts", help="A UTF-8 text file of yours, such as a book; may be given again.")
+        list[Path], typer.Option("--texts", help="A UTF-8 text file, such as a book; may be given several times.")
     ],
     model: flag.Model = flag.DEFAULT_MODEL,
     config: flag.Config = None,

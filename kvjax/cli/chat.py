@@ -37,9 +37,10 @@ def chat(
         Path | None, typer.Option("--save", help="Write the conversation to this folder after every turn.")
     ] = None,
     load: Annotated[
-        Path | None, typer.Option("--load", help="Continue the conversation of this folder; --save DIR too keeps it.")
+        Path | None,
+        typer.Option("--load", help="Continue the conversation of this folder; give --save DIR to save it again."),
     ] = None,
-    system: Annotated[str | None, typer.Option("--system", help="Told to the model before the first turn.")] = None,
+    system: Annotated[str | None, typer.Option("--system", help="The system message.")] = None,
     options: dict[str, Any],
     mesh: flag.Mesh = None,
     json: flag.Json = False,

@@ -66,7 +66,7 @@ def _prompt() -> Any:
 
 
 def _history() -> History:
-    """What was typed in earlier sessions, in a file that only its user reads."""
+    """The input of earlier sessions, in a file that only its user can read."""
     from prompt_toolkit.history import FileHistory, InMemoryHistory
 
     path = state_folder() / "chat_history"

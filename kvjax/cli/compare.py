@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,18 +15,21 @@ from kvjax.cli import inputs, session
 from kvjax.cli import options as flag
 from kvjax.cli.app import INTERRUPTED, app
 from kvjax.errors import UsageError
-from kvjax.files import check_folder
 
 if TYPE_CHECKING:
     from kvjax.eval.results import Row, Settings
     from kvjax.tables import Report
+
+_say = functools.partial(session.say, "compare")
 
 RESULTS, TABLE, PICTURE = "results.json", "results.md", "accuracy.png"
 
 
 @app.command()
 def compare(
-    out: Annotated[Path, typer.Option("--out", help="Folder for the results; what it holds is not measured again.")],
+    out: Annotated[
+        Path, typer.Option("--out", help="Folder for the results; rows already there are not measured again.")
+    ],
     model: flag.Model = flag.DEFAULT_MODEL,
     config: flag.Config = None,
     dtype: flag.Dtype = None,
@@ -34,29 +37,30 @@ def compare(
     policies: Annotated[
         str, typer.Option("--policies", help="Such as snapkv,lagkv:lag=64,sink=4,h2o; `all` names every policy.")
     ] = "all",
-    retained: Annotated[
-        str, typer.Option("--retained", help="Comma-separated fractions of the tokens to keep.")
-    ] = "0.75,0.5,0.25,0.125",
+    retained: flag.Retained = "0.75,0.5,0.25,0.125",
     tasks: Annotated[
         str, typer.Option("--tasks", help="Comma-separated needle tasks.")
     ] = "niah_single_1,noise_multikey,noise_multivalue",
-    lengths: Annotated[str, typer.Option("--lengths", help="Comma-separated tokens, question and answer too.")] = "700",
-    samples: Annotated[int, typer.Option("--samples", help="Of each task; one batch.")] = 12,
-    turns: Annotated[bool, typer.Option("--turns/--no-turns", help="Whether conversations are held too.")] = True,
-    storage: Annotated[str, flag.option("storage")] = "model",
-    seed: Annotated[int, typer.Option("--seed", help="Of the samples.")] = 42,
-    markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown instead of a table.")] = False,
+    lengths: Annotated[
+        str, typer.Option("--lengths", help="Comma-separated prompt lengths in tokens, with question and answer.")
+    ] = "700",
+    samples: Annotated[int, typer.Option("--samples", help="Samples of each task, in one batch.")] = 12,
+    turns: Annotated[
+        bool, typer.Option("--turns/--no-turns", help="Whether to ask three-turn conversations too.")
+    ] = True,
+    storage: flag.Storage = "model",
+    seed: Annotated[int, typer.Option("--seed", help="Seed of the samples.")] = 42,
+    markdown: flag.Markdown = False,
     compile_cache: flag.CompileCache = True,
 ) -> int:
     """Ask every policy's cache the same questions.
 
     Accuracy, agreement with the full cache, bytes and speed go to one table and one picture. Results are saved after
-    every row; the same command goes on after Ctrl-C, and with more policies or fractions adds what is missing.
+    every row; the same command resumes after Ctrl-C, and with more policies or fractions adds what is missing.
     """
     from kvjax.bench import machine
     from kvjax.eval.candidates import candidates
     from kvjax.eval.results import Settings, read_rows
-    from kvjax.figures import new_figure
 
     chosen = candidates(policies, inputs.numbers(retained, "--retained"))
     tokens = inputs.integers(lengths, "--lengths")
@@ -65,8 +69,7 @@ def compare(
     for length in tokens:
         whole_number("--lengths", length, 1)
     settings = Settings(model, "", inputs.names(tasks), samples, turns, storage, seed)  # refuses what makes no sense
-    new_figure(1, 1)  # refuses without matplotlib now, and not when all is measured
-    check_folder("--out", out)
+    session.check_results(out)
     lm = session.load(model, dtype, compile_cache=compile_cache, weights=weights)
     from kvjax.eval.compare import Comparison
 
@@ -122,7 +125,3 @@ class _Files:
 
         picture = PICTURE if (self._out / PICTURE).exists() else None
         return report(self._settings, rows, self._machine, picture)
-
-
-def _say(what: str) -> None:
-    print(f"kvjax compare: {what}", file=sys.stderr, flush=True)

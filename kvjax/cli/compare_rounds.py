@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
+import functools
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -15,6 +16,13 @@ from kvjax.cli.app import INTERRUPTED, app
 from kvjax.errors import UsageError
 from kvjax.files import check_folder, check_writable, is_file
 
+if TYPE_CHECKING:
+    from kvjax.checkpoints.load import LanguageModel
+    from kvjax.eval.dialogues import Dialogue
+    from kvjax.eval.round_questions import Settings
+
+_say = functools.partial(session.say, "compare-rounds")
+
 
 @app.command()
 def compare_rounds(
@@ -22,7 +30,7 @@ def compare_rounds(
         Path,
         typer.Option("--dialogues", help="JSON (lines): messages, ShareGPT, LongChat topics or LongMemEval."),
     ],
-    out: Annotated[Path, typer.Option("--out", help="Folder for the results; what it holds is not asked again.")],
+    out: Annotated[Path, typer.Option("--out", help="Folder for the results; answers already there are kept.")],
     model: flag.Model = flag.DEFAULT_MODEL,
     config: flag.Config = None,
     dtype: flag.Dtype = None,
@@ -32,33 +40,31 @@ def compare_rounds(
     ] = "all",
     most: Annotated[int, typer.Option("--most", help="Dialogues to read, from the file's beginning.")] = 10,
     tokens: Annotated[
-        int | None, typer.Option("--tokens", help="Cut histories to this many; three quarters of the context else.")
+        int | None,
+        typer.Option("--tokens", help="Cut histories to this many; by default three quarters of the context."),
     ] = None,
     max_new_tokens: Annotated[int, flag.option("max_new_tokens")] = 16,
     rounds: Annotated[
         str | None,
         typer.Option("--rounds", help="Comma-separated: ask after only so many rounds of each dialogue, each in turn."),
     ] = None,
-    repeats: Annotated[int, typer.Option("--repeats", help="How often each answer is timed, after once untimed.")] = 3,
+    repeats: Annotated[int, typer.Option("--repeats", help="Timed runs of each answer, after a warm-up.")] = 3,
     picture: Annotated[
         Path | None, typer.Option("--picture", help="Also draw time and tokens by number of rounds, as a PNG.")
     ] = None,
-    markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown instead of a table.")] = False,
+    markdown: flag.Markdown = False,
     compile_cache: flag.CompileCache = True,
 ) -> int:
     """Ask dialogues' questions under Round Attention.
 
-    Which rounds each strategy brings, agreement with the full cache, device bytes and time a turn go to one table.
-    Answers are saved after every dialogue; the same command goes on after Ctrl-C.
+    Which rounds each strategy selects, agreement with the full cache, device bytes and time a turn go to one table.
+    Answers are saved after every dialogue; the same command resumes after Ctrl-C.
     """
-    from kvjax.bench import machine
     from kvjax.checks import whole_number
-    from kvjax.eval import round_report as report
     from kvjax.eval.candidates import split_policies
-    from kvjax.eval.dialogues import history_capacity, long_dialogues
-    from kvjax.eval.round_questions import DEFAULT, RoundComparison, Settings, read_answers, round_policy
-    from kvjax.figures import new_figure, png
-    from kvjax.files import write_atomically
+    from kvjax.eval.dialogues import history_capacity
+    from kvjax.eval.round_questions import DEFAULT, Settings, round_policy
+    from kvjax.figures import new_figure
 
     names = list(DEFAULT) if policies == "all" else split_policies(policies)
     for name in names:
@@ -75,19 +81,49 @@ def compare_rounds(
         raise UsageError(f"--dialogues names a file that does not exist: {dialogues}.")
     check_folder("--out", out)
     lm = session.load(model, dtype, compile_cache=compile_cache, weights=weights)
-    long = long_dialogues(lm, dialogues, most=most, least_rounds=2, tokens=tokens)
-    if counts:
-        cut = [
-            dataclasses.replace(dialogue.shortened(count), name=f"{dialogue.name}:{count}")
-            for dialogue in long
-            for count in counts
-            if count <= len(dialogue.rounds)
-        ]
-        long = [dialogue for dialogue in cut if dialogue.questions]
-        if not long:
-            raise UsageError(f"No dialogue of {dialogues} has {min(counts)} rounds before its question that fit.")
+    asked = _dialogues(lm, dialogues, most, tokens, counts)
     room = history_capacity(lm, tokens)
     settings = Settings(lm.name, lm.params.number_format, dialogues.name, room, max_new_tokens, repeats)
+    return _compare(lm, names, asked, settings, out, picture, markdown)
+
+
+def _dialogues(
+    lm: LanguageModel, path: Path, most: int, tokens: int | None, counts: Sequence[int]
+) -> Sequence[Dialogue]:
+    """The dialogues of a file; where ``counts`` are given, each cut to so many rounds."""
+    from kvjax.eval.dialogues import long_dialogues
+
+    whole = long_dialogues(lm, path, most=most, least_rounds=2, tokens=tokens)
+    if not counts:
+        return whole
+    cut = [
+        dataclasses.replace(dialogue.shortened(count), name=f"{dialogue.name}:{count}")
+        for dialogue in whole
+        for count in counts
+        if count <= len(dialogue.rounds)
+    ]
+    cut = [dialogue for dialogue in cut if dialogue.questions]
+    if not cut:
+        raise UsageError(f"No dialogue of {path} has {min(counts)} rounds before its question that fit.")
+    return cut
+
+
+def _compare(
+    lm: LanguageModel,
+    names: Sequence[str],
+    dialogues: Sequence[Dialogue],
+    settings: Settings,
+    out: Path,
+    picture: Path | None,
+    markdown: bool,
+) -> int:
+    """Ask what no earlier run has answered; report all answers, those of earlier runs too."""
+    from kvjax.bench import machine
+    from kvjax.eval import round_report as report
+    from kvjax.eval.round_questions import RoundComparison, read_answers
+    from kvjax.figures import png
+    from kvjax.files import write_atomically
+
     described = machine.describe()
     comparison = RoundComparison(
         lm,
@@ -99,7 +135,7 @@ def compare_rounds(
     )
     code = 0
     try:
-        comparison.run(long)
+        comparison.run(dialogues)
     except KeyboardInterrupt:
         _say(f"what was answered so far is in {out}; the same command goes on from there")
         code = INTERRUPTED
@@ -109,7 +145,3 @@ def compare_rounds(
     if answers:
         report.report(settings, answers, described).print(markdown=markdown, width=200)
     return code
-
-
-def _say(what: str) -> None:
-    print(f"kvjax compare-rounds: {what}", file=sys.stderr, flush=True)

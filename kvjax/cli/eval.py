@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,7 +14,6 @@ from kvjax.cli import inputs, session
 from kvjax.cli import options as flag
 from kvjax.cli.app import INTERRUPTED, app
 from kvjax.errors import UsageError
-from kvjax.files import check_folder
 
 if TYPE_CHECKING:
     from kvjax.checkpoints.load import LanguageModel
@@ -23,13 +22,15 @@ if TYPE_CHECKING:
     from kvjax.eval.suites.item import Asked, Suite
     from kvjax.eval.suites.journal import Journal
 
+_say = functools.partial(session.say, "eval")
+
 
 @app.command("eval")
 def evaluate(
     suite: Annotated[
         str, typer.Option("--suite", help="ruler, passkey, needle-map, longbench, longbench-v2, longmemeval or rounds.")
     ],
-    out: Annotated[Path, typer.Option("--out", help="Folder for answers and report; a run begun there goes on.")],
+    out: Annotated[Path, typer.Option("--out", help="Folder for answers and report; a run begun there is resumed.")],
     model: flag.Model = flag.DEFAULT_MODEL,
     config: flag.Config = None,
     dtype: flag.Dtype = None,
@@ -37,28 +38,26 @@ def evaluate(
     policies: Annotated[
         str, typer.Option("--policies", help="Such as snapkv,lagkv:lag=64,sink=4; the full cache always runs.")
     ] = "snapkv,lagkv",
-    retained: Annotated[
-        str, typer.Option("--retained", help="Comma-separated fractions of the tokens to keep.")
-    ] = "0.5,0.25",
+    retained: flag.Retained = "0.5,0.25",
     data: Annotated[Path | None, typer.Option("--data", help="Folder with the text of benchmarks.")] = None,
-    tasks: Annotated[str, typer.Option("--tasks", help="The suite's tasks, separated by commas; all if none.")] = "",
+    tasks: Annotated[str, typer.Option("--tasks", help="The suite's tasks, separated by commas; all by default.")] = "",
     length: Annotated[
         int | None, typer.Option("--length", help="Tokens of the longest prompt with its answer.")
     ] = None,
     limit: Annotated[int | None, typer.Option("--limit", help="Questions of each task, or of each cell.")] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Short prompts and few of them, to see that it runs.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Few, short prompts, to see that everything runs.")] = False,
     in_view: Annotated[
-        bool, typer.Option("--in-view", help="Compress context and question together; else the context alone.")
+        bool, typer.Option("--in-view", help="Compress context and question together, not the context alone.")
     ] = False,
     batch_size: Annotated[int, typer.Option("--batch-size", help="Prompts answered together.")] = 2,
-    storage: Annotated[str, flag.option("storage")] = "model",
-    seed: Annotated[int, typer.Option("--seed", help="Of what is drawn, and of the bootstrap.")] = 42,
+    storage: flag.Storage = "model",
+    seed: Annotated[int, typer.Option("--seed", help="Seed of the samples and of the bootstrap.")] = 42,
     compile_cache: flag.CompileCache = True,
 ) -> int:
     """Ask a benchmark's questions of compressed caches and of the full one.
 
     Scores with standard errors, paired differences from the full cache, bytes and speed go to report.html, report.md
-    and report.json; raw answers to answers.jsonl. Interrupted or killed, the same command goes on.
+    and report.json; raw answers to answers.jsonl. Interrupted or killed, the same command resumes.
     """
     from kvjax.cache.quantisation import parse_storage
     from kvjax.eval.candidates import candidates
@@ -67,7 +66,6 @@ def evaluate(
     from kvjax.eval.suites.journal import Journal, RunSettings
     from kvjax.eval.suites.registry import asked_of, find_suite
     from kvjax.eval.suites.runner import AFTER, IN_VIEW
-    from kvjax.figures import new_figure
 
     chosen = find_suite(suite)
     compared = candidates(policies, inputs.numbers(retained, "--retained"))
@@ -76,8 +74,7 @@ def evaluate(
     folder = DataFolder(data)
     if data is not None and not data.is_dir():
         raise UsageError(f"--data names no folder: {data}.")
-    check_folder("--out", out)
-    new_figure(1, 1)  # refuses without matplotlib now, and not when all is measured
+    session.check_results(out)
     named = inputs.names(tasks)
     asked = asked_of(chosen, folder, tasks=named, length=length, limit=limit, seed=seed, quick=quick)
     settings = RunSettings(
@@ -145,7 +142,3 @@ def _run(
     elif refused:
         raise UsageError(next(iter(refused.values())))
     return code
-
-
-def _say(what: str) -> None:
-    print(f"kvjax eval: {what}", file=sys.stderr, flush=True)

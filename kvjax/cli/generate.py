@@ -29,10 +29,11 @@ def generate(
     dtype: flag.Dtype = None,
     weights: flag.Weights = None,
     context: Annotated[
-        str | None, typer.Option("--context", help="Text (or @FILE) compressed once, asked about by every prompt.")
+        str | None, typer.Option("--context", help="Text (or @FILE) that is compressed once and shared by all prompts.")
     ] = None,
     cache: Annotated[
-        Path | None, typer.Option("--cache", help="Continue what `kvjax read --out DIR` or `chat --save DIR` kept.")
+        Path | None,
+        typer.Option("--cache", help="Continue a cache saved by `kvjax read --out DIR` or `chat --save DIR`."),
     ] = None,
     options: dict[str, Any],
     n: Annotated[int, typer.Option("--n", help="Samples of each prompt.")] = 1,

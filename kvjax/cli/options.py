@@ -22,15 +22,17 @@ Model = Annotated[
     ),
 ]
 Dtype = Annotated[
-    str | None, typer.Option("--dtype", help="float32, bfloat16 or float16; the device decides when not given.")
+    str | None, typer.Option("--dtype", help="float32, bfloat16 or float16; by default what suits the device.")
 ]
 Weights = Annotated[
-    str | None, typer.Option("--weights", help="int8: matrices as integers; floats of --dtype when not given.")
+    str | None, typer.Option("--weights", help="int8 quantises the matrices; by default they are floats of --dtype.")
 ]
 Mesh = Annotated[
-    str | None, typer.Option("--mesh", help="Devices to spread over, such as data=4,model=2; one when not given.")
+    str | None, typer.Option("--mesh", help="Devices to shard over, such as data=4,model=2; by default one.")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on standard output instead of text.")]
+Markdown = Annotated[bool, typer.Option("--markdown", help="Print Markdown instead of a table.")]
+Retained = Annotated[str, typer.Option("--retained", help="Comma-separated fractions of the tokens to keep.")]
 CompileCache = Annotated[
     bool,
     typer.Option("--compile-cache/--no-compile-cache", help="Whether compiled programs are kept in the user's cache."),
@@ -39,7 +41,7 @@ Config = Annotated[
     list[Path] | None,
     typer.Option(
         "--config",
-        help="YAML files of flags, such as configs/policies/lagkv-quarter.yaml; flags that are typed win.",
+        help="YAML files of flags, such as configs/policies/lagkv-quarter.yaml; the command line wins.",
         callback=config_files.apply,
         is_eager=True,
     ),
@@ -67,6 +69,9 @@ def option(name: str, none: str | None = None) -> Any:
         switch = f"{switch}/--no-{switch[2:]}"
     shown = True if none is None else none
     return typer.Option(switch, help=field.metadata["help"].removesuffix(".") + how, show_default=shown)
+
+
+Storage = Annotated[str, option("storage")]
 
 
 def generation(*names: str, without: Collection[str] = (), **defaults: Any) -> Callable[[Callable[..., Any]], Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-import sys
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
     from kvjax.checkpoints.load import LanguageModel
 
+_say = functools.partial(session.say, "picture")
+
 POSITIONS, ALIKE = "retained-positions", "question-answer"
 #: Policies whose kept positions are shown; the paper gives every method a recent window of 32 tokens.
 KEEPING = ("h2o:recent=32", "ahakv:recent=32")
@@ -33,17 +35,19 @@ def picture(
         str,
         typer.Argument(help="retained-positions, razor-heads, slimkv-scores, lagkv-variants or question-answer."),
     ],
-    out: Annotated[Path, typer.Option("--out", help="The PNG file; numbers go beside it, and are not measured again.")],
+    out: Annotated[
+        Path, typer.Option("--out", help="The PNG file; numbers are saved beside it and not measured again.")
+    ],
     model: flag.Model = flag.DEFAULT_MODEL,
     config: flag.Config = None,
     dtype: flag.Dtype = None,
     weights: flag.Weights = None,
-    length: Annotated[int, typer.Option("--length", help="Tokens of each prompt, question and answer too.")] = 700,
+    length: Annotated[int, typer.Option("--length", help="Tokens of each prompt, with question and answer.")] = 700,
     samples: Annotated[int, typer.Option("--samples", help="Prompts of each task.")] = 12,
     ratio: Annotated[float, typer.Option("--ratio", help="For retained-positions: the fraction kept.")] = 0.25,
     text: Annotated[
         str | None,
-        typer.Option("--text", help="For retained-positions: the prompt, or @FILE; Python's reference else."),
+        typer.Option("--text", help="For retained-positions: the prompt, or @FILE; by default Python's reference."),
     ] = None,
     dialogues: Annotated[
         Path | None, typer.Option("--dialogues", help="For question-answer: JSON (lines), as calibrate watershed.")
@@ -55,9 +59,10 @@ def picture(
         int, typer.Option("--least-rounds", help="For question-answer: skip dialogues with fewer.")
     ] = 8,
     tokens: Annotated[
-        int | None, typer.Option("--tokens", help="For question-answer: cut dialogues; what fits the context else.")
+        int | None,
+        typer.Option("--tokens", help="For question-answer: cut dialogues to this many; by default to the context."),
     ] = None,
-    seed: Annotated[int, typer.Option("--seed", help="Of the samples.")] = 42,
+    seed: Annotated[int, typer.Option("--seed", help="Seed of the samples.")] = 42,
     compile_cache: flag.CompileCache = True,
 ) -> int:
     """Draw a picture of one of the papers on a model of yours.
@@ -182,7 +187,3 @@ def _save(out: Path, figure: Figure) -> None:
 
     write_atomically(out, png(figure))
     print(f"Saved: {out}.")
-
-
-def _say(what: str) -> None:
-    print(f"kvjax picture: {what}", file=sys.stderr, flush=True)

@@ -18,7 +18,7 @@ def plan(
     *,
     prompt_tokens: Annotated[int, typer.Option("--prompt-tokens", help="Tokens of the longest prompt.")],
     context_tokens: Annotated[
-        int, typer.Option("--context-tokens", help="Tokens before every prompt, which are read once.")
+        int, typer.Option("--context-tokens", help="Tokens of a context that all prompts share.")
     ] = 0,
     model: flag.Model = flag.DEFAULT_MODEL,
     config: flag.Config = None,
@@ -29,7 +29,7 @@ def plan(
     mesh: flag.Mesh = None,
     device: Annotated[
         str | None,
-        typer.Option("--device", help="Another device: t4, l4, a100-40, h100, v5e, v6e, ...; this one if none."),
+        typer.Option("--device", help="Another device: t4, l4, a100-40, h100, v5e, v6e, ...; by default this one."),
     ] = None,
     fit: Annotated[
         bool, typer.Option("--fit", help="Say which policies would fit instead, with --policy among them.")

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 def read(
     *,
     text: Annotated[str, typer.Argument(help="Text, or @FILE; `-` reads standard input.")],
-    out: Annotated[Path, typer.Option("--out", help="The folder to keep what was read in.")],
+    out: Annotated[Path, typer.Option("--out", help="The folder to save the cache in.")],
     model: flag.Model = flag.DEFAULT_MODEL,
     config: flag.Config = None,
     dtype: flag.Dtype = None,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -14,7 +14,6 @@ from kvjax.cli import inputs, session
 from kvjax.cli import options as flag
 from kvjax.cli.app import INTERRUPTED, app
 from kvjax.errors import UsageError, quoted
-from kvjax.files import check_folder
 
 if TYPE_CHECKING:
     from kvjax.checkpoints.load import LanguageModel
@@ -23,6 +22,8 @@ if TYPE_CHECKING:
     from kvjax.eval.recommend.folder import Folder
     from kvjax.eval.recommend.measure import Measured, Request
     from kvjax.eval.recommend.passages import Passage
+
+_say = functools.partial(session.say, "recommend")
 
 #: Tokens of a passage where nothing is said: enough to tell policies apart, and minutes on a CPU.
 _TOKENS = 1024
@@ -40,15 +41,15 @@ def recommend(
     text: Annotated[
         list[Path], typer.Option("--text", help="A text file, or a folder of them; may be given several times.")
     ],
-    out: Annotated[Path, typer.Option("--out", help="Folder for the answer; what it holds is not measured again.")],
+    out: Annotated[Path, typer.Option("--out", help="Folder for the answer; caches already measured there are kept.")],
     context: Annotated[int, typer.Option("--context", help="Tokens of the prompts that the policy is for.")] = 4096,
     budget: Annotated[
-        str | None, typer.Option("--budget", help="Bytes of the cache at most, such as 2GB; not with --loss.")
+        str | None, typer.Option("--budget", help="Largest cache in bytes, such as 2GB; not with --loss.")
     ] = None,
     loss: Annotated[
-        str | None, typer.Option("--loss", help="Loss added to the full cache's at most, such as 1%; the default.")
+        str | None, typer.Option("--loss", help="Largest increase of the full cache's loss, such as 1%, the default.")
     ] = None,
-    batch: Annotated[int, typer.Option("--batch", help="Prompts at a time, whose caches are counted.")] = 1,
+    batch: Annotated[int, typer.Option("--batch", help="Prompts at a time; bytes are of all their caches.")] = 1,
     model: flag.Model = flag.DEFAULT_MODEL,
     config: flag.Config = None,
     dtype: flag.Dtype = None,
@@ -58,13 +59,14 @@ def recommend(
         str, typer.Option("--retained", help="Fractions to measure; with --budget the largest that fits.")
     ] = "0.5,0.25",
     tokens: Annotated[
-        int | None, typer.Option("--measured-tokens", help="Of each passage; by default 1,024, or --context if less.")
+        int | None,
+        typer.Option("--measured-tokens", help="Tokens of each passage; by default 1,024, or --context if less."),
     ] = None,
-    passages: Annotated[int, typer.Option("--passages", help="Pieces of the texts.")] = 6,
-    needles: Annotated[int, typer.Option("--needles", help="Hidden in each passage.")] = 2,
-    storage: Annotated[str, flag.option("storage")] = "model",
-    seed: Annotated[int, typer.Option("--seed", help="Of the passages and needles.")] = 0,
-    markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown instead of a table.")] = False,
+    passages: Annotated[int, typer.Option("--passages", help="Passages to take from the texts.")] = 6,
+    needles: Annotated[int, typer.Option("--needles", help="Needles hidden in each passage.")] = 2,
+    storage: flag.Storage = "model",
+    seed: Annotated[int, typer.Option("--seed", help="Seed of the passages and needles.")] = 0,
+    markdown: flag.Markdown = False,
     compile_cache: flag.CompileCache = True,
 ) -> int:
     """Say which policy to use for texts like these.
@@ -74,14 +76,10 @@ def recommend(
     """
     from kvjax.cache.quantisation import parse_storage
     from kvjax.eval.candidates import candidates
-    from kvjax.eval.recommend.choice import Goal
     from kvjax.eval.recommend.folder import Folder, Settings, digest
     from kvjax.eval.recommend.passages import make_passages, read_texts
-    from kvjax.figures import new_figure
 
-    if budget is not None and loss is not None:
-        raise UsageError("--budget and --loss ask for two things; give one of them.")
-    goal = Goal(inputs.byte_count(budget, "--budget"), None if loss is None else _share(loss))
+    goal = _goal(budget, loss)
     for name, value in (("--context", context), ("--batch", batch), ("--passages", passages), ("--needles", needles)):
         whole_number(name, value, 1, 2**31)
     measured = min(context, _TOKENS) if tokens is None else tokens
@@ -89,8 +87,7 @@ def recommend(
     fractions = inputs.numbers(retained, "--retained")
     chosen = candidates(policies, fractions)
     kind = parse_storage(storage)
-    new_figure(1, 1)  # refuses without matplotlib now, and not when all is measured
-    check_folder("--out", out)
+    session.check_results(out)
     texts = read_texts(text)
     lm = session.load(model, dtype, compile_cache=compile_cache, weights=weights)
     for name, value in (("--context", context), ("--measured-tokens", measured)):
@@ -102,13 +99,36 @@ def recommend(
     folder = Folder(out, settings)
     earlier = folder.earlier()
     made = make_passages(lm, texts, tokens=measured, passages=passages, needles=needles, seed=seed)
-    from kvjax.eval.recommend.measure import Request, within
+    from kvjax.eval.recommend.measure import Request
 
     request = Request(context, batch, kind)
-    if goal.budget is not None:
-        smaller = [fraction for fraction in _FRACTIONS if fraction < max(fractions)]
-        chosen = within(lm, chosen, request, goal.budget, [*fractions, *smaller])
+    chosen = _within(lm, chosen, request, goal.budget, fractions)
     return _measure(lm, made, chosen, request, goal, folder, earlier, markdown)
+
+
+def _goal(budget: str | None, loss: str | None) -> Goal:
+    """The criterion by which a cache is recommended."""
+    from kvjax.eval.recommend.choice import Goal
+
+    if budget is not None and loss is not None:
+        raise UsageError("--budget and --loss ask for two things; give one of them.")
+    return Goal(inputs.byte_count(budget, "--budget"), None if loss is None else _share(loss))
+
+
+def _within(
+    lm: LanguageModel,
+    chosen: Sequence[Candidate],
+    request: Request,
+    budget: int | None,
+    fractions: Sequence[float],
+) -> Sequence[Candidate]:
+    """The candidates, each at the largest fraction whose cache is within the budget, if there is one."""
+    from kvjax.eval.recommend.measure import within
+
+    if budget is None:
+        return chosen
+    smaller = [fraction for fraction in _FRACTIONS if fraction < max(fractions)]
+    return within(lm, chosen, request, budget, [*fractions, *smaller])
 
 
 def _share(text: str) -> float:
@@ -168,7 +188,3 @@ def _measure(
     if not markdown:
         print(f"Saved: {', '.join(str(folder.path / name) for name in (RESULTS, TABLE, PICTURE))}.")
     return code
-
-
-def _say(what: str) -> None:
-    print(f"kvjax recommend: {what}", file=sys.stderr, flush=True)

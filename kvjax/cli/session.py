@@ -1,9 +1,12 @@
-"""First steps of every command that runs a model: its policy is checked, and the model is loaded."""
+"""First steps of every command that runs a model: what can be refused is, and the model is loaded; its log lines."""
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvjax.files import check_folder
 from kvjax.progress import stage
 
 if TYPE_CHECKING:
@@ -36,3 +39,16 @@ def check_policy(policy: str | None) -> None:
         from kvjax import policies
 
         policies.parse(policy)
+
+
+def check_results(out: Path) -> None:
+    """Refuse, before anything is measured, a folder that cannot be written to and a missing matplotlib."""
+    from kvjax.figures import new_figure
+
+    new_figure(1, 1)
+    check_folder("--out", out)
+
+
+def say(command: str, what: str) -> None:
+    """A line about how a long command goes on, on standard error."""
+    print(f"kvjax {command}: {what}", file=sys.stderr, flush=True)

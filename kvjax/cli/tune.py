@@ -15,7 +15,7 @@ from kvjax.files import check_writable
 
 @app.command()
 def tune(
-    file: Annotated[Path, typer.Argument(help="Where sizes are kept; what it holds of other problems stays.")],
+    file: Annotated[Path, typer.Argument(help="The JSON file to write; its entries for other problems are kept.")],
     operation: Annotated[
         list[str] | None,
         typer.Option(
@@ -23,20 +23,22 @@ def tune(
             help="ragged_decode, prefill, log_sum_exp or attention_mass; may be given several times, else all of them.",
         ),
     ] = None,
-    mean: Annotated[int, typer.Option("--mean", help="Slots a head, on average; of ragged_decode.")] = 2048,
+    mean: Annotated[int, typer.Option("--mean", help="Mean slots per head; for ragged_decode.")] = 2048,
     batch: Annotated[
-        int, typer.Option("--batch", help="Prompts in the batch; of ragged_decode, the others take one.")
+        int, typer.Option("--batch", help="Prompts in the batch; for ragged_decode, the others take one.")
     ] = 16,
     heads: Annotated[int, typer.Option("--heads", help="KV heads.")] = 8,
     group: Annotated[int, typer.Option("--group", help="Query heads that share a KV head.")] = 4,
-    head_dim: Annotated[int, typer.Option("--head-dim", help="Channels of a head.")] = 128,
-    dtype: Annotated[str, typer.Option("--dtype", help="Of keys and values.")] = "bfloat16",
+    head_dim: Annotated[int, typer.Option("--head-dim", help="Head dimension.")] = 128,
+    dtype: Annotated[str, typer.Option("--dtype", help="Dtype of keys and values.")] = "bfloat16",
     queries: Annotated[
         str | None,
-        typer.Option("--queries", help="Comma-separated queries of a chunk; by default what each operation meets."),
+        typer.Option(
+            "--queries", help="Comma-separated queries in a chunk; by default those typical of each operation."
+        ),
     ] = None,
     tokens: Annotated[
-        str, typer.Option("--tokens", help="Comma-separated tokens of the prompts that chunks end.")
+        str, typer.Option("--tokens", help="Comma-separated prompt lengths, of which a chunk is the end.")
     ] = "4096,32768",
 ) -> None:
     """Find the fastest block sizes of the kernels on this accelerator, and save them as they are found.

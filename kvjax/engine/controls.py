@@ -1,4 +1,4 @@
-"""What each row of a batch asks of sampling and stopping, as arrays on the device: built anew when rows change."""
+"""Sampling and stopping options of each row of a batch, as arrays on the device, rebuilt when rows change."""
 
 from __future__ import annotations
 

@@ -110,7 +110,7 @@ class Engine:
 
     @property
     def sizes(self) -> EngineSizes:
-        """What was allocated, and its bytes."""
+        """The allocated sizes, and their bytes."""
         return self._core.sizes
 
     @shows_options(_OF_THE_ENGINE)
@@ -269,14 +269,14 @@ class Engine:
             self.close()
 
     def report(self) -> EngineReport:
-        """What the engine has done so far: tokens per second, how busy slots were, how long requests waited."""
+        """Statistics so far: tokens per second, slot utilisation, waiting times."""
         with self._wake:
             rows = [*self._served, *(handle.row.metrics() for handle in self._handles.values())]
         return report_of(rows, self.sizes.slots, self._began, time.perf_counter())
 
 
 def _as_told(error: BaseException) -> KvjaxError:
-    """What a request is told of an error that ended the engine."""
+    """The error that a request gets when another error has ended the engine."""
     if isinstance(error, KvjaxError):
         return type(error)(str(error))
     told = KvjaxError(f"The engine has stopped: {type(error).__name__}: {error}")

@@ -1,4 +1,4 @@
-"""What ``Engine.submit`` returns: a result to wait for, text as it comes, and a way to call it off."""
+"""The handle that ``Engine.submit`` returns: wait for the result, stream its text, or cancel."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Handle:
 
     @property
     def times(self) -> Timestamps:
-        """When it came, was begun to be read, had its first token and ended, in seconds of ``time.perf_counter``."""
+        """Times of arrival, start of prefill, first token and end, in seconds of ``time.perf_counter``."""
         return self.row.times
 
     def result(self, timeout: float | None = None) -> Output:
@@ -90,7 +90,7 @@ class Handle:
     __iter__ = stream
 
     def _piece(self, text: TextStream, done: int) -> tuple[Piece | None, int]:
-        """What came after ``done`` tokens, and how many there are then."""
+        """The text after ``done`` tokens, and the new number of tokens."""
         over, count = self._over, self._count
         if done < count:
             new = tuple(self.row.tokens[done:count])

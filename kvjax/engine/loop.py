@@ -19,7 +19,7 @@ _FIRST_STEPS = 4
 
 
 class Worker(Protocol[R]):
-    """What reads prompts into slots and decodes them."""
+    """Prefills prompts into slots and decodes them."""
 
     def read(self, group: Group[R]) -> Iterator[None]:
         """Read a group into its slots; other work may run wherever this stops."""

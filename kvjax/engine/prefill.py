@@ -44,7 +44,7 @@ class Prefill:
         self._contexts.clear()
 
     def kind_of(self, request: Request, shards: int) -> tuple[Hashable, int]:
-        """Which requests one program reads with this one, and how many of them on each device of the data axis."""
+        """A key shared by requests that one program can prefill together, and how many of them per data shard."""
         if request.cache is not None or request.context:
             return ("onto", id(request)), 1
         bucket = bucket_for(len(request.prompts[0]), self._sizes.prompt_capacity)

@@ -1,4 +1,4 @@
-"""What an engine has done: throughput, how busy its slots were, and how long requests waited."""
+"""Statistics of an engine: throughput, slot utilisation, and waiting times of requests."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ class Row:
         return min(self.limit, self.room)
 
     def metrics(self) -> RequestMetrics:
-        """What a report keeps of it."""
+        """The numbers that a report keeps of a row."""
         at = self.times
         times = at.arrived, at.started, at.first_token, at.finished
         return RequestMetrics(self.slot, *times, self.prompt_tokens, len(self.tokens), tuple(self.gaps), self.reason)

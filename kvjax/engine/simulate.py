@@ -17,7 +17,7 @@ from kvjax.engine.sizes import bucket_for
 
 @dataclasses.dataclass(frozen=True)
 class Times:
-    """How long a machine takes.
+    """The times that a machine takes, as assumed.
 
     Attributes:
       step_seconds: one decode step of all slots.

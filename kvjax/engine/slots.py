@@ -224,7 +224,7 @@ class Slots:
         return cache
 
     def _measure(self, row: Row, cache: Cache, index: int) -> None:
-        """How much a row may generate, in slots of each size."""
+        """The most tokens a row may generate, for slots of each size."""
         given = self.lm.config, self.policy
         if row.fresh:
             held = held_after(*given, len(row.prompt))

@@ -1,4 +1,4 @@
-"""Which positions of a prompt a policy keeps: AhaKV's plot of retained indices, H2O against AhaKV."""
+"""The positions of a prompt that a policy keeps: AhaKV's plot of retained indices, H2O against AhaKV."""
 
 from __future__ import annotations
 

@@ -130,7 +130,7 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Saved:
-    """What ``results.json`` is read as; what else it holds is made of this."""
+    """The schema with which ``results.json`` is read; the rest of the file is computed from it."""
 
     settings: Settings
     rows: tuple[Row, ...]
@@ -146,7 +146,7 @@ class Saved:
 
 
 def _samples(row: Row) -> dict[tuple[str, str], int]:
-    """How many samples of each mode and task a row has."""
+    """The number of samples a row has for each mode and task."""
     return {(group.mode, group.task): len(group.scores) for group in row.answers}
 
 

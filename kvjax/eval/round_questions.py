@@ -99,7 +99,7 @@ class Settings:
 
 @dataclasses.dataclass(frozen=True)
 class Saved:
-    """What ``answers.json`` is read as."""
+    """The schema with which ``answers.json`` is read."""
 
     settings: Settings
     answers: list[Answer]

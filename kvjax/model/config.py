@@ -102,12 +102,12 @@ class ModelConfig:
       qk_norm_by_head: whether each head's do through a norm of the model's kind, with weights of its own and no bias.
       qkv_bias, output_bias, mlp_bias, head_bias: whether those projections add a bias.
       tie_embeddings: whether the output head is the token embedding.
-      no_rotary_layers: layers of a rotary model whose queries and keys are not turned.
+      no_rotary_layers: layers of a rotary model that apply no rotary embedding.
       experts: MLPs of which a router chooses for each token, in place of the MLP or beside it.
       windows: of each layer the tokens that a query sees, its own included, or None in a global layer; one entry is all
         layers', and none says that all are global.
       window_rope: the rotary embedding of the layers with a window, where it is another.
-      rotary_dim: leading channels of a head that rotary embedding turns; None for all.
+      rotary_dim: leading channels of a head that get rotary embedding; None for all.
       attention_multiplier: the factor of q.k in the softmax; None for 1 / sqrt(head_dim).
       attention_soft_cap: bounds the scores in the softmax by cap tanh(score / cap); None does not.
       attention_sinks: whether each query head's softmax has one more logit, a learned one that brings no value.
@@ -263,7 +263,7 @@ class ModelConfig:
 
     @property
     def rotary_channels(self) -> int:
-        """Channels of a head that rotary embedding turns."""
+        """Channels of a head that get rotary embedding."""
         return self.rotary_dim or self.head_dim
 
     @property

@@ -27,7 +27,7 @@ class Exchange:
         return parts
 
     def own_heads(self, every: Float[Array, "N C"]) -> Float[Array, "H C"]:
-        """What belongs to the KV heads that this device attends for, in their order, from what belongs to all."""
+        """Select from an array of all KV heads those that this device attends for, in their order."""
         return every
 
     def attended(self, attended: Float[Array, "*S H G D"]) -> Array:

@@ -96,7 +96,7 @@ class ExpertMLP(nnx.Module):
         self.experts, self.half = experts, half
 
     def __call__(self, x: Float[Array, "*S M"], routed: Routed) -> Float[Array, "*S M"]:
-        """What the experts whose channels are there give of each token, before the bias of their results."""
+        """The experts' output for each token, from the channels that this device holds, before the output bias."""
         tokens = x.reshape(-1, x.shape[-1])
         weight, chosen = routed
         choices = chosen.size

@@ -52,7 +52,7 @@ def _product(x: Array, values: Array, kind: DTypeLike) -> Array:
 
 
 def _coarse(x: Float[Array, "S K"], values: Array, scale: Array) -> Float[Array, "S N"]:
-    """Of activations rounded once; one row as two of which one is zeros, which matters on CPUs and nowhere else."""
+    """Product with activations quantised once; a single row is padded with one of zeros, which matters on CPUs only."""
     whole, step = rounded(x)
     count = x.shape[0]
     if count == 1:
@@ -61,7 +61,7 @@ def _coarse(x: Float[Array, "S K"], values: Array, scale: Array) -> Float[Array,
 
 
 def _fine(x: Float[Array, "S K"], values: Array, scale: Array) -> Float[Array, "S N"]:
-    """Of activations in two parts, which are twice the rows of one product."""
+    """Product with activations as a sum of two int8 parts, which are twice the rows of one product."""
     first, step = rounded(x)
     second, finer = rounded(x.astype(jnp.float32) - first * step)
     sums = _product(jnp.concatenate([first, second]), values, jnp.int32).astype(jnp.float32)

@@ -66,7 +66,7 @@ def frequencies(config: ModelConfig, seen: Int[Array, " B"]) -> tuple[Float[Arra
       seen: tokens of the row after this call, shape [B]; "dynamic" and "longrope" change with it.
 
     Returns:
-      ``(inv_freq [B, F] float32, attention factor)``; F is half the channels that are turned.
+      ``(inv_freq [B, F] float32, attention factor)``; F is half the channels that are rotated.
     """
     rope, dim, batch = config.rope, config.rotary_channels, seen.shape[0]
     factor: float | Array = 1.0
@@ -100,7 +100,7 @@ def frequencies(config: ModelConfig, seen: Int[Array, " B"]) -> tuple[Float[Arra
 def angles(
     config: ModelConfig, positions: Int[Array, "B T"], seen: Int[Array, " B"]
 ) -> tuple[Float[Array, "B T F"], Float[Array, "B T F"]]:
-    """cos and sin of every position, float32, shape [B, T, F]; F is half the channels that are turned."""
+    """cos and sin of every position, float32, shape [B, T, F]; F is half the channels that are rotated."""
     inv_freq, factor = frequencies(config, seen)
     phase = positions[..., None].astype(jnp.float32) * inv_freq[:, None, :]
     return jnp.cos(phase) * factor, jnp.sin(phase) * factor
@@ -111,7 +111,7 @@ Angles = tuple[Array, Array] | None
 
 
 def token_angles(config: ModelConfig, positions: Int[Array, "B T"], seen: Int[Array, " B"]) -> Angles:
-    """The rotation that :func:`apply_rope` gives these tokens."""
+    """The cos and sin with which :func:`apply_rope` rotates these tokens."""
     return angles(config, positions, seen) if config.positional == "rope" else None
 
 
@@ -137,7 +137,7 @@ def apply_rope(x: Array, rope: Angles) -> Array:
 
 def rotate(x: Float[Array, "*S D"], cos: Float[Array, "*#S F"], sin: Float[Array, "*#S F"]) -> Float[Array, "*S D"]:
     """Rotate channel pairs (i, i + F) by the given angles in float32; channels from 2 F on, and the dtype, stay."""
-    turned = 2 * cos.shape[-1]
-    first, second = jnp.split(x[..., :turned].astype(jnp.float32), 2, axis=-1)
+    width = 2 * cos.shape[-1]
+    first, second = jnp.split(x[..., :width].astype(jnp.float32), 2, axis=-1)
     pairs = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
-    return pairs if turned == x.shape[-1] else jnp.concatenate([pairs, x[..., turned:]], axis=-1)
+    return pairs if width == x.shape[-1] else jnp.concatenate([pairs, x[..., width:]], axis=-1)

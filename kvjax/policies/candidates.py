@@ -111,7 +111,7 @@ def gather_candidates(
             None if given.window is None else given.window.new,
             None if given.columns is None else given.columns.new,
             given.queries,
-            None if given.around is None else given.around.new,
+            None if given.noncausal is None else given.noncausal.new,
             None if given.repeat is None else given.repeat.new,
             None if given.outputs is None else given.outputs.new,
         )
@@ -147,7 +147,7 @@ def gather_candidates(
             join_mass(given.window),
             join_mass(given.columns),
             given.queries,
-            join_mass(given.around),
+            join_mass(given.noncausal),
             join_mass(given.repeat),
             join_mass(given.outputs),
         ),

@@ -1,4 +1,4 @@
-"""Compactor: outlying keys, and keys that everything around attends to (Chari and Van Durme, arXiv 2507.08143)."""
+"""Compactor: leverage scores of the keys and non-causal attention (Chari and Van Durme, arXiv 2507.08143)."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _RIDGE, _SHARE = 1e-2, 1e-6
 
 @dataclasses.dataclass(frozen=True)
 class Compactor(Selecting):
-    """Keep keys that stand out, and those that their surroundings attend to, whatever will be asked (arXiv 2507.08143).
+    """Keep outlying keys and those with high non-causal attention, whatever will be asked (arXiv 2507.08143).
 
-    A token's score is ``blend`` x its leverage + its attention, each less its mean and over its standard deviation
-    among the head's tokens. Leverage: how much of a direction of the keys, before rotary embedding and centred, the
-    token has for itself, diag(X (X'X)^-1 X'), of keys projected to ``sketch`` random dimensions (0: of the keys
-    themselves). Attention: what a key gets from all queries of its ``chunk``, those before it too, the mean over the
-    query heads of a group, times the value's norm, averaged with its two neighbours. The first ``sink`` and the last
-    ``recent`` tokens stay and take no part. No question is needed, so it suits contexts that are read before one.
+    A token's score is ``blend`` x its leverage + its attention, each standardised over the head's tokens (mean 0,
+    deviation 1). Leverage: the statistical leverage score diag(X (X'X)^-1 X') of the centred keys X before rotary
+    embedding, projected to ``sketch`` random dimensions (0: of the keys themselves). Attention: non-causal, what a key
+    gets from all queries of its ``chunk``, earlier and later; the mean over the query heads of a group, times the
+    value's norm, averaged with its two neighbours. The first ``sink`` and the last ``recent`` tokens always stay and
+    are not scored. No question is needed, so it suits contexts that are read before one.
 
     Size: ``budget`` tokens a head (2,048 when nothing is given) or ``ratio`` of the row's tokens, ends included.
     ``blend`` is the share of tokens that leave when not given, as in NVIDIA's kvpress, which the other defaults are
@@ -69,7 +69,7 @@ class Compactor(Selecting):
 
     @property
     def signals(self) -> Signals:
-        return Signals(around=self.chunk, around_first=self.sink, around_last=self.recent)
+        return Signals(noncausal=self.chunk, noncausal_first=self.sink, noncausal_last=self.recent)
 
     def smallest(self) -> int:
         return self.sink + self.recent + 1
@@ -84,8 +84,8 @@ class Compactor(Selecting):
         self, layer: int, cache: LayerCache, candidates: Candidates, chunk: PromptChunk
     ) -> dict[str, Array]:
         """The attention of each token less 1, the mean of any chunk's: 0 of what is decoded later."""
-        assert candidates.signals.around is not None
-        new = candidates.signals.around.mean(axis=2) - 1
+        assert candidates.signals.noncausal is not None
+        new = candidates.signals.noncausal.mean(axis=2) - 1
         return {"attention": jnp.where(candidates.fresh_rows, new, candidates.marks["attention"])}
 
     def scores(
@@ -110,13 +110,13 @@ class Compactor(Selecting):
         def head(i: Array) -> Float[Array, "B N"]:
             k, counted = candidates.k[:, i].astype(jnp.float32), free[:, i]
             if chunk.config.positional == "rope":
-                k = unturned(k, candidates.marks["position"][:, i], chunk)
+                k = before_rope(k, candidates.marks["position"][:, i], chunk)
             return leverages(k, counted, self.sketch, self.seed)
 
         return jax.lax.map(head, jnp.arange(free.shape[1])).swapaxes(0, 1)
 
 
-def unturned(k: Float[Array, "B N D"], position: Int[Array, "B N"], chunk: PromptChunk) -> Float[Array, "B N D"]:
+def before_rope(k: Float[Array, "B N D"], position: Int[Array, "B N"], chunk: PromptChunk) -> Float[Array, "B N D"]:
     """Keys of these positions as they were before rotary embedding."""
     cos, sin = angles(chunk.config, position, chunk.seen + chunk.count)
     length = cos * cos + sin * sin  # above 1 in YaRN's models

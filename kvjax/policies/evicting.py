@@ -60,7 +60,7 @@ class Evicting(Sized):
         return cache.marks["score"] + jnp.where(step.active[:, None, None], self.gains(cache, logits, step), 0.0)
 
     def window_of(self, budget: Int[Array, " B"]) -> Int[Array, " B"]:
-        """How many recent tokens cannot leave, for rows of these budgets."""
+        """The number of recent tokens that are never evicted, for rows of these budgets."""
         return jnp.zeros_like(budget)
 
     def own_state(self, config: ModelConfig, layer: int, batch: int) -> Any:

@@ -279,7 +279,7 @@ class LagKV(Policy):
         partitions: Int[Array, " B"],
         keep_each: Int[Array, " B"],
     ) -> Bool[Array, "B H N"]:
-        """Which rows stay: static ones, the best of each of the first ``partitions``, and the sliding window."""
+        """The rows that stay: static ones, the best of each of the first ``partitions``, and the sliding window."""
         batch, heads, size, dim = k.shape
         lag, count = self.lag, -(-size // self.lag)
         # Partitions of a row start where its static slots end: shift each row so that they start at 0.

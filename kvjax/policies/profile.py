@@ -342,7 +342,7 @@ def _table(value: Any, origin: str) -> Table:
 
 
 def folder() -> Path:
-    """Where the profiles that come with kvjax are: in an installed package, else in the repository."""
+    """The folder of the profiles that come with kvjax: in an installed package, else in the repository."""
     package = Path(__file__).resolve().parent.parent
     installed = package / "profiles"
     return installed if installed.is_dir() else package.parent / "configs" / "profiles"

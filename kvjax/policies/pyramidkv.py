@@ -24,7 +24,7 @@ class PyramidKV(SnapKV):
     directions: the total of a uniform budget is met exactly, to the token.
 
     A row that fits C is left whole in every layer, so under a fixed ``budget`` even the last layers are allocated C;
-    under ``ratio`` they are allocated what they keep. The official code turns to a uniform budget below
+    under ``ratio`` they are allocated what they keep. The official code falls back to a uniform budget below
     2 x (C - W) tokens; here, as in the paper's text, the line only becomes flatter.
     """
 
@@ -49,7 +49,7 @@ class PyramidKV(SnapKV):
         return (selected + self.window).astype(xp.int32)
 
     def most(self, config: ModelConfig, layer: int, prompt: int) -> int:
-        """As everywhere; in late layers it need not be the longest row that keeps most."""
+        """See :meth:`Selecting.most`; in late layers the longest row need not keep the most."""
         return _most(self, config, layer, prompt)
 
 

@@ -24,10 +24,10 @@ class QFilters(Selecting):
     """Keep the keys that reach farthest along the direction that their head's queries share (arXiv 2503.02812).
 
     A token's score is the product of its key, as cached, and its head's filter: the first right singular vector of the
-    queries that calibration saw after rotary embedding, turned so that their mean is on its side, and averaged over the
-    query heads of a group. ``profile`` has the filters (``kvjax calibrate qfilters``; a file, or the one that comes
-    with kvjax for this model when not given). No attention is read and nothing is protected. Chosen once a prompt;
-    decoded tokens all stay.
+    queries that calibration saw after rotary embedding, its sign chosen so that their mean lies on its side, averaged
+    over the query heads of a group. ``profile`` has the filters (``kvjax calibrate qfilters``; a file, or the one that
+    comes with kvjax for this model when not given). No attention is read and nothing is protected. Chosen once a
+    prompt; decoded tokens all stay.
 
     Size: ``budget`` tokens a head (2,048 when nothing is given) or ``ratio`` of the row's tokens.
     """

@@ -86,10 +86,8 @@ class RoundAttention(Policy):
         asked = inner.signals
         # A round is one array: its heads differ in what they hold, not in what they are.
         chooses = not (inner.offloads_rounds or inner.merges or inner.beyond_context or isinstance(inner, HeadWise))
-        more = (
-            asked.columns or asked.queries or asked.decode_logits or asked.window_share or asked.around or asked.repeat
-        )
-        if not chooses or more or asked.outputs:
+        more = (asked.columns, asked.queries, asked.decode_logits, asked.window_share, asked.noncausal, asked.repeat)
+        if not chooses or any(more) or asked.outputs:
             raise UsageError(
                 f"{type(inner).__name__} cannot compress a finished round; inner takes policies that choose by a "
                 "window of queries or by keys and values: LagKV, SlimKV, SnapKV, PyramidKV, KeyDiff, ChunkKV."

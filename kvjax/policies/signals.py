@@ -51,10 +51,10 @@ class Signals:
       window_share: the same as a fraction of the tokens seen by then, rounded up; the larger of the two counts.
       columns: mass of every key over all queries of the prompt or turn.
       columns_scaled: the columns' softmax uses :meth:`Policy.window_scale` instead of the model's own scale.
-      around: tokens of a chunk within which every query attends to every key, later ones too; each key's mass over the
-        chunk's queries is summed: 1 on average. 0 for none.
-      around_first: tokens at positions below this belong to no chunk.
-      around_last: neither do so many at the end of each prompt or turn.
+      noncausal: chunk size of non-causal attention, in which every query of a chunk attends to every key of it, earlier
+        or later; each key's mass is summed over the chunk's queries, 1 on average. 0 for none.
+      noncausal_first: tokens at positions below this belong to no chunk.
+      noncausal_last: neither do so many at the end of each prompt or turn.
       repeat: the prompt is repeated, and each key's largest attention probability from a query of that is taken: in the
         softmax over its own chunk's keys, the sinks' and the repetition's so far.
       outputs: the L1 norm of what each token's value adds to the hidden states at full attention, by query head.
@@ -67,9 +67,9 @@ class Signals:
     window_share: float = 0.0
     columns: bool = False
     columns_scaled: bool = False
-    around: int = 0
-    around_first: int = 0
-    around_last: int = 0
+    noncausal: int = 0
+    noncausal_first: int = 0
+    noncausal_last: int = 0
     repeat: Repetition | None = None
     outputs: bool = False
     queries: bool = False
@@ -142,7 +142,7 @@ class PromptSignals:
     window: Mass | None = None
     columns: Mass | None = None
     queries: QueryStats | None = None
-    around: Mass | None = None
+    noncausal: Mass | None = None
     repeat: Mass | None = None
     outputs: Mass | None = None
 
@@ -159,7 +159,7 @@ class PromptSignals:
         if stats is not None:
             stats = QueryStats(stats.count, stats.mean[:, index], stats.covariance[:, index])
         return PromptSignals(
-            cut(self.window), cut(self.columns), stats, cut(self.around), cut(self.repeat), cut(self.outputs)
+            cut(self.window), cut(self.columns), stats, cut(self.noncausal), cut(self.repeat), cut(self.outputs)
         )
 
 
@@ -171,7 +171,7 @@ class CandidateSignals:
     window: Float[Array, "B H G N"] | None = None
     columns: Float[Array, "B H G N"] | None = None
     queries: QueryStats | None = None
-    around: Float[Array, "B H G N"] | None = None
+    noncausal: Float[Array, "B H G N"] | None = None
     repeat: Float[Array, "B H G N"] | None = None
     outputs: Float[Array, "B H G N"] | None = None
 

@@ -38,7 +38,7 @@ from kvjax.policies.full import Full
 class SlidingWindow(Policy):
     """A ring of the last ``window`` tokens, which are all that a query of a sliding-window layer sees.
 
-    Between prompts the slot ``next`` of a full ring holds the oldest token; :meth:`sort_slots` turns it to the front.
+    Between prompts the slot ``next`` of a full ring holds the oldest token; :meth:`sort_slots` moves it to the front.
     """
 
     layers_alike: ClassVar[bool] = True
@@ -267,8 +267,8 @@ class WithWindows(Policy):
 @functools.lru_cache(maxsize=256)
 def global_layers_of(config: ModelConfig, layers: tuple[int, ...]) -> ModelConfig:
     """The model, or one of its layers' views of it, as if it had these layers alone."""
-    unturned = tuple(i for i, layer in enumerate(layers) if layer in config.no_rotary_layers)
-    own = {"num_layers": max(len(layers), 1), "no_rotary_layers": unturned, "windows": (), "window_rope": None}
+    no_rotary = tuple(i for i, layer in enumerate(layers) if layer in config.no_rotary_layers)
+    own = {"num_layers": max(len(layers), 1), "no_rotary_layers": no_rotary, "windows": (), "window_rope": None}
     return dataclasses.replace(config, **own)
 
 

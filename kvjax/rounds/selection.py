@@ -1,4 +1,4 @@
-"""Which rounds a question sees: qAtt of every round, and the strategies of section 3.3. NumPy, a row at a time."""
+"""Selects a question's rounds: qAtt of every round, and the strategies of section 3.3. NumPy, row by row."""
 
 from __future__ import annotations
 

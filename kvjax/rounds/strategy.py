@@ -1,4 +1,4 @@
-"""How ``generate`` reads prompts under RoundAttention, and what it leaves: a turn of every row's conversation."""
+"""The strategy with which ``generate`` reads prompts under RoundAttention: a turn of every row's conversation."""
 
 from __future__ import annotations
 

@@ -8,9 +8,8 @@ leaves is an ordinary cache, which the decode loop takes over (step 5); ``closin
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -116,93 +115,168 @@ def read_question(
         was, unless consumed.
       UsageError: a row's rounds are in the memory of another host than the row.
     """
-    config, below = params.config, policy.layers_below(params.config)
     real, batch = len(prompts), programs.rows(len(prompts))
     # A row of padding reads one token, or nothing new of another row's conversation, of which it selects no round.
-    prompts = [*prompts, *([prompts[0][:1]] if before is None else [()]) * (batch - real)]
+    padding = [prompts[0][:1]] if before is None else [()]
+    tokens, lengths = _batch_of([*prompts, *padding * (batch - real)])
+    limit = device_limit(memory_limit)
+    question = _Question(params, policy, programs, dtype, storage, limit, note, tokens, lengths, real)
+    if before is None:
+        read = question.read_first(prefix, reserve or 0)
+    else:
+        read = question.read_onto(before, consume, RESERVE if reserve is None else reserve)
+    given = read.x, read.seen, lengths, read.staging, read.held
+    layers, logits = programs.upper(params, *given, policy=read.split, dtype=dtype, storage=storage)
+    cache = read.cache.replace(layers=read.cache.layers + layers, policy=read.split)
+    note(cache)
+    return cache, logits, read.turn
+
+
+def _batch_of(prompts: Sequence[Sequence[int]]) -> tuple[Int[np.ndarray, "B T"], Int[np.ndarray, " B"]]:
+    """The prompts padded to a bucket, and their lengths."""
     lengths = np.array([len(ids) for ids in prompts], np.int32)
-    tokens = np.zeros((batch, request_bucket(int(lengths.max()))), np.int32)
+    tokens = np.zeros((len(prompts), request_bucket(int(lengths.max()))), np.int32)
     for row, ids in enumerate(prompts):
         tokens[row, : len(ids)] = ids
-    kinds = {"dtype": dtype, "storage": storage}
+    return tokens, lengths
 
-    def needed(split: SplitCache, room: int) -> int:
-        weights = weights_bytes(config, dtype, programs.mesh)
-        return weights + cache_bytes(config, split, batch, room, NEW_TOKENS, dtype, storage, programs.mesh)
 
-    limit = device_limit(memory_limit)
-    sizes = functools.partial(_sizes, config, below, needed, limit)
+class _LowerRead(NamedTuple):
+    """A question that the layers below the watershed have read, and what those above it need.
 
-    staging = slots = None
-    if before is None:
-        longest, spare = int(lengths.max()), (reserve or 0) // batch
-        room, split = sizes(longest, longest, 0, spare)
-        _check_fits(needed(split, room), limit, programs.mesh, first=True)
-        cache, x = programs.lower_fresh(params, tokens, lengths, policy=SplitCache(below), room=room, **kinds)
-        seen, first = np.zeros_like(lengths), np.array([*prefix, *[1] * (batch - real)], np.int32)
-        base = np.broadcast_to(first[:, None], (config.num_layers, batch, config.num_kv_heads))
-        asked = PendingTurn(None, policy, first, base, ())
-    else:
-        if before.batch < batch:
-            wide = before.take([*range(real), *[0] * (batch - real)])
-            note(wide.lower)
+    Attributes:
+      cache: of the lower layers. x: hidden states that the upper layers read.
+      split: the capacities below and above the watershed.
+      seen: [B] tokens before the question.
+      staging: the prefixes and selected rounds, on the device; None for a first question.
+      held: [L, B, H] slots that these hold in the upper layers.
+      turn: what closing the round needs.
+    """
+
+    cache: Cache
+    x: jax.Array
+    split: SplitCache
+    seen: np.ndarray
+    staging: StagingBuffer | None
+    held: np.ndarray | None
+    turn: PendingTurn
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Question:
+    """A batch of questions, and with what the layers below the watershed read it.
+
+    Attributes:
+      limit: bytes of the device, None where they are not known.
+      tokens, lengths: of every row, the last ones padding. real: rows that are not.
+    """
+
+    params: Decoder
+    policy: RoundAttention
+    programs: RoundPrograms
+    dtype: Any
+    storage: Storage
+    limit: int | None
+    note: Note
+    tokens: Int[np.ndarray, "B T"]
+    lengths: Int[np.ndarray, " B"]
+    real: int
+
+    @property
+    def config(self) -> ModelConfig:
+        return self.params.config
+
+    @property
+    def below(self) -> int:
+        """The number of layers below the watershed."""
+        return self.policy.layers_below(self.config)
+
+    @property
+    def batch(self) -> int:
+        return len(self.lengths)
+
+    def read_first(self, prefix: Sequence[int], reserve: int) -> _LowerRead:
+        """Read a conversation's first question, with ``reserve`` tokens for later turns where they fit."""
+        longest = int(self.lengths.max())
+        room, split = self._sizes(longest, longest, 0, reserve // self.batch)
+        self._check_fits(split, room, first=True)
+        cache, x = self.programs.lower_fresh(
+            self.params,
+            self.tokens,
+            self.lengths,
+            policy=SplitCache(self.below),
+            room=room,
+            dtype=self.dtype,
+            storage=self.storage,
+        )
+        start = np.array([*prefix, *[1] * (self.batch - self.real)], np.int32)
+        base = np.broadcast_to(start[:, None], (self.config.num_layers, self.batch, self.config.num_kv_heads))
+        turn = PendingTurn(None, self.policy, start, base, ())
+        return _LowerRead(cache, x, split, np.zeros_like(self.lengths), None, None, turn)
+
+    def read_onto(self, before: Conversation, consume: bool, reserve: int) -> _LowerRead:
+        """Read a later question, select rounds by its attention, and bring them to the device."""
+        below, programs, lengths = self.below, self.programs, self.lengths
+        if before.batch < self.batch:
+            wide = before.take([*range(self.real), *[0] * (self.batch - self.real)])
+            self.note(wide.lower)
             if consume:
                 delete(before)
             before, consume = wide, True
-        programs.check(before.records(range(real)))
-        slots = np.stack([before.slots(row)[-1] for row in range(batch)], axis=1)
-        longest, held = int((slots[:below].max(axis=(0, 2)) + lengths).max()), before.lower.prompt_capacity
-        spare = (RESERVE if reserve is None else reserve) // batch
-        room, _ = sizes(longest, 0, held, spare)
+        programs.check(before.records(range(self.real)))
+        slots = np.stack([before.slots(row)[-1] for row in range(self.batch)], axis=1)
+        longest = int((slots[:below].max(axis=(0, 2)) + lengths).max())
+        room, _ = self._sizes(longest, 0, before.lower.prompt_capacity, reserve // self.batch)
         seen = as_numpy(before.seen)
-        lower = before.lower
-        if consume and programs.mesh is None:
-            lower = _with_pages(lower, pages_onto(config, lower, room), note)
-        cache, x, mass = programs.lower_onto(params, lower, tokens, lengths, room=room, consume=consume)
-        note(cache)
-        mass = as_numpy(mass)
+        cache, x, mass = self._read_lower(before.lower, room, consume)
         choices = tuple(
-            _choose(policy, before, row, mass[row], below) if row < real else _NOTHING for row in range(batch)
+            _choose(self.policy, before, row, mass[row], below) if row < self.real else _NOTHING
+            for row in range(self.batch)
         )
-        slots[below:] = np.stack([_selected_slots(before, row, choices[row], below) for row in range(batch)], 1)
+        slots[below:] = np.stack([_selected_slots(before, row, choices[row], below) for row in range(self.batch)], 1)
         upper = int((slots[below:].max(axis=(0, 2)) + lengths).max())
-        _, split = sizes(longest, upper, room, 0)
-        _check_fits(needed(split, room), limit, programs.mesh, first=False)
-        staging = _bring(config, before, choices, slots[below:], tokens.shape[1], dtype, x, programs)
-        asked = PendingTurn(before, policy, seen, slots, choices)
-    held = None if slots is None else slots[below:]
-    layers, logits = programs.upper(params, x, seen, lengths, staging, held, policy=split, **kinds)
-    cache = cache.replace(layers=cache.layers + layers, policy=split)
-    note(cache)
-    return cache, logits, asked
+        _, split = self._sizes(longest, upper, room, 0)
+        self._check_fits(split, room, first=False)
+        held, width = slots[below:], self.tokens.shape[1]
+        staging = _bring(self.config, before, choices, held, width, self.dtype, x, programs)
+        return _LowerRead(cache, x, split, seen, staging, held, PendingTurn(before, self.policy, seen, slots, choices))
+
+    def _read_lower(self, lower: Cache, room: int, consume: bool) -> tuple[Cache, jax.Array, np.ndarray]:
+        """The lower layers' cache with ``room`` slots, their hidden states, and the question's attention there."""
+        if consume and self.programs.mesh is None:
+            lower = _with_pages(lower, pages_onto(self.config, lower, room), self.note)
+        cache, x, mass = self.programs.lower_onto(
+            self.params, lower, self.tokens, self.lengths, room=room, consume=consume
+        )
+        self.note(cache)
+        return cache, x, as_numpy(mass)
+
+    def _sizes(self, lower: int, upper: int, held: int, spare: int) -> tuple[int, SplitCache]:
+        """Slots to allocate below the watershed, and a split cache, for rows of so many slots below and above it.
+
+        Below it is as it is (``held``) while that suffices, else there are ``spare`` slots for later turns; above it
+        few sizes serve all turns. Where that needs more bytes than the limit, it is exact.
+        """
+        most = max(prompt_bucket(lower), prompt_bucket(self.config.max_position))
+        room = held if lower <= held else min(request_bucket(lower + spare), most)
+        split = SplitCache(self.below, _upper_capacity(upper))
+        if self.limit is None or self._need(split, room) <= self.limit:
+            return room, split
+        return held if lower <= held else prompt_bucket(lower), SplitCache(self.below, prompt_bucket(upper))
+
+    def _need(self, split: SplitCache, room: int) -> int:
+        """Bytes of the weights and of a cache with so many slots below the watershed."""
+        mesh = self.programs.mesh
+        cache = cache_bytes(self.config, split, self.batch, room, NEW_TOKENS, self.dtype, self.storage, mesh)
+        return weights_bytes(self.config, self.dtype, mesh) + cache
+
+    def _check_fits(self, split: SplitCache, room: int, *, first: bool) -> None:
+        _check_fits(self._need(split, room), self.limit, self.programs.mesh, first=first)
 
 
 def _upper_capacity(slots: int) -> int:
     """Slots above the watershed, of the staging buffer too: at least so many that short conversations have one size."""
     return max(MEDIUM, prompt_bucket(slots))
-
-
-def _sizes(
-    config: ModelConfig,
-    below: int,
-    needed: Callable[[SplitCache, int], int],
-    limit: int | None,
-    lower: int,
-    upper: int,
-    held: int,
-    spare: int,
-) -> tuple[int, SplitCache]:
-    """Slots to allocate below the watershed, and a split cache, for rows of so many slots below and above it.
-
-    Below it is as it is (``held``) while that suffices, else there are ``spare`` slots for later turns; above it few
-    sizes serve all turns. Where that needs more bytes than the limit, it is exact.
-    """
-    most = max(prompt_bucket(lower), prompt_bucket(config.max_position))
-    room = held if lower <= held else min(request_bucket(lower + spare), most)
-    split = SplitCache(below, _upper_capacity(upper))
-    if limit is None or needed(split, room) <= limit:
-        return room, split
-    return held if lower <= held else prompt_bucket(lower), SplitCache(below, prompt_bucket(upper))
 
 
 def _with_pages(cache: Cache, pages: tuple[tuple[int, ...], ...], note: Note) -> Cache:
@@ -224,7 +298,7 @@ _NOTHING = Selection(np.zeros(0), (), 0, ())
 def _choose(
     policy: RoundAttention, before: Conversation, row: int, mass: Float[np.ndarray, "H C"], below: int
 ) -> Selection:
-    """Which of the row's rounds, or which of their tokens, a question with this attention selects."""
+    """Select rounds of a row, or tokens of them, by a question's attention."""
     rounds = before.rounds[row]
     edges = before.slots(row)[1:, below - 1]
     attention = round_attention(mass, edges[:-1], edges[1:])

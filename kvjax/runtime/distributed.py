@@ -167,7 +167,7 @@ def _is_address(text: str) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Cluster:
-    """Where the processes of a job find one another; nothing given lets JAX look for SLURM, GKE, TPU pods or Open MPI.
+    """The address at which a job's processes meet; without one JAX looks for SLURM, GKE, TPU pods or Open MPI.
 
     Attributes:
       coordinator: HOST:PORT of process 0, the same for all.

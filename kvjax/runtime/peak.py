@@ -83,6 +83,6 @@ def prefill_peak_bytes(config: ModelConfig, policy: Policy, batch: int, prompt: 
 
 
 def _rotary_tables(config: ModelConfig) -> int:
-    """How many different tables of angles a model's layers have."""
+    """The number of different rotary tables that a model's layers have."""
     layers = map(config.layer, range(config.num_layers))
     return len({(layer.rope, layer.rotary_channels) for layer in layers if layer.positional == "rope"})

@@ -132,7 +132,7 @@ def read_and_repeat(
 def repeated(
     params: Decoder, passes: Passes, held: Sequence[Held], shared: Sequence[SharedLayer]
 ) -> list[Float[Array, "B H G T"] | None]:
-    """What every key of the prompt gets from the passes, of each layer; None of one with a window."""
+    """Each prompt key's largest attention probability in the passes, by layer; None for layers with a window."""
     tokens, chunks = passes.prompts.shape[1], -(-passes.prompts.shape[1] // passes.size)
     end = passes.seen + passes.count
     place = end[:, None] + jnp.arange(passes.width)

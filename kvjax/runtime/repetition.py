@@ -1,4 +1,4 @@
-"""What the passes that repeat a prompt are fed, and what they observe (KVzip, arXiv 2505.23416); see repeating.py."""
+"""Inputs and observers of the passes that repeat a prompt (KVzip, arXiv 2505.23416); see repeating.py."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Passes:
     def collector(
         self, i: Int[Array, ""], held: Rows, fed: Int[Array, " B"], chunk: Int[Array, " B"], layer: DecoderLayer
     ) -> RepetitionCollector:
-        """What observes pass ``i`` in a layer that holds these rows."""
+        """The observer of pass ``i`` in a layer that holds these rows."""
         first = held.length - self.count[:, None] + i * self.size  # of the chunk, among the layer's rows
         sink = jnp.minimum(self.asked.sink, first)
         block = keys_of(block_of(self.width))

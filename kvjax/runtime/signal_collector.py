@@ -71,9 +71,10 @@ class SignalCollector(LayerObserver):
     def before_layer(
         self, layer: DecoderLayer, x: Float[Array, "B T M"], rope: Angles
     ) -> tuple[tuple[Array, Array, Array] | None, Float[Array, "B H G T"] | None]:
-        """What is taken from the hidden states before the layer runs over them: the window, and the mass around."""
+        """Signals computed from the layer's input before it runs: window queries, and non-causal attention mass."""
         s = self.signals
-        return self._window(layer, x, rope), mass_around(layer, x, rope, self.seen, self.count, s) if s.around else None
+        noncausal = noncausal_mass(layer, x, rope, self.seen, self.count, s) if s.noncausal else None
+        return self._window(layer, x, rope), noncausal
 
     def _window(
         self, layer: DecoderLayer, x: Float[Array, "B T M"], rope: Angles
@@ -138,13 +139,14 @@ class SignalCollector(LayerObserver):
         block: int,
     ) -> PromptSignals:
         """The layer's signals, once all its keys are there."""
-        mass, (window, around) = None, taken
+        mass, (window, noncausal) = None, taken
         if window is not None:
             q, offset, weight = window
             where = self._where(offset, self.window_rows, kept, self.scale, block)
             found = attention_mass(q, k, self._normaliser(q, k, where), weight=weight, **where)
             mass = Mass(found.kept, found.new)
-        return PromptSignals(mass, partial.columns, partial.stats, None if around is None else Mass(None, around))
+        both = None if noncausal is None else Mass(None, noncausal)
+        return PromptSignals(mass, partial.columns, partial.stats, both)
 
     def _normaliser(self, q: Array, k: Array, where: dict[str, Any]) -> Float[Array, "B H G N"]:
         """Log-sum-exp of each query's logits, its head's sink among them, in the softmax of the window's scale."""
@@ -183,13 +185,13 @@ def signal_collector(
     # A share is of all the tokens a row has seen: on a later turn that can be the whole of its new ones.
     seen_at_most = tokens if fresh else max(tokens, config.max_position)
     rows = min(tokens, signals.window_rows(seen_at_most)) if signals.window or signals.window_share else 0
-    if not (rows or signals.columns or signals.queries or signals.around):
+    if not (rows or signals.columns or signals.queries or signals.noncausal):
         return None
     first = first_window_query(signals, count, seen + count)
     return SignalCollector(signals, config, seen, count, first, policy.window_scale(config, total), rows)
 
 
-def mass_around(
+def noncausal_mass(
     layer: DecoderLayer,
     x: Float[Array, "B T M"],
     rope: Angles,
@@ -197,14 +199,14 @@ def mass_around(
     count: Int[Array, " B"],
     signals: Signals,
 ) -> Float[Array, "B H G T"]:
-    """Attention that each key gets from all queries of its chunk, whichever comes first; 1, the mean, beyond chunks.
+    """Non-causal attention mass: what each key gets from all queries of its chunk; 1, the mean, for keys of no chunk.
 
-    Chunks of ``signals.around`` tokens begin at the position ``around_first``, or with the row's first new token after
-    it, and end before its last ``around_last``. ALiBi's distances, which are for earlier keys, do not count.
+    Chunks of ``signals.noncausal`` tokens begin at the position ``noncausal_first``, or with the row's first new token
+    after it, and end before its last ``noncausal_last``. ALiBi's biases, which are for earlier keys, are left out.
     """
-    config, (batch, tokens, _), size = layer.config, x.shape, signals.around
-    skip = jnp.maximum(signals.around_first - seen, 0)
-    end = count - skip - signals.around_last
+    config, (batch, tokens, _), size = layer.config, x.shape, signals.noncausal
+    skip = jnp.maximum(signals.noncausal_first - seen, 0)
+    end = count - skip - signals.noncausal_last
     exact = jax.lax.Precision.HIGHEST
 
     def chunk(i: Int[Array, ""], done: Float[Array, "B H G N"]) -> Float[Array, "B H G N"]:

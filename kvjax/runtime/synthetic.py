@@ -51,10 +51,10 @@ def random_signals(policy: Policy, config: ModelConfig, batch: int, tokens: int,
         mean = jax.random.normal(key, (*heads, config.head_dim))
         covariance = jnp.broadcast_to(jnp.eye(config.head_dim), (*mean.shape, config.head_dim))
         stats = QueryStats(jnp.full((batch,), tokens, jnp.float32), mean, covariance)
-    around = Mass(None, jax.random.uniform(key, (*heads, tokens))) if asked.around else None
+    noncausal = Mass(None, jax.random.uniform(key, (*heads, tokens))) if asked.noncausal else None
     repeat = Mass(None, jax.random.uniform(key, (*heads, tokens))) if asked.repeat else None
     outputs = Mass(None, jax.random.uniform(key, (*heads, tokens))) if asked.outputs else None
-    return PromptSignals(window, columns, stats, around, repeat, outputs)
+    return PromptSignals(window, columns, stats, noncausal, repeat, outputs)
 
 
 def filled_cache(

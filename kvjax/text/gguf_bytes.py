@@ -23,7 +23,7 @@ _CASED += _SIGNS_AND_SPACES % "/"
 
 @dataclasses.dataclass(frozen=True)
 class Splitting:
-    """How text is cut into words before bytes are merged.
+    """A pre-tokenizer: how text is split before bytes are merged.
 
     Attributes:
       patterns: regular expressions that cut the text one after the other, their matches and what is between them.

@@ -149,7 +149,7 @@ class Tokenizer:
 
 
 def _bytes_of_piece(backend: tokenizers.Tokenizer) -> Callable[[str], bytes]:
-    """How a vocabulary entry spells bytes: byte-level (GPT-2) or sentencepiece with byte fallback."""
+    """The bytes of a vocabulary entry: byte-level (GPT-2) or sentencepiece with byte fallback."""
     state = json.loads(backend.decoder.__getstate__()) if backend.decoder is not None else {}
     kinds = {part["type"] for part in state.get("decoders", [state]) if part}
     if "ByteLevel" in kinds:

@@ -91,7 +91,7 @@ def _last(p: Problem) -> Int[Array, "B M"]:
 
 
 def _reach(p: Problem) -> Int[Array, "#B M"] | None:
-    """How many of the kept rows each query attends to; None for all."""
+    """The number of kept rows that each query attends to; None for all."""
     return reach_of(p.window, _last(p))
 
 

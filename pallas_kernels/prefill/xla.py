@@ -51,7 +51,7 @@ def rows_alone(p: Problem) -> tuple[Float[Array, "B H G N D"], Float[Array, "B H
 
 
 def _scores(p: Problem) -> dict[str, Any]:
-    """What makes a score of a product."""
+    """The options that turn products of queries and keys into scores."""
     return {"scale": p.scale, "soft_cap": p.soft_cap}
 
 
@@ -62,7 +62,7 @@ def _places(p: Problem) -> Int[Array, "#B N"]:
 
 
 def _reach(p: Problem) -> Int[Array, "#B N"] | None:
-    """How many of the kept rows each query attends to; None for all."""
+    """The number of kept rows that each query attends to; None for all."""
     return reach_of(p.window, _places(p))
 
 

@@ -26,14 +26,14 @@ def attention_matrices(lm, ids: np.ndarray) -> list[np.ndarray]:
     x = np.asarray(params.table, np.float64)[ids]  # tied embeddings
     time = np.arange(len(ids))
     frequency = config.rope.theta ** (-np.arange(0, config.head_dim, 2) / config.head_dim)
-    turn = np.exp(1j * time[:, None] * frequency)
+    phasor = np.exp(1j * time[:, None] * frequency)
 
     def norm(x, weight):
         return weight * x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + config.rms_norm_eps)
 
     def rotated(x):
         half = config.head_dim // 2
-        y = (x[..., :half] + 1j * x[..., half:]) * turn
+        y = (x[..., :half] + 1j * x[..., half:]) * phasor
         return np.concatenate([y.real, y.imag], axis=-1)
 
     matrices = []

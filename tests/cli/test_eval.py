@@ -6,6 +6,7 @@ import json
 
 import pytest
 from support.benchmarks import write_benchmarks
+from support.long_commands import assert_refused, run_through
 
 from kvjax.eval.suites.runner import Runner
 
@@ -25,13 +26,10 @@ def asked(data, tmp_path):
 
 def test_a_run_and_what_it_leaves(cli, asked, monkeypatch):
     words, out = asked
-    monkeypatch.setattr("jax.clear_caches", lambda: None)
-    ran = cli(*words)
-    assert ran.code == 0, ran.err
+    names = ["answers.jsonl", "report.html", "report.json", "report.md", "scores.png", "tasks.png"]
+    ran = run_through(cli, monkeypatch, words, out, names)
     assert "2 questions of 2 caches: about " in ran.err and "[2/2] streamingllm at 0.5" in ran.err
     assert "streamingllm" in ran.out and "report.html" in ran.out and "By task" in ran.out
-    names = ["answers.jsonl", "report.html", "report.json", "report.md", "scores.png", "tasks.png"]
-    assert sorted(path.name for path in out.iterdir()) == names
     rows = (out / "answers.jsonl").read_text().splitlines()
     assert len(rows) == 1 + 4 and json.loads(rows[0])["settings"]["suite"] == "longbench"
     held = json.loads((out / "report.json").read_text())
@@ -75,20 +73,15 @@ REFUSED = {
 @pytest.mark.parametrize("flag", REFUSED)
 def test_what_makes_no_sense_is_one_sentence(cli, asked, flag, monkeypatch):
     words, out = asked
-    monkeypatch.setattr("kvjax.cli.session.load", lambda *_, **__: pytest.fail("the model was loaded"))
-    ran = cli(*words, *flag)
-    assert ran.code == 2 and REFUSED[flag] in ran.sentence
-    assert not out.exists()
+    assert_refused(cli, monkeypatch, [*words, *flag], out, REFUSED[flag])
 
 
 def test_missing_text_and_broken_rows_are_one_sentence(cli, asked, data, tmp_path, monkeypatch):
     words, out = asked
-    monkeypatch.setattr("kvjax.cli.session.load", lambda *_, **__: pytest.fail("the model was loaded"))
-    ran = cli("eval", "--suite", "ruler", "--out", str(out))
-    assert ran.code == 2 and "essays" in ran.sentence and "--data DIR" in ran.sentence
+    for part in ("essays", "--data DIR"):
+        assert_refused(cli, monkeypatch, ["eval", "--suite", "ruler", "--out", str(out)], out, part)
     (tmp_path / "data" / "longbench" / "trec.jsonl").write_text('{"input": "", "context": "", "answers": "x"}\n')
-    ran = cli(*words)
-    assert ran.code == 2 and "trec.jsonl, line 1 is no row of this benchmark: answers" in ran.sentence
+    assert_refused(cli, monkeypatch, words, out, "trec.jsonl, line 1 is no row of this benchmark: answers")
     out.parent.mkdir(parents=True)
     out.write_text("")
     assert "is a file" in cli(*words).sentence

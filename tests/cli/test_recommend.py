@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from support.long_commands import assert_refused, run_through
 
 TEXT = "The river is green. It grows in the hills of the north. " * 60
 
@@ -20,12 +21,9 @@ def asked(tmp_path):
 
 def test_a_run_and_what_it_leaves(cli, asked, monkeypatch):
     words, out = asked
-    monkeypatch.setattr("jax.clear_caches", lambda: None)
-    ran = cli(*words, "--loss", "100%")
-    assert ran.code == 0, ran.err
-    assert "2 caches to measure, about " in ran.err and "streamingllm:ratio=0.5" in ran.out
     names = ["measured.json", "recommendation.json", "recommendation.md", "recommendation.png"]
-    assert sorted(path.name for path in out.iterdir()) == names
+    ran = run_through(cli, monkeypatch, [*words, "--loss", "100%"], out, names)
+    assert "2 caches to measure, about " in ran.err and "streamingllm:ratio=0.5" in ran.out
     measured = (out / "measured.json").read_bytes()
     again = cli(*words, "--budget", "1GB")  # another goal, and nothing is measured again but what it adds
     assert again.code == 0 and "2 caches of an earlier run are kept" in again.err
@@ -57,9 +55,7 @@ REFUSED = {
 @pytest.mark.parametrize("flags", REFUSED)
 def test_what_makes_no_sense_is_one_sentence(cli, asked, flags, monkeypatch):
     words, out = asked
-    monkeypatch.setattr("kvjax.cli.session.load", lambda *_, **__: pytest.fail("the model was loaded"))
-    ran = cli(*words, *flags)
-    assert ran.code == 2 and REFUSED[flags] in ran.sentence and not out.exists()
+    assert_refused(cli, monkeypatch, [*words, *flags], out, REFUSED[flags])
 
 
 def test_a_context_beyond_the_models(cli, asked):

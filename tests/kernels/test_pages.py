@@ -30,7 +30,7 @@ def test_rows_in_parts(monkeypatch, head_dim, batch, total, x64):
 
 
 def test_no_more_than_a_part_is_widened_at_once():
-    """What a TPU's compiler turns to widen it is a part, not the whole of the rows."""
+    """What a TPU's compiler transposes to widen it is a part, not the whole of the rows."""
     rows = jax.ShapeDtypeStruct((2, 1024, 16, 64), jnp.bfloat16)
     jaxpr = str(jax.make_jaxpr(lambda k, v: Lanes.zeros(2, 1024, 16, 64, jnp.bfloat16).of_rows(k, v))(rows, rows))
     assert "bf16[1,512,16,128] = concatenate" in jaxpr and "bf16[2,1024,16,128] = concatenate" not in jaxpr

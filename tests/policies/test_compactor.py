@@ -15,16 +15,16 @@ from support.driver import config_for
 from kvjax.errors import UsageError
 from kvjax.model.config import RopeConfig
 from kvjax.policies import Compactor, PromptChunk
-from kvjax.policies.compactor import leverages, unturned
+from kvjax.policies.compactor import before_rope, leverages
 
 BUDGET, SINK, RECENT, CHUNK = 12, 2, 3, 8
 PLAIN = {"budget": BUDGET, "sink": SINK, "recent": RECENT, "chunk": CHUNK, "sketch": 0}
 
 
 class CompactorHead(ChoosingHead):
-    def __init__(self, *args, blend=0.5, sketch=None, turned=True, **place):
+    def __init__(self, *args, blend=0.5, sketch=None, rotary=True, **place):
         super().__init__(*args, **place)
-        self.blend, self.sketch, self.turned = blend, sketch, turned
+        self.blend, self.sketch, self.rotary = blend, sketch, rotary
         self.attention: dict[int, float] = {}
 
     def budget(self, total: int) -> int:
@@ -41,7 +41,7 @@ class CompactorHead(ChoosingHead):
 
     def choose(self, candidates, new, budget):
         ends, free = candidates[:SINK] + candidates[-RECENT:], candidates[SINK:-RECENT]
-        keys = np.stack([rotation(t, self.k.shape[1]).T @ self.k[t] if self.turned else self.k[t] for t in free])
+        keys = np.stack([rotation(t, self.k.shape[1]).T @ self.k[t] if self.rotary else self.k[t] for t in free])
         x = keys - keys.mean(axis=0)
         x = x if self.sketch is None else x @ self.sketch
         gram = x.T @ x
@@ -84,7 +84,7 @@ def test_later_turns_keep_the_attention_that_was_read_and_give_decoded_tokens_th
 
 
 def test_with_alibi_keys_are_as_they_are():
-    policy, head = Compactor(**PLAIN, blend=0.5), head_of(turned=False)
+    policy, head = Compactor(**PLAIN, blend=0.5), head_of(rotary=False)
     assert_same(policy, head, [("read", [40, 20])], heads=1, group=2, positional="alibi")
 
 
@@ -119,11 +119,11 @@ def test_yarns_temperature_is_taken_from_the_keys():
     rope = RopeConfig(kind="yarn", factor=1.0, original_max_position=512, attention_factor=1.5)
     config = config_for(1, 8, rope=rope)
     raw = np.random.default_rng(0).standard_normal((1, 9, 8)).astype(np.float32)
-    turned = np.stack([rotation(5 + t, 8, 1.5) @ raw[0, t] for t in range(9)])[None].astype(np.float32)
+    rotated = np.stack([rotation(5 + t, 8, 1.5) @ raw[0, t] for t in range(9)])[None].astype(np.float32)
     nine = jnp.full((1,), 9, jnp.int32)
     chunk = PromptChunk(nine - 4, nine, nine + 5, pages=(1,), config=config, fresh=True)
     position = 5 + jnp.arange(9, dtype=jnp.int32)[None]
-    np.testing.assert_allclose(unturned(jnp.asarray(turned), position, chunk), raw, atol=1e-5)
+    np.testing.assert_allclose(before_rope(jnp.asarray(rotated), position, chunk), raw, atol=1e-5)
 
 
 @pytest.mark.parametrize(

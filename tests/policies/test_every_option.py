@@ -126,7 +126,7 @@ TABLE: dict[str, tuple[dict[str, Any], dict[str, Other]]] = {
         "epsilon": Other(5.0, CRITICAL),
     }),
     "adaptive": ({}, {
-        **SIZED, "inner": Other(SnapKV(window=3), {"budget": 16}), 
+        **SIZED, "inner": Other(SnapKV(window=3), {"budget": 16}),
         "floor": Other(0.9, {"budget": 16, "inner": KeyDiff()}),
     }),
     "kvzip": ({}, {**SIZED, "sink": Other(1, {"budget": 16}), "chunk": Other(5, {"budget": 16})}),

@@ -19,7 +19,7 @@ THETA = 10000.0
 
 
 def rotation(position: float, dim: int, scale: float = 1.0) -> np.ndarray:
-    """The rotary matrix of a position: channel i and i + dim / 2 turn by position x theta^(-2i / dim)."""
+    """The rotary matrix of a position: channels i and i + dim / 2 rotate by position x theta^(-2i / dim)."""
     matrix = np.zeros((dim, dim))
     half = dim // 2
     for i in range(half):

@@ -43,11 +43,11 @@ class HeavyHitters(Policy):
     def init_state(self, config, layer, batch, slots):
         return jnp.zeros((batch, config.num_kv_heads, -(-max(slots) // 32) * 32), jnp.float32)
 
-    def compress(self, layer: int, cache: LayerCache, k, v, turn: PromptChunk) -> LayerCache:
-        candidates = gather_candidates(cache, k, v, turn)
+    def compress(self, layer: int, cache: LayerCache, k, v, chunk: PromptChunk) -> LayerCache:
+        candidates = gather_candidates(cache, k, v, chunk)
         place = jnp.arange(candidates.k.shape[2])
         recent = place >= candidates.length[..., None] - self.budget
-        kept = keep_where(cache, candidates, recent & (place < candidates.length[..., None]), turn)
+        kept = keep_where(cache, candidates, recent & (place < candidates.length[..., None]), chunk)
         return kept.replace(state=jnp.zeros_like(cache.state))
 
     def observe(self, layer: int, cache: LayerCache, logits, step: Step) -> LayerCache:
@@ -82,12 +82,12 @@ class MergeOldest(Policy):
         zeros = jnp.zeros((batch, config.num_kv_heads, config.head_dim), jnp.float32)
         return {"k": zeros, "v": zeros, "count": jnp.zeros((batch,), jnp.float32), "at": jnp.zeros((batch,), jnp.int32)}
 
-    def compress(self, layer, cache, k, v, turn):
+    def compress(self, layer, cache, k, v, chunk):
         # Token by token: slow and plain, as an independent reading of the decode rule.
         cache = cache.replace(length=jnp.maximum(cache.length, 1), log_mass=jnp.full_like(cache.log_mass, -1e9))
 
         def body(t, cache):
-            step = Step(turn.seen + t, t < turn.count, config=turn.config)
+            step = Step(chunk.seen + t, t < chunk.count, config=chunk.config)
             return self.append(layer, cache, k[:, :, t], v[:, :, t], step)
 
         return jax.lax.fori_loop(0, k.shape[2], body, cache)
@@ -126,12 +126,12 @@ class Pyramid(Policy):
             for layer in range(config.num_layers)
         )
 
-    def compress(self, layer, cache, k, v, turn):
-        candidates = gather_candidates(cache, k, v, turn)
-        budget = jnp.asarray([self._keeps(turn.config, layer, head) for head in range(k.shape[1])])
+    def compress(self, layer, cache, k, v, chunk):
+        candidates = gather_candidates(cache, k, v, chunk)
+        budget = jnp.asarray([self._keeps(chunk.config, layer, head) for head in range(k.shape[1])])
         place = jnp.arange(candidates.k.shape[2])
         recent = place >= candidates.length[..., None] - budget[:, None]
-        return keep_where(cache, candidates, recent & (place < candidates.length[..., None]), turn)
+        return keep_where(cache, candidates, recent & (place < candidates.length[..., None]), chunk)
 
 
 PROMPT = "a prompt of some length, so that every policy here has something to drop: " * 3
@@ -205,11 +205,11 @@ def test_a_fraction_of_tokens_is_exact_and_compiled_programs_agree(ratio):
 def test_keeping_everything_is_the_full_cache():
     @dataclasses.dataclass(frozen=True)
     class All(Policy):
-        def compress(self, layer, cache, k, v, turn):
-            candidates = gather_candidates(cache, k, v, turn)
+        def compress(self, layer, cache, k, v, chunk):
+            candidates = gather_candidates(cache, k, v, chunk)
             keep = jnp.arange(candidates.k.shape[2]) < candidates.length[..., None]
-            kept = keep_where(cache, candidates, keep, turn)
-            whole = keep_all(cache, candidates, turn)
+            kept = keep_where(cache, candidates, keep, chunk)
+            whole = keep_all(cache, candidates, chunk)
             assert pack is not None
             return jax.tree.map(lambda a, b: jnp.where(jnp.ones_like(a, bool), a, b), kept, whole)
 

@@ -54,7 +54,7 @@ def random_signals(seed: int) -> PromptSignals:
             jnp.asarray(rng.standard_normal((2, HEADS, GROUP, DIM)).astype(np.float32)),
             jnp.asarray(np.einsum("...ij,...kj->...ik", spread, spread)),
         ),
-        around=Mass(None, jnp.asarray(2 * mass)),
+        noncausal=Mass(None, jnp.asarray(2 * mass)),
         repeat=Mass(None, jnp.asarray(mass)),
         outputs=Mass(None, jnp.asarray(mass[..., ::-1] + 0.1)),
     )
@@ -65,9 +65,9 @@ def lived(policy, config, k, v, q, count, signals):
     """One layer through a prompt and decode steps: the cache and every step's output."""
     pages = page_capacities(policy, config, PROMPT_TOKENS, STEPS)[0]
     zero = jnp.zeros_like(count)
-    turn = PromptChunk(zero, count, count, pages=pages, config=config, fresh=True, signals=signals)
+    chunk = PromptChunk(zero, count, count, pages=pages, config=config, fresh=True, signals=signals)
     cache = policy.init_layer(config, 0, 2, pages, jnp.float32)
-    cache = policy.compress(0, cache, k[:, :, :PROMPT_TOKENS], v[:, :, :PROMPT_TOKENS], turn)
+    cache = policy.compress(0, cache, k[:, :, :PROMPT_TOKENS], v[:, :, :PROMPT_TOKENS], chunk)
 
     def body(carry, token):
         cache, seen = carry

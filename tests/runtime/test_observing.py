@@ -39,8 +39,8 @@ def decoded(policy, config, storage, pieces, monkeypatch):
     layer = policy.init_layer(config, 0, ROWS, pages, jnp.float32, storage)
     count = jnp.asarray([TOKENS, 7, 30, 21], jnp.int32)
     mass = Mass(None, jnp.abs(numbers(ROWS, HEADS, GROUP, TOKENS)))
-    turn = PromptChunk(0 * count, count, count, pages, config, True, PromptSignals(window=mass, columns=mass))
-    layer = policy.compress(0, layer, numbers(ROWS, HEADS, TOKENS, DIM), numbers(ROWS, HEADS, TOKENS, DIM), turn)
+    chunk = PromptChunk(0 * count, count, count, pages, config, True, PromptSignals(window=mass, columns=mass))
+    layer = policy.compress(0, layer, numbers(ROWS, HEADS, TOKENS, DIM), numbers(ROWS, HEADS, TOKENS, DIM), chunk)
     active = jnp.asarray([True, True, False, True])
 
     @jax.jit

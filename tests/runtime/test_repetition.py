@@ -57,9 +57,9 @@ def dense(lm, ids):
     order = np.arange(count)
     for layer in lm.params.layers:
         c = layer.config
-        turn = angles(c, jnp.arange(count)[None], jnp.asarray([count])) if c.positional == "rope" else None
+        rope = angles(c, jnp.arange(count)[None], jnp.asarray([count])) if c.positional == "rope" else None
         q, k, v = layer.project(x)
-        q, k = (np.asarray(apply_rope(a, turn)[0], np.float64) for a in (q, k))
+        q, k = (np.asarray(apply_rope(a, rope)[0], np.float64) for a in (q, k))
         bias = np.zeros((c.num_kv_heads, c.group_size, 1, 1))
         if c.positional == "alibi":
             bias = slopes(c).astype(np.float64)[..., None, None] * (order[None] - order[:, None])

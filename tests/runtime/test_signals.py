@@ -35,8 +35,8 @@ class Spy(Policy):
     def window_scale(self, config, total):
         return super().window_scale(config, total) if self.scale is None else jnp.full(total.shape, self.scale)
 
-    def select(self, layer, cache, candidates, turn):
-        chosen = super().select(layer, cache, candidates, turn)
+    def select(self, layer, cache, candidates, chunk):
+        chosen = super().select(layer, cache, candidates, chunk)
         return dataclasses.replace(chosen, state=candidates.signals)
 
 
@@ -45,16 +45,18 @@ def projected(lm, ids):
     config, layer = lm.config, lm.params.layers[0]
     q, k, _ = (np.asarray(x[0], np.float64) for x in layer.project(lm.params.embed(jnp.asarray([ids]))))
     cos, sin = angles(config, jnp.arange(len(ids))[None], jnp.asarray([len(ids)]))
-    turned_q = np.asarray(rotate(jnp.asarray(q, jnp.float32), cos[0, :, None, None], sin[0, :, None, None]), np.float64)
-    turned_k = np.asarray(rotate(jnp.asarray(k, jnp.float32), cos[0, :, None], sin[0, :, None]), np.float64)
-    return q, turned_q, turned_k
+    rotated_q = np.asarray(
+        rotate(jnp.asarray(q, jnp.float32), cos[0, :, None, None], sin[0, :, None, None]), np.float64
+    )
+    rotated_k = np.asarray(rotate(jnp.asarray(k, jnp.float32), cos[0, :, None], sin[0, :, None]), np.float64)
+    return q, rotated_q, rotated_k
 
 
 def dense(lm, ids, scale):
     """Layer 0's queries before rotary [T, H, G, D] and its attention [H, G, T, T]."""
     config, layer = lm.config, lm.params.layers[0]
-    q, turned_q, turned_k = projected(lm, ids)
-    scores = np.einsum("thgd,shd->hgts", turned_q, turned_k) * scale
+    q, rotated_q, rotated_k = projected(lm, ids)
+    scores = np.einsum("thgd,shd->hgts", rotated_q, rotated_k) * scale
     scores = np.where(np.tril(np.ones((len(ids), len(ids)), bool)), scores, -np.inf)
     weight = np.exp(scores)
     total = weight.sum(axis=-1, keepdims=True)
@@ -94,10 +96,10 @@ def test_window_mass_and_columns_are_dense_attention_summed(heads):
             assert not np.asarray(mass[row, :, :, size:]).any()
 
 
-def test_mass_around_is_attention_in_both_directions_within_chunks():
+def test_noncausal_mass_is_attention_in_both_directions_within_chunks():
     lm = toys.tiny_model()
     first, second = [ids_of(1, 270), ids_of(2, 10), ids_of(5, 3)], [ids_of(3, 40), ids_of(4, 7), ids_of(6, 9)]
-    policy = Spy(Signals(around=16, around_first=6, around_last=2))
+    policy = Spy(Signals(noncausal=16, noncausal_first=6, noncausal_last=2))
     cache = read(lm, policy, first)
     before, after = cache.layers[0].state, read(lm, policy, second, cache).layers[0].state
     for row in range(3):
@@ -110,7 +112,7 @@ def test_mass_around_is_attention_in_both_directions_within_chunks():
                 weight = np.exp(np.einsum("thgd,shd->hgts", q[part], k[part]) * lm.config.head_dim**-0.5)
                 weight /= weight.sum(axis=-1, keepdims=True)
                 want[:, :, part.start - begin : part.stop - begin] = weight.sum(axis=2)
-            np.testing.assert_allclose(got.around[row, :, :, place : place + end - begin], want, atol=1e-4)
+            np.testing.assert_allclose(got.noncausal[row, :, :, place : place + end - begin], want, atol=1e-4)
 
 
 def with_sinks(lm):

@@ -43,7 +43,7 @@ def dense_signals(
         columns = _mass(cache, q, k, real, scaled if asked.columns_scaled else model, fresh)
     if asked.queries:
         stats = _stats(raw, real & (seen[:, None] + token >= asked.query_skip))
-    around = Mass(None, _around(asked, q, k, seen, count)) if asked.around else None
+    noncausal = Mass(None, _noncausal(asked, q, k, seen, count)) if asked.noncausal else None
     # No model reads here, so nothing is repeated: any numbers between 0 and 1 will do, of each token and chunk others.
     repeat = None
     if asked.repeat is not None:
@@ -51,16 +51,16 @@ def dense_signals(
         repeat = Mass(None, jnp.asarray(1 / (1 + np.exp(-channel)), jnp.float32))
     # No output projection either: norms that differ from token to token.
     outputs = Mass(None, jnp.asarray(np.abs(q[..., 1]) + 0.1, jnp.float32)) if asked.outputs else None
-    return PromptSignals(window, columns, stats, around, repeat, outputs)
+    return PromptSignals(window, columns, stats, noncausal, repeat, outputs)
 
 
-def _around(asked: Any, q: np.ndarray, k: np.ndarray, seen: np.ndarray, count: np.ndarray) -> Any:
-    """Attention of each chunk's queries to all of its keys, summed; 1 for tokens of no chunk."""
+def _noncausal(asked: Any, q: np.ndarray, k: np.ndarray, seen: np.ndarray, count: np.ndarray) -> Any:
+    """Non-causal attention mass: of each chunk's queries to all of its keys; 1 for tokens of no chunk."""
     mass = np.ones((*q.shape[:4],))
     for row, (before, tokens) in enumerate(zip(seen, count, strict=True)):
-        end = int(tokens) - asked.around_last
-        for start in range(max(asked.around_first - int(before), 0), max(end, 0), asked.around):
-            part = slice(start, min(start + asked.around, end))
+        end = int(tokens) - asked.noncausal_last
+        for start in range(max(asked.noncausal_first - int(before), 0), max(end, 0), asked.noncausal):
+            part = slice(start, min(start + asked.noncausal, end))
             logits = np.einsum("hgqd,hkd->hgqk", q[row, :, :, part].astype(float), k[row, :, part].astype(float))
             weight = np.exp(logits * q.shape[-1] ** -0.5)
             mass[row, :, :, part] = (weight / weight.sum(axis=-1, keepdims=True)).sum(axis=2)

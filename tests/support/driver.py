@@ -68,8 +68,8 @@ class Driver:
             q, raw = _padded(q, 64, 10.0), _padded(q if raw is None else raw, 64, 1e3)
             asked = self.policy, self.config, self.cache
             signals = dense_signals(*asked, q, raw, k, self.seen, count, total, fresh)
-        turn = PromptChunk(self.seen, count, total, pages=self.pages, config=self.config, fresh=fresh, signals=signals)
-        self.cache = _compress(self.policy, self.layer, self.cache, k, v, turn)
+        chunk = PromptChunk(self.seen, count, total, pages=self.pages, config=self.config, fresh=fresh, signals=signals)
+        self.cache = _compress(self.policy, self.layer, self.cache, k, v, chunk)
         self.seen = self.seen + count
         return self
 
@@ -111,8 +111,8 @@ def _settle(policy, layer, cache, config):
 
 
 @functools.partial(jax.jit, static_argnames=("policy", "layer"))
-def _compress(policy, layer, cache, k, v, turn):
-    return policy.compress(layer, cache, k, v, turn)
+def _compress(policy, layer, cache, k, v, chunk):
+    return policy.compress(layer, cache, k, v, chunk)
 
 
 @functools.partial(jax.jit, static_argnames=("policy", "layer", "config"))

@@ -78,8 +78,8 @@ class Evictor:
         if not fresh:
             self.cache = _settle(self.policy, self.cache, self.config)
         signals = self._signals(q, k, count, total, fresh)
-        turn = PromptChunk(self.seen, count, total, self.pages, self.config, fresh, signals)
-        self.cache = _compress(self.policy, self.cache, k, v, turn)
+        chunk = PromptChunk(self.seen, count, total, self.pages, self.config, fresh, signals)
+        self.cache = _compress(self.policy, self.cache, k, v, chunk)
         self.seen = total
         return self
 
@@ -129,8 +129,8 @@ def _settle(policy, cache, config):
 
 
 @functools.partial(jax.jit, static_argnames=("policy",))
-def _compress(policy, cache, k, v, turn):
-    return policy.compress(0, cache, k, v, turn)
+def _compress(policy, cache, k, v, chunk):
+    return policy.compress(0, cache, k, v, chunk)
 
 
 @functools.partial(jax.jit, static_argnames=("policy", "config"))

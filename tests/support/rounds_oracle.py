@@ -37,7 +37,7 @@ def _norm(x: np.ndarray, norm) -> np.ndarray:
 
 
 def _rotated(x: np.ndarray, theta: float) -> np.ndarray:
-    """[..., T, D] with pairs (i, i + D / 2) turned by position x theta ** (-2 i / D)."""
+    """[..., T, D] with pairs (i, i + D / 2) rotated by position x theta ** (-2 i / D)."""
     half = x.shape[-1] // 2
     phase = np.arange(x.shape[-2])[:, None] * theta ** (-np.arange(half) / half)
     first, second = x[..., :half], x[..., half:]

@@ -7,25 +7,25 @@ from collections.abc import Mapping, Sequence
 from tools.aot.compile import Result
 
 _EXPLANATION = """\
-Every kernel, compiled by the real compiler of each chip on a machine that has none; `make aot` writes this page.
-**Nothing here was timed on an accelerator.** A cell says, where it is known:
+Every kernel, compiled ahead of time by each chip's own compiler on a machine without accelerators; `make aot` writes
+this page. **Nothing here was timed on an accelerator.** A cell shows, where known:
 
-- `327/280 cycles`: the schedule of one iteration of the kernel's loop, and the time in which the chip's memory delivers
-  what that iteration reads. The kernel keeps up with memory where the first is smaller.
-- `134 b`: bundles, the instructions of that iteration; the other cycles are latencies that nothing fills.
-- `96 r`: registers of a thread, on GPU. `spills`: registers stored to memory and loaded again, if there are any. A TPU
-  has 64 registers of 4 KB. `prefill` and `attention_mass` keep their scores, and the bfloat16 parts of float32 numbers,
-  in scratch buffers on the chip; JAX's own splash attention, listed beside them, spills. An iteration of `prefill` is
-  512 rows of queries against 2,048 keys. The number counts the code for masked and for unmasked scores, of which an
-  iteration runs one, and the code of the first and the last iteration: of the 2,835 cycles of a window of 32 queries of
-  4 heads on v5e, 713 are a block below the diagonal. Where masses are summed, a block that the diagonal crosses is an
-  inner loop of 1 to 8 iterations, counted once: of the main case's 3,520 cycles on v5e, 2,251 are a block below the
-  diagonal; a block that it crosses takes 332, and 462 per inner iteration.
-- `0.2 %`: temporary memory, in percent of the cache's bytes. It must be below 1 %, so nothing copies the cache. Cases
-  with more hold other things: queries, outputs and masses of a chunk or of a whole layer, padded to a TPU's 128 lanes
-  (on v5p in HBM, where the other chips use on-chip memory) or copied by GPUs, an int8 cache's scales, and partial
-  results of many query heads.
-- `—`: the case is not for that target.
+- `327/280 cycles`: the scheduled length of one iteration of the kernel's loop, and the cycles in which HBM delivers
+  what that iteration reads. The kernel is bound by memory bandwidth if the first is smaller.
+- `134 b`: bundles, the VLIW instructions of that iteration; the other cycles are stalls.
+- `96 r`: registers per thread, on GPUs. `spills`: register spills, if there are any. A TPU has 64 vector registers of
+  4 KB. `prefill` and `attention_mass` keep their scores, and the bfloat16 parts of float32 numbers, in scratch buffers
+  on the chip; JAX's own splash attention, listed beside them, spills. An iteration of `prefill` is 512 rows of queries
+  against 2,048 keys. The number counts the code for masked and for unmasked scores, of which an iteration runs one,
+  and the code of the first and the last iteration: of the 2,835 cycles of a window of 32 queries of 4 heads on v5e,
+  713 are a block below the diagonal. Where masses are summed, a block that the diagonal crosses is an inner loop of 1
+  to 8 iterations, counted once: of the main case's 3,520 cycles on v5e, 2,251 are a block below the diagonal; a block
+  that it crosses takes 332, and 462 per inner iteration.
+- `0.2 %`: temporary memory, in percent of the cache's bytes. Below 1 % the cache is not copied. Cases with more hold
+  something else: queries, outputs and masses of a chunk or of a whole layer, padded to a TPU's 128 lanes (on v5p in
+  HBM, where the other chips use on-chip memory) or copied by GPUs, an int8 cache's scales, and partial results of many
+  query heads.
+- `—`: the case does not apply to that target.
 """
 
 

@@ -104,7 +104,7 @@ GGUF_AS = {"gemma3_text": "gemma3", "ministral": "llama", "mistral": "llama", "m
 
 
 def gguf_name(name: str) -> str | None:
-    """What a GGUF calls models of a family (``general.architecture``), or None where none is read."""
+    """A family's name in GGUF files (``general.architecture``), or None if its GGUF files are not read."""
     if name in GGUF_AS:
         return GGUF_AS[name]
     llama_cpp = {family: other for other, family in GGUF_NAMES.items()}

@@ -47,10 +47,10 @@ def _second_from_hf(config: Mapping[str, Any], origin: str) -> ModelConfig:
     """Command R7B and A: windows in all layers but every fourth, and rotary embedding in these alone."""
     slides = sliding_layers(config, origin, _second(config))
     windows = windows_from_hf(config, origin, 8192, window=4096, default=_second(config))
-    turned = config.get("sliding_window", 4096) is not None
-    unturned = tuple(layer for layer, each in enumerate(slides) if not (each and turned))
+    has_window = config.get("sliding_window", 4096) is not None
+    no_rotary = tuple(layer for layer, each in enumerate(slides) if not (each and has_window))
     found = _from_hf({"rope_theta": 10000.0, **config}, origin)
-    return dataclasses.replace(found, windows=windows, no_rotary_layers=unturned)
+    return dataclasses.replace(found, windows=windows, no_rotary_layers=no_rotary)
 
 
 def _second(config: Mapping[str, Any]) -> Slides:
@@ -62,8 +62,8 @@ def _second_from_gguf(
 ) -> ModelConfig:
     scale, slides = float(gguf_keys(metadata, "cohere2", origin)("logit_scale")), all_but_every(4)
     found = config_from_gguf(metadata, shapes, factors, origin, slides=slides, logit_scale=scale, **_FEATURES)
-    unturned = tuple(layer for layer in range(found.num_layers) if not slides(layer))
-    return dataclasses.replace(found, no_rotary_layers=unturned)
+    no_rotary = tuple(layer for layer in range(found.num_layers) if not slides(layer))
+    return dataclasses.replace(found, no_rotary_layers=no_rotary)
 
 
 _GGUF = dataclasses.replace(GGUF, pairs="neighbours")

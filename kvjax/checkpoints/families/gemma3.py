@@ -31,7 +31,7 @@ _LOCAL, _GLOBAL = 10000.0, 1000000.0
 
 
 def _features(config: Mapping[str, Any], origin: str) -> dict[str, Any]:
-    """What both have beyond Gemma."""
+    """The features that both have beyond Gemma."""
     caps = (config.get(name) for name in ("attn_logit_softcapping", "final_logit_softcapping"))
     attention, logits = (None if cap is None else float(cap) for cap in caps)
     scalar = checked_size(config["query_pre_attn_scalar"], "query_pre_attn_scalar", origin)

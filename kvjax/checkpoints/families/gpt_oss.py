@@ -51,7 +51,7 @@ def _from_hf(config: Mapping[str, Any], origin: str) -> ModelConfig:
 def _from_gguf(
     metadata: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], factors: Mapping[str, Any], origin: str
 ) -> ModelConfig:
-    """What no key says is the same of all of them: the clamp, and that rotary scaling's ramp is not rounded."""
+    """No key has the clamp, nor that the ramp of rotary scaling is not rounded: both are the same in all models."""
     found = config_from_gguf(
         metadata, shapes, factors, origin, family="gpt_oss", slides=all_but_every(2), normalised=True,
         attention_sinks=True,

@@ -50,8 +50,8 @@ def config_from_hf(
       epsilon: the key of the norms' epsilon, and its default.
       activations: the MLP that each known ``hidden_act`` means, the default's first.
       tied: whether the head is the embedding where the file does not say.
-      partial: the share of a head's channels that is turned where the file does not say; None for families whose
-        heads are turned whole, and whose files must not say otherwise.
+      partial: the fraction of a head's channels with rotary embedding where the file does not say; None for families
+        that apply it to whole heads, and whose files must not say otherwise.
       features: further fields of :class:`ModelConfig`, such as ``qkv_bias``.
     """
     mlp = activation(config, activations, origin)
@@ -97,7 +97,7 @@ def config_from_gguf(
     Args:
       metadata, shapes, factors, origin: of the file, see :class:`Family`.
       family: its name where llama.cpp's is another.
-      partial: whether its models may turn only a part of each head.
+      partial: whether its models may apply rotary embedding to only a part of each head.
       slides: which layers have the window that the file gives, if it gives one; None for families that have none.
       idle: whether windows that never slide are kept, for layers with a rotary embedding of their own.
       normalised: whether the weights of a token's experts sum to 1; None for families that have no experts.

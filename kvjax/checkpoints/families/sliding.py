@@ -30,7 +30,7 @@ def all_but_every(count: int) -> Slides:
 
 
 def sliding_layers(config: Mapping[str, Any], origin: str, default: Slides) -> list[bool]:
-    """Which layers are of the sliding kind: as ``layer_types`` says, else by default."""
+    """Whether each layer has a sliding window: from ``layer_types``, or by default."""
     layers, kinds = layer_count(config, origin), config.get("layer_types")
     if kinds is None:
         return [default(layer) for layer in range(layers)]
@@ -112,7 +112,7 @@ def with_window_rope(config: ModelConfig, rope: RopeConfig) -> ModelConfig:
 
 
 def slides_from_gguf(metadata: Mapping[str, Any], arch: str, default: Slides, origin: str) -> Slides:
-    """Which layers slide in a GGUF, some of which list it by layer (``attention.sliding_window_pattern``)."""
+    """Which layers of a GGUF have a sliding window; some list it by layer (``attention.sliding_window_pattern``)."""
     listed = metadata.get(f"{arch}.attention.sliding_window_pattern")
     if not isinstance(listed, list):
         return default

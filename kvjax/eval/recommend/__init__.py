@@ -1,1 +1,1 @@
-"""Which policy suits a user's own texts: needles and next-token loss in them, at the bytes that each cache takes."""
+"""Recommends a policy for a user's own texts, by needles and next-token loss in them and the bytes of each cache."""

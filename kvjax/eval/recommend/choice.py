@@ -22,7 +22,7 @@ _NEEDLES = 0.9
 
 @dataclasses.dataclass(frozen=True)
 class Goal:
-    """What is asked of a cache: at most so many bytes, or at most so much more loss than the full cache's.
+    """The goal of a recommendation: a largest number of bytes, or a largest increase of the full cache's loss.
 
     Attributes:
       budget: bytes, or None. loss: 0.01 for a hundredth more, or None. Neither stands for a loss of 0.01.
@@ -61,7 +61,7 @@ def choose(rows: Sequence[Measured], goal: Goal) -> Measured | None:
 
 
 def sentence(rows: Sequence[Measured], goal: Goal) -> str:
-    """What to do, in one or two sentences with the flag to copy."""
+    """The recommendation, in one or two sentences with the flag to copy."""
     (full,) = (row for row in rows if row.policy == REFERENCE)
     best = choose(rows, goal)
     if best is None:

@@ -54,7 +54,7 @@ class _Saved:
 
 
 class Folder:
-    """Where a recommendation's rows are kept."""
+    """The folder that holds a recommendation's rows."""
 
     def __init__(self, path: Path, settings: Settings):
         self.path, self._settings = path, settings

@@ -35,7 +35,7 @@ _COMPILING = 20.0
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """What a cache kept of the passages.
+    """The needles found and the loss measured with one cache.
 
     Attributes:
       policy: its text form, which ``--policy`` takes.
@@ -90,7 +90,7 @@ def cache_bytes(lm: LanguageModel, policy: Policy, request: Request) -> int:
 def within(
     lm: LanguageModel, candidates: Sequence[Candidate], request: Request, budget: int, fractions: Sequence[float]
 ) -> list[Candidate]:
-    """Of each candidate without a size of its own the largest fraction whose cache is within ``budget`` bytes."""
+    """Each candidate without a size of its own, at the largest fraction whose cache is within ``budget`` bytes."""
     found = []
     for candidate in candidates:
         if candidate.retained is None:
@@ -186,7 +186,7 @@ def _measured(
 
 
 def _losses(lm: LanguageModel, cache: Any, passages: Sequence[Passage]) -> tuple[float, ...]:
-    """Of each passage the mean loss of what follows its first token, which is read."""
+    """The mean loss of each continuation after its first token, which is read."""
     firsts = [passage.continuation[:1] for passage in passages]
     rests = [passage.continuation[1:] for passage in passages]
     scores = score(lm, firsts, rests, cache=cache, chat=False)
@@ -204,7 +204,7 @@ def expected_seconds(lm: LanguageModel, passages: Sequence[Passage], caches: int
 
 
 def facts(lm: LanguageModel, passages: Sequence[Passage], request: Request, about: dict[str, Any]) -> list[str]:
-    """What was measured, in sentences; ``about`` describes the machine."""
+    """How it was measured, in sentences; ``about`` describes the machine."""
     needles = sum(len(passage.questions) for passage in passages)
     longest = max(len(passage.context) for passage in passages)
     return [

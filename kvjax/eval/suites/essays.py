@@ -16,7 +16,7 @@ _ABBREVIATION = re.compile(r"(?:^|[\s(\"'])(?:[A-Z]|Mr|Mrs|Ms|Dr|Prof|St|vs|e\.g
 
 
 def need_essays(data: DataFolder, what: str, instead: str = "") -> Path:
-    """Where the essays are; UsageError says what to give."""
+    """The path of the essays; a UsageError says what to give."""
     return data.need(f"The essays that {what}", *PLACES, instead=instead)
 
 

@@ -1,4 +1,4 @@
-"""How long a run will take, before it begins: its multiplications and reads over what this device does in a moment."""
+"""Estimates the time of a run: its multiplications and bytes read, over this device's measured rates."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ class Item:
 
 @dataclasses.dataclass(frozen=True)
 class Asked:
-    """What a suite is asked for.
+    """The tasks, length and limits that a run asks of a suite.
 
     Attributes:
       tasks: names of the suite's tasks.

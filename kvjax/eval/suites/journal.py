@@ -18,7 +18,7 @@ FORMAT = 1
 
 @dataclasses.dataclass(frozen=True)
 class RunSettings:
-    """What all answers of one folder have in common.
+    """The settings that all answers of one folder share.
 
     Attributes:
       mode: "after" or "in view". questions: a digest of all questions and the model's number

@@ -24,6 +24,19 @@ class Task:
     opening: str = ""
 
 
+#: Of the three English data sets whose questions are about several passages.
+_PASSAGES = Task(
+    "multi-document QA",
+    "F1",
+    32,
+    (
+        "Answer the question based on the given passages. Only give me the answer and do not output "
+        "any other words.\n\nThe following are given passages.\n{context}\n\nAnswer the question based "
+        "on the given passages. Only give me the answer and do not output any other words.\n\n"
+        "Question: {input}\nAnswer:"
+    ),
+)
+
 TASKS: dict[str, Task] = {
     "narrativeqa": Task(
         "single-document QA",
@@ -73,39 +86,9 @@ TASKS: dict[str, Task] = {
             "回答："
         ),
     ),
-    "hotpotqa": Task(
-        "multi-document QA",
-        "F1",
-        32,
-        (
-            "Answer the question based on the given passages. Only give me the answer and do not output "
-            "any other words.\n\nThe following are given passages.\n{context}\n\nAnswer the question based "
-            "on the given passages. Only give me the answer and do not output any other words.\n\n"
-            "Question: {input}\nAnswer:"
-        ),
-    ),
-    "2wikimqa": Task(
-        "multi-document QA",
-        "F1",
-        32,
-        (
-            "Answer the question based on the given passages. Only give me the answer and do not output "
-            "any other words.\n\nThe following are given passages.\n{context}\n\nAnswer the question based "
-            "on the given passages. Only give me the answer and do not output any other words.\n\n"
-            "Question: {input}\nAnswer:"
-        ),
-    ),
-    "musique": Task(
-        "multi-document QA",
-        "F1",
-        32,
-        (
-            "Answer the question based on the given passages. Only give me the answer and do not output "
-            "any other words.\n\nThe following are given passages.\n{context}\n\nAnswer the question based "
-            "on the given passages. Only give me the answer and do not output any other words.\n\n"
-            "Question: {input}\nAnswer:"
-        ),
-    ),
+    "hotpotqa": _PASSAGES,
+    "2wikimqa": _PASSAGES,
+    "musique": _PASSAGES,
     "dureader": Task(
         "multi-document QA",
         "ROUGE-L zh",

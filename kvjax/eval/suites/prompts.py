@@ -20,7 +20,7 @@ class Prepared:
 
     @property
     def tokens(self) -> int:
-        """Of the whole prompt."""
+        """Tokens of the whole prompt."""
         return len(self.context) + len(self.question)
 
 

@@ -36,7 +36,7 @@ def asked_of(
     seed: int = 42,
     quick: bool = False,
 ) -> Asked:
-    """What a suite is asked for, with its own numbers where none are given, once it can be.
+    """The checked request of a suite, with the suite's own numbers where none are given.
 
     Raises:
       UsageError: a task it has not, a number out of range, or text that is missing.

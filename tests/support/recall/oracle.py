@@ -18,12 +18,12 @@ def _norm(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
 
 
 def _rotated(x: np.ndarray, theta: float) -> np.ndarray:
-    """[T, heads, D] turned by each token's position, channels i and i + D/2 as a pair."""
+    """[T, heads, D] rotated by each token's position, channels i and i + D/2 as a pair."""
     tokens, _, dim = x.shape
     angle = np.arange(tokens)[:, None] * theta ** (-np.arange(0, dim, 2) / dim)
     pairs = x[..., : dim // 2] + 1j * x[..., dim // 2 :]
-    turned = pairs * np.exp(1j * angle)[:, None]
-    return np.concatenate([turned.real, turned.imag], axis=-1)
+    rotated = pairs * np.exp(1j * angle)[:, None]
+    return np.concatenate([rotated.real, rotated.imag], axis=-1)
 
 
 def forward(folder: pathlib.Path, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
