@@ -42,7 +42,7 @@ class Split:
         count = -(-runs // pages)
         head = np.repeat(np.arange(len(runs)), count)
         nth = np.arange(len(head)) - np.repeat(np.cumsum(count) - count, count)
-        table = np.stack([head, p.starts[head] + nth * pages, nth * pages * page_size])
+        table = np.stack([head, p.first_page[head] + nth * pages, nth * pages * page_size])
         return cls(pages * page_size, table.astype(np.int32), count)
 
     @property

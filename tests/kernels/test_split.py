@@ -22,8 +22,8 @@ def test_items_cover_every_page_once(pages):
     seen = []
     for item, (head, page, slot) in enumerate(cut.table.T):
         assert cut.begin[head] <= item < cut.begin[head] + cut.count[head]
-        end = problem.starts[head] + problem.runs[head]
-        assert slot == (page - problem.starts[head]) * 16
+        end = problem.first_page[head] + problem.runs[head]
+        assert slot == (page - problem.first_page[head]) * 16
         seen += [(int(head), p) for p in range(page, min(page + pages, end))]
     assert seen == list(zip(problem.owner.tolist(), range(12), strict=True))
 
