@@ -252,7 +252,7 @@ def _items(p: Problem, pages: int, by_slot: bool, clamp: bool) -> WorkList:
         length,
         page_size=page_size,
         pages_per_item=pages,
-        max_items=most_items(p.runs, batch, pages),
+        max_items=most_items(p.runs, batch, pages, total if p.by_row else None),
         # Pages are copied only up to the last valid one, so blocks may extend past the pool; streams are copied whole.
         total_pages=rows * total + pages,
         row_pages=total if clamp else None,

@@ -39,7 +39,7 @@ def test_parts_merge_to_the_whole_softmax(count):
     out = np.einsum("bigs,bisd->bigd", np.exp(scores - lse[..., None]), values)
     # The last item of the last head holds nothing: what it left is not read.
     out[:, -1], lse[:, -1], scores[:, -1] = np.nan, NEG, -np.inf
-    got, mass = merge(jnp.asarray(out, jnp.float32), jnp.asarray(lse, jnp.float32), begin, count)
+    got, mass = merge(jnp.asarray(out, jnp.float32), jnp.asarray(lse, jnp.float32), begin, count, int(count.max()))
     for h in range(2):
         of_head = slice(begin[h], begin[h] + count[h])
         total = np.exp(scores[0, of_head]).sum(axis=(0, 2))
