@@ -104,7 +104,9 @@ def _padded(p: Problem) -> tuple[jax.Array, jax.Array]:
     """Keys and values [B H, longest, 1, D]: every head padded to the longest, as a dense cache holds them."""
     batch, _, page, dim = p.pages.shape
     longest = max(p.runs)
-    index = np.minimum(p.starts[:, None] + np.arange(longest), p.starts[:, None] + np.asarray(p.runs)[:, None] - 1)
+    index = np.minimum(
+        p.first_page[:, None] + np.arange(longest), p.first_page[:, None] + np.asarray(p.runs)[:, None] - 1
+    )
 
     def pad(rows: jax.Array) -> jax.Array:
         return rows[:, index].reshape(batch * len(p.runs), longest * page, 1, dim)

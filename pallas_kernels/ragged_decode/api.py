@@ -26,6 +26,7 @@ def ragged_decode(
     length: Int[Array, "B H"],
     *,
     runs: tuple[int, ...],
+    starts: Int[Array, "B H"] | None = None,
     scale: float,
     log_mass: Float[Array, "B H"] | None = None,
     k_scale: Float[Array, "B H D"] | None = None,
@@ -51,7 +52,11 @@ def ragged_decode(
       q: queries grouped by KV head.
       pages: the pool; see ``pages.py``. int8 or float8 rows come with scales.
       length: int32, valid slots of each head, at most those of its pages; 0 is allowed.
-      runs: pages of each head, static; head h owns pages ``sum(runs[:h]) ...`` of every row.
+      runs: pages of each head, static; head h owns pages ``sum(runs[:h]) ...`` of every row. With ``starts``, the most
+        pages that each head owns in any row; they need not sum to the pages of a row.
+      starts: int32, first page of each head's run in each row, where runs differ from row to row: head h owns pages
+        ``starts[b, h]`` up to the next head's, and the last head up to the row's last page. A row's starts begin with 0
+        and rise by at least 1; as they may be traced, nothing checks that.
       scale: multiplies q . k.
       log_mass: added to the score of slot 0: log N of a slot that stands for N tokens.
       k_scale: multiplies each channel of the stored keys. v_scale: multiplies each slot's stored value.
@@ -76,6 +81,7 @@ def ragged_decode(
         pages=pages,
         length=length,
         runs=tuple(runs),
+        starts=starts,
         scale=scale,
         log_mass=log_mass,
         k_scale=k_scale,
@@ -114,11 +120,17 @@ def _check(p: Problem) -> None:
         raise ValueError(f"pages are {p.pages.dtype}; give floats or int8.")
     for run in p.runs:
         checks.at_least("a head's run", run, 1)
-    if group < 1 or len(p.runs) != heads or sum(p.runs) != total:
+    covered = sum(p.runs) == total if p.starts is None else max(p.runs) <= total <= sum(p.runs)
+    if group < 1 or len(p.runs) != heads or not covered:
         raise ValueError(f"{len(p.runs)} runs of {sum(p.runs)} pages, q {p.q.shape}, {total} pages; they must agree.")
     by_slot = (batch, total, page_size)
     checks.array("length", p.length, (rows, heads), checks.INTEGER)
-    checks.arrays(checks.INTEGER, position=(p.position, by_slot), query_position=(p.query_position, (rows,)))
+    checks.arrays(
+        checks.INTEGER,
+        starts=(p.starts, (rows, heads)),
+        position=(p.position, by_slot),
+        query_position=(p.query_position, (rows,)),
+    )
     checks.arrays(
         checks.FLOAT,
         log_mass=(p.log_mass, (rows, heads)),

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from pallas_kernels.pages import Pages
 
@@ -47,11 +47,17 @@ class Problem:
     with_logits: bool = False
     logits_scale: float | None = None
     first_row: Int[Array, ""] | None = None
+    starts: Int[Array, "B H"] | None = None
+
+    @property
+    def by_row(self) -> bool:
+        """Whether heads' runs differ from row to row; their first pages are then data, and ``runs`` bounds."""
+        return self.starts is not None
 
     @property
     def uniform(self) -> bool:
-        """Whether all heads own equally many pages."""
-        return len(set(self.runs)) == 1
+        """Whether all heads own equally many pages, in every row."""
+        return not self.by_row and len(set(self.runs)) == 1
 
     def own_rows(self) -> Problem:
         """The same problem on a copy of the pages of its own rows."""
@@ -66,28 +72,45 @@ class Problem:
         return dataclasses.replace(self, pages=pages, v_scale=v_scale, position=position, first_row=None)
 
     @property
-    def starts(self) -> np.ndarray:
-        """[H] first page of each head's run."""
+    def first_page(self) -> Int[np.ndarray, " H"] | Int[Array, "B H"]:
+        """First page of each head's run; [B, H] where runs are by row."""
+        if self.starts is not None:
+            return self.starts.astype(jnp.int32)
         return np.cumsum((0, *self.runs))[:-1].astype(np.int32)
 
     @property
-    def owner(self) -> np.ndarray:
-        """[P] the head each page belongs to."""
-        return np.repeat(np.arange(len(self.runs), dtype=np.int32), self.runs)
+    def owner(self) -> Int[np.ndarray, " P"] | Int[Array, "B P"]:
+        """The head each page belongs to; [B, P] where runs are by row."""
+        if self.starts is None:
+            return np.repeat(np.arange(len(self.runs), dtype=np.int32), self.runs)
+        page = jnp.arange(self.pages.shape[1], dtype=jnp.int32)
+        # Of all heads but the first, so that any starts give an owner within bounds.
+        return jnp.sum(page[:, None] >= self.starts[:, None, 1:], axis=2, dtype=jnp.int32)
+
+    def by_page(self, x: Shaped[Array, "B H *N"]) -> Shaped[Array, "B P *N"]:
+        """What belongs to each page's head."""
+        owner = self.owner
+        if isinstance(owner, np.ndarray):
+            return x[:, owner]
+        owner = owner.reshape(*owner.shape, *(1,) * (x.ndim - 2))
+        return jnp.take_along_axis(x, owner, axis=1, mode="promise_in_bounds")
 
     @property
-    def first_slot(self) -> np.ndarray:
-        """[P] index, within its head, of each page's first slot."""
-        page_size = self.pages.shape[2]
-        return ((np.arange(len(self.owner)) - self.starts[self.owner]) * page_size).astype(np.int32)
+    def first_slot(self) -> Int[np.ndarray, " P"] | Int[Array, "B P"]:
+        """Index, within its head, of each page's first slot; [B, P] where runs are by row."""
+        total, page_size = self.pages.shape[1:3]
+        first = self.first_page
+        if isinstance(first, np.ndarray):
+            return ((np.arange(total) - first[self.owner]) * page_size).astype(np.int32)
+        return (jnp.arange(total, dtype=jnp.int32) - self.by_page(first)) * jnp.int32(page_size)
 
-    def slots(self) -> Int[Array, "P R"]:
-        """Index of every slot within its head."""
-        return jnp.asarray(self.first_slot[:, None] + np.arange(self.pages.shape[2], dtype=np.int32))
+    def slots(self) -> Int[Array, "P R"] | Int[Array, "B P R"]:
+        """Index of every slot within its head; [B, P, R] where runs are by row."""
+        return jnp.asarray(self.first_slot[..., None] + np.arange(self.pages.shape[2], dtype=np.int32))
 
     def visible(self) -> Bool[Array, "B P R"]:
         """Whether each slot is valid and within the window."""
-        slot, length = self.slots(), self.length[:, self.owner][:, :, None]
+        slot, length = self.slots(), self.by_page(self.length)[:, :, None]
         visible = slot < length
         if self.window is None:
             return visible

@@ -14,22 +14,27 @@ from pallas_kernels.softmax import NEG
 
 
 def merge(
-    out: Float[Array, "B I G D"], lse: Float[Array, "B I G"], begin: Int[np.ndarray, " H"], count: Int[np.ndarray, " H"]
+    out: Float[Array, "B I G D"],
+    lse: Float[Array, "B I G"],
+    begin: Int[np.ndarray, " H"] | Int[Array, "B H"],
+    count: Int[np.ndarray, " H"] | Int[Array, "B H"],
+    most: int,
 ) -> tuple[Float[Array, "B H G D"], Float[Array, "B H G"]]:
     """Merge the items of each head.
 
     Args:
       out: float32 results of the items; where ``lse`` is ``NEG`` any value, also NaN.
       lse: float32 log-sum-exp of each item's scores; ``NEG`` for one without a visible slot.
-      begin: first item of each head. count: number of its items. Both static.
+      begin: first item of each head. count: number of its items. Both static and the same for all rows, or by row.
+      most: most items of a head.
 
     Returns:
       Results of the heads, zeros where no item has a visible slot, and their log-sum-exp, ``NEG`` there.
     """
-    lse, out = _by_head(lse, begin, count), _by_head(out, begin, count)
-    spare = np.arange(int(count.max())) >= count[:, None]
-    if spare.any():
-        lse = jnp.where(spare[:, :, None], jnp.float32(NEG), lse)
+    lse, out = _by_head(lse, begin, count, most), _by_head(out, begin, count, most)
+    spare = np.arange(most, dtype=np.int32) >= count[..., None]
+    if not isinstance(spare, np.ndarray) or spare.any():
+        lse = jnp.where(spare[..., None], jnp.float32(NEG), lse)
     peak = lse.max(axis=2, keepdims=True)
     weight = jnp.where(lse > NEG, jnp.exp(lse - peak), jnp.float32(0))
     mass = weight.sum(axis=2)
@@ -39,10 +44,14 @@ def merge(
     return whole, total
 
 
-def _by_head(x: Array, begin: np.ndarray, count: np.ndarray) -> Array:
-    """Items by head, [B, H, longest, ...]: a view if all heads have equally many, else a gather that XLA fuses."""
-    longest = int(count.max())
-    if (count == longest).all():
-        return x.reshape(x.shape[0], len(count), longest, *x.shape[2:])
-    index = begin[:, None] + np.minimum(np.arange(longest), count[:, None] - 1)
+def _by_head(x: Array, begin: np.ndarray | Array, count: np.ndarray | Array, most: int) -> Array:
+    """Items by head, [B, H, most, ...]: a view if all heads have equally many, else a gather that XLA fuses."""
+    nth = np.arange(most, dtype=np.int32)
+    if not isinstance(count, np.ndarray):
+        index = begin[..., None] + jnp.minimum(nth, count[..., None] - 1)
+        rows = jnp.arange(x.shape[0], dtype=jnp.int32)[:, None, None]
+        return x.at[rows, index].get(mode="promise_in_bounds")
+    if (count == most).all():
+        return x.reshape(x.shape[0], len(count), most, *x.shape[2:])
+    index = begin[:, None] + np.minimum(nth, count[:, None] - 1)
     return x.at[:, index].get(mode="promise_in_bounds")

@@ -271,7 +271,7 @@ def _kernel(
     group, lanes = at.out.shape[2:]
     loaded = at.q.shape[2]
     item, row = lax.axis_index("item"), lax.axis_index("row")
-    head, page, first_slot = at.table[0, item], at.table[1, item], at.table[2, item]
+    head, page, first_slot = split.at_item(at.table, row, item)
     length = at.length[row, head]
     high = jnp.clip(length - first_slot, jnp.int32(0), jnp.int32(rows))
     low = jnp.int32(0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax.numpy as jnp
 
 from pallas_kernels.ragged_decode.decode_problem import Decoded, Problem
@@ -18,13 +20,17 @@ def decode(p: Problem) -> Decoded:
     if p.v_scale is not None:
         v = v * p.v_scale[..., None]
     outs, lses, logits = [], [], []
-    for h, (start, count) in enumerate(zip(p.starts, p.runs, strict=True)):
-        run = slice(int(start), int(start) + count)
+    for h in range(len(p.runs)):
+        # Where runs are by row, a head is given all pages; its slots are those from its own first page on.
+        start, count = (0, p.pages.shape[1]) if p.by_row else (int(p.first_page[h]), p.runs[h])
+        run = slice(start, start + count)
         kh, vh = (x[:, run].reshape(batch, count * page_size, dim) for x in (k, v))
         if p.k_scale is not None:
             kh = kh * p.k_scale[:, h, None]
         slot = jnp.arange(count * page_size)
-        visible = slot < p.length[:, h, None]
+        if p.by_row:
+            slot = slot - p.first_page[:, h, None] * page_size
+        visible = (slot >= 0) & (slot < p.length[:, h, None])
         bias = jnp.zeros((batch, group, count * page_size))
         if p.position is not None and p.query_position is not None:
             distance = p.position[:, run].reshape(batch, -1) - p.query_position[:, None]
@@ -53,4 +59,8 @@ def decode(p: Problem) -> Decoded:
         returned = scores(p.scale if p.logits_scale is None else p.logits_scale)
         logits.append(returned.reshape(batch, group, count, page_size).swapaxes(1, 2))
     out = jnp.stack(outs, axis=1).astype(p.q.dtype)
-    return Decoded(out, jnp.stack(lses, axis=1), jnp.concatenate(logits, axis=1) if p.with_logits else None)
+    lse = jnp.stack(lses, axis=1)
+    if not p.with_logits:
+        return Decoded(out, lse, None)
+    # A slot is visible to its own head alone, and NEG in the scores of the others.
+    return Decoded(out, lse, functools.reduce(jnp.maximum, logits) if p.by_row else jnp.concatenate(logits, axis=1))

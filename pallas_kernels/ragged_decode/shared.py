@@ -100,6 +100,7 @@ def _over(
         pages=shared.pages,
         length=shared.length,
         runs=shared.runs,
+        starts=None,
         log_mass=None,
         k_scale=None,
         v_scale=None,

@@ -245,14 +245,14 @@ def _items(p: Problem, pages: int, by_slot: bool, clamp: bool) -> WorkList:
     batch, (rows, total, page_size, _) = p.q.shape[0], p.pages.shape
     row = jnp.arange(batch, dtype=jnp.int32)
     row = row if p.first_row is None else row + p.first_row
-    start = row[:, None] * jnp.int32(total) + jnp.asarray(p.starts)
+    start = row[:, None] * jnp.int32(total) + jnp.asarray(p.first_page)
     length = p.length.reshape(-1).astype(jnp.int32)
     return work_list(
         start.reshape(-1),
         length,
         page_size=page_size,
         pages_per_item=pages,
-        max_items=most_items(p.runs, batch, pages),
+        max_items=most_items(p.runs, batch, pages, total if p.by_row else None),
         # Pages are copied only up to the last valid one, so blocks may extend past the pool; streams are copied whole.
         total_pages=rows * total + pages,
         row_pages=total if clamp else None,

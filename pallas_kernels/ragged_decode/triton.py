@@ -189,7 +189,7 @@ def _kernel(
     group, dim = at.q.shape[2:]
     queries, lanes = max(pl.next_power_of_2(group), SMALLEST), pl.next_power_of_2(dim)
     item, row = pl.program_id(0), pl.program_id(1)
-    head, page, first_slot = at.table[0, item], at.table[1, item], at.table[2, item]
+    head, page, first_slot = split.at_item(at.table, row, item)
     length = at.length[row, head]
     high = jnp.clip(length - first_slot, 0, rows)
     # A window over slots sets the first slot; one over positions is a mask.

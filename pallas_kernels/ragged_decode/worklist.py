@@ -36,9 +36,16 @@ class WorkList(NamedTuple):
     count: Int[Array, " 1"]
 
 
-def most_items(runs: tuple[int, ...], batch: int, pages_per_item: int) -> int:
-    """Number of items when every run of pages is full; static."""
-    return batch * sum(-(-run // pages_per_item) for run in runs)
+def most_items(runs: tuple[int, ...], batch: int, pages_per_item: int, row_pages: int | None = None) -> int:
+    """Number of items when every run of pages is full; static.
+
+    ``row_pages``: pages of a row, given where runs differ from row to row and ``runs`` are the most of each head.
+    """
+    items = sum(-(-run // pages_per_item) for run in runs)
+    if row_pages is not None:
+        # Each head begins an item, and each further item follows a whole one.
+        items = min(items, len(runs) + (row_pages - len(runs)) // pages_per_item)
+    return batch * items
 
 
 def work_list(

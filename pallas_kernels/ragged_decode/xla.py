@@ -6,6 +6,13 @@ of 103 ms per step). A batch of one uses one product per page, and one per head 
 only on float32 pages, as others would be copied to float32 for it (8 heads of 128 channels, 4,096 slots of int8: 36 MB
 beside 8, and 6.5 ms instead of 1.8). Keys and values are not gathered: queries are broadcast to the pages, and only
 page-sized partial results are gathered by head.
+
+Where runs are by row, queries and partial results are by page, and heads' pages are known by 0/1 matrices. That takes
+as long as equal runs for a batch of one in float32, and 1.15 to 1.4 times as long for int8 (3 heads of 3 queries and 64
+channels, 256 to 4,096 slots a head, pages of 32; in turns within one process). For 8 rows it takes 1.1 to 1.25 times as
+long at 256 slots, and up to 1.5 times from 1,024 on, as unequal runs do that are the same for all rows: queries and
+results by page are a tenth of a float32 cache's bytes, a third of an int8 one's. Forms that took less were a copy of
+the cache (of one row at a time, or of int8 pages to float32).
 """
 
 from __future__ import annotations
@@ -33,7 +40,8 @@ def decode(p: Problem, *, config: None = None) -> Decoded:
     logits = scores
     if p.logits_scale is not None:
         logits = _masked(p, raw * (p.logits_scale / p.scale), bias, visible)
-    out, peak, mass = _uniform(p, scores) if p.uniform else _ragged(p, scores)
+    softmax = _uniform if p.uniform else _by_row if p.by_row else _ragged
+    out, peak, mass = softmax(p, scores)
     # An empty head has a peak of NEG, and exp(NEG - NEG) = 1 for its masked slots.
     full = peak > NEG
     lse = jnp.where(full, peak + jnp.log(mass), NEG)
@@ -45,9 +53,11 @@ def _bias(p: Problem) -> Float[Array, "B P #G R"] | None:
     bias = None
     if p.slopes is not None and p.position is not None and p.query_position is not None:
         distance = p.position - p.query_position[:, None, None]
-        bias = jnp.asarray(p.slopes[p.owner])[:, :, None] * distance[:, :, None]
+        owner = p.owner
+        slopes = jnp.asarray(p.slopes[owner] if isinstance(owner, np.ndarray) else jnp.asarray(p.slopes)[owner])
+        bias = slopes[..., None] * distance[:, :, None]
     if p.log_mass is not None:
-        mass = jnp.where(p.slots() == 0, p.log_mass[:, p.owner][:, :, None], 0.0)[:, :, None]
+        mass = jnp.where(p.slots() == 0, p.by_page(p.log_mass)[:, :, None], 0.0)[:, :, None]
         bias = mass if bias is None else bias + mass
     return bias
 
@@ -65,8 +75,10 @@ def _page_scores(p: Problem, q: Float[Array, "B H G D"]) -> Float[Array, "B P G 
     batch, total, page_size, dim = p.pages.shape
     if not isinstance(p.pages, Columns):
         keys = p.pages.key_rows().astype(jnp.float32)
-        return jnp.einsum("bpgd,bprd->bpgr", q[:, p.owner], keys, precision="highest")
+        return jnp.einsum("bpgd,bprd->bpgr", p.by_page(q), keys, precision="highest")
     keys = p.pages.k.astype(jnp.float32)
+    if p.by_row:
+        return _scores_by_row(p, q, keys)
     if _by_products(p):
         return _one_row_scores(p, q[0], keys[0])[None]
     if p.uniform:
@@ -74,7 +86,7 @@ def _page_scores(p: Problem, q: Float[Array, "B H G D"]) -> Float[Array, "B P G 
         keys = keys.reshape(batch, heads, count, 1, dim, page_size)
         scores = jnp.sum(q[:, :, None, :, :, None] * keys, axis=4)
         return scores.reshape(batch, total, -1, page_size)
-    return jnp.sum(q[:, p.owner][..., None] * keys[:, :, None], axis=3)
+    return jnp.sum(p.by_page(q)[..., None] * keys[:, :, None], axis=3)
 
 
 def _by_products(p: Problem) -> bool:
@@ -92,6 +104,21 @@ def _one_row_scores(p: Problem, q: Float[Array, "H G D"], keys: Float[Array, "P 
     member = jnp.asarray(p.owner[:, None] == np.arange(heads), jnp.float32)
     each = jnp.matmul(member, q.reshape(heads, -1), precision="highest").reshape(-1, group, dim)
     return jnp.einsum("pgd,pdr->pgr", each, keys, precision="highest")
+
+
+def _scores_by_row(p: Problem, q: Float[Array, "B H G D"], keys: Float[Array, "B P D R"]) -> Float[Array, "B P G R"]:
+    """:func:`_page_scores` where runs are by row: queries are copied to their pages as in :func:`_one_row_scores`."""
+    each = jnp.einsum("bhp,bhgd->bpgd", _members(p), q, precision="highest")
+    if p.pages.dtype == jnp.float32:
+        return jnp.einsum("bpgd,bpdr->bpgr", each, keys, precision="highest")
+    # As products, other pages would be copied to float32.
+    return jnp.sum(each[..., None] * keys[:, :, None], axis=3)
+
+
+def _members(p: Problem) -> Float[Array, "B H P"]:
+    """1 where a page is of a head, else 0; traced."""
+    heads = jnp.arange(len(p.runs), dtype=jnp.int32)
+    return (jnp.asarray(p.owner)[:, None] == heads[:, None]).astype(jnp.float32)
 
 
 def _values(p: Problem) -> Array:
@@ -124,7 +151,7 @@ def _ragged(p: Problem, scores: Array) -> tuple[Array, Array, Array]:
     Only page-sized partial results are gathered by head; the pool itself is read in place.
     """
     heads, longest, owner = len(p.runs), max(p.runs), p.owner
-    index = p.starts[:, None] + np.arange(longest)
+    index = p.first_page[:, None] + np.arange(longest)
     index = np.where(np.arange(longest) < np.asarray(p.runs)[:, None], index, owner.shape[0])
     page_peak = jnp.pad(scores.max(axis=3), ((0, 0), (0, 1), (0, 0)), constant_values=NEG)
     peak = page_peak[:, index].max(axis=2)
@@ -136,3 +163,20 @@ def _ragged(p: Problem, scores: Array) -> tuple[Array, Array, Array]:
         weight = weight * p.v_scale[:, :, None]
     parts = jnp.einsum("bpgr,bprd->bpgd", weight, _values(p), preferred_element_type=jnp.float32)
     return jnp.einsum("hp,bpgd->bhgd", member, parts, precision=jax.lax.Precision.HIGHEST), peak, mass
+
+
+def _by_row(p: Problem, scores: Array) -> tuple[Array, Array, Array]:
+    """:func:`_ragged` where runs are by row: a head's pages are known by a traced 0/1 matrix alone."""
+    member = _members(p)
+    peak = jnp.where(member[..., None] > 0, scores.max(axis=3)[:, None], NEG).max(axis=2)
+    weight = jnp.exp(scores - p.by_page(peak)[..., None])
+    mass = jnp.einsum("bhp,bpg->bhg", member, weight.sum(axis=3), precision="highest")
+    if p.v_scale is not None:
+        weight = weight * p.v_scale[:, :, None]
+    values = p.pages.value_rows().astype(jnp.float32)
+    if p.pages.dtype == jnp.float32:
+        parts = jnp.einsum("bpgr,bprd->bpgd", weight, values)
+    else:  # As products, they would be copied to float32.
+        parts = jnp.sum(weight[..., None] * values[:, :, None], axis=3)
+    # By a product: XLA (jaxlib 0.10.2) makes NaN of a masked sum that it fuses with the products before it.
+    return jnp.einsum("bhp,bpgd->bhgd", member, parts, precision="highest"), peak, mass

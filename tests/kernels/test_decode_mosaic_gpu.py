@@ -89,7 +89,7 @@ def test_a_copy_that_is_not_waited_for_is_found(monkeypatch):
 
 
 def arrays(problem):
-    return {"q": problem.q, "pages": problem.pages, "length": problem.length}
+    return {"q": problem.q, "pages": problem.pages, "length": problem.length, "starts": problem.starts}
 
 
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])

@@ -16,7 +16,7 @@ from tools.aot import cases_decode
 
 # The interpreter carries whole rings from turn to turn; small ones still hold several blocks of a head.
 SMALL = tpu.TpuConfig(rows=128, buffers=4)
-ARRAYS = ("q", "pages", "length", "log_mass", "k_scale", "v_scale", "position", "query_position", "first_row")
+ARRAYS = ("q", "pages", "length", "log_mass", "k_scale", "v_scale", "position", "query_position", "first_row", "starts")
 
 
 def decode(problem, config=SMALL, interpret=True):

@@ -19,7 +19,7 @@ pytest.importorskip("jax.experimental.pallas.triton", reason="this JAX has no Pa
 
 
 def arrays(problem):
-    return {"q": problem.q, "pages": problem.pages, "length": problem.length}
+    return {"q": problem.q, "pages": problem.pages, "length": problem.length, "starts": problem.starts}
 
 
 class TestTriton(DecodeBase):

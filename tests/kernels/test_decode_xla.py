@@ -6,7 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.decode_base import RAGGED, UNIFORM, Case, DecodeBase, build, rows_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.decode_base import RAGGED, UNIFORM, Case, DecodeBase, build, by_row, oracle, rows_of
 
 from pallas_kernels.ragged_decode import api, ragged_decode, reference, xla
 from pallas_kernels.ragged_decode.worklist import FIRST, LAST, ZERO, most_items, work_list
@@ -17,7 +19,7 @@ class TestXla(DecodeBase):
 
     def run(self, problem):
         return jax.jit(lambda arrays: xla.decode(dataclasses.replace(problem, **arrays)))(
-            {"q": problem.q, "pages": problem.pages, "length": problem.length}
+            {"q": problem.q, "pages": problem.pages, "length": problem.length, "starts": problem.starts}
         )
 
     def test_rows_at_different_positions_share_a_pool(self):
@@ -45,6 +47,30 @@ class TestXla(DecodeBase):
         cache = sum(leaf.nbytes for leaf in jax.tree.leaves(problem.pages))
         assert compiled.memory_analysis().temp_size_in_bytes < cache / 4
 
+    @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.int8], ids=["float32", "bfloat16", "int8"])
+    @pytest.mark.parametrize("batch", [1, 2])
+    def test_nothing_copies_a_cache_whose_runs_are_by_row(self, batch, dtype):
+        case = by_row(((4096, 4000),) * batch, ((128, 128),) * batch, page_size=32, dtype=dtype, poison=False)
+        problem = build(case, "columns")
+        arrays = {"q": problem.q, "pages": problem.pages, "length": problem.length, "starts": problem.starts}
+        compiled = jax.jit(lambda arrays: xla.decode(dataclasses.replace(problem, **arrays))).lower(arrays).compile()
+        cache = sum(leaf.nbytes for leaf in jax.tree.leaves(problem.pages))
+        assert compiled.memory_analysis().temp_size_in_bytes < cache / 2  # of int8 pages a third
+
+    @pytest.mark.parametrize("dtype", [jnp.float32, jnp.int8], ids=["float32", "int8"])
+    def test_one_row_of_its_own_runs(self, dtype):
+        case = by_row(((70, 160, 3),), ((5, 10, 6),), group=3, head_dim=80, dtype=dtype, log_mass=True)
+        self.check(dataclasses.replace(case, with_logits=True, logits_scale=0.3))
+
+    def test_queries_of_some_rows_of_runs_by_row(self):
+        """The starts are of the rows that are asked, the pages of all."""
+        case = by_row(((70, 130), (0, 5), (160, 1)), ((5, 16), (11, 10), (20, 1)), with_logits=True, log_mass=True)
+        for layout in self.layouts_of(case):
+            problem = build(case, layout)
+            whole, got = oracle(problem), self.run(rows_of(problem, 1, 2))
+            for x, y in zip(got, whole, strict=True):
+                np.testing.assert_allclose(np.asarray(x), np.asarray(y)[1:], atol=1e-4)
+
     def test_queries_of_some_rows(self):
         case = Case(((70, 130), (0, 5), (160, 1)), RAGGED, dtype=jnp.int8, alibi=True, with_logits=True, log_mass=True)
         problem = build(case, "stacked")
@@ -53,6 +79,50 @@ class TestXla(DecodeBase):
             np.testing.assert_allclose(np.asarray(x), np.asarray(y)[1:], atol=1e-4)
         got = reference.decode(rows_of(problem, 1, 2))
         np.testing.assert_array_equal(np.asarray(got.out), np.asarray(wanted.out)[1:])
+
+
+@st.composite
+def owned(draw):
+    """Pages of the heads of two rows, of 12 each, and how much of each head is filled."""
+    rows = []
+    for _ in range(2):
+        cuts = sorted(draw(st.lists(st.integers(1, 11), min_size=2, max_size=2, unique=True)))
+        rows.append(tuple(int(x) for x in np.diff([0, *cuts, 12])))
+    lengths = [[draw(st.one_of(st.just(0), st.just(4 * n), st.integers(0, 4 * n))) for n in row] for row in rows]
+    return tuple(rows), tuple(tuple(row) for row in lengths)
+
+
+ARRAYS = ("q", "pages", "length", "starts", "log_mass", "k_scale", "v_scale", "position", "query_position")
+SLOPES = 2.0 ** -np.arange(1, 7, dtype=np.float32).reshape(3, 2)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"with_logits": True, "logits_scale": 0.3, "soft_cap": 3.0, "window": 5},
+        {"dtype": jnp.int8, "alibi": True, "window": 1500, "with_logits": True},
+    ],
+    ids=["window by slot", "int8, slopes, window by position"],
+)
+@pytest.mark.parametrize("form", [xla, reference], ids=["xla", "reference"])
+@pytest.mark.parametrize("layout", ["columns", "stacked"])
+def test_any_runs_by_row(form, options, layout):
+    compiled = {}
+
+    @settings(max_examples=25, deadline=None)
+    @given(owned(), st.integers(0, 100))
+    def holds(drawn, seed):
+        rows, lengths = drawn
+        case = Case(lengths, (10,) * 3, row_runs=rows, group=2, head_dim=8, page_size=4, log_mass=True, **options)
+        problem = build(case, layout, seed)
+        problem = dataclasses.replace(problem, slopes=SLOPES if case.alibi else None)
+        if not compiled:  # Draws differ in their arrays alone.
+            compiled[form] = jax.jit(lambda arrays: form.decode(dataclasses.replace(problem, **arrays)))
+        got = compiled[form]({name: getattr(problem, name) for name in ARRAYS})
+        for x, y in zip(got, oracle(problem), strict=True):
+            np.testing.assert_allclose(np.asarray(x), np.asarray(y), atol=2e-4, rtol=2e-4)
+
+    holds()
 
 
 def _arguments(problem):

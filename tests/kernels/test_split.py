@@ -22,8 +22,8 @@ def test_items_cover_every_page_once(pages):
     seen = []
     for item, (head, page, slot) in enumerate(cut.table.T):
         assert cut.begin[head] <= item < cut.begin[head] + cut.count[head]
-        end = problem.starts[head] + problem.runs[head]
-        assert slot == (page - problem.starts[head]) * 16
+        end = problem.first_page[head] + problem.runs[head]
+        assert slot == (page - problem.first_page[head]) * 16
         seen += [(int(head), p) for p in range(page, min(page + pages, end))]
     assert seen == list(zip(problem.owner.tolist(), range(12), strict=True))
 
@@ -39,7 +39,7 @@ def test_parts_merge_to_the_whole_softmax(count):
     out = np.einsum("bigs,bisd->bigd", np.exp(scores - lse[..., None]), values)
     # The last item of the last head holds nothing: what it left is not read.
     out[:, -1], lse[:, -1], scores[:, -1] = np.nan, NEG, -np.inf
-    got, mass = merge(jnp.asarray(out, jnp.float32), jnp.asarray(lse, jnp.float32), begin, count)
+    got, mass = merge(jnp.asarray(out, jnp.float32), jnp.asarray(lse, jnp.float32), begin, count, int(count.max()))
     for h in range(2):
         of_head = slice(begin[h], begin[h] + count[h])
         total = np.exp(scores[0, of_head]).sum(axis=(0, 2))

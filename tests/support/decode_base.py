@@ -38,25 +38,33 @@ class Case:
     soft_cap: float | None = None
     with_logits: bool = False
     logits_scale: float | None = None
+    # Pages of each row's heads, where they differ from row to row; ``runs`` are then the most of each head.
+    row_runs: tuple[tuple[int, ...], ...] | None = None
     # What lies past a head's length: keys are NaN, for their scores are selected away; values are huge, for they are
     # multiplied by 0 and must be finite.
     poison: bool = True
 
 
+def by_row(lengths: tuple[tuple[int, ...], ...], rows: tuple[tuple[int, ...], ...], **options: Any) -> Case:
+    """A case whose heads have these numbers of pages in each row."""
+    return Case(lengths, tuple(max(pages) for pages in zip(*rows, strict=True)), row_runs=rows, **options)
+
+
 def build(case: Case, layout: str, seed: int = 0) -> Problem:
     """The case with random rows in this layout."""
     rng = np.random.default_rng(seed)
-    batch, heads, total = len(case.lengths), len(case.runs), sum(case.runs)
+    runs = np.array(case.row_runs or (case.runs,) * len(case.lengths))
+    batch, heads, total = len(case.lengths), len(case.runs), int(runs[0].sum())
     shape = (batch, total, case.page_size, case.head_dim)
     k, v = (rng.standard_normal(shape).astype(np.float32) for _ in range(2))
     length = np.asarray(case.lengths, np.int32)
-    starts = np.cumsum((0, *case.runs))
+    starts = np.cumsum(runs, axis=1) - runs
     worst = 3e4 if jnp.dtype(case.dtype).itemsize == 1 else np.nan
     if case.poison:
         for b in range(batch):
             for h in range(heads):
-                flat = slice(starts[h], starts[h + 1])
-                past = np.arange(case.runs[h] * case.page_size).reshape(-1, case.page_size) >= length[b, h]
+                flat = slice(starts[b, h], starts[b, h] + runs[b, h])
+                past = np.arange(runs[b, h] * case.page_size).reshape(-1, case.page_size) >= length[b, h]
                 k[b, flat][past], v[b, flat][past] = worst, -3e4
     k_scale = v_scale = None
     dtype = jnp.dtype(case.dtype)
@@ -71,7 +79,7 @@ def build(case: Case, layout: str, seed: int = 0) -> Problem:
     if case.window is not None:
         # The last that a window sees and the first that it does not are among the valid slots of every head.
         for b, h in np.ndindex(length.shape):
-            at = starts[h] * case.page_size + rng.permutation(length[b, h])[:2]
+            at = starts[b, h] * case.page_size + rng.permutation(length[b, h])[:2]
             position[b, at] = (QUERY - case.window + np.arange(2))[: len(at)]
     position = position.reshape(shape[:3])
     return Problem(
@@ -90,7 +98,48 @@ def build(case: Case, layout: str, seed: int = 0) -> Problem:
         query_position=jnp.full((batch,), QUERY, jnp.int32) if placed else None,
         with_logits=case.with_logits,
         logits_scale=case.logits_scale,
+        starts=None if case.row_runs is None else jnp.asarray(starts, jnp.int32),
     )
+
+
+def oracle(p: Problem) -> Decoded:
+    """A softmax in float64, head by head, of the slots that a list of each head's pages says are its own."""
+    batch, heads, group, _ = p.q.shape
+    total, size = p.pages.shape[1:3]
+    k, v = (np.asarray(x.astype(jnp.float32), np.float64) for x in (p.pages.key_rows(), p.pages.value_rows()))
+    first = np.broadcast_to(np.asarray(p.first_page), (batch, heads))
+    out, lse = np.zeros(p.q.shape), np.full((batch, heads, group), NEG)
+    logits = np.full((batch, total, group, size), NEG)
+    for b, h in np.ndindex(batch, heads):
+        end = total if h == heads - 1 else first[b, h + 1]
+        # Page and place of each valid slot.
+        at = [(page, r) for page in range(first[b, h], end) for r in range(size)][: int(p.length[b, h])]
+        slots = np.arange(len(at))
+        if p.window is not None and p.position is None:
+            slots = slots[-p.window :]
+        if p.window is not None and p.position is not None:
+            slots = slots[[int(p.position[b, *at[i]]) > int(p.query_position[b]) - p.window for i in slots]]
+        if not len(slots):
+            continue
+        pages, place = np.array(at)[slots].T
+        keys, values = k[b, pages, place], v[b, pages, place]
+        keys = keys if p.k_scale is None else keys * np.asarray(p.k_scale, np.float64)[b, h]
+        values = values if p.v_scale is None else values * np.asarray(p.v_scale, np.float64)[b, pages, place][:, None]
+        bias = np.zeros((group, len(slots)))
+        if p.slopes is not None:
+            bias += p.slopes[h][:, None] * (np.asarray(p.position)[b, pages, place] - int(p.query_position[b]))
+        if p.log_mass is not None:
+            bias += np.where(slots == 0, float(p.log_mass[b, h]), 0.0)
+        raw = np.asarray(p.q.astype(jnp.float32), np.float64)[b, h] @ keys.T
+
+        def scored(scale, raw=raw, bias=bias):
+            return (raw * scale if p.soft_cap is None else p.soft_cap * np.tanh(raw * scale / p.soft_cap)) + bias
+
+        score = scored(p.scale)
+        lse[b, h] = np.logaddexp.reduce(score, axis=1)
+        out[b, h] = np.exp(score - lse[b, h][:, None]) @ values
+        logits[b, pages, :, place] = scored(p.logits_scale or p.scale).T
+    return Decoded(*(jnp.asarray(x, jnp.float32) for x in (out, lse)), jnp.asarray(logits, jnp.float32))
 
 
 def lay(layout: str, k: jax.Array, v: jax.Array) -> Pages:
@@ -118,7 +167,7 @@ def around_boundaries(heads: int = 2) -> tuple[tuple[int, ...], ...]:
 
 def rows_of(problem: Problem, first: int, rows: int) -> Problem:
     """The queries of some rows of the same pages."""
-    names = ("q", "length", "log_mass", "k_scale", "query_position")
+    names = ("q", "length", "starts", "log_mass", "k_scale", "query_position")
     own = {name: x[first : first + rows] for name in names if (x := getattr(problem, name)) is not None}
     return dataclasses.replace(problem, **own, first_row=jnp.int32(first))
 
@@ -145,7 +194,7 @@ class DecodeBase:
         for layout in self.layouts_of(case):
             problem = build(case, layout, seed)
             wide = dataclasses.replace(problem, q=problem.q.astype(jnp.float32))
-            want, got = reference.decode(wide), self.run(problem)
+            want, got = (oracle if wide.by_row else reference.decode)(wide), self.run(problem)
             assert got.out.dtype == problem.q.dtype and got.lse.dtype == jnp.float32
             tolerance = self.tolerance[jnp.dtype(case.dtype).name]
             out, lse = np.asarray(got.out, np.float32), np.asarray(got.lse)
@@ -186,7 +235,14 @@ class DecodeBase:
                 lambda x, rows=batch: jnp.repeat(x, rows, axis=0), (common.pages, common.length, common.position)
             )
             copied = dataclasses.replace(
-                wide, pages=pages, length=length, position=position, runs=common.runs, log_mass=None, with_logits=False
+                wide,
+                pages=pages,
+                length=length,
+                position=position,
+                runs=common.runs,
+                starts=None,
+                log_mass=None,
+                with_logits=False,
             )
             parts = [reference.decode(one) for one in (wide, copied)]
             outs, lses = ([np.asarray(x, np.float64) for x in both] for both in list(zip(*parts, strict=True))[:2])
@@ -206,6 +262,32 @@ class DecodeBase:
             Case(rows, (9, 8), group=3, dtype=dtype, log_mass=True), Case(((130, 0),), (9, 2), dtype=dtype)
         )
         self.check_shared(Case(rows, (9, 8), group=30, dtype=dtype), Case(((65, 16),), (9, 9), dtype=dtype))
+
+    def test_runs_by_row(self):
+        """Heads of one page and of nearly all, each empty, full and in part; a block reads on into the next head."""
+        lengths = ((112, 17, 32), (0, 150, 16), (64, 1, 0), (16, 15, 129))
+        rows = ((7, 3, 2), (1, 10, 1), (5, 1, 6), (1, 2, 9))
+        self.check(by_row(lengths, rows, log_mass=True))
+        self.check(by_row(lengths, rows, window=20, soft_cap=3.0, group=2, dtype=jnp.bfloat16))
+
+    def test_runs_by_row_with_scores_and_streams(self):
+        lengths, rows = ((70, 130), (5, 160)), ((5, 16), (11, 10))
+        self.check(by_row(lengths, rows, with_logits=True, logits_scale=0.3, log_mass=True, soft_cap=3.0))
+        self.check(by_row(lengths, rows, alibi=True, window=1500, log_mass=True, dtype=jnp.int8, page_size=32))
+
+    def test_equal_runs_given_by_row_are_equal_runs(self):
+        for case in (Case(((70, 130), (0, 160)), UNIFORM, log_mass=True), Case(((70, 130), (5, 160)), RAGGED)):
+            case = self.fit(case)
+            for layout in self.layouts_of(case):
+                problem = build(case, layout)
+                starts = jnp.broadcast_to(jnp.asarray(problem.first_page), problem.length.shape)
+                want, got = self.run(problem), self.run(dataclasses.replace(problem, starts=starts))
+                np.testing.assert_allclose(np.asarray(got.out), np.asarray(want.out), atol=2e-6, rtol=2e-6)
+                np.testing.assert_allclose(np.asarray(got.lse), np.asarray(want.lse), atol=2e-6, rtol=2e-6)
+
+    def test_runs_by_row_beside_a_pool_that_rows_share(self):
+        own = by_row(((70, 3), (1, 128), (0, 0)), ((15, 2), (2, 15), (8, 9)), log_mass=True)
+        self.check_shared(own, Case(((130, 7),), (9, 2)))
 
     def layouts_of(self, case: Case) -> tuple[str, ...]:
         return tuple(name for name in self.layouts if name != "lanes" or case.head_dim == 64)
@@ -262,5 +344,5 @@ def _row(problem: Problem, row: int) -> Problem:
     def cut(x: Any) -> Any:
         return None if x is None else jax.tree.map(lambda a: a[row : row + 1], x)
 
-    per_row = ("q", "pages", "length", "log_mass", "k_scale", "v_scale", "position", "query_position")
+    per_row = ("q", "pages", "length", "starts", "log_mass", "k_scale", "v_scale", "position", "query_position")
     return dataclasses.replace(problem, **{name: cut(getattr(problem, name)) for name in per_row})

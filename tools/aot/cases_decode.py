@@ -29,7 +29,7 @@ KINDS = {"v5e": "TPU v5 lite", "v5p": "TPU v5", "v6e": "TPU v6 lite", "tpu7x": "
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """Sizes of a decode step."""
+    """Sizes of a decode step; with ``by_row`` the runs differ from row to row, up to the longest of ``slots``."""
 
     head_dim: int = 128
     group: int = 8
@@ -44,10 +44,17 @@ class Shape:
     logits_scale: float | None = None
     batch: int = BATCH
     slots: tuple[int, ...] = SLOTS
+    by_row: bool = False
 
     @property
     def runs(self) -> tuple[int, ...]:
-        return tuple(slots // self.page_size for slots in self.slots)
+        runs = tuple(slots // self.page_size for slots in self.slots)
+        return (max(runs),) * HEADS if self.by_row else runs
+
+    @property
+    def total(self) -> int:
+        """Pages of a row."""
+        return sum(slots // self.page_size for slots in self.slots)
 
     @property
     def one_byte(self) -> bool:
@@ -55,7 +62,7 @@ class Shape:
 
     def pages(self) -> Pages:
         """Shapes of the pool."""
-        head = (self.batch, sum(self.runs))
+        head = (self.batch, self.total)
         if self.head_dim == 64:
             return Lanes(jax.ShapeDtypeStruct((*head, self.page_size, 128), self.dtype))  # pyright: ignore
         lanes = -(-self.head_dim // 128) * 128
@@ -63,13 +70,15 @@ class Shape:
 
     def arrays(self) -> dict[str, Any]:
         """Shapes of the other arguments."""
-        shape, total = jax.ShapeDtypeStruct, sum(self.runs)
+        shape = jax.ShapeDtypeStruct
         query = jnp.bfloat16 if self.one_byte else self.dtype
-        slots = (self.batch, total, self.page_size)
+        slots = (self.batch, self.total, self.page_size)
         arrays: dict[str, Any] = {
             "q": shape((self.batch, HEADS, self.group, self.head_dim), query),
             "length": shape((self.batch, HEADS), jnp.int32),
         }
+        if self.by_row:
+            arrays["starts"] = shape((self.batch, HEADS), jnp.int32)
         if self.log_mass:
             arrays["log_mass"] = shape((self.batch, HEADS), jnp.float32)
         if self.one_byte:
@@ -110,7 +119,7 @@ def case(name: str, shape: Shape, implementation: str, platforms: tuple[str, ...
         "ragged_decode",
         functools.partial(_step, shape=shape, implementation=implementation, options=options),
         (pages, shape.arrays()),
-        cache_bytes=shape.batch * sum(shape.runs) * shape.page_size * pages.row_nbytes,
+        cache_bytes=shape.batch * shape.total * shape.page_size * pages.row_nbytes,
         platforms=platforms,
         **keywords,
     )
@@ -157,6 +166,13 @@ def cases() -> list[Case]:
             dtype=jnp.int8, log_mass=True, window=1000, by_position=True, soft_cap=50.0, alibi=True
         ),
     }
+    options |= {
+        "runs by row": Shape(by_row=True),
+        "runs by row, window by slot, with_logits, log_mass": Shape(
+            by_row=True, window=1000, with_logits=True, log_mass=True
+        ),
+        "runs by row, all but logits, int8": dataclasses.replace(options["all but logits, int8"], by_row=True),
+    }
     found += [_tpu(f"G = 8, D = 128, {name}", shape, 512) for name, shape in options.items()]
     alone = dataclasses.replace(options["all but logits, int8"], group=1)
     found.append(_tpu("G = 1, D = 128, all but logits, int8", alone, 512))
@@ -172,5 +188,7 @@ def cases() -> list[Case]:
         _tpu("default blocks, G = 32, D = 128, bfloat16", Shape(group=32), temp_limit=0.02),
         _tpu("default blocks, G = 64, D = 128, bfloat16", Shape(group=64), temp_limit=0.02),
         _tpu("default blocks, 256 rows, G = 4, D = 128, bfloat16", Shape(group=4, batch=256)),
+        _tpu("default blocks, runs by row, G = 4, D = 64, bfloat16", Shape(64, 4, by_row=True)),
+        _tpu("default blocks, runs by row, G = 4, D = 128, float32", Shape(group=4, dtype=jnp.float32, by_row=True)),
     ]
     return found

@@ -26,12 +26,11 @@ class Shape(cases_decode.Shape):
 
     @property
     def runs(self) -> tuple[int, ...]:
-        slots = (sum(self.slots) // HEADS,) * HEADS if self.uniform else self.slots
-        return tuple(n // self.page_size for n in slots)
+        return (sum(self.slots) // HEADS // self.page_size,) * HEADS if self.uniform else super().runs
 
     def pages(self) -> Pages:
         """Shapes of the pool."""
-        shape, slots, dtype = jax.ShapeDtypeStruct, (self.batch, sum(self.runs), self.page_size), jnp.dtype(self.dtype)
+        shape, slots, dtype = jax.ShapeDtypeStruct, (self.batch, self.total, self.page_size), jnp.dtype(self.dtype)
         if self.layout == "lanes":
             return Lanes(shape((*slots, 2 * self.head_dim), dtype))  # pyright: ignore
         lanes = 128 if self.layout == "padded" else self.head_dim
@@ -69,6 +68,10 @@ def cases() -> list[Case]:
         "window by slot": Shape(window=1000),
         "soft_cap": Shape(soft_cap=50.0),
         "with_logits": Shape(with_logits=True),
+        "runs by row": Shape(by_row=True),
+        "runs by row, log_mass, window by slot, with_logits": Shape(
+            by_row=True, log_mass=True, window=1000, with_logits=True
+        ),
         "all of these, D = 256": Shape(
             256, log_mass=True, window=1000, soft_cap=50.0, with_logits=True, logits_scale=1.0
         ),
@@ -88,6 +91,7 @@ def cases() -> list[Case]:
             dtype=jnp.int8, log_mass=True, window=1000, alibi=True, soft_cap=50.0, with_logits=True, logits_scale=1.0
         ),
     }
+    only_triton["runs by row, all options, int8"] = dataclasses.replace(only_triton["all options, int8"], by_row=True)
     # Rows wider than this JAX lowers are refused by Mosaic GPU and left to Triton.
     found = [_case("mosaic_gpu", name, shape, ("sm_90",)) for name, shape in both.items() if shape.head_dim <= WIDEST]
     found += [_case("triton", name, shape) for name, shape in (both | only_triton).items()]
