@@ -77,7 +77,7 @@ class DecodeState:
       stop_state: [B] state of the stop strings' automaton.
       present: [B, V] tokens a row holds, for the repetition penalty.
       made: [B] tokens generated.
-      tokens: [B, CHUNK] this call's tokens, -1 where a row had ended; where tokens are given, those that would have been
+      tokens: [B, CHUNK] this call's tokens, -1 where a row had ended; where they are given, those that would have been
         drawn in their places.
       logprobs: [B, CHUNK] their log-probabilities, 0 where they are not asked for.
       logits: [B, V] after each prompt. first: whether each row's first token is still to be sampled from them. Both are
