@@ -29,7 +29,7 @@ def options_of(kwargs: Mapping[str, Any], lm: LanguageModel, settings: Settings)
     """
     given = {name: value for name, value in kwargs.items() if value is not None}
     until = given.pop("until", ())
-    until = [until] if isinstance(until, str) else list(until)
+    until = list(until) if isinstance(until, (list, tuple)) else [until]
     lengths = [given.pop(name) for name in _MOST_TOKENS if name in given]
     sampled, temperature = given.pop("do_sample", None), given.pop("temperature", None)
     if sampled is False or (sampled is None and temperature is None):

@@ -15,6 +15,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from kvjax.cache.quantisation import Storage
 from kvjax.checkpoints.load import LanguageModel, load
+from kvjax.checks import true_or_false
 from kvjax.errors import UsageError, quoted
 from kvjax.eval.harness.arguments import Settings, checked, from_text, with_commas
 from kvjax.eval.harness.generation_kwargs import options_of
@@ -75,6 +76,7 @@ class HarnessModel(TemplateLM):
             policy=policy, storage=storage, way=way, batch_size=batch_size, max_length=max_length,
             question_separator=question_separator, seed=seed,
         )  # fmt: skip
+        true_or_false("compile_cache", compile_cache)
         if isinstance(name, LanguageModel):
             self.language_model = name
         else:
