@@ -100,7 +100,7 @@ def _runs_of(pool: LayerCache) -> tuple[int, ...]:
     """Pages of each head on this device, or the most that one has in any row."""
     if pool.row_starts is None:
         return pool.sharding.local_counts(pool.pages)
-    return (pool.most_pages // pool.sharding.page_parts,) * len(pool.pages)
+    return (-(-pool.most_pages // pool.sharding.page_parts),) * len(pool.pages)
 
 
 def _shared_pages(pool: LayerCache, placed: bool) -> Shared:

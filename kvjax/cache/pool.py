@@ -97,8 +97,9 @@ class LayerCache:
     @property
     def most_pages(self) -> int:
         """Pages that a head has at most, in any row."""
-        others = 0 if self.row_starts is None else (len(self.pages) - 1) * self.sharding.page_parts
-        return sum(self.pages) - others if self.row_starts is not None else max(self.pages)
+        if self.row_starts is None:
+            return max(self.pages)
+        return sum(self.pages) - len(self.pages) + 1
 
     @property
     def most_slots(self) -> tuple[int, ...]:

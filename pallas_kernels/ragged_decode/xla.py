@@ -7,12 +7,12 @@ only on float32 pages, as others would be copied to float32 for it (8 heads of 1
 beside 8, and 6.5 ms instead of 1.8). Keys and values are not gathered: queries are broadcast to the pages, and only
 page-sized partial results are gathered by head.
 
-Where runs are by row, queries and partial results are by page, and heads' pages are known by 0/1 matrices. That takes
-as long as equal runs for a batch of one in float32, and 1.15 to 1.4 times as long for int8 (3 heads of 3 queries and 64
-channels, 256 to 4,096 slots a head, pages of 32; in turns within one process). For 8 rows it takes 1.1 to 1.25 times as
-long at 256 slots, and up to 1.5 times from 1,024 on, as unequal runs do that are the same for all rows: queries and
-results by page are a tenth of a float32 cache's bytes, a third of an int8 one's. Forms that took less were a copy of
-the cache (of one row at a time, or of int8 pages to float32).
+Where runs are by row, queries and partial results are by page, and heads' pages are known by 0/1 matrices. Beside equal
+runs of as many bytes (3 heads of 3 queries and 64 channels, 256 to 4,096 slots a head, pages of 32; in turns within one
+process, medians), a batch of one takes 1.00 to 1.06 times as long in float32, and 1.1 to 1.4 times in bfloat16 and
+int8. 8 rows take 1.05 to 1.25 times as long at 256 slots and 1.2 to 1.5 times from 1,024 on, where unequal runs that
+are the same for all rows take 1.6 to 1.9 times: queries and results by page are a tenth of a float32 cache's bytes and
+a third of an int8 one's. Forms that took less copied the cache, int8 pages to float32 or rows one at a time.
 """
 
 from __future__ import annotations

@@ -26,6 +26,7 @@ def decode(**changes):
 
 
 Q = jnp.zeros((1, 2, 4, 128))
+STARTS = jnp.array([[0, 1]], jnp.int32)
 POSITION, QUERY, SLOPES = jnp.zeros((1, 3, 64), jnp.int32), jnp.zeros((1,), jnp.int32), jnp.ones((2, 4))
 
 
@@ -45,6 +46,13 @@ POSITION, QUERY, SLOPES = jnp.zeros((1, 3, 64), jnp.int32), jnp.zeros((1,), jnp.
         ({"runs": (1, 1)}, "2 runs of 2 pages"),
         ({"runs": (0, 3)}, "a head's run is 0; give an integer of at least 1."),
         ({"runs": (1.0, 2.0)}, "a head's run is 1.0"),
+        ({"starts": jnp.zeros((1, 2))}, "starts is float32[1, 2]; give an integer array of shape [1, 2]."),
+        ({"starts": jnp.zeros((2,), jnp.int32)}, "starts is int32[2]"),
+        ({"starts": [0, 1]}, "starts is a list"),
+        ({"starts": STARTS, "runs": (1, 4)}, "2 runs of 5 pages, q (1, 2, 4, 128), 3 pages; they must agree."),
+        ({"starts": STARTS, "runs": (1, 1)}, "2 runs of 2 pages"),
+        ({"starts": STARTS, "runs": (2,)}, "1 runs of 2 pages"),
+        ({"starts": STARTS, "runs": (0, 3)}, "a head's run is 0; give an integer of at least 1."),
         ({"log_mass": jnp.zeros((1, 3))}, "log_mass is float32[1, 3]; give a float array of shape [1, 2]."),
         ({"k_scale": jnp.ones((1, 2))}, "k_scale is float32[1, 2]; give a float array of shape [1, 2, 128]."),
         ({"v_scale": jnp.ones((1, 3))}, "v_scale is float32[1, 3]; give a float array of shape [1, 3, 64]."),
@@ -67,6 +75,12 @@ def test_of_a_decode_step(changes, sentence):
     with pytest.raises(ValueError, match=re.escape(sentence)) as error:
         jax.eval_shape(lambda: decode(**changes))
     assert "\n" not in str(error.value)
+
+
+def test_the_most_pages_of_heads_need_not_sum_to_a_row():
+    whole, given = decode(), decode(starts=STARTS, runs=(2, 2))
+    np.testing.assert_allclose(np.asarray(given.out, np.float32), np.asarray(whole.out, np.float32), atol=2e-2)
+    np.testing.assert_allclose(given.lse, whole.lse, atol=1e-5)
 
 
 def test_pages_of_other_numbers():

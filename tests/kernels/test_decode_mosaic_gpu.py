@@ -9,7 +9,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import pytest
-from support.decode_base import Case, DecodeBase, build, rows_of
+from support.decode_base import Case, DecodeBase, build, by_row, rows_of
 from support.gpus import A100, H100, lowered, on
 
 from pallas_kernels.ragged_decode import mosaic_gpu, ragged_decode
@@ -19,6 +19,9 @@ plgpu = pytest.importorskip("jax.experimental.pallas.mosaic_gpu", reason="this j
 
 # 64 slots a page; 256 an item: lengths before, at and after both, none, and a head of two items.
 CASE = Case(((300, 0), (64, 65)), (5, 3), group=3, page_size=64, dtype=jnp.bfloat16)
+
+# Heads of less than an item, of one and of two; both rows' last items are of no head.
+BY_ROW = by_row(((300, 0, 64), (1, 64, 380)), ((5, 2, 1), (1, 1, 6)), group=3, page_size=64, dtype=jnp.bfloat16)
 
 
 def interpreter():
@@ -63,10 +66,17 @@ def test_lengths_around_every_boundary(group, log_mass):
     Interpreted().check(dataclasses.replace(case, dtype=jnp.bfloat16))
 
 
-def test_no_copy_races_with_a_read():
+def test_runs_by_row():
+    case = dataclasses.replace(BY_ROW, head_dim=64, log_mass=True)
+    Interpreted().check(dataclasses.replace(case, with_logits=True))
+    Interpreted().check(dataclasses.replace(case, window=100, soft_cap=3.0))
+
+
+@pytest.mark.parametrize("case", [CASE, BY_ROW], ids=["ragged", "by row"])
+def test_no_copy_races_with_a_read(case):
     checks = Interpreted()
     checks.interpret = parameters(detect_races=True)
-    checks.check(CASE)
+    checks.check(case)
     assert not interpreter().get_races().races_found
 
 
@@ -99,6 +109,14 @@ def test_lowers_for_cuda(head_dim):
     options = {"log_mass": True, "soft_cap": 3.0, "with_logits": True, "window": 9} if head_dim == 96 else {}
     problem = build(dataclasses.replace(CASE, head_dim=head_dim, **options), "padded" if head_dim == 80 else "stacked")
     with jax.enable_x64(head_dim == 96):
+        module = lowered(lambda given: mosaic_gpu.decode(dataclasses.replace(problem, **given)), arrays(problem))
+    assert "mosaic_gpu" in module
+
+
+@pytest.mark.parametrize("x64", [False, True])
+def test_runs_by_row_lower_for_cuda(x64):
+    problem = build(BY_ROW, "stacked")
+    with jax.enable_x64(x64):
         module = lowered(lambda given: mosaic_gpu.decode(dataclasses.replace(problem, **given)), arrays(problem))
     assert "mosaic_gpu" in module
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
-from support.decode_base import RAGGED, Case, DecodeBase, build
+from support.decode_base import RAGGED, Case, DecodeBase, build, by_row, oracle
 
 from pallas_kernels.ragged_decode import reference, tpu
 from pallas_kernels.ragged_decode.worklist import work_list
@@ -47,6 +47,18 @@ class TestTpu(DecodeBase):
         lengths = ((70, 130), (0, 5), (160, 1), (33, 64))
         self.check_rows(Case(lengths, RAGGED, with_logits=True, log_mass=True))
         self.check_rows(Case(lengths, RAGGED, dtype=jnp.int8, alibi=True))
+
+    def test_queries_of_some_rows_of_runs_by_row(self):
+        """The starts are of the rows that are asked, the pages of all."""
+        lengths = ((70, 130), (0, 5), (160, 1), (33, 64))
+        self.check_rows(by_row(lengths, ((5, 16), (11, 10), (20, 1), (3, 18)), with_logits=True, log_mass=True))
+
+    def test_a_block_that_begins_in_its_neighbour_leaves_its_scores_where_runs_are_by_row(self):
+        case = by_row(((300, 100, 300), (100, 500, 1)), ((3, 1, 3), (1, 5, 1)), page_size=128, dtype=jnp.int8)
+        problem = build(dataclasses.replace(case, with_logits=True), "stacked")
+        want, got = oracle(problem), decode(problem, dataclasses.replace(SMALL, rows=512, cores=2))
+        np.testing.assert_allclose(got.logits, want.logits, atol=8e-2, rtol=2e-2)
+        np.testing.assert_allclose(got.out, want.out, atol=2e-2, rtol=2e-2)
 
     def test_two_cores_share_the_list(self):
         for config in (dataclasses.replace(SMALL, cores=2), dataclasses.replace(SMALL, cores=2, rows=256)):
@@ -89,8 +101,9 @@ class TestTpu(DecodeBase):
             Case(((700, 5),), (6, 1), page_size=128, dtype=jnp.int8, alibi=True, window=2000, with_logits=True),
             SMALL,
         ),
+        (by_row(((300, 5), (1, 440)), ((20, 9), (1, 28)), log_mass=True), SMALL),
     ],
-    ids=["ring", "cores", "streams"],
+    ids=["ring", "cores", "streams", "runs by row"],
 )
 def test_no_copy_races_with_what_is_read(case, config):
     from jax._src.pallas.mosaic.interpret import interpret_pallas_call
@@ -201,6 +214,7 @@ def test_lowers_for_tpu(x64):
         (Case(((300, 5),), (3, 1), dtype=jnp.int8, page_size=128, alibi=True, window=9, with_logits=True), "stacked"),
         (Case(((300, 5),), (20, 1), dtype=jnp.bfloat16, head_dim=64, window=100), "lanes"),
         (Case(((300, 5),), (20, 1), head_dim=256), "stacked"),
+        (by_row(((300, 5),), ((20, 1),), dtype=jnp.bfloat16, window=100), "stacked"),
         (Case(((300, 5),), (3, 1), group=64, dtype=jnp.bfloat16, page_size=128, alibi=True, window=9), "stacked"),
     ):
         problem = build(case, layout)

@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import pytest
-from support.decode_base import RAGGED, Case, DecodeBase, build, rows_of
+from support.decode_base import RAGGED, Case, DecodeBase, build, by_row, rows_of
 from support.gpus import A100, H100, lowered, on
 
 from pallas_kernels.pages import Stacked
@@ -69,6 +69,15 @@ def test_lowers_for_cuda(dtype):
     layout, x64 = ("lanes", False) if dtype == jnp.int8 else ("stacked", dtype == jnp.bfloat16)
     case = Case(((70, 130), (5, 160)), RAGGED, head_dim=64, dtype=dtype, log_mass=True, soft_cap=3.0, with_logits=True)
     problem = build(dataclasses.replace(case, alibi=True, window=9) if x64 else case, layout)
+    with jax.enable_x64(x64):
+        module = lowered(lambda given: triton.decode(dataclasses.replace(problem, **given)), arrays(problem))
+    assert "xla.gpu.triton" in module
+
+
+@pytest.mark.parametrize("x64", [False, True])
+def test_runs_by_row_lower_for_cuda(x64):
+    case = by_row(((70, 130), (5, 160)), ((5, 16), (11, 10)), head_dim=64, dtype=jnp.bfloat16, with_logits=True)
+    problem = build(dataclasses.replace(case, window=9), "stacked")
     with jax.enable_x64(x64):
         module = lowered(lambda given: triton.decode(dataclasses.replace(problem, **given)), arrays(problem))
     assert "xla.gpu.triton" in module

@@ -30,7 +30,7 @@ class OnGpu(DecodeBase):
     module = triton
 
     def run(self, problem):
-        arrays = {"q": problem.q, "pages": problem.pages, "length": problem.length}
+        arrays = {"q": problem.q, "pages": problem.pages, "length": problem.length, "starts": problem.starts}
         decode = jax.jit(lambda given: self.module.decode(dataclasses.replace(problem, **given)))
         try:
             return decode(arrays)

@@ -5,13 +5,16 @@ from types import SimpleNamespace
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.decode_base import Case, build
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.decode_base import Case, build, by_row
 from support.gpus import A100, H100, on
 
 from pallas_kernels.gpu import chip
 from pallas_kernels.ragged_decode import mosaic_gpu, split, triton
 from pallas_kernels.ragged_decode.merge import merge
 from pallas_kernels.ragged_decode.split import Split
+from pallas_kernels.ragged_decode.worklist import most_items
 from pallas_kernels.softmax import NEG
 
 
@@ -26,6 +29,36 @@ def test_items_cover_every_page_once(pages):
         assert slot == (page - problem.first_page[head]) * 16
         seen += [(int(head), p) for p in range(page, min(page + pages, end))]
     assert seen == list(zip(problem.owner.tolist(), range(12), strict=True))
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(1, 9), st.lists(st.lists(st.integers(1, 9), min_size=4, max_size=4), min_size=2, max_size=2))
+def test_items_of_runs_by_row_cover_every_page_once(pages, rows):
+    """Also where a row's runs divide into fewer items than the most of any; the rest begin past their head's slots."""
+    total = max(sum(row) for row in rows)
+    rows = [(*row[:3], row[3] + total - sum(row)) for row in rows]
+    problem = build(by_row(((1,) * 4,) * 2, tuple(rows), head_dim=2, page_size=2, poison=False), "stacked")
+    cut = Split.of(problem, pages)
+    table, begin, count, first = (np.asarray(x) for x in (cut.table, cut.begin, cut.count, problem.first_page))
+    assert table.shape == (2, 3, cut.items) and table.dtype == np.int32
+    for row, runs in enumerate(rows):
+        seen = []
+        for item, (head, page, slot) in enumerate(table[row].T):
+            end = first[row, head] + runs[head]
+            if item < sum(count[row]):
+                assert begin[row, head] <= item < begin[row, head] + count[row, head] and page < end
+                assert slot == (page - first[row, head]) * 2
+                seen += [(int(head), p) for p in range(page, min(page + pages, end))]
+            else:
+                assert slot >= runs[head] * 2
+        assert seen == [(int(head), page) for page, head in enumerate(np.asarray(problem.owner)[row])]
+        assert max(count[row]) <= cut.most and sum(count[row]) <= cut.items
+
+
+def test_the_most_items_of_runs_by_row_are_of_some():
+    """Of 12 pages that three heads share, 5 items of 3: runs of 1, 7 and 4 pages."""
+    assert most_items((12,) * 3, 1, 3, row_pages=12) == 6 and most_items((1, 7, 4), 1, 3) == 6
+    assert most_items((4,) * 3, 2, 3, row_pages=12) == 12 and most_items((4, 2, 1), 1, 3, row_pages=7) == 4
 
 
 @pytest.mark.parametrize("count", [(3, 3), (1, 1), (1, 4)], ids=["uniform", "alone", "ragged"])
@@ -49,6 +82,20 @@ def test_parts_merge_to_the_whole_softmax(count):
             got[0, h], np.where(held[:, None], whole / np.where(held, total, 1)[:, None], 0), atol=1e-5
         )
         np.testing.assert_allclose(mass[0, h], np.where(held, np.log(np.where(held, total, 1)), NEG), rtol=1e-5)
+
+
+def test_parts_of_each_row_merge_as_its_own_do():
+    rng = np.random.default_rng(1)
+    out, lse = rng.standard_normal((2, 6, 2, 3)).astype(np.float32), rng.standard_normal((2, 6, 2)).astype(np.float32)
+    # The second row has an item less; what the last, which is of no head, left is not read.
+    out[1, 5], lse[1, 5] = np.nan, NEG
+    count = np.array([[1, 5], [3, 2]])
+    begin = np.cumsum(count, axis=1) - count
+    got = merge(*(jnp.asarray(x) for x in (out, lse, begin, count)), 5)
+    for row in range(2):
+        want = merge(jnp.asarray(out[row, None]), jnp.asarray(lse[row, None]), begin[row], count[row], 5)
+        for x, y in zip(got, want, strict=True):
+            np.testing.assert_allclose(x[row], y[0], atol=1e-6)
 
 
 def test_items_fill_the_processors_within_bounds():

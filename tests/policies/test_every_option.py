@@ -127,7 +127,7 @@ TABLE: dict[str, tuple[dict[str, Any], dict[str, Other]]] = {
     }),
     "adaptive": ({}, {
         **SIZED, "inner": Other(SnapKV(window=3), {"budget": 16}),
-        "floor": Other(0.9, {"budget": 16, "inner": KeyDiff()}),
+        "floor": Other(1.0, {"budget": 16, "inner": KeyDiff()}),
     }),
     "kvzip": ({}, {**SIZED, "sink": Other(1, {"budget": 16}), "chunk": Other(5, {"budget": 16})}),
 }  # fmt: skip

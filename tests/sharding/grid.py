@@ -53,6 +53,7 @@ POLICIES: dict[str, str | Policy] = {
     "criticalkv": "criticalkv:budget=12,inner=snapkv(window=4)",
     "kvzip": "kvzip:budget=12,sink=2,chunk=24",
     "adaptive": "adaptive:budget=12,inner=keydiff",
+    "adaptive_of_snapkv": "adaptive:budget=12,inner=snapkv(window=4)",
     "razor_of_adaptive": "razor:heads=0.0,budget=9,inner=adaptive(inner=keydiff)",
     "razor_of_tova": kvjax.Razor(inner=kvjax.TOVA(budget=10), heads="0.0+1.0"),
     "rounds": "round:watershed=1,top=0.5",
@@ -96,6 +97,7 @@ DEFAULT = (
     Case("rounds", "data=2,model=4", kv_heads=3, later=True, saved=True),
     Case("lagkv", "data=2,model=4", kv_heads=2, later=True, context=True),
     Case("razor", "data=4,model=2", kv_heads=3, context=True),
+    Case("adaptive", "data=2,model=4", later=True, saved=True),
 )
 GRID = (
     *(Case(policy, mesh, later=True) for policy in POLICIES for mesh in MESHES),
@@ -118,6 +120,9 @@ GRID = (
         for policy in ("full", "ahakv", "streamingllm", "expected_attention", "lengths")
     ),
     Case("h2o", "data=4,model=2", positional="alibi"),
+    # Without rotary embedding equal tokens have equal keys: by these alone they would tie.
+    Case("adaptive_of_snapkv", "data=2,model=4", positional="alibi", later=True),
+    Case("adaptive", "data=4,model=2", kv_heads=3, storage="int8", grow=True),
     *(Case(policy, mesh, later=True, context=True) for policy in ("full", "lagkv", "razor", "h2o") for mesh in MESHES),
     *(Case("full", "data=2,model=4", heads, later=True, saved=True, context=True) for heads in (1, 3)),
     Case("full", "data=2,model=4", positional="alibi", later=True, context=True),
