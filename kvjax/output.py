@@ -111,10 +111,17 @@ class Score:
     Attributes:
       tokens: its ids.
       logprobs: natural log of the model's probability of each, after all that comes before it.
+      best_tokens: the model's most likely id in each place; greedy decoding would take it there.
     """
 
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
+    best_tokens: tuple[int, ...]
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether greedy decoding gives this continuation: each token is the most likely in its place."""
+        return self.tokens == self.best_tokens
 
     @property
     def total(self) -> float:

@@ -17,11 +17,13 @@ from kvjax.request import Request
 from kvjax.rounds.conversation import Conversation
 from kvjax.runtime.decode import CHUNK
 from kvjax.runtime.reading import read_prompts
-from kvjax.runtime.token_logprobs import next_logprobs
+from kvjax.runtime.token_logprobs import next_logprobs, next_tokens
 from kvjax.session import Session, running
 
 #: Text or token ids.
 Continuation = str | Sequence[int]
+#: Of each row the log-probabilities of its tokens, and the likeliest token in each place.
+_Found = tuple[list[list[float]], list[list[int]]]
 
 
 def score(
@@ -90,7 +92,7 @@ def score(
     with running(request) as session:
         session.prefill()
         found = _by_prefill(session) if way == "prefill" else _by_decode(session)
-    scores = [Score(tuple(ids), tuple(logprobs)) for ids, logprobs in zip(answers, found, strict=True)]
+    scores = [Score(ids, tuple(values), tuple(best)) for ids, values, best in zip(answers, *found, strict=True)]
     return scores[0] if single and one else scores
 
 
@@ -100,20 +102,25 @@ def _answers(lm: LanguageModel, continuation: Any) -> tuple[list[tuple[int, ...]
     return [token_ids(lm, each, "continuation") for each in given], one
 
 
-def _by_prefill(session: Session) -> list[list[float]]:
+def _by_prefill(session: Session) -> _Found:
     """Every row's answer read at once onto the prompts' cache, which it consumes."""
     request, cache = session.request, session.cache
     answers = request.answers or ()
     firsts = next_logprobs(session.logits, range(len(answers)), [ids[0] for ids in answers])
+    bests = next_tokens(session.logits, range(len(answers)))
     found: list[list[float]] = [[] for _ in answers]
+    best: list[list[int]] = [[] for _ in answers]
     if max(map(len, answers)) > 1:
         kinds: dict[str, Any] = {"policy": request.policy, "dtype": request.dtype, "storage": request.storage}
-        kinds |= {"programs": request.programs, "size": request.size, "logprobs": found}
+        kinds |= {"programs": request.programs, "size": request.size, "logprobs": found, "best": best}
         read_prompts(request.lm.params, answers, cache=cache, consume=True, **kinds)
-    return [[first, *rest] for first, rest in zip(firsts, found, strict=True)]
+    if session.interrupted:
+        raise KeyboardInterrupt
+    logprobs = [[first, *rest] for first, rest in zip(firsts, found, strict=True)]
+    return logprobs, [[first, *rest] for first, rest in zip(bests, best, strict=True)]
 
 
-def _by_decode(session: Session) -> list[list[float]]:
+def _by_decode(session: Session) -> _Found:
     """Every row's answer fed token by token in the loop that generates."""
     for _ in session.chunks(CHUNK):
         pass
@@ -125,4 +132,4 @@ def _by_decode(session: Session) -> list[list[float]]:
             f"The cache would outgrow the memory after {min(map(len, found))} tokens of the continuation; "
             "a shorter one would fit."
         )
-    return found
+    return found, session.tokens

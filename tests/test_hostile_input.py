@@ -48,6 +48,7 @@ COMMANDS: dict[tuple[str, ...], tuple[str, ...]] = {
     ("calibrate", "watershed"): ("--out", "p.yaml", "--dialogues", "talks.jsonl", "--least-rounds", "2"),
     ("compare",): ("--out", "res"), ("compare-rounds",): ("--out", "res", "--dialogues", "talks.jsonl"),
     ("eval",): ("--suite", "longbench", "--tasks", "trec", "--data", "texts", "--out", "res"),
+    ("lm-eval",): (),
     ("recommend",): ("--text", "texts", "--out", "res", "--context", "400", "--passages", "1", "--needles", "1"),
     ("picture",): ("razor-heads", "--out", "x.png"), ("read",): ("text", "--out", "kept"),
     ("warm",): ("--lengths", "8"),

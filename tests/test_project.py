@@ -22,7 +22,7 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 #: Pages whose commands a reader may type.
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 COMMANDS = (
-    "generate|chat|batch|plan|bench|policies|fetch|calibrate|compare|compare-rounds|eval|recommend|picture|tune|read|warm|"
+    "generate|chat|batch|plan|bench|policies|fetch|calibrate|compare|compare-rounds|eval|lm-eval|recommend|picture|tune|read|warm|"
     "models"
 )
 

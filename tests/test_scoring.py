@@ -55,6 +55,27 @@ def test_decodes_way_gives_what_generation_gave(tiny_model, policy):
 
 
 @pytest.mark.parametrize("way", ["prefill", "decode"])
+def test_the_likeliest_tokens_are_the_models_own_argmax(tiny_model, way):
+    """In every place, whatever the given token is: those of the whole sequence's logits."""
+    for prompt, answer in zip(PROMPTS, ANSWERS, strict=True):
+        ids = prompt + answer
+        logits = logits_of(tiny_model.params, jnp.asarray([ids]), jnp.asarray([len(ids)]))[0]
+        best = np.asarray(logits).argmax(axis=-1)[len(prompt) - 1 : -1]
+        found = kvjax.score(tiny_model, prompt, answer, way=way)
+        assert found.best_tokens == tuple(best.tolist()) and not found.is_greedy
+
+
+@pytest.mark.parametrize("policy", [POLICIES[1], POLICIES[3], POLICIES[5]])
+def test_what_greedy_decoding_gave_is_greedy(tiny_model, policy):
+    made = kvjax.generate(tiny_model, PROMPTS, policy=policy, max_new_tokens=20)
+    for output, prompt in zip(made, PROMPTS, strict=True):
+        other = [*output.tokens[:-1], (output.tokens[-1] + 1) % 256]
+        found = kvjax.score(tiny_model, prompt, [output.tokens, other], way="decode", policy=policy)
+        assert [score.is_greedy for score in found] == [True, False]
+        assert found[1].best_tokens == output.tokens
+
+
+@pytest.mark.parametrize("way", ["prefill", "decode"])
 @pytest.mark.parametrize("policy", POLICIES[1:3])
 def test_a_row_is_scored_as_it_would_be_alone(tiny_model, policy, way):
     together = kvjax.score(tiny_model, PROMPTS, ANSWERS, way=way, policy=policy)

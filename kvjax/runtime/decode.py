@@ -77,7 +77,8 @@ class DecodeState:
       stop_state: [B] state of the stop strings' automaton.
       present: [B, V] tokens a row holds, for the repetition penalty.
       made: [B] tokens generated.
-      tokens: [B, CHUNK] this call's tokens, -1 where a row had ended.
+      tokens: [B, CHUNK] this call's tokens, -1 where a row had ended; where they are given, those that would have been
+        drawn in their places.
       logprobs: [B, CHUNK] their log-probabilities, 0 where they are not asked for.
       logits: [B, V] after each prompt. first: whether each row's first token is still to be sampled from them. Both are
         None in a batch whose rows come with their first tokens (:mod:`kvjax.runtime.insert`).
@@ -160,10 +161,9 @@ _maintain_layer_once = jax.jit(_maintain_layer, static_argnames=("policy", "inde
 def record(
     state: DecodeState, logits: Float[Array, "B V"], controls: Controls, active: Bool[Array, " B"], slot: Array
 ) -> DecodeState:
-    """Sample from the logits, note the token, and end the rows that are done."""
-    if controls.forced is None:
-        token = sample(logits, controls.sampling, state.present, state.made)
-    else:
+    """Sample from the logits, note the token, and end the rows that are done; a token that is given is fed instead."""
+    token = drawn = sample(logits, controls.sampling, state.present, state.made)
+    if controls.forced is not None:
         token = jax.lax.dynamic_index_in_dim(controls.forced, slot, axis=1, keepdims=False)
     made = state.made + active
     stop_state = controls.stops.next_state[state.stop_state, token].astype(jnp.int32)
@@ -177,7 +177,7 @@ def record(
         controls.logprobs, log_probability, lambda *_: jnp.zeros(token.shape, jnp.float32), logits, token
     )
     value = jnp.where(active, value, 0.0)[:, None]
-    written = jnp.where(active, token, -1)[:, None]
+    written = jnp.where(active, drawn, -1)[:, None]
     return dataclasses.replace(
         state,
         cache=state.cache.replace(next_token=jnp.where(active, token, state.cache.next_token)),

@@ -36,9 +36,9 @@ _CAPACITIES = ("prompt_capacity", "new_capacity")
 _ONTO = (*_CAPACITIES, "own_capacity")
 PREFILL_FRESH = Program(prefill_fresh, _empty, (*_CAPACITIES, "dtype", "storage"))
 PREFILL_ONTO = Program(prefill_onto, lambda device, arguments, static: (arguments[1], ROW), _ONTO, (1,))
-#: The same with the log-probability of what follows each token, on request alone.
-SCORE_FRESH = Program(score_fresh, lambda *given: (*_empty(*given), ROW), (*_CAPACITIES, "dtype", "storage"))
-SCORE_ONTO = Program(score_onto, lambda device, arguments, static: (arguments[1], ROW, ROW), _ONTO, (1,))
+#: The same with the log-probability of what follows each token, and the likeliest token there, on request alone.
+SCORE_FRESH = Program(score_fresh, lambda *given: (*_empty(*given), ROW, ROW), (*_CAPACITIES, "dtype", "storage"))
+SCORE_ONTO = Program(score_onto, lambda device, arguments, static: (arguments[1], ROW, ROW, ROW), _ONTO, (1,))
 DECODE_CHUNK = Program(decode_chunk, lambda device, arguments, static: (arguments[1], SCALAR), donates=(1,))
 SHARE = Program(share, _shared, ("prompt_capacity",))
 EMPTY_STATE = Program(

@@ -100,13 +100,15 @@ def reading(
     note: Note = unheard,
     size: Capacities | None = None,
     logprobs: Sequence[list[float]] | None = None,
+    best: Sequence[list[int]] | None = None,
     bucket_of: Callable[[int], int] = request_bucket,
 ) -> Reading:
     """Prefill prompts of different lengths as one batch, onto ``cache`` when there is one.
 
     ``consume`` donates that one; ``note`` is told of every newer one; ``size`` is that of the cache afterwards, None
     for the smallest. ``bucket_of`` gives the tokens that prompts of a length are read as. ``logprobs``, a list a
-    prompt, get the log-probability of every token after the prompt's first.
+    prompt, get the log-probability of every token after the prompt's first, and ``best``, beside them, the likeliest
+    token in its place.
 
     Returns:
       The cache and the logits [B, V] after each row's last token; on a mesh B may be more than there are prompts.
@@ -147,9 +149,10 @@ def reading(
         cache, new = found[0], found[1]
         note(found[0])
         if logprobs is not None:
-            scored = as_numpy(found[2])
-            for row, into in enumerate(logprobs):
-                into += scored[row, : min(count[row], max(lengths[row] - 1 - start, 0))].tolist()
+            for lists, values in ((logprobs, found[2]), (best or (), found[3])):
+                values = as_numpy(values)
+                for row, into in enumerate(lists):
+                    into += values[row, : min(count[row], max(lengths[row] - 1 - start, 0))].tolist()
         consume = True  # from the second chunk on the cache is this function's own
         logits = new if logits is None else jnp.where(count[:, None] > 0, new, logits)
         yield

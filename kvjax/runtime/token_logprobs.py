@@ -1,4 +1,4 @@
-"""Log-probabilities of given tokens, from prefill: those of a whole prompt, of which few logits are alive at a time."""
+"""Log-probabilities of given tokens, from prefill, and the likeliest tokens: few logits are alive at a time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvjax.cache.cache import Cache
 from kvjax.cache.host_memory import as_numpy
 from kvjax.model.decoder import Decoder
 from kvjax.runtime.prefill import last_logits, read_fresh, read_onto
-from kvjax.runtime.sampling import log_probability
+from kvjax.runtime.sampling import argmax, log_probability
 from kvjax.sharding.compile import Device
 
 #: The most bytes of float32 logits that are made at once; one token of every row has its logits whatever they take.
@@ -24,8 +24,10 @@ _MOST_TOKENS = 64  # every bucket of lengths is a multiple of it
 
 def token_logprobs(
     params: Decoder, x: Float[Array, "B T M"], count: Int[Array, " B"], following: Int[Array, "B T"]
-) -> Float[Array, "B T"]:
-    """Natural logs of the model's probability of what follows each token; beyond ``count`` they mean nothing.
+) -> tuple[Float[Array, "B T"], Int[Array, "B T"]]:
+    """Natural logs of the model's probability of what follows each token, and the likeliest id in its place.
+
+    Beyond ``count`` they mean nothing.
 
     Args:
       x: the last layer's output, of a bucket of tokens.
@@ -36,21 +38,27 @@ def token_logprobs(
     while size > 1 and batch * size * params.config.vocab_size * 4 > _LOGITS_BYTES:
         size //= 2
 
-    def body(i: Int[Array, ""], found: Array) -> Array:
+    def body(i: Int[Array, ""], found: tuple[Array, Array]) -> tuple[Array, Array]:
         xb, ids = (jax.lax.dynamic_slice_in_dim(a, i * size, size, axis=1) for a in (x, following))
-        value = log_probability(params.logits(xb).reshape(batch * size, -1), ids.reshape(-1))
-        return jax.lax.dynamic_update_slice_in_dim(found, value.reshape(batch, size), i * size, axis=1)
+        logits = params.logits(xb).reshape(batch * size, -1)
+        new = log_probability(logits, ids.reshape(-1)), argmax(logits)
+        logprobs, best = (
+            jax.lax.dynamic_update_slice_in_dim(old, value.reshape(batch, size), i * size, axis=1)
+            for old, value in zip(found, new, strict=True)
+        )
+        return logprobs, best
 
     blocks = (jnp.max(count) + size - 1) // size
-    return jax.lax.fori_loop(0, blocks, body, jnp.zeros((batch, tokens), jnp.float32))
+    empty = jnp.zeros((batch, tokens), jnp.float32), jnp.zeros((batch, tokens), jnp.int32)
+    return jax.lax.fori_loop(0, blocks, body, empty)
 
 
 def score_fresh(
     device: Device, params: Decoder, tokens: Array, count: Array, total: Array, following: Array, **static: Any
-) -> tuple[Cache, Float[Array, "B V"], Float[Array, "B T"]]:
-    """:func:`kvjax.runtime.prefill.prefill_fresh`, and the log-probability of what follows each token."""
+) -> tuple[Cache, Float[Array, "B V"], Float[Array, "B T"], Int[Array, "B T"]]:
+    """:func:`kvjax.runtime.prefill.prefill_fresh`, and :func:`token_logprobs`."""
     cache, x = read_fresh(device, params, tokens, count, total, **static)
-    return cache, last_logits(params, x, count), token_logprobs(params, x, count, following)
+    return cache, last_logits(params, x, count), *token_logprobs(params, x, count, following)
 
 
 def score_onto(
@@ -62,15 +70,25 @@ def score_onto(
     total: Array,
     following: Array,
     **static: Any,
-) -> tuple[Cache, Float[Array, "B V"], Float[Array, "B T"]]:
-    """:func:`kvjax.runtime.prefill.prefill_onto`, and the log-probability of what follows each token."""
+) -> tuple[Cache, Float[Array, "B V"], Float[Array, "B T"], Int[Array, "B T"]]:
+    """:func:`kvjax.runtime.prefill.prefill_onto`, and :func:`token_logprobs`."""
     cache, x = read_onto(device, params, cache, tokens, count, total, **static)
-    return cache, last_logits(params, x, count), token_logprobs(params, x, count, following)
+    return cache, last_logits(params, x, count), *token_logprobs(params, x, count, following)
 
 
 def next_logprobs(logits: Float[Array, "B V"], rows: Sequence[int], tokens: Sequence[int]) -> list[float]:
     """The log-probability of each of these tokens after a row of logits."""
     return as_numpy(_chosen(logits, np.asarray(rows, np.int32), np.asarray(tokens, np.int32))).tolist()
+
+
+def next_tokens(logits: Float[Array, "B V"], rows: Sequence[int]) -> list[int]:
+    """The likeliest token after each of these rows of logits."""
+    return as_numpy(_best(logits, np.asarray(rows, np.int32))).tolist()
+
+
+@jax.jit
+def _best(logits: Float[Array, "B V"], rows: Int[Array, " N"]) -> Int[Array, " N"]:
+    return argmax(logits[rows])
 
 
 @jax.jit

@@ -22,6 +22,7 @@ class Tokenizer:
     Attributes:
       vocab_size: ids run from 0 to ``vocab_size - 1``, as far as the model embeds them; some may be unused.
       special_ids: ids of control tokens, which ``decode`` leaves out.
+      chat_template: the template that ``render`` writes messages with, or None.
       special_tokens: tokens by role ("eos_token", "bos_token", ...), as chat templates name them.
     """
 
@@ -37,7 +38,7 @@ class Tokenizer:
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
-        self._template = chat_template
+        self.chat_template = chat_template
         self.special_tokens = special_tokens or {}
         self._wrapper = wrapper
         added = backend.get_added_tokens_decoder()
@@ -48,7 +49,7 @@ class Tokenizer:
     @property
     def has_chat_template(self) -> bool:
         """Whether ``render`` can be used."""
-        return self._template is not None
+        return self.chat_template is not None
 
     def encode(self, text: str) -> list[int]:
         """Token ids of ``text``: nothing is added, and special tokens written in the text become their ids.
@@ -101,7 +102,7 @@ class Tokenizer:
         Raises:
           UsageError: the model has no chat template, or the template refuses the messages.
         """
-        if self._template is None:
+        if self.chat_template is None:
             raise UsageError("The model has no chat template; give it plain text (chat=False) instead of messages.")
         from jinja2 import TemplateError
 
@@ -127,7 +128,7 @@ class Tokenizer:
         if self._wrapper is not None:
             return self._wrapper()
         fast = import_transformers().PreTrainedTokenizerFast
-        return fast(tokenizer_object=self._backend, chat_template=self._template, **self.special_tokens)
+        return fast(tokenizer_object=self._backend, chat_template=self.chat_template, **self.special_tokens)
 
     def token_bytes(self) -> list[bytes]:
         """The bytes every id adds to the text, indexed by id; nothing for special tokens and unused ids."""

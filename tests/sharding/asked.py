@@ -33,12 +33,14 @@ def numbers(lm: Any, policy: str) -> dict[str, list[Any]]:
     scored = kvjax.score(lm, QUESTIONS, answers, cache=cache, way="decode")
     off = [np.abs(np.subtract(s.logprobs, o.logprobs)).max() for s, o in zip(scored, outputs, strict=True)]
     found = [list(output.logprobs) for output in outputs]
+    best = [score.best_tokens for score in scored]
     if not rounds:
         read = kvjax.score(lm, QUESTIONS, answers, cache=cache, way="prefill")
+        best += [score.best_tokens for score in read]
         found += [list(score.logprobs) for score in read] + [list(o.prompt_logprobs[1:]) for o in outputs]
         batch = kvjax.read(lm, [CONTEXT, CONTEXT[:30], CONTEXT[:9]], policy=policy)
         found += [list(s.logprobs) for s in kvjax.score(lm, QUESTIONS, "It is.", cache=batch)]
-    return {"tokens": [answers, cache.batch], "logprobs": found, "decoded": [float(max(off))]}
+    return {"tokens": [answers, best, cache.batch], "logprobs": found, "decoded": [float(max(off))]}
 
 
 def main() -> None:
