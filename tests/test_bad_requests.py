@@ -119,7 +119,7 @@ def test_a_model_without_template_takes_plain_text_only(tiny_model):
     import dataclasses
 
     bare = dataclasses.replace(tiny_model, tokenizer=toys.byte_tokenizer())
-    bare.tokenizer._template = None
+    bare.tokenizer.chat_template = None
     refuse(bare, "x", "chat=False")
 
 

@@ -151,7 +151,7 @@ def _described(cache: Cache, lm: LanguageModel, counts: Counts) -> dict[str, Any
         "batch": cache.batch,
         "prompt_room": cache.prompt_capacity,
         "new_room": cache.new_capacity,
-        "page_size": cache.page_size,
+        **({"page_size": cache.page_size} if any(pool.row_starts is not None for pool in cache.pools) else {}),
         "slots": [list(layer.slots) for layer in cache.layers],
         "counts": [[list(pool) for pool in layer] for layer in counts],
     }
