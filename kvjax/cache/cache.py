@@ -16,7 +16,8 @@ from jaxtyping import Array, Int
 from kvjax.cache.groups import Layer, pages_by_group, parts, slot_bytes, with_parts
 from kvjax.cache.host_memory import as_numpy, device_bytes, to_device, to_host
 from kvjax.cache.layout import platform_layout
-from kvjax.cache.pool import LayerCache, resize
+from kvjax.cache.packing import resize
+from kvjax.cache.pool import LayerCache
 from kvjax.cache.pool_sharding import shard, unshard
 from kvjax.cache.quantisation import Storage
 from kvjax.cache.shared_context import SharedContext, after_shared

@@ -18,8 +18,7 @@ policy never knows. Numbers that belong to a slot (its token's position, a score
 from __future__ import annotations
 
 import dataclasses
-import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -31,7 +30,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax.cache import runs
 from kvjax.cache.layout import COLUMNS, Layout, layout_of, platform_layout
 from kvjax.cache.page_sharding import UNSHARDED, PageSharding
-from kvjax.cache.quantisation import MODEL, Scales, Storage, key_scale, quantise_keys, quantise_values
+from kvjax.cache.quantisation import MODEL, Scales, Storage, quantise_keys, quantise_values
 from pallas_kernels.pages import Pages
 
 #: Slots of a page on a CPU.
@@ -344,158 +343,6 @@ def rows(cache: LayerCache) -> tuple[Float[Array, "B H C D"], Float[Array, "B H 
         return k, v
     scale = by_head(cache, cache.scales.v)[..., None]
     return k.astype(jnp.float32) * cache.scales.k[:, :, None], v.astype(jnp.float32) * scale
-
-
-#: Rows of one row of the batch, by name: "k" and "v" [H, N, D], every mark [H, N, 1].
-Region = dict[str, Array]
-
-
-def take_pages(
-    cache: LayerCache, row: Int[Array, ""], slot: Int[Array, ""], count: int
-) -> tuple[Region, Int[Array, ""]]:
-    """Whole pages of one row that hold slots ``slot .. slot + count - 1`` of every head, as rows.
-
-    Returns:
-      ``(rows by name, first page within the run)``; N is static. :func:`put_pages` writes them back in place.
-    """
-    assert cache.row_starts is None, "what compacts a row has runs of its own size"
-    page_size, heads = cache.page_size, len(cache.pages)
-    pages = min((count + page_size - 2) // page_size + 1, min(cache.pages))
-    first = jnp.minimum(slot // page_size, min(cache.pages) - pages)
-    index = jnp.asarray(cache.starts, jnp.int32)[:, None] + first + jnp.arange(pages)
-    held, here = cache.sharding.locate(index, sum(cache.pages))
-    k, v = cache.kv.rows_at((row, held))
-    if cache.scales is not None:
-        k, v = k * cache.scales.k[row][:, None, None], v * cache.scales.v[row, held][..., None]
-    if cache.sharding.page_axes:
-        k, v = (
-            cache.sharding.sum_over_pages(jnp.where(here[..., None, None], x, jnp.zeros((), x.dtype))) for x in (k, v)
-        )
-    region = {"k": k.reshape(heads, -1, k.shape[-1]), "v": v.reshape(heads, -1, v.shape[-1])}
-    region |= {name: mark[row, index].reshape(heads, -1, 1) for name, mark in cache.marks.items()}
-    return region, first
-
-
-def put_pages(cache: LayerCache, row: Int[Array, ""], first: Int[Array, ""], region: Region) -> LayerCache:
-    """Write back what :func:`take_pages` gave, changed."""
-    page_size, scales = cache.page_size, cache.scales
-    k, v = region["k"], region["v"]
-    if scales is not None:
-        # Rows that were stored come back to the same numbers: nothing is clipped here.
-        k = quantise_keys(k[None], scales.k[row][None])[0][0]
-        v, scale = (x[0] for x in quantise_values(v[None]))
-    k, v = (x.reshape(x.shape[0], -1, page_size, x.shape[2]) for x in (k, v))
-    index = jnp.asarray(cache.starts, jnp.int32)[:, None] + first + jnp.arange(k.shape[1])
-    held, _ = cache.sharding.locate(index, sum(cache.pages))
-    if scales is not None:
-        scale = scale.reshape(*index.shape, page_size)
-        scales = dataclasses.replace(scales, v=scales.v.at[row, held].set(scale, mode="drop"))
-    marks = {
-        name: mark.at[row, index].set(region[name].reshape(*index.shape, page_size).astype(mark.dtype))
-        for name, mark in cache.marks.items()
-    }
-    return cache.replace(kv=cache.kv.set_pages(row, held, k, v), marks=marks, scales=scales)
-
-
-def store(
-    cache: LayerCache,
-    k: Float[Array, "B H N D"],
-    v: Float[Array, "B H N D"],
-    length: Int[Array, "B H"],
-    pages: tuple[int, ...],
-    marks: Mapping[str, Array] | None = None,
-) -> LayerCache:
-    """The layer with these rows and no others: slot i of head h is row i, ``length`` of them; ``next`` follows them.
-
-    Fixes the scales of int8 keys. A mark that is not given ([B, H, N] by name) becomes 0.
-    """
-    given, scales, sharding = marks or {}, cache.scales, cache.sharding
-    cache = cache.replace(pages=pages)
-    if cache.row_starts is not None:
-        cache = cache.replace(row_starts=runs.fitted(length, sum(pages), cache.page_size, sharding.page_parts))
-    if scales is not None:
-        valid = jnp.arange(k.shape[2]) < length[..., None]
-        fixed = key_scale(k, valid, scales.k, scales.headroom)
-        k, _ = quantise_keys(k, fixed)
-        v, scale = quantise_values(v)
-        scales = dataclasses.replace(scales, k=fixed, v=sharding.local_pages(by_page(cache, scale)))
-    new_marks = {}
-    for name, mark in cache.marks.items():
-        values = given.get(name, jnp.zeros(k.shape[:3], mark.dtype))
-        new_marks[name] = by_page(cache, values.astype(mark.dtype))
-    k, v = (sharding.local_slots(x, cache.page_size) for x in (k, v))
-    kv = pack(k, v, sharding.local_counts(pages), cache.kv, sharding.local_starts(cache.row_starts))
-    return cache.replace(kv=kv, length=length, next=length, marks=new_marks, scales=scales)
-
-
-def pack(
-    k: Float[Array, "B H N D"] | Int[Array, "B H N D"],
-    v: Float[Array, "B H N D"] | Int[Array, "B H N D"],
-    pages: tuple[int, ...],
-    like: Pages,
-    row_starts: Int[Array, "B H"] | None = None,
-) -> Pages:
-    """Lay rows out as pages, in the layout and dtype of ``like``: slot i of head h is row i; rows beyond a head's run
-    are cut, missing ones are zeros.
-    """
-    page_size = like.shape[2]
-    if row_starts is not None:
-        return like.of_rows(*(runs.paged(x.astype(like.dtype), row_starts, sum(pages), page_size) for x in (k, v)))
-
-    def lay(x: Array, count: int) -> Array:
-        batch, heads, length, dim = x.shape
-        room = count * page_size
-        x = x[:, :, :room] if length >= room else jnp.pad(x, ((0, 0), (0, 0), (0, room - length), (0, 0)))
-        return x.astype(like.dtype).reshape(batch, heads * count, page_size, dim)
-
-    k_runs, v_runs = [], []
-    for first, last in _equal_runs(pages):
-        k_runs.append(lay(k[:, first:last], pages[first]))
-        v_runs.append(lay(v[:, first:last], pages[first]))
-    k_pool = k_runs[0] if len(k_runs) == 1 else jnp.concatenate(k_runs, axis=1)
-    v_pool = v_runs[0] if len(v_runs) == 1 else jnp.concatenate(v_runs, axis=1)
-    return like.of_rows(k_pool, v_pool)
-
-
-def _equal_runs(pages: tuple[int, ...]) -> list[tuple[int, int]]:
-    """Ranges of consecutive heads that own equally many pages."""
-    edges = [0, *(i for i in range(1, len(pages)) if pages[i] != pages[i - 1]), len(pages)]
-    return list(itertools.pairwise(edges))
-
-
-def resize(cache: LayerCache, pages: tuple[int, ...]) -> LayerCache:
-    """The same contents in runs of other sizes (no head may hold more than its new run)."""
-    if pages == cache.pages:
-        return cache
-    if cache.row_starts is not None:
-        return lay_anew(cache, pages, cache.sharding.page_parts)
-
-    def lay(pool: Array, parts: int) -> Array:
-        found = []
-        for start, old, new in zip(cache.starts, cache.pages, pages, strict=True):
-            run = pool[:, start // parts : (start + min(old, new)) // parts]
-            found.append(jnp.pad(run, ((0, 0), (0, new // parts - run.shape[1])) + ((0, 0),) * (pool.ndim - 2)))
-        return jnp.concatenate(found, axis=1)
-
-    return _moved(cache, lay, pages)
-
-
-def lay_anew(cache: LayerCache, pages: tuple[int, ...], parts: int) -> LayerCache:
-    """A pool whose rows have their own runs, in runs that fit its lengths now, multiples of ``parts``."""
-    assert cache.row_starts is not None
-    old = cache.row_starts
-    new = runs.fitted(cache.length, sum(pages), cache.page_size, parts)
-    moved = _moved(cache, lambda pool, parts: runs.moved(pool, old // parts, new // parts, sum(pages) // parts), pages)
-    return moved.replace(row_starts=new)
-
-
-def _moved(cache: LayerCache, lay: Callable[[Array, int], Array], pages: tuple[int, ...]) -> LayerCache:
-    """The pool with all that belongs to pages laid out by ``lay(numbers by page, devices that shard the pages)``."""
-    # A page stays on its device, so one device's pages are laid out like those of a whole pool.
-    parts = cache.sharding.page_parts
-    scales = cache.scales and dataclasses.replace(cache.scales, v=lay(cache.scales.v, parts))
-    marks = {name: lay(mark, 1) for name, mark in cache.marks.items()}
-    return cache.replace(kv=jax.tree.map(lambda x: lay(x, parts), cache.kv), pages=pages, marks=marks, scales=scales)
 
 
 def gather_pages(pool: LayerCache) -> LayerCache:

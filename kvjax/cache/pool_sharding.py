@@ -9,8 +9,9 @@ import jax
 from jaxtyping import Array
 
 from kvjax.cache import runs
+from kvjax.cache.packing import lay_anew
 from kvjax.cache.page_sharding import UNSHARDED, PageSharding
-from kvjax.cache.pool import LayerCache, lay_anew
+from kvjax.cache.pool import LayerCache
 
 
 def local_shard(pool: LayerCache, sharding: PageSharding) -> LayerCache:

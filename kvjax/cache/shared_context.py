@@ -20,7 +20,8 @@ from jaxtyping import Array, Int
 
 from kvjax.cache.groups import HeadGroups, Layer, parts
 from kvjax.cache.host_memory import as_numpy
-from kvjax.cache.pool import LayerCache, mark_rows, rows, store
+from kvjax.cache.packing import store
+from kvjax.cache.pool import LayerCache, mark_rows, rows
 
 #: A layer's shared pools, one for each of its pools; None where rows hold all of theirs.
 SharedLayer = tuple[LayerCache | None, ...]

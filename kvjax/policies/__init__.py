@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 from kvjax.policies.names import CLASSES
 
 if TYPE_CHECKING:
-    from kvjax.cache.pool import LayerCache, append_token, mark_rows, rows, store  # noqa: F401
+    from kvjax.cache.packing import store  # noqa: F401
+    from kvjax.cache.pool import LayerCache, append_token, mark_rows, rows  # noqa: F401
     from kvjax.checks import number, true_or_false, whole_number  # noqa: F401
     from kvjax.policies.base import *  # noqa: F403
     from kvjax.policies.checks import one_of, only_one  # noqa: F401
@@ -24,7 +25,8 @@ if TYPE_CHECKING:
 
 # Names are imported when first used, so that reading the table of names loads no JAX.
 _MODULES = {
-    "kvjax.cache.pool": ("LayerCache", "append_token", "mark_rows", "rows", "store"),
+    "kvjax.cache.pool": ("LayerCache", "append_token", "mark_rows", "rows"),
+    "kvjax.cache.packing": ("store",),
     "kvjax.checks": ("number", "true_or_false", "whole_number"),
     "kvjax.policies.base": (
         *("Candidates", "HostOrTraced", "Policy", "PromptChunk", "Selection", "Signals", "Step"),

@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.cache.pool import LayerCache, mark_rows, rows, store
+from kvjax.cache.packing import store
+from kvjax.cache.pool import LayerCache, mark_rows, rows
 from kvjax.model.config import ModelConfig
 from kvjax.policies.signals import CandidateSignals, Mass, PromptSignals
 

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.cache.pool import LayerCache, read_slots, rows, store, write
+from kvjax.cache.packing import store
+from kvjax.cache.pool import LayerCache, read_slots, rows, write
 from kvjax.checks import MOST_SLOTS, number, true_or_false, whole_number
 from kvjax.errors import UsageError, quoted
 from kvjax.model.config import ModelConfig

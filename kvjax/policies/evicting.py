@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.cache.pool import LayerCache, by_head, by_page, mark_rows, rows, store
+from kvjax.cache.packing import store
+from kvjax.cache.pool import LayerCache, by_head, by_page, mark_rows, rows
 from kvjax.model.config import ModelConfig
 from kvjax.policies.base import Candidates, PromptChunk, Selection, Step, append_new, selection, top_mask
 from kvjax.policies.sized import Sized

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.cache.pool import LayerCache, put_pages, take_pages
+from kvjax.cache.pool import LayerCache
+from kvjax.cache.regions import put_pages, take_pages
 from kvjax.checks import MOST_SLOTS, number, whole_number
 from kvjax.errors import UsageError
 from kvjax.model.config import ModelConfig

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from kvjax.cache.pool import LayerCache, store, write, write_mark
+from kvjax.cache.packing import store
+from kvjax.cache.pool import LayerCache, write, write_mark
 from kvjax.checks import MOST_SLOTS, number, whole_number
 from kvjax.errors import UsageError
 from kvjax.model.config import ModelConfig

@@ -16,7 +16,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache.groups import Layer
-from kvjax.cache.pool import LayerCache, rows, store
+from kvjax.cache.packing import store
+from kvjax.cache.pool import LayerCache, rows
 from kvjax.cache.quantisation import MODEL, Storage
 from kvjax.errors import UsageError
 from kvjax.model.config import ModelConfig

@@ -15,7 +15,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache.cache import Cache
-from kvjax.cache.pool import LayerCache, rows, store
+from kvjax.cache.packing import store
+from kvjax.cache.pool import LayerCache, rows
 from kvjax.model.config import ModelConfig
 from kvjax.model.decoder import Decoder
 from kvjax.policies.base import Policy, PromptChunk, gather_candidates, page_capacities

@@ -19,8 +19,9 @@ from jaxtyping import Array, Float, Int
 from kvjax.cache.buckets import BLOCK, NEW_TOKENS
 from kvjax.cache.cache import Cache
 from kvjax.cache.groups import rounded
+from kvjax.cache.packing import store
 from kvjax.cache.page_sharding import PageSharding
-from kvjax.cache.pool import LayerCache, by_head, gather_pages, store, stored_rows
+from kvjax.cache.pool import LayerCache, by_head, gather_pages, stored_rows
 from kvjax.model.config import ModelConfig
 from kvjax.model.decoder import Decoder
 from kvjax.model.rope import angles_of_layers

@@ -11,8 +11,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from kvjax.cache.cache import Cache, materialised
 from kvjax.cache.continuation import Continuation
 from kvjax.cache.groups import Layer, parts, with_parts
+from kvjax.cache.packing import resize
 from kvjax.cache.page_sharding import UNSHARDED
-from kvjax.cache.pool import resize
 from kvjax.cache.pool_sharding import shard, unshard
 from kvjax.errors import UsageError
 from kvjax.model.config import ModelConfig

@@ -11,7 +11,8 @@ import pytest
 
 from kvjax.cache.attention import decode_attention, kept_rows
 from kvjax.cache.groups import HeadGroups, pages_by_group, slot_bytes
-from kvjax.cache.pool import by_head, by_page, empty_layer, mark_rows, read_slots, resize, store, write
+from kvjax.cache.packing import resize, store
+from kvjax.cache.pool import by_head, by_page, empty_layer, mark_rows, read_slots, write
 from pallas_kernels.prefill.xla import attend_rows, running_start
 
 PAGES = (1, 3, 2)

@@ -10,8 +10,10 @@ import pytest
 import kvjax
 from kvjax.cache.attention import decode_attention
 from kvjax.cache.layout import COLUMNS, Layout, layout_of, platform_layout
-from kvjax.cache.pool import append_token, empty_layer, put_pages, read_slots, resize, rows, store, take_pages
+from kvjax.cache.packing import resize, store
+from kvjax.cache.pool import append_token, empty_layer, read_slots, rows
 from kvjax.cache.quantisation import Storage
+from kvjax.cache.regions import put_pages, take_pages
 from kvjax.errors import UsageError
 from pallas_kernels import dispatch
 

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from kvjax.cache.attention import decode_attention
 from kvjax.cache.layout import Layout
-from kvjax.cache.pool import PAGE_SIZE, append_token, empty_layer, pack, pages_for, resize, rows, write
+from kvjax.cache.packing import pack, resize
+from kvjax.cache.pool import PAGE_SIZE, append_token, empty_layer, pages_for, rows, write
 from kvjax.cache.quantisation import Storage
 from pallas_kernels.softmax import NEG
 

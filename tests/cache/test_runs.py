@@ -11,19 +11,9 @@ from hypothesis import strategies as st
 
 from kvjax.cache import runs
 from kvjax.cache.layout import Layout
+from kvjax.cache.packing import resize, store
 from kvjax.cache.page_sharding import PageSharding
-from kvjax.cache.pool import (
-    append_token,
-    by_head,
-    by_page,
-    empty_layer,
-    mark_rows,
-    read_slots,
-    resize,
-    rows,
-    store,
-    stored_rows,
-)
+from kvjax.cache.pool import append_token, by_head, by_page, empty_layer, mark_rows, read_slots, rows, stored_rows
 from kvjax.cache.pool_sharding import shard, unshard
 from kvjax.cache.quantisation import Storage
 

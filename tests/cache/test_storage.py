@@ -14,8 +14,10 @@ from hypothesis import strategies as st
 import kvjax
 from kvjax.cache.attention import decode_attention
 from kvjax.cache.continuation import concatenate
-from kvjax.cache.pool import append_token, empty_layer, put_pages, read_slots, rows, store, take_pages
+from kvjax.cache.packing import store
+from kvjax.cache.pool import append_token, empty_layer, read_slots, rows
 from kvjax.cache.quantisation import LEVELS, Storage, parse_storage
+from kvjax.cache.regions import put_pages, take_pages
 from kvjax.errors import UsageError
 from kvjax.policies import Full
 from kvjax.policies.empty_cache import empty_cache

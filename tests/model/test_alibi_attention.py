@@ -13,7 +13,8 @@ from support import bloom_oracle
 
 from kvjax.cache.attention import decode_attention, kept_rows
 from kvjax.cache.groups import HeadGroups
-from kvjax.cache.pool import LayerCache, by_head, empty_layer, mark_rows, rows, store
+from kvjax.cache.packing import store
+from kvjax.cache.pool import LayerCache, by_head, empty_layer, mark_rows, rows
 from kvjax.cache.quantisation import MODEL, Storage
 from kvjax.model.alibi import query_bias, slopes
 from kvjax.model.decoder import random_decoder

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from support.eviction_oracle import NARROW, HeadOracle, RowOracle, attention, sizes, softmax
 from support.evictor import Evictor, compare, layer_config, random_qkv
 
-from kvjax.cache.pool import by_head, by_page, store
+from kvjax.cache.packing import store
+from kvjax.cache.pool import by_head, by_page
 from kvjax.errors import UsageError
 from kvjax.model.alibi import slopes
 from kvjax.policies import H2O, AhaKV, Step

@@ -18,7 +18,8 @@ import pytest
 import toys
 
 import kvjax
-from kvjax.cache.pool import LayerCache, append_token, pack, write
+from kvjax.cache.packing import pack
+from kvjax.cache.pool import LayerCache, append_token, write
 from kvjax.errors import UsageError
 from kvjax.policies import Policy, PromptChunk, Signals, Step
 from kvjax.policies.base import floor_fraction, gather_candidates, keep_all, keep_where

@@ -8,8 +8,9 @@ import pytest
 import toys
 
 import kvjax
+from kvjax.cache.packing import store
 from kvjax.cache.page_sharding import PageSharding
-from kvjax.cache.pool import empty_layer, store
+from kvjax.cache.pool import empty_layer
 from kvjax.cache.pool_sharding import shard, unshard
 from kvjax.policies import parse
 from kvjax.sharding.mesh import Mesh, parse_mesh

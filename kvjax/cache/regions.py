@@ -1,0 +1,61 @@
+"""Regions of a pool: whole pages of one row of the batch, taken out as rows and put back changed, in place."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from kvjax.cache.pool import LayerCache
+from kvjax.cache.quantisation import quantise_keys, quantise_values
+
+#: Rows of one row of the batch, by name: "k" and "v" [H, N, D], every mark [H, N, 1].
+Region = dict[str, Array]
+
+
+def take_pages(
+    cache: LayerCache, row: Int[Array, ""], slot: Int[Array, ""], count: int
+) -> tuple[Region, Int[Array, ""]]:
+    """Whole pages of one row that hold slots ``slot .. slot + count - 1`` of every head, as rows.
+
+    Returns:
+      ``(rows by name, first page within the run)``; N is static. :func:`put_pages` writes them back in place.
+    """
+    assert cache.row_starts is None, "what compacts a row has runs of its own size"
+    page_size, heads = cache.page_size, len(cache.pages)
+    pages = min((count + page_size - 2) // page_size + 1, min(cache.pages))
+    first = jnp.minimum(slot // page_size, min(cache.pages) - pages)
+    index = jnp.asarray(cache.starts, jnp.int32)[:, None] + first + jnp.arange(pages)
+    held, here = cache.sharding.locate(index, sum(cache.pages))
+    k, v = cache.kv.rows_at((row, held))
+    if cache.scales is not None:
+        k, v = k * cache.scales.k[row][:, None, None], v * cache.scales.v[row, held][..., None]
+    if cache.sharding.page_axes:
+        k, v = (
+            cache.sharding.sum_over_pages(jnp.where(here[..., None, None], x, jnp.zeros((), x.dtype))) for x in (k, v)
+        )
+    region = {"k": k.reshape(heads, -1, k.shape[-1]), "v": v.reshape(heads, -1, v.shape[-1])}
+    region |= {name: mark[row, index].reshape(heads, -1, 1) for name, mark in cache.marks.items()}
+    return region, first
+
+
+def put_pages(cache: LayerCache, row: Int[Array, ""], first: Int[Array, ""], region: Region) -> LayerCache:
+    """Write back what :func:`take_pages` gave, changed."""
+    page_size, scales = cache.page_size, cache.scales
+    k, v = region["k"], region["v"]
+    if scales is not None:
+        # Rows that were stored come back to the same numbers: nothing is clipped here.
+        k = quantise_keys(k[None], scales.k[row][None])[0][0]
+        v, scale = (x[0] for x in quantise_values(v[None]))
+    k, v = (x.reshape(x.shape[0], -1, page_size, x.shape[2]) for x in (k, v))
+    index = jnp.asarray(cache.starts, jnp.int32)[:, None] + first + jnp.arange(k.shape[1])
+    held, _ = cache.sharding.locate(index, sum(cache.pages))
+    if scales is not None:
+        scale = scale.reshape(*index.shape, page_size)
+        scales = dataclasses.replace(scales, v=scales.v.at[row, held].set(scale, mode="drop"))
+    marks = {
+        name: mark.at[row, index].set(region[name].reshape(*index.shape, page_size).astype(mark.dtype))
+        for name, mark in cache.marks.items()
+    }
+    return cache.replace(kv=cache.kv.set_pages(row, held, k, v), marks=marks, scales=scales)
