@@ -1,4 +1,4 @@
-"""First steps of every command that runs a model: what can be refused is, and the model is loaded; its log lines."""
+"""The first steps that commands share: checks before anything is loaded, loading, and log lines."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ def frequencies(config: ModelConfig, seen: Int[Array, " B"]) -> tuple[Float[Arra
       seen: tokens of the row after this call, shape [B]; "dynamic" and "longrope" change with it.
 
     Returns:
-      ``(inv_freq [B, F] float32, attention factor)``; F is half the channels that are rotated.
+      ``(inv_freq [B, F] float32, attention factor)``; F is half the rotary channels.
     """
     rope, dim, batch = config.rope, config.rotary_channels, seen.shape[0]
     factor: float | Array = 1.0
@@ -100,7 +100,7 @@ def frequencies(config: ModelConfig, seen: Int[Array, " B"]) -> tuple[Float[Arra
 def angles(
     config: ModelConfig, positions: Int[Array, "B T"], seen: Int[Array, " B"]
 ) -> tuple[Float[Array, "B T F"], Float[Array, "B T F"]]:
-    """cos and sin of every position, float32, shape [B, T, F]; F is half the channels that are rotated."""
+    """cos and sin of every position, float32, shape [B, T, F]; F is half the rotary channels."""
     inv_freq, factor = frequencies(config, seen)
     phase = positions[..., None].astype(jnp.float32) * inv_freq[:, None, :]
     return jnp.cos(phase) * factor, jnp.sin(phase) * factor

@@ -37,7 +37,7 @@ class RingState:
     Attributes:
       budget: [B] slots of each row, sinks included; fixed when the row's first prompt is in.
       count: [B] tokens the ring has been offered, sinks included.
-      sink_k: [B, H, sink, D] the sinks' keys as first rotated, for ``positions="cache"`` of a model with rotary
+      sink_k: [B, H, sink, D] the sinks' keys after rotary embedding, for ``positions="cache"`` of a model with rotary
         embedding; None otherwise.
     """
 
@@ -191,14 +191,14 @@ class StreamingLLM(Policy):
             moved = slots + gone[:, None, None]
             return write_mark(cache, "position", moved, slots, (gone > 0)[:, None, None])
         cos, sin = angles(dataclasses.replace(config, rope=_unscaled(config)), gone[:, None], gone)
-        rotated = rotate(state.sink_k, cos[:, None], sin[:, None])
-        slots = jnp.broadcast_to(jnp.arange(self.sink), rotated.shape[:3])
-        valid = jnp.broadcast_to((gone > 0)[:, None, None], rotated.shape[:3])
-        return write(cache, rotated, None, slots, valid)
+        after_rope = rotate(state.sink_k, cos[:, None], sin[:, None])
+        slots = jnp.broadcast_to(jnp.arange(self.sink), after_rope.shape[:3])
+        valid = jnp.broadcast_to((gone > 0)[:, None, None], after_rope.shape[:3])
+        return write(cache, after_rope, None, slots, valid)
 
 
 def _unscaled(config: ModelConfig) -> Any:
-    """The model's frequencies without yarn's temperature: a key that is rotated again must not be scaled twice."""
+    """The model's frequencies without yarn's temperature: applied twice to a key, it would scale twice."""
     if config.rope.kind == "yarn":
         return dataclasses.replace(config.rope, attention_factor=1.0)
     return config.rope

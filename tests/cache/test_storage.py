@@ -56,8 +56,8 @@ def test_a_row_is_within_half_a_level_of_itself(seed, used):
 def test_keys_after_rotary_embedding_stay_within_the_scales_of_their_first_rows():
     """A channel of a slow rotary pair is small at first, and its partner's size a few hundred tokens later."""
     angle = np.arange(300)[:, None] * np.array([0.001, 0.004, 0.02, 0.3])
-    rotated = np.concatenate([np.cos(angle), np.sin(angle)], axis=-1) * np.tile([1, 8, 3, 0.1], 2)
-    k = np.broadcast_to(rotated, (1, 1, 300, 8)).astype(np.float32)
+    after_rope = np.concatenate([np.cos(angle), np.sin(angle)], axis=-1) * np.tile([1, 8, 3, 0.1], 2)
+    k = np.broadcast_to(after_rope, (1, 1, 300, 8)).astype(np.float32)
     cache = stored(k[:, :, :20], k[:, :, :20], np.full((1, 1), 20), pages=(10,), headroom=1.01)
     assert (np.asarray(cache.scales.k)[:, :, None] * LEVELS >= np.abs(k)).all()
 

@@ -31,7 +31,7 @@ def attention_matrices(lm, ids: np.ndarray) -> list[np.ndarray]:
     def norm(x, weight):
         return weight * x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + config.rms_norm_eps)
 
-    def rotated(x):
+    def with_rope(x):
         half = config.head_dim // 2
         y = (x[..., :half] + 1j * x[..., half:]) * phasor
         return np.concatenate([y.real, y.imag], axis=-1)
@@ -42,9 +42,9 @@ def attention_matrices(lm, ids: np.ndarray) -> list[np.ndarray]:
         layer = []
         outputs = np.zeros_like(x)
         for head in range(config.num_kv_heads):
-            key, value = rotated(mixed[head, -2]), mixed[head, -1]
+            key, value = with_rope(mixed[head, -2]), mixed[head, -1]
             for member in range(config.group_size):
-                scores = rotated(mixed[head, member]) @ key.T / np.sqrt(config.head_dim)
+                scores = with_rope(mixed[head, member]) @ key.T / np.sqrt(config.head_dim)
                 scores[time[:, None] < time] = -np.inf
                 matrix = np.exp(scores - scores.max(axis=1, keepdims=True))
                 matrix /= matrix.sum(axis=1, keepdims=True)

@@ -119,11 +119,11 @@ def test_yarns_temperature_is_taken_from_the_keys():
     rope = RopeConfig(kind="yarn", factor=1.0, original_max_position=512, attention_factor=1.5)
     config = config_for(1, 8, rope=rope)
     raw = np.random.default_rng(0).standard_normal((1, 9, 8)).astype(np.float32)
-    rotated = np.stack([rotation(5 + t, 8, 1.5) @ raw[0, t] for t in range(9)])[None].astype(np.float32)
+    after_rope = np.stack([rotation(5 + t, 8, 1.5) @ raw[0, t] for t in range(9)])[None].astype(np.float32)
     nine = jnp.full((1,), 9, jnp.int32)
     chunk = PromptChunk(nine - 4, nine, nine + 5, pages=(1,), config=config, fresh=True)
     position = 5 + jnp.arange(9, dtype=jnp.int32)[None]
-    np.testing.assert_allclose(before_rope(jnp.asarray(rotated), position, chunk), raw, atol=1e-5)
+    np.testing.assert_allclose(before_rope(jnp.asarray(after_rope), position, chunk), raw, atol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -71,7 +71,7 @@ def test_a_row_that_is_done_keeps_its_ring():
 
 
 def test_cache_positions_score_as_if_tokens_were_numbered_by_their_slot():
-    """The paper's definition: rotate unrotated keys by their place in the cache, the query by its own."""
+    """The paper's definition: apply rotary embedding to the keys by their place in the cache, the query by its own."""
     sink, window, seen = 3, 9, 70
     config = config_for(1, 8)
     rng = np.random.default_rng(0)

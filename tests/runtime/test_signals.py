@@ -45,18 +45,18 @@ def projected(lm, ids):
     config, layer = lm.config, lm.params.layers[0]
     q, k, _ = (np.asarray(x[0], np.float64) for x in layer.project(lm.params.embed(jnp.asarray([ids]))))
     cos, sin = angles(config, jnp.arange(len(ids))[None], jnp.asarray([len(ids)]))
-    rotated_q = np.asarray(
+    q_after_rope = np.asarray(
         rotate(jnp.asarray(q, jnp.float32), cos[0, :, None, None], sin[0, :, None, None]), np.float64
     )
-    rotated_k = np.asarray(rotate(jnp.asarray(k, jnp.float32), cos[0, :, None], sin[0, :, None]), np.float64)
-    return q, rotated_q, rotated_k
+    k_after_rope = np.asarray(rotate(jnp.asarray(k, jnp.float32), cos[0, :, None], sin[0, :, None]), np.float64)
+    return q, q_after_rope, k_after_rope
 
 
 def dense(lm, ids, scale):
     """Layer 0's queries before rotary [T, H, G, D] and its attention [H, G, T, T]."""
     config, layer = lm.config, lm.params.layers[0]
-    q, rotated_q, rotated_k = projected(lm, ids)
-    scores = np.einsum("thgd,shd->hgts", rotated_q, rotated_k) * scale
+    q, q_after_rope, k_after_rope = projected(lm, ids)
+    scores = np.einsum("thgd,shd->hgts", q_after_rope, k_after_rope) * scale
     scores = np.where(np.tril(np.ones((len(ids), len(ids)), bool)), scores, -np.inf)
     weight = np.exp(scores)
     total = weight.sum(axis=-1, keepdims=True)

@@ -33,7 +33,7 @@ def _attend(q: np.ndarray, k: np.ndarray, v: np.ndarray, bias: np.ndarray) -> np
     return np.einsum("nts,snd->tnd", weights / weights.sum(-1, keepdims=True), v).reshape(length, -1)
 
 
-def _rotated(x: np.ndarray, theta: float, channels: int, neighbours: bool) -> np.ndarray:
+def _with_rope(x: np.ndarray, theta: float, channels: int, neighbours: bool) -> np.ndarray:
     """Rotary embedding of the first channels of [T, N, D], each pair as one complex number."""
     frequency = theta ** (-np.arange(0, channels, 2) / channels)
     phasor = np.exp(1j * np.arange(len(x))[:, None] * frequency)[:, None]
@@ -58,7 +58,7 @@ def chatglm(case: FamilyCase, tensors: Tensors, tokens: np.ndarray) -> np.ndarra
         y = _rms(x, own["input_layernorm.weight"], eps)
         y = y @ own["self_attention.query_key_value.weight"].T + own["self_attention.query_key_value.bias"]
         q, k, v = np.split(y.reshape(len(x), -1, dim), [heads, heads + shared], axis=1)
-        q, k = (_rotated(part, theta, dim // 2, True) for part in (q, k))
+        q, k = (_with_rope(part, theta, dim // 2, True) for part in (q, k))
         x = x + _attend(q, k, v, np.zeros((1, 1, 1))) @ own["self_attention.dense.weight"].T
         y = _rms(x, own["post_attention_layernorm.weight"], eps) @ own["mlp.dense_h_to_4h.weight"].T
         gate, up = np.split(y, 2, axis=-1)
@@ -86,7 +86,7 @@ def baichuan(case: FamilyCase, tensors: Tensors, tokens: np.ndarray) -> np.ndarr
         y = _rms(x, own["input_layernorm.weight"], eps) @ own["self_attn.W_pack.weight"].T
         q, k, v = (part.reshape(len(x), heads, -1) for part in np.split(y, 3, axis=-1))
         if rotary:
-            q, k = (_rotated(part, 10000.0, part.shape[-1], False) for part in (q, k))
+            q, k = (_with_rope(part, 10000.0, part.shape[-1], False) for part in (q, k))
         x = x + _attend(q, k, v, bias) @ own["self_attn.o_proj.weight"].T
         y = _rms(x, own["post_attention_layernorm.weight"], eps)
         y = _silu(y @ own["mlp.gate_proj.weight"].T) * (y @ own["mlp.up_proj.weight"].T)

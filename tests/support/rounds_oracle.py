@@ -36,8 +36,8 @@ def _norm(x: np.ndarray, norm) -> np.ndarray:
     return x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + norm.eps) * np.asarray(norm.weight[...], np.float64)
 
 
-def _rotated(x: np.ndarray, theta: float) -> np.ndarray:
-    """[..., T, D] with pairs (i, i + D / 2) rotated by position x theta ** (-2 i / D)."""
+def _with_rope(x: np.ndarray, theta: float) -> np.ndarray:
+    """[..., T, D] after rotary embedding: pairs (i, i + D / 2), angles position x theta ** (-2 i / D)."""
     half = x.shape[-1] // 2
     phase = np.arange(x.shape[-2])[:, None] * theta ** (-np.arange(half) / half)
     first, second = x[..., :half], x[..., half:]
@@ -53,7 +53,7 @@ def dense_layers(lm: LanguageModel, ids: Sequence[int], count: int) -> list[Dens
     for layer in list(lm.params.layers)[:count]:
         both = np.einsum("tm,mhgd->hgtd", _norm(x, layer.input_norm), _array(layer.qkv))
         q, k, v = both[:, :-2], both[:, -2], both[:, -1]
-        dense = Dense(_rotated(q, config.rope.theta), _rotated(k, config.rope.theta), v)
+        dense = Dense(_with_rope(q, config.rope.theta), _with_rope(k, config.rope.theta), v)
         found.append(dense)
         attended = np.einsum("hgts,hsd->thgd", dense.attention(), v)
         x = x + np.einsum("thgd,hgdm->tm", attended, _array(layer.out))

@@ -39,7 +39,7 @@ def _from_hf(config: Mapping[str, Any], origin: str) -> ModelConfig:
 def _from_gguf(
     metadata: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], factors: Mapping[str, Any], origin: str
 ) -> ModelConfig:
-    """No key says whether positions are rotated: the 7B models have 32 layers, and the 13B models, with ALiBi, 40."""
+    """The configuration; no key names the positional embedding: 32 layers have RoPE (7B), 40 have ALiBi (13B)."""
     layers = gguf_keys(metadata, "baichuan", origin)("block_count", count=True)
     if layers not in (_ROTARY, _ALIBI):
         raise WeightsError(
@@ -60,7 +60,7 @@ _FIRST = dataclasses.replace(LLAMA_LAYOUT, qkv="self_attn.W_pack")
 _SECOND = dataclasses.replace(_FIRST, change_head=_unit_rows)
 
 
-#: llama.cpp permutes queries and keys as a llama's, also where nothing is rotated.
+#: llama.cpp permutes queries and keys as a llama's, also in models with ALiBi, which have no rotary embedding.
 _GGUF_FIRST = dataclasses.replace(GGUF, pairs="neighbours")
 _GGUF_SECOND = dataclasses.replace(_GGUF_FIRST, change_head=_unit_rows)
 

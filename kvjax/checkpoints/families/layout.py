@@ -1,7 +1,7 @@
 """Every weight of a decoder, given what a kind of checkpoint calls its tensors.
 
 A layout is a table of names; the configuration says which of them there are. Projections of attention and the halves of
-a gated MLP may be tensors of their own or rows of one, and rotated channels may be stored in pairs.
+a gated MLP may be tensors of their own or rows of one, and rotary channels may be stored in pairs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvjax.model.experts import Experts
 
 #: How a fused tensor orders queries, keys and values: all of each one after the other, or of KV head after KV head.
 Fused = Literal["one after the other", "by head"]
-#: Which rotated channels form a pair: i and i + half, as kvjax has them, or 2 i and 2 i + 1.
+#: Which rotary channels form a pair: i and i + half, as kvjax has them, or 2 i and 2 i + 1.
 Pairs = Literal["halves", "neighbours"]
 Change = Callable[[np.ndarray], np.ndarray]
 
@@ -225,10 +225,10 @@ def _queries(group: int) -> Place:
     return lambda values: values[..., :group, :]
 
 
-def _pairs_apart(heads: int, dim: int, rotated: int) -> np.ndarray:
-    """The rows of a projection whose rotated channels 2 i and 2 i + 1 are a pair, in the order of i and i + half."""
+def _pairs_apart(heads: int, dim: int, rotary: int) -> np.ndarray:
+    """The rows of a projection whose rotary channels 2 i and 2 i + 1 are a pair, in the order of i and i + half."""
     channels = np.arange(dim)
-    channels[:rotated] = np.arange(rotated).reshape(-1, 2).T.reshape(-1)
+    channels[:rotary] = np.arange(rotary).reshape(-1, 2).T.reshape(-1)
     return (np.arange(heads)[:, None] * dim + channels).reshape(-1)
 
 

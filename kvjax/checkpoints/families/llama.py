@@ -155,7 +155,7 @@ def _experts(key: Keys, shapes: Mapping[str, tuple[int, ...]], normalised: bool)
 
 
 def decoder_weights(config: ModelConfig, gguf: bool, permuted: bool = False) -> Iterator[Weight]:
-    """Every weight of the layout; ``permuted`` says that a GGUF has llama's own order of rotated channels."""
+    """Every weight of the layout; ``permuted`` says that a GGUF has llama's own order of rotary channels."""
     pairs: Pairs = "neighbours" if permuted else "halves"
     return weights_of(config, dataclasses.replace(GGUF, pairs=pairs) if gguf else LLAMA_LAYOUT)
 

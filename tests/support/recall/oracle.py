@@ -17,13 +17,13 @@ def _norm(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
     return weight * x / np.sqrt((x * x).mean(-1, keepdims=True) + eps)
 
 
-def _rotated(x: np.ndarray, theta: float) -> np.ndarray:
-    """[T, heads, D] rotated by each token's position, channels i and i + D/2 as a pair."""
+def _with_rope(x: np.ndarray, theta: float) -> np.ndarray:
+    """[T, heads, D] after rotary embedding: channels i and i + D/2 are a pair."""
     tokens, _, dim = x.shape
     angle = np.arange(tokens)[:, None] * theta ** (-np.arange(0, dim, 2) / dim)
     pairs = x[..., : dim // 2] + 1j * x[..., dim // 2 :]
-    rotated = pairs * np.exp(1j * angle)[:, None]
-    return np.concatenate([rotated.real, rotated.imag], axis=-1)
+    after_rope = pairs * np.exp(1j * angle)[:, None]
+    return np.concatenate([after_rope.real, after_rope.imag], axis=-1)
 
 
 def forward(folder: pathlib.Path, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -49,7 +49,7 @@ def forward_of(
         )
         if p + "self_attn.q_norm.weight" in w:  # Qwen3's
             q, k = (_norm(a, w[p + f"self_attn.{name}_norm.weight"], eps) for name, a in (("q", q), ("k", k)))
-        q, k = _rotated(q, config["rope_theta"]), _rotated(k, config["rope_theta"])
+        q, k = _with_rope(q, config["rope_theta"]), _with_rope(k, config["rope_theta"])
         k, v = (np.repeat(a, heads // kv_heads, axis=1) for a in (k, v))
         scores = np.einsum("qhd,khd->hqk", q, k) / np.sqrt(dim)
         weight = np.where(np.tri(count, dtype=bool), np.exp(scores - scores.max(-1, keepdims=True)), 0)
