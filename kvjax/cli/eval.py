@@ -123,7 +123,7 @@ def _run(
         if whole > missing:
             _say(f"{whole - missing} answers of an earlier run are kept")
         if missing:
-            spent = estimate.seconds(lm, runner.batches, len(compared)) * missing / whole
+            spent = estimate.seconds(lm, runner.batches, [one.policy() for one in compared]) * missing / whole
             _say(
                 f"{len(items)} questions of {len(compared)} caches: about {estimate.in_words(spent)} if answers are as "
                 "long as they may be, and programs are compiled besides"

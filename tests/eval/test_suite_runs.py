@@ -16,6 +16,7 @@ from kvjax.eval.suites import estimate
 from kvjax.eval.suites.journal import Journal
 from kvjax.eval.suites.prompts import Prepared, prepare
 from kvjax.eval.suites.runner import AFTER, IN_VIEW, Runner, batches, digest
+from kvjax.policies import AdaptiveHeads, Full, KVzip
 
 
 @pytest.fixture(scope="module")
@@ -93,10 +94,14 @@ def test_progress_counts_what_is_asked_for_now(lm, tmp_path):
     assert "streamingllm at 0.5" in str(told[-1])
 
 
-def test_the_time_is_estimated(lm):
+def test_the_time_is_estimated(lm, monkeypatch):
     rows = batches([prepare(lm, item) for item in ITEMS], 2)
-    one = estimate.seconds(lm, rows, 1)
-    assert 0 < one < 60 and estimate.seconds(lm, rows, 1000) > 100 * one
+    one = estimate.seconds(lm, rows, [Full()])
+    assert 0 < one < 60 and estimate.seconds(lm, rows, [Full()] * 1000) > 100 * one
+    # A policy that has the prompts repeated reads them twice.
+    monkeypatch.setattr(estimate, "_speeds", lambda dtype: (1e9, 1e12))
+    once, twice = (estimate.seconds(lm, rows, [policy]) for policy in (Full(), AdaptiveHeads(inner=KVzip())))
+    assert twice > 1.9 * once
     assert [estimate.in_words(seconds) for seconds in (0.1, 80, 600, 9000)] == ["1 s", "80 s", "10 min", "2.5 h"]
 
 

@@ -10,6 +10,12 @@ from hypothesis import strategies as st
 from support.choosing import Lane, assert_alone
 
 import kvjax
+from kvjax.allocation import Allocation
+from kvjax.cache import runs
+from kvjax.cache.layout import Layout
+from kvjax.cache.pool import PAGE_SIZE
+from kvjax.cache.quantisation import Storage
+from kvjax.engine.levels import levels_of
 from kvjax.errors import UsageError
 from kvjax.policies import NACL, TOVA, AdaptiveHeads, KeyDiff, PyramidKV, SnapKV, format_policy, parse
 
@@ -137,3 +143,44 @@ def test_text_and_refusals():
     with pytest.raises(UsageError, match="floor"):
         AdaptiveHeads(floor=1.5)
     assert isinstance(AdaptiveHeads(inner=NACL()).scoring, NACL)
+
+
+PROMPTS = [[i * step % 97 for i in range(count)] for step, count in ((1, 300), (7, 90), (31, 170))]
+QUESTIONS = [[5, 9, 2], [1], [44, 3, 3, 8]]
+
+
+def test_rows_of_different_sizes_go_on_together_as_each_alone():
+    lm, options = toys.tiny_model(), {"max_new_tokens": 12, "logprobs": True}
+    first = [kvjax.generate(lm, one, policy="adaptive:ratio=0.25,inner=keydiff", **options) for one in PROMPTS]
+    assert len({output.cache.pools[0].pages for output in first}) > 1, "they are allocated alike"
+    together = kvjax.generate(lm, QUESTIONS, cache=[output.cache for output in first], **options)
+    for question, output, found in zip(QUESTIONS, first, together, strict=True):
+        alone = kvjax.generate(lm, question, cache=output.cache, **options)
+        assert found.tokens == alone.tokens
+        np.testing.assert_allclose(found.logprobs, alone.logprobs, atol=2e-5)
+
+
+@pytest.mark.parametrize("page_size", [8, 32, 64])
+def test_what_was_saved_in_other_pages_goes_on(page_size, tmp_path):
+    lm, options = toys.tiny_model(), {"max_new_tokens": 40, "logprobs": True}
+    storage = Storage(layout=Layout("columns", page_size))
+    policy = AdaptiveHeads(ratio=0.25, inner=KeyDiff(), floor=0.1)
+    read = kvjax.generate(lm, PROMPTS[0], policy=policy, storage=storage, max_new_tokens=0).cache
+    kvjax.save_cache(tmp_path / "saved", read, lm)
+    loaded = kvjax.load_cache(tmp_path / "saved", lm)
+    assert loaded.page_size == PAGE_SIZE and read.page_size == page_size
+    room = runs.ends(loaded.pools[0].row_starts, loaded.pools[0].kv.shape[1]) - loaded.pools[0].row_starts
+    assert (np.asarray(room) * PAGE_SIZE >= np.asarray(loaded.pools[0].length) + loaded.new_capacity).all()
+    found, wanted = (kvjax.generate(lm, QUESTIONS[0], cache=cache, **options) for cache in (loaded, read))
+    assert found.tokens == wanted.tokens
+    np.testing.assert_allclose(found.logprobs, wanted.logprobs, atol=2e-5)
+
+
+def test_a_slot_of_an_engine_has_room_for_what_the_heads_hold_together():
+    config, policy = toys.tiny_config(), AdaptiveHeads(budget=40, inner=KeyDiff())
+    (level,) = levels_of(config, policy, Allocation(2, 200, 60), PAGE_SIZE, on_mesh=True)
+    heads = config.num_kv_heads
+    held = np.full(heads, 20, np.int32)
+    held[0] += 20 * heads  # one head holds what the others do not: 40 each on average
+    free = level.free([held] * config.num_layers)
+    assert free == level.free([np.full(heads, 40, np.int32)] * config.num_layers) >= 60

@@ -11,21 +11,30 @@ import jax.numpy as jnp
 from kvjax.checkpoints.load import LanguageModel
 from kvjax.eval.suites.prompts import Prepared
 from kvjax.memory_needs import weights_bytes
+from kvjax.policies.base import Policy
 from kvjax.runtime import prefill_speed
 
 #: Rows and columns of the product that is timed.
 _SIZE = 1024
 
 
-def seconds(lm: LanguageModel, batches: Sequence[Sequence[Prepared]], caches: int) -> float:
+def seconds(lm: LanguageModel, batches: Sequence[Sequence[Prepared]], policies: Sequence[Policy]) -> float:
     """Seconds of all answers, if each is as long as it may be; programs are compiled besides."""
     shapes = [(len(batch), max(one.tokens for one in batch)) for batch in batches]
-    return caches * work_seconds(lm, shapes, steps=sum(batch[0].item.max_new_tokens for batch in batches))
+    steps = sum(batch[0].item.max_new_tokens for batch in batches)
+    repeating = sum(policy.signals.repeat is not None for policy in policies)
+    once, twice = (work_seconds(lm, shapes, steps, repeats=repeats) for repeats in (False, True))
+    return (len(policies) - repeating) * once + repeating * twice
 
 
-def work_seconds(lm: LanguageModel, prompts: Sequence[tuple[int, int]], steps: int) -> float:
-    """Seconds of reading batches of (rows, tokens), and of so many decode steps; programs are compiled besides."""
+def work_seconds(lm: LanguageModel, prompts: Sequence[tuple[int, int]], steps: int, *, repeats: bool = False) -> float:
+    """Seconds of reading batches of (rows, tokens), and of so many decode steps; programs are compiled besides.
+
+    ``repeats``: the policy has the model repeat each prompt, which reads it again, attending to all of it.
+    """
     reading = sum(prefill_speed.work(lm.config, rows, tokens) for rows, tokens in prompts)
+    if repeats:
+        reading += sum(prefill_speed.work(lm.config, rows, tokens, seen=tokens) for rows, tokens in prompts)
     multiplications, bytes_read = _speeds(lm.params.dtype)
     known = prefill_speed.expected_seconds(lm.config, reading)
     weights = weights_bytes(lm.config, lm.params.dtype)
