@@ -137,7 +137,7 @@ def test_what_a_policy_refuses_stands_in_the_report(lm, tmp_path):
 
 def test_a_batch_that_does_not_fit_is_asked_by_halves(lm, tmp_path, monkeypatch):
     from kvjax.errors import DoesNotFit
-    from kvjax.eval.suites import runner as module
+    from kvjax.eval.suites import asker as module
 
     real, sizes = module.generate, []
 
@@ -158,7 +158,7 @@ def test_a_batch_that_does_not_fit_is_asked_by_halves(lm, tmp_path, monkeypatch)
 
 
 def test_an_answer_that_ctrl_c_cut_off_is_not_kept(lm, tmp_path, monkeypatch):
-    from kvjax.eval.suites import runner as module
+    from kvjax.eval.suites import asker as module
 
     real = module.generate
 

@@ -12,10 +12,12 @@ from kvjax.eval.suites.longmemeval import LONGMEMEVAL
 from kvjax.eval.suites.needle_map import NEEDLE_MAP
 from kvjax.eval.suites.passkey import PASSKEY
 from kvjax.eval.suites.ruler_suite import RULER
+from kvjax.eval.suites.scbench import SCBENCH, SCBENCH_REQUESTS
 from kvjax.eval.suites.topics import ROUNDS
 
 SUITES: dict[str, Suite] = {
-    suite.name: suite for suite in (RULER, PASSKEY, NEEDLE_MAP, LONGBENCH, LONGBENCH_V2, LONGMEMEVAL, ROUNDS)
+    suite.name: suite
+    for suite in (RULER, PASSKEY, NEEDLE_MAP, LONGBENCH, LONGBENCH_V2, LONGMEMEVAL, SCBENCH, SCBENCH_REQUESTS, ROUNDS)
 }
 
 
