@@ -27,7 +27,7 @@ def dialogue(number: int, requests: bool = False, turns: int = 3) -> list[Item]:
     return [
         Item(
             f"{number}/{turn}", "a", CONTEXTS[number], TURNS[turn][0], (TURNS[turn][1],), "string_match_all", 3,
-            earlier=() if requests else tuple(TURNS[:turn]),
+            earlier=() if requests else tuple(TURNS[:turn]), shares=f"dialogue {number}",
         )
         for turn in range(turns)
     ]  # fmt: skip

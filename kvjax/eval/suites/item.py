@@ -27,6 +27,8 @@ class Item:
       classes: the names that a classification chooses from.
       earlier: earlier turns of the same dialogue, each a question and its reference answer, which are read onto the
         compressed context one after another, as a chat's turns are.
+      shares: a name that items have in common which can go on from each other's caches, in their order; empty for an
+        item that stands alone.
       choices: continuations whose log-probabilities are taken; nothing is generated where there are any, and
         ``max_new_tokens`` is 0. ``answers`` are then the numbers of the right ones, from "0".
       cell: (length, depth) in a heat map, or None.
@@ -46,6 +48,7 @@ class Item:
     cell: tuple[float, float] | None = None
     groups: tuple[str, ...] = ()
     earlier: tuple[tuple[str, str], ...] = ()
+    shares: str = ""
     choices: tuple[str, ...] = ()
 
 

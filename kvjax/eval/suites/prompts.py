@@ -34,6 +34,11 @@ class Prepared:
         return len(self.context) + sum(map(len, self.earlier)) + len(self.question)
 
     @property
+    def answer_tokens(self) -> int:
+        """Tokens of the longest answer."""
+        return max(map(len, self.choices), default=self.item.max_new_tokens)
+
+    @property
     def shared(self) -> tuple[tuple[int, ...], ...]:
         """What was read when the question comes; items with the same can ask the same cache."""
         return tuple(self.context), *map(tuple, self.earlier)
@@ -71,13 +76,20 @@ def prepare(lm: LanguageModel, item: Item) -> Prepared:
         raise UsageError(f"{item.id} has no context to compress.")
     if not (found.question and all(found.earlier) and all(choices)):
         raise UsageError(f"{item.id} has a question or a choice without any token.")
-    answer = max(map(len, choices), default=item.max_new_tokens)
+    answer = found.answer_tokens
     if found.tokens + answer > lm.config.max_position:
         raise UsageError(
             f"{item.id} takes {found.tokens} tokens and {answer} of answer; the model's context is "
             f"{lm.config.max_position}."
         )
     return found
+
+
+def tokens_of(lm: LanguageModel, item: Item) -> int:
+    """Tokens of an item's prompt with its longest answer, be they more than the model's context or not."""
+    unlimited = dataclasses.replace(lm, config=dataclasses.replace(lm.config, max_position=10**9))
+    found = prepare(unlimited, item)
+    return found.tokens + found.answer_tokens
 
 
 def _texts(lm: LanguageModel, item: Item) -> list[str]:

@@ -33,18 +33,18 @@ def digest(items: Sequence[Item]) -> str:
 def _described(item: Item) -> dict[str, Any]:
     """An item's fields; without those that earlier versions had not, where they are empty, so that runs go on."""
     found = dataclasses.asdict(item)
-    return {name: value for name, value in found.items() if value or name not in ("earlier", "choices")}
+    return {name: value for name, value in found.items() if value or name not in ("earlier", "shares", "choices")}
 
 
 def batches(prepared: Sequence[Prepared], size: int) -> list[list[Prepared]]:
     """The questions in batches, the same in every run: of one answer's length, the shortest prompts first.
 
-    Compiled programs belong to lengths in buckets, and a batch takes as long as its longest row. Questions about one
+    Compiled programs belong to lengths in buckets, and a batch takes as long as its longest row. Questions that share a
     context stand in batches that follow each other, in their order: the first of ``size`` contexts, then the second.
     """
-    of_context: dict[tuple[int, ...], list[Prepared]] = {}
+    of_context: dict[str, list[Prepared]] = {}
     for one in prepared:
-        of_context.setdefault((bool(one.choices), *one.context), []).append(one)
+        of_context.setdefault(one.item.shares or f"{one.item.id} alone", []).append(one)
 
     def rooms(questions: Sequence[Prepared]) -> tuple[tuple[int, int], ...]:
         return tuple((one.item.max_new_tokens, len(one.earlier)) for one in questions)

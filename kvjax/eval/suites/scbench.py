@@ -16,7 +16,7 @@ from kvjax.checkpoints.load import LanguageModel
 from kvjax.errors import UsageError
 from kvjax.eval.suites.data import DataFolder, from_hub, read_rows
 from kvjax.eval.suites.item import Asked, Item, Suite
-from kvjax.eval.suites.prompts import cut_middle, prepare
+from kvjax.eval.suites.prompts import cut_middle, tokens_of
 from kvjax.eval.suites.scbench_draws import DRAWS, LEAST
 from kvjax.eval.suites.scbench_prompts import KINDS, MIXED, TASKS, Kind, question_text, references, spoken
 from kvjax.eval.suites.sizes import largest, too_short
@@ -154,8 +154,7 @@ def _drawn(task: str, lm: LanguageModel, asked: Asked, requests: bool) -> list[l
 
 def _tokens(lm: LanguageModel, items: list[Item]) -> int:
     """Tokens of the longest prompt with its answer."""
-    unlimited = dataclasses.replace(lm, config=dataclasses.replace(lm.config, max_position=10**9))
-    return max(prepare(unlimited, item).tokens + item.max_new_tokens for item in items)
+    return max(tokens_of(lm, item) for item in items)
 
 
 def _items_of(name: str, context: str, questions: list[_Question], lm: LanguageModel, requests: bool) -> list[Item]:
@@ -175,6 +174,7 @@ def _items_of(name: str, context: str, questions: list[_Question], lm: LanguageM
             classes=question.others,
             groups=(f"turn {turn + 1}",),
             earlier=() if requests else earlier[:turn],
+            shares=name,
         )
         for turn, question in enumerate(questions)
     ]
