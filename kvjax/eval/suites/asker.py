@@ -75,6 +75,7 @@ class Asker:
                 read_seconds=seconds,
                 decode_seconds=output.stats.decode_seconds / len(batch),
                 read_tokens=sum(piece[row].stats.prompt_tokens for piece in read),
+                first_token=output.tokens[0] if output.tokens else None,
             )
             for row, (one, output, text) in enumerate(zip(batch, outputs, texts, strict=True))
         ]

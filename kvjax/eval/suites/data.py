@@ -99,8 +99,7 @@ def from_hub(repo: str, name: str, what: str, places: Sequence[str], revision: s
     from huggingface_hub import hf_hub_download
 
     try:
-        more = {} if revision is None else {"revision": revision}
-        return Path(hf_hub_download(repo, name, repo_type="dataset", **more))
+        return Path(hf_hub_download(repo, name, repo_type="dataset", revision=revision))
     except Exception as error:
         raise UsageError(
             f"{what} is neither in --data (as {' or '.join(places)}) nor could {repo} be downloaded from the hub "

@@ -52,6 +52,7 @@ class Answer:
       read_seconds, decode_seconds: this row's part of what its batch took, compilation apart.
       read_tokens: of the prompt, those that were read in that time, without what an earlier question shared; None in
         answers of earlier versions, which read all of it.
+      first_token: the first id that was generated; None where none was, and in answers of earlier versions.
     """
 
     policy: str
@@ -67,6 +68,7 @@ class Answer:
     read_seconds: float
     decode_seconds: float
     read_tokens: int | None = None
+    first_token: int | None = None
 
     @property
     def key(self) -> tuple[str, float | None, str]:

@@ -38,7 +38,7 @@ SUITES: dict[str, Suite] = {
 def find_suite(name: str) -> Suite:
     """The suite of that name; UsageError names the known ones."""
     if name not in SUITES:
-        raise UsageError(f"There is no suite {quoted(name)}; known are {', '.join(SUITES)}.")
+        raise UsageError(f"There is no suite {quoted(name)}; known are {', '.join(SUITES)}, papers.")
     return SUITES[name]
 
 
