@@ -47,6 +47,7 @@ def positions(lm: LanguageModel, folder: Path, quick: bool, say: Callable[[str],
         for policy in _KEEPING:
             say(f"{policy} reads {len(ids)} tokens")
             found.append(retained_positions(lm, ids, policy))
+        folder.mkdir(parents=True, exist_ok=True)
         means = {one.name: one.mean_position for one in found}
         held = {"asked": asked, "mean position": means}
         write_atomically(image, png(positions_figure(found)))

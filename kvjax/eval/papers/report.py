@@ -126,6 +126,7 @@ def write(
     report = Report(parts, {"settings": dataclasses.asdict(options), "machine": machine, "papers": data})
     title = f"{TITLE} ({model})"
     files = {PAGE: page(report, title, images), MARKDOWN: f"# {title}\n\n{report.markdown()}", NUMBERS: report.json()}
+    out.mkdir(parents=True, exist_ok=True)
     for name, content in {**images, **files}.items():
         write_atomically(out / name, content)
     return report
@@ -138,9 +139,9 @@ def _opening(options: Options, model: str, machine: dict[str, Any]) -> str:
         f"What the papers' tables and figures show, measured with {model} at lengths that it and this machine can do"
         f"{few}. Scores are percent ± bootstrap standard errors; against full: the mean difference of the same "
         "questions, with its significance p; live: bytes of slots in use when an answer is complete; first token as "
-        "full: answers whose first token is the full cache's. The papers' own numbers stand beside ours where the model "
-        "is the same, and as printed in tables of their own: of other models their order may be compared, their size "
-        f"may not. Seed {options.seed}. {machine['processor']}, {machine['cores']} cores; {versions}; "
+        "full: answers whose first token is the full cache's. The papers' own numbers stand beside ours where the "
+        "model is the same, and as printed in tables of their own: of other models their order may be compared, their "
+        f"size may not. Seed {options.seed}. {machine['processor']}, {machine['cores']} cores; {versions}; "
         f"{machine['date'][:10]}."
     )
 
