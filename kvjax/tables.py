@@ -122,15 +122,26 @@ class Picture:
 
 
 @dataclasses.dataclass(frozen=True)
+class Heading:
+    """The heading of the parts that follow."""
+
+    text: str
+
+    def markdown(self) -> str:
+        """A heading of the second level."""
+        return f"## {self.text}"
+
+
+@dataclasses.dataclass(frozen=True)
 class Report:
     """Tables with the sentences that explain them, for a terminal or as Markdown, and the numbers behind them as JSON.
 
     Attributes:
-      parts: tables, pictures and paragraphs in order.
+      parts: headings, tables, pictures and paragraphs in order.
       data: JSON-ready values.
     """
 
-    parts: Sequence[Table | Picture | str]
+    parts: Sequence[Heading | Table | Picture | str]
     data: Any = None
 
     def markdown(self) -> str:
@@ -151,7 +162,8 @@ class Report:
         terminal = sys.stdout.isatty()
         console = Console(highlight=False, width=None if terminal else width)
         for part in self.parts:
-            if isinstance(part, str):
+            if isinstance(part, Heading | str):
+                part = part if isinstance(part, str) else part.text
                 console.print(part, markup=False, emoji=False, soft_wrap=not terminal)
             elif isinstance(part, Table):
                 for piece in fitted(part, console.width):

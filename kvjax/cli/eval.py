@@ -28,7 +28,12 @@ _say = functools.partial(session.say, "eval")
 @app.command("eval")
 def evaluate(
     suite: Annotated[
-        str, typer.Option("--suite", help="ruler, passkey, needle-map, longbench, longbench-v2, longmemeval or rounds.")
+        str,
+        typer.Option(
+            "--suite",
+            help="ruler, passkey, needle-map, longbench, longbench-v2, longmemeval, scbench, scbench-requests, rounds, "
+            "dialogues, short; or papers, which compares the caches of the five papers' tables and figures.",
+        ),
     ],
     out: Annotated[Path, typer.Option("--out", help="Folder for answers and report; a run begun there is resumed.")],
     model: flag.Model = flag.DEFAULT_MODEL,
@@ -60,15 +65,16 @@ def evaluate(
     and report.json; raw answers to answers.jsonl. Interrupted or killed, the same command resumes.
     """
     from kvjax.cache.quantisation import parse_storage
+    from kvjax.cli.eval_papers import papers
     from kvjax.eval.candidates import candidates
+    from kvjax.eval.papers.registry import NAME as PAPERS
+    from kvjax.eval.papers.run import Options
     from kvjax.eval.suites.data import DataFolder
     from kvjax.eval.suites.folder import JOURNAL
     from kvjax.eval.suites.journal import Journal, RunSettings
     from kvjax.eval.suites.registry import asked_of, find_suite
     from kvjax.eval.suites.runner import AFTER, IN_VIEW
 
-    chosen = find_suite(suite)
-    compared = candidates(policies, inputs.numbers(retained, "--retained"))
     whole_number("--batch-size", batch_size, 1)
     parse_storage(storage)
     folder = DataFolder(data)
@@ -76,6 +82,13 @@ def evaluate(
         raise UsageError(f"--data names no folder: {data}.")
     session.check_results(out)
     named = inputs.names(tasks)
+    if suite == PAPERS:
+        if in_view:
+            raise UsageError(f"Each study of {PAPERS} says when its questions are asked; leave --in-view out.")
+        options = Options(model, dtype, weights, quick, length, limit, seed, storage, batch_size)
+        return papers(out, named, options, folder, compile_cache)
+    chosen = find_suite(suite)
+    compared = candidates(policies, inputs.numbers(retained, "--retained"))
     asked = asked_of(chosen, folder, tasks=named, length=length, limit=limit, seed=seed, quick=quick)
     settings = RunSettings(
         model, dtype, weights, suite, asked.tasks, asked.length, asked.limit, quick, seed,

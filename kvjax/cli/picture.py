@@ -144,9 +144,9 @@ def _study(name: str, lm: LanguageModel, settings, length: int, out: Path) -> in
 
 
 def _positions(lm: LanguageModel, policies: Sequence[str], text: str | None, length: int) -> Figure:
-    from kvjax.eval.positions import positions_figure, retained_positions
+    from kvjax.eval.positions import documentation, positions_figure, retained_positions
 
-    ids = lm.tokenizer.encode(_documentation() if text is None else text)[:length]
+    ids = lm.tokenizer.encode(documentation() if text is None else text)[:length]
     found = []
     for policy in policies:
         _say(f"{policy} reads {len(ids)} tokens")
@@ -172,13 +172,6 @@ def _alike(lm: LanguageModel, path: Path, most: int, least_rounds: int, tokens: 
         f"{alike.mean():.2f}; question and the rounds' lengths {as_lengths.mean():.2f}."
     )
     return alike_figure(found, None if profile is None else profile.watershed, lm.name)
-
-
-def _documentation() -> str:
-    """Prose that every Python brings: chapters of its language reference."""
-    from pydoc_data.topics import topics
-
-    return "\n\n".join(topics[name] for name in ("execmodel", "exceptions", "objects", "types"))
 
 
 def _save(out: Path, figure: Figure) -> None:

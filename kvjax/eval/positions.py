@@ -105,3 +105,10 @@ def positions_figure(found: Sequence[Retained]) -> Figure:
     axes.set_ylim(bottom=0)
     axes.legend(frameon=False, fontsize=8)
     return figure
+
+
+def documentation() -> str:
+    """Prose that every Python brings: chapters of its language reference."""
+    from pydoc_data.topics import topics
+
+    return "\n\n".join(topics[name] for name in ("execmodel", "exceptions", "objects", "types"))

@@ -85,3 +85,34 @@ def test_missing_text_and_broken_rows_are_one_sentence(cli, asked, data, tmp_pat
     out.parent.mkdir(parents=True)
     out.write_text("")
     assert "is a file" in cli(*words).sentence
+
+
+def test_short_questions_that_are_scored(cli, tmp_path, monkeypatch):
+    rows = [
+        {"premise": "It rained.", "choice1": "I stayed.", "choice2": "I left.", "question": "effect", "label": 0}
+    ] * 8
+    path = tmp_path / "data" / "short" / "copa.jsonl"
+    path.parent.mkdir(parents=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = ["eval", "--suite", "short", "--tasks", "copa", "--policies", "streamingllm", "--retained", "0.5"]
+    out = tmp_path / "out"
+    ran = cli(*words, "--data", str(tmp_path / "data"), "--limit", "2", "--out", str(out))
+    assert ran.code == 0 and "accuracy by length" in ran.out
+    held = json.loads((out / "report.json").read_text())
+    assert [cache["answered"] for cache in held["caches"]] == [2, 2]
+
+
+def test_papers_without_a_study(cli, tmp_path):
+    out = tmp_path / "out"
+    words = ["eval", "--suite", "papers", "--out", str(out)]
+    ran = cli(*words, "--tasks", "round", "--quick")
+    assert ran.code == 0 and "Round Attention: A Novel Round-Level Attention" in ran.out
+    names = sorted(path.name for path in out.iterdir())
+    assert names == ["report.html", "report.json", "report.md"] and "Qwen2.5-0.5B" in (out / "report.md").read_text()
+    for flags, sentence in (
+        (("--tasks", "x"), "has no task 'x'; it has razor, round"),
+        (("--in-view",), "leave --in-view out"),
+        (("--limit", "0"), "--limit is 0"),
+    ):
+        refused = cli(*words, *flags)
+        assert refused.code == 2 and sentence in refused.sentence

@@ -217,8 +217,8 @@ def test_what_is_missing_is_said_with_what_to_give(monkeypatch):
 def test_the_hub_has_what_the_folder_has_not(monkeypatch, tmp_path, lm):
     import zipfile
 
-    def download(repo, name, repo_type):
-        assert (repo, name, repo_type) == ("THUDM/LongBench", "data.zip", "dataset")
+    def download(repo, name, repo_type, revision):
+        assert (repo, name, repo_type, revision) == ("THUDM/LongBench", "data.zip", "dataset", None)
         with zipfile.ZipFile(tmp_path / "data.zip", "w") as archive:
             archive.writestr("data/trec.jsonl", json.dumps(LONGBENCH["trec"][0]) + "\n")
         return str(tmp_path / "data.zip")

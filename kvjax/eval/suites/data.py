@@ -90,7 +90,7 @@ def _fields(kind: Callable[..., Any]) -> frozenset[str]:
     return frozenset(field.name for field in dataclasses.fields(kind))  # pyright: ignore[reportArgumentType]
 
 
-def from_hub(repo: str, name: str, what: str, places: Sequence[str]) -> Path:
+def from_hub(repo: str, name: str, what: str, places: Sequence[str], revision: str | None = None) -> Path:
     """A file of a data set on the hub, downloaded once into the hub's own cache.
 
     Raises:
@@ -99,7 +99,7 @@ def from_hub(repo: str, name: str, what: str, places: Sequence[str]) -> Path:
     from huggingface_hub import hf_hub_download
 
     try:
-        return Path(hf_hub_download(repo, name, repo_type="dataset"))
+        return Path(hf_hub_download(repo, name, repo_type="dataset", revision=revision))
     except Exception as error:
         raise UsageError(
             f"{what} is neither in --data (as {' or '.join(places)}) nor could {repo} be downloaded from the hub "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable, Sequence
 
@@ -18,12 +19,44 @@ from kvjax.runtime import prefill_speed
 _SIZE = 1024
 
 
+@dataclasses.dataclass(frozen=True)
+class Reading:
+    """Prompts that are read together: how many, their tokens, and those that were read before them."""
+
+    rows: int
+    tokens: int
+    seen: int = 0
+
+
+def readings(batches: Sequence[Sequence[Prepared]]) -> tuple[list[Reading], list[Reading]]:
+    """What batches read of one cache: contexts, which are compressed, and what is read onto them.
+
+    What the batch before has read is not read again.
+    """
+    contexts, onto, held = [], [], set[tuple[tuple[int, ...], ...]]()
+    for batch in batches:
+        reads = [one.shared for one in batch]
+        levels = len(reads[0])
+        done = max((n for n in range(1, levels + 1) if all(read[:n] in held for read in reads)), default=0)
+        seen = max(sum(map(len, read[:done])) for read in reads)
+        for level in range(done, levels):
+            tokens = max(len(read[level]) for read in reads)
+            (onto if level else contexts).append(Reading(len(batch), tokens, seen))
+            seen += tokens
+        rows = sum(max(len(one.choices), 1) for one in batch)
+        asked = max(len(one.question) + max(map(len, one.choices), default=0) for one in batch)
+        if asked:
+            onto.append(Reading(rows, asked, seen))
+        held = {read[:n] for read in reads for n in range(1, levels + 1)}
+    return contexts, onto
+
+
 def seconds(lm: LanguageModel, batches: Sequence[Sequence[Prepared]], policies: Sequence[Policy]) -> float:
     """Seconds of all answers, if each is as long as it may be; programs are compiled besides."""
-    shapes = [(len(batch), max(one.tokens for one in batch)) for batch in batches]
+    contexts, onto = readings(batches)
     steps = sum(batch[0].item.max_new_tokens for batch in batches)
     repeating = sum(policy.signals.repeat is not None for policy in policies)
-    once, twice = (work_seconds(lm, shapes, steps, repeats=repeats) for repeats in (False, True))
+    once, twice = (_seconds(lm, contexts, onto, steps, repeats) for repeats in (False, True))
     return (len(policies) - repeating) * once + repeating * twice
 
 
@@ -32,9 +65,15 @@ def work_seconds(lm: LanguageModel, prompts: Sequence[tuple[int, int]], steps: i
 
     ``repeats``: the policy has the model repeat each prompt, which reads it again, attending to all of it.
     """
-    reading = sum(prefill_speed.work(lm.config, rows, tokens) for rows, tokens in prompts)
-    if repeats:
-        reading += sum(prefill_speed.work(lm.config, rows, tokens, seen=tokens) for rows, tokens in prompts)
+    return _seconds(lm, [Reading(rows, tokens) for rows, tokens in prompts], [], steps, repeats)
+
+
+def _seconds(
+    lm: LanguageModel, contexts: Sequence[Reading], onto: Sequence[Reading], steps: int, repeats: bool
+) -> float:
+    again = [Reading(one.rows, one.tokens, one.tokens) for one in contexts] if repeats else []
+    works = (prefill_speed.work(lm.config, one.rows, one.tokens, one.seen) for one in [*contexts, *onto, *again])
+    reading = sum(works)
     multiplications, bytes_read = _speeds(lm.params.dtype)
     known = prefill_speed.expected_seconds(lm.config, reading)
     weights = weights_bytes(lm.config, lm.params.dtype)

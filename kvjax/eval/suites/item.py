@@ -25,6 +25,12 @@ class Item:
       max_new_tokens: of the answer.
       chat: whether the model's chat template is applied, where it has one.
       classes: the names that a classification chooses from.
+      earlier: earlier turns of the same dialogue, each a question and its reference answer, which are read onto the
+        compressed context one after another, as a chat's turns are.
+      shares: a name that items have in common which can go on from each other's caches, in their order; empty for an
+        item that stands alone.
+      choices: continuations whose log-probabilities are taken; nothing is generated where there are any, and
+        ``max_new_tokens`` is 0. ``answers`` are then the numbers of the right ones, from "0".
       cell: (length, depth) in a heat map, or None.
       groups: names under which the item also counts, such as its difficulty.
     """
@@ -41,6 +47,9 @@ class Item:
     classes: tuple[str, ...] = ()
     cell: tuple[float, float] | None = None
     groups: tuple[str, ...] = ()
+    earlier: tuple[tuple[str, str], ...] = ()
+    shares: str = ""
+    choices: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -46,9 +46,13 @@ class Answer:
 
     Attributes:
       policy, retained: the cache. item: the question's id.
-      text: as generated, before a metric reads it. tokens: that were generated. prompt_tokens: that were read.
+      text: as generated, before a metric reads it; of scored choices their log-probabilities as JSON.
+      tokens: that were generated. prompt_tokens: of the whole prompt.
       live_bytes, allocated_bytes, full_bytes: of the cache when the answer is complete.
       read_seconds, decode_seconds: this row's part of what its batch took, compilation apart.
+      read_tokens: of the prompt, those that were read in that time, without what an earlier question shared; None in
+        answers of earlier versions, which read all of it.
+      first_token: the first id that was generated; None where none was, and in answers of earlier versions.
     """
 
     policy: str
@@ -63,6 +67,8 @@ class Answer:
     full_bytes: int
     read_seconds: float
     decode_seconds: float
+    read_tokens: int | None = None
+    first_token: int | None = None
 
     @property
     def key(self) -> tuple[str, float | None, str]:

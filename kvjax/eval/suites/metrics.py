@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvjax.eval import ruler
+from kvjax.eval.suites import choice_metrics as choice
+from kvjax.eval.suites import scbench_metrics as scbench
 from kvjax.eval.suites import text_metrics as text
 from kvjax.eval.suites.item import Item
+from kvjax.eval.suites.rouge import rouge_lsum
 
 Metric = Callable[[str, Item], float]
 
@@ -49,9 +52,28 @@ METRICS: dict[str, Metric] = {
     "code similarity": _best(text.code_similarity),
     "option": lambda prediction, item: float(text.option_letter(prediction) in item.answers),
     "containment": _best(text.contains),
+    "label in answer": lambda prediction, item: scbench.holds(prediction, item.answers),
+    "label in answer, any case": lambda prediction, item: scbench.holds_any_case(prediction, item.answers),
+    "names found": lambda prediction, item: scbench.names_found(prediction, item.answers),
+    "first digits": _best(scbench.first_digits),
+    "first number": _best(scbench.first_number),
+    "option named": lambda prediction, item: scbench.option_named(prediction, item.answers),
+    "F1 of characters": _best(scbench.character_f1),
+    "ROUGE-Lsum": _best(rouge_lsum),
+    "function found": lambda prediction, item: scbench.function_found(prediction, item.answers[0], item.classes),
+    "accuracy": lambda prediction, item: choice.likeliest(prediction, item.answers),
+    "accuracy by length": lambda prediction, item: choice.likeliest_by_length(
+        prediction, item.answers, [len(one.strip()) for one in item.choices]
+    ),
+    "next tokens": lambda prediction, item: choice.next_tokens(prediction),
+    "mean probability": lambda prediction, item: choice.mean_probability(prediction),
 }
 #: A second metric that a report shows beside the first.
-ALSO: dict[str, str] = {"partial match": "exact match"}
+ALSO: dict[str, str] = {
+    "partial match": "exact match",
+    "accuracy": "accuracy by length",
+    "next tokens": "mean probability",
+}
 
 
 def score(prediction: str, item: Item, metric: str | None = None) -> float:

@@ -6,12 +6,12 @@ import base64
 from collections.abc import Mapping
 from html import escape
 
-from kvjax.tables import Picture, Report, Table
+from kvjax.tables import Heading, Picture, Report, Table
 
 _STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; margin: 0 auto; max-width: 70rem; padding: 1rem; color: #1a1a1a;
   background: #fff; }
-h1 { font-size: 1.4rem; } h2 { font-size: 1.1rem; margin-top: 2rem; }
+h1 { font-size: 1.4rem; } h2 { font-size: 1.2rem; margin-top: 2.5rem; } h3 { font-size: 1.05rem; margin-top: 1.5rem; }
 .table { overflow-x: auto; } table { border-collapse: collapse; font-size: .9rem; white-space: nowrap; }
 th, td { padding: .3rem .7rem; border-bottom: 1px solid #ddd; text-align: left; }
 th.right, td.right { text-align: right; font-variant-numeric: tabular-nums; }
@@ -34,7 +34,9 @@ def page(report: Report, title: str, pictures: Mapping[str, bytes]) -> str:
     )
 
 
-def _part(part: Table | Picture | str, pictures: Mapping[str, bytes]) -> str:
+def _part(part: Heading | Table | Picture | str, pictures: Mapping[str, bytes]) -> str:
+    if isinstance(part, Heading):
+        return f"<h2>{escape(part.text)}</h2>"
     if isinstance(part, str):
         return f"<p>{escape(part)}</p>"
     if isinstance(part, Picture):
@@ -58,6 +60,6 @@ def _table(table: Table) -> str:
         if note is not None:
             line += f'<td class="note" colspan="{len(cells) - table.labels}">{escape(note)}</td>'
         rows.append(f"<tr>{line}</tr>")
-    title = f"<h2>{escape(table.title)}</h2>\n" if table.title else ""
+    title = f"<h3>{escape(table.title)}</h3>\n" if table.title else ""
     body = "\n".join(rows)
     return f'{title}<div class="table"><table>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody></table></div>'

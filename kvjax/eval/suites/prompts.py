@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 from kvjax.checkpoints.load import LanguageModel
 from kvjax.errors import UsageError
@@ -12,16 +13,49 @@ from kvjax.eval.suites.item import Item
 
 @dataclasses.dataclass(frozen=True)
 class Prepared:
-    """One item's ids: ``context``, what can be compressed before ``question`` is known."""
+    """One item's ids.
+
+    Attributes:
+      context: what can be compressed before any question is known.
+      earlier: what is read onto it before ``question``: the dialogue's earlier questions, each from the second on with
+        the answer to the one before it.
+      choices: of each continuation whose log-probability is taken.
+    """
 
     item: Item
     context: list[int]
     question: list[int]
+    earlier: tuple[list[int], ...] = ()
+    choices: tuple[list[int], ...] = ()
 
     @property
     def tokens(self) -> int:
         """Tokens of the whole prompt."""
-        return len(self.context) + len(self.question)
+        return len(self.context) + sum(map(len, self.earlier)) + len(self.question)
+
+    @property
+    def answer_tokens(self) -> int:
+        """Tokens of the longest answer."""
+        return max(map(len, self.choices), default=self.item.max_new_tokens)
+
+    @property
+    def shared(self) -> tuple[tuple[int, ...], ...]:
+        """What was read when the question comes; items with the same can ask the same cache."""
+        return tuple(self.context), *map(tuple, self.earlier)
+
+    def in_view(self) -> Prepared:
+        """The same with its first question as part of the context, so that it is compressed in view of it.
+
+        Where continuations are scored the question's last token is read with them, after the compression: a
+        log-probability belongs to a prompt of at least one token.
+        """
+        if self.earlier:
+            first, *rest = self.earlier
+            return dataclasses.replace(self, context=self.context + first, earlier=tuple(rest))
+        kept = len(self.question) - 1 if self.choices else len(self.question)
+        return dataclasses.replace(
+            self, context=self.context + self.question[:kept], question=self.question[kept:], earlier=()
+        )
 
 
 def prepare(lm: LanguageModel, item: Item) -> Prepared:
@@ -32,28 +66,56 @@ def prepare(lm: LanguageModel, item: Item) -> Prepared:
     Raises:
       UsageError: the prompt and its answer exceed the model's context.
     """
-    tokenizer = lm.tokenizer
-    before, after = item.context, item.question + item.answer_prefix
-    first: list[int] = []
-    if item.chat and tokenizer.has_chat_template:
-        text = tokenizer.render([{"role": "user", "content": item.context + item.question}])
-        # Templates may strip the ends of a message; the words are found by what they cannot take away.
-        asked = item.question.strip()
-        place = text.rfind(asked)
-        if not asked or place < 0:
-            raise UsageError(f"The model's chat template changes the words of {item.id}; it cannot be asked.")
-        before, after = text[:place], text[place:] + item.answer_prefix.lstrip()
-    else:
-        first = list(tokenizer.prefix_ids)
-    found = Prepared(item, [*first, *tokenizer.encode(before)], tokenizer.encode(after))
+    encode = lm.tokenizer.encode
+    before, *turns = _texts(lm, item)
+    first = [] if item.chat and lm.tokenizer.has_chat_template else list(lm.tokenizer.prefix_ids)
+    *earlier, question = (encode(turn) for turn in turns)
+    choices = tuple(encode(choice) for choice in item.choices)
+    found = Prepared(item, [*first, *encode(before)], question, tuple(earlier), choices)
     if not found.context:
         raise UsageError(f"{item.id} has no context to compress.")
-    if found.tokens + item.max_new_tokens > lm.config.max_position:
+    if not (found.question and all(found.earlier) and all(choices)):
+        raise UsageError(f"{item.id} has a question or a choice without any token.")
+    answer = found.answer_tokens
+    if found.tokens + answer > lm.config.max_position:
         raise UsageError(
-            f"{item.id} takes {found.tokens} tokens and {item.max_new_tokens} of answer; the model's context is "
+            f"{item.id} takes {found.tokens} tokens and {answer} of answer; the model's context is "
             f"{lm.config.max_position}."
         )
     return found
+
+
+def tokens_of(lm: LanguageModel, item: Item) -> int:
+    """Tokens of an item's prompt with its longest answer, be they more than the model's context or not."""
+    unlimited = dataclasses.replace(lm, config=dataclasses.replace(lm.config, max_position=10**9))
+    found = prepare(unlimited, item)
+    return found.tokens + found.answer_tokens
+
+
+def _texts(lm: LanguageModel, item: Item) -> list[str]:
+    """The context, then each turn's text up to where its answer begins."""
+    questions = [*(question for question, _ in item.earlier), item.question]
+    answers = [answer for _, answer in item.earlier]
+    if not (item.chat and lm.tokenizer.has_chat_template):
+        later = (f"{answer}\n\n{question}" for answer, question in zip(answers, questions[1:], strict=True))
+        turns = [questions[0], *later]
+        turns[-1] += item.answer_prefix
+        return [item.context, *turns]
+    user = {"role": "user", "content": item.context + questions[0]}
+    messages, texts = [user], [lm.tokenizer.render([user])]
+    for answer, question in zip(answers, questions[1:], strict=True):
+        messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": question}]
+        texts.append(lm.tokenizer.render(messages))
+    # Templates may strip the ends of a message; the words are found by what they cannot take away.
+    asked = questions[0].strip()
+    place = texts[0].rfind(asked)
+    follows = all(new.startswith(old) for old, new in itertools.pairwise(texts))
+    if not asked or place < 0 or not follows:
+        raise UsageError(f"The model's chat template changes the words of {item.id}; it cannot be asked.")
+    later = [new[len(old) :] for old, new in itertools.pairwise(texts)]
+    turns = [texts[0][place:], *later]
+    turns[-1] += item.answer_prefix.lstrip()
+    return [texts[0][:place], *turns]
 
 
 def room_of(lm: LanguageModel, length: int | None, max_new_tokens: int) -> int:
@@ -76,7 +138,7 @@ def cut_middle(lm: LanguageModel, context: str, question: str, room: int) -> tup
     while len(whole) > room:
         half = keep // 2
         head, tail = decode(whole[:half]), decode(whole[-half:])
-        found = (head + tail[: -len(question)], question) if tail.endswith(question) else (head, tail)
+        found = (head + tail[: len(tail) - len(question)], question) if tail.endswith(question) else (head, tail)
         # Two halves may meet in more tokens than they had; the benchmark has room to spare, a model's context has not.
         over = len(encode(found[0] + found[1])) - room
         if over <= 0:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from kvjax.checks import MOST_SEED, whole_number
 from kvjax.errors import UsageError, quoted
 from kvjax.eval.suites.data import DataFolder
+from kvjax.eval.suites.dialogues import DIALOGUES
 from kvjax.eval.suites.item import Asked, Suite
 from kvjax.eval.suites.longbench import LONGBENCH
 from kvjax.eval.suites.longbench_v2 import LONGBENCH_V2
@@ -12,17 +13,32 @@ from kvjax.eval.suites.longmemeval import LONGMEMEVAL
 from kvjax.eval.suites.needle_map import NEEDLE_MAP
 from kvjax.eval.suites.passkey import PASSKEY
 from kvjax.eval.suites.ruler_suite import RULER
+from kvjax.eval.suites.scbench import SCBENCH, SCBENCH_REQUESTS
+from kvjax.eval.suites.short import SHORT
 from kvjax.eval.suites.topics import ROUNDS
 
 SUITES: dict[str, Suite] = {
-    suite.name: suite for suite in (RULER, PASSKEY, NEEDLE_MAP, LONGBENCH, LONGBENCH_V2, LONGMEMEVAL, ROUNDS)
+    suite.name: suite
+    for suite in (
+        RULER,
+        PASSKEY,
+        NEEDLE_MAP,
+        LONGBENCH,
+        LONGBENCH_V2,
+        LONGMEMEVAL,
+        SCBENCH,
+        SCBENCH_REQUESTS,
+        ROUNDS,
+        DIALOGUES,
+        SHORT,
+    )
 }
 
 
 def find_suite(name: str) -> Suite:
     """The suite of that name; UsageError names the known ones."""
     if name not in SUITES:
-        raise UsageError(f"There is no suite {quoted(name)}; known are {', '.join(SUITES)}.")
+        raise UsageError(f"There is no suite {quoted(name)}; known are {', '.join(SUITES)}, papers.")
     return SUITES[name]
 
 

@@ -52,9 +52,9 @@ def _main(lines: Sequence[Line]) -> Table:
     columns = [
         *_LABELS,
         Column("answered", lambda line: f"{len(line.scored)} of {line.questions}", right=True),
-        Column("score", lambda line: _estimate(line.score), right=True),
-        *([Column(second, lambda line: _estimate(line.also), right=True)] if second else []),
-        Column("against full", "gap", _difference, missing="-", right=True),
+        Column("score", lambda line: estimate_text(line.score), right=True),
+        *([Column(second, lambda line: estimate_text(line.also), right=True)] if second else []),
+        Column("against full", "gap", difference_text, missing="-", right=True),
         Column("p", "gap", lambda gap: f"{gap.p:.3f}", missing="-", right=True),
         Column("live", lambda line: line.mean(lambda answer: answer.live_bytes), human_bytes, "-", right=True),
         Column(
@@ -67,13 +67,15 @@ def _main(lines: Sequence[Line]) -> Table:
     return Table(columns, lines, note=lambda line: line.refused, labels=len(_LABELS))
 
 
-def _estimate(found: Estimated | None) -> str:
+def estimate_text(found: Estimated | None) -> str:
+    """A mean in percent with its standard error; a dash without any."""
     if found is None or math.isnan(found.mean):
         return "-"
     return f"{100 * found.mean:.1f}" + ("" if math.isnan(found.error) else f" ± {100 * found.error:.1f}")
 
 
-def _difference(found: Difference) -> str:
+def difference_text(found: Difference) -> str:
+    """A paired difference in percent points with its standard error."""
     return f"{100 * found.mean:+.1f} ± {100 * found.error:.1f}"
 
 
@@ -82,7 +84,7 @@ def _by_name(title: str, lines: Sequence[Line], names: Sequence[tuple[str, str]]
 
     def cell(line: Line, name: str) -> str:
         values = [one.score for one in line.scored if name == one.item.task or name in one.item.groups]
-        return _estimate(estimate({name: values}, seed))
+        return estimate_text(estimate({name: values}, seed))
 
     columns = [Column(shown, lambda line, name=name: cell(line, name), right=True) for name, shown in names]
     return Table([*_LABELS, *columns], lines, title=title, labels=len(_LABELS))

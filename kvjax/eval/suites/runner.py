@@ -14,12 +14,11 @@ from kvjax import progress
 from kvjax.checkpoints.load import LanguageModel
 from kvjax.errors import DoesNotFit, KvjaxError
 from kvjax.eval.candidates import Candidate
+from kvjax.eval.suites.asker import Asker
 from kvjax.eval.suites.data import digest_text
 from kvjax.eval.suites.item import Item
 from kvjax.eval.suites.journal import Answer, Journal
 from kvjax.eval.suites.prompts import Prepared, prepare
-from kvjax.generation import generate
-from kvjax.output import Output
 from kvjax.policies.window_layers import for_model
 
 #: When the question is asked: after the context was compressed, or in view of the compression.
@@ -28,19 +27,37 @@ AFTER, IN_VIEW = "after", "in view"
 
 def digest(items: Sequence[Item]) -> str:
     """A digest of all questions and how they are scored."""
-    return hashlib.sha256(digest_text([dataclasses.asdict(item) for item in items]).encode()).hexdigest()[:16]
+    return hashlib.sha256(digest_text([_described(item) for item in items]).encode()).hexdigest()[:16]
+
+
+def _described(item: Item) -> dict[str, Any]:
+    """An item's fields; without those that earlier versions had not, where they are empty, so that runs go on."""
+    found = dataclasses.asdict(item)
+    return {name: value for name, value in found.items() if value or name not in ("earlier", "shares", "choices")}
 
 
 def batches(prepared: Sequence[Prepared], size: int) -> list[list[Prepared]]:
     """The questions in batches, the same in every run: of one answer's length, the shortest prompts first.
 
-    Compiled programs belong to lengths in buckets, and a batch takes as long as its longest row.
+    Compiled programs belong to lengths in buckets, and a batch takes as long as its longest row. Questions that share a
+    context stand in batches that follow each other, in their order: the first of ``size`` contexts, then the second.
     """
-    order = sorted(prepared, key=lambda one: (one.item.max_new_tokens, one.tokens, one.item.id))
+    of_context: dict[str, list[Prepared]] = {}
+    for one in prepared:
+        of_context.setdefault(one.item.shares or f"{one.item.id} alone", []).append(one)
+
+    def rooms(questions: Sequence[Prepared]) -> tuple[tuple[int, int], ...]:
+        return tuple((one.item.max_new_tokens, len(one.earlier)) for one in questions)
+
+    def place(questions: Sequence[Prepared]) -> tuple[Any, ...]:
+        return rooms(questions), max(one.tokens for one in questions), questions[0].item.id
+
+    order = sorted(of_context.values(), key=place)
     found = []
-    for _, group in itertools.groupby(order, key=lambda one: one.item.max_new_tokens):
-        rows = list(group)
-        found += [rows[start : start + size] for start in range(0, len(rows), size)]
+    for _, group in itertools.groupby(order, key=rooms):
+        contexts = list(group)
+        for start in range(0, len(contexts), size):
+            found += map(list, zip(*contexts[start : start + size], strict=True))
     return found
 
 
@@ -62,8 +79,11 @@ class Runner:
     ):
         self.lm, self.items, self._journal, self._say = lm, items, journal, say
         settings = journal.settings
-        self._in_view, self._storage = settings.mode == IN_VIEW, settings.storage
-        self.batches = batches([prepare(lm, item) for item in items], settings.batch_size)
+        prepared = [prepare(lm, item) for item in items]
+        if settings.mode == IN_VIEW:
+            prepared = [one.in_view() for one in prepared]
+        self.batches = batches(prepared, settings.batch_size)
+        self._asker = Asker(lm, settings.storage)
         self.refused: dict[tuple[str, float | None], str] = {}
 
     def missing(self, candidates: Sequence[Candidate]) -> int:
@@ -84,7 +104,7 @@ class Runner:
         done = 0
         with progress.stage("job", "kvjax eval:", unit="prompts", total=total, done=0) as shown:
             for number, candidate in enumerate(candidates):
-                for batch in self.batches:
+                for place, batch in enumerate(self.batches):
                     missing = self._misses(candidate, batch)
                     if not missing:
                         continue
@@ -98,57 +118,24 @@ class Runner:
                     for answer in answers:
                         self._journal.add(answer)
                     done += missing
+                    self._asker.keep_for(self.batches[place + 1] if place + 1 < len(self.batches) else ())
                     shown.update(done, total, note=describe(candidate))
                 else:
                     self._say(f"[{number + 1}/{len(candidates)}] {describe(candidate)}")
+                self._asker.keep_for(())
                 jax.clear_caches()  # a policy's programs serve no other, and those of many caches take gigabytes
 
     def _ask(self, candidate: Candidate, batch: Sequence[Prepared]) -> list[Answer]:
         policy = candidate.policy()
         for_model(policy, self.lm.config).check(self.lm.config)
         try:
-            return self._answers(candidate, batch, policy)
+            return self._asker.answers(candidate, batch, policy)
         except DoesNotFit:
             if len(batch) == 1:
                 raise
+        self._asker.keep_for(())
         half = len(batch) // 2
         return self._ask(candidate, batch[:half]) + self._ask(candidate, batch[half:])
-
-    def _answers(self, candidate: Candidate, batch: Sequence[Prepared], policy: Any) -> list[Answer]:
-        room, kind = batch[0].item.max_new_tokens, {"policy": policy, "storage": self._storage}
-        read: list[Output] = []
-        if self._in_view:
-            outputs = generate(self.lm, [one.context + one.question for one in batch], max_new_tokens=room, **kind)
-        else:
-            read = generate(self.lm, [one.context for one in batch], max_new_tokens=0, **kind)
-            _check(read)
-            caches = [output.cache for output in read]
-            outputs = generate(self.lm, [one.question for one in batch], cache=caches, max_new_tokens=room)
-        _check(outputs)
-        before = [output.stats.prompt_seconds for output in read] or [0.0] * len(batch)
-        return [
-            Answer(
-                policy=candidate.name,
-                retained=candidate.retained,
-                item=one.item.id,
-                text=output.text,
-                tokens=len(output.tokens),
-                finish_reason=output.finish_reason,
-                prompt_tokens=one.tokens,
-                live_bytes=output.stats.live_cache_bytes,
-                allocated_bytes=output.stats.cache_bytes,
-                full_bytes=output.stats.full_cache_bytes,
-                read_seconds=(output.stats.prompt_seconds + seconds) / len(batch),
-                decode_seconds=output.stats.decode_seconds / len(batch),
-            )
-            for one, output, seconds in zip(batch, outputs, before, strict=True)
-        ]
-
-
-def _check(outputs: Sequence[Output]) -> None:
-    """Raise KeyboardInterrupt where Ctrl-C ended the answers."""
-    if any(output.finish_reason == "interrupted" for output in outputs):
-        raise KeyboardInterrupt
 
 
 def describe(candidate: Candidate) -> str:

@@ -58,7 +58,9 @@ class Line:
     @property
     def read_rate(self) -> float:
         """Prompt tokens a second."""
-        return _rate((one.answer.prompt_tokens, one.answer.read_seconds) for one in self.scored)
+        answers = [one.answer for one in self.scored]
+        read = [one.prompt_tokens if one.read_tokens is None else one.read_tokens for one in answers]
+        return _rate(zip(read, (one.read_seconds for one in answers), strict=True))
 
     @property
     def decode_rate(self) -> float:

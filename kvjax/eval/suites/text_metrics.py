@@ -12,12 +12,14 @@ from collections.abc import Sequence
 from kvjax.errors import KvjaxError
 from kvjax.eval.suites.rouge import rouge_l
 
-_CHINESE_MARKS = (
+#: Punctuation of Chinese text, and of English text.
+CHINESE_MARKS = (
     "！？｡。＂＃＄％＆＇（）＊＋，－／：；＜"
     "＝＞＠［＼］＾＿｀｛｜｝～｟｠｢｣､、〃"
     "》「」『』【】〔〕〖〗〘〙〚〛〜〝〞〟〰"
     "〾〿–—‘’‛“”„‟…‧﹏."
 )
+PUNCTUATION = string.punctuation
 
 
 def normalised(text: str, article: str = " ") -> str:
@@ -70,7 +72,7 @@ def qa_f1_zh(prediction: str, reference: str) -> float:
     """F1 of Chinese words without punctuation."""
 
     def words(text: str) -> list[str]:
-        marks = {*string.punctuation, *_CHINESE_MARKS}
+        marks = {*string.punctuation, *CHINESE_MARKS}
         bare = ("".join(char for char in word.lower() if char not in marks) for word in chinese_words(text))
         return [joined for word in bare if (joined := "".join(word.split()))]
 

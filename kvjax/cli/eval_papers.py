@@ -1,0 +1,67 @@
+"""``kvjax eval --suite papers``: the papers' tables and figures on a model of yours."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvjax.checks import MOST_SEED, whole_number
+from kvjax.cli import session
+from kvjax.cli.app import INTERRUPTED
+
+if TYPE_CHECKING:
+    from kvjax.eval.papers.run import Options
+    from kvjax.eval.suites.data import DataFolder
+
+_say = functools.partial(session.say, "eval")
+
+
+def papers(out: Path, names: tuple[str, ...], options: Options, data: DataFolder, compile_cache: bool) -> int:
+    """Measure what no earlier run in the folder has, then write the report of all of it."""
+    from kvjax.bench import machine
+    from kvjax.eval.papers import extras, report
+    from kvjax.eval.papers.registry import find_papers
+    from kvjax.eval.papers.run import measured
+    from kvjax.eval.suites import estimate, folder
+
+    chosen = find_papers(names)
+    for name, value in (("--length", options.length), ("--limit", options.limit)):
+        if value is not None:
+            whole_number(name, value, 1)
+    whole_number("--seed", options.seed, 0, MOST_SEED)
+    found = measured(chosen, out, options, data)
+    lm = session.load(options.model, options.dtype, compile_cache=compile_cache, weights=options.weights)
+    more: dict[str, list[extras.Extra]] = {}
+    facts, code = machine.describe(), 0
+    try:
+        for one in found:
+            one.prepare(lm, data, _say)
+        answers = sum(one.missing for one in found)
+        if answers:
+            caches = sum(len(one.caches) for one in found if one.missing)
+            spent = estimate.in_words(sum(one.seconds(lm) for one in found))
+            _say(
+                f"{answers} answers of {caches} caches: about {spent} if answers are as long as they may be, and the "
+                "programs of each cache are compiled besides"
+            )
+        kinds = {paper.name for paper in chosen}
+        if "razor" in kinds:
+            more["razor"] = [extras.retrieval_heads(lm)]
+        if "round" in kinds:
+            more["round"] = [extras.watershed(lm)]
+        for one in found:
+            one.run()
+        if "ahakv" in kinds:
+            more["ahakv"] = [extras.positions(lm, out, options.quick, _say)]
+        if "round" in kinds:
+            more["round"].append(extras.rounds(lm, data, out, options.quick, facts, _say))
+    except KeyboardInterrupt:
+        _say(f"what is answered is in {out}; the same command goes on from there")
+        code = INTERRUPTED
+    finally:
+        for one in found:
+            one.close()
+    report.write(out, chosen, found, more, options, lm.name, facts).print(width=160)
+    print(f"Saved: {out / folder.PAGE}, {folder.MARKDOWN}, {folder.NUMBERS}.")
+    return code
