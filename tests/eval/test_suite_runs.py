@@ -109,7 +109,7 @@ def test_the_time_is_estimated(lm, monkeypatch):
     assert [one.rows for one in contexts] == [1] and len(onto) == 3 and onto[2].seen == contexts[0].tokens
     apart = [dataclasses.replace(item, shares="") for item in talks]
     contexts, onto = estimate.readings(batches([prepare(lm, item) for item in apart], 2))
-    assert [one.rows for one in contexts] == [2, 1] == [one.rows for one in onto]
+    assert [one.rows for one in onto] == [2, 1] and [one.rows for one in contexts] == [2], "one context, read by two"
     chosen = [dataclasses.replace(item, choices=("a", "bcd"), earlier=(("So?", "No."),) * 2) for item in apart[:1]]
     contexts, onto = estimate.readings(batches([prepare(lm, item) for item in chosen], 2))
     prepared = prepare(lm, chosen[0])
