@@ -16,6 +16,7 @@ if TYPE_CHECKING:  # for type checkers: "X as X" exports a name
     from kvjax.policies.compensated import CompensatedRing as CompensatedRing
     from kvjax.policies.criticalkv import CriticalKV as CriticalKV
     from kvjax.policies.expected_attention import ExpectedAttention as ExpectedAttention
+    from kvjax.policies.finch import Finch as Finch
     from kvjax.policies.full import Full as Full
     from kvjax.policies.h2o import H2O as H2O
     from kvjax.policies.keydiff import KeyDiff as KeyDiff
@@ -46,6 +47,7 @@ POLICIES: dict[str, str] = {
     "snapkv": "kvjax.policies.snapkv:SnapKV",
     "pyramidkv": "kvjax.policies.pyramidkv:PyramidKV",
     "slimkv": "kvjax.policies.slimkv:SlimKV",
+    "finch": "kvjax.policies.finch:Finch",
     "nacl": "kvjax.policies.nacl:NACL",
     "keydiff": "kvjax.policies.keydiff:KeyDiff",
     "expected_attention": "kvjax.policies.expected_attention:ExpectedAttention",

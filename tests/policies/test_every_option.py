@@ -101,6 +101,10 @@ TABLE: dict[str, tuple[dict[str, Any], dict[str, Other]]] = {
     # The last layer, which is looked at, must have something to choose.
     "pyramidkv": ({"beta": 2}, {**SNAP, "group": Other("max", WINDOW), "beta": Other(20)}),
     "slimkv": ({}, {**SNAP, "score": Other("s2", WINDOW)}),
+    "finch": ({}, {
+        **SIZED, "keep_turn": Other(12, {"budget": 24, "window": 4}), "window": Other(6, {"budget": 16}),
+        "chunk": Other(5, WINDOW),
+    }),
     "nacl": ({}, {
         **SIZED, "proxy": Other(0.5, DRAWN), "random": Other(0.0, DRAWN), "protect": Other(0.4, DRAWN),
         "sink": Other(1, {"budget": 20}), "seed": Other(7, DRAWN), "group": Other("max", DRAWN | {"random": 0.0}),

@@ -43,6 +43,7 @@ POLICIES: dict[str, str | Policy] = {
     "snapkv": "snapkv:budget=12,window=4",
     "pyramidkv": "pyramidkv:budget=12,window=4,beta=4",
     "slimkv": "slimkv:budget=12,window=4",
+    "finch": "finch:budget=12,window=4",
     "nacl": "nacl:budget=12",
     "keydiff": "keydiff:budget=12",
     "expected_attention": "expected_attention:budget=12,future=16",
