@@ -22,6 +22,7 @@ if TYPE_CHECKING:  # for type checkers: "X as X" exports a name
     from kvjax.policies.keydiff import KeyDiff as KeyDiff
     from kvjax.policies.kvzip import KVzip as KVzip
     from kvjax.policies.lagkv import LagKV as LagKV
+    from kvjax.policies.merged import Merged as Merged
     from kvjax.policies.nacl import NACL as NACL
     from kvjax.policies.pyramidkv import PyramidKV as PyramidKV
     from kvjax.policies.qfilters import QFilters as QFilters
@@ -57,6 +58,7 @@ POLICIES: dict[str, str] = {
     "qfilters": "kvjax.policies.qfilters:QFilters",
     "criticalkv": "kvjax.policies.criticalkv:CriticalKV",
     "adaptive": "kvjax.policies.adaptive:AdaptiveHeads",
+    "merged": "kvjax.policies.merged:Merged",
 }
 #: Other spellings of those names.
 ALIASES: dict[str, str] = {

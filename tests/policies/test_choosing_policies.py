@@ -20,6 +20,7 @@ from kvjax.policies import (
     Finch,
     KeyDiff,
     KVzip,
+    Merged,
     PyramidKV,
     SlimKV,
     SnapKV,
@@ -40,6 +41,7 @@ def policies(**size):
         KVzip(chunk=64, **size),
         CriticalKV(inner=KVzip(chunk=64), **size),
         ChunkKV(inner=Compactor(chunk=32), **size),
+        Merged(inner=SnapKV(window=8), **size),
     ]
 
 

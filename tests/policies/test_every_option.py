@@ -133,6 +133,9 @@ TABLE: dict[str, tuple[dict[str, Any], dict[str, Other]]] = {
         **SIZED, "inner": Other(SnapKV(window=3), {"budget": 16}),
         "floor": Other(1.0, {"budget": 16, "inner": KeyDiff()}),
     }),
+    "merged": ({}, {
+        **SIZED, "inner": Other(SnapKV(window=3), {"budget": 16}), "threshold": Other(0.8, {"budget": 16}),
+    }),
     "kvzip": ({}, {**SIZED, "sink": Other(1, {"budget": 16}), "chunk": Other(5, {"budget": 16})}),
 }  # fmt: skip
 #: Options that a policy cannot do without on one kind of model.
@@ -187,9 +190,9 @@ def contents(policy: Policy, positional: str, whole: bool) -> Any:
     if whole:
         driver.decode(k[:, :, 40:46], v[:, :, 40:46], q=q[:, :, :, 40:46])
         driver.read(k[:, :, 46:], v[:, :, 46:], [12, 9], q=q[:, :, :, 46:])
-    held_k, _ = rows(driver.cache)
-    slots = np.arange(held_k.shape[2]) < np.asarray(driver.cache.length)[..., None]
-    return np.where(slots[..., None], held_k, 0).tobytes()
+    held = rows(driver.cache)
+    slots = np.arange(held[0].shape[2]) < np.asarray(driver.cache.length)[..., None]
+    return tuple(np.where(slots[..., None], x, 0).tobytes() for x in held)
 
 
 @functools.cache

@@ -54,6 +54,8 @@ POLICIES: dict[str, str | Policy] = {
     "criticalkv": "criticalkv:budget=12,inner=snapkv(window=4)",
     "kvzip": "kvzip:budget=12,sink=2,chunk=24",
     "adaptive": "adaptive:budget=12,inner=keydiff",
+    "merged": "merged:budget=12,inner=snapkv(window=4)",
+    "merged_of_adaptive": "merged:budget=12,inner=adaptive(inner=keydiff)",
     "adaptive_of_snapkv": "adaptive:budget=12,inner=snapkv(window=4)",
     "razor_of_adaptive": "razor:heads=0.0,budget=9,inner=adaptive(inner=keydiff)",
     "razor_of_tova": kvjax.Razor(inner=kvjax.TOVA(budget=10), heads="0.0+1.0"),
