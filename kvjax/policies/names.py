@@ -1,7 +1,7 @@
 """The policies that come with kvjax: their names, and the modules of their classes, which are imported when used.
 
 A new policy is a module of its own and two lines here; ``parse``, ``kvjax policies``, and the names that ``kvjax`` and
-``kvjax.policies`` export follow.
+``kvjax.policies`` export follow. :data:`CHOICES` are names that stand for one of the policies, chosen for a request.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:  # for type checkers: "X as X" exports a name
     from kvjax.policies.adaptive import AdaptiveHeads as AdaptiveHeads
     from kvjax.policies.ahakv import AhaKV as AhaKV
+    from kvjax.policies.best import Best as Best
     from kvjax.policies.chunkkv import ChunkKV as ChunkKV
     from kvjax.policies.compactor import Compactor as Compactor
     from kvjax.policies.compensated import CompensatedRing as CompensatedRing
@@ -60,6 +61,10 @@ POLICIES: dict[str, str] = {
     "adaptive": "kvjax.policies.adaptive:AdaptiveHeads",
     "merged": "kvjax.policies.merged:Merged",
 }
+#: Names that stand for a policy above, by the request: no policies of their own.
+CHOICES: dict[str, str] = {
+    "best": "kvjax.policies.best:Best",
+}
 #: Other spellings of those names.
 ALIASES: dict[str, str] = {
     "streaming": "streamingllm",
@@ -84,5 +89,5 @@ ALIASES: dict[str, str] = {
 }
 #: The module of every class, by the class's name; ``Razor`` is short for ``RazorAttention``.
 CLASSES: dict[str, str] = {
-    name: module for module, _, name in (home.partition(":") for home in POLICIES.values())
+    name: module for module, _, name in (home.partition(":") for home in (*POLICIES.values(), *CHOICES.values()))
 } | {"Razor": "kvjax.policies.razor"}  # fmt: skip

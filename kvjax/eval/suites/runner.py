@@ -20,6 +20,7 @@ from kvjax.eval.suites.journal import Answer, Journal
 from kvjax.eval.suites.prompts import Prepared, prepare
 from kvjax.generation import generate
 from kvjax.output import Output
+from kvjax.policies.best import resolve
 from kvjax.policies.window_layers import for_model
 
 #: When the question is asked: after the context was compressed, or in view of the compression.
@@ -65,6 +66,7 @@ class Runner:
         self._in_view, self._storage = settings.mode == IN_VIEW, settings.storage
         self.batches = batches([prepare(lm, item) for item in items], settings.batch_size)
         self.refused: dict[tuple[str, float | None], str] = {}
+        self._told: set[str] = set()
 
     def missing(self, candidates: Sequence[Candidate]) -> int:
         """Questions that have no answer yet, over all caches."""
@@ -104,7 +106,11 @@ class Runner:
                 jax.clear_caches()  # a policy's programs serve no other, and those of many caches take gigabytes
 
     def _ask(self, candidate: Candidate, batch: Sequence[Prepared]) -> list[Answer]:
-        policy = candidate.policy()
+        found = resolve(candidate.policy(), self.lm.config, later=not self._in_view)
+        if found.line is not None and found.line not in self._told:
+            self._told.add(found.line)
+            self._say(found.line)
+        policy = found.policy
         for_model(policy, self.lm.config).check(self.lm.config)
         try:
             return self._answers(candidate, batch, policy)
