@@ -44,6 +44,7 @@ class Stats:
       rounds: under RoundAttention, what the turn selected. The cache's bytes above are then those while it answered,
         with all rounds below the watershed and the selected ones above it; before and after that, while the question
         is read and its round is closed, the device holds more: ``device_peak_bytes``.
+      choice: where the policy was asked for as ``best``, the one that it became and why, in one line.
     """
 
     prompt_tokens: int
@@ -66,6 +67,7 @@ class Stats:
     repeated_tokens: int = 0
     windows: tuple[int | None, ...] = ()
     rounds: RoundStats | None = None
+    choice: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -26,6 +26,7 @@ from kvjax.model.config import ModelConfig
 from kvjax.model.quantised import Weights, check_weights
 from kvjax.policies import Full, LagKV, Policy, format_policy, parse
 from kvjax.policies.base import page_capacities, shares
+from kvjax.policies.best import asked_later, resolve
 from kvjax.policies.guard import check_sizes, check_value
 from kvjax.policies.window_layers import for_model
 from kvjax.sharding.mesh import Mesh, parse_mesh
@@ -59,6 +60,7 @@ class Plan:
       windows: of each layer its sliding window in tokens, whatever the policy, or None of a global layer; empty where
         all layers are global.
       notice: what the policy cannot do for prompts of this length, and what would; None where it can.
+      choice: where the policy was asked for as ``best``, the one that it became and why, in one line.
     """
 
     policy: str
@@ -82,6 +84,7 @@ class Plan:
     memory_source: str | None = None
     windows: tuple[int | None, ...] = ()
     notice: str | None = None
+    choice: str | None = None
 
     @property
     def fits(self) -> bool:
@@ -134,8 +137,7 @@ class Plan:
             lines.append(f"sliding windows, whatever the policy: {windows_text(self.windows)}")
         over = "all layers" if None not in self.windows else "global layers"
         lines.append(f"retained of the prompt, over {over} and heads: {self.retained_share:.1%}")
-        if self.notice is not None:
-            lines.append(self.notice)
+        lines += [line for line in (self.notice, self.choice) if line is not None]
         lines.append("layers, slots by KV head, and tokens retained of the prompt:")
         lines += Table(slots, layers).text().splitlines()
         head = f"{self.policy}: batch {self.batch}, {self.prompt_tokens} prompt + {self.max_new_tokens} new tokens"
@@ -201,11 +203,14 @@ def plan(
     config, params, over = _model(model)
     if check_weights(weights) is not None:
         config = dataclasses.replace(config, weights=weights)
-    chosen = for_model(Full() if policy is None else parse(policy), config)
+    asked = Full() if policy is None else parse(policy)
     whole_number("prompt_tokens", prompt_tokens, 1)
     whole_number("context_tokens", context_tokens, 0)
     whole_number("batch", batch, 1)
     whole_number("max_new_tokens", max_new_tokens, 0)
+    later = asked_later(context=context_tokens > 0, new_tokens=max_new_tokens, reserve_tokens=reserve_tokens)
+    found = resolve(asked, config, later=later)
+    chosen = for_model(found.policy, config)
     if context_tokens + prompt_tokens > config.max_position:
         raise UsageError(
             f"The prompt has {context_tokens + prompt_tokens} tokens; this model's context is {config.max_position}."
@@ -224,12 +229,14 @@ def plan(
     given = config, chosen, batch, prompt_tokens, max_new_tokens, dtype, over, context_tokens, reserve_tokens
     if device is None:
         share = gpu_share() if memory_limit is None else None
-        return _that_fits(*given, stored, device_limit(memory_limit), share, share and share.source)
+        made = _that_fits(*given, stored, device_limit(memory_limit), share, share and share.source)
+        return dataclasses.replace(made, choice=found.line)
     named = chip(device)
     if stored.layout is None:
         stored = dataclasses.replace(stored, layout=layout_on(named.platform, config.head_dim))
     with named.compiled_for():
-        return _that_fits(*given, stored, named.limit, named.share, named.source)
+        made = _that_fits(*given, stored, named.limit, named.share, named.source)
+        return dataclasses.replace(made, choice=found.line)
 
 
 def _that_fits(

@@ -15,6 +15,7 @@ from kvjax.generation import generate
 from kvjax.output import Output
 from kvjax.planning import plan
 from kvjax.policies import Policy, RazorAttention
+from kvjax.policies.best import resolve
 from kvjax.sharding.mesh import Mesh
 
 #: Tokens that every prompt's answer is made of, and those of a second turn's prompt.
@@ -61,6 +62,7 @@ def check_policy(policy: Policy, lm: LanguageModel, *, seed: int = 0) -> PolicyC
         raise UsageError(f"The model is a {type(lm).__name__}; give one from kvjax.load.")
     if not isinstance(policy, Policy):
         raise UsageError(f"{quoted(policy)} is not a policy; give an instance of a class that derives from Policy.")
+    policy = resolve(policy, lm.config, later=False).policy
     if policy.offloads_rounds:
         raise UsageError(f"{type(policy).__name__} moves rounds of conversations; policies of tokens are checked.")
     return _Checking(policy, lm, seed).run()

@@ -9,6 +9,7 @@ from typing import Any
 from kvjax.checkpoints.load import LanguageModel
 from kvjax.errors import UsageError, quoted
 from kvjax.policies.base import Policy
+from kvjax.policies.best import Resolved, resolve
 
 Message = Mapping[str, Any]
 Prompt = str | Sequence[Message] | Sequence[int]
@@ -48,6 +49,12 @@ def as_told(lm: LanguageModel, policy: Policy) -> Policy:
         return after if mark else "\n"
 
     return policy.with_words(lambda text: tuple(lm.tokenizer.encode(text)), answer)
+
+
+def matching(lm: LanguageModel, asked: Policy, policy: Policy) -> Resolved | None:
+    """The policy that was asked for where a cache's is that, or, of ``best``, what it may have become; else None."""
+    found = (resolve(asked, lm.config, later=later) for later in (True, False))
+    return next((one for one in found if as_told(lm, one.policy) == policy), None)
 
 
 def chat_tokens(lm: LanguageModel, messages: str | Sequence[Message]) -> list[int]:

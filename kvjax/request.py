@@ -28,9 +28,10 @@ from kvjax.ownership import Owned
 from kvjax.planning import fitting
 from kvjax.policies import Full, Policy, parse
 from kvjax.policies.base import shares
+from kvjax.policies.best import asked_later, resolve
 from kvjax.policies.round_attention import SINKS
 from kvjax.policies.window_layers import for_model
-from kvjax.prompts import Tokens, as_list, as_told, prefix_tokens, read_tokens, tokenize
+from kvjax.prompts import Tokens, as_list, as_told, matching, prefix_tokens, read_tokens, tokenize
 from kvjax.runtime.decode import CHUNK, Controls
 from kvjax.runtime.programs import Programs
 from kvjax.runtime.sampling import Sampling
@@ -52,6 +53,7 @@ class Request:
       cache_is_copy: whether its keys and values are the request's own, so that they may be consumed.
       owned: the conversation that ``cache`` is, where its owner passed it.
       policy: which tokens stay. storage: as what.
+      choice: under ``best`` one line, the policy that it became and why; else None.
       n: samples of each prompt. rows: prompts times samples.
       limits: tokens each prompt may generate, where that is not the options' number for all.
       numbers: what each prompt draws by, where that is not its place in the batch; a prompt of a long list so draws the
@@ -93,7 +95,10 @@ class Request:
             if read_only
             else tokenize(lm, prompt, context=context, chat=options.chat, **onto)
         )
-        self.policy = _policy(options.policy, caches, lm)
+        later = read_only or asked_later(
+            context=context is not None, new_tokens=options.max_new_tokens, reserve_tokens=options.reserve_tokens
+        )
+        self.policy, self.choice = _policy(options.policy, caches, lm, later)
         self.policy.check(lm.config)
         self.storage = _storage(options.storage, caches)
         for old in caches:
@@ -285,17 +290,21 @@ def _float32(value: float) -> np.float32:
     return np.float32(0.0 if value == 0 else min(max(value, float(limits.tiny)), float(limits.max)))
 
 
-def _policy(policy: Policy | str | None, caches: Sequence[Continuation], lm: LanguageModel) -> Policy:
-    """The policy asked for, beside the rings of a model's window layers, or the one the caches have."""
+def _policy(
+    policy: Policy | str | None, caches: Sequence[Continuation], lm: LanguageModel, later: bool
+) -> tuple[Policy, str | None]:
+    """The policy asked for, beside the rings of a model's window layers, or the one the caches have; and why it is."""
     if not caches:
-        return for_model(as_told(lm, Full() if policy is None else parse(policy)), lm.config)
-    if policy is not None and as_told(lm, parse(policy)) != caches[0].policy.chosen:
-        own = caches[0].policy.chosen
+        found = resolve(Full() if policy is None else parse(policy), lm.config, later=later)
+        return for_model(as_told(lm, found.policy), lm.config), found.line
+    own = caches[0].policy.chosen
+    same = None if policy is None else matching(lm, parse(policy), own)
+    if policy is not None and same is None:
         raise UsageError(
             f"The cache was compressed by {own}; it continues with that policy, so leave policy= out or "
             "give the same one."
         )
-    return caches[0].policy
+    return caches[0].policy, same and same.line
 
 
 def _storage(storage: Any, caches: Sequence[Continuation]) -> Storage:

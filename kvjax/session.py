@@ -396,6 +396,7 @@ class Session:
             seen=int(seen[row]),
             repeated_tokens=request.repeated_tokens(row // request.n),
             windows=request.lm.config.windows_by_layer,
+            choice=request.choice,
             rounds=rounds and dataclasses.replace(rounds, allocated=cache.device_nbytes, peak=self.peak_bytes),
         )
 

@@ -282,6 +282,7 @@ def stats_rows(output: Output) -> list[tuple[str, str]]:
         ("cache peak", f"{human_bytes(stats.device_peak_bytes)} on each device, for the whole batch"),
         ("full cache", human_bytes(stats.full_cache_bytes)),
         *([("shared", f"{human_bytes(stats.shared_cache_bytes)} with all rows")] if stats.shared_cache_bytes else []),
+        *([("policy", stats.choice)] if stats.choice else []),
         ("retained", _retained(stats)),
         *([("sliding windows", windows_text(stats.windows))] if stats.windows else []),
         ("ended by", output.finish_reason),

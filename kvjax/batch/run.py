@@ -29,6 +29,7 @@ from kvjax.interrupt import interruptible
 from kvjax.options import GenerationKeywords, GenerationOptions, merged, shows_options
 from kvjax.planning import fitting
 from kvjax.policies import parse
+from kvjax.policies.best import asked_later, resolve
 from kvjax.policies.window_layers import for_model
 from kvjax.progress import showing, stage
 from kvjax.runtime.distributed import Group, group
@@ -51,6 +52,7 @@ class Report:
       seconds: of this run, loading of the model apart.
       files: the job's output, in order.
       lost: processes that were killed or silent; the others answered what they had claimed.
+      choice: where the policy was asked for as ``best``, the one that it became and why, in one line.
     """
 
     rows: int
@@ -62,6 +64,7 @@ class Report:
     seconds: float
     files: tuple[Path, ...]
     lost: tuple[int, ...] = ()
+    choice: str | None = None
 
 
 @shows_options()
@@ -124,7 +127,10 @@ def run(
         raise UsageError(f"format is {quoted(format)}; choose 'jsonl' or 'parquet'.")
     if not isinstance(lm, LanguageModel):
         raise UsageError(f"The model is a {type(lm).__name__}; give one from kvjax.load.")
-    policy, storage = for_model(parse(chosen.policy or "full"), lm.config), parse_storage(chosen.storage)
+    later = asked_later(context=False, new_tokens=chosen.max_new_tokens, reserve_tokens=chosen.reserve_tokens)
+    asked = resolve(parse(chosen.policy or "full"), lm.config, later=later)
+    chosen = dataclasses.replace(chosen, policy=asked.policy)
+    policy, storage = for_model(asked.policy, lm.config), parse_storage(chosen.storage)
     policy.check(lm.config)
     chosen.stop_ids(lm)
     kinds = {"dtype": lm.params.dtype, "memory_limit": chosen.memory_limit, "storage": storage, "mesh": lm.mesh}
@@ -133,7 +139,7 @@ def run(
     everyone = group()
     with everyone.together(), contextlib.closing(open_source(path)) as source:
         job = Job(lm, source, chosen, order, kind)
-        return _Run(job, Path(output), everyone, batch_size).run(shard_rows)
+        return dataclasses.replace(_Run(job, Path(output), everyone, batch_size).run(shard_rows), choice=asked.line)
 
 
 class _Run:

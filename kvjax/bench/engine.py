@@ -19,6 +19,7 @@ from kvjax.errors import UsageError, quoted
 from kvjax.generation import answer
 from kvjax.options import GenerationOptions
 from kvjax.policies import Policy, format_policy
+from kvjax.policies.best import resolve
 from kvjax.request import Request
 from kvjax.tables import Column, Report, Table, human_bytes, human_rate
 
@@ -98,6 +99,7 @@ def measure(
     which one that will be is not known before.
     """
     lm = dataclasses.replace(lm, stop_token_ids=())
+    policy = resolve(policy, lm.config, later=False).policy
     longest = max(arrival.prompt_tokens + arrival.new_tokens for arrival in trace)
     if longest > lm.config.max_position:
         raise UsageError(

@@ -23,6 +23,7 @@ from kvjax.generation import generate
 from kvjax.model.config import ModelConfig
 from kvjax.model.decoder import Decoder
 from kvjax.policies import Policy
+from kvjax.policies.best import resolve
 from kvjax.runtime.synthetic import benchmark_controls, decode_state, filled_cache, run_steps
 
 if TYPE_CHECKING:
@@ -192,7 +193,8 @@ class Bench:
         progress: Progress = lambda _: None,
         meter: machine.BandwidthMeter | None = None,
     ):
-        self.lm, self.policies, self.rounds, self.steps = lm, policies, rounds, steps
+        self.lm, self.rounds, self.steps = lm, rounds, steps
+        self.policies = {name: resolve(policy, lm.config, later=False).policy for name, policy in policies.items()}
         self.peer, self.progress = peer, progress
         self.dtype = lm.params.dtype
         self.meter = meter or machine.BandwidthMeter()

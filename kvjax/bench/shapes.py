@@ -128,12 +128,14 @@ def with_profile(policy: Policy, config: ModelConfig) -> Policy:
     Raises:
       UsageError: it cannot run on this model.
     """
+    from kvjax.policies.best import resolve
     from kvjax.policies.profile import FilterProfile, packaged
     from kvjax.policies.qfilters import QFilters
     from kvjax.policies.razor import RazorAttention
     from kvjax.policies.round_attention import RoundAttention
     from kvjax.policies.window_layers import for_model
 
+    policy = resolve(policy, config, later=False).policy
     if isinstance(policy, RazorAttention) and policy.profile is None and policy.heads is None:
         policy = dataclasses.replace(policy, heads=_spread_heads(policy, config))
     if isinstance(policy, RoundAttention) and policy.profile is None and policy.watershed is None:

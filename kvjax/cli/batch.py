@@ -84,6 +84,8 @@ def batch(
 
 
 def _print(report: Report, output: Path) -> None:
+    if report.choice:
+        print(f"kvjax batch: {report.choice}", file=sys.stderr)
     parts = [f"{report.answered:,} answered"]
     if report.failed:
         parts.append(f"{report.failed:,} refused, each with its error in the output")

@@ -28,9 +28,9 @@ def _describe(policy: type) -> tuple[list[dict[str, Any]], str]:
 @app.command()
 def policies(json: flag.Json = False) -> None:
     """List the policies, their options and defaults."""
-    from kvjax.policies import registry
+    from kvjax.policies import Best, registry
 
-    described = {name: _describe(policy) for name, policy in sorted(registry().items())}
+    described = {name: _describe(policy) for name, policy in sorted((registry() | {"best": Best}).items())}
     if json:
         tables.print_json({name: {"summary": s, "fields": fields} for name, (fields, s) in described.items()})
         return

@@ -46,13 +46,16 @@ def read(
     if messages:
         prompt = _messages(prompt)
     import kvjax
+    from kvjax.policies.best import resolve
 
     kvjax.policies.parse(options["policy"])
     _check_folder(out)
     lm = session.load(model, dtype, mesh, compile_cache=compile_cache, weights=weights)
     cache = kvjax.read(lm, prompt, **options)
     kvjax.save_cache(out, cache, lm)
-    _say(out, cache, options["policy"], json)
+    found = resolve(kvjax.policies.parse(options["policy"]), lm.config, later=True)
+    named = options["policy"] if found.line is None else kvjax.policies.format_policy(found.policy)
+    _say(out, cache, named, found.line, json)
 
 
 def _check_folder(out: Path) -> None:
@@ -76,11 +79,13 @@ def _messages(text: str) -> Any:
         raise UsageError('--messages takes JSON, such as [{"role": "user", "content": "..."}].') from error
 
 
-def _say(out: Path, cache: Cache | Conversation, policy: str, as_json: bool) -> None:
+def _say(out: Path, cache: Cache | Conversation, policy: str, choice: str | None, as_json: bool) -> None:
     tokens = int(cache.seen[0])
     if as_json:
         found = {"folder": str(out), "tokens": tokens, "policy": policy, "cache_bytes": cache.nbytes}
-        tables.print_json(found)
+        tables.print_json(found if choice is None else found | {"choice": choice})
     else:
+        if choice is not None:
+            print(choice, file=sys.stderr)
         size = tables.human_bytes(cache.nbytes)
         print(f"{tokens:,} tokens are read, and {size} of cache kept in {out}.", file=sys.stderr)

@@ -45,13 +45,13 @@ def continued(lm: kvjax.LanguageModel, folder: Path, keywords: dict[str, Any]) -
     import kvjax
     from kvjax.cache.quantisation import parse_storage
     from kvjax.policies import format_policy, parse
-    from kvjax.prompts import as_told
+    from kvjax.prompts import matching
 
     options = {name: value for name, value in keywords.items() if name not in ("policy", "storage", "system")}
     conversation = kvjax.Chat.load(folder, lm, **options)
     cache, policy, storage = conversation.cache, keywords["policy"], keywords["storage"]
     assert cache is not None, "a conversation that was loaded has a cache"
-    other = policy is not None and as_told(lm, parse(policy)) != cache.policy.chosen
+    other = policy is not None and matching(lm, parse(policy), cache.policy.chosen) is None
     for flag, differs, own in (
         ("--policy", other, format_policy(cache.policy)),
         ("--storage", storage is not None and parse_storage(storage).kind != cache.storage.kind, cache.storage.kind),

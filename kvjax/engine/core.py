@@ -18,6 +18,7 @@ from kvjax.engine.slots import Slots
 from kvjax.errors import UsageError
 from kvjax.options import GenerationOptions
 from kvjax.policies import Full, Policy, parse
+from kvjax.policies.best import resolve
 from kvjax.policies.guard import check_sizes, check_value
 from kvjax.policies.window_layers import for_model
 from kvjax.prompts import as_told
@@ -52,6 +53,7 @@ class EngineCore:
             raise UsageError("An engine runs on the devices of one process; start one in each, or use kvjax.batch.run.")
         self.lm = lm
         self.policy, self.storage = engine_policy(lm, policy), parse_storage(storage)
+        choice = None if policy is None else resolve(parse(policy), lm.config, later=False).line
         kinds = {"dtype": lm.params.dtype, "memory_limit": memory_limit, "mesh": lm.mesh}
         kinds |= {"slots": slots, "most_slots": most_slots}
         sizes = engine_sizes(
@@ -62,7 +64,7 @@ class EngineCore:
         self.sizes: EngineSizes = sizes
         self.clock = open_clock()
         try:
-            self.slots = Slots(lm, self.policy, self.storage, sizes, self.clock)
+            self.slots = Slots(lm, self.policy, self.storage, sizes, self.clock, choice)
         except BaseException:
             close_clock(self.clock)
             raise
@@ -161,14 +163,15 @@ class EngineCore:
 
 
 def engine_policy(lm: Any, policy: Policy | str | None) -> Policy:
-    """The policy of an engine's slots.
+    """The policy of an engine's slots; ``best`` is that of questions in view.
 
     Raises:
       UsageError: it cannot run on the model, or is one of rounds.
     """
     if not isinstance(lm, LanguageModel):
         raise UsageError(f"The model is a {type(lm).__name__}; give one from kvjax.load.")
-    chosen = for_model(as_told(lm, Full() if policy is None else parse(policy)), lm.config)
+    asked = resolve(Full() if policy is None else parse(policy), lm.config, later=False).policy
+    chosen = for_model(as_told(lm, asked), lm.config)
     if chosen.offloads_rounds:
         raise UsageError(
             f"{type(chosen.chosen).__name__} keeps rounds of each conversation in host memory and chooses among them "

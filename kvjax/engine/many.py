@@ -35,7 +35,7 @@ def answer_many(
     limit = device_limit(options.memory_limit)
     core = EngineCore(
         lm,
-        options.policy,
+        requests[0].policy.chosen,
         options.storage,
         prompt_tokens=longest,
         new_tokens=options.max_new_tokens,

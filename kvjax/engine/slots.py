@@ -53,8 +53,17 @@ class Slots:
       peak_bytes: the most that arrays held on each device between two programs.
     """
 
-    def __init__(self, lm: LanguageModel, policy: Policy, storage: Storage, sizes: EngineSizes, clock: CompileClock):
+    def __init__(
+        self,
+        lm: LanguageModel,
+        policy: Policy,
+        storage: Storage,
+        sizes: EngineSizes,
+        clock: CompileClock,
+        choice: str | None = None,
+    ):
         self.lm, self.policy, self.storage, self.sizes, self._clock = lm, policy, storage, sizes, clock
+        self._choice = choice
         self.programs = Programs(lm.mesh, lm.config, exact=True)
         self.rows: list[Row | None] = [None] * sizes.slots
         self.peak_bytes = 0
@@ -292,6 +301,7 @@ class Slots:
                 "retained": retained,
                 "seen": int(seen[index]),
                 "windows": self.lm.config.windows_by_layer,
+                "choice": self._choice,
             }
 
         return numbers

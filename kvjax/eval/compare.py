@@ -27,6 +27,7 @@ from kvjax.eval.ruler import match_all
 from kvjax.generation import generate
 from kvjax.interrupt import interruptible
 from kvjax.policies.base import Policy
+from kvjax.policies.best import resolve
 from kvjax.policies.window_layers import for_model
 from kvjax.runtime.compilation import compile_clock
 
@@ -104,7 +105,11 @@ class Comparison:
         row = Row(length, candidate.name, candidate.retained)
         try:
             policy = candidate.policy()
-            for_model(policy, self.lm.config).check(self.lm.config)
+            for later in (True, False):
+                found = resolve(policy, self.lm.config, later=later)
+                if found.line is not None:
+                    self._say(found.line)
+                for_model(found.policy, self.lm.config).check(self.lm.config)
             asked = list(self._ask(asker, policy, prompts))
             if talks is not None:
                 asked += self._talk(asker, policy, talks)
@@ -121,15 +126,16 @@ class Comparison:
         )
 
     def _ask(self, asker: Asker, policy: Policy, tasks: Sequence[Prompts]) -> Asked:
+        after, known = (resolve(policy, self.lm.config, later=later).policy for later in (True, False))
         for task in tasks:
-            made = self._record_for(policy, task)
-            answers = asker.ask_onto(asker.compress(made, task.contexts, policy), task.questions, task.room)
+            made = self._record_for(after, task)
+            answers = asker.ask_onto(asker.compress(made, task.contexts, after), task.questions, task.room)
             yield _score(AFTER, task.task, answers, task.outputs)
-            answers = asker.ask_fresh(made, task.wholes, policy, task.room)
+            answers = asker.ask_fresh(self._record_for(known, task), task.wholes, known, task.room)
             yield _score(IN_VIEW, task.task, answers, task.outputs)
 
     def _talk(self, asker: Asker, policy: Policy, talks: Talks) -> Asked:
-        first = talks.first
+        first, policy = talks.first, resolve(policy, self.lm.config, later=True).policy  # as in a kvjax.Chat
         answers = asker.ask_fresh(self._record_for(policy, first), first.wholes, policy, first.room)
         yield _score(TURNS[0], "", answers, first.outputs)
         for turn in range(1, len(TURNS)):

@@ -314,7 +314,8 @@ class Policy:
         if type(self).select is Policy.select:
             return keep_all(cache, candidates, chunk)
         chosen = self.select(layer, cache, candidates, chunk)
-        kept = keep_where(cache, dataclasses.replace(candidates, marks=chosen.marks), chosen.keep, chunk)
+        v = candidates.v if chosen.v is None else chosen.v
+        kept = keep_where(cache, dataclasses.replace(candidates, v=v, marks=chosen.marks), chosen.keep, chunk)
         if is_own(self):  # those of kvjax have tests; the host refuses a head of this length, see policies/guard.py
             wrong = (chosen.keep & ~candidates.valid).any(axis=-1) | (cache.length < 0)
             kept = kept.replace(length=jnp.where(wrong, BEYOND, kept.length))

@@ -79,11 +79,13 @@ class Selection:
       keep: [B, H, N], False beyond the candidates' length.
       marks: [B, H, N] by name, of the candidates.
       state: the layer's state afterwards.
+      v: [B, H, N, D] the candidates' values where the choice changes those that stay, else None.
     """
 
     keep: Bool[Array, "B H N"]
     marks: dict[str, Array]
     state: Any
+    v: Float[Array, "B H N D"] | None = None
 
 
 def selection(
@@ -160,18 +162,26 @@ def keep_all(cache: LayerCache, candidates: Candidates, chunk: PromptChunk) -> L
     return store(cache, candidates.k, candidates.v, candidates.length, chunk.pages, candidates.marks)
 
 
-def keep_where(cache: LayerCache, candidates: Candidates, keep: Bool[Array, "B H N"], chunk: PromptChunk) -> LayerCache:
-    """The candidates marked ``keep`` stay, in order, with their marks; the mask must be False beyond their length."""
+def most_kept(cache: LayerCache, candidates: Candidates, chunk: PromptChunk) -> int:
+    """The most candidates that a head may keep: its slots in any row, and where rows divide them what there is."""
     slots = max(cache.replace(pages=chunk.pages).most_slots)
-    if cache.row_starts is not None:
-        slots = min(slots, keep.shape[-1])
+    return slots if cache.row_starts is None else min(slots, candidates.k.shape[2])
+
+
+def places_of(keep: Bool[Array, "B H N"], slots: int) -> tuple[Int[Array, "B H S"], Int[Array, "B H"]]:
+    """The candidates that are kept, in order, as many as ``slots``, and how many there are of each head."""
     rank = jnp.cumsum(keep, axis=-1)
-    length = rank[..., -1].astype(jnp.int32)
     # Slot i takes the (i + 1)-th kept row: the first position whose running count reaches i + 1.
     flat = rank.reshape(-1, rank.shape[-1])
     wanted = jnp.arange(1, slots + 1)
     source = jax.vmap(lambda r: jnp.searchsorted(r, wanted))(flat).reshape(*rank.shape[:-1], slots)
-    source = jnp.minimum(source, keep.shape[-1] - 1)
+    return jnp.minimum(source, keep.shape[-1] - 1), rank[..., -1].astype(jnp.int32)
+
+
+def keep_where(cache: LayerCache, candidates: Candidates, keep: Bool[Array, "B H N"], chunk: PromptChunk) -> LayerCache:
+    """The candidates marked ``keep`` stay, in order, with their marks; the mask must be False beyond their length."""
+    slots = most_kept(cache, candidates, chunk)
+    source, length = places_of(keep, slots)
     k, v = (jnp.take_along_axis(x, source[..., None], axis=2) for x in (candidates.k, candidates.v))
     marks = {name: jnp.take_along_axis(mark, source, axis=2) for name, mark in candidates.marks.items()}
     return store(cache, k, v, length, chunk.pages, marks)

@@ -51,7 +51,7 @@ class Rescoring(Selecting):
 
     def __post_init__(self) -> None:
         inner, name = self._inner, type(self).__name__
-        if not isinstance(inner, Selecting) or type(inner).select is not Selecting.select:
+        if not isinstance(inner, Selecting) or not self.takes(inner):
             raise UsageError(f"inner is {quoted(inner)}; give {name} a policy that scores each token, such as KeyDiff.")
         if has_own_size(inner) or inner.keep_turn != type(inner)().keep_turn:
             raise UsageError(f"The size of {name} is its own; leave budget, ratio and keep_turn out of inner.")
@@ -60,6 +60,10 @@ class Rescoring(Selecting):
     def usual(self) -> Selecting:
         """The inner policy when none is given."""
         raise NotImplementedError
+
+    def takes(self, inner: Selecting) -> bool:
+        """Whether this policy may be over another one: by its scores, over those that choose by these alone."""
+        return type(inner).select is Selecting.select
 
     @property
     def _inner(self) -> Any:
@@ -97,6 +101,9 @@ class Rescoring(Selecting):
 
     def check(self, config: ModelConfig) -> None:
         self.scoring.check(config)
+
+    def notice(self, config: ModelConfig, total: int) -> str | None:
+        return self.scoring.notice(config, total)
 
     def layer_kind(self, config: ModelConfig, layer: int) -> Hashable | None:
         return None if super().layer_kind(config, layer) is None else self.scoring.layer_kind(config, layer)

@@ -1,7 +1,7 @@
 """The policies that come with kvjax: their names, and the modules of their classes, which are imported when used.
 
 A new policy is a module of its own and two lines here; ``parse``, ``kvjax policies``, and the names that ``kvjax`` and
-``kvjax.policies`` export follow.
+``kvjax.policies`` export follow. :data:`CHOICES` are names that stand for one of the policies, chosen for a request.
 """
 
 from __future__ import annotations
@@ -11,16 +11,19 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:  # for type checkers: "X as X" exports a name
     from kvjax.policies.adaptive import AdaptiveHeads as AdaptiveHeads
     from kvjax.policies.ahakv import AhaKV as AhaKV
+    from kvjax.policies.best import Best as Best
     from kvjax.policies.chunkkv import ChunkKV as ChunkKV
     from kvjax.policies.compactor import Compactor as Compactor
     from kvjax.policies.compensated import CompensatedRing as CompensatedRing
     from kvjax.policies.criticalkv import CriticalKV as CriticalKV
     from kvjax.policies.expected_attention import ExpectedAttention as ExpectedAttention
+    from kvjax.policies.finch import Finch as Finch
     from kvjax.policies.full import Full as Full
     from kvjax.policies.h2o import H2O as H2O
     from kvjax.policies.keydiff import KeyDiff as KeyDiff
     from kvjax.policies.kvzip import KVzip as KVzip
     from kvjax.policies.lagkv import LagKV as LagKV
+    from kvjax.policies.merged import Merged as Merged
     from kvjax.policies.nacl import NACL as NACL
     from kvjax.policies.pyramidkv import PyramidKV as PyramidKV
     from kvjax.policies.qfilters import QFilters as QFilters
@@ -46,6 +49,7 @@ POLICIES: dict[str, str] = {
     "snapkv": "kvjax.policies.snapkv:SnapKV",
     "pyramidkv": "kvjax.policies.pyramidkv:PyramidKV",
     "slimkv": "kvjax.policies.slimkv:SlimKV",
+    "finch": "kvjax.policies.finch:Finch",
     "nacl": "kvjax.policies.nacl:NACL",
     "keydiff": "kvjax.policies.keydiff:KeyDiff",
     "expected_attention": "kvjax.policies.expected_attention:ExpectedAttention",
@@ -55,6 +59,11 @@ POLICIES: dict[str, str] = {
     "qfilters": "kvjax.policies.qfilters:QFilters",
     "criticalkv": "kvjax.policies.criticalkv:CriticalKV",
     "adaptive": "kvjax.policies.adaptive:AdaptiveHeads",
+    "merged": "kvjax.policies.merged:Merged",
+}
+#: Names that stand for a policy above, by the request: no policies of their own.
+CHOICES: dict[str, str] = {
+    "best": "kvjax.policies.best:Best",
 }
 #: Other spellings of those names.
 ALIASES: dict[str, str] = {
@@ -80,5 +89,5 @@ ALIASES: dict[str, str] = {
 }
 #: The module of every class, by the class's name; ``Razor`` is short for ``RazorAttention``.
 CLASSES: dict[str, str] = {
-    name: module for module, _, name in (home.partition(":") for home in POLICIES.values())
+    name: module for module, _, name in (home.partition(":") for home in (*POLICIES.values(), *CHOICES.values()))
 } | {"Razor": "kvjax.policies.razor"}  # fmt: skip

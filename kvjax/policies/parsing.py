@@ -17,7 +17,7 @@ from typing import Any
 from kvjax.checks import MOST, MOST_SEED, read_number, read_whole_number
 from kvjax.errors import UsageError, quoted
 from kvjax.policies.base import Policy
-from kvjax.policies.names import ALIASES, POLICIES
+from kvjax.policies.names import ALIASES, CHOICES, POLICIES
 
 #: Policies within one another, in their text form.
 DEPTH = 8
@@ -41,7 +41,7 @@ def register(name: str, policy: type[Policy]) -> None:
 
 
 def registry() -> dict[str, type[Policy]]:
-    """Every known policy by name."""
+    """Every known policy by name; those of ``names.CHOICES`` only stand for one."""
     return {name: _load(home) for name, home in POLICIES.items()} | _REGISTERED
 
 
@@ -58,7 +58,8 @@ def _key(name: str) -> str:
 
 def _class_of(key: str) -> type[Policy] | None:
     """The policy of this name, imported if need be; None when there is none."""
-    return _load(POLICIES[key]) if key in POLICIES else _REGISTERED.get(key)
+    home = POLICIES.get(key) or CHOICES.get(key)
+    return _REGISTERED.get(key) if home is None else _load(home)
 
 
 def _load(home: str) -> type[Policy]:
@@ -80,7 +81,7 @@ def parse(text: Any) -> Policy:
     key = _key(name)
     cls = _class_of(key)
     if cls is None:
-        known = [*POLICIES, *_REGISTERED]
+        known = [*POLICIES, *CHOICES, *_REGISTERED]
         raise UsageError(f"Unknown policy {quoted(name.strip())};{_nearest(key, known)} known are {', '.join(known)}.")
     hints = typing.get_type_hints(cls)
     fields = {field.name: hints[field.name] for field in options_of(cls)}
@@ -106,7 +107,9 @@ def format_policy(policy: Policy) -> str:
     """The text form of a policy, fields at their defaults left out; ``parse`` reads it back."""
     policy = policy.chosen
     cls = type(policy)
-    names = {home: known for known, home in POLICIES.items()} | {own: known for known, own in _REGISTERED.items()}
+    names = {home: known for known, home in (POLICIES | CHOICES).items()} | {
+        own: known for known, own in _REGISTERED.items()
+    }
     name = names.get(cls) or names.get(f"{cls.__module__}:{cls.__name__}", cls.__name__)
     changed = [
         f"{field.name}={_text(getattr(policy, field.name))}"

@@ -49,6 +49,7 @@ class Signals:
     Attributes:
       window: queries at the end of each prompt or turn whose attention every key's mass is summed over.
       window_share: the same as a fraction of the tokens seen by then, rounded up; the larger of the two counts.
+      window_by_keys: each of these queries counts as often as there are tokens up to it, its own among them.
       columns: mass of every key over all queries of the prompt or turn.
       columns_scaled: the columns' softmax uses :meth:`Policy.window_scale` instead of the model's own scale.
       noncausal: chunk size of non-causal attention, in which every query of a chunk attends to every key of it, earlier
@@ -65,6 +66,7 @@ class Signals:
 
     window: int = 0
     window_share: float = 0.0
+    window_by_keys: bool = False
     columns: bool = False
     columns_scaled: bool = False
     noncausal: int = 0

@@ -12,11 +12,11 @@ from kvjax.cache.pool import LayerCache
 from kvjax.policies.base import Candidates, PromptChunk, Signals
 from kvjax.policies.checks import one_of
 from kvjax.policies.pooling import over_group, pool, window_mass
-from kvjax.policies.snapkv import Observing
+from kvjax.policies.snapkv import Pooled
 
 
 @dataclasses.dataclass(frozen=True)
-class SlimKV(Observing):
+class SlimKV(Pooled):
     """Keep tokens that are attended to and whose values are large (SlimKV: large activations in the KV cache).
 
     S1 is the attention of the last ``window`` queries, summed over them and over the query heads of the group [3]; S2

@@ -20,23 +20,20 @@ from kvjax.policies.sized import Selecting
 class Observing(Selecting):
     """Base of the policies that keep a window of recent tokens whole and choose the rest by what its queries attend to.
 
-    The last ``window`` tokens always stay; of the tokens before them, the prefix, those with the highest pooled
-    scores fill the budget. Scores come from the last ``window`` queries of the turn (all of them, in a shorter one),
-    normalised over every key they see, the window's own included; the window's columns are dropped before pooling.
+    The last ``window`` tokens always stay; of the tokens before them, the prefix, those with the highest scores fill
+    the budget. Scores come from the last ``window`` queries of the turn (all of them, in a shorter one), normalised
+    over every key they see, the window's own included; the window's columns are dropped.
 
     On a later turn the prefix is what earlier selections kept, what was generated since, and the new tokens before
-    the window. Pooling then runs over these in order, so that neighbours are the nearest tokens that are still there.
+    the window.
     """
 
     attention_scores: ClassVar[bool] = True
 
     window: int = 32
-    kernel: int = 5
-    pooling: Pooling = "avg"
 
     def __post_init__(self) -> None:
         whole_number("window", self.window, 1, MOST_SLOTS)
-        check_pooling(self.kernel, self.pooling)
         super().__post_init__()
 
     @property
@@ -56,7 +53,19 @@ class Observing(Selecting):
 
 
 @dataclasses.dataclass(frozen=True)
-class SnapKV(Observing):
+class Pooled(Observing):
+    """Base of those that pool scores along the prefix: its neighbours are the nearest tokens that are still there."""
+
+    kernel: int = 5
+    pooling: Pooling = "avg"
+
+    def __post_init__(self) -> None:
+        check_pooling(self.kernel, self.pooling)
+        super().__post_init__()
+
+
+@dataclasses.dataclass(frozen=True)
+class SnapKV(Pooled):
     """Keep what the prompt's last queries attend to, and its neighbours (SnapKV, arXiv 2404.14469).
 
     The attention of the last ``window`` queries is summed over them for each query head, pooled along the sequence

@@ -80,7 +80,7 @@ class SignalCollector(LayerObserver):
         self, layer: DecoderLayer, x: Float[Array, "B T M"], rope: Angles
     ) -> tuple[Float[Array, "B H G W D"], Int[Array, " B"], Float[Array, "B W"]] | None:
         """The window's queries, the token of the first (negative in a row shorter than the window), and how much each
-        counts: 1, or 0 where there is none.
+        counts: 1, or as many as it has keys, and 0 where there is none.
         """
         if not self.window_rows:
             return None
@@ -89,7 +89,10 @@ class SignalCollector(LayerObserver):
         xw, here = jax.tree.map(lambda a: jnp.take_along_axis(a, jnp.maximum(token, 0)[..., None], axis=1), (x, rope))
         q, _, _ = layer.project(xw)
         q = apply_rope(q, here).transpose(0, 2, 3, 1, 4)
-        return q, offset, (token >= self.first[:, None]).astype(jnp.float32)
+        weight = (token >= self.first[:, None]).astype(jnp.float32)
+        if self.signals.window_by_keys:
+            weight = weight * (self.seen[:, None] + token + 1)
+        return q, offset, weight
 
     def start(self, kept: Rows | None, tokens: int) -> PartialSignals:
         """PartialSignals that have seen no query."""

@@ -26,6 +26,7 @@ POLICIES = {
     "snapkv": "snapkv:budget=12,window=4",
     "pyramidkv": "pyramidkv:budget=12,window=4,beta=4",
     "slimkv": "slimkv:budget=12,window=4",
+    "finch": "finch:budget=12,window=4,chunk=8",
     "nacl": "nacl:budget=12",
     "keydiff": "keydiff:budget=12",
     "expected_attention": "expected_attention:budget=12,future=16",
@@ -33,6 +34,7 @@ POLICIES = {
     "compactor": "compactor:budget=12,sink=2,recent=2,chunk=8",
     "criticalkv": "criticalkv:budget=12,inner=snapkv(window=4)",
     "adaptive": "adaptive:budget=12,inner=keydiff",
+    "merged": "merged:budget=12,inner=snapkv(window=4)",
     "qfilters": "qfilters:budget=12",  # with filters of the model
     "kvzip": "kvzip:budget=12,sink=2,chunk=8",
     "round": "round:watershed=1,top=0.5",
@@ -58,7 +60,7 @@ DEFAULT = {
     ("glm4", "pyramidkv"), ("falcon_new", "slimkv"), ("granite", "nacl"), ("smollm3", "keydiff"),
     ("qwen3_moe", "expected_attention"), ("mixtral", "round"), ("olmo2", "chunkkv"), ("stablelm", "compactor"),
     ("gpt_oss", "kvzip"), ("cohere", "criticalkv"),
-    ("granite", "qfilters"), ("phi3", "adaptive"),
+    ("granite", "qfilters"), ("phi3", "adaptive"), ("starcoder2", "finch"), ("gpt_neox", "merged"),
     *REFUSED,
 }  # fmt: skip
 

@@ -17,8 +17,10 @@ from kvjax.policies import (
     Compactor,
     CriticalKV,
     ExpectedAttention,
+    Finch,
     KeyDiff,
     KVzip,
+    Merged,
     PyramidKV,
     SlimKV,
     SnapKV,
@@ -31,6 +33,7 @@ def policies(**size):
         SnapKV(window=8, **size),
         PyramidKV(window=8, beta=4, **size),
         SlimKV(window=8, **size),
+        Finch(window=8, chunk=16, **size),
         NACL(**size),
         KeyDiff(**size),
         ExpectedAttention(future=32, **size),
@@ -38,6 +41,7 @@ def policies(**size):
         KVzip(chunk=64, **size),
         CriticalKV(inner=KVzip(chunk=64), **size),
         ChunkKV(inner=Compactor(chunk=32), **size),
+        Merged(inner=SnapKV(window=8), **size),
     ]
 
 

@@ -101,6 +101,10 @@ TABLE: dict[str, tuple[dict[str, Any], dict[str, Other]]] = {
     # The last layer, which is looked at, must have something to choose.
     "pyramidkv": ({"beta": 2}, {**SNAP, "group": Other("max", WINDOW), "beta": Other(20)}),
     "slimkv": ({}, {**SNAP, "score": Other("s2", WINDOW)}),
+    "finch": ({}, {
+        **SIZED, "keep_turn": Other(12, {"budget": 24, "window": 4}), "window": Other(6, {"budget": 16}),
+        "chunk": Other(5, WINDOW),
+    }),
     "nacl": ({}, {
         **SIZED, "proxy": Other(0.5, DRAWN), "random": Other(0.0, DRAWN), "protect": Other(0.4, DRAWN),
         "sink": Other(1, {"budget": 20}), "seed": Other(7, DRAWN), "group": Other("max", DRAWN | {"random": 0.0}),
@@ -128,6 +132,9 @@ TABLE: dict[str, tuple[dict[str, Any], dict[str, Other]]] = {
     "adaptive": ({}, {
         **SIZED, "inner": Other(SnapKV(window=3), {"budget": 16}),
         "floor": Other(1.0, {"budget": 16, "inner": KeyDiff()}),
+    }),
+    "merged": ({}, {
+        **SIZED, "inner": Other(SnapKV(window=3), {"budget": 16}), "threshold": Other(0.8, {"budget": 16}),
     }),
     "kvzip": ({}, {**SIZED, "sink": Other(1, {"budget": 16}), "chunk": Other(5, {"budget": 16})}),
 }  # fmt: skip
@@ -183,9 +190,9 @@ def contents(policy: Policy, positional: str, whole: bool) -> Any:
     if whole:
         driver.decode(k[:, :, 40:46], v[:, :, 40:46], q=q[:, :, :, 40:46])
         driver.read(k[:, :, 46:], v[:, :, 46:], [12, 9], q=q[:, :, :, 46:])
-    held_k, _ = rows(driver.cache)
-    slots = np.arange(held_k.shape[2]) < np.asarray(driver.cache.length)[..., None]
-    return np.where(slots[..., None], held_k, 0).tobytes()
+    held = rows(driver.cache)
+    slots = np.arange(held[0].shape[2]) < np.asarray(driver.cache.length)[..., None]
+    return tuple(np.where(slots[..., None], x, 0).tobytes() for x in held)
 
 
 @functools.cache

@@ -87,11 +87,14 @@ def test_window_mass_and_columns_are_dense_attention_summed(heads):
     rows = [ids_of(1, 300), ids_of(2, 20), ids_of(3, 33)]
     cache = read(lm, Spy(Signals(window=32, columns=True)), rows)
     got = cache.layers[0].state
+    by_keys = read(lm, Spy(Signals(window=32, window_by_keys=True)), rows).layers[0].state
     for row, ids in enumerate(rows):
         _, weight = dense(lm, ids, lm.config.head_dim**-0.5)
         size = len(ids)
         np.testing.assert_allclose(got.window[row, :, :, :size], weight[:, :, -32:].sum(axis=2), atol=2e-5)
         np.testing.assert_allclose(got.columns[row, :, :, :size], weight.sum(axis=2), atol=1e-4)
+        counted = (weight * np.arange(1, size + 1)[:, None])[:, :, -32:].sum(axis=2)
+        np.testing.assert_allclose(by_keys.window[row, :, :, :size], counted, rtol=2e-3, atol=2e-3)
         for mass in (got.window, got.columns):
             assert not np.asarray(mass[row, :, :, size:]).any()
 

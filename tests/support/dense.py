@@ -38,7 +38,10 @@ def dense_signals(
     model = np.full(len(seen), config.head_dim**-0.5)
     window = columns = stats = None
     if asked.window or asked.window_share:
-        window = _mass(cache, q, k, real & (token >= (count - wanted)[:, None]), scaled, fresh)
+        counted = real & (token >= (count - wanted)[:, None])
+        if asked.window_by_keys:
+            counted = counted * (seen[:, None] + token + 1.0)
+        window = _mass(cache, q, k, counted, scaled, fresh)
     if asked.columns:
         columns = _mass(cache, q, k, real, scaled if asked.columns_scaled else model, fresh)
     if asked.queries:
@@ -68,7 +71,7 @@ def _noncausal(asked: Any, q: np.ndarray, k: np.ndarray, seen: np.ndarray, count
 
 
 def _mass(cache: LayerCache, q: Any, k: Any, counted: np.ndarray, scale: np.ndarray, fresh: bool) -> Mass:
-    """Attention of the ``counted`` [B, T] queries, summed over them, to every kept slot and every new key."""
+    """Attention of the ``counted`` [B, T] queries, times that, summed over them, to every kept slot and new key."""
     tokens = k.shape[2]
     logits = np.einsum("bhgtd,bhsd->bhgts", q.astype(np.float64), k.astype(np.float64))
     visible = np.broadcast_to(np.arange(tokens) <= np.arange(tokens)[:, None], logits.shape)

@@ -24,6 +24,7 @@ from kvjax.interrupt import interruptible
 from kvjax.planning import plan
 from kvjax.policies import format_policy
 from kvjax.policies.base import Policy
+from kvjax.policies.best import resolve
 from kvjax.policies.window_layers import for_model
 from kvjax.progress import Stage
 from kvjax.runtime.compilation import compile_clock
@@ -99,7 +100,7 @@ def within(
         for fraction in sorted(fractions, reverse=True):
             sized = dataclasses.replace(candidate, retained=fraction)
             try:
-                fits = cache_bytes(lm, sized.policy(), request) <= budget
+                fits = cache_bytes(lm, _policy_of(lm, sized), request) <= budget
             except KvjaxError:  # it is refused, with its sentence, when it is measured
                 fits = True
             if fits:
@@ -155,12 +156,17 @@ def name_of(candidate: Candidate) -> str:
         return candidate.name
 
 
+def _policy_of(lm: LanguageModel, candidate: Candidate) -> Policy:
+    """The policy of contexts that are asked about later."""
+    return resolve(candidate.policy(), lm.config, later=True).policy
+
+
 def _measured(
     asker: Asker, made: RecordedDecoder, passages: Sequence[Passage], candidate: Candidate, request: Request
 ) -> Measured:
     lm, name = asker.lm, name_of(candidate)
     try:
-        policy = candidate.policy()
+        policy = _policy_of(lm, candidate)
         full = for_model(policy, lm.config)
         full.check(lm.config)
         longest = max(len(passage.context) for passage in passages)

@@ -19,6 +19,7 @@ from kvjax.eval.suites.data import digest_text
 from kvjax.eval.suites.item import Item
 from kvjax.eval.suites.journal import Answer, Journal
 from kvjax.eval.suites.prompts import Prepared, prepare
+from kvjax.policies.best import resolve
 from kvjax.policies.window_layers import for_model
 
 #: When the question is asked: after the context was compressed, or in view of the compression.
@@ -85,6 +86,7 @@ class Runner:
         self.batches = batches(prepared, settings.batch_size)
         self._asker = Asker(lm, settings.storage)
         self.refused: dict[tuple[str, float | None], str] = {}
+        self._told: set[str] = set()
 
     def missing(self, candidates: Sequence[Candidate]) -> int:
         """Questions that have no answer yet, over all caches."""
@@ -126,7 +128,11 @@ class Runner:
                 jax.clear_caches()  # a policy's programs serve no other, and those of many caches take gigabytes
 
     def _ask(self, candidate: Candidate, batch: Sequence[Prepared]) -> list[Answer]:
-        policy = candidate.policy()
+        found = resolve(candidate.policy(), self.lm.config, later=bool(batch[0].question))
+        if found.line is not None and found.line not in self._told:
+            self._told.add(found.line)
+            self._say(found.line)
+        policy = found.policy
         for_model(policy, self.lm.config).check(self.lm.config)
         try:
             return self._asker.answers(candidate, batch, policy)
