@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from kvjax.cache.continuation import concatenate as concatenate
     from kvjax.cache.quantisation import Storage as Storage
     from kvjax.chat import Chat as Chat
+    from kvjax.checkpoints.convert import convert as convert
     from kvjax.checkpoints.load import LanguageModel as LanguageModel
     from kvjax.checkpoints.load import load as load
     from kvjax.checkpoints.load import load_config as load_config
@@ -62,6 +63,7 @@ _NAMES = {
     "kvjax.cache.continuation": ("concatenate",),
     "kvjax.cache.quantisation": ("Storage",),
     "kvjax.chat": ("Chat",),
+    "kvjax.checkpoints.convert": ("convert",),
     "kvjax.checkpoints.load": ("LanguageModel", "load", "load_config"),
     "kvjax.context": ("read",),
     "kvjax.engine.engine": ("Engine", "QueueFull"),

@@ -149,6 +149,16 @@ def _is_special(path: Path) -> bool:
     return path.exists() and not path.is_file() and not path.is_dir()
 
 
+def bytes_in(folder: Path) -> int:
+    """Bytes of all files in a folder, while others write there: what has just gone counts nothing."""
+    total = 0
+    for parent, _, files in os.walk(folder):
+        for file in files:
+            with contextlib.suppress(FileNotFoundError):
+                total += os.path.getsize(os.path.join(parent, file))
+    return total
+
+
 def sync_folder(folder: Path) -> None:
     """Make renames in a folder last through a loss of power, on systems and filesystems that can do it."""
     if os.name != "posix":

@@ -59,9 +59,13 @@ class Fit:
         return f"fits, {human_bytes(spare)} to spare" if spare >= 0 else f"refused: {human_bytes(-spare)} too much"
 
 
-def forms_of(dtype: DTypeLike) -> dict[str, dict[str, Any]]:
-    """Weights of a dtype and the quantised ones, each as keywords of :func:`kvjax.plan` by its name."""
-    kinds = {jnp.dtype(dtype).name: None, **{kind: kind for kind in get_args(Weights)}}
+def forms_of(dtype: DTypeLike, only: Weights | None = None) -> dict[str, dict[str, Any]]:
+    """Weights of a dtype and the quantised ones, each as keywords of :func:`kvjax.plan` by its name.
+
+    ``only`` is the kind of a model that is quantised already, which has no others.
+    """
+    kinds = {jnp.dtype(dtype).name: None} if only is None else {}
+    kinds |= {kind: kind for kind in get_args(Weights) if only in (None, kind)}
     return {name: {"dtype": dtype, "weights": kind} for name, kind in kinds.items()}
 
 
@@ -93,8 +97,9 @@ def fit(
     limit = device_limit(None) if named is None else named.limit
     dtype = weights_dtype(None) if named is None else named.dtype
     memory = {"memory_limit": limit or MOST_BYTES} if device is None else {"device": device}
+    only = getattr(getattr(model, "config", model), "weights", None)
     rows = []
-    for weights, form in (forms_of(dtype) if forms is None else forms).items():
+    for weights, form in (forms_of(dtype, only) if forms is None else forms).items():
         for policy in policies:
             given = {"prompt_tokens": prompt_tokens, "policy": policy, **memory, **request, **form}
             text = format_policy(parse(policy))

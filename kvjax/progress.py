@@ -17,8 +17,8 @@ from typing import Literal, Protocol
 
 from kvjax.errors import UsageError, quoted
 
-Name = Literal["download", "load", "compile", "prefill", "decode", "job"]
-_VERBS = {"download": "downloading", "load": "loading", "compile": "compiling"}
+Name = Literal["download", "load", "save", "compile", "prefill", "decode", "job"]
+_VERBS = {"download": "downloading", "load": "loading", "save": "saving", "compile": "compiling"}
 #: Seconds of silence before a line is drawn, and between two drawings.
 SILENCE, _REDRAW = 1.0, 0.25
 
@@ -28,7 +28,7 @@ class Event:
     """The state of a stage at a moment.
 
     Attributes:
-      stage: "download", "load", "compile", "prefill", "decode", or "job", all prompts of a batch job.
+      stage: "download", "load", "save", "compile", "prefill", "decode", or "job", all prompts of a batch job.
       what: the file, model, program or job.
       seconds: since the stage began, without compilation inside it.
       done, total: of ``unit``, None where unknown; of compiling, the program's number among those that the call needs.

@@ -23,7 +23,7 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 COMMANDS = (
     "generate|chat|batch|plan|bench|policies|fetch|calibrate|compare|compare-rounds|eval|lm-eval|recommend|picture|tune|read|warm|"
-    "models"
+    "models|convert"
 )
 
 

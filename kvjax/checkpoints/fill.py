@@ -86,7 +86,7 @@ def fill(
         tensors = pieces[".".join(map(str, path))]
         if isinstance(spec, QuantisedArray):
             return param.replace(_quantised(checkpoint, tensors, param, sharding))
-        values = _aligned(spec.shape, spec.dtype)
+        values = aligned(spec.shape, spec.dtype)
         needed = sharding and _needed(sharding, spec.shape)
         if values.ndim == 1:
             values[...] = 0  # norms across heads leave what belongs to values
@@ -174,7 +174,7 @@ def _blocks(shape: tuple[int, ...], multiple: int = 1) -> Iterable[tuple[int, in
     return ((start, min(rows, start + step)) for start in range(0, rows, step))
 
 
-def _aligned(shape: tuple[int, ...], dtype: DTypeLike) -> np.ndarray:
+def aligned(shape: tuple[int, ...], dtype: DTypeLike) -> np.ndarray:
     """An uninitialised array on a 64-byte boundary, which JAX on the CPU takes over instead of copying."""
     dtype = np.dtype(dtype)
     size = int(np.prod(shape)) * dtype.itemsize
@@ -226,7 +226,7 @@ def _quantised(
     in which all inputs of an output are one number in memory: axes without a stride are those of inputs.
     """
     spec = param.get_value()
-    values, scale = _aligned(spec.shape, np.int8), _aligned(spec.shape[:-1], np.float32)
+    values, scale = aligned(spec.shape, np.int8), aligned(spec.shape[:-1], np.float32)
     scale[...] = 1  # what is not needed here is not read
     strided = np.lib.stride_tricks.as_strided(scale, spec.shape, (*scale.strides, 0))
     needed = sharding and _needed(sharding, spec.shape)
@@ -253,7 +253,7 @@ def _rows(
         wanted = np.asarray(rows[start:stop])
         first = int(wanted.min())
         found = checkpoint.read(name, first, int(wanted.max()) + 1)[wanted - first]
-    if not _finite(found):
+    if not is_finite(found):
         raise WeightsError(f"{checkpoint.origin} is corrupt: {quoted(name)} holds what is no finite number.")
     return found
 
@@ -262,7 +262,7 @@ def _rows(
 _EXPONENT = {"float16": 0x7C00, "bfloat16": 0x7F80}
 
 
-def _finite(values: np.ndarray) -> bool:
+def is_finite(values: np.ndarray) -> bool:
     """Whether every number is finite: 0.05 ms for 1 MiB of float32, where dequantising it takes 0.35."""
     mask = _EXPONENT.get(values.dtype.name)
     if mask is not None:

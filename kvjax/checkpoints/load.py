@@ -9,6 +9,8 @@ from pathlib import Path
 
 from jax.typing import DTypeLike
 
+from kvjax.checkpoints.converted import TEMPLATE, TOKENIZER, check_files, damaged, is_converted, read_description
+from kvjax.checkpoints.converted_weights import read_weights
 from kvjax.checkpoints.families import GGUF_NAMES, Family, family
 from kvjax.checkpoints.fill import default_dtype, fill, say_once
 from kvjax.checkpoints.gguf import GGUFFile
@@ -25,7 +27,7 @@ from kvjax.model.quantised import check_weights
 from kvjax.progress import Progress, showing, stage
 from kvjax.sharding.mesh import Mesh, parse_mesh
 from kvjax.text.gguf_tokenizer import stop_ids_from_gguf, tokenizer_from_gguf
-from kvjax.text.tokenizer import Tokenizer, tokenizer_from_folder
+from kvjax.text.tokenizer import Tokenizer, tokenizer_from_folder, tokenizer_from_json
 
 _ROPE_FACTORS = ("rope_freqs", "rope_factors_short", "rope_factors_long")
 
@@ -74,7 +76,8 @@ def load(
     Args:
       name: "smollm2-135m-instruct" (downloaded once into the user's cache folder, KVJAX_CACHE to choose another), a
         path to a .gguf file, or to one part of a split one, a folder in Hugging Face's form (config.json, safetensors,
-        tokenizer) or with one GGUF in it, a hub id ("org/name"), or a GGUF of one ("org/name:file.gguf").
+        tokenizer) or with one GGUF in it, one that :func:`kvjax.convert` wrote, a hub id ("org/name"), or a GGUF of one
+        ("org/name:file.gguf").
       dtype: "float32", "bfloat16" or "float16" for every parameter; by default bfloat16 on accelerators, and float32
         on the CPU and on GPUs before Ampere, which do not multiply bfloat16. Numbers of a model that was trained in
         bfloat16 may be too large for float16.
@@ -104,7 +107,9 @@ def load(
     with showing(progress):
         path = _found(text)
         with stage("load", text, unit="bytes"):
-            return (_load_folder if path.is_dir() else _load_gguf)(text, path, form)
+            if not path.is_dir():
+                return _load_gguf(text, path, form)
+            return (_load_converted if is_converted(path) else _load_folder)(text, path, form)
 
 
 def load_config(name: str | os.PathLike[str], *, progress: Progress = None) -> ModelConfig:
@@ -116,7 +121,7 @@ def load_config(name: str | os.PathLike[str], *, progress: Progress = None) -> M
     with showing(progress):
         path = _found(text, config_only=True)
     if path.is_dir():
-        return _folder_config(path)[0]
+        return read_description(path).config if is_converted(path) else _folder_config(path)[0]
     file = open_gguf(path)
     try:
         return _gguf_config(file)[0]
@@ -205,6 +210,29 @@ def _load_folder(name: str, folder: Path, form: _Form) -> LanguageModel:
     params = fill(config, weights, checkpoint, gguf=False, dtype=form.dtype, mesh=form.mesh)
     stop = _stop_ids(folder, raw, tokenizer, config.vocab_size)
     return LanguageModel(name, config, params, tokenizer, stop, form.mesh)
+
+
+def _load_converted(name: str, folder: Path, form: _Form) -> LanguageModel:
+    description = read_description(folder)
+    config = description.config
+    if form.weights not in (None, config.weights):
+        held = "float" if config.weights is None else config.weights
+        raise UsageError(
+            f"{folder} was converted with {held} weights; load it without weights={form.weights!r}, or convert the "
+            "original again."
+        )
+    _check_counts(config, description.shapes, str(folder))
+    check_files(folder, description)
+    template = folder / TEMPLATE if TEMPLATE in description.files else None
+    try:
+        text = (folder / TOKENIZER).read_text(encoding="utf-8")
+        chat = None if template is None else template.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise damaged(folder, "its tokenizer cannot be read") from error
+    tokenizer = tokenizer_from_json(text, str(folder), chat_template=chat, special_tokens=description.special_tokens)
+    _check_vocabulary(tokenizer, config, str(folder))
+    params = read_weights(folder, description, form.dtype, form.mesh)
+    return LanguageModel(name, config, params, tokenizer, description.stop_token_ids, form.mesh)
 
 
 def _configured(make: Callable[[], ModelConfig], origin: str) -> ModelConfig:

@@ -27,6 +27,7 @@ from typing import IO
 
 from kvjax.checkpoints.remote import RemoteFile, reason
 from kvjax.errors import WeightsError
+from kvjax.files import bytes_in
 
 Progress = Callable[[int, int], None]
 _CHUNK = 1 << 20
@@ -187,7 +188,7 @@ def _run(command: list[str], work: Path, total: int, progress: Progress) -> str 
             return reason(error)
         try:
             while process.poll() is None:
-                progress(min(total, _bytes_in(work)), total)
+                progress(min(total, bytes_in(work)), total)
                 time.sleep(0.1)
         finally:
             if process.poll() is None:
@@ -199,12 +200,3 @@ def _run(command: list[str], work: Path, total: int, progress: Progress) -> str 
         lines = log.read().decode(errors="replace").strip().splitlines()
     errors = [line for line in lines if "error" in line.lower()] or lines or [f"code {process.returncode}"]
     return f"{Path(command[0]).name}: {errors[-1].strip().rstrip('.')}"
-
-
-def _bytes_in(folder: Path) -> int:
-    total = 0
-    for parent, _, files in os.walk(folder):
-        for file in files:
-            with contextlib.suppress(FileNotFoundError):  # an installer's temporary file may be gone already
-                total += os.path.getsize(os.path.join(parent, file))
-    return total

@@ -74,8 +74,10 @@ def _fit(config: Any, device: str | None, dtype: str | None, asked: dict[str, An
     policies = list(dict.fromkeys([*POLICIES, format_policy(parse(asked.pop("policy")))]))
     if dtype is None and device is not None:
         dtype = chip(device).dtype
-    forms = forms_of(weights_dtype(dtype))
+    forms = forms_of(weights_dtype(dtype), config.weights)
     if (kind := check_weights(asked.pop("weights"))) is not None:
+        if kind not in forms:
+            raise UsageError(f"The model's weights are {config.weights}; leave --weights out, or say so.")
         forms = {kind: forms[kind]}
     report = fit_report(fit(config, device=device, policies=policies, forms=forms, **asked), device)
     if json:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -37,19 +38,39 @@ def new_param(
     ``looked_up``: an embedding, whose rows are scaled. ``fine`` is as there.
     """
     transposed = transposed if weights is None else not looked_up
-    fan_in = shape[stacked] if len(shape) > 1 else 1
+    form = (shape, jnp.dtype(dtype), inputs, transposed, stacked, weights, fine)
     if rngs is None:
-        values = jnp.zeros(shape, dtype)
+        values: Any = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), _shapes(*form))
     else:
-        values = (jax.random.normal(rngs.params(), shape, jnp.float32) * fan_in**-0.5).astype(dtype)
-    matrix = (math.prod(shape[stacked : stacked + inputs]), -1) if inputs else (-1,)
-    values: Any = values.reshape(*shape[:stacked], *matrix)
-    if transposed:
-        values = values.swapaxes(-1, -2)
-    if weights is not None:
-        values = quantised(values, dtype, fine)
+        fan_in = shape[stacked] if len(shape) > 1 else 1
+        drawn = (jax.random.normal(rngs.params(), shape, jnp.float32) * fan_in**-0.5).astype(dtype)
+        values = _stored(drawn, *form)
     kind: dict[str, Any] = {"logical": shape, "inputs": inputs, "transposed": transposed, "stacked": stacked}
     return nnx.Param(values, axes=axes, **kind)
+
+
+def _stored(
+    values: jax.Array,
+    shape: tuple[int, ...],
+    dtype: DTypeLike,
+    inputs: int,
+    transposed: bool,
+    stacked: int,
+    weights: Weights | None,
+    fine: bool,
+) -> Any:
+    """A weight with its logical axes, as it is stored."""
+    matrix = (math.prod(shape[stacked : stacked + inputs]), -1) if inputs else (-1,)
+    values = values.reshape(*shape[:stacked], *matrix)
+    if transposed:
+        values = values.swapaxes(-1, -2)
+    return values if weights is None else quantised(values, dtype, fine)
+
+
+@functools.cache
+def _shapes(shape: tuple[int, ...], dtype: Any, *form: Any) -> Any:
+    """Shapes of :func:`_stored`; a model has few kinds of weights, and tracing each one takes half a second."""
+    return jax.eval_shape(lambda values: _stored(values, shape, dtype, *form), jax.ShapeDtypeStruct(shape, dtype))
 
 
 def logical(param: nnx.Variable) -> jax.Array:

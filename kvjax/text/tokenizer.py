@@ -46,6 +46,10 @@ class Tokenizer:
         self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         self._beyond: frozenset[int] = frozenset()
 
+    def to_json(self) -> str:
+        """The content of a ``tokenizer.json``, without the chat template; :func:`tokenizer_from_json` reads it."""
+        return self._backend.to_str()
+
     @property
     def has_chat_template(self) -> bool:
         """Whether ``render`` can be used."""
@@ -220,6 +224,19 @@ def tokenizer_from_folder(folder: Path) -> Tokenizer:
         special_tokens=special,
         wrapper=lambda: wrapper,
     )
+
+
+def tokenizer_from_json(
+    text: str, origin: str, *, chat_template: str | None, special_tokens: dict[str, str]
+) -> Tokenizer:
+    """The tokenizer that :meth:`Tokenizer.to_json` wrote, with its chat template; WeightsError where it is none."""
+    import tokenizers
+
+    try:
+        backend = tokenizers.Tokenizer.from_str(text)
+    except Exception as error:  # the library raises Exception itself
+        raise WeightsError(f"The tokenizer in {origin} cannot be read: {_first_sentence(error)}.") from error
+    return Tokenizer(backend, chat_template=chat_template, special_tokens=special_tokens)
 
 
 def _first_sentence(error: BaseException) -> str:

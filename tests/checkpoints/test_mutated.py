@@ -295,8 +295,8 @@ def sentence_of(path: Path) -> str:
 @pytest.fixture
 def allocated(monkeypatch) -> list[tuple[int, ...]]:
     """Shapes of the parameters that are allocated."""
-    found, make = [], fill._aligned
-    monkeypatch.setattr(fill, "_aligned", lambda shape, dtype: found.append(shape) or make(shape, dtype))
+    found, make = [], fill.aligned
+    monkeypatch.setattr(fill, "aligned", lambda shape, dtype: found.append(shape) or make(shape, dtype))
     return found
 
 
