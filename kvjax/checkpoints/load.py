@@ -81,7 +81,9 @@ def load(
       weights: "int8" stores every matrix as int8 numbers with a float32 scale for each of its outputs (rows of the
         embedding, columns of a projection, of every expert's), rounded as it is read: a quarter of float32's bytes, a
         half of bfloat16's. Norms, biases, the router of experts, activations and the cache stay ``dtype``. CPUs and
-        TPUs round the activations of each token too, and multiply integers. By default everything is ``dtype``.
+        TPUs round the activations of each token too, and multiply integers. "int4" stores 4 bits a number, two in a
+        byte, with a bfloat16 scale for each group of 128 inputs of an output (64 or 32 where 128 do not divide them),
+        and the embedding and the head as int8: an eighth of float32's bytes. By default everything is ``dtype``.
       mesh: devices to spread over, a :class:`kvjax.Mesh` or its text form ("data=4,model=2"): weights over the model
         axis, each shard read and put straight on its devices; what the axis does not divide is on all of them. Calls
         with this model then run on the mesh. By default everything goes to JAX's default device.

@@ -113,7 +113,8 @@ class ModelConfig:
       attention_sinks: whether each query head's softmax has one more logit, a learned one that brings no value.
       embedding_scale, residual_scale, logit_scale: factors of embeddings, of what attention and the MLP add, of logits.
       logit_soft_cap: bounds logits by cap tanh(logits / cap); None does not.
-      weights: how matrices are stored: "int8" (``kvjax.model.quantised``), or None for floats.
+      weights: how matrices are stored: "int8" (``kvjax.model.quantised``), "int4" (``kvjax.model.group_quantised``; the
+        embedding and the head as int8), or None for floats.
     """
 
     family: str
@@ -250,6 +251,10 @@ class ModelConfig:
     def sliding(self) -> bool:
         """Whether any layer has a window."""
         return any(window is not None for window in self.windows)
+
+    def weights_of(self, param: str) -> Weights | None:
+        """How the matrix of this name is stored; of a layer's, by its name in what :meth:`layer` gives."""
+        return "int8" if self.weights == "int4" and param in ("embedding", "head") else self.weights
 
     @property
     def group_size(self) -> int:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
+from kvjax.model.group_quantised import GroupFormat, format_of, group_quantised
 from kvjax.model.quantised import Weights, dequantised, quantised
 
 
@@ -21,7 +22,7 @@ def new_param(
     inputs: int = 1,
     transposed: bool = False,
     stacked: int = 0,
-    weights: Weights | None = None,
+    weights: Weights | GroupFormat | None = None,
     looked_up: bool = False,
     fine: bool = False,
 ) -> nnx.Param:
@@ -33,8 +34,9 @@ def new_param(
     is 2, and a product would copy the weight into another layout at every step. The first ``stacked`` axes stay apart:
     it is as many matrices.
 
-    With ``weights`` it is a :class:`QuantisedArray`, and its matrices are transposed, but for one that is
-    ``looked_up``: an embedding, whose rows are scaled. ``fine`` is as there.
+    With ``weights`` it is quantised, and its matrices are transposed, but for one that is ``looked_up``: an embedding,
+    whose rows are scaled. It is a :class:`QuantisedArray`, with ``fine`` as there, or, with a format of groups and for
+    "int4" where they fit, a :class:`GroupQuantised`.
     """
     transposed = transposed if weights is None else not looked_up
     fan_in = shape[stacked] if len(shape) > 1 else 1
@@ -47,9 +49,16 @@ def new_param(
     if transposed:
         values = values.swapaxes(-1, -2)
     if weights is not None:
-        values = quantised(values, dtype, fine)
+        values = _quantised(values, dtype, fine, weights)
     kind: dict[str, Any] = {"logical": shape, "inputs": inputs, "transposed": transposed, "stacked": stacked}
     return nnx.Param(values, axes=axes, **kind)
+
+
+def _quantised(matrix: jax.Array, dtype: DTypeLike, fine: bool, weights: Weights | GroupFormat) -> Any:
+    groups = format_of(weights, *matrix.shape[-2:])
+    if groups is not None:
+        return group_quantised(matrix, groups, dtype)
+    return quantised(matrix, dtype, fine)
 
 
 def logical(param: nnx.Variable) -> jax.Array:
