@@ -13,6 +13,7 @@ from kvjax.checks import MOST_BYTES
 from kvjax.chips import chip
 from kvjax.device_memory import LARGEST_SETTING, device_limit, gpu_share
 from kvjax.errors import DoesNotFit, UsageError
+from kvjax.model.config import ModelConfig
 from kvjax.model.quantised import Weights
 from kvjax.planning import Plan, plan
 from kvjax.policies import Policy, format_policy, parse
@@ -59,9 +60,13 @@ class Fit:
         return f"fits, {human_bytes(spare)} to spare" if spare >= 0 else f"refused: {human_bytes(-spare)} too much"
 
 
-def forms_of(dtype: DTypeLike) -> dict[str, dict[str, Any]]:
-    """Weights of a dtype and the quantised ones, each as keywords of :func:`kvjax.plan` by its name."""
-    kinds = {jnp.dtype(dtype).name: None, **{kind: kind for kind in get_args(Weights)}}
+def forms_of(dtype: DTypeLike, config: ModelConfig) -> dict[str, dict[str, Any]]:
+    """Weights of a dtype and the quantised ones, each as keywords of :func:`kvjax.plan` by its name.
+
+    A checkpoint's own numbers are among them where it is quantised.
+    """
+    known = [kind for kind in get_args(Weights) if kind != "file" or config.kept]
+    kinds = {jnp.dtype(dtype).name: None, **{kind: kind for kind in known}}
     return {name: {"dtype": dtype, "weights": kind} for name, kind in kinds.items()}
 
 
@@ -94,7 +99,7 @@ def fit(
     dtype = weights_dtype(None) if named is None else named.dtype
     memory = {"memory_limit": limit or MOST_BYTES} if device is None else {"device": device}
     rows = []
-    for weights, form in (forms_of(dtype) if forms is None else forms).items():
+    for weights, form in (forms_of(dtype, getattr(model, "config", model)) if forms is None else forms).items():
         for policy in policies:
             given = {"prompt_tokens": prompt_tokens, "policy": policy, **memory, **request, **form}
             text = format_policy(parse(policy))

@@ -200,7 +200,7 @@ def plan(
     """
     config, params, over = _model(model)
     if check_weights(weights) is not None:
-        config = dataclasses.replace(config, weights=weights)
+        config = config.stored_as(weights)
     chosen = for_model(Full() if policy is None else parse(policy), config)
     whole_number("prompt_tokens", prompt_tokens, 1)
     whole_number("context_tokens", context_tokens, 0)

@@ -26,7 +26,10 @@ Dtype = Annotated[
 ]
 Weights = Annotated[
     str | None,
-    typer.Option("--weights", help="int8 or int4 quantises the matrices; by default they are floats of --dtype."),
+    typer.Option(
+        "--weights",
+        help="int8 or int4 quantises the matrices, file keeps those of a quantised file; by default floats of --dtype.",
+    ),
 ]
 Mesh = Annotated[
     str | None, typer.Option("--mesh", help="Devices to shard over, such as data=4,model=2; by default one.")

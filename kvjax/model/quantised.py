@@ -22,7 +22,7 @@ from jaxtyping import Array, Float, Int
 from kvjax.errors import UsageError, quoted
 
 #: How a model's matrices may be stored, other than as floats.
-Weights = Literal["int8", "int4"]
+Weights = Literal["int8", "int4", "file"]
 _LARGEST = 127
 _Array = TypeVar("_Array", np.ndarray, jax.Array)
 

@@ -28,7 +28,7 @@ from kvjax.sharding.partition import head_sharding
 from pallas_kernels.quantised_matmul.layout import tile_of
 
 #: Kinds of weights some of whose matrices may be quantised in groups.
-GROUPED = ("int4",)
+GROUPED = ("int4", "file")
 ROWS = PartitionSpec("data")
 
 
