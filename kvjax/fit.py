@@ -13,6 +13,7 @@ from kvjax.checks import MOST_BYTES
 from kvjax.chips import chip
 from kvjax.device_memory import LARGEST_SETTING, device_limit, gpu_share
 from kvjax.errors import DoesNotFit, UsageError
+from kvjax.model.config import ModelConfig
 from kvjax.model.quantised import Weights
 from kvjax.planning import Plan, plan
 from kvjax.policies import Policy, format_policy, parse
@@ -59,13 +60,16 @@ class Fit:
         return f"fits, {human_bytes(spare)} to spare" if spare >= 0 else f"refused: {human_bytes(-spare)} too much"
 
 
-def forms_of(dtype: DTypeLike, only: Weights | None = None) -> dict[str, dict[str, Any]]:
+def forms_of(dtype: DTypeLike, config: ModelConfig) -> dict[str, dict[str, Any]]:
     """Weights of a dtype and the quantised ones, each as keywords of :func:`kvjax.plan` by its name.
 
-    ``only`` is the kind of a model that is quantised already, which has no others.
+    A checkpoint's own numbers are among them where it is quantised; a model that was loaded or converted with quantised
+    weights has no others.
     """
-    kinds = {jnp.dtype(dtype).name: None} if only is None else {}
-    kinds |= {kind: kind for kind in get_args(Weights) if only in (None, kind)}
+    if config.weights is not None:
+        return {config.weights: {"dtype": dtype, "weights": None}}
+    known = [kind for kind in get_args(Weights) if kind != "file" or config.kept]
+    kinds = {jnp.dtype(dtype).name: None, **{kind: kind for kind in known}}
     return {name: {"dtype": dtype, "weights": kind} for name, kind in kinds.items()}
 
 
@@ -97,9 +101,8 @@ def fit(
     limit = device_limit(None) if named is None else named.limit
     dtype = weights_dtype(None) if named is None else named.dtype
     memory = {"memory_limit": limit or MOST_BYTES} if device is None else {"device": device}
-    only = getattr(getattr(model, "config", model), "weights", None)
     rows = []
-    for weights, form in (forms_of(dtype, only) if forms is None else forms).items():
+    for weights, form in (forms_of(dtype, getattr(model, "config", model)) if forms is None else forms).items():
         for policy in policies:
             given = {"prompt_tokens": prompt_tokens, "policy": policy, **memory, **request, **form}
             text = format_policy(parse(policy))

@@ -45,7 +45,7 @@ def test_pages_are_the_devices_own(mesh):
 def test_a_refusal_lacks_what_the_sentence_says(monkeypatch):
     """Of a batch that is no bucket what is refused is the exact allocation, and the row is about that one."""
     small(monkeypatch, kvjax.plan(CONFIG, dtype="bfloat16", device="v5p", **REQUEST | {"batch": 5}).total_bytes // 2)
-    row, _ = fits.fit(CONFIG, device="v5e", policies=["full"], **REQUEST | {"batch": 5})
+    row, *_ = fits.fit(CONFIG, device="v5e", policies=["full"], **REQUEST | {"batch": 5})
     assert not row.fits and f"needs {human_bytes(row.plan.total_bytes)} " in row.refusal
 
 
@@ -74,8 +74,10 @@ def test_rows_fit_as_plans_do(monkeypatch):
     plans = {policy: kvjax.plan(CONFIG, policy=policy, **planned, **REQUEST) for policy in fits.POLICIES}
     small(monkeypatch, plans["lagkv:ratio=0.25"].total_bytes)
     rows = fits.fit(CONFIG, device="v5e", **REQUEST)
-    assert [(row.weights, row.policy) for row in rows] == [(w, p) for w in ("bfloat16", "int8") for p in fits.POLICIES]
-    for row in rows[4:]:
+    assert [(row.weights, row.policy) for row in rows] == [
+        (w, p) for w in ("bfloat16", "int8", "int4") for p in fits.POLICIES
+    ]
+    for row in rows[4:8]:
         made = kvjax.plan(CONFIG, policy=row.policy, weights="int8", **planned, **REQUEST)
         assert (row.plan.weights_bytes, row.plan.cache_bytes) == (made.weights_bytes, made.cache_bytes)
     rows = rows[:4]
@@ -96,7 +98,7 @@ def test_what_fits_without_room_to_spare_for_later_turns_fits(monkeypatch):
     small(monkeypatch, usual.total_bytes - 1)
     tight = kvjax.plan(CONFIG, dtype="bfloat16", device="v5e", **request)
     small(monkeypatch, tight.total_bytes)
-    row, _ = fits.fit(CONFIG, device="v5e", policies=["full"], **request)
+    row, *_ = fits.fit(CONFIG, device="v5e", policies=["full"], **request)
     assert row.fits and row.plan.total_bytes == tight.total_bytes < usual.total_bytes
 
 
@@ -126,7 +128,7 @@ def test_the_command(tmp_path, capsys):
     assert main([*words, "--json", "--dtype", "float32"]) == 0
     rows = json.loads(capsys.readouterr().out)
     assert [(row["weights"], row["policy"]) for row in rows] == [
-        (weights, policy) for weights in ("float32", "int8") for policy in fits.POLICIES
+        (weights, policy) for weights in ("float32", "int8", "int4") for policy in fits.POLICIES
     ]
     assert main([*words, "--json", "--weights", "int8"]) == 0
     assert {row["weights"] for row in json.loads(capsys.readouterr().out)} == {"int8"}

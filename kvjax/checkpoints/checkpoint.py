@@ -3,9 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
+
+from kvjax.model.group_quantised import GroupFormat
+
+
+class Numbers(NamedTuple):
+    """Rows of a tensor as it is quantised; see :class:`kvjax.model.group_quantised.GroupQuantised`.
+
+    Attributes:
+      whole: int8 [..., K]; of 4 bits from -8 to 7.
+      scale, minimum: [..., K / G], in the dtype of the format; the second is None where there are none.
+    """
+
+    whole: np.ndarray
+    scale: np.ndarray
+    minimum: np.ndarray | None
 
 
 class Checkpoint(Protocol):
@@ -14,6 +29,8 @@ class Checkpoint(Protocol):
     Attributes:
       origin: the file or folder, for messages.
       shapes: shape of every tensor, slowest axis first ([out, in] for a linear layer).
+      formats: of each tensor that is quantised how its own numbers can be kept: in groups of its last axis, or, where
+        that would take more than a byte a number, rounded to "int8".
     """
 
     origin: str
@@ -21,8 +38,15 @@ class Checkpoint(Protocol):
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
 
+    @property
+    def formats(self) -> Mapping[str, GroupFormat | Literal["int8"]]: ...
+
     def read(self, name: str, start: int, stop: int) -> np.ndarray:
         """Elements ``start:stop`` of the first axis, as a fresh array of any float dtype; threads may call it."""
+        ...
+
+    def numbers(self, name: str, start: int, stop: int) -> Numbers:
+        """Elements ``start:stop`` of the first axis of a tensor that has a format of groups, as they are stored."""
         ...
 
     def close(self) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 import math
 import os
@@ -75,7 +74,9 @@ def convert(
         raise UsageError(f"{target} is not empty; name a folder that does not exist.")
     with showing(progress):
         config = load_config(model)
-        config = dataclasses.replace(config, weights=asked or config.weights)
+        # Of what a folder keeps of its numbers only its files tell; int8 takes as many bytes or more.
+        form = "int8" if asked == "file" and not config.kept else asked
+        config = config if form is None else config.stored_as(form)
         sizes = jax.tree.leaves(abstract_decoder(config, kind))
         needed = sum(math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize for leaf in sizes)
         _check_space(target, needed)

@@ -21,16 +21,18 @@ from jax.sharding import NamedSharding
 from jax.typing import DTypeLike
 
 from kvjax import progress
-from kvjax.checkpoints.checkpoint import Checkpoint
+from kvjax.checkpoints.checkpoint import Checkpoint, Numbers
 from kvjax.checkpoints.families import Weight
+from kvjax.checkpoints.groups import GroupFilling
 from kvjax.errors import WeightsError, quoted
 from kvjax.model.config import ModelConfig
 from kvjax.model.decoder import Decoder, abstract_decoder
+from kvjax.model.group_quantised import GroupQuantised
 from kvjax.model.params import logical_view
-from kvjax.model.quantised import QuantisedArray, rounded
+from kvjax.model.quantised import Quantised, QuantisedArray, rounded
 from kvjax.model.tiling import tiled
 from kvjax.sharding.mesh import Mesh
-from kvjax.sharding.placement import scale_spec, splits, weight_spec
+from kvjax.sharding.placement import quantised_specs, splits, weight_spec
 
 # Numbers converted at a time: 1 MiB of float32 stays in a core's cache between dequantising and transposing.
 _BLOCK = 1 << 18
@@ -73,9 +75,7 @@ def fill(
     """
     named = {weight.gguf if gguf else weight.hf: weight for weight in weights}
     check_names(config, named, checkpoint, tied="output.weight" if gguf else "lm_head.weight")
-    pieces: dict[str, list[tuple[str, Weight]]] = defaultdict(list)
-    for weight in weights:
-        pieces[weight.param].append((weight.gguf if gguf else weight.hf, weight))
+    pieces = by_parameter(weights, gguf)
     graph, state = nnx.split(abstract_decoder(config, dtype))
     flat = dict(nnx.to_flat_state(state))
 
@@ -84,7 +84,9 @@ def fill(
     def make(path: tuple[str | int, ...], param: nnx.Variable) -> nnx.Variable:
         spec, sharding = param.get_value(), where and where(param)
         tensors = pieces[".".join(map(str, path))]
-        if isinstance(spec, QuantisedArray):
+        if isinstance(spec, Quantised):
+            if isinstance(spec, GroupQuantised):
+                return param.replace(_group_quantised(checkpoint, tensors, param, sharding, config.weights == "file"))
             return param.replace(_quantised(checkpoint, tensors, param, sharding))
         values = aligned(spec.shape, spec.dtype)
         needed = sharding and _needed(sharding, spec.shape)
@@ -108,6 +110,14 @@ def fill(
         made = _counted(pool.map(make, flat.keys(), flat.values()), list(flat.values()))
         filled = dict(zip(flat, made, strict=True))
     return nnx.merge(graph, nnx.from_flat_state(filled))
+
+
+def by_parameter(weights: Iterable[Weight], gguf: bool) -> dict[str, list[tuple[str, Weight]]]:
+    """The tensors that fill each parameter, by its path: names in the checkpoint, and their places."""
+    pieces: dict[str, list[tuple[str, Weight]]] = defaultdict(list)
+    for weight in weights:
+        pieces[weight.param].append((weight.gguf if gguf else weight.hf, weight))
+    return pieces
 
 
 def _counted(made: Iterable[nnx.Variable], params: Sequence[nnx.Variable]) -> Iterable[nnx.Variable]:
@@ -194,27 +204,34 @@ def _copy(
     values: np.ndarray,
     view: np.ndarray,
     needed: Needed | None = None,
-    scales: np.ndarray | None = None,
+    put: Callable[[np.ndarray, slice], None] | None = None,
+    at_once: bool = False,
 ) -> None:
     """Fill ``view``, what the tensor is of a parameter's ``values``, where it is needed.
 
-    With ``scales`` the values are quantised; see :func:`_quantised`.
+    ``put`` quantises a part of the tensor into its place. It gets all of it ``at_once`` where inputs lead: no block of
+    rows has all of an output's.
     """
+    for part, start, stop in _parts(weight, values, view, needed, at_once):
+        read = _rows(checkpoint, name, weight.rows, start, stop)
+        read = (read if weight.change is None else weight.change(read)).reshape(view[part].shape)
+        if put is None:
+            view[part] = read
+        else:
+            put(read, part)
+
+
+def _parts(
+    weight: Weight, values: np.ndarray, view: np.ndarray, needed: Needed | None, at_once: bool = False
+) -> Iterable[tuple[slice, int, int]]:
+    """Parts of a tensor's view that are needed, and the rows that fill each, from the first to before the last."""
     count = weight.shape[0] if weight.rows is None else len(weight.rows)
     # One index of the view's first axis takes this many rows of the tensor (a head's channels, or one).
     per = count // view.shape[0]
-    # Where inputs lead, no block of rows has all of an output's.
-    at_once = scales is not None and scales.shape[0] > 1 and scales.strides[0] == 0
     for start, stop in [(0, count)] if at_once else _blocks((count, *weight.shape[1:]), per):
         part = slice(start // per, stop // per)
-        target = view[part]
-        if needed is None or _meets(values, target, needed):
-            read = _rows(checkpoint, name, weight.rows, start, stop)
-            read = (read if weight.change is None else weight.change(read)).reshape(target.shape)
-            if scales is None:
-                target[...] = read
-            else:
-                _round(read, target, scales[part])
+        if needed is None or _meets(values, view[part], needed):
+            yield part, start, stop
 
 
 def _quantised(
@@ -232,15 +249,62 @@ def _quantised(
     needed = sharding and _needed(sharding, spec.shape)
     for name, weight in tensors:
         view, scales = (weight.place(logical_view(param, x)) for x in (values, strided))
-        _copy(checkpoint, name, weight, values, view, needed, scales)
-    beside = sharding and NamedSharding(sharding.mesh, scale_spec(sharding.spec))
-    return dataclasses.replace(spec, values=tiled(_place(values, sharding)), scale=_place(scale, beside))
+
+        def put(read: np.ndarray, part: slice, view: np.ndarray = view, scales: np.ndarray = scales) -> None:
+            inputs = tuple(axis for axis, stride in enumerate(scales.strides) if stride == 0)
+            view[part], scales[part] = rounded(read, inputs)
+
+        _copy(checkpoint, name, weight, values, view, needed, put, scales.shape[0] > 1 and scales.strides[0] == 0)
+    where = [None] * 2 if sharding is None else _beside(sharding, spec)
+    return dataclasses.replace(spec, values=tiled(_place(values, where[0])), scale=_place(scale, where[1]))
 
 
-def _round(read: np.ndarray, values: np.ndarray, scales: np.ndarray) -> None:
-    """Round what was read into ``values``, and put its scales where ``scales`` has them."""
-    inputs = tuple(axis for axis, stride in enumerate(scales.strides) if stride == 0)
-    values[...], scales[...] = rounded(read, inputs)
+def _group_quantised(
+    checkpoint: Checkpoint,
+    tensors: Sequence[tuple[str, Weight]],
+    param: nnx.Variable,
+    sharding: NamedSharding | None,
+    keep: bool,
+) -> GroupQuantised:
+    """The same with a scale for each group of inputs, rounded here or as the checkpoint has them.
+
+    Numbers are bytes until the parameter is complete.
+    """
+    filling = GroupFilling(param)
+    needed = sharding and _needed(sharding, filling.spec.shape)
+    for name, weight in tensors:
+        view = filling.view(weight)
+        if keep:
+            for part, start, stop in _parts(weight, filling.whole, view, needed):
+                filling.keep(weight, _numbers(checkpoint, name, weight.rows, start, stop), part)
+            continue
+        put, at_once = filling.rounding(weight)
+        _copy(checkpoint, name, weight, filling.whole, view, needed, put, at_once)
+    values, *beside = filling.arrays()
+    where = [None] * 3 if sharding is None else _beside(sharding, filling.spec)
+    scale, minimum = (None if x is None else _place(x, at) for x, at in zip(beside, where[1:], strict=False))
+    return dataclasses.replace(filling.spec, values=_place(values, where[0]), scale=scale, minimum=minimum)
+
+
+def _beside(sharding: NamedSharding, spec: Quantised) -> list[NamedSharding]:
+    """The shardings of a quantised matrix's arrays, from that of the matrix."""
+    return [NamedSharding(sharding.mesh, each) for each in quantised_specs(sharding.spec, spec)]
+
+
+def _numbers(
+    checkpoint: Checkpoint, name: str, rows: Sequence[int] | np.ndarray | None, start: int, stop: int
+) -> Numbers:
+    """:func:`_rows` as they are quantised."""
+    if rows is None:
+        found = checkpoint.numbers(name, start, stop)
+    else:
+        wanted = np.asarray(rows[start:stop])
+        first = int(wanted.min())
+        read = checkpoint.numbers(name, first, int(wanted.max()) + 1)
+        found = Numbers(*(None if x is None else x[wanted - first] for x in read))
+    if not all(is_finite(x) for x in found[1:] if x is not None):
+        raise WeightsError(f"{checkpoint.origin} is corrupt: {quoted(name)} holds what is no finite number.")
+    return found
 
 
 def _rows(

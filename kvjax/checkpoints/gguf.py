@@ -15,12 +15,15 @@ import os
 import struct
 import threading
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from kvjax.checkpoints.checkpoint import Numbers
+from kvjax.checkpoints.gguf_blocks import NUMBERS, format_of
 from kvjax.checkpoints.mxfp4 import PAIRS
 from kvjax.errors import WeightsError, quoted
+from kvjax.model.group_quantised import GroupFormat
 
 if TYPE_CHECKING:
     from gguf import GGMLQuantizationType
@@ -177,8 +180,27 @@ class GGUFFile:
                     "bytes."
                 )
 
+    @property
+    def formats(self) -> Mapping[str, GroupFormat | Literal["int8"]]:
+        """How the numbers of each quantised tensor are kept."""
+        return {name: form for name, tensor in self._tensors.items() if (form := format_of(tensor.kind)) is not None}
+
+    def numbers(self, name: str, start: int, stop: int) -> Numbers:
+        """Elements ``start:stop`` of the first axis of ``name``, of a format of groups, as the file has them."""
+        shape, raw = self._raw(name, start, stop)
+        whole, *beside = NUMBERS[self._tensors[name].kind.name](raw)
+        groups = (*shape[:-1], -1)
+        scale, minimum = (None if x is None else x.reshape(groups) for x in beside)
+        assert scale is not None
+        return Numbers(whole.reshape(shape), scale, minimum)
+
     def read(self, name: str, start: int, stop: int) -> np.ndarray:
         """Elements ``start:stop`` of the first axis of ``name`` as float32."""
+        shape, raw = self._raw(name, start, stop)
+        return dequantize(raw, self._tensors[name].kind, name).reshape(shape)
+
+    def _raw(self, name: str, start: int, stop: int) -> tuple[tuple[int, ...], np.ndarray]:
+        """The shape of some elements of the first axis, and their bytes."""
         tensor = self._tensors[name]
         inner = math.prod(tensor.shape[1:])
         begin, size = _bytes(tensor.kind, start * inner), _bytes(tensor.kind, (stop - start) * inner)
@@ -187,8 +209,7 @@ class GGUFFile:
             raw = self._file.read(size)
         if len(raw) != size:
             raise WeightsError(f"{self.origin} became shorter while it was read: {quoted(name)} is not complete.")
-        shape = (stop - start, *tensor.shape[1:])
-        return dequantize(np.frombuffer(raw, np.uint8), tensor.kind, name).reshape(shape)
+        return (stop - start, *tensor.shape[1:]), np.frombuffer(raw, np.uint8)
 
 
 def _block(kind: GGMLQuantizationType) -> tuple[int, int]:

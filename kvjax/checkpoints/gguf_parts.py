@@ -10,12 +10,14 @@ import contextlib
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
+from kvjax.checkpoints.checkpoint import Numbers
 from kvjax.checkpoints.gguf import GGUFFile
 from kvjax.errors import WeightsError, quoted
+from kvjax.model.group_quantised import GroupFormat
 
 _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 
@@ -78,6 +80,15 @@ class GGUFParts:
     def read(self, name: str, start: int, stop: int) -> np.ndarray:
         """Elements ``start:stop`` of the first axis of ``name`` as float32."""
         return self._where[name].read(name, start, stop)
+
+    @property
+    def formats(self) -> Mapping[str, GroupFormat | Literal["int8"]]:
+        """See :attr:`GGUFFile.formats`."""
+        return {name: form for part in self._parts for name, form in part.formats.items()}
+
+    def numbers(self, name: str, start: int, stop: int) -> Numbers:
+        """See :meth:`GGUFFile.numbers`."""
+        return self._where[name].numbers(name, start, stop)
 
     def close(self) -> None:
         """Close the files; nothing can be read afterwards."""

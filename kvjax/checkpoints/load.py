@@ -12,9 +12,10 @@ from jax.typing import DTypeLike
 from kvjax.checkpoints.converted import TEMPLATE, TOKENIZER, check_files, damaged, is_converted, read_description
 from kvjax.checkpoints.converted_weights import read_weights
 from kvjax.checkpoints.families import GGUF_NAMES, Family, family
-from kvjax.checkpoints.fill import default_dtype, fill, say_once
+from kvjax.checkpoints.fill import by_parameter, default_dtype, fill, say_once
 from kvjax.checkpoints.gguf import GGUFFile
 from kvjax.checkpoints.gguf_parts import GGUFParts, open_gguf
+from kvjax.checkpoints.groups import kept_formats
 from kvjax.checkpoints.hub import fetch
 from kvjax.checkpoints.safetensors import SafetensorsFolder, read_json
 from kvjax.checks import float_dtype
@@ -84,7 +85,11 @@ def load(
       weights: "int8" stores every matrix as int8 numbers with a float32 scale for each of its outputs (rows of the
         embedding, columns of a projection, of every expert's), rounded as it is read: a quarter of float32's bytes, a
         half of bfloat16's. Norms, biases, the router of experts, activations and the cache stay ``dtype``. CPUs and
-        TPUs round the activations of each token too, and multiply integers. By default everything is ``dtype``.
+        TPUs round the activations of each token too, and multiply integers. "int4" stores 4 bits a number, two in a
+        byte, with a bfloat16 scale for each group of 128 inputs of an output (64 or 32 where 128 do not divide them),
+        and the embedding and the head as int8: an eighth of float32's bytes. "file" keeps the numbers of a quantised
+        checkpoint: GGUF's Q8_0, Q4_0, Q4_1 and Q4_K with the file's own scales and minima, what is quantised otherwise
+        as int8, and floats as ``dtype``. By default everything is ``dtype``.
       mesh: devices to spread over, a :class:`kvjax.Mesh` or its text form ("data=4,model=2"): weights over the model
         axis, each shard read and put straight on its devices; what the axis does not divide is on all of them. Calls
         with this model then run on the mesh. By default everything goes to JAX's default device.
@@ -124,7 +129,7 @@ def load_config(name: str | os.PathLike[str], *, progress: Progress = None) -> M
         return read_description(path).config if is_converted(path) else _folder_config(path)[0]
     file = open_gguf(path)
     try:
-        return _gguf_config(file)[0]
+        return _with_kept(*_gguf_config(file), file)
     finally:
         file.close()
 
@@ -164,9 +169,11 @@ def _load_gguf(name: str, path: Path, form: _Form) -> LanguageModel:
     try:
         metadata, origin = file.metadata, file.origin
         config, kind = _gguf_config(file)
+        if form.weights == "file":
+            config = _with_kept(config, kind, file)
+        config = config.stored_as(form.weights)
         tokenizer = tokenizer_from_gguf(metadata, origin)
         _check_vocabulary(tokenizer, config, origin)
-        config = dataclasses.replace(config, weights=form.weights)
         weights = list(kind.weights(config, True))
         params = fill(config, weights, file, gguf=True, dtype=form.dtype, mesh=form.mesh)
     finally:
@@ -192,6 +199,11 @@ def _gguf_config(file: GGUFFile | GGUFParts) -> tuple[ModelConfig, Family]:
     return config, kind
 
 
+def _with_kept(config: ModelConfig, kind: Family, file: GGUFFile | GGUFParts) -> ModelConfig:
+    """The configuration with the forms of the file's own numbers."""
+    return dataclasses.replace(config, kept=kept_formats(config, by_parameter(kind.weights(config, True), True), file))
+
+
 def _folder_config(folder: Path) -> tuple[ModelConfig, Family, dict[str, object]]:
     origin = str(folder / "config.json")
     raw = read_json(folder / "config.json")
@@ -205,8 +217,10 @@ def _load_folder(name: str, folder: Path, form: _Form) -> LanguageModel:
     _check_vocabulary(tokenizer, config, str(folder))
     checkpoint = SafetensorsFolder(folder)
     _check_counts(config, checkpoint.shapes, str(folder))
-    config = dataclasses.replace(config, weights=form.weights)
     weights = kind.hf_weights(config, checkpoint.shapes)
+    if form.weights == "file":
+        config = dataclasses.replace(config, kept=kept_formats(config, by_parameter(weights, False), checkpoint))
+    config = config.stored_as(form.weights)
     params = fill(config, weights, checkpoint, gguf=False, dtype=form.dtype, mesh=form.mesh)
     stop = _stop_ids(folder, raw, tokenizer, config.vocab_size)
     return LanguageModel(name, config, params, tokenizer, stop, form.mesh)

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from kvjax.checkpoints.checkpoint import Numbers
 from kvjax.checkpoints.mxfp4 import NUMBERS, PACKED, dequantized
 from kvjax.documents import NotADocument, parse_json
 from kvjax.errors import WeightsError, quoted
@@ -89,6 +90,15 @@ class SafetensorsFolder:
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Shape of every tensor."""
         return self._shapes
+
+    @property
+    def formats(self) -> Mapping[str, Any]:
+        """Of each quantised tensor how its numbers are kept: MXFP4 is rounded to int8, other tensors are floats."""
+        return {name: "int8" for name in self._shapes if name not in self._where}
+
+    def numbers(self, name: str, start: int, stop: int) -> Numbers:
+        """No tensor's numbers are kept as they are."""
+        raise NotImplementedError
 
     def read(self, name: str, start: int, stop: int) -> np.ndarray:
         """Elements ``start:stop`` of the first axis of ``name``, in the dtype it is stored in, or in float32."""

@@ -25,7 +25,11 @@ Dtype = Annotated[
     str | None, typer.Option("--dtype", help="float32, bfloat16 or float16; by default what suits the device.")
 ]
 Weights = Annotated[
-    str | None, typer.Option("--weights", help="int8 quantises the matrices; by default they are floats of --dtype.")
+    str | None,
+    typer.Option(
+        "--weights",
+        help="int8 or int4 quantises the matrices, file keeps those of a quantised file; by default floats of --dtype.",
+    ),
 ]
 Mesh = Annotated[
     str | None, typer.Option("--mesh", help="Devices to shard over, such as data=4,model=2; by default one.")

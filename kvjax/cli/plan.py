@@ -74,11 +74,11 @@ def _fit(config: Any, device: str | None, dtype: str | None, asked: dict[str, An
     policies = list(dict.fromkeys([*POLICIES, format_policy(parse(asked.pop("policy")))]))
     if dtype is None and device is not None:
         dtype = chip(device).dtype
-    forms = forms_of(weights_dtype(dtype), config.weights)
+    forms = forms_of(weights_dtype(dtype), config)
     if (kind := check_weights(asked.pop("weights"))) is not None:
-        if kind not in forms:
+        if config.weights not in (None, kind):
             raise UsageError(f"The model's weights are {config.weights}; leave --weights out, or say so.")
-        forms = {kind: forms[kind]}
+        forms = {kind: {**next(iter(forms.values())), "weights": kind}}
     report = fit_report(fit(config, device=device, policies=policies, forms=forms, **asked), device)
     if json:
         tables.print_json(report.data)

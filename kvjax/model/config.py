@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args
 from kvjax.checks import number, whole_number
 from kvjax.errors import UsageError, quoted
 from kvjax.model.experts import Experts
+from kvjax.model.group_quantised import GroupFormat
 from kvjax.model.quantised import Weights, check_weights
 
 #: Channels, layers, heads and tokens of a model at most.
@@ -68,6 +69,8 @@ def _size(name: str, value: Any, needed: str) -> None:
     whole_number(name, value, 1, MOST_SIZE)
 
 
+#: Forms of a checkpoint's own numbers by the name of a matrix, for all layers or for each.
+Kept = tuple[tuple[str, tuple[Weights | GroupFormat | None, ...]], ...]
 _ADDED = {"added": True}
 
 
@@ -113,7 +116,10 @@ class ModelConfig:
       attention_sinks: whether each query head's softmax has one more logit, a learned one that brings no value.
       embedding_scale, residual_scale, logit_scale: factors of embeddings, of what attention and the MLP add, of logits.
       logit_soft_cap: bounds logits by cap tanh(logits / cap); None does not.
-      weights: how matrices are stored: "int8" (``kvjax.model.quantised``), or None for floats.
+      weights: how matrices are stored: "int8" (``kvjax.model.quantised``), "int4" (``kvjax.model.group_quantised``; the
+        embedding and the head as int8), "file" (as ``kept`` says), or None for floats.
+      kept: how a quantised checkpoint's own numbers are stored, by the names of :meth:`weights_of`: one form of all
+        layers, or one for each; what is not named is floats.
     """
 
     family: str
@@ -157,6 +163,7 @@ class ModelConfig:
     logit_scale: float = added(1.0)
     logit_soft_cap: float | None = added(None)
     weights: Weights | None = dataclasses.field(default=None, metadata=_ADDED)
+    kept: Kept = dataclasses.field(default=(), metadata={"identity": False})
 
     def __post_init__(self) -> None:
         sizes = "vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads"
@@ -230,6 +237,8 @@ class ModelConfig:
         elif self.experts is not None:
             own["experts"] = dataclasses.replace(self.experts, dense_layers=())
             own["intermediate_size"] = self.experts.shared_inner or self.experts.inner
+        if any(len(forms) > 1 for _, forms in self.kept):
+            own["kept"] = tuple((name, forms[index : index + 1] or forms) for name, forms in self.kept)
         return dataclasses.replace(self, **own) if own else self
 
     def window_of(self, layer: int) -> int | None:
@@ -250,6 +259,26 @@ class ModelConfig:
     def sliding(self) -> bool:
         """Whether any layer has a window."""
         return any(window is not None for window in self.windows)
+
+    def stored_as(self, weights: Weights | None) -> ModelConfig:
+        """The model with its matrices stored otherwise.
+
+        Raises:
+          UsageError: there is no such form, or "file" was asked for and the checkpoint's numbers are floats.
+        """
+        kept = self.kept if check_weights(weights) == "file" else ()
+        if weights == "file" and not kept:
+            raise UsageError(
+                'weights is "file", which keeps the numbers of a quantised checkpoint, and this one holds floats; '
+                'choose "int8" or "int4".'
+            )
+        return dataclasses.replace(self, weights=weights, kept=kept)
+
+    def weights_of(self, param: str) -> Weights | GroupFormat | None:
+        """How the matrix of this name is stored; of a layer's, by its name in what :meth:`layer` gives."""
+        if self.weights == "file":
+            return dict(self.kept).get(param, (None,))[0]
+        return "int8" if self.weights == "int4" and param in ("embedding", "head") else self.weights
 
     @property
     def group_size(self) -> int:
@@ -300,4 +329,5 @@ def _used(described: Any, known: dict[str, Any]) -> dict[str, Any]:
     """The fields of a dataclass, without those that were added later and hold their defaults."""
     fields = dataclasses.fields(described)
     unused = {f.name for f in fields if f.metadata.get("added") and getattr(described, f.name) == f.default}
+    unused |= {f.name for f in fields if not f.metadata.get("identity", True)}
     return {name: value for name, value in known.items() if name not in unused}

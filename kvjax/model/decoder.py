@@ -23,7 +23,7 @@ from kvjax.model.exchange import ONE_DEVICE, Exchange
 from kvjax.model.experts import ExpertMLP
 from kvjax.model.matmul import matmul, matmul_nt
 from kvjax.model.params import gate_columns, new_param
-from kvjax.model.quantised import QuantisedArray, dequantised
+from kvjax.model.quantised import Quantised, dequantised
 
 
 def _unit(x: Float[Array, "*S M"], kind: NormKind, eps: float) -> Float[Array, "*S M"]:
@@ -109,10 +109,11 @@ class DecoderLayer(nnx.Module):
             (None, "kv_heads", None, None),
             dtype,
             fine=True,
-            weights=config.weights,
+            weights=config.weights_of("qkv"),
         )
+        weights = config.weights_of("out")
         self.out = new_param(
-            rngs, (heads, group, dim, hidden), ("kv_heads", None, None, None), dtype, 3, weights=config.weights
+            rngs, (heads, group, dim, hidden), ("kv_heads", None, None, None), dtype, 3, weights=weights
         )
         if config.experts is not None:
             self.experts = ExpertMLP(config, config.experts, rngs=rngs, dtype=dtype)
@@ -137,10 +138,12 @@ class DecoderLayer(nnx.Module):
         if config.gated:
             half = gate_columns(inner)
             shape, axes = (hidden, inner // half, 2, half), (None, "mlp", None, None)
-            self.gate_up = new_param(rngs, shape, axes, dtype, transposed=True, weights=config.weights)
+            weights = config.weights_of("gate_up")
+            self.gate_up = new_param(rngs, shape, axes, dtype, transposed=True, weights=weights)
         else:
-            self.up = new_param(rngs, (hidden, inner), (None, "mlp"), dtype, transposed=True, weights=config.weights)
-        self.down = new_param(rngs, (inner, hidden), ("mlp", None), dtype, weights=config.weights)
+            weights = config.weights_of("up")
+            self.up = new_param(rngs, (hidden, inner), (None, "mlp"), dtype, transposed=True, weights=weights)
+        self.down = new_param(rngs, (inner, hidden), ("mlp", None), dtype, weights=config.weights_of("down"))
         if config.mlp_bias:
             if config.gated:
                 self.gate_up_bias = new_param(rngs, shape[1:], axes[1:], dtype, 0)
@@ -196,7 +199,7 @@ class DecoderLayer(nnx.Module):
     def output_norms(self, v: Float[Array, "B H T D"]) -> Float[Array, "B H G T"]:
         """The L1 norm of each value's product with the output projection of each query head that reads it, float32."""
         c, weight = self.config, dequantised(self.out[...])
-        rows = self.exchange.output_rows(weight.T if isinstance(self.out[...], QuantisedArray) else weight)
+        rows = self.exchange.output_rows(weight.T if isinstance(self.out[...], Quantised) else weight)
         own = self.exchange.own_heads(rows.reshape(-1, c.group_size * c.head_dim * c.hidden_size))
         own = own.reshape(c.num_kv_heads, c.group_size, c.head_dim, c.hidden_size)
         block = math.gcd(v.shape[2], 256)
@@ -269,7 +272,8 @@ class Decoder(nnx.Module):
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs | None, dtype: DTypeLike = jnp.float32):
         shape = config.vocab_size, config.hidden_size
         if not config.tie_embeddings:
-            self.embedding = new_param(rngs, shape, ("vocab", None), dtype, looked_up=True, weights=config.weights)
+            weights = config.weights_of("embedding")
+            self.embedding = new_param(rngs, shape, ("vocab", None), dtype, looked_up=True, weights=weights)
         if config.embedding_norm:
             self.embedding_norm = _norm(config, dtype)
         self.layers = nnx.List(
@@ -277,7 +281,7 @@ class Decoder(nnx.Module):
         )
         self.norm = _norm(config, dtype)
         self.head = new_param(
-            rngs, shape[::-1], (None, "vocab"), dtype, transposed=True, fine=True, weights=config.weights
+            rngs, shape[::-1], (None, "vocab"), dtype, transposed=True, fine=True, weights=config.weights_of("head")
         )
         if config.head_bias:
             self.head_bias = new_param(rngs, (config.vocab_size,), ("vocab",), dtype, 0)
@@ -291,7 +295,7 @@ class Decoder(nnx.Module):
         return self.embedding_norm(x) if self.config.embedding_norm else x
 
     @property
-    def table(self) -> Float[Array, "V M"] | QuantisedArray:
+    def table(self) -> Float[Array, "V M"] | Quantised:
         """The embedding: where it is tied, the head as it is stored."""
         return self.head[...] if self.config.tie_embeddings else self.embedding[...]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from jaxtyping import Array, Float, Int
 
-from kvjax.model.quantised import QuantisedArray, rows_of
+from kvjax.model.quantised import Quantised, rows_of
 
 
 class Exchange:
@@ -46,7 +46,7 @@ class Exchange:
         """The MLP's result, from what this device's channels of it give."""
         return y
 
-    def embed(self, table: Float[Array, "V M"] | QuantisedArray, tokens: Int[Array, "*S"]) -> Float[Array, "*S M"]:
+    def embed(self, table: Float[Array, "V M"] | Quantised, tokens: Int[Array, "*S"]) -> Float[Array, "*S M"]:
         """Each token's row of the embedding, of which this device holds the rows of ``table``."""
         return rows_of(table, tokens)
 

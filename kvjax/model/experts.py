@@ -1,9 +1,10 @@
 """A layer's experts: MLPs of which a router chooses a few for each token (Shazeer et al., arXiv 1701.06538).
 
 Tokens are sorted by expert and every expert multiplies its own run of them: on a TPU by ``jax.lax.ragged_dot``,
-elsewhere in blocks of a few tokens, as XLA makes of it a product with every expert there. Where there are fewer choices
-than experts, as in a decode step, the chosen ones are gone through one by one, so that a step reads no other's weights.
-On a mesh each device has a part of every expert's channels, as of a dense MLP's.
+elsewhere in blocks of a few tokens, as XLA makes of it a product with every expert there; so too, on any device, with
+weights that are quantised in groups. Where there are fewer choices than experts, as in a decode step, the chosen ones
+are gone through one by one, so that a step reads no other's weights. On a mesh each device has a part of every expert's
+channels, as of a dense MLP's.
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.checks import number, whole_number
 from kvjax.errors import UsageError
+from kvjax.model.group_quantised import GroupQuantised
 from kvjax.model.matmul import matmul, ragged_matmul
 from kvjax.model.params import gate_columns, new_param
-from kvjax.model.quantised import QuantisedArray
+from kvjax.model.quantised import Quantised
 
 if TYPE_CHECKING:
     from kvjax.model.config import ModelConfig
@@ -83,9 +85,10 @@ class ExpertMLP(nnx.Module):
         half, hidden = gate_columns(experts.inner), config.hidden_size
         self.router = new_param(rngs, (hidden, experts.count), (None, None), dtype, transposed=True)
         shape, axes = (experts.count, hidden, experts.inner // half, 2, half), (None, None, "mlp", None, None)
-        self.gate_up = new_param(rngs, shape, axes, dtype, stacked=1, weights=config.weights)
+        self.gate_up = new_param(rngs, shape, axes, dtype, stacked=1, weights=config.weights_of("experts.gate_up"))
         shape = (experts.count, experts.inner, hidden)
-        self.down = new_param(rngs, shape, (None, "mlp", None), dtype, stacked=1, weights=config.weights)
+        weights = config.weights_of("experts.down")
+        self.down = new_param(rngs, shape, (None, "mlp", None), dtype, stacked=1, weights=weights)
         if experts.shared_inner:
             self.shared_gate = new_param(rngs, (hidden, 1), (None, None), dtype, transposed=True)
         if experts.biased:
@@ -103,7 +106,8 @@ class ExpertMLP(nnx.Module):
         if choices < self.experts.count:
             found = self._one_by_one(tokens, chosen)
         else:
-            found = jax.lax.platform_dependent(tokens, chosen, tpu=self._by_runs, default=self._by_blocks)
+            runs = self._by_blocks if isinstance(self.down[...], GroupQuantised) else self._by_runs
+            found = jax.lax.platform_dependent(tokens, chosen, tpu=runs, default=self._by_blocks)
         found = found.reshape(*chosen.shape, -1)
         return (found * weight[..., None].astype(x.dtype)).sum(axis=1).reshape(x.shape)
 
@@ -186,5 +190,5 @@ class ExpertMLP(nnx.Module):
         return jax.lax.fori_loop(0, flat.size, body, jnp.zeros((flat.size, tokens.shape[1]), tokens.dtype))
 
 
-def _product(x: Float[Array, "S K"], weight: Float[Array, "K N"] | QuantisedArray) -> Float[Array, "S N"]:
-    return matmul(x, weight) if isinstance(weight, QuantisedArray) else x @ weight
+def _product(x: Float[Array, "S K"], weight: Float[Array, "K N"] | Quantised) -> Float[Array, "S N"]:
+    return matmul(x, weight) if isinstance(weight, Quantised) else x @ weight

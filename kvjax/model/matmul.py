@@ -20,16 +20,16 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from kvjax.model.quantised import QuantisedArray
+from kvjax.model.quantised import Quantised
 from kvjax.model.quantised_matmul import quantised_matmul, quantised_ragged_matmul
 
 #: Columns of a weight, of its rows, beyond which it is a vocabulary's.
 _WIDE = 16
 
 
-def matmul(x: Float[Array, "*S K"], weight: Float[Array, "K N"] | QuantisedArray) -> Float[Array, "*S N"]:
+def matmul(x: Float[Array, "*S K"], weight: Float[Array, "K N"] | Quantised) -> Float[Array, "*S N"]:
     """``x @ weight``."""
-    if isinstance(weight, QuantisedArray):
+    if isinstance(weight, Quantised):
         return quantised_matmul(x, weight)
     rows, (inner, columns) = x.reshape(-1, x.shape[-1]), weight.shape
     if rows.shape[0] == 1 and columns <= _WIDE * inner and x.dtype == jnp.float32:
@@ -43,10 +43,10 @@ def matmul(x: Float[Array, "*S K"], weight: Float[Array, "K N"] | QuantisedArray
 
 
 def matmul_nt(
-    x: Float[Array, "*S K"], weight: Float[Array, "N K"] | QuantisedArray, dtype: DTypeLike | None = None
+    x: Float[Array, "*S K"], weight: Float[Array, "N K"] | Quantised, dtype: DTypeLike | None = None
 ) -> Float[Array, "*S N"]:
     """``x @ weight.T``, in ``x``'s dtype or another."""
-    if isinstance(weight, QuantisedArray):
+    if isinstance(weight, Quantised):
         return quantised_matmul(x, weight, dtype)
     rows, (columns, inner) = x.reshape(-1, x.shape[-1]), weight.shape
     few = 1 <= rows.shape[0] <= 32 and x.dtype == weight.dtype == jnp.float32
@@ -58,10 +58,10 @@ def matmul_nt(
 
 
 def ragged_matmul(
-    x: Float[Array, "T K"], weights: Float[Array, "E K N"] | QuantisedArray, runs: Int[Array, " E"]
+    x: Float[Array, "T K"], weights: Float[Array, "E K N"] | Quantised, runs: Int[Array, " E"]
 ) -> Float[Array, "T N"]:
     """Products of consecutive runs of tokens, one a matrix; ``runs`` are their lengths."""
-    if isinstance(weights, QuantisedArray):
+    if isinstance(weights, Quantised):
         return quantised_ragged_matmul(x, weights, runs)
     return jax.lax.ragged_dot(x, weights, runs)
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
+from kvjax.model.group_quantised import GroupFormat, format_of, group_quantised
 from kvjax.model.quantised import Weights, dequantised, quantised
 
 
@@ -22,7 +23,7 @@ def new_param(
     inputs: int = 1,
     transposed: bool = False,
     stacked: int = 0,
-    weights: Weights | None = None,
+    weights: Weights | GroupFormat | None = None,
     looked_up: bool = False,
     fine: bool = False,
 ) -> nnx.Param:
@@ -34,8 +35,9 @@ def new_param(
     is 2, and a product would copy the weight into another layout at every step. The first ``stacked`` axes stay apart:
     it is as many matrices.
 
-    With ``weights`` it is a :class:`QuantisedArray`, and its matrices are transposed, but for one that is
-    ``looked_up``: an embedding, whose rows are scaled. ``fine`` is as there.
+    With ``weights`` it is quantised, and its matrices are transposed, but for one that is ``looked_up``: an embedding,
+    whose rows are scaled. It is a :class:`QuantisedArray`, with ``fine`` as there, or, with a format of groups and for
+    "int4" where they fit, a :class:`GroupQuantised`.
     """
     transposed = transposed if weights is None else not looked_up
     form = (shape, jnp.dtype(dtype), inputs, transposed, stacked, weights, fine)
@@ -56,7 +58,7 @@ def _stored(
     inputs: int,
     transposed: bool,
     stacked: int,
-    weights: Weights | None,
+    weights: Weights | GroupFormat | None,
     fine: bool,
 ) -> Any:
     """A weight with its logical axes, as it is stored."""
@@ -64,7 +66,10 @@ def _stored(
     values = values.reshape(*shape[:stacked], *matrix)
     if transposed:
         values = values.swapaxes(-1, -2)
-    return values if weights is None else quantised(values, dtype, fine)
+    if weights is None:
+        return values
+    groups = format_of(weights, *values.shape[-2:])
+    return quantised(values, dtype, fine) if groups is None else group_quantised(values, groups, dtype)
 
 
 @functools.cache

@@ -1,7 +1,8 @@
 """Weights as int8 numbers with a float32 scale for each output: a quarter of float32's bytes, a half of bfloat16's.
 
 Symmetric rounding: a row w of a matrix [N outputs, K inputs] becomes round(w / s) with s = max |w| / 127, so that no
-number is off by more than s / 2. Rows lie in order, because CPUs multiply them several times as fast as columns.
+number is off by more than s / 2. Rows lie in order, because CPUs multiply them several times as fast as columns. Forms
+with a scale for each group of inputs are in ``group_quantised.py``.
 
 qwix's core does the same. It is not used: it rounds on the device, where here rows are rounded on the host as they are
 read, and its product knows neither the form that CPUs want for one row nor that GPUs want the weights alone rounded.
@@ -21,14 +22,56 @@ from jaxtyping import Array, Float, Int
 from kvjax.errors import UsageError, quoted
 
 #: How a model's matrices may be stored, other than as floats.
-Weights = Literal["int8"]
+Weights = Literal["int8", "int4", "file"]
 _LARGEST = 127
 _Array = TypeVar("_Array", np.ndarray, jax.Array)
 
 
+class Quantised:
+    """A matrix [..., N outputs, K inputs] in another form than an array; subclasses are pytrees of its arrays.
+
+    Attributes:
+      values, scale: its numbers, in the order that the subclass says, and what they are multiplied by.
+      dtype: of the activations that it is multiplied with, and of its numbers where they are looked at.
+    """
+
+    values: Any
+    scale: Any
+    dtype: Any
+
+    def __getitem__(self, index: Any) -> Quantised:
+        """Itself for ``...``, which is how a parameter's value is asked for."""
+        if index is not ...:
+            raise TypeError("A quantised matrix has no parts; use rows_of or dequantised.")
+        return self
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """[..., N, K]."""
+        raise NotImplementedError
+
+    @property
+    def ndim(self) -> int:
+        """Axes of the shape."""
+        return len(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all its arrays."""
+        return sum(leaf.nbytes for leaf in jax.tree.leaves(self))
+
+    def dequantised(self) -> Float[Array, "*S N K"]:
+        """Its numbers, in ``dtype``."""
+        raise NotImplementedError
+
+    def rows(self, index: Int[Array, "*S"]) -> Float[Array, "*S K"]:
+        """Rows of a single matrix, in ``dtype``."""
+        raise NotImplementedError
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class QuantisedArray:
+class QuantisedArray(Quantised):
     """A matrix, or a stack of them, that stands for ``values * scale[..., None]``.
 
     Attributes:
@@ -43,33 +86,26 @@ class QuantisedArray:
     dtype: Any = dataclasses.field(metadata={"static": True})
     fine: bool = dataclasses.field(default=False, metadata={"static": True})
 
-    def __getitem__(self, index: Any) -> QuantisedArray:
-        """Itself for ``...``, which is how a parameter's value is asked for."""
-        if index is not ...:
-            raise TypeError("A quantised matrix has no parts; use rows_of or dequantised.")
-        return self
-
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of ``values``."""
         return self.values.shape
 
-    @property
-    def ndim(self) -> int:
-        """Axes of ``values``."""
-        return self.values.ndim
+    def dequantised(self) -> Float[Array, "*S N K"]:
+        """See :meth:`Quantised.dequantised`."""
+        return (self.values * self.scale[..., None]).astype(self.dtype)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the numbers and of their scales."""
-        return self.values.nbytes + self.scale.nbytes
+    def rows(self, index: Int[Array, "*S"]) -> Float[Array, "*S K"]:
+        """See :meth:`Quantised.rows`."""
+        return (self.values[index] * self.scale[index][..., None]).astype(self.dtype)
 
 
 def check_weights(weights: Any) -> Weights | None:
     """The kind of weights asked for, None for floats; UsageError for one that there is not."""
     known = get_args(Weights)
     if weights is not None and weights not in known:
-        choices = " or ".join(map(repr, known))
+        *others, last = map(repr, known)
+        choices = f"{', '.join(others)} or {last}"
         raise UsageError(f"weights is {quoted(weights)}; choose {choices}, or None for floats of the model's dtype.")
     return weights
 
@@ -95,13 +131,9 @@ def quantised(matrix: Float[Array, "*S N K"], dtype: DTypeLike, fine: bool = Fal
 
 def dequantised(weight: Any) -> Any:
     """A weight's numbers as floats: an array of JAX as it is."""
-    if not isinstance(weight, QuantisedArray):
-        return weight
-    return (weight.values * weight.scale[..., None]).astype(weight.dtype)
+    return weight.dequantised() if isinstance(weight, Quantised) else weight
 
 
 def rows_of(table: Any, index: Int[Array, "*S"]) -> Float[Array, "*S M"]:
     """Rows of an embedding, as floats."""
-    if not isinstance(table, QuantisedArray):
-        return table[index]
-    return (table.values[index] * table.scale[index][..., None]).astype(table.dtype)
+    return table.rows(index) if isinstance(table, Quantised) else table[index]

@@ -20,7 +20,7 @@ from kvjax.cache.buckets import block_of
 from kvjax.model.config import ModelConfig
 from kvjax.model.decoder import Decoder, with_exchange
 from kvjax.model.exchange import Exchange
-from kvjax.model.quantised import QuantisedArray, rows_of
+from kvjax.model.quantised import Quantised, rows_of
 from kvjax.sharding.partition import Group, Partition
 from kvjax.sharding.placement import Splits, splits
 
@@ -108,7 +108,7 @@ class MeshExchange(Exchange):
         """See :meth:`Exchange.mlp`: a sum over the devices."""
         return _sum(y, self.split.order) if self.split.mlp else y
 
-    def embed(self, table: Float[Array, "N M"] | QuantisedArray, tokens: Int[Array, "*S"]) -> Float[Array, "*S M"]:
+    def embed(self, table: Float[Array, "N M"] | Quantised, tokens: Int[Array, "*S"]) -> Float[Array, "*S M"]:
         """See :meth:`Exchange.embed`: a token's row is on one device, which the others add zeros to.
 
         A prompt goes block by block: a sum over devices has another buffer as its result, as large as all hidden

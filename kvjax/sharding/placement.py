@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -18,12 +19,16 @@ from kvjax.cache.shared_context import SharedContext
 from kvjax.errors import UsageError
 from kvjax.model.config import ModelConfig
 from kvjax.model.decoder import Decoder
+from kvjax.model.group_quantised import GroupFormat, GroupQuantised, format_of
 from kvjax.model.params import gate_columns
-from kvjax.model.quantised import QuantisedArray
+from kvjax.model.quantised import Quantised
 from kvjax.model.tiling import tiled
 from kvjax.sharding.mesh import RULES, Mesh
 from kvjax.sharding.partition import head_sharding
+from pallas_kernels.quantised_matmul.layout import tile_of
 
+#: Kinds of weights some of whose matrices may be quantised in groups.
+GROUPED = ("int4", "file")
 ROWS = PartitionSpec("data")
 
 
@@ -56,7 +61,8 @@ def splits(mesh: Mesh, config: ModelConfig) -> Splits:
     """The division of a model's weights on a mesh.
 
     Projections of attention divide by channels, not by heads, so that they do for nearly every model; a shard of the
-    MLP must hold as many gates as what they gate.
+    MLP must hold as many gates as what they gate. Matrices that are quantised in groups divide by tiles of inputs, and
+    those whose outputs share bytes by two outputs.
     """
     heads, parts = head_sharding(mesh, config), mesh.model
     group = config.group_size
@@ -67,9 +73,46 @@ def splits(mesh: Mesh, config: ModelConfig) -> Splits:
         heads,
         heads.head_axes + heads.page_axes,
         parts,
-        qkv=channels * (group + 2) % parts == 0 and channels * group % parts == 0,
-        mlp=all(channels // unit % parts == 0 for channels, unit in shards),
-        vocab=config.vocab_size % parts == 0,
+        qkv=channels * (group + 2) % parts == 0
+        and channels * group % parts == 0
+        and _whole_groups(config, parts, {"qkv": channels * (group + 2)}, {"out": channels * group}),
+        mlp=all(channels // unit % parts == 0 for channels, unit in shards)
+        and _whole_groups(config, parts, *_mlp_sizes(config)),
+        vocab=config.vocab_size % parts == 0
+        and _whole_groups(config, parts, {"embedding": config.vocab_size, "head": config.vocab_size}, {}),
+    )
+
+
+def _whole_groups(config: ModelConfig, parts: int, outputs: Mapping[str, int], inputs: Mapping[str, int]) -> bool:
+    """Whether parts of these matrices, by their outputs or by their inputs, can be stored as the whole ones are."""
+    if config.weights not in GROUPED:
+        return True
+
+    def formats(name: str, outputs: int, inputs: int) -> list[GroupFormat]:
+        kinds = {config.layer(index).weights_of(name) for index in range(config.num_layers)}
+        found = (format_of(kind, outputs, inputs) for kind in kinds)
+        return [form for form in found if form is not None]
+
+    hidden = config.hidden_size
+    pairs = [count for name, count in outputs.items() for form in formats(name, count, hidden) if form.bits == 4]
+    tiles = [
+        count // tile_of(count, form.group) for name, count in inputs.items() for form in formats(name, hidden, count)
+    ]
+    return all(count // parts % 2 == 0 for count in pairs) and all(count % parts == 0 for count in tiles)
+
+
+def _mlp_sizes(config: ModelConfig) -> tuple[dict[str, int], dict[str, int]]:
+    """Outputs and inputs of the MLPs' matrices, by name."""
+    experts, halves = config.experts, 2 if config.gated else 1
+    inners = {"": config.intermediate_size}
+    if experts is not None:
+        inners = {"experts.": experts.inner}
+        if experts.shared_inner or experts.dense_layers:
+            inners[""] = experts.shared_inner or config.intermediate_size
+    up = "gate_up" if config.gated else "up"
+    return (
+        {prefix + up: halves * inner for prefix, inner in inners.items()},
+        {prefix + "down": inner for prefix, inner in inners.items()},
     )
 
 
@@ -92,17 +135,22 @@ def weight_spec(param: nnx.Variable, split: Splits) -> PartitionSpec:
     return PartitionSpec(*(split.axes(names[i]) for i in (*range(stacked), *leading)))
 
 
-def scale_spec(spec: PartitionSpec) -> PartitionSpec:
-    """The spec of a quantised matrix's scales, of its outputs, from that of its values, [..., outputs, inputs]."""
-    return PartitionSpec(*spec[:-1])
+def quantised_specs(spec: PartitionSpec, weight: Quantised) -> list[PartitionSpec]:
+    """The specs of the leaves of a quantised matrix, in their order, from its own, [..., outputs, inputs]."""
+    *stack, outputs, inputs = spec
+    if isinstance(weight, GroupQuantised):
+        beside = PartitionSpec(*stack, inputs, outputs)
+        minimum = [] if weight.minimum is None else [beside]
+        return [PartitionSpec(*stack, inputs, outputs, None), beside, *minimum]
+    return [spec, PartitionSpec(*stack, outputs)]
 
 
 def weight_specs(params: Decoder, mesh: Mesh) -> list[PartitionSpec]:
-    """The spec of every leaf of the tree, in its order: of a quantised weight its values' and its scales'."""
+    """The spec of every leaf of the tree, in its order: of a quantised weight those of its arrays."""
     split, specs = splits(mesh, params.config), []
     for param in _variables(params):
-        spec = weight_spec(param, split)
-        specs += [spec, scale_spec(spec)] if isinstance(param.get_value(), QuantisedArray) else [spec]
+        spec, weight = weight_spec(param, split), param.get_value()
+        specs += quantised_specs(spec, weight) if isinstance(weight, Quantised) else [spec]
     return specs
 
 

@@ -8,24 +8,42 @@ from flax import nnx
 from support import family_cases as cases
 
 from kvjax.checkpoints.load import load
+from kvjax.model.group_quantised import GroupQuantised, rounded_groups
 from kvjax.model.quantised import QuantisedArray, rounded
+from pallas_kernels.quantised_matmul import layout
 
 
 @pytest.mark.parametrize("case", cases.CASES, ids=lambda case: case.name)
 def test_numbers_are_those_of_the_rounded_floats(case, tmp_path):
     folder = cases.write_folder(case, tmp_path / case.name, cases.values(case, cases.shapes(case)))
-    plain, int8 = (load(folder, dtype="float32", weights=weights, progress=False) for weights in (None, "int8"))
-    of_floats, of_integers = (dict(nnx.to_flat_state(nnx.state(lm.params))) for lm in (plain, int8))
-    assert of_floats.keys() == of_integers.keys()
-    for path, one in of_floats.items():
-        other = of_integers[path]
-        floats, found = np.asarray(one.get_value()), other.get_value()
+    plain, int8, int4 = (_params(folder, weights) for weights in (None, "int8", "int4"))
+    assert plain.keys() == int8.keys() == int4.keys()
+    grouped = 0
+    for path, one in plain.items():
+        floats, found = np.asarray(one.get_value()), int8[path].get_value()
         if not isinstance(found, QuantisedArray):
             np.testing.assert_array_equal(floats, found)
+            np.testing.assert_array_equal(floats, int4[path].get_value())
             assert floats.ndim == 1 or path[-1] in ("router", "shared_gate", "gate_up_bias", "down_bias")
             continue
-        if one.get_metadata("transposed") != other.get_metadata("transposed"):
+        if one.get_metadata("transposed") != int8[path].get_metadata("transposed"):
             floats = np.ascontiguousarray(floats.swapaxes(-1, -2))
         values, scale = rounded(floats)
         np.testing.assert_array_equal(found.values, values)
         np.testing.assert_array_equal(found.scale, scale[..., 0])
+        coarse = int4[path].get_value()
+        if isinstance(coarse, QuantisedArray):
+            assert path[-1] in ("embedding", "head") or floats.shape[-1] % 32
+            np.testing.assert_array_equal(coarse.values, values)
+            continue
+        grouped += 1
+        assert isinstance(coarse, GroupQuantised) and coarse.shape == floats.shape and coarse.bits == 4
+        values, scale = rounded_groups(floats, coarse.group)
+        np.testing.assert_array_equal(layout.unpacked(coarse.values), values)
+        np.testing.assert_array_equal(coarse.scale.swapaxes(-1, -2), scale)
+    assert grouped
+
+
+def _params(folder, weights):
+    params = load(folder, dtype="float32", weights=weights, progress=False).params
+    return dict(nnx.to_flat_state(nnx.state(params)))

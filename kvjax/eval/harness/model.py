@@ -14,7 +14,7 @@ from lm_eval.api.registry import register_model
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from kvjax.cache.quantisation import Storage
-from kvjax.checkpoints.load import LanguageModel, load
+from kvjax.checkpoints.load import LanguageModel, Weights, load
 from kvjax.checks import true_or_false
 from kvjax.errors import UsageError, quoted
 from kvjax.eval.harness.arguments import Settings, checked, from_text, with_commas
@@ -59,7 +59,7 @@ class HarnessModel(TemplateLM):
         name: str | LanguageModel,
         policy: Policy | str = "full",
         storage: Storage | str | None = None,
-        weights: Literal["int8"] | None = None,
+        weights: Weights | None = None,
         dtype: str | None = None,
         mesh: str | None = None,
         batch_size: int = 1,

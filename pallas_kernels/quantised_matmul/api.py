@@ -1,0 +1,56 @@
+"""``quantised_matmul``: activations times a matrix that is quantised in groups of inputs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels import checks, dispatch
+from pallas_kernels.quantised_matmul import layout
+from pallas_kernels.quantised_matmul.matmul_problem import Problem
+
+IMPLEMENTATIONS = dispatch.Implementations(
+    "quantised_matmul",
+    "pallas_kernels.quantised_matmul",
+    "quantised_matmul",
+    {"cpu": ("integers",)},
+)
+
+
+def quantised_matmul(
+    x: Float[Array, "S K"],
+    values: Int[Array, "T M L"],
+    scale: Float[Array, "G N"],
+    minimum: Float[Array, "G N"] | None = None,
+    *,
+    implementation: str | None = None,
+    **options: Any,
+) -> Float[Array, "S N"]:
+    """``x @ w.T``, float32, of the matrix w [N, K] that the other arguments stand for.
+
+    A number q of w in group g is ``scale[g, n] * q``; where there are minima, of 8 bits ``scale * q + minimum``, and of
+    4 bits ``scale * (q + 8) + minimum``.
+
+    Args:
+      x: activations.
+      values: whole numbers in the layout of :func:`pallas_kernels.quantised_matmul.layout.packed`.
+      scale, minimum: of each group of K / G inputs, which divides a tile of the layout.
+      implementation: the only one to try; by default the platform's in order, "xla" last. "integers", a CPU's, rounds
+        each row's activations to int8 in the same groups; the others take them as they are.
+      options: options of the implementation that is named: ``config`` (block sizes), ``interpret``.
+
+    Raises:
+      ValueError: an argument of another shape or type, or some that contradict each other.
+      NotImplementedError: the implementation that was named cannot do this.
+    """
+    checks.array("x", x, (None, None), checks.FLOAT)
+    checks.array("values", values, (None, None, None), checks.INTEGER)
+    tiles, rows, tile = values.shape
+    inputs, outputs = tiles * tile, rows * 8 // layout.bits_of(values)
+    checks.array("x", x, (None, inputs), checks.FLOAT)
+    checks.array("scale", scale, (None, outputs), checks.FLOAT)
+    checks.arrays(checks.FLOAT, minimum=(minimum, scale.shape))
+    if not scale.shape[0] or inputs % scale.shape[0] or tile % (inputs // scale.shape[0]):
+        raise ValueError(f"scale has {scale.shape[0]} groups of {inputs} inputs; give groups that divide {tile}.")
+    return IMPLEMENTATIONS.run(implementation, Problem(x, values, scale, minimum), **options)

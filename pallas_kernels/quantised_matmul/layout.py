@@ -1,0 +1,90 @@
+"""The memory layout of matrices that are quantised in groups of inputs: whole numbers in tiles, scales by group.
+
+Numbers lie in tiles of 128 inputs, [K / 128, N, 128]: a CPU's batched product wants its batch first, a TPU's lanes are
+128, and a GPU reads a tile of some outputs as one run of bytes. Of two outputs that follow each other, numbers of 4
+bits share a byte: a TPU unpacks a register by looking at it as one of another type, a mesh divides inputs and outputs
+alike, and bytes are counted truly (JAX counts an element of its own int4 as a byte, and CPUs store it as one).
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+#: Inputs of a tile, where their number is a multiple of it.
+TILE = 128
+#: What is added to a number of 4 bits where there are minima.
+OFFSET = 8
+_Array = TypeVar("_Array", np.ndarray, jax.Array)
+
+
+def tile_of(inputs: int, group: int) -> int:
+    """T: :data:`TILE`, or the largest smaller multiple of the group that divides the inputs, which it divides too.
+
+    Raises:
+      ValueError: the group is larger than a tile, or does not divide the inputs.
+    """
+    tiles = [tile for tile in range(group, TILE + 1, group) if inputs % tile == 0]
+    if not tiles:
+        raise ValueError(f"Groups of {group} inputs do not fit {inputs}, or are beyond {TILE}.")
+    return tiles[-1]
+
+
+def packed(whole: _Array, bits: int, group: int) -> _Array:
+    """Values in their layout, of int8 numbers [..., N, K]; arrays of NumPy or JAX, as they are.
+
+    Returns:
+      Of 8 bits int8 [..., K / T, N, T]; of 4 bits uint8 [..., K / T, N / 2, T], a byte of which has the number of
+      output 2 n in its low half and that of 2 n + 1 in its high one, each in two's complement.
+    """
+    xp: Any = np if isinstance(whole, np.ndarray) else jnp
+    *stack, outputs, inputs = whole.shape
+    tile = tile_of(inputs, group)
+    tiles = whole.reshape(*stack, outputs, inputs // tile, tile).swapaxes(-2, -3)
+    if bits == 8:
+        return xp.ascontiguousarray(tiles) if xp is np else tiles
+    low, high = (tiles[..., start::2, :].astype(xp.uint8) for start in (0, 1))
+    return (low & 15) | (high << 4)
+
+
+def bits_of(values: Any) -> int:
+    """Bits of a number."""
+    return 4 if values.dtype == jnp.uint8 else 8
+
+
+def signed(values: Int[Array, "*S T N L"]) -> Int[Array, "*S T M L"]:
+    """int8 numbers [..., K / T, N, T] of values in their layout."""
+    if bits_of(values) == 8:
+        return values
+    halves = jnp.stack([values & 15, values >> 4], axis=-2)
+    return (halves ^ 8).astype(jnp.int8).reshape(*values.shape[:-2], -1, values.shape[-1]) - 8
+
+
+def unpacked(values: Int[Array, "*S T N L"]) -> Int[Array, "*S M K"]:
+    """The int8 numbers [..., N, K] that were :func:`packed`."""
+    whole = signed(values).swapaxes(-2, -3)
+    return whole.reshape(*whole.shape[:-2], -1)
+
+
+def rows(values: Int[Array, "T N L"], index: Int[Array, " R"]) -> Int[Array, "R K"]:
+    """The int8 numbers of some outputs."""
+    if bits_of(values) == 8:
+        found = values[:, index]
+    else:
+        shift = (4 * (index % 2)).astype(jnp.uint8)
+        found = ((values[:, index // 2] >> shift[:, None] & 15) ^ 8).astype(jnp.int8) - 8
+    return found.swapaxes(0, 1).reshape(index.size, -1)
+
+
+def minima(
+    values: Array, scale: Float[Array, "*S G N"], minimum: Float[Array, "*S G N"] | None
+) -> Float[Array, "*S G N"] | None:
+    """What is added to the products of numbers and scales, float32: minima count from the least number of 4 bits."""
+    if minimum is None:
+        return None
+    offset = OFFSET if bits_of(values) == 4 else 0
+    return minimum.astype(jnp.float32) + offset * scale.astype(jnp.float32)

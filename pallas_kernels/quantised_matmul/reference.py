@@ -1,0 +1,32 @@
+"""NumPy reference in float64; for tests."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from pallas_kernels.quantised_matmul.matmul_problem import Problem
+
+
+def weights(p: Problem) -> np.ndarray:
+    """The matrix [N, K], number by number from what the layout says."""
+    values = np.asarray(p.values)
+    tiles, _, tile = values.shape
+    bits, group = (4, p.group) if values.dtype == np.uint8 else (8, p.group)
+    scale = np.asarray(p.scale.astype("float32"), np.float64)
+    found = np.empty((p.outputs, tiles * tile))
+    for n in range(p.outputs):
+        row = values[:, n // 2 if bits == 4 else n].reshape(-1).astype(np.int64)
+        if bits == 4:
+            half = row // 16 if n % 2 else row % 16
+            row = np.where(half > 7, half - 16, half)
+        if p.minimum is not None and bits == 4:
+            row = row + 8
+        found[n] = row * np.repeat(scale[:, n], group)
+        if p.minimum is not None:
+            found[n] += np.repeat(np.asarray(p.minimum.astype("float32"), np.float64)[:, n], group)
+    return found
+
+
+def quantised_matmul(p: Problem) -> np.ndarray:
+    """See :func:`pallas_kernels.quantised_matmul.quantised_matmul`."""
+    return np.asarray(p.x.astype("float32"), np.float64) @ weights(p).T
