@@ -83,7 +83,8 @@ class GroupFilling:
         self.whole.reshape(-1, self.whole.shape[-1])[rows, begin:end] = whole
         for held, given in ((self.scale, scale), (self.minimum, minimum)):
             if held is not None and given is not None:
-                held.reshape(-1, held.shape[-1])[rows, first:last] = given
+                by_row = held.reshape(-1, held.shape[-1])
+                (by_row.view(np.float16) if held.dtype == np.int16 else by_row)[rows, first:last] = given
 
     def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
         """Values, scale and minimum as the parameter has them."""

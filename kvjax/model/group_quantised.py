@@ -35,7 +35,7 @@ class GroupFormat:
       bits: of a number, 4 or 8.
       group: inputs that share a scale, one of :data:`GROUPS`.
       minimum: whether they share a minimum too.
-      scale: dtype of scales and minima: "bfloat16", "float16" or "float32".
+      scale: dtype of scales and minima: "bfloat16", "float32", or "float16", whose bits are stored as int16.
     """
 
     bits: int
@@ -55,8 +55,8 @@ class GroupQuantised(Quantised):
 
     Attributes:
       values: int8 [..., K / T, N, T], or of 4 bits uint8 [..., K / T, N / 2, T]; see :func:`layout.packed`.
-      scale: floats [..., K / G, N].
-      minimum: floats [..., K / G, N], or None.
+      scale: [..., K / G, N] of bfloat16 or float32, or of int16 with the bits of float16; see :func:`layout.floats`.
+      minimum: [..., K / G, N] of the same, or None.
       dtype: of the activations that it is multiplied with, and of its numbers where they are looked at.
     """
 
@@ -83,21 +83,25 @@ class GroupQuantised(Quantised):
 
     def dequantised(self) -> Float[Array, "*S N K"]:
         """See :meth:`Quantised.dequantised`."""
-        scale, minimum = (None if x is None else x.swapaxes(-1, -2) for x in (self.scale, self._minima))
+        scale, minimum = (None if x is None else x.swapaxes(-1, -2) for x in (self._steps, self._minima))
         return self._floats(layout.unpacked(self.values), scale, minimum)
 
     def rows(self, index: Int[Array, "*S"]) -> Float[Array, "*S K"]:
         """See :meth:`Quantised.rows`."""
         place = index.reshape(-1)
-        scale, minimum = (None if x is None else x[:, place].T for x in (self.scale, self._minima))
+        scale, minimum = (None if x is None else x[:, place].T for x in (self._steps, self._minima))
         return self._floats(layout.rows(self.values, place), scale, minimum).reshape(*index.shape, -1)
+
+    @property
+    def _steps(self) -> Float[Array, "*S G N"]:
+        return layout.floats(self.scale)
 
     @property
     def _minima(self) -> Float[Array, "*S G N"] | None:
         return layout.minima(self.values, self.scale, self.minimum)
 
     def _floats(self, whole: Int[Array, "*S N K"], scale: Array, minimum: Array | None) -> Float[Array, "*S N K"]:
-        grouped = whole.reshape(*scale.shape, -1).astype(jnp.float32) * scale.astype(jnp.float32)[..., None]
+        grouped = whole.reshape(*scale.shape, -1).astype(jnp.float32) * scale[..., None]
         found = grouped if minimum is None else grouped + minimum[..., None]
         return found.reshape(whole.shape).astype(self.dtype)
 
@@ -134,5 +138,7 @@ def group_quantised(matrix: Float[Array, "*S N K"], form: GroupFormat, dtype: DT
     """
     whole, scale = rounded_groups(matrix, form.group)
     scale = scale.astype(form.scale).swapaxes(-1, -2)
+    if form.scale == "float16":
+        scale = jax.lax.bitcast_convert_type(scale, jnp.int16)
     minimum = jnp.zeros_like(scale) if form.minimum else None
     return GroupQuantised(layout.packed(whole, form.bits, form.group), scale, minimum, jnp.dtype(dtype))

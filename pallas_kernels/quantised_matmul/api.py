@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import checks, dispatch
@@ -14,15 +15,15 @@ IMPLEMENTATIONS = dispatch.Implementations(
     "quantised_matmul",
     "pallas_kernels.quantised_matmul",
     "quantised_matmul",
-    {"cpu": ("integers",)},
+    {"cpu": ("integers",), "tpu": ("tpu",), "gpu": ("triton",)},
 )
 
 
 def quantised_matmul(
     x: Float[Array, "S K"],
     values: Int[Array, "T M L"],
-    scale: Float[Array, "G N"],
-    minimum: Float[Array, "G N"] | None = None,
+    scale: Float[Array, "G N"] | Int[Array, "G N"],
+    minimum: Float[Array, "G N"] | Int[Array, "G N"] | None = None,
     *,
     implementation: str | None = None,
     **options: Any,
@@ -35,7 +36,8 @@ def quantised_matmul(
     Args:
       x: activations.
       values: whole numbers in the layout of :func:`pallas_kernels.quantised_matmul.layout.packed`.
-      scale, minimum: of each group of K / G inputs, which divides a tile of the layout.
+      scale, minimum: of each group of K / G inputs, which divides a tile of the layout; floats, or int16 with the bits
+        of float16, both of the same kind.
       implementation: the only one to try; by default the platform's in order, "xla" last. "integers", a CPU's, rounds
         each row's activations to int8 in the same groups; the others take them as they are.
       options: options of the implementation that is named: ``config`` (block sizes), ``interpret``.
@@ -49,8 +51,9 @@ def quantised_matmul(
     tiles, rows, tile = values.shape
     inputs, outputs = tiles * tile, rows * 8 // layout.bits_of(values)
     checks.array("x", x, (None, inputs), checks.FLOAT)
-    checks.array("scale", scale, (None, outputs), checks.FLOAT)
-    checks.arrays(checks.FLOAT, minimum=(minimum, scale.shape))
+    kind = checks.INTEGER if getattr(scale, "dtype", None) == jnp.int16 else checks.FLOAT
+    checks.array("scale", scale, (None, outputs), kind)
+    checks.arrays(kind, minimum=(minimum, scale.shape))
     if not scale.shape[0] or inputs % scale.shape[0] or tile % (inputs // scale.shape[0]):
         raise ValueError(f"scale has {scale.shape[0]} groups of {inputs} inputs; give groups that divide {tile}.")
     return IMPLEMENTATIONS.run(implementation, Problem(x, values, scale, minimum), **options)

@@ -33,6 +33,7 @@ def quantised_matmul(p: Problem, *, config: None = None) -> Float[Array, "S N"]:
     if p.minimum is None:
         return found
     minima = layout.minima(p.values, p.scale, p.minimum)
+    assert minima is not None
     return found + jnp.matmul(p.sums(p.x), minima, precision=jax.lax.Precision.HIGHEST)
 
 
@@ -67,7 +68,7 @@ def _scaled(p: Problem, sums: Int[Array, "G S N"], step: Float[Array, "S G"]) ->
     """The groups' sums times both scales, summed."""
 
     def part(sums: Array, scale: Array) -> Array:
-        return (sums.astype(jnp.float32) * scale[:, None].astype(jnp.float32) * step.T[..., None]).sum(axis=0)
+        return (sums.astype(jnp.float32) * layout.floats(scale)[:, None] * step.T[..., None]).sum(axis=0)
 
     if p.bits == 8:
         return part(sums, p.scale)

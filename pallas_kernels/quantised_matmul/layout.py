@@ -44,7 +44,7 @@ def packed(whole: _Array, bits: int, group: int) -> _Array:
     xp: Any = np if isinstance(whole, np.ndarray) else jnp
     *stack, outputs, inputs = whole.shape
     tile = tile_of(inputs, group)
-    tiles = whole.reshape(*stack, outputs, inputs // tile, tile).swapaxes(-2, -3)
+    tiles: Any = whole.reshape(*stack, outputs, inputs // tile, tile).swapaxes(-2, -3)
     if bits == 8:
         return xp.ascontiguousarray(tiles) if xp is np else tiles
     low, high = (tiles[..., start::2, :].astype(xp.uint8) for start in (0, 1))
@@ -80,11 +80,19 @@ def rows(values: Int[Array, "T N L"], index: Int[Array, " R"]) -> Int[Array, "R 
     return found.swapaxes(0, 1).reshape(index.size, -1)
 
 
-def minima(
-    values: Array, scale: Float[Array, "*S G N"], minimum: Float[Array, "*S G N"] | None
-) -> Float[Array, "*S G N"] | None:
+def floats(scale: Array) -> Float[Array, "*S G N"]:
+    """Scales, or minima, in float32: floats, or int16 with the bits of float16.
+
+    Those of float16 are stored so because a TPU's kernels know no such type, and XLA would copy them for every product.
+    """
+    if scale.dtype == jnp.int16:
+        scale = jax.lax.bitcast_convert_type(scale, jnp.float16)
+    return scale.astype(jnp.float32)
+
+
+def minima(values: Array, scale: Array, minimum: Array | None) -> Float[Array, "*S G N"] | None:
     """What is added to the products of numbers and scales, float32: minima count from the least number of 4 bits."""
     if minimum is None:
         return None
     offset = OFFSET if bits_of(values) == 4 else 0
-    return minimum.astype(jnp.float32) + offset * scale.astype(jnp.float32)
+    return floats(minimum) + offset * floats(scale)

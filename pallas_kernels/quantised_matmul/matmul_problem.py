@@ -18,8 +18,8 @@ class Problem:
 
     x: Float[Array, "S K"]
     values: Int[Array, "T M L"]
-    scale: Float[Array, "G N"]
-    minimum: Float[Array, "G N"] | None
+    scale: Float[Array, "G N"] | Int[Array, "G N"]
+    minimum: Float[Array, "G N"] | Int[Array, "G N"] | None
 
     @property
     def bits(self) -> int:

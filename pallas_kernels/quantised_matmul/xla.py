@@ -35,12 +35,13 @@ def products(p: Problem, x: Float[Array, "S K"]) -> Float[Array, "S N"]:
 
         values, scale = part(p.values, 1, block * p.bits // 8), part(p.scale, 1, block)
         whole = layout.unpacked(values).reshape(block, -1, p.group)
-        weight = (whole.astype(jnp.float32) * scale.T.astype(jnp.float32)[..., None]).reshape(block, -1)
+        weight = (whole.astype(jnp.float32) * layout.floats(scale).T[..., None]).reshape(block, -1)
         # The barrier: a conversion that is part of a product is computed anew for every row on a CPU.
         weight = jax.lax.optimization_barrier(weight.astype(x.dtype))
         own = jax.lax.dot_general(x, weight, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
         if p.minimum is not None:
             minima = layout.minima(values, scale, part(p.minimum, 1, block))
+            assert minima is not None
             own = own + jnp.matmul(sums, minima, precision=jax.lax.Precision.HIGHEST)
         return jax.lax.dynamic_update_slice_in_dim(found, own, i * block, axis=1)
 

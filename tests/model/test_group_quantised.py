@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 import kvjax
+from kvjax.chips import chip
 from kvjax.model.experts import Experts
 from kvjax.model.group_quantised import GroupFormat, GroupQuantised, format_of, group_quantised, rounded_groups
 from kvjax.model.matmul import matmul, matmul_nt
@@ -50,9 +51,13 @@ def test_groups_are_the_largest_that_fit():
 def _any(bits: int, minimum: bool) -> GroupQuantised:
     """A matrix [6, 64] in groups of 32 as a file may hold it."""
     whole = RNG.integers(-8, 8, (6, 64)).astype(np.int8)
-    scale, least = (jnp.asarray(RNG.standard_normal((2, 6)), jnp.float16) for _ in range(2))
+    scale, least = (jnp.asarray(RNG.standard_normal((2, 6)).astype(np.float16).view(np.int16)) for _ in range(2))
     values = jnp.asarray(layout.packed(whole, bits, 32))
     return GroupQuantised(values, scale, least if minimum else None, jnp.dtype("float32"))
+
+
+def _floats(bits: jax.Array) -> np.ndarray:
+    return np.asarray(bits).view(np.float16).astype(np.float64)
 
 
 @pytest.mark.parametrize("minimum", [False, True])
@@ -60,10 +65,10 @@ def _any(bits: int, minimum: bool) -> GroupQuantised:
 def test_numbers_are_what_the_docstring_says(bits, minimum):
     weight = _any(bits, minimum)
     assert weight.shape == (6, 64) and weight.ndim == 2 and weight.group == 32 and weight.bits == bits
-    whole, scale = np.asarray(layout.unpacked(weight.values), np.float64), np.asarray(weight.scale, np.float64)
+    whole, scale = np.asarray(layout.unpacked(weight.values), np.float64), _floats(weight.scale)
     want = (whole + (8 if minimum and bits == 4 else 0)) * np.repeat(scale.T, 32, axis=1)
     if minimum:
-        want += np.repeat(np.asarray(weight.minimum, np.float64).T, 32, axis=1)
+        want += np.repeat(_floats(weight.minimum).T, 32, axis=1)
     np.testing.assert_allclose(dequantised(weight), want, rtol=1e-6, atol=1e-6)
     index = jnp.array([[5, 0], [2, 3]])
     np.testing.assert_allclose(rows_of(weight, index), want[np.asarray(index)], rtol=1e-6, atol=1e-6)
@@ -118,8 +123,21 @@ def test_it_is_another_model_to_saved_conversations():
     same_model(other, int4)
 
 
+# JAX 0.11 announced the end of Pallas' Triton backend.
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend:DeprecationWarning")
+@pytest.mark.parametrize(("name", "platform"), [("v5e", "tpu"), ("h100", "cuda")])
+def test_few_rows_are_multiplied_by_the_kernel_of_the_chip_and_many_by_xla(name, platform):
+    weight = jax.eval_shape(lambda: group_quantised(jnp.zeros((256, 512)), GroupFormat(4, 128), jnp.bfloat16))
+    with chip(name).compiled_for():
+        for rows, kernels in ((8, 1), (512, 0)):
+            x = jax.ShapeDtypeStruct((rows, 512), jnp.bfloat16)
+            traced = jax.jit(lambda x, weight: matmul(x, weight)).trace(x, weight)
+            program = traced.lower(lowering_platforms=(platform,)).as_text()
+            assert program.count("stablehlo.custom_call @") == kernels, program
+
+
 def test_formats_of_files_have_shapes_without_numbers():
     form = GroupFormat(4, 32, minimum=True, scale="float16")
     made = jax.eval_shape(lambda: group_quantised(jnp.zeros((6, 64)), form, jnp.float32))
-    assert made.shape == (6, 64) and made.scale.dtype == made.minimum.dtype == jnp.float16
+    assert made.shape == (6, 64) and made.scale.dtype == made.minimum.dtype == jnp.int16
     assert made.scale.shape == made.minimum.shape == (2, 6) and made.values.shape == (1, 3, 64)

@@ -25,7 +25,7 @@ class Case:
     group: int = 128
     minimum: bool = False
     dtype: Any = jnp.float32
-    scale: Any = jnp.bfloat16
+    scale: Any = jnp.bfloat16  #: int16 is float16 by its bits
 
 
 def build(case: Case, seed: int = 0) -> Problem:
@@ -34,10 +34,16 @@ def build(case: Case, seed: int = 0) -> Problem:
     least, most = (-8, 7) if case.bits == 4 else (-127, 127)
     whole = random.integers(least, most + 1, (case.outputs, case.inputs)).astype(np.int8)
     groups = case.inputs // case.group, case.outputs
-    scale = jnp.asarray(2.0 ** random.uniform(-6, 2, groups)).astype(case.scale)
-    minimum = jnp.asarray(random.standard_normal(groups)).astype(case.scale) if case.minimum else None
+    scale = _scales(2.0 ** random.uniform(-6, 2, groups), case.scale)
+    minimum = _scales(random.standard_normal(groups), case.scale) if case.minimum else None
     x = jnp.asarray(random.standard_normal((case.rows, case.inputs))).astype(case.dtype)
     return Problem(x, jnp.asarray(layout.packed(whole, case.bits, case.group)), scale, minimum)
+
+
+def _scales(numbers: np.ndarray, kind: Any) -> Array:
+    if kind == jnp.int16:
+        return jnp.asarray(numbers.astype(np.float16).view(np.int16))
+    return jnp.asarray(numbers).astype(kind)
 
 
 class MatmulBase:
@@ -65,7 +71,7 @@ class MatmulBase:
     def test_rows(self, rows):
         self.check(Case(rows=rows))
 
-    @pytest.mark.parametrize("scale", [jnp.float16, jnp.float32])
+    @pytest.mark.parametrize("scale", [jnp.int16, jnp.float32])
     def test_dtypes(self, scale):
         self.check(Case(dtype=jnp.bfloat16, scale=scale, minimum=True))
 

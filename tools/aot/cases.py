@@ -13,6 +13,7 @@ MODULES = (
     "tools.aot.cases_decode",
     "tools.aot.cases_decode_gpu",
     "tools.aot.cases_mass",
+    "tools.aot.cases_matmul",
     "tools.aot.cases_prefill",
     "tools.aot.cases_pages",
     "tools.aot.cases_step",

@@ -13,6 +13,7 @@ from kvjax.bench.shapes import shapes
 from kvjax.cache.buckets import prompt_bucket
 from kvjax.cache.layout import Layout, layout_on
 from kvjax.cache.quantisation import Storage
+from kvjax.model.config import ModelConfig
 from kvjax.model.decoder import Decoder, abstract_decoder
 from kvjax.model.tiling import weight_layout
 from kvjax.policies import parse
@@ -25,16 +26,20 @@ from tools.aot.cases import Case
 
 BATCH, PROMPT, NEW = 8, 32768, 256
 MODEL = dataclasses.replace(shapes()["llama-3.1-8b"], num_layers=4)
+#: The same with numbers of 4 bits in groups of 128, but for the embedding and the head.
+INT4 = dataclasses.replace(MODEL, weights="int4")
+#: Kernels of products with weights.
+PRODUCTS = "quantised_matmul", "quantised_matmul_triton"
 #: The plain kernel, and the one that hands back per-slot scores, to every policy that reads them.
 POLICIES = ("full", "h2o:ratio=0.5", "tova:ratio=0.5", "ahakv:ratio=0.5")
 
 
 def _chunk(params: Decoder, pools: list[Any], state: DecodeState, controls: Controls, steps: jax.Array) -> Any:
-    device = OneDevice(MODEL, state.cache.policy)
+    device = OneDevice(params.config, state.cache.policy)
     return decode_chunk(device, params, put_pools(pools, state), controls, steps)
 
 
-def _case(policy: str, platform: str, storage: Storage) -> Case:
+def _case(policy: str, platform: str, storage: Storage, model: ModelConfig = MODEL) -> Case:
     def state() -> DecodeState:
         return decode_state(MODEL, empty_cache(MODEL, parse(policy), BATCH, PROMPT, NEW, jnp.bfloat16, storage))
 
@@ -42,11 +47,12 @@ def _case(policy: str, platform: str, storage: Storage) -> Case:
     controls = jax.eval_shape(lambda: benchmark_controls(MODEL, BATCH))
     steps = jax.ShapeDtypeStruct((), jnp.int32)
     return Case(
-        name=f"4 layers of Llama 3 8B, batch {BATCH}, {PROMPT:,} tokens, {policy}, {storage.kind}",
+        name=f"4 layers of Llama 3 8B, batch {BATCH}, {PROMPT:,} tokens, {policy}, {storage.kind}"
+        + (f", {model.weights} weights" if model.weights else ""),
         operation="decode step",
         function=_chunk,
         arguments=(
-            abstract_decoder(MODEL, jnp.bfloat16),
+            abstract_decoder(model, jnp.bfloat16),
             pools,
             rest,
             controls,
@@ -55,7 +61,7 @@ def _case(policy: str, platform: str, storage: Storage) -> Case:
         cache_bytes=sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(pools)),
         platforms=(platform,),
         # Of XLA's own kernels none is this package's to mend; on sm_100 one of them spills two registers.
-        kernels=("ragged_decode", "ragged_decode_triton", "ragged_decode_mosaic_gpu"),
+        kernels=("ragged_decode", "ragged_decode_triton", "ragged_decode_mosaic_gpu", *PRODUCTS),
         donated=(1,),
         layouts={0: lambda target, leaf: weight_layout(target, leaf.dtype, leaf.ndim)},
     )
@@ -89,5 +95,6 @@ def cases() -> list[Case]:
     for platform in ("tpu", "gpu"):
         layout: Layout = layout_on(platform, MODEL.head_dim)
         found += [_case(policy, platform, Storage(layout=layout)) for policy in POLICIES]
+        found.append(_case("full", platform, Storage(layout=layout), INT4))
         found.append(_shared_case(platform, Storage(layout=layout)))
     return found
