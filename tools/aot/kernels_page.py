@@ -21,10 +21,11 @@ this page. **Nothing here was timed on an accelerator.** A cell shows, where kno
   713 are a block below the diagonal. Where masses are summed, a block that the diagonal crosses is an inner loop of 1
   to 8 iterations, counted once: of the main case's 3,520 cycles on v5e, 2,251 are a block below the diagonal; a block
   that it crosses takes 332, and 462 per inner iteration.
-- `0.2 %`: temporary memory, in percent of the cache's bytes. Below 1 % the cache is not copied. Cases with more hold
-  something else: queries, outputs and masses of a chunk or of a whole layer, padded to a TPU's 128 lanes (on v5p in
-  HBM, where the other chips use on-chip memory) or copied by GPUs, an int8 cache's scales, and partial results of many
-  query heads.
+- `0.2 %`: temporary memory, in percent of the cache's bytes, for `quantised_matmul` of the weights'. Below 1 % the
+  cache is not copied, and no weights are floats in memory. Cases with more hold something else: queries, outputs and
+  masses of a chunk or of a whole layer, padded to a TPU's 128 lanes (on v5p in HBM, where the other chips use on-chip
+  memory) or copied by GPUs, an int8 cache's scales, partial results of many query heads, and on v5p the result of one
+  row of activations, as 8 rows.
 - `—`: the case does not apply to that target.
 """
 
