@@ -301,7 +301,8 @@ def _numbers(
         wanted = np.asarray(rows[start:stop])
         first = int(wanted.min())
         read = checkpoint.numbers(name, first, int(wanted.max()) + 1)
-        found = Numbers(*(None if x is None else x[wanted - first] for x in read))
+        minimum = None if read.minimum is None else read.minimum[wanted - first]
+        found = Numbers(read.whole[wanted - first], read.scale[wanted - first], minimum)
     if not all(is_finite(x) for x in found[1:] if x is not None):
         raise WeightsError(f"{checkpoint.origin} is corrupt: {quoted(name)} holds what is no finite number.")
     return found

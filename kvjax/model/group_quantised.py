@@ -19,7 +19,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from kvjax.model.quantised import Quantised, Weights
+from kvjax.model.quantised import Quantised
 from pallas_kernels.quantised_matmul import layout
 
 #: Group sizes that there are, the largest first.
@@ -83,14 +83,17 @@ class GroupQuantised(Quantised):
 
     def dequantised(self) -> Float[Array, "*S N K"]:
         """See :meth:`Quantised.dequantised`."""
-        scale, minimum = (None if x is None else x.swapaxes(-1, -2) for x in (self._steps, self._minima))
-        return self._floats(layout.unpacked(self.values), scale, minimum)
+        minimum = self._minima
+        by_row = None if minimum is None else minimum.swapaxes(-1, -2)
+        return self._floats(layout.unpacked(self.values), self._steps.swapaxes(-1, -2), by_row)
 
     def rows(self, index: Int[Array, "*S"]) -> Float[Array, "*S K"]:
         """See :meth:`Quantised.rows`."""
         place = index.reshape(-1)
-        scale, minimum = (None if x is None else x[:, place].T for x in (self._steps, self._minima))
-        return self._floats(layout.rows(self.values, place), scale, minimum).reshape(*index.shape, -1)
+        minimum = self._minima
+        by_row = None if minimum is None else minimum[:, place].T
+        found = self._floats(layout.rows(self.values, place), self._steps[:, place].T, by_row)
+        return found.reshape(*index.shape, -1)
 
     @property
     def _steps(self) -> Float[Array, "*S G N"]:
@@ -106,7 +109,7 @@ class GroupQuantised(Quantised):
         return found.reshape(whole.shape).astype(self.dtype)
 
 
-def format_of(weights: Weights | GroupFormat | None, outputs: int, inputs: int) -> GroupFormat | None:
+def format_of(weights: str | GroupFormat | None, outputs: int, inputs: int) -> GroupFormat | None:
     """The format of groups in which a matrix of this size is stored; None where it is stored otherwise.
 
     "int4" is groups of 128, or of the largest size that fits; where none does, the matrix is stored as int8.
