@@ -51,6 +51,14 @@ def as_told(lm: LanguageModel, policy: Policy) -> Policy:
     return policy.with_words(lambda text: tuple(lm.tokenizer.encode(text)), answer)
 
 
+def opening_tokens(lm: LanguageModel) -> list[int]:
+    """The token ids that the chat template writes before a user's first words; none without a template."""
+    if not lm.tokenizer.has_chat_template:
+        return []
+    before, mark, _ = lm.tokenizer.render([{"role": "user", "content": _MARK}]).partition(_MARK)
+    return lm.tokenizer.encode(before) if mark else []
+
+
 def matching(lm: LanguageModel, asked: Policy, policy: Policy) -> Resolved | None:
     """The policy that was asked for where a cache's is that, or, of ``best``, what it may have become; else None."""
     found = (resolve(asked, lm.config, later=later) for later in (True, False))

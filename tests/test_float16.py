@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.filters import random_filters
+from support.scorers import with_profiles
 
 import kvjax
-from kvjax.policies import QFilters, parse, registry
+from kvjax.policies import parse, registry
 
 PROMPT = "The lighthouse of Alma stands on a rock, and was lit by hand until the keeper's daughter left. " * 2
 SIZES = {"full": "", "lagkv": ":ratio=0.5,lag=8,sink=4", "razor": ":heads=0.0,budget=48", "round": ":watershed=1"}
@@ -34,8 +34,7 @@ def half(tiny_model):
 )  # fmt: skip
 def test_every_policy_gives_what_float32_gives(tiny_model, half, policy):
     policy = parse(policy + SIZES.get(policy, ":budget=48"))
-    if isinstance(policy, QFilters):
-        policy = dataclasses.replace(policy, profile=random_filters(tiny_model.config))
+    policy = with_profiles(policy, tiny_model.config)
     wanted = kvjax.generate(tiny_model, PROMPT, policy=policy, max_new_tokens=12, logprobs=True)
     found = kvjax.score(half, PROMPT, wanted.tokens, policy=policy, way="decode")
     assert np.isfinite(found.logprobs).all()

@@ -45,6 +45,12 @@ COMMANDS: dict[tuple[str, ...], tuple[str, ...]] = {
     ("calibrate", "retrieval-heads"): ("--out", "p.yaml", "--no-picture"),
     ("calibrate", "alibi-scopes"): ("--out", "p.yaml"),
     ("calibrate", "qfilters"): ("--out", "p.yaml", "--texts", "talks.jsonl"),
+    ("convert",): ("a/b", "--out", "x"),
+    ("calibrate", "scorer"): ("--out", "p.yaml", "--texts", "texts/long.txt", "--tokens", "60", "--no-picture"),
+    ("calibrate", "gates"): (
+        "--out", "p.yaml", "--texts", "texts/long.txt", "--tokens", "500", "--keys", "1", "--words", "2",
+        "--no-picture",
+    ),
     ("calibrate", "watershed"): ("--out", "p.yaml", "--dialogues", "talks.jsonl", "--least-rounds", "2"),
     ("compare",): ("--out", "res"), ("compare-rounds",): ("--out", "res", "--dialogues", "talks.jsonl"),
     ("eval",): ("--suite", "longbench", "--tasks", "trec", "--data", "texts", "--out", "res"),

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from kvjax.model.config import ModelConfig
     from kvjax.model.decoder import Decoder
     from kvjax.policies import Policy
-    from kvjax.policies.profile import FilterProfile
+    from kvjax.policies.profile import FilterProfile, GateProfile, ModelShape, ScorerProfile
     from kvjax.policies.razor import RazorAttention
 
 #: The fraction of the tokens that policies keep by default.
@@ -129,7 +129,9 @@ def with_profile(policy: Policy, config: ModelConfig) -> Policy:
       UsageError: it cannot run on this model.
     """
     from kvjax.policies.best import resolve
-    from kvjax.policies.profile import FilterProfile, packaged
+    from kvjax.policies.duo import DuoAttention
+    from kvjax.policies.learned import Learned
+    from kvjax.policies.profile import FilterProfile, GateProfile, ScorerProfile, packaged
     from kvjax.policies.qfilters import QFilters
     from kvjax.policies.razor import RazorAttention
     from kvjax.policies.round_attention import RoundAttention
@@ -143,18 +145,50 @@ def with_profile(policy: Policy, config: ModelConfig) -> Policy:
         policy = dataclasses.replace(policy, watershed=below)
     if isinstance(policy, QFilters) and policy.profile is None and packaged(FilterProfile, config) is None:
         policy = dataclasses.replace(policy, profile=_any_filters(config))
+    if isinstance(policy, Learned) and policy.profile is None and packaged(ScorerProfile, config) is None:
+        policy = dataclasses.replace(policy, profile=_any_scorer(config))
+    if isinstance(policy, DuoAttention) and policy.profile is None and packaged(GateProfile, config) is None:
+        policy = dataclasses.replace(policy, profile=_any_gates(config))
     policy = for_model(policy, config)
     policy.check(config)
     return policy
 
 
-def _any_filters(config: ModelConfig) -> FilterProfile:
-    """A direction for every KV head; which one makes no difference to the time."""
+def _any_gates(config: ModelConfig) -> GateProfile:
+    """Gates that make retrieval heads of a few in every layer."""
+    from kvjax.policies.profile import GateProfile
+
+    shape = _chosen_shape(config)
+    row = tuple(1 / (head + 1) for head in range(shape.num_kv_heads))
+    return GateProfile("any", shape, tokens=1, steps=1, sink=0, recent=1, gates=(row,) * shape.num_layers)
+
+
+def _chosen_shape(config: ModelConfig) -> ModelShape:
+    """The shape of a profile of this model: that of its global layers."""
     from kvjax.policies.full import Full
-    from kvjax.policies.profile import FilterProfile, ModelShape
+    from kvjax.policies.profile import ModelShape
     from kvjax.policies.window_layers import for_model
 
-    shape = ModelShape.of(for_model(Full(), config).seen_as(config))
+    return ModelShape.of(for_model(Full(), config).seen_as(config))
+
+
+def _any_scorer(config: ModelConfig) -> ScorerProfile:
+    """A linear map for every KV head; which one makes no difference to the time."""
+    import numpy as np
+
+    from kvjax.policies.profile import ScorerProfile, packed_numbers
+
+    shape = _chosen_shape(config)
+    row = np.cos(np.arange(shape.num_kv_heads * (shape.hidden_size + 1)))
+    weights = packed_numbers(np.broadcast_to(row, (shape.num_layers, row.size)))
+    return ScorerProfile("any", shape, texts=1, tokens=1, steps=1, correlation=0.0, weights=weights)
+
+
+def _any_filters(config: ModelConfig) -> FilterProfile:
+    """A direction for every KV head; which one makes no difference to the time."""
+    from kvjax.policies.profile import FilterProfile
+
+    shape = _chosen_shape(config)
     row = tuple(math.cos(i) for i in range(shape.num_kv_heads * shape.head_dim))
     return FilterProfile("any", shape, pieces=1, tokens=1, filters=(row,) * shape.num_layers)
 

@@ -2,8 +2,9 @@
 
 ``retrieval_heads`` scores the heads of a rotary model (RazorAttention), ``alibi_scopes`` bounds how far the heads of
 an ALiBi model see, ``watershed`` finds the layer from which on RoundAttention keeps rounds in host memory,
-``query_filters`` the direction that each head's queries share (QFilters). Each gives a frozen profile that
-``save_profile`` writes and a policy takes as ``profile=``.
+``query_filters`` the direction that each head's queries share (QFilters), and ``scorer`` trains the maps that tell
+KVzip's scores from hidden states (Learned), ``gates`` what tells retrieval heads (DuoAttention). Each gives a frozen
+profile, the last two with its training, that ``save_profile`` writes and a policy takes as ``profile=``.
 """
 
 from __future__ import annotations
@@ -15,11 +16,15 @@ if TYPE_CHECKING:
     from kvjax.calibrate.alibi import alibi_scopes
     from kvjax.calibrate.divergence import watershed
     from kvjax.calibrate.filters import query_filters
+    from kvjax.calibrate.head_gates import gates
+    from kvjax.calibrate.kvzip_scorer import scorer
     from kvjax.calibrate.retrieval import retrieval_heads
     from kvjax.policies.profile import (
         FilterProfile,
+        GateProfile,
         HeadProfile,
         ScopeProfile,
+        ScorerProfile,
         WatershedProfile,
         load_profile,
         save_profile,
@@ -28,27 +33,35 @@ if TYPE_CHECKING:
 # Policies read profiles, so this package must not load what reads policies.
 _HOMES = {
     "FilterProfile": "kvjax.policies.profile",
+    "GateProfile": "kvjax.policies.profile",
     "HeadProfile": "kvjax.policies.profile",
     "ScopeProfile": "kvjax.policies.profile",
+    "ScorerProfile": "kvjax.policies.profile",
     "WatershedProfile": "kvjax.policies.profile",
     "alibi_scopes": "kvjax.calibrate.alibi",
+    "gates": "kvjax.calibrate.head_gates",
     "load_profile": "kvjax.policies.profile",
     "query_filters": "kvjax.calibrate.filters",
     "retrieval_heads": "kvjax.calibrate.retrieval",
     "save_profile": "kvjax.policies.profile",
+    "scorer": "kvjax.calibrate.kvzip_scorer",
     "watershed": "kvjax.calibrate.divergence",
 }
 
 __all__ = [
     "FilterProfile",
+    "GateProfile",
     "HeadProfile",
     "ScopeProfile",
+    "ScorerProfile",
     "WatershedProfile",
     "alibi_scopes",
+    "gates",
     "load_profile",
     "query_filters",
     "retrieval_heads",
     "save_profile",
+    "scorer",
     "watershed",
 ]
 

@@ -7,7 +7,8 @@ import io
 from typing import Literal
 
 from kvjax.errors import UsageError
-from kvjax.policies.profile import HeadProfile, protected_heads
+from kvjax.policies.head_choice import protected_heads
+from kvjax.policies.profile import HeadProfile
 
 
 def require_matplotlib() -> None:

@@ -47,13 +47,14 @@ def retrieval_heads(
     from kvjax.calibrate.retrieval import retrieval_heads as score
     from kvjax.cli import session
     from kvjax.files import write_atomically
-    from kvjax.policies.profile import protected_heads, save_profile
+    from kvjax.policies.head_choice import protected_heads
+    from kvjax.policies.profile import save_profile
 
-    _check(out)
+    check_out(out)
     if picture:
         require_matplotlib()
     lm = session.load(model, dtype, weights=weights)
-    with _counting("layers") as shown:
+    with counting("layers") as shown:
         profile = score(lm, tokens=tokens, repeats=repeats, seed=seed, progress=shown.update)
     save_profile(profile, out)
     if picture:
@@ -73,11 +74,12 @@ def alibi_scopes(
     """Bound how far every head sees, from the weights alone (ALiBi models; for razor)."""
     from kvjax.calibrate.alibi import alibi_scopes as bound
     from kvjax.cli import session
-    from kvjax.policies.profile import BOUNDS, save_profile, scope_lengths
+    from kvjax.policies.head_choice import scope_lengths
+    from kvjax.policies.profile import BOUNDS, save_profile
 
-    _check(out)
+    check_out(out)
     lm = session.load(model, dtype, weights=weights)
-    with _counting("layers") as shown:
+    with counting("layers") as shown:
         profile = bound(lm, progress=shown.update)
     save_profile(profile, out)
     for kind in BOUNDS:
@@ -122,7 +124,7 @@ def watershed(
     from kvjax.files import write_atomically
     from kvjax.policies.profile import save_profile
 
-    _check(out)
+    check_out(out)
     whole_number("most", most, 1)
     whole_number("least-rounds", least_rounds, 0)
     if picture is not None:
@@ -133,7 +135,7 @@ def watershed(
     lm = session.load(model, dtype, weights=weights)
     long = long_dialogues(lm, dialogues, most=most, least_rounds=max(least_rounds, 2), tokens=tokens)
     pairs = [(dialogue.messages(), dialogue.questions[0].text) for dialogue in long]
-    with _counting("dialogues") as shown:
+    with counting("dialogues") as shown:
         profile = find(lm, pairs, prominence=prominence, progress=shown.update)
     save_profile(profile, out)
     if picture is not None:
@@ -159,31 +161,37 @@ def qfilters(
     from kvjax.cli import session
     from kvjax.policies.profile import save_profile
 
-    _check(out)
+    check_out(out)
     whole_number("most", most, 1)
     whole_number("tokens", tokens, 2)
-    read = []
-    for path in texts:
-        if not is_file(path):
-            raise UsageError(f"--texts names a file that does not exist: {path}.")
-        try:
-            read.append(path.read_text("utf-8"))
-        except (OSError, ValueError) as error:
-            raise UsageError(f"--texts {path} cannot be read: {reason(error)}.") from error
+    read = read_texts(texts)
     lm = session.load(model, dtype, weights=weights)
-    with _counting("pieces") as shown:
+    with counting("pieces") as shown:
         profile = query_filters(lm, read, tokens=tokens, most=most, progress=shown.update)
     save_profile(profile, out)
     print(f"{out}: filters of {len(profile.filters)} layers, from {profile.tokens:,} tokens")
 
 
-def _check(out: Path) -> None:
+def check_out(out: Path) -> None:
     """Refuse a file that cannot be written before minutes are spent."""
     check_writable("--out", out)
     if out.suffix not in (".yaml", ".yml"):
         raise UsageError(f"--out is {out}; a profile is a .yaml file.")
 
 
-def _counting(unit: str) -> AbstractContextManager[Stage]:
+def read_texts(paths: list[Path]) -> list[str]:
+    """The texts of files; one sentence on what is none."""
+    read = []
+    for path in paths:
+        if not is_file(path):
+            raise UsageError(f"--texts names a file that does not exist: {path}.")
+        try:
+            read.append(path.read_text("utf-8"))
+        except (OSError, ValueError) as error:
+            raise UsageError(f"--texts {path} cannot be read: {reason(error)}.") from error
+    return read
+
+
+def counting(unit: str) -> AbstractContextManager[Stage]:
     """The stage that counts layers or dialogues."""
     return stage("job", "kvjax calibrate:", unit=unit)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvjax.checks import number, whole_number
+from kvjax.checks import MOST_SEED, number, whole_number
 from kvjax.cli import inputs, session
 from kvjax.cli import options as flag
 from kvjax.cli.app import INTERRUPTED, app
@@ -84,6 +84,7 @@ def recommend(
         whole_number(name, value, 1, 2**31)
     measured = min(context, _TOKENS) if tokens is None else tokens
     whole_number("--measured-tokens", measured, 1, 2**31)
+    whole_number("--seed", seed, 0, MOST_SEED)
     fractions = inputs.numbers(retained, "--retained")
     chosen = candidates(policies, fractions)
     kind = parse_storage(storage)

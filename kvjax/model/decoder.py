@@ -151,10 +151,14 @@ class DecoderLayer(nnx.Module):
                 self.up_bias = new_param(rngs, (inner,), ("mlp",), dtype, 0)
             self.down_bias = new_param(rngs, (hidden,), (None,), dtype, 0)
 
+    def attention_input(self, x: Float[Array, "*S M"]) -> Float[Array, "*S M"]:
+        """What the projections of attention read: the layer's input after its norm, where it has one there."""
+        return x if self.config.norm_order == "post" else self.input_norm(x)
+
     def project(self, x: Float[Array, "*S M"]) -> tuple[Float[Array, "*S H G D"], Array, Array]:
         """Norm and project to (queries [..., H, G, D], keys [..., H, D], values [..., H, D]), before rotary."""
         c = self.config
-        flat = matmul(x if c.norm_order == "post" else self.input_norm(x), self.qkv[...])
+        flat = matmul(self.attention_input(x), self.qkv[...])
         if c.qkv_bias:
             flat = flat + self.qkv_bias[...]
         if c.qk_norm_across_heads:

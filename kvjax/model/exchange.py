@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from jaxtyping import Array, Float, Int
 
+from kvjax.model.config import ModelConfig
 from kvjax.model.quantised import Quantised, rows_of
 
 
@@ -25,6 +26,10 @@ class Exchange:
     def sum_columns(self, parts: list[Array]) -> list[Array]:
         """Sums over all columns of queries, keys and values, from those over this device's."""
         return parts
+
+    def whole(self, config: ModelConfig) -> ModelConfig:
+        """The model with the heads of all devices, from a layer's view of it."""
+        return config
 
     def own_heads(self, every: Float[Array, "N C"]) -> Float[Array, "H C"]:
         """Select from an array of all KV heads those that this device attends for, in their order."""

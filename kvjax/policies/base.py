@@ -193,6 +193,14 @@ class Policy:
         """[B] the factor of q.k in the softmax whose attention is summed over the window; the model's own here."""
         return jnp.full(total.shape, config.attention_scale, jnp.float32)
 
+    def hidden_weights(self, config: ModelConfig, layer: int) -> np.ndarray:
+        """[H, M + 1] float32, for ``Signals(hidden=True)``: of each KV head a weight a channel, and last what is added.
+
+        Args:
+          config: the model with all of its heads. layer: its number among the layers that this policy has.
+        """
+        raise NotImplementedError
+
     def check(self, config: ModelConfig) -> None:
         """Raise a UsageError of one sentence for a model this policy cannot run on, or an option without effect."""
 

@@ -117,6 +117,7 @@ def gather_candidates(
             None if given.noncausal is None else given.noncausal.new,
             None if given.repeat is None else given.repeat.new,
             None if given.outputs is None else given.outputs.new,
+            None if given.hidden is None else given.hidden.new,
         )
         return Candidates(k, v, count, jnp.zeros_like(count), new_marks, signals)
     old_k, old_v = rows(cache)
@@ -153,6 +154,7 @@ def gather_candidates(
             join_mass(given.noncausal),
             join_mass(given.repeat),
             join_mass(given.outputs),
+            join_mass(given.hidden),
         ),
     )
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Hashable, Iterable
 from typing import Any, ClassVar, TypeVar
 
@@ -18,10 +19,12 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache.groups import HeadGroups, Layer, pages_by_group, parts, with_parts
 from kvjax.cache.quantisation import MODEL, Storage
+from kvjax.errors import UsageError, quoted
 from kvjax.model.config import ModelConfig
 from kvjax.policies.base import HostOrTraced, Policy, PromptChunk, Signals, Step, numpy_or_jax
 from kvjax.policies.compensated import CompensatedRing
 from kvjax.policies.full import Full
+from kvjax.policies.inner import with_size
 
 FULL = Full()
 
@@ -63,6 +66,14 @@ class HeadWise(Policy):
         groups = [(policy, heads, policy.layer_kind(own, layer)) for policy, heads, own in self.members(config, layer)]
         return None if any(kind is None for *_, kind in groups) else tuple(groups)
 
+    def check_others(self, config: ModelConfig) -> None:
+        """Refuse (UsageError) what the other heads' policy refuses."""
+        others = self.others(config)
+        # A layer whose heads are all protected is none of theirs; only a profile of their own is of the whole model.
+        reach = [layer + 1 for layer, heads in enumerate(self.protected(config)) if len(heads) < config.num_kv_heads]
+        if reach:
+            others.check(config if others.signals.hidden else dataclasses.replace(config, num_layers=reach[-1]))
+
     # --- what the groups' policies say, together --------------------------------------------------------------
 
     @property
@@ -76,6 +87,9 @@ class HeadWise(Policy):
 
     def window_scale(self, config: ModelConfig, total: Int[Array, " B"]) -> Float[Array, " B"]:
         return self.others(config).window_scale(config, total)
+
+    def hidden_weights(self, config: ModelConfig, layer: int) -> np.ndarray:
+        return self.others(config).hidden_weights(config, layer)
 
     def chunks(self, config: ModelConfig) -> tuple[int, int] | None:
         return self.others(config).chunks(config)
@@ -192,6 +206,43 @@ class HeadWise(Policy):
         return with_parts(
             cache, [policy.maintain(layer, pool, seen_as, row, seen) for (policy, _, seen_as), pool in members]
         )
+
+
+def check_inner(inner: Any) -> None:
+    """Refuse (UsageError) what cannot be the policy of some of a layer's heads."""
+    if not isinstance(inner, Policy) or isinstance(inner, HeadWise) or inner.offloads_rounds:
+        raise UsageError(f"inner is {quoted(inner)}; give a policy of tokens, such as kvjax.StreamingLLM().")
+    if isinstance(inner, CompensatedRing) and inner.lengths is not None:
+        raise UsageError("lengths gives every head of a model its own buffer; an inner policy has only some of them.")
+    if not inner.heads_alike:
+        raise UsageError(
+            f"{type(inner).__name__} has numbers of its own for every head of a model; an inner policy has only "
+            "some of the heads."
+        )
+    if inner.beyond_context:
+        raise UsageError(
+            f"{type(inner).__name__} renumbers positions, which needs heads of equal length; "
+            'give it positions="original".'
+        )
+
+
+def sized_others(inner: Policy, ratio: float, protected: tuple[tuple[int, ...], ...], config: ModelConfig) -> Policy:
+    """The other heads' policy at the ratio with which the whole cache, protected heads included, keeps ``ratio``.
+
+    Raises:
+      UsageError: nothing is left to size, or the protected heads alone keep more.
+    """
+    # The protected heads hold everything; what is left of the whole is shared by the others.
+    total = config.num_layers * config.num_kv_heads
+    kept = sum(len(heads) for heads in protected)
+    if kept == total:
+        raise UsageError("All KV heads are protected, so there is nothing that a ratio could size; protect fewer.")
+    if kept >= ratio * total:
+        raise UsageError(
+            f"ratio={ratio:g} is less than the {kept} protected of {total} KV heads hold alone; "
+            f"give at least {math.ceil((kept + 1e-3) / total * 1000) / 1000:g}, or protect fewer heads."
+        )
+    return with_size(inner, ratio=(ratio * total - kept) / (total - kept))
 
 
 @functools.lru_cache(maxsize=256)

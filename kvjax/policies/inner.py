@@ -7,6 +7,7 @@ import functools
 from collections.abc import Hashable
 from typing import Any
 
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache.pool import LayerCache
@@ -98,6 +99,9 @@ class Rescoring(Selecting):
 
     def window_scale(self, config: ModelConfig, total: Int[Array, " B"]) -> Float[Array, " B"]:
         return self.scoring.window_scale(config, total)
+
+    def hidden_weights(self, config: ModelConfig, layer: int) -> np.ndarray:
+        return self.scoring.hidden_weights(config, layer)
 
     def check(self, config: ModelConfig) -> None:
         self.scoring.check(config)

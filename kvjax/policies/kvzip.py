@@ -96,10 +96,15 @@ class KVzip(Selecting):
         self, layer: int, cache: LayerCache, candidates: Candidates, chunk: PromptChunk
     ) -> Float[Array, "B H N"]:
         score = self.marks_after(layer, cache, candidates, chunk)["repeated"]
-        known = candidates.valid & (score > 0)
-        mean = jnp.where(known, score, 0.0).sum(axis=-1, keepdims=True)
-        mean = mean / jnp.maximum(known.sum(axis=-1, keepdims=True), 1)
-        return jnp.where(known, score, mean)
+        return mean_where_unknown(score, candidates.valid)
+
+
+def mean_where_unknown(score: Float[Array, "B H N"], valid: Bool[Array, "B H N"]) -> Float[Array, "B H N"]:
+    """The scores; where one is 0, which is that of a token nobody scored, the mean of the head's others."""
+    known = valid & (score > 0)
+    mean = jnp.where(known, score, 0.0).sum(axis=-1, keepdims=True)
+    mean = mean / jnp.maximum(known.sum(axis=-1, keepdims=True), 1)
+    return jnp.where(known, score, mean)
 
 
 def _are_words(words: Any) -> bool:

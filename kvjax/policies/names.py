@@ -16,6 +16,7 @@ if TYPE_CHECKING:  # for type checkers: "X as X" exports a name
     from kvjax.policies.compactor import Compactor as Compactor
     from kvjax.policies.compensated import CompensatedRing as CompensatedRing
     from kvjax.policies.criticalkv import CriticalKV as CriticalKV
+    from kvjax.policies.duo import DuoAttention as DuoAttention
     from kvjax.policies.expected_attention import ExpectedAttention as ExpectedAttention
     from kvjax.policies.finch import Finch as Finch
     from kvjax.policies.full import Full as Full
@@ -23,6 +24,7 @@ if TYPE_CHECKING:  # for type checkers: "X as X" exports a name
     from kvjax.policies.keydiff import KeyDiff as KeyDiff
     from kvjax.policies.kvzip import KVzip as KVzip
     from kvjax.policies.lagkv import LagKV as LagKV
+    from kvjax.policies.learned import Learned as Learned
     from kvjax.policies.merged import Merged as Merged
     from kvjax.policies.nacl import NACL as NACL
     from kvjax.policies.pyramidkv import PyramidKV as PyramidKV
@@ -44,6 +46,7 @@ POLICIES: dict[str, str] = {
     "tova": "kvjax.policies.tova:TOVA",
     "ahakv": "kvjax.policies.ahakv:AhaKV",
     "razor": "kvjax.policies.razor:RazorAttention",
+    "duo": "kvjax.policies.duo:DuoAttention",
     "round": "kvjax.policies.round_attention:RoundAttention",
     "compensated": "kvjax.policies.compensated:CompensatedRing",
     "snapkv": "kvjax.policies.snapkv:SnapKV",
@@ -57,6 +60,7 @@ POLICIES: dict[str, str] = {
     "compactor": "kvjax.policies.compactor:Compactor",
     "kvzip": "kvjax.policies.kvzip:KVzip",
     "qfilters": "kvjax.policies.qfilters:QFilters",
+    "learned": "kvjax.policies.learned:Learned",
     "criticalkv": "kvjax.policies.criticalkv:CriticalKV",
     "adaptive": "kvjax.policies.adaptive:AdaptiveHeads",
     "merged": "kvjax.policies.merged:Merged",
@@ -77,6 +81,9 @@ ALIASES: dict[str, str] = {
     "roundattention": "round",
     "round_attention": "round",
     "compensated_ring": "compensated",
+    "kvzap": "learned",
+    "duoattention": "duo",
+    "duo_attention": "duo",
     "snap": "snapkv",
     "pyramid": "pyramidkv",
     "slim": "slimkv",

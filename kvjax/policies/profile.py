@@ -6,13 +6,17 @@ constant time. It belongs to the model whose shape it names: a policy refuses an
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import functools
 import math
 import os
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
+
+import numpy as np
 
 from kvjax.documents import NotADocument, parse_yaml
 from kvjax.errors import UsageError, quoted
@@ -23,9 +27,11 @@ from kvjax.model.config import ModelConfig
 Table = tuple[tuple[float, ...], ...]
 #: One number a layer.
 Curve = tuple[float, ...]
+#: Many numbers: [layer] the layer's in float16, little-endian, as base64 text.
+Packed = tuple[str, ...]
 #: KV heads by layer.
 Heads = tuple[tuple[int, ...], ...]
-#: How far a head of an ALiBi model may see: see :func:`scope_lengths`.
+#: How far a head of an ALiBi model may see: see :func:`~kvjax.policies.head_choice.scope_lengths`.
 Bound = Literal["scaled", "paper", "safe"]
 BOUNDS: tuple[Bound, ...] = ("scaled", "paper", "safe")
 
@@ -67,36 +73,46 @@ class Profile:
     tables: ClassVar[tuple[str, ...]] = ()
     curves: ClassVar[tuple[str, ...]] = ()
     vectors: ClassVar[tuple[str, ...]] = ()
+    kv_tables: ClassVar[tuple[str, ...]] = ()
+    packed: ClassVar[tuple[str, ...]] = ()
 
     model: str
     shape: ModelShape
     source: str | None = dataclasses.field(default=None, compare=False, kw_only=True)
 
     def __post_init__(self) -> None:
-        layers, heads = self.shape.num_layers, self.shape.num_heads
-        for name in self.tables:
-            table = getattr(self, name)
-            if [len(row) for row in table] != [heads] * layers:
-                raise UsageError(f"{name} of a profile of this model needs {layers} rows of {heads} numbers.")
-            if not all(math.isfinite(value) for row in table for value in row):
-                raise UsageError(f"{name} of a profile holds a number that is not finite; calibrate the model again.")
-        width = self.shape.num_kv_heads * self.shape.head_dim
-        for name in self.vectors:
+        layers, kv = self.shape.num_layers, self.shape.num_kv_heads
+        widths = dict.fromkeys(self.tables, self.shape.num_heads) | dict.fromkeys(self.kv_tables, kv)
+        for name, width in (widths | dict.fromkeys(self.vectors, kv * self.shape.head_dim)).items():
             rows = getattr(self, name)
             if [len(row) for row in rows] != [width] * layers:
                 raise UsageError(f"{name} of a profile of this model needs {layers} rows of {width} numbers.")
             if not all(math.isfinite(value) for row in rows for value in row):
+                raise UsageError(f"{name} of a profile holds a number that is not finite; calibrate the model again.")
+        for name in self.packed:
+            rows, width = getattr(self, name), self.shape.num_kv_heads * (self.shape.hidden_size + 1)
+            found = [unpacked(row) for row in rows]
+            if [None if row is None else len(row) for row in found] != [width] * layers:
+                raise UsageError(f"{name} of a profile of this model needs {layers} texts of {width} packed numbers.")
+            if not all(np.isfinite(row).all() for row in found if row is not None):
                 raise UsageError(f"{name} of a profile holds a number that is not finite; calibrate the model again.")
         for name in self.curves:
             curve = getattr(self, name)
             if len(curve) != layers or not all(math.isfinite(value) for value in curve):
                 raise UsageError(f"{name} of a profile of this model needs {layers} finite numbers.")
         # Numbers alone: a text's hash differs from process to process, and this one travels with a pickled policy.
-        object.__setattr__(self, "_hash", hash(tuple(getattr(self, name) for name in self._numbers)))
+        numbers = [getattr(self, name) for name in self._numbers]
+        numbers += [zlib.crc32("".join(getattr(self, name)).encode()) for name in self.packed]
+        object.__setattr__(self, "_hash", hash(tuple(numbers)))
 
     @property
     def _numbers(self) -> tuple[str, ...]:
-        return (*self.tables, *self.curves, *self.vectors)
+        return (*self.rows_of_numbers(), *self.curves)
+
+    @classmethod
+    def rows_of_numbers(cls) -> tuple[str, ...]:
+        """The names of what has a row of numbers a layer."""
+        return (*cls.tables, *cls.kv_tables, *cls.vectors)
 
     def __hash__(self) -> int:
         return self._hash  # type: ignore[attr-defined]
@@ -144,11 +160,11 @@ class HeadProfile(Profile):
 
 @dataclasses.dataclass(frozen=True)
 class ScopeProfile(Profile):
-    """Bounds on how far each head of an ALiBi model sees (RazorAttention, section 3.1), for :func:`scope_lengths`.
+    """Bounds on how far each head of an ALiBi model sees (RazorAttention, section 3.1), for ``scope_lengths``.
 
     Attributes:
       paper: [layer][query head] the bound on a logit in equation [2] as printed, 2 |W_Q W_K^T| (|gamma|^2 + |b|^2),
-        for logits that are not scaled; see :func:`scope_lengths`.
+        for logits that are not scaled; see ``scope_lengths``.
       safe: [layer][query head] the bound that holds for every input; see :mod:`kvjax.calibrate.alibi`.
       slopes: [layer][query head] l_h, what a head subtracts from its logit per token of distance.
     """
@@ -214,59 +230,72 @@ class FilterProfile(Profile):
     __hash__ = Profile.__hash__
 
 
-@functools.lru_cache(maxsize=64)
-def protected_heads(
-    profile: HeadProfile, induction_share: float, echo_share: float, share_of: Literal["query", "kv"]
-) -> Heads:
-    """KV heads that keep everything, by layer: the top fractions by induction and by echo score, over all layers.
+@dataclasses.dataclass(frozen=True)
+class ScorerProfile(Profile):
+    """A linear map of each KV head from hidden states to the log of KVzip's score (after KVzap, arXiv 2601.07891).
 
-    With ``share_of="query"`` the fractions count query heads, and a KV head is protected when any of its query heads is
-    among the top; with "kv" they count KV heads, each scored by the best of its query heads. A fraction above 0 is at
-    least one head; of equal scores the earlier head's comes first.
+    Attributes:
+      texts, tokens: pieces of text that were read, and tokens of them that it was trained on.
+      steps: of training.
+      correlation: of what it says with what is true, on tokens of texts it was not trained on, mean over heads.
+      weights: [layer] of each KV head a weight a channel of what the layer's projections of attention read, and last
+        what is added; float16, see :data:`Packed`.
     """
-    group = profile.shape.num_heads // profile.shape.num_kv_heads
-    chosen: set[tuple[int, int]] = set()
-    for table, share in ((profile.induction, induction_share), (profile.echo, echo_share)):
-        if share_of == "kv":
-            table = _best_of_group(table, group)
-        ranked = sorted((-score, layer, head) for layer, row in enumerate(table) for head, score in enumerate(row))
-        count = max(round(share * len(ranked)), 1) if share > 0 else 0
-        for _, layer, head in ranked[:count]:
-            chosen.add((layer, head if share_of == "kv" else head // group))
-    layers, heads = profile.shape.num_layers, profile.shape.num_kv_heads
-    return tuple(tuple(head for head in range(heads) if (layer, head) in chosen) for layer in range(layers))
+
+    kind: ClassVar[str] = "scorer"
+    packed: ClassVar[tuple[str, ...]] = ("weights",)
+
+    texts: int
+    tokens: int
+    steps: int
+    correlation: float
+    weights: Packed
+
+    __hash__ = Profile.__hash__
+
+    def of_layer(self, layer: int) -> np.ndarray:
+        """[H, M + 1] float32 weights of one layer."""
+        row = unpacked(self.weights[layer])
+        assert row is not None
+        return row.astype(np.float32).reshape(self.shape.num_kv_heads, -1)
 
 
-@functools.lru_cache(maxsize=64)
-def scope_lengths(
-    profile: ScopeProfile, bound: Bound, eps: float, attention_scale: float
-) -> tuple[tuple[int, ...], ...]:
-    """L_h of every KV head in whole tokens [2], [layer][KV head]; the longest of the query heads that share it.
+@dataclasses.dataclass(frozen=True)
+class GateProfile(Profile):
+    """How much of its attention to all tokens each KV head needs (DuoAttention, arXiv 2410.10819).
 
-    Args:
-      profile: the bounds of a model's heads.
-      bound: "scaled" is [2] for scaled logits, which is how every supported model computes them; "paper" is [2] as
-        printed, without the scale; "safe" holds for every input.
-      eps: the most attention a token beyond the scope may get.
-      attention_scale: of the model's logits.
+    Attributes:
+      tokens, steps: of each text, and of training. sink, recent: tokens that streaming attention saw.
+      gates: [layer][KV head] alpha, 0 to 1: high of retrieval heads.
     """
-    group = profile.shape.num_heads // profile.shape.num_kv_heads
-    limits = profile.safe if bound == "safe" else profile.paper
-    scale = attention_scale if bound == "scaled" else 1.0  # "safe" is stored scaled
-    reach = tuple(
-        tuple((limit * scale - math.log(eps)) / slope for limit, slope in zip(*rows, strict=True))
-        for rows in zip(limits, profile.slopes, strict=True)
-    )
-    return tuple(tuple(math.ceil(length) for length in row) for row in _best_of_group(reach, group))
+
+    kind: ClassVar[str] = "gates"
+    kv_tables: ClassVar[tuple[str, ...]] = ("gates",)
+
+    tokens: int
+    steps: int
+    sink: int
+    recent: int
+    gates: Table
+
+    __hash__ = Profile.__hash__
 
 
-def _best_of_group(table: Table, group: int) -> Table:
-    """The largest of each KV head's query heads."""
-    return tuple(tuple(max(row[i : i + group]) for i in range(0, len(row), group)) for row in table)
+def packed_numbers(rows: np.ndarray) -> Packed:
+    """The numbers of each layer, [layer, ...], as a profile has them."""
+    return tuple(base64.b64encode(np.ascontiguousarray(row, "<f2").tobytes()).decode() for row in rows)
+
+
+def unpacked(text: str) -> np.ndarray | None:
+    """Undo :func:`packed_numbers` of one layer, [N] float16; None of what is no such text."""
+    try:
+        return np.frombuffer(base64.b64decode(text, validate=True), "<f2")
+    except (ValueError, TypeError):
+        return None
 
 
 _KINDS: dict[str, type[Profile]] = {
-    kind.kind: kind for kind in (HeadProfile, ScopeProfile, WatershedProfile, FilterProfile)
+    kind.kind: kind for kind in (HeadProfile, ScopeProfile, WatershedProfile, FilterProfile, ScorerProfile, GateProfile)
 }
 AnyProfile = TypeVar("AnyProfile", bound=Profile)
 
@@ -284,10 +313,10 @@ def save_profile(profile: Profile, path: str | os.PathLike[str]) -> None:
     for name, value in fields.items():
         if name == "shape":
             content[name] = dataclasses.asdict(value)
-        elif name in (*profile.tables, *profile.vectors):
+        elif name in profile.rows_of_numbers():
             content[name] = [list(row) for row in value]
         else:
-            content[name] = list(value) if name in profile.curves else value
+            content[name] = list(value) if name in (*profile.curves, *profile.packed) else value
     text = yaml.safe_dump(content, sort_keys=False, default_flow_style=None, width=120)
     write_atomically(Path(path), text)
 
@@ -312,8 +341,15 @@ def load_profile(path: str | os.PathLike[str]) -> Profile:
     cls = _KINDS[kind]
     values = _fields(cls, content, os.fspath(path))
     shape = _fields(ModelShape, values["shape"], f"{os.fspath(path)}, shape")
-    for name in (*cls.tables, *cls.vectors):
+    for name in cls.rows_of_numbers():
         values[name] = _table(values[name], f"{os.fspath(path)}, {name}")
+    for name in cls.packed:
+        rows = values[name]
+        if not isinstance(rows, list) or not all(isinstance(row, str) for row in rows):
+            raise UsageError(
+                f"{os.fspath(path)}, {name} is not a list of texts, one a layer; calibrate the model again."
+            )
+        values[name] = tuple(rows)
     for name in cls.curves:
         values[name] = _table([values[name]], f"{os.fspath(path)}, {name}")[0]
     return cls(**(values | {"shape": ModelShape(**shape), "source": os.fspath(path)}))

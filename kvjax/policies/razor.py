@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 import os
 from typing import Any, ClassVar, Literal
 
@@ -14,7 +13,8 @@ from kvjax.model.config import ModelConfig
 from kvjax.policies.base import Policy
 from kvjax.policies.checks import changed, one_of, only_one, refuse_unused
 from kvjax.policies.compensated import CompensatedRing
-from kvjax.policies.composed import HeadWise
+from kvjax.policies.composed import HeadWise, check_inner, sized_others
+from kvjax.policies.head_choice import protected_heads, scope_lengths
 from kvjax.policies.inner import has_own_size, sizes_of, with_size
 from kvjax.policies.profile import (
     BOUNDS,
@@ -25,8 +25,6 @@ from kvjax.policies.profile import (
     ScopeProfile,
     load_profile,
     packaged,
-    protected_heads,
-    scope_lengths,
 )
 
 #: Options of rotary models alone, and of ALiBi models alone.
@@ -108,24 +106,9 @@ class RazorAttention(HeadWise):
                 self.sink, self.threshold, self.compression, self.budget, self.ratio, compensation=self.compensation
             )
             return
-        if not isinstance(inner, Policy) or isinstance(inner, RazorAttention) or inner.offloads_rounds:
-            raise UsageError(f"inner is {quoted(inner)}; give a policy of tokens, such as kvjax.StreamingLLM().")
+        check_inner(inner)
         if changed(self, _RING):
             raise UsageError("sink, threshold, compression and compensation shape the default inner; leave them out.")
-        if isinstance(inner, CompensatedRing) and inner.lengths is not None:
-            raise UsageError(
-                "lengths gives every head of a model its own buffer; an inner policy has only some of them."
-            )
-        if not inner.heads_alike:
-            raise UsageError(
-                f"{type(inner).__name__} has numbers of its own for every head of a model; an inner policy has only "
-                "some of the heads."
-            )
-        if inner.beyond_context:
-            raise UsageError(
-                f"{type(inner).__name__} renumbers positions, which needs heads of equal length; "
-                'give it positions="original".'
-            )
         for size in ("ratio", "budget"):
             if getattr(self, size) is not None and (size not in sizes_of(inner) or has_own_size(inner)):
                 raise UsageError(
@@ -160,11 +143,7 @@ class RazorAttention(HeadWise):
                     f"heads names KV head {head} of layer {layer}; this model has {config.num_layers} layers of "
                     f"{config.num_kv_heads} KV heads."
                 )
-        others = self.others(config)
-        # A layer whose heads are all protected is none of the inner policy's.
-        reach = [layer + 1 for layer, heads in enumerate(self.protected(config)) if len(heads) < config.num_kv_heads]
-        if reach:
-            others.check(dataclasses.replace(config, num_layers=reach[-1]))
+        self.check_others(config)
 
     def _named(self) -> tuple[tuple[int, int], ...]:
         """The KV heads named by ``heads``, which were put in this form when the policy was made."""
@@ -218,17 +197,7 @@ def _inner(policy: RazorAttention, config: ModelConfig) -> Policy:
         return with_size(inner, budget=policy.budget)
     if policy.ratio is None:
         return inner
-    # The protected heads hold everything; what is left of the whole is shared by the others [algorithm 1, S0 = 0].
-    total = config.num_layers * config.num_kv_heads
-    kept = sum(len(heads) for heads in policy.protected(config))
-    if kept == total:
-        raise UsageError("All KV heads are protected, so there is nothing that a ratio could size; protect fewer.")
-    if kept >= policy.ratio * total:
-        raise UsageError(
-            f"ratio={policy.ratio:g} is less than the {kept} protected of {total} KV heads hold alone; "
-            f"give at least {math.ceil((kept + 1e-3) / total * 1000) / 1000:g}, or protect fewer heads."
-        )
-    return with_size(inner, ratio=(policy.ratio * total - kept) / (total - kept))
+    return sized_others(inner, policy.ratio, policy.protected(config), config)  # algorithm 1 with S0 = 0
 
 
 def _head_list(heads: Any) -> tuple[tuple[int, int], ...]:

@@ -87,7 +87,7 @@ class RoundAttention(Policy):
         # A round is one array: its heads differ in what they hold, not in what they are.
         chooses = not (inner.offloads_rounds or inner.merges or inner.beyond_context or isinstance(inner, HeadWise))
         more = (asked.columns, asked.queries, asked.decode_logits, asked.window_share, asked.noncausal, asked.repeat)
-        if not chooses or any(more) or asked.outputs:
+        if not chooses or any(more) or asked.outputs or asked.hidden:
             raise UsageError(
                 f"{type(inner).__name__} cannot compress a finished round; inner takes policies that choose by a "
                 "window of queries or by keys and values: LagKV, SlimKV, SnapKV, PyramidKV, KeyDiff, ChunkKV."

@@ -59,6 +59,8 @@ class Signals:
       repeat: the prompt is repeated, and each key's largest attention probability from a query of that is taken: in the
         softmax over its own chunk's keys, the sinks' and the repetition's so far.
       outputs: the L1 norm of what each token's value adds to the hidden states at full attention, by query head.
+      hidden: a linear function of what attention's projections read of each token, for each KV head: see
+        :meth:`Policy.hidden_weights`.
       queries: mean and covariance of the queries before rotary embedding.
       query_skip: tokens at positions below this do not count among them.
       decode_logits: :meth:`Policy.observe` gets each new query's scaled scores by page.
@@ -74,6 +76,7 @@ class Signals:
     noncausal_last: int = 0
     repeat: Repetition | None = None
     outputs: bool = False
+    hidden: bool = False
     queries: bool = False
     query_skip: int = 0
     decode_logits: bool = False
@@ -138,7 +141,7 @@ class QueryStats:
 class PromptSignals:
     """The declared signals of a prompt or turn, in the layer's tokens; see :class:`Signals`. The rest is None.
 
-    ``outputs`` are norms, and no mass, in the same form.
+    ``outputs`` are norms, and ``hidden`` what a linear function gives, of one query head: no masses, in the same form.
     """
 
     window: Mass | None = None
@@ -147,6 +150,7 @@ class PromptSignals:
     noncausal: Mass | None = None
     repeat: Mass | None = None
     outputs: Mass | None = None
+    hidden: Mass | None = None
 
     def of_heads(self, heads: tuple[int, ...]) -> PromptSignals:
         """The signals of some of the KV heads."""
@@ -161,7 +165,13 @@ class PromptSignals:
         if stats is not None:
             stats = QueryStats(stats.count, stats.mean[:, index], stats.covariance[:, index])
         return PromptSignals(
-            cut(self.window), cut(self.columns), stats, cut(self.noncausal), cut(self.repeat), cut(self.outputs)
+            cut(self.window),
+            cut(self.columns),
+            stats,
+            cut(self.noncausal),
+            cut(self.repeat),
+            cut(self.outputs),
+            cut(self.hidden),
         )
 
 
@@ -176,6 +186,7 @@ class CandidateSignals:
     noncausal: Float[Array, "B H G N"] | None = None
     repeat: Float[Array, "B H G N"] | None = None
     outputs: Float[Array, "B H G N"] | None = None
+    hidden: Float[Array, "B H 1 N"] | None = None
 
 
 def first_window_query(signals: Signals, count: Int[Array, " B"], total: Int[Array, " B"]) -> Int[Array, " B"]:

@@ -13,6 +13,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache.groups import Layer
@@ -161,6 +162,10 @@ class WithWindows(Policy):
 
     def window_scale(self, config: ModelConfig, total: Int[Array, " B"]) -> Float[Array, " B"]:
         return self.policy.window_scale(self.seen_as(config), total)
+
+    def hidden_weights(self, config: ModelConfig, layer: int) -> np.ndarray:
+        policy, number, seen_as = self.part(config, layer)
+        return policy.hidden_weights(seen_as, number)
 
     def chunks(self, config: ModelConfig) -> tuple[int, int] | None:
         return self.policy.chunks(self.seen_as(config)) if self.global_layers else None

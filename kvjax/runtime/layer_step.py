@@ -72,7 +72,8 @@ def read_one(
         sinks = layer.sink_logits
         if sinks is not None:
             sinks = jnp.broadcast_to(sinks, (len(seen), *sinks.shape))
-        asked = dataclasses.replace(collector, config=own, sinks=sinks)
+        asking = (policy, index) if policy.signals.hidden else None
+        asked = dataclasses.replace(collector, config=own, sinks=sinks, asking=asking)
     before = shared_before(shared, old, x.shape[1], seen, own.positional == "alibi")
     x, k, v, signals = read_rows(layer, x, angles, kept, work, zero, asked, before)
     if policy.signals.outputs and own.window is None:

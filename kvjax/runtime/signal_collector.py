@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.cache.buckets import keys_of
+from kvjax.cache.buckets import block_of, keys_of
 from kvjax.model.alibi import query_bias
 from kvjax.model.config import ModelConfig
 from kvjax.model.decoder import DecoderLayer
@@ -57,6 +57,7 @@ class SignalCollector(LayerObserver):
       first: [B] the first new token in the window. window_rows: tokens in the longest window, static.
       scale: [B] of the window's softmax.
       sinks: [B, H, G] of the layer's softmaxes, or None; rows that are read in turns take their own.
+      asking: the policy that asks, and the layer's number as it counts, static; for ``hidden``.
     """
 
     signals: Signals = dataclasses.field(metadata={"static": True})
@@ -67,14 +68,22 @@ class SignalCollector(LayerObserver):
     scale: Float[Array, " B"]
     window_rows: int = dataclasses.field(metadata={"static": True})
     sinks: Float[Array, "B H G"] | None = None
+    asking: tuple[Policy, int] | None = dataclasses.field(default=None, metadata={"static": True})
 
     def before_layer(
         self, layer: DecoderLayer, x: Float[Array, "B T M"], rope: Angles
-    ) -> tuple[tuple[Array, Array, Array] | None, Float[Array, "B H G T"] | None]:
-        """Signals computed from the layer's input before it runs: window queries, and non-causal attention mass."""
+    ) -> tuple[tuple[Array, Array, Array] | None, Float[Array, "B H G T"] | None, Float[Array, "B H T"] | None]:
+        """Signals computed from the layer's input before it runs: window queries, non-causal attention mass, and what a
+        linear function gives of the input.
+        """
         s = self.signals
         noncausal = noncausal_mass(layer, x, rope, self.seen, self.count, s) if s.noncausal else None
-        return self._window(layer, x, rope), noncausal
+        hidden = None
+        if s.hidden and self.asking is not None:
+            policy, number = self.asking
+            weights = jnp.asarray(policy.hidden_weights(layer.exchange.whole(layer.config), number))
+            hidden = hidden_scores(layer, x, layer.exchange.own_heads(weights))
+        return self._window(layer, x, rope), noncausal, hidden
 
     def _window(
         self, layer: DecoderLayer, x: Float[Array, "B T M"], rope: Angles
@@ -136,20 +145,21 @@ class SignalCollector(LayerObserver):
     def finish(
         self,
         partial: PartialSignals,
-        taken: tuple[tuple[Array, Array, Array] | None, Array | None],
+        taken: tuple[tuple[Array, Array, Array] | None, Array | None, Array | None],
         k: Float[Array, "B H T D"],
         kept: Rows | None,
         block: int,
     ) -> PromptSignals:
         """The layer's signals, once all its keys are there."""
-        mass, (window, noncausal) = None, taken
+        mass, (window, noncausal, hidden) = None, taken
         if window is not None:
             q, offset, weight = window
             where = self._where(offset, self.window_rows, kept, self.scale, block)
             found = attention_mass(q, k, self._normaliser(q, k, where), weight=weight, **where)
             mass = Mass(found.kept, found.new)
         both = None if noncausal is None else Mass(None, noncausal)
-        return PromptSignals(mass, partial.columns, partial.stats, both)
+        linear = None if hidden is None else Mass(None, hidden[:, :, None])
+        return PromptSignals(mass, partial.columns, partial.stats, both, hidden=linear)
 
     def _normaliser(self, q: Array, k: Array, where: dict[str, Any]) -> Float[Array, "B H G N"]:
         """Log-sum-exp of each query's logits, its head's sink among them, in the softmax of the window's scale."""
@@ -188,10 +198,27 @@ def signal_collector(
     # A share is of all the tokens a row has seen: on a later turn that can be the whole of its new ones.
     seen_at_most = tokens if fresh else max(tokens, config.max_position)
     rows = min(tokens, signals.window_rows(seen_at_most)) if signals.window or signals.window_share else 0
-    if not (rows or signals.columns or signals.queries or signals.noncausal):
+    if not (rows or signals.columns or signals.queries or signals.noncausal or signals.hidden):
         return None
     first = first_window_query(signals, count, seen + count)
     return SignalCollector(signals, config, seen, count, first, policy.window_scale(config, total), rows)
+
+
+def hidden_scores(layer: DecoderLayer, x: Float[Array, "B T M"], weights: Float[Array, "H N"]) -> Float[Array, "B H T"]:
+    """A linear function, for each KV head, of what the layer's projections of attention read; float32.
+
+    ``weights`` are of its M channels, and last what is added. A block of tokens at a time: what is read of all would be
+    as large as the hidden states are.
+    """
+    block = block_of(x.shape[1])
+
+    def body(i: Int[Array, ""], done: Float[Array, "B H T"]) -> Float[Array, "B H T"]:
+        read = layer.attention_input(jax.lax.dynamic_slice_in_dim(x, i * block, block, axis=1)).astype(jnp.float32)
+        found = jnp.einsum("btm,hm->bht", read, weights[:, :-1], precision=jax.lax.Precision.HIGHEST)
+        return jax.lax.dynamic_update_slice_in_dim(done, found + weights[:, -1:], i * block, axis=2)
+
+    empty = jnp.zeros((x.shape[0], weights.shape[0], x.shape[1]), jnp.float32)
+    return jax.lax.fori_loop(0, x.shape[1] // block, body, empty)
 
 
 def noncausal_mass(

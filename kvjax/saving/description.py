@@ -16,14 +16,23 @@ from kvjax.checkpoints.load import LanguageModel, Weights
 from kvjax.errors import UsageError, quoted
 from kvjax.policies import RazorAttention, registry
 from kvjax.policies.base import Policy
-from kvjax.policies.profile import FilterProfile, HeadProfile, ModelShape, ScopeProfile, WatershedProfile
+from kvjax.policies.profile import (
+    FilterProfile,
+    GateProfile,
+    HeadProfile,
+    ModelShape,
+    ScopeProfile,
+    ScorerProfile,
+    WatershedProfile,
+)
 from kvjax.policies.split_cache import SplitCache
 from kvjax.policies.window_layers import SlidingWindow, WithWindows
 
 #: Of the form that is written. A file of a later version is refused; an earlier one is read as long as this says how.
 VERSION = 1
 _VALUES: dict[str, Any] = {
-    cls.__name__: cls for cls in (HeadProfile, ScopeProfile, WatershedProfile, FilterProfile, ModelShape)
+    cls.__name__: cls
+    for cls in (HeadProfile, ScopeProfile, WatershedProfile, FilterProfile, ScorerProfile, GateProfile, ModelShape)
 }
 _VALUES |= {cls.__name__: cls for cls in (WithWindows, SlidingWindow)}
 _VALUES["Placed"] = SplitCache  # its name in version 1 of the file format

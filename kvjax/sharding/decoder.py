@@ -78,6 +78,10 @@ class MeshExchange(Exchange):
         """See :meth:`Exchange.sum_columns`: a sum over the devices."""
         return [_sum(part, self.split.order) for part in parts] if self.split.qkv else parts
 
+    def whole(self, config: ModelConfig) -> ModelConfig:
+        """See :meth:`Exchange.whole`: that of the mesh."""
+        return self.model
+
     def own_heads(self, every: Float[Array, "N C"]) -> Float[Array, "H C"]:
         """See :meth:`Exchange.own_heads`: every device has what belongs to all."""
         return jnp.concatenate([_local_heads(every[..., None], group) for group in self.groups], axis=-3)[..., 0]

@@ -19,7 +19,7 @@ from kvjax.calibrate import alibi_scopes, load_profile, save_profile
 from kvjax.errors import UsageError
 from kvjax.model.params import logical
 from kvjax.policies import LagKV, RazorAttention, parse
-from kvjax.policies.profile import scope_lengths
+from kvjax.policies.head_choice import scope_lengths
 
 SHAPE = dict(positional="alibi", norm="layer", mlp="gelu", qkv_bias=True, output_bias=True, mlp_bias=True)
 

@@ -12,15 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvjax.errors import KvjaxError, UsageError
+from kvjax.policies.head_choice import protected_heads, scope_lengths
 from kvjax.policies.profile import (
     HeadProfile,
     ModelShape,
     ScopeProfile,
     load_profile,
     packaged,
-    protected_heads,
     save_profile,
-    scope_lengths,
 )
 
 CONFIG = toys.tiny_config(num_layers=3, num_heads=6, num_kv_heads=2)

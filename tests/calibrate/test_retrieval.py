@@ -13,7 +13,8 @@ from kvjax.calibrate.retrieval import first_token, random_tokens, retrieval_head
 from kvjax.errors import UsageError
 from kvjax.model.params import logical
 from kvjax.model.rope import token_angles
-from kvjax.policies.profile import load_profile, protected_heads
+from kvjax.policies.head_choice import protected_heads
+from kvjax.policies.profile import load_profile
 from kvjax.runtime import layer_forward
 
 # --- the oracle: a dense forward pass, then the definition token by token ---------------------------------------------

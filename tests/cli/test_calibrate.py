@@ -6,7 +6,15 @@ import json
 
 import pytest
 
-from kvjax.calibrate import HeadProfile, WatershedProfile, load_profile, query_filters, retrieval_heads
+from kvjax.calibrate import (
+    GateProfile,
+    HeadProfile,
+    ScorerProfile,
+    WatershedProfile,
+    load_profile,
+    query_filters,
+    retrieval_heads,
+)
 
 
 def test_retrieval_heads_writes_the_profile(cli, tiny_model, tmp_path):
@@ -105,3 +113,31 @@ def test_filters_of_texts(cli, tiny_model, tmp_path):
     assert load_profile(out) == query_filters(tiny_model, [text.read_text()], tokens=64)
     ran = cli("calibrate", "qfilters", "--texts", str(tmp_path / "none.txt"), "--out", str(out))
     assert ran.code == 2 and "does not exist" in ran.sentence
+
+
+def test_a_scorer_and_gates_with_the_curve_of_their_losses(cli, tmp_path):
+    pytest.importorskip("matplotlib", reason="the extra eval has it")
+    text, out = tmp_path / "book.txt", tmp_path / "toy.yaml"
+    text.write_text("It was a dark and stormy night. " * 30)
+    short = ("--texts", str(text), "--out", str(out), "--steps", "2")
+    keys = ("--tokens", "500", "--keys", "1", "--words", "2")
+    for command, kind, numbers, said in (
+        ("scorer", ScorerProfile, ("--tokens", "60", "--most", "3", "--sampled", "8"), "correlation"),
+        ("gates", GateProfile, keys, "gates above 0.5"),
+    ):
+        ran = cli("calibrate", command, *short, *numbers)
+        assert ran.code == 0 and said in ran.out and ran.err == "", ran.err
+        found = load_profile(out)
+        assert isinstance(found, kind) and found.steps == 2
+        assert sorted(file.name for file in tmp_path.iterdir()) == ["book.txt", "toy.png", "toy.yaml"]
+        for file in (out, tmp_path / "toy.png"):
+            file.unlink()
+        for change, says in (
+            (("--texts", str(tmp_path / "none.txt")), "does not exist"),
+            (("--steps", "0"), "steps"),
+            (("--learning-rate", "-1"), "learning"),
+            (("--training", str(text)), "--training"),
+        ):
+            ran = cli("calibrate", command, *short, *numbers, *change)
+            assert ran.code == 2 and says in ran.sentence
+        assert [file.name for file in tmp_path.iterdir()] == ["book.txt"]

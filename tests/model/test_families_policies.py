@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 from support import family_cases as cases
-from support.filters import random_filters
+from support.scorers import with_profiles
 
 import kvjax
 from kvjax.checkpoints.load import load
@@ -36,6 +36,8 @@ POLICIES = {
     "adaptive": "adaptive:budget=12,inner=keydiff",
     "merged": "merged:budget=12,inner=snapkv(window=4)",
     "qfilters": "qfilters:budget=12",  # with filters of the model
+    "duo": "duo:heads=0.5,sink=2,recent=8",  # with gates of the model
+    "learned": "learned:budget=12,sink=2",  # with a scorer of the model
     "kvzip": "kvzip:budget=12,sink=2,chunk=8",
     "round": "round:watershed=1,top=0.5",
 }
@@ -60,7 +62,8 @@ DEFAULT = {
     ("glm4", "pyramidkv"), ("falcon_new", "slimkv"), ("granite", "nacl"), ("smollm3", "keydiff"),
     ("qwen3_moe", "expected_attention"), ("mixtral", "round"), ("olmo2", "chunkkv"), ("stablelm", "compactor"),
     ("gpt_oss", "kvzip"), ("cohere", "criticalkv"),
-    ("granite", "qfilters"), ("phi3", "adaptive"), ("starcoder2", "finch"), ("gpt_neox", "merged"),
+    ("granite", "qfilters"), ("phi3", "adaptive"), ("olmo3", "learned"), ("gemma2", "duo"),
+    ("starcoder2", "finch"), ("gpt_neox", "merged"),
     *REFUSED,
 }  # fmt: skip
 
@@ -80,8 +83,7 @@ def test_a_policy_answers(case, policy, tmp_path):
     lm = load(cases.write_folder(case, tmp_path / "m", tensors), dtype="float32", progress=False)
     lm = dataclasses.replace(lm, stop_token_ids=())
     chosen = parse(POLICIES[policy])
-    if policy == "qfilters":
-        chosen = dataclasses.replace(chosen, profile=random_filters(lm.config))
+    chosen = with_profiles(chosen, lm.config)
     options = {"policy": chosen, "max_new_tokens": 5, "logprobs": True}
     prompts = [case.tokens(40).tolist(), case.tokens(17).tolist()]
     if (case.name, policy) in REFUSED:

@@ -16,6 +16,7 @@ import pytest
 import toys
 from support.driver import Driver, config_for, random_kv
 from support.filters import random_filters
+from support.scorers import random_gates, random_scorer
 
 import kvjax
 from kvjax.cache.pool import rows
@@ -133,6 +134,14 @@ TABLE: dict[str, tuple[dict[str, Any], dict[str, Other]]] = {
         **SIZED, "inner": Other(SnapKV(window=3), {"budget": 16}),
         "floor": Other(1.0, {"budget": 16, "inner": KeyDiff()}),
     }),
+    "duo": ({"heads": 0.25, "sink": 2, "recent": 20}, {
+        "profile": Other(random_gates(CONFIGS["rope"], 5)), "sink": Other(5), "recent": Other(9),
+        "ratio": Other(0.6, {"recent": 256}), "heads": Other(0.75),
+        "inner": Other(SnapKV(budget=16, window=3), {"sink": 64, "recent": 256}),
+    }),
+    "learned": ({}, {
+        **SIZED, "sink": Other(1, {"budget": 16}), "profile": Other(random_scorer(CONFIGS["rope"], 5), {"budget": 16}),
+    }),
     "merged": ({}, {
         **SIZED, "inner": Other(SnapKV(window=3), {"budget": 16}), "threshold": Other(0.8, {"budget": 16}),
     }),
@@ -144,6 +153,8 @@ NEEDED: dict[tuple[str, str], dict[str, Any]] = {
     ("razor", "alibi"): {"profile": scope_profile(0)},
     ("round", "rope"): {"watershed": 1},
     **{("qfilters", kind): {"profile": random_filters(CONFIGS["rope"])} for kind in ("rope", "alibi")},
+    **{("duo", kind): {"profile": random_gates(CONFIGS["rope"])} for kind in ("rope", "alibi")},
+    **{("learned", kind): {"profile": random_scorer(CONFIGS["rope"])} for kind in ("rope", "alibi")},
     ("compensated", "alibi"): {"compensation": False},
 }
 #: Where these belong to, the value that stands for "another" depends on the kind of model.

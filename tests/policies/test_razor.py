@@ -12,6 +12,7 @@ import pytest
 import toys
 from support.driver import config_for, random_kv
 from support.oracles import same_caches
+from support.scorers import with_profiles
 
 import kvjax
 from kvjax.cache.attention import decode_attention
@@ -20,7 +21,9 @@ from kvjax.calibrate import ScopeProfile, retrieval_heads
 from kvjax.errors import UsageError
 from kvjax.policies import CompensatedRing, Full, LagKV, Policy, QFilters, RazorAttention, StreamingLLM, parse
 from kvjax.policies.base import PromptChunk, Step, page_capacities
-from kvjax.policies.profile import ModelShape, packaged, protected_heads, save_profile
+from kvjax.policies.composed import HeadWise
+from kvjax.policies.head_choice import protected_heads
+from kvjax.policies.profile import ModelShape, packaged, save_profile
 from kvjax.policies.signals import Mass, PromptSignals, QueryStats
 from kvjax.runtime.compilation import compile_clock
 from kvjax.runtime.programs import ONE_DEVICE
@@ -36,8 +39,9 @@ def small_policies() -> list[Policy]:
     sized = []
     for cls in kvjax.policies.registry().values():
         fields = {field.name for field in dataclasses.fields(cls)}
-        if cls is not RazorAttention and not cls.offloads_rounds and cls is not QFilters:  # which needs every head
-            sized.append(cls(**{name: value for name, value in (("budget", 48), ("lag", 16)) if name in fields}))
+        if not issubclass(cls, HeadWise) and not cls.offloads_rounds and cls is not QFilters:  # which needs every head
+            made = cls(**{name: value for name, value in (("budget", 48), ("lag", 16)) if name in fields})
+            sized.append(with_profiles(made, config_for(HEADS, DIM)))
     return sized
 
 
@@ -57,6 +61,7 @@ def random_signals(seed: int) -> PromptSignals:
         noncausal=Mass(None, jnp.asarray(2 * mass)),
         repeat=Mass(None, jnp.asarray(mass)),
         outputs=Mass(None, jnp.asarray(mass[..., ::-1] + 0.1)),
+        hidden=Mass(None, jnp.asarray(mass[:, :, :1])),
     )
 
 
@@ -196,7 +201,7 @@ def test_any_inner_policy_of_a_size_takes_it_from_the_whole(inner):
     if isinstance(inner, Full):
         return
     shape = {name: 16 for name in ("window", "lag") if getattr(inner, name, None) is not None}
-    unsized = type(inner)(**shape)
+    unsized = with_profiles(type(inner)(**shape), toy().config)
     for size in (dict(budget=40), dict(ratio=0.6)):
         policy = RazorAttention(heads=((0, 1), (2, 0)), inner=unsized, **size)
         policy.check(toy().config)

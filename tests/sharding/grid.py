@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import jax
 import numpy as np
 import toys
-from support.filters import random_filters
+from support.scorers import with_profiles
 
 import kvjax
 from kvjax.cache import buckets
@@ -51,6 +51,9 @@ POLICIES: dict[str, str | Policy] = {
     "chunkkv": "chunkkv:budget=12,chunk=5",
     "compactor": "compactor:budget=12,sink=2,recent=2",
     "qfilters": "qfilters:budget=12",  # with filters of the case's model
+    "duo": "duo:heads=0.3,sink=2,recent=9",  # with gates of the case's model
+    "learned": "learned:budget=12,sink=2",  # with a scorer of the case's model
+    "razor_of_learned": "razor:heads=0.0,budget=9,inner=learned(sink=2)",
     "criticalkv": "criticalkv:budget=12,inner=snapkv(window=4)",
     "kvzip": "kvzip:budget=12,sink=2,chunk=24",
     "adaptive": "adaptive:budget=12,inner=keydiff",
@@ -101,6 +104,7 @@ DEFAULT = (
     Case("lagkv", "data=2,model=4", kv_heads=2, later=True, context=True),
     Case("razor", "data=4,model=2", kv_heads=3, context=True),
     Case("adaptive", "data=2,model=4", later=True, saved=True),
+    Case("razor_of_learned", "data=2,model=4", kv_heads=3, later=True),
 )
 GRID = (
     *(Case(policy, mesh, later=True) for policy in POLICIES for mesh in MESHES),
@@ -143,10 +147,7 @@ def model(kv_heads: int, positional: str) -> Any:
 
 def policy_of(case: Case) -> Any:
     """The policy of a case, with what it must know of the model."""
-    policy = parse(POLICIES[case.policy])
-    if case.policy != "qfilters":
-        return policy
-    return dataclasses.replace(policy, profile=random_filters(model(case.kv_heads, case.positional).config))
+    return with_profiles(parse(POLICIES[case.policy]), model(case.kv_heads, case.positional).config)
 
 
 def numbers(case: Case, lm: Any) -> tuple[dict[str, Any], Any]:

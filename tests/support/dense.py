@@ -54,7 +54,16 @@ def dense_signals(
         repeat = Mass(None, jnp.asarray(1 / (1 + np.exp(-channel)), jnp.float32))
     # No output projection either: norms that differ from token to token.
     outputs = Mass(None, jnp.asarray(np.abs(q[..., 1]) + 0.1, jnp.float32)) if asked.outputs else None
-    return PromptSignals(window, columns, stats, noncausal, repeat, outputs)
+    # Nor hidden states: the first query head's queries stand for them.
+    hidden = Mass(None, _linear(policy, config, q[:, :, 0])) if asked.hidden else None
+    return PromptSignals(window, columns, stats, noncausal, repeat, outputs, hidden)
+
+
+def _linear(policy: Policy, config: ModelConfig, q: np.ndarray) -> Any:
+    """[B, H, 1, T] each head's linear function of its own numbers [B, H, T, D], as far as these go."""
+    weights = policy.hidden_weights(config, config.num_layers - 1)
+    found = np.einsum("bhtd,hd->bht", q.astype(np.float64), weights[:, : q.shape[-1]]) + weights[:, -1:]
+    return jnp.asarray(found[:, :, None], jnp.float32)
 
 
 def _noncausal(asked: Any, q: np.ndarray, k: np.ndarray, seen: np.ndarray, count: np.ndarray) -> Any:

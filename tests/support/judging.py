@@ -40,7 +40,8 @@ RUNS = (
     "kvjax.bench.startup:measure_startup", "kvjax.bench.start:measure", "kvjax.model.decoder:random_decoder",
     "pallas_kernels.bench.decode:run", "pallas_kernels.tune:run",
     "kvjax.calibrate.retrieval:_scores", "kvjax.calibrate.divergence:question_mass",
-    "kvjax.calibrate.filters:forward_layers",
+    "kvjax.calibrate.filters:forward_layers", "kvjax.calibrate.kvzip_scorer:_collected",
+    "kvjax.calibrate.head_gates:train",
     "kvjax.checkpoints.hub:_from_hub", "kvjax.checkpoints.hub:_gguf_from_hub", "kvjax.checkpoints.hub:_download",
 )  # fmt: skip
 

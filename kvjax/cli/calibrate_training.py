@@ -1,0 +1,151 @@
+"""``kvjax calibrate scorer`` and ``gates``: what policies learn of a model, trained from texts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvjax.checks import MOST_SEED, number, whole_number
+from kvjax.cli import options as flag
+from kvjax.cli.calibrate import Out, check_out, group, read_texts
+
+Steps = Annotated[int, typer.Option("--steps", help="Steps of training.")]
+Seed = Annotated[int, flag.option("seed")]
+Picture = Annotated[bool, typer.Option(help="Also draw the loss by step, beside the profile.")]
+Training = Annotated[
+    Path | None,
+    typer.Option(
+        "--training",
+        help="Folder of what an interrupted run goes on from, kept afterwards; by default beside the profile, removed "
+        "at the end.",
+    ),
+]
+
+
+@group.command()
+def scorer(
+    out: Out,
+    texts: Annotated[
+        list[Path], typer.Option("--texts", help="A UTF-8 text file, such as a manual; may be given several times.")
+    ],
+    model: flag.Model = flag.DEFAULT_MODEL,
+    config: flag.Config = None,
+    dtype: flag.Dtype = None,
+    weights: flag.Weights = None,
+    mesh: flag.Mesh = None,
+    most: Annotated[int, typer.Option("--most", help="Pieces of text to read.")] = 32,
+    tokens: Annotated[int, typer.Option("--tokens", help="Tokens of a piece, or what the context holds twice.")] = 1024,
+    sampled: Annotated[int, typer.Option("--sampled", help="Tokens of each piece to train on.")] = 256,
+    steps: Steps = 400,
+    learning_rate: Annotated[float, typer.Option("--learning-rate", help="Adam's, at first.")] = 0.01,
+    seed: Seed = 0,
+    training: Training = None,
+    picture: Picture = True,
+) -> None:
+    """Train a linear map of each head from hidden states to KVzip's scores, from texts (for learned).
+
+    Reads every piece twice, as KVzip does. An interrupted run goes on where it was.
+    """
+    from kvjax.calibrate.kvzip_scorer import scorer as train
+    from kvjax.calibrate.training import remove_training
+    from kvjax.cli import session
+    from kvjax.policies.profile import save_profile
+
+    check_out(out)
+    for name, value, least in (("most", most, 2), ("tokens", tokens, 8), ("sampled", sampled, 1), ("steps", steps, 1)):
+        whole_number(name, value, least)
+    whole_number("seed", seed, 0, MOST_SEED)
+    number("learning-rate", learning_rate, 0, open_below=True)
+    if picture:
+        _can_draw(out)
+    read = read_texts(texts)
+    folder = training or out.with_suffix(".training")
+    lm = session.load(model, dtype, mesh, weights=weights)
+    found = train(
+        lm, read, tokens=tokens, most=most, sampled=sampled, steps=steps, learning_rate=learning_rate, seed=seed,
+        folder=folder,
+    )  # fmt: skip
+    save_profile(found.profile, out)
+    if picture:
+        title = f"{found.profile.model}: scorer, {found.profile.tokens:,} tokens of {found.profile.texts} pieces"
+        levels = {"held out, average": found.before, "held out, scorer": found.after}
+        _draw(out, found.losses, title, "mean squared error of the log score", levels)
+    if training is None:
+        remove_training(folder)
+    print(
+        f"{out}: mean squared error {found.before:.3f} before, {found.after:.3f} after on held-out text; correlation "
+        f"with KVzip's scores {found.profile.correlation:.2f}"
+    )
+
+
+@group.command()
+def gates(
+    out: Out,
+    texts: Annotated[
+        list[Path], typer.Option("--texts", help="A UTF-8 text file to hide pass keys in; may be given several times.")
+    ],
+    model: flag.Model = flag.DEFAULT_MODEL,
+    config: flag.Config = None,
+    dtype: flag.Dtype = None,
+    weights: flag.Weights = None,
+    mesh: flag.Mesh = None,
+    tokens: Annotated[int, typer.Option("--tokens", help="Tokens of each text.")] = 512,
+    keys: Annotated[int, typer.Option("--keys", help="Pass keys in each text.")] = 2,
+    words: Annotated[int, typer.Option("--words", help="Words of each pass key.")] = 8,
+    steps: Steps = 80,
+    learning_rate: Annotated[float, typer.Option("--learning-rate", help="AdamW's, at most.")] = 0.05,
+    penalty: Annotated[float, typer.Option("--penalty", help="Weight of the mean gate in the loss.")] = 0.05,
+    sink: Annotated[int, typer.Option("--sink", help="First tokens that streaming attention sees.")] = 16,
+    recent: Annotated[int, typer.Option("--recent", help="Recent tokens that it sees.")] = 64,
+    seed: Seed = 0,
+    training: Training = None,
+    picture: Picture = True,
+) -> None:
+    """Train a gate for each head between full attention and sinks with recent tokens, on pass keys (for duo).
+
+    Holds T x T numbers a head, so texts are short. An interrupted run goes on where it was.
+    """
+    from kvjax.calibrate.head_gates import check
+    from kvjax.calibrate.head_gates import gates as train
+    from kvjax.calibrate.training import remove_training
+    from kvjax.cli import session
+    from kvjax.policies.profile import save_profile
+
+    check_out(out)
+    numbers = {"tokens": tokens, "keys": keys, "words": words, "steps": steps, "learning_rate": learning_rate}
+    numbers |= {"penalty": penalty, "sink": sink, "recent": recent, "seed": seed}
+    check(**numbers)
+    if picture:
+        _can_draw(out)
+    read = read_texts(texts)
+    folder = training or out.with_suffix(".training")
+    lm = session.load(model, dtype, mesh, weights=weights)
+    found = train(lm, read, folder=folder, **numbers)
+    save_profile(found.profile, out)
+    every = [gate for row in found.profile.gates for gate in row]
+    if picture:
+        title = f"{found.profile.model}: gates of {len(every)} KV heads, texts of {found.profile.tokens:,} tokens"
+        _draw(out, found.losses, title, "distance and penalty", {})
+    if training is None:
+        remove_training(folder)
+    print(
+        f"{out}: loss {found.losses[0]:.4f} at first, {found.losses[-1]:.4f} at last; gates above 0.5 in "
+        f"{sum(gate > 0.5 for gate in every)} of {len(every)} KV heads"
+    )
+
+
+def _can_draw(out: Path) -> None:
+    from kvjax.calibrate.heatmap import require_matplotlib
+    from kvjax.files import check_writable
+
+    require_matplotlib()
+    check_writable("--out", out.with_suffix(".png"))
+
+
+def _draw(out: Path, losses: object, title: str, unit: str, levels: dict[str, float]) -> None:
+    from kvjax.calibrate.loss_curve import loss_curve
+    from kvjax.files import write_atomically
+
+    write_atomically(out.with_suffix(".png"), loss_curve(losses, title, unit, levels))  # pyright: ignore[reportArgumentType]

@@ -1,0 +1,115 @@
+"""DuoAttention: heads with high gates keep every token, the others sinks and recent ones (arXiv 2410.10819)."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+from typing import ClassVar
+
+from kvjax.checks import MOST_SLOTS, number, whole_number
+from kvjax.errors import UsageError, quoted
+from kvjax.model.config import ModelConfig
+from kvjax.policies.base import Policy
+from kvjax.policies.checks import changed, refuse_unused
+from kvjax.policies.composed import HeadWise, check_inner, sized_others
+from kvjax.policies.head_choice import gated_heads
+from kvjax.policies.inner import has_own_size, sizes_of
+from kvjax.policies.profile import GateProfile, Heads, load_profile, packaged
+from kvjax.policies.streaming import StreamingLLM
+
+#: The part of a ratio that heads which do not keep everything share, where no fraction of heads is given.
+_STREAMING = 0.2
+
+
+@dataclasses.dataclass(frozen=True)
+class DuoAttention(HeadWise):
+    """Keep everything in heads with high gates, sinks and recent tokens in the others (DuoAttention, arXiv 2410.10819).
+
+    ``profile`` has a gate alpha for each KV head, trained by ``kvjax calibrate gates`` (a file, or the one that comes
+    with kvjax for this model when not given): how much of its output needs attention to all tokens. Retrieval heads are
+    those with a gate above 0.5, or, with ``heads``, this fraction of the KV heads, those with the highest gates.
+
+    The other heads keep their first ``sink`` tokens and a ring of ``recent`` ones. ``ratio`` instead says what the
+    whole cache keeps, retrieval heads included, as a fraction of the tokens: a fifth of it goes to the rings, which are
+    then sized by it in place of ``recent``, and the rest decides how many heads keep everything, unless ``heads`` does.
+    ``inner`` gives these heads to another policy of tokens.
+
+    Decided where the authors' code differs: its ratio is of heads alone, whatever their rings hold; that is ``heads``.
+    """
+
+    layers_alike: ClassVar[bool] = True
+
+    profile: GateProfile | str | None = None
+    sink: int = 64
+    recent: int = 256
+    ratio: float | None = None
+    heads: float | None = None
+    inner: Policy | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.profile, (str, os.PathLike)):
+            object.__setattr__(self, "profile", load_profile(self.profile))
+        if self.profile is not None and not isinstance(self.profile, GateProfile):
+            raise UsageError(
+                f"profile is {quoted(self.profile)}; give a file of `kvjax calibrate gates`, or its GateProfile."
+            )
+        whole_number("sink", self.sink, 0, MOST_SLOTS)
+        whole_number("recent", self.recent, 1, MOST_SLOTS)
+        if self.ratio is not None:
+            number("ratio", self.ratio, 0, 1, open_below=True)
+            refuse_unused(self, ("recent",), "ratio sizes the rings in place of recent")
+        if self.heads is not None:
+            number("heads", self.heads, 0, 1)
+        if self.inner is None:
+            return
+        check_inner(self.inner)
+        if changed(self, ("sink", "recent")):
+            raise UsageError("sink and recent shape the default inner; leave them out.")
+        if self.ratio is not None and ("ratio" not in sizes_of(self.inner) or has_own_size(self.inner)):
+            raise UsageError(
+                "ratio is given, and inner has a size of its own or cannot take this one; leave out one of them."
+            )
+
+    def protected(self, config: ModelConfig) -> Heads:
+        return _protected(self, config)
+
+    def others(self, config: ModelConfig) -> Policy:
+        return _others(self, config)
+
+    @property
+    def unsized(self) -> Policy:
+        return self.inner or StreamingLLM(sink=self.sink, window=None if self.ratio else self.recent)
+
+    def check(self, config: ModelConfig) -> None:
+        self._profile_of(config).check(config)
+        self.check_others(config)
+
+    def _profile_of(self, config: ModelConfig) -> GateProfile:
+        found = self.profile if self.profile is not None else packaged(GateProfile, config)
+        if not isinstance(found, GateProfile):
+            raise UsageError(
+                "No gates of this model's heads come with kvjax; train them with `kvjax calibrate gates` and give the "
+                "file as profile."
+            )
+        return found
+
+
+@functools.lru_cache(maxsize=64)
+def _protected(policy: DuoAttention, config: ModelConfig) -> Heads:
+    profile, total = policy._profile_of(config), config.num_layers * config.num_kv_heads
+    if policy.heads is not None:
+        count = round(policy.heads * total)
+    elif policy.ratio is not None:
+        rings = _STREAMING * policy.ratio
+        count = int((policy.ratio - rings) / (1 - rings) * total + 1e-9)
+    else:
+        count = sum(gate > 0.5 for row in profile.gates for gate in row)
+    return gated_heads(profile, count)
+
+
+@functools.lru_cache(maxsize=64)
+def _others(policy: DuoAttention, config: ModelConfig) -> Policy:
+    if policy.ratio is None:
+        return policy.unsized
+    return sized_others(policy.unsized, policy.ratio, policy.protected(config), config)

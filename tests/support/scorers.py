@@ -1,0 +1,46 @@
+"""Profiles of a toy model that policies cannot do without, drawn at random."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+from support.filters import random_filters
+
+from kvjax.model.config import ModelConfig
+from kvjax.policies import DuoAttention, Learned, QFilters
+from kvjax.policies.base import Policy
+from kvjax.policies.full import Full
+from kvjax.policies.profile import GateProfile, ModelShape, ScorerProfile, packed_numbers
+from kvjax.policies.window_layers import for_model
+
+
+def random_scorer(config: ModelConfig, seed: int = 0) -> ScorerProfile:
+    """A linear map for every KV head of the model's global layers."""
+    shape = ModelShape.of(for_model(Full(), config).seen_as(config))
+    drawn = np.random.default_rng(seed).standard_normal((shape.num_layers, shape.num_kv_heads, shape.hidden_size + 1))
+    return ScorerProfile("toy", shape, texts=1, tokens=8, steps=1, correlation=0.0, weights=packed_numbers(drawn))
+
+
+def random_gates(config: ModelConfig, seed: int = 0) -> GateProfile:
+    """A gate for every KV head of the model's global layers."""
+    shape = ModelShape.of(for_model(Full(), config).seen_as(config))
+    drawn = np.random.default_rng(seed).random((shape.num_layers, shape.num_kv_heads)).round(3)
+    gates = tuple(map(tuple, drawn.tolist()))
+    return GateProfile("toy", shape, tokens=8, steps=1, sink=1, recent=1, gates=gates)
+
+
+def with_profiles(policy: Policy, config: ModelConfig) -> Policy:
+    """The policy, and those within it, with the profiles that toys have none of."""
+    changed = {}
+    for field in dataclasses.fields(policy):
+        value = getattr(policy, field.name)
+        if isinstance(value, Policy):
+            changed[field.name] = with_profiles(value, config)
+    if isinstance(policy, QFilters) and policy.profile is None:
+        changed["profile"] = random_filters(config)
+    if isinstance(policy, DuoAttention) and policy.profile is None:
+        changed["profile"] = random_gates(config)
+    if isinstance(policy, Learned) and policy.profile is None:
+        changed["profile"] = random_scorer(config)
+    return dataclasses.replace(policy, **changed) if changed else policy
