@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
+import json
 
 import pytest
 from hypothesis import given
@@ -137,13 +139,27 @@ def test_chinese_words():
     assert metrics.rouge_l_zh("我 在 北京", "北京") > 0
 
 
+#: Metrics of continuations that were scored: their answers are JSON.
+OF_SCORES = {"accuracy", "accuracy by length", "next tokens", "mean probability"}
+
+
 @given(
-    st.sampled_from(sorted(set(METRICS) - {"F1 zh", "ROUGE-L zh"})),
+    st.sampled_from(sorted(set(METRICS) - {"F1 zh", "ROUGE-L zh"} - OF_SCORES)),
     st.text(max_size=30),
     st.text(min_size=1, max_size=20),
 )
 def test_scores_are_fractions(metric, answer, reference):
     assert 0 <= score(answer, item(metric, reference, classes=(reference,))) <= 1
+
+
+@given(
+    st.sampled_from(sorted(OF_SCORES)),
+    st.lists(st.tuples(st.floats(-1e4, 0), st.integers(1, 9), st.floats(0, 1)), min_size=1, max_size=5),
+)
+def test_scores_of_continuations_are_fractions(metric, found):
+    facts = [{"logprob": logprob, "tokens": n, "likeliest": int(part * n)} for logprob, n, part in found]
+    asked = dataclasses.replace(item(metric, "0"), choices=("a choice",) * len(found))
+    assert 0 <= score(json.dumps(facts), asked) <= 1
 
 
 def test_fuzzy_ratio_is_pythons_matcher():
