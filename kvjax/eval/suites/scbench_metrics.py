@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from decimal import Decimal
 
 from kvjax.eval.suites.bleu import bleu
 from kvjax.eval.suites.text_metrics import CHINESE_MARKS, PUNCTUATION, token_f1
 
 #: The similarity from which RepoQA counts a function as found.
 SIMILAR = 0.8
+_NUMBER = re.compile(r"\d+\.\d+|\d+", re.ASCII)
 _PREFIXES = ("answer is:", "answer:", "answer is", "option is")
 _BLOCK = re.compile(r"^```(?:\w+)?\s*\n(.*?)(?=^```)```", re.DOTALL | re.MULTILINE)
 
@@ -39,11 +41,11 @@ def first_digits(prediction: str, reference: str) -> float:
 
 def first_number(prediction: str, reference: str) -> float:
     """1 where the answer's first number is the reference; of a whole one decimals are cut off."""
-    found = re.search(r"\d+\.\d+|\d+", prediction)
-    if found is None:
+    found, wanted = _NUMBER.search(prediction), _NUMBER.fullmatch(reference.strip())
+    if found is None or wanted is None:
         return 0.0
-    value = float(found[0])
-    return float(value == float(reference) if "." in reference else int(value) == int(reference))
+    value = Decimal(found[0])
+    return float((value if "." in reference else int(value)) == Decimal(wanted[0]))
 
 
 def option_named(prediction: str, references: Sequence[str]) -> float:
