@@ -124,12 +124,14 @@ def rounded_groups(rows: _Array, group: int) -> tuple[_Array, _Array]:
     """(int8 numbers of 4 bits [..., N, K], bfloat16 scales [..., N, K / G]) of floats; arrays of NumPy or JAX.
 
     Symmetric: a group's largest number becomes 7 or -7, and no number is off by more than half of the scale. Groups of
-    zeros have scale 1, and of numbers that are not finite a scale that is not finite either.
+    zeros, or of numbers too small for float32, have scale 1, and of numbers that are not finite a scale that is not
+    finite either.
     """
     xp: Any = np if isinstance(rows, np.ndarray) else jnp
     wide = rows.astype(xp.float32).reshape(*rows.shape[:-1], -1, group)
     scale = (xp.max(xp.abs(wide), axis=-1) * xp.float32(1 / 7)).astype(jnp.bfloat16)
-    scale = xp.where(scale == 0, xp.ones((), jnp.bfloat16), scale)
+    # A scale below the smallest normal number would be flushed to zero on some devices.
+    scale = xp.where(scale < jnp.finfo(jnp.bfloat16).tiny, xp.ones((), jnp.bfloat16), scale)
     whole = xp.rint(wide / scale.astype(xp.float32)[..., None])
     return whole.astype(xp.int8).reshape(rows.shape), scale
 
