@@ -10,9 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import toys
+from support.scorers import random_gates
 
 import kvjax
-from kvjax.policies import Candidates, Policy, guard, names, numpy_or_jax, parse, per_head, selection
+from kvjax.policies import Candidates, DuoAttention, Policy, guard, names, numpy_or_jax, parse, per_head, selection
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,6 +173,8 @@ def test_a_policy_that_is_right_passes(tiny_model):
 def test_every_policy_of_kvjax_keeps_to_it(name, monkeypatch):
     text = {"razor": "razor:heads=0.0+1.1,ratio=0.9"}.get(name, name)
     policy, config = parse(text), toys.tiny_config(num_layers=4)
+    if isinstance(policy, DuoAttention):
+        policy = dataclasses.replace(policy, profile=random_gates(config))
     guard.check_value(policy)
     monkeypatch.setattr(guard, "is_own", lambda policy: True)
     for prompt in (64, 512):
