@@ -73,5 +73,5 @@ def difference(changes: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    for name, changes in CASES.items():
-        print(json.dumps({"name": name, **difference(changes)}), flush=True)
+    for name in sys.argv[1:]:
+        print(json.dumps({"name": name, **difference(CASES[name])}), flush=True)

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 from sharding import block_features
-from support.devices import printed
+from support.devices import asked, printed
 
 
 @pytest.fixture(scope="module")
-def results():
-    return {each["name"]: each for each in printed(Path(__file__).with_name("block_features.py"))}
+def results(request):
+    return {each["name"]: each for each in printed(Path(__file__).with_name("block_features.py"), *asked(request))}
 
 
 @pytest.mark.parametrize("name", [*block_features.CASES])

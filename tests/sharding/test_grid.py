@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from sharding.grid import CASES, DEFAULT, GRID
-from support.devices import printed
+from support.devices import asked, printed
 
 from kvjax.policies import registry
 
@@ -27,8 +27,8 @@ def check(result: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("name", [case.name for case in DEFAULT])
-def test_a_mesh_gives_what_one_device_gives(name):
-    check(_results(tuple(case.name for case in DEFAULT))[name])
+def test_a_mesh_gives_what_one_device_gives(request, name):
+    check(_results(tuple(asked(request)))[name])
 
 
 def test_the_grid_has_every_policy():

@@ -21,3 +21,10 @@ def printed(script: Path, *arguments: str) -> list[dict[str, Any]]:
     )
     assert ended.returncode == 0, ended.stderr[-4000:]
     return [json.loads(line) for line in ended.stdout.splitlines()]
+
+
+def asked(request: Any, parameter: str = "name") -> list[str]:
+    """Names that a test's module is asked for in this run, so that a script computes no others."""
+    mine = (item for item in request.session.items if item.path == request.path and hasattr(item, "callspec"))
+    found = (item.callspec.params.get(parameter) for item in mine)
+    return list(dict.fromkeys(name for name in found if name is not None))
