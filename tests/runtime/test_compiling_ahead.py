@@ -17,6 +17,7 @@ def test_the_programs_begun_ahead_are_those_that_are_called(tiny_model, monkeypa
     start, compile_ = compiling.start, compiling._compile
     monkeypatch.setattr("kvjax.runtime.programs._begun", set())
     monkeypatch.setattr(compiling, "_begun", set())
+    monkeypatch.setattr(compiling, "_ahead", {})  # what a test before began and did not call
     monkeypatch.setattr(
         compiling, "start", lambda jitted, *a, **k: (begun.append(jitted.__name__), start(jitted, *a, **k))
     )
