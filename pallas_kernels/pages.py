@@ -9,6 +9,8 @@ consecutive pages, so a head's slots are contiguous whatever its length, and two
 As two arrays of 64 lanes they would be padded to twice their bytes, and copied whole to another layout to be read
 (compiled for v5e: 270 MB of temporary memory for a 134 MB cache).
 
+Keys may have fewer channels than values (K instead of D), of which ``Columns`` and ``Lanes`` then hold no more.
+
 Slots that were never written are zeros, never NaN: kernels multiply masked values by a weight of 0.
 """
 
@@ -30,26 +32,33 @@ Index = tuple[Array, Array, Array]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Columns:
-    """``k[B, P, D, R]`` and ``v[B, P, R, D]``."""
+    """``k[B, P, K, R]`` and ``v[B, P, R, D]``."""
 
-    k: Float[Array, "B P D R"] | Int[Array, "B P D R"]
+    k: Float[Array, "B P K R"] | Int[Array, "B P K R"]
     v: Float[Array, "B P R D"] | Int[Array, "B P R D"]
 
     @classmethod
-    def zeros(cls, batch: int, pages: int, page_size: int, head_dim: int, dtype: DTypeLike) -> Self:
-        """Empty pages."""
-        k = jnp.zeros((batch, pages, head_dim, page_size), dtype)
+    def zeros(
+        cls, batch: int, pages: int, page_size: int, head_dim: int, dtype: DTypeLike, key_dim: int | None = None
+    ) -> Self:
+        """Empty pages; ``key_dim`` is K, by default D."""
+        k = jnp.zeros((batch, pages, key_dim or head_dim, page_size), dtype)
         return cls(k, jnp.zeros((batch, pages, page_size, head_dim), dtype))
 
     def of_rows(self, k: Array, v: Array) -> Self:
-        """Pages that hold keys and values [B, P, R, D], in this layout and dtype."""
+        """Pages that hold keys [B, P, R, K] and values [B, P, R, D], in this layout and dtype."""
         return dataclasses.replace(self, k=k.swapaxes(-1, -2).astype(self.dtype), v=v.astype(self.v.dtype))
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
         """B, P, R, D."""
-        batch, pages, head_dim, page_size = self.k.shape
+        batch, pages, page_size, head_dim = self.v.shape
         return batch, pages, page_size, head_dim
+
+    @property
+    def key_dim(self) -> int:
+        """K."""
+        return self.k.shape[2]
 
     @property
     def dtype(self) -> Any:
@@ -58,10 +67,10 @@ class Columns:
     @property
     def row_nbytes(self) -> int:
         """Bytes of one slot of one head, padding included."""
-        return self.k.shape[2] * (self.k.dtype.itemsize + self.v.dtype.itemsize)
+        return self.k.shape[2] * self.k.dtype.itemsize + self.v.shape[3] * self.v.dtype.itemsize
 
     def key_rows(self) -> Array:
-        """[B, P, R, D] keys as rows; a view that XLA fuses where it can."""
+        """[B, P, R, K] keys as rows; a view that XLA fuses where it can."""
         return self.k.swapaxes(-1, -2)
 
     def value_rows(self) -> Array:
@@ -69,14 +78,14 @@ class Columns:
         return self.v
 
     def rows_at(self, where: Any) -> tuple[Array, Array]:
-        """Keys and values [..., R, D] of some pages, ``where`` an index of [B, P].
+        """Keys [..., R, K] and values [..., R, D] of some pages, ``where`` an index of [B, P].
 
         They are gathered first and transposed afterwards, so that no copy of the whole pool is made.
         """
         return self.k[where].swapaxes(-1, -2), self.v[where]
 
     def key_at(self, index: Index) -> Array:
-        """[..., D] keys of some slots."""
+        """[..., K] keys of some slots."""
         batch, page, slot = index
         return self.k[batch, page, :, slot]
 
@@ -85,7 +94,7 @@ class Columns:
         return self.v[index]
 
     def set_keys(self, index: Index, k: Array) -> Self:
-        """Write keys [..., D] in place; indices out of range are dropped."""
+        """Write keys [..., K] in place; indices out of range are dropped."""
         batch, page, slot = index
         return dataclasses.replace(self, k=self.k.at[batch, page, :, slot].set(k.astype(self.dtype), mode="drop"))
 
@@ -94,7 +103,7 @@ class Columns:
         return dataclasses.replace(self, v=self.v.at[index].set(v.astype(self.v.dtype), mode="drop"))
 
     def set_pages(self, row: Array, page: Array, k: Array, v: Array) -> Self:
-        """Write whole pages of one row of the batch, rows [..., R, D], in place."""
+        """Write whole pages of one row of the batch, keys [..., R, K] and values [..., R, D], in place."""
         new_k = self.k.at[row, page].set(k.swapaxes(-1, -2).astype(self.dtype))
         return dataclasses.replace(self, k=new_k, v=self.v.at[row, page].set(v.astype(self.v.dtype)))
 
@@ -119,6 +128,11 @@ class Stacked:
         """B, P, R, D."""
         batch, pages, _, page_size, _ = self.kv.shape
         return batch, pages, page_size, self.head_dim
+
+    @property
+    def key_dim(self) -> int:
+        """D: keys and values are rows of one size."""
+        return self.head_dim
 
     @property
     def dtype(self) -> Any:
@@ -184,28 +198,55 @@ class Stacked:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Lanes:
-    """``kv[B, P, R, 2 D]``: a slot's key in the lower lanes, its value in the upper."""
+    """``kv[B, P, R, E]``: a slot's key in the lower lanes, its value in those that follow.
+
+    ``channels`` are K and D where they differ, or where E is more than both; by default each is half of E.
+    """
 
     kv: Float[Array, "B P R E"] | Int[Array, "B P R E"]
+    channels: tuple[int, int] | None = dataclasses.field(default=None, metadata={"static": True})
 
     @classmethod
-    def zeros(cls, batch: int, pages: int, page_size: int, head_dim: int, dtype: DTypeLike) -> Self:
-        """Empty pages."""
-        return cls(jnp.zeros((batch, pages, page_size, 2 * head_dim), dtype))
+    def zeros(
+        cls,
+        batch: int,
+        pages: int,
+        page_size: int,
+        head_dim: int,
+        dtype: DTypeLike,
+        key_dim: int | None = None,
+        lanes: int = 0,
+    ) -> Self:
+        """Empty pages; ``key_dim`` is K, by default D, and ``lanes`` what E is at least."""
+        channels = (key_dim or head_dim, head_dim)
+        width = max(sum(channels), lanes)
+        even = width == 2 * head_dim == 2 * channels[0]
+        return cls(jnp.zeros((batch, pages, page_size, width), dtype), None if even else channels)
 
     def of_rows(self, k: Array, v: Array) -> Self:
-        """Pages that hold keys and values [B, P, R, D], in this layout and dtype."""
+        """Pages that hold keys [B, P, R, K] and values [B, P, R, D], in this layout and dtype."""
+        return dataclasses.replace(self, kv=_in_parts(self._side_by_side, k, v))
 
-        def arranged(k: Array, v: Array) -> Array:
-            return jnp.concatenate([k, v], axis=-1).astype(self.dtype)
-
-        return dataclasses.replace(self, kv=_in_parts(arranged, k, v))
+    def _side_by_side(self, k: Array, v: Array) -> Array:
+        fill = self.kv.shape[3] - k.shape[-1] - v.shape[-1]
+        parts = [k, v, jnp.zeros((*v.shape[:-1], fill), v.dtype)] if fill else [k, v]
+        return jnp.concatenate(parts, axis=-1).astype(self.dtype)
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
         """B, P, R, D."""
         batch, pages, page_size, lanes = self.kv.shape
-        return batch, pages, page_size, lanes // 2
+        return batch, pages, page_size, lanes // 2 if self.channels is None else self.channels[1]
+
+    @property
+    def key_dim(self) -> int:
+        """K."""
+        return self.kv.shape[3] // 2 if self.channels is None else self.channels[0]
+
+    @property
+    def _values(self) -> slice:
+        """The lanes of values."""
+        return slice(self.key_dim, self.key_dim + self.shape[3])
 
     @property
     def dtype(self) -> Any:
@@ -213,44 +254,43 @@ class Lanes:
 
     @property
     def row_nbytes(self) -> int:
-        """Bytes of one slot of one head."""
+        """Bytes of one slot of one head, padding included."""
         return self.kv.shape[3] * self.kv.dtype.itemsize
 
     def key_rows(self) -> Array:
-        """[B, P, R, D] keys as rows."""
-        return self.kv[..., : self.shape[3]]
+        """[B, P, R, K] keys as rows."""
+        return self.kv[..., : self.key_dim]
 
     def value_rows(self) -> Array:
         """[B, P, R, D] values as rows."""
-        return self.kv[..., self.shape[3] :]
+        return self.kv[..., self._values]
 
     def rows_at(self, where: Any) -> tuple[Array, Array]:
-        """Keys and values [..., R, D] of some pages, ``where`` an index of [B, P]."""
+        """Keys [..., R, K] and values [..., R, D] of some pages, ``where`` an index of [B, P]."""
         pages = self.kv[where]
-        return pages[..., : self.shape[3]], pages[..., self.shape[3] :]
+        return pages[..., : self.key_dim], pages[..., self._values]
 
     def key_at(self, index: Index) -> Array:
-        """[..., D] keys of some slots."""
-        return self.kv[index][..., : self.shape[3]]
+        """[..., K] keys of some slots."""
+        return self.kv[index][..., : self.key_dim]
 
     def value_at(self, index: Index) -> Array:
         """[..., D] values of some slots."""
-        return self.kv[index][..., self.shape[3] :]
+        return self.kv[index][..., self._values]
 
     def set_keys(self, index: Index, k: Array) -> Self:
-        """Write keys [..., D] in place; indices out of range are dropped."""
-        lanes = self.kv.at[(*(x[..., None] for x in index), jnp.arange(self.shape[3]))]
+        """Write keys [..., K] in place; indices out of range are dropped."""
+        lanes = self.kv.at[(*(x[..., None] for x in index), jnp.arange(self.key_dim))]
         return dataclasses.replace(self, kv=lanes.set(k.astype(self.dtype), mode="drop"))
 
     def set_values(self, index: Index, v: Array) -> Self:
         """Write values [..., D] in place; indices out of range are dropped."""
-        lanes = self.kv.at[(*(x[..., None] for x in index), self.shape[3] + jnp.arange(self.shape[3]))]
+        lanes = self.kv.at[(*(x[..., None] for x in index), self.key_dim + jnp.arange(self.shape[3]))]
         return dataclasses.replace(self, kv=lanes.set(v.astype(self.dtype), mode="drop"))
 
     def set_pages(self, row: Array, page: Array, k: Array, v: Array) -> Self:
-        """Write whole pages of one row of the batch, rows [..., R, D], in place."""
-        kv = jnp.concatenate([k, v], axis=-1).astype(self.dtype)
-        return dataclasses.replace(self, kv=self.kv.at[row, page].set(kv))
+        """Write whole pages of one row of the batch, keys [..., R, K] and values [..., R, D], in place."""
+        return dataclasses.replace(self, kv=self.kv.at[row, page].set(self._side_by_side(k, v)))
 
 
 Pages = Columns | Stacked | Lanes

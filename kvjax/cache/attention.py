@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.cache import runs
 from kvjax.cache.groups import HeadGroups, Layer, parts, with_parts
+from kvjax.cache.key_channels import cut
 from kvjax.cache.page_sharding import PageSharding
 from kvjax.cache.pool import LayerCache, mark_rows, rows
 from kvjax.cache.shared_context import SharedLayer
@@ -62,7 +63,7 @@ def decode_attention(
         if sharding.page_axes and mass is not None:
             mass = jnp.where(sharding.index() == 0, mass, 0.0)  # slot 0 is the first device's
         done = ragged_decode(
-            q,
+            cut(q, own(pool.channels)),
             pool.kv,
             sharding.local_length(own(pool.length), pool.page_size),
             runs=_runs_of(pool),

@@ -85,7 +85,10 @@ class Cache:
     def storage(self) -> Storage:
         """How its rows are stored."""
         pool = parts(self.layers[0])[0]
-        layout = None if pool.layout == platform_layout(pool.kv.shape[3]) else pool.layout
+        usual = platform_layout(pool.kv.shape[3])
+        if pool.channels is not None:
+            usual = usual.with_key_channels(pool.kv.key_dim, pool.kv.shape[3])
+        layout = None if pool.layout == usual else pool.layout
         return Storage(layout=layout) if pool.scales is None else Storage("int8", pool.scales.headroom, layout)
 
     @property

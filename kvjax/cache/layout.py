@@ -27,7 +27,7 @@ class Layout:
     Attributes:
       kind: "columns", "stacked" or "lanes"; see ``pallas_kernels/pages.py``.
       page_size: slots a page.
-      lanes: of "stacked", the numbers a row is padded to; 0 for none.
+      lanes: of "stacked", the numbers a row is padded to; of "lanes", those that it has at least; 0 for none.
     """
 
     kind: str = "columns"
@@ -40,13 +40,27 @@ class Layout:
         whole_number("page_size", self.page_size, 1)
         whole_number("lanes", self.lanes, 0)
 
-    def zeros(self, batch: int, pages: int, head_dim: int, dtype: DTypeLike) -> Pages:
-        """Pages in which nothing was written; never uninitialised memory, because 0 x NaN would leak through a mask."""
+    def zeros(self, batch: int, pages: int, head_dim: int, dtype: DTypeLike, key_dim: int | None = None) -> Pages:
+        """Pages in which nothing was written; never uninitialised memory, because 0 x NaN would leak through a mask.
+
+        ``key_dim`` is given where keys have fewer channels than values: see :meth:`with_key_channels`.
+        """
         if self.kind == "columns":
-            return Columns.zeros(batch, pages, self.page_size, head_dim, dtype)
+            return Columns.zeros(batch, pages, self.page_size, head_dim, dtype, key_dim)
         if self.kind == "lanes":
-            return Lanes.zeros(batch, pages, self.page_size, head_dim, dtype)
+            return Lanes.zeros(batch, pages, self.page_size, head_dim, dtype, key_dim, self.lanes)
         return Stacked.zeros(batch, pages, self.page_size, head_dim, dtype, max(head_dim, self.lanes))
+
+    def with_key_channels(self, key_dim: int, head_dim: int) -> Layout:
+        """The layout in the place of this one of keys that have fewer channels than values.
+
+        Rows of keys and of values cannot be stacked, so they lie side by side. Pages of 128 slots are a TPU's, and its
+        kernel reads whole registers of 128 lanes: there fewer channels save bytes only where they save a register.
+        """
+        if self.kind == "columns":
+            return self
+        width = key_dim + head_dim
+        return Layout("lanes", self.page_size, width + -width % 128 if self.page_size % 128 == 0 else 0)
 
 
 COLUMNS = Layout()
@@ -57,7 +71,8 @@ def layout_of(pages: Pages) -> Layout:
     if isinstance(pages, Columns):
         return Layout("columns", pages.shape[2])
     if isinstance(pages, Lanes):
-        return Layout("lanes", pages.shape[2])
+        width = pages.kv.shape[3]
+        return Layout("lanes", pages.shape[2], width if width > pages.key_dim + pages.shape[3] else 0)
     lanes = pages.kv.shape[4]
     return Layout("stacked", pages.shape[2], lanes if lanes > pages.head_dim else 0)
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.cache import runs
+from kvjax.cache.key_channels import cut, spread
 from kvjax.cache.pool import LayerCache, by_page
 from kvjax.cache.quantisation import key_scale, quantise_keys, quantise_values
 from pallas_kernels.pages import Pages
@@ -26,7 +27,8 @@ def store(
 ) -> LayerCache:
     """The layer with these rows and no others: slot i of head h is row i, ``length`` of them; ``next`` follows them.
 
-    Fixes the scales of int8 keys. A mark that is not given ([B, H, N] by name) becomes 0.
+    Fixes the scales of int8 keys, and cuts keys to ``cache.channels``. A mark that is not given ([B, H, N] by name)
+    becomes 0.
     """
     given, scales, sharding = marks or {}, cache.scales, cache.sharding
     cache = cache.replace(pages=pages)
@@ -34,10 +36,15 @@ def store(
         cache = cache.replace(row_starts=runs.fitted(length, sum(pages), cache.page_size, sharding.page_parts))
     if scales is not None:
         valid = jnp.arange(k.shape[2]) < length[..., None]
-        fixed = key_scale(k, valid, scales.k, scales.headroom)
-        k, _ = quantise_keys(k, fixed)
+        # Of all channels: those that are rotated into one another share a scale, stored or not.
+        old = spread(scales.k[:, :, None], cache.channels, k.shape[3])[:, :, 0]
+        fixed = key_scale(k, valid, old, scales.headroom)
+        fixed = cut(fixed[:, :, None], cache.channels)[:, :, 0]
+        k, _ = quantise_keys(cut(k, cache.channels), fixed)
         v, scale = quantise_values(v)
         scales = dataclasses.replace(scales, k=fixed, v=sharding.local_pages(by_page(cache, scale)))
+    else:
+        k = cut(k, cache.channels)
     new_marks = {}
     for name, mark in cache.marks.items():
         values = given.get(name, jnp.zeros(k.shape[:3], mark.dtype))
@@ -48,14 +55,14 @@ def store(
 
 
 def pack(
-    k: Float[Array, "B H N D"] | Int[Array, "B H N D"],
+    k: Float[Array, "B H N K"] | Int[Array, "B H N K"],
     v: Float[Array, "B H N D"] | Int[Array, "B H N D"],
     pages: tuple[int, ...],
     like: Pages,
     row_starts: Int[Array, "B H"] | None = None,
 ) -> Pages:
-    """Lay rows out as pages, in the layout and dtype of ``like``: slot i of head h is row i; rows beyond a head's run
-    are cut, missing ones are zeros.
+    """Lay rows, as they are stored, out as pages, in the layout and dtype of ``like``: slot i of head h is row i; rows
+    beyond a head's run are cut, missing ones are zeros.
     """
     page_size = like.shape[2]
     if row_starts is not None:

@@ -11,8 +11,9 @@ always finite.
 On a mesh of devices a pool may hold some of the pages (``page_sharding.py``, ``pool_sharding.py``); its ``pages`` and
 ``marks`` are of all.
 
-Keys and values may be stored as int8 (``quantisation.py``); every function here takes and gives real numbers, so that a
-policy never knows. Numbers that belong to a slot (its token's position, a score) are ``marks`` and move with their row.
+Keys and values may be stored as int8 (``quantisation.py``), and keys with some channels only (``key_channels.py``);
+every function here takes and gives real numbers of all channels, so that a policy never knows. Numbers that belong to a
+slot (its token's position, a score) are ``marks`` and move with their row.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache import runs
+from kvjax.cache.key_channels import cut, spread
 from kvjax.cache.layout import COLUMNS, Layout, layout_of, platform_layout
 from kvjax.cache.page_sharding import UNSHARDED, PageSharding
 from kvjax.cache.quantisation import MODEL, Scales, Storage, quantise_keys, quantise_values
@@ -55,6 +57,7 @@ class LayerCache:
       scales: of int8 rows, or ``None``.
       sharding: which of the pages this device holds, static.
       row_starts: [B, H] the first page of each head's run in each row, or ``None`` where all rows have the same runs.
+      channels: [B, H, K] int32, rising: the key channels that are stored, or ``None`` where all are.
     """
 
     kv: Pages
@@ -67,6 +70,7 @@ class LayerCache:
     scales: Scales | None = None
     sharding: PageSharding = dataclasses.field(default=UNSHARDED, metadata={"static": True})
     row_starts: Int[Array, "B H"] | None = None
+    channels: Int[Array, "B H K"] | None = None
 
     @property
     def slot_nbytes(self) -> int:
@@ -168,6 +172,16 @@ def empty_layer(
     )
 
 
+def with_key_channels(pool: LayerCache, count: int) -> LayerCache:
+    """An empty pool like this one that stores ``count`` channels of each key; which ones, is to be chosen."""
+    batch, pages, _, dim = pool.kv.shape
+    heads = len(pool.pages)
+    kv = pool.layout.with_key_channels(count, dim).zeros(batch, pages, dim, pool.kv.dtype, count)
+    scales = pool.scales and dataclasses.replace(pool.scales, k=jnp.zeros((batch, heads, count), jnp.float32))
+    channels = jnp.broadcast_to(jnp.arange(count, dtype=jnp.int32), (batch, heads, count))
+    return pool.replace(kv=kv, scales=scales, channels=channels)
+
+
 def mark_dtype(name: str) -> Any:
     """Positions are whole numbers, every other mark is float32."""
     return jnp.int32 if name.startswith("position") else jnp.float32
@@ -187,7 +201,7 @@ def write(
     mark that is not given becomes 0. Slots of one head must differ among the valid rows. Lengths are the caller's.
     """
     places = _places(cache, slots, valid)
-    held, scales = _held(cache, places), cache.scales
+    held, scales, k = _held(cache, places), cache.scales, cut(k, cache.channels)
     if scales is not None:
         k, clipped = quantise_keys(k, scales.k)
         scales = dataclasses.replace(scales, clipped=scales.clipped + (clipped & valid).sum(axis=2, dtype=jnp.int32))
@@ -264,6 +278,7 @@ def read_slots(cache: LayerCache, slots: Int[Array, "B H"]) -> tuple[Float[Array
     k, v = (x.astype(jnp.float32) for x in (cache.kv.key_at(places), cache.kv.value_at(places)))
     if cache.scales is not None:
         k, v = k * cache.scales.k, v * cache.scales.v[places][..., None]
+    k = spread(k[:, :, None], cache.channels, v.shape[-1])[:, :, 0]
     if sharding.page_axes:
         k, v = (sharding.sum_over_pages(jnp.where(here[..., None], x, 0.0)) for x in (k, v))
     return k, v
@@ -322,7 +337,7 @@ def mark_rows(cache: LayerCache, name: str) -> Array:
 
 
 def stored_rows(cache: LayerCache) -> tuple[Array, Array]:
-    """:func:`rows` of a whole pool as they are stored: int8 ones without their scales."""
+    """:func:`rows` of a whole pool as they are stored: int8 ones without their scales, keys of K channels."""
     if cache.uniform:
         k, v = (_runs(cache, x) for x in (cache.kv.key_rows(), cache.kv.value_rows()))
     else:
@@ -339,10 +354,10 @@ def rows(cache: LayerCache) -> tuple[Float[Array, "B H C D"], Float[Array, "B H 
     """
     cache = gather_pages(cache)
     k, v = stored_rows(cache)
-    if cache.scales is None:
-        return k, v
-    scale = by_head(cache, cache.scales.v)[..., None]
-    return k.astype(jnp.float32) * cache.scales.k[:, :, None], v.astype(jnp.float32) * scale
+    if cache.scales is not None:
+        scale = by_head(cache, cache.scales.v)[..., None]
+        k, v = k.astype(jnp.float32) * cache.scales.k[:, :, None], v.astype(jnp.float32) * scale
+    return spread(k, cache.channels, v.shape[-1]), v
 
 
 def gather_pages(pool: LayerCache) -> LayerCache:

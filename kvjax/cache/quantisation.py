@@ -72,13 +72,13 @@ class Scales:
     """The scales that int8 keys and values are multiplied by.
 
     Attributes:
-      k: [B, H, D] float32, of each key channel; 0 while a row holds nothing.
+      k: [B, H, K] float32, of each key channel that is stored; 0 while a row holds nothing.
       v: [B, P, R] float32, of each slot's value.
       clipped: [B, H] int32, rows written after packing that had a channel beyond the scale.
       headroom: see :class:`Storage`; static.
     """
 
-    k: Float[Array, "B H D"]
+    k: Float[Array, "B H K"]
     v: Float[Array, "B P R"]
     clipped: Int[Array, "B H"]
     headroom: float = dataclasses.field(metadata={"static": True})

@@ -7,6 +7,7 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
+from kvjax.cache.key_channels import cut, spread
 from kvjax.cache.pool import LayerCache
 from kvjax.cache.quantisation import quantise_keys, quantise_values
 
@@ -31,6 +32,8 @@ def take_pages(
     k, v = cache.kv.rows_at((row, held))
     if cache.scales is not None:
         k, v = k * cache.scales.k[row][:, None, None], v * cache.scales.v[row, held][..., None]
+    if cache.channels is not None:
+        k = spread(k[None], cache.channels[row][None], v.shape[-1])[0]
     if cache.sharding.page_axes:
         k, v = (
             cache.sharding.sum_over_pages(jnp.where(here[..., None, None], x, jnp.zeros((), x.dtype))) for x in (k, v)
@@ -44,6 +47,8 @@ def put_pages(cache: LayerCache, row: Int[Array, ""], first: Int[Array, ""], reg
     """Write back what :func:`take_pages` gave, changed."""
     page_size, scales = cache.page_size, cache.scales
     k, v = region["k"], region["v"]
+    if cache.channels is not None:
+        k = cut(k[None], cache.channels[row][None])[0]
     if scales is not None:
         # Rows that were stored come back to the same numbers: nothing is clipped here.
         k = quantise_keys(k[None], scales.k[row][None])[0][0]

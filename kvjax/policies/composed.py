@@ -39,6 +39,8 @@ class HeadWise(Policy):
     """Base of policies that protect some KV heads and give the others to one policy of tokens."""
 
     grows: ClassVar[bool] = True
+    #: Whether none is protected: it goes over whole layers, and so over the heads of them that a device of a mesh has.
+    whole_layers: ClassVar[bool] = False
 
     def protected(self, config: ModelConfig) -> tuple[tuple[int, ...], ...]:
         """The KV heads of each layer that keep everything."""

@@ -35,6 +35,7 @@ if TYPE_CHECKING:  # for type checkers: "X as X" exports a name
     from kvjax.policies.slimkv import SlimKV as SlimKV
     from kvjax.policies.snapkv import SnapKV as SnapKV
     from kvjax.policies.streaming import StreamingLLM as StreamingLLM
+    from kvjax.policies.think import ThinK as ThinK
     from kvjax.policies.tova import TOVA as TOVA
 
 #: "module:class" by the name that is written after ``--policy``.
@@ -64,6 +65,7 @@ POLICIES: dict[str, str] = {
     "criticalkv": "kvjax.policies.criticalkv:CriticalKV",
     "adaptive": "kvjax.policies.adaptive:AdaptiveHeads",
     "merged": "kvjax.policies.merged:Merged",
+    "think": "kvjax.policies.think:ThinK",
 }
 #: Names that stand for a policy above, by the request: no policies of their own.
 CHOICES: dict[str, str] = {

@@ -63,6 +63,7 @@ class Signals:
         :meth:`Policy.hidden_weights`.
       queries: mean and covariance of the queries before rotary embedding.
       query_skip: tokens at positions below this do not count among them.
+      squares: queries at the end of each prompt or turn whose channels' squares, after rotary embedding, are averaged.
       decode_logits: :meth:`Policy.observe` gets each new query's scaled scores by page.
     """
 
@@ -79,6 +80,7 @@ class Signals:
     hidden: bool = False
     queries: bool = False
     query_skip: int = 0
+    squares: int = 0
     decode_logits: bool = False
 
     def window_rows(self, tokens: int) -> int:
@@ -142,6 +144,7 @@ class PromptSignals:
     """The declared signals of a prompt or turn, in the layer's tokens; see :class:`Signals`. The rest is None.
 
     ``outputs`` are norms, and ``hidden`` what a linear function gives, of one query head: no masses, in the same form.
+    ``squares`` [B, H, G, D] are float32 means.
     """
 
     window: Mass | None = None
@@ -151,6 +154,7 @@ class PromptSignals:
     repeat: Mass | None = None
     outputs: Mass | None = None
     hidden: Mass | None = None
+    squares: Float[Array, "B H G D"] | None = None
 
     def of_heads(self, heads: tuple[int, ...]) -> PromptSignals:
         """The signals of some of the KV heads."""
@@ -172,6 +176,7 @@ class PromptSignals:
             cut(self.repeat),
             cut(self.outputs),
             cut(self.hidden),
+            None if self.squares is None else self.squares[:, index],
         )
 
 

@@ -31,6 +31,10 @@ from pallas_kernels.attention_mass import Masses, attention_mass, log_sum_exp
 from pallas_kernels.rows import Rows
 from pallas_kernels.softmax import NEG, merge_log
 
+#: What is taken before a layer runs: window queries with their places and weights, non-causal mass [B, H, G, T], what a
+#: linear function gives [B, H, T], and mean squares [B, H, G, D].
+Taken = tuple[tuple[Array, Array, Array] | None, Array | None, Array | None, Array | None]
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -70,11 +74,9 @@ class SignalCollector(LayerObserver):
     sinks: Float[Array, "B H G"] | None = None
     asking: tuple[Policy, int] | None = dataclasses.field(default=None, metadata={"static": True})
 
-    def before_layer(
-        self, layer: DecoderLayer, x: Float[Array, "B T M"], rope: Angles
-    ) -> tuple[tuple[Array, Array, Array] | None, Float[Array, "B H G T"] | None, Float[Array, "B H T"] | None]:
-        """Signals computed from the layer's input before it runs: window queries, non-causal attention mass, and what a
-        linear function gives of the input.
+    def before_layer(self, layer: DecoderLayer, x: Float[Array, "B T M"], rope: Angles) -> Taken:
+        """Signals computed from the layer's input before it runs: window queries, non-causal attention mass, what a
+        linear function gives of the input, and the mean squares of the last queries.
         """
         s = self.signals
         noncausal = noncausal_mass(layer, x, rope, self.seen, self.count, s) if s.noncausal else None
@@ -83,7 +85,8 @@ class SignalCollector(LayerObserver):
             policy, number = self.asking
             weights = jnp.asarray(policy.hidden_weights(layer.exchange.whole(layer.config), number))
             hidden = hidden_scores(layer, x, layer.exchange.own_heads(weights))
-        return self._window(layer, x, rope), noncausal, hidden
+        squares = mean_squares(layer, x, rope, self.count, s.squares) if s.squares else None
+        return self._window(layer, x, rope), noncausal, hidden, squares
 
     def _window(
         self, layer: DecoderLayer, x: Float[Array, "B T M"], rope: Angles
@@ -145,13 +148,13 @@ class SignalCollector(LayerObserver):
     def finish(
         self,
         partial: PartialSignals,
-        taken: tuple[tuple[Array, Array, Array] | None, Array | None, Array | None],
+        taken: Taken,
         k: Float[Array, "B H T D"],
         kept: Rows | None,
         block: int,
     ) -> PromptSignals:
         """The layer's signals, once all its keys are there."""
-        mass, (window, noncausal, hidden) = None, taken
+        mass, (window, noncausal, hidden, squares) = None, taken
         if window is not None:
             q, offset, weight = window
             where = self._where(offset, self.window_rows, kept, self.scale, block)
@@ -159,7 +162,7 @@ class SignalCollector(LayerObserver):
             mass = Mass(found.kept, found.new)
         both = None if noncausal is None else Mass(None, noncausal)
         linear = None if hidden is None else Mass(None, hidden[:, :, None])
-        return PromptSignals(mass, partial.columns, partial.stats, both, hidden=linear)
+        return PromptSignals(mass, partial.columns, partial.stats, both, hidden=linear, squares=squares)
 
     def _normaliser(self, q: Array, k: Array, where: dict[str, Any]) -> Float[Array, "B H G N"]:
         """Log-sum-exp of each query's logits, its head's sink among them, in the softmax of the window's scale."""
@@ -198,7 +201,7 @@ def signal_collector(
     # A share is of all the tokens a row has seen: on a later turn that can be the whole of its new ones.
     seen_at_most = tokens if fresh else max(tokens, config.max_position)
     rows = min(tokens, signals.window_rows(seen_at_most)) if signals.window or signals.window_share else 0
-    if not (rows or signals.columns or signals.queries or signals.noncausal or signals.hidden):
+    if not (rows or signals.columns or signals.queries or signals.noncausal or signals.hidden or signals.squares):
         return None
     first = first_window_query(signals, count, seen + count)
     return SignalCollector(signals, config, seen, count, first, policy.window_scale(config, total), rows)
@@ -219,6 +222,20 @@ def hidden_scores(layer: DecoderLayer, x: Float[Array, "B T M"], weights: Float[
 
     empty = jnp.zeros((x.shape[0], weights.shape[0], x.shape[1]), jnp.float32)
     return jax.lax.fori_loop(0, x.shape[1] // block, body, empty)
+
+
+def mean_squares(
+    layer: DecoderLayer, x: Float[Array, "B T M"], rope: Angles, count: Int[Array, " B"], window: int
+) -> Float[Array, "B H G D"]:
+    """Mean of each query channel's square, after rotary embedding, over each row's last ``window`` tokens; float32."""
+    size = min(window, x.shape[1])
+    token = count[:, None] - size + jnp.arange(size)
+    xw, here = jax.tree.map(lambda a: jnp.take_along_axis(a, jnp.maximum(token, 0)[..., None], axis=1), (x, rope))
+    q, _, _ = layer.project(xw)
+    q = apply_rope(q, here).astype(jnp.float32)
+    real = (token >= 0).astype(jnp.float32)
+    total = jnp.einsum("bw,bwhgd->bhgd", real, q * q, precision=jax.lax.Precision.HIGHEST)
+    return total / jnp.maximum(real.sum(axis=1), 1)[:, None, None, None]
 
 
 def noncausal_mass(

@@ -54,7 +54,8 @@ def random_signals(policy: Policy, config: ModelConfig, batch: int, tokens: int,
     noncausal = Mass(None, jax.random.uniform(key, (*heads, tokens))) if asked.noncausal else None
     repeat = Mass(None, jax.random.uniform(key, (*heads, tokens))) if asked.repeat else None
     outputs = Mass(None, jax.random.uniform(key, (*heads, tokens))) if asked.outputs else None
-    return PromptSignals(window, columns, stats, noncausal, repeat, outputs)
+    squares = jax.random.uniform(key, (*heads, config.head_dim)) if asked.squares else None
+    return PromptSignals(window, columns, stats, noncausal, repeat, outputs, squares=squares)
 
 
 def filled_cache(

@@ -36,7 +36,10 @@ def counts_of(cache: Cache) -> Counts:
 
 @functools.partial(jax.jit, static_argnames=("counts",))
 def canonical(cache: Cache, counts: Counts) -> dict[str, Any]:
-    """A cache as plain dictionaries of arrays: "k" and "v" [B, S, D] of every pool, S the sum of its heads' counts."""
+    """A cache as plain dictionaries of arrays: "k" and "v" [B, S, D] of every pool, S the sum of its heads' counts.
+
+    Keys have the channels that are stored.
+    """
     layers = [
         [_pool(pool, count) for pool, count in zip(parts(layer), layer_counts, strict=True)]
         for layer, layer_counts in zip(cache.layers, counts, strict=True)
@@ -94,6 +97,8 @@ def _pool(pool: LayerCache, count: Sequence[int]) -> dict[str, Any]:
     }
     if pool.log_mass is not None:
         tree["log_mass"] = pool.log_mass
+    if pool.channels is not None:
+        tree["channels"] = pool.channels
     if pool.scales is not None:
         tree["scales"] = {"k": pool.scales.k, "v": slots(pool.scales.v), "clipped": pool.scales.clipped}
     return tree
@@ -123,6 +128,7 @@ def _unpool(pool: LayerCache, tree: dict[str, Any], count: Sequence[int]) -> Lay
         state=jax.tree.unflatten(jax.tree.structure(pool.state), tree["state"]),
         marks={name: laid(tree["marks"][name]) for name in pool.marks},
         scales=scales,
+        channels=tree.get("channels"),
     )
 
 

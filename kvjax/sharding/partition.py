@@ -239,7 +239,7 @@ def _groups(part: Partition) -> tuple[tuple[Group, ...], ...]:
 def _local_policy(part: Partition) -> Policy:
     policy, config = part.policy, part.policy.seen_as(part.config)
     chosen = policy.chosen
-    if not isinstance(chosen, HeadWise):
+    if not isinstance(chosen, HeadWise) or chosen.whole_layers:
         return policy
     groups = [part.groups(layer) for layer in policy.chosen_layers(part.config)]
     kept = [own[0].count if protected else 0 for own, protected in zip(groups, chosen.protected(config), strict=True)]

@@ -218,6 +218,7 @@ def _pool_specs(pool: LayerCache, rows: str | None = "data") -> LayerCache:
         marks=dict.fromkeys(pool.marks, heads),
         scales=scales,
         row_starts=None if pool.row_starts is None else heads,
+        channels=None if pool.channels is None else heads,
     )
 
 

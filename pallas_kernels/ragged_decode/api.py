@@ -21,7 +21,7 @@ IMPLEMENTATIONS = dispatch.Implementations(
 
 
 def ragged_decode(
-    q: Float[Array, "B H G D"],
+    q: Float[Array, "B H G K"],
     pages: Pages,
     length: Int[Array, "B H"],
     *,
@@ -29,7 +29,7 @@ def ragged_decode(
     starts: Int[Array, "B H"] | None = None,
     scale: float,
     log_mass: Float[Array, "B H"] | None = None,
-    k_scale: Float[Array, "B H D"] | None = None,
+    k_scale: Float[Array, "B H K"] | None = None,
     v_scale: Float[Array, "B P R"] | None = None,
     window: int | None = None,
     soft_cap: float | None = None,
@@ -49,7 +49,7 @@ def ragged_decode(
     ``cap(x) = soft_cap * tanh(x / soft_cap)``. Slots past ``length`` have no effect, but their values must be finite.
 
     Args:
-      q: queries grouped by KV head.
+      q: queries grouped by KV head, of the K channels that the keys have; values have D, by default as many.
       pages: the pool; see ``pages.py``. int8 or float8 rows come with scales.
       length: int32, valid slots of each head, at most those of its pages; 0 is allowed.
       runs: pages of each head, static; head h owns pages ``sum(runs[:h]) ...`` of every row. With ``starts``, the most
@@ -108,9 +108,9 @@ def _check(p: Problem) -> None:
     if not isinstance(p.pages, Pages):
         kind = type(p.pages).__name__
         raise ValueError(f"pages are of type {kind}; give Columns, Stacked or Lanes, of pallas_kernels.pages.")
-    batch, total, page_size, head_dim = p.pages.shape
+    batch, total, page_size, _ = p.pages.shape
     some = p.first_row is not None
-    checks.array("q", p.q, (None if some else batch, None, None, head_dim), checks.FLOAT)
+    checks.array("q", p.q, (None if some else batch, None, None, p.pages.key_dim), checks.FLOAT)
     rows, heads, group = p.q.shape[:3]
     if some:
         checks.array("first_row", p.first_row, (), checks.INTEGER)
@@ -134,7 +134,7 @@ def _check(p: Problem) -> None:
     checks.arrays(
         checks.FLOAT,
         log_mass=(p.log_mass, (rows, heads)),
-        k_scale=(p.k_scale, (rows, heads, head_dim)),
+        k_scale=(p.k_scale, (rows, heads, p.pages.key_dim)),
         v_scale=(p.v_scale, by_slot),
         slopes=(p.slopes, (heads, group)),
     )

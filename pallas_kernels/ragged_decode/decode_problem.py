@@ -31,13 +31,13 @@ class Decoded(NamedTuple):
 class Problem:
     """Arguments of :func:`~pallas_kernels.ragged_decode.api.ragged_decode`, checked; see there."""
 
-    q: Float[Array, "B H G D"]
+    q: Float[Array, "B H G K"]
     pages: Pages
     length: Int[Array, "B H"]
     runs: tuple[int, ...]
     scale: float
     log_mass: Float[Array, "B H"] | None = None
-    k_scale: Float[Array, "B H D"] | None = None
+    k_scale: Float[Array, "B H K"] | None = None
     v_scale: Float[Array, "B P R"] | None = None
     window: int | None = None
     soft_cap: float | None = None

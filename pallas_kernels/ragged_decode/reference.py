@@ -13,7 +13,7 @@ from pallas_kernels.softmax import NEG
 def decode(p: Problem) -> Decoded:
     """See :func:`pallas_kernels.ragged_decode.ragged_decode`."""
     p = p.own_rows()
-    batch, _, group, dim = p.q.shape
+    batch, _, group, _ = p.q.shape
     page_size = p.pages.shape[2]
     q = p.q.astype(jnp.float32)
     k, v = p.pages.key_rows().astype(jnp.float32), p.pages.value_rows().astype(jnp.float32)
@@ -24,7 +24,7 @@ def decode(p: Problem) -> Decoded:
         # Where runs are by row, a head is given all pages; its slots are those from its own first page on.
         start, count = (0, p.pages.shape[1]) if p.by_row else (int(p.first_page[h]), p.runs[h])
         run = slice(start, start + count)
-        kh, vh = (x[:, run].reshape(batch, count * page_size, dim) for x in (k, v))
+        kh, vh = (x[:, run].reshape(batch, count * page_size, -1) for x in (k, v))
         if p.k_scale is not None:
             kh = kh * p.k_scale[:, h, None]
         slot = jnp.arange(count * page_size)

@@ -60,9 +60,10 @@ def check(own: Problem, shared: Shared) -> None:
     """Raise ``ValueError`` where a shared pool does not fit the queries, or their options do not reach it."""
     if not isinstance(shared.pages, Pages):
         raise ValueError(f"shared.pages are of type {type(shared.pages).__name__}; give Columns, Stacked or Lanes.")
-    heads, dim = own.q.shape[1], own.q.shape[3]
+    heads, dim = own.q.shape[1], own.pages.shape[3]
     batch, total, page_size, found = shared.pages.shape
-    if batch != 1 or found != dim or len(shared.runs) != heads or sum(shared.runs) != total:
+    same = found == dim and shared.pages.key_dim == own.pages.key_dim
+    if batch != 1 or not same or len(shared.runs) != heads or sum(shared.runs) != total:
         raise ValueError(
             f"shared.pages are {batch} rows of {total} pages of {found} channels, its runs {shared.runs}; give one row "
             f"with runs of {heads} heads of {dim} channels."
@@ -112,7 +113,7 @@ def _over(
         first_row=None,
     )
     found = run(problem)
-    out = found.out.reshape(heads, count, group, dim).swapaxes(0, 1)
+    out = found.out.reshape(heads, count, group, -1).swapaxes(0, 1)
     lse = found.lse.reshape(heads, count, group).swapaxes(0, 1)
     if last is not None and position is not None:
         behind = (last - position).astype(jnp.float32)

@@ -114,7 +114,7 @@ def pages_per_item(p: Problem) -> int:
     return max(slots // page_size, 1)
 
 
-def queries(p: Problem, dtype: jnp.dtype) -> Float[Array, "B H G D"]:
+def queries(p: Problem, dtype: jnp.dtype) -> Float[Array, "B H G K"]:
     """Queries times the scales of the keys' channels, in this dtype."""
     q = p.q if p.k_scale is None else p.q.astype(jnp.float32) * p.k_scale[:, :, None]
     return q.astype(dtype)
@@ -130,7 +130,7 @@ def cost(p: Problem) -> pl.CostEstimate:
     batch, total, page_size, dim = p.pages.shape
     slots, group = batch * total * page_size, p.q.shape[2]
     return pl.CostEstimate(
-        flops=4 * slots * group * dim,
+        flops=2 * slots * group * (p.pages.key_dim + dim),
         bytes_accessed=slots * p.pages.row_nbytes + 2 * p.q.size * p.q.dtype.itemsize,
         transcendentals=slots * group,
     )

@@ -137,7 +137,7 @@ def decode(problem: Problem, *, config: TpuConfig | None = None, interpret: Any 
     _check(p)
     kind = dispatch.device_kind()
     if config is None:
-        rule = TpuConfig.default(kind, page_size, p.pages.shape[3], p.pages.dtype)
+        rule = TpuConfig.default(kind, page_size, row_lanes(p) // 2, p.pages.dtype)
         config = tuned.config("ragged_decode.tpu", p, TpuConfig) or rule
     chip = _chip(kind)
     if "float8" in p.pages.dtype.name and not (chip.float8 or interpret):
@@ -159,7 +159,7 @@ def decode(problem: Problem, *, config: TpuConfig | None = None, interpret: Any 
         buffers=buffers,
         cores=config.cores or chip.cores,
         stacked=isinstance(p.pages, Stacked),
-        tile=chip.tile(-(-p.pages.shape[3] // LANES) * LANES) if float32 else None,
+        tile=chip.tile(_block_lanes(p)) if float32 else None,
         queries=queries,
         strips=strips,
         in_memory=in_memory,
@@ -214,11 +214,22 @@ def _streams(p: Problem) -> dict[str, Array]:
     return streams
 
 
+def _block_lanes(p: Problem) -> int:
+    """Lanes of a block's rows: E, which of ``Lanes`` holds keys and values."""
+    assert not isinstance(p.pages, Columns)
+    return p.pages.kv.shape[-1]
+
+
+def row_lanes(p: Problem) -> int:
+    """Lanes that a slot takes."""
+    return _block_lanes(p) * (1 if isinstance(p.pages, Lanes) else 2)
+
+
 def fit(config: TpuConfig, p: Problem, device_kind: str = "") -> tuple[int, int, int]:
     """Pages of a block, buffers, and strips of queries that fit this problem's longest head and number of queries."""
-    _, total, page_size, head_dim = p.pages.shape
+    _, total, page_size, _ = p.pages.shape
     longest = min(max(p.runs), total) * page_size
-    lanes = -(-head_dim // LANES) * LANES
+    lanes = _block_lanes(p)
     # Scores are returned a block at a time, for all queries together. For float32 pages an iteration takes one register
     # of queries: with more, parts would spill.
     float32 = p.pages.dtype == jnp.float32
@@ -400,8 +411,9 @@ def _check_vector_memory(inputs: Any, outputs: Any, scratch: Any) -> None:
 
 def _decoded(p: Problem, out: Array, lse: Array, logits: Array | None) -> Decoded:
     """Merge the cores' results by log-sum-exp: a head may be split between two."""
-    batch, heads, group, dim = p.q.shape
-    out = out[..., dim : 2 * dim] if isinstance(p.pages, Lanes) else out[..., :dim]
+    batch, heads, group, key_dim = p.q.shape
+    dim = p.pages.shape[3]
+    out = out[..., key_dim : key_dim + dim] if isinstance(p.pages, Lanes) else out[..., :dim]
     lse = lse[..., : out.shape[2]]
     if out.shape[1] != batch * heads:  # Strips of a head's queries; the last may be padded.
         out = out.reshape(out.shape[0], batch * heads, -1, dim)[:, :, :group]

@@ -60,7 +60,8 @@ class TritonConfig:
         Raises:
           NotImplementedError: not even two stages of 16 slots fit the GPU's shared memory.
         """
-        itemsize, lanes = p.pages.dtype.itemsize, pl.next_power_of_2(p.q.shape[3])
+        # Values are as wide as keys or wider.
+        itemsize, lanes = p.pages.dtype.itemsize, pl.next_power_of_2(max(p.pages.shape[3], p.pages.key_dim))
         memory, slot = chip.target().shared_memory, 2 * lanes * itemsize
         block = 32 if lanes * itemsize > 256 else 64
         while 2 * block * slot > 0.9 * memory and block > 16:
@@ -82,8 +83,8 @@ def decode(p: Problem, *, config: TritonConfig | None = None, interpret: bool = 
     pages = _accepted(p)
     config = config or tuned.config("ragged_decode.triton", p, TritonConfig) or TritonConfig.of(p)
     cut = Split.of(p, config.pages)
-    batch, _, group, dim = p.q.shape
-    total, page_size = pages.shape[1:3]
+    batch, _, group, key_dim = p.q.shape
+    total, page_size, dim = pages.shape[1:]
     compute = jnp.promote_types(p.q.dtype, pages.dtype) if pages.dtype.itemsize > 1 else p.q.dtype
     stacked = isinstance(pages, Stacked)
     given = {
@@ -111,7 +112,7 @@ def decode(p: Problem, *, config: TritonConfig | None = None, interpret: bool = 
         runs_pages=total,
         page_size=page_size,
         value_row=page_size if stacked else 0,
-        value_lane=0 if stacked else dim,
+        value_lane=0 if stacked else key_dim,
         block=min(config.block, pl.next_power_of_2(cut.rows)),
         scale=p.scale,
         logits_scale=p.scale if p.logits_scale is None else p.logits_scale,
@@ -186,8 +187,9 @@ def _kernel(
     """Attention over one item's visible slots: ``out``, ``lse``, and the scores if there is a ``logits``."""
     at = SimpleNamespace(**dict(zip(names, refs, strict=True)))
     given = set(names)
-    group, dim = at.q.shape[2:]
-    queries, lanes = max(pl.next_power_of_2(group), SMALLEST), pl.next_power_of_2(dim)
+    group, key_dim = at.q.shape[2:]
+    dim = at.out.shape[3]
+    queries, key_lanes, lanes = max(pl.next_power_of_2(group), SMALLEST), *map(pl.next_power_of_2, (key_dim, dim))
     item, row = pl.program_id(0), pl.program_id(1)
     head, page, first_slot = split.at_item(at.table, row, item)
     length = at.length[row, head]
@@ -195,9 +197,9 @@ def _kernel(
     # A window over slots sets the first slot; one over positions is a mask.
     windowed = window is not None and "position" not in given
     low = jnp.clip(length - jnp.int32(window) - first_slot, 0, rows) if windowed else jnp.int32(0)
-    lane = jnp.arange(lanes, dtype=jnp.int32)
+    key_lane, lane = (jnp.arange(count, dtype=jnp.int32) for count in (key_lanes, lanes))
     member = jnp.arange(queries, dtype=jnp.int32)
-    q_index, q_mask = _grid(member, lane), (member < group)[:, None] & (lane < dim)[None, :]
+    q_index, q_mask = _grid(member, key_lane), (member < group)[:, None] & (key_lane < key_dim)[None, :]
     q = plt.load(at.q.at[row, head, *q_index], mask=q_mask, other=0.0)
     first_row = (row * runs_pages + page) * page_size
     mass_bias = at.log_mass[row, head] if "log_mass" in given else None
@@ -211,8 +213,8 @@ def _kernel(
         inside = (slot < high) & (slot >= low) if windowed else slot < high
         pool_row = first_row + slot
         kv_row = pool_row + (pool_row & jnp.int32(-page_size)) if value_row else pool_row
-        kv_mask = inside[:, None] & (lane < dim)[None, :]
-        k = plt.load(at.kv.at[*_grid(kv_row, lane)], mask=kv_mask, other=_zero(at.kv.dtype))
+        k_mask = inside[:, None] & (key_lane < key_dim)[None, :]
+        k = plt.load(at.kv.at[*_grid(kv_row, key_lane)], mask=k_mask, other=_zero(at.kv.dtype))
         raw = _dot(q, k.astype(compute).T)
         distance = None
         if "position" in given:
@@ -248,7 +250,8 @@ def _kernel(
         if "v_scale" in given:
             weight = weight * plt.load(at.v_scale.at[pool_row], mask=inside, other=0.0)[None, :]
         v_index = _grid(kv_row + jnp.int32(value_row), lane + jnp.int32(value_lane))
-        v = plt.load(at.kv.at[*v_index], mask=kv_mask, other=_zero(at.kv.dtype))
+        v_mask = inside[:, None] & (lane < dim)[None, :]
+        v = plt.load(at.kv.at[*v_index], mask=v_mask, other=_zero(at.kv.dtype))
         return new_peak, mass, acc * fade[:, None] + _dot(weight.astype(compute), v.astype(compute))
 
     start = (
@@ -265,7 +268,9 @@ def _kernel(
     @pl.when(high > low)
     def _store() -> None:
         out = acc / jnp.where(held, mass, jnp.float32(1))[:, None]
-        plt.store(at.out.at[row, item, *q_index], out, mask=q_mask)
+        plt.store(
+            at.out.at[row, item, *_grid(member, lane)], out, mask=(member < group)[:, None] & (lane < dim)[None, :]
+        )
 
 
 def _grid(rows: Array, columns: Array) -> tuple[Array, Array]:

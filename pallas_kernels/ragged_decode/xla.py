@@ -70,9 +70,9 @@ def _masked(p: Problem, scores: Array, bias: Array | None, visible: Array) -> Fl
     return jnp.where(visible[:, :, None], scores, NEG)
 
 
-def _page_scores(p: Problem, q: Float[Array, "B H G D"]) -> Float[Array, "B P G R"]:
+def _page_scores(p: Problem, q: Float[Array, "B H G K"]) -> Float[Array, "B P G R"]:
     """q.k of every slot, reading each page of keys once."""
-    batch, total, page_size, dim = p.pages.shape
+    batch, total, page_size, _ = p.pages.shape
     if not isinstance(p.pages, Columns):
         keys = p.pages.key_rows().astype(jnp.float32)
         return jnp.einsum("bpgd,bprd->bpgr", p.by_page(q), keys, precision="highest")
@@ -83,7 +83,7 @@ def _page_scores(p: Problem, q: Float[Array, "B H G D"]) -> Float[Array, "B P G 
         return _one_row_scores(p, q[0], keys[0])[None]
     if p.uniform:
         heads, count = q.shape[1], p.runs[0]
-        keys = keys.reshape(batch, heads, count, 1, dim, page_size)
+        keys = keys.reshape(batch, heads, count, 1, p.pages.key_dim, page_size)
         scores = jnp.sum(q[:, :, None, :, :, None] * keys, axis=4)
         return scores.reshape(batch, total, -1, page_size)
     return jnp.sum(p.by_page(q)[..., None] * keys[:, :, None], axis=3)
@@ -94,7 +94,7 @@ def _by_products(p: Problem) -> bool:
     return p.pages.shape[0] == 1 and p.pages.dtype == jnp.float32
 
 
-def _one_row_scores(p: Problem, q: Float[Array, "H G D"], keys: Float[Array, "P D R"]) -> Float[Array, "P G R"]:
+def _one_row_scores(p: Problem, q: Float[Array, "H G K"], keys: Float[Array, "P K R"]) -> Float[Array, "P G R"]:
     """:func:`_page_scores` of a batch of one, whose pages are too few for a multiply-reduce on all cores.
 
     Queries are copied to their pages by a product with a constant 0/1 matrix, which is exact: XLA would fuse a
@@ -106,7 +106,7 @@ def _one_row_scores(p: Problem, q: Float[Array, "H G D"], keys: Float[Array, "P 
     return jnp.einsum("pgd,pdr->pgr", each, keys, precision="highest")
 
 
-def _scores_by_row(p: Problem, q: Float[Array, "B H G D"], keys: Float[Array, "B P D R"]) -> Float[Array, "B P G R"]:
+def _scores_by_row(p: Problem, q: Float[Array, "B H G K"], keys: Float[Array, "B P K R"]) -> Float[Array, "B P G R"]:
     """:func:`_page_scores` where runs are by row: queries are copied to their pages as in :func:`_one_row_scores`."""
     each = jnp.einsum("bhp,bhgd->bpgd", _members(p), q, precision="highest")
     if p.pages.dtype == jnp.float32:
@@ -129,8 +129,8 @@ def _values(p: Problem) -> Array:
 
 def _uniform(p: Problem, scores: Array) -> tuple[Array, Array, Array]:
     """Unnormalised output, peak and mass when all heads own equally many pages."""
-    batch, heads, group, dim = p.q.shape
-    page_size, count = p.pages.shape[2], p.runs[0]
+    batch, heads, group, _ = p.q.shape
+    (_, _, page_size, dim), count = p.pages.shape, p.runs[0]
     # A batch of one has too few pages for a product each: a head's pages are one product.
     pages = count if _by_products(p) else 1
     shape, slots = (batch, heads, count // pages), pages * page_size

@@ -30,6 +30,7 @@ def decode(problem, config=SMALL, interpret=True):
 
 class TestTpu(DecodeBase):
     layouts = ("stacked", "padded", "lanes")
+    narrow = ("registers",)
 
     def layouts_of(self, case):
         fits = {"stacked": case.head_dim % 128 == 0, "padded": case.head_dim in (80, 96), "lanes": case.head_dim == 64}

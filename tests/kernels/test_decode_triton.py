@@ -24,6 +24,7 @@ def arrays(problem):
 
 class TestTriton(DecodeBase):
     layouts = ("stacked", "padded", "lanes")
+    narrow = ("lanes",)
 
     def run(self, problem):
         def decode(given):

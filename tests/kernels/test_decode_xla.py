@@ -16,6 +16,7 @@ from pallas_kernels.ragged_decode.worklist import FIRST, LAST, ZERO, most_items,
 
 class TestXla(DecodeBase):
     layouts = ("columns", "stacked", "padded", "lanes")
+    narrow = ("columns", "lanes", "registers")
 
     def run(self, problem):
         return jax.jit(lambda arrays: xla.decode(dataclasses.replace(problem, **arrays)))(

@@ -35,6 +35,7 @@ POLICIES = {
     "criticalkv": "criticalkv:budget=12,inner=snapkv(window=4)",
     "adaptive": "adaptive:budget=12,inner=keydiff",
     "merged": "merged:budget=12,inner=snapkv(window=4)",
+    "think": "think:channels=0.5,window=4,inner=snapkv(budget=12,window=4)",
     "qfilters": "qfilters:budget=12",  # with filters of the model
     "duo": "duo:heads=0.5,sink=2,recent=8",  # with gates of the model
     "learned": "learned:budget=12,sink=2",  # with a scorer of the model
@@ -63,7 +64,7 @@ DEFAULT = {
     ("qwen3_moe", "expected_attention"), ("mixtral", "round"), ("olmo2", "chunkkv"), ("stablelm", "compactor"),
     ("gpt_oss", "kvzip"), ("cohere", "criticalkv"),
     ("granite", "qfilters"), ("phi3", "adaptive"), ("olmo3", "learned"), ("gemma2", "duo"),
-    ("starcoder2", "finch"), ("gpt_neox", "merged"),
+    ("starcoder2", "finch"), ("gpt_neox", "merged"), ("qwen2_moe", "think"),
     *REFUSED,
 }  # fmt: skip
 

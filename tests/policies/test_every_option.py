@@ -145,6 +145,9 @@ TABLE: dict[str, tuple[dict[str, Any], dict[str, Other]]] = {
     "merged": ({}, {
         **SIZED, "inner": Other(SnapKV(window=3), {"budget": 16}), "threshold": Other(0.8, {"budget": 16}),
     }),
+    "think": ({}, {
+        "channels": Other(0.4), "window": Other(3), "inner": Other(SnapKV(budget=16, window=3)),
+    }),
     "kvzip": ({}, {**SIZED, "sink": Other(1, {"budget": 16}), "chunk": Other(5, {"budget": 16})}),
 }  # fmt: skip
 #: Options that a policy cannot do without on one kind of model.

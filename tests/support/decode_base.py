@@ -29,6 +29,8 @@ class Case:
     runs: tuple[int, ...]
     group: int = 4
     head_dim: int = 128
+    # Channels of keys, where values have more.
+    key_dim: int | None = None
     page_size: int = PAGE
     dtype: Any = jnp.float32
     log_mass: bool = False
@@ -57,6 +59,8 @@ def build(case: Case, layout: str, seed: int = 0) -> Problem:
     batch, heads, total = len(case.lengths), len(case.runs), int(runs[0].sum())
     shape = (batch, total, case.page_size, case.head_dim)
     k, v = (rng.standard_normal(shape).astype(np.float32) for _ in range(2))
+    key_dim = case.key_dim or case.head_dim
+    k = k[..., :key_dim]
     length = np.asarray(case.lengths, np.int32)
     starts = np.cumsum(runs, axis=1) - runs
     worst = 3e4 if jnp.dtype(case.dtype).itemsize == 1 else np.nan
@@ -69,7 +73,7 @@ def build(case: Case, layout: str, seed: int = 0) -> Problem:
     k_scale = v_scale = None
     dtype = jnp.dtype(case.dtype)
     if dtype.itemsize == 1:
-        k_scale = rng.uniform(0.5, 1.5, (batch, heads, case.head_dim)).astype(np.float32) / 40
+        k_scale = rng.uniform(0.5, 1.5, (batch, heads, key_dim)).astype(np.float32) / 40
         v_scale = rng.uniform(0.5, 1.5, (batch, total, case.page_size)).astype(np.float32) / 40
         k, v = (np.clip(np.round(40 * x), -120, 120) for x in (k, v))
     pages = lay(layout, jnp.asarray(k).astype(dtype), jnp.asarray(v).astype(dtype))
@@ -83,7 +87,7 @@ def build(case: Case, layout: str, seed: int = 0) -> Problem:
             position[b, at] = (QUERY - case.window + np.arange(2))[: len(at)]
     position = position.reshape(shape[:3])
     return Problem(
-        q=jnp.asarray(rng.standard_normal((batch, heads, case.group, case.head_dim))).astype(query),
+        q=jnp.asarray(rng.standard_normal((batch, heads, case.group, key_dim))).astype(query),
         pages=pages,
         length=jnp.asarray(length),
         runs=case.runs,
@@ -108,7 +112,7 @@ def oracle(p: Problem) -> Decoded:
     total, size = p.pages.shape[1:3]
     k, v = (np.asarray(x.astype(jnp.float32), np.float64) for x in (p.pages.key_rows(), p.pages.value_rows()))
     first = np.broadcast_to(np.asarray(p.first_page), (batch, heads))
-    out, lse = np.zeros(p.q.shape), np.full((batch, heads, group), NEG)
+    out, lse = np.zeros((batch, heads, group, p.pages.shape[3])), np.full((batch, heads, group), NEG)
     logits = np.full((batch, total, group, size), NEG)
     for b, h in np.ndindex(batch, heads):
         end = total if h == heads - 1 else first[b, h + 1]
@@ -143,11 +147,15 @@ def oracle(p: Problem) -> Decoded:
 
 
 def lay(layout: str, k: jax.Array, v: jax.Array) -> Pages:
-    """Rows of pages [B, P, R, D] in a layout; "padded" is Stacked with 128 lanes."""
+    """Rows of pages [B, P, R, D] in a layout; "padded" is Stacked, and "registers" Lanes, with whole 128 lanes."""
     if layout == "columns":
         return Columns(k.swapaxes(-1, -2), v)
-    if layout == "lanes":
+    if layout == "lanes" and k.shape == v.shape:
         return Lanes(jnp.concatenate([k, v], axis=-1))
+    if layout in ("lanes", "registers"):
+        width = k.shape[-1] + v.shape[-1]
+        lanes = width + -width % 128 if layout == "registers" else 0
+        return Lanes.zeros(*v.shape, v.dtype, k.shape[-1], lanes).of_rows(k, v)
     head_dim = k.shape[-1]
     if layout == "padded":
         k, v = (jnp.pad(x, ((0, 0),) * 3 + ((0, -head_dim % 128),)) for x in (k, v))
@@ -180,6 +188,8 @@ class DecodeBase:
     """Inherit, give ``run`` and the layouts."""
 
     layouts: tuple[str, ...] = ()
+    #: Those in which keys may have fewer channels than values.
+    narrow: tuple[str, ...] = ()
     tolerance: ClassVar = {"float32": 2e-5, "bfloat16": 2e-2, "int8": 2e-2, "float8_e4m3fn": 2e-2}
 
     def run(self, problem: Problem) -> Decoded:
@@ -191,7 +201,7 @@ class DecodeBase:
 
     def check(self, case: Case, seed: int = 0) -> None:
         case = self.fit(case)
-        for layout in self.layouts_of(case):
+        for layout in self.layouts_of(case) if case.key_dim is None else self.narrow:
             problem = build(case, layout, seed)
             wide = dataclasses.replace(problem, q=problem.q.astype(jnp.float32))
             want, got = (oracle if wide.by_row else reference.decode)(wide), self.run(problem)
@@ -314,6 +324,12 @@ class DecodeBase:
     def test_scores_by_page(self, runs):
         self.check(Case(((70, 130), (0, 1)), runs, with_logits=True))
         self.check(Case(((70, 130), (5, 160)), runs, with_logits=True, logits_scale=0.3, log_mass=True))
+
+    def test_keys_of_fewer_channels(self):
+        rows = ((70, 130), (5, 160))
+        self.check(Case(rows, RAGGED, head_dim=64, key_dim=40, log_mass=True, with_logits=True, dtype=jnp.bfloat16))
+        self.check(Case(rows, UNIFORM, head_dim=128, key_dim=80, group=3, window=70, page_size=32))
+        self.check(by_row(rows, ((5, 16), (11, 10)), head_dim=80, key_dim=48, soft_cap=3.0, dtype=jnp.int8))
 
     def test_soft_cap(self):
         self.check(Case(((70, 130), (5, 160)), RAGGED, soft_cap=3.0, log_mass=True))

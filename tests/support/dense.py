@@ -56,7 +56,12 @@ def dense_signals(
     outputs = Mass(None, jnp.asarray(np.abs(q[..., 1]) + 0.1, jnp.float32)) if asked.outputs else None
     # Nor hidden states: the first query head's queries stand for them.
     hidden = Mass(None, _linear(policy, config, q[:, :, 0])) if asked.hidden else None
-    return PromptSignals(window, columns, stats, noncausal, repeat, outputs, hidden)
+    squares = None
+    if asked.squares:
+        last = (real & (token >= (count - asked.squares)[:, None]))[:, None, None, :, None]
+        counted = np.maximum(last.sum(axis=3), 1)
+        squares = jnp.asarray(((q.astype(np.float64) ** 2) * last).sum(axis=3) / counted, jnp.float32)
+    return PromptSignals(window, columns, stats, noncausal, repeat, outputs, hidden, squares)
 
 
 def _linear(policy: Policy, config: ModelConfig, q: np.ndarray) -> Any:

@@ -13,7 +13,7 @@ import numpy as np
 from pallas_kernels.pages import Lanes, Pages, Stacked
 from pallas_kernels.ragged_decode import ragged_decode
 from pallas_kernels.ragged_decode.decode_problem import Problem
-from pallas_kernels.ragged_decode.tpu import TpuConfig, fit
+from pallas_kernels.ragged_decode.tpu import TpuConfig, fit, row_lanes
 from tools.aot.cases import Case
 
 BATCH, HEADS = 8, 8
@@ -45,6 +45,7 @@ class Shape:
     batch: int = BATCH
     slots: tuple[int, ...] = SLOTS
     by_row: bool = False
+    key_dim: int | None = None
 
     @property
     def runs(self) -> tuple[int, ...]:
@@ -63,6 +64,10 @@ class Shape:
     def pages(self) -> Pages:
         """Shapes of the pool."""
         head = (self.batch, self.total)
+        if self.key_dim is not None:
+            lanes = -(-(self.key_dim + self.head_dim) // 128) * 128
+            row = jax.ShapeDtypeStruct((*head, self.page_size, lanes), self.dtype)
+            return Lanes(row, (self.key_dim, self.head_dim))  # pyright: ignore
         if self.head_dim == 64:
             return Lanes(jax.ShapeDtypeStruct((*head, self.page_size, 128), self.dtype))  # pyright: ignore
         lanes = -(-self.head_dim // 128) * 128
@@ -74,7 +79,7 @@ class Shape:
         query = jnp.bfloat16 if self.one_byte else self.dtype
         slots = (self.batch, self.total, self.page_size)
         arrays: dict[str, Any] = {
-            "q": shape((self.batch, HEADS, self.group, self.head_dim), query),
+            "q": shape((self.batch, HEADS, self.group, self.key_dim or self.head_dim), query),
             "length": shape((self.batch, HEADS), jnp.int32),
         }
         if self.by_row:
@@ -82,7 +87,7 @@ class Shape:
         if self.log_mass:
             arrays["log_mass"] = shape((self.batch, HEADS), jnp.float32)
         if self.one_byte:
-            arrays["k_scale"] = shape((self.batch, HEADS, self.head_dim), jnp.float32)
+            arrays["k_scale"] = shape((self.batch, HEADS, self.key_dim or self.head_dim), jnp.float32)
             arrays["v_scale"] = shape(slots, jnp.float32)
         if self.by_position or self.alibi:
             arrays["position"] = shape(slots, jnp.int32)
@@ -134,7 +139,7 @@ def _tpu(name: str, shape: Shape, rows: int = 0, **keywords: Any) -> Case:
     problem = Problem(arrays["q"], pages, arrays["length"], shape.runs, scale=1.0)
     block_bytes = {}
     for target, kind in KINDS.items():
-        own = TpuConfig.default(kind, shape.page_size, pages.shape[3], pages.dtype)
+        own = TpuConfig.default(kind, shape.page_size, row_lanes(problem) // 2, pages.dtype)
         count, _, strips = fit(keywords["options"]["config"] if rows else own, problem, kind)
         block_bytes[target] = count * shape.page_size * pages.row_nbytes // strips
     return case(name, shape, "tpu", ("tpu",), block_bytes=block_bytes, **keywords)
@@ -151,6 +156,10 @@ def cases() -> list[Case]:
             # The unmerged results of v5p's two cores are more than 1 % of the smallest cache.
             limit = 0.02 if (head_dim, dtype) == (64, jnp.int8) else 0.01
             found.append(_tpu(name, Shape(head_dim, 4, dtype), 512, temp_limit=limit))
+    for dtype in (jnp.bfloat16, jnp.int8, jnp.float32):
+        for key_dim, head_dim in ((48, 80), (128, 256)):  # in one register of lanes, and in three
+            name = f"G = 4, keys of {key_dim} channels, values of {head_dim}, {jnp.dtype(dtype).name}"
+            found.append(_tpu(name, Shape(head_dim, 4, dtype, key_dim=key_dim), 512, temp_limit=0.02))
     fp8 = Shape(dtype=jnp.float8_e4m3fn)
     found.append(_tpu("G = 8, D = 128, float8_e4m3fn", fp8, targets=("tpu7x",)))
     found += [_tpu(f"G = {group}, D = 128, bfloat16", Shape(group=group), 512) for group in (1, 2, 16)]

@@ -32,7 +32,10 @@ class Shape(cases_decode.Shape):
         """Shapes of the pool."""
         shape, slots, dtype = jax.ShapeDtypeStruct, (self.batch, self.total, self.page_size), jnp.dtype(self.dtype)
         if self.layout == "lanes":
-            return Lanes(shape((*slots, 2 * self.head_dim), dtype))  # pyright: ignore
+            if self.key_dim is None:
+                return Lanes(shape((*slots, 2 * self.head_dim), dtype))  # pyright: ignore
+            channels = (self.key_dim, self.head_dim)
+            return Lanes(shape((*slots, sum(channels)), dtype), channels)  # pyright: ignore
         lanes = 128 if self.layout == "padded" else self.head_dim
         return Stacked(shape((*slots[:2], 2, self.page_size, lanes), dtype), self.head_dim)  # pyright: ignore
 
@@ -50,9 +53,13 @@ def _case(implementation: str, name: str, shape: Shape, targets: tuple[str, ...]
 
 
 def _temp_limit(shape: Shape) -> float:
-    """1 %, but more for the unmerged results of 64 queries per head, and for a flag per slot beside 8-bit rows."""
+    """1 %, but more for the unmerged results of 64 queries per head, for a flag per slot beside 8-bit rows, and beside
+    8-bit rows whose keys have fewer channels.
+    """
     if shape.group > 16:
         return 0.03
+    if shape.key_dim is not None:
+        return 0.02
     return 0.02 if shape.with_logits and jnp.dtype(shape.dtype).itemsize == 1 else 0.01
 
 
@@ -84,6 +91,9 @@ def cases() -> list[Case]:
     only_triton |= {
         "D = 128, float8_e5m2": Shape(dtype=jnp.float8_e5m2),
         "D = 64 in lanes, bfloat16": Shape(64, layout="lanes"),
+        "keys of 40 channels, values of 64, bfloat16": Shape(64, key_dim=40, layout="lanes"),
+        "keys of 80 channels, values of 128, bfloat16": Shape(128, key_dim=80, layout="lanes"),
+        "keys of 80 channels, values of 128, int8": Shape(128, key_dim=80, dtype=jnp.int8, layout="lanes"),
         "pages of 16": Shape(page_size=16),
         "window by position": Shape(window=1000, by_position=True),
         "slopes": Shape(alibi=True),
