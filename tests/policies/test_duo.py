@@ -9,6 +9,8 @@ import pytest
 import toys
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support import peer_cases
+from support.driver import Driver, config_for, random_kv
 from support.scorers import random_gates, random_scorer
 
 import kvjax
@@ -63,6 +65,43 @@ def test_without_a_ratio_gates_above_a_half_keep_everything_and_the_others_sinks
     np.testing.assert_array_equal(output.logprobs, other.logprobs)
     plan = kvjax.plan(lm, prompt_tokens=200, policy=policy, max_new_tokens=6)
     assert plan.cache_bytes == output.cache.nbytes
+
+
+@pytest.mark.parametrize("case", range(len(peer_cases.GATES)), ids=lambda i: str(peer_cases.GATES[i]))
+def test_heads_are_those_that_the_official_code_keeps_whole(case):
+    """But for ties, which it breaks by noise of 1e-6, and one head where its quantile and our rounding differ."""
+    layers, heads, seed, sparsity = peer_cases.GATES[case]
+    gates = peer_cases.gates(layers, heads, seed)
+    config = toys.tiny_config(num_layers=layers, num_heads=2 * heads, num_kv_heads=heads)
+    profile = dataclasses.replace(random_gates(config), gates=tuple(map(tuple, gates.tolist())))
+    official = np.array(list(peer_cases.recorded()["gates"][case])) == "1"
+    own = np.zeros((layers, heads), bool)
+    for layer, head in pairs(DuoAttention(profile=profile, heads=1 - sparsity).protected(config)):
+        own[layer, head] = True
+    assert abs(int(official.sum()) - int(own.sum())) <= (0 < sparsity < 1)
+    differing = official != own.ravel()
+    # Between the lowest gate that stays and the highest that leaves there is nothing else.
+    if differing.any():
+        edge = gates.ravel()[own.ravel()].min()
+        between = gates.ravel()[differing]
+        one = abs(int(official.sum()) - int(own.sum()))
+        assert (np.abs(between - edge) <= 1e-6).sum() >= len(between) - one
+
+
+@pytest.mark.parametrize("case", range(len(peer_cases.STREAMS)), ids=lambda i: str(peer_cases.STREAMS[i]))
+def test_the_others_see_what_the_official_mask_shows_them(case):
+    """Each token that is decoded, and the last of a prompt, as the next would without it."""
+    tokens, sink, recent = peer_cases.STREAMS[case]
+    policy = DuoAttention(profile=random_gates(model().config), sink=sink, recent=recent).unsized
+    k, v = random_kv(case, 1, 1, tokens, 4)
+    driver, seen = Driver(policy, config_for(1, 4), 1, 128, 32), peer_cases.recorded()["streams"][case]
+    before = 0
+    for query, visible in seen.items():
+        after = int(query) + 1
+        part = slice(before, after)
+        driver.decode(k[:, :, part], v[:, :, part]) if before else driver.read(k[:, :, part], v[:, :, part], after)
+        assert sorted(driver.kept(k)[0]) == visible, query
+        before = after
 
 
 def _inner(name, config):

@@ -11,6 +11,7 @@ import pytest
 import toys
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support import peer_cases
 from support.driver import Driver, config_for, random_kv
 
 import kvjax
@@ -64,6 +65,16 @@ def test_the_channels_of_equation_6(lengths, window, channels, seed):
         own = slice(max(lengths[row] - window, 0), lengths[row])
         wanted = channels_by_equation_6(q[row, head, :, own], k[row, head, : lengths[row]], kept)
         assert driver.cache.channels[row, head].tolist() == wanted
+
+
+@pytest.mark.parametrize("case", range(len(peer_cases.KEYS)), ids=lambda i: str(peer_cases.KEYS[i]))
+def test_the_channels_that_kvpress_keeps(case):
+    tokens, dim, window, leaves, seed = peer_cases.KEYS[case]
+    q, k = peer_cases.queries_and_keys(tokens, dim, window, seed)
+    squares = np.square(q.astype(np.float64)).mean(axis=2).reshape(1, peer_cases.KEY_HEADS, peer_cases.GROUP, dim)
+    kept = ThinK(channels=1 - leaves).kept_channels(toys.tiny_config(head_dim=dim))
+    found = key_channels(jnp.asarray(squares, jnp.float32), jnp.asarray(k), jnp.asarray([tokens]), kept)
+    assert found[0].tolist() == peer_cases.recorded()["keys"][case]
 
 
 def test_equal_scores_keep_the_later_channels():
