@@ -39,7 +39,7 @@ from kvjax.runtime.stopping import StopTable, stop_table
 from kvjax.sharding.adopt import adopt
 from kvjax.text.tokenizer import Tokenizer
 
-#: Tokens from which a prompt is held once for all of its samples. Copies of a shorter one are small, and sharing compiles
+#: Tokens from which a prompt is held once for all of its samples. Copies of a shorter one are small, and sharing needs
 #: two programs more.
 SHARED_PROMPT = 1024
 #: Policies whose notice was given: a conversation's lengths differ from turn to turn, and one sentence will do.

@@ -1,0 +1,163 @@
+"""Seconds to compile a whole model, ahead of time: Llama 3.1 8B's 32 layers, and the 80 of its 70B.
+
+    python -m tools.aot.seconds --page docs/kernels.md
+
+Each program is traced, lowered and compiled in a process of its own, ``--repeat`` times; of each stage the least is
+reported, as seconds of the processor's time, of all threads and of the compiler's own processes, and of the clock's in
+brackets. ``--page`` names a page whose section of that name is replaced, or to whose end it is added.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import re
+import resource
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from tools.aot.kernels_page import with_section
+from tools.aot.processes import ROOT, last_line
+
+HEADING = "Seconds to compile a whole model"
+#: Prompts and their tokens.
+BATCH, PROMPT = 8, 8192
+#: By target, its platform, the topology and the mesh: the fewest devices that hold the larger model in bfloat16.
+TARGETS = {"v5e": ("tpu", "v5e:4x4", (1, 16)), "sm_90": ("gpu", "1x1x2", (1, 2))}
+#: Model and number of its layers; the first two say what a layer takes, the second and third are compared.
+MODELS = (("8B", 8), ("8B", 32), ("70B", 80))
+PROGRAMS = ("decode", "prefill")
+STAGES = ("trace", "lower", "compile")
+_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%\S+ = ", re.MULTILINE)
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """A program of a model on a target.
+
+    Attributes:
+      cpu, wall: seconds by stage. instructions: of the compiled module, those in fusions and loops among them.
+    """
+
+    target: str
+    model: str
+    layers: int
+    program: str
+    cpu: dict[str, float]
+    wall: dict[str, float]
+    instructions: int
+
+    @property
+    def name(self) -> str:
+        return f"Llama 3.1 {self.model}'s, {self.layers} layers"
+
+
+def _processor() -> float:
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(x.ru_utime + x.ru_stime for x in used)
+
+
+def measure(target: str, model: str, layers: int, program: str) -> Measured:
+    """Trace, lower and compile once, in the process that has the target's compiler."""
+    import jax
+    from jax.experimental import topologies
+
+    from kvjax.policies.full import Full
+    from tools.aot.targets import targets
+    from tools.aot.whole_model import LLAMA_8B, LLAMA_70B, whole_model
+
+    _, topology, mesh = TARGETS[target]
+    where = dict(targets()[target].topology)
+    where["topology_name" if where["platform"] == "tpu" else "topology"] = topology
+    devices = topologies.get_topology_desc(**where).devices
+    config = dataclasses.replace({"8B": LLAMA_8B, "70B": LLAMA_70B}[model], num_layers=layers)
+    made = whole_model(config, devices, *mesh, Full(), batch=BATCH, prompt=PROMPT)
+    cpu: dict[str, float] = {}
+    wall: dict[str, float] = {}
+
+    def timed(stage: str, run: Callable[[], Any]) -> Any:
+        clock, processor = time.perf_counter(), _processor()
+        found = run()
+        wall[stage], cpu[stage] = time.perf_counter() - clock, _processor() - processor
+        return found
+
+    with jax.sharding.use_abstract_mesh(made.mesh.abstract_mesh):
+        traced = timed("trace", made.programs[program])
+        lowered = timed("lower", traced.lower)
+        compiled = timed("compile", lowered.compile)
+    return Measured(target, model, layers, program, cpu, wall, len(_INSTRUCTION.findall(compiled.as_text())))
+
+
+def least(runs: Sequence[Measured]) -> Measured:
+    """Of every stage the fastest run's."""
+    every = {kind: {s: min(getattr(x, kind)[s] for x in runs) for s in STAGES} for kind in ("cpu", "wall")}
+    return dataclasses.replace(runs[0], **every)
+
+
+def section(results: Sequence[Measured], repeats: int) -> str:
+    """Markdown of the section, without its heading."""
+    meshes = "; ".join(f"{name} {topology}, {a} x {b}" for name, (_, topology, (a, b)) in TARGETS.items())
+    lines = [
+        f"Decode (a chunk of steps) and prefill of {BATCH} prompts of {PROMPT:,} tokens, full cache, bfloat16, on the "
+        f"fewest\ndevices that hold 70B ({meshes}). Seconds of the processor, all threads together, the clock's in",
+        f"brackets; the least of {repeats}. `x 32` compares with the 32 layers of 8B. Instructions are the compiled "
+        "module's.",
+        "",
+        "| target | program | model | trace | lower | compile | together | x 32 | instructions |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    base = {(x.target, x.program): sum(x.cpu.values()) for x in results if (x.model, x.layers) == ("8B", 32)}
+    for x in results:
+        total = sum(x.cpu.values())
+        stages = [f"{x.cpu[stage]:.1f} ({x.wall[stage]:.1f})" for stage in STAGES]
+        together = f"{total:.1f} ({sum(x.wall.values()):.1f})"
+        of = base.get((x.target, x.program))
+        cells = [
+            x.target,
+            x.program,
+            x.name,
+            *stages,
+            together,
+            f"{total / of:.2f}" if of else "",
+            f"{x.instructions:,}",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    lines += ["", f"`python -m tools.aot.seconds --repeat {repeats} --page docs/kernels.md` writes this section."]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """See the module's docstring."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--targets", default=",".join(TARGETS), help="comma-separated; all by default")
+    parser.add_argument("--repeat", type=int, default=1)
+    parser.add_argument("--page", type=Path, help="the page; the section is printed if none is given")
+    parser.add_argument("--tpu-python", default=str(ROOT / ".venv-aot-tpu/bin/python"))
+    parser.add_argument("--gpu-python", default=str(ROOT / ".venv-aot-gpu/bin/python"))
+    parser.add_argument("--here", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.here:
+        print(json.dumps(dataclasses.asdict(measure(*json.loads(options.here)))))
+        return
+    results = []
+    for target in options.targets.split(","):
+        python = getattr(options, f"{TARGETS[target][0]}_python")
+        for program in PROGRAMS:
+            for model, layers in MODELS:
+                asked = json.dumps([target, model, layers, program])
+                lines = [last_line(python, "-m", "tools.aot.seconds", "--here", asked) for _ in range(options.repeat)]
+                results.append(least([Measured(**json.loads(line)) for line in lines]))
+                print(results[-1], file=sys.stderr)
+    made = section(results, options.repeat)
+    if options.page is None:
+        print(made)
+    else:
+        options.page.write_text(with_section(options.page.read_text(), HEADING, made))
+
+
+if __name__ == "__main__":
+    main()
