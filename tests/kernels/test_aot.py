@@ -122,16 +122,17 @@ def test_a_section_is_replaced_where_it_is_or_added_at_the_end():
 
 
 def test_seconds_are_the_least_of_each_stage_and_compared_with_32_layers():
-    def run(layers: int, *cpu: float) -> seconds.Measured:
-        of = dict(zip(seconds.STAGES, cpu, strict=True))
-        return seconds.Measured("v5e", "8B" if layers < 80 else "70B", layers, "decode", of, of, 1000 * layers)
+    def run(layers: int, *taken: float) -> seconds.Measured:
+        stages = dict(zip(seconds.STAGES, taken, strict=True))
+        return seconds.Measured("v5e", "8B" if layers < 80 else "70B", layers, "decode", stages, 1000 * layers)
 
     best = seconds.least([run(32, 1, 1, 9), run(32, 2, 0.5, 8)])
-    assert best.cpu == {"trace": 1, "lower": 0.5, "compile": 8}
+    assert best.seconds == {"trace": 1, "lower": 0.5, "compile": 8}
     text = seconds.section([run(8, 1, 1, 3), best, run(80, 1, 1, 17)], 2)
     rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| v5e")]
     assert [row[7] for row in rows] == ["0.53", "1.00", "2.00"]
-    assert rows[1][2:7] == ["Llama 3.1 8B's, 32 layers", "1.0 (1.0)", "0.5 (0.5)", "8.0 (8.0)", "9.5 (9.5)"]
+    assert rows[1][2:7] == ["Llama 3.1 8B, 32 layers", "1.0", "0.5", "8.0", "9.5"]
+    assert "A layer of 8B adds 0.19 s (v5e, decode)." in text
 
 
 def test_page_of_steps_has_a_row_a_policy_and_counts_programs():
