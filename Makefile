@@ -5,12 +5,18 @@ PYTHON ?= python3
 .PHONY: aot
 aot: .venv-aot-tpu .venv-aot-gpu
 	.venv-aot-tpu/bin/python -m tools.aot --out docs/kernels.md
+	.venv-aot-tpu/bin/python -m tools.aot.seconds --page docs/kernels.md
 
 # A model on meshes of TPUs, all 32 layers of it; LAYERS=4 is four of them.
 LAYERS ?= 32
 .PHONY: aot-mesh
 aot-mesh: .venv-aot-tpu
 	.venv-aot-tpu/bin/python -m tools.aot.mesh --layers $(LAYERS) --out docs/sharding.md
+
+# A whole decode step of a model under every policy, as XLA's cost model counts it.
+.PHONY: aot-steps
+aot-steps: .venv-aot-tpu
+	.venv-aot-tpu/bin/python -m tools.aot.steps --out docs/steps.md
 
 .venv-aot-tpu:
 	$(PYTHON) -m venv $@

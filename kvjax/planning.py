@@ -320,7 +320,8 @@ def _plan(
         of_prompts = prefill_bytes(config, policy, batch, prompt, dtype, mesh) + 2 * shared // config.num_layers
         peak = max(prefill_bytes(config, policy, 1, context, dtype, mesh), of_prompts)
     page_size = layout_for(storage, config.head_dim).page_size
-    pages = page_capacities(policy, config, room, new_capacity, page_size, prompt_bucket(prompt) if sharing else None)
+    own = (prompt_bucket(prompt) if prompt else 0) if sharing else None
+    pages = page_capacities(policy, config, room, new_capacity, page_size, own)
     return Plan(
         policy=format_policy(policy),
         batch=batch,

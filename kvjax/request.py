@@ -39,6 +39,9 @@ from kvjax.runtime.stopping import StopTable, stop_table
 from kvjax.sharding.adopt import adopt
 from kvjax.text.tokenizer import Tokenizer
 
+#: Tokens from which a prompt is held once for all of its samples. Copies of a shorter one are small, and sharing needs
+#: two programs more.
+SHARED_PROMPT = 1024
 #: Policies whose notice was given: a conversation's lengths differ from turn to turn, and one sentence will do.
 _notified: set[Policy] = set()
 
@@ -55,6 +58,7 @@ class Request:
       policy: which tokens stay. storage: as what.
       choice: under ``best`` one line, the policy that it became and why; else None.
       n: samples of each prompt. rows: prompts times samples.
+      shares_prompt: whether the samples of a single prompt, which is read onto nothing, share it.
       limits: tokens each prompt may generate, where that is not the options' number for all.
       numbers: what each prompt draws by, where that is not its place in the batch; a prompt of a long list so draws the
         same in whatever batch it comes.
@@ -114,6 +118,8 @@ class Request:
         sizes = [(old.nbytes if lm.mesh is None else old.nbytes // lm.mesh.size, old.batch) for old in caches]
         already = sum(size // rows * (rows if as_it_is or shared else rows + count) for size, rows in sizes)
         seen = _counters([old.seen for old in caches], count, 0)
+        alone = count == 1 < n and not caches and not self.tokens.context and len(self.prompts[0]) >= SHARED_PROMPT
+        self.shares_prompt = alone and shares(self.policy, self.storage)
         self.size = self._checked_size(seen, already, caches, exact, shared)
         self.programs = Programs(lm.mesh, lm.config, exact=self.size.rows != batch_bucket(self.rows))
         held = [adopt(old.to_device(), lm.mesh, lm.config) for old in caches]
@@ -182,6 +188,7 @@ class Request:
         rounds = self.policy.offloads_rounds
         # Read once, and shared by all rows where the policy allows it.
         context = len(self.tokens.context) + (int(seen.max()) if shared else 0)
+        context += len(self.prompts[0]) if self.shares_prompt else 0
         size = fitting(
             config,
             self.policy,

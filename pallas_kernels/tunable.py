@@ -100,7 +100,9 @@ class RaggedDecode(Operation):
 
         _, _, page_size, head_dim = p.pages.shape
         rule = TpuConfig.default(jax.devices()[0].device_kind, page_size, head_dim, p.pages.dtype)
-        return _grid(rule, rows=(256, 512, 1024, 2048), buffers=(4, 8, 16))
+        rows = (256, 512, 1024, 2048)
+        found = _grid(rule, rows=rows, buffers=(8, 16), together=(1, 2))
+        return list(dict.fromkeys([*found, *_grid(dataclasses.replace(rule, together=1), rows=rows, buffers=(4,))]))
 
 
 class Prefill(Operation):

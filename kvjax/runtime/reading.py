@@ -46,6 +46,8 @@ class Read(Protocol):
     def size(self) -> Capacities: ...
     @property
     def prompt_logprobs(self) -> bool: ...
+    @property
+    def shares_prompt(self) -> bool: ...
 
 
 @runtime_checkable
@@ -220,6 +222,9 @@ class TokenStrategy:
         given = before if scored else None
         cache, logits = read_prompts(params, request.prompts, cache=cache, consume=consume, logprobs=given, **kinds)
         self.prompt_logprobs = [[None, *found] for found in given] if given is not None else None
+        if request.shares_prompt:
+            shared = _samples_of(cache, len(request.copies), request.size, request.programs, params.config, note)
+            return shared, logits[jnp.asarray(request.copies, jnp.int32)]
         return spread(cache, logits, request.copies)
 
     def finish(self, cache: Cache, fed: Sequence[Sequence[int]], note: Note) -> Cache:
@@ -239,6 +244,17 @@ def _row_each(cache: Cache, prompts: int, samples: int, *, programs: Programs, c
     if max(prompts, samples) == 1 or cache.context is not None or not shares(cache.policy, cache.storage):
         return take(cache, [0] * rows)
     return programs.share(cache, rows, config=config, prompt_capacity=prompt_bucket(int(as_numpy(cache.seen)[0])))
+
+
+def _samples_of(
+    cache: Cache, samples: int, size: Capacities, programs: Programs, config: ModelConfig, note: Note
+) -> Cache:
+    """A row for each sample of the prompt that row 0 holds, with room for its new tokens; they share the prompt."""
+    prompt_capacity = prompt_bucket(int(as_numpy(cache.seen)[0]))
+    rows = programs.share(cache, samples, config=config, prompt_capacity=prompt_capacity)
+    note(rows)
+    delete(cache)
+    return programs.grow(rows, config=config, new_capacity=size.new_capacity)
 
 
 def _own_capacity(cache: Cache, total: int) -> int | None:

@@ -82,7 +82,7 @@ def shared_bytes(
     """Bytes on a device of a cache whose rows share a context: all of them, and those of what is shared.
 
     Args:
-      batch: rows on the device. context: its tokens. prompt: tokens of the longest prompt after it.
+      batch: rows on the device. context: its tokens. prompt: tokens of the longest prompt after it, 0 of samples of it.
       exact: with no more room than these need, where it is otherwise that of their buckets.
     """
     bucket = (lambda tokens: tokens) if exact else prompt_bucket
@@ -90,7 +90,8 @@ def shared_bytes(
 
     def allocated() -> tuple[Any, Any]:
         capacities = bucket(context + prompt), new_capacity, dtype, storage
-        rows = share_types(device.empty(batch, *capacities, own_capacity=bucket(prompt)), policy, config)[0]
+        own = bucket(prompt) if prompt else 0
+        rows = share_types(device.empty(batch, *capacities, own_capacity=own), policy, config)[0]
         return rows, share_types(device.empty(1, bucket(context), 0, dtype, storage), policy, config)[1]
 
     trees = jax.eval_shape(allocated)

@@ -53,16 +53,21 @@ class TpuConfig:
       rows: slots of a block, a power of two; reduced where the longest head is shorter or queries are many.
       buffers: blocks in the ring, a power of two, at least 4; increased as ``rows`` is reduced.
       cores: cores that each run an equal part of the work list; by default those that share the chip's memory.
+      together: blocks of an iteration, of any heads, a power of two; one where the softmax's state is kept in VMEM.
     """
 
     rows: int = 512
     buffers: int = 8
     cores: int | None = None
+    together: int = 1
 
     def __post_init__(self) -> None:
-        powers = all(_power_of_two(x) == x for x in (self.rows, self.buffers))
-        if not powers or self.buffers <= STAGES:
-            raise ValueError(f"{self.rows} rows, {self.buffers} buffers: give powers of two, and at least 4 buffers.")
+        powers = all(_power_of_two(x) == x for x in (self.rows, self.buffers, self.together))
+        if not powers or self.buffers <= STAGES * self.together:
+            raise ValueError(
+                f"{self.rows} rows, {self.buffers} buffers, {self.together} together: give powers of two, and at least "
+                f"{_power_of_two(STAGES * self.together + 1)} buffers."
+            )
 
     @classmethod
     def default(cls, device_kind: str, page_size: int, head_dim: int, dtype: DTypeLike) -> Self:
@@ -75,8 +80,8 @@ class TpuConfig:
         lanes = -(-head_dim // LANES) * LANES
         row_bytes = (2 * lanes if head_dim > LANES // 2 else lanes) * jnp.dtype(dtype).itemsize
         rows = max(chip.block_bytes // row_bytes, page_size)
-        buffers = STAGES + -(-chip.in_flight // (rows * row_bytes))
-        return cls(rows, min(_power_of_two(buffers), 16))
+        buffers = STAGES * chip.together + -(-chip.in_flight // (rows * row_bytes))
+        return cls(rows, min(_power_of_two(buffers), 16), together=chip.together)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,6 +93,7 @@ class _Chip:
       in_flight: bytes that memory delivers in 1.5 µs.
       cores: cores that share its memory. float8: whether it converts float8 in hardware. unit: the matrix unit's side.
       float32_rows: most slots of a block of float32 pages; more would spill.
+      together: blocks of an iteration.
     """
 
     block_bytes: int
@@ -96,6 +102,7 @@ class _Chip:
     float8: bool = False
     unit: int = 128
     float32_rows: int = 512
+    together: int = 1
 
     def tile(self, lanes: int) -> tuple[int, int]:
         """Slots and lanes of float32 pages multiplied at a time: more would spill, fewer leave the unit idle."""
@@ -111,7 +118,7 @@ _CHIPS = {
     "v5e": _Chip(256 * _KIB, 1_200_000),
     "v5": _Chip(256 * _KIB, 3_700_000, cores=2),
     "v6": _Chip(512 * _KIB, 2_500_000, unit=256, float32_rows=256),
-    "tpu7": _Chip(1024 * _KIB, 5_500_000, float8=True, unit=256),
+    "tpu7": _Chip(1024 * _KIB, 5_500_000, float8=True, unit=256, together=2),
 }
 
 
@@ -148,7 +155,7 @@ def decode(problem: Problem, *, config: TpuConfig | None = None, interpret: Any 
     streams = _streams(p)
     items = _items(p, pages, by_slot, clamp=bool(streams))
     float32 = p.pages.dtype == jnp.float32
-    queries, in_memory = p.q.shape[2], float32 or p.q.shape[2] >= QUERIES
+    queries, in_memory = p.q.shape[2], _in_memory(p)
     if in_memory:
         queries = -(-queries // (8 * strips)) * 8
     static = Static(
@@ -163,6 +170,7 @@ def decode(problem: Problem, *, config: TpuConfig | None = None, interpret: Any 
         queries=queries,
         strips=strips,
         in_memory=in_memory,
+        together=blocks_together(config, p),
         scale=p.scale,
         soft_cap=p.soft_cap,
         window=None if by_slot else p.window,
@@ -250,6 +258,16 @@ def fit(config: TpuConfig, p: Problem, device_kind: str = "") -> tuple[int, int,
     while rows > least and (rows // 2 >= longest or too_many(rows)):
         rows, buffers = rows // 2, min(2 * buffers, 32)
     return max(rows, least) // page_size, buffers, strips
+
+
+def _in_memory(p: Problem) -> bool:
+    """Whether iterations pass the softmax's state on in VMEM."""
+    return p.pages.dtype == jnp.float32 or p.q.shape[2] >= QUERIES
+
+
+def blocks_together(config: TpuConfig, p: Problem) -> int:
+    """Blocks of an iteration for this problem."""
+    return 1 if _in_memory(p) else config.together
 
 
 def _items(p: Problem, pages: int, by_slot: bool, clamp: bool) -> WorkList:
@@ -350,6 +368,9 @@ def _call(
     if s.in_memory:
         scratch["softmax"] = pltpu.VMEM((2 * s.strips, 2, s.queries, LANES), jnp.float32)
         scratch["sums"] = pltpu.VMEM((2 * s.strips, 4, s.queries, lanes), jnp.float32)
+    if s.waiting:
+        scratch["scores"] = pltpu.VMEM((s.together, s.queries, s.rows), jnp.float32)
+        scratch["weights"] = pltpu.VMEM((s.together, s.queries, s.rows), jnp.bfloat16)
     scratch |= {f"{name}_ring": pltpu.VMEM((s.buffers, s.pages, s.page_size), x.dtype) for name, x in streams.items()}
     aliases = {}
     if p.with_logits:
@@ -358,8 +379,9 @@ def _call(
         aliases = {len(scalars) + len(inputs): len(outputs)}
         inputs[""] = (jnp.full(by_page.shape, NEG, by_page.dtype), device)
         outputs["logits"] = (by_page if interpret else pltpu.HBM(by_page.shape, by_page.dtype), device)
-        scratch["logits_ring"] = pltpu.VMEM((LOGITS_BUFFERS, s.pages, group, s.page_size), jnp.float32)
-        scratch["left"] = pltpu.SemaphoreType.DMA((LOGITS_BUFFERS,))
+        sent = LOGITS_BUFFERS * s.together
+        scratch["logits_ring"] = pltpu.VMEM((sent, s.pages, group, s.page_size), jnp.float32)
+        scratch["left"] = pltpu.SemaphoreType.DMA((sent,))
     _check_vector_memory(inputs, outputs, scratch)
 
     slots = batch * total * s.page_size

@@ -4,6 +4,11 @@ The loop over blocks is software-pipelined in three stages: scores, softmax, val
 at once, so that the latencies of one (matrix unit 190 cycles, maximum over lanes 140) are hidden by the others. In the
 compiler's schedule an iteration of 512 slots takes 331 cycles on v6e, and 680 without the pipeline (8 queries per head,
 D = 128, bfloat16; libtpu 0.0.42).
+
+A block of 2,048 slots keeps a TPU7x's matrix units busy for 384 cycles, and an iteration waits for its last product for
+about 250 more, beside the 540 in which memory delivers the block. So there an iteration has two blocks, of one head or
+of two: 1,051 cycles where two iterations took 1,278 (libtpu 0.0.50). Four would take 1,907 for four blocks, but need
+twice the buffers.
 """
 
 from __future__ import annotations
@@ -42,6 +47,7 @@ class Static:
         in bfloat16 as they are.
       queries: queries of an iteration. strips: iterations for all queries of a head, a power of two.
       in_memory: whether iterations pass the softmax's state on in VMEM; else in registers.
+      together: blocks of an iteration, a power of two; more than one wait for the next stage in VMEM.
       by_page: copy page by page, for the interpreter, which has no copies of a size known only at run time.
     """
 
@@ -56,6 +62,7 @@ class Static:
     queries: int
     strips: int
     in_memory: bool
+    together: int
     scale: float
     soft_cap: float | None
     window: int | None
@@ -65,6 +72,11 @@ class Static:
     @property
     def rows(self) -> int:
         return self.page_size * self.pages
+
+    @property
+    def waiting(self) -> bool:
+        """Whether a block's scores and weights wait for the next stage in VMEM; else in registers."""
+        return self.together > 1
 
     @property
     def parts(self) -> int:
@@ -81,7 +93,8 @@ class Refs:
     Device memory: kv [B P, 2, R, E] or [B P, R, E]; v_scale, position [B, P, R]; logits [B P, G, R].
     Scratch: kv_ring, v_scale_ring and position_ring with semaphores arrived [3, N]; logits_ring with left [4];
       zeros [G, 128]; by strip, of this block and the one before, softmax [2 strips, 2, G, 128] (peak, mass) and
-      sums [2 strips, 4, G, E] (sum of values; decay, peak, mass).
+      sums [2 strips, 4, G, E] (sum of values; decay, peak, mass). Of several blocks of an iteration, scores [K, G, N]
+      and weights [K, G, N].
     """
 
     count: Any
@@ -99,6 +112,8 @@ class Refs:
     zeros: Any
     softmax: Any = None
     sums: Any = None
+    scores: Any = None
+    weights: Any = None
     first_row: Any = None
     log_mass: Any = None
     query_position: Any = None
@@ -148,6 +163,22 @@ class _PageCopy:
 
 
 @dataclasses.dataclass
+class _Item:
+    """A block, of several strips of queries one of them, at one stage of an iteration.
+
+    Attributes:
+      t: its number in the list. number: the same, before it was limited to the list.
+      place: which of the iteration's blocks it is. past: whether it is beyond the list and adds nothing to the last
+        block's head; None where an iteration has one block, whose results are then not used.
+    """
+
+    t: Array
+    number: Array
+    place: int
+    past: Array | None
+
+
+@dataclasses.dataclass
 class _Program:
     r: Refs
     s: Static
@@ -161,7 +192,7 @@ class _Program:
         per_core = lax.div(r.count[0] + jnp.int32(s.cores - 1), jnp.int32(s.cores))
         begin = self.begin = pl.program_id(0) * per_core
         end = jnp.minimum(begin + per_core, r.count[0])
-        ahead = s.buffers - STAGES
+        ahead = s.buffers - STAGES * s.together
         lax.fori_loop(begin, begin + jnp.int32(s.buffers), lambda w, _: self._clear(w, end), None)
         lax.fori_loop(begin, begin + jnp.int32(ahead), lambda w, _: self._start(w, end), None)
 
@@ -174,29 +205,70 @@ class _Program:
                 self._send(w, begin, end)
 
         def iteration(t: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
-            scores, weights, *state = carry
             if s.strips == 1:
-                copies(t)
+                for number in self._numbers(t, begin):
+                    copies(number)
             else:
                 pl.when((t & (strips - 1)) == 0)(lambda: copies(self._block(t)))
-            # The first two iterations have no block for the last stage, and the last two none for the first. They use
-            # the list's first or last block instead, and their results are overwritten or not used.
-            newest, middle, oldest = (jnp.clip(t - jnp.int32(i), begin * strips, end * strips - 1) for i in range(3))
-            acc = self._values(oldest, weights, *state)
-            peak, mass, decay, weights = self._softmax(middle, scores, *state[1:3])
-            scores = self._scores(newest, t)
-            return scores, weights, *((decay, peak, mass, acc) if state else ())
+            newest, middle, oldest = (self._items(t, stage, begin, end) for stage in range(STAGES))
+            scores, weights, *state = (None, None, *carry) if s.waiting else carry
+            # Of each block decay, peak and mass, and the sum of values; nothing where they are in memory.
+            *passed, acc = state or [None]
+            for i, item in enumerate(oldest):
+                acc = self._values(item, weights, *passed[3 * i : 3 * i + 3], *([acc] if state else ()))
+            state = passed[-2:]
+            passed = []
+            for item in middle:
+                peak, mass, decay, weights = self._softmax(item, scores, *state)
+                passed += [decay, peak, mass]
+                state = state and [peak, mass]
+            for item in newest:
+                scores = self._scores(item)
+            waiting = () if s.waiting else (scores, weights)
+            return *waiting, *((*passed, acc) if state else ())
 
         group, lanes = r.zeros.shape[0], r.q.shape[2]
         # Loaded from memory: a constant would have a replicated layout, which the loop cannot carry as a vector.
         zeros = r.zeros[...]
         scores = jnp.full((group, s.rows), jnp.float32(NEG))
         weights, acc = jnp.zeros((r.q.shape[1], s.rows), jnp.bfloat16), jnp.zeros((group, lanes), jnp.float32)
-        state = () if s.in_memory else (zeros, zeros + jnp.float32(NEG), zeros, acc)
-        last = jnp.where(begin < end, end * strips + jnp.int32(STAGES - 1), begin * strips)
-        lax.fori_loop(begin * strips, last, iteration, (scores, weights, *state))
+        waiting = () if s.waiting else (scores, weights)
+        for i in range(s.together if s.waiting else 0):
+            r.scores[i], r.weights[i] = scores, weights
+        state = () if s.in_memory else (*(zeros, zeros + jnp.float32(NEG), zeros) * s.together, acc)
+        last = jnp.where(begin < end, self._iterations(begin, end) + jnp.int32(STAGES - 1), begin * strips)
+        lax.fori_loop(begin * strips, last, iteration, (*waiting, *state))
         if r.logits is not None:
-            pl.when(begin < end)(lambda: self._logits_copy(end - jnp.int32(1)).wait())
+            for number in self._numbers(last - jnp.int32(STAGES), begin):
+                pl.when((begin < end) & (number < end))(lambda w=number: self._logits_copy(w).wait())
+
+    def _numbers(self, t: Array, begin: Array) -> list[Array]:
+        """The list's items that an iteration begins with; the list may end before."""
+        if self.s.together == 1:
+            return [t]
+        first = begin + (t - begin) * jnp.int32(self.s.together)
+        return [first + jnp.int32(i) for i in range(self.s.together)]
+
+    def _items(self, t: Array, stage: int, begin: Array, end: Array) -> list[_Item]:
+        """What a stage of an iteration works on; stage 0 on the newest.
+
+        The first two iterations have nothing for the last stage, and the last two nothing for the first. They use the
+        list's first or last block instead, and their results are overwritten or not used.
+        """
+        strips, back = jnp.int32(self.s.strips), jnp.int32(stage * self.s.together)
+        items = []
+        for place, newest in enumerate(self._numbers(t, begin)):
+            number = newest - back
+            past = number >= end if self.s.waiting else None
+            items.append(_Item(jnp.clip(number, begin * strips, end * strips - 1), number, place, past))
+        return items
+
+    def _iterations(self, begin: Array, end: Array) -> Array:
+        """The iteration after the last that has a new block."""
+        if self.s.together == 1:
+            return end * jnp.int32(self.s.strips)
+        count = end - begin + jnp.int32(self.s.together - 1)
+        return begin + lax.shift_right_logical(count, jnp.int32(self.s.together.bit_length() - 1))
 
     # Copies.
 
@@ -282,10 +354,12 @@ class _Program:
             ref[now, kind, :, : added.shape[1]] = added
         return ref[before, kind, :, : added.shape[1]]
 
-    def _first(self, w: Array) -> Array:
+    def _first(self, item: _Item) -> Array:
         """Whether the item is its segment's first on this core; another core may have the ones before."""
+        w = self._block(item.t)
         first = (self.r.flags[w] & jnp.int32(FIRST)) != 0
-        return first if self.s.cores == 1 else first | (w == self.begin)
+        first = first if self.s.cores == 1 else first | (w == self.begin)
+        return first if item.past is None else first & ~item.past
 
     def _row(self, ring: Any, w: Array) -> Array:
         """A stream's numbers for a block, [1, rows]."""
@@ -307,13 +381,15 @@ class _Program:
 
         return product(a, (s.rows, lanes), load, s.tile, 1 - half)
 
-    def _scores(self, t: Array, iteration: Array) -> Array:
+    def _scores(self, item: _Item) -> Array:
         """Scores [G, rows], NEG where masked; by selection, so that NaN keys past the length have no effect."""
-        r, s, w = self.r, self.s, self._block(t)
+        r, s, t = self.r, self.s, item.t
+        w = self._block(t)
         segment, low = r.segment[w], r.low[w]
         raw = self._product(r.q[self._of_strip(segment, t)], w, 0)
         column = lax.broadcasted_iota(jnp.int32, raw.shape, 1)
-        visible = (column >= low) & (column < r.high[w])
+        high = r.high[w] if item.past is None else jnp.where(item.past, jnp.int32(0), r.high[w])
+        visible = (column >= low) & (column < high)
         bias = None
         if r.position is not None:
             row = lax.div(segment, jnp.int32(s.heads))
@@ -341,28 +417,36 @@ class _Program:
             logits = scores if s.logits_scale is None else scored(s.logits_scale)
             for i in range(s.pages):
                 columns = logits[: r.logits_ring.shape[2], i * s.page_size : (i + 1) * s.page_size]
-                r.logits_ring[iteration & jnp.int32(LOGITS_BUFFERS - 1), i] = columns
+                r.logits_ring[self._logits_slot(item.number), i] = columns
+        if s.waiting:
+            r.scores[item.place] = scores
         return scores
 
-    def _softmax(self, t: Array, scores: Array, *state: Array) -> tuple[Array, Array, Array, Array]:
+    def _softmax(self, item: _Item, scores: Any, *state: Array) -> tuple[Array, Array, Array, Array]:
         """Peak and mass with this block, the decay of the earlier mass, and the block's weights.
 
         The mass is kept per lane; the sum over lanes is taken when a result is written, off this stage's critical path.
         """
-        r, s, w = self.r, self.s, self._block(t)
-        first = self._first(w)
-        largest = jnp.max(scores, axis=1, keepdims=True)
+        r, s, t = self.r, self.s, item.t
+        w = self._block(t)
+        first = self._first(item)
+
+        def columns() -> list[Array]:
+            """The scores, a register's lanes at a time; those that wait are loaded anew, and not held meanwhile."""
+            from_memory = r.scores.at[item.place] if s.waiting else scores
+            return [from_memory[:, i : i + LANES] for i in range(0, s.rows, LANES)]
+
+        largest = jnp.max(functools.reduce(jnp.maximum, columns()) if s.waiting else scores, axis=1, keepdims=True)
         if s.in_memory:
             largest = jnp.broadcast_to(largest, r.zeros.shape)
         peak = self._before(r.softmax, t, 0, largest) if s.in_memory else state[0]
         before = jnp.where(first, jnp.float32(NEG), peak)
         peak = jnp.maximum(before, largest)
         decay = jnp.where(first, jnp.float32(0), jnp.exp(before - peak))
-        columns = [scores[:, i : i + LANES] for i in range(0, s.rows, LANES)]
-        weights = [jnp.exp(x - peak) for x in columns]
+        weights = [jnp.exp(x - peak) for x in columns()]
         if r.position is not None and s.window is not None:  # In a block that is all masked, every weight is exp(0).
             weights = [
-                jnp.where(x > jnp.float32(NEG), y, jnp.float32(0)) for x, y in zip(columns, weights, strict=True)
+                jnp.where(x > jnp.float32(NEG), y, jnp.float32(0)) for x, y in zip(columns(), weights, strict=True)
             ]
         total = functools.reduce(jnp.add, weights)
         mass = self._before(r.softmax, t, 1, total) if s.in_memory else state[1]
@@ -376,21 +460,24 @@ class _Program:
         weight = jnp.concatenate(weights, axis=1)
         if r.v_scale is not None:
             weight = weight * self._row(r.v_scale_ring, w)
-        return peak, mass, decay, weight.astype(jnp.bfloat16) if s.tile is None else stacked_parts(weight)
+        weight = weight.astype(jnp.bfloat16) if s.tile is None else stacked_parts(weight)
+        if s.waiting:
+            r.weights[item.place] = weight
+        return peak, mass, decay, weight
 
-    def _values(self, t: Array, weights: Array, *state: Array) -> Array:
+    def _values(self, item: _Item, weights: Any, *state: Array) -> Array:
         """Sum of values with this block; also written as the segment's result, which its next block overwrites."""
-        r, s, w = self.r, self.s, self._block(t)
+        r, s, t = self.r, self.s, item.t
+        w = self._block(t)
         segment = self._of_strip(r.segment[w], t)
-        added = self._product(weights, w, 1)
+        added = self._product(r.weights[item.place] if s.waiting else weights, w, 1)
         if s.in_memory:
             acc, now = self._before(r.sums, t, 0, added), self._slots(t)[0]
             decay, peak, mass = (r.sums[now, i, :, :LANES] for i in range(1, 4))
         else:
             decay, peak, mass, acc = state
-        first = self._first(w)
         # By selection: before the list's first block the sum may be NaN.
-        acc = jnp.where(first, added, decay[:, :1] * acc + added)
+        acc = jnp.where(self._first(item), added, decay[:, :1] * acc + added)
         if s.in_memory:
             r.sums[self._slots(t)[0], 0] = acc
         total = jnp.sum(mass, axis=1, keepdims=True)
@@ -408,9 +495,12 @@ class _Program:
 
     # Returned scores.
 
+    def _logits_slot(self, w: Array) -> Array:
+        return w & jnp.int32(LOGITS_BUFFERS * self.s.together - 1)
+
     def _logits_copy(self, w: Array) -> _PageCopy:
         """Copy of an item's scores to its own pages of the result."""
-        r, slot = self.r, w & jnp.int32(LOGITS_BUFFERS - 1)
+        r, slot = self.r, self._logits_slot(w)
         page, first = r.page[w] - self._first_row() * jnp.int32(self.s.row_pages), self._pages(r.low[w])
         return _PageCopy(
             source=lambda first, pages: r.logits_ring.at[slot, pl.ds(first, pages)],
@@ -421,8 +511,8 @@ class _Program:
             by_page=self.s.by_page,
         )
 
-    def _send(self, iteration: Array, begin: Array, end: Array) -> None:
+    def _send(self, number: Array, begin: Array, end: Array) -> None:
         """Copy out the scores of the iteration before; a copy between the stages would keep them from overlapping."""
-        written, gone = iteration - jnp.int32(1), iteration - jnp.int32(LOGITS_BUFFERS - 1)
+        written, gone = (number - jnp.int32(i * self.s.together) for i in (1, LOGITS_BUFFERS - 1))
         pl.when((written >= begin) & (written < end))(lambda: self._logits_copy(written).start())
         pl.when(gone >= begin)(lambda: self._logits_copy(gone).wait())

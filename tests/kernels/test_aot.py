@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from tools.aot import cases_decode, kernels_page, tpu_profile
+from tools.aot import cases_decode, kernels_page, seconds, steps, tpu_profile
 from tools.aot import compile as aot_compile
 from tools.aot.cases import Case, collect
 from tools.aot.compile import Result, _broken, selected
@@ -111,3 +111,36 @@ def test_a_case_of_which_nothing_can_be_read_is_asked_for_again_in_a_new_process
     assert ended.value.code == aot_compile.AGAIN
     assert [json.loads(line)["case"] for line in out.read_text().splitlines()] == ["a", "a", "b"]
     assert run(1) == ["b"]
+
+
+def test_a_section_is_replaced_where_it_is_or_added_at_the_end():
+    page = kernels_page.with_section("# Page\n\n## a\n\nx\n\n## b\n\ny\n", "c", "z\n")
+    assert page == "# Page\n\n## a\n\nx\n\n## b\n\ny\n\n## c\n\nz\n"
+    page = kernels_page.with_section(page, "b", "new")
+    assert page == "# Page\n\n## a\n\nx\n\n## b\n\nnew\n\n## c\n\nz\n"
+    assert kernels_page.with_section(page, "c", "z") == page
+
+
+def test_seconds_are_the_least_of_each_stage_and_compared_with_32_layers():
+    def run(layers: int, *taken: float) -> seconds.Measured:
+        stages = dict(zip(seconds.STAGES, taken, strict=True))
+        return seconds.Measured("v5e", "8B" if layers < 80 else "70B", layers, "decode", stages, 1000 * layers)
+
+    best = seconds.least([run(32, 1, 1, 9), run(32, 2, 0.5, 8)])
+    assert best.seconds == {"trace": 1, "lower": 0.5, "compile": 8}
+    text = seconds.section([run(8, 1, 1, 3), best, run(80, 1, 1, 17)], 2)
+    rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| v5e")]
+    assert [row[7] for row in rows] == ["0.53", "1.00", "2.00"]
+    assert rows[1][2:7] == ["Llama 3.1 8B, 32 layers", "1.0", "0.5", "8.0", "9.5"]
+    assert "A layer of 8B adds 0.19 s (v5e, decode)." in text
+
+
+def test_page_of_steps_has_a_row_a_policy_and_counts_programs():
+    made = [
+        steps.Step(target, policy, 2_000_000_000, 0.002, 0.003, 2_500_000_000, 0, program)
+        for target, program in (("v5e", "a"), ("v6e", "b"))
+        for policy in ("full", "lagkv:ratio=0.125")
+    ]
+    page = steps.render(made, 32, {"jax": "0.12"})
+    assert "| full | 2.00 | 3.00 / 2.00 ms, 1.25 | 3.00 / 2.00 ms, 1.25 |" in page
+    assert "The 4 cells are 2 compiled programs." in page and "jax 0.12. `python -m tools.aot.steps" in page

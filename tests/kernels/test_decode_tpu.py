@@ -16,6 +16,8 @@ from tools.aot import cases_decode
 
 # The interpreter carries whole rings from turn to turn; small ones still hold several blocks of a head.
 SMALL = tpu.TpuConfig(rows=128, buffers=4)
+#: Two blocks an iteration, of one head or of two.
+TWO = tpu.TpuConfig(rows=128, buffers=8, together=2)
 ARRAYS = ("q", "pages", "length", "log_mass", "k_scale", "v_scale", "position", "query_position", "first_row", "starts")
 
 
@@ -69,6 +71,28 @@ class TestTpu(DecodeBase):
             np.testing.assert_allclose(got.out, want.out, atol=2e-5, rtol=2e-5)
             np.testing.assert_allclose(got.lse, want.lse, atol=2e-5, rtol=2e-5)
 
+    @pytest.mark.parametrize(
+        ("case", "cores"),
+        [
+            # Odd and even numbers of blocks; heads of one block, of which the list's end has one, and of none.
+            (Case(((70, 300, 0), (0, 0, 0), (5, 513, 1)), (10, 40, 1), log_mass=True), 1),
+            (Case(((700, 5, 129), (130, 250, 1)), (44, 16, 9), window=200, soft_cap=20.0), 2),
+            (Case(((1,),), (1,), group=1), 1),
+            (Case(((300, 5),), (3, 1), page_size=128, dtype=jnp.int8, alibi=True, window=300, with_logits=True), 1),
+            (by_row(((300, 100), (100, 500)), ((5, 1), (1, 5)), page_size=128, with_logits=True), 2),
+        ],
+        ids=["odd", "window", "one", "logits", "runs by row"],
+    )
+    def test_two_blocks_an_iteration(self, case, cores):
+        case = case if case.dtype == jnp.int8 else dataclasses.replace(case, dtype=jnp.bfloat16)
+        problem = build(case, "stacked")
+        wide = dataclasses.replace(problem, q=problem.q.astype(jnp.float32))
+        want, got = oracle(wide), decode(problem, dataclasses.replace(TWO, cores=cores))
+        np.testing.assert_allclose(np.asarray(got.out, np.float32), want.out, atol=2e-2, rtol=2e-2)
+        np.testing.assert_allclose(got.lse, want.lse, atol=2e-2, rtol=2e-2)
+        if case.with_logits:
+            np.testing.assert_allclose(got.logits, want.logits, atol=8e-2, rtol=2e-2)
+
     @pytest.mark.parametrize(("runs", "lengths"), [((3,), (300,)), ((5, 1), (600, 100))], ids=["alone", "largest"])
     def test_blocks_of_streams_are_no_longer_than_a_row(self, runs, lengths):
         """A power of two of pages may be more than a row of the batch has, which a copy would begin before."""
@@ -103,8 +127,14 @@ class TestTpu(DecodeBase):
             SMALL,
         ),
         (by_row(((300, 5), (1, 440)), ((20, 9), (1, 28)), log_mass=True), SMALL),
+        # Two blocks an iteration: an odd number on each of two cores, and the scores on their way out.
+        (Case(((600, 5),), (38, 1), dtype=jnp.bfloat16), dataclasses.replace(TWO, cores=2)),
+        (
+            Case(((900, 5),), (8, 1), page_size=128, dtype=jnp.int8, alibi=True, window=2000, with_logits=True),
+            TWO,
+        ),
     ],
-    ids=["ring", "cores", "streams", "runs by row"],
+    ids=["ring", "cores", "streams", "runs by row", "two together", "two together, streams"],
 )
 def test_no_copy_races_with_what_is_read(case, config):
     from jax._src.pallas.mosaic.interpret import interpret_pallas_call
@@ -112,7 +142,8 @@ def test_no_copy_races_with_what_is_read(case, config):
     problem = build(case, "stacked")
     interpret = pltpu.InterpretParams(detect_races=True, num_cores_or_threads=config.cores or 1)
     got = decode(problem, config, interpret)
-    np.testing.assert_allclose(got.out, reference.decode(problem).out, atol=2e-2, rtol=2e-2)
+    want = reference.decode(dataclasses.replace(problem, q=problem.q.astype(jnp.float32)))
+    np.testing.assert_allclose(np.asarray(got.out, np.float32), want.out, atol=2e-2, rtol=2e-2)
     assert not interpret_pallas_call.races.races_found
 
 
@@ -202,7 +233,7 @@ def test_default_blocks_fit_the_vector_memory_of_every_chip(kind):
 
 
 def test_a_config_that_cannot_be_is_refused():
-    for wrong in ({"rows": 500}, {"buffers": 6}, {"buffers": 2}):
+    for wrong in ({"rows": 500}, {"buffers": 6}, {"buffers": 2}, {"together": 3}, {"buffers": 4, "together": 2}):
         with pytest.raises(ValueError, match="powers of two"):
             tpu.TpuConfig(**wrong)
 

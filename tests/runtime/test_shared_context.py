@@ -10,7 +10,7 @@ import pytest
 import kvjax
 from kvjax.cache.buckets import NEW_TOKENS, prompt_bucket
 from kvjax.cache.cache import materialised
-from kvjax.memory_needs import cache_bytes
+from kvjax.memory_needs import cache_bytes, shared_context_bytes
 from kvjax.runtime import reading
 
 RNG = np.random.default_rng(0)
@@ -165,3 +165,43 @@ def test_a_limit_that_holds_the_context_once_is_enough(tiny_model, monkeypatch):
     answers(tiny_model, **request, memory_limit=plan.total_bytes)
     with pytest.raises(kvjax.DoesNotFit):
         answers(tiny_model, **request, memory_limit=plan.total_bytes - plan.context_bytes)
+
+
+@pytest.mark.parametrize(
+    "policy", ["full", LAG, *(pytest.param(policy, marks=pytest.mark.slow) for policy in (SHARING[3], SHARING[4]))]
+)
+def test_samples_share_a_long_prompt(tiny_model, monkeypatch, policy):
+    """Read once; the answers are those of copies, and what is planned is what is allocated."""
+    options = {"policy": policy, "n": 3, "temperature": 1.0, "seed": 4, "max_new_tokens": 30, "logprobs": True}
+    copied = kvjax.generate(tiny_model, CONTEXT, **options)
+    assert copied[0].stats.shared_cache_bytes == 0  # shorter than what is worth it
+    monkeypatch.setattr("kvjax.request.SHARED_PROMPT", len(CONTEXT))
+    got = kvjax.generate(tiny_model, CONTEXT, **options)
+    same(got, copied)
+    assert len({sample.tokens for sample in got}) > 1
+    stats, parsed = got[0].stats, kvjax.policies.parse(policy)
+    planned = shared_context_bytes(tiny_model.config, parsed, 3, len(CONTEXT), 0, NEW_TOKENS, jnp.float32)
+    assert (stats.device_cache_bytes, stats.shared_cache_bytes) == planned
+    # A sample can be gone on with, and so can all of them.
+    more = [[9, 8, 7]] * 3
+    goes_on = [kvjax.generate(tiny_model, more, cache=[x.cache for x in found]) for found in (got, copied)]
+    assert [x.tokens for x in goes_on[0]] == [x.tokens for x in goes_on[1]]
+
+
+def test_samples_that_outgrow_their_room_still_share(monkeypatch):
+    import toys
+
+    lm = toys.tiny_model(max_position=2048)
+    options = {"n": 2, "temperature": 1.0, "max_new_tokens": 300}
+    copied = kvjax.generate(lm, CONTEXT, **options)
+    monkeypatch.setattr("kvjax.request.SHARED_PROMPT", len(CONTEXT))
+    got = kvjax.generate(lm, CONTEXT, **options)
+    assert [x.tokens for x in got] == [x.tokens for x in copied] and len(got[0].tokens) == 300
+    assert got[0].cache.context is not None
+
+
+@pytest.mark.parametrize("how", [{"policy": "h2o:budget=48"}, {"storage": "int8"}])
+def test_samples_that_may_not_share_copy(tiny_model, monkeypatch, how):
+    monkeypatch.setattr("kvjax.request.SHARED_PROMPT", len(CONTEXT))
+    got = kvjax.generate(tiny_model, CONTEXT, n=2, max_new_tokens=2, **how)
+    assert got[0].stats.shared_cache_bytes == 0 and got[0].cache.context is None

@@ -10,6 +10,7 @@ spilled registers, bundles. Targets of a platform are compiled by that platform'
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import datetime
 import json
 import os
@@ -22,9 +23,9 @@ from scripts.fetch_libtpu import compiler_path
 from tools.aot import kernels_page
 from tools.aot.cases import MODULES
 from tools.aot.compile import AGAIN, Result
+from tools.aot.processes import ROOT, versions
 from tools.aot.targets import Target, platform, targets
 
-ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("jax", "jaxlib", "libtpu", "jax-cuda13-plugin", "nvidia-cuda-nvcc")
 
 
@@ -55,18 +56,6 @@ def compile_target(target: Target, python: str, chosen: dict[str, str]) -> list[
             results.append(Result(**lines[-1], error=f"the compiler's process ended: {said[-1] if said else ''}"))
 
 
-def versions(python: str) -> dict[str, str]:
-    """The versions of what compiles, as installed there."""
-    code = (
-        "import importlib.metadata as m, json, sys\n"
-        "found = {d.metadata['Name'].lower(): d.version for d in m.distributions()}\n"
-        "print(json.dumps({name: found[name] for name in sys.argv[1:] if name in found}))"
-    )
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(compiler_path(python))}
-    asked = subprocess.run([python, "-c", code, *PACKAGES], env=environment, capture_output=True, check=True)
-    return json.loads(asked.stdout)
-
-
 def main() -> None:
     """See the module's docstring."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -75,6 +64,7 @@ def main() -> None:
     parser.add_argument("--named", default="", help="part of the cases' names, a regular expression")
     parser.add_argument("--modules", default=",".join(MODULES), help="modules with a function cases(), comma-separated")
     parser.add_argument("--out", type=Path, help="the page; printed if not given")
+    parser.add_argument("--results", type=Path, help="a file of the targets that were compiled already, to go on from")
     parser.add_argument("--tpu-python", default=str(ROOT / ".venv-aot-tpu/bin/python"))
     parser.add_argument("--gpu-python", default=str(ROOT / ".venv-aot-gpu/bin/python"))
     options = parser.parse_args()
@@ -84,12 +74,18 @@ def main() -> None:
     if unknown:
         raise SystemExit(f"No target {', '.join(unknown)}; there are {', '.join(known)}.")
     chosen = {name: getattr(options, name) for name in ("modules", "operations", "named")}
+    kept: Path | None = options.results
+    held = json.loads(kept.read_text()) if kept is not None and kept.exists() else {}
     results: list[Result] = []
     found: dict[str, str] = {}
     for name in names:
         python = getattr(options, f"{known[name].platform}_python")
-        found |= versions(python)
-        results += compile_target(known[name], python, chosen)
+        found |= versions(python, *PACKAGES)
+        if name not in held:
+            held[name] = [dataclasses.asdict(result) for result in compile_target(known[name], python, chosen)]
+        if kept is not None:
+            kept.write_text(json.dumps(held))
+        results += [Result(**result) for result in held[name]]
         wrong = [result for result in results if result.target == name and not result.ok]
         print(f"{name}: {sum(x.target == name for x in results)} cases, {len(wrong)} fail", file=sys.stderr)
         for result in wrong:

@@ -13,7 +13,7 @@ import numpy as np
 from pallas_kernels.pages import Lanes, Pages, Stacked
 from pallas_kernels.ragged_decode import ragged_decode
 from pallas_kernels.ragged_decode.decode_problem import Problem
-from pallas_kernels.ragged_decode.tpu import TpuConfig, fit, row_lanes
+from pallas_kernels.ragged_decode.tpu import TpuConfig, blocks_together, fit, row_lanes
 from tools.aot.cases import Case
 
 BATCH, HEADS = 8, 8
@@ -140,8 +140,9 @@ def _tpu(name: str, shape: Shape, rows: int = 0, **keywords: Any) -> Case:
     block_bytes = {}
     for target, kind in KINDS.items():
         own = TpuConfig.default(kind, shape.page_size, row_lanes(problem) // 2, pages.dtype)
-        count, _, strips = fit(keywords["options"]["config"] if rows else own, problem, kind)
-        block_bytes[target] = count * shape.page_size * pages.row_nbytes // strips
+        config = keywords["options"]["config"] if rows else own
+        count, _, strips = fit(config, problem, kind)
+        block_bytes[target] = count * shape.page_size * pages.row_nbytes * blocks_together(config, problem) // strips
     return case(name, shape, "tpu", ("tpu",), block_bytes=block_bytes, **keywords)
 
 

@@ -11,7 +11,8 @@ Every kernel, compiled ahead of time by each chip's own compiler on a machine wi
 this page. **Nothing here was timed on an accelerator.** A cell shows, where known:
 
 - `327/280 cycles`: the scheduled length of one iteration of the kernel's loop, and the cycles in which HBM delivers
-  what that iteration reads. The kernel is bound by memory bandwidth if the first is smaller.
+  what that iteration reads. The kernel is bound by memory bandwidth if the first is smaller. An iteration of
+  `ragged_decode` is one block, on tpu7x by default two, where a head has fewer than 32 queries and is not float32.
 - `134 b`: bundles, the VLIW instructions of that iteration; the other cycles are stalls.
 - `96 r`: registers per thread, on GPUs. `spills`: register spills, if there are any. A TPU has 64 vector registers of
   4 KB. `prefill` and `attention_mass` keep their scores, and the bfloat16 parts of float32 numbers, in scratch buffers
@@ -41,6 +42,14 @@ def render(results: Sequence[Result], versions: Mapping[str, str], date: str) ->
         lines = (f"- {x.operation}, {x.case}, {x.target}: {x.error or '; '.join(x.broken)}" for x in wrong)
         parts.append("## What fails\n\n" + "\n".join(lines) + "\n")
     return "\n".join(parts)
+
+
+def with_section(page: str, heading: str, text: str) -> str:
+    """The page with this section: in the place of the one of that heading, or at its end."""
+    before, found, rest = page.partition(f"## {heading}\n")
+    _, more, after = rest.partition("\n## ")
+    made = f"{before.rstrip()}\n\n## {heading}\n\n{text.strip()}\n"
+    return made + more + after if found else made
 
 
 def _table(results: Sequence[Result]) -> str:

@@ -14,14 +14,11 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import os
-import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
-from scripts.fetch_libtpu import compiler_path
 from tools.aot.mesh_page import (
     NEW,
     PREFILL_LAYERS,
@@ -35,8 +32,7 @@ from tools.aot.mesh_page import (
     render,
 )
 from tools.aot.mesh_rounds import BATCH, compile_rounds
-
-ROOT = Path(__file__).resolve().parents[2]
+from tools.aot.processes import last_line, versions
 
 #: Topology, data axis, model axis, policy; 8 KV heads on 16 devices share their pages by two.
 CASES = (
@@ -54,66 +50,27 @@ def compile_case(
 ) -> dict[str, Any]:
     """The plan of a case, and XLA's analysis of its programs; in the process that has the TPU's compiler."""
     import jax
-    import jax.numpy as jnp
     from jax.experimental import topologies
 
-    from kvjax.bench.shapes import shapes
-    from kvjax.cache.buckets import NEW_TOKENS, prompt_bucket
-    from kvjax.cache.layout import layout_on
-    from kvjax.cache.quantisation import Storage
-    from kvjax.model.decoder import abstract_decoder
     from kvjax.planning import plan
     from kvjax.policies import parse
-    from kvjax.runtime.programs import DECODE_CHUNK, PREFILL_FRESH
-    from kvjax.runtime.synthetic import benchmark_controls, decode_state
-    from kvjax.sharding.mesh import Mesh, near_grid
-    from kvjax.sharding.partition import Partition
-    from kvjax.sharding.placement import ROWS, cache_specs, of_all, weight_specs
     from kvjax.sharding.report import collectives
+    from tools.aot.whole_model import DTYPE, LLAMA_8B, whole_model
 
-    config = dataclasses.replace(shapes()["llama-3.1-8b"], num_layers=layers)
-    devices = topologies.get_topology_desc(platform="tpu", topology_name=topology)
-    mesh = Mesh(data, model, tuple(near_grid(data, model, devices.devices).flat))
-    part, storage = Partition(mesh, config, parse(policy)), Storage(layout=layout_on("tpu", config.head_dim))
-    dtype, everywhere = jnp.dtype("bfloat16"), jax.sharding.NamedSharding(mesh.jax, jax.sharding.PartitionSpec())
-    rows = jax.sharding.NamedSharding(mesh.jax, ROWS)
-
-    def ints(*shape: int, where: Any = rows) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=where)
-
-    leaves, tree = jax.tree.flatten(abstract_decoder(config, dtype))
-    specs = weight_specs(jax.tree.unflatten(tree, leaves), mesh)
-    placed = [
-        jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=jax.sharding.NamedSharding(mesh.jax, spec))
-        for x, spec in zip(leaves, specs, strict=True)
-    ]
-    params = jax.tree.unflatten(tree, placed)
-    room = prompt_bucket(PROMPT)
+    config = dataclasses.replace(LLAMA_8B, num_layers=layers)
+    devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
+    made = whole_model(config, devices, data, model, parse(policy), batch=BATCH, prompt=PROMPT)
     result: dict[str, Any] = {}
-    with jax.sharding.use_abstract_mesh(mesh.jax.abstract_mesh):
-        rooms = {"prompt_capacity": room, "new_capacity": NEW_TOKENS, "dtype": dtype, "storage": storage}
-        local = jax.eval_shape(lambda: part.empty(BATCH // data, *rooms.values()))
-        cache = part.all(of_all(local, cache_specs(local), mesh))
-        made = plan(
-            config, prompt_tokens=PROMPT, batch=BATCH, policy=part.policy, max_new_tokens=NEW, dtype=dtype,
-            storage=storage, memory_limit=1 << 50, mesh=mesh,
+    with jax.sharding.use_abstract_mesh(made.mesh.abstract_mesh):
+        planned = plan(
+            config, prompt_tokens=PROMPT, batch=BATCH, policy=made.device.policy, max_new_tokens=NEW, dtype=DTYPE,
+            storage=made.storage, memory_limit=1 << 50, mesh=made.device.mesh,
         )  # fmt: skip
-        state = jax.eval_shape(lambda cache: decode_state(config, cache), cache)
-        state = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=rows if x.ndim else everywhere), state
-        )
-        state = dataclasses.replace(state, cache=cache)
-        controls = jax.eval_shape(lambda: benchmark_controls(config, BATCH))
-        controls = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere), controls)
-        programs = {
-            "decode": lambda: DECODE_CHUNK.lower(part, params, state, controls, ints(where=everywhere)),
-            "prefill": lambda: PREFILL_FRESH.lower(part, params, ints(BATCH, room), ints(BATCH), ints(BATCH), **rooms),
-        }
-        for name, lower in () if plan_only else programs.items():
+        for name, trace in () if plan_only else made.programs.items():
             if only not in ("", name):
                 continue
             began = time.perf_counter()
-            compiled = lower().compile()
+            compiled = trace().lower().compile()
             memory = compiled.memory_analysis()
             result[name] = {
                 "arguments": memory.argument_size_in_bytes,
@@ -124,9 +81,9 @@ def compile_case(
                 "collectives": collectives(compiled.as_text()),
                 "seconds": time.perf_counter() - began,
             }
-    pool_bytes = made.cache_bytes // layers
+    pool_bytes = planned.cache_bytes // layers
     sizes = {"layer_bytes": pool_bytes, "logits_bytes": BATCH // data * config.vocab_size * 4}
-    return result | {"plan": {name: getattr(made, name) for name in _PLANNED}} | sizes
+    return result | {"plan": {name: getattr(planned, name) for name in _PLANNED}} | sizes
 
 
 _PLANNED = ("weights_bytes", "cache_bytes", "prefill_peak_bytes", "total_bytes", "cache_over_even")
@@ -141,22 +98,9 @@ def _here(options: argparse.Namespace) -> None:
         print(json.dumps(compile_rounds(**case, layers=options.layers)))
 
 
-def _environment(python: str) -> dict[str, str]:
-    """The environment of a process that compiles for TPUs."""
-    return os.environ | {
-        "PYTHONPATH": os.pathsep.join([str(ROOT), *compiler_path(python)]),
-        "JAX_PLATFORMS": "cpu",
-        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-        "TPU_SKIP_MDS_QUERY": "1",
-    }
-
-
 def _compile(python: str, case: dict[str, Any], layers: int, *flags: str) -> dict[str, Any]:
-    command = [python, "-m", "tools.aot.mesh", "--layers", str(layers), "--here", json.dumps(case), *flags]
-    ended = subprocess.run(command, env=_environment(python), cwd=ROOT, capture_output=True, text=True, check=False)
-    if ended.returncode:
-        raise SystemExit(f"{case}: {ended.stderr[-3000:]}")
-    return case | json.loads(ended.stdout.splitlines()[-1])
+    how = ("-m", "tools.aot.mesh", "--layers", str(layers), "--here", json.dumps(case))
+    return case | json.loads(last_line(python, *how, *flags))
 
 
 def _known(python: str, case: dict[str, Any], layers: int, results: Path | None) -> dict[str, Any]:
@@ -208,13 +152,16 @@ def main() -> None:
         _known(options.tpu_python, dict(zip(names[:3], mesh, strict=True)), options.layers, options.results)
         for mesh in sorted(meshes)
     ]
-    code = "import jax, importlib.metadata as m; print(f\"jax {jax.__version__}, libtpu {m.version('libtpu')}\")"
-    asked = subprocess.run(
-        [options.tpu_python, "-c", code],
-        env=_environment(options.tpu_python), capture_output=True, text=True, check=True,
-    )  # fmt: skip
+    found = versions(options.tpu_python, "jax", "libtpu")
     flags = f"--layers {options.layers}" + (f" --cases {options.cases}" if options.cases else "")
-    page = render(results, prefills, rounds, flags, options.layers, asked.stdout.strip())
+    page = render(
+        results,
+        prefills,
+        rounds,
+        flags,
+        options.layers,
+        ", ".join(f"{name} {version}" for name, version in found.items()),
+    )
     if options.out is None:
         print(page)
     else:
