@@ -9,13 +9,18 @@ import numpy as np
 
 from kvjax.model.group_quantised import GroupFormat
 
+#: How the numbers of a quantised tensor can be kept: in groups of its last axis, as int8 with a scale for each of its
+#: outputs, or, where neither holds them, rounded to int8.
+Format = GroupFormat | Literal["int8", "rounded"]
+
 
 class Numbers(NamedTuple):
     """Rows of a tensor as it is quantised; see :class:`kvjax.model.group_quantised.GroupQuantised`.
 
     Attributes:
       whole: int8 [..., K]; of 4 bits from -8 to 7.
-      scale, minimum: [..., K / G], in the dtype of the format; the second is None where there are none.
+      scale, minimum: [..., K / G], in the dtype of the format; the second is None where there are none. Of "int8" one
+        float32 scale a row.
     """
 
     whole: np.ndarray
@@ -29,8 +34,7 @@ class Checkpoint(Protocol):
     Attributes:
       origin: the file or folder, for messages.
       shapes: shape of every tensor, slowest axis first ([out, in] for a linear layer).
-      formats: of each tensor that is quantised how its own numbers can be kept: in groups of its last axis, or, where
-        that would take more than a byte a number, rounded to "int8".
+      formats: of each tensor that is quantised how its own numbers can be kept.
     """
 
     origin: str
@@ -39,14 +43,14 @@ class Checkpoint(Protocol):
     def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
 
     @property
-    def formats(self) -> Mapping[str, GroupFormat | Literal["int8"]]: ...
+    def formats(self) -> Mapping[str, Format]: ...
 
     def read(self, name: str, start: int, stop: int) -> np.ndarray:
         """Elements ``start:stop`` of the first axis, as a fresh array of any float dtype; threads may call it."""
         ...
 
     def numbers(self, name: str, start: int, stop: int) -> Numbers:
-        """Elements ``start:stop`` of the first axis of a tensor that has a format of groups, as they are stored."""
+        """Elements ``start:stop`` of the first axis of a tensor that can be kept, as they are stored."""
         ...
 
     def close(self) -> None:

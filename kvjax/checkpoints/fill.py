@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 import math
 import os
-import re
 import sys
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
@@ -21,9 +18,10 @@ from jax.sharding import NamedSharding
 from jax.typing import DTypeLike
 
 from kvjax import progress
-from kvjax.checkpoints.checkpoint import Checkpoint, Numbers
+from kvjax.checkpoints.checkpoint import Checkpoint, Format, Numbers
 from kvjax.checkpoints.families import Weight
-from kvjax.checkpoints.groups import GroupFilling
+from kvjax.checkpoints.groups import GroupFilling, keeps_rows
+from kvjax.checkpoints.tensor_names import by_parameter, check_names
 from kvjax.errors import WeightsError, quoted
 from kvjax.model.config import ModelConfig
 from kvjax.model.decoder import Decoder, abstract_decoder
@@ -36,12 +34,6 @@ from kvjax.sharding.placement import quantised_specs, splits, weight_spec
 
 # Numbers converted at a time: 1 MiB of float32 stays in a core's cache between dequantising and transposing.
 _BLOCK = 1 << 18
-# Buffers that transformers once saved and that follow from the configuration.
-_HARMLESS = re.compile(
-    r"(.*\.)?rotary_(pos_)?emb\.inv_freq|rope_(freqs|factors_(short|long))\.weight|"
-    r"(model\.)?(vision_tower|multi_modal_projector)\..*|"  # the parts of a multimodal model that see
-    r"gpt_neox\.layers\.\d+\.attention\.(masked_)?bias"  # causal masks
-)
 
 
 def fill(
@@ -80,14 +72,15 @@ def fill(
     flat = dict(nnx.to_flat_state(state))
 
     where = None if mesh is None else _shardings(config, mesh)
+    kept = checkpoint.formats if config.weights == "file" else {}
 
     def make(path: tuple[str | int, ...], param: nnx.Variable) -> nnx.Variable:
         spec, sharding = param.get_value(), where and where(param)
         tensors = pieces[".".join(map(str, path))]
         if isinstance(spec, Quantised):
             if isinstance(spec, GroupQuantised):
-                return param.replace(_group_quantised(checkpoint, tensors, param, sharding, config.weights == "file"))
-            return param.replace(_quantised(checkpoint, tensors, param, sharding))
+                return param.replace(_group_quantised(checkpoint, tensors, param, sharding, bool(kept)))
+            return param.replace(_quantised(checkpoint, tensors, param, sharding, kept))
         values = aligned(spec.shape, spec.dtype)
         needed = sharding and _needed(sharding, spec.shape)
         if values.ndim == 1:
@@ -112,14 +105,6 @@ def fill(
     return nnx.merge(graph, nnx.from_flat_state(filled))
 
 
-def by_parameter(weights: Iterable[Weight], gguf: bool) -> dict[str, list[tuple[str, Weight]]]:
-    """The tensors that fill each parameter, by its path: names in the checkpoint, and their places."""
-    pieces: dict[str, list[tuple[str, Weight]]] = defaultdict(list)
-    for weight in weights:
-        pieces[weight.param].append((weight.gguf if gguf else weight.hf, weight))
-    return pieces
-
-
 def _counted(made: Iterable[nnx.Variable], params: Sequence[nnx.Variable]) -> Iterable[nnx.Variable]:
     """The same, telling how many bytes there are by now."""
     leaves = [jax.tree.leaves(param.get_value()) for param in params]
@@ -129,52 +114,6 @@ def _counted(made: Iterable[nnx.Variable], params: Sequence[nnx.Variable]) -> It
         done += size
         shown.update(done, sum(sizes))
         yield param
-
-
-def check_names(config: ModelConfig, named: dict[str, Weight], checkpoint: Checkpoint, *, tied: str) -> None:
-    """Every weight of the model is there once with its shape, and nothing else is; WeightsError names the first not.
-
-    A head that repeats the tied embedding is accepted when it holds the same values.
-    """
-    shapes = checkpoint.shapes
-    missing = [name for name in named if name not in shapes]
-    extra = [name for name in shapes if name not in named and not _HARMLESS.fullmatch(name)]
-    repeated = config.tie_embeddings and tied in extra
-    if repeated:
-        extra.remove(tied)
-    if missing:
-        raise WeightsError(f"{checkpoint.origin} lacks {_list(missing)}{_hint(missing[0], extra)}.")
-    if extra:
-        raise WeightsError(f"{checkpoint.origin} holds {_list(extra)}, which a {config.family} model does not have.")
-    for name, weight in named.items():
-        if tuple(shapes[name]) != weight.shape:
-            raise WeightsError(
-                f"{checkpoint.origin} holds {quoted(name)} with shape {list(shapes[name])}; its configuration asks for "
-                f"{list(weight.shape)}."
-            )
-    if repeated:
-        _check_tied(next(iter(named)), tied, checkpoint)
-
-
-def _check_tied(embedding: str, head: str, checkpoint: Checkpoint) -> None:
-    shapes = checkpoint.shapes
-    same = shapes.get(embedding) == shapes[head]
-    for start, stop in _blocks(shapes[head]) if same else ():
-        same = same and np.array_equal(checkpoint.read(embedding, start, stop), checkpoint.read(head, start, stop))
-    if not same:
-        raise WeightsError(
-            f"{checkpoint.origin} ties its output to its embedding and also holds a different {quoted(head)}."
-        )
-
-
-def _list(names: Sequence[str]) -> str:
-    rest = f" and {len(names) - 1} more weights" if len(names) > 1 else ""
-    return f"the weight {quoted(names[0])}{rest}"
-
-
-def _hint(name: str, extra: Sequence[str]) -> str:
-    close = difflib.get_close_matches(name, extra, 1)
-    return f" and holds {close[0]!r} instead" if close else ""
 
 
 def _blocks(shape: tuple[int, ...], multiple: int = 1) -> Iterable[tuple[int, int]]:
@@ -235,9 +174,13 @@ def _parts(
 
 
 def _quantised(
-    checkpoint: Checkpoint, tensors: Sequence[tuple[str, Weight]], param: nnx.Variable, sharding: NamedSharding | None
+    checkpoint: Checkpoint,
+    tensors: Sequence[tuple[str, Weight]],
+    param: nnx.Variable,
+    sharding: NamedSharding | None,
+    kept: Mapping[str, Format],
 ) -> QuantisedArray:
-    """A parameter whose numbers are rounded as they are read.
+    """A parameter whose numbers are rounded as they are read, or which the checkpoint has with a scale an output.
 
     Places are of parameters. That of a tensor's scales is found by the same way, from an array of the parameter's shape
     in which all inputs of an output are one number in memory: axes without a stride are those of inputs.
@@ -254,6 +197,12 @@ def _quantised(
             inputs = tuple(axis for axis, stride in enumerate(scales.strides) if stride == 0)
             view[part], scales[part] = rounded(read, inputs)
 
+        if kept.get(name) == "int8" and keeps_rows(param, weight):
+            for part, start, stop in _parts(weight, values, view, needed):
+                found = _numbers(checkpoint, name, weight.rows, start, stop)
+                view[part] = found.whole.reshape(view[part].shape)
+                scales[part] = np.broadcast_to(found.scale, found.whole.shape).reshape(view[part].shape)
+            continue
         _copy(checkpoint, name, weight, values, view, needed, put, scales.shape[0] > 1 and scales.strides[0] == 0)
     where = [None] * 2 if sharding is None else _beside(sharding, spec)
     return dataclasses.replace(spec, values=tiled(_place(values, where[0])), scale=_place(scale, where[1]))

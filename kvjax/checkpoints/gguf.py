@@ -15,15 +15,14 @@ import os
 import struct
 import threading
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvjax.checkpoints.checkpoint import Numbers
+from kvjax.checkpoints.checkpoint import Format, Numbers
 from kvjax.checkpoints.gguf_blocks import NUMBERS, format_of
 from kvjax.checkpoints.mxfp4 import PAIRS
 from kvjax.errors import WeightsError, quoted
-from kvjax.model.group_quantised import GroupFormat
 
 if TYPE_CHECKING:
     from gguf import GGMLQuantizationType
@@ -181,7 +180,7 @@ class GGUFFile:
                 )
 
     @property
-    def formats(self) -> Mapping[str, GroupFormat | Literal["int8"]]:
+    def formats(self) -> Mapping[str, Format]:
         """How the numbers of each quantised tensor are kept."""
         return {name: form for name, tensor in self._tensors.items() if (form := format_of(tensor.kind)) is not None}
 

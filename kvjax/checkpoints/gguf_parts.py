@@ -10,14 +10,13 @@ import contextlib
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
-from kvjax.checkpoints.checkpoint import Numbers
+from kvjax.checkpoints.checkpoint import Format, Numbers
 from kvjax.checkpoints.gguf import GGUFFile
 from kvjax.errors import WeightsError, quoted
-from kvjax.model.group_quantised import GroupFormat
 
 _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 
@@ -82,7 +81,7 @@ class GGUFParts:
         return self._where[name].read(name, start, stop)
 
     @property
-    def formats(self) -> Mapping[str, GroupFormat | Literal["int8"]]:
+    def formats(self) -> Mapping[str, Format]:
         """See :attr:`GGUFFile.formats`."""
         return {name: form for part in self._parts for name, form in part.formats.items()}
 

@@ -102,7 +102,7 @@ def kept_formats(
     """How the numbers of a checkpoint are kept, for :attr:`ModelConfig.kept`; nothing where all of it is floats.
 
     A parameter whose tensors have one format of groups, in the order of its inputs, has that format; one of which
-    anything else is quantised is int8.
+    anything else is quantised is int8, of numbers that the checkpoint has or that are rounded.
 
     Args:
       tensors: of each parameter, by its path, names in the checkpoint and places.
@@ -121,7 +121,7 @@ def kept_formats(
             *_, outputs, inputs = param.get_value().shape
             in_order = all(_keeps_groups(param, weight) for _, weight in tensors[name])
             form = form if in_order and form.fits(outputs, inputs) else "int8"
-        found[name] = form
+        found[name] = "int8" if form == "rounded" else form
     return _by_name(found, config.num_layers)
 
 
@@ -148,6 +148,11 @@ def _keeps_groups(param: nnx.Variable, weight: Weight) -> bool:
         return False
     rows, columns = (x.reshape(-1, inputs)[[0, -1]] for x in (rows, columns))
     return bool((rows[:, :1] == rows).all() and (columns == np.arange(inputs)).all())
+
+
+def keeps_rows(param: nnx.Variable, weight: Weight) -> bool:
+    """Whether a tensor's rows are whole rows of a matrix, so that what each is multiplied by is an output's."""
+    return weight.shape[-1] == param.get_value().shape[-1] and _keeps_groups(param, weight)
 
 
 def _places(param: nnx.Variable, weight: Weight) -> tuple[np.ndarray, np.ndarray]:

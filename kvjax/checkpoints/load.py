@@ -12,12 +12,15 @@ from jax.typing import DTypeLike
 from kvjax.checkpoints.converted import TEMPLATE, TOKENIZER, check_files, damaged, is_converted, read_description
 from kvjax.checkpoints.converted_weights import read_weights
 from kvjax.checkpoints.families import GGUF_NAMES, Family, family
-from kvjax.checkpoints.fill import by_parameter, default_dtype, fill, say_once
+from kvjax.checkpoints.fill import default_dtype, fill, say_once
 from kvjax.checkpoints.gguf import GGUFFile
 from kvjax.checkpoints.gguf_parts import GGUFParts, open_gguf
 from kvjax.checkpoints.groups import kept_formats
 from kvjax.checkpoints.hub import fetch
-from kvjax.checkpoints.safetensors import SafetensorsFolder, read_json
+from kvjax.checkpoints.methods import method_of
+from kvjax.checkpoints.quantised_tensor import Method
+from kvjax.checkpoints.safetensors import SafetensorsFolder, holds_weights, read_json
+from kvjax.checkpoints.tensor_names import by_parameter
 from kvjax.checks import float_dtype
 from kvjax.compile_cache import keep_compiled_programs
 from kvjax.errors import UsageError, WeightsError, cut, quoted
@@ -88,8 +91,9 @@ def load(
         TPUs round the activations of each token too, and multiply integers. "int4" stores 4 bits a number, two in a
         byte, with a bfloat16 scale for each group of 128 inputs of an output (64 or 32 where 128 do not divide them),
         and the embedding and the head as int8: an eighth of float32's bytes. "file" keeps the numbers of a quantised
-        checkpoint: GGUF's Q8_0, Q4_0, Q4_1 and Q4_K with the file's own scales and minima, what is quantised otherwise
-        as int8, and floats as ``dtype``. By default everything is ``dtype``.
+        checkpoint with its own scales and minima: of GGUF Q8_0 and the formats of 4, 5 and 6 bits, of Hugging Face's
+        GPTQ, AWQ and compressed-tensors of 4 and 8 bits; what is quantised otherwise is int8, and floats are
+        ``dtype``. By default everything is ``dtype``.
       mesh: devices to spread over, a :class:`kvjax.Mesh` or its text form ("data=4,model=2"): weights over the model
         axis, each shard read and put straight on its devices; what the axis does not divide is on all of them. Calls
         with this model then run on the mesh. By default everything goes to JAX's default device.
@@ -126,7 +130,7 @@ def load_config(name: str | os.PathLike[str], *, progress: Progress = None) -> M
     with showing(progress):
         path = _found(text, config_only=True)
     if path.is_dir():
-        return read_description(path).config if is_converted(path) else _folder_config(path)[0]
+        return read_description(path).config if is_converted(path) else _kept_by_folder(path)
     file = open_gguf(path)
     try:
         return _with_kept(*_gguf_config(file), file)
@@ -204,25 +208,51 @@ def _with_kept(config: ModelConfig, kind: Family, file: GGUFFile | GGUFParts) ->
     return dataclasses.replace(config, kept=kept_formats(config, by_parameter(kind.weights(config, True), True), file))
 
 
-def _folder_config(folder: Path) -> tuple[ModelConfig, Family, dict[str, object]]:
+@dataclasses.dataclass(frozen=True)
+class _Described:
+    """What a folder's ``config.json`` says: the model, its family, how weights are quantised, and all of it."""
+
+    config: ModelConfig
+    kind: Family
+    method: Method | None
+    raw: dict[str, object]
+
+
+def _described(folder: Path) -> _Described:
     origin = str(folder / "config.json")
     raw = read_json(folder / "config.json")
     kind = family(raw.get("model_type"), origin)
-    return _configured(lambda: kind.from_hf(raw, origin), origin), kind, raw
+    method, rest = method_of(raw, origin)
+    return _Described(_configured(lambda: kind.from_hf(rest, origin), origin), kind, method, raw)
+
+
+def _kept_by_folder(folder: Path) -> ModelConfig:
+    """The configuration, with the forms of a quantised folder's own numbers where its weights are there."""
+    found = _described(folder)
+    if found.method is None or not holds_weights(folder):
+        return found.config
+    return _with_folders_kept(found, SafetensorsFolder(folder, found.method))
+
+
+def _with_folders_kept(found: _Described, checkpoint: SafetensorsFolder) -> ModelConfig:
+    _check_counts(found.config, checkpoint.shapes, checkpoint.origin)
+    weights = by_parameter(found.kind.hf_weights(found.config, checkpoint.shapes), False)
+    return dataclasses.replace(found.config, kept=kept_formats(found.config, weights, checkpoint))
 
 
 def _load_folder(name: str, folder: Path, form: _Form) -> LanguageModel:
-    config, kind, raw = _folder_config(folder)
+    found = _described(folder)
+    config = found.config
     tokenizer = tokenizer_from_folder(folder)
     _check_vocabulary(tokenizer, config, str(folder))
-    checkpoint = SafetensorsFolder(folder)
+    checkpoint = SafetensorsFolder(folder, found.method)
     _check_counts(config, checkpoint.shapes, str(folder))
-    weights = kind.hf_weights(config, checkpoint.shapes)
+    weights = found.kind.hf_weights(config, checkpoint.shapes)
     if form.weights == "file":
-        config = dataclasses.replace(config, kept=kept_formats(config, by_parameter(weights, False), checkpoint))
+        config = _with_folders_kept(found, checkpoint)
     config = config.stored_as(form.weights)
     params = fill(config, weights, checkpoint, gguf=False, dtype=form.dtype, mesh=form.mesh)
-    stop = _stop_ids(folder, raw, tokenizer, config.vocab_size)
+    stop = _stop_ids(folder, found.raw, tokenizer, config.vocab_size)
     return LanguageModel(name, config, params, tokenizer, stop, form.mesh)
 
 

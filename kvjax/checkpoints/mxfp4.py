@@ -5,13 +5,20 @@ A number has a sign, two bits of exponent and one of mantissa (e2m1), a scale 8 
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping
+
 import numpy as np
 from jaxtyping import Float, UInt8
+
+from kvjax.checkpoints.checkpoint import Format, Numbers
+from kvjax.checkpoints.stored import Stored
+from kvjax.errors import WeightsError, quoted
 
 #: Numbers of a block.
 NUMBERS = 32
 #: Ends of the names of the two tensors that safetensors hold in the place of one: bytes of numbers, and scales.
-PACKED = ("_blocks", "_scales")
+_PACKED = ("_blocks", "_scales")
 
 _POSITIVE = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 _VALUES = np.concatenate([_POSITIVE, -_POSITIVE])
@@ -30,3 +37,58 @@ def dequantized(blocks: UInt8[np.ndarray, "*S G 16"], scales: UInt8[np.ndarray, 
     with np.errstate(over="ignore"):  # what is beyond float32 is infinite, and said by the loader
         numbers *= SCALES[scales][..., None]
     return numbers.reshape(*scales.shape[:-1], -1)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Mxfp4Experts:
+    """Experts [E, M, N] of blocks [E, N, M / 32, 16] and scales [E, N, M / 32]."""
+
+    blocks: Stored
+    scales: Stored
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """[E, M, N]."""
+        experts, outputs, blocks, _ = self.blocks.shape
+        return experts, blocks * NUMBERS, outputs
+
+    @property
+    def format(self) -> Format:
+        """Its numbers are not evenly spaced."""
+        return "rounded"
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """Some experts as float32."""
+        return dequantized(self.blocks.read(start, stop), self.scales.read(start, stop)).swapaxes(1, 2)
+
+    def numbers(self, start: int, stop: int) -> Numbers:
+        """Not kept."""
+        raise NotImplementedError
+
+
+@dataclasses.dataclass(frozen=True)
+class Mxfp4:
+    """See :class:`kvjax.checkpoints.quantised_tensor.Method`; gpt-oss's experts are named as in float."""
+
+    weight: str = ""
+
+    def end_of(self, stored: Stored) -> str | None:
+        """Bytes of one of the two names."""
+        return next((end for end in _PACKED if stored.kind == "U8" and stored.name.endswith(end)), None)
+
+    def idle(self, name: str) -> bool:
+        """None is."""
+        return False
+
+    def join(self, origin: str, stem: str, parts: Mapping[str, Stored]) -> Mxfp4Experts:
+        """The experts of a layer."""
+        for end in _PACKED:
+            if end not in parts:
+                raise WeightsError(f"{origin} lacks {quoted(stem + end)}, a part of the weight {quoted(stem)}.")
+        blocks, scales = (parts[end] for end in _PACKED)
+        if len(blocks.shape) != 4 or blocks.shape[-1] != NUMBERS // 2 or blocks.shape[:-1] != scales.shape:
+            raise WeightsError(
+                f"{origin} is corrupt: blocks {list(blocks.shape)} and scales {list(scales.shape)} of {quoted(stem)} "
+                f"do not fit; MXFP4 has {NUMBERS // 2} bytes and a scale for {NUMBERS} numbers."
+            )
+        return Mxfp4Experts(blocks, scales)

@@ -2,39 +2,42 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from kvjax.checkpoints.checkpoint import Numbers
-from kvjax.checkpoints.mxfp4 import NUMBERS, PACKED, dequantized
+from kvjax.checkpoints.checkpoint import Format, Numbers
+from kvjax.checkpoints.mxfp4 import Mxfp4
+from kvjax.checkpoints.quantised_tensor import Method, Tensor
+from kvjax.checkpoints.stored import FLOATS, Stored, opened
 from kvjax.documents import NotADocument, parse_json
 from kvjax.errors import WeightsError, quoted
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
-_FLOATS = ("F64", "F32", "F16", "BF16")
+
+
+def holds_weights(folder: Path) -> bool:
+    """Whether a folder has safetensors."""
+    return (folder / _INDEX).is_file() or (folder / _SINGLE).is_file()
 
 
 class SafetensorsFolder:
     """The weights of a Hugging Face folder: ``model.safetensors``, or the shards its index names.
 
-    Experts that are quantised as MXFP4, "NAME_blocks" and "NAME_scales", are read as the tensor NAME that the same
-    model has in float: [E, M, N] of blocks [E, N, M / 32, 16] and scales [E, N, M / 32].
-
-    Files are opened anew for every read: a memory map that stays open counts every page it has touched, and a model
-    would be in memory twice.
+    What is quantised is read as the tensors that the same model has in float: by MXFP4, which its names tell, or by
+    another method.
 
     Raises WeightsError when a file is missing, truncated or corrupt, when a tensor is in two shards, when the index
-    and the shards disagree, or when a tensor is neither of floats nor of MXFP4.
+    and the shards disagree, when parts of a quantised tensor do not fit, or when a tensor is neither of floats nor
+    quantised by a method that there is.
     """
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, method: Method | None = None):
         self.origin = str(folder)
-        self._where: dict[str, Path] = {}
-        self._shapes: dict[str, tuple[int, ...]] = {}
-        self._bytes: dict[str, tuple[int, ...]] = {}
+        self._stored: dict[str, Stored] = {}
         index = read_json(folder / _INDEX) if (folder / _INDEX).is_file() else None
         if index is None and not (folder / _SINGLE).is_file():
             hint = " (there are PyTorch files: convert them with safetensors)" if any(folder.glob("*.bin")) else ""
@@ -49,81 +52,65 @@ class SafetensorsFolder:
                 )
             self._add(folder / file)
         for name, file in (table or {}).items():
-            if name not in self._where or self._where[name].name != file:
+            if name not in self._stored or self._stored[name].path.name != file:
                 raise WeightsError(f"{folder / file} lacks the weight {quoted(name)}, which {_INDEX} says is there.")
-        self._join_packed()
+        self._tensors: dict[str, Stored | Tensor] = {}
+        self._join([Mxfp4(), *([] if method is None else [method])])
 
     def _add(self, path: Path) -> None:
-        with _open(path) as file:
+        with opened(path) as file:
             for name in file.keys():  # noqa: SIM118 - not a dict, and not iterable
-                if name in self._where:
-                    files = f"{self._where[name].name} and {path.name}"
+                if name in self._stored:
+                    files = f"{self._stored[name].path.name} and {path.name}"
                     raise WeightsError(f"{path.parent} sets the weight {quoted(name)} twice: in {files}.")
                 part = file.get_slice(name)
-                kind = part.get_dtype()
-                packed = kind == "U8" and name.endswith(PACKED)
-                if kind not in _FLOATS and not packed:
-                    raise WeightsError(f"{path} stores {quoted(name)} as {kind}; only {', '.join(_FLOATS)} are read.")
-                self._where[name] = path
-                (self._bytes if packed else self._shapes)[name] = tuple(part.get_shape())
+                self._stored[name] = Stored(path, name, part.get_dtype(), tuple(part.get_shape()))
 
-    def _join_packed(self) -> None:
-        """Put tensors in the places of their blocks and scales."""
-        blocks, scales = PACKED
-        for name in sorted({part.removesuffix(blocks).removesuffix(scales) for part in self._bytes}):
-            for part in PACKED:
-                if name + part not in self._bytes:
-                    raise WeightsError(
-                        f"{self.origin} lacks {quoted(name + part)}, a part of the weight {quoted(name)}."
-                    )
-            held, scaled = (self._bytes[name + part] for part in PACKED)
-            if len(held) != 4 or held[-1] != NUMBERS // 2 or held[:-1] != scaled:
+    def _join(self, methods: list[Method]) -> None:
+        """Put tensors in the places of what stands for them."""
+        left = dict(self._stored)
+        for method in methods:
+            parts: dict[str, dict[str, Stored]] = defaultdict(dict)
+            for name, stored in list(left.items()):
+                end = method.end_of(stored)
+                if end is not None:
+                    parts[name.removesuffix(end)][end] = left.pop(name)
+                elif method.idle(name):
+                    del left[name]
+            for stem in sorted(parts):
+                name = stem + method.weight
+                if name in left:
+                    raise WeightsError(f"{self.origin} holds {quoted(name)} twice: in float and quantised.")
+                self._tensors[name] = method.join(self.origin, stem, parts[stem])
+        for name, stored in left.items():
+            if stored.kind not in FLOATS:
                 raise WeightsError(
-                    f"{self.origin} is corrupt: blocks {list(held)} and scales {list(scaled)} of {quoted(name)} do not "
-                    f"fit; MXFP4 has {NUMBERS // 2} bytes and a scale for {NUMBERS} numbers."
+                    f"{stored.path} stores {quoted(name)} as {stored.kind}; only {', '.join(FLOATS)} are read."
                 )
-            if name in self._shapes:
-                raise WeightsError(f"{self.origin} holds {quoted(name)} twice: in float and as blocks and scales.")
-            self._shapes[name] = held[0], held[2] * NUMBERS, held[1]
+            self._tensors[name] = stored
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Shape of every tensor."""
-        return self._shapes
+        return {name: tensor.shape for name, tensor in self._tensors.items()}
 
     @property
-    def formats(self) -> Mapping[str, Any]:
-        """Of each quantised tensor how its numbers are kept: MXFP4 is rounded to int8, other tensors are floats."""
-        return {name: "int8" for name in self._shapes if name not in self._where}
+    def formats(self) -> Mapping[str, Format]:
+        """Of each quantised tensor how its numbers are kept."""
+        return {name: tensor.format for name, tensor in self._tensors.items() if not isinstance(tensor, Stored)}
 
     def numbers(self, name: str, start: int, stop: int) -> Numbers:
-        """No tensor's numbers are kept as they are."""
-        raise NotImplementedError
+        """Elements ``start:stop`` of the first axis of ``name``, of a format that keeps them, as they are stored."""
+        tensor = self._tensors[name]
+        assert not isinstance(tensor, Stored)
+        return tensor.numbers(start, stop)
 
     def read(self, name: str, start: int, stop: int) -> np.ndarray:
         """Elements ``start:stop`` of the first axis of ``name``, in the dtype it is stored in, or in float32."""
-        if name not in self._where:
-            blocks, scales = (self._stored(name + part, start, stop) for part in PACKED)
-            return dequantized(blocks, scales).swapaxes(1, 2)
-        return self._stored(name, start, stop)
-
-    def _stored(self, name: str, start: int, stop: int) -> np.ndarray:
-        with _open(self._where[name]) as file:
-            return file.get_slice(name)[start:stop]
+        return self._tensors[name].read(start, stop)
 
     def close(self) -> None:
         """Nothing stays open between reads."""
-
-
-def _open(path: Path) -> Any:
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        return safe_open(path, framework="numpy")
-    except SafetensorError as error:
-        raise WeightsError(f"{path} is truncated or corrupt: {error}.") from error
-    except OSError as error:
-        raise WeightsError(f"{path} cannot be read: {error.strerror or 'no such file'}.") from error
 
 
 def read_json(path: Path) -> dict[str, Any]:

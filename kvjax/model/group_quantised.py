@@ -1,9 +1,10 @@
 """Weights of 4 or 8 bits with a scale, and maybe a minimum, for each group of an output's inputs.
 
-This is the form of weights that are rounded to int4 here, and of those that files hold in blocks: GGUF's Q4_0, Q4_1 and
-Q8_0, GPTQ, AWQ. A number of 4 bits s, from -8 to 7, stands for ``scale * s``, or, where there are minima, for
-``scale * (s + 8) + minimum``; one of 8 bits for ``scale * s``, with minima ``+ minimum``. A zero point z of a format
-whose numbers are ``scale * (q - z)`` is a minimum of ``-scale * z``, which float32 holds exactly.
+This is the form of weights that are rounded to int4 here, and of those that files hold in groups: GGUF's Q8_0 and its
+formats of 4, 5 and 6 bits, GPTQ, AWQ, compressed-tensors. A number of 4 bits s, from -8 to 7, stands for ``scale * s``,
+or, where there are minima, for ``scale * (s + 8) + minimum``; one of 8 bits for ``scale * s``, with minima
+``+ minimum``. A zero point z of a format whose numbers are ``scale * (q - z)`` is a minimum of ``-scale * z``, which
+float32 holds exactly.
 
 ``pallas_kernels/quantised_matmul`` has the layout of the numbers in memory, and the products.
 """
@@ -22,7 +23,7 @@ from jaxtyping import Array, Float, Int
 from kvjax.model.quantised import Quantised
 from pallas_kernels.quantised_matmul import layout
 
-#: Group sizes that there are, the largest first.
+#: Sizes of the groups that weights are rounded in, the largest first.
 GROUPS = (128, 64, 32)
 _Array = TypeVar("_Array", np.ndarray, jax.Array)
 
@@ -33,7 +34,7 @@ class GroupFormat:
 
     Attributes:
       bits: of a number, 4 or 8.
-      group: inputs that share a scale, one of :data:`GROUPS`.
+      group: inputs that share a scale, one of :data:`GROUPS` or, as GGUF's Q6_K has it, 16.
       minimum: whether they share a minimum too.
       scale: dtype of scales and minima: "bfloat16", "float32", or "float16", whose bits are stored as int16.
     """

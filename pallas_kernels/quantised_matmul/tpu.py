@@ -60,6 +60,8 @@ class Config:
         """The most outputs whose weights fit a block and whose results fit registers; not timed on a device."""
         rows, inputs = max(8, p.x.shape[0]), p.x.shape[1]
         most = min(_SUMS // rows, _RESULTS // (rows * _copies(p)))
+        if p.bits == 8 and p.minimum is not None:
+            most //= 2  # what is multiplied by minima takes registers too; 4 bits leave enough of them
         fitting = [
             size
             for size in (1024, 512, 256, LANES)

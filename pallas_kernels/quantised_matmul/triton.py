@@ -59,8 +59,8 @@ def quantised_matmul(p: Problem, *, config: Config | None = None, interpret: Any
     if not 1 <= rows <= MOST_ROWS:
         raise NotImplementedError(f"The GPU kernel multiplies 1 to {MOST_ROWS} rows, not {rows}.")
     chip.needs_ampere(chip.target())
-    if p.group not in (32, 64, 128):
-        raise NotImplementedError(f"The GPU kernel takes groups of 32, 64 or 128 inputs, not {p.group}.")
+    if p.group not in (16, 32, 64, 128):
+        raise NotImplementedError(f"The GPU kernel takes groups of 16, 32, 64 or 128 inputs, not {p.group}.")
     c, inputs = config or Config.default(p), p.x.shape[1]
     arrays = [p.x, p.values, p.scale, *([] if p.minimum is None else [p.minimum])]
     return pl.pallas_call(

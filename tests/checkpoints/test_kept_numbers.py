@@ -19,19 +19,28 @@ from kvjax.model.params import logical
 from kvjax.model.quantised import QuantisedArray
 
 KINDS = gguf.GGMLQuantizationType
+#: Where blocks have their float16 numbers; the others are bytes and bits.
+HALVES = {"Q8_0": [0], "Q4_0": [0], "Q5_0": [0], "Q6_K": [208]}
+
+
+def _blocks(name: str, count: int, size: float = 1.0) -> np.ndarray:
+    """Random blocks of a format, their scales and minima of this size."""
+    _, width = gguf.GGML_QUANT_SIZES[KINDS[name]]
+    random = np.random.default_rng(count)
+    raw = random.integers(0, 256, (count, width), np.uint8)
+    for at in HALVES.get(name, [0, 2]):
+        raw[:, at : at + 2] = (size * random.standard_normal((count, 1))).astype(np.float16).view(np.uint8)
+    return raw
 
 
 @pytest.mark.parametrize("name", NUMBERS)
 def test_blocks_stand_for_what_the_package_dequantises(name):
     kind = KINDS[name]
-    _, size = gguf.GGML_QUANT_SIZES[kind]
-    raw = np.random.default_rng(0).integers(0, 256, (64, size), np.uint8)
-    scales = np.random.default_rng(1).standard_normal((64, 2)).astype(np.float16).view(np.uint8)
-    raw[:, : 2 if name in ("Q8_0", "Q4_0") else 4] = scales[:, : 2 if name in ("Q8_0", "Q4_0") else 4]
+    raw = _blocks(name, 64)
     form, (whole, scale, minimum) = format_of(kind), NUMBERS[name](raw.reshape(-1))
     assert isinstance(form, GroupFormat) and whole.dtype == np.int8 and scale.dtype == np.dtype(form.scale)
     assert (minimum is not None) == form.minimum and (form.bits == 8 or np.abs(whole + 0.5).max() <= 7.5)
-    found = whole.reshape(-1, 32) + np.float64(8 if form.bits == 4 and form.minimum else 0)
+    found = whole.reshape(-1, form.group) + np.float64(8 if form.bits == 4 and form.minimum else 0)
     found = found * scale.reshape(-1, 1).astype(np.float64)
     if minimum is not None:
         found = found + minimum.reshape(-1, 1).astype(np.float64)
@@ -40,7 +49,7 @@ def test_blocks_stand_for_what_the_package_dequantises(name):
 
 def test_what_other_formats_become():
     assert {format_of(KINDS[name]) for name in ("F32", "F16", "BF16")} == {None}
-    assert {format_of(KINDS[name]) for name in ("Q5_K", "Q6_K", "Q5_0", "IQ4_XS", "MXFP4")} == {"int8"}
+    assert {format_of(KINDS[name]) for name in ("Q2_K", "Q3_K", "IQ4_XS", "MXFP4")} == {"rounded"}
 
 
 def _write(path, kinds):
@@ -59,7 +68,7 @@ def _load(path, weights, **options):
     return kvjax.load(path, dtype="float32", weights=weights, progress=False, **options)
 
 
-@pytest.mark.parametrize("name", ["Q8_0", "Q4_0", "Q4_1"])
+@pytest.mark.parametrize("name", ["Q8_0", "Q4_0", "Q4_1", "Q5_1"])
 def test_a_model_has_the_numbers_of_its_file(name, tmp_path):
     """Every family's matrices of a file are read as its floats are, so that both are the same numbers."""
     path = _write(tmp_path / "small.gguf", {"token_embd": "Q8_0", "output.weight": "Q8_0", "": name})
@@ -75,6 +84,8 @@ def test_a_model_has_the_numbers_of_its_file(name, tmp_path):
     real = sum(leaf.nbytes for leaf in jax.tree.leaves(kept.params))
     assert kvjax.plan(kvjax.load_config(path), prompt_tokens=8, weights="file").weights_bytes == real
     assert kvjax.plan(kept, prompt_tokens=8).weights_bytes == real
+    if name.startswith("Q5"):
+        return
     # A file's matrices take as many bytes here.
     file = GGUFFile(path)
     stored = sum(
@@ -88,8 +99,30 @@ def test_a_model_has_the_numbers_of_its_file(name, tmp_path):
     assert [len(each) for each in answers] == [2, 2]
 
 
+@pytest.mark.parametrize(("name", "bits"), [("Q4_K", 6), ("Q5_K", 10), ("Q6_K", 10)])
+def test_a_model_has_the_numbers_of_its_file_in_blocks_of_256(name, bits, tmp_path):
+    case = gguf_files.case("llama_gqa", hidden_size=256, intermediate_size=256, num_hidden_layers=1)
+    tensors = gguf_files.gguf_tensors(case)
+    chosen = {each: KINDS[name] for each, tensor in tensors.items() if each.startswith("blk") and tensor.ndim == 2}
+    for index, each in enumerate(chosen):
+        rows = len(tensors[each])
+        tensors[each] = _blocks(name, rows + 1000 * index, 1e-4)[:rows]
+    path = gguf_files.write(tmp_path / "small.gguf", "llama", gguf_files.metadata(case), tensors, chosen)
+    plain, kept = _load(path, None), _load(path, "file")
+    ours, theirs = (dict(nnx.to_flat_state(nnx.state(lm.params))) for lm in (kept, plain))
+    for key, param in ours.items():
+        found = param.get_value()
+        if isinstance(found, jax.Array):
+            continue
+        assert isinstance(found, GroupQuantised) and found.nbytes * 8 == bits * np.prod(found.shape)
+        np.testing.assert_allclose(logical(param), logical(theirs[key]), rtol=1e-6, atol=1e-7)
+    real = sum(leaf.nbytes for leaf in jax.tree.leaves(kept.params))
+    assert kvjax.plan(kvjax.load_config(path), prompt_tokens=8, weights="file").weights_bytes == real
+    kvjax.generate(kept, "hello", max_new_tokens=2, chat=False)
+
+
 def test_matrices_of_several_formats_are_int8_and_floats_stay(tmp_path):
-    path = _write(tmp_path / "mixed.gguf", {"attn_v": "Q8_0", "attn": "Q4_0", "blk.0.ffn_down": "Q5_0", "ffn": "Q4_1"})
+    path = _write(tmp_path / "mixed.gguf", {"attn_v": "Q8_0", "attn": "Q4_0", "blk.0.ffn_down": "MXFP4", "ffn": "Q4_1"})
     kept = _load(path, "file")
     first, second = kept.params.layers
     assert isinstance(first.qkv.get_value(), QuantisedArray) and isinstance(first.out.get_value(), GroupQuantised)

@@ -17,6 +17,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 from support import family_cases as cases
 from support import family_gguf, gguf_files, own_cases
+from support import quantised_folders as quantised
 
 from kvjax.checkpoints import fill
 from kvjax.checkpoints.families import FAMILIES
@@ -114,6 +115,43 @@ def packed(change: Callable[[dict[str, np.ndarray], str], Any]) -> Edit:
     return weights(edit)
 
 
+#: A projection that :func:`quantised_by` quantises, without an end.
+Q_PROJ = "model.layers.0.self_attn.q_proj"
+
+
+def quantised_by(kind: quantised.Kind, change: Callable[[dict[str, np.ndarray]], Any] = dict, **described: Any) -> Edit:
+    """One projection quantised, with a change of its parts, named by their ends, and of what is said of it."""
+
+    def edit(tensors: dict[str, np.ndarray]) -> None:
+        parts, _ = kind.pack(tensors.pop(f"{Q_PROJ}.weight"))
+        change(parts)
+        tensors |= {Q_PROJ + end: part for end, part in parts.items()}
+
+    def both(folder: Path) -> None:
+        weights(edit)(folder)
+        config(quantization_config=dict(kind.described) | described)(folder)
+
+    return both
+
+
+def part(end: str, value: Any) -> Callable[[dict[str, np.ndarray]], Any]:
+    """Another part; None takes it away."""
+    return lambda parts: parts.pop(end) if value is None else parts.update({end: value})
+
+
+def last(end: str, value: Any) -> Callable[[dict[str, np.ndarray]], Any]:
+    """Another last number of a part."""
+
+    def change(parts: dict[str, np.ndarray]) -> None:
+        parts[end] = parts[end].copy()
+        parts[end].flat[-1] = value
+
+    return change
+
+
+GPTQ, AWQ, INT8, INT4, BLOCKS = (quantised.KINDS[name] for name in ("gptq", "awq", "int8", "int4", "fp8 in blocks"))
+
+
 def reshape(tensors: dict[str, np.ndarray], name: str, shape: tuple[int, ...]) -> None:
     tensors[name] = np.resize(tensors[name], shape)
 
@@ -197,7 +235,9 @@ BEFORE: list[tuple[str, Edit, str]] = [
     ("gpt_oss", config(swiglu_alpha=NAN), "experts.alpha is nan"),
     ("gpt_oss", config(num_local_experts="five"), "'five' as its num_local_experts"),
     ("gpt_oss", config(num_experts_per_tok=6), "6 of 5 experts"),
-    ("gpt_oss", config(quantization_config={"quant_method": "gptq"}), "quantised by 'gptq'"),
+    ("gpt_oss", config(quantization_config={"quant_method": "gptq"}), "quantised by GPTQ to None bits"),
+    ("llama", config(quantization_config={"quant_method": "bitsandbytes"}), "quantised by 'bitsandbytes'"),
+    ("llama", config(quantization_config={"quant_method": "gptq", "bits": 4, "group_size": 0}), "0 as its group_size"),
     ("gemma2", config(attn_logit_softcapping="high"), "of the wrong kind"),
     ("gemma3", config(sliding_window_pattern=-1), "-1 as its sliding_window_pattern"),
     ("olmo3", config(rope_parameters=[1]), "of the wrong kind"),
@@ -236,6 +276,30 @@ BEFORE: list[tuple[str, Edit, str]] = [
     ("glm4", weights(lambda t: t.update({"model.norm.weight": np.ones((32, 1), np.float32)})), "[32, 1]"),
     ("phi", weights(lambda t: t.update({"model.final_layernorm.bias": np.ones(32, np.int8)})), "as I8"),
     ("starcoder2", weights(dict.clear), "2 layers and holds 0 weights"),
+    # quantised tensors: parts that are missing, of another kind or shape, and descriptions that lie
+    ("llama", quantised_by(GPTQ, part(".qzeros", None)), f"lacks '{Q_PROJ}.qzeros', a part of the weight"),
+    ("llama", quantised_by(GPTQ, part(".scales", None)), f"lacks '{Q_PROJ}.scales', a part of the weight"),
+    ("llama", quantised_by(GPTQ, part(".qweight", None)), f"lacks '{Q_PROJ}.qweight', a part of the weight"),
+    ("llama", quantised_by(GPTQ, group_size=16), "groups of 16 of 32 inputs ask for [2, 32]"),
+    ("llama", quantised_by(GPTQ, bits=8), "groups of 16 of 16 inputs ask for"),
+    ("llama", quantised_by(GPTQ, part(".scales", np.ones((32, 1), np.float16))), "has shape [32, 1]"),
+    ("llama", quantised_by(GPTQ, part(".qzeros", np.ones((1, 4), np.float32))), "as F32 in the place of I32 or U32"),
+    ("llama", quantised_by(GPTQ, part(".qweight", np.ones(4, np.int32))), "qweight' has shape [4]"),
+    ("llama", quantised_by(GPTQ, last(".g_idx", 1)), "names other groups than the 1 there are"),
+    ("llama", quantised_by(GPTQ, last(".g_idx", -1)), "names other groups than the 1 there are"),
+    ("llama", quantised_by(GPTQ, part(".g_idx", None), desc_act=True), "lacks 'model.layers.0.self_attn.q_proj.g_idx'"),
+    ("llama", quantised_by(GPTQ, part(".weight", np.ones((32, 32), np.float32))), "twice: in float and quantised"),
+    ("llama", quantised_by(GPTQ, part(".qweight", np.ones((5, 32), np.int32))), "of 40 inputs ask for"),
+    ("llama", quantised_by(AWQ, part(".qzeros", np.ones((1, 3), np.int32))), "qzeros' has shape [1, 3]"),
+    ("llama", quantised_by(INT8, part(".weight_scale", None)), "q_proj.weight_scale', a part of"),
+    ("llama", quantised_by(INT8, part(".weight_scale", np.ones((31, 1), np.float32))), "has shape [31, 1]"),
+    ("llama", quantised_by(INT8, config_groups=[1]), "compressed-tensors in the form 'int-quantized'"),
+    ("llama", quantised_by(INT4, part(".weight_shape", np.array([32, 2**40]))), "weight_shape' says [32, 1,099"),
+    ("llama", quantised_by(INT4, part(".weight_packed", np.ones((32, 9), np.int32))), "weight_shape' says [32, 32]"),
+    ("llama", quantised_by(BLOCKS, weight_block_size=[16, 16]), "blocks of 16 x 16 ask for [2, 2]"),
+    ("llama", quantised_by(BLOCKS, weight_block_size=[0, 16]), "[0, 16] as the size of its blocks"),
+    ("llama", quantised_by(BLOCKS, part(".weight_scale_inv", None)), "q_proj.weight_scale', a part of"),
+    ("llama", quantised_by(BLOCKS, part(".weight", None)), "lacks 'model.layers.0.self_attn.q_proj.weight', a part"),
     # safetensors: headers that lie
     ("granite", header(b"{}", 2**63), "truncated or corrupt"),
     ("granite", header(b'{"a":{"dtype":"F32","shape":[4],"data_offsets":[0,999]}}'), "truncated or corrupt"),
@@ -281,6 +345,11 @@ WHILE: list[tuple[str, Edit, str]] = [
     ("olmo3", number("k_proj", NAN, "float16"), "k_proj.weight' holds what is no finite number"),
     ("qwen2_window", number("embed_tokens", -INF, "bfloat16"), "no finite number"),
     ("bloom", number("query_key_value", NAN), "no finite number"),
+    ("llama", quantised_by(GPTQ, last(".scales", NAN)), "q_proj.weight' holds what is no finite number"),
+    ("llama", quantised_by(AWQ, last(".scales", INF)), "q_proj.weight' holds what is no finite number"),
+    ("llama", quantised_by(INT4, last(".weight_scale", NAN)), "q_proj.weight' holds what is no finite number"),
+    ("llama", quantised_by(BLOCKS, last(".weight", NAN)), "q_proj.weight' holds what is no finite number"),
+    ("llama", quantised_by(BLOCKS, last(".weight_scale_inv", INF)), "q_proj.weight' holds what is no finite number"),
 ]
 
 

@@ -24,6 +24,7 @@ triton = pytest.importorskip("pallas_kernels.quantised_matmul.triton", reason="t
 class _Kernel(MatmulBase):
     def test_eight_bits(self):
         self.check(Case(bits=8, group=32, minimum=True))
+        self.check(Case(bits=8, group=16, scale=jnp.float32))
         self.check(Case(bits=8, dtype=jnp.bfloat16))
 
 

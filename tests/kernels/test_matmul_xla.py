@@ -24,6 +24,7 @@ class _Anywhere(MatmulBase):
     def test_eight_bits(self):
         for minimum in (False, True):
             self.check(Case(bits=8, group=32, minimum=minimum))
+        self.check(Case(bits=8, group=16, scale=jnp.float32, inputs=96))
 
     def test_inputs_that_no_tile_of_128_divides(self):
         for inputs, group in ((576, 64), (576, 32), (32, 32), (96, 32)):

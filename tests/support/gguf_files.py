@@ -177,7 +177,7 @@ def write(
     tensors: dict[str, np.ndarray],
     kinds: dict[str, gguf.GGMLQuantizationType] | None = None,
 ) -> pathlib.Path:
-    """Write a file; ``kinds`` names the tensors to quantise."""
+    """Write a file; ``kinds`` names the tensors to quantise, or, where they are bytes, that are quantised."""
     writer = gguf.GGUFWriter(path, architecture)
     for key, value in keys.items():
         if isinstance(value, list):
@@ -193,7 +193,8 @@ def write(
         if kind is None:
             writer.add_tensor(name, np.ascontiguousarray(tensor))
         else:
-            writer.add_tensor(name, gguf.quantize(tensor, kind), raw_dtype=kind)
+            quantised = tensor if tensor.dtype == np.uint8 else gguf.quantize(tensor, kind)
+            writer.add_tensor(name, quantised, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

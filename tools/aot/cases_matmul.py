@@ -68,6 +68,10 @@ def cases() -> list[Case]:
             "group": 32, "scale": jnp.float32, "minimum": True, "outputs": HIDDEN, "inputs": INNER
         },
         "8 rows, 4,096 x 28,672, Q8_0": file | {"bits": 8},
+        "8 rows, 4,096 x 28,672, Q5_K": {"bits": 8, "group": 32, "scale": jnp.float32, "minimum": True},
+        "8 rows, 14,336 x 4,096, Q6_K": {
+            "bits": 8, "group": 16, "scale": jnp.float32, "outputs": HIDDEN, "inputs": INNER
+        },
         "8 rows of float32, 4,096 x 28,672, int4": {"dtype": jnp.float32},
     }  # fmt: skip
     return [_case(platform, name, **shape) for platform in IMPLEMENTATIONS for name, shape in shapes.items()]

@@ -1,0 +1,96 @@
+"""Matrices of float8_e4m3fn with a scale for all, for each output, or for each block of outputs and inputs.
+
+As DeepSeek and Qwen publish theirs (``weight_scale_inv``, blocks of 128 x 128: arXiv 2412.19437, section 3.3), and as
+AutoFP8, FBGEMM and compressed-tensors write theirs (``weight_scale``). A number is its float times its scale.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+import numpy as np
+
+from kvjax.checkpoints.checkpoint import Format, Numbers
+from kvjax.checkpoints.methods.gptq import SCALES
+from kvjax.checkpoints.quantised_tensor import check_parts, check_shape
+from kvjax.checkpoints.stored import FP8, Stored
+from kvjax.errors import WeightsError, quoted
+
+#: What is there for fp8 activations and caches, which kvjax quantises in its own ways.
+IDLE = (".input_scale", ".output_scale", ".input_scale_ub", ".k_scale", ".v_scale", ".q_scale")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Fp8Matrix:
+    """A matrix [N, K] of float8_e4m3fn.
+
+    Attributes:
+      values: the matrix. scales: of it, as they are stored.
+      block: outputs and inputs that share a scale.
+    """
+
+    values: Stored
+    scales: Stored
+    block: tuple[int, int]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """[N, K]."""
+        return self.values.shape
+
+    @property
+    def format(self) -> Format:
+        """Not kept."""
+        return "rounded"
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """Rows as float32."""
+        outputs, inputs = self.block
+        scale = self.scales.read().astype(np.float32).reshape(-(-self.shape[0] // outputs), -1)
+        by_row = scale[np.arange(start, stop) // outputs]
+        if by_row.shape[1] > 1:
+            by_row = np.repeat(by_row, inputs, axis=1)[:, : self.shape[1]]
+        return self.values.read(start, stop).astype(np.float32) * by_row
+
+    def numbers(self, start: int, stop: int) -> Numbers:
+        """Not kept."""
+        raise NotImplementedError
+
+
+@dataclasses.dataclass(frozen=True)
+class Fp8:
+    """See :class:`kvjax.checkpoints.quantised_tensor.Method`.
+
+    Attributes:
+      block: outputs and inputs that share a scale; None where an output has one, or all of them.
+    """
+
+    block: tuple[int, int] | None = None
+    weight: str = ".weight"
+
+    def end_of(self, stored: Stored) -> str | None:
+        """A weight of its dtype, or a scale."""
+        if stored.kind == FP8 and stored.name.endswith(".weight"):
+            return ".weight"
+        return next((end for end in (".weight_scale_inv", ".weight_scale") if stored.name.endswith(end)), None)
+
+    def idle(self, name: str) -> bool:
+        """Scales of activations and caches."""
+        return name.endswith(IDLE)
+
+    def join(self, origin: str, stem: str, parts: Mapping[str, Stored]) -> Fp8Matrix:
+        """The matrix of some linear layer."""
+        end = ".weight_scale_inv" if ".weight_scale_inv" in parts else ".weight_scale"
+        check_parts(origin, stem, parts, {".weight": (FP8,), end: SCALES})
+        weight, scales = parts[".weight"], parts[end]
+        if len(weight.shape) != 2 or not all(weight.shape):
+            raise WeightsError(f"{origin} is corrupt: {quoted(weight.name)} has shape {list(weight.shape)}.")
+        outputs, inputs = weight.shape
+        if self.block is not None:
+            grid = -(-outputs // self.block[0]), -(-inputs // self.block[1])
+            check_shape(origin, scales, grid, asking=f"blocks of {self.block[0]} x {self.block[1]}")
+            return Fp8Matrix(weight, scales, self.block)
+        check_shape(origin, scales, (outputs, 1), (outputs,), (1, 1), (1,), (), asking=f"{outputs} outputs")
+        all_share = int(np.prod(scales.shape)) == 1
+        return Fp8Matrix(weight, scales, (outputs if all_share else 1, inputs))
