@@ -108,7 +108,8 @@ def training_folder(folder: Path, settings: Mapping[str, Any]) -> None:
                     "name another folder, or remove it."
                 )
             return
-        if folder.exists() and any(folder.iterdir()):
+        # A run that was killed as it wrote its settings left a file of another name.
+        if folder.exists() and any(not left.name.startswith(f".{_SETTINGS}-") for left in folder.iterdir()):
             raise UsageError(f"{folder} holds something else than a training of kvjax; name another folder.")
         folder.mkdir(parents=True, exist_ok=True)
     except KvjaxError:
