@@ -31,8 +31,8 @@ class DuoAttention(HeadWise):
     those with a gate above 0.5, or, with ``heads``, this fraction of the KV heads, those with the highest gates.
 
     The other heads keep their first ``sink`` tokens and a ring of ``recent`` ones. ``ratio`` instead says what the
-    whole cache keeps, retrieval heads included, as a fraction of the tokens: a ring has about a fifth of this fraction, in
-    place of ``recent``, and as many heads as the rest allows keep everything, unless ``heads`` says how many.
+    whole cache keeps, retrieval heads included, as a fraction of the tokens: a ring has about a fifth of this fraction,
+    in place of ``recent``, and as many heads as the rest allows keep everything, unless ``heads`` says how many.
     ``inner`` gives these heads to another policy of tokens.
 
     Decided where the authors' code differs: its ratio is of heads alone, whatever their rings hold; that is ``heads``.
