@@ -208,5 +208,5 @@ def test_dialogues_that_are_none_are_refused(tmp_path):
     with pytest.raises(UsageError, match="row 3 has the task and id of row 1"):
         asked_of(SUITES["dialogues"], DataFolder(tmp_path))
     (tmp_path / "mtbench101.jsonl").write_text(json.dumps(rows[0]))
-    with pytest.raises(UsageError, match="mtbench101.jsonl has no dialogue of GR, SI"):
+    with pytest.raises(UsageError, match="jsonl has no dialogue of GR, SI"):
         asked_of(SUITES["dialogues"], DataFolder(tmp_path), tasks=("GR", "SI"))
