@@ -36,6 +36,8 @@ class DuoAttention(HeadWise):
     ``inner`` gives these heads to another policy of tokens.
 
     Decided where the authors' code differs: its ratio is of heads alone, whatever their rings hold; that is ``heads``.
+    Its streaming heads see sinks and recent tokens alone already while they read a prompt, which costs less; here a
+    prompt is read with full attention in every head, and what a head keeps of it is chosen then.
     """
 
     layers_alike: ClassVar[bool] = True
