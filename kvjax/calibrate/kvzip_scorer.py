@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import zipfile
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,8 +25,9 @@ from kvjax.calibrate.training import train, training_folder
 from kvjax.checkpoints.digest import weights_digest
 from kvjax.checkpoints.load import LanguageModel
 from kvjax.checks import MOST_SEED, number, whole_number
-from kvjax.errors import UsageError
+from kvjax.errors import KvjaxError, UsageError
 from kvjax.files import write_atomically
+from kvjax.model.config import ModelConfig
 from kvjax.policies.full import Full
 from kvjax.policies.kvzip import KVzip
 from kvjax.policies.profile import ModelShape, ScorerProfile, model_name, packed_numbers, unpacked
@@ -38,6 +40,8 @@ from kvjax.runtime.repetition_scores import scored_tokens
 
 #: Scores below this are as good as none.
 _LEAST = 1e-7
+#: The largest number that a profile holds.
+_MOST = float(np.finfo(np.float16).max)
 #: Tokens of a mini-batch, and the weight of the penalty, both of standardised inputs.
 _BATCH, _PENALTY = 512, 0.03
 
@@ -155,9 +159,9 @@ def _collected(
     with stage("job", "reading texts:", unit="pieces", total=left * together) as shown:
         for first, file in zip(range(0, len(pieces), together), files, strict=True):
             if file is not None and file.exists():
-                with np.load(file) as saved:
-                    hidden.append(saved["inputs"])
-                    scores.append(saved["logs"])
+                inputs, logs = _saved(file, lm.config, len(pieces[first : first + together]), sampled)
+                hidden.append(inputs)
+                scores.append(logs)
                 continue
             inputs, logs = read(first, pieces[first : first + together])
             if file is not None:
@@ -169,6 +173,20 @@ def _collected(
             done += together
             shown.update(done)
     return np.concatenate(hidden), np.concatenate(scores)
+
+
+def _saved(file: Path, config: ModelConfig, rows: int, sampled: int) -> tuple[np.ndarray, np.ndarray]:
+    """The inputs and scores that an interrupted run wrote; KvjaxError where the file does not hold them."""
+    try:
+        with file.open("rb") as stream, np.load(stream) as saved:
+            inputs, logs = saved["inputs"], saved["logs"]
+        layers = sum(config.window_of(layer) is None for layer in range(config.num_layers))
+        wanted = (rows, layers, sampled, config.hidden_size), (rows, layers, config.num_kv_heads, sampled)
+        if (inputs.shape, logs.shape) != wanted or not np.isfinite(inputs).all() or not np.isfinite(logs).all():
+            raise ValueError("it holds other numbers")
+    except (OSError, EOFError, KeyError, TypeError, ValueError, zipfile.BadZipFile, zlib.error) as error:
+        raise KvjaxError(f"{file} is damaged; remove it to have its text read again.") from error
+    return inputs, logs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -205,9 +223,13 @@ class Standardised:
 
     def packed(self, params: dict[str, np.ndarray]) -> tuple[str, ...]:
         """The maps of inputs as they were, with what is added last; that makes up for the weights' rounding."""
-        weight = (params["weight"] / self.scale[:, None]).astype(np.float16).astype(np.float32)
-        bias = self.mean_target + params["bias"] - (weight * self.mean[:, None]).sum(axis=-1)
-        return packed_numbers(np.concatenate([weight, bias[..., None]], axis=-1))
+        weight = params["weight"] / self.scale[:, None]
+        if np.abs(weight).max() <= _MOST:  # what float16 holds
+            weight = weight.astype(np.float16).astype(np.float32)
+            bias = self.mean_target + params["bias"] - (weight * self.mean[:, None]).sum(axis=-1)
+            if np.abs(bias).max() <= _MOST:
+                return packed_numbers(np.concatenate([weight, bias[..., None]], axis=-1))
+        raise KvjaxError("The maps' weights are beyond float16's 65,504; give a lower learning rate.")
 
 
 def _loss(params: dict[str, Array], batch: Array, fixed: tuple[Array, Array]) -> Array:

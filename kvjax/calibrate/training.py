@@ -8,6 +8,7 @@ with the numbers of one that was not.
 from __future__ import annotations
 
 import dataclasses
+import json
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -87,6 +88,23 @@ def train(
 # --- the folder of a run -------------------------------------------------------------------------------------------
 
 
+def check_training(folder: Path) -> None:
+    """Refuse a folder that cannot be a run's, whatever its settings: before a model is loaded for it.
+
+    Raises:
+      UsageError: it holds something else, or is none.
+      KvjaxError: it cannot be made.
+    """
+    check_folder("--training", folder)
+    try:
+        # A run that was killed as it wrote its settings left a file of another name.
+        held = [] if not folder.exists() else [left.name for left in folder.iterdir()]
+    except OSError as error:
+        raise KvjaxError(f"{folder} cannot be the folder of a training: {reason(error)}.") from error
+    if _SETTINGS not in held and any(not name.startswith(f".{_SETTINGS}-") for name in held):
+        raise UsageError(f"{folder} holds something else than a training of kvjax; name another folder.")
+
+
 def training_folder(folder: Path, settings: Mapping[str, Any]) -> None:
     """Make the folder of a run, or find it as the same settings left it.
 
@@ -94,7 +112,7 @@ def training_folder(folder: Path, settings: Mapping[str, Any]) -> None:
       UsageError: it holds a run of other settings, or something else.
       KvjaxError: it cannot be made.
     """
-    check_folder("--training", folder)
+    check_training(folder)
     file, wanted = folder / _SETTINGS, {name: str(value) for name, value in settings.items()}
     try:
         if file.exists():
@@ -108,15 +126,11 @@ def training_folder(folder: Path, settings: Mapping[str, Any]) -> None:
                     "name another folder, or remove it."
                 )
             return
-        if folder.exists() and any(folder.iterdir()):
-            raise UsageError(f"{folder} holds something else than a training of kvjax; name another folder.")
         folder.mkdir(parents=True, exist_ok=True)
     except KvjaxError:
         raise
     except (OSError, ValueError) as error:
         raise KvjaxError(f"{folder} cannot be the folder of a training: {reason(error)}.") from error
-    import json
-
     write_atomically(file, json.dumps(wanted, indent=1))
 
 

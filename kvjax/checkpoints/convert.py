@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import glob
 import logging
 import math
 import os
@@ -88,7 +89,7 @@ def convert(
 
 def write_converted(lm: LanguageModel, out: Path) -> None:
     """Write a loaded model, which is on one device, to a new folder; see :func:`convert`."""
-    target = out.absolute()
+    target = out.resolve()  # a link stays, and what it leads to is written
     # Beside the folder, so that the last step is to rename it.
     work = target.parent / f".{target.name}.kvjax-{uuid.uuid4().hex}"
     try:
@@ -212,7 +213,7 @@ def _check_space(target: Path, needed: int) -> None:
 
 def _remove_stale(target: Path) -> None:
     """Remove what conversions to the same folder left when they were killed."""
-    for left in target.parent.glob(f".{target.name}.kvjax-*"):
+    for left in target.parent.glob(f".{glob.escape(target.name)}.kvjax-*"):
         if time.time() - left.stat().st_mtime > _STALE_SECONDS:
             shutil.rmtree(left, ignore_errors=True)
 

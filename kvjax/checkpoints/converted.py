@@ -174,9 +174,10 @@ def _check_arrays(folder: Path, description: Description) -> None:
         parts = PurePosixPath(name)
         if parts.is_absolute() or not parts.parts or {"..", "\0"} & {*parts.parts, *name} or file.bytes < 0:
             raise contradiction(name)
-    for needed in (TOKENIZER,):
-        if needed not in description.files:
-            raise contradiction(needed)
+    if TOKENIZER not in description.files:
+        raise contradiction(TOKENIZER)
+    if not all(0 <= index < description.config.vocab_size for index in description.stop_token_ids):
+        raise contradiction("stop_token_ids")
     total = 0
     for name, array in description.arrays.items():
         try:

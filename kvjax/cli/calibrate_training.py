@@ -49,7 +49,7 @@ def scorer(
     Reads every piece twice, as KVzip does. An interrupted run goes on where it was.
     """
     from kvjax.calibrate.kvzip_scorer import scorer as train
-    from kvjax.calibrate.training import remove_training
+    from kvjax.calibrate.training import check_training, remove_training
     from kvjax.cli import session
     from kvjax.policies.profile import save_profile
 
@@ -62,6 +62,7 @@ def scorer(
         _can_draw(out)
     read = read_texts(texts)
     folder = training or out.with_suffix(".training")
+    check_training(folder)
     lm = session.load(model, dtype, mesh, weights=weights)
     found = train(
         lm, read, tokens=tokens, most=most, sampled=sampled, steps=steps, learning_rate=learning_rate, seed=seed,
@@ -109,7 +110,7 @@ def gates(
     """
     from kvjax.calibrate.head_gates import check
     from kvjax.calibrate.head_gates import gates as train
-    from kvjax.calibrate.training import remove_training
+    from kvjax.calibrate.training import check_training, remove_training
     from kvjax.cli import session
     from kvjax.policies.profile import save_profile
 
@@ -121,6 +122,7 @@ def gates(
         _can_draw(out)
     read = read_texts(texts)
     folder = training or out.with_suffix(".training")
+    check_training(folder)
     lm = session.load(model, dtype, mesh, weights=weights)
     found = train(lm, read, folder=folder, **numbers)
     save_profile(found.profile, out)

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from kvjax.eval.suites.journal import Journal
 
 _say = functools.partial(session.say, "eval")
+_POLICIES, _RETAINED = "snapkv,lagkv", "0.5,0.25"
 
 
 @app.command("eval")
@@ -42,8 +43,8 @@ def evaluate(
     weights: flag.Weights = None,
     policies: Annotated[
         str, typer.Option("--policies", help="Such as snapkv,lagkv:lag=64,sink=4; the full cache always runs.")
-    ] = "snapkv,lagkv",
-    retained: flag.Retained = "0.5,0.25",
+    ] = _POLICIES,
+    retained: flag.Retained = _RETAINED,
     data: Annotated[Path | None, typer.Option("--data", help="Folder with the text of benchmarks.")] = None,
     tasks: Annotated[str, typer.Option("--tasks", help="The suite's tasks, separated by commas; all by default.")] = "",
     length: Annotated[
@@ -85,6 +86,8 @@ def evaluate(
     if suite == PAPERS:
         if in_view:
             raise UsageError(f"Each study of {PAPERS} says when its questions are asked; leave --in-view out.")
+        if (policies, retained) != (_POLICIES, _RETAINED):
+            raise UsageError(f"Each study of {PAPERS} has caches of its own; leave --policies and --retained out.")
         options = Options(model, dtype, weights, quick, length, limit, seed, storage, batch_size)
         return papers(out, named, options, folder, compile_cache)
     chosen = find_suite(suite)
@@ -95,18 +98,9 @@ def evaluate(
         IN_VIEW if in_view else AFTER, storage, batch_size,
     )  # fmt: skip
     journal = Journal(out / JOURNAL, settings)
-    _check_length(model, asked)
+    session.check_length(model, asked.length)
     lm = session.load(model, dtype, compile_cache=compile_cache, weights=weights)
     return _run(lm, chosen, folder, asked, journal, compared)
-
-
-def _check_length(model: str, asked: Asked) -> None:
-    """Refuse a length beyond the model's context before its weights are read."""
-    import kvjax
-
-    most = kvjax.load_config(model).max_position
-    if asked.length is not None and asked.length > most:
-        raise UsageError(f"The length {asked.length} is beyond the model's context of {most} tokens.")
 
 
 def _run(

@@ -30,6 +30,7 @@ def papers(out: Path, names: tuple[str, ...], options: Options, data: DataFolder
         if value is not None:
             whole_number(name, value, 1)
     whole_number("--seed", options.seed, 0, MOST_SEED)
+    session.check_length(options.model, options.length)
     found = measured(chosen, out, options, data)
     lm = session.load(options.model, options.dtype, compile_cache=compile_cache, weights=options.weights)
     more: dict[str, list[extras.Extra]] = {}

@@ -76,7 +76,7 @@ def recommend(
     """
     from kvjax.cache.quantisation import parse_storage
     from kvjax.eval.candidates import candidates
-    from kvjax.eval.recommend.folder import Folder, Settings, digest
+    from kvjax.eval.recommend.folder import FILES, Folder, Settings, digest
     from kvjax.eval.recommend.passages import make_passages, read_texts
 
     goal = _goal(budget, loss)
@@ -89,7 +89,7 @@ def recommend(
     chosen = candidates(policies, fractions)
     kind = parse_storage(storage)
     session.check_results(out)
-    texts = read_texts(text)
+    texts = read_texts(text, without=[out / name for name in FILES])
     lm = session.load(model, dtype, compile_cache=compile_cache, weights=weights)
     for name, value in (("--context", context), ("--measured-tokens", measured)):
         if value > lm.config.max_position:

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvjax.errors import UsageError
 from kvjax.files import check_folder
 from kvjax.progress import stage
 
@@ -47,6 +48,15 @@ def check_results(out: Path) -> None:
 
     new_figure(1, 1)
     check_folder("--out", out)
+
+
+def check_length(model: str, length: int | None) -> None:
+    """Refuse a length beyond the model's context before its weights are read."""
+    import kvjax
+
+    most = kvjax.load_config(model).max_position
+    if length is not None and length > most:
+        raise UsageError(f"The length {length} is beyond the model's context of {most} tokens.")
 
 
 def say(command: str, what: str) -> None:

@@ -39,7 +39,7 @@ class Rule:
 
     def at(self, ratio: float) -> str:
         """The text form of the policy at this ratio."""
-        return f"{self.policy},ratio={ratio!r}"
+        return f"{self.policy},ratio={float(ratio)!r}"
 
 
 _QUARTER, _EIGHTH = "razor:inner=compactor,induction_share=0.03", "razor:inner=compactor,induction_share=0.02"

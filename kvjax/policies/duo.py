@@ -18,7 +18,7 @@ from kvjax.policies.inner import has_own_size, sizes_of
 from kvjax.policies.profile import GateProfile, Heads, load_profile, packaged
 from kvjax.policies.streaming import StreamingLLM
 
-#: The part of a ratio that heads which do not keep everything share, where no fraction of heads is given.
+#: The part of a ratio that a head which does not keep everything keeps, where no fraction of heads is given.
 _STREAMING = 0.2
 
 
@@ -31,11 +31,13 @@ class DuoAttention(HeadWise):
     those with a gate above 0.5, or, with ``heads``, this fraction of the KV heads, those with the highest gates.
 
     The other heads keep their first ``sink`` tokens and a ring of ``recent`` ones. ``ratio`` instead says what the
-    whole cache keeps, retrieval heads included, as a fraction of the tokens: a fifth of it goes to the rings, which are
-    then sized by it in place of ``recent``, and the rest decides how many heads keep everything, unless ``heads`` does.
+    whole cache keeps, retrieval heads included, as a fraction of the tokens: a ring has about a fifth of this fraction,
+    in place of ``recent``, and as many heads as the rest allows keep everything, unless ``heads`` says how many.
     ``inner`` gives these heads to another policy of tokens.
 
     Decided where the authors' code differs: its ratio is of heads alone, whatever their rings hold; that is ``heads``.
+    Its streaming heads see sinks and recent tokens alone already while they read a prompt, which costs less; here a
+    prompt is read with full attention in every head, and what a head keeps of it is chosen then.
     """
 
     layers_alike: ClassVar[bool] = True
@@ -110,6 +112,8 @@ def _protected(policy: DuoAttention, config: ModelConfig) -> Heads:
 
 @functools.lru_cache(maxsize=64)
 def _others(policy: DuoAttention, config: ModelConfig) -> Policy:
-    if policy.ratio is None:
+    protected = policy.protected(config)
+    every = sum(map(len, protected)) == config.num_layers * config.num_kv_heads
+    if policy.ratio is None or (every and policy.ratio > 1 - 1e-6):  # nobody is left to have a size
         return policy.unsized
-    return sized_others(policy.unsized, policy.ratio, policy.protected(config), config)
+    return sized_others(policy.unsized, policy.ratio, protected, config)

@@ -85,14 +85,14 @@ class Profile:
         widths = dict.fromkeys(self.tables, self.shape.num_heads) | dict.fromkeys(self.kv_tables, kv)
         for name, width in (widths | dict.fromkeys(self.vectors, kv * self.shape.head_dim)).items():
             rows = getattr(self, name)
-            if [len(row) for row in rows] != [width] * layers:
+            if len(rows) != layers or any(len(row) != width for row in rows):
                 raise UsageError(f"{name} of a profile of this model needs {layers} rows of {width} numbers.")
             if not all(math.isfinite(value) for row in rows for value in row):
                 raise UsageError(f"{name} of a profile holds a number that is not finite; calibrate the model again.")
         for name in self.packed:
             rows, width = getattr(self, name), self.shape.num_kv_heads * (self.shape.hidden_size + 1)
             found = [unpacked(row) for row in rows]
-            if [None if row is None else len(row) for row in found] != [width] * layers:
+            if len(found) != layers or any(row is None or len(row) != width for row in found):
                 raise UsageError(f"{name} of a profile of this model needs {layers} texts of {width} packed numbers.")
             if not all(np.isfinite(row).all() for row in found if row is not None):
                 raise UsageError(f"{name} of a profile holds a number that is not finite; calibrate the model again.")
@@ -280,6 +280,11 @@ class GateProfile(Profile):
 
     __hash__ = Profile.__hash__
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not all(0 <= gate <= 1 for row in self.gates for gate in row):
+            raise UsageError("gates of a profile holds a number that is not of 0 to 1; calibrate the model again.")
+
 
 def packed_numbers(rows: np.ndarray) -> Packed:
     """The numbers of each layer, [layer, ...], as a profile has them."""
@@ -374,7 +379,10 @@ def _table(value: Any, origin: str) -> Table:
     rows = value if isinstance(value, list) else ["not a row"]
     if not all(isinstance(row, list) and all(type(x) in (int, float) for x in row) for row in rows):
         raise UsageError(f"{origin} is not a table of numbers, a row a layer; calibrate the model again.")
-    return tuple(tuple(float(x) for x in row) for row in rows)
+    try:
+        return tuple(tuple(float(x) for x in row) for row in rows)
+    except OverflowError as error:
+        raise UsageError(f"{origin} holds a number that is too large; calibrate the model again.") from error
 
 
 def folder() -> Path:

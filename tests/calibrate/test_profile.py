@@ -14,9 +14,11 @@ from hypothesis import strategies as st
 from kvjax.errors import KvjaxError, UsageError
 from kvjax.policies.head_choice import protected_heads, scope_lengths
 from kvjax.policies.profile import (
+    GateProfile,
     HeadProfile,
     ModelShape,
     ScopeProfile,
+    ScorerProfile,
     load_profile,
     packaged,
     save_profile,
@@ -105,6 +107,8 @@ def test_another_models_profile_is_refused():
         (("family: llama, ", ""), "does not say 'family'"),
         (("family: llama", "family: llama, colour: red"), "unknown key 'colour'"),
         (("num_layers: 3", "num_layers: 4"), "4 rows of 6 numbers"),
+        (("num_layers: 3", f"num_layers: {10**13}"), f"{10**13} rows of 6 numbers"),
+        (("echo:\n- [", f"echo:\n- [{10**400}, "), "echo holds a number that is too large"),
         (("repeats: 4", "repeats: true"), "True as repeats"),
     ],
 )
@@ -132,6 +136,21 @@ def test_other_files_are_one_sentence(content, tmp_path):
 def test_numbers_that_are_not_finite_are_refused():
     with pytest.raises(UsageError, match="not finite"):
         heads(echo=((math.nan,) * 6,) * 3)
+
+
+def test_gates_are_of_0_to_1():
+    shape = ModelShape.of(CONFIG)
+    for gate in (1.5, -0.1):
+        with pytest.raises(UsageError, match="gates of a profile holds a number that is not of 0 to 1"):
+            GateProfile("toy", shape, tokens=8, steps=1, sink=1, recent=1, gates=((gate, 0.0),) * 3)
+
+
+def test_counts_of_packed_numbers_take_no_memory():
+    with pytest.raises(UsageError, match="weights of a profile of this model needs"):
+        ScorerProfile(
+            "toy", dataclasses.replace(ModelShape.of(CONFIG), num_layers=10**13), texts=1, tokens=1, steps=1,
+            correlation=0.0, weights=("",),
+        )  # fmt: skip
 
 
 def test_a_file_that_cannot_be_written_leaves_nothing(tmp_path):

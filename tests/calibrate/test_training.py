@@ -78,6 +78,9 @@ def test_a_folder_of_another_training_or_of_something_else_is_refused(tmp_path):
     (tmp_path / "mine" / "thesis.txt").write_text("do not lose")
     with pytest.raises(UsageError, match="something else than a training"):
         training_folder(tmp_path / "mine", {})
+    (tmp_path / "killed").mkdir()
+    (tmp_path / "killed" / ".settings.json-x1").write_text("{")
+    training_folder(tmp_path / "killed", {"kind": "toy"})
     training.remove_training(tmp_path / "mine")
     assert (tmp_path / "mine" / "thesis.txt").exists()
     training.remove_training(tmp_path / "run")
@@ -170,6 +173,33 @@ def test_a_scorer_learns_and_goes_on_where_it_was(tmp_path, monkeypatch):
     assert next(calls) == 3 + 1 + 5, "what was read is not read again"
     with pytest.raises(UsageError, match="holds a training with seed"):
         scorer(lm, [TEXT], folder=folder, seed=1, **options)
+
+
+def test_pieces_that_an_interrupted_run_left_damaged_are_one_sentence(tmp_path):
+    lm, sampled = toys.tiny_model(), 20
+    shapes = {"inputs": (1, 2, sampled, lm.config.hidden_size), "logs": (1, 2, 2, sampled)}
+    good = {name: np.zeros(shape, np.float16) for name, shape in shapes.items()}
+    file = tmp_path / "pieces-0-1.npz"
+    np.savez(file, **good)
+    whole = file.read_bytes()
+    for content in (b"", whole[: len(whole) // 2], b"x" * 100):
+        file.write_bytes(content)
+        with pytest.raises(KvjaxError, match=r"pieces-0-1.npz is damaged; remove it"):
+            kvzip_scorer._saved(file, lm.config, 1, sampled)
+    for other in ({"inputs": good["inputs"]}, good | {"logs": good["logs"][..., 1:]}, good | {"logs": np.array([{}])}):
+        np.savez(file, **other)
+        with pytest.raises(KvjaxError, match=r"pieces-0-1.npz is damaged; remove it"):
+            kvzip_scorer._saved(file, lm.config, 1, sampled)
+    np.savez(file, **good)
+    assert kvzip_scorer._saved(file, lm.config, 1, sampled)[0].shape == shapes["inputs"]
+
+
+def test_maps_that_float16_does_not_hold_are_one_sentence():
+    data = Standardised.of(np.ones((1, 2, 4, 3), np.float16), np.zeros((1, 2, 1, 4), np.float32))
+    for weight, bias in ((1e9, 0.0), (0.0, 1e6), (np.nan, 0.0)):
+        params = {"weight": np.full((2, 1, 3), weight, np.float32), "bias": np.full((2, 1), bias, np.float32)}
+        with pytest.raises(KvjaxError, match="give a lower learning rate"):
+            data.packed(params)
 
 
 @pytest.mark.parametrize(

@@ -182,6 +182,15 @@ def test_where_nothing_can_be_written(original, out):
         kvjax.convert(original, out, progress=False)
 
 
+def test_a_link_to_where_it_goes(original, tmp_path):
+    (tmp_path / "disk").mkdir()
+    for name, there in (("empty", tmp_path / "disk"), ("none", tmp_path / "other")):
+        (tmp_path / name).symlink_to(there)
+        out = kvjax.convert(original, tmp_path / name, progress=False)
+        assert out.is_symlink() and load(there).config == load(out).config
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["disk", "empty", "none", "other"]
+
+
 def test_a_file_in_the_way(original, tmp_path):
     (tmp_path / "m").write_text("")
     for out in ("m", "m/x"):
@@ -300,6 +309,8 @@ ARRAY = "layers.0.gate_up.values"
         (lambda found: found.update(version=2), "in version 2 of the form; this one reads up to version 1"),
         (lambda found: found.update(version="x"), "describes a model that cannot be"),
         (lambda found: found.update(kind="kvjax cache"), "does not describe a converted model"),
+        (lambda found: found.update(stop_token_ids=[10**12]), "contradicts itself about 'stop_token_ids'"),
+        (lambda found: found.update(stop_token_ids=[-1]), "contradicts itself about 'stop_token_ids'"),
         (lambda found: found["config"].update(num_layers=2**40), "its configuration|layers"),
         (lambda found: found["config"].update(num_layers=1), "holds 'layers.1"),
         (lambda found: found["config"].update(num_heads=2**20), "1,048,576 heads"),

@@ -115,7 +115,7 @@ def test_filters_of_texts(cli, tiny_model, tmp_path):
     assert ran.code == 2 and "does not exist" in ran.sentence
 
 
-def test_a_scorer_and_gates_with_the_curve_of_their_losses(cli, tmp_path):
+def test_a_scorer_and_gates_with_the_curve_of_their_losses(cli, tmp_path, monkeypatch):
     pytest.importorskip("matplotlib", reason="the extra eval has it")
     text, out = tmp_path / "book.txt", tmp_path / "toy.yaml"
     text.write_text("It was a dark and stormy night. " * 30)
@@ -132,6 +132,11 @@ def test_a_scorer_and_gates_with_the_curve_of_their_losses(cli, tmp_path):
         assert sorted(file.name for file in tmp_path.iterdir()) == ["book.txt", "toy.png", "toy.yaml"]
         for file in (out, tmp_path / "toy.png"):
             file.unlink()
+        with monkeypatch.context() as patch:
+            patch.setattr("kvjax.cli.session.load", lambda *_, **__: pytest.fail("the model was loaded"))
+            for folder, says in ((str(text), "is a file"), (str(tmp_path), "something else than a training")):
+                ran = cli("calibrate", command, *short, *numbers, "--training", folder)
+                assert ran.code == 2 and says in ran.sentence
         for change, says in (
             (("--texts", str(tmp_path / "none.txt")), "does not exist"),
             (("--steps", "0"), "steps"),

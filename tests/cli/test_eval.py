@@ -113,6 +113,9 @@ def test_papers_without_a_study(cli, tmp_path):
         (("--tasks", "x"), "has no task 'x'; it has razor, round"),
         (("--in-view",), "leave --in-view out"),
         (("--limit", "0"), "--limit is 0"),
+        (("--length", "513"), "The length 513 is beyond the model's context of 512 tokens."),
+        (("--policies", "kvzip"), "leave --policies and --retained out"),
+        (("--retained", "0.1"), "leave --policies and --retained out"),
     ):
         refused = cli(*words, *flags)
         assert refused.code == 2 and sentence in refused.sentence

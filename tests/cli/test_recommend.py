@@ -36,6 +36,26 @@ def test_a_run_and_what_it_leaves(cli, asked, monkeypatch):
     assert other.code == 2 and "was not written by this command" in other.sentence
 
 
+def test_a_folder_within_the_texts_is_none_of_them(cli, tmp_path, monkeypatch):
+    """``--text . --out recommendation`` resumes: what it wrote is not read as a text."""
+    from kvjax.eval.recommend import measure, passages
+
+    read = []
+    monkeypatch.setattr(passages, "make_passages", lambda lm, texts, **_: read.append(texts))
+    monkeypatch.setattr(measure, "within", lambda *_: [])
+    monkeypatch.setattr(measure, "measure", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(measure, "expected_seconds", lambda *_: 1.0)
+    (tmp_path / "a.txt").write_text(TEXT)
+    out = tmp_path / "out"
+    out.mkdir()
+    for name in ("recommendation.md", "recommendation.json"):
+        (out / name).write_text("{}")
+    (out / "notes.md").write_text("Mine.")
+    words = ["recommend", "--text", str(tmp_path), "--out", str(out), "--context", "450", "--no-compile-cache"]
+    assert cli(*words).code == 130
+    assert read == [[TEXT, "Mine."]]
+
+
 REFUSED = {
     ("--loss", "1%", "--budget", "1GB"): "ask for two things",
     ("--loss", "much"): "--loss is 'much'; give a share",

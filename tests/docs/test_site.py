@@ -77,3 +77,5 @@ def test_a_page_stands_alone(page):
     fenced = re.sub(r"```.*?```", "", "\n".join(lines), flags=re.DOTALL)
     assert lines[0].startswith("# ") and len(re.findall(r"^# ", fenced, flags=re.MULTILINE)) == 1
     assert lines[2].strip() and not lines[2].startswith(("#", "|", "!["))
+    tables = re.findall(r"(?:^\|.*\n?)+", fenced, flags=re.MULTILINE)
+    assert all(re.match(r"\|.*\|\n\|[ :|-]+\|\n", table) for table in tables), "a row apart from its table is text"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import re
 
@@ -53,7 +54,9 @@ def test_texts_that_are_none(tmp_path):
     (tmp_path / "deep").mkdir()
     (tmp_path / "deep" / "b.md").write_text("more words")
     (tmp_path / "picture.png").write_bytes(b"\x89PNG\0\0")
+    os.mkfifo(tmp_path / "pipe")  # reading it would not end
     assert read_texts([tmp_path]) == ["words", "more words"]
+    assert read_texts([tmp_path], without=[tmp_path / "deep" / "." / "b.md"]) == ["words"]
     with pytest.raises(UsageError, match=r"picture\.png is no UTF-8 text"):
         read_texts([tmp_path / "picture.png"])
     with pytest.raises(UsageError, match="names nothing that is there"):

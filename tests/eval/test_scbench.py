@@ -158,6 +158,9 @@ def test_what_is_missing_is_said_with_what_to_give(monkeypatch, tmp_path, lm):
         ("choice_eng", {"context": "c", "multi_turns": [{"input": "a", "answer": "b"}]}, "four options"),
         ("repoqa_and_kv", {"context": "c", "multi_turns": [{"input": "a", "answer": "b"}]}, "task is one of scbench"),
         ("kv", {"context": "c", "multi_turns": [{"input": 3}]}, "line 1 is no row"),
+        ("vt", {"context": "c", "multi_turns": [{"input": "a", "answer": []}]}, "row 1: a question's answer is empty"),
+        ("kv", {"context": "c", "multi_turns": [{"input": "a", "answer": " "}]}, "row 1: a question's answer is empty"),
+        ("repoqa", {"context": "c", "multi_turns": [{"input": "a", "answer": ["x", ""]}]}, "answer is empty"),
     ]  # fmt: skip
     for task, row, sentence in broken:
         (tmp_path / "scbench" / f"scbench_{task}.jsonl").write_text(json.dumps(row))

@@ -133,7 +133,7 @@ def test_choices_are_scored_under_every_cache(lm, folder, tmp_path):
 def test_rows_that_are_none_are_refused(folder):
     for content, sentence in (
         ('{"premise": "x"}', "row 1 is no row of copa"),
-        (json.dumps(ROWS["copa"][0] | {"label": 7}), "row 1 is no row of copa"),
+        *((json.dumps(ROWS["copa"][0] | {"label": no}), "row 1 is no row of copa") for no in (7, True, 0.5, "0", -1)),
         ("{nonsense", "line 1 is no JSON"),
         ("", "holds no rows"),
         (json.dumps(ROWS["copa"][0]), "holds no more than its 5 worked examples"),
@@ -142,6 +142,12 @@ def test_rows_that_are_none_are_refused(folder):
         short._read.cache_clear()
         with pytest.raises(UsageError, match=sentence):
             asked_of(SUITES["short"], DataFolder(folder), tasks=("copa",))
+
+
+def test_a_letter_is_one_letter():
+    for letter in ("", "ab"):
+        with pytest.raises(ValueError, match="list"):
+            TASKS["mathqa"].read(ROWS["mathqa"][0] | {"correct": letter})
 
 
 def test_the_hub_has_what_the_folder_has_not(monkeypatch, tmp_path, lm):
@@ -197,3 +203,10 @@ def test_dialogues_that_are_none_are_refused(tmp_path):
     (tmp_path / "mtbench101.jsonl").write_text(json.dumps(rounds("CM", 1, 1)))
     with pytest.raises(UsageError, match="row 1 is no dialogue of two rounds or more"):
         asked_of(SUITES["dialogues"], DataFolder(tmp_path))
+    rows = [rounds("CM", 1, 2), rounds("GR", 1, 2), rounds("CM", 1, 3)]
+    (tmp_path / "mtbench101.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(UsageError, match="row 3 has the task and id of row 1"):
+        asked_of(SUITES["dialogues"], DataFolder(tmp_path))
+    (tmp_path / "mtbench101.jsonl").write_text(json.dumps(rows[0]))
+    with pytest.raises(UsageError, match="jsonl has no dialogue of GR, SI"):
+        asked_of(SUITES["dialogues"], DataFolder(tmp_path), tasks=("GR", "SI"))

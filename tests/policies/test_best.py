@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 import toys
 
@@ -54,6 +55,11 @@ def test_where_it_cannot_run_the_next_one_does(config, ratio, reason):
         assert found.policy == parse(f"adaptive:inner=kvzip,ratio={ratio}")
         assert f"Not razor: {reason}" in str(found.line)
         assert ("comes after" in str(found.line)) is later and ("is in view" in str(found.line)) is not later
+
+
+def test_a_ratio_may_be_a_number_of_numpy():
+    for number in (np.float64(0.25), np.float32(0.25)):
+        assert text(PLAIN, number, True) == text(PLAIN, 0.25, True)
 
 
 def test_what_it_cannot_be_is_one_sentence():

@@ -150,6 +150,17 @@ def test_all_heads_or_none():
     np.testing.assert_allclose(none.logprobs, rings.logprobs, atol=1e-5)
 
 
+def test_a_ratio_of_one_keeps_everything():
+    lm = model()
+    profile, ids = random_gates(lm.config), [3 * i % 89 for i in range(120)]
+    for inner in (None, KeyDiff()):
+        policy = DuoAttention(profile=profile, ratio=1, inner=inner)
+        output = kvjax.generate(lm, ids, policy=policy, max_new_tokens=2, stop_token_ids=())
+        assert np.mean(output.stats.retained) == 121
+    with pytest.raises(UsageError, match="nothing that a ratio could size"):
+        DuoAttention(profile=profile, ratio=0.5, heads=1.0).check(lm.config)
+
+
 def test_its_profile_is_the_same_after_its_file_and_a_saved_cache(tmp_path):
     lm, profile = model(), random_gates(model().config)
     save_profile(profile, tmp_path / "toy.yaml")

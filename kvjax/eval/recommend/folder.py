@@ -16,6 +16,8 @@ from kvjax.files import write_atomically
 
 RESULTS, TABLE, PICTURE = "recommendation.json", "recommendation.md", "recommendation.png"
 _MEASURED = "measured.json"
+#: All files that a run leaves.
+FILES = (RESULTS, TABLE, PICTURE, _MEASURED)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -40,20 +40,25 @@ class Passage:
     outputs: tuple[str, ...]
 
 
-def read_texts(paths: Sequence[Path]) -> list[str]:
+def read_texts(paths: Sequence[Path], without: Sequence[Path] = ()) -> list[str]:
     """The texts of files, and of all files in folders; of a folder, what is no UTF-8 text is left out.
+
+    Args:
+      paths: files and folders. without: files that are left out of folders, such as those that an earlier run wrote.
 
     Raises:
       UsageError: a path that is not there, a file that is no text, or no text at all.
     """
     found: list[str] = []
-    characters = 0
+    characters, left_out = 0, {path.resolve() for path in without}
     for path in paths:
         check_local("--text", path)
         if not path.exists():
             raise UsageError(f"--text names nothing that is there: {path}.")
         for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
             if file.is_dir() or characters > _MOST_CHARACTERS:
+                continue
+            if path.is_dir() and (not file.is_file() or file.resolve() in left_out):  # a pipe has no end
                 continue
             text = _text(file)
             if text is None and not path.is_dir():

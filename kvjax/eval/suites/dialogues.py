@@ -34,13 +34,19 @@ class Row:
     history: tuple[Round, ...]
 
 
-def _read(data: DataFolder) -> list[Row]:
+def _read(data: DataFolder, asked: Asked) -> list[Row]:
+    """The dialogues of the asked abilities."""
     path = data.need("MT-Bench-101", *PLACES)
-    rows = read_rows(path, Row)
+    rows, numbers = read_rows(path, Row), dict[tuple[str, int], int]()
     for number, row in enumerate(rows, 1):
         if len(row.history) < 2 or not all(one.user.strip() and one.bot.strip() for one in row.history):
             raise UsageError(f"{path}, row {number} is no dialogue of two rounds or more.")
-    return rows
+        if (first := numbers.setdefault((row.task, row.id), number)) != number:
+            raise UsageError(f"{path}, row {number} has the task and id of row {first}; give it an id of its own.")
+    found = [row for row in rows if row.task in asked.tasks]
+    if not found:
+        raise UsageError(f"{path} has no dialogue of {', '.join(asked.tasks)}.")
+    return found
 
 
 def _dialogue(lm: LanguageModel, row: Row) -> list[Item]:
@@ -73,8 +79,8 @@ def _items(lm: LanguageModel, data: DataFolder, asked: Asked) -> list[Item]:
     most = min(asked.length or lm.config.max_position, lm.config.max_position)
     counts = dict.fromkeys(asked.tasks, 0)
     found: list[Item] = []
-    for row in _read(data):
-        if row.task not in counts or (asked.limit is not None and counts[row.task] >= asked.limit):
+    for row in _read(data, asked):
+        if asked.limit is not None and counts[row.task] >= asked.limit:
             continue
         dialogue = _dialogue(lm, row)
         if all(tokens_of(lm, item) <= most for item in dialogue):
@@ -96,7 +102,7 @@ DIALOGUES = Suite(
         "round is read and compressed as a chat's turn is. Dialogues that exceed the length are left out."
     ),
     items=_items,
-    check=lambda data, asked: _read(data),
+    check=_read,
     limit=5,
     quick_limit=1,
 )

@@ -73,6 +73,9 @@ def _read(data: DataFolder, task: str) -> list[Row] | None:
         if not row.multi_turns or (row.context is None and row.input is None):
             raise UsageError(f"{path}, row {number} has no context or no questions.")
         for turn in row.multi_turns:
+            wanted = references(task, turn.answer, turn.options)
+            if not wanted or not all(each.strip() for each in wanted):
+                raise UsageError(f"{path}, row {number}: a question's answer is empty, so any answer would be right.")
             if task in MIXED and turn.task not in MIXED[task]:
                 raise UsageError(f"{path}, row {number}: a question's task is one of {', '.join(MIXED[task])}.")
             if task == "choice_eng" and (len(turn.options or ()) != 4 or turn.answer not in (turn.options or ())):

@@ -29,7 +29,8 @@ def _read(path: Path, task: str) -> tuple[Question, ...]:
     for number, row in enumerate(rows, 1):
         try:
             question = TASKS[task].read(row)
-            if not 0 <= question.right < len(question.choices) or not question.text:
+            whole = type(question.right) is int  # neither true nor 0.5 is the number of a choice
+            if not whole or not 0 <= question.right < len(question.choices) or not question.text:
                 raise ValueError("no choice is the right one")
         except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
             raise UsageError(f"{path}, row {number} is no row of {task}.") from error

@@ -83,7 +83,7 @@ def _rte(row: Row) -> Question:
 def _mathqa(row: Row) -> Question:
     found = re.findall(r"[abcd] \) .*?, |e \) .*?$", row["options"])
     choices = tuple(f" {option[4:].rstrip(' ,')}" for option in found)
-    return Question(f"Question: {row['Problem']}\nAnswer:", choices, "abcde".index(row["correct"]))
+    return Question(f"Question: {row['Problem']}\nAnswer:", choices, list("abcde").index(row["correct"]))
 
 
 #: AhaKV's four data sets (Figure 4), then those that H2O reports beside them.
