@@ -122,13 +122,12 @@ def assert_pool_holds_only_its_channels(layout, kind, by_row=False):
 @pytest.mark.parametrize(
     ("layout", "kind"),
     [
-        (LAYOUTS[0], "int8"),
         (LAYOUTS[1], "model"),
         *(
             pytest.param(layout, kind, marks=pytest.mark.slow)
             for layout in LAYOUTS
             for kind in ("model", "int8")
-            if (layout, kind) not in ((LAYOUTS[0], "int8"), (LAYOUTS[1], "model"))
+            if (layout, kind) != (LAYOUTS[1], "model")
         ),
     ],
     ids=str,
@@ -155,12 +154,11 @@ INNER = {
     ("inner", "storage"),
     [
         ("all", "model"),
-        ("adaptive", "int8"),
         *(
             pytest.param(inner, storage, marks=pytest.mark.slow)
             for inner in INNER
             for storage in ("model", "int8")
-            if (inner, storage) not in (("all", "model"), ("adaptive", "int8"))
+            if (inner, storage) != ("all", "model")
         ),
     ],
 )
