@@ -13,11 +13,6 @@ LAYERS ?= 32
 aot-mesh: .venv-aot-tpu
 	.venv-aot-tpu/bin/python -m tools.aot.mesh --layers $(LAYERS) --out docs/sharding.md
 
-# A whole decode step of a model under every policy, as XLA's cost model counts it.
-.PHONY: aot-steps
-aot-steps: .venv-aot-tpu
-	.venv-aot-tpu/bin/python -m tools.aot.steps --out docs/steps.md
-
 .venv-aot-tpu:
 	$(PYTHON) -m venv $@
 	$@/bin/pip install -q "jax[tpu]>=0.10.2,<0.13" flax jaxtyping numpy

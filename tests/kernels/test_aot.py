@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from tools.aot import cases_decode, kernels_page, seconds, steps, tpu_profile
+from tools.aot import cases_decode, kernels_page, seconds, tpu_profile
 from tools.aot import compile as aot_compile
 from tools.aot.cases import Case, collect
 from tools.aot.compile import Result, _broken, selected
@@ -133,14 +133,3 @@ def test_seconds_are_the_least_of_each_stage_and_compared_with_32_layers():
     assert [row[7] for row in rows] == ["0.53", "1.00", "2.00"]
     assert rows[1][2:7] == ["Llama 3.1 8B, 32 layers", "1.0", "0.5", "8.0", "9.5"]
     assert "A layer of 8B adds 0.19 s (v5e, decode)." in text
-
-
-def test_page_of_steps_has_a_row_a_policy_and_counts_programs():
-    made = [
-        steps.Step(target, policy, 2_000_000_000, 0.002, 0.003, 2_500_000_000, 0, program)
-        for target, program in (("v5e", "a"), ("v6e", "b"))
-        for policy in ("full", "lagkv:ratio=0.125")
-    ]
-    page = steps.render(made, 32, {"jax": "0.12"})
-    assert "| full | 2.00 | 3.00 / 2.00 ms, 1.25 | 3.00 / 2.00 ms, 1.25 |" in page
-    assert "The 4 cells are 2 compiled programs." in page and "jax 0.12. `python -m tools.aot.steps" in page

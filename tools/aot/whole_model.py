@@ -20,7 +20,6 @@ from kvjax.model.config import ModelConfig
 from kvjax.model.decoder import abstract_decoder
 from kvjax.model.tiling import weight_layout
 from kvjax.policies.base import Policy
-from kvjax.runtime.decode import Controls, DecodeState
 from kvjax.runtime.programs import DECODE_CHUNK, PREFILL_FRESH
 from kvjax.runtime.synthetic import benchmark_controls, decode_state
 from kvjax.sharding.compile import Device, OneDevice
@@ -39,16 +38,12 @@ class WholeModel:
 
     Attributes:
       mesh: JAX's mesh of the devices. device: what the programs are compiled for. storage: of the cache.
-      params, state, controls: placed shapes of the arguments of a decode step.
       programs: "decode" and "prefill", each a function that traces it: a ``jax.stages.Traced``.
     """
 
     mesh: jax.sharding.Mesh
     device: Device
     storage: Storage
-    params: Any
-    state: DecodeState
-    controls: Controls
     programs: Mapping[str, Callable[[], Any]]
 
 
@@ -99,8 +94,9 @@ def whole_model(
             params = placed(params, weight_specs(params, device.mesh))
             cache = device.all(of_all(cache, cache_specs(cache), device.mesh))
         else:
-            params, cache = everywhere(params), everywhere(cache)
-        params = jax.tree.map(lambda x: _tiled(x, devices[0].device_kind), params)
+            # On a mesh XLA leaves arguments of shard_map their default layouts.
+            params = jax.tree.map(lambda x: _tiled(x, devices[0].device_kind), everywhere(params))
+            cache = everywhere(cache)
         state = placed(jax.eval_shape(lambda cache: decode_state(config, cache), cache))
         state = dataclasses.replace(state, cache=cache)
         controls = everywhere(jax.eval_shape(lambda: benchmark_controls(config, batch)))
@@ -109,7 +105,7 @@ def whole_model(
         "decode": lambda: DECODE_CHUNK.trace(device, params, state, controls, everywhere(ints())),
         "prefill": lambda: PREFILL_FRESH.trace(device, params, tokens, counts, counts, **sizes),
     }
-    return WholeModel(mesh, device, storage, params, state, controls, programs)
+    return WholeModel(mesh, device, storage, programs)
 
 
 def _tiled(weight: jax.ShapeDtypeStruct, kind: str) -> jax.ShapeDtypeStruct:
