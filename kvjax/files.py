@@ -24,6 +24,12 @@ def reason(error: OSError | ValueError) -> str:
     return getattr(error, "strerror", None) or str(error)
 
 
+def disk_reason(error: Exception) -> str:
+    """Why Orbax could not write: it and TensorStore say in a page what the system said in a word."""
+    full = "No space left" in str(error) or "Disk quota" in str(error) or "File too large" in str(error)
+    return "the disk is full" if full else " ".join(str(error).split())[:160]
+
+
 def check_local(name: str, path: str | os.PathLike[str]) -> None:
     """Refuse to write to what is no path of this machine: an address (gs://...), text with a NUL, or too long.
 

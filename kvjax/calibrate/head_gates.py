@@ -94,12 +94,13 @@ def gates(
         raise UsageError("Every layer of this model sees a window of tokens; none has heads that retrieve from afar.")
     task = PassKeys.of(lm, texts, min(tokens, config.max_position), keys, words, seed)
     shape = ModelShape.of(for_model(Full(), config).seen_as(config))
+    rows = 1 if lm.mesh is None else lm.mesh.rows(1)
     if folder is not None:
         read = zlib.crc32("\0".join(texts).encode())
         settings = {"kind": "gates", "weights": weights_digest(lm.params), "texts": read, **counts}
-        settings |= {"learning_rate": learning_rate, "penalty": penalty, "sink": sink, "seed": seed}
+        # A mesh with another data axis takes other texts a step.
+        settings |= {"learning_rate": learning_rate, "penalty": penalty, "sink": sink, "seed": seed, "rows": rows}
         training_folder(folder, settings)
-    rows = 1 if lm.mesh is None else lm.mesh.rows(1)
     teacher = jax.jit(functools.partial(_answers, sink=0, recent=0))
 
     def batch(step: int) -> tuple[Array, Array, Array]:

@@ -21,7 +21,7 @@ import optax
 
 from kvjax.documents import parse_json
 from kvjax.errors import KvjaxError, UsageError, quoted
-from kvjax.files import check_folder, reason, write_atomically
+from kvjax.files import check_folder, disk_reason, reason, write_atomically
 from kvjax.progress import stage
 
 _SETTINGS, _STEPS = "settings.json", "steps"
@@ -155,8 +155,8 @@ def _save(folder: Path, step: int, tree: Any) -> None:
     try:
         with _checkpoints(folder) as checkpoints:
             checkpoints.save(step, leaves)
-    except OSError as error:
-        raise KvjaxError(f"The training cannot be written to {folder}: {reason(error)}.") from error
+    except Exception as error:
+        raise KvjaxError(f"The training cannot be written to {folder}: {disk_reason(error)}.") from error
 
 
 def _newest(folder: Path | None, tree: Any) -> tuple[int, Any]:

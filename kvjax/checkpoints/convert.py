@@ -24,7 +24,7 @@ from kvjax.checkpoints.converted import PARAMETERS, TEMPLATE, TOKENIZER, WEIGHTS
 from kvjax.checkpoints.converted_weights import described, leaf_names
 from kvjax.checkpoints.load import LanguageModel, load, load_config, weights_dtype
 from kvjax.errors import KvjaxError, UsageError
-from kvjax.files import bytes_in, check_folder, sync_folder
+from kvjax.files import bytes_in, check_folder, disk_reason, sync_folder
 from kvjax.model.decoder import abstract_decoder
 from kvjax.model.quantised import Weights, check_weights
 from kvjax.progress import Progress, showing, stage
@@ -146,10 +146,7 @@ def _write_arrays(work: Path, lm: LanguageModel) -> dict[str, StoredArray]:
         try:
             saving.result()
         except Exception as error:
-            # Orbax and TensorStore say in a page what the system said in a word.
-            full = "No space left" in str(error) or "Disk quota" in str(error) or "File too large" in str(error)
-            reason = "the disk is full" if full else " ".join(str(error).split())[:160]
-            raise OSError(reason) from error
+            raise OSError(disk_reason(error)) from error
         return {name: described(work, name, np.asarray(leaf)) for name, leaf in named.items()}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import resource
 import shutil
 
 import jax
@@ -95,6 +96,22 @@ def test_a_damaged_checkpoint_and_a_loss_that_is_not_finite_are_one_sentence(tmp
         run(folder, steps=30)  # another number of losses
     with pytest.raises(KvjaxError, match="lower learning rate"):
         train(lambda x, b, f: jnp.nan * x.sum(), np.ones(1, np.float32), None, lambda step: 0, optax.sgd(1.0), 2)
+
+
+# Orbax's threads go on for a moment after their loop was closed, and Python says so.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_disk_that_is_full_is_one_sentence(tmp_path):
+    """A limit on the size of files fails writes as a full disk does."""
+    training_folder(tmp_path / "run", {})
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    noise = np.random.default_rng(0).standard_normal(30_000).astype(np.float32)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
+    try:
+        with pytest.raises(KvjaxError, match=r"The training cannot be written to .*: the disk is full\.") as caught:
+            training._save(tmp_path / "run", 1, {"x": noise})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert "\n" not in str(caught.value)
 
 
 def test_the_curve_is_a_picture():
@@ -301,7 +318,8 @@ def test_gates_that_nothing_needs_close_and_the_run_goes_on_where_it_was(tmp_pat
     assert gates(lm, [TEXT], folder=folder, **options).profile == whole.profile
     free = gates(lm, [TEXT], **(options | {"penalty": 0.0, "steps": 3}))
     assert np.min(free.profile.gates) == 1.0, "with no penalty the model itself is best"
-    assert json.loads((folder / "settings.json").read_text())["kind"] == "gates"
+    held = json.loads((folder / "settings.json").read_text())
+    assert (held["kind"], held["rows"]) == ("gates", "1"), "on a mesh with more rows a step has other texts"
 
 
 def test_the_highest_gates_are_chosen_earlier_heads_first():

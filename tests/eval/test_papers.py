@@ -8,6 +8,7 @@ import os
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 import toys
 
@@ -17,6 +18,7 @@ from kvjax.eval.papers import extras, report
 from kvjax.eval.papers.paper import published, same
 from kvjax.eval.papers.registry import PAPERS, find_papers, grounds
 from kvjax.eval.papers.run import Options, measured
+from kvjax.eval.positions import Retained
 from kvjax.eval.suites.data import DataFolder
 from kvjax.eval.suites.registry import SUITES
 
@@ -199,15 +201,21 @@ def test_watershed_and_heads_of_a_model_without_profile(lm, tmp_path):
     assert "give --data DIR with one of longmemeval/" in found.parts[0] and not found.images
 
 
-def test_kept_positions_are_drawn_once(lm, tmp_path):
+def test_kept_positions_are_drawn_once(lm, tmp_path, monkeypatch):
     said = []
     first = extras.positions(lm, tmp_path, True, said.append)
     assert len(said) == 2 and first.images["ahakv-positions.png"].startswith(b"\x89PNG")
     assert set(first.data["mean position"]) == {"h2o:recent=32,ratio=0.25", "ahakv:recent=32,ratio=0.25"}
     assert extras.positions(lm, tmp_path, True, said.append).parts == first.parts and len(said) == 2
-    (tmp_path / "positions.json").write_text("{nonsense")
-    extras.positions(lm, tmp_path, True, said.append)
-    assert len(said) == 4
+    asked = json.loads((tmp_path / "positions.json").read_text())["asked"]
+    assert asked["numbers"] == lm.params.number_format, "another dtype keeps others"
+    kept: list[Retained] = []
+    monkeypatch.setattr(extras, "retained_positions", lambda *_: kept.pop())
+    for number, content in enumerate(("{nonsense", json.dumps({"asked": asked, "mean position": {"h2o": "x"}}))):
+        (tmp_path / "positions.json").write_text(content)
+        kept += [Retained(name, np.ones((2, 8), np.float32)) for name in ("a", "b")]
+        extras.positions(lm, tmp_path, True, said.append)
+        assert len(said) == 4 + 2 * number
 
 
 @pytest.mark.slow

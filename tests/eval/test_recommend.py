@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ import kvjax
 from kvjax.cache.quantisation import parse_storage
 from kvjax.errors import UsageError
 from kvjax.eval.candidates import candidates
+from kvjax.eval.recommend import passages
 from kvjax.eval.recommend.choice import Goal, choose, figure, report, sentence
 from kvjax.eval.recommend.measure import Measured, Request, measure, within
 from kvjax.eval.recommend.passages import CONTINUATION, make_passages, read_texts
@@ -68,6 +70,17 @@ def test_texts_that_are_none(tmp_path):
         make_passages(LM, ["short"], tokens=500, passages=9, needles=1, seed=0)
     with pytest.raises(UsageError, match="leave no room for text"):
         make_passages(LM, [TEXT], tokens=100, passages=1, needles=1, seed=0)
+
+
+def test_a_file_without_end_is_read_in_part(tmp_path, monkeypatch):
+    monkeypatch.setattr(passages, "_MOST_CHARACTERS", 101)
+    (tmp_path / "a.txt").write_text("é" * 80)
+    assert read_texts([tmp_path / "a.txt"]) == ["é" * 50]
+    with pytest.raises(UsageError, match="zero is no UTF-8 text"):
+        read_texts([Path("/dev/zero")])
+    (tmp_path / "b.txt").write_bytes("é".encode()[:1])
+    with pytest.raises(UsageError, match="is no UTF-8 text"):
+        read_texts([tmp_path / "b.txt"])
 
 
 def row(policy: str, size: int, found: float, loss: float, refused: str | None = None) -> Measured:

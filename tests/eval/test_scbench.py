@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import random
 
@@ -127,6 +128,18 @@ def test_files_are_asked_in_the_benchmarks_words(lm, folder):
     requests = {item.id: item for item in items(lm, folder, "scbench-requests", tasks=("mf", "kv"), length=3000)}
     assert requests["kv/0/0"].context.endswith("{...}") and requests["mf/0/1"].earlier == ()
     assert requests["mf/0/0"].context.startswith("Say one. The largest number of the list is: \n\n[3")
+
+
+def test_later_choices_without_a_chat_template_have_words_of_their_own(lm, tmp_path):
+    (tmp_path / "scbench").mkdir()
+    turns = [asked(who, "Eve", options=["Al", "Eve", "Bo", "Jo"]) for who in ("Who?", "And who?")]
+    row = {"context": "A book.", "multi_turns": turns}
+    (tmp_path / "scbench" / "scbench_choice_eng.jsonl").write_text(json.dumps(row))
+    plain = dataclasses.replace(lm, tokenizer=type(lm.tokenizer)(lm.tokenizer._backend))
+    first, later = "\nD. Jo\n\nThe the correct answer is", "\nD. Jo\n\nThe letter of the correct answer is"
+    for model, name, end in ((plain, "scbench", later), (plain, "scbench-requests", first), (lm, "scbench", first)):
+        found = items(model, DataFolder(tmp_path), name, tasks=("choice_eng",), length=3000)
+        assert found[0].question.endswith(first) and found[1].question.endswith(end)
 
 
 def test_a_context_that_exceeds_the_length_loses_its_middle(lm, tmp_path):

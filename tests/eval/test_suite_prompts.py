@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from kvjax.errors import UsageError
 from kvjax.eval.suites.item import Item
 from kvjax.eval.suites.prompts import cut_middle, prepare, room_of
+from kvjax.text.gguf_tokenizer import tokenizer_from_gguf
 
 
 @given(st.text("ab .", max_size=300), st.text("xy?", min_size=1, max_size=60), st.integers(16, 200))
@@ -51,3 +52,17 @@ def test_questions_are_found_in_the_chat_template():
         prepare(lm, dataclasses.replace(item, max_new_tokens=5000))
     with pytest.raises(UsageError, match="20 tokens are too few for an answer of 30"):
         room_of(lm, 20, 30)
+
+
+def test_choices_are_encoded_with_what_they_follow():
+    """SentencePiece begins each text with a space, which a choice has already."""
+    from text.test_gguf_sentencepiece import keys
+
+    tokenizer = tokenizer_from_gguf(keys("llama"), "m.gguf")
+    lm = dataclasses.replace(toys.tiny_model(), tokenizer=tokenizer)
+    item = Item("x", "x", "a cat", "the cat is:", ("0",), "accuracy", 0, chat=False, choices=(" the", " at", "the"))
+    found = prepare(lm, item)
+    for choice, ids in zip(item.choices, found.choices, strict=True):
+        assert [*found.question, *ids] == tokenizer.encode(item.question + choice)
+    (ids,) = prepare(toys.tiny_model(), dataclasses.replace(item, choices=(" the",))).choices
+    assert ids == toys.byte_tokenizer().encode(" the")

@@ -41,9 +41,9 @@ def positions(lm: LanguageModel, folder: Path, quick: bool, say: Callable[[str],
     """AhaKV's figures of retained indices; drawn once, and read back from the folder then."""
     numbers, image = folder / "positions.json", folder / _POSITIONS
     tokens = 300 if quick else 700
-    asked = {"model": lm.name, "tokens": tokens}
+    asked = {"model": lm.name, "numbers": lm.params.number_format, "tokens": tokens}
     held = _read(numbers)
-    if held is None or held.get("asked") != asked or not image.exists():
+    if held is None or held.get("asked") != asked or not _are_numbers(held.get("mean position")) or not image.is_file():
         ids, found = lm.tokenizer.encode(documentation())[:tokens], []
         for policy in _KEEPING:
             say(f"{policy} reads {len(ids)} tokens")
@@ -69,6 +69,11 @@ def _read(path: Path) -> Any:
     except (OSError, NotADocument):
         return None
     return found if isinstance(found, dict) else None
+
+
+def _are_numbers(value: Any) -> bool:
+    """Whether this is an object of numbers, and not what somebody else wrote."""
+    return isinstance(value, dict) and bool(value) and all(type(x) is float for x in value.values())
 
 
 def retrieval_heads(lm: LanguageModel) -> Extra:

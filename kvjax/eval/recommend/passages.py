@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import dataclasses
 import random
 import re
@@ -20,7 +21,7 @@ CONTINUATION = 64
 ANSWER_TOKENS = 16
 #: Tokens by which a word of the texts may be longer than a numbered key.
 _LONGER = 8
-#: Characters of the texts that are read at most: many times what is measured.
+#: Characters of the texts, and bytes of a file, that are read at most: many times what is measured.
 _MOST_CHARACTERS = 50_000_000
 
 
@@ -73,11 +74,14 @@ def read_texts(paths: Sequence[Path], without: Sequence[Path] = ()) -> list[str]
 
 def _text(file: Path) -> str | None:
     try:
-        data = file.read_bytes()
+        with file.open("rb") as stream:  # a device has no end, and a dump none that memory holds
+            data = stream.read(_MOST_CHARACTERS)
+            whole = not stream.read(1)
     except OSError as error:
         raise UsageError(f"{file} cannot be read: {error.strerror or error}.") from error
     try:
-        return None if b"\0" in data else data.decode("utf-8-sig")
+        # The last bytes of a part may be half a character.
+        return None if b"\0" in data else codecs.getincrementaldecoder("utf-8-sig")().decode(data, final=whole)
     except UnicodeDecodeError:
         return None
 

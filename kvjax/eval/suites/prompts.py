@@ -70,7 +70,7 @@ def prepare(lm: LanguageModel, item: Item) -> Prepared:
     before, *turns = _texts(lm, item)
     first = [] if item.chat and lm.tokenizer.has_chat_template else list(lm.tokenizer.prefix_ids)
     *earlier, question = (encode(turn) for turn in turns)
-    choices = tuple(encode(choice) for choice in item.choices)
+    choices = tuple(_following(lm, turns[-1], question, choice) for choice in item.choices)
     found = Prepared(item, [*first, *encode(before)], question, tuple(earlier), choices)
     if not found.context:
         raise UsageError(f"{item.id} has no context to compress.")
@@ -83,6 +83,16 @@ def prepare(lm: LanguageModel, item: Item) -> Prepared:
             f"{lm.config.max_position}."
         )
     return found
+
+
+def _following(lm: LanguageModel, before: str, ids: list[int], text: str) -> list[int]:
+    """The ids of a text that goes on after another, whose own ids are ``ids``.
+
+    Both are encoded together, as lm-evaluation-harness does: SentencePiece begins every text with a space, so that a
+    choice on its own would have two. Where they meet in a token, the text is encoded on its own.
+    """
+    whole = lm.tokenizer.encode(before + text)
+    return whole[len(ids) :] if whole[: len(ids)] == ids else lm.tokenizer.encode(text)
 
 
 def tokens_of(lm: LanguageModel, item: Item) -> int:

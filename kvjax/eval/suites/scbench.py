@@ -18,7 +18,16 @@ from kvjax.eval.suites.data import DataFolder, from_hub, read_rows
 from kvjax.eval.suites.item import Asked, Item, Suite
 from kvjax.eval.suites.prompts import cut_middle, tokens_of
 from kvjax.eval.suites.scbench_draws import DRAWS, LEAST
-from kvjax.eval.suites.scbench_prompts import KINDS, MIXED, TASKS, Kind, question_text, references, spoken
+from kvjax.eval.suites.scbench_prompts import (
+    KINDS,
+    MIXED,
+    TASKS,
+    Kind,
+    later_choice,
+    question_text,
+    references,
+    spoken,
+)
 from kvjax.eval.suites.sizes import largest, too_short
 
 #: Questions about a context, at most.
@@ -121,6 +130,8 @@ def _own(task: str, rows: list[Row], lm: LanguageModel, asked: Asked, requests: 
             first, words = row.multi_turns[0].input, questions[0].text
             lead = f"{first if requests else words.removesuffix(first).strip()}\n\n"
             questions[0] = questions[0] if requests else dataclasses.replace(questions[0], text=first)
+        if task == "choice_eng" and not requests and not lm.tokenizer.has_chat_template:
+            questions[1:] = [dataclasses.replace(one, text=later_choice(one.text)) for one in questions[1:]]
         before = (KINDS[task].before if task in KINDS else "") + lead
         found.append(_fitted(f"{task}/{number}", before + context, questions, lm, asked, requests))
     return found

@@ -24,7 +24,8 @@ class Kind:
     question: str = "{input}"
 
 
-_CHOICE = "Question: {input}\nA. {A}\nB. {B}\nC. {C}\nD. {D}\n\nThe the correct answer is"
+_FIRST, _LATER = "The the correct answer is", "The letter of the correct answer is"
+_CHOICE = f"Question: {{input}}\nA. {{A}}\nB. {{B}}\nC. {{C}}\nD. {{D}}\n\n{_FIRST}"
 _REPOQA = (
     "Based on the function description and code context, please retrieve and repeat the exact described function from "
     "the code context in a code block wrapped by ```:\n\n"
@@ -89,6 +90,11 @@ def question_text(kind: Kind, words: str, options: Sequence[str] | None) -> str:
         parts |= dict(zip(_LETTERS, options, strict=True))
     # Not str.format: a question may hold braces.
     return re.sub(r"\{(\w+)\}", lambda match: parts[match[1]], kind.question)
+
+
+def later_choice(text: str) -> str:
+    """A choice as a later turn of a dialogue asks for it where there is no chat template."""
+    return text.removesuffix(_FIRST) + _LATER
 
 
 def target(words: str) -> str:
