@@ -213,7 +213,8 @@ class _Program:
             newest, middle, oldest = (self._items(t, stage, begin, end) for stage in range(STAGES))
             scores, weights, *state = (None, None, *carry) if s.waiting else carry
             # Of each block decay, peak and mass, and the sum of values; nothing where they are in memory.
-            *passed, acc = state or [None]
+            passed: list[Array] = state[:-1]
+            acc: Any = state[-1] if state else None
             for i, item in enumerate(oldest):
                 acc = self._values(item, weights, *passed[3 * i : 3 * i + 3], *([acc] if state else ()))
             state = passed[-2:]
