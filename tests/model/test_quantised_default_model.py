@@ -43,3 +43,10 @@ def test_a_quarter_of_the_bytes(default_model, int8):
 def test_twenty_texts_are_nearly_as_likely(default_model, int8):
     one, other = (likelihoods(lm) for lm in (default_model, int8))
     assert abs(other / one - 1) < 0.0075, f"{one:.4f} {other:.4f}"
+
+
+@pytest.mark.slow
+def test_twenty_texts_are_nearly_as_likely_in_fp8(default_model):
+    fp8 = kvjax.load(default_model.name, dtype="float32", weights="fp8", progress=False)
+    one, other = (likelihoods(lm) for lm in (default_model, fp8))
+    assert abs(other / one - 1) < 0.03, f"{one:.4f} {other:.4f}"
