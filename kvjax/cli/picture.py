@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _say = functools.partial(session.say, "picture")
 
-POSITIONS, ALIKE = "retained-positions", "question-answer"
+POSITIONS, ALIKE, LONG = "retained-positions", "question-answer", "long-generation"
 #: Policies whose kept positions are shown; the paper gives every method a recent window of 32 tokens.
 KEEPING = ("h2o:recent=32", "ahakv:recent=32")
 TASKS = ("niah_single_1", "noise_multikey")
@@ -33,7 +33,9 @@ TASKS = ("niah_single_1", "noise_multikey")
 def picture(
     name: Annotated[
         str,
-        typer.Argument(help="retained-positions, razor-heads, slimkv-scores, lagkv-variants or question-answer."),
+        typer.Argument(
+            help="retained-positions, razor-heads, slimkv-scores, lagkv-variants, question-answer or long-generation."
+        ),
     ],
     out: Annotated[
         Path, typer.Option("--out", help="The PNG file; numbers are saved beside it and not measured again.")
@@ -47,7 +49,11 @@ def picture(
     ratio: Annotated[float, typer.Option("--ratio", help="For retained-positions: the fraction kept.")] = 0.25,
     text: Annotated[
         str | None,
-        typer.Option("--text", help="For retained-positions: the prompt, or @FILE; by default Python's reference."),
+        typer.Option(
+            "--text",
+            help="For retained-positions: the prompt, or @FILE; by default Python's reference. For long-generation: "
+            "the answer; by default a made-up solution in numbered steps.",
+        ),
     ] = None,
     dialogues: Annotated[
         Path | None, typer.Option("--dialogues", help="For question-answer: JSON (lines), as calibrate watershed.")
@@ -60,24 +66,31 @@ def picture(
     ] = 8,
     tokens: Annotated[
         int | None,
-        typer.Option("--tokens", help="For question-answer: cut dialogues to this many; by default to the context."),
+        typer.Option(
+            "--tokens",
+            help="For question-answer: cut dialogues to this many; by default to the context. For long-generation: of "
+            "the answer; by default 2,000.",
+        ),
     ] = None,
+    slots: Annotated[int, typer.Option("--slots", help="For long-generation: tokens that each head holds.")] = 512,
     seed: Annotated[int, typer.Option("--seed", help="Seed of the samples.")] = 42,
     compile_cache: flag.CompileCache = True,
 ) -> int:
-    """Draw a picture of one of the papers on a model of yours.
+    """Draw a picture of one of the papers, or of a long answer, on a model of yours.
 
     retained-positions: the tokens that H2O and AhaKV keep of one prompt. razor-heads: accuracy by fraction of protected
     heads, with and without echo heads and compensation token. slimkv-scores: S1, S2 and their product. lagkv-variants:
     LagKV, LocalKV and L2. question-answer: how alike a question and its answer attend to earlier rounds.
+    long-generation: next-token loss along a long answer under policies that evict while they decode.
     """
     from kvjax.checks import number, whole_number
+    from kvjax.eval import long_generation
     from kvjax.eval.results import Settings
     from kvjax.eval.studies import STUDIES
     from kvjax.figures import new_figure
 
     text = inputs.text_or_file(text, "--text")
-    known = [POSITIONS, ALIKE, *STUDIES]
+    known = [POSITIONS, ALIKE, LONG, *STUDIES]
     if name not in known:
         near = difflib.get_close_matches(name, known, n=1)
         hint = f" did you mean {near[0]!r}?" if near else ""
@@ -87,6 +100,9 @@ def picture(
     policies = [f"{policy},ratio={ratio}" for policy in KEEPING]
     if name == POSITIONS:
         _parse_all(policies)
+    if name == LONG:
+        whole_number("slots", slots, 1)
+        _parse_all(long_generation.policies(slots))
     if name == ALIKE and (dialogues is None or not is_file(dialogues)):
         raise UsageError(f"{ALIKE} is drawn of real dialogues; give --dialogues a file of them (it is {dialogues}).")
     number("ratio", ratio, 0, 1, open_below=True)
@@ -104,6 +120,8 @@ def picture(
         assert dialogues is not None
         _save(out, _alike(lm, dialogues, most, least_rounds, tokens))
         return 0
+    if name == LONG:
+        return _long_generation(lm, text, 2000 if tokens is None else tokens, slots, seed, out)
     return _study(name, lm, settings, length, out)
 
 
@@ -141,6 +159,22 @@ def _study(name: str, lm: LanguageModel, settings, length: int, out: Path) -> in
         code = INTERRUPTED
     _save(out, study_figure(STUDIES[name], comparison.rows))
     return code
+
+
+def _long_generation(lm: LanguageModel, text: str | None, tokens: int, slots: int, seed: int, out: Path) -> int:
+    """Measure what the numbers beside the picture do not hold yet, draw, and print the means."""
+    import hashlib
+    import json
+
+    from kvjax.eval import long_generation
+
+    ids = long_generation.answer_ids(lm, text, tokens, seed)
+    digest = hashlib.sha256(json.dumps(ids).encode()).hexdigest()[:16]
+    settings = long_generation.Settings(lm.name, lm.params.number_format, slots, digest)
+    rows = long_generation.measure(lm, ids, settings, out.with_suffix(".json"), _say)
+    _save(out, long_generation.long_generation_figure(rows, settings))
+    long_generation.report(rows).print()
+    return 0
 
 
 def _positions(lm: LanguageModel, policies: Sequence[str], text: str | None, length: int) -> Figure:

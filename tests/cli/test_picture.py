@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
+
+import pytest
 
 from kvjax.eval.compare import Comparison
+from kvjax.eval.long_generation import EVICTING, worked_solution
 from kvjax.eval.results import AFTER, IN_VIEW, Row, Scored
 
 
@@ -66,3 +70,41 @@ def test_questions_and_answers_of_dialogues(cli, tmp_path):
     ):
         refused = cli(*command, *options)
         assert refused.code == 2 and says in refused.sentence
+
+
+def test_a_long_answer_under_policies_that_evict(cli, tmp_path):
+    """The full cache's losses are those that score gives; a policy with a slot for every token loses nothing."""
+    command = ("picture", "long-generation", "--out", str(tmp_path / "long.png"), "--tokens", "200")
+    ran = cli(*command, "--slots", "900")
+    assert ran.code == 0, ran.err
+    assert (tmp_path / "long.png").read_bytes().startswith(b"\x89PNG") and "in the last quarter" in ran.out
+    first, *others = json.loads((tmp_path / "long.json").read_text())["rows"]
+    assert first["policy"] == "full" and len(first["losses"]) == 200 and min(first["losses"]) >= 0
+    assert [row["policy"] for row in others] == [f"{name}:budget=900" for name in EVICTING]
+    for row in others:
+        assert row["losses"] == pytest.approx(first["losses"], abs=1e-4), row["policy"]
+    assert "fed 200 tokens" not in cli(*command, "--slots", "900").err, "nothing is measured again"
+    for options, says in (
+        (("--slots", "90"), "losses of another"),
+        (("--slots", "2"), "budget of 2"),
+        (("--slots", "0"), "slots is 0"),
+        (("--slots", "900", "--text", "too short"), "200 are asked for"),
+    ):
+        refused = cli(*command, *options)
+        assert refused.code == 2 and says in refused.sentence, refused.sentence
+
+
+def test_numbers_of_a_worked_solution_are_right_and_come_back():
+    text = worked_solution(60, seed=3)
+    held = {name: int(count) for name, count in re.findall(r"(\w+) has (\d+)", text.splitlines()[0])}
+    assert len(held) == 20
+    for line in text.splitlines()[1:]:
+        giver, had, taker, other = re.search(r"(\w+) had (\d+) and (\w+) had (\d+)", line).groups()
+        count = int(re.search(r"gives (\d+)", line)[1])
+        assert held[giver] == int(had) and held[taker] == int(other) and count > 0
+        held[giver] -= count
+        held[taker] += count
+        assert (
+            line.endswith(f"{taker} has {other} + {count} = {held[taker]}.") and f"- {count} = {held[giver]} " in line
+        )
+    assert min(held.values()) >= 0

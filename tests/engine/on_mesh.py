@@ -14,10 +14,14 @@ from toys import tiny_model
 
 import kvjax
 
+#: The mesh of each policy.
+MESHES = {"snapkv:ratio=0.5": "data=2,model=2", "full": "data=4,model=2"}
+
 
 def main() -> None:
     lm = tiny_model(max_position=1024, vocab_size=264)
-    for policy, mesh in (("snapkv:ratio=0.5", "data=2,model=2"), ("full", "data=4,model=2")):
+    for policy in sys.argv[1:]:
+        mesh = MESHES[policy]
         sharded = lm.on(mesh)
         same, finished = [], []
         with kvjax.Engine(sharded, policy, slots=4, prompt_tokens=300, new_tokens=40) as engine:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+from engine.on_mesh import MESHES
 from support.devices import printed
 
 SCRIPT = Path(__file__).resolve().with_name("on_mesh.py")
 
 
-def test_answers_are_those_of_one_device():
-    found = printed(SCRIPT)
-    assert [line["slots"] for line in found] == [4, 4]
-    for line in found:
-        assert all(line["same"]) and all(line["finished"]), line
+@pytest.mark.parametrize("policy", MESHES)
+def test_answers_are_those_of_one_device(policy):
+    (found,) = printed(SCRIPT, policy)
+    assert found["policy"] == policy and found["slots"] == 4
+    assert all(found["same"]) and all(found["finished"]), found

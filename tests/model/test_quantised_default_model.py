@@ -1,4 +1,4 @@
-"""int8 weights of the default model: their bytes, and what they cost in likelihood of texts."""
+"""Quantised weights of the default model: their bytes, and what they cost in likelihood of texts."""
 
 from __future__ import annotations
 
@@ -40,13 +40,9 @@ def test_a_quarter_of_the_bytes(default_model, int8):
 
 
 @pytest.mark.slow
-def test_twenty_texts_are_nearly_as_likely(default_model, int8):
-    one, other = (likelihoods(lm) for lm in (default_model, int8))
-    assert abs(other / one - 1) < 0.0075, f"{one:.4f} {other:.4f}"
-
-
-@pytest.mark.slow
-def test_twenty_texts_are_nearly_as_likely_in_fp8(default_model):
-    fp8 = kvjax.load(default_model.name, dtype="float32", weights="fp8", progress=False)
-    one, other = (likelihoods(lm) for lm in (default_model, fp8))
-    assert abs(other / one - 1) < 0.03, f"{one:.4f} {other:.4f}"
+@pytest.mark.parametrize(("weights", "most"), [("int8", 0.0075), ("file", 0.0075), ("int4", 0.2), ("fp8", 0.03)])
+def test_twenty_texts_are_nearly_as_likely(default_model, weights, most):
+    """The file's numbers lose by rounded activations alone; int4 rounds once more what the file has in 4 bits."""
+    quantised = kvjax.load(default_model.name, dtype="float32", weights=weights, progress=False)
+    one, other = (likelihoods(lm) for lm in (default_model, quantised))
+    assert abs(other / one - 1) < most, f"{one:.4f} {other:.4f}"
