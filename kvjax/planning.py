@@ -187,7 +187,7 @@ def plan(
       policy: as for :func:`kvjax.generate`.
       max_new_tokens: tokens generated; a growing policy's cache is planned at its final size.
       dtype: of weights and cache.
-      weights: "int8" or "int4", as for :func:`kvjax.load`; by default those of the model.
+      weights: as for :func:`kvjax.load`; by default those of the model.
       storage: of the cache's rows, as for :func:`kvjax.generate`.
       memory_limit: bytes available; by default the device's.
       mesh: devices that the request is spread over, which need not be there; by default the model's. Bytes, and the

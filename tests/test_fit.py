@@ -75,7 +75,7 @@ def test_rows_fit_as_plans_do(monkeypatch):
     small(monkeypatch, plans["lagkv:ratio=0.25"].total_bytes)
     rows = fits.fit(CONFIG, device="v5e", **REQUEST)
     assert [(row.weights, row.policy) for row in rows] == [
-        (w, p) for w in ("bfloat16", "int8", "int4") for p in fits.POLICIES
+        (w, p) for w in ("bfloat16", "int8", "int4", "fp8") for p in fits.POLICIES
     ]
     for row in rows[4:8]:
         made = kvjax.plan(CONFIG, policy=row.policy, weights="int8", **planned, **REQUEST)
@@ -128,7 +128,7 @@ def test_the_command(tmp_path, capsys):
     assert main([*words, "--json", "--dtype", "float32"]) == 0
     rows = json.loads(capsys.readouterr().out)
     assert [(row["weights"], row["policy"]) for row in rows] == [
-        (weights, policy) for weights in ("float32", "int8", "int4") for policy in fits.POLICIES
+        (weights, policy) for weights in ("float32", "int8", "int4", "fp8") for policy in fits.POLICIES
     ]
     assert main([*words, "--json", "--weights", "int8"]) == 0
     assert {row["weights"] for row in json.loads(capsys.readouterr().out)} == {"int8"}

@@ -9,18 +9,18 @@ import numpy as np
 
 from kvjax.model.group_quantised import GroupFormat
 
-#: How the numbers of a quantised tensor can be kept: in groups of its last axis, as int8 with a scale for each of its
-#: outputs, or, where neither holds them, rounded to int8.
-Format = GroupFormat | Literal["int8", "rounded"]
+#: How the numbers of a quantised tensor can be kept: in groups of its last axis, as int8 or float8_e4m3fn with a scale
+#: for each of its outputs, or, where none of these holds them, rounded to int8.
+Format = GroupFormat | Literal["int8", "fp8", "rounded"]
 
 
 class Numbers(NamedTuple):
     """Rows of a tensor as it is quantised; see :class:`kvjax.model.group_quantised.GroupQuantised`.
 
     Attributes:
-      whole: int8 [..., K]; of 4 bits from -8 to 7.
-      scale, minimum: [..., K / G], in the dtype of the format; the second is None where there are none. Of "int8" one
-        float32 scale a row.
+      whole: int8 [..., K]; of 4 bits from -8 to 7, of float8_e4m3fn the bits.
+      scale, minimum: [..., K / G], in the dtype of the format; the second is None where there are none. Of "int8"
+        and "fp8" one float32 scale a row.
     """
 
     whole: np.ndarray

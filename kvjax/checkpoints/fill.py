@@ -27,7 +27,7 @@ from kvjax.model.config import ModelConfig
 from kvjax.model.decoder import Decoder, abstract_decoder
 from kvjax.model.group_quantised import GroupQuantised
 from kvjax.model.params import logical_view
-from kvjax.model.quantised import Quantised, QuantisedArray, rounded
+from kvjax.model.quantised import NUMBERS, Quantised, QuantisedArray, rounded_to
 from kvjax.model.tiling import tiled
 from kvjax.sharding.mesh import Mesh
 from kvjax.sharding.placement import quantised_specs, splits, weight_spec
@@ -186,7 +186,8 @@ def _quantised(
     in which all inputs of an output are one number in memory: axes without a stride are those of inputs.
     """
     spec = param.get_value()
-    values, scale = aligned(spec.shape, np.int8), aligned(spec.shape[:-1], np.float32)
+    numbers = spec.values.dtype
+    values, scale = aligned(spec.shape, numbers), aligned(spec.shape[:-1], np.float32)
     scale[...] = 1  # what is not needed here is not read
     strided = np.lib.stride_tricks.as_strided(scale, spec.shape, (*scale.strides, 0))
     needed = sharding and _needed(sharding, spec.shape)
@@ -195,12 +196,12 @@ def _quantised(
 
         def put(read: np.ndarray, part: slice, view: np.ndarray = view, scales: np.ndarray = scales) -> None:
             inputs = tuple(axis for axis, stride in enumerate(scales.strides) if stride == 0)
-            view[part], scales[part] = rounded(read, inputs)
+            view[part], scales[part] = rounded_to(numbers, read, inputs)
 
-        if kept.get(name) == "int8" and keeps_rows(param, weight):
+        if NUMBERS.get(str(kept.get(name))) == numbers and keeps_rows(param, weight):
             for part, start, stop in _parts(weight, values, view, needed):
                 found = _numbers(checkpoint, name, weight.rows, start, stop)
-                view[part] = found.whole.reshape(view[part].shape)
+                view[part] = found.whole.view(numbers).reshape(view[part].shape)
                 scales[part] = np.broadcast_to(found.scale, found.whole.shape).reshape(view[part].shape)
             continue
         _copy(checkpoint, name, weight, values, view, needed, put, scales.shape[0] > 1 and scales.strides[0] == 0)
@@ -229,10 +230,11 @@ def _group_quantised(
             continue
         put, at_once = filling.rounding(weight)
         _copy(checkpoint, name, weight, filling.whole, view, needed, put, at_once)
-    values, *beside = filling.arrays()
-    where = [None] * 3 if sharding is None else _beside(sharding, filling.spec)
-    scale, minimum = (None if x is None else _place(x, at) for x, at in zip(beside, where[1:], strict=False))
-    return dataclasses.replace(filling.spec, values=_place(values, where[0]), scale=scale, minimum=minimum)
+    names = [name for name in ("values", "scale", "minimum") if getattr(filling.spec, name) is not None]
+    where = [None] * len(names) if sharding is None else _beside(sharding, filling.spec)
+    arrays = [x for x in filling.arrays() if x is not None]
+    placed = {name: _place(x, at) for name, x, at in zip(names, arrays, where, strict=True)}
+    return dataclasses.replace(filling.spec, **placed)
 
 
 def _beside(sharding: NamedSharding, spec: Quantised) -> list[NamedSharding]:

@@ -24,7 +24,8 @@ class GroupFilling:
     """The numbers of one parameter as they are read: a byte each until all are there, and are packed.
 
     Attributes:
-      whole: int8 [..., N, K]. scale, minimum: [..., N, K / G], as the parameter has them but for the order of axes.
+      whole: int8 [..., N, K].
+      scale, minimum: [..., N, K / G], as the parameter has them but for the order of axes.
     """
 
     def __init__(self, param: nnx.Variable):

@@ -90,10 +90,11 @@ def load(
         half of bfloat16's. Norms, biases, the router of experts, activations and the cache stay ``dtype``. CPUs and
         TPUs round the activations of each token too, and multiply integers. "int4" stores 4 bits a number, two in a
         byte, with a bfloat16 scale for each group of 128 inputs of an output (64 or 32 where 128 do not divide them),
-        and the embedding and the head as int8: an eighth of float32's bytes. "file" keeps the numbers of a quantised
-        checkpoint with its own scales and minima: of GGUF Q8_0 and the formats of 4, 5 and 6 bits, of Hugging Face's
-        GPTQ, AWQ and compressed-tensors of 4 and 8 bits; what is quantised otherwise is int8, and floats are
-        ``dtype``. By default everything is ``dtype``.
+        and the embedding and the head as int8: an eighth of float32's bytes. "fp8" stores matrices as float8_e4m3fn,
+        with scales as of int8; they become floats as they are multiplied, on CPUs slowly. "file" keeps the numbers of a
+        quantised checkpoint with its own scales and minima: of GGUF Q8_0 and the formats of 4, 5 and 6 bits, of Hugging
+        Face's GPTQ, AWQ and compressed-tensors of 4 and 8 bits, and fp8; what is quantised otherwise is int8, and
+        floats are ``dtype``. By default everything is ``dtype``.
       mesh: devices to spread over, a :class:`kvjax.Mesh` or its text form ("data=4,model=2"): weights over the model
         axis, each shard read and put straight on its devices; what the axis does not divide is on all of them. Calls
         with this model then run on the mesh. By default everything goes to JAX's default device.

@@ -125,7 +125,7 @@ class QuantisedMatrix:
             return "int8"
         if self.group_of is not None or (inputs % self.group and self.group < inputs):
             return "rounded"
-        group = next((size for size in _GROUPS if min(self.group, inputs) % size == 0), None)
+        group = largest_group(min(self.group, inputs))
         kind = self.scale(0, 1).dtype.name if symmetric else "float32"
         return "rounded" if group is None else GroupFormat(self.bits, group, minimum=not symmetric, scale=kind)
 
@@ -143,6 +143,11 @@ class QuantisedMatrix:
             offset = 8 if form.bits == 4 else 0  # minima count from the least number of 4 bits
             minimum = np.repeat(-scale * (self.zero(start, stop) + np.float32(offset)), times, axis=1)
         return Numbers(whole, np.repeat(scale, times, axis=1), minimum)
+
+
+def largest_group(size: int) -> int | None:
+    """The largest size of groups that a product can have which divides another size; None where there is none."""
+    return next((group for group in _GROUPS if size % group == 0), None)
 
 
 def unpacked(packed: np.ndarray, bits: int) -> np.ndarray:

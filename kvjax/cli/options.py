@@ -28,7 +28,8 @@ Weights = Annotated[
     str | None,
     typer.Option(
         "--weights",
-        help="int8 or int4 quantises the matrices, file keeps those of a quantised file; by default floats of --dtype.",
+        help="int8, int4 or fp8 quantises the matrices, file keeps those of a quantised checkpoint; by default floats "
+        "of --dtype.",
     ),
 ]
 Mesh = Annotated[

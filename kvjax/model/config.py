@@ -116,8 +116,9 @@ class ModelConfig:
       attention_sinks: whether each query head's softmax has one more logit, a learned one that brings no value.
       embedding_scale, residual_scale, logit_scale: factors of embeddings, of what attention and the MLP add, of logits.
       logit_soft_cap: bounds logits by cap tanh(logits / cap); None does not.
-      weights: how matrices are stored: "int8" (``kvjax.model.quantised``), "int4" (``kvjax.model.group_quantised``; the
-        embedding and the head as int8), "file" (as ``kept`` says), or None for floats.
+      weights: how matrices are stored: "int8" or "fp8" (``kvjax.model.quantised``), "int4"
+        (``kvjax.model.group_quantised``; the embedding and the head as int8), "file" (as ``kept`` says), or None for
+        floats.
       kept: how a quantised checkpoint's own numbers are stored, by the names of :meth:`weights_of`: one form of all
         layers, or one for each; what is not named is floats.
     """

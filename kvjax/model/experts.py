@@ -20,10 +20,10 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.checks import number, whole_number
 from kvjax.errors import UsageError
-from kvjax.model.group_quantised import GroupQuantised
 from kvjax.model.matmul import matmul, ragged_matmul
 from kvjax.model.params import gate_columns, new_param
 from kvjax.model.quantised import Quantised
+from kvjax.model.quantised_matmul import multiplies_runs
 
 if TYPE_CHECKING:
     from kvjax.model.config import ModelConfig
@@ -106,7 +106,7 @@ class ExpertMLP(nnx.Module):
         if choices < self.experts.count:
             found = self._one_by_one(tokens, chosen)
         else:
-            runs = self._by_blocks if isinstance(self.down[...], GroupQuantised) else self._by_runs
+            runs = self._by_runs if multiplies_runs(self.down[...]) else self._by_blocks
             found = jax.lax.platform_dependent(tokens, chosen, tpu=runs, default=self._by_blocks)
         found = found.reshape(*chosen.shape, -1)
         return (found * weight[..., None].astype(x.dtype)).sum(axis=1).reshape(x.shape)

@@ -37,12 +37,14 @@ class GroupFormat:
       group: inputs that share a scale, one of :data:`GROUPS` or, as GGUF's Q6_K has it, 16.
       minimum: whether they share a minimum too.
       scale: dtype of scales and minima: "bfloat16", "float32", or "float16", whose bits are stored as int16.
+      fp8: whether numbers of 8 bits are float8_e4m3fn instead of whole ones.
     """
 
     bits: int
     group: int
     minimum: bool = False
     scale: str = "bfloat16"
+    fp8: bool = False
 
     def fits(self, outputs: int, inputs: int) -> bool:
         """Whether a matrix can be stored so: whole groups, and of numbers of 4 bits an even number of outputs."""
@@ -59,12 +61,14 @@ class GroupQuantised(Quantised):
       scale: [..., K / G, N] of bfloat16 or float32, or of int16 with the bits of float16; see :func:`layout.floats`.
       minimum: [..., K / G, N] of the same, or None.
       dtype: of the activations that it is multiplied with, and of its numbers where they are looked at.
+      fp8: whether values are the bits of float8_e4m3fn numbers.
     """
 
     values: Any
     scale: Any
     minimum: Any
     dtype: Any = dataclasses.field(metadata={"static": True})
+    fp8: bool = dataclasses.field(default=False, metadata={"static": True})
 
     @property
     def bits(self) -> int:
@@ -105,7 +109,8 @@ class GroupQuantised(Quantised):
         return layout.minima(self.values, self.scale, self.minimum)
 
     def _floats(self, whole: Int[Array, "*S N K"], scale: Array, minimum: Array | None) -> Float[Array, "*S N K"]:
-        grouped = whole.reshape(*scale.shape, -1).astype(jnp.float32) * scale[..., None]
+        wide = layout.fp8_floats(whole, jnp.float32) if self.fp8 else whole.astype(jnp.float32)
+        grouped = wide.reshape(*scale.shape, -1) * scale[..., None]
         found = grouped if minimum is None else grouped + minimum[..., None]
         return found.reshape(whole.shape).astype(self.dtype)
 
@@ -147,4 +152,4 @@ def group_quantised(matrix: Float[Array, "*S N K"], form: GroupFormat, dtype: DT
     if form.scale == "float16":
         scale = jax.lax.bitcast_convert_type(scale, jnp.int16)
     minimum = jnp.zeros_like(scale) if form.minimum else None
-    return GroupQuantised(layout.packed(whole, form.bits, form.group), scale, minimum, jnp.dtype(dtype))
+    return GroupQuantised(layout.packed(whole, form.bits, form.group), scale, minimum, jnp.dtype(dtype), form.fp8)

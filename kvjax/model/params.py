@@ -12,7 +12,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from kvjax.model.group_quantised import GroupFormat, format_of, group_quantised
-from kvjax.model.quantised import Weights, dequantised, quantised
+from kvjax.model.quantised import NUMBERS, Weights, dequantised, quantised
 
 
 def new_param(
@@ -69,7 +69,9 @@ def _stored(
     if weights is None:
         return values
     groups = format_of(weights, *values.shape[-2:])
-    return quantised(values, dtype, fine) if groups is None else group_quantised(values, groups, dtype)
+    if groups is not None:
+        return group_quantised(values, groups, dtype)
+    return quantised(values, dtype, fine, NUMBERS["fp8" if weights == "fp8" else "int8"])
 
 
 @functools.cache

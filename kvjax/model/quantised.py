@@ -1,7 +1,8 @@
-"""Weights as int8 numbers with a float32 scale for each output: a quarter of float32's bytes, a half of bfloat16's.
+"""Weights of 8 bits with a float32 scale for each output: a quarter of float32's bytes, a half of bfloat16's.
 
 Symmetric rounding: a row w of a matrix [N outputs, K inputs] becomes round(w / s) with s = max |w| / 127, so that no
-number is off by more than s / 2. Rows lie in order, because CPUs multiply them several times as fast as columns. Forms
+int8 number is off by more than s / 2; a float8_e4m3fn one, with s = max |w| / 448, by more than a 16th of itself, or
+s / 1024. Rows lie in order, because CPUs multiply them several times as fast as columns. Forms
 with a scale for each group of inputs are in ``group_quantised.py``.
 
 qwix's core does the same. It is not used: it rounds on the device, where here rows are rounded on the host as they are
@@ -20,10 +21,13 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from kvjax.errors import UsageError, quoted
+from pallas_kernels.quantised_matmul import layout
 
 #: How a model's matrices may be stored, other than as floats.
-Weights = Literal["int8", "int4", "file"]
-_LARGEST = 127
+Weights = Literal["int8", "int4", "fp8", "file"]
+#: The dtype in which numbers of weights that are called so are stored: of float8_e4m3fn, their bits.
+NUMBERS: dict[str, Any] = {"int8": jnp.int8, "fp8": jnp.uint8}
+_LARGEST, _LARGEST_FP8 = 127, 448
 _Array = TypeVar("_Array", np.ndarray, jax.Array)
 
 
@@ -75,10 +79,12 @@ class QuantisedArray(Quantised):
     """A matrix, or a stack of them, that stands for ``values * scale[..., None]``.
 
     Attributes:
-      values: int8 [..., N outputs, K inputs]; an embedding's outputs are its tokens.
+      values: int8 [..., N outputs, K inputs], or uint8, which are the bits of float8_e4m3fn numbers; an embedding's
+        outputs are its tokens.
       scale: float32 [..., N], none of them 0.
       dtype: of the activations that it is multiplied with, and of its numbers where they are looked at.
-      fine: whether activations that are rounded too have two int8 parts, the second of what the first leaves.
+      fine: whether activations that are rounded too, as int8 weights' are, have two int8 parts, the second of what the
+        first leaves.
     """
 
     values: Any
@@ -93,11 +99,19 @@ class QuantisedArray(Quantised):
 
     def dequantised(self) -> Float[Array, "*S N K"]:
         """See :meth:`Quantised.dequantised`."""
-        return (self.values * self.scale[..., None]).astype(self.dtype)
+        return (self._floats(self.values) * self.scale[..., None]).astype(self.dtype)
 
     def rows(self, index: Int[Array, "*S"]) -> Float[Array, "*S K"]:
         """See :meth:`Quantised.rows`."""
-        return (self.values[index] * self.scale[index][..., None]).astype(self.dtype)
+        return (self._floats(self.values[index]) * self.scale[index][..., None]).astype(self.dtype)
+
+    @property
+    def fp8(self) -> bool:
+        """Whether values are the bits of float8_e4m3fn numbers."""
+        return self.values.dtype == jnp.uint8
+
+    def _floats(self, values: Int[Array, "*S"]) -> Float[Array, "*S"]:
+        return layout.fp8_floats(values, jnp.float32) if self.fp8 else values.astype(jnp.float32)
 
 
 def check_weights(weights: Any) -> Weights | None:
@@ -123,9 +137,24 @@ def rounded(rows: _Array, axes: int | tuple[int, ...] = -1) -> tuple[_Array, _Ar
     return xp.rint(wide / scale).astype(xp.int8), scale
 
 
-def quantised(matrix: Float[Array, "*S N K"], dtype: DTypeLike, fine: bool = False) -> QuantisedArray:
+def rounded_to(numbers: DTypeLike, rows: _Array, axes: int | tuple[int, ...] = -1) -> tuple[_Array, _Array]:
+    """:func:`rounded`, or, of uint8, the bits in float8_e4m3fn; zeros, and rows too small, have scale 1 there too."""
+    if jnp.dtype(numbers) == jnp.int8:
+        return rounded(rows, axes)
+    xp: Any = np if isinstance(rows, np.ndarray) else jnp
+    wide = rows.astype(xp.float32)
+    scale = xp.max(xp.abs(wide), axis=axes, keepdims=True) * xp.float32(1 / _LARGEST_FP8)
+    scale = xp.where(scale < jnp.finfo(jnp.float32).tiny, xp.float32(1), scale)
+    found: Any = (wide / scale).astype(jnp.float8_e4m3fn)
+    bits: Any = found.view(np.uint8) if xp is np else jax.lax.bitcast_convert_type(found, jnp.uint8)
+    return bits, scale
+
+
+def quantised(
+    matrix: Float[Array, "*S N K"], dtype: DTypeLike, fine: bool = False, numbers: DTypeLike = jnp.int8
+) -> QuantisedArray:
     """A matrix with its inputs last, rounded."""
-    values, scale = rounded(matrix)
+    values, scale = rounded_to(numbers, matrix)
     return QuantisedArray(values, scale[..., 0], jnp.dtype(dtype), fine)
 
 

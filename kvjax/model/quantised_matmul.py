@@ -6,6 +6,9 @@ whatever other tokens are beside it. On a mesh each device rounds the channels t
 
 GPUs multiply the activations as they are: XLA converts the numbers to floats within the product.
 
+float8_e4m3fn numbers become floats within the product, and where XLA would convert a matrix as a whole before it, a
+block of outputs at a time: on CPUs, and on GPUs that have no float8.
+
 Weights with a scale for each group of inputs have products of their own, ``pallas_kernels/quantised_matmul``: integers
 on CPUs, with activations rounded in the same groups, and kernels elsewhere.
 
@@ -23,8 +26,12 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.model.group_quantised import GroupQuantised
 from kvjax.model.quantised import Quantised, QuantisedArray, rounded
+from pallas_kernels.gpu import chip as gpu
+from pallas_kernels.quantised_matmul import layout
 from pallas_kernels.quantised_matmul import quantised_matmul as group_matmul
 
+#: Outputs whose weights are floats at the same time: so many, or so small a part of all.
+_BLOCK, _PARTS = 512, 64
 _RUNS = jax.lax.RaggedDotDimensionNumbers(
     dot_dimension_numbers=(((1,), (2,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[0]
 )
@@ -36,23 +43,30 @@ def quantised_matmul(
     """``x @ dequantised(weight).T``, in ``x``'s dtype or another."""
     rows = x.reshape(-1, x.shape[-1])
     if isinstance(weight, GroupQuantised):
-        found = group_matmul(rows, weight.values, weight.scale, weight.minimum)
+        found = group_matmul(rows, weight.values, weight.scale, weight.minimum, fp8=weight.fp8)
         return found.reshape(*x.shape[:-1], weight.shape[0]).astype(dtype or x.dtype)
     assert isinstance(weight, QuantisedArray)
     integers = _fine if weight.fine else _coarse
-    found = jax.lax.platform_dependent(
-        rows, weight.values, weight.scale, cpu=integers, tpu=integers, default=_weights_alone
-    )
+    forms = {"cpu": integers, "tpu": integers, "default": _weights_alone}
+    if weight.fp8:
+        forms = {"cpu": _by_blocks, "tpu": _by_integers, "default": _by_blocks if _without_fp8() else _weights_alone}
+    found = jax.lax.platform_dependent(rows, weight.values, weight.scale, **forms)
     return found.reshape(*x.shape[:-1], weight.shape[0]).astype(dtype or x.dtype)
+
+
+def multiplies_runs(weight: Quantised | Array) -> bool:
+    """Whether :func:`quantised_ragged_matmul` takes a stack of matrices, where it is quantised."""
+    return not isinstance(weight, Quantised) or (isinstance(weight, QuantisedArray) and not weight.fp8)
 
 
 def quantised_ragged_matmul(x: Float[Array, "T K"], weight: Quantised, runs: Int[Array, " E"]) -> Float[Array, "T N"]:
     """Products of consecutive runs of tokens, one a matrix [N, K] of a stack; ``runs`` are their lengths. For TPUs.
 
-    Raises TypeError for weights that are quantised in groups, whose experts are gone through block by block.
+    Raises TypeError for weights that are quantised in groups or as float8, whose experts are gone through block by
+    block.
     """
-    if not isinstance(weight, QuantisedArray):
-        raise TypeError("Runs of experts are multiplied with weights that have a scale for each output.")
+    if not isinstance(weight, QuantisedArray) or not multiplies_runs(weight):
+        raise TypeError("Runs of experts are multiplied with weights of int8 that have a scale for each output.")
     which = jnp.repeat(jnp.arange(runs.shape[0]), runs, total_repeat_length=x.shape[0])
     whole, step = rounded(x)
     sums = jax.lax.ragged_dot_general(whole, weight.values, runs, _RUNS, preferred_element_type=jnp.int32)
@@ -81,4 +95,30 @@ def _fine(x: Float[Array, "S K"], values: Array, scale: Array) -> Float[Array, "
 
 
 def _weights_alone(x: Float[Array, "S K"], values: Array, scale: Array) -> Float[Array, "S N"]:
-    return _product(x, values.astype(x.dtype), jnp.float32) * scale
+    floats = layout.fp8_typed(values) if values.dtype == jnp.uint8 else values
+    return _product(x, floats.astype(x.dtype), jnp.float32) * scale
+
+
+def _by_integers(x: Float[Array, "S K"], values: Array, scale: Array) -> Float[Array, "S N"]:
+    return _product(x, layout.by_integers(values).astype(x.dtype), jnp.float32) * scale
+
+
+def _without_fp8() -> bool:
+    """Whether this is a GPU before those that have float8, where XLA makes floats of a whole matrix."""
+    capability = gpu.target().capability
+    return capability is not None and capability < (8, 9)
+
+
+def _by_blocks(x: Float[Array, "S K"], values: Array, scale: Array) -> Float[Array, "S N"]:
+    """The same in a loop over blocks of outputs, each of which is floats before it is multiplied."""
+    outputs = values.shape[0]
+    most = max(_BLOCK, outputs // _PARTS)
+    block = next(size for size in range(min(outputs, most), 0, -1) if outputs % size == 0)
+
+    def body(i: Int[Array, ""], found: Float[Array, "S N"]) -> Float[Array, "S N"]:
+        part = layout.fp8_floats(jax.lax.dynamic_slice_in_dim(values, i * block, block), x.dtype)
+        own = _product(x, jax.lax.optimization_barrier(part), jnp.float32)
+        return jax.lax.dynamic_update_slice_in_dim(found, own, i * block, axis=1)
+
+    found = jnp.zeros((x.shape[0], outputs), jnp.float32)
+    return jax.lax.fori_loop(0, outputs // block, body, found) * scale

@@ -25,6 +25,7 @@ def quantised_matmul(
     scale: Float[Array, "G N"] | Int[Array, "G N"],
     minimum: Float[Array, "G N"] | Int[Array, "G N"] | None = None,
     *,
+    fp8: bool = False,
     implementation: str | None = None,
     **options: Any,
 ) -> Float[Array, "S N"]:
@@ -38,6 +39,7 @@ def quantised_matmul(
       values: whole numbers in the layout of :func:`pallas_kernels.quantised_matmul.layout.packed`.
       scale, minimum: of each group of K / G inputs, which divides a tile of the layout; floats, or int16 with the bits
         of float16, both of the same kind.
+      fp8: whether values are the bits of float8_e4m3fn numbers, int8, which XLA alone multiplies.
       implementation: the only one to try; by default the platform's in order, "xla" last. "integers", a CPU's, rounds
         each row's activations to int8 in the same groups; the others take them as they are.
       options: options of the implementation that is named: ``config`` (block sizes), ``interpret``.
@@ -56,4 +58,6 @@ def quantised_matmul(
     checks.arrays(kind, minimum=(minimum, scale.shape))
     if not scale.shape[0] or inputs % scale.shape[0] or tile % (inputs // scale.shape[0]):
         raise ValueError(f"scale has {scale.shape[0]} groups of {inputs} inputs; give groups that divide {tile}.")
-    return IMPLEMENTATIONS.run(implementation, Problem(x, values, scale, minimum), **options)
+    if fp8 and values.dtype != jnp.int8:
+        raise ValueError(f"values is {values.dtype}; give the bits of float8 numbers as int8.")
+    return IMPLEMENTATIONS.run(implementation, Problem(x, values, scale, minimum, fp8), **options)

@@ -25,6 +25,8 @@ MOST_ROWS = 64
 
 def quantised_matmul(p: Problem, *, config: None = None) -> Float[Array, "S N"]:
     """See :func:`pallas_kernels.quantised_matmul.quantised_matmul`; there is nothing to configure."""
+    if p.fp8:
+        raise NotImplementedError("The CPU form multiplies whole numbers, not float8 ones.")
     del config
     whole, step = rounded(p)
     if len(p.x) * p.tile // p.group > MOST_ROWS:

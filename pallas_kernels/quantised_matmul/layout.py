@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 #: Inputs of a tile, where their number is a multiple of it.
@@ -96,3 +97,40 @@ def minima(values: Array, scale: Array, minimum: Array | None) -> Float[Array, "
         return None
     offset = OFFSET if bits_of(values) == 4 else 0
     return floats(minimum) + offset * floats(scale)
+
+
+def fp8_floats(bits: Int[Array, "*S"], dtype: DTypeLike) -> Float[Array, "*S"]:
+    """The numbers of float8_e4m3fn by their bits, int8 or uint8, none of which is no number.
+
+    XLA's CPU compiler turns arrays of float8 into arrays of float16 as a whole, before a loop over their parts, so that
+    they are stored by their bits.
+    """
+    return jax.lax.platform_dependent(
+        bits,
+        cpu=lambda bits: _by_float16(bits).astype(dtype),
+        tpu=lambda bits: by_integers(bits).astype(dtype),
+        default=lambda bits: fp8_typed(bits).astype(dtype),
+    )
+
+
+def fp8_typed(bits: Int[Array, "*S"]) -> Float[Array, "*S"]:
+    """An array of float8_e4m3fn."""
+    return jax.lax.bitcast_convert_type(bits, jnp.float8_e4m3fn)
+
+
+def by_integers(bits: Int[Array, "*S"]) -> Float[Array, "*S"]:
+    """float32 numbers by wider bits first: a copy as float8 would be moved out of a loop, and kept beside the bits."""
+    wide = bits.astype(jnp.int32) & 0xFF
+    # Numbers without an exponent have that of 1, less what it stands for.
+    small = (wide & 0x78) == 0
+    exponent = jnp.where(small, jnp.int32(121), jnp.int32(120)) << 23
+    found = jax.lax.bitcast_convert_type(((wide & 0x7F) << 20) + exponent, jnp.float32)
+    found = jnp.where(small, found - jnp.float32(2**-6), found)
+    return jnp.where(wide > 127, -found, found)
+
+
+def _by_float16(bits: Int[Array, "*S"]) -> Float[Array, "*S"]:
+    """float32 numbers; those of float16 with the same exponent and mantissa are 2^8 times smaller."""
+    wide = jax.lax.bitcast_convert_type(bits, jnp.uint8).astype(jnp.uint16)
+    half = jax.lax.bitcast_convert_type((wide & 0x80) << 8 | (wide & 0x7F) << 7, jnp.float16)
+    return half.astype(jnp.float32) * 256

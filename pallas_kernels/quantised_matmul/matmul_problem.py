@@ -20,6 +20,7 @@ class Problem:
     values: Int[Array, "T M L"]
     scale: Float[Array, "G N"] | Int[Array, "G N"]
     minimum: Float[Array, "G N"] | Int[Array, "G N"] | None
+    fp8: bool = dataclasses.field(default=False, metadata={"static": True})
 
     @property
     def bits(self) -> int:

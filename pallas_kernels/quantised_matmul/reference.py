@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.quantised_matmul.matmul_problem import Problem
@@ -16,7 +17,8 @@ def weights(p: Problem) -> np.ndarray:
     assert scale is not None
     found = np.empty((p.outputs, tiles * tile))
     for n in range(p.outputs):
-        row = values[:, n // 2 if bits == 4 else n].reshape(-1).astype(np.int64)
+        held = values[:, n // 2 if bits == 4 else n].reshape(-1)
+        row = held.view(jnp.float8_e4m3fn).astype(np.float64) if p.fp8 else held.astype(np.int64)
         if bits == 4:
             half = row // 16 if n % 2 else row % 16
             row = np.where(half > 7, half - 16, half)

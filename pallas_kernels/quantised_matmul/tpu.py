@@ -72,6 +72,8 @@ class Config:
 
 def quantised_matmul(p: Problem, *, config: Config | None = None, interpret: Any = False) -> Float[Array, "S N"]:
     """See :func:`pallas_kernels.quantised_matmul.quantised_matmul`."""
+    if p.fp8:
+        raise NotImplementedError("The TPU kernel multiplies whole numbers, not float8 ones.")
     rows, most = len(p.x), MOST_ROWS // _copies(p)
     if not 1 <= rows <= most:
         raise NotImplementedError(f"The TPU kernel multiplies 1 to {most} rows like these, not {rows}.")

@@ -55,6 +55,8 @@ class Config:
 
 def quantised_matmul(p: Problem, *, config: Config | None = None, interpret: Any = False) -> Float[Array, "S N"]:
     """See :func:`pallas_kernels.quantised_matmul.quantised_matmul`."""
+    if p.fp8:
+        raise NotImplementedError("The GPU kernel multiplies whole numbers, not float8 ones.")
     rows = len(p.x)
     if not 1 <= rows <= MOST_ROWS:
         raise NotImplementedError(f"The GPU kernel multiplies 1 to {MOST_ROWS} rows, not {rows}.")

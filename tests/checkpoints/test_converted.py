@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import resource
@@ -57,8 +58,15 @@ def assert_same(one: kvjax.LanguageModel, other: kvjax.LanguageModel) -> None:
         np.testing.assert_array_equal(mine, its)
 
 
-@pytest.mark.parametrize("weights", [None, "int8"])
-@pytest.mark.parametrize("name", ["gpt_oss", "gemma3", "falcon_new", "qwen2_moe", "phi3_long", "cohere_plus"])
+@pytest.mark.parametrize(
+    ("name", "weights"),
+    [
+        *itertools.product(
+            ["gpt_oss", "gemma3", "falcon_new", "qwen2_moe", "phi3_long", "cohere_plus"], [None, "int8"]
+        ),
+        ("qwen2_moe", "fp8"),
+    ],
+)
 def test_every_parameter_is_the_originals(name, weights, tmp_path):
     """Experts, windows with a rotary embedding of their own, layer norms, long factors of rotation, tied tables."""
     folder = cases.write_folder(CASES[name], tmp_path / "m", cases.values(CASES[name], cases.shapes(CASES[name])))

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.matmul_base import Case, MatmulBase, build
 
-from pallas_kernels.quantised_matmul import integers, layout, quantised_matmul, reference, xla
+from pallas_kernels.quantised_matmul import integers, layout, quantised_matmul, reference, tpu, xla
 
 
 class _Anywhere(MatmulBase):
@@ -35,6 +35,26 @@ class _Anywhere(MatmulBase):
 
     def test_no_rows(self):
         assert self.run(build(Case(rows=0))).shape == (0, 256)
+
+
+def _fp8(problem):
+    """The problem of 8 bits with numbers that are float8 by their bits."""
+    values = jnp.where(problem.values == 127, 0, problem.values)
+    return dataclasses.replace(problem, values=jnp.where(values == -1, 0, values).astype(jnp.int8), fp8=True)
+
+
+def test_float8_numbers_are_left_to_xla():
+    problem = _fp8(build(Case(bits=8, group=32, scale=jnp.float32)))
+    for form in (integers, tpu):
+        with pytest.raises(NotImplementedError, match="whole numbers, not float8"):
+            form.quantised_matmul(problem)
+    want = reference.quantised_matmul(problem)
+    for implementation in (None, "xla"):
+        got = quantised_matmul(problem.x, problem.values, problem.scale, fp8=True, implementation=implementation)
+        assert np.abs(got - want).max() < 2e-5 * want.std()
+    four = build(Case())
+    with pytest.raises(ValueError, match="bits of float8 numbers as int8"):
+        quantised_matmul(four.x, four.values, four.scale, fp8=True)
 
 
 class TestXla(_Anywhere):

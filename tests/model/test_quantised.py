@@ -208,7 +208,7 @@ def test_it_is_another_model_to_saved_conversations():
 
 
 def test_a_kind_that_there_is_not_is_refused(tiny_model):
-    said = r"^weights is 'int9'; choose 'int8', 'int4' or 'file', or None for floats of the model's dtype\.$"
+    said = r"^weights is 'int9'; choose 'int8', 'int4', 'fp8' or 'file', or None for floats of the model's dtype\.$"
     for call in (
         lambda: kvjax.load("nowhere", weights="int9"),
         lambda: kvjax.plan(tiny_model, prompt_tokens=8, weights="int9"),

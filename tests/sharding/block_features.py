@@ -55,6 +55,7 @@ CASES: dict[str, dict[str, Any]] = {
         "no_rotary_layers": (1,),
     },
     "int8": {"weights": "int8", "vocab_size": 260, "tie_embeddings": False, "qkv_bias": True},
+    "fp8": {"weights": "fp8", "vocab_size": 260, "tie_embeddings": False, "qkv_bias": True},
     "layer_norms": {**BIASES, "norm": "layer", "mlp": "gelu", "embedding_norm": True, "positional": "alibi"},
 }
 

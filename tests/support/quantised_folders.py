@@ -7,6 +7,8 @@ that they stand for.
 from __future__ import annotations
 
 import dataclasses
+import json
+import pathlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -145,7 +147,7 @@ def gptq_config(**more: Any) -> dict[str, Any]:
 
 
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True}
-FP8_BLOCKS = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [32, 48], "activation_scheme": "dynamic"}
+FP8_BLOCKS = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [32, 32], "activation_scheme": "dynamic"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,7 +158,7 @@ class Kind:
       described: what its config.json has as quantization_config.
       pack: the packer of a matrix.
       kept: how its numbers are stored with weights="file": bits and size of groups and whether there are minima, or
-        "int8" for a scale an output; None where they are rounded.
+        "int8" or "fp8" with a scale an output; None where they are rounded.
     """
 
     described: Mapping[str, Any]
@@ -209,17 +211,36 @@ KINDS: dict[str, Kind] = {
         _part(compressed_int4, bits=8, group=16),
         (8, 16, False),
     ),
-    "fp8": Kind(compressed("float-quantized", num_bits=8, type="float", strategy="channel"), fp8, None),
+    "fp8": Kind(compressed("float-quantized", num_bits=8, type="float", strategy="channel"), fp8, "fp8"),
     "fp8, a scale for all": Kind(
-        {"quant_method": "fp8", "activation_scheme": "static"}, _part(fp8, tensor=True), None
+        {"quant_method": "fp8", "activation_scheme": "static"}, _part(fp8, tensor=True), "fp8"
     ),
-    "fp8 in blocks": Kind(FP8_BLOCKS, _part(fp8, block=(32, 48)), None),
+    "fp8 in blocks": Kind(FP8_BLOCKS, _part(fp8, block=(32, 32)), (8, 32, False)),
+    "fp8 in blocks that do not divide": Kind(
+        FP8_BLOCKS | {"weight_block_size": [48, 40]}, _part(fp8, block=(48, 40)), None
+    ),
     "fp8 in blocks, compressed": Kind(
-        compressed("float-quantized", num_bits=8, type="float", strategy="block", block_structure=[32, 48]),
-        _part(fp8, block=(32, 48), end=".weight_scale"),
-        None,
+        compressed("float-quantized", num_bits=8, type="float", strategy="block", block_structure=[48, 16]),
+        _part(fp8, block=(48, 16), end=".weight_scale"),
+        (8, 16, False),
     ),
 }  # fmt: skip
+
+
+def read(path: pathlib.Path) -> dict[str, np.ndarray]:
+    """The tensors of a file; the library gives no arrays of float8."""
+    with path.open("rb") as file:
+        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        data = file.read()
+    header.pop("__metadata__", None)
+    kinds = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "I32": "int32", "I64": "int64", "I8": "int8"}
+    kinds["F8_E4M3"] = "float8_e4m3fn"
+    return {
+        name: np.frombuffer(data[slice(*about["data_offsets"])], jnp.dtype(kinds[about["dtype"]])).reshape(
+            about["shape"]
+        )
+        for name, about in header.items()
+    }
 
 
 def packed(

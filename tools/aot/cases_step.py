@@ -28,6 +28,8 @@ BATCH, PROMPT, NEW = 8, 32768, 256
 MODEL = dataclasses.replace(shapes()["llama-3.1-8b"], num_layers=4)
 #: The same with numbers of 4 bits in groups of 128, but for the embedding and the head.
 INT4 = dataclasses.replace(MODEL, weights="int4")
+#: The same as float8_e4m3fn.
+FP8 = dataclasses.replace(MODEL, weights="fp8")
 #: Kernels of products with weights.
 PRODUCTS = "quantised_matmul", "quantised_matmul_triton"
 #: The plain kernel, and the one that hands back per-slot scores, to every policy that reads them.
@@ -69,9 +71,9 @@ def _case(policy: str, platform: str, storage: Storage, model: ModelConfig = MOD
     )
 
 
-def _int4_case(platform: str, storage: Storage) -> Case:
-    """Weights of 4 bits, of which no matrix may be floats: the smallest would take 0.8 % of the cache's bytes."""
-    return dataclasses.replace(_case("full", platform, storage, INT4), temp_limit=0.005)
+def _quantised_case(platform: str, storage: Storage, model: ModelConfig) -> Case:
+    """Weights of which no matrix may be 16-bit floats: the smallest would take 0.8 % of the cache's bytes."""
+    return dataclasses.replace(_case("full", platform, storage, model), temp_limit=0.005)
 
 
 def _shared_case(platform: str, storage: Storage) -> Case:
@@ -105,6 +107,6 @@ def cases() -> list[Case]:
     for platform in ("tpu", "gpu"):
         layout: Layout = layout_on(platform, MODEL.head_dim)
         found += [_case(policy, platform, Storage(layout=layout)) for policy in POLICIES]
-        found.append(_int4_case(platform, Storage(layout=layout)))
+        found += [_quantised_case(platform, Storage(layout=layout), model) for model in (INT4, FP8)]
         found.append(_shared_case(platform, Storage(layout=layout)))
     return found

@@ -13,9 +13,10 @@ import numpy as np
 
 from kvjax.checkpoints.checkpoint import Format, Numbers
 from kvjax.checkpoints.methods.gptq import SCALES
-from kvjax.checkpoints.quantised_tensor import check_parts, check_shape
+from kvjax.checkpoints.quantised_tensor import check_parts, check_shape, largest_group
 from kvjax.checkpoints.stored import FP8, Stored
 from kvjax.errors import WeightsError, quoted
+from kvjax.model.group_quantised import GroupFormat
 
 #: What is there for fp8 activations and caches, which kvjax quantises in its own ways.
 IDLE = (".input_scale", ".output_scale", ".input_scale_ub", ".k_scale", ".v_scale", ".q_scale")
@@ -41,21 +42,38 @@ class Fp8Matrix:
 
     @property
     def format(self) -> Format:
-        """Not kept."""
-        return "rounded"
+        """A scale an output, or groups of the inputs of a block."""
+        inputs = self.shape[1]
+        if self.block[1] >= inputs:
+            return "fp8"
+        group = largest_group(self.block[1])
+        if group is None or inputs % self.block[1]:
+            return "rounded"
+        return GroupFormat(8, group, scale="float32", fp8=True)
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """Rows as float32."""
-        outputs, inputs = self.block
-        scale = self.scales.read().astype(np.float32).reshape(-(-self.shape[0] // outputs), -1)
-        by_row = scale[np.arange(start, stop) // outputs]
+        by_row = self._scales(start, stop)
         if by_row.shape[1] > 1:
-            by_row = np.repeat(by_row, inputs, axis=1)[:, : self.shape[1]]
-        return self.values.read(start, stop).astype(np.float32) * by_row
+            by_row = np.repeat(by_row, self.block[1], axis=1)[:, : self.shape[1]]
+        with np.errstate(over="ignore", invalid="ignore"):  # what is not finite is said by the loader
+            return self.values.read(start, stop).astype(np.float32) * by_row
 
     def numbers(self, start: int, stop: int) -> Numbers:
-        """Not kept."""
-        raise NotImplementedError
+        """Rows as they are stored; scales are no numbers where a number is none."""
+        form, scale, values = self.format, self._scales(start, stop), self.values.read(start, stop)
+        if ((values.view(np.uint8) & 0x7F) == 0x7F).any():  # which is no number
+            scale = np.full_like(scale, np.nan)
+        times = self.block[1] // form.group if isinstance(form, GroupFormat) else 1
+        return Numbers(values.view(np.int8), np.repeat(scale, times, axis=1), None)
+
+    def _scales(self, start: int, stop: int) -> np.ndarray:
+        """float32 [n, blocks of inputs] of rows."""
+        outputs = self.block[0]
+        first, last = start // outputs, -(-stop // outputs)
+        scale = self.scales.read(first, last) if self.scales.shape else self.scales.read()
+        found = scale.astype(np.float32).reshape(last - first, -1)
+        return found[np.arange(start, stop) // outputs - first]
 
 
 @dataclasses.dataclass(frozen=True)
