@@ -225,7 +225,7 @@ class _Program:
                 state = state and [peak, mass]
             for item in newest:
                 scores = self._scores(item)
-            waiting = () if s.waiting else (scores, weights)
+            waiting: tuple[Any, ...] = () if s.waiting else (scores, weights)
             return *waiting, *((*passed, acc) if state else ())
 
         group, lanes = r.zeros.shape[0], r.q.shape[2]

@@ -66,7 +66,7 @@ def _case(policy: str, platform: str, storage: Storage, model: ModelConfig = MOD
         kernels=("ragged_decode", "ragged_decode_triton", "ragged_decode_mosaic_gpu", *PRODUCTS),
         donated=(1,),
         layouts={0: lambda target, leaf: weight_layout(target, leaf.dtype, leaf.ndim)},
-        # Of policies that read scores: a layer's, 17 MB, and on a TPU7x, with half of a v5e's vector memory, 10 MB more.
+        # Of policies that read scores: a layer's, 17 MB, and on a TPU7x, with half a v5e's vector memory, 10 MB more.
         temp_limits={"tpu7x": 0.015} if policy.startswith(("h2o", "ahakv")) else {},
     )
 
