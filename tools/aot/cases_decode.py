@@ -161,7 +161,9 @@ def cases() -> list[Case]:
         for key_dim, head_dim in ((48, 80), (128, 256)):  # in one register of lanes, and in three
             name = f"G = 4, keys of {key_dim} channels, values of {head_dim}, {jnp.dtype(dtype).name}"
             found.append(_tpu(name, Shape(head_dim, 4, dtype, key_dim=key_dim), 512, temp_limit=0.02))
-    found.append(_tpu("default blocks, G = 4, keys of 128 channels, values of 256, bfloat16", Shape(256, 4, key_dim=128)))
+    found.append(
+        _tpu("default blocks, G = 4, keys of 128 channels, values of 256, bfloat16", Shape(256, 4, key_dim=128))
+    )
     fp8 = Shape(dtype=jnp.float8_e4m3fn)
     found.append(_tpu("G = 8, D = 128, float8_e4m3fn", fp8, targets=("tpu7x",)))
     found += [_tpu(f"G = {group}, D = 128, bfloat16", Shape(group=group), 512) for group in (1, 2, 16)]
