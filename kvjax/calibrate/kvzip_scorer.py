@@ -24,7 +24,7 @@ from jaxtyping import Array, Float
 from kvjax.calibrate.training import train, training_folder
 from kvjax.checkpoints.digest import weights_digest
 from kvjax.checkpoints.load import LanguageModel
-from kvjax.checks import MOST_SEED, number, whole_number
+from kvjax.checks import MOST_SEED, MOST_SLOTS, number, whole_number
 from kvjax.errors import KvjaxError, UsageError
 from kvjax.files import write_atomically
 from kvjax.model.config import ModelConfig
@@ -88,7 +88,7 @@ def scorer(
     """
     config = lm.config
     for name, value, least in (("tokens", tokens, 8), ("most", most, 2), ("sampled", sampled, 1), ("steps", steps, 1)):
-        whole_number(name, value, least)
+        whole_number(name, value, least, MOST_SLOTS)
     whole_number("seed", seed, 0, MOST_SEED)
     number("learning_rate", learning_rate, 0, open_below=True)
     if config.sliding and None not in config.windows:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import random
 import resource
 import shutil
@@ -291,6 +292,10 @@ def test_files_that_are_missing_truncated_or_changed(int8, tmp_path):
         )
         (folder / name).unlink()
         assert "is damaged" in refused(folder), name
+        if name.name == "tokenizer.json":
+            os.mkfifo(folder / name)
+            assert "is no file" in refused(folder), "a pipe is not waited for"
+            (folder / name).unlink()
         for other in {content[:-1], content + b"\0", changed} - {content}:
             (folder / name).write_bytes(other)
             said = refused(folder)
