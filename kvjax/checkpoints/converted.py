@@ -11,6 +11,7 @@ import dataclasses
 import hashlib
 import json
 import math
+import stat
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -143,10 +144,11 @@ def check_files(folder: Path, description: Description) -> None:
     """Refuse a folder that lacks a file, or has one of another size, or a changed one that has a digest."""
     for name, stored in description.files.items():
         path = folder / name
-        if path.exists() and not path.is_file():  # a pipe would be waited for
-            raise damaged(folder, f"{name} is no file")
         try:
-            size = path.stat().st_size
+            found = path.stat()
+            if not stat.S_ISREG(found.st_mode):  # a pipe would be waited for
+                raise damaged(folder, f"{name} is no file")
+            size = found.st_size
             changed = stored.sha256 is not None and size == stored.bytes and file_digest(path) != stored.sha256
         except OSError as error:
             raise damaged(folder, f"{name} cannot be read ({error.strerror})") from error
