@@ -235,7 +235,8 @@ def test_ctrl_c_while_it_is_written_leaves_nothing(original, tmp_path, monkeypat
     def slowly(*given):
         save(*given)
         threading.Timer(0.05, lambda: signal.raise_signal(signal.SIGINT)).start()
-        time.sleep(0.3)
+        for _ in range(1000):  # a busy machine may be late, and a single sleep is not interrupted by another thread
+            time.sleep(0.01)
 
     monkeypatch.setattr(converting, "_save", slowly)
     with pytest.raises(KeyboardInterrupt):
