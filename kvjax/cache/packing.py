@@ -36,7 +36,7 @@ def store(
         cache = cache.replace(row_starts=runs.fitted(length, sum(pages), cache.page_size, sharding.page_parts))
     if scales is not None:
         valid = jnp.arange(k.shape[2]) < length[..., None]
-        # Of all channels: those that are rotated into one another share a scale, stored or not.
+        # Of all channels, stored or not: both of a rotary pair share a scale.
         old = spread(scales.k[:, :, None], cache.channels, k.shape[3])[:, :, 0]
         fixed = key_scale(k, valid, old, scales.headroom)
         fixed = cut(fixed[:, :, None], cache.channels)[:, :, 0]

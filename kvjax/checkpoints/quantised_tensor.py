@@ -197,6 +197,18 @@ def check_parts(origin: str, stem: str, parts: Mapping[str, Stored], needed: Map
             )
 
 
+def check_matrix(origin: str, part: Stored) -> None:
+    """Refuse a part that is no matrix, or an empty one."""
+    if len(part.shape) != 2 or not all(part.shape):
+        raise WeightsError(f"{origin} is corrupt: {quoted(part.name)} has shape {list(part.shape)}.")
+
+
+def groups_of(inputs: int, group: int | None) -> tuple[int, int]:
+    """Inputs of a group, all of them for None, and how many groups there are; the last may be shorter."""
+    size = min(group or inputs, inputs)
+    return size, -(-inputs // size)
+
+
 def check_shape(origin: str, part: Stored, *allowed: tuple[int, ...], asking: str = "the others") -> None:
     """Refuse a part that has none of these shapes, which something asks for."""
     if part.shape not in allowed:

@@ -44,12 +44,12 @@ class Losses:
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What the losses of one picture have in common: model, weights' format, slots, a digest of the answer's ids."""
+    """The model, its number format, slots a head, and a digest of the answer's ids: what a picture's losses share."""
 
     model: str
     dtype: str
     slots: int
-    text: str
+    digest: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +92,13 @@ def policies(slots: int) -> list[str]:
 
 
 def answer_ids(lm: LanguageModel, text: str | None, tokens: int, seed: int) -> list[int]:
-    """The first ``tokens`` ids of a text, or of a worked solution."""
+    """The first ``tokens`` ids of a text, or of a worked solution.
+
+    Raises:
+      UsageError: more tokens than the text or the model's context has.
+    """
+    if tokens > lm.config.max_position:
+        raise UsageError(f"{tokens:,} tokens are asked for; the model's context is {lm.config.max_position:,}.")
     ids = lm.tokenizer.encode(worked_solution(tokens // 20 + 1, seed) if text is None else text)
     if len(ids) < tokens:
         raise UsageError(f"The text has {len(ids)} tokens and {tokens} are asked for; give a longer one or --tokens.")

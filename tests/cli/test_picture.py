@@ -84,8 +84,14 @@ def test_a_long_answer_under_policies_that_evict(cli, tmp_path):
     for row in others:
         assert row["losses"] == pytest.approx(first["losses"], abs=1e-4), row["policy"]
     assert "fed 200 tokens" not in cli(*command, "--slots", "900").err, "nothing is measured again"
+    fewer = ("picture", "long-generation", "--out", str(tmp_path / "fewer.png"), "--tokens", "200", "--slots", "90")
+    assert cli(*fewer).code == 0
+    first, *others = json.loads((tmp_path / "fewer.json").read_text())["rows"]
+    for row in others:
+        assert row["losses"] != pytest.approx(first["losses"], abs=1e-4), row["policy"]
     for options, says in (
         (("--slots", "90"), "losses of another"),
+        (("--slots", "900", "--tokens", "1000000000"), "context is"),
         (("--slots", "2"), "budget of 2"),
         (("--slots", "0"), "slots is 0"),
         (("--slots", "900", "--text", "too short"), "200 are asked for"),

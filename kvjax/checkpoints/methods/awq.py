@@ -12,9 +12,17 @@ from collections.abc import Mapping
 import numpy as np
 
 from kvjax.checkpoints.methods.gptq import SCALES, WORDS
-from kvjax.checkpoints.quantised_tensor import QuantisedMatrix, Recent, check_parts, check_shape, signed, unpacked
+from kvjax.checkpoints.quantised_tensor import (
+    QuantisedMatrix,
+    Recent,
+    check_matrix,
+    check_parts,
+    check_shape,
+    groups_of,
+    signed,
+    unpacked,
+)
 from kvjax.checkpoints.stored import Stored
-from kvjax.errors import WeightsError, quoted
 
 _ENDS = (".qweight", ".qzeros", ".scales")
 #: Where in a word, counted from the lowest bits, each of its 8 outputs is.
@@ -45,11 +53,9 @@ class Awq:
         """The matrix of some linear layer."""
         check_parts(origin, stem, parts, {".qweight": WORDS, ".qzeros": WORDS, ".scales": SCALES})
         weight, zeros, scales = (parts[end] for end in _ENDS)
-        if len(weight.shape) != 2 or not all(weight.shape):
-            raise WeightsError(f"{origin} is corrupt: {quoted(weight.name)} has shape {list(weight.shape)}.")
+        check_matrix(origin, weight)
         inputs, outputs = weight.shape[0], weight.shape[1] * 8
-        group = min(self.group or inputs, inputs)
-        groups = -(-inputs // group)
+        group, groups = groups_of(inputs, self.group)
         asking = f"{outputs} outputs and groups of {group} of {inputs} inputs"
         check_shape(origin, scales, (groups, outputs), asking=asking)
         check_shape(origin, zeros, (groups, outputs // 8), asking=asking)

@@ -18,8 +18,10 @@ from kvjax.checkpoints.quantised_tensor import (
     QuantisedMatrix,
     Recent,
     Rows,
+    check_matrix,
     check_parts,
     check_shape,
+    groups_of,
     order_of,
     signed,
     unpacked,
@@ -65,11 +67,9 @@ class Compressed:
         zeros = {} if self.symmetric else {".weight_zero_point": (*WORDS, "I8")}
         check_parts(origin, stem, parts, {end: kinds, ".weight_scale": SCALES, **zeros})
         weight, scales = parts[end], parts[".weight_scale"]
-        if len(weight.shape) != 2 or not all(weight.shape):
-            raise WeightsError(f"{origin} is corrupt: {quoted(weight.name)} has shape {list(weight.shape)}.")
+        check_matrix(origin, weight)
         outputs, inputs = self._shape(origin, weight, parts.get(".weight_shape"))
-        group = min(self.group or inputs, inputs)
-        groups = -(-inputs // group)
+        group, groups = groups_of(inputs, self.group)
         allowed = [(outputs, groups)]
         if groups == 1:
             allowed += [(outputs,), (1, 1), (1,), ()]

@@ -13,9 +13,8 @@ import numpy as np
 
 from kvjax.checkpoints.checkpoint import Format, Numbers
 from kvjax.checkpoints.methods.gptq import SCALES
-from kvjax.checkpoints.quantised_tensor import check_parts, check_shape, largest_group
+from kvjax.checkpoints.quantised_tensor import check_matrix, check_parts, check_shape, largest_group
 from kvjax.checkpoints.stored import FP8, Stored
-from kvjax.errors import WeightsError, quoted
 from kvjax.model.group_quantised import GroupFormat
 
 #: What is there for fp8 activations and caches, which kvjax quantises in its own ways.
@@ -102,8 +101,7 @@ class Fp8:
         end = ".weight_scale_inv" if ".weight_scale_inv" in parts else ".weight_scale"
         check_parts(origin, stem, parts, {".weight": (FP8,), end: SCALES})
         weight, scales = parts[".weight"], parts[end]
-        if len(weight.shape) != 2 or not all(weight.shape):
-            raise WeightsError(f"{origin} is corrupt: {quoted(weight.name)} has shape {list(weight.shape)}.")
+        check_matrix(origin, weight)
         outputs, inputs = weight.shape
         if self.block is not None:
             grid = -(-outputs // self.block[0]), -(-inputs // self.block[1])

@@ -15,8 +15,10 @@ import numpy as np
 from kvjax.checkpoints.quantised_tensor import (
     QuantisedMatrix,
     Recent,
+    check_matrix,
     check_parts,
     check_shape,
+    groups_of,
     order_of,
     signed,
     unpacked,
@@ -60,11 +62,9 @@ class Gptq:
         """The matrix of some linear layer."""
         check_parts(origin, stem, parts, {".qweight": WORDS, ".qzeros": WORDS, ".scales": SCALES})
         weight, zeros, scales = (parts[end] for end in _ENDS[:3])
-        if len(weight.shape) != 2 or not all(weight.shape):
-            raise WeightsError(f"{origin} is corrupt: {quoted(weight.name)} has shape {list(weight.shape)}.")
+        check_matrix(origin, weight)
         inputs, outputs = weight.shape[0] * 32 // self.bits, weight.shape[1]
-        group = min(self.group or inputs, inputs)
-        groups = -(-inputs // group)
+        group, groups = groups_of(inputs, self.group)
         asking = f"{outputs} outputs and groups of {group} of {inputs} inputs"
         check_shape(origin, scales, (groups, outputs), asking=asking)
         check_shape(origin, zeros, (groups, words(outputs, self.bits)), asking=asking)
