@@ -34,7 +34,8 @@ def prefill_peak_bytes(config: ModelConfig, policy: Policy, batch: int, prompt: 
     packs straight into the cache and needs none of those; layers with a window need the first. Against XLA's own figure
     on the CPU (default model, batch 1 and 4, 256 to 4,096 tokens) it is between 10 % under and 20 % over.
 
-    A prompt that is repeated (KVzip) is held whole by every layer meanwhile.
+    A prompt that is repeated (KVzip) is held whole by every layer meanwhile, and so is one of whose tokens all layers
+    choose together.
 
     A TPU's compiler fuses more of a block, leaves no score in memory, and pads the tables to whole lanes; what it packs
     is alive beside the dense keys and values. ``docs/sharding.md`` has its figures for every policy beside these.

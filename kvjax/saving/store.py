@@ -28,6 +28,7 @@ from kvjax.files import check_local
 from kvjax.memory_needs import weights_bytes
 from kvjax.rounds.conversation import Conversation
 from kvjax.saving.canonical import Counts, canonical, checksum, counts_of, pages_of, restored
+from kvjax.policies.base import by_pool
 from kvjax.saving.description import VERSION, model_identity, policy_from_json, policy_to_json, same_model
 from kvjax.saving.rounds import (
     canonical_rounds,
@@ -178,9 +179,10 @@ def _empty(where: Path, description: Any, lm: LanguageModel) -> tuple[Cache, Cou
     # Heads that share slots may each leave a part of a page unused, which is larger where pages are.
     larger = page_size > description.get("page_size", page_size)
 
+    owners = by_pool(policy, [policy.owners(config, layer) for layer in range(config.num_layers)])
+
     def layer(i: int, slots: list[int]) -> Any:
-        owners = policy.owners(config, i)
-        pages = zip(pages_of(slots, page_size), owners, strict=True)
+        pages = zip(pages_of(slots, page_size), owners[i], strict=True)
         wanted = tuple(count + (larger and owner.shares_slots) for count, owner in pages)
         return policy.init_layer(config, i, batch, wanted, lm.params.dtype, storage)
 
