@@ -39,8 +39,8 @@ class Cache:
     """Every layer's pool with the rows' counters.
 
     Attributes:
-      layers: one :class:`LayerCache` or :class:`HeadGroups` a layer; capacities may differ among layers and heads. Where
-        all layers share their slots one pool of all of them, see :meth:`by_layer`.
+      layers: one :class:`LayerCache` or :class:`HeadGroups` a layer; capacities may differ among layers and heads.
+        Where all layers share their slots one pool of all of them, see :meth:`by_layer`.
       seen: [B] int32, tokens each row has been through, kept or not: the position of the next token.
       prompt_end: [B] int32, ``seen`` when the last prompt was in; ``seen - prompt_end`` tokens were decoded since.
       next_token: [B] int32, a token that was generated but not yet read, with which the next turn begins; or NO_TOKEN,
@@ -50,6 +50,7 @@ class Cache:
       new_capacity: tokens that may be decoded after ``prompt_end`` before the pools must grow; static.
       context: slots that come before those of every row, or None where rows hold all of theirs.
       own_capacity: with a context, tokens of prompt beyond it that the allocation was made for; static.
+      joined_tokens: the most tokens that rows may have seen which were joined, where their capacities differed; static.
     """
 
     layers: tuple[Any, ...]  # of the kind that the policy's init_layer makes
@@ -61,6 +62,7 @@ class Cache:
     new_capacity: int = dataclasses.field(metadata={"static": True})
     context: SharedContext | None = None
     own_capacity: int | None = dataclasses.field(default=None, metadata={"static": True})
+    joined_tokens: int = dataclasses.field(default=0, metadata={"static": True})
 
     @property
     def batch(self) -> int:
@@ -146,11 +148,16 @@ class Cache:
         """Whether one pool holds all layers."""
         return self.policy.shares_layers
 
-    def by_layer(self) -> list[Layer]:
+    def by_layer(self) -> list[Any]:
         """The cache of each layer of the model, to be read and changed one after the other: see :meth:`next_layer`."""
         if not self.shares_layers:
             return list(self.layers)
-        return list(layer_views(self.layers[0], self.prompt_capacity + self.new_capacity))
+        return list(layer_views(self.layers[0], self.most_tokens))
+
+    @property
+    def most_tokens(self) -> int:
+        """The most tokens that any row may have seen: what one head may hold where all share their slots."""
+        return max(self.prompt_capacity + self.new_capacity, self.joined_tokens)
 
     def with_layers(self, layers: Sequence[Layer]) -> Cache:
         """Undo :meth:`by_layer`, once each layer has been changed."""
@@ -315,6 +322,8 @@ def _aligned(caches: Sequence[Cache]) -> list[Cache]:
             pools = [pool if pool.pages == n else shard(resize(unshard(pool), n), pool.sharding) for pool, n in wanted]
             layers.append(with_parts(layer, pools))
         capacities = {"prompt_capacity": prompt_capacity, "new_capacity": new_capacity, "own_capacity": own_capacity}
+        if cache.shares_layers:
+            capacities["joined_tokens"] = max(c.most_tokens for c in caches)
         result.append(cache.replace(layers=tuple(layers), **capacities))
     return result
 

@@ -361,12 +361,35 @@ def rows(cache: LayerCache) -> tuple[Float[Array, "B H C D"], Float[Array, "B H 
 
     A copy, for selecting again on a later turn; attention reads the pages.
     """
-    cache = gather_pages(cache)
-    k, v = stored_rows(cache)
-    if cache.scales is not None:
-        scale = by_head(cache, cache.scales.v)[..., None]
+    if cache.row_starts is not None and cache.sharding.page_axes:
+        k, v, v_scale = _gathered_rows(cache)
+    else:
+        cache = gather_pages(cache)
+        k, v = stored_rows(cache)
+        v_scale = None if cache.scales is None else by_head(cache, cache.scales.v)
+    if cache.scales is not None and v_scale is not None:
+        scale = v_scale[..., None]
         k, v = k.astype(jnp.float32) * cache.scales.k[:, :, None], v.astype(jnp.float32) * scale
     return spread(k, cache.channels, v.shape[-1]), v
+
+
+def _gathered_rows(cache: LayerCache) -> tuple[Array, Array, Array | None]:
+    """:func:`stored_rows`, and the scales of values by head, where rows have runs of their own: of these alone each
+    device hands over its pages, not of the pool, which may hold more than these heads."""
+    assert cache.row_starts is not None
+    sharding, most, parts = cache.sharding, cache.most_pages, cache.sharding.page_parts
+    first, after = cache.row_starts // parts, cache.row_ends // parts
+    index, _ = runs.of_heads(first, after, -(-most // parts))
+    where = jnp.arange(len(index))[:, None, None], index
+    _, inside = runs.of_heads(cache.row_starts, cache.row_ends, most)
+
+    def gathered(own: Array) -> Array:
+        whole = sharding.gather(own.reshape(len(own), -1, *own.shape[3:]))
+        found = _inside(whole.reshape(*own.shape[:2], -1, *own.shape[3:])[:, :, :most], inside)
+        return found.reshape(*found.shape[:2], -1, *found.shape[4:])
+
+    k, v = (gathered(x) for x in cache.kv.rows_at(where))
+    return k, v, None if cache.scales is None else gathered(cache.scales.v[where])
 
 
 def gather_pages(pool: LayerCache) -> LayerCache:

@@ -77,7 +77,8 @@ def levels_of(
     """The sizes that an engine's slots may have, the smallest first, its own last."""
     owners = by_pool(policy, [policy.owners(config, layer) for layer in range(config.num_layers)])
     grow = all(owner.grows for some in owners for owner in some)
-    parts = _PARTS if has_levels(on_mesh) and grow else (1,)
+    # Where all layers share their slots a step reads what a layer holds, and not what is allocated.
+    parts = _PARTS if has_levels(on_mesh) and grow and not policy.shares_layers else (1,)
     sharing = tuple(tuple(h for h, owner in enumerate(some) if owner.shares_slots) for some in owners)
     found: list[Level] = []
     for part in parts:

@@ -239,7 +239,8 @@ class Slots:
             rounded = -(-len(row.prompt) // _STEP) * _STEP
             row.free = tuple(free_after(*given, level, rounded) for level in self.levels)
         else:
-            row.free = tuple(level.free([as_numpy(layer.length)[index] for layer in cache.layers]) for level in self.levels)
+            pools = [as_numpy(layer.length)[index] for layer in cache.layers]
+            row.free = tuple(level.free(pools) for level in self.levels)
             held = [length[index] for length in cache.lengths]
         row.room = room_for_new(*given, self.sizes, held)
 

@@ -328,7 +328,7 @@ class Policy:
         raise NotImplementedError
 
     def choose(self, layers: Sequence[Weighed], count: Int[Array, " B"]) -> list[Bool[Array, "B H N"]]:
-        """The candidates that stay of every layer, where a row has ``count`` new tokens; never one beyond its length."""
+        """The candidates that stay of every layer; a row has ``count`` new tokens, and none stays that is not valid."""
         raise NotImplementedError
 
     def compress(

@@ -167,7 +167,7 @@ def read_onto(
     capacities = {"prompt_capacity": prompt_capacity, "new_capacity": new_capacity, "own_capacity": own_capacity}
     pages = pages_onto(device.local_config, cache, **capacities)
     cache, x = _forward(params, cache, tokens, count, total, pages, fresh=False)
-    return cache.replace(**capacities), x
+    return cache.replace(**capacities, joined_tokens=0), x
 
 
 def prefill_onto(

@@ -1,9 +1,9 @@
 """Reads prompts whose tokens are chosen when all layers have read them.
 
 A prompt that is repeated (KVzip, arXiv 2505.23416): the keys and values of all layers stay whole, and the model is
-asked to repeat the prompt, chunk by chunk, in one loop: each pass attends to the whole prompt, and hands over what every
-key gets. Only then does the policy choose in each layer. The passes write nowhere but to their own keys and values,
-which end with them.
+asked to repeat the prompt, chunk by chunk, in one loop: each pass attends to the whole prompt, and hands over what
+every key gets. Only then does the policy choose in each layer. The passes write nowhere but to their own keys and
+values, which end with them.
 
 A policy whose layers share their slots, repeated or not, chooses in all layers together: ``choosing_together.py``.
 """

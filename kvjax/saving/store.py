@@ -26,9 +26,9 @@ from kvjax.documents import parse_json
 from kvjax.errors import DoesNotFit, KvjaxError, UsageError
 from kvjax.files import check_local
 from kvjax.memory_needs import weights_bytes
+from kvjax.policies.base import by_pool
 from kvjax.rounds.conversation import Conversation
 from kvjax.saving.canonical import Counts, canonical, checksum, counts_of, pages_of, restored
-from kvjax.policies.base import by_pool
 from kvjax.saving.description import VERSION, model_identity, policy_from_json, policy_to_json, same_model
 from kvjax.saving.rounds import (
     canonical_rounds,
@@ -152,6 +152,7 @@ def _described(cache: Cache, lm: LanguageModel, counts: Counts) -> dict[str, Any
         "batch": cache.batch,
         "prompt_room": cache.prompt_capacity,
         "new_room": cache.new_capacity,
+        **({"joined_tokens": cache.joined_tokens} if cache.joined_tokens else {}),
         **({"page_size": cache.page_size} if any(pool.row_starts is not None for pool in cache.pools) else {}),
         "slots": [list(layer.slots) for layer in cache.layers],
         "counts": [[list(pool) for pool in layer] for layer in counts],
@@ -188,6 +189,7 @@ def _empty(where: Path, description: Any, lm: LanguageModel) -> tuple[Cache, Cou
 
     layers = jax.eval_shape(lambda: tuple(layer(i, slots) for i, slots in enumerate(description["slots"])))
     capacities = {"prompt_capacity": description["prompt_room"], "new_capacity": description["new_room"]}
+    capacities["joined_tokens"] = description.get("joined_tokens", 0)
     empty = Cache(layers=layers, seen=counters, prompt_end=counters, next_token=counters, policy=policy, **capacities)
     return empty, tuple(tuple(tuple(pool) for pool in layer) for layer in description["counts"])
 

@@ -58,8 +58,8 @@ def ragged_decode(
       starts: int32, first page of each head's run in each row, where runs differ from row to row: head h owns pages
         ``starts[b, h]`` up to the next head's, and the last head up to the row's last page. A row's starts begin with 0
         and rise by at least 1; as they may be traced, nothing checks that.
-      part: the heads are some of those that a row's pages belong to, neighbours: ``starts`` may then begin anywhere, and
-        what is behind the last head's ``length`` are others'. Scores by page are not given.
+      part: the heads are some of those that a row's pages belong to, neighbours: ``starts`` may then begin anywhere,
+        and what is behind the last head's ``length`` are others'. Scores by page are not given.
       scale: multiplies q . k.
       log_mass: added to the score of slot 0: log N of a slot that stands for N tokens.
       k_scale: multiplies each channel of the stored keys. v_scale: multiplies each slot's stored value.

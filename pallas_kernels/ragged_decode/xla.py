@@ -59,7 +59,8 @@ def _part(p: Problem) -> Decoded:
 
         pages, v_scale, position = jax.tree.map(own, (p.pages, p.v_scale, p.position))
         given = {"pages": pages, "v_scale": v_scale, "position": position, "first_visible": wanted - begin}
-        return _added(done, _whole(dataclasses.replace(p, q=p.q.astype(jnp.float32), starts=starts - begin[:, None], **given)))
+        problem = dataclasses.replace(p, q=p.q.astype(jnp.float32), starts=starts - begin[:, None], **given)
+        return _added(done, _whole(problem))
 
     empty = jnp.zeros(shape, jnp.float32), jnp.full(shape[:3], NEG, jnp.float32)
     out, lse = jax.lax.fori_loop(0, (jnp.max(last - first) + size - 1) // size, block, empty)
