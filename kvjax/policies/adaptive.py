@@ -87,7 +87,7 @@ class AdaptiveHeads(Rescoring):
             return jnp.concatenate([x.reshape(len(x), 1, -1) for x in each], axis=2)
 
         scores, sure, valid = (together(getattr(one, name) for one in layers) for name in ("scores", "sure", "valid"))
-        budget = sum(one.budget for one in layers)[:, None]
+        budget = jnp.stack([one.budget for one in layers]).sum(axis=0)[:, None]
         free = jnp.maximum(budget - sure.sum(axis=2, dtype=jnp.int32), 0)
         keep = top_mask(scores, free, valid & ~sure) | sure
         # What fits the budget is left untouched, and so is a row with nothing to read this time.
