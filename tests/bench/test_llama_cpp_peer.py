@@ -176,5 +176,5 @@ def test_the_default_model_goes_on_as_in_llama_cpp():
     texts = ["The capital of France is", "One, two, three, four,", "Water is made of hydrogen and"]
     prompts = [lm.tokenizer.encode(text)[:5] for text in texts]
     peer = LlamaCppPeer(lm.name, steps=1)
-    ours = kvjax.generate(lm, prompts, max_new_tokens=1)
-    assert peer.next_tokens(np.asarray(prompts)).tolist() == [output.token_ids[0] for output in ours]
+    ours = kvjax.generate(lm, prompts, max_new_tokens=1, chat=False)
+    assert peer.next_tokens(np.asarray(prompts)).tolist() == [output.tokens[0] for output in ours]
