@@ -139,7 +139,8 @@ def test_its_4_bits_are_kept(case, tensors, tmp_path):
         real = sum(leaf.nbytes for leaf in jax.tree.leaves(kept.params))
         assert kvjax.plan(kvjax.load_config(place), prompt_tokens=8, weights="file").weights_bytes == real
         one, other = (np.asarray(_logits(lm, case)) for lm in (kept, plain))
-        assert 0 < np.abs(one - other).max() < 0.1 * other.std()  # activations are rounded
+        # Activations are rounded, by which a token near the border of two experts may go through the other.
+        assert 0 < np.median(np.abs(one - other)) < 0.03 * other.std()
 
 
 def _logits(lm, case):
