@@ -37,7 +37,7 @@ def history_ids(lm: LanguageModel, messages: Sequence[Mapping[str, Any]]) -> tup
         starts.append(len(ids))
         first = [*system, question] if not ids else [question]
         ids += tokenize(lm, first, context=None, chat=True, onto=bool(ids)).prompts[0]
-        ids += lm.tokenizer.encode(str(answer["content"]))
+        ids += lm.tokenizer.encode_after(str(answer["content"]))
     return ids, starts
 
 

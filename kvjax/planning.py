@@ -14,6 +14,7 @@ import numpy as np
 from kvjax.allocation import Allocation, allocation, spare_tokens
 from kvjax.cache.buckets import NEW_TOKENS, new_bucket, prompt_bucket
 from kvjax.cache.cache import Cache
+from kvjax.cache.groups import split_heads
 from kvjax.cache.layout import layout_on
 from kvjax.cache.pool import layout_for
 from kvjax.cache.quantisation import MODEL, Storage, parse_storage
@@ -322,6 +323,8 @@ def _plan(
     page_size = layout_for(storage, config.head_dim).page_size
     own = (prompt_bucket(prompt) if prompt else 0) if sharing else None
     pages = page_capacities(policy, config, room, new_capacity, page_size, own)
+    layers = config.num_layers // len(pages)  # more than one where all share their slots
+    slots = [heads for counts in pages for heads in split_heads(counts, layers)]
     return Plan(
         policy=format_policy(policy),
         batch=batch,
@@ -333,7 +336,7 @@ def _plan(
         full_cache_bytes=batch * full_cache_bytes(config, whole + fed, dtype) // devices,
         total_bytes=weights + cache + peak,
         memory_limit=limit,
-        capacities=tuple(tuple(count * page_size for count in heads) for heads in pages),
+        capacities=tuple(tuple(count * page_size for count in heads) for heads in slots),
         retained=tuple(tuple(int(x) for x in heads) for heads in kept),
         mesh=None if mesh is None else str(mesh),
         cache_over_even=cache * devices / alone,

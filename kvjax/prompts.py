@@ -234,10 +234,11 @@ def _render(
         if not isinstance(items, str):
             raise UsageError("Messages need the chat template; pass text or token ids with chat=False.")
         prefix = _ids(lm, context, "context")
-        start = () if context is not None or onto else lm.tokenizer.prefix_ids
         if isinstance(context, str):
             prefix = (*lm.tokenizer.prefix_ids, *prefix)
-        return prefix, (*start, *lm.tokenizer.encode(items))
+        if context is not None or onto:
+            return prefix, tuple(lm.tokenizer.encode_after(items))
+        return prefix, (*lm.tokenizer.prefix_ids, *lm.tokenizer.encode(items))
     if context is not None and not isinstance(context, str):
         raise UsageError("A context of token ids cannot go into a chat template; pass it as text, or chat=False.")
     return _render_chat(lm, _messages(items), context, onto, goes_on)
@@ -313,7 +314,7 @@ def _render_chat(
         before, mark, after = text.partition(_MARK)
         if not mark:
             raise UsageError("This model's chat template hides earlier answers; continue the cache with chat=False.")
-        return (), tuple(lm.tokenizer.encode(after + answer))
+        return (), tuple(lm.tokenizer.encode_after(after + answer))
     if context is None:
         return (), tuple(lm.tokenizer.encode(lm.tokenizer.render(messages) + answer))
     user = next((m for m in messages if m["role"] == "user"), None)
@@ -322,5 +323,5 @@ def _render_chat(
     question = user["content"]
     user["content"] = context + _SEPARATOR + _MARK
     before, after = _halves(lm, messages)
-    rest = tuple(lm.tokenizer.encode(question + after + answer))
+    rest = tuple(lm.tokenizer.encode_after(question + after + answer))
     return () if goes_on else tuple(lm.tokenizer.encode(before)), rest

@@ -18,7 +18,6 @@ from kvjax.allocation import spare_tokens
 from kvjax.cache.buckets import new_bucket, request_bucket
 from kvjax.cache.cache import Cache
 from kvjax.cache.continuation import Continuation, check_continuable, may_be_lent, rolled_back
-from kvjax.cache.groups import slot_bytes
 from kvjax.cache.host_memory import as_numpy, device_bytes, live_device_bytes
 from kvjax.interrupt import BrokenOff, Interrupt, interruptible
 from kvjax.memory_needs import full_cache_bytes
@@ -175,7 +174,8 @@ class Session:
     def _check_kept(self, retained: list[np.ndarray]) -> None:
         """Refuse a policy that kept what cannot be; see ``kvjax/policies/guard.py``."""
         request, rows = self.request, self.request.rows
-        layers = self.cache.layers if request.lm.mesh is None else ()
+        apart = request.lm.mesh is None and not self.cache.shares_layers
+        layers = self.cache.layers if apart else ()
         check_kept(request.policy, layers, [kept[:rows] for kept in retained], as_numpy(self.cache.seen)[:rows])
 
     def _compile_ahead(self) -> None:
@@ -285,7 +285,7 @@ class Session:
             return 0  # nobody will ask
         if cache.context is not None:
             return 0  # its own slots are as many as its own tokens need
-        lengths = (as_numpy(layer.length)[: self.request.rows].max(axis=0) for layer in cache.layers)
+        lengths = (length[: self.request.rows].max(axis=0) for length in cache.lengths)
         return spare_tokens(config, cache.policy, cache.prompt_capacity, list(lengths))
 
     def _collect(self, state: DecodeState, made: int) -> ChunkResult:
@@ -372,8 +372,7 @@ class Session:
         read = self._read_tokens()
         decoded = sum(max(len(tokens) - 1, 0) for tokens in self.tokens)
         retained = tuple(tuple(map(int, layer[row] + held)) for layer, held in zip(own, shared, strict=True))
-        sizes = [slot_bytes(layer) for layer in cache.layers]
-        live = sum(int(np.dot(size, layer[row])) for size, layer in zip(sizes, own, strict=True))
+        live = sum(int(np.dot(size, layer[row])) for size, layer in zip(cache.slot_bytes, own, strict=True))
         context = cache.context
         rounds = self.strategy.stats(row)
         return Stats(

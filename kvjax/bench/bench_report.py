@@ -26,6 +26,7 @@ class Measurements:
     prefill: list[PrefillRow] = dataclasses.field(default_factory=list)
     long: list[LongRow] = dataclasses.field(default_factory=list)
     startup: Startup | None = None
+    peer: str | None = None  # its name and what runs there
 
 
 def report(found: Measurements) -> Report:
@@ -83,6 +84,8 @@ def tables(found: Measurements) -> list[Table]:
 def footnote(found: Measurements) -> str:
     """The sentences that say what the numbers mean and where they come from."""
     said = f"{found.model}, {found.dtype}; {sentence(found.machine)}. Medians of rounds taken in turn. "
+    if found.peer:
+        said += f"Peer: {found.peer}. "
     if found.bandwidth_readings:
         rate, size = statistics.median(found.bandwidth_readings), found.bandwidth_buffer_bytes
         total = sum(len(row.rounds) for row in found.decode)

@@ -34,6 +34,7 @@ class FloatsPeer:
 
     def __init__(self, lm: LanguageModel, steps: int, room: int):
         self._lm, self._steps, self._room = lm, steps, room
+        self.about = f"the same model's weights as {lm.params.dtype}, full cache"
 
     def filled_cache(self, batch: int, context: int) -> _Decoding:
         """A cache as after a prompt of ``context`` tokens, without running it."""

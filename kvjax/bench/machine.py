@@ -139,7 +139,7 @@ def sentence(facts: dict[str, Any]) -> str:
 
 def describe() -> dict[str, Any]:
     """Versions, machine and date, so that a saved result can be judged later."""
-    packages = ("jax", "jaxlib", "flax", "torch", "transformers")
+    packages = ("jax", "jaxlib", "flax", "torch", "transformers", "llama-cpp-python")
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "python": platform.python_version(),

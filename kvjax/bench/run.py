@@ -10,7 +10,7 @@ import dataclasses
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import jax
 import numpy as np
@@ -27,11 +27,35 @@ from kvjax.policies.best import resolve
 from kvjax.runtime.synthetic import benchmark_controls, decode_state, filled_cache, run_steps
 
 if TYPE_CHECKING:
-    from kvjax.bench.floats_peer import FloatsPeer
-    from kvjax.bench.transformers_peer import TransformersPeer
     from kvjax.checkpoints.load import LanguageModel
 
 Progress = Callable[[str], None]
+
+
+class Peer(Protocol):
+    """What a run is also timed with; caches are the peer's own.
+
+    ``name`` is its row in the tables, and ``about`` a clause of what runs there.
+    """
+
+    name: str
+    about: str
+
+    def filled_cache(self, batch: int, context: int) -> Any:
+        """A cache as after a prompt of ``context`` tokens."""
+        ...
+
+    def decode_seconds(self, cache: Any, batch: int, context: int, steps: int) -> float:
+        """Seconds of one greedy step, over ``steps`` of them."""
+        ...
+
+    def prefill_seconds(self, tokens: np.ndarray) -> float:
+        """Seconds until the first next token of a prompt, [B, T] ids."""
+        ...
+
+    def nbytes(self, cache: Any) -> int:
+        """Bytes of what a cache holds."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,7 +213,7 @@ class Bench:
         *,
         rounds: int,
         steps: int,
-        peer: TransformersPeer | FloatsPeer | None = None,
+        peer: Peer | None = None,
         progress: Progress = lambda _: None,
         meter: machine.BandwidthMeter | None = None,
     ):
@@ -259,7 +283,7 @@ class Bench:
             timer()
         return Candidate(name, timer, *sizes, max(0, memory.peak - before), prefilled, timer.live)
 
-    def _peer_decoding(self, peer: TransformersPeer | FloatsPeer, batch: int, context: int) -> Candidate:
+    def _peer_decoding(self, peer: Peer, batch: int, context: int) -> Candidate:
         before = machine.memory_in_use()
         cache: Any = peer.filled_cache(batch, context)
         held = peer.nbytes(cache)

@@ -114,6 +114,7 @@ class TransformersPeer:
     """Decode and prefill times of the transformers model."""
 
     name = "transformers"
+    about = "the same weights in float32, SDPA attention and DynamicCache"
 
     def __init__(self, params: Decoder, config: ModelConfig):
         self.config = config

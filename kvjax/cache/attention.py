@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Int
 from kvjax.cache import runs
 from kvjax.cache.groups import HeadGroups, Layer, parts, with_parts
 from kvjax.cache.key_channels import cut
+from kvjax.cache.layer_view import LayerView
 from kvjax.cache.page_sharding import PageSharding
 from kvjax.cache.pool import LayerCache, mark_rows, rows
 from kvjax.cache.shared_context import SharedLayer
@@ -68,6 +69,7 @@ def decode_attention(
             sharding.local_length(own(pool.length), pool.page_size),
             runs=_runs_of(pool),
             starts=sharding.local_starts(own(pool.row_starts)),
+            part=isinstance(pool, LayerView),
             scale=scale,
             soft_cap=soft_cap,
             log_mass=mass,

@@ -13,8 +13,9 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Int
 
-from kvjax.cache.groups import Layer, pages_by_group, parts, slot_bytes, with_parts
+from kvjax.cache.groups import Layer, pages_by_group, parts, slot_bytes, split_heads, with_parts
 from kvjax.cache.host_memory import as_numpy, device_bytes, to_device, to_host
+from kvjax.cache.layer_view import LayerView, joined_views, layer_views, with_pages_of
 from kvjax.cache.layout import platform_layout
 from kvjax.cache.packing import resize
 from kvjax.cache.pool import LayerCache
@@ -39,6 +40,7 @@ class Cache:
 
     Attributes:
       layers: one :class:`LayerCache` or :class:`HeadGroups` a layer; capacities may differ among layers and heads.
+        Where all layers share their slots one pool of all of them, see :meth:`by_layer`.
       seen: [B] int32, tokens each row has been through, kept or not: the position of the next token.
       prompt_end: [B] int32, ``seen`` when the last prompt was in; ``seen - prompt_end`` tokens were decoded since.
       next_token: [B] int32, a token that was generated but not yet read, with which the next turn begins; or NO_TOKEN,
@@ -48,6 +50,7 @@ class Cache:
       new_capacity: tokens that may be decoded after ``prompt_end`` before the pools must grow; static.
       context: slots that come before those of every row, or None where rows hold all of theirs.
       own_capacity: with a context, tokens of prompt beyond it that the allocation was made for; static.
+      joined_tokens: the most tokens that rows may have seen which were joined, where their capacities differed; static.
     """
 
     layers: tuple[Any, ...]  # of the kind that the policy's init_layer makes
@@ -59,6 +62,7 @@ class Cache:
     new_capacity: int = dataclasses.field(metadata={"static": True})
     context: SharedContext | None = None
     own_capacity: int | None = dataclasses.field(default=None, metadata={"static": True})
+    joined_tokens: int = dataclasses.field(default=0, metadata={"static": True})
 
     @property
     def batch(self) -> int:
@@ -78,7 +82,7 @@ class Cache:
     def live_nbytes(self) -> int:
         """Bytes of the slots that hold a token still attended to, over rows, heads and layers; shared ones once."""
         held = [np.asarray(kept).sum(axis=0) for kept in self.policy.retained_by_layer(self.layers)]
-        own = sum(int(np.dot(slots, slot_bytes(layer))) for slots, layer in zip(held, self.layers, strict=True))
+        own = sum(int(np.dot(slots, sizes)) for slots, sizes in zip(held, self.slot_bytes, strict=True))
         return own if self.context is None else own + self.context.live_nbytes
 
     @property
@@ -113,20 +117,54 @@ class Cache:
         """Of each layer the shared pools, one for each of its pools, or None."""
         if self.context is not None:
             return list(self.context.layers)
-        return [(None,) * len(parts(layer)) for layer in self.layers]
+        return [(None,) * len(parts(layer)) for layer in self.layers for _ in range(layer.model_layers)]
 
     @property
     def shared_lengths(self) -> list[np.ndarray]:
         """[H] of each layer, slots that all rows share of a context; zeros without one."""
         if self.context is None:
-            return [np.zeros(len(layer.pages), np.int32) for layer in self.layers]
+            return [np.zeros(len(sizes), np.int32) for sizes in self.slot_bytes]
         return [self.context.length(i, layer) for i, layer in enumerate(self.layers)]
 
     @property
     def model_shape(self) -> tuple[int, int, int]:
         """Layers, KV heads and channels of the model it belongs to."""
-        first = self.layers[0]
-        return len(self.layers), len(first.pages), parts(first)[0].kv.shape[3]
+        layers = self.slot_bytes
+        return len(layers), len(layers[0]), parts(self.layers[0])[0].kv.shape[3]
+
+    @property
+    def slot_bytes(self) -> list[tuple[int, ...]]:
+        """Bytes of one slot of each KV head, by layer of the model."""
+        return [sizes for layer in self.layers for sizes in split_heads(slot_bytes(layer), layer.model_layers)]
+
+    @property
+    def lengths(self) -> list[Int[np.ndarray, "B H"]]:
+        """Valid slots of each KV head, by layer of the model; read from the device."""
+        each = (np.split(as_numpy(layer.length), layer.model_layers, axis=1) for layer in self.layers)
+        return [length for lengths in each for length in lengths]
+
+    @property
+    def shares_layers(self) -> bool:
+        """Whether one pool holds all layers."""
+        return self.policy.shares_layers
+
+    def by_layer(self) -> list[Any]:
+        """The cache of each layer of the model, to be read and changed one after the other: see :meth:`next_layer`."""
+        if not self.shares_layers:
+            return list(self.layers)
+        return list(layer_views(self.layers[0], self.most_tokens))
+
+    @property
+    def most_tokens(self) -> int:
+        """The most tokens that any row may have seen: what one head may hold where all share their slots."""
+        return max(self.prompt_capacity + self.new_capacity, self.joined_tokens)
+
+    def with_layers(self, layers: Sequence[Layer]) -> Cache:
+        """Undo :meth:`by_layer`, once each layer has been changed."""
+        if not self.shares_layers:
+            return self.replace(layers=tuple(layers))
+        views = [layer for layer in layers if isinstance(layer, LayerView)]
+        return self.replace(layers=(joined_views(self.layers[0], views),))
 
     def replace(self, **changes: object) -> Cache:
         return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
@@ -170,6 +208,12 @@ class Cache:
         if not 0 <= index < self.batch:
             raise UsageError(f"The cache has no row {index}; its rows are 0 to {self.batch - 1}.")
         return take(self, [index])
+
+
+def next_layer(layer: Layer, before: Sequence[Layer]) -> Layer:
+    """The next of :meth:`Cache.by_layer`, when those ``before`` have been changed: the pages may be the same."""
+    last = before[-1] if before else None
+    return with_pages_of(layer, last) if isinstance(layer, LayerView) and isinstance(last, LayerView) else layer
 
 
 #: Keys and values of every pool of every layer: all the bytes worth donating.
@@ -278,6 +322,8 @@ def _aligned(caches: Sequence[Cache]) -> list[Cache]:
             pools = [pool if pool.pages == n else shard(resize(unshard(pool), n), pool.sharding) for pool, n in wanted]
             layers.append(with_parts(layer, pools))
         capacities = {"prompt_capacity": prompt_capacity, "new_capacity": new_capacity, "own_capacity": own_capacity}
+        if cache.shares_layers:
+            capacities["joined_tokens"] = max(c.most_tokens for c in caches)
         result.append(cache.replace(layers=tuple(layers), **capacities))
     return result
 

@@ -74,6 +74,11 @@ class HeadGroups:
     def dtype(self) -> Any:
         return self.groups[0].dtype
 
+    @property
+    def model_layers(self) -> int:
+        """One: layers that share their slots are not in groups."""
+        return 1
+
     def replace_groups(self, groups: list[LayerCache] | tuple[LayerCache, ...]) -> HeadGroups:
         return dataclasses.replace(self, groups=tuple(groups))
 
@@ -96,6 +101,12 @@ def slot_bytes(layer: Layer) -> tuple[int, ...]:
     """Bytes of one slot of each KV head of the layer."""
     flat = [pool.slot_nbytes for pool in parts(layer) for _ in pool.pages]
     return tuple(flat[i] for i in layer.order) if isinstance(layer, HeadGroups) else tuple(flat)
+
+
+def split_heads(of_heads: tuple[int, ...], layers: int) -> list[tuple[int, ...]]:
+    """Numbers of a pool's heads by layer of the model, whose heads follow those of the layer before."""
+    heads = len(of_heads) // layers
+    return [of_heads[i * heads : (i + 1) * heads] for i in range(layers)]
 
 
 def pages_by_group(layer: Layer, pages: tuple[int, ...]) -> list[tuple[int, ...]]:

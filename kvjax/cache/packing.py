@@ -30,10 +30,22 @@ def store(
     Fixes the scales of int8 keys, and cuts keys to ``cache.channels``. A mark that is not given ([B, H, N] by name)
     becomes 0.
     """
-    given, scales, sharding = marks or {}, cache.scales, cache.sharding
     cache = cache.replace(pages=pages)
     if cache.row_starts is not None:
-        cache = cache.replace(row_starts=runs.fitted(length, sum(pages), cache.page_size, sharding.page_parts))
+        starts = runs.fitted(length, sum(pages), cache.page_size, cache.sharding.page_parts)
+        cache = cache.replace(row_starts=starts)
+    return lay_out(cache, k, v, length, marks or {})
+
+
+def lay_out(
+    cache: LayerCache,
+    k: Float[Array, "B H N D"],
+    v: Float[Array, "B H N D"],
+    length: Int[Array, "B H"],
+    given: Mapping[str, Array],
+) -> LayerCache:
+    """:func:`store` in the runs that the layer says; what its arrays held before counts only for its keys' scales."""
+    scales, sharding, pages = cache.scales, cache.sharding, cache.pages
     if scales is not None:
         valid = jnp.arange(k.shape[2]) < length[..., None]
         # Of all channels, stored or not: both of a rotary pair share a scale.

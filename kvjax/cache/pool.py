@@ -58,6 +58,8 @@ class LayerCache:
       sharding: which of the pages this device holds, static.
       row_starts: [B, H] the first page of each head's run in each row, or ``None`` where all rows have the same runs.
       channels: [B, H, K] int32, rising: the key channels that are stored, or ``None`` where all are.
+      model_layers: layers of the model whose heads these are, one layer's after the other's; static. More than one only
+        where all layers share their slots (``layer_view.py``); ``state`` is then a tuple of each one's.
     """
 
     kv: Pages
@@ -71,6 +73,7 @@ class LayerCache:
     sharding: PageSharding = dataclasses.field(default=UNSHARDED, metadata={"static": True})
     row_starts: Int[Array, "B H"] | None = None
     channels: Int[Array, "B H K"] | None = None
+    model_layers: int = dataclasses.field(default=1, metadata={"static": True})
 
     @property
     def slot_nbytes(self) -> int:
@@ -108,6 +111,12 @@ class LayerCache:
     def most_slots(self) -> tuple[int, ...]:
         """Slots that each head has at most, in any row."""
         return self.slots if self.row_starts is None else (self.most_pages * self.page_size,) * len(self.pages)
+
+    @property
+    def row_ends(self) -> Int[Array, "B H"]:
+        """One past the last page of each head's run, where rows have their own."""
+        assert self.row_starts is not None
+        return runs.ends(self.row_starts, sum(self.pages))
 
     @property
     def starts(self) -> tuple[int, ...]:
@@ -236,7 +245,7 @@ def _places(cache: LayerCache, slots: Array, valid: Array) -> tuple[Array, Array
     rows, _, page_size, _ = cache.kv.shape
     page = _starts(cache)[..., None] + slots // page_size
     if cache.row_starts is not None:  # the next run is another head's
-        valid = valid & (page < runs.ends(cache.row_starts, sum(cache.pages))[..., None])
+        valid = valid & (page < cache.row_ends[..., None])
     batch = jnp.arange(rows)[:, None, None]
     return batch, jnp.where(valid, page, sum(cache.pages)), slots % page_size
 
@@ -305,7 +314,7 @@ def _places_of_runs(cache: LayerCache) -> tuple[Any, Any]:
     """Index into [B, P] of every head's pages, [B, H, pages of the longest run], and which of them there are."""
     longest = cache.most_pages
     if cache.row_starts is not None:
-        index, inside = runs.of_heads(cache.row_starts, sum(cache.pages), longest)
+        index, inside = runs.of_heads(cache.row_starts, cache.row_ends, longest)
         return (jnp.arange(index.shape[0])[:, None, None], index), inside
     index = np.asarray(cache.starts)[:, None] + np.arange(longest)
     inside = np.arange(longest) < np.asarray(cache.pages)[:, None]
@@ -352,12 +361,35 @@ def rows(cache: LayerCache) -> tuple[Float[Array, "B H C D"], Float[Array, "B H 
 
     A copy, for selecting again on a later turn; attention reads the pages.
     """
-    cache = gather_pages(cache)
-    k, v = stored_rows(cache)
-    if cache.scales is not None:
-        scale = by_head(cache, cache.scales.v)[..., None]
+    if cache.row_starts is not None and cache.sharding.page_axes:
+        k, v, v_scale = _gathered_rows(cache)
+    else:
+        cache = gather_pages(cache)
+        k, v = stored_rows(cache)
+        v_scale = None if cache.scales is None else by_head(cache, cache.scales.v)
+    if cache.scales is not None and v_scale is not None:
+        scale = v_scale[..., None]
         k, v = k.astype(jnp.float32) * cache.scales.k[:, :, None], v.astype(jnp.float32) * scale
     return spread(k, cache.channels, v.shape[-1]), v
+
+
+def _gathered_rows(cache: LayerCache) -> tuple[Array, Array, Array | None]:
+    """:func:`stored_rows`, and the scales of values by head, where rows have runs of their own: of these alone each
+    device hands over its pages, not of the pool, which may hold more than these heads."""
+    assert cache.row_starts is not None
+    sharding, most, parts = cache.sharding, cache.most_pages, cache.sharding.page_parts
+    first, after = cache.row_starts // parts, cache.row_ends // parts
+    index, _ = runs.of_heads(first, after, -(-most // parts))
+    where = jnp.arange(len(index))[:, None, None], index
+    _, inside = runs.of_heads(cache.row_starts, cache.row_ends, most)
+
+    def gathered(own: Array) -> Array:
+        whole = sharding.gather(own.reshape(len(own), -1, *own.shape[3:]))
+        found = _inside(whole.reshape(*own.shape[:2], -1, *own.shape[3:])[:, :, :most], inside)
+        return found.reshape(*found.shape[:2], -1, *found.shape[4:])
+
+    k, v = (gathered(x) for x in cache.kv.rows_at(where))
+    return k, v, None if cache.scales is None else gathered(cache.scales.v[where])
 
 
 def gather_pages(pool: LayerCache) -> LayerCache:

@@ -35,16 +35,21 @@ def ends(starts: Int[Array, "B H"], pages: int) -> Int[Array, "B H"]:
 
 
 def owners(starts: Int[Array, "B H"], pages: int) -> tuple[Int[Array, "B P"], Int[Array, "B P"]]:
-    """The head of each page, and the page's index within that head's run."""
+    """The head of each page, and the page's index within that head's run; below 0 before the first run."""
     page = jnp.arange(pages, dtype=jnp.int32)
-    owner = (page[:, None] >= starts[:, None, :]).sum(axis=2, dtype=jnp.int32) - 1
+    owner = (page[:, None] >= starts[:, None, 1:]).sum(axis=2, dtype=jnp.int32)
     return owner, page - jnp.take_along_axis(starts, owner, axis=1)
 
 
-def of_heads(starts: Int[Array, "B H"], pages: int, most: int) -> tuple[Int[Array, "B H M"], Bool[Array, "B H M"]]:
-    """The first ``most`` pages of each head's run, and which of them there are; 0 for the others."""
+def of_heads(
+    starts: Int[Array, "B H"], after: Int[Array, "B H"], most: int
+) -> tuple[Int[Array, "B H M"], Bool[Array, "B H M"]]:
+    """The first ``most`` pages of each head's run, and which of them there are; 0 for the others.
+
+    ``after`` are :func:`ends`: one past the last page of each.
+    """
     index = starts[..., None] + jnp.arange(most, dtype=jnp.int32)
-    inside = index < ends(starts, pages)[..., None]
+    inside = index < after[..., None]
     return jnp.where(inside, index, 0), inside
 
 
@@ -54,7 +59,7 @@ def paged(x: Array, starts: Int[Array, "B H"], pages: int, page_size: int) -> Ar
     owner, nth = owners(starts, pages)
     slot = nth[..., None] * page_size + jnp.arange(page_size, dtype=jnp.int32)
     flat = x.reshape(batch, heads * count, *x.shape[3:])
-    place = owner[..., None] * count + jnp.minimum(slot, count - 1)
+    place = owner[..., None] * count + jnp.clip(slot, 0, count - 1)
     trailing = (1,) * (x.ndim - 3)
     index = place.reshape(batch, -1, *trailing)
     taken = jnp.take_along_axis(flat, index, axis=1).reshape(batch, pages, page_size, *x.shape[3:])
@@ -63,7 +68,7 @@ def paged(x: Array, starts: Int[Array, "B H"], pages: int, page_size: int) -> Ar
 
 def moved(x: Array, old: Int[Array, "B H"], new: Int[Array, "B H"], pages: int) -> Array:
     """Numbers by page, [B, P, ...], where the runs begin elsewhere and a row has ``pages``: zeros in what is new."""
-    index, inside = of_heads(old, x.shape[1], x.shape[1])
+    index, inside = of_heads(old, ends(old, x.shape[1]), x.shape[1])
     owner, nth = owners(new, pages)
     there = nth < x.shape[1]
     place = owner * x.shape[1] + jnp.where(there, nth, 0)

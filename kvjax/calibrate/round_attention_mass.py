@@ -58,7 +58,7 @@ def question_and_answer_mass(
       UsageError: as :func:`question_mass`, or an answer without tokens.
     """
     ids, edges = _history(lm, messages)
-    asked, said = _question_ids(lm, question), lm.tokenizer.encode(answer)
+    asked, said = _question_ids(lm, question), lm.tokenizer.encode_after(answer)
     if not said:
         raise UsageError("An answer has no tokens; nothing attends to earlier rounds.")
     spans = [(len(ids), len(ids) + len(asked)), (len(ids) + len(asked), len(ids) + len(asked) + len(said))]

@@ -20,12 +20,13 @@ from jax.typing import DTypeLike
 from kvjax import progress
 from kvjax.checkpoints.checkpoint import Checkpoint, Format, Numbers
 from kvjax.checkpoints.families import Weight
+from kvjax.checkpoints.group_formats import as_format
 from kvjax.checkpoints.groups import GroupFilling, keeps_rows
 from kvjax.checkpoints.tensor_names import by_parameter, check_names
 from kvjax.errors import WeightsError, quoted
 from kvjax.model.config import ModelConfig
 from kvjax.model.decoder import Decoder, abstract_decoder
-from kvjax.model.group_quantised import GroupQuantised
+from kvjax.model.group_quantised import GroupFormat, GroupQuantised
 from kvjax.model.params import logical_view
 from kvjax.model.quantised import NUMBERS, Quantised, QuantisedArray, rounded_to
 from kvjax.model.tiling import tiled
@@ -79,7 +80,7 @@ def fill(
         tensors = pieces[".".join(map(str, path))]
         if isinstance(spec, Quantised):
             if isinstance(spec, GroupQuantised):
-                return param.replace(_group_quantised(checkpoint, tensors, param, sharding, bool(kept)))
+                return param.replace(_group_quantised(checkpoint, tensors, param, sharding, kept))
             return param.replace(_quantised(checkpoint, tensors, param, sharding, kept))
         values = aligned(spec.shape, spec.dtype)
         needed = sharding and _needed(sharding, spec.shape)
@@ -214,7 +215,7 @@ def _group_quantised(
     tensors: Sequence[tuple[str, Weight]],
     param: nnx.Variable,
     sharding: NamedSharding | None,
-    keep: bool,
+    kept: Mapping[str, Format],
 ) -> GroupQuantised:
     """The same with a scale for each group of inputs, rounded here or as the checkpoint has them.
 
@@ -224,9 +225,12 @@ def _group_quantised(
     needed = sharding and _needed(sharding, filling.spec.shape)
     for name, weight in tensors:
         view = filling.view(weight)
-        if keep:
+        if kept:
             for part, start, stop in _parts(weight, filling.whole, view, needed):
-                filling.keep(weight, _numbers(checkpoint, name, weight.rows, start, stop), part)
+                own = kept[name]
+                assert isinstance(own, GroupFormat)
+                found = as_format(_numbers(checkpoint, name, weight.rows, start, stop), own, filling.format)
+                filling.keep(weight, found, part)
             continue
         put, at_once = filling.rounding(weight)
         _copy(checkpoint, name, weight, filling.whole, view, needed, put, at_once)

@@ -2,7 +2,8 @@
 
 Formats: github.com/ggml-org/ggml/blob/master/src/ggml-common.h. Numbers of 5 and 6 bits are kept in bytes. Scales of
 the K formats are products of two numbers, at most 18 bits that float32 holds exactly. Other formats, whose numbers are
-not evenly spaced or have 2 or 3 bits, are rounded to int8.
+not evenly spaced or have 2 or 3 bits, are rounded to int8. Of MXFP4 a scale is stored halved, because a product's
+numbers are twice float4's: a power of two, which bfloat16 holds exactly.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvjax.checkpoints.checkpoint import Format
+from kvjax.checkpoints.mxfp4 import MXFP4, halved, places
 from kvjax.model.group_quantised import GroupFormat
 
 if TYPE_CHECKING:
@@ -31,6 +33,7 @@ _FORMATS = {
     "Q5_1": GroupFormat(8, 32, minimum=True, scale="float16"),
     "Q5_K": GroupFormat(8, 32, minimum=True, scale="float32"),
     "Q6_K": GroupFormat(8, 16, scale="float32"),
+    "MXFP4": MXFP4,
 }
 
 
@@ -91,6 +94,12 @@ def _q6_k(raw: np.ndarray) -> Blocks:
     return whole.view(np.int8) - np.int8(32), blocks["d"].astype(np.float32)[:, None] * blocks["s"], None
 
 
+def _mxfp4(raw: np.ndarray) -> Blocks:
+    blocks = raw.view([("e", "u1"), ("q", "u1", 16)])
+    codes = np.concatenate([blocks["q"] & 15, blocks["q"] >> 4], axis=1)
+    return places(codes), halved(blocks["e"]), None
+
+
 #: Shifts of a byte's low and high half.
 _NIBBLES = np.array([[0], [4]], np.uint8)
 
@@ -120,4 +129,5 @@ NUMBERS: dict[str, Callable[[np.ndarray], Blocks]] = {
     "Q5_1": _q5_1,
     "Q5_K": _q5_k,
     "Q6_K": _q6_k,
+    "MXFP4": _mxfp4,
 }

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 from flax import nnx
 
-from kvjax.checkpoints.checkpoint import Checkpoint, Numbers
+from kvjax.checkpoints.checkpoint import Checkpoint, Format, Numbers
 from kvjax.checkpoints.families import Weight
+from kvjax.checkpoints.group_formats import common_format
 from kvjax.model.config import Kept, ModelConfig
 from kvjax.model.decoder import abstract_decoder
 from kvjax.model.group_quantised import GroupFormat, GroupQuantised, rounded_groups
@@ -49,7 +50,7 @@ class GroupFilling:
         Also whether all of the tensor must be read at once: where its inputs lead, no block of rows has any group.
         """
         rows, columns = self._places(weight)
-        inputs = [axis for axis, stride in enumerate(rows.strides) if stride == 0]
+        inputs = _input_axes(rows)
         outputs = [axis for axis in range(rows.ndim) if axis not in inputs]
 
         def put(read: np.ndarray, part: slice) -> None:
@@ -63,13 +64,20 @@ class GroupFilling:
 
         return put, rows.shape[0] > 1 and rows.strides[0] == 0
 
+    @property
+    def format(self) -> GroupFormat:
+        """Of the parameter."""
+        spec, name = self.spec, str(self.spec.scale.dtype)
+        kind = "float16" if name == "int16" else name
+        return GroupFormat(spec.bits, spec.group, spec.minimum is not None, kind, spec.fp8, spec.fp4)
+
     def keep(self, weight: Weight, numbers: Numbers, part: slice) -> None:
-        """Put rows that are quantised already in their place, a part of the tensor's view."""
-        rows, columns = (x[part] for x in self._places(weight))
+        """Put numbers of the parameter's format, their inputs last, in the place of a part of the tensor's view."""
+        rows, columns = _first_inputs(*(x[part] for x in self._places(weight)))
         count = numbers.whole.shape[-1]
         whole, scale = numbers.whole.reshape(-1, count), numbers.scale.reshape(-1, count // self.spec.group)
         minimum = None if numbers.minimum is None else numbers.minimum.reshape(scale.shape)
-        self._set(rows.reshape(-1, count)[:, 0], int(columns.reshape(-1)[0]), whole, scale, minimum)
+        self._set(rows.reshape(-1), int(columns.reshape(-1)[0]), whole, scale, minimum)
 
     def _places(self, weight: Weight) -> tuple[np.ndarray, np.ndarray]:
         """The row, and the column, in the matrix of each number of the tensor's view, in arrays of one axis' memory."""
@@ -102,8 +110,9 @@ def kept_formats(
 ) -> Kept:
     """How the numbers of a checkpoint are kept, for :attr:`ModelConfig.kept`; nothing where all of it is floats.
 
-    A parameter whose tensors have one format of groups, in the order of its inputs, has that format; one of which
-    anything else is quantised is int8, of numbers that the checkpoint has or that are rounded.
+    A parameter whose tensors have formats of groups, in the order of its inputs, has that format, or the least that
+    holds the numbers of them all (:func:`common_format`); one of which anything else is quantised is int8, of numbers
+    that the checkpoint has or that are rounded.
 
     Args:
       tensors: of each parameter, by its path, names in the checkpoint and places.
@@ -116,8 +125,7 @@ def kept_formats(
         name = ".".join(map(str, path))
         if not isinstance(param.get_value(), Quantised) or name not in tensors:
             continue
-        kinds = {formats.get(tensor) for tensor, _ in tensors[name]}
-        form = kinds.pop() if len(kinds) == 1 else "int8"
+        form = _form_of_all({formats.get(tensor) for tensor, _ in tensors[name]})
         if isinstance(form, GroupFormat):
             *_, outputs, inputs = param.get_value().shape
             in_order = all(_keeps_groups(param, weight) for _, weight in tensors[name])
@@ -139,21 +147,42 @@ def _by_name(found: Mapping[str, Any], layers: int) -> Kept:
     return tuple((name, tuple(forms[:1] if len(set(forms)) == 1 else forms)) for name, forms in sorted(kept.items()))
 
 
+def _form_of_all(kinds: set[Format | None]) -> Any:
+    """The form of a parameter whose tensors have these formats, None of floats."""
+    if len(kinds) == 1:
+        return next(iter(kinds))
+    groups = [kind for kind in kinds if isinstance(kind, GroupFormat)]
+    return (common_format(groups) if len(groups) == len(kinds) else None) or "int8"
+
+
 def _keeps_groups(param: nnx.Variable, weight: Weight) -> bool:
-    """Whether a tensor's rows are a matrix's, or parts of them, from their first input to their last."""
+    """Whether a tensor has rows of a matrix, or parts of them, from their first input to their last."""
     if weight.change is not None:
         return False
     rows, columns = _places(param, weight)
-    inputs = weight.shape[-1]
-    if rows.size % inputs:
+    inputs = _input_axes(rows)
+    if any(columns.strides[axis] for axis in range(columns.ndim) if axis not in inputs and columns.shape[axis] > 1):
         return False
-    rows, columns = (x.reshape(-1, inputs)[[0, -1]] for x in (rows, columns))
-    return bool((rows[:, :1] == rows).all() and (columns == np.arange(inputs)).all())
+    first = tuple(slice(None) if axis in inputs else 0 for axis in range(columns.ndim))
+    found = columns[first].reshape(-1)
+    return bool(found.size and (found == np.arange(found.size)).all())
 
 
 def keeps_rows(param: nnx.Variable, weight: Weight) -> bool:
     """Whether a tensor's rows are whole rows of a matrix, so that what each is multiplied by is an output's."""
     return weight.shape[-1] == param.get_value().shape[-1] and _keeps_groups(param, weight)
+
+
+def _input_axes(rows: np.ndarray) -> list[int]:
+    """The axes of a view's rows along which they stay the same."""
+    return [axis for axis, stride in enumerate(rows.strides) if stride == 0]
+
+
+def _first_inputs(rows: np.ndarray, columns: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Both of each output's first input alone."""
+    inputs = _input_axes(rows)
+    first = tuple(0 if axis in inputs else slice(None) for axis in range(rows.ndim))
+    return rows[first], columns[first]
 
 
 def _places(param: nnx.Variable, weight: Weight) -> tuple[np.ndarray, np.ndarray]:

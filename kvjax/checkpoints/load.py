@@ -93,7 +93,7 @@ def load(
         and the embedding and the head as int8: an eighth of float32's bytes. "fp8" stores matrices as float8_e4m3fn,
         with scales as of int8; they become floats as they are multiplied, on CPUs slowly. "file" keeps the numbers of a
         quantised checkpoint with its own scales and minima: of GGUF Q8_0 and the formats of 4, 5 and 6 bits, of Hugging
-        Face's GPTQ, AWQ and compressed-tensors of 4 and 8 bits, and fp8; what is quantised otherwise is int8, and
+        Face's GPTQ, AWQ and compressed-tensors of 4 and 8 bits, MXFP4 and fp8; what is quantised otherwise is int8, and
         floats are ``dtype``. By default everything is ``dtype``.
       mesh: devices to spread over, a :class:`kvjax.Mesh` or its text form ("data=4,model=2"): weights over the model
         axis, each shard read and put straight on its devices; what the axis does not divide is on all of them. Calls
@@ -230,7 +230,9 @@ def _described(folder: Path) -> _Described:
 def _kept_by_folder(folder: Path) -> ModelConfig:
     """The configuration, with the forms of a quantised folder's own numbers where its weights are there."""
     found = _described(folder)
-    if found.method is None or not holds_weights(folder):
+    # Of MXFP4, which has no method, the configuration keeps the description.
+    quantised = found.method is not None or bool(found.raw.get("quantization_config"))
+    if not quantised or not holds_weights(folder):
         return found.config
     return _with_folders_kept(found, SafetensorsFolder(folder, found.method))
 

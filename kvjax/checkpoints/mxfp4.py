@@ -8,15 +8,19 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
+import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float, UInt8
+from jaxtyping import BFloat16, Float, Int8, UInt8
 
 from kvjax.checkpoints.checkpoint import Format, Numbers
 from kvjax.checkpoints.stored import Stored
 from kvjax.errors import WeightsError, quoted
+from kvjax.model.group_quantised import GroupFormat
 
 #: Numbers of a block.
 NUMBERS = 32
+#: How its numbers are kept: a product's are twice float4's, and scales half as large.
+MXFP4 = GroupFormat(4, NUMBERS, scale="bfloat16", fp4=True)
 #: Ends of the names of the two tensors that safetensors hold in the place of one: bytes of numbers, and scales.
 _PACKED = ("_blocks", "_scales")
 
@@ -26,6 +30,20 @@ _VALUES = np.concatenate([_POSITIVE, -_POSITIVE])
 PAIRS = np.stack([np.tile(_VALUES, 16), np.repeat(_VALUES, 16)], axis=1)
 #: [256]: the power of two that a scale stands for; 255 is no number.
 SCALES = np.append(np.ldexp(np.float32(1), np.arange(-127, 128)), np.float32("nan"))
+#: [256]: the half of it; no number where a block's largest would be beyond float32.
+_HALVED = np.append(np.ldexp(np.float32(1), np.arange(-128, 125)), [np.float32("nan")] * 3).astype(jnp.bfloat16)
+#: [16]: the place of a number, by its bits, among the 15 that there are.
+_PLACES = np.concatenate([np.arange(8), -np.arange(8)]).astype(np.int8)
+
+
+def places(codes: UInt8[np.ndarray, "*S"]) -> Int8[np.ndarray, "*S"]:
+    """The places of numbers of 4 bits among float4's, as :data:`MXFP4` has them."""
+    return _PLACES[codes]
+
+
+def halved(scales: UInt8[np.ndarray, "*S"]) -> BFloat16[np.ndarray, "*S"]:
+    """Half of what scales stand for."""
+    return _HALVED[scales]
 
 
 def dequantized(blocks: UInt8[np.ndarray, "*S G 16"], scales: UInt8[np.ndarray, "*S G"]) -> Float[np.ndarray, "*S N"]:
@@ -54,16 +72,18 @@ class Mxfp4Experts:
 
     @property
     def format(self) -> Format:
-        """Its numbers are not evenly spaced."""
-        return "rounded"
+        """All of its numbers."""
+        return MXFP4
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """Some experts as float32."""
         return dequantized(self.blocks.read(start, stop), self.scales.read(start, stop)).swapaxes(1, 2)
 
     def numbers(self, start: int, stop: int) -> Numbers:
-        """Not kept."""
-        raise NotImplementedError
+        """Some experts with their inputs last: places [E, N, M] and scales [E, N, M / 32]."""
+        blocks, scales = self.blocks.read(start, stop), self.scales.read(start, stop)
+        codes = np.stack([blocks & 15, blocks >> 4], axis=-1)
+        return Numbers(places(codes).reshape(*scales.shape[:-1], -1), halved(scales), None)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,7 +6,7 @@ import difflib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -19,12 +19,12 @@ from kvjax.files import check_writable, write_atomically
 
 if TYPE_CHECKING:
     from kvjax.bench.bench_report import Measurements
-    from kvjax.bench.run import Bench
+    from kvjax.bench.run import Bench, Peer
     from kvjax.checkpoints.load import LanguageModel
     from kvjax.tables import Report
     from pallas_kernels.bench.kernel_report import Report as KernelReport
 
-PEERS = ("transformers", "floats")
+PEERS = ("transformers", "llama.cpp", "floats")
 
 group = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False)
 app.add_typer(group, name="bench")
@@ -47,7 +47,10 @@ def bench(
     rounds: Annotated[int, typer.Option("--rounds", help="Interleaved repetitions; the median is reported.")] = 5,
     steps: Annotated[int, typer.Option("--steps", help="Tokens decoded per repetition.")] = 32,
     peer: Annotated[
-        list[str] | None, typer.Option("--peer", help="Also time `transformers` (torch), or with --weights `floats`.")
+        list[str] | None,
+        typer.Option(
+            "--peer", help="Also time `transformers` (torch), `llama.cpp` (a GGUF), or with --weights `floats`."
+        ),
     ] = None,
     long_steps: Annotated[
         int, typer.Option("--long-steps", help="Also compare a step after 100 and after this many generated tokens.")
@@ -83,9 +86,8 @@ def bench(
     lm = session.load(model, dtype, compile_cache=compile_cache, weights=weights)
     sizes = {"batch": batches, "context": contexts, "prefill": prefills}
     run.check_request(lm.config, rounds=rounds, steps=steps, long_steps=long_steps, **sizes)
-    bench = run.Bench(
-        lm, parsed, rounds=rounds, steps=steps, peer=_peer(peers, lm, steps, (rounds + 3) * steps), progress=say
-    )
+    timed = _peer(peers, lm, steps, (rounds + 3) * steps)
+    bench = run.Bench(lm, parsed, rounds=rounds, steps=steps, peer=timed, progress=say)
     result = bench_report.Measurements(
         machine=facts,
         model=lm.name,
@@ -93,6 +95,7 @@ def bench(
         bandwidth_buffer_bytes=bench.meter.buffer_bytes,
         weight_bytes_per_step=run.weight_bytes_per_step(lm.params, lm.config),
         startup=started,
+        peer=None if timed is None else f"{timed.name}, {timed.about}",
     )
     try:
         _measure(bench, result, batches, contexts, prefills, long_steps)
@@ -244,12 +247,18 @@ def _check_peers(peers: Sequence[str]) -> None:
             near = difflib.get_close_matches(peer, PEERS, n=1)
             hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(PEERS)}."
             raise UsageError(f"Unknown peer {quoted(peer)}; {hint}")
+    if "llama.cpp" in peers:
+        import kvjax.bench.llama_cpp_peer  # noqa: F401 - that it is not installed is said before the model is loaded
 
 
-def _peer(peers: Sequence[str], lm: LanguageModel, steps: int, room: int) -> Any:
+def _peer(peers: Sequence[str], lm: LanguageModel, steps: int, room: int) -> Peer | None:
     if not peers:
         return None
     dtype = str(lm.params.dtype)
+    if peers[0] == "llama.cpp":
+        from kvjax.bench.llama_cpp_peer import LlamaCppPeer
+
+        return LlamaCppPeer(lm.name, steps)
     if peers[0] == "floats":
         if lm.config.weights is None:
             raise UsageError("--peer floats is what quantised weights are compared with; add --weights int8.")

@@ -18,7 +18,7 @@ from kvjax.allocation import Allocation
 from kvjax.cache.cache import Cache, resize_layer
 from kvjax.model.config import ModelConfig
 from kvjax.policies import Policy
-from kvjax.policies.base import page_capacities
+from kvjax.policies.base import by_pool, page_capacities
 from pallas_kernels import dispatch
 
 #: Parts of an engine's slots that are tried, and the least tokens that one is made for.
@@ -30,8 +30,8 @@ class Level:
     """One size of all slots.
 
     Attributes:
-      allocation: what it is made for. pages: of each layer's heads. slots: that surely hold tokens, [layer][head].
-      sharing: of each layer the heads that share theirs.
+      allocation: what it is made for. pages: of the heads of each layer of the cache. slots: that surely hold tokens,
+        [layer][head]. sharing: of each layer the heads that share theirs.
     """
 
     allocation: Allocation
@@ -62,7 +62,7 @@ def free_after(config: ModelConfig, policy: Policy, level: Level, tokens: int) -
     low, high = -1, 2 * (level.allocation.prompt_capacity + level.allocation.new_capacity)
     while low < high:
         middle = (low + high + 1) // 2
-        needed = policy.capacities(config, tokens, middle)
+        needed = by_pool(policy, policy.capacities(config, tokens, middle))
         pairs = zip(needed, level.slots, strict=True)
         if all(own <= there for heads, slots in pairs for own, there in zip(heads, slots, strict=True)):
             low = middle
@@ -75,9 +75,10 @@ def levels_of(
     config: ModelConfig, policy: Policy, own: Allocation, page_size: int, *, on_mesh: bool
 ) -> tuple[Level, ...]:
     """The sizes that an engine's slots may have, the smallest first, its own last."""
-    owners = [policy.owners(config, layer) for layer in range(config.num_layers)]
+    owners = by_pool(policy, [policy.owners(config, layer) for layer in range(config.num_layers)])
     grow = all(owner.grows for some in owners for owner in some)
-    parts = _PARTS if has_levels(on_mesh) and grow else (1,)
+    # Where all layers share their slots a step reads what a layer holds, and not what is allocated.
+    parts = _PARTS if has_levels(on_mesh) and grow and not policy.shares_layers else (1,)
     sharing = tuple(tuple(h for h, owner in enumerate(some) if owner.shares_slots) for some in owners)
     found: list[Level] = []
     for part in parts:

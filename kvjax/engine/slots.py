@@ -13,7 +13,6 @@ import numpy as np
 
 from kvjax.cache.cache import Cache, take
 from kvjax.cache.continuation import Continuation, delete
-from kvjax.cache.groups import slot_bytes
 from kvjax.cache.host_memory import as_numpy, live_device_bytes
 from kvjax.cache.pool import layout_for
 from kvjax.cache.quantisation import Storage
@@ -240,8 +239,9 @@ class Slots:
             rounded = -(-len(row.prompt) // _STEP) * _STEP
             row.free = tuple(free_after(*given, level, rounded) for level in self.levels)
         else:
-            held = [as_numpy(layer.length)[index] for layer in cache.layers]
-            row.free = tuple(level.free(held) for level in self.levels)
+            pools = [as_numpy(layer.length)[index] for layer in cache.layers]
+            row.free = tuple(level.free(pools) for level in self.levels)
+            held = [length[index] for length in cache.lengths]
         row.room = room_for_new(*given, self.sizes, held)
 
     # --- the size of the slots -------------------------------------------------------------------------------------
@@ -286,7 +286,7 @@ class Slots:
         """Gives of each row of a cache what :class:`kvjax.Stats` says of its bytes and slots."""
         own = [as_numpy(kept) for kept in _retained(self.policy, cache.layers)]
         seen, clipped = as_numpy(cache.seen), cache.clipped
-        sizes = [slot_bytes(layer) for layer in cache.layers]
+        sizes = cache.slot_bytes
 
         def numbers(index: int) -> dict[str, Any]:
             retained = tuple(tuple(map(int, layer[index])) for layer in own)

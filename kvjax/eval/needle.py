@@ -153,4 +153,4 @@ def prompt_ids(lm: LanguageModel, sample: Sample) -> tuple[list[int], list[int]]
         user = {"role": "user", "content": sample.context + sample.question}
         text = lm.tokenizer.render([user]) + sample.answer_prefix.lstrip()
     context, question, rest = text.rpartition(sample.question)
-    return lm.tokenizer.encode(context), lm.tokenizer.encode(question + rest)
+    return lm.tokenizer.encode(context), lm.tokenizer.encode_after(question + rest)

@@ -55,8 +55,9 @@ def retained_positions(lm: LanguageModel, tokens: Sequence[int], policy: str) ->
       UsageError: a policy whose pool does not say which position a slot holds.
     """
     cache: Any = generate(lm, list(tokens), policy=policy, max_new_tokens=0).cache
-    fraction = np.zeros((len(cache.layers), len(tokens)))
-    for number, layer in enumerate(cache.layers):
+    layers = cache.by_layer()
+    fraction = np.zeros((len(layers), len(tokens)))
+    for number, layer in enumerate(layers):
         heads = 0
         for pool in parts(layer):
             if "position" not in pool.marks:

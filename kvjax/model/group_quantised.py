@@ -1,10 +1,11 @@
 """Weights of 4 or 8 bits with a scale, and maybe a minimum, for each group of an output's inputs.
 
 This is the form of weights that are rounded to int4 here, and of those that files hold in groups: GGUF's Q8_0 and its
-formats of 4, 5 and 6 bits, GPTQ, AWQ, compressed-tensors. A number of 4 bits s, from -8 to 7, stands for ``scale * s``,
-or, where there are minima, for ``scale * (s + 8) + minimum``; one of 8 bits for ``scale * s``, with minima
-``+ minimum``. A zero point z of a format whose numbers are ``scale * (q - z)`` is a minimum of ``-scale * z``, which
-float32 holds exactly.
+formats of 4, 5 and 6 bits, MXFP4, GPTQ, AWQ, compressed-tensors. A number of 4 bits s, from -8 to 7, stands for
+``scale * s``, or, where there are minima, for ``scale * (s + 8) + minimum``; one of 8 bits for ``scale * s``, with
+minima ``+ minimum``. A zero point z of a format whose numbers are ``scale * (q - z)`` is a minimum of ``-scale * z``,
+which float32 holds exactly. Of MXFP4 a number of 4 bits is a place among the float4_e2m1fn numbers, and stands for
+``scale`` times twice that number, which is whole.
 
 ``pallas_kernels/quantised_matmul`` has the layout of the numbers in memory, and the products.
 """
@@ -38,6 +39,7 @@ class GroupFormat:
       minimum: whether they share a minimum too.
       scale: dtype of scales and minima: "bfloat16", "float32", or "float16", whose bits are stored as int16.
       fp8: whether numbers of 8 bits are float8_e4m3fn instead of whole ones.
+      fp4: whether those of 4 bits are places among the float4_e2m1fn numbers; there are no minima then.
     """
 
     bits: int
@@ -45,6 +47,7 @@ class GroupFormat:
     minimum: bool = False
     scale: str = "bfloat16"
     fp8: bool = False
+    fp4: bool = False
 
     def fits(self, outputs: int, inputs: int) -> bool:
         """Whether a matrix can be stored so: whole groups, and of numbers of 4 bits an even number of outputs."""
@@ -62,6 +65,7 @@ class GroupQuantised(Quantised):
       minimum: [..., K / G, N] of the same, or None.
       dtype: of the activations that it is multiplied with, and of its numbers where they are looked at.
       fp8: whether values are the bits of float8_e4m3fn numbers.
+      fp4: whether they are places among the float4_e2m1fn numbers; see :func:`layout.fp4_numbers`.
     """
 
     values: Any
@@ -69,6 +73,7 @@ class GroupQuantised(Quantised):
     minimum: Any
     dtype: Any = dataclasses.field(metadata={"static": True})
     fp8: bool = dataclasses.field(default=False, metadata={"static": True})
+    fp4: bool = dataclasses.field(default=False, metadata={"static": True})
 
     @property
     def bits(self) -> int:
@@ -109,6 +114,7 @@ class GroupQuantised(Quantised):
         return layout.minima(self.values, self.scale, self.minimum)
 
     def _floats(self, whole: Int[Array, "*S N K"], scale: Array, minimum: Array | None) -> Float[Array, "*S N K"]:
+        whole = layout.fp4_numbers(whole) if self.fp4 else whole
         wide = layout.fp8_floats(whole, jnp.float32) if self.fp8 else whole.astype(jnp.float32)
         grouped = wide.reshape(*scale.shape, -1) * scale[..., None]
         found = grouped if minimum is None else grouped + minimum[..., None]
@@ -152,4 +158,5 @@ def group_quantised(matrix: Float[Array, "*S N K"], form: GroupFormat, dtype: DT
     if form.scale == "float16":
         scale = jax.lax.bitcast_convert_type(scale, jnp.int16)
     minimum = jnp.zeros_like(scale) if form.minimum else None
-    return GroupQuantised(layout.packed(whole, form.bits, form.group), scale, minimum, jnp.dtype(dtype), form.fp8)
+    values = layout.packed(whole, form.bits, form.group)
+    return GroupQuantised(values, scale, minimum, jnp.dtype(dtype), form.fp8, form.fp4)

@@ -43,7 +43,8 @@ def quantised_matmul(
     """``x @ dequantised(weight).T``, in ``x``'s dtype or another."""
     rows = x.reshape(-1, x.shape[-1])
     if isinstance(weight, GroupQuantised):
-        found = group_matmul(rows, weight.values, weight.scale, weight.minimum, fp8=weight.fp8)
+        arrays = weight.values, weight.scale, weight.minimum
+        found = group_matmul(rows, *arrays, fp8=weight.fp8, fp4=weight.fp4)
         return found.reshape(*x.shape[:-1], weight.shape[0]).astype(dtype or x.dtype)
     assert isinstance(weight, QuantisedArray)
     integers = _fine if weight.fine else _coarse

@@ -1,16 +1,20 @@
-"""AdaptiveHeads: the heads of a layer share its budget, by their scores (Ada-KV, Feng et al., arXiv 2407.11550)."""
+"""AdaptiveHeads: heads share a budget by their scores, those of a layer (Ada-KV, Feng et al., arXiv 2407.11550) or all
+(KVzip, Kim et al., arXiv 2505.23416)."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar
+from collections.abc import Iterable, Sequence
+from typing import ClassVar, Literal
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache.pool import LayerCache
 from kvjax.checks import number
-from kvjax.policies.base import Candidates, PromptChunk, Selection, floor_fraction, selection, top_mask
+from kvjax.policies.base import Candidates, PromptChunk, Selection, Weighed, floor_fraction, top_mask
+from kvjax.policies.checks import one_of
 from kvjax.policies.expected_attention import ExpectedAttention
 from kvjax.policies.inner import Rescoring
 from kvjax.policies.sized import Selecting
@@ -29,6 +33,11 @@ class AdaptiveHeads(Rescoring):
     of masks over equal heads. Chosen once a prompt; decoded tokens all stay; on a later turn the layer's budget is
     divided anew over kept, generated and new tokens. What the inner policy protects stays in its head.
 
+    ``scope="model"`` lets the heads of all layers share one budget, as KVzip does (arXiv 2505.23416, its non-uniform
+    budgets): of L layers the L H b highest scores of the whole model stay, and each head's own floor. A layer may then
+    hold most of the cache and another little beyond its floor, in as many bytes. Every layer's keys and values of the
+    prompt are held whole until all have scored them, which a plan counts.
+
     Size: ``budget`` tokens a head on average (2,048 when nothing is given) or ``ratio`` of the row's tokens; none in
     ``inner``.
     """
@@ -37,10 +46,17 @@ class AdaptiveHeads(Rescoring):
     shares_slots: ClassVar[bool] = True
 
     floor: float = 0.2
+    scope: Literal["layer", "model"] = "layer"
 
     def __post_init__(self) -> None:
         number("floor", self.floor, 0, 1)
+        one_of("scope", self.scope, ("layer", "model"))
         super().__post_init__()
+
+    @property
+    def shares_layers(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Whether all layers share the budget."""
+        return self.scope == "model"
 
     def usual(self) -> Selecting:
         return ExpectedAttention()
@@ -51,21 +67,34 @@ class AdaptiveHeads(Rescoring):
         return self.inner_scores(layer, cache, candidates, chunk)
 
     def select(self, layer: int, cache: LayerCache, candidates: Candidates, chunk: PromptChunk) -> Selection:
-        batch, heads, count = candidates.k.shape[:3]
+        one = self.weigh(layer, cache, candidates, chunk)
+        (keep,) = self.choose([one], chunk.count)
+        return Selection(keep, one.marks, one.state)
+
+    def weigh(self, layer: int, cache: LayerCache, candidates: Candidates, chunk: PromptChunk) -> Weighed:
         size, valid = self.size(chunk.config, layer, chunk.total), candidates.valid
         sure = self.protected(candidates, chunk) & valid
         sure = sure | self.of_turn(candidates, chunk, size, sure)
         scores = self.scores(layer, cache, candidates, chunk)
         least = jnp.maximum(floor_fraction(self.floor, size), 1)[:, None]
         sure = sure | top_mask(scores, jnp.maximum(least - sure.sum(axis=-1, dtype=jnp.int32), 0), valid & ~sure)
-        budget = (heads * size)[:, None]
-        free = jnp.maximum(budget - sure.sum(axis=(1, 2), dtype=jnp.int32)[:, None], 0)
+        marks = {**candidates.marks, **self.marks_after(layer, cache, candidates, chunk)}
+        state = self.state_after(layer, cache, candidates, chunk)
+        return Weighed(scores, sure, valid, sure.shape[1] * size, marks, state)
 
-        def layer_wide(x: Array) -> Array:
-            return x.reshape(batch, 1, heads * count)
+    def choose(self, layers: Sequence[Weighed], count: Int[Array, " B"]) -> list[Bool[Array, "B H N"]]:
+        def together(each: Iterable[Array]) -> Array:
+            return jnp.concatenate([x.reshape(len(x), 1, -1) for x in each], axis=2)
 
-        keep = top_mask(layer_wide(scores), free, layer_wide(valid & ~sure)).reshape(sure.shape) | sure
-        whole = (candidates.length.sum(axis=1, keepdims=True) <= budget) | (chunk.count == 0)[:, None]
+        scores, sure, valid = (together(getattr(one, name) for one in layers) for name in ("scores", "sure", "valid"))
+        budget = jnp.stack([one.budget for one in layers]).sum(axis=0)[:, None]
+        free = jnp.maximum(budget - sure.sum(axis=2, dtype=jnp.int32), 0)
+        keep = top_mask(scores, free, valid & ~sure) | sure
+        # What fits the budget is left untouched, and so is a row with nothing to read this time.
+        whole = (valid.sum(axis=2, dtype=jnp.int32) <= budget) | (count == 0)[:, None]
         keep = jnp.where(whole[..., None], valid, keep)
-        marks = self.marks_after(layer, cache, candidates, chunk)
-        return selection(cache, candidates, keep, marks, state=self.state_after(layer, cache, candidates, chunk))
+        parts = jnp.split(keep, np.cumsum([one.sure[0].size for one in layers])[:-1], axis=2)
+        return [part.reshape(one.sure.shape) for part, one in zip(parts, layers, strict=True)]
+
+    def retained_by_layer(self, layers: Sequence[LayerCache]) -> list[Int[Array, "B H"]]:
+        return [length for pool in layers for length in jnp.split(pool.length, pool.model_layers, axis=1)]

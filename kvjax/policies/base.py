@@ -48,15 +48,17 @@ candidates, D channels of a head, P pages of R slots.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from kvjax.cache.groups import split_heads
 from kvjax.cache.pool import PAGE_SIZE, LayerCache, append_token, empty_layer, pages_for
 from kvjax.cache.quantisation import MODEL, Storage
 from kvjax.errors import UsageError
@@ -65,6 +67,7 @@ from kvjax.policies.candidates import (
     Candidates,
     PromptChunk,
     Selection,
+    Weighed,
     gather_candidates,
     keep_all,
     keep_where,
@@ -81,6 +84,7 @@ __all__ = [
     "Selection",
     "Signals",
     "Step",
+    "Weighed",
     "append_new",
     "floor_fraction",
     "gather_candidates",
@@ -97,6 +101,7 @@ __all__ = [
 
 #: The length of a head of which more was kept than there was.
 BEYOND = -1
+T = TypeVar("T")
 #: Budgets are solved by one formula on the host, in NumPy, and in compiled programs.
 HostOrTraced = np.ndarray | Array
 
@@ -149,6 +154,9 @@ class Policy:
     #: Whether the heads of a layer share its slots, and each row decides how many of them each head has. Capacities and
     #: budgets are then those of an equal head; a mesh divides the heads' pages among its devices, and not the heads.
     shares_slots: ClassVar[bool] = False
+    #: Whether all layers share their slots, too: the cache is one pool of all heads, layer after layer, and a prompt is
+    #: read by all of them before :meth:`weigh` is asked in each and :meth:`choose` in all.
+    shares_layers: ClassVar[bool] = False
 
     @property
     def signals(self) -> Signals:
@@ -297,7 +305,12 @@ class Policy:
         marks = policy_marks(self, config)
         has = {"log_mass": self.merges, "marks": marks, "storage": storage, "by_row": self.shares_slots}
         empty = empty_layer(batch, pages, config.head_dim, dtype, **has)
-        return empty.replace(state=self.init_state(config, layer, batch, empty.slots))
+        if not self.shares_layers:
+            return empty.replace(state=self.init_state(config, layer, batch, empty.slots))
+        each = enumerate(split_heads(empty.slots, config.num_layers))
+        states = tuple(self.init_state(config, i, batch, slots) for i, slots in each)
+        state = None if all(state is None for state in states) else states
+        return empty.replace(state=state, model_layers=config.num_layers)
 
     def sort_slots(self, layer: int, cache: LayerCache, config: ModelConfig) -> LayerCache:
         """Order the slots by position at the start of a later turn, before the new queries attend.
@@ -309,6 +322,14 @@ class Policy:
     def select(self, layer: int, cache: LayerCache, candidates: Candidates, chunk: PromptChunk) -> Selection:
         """Choose the candidates that stay; here all of them."""
         return selection(cache, candidates, candidates.valid)
+
+    def weigh(self, layer: int, cache: LayerCache, candidates: Candidates, chunk: PromptChunk) -> Weighed:
+        """What a layer's candidates are worth, in place of :meth:`select` where all layers share their slots."""
+        raise NotImplementedError
+
+    def choose(self, layers: Sequence[Weighed], count: Int[Array, " B"]) -> list[Bool[Array, "B H N"]]:
+        """The candidates that stay of every layer; a row has ``count`` new tokens, and none stays that is not valid."""
+        raise NotImplementedError
 
     def compress(
         self, layer: int, cache: LayerCache, k: Float[Array, "B H T D"], v: Float[Array, "B H T D"], chunk: PromptChunk
@@ -423,7 +444,10 @@ def numpy_or_jax(x: Any) -> Any:
 def page_capacities(
     policy: Policy, config: ModelConfig, prompt: int, new: int, page_size: int = PAGE_SIZE, own: int | None = None
 ) -> tuple[tuple[int, ...], ...]:
-    """The policy's capacities in pages [layer][head]; with ``own``, of rows that share a context: what they do not."""
+    """The policy's capacities in pages, by layer of the cache and head.
+
+    With ``own``, of rows that share a context: what they do not.
+    """
     slots = policy.capacities(config, prompt, new) if own is None else policy.own_capacities(config, prompt, own, new)
     wanted = [policy.heads_of(config, layer) for layer in range(config.num_layers)]
     if [len(heads) for heads in slots] != wanted:
@@ -433,7 +457,13 @@ def page_capacities(
         )
     # Runs of whole pages that begin where a row's choice says take a page a head more.
     shared = [[owner.shares_slots for owner in policy.owners(config, layer)] for layer in range(config.num_layers)]
-    return tuple(
+    pages = tuple(
         tuple(pages_for(count, page_size) + more for count, more in zip(*both, strict=True))
         for both in zip(slots, shared, strict=True)
     )
+    return by_pool(policy, pages)
+
+
+def by_pool(policy: Policy, layers: Sequence[tuple[T, ...]]) -> tuple[tuple[T, ...], ...]:
+    """What each head of each layer has, as the cache's layers have it: all heads together where one pool holds all."""
+    return (tuple(itertools.chain(*layers)),) if policy.shares_layers else tuple(layers)

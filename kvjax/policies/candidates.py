@@ -88,6 +88,25 @@ class Selection:
     v: Float[Array, "B H N D"] | None = None
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Weighed:
+    """A layer's candidates before the heads of several layers choose among them.
+
+    Attributes:
+      scores: [B, H, N] what each is worth. sure: those that stay whatever they score. valid: those there are.
+      budget: [B] tokens that the layer's heads would have together.
+      marks, state: as of a :class:`Selection`.
+    """
+
+    scores: Float[Array, "B H N"]
+    sure: Bool[Array, "B H N"]
+    valid: Bool[Array, "B H N"]
+    budget: Int[Array, " B"]
+    marks: dict[str, Array]
+    state: Any
+
+
 def selection(
     cache: LayerCache,
     candidates: Candidates,

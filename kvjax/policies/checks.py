@@ -28,6 +28,12 @@ def changed(policy: Any, names: Sequence[str]) -> list[str]:
     return [name for name in names if getattr(policy, name) != defaults[name]]
 
 
+def refuse_shared_layers(outer: str, policy: Any) -> None:
+    """Refuse a policy whose layers share their slots where one is asked in each layer by itself."""
+    if policy.shares_layers:
+        raise UsageError(f'{outer} chooses in each layer by itself; give its inner policy scope="layer".')
+
+
 def refuse_unused(policy: Any, names: Sequence[str], reason: str) -> None:
     """Refuse options that were changed although nothing would read them; ``reason`` begins the sentence.
 

@@ -22,6 +22,7 @@ from kvjax.cache.quantisation import MODEL, Storage
 from kvjax.errors import UsageError, quoted
 from kvjax.model.config import ModelConfig
 from kvjax.policies.base import HostOrTraced, Policy, PromptChunk, Signals, Step, numpy_or_jax
+from kvjax.policies.checks import refuse_shared_layers
 from kvjax.policies.compensated import CompensatedRing
 from kvjax.policies.full import Full
 from kvjax.policies.inner import with_size
@@ -214,6 +215,7 @@ def check_inner(inner: Any) -> None:
     """Refuse (UsageError) what cannot be the policy of some of a layer's heads."""
     if not isinstance(inner, Policy) or isinstance(inner, HeadWise) or inner.offloads_rounds:
         raise UsageError(f"inner is {quoted(inner)}; give a policy of tokens, such as kvjax.StreamingLLM().")
+    refuse_shared_layers("A policy of some heads", inner)
     if isinstance(inner, CompensatedRing) and inner.lengths is not None:
         raise UsageError("lengths gives every head of a model its own buffer; an inner policy has only some of them.")
     if not inner.heads_alike:

@@ -38,8 +38,6 @@ def empty_cache(
         )
     page_size = layout_for(storage, config.head_dim).page_size
     pages = page_capacities(policy, config, prompt_capacity, new_capacity, page_size, own_capacity)
-    layers = tuple(
-        policy.init_layer(config, layer, batch, pages[layer], dtype, storage) for layer in range(config.num_layers)
-    )
+    layers = tuple(policy.init_layer(config, layer, batch, own, dtype, storage) for layer, own in enumerate(pages))
     zeros = jnp.zeros((batch,), jnp.int32)
     return Cache(layers, zeros, zeros, zeros - 1, policy, prompt_capacity, new_capacity, own_capacity=own_capacity)

@@ -14,6 +14,7 @@ from kvjax.cache.pool import LayerCache
 from kvjax.errors import UsageError, quoted
 from kvjax.model.config import ModelConfig
 from kvjax.policies.base import Candidates, HostOrTraced, Policy, PromptChunk, Signals
+from kvjax.policies.checks import refuse_shared_layers
 from kvjax.policies.sized import Selecting
 
 #: Fields of token policies that say how much is kept, where they are None by default: one of them is given. (A window
@@ -56,6 +57,7 @@ class Rescoring(Selecting):
             raise UsageError(f"inner is {quoted(inner)}; give {name} a policy that scores each token, such as KeyDiff.")
         if has_own_size(inner) or inner.keep_turn != type(inner)().keep_turn:
             raise UsageError(f"The size of {name} is its own; leave budget, ratio and keep_turn out of inner.")
+        refuse_shared_layers(name, inner)
         super().__post_init__()
 
     def usual(self) -> Selecting:

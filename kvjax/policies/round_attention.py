@@ -15,7 +15,7 @@ from kvjax.checks import MOST_SLOTS, number, whole_number
 from kvjax.errors import UsageError, quoted
 from kvjax.model.config import ModelConfig
 from kvjax.policies.base import HostOrTraced, Policy, floor_fraction, numpy_or_jax, per_head
-from kvjax.policies.checks import one_of, only_one, refuse_unused
+from kvjax.policies.checks import one_of, only_one, refuse_shared_layers, refuse_unused
 from kvjax.policies.composed import HeadWise
 from kvjax.policies.profile import Profile, WatershedProfile, load_profile, packaged
 
@@ -92,6 +92,7 @@ class RoundAttention(Policy):
                 f"{type(inner).__name__} cannot compress a finished round; inner takes policies that choose by a "
                 "window of queries or by keys and values: LagKV, SlimKV, SnapKV, PyramidKV, KeyDiff, ChunkKV."
             )
+        refuse_shared_layers("RoundAttention", inner)
         if self.granularity == "token":
             raise UsageError('granularity="token" selects single tokens of whole rounds; leave inner out.')
 

@@ -179,6 +179,11 @@ class WithWindows(Policy):
                 f"{type(self.policy).__name__} keeps all rounds below its watershed and chooses among them above, and "
                 "this model has layers that see a window of tokens; choose another policy."
             )
+        if self.policy.shares_layers:
+            raise UsageError(
+                "This model has layers that see a window of tokens, which share no budget with the others; use "
+                'scope="layer".'
+            )
         if self.global_layers:
             self.policy.check(self.seen_as(config))
         elif not isinstance(self.policy, Full):

@@ -35,7 +35,8 @@ _MOST_KINDS = 4
 def can_read_by_layers(policy: Policy, params: Decoder) -> bool:
     """Whether few programs suffice for all layers, and the policy reads prompts whole, once."""
     kinds = {number for number, _ in numbers_of_kind(policy, params)}
-    return policy.signals.repeat is None and policy.chunks(params.config) is None and len(kinds) <= _MOST_KINDS
+    whole = policy.signals.repeat is None and not policy.shares_layers
+    return whole and policy.chunks(params.config) is None and len(kinds) <= _MOST_KINDS
 
 
 def reading_by_layers(

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.cache.cache import Cache
+from kvjax.cache.cache import Cache, next_layer
 from kvjax.cache.groups import Layer
 from kvjax.cache.shared_context import SharedLayer
 from kvjax.model.alibi import slopes
@@ -109,12 +109,12 @@ def forward_step(
     x = params.embed(token)
     done: list[Any] = []
     numbers = numbers_of_kind(policy, params)
-    layers = zip(params.layers, cache.layers, cache.shared_layers, angles, numbers, strict=True)
+    layers = zip(params.layers, cache.by_layer(), cache.shared_layers, angles, numbers, strict=True)
     for layer, kept, shared, rope, (number, alike) in layers:
         step = _layer_step_once if alike else _layer_step
-        x, kept = step(policy, number, layer, kept, x, rope, cache.seen, active, shared)
+        x, kept = step(policy, number, layer, next_layer(kept, done), x, rope, cache.seen, active, shared)
         done.append(kept)
-    return cache.replace(layers=tuple(done), seen=cache.seen + active), params.logits(x)
+    return cache.with_layers(done).replace(seen=cache.seen + active), params.logits(x)
 
 
 def _layer_step(

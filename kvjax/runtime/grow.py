@@ -19,7 +19,8 @@ def grow(device: Device, cache: Cache, *, new_capacity: int) -> Cache:
     wanted = page_capacities(cache.policy, config, *capacities)
     layers = []
     for i, (layer, pages) in enumerate(zip(cache.layers, wanted, strict=True)):
-        heads = zip(layer.pages, rounded(layer, pages), cache.policy.owners(config, i), strict=True)
+        owners = cache.policy.owners(config, i) * layer.model_layers
+        heads = zip(layer.pages, rounded(layer, pages), owners, strict=True)
         sizes = tuple(max(old, new) if owner.grows or owner.replans else old for old, new, owner in heads)
         layers.append(resize_layer(layer, sizes))
     return cache.replace(layers=tuple(layers), new_capacity=new_capacity)

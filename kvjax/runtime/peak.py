@@ -22,6 +22,8 @@ _PACKS_BESIDE = jax.__version_info__ >= (0, 11)
 _GROUPED = 1.8
 #: And copies that LagKV's statistics of every token make there; others select in less than reading takes.
 _STATISTICS = 1.5
+#: Bytes of each score that all layers choose by together.
+_CHOOSING = 16
 #: Keys and values that a layer holds while its prompt is repeated, copies included, in units of its own.
 _REPEATED = 1.8
 
@@ -34,7 +36,8 @@ def prefill_peak_bytes(config: ModelConfig, policy: Policy, batch: int, prompt: 
     packs straight into the cache and needs none of those; layers with a window need the first. Against XLA's own figure
     on the CPU (default model, batch 1 and 4, 256 to 4,096 tokens) it is between 10 % under and 20 % over.
 
-    A prompt that is repeated (KVzip) is held whole by every layer meanwhile.
+    A prompt that is repeated (KVzip) is held whole by every layer meanwhile, and so is one of whose tokens all layers
+    choose together.
 
     A TPU's compiler fuses more of a block, leaves no score in memory, and pads the tables to whole lanes; what it packs
     is alive beside the dense keys and values. ``docs/sharding.md`` has its figures for every policy beside these.
@@ -67,6 +70,10 @@ def prefill_peak_bytes(config: ModelConfig, policy: Policy, batch: int, prompt: 
         # Measured on the CPU: rows that are not cut out are copied for the passes.
         copies = (config.num_layers - 1) if turns else _REPEATED * config.num_layers
         held = int(copies * both) + config.num_layers * rows * config.num_heads * 4
+    elif policy.shares_layers:
+        held = (config.num_layers - 1) * both
+    if policy.shares_layers:  # scores, and what sorting them takes
+        held += config.num_layers * rows * config.num_kv_heads * _CHOOSING
     if dispatch.platform() == "tpu":
         dense = held + (both if apart or _PACKS_BESIDE else 0)
         rotary = tables * 2 * rows * max(config.rotary_channels // 2, 128) * 4

@@ -29,7 +29,7 @@ from kvjax.policies.signals import PromptSignals
 from kvjax.runtime.alike import numbers_of_kind
 from kvjax.runtime.layer_reading import zero_after
 from kvjax.runtime.layer_step import read_and_compress, read_and_compress_once
-from kvjax.runtime.repeating import read_and_repeat
+from kvjax.runtime.repeating import read_then_choose
 from kvjax.runtime.signal_collector import SignalCollector, signal_collector
 from kvjax.sharding.compile import Device
 
@@ -94,11 +94,11 @@ def _forward(
     collector = signal_collector(policy, params.config, cache.seen, count, total, tokens.shape[1], fresh)
     x, work = params.embed(jnp.maximum(tokens, 0)), jnp.where(tokens[:, 0] < 0, 0, count)
     given = x, cache.seen, count, total, pages
-    how: dict[str, Any] = {"fresh": fresh, "collector": collector, "work": work, "context": cache.context}
-    if policy.signals.repeat is None:
-        layers, x, _ = through_layers(params, policy, 0, cache.layers, *given, **how)
+    how: dict[str, Any] = {"fresh": fresh, "collector": collector, "work": work}
+    if policy.signals.repeat is None and not policy.shares_layers:
+        layers, x, _ = through_layers(params, policy, 0, cache.layers, *given, **how, context=cache.context)
     else:
-        layers, x = read_and_repeat(params, policy, cache.layers, tokens, *given, **how)
+        layers, x = read_then_choose(params, cache, tokens, *given, **how)
     return after_reading(cache.replace(layers=layers), count), x
 
 
@@ -167,7 +167,7 @@ def read_onto(
     capacities = {"prompt_capacity": prompt_capacity, "new_capacity": new_capacity, "own_capacity": own_capacity}
     pages = pages_onto(device.local_config, cache, **capacities)
     cache, x = _forward(params, cache, tokens, count, total, pages, fresh=False)
-    return cache.replace(**capacities), x
+    return cache.replace(**capacities, joined_tokens=0), x
 
 
 def prefill_onto(

@@ -1,8 +1,11 @@
-"""Reads prompts that are repeated before their tokens are chosen (KVzip, arXiv 2505.23416).
+"""Reads prompts whose tokens are chosen when all layers have read them.
 
-All layers read a prompt first, and their keys and values stay whole. Then the model is asked to repeat it, chunk by
-chunk, in one loop: each pass attends to the whole prompt, and hands over what every key gets. Only then does the policy
-choose in each layer. The passes write nowhere but to their own keys and values, which end with them.
+A prompt that is repeated (KVzip, arXiv 2505.23416): the keys and values of all layers stay whole, and the model is
+asked to repeat the prompt, chunk by chunk, in one loop: each pass attends to the whole prompt, and hands over what
+every key gets. Only then does the policy choose in each layer. The passes write nowhere but to their own keys and
+values, which end with them.
+
+A policy whose layers share their slots, repeated or not, chooses in all layers together: ``choosing_together.py``.
 """
 
 from __future__ import annotations
@@ -17,13 +20,13 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.cache.attention import kept_rows
 from kvjax.cache.buckets import block_of, keys_of
-from kvjax.cache.groups import parts
-from kvjax.cache.shared_context import SharedContext, SharedLayer
+from kvjax.cache.cache import Cache
+from kvjax.cache.shared_context import SharedLayer
 from kvjax.model.decoder import Decoder
 from kvjax.model.rope import angles_of_layers
-from kvjax.policies.base import Policy
 from kvjax.policies.signals import Mass, PromptSignals
 from kvjax.runtime.alike import numbers_of_kind
+from kvjax.runtime.choosing_together import compress_together
 from kvjax.runtime.layer_reading import read_rows
 from kvjax.runtime.layer_step import compress_once, compress_one, read_once, read_one, shared_before
 from kvjax.runtime.repetition import Passes
@@ -81,10 +84,9 @@ def hold(
     return Held(cache, k, v, Rows(join(old.k, k), join(old.v, v), old.length + count, old.log_mass, places, block))
 
 
-def read_and_repeat(
+def read_then_choose(
     params: Decoder,
-    policy: Policy,
-    caches: tuple[Any, ...],
+    cache: Cache,
     tokens: Int[Array, "B T"],
     x: Float[Array, "B T M"],
     seen: Int[Array, " B"],
@@ -95,18 +97,17 @@ def read_and_repeat(
     fresh: bool,
     collector: SignalCollector | None,
     work: Int[Array, " B"],
-    context: SharedContext | None,
 ) -> tuple[tuple[Any, ...], Float[Array, "B T M"]]:
-    """:func:`through_layers` of a policy that has prompts repeated: see ``repetition.py``."""
+    """:func:`through_layers` of a policy that chooses at the end; of prompts repeated see ``repetition.py``."""
+    policy, caches = cache.policy, cache.by_layer()
     asked = policy.signals.repeat
-    assert asked is not None
     chunk, zero = (seen, count, work, total), jnp.int32(0)
     place = seen[:, None] + jnp.arange(x.shape[1])
     angles = angles_of_layers([layer.config for layer in params.layers], place, seen + count)
     numbers = numbers_of_kind(policy, params)
     held: list[Held] = []
     found: list[PromptSignals | None] = []
-    shared = [(None,) * len(parts(old)) if context is None else context.layers[i] for i, old in enumerate(caches)]
+    shared = cache.shared_layers
     for i, (layer, old) in enumerate(zip(params.layers, caches, strict=True)):
         number, alike = numbers[i]
         read = read_once if alike else read_one
@@ -115,13 +116,19 @@ def read_and_repeat(
         )
         held.append(hold(old, k, v, seen, count, fresh=fresh, placed=layer.config.positional == "alibi"))
         found.append(signals)
-    masses = repeated(params, Passes(asked, tokens, seen, work), held, shared)
+    if asked is not None:
+        masses = repeated(params, Passes(asked, tokens, seen, work), held, shared)
+        for i, mass in enumerate(masses):
+            if mass is not None:
+                found[i] = dataclasses.replace(found[i] or PromptSignals(), repeat=Mass(None, mass))
+    if policy.shares_layers:
+        layers = [layer.config for layer in params.layers], [number for number, _ in numbers]
+        dense = [(one.k, one.v) for one in held]
+        given = cache.layers[0], [one.cache for one in held], dense, found, chunk, pages[0]
+        return (compress_together(policy, *layers, *given, fresh=fresh),), x
     packed = []
-    for i, (layer, one, mass) in enumerate(zip(params.layers, held, masses, strict=True)):
+    for i, (layer, one, signals) in enumerate(zip(params.layers, held, found, strict=True)):
         number, alike = numbers[i]
-        signals = found[i]
-        if mass is not None:
-            signals = dataclasses.replace(signals or PromptSignals(), repeat=Mass(None, mass))
         compress = compress_once if alike else compress_one
         packed.append(
             compress(policy, number, layer, one.cache, one.k, one.v, chunk, signals, pages=pages[i], fresh=fresh)

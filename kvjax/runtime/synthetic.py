@@ -17,6 +17,7 @@ from kvjax.model.decoder import Decoder
 from kvjax.policies.base import Policy, PromptChunk
 from kvjax.policies.empty_cache import empty_cache
 from kvjax.policies.signals import Mass, PromptSignals, QueryStats
+from kvjax.runtime.choosing_together import compress_together
 from kvjax.runtime.decode import CHUNK, Controls, DecodeState
 from kvjax.runtime.programs import ONE_DEVICE
 from kvjax.runtime.sampling import Sampling
@@ -29,14 +30,25 @@ def _filled(
 ) -> Cache:
     cache = empty_cache(config, policy, batch, tokens, new_capacity, dtype, storage)
     count = jnp.full((batch,), tokens, jnp.int32)
-    layers = []
-    for i, layer in enumerate(cache.layers):
+    layers: list[Any] = []
+    dense: list[Any] = []
+    found: list[Any] = []
+    pages = cache.layers[0].pages
+    for i, layer in enumerate(cache.by_layer()):
         shape = (batch, config.num_kv_heads, tokens, config.head_dim)
         keys = jax.random.split(jax.random.key(i), 2)
         k, v = (jax.random.normal(key, shape, jnp.float32).astype(dtype) for key in keys)
         signals = random_signals(policy, config, batch, tokens, keys[0])
+        if policy.shares_layers:
+            dense.append((k, v))
+            found.append(signals)
+            continue
         chunk = PromptChunk(cache.seen, count, count, pages=layer.pages, config=config, fresh=True, signals=signals)
         layers.append(jax.lax.optimization_barrier(policy.compress(i, layer, k, v, chunk)))
+    if policy.shares_layers:
+        model = [config.layer(i) for i in range(config.num_layers)], range(config.num_layers)
+        given = cache.layers[0], cache.by_layer(), dense, found, (cache.seen, count, count, count), pages
+        layers = [compress_together(policy, *model, *given, fresh=True)]
     return cache.replace(layers=tuple(layers), seen=count, prompt_end=count, next_token=jnp.zeros_like(count))
 
 

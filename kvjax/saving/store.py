@@ -26,6 +26,7 @@ from kvjax.documents import parse_json
 from kvjax.errors import DoesNotFit, KvjaxError, UsageError
 from kvjax.files import check_local
 from kvjax.memory_needs import weights_bytes
+from kvjax.policies.base import by_pool
 from kvjax.rounds.conversation import Conversation
 from kvjax.saving.canonical import Counts, canonical, checksum, counts_of, pages_of, restored
 from kvjax.saving.description import VERSION, model_identity, policy_from_json, policy_to_json, same_model
@@ -151,6 +152,7 @@ def _described(cache: Cache, lm: LanguageModel, counts: Counts) -> dict[str, Any
         "batch": cache.batch,
         "prompt_room": cache.prompt_capacity,
         "new_room": cache.new_capacity,
+        **({"joined_tokens": cache.joined_tokens} if cache.joined_tokens else {}),
         **({"page_size": cache.page_size} if any(pool.row_starts is not None for pool in cache.pools) else {}),
         "slots": [list(layer.slots) for layer in cache.layers],
         "counts": [[list(pool) for pool in layer] for layer in counts],
@@ -178,14 +180,16 @@ def _empty(where: Path, description: Any, lm: LanguageModel) -> tuple[Cache, Cou
     # Heads that share slots may each leave a part of a page unused, which is larger where pages are.
     larger = page_size > description.get("page_size", page_size)
 
+    owners = by_pool(policy, [policy.owners(config, layer) for layer in range(config.num_layers)])
+
     def layer(i: int, slots: list[int]) -> Any:
-        owners = policy.owners(config, i)
-        pages = zip(pages_of(slots, page_size), owners, strict=True)
+        pages = zip(pages_of(slots, page_size), owners[i], strict=True)
         wanted = tuple(count + (larger and owner.shares_slots) for count, owner in pages)
         return policy.init_layer(config, i, batch, wanted, lm.params.dtype, storage)
 
     layers = jax.eval_shape(lambda: tuple(layer(i, slots) for i, slots in enumerate(description["slots"])))
     capacities = {"prompt_capacity": description["prompt_room"], "new_capacity": description["new_room"]}
+    capacities["joined_tokens"] = description.get("joined_tokens", 0)
     empty = Cache(layers=layers, seen=counters, prompt_end=counters, next_token=counters, policy=policy, **capacities)
     return empty, tuple(tuple(tuple(pool) for pool in layer) for layer in description["counts"])
 

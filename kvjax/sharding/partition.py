@@ -153,8 +153,10 @@ class Partition:
         for i, counts in enumerate(pages):
             groups, start, wanted = self.groups(i), 0, []
             for group in groups:
-                wanted += group.sharding.rounded(counts[start : start + group.count])
-                start += group.count
+                # Where all layers share their slots, the group's heads are those of all of them.
+                last = len(counts) if policy.shares_layers else start + group.count
+                wanted += group.sharding.rounded(counts[start:last])
+                start = last
             layer = policy.init_layer(self.config_of(i), i, batch, tuple(wanted), dtype, storage)
             pools = [local_shard(pool, group.sharding) for pool, group in zip(parts(layer), groups, strict=True)]
             layers.append(with_parts(layer, pools))
@@ -196,6 +198,8 @@ class Partition:
 
 def _paged(pool: LayerCache, group: Group, to_local: bool) -> LayerCache:
     """A pool with the pages of one device's heads, or of all devices'."""
+    if group.sharding.head_parts == 1:
+        return pool
     return pool.replace(pages=pool.pages[: group.count] if to_local else pool.pages * group.sharding.head_parts)
 
 

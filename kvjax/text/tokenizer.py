@@ -71,6 +71,22 @@ class Tokenizer:
             )
         return ids
 
+    def encode_after(self, text: str) -> list[int]:
+        """Token ids of a text that goes on after other text; see :meth:`encode`.
+
+        Some SentencePiece vocabularies begin every text with a space. A text that goes on has none but its own: it is
+        encoded behind a line break, whose ids are then left out.
+        """
+        if not self._begins_with_space:
+            return self.encode(text)
+        before, both = self.encode("\n"), self.encode("\n" + text)
+        return both[len(before) :] if both[: len(before)] == before else self.encode(text)
+
+    @cached_property
+    def _begins_with_space(self) -> bool:
+        table = self.token_bytes()
+        return b"".join(table[index] for index in self.encode("a")).startswith(b" ")
+
     @property
     def words_end(self) -> int:
         """The id after the last of the vocabulary's own tokens; added ones (images, padding) may have higher ids."""

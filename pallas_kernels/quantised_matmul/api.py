@@ -26,6 +26,7 @@ def quantised_matmul(
     minimum: Float[Array, "G N"] | Int[Array, "G N"] | None = None,
     *,
     fp8: bool = False,
+    fp4: bool = False,
     implementation: str | None = None,
     **options: Any,
 ) -> Float[Array, "S N"]:
@@ -40,6 +41,8 @@ def quantised_matmul(
       scale, minimum: of each group of K / G inputs, which divides a tile of the layout; floats, or int16 with the bits
         of float16, both of the same kind.
       fp8: whether values are the bits of float8_e4m3fn numbers, int8, which XLA alone multiplies.
+      fp4: whether q, of 4 bits, is a place among the float4_e2m1fn numbers: it stands for twice that number, see
+        :func:`pallas_kernels.quantised_matmul.layout.fp4_numbers`. There are no minima then.
       implementation: the only one to try; by default the platform's in order, "xla" last. "integers", a CPU's, rounds
         each row's activations to int8 in the same groups; the others take them as they are.
       options: options of the implementation that is named: ``config`` (block sizes), ``interpret``.
@@ -60,4 +63,6 @@ def quantised_matmul(
         raise ValueError(f"scale has {scale.shape[0]} groups of {inputs} inputs; give groups that divide {tile}.")
     if fp8 and values.dtype != jnp.int8:
         raise ValueError(f"values is {values.dtype}; give the bits of float8 numbers as int8.")
-    return IMPLEMENTATIONS.run(implementation, Problem(x, values, scale, minimum, fp8), **options)
+    if fp4 and (values.dtype != jnp.uint8 or minimum is not None):
+        raise ValueError("Places of float4 numbers are uint8, two in a byte, and have no minima.")
+    return IMPLEMENTATIONS.run(implementation, Problem(x, values, scale, minimum, fp8, fp4), **options)

@@ -61,6 +61,7 @@ def _partial(p: Problem, whole: Int[Array, "S G L"]) -> Int[Array, "G S N"]:
     if p.bits == 4:
         halves = [(half ^ 8).astype(jnp.int8) - 8 for half in (values & 15, values >> 4)]
         values = jnp.concatenate(halves, axis=1)
+        values = layout.fp4_numbers(values) if p.fp4 else values
     axes = (((2,), (2,)), ((0,), (0,)))
     sums = jax.lax.dot_general(spread, values, axes, preferred_element_type=jnp.int32)
     return sums[:, : each * rows].reshape(tiles * each, rows, p.outputs)

@@ -21,6 +21,7 @@ class Problem:
     scale: Float[Array, "G N"] | Int[Array, "G N"]
     minimum: Float[Array, "G N"] | Int[Array, "G N"] | None
     fp8: bool = dataclasses.field(default=False, metadata={"static": True})
+    fp4: bool = dataclasses.field(default=False, metadata={"static": True})
 
     @property
     def bits(self) -> int:

@@ -22,6 +22,9 @@ def weights(p: Problem) -> np.ndarray:
         if bits == 4:
             half = row // 16 if n % 2 else row % 16
             row = np.where(half > 7, half - 16, half)
+        if p.fp4:
+            doubled = np.array([0, 1, 2, 3, 4, 6, 8, 12])
+            row = np.sign(row) * doubled[np.abs(row)]
         if minimum is not None and bits == 4:
             row = row + 8
         found[n] = row * np.repeat(scale[:, n], group)

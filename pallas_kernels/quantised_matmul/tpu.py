@@ -20,9 +20,10 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from pallas_kernels import checks
+from pallas_kernels import checks, dispatch
 from pallas_kernels.quantised_matmul import layout
 from pallas_kernels.quantised_matmul.matmul_problem import Problem
 from pallas_kernels.tpu.tiles import LANES
@@ -60,8 +61,8 @@ class Config:
         """The most outputs whose weights fit a block and whose results fit registers; not timed on a device."""
         rows, inputs = max(8, p.x.shape[0]), p.x.shape[1]
         most = min(_SUMS // rows, _RESULTS // (rows * _copies(p)))
-        if p.bits == 8 and p.minimum is not None:
-            most //= 2  # what is multiplied by minima takes registers too; 4 bits leave enough of them
+        if (p.bits == 8 and p.minimum is not None) or p.fp4:
+            most //= 2  # what is multiplied by minima takes registers too; 4 bits leave enough of them, if whole
         fitting = [
             size
             for size in (1024, 512, 256, LANES)
@@ -94,6 +95,11 @@ def _copies(p: Problem) -> int:
     return p.tile // p.group * (3 if p.x.dtype == jnp.float32 else 1)
 
 
+def _arithmetic() -> DTypeLike:
+    """The dtype of arithmetic on numbers of bfloat16: before v6e vector units convert to float32 for each operation."""
+    return jnp.bfloat16 if any(name in dispatch.device_kind().lower() for name in ("v6", "tpu7")) else jnp.float32
+
+
 def _call(p: Problem, c: Config, padding: int, interpret: Any) -> Float[Array, "S N"]:
     x = jnp.pad(p.x, ((0, padding), (0, 0)))
     rows, inputs = x.shape
@@ -105,7 +111,7 @@ def _call(p: Problem, c: Config, padding: int, interpret: Any) -> Float[Array, "
     values = pl.BlockSpec((tiles, lines, LANES), lambda i: (jnp.int32(0), i, jnp.int32(0)))
     given = [(x, whole((rows, inputs))), (p.values, values), (p.scale, by_group), *minima]
     return pl.pallas_call(
-        functools.partial(_kernel, bits=p.bits, group=p.group),
+        functools.partial(_kernel, bits=p.bits, group=p.group, fp4=_arithmetic() if p.fp4 else None),
         grid=(p.outputs // c.outputs,),
         in_specs=[spec for _, spec in given],
         out_specs=pl.BlockSpec((rows, c.outputs), lambda i: (jnp.int32(0), i)),
@@ -149,7 +155,7 @@ def _parts(x: Array) -> list[Array]:
     return found
 
 
-def _kernel(x, values, scale, *rest, bits, group):
+def _kernel(x, values, scale, *rest, bits, group, fp4):
     given = len(rest) // 2 - 1
     minima, out, (scales, *least) = rest[:given], rest[given], rest[given + 1 :]
     groups = scale.shape[0]
@@ -170,7 +176,9 @@ def _kernel(x, values, scale, *rest, bits, group):
 
     def tile(t: Any, total: Array) -> Array:
         held = values[t]
-        weight = (pltpu.bitcast(held, jnp.int4) if bits == 4 else held).astype(jnp.bfloat16)
+        weight = pltpu.bitcast(held, jnp.int4) if bits == 4 else held
+        weight = weight if fp4 is None else layout.fp4_numbers(weight.astype(fp4))
+        weight = weight.astype(jnp.bfloat16)
         parts = _parts(x[:, pl.ds(pl.multiple_of(t * LANES, LANES), LANES)])
         if each > 1:
             parts = [jnp.where(lane == jnp.int32(r), part, jnp.zeros_like(part)) for r in range(each) for part in parts]

@@ -66,7 +66,7 @@ def quantised_matmul(p: Problem, *, config: Config | None = None, interpret: Any
     c, inputs = config or Config.default(p), p.x.shape[1]
     arrays = [p.x, p.values, p.scale, *([] if p.minimum is None else [p.minimum])]
     return pl.pallas_call(
-        functools.partial(_kernel, c=c, bits=p.bits, group=p.group),
+        functools.partial(_kernel, c=c, bits=p.bits, group=p.group, fp4=p.fp4),
         grid=(pl.cdiv(p.values.shape[1], c.lines),),
         in_specs=[pl.no_block_spec] * len(arrays),
         out_specs=pl.no_block_spec,
@@ -82,7 +82,7 @@ def quantised_matmul(p: Problem, *, config: Config | None = None, interpret: Any
     )(*arrays)
 
 
-def _kernel(x, values, scale, *rest, c, bits, group):
+def _kernel(x, values, scale, *rest, c, bits, group, fp4):
     *minima, out = rest
     (count, _), (_, lines, tile), parts = x.shape, values.shape, 8 // bits
     size = max(16, pl.next_power_of_2(count))
@@ -108,6 +108,7 @@ def _kernel(x, values, scale, *rest, c, bits, group):
             whole = held.astype(jnp.int32)
             if bits == 4:
                 whole = ((jax.lax.shift_right_logical(whole, i32(4 * part)) & i32(15)) ^ i32(8)) - i32(8)
+            whole = layout.fp4_numbers(whole) if fp4 else whole
             output = line * i32(parts) + i32(part)
             where = jnp.broadcast_to(g, output.shape), output
             step = layout.floats(plt.load(scale.at[where], mask=inside, other=0))

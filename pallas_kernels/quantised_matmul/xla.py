@@ -35,6 +35,7 @@ def products(p: Problem, x: Float[Array, "S K"]) -> Float[Array, "S N"]:
 
         values, scale = part(p.values, 1, block * p.bits // 8), part(p.scale, 1, block)
         whole = layout.unpacked(values).reshape(block, -1, p.group)
+        whole = layout.fp4_numbers(whole) if p.fp4 else whole
         wide = layout.fp8_floats(whole, jnp.float32) if p.fp8 else whole.astype(jnp.float32)
         weight = (wide * layout.floats(scale).T[..., None]).reshape(block, -1)
         # The barrier: a conversion that is part of a product is computed anew for every row on a CPU.

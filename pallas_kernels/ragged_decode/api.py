@@ -27,6 +27,7 @@ def ragged_decode(
     *,
     runs: tuple[int, ...],
     starts: Int[Array, "B H"] | None = None,
+    part: bool = False,
     scale: float,
     log_mass: Float[Array, "B H"] | None = None,
     k_scale: Float[Array, "B H K"] | None = None,
@@ -57,6 +58,8 @@ def ragged_decode(
       starts: int32, first page of each head's run in each row, where runs differ from row to row: head h owns pages
         ``starts[b, h]`` up to the next head's, and the last head up to the row's last page. A row's starts begin with 0
         and rise by at least 1; as they may be traced, nothing checks that.
+      part: the heads are some of those that a row's pages belong to, neighbours: ``starts`` may then begin anywhere,
+        and what is behind the last head's ``length`` are others'. Scores by page are not given.
       scale: multiplies q . k.
       log_mass: added to the score of slot 0: log N of a slot that stands for N tokens.
       k_scale: multiplies each channel of the stored keys. v_scale: multiplies each slot's stored value.
@@ -82,6 +85,7 @@ def ragged_decode(
         length=length,
         runs=tuple(runs),
         starts=starts,
+        part=part,
         scale=scale,
         log_mass=log_mass,
         k_scale=k_scale,
@@ -120,7 +124,9 @@ def _check(p: Problem) -> None:
         raise ValueError(f"pages are {p.pages.dtype}; give floats or int8.")
     for run in p.runs:
         checks.at_least("a head's run", run, 1)
-    covered = sum(p.runs) == total if p.starts is None else max(p.runs) <= total <= sum(p.runs)
+    if p.part and (p.starts is None or p.with_logits):
+        raise ValueError("part is of heads that starts says the pages of, and gives no scores by page.")
+    covered = sum(p.runs) == total if p.starts is None else max(p.runs) <= total and (p.part or total <= sum(p.runs))
     if group < 1 or len(p.runs) != heads or not covered:
         raise ValueError(f"{len(p.runs)} runs of {sum(p.runs)} pages, q {p.q.shape}, {total} pages; they must agree.")
     by_slot = (batch, total, page_size)

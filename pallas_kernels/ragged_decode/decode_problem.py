@@ -48,6 +48,8 @@ class Problem:
     logits_scale: float | None = None
     first_row: Int[Array, ""] | None = None
     starts: Int[Array, "B H"] | None = None
+    part: bool = False
+    first_visible: Int[Array, " B"] | None = None
 
     @property
     def by_row(self) -> bool:
@@ -112,6 +114,10 @@ class Problem:
         """Whether each slot is valid and within the window."""
         slot, length = self.slots(), self.by_page(self.length)[:, :, None]
         visible = slot < length
+        if self.part:  # pages before the first head's are others'
+            visible &= slot >= 0
+        if self.first_visible is not None:
+            visible &= np.arange(self.pages.shape[1])[:, None] >= self.first_visible[:, None, None]
         if self.window is None:
             return visible
         if self.position is not None and self.query_position is not None:

@@ -70,9 +70,8 @@ class Split:
 def _by_row(p: Problem, pages: int) -> tuple[Int[Array, "B H"], Int[Array, "B 3 I"]]:
     """Count and table of :class:`Split`, in XLA."""
     total, page_size = p.pages.shape[1:3]
-    start = jnp.asarray(p.first_page)
-    end = jnp.pad(start[:, 1:], ((0, 0), (0, 1)), constant_values=total)
-    count = (end - start + jnp.int32(pages - 1)) // jnp.int32(pages)
+    start, rows = jnp.asarray(p.first_page), jnp.int32(pages * page_size)
+    count = jnp.maximum((p.length.astype(jnp.int32) + rows - 1) // rows, 1)
     begin = jnp.asarray(_before(count))
     item = jnp.arange(most_items(p.runs, 1, pages, total), dtype=jnp.int32)
     head = jnp.sum(item[:, None] >= begin[:, None, 1:], axis=2, dtype=jnp.int32)

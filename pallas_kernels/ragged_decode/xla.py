@@ -17,6 +17,8 @@ a third of an int8 one's. Forms that took less copied the cache, int8 pages to f
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -31,6 +33,51 @@ def decode(p: Problem, *, config: None = None) -> Decoded:
     """See :func:`pallas_kernels.ragged_decode.ragged_decode`; there is nothing to configure."""
     del config
     p = p.own_rows()
+    return _part(p) if p.part else _whole(p)
+
+
+#: Pages of each row that are copied out at a time of a pool in which other heads have pages, too.
+PART = 32
+
+
+def _part(p: Problem) -> Decoded:
+    """Heads whose pages are a few of each row's: a block of these at a time, as many as the longest row has."""
+    assert p.starts is not None
+    (batch, total, page_size, dim), starts = p.pages.shape, p.starts.astype(jnp.int32)
+    size = min(PART, total)
+    first, last = starts[:, 0], starts[:, -1] + (p.length[:, -1] + page_size - 1) // page_size
+    shape = (*p.q.shape[:3], dim)
+
+    def block(i: Array, done: tuple[Array, Array]) -> tuple[Array, Array]:
+        wanted = first + i * size
+        begin = jnp.clip(wanted, 0, total - size)  # earlier where it would reach past the row's end
+
+        def own(x: Array) -> Array:
+            if batch == 1:
+                return jax.lax.dynamic_slice_in_dim(x, begin[0], size, axis=1)
+            return jax.vmap(lambda row, at: jax.lax.dynamic_slice_in_dim(row, at, size))(x, begin)
+
+        pages, v_scale, position = jax.tree.map(own, (p.pages, p.v_scale, p.position))
+        given = {"pages": pages, "v_scale": v_scale, "position": position, "first_visible": wanted - begin}
+        problem = dataclasses.replace(p, q=p.q.astype(jnp.float32), starts=starts - begin[:, None], **given)
+        return _added(done, _whole(problem))
+
+    empty = jnp.zeros(shape, jnp.float32), jnp.full(shape[:3], NEG, jnp.float32)
+    out, lse = jax.lax.fori_loop(0, (jnp.max(last - first) + size - 1) // size, block, empty)
+    return Decoded(out.astype(p.q.dtype), lse, None)
+
+
+def _added(done: tuple[Array, Array], more: Decoded) -> tuple[Array, Array]:
+    """Attention over two sets of slots, from each one's."""
+    out, lse = done
+    peak = jnp.maximum(lse, more.lse)
+    one, other = (jnp.where(x > NEG, jnp.exp(x - peak), 0.0) for x in (lse, more.lse))
+    mass = one + other
+    whole = (out * one[..., None] + more.out * other[..., None]) / jnp.maximum(mass, 1e-37)[..., None]
+    return whole, jnp.where(mass > 0, peak + jnp.log(jnp.maximum(mass, 1e-37)), NEG)
+
+
+def _whole(p: Problem) -> Decoded:
     q = p.q.astype(jnp.float32)
     if p.k_scale is not None:
         q = q * p.k_scale[:, :, None]

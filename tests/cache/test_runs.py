@@ -48,7 +48,7 @@ def test_pages_know_their_heads():
     owner, nth = runs.owners(starts, 6)
     assert owner.tolist() == [[0, 1, 1, 1, 2, 2], [0, 0, 0, 1, 1, 2]]
     assert nth.tolist() == [[0, 0, 1, 2, 0, 1], [0, 1, 2, 0, 1, 0]]
-    index, inside = runs.of_heads(starts, 6, 3)
+    index, inside = runs.of_heads(starts, runs.ends(starts, 6), 3)
     assert index[0].tolist() == [[0, 0, 0], [1, 2, 3], [4, 5, 0]]
     assert inside[1].tolist() == [[True] * 3, [True, True, False], [True, False, False]]
 

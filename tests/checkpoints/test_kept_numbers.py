@@ -20,7 +20,7 @@ from kvjax.model.quantised import QuantisedArray
 
 KINDS = gguf.GGMLQuantizationType
 #: Where blocks have their float16 numbers; the others are bytes and bits.
-HALVES = {"Q8_0": [0], "Q4_0": [0], "Q5_0": [0], "Q6_K": [208]}
+HALVES = {"Q8_0": [0], "Q4_0": [0], "Q5_0": [0], "Q6_K": [208], "MXFP4": []}
 
 
 def _blocks(name: str, count: int, size: float = 1.0) -> np.ndarray:
@@ -28,6 +28,8 @@ def _blocks(name: str, count: int, size: float = 1.0) -> np.ndarray:
     _, width = gguf.GGML_QUANT_SIZES[KINDS[name]]
     random = np.random.default_rng(count)
     raw = random.integers(0, 256, (count, width), np.uint8)
+    if name == "MXFP4":
+        raw[:, 0] %= 253
     for at in HALVES.get(name, [0, 2]):
         raw[:, at : at + 2] = (size * random.standard_normal((count, 1))).astype(np.float16).view(np.uint8)
     return raw
@@ -40,6 +42,7 @@ def test_blocks_stand_for_what_the_package_dequantises(name):
     form, (whole, scale, minimum) = format_of(kind), NUMBERS[name](raw.reshape(-1))
     assert isinstance(form, GroupFormat) and whole.dtype == np.int8 and scale.dtype == np.dtype(form.scale)
     assert (minimum is not None) == form.minimum and (form.bits == 8 or np.abs(whole + 0.5).max() <= 7.5)
+    whole = np.sign(whole) * np.array([0, 1, 2, 3, 4, 6, 8, 12])[np.abs(whole)] if form.fp4 else whole
     found = whole.reshape(-1, form.group) + np.float64(8 if form.bits == 4 and form.minimum else 0)
     found = found * scale.reshape(-1, 1).astype(np.float64)
     if minimum is not None:
@@ -49,7 +52,7 @@ def test_blocks_stand_for_what_the_package_dequantises(name):
 
 def test_what_other_formats_become():
     assert {format_of(KINDS[name]) for name in ("F32", "F16", "BF16")} == {None}
-    assert {format_of(KINDS[name]) for name in ("Q2_K", "Q3_K", "IQ4_XS", "MXFP4")} == {"rounded"}
+    assert {format_of(KINDS[name]) for name in ("Q2_K", "Q3_K", "IQ4_XS", "IQ4_NL")} == {"rounded"}
 
 
 def _write(path, kinds):
@@ -121,13 +124,20 @@ def test_a_model_has_the_numbers_of_its_file_in_blocks_of_256(name, bits, tmp_pa
     kvjax.generate(kept, "hello", max_new_tokens=2, chat=False)
 
 
-def test_matrices_of_several_formats_are_int8_and_floats_stay(tmp_path):
-    path = _write(tmp_path / "mixed.gguf", {"attn_v": "Q8_0", "attn": "Q4_0", "blk.0.ffn_down": "MXFP4", "ffn": "Q4_1"})
-    kept = _load(path, "file")
+def test_matrices_of_several_formats_have_one_that_holds_them_all_and_floats_stay(tmp_path):
+    kinds = {"blk.0.attn_k": "F16", "attn_v": "Q8_0", "attn": "Q4_0", "blk.0.ffn_down": "MXFP4", "ffn": "Q4_1"}
+    path = _write(tmp_path / "mixed.gguf", kinds)
+    plain, kept = _load(path, None), _load(path, "file")
     first, second = kept.params.layers
-    assert isinstance(first.qkv.get_value(), QuantisedArray) and isinstance(first.out.get_value(), GroupQuantised)
-    assert isinstance(first.down.get_value(), QuantisedArray) and isinstance(second.down.get_value(), GroupQuantised)
+    assert isinstance(first.qkv.get_value(), QuantisedArray), "a part of it is floats"
+    qkv = second.qkv.get_value()
+    assert isinstance(qkv, GroupQuantised) and (qkv.bits, qkv.group, qkv.minimum) == (8, 32, None)
+    assert first.down.get_value().fp4 and not second.down.get_value().fp4
     assert first.out.get_value().minimum is None and second.down.get_value().minimum is not None
+    for name in ("qkv", "out", "gate_up", "down"):
+        ours, theirs = (logical(getattr(lm.params.layers[1], name)) for lm in (kept, plain))
+        np.testing.assert_allclose(ours, theirs, rtol=1e-6, atol=1e-6)
+    np.testing.assert_array_equal(logical(first.down), logical(plain.params.layers[0].down))
     assert isinstance(kept.params.head.get_value(), jax.Array)
     int8 = _load(path, "int8")
     np.testing.assert_array_equal(first.qkv.get_value().values, int8.params.layers[0].qkv.get_value().values)

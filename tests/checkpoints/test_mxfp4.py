@@ -8,17 +8,22 @@ from pathlib import Path
 
 import gguf
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
 from support import family_cases as cases
 from support import family_gguf, gguf_files
 
+import kvjax
 from kvjax.checkpoints.families import FAMILIES
 from kvjax.checkpoints.gguf import dequantize
 from kvjax.checkpoints.load import load
 from kvjax.checkpoints.mxfp4 import dequantized
 from kvjax.errors import WeightsError
+from kvjax.model.group_quantised import GroupQuantised
+from kvjax.model.params import logical
+from kvjax.runtime.prefill import logits_of
 
 KIND = gguf.GGMLQuantizationType.MXFP4
 EXPERTS = ("gate_up_proj", "down_proj")
@@ -110,6 +115,47 @@ def test_a_gguf_with_experts_in_4_bits(case, tensors, tmp_path):
     assert len(kinds) == 9 and ours.config.experts == theirs.config.experts and ours.config.rope == theirs.config.rope
     for one, other in zip(jax.tree.leaves(ours.params), jax.tree.leaves(theirs.params), strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+def test_its_4_bits_are_kept(case, tensors, tmp_path):
+    """Of a folder and of a GGUF: the same numbers, in 4.5 bits with their scales, and the answers of floats."""
+    published, floats = tensors
+    folder = write(case, tmp_path / "m", published)
+    converted = family_gguf.tensors(case, floats)
+    kinds = {name: KIND for name in converted if name.endswith("_exps.weight")}
+    keys = family_gguf.metadata(case) | family_gguf.tokenizer_keys(cases.VOCAB)
+    path = gguf_files.write(tmp_path / "m.gguf", "gpt-oss", keys, converted, kinds)
+    plain = load(folder, dtype="float32", progress=False)
+    for place in (folder, path):
+        kept = load(place, dtype="float32", weights="file", progress=False)
+        for ours, theirs in zip(kept.params.layers, plain.params.layers, strict=True):
+            for name in ("gate_up", "down"):
+                weight = getattr(ours.experts, name).get_value()
+                assert isinstance(weight, GroupQuantised) and weight.fp4
+                assert weight.nbytes * 8 == 4.5 * np.prod(weight.shape)
+                found, want = (logical(getattr(layer.experts, name)) for layer in (ours, theirs))
+                np.testing.assert_array_equal(found, want)
+            assert isinstance(ours.qkv.get_value(), jax.Array)
+        real = sum(leaf.nbytes for leaf in jax.tree.leaves(kept.params))
+        assert kvjax.plan(kvjax.load_config(place), prompt_tokens=8, weights="file").weights_bytes == real
+        one, other = (np.asarray(_logits(lm, case)) for lm in (kept, plain))
+        # Activations are rounded, by which a token near the border of two experts may go through the other.
+        assert 0 < np.median(np.abs(one - other)) < 0.03 * other.std()
+
+
+def _logits(lm, case):
+    tokens = jnp.asarray(case.tokens(20)[None])
+    return logits_of(lm.params, tokens, jnp.array([20]))
+
+
+def test_a_scale_whose_numbers_float32_does_not_hold_is_refused(case, tensors, tmp_path):
+    published, _ = tensors
+    name = next(name for name in published if name.endswith("_scales"))
+    scales = published[name].copy()
+    scales.flat[3] = 253
+    folder = write(case, tmp_path / "m", {**published, name: scales})
+    with pytest.raises(WeightsError, match="holds what is no finite number"):
+        load(folder, dtype="float32", weights="file", progress=False)
 
 
 @pytest.mark.parametrize("described", [{"quant_method": "awq"}, {"bits": 4}, "mxfp4"], ids=str)

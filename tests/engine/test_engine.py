@@ -85,6 +85,7 @@ POLICY = "lagkv:ratio=0.5,lag=16,sink=4"
                 ("criticalkv:ratio=0.5", None),
                 ("chunkkv:ratio=0.5", None),
                 ("adaptive:ratio=0.5", None),
+                ("adaptive:ratio=0.5,scope=model", "int8"),
                 ("think:channels=0.5,inner=snapkv(ratio=0.5)", "int8"),
                 ("expected_attention:ratio=0.5", None),
                 ("pyramidkv:ratio=0.5", None),

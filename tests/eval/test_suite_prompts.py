@@ -60,9 +60,10 @@ def test_choices_are_encoded_with_what_they_follow():
 
     tokenizer = tokenizer_from_gguf(keys("llama"), "m.gguf")
     lm = dataclasses.replace(toys.tiny_model(), tokenizer=tokenizer)
-    item = Item("x", "x", "a cat", "the cat is:", ("0",), "accuracy", 0, chat=False, choices=(" the", " at", "the"))
+    item = Item("x", "x", "a cat\n", "the cat is:", ("0",), "accuracy", 0, chat=False, choices=(" the", " at", "the"))
     found = prepare(lm, item)
     for choice, ids in zip(item.choices, found.choices, strict=True):
-        assert [*found.question, *ids] == tokenizer.encode(item.question + choice)
+        whole = [1, *tokenizer.encode(f"{item.context}{item.question}{choice}")]
+        assert [*found.context, *found.question, *ids] == whole
     (ids,) = prepare(toys.tiny_model(), dataclasses.replace(item, choices=(" the",))).choices
     assert ids == toys.byte_tokenizer().encode(" the")

@@ -27,6 +27,11 @@ class TestXla(DecodeBase):
         rows = ((70, 3), (1, 128), (5, 0))
         self.check_shared(Case(rows, (9, 8), alibi=True), Case(((130, 7),), (9, 2), alibi=True))
 
+    def test_a_part_of_the_pages_in_several_blocks(self, monkeypatch):
+        """Blocks that begin earlier at a row's end, rows that end before others, and heads with none."""
+        monkeypatch.setattr(xla, "PART", 4)
+        self.test_heads_that_have_a_part_of_the_pages()
+
     @pytest.mark.parametrize("runs", [RAGGED, UNIFORM], ids=["ragged", "uniform"])
     @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.int8], ids=["float32", "bfloat16", "int8"])
     def test_a_batch_of_one(self, runs, dtype):
@@ -128,6 +133,7 @@ def test_any_runs_by_row(form, options, layout):
 
 def _arguments(problem):
     values = {field.name: getattr(problem, field.name) for field in dataclasses.fields(problem)}
+    values.pop("first_visible")  # the XLA form's own
     return [values.pop(name) for name in ("q", "pages", "length")], values
 
 

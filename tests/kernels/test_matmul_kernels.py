@@ -63,6 +63,9 @@ def test_they_lower_for_their_chips(dtype, x64):
         exported = jax.export.export(jax.jit(tpu.quantised_matmul), platforms=["tpu"])(problem)
         assert exported.mlir_module().count("tpu_custom_call") == 1
         allowed = [jax.export.DisabledSafetyCheck.custom_call("__gpu$xla.gpu.triton")]
+        problem = build(Case(8, 512, 512, group=32, dtype=dtype, fp4=True))
+        exported = jax.export.export(jax.jit(tpu.quantised_matmul), platforms=["tpu"])(problem)
+        assert exported.mlir_module().count("tpu_custom_call") == 1
         with on(*H100):
             made = jax.export.export(jax.jit(triton.quantised_matmul), platforms=["cuda"], disabled_checks=allowed)
             assert made(problem).mlir_module().count("__gpu$xla.gpu.triton") == 1

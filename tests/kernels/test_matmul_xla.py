@@ -55,6 +55,19 @@ def test_float8_numbers_are_left_to_xla():
     four = build(Case())
     with pytest.raises(ValueError, match="bits of float8 numbers as int8"):
         quantised_matmul(four.x, four.values, four.scale, fp8=True)
+    with pytest.raises(ValueError, match="Places of float4 numbers are uint8"):
+        quantised_matmul(problem.x, problem.values, problem.scale, fp4=True)
+
+
+def test_float4_numbers():
+    place = np.arange(-7, 8, dtype=np.int8)
+    want = [-12, -8, -6, -4, -3, -2, -1, 0, 1, 2, 3, 4, 6, 8, 12]
+    for kind in (np.int8, np.int32, jnp.bfloat16, np.float32):
+        assert layout.fp4_numbers(jnp.asarray(place).astype(kind)).tolist() == want
+    assert layout.fp4_numbers(place).tolist() == want and layout.fp4_numbers(place).dtype == np.int8
+    problem = build(Case(rows=2, fp4=True, group=32))
+    arrays = problem.x, problem.values, problem.scale
+    np.testing.assert_array_equal(quantised_matmul(*arrays, fp4=True), integers.quantised_matmul(problem))
 
 
 class TestXla(_Anywhere):

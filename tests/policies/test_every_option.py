@@ -132,7 +132,7 @@ TABLE: dict[str, tuple[dict[str, Any], dict[str, Other]]] = {
     }),
     "adaptive": ({}, {
         **SIZED, "inner": Other(SnapKV(window=3), {"budget": 16}),
-        "floor": Other(1.0, {"budget": 16, "inner": KeyDiff()}),
+        "floor": Other(1.0, {"budget": 16, "inner": KeyDiff()}), "scope": Other("model"),
     }),
     "duo": ({"heads": 0.25, "sink": 2, "recent": 20}, {
         "profile": Other(random_gates(CONFIGS["rope"], 5)), "sink": Other(5), "recent": Other(9),
@@ -190,7 +190,7 @@ def plans(policy: Policy, positional: str) -> Any:
     config, totals = CONFIGS[positional], np.array([3, 30, 70, 400, 9000], np.int32)
     capacities = [policy.capacities(config, prompt, new) for prompt, new in ((40, 10), (400, 50), (9000, 1))]
     budgets = [np.asarray(policy.budgets(config, layer, totals)).tolist() for layer in range(LAYERS)]
-    return capacities, budgets, policy.chunks(config), policy.beyond_context
+    return capacities, budgets, policy.chunks(config), policy.beyond_context, policy.shares_layers
 
 
 @functools.cache

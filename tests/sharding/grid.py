@@ -57,6 +57,7 @@ POLICIES: dict[str, str | Policy] = {
     "criticalkv": "criticalkv:budget=12,inner=snapkv(window=4)",
     "kvzip": "kvzip:budget=12,sink=2,chunk=24",
     "adaptive": "adaptive:budget=12,inner=keydiff",
+    "adaptive_of_all": "adaptive:budget=12,inner=keydiff,scope=model",
     "merged": "merged:budget=12,inner=snapkv(window=4)",
     "think": "think:channels=0.5,window=4",
     "think_of_adaptive": "think:channels=0.5,window=4,inner=adaptive(budget=12,inner=keydiff)",
@@ -106,6 +107,7 @@ DEFAULT = (
     Case("lagkv", "data=2,model=4", kv_heads=2, later=True, context=True),
     Case("razor", "data=4,model=2", kv_heads=3, context=True),
     Case("adaptive", "data=2,model=4", later=True, saved=True),
+    Case("adaptive_of_all", "data=2,model=2", kv_heads=3, later=True),
     Case("razor_of_learned", "data=2,model=4", kv_heads=3, later=True),
 )
 GRID = (

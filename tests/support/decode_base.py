@@ -285,6 +285,30 @@ class DecodeBase:
         self.check(by_row(lengths, rows, with_logits=True, logits_scale=0.3, log_mass=True, soft_cap=3.0))
         self.check(by_row(lengths, rows, alibi=True, window=1500, log_mass=True, dtype=jnp.int8, page_size=32))
 
+    def test_heads_that_have_a_part_of_the_pages(self):
+        """Neighbours among the heads of a row: the first, the last, one in between, and a part as long as the row."""
+        lengths = ((112, 17, 32, 5), (0, 150, 16, 48), (64, 1, 0, 90), (16, 15, 129, 1))
+        rows = ((7, 3, 2, 6), (1, 10, 1, 6), (5, 1, 6, 6), (1, 2, 9, 6))
+        case = by_row(lengths, rows, log_mass=True, alibi=True, poison=False)
+        for heads in (slice(0, 2), slice(1, 3), slice(3, 4), slice(0, 4)):
+            self.check_part(case, heads)
+        self.check_part(dataclasses.replace(case, dtype=jnp.int8, page_size=32, alibi=False), slice(1, 3))
+
+    def check_part(self, case: Case, heads: slice) -> None:
+        """Some heads of a pool as a problem of their own, against those of all."""
+        case = self.fit(case)
+        for layout in self.layouts_of(case):
+            whole = build(case, layout)
+            own = {name: getattr(whole, name) for name in ("q", "length", "starts", "log_mass", "k_scale")}
+            own = {name: None if x is None else x[:, heads] for name, x in own.items()}
+            slopes = None if whole.slopes is None else whole.slopes[heads]
+            part = dataclasses.replace(whole, **own, slopes=slopes, runs=whole.runs[heads], part=True)
+            want, got = oracle(whole), self.run(part)
+            tolerance = self.tolerance[jnp.dtype(case.dtype).name]
+            for found, wanted in ((got.out, want.out), (got.lse, want.lse)):
+                wanted = np.asarray(wanted, np.float32)[:, heads]
+                np.testing.assert_allclose(np.asarray(found, np.float32), wanted, atol=tolerance, rtol=tolerance)
+
     def test_equal_runs_given_by_row_are_equal_runs(self):
         for case in (Case(((70, 130), (0, 160)), UNIFORM, log_mass=True), Case(((70, 130), (5, 160)), RAGGED)):
             case = self.fit(case)

@@ -26,6 +26,7 @@ class Case:
     minimum: bool = False
     dtype: Any = jnp.float32
     scale: Any = jnp.bfloat16  #: int16 is float16 by its bits
+    fp4: bool = False
 
 
 def build(case: Case, seed: int = 0) -> Problem:
@@ -37,7 +38,8 @@ def build(case: Case, seed: int = 0) -> Problem:
     scale = _scales(2.0 ** random.uniform(-6, 2, groups), case.scale)
     minimum = _scales(random.standard_normal(groups), case.scale) if case.minimum else None
     x = jnp.asarray(random.standard_normal((case.rows, case.inputs))).astype(case.dtype)
-    return Problem(x, jnp.asarray(layout.packed(whole, case.bits, case.group)), scale, minimum)
+    values = jnp.asarray(layout.packed(whole.clip(-7) if case.fp4 else whole, case.bits, case.group))
+    return Problem(x, values, scale, minimum, fp4=case.fp4)
 
 
 def _scales(numbers: np.ndarray, kind: Any) -> Array:
@@ -74,6 +76,9 @@ class MatmulBase:
     @pytest.mark.parametrize("scale", [jnp.int16, jnp.float32])
     def test_dtypes(self, scale):
         self.check(Case(dtype=jnp.bfloat16, scale=scale, minimum=True))
+
+    def test_float4(self):
+        self.check(Case(group=32, fp4=True))
 
     def test_many_outputs_and_inputs(self):
         self.check(Case(inputs=640, outputs=768, group=64))

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import pathlib
 
 import numpy as np
 import pytest
+import toys
 from support import gguf_files
 
 from kvjax.checkpoints.load import load
 from kvjax.errors import WeightsError
+from kvjax.prompts import tokenize
 from kvjax.text.gguf_tokenizer import stop_ids_from_gguf, tokenizer_from_gguf
 from kvjax.text.gguf_vocabulary import CONTROL, USER_DEFINED
 from kvjax.text.tokenizer import Tokenizer
@@ -53,6 +56,29 @@ def test_ids_and_back(built):
         assert tokenizer.decode(ids) == text
         spelled = f" {text}" if prefixed and text else text
         assert b"".join(table[index] for index in ids) == spelled.encode()
+
+
+def test_a_text_that_goes_on_after_another_gets_no_space(built):
+    _, tokenizer = built
+    table, before = tokenizer.token_bytes(), "a line of text\n"
+    start = tokenizer.encode(before)
+    for item in GOLDEN[built[0]]["texts"]:
+        text, ids = item["text"], tokenizer.encode_after(item["text"])
+        assert b"".join(table[index] for index in ids) == text.encode()
+        whole = tokenizer.encode(before + text)
+        if whole[: len(start)] == start:
+            assert [*start, *ids] == whole, text
+
+
+def test_a_question_after_a_context_is_encoded_as_in_one_text():
+    """RazorAttention's own model, Baichuan 2, and Llama 2 have such a vocabulary."""
+    tokenizer = tokenizer_from_gguf(keys("llama"), "m.gguf")
+    lm = dataclasses.replace(toys.tiny_model(), tokenizer=tokenizer)
+    whole = (*tokenizer.prefix_ids, *tokenizer.encode("the cat\nWhere is it?"))
+    asked = tokenize(lm, "Where is it?", context="the cat\n", chat=False, onto=False)
+    assert (*asked.context, *asked.prompts[0]) == whole
+    onto = tokenize(lm, "Where is it?", context=None, chat=False, onto=True)
+    assert (*tokenizer.prefix_ids, *tokenizer.encode("the cat\n"), *onto.prompts[0]) == whole
 
 
 def test_pieces_that_spell_spaces_as_older_files_do():

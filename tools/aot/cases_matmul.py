@@ -18,8 +18,8 @@ IMPLEMENTATIONS = {"tpu": "tpu", "gpu": "triton"}
 HIDDEN, INNER = 4096, 14336
 
 
-def _product(x: Any, weight: tuple[Any, ...], *, implementation: str) -> Any:
-    return quantised_matmul(x, *weight, implementation=implementation)
+def _product(x: Any, weight: tuple[Any, ...], *, implementation: str, fp4: bool) -> Any:
+    return quantised_matmul(x, *weight, implementation=implementation, fp4=fp4)
 
 
 def _case(
@@ -32,6 +32,7 @@ def _case(
     group: int = 128,
     scale: Any = jnp.bfloat16,
     minimum: bool = False,
+    fp4: bool = False,
     rows: int = 8,
     dtype: Any = jnp.bfloat16,
 ) -> Case:
@@ -43,7 +44,7 @@ def _case(
     return Case(
         name,
         "quantised_matmul",
-        functools.partial(_product, implementation=IMPLEMENTATIONS[platform]),
+        functools.partial(_product, implementation=IMPLEMENTATIONS[platform], fp4=fp4),
         (x, weight),
         sum(math.prod(x.shape) * x.dtype.itemsize for x in weight),
         (platform,),
@@ -71,6 +72,10 @@ def cases() -> list[Case]:
         "8 rows, 4,096 x 28,672, Q5_K": {"bits": 8, "group": 32, "scale": jnp.float32, "minimum": True},
         "8 rows, 14,336 x 4,096, Q6_K": {
             "bits": 8, "group": 16, "scale": jnp.float32, "outputs": HIDDEN, "inputs": INNER
+        },
+        "8 rows, 4,096 x 28,672, MXFP4": {"group": 32, "fp4": True},
+        "8 rows, 4,096 x 6,144, Q4_K and Q6_K": {
+            "bits": 8, "group": 16, "scale": jnp.float32, "minimum": True, "outputs": 6144
         },
         "8 rows of float32, 4,096 x 28,672, int4": {"dtype": jnp.float32},
     }  # fmt: skip

@@ -66,10 +66,10 @@ def prepare(lm: LanguageModel, item: Item) -> Prepared:
     Raises:
       UsageError: the prompt and its answer exceed the model's context.
     """
-    encode = lm.tokenizer.encode
+    encode, goes_on = lm.tokenizer.encode, lm.tokenizer.encode_after
     before, *turns = _texts(lm, item)
     first = [] if item.chat and lm.tokenizer.has_chat_template else list(lm.tokenizer.prefix_ids)
-    *earlier, question = (encode(turn) for turn in turns)
+    *earlier, question = (goes_on(turn) if before or nth else encode(turn) for nth, turn in enumerate(turns))
     choices = tuple(_following(lm, turns[-1], question, choice) for choice in item.choices)
     found = Prepared(item, [*first, *encode(before)], question, tuple(earlier), choices)
     if not found.context:
@@ -88,11 +88,13 @@ def prepare(lm: LanguageModel, item: Item) -> Prepared:
 def _following(lm: LanguageModel, before: str, ids: list[int], text: str) -> list[int]:
     """The ids of a text that goes on after another, whose own ids are ``ids``.
 
-    Both are encoded together, as lm-evaluation-harness does: SentencePiece begins every text with a space, so that a
-    choice on its own would have two. Where they meet in a token, the text is encoded on its own.
+    Both are encoded together, as lm-evaluation-harness does; where they meet in a token, the text on its own.
     """
-    whole = lm.tokenizer.encode(before + text)
-    return whole[len(ids) :] if whole[: len(ids)] == ids else lm.tokenizer.encode(text)
+    for encode in (lm.tokenizer.encode_after, lm.tokenizer.encode):
+        whole = encode(before + text)
+        if whole[: len(ids)] == ids:
+            return whole[len(ids) :]
+    return lm.tokenizer.encode_after(text)
 
 
 def tokens_of(lm: LanguageModel, item: Item) -> int:
