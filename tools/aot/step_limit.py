@@ -179,7 +179,8 @@ _MEANING = (
     f"and the start of each operation. Programs of {COMPILED} layers were compiled: what is scheduled between the",
     f"attention of the first and of the last is that of {COMPILED - 1} layers, and counts for the others of {LAYERS}.",
     "",
-    "BYTES",
+    "XLA's own totals say less. For the step of 3 layers under `full` on v5e, `cost_analysis()` has 1.40 GB accessed,",
+    "where weights and slots of one device are 0.70 GB, and `optimal_seconds` is -9.0.",
     "",
     "`python -m tools.aot.step_limit --page docs/kernels.md` writes this section.",
 )
