@@ -6,6 +6,7 @@ PYTHON ?= python3
 aot: .venv-aot-tpu .venv-aot-gpu
 	.venv-aot-tpu/bin/python -m tools.aot --out docs/kernels.md
 	.venv-aot-tpu/bin/python -m tools.aot.seconds --page docs/kernels.md
+	.venv-aot-tpu/bin/python -m tools.aot.step_limit --page docs/kernels.md
 
 # A model on meshes of TPUs, all 32 layers of it; LAYERS=4 is four of them.
 LAYERS ?= 32

@@ -7,10 +7,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from tools.aot import cases_decode, kernels_page, seconds, tpu_profile
+from tools.aot import cases_decode, kernels_page, seconds, step_limit, tpu_profile
 from tools.aot import compile as aot_compile
 from tools.aot.cases import Case, collect
 from tools.aot.compile import Result, _broken, selected
+from tools.aot.step_cost import StepCost, step_cost
 from tools.aot.targets import TPU_TARGETS
 
 SCHEDULE = """\
@@ -133,3 +134,59 @@ def test_seconds_are_the_least_of_each_stage_and_compared_with_32_layers():
     assert [row[7] for row in rows] == ["0.53", "1.00", "2.00"]
     assert rows[1][2:7] == ["Llama 3.1 8B, 32 layers", "1.0", "0.5", "8.0", "9.5"]
     assert "A layer of 8B adds 0.19 s (v5e, decode)." in text
+
+
+#: Three layers of a step: a copy ahead and a kernel in each, a branch, and the head.
+STEP = """\
+HloModule jit_step, is_scheduled=true
+
+%dear (x: f32[8]) -> f32[8] {
+  ROOT %e = f32[8]{0} fusion(%x), kind=kLoop, backend_config={"window_config":{"estimated_cycles":"900"}}
+}
+
+%cheap (x: f32[8]) -> f32[8] {
+  ROOT %c = f32[8]{0} copy(%x), backend_config={"window_config":{"estimated_cycles":"2"}}
+}
+
+%body (p: (f32[8], s32[])) -> (f32[8], s32[]) {
+  %f.0 = f32[8]{0} fusion(%p), kind=kLoop, backend_config={"window_config":{"estimated_cycles":"10"}}
+  %ragged_decode.1 = f32[8]{0:T(128)} custom-call(%f.0), custom_call_target="tpu_custom_call"
+  %copy-start.1 = (bf16[4,16]{1,0:T(8,128)}, bf16[4,16]{1,0:T(8,128)S(1)}, u32[]{:S(2)}) copy-start(%w.1)
+  %all-reduce.1 = f32[8]{0} all-reduce(%ragged_decode.1), to_apply=%sum
+  %f.1 = f32[8]{0} fusion(%p), kind=kLoop, backend_config={"window_config":{"estimated_cycles":"100"}}
+  %ragged_decode.2 = f32[8]{0:T(128)} custom-call(%f.1), custom_call_target="tpu_custom_call"
+  %copy-start.2 = (bf16[4,16]{1,0:T(8,128)}, bf16[4,16]{1,0:T(8,128)S(1)}, u32[]{:S(2)}) copy-start(%w.2)
+  %copy-start.3 = (f32[64]{0:S(1)}, f32[64]{0}, u32[]{:S(2)}) copy-start(%f.1)
+  %all-reduce.2 = f32[8]{0} all-reduce(%ragged_decode.2), to_apply=%sum
+  %f.2 = f32[8]{0} fusion(%p), kind=kLoop, backend_config={"window_config":{"estimated_cycles":"100"}}
+  %ragged_decode.3 = f32[8]{0:T(128)} custom-call(%f.2), custom_call_target="tpu_custom_call"
+  %head = f32[8]{0} fusion(%p), kind=kOutput, backend_config={"window_config":{"estimated_cycles":"5000"}}
+  %if = f32[8]{0} conditional(%on, %head, %head), branch_computations={%cheap, %dear}
+}
+
+ENTRY %main (p: f32[8]) -> f32[8] {
+  %while = (f32[8], s32[]) while(%t), condition=%less, body=%body
+}
+"""
+
+
+def test_a_step_of_a_whole_model_is_counted_from_one_of_few_layers():
+    assert step_cost(STEP, 3, 3) == StepCost(10 + 200 + 5000 + 2, kernels=3, copied_bytes=2 * 128, collectives=2)
+    whole = step_cost(STEP, 3, 32)
+    assert whole == StepCost(10 + 31 * 100 + 5000 + 2, kernels=32, copied_bytes=31 * 128, collectives=31)
+    with pytest.raises(ValueError, match="3 kernels in 2 layers"):
+        step_cost(STEP, 2, 32)
+
+
+def test_a_step_beside_the_limit_of_its_bytes():
+    """A v5e's clock is 1.5 GHz, its memory's speed 0.82 TB/s."""
+    step = step_limit.Step(
+        "v5e", "full", weights=410_000_000, cache=410_000_000, cycles=750_000, copied=82_000_000, collectives=2,
+        blocks=1000, block_cycles=300, block_bytes=410_000,
+    )  # fmt: skip
+    assert step.limit == pytest.approx(1.0) and step.operations == pytest.approx(0.5)
+    assert step.copies == pytest.approx(0.1) and step.attention == pytest.approx(0.5)  # a block's bytes take 750 cycles
+    slow = dataclasses.replace(step, block_cycles=1500)
+    assert slow.attention == pytest.approx(1.0)
+    row = "| v5e | full | 410 | 410 | 1.00 | 0.50 | 0.50 | 0.10 | 1.10 | 91% |"
+    assert row in step_limit.section([step])

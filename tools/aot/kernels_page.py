@@ -25,8 +25,8 @@ this page. **Nothing here was timed on an accelerator.** A cell shows, where kno
 - `0.2 %`: temporary memory, in percent of the cache's bytes, for `quantised_matmul` of the weights'. Below 1 % the
   cache is not copied, and no weights are floats in memory. Cases with more hold something else: queries, outputs and
   masses of a chunk or of a whole layer, padded to a TPU's 128 lanes (on v5p in HBM, where the other chips use on-chip
-  memory) or copied by GPUs, an int8 cache's scales, partial results of many query heads, and on v5p the result of one
-  row of activations, as 8 rows.
+  memory) or copied by GPUs, an int8 cache's scales, partial results of many query heads, on v5p the result of one row
+  of activations, as 8 rows, and of a decode step logits over a shared cache, or positions and scores of every slot.
 - `—`: the case does not apply to that target.
 """
 

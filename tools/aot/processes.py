@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+from collections.abc import Mapping
 from pathlib import Path
 
 from scripts.fetch_libtpu import compiler_path
@@ -23,10 +24,14 @@ def environment(python: str) -> dict[str, str]:
     }
 
 
-def last_line(python: str, *arguments: str) -> str:
-    """The last line that ``python arguments`` prints; ends this process with its error where it fails."""
-    command = [python, *arguments]
-    ended = subprocess.run(command, env=environment(python), cwd=ROOT, capture_output=True, text=True, check=False)
+def last_line(python: str, *arguments: str, settings: Mapping[str, str] | None = None) -> str:
+    """The last line that ``python arguments`` prints; ends this process with its error where it fails.
+
+    Args:
+      settings: further variables of its environment.
+    """
+    command, variables = [python, *arguments], environment(python) | dict(settings or {})
+    ended = subprocess.run(command, env=variables, cwd=ROOT, capture_output=True, text=True, check=False)
     if ended.returncode:
         raise SystemExit(f"{' '.join(arguments)}: {ended.stderr[-3000:]}")
     return ended.stdout.splitlines()[-1]
