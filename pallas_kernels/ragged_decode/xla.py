@@ -26,7 +26,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.pages import Columns
 from pallas_kernels.ragged_decode.decode_problem import Decoded, Problem
-from pallas_kernels.softmax import NEG
+from pallas_kernels.softmax import NEG, merge
 
 
 def decode(p: Problem, *, config: None = None) -> Decoded:
@@ -59,22 +59,12 @@ def _part(p: Problem) -> Decoded:
 
         pages, v_scale, position = jax.tree.map(own, (p.pages, p.v_scale, p.position))
         given = {"pages": pages, "v_scale": v_scale, "position": position, "first_visible": wanted - begin}
-        problem = dataclasses.replace(p, q=p.q.astype(jnp.float32), starts=starts - begin[:, None], **given)
-        return _added(done, _whole(problem))
+        more = _whole(dataclasses.replace(p, q=p.q.astype(jnp.float32), starts=starts - begin[:, None], **given))
+        return merge(*done, more.out, more.lse)
 
     empty = jnp.zeros(shape, jnp.float32), jnp.full(shape[:3], NEG, jnp.float32)
     out, lse = jax.lax.fori_loop(0, (jnp.max(last - first) + size - 1) // size, block, empty)
     return Decoded(out.astype(p.q.dtype), lse, None)
-
-
-def _added(done: tuple[Array, Array], more: Decoded) -> tuple[Array, Array]:
-    """Attention over two sets of slots, from each one's."""
-    out, lse = done
-    peak = jnp.maximum(lse, more.lse)
-    one, other = (jnp.where(x > NEG, jnp.exp(x - peak), 0.0) for x in (lse, more.lse))
-    mass = one + other
-    whole = (out * one[..., None] + more.out * other[..., None]) / jnp.maximum(mass, 1e-37)[..., None]
-    return whole, jnp.where(mass > 0, peak + jnp.log(jnp.maximum(mass, 1e-37)), NEG)
 
 
 def _whole(p: Problem) -> Decoded:
