@@ -26,9 +26,10 @@ from kvjax.memory_needs import cache_bytes, full_cache_bytes, prefill_bytes, sha
 from kvjax.model.config import ModelConfig
 from kvjax.model.quantised import Weights, check_weights
 from kvjax.policies import Full, LagKV, Policy, format_policy, parse
-from kvjax.policies.base import page_capacities, shares
+from kvjax.policies.base import shares
 from kvjax.policies.best import asked_later, resolve
 from kvjax.policies.guard import check_sizes, check_value
+from kvjax.policies.page_capacities import page_capacities
 from kvjax.policies.window_layers import for_model
 from kvjax.sharding.mesh import Mesh, parse_mesh
 from kvjax.tables import Column, Table, human_bytes, windows_text

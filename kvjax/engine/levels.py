@@ -18,7 +18,7 @@ from kvjax.allocation import Allocation
 from kvjax.cache.cache import Cache, resize_layer
 from kvjax.model.config import ModelConfig
 from kvjax.policies import Policy
-from kvjax.policies.base import by_pool, page_capacities
+from kvjax.policies.page_capacities import by_pool, page_capacities
 from pallas_kernels import dispatch
 
 #: Parts of an engine's slots that are tried, and the least tokens that one is made for.

@@ -48,10 +48,9 @@ candidates, D channels of a head, P pages of R slots.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -59,9 +58,8 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache.groups import split_heads
-from kvjax.cache.pool import PAGE_SIZE, LayerCache, append_token, empty_layer, pages_for
+from kvjax.cache.pool import LayerCache, append_token, empty_layer
 from kvjax.cache.quantisation import MODEL, Storage
-from kvjax.errors import UsageError
 from kvjax.model.config import ModelConfig
 from kvjax.policies.candidates import (
     Candidates,
@@ -91,7 +89,6 @@ __all__ = [
     "keep_all",
     "keep_where",
     "numpy_or_jax",
-    "page_capacities",
     "per_head",
     "policy_marks",
     "selection",
@@ -101,7 +98,6 @@ __all__ = [
 
 #: The length of a head of which more was kept than there was.
 BEYOND = -1
-T = TypeVar("T")
 #: Budgets are solved by one formula on the host, in NumPy, and in compiled programs.
 HostOrTraced = np.ndarray | Array
 
@@ -439,31 +435,3 @@ def per_head(count: HostOrTraced, config: ModelConfig) -> HostOrTraced:
 def numpy_or_jax(x: Any) -> Any:
     """The array module of ``x``: ``numpy`` or ``jax.numpy``."""
     return jnp if isinstance(x, jax.Array) else np
-
-
-def page_capacities(
-    policy: Policy, config: ModelConfig, prompt: int, new: int, page_size: int = PAGE_SIZE, own: int | None = None
-) -> tuple[tuple[int, ...], ...]:
-    """The policy's capacities in pages, by layer of the cache and head.
-
-    With ``own``, of rows that share a context: what they do not.
-    """
-    slots = policy.capacities(config, prompt, new) if own is None else policy.own_capacities(config, prompt, own, new)
-    wanted = [policy.heads_of(config, layer) for layer in range(config.num_layers)]
-    if [len(heads) for heads in slots] != wanted:
-        raise UsageError(
-            f"{type(policy).__name__}.capacities must give {config.num_layers} layers of {config.num_kv_heads} heads; "
-            f"it gave {[len(heads) for heads in slots]}."
-        )
-    # Runs of whole pages that begin where a row's choice says take a page a head more.
-    shared = [[owner.shares_slots for owner in policy.owners(config, layer)] for layer in range(config.num_layers)]
-    pages = tuple(
-        tuple(pages_for(count, page_size) + more for count, more in zip(*both, strict=True))
-        for both in zip(slots, shared, strict=True)
-    )
-    return by_pool(policy, pages)
-
-
-def by_pool(policy: Policy, layers: Sequence[tuple[T, ...]]) -> tuple[tuple[T, ...], ...]:
-    """What each head of each layer has, as the cache's layers have it: all heads together where one pool holds all."""
-    return (tuple(itertools.chain(*layers)),) if policy.shares_layers else tuple(layers)

@@ -11,7 +11,8 @@ from kvjax.cache.pool import layout_for
 from kvjax.cache.quantisation import MODEL, Storage
 from kvjax.errors import UsageError
 from kvjax.model.config import ModelConfig
-from kvjax.policies.base import Policy, page_capacities
+from kvjax.policies.base import Policy
+from kvjax.policies.page_capacities import page_capacities
 
 
 def empty_cache(

@@ -19,7 +19,8 @@ from kvjax.cache.packing import store
 from kvjax.cache.pool import LayerCache, rows
 from kvjax.model.config import ModelConfig
 from kvjax.model.decoder import Decoder
-from kvjax.policies.base import Policy, PromptChunk, gather_candidates, page_capacities
+from kvjax.policies.base import Policy, PromptChunk, gather_candidates
+from kvjax.policies.page_capacities import page_capacities
 from kvjax.policies.signals import Mass, PromptSignals
 from kvjax.runtime.prefill import through_layers
 from kvjax.runtime.signal_collector import signal_collector

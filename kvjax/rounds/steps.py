@@ -25,7 +25,7 @@ from kvjax.cache.pool import LayerCache, by_head, gather_pages, stored_rows
 from kvjax.model.config import ModelConfig
 from kvjax.model.decoder import Decoder
 from kvjax.model.rope import angles_of_layers
-from kvjax.policies.base import page_capacities
+from kvjax.policies.page_capacities import page_capacities
 from kvjax.policies.signals import Signals
 from kvjax.rounds.conversation import UpperRows
 from kvjax.runtime.layer_reading import read_rows, zero_after

@@ -21,7 +21,8 @@ from kvjax.cache.quantisation import Storage
 from kvjax.model.config import ModelConfig
 from kvjax.model.decoder import Decoder, DecoderLayer
 from kvjax.model.rope import angles_of_layers
-from kvjax.policies.base import Policy, page_capacities
+from kvjax.policies.base import Policy
+from kvjax.policies.page_capacities import page_capacities
 from kvjax.runtime.alike import numbers_of_kind
 from kvjax.runtime.layer_step import read_and_compress
 from kvjax.runtime.prefill import last_logits

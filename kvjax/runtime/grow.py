@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvjax.cache.cache import Cache, resize_layer
 from kvjax.cache.groups import rounded
-from kvjax.policies.base import page_capacities
+from kvjax.policies.page_capacities import page_capacities
 from kvjax.sharding.compile import Device
 
 

@@ -22,9 +22,10 @@ from kvjax.cache.shared_context import SharedContext
 from kvjax.model.config import ModelConfig
 from kvjax.model.decoder import Decoder
 from kvjax.model.rope import angles_of_layers
-from kvjax.policies.base import Policy, page_capacities
+from kvjax.policies.base import Policy
 from kvjax.policies.empty_cache import empty_cache
 from kvjax.policies.full import Full
+from kvjax.policies.page_capacities import page_capacities
 from kvjax.policies.signals import PromptSignals
 from kvjax.runtime.alike import numbers_of_kind
 from kvjax.runtime.layer_reading import zero_after

@@ -12,7 +12,8 @@ from kvjax.cache.groups import pages_by_group, parts, rounded, with_parts
 from kvjax.cache.quantisation import Storage
 from kvjax.cache.shared_context import SharedContext, first_slots, slots_from
 from kvjax.model.config import ModelConfig
-from kvjax.policies.base import Policy, page_capacities
+from kvjax.policies.base import Policy
+from kvjax.policies.page_capacities import page_capacities
 from kvjax.sharding.compile import Device
 
 

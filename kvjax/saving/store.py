@@ -26,7 +26,7 @@ from kvjax.documents import parse_json
 from kvjax.errors import DoesNotFit, KvjaxError, UsageError
 from kvjax.files import check_local
 from kvjax.memory_needs import weights_bytes
-from kvjax.policies.base import by_pool
+from kvjax.policies.page_capacities import by_pool
 from kvjax.rounds.conversation import Conversation
 from kvjax.saving.canonical import Counts, canonical, checksum, counts_of, pages_of, restored
 from kvjax.saving.description import VERSION, model_identity, policy_from_json, policy_to_json, same_model

@@ -33,8 +33,9 @@ from kvjax.cache.pool_sharding import local_shard
 from kvjax.cache.quantisation import Storage
 from kvjax.cache.shared_context import SharedContext
 from kvjax.model.config import ModelConfig
-from kvjax.policies.base import Policy, page_capacities
+from kvjax.policies.base import Policy
 from kvjax.policies.composed import FULL, HeadWise, Member, with_heads
+from kvjax.policies.page_capacities import page_capacities
 from kvjax.sharding.mesh import Mesh
 
 

@@ -20,9 +20,10 @@ from kvjax.cache.groups import HeadGroups
 from kvjax.calibrate import ScopeProfile, retrieval_heads
 from kvjax.errors import UsageError
 from kvjax.policies import CompensatedRing, Full, LagKV, Policy, QFilters, RazorAttention, StreamingLLM, parse
-from kvjax.policies.base import PromptChunk, Step, page_capacities
+from kvjax.policies.base import PromptChunk, Step
 from kvjax.policies.composed import HeadWise
 from kvjax.policies.head_choice import protected_heads
+from kvjax.policies.page_capacities import page_capacities
 from kvjax.policies.profile import ModelShape, packaged, save_profile
 from kvjax.policies.signals import Mass, PromptSignals, QueryStats
 from kvjax.runtime.compilation import compile_clock

@@ -16,7 +16,8 @@ from kvjax.cache.quantisation import Storage
 from kvjax.errors import UsageError
 from kvjax.model.alibi import slopes
 from kvjax.policies import H2O, TOVA, AhaKV, RazorAttention
-from kvjax.policies.base import Policy, PromptChunk, Signals, Step, page_capacities
+from kvjax.policies.base import Policy, PromptChunk, Signals, Step
+from kvjax.policies.page_capacities import page_capacities
 from kvjax.policies.signals import Mass, PromptSignals
 from kvjax.runtime import decode_attention
 

@@ -15,7 +15,8 @@ from support.dense import dense_signals
 from kvjax.cache.attention import decode_attention
 from kvjax.cache.pool import LayerCache, rows
 from kvjax.model.config import ModelConfig
-from kvjax.policies.base import Policy, PromptChunk, Step, page_capacities
+from kvjax.policies.base import Policy, PromptChunk, Step
+from kvjax.policies.page_capacities import page_capacities
 
 
 def config_for(heads: int, dim: int, layers: int = 1, **changes: Any) -> ModelConfig:

@@ -17,7 +17,8 @@ from kvjax.cache.attention import decode_attention
 from kvjax.cache.pool import rows
 from kvjax.cache.quantisation import MODEL, Storage
 from kvjax.model.config import ModelConfig
-from kvjax.policies.base import PromptChunk, Step, page_capacities
+from kvjax.policies.base import PromptChunk, Step
+from kvjax.policies.page_capacities import page_capacities
 from kvjax.policies.signals import Mass, PromptSignals
 
 #: Tokens every prompt is padded to, and a layer's room: one size, so that few programs are compiled.

@@ -107,7 +107,7 @@ def measure(target: str, policy: str, compiled_layers: int, dump: str) -> Step:
 
     from kvjax.model.decoder import abstract_decoder
     from kvjax.policies import parse
-    from kvjax.policies.base import page_capacities
+    from kvjax.policies.page_capacities import page_capacities
     from pallas_kernels.ragged_decode.tpu import TpuConfig
     from tools.aot.step_cost import KERNEL, step_cost
     from tools.aot.tpu_profile import profiles
