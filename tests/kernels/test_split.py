@@ -32,14 +32,23 @@ def test_items_cover_every_page_once(pages):
 
 
 @settings(max_examples=20, deadline=None)
-@given(st.integers(1, 9), st.lists(st.lists(st.integers(1, 9), min_size=4, max_size=4), min_size=2, max_size=2))
-def test_items_of_runs_by_row_cover_every_page_once(pages, rows):
-    """Also where a row's runs divide into fewer items than the most of any; the rest begin past their head's slots."""
+@given(
+    st.integers(1, 9),
+    st.lists(st.lists(st.integers(1, 9), min_size=4, max_size=4), min_size=2, max_size=2),
+    st.lists(st.lists(st.integers(0, 18), min_size=4, max_size=4), min_size=2, max_size=2),
+)
+def test_items_of_runs_by_row_cover_every_page_with_slots_once(pages, rows, held):
+    """Also where a row's heads divide into fewer items than the most of any; the rest begin past their head's slots."""
     total = max(sum(row) for row in rows)
     rows = [(*row[:3], row[3] + total - sum(row)) for row in rows]
-    problem = build(by_row(((1,) * 4,) * 2, tuple(rows), head_dim=2, page_size=2, poison=False), "stacked")
+    lengths = tuple(
+        tuple(min(pair) for pair in zip(row, slots, strict=True))
+        for row, slots in zip(held, np.multiply(rows, 2).tolist(), strict=True)
+    )
+    problem = build(by_row(lengths, tuple(rows), head_dim=2, page_size=2, poison=False), "stacked")
     cut = Split.of(problem, pages)
     table, begin, count, first = (np.asarray(x) for x in (cut.table, cut.begin, cut.count, problem.first_page))
+    length = np.asarray(problem.length)
     assert table.shape == (2, 3, cut.items) and table.dtype == np.int32
     for row, runs in enumerate(rows):
         seen = []
@@ -48,10 +57,13 @@ def test_items_of_runs_by_row_cover_every_page_once(pages, rows):
             if item < sum(count[row]):
                 assert begin[row, head] <= item < begin[row, head] + count[row, head] and page < end
                 assert slot == (page - first[row, head]) * 2
+                assert slot < length[row, head] or slot == 0  # of a head without slots there is one
                 seen += [(int(head), p) for p in range(page, min(page + pages, end))]
             else:
-                assert slot >= runs[head] * 2
-        assert seen == [(int(head), page) for page, head in enumerate(np.asarray(problem.owner)[row])]
+                assert slot >= length[row, head]
+        whole = [(int(head), page) for page, head in enumerate(np.asarray(problem.owner)[row])]
+        assert seen == [one for one in whole if one in set(seen)]  # in order, each once, under its own head
+        assert {one for one in whole if (one[1] - first[row, one[0]]) * 2 < length[row, one[0]]} <= set(seen)
         assert max(count[row]) <= cut.most and sum(count[row]) <= cut.items
 
 
