@@ -114,9 +114,7 @@ class Problem:
         """Whether each slot is valid and within the window."""
         slot, length = self.slots(), self.by_page(self.length)[:, :, None]
         visible = slot < length
-        if self.part:  # pages before the first head's are others'
-            visible &= slot >= 0
-        if self.first_visible is not None:
+        if self.first_visible is not None:  # pages before are others', or were read with the block before
             visible &= np.arange(self.pages.shape[1])[:, None] >= self.first_visible[:, None, None]
         if self.window is None:
             return visible
