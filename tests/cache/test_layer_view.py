@@ -45,13 +45,12 @@ def test_views_hold_their_layers_slots_and_join_to_the_pool(dtype):
 def test_a_token_is_written_in_its_layer_and_none_beyond_it():
     pool = filled("model")
     before = [np.asarray(x) for x in rows(pool)]
-    ends = np.asarray(layer_views(pool, tokens=16)[0].row_ends)
+    starts = np.asarray(pool.row_starts)
     views, ones = [], jnp.ones((2, HEADS, DIM))
     for i, view in enumerate(layer_views(pool, tokens=16)):
         view = with_pages_of(view, views[-1]) if views else view
         if i == 0:  # its last head is full in row 0: the next slot would be the next layer's
-            full = (int(ends[0, 1]) - int(np.asarray(view.row_starts)[0, 1])) * PAGE
-            view = view.replace(next=view.next.at[0, 1].set(full))
+            view = view.replace(next=view.next.at[0, 1].set(int(starts[0, 2] - starts[0, 1]) * PAGE))
         views.append(append_token(view, ones, ones, jnp.ones(2, bool)))
     after = [np.asarray(x) for x in rows(joined_views(pool, views))]
     for was, now in zip(before, after, strict=True):
