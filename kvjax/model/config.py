@@ -270,8 +270,8 @@ class ModelConfig:
         kept = self.kept if check_weights(weights) == "file" else ()
         if weights == "file" and not kept:
             raise UsageError(
-                'weights is "file", which keeps the numbers of a quantised checkpoint, and this one holds floats, or its '
-                'weights are not on this machine (`kvjax fetch` brings them); choose "int8" or "int4".'
+                'weights is "file", which keeps the numbers of a quantised checkpoint, and this one holds floats, or '
+                'its weights are not on this machine (`kvjax fetch` brings them); choose "int8" or "int4".'
             )
         return dataclasses.replace(self, weights=weights, kept=kept)
 

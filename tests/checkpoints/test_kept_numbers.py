@@ -148,7 +148,7 @@ def test_matrices_of_several_formats_have_one_that_holds_them_all_and_floats_sta
 
 def test_files_of_floats_have_none_to_keep(tmp_path):
     path = _write(tmp_path / "floats.gguf", {})
-    said = r'and this one holds floats, or its weights are not on this machine \(`kvjax fetch` brings them\); choose "int8"'
+    said = r'this one holds floats, or its weights are not on this machine \(`kvjax fetch` brings them\); choose "int8"'
     for call in (
         lambda: _load(path, "file"),
         lambda: kvjax.plan(kvjax.load_config(path), prompt_tokens=8, weights="file"),
