@@ -9,19 +9,16 @@ import pytest
 import toys
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.decode_memory import decode_memory
 from support.driver import Driver, config_for, random_kv
 from support.oracles import same_caches
 
 import kvjax
 from kvjax.cache.attention import decode_attention
-from kvjax.cache.cache import detach
 from kvjax.cache.pool import mark_rows, rows
 from kvjax.errors import UsageError
 from kvjax.policies.compensated import CompensatedRing
 from kvjax.runtime.compilation import compile_clock
-from kvjax.runtime.programs import DECODE_CHUNK
-from kvjax.runtime.synthetic import benchmark_controls, decode_state, filled_cache
-from kvjax.sharding.compile import OneDevice
 
 # --- the oracle: transcribed from the paper, no code shared with the product ------------------------------------------
 
@@ -291,10 +288,7 @@ def test_decoding_three_times_the_buffer_compiles_nothing_and_allocates_nothing(
 def test_a_decode_step_copies_no_pool():
     """A row is read and two are written each step: the order must be clear to the compiler, or it copies the pools."""
     config = toys.tiny_config(max_position=1 << 14)
-    cache = filled_cache(config, CompensatedRing(budget=4000), 2, 4096)
-    given = toys.random_decoder(config), decode_state(config, cache), benchmark_controls(config, 2), jnp.int32(4)
-    program = DECODE_CHUNK.lower(OneDevice(config, cache.policy), *given).compile().memory_analysis()
-    size = sum(x.nbytes for x in jax.tree.leaves(detach(cache)[0]))
+    program, size = decode_memory(config, CompensatedRing(budget=4000), 4096)
     assert program.alias_size_in_bytes >= size and program.temp_size_in_bytes < size / 2
 
 

@@ -13,9 +13,10 @@ import pytest
 import toys
 from policies.test_adaptive import PROMPTS, QUESTIONS, keydiff_scores
 from support.compiled import compiled_programs
+from support.decode_memory import decode_memory
 
 import kvjax
-from kvjax.cache.cache import Cache, detach, next_layer
+from kvjax.cache.cache import Cache, next_layer
 from kvjax.cache.layout import Layout
 from kvjax.cache.pool import rows
 from kvjax.cache.quantisation import Storage
@@ -26,8 +27,7 @@ from kvjax.policies import AdaptiveHeads, KeyDiff, KVzip, Merged, PyramidKV, Rou
 from kvjax.policies.base import Step
 from kvjax.policies.empty_cache import empty_cache
 from kvjax.runtime.choosing_together import compress_together
-from kvjax.runtime.programs import DECODE_CHUNK, PREFILL_FRESH
-from kvjax.runtime.synthetic import benchmark_controls, decode_state, filled_cache
+from kvjax.runtime.programs import PREFILL_FRESH
 from kvjax.sharding.compile import OneDevice
 
 LAYERS, HEADS, DIM, BUDGET = 3, 2, 8, 10
@@ -246,12 +246,7 @@ def test_a_plan_counts_the_prompt_in_every_layer():
 @pytest.mark.parametrize("storage", ["model", "int8"])
 def test_a_decode_step_writes_the_pool_in_place(storage):
     config, policy = toys.tiny_config(num_layers=4, max_position=1 << 16), parse(MODEL_SCOPE)
-    cache = filled_cache(config, policy, 2, 2048, storage=Storage(storage))
-    state, controls = decode_state(config, cache), benchmark_controls(config, 2)
-    params = toys.random_decoder(config)
-    compiled = DECODE_CHUNK.lower(OneDevice(config, policy), params, state, controls, jnp.int32(4)).compile()
-    pool = sum(x.nbytes for x in jax.tree.leaves(detach(cache)[0]))
-    found = compiled.memory_analysis()
+    found, pool = decode_memory(config, policy, 2048, storage)
     assert found.alias_size_in_bytes >= pool
     # Of int8 rows the scales of values are no part of what is donated, as in any pool.
     assert found.temp_size_in_bytes < 0.9 * pool, (found.temp_size_in_bytes, pool)

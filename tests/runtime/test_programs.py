@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import toys
+from support.decode_memory import decode_memory
 
 import kvjax
-from kvjax.cache.cache import detach
-from kvjax.cache.quantisation import MODEL, Storage
+from kvjax.cache.quantisation import MODEL
 from kvjax.model.config import RopeConfig
 from kvjax.model.decoder import abstract_decoder
 from kvjax.policies import H2O, AhaKV, Full, KVzip, LagKV, RazorAttention, StreamingLLM
@@ -69,12 +69,7 @@ COMPOSED = RazorAttention(heads=((0, 1),), inner=H2O(budget=100))
 @pytest.mark.parametrize("policy", [*POLICIES, AhaKV(budget=100), COMPOSED], ids=str)
 def test_a_decode_step_aliases_the_cache_and_copies_none_of_it(policy, storage):
     config = toys.tiny_config(max_position=1 << 16)
-    cache = filled_cache(config, policy, 2, 2048, storage=Storage(storage))
-    state, controls = decode_state(config, cache), benchmark_controls(config, 2)
-    params = toys.random_decoder(config)
-    compiled = DECODE_CHUNK.lower(OneDevice(config, policy), params, state, controls, jnp.int32(4)).compile()
-    pool_bytes = sum(x.nbytes for x in jax.tree.leaves(detach(cache)[0]))
-    analysis = compiled.memory_analysis()
+    analysis, pool_bytes = decode_memory(config, policy, 2048, storage)
     assert analysis.alias_size_in_bytes >= pool_bytes
     if (
         isinstance(policy, Full) and storage == "model"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from tools.aot.compile import Result
 
@@ -50,6 +51,14 @@ def with_section(page: str, heading: str, text: str) -> str:
     _, more, after = rest.partition("\n## ")
     made = f"{before.rstrip()}\n\n## {heading}\n\n{text.strip()}\n"
     return made + more + after if found else made
+
+
+def deliver(page: Path | None, heading: str, text: str) -> None:
+    """Write a section to a page, or print it where there is none."""
+    if page is None:
+        print(text)
+    else:
+        page.write_text(with_section(page.read_text(), heading, text))
 
 
 def _table(results: Sequence[Result]) -> str:

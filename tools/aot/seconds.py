@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tools.aot.kernels_page import with_section
+from tools.aot.kernels_page import deliver
 from tools.aot.processes import ROOT, last_line
 
 HEADING = "Seconds to compile a whole model"
@@ -158,11 +158,7 @@ def main() -> None:
                 lines = [last_line(python, "-m", "tools.aot.seconds", "--here", asked) for _ in range(options.repeat)]
                 results.append(least([Measured(**json.loads(line)) for line in lines]))
                 print(results[-1], file=sys.stderr)
-    made = section(results, options.repeat)
-    if options.page is None:
-        print(made)
-    else:
-        options.page.write_text(with_section(options.page.read_text(), HEADING, made))
+    deliver(options.page, HEADING, section(results, options.repeat))
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tools.aot.kernels_page import with_section
+from tools.aot.kernels_page import deliver
 from tools.aot.processes import ROOT, last_line
 from tools.aot.targets import targets
 from tools.aot.tpu_profile import environment
@@ -220,11 +220,7 @@ def main() -> None:
             steps.append(Step(**held[key]))
             if options.results:
                 options.results.write_text(json.dumps(held))
-    made = section(steps, options.compiled)
-    if options.page is None:
-        print(made)
-    else:
-        options.page.write_text(with_section(options.page.read_text(), HEADING, made))
+    deliver(options.page, HEADING, section(steps, options.compiled))
 
 
 def _compiled(python: str, target: str, policy: str, layers: int) -> dict[str, Any]:
