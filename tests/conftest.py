@@ -84,3 +84,9 @@ def tiny_model():
     # Whatever test comes first: optimised, the same seed gives weights whose last bits differ.
     jax.config.update("jax_disable_most_optimizations", True)
     return toys.tiny_model()
+
+
+@pytest.fixture
+def forgotten_policies(monkeypatch):
+    """Names that a test registers for its policies are unknown to the tests after it."""
+    monkeypatch.setattr("kvjax.policies.parsing._REGISTERED", {})

@@ -10,7 +10,6 @@ from support.howto import ROOT, blocks, run_page
 
 import kvjax
 from kvjax.errors import KvjaxError
-from kvjax.policies import parsing
 from kvjax.prompts import tokenize
 
 PAGE = ROOT / "docs" / "howto" / "policy.md"
@@ -23,14 +22,8 @@ kvjax.load = kvjax.checkpoints.load.load = lambda *_, **__: toys.needle_model()
 """
 
 
-@pytest.fixture
-def registry(monkeypatch):
-    """Names that the page registers are forgotten afterwards."""
-    monkeypatch.setattr(parsing, "_REGISTERED", {})
-
-
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_the_page_runs_as_printed(tmp_path, monkeypatch, registry):
+def test_the_page_runs_as_printed(tmp_path, monkeypatch, forgotten_policies):
     lm = toys.needle_model()
     monkeypatch.setattr(kvjax, "load", lambda name: lm)
     page = run_page(PAGE, tmp_path, {}, STARTUP)
@@ -58,7 +51,7 @@ def test_the_page_runs_as_printed(tmp_path, monkeypatch, registry):
     assert (tmp_path / "comparison" / "accuracy.png").exists()
 
 
-def test_its_numbers_of_slots_are_those_of_its_rule(registry):
+def test_its_numbers_of_slots_are_those_of_its_rule(forgotten_policies):
     source = next(block for block in blocks(PAGE) if block.title == "strided.py")
     made: dict = {"__name__": "strided"}
     exec(compile(source.body, "strided.py", "exec", dont_inherit=True), made)

@@ -35,8 +35,8 @@ class EveryFourth(Policy):
         return selection(cache, candidates, keep & candidates.valid)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def name():
+@pytest.fixture(autouse=True)
+def name(forgotten_policies):
     register("Every-Fourth", EveryFourth)
     register("every_fourth", EveryFourth)  # the same name, and again
 
