@@ -21,7 +21,6 @@ from kvjax.cache.continuation import Continuation, check_continuable, may_be_len
 from kvjax.cache.host_memory import as_numpy, device_bytes, live_device_bytes
 from kvjax.interrupt import BrokenOff, Interrupt, interruptible
 from kvjax.memory_needs import full_cache_bytes
-from kvjax.model.config import ModelConfig
 from kvjax.model.decoder import Decoder
 from kvjax.output import Output, Stats
 from kvjax.policies.base import is_own
@@ -30,6 +29,7 @@ from kvjax.request import Request
 from kvjax.rounds.stats import RoundStats
 from kvjax.rounds.strategy import RoundStrategy
 from kvjax.runtime import prefill_speed
+from kvjax.runtime.by_layers import compiles_faster_by_layers
 from kvjax.runtime.compilation import CompileClock, compile_clock
 from kvjax.runtime.decode import CHUNK, REASONS, RUNNING, DecodeState, initial_state
 from kvjax.runtime.reading import Note, TokenStrategy
@@ -49,7 +49,7 @@ class Strategy(Protocol):
 
     prompt_logprobs: list[list[float | None]] | None
 
-    def programs(self, request: Request, config: ModelConfig) -> tuple[list[str], list[str]]:
+    def programs(self, request: Request, params: Decoder) -> tuple[list[str], list[str]]:
         """Names of the programs that reading and finishing need."""
         ...
 
@@ -185,8 +185,9 @@ class Session:
         if request.cache is not None or several or policy.offloads_rounds or request.options.max_new_tokens == 0:
             return
         onto = request_bucket(len(request.prompts[0])) if request.context else None
-        if policy.chunks(request.lm.config) is not None or request.prompt_logprobs:
-            onto = None  # chunks have sizes of their own, and scores a program
+        by_layers = compiles_faster_by_layers(policy, request.lm.params)
+        if by_layers or policy.chunks(request.lm.config) is not None or request.prompt_logprobs:
+            onto = None  # layers take little time to compile, chunks have sizes of their own, and scores a program
         self.programs.compile_ahead(
             request.lm.params,
             policy,
@@ -202,7 +203,7 @@ class Session:
     def _reading(self) -> AbstractContextManager[progress.Stage]:
         """The stage that prompts are read in, and the programs that the call needs from there on."""
         request, most = self.request, self.request.options.max_new_tokens
-        before, after = self.strategy.programs(request, request.lm.config)
+        before, after = self.strategy.programs(request, request.lm.params)
         progress.current().programs = [*before, *["decode_chunk"] * (most > 0), *after]
         expected = prefill_speed.expected_seconds(request.lm.config, self._work())
         return progress.stage("prefill", total=self._read_tokens(), expected=expected)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Sequence
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
@@ -64,3 +66,17 @@ def put_pages(cache: LayerCache, row: Int[Array, ""], first: Int[Array, ""], reg
         for name, mark in cache.marks.items()
     }
     return cache.replace(kv=cache.kv.set_pages(row, held, k, v), marks=marks, scales=scales)
+
+
+def each(regions: Sequence[Region], change: Callable[[Region], Region]) -> list[Region]:
+    """``change`` of every region, all of one shape: one after another in a loop, so that it is compiled once."""
+    if len(regions) == 1:
+        return [change(regions[0])]
+
+    def changed(i: Int[Array, ""], stacked: Region) -> Region:
+        new = change({name: jax.lax.dynamic_index_in_dim(x, i, keepdims=False) for name, x in stacked.items()})
+        return {name: jax.lax.dynamic_update_index_in_dim(x, new[name], i, 0) for name, x in stacked.items()}
+
+    stacked = {name: jnp.stack([region[name] for region in regions]) for name in regions[0]}
+    stacked = jax.lax.fori_loop(0, len(regions), changed, stacked)
+    return [{name: x[i] for name, x in stacked.items()} for i in range(len(regions))]

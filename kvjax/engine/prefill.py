@@ -6,8 +6,6 @@ from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from typing import Any
 
-import numpy as np
-
 from kvjax.cache.buckets import SHORT
 from kvjax.cache.cache import Cache, materialised, take
 from kvjax.checkpoints.load import LanguageModel
@@ -16,7 +14,7 @@ from kvjax.engine.schedule import Group
 from kvjax.engine.sizes import EngineSizes, bucket_for, read_together
 from kvjax.policies import Policy
 from kvjax.request import Request
-from kvjax.runtime.by_layers import can_read_by_layers, reading_by_layers
+from kvjax.runtime.by_layers import can_stop_between_layers
 from kvjax.runtime.programs import Programs
 from kvjax.runtime.reading import PADDING_PROMPT, Reading, reading
 from kvjax.runtime.token_logprobs import next_logprobs
@@ -36,7 +34,7 @@ class Prefill:
         self, lm: LanguageModel, policy: Policy, sizes: EngineSizes, programs: Programs, kinds: dict[str, Any]
     ):
         self._params, self._sizes, self._programs, self._kinds = lm.params, sizes, programs, kinds
-        self._by_layers = lm.mesh is None and can_read_by_layers(policy, lm.params)
+        self._by_layers = lm.mesh is None and can_stop_between_layers(policy, lm.params)
         self._contexts: OrderedDict[Any, Cache] = OrderedDict()
 
     def forget(self) -> None:
@@ -57,15 +55,7 @@ class Prefill:
     def _fresh(self, group: Group[Row]) -> Reading:
         """Prompts that begin anew, of one bucket."""
         prompts = [PADDING_PROMPT if place is None else place[0].prompt for place in group.places]
-        scored = group.requests[0].request.prompt_logprobs
-        bucket = bucket_for(max(map(len, prompts)), self._sizes.prompt_capacity)
-        if self._by_layers and bucket > SHORT and not scored:
-            tokens: Any = np.zeros((len(prompts), bucket), np.int32)
-            for i, ids in enumerate(prompts):
-                tokens[i, : len(ids)] = ids
-            count: Any = np.array([len(ids) for ids in prompts], np.int32)
-            return reading_by_layers(self._params, tokens, count, size=self._sizes, **self._kinds)
-        return self._scored(group, prompts, None, scored)
+        return self._scored(group, prompts, None, group.requests[0].request.prompt_logprobs)
 
     def _onto(self, group: Group[Row]) -> Reading:
         """A prompt that goes on with a cache, or with its context."""
@@ -119,4 +109,5 @@ class Prefill:
         capacity = self._sizes.prompt_capacity
         more = {"consume": False, "programs": self._programs, "size": self._sizes, "logprobs": logprobs}
         more |= {"bucket_of": lambda tokens: bucket_for(tokens, capacity)}
+        more |= {"by_layers": lambda tokens: self._by_layers and tokens > SHORT}
         return reading(self._params, prompts, cache=cache, **self._kinds, **more)

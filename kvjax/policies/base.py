@@ -379,6 +379,12 @@ class Policy:
         """Compact one ``row`` that is due and has seen ``seen`` tokens; afterwards it must not be due."""
         return cache
 
+    def maintain_layers(
+        self, layers: Sequence[Any], config: ModelConfig, row: Int[Array, ""], seen: Int[Array, ""]
+    ) -> list[Any] | None:
+        """:meth:`maintain` of all layers at once, where that is much less to compile; None for one after another."""
+        return None
+
 
 def shares(policy: Policy, storage: Storage) -> bool:
     """Whether rows that begin with the same context share slots of it.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Any, ClassVar, Literal
 
 import jax
@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache.pool import LayerCache
-from kvjax.cache.regions import put_pages, take_pages
+from kvjax.cache.regions import Region, each, put_pages, take_pages
 from kvjax.checks import MOST_SLOTS, number, whole_number
 from kvjax.errors import UsageError
 from kvjax.model.config import ModelConfig
@@ -245,6 +245,15 @@ class LagKV(Policy):
             next_k, next_v = k, v
         return self._scores(k, next_k) + self._scores(v, next_v)
 
+    def _scores_of_pair(
+        self, pair: Float[Array, "2 ... L D"], following: Float[Array, "2 ... L D"]
+    ) -> Float[Array, "... L"]:
+        """:meth:`_partition_scores` of keys and values in one array."""
+        if self.variant == "l2":
+            return self._partition_scores(*pair, *following)
+        k, v = self._scores(pair, pair if self.variant == "local" else following)
+        return k + v
+
     def init_state(self, config: ModelConfig, layer: int, batch: int, slots: tuple[int, ...]) -> Any:
         return LagState(jnp.zeros((batch,), jnp.int32), jnp.zeros((batch,), jnp.int32))
 
@@ -319,35 +328,67 @@ class LagKV(Policy):
     def maintain(
         self, layer: int, cache: LayerCache, config: ModelConfig, row: Int[Array, ""], seen: Int[Array, ""]
     ) -> LayerCache:
-        # A pool smaller than two partitions is never due: its prompt's bucket is too short for this lag.
-        if layer < self._skipped or min(cache.slots) < 2 * self.lag:
-            return cache
-        lag, state = self.lag, cache.state
+        return cache if self._keeps_all(layer, cache) else self._compacted([cache], row, seen)[0]
+
+    def maintain_layers(
+        self, layers: Sequence[LayerCache], config: ModelConfig, row: Int[Array, ""], seen: Int[Array, ""]
+    ) -> list[LayerCache] | None:
+        if type(self).maintain is not LagKV.maintain:
+            return None
+        due = [i for i, cache in enumerate(layers) if not self._keeps_all(i, cache)]
+        alike = {(cache.kv.shape, cache.pages) for cache in (layers[i] for i in due)}
+        if len(alike) != 1:
+            return None
+        found = list(layers)
+        for i, cache in zip(due, self._compacted([layers[i] for i in due], row, seen), strict=True):
+            found[i] = cache
+        return found
+
+    def _keeps_all(self, layer: int, cache: LayerCache) -> bool:
+        """Whether a layer is never compacted; in a pool smaller than two partitions there is nothing to be due."""
+        return layer < self._skipped or min(cache.slots) < 2 * self.lag
+
+    def _compacted(self, layers: Sequence[LayerCache], row: Int[Array, ""], seen: Int[Array, ""]) -> list[LayerCache]:
+        """Layers whose capacities are equal, with one row's oldest partition compressed. All of them are in step."""
+        lag, cache, state = self.lag, layers[0], layers[0].state
         static, before = self._static_now(cache)[row], state.static[row]
         covered = state.covered[row] + static - before
         keep = self._keep(seen, static, covered)
         # Only the last 2 L slots change: the oldest partition shrinks and the window moves up to it.
         here = static - state.elsewhere[row]
-        region, first = take_pages(cache, row, here, 2 * lag)
+        taken = [take_pages(cache, row, here, 2 * lag) for cache in layers]
+        first = taken[0][1]
         offset = here - first * cache.page_size
-        part = {name: jax.lax.dynamic_slice_in_dim(x, offset, 2 * lag, axis=1) for name, x in region.items()}
-        k, v = part["k"], part["v"]
-        scores = self._partition_scores(k[:, :lag], v[:, :lag], k[:, lag:], v[:, lag:])
+        moved = each([region for region, _ in taken], lambda region: self._compact(region, offset, keep))
+        found = []
+        for cache, region in zip(layers, moved, strict=True):
+            cache = put_pages(cache, row, first, region)
+            length, state = cache.length.at[row].set(here + keep + lag), cache.state
+            state = dataclasses.replace(
+                state, static=state.static.at[row].set(static + keep), covered=state.covered.at[row].set(covered + lag)
+            )
+            found.append(cache.replace(length=length, next=length, state=state))
+        return found
+
+    def _compact(self, region: Region, offset: Int[Array, ""], keep: Int[Array, ""]) -> Region:
+        """From slot ``offset`` of a region on: the best of one partition, the next one, and whatever was there."""
+        lag = self.lag
+        # Keys and values as one array: half the kernels to compile, for little memory.
+        pair = jnp.stack([region["k"], region["v"]])
+        pair = jax.lax.dynamic_slice_in_dim(pair, offset, 2 * lag, axis=2)
+        scores = self._scores_of_pair(pair[:, :, :lag], pair[:, :, lag:])
         # Counting beats two sorts for one short partition.
         ranks = count_better(scores) if lag <= 256 else rank_descending(scores)
         # Where each slot's row comes from: kept ones in order, then the window, then whatever was there.
         count = jnp.cumsum(ranks < keep, axis=-1)
         place = jnp.arange(region["k"].shape[1]) - offset
-        kept = jax.vmap(lambda c: jnp.searchsorted(c, place + 1))(count)
+        kept = jax.vmap(lambda row: jnp.searchsorted(row, place + 1, method="compare_all"))(count)
         source = jnp.where(place < keep, kept, jnp.where(place < keep + lag, place - keep + lag, place))
         source = jnp.where(place < 0, place, source) + offset
-        moved = {name: jnp.take_along_axis(whole, source[..., None], axis=1) for name, whole in region.items()}
-        cache = put_pages(cache, row, first, moved)
-        length = cache.length.at[row].set(here + keep + lag)
-        state = dataclasses.replace(
-            state, static=state.static.at[row].set(static + keep), covered=state.covered.at[row].set(covered + lag)
-        )
-        return cache.replace(length=length, next=length, state=state)
+        return {
+            name: jnp.take_along_axis(whole, source[..., None], axis=1, mode="promise_in_bounds")
+            for name, whole in region.items()
+        }
 
 
 def rank_descending(scores: Float[Array, "... N"]) -> Int[Array, "... N"]:

@@ -9,7 +9,6 @@ import jax
 
 from kvjax.cache.cache import Cache
 from kvjax.cache.host_memory import as_numpy
-from kvjax.model.config import ModelConfig
 from kvjax.model.decoder import Decoder
 from kvjax.rounds.closing import close_round
 from kvjax.rounds.conversation import Conversation
@@ -31,7 +30,7 @@ class RoundStrategy:
         self._after: Conversation | None = None
         self._used: list[int] = []
 
-    def programs(self, request: Any, config: ModelConfig) -> tuple[list[str], list[str]]:
+    def programs(self, request: Any, params: Decoder) -> tuple[list[str], list[str]]:
         """Names of the programs that reading and finishing need."""
         fresh = ["lower_fresh", "upper"] if request.cache is None else []
         onto = ["lower_onto", "place_round", "upper"] if request.context or not fresh else []

@@ -1,12 +1,15 @@
-"""A long prompt read layer by layer, each in a program of its own: what else has to run may run in between.
+"""A prompt read layer by layer, each layer by a program of its own, which layers of its kind share.
 
-The numbers are those of the whole prefill, which reads a prompt layer by layer too: a policy that selects by attention
-over the entire prompt sees all of it, where pieces of the prompt would not do. Layers that are alike share one program.
+The numbers are those of the prefill of all layers in one program, which reads a prompt layer by layer too: a policy
+that selects by attention over the entire prompt sees all of it, where pieces of the prompt would not do. Two things are
+gained: a program of one layer of thirty is compiled, and read back from the compilation cache, in a small part of the
+time; and what else has to run may run between layers.
 """
 
 from __future__ import annotations
 
-import functools
+import dataclasses
+from collections.abc import Generator
 from typing import Any
 
 import jax
@@ -15,87 +18,187 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from kvjax.cache.cache import NO_TOKEN, Cache
+from kvjax.cache.continuation import delete
 from kvjax.cache.groups import parts
 from kvjax.cache.pool import layout_for
 from kvjax.cache.quantisation import Storage
-from kvjax.model.config import ModelConfig
+from kvjax.cache.shared_context import SharedLayer
+from kvjax.interrupt import uninterrupted
 from kvjax.model.decoder import Decoder, DecoderLayer
 from kvjax.model.rope import angles_of_layers
 from kvjax.policies.base import Policy
 from kvjax.policies.page_capacities import page_capacities
 from kvjax.runtime.alike import numbers_of_kind
-from kvjax.runtime.layer_step import read_and_compress
-from kvjax.runtime.prefill import last_logits
-from kvjax.runtime.reading import Capacities, Reading
+from kvjax.runtime.layer_step import Counts, read_and_compress
+from kvjax.runtime.prefill import after_reading, last_hidden, pages_onto
 from kvjax.runtime.signal_collector import signal_collector
+from kvjax.sharding.compile import Device, OneDevice, Program
 
-#: The most programs of layers that are worth compiling in place of one of all layers.
+#: Layers of a kind, on average, from which on a program a kind is compiled much faster than one of all layers.
+_MANY_ALIKE = 4
+#: The most programs that are worth compiling for the sake of the stops in between.
 _MOST_KINDS = 4
+#: What a layer gives: its cache, what the next layer reads, and of that each row's last token.
+LayerRead = tuple[Any, Float[Array, "B T M"], Float[Array, "B M"]]
 
 
-def can_read_by_layers(policy: Policy, params: Decoder) -> bool:
-    """Whether few programs suffice for all layers, and the policy reads prompts whole, once."""
-    kinds = {number for number, _ in numbers_of_kind(policy, params)}
-    whole = policy.signals.repeat is None and not policy.shares_layers
-    return whole and policy.chunks(params.config) is None and len(kinds) <= _MOST_KINDS
+def can_stop_between_layers(policy: Policy, params: Decoder) -> bool:
+    """Whether a few programs suffice to read prompts whole, layer by layer."""
+    return policy.chunks(params.config) is None and _kinds(policy, params) <= _MOST_KINDS
+
+
+def compiles_faster_by_layers(policy: Policy, params: Decoder) -> bool:
+    """Whether the programs of single layers are compiled much faster than one of all layers."""
+    return _kinds(policy, params) * _MANY_ALIKE <= len(params.layers)
+
+
+def _kinds(policy: Policy, params: Decoder) -> float:
+    """Programs that read a layer under a policy; without end if layers are read twice, or share their slots."""
+    if policy.signals.repeat is not None or policy.shares_layers:
+        return np.inf
+    return len({number for number, _ in numbers_of_kind(policy, params)})
+
+
+def embed_prompt(device: Device, params: Decoder, tokens: Int[Array, "B T"]) -> Float[Array, "B T M"]:
+    """What the first layer reads."""
+    return params.embed(jnp.maximum(tokens, 0))
+
+
+def prefill_layer_fresh(
+    device: Device,
+    layer: DecoderLayer,
+    x: Float[Array, "B T M"],
+    counts: Counts,
+    *,
+    number: int,
+    pages: tuple[int, ...],
+    dtype: Any,
+    storage: Storage,
+) -> LayerRead:
+    """One layer of :func:`kvjax.runtime.prefill.prefill_fresh`, which ``number`` says to the policy."""
+    empty = device.policy.init_layer(device.config, number, x.shape[0], pages, dtype, storage)
+    return _read(device, layer, empty, x, counts, (None,) * len(parts(empty)), number, pages, fresh=True)
+
+
+def prefill_layer_onto(
+    device: Device,
+    layer: DecoderLayer,
+    cache: Cache,
+    x: Float[Array, "B T M"],
+    counts: Counts,
+    *,
+    number: int,
+    pages: tuple[int, ...],
+) -> LayerRead:
+    """One layer of :func:`kvjax.runtime.prefill.prefill_onto`, of a cache of this layer alone."""
+    return _read(device, layer, cache.layers[0], x, counts, cache.shared_layers[0], number, pages, fresh=False)
+
+
+def _read(
+    device: Device,
+    layer: DecoderLayer,
+    old: Any,
+    x: Float[Array, "B T M"],
+    counts: Counts,
+    shared: SharedLayer,
+    number: int,
+    pages: tuple[int, ...],
+    *,
+    fresh: bool,
+) -> LayerRead:
+    seen, count, _, total = counts
+    (angles,) = angles_of_layers([layer.config], seen[:, None] + jnp.arange(x.shape[1]), seen + count)
+    collector = signal_collector(device.policy, device.config, seen, count, total, x.shape[1], fresh)
+    given = layer, old, x, angles, counts, jnp.int32(0), collector, shared
+    packed, x, _, _ = read_and_compress(device.policy, number, *given, pages=pages, fresh=fresh)
+    return packed, x, last_hidden(x, count)
+
+
+def prompt_logits(
+    device: Device, params: Decoder, counters: Cache, last: Float[Array, "B M"], count: Int[Array, " B"]
+) -> tuple[Cache, Float[Array, "B V"]]:
+    """The counters of a cache after a prompt, without its layers, and the logits after each row's last token."""
+    return after_reading(counters, count), params.logits(last)
+
+
+EMBED_PROMPT = Program(embed_prompt)
+PREFILL_LAYER_FRESH = Program(prefill_layer_fresh, static=("number", "pages", "dtype", "storage"), donates=(1,))
+PREFILL_LAYER_ONTO = Program(prefill_layer_onto, static=("number", "pages"), donates=(1, 2))
+PROMPT_LOGITS = Program(prompt_logits)
+
+
+def program_names(*, fresh: bool, onto: bool) -> list[str]:
+    """Names of the programs of :func:`reading_by_layers`, into a new cache and onto one."""
+    layers = ["prefill_layer_fresh"] * fresh + ["prefill_layer_onto"] * onto
+    return ["embed_prompt", *layers[:1], "prompt_logits", *layers[1:]]
 
 
 def reading_by_layers(
     params: Decoder,
+    cache: Cache | None,
     tokens: Int[np.ndarray, "B T"],
     count: Int[np.ndarray, " B"],
+    total: Int[np.ndarray, " B"],
     *,
     policy: Policy,
-    size: Capacities,
+    consume: bool,
     dtype: Any,
     storage: Storage,
-) -> Reading:
-    """Read prompts into a new cache on one device, a layer between two stops: as ``prefill_fresh``, with its result."""
-    config = params.config
-    page_size = layout_for(storage, config.head_dim).page_size
-    pages = page_capacities(policy, config, size.prompt_capacity, size.new_capacity, page_size)
+    prompt_capacity: int,
+    new_capacity: int,
+    own_capacity: int | None = None,
+) -> Generator[None, None, tuple[Cache, Float[Array, "B V"]]]:
+    """Read on one device, into a new cache or onto one, a layer between two stops.
+
+    As :meth:`kvjax.runtime.programs.Programs.fresh` and :meth:`kvjax.runtime.programs.Programs.onto`, with their
+    results. From its first layer on, a cache that is consumed is gone: Ctrl-C is answered when all layers are done.
+    """
+    policy = policy if cache is None else cache.policy
+    device = OneDevice(params.config, policy)
+    capacities = {"prompt_capacity": prompt_capacity, "new_capacity": new_capacity, "own_capacity": own_capacity}
+    counters = _counters(policy, len(count)) if cache is None else cache.replace(layers=(), context=None)
     work = np.where(tokens[:, 0] < 0, 0, count)
-    ids, seen, working = jax.device_put((tokens, count, work))
-    x, layers = _embedded(params, ids), []
-    for layer, counts, (number, _) in zip(params.layers, pages, numbers_of_kind(policy, params), strict=True):
-        given = layer, x, seen, working
-        packed, x = _read_layer(policy, number, config, *given, pages=counts, dtype=jnp.dtype(dtype), storage=storage)
-        layers.append(packed)
+    ids, count, work, total = jax.device_put((tokens, count, work, total))
+    counts = counters.seen, count, work, total
+    if cache is None:
+        page_size = layout_for(storage, params.config.head_dim).page_size
+        pages = page_capacities(policy, params.config, prompt_capacity, new_capacity, page_size, own_capacity)
+    else:
+        pages = pages_onto(params.config, cache, **capacities)
+    x = EMBED_PROMPT(device, params, ids)
+    last: Any = None
+    done: list[Any] = []
+    for i, (layer, own, (number, _)) in enumerate(
+        zip(params.layers, pages, numbers_of_kind(policy, params), strict=True)
+    ):
+        sizes: dict[str, Any] = {"number": number, "pages": own}
+        if cache is None:
+            sizes |= {"dtype": jnp.dtype(dtype), "storage": storage}
+            packed, x, last = PREFILL_LAYER_FRESH(device, layer, x, counts, **sizes)
+        else:
+            one, donate = _layer_of(cache, i), consume and own == cache.layers[i].pages
+            with uninterrupted(consume and i > 0):
+                packed, x, last = PREFILL_LAYER_ONTO(device, layer, one, x, counts, donate=donate, **sizes)
+        done.append(packed)
         yield
-    capacities = size.prompt_capacity, size.new_capacity
-    none = jnp.full_like(seen, NO_TOKEN)
-    return Cache(tuple(layers), seen, seen, none, policy, *capacities), _logits(params, x, seen)
+    with uninterrupted(consume and cache is not None):
+        counters, logits = PROMPT_LOGITS(device, params, counters, last, count)
+    if cache is not None:
+        if consume:
+            delete(cache)  # what is left of it
+        capacities |= {"joined_tokens": 0, "context": cache.context}
+    return counters.replace(layers=tuple(done), **capacities), logits
 
 
-@jax.jit
-def _embedded(params: Decoder, tokens: Int[Array, "B T"]) -> Float[Array, "B T M"]:
-    return params.embed(jnp.maximum(tokens, 0))
+def _counters(policy: Policy, rows: int) -> Cache:
+    """The counters of an empty cache of this many rows, and none of its layers."""
+    zero, none = jax.device_put((np.zeros((rows,), np.int32), np.full((rows,), NO_TOKEN, np.int32)))
+    return Cache((), zero, zero, none, policy, 0, 0)
 
 
-@functools.partial(
-    jax.jit, static_argnums=(0, 1, 2), static_argnames=("pages", "dtype", "storage"), donate_argnums=(4,)
-)
-def _read_layer(
-    policy: Policy,
-    index: int,
-    config: ModelConfig,
-    layer: DecoderLayer,
-    x: Float[Array, "B T M"],
-    count: Int[Array, " B"],
-    work: Int[Array, " B"],
-    *,
-    pages: tuple[int, ...],
-    dtype: Any,
-    storage: Storage,
-) -> tuple[Any, Float[Array, "B T M"]]:
-    """One layer's cache, and what the next one reads."""
-    seen = jnp.zeros_like(count)
-    empty = policy.init_layer(config, index, len(count), pages, dtype, storage)
-    (angles,) = angles_of_layers([layer.config], seen[:, None] + jnp.arange(x.shape[1]), count)
-    collector = signal_collector(policy, config, seen, count, count, x.shape[1], True)
-    given = layer, empty, x, angles, (seen, count, work, count), jnp.int32(0), collector, (None,) * len(parts(empty))
-    packed, x, _, _ = read_and_compress(policy, index, *given, pages=pages, fresh=True)
-    return packed, x
-
-
-_logits = jax.jit(last_logits)
+def _layer_of(cache: Cache, index: int) -> Cache:
+    """A cache of one of its layers, which shares the others' counters."""
+    context = cache.context
+    if context is not None:
+        context = dataclasses.replace(context, layers=context.layers[index : index + 1])
+    return cache.replace(layers=cache.layers[index : index + 1], context=context)

@@ -282,6 +282,9 @@ def decode_chunk(
 
     def maintain(state: DecodeState) -> DecodeState:
         cache, row = state.cache, jnp.argmax(due(state))
+        together = policy.maintain_layers(cache.layers, config, row, cache.seen[row])
+        if together is not None:
+            return dataclasses.replace(state, cache=cache.replace(layers=tuple(together)))
         layers: list[Any] = []
         for layer, old, (number, alike) in zip(params.layers, cache.layers, numbers, strict=True):
             compact = _maintain_layer_once if alike else _maintain_layer

@@ -110,9 +110,13 @@ def after_reading(cache: Cache, count: Int[Array, " B"]) -> Cache:
     return cache.replace(seen=seen, prompt_end=prompt_end, next_token=jnp.where(count > 0, NO_TOKEN, cache.next_token))
 
 
+def last_hidden(x: Float[Array, "B T M"], count: Int[Array, " B"]) -> Float[Array, "B M"]:
+    """Each row's last token; the first of a row without any."""
+    return jnp.take_along_axis(x, jnp.maximum(count - 1, 0)[:, None, None], axis=1)[:, 0]
+
+
 def last_logits(params: Decoder, x: Float[Array, "B T M"], count: Int[Array, " B"]) -> Float[Array, "B V"]:
-    last = jnp.maximum(count - 1, 0)[:, None, None]
-    return params.logits(jnp.take_along_axis(x, last, axis=1)[:, 0])
+    return params.logits(last_hidden(x, count))
 
 
 def read_fresh(

@@ -17,6 +17,7 @@ from kvjax.cache.quantisation import MODEL, Storage
 from kvjax.model.config import ModelConfig
 from kvjax.model.decoder import Decoder
 from kvjax.policies.base import Policy, shares
+from kvjax.runtime.by_layers import compiles_faster_by_layers, program_names, reading_by_layers
 from kvjax.runtime.programs import ONE_DEVICE, Programs
 from kvjax.runtime.token_logprobs import next_logprobs
 
@@ -71,6 +72,11 @@ def unheard(cache: Cache) -> None:
     """Nobody asks for the newest cache."""
 
 
+def never(tokens: int) -> bool:
+    """Prompts of no length."""
+    return False
+
+
 #: A prefill that can be left and gone on with after each of its programs; in the end the cache and the logits.
 Reading = Generator[None, None, tuple[Cache, jax.Array]]
 
@@ -104,13 +110,14 @@ def reading(
     logprobs: Sequence[list[float]] | None = None,
     best: Sequence[list[int]] | None = None,
     bucket_of: Callable[[int], int] = request_bucket,
+    by_layers: Callable[[int], bool] = never,
 ) -> Reading:
     """Prefill prompts of different lengths as one batch, onto ``cache`` when there is one.
 
     ``consume`` donates that one; ``note`` is told of every newer one; ``size`` is that of the cache afterwards, None
-    for the smallest. ``bucket_of`` gives the tokens that prompts of a length are read as. ``logprobs``, a list a
-    prompt, get the log-probability of every token after the prompt's first, and ``best``, beside them, the likeliest
-    token in its place.
+    for the smallest. ``bucket_of`` gives the tokens that prompts of a length are read as, and ``by_layers``
+    whether so many are read layer by layer, on one device. ``logprobs``, a list a prompt, get the log-probability of
+    every token after the prompt's first, and ``best``, beside them, the likeliest token in its place.
 
     Returns:
       The cache and the logits [B, V] after each row's last token; on a mesh B may be more than there are prompts.
@@ -144,7 +151,12 @@ def reading(
         read = [tokens, count, total]
         if logprobs is not None:
             read.append(_following(prompts, start, bucket))
-        if cache is None:
+        if logprobs is None and by_layers(bucket):
+            kinds = {"policy": policy, "dtype": dtype, "storage": storage}
+            found: Any = yield from reading_by_layers(
+                params, cache, tokens, count, total, consume=consume, **kinds, **capacities, **onto
+            )
+        elif cache is None:
             found = programs.fresh(params, *read, policy=policy, dtype=dtype, storage=storage, **capacities)
         else:
             found = programs.onto(params, cache, *read, consume=consume, **capacities, **onto)
@@ -192,17 +204,20 @@ class TokenStrategy:
 
     prompt_logprobs: list[list[float | None]] | None = None
 
-    def programs(self, request: Read, config: ModelConfig) -> tuple[list[str], list[str]]:
+    def programs(self, request: Read, params: Decoder) -> tuple[list[str], list[str]]:
         """Names of the programs that reading and finishing need."""
         longest = max(map(len, [request.context, *request.prompts]))
-        several = len(list(_chunks(request.policy, config, longest))) > 1
+        several = len(list(_chunks(request.policy, params.config, longest))) > 1
         fresh, onto = request.cache is None, request.cache is not None or bool(request.context) or several
+        if _by_layers(params, request)(longest):
+            return program_names(fresh=fresh, onto=onto), []
         return ["prefill_fresh"] * fresh + ["prefill_onto"] * onto, []
 
     def read(self, params: Decoder, request: Read, consume: bool, note: Note) -> tuple[Cache, jax.Array]:
         """Read the context once, then the prompts, then give every sample its row."""
         kinds: dict[str, Any] = {"policy": request.policy, "dtype": request.dtype, "storage": request.storage}
         kinds |= {"programs": request.programs, "note": note, "size": request.size}
+        kinds |= {"by_layers": _by_layers(params, request)}
         cache, count, scored = request.cache, len(request.prompts), request.prompt_logprobs
         before: list[list[float]] = [[] for _ in request.prompts]
         if request.context:
@@ -233,6 +248,12 @@ class TokenStrategy:
 
     def stats(self, row: int) -> None:
         """It has none of its own."""
+
+
+def _by_layers(params: Decoder, request: Read) -> Callable[[int], bool]:
+    """Whether prompts are read layer by layer, whatever their length: on one device, where it is compiled faster."""
+    faster = request.programs.mesh is None and compiles_faster_by_layers(request.policy, params)
+    return lambda tokens: faster and not request.prompt_logprobs
 
 
 def _row_each(cache: Cache, prompts: int, samples: int, *, programs: Programs, config: ModelConfig) -> Cache:

@@ -95,13 +95,14 @@ class Program:
 
     Attributes:
       function: ``function(device, *arrays, **static)``; a tree of arrays.
-      results: ``results(device, arrays, static)``: a tree like the results, from which alone their types matter.
+      results: ``results(device, arrays, static)``: a tree like the results, from which alone their types matter; None
+        of a program that no mesh runs.
       static: names of the static arguments. donates: places of the arguments whose buffers the results take over: a
         cache's keys and values, and all arrays of what holds no cache.
     """
 
     function: Callable[..., Any]
-    results: Callable[[Any, Sequence[Any], dict[str, Any]], Any]
+    results: Callable[[Any, Sequence[Any], dict[str, Any]], Any] | None = None
     static: tuple[str, ...] = ()
     donates: tuple[int, ...] = ()
 
@@ -177,6 +178,7 @@ def _on_mesh(program: Program, device: Partition, arguments: Sequence[Any], stat
     local = _map_nodes({Cache: device.local}, list(arguments))
     leaves, tree = jax.tree.flatten(local)
     made: list[Any] = []
+    assert program.results is not None, f"{program.function.__name__} is a program of one device"
 
     def run(shards: list[Array]) -> list[Array]:
         given = _map_nodes({Decoder: lambda params: local_decoder(params, device)}, jax.tree.unflatten(tree, shards))

@@ -1,0 +1,104 @@
+"""A prompt read layer by layer gives what one program of all layers gives, to the bit, and compiles less."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+import toys
+from support.compiled import compiled_programs
+
+import kvjax
+from kvjax.interrupt import BrokenOff, breakably, interruptible, uninterrupted
+from kvjax.runtime import reading
+from kvjax.runtime.by_layers import can_stop_between_layers, compiles_faster_by_layers, reading_by_layers
+
+CASES = [
+    ("full", "model"),
+    ("lagkv:ratio=0.5,lag=8", "int8"),
+    pytest.param("snapkv:ratio=0.5", "model", marks=pytest.mark.slow),
+]
+PROMPT, OTHER, QUESTION = list(range(3, 100)), list(range(60, 20, -1)), [7, 8, 9, 1, 2]
+
+
+@pytest.fixture(scope="module")
+def lm(tiny_model):
+    """As many layers as make it worth it; ``tiny_model`` sets how it is compiled."""
+    return toys.tiny_model(num_layers=4, hidden_size=16, intermediate_size=16)
+
+
+def facts(output):
+    leaves = [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(output.cache)]
+    return output.tokens, output.logprobs, output.stats.retained, output.cache.nbytes, leaves
+
+
+@pytest.mark.parametrize(("policy", "storage"), CASES)
+def test_prompts_contexts_and_turns_are_those_of_one_program(lm, monkeypatch, policy, storage):
+    how = {"policy": policy, "max_new_tokens": 4, "stop_token_ids": (), "logprobs": True, "storage": storage}
+
+    def answers():
+        first = kvjax.generate(lm, [PROMPT, OTHER], **how)
+        turn = {key: value for key, value in how.items() if key not in ("policy", "storage")}
+        return [
+            *map(facts, first),
+            facts(kvjax.generate(lm, QUESTION, cache=first[0].cache, **turn)),
+            *(facts(one) for one in kvjax.generate(lm, [QUESTION, OTHER], context=PROMPT, **how)),
+        ]
+
+    assert compiles_faster_by_layers(kvjax.policies.parse(policy), lm.params)
+    with compiled_programs() as programs:
+        found = answers()
+    assert programs["prefill_layer_fresh"] and programs["prefill_layer_onto"] and not programs["prefill_fresh"]
+    monkeypatch.setattr(reading, "compiles_faster_by_layers", lambda *_: False)
+    with compiled_programs() as programs:
+        assert answers() == found
+    assert programs["prefill_fresh"] and not programs["prefill_layer_fresh"]
+
+
+def test_layers_of_one_kind_share_one_program(lm):
+    with compiled_programs() as programs:
+        kvjax.generate(lm, PROMPT, max_new_tokens=1)
+    wanted = dict.fromkeys(("embed_prompt", "prefill_layer_fresh", "prompt_logits", "decode_chunk"), 1)
+    assert {name: programs[name] for name in wanted} == wanted
+    with compiled_programs() as programs:  # the layers that LagKV skips are the second kind
+        skipping = kvjax.LagKV(ratio=0.5, lag=8, variant="l2")
+        kvjax.generate(toys.tiny_model(num_layers=8), PROMPT, policy=skipping, max_new_tokens=1)
+    assert programs["prefill_layer_fresh"] == 2
+
+
+def test_it_is_not_done_where_it_would_cost_more(lm):
+    parse = kvjax.policies.parse
+    assert not compiles_faster_by_layers(parse("full"), toys.tiny_model(num_layers=2).params)
+    assert not compiles_faster_by_layers(parse("pyramidkv:ratio=0.5"), lm.params)  # every layer has a size of its own
+    for twice in ("kvzip:ratio=0.5", "adaptive:inner=keydiff,ratio=0.5,scope=model"):
+        assert not compiles_faster_by_layers(parse(twice), lm.params)
+        assert not can_stop_between_layers(parse(twice), lm.params)
+
+
+def test_a_cache_is_consumed_only_where_it_may_be(lm):
+    def read(cache, consume):
+        ids = np.array([[*QUESTION, *[0] * 11]], np.int32)
+        count, before = np.array([len(QUESTION)], np.int32), 0 if cache is None else len(PROMPT)
+        sizes = {"prompt_capacity": 128, "new_capacity": 8, "policy": kvjax.Full(), "dtype": "float32"}
+        sizes |= {"storage": kvjax.cache.quantisation.MODEL}
+        steps = reading_by_layers(lm.params, cache, ids, count, count + before, consume=consume, **sizes)
+        return reading.finished(steps)
+
+    made = kvjax.read(lm, PROMPT)
+    kept, logits = read(made, False)
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(made.layers))
+    taken, again = read(made, True)
+    assert all(leaf.is_deleted() for pool in made.pools for leaf in jax.tree.leaves(pool.kv))
+    np.testing.assert_array_equal(logits, again)
+    assert int(kept.seen[0]) == int(taken.seen[0]) == len(PROMPT) + len(QUESTION)
+
+
+def test_what_has_begun_to_consume_is_not_broken_off():
+    with interruptible() as interrupt:
+        interrupt.requested = True
+        with uninterrupted():
+            assert breakably(lambda: 5) == 5
+        with uninterrupted(really=False), pytest.raises(BrokenOff):
+            breakably(lambda: 5)
+        with pytest.raises(BrokenOff):
+            breakably(lambda: 5)
