@@ -20,6 +20,7 @@ from kvjax.model.config import ModelConfig
 from kvjax.model.decoder import abstract_decoder
 from kvjax.model.tiling import weight_layout
 from kvjax.policies.base import Policy
+from kvjax.runtime.by_layers import PREFILL_LAYER_FRESH
 from kvjax.runtime.programs import DECODE_CHUNK, PREFILL_FRESH
 from kvjax.runtime.synthetic import benchmark_controls, decode_state
 from kvjax.sharding.compile import Device, OneDevice
@@ -38,7 +39,8 @@ class WholeModel:
 
     Attributes:
       mesh: JAX's mesh of the devices. device: what the programs are compiled for. storage: of the cache.
-      programs: "decode" and "prefill", each a function that traces it: a ``jax.stages.Traced``.
+      programs: "decode" and "prefill", and on one device "prefill_layer", each a function that traces it: a
+        ``jax.stages.Traced``.
     """
 
     mesh: jax.sharding.Mesh
@@ -105,6 +107,11 @@ def whole_model(
         "decode": lambda: DECODE_CHUNK.trace(device, params, state, controls, everywhere(ints())),
         "prefill": lambda: PREFILL_FRESH.trace(device, params, tokens, counts, counts, **sizes),
     }
+    if isinstance(device, OneDevice):
+        x = everywhere(jax.ShapeDtypeStruct((batch, capacity, config.hidden_size), DTYPE))
+        given = params.layers[0], x, (counts,) * 4
+        how = {"number": 0, "pages": cache.layers[0].pages, "dtype": DTYPE, "storage": storage}
+        programs["prefill_layer"] = lambda: PREFILL_LAYER_FRESH.trace(device, *given, **how)
     return WholeModel(mesh, device, storage, programs)
 
 
