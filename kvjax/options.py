@@ -106,7 +106,9 @@ class GenerationOptions:
         "Token ids are always taken as they are.",
     )
     max_new_tokens: int = _option(
-        256, "Generate at most so many tokens; 0 runs the prompt only.", partial(whole_number, least=0)
+        256,
+        "Generate at most so many tokens; `generate` with 0 reads the prompt and ends.",
+        partial(whole_number, least=0),
     )
     temperature: float = _option(0.0, "Sampling temperature; 0 is greedy decoding.", partial(number, least=0))
     top_k: int | None = _option(None, "Sample from the k most likely tokens.", optional(partial(whole_number, least=1)))

@@ -44,7 +44,9 @@ class Plan:
       mesh: its text form, or None.
       batch, prompt_tokens, max_new_tokens: the request.
       weights_bytes: the model's parameters.
-      cache_bytes: the cache as allocated when decoding ends, counters included; exact.
+      cache_bytes: the cache as allocated when decoding ends, counters included; exact, but for RoundAttention: of a
+        conversation of so many tokens of which ``top`` are selected, while its first question holds all of them in all
+        layers, and every question at least 2,048 slots above the watershed.
       spare_bytes: how much of it the request does not need: rows that pad the batch, buckets of lengths, and what is
         reserved for later turns (:mod:`kvjax.allocation`). What does not fit with it is allocated without.
       prefill_peak_bytes: what prefill needs beside weights and cache at its worst moment; an estimate from shapes.
@@ -410,7 +412,7 @@ def _does_not_fit(
     limit = made.memory_limit
     assert limit is not None, "what has no limit fits"
     each = "" if mesh is None else " on each device"
-    need = f"This needs {human_bytes(made.total_bytes + already)}{each} and the device has {human_bytes(limit)}"
+    need = f"This needs {human_bytes(made.total_bytes + already)}{each} and the limit is {human_bytes(limit)}"
     if made.weights_bytes >= limit:
         narrower = ' or dtype, or weights="int8"' if config.weights is None else ""
         return DoesNotFit(

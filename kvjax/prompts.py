@@ -240,6 +240,8 @@ def _render(
             return prefix, tuple(lm.tokenizer.encode_after(items))
         return prefix, (*lm.tokenizer.prefix_ids, *lm.tokenizer.encode(items))
     if context is not None and not isinstance(context, str):
+        if any(isinstance(part, str) for part in context):
+            raise UsageError("context is one text for all prompts, and a list of texts was given; join them.")
         raise UsageError("A context of token ids cannot go into a chat template; pass it as text, or chat=False.")
     return _render_chat(lm, _messages(items), context, onto, goes_on)
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 @flag.generation(policy=None, storage=None)
 def generate(
     *,
-    prompt: Annotated[list[str], typer.Argument(help="One or several; `-` reads standard input.")],
+    prompt: Annotated[list[str], typer.Argument(help="One or several; @FILE is a file's text, `-` standard input.")],
     model: flag.Model = flag.DEFAULT_MODEL,
     config: flag.Config = None,
     dtype: flag.Dtype = None,
@@ -45,8 +45,9 @@ def generate(
 
     Text goes to standard output as it is made; progress and a table of stats go to standard error.
     """
-    keywords = {**options, "context": inputs.text_or_file(context, "--context"), "n": n}
+    inputs.refuse_stdin_twice(context, *prompt)
     prompts = inputs.prompts(prompt)
+    keywords = {**options, "context": None if context is None else inputs.text(context, "--context"), "n": n}
     session.check_policy(keywords["policy"])
     saved_chat.check(None, cache, None)
     lm = session.load(model, dtype, mesh, compile_cache=compile_cache, weights=weights)

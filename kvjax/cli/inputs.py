@@ -38,21 +38,23 @@ def _checked_argument(text: str, origin: str) -> str:
 
 
 def prompts(values: Sequence[str]) -> list[str]:
-    """The prompts, with `-` replaced by all of standard input (once), less the newline that ends it."""
-    if list(values).count("-") > 1:
+    """The prompts, each as :func:`text` reads it."""
+    refuse_stdin_twice(*values)
+    return [text(value, "The prompt") for value in values]
+
+
+def refuse_stdin_twice(*values: str | None) -> None:
+    """Refuse (UsageError) more than one `-` among the texts of a command."""
+    if values.count("-") > 1:
         raise UsageError("Standard input can be read once, but `-` was given several times.")
-    return [
-        decode_utf8(sys.stdin.buffer.read(), "Standard input").removesuffix("\n")
-        if value == "-"
-        else _checked_argument(value, "The prompt")
-        for value in values
-    ]
 
 
-def text_or_file(value: str | None, name: str) -> str | None:
-    """``value`` itself, or the text of FILE when it is written ``@FILE``."""
-    if value is None or not value.startswith("@"):
-        return value if value is None else _checked_argument(value, name)
+def text(value: str, name: str) -> str:
+    """``value`` itself, the text of FILE where it is ``@FILE``, or for `-` standard input, less its last newline."""
+    if value == "-":
+        return decode_utf8(sys.stdin.buffer.read(), "Standard input").removesuffix("\n")
+    if not value.startswith("@"):
+        return _checked_argument(value, name)
     try:
         data = Path(value[1:]).read_bytes()
     except (OSError, ValueError) as error:
@@ -116,5 +118,5 @@ def problem_sizes(**sizes: Any) -> Sizes:
         raise UsageError(str(error)) from error
     need, limit = 2 * itemsize * problem.batch * problem.heads * problem.mean * problem.head_dim, device_limit(None)
     if limit is not None and need > limit:
-        raise DoesNotFit(f"Keys and values take {human_bytes(need)} and the device has {human_bytes(limit)}; ask less.")
+        raise DoesNotFit(f"Keys and values take {human_bytes(need)} and the limit is {human_bytes(limit)}; ask less.")
     return problem

@@ -89,7 +89,7 @@ def picture(
     from kvjax.eval.studies import STUDIES
     from kvjax.figures import new_figure
 
-    text = inputs.text_or_file(text, "--text")
+    text = None if text is None else inputs.text(text, "--text")
     known = [POSITIONS, ALIKE, LONG, *STUDIES]
     if name not in known:
         near = difflib.get_close_matches(name, known, n=1)

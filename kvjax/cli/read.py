@@ -42,7 +42,7 @@ def read(
     Questions continue it: `kvjax generate QUESTION --cache DIR`, or `kvjax chat --load DIR`, answer as if the text
     stood before the first question, and read no more than the question.
     """
-    prompt: Any = inputs.prompts([text])[0] if text == "-" else inputs.text_or_file(text, "The text")
+    prompt: Any = inputs.text(text, "The text")
     if messages:
         prompt = _messages(prompt)
     import kvjax

@@ -151,7 +151,7 @@ def engine_sizes(
         offer = f"{less} slots would fit" if less else "make prompt_tokens or new_tokens smaller"
         raise DoesNotFit(
             f"An engine of {made.slots} slots for {prompt_tokens:,} prompt and {new_tokens:,} new tokens needs "
-            f"{human_bytes(made.total_bytes)} and the device has {human_bytes(limit)}; {offer}."
+            f"{human_bytes(made.total_bytes)} and the limit is {human_bytes(limit)}; {offer}."
         )
     return made
 

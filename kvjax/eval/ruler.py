@@ -174,7 +174,8 @@ def draw_samples(
             # The benchmark takes lines away and draws again until it fits.
             lines -= step
             if lines < needles:
-                raise UsageError(f"{length} tokens are too few for the task; its smallest sample needs more.")
+                least = tokens(sample) + template_tokens
+                raise UsageError(f"{length} tokens are too few for the task: its smallest sample takes {least}.")
             sample = draw.sample(index, lines)
         made.append(dataclasses.replace(sample, length=tokens(sample) + template_tokens))
     return made

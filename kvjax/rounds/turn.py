@@ -380,5 +380,5 @@ def _check_fits(need: int, limit: int | None, mesh: Mesh | None, *, first: bool)
         )
         each = "" if mesh is None else " on each device"
         raise DoesNotFit(
-            f"{what} {human_bytes(need)} with the weights{each} and the device has {human_bytes(limit)}; {would}."
+            f"{what} {human_bytes(need)} with the weights{each} and the limit is {human_bytes(limit)}; {would}."
         )

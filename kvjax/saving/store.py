@@ -133,7 +133,7 @@ def _check_fits(where: Path, lm: LanguageModel, empty: Cache, wanted: Any, memor
     if limit is not None and weights + rows > limit:
         raise DoesNotFit(
             f"To load the conversation at {where} takes {human_bytes(rows)} beside {human_bytes(weights)} of weights, "
-            f"and the device has {human_bytes(limit)}; a device with more memory would hold it."
+            f"and the limit is {human_bytes(limit)}; a device with more memory would hold it."
         )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+
 import pytest
 
 from kvjax import tables
@@ -35,3 +37,14 @@ def test_integers():
 )
 def test_human_bytes(count, text):
     assert tables.human_bytes(count) == text
+
+
+def test_a_text_is_itself_a_file_or_standard_input(tmp_path, monkeypatch):
+    (tmp_path / "question.txt").write_text("From a file?\n", encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"Piped?\n"), encoding="utf-8"))
+    assert inputs.prompts(["Plain?", "@question.txt", "-"]) == ["Plain?", "From a file?\n", "Piped?"]
+    with pytest.raises(UsageError, match=r"The prompt names a file that cannot be read: nofile \(No such file"):
+        inputs.prompts(["@nofile"])
+    with pytest.raises(UsageError, match="Standard input can be read once"):
+        inputs.refuse_stdin_twice("-", "What?", "-")
