@@ -11,7 +11,8 @@ from kvjax.cli.app import app
 
 
 def _describe(policy: type) -> tuple[list[dict[str, Any]], str]:
-    from kvjax.policies.parsing import options_of
+    from kvjax.policies.inner import Rescoring
+    from kvjax.policies.parsing import format_policy, options_of
 
     fields = []
     needed = [f for f in options_of(policy) if f.default is f.default_factory is dataclasses.MISSING]
@@ -19,6 +20,8 @@ def _describe(policy: type) -> tuple[list[dict[str, Any]], str]:
     made = None if needed else policy()
     for field in options_of(policy):
         default = None if made is None else getattr(made, field.name)
+        if default is None and field.name == "inner" and isinstance(made, Rescoring):
+            default = format_policy(made.usual()).partition(":")[0]
         kind = field.type if isinstance(field.type, str) else getattr(field.type, "__name__", str(field.type))
         fields.append({"name": field.name, "type": kind, "required": field in needed, "default": default})
     summary = (policy.__doc__ or "").strip().splitlines()
