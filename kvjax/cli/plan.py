@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from kvjax import tables
 from kvjax.cli import options as flag
 from kvjax.cli.app import app
+from kvjax.errors import UsageError
+
+if TYPE_CHECKING:
+    from kvjax.model.config import ModelConfig
 
 
 @app.command()
@@ -53,7 +57,9 @@ def plan(
         from kvjax.chips import chip
 
         dtype = chip(device).dtype
-    planned = kvjax.plan(kvjax.load_config(model), dtype=weights_dtype(dtype), device=device, **asked)
+    shape = kvjax.load_config(model)
+    refuse_other_weights(shape, weights)
+    planned = kvjax.plan(shape, dtype=weights_dtype(dtype), device=device, **asked)
     if json:
         tables.print_json(dataclasses.asdict(planned))
     else:
@@ -64,7 +70,6 @@ def _fit(config: Any, device: str | None, dtype: str | None, asked: dict[str, An
     """Print the table of what fits."""
     from kvjax.checkpoints.load import weights_dtype
     from kvjax.chips import chip
-    from kvjax.errors import UsageError
     from kvjax.fit import POLICIES, fit, fit_report, forms_of
     from kvjax.model.quantised import check_weights
     from kvjax.policies import format_policy, parse
@@ -76,11 +81,16 @@ def _fit(config: Any, device: str | None, dtype: str | None, asked: dict[str, An
         dtype = chip(device).dtype
     forms = forms_of(weights_dtype(dtype), config)
     if (kind := check_weights(asked.pop("weights"))) is not None:
-        if config.weights not in (None, kind):
-            raise UsageError(f"The model's weights are {config.weights}; leave --weights out, or say so.")
+        refuse_other_weights(config, kind)
         forms = {kind: {**next(iter(forms.values())), "weights": kind}}
     report = fit_report(fit(config, device=device, policies=policies, forms=forms, **asked), device)
     if json:
         tables.print_json(report.data)
     else:
         report.print(width=150)
+
+
+def refuse_other_weights(config: ModelConfig, weights: str | None) -> None:
+    """Refuse (UsageError) weights of another kind than those that a folder was converted to, as loading does."""
+    if weights is not None and config.weights not in (None, weights):
+        raise UsageError(f"The model's weights are {config.weights}; leave --weights out, or say so.")

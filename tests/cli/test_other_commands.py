@@ -6,7 +6,12 @@ import json
 import subprocess
 import sys
 
+import pytest
+import toys
+
 import kvjax
+from kvjax.cli.plan import refuse_other_weights
+from kvjax.errors import UsageError
 
 
 def test_chat_answers_each_piped_line_on_one_cache(cli):
@@ -157,3 +162,12 @@ def test_help_imports_nothing_heavy():
 def test_version(cli):
     ran = cli("--version")
     assert ran.code == 0 and ran.out.startswith("kvjax ")
+
+
+def test_a_plan_refuses_other_weights_than_a_folder_was_converted_to():
+    converted = toys.tiny_config().stored_as("int8")
+    for accepted in (None, "int8"):
+        refuse_other_weights(converted, accepted)
+    refuse_other_weights(toys.tiny_config(), "int4")
+    with pytest.raises(UsageError, match="The model's weights are int8; leave --weights out"):
+        refuse_other_weights(converted, "int4")
