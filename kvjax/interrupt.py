@@ -100,20 +100,6 @@ def interruptible() -> Iterator[Interrupt]:
             signal.signal(signal.SIGINT, previous)
 
 
-@contextmanager
-def uninterrupted(really: bool = True) -> Iterator[None]:
-    """A block, of :func:`interruptible`, in which ``breakably`` breaks nothing off: Ctrl-C is answered after it."""
-    active = _Main.active if really and _in_main() else None
-    if active is None or active.finishing:
-        yield
-        return
-    active.finishing = True
-    try:
-        yield
-    finally:
-        active.finishing = False
-
-
 def breakably(function: Callable[[], T]) -> T:
     """Call a function that Ctrl-C may end at any place, because nothing depends on how far it came.
 

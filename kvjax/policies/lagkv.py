@@ -333,7 +333,7 @@ class LagKV(Policy):
     def maintain_layers(
         self, layers: Sequence[LayerCache], config: ModelConfig, row: Int[Array, ""], seen: Int[Array, ""]
     ) -> list[LayerCache] | None:
-        if type(self).maintain is not LagKV.maintain:
+        if type(self) is not LagKV:  # one derived from it may treat layers in ways of its own
             return None
         due = [i for i, cache in enumerate(layers) if not self._keeps_all(i, cache)]
         alike = {(cache.kv.shape, cache.pages) for cache in (layers[i] for i in due)}

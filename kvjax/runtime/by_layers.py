@@ -9,7 +9,7 @@ time; and what else has to run may run between layers.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from typing import Any
 
 import jax
@@ -23,7 +23,6 @@ from kvjax.cache.groups import parts
 from kvjax.cache.pool import layout_for
 from kvjax.cache.quantisation import Storage
 from kvjax.cache.shared_context import SharedLayer
-from kvjax.interrupt import uninterrupted
 from kvjax.model.decoder import Decoder, DecoderLayer
 from kvjax.model.rope import angles_of_layers
 from kvjax.policies.base import Policy
@@ -33,11 +32,15 @@ from kvjax.runtime.layer_step import Counts, read_and_compress
 from kvjax.runtime.prefill import after_reading, last_hidden, pages_onto
 from kvjax.runtime.signal_collector import signal_collector
 from kvjax.sharding.compile import Device, OneDevice, Program
+from kvjax.waiting import ready
 
 #: Layers of a kind, on average, from which on a program a kind is compiled much faster than one of all layers.
 _MANY_ALIKE = 4
 #: The most programs that are worth compiling for the sake of the stops in between.
 _MOST_KINDS = 4
+#: Layers that are given to the device before the first of them is done: XLA's CPU client takes 32 programs, and then
+#: lets the caller wait where no Ctrl-C is answered.
+_AHEAD = 16
 #: What a layer gives: its cache, what the next layer reads, and of that each row's last token.
 LayerRead = tuple[Any, Float[Array, "B T M"], Float[Array, "B M"]]
 
@@ -147,11 +150,13 @@ def reading_by_layers(
     prompt_capacity: int,
     new_capacity: int,
     own_capacity: int | None = None,
+    note: Callable[[Cache], None],
 ) -> Generator[None, None, tuple[Cache, Float[Array, "B V"]]]:
     """Read on one device, into a new cache or onto one, a layer between two stops.
 
     As :meth:`kvjax.runtime.programs.Programs.fresh` and :meth:`kvjax.runtime.programs.Programs.onto`, with their
-    results. From its first layer on, a cache that is consumed is gone: Ctrl-C is answered when all layers are done.
+    results. A cache that is consumed goes layer by layer: ``note`` is told of what there is of it after each, with the
+    counters of before, so that whoever lent it can have it back when a later layer fails.
     """
     policy = policy if cache is None else cache.policy
     device = OneDevice(params.config, policy)
@@ -166,7 +171,7 @@ def reading_by_layers(
     else:
         pages = pages_onto(params.config, cache, **capacities)
     x = EMBED_PROMPT(device, params, ids)
-    last: Any = None
+    lasts: list[Any] = []
     done: list[Any] = []
     for i, (layer, own, (number, _)) in enumerate(
         zip(params.layers, pages, numbers_of_kind(policy, params), strict=True)
@@ -175,14 +180,18 @@ def reading_by_layers(
         if cache is None:
             sizes |= {"dtype": jnp.dtype(dtype), "storage": storage}
             packed, x, last = PREFILL_LAYER_FRESH(device, layer, x, counts, **sizes)
+            done.append(packed)
         else:
             one, donate = _layer_of(cache, i), consume and own == cache.layers[i].pages
-            with uninterrupted(consume and i > 0):
-                packed, x, last = PREFILL_LAYER_ONTO(device, layer, one, x, counts, donate=donate, **sizes)
-        done.append(packed)
+            packed, x, last = PREFILL_LAYER_ONTO(device, layer, one, x, counts, donate=donate, **sizes)
+            done.append(packed)
+            if donate:
+                note(cache.replace(layers=(*done, *cache.layers[i + 1 :])))
+        lasts.append(last)
+        if i >= _AHEAD:
+            ready(lasts[i - _AHEAD])
         yield
-    with uninterrupted(consume and cache is not None):
-        counters, logits = PROMPT_LOGITS(device, params, counters, last, count)
+    counters, logits = PROMPT_LOGITS(device, params, counters, lasts[-1], count)
     if cache is not None:
         if consume:
             delete(cache)  # what is left of it

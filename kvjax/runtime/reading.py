@@ -154,7 +154,7 @@ def reading(
         if logprobs is None and by_layers(bucket):
             kinds = {"policy": policy, "dtype": dtype, "storage": storage}
             found: Any = yield from reading_by_layers(
-                params, cache, tokens, count, total, consume=consume, **kinds, **capacities, **onto
+                params, cache, tokens, count, total, consume=consume, note=note, **kinds, **capacities, **onto
             )
         elif cache is None:
             found = programs.fresh(params, *read, policy=policy, dtype=dtype, storage=storage, **capacities)

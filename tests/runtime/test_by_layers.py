@@ -9,8 +9,7 @@ import toys
 from support.compiled import compiled_programs
 
 import kvjax
-from kvjax.interrupt import BrokenOff, breakably, interruptible, uninterrupted
-from kvjax.runtime import reading
+from kvjax.runtime import by_layers, reading
 from kvjax.runtime.by_layers import can_stop_between_layers, compiles_faster_by_layers, reading_by_layers
 
 CASES = [
@@ -81,7 +80,9 @@ def test_a_cache_is_consumed_only_where_it_may_be(lm):
         count, before = np.array([len(QUESTION)], np.int32), 0 if cache is None else len(PROMPT)
         sizes = {"prompt_capacity": 128, "new_capacity": 8, "policy": kvjax.Full(), "dtype": "float32"}
         sizes |= {"storage": kvjax.cache.quantisation.MODEL}
-        steps = reading_by_layers(lm.params, cache, ids, count, count + before, consume=consume, **sizes)
+        steps = reading_by_layers(
+            lm.params, cache, ids, count, count + before, consume=consume, note=reading.unheard, **sizes
+        )
         return reading.finished(steps)
 
     made = kvjax.read(lm, PROMPT)
@@ -93,12 +94,30 @@ def test_a_cache_is_consumed_only_where_it_may_be(lm):
     assert int(kept.seen[0]) == int(taken.seen[0]) == len(PROMPT) + len(QUESTION)
 
 
-def test_what_has_begun_to_consume_is_not_broken_off():
-    with interruptible() as interrupt:
-        interrupt.requested = True
-        with uninterrupted():
-            assert breakably(lambda: 5) == 5
-        with uninterrupted(really=False), pytest.raises(BrokenOff):
-            breakably(lambda: 5)
-        with pytest.raises(BrokenOff):
-            breakably(lambda: 5)
+def test_a_turn_that_fails_between_layers_gives_the_conversation_back(lm, monkeypatch):
+    chat = kvjax.Chat(lm, max_new_tokens=3)
+    chat.send("Hello there")
+    same = kvjax.Chat(lm, max_new_tokens=3)
+    same.send("Hello there")
+    program, calls = by_layers.PREFILL_LAYER_ONTO, []
+
+    def failing(*arguments, **static):
+        calls.append(static["donate"])
+        if len(calls) == 3:
+            raise RuntimeError("RESOURCE_EXHAUSTED")
+        return program(*arguments, **static)
+
+    monkeypatch.setattr(by_layers, "PREFILL_LAYER_ONTO", failing)
+    with pytest.raises(RuntimeError, match="RESOURCE_EXHAUSTED"):
+        chat.send("And then?")
+    assert calls == [True] * 3
+    monkeypatch.setattr(by_layers, "PREFILL_LAYER_ONTO", program)
+    assert chat.send("And then?").tokens == same.send("And then?").tokens
+
+
+def test_the_host_waits_before_it_is_far_ahead(monkeypatch):
+    waited = []
+    monkeypatch.setattr(by_layers, "_AHEAD", 2)
+    monkeypatch.setattr(by_layers, "ready", lambda last: waited.append(last.shape))
+    kvjax.generate(toys.tiny_model(num_layers=5), PROMPT, max_new_tokens=1)
+    assert waited == [(1, 32)] * 3
