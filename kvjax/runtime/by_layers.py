@@ -43,6 +43,8 @@ _MOST_KINDS = 4
 _AHEAD = 16
 #: What a layer gives: its cache, what the next layer reads, and of that each row's last token.
 LayerRead = tuple[Any, Float[Array, "B T M"], Float[Array, "B M"]]
+#: Static fields of a cache on which no program here depends, so that none is compiled again when they change.
+_NO_CAPACITIES: dict[str, Any] = {"prompt_capacity": 0, "new_capacity": 0, "own_capacity": None, "joined_tokens": 0}
 
 
 def can_stop_between_layers(policy: Policy, params: Decoder) -> bool:
@@ -78,7 +80,7 @@ def prefill_layer_fresh(
     dtype: Any,
     storage: Storage,
 ) -> LayerRead:
-    """One layer of :func:`kvjax.runtime.prefill.prefill_fresh`, which ``number`` says to the policy."""
+    """One layer of :func:`kvjax.runtime.prefill.prefill_fresh`; to the policy it is the layer of this number."""
     empty = device.policy.init_layer(device.config, number, x.shape[0], pages, dtype, storage)
     return _read(device, layer, empty, x, counts, (None,) * len(parts(empty)), number, pages, fresh=True)
 
@@ -161,7 +163,8 @@ def reading_by_layers(
     policy = policy if cache is None else cache.policy
     device = OneDevice(params.config, policy)
     capacities = {"prompt_capacity": prompt_capacity, "new_capacity": new_capacity, "own_capacity": own_capacity}
-    counters = _counters(policy, len(count)) if cache is None else cache.replace(layers=(), context=None)
+    none = {"layers": (), "context": None, **_NO_CAPACITIES}
+    counters = _counters(policy, len(count)) if cache is None else cache.replace(**none)
     work = np.where(tokens[:, 0] < 0, 0, count)
     ids, count, work, total = jax.device_put((tokens, count, work, total))
     counts = counters.seen, count, work, total
@@ -195,7 +198,7 @@ def reading_by_layers(
     if cache is not None:
         if consume:
             delete(cache)  # what is left of it
-        capacities |= {"joined_tokens": 0, "context": cache.context}
+        capacities |= {"context": cache.context}
     return counters.replace(layers=tuple(done), **capacities), logits
 
 
@@ -210,4 +213,4 @@ def _layer_of(cache: Cache, index: int) -> Cache:
     context = cache.context
     if context is not None:
         context = dataclasses.replace(context, layers=context.layers[index : index + 1])
-    return cache.replace(layers=cache.layers[index : index + 1], context=context)
+    return cache.replace(layers=cache.layers[index : index + 1], context=context, **_NO_CAPACITIES)

@@ -73,7 +73,7 @@ def unheard(cache: Cache) -> None:
 
 
 def never(tokens: int) -> bool:
-    """Prompts of no length."""
+    """Whether to, of prompts of any length: no."""
     return False
 
 

@@ -33,11 +33,7 @@ def lm(tiny_model):
     return toys.tiny_model(num_layers=4, hidden_size=16, intermediate_size=16)
 
 
-@pytest.mark.parametrize(
-    "how",
-    [{}, {"storage": "int8"}, {"context": PROMPTS[0]}, {"variant": "l2"}],
-    ids=lambda how: next(iter(how), "plain"),
-)
+@pytest.mark.parametrize("how", HOW, ids=lambda how: next(iter(how), "plain"))
 def test_layers_at_once_are_layers_one_by_one(lm, how):
     options = {"max_new_tokens": 40, "stop_token_ids": (), "logprobs": True} | how
     variant = options.pop("variant", "lag")
@@ -48,8 +44,8 @@ def test_layers_at_once_are_layers_one_by_one(lm, how):
         leaves = [np.asarray(leaf).tobytes() for output in outputs for leaf in jax.tree.leaves(output.cache)]
         found.append(([(output.tokens, output.logprobs, output.stats.retained) for output in outputs], leaves))
     assert found[0] == found[1]
-    most = max(max(max(heads) for heads in stats) for _, _, stats in found[0][0])
-    assert variant == "l2" or most < 77 + 40  # something was compacted
+    shorter = outputs[1].stats  # what it decoded is compacted too
+    assert max(shorter.retained[-1]) < 0.8 * shorter.seen
 
 
 def test_a_layer_more_is_little_to_compile():
