@@ -58,7 +58,7 @@ def plan(
 
         dtype = chip(device).dtype
     shape = kvjax.load_config(model)
-    refuse_other_weights(shape, weights)
+    _refuse_other_weights(shape, weights)
     planned = kvjax.plan(shape, dtype=weights_dtype(dtype), device=device, **asked)
     if json:
         tables.print_json(dataclasses.asdict(planned))
@@ -81,7 +81,7 @@ def _fit(config: Any, device: str | None, dtype: str | None, asked: dict[str, An
         dtype = chip(device).dtype
     forms = forms_of(weights_dtype(dtype), config)
     if (kind := check_weights(asked.pop("weights"))) is not None:
-        refuse_other_weights(config, kind)
+        _refuse_other_weights(config, kind)
         forms = {kind: {**next(iter(forms.values())), "weights": kind}}
     report = fit_report(fit(config, device=device, policies=policies, forms=forms, **asked), device)
     if json:
@@ -90,7 +90,7 @@ def _fit(config: Any, device: str | None, dtype: str | None, asked: dict[str, An
         report.print(width=150)
 
 
-def refuse_other_weights(config: ModelConfig, weights: str | None) -> None:
+def _refuse_other_weights(config: ModelConfig, weights: str | None) -> None:
     """Refuse (UsageError) weights of another kind than those that a folder was converted to, as loading does."""
     if weights is not None and config.weights not in (None, weights):
         raise UsageError(f"The model's weights are {config.weights}; leave --weights out, or say so.")

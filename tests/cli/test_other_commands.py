@@ -6,12 +6,9 @@ import json
 import subprocess
 import sys
 
-import pytest
 import toys
 
 import kvjax
-from kvjax.cli.plan import refuse_other_weights
-from kvjax.errors import UsageError
 
 
 def test_chat_answers_each_piped_line_on_one_cache(cli):
@@ -164,10 +161,19 @@ def test_version(cli):
     assert ran.code == 0 and ran.out.startswith("kvjax ")
 
 
-def test_a_plan_refuses_other_weights_than_a_folder_was_converted_to():
-    converted = toys.tiny_config().stored_as("int8")
-    for accepted in (None, "int8"):
-        refuse_other_weights(converted, accepted)
-    refuse_other_weights(toys.tiny_config(), "int4")
-    with pytest.raises(UsageError, match="The model's weights are int8; leave --weights out"):
-        refuse_other_weights(converted, "int4")
+def test_a_plan_refuses_other_weights_than_a_folder_was_converted_to(cli, monkeypatch):
+    monkeypatch.setattr(kvjax, "load_config", lambda model: toys.tiny_config().stored_as("int8"))
+    asked = ("plan", "--model", "converted", "--prompt-tokens", "9")
+    assert cli(*asked).code == cli(*asked, "--weights", "int8").code == 0
+    for more in ((), ("--fit", "--device", "t4")):
+        ran = cli(*asked, "--weights", "int4", *more)
+        assert ran.code == 2 and "The model's weights are int8; leave --weights out" in ran.err
+
+
+def test_a_context_is_read_from_standard_input(cli):
+    asked = ("generate", "What?", "--max-new-tokens", "1", "--json", "--context")
+    piped = cli(*asked, "-", stdin=b"A context of some words.\n")
+    told = cli(*asked, "A context of some words.")
+    assert piped.code == told.code == 0
+    numbers = [json.loads(ran.out)["outputs"][0]["stats"]["prompt_tokens"] for ran in (piped, told)]
+    assert numbers[0] == numbers[1] > len("A context".split())
