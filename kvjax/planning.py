@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.allocation import Allocation, allocation, spare_tokens
-from kvjax.cache.buckets import NEW_TOKENS, new_bucket, prompt_bucket
+from kvjax.cache.buckets import NEW_TOKENS, RESERVE, new_bucket, prompt_bucket
 from kvjax.cache.cache import Cache
 from kvjax.cache.groups import split_heads
 from kvjax.cache.layout import layout_on
@@ -30,6 +30,7 @@ from kvjax.policies.base import shares
 from kvjax.policies.best import asked_later, resolve
 from kvjax.policies.guard import check_sizes, check_value
 from kvjax.policies.page_capacities import page_capacities
+from kvjax.policies.split_cache import slots_above, slots_below
 from kvjax.policies.window_layers import for_model
 from kvjax.sharding.mesh import Mesh, parse_mesh
 from kvjax.tables import Column, Table, human_bytes, windows_text
@@ -44,9 +45,10 @@ class Plan:
       mesh: its text form, or None.
       batch, prompt_tokens, max_new_tokens: the request.
       weights_bytes: the model's parameters.
-      cache_bytes: the cache as allocated when decoding ends, counters included; exact, but for RoundAttention: of a
-        conversation of so many tokens of which ``top`` are selected, while its first question holds all of them in all
-        layers, and every question at least 2,048 slots above the watershed.
+      cache_bytes: the cache as allocated when decoding ends, counters included; exact. Of RoundAttention's first
+        question, which holds all tokens in all layers; with ``inner``, which keeps less of a context, at most so much.
+      later_bytes: of RoundAttention alone, the cache while a later question is answered in a conversation of as many
+        tokens of which ``top`` are selected.
       spare_bytes: how much of it the request does not need: rows that pad the batch, buckets of lengths, and what is
         reserved for later turns (:mod:`kvjax.allocation`). What does not fit with it is allocated without.
       prefill_peak_bytes: what prefill needs beside weights and cache at its worst moment; an estimate from shapes.
@@ -89,6 +91,7 @@ class Plan:
     windows: tuple[int | None, ...] = ()
     notice: str | None = None
     choice: str | None = None
+    later_bytes: int | None = None
 
     @property
     def fits(self) -> bool:
@@ -113,6 +116,8 @@ class Plan:
             ("total" if self.mesh is None else "total, each device", self.total_bytes),
             ("full cache, for comparison", self.full_cache_bytes),
         ]
+        if self.later_bytes is not None:
+            parts.insert(3, ("  of a later question, when rounds are offloaded", self.later_bytes))
         if self.memory_limit is not None:
             parts.append(("device memory", self.memory_limit))
         sizes = (
@@ -260,16 +265,46 @@ def _that_fits(
 ) -> Plan:
     """The plan of sizes that are shared with other requests, or else of exact ones; DoesNotFit where neither fits."""
     made = None
-    for exact in (mesh is not None, True):
+    for exact in (mesh is not None and not policy.offloads_rounds, True):
         exact = exact or _shared(policy, storage, batch, context)
-        size = allocation(config, policy, batch, context + prompt, reserve=reserve, exact=exact)
-        made = _plan(config, policy, size, batch, prompt, new, dtype, limit, storage, mesh, context)
+        size = _first_size(config, policy, batch, prompt, context, reserve, exact)
+        placed = policy.reading(config, slots_above(context + prompt, exact=exact))
+        made = _plan(config, policy, size, batch, prompt, new, dtype, limit, storage, mesh, context, placed)
+        if policy.offloads_rounds:
+            made = dataclasses.replace(made, later_bytes=_later_bytes(made, config, policy, size, dtype, storage, mesh))
         if made.fits:
             return dataclasses.replace(made, memory_source=source)
     assert made is not None
     error = _does_not_fit(made, config, policy, dtype, 0, storage, mesh, share)
     error.plan = made
     raise error
+
+
+def _first_size(
+    config: ModelConfig, policy: Policy, batch: int, prompt: int, context: int, reserve: int | None, exact: bool
+) -> Allocation:
+    """The sizes of prompts that nothing but a context is before; a context of rounds is a turn of its own."""
+    if not policy.offloads_rounds:
+        return allocation(config, policy, batch, context + prompt, reserve=reserve, exact=exact)
+    held = slots_below(config, context, spare=reserve or 0, exact=exact) if context else 0
+    spare = (RESERVE if reserve is None and context else reserve or 0) // batch
+    return Allocation(batch, slots_below(config, context + prompt, held=held, spare=spare, exact=exact))
+
+
+def _later_bytes(
+    made: Plan,
+    config: ModelConfig,
+    policy: Policy,
+    size: Allocation,
+    dtype: Any,
+    storage: Storage,
+    mesh: Mesh | None,
+) -> int:
+    """Bytes of the cache while a later question is answered in a conversation of as many tokens."""
+    tokens = made.context_tokens + made.prompt_tokens
+    selected = policy.answering(config, tokens).capacities(config, 0, 0)[-1][0]
+    placed = policy.reading(config, slots_above(selected))
+    return cache_bytes(config, placed, size.rows, size.prompt_capacity, NEW_TOKENS, dtype, storage, mesh)
 
 
 def _model(model: Any) -> tuple[ModelConfig, Any, Mesh | None]:
@@ -295,23 +330,27 @@ def _plan(
     storage: Storage = MODEL,
     mesh: Mesh | None = None,
     context: int = 0,
+    placed: Policy | None = None,
 ) -> Plan:
+    """The plan of these sizes; ``placed`` has the capacities, by default those while a later question is answered."""
     room, rows, whole = size.prompt_capacity, size.rows, context + prompt
     # The last token is generated and never fed; the context bounds what is.
     fed = max(new - 1, 0) if policy.beyond_context else min(max(new - 1, 0), config.max_position - whole)
     total = np.array([whole])
-    kept = [np.asarray(policy.budgets(config, layer, total))[0] for layer in range(config.num_layers)]
+    held = placed or policy.answering(config, room)
+    keeps = policy if held is policy or placed is None else Full()
+    kept = [np.asarray(keeps.budgets(config, layer, total))[0] for layer in range(config.num_layers)]
     sharing = _shared(policy, storage, batch, context)
     new_capacity = NEW_TOKENS
     if policy.grows and fed > NEW_TOKENS:
-        spare = 0 if policy.offloads_rounds or sharing else spare_tokens(config, policy, room, kept)
+        spare = 0 if sharing else spare_tokens(config, held, room, kept)
         new_capacity = new_bucket(fed - 1 - spare, config.max_position)
     weights, devices = weights_bytes(config, dtype, mesh), 1 if mesh is None else mesh.size
-    held = policy.planned(config, room)
     cache = alone = cache_bytes(config, held, rows, room, new_capacity, dtype, storage)
     if mesh is not None:
         cache = cache_bytes(config, held, rows, room, new_capacity, dtype, storage, mesh)
-    needed = cache_bytes(config, policy.planned(config, whole), batch, whole, max(fed, 1), dtype, storage, mesh)
+    least = policy.answering(config, whole) if placed is None else policy.reading(config, whole)
+    needed = cache_bytes(config, least, batch, whole, max(fed, 1), dtype, storage, mesh)
     peak, shared = prefill_bytes(config, policy, rows, whole, dtype, mesh), 0
     if sharing:
         sizes = context, prompt, new_capacity, dtype, storage
@@ -325,7 +364,7 @@ def _plan(
         peak = max(prefill_bytes(config, policy, 1, context, dtype, mesh), of_prompts)
     page_size = layout_for(storage, config.head_dim).page_size
     own = (prompt_bucket(prompt) if prompt else 0) if sharing else None
-    pages = page_capacities(policy, config, room, new_capacity, page_size, own)
+    pages = page_capacities(held, config, room, new_capacity, page_size, own)
     layers = config.num_layers // len(pages)  # more than one where all share their slots
     slots = [heads for counts in pages for heads in split_heads(counts, layers)]
     return Plan(
@@ -421,9 +460,9 @@ def _does_not_fit(
 
     def fits(batch: int, prompt: int, policy: Policy) -> bool:
         context = made.context_tokens
-        size = allocation(config, policy, batch, context + prompt, exact=True)
+        size = _first_size(config, policy, batch, prompt, context, None, exact=True)
         given = config, policy, size, batch, prompt, made.max_new_tokens, dtype, limit, storage, mesh
-        made_of = _plan(*given, context)
+        made_of = _plan(*given, context, policy.reading(config, slots_above(context + prompt, exact=True)))
         return made_of.total_bytes + already <= limit
 
     offers = []

@@ -285,7 +285,7 @@ def _filled(config: ModelConfig, policy: Policy, batch: int, context: int, dtype
     from kvjax.policies.split_cache import SplitCache
     from kvjax.runtime.synthetic import filled_cache
 
-    placed = policy.planned(config, context)
+    placed = policy.answering(config, context)
     if not isinstance(placed, SplitCache):
         return filled_cache(config, policy, batch, context, dtype, new_capacity=_ROOM)
 
@@ -313,7 +313,7 @@ def _needed(params: Decoder, policy: Policy, batch: int, context: int) -> int:
     from kvjax.policies.empty_cache import empty_cache
 
     config = params.config
-    placed = policy.planned(config, context)
+    placed = policy.answering(config, context)
     cache = jax.eval_shape(lambda: empty_cache(config, placed, batch, context, _ROOM, params.dtype))
     held = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache))
     filling = 6 * batch * config.num_kv_heads * context * config.head_dim * 4

@@ -267,8 +267,15 @@ class Policy:
         budgets = (self.budgets(config, layer, total)[0] for layer in range(config.num_layers))
         return tuple(tuple(int(count) + new for count in heads) for heads in budgets)
 
-    def planned(self, config: ModelConfig, prompt: int) -> Policy:
-        """The policy whose capacities a plan for ``prompt`` tokens shows: itself, unless it offloads rounds."""
+    def answering(self, config: ModelConfig, prompt: int) -> Policy:
+        """The policy whose capacities are held while a later turn is answered, after ``prompt`` tokens in all.
+
+        Itself, unless it offloads.
+        """
+        return self
+
+    def reading(self, config: ModelConfig, slots: int) -> Policy:
+        """The policy whose capacities hold a first prompt, with so many ``slots`` where it offloads them later."""
         return self
 
     def heads_of(self, config: ModelConfig, layer: int) -> int:

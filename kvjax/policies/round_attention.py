@@ -18,6 +18,7 @@ from kvjax.policies.base import HostOrTraced, Policy, floor_fraction, numpy_or_j
 from kvjax.policies.checks import one_of, only_one, refuse_shared_layers, refuse_unused
 from kvjax.policies.composed import HeadWise
 from kvjax.policies.profile import Profile, WatershedProfile, load_profile, packaged
+from kvjax.policies.split_cache import SplitCache
 
 #: Tokens at the beginning of a conversation that belong to no round: attention that no token deserves goes to them.
 SINKS = 4
@@ -131,15 +132,16 @@ class RoundAttention(Policy):
     # --- plans: a conversation of so many tokens whose last question brings the top fraction of them ---------------
 
     def capacities(self, config: ModelConfig, prompt: int, new: int) -> tuple[tuple[int, ...], ...]:
-        return self.planned(config, prompt).capacities(config, prompt, new)
+        return self.answering(config, prompt).capacities(config, prompt, new)
 
     def budgets(self, config: ModelConfig, layer: int, total: HostOrTraced) -> HostOrTraced:
         xp = numpy_or_jax(total)
         kept = total if layer < self.layers_below(config) else xp.maximum(floor_fraction(self.top, total), 1)
         return per_head(kept, config)
 
-    def planned(self, config: ModelConfig, prompt: int) -> Policy:
-        from kvjax.policies.split_cache import SplitCache
-
+    def answering(self, config: ModelConfig, prompt: int) -> Policy:
         upper = max(int(floor_fraction(self.top, np.asarray([prompt]))[0]), 1)
         return SplitCache(self.layers_below(config), upper)
+
+    def reading(self, config: ModelConfig, slots: int) -> Policy:
+        return SplitCache(self.layers_below(config), slots)

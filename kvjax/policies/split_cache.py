@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
+from kvjax.cache.buckets import MEDIUM, prompt_bucket, request_bucket
 from kvjax.model.config import ModelConfig
 from kvjax.policies.base import Policy
 
@@ -27,3 +28,23 @@ class SplitCache(Policy):
         heads = config.num_kv_heads
         upper = config.num_layers - self.watershed
         return ((prompt + new,) * heads,) * self.watershed + ((self.upper_capacity + new,) * heads,) * upper
+
+
+def slots_below(config: ModelConfig, tokens: int, *, held: int = 0, spare: int = 0, exact: bool = False) -> int:
+    """Slots of each head below the watershed that are allocated for rows of ``tokens``, the question's included.
+
+    Args:
+      held: slots that the conversation has there; they stay while they suffice.
+      spare: tokens of later turns, beside ``tokens``, where more are made.
+      exact: no spare but what buckets have.
+    """
+    if tokens <= held:
+        return held
+    if exact:
+        return prompt_bucket(tokens)
+    return min(request_bucket(tokens + spare), max(prompt_bucket(tokens), prompt_bucket(config.max_position)))
+
+
+def slots_above(tokens: int, *, exact: bool = False) -> int:
+    """Slots of each head above the watershed, and of the staging buffer; short conversations all have one size."""
+    return prompt_bucket(tokens) if exact else max(MEDIUM, prompt_bucket(tokens))

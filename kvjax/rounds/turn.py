@@ -15,18 +15,18 @@ import jax
 import numpy as np
 from jaxtyping import Float, Int
 
-from kvjax.cache.buckets import MEDIUM, NEW_TOKENS, RESERVE, prompt_bucket, request_bucket
+from kvjax.cache.buckets import NEW_TOKENS, RESERVE, prompt_bucket, request_bucket
 from kvjax.cache.cache import Cache, resize_layer
 from kvjax.cache.continuation import delete
 from kvjax.cache.host_memory import as_numpy
 from kvjax.cache.quantisation import Storage
 from kvjax.device_memory import device_limit
 from kvjax.errors import DoesNotFit
-from kvjax.memory_needs import cache_bytes, weights_bytes
+from kvjax.memory_needs import cache_bytes, prefill_bytes, weights_bytes
 from kvjax.model.config import ModelConfig
 from kvjax.model.decoder import Decoder
 from kvjax.policies.round_attention import RoundAttention
-from kvjax.policies.split_cache import SplitCache
+from kvjax.policies.split_cache import SplitCache, slots_above, slots_below
 from kvjax.rounds.conversation import Conversation, UpperRows
 from kvjax.rounds.programs import ONE_DEVICE, RoundPrograms, RoundUpload
 from kvjax.rounds.selection import normalised, round_attention, select
@@ -254,29 +254,25 @@ class _Question:
     def _sizes(self, lower: int, upper: int, held: int, spare: int) -> tuple[int, SplitCache]:
         """Slots to allocate below the watershed, and a split cache, for rows of so many slots below and above it.
 
-        Below it is as it is (``held``) while that suffices, else there are ``spare`` slots for later turns; above it
-        few sizes serve all turns. Where that needs more bytes than the limit, it is exact.
+        As :func:`~kvjax.policies.split_cache.slots_below` and ``slots_above``; exact where that needs
+        more bytes than the limit.
         """
-        most = max(prompt_bucket(lower), prompt_bucket(self.config.max_position))
-        room = held if lower <= held else min(request_bucket(lower + spare), most)
-        split = SplitCache(self.below, _upper_capacity(upper))
-        if self.limit is None or self._need(split, room) <= self.limit:
-            return room, split
-        return held if lower <= held else prompt_bucket(lower), SplitCache(self.below, prompt_bucket(upper))
+        for exact in (False, True):
+            room = slots_below(self.config, lower, held=held, spare=spare, exact=exact)
+            split = SplitCache(self.below, slots_above(upper, exact=exact))
+            if self.limit is None or self._need(split, room) <= self.limit:
+                break
+        return room, split
 
     def _need(self, split: SplitCache, room: int) -> int:
-        """Bytes of the weights and of a cache with so many slots below the watershed."""
+        """Bytes of the weights, of a cache with so many slots below the watershed, and of reading the question."""
         mesh = self.programs.mesh
         cache = cache_bytes(self.config, split, self.batch, room, NEW_TOKENS, self.dtype, self.storage, mesh)
-        return weights_bytes(self.config, self.dtype, mesh) + cache
+        reading = prefill_bytes(self.config, self.policy, self.batch, int(self.lengths.max()), self.dtype, mesh)
+        return weights_bytes(self.config, self.dtype, mesh) + cache + reading
 
     def _check_fits(self, split: SplitCache, room: int, *, first: bool) -> None:
         _check_fits(self._need(split, room), self.limit, self.programs.mesh, first=first)
-
-
-def _upper_capacity(slots: int) -> int:
-    """Slots above the watershed, of the staging buffer too: at least so many that short conversations have one size."""
-    return max(MEDIUM, prompt_bucket(slots))
 
 
 def _with_pages(cache: Cache, pages: tuple[tuple[int, ...], ...], note: Note) -> Cache:
@@ -363,7 +359,7 @@ def _bring(
             uploads.append(RoundUpload(row, upper, offset))
             ends = max(ends, int(offset.max()) + upper.kv.shape[3])
             offset = offset + held
-    room = _upper_capacity(max(ends, int(slots.max()) + tokens))
+    room = slots_above(max(ends, int(slots.max()) + tokens))
     return programs.stage(uploads, (layers, 2, batch, heads, room, config.head_dim), dtype, x)
 
 

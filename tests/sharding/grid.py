@@ -22,13 +22,9 @@ from support.scorers import with_profiles
 
 import kvjax
 from kvjax.cache import buckets
-from kvjax.cache.quantisation import parse_storage
-from kvjax.memory_needs import cache_bytes
 from kvjax.policies import parse
 from kvjax.policies.base import Policy
-from kvjax.policies.split_cache import SplitCache
 from kvjax.runtime import reading
-from kvjax.sharding.mesh import parse_mesh
 
 #: Every policy, at a size at which it drops something of these prompts.
 POLICIES: dict[str, str | Policy] = {
@@ -197,23 +193,15 @@ def _rounds(stats: Any) -> tuple[Any, ...] | None:
 
 def _planned(case: Case, lm: Any) -> int:
     """Bytes on each device after the first turn, as they are planned."""
-    policy = policy_of(case)
-    if not policy.offloads_rounds:
-        before = len(CONTEXT) if case.context else 0
-        asked = {
-            "prompt_tokens": 41,
-            "context_tokens": before,
-            "batch": 3,
-            "max_new_tokens": 5,
-            "mesh": case.mesh,
-            "storage": case.storage,
-        }
-        return kvjax.plan(lm, policy=policy, **asked).cache_bytes
-    # A first question brings nothing, and is itself in all layers; a plan is of a question that brings the top share.
-    room = buckets.request_bucket(41)
-    held = SplitCache(policy.watershed, buckets.MEDIUM)
-    storage, mesh = parse_storage(case.storage), parse_mesh(case.mesh)
-    return cache_bytes(lm.config, held, 3, room, buckets.NEW_TOKENS, lm.params.dtype, storage, mesh)
+    asked = {
+        "prompt_tokens": 41,
+        "context_tokens": len(CONTEXT) if case.context else 0,
+        "batch": 3,
+        "max_new_tokens": 5,
+        "mesh": case.mesh,
+        "storage": case.storage,
+    }
+    return kvjax.plan(lm, policy=policy_of(case), **asked).cache_bytes
 
 
 def _through_disk(lm: Any, cache: Any) -> Any:
