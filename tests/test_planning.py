@@ -205,3 +205,11 @@ def test_a_refusal_on_a_gpu_offers_the_part_that_jax_leaves(monkeypatch):
 def test_16_bits_take_half(dtype):
     whole, half = (kvjax.plan(CONFIG, prompt_tokens=3000, dtype=d) for d in ("float32", dtype))
     assert whole.weights_bytes == 2 * half.weights_bytes and whole.full_cache_bytes == 2 * half.full_cache_bytes
+
+
+def test_a_plan_says_where_the_context_ends_before_the_answer(tiny_model):
+    most = tiny_model.config.max_position
+    assert kvjax.plan(tiny_model, prompt_tokens=most - 20, max_new_tokens=21).notice is None
+    planned = kvjax.plan(tiny_model, prompt_tokens=most - 20, max_new_tokens=500)
+    assert f"context of {most:,} tokens ends after 21 new ones" in str(planned.notice)
+    assert str(planned.notice) in planned.table()

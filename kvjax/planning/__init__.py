@@ -1,0 +1,175 @@
+"""``plan``: every byte of a request before any is allocated, and a refusal that says what would fit."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax.numpy as jnp
+
+from kvjax.allocation import Allocation, allocation
+from kvjax.cache.buckets import NEW_TOKENS, prompt_bucket
+from kvjax.cache.cache import Cache
+from kvjax.cache.layout import layout_on
+from kvjax.cache.quantisation import MODEL, Storage, parse_storage
+from kvjax.checks import float_dtype, optional, whole_number
+from kvjax.chips import chip
+from kvjax.device_memory import GpuShare, device_limit, gpu_share
+from kvjax.errors import UsageError
+from kvjax.model.config import ModelConfig
+from kvjax.model.quantised import Weights, check_weights
+from kvjax.planning.asked import Asked
+from kvjax.planning.refusal import refusal
+from kvjax.planning.result import Plan as Plan
+from kvjax.policies import Full, Policy, parse
+from kvjax.policies.best import asked_later, resolve
+from kvjax.policies.guard import check_sizes, check_value
+from kvjax.policies.window_layers import for_model
+from kvjax.sharding.mesh import Mesh, parse_mesh
+
+
+def plan(
+    model: Any,
+    *,
+    prompt_tokens: int,
+    context_tokens: int = 0,
+    batch: int = 1,
+    policy: Policy | str | None = None,
+    max_new_tokens: int = 256,
+    dtype: Any = None,
+    weights: Weights | None = None,
+    storage: Storage | str | None = None,
+    memory_limit: int | None = None,
+    mesh: Mesh | str | None = None,
+    reserve_tokens: int | None = None,
+    device: str | None = None,
+) -> Plan:
+    """Every byte a request would take, before any of it is allocated.
+
+    Args:
+      model: a loaded model, or a ModelConfig (then ``dtype`` says what the weights would be; float32 by default).
+      prompt_tokens: tokens of the longest prompt.
+      context_tokens: tokens before those of every prompt, read once: ``context=`` of :func:`kvjax.generate`, or one
+        ``cache=`` for all prompts.
+      batch: rows.
+      policy: as for :func:`kvjax.generate`.
+      max_new_tokens: tokens generated; a growing policy's cache is planned at its final size.
+      dtype: of weights and cache.
+      weights: as for :func:`kvjax.load`; by default those of the model.
+      storage: of the cache's rows, as for :func:`kvjax.generate`.
+      memory_limit: bytes available; by default the device's.
+      mesh: devices that the request is spread over, which need not be there; by default the model's. Bytes, and the
+        limit, are then of each device.
+      reserve_tokens: tokens of later turns, as for :func:`kvjax.generate`; ``kvjax.Chat`` reserves 4,096.
+      device: the name of an accelerator that is planned for ("t4", "v5e", ..., :mod:`kvjax.chips`): its pages and
+        blocks, and its memory as the limit, of a GPU the part that JAX takes.
+
+    Raises:
+      UsageError: a length or batch that makes no sense, or beyond the model's context.
+      DoesNotFit: the total exceeds the limit; the sentence names a request that fits.
+    """
+    config, params, over = _model(model)
+    if check_weights(weights) is not None:
+        config = config.stored_as(weights)
+    asked = Full() if policy is None else parse(policy)
+    whole_number("prompt_tokens", prompt_tokens, 1)
+    whole_number("context_tokens", context_tokens, 0)
+    whole_number("batch", batch, 1)
+    whole_number("max_new_tokens", max_new_tokens, 0)
+    later = asked_later(context=context_tokens > 0, new_tokens=max_new_tokens, reserve_tokens=reserve_tokens)
+    found = resolve(asked, config, later=later)
+    chosen = for_model(found.policy, config)
+    if context_tokens + prompt_tokens > config.max_position:
+        raise UsageError(
+            f"The prompt has {context_tokens + prompt_tokens} tokens; this model's context is {config.max_position}."
+        )
+    chosen.check(config)
+    if dtype is None:
+        dtype = jnp.float32 if params is None else params.dtype
+    dtype = float_dtype(dtype)
+    optional(functools.partial(whole_number, least=0))("reserve_tokens", reserve_tokens)
+    check_value(chosen)
+    check_sizes(chosen, config, prompt_bucket(prompt_tokens), NEW_TOKENS)
+    stored = parse_storage(storage)
+    over = over if mesh is None else parse_mesh(mesh)
+    if device is not None and memory_limit is not None:
+        raise UsageError("Both device and memory_limit say how much memory there is; give one of them.")
+    sizes = config, chosen, batch, prompt_tokens, max_new_tokens, dtype
+    if device is None:
+        share = gpu_share() if memory_limit is None else None
+        request = Asked(*sizes, device_limit(memory_limit), stored, over, context_tokens)
+        made = _that_fits(request, reserve_tokens, share, share and share.source)
+        return dataclasses.replace(made, choice=found.line)
+    named = chip(device)
+    if stored.layout is None:
+        stored = dataclasses.replace(stored, layout=layout_on(named.platform, config.head_dim))
+    with named.compiled_for():
+        made = _that_fits(
+            Asked(*sizes, named.limit, stored, over, context_tokens), reserve_tokens, named.share, named.source
+        )
+        return dataclasses.replace(made, choice=found.line)
+
+
+def _that_fits(request: Asked, reserve: int | None, share: GpuShare | None, source: str | None) -> Plan:
+    """The plan of sizes that are shared with other requests, or else of exact ones; DoesNotFit where neither fits."""
+    of_mesh = request.mesh is not None and not request.policy.offloads_rounds
+    for exact in dict.fromkeys((of_mesh or request.shares_context, True)):
+        made = request.first_plan(reserve, exact=exact)
+        if made.fits:
+            return dataclasses.replace(made, memory_source=source)
+    error = refusal(made, request, 0, share)
+    error.plan = made
+    raise error
+
+
+def _model(model: Any) -> tuple[ModelConfig, Any, Mesh | None]:
+    """Configuration, parameters and mesh of what was given as a model."""
+    if isinstance(model, ModelConfig):
+        return model, None, None
+    from kvjax.checkpoints.load import LanguageModel  # and its readers of files, which a plan of a shape does without
+
+    if not isinstance(model, LanguageModel):
+        raise UsageError(f"The model is a {type(model).__name__}; give one from kvjax.load, or a ModelConfig.")
+    return model.config, model.params, model.mesh
+
+
+def fitting(
+    config: ModelConfig,
+    policy: Policy,
+    rows: int,
+    tokens: int,
+    *,
+    dtype: Any,
+    memory_limit: int | None,
+    already: int = 0,
+    storage: Storage = MODEL,
+    mesh: Mesh | None = None,
+    reserve: int | None = None,
+    held: Cache | None = None,
+    exact: bool = False,
+    context: int = 0,
+) -> Allocation:
+    """The sizes a generation is allocated, with prompts and the first new-token bucket: exact where it must be.
+
+    Args:
+      rows, reserve, held, exact: as for :func:`kvjax.allocation.allocation`.
+      tokens: that the rows will have seen, prompts included, beside ``context`` tokens before all of them, read once.
+      already: bytes of caches that stay beside it.
+
+    Raises:
+      DoesNotFit: not even exactly.
+    """
+    limit, context = device_limit(memory_limit), min(context, config.max_position - 1)
+    tokens = min(tokens, config.max_position - context)
+    check_value(policy)
+    check_sizes(policy, config, prompt_bucket(context + tokens), NEW_TOKENS)
+    # Rows that share a context are as many as were asked for, so that its bytes are spared and not spent on padding.
+    request = Asked(config, policy, rows, tokens, 1, dtype, limit, storage, mesh, context)
+    exact = exact or mesh is not None or request.shares_context
+    for tight in dict.fromkeys((exact, True)):
+        size = allocation(config, policy, rows, request.whole, reserve=reserve, held=held, exact=tight)
+        made = request.plan(size)
+        if limit is None or made.total_bytes + already <= limit:
+            return size
+    raise refusal(made, request, already, gpu_share() if memory_limit is None else None)

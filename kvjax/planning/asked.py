@@ -1,0 +1,178 @@
+"""The bytes of a request of given sizes."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from kvjax.allocation import Allocation, allocation, spare_tokens
+from kvjax.cache.buckets import NEW_TOKENS, RESERVE, new_bucket, prompt_bucket
+from kvjax.cache.groups import split_heads
+from kvjax.cache.pool import layout_for
+from kvjax.cache.quantisation import MODEL, Storage
+from kvjax.memory_needs import cache_bytes, full_cache_bytes, prefill_bytes, shared_context_bytes, weights_bytes
+from kvjax.model.config import ModelConfig
+from kvjax.planning.result import Plan
+from kvjax.policies import Full, Policy, format_policy
+from kvjax.policies.base import shares
+from kvjax.policies.page_capacities import page_capacities
+from kvjax.policies.split_cache import slots_above, slots_below
+from kvjax.sharding.mesh import Mesh
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """A request as far as its bytes depend on it.
+
+    Attributes:
+      batch: rows. prompt: tokens of the longest one, beside ``context`` tokens before all of them, read once.
+      new: tokens that are generated.
+      limit: bytes of the device, or None where they are not known.
+    """
+
+    config: ModelConfig
+    policy: Policy
+    batch: int
+    prompt: int
+    new: int
+    dtype: Any
+    limit: int | None
+    storage: Storage = MODEL
+    mesh: Mesh | None = None
+    context: int = 0
+
+    @property
+    def whole(self) -> int:
+        """Tokens that a row has seen before its first new one."""
+        return self.context + self.prompt
+
+    @property
+    def fed(self) -> int:
+        """Tokens that are decoded into the cache: the last one is generated and never fed; the context bounds them."""
+        fed = max(self.new - 1, 0)
+        return fed if self.policy.beyond_context else min(fed, self.config.max_position - self.whole)
+
+    @property
+    def shares_context(self) -> bool:
+        """Whether rows share the slots of a context; a single row has nobody to share with."""
+        return bool(self.context) and self.batch > 1 and shares(self.policy, self.storage)
+
+    def first_size(self, reserve: int | None, *, exact: bool) -> Allocation:
+        """The sizes of prompts that nothing but a context is before; a context of rounds is a turn of its own.
+
+        ``reserve``: tokens of later turns, over all rows together. ``exact``: no spare but what buckets of tokens have.
+        """
+        config, policy, batch = self.config, self.policy, self.batch
+        if not policy.offloads_rounds:
+            return allocation(config, policy, batch, self.whole, reserve=reserve, exact=exact)
+        held = slots_below(config, self.context, spare=reserve or 0, exact=exact) if self.context else 0
+        spare = (RESERVE if reserve is None and self.context else reserve or 0) // batch
+        return Allocation(batch, slots_below(config, self.whole, held=held, spare=spare, exact=exact))
+
+    def first_plan(self, reserve: int | None, *, exact: bool) -> Plan:
+        """The plan of prompts that nothing but a context is before, sizes as :meth:`first_size`."""
+        size = self.first_size(reserve, exact=exact)
+        made = self.plan(size, self.policy.reading(self.config, slots_above(self.whole, exact=exact)))
+        if not self.policy.offloads_rounds:
+            return made
+        return dataclasses.replace(made, later_bytes=self._later_bytes(size))
+
+    def _later_bytes(self, size: Allocation) -> int:
+        """Bytes of the cache while a later question is answered in a conversation of as many tokens."""
+        selected = self.policy.answering(self.config, self.whole).capacities(self.config, 0, 0)[-1][0]
+        placed = self.policy.reading(self.config, slots_above(selected))
+        capacities = size.rows, size.prompt_capacity, NEW_TOKENS
+        return cache_bytes(self.config, placed, *capacities, self.dtype, self.storage, self.mesh)
+
+    def plan(self, size: Allocation, placed: Policy | None = None) -> Plan:
+        """The plan of these sizes; ``placed`` has the capacities, by default those while a later turn is answered."""
+        config, policy, storage, mesh = self.config, self.policy, self.storage, self.mesh
+        room, held = size.prompt_capacity, placed or policy.answering(config, size.prompt_capacity)
+        budgets = (policy if placed is None or placed is policy else Full()).budgets
+        kept = [np.asarray(budgets(config, layer, np.array([self.whole])))[0] for layer in range(config.num_layers)]
+        new_capacity = self._new_capacity(held, room, kept)
+        least = policy.answering(config, self.whole) if placed is None else policy.reading(config, self.whole)
+        found = self._bytes(size, new_capacity, held, least)
+        weights, devices = weights_bytes(config, self.dtype, mesh), 1 if mesh is None else mesh.size
+        full = self.batch * full_cache_bytes(config, self.whole + self.fed, self.dtype) // devices
+        page_size = layout_for(storage, config.head_dim).page_size
+        own = (prompt_bucket(self.prompt) if self.prompt else 0) if self.shares_context else None
+        pages = page_capacities(held, config, room, new_capacity, page_size, own)
+        layers = config.num_layers // len(pages)  # more than one where all share their slots
+        slots = [heads for counts in pages for heads in split_heads(counts, layers)]
+        return Plan(
+            policy=format_policy(policy),
+            batch=self.batch,
+            prompt_tokens=self.prompt,
+            max_new_tokens=self.new,
+            weights_bytes=weights,
+            cache_bytes=found.cache,
+            prefill_peak_bytes=found.peak,
+            full_cache_bytes=full,
+            total_bytes=weights + found.cache + found.peak,
+            memory_limit=self.limit,
+            capacities=tuple(tuple(count * page_size for count in heads) for heads in slots),
+            retained=tuple(tuple(int(x) for x in heads) for heads in kept),
+            mesh=None if mesh is None else str(mesh),
+            cache_over_even=found.cache * devices / found.alone,
+            spare_bytes=max(found.cache - found.needed, 0),
+            context_tokens=self.context,
+            shares_context=shares(policy, storage),
+            context_bytes=found.context,
+            windows=config.windows_by_layer,
+            notice=self._notice(),
+        )
+
+    def _new_capacity(self, held: Policy, room: int, kept: list[np.ndarray]) -> int:
+        """Slots for decoded tokens when the last one is fed."""
+        if not self.policy.grows or self.fed <= NEW_TOKENS:
+            return NEW_TOKENS
+        spare = 0 if self.shares_context else spare_tokens(self.config, held, room, kept)
+        return new_bucket(self.fed - 1 - spare, self.config.max_position)
+
+    def _bytes(self, size: Allocation, new_capacity: int, held: Policy, least: Policy) -> _Bytes:
+        """Bytes of a cache with the capacities of ``held``, of which ``least`` has those that are needed."""
+        config, policy, dtype, storage, mesh = self.config, self.policy, self.dtype, self.storage, self.mesh
+        fed = max(self.fed, 1)
+        if not self.shares_context:
+            alone = cache_bytes(config, held, size.rows, size.prompt_capacity, new_capacity, dtype, storage)
+            return _Bytes(
+                cache=cache_bytes(config, held, size.rows, size.prompt_capacity, new_capacity, dtype, storage, mesh),
+                alone=alone,
+                needed=cache_bytes(config, least, self.batch, self.whole, fed, dtype, storage, mesh),
+                peak=prefill_bytes(config, policy, size.rows, self.whole, dtype, mesh),
+            )
+        shape = config, policy, self.batch, self.context, self.prompt
+        alone, _ = shared_context_bytes(*shape, new_capacity, dtype, storage)
+        cache, shared = shared_context_bytes(*shape, new_capacity, dtype, storage, mesh)
+        needed, _ = shared_context_bytes(*shape, fed, dtype, storage, mesh, exact=True)
+        # The context is read by itself, and then attended to from rows of one layer of it at a time.
+        of_prompts = prefill_bytes(config, policy, self.batch, self.prompt, dtype, mesh)
+        of_prompts += 2 * shared // config.num_layers
+        peak = max(prefill_bytes(config, policy, 1, self.context, dtype, mesh), of_prompts)
+        return _Bytes(cache, alone, needed, peak, shared)
+
+    def _notice(self) -> str | None:
+        """What the policy cannot do for prompts of this length, and where the context ends before the answer does."""
+        lines = [self.policy.notice(self.config, self.whole)]
+        if self.fed < self.new - 1:
+            most = self.config.max_position
+            lines.append(f"The model's context of {most:,} tokens ends after {self.fed + 1:,} new ones.")
+        return " ".join(line for line in lines if line is not None) or None
+
+
+class _Bytes(NamedTuple):
+    """Bytes of a request on each device.
+
+    Attributes:
+      cache: as allocated. alone: that of one device alone. needed: of ``cache``, without what is spare.
+      peak: of prefill. context: of ``cache``, what rows share.
+    """
+
+    cache: int
+    alone: int
+    needed: int
+    peak: int
+    context: int = 0

@@ -1,0 +1,67 @@
+"""The refusal of a request that does not fit, with what would."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from kvjax.device_memory import GpuShare
+from kvjax.errors import DoesNotFit
+from kvjax.planning.asked import Asked
+from kvjax.planning.result import Plan
+from kvjax.policies import Full, LagKV, Policy
+from kvjax.policies.window_layers import for_model
+from kvjax.tables import human_bytes
+
+
+def refusal(made: Plan, request: Asked, already: int, share: GpuShare | None) -> DoesNotFit:
+    """The error of a plan that does not fit beside ``already`` bytes, with the sizes of the request that would.
+
+    ``share``: of a GPU's memory that JAX takes; None where the limit was given.
+    """
+    limit = made.memory_limit
+    assert limit is not None, "what has no limit fits"
+    each = "" if request.mesh is None else " on each device"
+    need = f"This needs {human_bytes(made.total_bytes + already)}{each} and the limit is {human_bytes(limit)}"
+    if made.weights_bytes >= limit:
+        narrower = ' or dtype, or weights="int8"' if request.config.weights is None else ""
+        return DoesNotFit(
+            f"{need}: the weights alone are {human_bytes(made.weights_bytes)}; use a smaller model{narrower}."
+        )
+
+    policy = request.policy
+
+    def fits(batch: int, prompt: int, policy: Policy) -> bool:
+        other = dataclasses.replace(request, batch=batch, prompt=prompt, policy=policy)
+        return other.first_plan(None, exact=True).total_bytes + already <= limit
+
+    offers = []
+    batch = _largest(1, made.batch - 1, lambda b: fits(b, made.prompt_tokens, policy))
+    if batch:
+        offers.append(f"a batch of {batch}")
+    prompt = _largest(1, made.prompt_tokens - 1, lambda t: fits(made.batch, t, policy))
+    if prompt:
+        offers.append(f"prompts of {prompt:,} tokens")
+    if not offers and (prompt := _largest(1, made.prompt_tokens - 1, lambda t: fits(1, t, policy))):
+        offers.append(f"a batch of 1 with {prompt:,} tokens")
+    for ratio in (0.5, 0.25, 0.125):
+        lagkv = for_model(LagKV(ratio=ratio), request.config)
+        if isinstance(policy.chosen, Full) and fits(made.batch, made.prompt_tokens, lagkv):
+            offers.append(f'policy="lagkv:ratio={ratio}"')
+            break
+    if share is not None and (larger := share.offer(made.total_bytes + already)):
+        offers.append(larger)
+    would = " or ".join(offers) if offers else "only a device with more memory"
+    return DoesNotFit(f"{need}; {would} would fit.")
+
+
+def _largest(low: int, high: int, fits: Any) -> int:
+    """The largest number in [low, high] that fits, or 0; what fits at n is taken to fit below."""
+    best = 0
+    while low <= high:
+        middle = (low + high) // 2
+        if fits(middle):
+            best, low = middle, middle + 1
+        else:
+            high = middle - 1
+    return best
