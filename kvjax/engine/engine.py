@@ -27,6 +27,8 @@ from kvjax.policies import Policy
 from kvjax.prompts import Prompt
 from kvjax.request import Request
 
+#: Tokens of the longest prompt, where nothing else is said.
+_PROMPT_TOKENS = 2048
 #: Tokens between two pieces of a stream.
 _STREAM_STEPS = 8
 #: Requests that a report looks back on.
@@ -61,7 +63,7 @@ class Engine:
         storage: Storage | str | None = None,
         *,
         slots: int | None = None,
-        prompt_tokens: int = 2048,
+        prompt_tokens: int | None = None,
         new_tokens: int = 512,
         memory_limit: int | None = None,
         max_pause: float = 0.5,
@@ -73,7 +75,8 @@ class Engine:
           lm: a model from :func:`kvjax.load`, on the devices of this process.
           policy, storage: of all requests, as for :func:`kvjax.generate`.
           slots: requests that run at the same time; None for as many as ``memory_limit`` has room for, or 8.
-          prompt_tokens: of the longest prompt, with its context or what its cache has seen.
+          prompt_tokens: of the longest prompt, with its context or what its cache has seen; by default 2,048, or the
+            model's context where that is less.
           new_tokens: that a row of such a prompt may generate; a shorter prompt may have more. A row whose slot is full
             ends by "memory". Policies that keep a fixed size need no room for them.
           memory_limit: refuse more bytes than this, by default what the device has.
@@ -88,11 +91,12 @@ class Engine:
         engine_policy(lm, policy)
         if slots is not None:
             whole_number("slots", slots, 1, 2**16)
+        if prompt_tokens is None:
+            prompt_tokens = min(_PROMPT_TOKENS, lm.config.max_position)
         whole_number("prompt_tokens", prompt_tokens, 1)
         whole_number("new_tokens", new_tokens, 1)
         whole_number("queue", queue, 1)
         number("max_pause", max_pause, 0.0)
-        prompt_tokens = min(prompt_tokens, lm.config.max_position)
         sizes = {"slots": slots, "prompt_tokens": prompt_tokens, "new_tokens": new_tokens}
         self._core = EngineCore(lm, policy, storage, **sizes, memory_limit=memory_limit, max_pause=max_pause)
         self._lm, self._queue = lm, queue

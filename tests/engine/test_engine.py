@@ -283,6 +283,7 @@ def test_what_it_says_of_itself(lagkv):
         (lambda: Engine(LM, kvjax.RoundAttention()), "no slots of one size"),
         (lambda: Engine(LM, slots=0), "slots"),
         (lambda: Engine(LM, prompt_tokens=0), "prompt_tokens"),
+        (lambda: Engine(LM, prompt_tokens=10**6), "this model.s context is"),
         (lambda: Engine(LM, max_pause=-1.0), "max_pause"),
         (lambda: Engine(LM, queue=0), "queue"),
         (lambda: Engine("smollm2", slots=2), "kvjax.load"),  # pyright: ignore[reportArgumentType]

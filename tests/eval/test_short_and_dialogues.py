@@ -178,7 +178,7 @@ def test_the_hub_has_what_the_folder_has_not(monkeypatch, tmp_path, lm):
     monkeypatch.setattr("huggingface_hub.hf_hub_download", refuse)
     with pytest.raises(UsageError, match=r"The data set copa is neither in --data \(as short/copa.train.jsonl\)"):
         asked_of(suite, DataFolder(None), tasks=("copa",))
-    with pytest.raises(UsageError, match="MT-Bench-101 is not there: give --data DIR with"):
+    with pytest.raises(UsageError, match="Missing: MT-Bench-101; give --data DIR with"):
         asked_of(SUITES["dialogues"], DataFolder(None))
 
 

@@ -158,7 +158,7 @@ def test_the_first_topic_of_a_dialogue(lm, folder):
     assert item.answers == ("tides of the sea",) and "topic of The tides" in item.context
     with pytest.raises(UsageError, match="No record of topics_5 is within 100 tokens"):
         items(lm, folder, "rounds", tasks=("topics_5",), length=100)
-    with pytest.raises(UsageError, match=r"LongEval's file of topics_10 is not there: .* has no longchat/topics_10"):
+    with pytest.raises(UsageError, match=r"Missing: LongEval's file of topics_10; .* has no longchat/topics_10"):
         items(lm, folder, "rounds")
 
 
@@ -202,7 +202,7 @@ def test_what_is_missing_is_said_with_what_to_give(monkeypatch):
     with pytest.raises(UsageError, match=f"--tasks {','.join(WITHOUT_DATA)}"):
         asked_of(SUITES["ruler"], nothing)
     asked_of(SUITES["ruler"], nothing, tasks=WITHOUT_DATA)
-    with pytest.raises(UsageError, match="The text of qa_1 is not there: give --data DIR with ruler/squad_dev"):
+    with pytest.raises(UsageError, match="Missing: the text of qa_1; give --data DIR with ruler/squad_dev"):
         asked_of(SUITES["ruler"], nothing, tasks=("qa_1",))
     for name in ("passkey", "needle-map"):
         with pytest.raises(UsageError, match="give --data DIR with paulgraham"):

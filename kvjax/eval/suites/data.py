@@ -32,7 +32,7 @@ class DataFolder:
         found = self.find(*names)
         if found is None:
             where = "give --data DIR with" if self.folder is None else f"{self.folder} has no"
-            raise UsageError(f"{what} is not there: {where} {' or '.join(names)}{instead}.")
+            raise UsageError(f"Missing: {what}; {where} {' or '.join(names)}{instead}.")
         return found
 
 

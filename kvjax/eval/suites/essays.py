@@ -17,7 +17,7 @@ _ABBREVIATION = re.compile(r"(?:^|[\s(\"'])(?:[A-Z]|Mr|Mrs|Ms|Dr|Prof|St|vs|e\.g
 
 def need_essays(data: DataFolder, what: str, instead: str = "") -> Path:
     """The path of the essays; a UsageError says what to give."""
-    return data.need(f"The essays that {what}", *PLACES, instead=instead)
+    return data.need(f"the essays that {what}", *PLACES, instead=instead)
 
 
 @functools.lru_cache(maxsize=2)

@@ -39,7 +39,7 @@ def _check(data: DataFolder, asked: Asked) -> None:
         if task in ESSAY_TASKS:
             essay_text(need_essays(data, f"{task} hides its needles in", _INSTEAD))
         elif task in documents_qa.PLACES:
-            path = data.need(f"The text of {task}", *documents_qa.PLACES[task], instead=_INSTEAD)
+            path = data.need(f"the text of {task}", *documents_qa.PLACES[task], instead=_INSTEAD)
             documents_qa.read_questions(task, path)
 
 
@@ -78,7 +78,7 @@ def _samples(lm: LanguageModel, data: DataFolder, task: str, length: int, limit:
     if task == "fwe":
         return word_lists.frequent_samples(tokenizer, length, limit, seed, template)
     if task in documents_qa.PLACES:
-        path = data.need(f"The text of {task}", *documents_qa.PLACES[task])
+        path = data.need(f"the text of {task}", *documents_qa.PLACES[task])
         return documents_qa.document_samples(tokenizer, task, path, length, limit, seed, template)
     if task in ESSAY_TASKS:
         essays = essay_text(need_essays(data, f"{task} hides its needles in"))
