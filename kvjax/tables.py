@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import operator
+import os
 import shutil
 import sys
 import textwrap
@@ -153,14 +154,15 @@ class Report:
         return json.dumps(self.data, indent=1) + "\n"
 
     def print(self, *, markdown: bool = False, width: int | None = None) -> None:
-        """The report on standard output; ``width`` columns of text where it is no terminal, which has its own."""
+        """The report on standard output; ``width`` columns of text where neither a terminal nor COLUMNS says how many."""
         if markdown:
             print(self.markdown(), end="")
             return
         from rich.console import Console
 
         terminal = sys.stdout.isatty()
-        console = Console(highlight=False, width=None if terminal else width)
+        said = terminal or os.environ.get("COLUMNS", "").isdigit()
+        console = Console(highlight=False, width=None if said else width)
         for part in self.parts:
             if isinstance(part, Heading | str):
                 part = part if isinstance(part, str) else part.text

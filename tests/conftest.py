@@ -13,6 +13,8 @@ from support import quick, sampled
 
 # What tests compile is not kept in the user's cache folder, by processes that they start neither.
 os.environ.setdefault("KVJAX_COMPILE_CACHE", "0")
+# Tables in pipes are as wide as they ask for, whatever terminal the tests were started from.
+os.environ.pop("COLUMNS", None)
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {quick.EMITTERS}".strip()
 
 # Shapes in signatures are checked wherever tests call these, before anything imports them.

@@ -56,6 +56,16 @@ def test_a_table_that_fits_is_one(capsys):
     assert text.count("tokens") == text.count("┏")  # each piece says whose rows they are
 
 
+def test_a_table_in_a_pipe_is_as_wide_as_columns_says(capsys, monkeypatch):
+    numbers = Table([Column(f"column {i}", str, right=True) for i in range(9)], [1, 2])
+    for asked, lines in ((None, 1), ("60", 2), ("many", 1)):
+        if asked is not None:
+            monkeypatch.setenv("COLUMNS", asked)
+        Report([numbers]).print(width=200)
+        text = capsys.readouterr().out
+        assert text.count("┏") == lines and max(map(len, text.splitlines())) <= (60 if lines > 1 else 200)
+
+
 def test_long_lines_go_on_indented_on_a_terminal(capsys, monkeypatch):
     line = "  0-5  " + ", ".join(["2,336"] * 30)
     print_text(line)
