@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import reprlib
+from collections.abc import Iterable
 from typing import Any
 
 #: Characters of a piece of input that a sentence quotes.
@@ -56,6 +57,16 @@ def cut(text: str, most: int = QUOTED) -> str:
         return text
     end = (most - 3) // 2
     return f"{text[: most - 3 - end]}...{text[-end:]}"
+
+
+def listed(names: Iterable[str], most: int = 160) -> str:
+    """Names as a sentence lists them: as many whole ones as ``most`` characters hold, and how many more there are."""
+    names = list(names)
+    shown = 0
+    while shown < len(names) and len(", ".join(names[: shown + 1])) <= most:
+        shown += 1
+    more = f" and {len(names) - shown} more" if shown < len(names) else ""
+    return ", ".join(names[:shown]) + more
 
 
 class _Quoting(reprlib.Repr):

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Literal, Protocol
 
 from kvjax.checks import whole_number
-from kvjax.errors import UsageError, quoted
+from kvjax.errors import UsageError, listed, quoted
 from kvjax.eval.words import word_pairs
 
 Kind = Literal["numbers", "words", "uuids"]
@@ -107,7 +107,7 @@ def find_task(task: str | NeedleTask) -> NeedleTask:
     if isinstance(task, NeedleTask):
         return task
     if task not in TASKS:
-        raise UsageError(f"There is no task {quoted(task)}; known are {', '.join(TASKS)}.")
+        raise UsageError(f"There is no task {quoted(task)}; known are {listed(TASKS, 200)}.")
     return TASKS[task]
 
 

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from kvjax.checks import MOST, MOST_SEED, read_number, read_whole_number
-from kvjax.errors import UsageError, quoted
+from kvjax.errors import UsageError, listed, quoted
 from kvjax.policies.base import Policy
 from kvjax.policies.names import ALIASES, CHOICES, POLICIES
 
@@ -82,7 +82,10 @@ def parse(text: Any) -> Policy:
     cls = _class_of(key)
     if cls is None:
         known = [*POLICIES, *CHOICES, *_REGISTERED]
-        raise UsageError(f"Unknown policy {quoted(name.strip())};{_nearest(key, known)} known are {', '.join(known)}.")
+        near = _nearest(key, known)
+        raise UsageError(
+            f"Unknown policy {quoted(name.strip())};{near} known are {listed(known)} (see `kvjax policies`)."
+        )
     hints = typing.get_type_hints(cls)
     fields = {field.name: hints[field.name] for field in options_of(cls)}
     values: dict[str, Any] = {}
@@ -93,7 +96,7 @@ def parse(text: Any) -> Policy:
             raise UsageError(f"An option of {cls.__name__} is missing in {quoted(text)}; write OPTION=VALUE.")
         field = field.replace("-", "_")
         if field not in fields:
-            accepted = f"it takes {', '.join(fields)}" if fields else "it takes none"
+            accepted = f"it takes {listed(fields)}" if fields else "it takes none"
             raise UsageError(f"{cls.__name__} has no option {quoted(field)};{_nearest(field, fields)} {accepted}.")
         if not equals or not value:
             raise UsageError(f"The option {quoted(field)} of {cls.__name__} has no value; write {field}=VALUE.")

@@ -12,7 +12,7 @@ import pytest
 
 import kvjax
 from kvjax import policies
-from kvjax.errors import UsageError
+from kvjax.errors import UsageError, listed
 from kvjax.policies import NACL, ExpectedAttention, Full, LagKV, SnapKV, StreamingLLM, names
 
 
@@ -92,3 +92,11 @@ def test_type_checkers_know_the_classes_of_the_table():
     for name in names.CLASSES:
         assert getattr(policies, name) is getattr(kvjax, name)
         assert name in policies.__all__ and name in kvjax.__all__
+
+
+def test_a_long_list_of_names_ends_at_a_whole_one():
+    with pytest.raises(UsageError) as error:
+        policies.parse("h3o")
+    sentence = str(error.value)
+    assert "..." not in sentence and "and 1" in sentence and "known are full, streamingllm, lagkv" in sentence
+    assert listed(["ab", "cd", "ef"], most=6) == "ab, cd and 1 more" and listed(["ab", "cd"], most=6) == "ab, cd"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvjax.checks import MOST_SEED, whole_number
-from kvjax.errors import UsageError, quoted
+from kvjax.errors import UsageError, listed, quoted
 from kvjax.eval.suites.data import DataFolder
 from kvjax.eval.suites.dialogues import DIALOGUES
 from kvjax.eval.suites.item import Asked, Suite
@@ -63,8 +63,7 @@ def asked_of(
     whole_number("--seed", seed, 0, MOST_SEED)
     for task in tasks:
         if task not in suite.tasks:
-            known = ", ".join(suite.tasks)
-            raise UsageError(f"The suite {suite.name} has no task {quoted(task)}; it has {known}.")
+            raise UsageError(f"The suite {suite.name} has no task {quoted(task)}; it has {listed(suite.tasks, 200)}.")
     if len(set(tasks)) < len(tasks):
         raise UsageError("A task is named twice; name each once.")
     own_length, own_limit = (suite.quick_length, suite.quick_limit) if quick else (suite.length, suite.limit)
