@@ -154,7 +154,7 @@ class Report:
         return json.dumps(self.data, indent=1) + "\n"
 
     def print(self, *, markdown: bool = False, width: int | None = None) -> None:
-        """The report on standard output; ``width`` columns of text where neither a terminal nor COLUMNS says how many."""
+        """The report on standard output; ``width`` columns wide where neither a terminal nor COLUMNS says."""
         if markdown:
             print(self.markdown(), end="")
             return

@@ -116,7 +116,7 @@ def engine_sizes(
     """
     if prompt_tokens > config.max_position:
         raise UsageError(
-            f"prompt_tokens is {prompt_tokens:,}; this model's context is {config.max_position:,}, so give at most that."
+            f"prompt_tokens is {prompt_tokens:,}; this model's context is {config.max_position:,}, give at most that."
         )
     limit = device_limit(memory_limit)
     capacity = prompt_bucket(prompt_tokens)
