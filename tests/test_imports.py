@@ -48,8 +48,7 @@ ROOMS: dict[str, str] = {
 MODULES: dict[str, str] = {
     "base": "kvjax.version kvjax.errors kvjax.checks kvjax.documents kvjax.files kvjax.tables kvjax.compile_cache "
     "kvjax.progress kvjax.live_line kvjax.interrupt kvjax.waiting kvjax.figures",
-    "planning": "kvjax.allocation kvjax.memory_needs kvjax.prompts kvjax.device_memory "
-    "kvjax.chips kvjax.fit",
+    "planning": "kvjax.allocation kvjax.memory_needs kvjax.prompts kvjax.device_memory kvjax.chips kvjax.fit",
     "request": "kvjax.options kvjax.request kvjax.output kvjax.ownership",
     "generation": "kvjax.session kvjax.generation kvjax.chat kvjax.history kvjax.context kvjax.scoring "
     "kvjax.policy_check kvjax.warming",
