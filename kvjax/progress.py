@@ -10,6 +10,7 @@ import dataclasses
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar, copy_context
@@ -162,11 +163,12 @@ class Reporter:
     """Receives the stages of a call.
 
     Attributes:
-      programs: names of the programs that the call needs, in order, where that is known.
+      programs: names of the programs that the call needs, in order, where that is known; one name may be of several.
     """
 
     def __init__(self, display: Display | None = None, function: Callable[[Event], None] | None = None):
         self.programs: Sequence[str] = ()
+        self._compiled: Counter[str] = Counter()
         self._display, self._function = display, function
         self._stages: list[Stage] = []
         self._lock = threading.RLock()
@@ -188,6 +190,17 @@ class Reporter:
     def innermost(self) -> Stage:
         """The stage that was opened last; one that tells nobody where there is none."""
         return self._stages[-1] if self._stages else Stage("load", "")
+
+    def announce(self, programs: Sequence[str]) -> None:
+        """Another call begins, which needs these programs."""
+        self.programs = tuple(programs)
+        self._compiled.clear()
+
+    def number(self, program: str) -> int | None:
+        """Which of the call's programs is compiled now that one of this name is; None where it was not announced."""
+        places = [place for place, name in enumerate(self.programs, 1) if name == program]
+        self._compiled[program] += 1
+        return places[min(self._compiled[program], len(places)) - 1] if places else None
 
     def restart(self) -> None:
         """Something else was shown just now: silence begins anew."""
@@ -311,8 +324,8 @@ def stage(
 
 def compiling(program: str) -> AbstractContextManager[Stage]:
     """The stage in which a program is compiled, one of those that the call needs."""
-    names = list(current().programs)
-    number, total = (names.index(program) + 1, len(names)) if program in names else (None, None)
+    number = current().number(program)
+    total = None if number is None else len(current().programs)
     return stage("compile", program.replace("_", " "), unit="programs", total=total, done=number)
 
 

@@ -204,7 +204,7 @@ class Session:
         """The stage that prompts are read in, and the programs that the call needs from there on."""
         request, most = self.request, self.request.options.max_new_tokens
         before, after = self.strategy.programs(request, request.lm.params)
-        progress.current().programs = [*before, *["decode_chunk"] * (most > 0), *after]
+        progress.current().announce([*before, *["decode_chunk"] * (most > 0), *after])
         expected = prefill_speed.expected_seconds(request.lm.config, self._work())
         return progress.stage("prefill", total=self._read_tokens(), expected=expected)
 

@@ -73,6 +73,17 @@ def test_the_programs_of_a_call_are_known(tiny_model, monkeypatch, options, name
     assert list(place.programs) == names == list(dict.fromkeys(ran))
 
 
+def test_a_program_a_kind_of_layer_is_counted_each():
+    """Layers with a window and global ones have programs of one name."""
+    lm = toys.tiny_model(num_layers=8, windows=(16, None) * 4)
+    events: list[Event] = []
+    options = {"max_new_tokens": 2, "stop_token_ids": [], "progress": events.append}
+    kvjax.generate(lm, "a few words", context="and what was before them", **options)
+    found = [(e.what, e.done, e.total) for e in events if e.stage == "compile" and e.what.startswith("prefill layer")]
+    fresh, onto = "prefill layer fresh", "prefill layer onto"
+    assert list(dict.fromkeys(found)) == [(fresh, 2, 7), (fresh, 3, 7), (onto, 5, 7), (onto, 6, 7)]
+
+
 def test_false_and_pipes_show_nothing_and_callers_decide(tiny_model, capsys):
     events: list[Event] = []
     kvjax.generate(tiny_model, "hello", max_new_tokens=2, progress=False)

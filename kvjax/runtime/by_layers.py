@@ -132,10 +132,11 @@ PREFILL_LAYER_ONTO = Program(prefill_layer_onto, static=("number", "pages"), don
 PROMPT_LOGITS = Program(prompt_logits)
 
 
-def program_names(*, fresh: bool, onto: bool) -> list[str]:
-    """Names of the programs of :func:`reading_by_layers`, into a new cache and onto one."""
-    layers = ["prefill_layer_fresh"] * fresh + ["prefill_layer_onto"] * onto
-    return ["embed_prompt", *layers[:1], "prompt_logits", *layers[1:]]
+def program_names(policy: Policy, params: Decoder, *, fresh: bool, onto: bool) -> list[str]:
+    """Names of the programs of :func:`reading_by_layers`, into a new cache and onto one: a layer's for each kind."""
+    kinds = int(_kinds(policy, params))
+    first, *later = ["prefill_layer_fresh"] * fresh + ["prefill_layer_onto"] * onto
+    return ["embed_prompt", *[first] * kinds, "prompt_logits", *later * kinds]
 
 
 def reading_by_layers(

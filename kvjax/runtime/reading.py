@@ -210,7 +210,7 @@ class TokenStrategy:
         several = len(list(_chunks(request.policy, params.config, longest))) > 1
         fresh, onto = request.cache is None, request.cache is not None or bool(request.context) or several
         if _by_layers(params, request)(longest):
-            return program_names(fresh=fresh, onto=onto), []
+            return program_names(request.policy, params, fresh=fresh, onto=onto), []
         return ["prefill_fresh"] * fresh + ["prefill_onto"] * onto, []
 
     def read(self, params: Decoder, request: Read, consume: bool, note: Note) -> tuple[Cache, jax.Array]:
