@@ -9,7 +9,7 @@ from typing import Any, Self, Unpack
 
 from kvjax.cache.buckets import RESERVE
 from kvjax.cache.cache import Cache
-from kvjax.cache.continuation import Continuation
+from kvjax.cache.continuation import Continuation, check_continuable
 from kvjax.cache.host_memory import as_numpy
 from kvjax.checkpoints.load import LanguageModel
 from kvjax.errors import UsageError
@@ -18,6 +18,7 @@ from kvjax.options import ChatKeywords, GenerationOptions, merged, shows_options
 from kvjax.output import Output, Piece
 from kvjax.ownership import Owned
 from kvjax.policies import Policy, parse
+from kvjax.request import how_to_continue
 from kvjax.rounds.conversation import Conversation
 
 
@@ -36,7 +37,8 @@ class Chat:
     Attributes:
       cache: the conversation so far, None before the first turn (a :class:`kvjax.Conversation` under RoundAttention).
         It is immutable: keep it to branch. If neither it nor the last ``output.cache`` was read, and the policy keeps
-        every token, the next turn reuses its memory; a turn that fails or is abandoned restores it.
+        every token, the next turn reuses its memory; a turn that fails or is abandoned restores it. One that is
+        assigned goes on under its own policy and storage; ``system`` and ``context`` are of a first turn alone.
       changes: how often the conversation has changed, for callers that save it.
     """
 
@@ -64,6 +66,10 @@ class Chat:
 
     @cache.setter
     def cache(self, value: Continuation | None) -> None:
+        if value is not None:
+            check_continuable("Chat.cache", [value])
+            policy, storage = how_to_continue(self.lm, self.options, value)
+            self.options = dataclasses.replace(self.options, policy=policy, storage=storage)
         self._hold(None if value is None else Owned(value, shared=True))
 
     @property
@@ -113,13 +119,22 @@ class Chat:
     def stream(self, text: str) -> Iterator[Piece]:
         """One turn, streamed; the conversation moves on when the last piece has been taken."""
         messages, options = self._request(text)
-        return self._follow(stream_generate(self.lm, messages, **options))
+        return self._follow(stream_generate(self.lm, messages, **options), self.changes)
 
-    def _follow(self, pieces: Iterator[Piece]) -> Iterator[Piece]:
+    def _follow(self, pieces: Iterator[Piece], changes: int) -> Iterator[Piece]:
+        self._check_unchanged(changes)
         for piece in pieces:
             if piece.output is not None:
+                self._check_unchanged(changes)
                 piece = dataclasses.replace(piece, output=self._move_on(piece.output))
             yield piece
+
+    def _check_unchanged(self, changes: int) -> None:
+        """Refuse (UsageError) a streamed turn when another has changed the conversation since it was asked for."""
+        if self.changes != changes:
+            raise UsageError(
+                "The conversation has gone on from here since the stream was made; take one turn at a time."
+            )
 
     def park(self) -> None:
         """Move the conversation to host memory while its user is idle; the next turn brings back what it needs."""
@@ -155,10 +170,10 @@ class Chat:
         if chat.options.policy is not None:
             raise UsageError("A conversation that was saved goes on under its own policy; leave policy= out.")
         cache = load_cache(path, lm, memory_limit=chat.options.memory_limit)
-        chat._hold(Owned(cache))
         # reset() forgets what was said, not how it was kept.
-        storage = cache.storage if chat.options.storage is None else chat.options.storage
-        chat.options = dataclasses.replace(chat.options, policy=cache.policy.chosen, storage=storage)
+        policy, storage = how_to_continue(lm, chat.options, cache)
+        chat.options = dataclasses.replace(chat.options, policy=policy, storage=storage)
+        chat._hold(Owned(cache))
         return chat
 
     def reset(self) -> None:

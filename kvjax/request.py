@@ -13,7 +13,7 @@ import numpy as np
 from kvjax.allocation import Allocation
 from kvjax.cache.buckets import batch_bucket
 from kvjax.cache.cache import NO_TOKEN, OPEN_MESSAGE, Cache
-from kvjax.cache.continuation import Continuation, are_apart, check_continuable, one_batch
+from kvjax.cache.continuation import Continuation, are_apart, check_continuable, delete, one_batch
 from kvjax.cache.host_memory import as_numpy
 from kvjax.cache.quantisation import Storage, parse_storage
 from kvjax.checkpoints.fill import say_once
@@ -104,7 +104,7 @@ class Request:
         )
         self.policy, self.choice = _policy(options.policy, caches, lm, later)
         self.policy.check(lm.config)
-        self.storage = _storage(options.storage, caches)
+        self.storage = _storage(options.storage, caches, lm.config.head_dim)
         for old in caches:
             _same_model(lm.config, old)
         self.rows = count * n
@@ -124,6 +124,7 @@ class Request:
         self.programs = Programs(lm.mesh, lm.config, exact=self.size.rows != batch_bucket(self.rows))
         held = [adopt(old.to_device(), lm.mesh, lm.config) for old in caches]
         self.cache = _one_row_each(held, count) if held else None
+        self._given = caches
         self.cache_is_copy = self.cache is not None and all(are_apart(self.cache, old) for old in caches)
         if options.prompt_logprobs and self.policy.offloads_rounds:
             raise UsageError(
@@ -133,6 +134,11 @@ class Request:
         self.prefix: tuple[int, ...] = (
             self._prefix(prompt) if self.policy.offloads_rounds and self.cache is None else ()
         )
+
+    def consume_given(self) -> None:
+        """Free the caches that were given, of which this request has copies."""
+        for old in self._given:
+            delete(old)
 
     @property
     def context(self) -> tuple[int, ...]:
@@ -314,15 +320,30 @@ def _policy(
     return caches[0].policy, same and same.line
 
 
-def _storage(storage: Any, caches: Sequence[Continuation]) -> Storage:
+def _storage(storage: Any, caches: Sequence[Continuation], head_dim: int) -> Storage:
     """The storage asked for, or the one the caches have."""
+    asked = parse_storage(storage, head_dim)
     if not caches:
-        return parse_storage(storage)
-    if storage is not None and parse_storage(storage) != caches[0].storage:
-        raise UsageError(
-            f"The cache is stored as {caches[0].storage.kind}; it continues so, so leave storage= out or give the same."
-        )
-    return caches[0].storage
+        return asked
+    own = caches[0].storage
+    if storage is not None and asked != own:
+        what = own.kind if asked.kind != own.kind else own
+        raise UsageError(f"The cache is stored as {what}; it continues so, so leave storage= out or give the same.")
+    return own
+
+
+def how_to_continue(
+    lm: LanguageModel, options: GenerationOptions, cache: Continuation
+) -> tuple[Policy | str, Storage | str]:
+    """Policy and storage of a conversation that goes on with a cache: the options', or its own where they say none.
+
+    Raises:
+      UsageError: the options say others, or the cache is of another model.
+    """
+    _same_model(lm.config, cache)
+    own, _ = _policy(options.policy, [cache], lm, later=True)
+    stored = _storage(options.storage, [cache], lm.config.head_dim)
+    return own.chosen if options.policy is None else options.policy, options.storage or stored
 
 
 def _caches(cache: Any, count: int) -> list[Continuation]:

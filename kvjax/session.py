@@ -152,6 +152,8 @@ class Session:
         """Read the prompts, by the model or by ``params``; ``consume`` donates what they are read onto."""
         request, owned = self.request, self.request.owned
         if request.cache_is_copy:
+            if consume:
+                request.consume_given()
             consume = True
         elif owned is not None and may_be_lent(owned.value) and not owned.shared and request.n == 1:
             self._lent, consume = owned.lend(), True

@@ -7,10 +7,13 @@ import dataclasses
 
 import numpy as np
 import pytest
+import toys
 from support import oracles
 
 import kvjax
+from kvjax import Chat, UsageError
 from kvjax.cache.continuation import keys_and_values
+from kvjax.cache.layout import platform_layout
 from kvjax.options import GenerationOptions
 from kvjax.policies import Full, LagKV, StreamingLLM
 from kvjax.prompts import tokenize
@@ -351,3 +354,59 @@ def test_an_abandoned_stream_gives_the_conversation_back(tiny_model, policy):
     list(now)
     with pytest.raises(kvjax.UsageError, match="has gone on from here"):
         next(late)
+
+
+@pytest.mark.parametrize("policy", ["full", "streamingllm:window=64"])
+def test_one_stream_at_a_time_moves_a_conversation_on(tiny_model, policy):
+    """Of two that were begun from one state the later is refused, whether or not the policy's cache may be lent."""
+    chat = Chat(tiny_model, policy=policy, max_new_tokens=4, stop_token_ids=[])
+    for turns in range(2):
+        first, second = chat.stream("first question"), chat.stream("second")
+        list(first)
+        seen = int(chat.cache.seen[0])
+        with pytest.raises(UsageError, match="gone on"):
+            list(second)
+        assert int(chat.cache.seen[0]) == seen and chat.changes == turns + 1
+    late = chat.stream("too late")
+    chat.send("a turn in between")
+    with pytest.raises(UsageError, match="gone on from here since the stream was made"):
+        next(late)
+
+
+def test_an_assigned_cache_goes_on_under_its_own_policy(tiny_model):
+    cache = kvjax.read(tiny_model, "some text", policy="streamingllm:window=64", storage="int8")
+    with pytest.raises(UsageError, match="compressed by StreamingLLM"):
+        Chat(tiny_model, policy="lagkv:ratio=0.5").cache = cache
+    with pytest.raises(UsageError, match="stored as int8"):
+        Chat(tiny_model, storage="model").cache = cache
+    with pytest.raises(UsageError, match="another model"):
+        Chat(toys.tiny_model(num_layers=3)).cache = cache
+    with pytest.raises(UsageError, match="an output's cache"):
+        Chat(tiny_model).cache = "a folder"  # pyright: ignore[reportAttributeAccessIssue]
+    chat = Chat(tiny_model, max_new_tokens=3)
+    chat.cache = cache
+    assert chat.policy == cache.policy.chosen
+    assert chat.send("hi").cache.policy == cache.policy
+
+
+def test_a_saved_conversation_is_loaded_with_its_own_storage_alone(tiny_model, tmp_path):
+    chat = Chat(tiny_model, storage="int8", max_new_tokens=3)
+    chat.send("a")
+    chat.save(tmp_path / "saved")
+    with pytest.raises(UsageError, match="stored as int8"):
+        Chat.load(tmp_path / "saved", tiny_model, storage="model")
+    assert Chat.load(tmp_path / "saved", tiny_model, storage="int8", max_new_tokens=3).send("b").tokens
+
+
+def test_the_usual_layout_given_by_name_is_the_usual_storage(tiny_model):
+    usual = kvjax.Storage(layout=platform_layout(tiny_model.config.head_dim))
+    chat = Chat(tiny_model, storage=usual, max_new_tokens=3)
+    chat.send("a")
+    assert chat.send("b").tokens
+    with pytest.raises(UsageError, match="headroom is for storage='int8'"):
+        kvjax.Storage("model", headroom=2.0)
+    roomy = Chat(tiny_model, storage=kvjax.Storage("int8", headroom=2.0), max_new_tokens=3)
+    roomy.send("a")
+    cache = roomy.send("b").cache
+    with pytest.raises(UsageError, match=r"stored as Storage\(kind='int8', headroom=2.0"):
+        kvjax.generate(tiny_model, "c", cache=cache, storage="int8")

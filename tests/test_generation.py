@@ -10,7 +10,9 @@ import toys
 from support import oracles
 
 import kvjax
+from kvjax import UsageError
 from kvjax.cache.buckets import NEW_TOKENS
+from kvjax.cache.continuation import is_consumed
 from kvjax.policies import Full, LagKV, StreamingLLM
 from kvjax.runtime.compilation import compile_clock
 
@@ -207,3 +209,15 @@ def test_no_new_tokens_reads_the_prompt_and_returns_the_cache(tiny_model):
     assert output.stats.seen == 30 and int(output.cache.next_token[0]) == -1
     many = kvjax.generate(tiny_model, [MIDDLE, SHORT], n=2, max_new_tokens=0)
     assert [[o.stats.seen for o in samples] for samples in many] == [[30, 30], [7, 7]]
+
+
+def test_caches_that_are_joined_are_consumed_where_that_is_asked(tiny_model):
+    options = {"chat": False, "max_new_tokens": 3}
+    first, second = (kvjax.generate(tiny_model, text, **options).cache for text in ("abc", "abcd"))
+    kept = [output.tokens for output in kvjax.generate(tiny_model, ["q", "r"], cache=[first, second], **options)]
+    assert not is_consumed(first) and not is_consumed(second)
+    outputs = kvjax.generate(tiny_model, ["q", "r"], cache=[first, second], consume_cache=True, **options)
+    assert [output.tokens for output in outputs] == kept
+    assert is_consumed(first) and is_consumed(second)
+    with pytest.raises(UsageError, match="consumed by an earlier call"):
+        kvjax.generate(tiny_model, "q", cache=first, **options)

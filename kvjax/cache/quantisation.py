@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.cache.layout import Layout
+from kvjax.cache.layout import Layout, platform_layout
 from kvjax.checks import number
 from kvjax.errors import UsageError, quoted
 
@@ -46,6 +46,8 @@ class Storage:
         if self.kind not in ("model", "int8"):
             raise UsageError(f"storage is {quoted(self.kind)}; give 'model' or 'int8'.")
         number("headroom", self.headroom, 1)
+        if not self.quantised and self.headroom != type(self).headroom:
+            raise UsageError("headroom is for storage='int8', whose scales it leaves room in; leave it out.")
 
     @property
     def quantised(self) -> bool:
@@ -55,12 +57,16 @@ class Storage:
 MODEL = Storage()
 
 
-def parse_storage(value: Any) -> Storage:
-    """A storage from its name; None is the model's dtype, and a Storage passes through. UsageError otherwise."""
+def parse_storage(value: Any, head_dim: int | None = None) -> Storage:
+    """A storage from its name; None is the model's dtype, and a Storage passes through. UsageError otherwise.
+
+    ``head_dim``: of the model, where storages are to be equal that lie in memory alike.
+    """
     if value is None:
         return MODEL
     if isinstance(value, Storage):
-        return value
+        usual = head_dim is not None and value.layout == platform_layout(head_dim)
+        return dataclasses.replace(value, layout=None) if usual else value
     if not isinstance(value, str):
         raise UsageError(f"storage is {quoted(value)}; give 'model', 'int8' or a kvjax.Storage.")
     return Storage(value)

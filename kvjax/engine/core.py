@@ -52,7 +52,7 @@ class EngineCore:
         if spans_processes(lm):
             raise UsageError("An engine runs on the devices of one process; start one in each, or use kvjax.batch.run.")
         self.lm = lm
-        self.policy, self.storage = engine_policy(lm, policy), parse_storage(storage)
+        self.policy, self.storage = engine_policy(lm, policy), parse_storage(storage, lm.config.head_dim)
         choice = None if policy is None else resolve(parse(policy), lm.config, later=False).line
         kinds = {"dtype": lm.params.dtype, "memory_limit": memory_limit, "mesh": lm.mesh}
         kinds |= {"slots": slots, "most_slots": most_slots}

@@ -77,11 +77,12 @@ class Loop(Generic[R]):
 
     def _read(self) -> None:
         """Read groups while there are some, for ``max_pause`` seconds where rows are running meanwhile."""
-        began = self._clock()
-        if self._reading:
+        began, read = self._clock(), bool(self._reading)
+        if read:
             self._step(0)  # what was begun first goes on in every turn, whoever overtakes it
-        while not (self.running and self._clock() - began >= self.max_pause) and self._begin():
+        while not (read and self.running and self._clock() - began >= self.max_pause) and self._begin():
             self._step(-1)
+            read = True  # a step a turn, however short the pause may be
 
     def _step(self, place: int) -> None:
         """One step of a reading; it leaves the list when it is done."""

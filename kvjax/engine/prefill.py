@@ -8,6 +8,7 @@ from typing import Any
 
 from kvjax.cache.buckets import SHORT
 from kvjax.cache.cache import Cache, materialised, take
+from kvjax.cache.continuation import check_continuable
 from kvjax.checkpoints.load import LanguageModel
 from kvjax.engine.row import Row
 from kvjax.engine.schedule import Group
@@ -61,6 +62,8 @@ class Prefill:
         """A prompt that goes on with a cache, or with its context."""
         (row,) = group.requests
         held, scored = row.request.cache, row.request.prompt_logprobs
+        if held is not None:
+            check_continuable("cache=", [held])  # it may have been consumed while the request waited
         before: list[float] = []
         if held is None and scored:
             held, before = yield from self._scored_context(row)

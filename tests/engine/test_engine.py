@@ -428,3 +428,17 @@ def test_scores_of_a_context_and_what_follows_it(lagkv):
 def test_warming_an_engine_that_others_use(lagkv):
     lagkv.warm()
     assert lagkv.warm() == 0
+
+
+def test_a_cache_that_was_consumed_meanwhile_fails_its_own_request_alone():
+    cache = kvjax.read(LM, "hello there", chat=False)
+    options = {"chat": False, "stop_token_ids": []}
+    with Engine(LM, slots=1, prompt_tokens=128, new_tokens=256) as engine:
+        running = engine.submit("abc", max_new_tokens=250, **options)
+        waiting = engine.submit("q", cache=cache, max_new_tokens=3, **options)
+        other = engine.submit("another user", max_new_tokens=5, **options)
+        kvjax.generate(LM, "z", cache=cache, consume_cache=True, max_new_tokens=2, **options)
+        assert len(running.result().tokens) == 250 and len(other.result().tokens) == 5
+        with pytest.raises(UsageError, match="consumed by an earlier call"):
+            waiting.result()
+        assert len(engine.submit("later", max_new_tokens=2, **options).result().tokens) == 2

@@ -112,6 +112,16 @@ def test_a_long_prompt_is_read_whoever_overtakes_it():
         assert first.first_token is not None and first.first_token < 32 * (2.5 / 32 + 0.5 + 0.1), pause
 
 
+def test_a_prompt_is_read_in_every_turn_however_short_the_pause():
+    """A free slot is filled while another row runs, with no pause at all too."""
+    trace = [Arrival(0.0, 50, 400), Arrival(0.5, 50, 5)]
+    times = Times(step_seconds=0.01, read_seconds=1e-4, stop_seconds=0.0, layers=32)
+    for pause in (0.0, 1e-9, 0.5):
+        found = simulate(trace, times, slots=2, max_pause=pause)
+        late = next(one for one in found.served if one.generated_tokens == 5)
+        assert late.first_token is not None and late.first_token < 2.0, pause
+
+
 def test_requests_come_when_they_come():
     found = simulate(lognormal_trace(200, per_second=1.0, seed=1), Times(0.001, 1e-5), slots=8)
     assert found.seconds > 100 and max(found.queue_time) < 1.0
