@@ -26,7 +26,7 @@ from kvjax.model.config import ModelConfig
 from kvjax.options import GenerationOptions
 from kvjax.ownership import Owned
 from kvjax.planning import fitting
-from kvjax.policies import Full, Policy, parse
+from kvjax.policies import Full, Policy, format_policy, parse
 from kvjax.policies.base import shares
 from kvjax.policies.best import asked_later, resolve
 from kvjax.policies.round_attention import SINKS
@@ -314,7 +314,7 @@ def _policy(
     same = None if policy is None else matching(lm, parse(policy), own)
     if policy is not None and same is None:
         raise UsageError(
-            f"The cache was compressed by {own}; it continues with that policy, so leave policy= out or "
+            f"The cache was compressed by {format_policy(own)}; it continues with that policy, so leave policy= out or "
             "give the same one."
         )
     return caches[0].policy, same and same.line

@@ -273,10 +273,10 @@ def stats_rows(output: Output) -> list[tuple[str, str]]:
     stats = output.stats
     part = stats.live_cache_bytes / stats.full_cache_bytes if stats.full_cache_bytes else math.nan
     rows = [
-        ("prompt", f"{stats.prompt_tokens} tokens in {stats.prompt_seconds:.2f} s"),
-        ("", f"{human_rate(stats.prompt_tokens_per_second)} tokens/s"),
-        ("generated", f"{stats.generated_tokens} tokens in {stats.decode_seconds:.2f} s"),
-        ("", f"{human_rate(stats.decode_tokens_per_second)} tokens/s"),
+        ("prompt", f"{stats.prompt_tokens} tokens"),
+        ("generated", f"{stats.generated_tokens} tokens"),
+        ("prefill", f"{stats.prompt_seconds:.2f} s, {human_rate(stats.prompt_tokens_per_second)} tokens/s, all rows"),
+        ("decode", f"{stats.decode_seconds:.2f} s, {human_rate(stats.decode_tokens_per_second)} tokens/s, all rows"),
         ("time to first token", f"{stats.time_to_first_token:.2f} s"),
         ("compiling", f"{stats.compile_seconds:.2f} s"),
         ("cache allocated", human_bytes(stats.cache_bytes)),
@@ -298,6 +298,9 @@ def stats_rows(output: Output) -> list[tuple[str, str]]:
         ]
     if output.logprobs:
         rows.append(("mean logprob", f"{math.fsum(output.logprobs) / len(output.logprobs):.4f}"))
+    scored = [value for value in output.prompt_logprobs or () if value is not None]
+    if scored:
+        rows.append(("mean prompt logprob", f"{math.fsum(scored) / len(scored):.4f}, of {len(scored)} tokens"))
     return rows
 
 

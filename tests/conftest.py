@@ -52,6 +52,12 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     jax.config.update("jax_disable_most_optimizations", item.path.parent.name not in OPTIMISED)
 
 
+@pytest.fixture(autouse=True)
+def a_hub_that_is_never_asked(monkeypatch):
+    """Stand-ins of the hub's client are called as where the hub can be reached, and no test looks whether it can."""
+    monkeypatch.setattr("kvjax.checkpoints.hub.offline", dict)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def bounded_memory():
     """Compiled programs are dropped between modules once a process holds 3 GB: two workers fit a small machine."""

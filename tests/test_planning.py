@@ -211,5 +211,5 @@ def test_a_plan_says_where_the_context_ends_before_the_answer(tiny_model):
     most = tiny_model.config.max_position
     assert kvjax.plan(tiny_model, prompt_tokens=most - 20, max_new_tokens=21).notice is None
     planned = kvjax.plan(tiny_model, prompt_tokens=most - 20, max_new_tokens=500)
-    assert f"context of {most:,} tokens ends after 21 new ones" in str(planned.notice)
+    assert f"context of {most:,} tokens has room for 21 new" in str(planned.notice)
     assert str(planned.notice) in planned.table()

@@ -7,6 +7,9 @@ import difflib
 import hashlib
 import os
 import re
+import socket
+import urllib.parse
+import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
@@ -29,6 +32,8 @@ KNOWN = {
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
     ),
 }
+#: Seconds that the hub has to answer.
+_PATIENCE = 10
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 #: A GGUF of a repository, which may be in a folder of it.
 _HUB_GGUF = re.compile(rf"({_HUB_ID.pattern}):((?:[^/:.][^/:\0]*/)*[^/:.][^/:\0]*\.(?i:gguf))")
@@ -132,7 +137,7 @@ def _from_hub(name: str, config_only: bool = False) -> Path:
     def snapshot() -> Path:
         files = ["config.json"] if config_only else _HUB_FILES
         # Weights of other formats lie in subfolders of some repositories.
-        return Path(snapshot_download(name, allow_patterns=files, ignore_patterns=["*/*"]))
+        return Path(snapshot_download(name, allow_patterns=files, ignore_patterns=["*/*"], **offline()))
 
     folder = _downloaded(name, snapshot)
     if not (folder / "config.json").is_file():
@@ -151,10 +156,26 @@ def _gguf_from_hub(name: str, repository: str, file: str) -> Path:
     parts = [f"{folder}/{part}" if folder else part for part in part_names(last)]
 
     def files() -> Path:
-        first, *_ = [Path(hf_hub_download(repository, part)) for part in parts]
+        where = offline()
+        first, *_ = [Path(hf_hub_download(repository, part, **where)) for part in parts]
         return first
 
     return _downloaded(name, files)
+
+
+def offline() -> dict[str, bool]:
+    """Keywords for the hub's client: without a connection it looks at earlier downloads alone, at once."""
+    from huggingface_hub import constants
+
+    address = urllib.parse.urlsplit(constants.ENDPOINT)
+    if address.hostname is None or urllib.request.getproxies().get(address.scheme):
+        return {}  # a proxy knows better
+    port = address.port or (443 if address.scheme == "https" else 80)
+    try:
+        socket.create_connection((address.hostname, port), timeout=_PATIENCE).close()
+    except OSError:
+        return {"local_files_only": True}
+    return {}
 
 
 def _downloaded(name: str, download: Callable[[], Path]) -> Path:

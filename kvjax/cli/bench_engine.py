@@ -34,15 +34,24 @@ def engine(
     per_second: Annotated[
         float | None, typer.Option("--per-second", help="With --simulate: arrivals a second; by default all at once.")
     ] = None,
-    static: Annotated[bool, typer.Option("--static/--no-static", help="Also time static batches.")] = True,
+    static: Annotated[
+        bool | None, typer.Option("--static/--no-static", help="Also time static batches; by default they are.")
+    ] = None,
     simulate: Annotated[
         bool, typer.Option("--simulate", help="Replay the trace with given times; no model runs.")
     ] = False,
-    step_ms: Annotated[float, typer.Option("--step-ms", help="With --simulate: milliseconds per decode step.")] = 12.0,
+    step_ms: Annotated[
+        float | None, typer.Option("--step-ms", help="With --simulate: milliseconds per decode step, by default 12.")
+    ] = None,
     prefill_rate: Annotated[
-        float, typer.Option("--prefill-rate", help="With --simulate: prompt tokens a second on each device row.")
-    ] = 40_000.0,
-    shards: Annotated[int, typer.Option("--shards", help="With --simulate: devices of the data axis.")] = 1,
+        float | None,
+        typer.Option(
+            "--prefill-rate", help="With --simulate: prompt tokens a second on each device row, by default 40,000."
+        ),
+    ] = None,
+    shards: Annotated[
+        int | None, typer.Option("--shards", help="With --simulate: devices of the data axis, by default 1.")
+    ] = None,
     seed: Annotated[int, typer.Option("--seed", help="Seed of the trace.")] = 0,
     out: Annotated[Path | None, typer.Option("--out", help="Draw the timeline of slots into this PNG file.")] = None,
     json: SaveJson = None,
@@ -61,14 +70,28 @@ def engine(
     policies = tuple(policy or ("full",))
     counts = _slots(slots, len(policies))
     if simulate:
-        for flag_name, given in (("--policy", policy), ("--weights", weights), ("--dtype", dtype)):
-            if given:
+        measured_flags = {
+            "--model": None if model == flag.DEFAULT_MODEL else model,
+            "--policy": policy,
+            "--weights": weights,
+            "--dtype": dtype,
+            "--static": static,
+        }
+        for flag_name, given in measured_flags.items():
+            if given is not None:
                 raise UsageError(f"{flag_name} is of a measurement, and --simulate runs no model; leave it out.")
         found = _simulated(trace, step_ms, prefill_rate, counts[0], shards)
         publish(found.report(), json, markdown)
     else:
-        if per_second is not None:
-            raise UsageError("--per-second is of a simulation; add --simulate.")
+        simulated = {
+            "--per-second": per_second,
+            "--step-ms": step_ms,
+            "--prefill-rate": prefill_rate,
+            "--shards": shards,
+        }
+        for flag_name, given in simulated.items():
+            if given is not None:
+                raise UsageError(f"{flag_name} is of a simulation; add --simulate, or leave it out.")
         from kvjax.bench import engine as measured
         from kvjax.policies import parse
 
@@ -76,7 +99,7 @@ def engine(
         lm = session.load(model, dtype, compile_cache=compile_cache, weights=weights)
         rows, found = [], None
         for each, count in zip(chosen, counts, strict=True):
-            made, found = measured.measure(lm, each, trace, slots=count, static=static, say=say)
+            made, found = measured.measure(lm, each, trace, slots=count, static=static is not False, say=say)
             rows += made
         assert found is not None, "there is one policy at least"
         publish(measured.report(rows, found, measured.facts(lm, requests, trace)), json, markdown)
@@ -115,13 +138,23 @@ def _slots(text: str, policies: int) -> list[int]:
     for count in counts:
         whole_number("--slots", count, 1, 2**16)
     if len(counts) not in (1, policies):
-        raise UsageError(f"--slots has {len(counts)} numbers for {policies} policies; give one, or one each.")
+        raise UsageError(
+            f"--slots has {len(counts)} numbers, and policies are {policies}; give one number, or one each."
+        )
     return counts * policies if len(counts) == 1 else counts
 
 
-def _simulated(trace: list[Arrival], step_ms: float, prefill_rate: float, slots: int, shards: int) -> EngineReport:
+def _simulated(
+    trace: list[Arrival], step_ms: float | None, prefill_rate: float | None, slots: int, shards: int | None
+) -> EngineReport:
     from kvjax.engine.simulate import Times, simulate
 
-    number("--step-ms", step_ms, 0.0)
+    step_ms = 12.0 if step_ms is None else step_ms
+    prefill_rate = 40_000.0 if prefill_rate is None else prefill_rate
+    shards = 1 if shards is None else shards
+    whole_number("--shards", shards, 1, 2**16)
+    if slots % shards:
+        raise UsageError(f"--slots is {slots} and --shards {shards}; give a multiple of the shards.")
+    number("--step-ms", step_ms, 0.0, open_below=True)
     number("--prefill-rate", prefill_rate, 1.0)
     return simulate(trace, Times(step_ms / 1000, 1 / prefill_rate), slots=slots, shards=shards)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -91,7 +92,7 @@ def _converse(conversation: kvjax.Chat, record: saved_chat.Record, as_json: bool
             print(_context_left(conversation), file=sys.stderr)
         elif text.startswith("/save "):
             _save_to(Path(text.removeprefix("/save ").strip()), record, conversation, terminal)
-        elif text.startswith("/") and " " not in text and terminal:
+        elif re.fullmatch(r"/\w+", text):
             print(f"Unknown command {text}; /help lists those there are.", file=sys.stderr)
         else:
             output = _turn(conversation, line, as_json, terminal)

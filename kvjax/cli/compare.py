@@ -77,7 +77,7 @@ def compare(
     files = _Files(out, settings, machine.describe())
     comparison = Comparison(lm, settings, rows=read_rows(out / RESULTS, settings), save=files.save, say=_say)
     if comparison.rows:
-        _say(f"{len(comparison.rows)} rows of an earlier run are kept")
+        _say(f"rows kept of an earlier run: {len(comparison.rows)}")
     code = 0
     try:
         comparison.run(chosen, sorted(set(tokens)))

@@ -112,8 +112,9 @@ def _run(
     compared: Sequence[Candidate],
 ) -> int:
     from kvjax.bench import machine
+    from kvjax.eval.candidates import resolved
     from kvjax.eval.suites import estimate, folder
-    from kvjax.eval.suites.runner import Runner, digest
+    from kvjax.eval.suites.runner import IN_VIEW, Runner, digest
     from kvjax.eval.suites.scores import lines
 
     code = 0
@@ -130,7 +131,8 @@ def _run(
         if whole > missing:
             _say(f"{whole - missing} answers of an earlier run are kept")
         if missing:
-            spent = estimate.seconds(lm, runner.batches, [one.policy() for one in compared]) * missing / whole
+            policies = resolved(compared, lm.config, later=journal.settings.mode != IN_VIEW)
+            spent = estimate.seconds(lm, runner.batches, policies) * missing / whole
             _say(
                 f"{len(items)} questions of {len(compared)} caches: about {estimate.in_words(spent)} if answers are as "
                 "long as they may be, and programs are compiled besides"

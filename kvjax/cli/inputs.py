@@ -54,12 +54,23 @@ def text(value: str, name: str) -> str:
     if value == "-":
         return decode_utf8(sys.stdin.buffer.read(), "Standard input").removesuffix("\n")
     if not value.startswith("@"):
+        if _names_a_file(value):
+            print(
+                f"kvjax: {name} is {quoted(value)} itself; write @{value} for the text of that file.", file=sys.stderr
+            )
         return _checked_argument(value, name)
     try:
         data = Path(value[1:]).read_bytes()
     except (OSError, ValueError) as error:
         raise UsageError(f"{name} names a file that cannot be read: {value[1:]} ({reason(error)}).") from error
     return decode_utf8(data, value[1:])
+
+
+def _names_a_file(value: str) -> bool:
+    try:
+        return "." in value and Path(value).is_file()
+    except (OSError, ValueError):  # too long for a name, or with a character that none has
+        return False
 
 
 def integers(value: str | None, name: str) -> tuple[int, ...] | None:

@@ -20,6 +20,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 import kvjax.cli
 from kvjax.cli.app import INTERRUPTED, app
+from kvjax.cli.in_flags import in_flags, parsing_refusal
 from kvjax.errors import QUOTED, KvjaxError, UsageError, cut, one_sentence
 from kvjax.progress import showing
 from kvjax.waiting import leave
@@ -33,7 +34,7 @@ for _module in pkgutil.iter_modules(kvjax.cli.__path__):
 def explain(error: Exception) -> tuple[int, str]:
     """Exit code and the one sentence for whoever typed the command."""
     if isinstance(error, typer.TyperException):
-        return error.exit_code, one_sentence(error.format_message())
+        return error.exit_code, one_sentence(parsing_refusal(error) or error.format_message())
     if isinstance(error, UsageError):
         return 2, str(error)
     if isinstance(error, KvjaxError):
@@ -60,8 +61,8 @@ def _open_missing_streams() -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command line (``sys.argv`` by default) and return its exit code."""
     _open_missing_streams()
+    given = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        given = list(sys.argv[1:] if arguments is None else arguments)
         with showing():
             result = app(args=given or ["--help"], prog_name="kvjax", standalone_mode=False)
         sys.stdout.flush()
@@ -73,6 +74,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if os.environ.get("KVJAX_TRACEBACK"):
             traceback.print_exc()
         code, sentence = explain(error)
+        if isinstance(error, KvjaxError):
+            sentence = in_flags(sentence, given)
         print(f"kvjax: {sentence}", file=sys.stderr)
         return code
     code = result if isinstance(result, int) else 0

@@ -163,9 +163,9 @@ def _measure(
 
     missing = {name_of(candidate) for candidate in chosen} - {row.policy for row in earlier}
     if earlier:
-        _say(f"{len(earlier)} caches of an earlier run are kept")
+        _say(f"caches kept of an earlier run: {len(earlier)}")
     if missing:
-        _say(f"{len(missing)} caches to measure, about {in_words(expected_seconds(lm, made, len(missing)))}")
+        _say(f"caches to measure: {len(missing)}, about {in_words(expected_seconds(lm, made, len(missing)))}")
     rows, code = list(earlier), 0
 
     def save(found: list[Measured]) -> None:
@@ -188,4 +188,4 @@ def _measure(
     found.print(markdown=markdown, width=200)
     if not markdown:
         print(f"Saved: {', '.join(str(folder.path / name) for name in (RESULTS, TABLE, PICTURE))}.")
-    return code
+    return code or (0 if choice.choose(rows, goal) else 1)

@@ -8,8 +8,10 @@ import re
 from collections.abc import Sequence
 
 from kvjax.errors import UsageError
+from kvjax.model.config import ModelConfig
 from kvjax.policies import Full, parse, registry
 from kvjax.policies.base import Policy
+from kvjax.policies.best import resolve
 
 #: Options that say how much is kept; a policy written with one of them is compared as it stands.
 _SIZES = ("ratio", "budget", "partition_ratio")
@@ -35,6 +37,11 @@ class Candidate:
             return parse(self.name)
         joint = "," if ":" in self.name else ":"
         return parse(f"{self.name}{joint}ratio={self.retained}")
+
+
+def resolved(caches: Sequence[Candidate], config: ModelConfig, *, later: bool) -> list[Policy]:
+    """The policies of caches, and what ``best`` stands for where questions come ``later``, or are in view."""
+    return [resolve(cache.policy(), config, later=later).policy for cache in caches]
 
 
 def split_policies(text: str) -> list[str]:

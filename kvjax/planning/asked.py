@@ -159,7 +159,7 @@ class Asked:
         lines = [self.policy.notice(self.config, self.whole)]
         if self.fed < self.new - 1:
             most = self.config.max_position
-            lines.append(f"The model's context of {most:,} tokens ends after {self.fed + 1:,} new ones.")
+            lines.append(f"The model's context of {most:,} tokens has room for {self.fed + 1:,} new.")
         return " ".join(line for line in lines if line is not None) or None
 
 

@@ -50,7 +50,7 @@ def test_prints_and_saves_the_same_table(cli, measured, tmp_path):
     more = cli(
         *asked[:3], "--policies", "streamingllm", "--tasks", "niah_single_1", "--lengths", "300", "--samples", "2"
     )
-    assert "5 rows of an earlier run are kept" in more.err
+    assert "rows kept of an earlier run: 5" in more.err
     assert len(json.loads((out / "results.json").read_text())["rows"]) == 8
     assert more.code == 130, "the default shares end with 0.125"
     assert "results.md" in more.out and "streamingllm:sink=2" in more.out and "0.50 ± 0.50" in more.out

@@ -23,10 +23,10 @@ def test_a_run_and_what_it_leaves(cli, asked, monkeypatch):
     words, out = asked
     names = ["measured.json", "recommendation.json", "recommendation.md", "recommendation.png"]
     ran = run_through(cli, monkeypatch, [*words, "--loss", "100%"], out, names)
-    assert "2 caches to measure, about " in ran.err and "streamingllm:ratio=0.5" in ran.out
+    assert "caches to measure: 2, about " in ran.err and "streamingllm:ratio=0.5" in ran.out
     measured = (out / "measured.json").read_bytes()
     again = cli(*words, "--budget", "1GB")  # another goal, and nothing is measured again but what it adds
-    assert again.code == 0 and "2 caches of an earlier run are kept" in again.err
+    assert again.code == 0 and "caches kept of an earlier run: 2" in again.err
     assert json.loads((out / "recommendation.json").read_text())["goal"] == {"budget": 10**9, "loss": None}
     assert (out / "measured.json").read_bytes() == measured
     other = cli(*words, "--seed", "3")

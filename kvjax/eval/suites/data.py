@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from kvjax.checkpoints import hub
 from kvjax.documents import NotADocument, parse_json, validated
 from kvjax.errors import KvjaxError, UsageError
 from kvjax.files import reason
@@ -99,7 +100,7 @@ def from_hub(repo: str, name: str, what: str, places: Sequence[str], revision: s
     from huggingface_hub import hf_hub_download
 
     try:
-        return Path(hf_hub_download(repo, name, repo_type="dataset", revision=revision))
+        return Path(hf_hub_download(repo, name, repo_type="dataset", revision=revision, **hub.offline()))
     except Exception as error:
         raise UsageError(
             f"{what} is neither in --data (as {' or '.join(places)}) nor could {repo} be downloaded from the hub "

@@ -166,10 +166,16 @@ class Journal:
             raise KvjaxError(f"{self.path} cannot be written: {reason(error)}.") from error
 
     def close(self) -> None:
-        """Close the file; what it holds stays."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        """Close the file; what it holds stays, and one without an answer goes."""
+        if self._file is None:
+            return
+        self._file.close()
+        self._file = None
+        if not self.answers:
+            with self._using():
+                self.path.unlink()
+                if not any(self.path.parent.iterdir()):
+                    self.path.parent.rmdir()
 
 
 def _plain(value: Any) -> str:
