@@ -43,15 +43,18 @@ class Rule:
 
 
 _QUARTER, _EIGHTH = "razor:inner=compactor,induction_share=0.03", "razor:inner=compactor,induction_share=0.02"
-_NO_PROFILE = "adaptive:inner=kvzip"
+_HEADS, _MODEL = "adaptive:inner=kvzip", "adaptive:inner=kvzip,scope=model"
+_BOTH = "needles in noise and essays"
 #: In order of preference.
 RULES: tuple[Rule, ...] = (
-    Rule(True, 0.25, _QUARTER, "at a quarter it found 24 of 24 needles in noise and essays"),
-    Rule(True, 0.0, _EIGHTH, "at an eighth it found 22 of 24 needles in noise and essays"),
-    Rule(True, 0.0, _NO_PROFILE, "it needs no profile, and at a quarter found 24 of 24 needles in noise and essays"),
-    Rule(False, 0.25, _QUARTER, "at a half and a quarter it found 6 of 6 needles in essays"),
-    Rule(False, 0.0, _EIGHTH, "at an eighth it found 5 of 6 needles in essays"),
-    Rule(False, 0.0, _NO_PROFILE, "it needs no profile, and at a quarter found 5 of 6 needles in essays"),
+    Rule(True, 0.25, _QUARTER, f"measured at a quarter, where it found 80 of 80 {_BOTH}"),
+    Rule(True, 0.25, _HEADS, f"it needs no profile, and at a quarter found 24 of 24 {_BOTH}"),
+    Rule(True, 0.0, _MODEL, f"measured at an eighth, where it found 79 of 80 {_BOTH}"),
+    Rule(True, 0.0, _EIGHTH, f"measured at an eighth, where it found 62 of 80 {_BOTH}"),
+    Rule(True, 0.0, _HEADS, f"it needs no profile, and at an eighth found 15 of 24 {_BOTH}"),
+    Rule(False, 0.25, _QUARTER, "measured at a half and a quarter, where it found 6 of 6 needles in essays"),
+    Rule(False, 0.0, _EIGHTH, "measured at an eighth, where it found 5 of 6 needles in essays"),
+    Rule(False, 0.0, _HEADS, "it needs no profile, and at a quarter found 5 of 6 needles in essays"),
 )
 
 

@@ -21,6 +21,7 @@ SHAPE = dict(vocab_size=49152, hidden_size=576, intermediate_size=1536, num_laye
 #: A model whose retrieval heads' profile comes with kvjax, and two that have none.
 PROFILED = toys.tiny_config(**SHAPE, head_dim=64, max_position=8192)
 PLAIN = toys.tiny_config()
+WINDOWS = toys.tiny_config(windows=(16, None))
 ALIBI = toys.tiny_config(positional="alibi", norm="layer", mlp="gelu")
 PROMPT = "The harbour was built in 1886. Its light is green. " * 3
 
@@ -29,9 +30,12 @@ def text(config, ratio: float, later: bool) -> str:
     return format_policy(resolve(Best(ratio=ratio), config, later=later).policy)
 
 
-@pytest.mark.parametrize("later", [True, False])
 @pytest.mark.parametrize(
-    ("ratio", "share"), [(0.9, 0.03), (0.5, 0.03), (0.25, 0.03), (0.249, 0.02), (0.125, 0.02), (0.08, 0.02)]
+    ("ratio", "share", "later"),
+    [
+        *((ratio, 0.03, later) for ratio in (0.9, 0.5, 0.25) for later in (True, False)),
+        *((ratio, 0.02, False) for ratio in (0.249, 0.125, 0.08)),
+    ],
 )
 def test_a_model_with_a_profile_keeps_its_retrieval_heads(ratio, share, later):
     found = resolve(Best(ratio=ratio), PROFILED, later=later)
@@ -40,17 +44,26 @@ def test_a_model_with_a_profile_keeps_its_retrieval_heads(ratio, share, later):
     assert f"best is razor:inner=compactor,induction_share={share},ratio={ratio}: " in found.line
 
 
+@pytest.mark.parametrize("config", [PROFILED, PLAIN])
+@pytest.mark.parametrize("ratio", [0.249, 0.125, 0.05])
+def test_little_is_shared_by_all_layers(config, ratio):
+    found = resolve(Best(ratio=ratio), config, later=True)
+    assert found.policy == parse(f"adaptive:inner=kvzip,scope=model,ratio={ratio}")
+    assert "at an eighth, where it found 79 of 80" in str(found.line)
+
+
 @pytest.mark.parametrize(
-    ("config", "ratio", "reason"),
+    ("config", "ratio", "reason", "when"),
     [
-        (PLAIN, 0.25, "No profile"),
-        (ALIBI, 0.5, "In an ALiBi model"),
-        (PROFILED, 0.05, "ratio=0.05 is less than"),
-        (toys.tiny_config(windows=(16, None)), 0.25, "No profile"),
+        (PLAIN, 0.25, "No profile", (True, False)),
+        (ALIBI, 0.5, "In an ALiBi model", (True, False)),
+        (PROFILED, 0.05, "ratio=0.05 is less than", (False,)),
+        (WINDOWS, 0.25, "No profile", (True, False)),
+        (WINDOWS, 0.125, "No profile", (True, False)),
     ],
 )
-def test_where_it_cannot_run_the_next_one_does(config, ratio, reason):
-    for later in (True, False):
+def test_where_it_cannot_run_the_next_one_does(config, ratio, reason, when):
+    for later in when:
         found = resolve(Best(ratio=ratio), config, later=later)
         assert found.policy == parse(f"adaptive:inner=kvzip,ratio={ratio}")
         assert f"Not razor: {reason}" in str(found.line)
@@ -134,6 +147,16 @@ def test_slots_and_jobs_run_under_what_it_becomes(tiny_model, tmp_path):
         output = engine.submit("Hello there", max_new_tokens=3).result()
     assert output.tokens == kvjax.generate(lm, "Hello there", policy=named, max_new_tokens=3).tokens
     assert "is in view" in output.stats.choice
+
+
+def test_a_conversation_runs_under_one_budget_of_all_layers(tiny_model):
+    """What it is at an eighth: turn by turn, and as from a context that was read before."""
+    asked = "best:ratio=0.125"
+    chat = kvjax.Chat(tiny_model, policy=asked, context=PROMPT, max_new_tokens=3, stop_token_ids=[])
+    outputs = [chat.send(text) for text in ("Hello there.", "And its light?", "When was it built?")]
+    assert "scope=model" in outputs[0].stats.choice and len({layer for layer in outputs[-1].stats.retained}) > 1
+    again = kvjax.Chat(tiny_model, policy=asked, context=PROMPT, max_new_tokens=3, stop_token_ids=[])
+    assert [again.send(text).tokens for text in ("Hello there.", "And its light?")] == [o.tokens for o in outputs[:2]]
 
 
 def test_comparisons_take_it_as_any_policy():
