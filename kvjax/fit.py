@@ -107,14 +107,20 @@ def fit(
             given = {"prompt_tokens": prompt_tokens, "policy": policy, **memory, **request, **form}
             text = format_policy(parse(policy))
             try:
-                rows.append(Fit(weights, text, plan(model, **given), limit))
+                made = plan(model, **given)
+                rows.append(Fit(weights, _became(text, made), made, limit))
             except DoesNotFit as error:
-                rows.append(Fit(weights, text, error.plan, limit, str(error)))
+                rows.append(Fit(weights, _became(text, error.plan), error.plan, limit, str(error)))
             except UsageError as error:
                 if policy == "full":  # what everything is refused for is the request
                     raise
                 rows.append(Fit(weights, text, None, limit, str(error)))
     return rows
+
+
+def _became(text: str, made: Plan | None) -> str:
+    """The policy as asked for, or what it stands for at this request."""
+    return text if made is None or made.choice is None else made.policy
 
 
 def fit_report(rows: Sequence[Fit], device: str | None) -> Report:
@@ -128,16 +134,16 @@ def fit_report(rows: Sequence[Fit], device: str | None) -> Report:
     columns = (
         Column("weights", "weights"),
         Column("policy", "policy"),
+        Column(device or "this device", lambda row: row.verdict()),
         *(
             Column(name, lambda row, field=field: row.plan and getattr(row.plan, field), human_bytes, "-", right=True)
             for name, field in (
-                ("weights take", "weights_bytes"),
+                ("total", "total_bytes"),
+                ("weights", "weights_bytes"),
                 ("cache", "cache_bytes"),
                 ("prefill peak", "prefill_peak_bytes"),
-                ("together", "total_bytes"),
             )
         ),
-        Column("", lambda row: row.verdict()),
     )
     data = [
         {

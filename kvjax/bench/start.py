@@ -20,7 +20,7 @@ from typing import Any
 from kvjax.errors import KvjaxError
 from kvjax.tables import Column, Report, Table
 
-#: What stands for a document of about 2,300 tokens, and the questions.
+#: What stands for a document, which with its question has 2,557 tokens, and the questions.
 _SENTENCE = "The cache of keys and values grows with every token that a model reads, and so does the time of a step. "
 _DOCUMENT, _QUESTION = _SENTENCE * 105, "What grows with every token?"
 _SHORT = "What is the capital of France?"
@@ -93,7 +93,7 @@ def measure_seconds(model: str, repetitions: int, say: Callable[[str], None]) ->
             ("import jax", [*python, "import jax"], False),
             ("import jax, kvjax; kvjax.generate", [*python, "import jax, kvjax; kvjax.generate"], False),
             ("kvjax --help", [*kvjax, "--help"], False),
-            ("a question about a document of 2,300 tokens", [*kvjax, *generate, _QUESTION, *asked], True),
+            ("a question about a document, 2,557 tokens together", [*kvjax, *generate, _QUESTION, *asked], True),
             ("a short prompt", [*kvjax, *generate, _SHORT], True),
         ]
         found = []

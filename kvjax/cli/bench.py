@@ -151,7 +151,7 @@ def start(
     json: SaveJson = None,
     markdown: AsMarkdown = False,
 ) -> None:
-    """Measure a first hour: seconds until commands answer, and the programs that conversations and requests compile.
+    """Measure starting: seconds until commands answer, and the programs that conversations and requests compile.
 
     Commands are timed as processes of their own, first with nothing compiled. Programs are counted with a toy model.
     """

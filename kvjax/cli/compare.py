@@ -35,7 +35,7 @@ def compare(
     dtype: flag.Dtype = None,
     weights: flag.Weights = None,
     policies: Annotated[
-        str, typer.Option("--policies", help="Such as snapkv,lagkv:lag=64,sink=4,h2o; `all` names every policy.")
+        str, typer.Option("--policies", help="Such as 'snapkv;lagkv:lag=64,sink=4;h2o'; `all` names every policy.")
     ] = "all",
     retained: flag.Retained = "0.75,0.5,0.25,0.125",
     tasks: Annotated[

@@ -23,7 +23,7 @@ def convert(
 ) -> None:
     """Write a model as kvjax stores it.
 
-    Prints the folder, which every command takes as --model and loads as fast as the disk gives it.
+    Prints the folder, which every command takes as --model and loads without converting anything.
     """
     import kvjax
     from kvjax.model.quantised import check_weights

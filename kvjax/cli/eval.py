@@ -42,7 +42,7 @@ def evaluate(
     dtype: flag.Dtype = None,
     weights: flag.Weights = None,
     policies: Annotated[
-        str, typer.Option("--policies", help="Such as snapkv,lagkv:lag=64,sink=4; the full cache always runs.")
+        str, typer.Option("--policies", help="Such as 'snapkv;lagkv:lag=64,sink=4'; the full cache always runs.")
     ] = _POLICIES,
     retained: flag.Retained = _RETAINED,
     data: Annotated[Path | None, typer.Option("--data", help="Folder with the text of benchmarks.")] = None,

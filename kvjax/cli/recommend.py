@@ -138,7 +138,7 @@ def _share(text: str) -> float:
         value = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
         number("--loss", value, 0.0, 1.0)
     except (ValueError, UsageError) as error:
-        raise UsageError(f"--loss is {quoted(text)}; give a share such as 1% or 0.01.") from error
+        raise UsageError(f"--loss is {quoted(text)}; give a fraction such as 1% or 0.01.") from error
     return value
 
 

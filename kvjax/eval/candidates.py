@@ -102,7 +102,7 @@ def candidates(policies: str, retained: Sequence[float]) -> list[Candidate]:
         if isinstance(policy, Full):
             continue
         if policy.offloads_rounds:
-            raise UsageError(f"{name} places whole rounds of conversations; `kvjax compare-rounds` compares it.")
+            raise UsageError(f"{name} is for conversations of several rounds; `kvjax compare-rounds` compares it.")
         options = name.partition(":")[2]
         sized = any(re.search(rf"(^|,)\s*{size}\s*=", options) for size in _SIZES)
         if sized or not any(field.name == "ratio" for field in dataclasses.fields(policy)):

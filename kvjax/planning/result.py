@@ -7,6 +7,7 @@ import itertools
 import operator
 from typing import Any
 
+from kvjax.sharding.mesh import parse_mesh
 from kvjax.tables import Column, Table, human_bytes, windows_text
 
 
@@ -108,7 +109,10 @@ class Plan:
         layers = _equal_ranges(list(zip(self.capacities, self.retained, windows, strict=True)))
         lines = Table(sizes, parts).text().splitlines()
         if self.mesh is not None:
-            lines.append(f"on each device of {self.mesh}; cache over an even part: {self.cache_over_even:.3f}")
+            lines.append(
+                f"on each device of {self.mesh}: {self.cache_over_even:.3f} times an even share of one device's cache"
+                f"{self._padding}"
+            )
         if self.context_tokens and self.shares_context:
             shared = human_bytes(self.context_bytes)
             lines.append(f"context of {self.context_tokens:,} tokens: {shared}, which all rows share")
@@ -119,12 +123,23 @@ class Plan:
         if self.windows:
             lines.append(f"sliding windows, whatever the policy: {windows_text(self.windows)}")
         over = "all layers" if None not in self.windows else "global layers"
-        lines.append(f"retained of the prompt, over {over} and heads: {self.retained_share:.1%}")
+        lines.append(f"retained of {self._seen}, over {over} and heads: {self.retained_share:.1%}")
         lines += [line for line in (self.notice, self.choice) if line is not None]
-        lines.append("layers, slots by KV head, and tokens retained of the prompt:")
+        own = " of a row's own" if self.context_tokens and self.shares_context else ""
+        lines.append(f"layers, slots{own} by KV head, and tokens retained of {self._seen}:")
         lines += Table(slots, layers).text().splitlines()
         head = f"{self.policy}: batch {self.batch}, {self.prompt_tokens} prompt + {self.max_new_tokens} new tokens"
         return "\n  ".join([head, *lines])
+
+    @property
+    def _seen(self) -> str:
+        return "context and prompt" if self.context_tokens else "the prompt"
+
+    @property
+    def _padding(self) -> str:
+        """The rows that a mesh makes of the batch, where they are more."""
+        rows = self.batch if self.mesh is None else parse_mesh(self.mesh).rows(self.batch)
+        return "" if rows == self.batch else f"; the batch is padded to {rows} rows"
 
     def _window(self, layer: int) -> str:
         window = self.windows[layer] if self.windows else None

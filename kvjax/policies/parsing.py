@@ -114,19 +114,32 @@ def format_policy(policy: Policy) -> str:
         own: known for known, own in _REGISTERED.items()
     }
     name = names.get(cls) or names.get(f"{cls.__module__}:{cls.__name__}", cls.__name__)
-    changed = [
-        f"{field.name}={_text(getattr(policy, field.name))}"
-        for field in options_of(policy)
-        if getattr(policy, field.name) != field.default
-    ]
-    return f"{name}:{','.join(changed)}" if changed else name
+    texts = [f"{field}={_text(value)}" for field, value in _changed(policy).items()]
+    return f"{name}:{','.join(texts)}" if texts else name
+
+
+def _changed(policy: Policy) -> dict[str, Any]:
+    """The options that are not at their defaults, with their values."""
+    values = {field.name: (getattr(policy, field.name), field.default) for field in options_of(policy)}
+    return {name: value for name, (value, default) in values.items() if value != default}
+
+
+def _makes(cls: type[Policy], values: dict[str, Any], policy: Policy) -> bool:
+    """Whether these options alone make the policy."""
+    try:
+        return cls(**values) == policy
+    except UsageError:
+        return False
 
 
 def _text(value: Any) -> str:
     """A field's value as :func:`parse` reads it."""
     if isinstance(value, Policy):
-        name, _, options = format_policy(value).partition(":")
-        return f"{name}({options})" if options else name
+        own = _changed(value)
+        if "budget" in own and _makes(type(value), {key: own[key] for key in own if key != "budget"}, value):
+            own.pop("budget")  # its own where no size is given, which it gets from the policy around it
+        name = format_policy(value).partition(":")[0]
+        return f"{name}({','.join(f'{field}={_text(each)}' for field, each in own.items())})" if own else name
     if isinstance(value, tuple):  # pairs, such as (layer, head)
         return "+".join(".".join(map(str, item)) if isinstance(item, tuple) else str(item) for item in value)
     return str(value)
