@@ -139,7 +139,8 @@ def _run(
             )
         runner.run(compared)
     except KeyboardInterrupt:
-        _say(f"what is answered is in {journal.path.parent}; the same command goes on from there")
+        kept = f"what is answered is in {journal.path.parent}" if journal.answers else "nothing was answered yet"
+        _say(f"{kept}; the same command goes on from there")
         code = INTERRUPTED
     finally:
         journal.close()

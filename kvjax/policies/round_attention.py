@@ -27,7 +27,7 @@ STRATEGIES = ("topk", "fixed", "adaptive", "above_mean")
 
 @dataclasses.dataclass(frozen=True)
 class RoundAttention(Policy):
-    """Keep a conversation's upper layers in host memory, one array for each round; a question brings back those it needs.
+    """Keep a conversation's upper layers in host memory, an array for each round; a question brings back what it needs.
 
     A round is a question and its answer. Layers ``0 .. watershed - 1`` hold every round on the device. A question runs
     through them first; its tokens' attention at the last of them, summed over each earlier round [1] and over heads

@@ -52,8 +52,14 @@ def test_ctrl_c_keeps_what_there_is(cli, asked, monkeypatch):
 
     monkeypatch.setattr(Runner, "run", interrupted)
     ran = cli(*words)
-    assert ran.code == 130 and "the same command goes on from there" in ran.err
-    assert sorted(path.name for path in out.iterdir()) == ["answers.jsonl"], "there is nothing to report yet"
+    assert ran.code == 130 and "nothing was answered yet" in ran.err
+    assert not out.exists(), "there is nothing to keep"
+
+
+def test_best_is_asked_like_any_policy(cli, asked):
+    words, out = asked
+    ran = cli(*words[: words.index("--policies")], "--policies", "best", *words[words.index("--policies") + 2 :])
+    assert ran.code == 0 and "best" in ran.out and (out / "report.json").is_file()
 
 
 REFUSED = {
