@@ -135,3 +135,10 @@ def test_the_command(tmp_path, capsys):
     assert all(row["fits"] and row["spare_bytes"] > 0 for row in rows)
     assert main([*words, "--memory-limit", "8GB"]) == 2 and main([*words[:-2], "h9"]) == 2
     assert capsys.readouterr().err.count("\n") == 2
+
+
+def test_what_best_stands_for_is_named_and_the_verdict_comes_first():
+    rows = fits.fit(CONFIG, device="v5e", policies=("full", "best:ratio=0.25"), **REQUEST)
+    assert [row.policy for row in rows[:2]] == ["full", "adaptive:inner=kvzip,ratio=0.25"]
+    columns = [column.name for column in fits.fit_report(rows, "v5e").parts[0].columns]
+    assert columns == ["weights", "policy", "v5e", "total", "weights", "cache", "prefill peak"]

@@ -213,3 +213,13 @@ def test_a_plan_says_where_the_context_ends_before_the_answer(tiny_model):
     planned = kvjax.plan(tiny_model, prompt_tokens=most - 20, max_new_tokens=500)
     assert f"context of {most:,} tokens has room for 21 new" in str(planned.notice)
     assert str(planned.notice) in planned.table()
+
+
+def test_a_plan_says_whose_slots_and_tokens_it_lists(tiny_model):
+    shared = kvjax.plan(tiny_model, prompt_tokens=20, context_tokens=200, batch=2).table()
+    assert "slots of a row's own by KV head, and tokens retained of context and prompt" in shared
+    alone = kvjax.plan(tiny_model, prompt_tokens=20).table()
+    assert "layers, slots by KV head, and tokens retained of the prompt:" in alone
+    padded = kvjax.plan(tiny_model, prompt_tokens=20, batch=3, mesh="data=2").table()
+    assert "2 times" not in padded and "padded to 4 rows" in padded
+    assert "padded" not in kvjax.plan(tiny_model, prompt_tokens=20, batch=4, mesh="data=2").table()

@@ -138,7 +138,8 @@ class Plan:
     @property
     def _padding(self) -> str:
         """The rows that a mesh makes of the batch, where they are more."""
-        rows = self.batch if self.mesh is None else parse_mesh(self.mesh).rows(self.batch)
+        mesh = parse_mesh(self.mesh)
+        rows = self.batch if mesh is None else mesh.rows(self.batch)
         return "" if rows == self.batch else f"; the batch is padded to {rows} rows"
 
     def _window(self, layer: int) -> str:
