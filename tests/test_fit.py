@@ -139,6 +139,6 @@ def test_the_command(tmp_path, capsys):
 
 def test_what_best_stands_for_is_named_and_the_verdict_comes_first():
     rows = fits.fit(CONFIG, device="v5e", policies=("full", "best:ratio=0.25"), **REQUEST)
-    assert [row.policy for row in rows[:2]] == ["full", "adaptive:inner=kvzip,ratio=0.25"]
+    assert [row.policy for row in rows[:2]] == ["full", "adaptive:ratio=0.25,inner=kvzip"]
     columns = [column.name for column in fits.fit_report(rows, "v5e").parts[0].columns]
     assert columns == ["weights", "policy", "v5e", "total", "weights", "cache", "prefill peak"]

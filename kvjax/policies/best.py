@@ -14,7 +14,7 @@ from kvjax.errors import UsageError
 from kvjax.model.config import ModelConfig
 from kvjax.policies.base import Policy, Signals
 from kvjax.policies.full import Full
-from kvjax.policies.parsing import parse
+from kvjax.policies.parsing import format_policy, parse
 from kvjax.policies.window_layers import for_model
 
 #: The page that has the numbers.
@@ -130,7 +130,7 @@ def _resolved(policy: Best, config: ModelConfig, later: bool) -> Resolved:
             passed.setdefault(text.partition(":")[0], str(error))
             continue
         asked = "the question comes after the compression" if later else "the question is in view"
-        why = f"best is {text}: {asked}; {rule.found} ({EVIDENCE})."
+        why = f"best is {format_policy(found)}: {asked}; {rule.found} ({EVIDENCE})."
         return Resolved(found, " ".join([why, *(f"Not {name}: {_reason(x)}." for name, x in passed.items())]))
     raise UsageError(list(passed.values())[-1])
 
