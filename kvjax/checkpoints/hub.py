@@ -33,6 +33,8 @@ KNOWN = {
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
     ),
 }
+#: Files that a model's folder has: of Hugging Face, and of `kvjax convert`.
+_MARKS = ("config.json", "kvjax.json")
 #: Seconds that the hub has to answer.
 _PATIENCE = 10
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -119,9 +121,12 @@ def _download(name: str) -> Path:
 def _only_gguf(folder: Path) -> Path:
     """The one GGUF of a folder that holds no safetensors, or the folder; UsageError where there are several.
 
-    The parts of a split one are one.
+    The parts of a split one are one. UsageError too where nothing of a model is in it.
     """
     found = sorted(path.name for path in folder.glob("*.gguf"))
+    of_models = [*_MARKS, "weights"]  # the last is of a converted model that has lost the description of it
+    if not found and not any(folder.glob("*.safetensors")) and not any((folder / name).exists() for name in of_models):
+        raise UsageError(f"{folder} holds no model: it has no {', no '.join(_MARKS)} and no .gguf file.")
     if not found or any(folder.glob("*.safetensors")):
         return folder
     models = list(dict.fromkeys(part_names(name)[0] for name in found))

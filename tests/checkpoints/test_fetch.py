@@ -364,3 +364,12 @@ def test_importing_does_no_work():
     code = "import sys, kvjax.checkpoints.load; print({'transformers', 'gguf', 'tokenizers'} & set(sys.modules))"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
     assert ran.stdout.strip() == "set()"
+
+
+def test_a_folder_of_something_else_is_no_model(tmp_path):
+    (tmp_path / "notes.txt").write_text("Not a model.")
+    with pytest.raises(UsageError, match=r"holds no model: it has no config.json, no kvjax.json and no .gguf file"):
+        load(tmp_path, progress=False)
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    with pytest.raises(WeightsError, match=r"config.json cannot be read"):
+        load(tmp_path, progress=False)
