@@ -18,6 +18,9 @@ _REMOTE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 #: Bytes of a name, and characters of a path, that systems take.
 _NAME, _PATH = 255, 4000
 
+#: Kinds of pictures that are not written.
+_OTHER_PICTURES = (".jpg", ".jpeg", ".svg", ".pdf", ".gif", ".webp")
+
 
 def reason(error: OSError | ValueError) -> str:
     """Why a path cannot be used, for the end of a sentence; Python's own word for a NUL in it is an error of values."""
@@ -97,6 +100,13 @@ def write_atomically(path: Path, content: str | bytes) -> None:
         sync_folder(path.parent)
     except OSError as error:
         raise KvjaxError(f"{path} cannot be written: {error.strerror}.") from error
+
+
+def check_picture(name: str, path: Path) -> None:
+    """As :func:`check_writable`, of a PNG file; a name that says another format is refused."""
+    if path.suffix.lower() in _OTHER_PICTURES:
+        raise UsageError(f"{name} is {path}; pictures are written as PNG, so give a name that ends in .png.")
+    check_writable(name, path)
 
 
 def check_writable(name: str, path: Path) -> None:

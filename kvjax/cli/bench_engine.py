@@ -12,7 +12,7 @@ from kvjax.cli import inputs, session
 from kvjax.cli import options as flag
 from kvjax.cli.bench import AsMarkdown, SaveJson, check_json, group, publish, say
 from kvjax.errors import UsageError, quoted
-from kvjax.files import check_writable
+from kvjax.files import check_picture
 
 if TYPE_CHECKING:
     from kvjax.engine.report import EngineReport
@@ -65,7 +65,7 @@ def engine(
     """
     check_json(json)
     if out is not None:
-        check_writable("--out", out)
+        check_picture("--out", out)
     trace = _trace(requests, prompt, new, per_second, seed)
     policies = tuple(policy or ("full",))
     counts = _slots(slots, len(policies))

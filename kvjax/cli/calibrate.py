@@ -12,7 +12,7 @@ from kvjax.checks import whole_number
 from kvjax.cli import options as flag
 from kvjax.cli.app import app
 from kvjax.errors import UsageError
-from kvjax.files import check_writable, is_file, reason
+from kvjax.files import check_picture, check_writable, is_file, reason
 from kvjax.progress import Stage, stage
 
 group = typer.Typer(
@@ -129,7 +129,7 @@ def watershed(
     whole_number("least-rounds", least_rounds, 0)
     if picture is not None:
         require_matplotlib()
-        check_writable("--picture", picture)
+        check_picture("--picture", picture)
     if not is_file(dialogues):
         raise UsageError(f"--dialogues names a file that does not exist: {dialogues}.")
     lm = session.load(model, dtype, weights=weights)

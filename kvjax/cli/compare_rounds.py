@@ -14,7 +14,7 @@ from kvjax.cli import inputs, session
 from kvjax.cli import options as flag
 from kvjax.cli.app import INTERRUPTED, app
 from kvjax.errors import UsageError
-from kvjax.files import check_folder, check_writable, is_file
+from kvjax.files import check_folder, check_picture, is_file
 
 if TYPE_CHECKING:
     from kvjax.checkpoints.load import LanguageModel
@@ -76,7 +76,7 @@ def compare_rounds(
         whole_number("rounds", count, 2)
     if picture is not None:
         new_figure(1, 1)  # refuses without matplotlib now, and not when all is measured
-        check_writable("--picture", picture)
+        check_picture("--picture", picture)
     if not is_file(dialogues):
         raise UsageError(f"--dialogues names a file that does not exist: {dialogues}.")
     check_folder("--out", out)

@@ -14,7 +14,7 @@ from kvjax.cli import inputs, session
 from kvjax.cli import options as flag
 from kvjax.cli.app import INTERRUPTED, app
 from kvjax.errors import UsageError, quoted
-from kvjax.files import check_writable, is_file
+from kvjax.files import check_picture, is_file
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -95,7 +95,7 @@ def picture(
         near = difflib.get_close_matches(name, known, n=1)
         hint = f" did you mean {near[0]!r}?" if near else ""
         raise UsageError(f"There is no picture {quoted(name)};{hint} known are {', '.join(known)}.")
-    check_writable("--out", out)
+    check_picture("--out", out)
     settings = Settings(model, "", TASKS, samples, False, "model", seed)
     policies = [f"{policy},ratio={ratio}" for policy in KEEPING]
     if name == POSITIONS:

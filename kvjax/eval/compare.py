@@ -24,6 +24,7 @@ from kvjax.eval.material import Prompts, Talks, check_length, make_prompts, make
 from kvjax.eval.recorded import RecordedDecoder, can_replay
 from kvjax.eval.results import AFTER, IN_VIEW, Row, Scored, Settings, accuracy
 from kvjax.eval.ruler import match_all
+from kvjax.eval.suites.estimate import in_words
 from kvjax.generation import generate
 from kvjax.interrupt import interruptible
 from kvjax.policies.base import Policy
@@ -78,13 +79,17 @@ class Comparison:
                 if not missing:
                     continue
                 prompts, talks = self._material(length, asker)
+                spent: list[float] = []
                 for number, candidate in enumerate(missing, 1):
                     began, compiled = time.perf_counter(), clock.seconds
                     row = self._row(asker, candidate, length, prompts, talks)
                     took = dict(seconds=time.perf_counter() - began, compile_seconds=clock.seconds - compiled)
                     self.rows.append(dataclasses.replace(row, **took))
                     self._save(self.rows)
-                    self._say(f"[{number}/{len(missing)}] {describe(self.rows[-1])}")
+                    spent.append(took["seconds"])
+                    left = sum(spent) / number * (len(missing) - number)
+                    more = f"; about {in_words(left)} left" if number < len(missing) else ""
+                    self._say(f"[{number}/{len(missing)}] {describe(self.rows[-1])}{more}")
                     if number == len(missing) or missing[number].name != candidate.name:
                         jax.clear_caches()  # a policy's programs serve no other, and those of 50 caches take gigabytes
 

@@ -35,6 +35,8 @@ def test_keywords_become_the_flags_of_the_command(given, sentence, said):
         (["bench", "engine", "--simulate", "--model", "other"], "--model is of a measurement"),
         (["bench", "engine", "--simulate", "--static"], "--static is of a measurement"),
         (["bench", "engine", "--shards", "2"], "--shards is of a simulation"),
+        (["bench", "engine", "--simulate", "--out", "slots.jpg"], "give a name that ends in .png"),
+        (["picture", "razor-heads", "--out", "heads.PDF"], "--out is heads.PDF; pictures are written as PNG"),
         (["bench", "engine", "--simulate", "--slots", "16", "--shards", "3"], "give a multiple of the shards"),
     ],
 )
