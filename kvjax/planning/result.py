@@ -86,7 +86,7 @@ class Plan:
         parts = [
             ("weights", self.weights_bytes),
             ("cache", self.cache_bytes),
-            ("  of it spare, for buckets and later turns", self.spare_bytes),
+            ("  of it spare, for padding and later turns", self.spare_bytes),
             ("prefill peak", self.prefill_peak_bytes),
             ("total" if self.mesh is None else "total, each device", self.total_bytes),
             ("full cache, for comparison", self.full_cache_bytes),
