@@ -72,6 +72,12 @@ def picture(
             "the answer; by default 2,000.",
         ),
     ] = None,
+    policies: Annotated[
+        str | None,
+        typer.Option(
+            "--policies", help="For long-generation: such as 'ahakv:recent=256;h2o'; by default five that evict."
+        ),
+    ] = None,
     slots: Annotated[int, typer.Option("--slots", help="For long-generation: tokens that each head holds.")] = 512,
     seed: Annotated[int, typer.Option("--seed", help="Seed of the samples.")] = 42,
     compile_cache: flag.CompileCache = True,
@@ -97,12 +103,14 @@ def picture(
         raise UsageError(f"There is no picture {quoted(name)};{hint} known are {', '.join(known)}.")
     check_picture("--out", out)
     settings = Settings(model, "", TASKS, samples, False, "model", seed)
-    policies = [f"{policy},ratio={ratio}" for policy in KEEPING]
+    keeping = [f"{policy},ratio={ratio}" for policy in KEEPING]
     if name == POSITIONS:
-        _parse_all(policies)
+        _parse_all(keeping)
     if name == LONG:
         whole_number("slots", slots, 1)
-        _parse_all(long_generation.policies(slots))
+        _parse_all(long_generation.policies(slots, policies))
+    elif policies is not None:
+        raise UsageError(f"--policies is for long-generation; {name} has policies of its own, so leave it out.")
     if name == ALIKE and (dialogues is None or not is_file(dialogues)):
         raise UsageError(f"{ALIKE} is drawn of real dialogues; give --dialogues a file of them (it is {dialogues}).")
     number("ratio", ratio, 0, 1, open_below=True)
@@ -114,14 +122,15 @@ def picture(
     new_figure(1, 1)  # refuses without matplotlib now, and not when all is measured
     lm = session.load(model, dtype, compile_cache=compile_cache, weights=weights)
     if name == POSITIONS:
-        _save(out, _positions(lm, policies, text, length))
+        _save(out, _positions(lm, keeping, text, length))
         return 0
     if name == ALIKE:
         assert dialogues is not None
         _save(out, _alike(lm, dialogues, most, least_rounds, tokens))
         return 0
     if name == LONG:
-        return _long_generation(lm, text, 2000 if tokens is None else tokens, slots, seed, out)
+        ids = long_generation.answer_ids(lm, text, 2000 if tokens is None else tokens, seed)
+        return _long_generation(lm, ids, slots, long_generation.policies(slots, policies), out)
     return _study(name, lm, settings, length, out)
 
 
@@ -161,17 +170,16 @@ def _study(name: str, lm: LanguageModel, settings, length: int, out: Path) -> in
     return code
 
 
-def _long_generation(lm: LanguageModel, text: str | None, tokens: int, slots: int, seed: int, out: Path) -> int:
+def _long_generation(lm: LanguageModel, ids: Sequence[int], slots: int, policies: Sequence[str], out: Path) -> int:
     """Measure what the numbers beside the picture do not hold yet, draw, and print the means."""
     import hashlib
     import json
 
     from kvjax.eval import long_generation
 
-    ids = long_generation.answer_ids(lm, text, tokens, seed)
     digest = hashlib.sha256(json.dumps(ids).encode()).hexdigest()[:16]
     settings = long_generation.Settings(lm.name, lm.params.number_format, slots, digest)
-    rows = long_generation.measure(lm, ids, settings, out.with_suffix(".json"), _say)
+    rows = long_generation.measure(lm, ids, settings, out.with_suffix(".json"), _say, policies)
     _save(out, long_generation.long_generation_figure(rows, settings))
     long_generation.report(rows).print()
     return 0

@@ -13,7 +13,7 @@ import numpy as np
 from kvjax.checkpoints.load import LanguageModel
 from kvjax.documents import NotADocument, parse_json, validated
 from kvjax.errors import KvjaxError, UsageError
-from kvjax.eval.candidates import REFERENCE
+from kvjax.eval.candidates import REFERENCE, split_policies
 from kvjax.eval.pictures import plain_axes, style
 from kvjax.figures import new_figure
 from kvjax.files import write_atomically
@@ -86,9 +86,10 @@ def worked_solution(steps: int, seed: int = 0) -> str:
     return "\n".join(lines)
 
 
-def policies(slots: int) -> list[str]:
-    """The policies of the picture, each at so many slots a head."""
-    return [f"{name}:budget={slots}" for name in EVICTING]
+def policies(slots: int, text: str | None = None) -> list[str]:
+    """The policies of the picture, each at so many slots a head, or those of ``--policies``."""
+    names = EVICTING if text is None else split_policies(text)
+    return [f"{name}{',' if ':' in name else ':'}budget={slots}" for name in names]
 
 
 def answer_ids(lm: LanguageModel, text: str | None, tokens: int, seed: int) -> list[int]:
@@ -106,9 +107,14 @@ def answer_ids(lm: LanguageModel, text: str | None, tokens: int, seed: int) -> l
 
 
 def measure(
-    lm: LanguageModel, ids: Sequence[int], settings: Settings, numbers: Path, say: Callable[[str], None]
+    lm: LanguageModel,
+    ids: Sequence[int],
+    settings: Settings,
+    numbers: Path,
+    say: Callable[[str], None],
+    asked: Sequence[str],
 ) -> list[Losses]:
-    """The full cache's losses and those of each policy at so many slots, the answer fed token by token.
+    """The full cache's losses and those of each policy, the answer fed token by token.
 
     Each is saved to ``numbers`` when it is there, and what that file has is not measured again.
 
@@ -116,7 +122,7 @@ def measure(
       UsageError: the file holds losses of something else.
     """
     rows = _saved(numbers, settings)
-    for policy in [REFERENCE, *policies(settings.slots)]:
+    for policy in [REFERENCE, *asked]:
         if any(row.policy == policy for row in rows):
             continue
         say(f"{policy} is fed {len(ids)} tokens one at a time")

@@ -89,6 +89,10 @@ def test_a_long_answer_under_policies_that_evict(cli, tmp_path):
     first, *others = json.loads((tmp_path / "fewer.json").read_text())["rows"]
     for row in others:
         assert row["losses"] != pytest.approx(first["losses"], abs=1e-4), row["policy"]
+    assert cli(*fewer, "--policies", "h2o:recent=8").code == 0
+    assert json.loads((tmp_path / "fewer.json").read_text())["rows"][-1]["policy"] == "h2o:recent=8,budget=90"
+    elsewhere = cli("picture", "razor-heads", "--out", str(tmp_path / "x.png"), "--policies", "h2o")
+    assert elsewhere.code == 2 and "--policies is for long-generation" in elsewhere.sentence
     for options, says in (
         (("--slots", "90"), "losses of another"),
         (("--slots", "900", "--tokens", "1000000000"), "context is"),
