@@ -126,11 +126,6 @@ class Request:
         self.cache = _one_row_each(held, count) if held else None
         self._given = caches
         self.cache_is_copy = self.cache is not None and all(are_apart(self.cache, old) for old in caches)
-        if options.prompt_logprobs and self.policy.offloads_rounds:
-            raise UsageError(
-                "prompt_logprobs needs every layer's output for every token of a prompt, and RoundAttention reads the "
-                "upper layers for the last alone; leave it out."
-            )
         self.prefix: tuple[int, ...] = (
             self._prefix(prompt) if self.policy.offloads_rounds and self.cache is None else ()
         )
@@ -201,6 +196,7 @@ class Request:
             self.rows,
             longest - context,
             context=context,
+            scored=self.options.prompt_logprobs,
             dtype=self.dtype,
             memory_limit=self.memory_limit,
             already=already,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from types import SimpleNamespace
 
@@ -223,3 +224,18 @@ def test_a_plan_says_whose_slots_and_tokens_it_lists(tiny_model):
     padded = kvjax.plan(tiny_model, prompt_tokens=20, batch=3, mesh="data=2").table()
     assert "2 times" not in padded and "padded to 4 rows" in padded
     assert "padded" not in kvjax.plan(tiny_model, prompt_tokens=20, batch=4, mesh="data=2").table()
+
+
+def test_scoring_a_prompt_needs_its_logits(tiny_model):
+    request = {"prompt_tokens": 300, "batch": 2}
+    plain, scored = (kvjax.plan(tiny_model, **request, prompt_logprobs=asked) for asked in (False, True))
+    logits = 4 * 64 * tiny_model.config.vocab_size * 4  # rows of a bucket, tokens at once, bytes
+    assert scored.prefill_peak_bytes - plain.prefill_peak_bytes == 2 * logits
+    wide = dataclasses.replace(tiny_model.config, vocab_size=200_000)
+    each = [kvjax.plan(wide, **request, prompt_logprobs=asked).prefill_peak_bytes for asked in (False, True)]
+    assert 1 << 26 < each[1] - each[0] <= 2 << 26, "few logits are alive at a time"
+    prompts = ["hello there " * 20] * 2
+    limit = scored.total_bytes - 1
+    kvjax.generate(tiny_model, prompts, max_new_tokens=0, memory_limit=limit)
+    smaller = kvjax.plan(tiny_model, **request, prompt_logprobs=True, memory_limit=limit)
+    assert smaller.cache_bytes < scored.cache_bytes, "spare rows are left out for them"

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @app.command()
-@flag.generation("policy", "storage", "max_new_tokens", "memory_limit", "reserve_tokens")
+@flag.generation("policy", "storage", "max_new_tokens", "memory_limit", "reserve_tokens", "prompt_logprobs")
 def plan(
     *,
     prompt_tokens: Annotated[int, typer.Option("--prompt-tokens", help="Tokens of the longest prompt.")],

@@ -44,6 +44,7 @@ def plan(
     mesh: Mesh | str | None = None,
     reserve_tokens: int | None = None,
     device: str | None = None,
+    prompt_logprobs: bool = False,
 ) -> Plan:
     """Every byte a request would take, before any of it is allocated.
 
@@ -64,6 +65,7 @@ def plan(
       reserve_tokens: tokens of later turns, as for :func:`kvjax.generate`; ``kvjax.Chat`` reserves 4,096.
       device: the name of an accelerator that is planned for ("t4", "v5e", ..., :mod:`kvjax.chips`): its pages and
         blocks, and its memory as the limit, of a GPU the part that JAX takes.
+      prompt_logprobs: whether log-probabilities of the prompt are asked for, as for :func:`kvjax.generate`.
 
     Raises:
       UsageError: a length or batch that makes no sense, or beyond the model's context.
@@ -90,6 +92,7 @@ def plan(
     dtype = float_dtype(dtype)
     optional(functools.partial(whole_number, least=0))("reserve_tokens", reserve_tokens)
     check_value(chosen)
+    _check_scored(chosen, prompt_logprobs)
     check_sizes(chosen, config, prompt_bucket(prompt_tokens), NEW_TOKENS)
     stored = parse_storage(storage)
     over = over if mesh is None else parse_mesh(mesh)
@@ -98,16 +101,15 @@ def plan(
     sizes = config, chosen, batch, prompt_tokens, max_new_tokens, dtype
     if device is None:
         share = gpu_share() if memory_limit is None else None
-        request = Asked(*sizes, device_limit(memory_limit), stored, over, context_tokens)
+        request = Asked(*sizes, device_limit(memory_limit), stored, over, context_tokens, prompt_logprobs)
         made = _that_fits(request, reserve_tokens, share, share and share.source)
         return dataclasses.replace(made, choice=found.line)
     named = chip(device)
     if stored.layout is None:
         stored = dataclasses.replace(stored, layout=layout_on(named.platform, config.head_dim))
     with named.compiled_for():
-        made = _that_fits(
-            Asked(*sizes, named.limit, stored, over, context_tokens), reserve_tokens, named.share, named.source
-        )
+        request = Asked(*sizes, named.limit, stored, over, context_tokens, prompt_logprobs)
+        made = _that_fits(request, reserve_tokens, named.share, named.source)
         return dataclasses.replace(made, choice=found.line)
 
 
@@ -121,6 +123,14 @@ def _that_fits(request: Asked, reserve: int | None, share: GpuShare | None, sour
     error = refusal(made, request, 0, share)
     error.plan = made
     raise error
+
+
+def _check_scored(policy: Policy, scored: bool) -> None:
+    if scored and policy.offloads_rounds:
+        raise UsageError(
+            "prompt_logprobs needs every layer's output for every token of a prompt, and RoundAttention reads the upper "
+            "layers for the last alone; leave it out."
+        )
 
 
 def _model(model: Any) -> tuple[ModelConfig, Any, Mesh | None]:
@@ -149,13 +159,14 @@ def fitting(
     held: Cache | None = None,
     exact: bool = False,
     context: int = 0,
+    scored: bool = False,
 ) -> Allocation:
     """The sizes a generation is allocated, with prompts and the first new-token bucket: exact where it must be.
 
     Args:
       rows, reserve, held, exact: as for :func:`kvjax.allocation.allocation`.
       tokens: that the rows will have seen, prompts included, beside ``context`` tokens before all of them, read once.
-      already: bytes of caches that stay beside it.
+      already: bytes of caches that stay beside it. scored: whether the prompts' tokens get log-probabilities.
 
     Raises:
       DoesNotFit: not even exactly.
@@ -163,9 +174,10 @@ def fitting(
     limit, context = device_limit(memory_limit), min(context, config.max_position - 1)
     tokens = min(tokens, config.max_position - context)
     check_value(policy)
+    _check_scored(policy, scored)
     check_sizes(policy, config, prompt_bucket(context + tokens), NEW_TOKENS)
     # Rows that share a context are as many as were asked for, so that its bytes are spared and not spent on padding.
-    request = Asked(config, policy, rows, tokens, 1, dtype, limit, storage, mesh, context)
+    request = Asked(config, policy, rows, tokens, 1, dtype, limit, storage, mesh, context, scored)
     exact = exact or mesh is not None or request.shares_context
     for tight in dict.fromkeys((exact, True)):
         size = allocation(config, policy, rows, request.whole, reserve=reserve, held=held, exact=tight)

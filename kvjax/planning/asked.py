@@ -19,6 +19,7 @@ from kvjax.policies import Full, Policy, format_policy
 from kvjax.policies.base import shares
 from kvjax.policies.page_capacities import page_capacities
 from kvjax.policies.split_cache import slots_above, slots_below
+from kvjax.runtime.token_logprobs import scoring_bytes
 from kvjax.sharding.mesh import Mesh
 
 
@@ -30,6 +31,7 @@ class Asked:
       batch: rows. prompt: tokens of the longest one, beside ``context`` tokens before all of them, read once.
       new: tokens that are generated.
       limit: bytes of the device, or None where they are not known.
+      scored: whether every token of the prompts gets its log-probability.
     """
 
     config: ModelConfig
@@ -42,6 +44,7 @@ class Asked:
     storage: Storage = MODEL
     mesh: Mesh | None = None
     context: int = 0
+    scored: bool = False
 
     @property
     def whole(self) -> int:
@@ -95,6 +98,7 @@ class Asked:
         new_capacity = self._new_capacity(held, room, kept)
         least = policy.answering(config, self.whole) if placed is None else policy.reading(config, self.whole)
         found = self._bytes(size, new_capacity, held, least)
+        peak = found.peak + (scoring_bytes(size.rows, config.vocab_size) if self.scored else 0)
         weights, devices = weights_bytes(config, self.dtype, mesh), 1 if mesh is None else mesh.size
         full = self.batch * full_cache_bytes(config, self.whole + self.fed, self.dtype) // devices
         page_size = layout_for(storage, config.head_dim).page_size
@@ -109,9 +113,9 @@ class Asked:
             max_new_tokens=self.new,
             weights_bytes=weights,
             cache_bytes=found.cache,
-            prefill_peak_bytes=found.peak,
+            prefill_peak_bytes=peak,
             full_cache_bytes=full,
-            total_bytes=weights + found.cache + found.peak,
+            total_bytes=weights + found.cache + peak,
             memory_limit=self.limit,
             capacities=tuple(tuple(count * page_size for count in heads) for heads in slots),
             retained=tuple(tuple(int(x) for x in heads) for heads in kept),

@@ -34,9 +34,7 @@ def token_logprobs(
       following: ids.
     """
     batch, tokens, _ = x.shape
-    size = _MOST_TOKENS
-    while size > 1 and batch * size * params.config.vocab_size * 4 > _LOGITS_BYTES:
-        size //= 2
+    size = _tokens_together(batch, params.config.vocab_size)
 
     def body(i: Int[Array, ""], found: tuple[Array, Array]) -> tuple[Array, Array]:
         xb, ids = (jax.lax.dynamic_slice_in_dim(a, i * size, size, axis=1) for a in (x, following))
@@ -51,6 +49,18 @@ def token_logprobs(
     blocks = (jnp.max(count) + size - 1) // size
     empty = jnp.zeros((batch, tokens), jnp.float32), jnp.zeros((batch, tokens), jnp.int32)
     return jax.lax.fori_loop(0, blocks, body, empty)
+
+
+def _tokens_together(batch: int, vocabulary: int) -> int:
+    size = _MOST_TOKENS
+    while size > 1 and batch * size * vocabulary * 4 > _LOGITS_BYTES:
+        size //= 2
+    return size
+
+
+def scoring_bytes(batch: int, vocabulary: int) -> int:
+    """Temporary bytes of :func:`token_logprobs`: the logits of a few tokens, and as much again for their softmax."""
+    return 2 * batch * _tokens_together(batch, vocabulary) * vocabulary * 4
 
 
 def score_fresh(

@@ -58,6 +58,12 @@ def test_what_does_not_fit_with_spare_slots_is_allocated_without(lm):
         kvjax.plan(lm, prompt_tokens=300, policy=POLICY, memory_limit=planned.total_bytes - 1)
 
 
+def test_prompts_of_rounds_are_not_scored(lm):
+    for ask in (kvjax.plan, lambda lm, prompt_tokens, **more: kvjax.generate(lm, prompts(1, prompt_tokens), **more)):
+        with pytest.raises(kvjax.UsageError, match="prompt_logprobs needs every layer's output"):
+            ask(lm, prompt_tokens=50, policy=POLICY, prompt_logprobs=True)
+
+
 def test_a_later_question_holds_the_selected_share_above_the_watershed(lm):
     planned = kvjax.plan(lm, prompt_tokens=8000, policy=POLICY)
     lower = upper = planned.cache_bytes / 2
