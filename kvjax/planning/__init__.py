@@ -128,8 +128,8 @@ def _that_fits(request: Asked, reserve: int | None, share: GpuShare | None, sour
 def _check_scored(policy: Policy, scored: bool) -> None:
     if scored and policy.offloads_rounds:
         raise UsageError(
-            "prompt_logprobs needs every layer's output for every token of a prompt, and RoundAttention reads the upper "
-            "layers for the last alone; leave it out."
+            "prompt_logprobs needs every layer's output for every token of a prompt, and RoundAttention reads the "
+            "upper layers for the last alone; leave it out."
         )
 
 

@@ -7,6 +7,7 @@ import hashlib
 import http.server
 import io
 import shutil
+import socket
 import subprocess
 import sys
 import threading
@@ -373,3 +374,18 @@ def test_a_folder_of_something_else_is_no_model(tmp_path):
     (tmp_path / "model.safetensors").write_bytes(b"")
     with pytest.raises(WeightsError, match=r"config.json cannot be read"):
         load(tmp_path, progress=False)
+
+
+def test_the_hub_is_asked_only_where_it_can_be_reached(monkeypatch):
+    from huggingface_hub import constants
+
+    monkeypatch.setattr("urllib.request.getproxies", dict)
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.getsockname()[1]}")
+        assert offline() == {"local_files_only": True}, "nobody listens"
+        server.listen()
+        assert offline() == {}
+    assert offline() == {"local_files_only": True}, "nor now"
+    monkeypatch.setattr("urllib.request.getproxies", lambda: {"http": "http://proxy:3128"})
+    assert offline() == {}, "a proxy may know a way"
