@@ -19,6 +19,7 @@ import pytest
 
 from kvjax import progress
 from kvjax.checkpoints import hub, remote, wheel
+from kvjax.checkpoints.hub import offline
 from kvjax.checkpoints.load import load, load_config
 from kvjax.errors import UsageError, WeightsError, quoted
 
