@@ -27,10 +27,22 @@ POSITIONS, ALIKE, LONG = "retained-positions", "question-answer", "long-generati
 #: Policies whose kept positions are shown; the paper gives every method a recent window of 32 tokens.
 KEEPING = ("h2o:recent=32", "ahakv:recent=32")
 TASKS = ("niah_single_1", "noise_multikey")
+#: Options of some pictures alone.
+_ONLY = {
+    "ratio": (POSITIONS,),
+    "text": (POSITIONS, LONG),
+    "dialogues": (ALIKE,),
+    "most": (ALIKE,),
+    "least_rounds": (ALIKE,),
+    "tokens": (ALIKE, LONG),
+    "policies": (LONG,),
+    "slots": (LONG,),
+}
 
 
 @app.command()
 def picture(
+    context: typer.Context,
     name: Annotated[
         str,
         typer.Argument(
@@ -101,6 +113,7 @@ def picture(
         near = difflib.get_close_matches(name, known, n=1)
         hint = f" did you mean {near[0]!r}?" if near else ""
         raise UsageError(f"There is no picture {quoted(name)};{hint} known are {', '.join(known)}.")
+    _refuse_others(context, name)
     check_picture("--out", out)
     settings = Settings(model, "", TASKS, samples, False, "model", seed)
     keeping = [f"{policy},ratio={ratio}" for policy in KEEPING]
@@ -109,8 +122,6 @@ def picture(
     if name == LONG:
         whole_number("slots", slots, 1)
         _parse_all(long_generation.policies(slots, policies))
-    elif policies is not None:
-        raise UsageError(f"--policies is for long-generation; {name} has policies of its own, so leave it out.")
     if name == ALIKE and (dialogues is None or not is_file(dialogues)):
         raise UsageError(f"{ALIKE} is drawn of real dialogues; give --dialogues a file of them (it is {dialogues}).")
     number("ratio", ratio, 0, 1, open_below=True)
@@ -132,6 +143,14 @@ def picture(
         ids = long_generation.answer_ids(lm, text, 2000 if tokens is None else tokens, seed)
         return _long_generation(lm, ids, slots, long_generation.policies(slots, policies), out)
     return _study(name, lm, settings, length, out)
+
+
+def _refuse_others(context: typer.Context, name: str) -> None:
+    """Refuse (UsageError) options that were typed and are of other pictures."""
+    for option, pictures in _ONLY.items():
+        source = context.get_parameter_source(option)
+        if name not in pictures and source is not None and source.name == "COMMANDLINE":
+            raise UsageError(f"--{option.replace('_', '-')} is for {' and '.join(pictures)}; leave it out for {name}.")
 
 
 def _parse_all(policies: Sequence[str]) -> None:

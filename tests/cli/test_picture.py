@@ -91,8 +91,6 @@ def test_a_long_answer_under_policies_that_evict(cli, tmp_path):
         assert row["losses"] != pytest.approx(first["losses"], abs=1e-4), row["policy"]
     assert cli(*fewer, "--policies", "h2o:recent=8").code == 0
     assert json.loads((tmp_path / "fewer.json").read_text())["rows"][-1]["policy"] == "h2o:recent=8,budget=90"
-    elsewhere = cli("picture", "razor-heads", "--out", str(tmp_path / "x.png"), "--policies", "h2o")
-    assert elsewhere.code == 2 and "--policies is for long-generation" in elsewhere.sentence
     for options, says in (
         (("--slots", "90"), "losses of another"),
         (("--slots", "900", "--tokens", "1000000000"), "context is"),
@@ -118,3 +116,18 @@ def test_numbers_of_a_worked_solution_are_right_and_come_back():
             line.endswith(f"{taker} has {other} + {count} = {held[taker]}.") and f"- {count} = {held[giver]} " in line
         )
     assert min(held.values()) >= 0
+
+
+@pytest.mark.parametrize(
+    ("name", "option", "value", "others"),
+    [
+        ("razor-heads", "--policies", "h2o", "long-generation"),
+        ("lagkv-variants", "--ratio", "0.5", "retained-positions"),
+        ("retained-positions", "--least-rounds", "9", "question-answer"),
+        ("slimkv-scores", "--text", "a", "retained-positions and long-generation"),
+        ("question-answer", "--slots", "64", "long-generation"),
+    ],
+)
+def test_options_of_other_pictures_are_refused(cli, tmp_path, name, option, value, others):
+    refused = cli("picture", name, "--out", str(tmp_path / "x.png"), option, value)
+    assert refused.code == 2 and f"{option} is for {others}; leave it out for {name}" in refused.sentence
