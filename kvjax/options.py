@@ -107,7 +107,7 @@ class GenerationOptions:
     )
     max_new_tokens: int = _option(
         256,
-        "Generate at most so many tokens; `generate` with 0 reads the prompt and ends.",
+        "Generate at most this many tokens; `generate` with 0 only reads the prompt.",
         partial(whole_number, least=0),
     )
     temperature: float = _option(0.0, "Sampling temperature; 0 is greedy decoding.", partial(number, least=0))
@@ -149,7 +149,7 @@ class GenerationOptions:
     )
     memory_limit: int | None = _option(
         None,
-        "Refuse more bytes than this, by default what the device has.",
+        "Refuse to allocate more bytes than this, by default what the device has.",
         optional(partial(whole_number, least=1, most=MOST_BYTES)),
         "A request that does not fit is refused before allocation; an answer whose cache would outgrow it ends early, "
         'with finish_reason "memory".',

@@ -18,7 +18,7 @@ from kvjax.files import is_file
 if TYPE_CHECKING:
     from kvjax.batch import Report
 
-_LAUNCHED = "Not needed where SLURM, GKE, a TPU pod or Open MPI tell."
+_LAUNCHED = "Not needed under SLURM, GKE or Open MPI, or on a TPU pod."
 
 
 @app.command()
@@ -44,9 +44,11 @@ def batch(
         str | None, typer.Option("--coordinator", help=f"HOST:PORT of process 0. {_LAUNCHED}")
     ] = None,
     num_processes: Annotated[
-        int | None, typer.Option("--num-processes", help=f"Of the job; 1 joins nobody. {_LAUNCHED}")
+        int | None, typer.Option("--num-processes", help=f"Processes of the job; 1 joins no other. {_LAUNCHED}")
     ] = None,
-    process_id: Annotated[int | None, typer.Option("--process-id", help=f"Of this one, from 0. {_LAUNCHED}")] = None,
+    process_id: Annotated[
+        int | None, typer.Option("--process-id", help=f"Number of this process, from 0. {_LAUNCHED}")
+    ] = None,
     heartbeat_timeout: Annotated[
         int, typer.Option("--heartbeat-timeout", help="Seconds until a silent process counts as dead.")
     ] = 30,
@@ -55,7 +57,7 @@ def batch(
     """Answer a file of prompts, on one machine or many.
 
     A row is {"prompt", "id"?, "max_new_tokens"?}; a prompt is text, messages or token ids. Interrupted or killed, the
-    same command continues. A row that cannot be answered has its error in the output and stops nothing.
+    same command continues. A row that cannot be answered has its error in the output and does not stop the job.
     """
     from kvjax.runtime.distributed import Cluster, group, local_mesh
     from kvjax.sharding.mesh import parse_mesh

@@ -128,9 +128,9 @@ def decode(
 ) -> None:
     """Measure whole decode steps of a model's shape with random weights: no weights are needed.
 
-    What random weights have no profile for is made: `razor` protects KV heads spread evenly over the model, which hold
-    half of its ratio; `round` has its watershed at 45 % of the layers, and is measured as an answer is decoded, with
-    the rounds that were selected (`top`) on the device. Bringing them there is a question's cost, not a step's.
+    Random weights have no profiles, so these are made up: `razor` protects KV heads spread evenly over the model, which
+    hold half of its ratio; `round` has its watershed at 45 % of the layers, and is measured as an answer is decoded,
+    with the rounds that were selected (`top`) on the device. Bringing them there is a question's cost, not a step's.
     """
     from kvjax.bench import shapes
 
@@ -145,7 +145,8 @@ def decode(
 def start(
     model: flag.Model = flag.DEFAULT_MODEL,
     policy: Annotated[
-        list[str] | None, typer.Option("--policy", help="Whose programs are counted; may be given several times.")
+        list[str] | None,
+        typer.Option("--policy", help="Policy whose programs are counted; may be given several times."),
     ] = None,
     repetitions: Annotated[int, typer.Option("--repetitions", help="Later processes; the best one counts.")] = 3,
     json: SaveJson = None,
@@ -179,7 +180,7 @@ def kernels(
     rounds: Annotated[int, typer.Option("--rounds", help="Interleaved repetitions.")] = 10,
     json: SaveJson = None,
 ) -> None:
-    """Measure every decode kernel of this platform, beside what else there is, against the memory's own speed."""
+    """Measure every decode kernel of this platform, beside other implementations, against the memory bandwidth."""
     from pallas_kernels import dispatch
     from pallas_kernels.bench import decode as measured
 

@@ -35,7 +35,8 @@ def engine(
         float | None, typer.Option("--per-second", help="With --simulate: arrivals a second; by default all at once.")
     ] = None,
     static: Annotated[
-        bool | None, typer.Option("--static/--no-static", help="Also time static batches; by default they are.")
+        bool | None,
+        typer.Option("--static/--no-static", help="Whether to time static batches too; by default they are."),
     ] = None,
     simulate: Annotated[
         bool, typer.Option("--simulate", help="Replay the trace with given times; no model runs.")

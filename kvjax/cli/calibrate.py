@@ -35,7 +35,7 @@ def retrieval_heads(
     tokens: Annotated[
         int | None, typer.Option("--tokens", help="Random tokens K; by default 2,500 or what fits the context.")
     ] = None,
-    repeats: Annotated[int, typer.Option("--repeats", help="How often they are repeated.")] = 4,
+    repeats: Annotated[int, typer.Option("--repeats", help="How often the random tokens are repeated.")] = 4,
     seed: Annotated[int, flag.option("seed")] = 0,
     picture: Annotated[bool, typer.Option(help="Also draw a heat map of layers by heads, beside the profile.")] = True,
 ) -> None:
@@ -108,7 +108,8 @@ def watershed(
         int | None, typer.Option("--tokens", help="Cut dialogues to their last tokens; by default to the context.")
     ] = None,
     prominence: Annotated[
-        float, typer.Option("--prominence", help="What the curve must rise by around the minimum, as a fraction of it.")
+        float,
+        typer.Option("--prominence", help="How much the curve must rise around the minimum, as a fraction of it."),
     ] = 0.5,
     picture: Annotated[Path | None, typer.Option("--picture", help="Also draw the KL curve, as a PNG.")] = None,
 ) -> None:

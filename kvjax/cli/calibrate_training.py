@@ -18,8 +18,8 @@ Training = Annotated[
     Path | None,
     typer.Option(
         "--training",
-        help="Folder of what an interrupted run goes on from, kept afterwards; by default beside the profile, removed "
-        "at the end.",
+        help="Folder of the checkpoints from which an interrupted run resumes, kept afterwards; by default beside the "
+        "profile, removed at the end.",
     ),
 ]
 
@@ -36,10 +36,10 @@ def scorer(
     weights: flag.Weights = None,
     mesh: flag.Mesh = None,
     most: Annotated[int, typer.Option("--most", help="Pieces of text to read.")] = 32,
-    tokens: Annotated[int, typer.Option("--tokens", help="Tokens of a piece, or what the context holds twice.")] = 1024,
+    tokens: Annotated[int, typer.Option("--tokens", help="Tokens of a piece, or what fits the context twice.")] = 1024,
     sampled: Annotated[int, typer.Option("--sampled", help="Tokens of each piece to train on.")] = 256,
     steps: Steps = 400,
-    learning_rate: Annotated[float, typer.Option("--learning-rate", help="Adam's, at first.")] = 0.01,
+    learning_rate: Annotated[float, typer.Option("--learning-rate", help="Initial learning rate of Adam.")] = 0.01,
     seed: Seed = 0,
     training: Training = None,
     picture: Picture = True,
@@ -96,10 +96,10 @@ def gates(
     keys: Annotated[int, typer.Option("--keys", help="Pass keys in each text.")] = 2,
     words: Annotated[int, typer.Option("--words", help="Words of each pass key.")] = 8,
     steps: Steps = 80,
-    learning_rate: Annotated[float, typer.Option("--learning-rate", help="AdamW's, at most.")] = 0.05,
+    learning_rate: Annotated[float, typer.Option("--learning-rate", help="Peak learning rate of AdamW.")] = 0.05,
     penalty: Annotated[float, typer.Option("--penalty", help="Weight of the mean gate in the loss.")] = 0.05,
     sink: Annotated[int, typer.Option("--sink", help="First tokens that streaming attention sees.")] = 16,
-    recent: Annotated[int, typer.Option("--recent", help="Recent tokens that it sees.")] = 64,
+    recent: Annotated[int, typer.Option("--recent", help="Recent tokens that streaming attention sees.")] = 64,
     seed: Seed = 0,
     training: Training = None,
     picture: Picture = True,

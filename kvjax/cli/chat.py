@@ -125,7 +125,7 @@ def _context_left(conversation: kvjax.Chat) -> str:
 
 
 def _save_to(folder: Path, record: saved_chat.Record, conversation: kvjax.Chat, terminal: bool) -> None:
-    """``/save``; a folder that will not do ends no conversation that is typed."""
+    """``/save``; an unusable folder does not end a conversation that is typed."""
     from kvjax.errors import KvjaxError
 
     try:
@@ -139,7 +139,7 @@ def _save_to(folder: Path, record: saved_chat.Record, conversation: kvjax.Chat, 
 
 
 def _turn(conversation: kvjax.Chat, text: str, as_json: bool, terminal: bool) -> Output | None:
-    """One turn, printed; None where it was refused or broken off, which ends no conversation that is typed."""
+    """One turn, printed; None where it was refused or broken off, which does not end a typed conversation."""
     from kvjax.errors import KvjaxError
     from kvjax.interrupt import BrokenOff
 

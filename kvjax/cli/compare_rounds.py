@@ -41,12 +41,12 @@ def compare_rounds(
     most: Annotated[int, typer.Option("--most", help="Dialogues to read, from the file's beginning.")] = 10,
     tokens: Annotated[
         int | None,
-        typer.Option("--tokens", help="Cut histories to this many; by default three quarters of the context."),
+        typer.Option("--tokens", help="Cut histories to this many tokens; by default three quarters of the context."),
     ] = None,
     max_new_tokens: Annotated[int, flag.option("max_new_tokens")] = 16,
     rounds: Annotated[
         str | None,
-        typer.Option("--rounds", help="Comma-separated: ask after only so many rounds of each dialogue, each in turn."),
+        typer.Option("--rounds", help="Comma-separated numbers of rounds to which each dialogue is cut, in turn."),
     ] = None,
     repeats: Annotated[int, typer.Option("--repeats", help="Timed runs of each answer, after a warm-up.")] = 3,
     picture: Annotated[

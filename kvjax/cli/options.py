@@ -57,7 +57,7 @@ _TYPED: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {
     "stop": (list[str] | None, "may be given several times", lambda texts: tuple(texts or ())),
     "stop_token_ids": (str | None, "separated by commas", functools.partial(inputs.integers, name="--stop-token-ids")),
     "memory_limit": (str | None, "such as 8GB", inputs.byte_count),
-    "progress": (bool | None, "on a terminal alone when not given", lambda shown: shown),
+    "progress": (bool | None, "only on a terminal when not given", lambda shown: shown),
 }
 # Policies and storages are written as text.
 _TYPES = typing.get_type_hints(GenerationOptions, localns={"Policy": str, "Storage": str})

@@ -80,8 +80,8 @@ def picture(
         int | None,
         typer.Option(
             "--tokens",
-            help="For question-answer: cut dialogues to this many; by default to the context. For long-generation: of "
-            "the answer; by default 2,000.",
+            help="For question-answer: cut dialogues to this many; by default to the context. For long-generation: "
+            "tokens of the answer; by default 2,000.",
         ),
     ] = None,
     policies: Annotated[

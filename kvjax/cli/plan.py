@@ -40,7 +40,7 @@ def plan(
     ] = False,
     json: flag.Json = False,
 ) -> None:
-    """Say every byte a request would allocate, or what would fit on a device."""
+    """Report every byte that a request would allocate, or what would fit on a device."""
     import kvjax
 
     kvjax.policies.parse(options["policy"])

@@ -54,7 +54,7 @@ def recommend(
     config: flag.Config = None,
     dtype: flag.Dtype = None,
     weights: flag.Weights = None,
-    policies: Annotated[str, typer.Option("--policies", help="As of `kvjax compare`.")] = _POLICIES,
+    policies: Annotated[str, typer.Option("--policies", help="As for `kvjax compare`.")] = _POLICIES,
     retained: Annotated[
         str, typer.Option("--retained", help="Fractions to measure; with --budget the largest that fits.")
     ] = "0.5,0.25",

@@ -27,7 +27,7 @@ def check(save: Path | None, load: Path | None, system: str | None) -> None:
 
 
 def check_free(save: Path, load: Path | None) -> None:
-    """Refuse to write over another conversation than the one that is continued, or where nothing can be written."""
+    """Refuse to overwrite any conversation but the one that is continued, or a folder that cannot be written to."""
     from kvjax.errors import UsageError
     from kvjax.files import check_folder, check_local
     from kvjax.saving import holds_conversation
@@ -75,13 +75,13 @@ class Record:
         self.folder, self.written = folder, written
 
     def move(self, folder: Path, conversation: kvjax.Chat) -> None:
-        """Keep the conversation in another folder from now on, beginning with what there is of it."""
+        """Keep the conversation in another folder from now on, beginning with all of it so far."""
         check_free(folder, self.folder)
         self.folder, self.written = folder, 0
         self.keep(conversation)
 
     def keep(self, conversation: kvjax.Chat) -> bool:
-        """Write the conversation if it has moved on; whether Ctrl-C was pressed meanwhile, which waits for that."""
+        """Write the conversation if it has changed; return whether Ctrl-C, which waits for that, was pressed."""
         from kvjax.interrupt import interruptible
 
         if self.folder is None or not conversation.has_begun or conversation.changes == self.written:

@@ -33,7 +33,7 @@ def load(
 
 
 def check_policy(policy: str | None) -> None:
-    """A misspelt policy is said before the model is loaded."""
+    """Report a misspelt policy before the model is loaded."""
     if policy is None:
         return
     with stage("load", "libraries"):

@@ -38,15 +38,15 @@ def tune(
         ),
     ] = None,
     tokens: Annotated[
-        str, typer.Option("--tokens", help="Comma-separated prompt lengths, of which a chunk is the end.")
+        str, typer.Option("--tokens", help="Comma-separated prompt lengths; a chunk is the end of its prompt.")
     ] = "4096,32768",
 ) -> None:
     """Find the fastest block sizes of the kernels on this accelerator, and save them as they are found.
 
-    Each operation's are measured and kept by device, head size, queries a KV head and dtype; ragged_decode's also by
-    page size, the others' by whether the queries are a window's 16, 32 or 64, or 128, 256, 512 and more, and whether
-    there are 8,192 keys. kvjax uses them where PALLAS_KERNELS_TUNED names the file; what that does not name goes by the
-    kernels' own rules.
+    Block sizes are measured and kept by operation, device, head size, queries a KV head and dtype; ragged_decode's also
+    by page size, the others' by whether the queries are a window's 16, 32 or 64, or 128, 256, 512 and more, and whether
+    there are 8,192 keys. kvjax uses them where PALLAS_KERNELS_TUNED names the file; what the file does not list follows
+    the kernels' own rules.
     """
     from pallas_kernels.tunable import OPERATIONS, cases
     from pallas_kernels.tune import NothingToTune

@@ -23,8 +23,8 @@ def warm(
     dtype: flag.Dtype = None,
     weights: flag.Weights = None,
     policy: Annotated[list[str] | None, typer.Option("--policy", help="May be given several times.")] = None,
-    lengths: Annotated[str, typer.Option("--lengths", help="Comma-separated tokens of prompts.")] = "256,2048",
-    batch: Annotated[str, typer.Option("--batch", help="Comma-separated prompts answered together.")] = "1",
+    lengths: Annotated[str, typer.Option("--lengths", help="Comma-separated prompt lengths in tokens.")] = "256,2048",
+    batch: Annotated[str, typer.Option("--batch", help="Comma-separated batch sizes.")] = "1",
     conversation: Annotated[
         bool, typer.Option("--conversation", help="Also compile what the turns of `kvjax chat` need.")
     ] = False,
