@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvjax.cache.quantisation import Storage
-from kvjax.checkpoints.load import LanguageModel
+from kvjax.checkpoints.load import LanguageModel, check_model
 from kvjax.errors import UsageError
 from kvjax.options import GenerationOptions
-from kvjax.prompts import prefix_tokens, tokenize
+from kvjax.prompts import check_messages, prefix_tokens, tokenize
 from kvjax.request import Request
 from kvjax.rounds.closing import close_round
 from kvjax.rounds.conversation import Conversation
@@ -26,9 +26,10 @@ def history_ids(lm: LanguageModel, messages: Sequence[Mapping[str, Any]]) -> tup
     Raises:
       UsageError: messages in another order.
     """
-    system = [dict(message) for message in messages[:1] if message.get("role") == "system"]
-    turns = [dict(message) for message in messages[len(system) :]]
-    roles = [message.get("role") for message in turns]
+    messages = check_messages(messages)
+    system = [message for message in messages[:1] if message["role"] == "system"]
+    turns = messages[len(system) :]
+    roles = [message["role"] for message in turns]
     if not turns or roles != ["user", "assistant"] * (len(turns) // 2):
         raise UsageError("A history is user and assistant messages in turns, ending with the assistant's.")
     ids: list[int] = []
@@ -37,7 +38,7 @@ def history_ids(lm: LanguageModel, messages: Sequence[Mapping[str, Any]]) -> tup
         starts.append(len(ids))
         first = [*system, question] if not ids else [question]
         ids += tokenize(lm, first, context=None, chat=True, onto=bool(ids)).prompts[0]
-        ids += lm.tokenizer.encode_after(str(answer["content"]))
+        ids += lm.tokenizer.encode_after(answer["content"])
     return ids, starts
 
 
@@ -61,6 +62,7 @@ def read_history(
       UsageError: messages or a policy of another kind, or longer than the model's context.
       DoesNotFit: too large for the device.
     """
+    check_model(lm)
     ids, starts = history_ids(lm, messages)
     request = Request(lm, ids, GenerationOptions(policy=policy, storage=storage, memory_limit=memory_limit))
     chosen = request.policy

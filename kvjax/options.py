@@ -180,9 +180,22 @@ class GenerationOptions:
         return as_strings(self.stop)
 
     def stop_ids(self, lm: LanguageModel) -> tuple[int, ...]:
-        """The model's end-of-text ids and those asked for; UsageError for one that is not the model's."""
+        """The model's end-of-text ids, those asked for, and those of special tokens among ``stop``.
+
+        UsageError for an id that is not the model's, and for a special token within a longer stop string: it adds no
+        text, so the string would never be found.
+        """
         added: Any = () if self.stop_token_ids is None else self.stop_token_ids
         ids = [*lm.stop_token_ids, *(added.tolist() if hasattr(added, "tolist") else added)]
+        for string in self.stop_strings:
+            token, alone = lm.tokenizer.special_in(string)
+            if token is not None and not alone:
+                raise UsageError(
+                    f"stop holds {quoted(string)} with the special token {token}, which adds no text to an answer; "
+                    "give the token alone, and other strings beside it."
+                )
+            if token is not None:
+                ids.append(lm.tokenizer.id_of(token))
         most = lm.config.vocab_size - 1
         for token in ids:
             try:

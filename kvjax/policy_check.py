@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from kvjax.checkpoints.load import LanguageModel
+from kvjax.checkpoints.load import LanguageModel, check_model
 from kvjax.errors import UsageError, quoted
 from kvjax.generation import generate
 from kvjax.output import Output
@@ -58,8 +58,7 @@ def check_policy(policy: Policy, lm: LanguageModel, *, seed: int = 0) -> PolicyC
     Raises:
       UsageError: a property that does not hold, naming the method; also all that ``generate`` refuses.
     """
-    if not isinstance(lm, LanguageModel):
-        raise UsageError(f"The model is a {type(lm).__name__}; give one from kvjax.load.")
+    check_model(lm)
     if not isinstance(policy, Policy):
         raise UsageError(f"{quoted(policy)} is not a policy; give an instance of a class that derives from Policy.")
     policy = resolve(policy, lm.config, later=False).policy

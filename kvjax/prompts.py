@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvjax.checkpoints.load import LanguageModel
+from kvjax.checkpoints.load import LanguageModel, check_model
 from kvjax.errors import UsageError, quoted
 from kvjax.policies.base import Policy
 from kvjax.policies.best import Resolved, resolve
@@ -79,8 +79,7 @@ def chat_tokens(lm: LanguageModel, messages: str | Sequence[Message]) -> list[in
     Raises:
       UsageError: no messages, a message without role or content, or a model without a chat template.
     """
-    if not isinstance(lm, LanguageModel):
-        raise UsageError(f"The model is a {type(lm).__name__}; give one from kvjax.load.")
+    check_model(lm)
     items, single = as_list(messages)
     if not single or (not isinstance(items[0], str) and not all(isinstance(item, Mapping) for item in items[0])):
         raise UsageError("chat_tokens takes one list of messages, or the text of one; call it for each of several.")
@@ -229,7 +228,11 @@ def _render(
     """(ids of the shared prefix, ids of the rest) of one prompt."""
     items = _checked(prompt)
     if not isinstance(items, str) and _is_id(items[0]):
-        return _ids(lm, context, "context"), _ids(lm, items, "prompt")
+        if isinstance(context, str):  # as it is read by itself: ids go on with it as with its cache
+            prefix = _read_only(lm, context, chat and lm.tokenizer.has_chat_template)[0]
+        else:
+            prefix = _ids(lm, context, "context")
+        return prefix, _ids(lm, items, "prompt")
     if not chat:
         if not isinstance(items, str):
             raise UsageError("Messages need the chat template; pass text or token ids with chat=False.")
@@ -269,6 +272,14 @@ def _messages(items: str | Sequence[Any]) -> list[dict[str, Any]]:
         if not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
             raise UsageError('A message needs "role" and "content" as text, as in {"role": "user", "content": "Hi"}.')
     return messages
+
+
+def check_messages(messages: Any) -> list[dict[str, Any]]:
+    """Messages as a list of their own; UsageError for anything else, or one without a role and text."""
+    items = _plain(messages) if isinstance(messages, Sequence) and not isinstance(messages, (str, bytes)) else [None]
+    if not all(isinstance(item, Mapping) for item in items):
+        raise UsageError('Messages are a list of dictionaries, as in [{"role": "user", "content": "Hi"}].')
+    return _messages(items)
 
 
 def prefix_tokens(lm: LanguageModel, prompt: Prompt, ids: Sequence[int]) -> int:

@@ -17,7 +17,7 @@ from kvjax.cache.continuation import Continuation, are_apart, check_continuable,
 from kvjax.cache.host_memory import as_numpy
 from kvjax.cache.quantisation import Storage, parse_storage
 from kvjax.checkpoints.fill import say_once
-from kvjax.checkpoints.load import LanguageModel
+from kvjax.checkpoints.load import LanguageModel, check_model
 from kvjax.checks import whole_number
 from kvjax.device_memory import device_limit
 from kvjax.errors import UsageError
@@ -83,8 +83,7 @@ class Request:
         answers: Sequence[Sequence[int]] | None = None,
         read_only: bool = False,
     ):
-        if not isinstance(lm, LanguageModel):
-            raise UsageError(f"The model is a {type(lm).__name__}; give one from kvjax.load.")
+        check_model(lm)
         whole_number("n", n, 1)
         self.lm, self.options, self.memory_limit, self.n = lm, options, options.memory_limit, n
         self.limits, self.numbers, self.answers = limits, numbers, answers

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from kvjax.cache.cache import Cache
 from kvjax.cache.quantisation import Storage
-from kvjax.checkpoints.load import LanguageModel
+from kvjax.checkpoints.load import LanguageModel, check_model
 from kvjax.errors import DoesNotFit, UsageError
 from kvjax.options import GenerationOptions
 from kvjax.output import Score
@@ -68,8 +68,7 @@ def score(
     """
     if way not in ("prefill", "decode"):
         raise UsageError(f'way is {way!r}; give "prefill" or "decode".')
-    if not isinstance(lm, LanguageModel):
-        raise UsageError(f"The model is a {type(lm).__name__}; give one from kvjax.load.")
+    check_model(lm)
     prompts, single = as_list(prompt)
     answers, one = _answers(lm, continuation)
     if not single and one:

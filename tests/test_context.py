@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
+import tokenizers
+import toys
 from support import oracles
 
 import kvjax
 from kvjax.cache.cache import NO_TOKEN, OPEN_MESSAGE
 from kvjax.policies import parse
+from kvjax.text.tokenizer import Tokenizer
 
 CONTEXT = "The lighthouse of Alma stands on a rock. It was lit by hand until the keeper's daughter left the island."
 QUESTIONS = ["Who left?", "What stands there, and on what?", "?"]
@@ -179,3 +184,23 @@ def test_chat_tokens_are_what_generate_reads(tiny_model):
         assert str(caught.value).endswith(".")
     with pytest.raises(kvjax.UsageError, match=r"from kvjax\.load"):
         kvjax.chat_tokens("smollm2", messages)
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_ids_go_on_with_a_text_context_as_with_its_cache(chat):
+    """With the token that begins texts, and within the message that the chat template makes of the context."""
+    plain = toys.tiny_model()
+    backend = tokenizers.Tokenizer.from_str(plain.tokenizer.to_json())
+    backend.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<|unused|> $A", special_tokens=[("<|unused|>", backend.token_to_id("<|unused|>"))]
+    )
+    chats = {"chat_template": plain.tokenizer.chat_template, "special_tokens": plain.tokenizer.special_tokens}
+    lm = dataclasses.replace(plain, tokenizer=Tokenizer(backend, **chats))
+    context, ids, options = "hello world", [65, 66, 67], {"max_new_tokens": 5, "chat": chat}
+    alone = kvjax.generate(lm, ids, context=context, **options)
+    onto = kvjax.generate(lm, ids, cache=kvjax.read(lm, context, chat=chat), **options)
+    both = kvjax.generate(lm, [ids, "abc"], context=context, **options)
+    text = kvjax.generate(lm, "abc", context=context, **options)
+    assert alone.tokens == onto.tokens == both[0].tokens and both[1].tokens == text.tokens
+    if not chat:
+        assert alone.stats.prompt_tokens == 1 + len(context) + 3

@@ -221,3 +221,26 @@ def test_caches_that_are_joined_are_consumed_where_that_is_asked(tiny_model):
     assert is_consumed(first) and is_consumed(second)
     with pytest.raises(UsageError, match="consumed by an earlier call"):
         kvjax.generate(tiny_model, "q", cache=first, **options)
+
+
+def test_a_special_token_among_the_stop_strings_ends_an_answer(tiny_model):
+    options = {"max_new_tokens": 30, "temperature": 1.0, "seed": 0}
+    special = tiny_model.tokenizer.id_of("<|unused|>")
+    whole = kvjax.generate(tiny_model, [1, 2, 3], **options)
+    assert special in whole.tokens, "the draws of this seed hold it"
+    ended = whole.tokens[: whole.tokens.index(special) + 1]
+    for stop in ("<|unused|>", ["never", "<|unused|>"]):
+        output = kvjax.generate(tiny_model, [1, 2, 3], stop=stop, **options)
+        assert output.tokens == ended and output.finish_reason == "stop"
+    with kvjax.Engine(tiny_model, slots=1) as engine:
+        assert engine.submit([1, 2, 3], stop="<|unused|>", **options).result().tokens == ended
+    with pytest.raises(UsageError, match="which adds no text to an answer"):
+        kvjax.generate(tiny_model, [1, 2, 3], stop="x<|unused|>", **options)
+
+
+def test_prompts_through_slots_say_what_best_became(tiny_model):
+    prompts = ["a" * 200, "b" * 300, "c" * 100, "d" * 250] * 2
+    options = {"policy": "best:ratio=0.25", "max_new_tokens": 4}
+    together = kvjax.generate(tiny_model, prompts, **options)[0].stats
+    apart = kvjax.generate(tiny_model, prompts, **options, memory_limit=10_000_000)[0].stats
+    assert apart.choice == together.choice is not None

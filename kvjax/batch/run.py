@@ -17,11 +17,11 @@ from kvjax.batch.counts import Counts
 from kvjax.batch.job import Job, Manifest, held, open_folder, rows_of_shard
 from kvjax.batch.output import FORMATS, Shard
 from kvjax.batch.rows import Record, Row, order_key, read_row, row_id
-from kvjax.batch.source import open_source
+from kvjax.batch.source import needed, open_source
 from kvjax.batch.under_way import Claimed, UnderWay
 from kvjax.batch.work import Worker
 from kvjax.cache.quantisation import parse_storage
-from kvjax.checkpoints.load import LanguageModel
+from kvjax.checkpoints.load import LanguageModel, check_model
 from kvjax.checks import whole_number
 from kvjax.errors import KvjaxError, UsageError, quoted
 from kvjax.files import check_local
@@ -125,8 +125,9 @@ def run(
     path = Path(input)
     if (kind := format or ("parquet" if path.suffix.lower() == ".parquet" else "jsonl")) not in FORMATS:
         raise UsageError(f"format is {quoted(format)}; choose 'jsonl' or 'parquet'.")
-    if not isinstance(lm, LanguageModel):
-        raise UsageError(f"The model is a {type(lm).__name__}; give one from kvjax.load.")
+    if kind == "parquet":
+        needed("pyarrow.parquet", "Parquet files")  # now, and not when a shard is complete
+    check_model(lm)
     later = asked_later(context=False, new_tokens=chosen.max_new_tokens, reserve_tokens=chosen.reserve_tokens)
     asked = resolve(parse(chosen.policy or "full"), lm.config, later=later)
     chosen = dataclasses.replace(chosen, policy=asked.policy)
@@ -135,7 +136,7 @@ def run(
     chosen.stop_ids(lm)
     kinds = {"dtype": lm.params.dtype, "memory_limit": chosen.memory_limit, "storage": storage, "mesh": lm.mesh}
     least = batch_size if policy.offloads_rounds else 1 if lm.mesh is None else lm.mesh.data
-    fitting(lm.config, policy, least, 1, exact=True, **kinds)
+    fitting(lm.config, policy, least, 1, exact=True, scored=chosen.prompt_logprobs, **kinds)
     everyone = group()
     with everyone.together(), contextlib.closing(open_source(path)) as source:
         job = Job(lm, source, chosen, order, kind)

@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Float
 
 from kvjax.calibrate.round_attention_mass import Messages, question_mass
-from kvjax.checkpoints.load import LanguageModel
+from kvjax.checkpoints.load import LanguageModel, check_model
 from kvjax.checks import number
 from kvjax.errors import UsageError
 from kvjax.policies.profile import ModelShape, WatershedProfile, model_name
@@ -40,12 +40,17 @@ def watershed(
     Raises:
       UsageError: an ALiBi model, no dialogue, or one that is too short or too long.
     """
+    check_model(lm)
     config = lm.config
+    if config.num_layers < 2:
+        raise UsageError("RoundAttention needs a model of at least 2 layers.")
     if config.positional != "rope":
         raise UsageError("RoundAttention is for models with rotary positions; this one has ALiBi's.")
     number("prominence", prominence, 0, open_below=True)
     if not dialogues:
         raise UsageError("There is no dialogue to calibrate on; give at least one with two rounds before its question.")
+    if not all(isinstance(one, tuple) and len(one) == 2 for one in dialogues):
+        raise UsageError("A dialogue is a pair: its messages, and the question that follows them.")
     curves, rounds = [], 0
     for done, (messages, question) in enumerate(dialogues, 1):
         shares = question_mass(lm, messages, question)

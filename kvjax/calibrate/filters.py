@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from kvjax.checkpoints.load import LanguageModel
+from kvjax.checkpoints.load import LanguageModel, check_model
 from kvjax.checks import whole_number
 from kvjax.errors import UsageError
 from kvjax.model.config import ModelConfig
@@ -48,6 +48,9 @@ def query_filters(
     Raises:
       UsageError: no text, or a model without global layers.
     """
+    check_model(lm)
+    if isinstance(texts, str):
+        raise UsageError("The texts are one text; give a list of texts.")
     config = lm.config
     whole_number("tokens", tokens, 2)
     whole_number("most", most, 1)

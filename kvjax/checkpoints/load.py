@@ -66,6 +66,12 @@ class LanguageModel:
         return dataclasses.replace(self, params=place_weights(self.params, wanted), mesh=wanted)
 
 
+def check_model(lm: Any) -> None:
+    """Refuse (UsageError) what is no model."""
+    if not isinstance(lm, LanguageModel):
+        raise UsageError(f"The model is a {type(lm).__name__}; give one from kvjax.load.")
+
+
 def load(
     name: str | os.PathLike[str],
     *,

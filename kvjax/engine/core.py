@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from kvjax.cache.quantisation import Storage, parse_storage
-from kvjax.checkpoints.load import LanguageModel
+from kvjax.checkpoints.load import LanguageModel, check_model
 from kvjax.engine.loop import MOST_STEPS, Loop
 from kvjax.engine.row import Row
 from kvjax.engine.schedule import Scheduler
@@ -168,8 +168,7 @@ def engine_policy(lm: Any, policy: Policy | str | None) -> Policy:
     Raises:
       UsageError: it cannot run on the model, or is one of rounds.
     """
-    if not isinstance(lm, LanguageModel):
-        raise UsageError(f"The model is a {type(lm).__name__}; give one from kvjax.load.")
+    check_model(lm)
     asked = resolve(Full() if policy is None else parse(policy), lm.config, later=False).policy
     chosen = for_model(as_told(lm, asked), lm.config)
     if chosen.offloads_rounds:

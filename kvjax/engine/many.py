@@ -72,6 +72,6 @@ def answer_many(
         if row.error is not None:
             raise row.error
         assert row.output is not None, "the engine is idle"
-        stats = dataclasses.replace(row.output.stats, compile_seconds=core.clock.seconds)
+        stats = dataclasses.replace(row.output.stats, compile_seconds=core.clock.seconds, choice=row.request.choice)
         outputs.append(dataclasses.replace(row.output, stats=stats))
     return outputs

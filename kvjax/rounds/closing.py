@@ -65,11 +65,12 @@ def close_round(
         away.append(to_host(upper))
         del upper
     before = asked.before.asked if asked.before is not None else (0,) * real
+    questions = tuple(before[row] + len(edges[row]) - 1 for row in range(real))
     added: list[list[Round]] = [[] for _ in range(real)]
     for (row, i), upper in zip(places, away, strict=True):
         first, last = edges[row][i : i + 2]
-        added[row].append(Round(first, last - first, held[i][:, row], upper, before[row] + 1 + i))
-    questions = tuple(before[row] + len(edges[row]) - 1 for row in range(real))
+        # Rounds of a history were all in use until its end: no question has left one out yet.
+        added[row].append(Round(first, last - first, held[i][:, row], upper, questions[row]))
     lower = cache.replace(layers=cache.layers[:below], policy=SplitCache(below))
     if asked.before is None:
         prefix = _prefixes(cache, below, asked.base[:, :real], programs)

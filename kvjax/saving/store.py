@@ -20,7 +20,7 @@ from kvjax.cache.continuation import Continuation, check_continuable
 from kvjax.cache.host_memory import HOST
 from kvjax.cache.pool import layout_for
 from kvjax.cache.quantisation import Storage
-from kvjax.checkpoints.load import LanguageModel
+from kvjax.checkpoints.load import LanguageModel, check_model
 from kvjax.device_memory import device_limit
 from kvjax.documents import parse_json
 from kvjax.errors import DoesNotFit, KvjaxError, UsageError
@@ -88,8 +88,7 @@ def load_cache(
       DoesNotFit: it is too large for the device, beside the weights.
       KvjaxError: the folder is damaged.
     """
-    if not isinstance(lm, LanguageModel):
-        raise UsageError(f"The model is a {type(lm).__name__}; give one from kvjax.load.")
+    check_model(lm)
     where = Path(path)
     if not holds_conversation(where) and not where.is_dir():
         raise UsageError(f"There is no saved conversation at {where}.")

@@ -60,6 +60,8 @@ class Tokenizer:
 
         UsageError for a text with a token that the model does not embed.
         """
+        if not isinstance(text, str):
+            raise UsageError(f"A text is to be encoded, and {quoted(text)} was given.")
         try:
             ids = self._backend.encode(text, add_special_tokens=False).ids
         except (UnicodeEncodeError, TypeError) as error:
@@ -107,6 +109,23 @@ class Tokenizer:
     def prefix_ids(self) -> tuple[int, ...]:
         """Ids the model expects in front of plain text (a beginning-of-text id, or none); templates bring their own."""
         return tuple(i for i in self._backend.encode("", add_special_tokens=True).ids if i not in self._beyond)
+
+    def special_in(self, text: str) -> tuple[str | None, bool]:
+        """A special token that is written in the text, None if there is none, and whether it is all of it."""
+        found = [token for token in self._special_texts if token in text]
+        return (None, False) if not found else (max(found, key=len), text in found)
+
+    @cached_property
+    def _special_texts(self) -> tuple[str, ...]:
+        added = self._backend.get_added_tokens_decoder()
+        return tuple(added[index].content for index in sorted(self.special_ids) if added[index].content)
+
+    def id_of(self, token: str) -> int:
+        """The id of a token of the vocabulary; KeyError for another."""
+        found = self._backend.token_to_id(token)
+        if found is None:
+            raise KeyError(token)
+        return found
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of the ids, exactly: spaces are not cleaned up. Bytes that are no UTF-8 become U+FFFD."""

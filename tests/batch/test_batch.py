@@ -237,6 +237,14 @@ def test_a_missing_package_is_named(run, tmp_path, monkeypatch):
     with pytest.raises(KvjaxError, match=r'pip install "kvjax\[batch\]"'):
         run(tmp_path / "in.parquet")
     assert not (tmp_path / "out").exists()
+    with pytest.raises(KvjaxError, match=r'pip install "kvjax\[batch\]"'):
+        run([{"prompt": "a"}], format="parquet")
+    assert not (tmp_path / "out").exists(), "before anything runs"
+
+
+def test_what_no_row_could_have_is_refused_before_any(run):
+    with pytest.raises(UsageError, match="prompt_logprobs needs every layer's output"):
+        run([{"prompt": "a"}], policy="round:watershed=1", prompt_logprobs=True)
 
 
 @pytest.mark.usefixtures("quick")

@@ -174,3 +174,17 @@ def test_dialogues_come_in_the_forms_of_the_data_sets(tmp_path):
     for content, says in wrong:
         with pytest.raises(kvjax.UsageError, match=says):
             read(content)
+
+
+def test_what_cannot_be_calibrated_on_is_refused():
+    pair = ({"role": "user", "content": "a"}, {"role": "assistant", "content": "b"})
+    with pytest.raises(kvjax.UsageError, match="at least 2 layers"):
+        kvjax.calibrate.watershed(toys.tiny_model(num_layers=1), [([*pair, *pair], "q")])
+    lm = toys.tiny_model()
+    with pytest.raises(kvjax.UsageError, match="A dialogue is a pair"):
+        kvjax.calibrate.watershed(lm, [[*pair, *pair]])
+    with pytest.raises(kvjax.UsageError, match="A message needs"):
+        kvjax.calibrate.watershed(lm, [([*pair, pair[0], {"role": "assistant"}], "q")])
+    for texts, sentence in ((["a", None], "A text is to be encoded, and None"), ("one text", "give a list of texts")):
+        with pytest.raises(kvjax.UsageError, match=sentence):
+            kvjax.calibrate.query_filters(lm, texts)

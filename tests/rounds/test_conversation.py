@@ -320,6 +320,33 @@ def test_a_history_is_the_conversation_that_was_held(lm):
         read_history(lm, messages, policy="full")
 
 
+def test_no_round_of_a_history_has_been_left_out_yet(lm):
+    """Questions that do not select a round are counted from the history's end."""
+    from kvjax import read_history
+
+    roles = ("user", "assistant")
+    messages = [{"role": role, "content": f"{role} {turn}"} for turn in range(6) for role in roles]
+    policy = RoundAttention(watershed=BELOW, drop_after=3)
+    before = read_history(lm, messages, policy=policy)
+    assert {part.used for part in before.rounds[0]} == set(before.asked) == {6}
+    output = kvjax.generate(lm, [{"role": "user", "content": "next"}], cache=before, max_new_tokens=3)
+    assert len(output.cache.rounds[0]) == 7, "after one question none has gone"
+
+
+@pytest.mark.parametrize(
+    "messages",
+    ["hello", [1, 2], None, [{"role": "user", "content": "x"}, {"role": "assistant"}],
+     [{"role": "user", "content": "x"}, {"role": "assistant", "content": None}]],
+)  # fmt: skip
+def test_histories_of_something_else_are_refused(lm, messages):
+    from kvjax import read_history
+
+    with pytest.raises(kvjax.UsageError, match=r"Messages are a list|A message needs"):
+        read_history(lm, messages, policy=RoundAttention(watershed=BELOW))
+    with pytest.raises(kvjax.UsageError, match="The model is a str"):
+        read_history("lm", messages, policy=RoundAttention(watershed=BELOW))
+
+
 def test_a_chat_of_rounds(lm):
     system = "Be brief. " * 28  # so long that all turns are in one bucket
     options = {"max_new_tokens": 5, "system": system, "logprobs": True}
