@@ -6,6 +6,7 @@ import dataclasses
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from jax.typing import DTypeLike
 
