@@ -375,7 +375,7 @@ def test_one_stream_at_a_time_moves_a_conversation_on(tiny_model, policy):
 
 def test_an_assigned_cache_goes_on_under_its_own_policy(tiny_model):
     cache = kvjax.read(tiny_model, "some text", policy="streamingllm:window=64", storage="int8")
-    with pytest.raises(UsageError, match="compressed by StreamingLLM"):
+    with pytest.raises(UsageError, match="compressed by streamingllm:window=64"):
         Chat(tiny_model, policy="lagkv:ratio=0.5").cache = cache
     with pytest.raises(UsageError, match="stored as int8"):
         Chat(tiny_model, storage="model").cache = cache

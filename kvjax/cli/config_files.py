@@ -15,7 +15,7 @@ from typing import Any
 import typer
 
 from kvjax.documents import NotADocument, parse_yaml
-from kvjax.errors import UsageError, quoted
+from kvjax.errors import UsageError, listed, quoted
 from kvjax.files import reason
 
 _NOT_SETTINGS = ("config", "help")
@@ -59,7 +59,7 @@ def read(file: Path) -> dict[str, Any]:
 
 def _unknown(file: Path, key: str, command: str, known: Sequence[str]) -> str:
     close = difflib.get_close_matches(key, known, 1)
-    hint = f"did you mean {close[0]!r}?" if close else f"it takes {', '.join(sorted(known))}."
+    hint = f"did you mean {close[0]!r}?" if close else f"it takes {listed(sorted(known), 100)}."
     return f"{file} sets {quoted(key)}, which `kvjax {command}` does not take; {hint}"
 
 

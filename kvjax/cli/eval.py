@@ -144,6 +144,7 @@ def _run(
         code = INTERRUPTED
     finally:
         journal.close()
+        journal.drop_empty()
     if journal.answers and items:
         found = lines(items, journal, compared, refused)
         shown = folder.write(journal.path.parent, suite, journal.settings, found, machine.describe())

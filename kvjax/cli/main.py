@@ -75,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             traceback.print_exc()
         code, sentence = explain(error)
         if isinstance(error, KvjaxError):
-            sentence = in_flags(sentence, given)
+            sentence = one_sentence(in_flags(sentence, given))
         print(f"kvjax: {sentence}", file=sys.stderr)
         return code
     code = result if isinstance(result, int) else 0

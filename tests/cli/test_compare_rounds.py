@@ -88,7 +88,7 @@ def test_turns_after_so_many_rounds_are_drawn(cli, tmp_path, four_layers):
         (("--policies", "round:inner=lagkv"), "RoundAttention without inner"),
         (("--dialogues", "none.json"), "does not exist"),
         (("--most", "0"), "most"),
-        (("--max-new-tokens", "0"), "max_new_tokens"),
+        (("--max-new-tokens", "0"), "--max-new-tokens is 0"),
         (("--tokens", "3"), "3 tokens"),
     ],
 )

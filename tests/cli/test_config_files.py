@@ -90,8 +90,8 @@ BAD = {
     "a mapping": ("model: {name: x}", "sets model to {'name': 'x'}; write text or a number."),
     "two policies": ("policy: {lagkv: {}, h2o: {}}", "write one name with its options below it"),
     "options that are none": ("policy: {lagkv: 0.25}", "gives the policy lagkv 0.25"),
-    "a word for a number": ("batch: many", "Invalid value for '--batch'"),
-    "a fraction": ("batch: 1.5", "Invalid value for '--batch'"),
+    "a word for a number": ("batch: many", "--batch is 'many'; give a whole number"),
+    "a fraction": ("batch: 1.5", "--batch is '1.5'; give a whole number"),
     "a switch": ("batch: true", "sets batch to True; write text or a number."),
     "no switch": ("json: 1", "sets json to 1; write true or false."),
 }

@@ -58,7 +58,7 @@ def test_a_folder_within_the_texts_is_none_of_them(cli, tmp_path, monkeypatch):
 
 REFUSED = {
     ("--loss", "1%", "--budget", "1GB"): "ask for two things",
-    ("--loss", "much"): "--loss is 'much'; give a share",
+    ("--loss", "much"): "--loss is 'much'; give a fraction",
     ("--budget", "-1"): "--budget takes bytes",
     ("--context", "0"): "--context is 0",
     ("--batch", "0"): "--batch is 0",

@@ -166,16 +166,19 @@ class Journal:
             raise KvjaxError(f"{self.path} cannot be written: {reason(error)}.") from error
 
     def close(self) -> None:
-        """Close the file; what it holds stays, and one without an answer goes."""
-        if self._file is None:
+        """Close the file; what it holds stays."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def drop_empty(self) -> None:
+        """Remove a closed file that was begun and has no answer, with its folder where nothing else is in it."""
+        if self.answers or self._held is not None or not self.path.exists():
             return
-        self._file.close()
-        self._file = None
-        if not self.answers:
-            with self._using():
-                self.path.unlink()
-                if not any(self.path.parent.iterdir()):
-                    self.path.parent.rmdir()
+        with self._using():
+            self.path.unlink()
+            if not any(self.path.parent.iterdir()):
+                self.path.parent.rmdir()
 
 
 def _plain(value: Any) -> str:
