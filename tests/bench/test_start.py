@@ -16,14 +16,22 @@ def test_a_conversation_and_random_requests_are_counted(tiny_model):
 
 
 def test_the_first_process_is_apart_and_the_best_of_the_others_counts(monkeypatch):
-    asked, seconds = [], iter([9.0, 3.0, 2.0] * 5)
+    asked, seconds = [], iter([(9.0, 7.0), (3.0, 0.1), (2.0, 0.5)] * 5)
     monkeypatch.setattr(start, "_seconds", lambda command, programs: asked.append((command, programs)) or next(seconds))
     found = start.measure_seconds("some-model", 2, lambda what: None)
     assert [each.best for each in found] == [2.0] * 5
     assert [each.first for each in found] == [None, None, None, 9.0, 9.0]
+    assert [each.best_compiling for each in found] == [0.5] * 5
+    assert [each.first_compiling for each in found] == [None, None, None, 7.0, 7.0]
     folders = [programs for _, programs in asked]
     assert len(set(folders)) == 5 and all(len({*folders[i : i + 3]}) == 1 for i in range(0, 15, 3))
     assert "--policy" in asked[9][0] and "--context" in asked[9][0] and "--context" not in asked[12][0]
+
+
+def test_seconds_of_compiling_are_those_that_the_command_says(tmp_path):
+    said = """print('{"outputs": [{"stats": {"compile_seconds": 1.5}}]}')"""
+    assert start._seconds([sys.executable, "-c", said, "--json"], tmp_path)[1] == 1.5
+    assert start._seconds([sys.executable, "-c", said], tmp_path)[1] is None
 
 
 def test_a_command_that_fails_is_one_sentence(tmp_path):
