@@ -19,19 +19,15 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.cache.cache import NO_TOKEN, Cache
 from kvjax.cache.continuation import delete
-from kvjax.cache.groups import parts
-from kvjax.cache.pool import layout_for
 from kvjax.cache.quantisation import Storage
-from kvjax.cache.shared_context import SharedLayer
 from kvjax.model.decoder import Decoder, DecoderLayer
 from kvjax.model.rope import angles_of_layers
 from kvjax.policies.base import Policy
-from kvjax.policies.page_capacities import page_capacities
 from kvjax.runtime.alike import numbers_of_kind
 from kvjax.runtime.layer_step import Counts, read_and_compress
 from kvjax.runtime.prefill import after_reading, last_hidden, pages_onto
 from kvjax.runtime.signal_collector import signal_collector
-from kvjax.sharding.compile import Device, OneDevice, Program
+from kvjax.sharding.compile import ROW, Device, Program, put
 from kvjax.waiting import ready
 
 #: Layers of a kind, on average, from which on a program a kind is compiled much faster than one of all layers.
@@ -41,8 +37,8 @@ _MOST_KINDS = 4
 #: Layers that are given to the device before the first of them is done: XLA's CPU client takes 32 programs, and then
 #: lets the caller wait where no Ctrl-C is answered.
 _AHEAD = 16
-#: What a layer gives: its cache, what the next layer reads, and of that each row's last token.
-LayerRead = tuple[Any, Float[Array, "B T M"], Float[Array, "B M"]]
+#: What a layer gives: a cache of it alone, what the next layer reads, and of that each row's last token.
+LayerRead = tuple[Cache, Float[Array, "B T M"], Float[Array, "B M"]]
 #: Static fields of a cache on which no program here depends, so that none is compiled again when they change.
 _NO_CAPACITIES: dict[str, Any] = {"prompt_capacity": 0, "new_capacity": 0, "own_capacity": None, "joined_tokens": 0}
 
@@ -81,8 +77,8 @@ def prefill_layer_fresh(
     storage: Storage,
 ) -> LayerRead:
     """One layer of :func:`kvjax.runtime.prefill.prefill_fresh`; to the policy it is the layer of this number."""
-    empty = device.policy.init_layer(device.config, number, x.shape[0], pages, dtype, storage)
-    return _read(device, layer, empty, x, counts, (None,) * len(parts(empty)), number, pages, fresh=True)
+    empty = device.empty_layer(number, x.shape[0], pages, dtype, storage)
+    return _read(device, layer, _cache_of(device, empty, counts[0]), x, counts, number, empty.pages, fresh=True)
 
 
 def prefill_layer_onto(
@@ -96,16 +92,15 @@ def prefill_layer_onto(
     pages: tuple[int, ...],
 ) -> LayerRead:
     """One layer of :func:`kvjax.runtime.prefill.prefill_onto`, of a cache of this layer alone."""
-    return _read(device, layer, cache.layers[0], x, counts, cache.shared_layers[0], number, pages, fresh=False)
+    return _read(device, layer, cache, x, counts, number, pages, fresh=False)
 
 
 def _read(
     device: Device,
     layer: DecoderLayer,
-    old: Any,
+    cache: Cache,
     x: Float[Array, "B T M"],
     counts: Counts,
-    shared: SharedLayer,
     number: int,
     pages: tuple[int, ...],
     *,
@@ -113,10 +108,22 @@ def _read(
 ) -> LayerRead:
     seen, count, _, total = counts
     (angles,) = angles_of_layers([layer.config], seen[:, None] + jnp.arange(x.shape[1]), seen + count)
-    collector = signal_collector(device.policy, device.config, seen, count, total, x.shape[1], fresh)
-    given = layer, old, x, angles, counts, jnp.int32(0), collector, shared
-    packed, x, _, _ = read_and_compress(device.policy, number, *given, pages=pages, fresh=fresh)
-    return packed, x, last_hidden(x, count)
+    collector = signal_collector(cache.policy, device.local_config, seen, count, total, x.shape[1], fresh)
+    given = layer, cache.layers[0], x, angles, counts, jnp.int32(0), collector, cache.shared_layers[0]
+    packed, x, _, _ = read_and_compress(cache.policy, number, *given, pages=pages, fresh=fresh)
+    return cache.replace(layers=(packed,)), x, last_hidden(x, count)
+
+
+def _cache_of(device: Device, layer: Any, seen: Any) -> Cache:
+    """A cache of one layer, of which nobody needs the other counters."""
+    return Cache((layer,), seen, seen, seen, device.local_policy, 0, 0)
+
+
+def _layer_types(device: Device, arguments: Any, static: dict[str, Any]) -> Any:
+    """What :func:`prefill_layer_fresh` results in, by the types that tell where it goes."""
+    given = {name: static[name] for name in ("pages", "dtype", "storage")}
+    layer = jax.eval_shape(lambda: device.empty_layer(static["number"], 1, **given))
+    return _cache_of(device, layer, ROW), ROW, ROW
 
 
 def prompt_logits(
@@ -126,10 +133,12 @@ def prompt_logits(
     return after_reading(counters, count), params.logits(last)
 
 
-EMBED_PROMPT = Program(embed_prompt)
-PREFILL_LAYER_FRESH = Program(prefill_layer_fresh, static=("number", "pages", "dtype", "storage"), donates=(1,))
-PREFILL_LAYER_ONTO = Program(prefill_layer_onto, static=("number", "pages"), donates=(1, 2))
-PROMPT_LOGITS = Program(prompt_logits)
+EMBED_PROMPT = Program(embed_prompt, lambda device, arguments, static: ROW)
+PREFILL_LAYER_FRESH = Program(prefill_layer_fresh, _layer_types, ("number", "pages", "dtype", "storage"), (1,))
+PREFILL_LAYER_ONTO = Program(
+    prefill_layer_onto, lambda device, arguments, static: (arguments[1], ROW, ROW), ("number", "pages"), (1, 2)
+)
+PROMPT_LOGITS = Program(prompt_logits, lambda device, arguments, static: (arguments[1], ROW))
 
 
 def program_names(policy: Policy, params: Decoder, *, fresh: bool, onto: bool) -> list[str]:
@@ -146,7 +155,7 @@ def reading_by_layers(
     count: Int[np.ndarray, " B"],
     total: Int[np.ndarray, " B"],
     *,
-    policy: Policy,
+    device: Device,
     consume: bool,
     dtype: Any,
     storage: Storage,
@@ -155,25 +164,24 @@ def reading_by_layers(
     own_capacity: int | None = None,
     note: Callable[[Cache], None],
 ) -> Generator[None, None, tuple[Cache, Float[Array, "B V"]]]:
-    """Read on one device, into a new cache or onto one, a layer between two stops.
+    """Read into a new cache or onto one, a layer between two stops.
 
     As :meth:`kvjax.runtime.programs.Programs.fresh` and :meth:`kvjax.runtime.programs.Programs.onto`, with their
     results. A cache that is consumed goes layer by layer: ``note`` is told of what there is of it after each, with the
     counters of before, so that whoever lent it can have it back when a later layer fails.
     """
-    policy = policy if cache is None else cache.policy
-    device = OneDevice(params.config, policy)
+    policy = device.policy
     capacities = {"prompt_capacity": prompt_capacity, "new_capacity": new_capacity, "own_capacity": own_capacity}
     none = {"layers": (), "context": None, **_NO_CAPACITIES}
-    counters = _counters(policy, len(count)) if cache is None else cache.replace(**none)
+    counters = _counters(device, len(count)) if cache is None else cache.replace(**none)
     work = np.where(tokens[:, 0] < 0, 0, count)
-    ids, count, work, total = jax.device_put((tokens, count, work, total))
+    ids, count, work, total = put(device, (tokens, count, work, total))
     counts = counters.seen, count, work, total
     if cache is None:
-        page_size = layout_for(storage, params.config.head_dim).page_size
-        pages = page_capacities(policy, params.config, prompt_capacity, new_capacity, page_size, own_capacity)
+        pages = device.pages(prompt_capacity, new_capacity, storage, own_capacity)
     else:
-        pages = pages_onto(params.config, cache, **capacities)
+        pages = pages_onto(device.local_config, device.local(cache), **capacities)
+        had = [layer.pages for layer in device.local(cache).layers]
     x = EMBED_PROMPT(device, params, ids)
     lasts: list[Any] = []
     done: list[Any] = []
@@ -183,12 +191,12 @@ def reading_by_layers(
         sizes: dict[str, Any] = {"number": number, "pages": own}
         if cache is None:
             sizes |= {"dtype": jnp.dtype(dtype), "storage": storage}
-            packed, x, last = PREFILL_LAYER_FRESH(device, layer, x, counts, **sizes)
-            done.append(packed)
+            one, x, last = PREFILL_LAYER_FRESH(device.at(number), layer, x, counts, **sizes)
+            done += one.layers
         else:
-            one, donate = _layer_of(cache, i), consume and own == cache.layers[i].pages
-            packed, x, last = PREFILL_LAYER_ONTO(device, layer, one, x, counts, donate=donate, **sizes)
-            done.append(packed)
+            one, donate = _layer_of(cache, i), consume and own == had[i]
+            one, x, last = PREFILL_LAYER_ONTO(device.at(number), layer, one, x, counts, donate=donate, **sizes)
+            done += one.layers
             if donate:
                 note(cache.replace(layers=(*done, *cache.layers[i + 1 :])))
         lasts.append(last)
@@ -203,10 +211,11 @@ def reading_by_layers(
     return counters.replace(layers=tuple(done), **capacities), logits
 
 
-def _counters(policy: Policy, rows: int) -> Cache:
+def _counters(device: Device, rows: int) -> Cache:
     """The counters of an empty cache of this many rows, and none of its layers."""
-    zero, none = jax.device_put((np.zeros((rows,), np.int32), np.full((rows,), NO_TOKEN, np.int32)))
-    return Cache((), zero, zero, none, policy, 0, 0)
+    zero: Any = np.zeros((rows,), np.int32)
+    none: Any = np.full((rows,), NO_TOKEN, np.int32)
+    return put(device, Cache((), zero, zero, none, device.policy, 0, 0))
 
 
 def _layer_of(cache: Cache, index: int) -> Cache:

@@ -116,7 +116,7 @@ def reading(
 
     ``consume`` donates that one; ``note`` is told of every newer one; ``size`` is that of the cache afterwards, None
     for the smallest. ``bucket_of`` gives the tokens that prompts of a length are read as, and ``by_layers``
-    whether so many are read layer by layer, on one device. ``logprobs``, a list a prompt, get the log-probability of
+    whether so many are read layer by layer. ``logprobs``, a list a prompt, get the log-probability of
     every token after the prompt's first, and ``best``, beside them, the likeliest token in its place.
 
     Returns:
@@ -152,7 +152,8 @@ def reading(
         if logprobs is not None:
             read.append(_following(prompts, start, bucket))
         if logprobs is None and by_layers(bucket):
-            kinds = {"policy": policy, "dtype": dtype, "storage": storage}
+            device = programs.device(policy if cache is None else cache.policy, config)
+            kinds = {"device": device, "dtype": dtype, "storage": storage}
             found: Any = yield from reading_by_layers(
                 params, cache, tokens, count, total, consume=consume, note=note, **kinds, **capacities, **onto
             )
@@ -251,8 +252,8 @@ class TokenStrategy:
 
 
 def _by_layers(params: Decoder, request: Read) -> Callable[[int], bool]:
-    """Whether prompts are read layer by layer, whatever their length: on one device, where it is compiled faster."""
-    faster = request.programs.mesh is None and compiles_faster_by_layers(request.policy, params)
+    """Whether prompts are read layer by layer, whatever their length: where it is compiled faster."""
+    faster = compiles_faster_by_layers(request.policy, params)
     return lambda tokens: faster and not request.prompt_logprobs
 
 

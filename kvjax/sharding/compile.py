@@ -4,7 +4,8 @@ A :class:`Program` is a pure function of a device and of arrays, its static argu
 device it is jitted as it is. On a mesh every device runs it under ``jax.shard_map``, on its own rows, heads and
 weights; what goes where follows from the *types* of the arguments and results:
 
-* a ``Decoder``: its weights' logical axes (``placement.py``), handed to the function as this device's part of it;
+* a ``Decoder`` or one of its layers: its weights' logical axes (``placement.py``), handed to the function as this
+  device's part of it; a layer is that of the number that the device has (``Partition.at``);
 * a ``Cache``: the sharding of each of its pools, handed over with the static fields of one device; what its rows
   share is handed over too, never donated, and is no result;
 * anything with a ``logical_axes`` method: axes by name, "batch", "kv_head" and "slot";
@@ -25,14 +26,18 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from kvjax.cache.cache import Cache, attach, detach
+from kvjax.cache.groups import Layer
 from kvjax.cache.page_sharding import UNSHARDED, PageSharding
+from kvjax.cache.pool import layout_for
+from kvjax.cache.quantisation import Storage
 from kvjax.cache.shared_context import SharedContext
 from kvjax.model.config import ModelConfig
-from kvjax.model.decoder import Decoder
+from kvjax.model.decoder import Decoder, DecoderLayer
 from kvjax.policies.base import Policy
 from kvjax.policies.empty_cache import empty_cache
+from kvjax.policies.page_capacities import page_capacities
 from kvjax.sharding import compiling
-from kvjax.sharding.decoder import local_decoder
+from kvjax.sharding.decoder import local_decoder, local_layer
 from kvjax.sharding.mesh import Mesh
 from kvjax.sharding.partition import Partition
 from kvjax.sharding.placement import ROWS, cache_specs, context_specs, leaves_of, weight_specs
@@ -61,6 +66,22 @@ class OneDevice:
     @property
     def local_config(self) -> ModelConfig:
         return self.config
+
+    @property
+    def local_policy(self) -> Policy:
+        return self.policy
+
+    def at(self, layer: int) -> OneDevice:
+        return self
+
+    def pages(
+        self, prompt_capacity: int, new_capacity: int, storage: Storage, own_capacity: int | None = None
+    ) -> tuple[tuple[int, ...], ...]:
+        page_size = layout_for(storage, self.config.head_dim).page_size
+        return page_capacities(self.policy, self.config, prompt_capacity, new_capacity, page_size, own_capacity)
+
+    def empty_layer(self, layer: int, batch: int, pages: tuple[int, ...], dtype: Any, storage: Storage) -> Layer:
+        return self.policy.init_layer(self.config, layer, batch, pages, dtype, storage)
 
     def empty(self, batch: int, *capacities: Any, **more: Any) -> Cache:
         return empty_cache(self.config, self.policy, batch, *capacities, **more)
@@ -181,7 +202,11 @@ def _on_mesh(program: Program, device: Partition, arguments: Sequence[Any], stat
     assert program.results is not None, f"{program.function.__name__} is a program of one device"
 
     def run(shards: list[Array]) -> list[Array]:
-        given = _map_nodes({Decoder: lambda params: local_decoder(params, device)}, jax.tree.unflatten(tree, shards))
+        parts: dict[type, Any] = {
+            Decoder: lambda params: local_decoder(params, device),
+            DecoderLayer: lambda layer: local_layer(layer, device),
+        }
+        given = _map_nodes(parts, jax.tree.unflatten(tree, shards))
         found, structure = jax.tree.flatten(_own(program.function(device, *given, **static)))
         made[:] = [structure]
         return found
@@ -248,9 +273,9 @@ def specs_of(tree: Any, device: Device) -> list[PartitionSpec]:
     names = {"batch": "data", "kv_head": sharding.head_axes or None, "slot": sharding.page_axes or None, None: None}
 
     def node_specs(node: Any) -> list[PartitionSpec]:
-        if type(node) is Decoder:
+        if type(node) in (Decoder, DecoderLayer):
             assert device.mesh is not None
-            return weight_specs(node, device.mesh)
+            return weight_specs(node, device.mesh, device.config)
         if type(node) is Cache:
             return leaves_of(cache_specs(node))
         if type(node) is SharedContext:
@@ -260,7 +285,7 @@ def specs_of(tree: Any, device: Device) -> list[PartitionSpec]:
         return [ROWS if node.ndim else PartitionSpec()]
 
     def typed(node: Any) -> bool:
-        return type(node) in (Decoder, Cache, SharedContext) or hasattr(node, "logical_axes")
+        return type(node) in (Decoder, DecoderLayer, Cache, SharedContext) or hasattr(node, "logical_axes")
 
     return [spec for node in jax.tree.leaves(tree, is_leaf=typed) for spec in node_specs(node)]
 
@@ -275,9 +300,16 @@ def _put(device: Device, arguments: Sequence[Any]) -> Sequence[Any]:
     """Arguments for a program over several hosts: what every host has becomes one array of all hosts' devices."""
     if device.mesh is None or jax.process_count() == 1:
         return arguments  # the program places them
-    leaves, tree = jax.tree.flatten(list(arguments))
-    wanted = zip(leaves, specs_of(list(arguments), device), strict=True)
-    return jax.tree.unflatten(tree, [_put_leaf(x, NamedSharding(device.mesh.jax, spec)) for x, spec in wanted])
+    return put(device, list(arguments))
+
+
+def put(device: Device, tree: Tree) -> Tree:
+    """Arrays that every host has, on the device or on all devices of a mesh, as programs take them."""
+    if device.mesh is None:
+        return jax.device_put(tree)
+    leaves, structure = jax.tree.flatten(tree)
+    wanted = zip(leaves, specs_of(tree, device), strict=True)
+    return jax.tree.unflatten(structure, [_put_leaf(x, NamedSharding(device.mesh.jax, spec)) for x, spec in wanted])
 
 
 def _put_leaf(x: Any, where: NamedSharding) -> Any:

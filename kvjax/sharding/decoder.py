@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.cache.buckets import block_of
 from kvjax.model.config import ModelConfig
-from kvjax.model.decoder import Decoder, with_exchange
+from kvjax.model.decoder import Decoder, DecoderLayer, with_exchange
 from kvjax.model.exchange import Exchange
 from kvjax.model.quantised import Quantised, rows_of
 from kvjax.sharding.partition import Group, Partition
@@ -27,15 +27,18 @@ from kvjax.sharding.placement import Splits, splits
 
 def local_decoder(params: Decoder, part: Partition) -> Decoder:
     """The decoder as one device of a mesh runs it; inside ``jax.shard_map`` only, where ``params`` are its own."""
-    split = splits(part.mesh, part.config)
-
-    def exchange(layer: int) -> MeshExchange:
-        return MeshExchange(part.config, split, part.groups(layer))
-
-    view = with_exchange(params, part.config_of(0), exchange(0))
-    layers = enumerate(params.layers)
-    view.layers = nnx.List([with_exchange(layer, part.config_of(i), exchange(i)) for i, layer in layers])
+    view = with_exchange(params, part.config_of(0), _exchange(part, 0))
+    view.layers = nnx.List([local_layer(layer, part.at(i)) for i, layer in enumerate(params.layers)])
     return view
+
+
+def local_layer(layer: DecoderLayer, part: Partition) -> DecoderLayer:
+    """:func:`local_decoder` of the layer whose number the partition has."""
+    return with_exchange(layer, part.config_of(part.first), _exchange(part, part.first))
+
+
+def _exchange(part: Partition, layer: int) -> MeshExchange:
+    return MeshExchange(part.config, splits(part.mesh, part.config), part.groups(layer))
 
 
 @dataclasses.dataclass(frozen=True)

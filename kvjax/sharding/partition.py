@@ -90,15 +90,21 @@ class Partition:
 
     Attributes:
       mesh: the devices. config: the unsharded model. policy: as the user gave it.
+      first: the number of the layer that a cache begins with; a program of one layer has a cache of that one.
     """
 
     mesh: Mesh
     config: ModelConfig
     policy: Policy
+    first: int = 0
+
+    def at(self, layer: int) -> Partition:
+        """The same devices, for a program of this layer alone."""
+        return self if layer == self.first else dataclasses.replace(self, first=layer)
 
     def groups(self, layer: int) -> tuple[Group, ...]:
         """The groups of a layer's heads; one, unless the policy splits them."""
-        return _groups(self)[layer]
+        return _groups(self.at(0))[layer]
 
     @property
     def grouped(self) -> bool:
@@ -108,7 +114,7 @@ class Partition:
     @property
     def local_policy(self) -> Policy:
         """The policy that a device runs."""
-        return _local_policy(self)
+        return _local_policy(self.at(0))
 
     def config_of(self, layer: int) -> ModelConfig:
         """The model as a device sees it in this layer: with the heads that it has there."""
@@ -137,6 +143,29 @@ class Partition:
 
     # --- caches -----------------------------------------------------------------------------------------------
 
+    def pages(
+        self, prompt_capacity: int, new_capacity: int, storage: Storage, own_capacity: int | None = None
+    ) -> tuple[tuple[int, ...], ...]:
+        """[layer][head] pages that one device's part of an empty cache has; see ``policies/page_capacities.py``."""
+        policy, page_size = self.local_policy, layout_for(storage, self.config.head_dim).page_size
+        found = page_capacities(policy, self.config_of(0), prompt_capacity, new_capacity, page_size, own_capacity)
+        every = []
+        for i, counts in enumerate(found):
+            start, wanted = 0, []
+            for group in self.groups(i):
+                # Where all layers share their slots, the group's heads are those of all of them.
+                last = len(counts) if policy.shares_layers else start + group.count
+                wanted += group.sharding.rounded(counts[start:last])
+                start = last
+            every.append(tuple(wanted))
+        return tuple(every)
+
+    def empty_layer(self, layer: int, batch: int, pages: tuple[int, ...], dtype: Any, storage: Storage) -> Layer:
+        """One device's part of a layer of an empty cache, of as many :meth:`pages`."""
+        whole = self.local_policy.init_layer(self.config_of(layer), layer, batch, pages, dtype, storage)
+        pools = zip(parts(whole), self.groups(layer), strict=True)
+        return with_parts(whole, [local_shard(pool, group.sharding) for pool, group in pools])
+
     def empty(
         self,
         batch: int,
@@ -146,23 +175,11 @@ class Partition:
         storage: Storage,
         own_capacity: int | None = None,
     ) -> Cache:
-        """One device's part of an empty cache, for ``batch`` rows of its own; see ``prefill.empty_cache``."""
-        policy, page_size = self.local_policy, layout_for(storage, self.config.head_dim).page_size
-        capacities = prompt_capacity, new_capacity, page_size, own_capacity
-        pages = page_capacities(policy, self.config_of(0), *capacities)
-        layers = []
-        for i, counts in enumerate(pages):
-            groups, start, wanted = self.groups(i), 0, []
-            for group in groups:
-                # Where all layers share their slots, the group's heads are those of all of them.
-                last = len(counts) if policy.shares_layers else start + group.count
-                wanted += group.sharding.rounded(counts[start:last])
-                start = last
-            layer = policy.init_layer(self.config_of(i), i, batch, tuple(wanted), dtype, storage)
-            pools = [local_shard(pool, group.sharding) for pool, group in zip(parts(layer), groups, strict=True)]
-            layers.append(with_parts(layer, pools))
-        zeros = jnp.zeros((batch,), jnp.int32)
-        return Cache(tuple(layers), zeros, zeros, zeros - 1, policy, prompt_capacity, new_capacity, None, own_capacity)
+        """One device's part of an empty cache, for ``batch`` rows of its own; see ``policies/empty_cache.py``."""
+        pages = self.pages(prompt_capacity, new_capacity, storage, own_capacity)
+        layers = tuple(self.empty_layer(i, batch, own, dtype, storage) for i, own in enumerate(pages))
+        zeros, capacities = jnp.zeros((batch,), jnp.int32), (prompt_capacity, new_capacity)
+        return Cache(layers, zeros, zeros, zeros - 1, self.local_policy, *capacities, None, own_capacity)
 
     def local(self, cache: Cache) -> Cache:
         """The cache with the static fields that a device sees; arrays as they are."""
@@ -178,7 +195,7 @@ class Partition:
 
     def _relabelled(self, cache: Cache, policy: Policy, to_local: bool) -> Cache:
         layers: list[Layer] = []
-        for i, layer in enumerate(cache.layers):
+        for i, layer in enumerate(cache.layers, self.first):
             groups = self.groups(i)
             pools = [_paged(pool, group, to_local) for pool, group in zip(parts(layer), groups, strict=True)]
             if isinstance(layer, HeadGroups):
@@ -191,7 +208,7 @@ class Partition:
 
     def _relabelled_context(self, context: SharedContext, to_local: bool) -> SharedContext:
         layers = []
-        for i, layer in enumerate(context.layers):
+        for i, layer in enumerate(context.layers, self.first):
             pools = zip(layer, self.groups(i), strict=True)
             layers.append(tuple(pool and _paged(pool, group, to_local) for pool, group in pools))
         return dataclasses.replace(context, layers=tuple(layers))

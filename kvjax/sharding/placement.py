@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -18,7 +19,7 @@ from kvjax.cache.pool import LayerCache
 from kvjax.cache.shared_context import SharedContext
 from kvjax.errors import UsageError
 from kvjax.model.config import ModelConfig
-from kvjax.model.decoder import Decoder
+from kvjax.model.decoder import Decoder, DecoderLayer
 from kvjax.model.group_quantised import GroupFormat, GroupQuantised, format_of
 from kvjax.model.params import gate_columns
 from kvjax.model.quantised import Quantised
@@ -57,6 +58,7 @@ class Splits:
         return self.order if divided and self.order else None
 
 
+@functools.lru_cache(maxsize=64)
 def splits(mesh: Mesh, config: ModelConfig) -> Splits:
     """The division of a model's weights on a mesh.
 
@@ -145,9 +147,12 @@ def quantised_specs(spec: PartitionSpec, weight: Quantised) -> list[PartitionSpe
     return [spec, PartitionSpec(*stack, outputs)]
 
 
-def weight_specs(params: Decoder, mesh: Mesh) -> list[PartitionSpec]:
-    """The spec of every leaf of the tree, in its order: of a quantised weight those of its arrays."""
-    split, specs = splits(mesh, params.config), []
+def weight_specs(params: Decoder | DecoderLayer, mesh: Mesh, config: ModelConfig | None = None) -> list[PartitionSpec]:
+    """The spec of every leaf of a model or a layer, in its order: of a quantised weight those of its arrays.
+
+    ``config`` is the model's, which a layer does not know.
+    """
+    split, specs = splits(mesh, config or params.config), []
     for param in _variables(params):
         spec, weight = weight_spec(param, split), param.get_value()
         specs += quantised_specs(spec, weight) if isinstance(weight, Quantised) else [spec]
@@ -170,7 +175,7 @@ def _axes(part: Any) -> tuple[str, ...]:
     return part if isinstance(part, tuple) else (part,) if part else ()
 
 
-def _variables(params: Decoder) -> list[Any]:
+def _variables(params: Decoder | DecoderLayer) -> list[Any]:
     return jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, nnx.Variable))
 
 

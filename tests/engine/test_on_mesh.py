@@ -16,3 +16,4 @@ def test_answers_are_those_of_one_device(policy):
     (found,) = printed(SCRIPT, policy)
     assert found["policy"] == policy and found["slots"] == 4
     assert all(found["same"]) and all(found["finished"]), found
+    assert found["between"] == "decode_chunk", "a long prompt is left between two layers"

@@ -11,6 +11,7 @@ from support.compiled import compiled_programs
 import kvjax
 from kvjax.runtime import by_layers, reading
 from kvjax.runtime.by_layers import can_stop_between_layers, compiles_faster_by_layers, reading_by_layers
+from kvjax.runtime.programs import Programs
 
 CASES = [
     ("full", "model"),
@@ -78,7 +79,8 @@ def test_a_cache_is_consumed_only_where_it_may_be(lm):
     def read(cache, consume):
         ids = np.array([[*QUESTION, *[0] * 11]], np.int32)
         count, before = np.array([len(QUESTION)], np.int32), 0 if cache is None else len(PROMPT)
-        sizes = {"prompt_capacity": 128, "new_capacity": 8, "policy": kvjax.Full(), "dtype": "float32"}
+        device = Programs().device(kvjax.Full(), lm.config)
+        sizes = {"prompt_capacity": 128, "new_capacity": 8, "device": device, "dtype": "float32"}
         sizes |= {"storage": kvjax.cache.quantisation.MODEL}
         steps = reading_by_layers(
             lm.params, cache, ids, count, count + before, consume=consume, note=reading.unheard, **sizes

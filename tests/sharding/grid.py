@@ -24,7 +24,7 @@ import kvjax
 from kvjax.cache import buckets
 from kvjax.policies import parse
 from kvjax.policies.base import Policy
-from kvjax.runtime import reading
+from kvjax.runtime import by_layers, reading
 
 #: Every policy, at a size at which it drops something of these prompts.
 POLICIES: dict[str, str | Policy] = {
@@ -67,6 +67,8 @@ POLICIES: dict[str, str | Policy] = {
     "rounds_idle": "round:watershed=1,drop_after=1",
     "lengths": kvjax.CompensatedRing(sink=0, compensation=False, lengths=((3, 9, 20, 6), (12, 4, 7, 30))),
 }
+#: Policies whose layers are read twice, or choose together.
+AT_ONCE = ("kvzip", "adaptive_of_all", "rounds", "rounds_of_snapkv", "rounds_of_tokens", "rounds_idle")
 MESHES = ("data=8", "data=4,model=2", "data=2,model=4", "model=8")
 CONTEXT = "it was a dark and stormy night; the rain fell in torrents, except at occasional intervals"
 PROMPTS = ["hello there my friend, how are you today?", "ab" * 12, "the quick brown fox jumps"]
@@ -86,10 +88,13 @@ class Case:
     saved: bool = False
     moves: bool = False
     context: bool = False
+    #: Prompts are read by a program a layer on the mesh, and by one of all layers on one device.
+    layers: bool = False
 
     @property
     def name(self) -> str:
-        flags = "".join(f"-{flag}" for flag in ("later", "grow", "saved", "moves", "context") if getattr(self, flag))
+        known = ("later", "grow", "saved", "moves", "context", "layers")
+        flags = "".join(f"-{flag}" for flag in known if getattr(self, flag))
         return f"{self.policy}-{self.mesh}-{self.kv_heads}-{self.storage}-{self.positional}{flags}"
 
 
@@ -105,6 +110,8 @@ DEFAULT = (
     Case("adaptive", "data=2,model=4", later=True, saved=True),
     Case("adaptive_of_all", "data=2,model=2", kv_heads=3, later=True),
     Case("razor_of_learned", "data=2,model=4", kv_heads=3, later=True),
+    Case("razor", "data=2,model=4", kv_heads=3, later=True, context=True, layers=True),
+    Case("snapkv", "data=4,model=2", kv_heads=1, storage="int8", later=True, layers=True),
 )
 GRID = (
     *(Case(policy, mesh, later=True) for policy in POLICIES for mesh in MESHES),
@@ -137,6 +144,15 @@ GRID = (
     Case("full", "data=4,model=2", storage="int8", grow=True),
     Case("lagkv", "model=8", grow=True),
     Case("razor", "data=2,model=4", kv_heads=3, grow=True),
+    *(
+        Case(policy, "data=2,model=4", heads, later=True, context=True, layers=True)
+        for policy in POLICIES
+        if policy not in AT_ONCE
+        for heads in (3, 4)
+        if (policy, heads) != ("lengths", 3)
+    ),
+    Case("razor_of_tova", "data=4,model=2", storage="int8", grow=True, layers=True),
+    Case("full", "data=2,model=4", positional="alibi", later=True, context=True, layers=True),
 )
 CASES = {case.name: case for case in (*DEFAULT, *GRID)}
 
@@ -153,9 +169,10 @@ def policy_of(case: Case) -> Any:
 
 def numbers(case: Case, lm: Any) -> tuple[dict[str, Any], Any]:
     """What a case gives on this model, and the outputs of its first turn."""
-    rooms = buckets.NEW_TOKENS
+    rooms, faster, calls = buckets.NEW_TOKENS, reading.compiles_faster_by_layers, by_layers.EMBED_PROMPT.compilations()
     buckets.NEW_TOKENS = reading.NEW_TOKENS = 8 if case.grow else rooms
     try:
+        reading.compiles_faster_by_layers = lambda *_: case.layers
         policy = policy_of(case)
         tokens = 12 if case.grow else 5
         options: dict[str, Any] = {"chat": False, "logprobs": True, "max_new_tokens": tokens}
@@ -175,6 +192,8 @@ def numbers(case: Case, lm: Any) -> tuple[dict[str, Any], Any]:
             outputs += [sample for samples in turns for sample in samples]
     finally:
         buckets.NEW_TOKENS = reading.NEW_TOKENS = rooms
+        reading.compiles_faster_by_layers = faster
+    assert case.layers == (by_layers.EMBED_PROMPT.compilations() > calls)
     found = {
         "tokens": [output.tokens for output in outputs],
         "logprobs": [output.logprobs for output in outputs],
@@ -219,7 +238,7 @@ def alone(case: Case) -> dict[str, Any]:
 def run(case: Case) -> dict[str, Any]:
     """Both, as one comparison."""
     lm = model(case.kv_heads, case.positional)
-    want = alone(dataclasses.replace(case, mesh="", saved=False, moves=False))
+    want = alone(dataclasses.replace(case, mesh="", saved=False, moves=False, layers=False))
     found, first = numbers(case, lm.on(case.mesh))
     off = [np.subtract(a, b) for a, b in zip(found["logprobs"], want["logprobs"], strict=True) if len(a) == len(b)]
     return {

@@ -39,8 +39,7 @@ class WholeModel:
 
     Attributes:
       mesh: JAX's mesh of the devices. device: what the programs are compiled for. storage: of the cache.
-      programs: "decode" and "prefill", and on one device "prefill_layer", each a function that traces it: a
-        ``jax.stages.Traced``.
+      programs: "decode", "prefill" and "prefill_layer", each a function that traces it: a ``jax.stages.Traced``.
     """
 
     mesh: jax.sharding.Mesh
@@ -107,11 +106,10 @@ def whole_model(
         "decode": lambda: DECODE_CHUNK.trace(device, params, state, controls, everywhere(ints())),
         "prefill": lambda: PREFILL_FRESH.trace(device, params, tokens, counts, counts, **sizes),
     }
-    if isinstance(device, OneDevice):
-        x = everywhere(jax.ShapeDtypeStruct((batch, capacity, config.hidden_size), DTYPE))
-        given = params.layers[0], x, (counts,) * 4
-        how = {"number": 0, "pages": cache.layers[0].pages, "dtype": DTYPE, "storage": storage}
-        programs["prefill_layer"] = lambda: PREFILL_LAYER_FRESH.trace(device, *given, **how)
+    x = placed(jax.ShapeDtypeStruct((batch, capacity, config.hidden_size), DTYPE))
+    how = {"number": 0, "pages": device.pages(capacity, NEW_TOKENS, storage)[0], "dtype": DTYPE, "storage": storage}
+    given = params.layers[0], x, (counts,) * 4
+    programs["prefill_layer"] = lambda: PREFILL_LAYER_FRESH.trace(device, *given, **how)
     return WholeModel(mesh, device, storage, programs)
 
 
