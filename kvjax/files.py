@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import os
 import re
 import tempfile
@@ -25,6 +26,12 @@ _OTHER_PICTURES = (".jpg", ".jpeg", ".svg", ".pdf", ".gif", ".webp")
 def reason(error: OSError | ValueError) -> str:
     """Why a path cannot be used, for the end of a sentence; Python's own word for a NUL in it is an error of values."""
     return getattr(error, "strerror", None) or str(error)
+
+
+def file_digest(path: Path) -> str:
+    """SHA-256 of a file's bytes."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def disk_reason(error: Exception) -> str:

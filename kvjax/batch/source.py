@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from kvjax.documents import NotADocument, parse_json
 from kvjax.errors import KvjaxError, UsageError
-from kvjax.files import check_local
+from kvjax.files import check_local, file_digest
 
 #: Columns of a row; others are ignored.
 COLUMNS = ("prompt", "id", "max_new_tokens")
@@ -120,8 +120,7 @@ class Parquet:
         groups = [self._file.metadata.row_group(i).num_rows for i in range(self._file.num_row_groups)]
         self._starts = [0, *itertools.accumulate(groups)]
         self._lock, self._held = threading.Lock(), (-1, None)
-        with path.open("rb") as file:
-            self.sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+        self.sha256 = file_digest(path)
 
     def __len__(self) -> int:
         return self._starts[-1]

@@ -24,7 +24,7 @@ from kvjax.checkpoints.converted import PARAMETERS, TEMPLATE, TOKENIZER, WEIGHTS
 from kvjax.checkpoints.converted_weights import described, leaf_names
 from kvjax.checkpoints.load import LanguageModel, load, load_config, weights_dtype
 from kvjax.errors import KvjaxError, UsageError
-from kvjax.files import bytes_in, check_folder, disk_reason, sync_folder
+from kvjax.files import bytes_in, check_folder, disk_reason, file_digest, sync_folder
 from kvjax.model.decoder import abstract_decoder
 from kvjax.model.quantised import Weights, check_weights
 from kvjax.progress import Progress, showing, stage
@@ -180,7 +180,7 @@ def _files(work: Path) -> dict[str, StoredFile]:
     for path in sorted(path for path in work.rglob("*") if path.is_file()):
         name, size = path.relative_to(work).as_posix(), path.stat().st_size
         chunk = name.startswith(f"{WEIGHTS}/{PARAMETERS}/") and "/c/" in name
-        found[name] = StoredFile(size, None if chunk else converted.file_digest(path))
+        found[name] = StoredFile(size, None if chunk else file_digest(path))
     return found
 
 

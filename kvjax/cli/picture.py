@@ -27,9 +27,14 @@ POSITIONS, ALIKE, LONG = "retained-positions", "question-answer", "long-generati
 #: Policies whose kept positions are shown; the paper gives every method a recent window of 32 tokens.
 KEEPING = ("h2o:recent=32", "ahakv:recent=32")
 TASKS = ("niah_single_1", "noise_multikey")
+#: Pictures of what policies answer, by one option of one system: those of ``kvjax.eval.studies``.
+MEASURED = ("razor-heads", "slimkv-scores", "lagkv-variants")
 #: Options of some pictures alone.
 _ONLY = {
     "ratio": (POSITIONS,),
+    "length": (POSITIONS, *MEASURED),
+    "samples": MEASURED,
+    "seed": (LONG, *MEASURED),
     "text": (POSITIONS, LONG),
     "dialogues": (ALIKE,),
     "most": (ALIKE,),
@@ -185,7 +190,8 @@ def _study(name: str, lm: LanguageModel, settings, length: int, out: Path) -> in
     except KeyboardInterrupt:
         _say(f"what was measured so far is in {numbers}; the same command goes on from there")
         code = INTERRUPTED
-    _save(out, study_figure(STUDIES[name], comparison.rows))
+    # The file keeps the rows of other lengths too.
+    _save(out, study_figure(STUDIES[name], [row for row in comparison.rows if row.length == length]))
     return code
 
 

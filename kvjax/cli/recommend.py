@@ -27,6 +27,8 @@ _say = functools.partial(session.say, "recommend")
 
 #: Tokens of a passage where nothing is said: enough to tell policies apart, and minutes on a CPU.
 _TOKENS = 1024
+#: Fractions that are measured where nothing is said.
+_DEFAULT_FRACTIONS = (0.5, 0.25)
 #: Fractions that are tried where a budget chooses among them.
 _FRACTIONS = (0.9, 0.75, 0.625, 0.5, 0.375, 0.25, 0.1875, 0.125, 0.09375, 0.0625)
 #: Policies that are measured: those that need no question, and two that show what costs nothing to choose.
@@ -56,8 +58,13 @@ def recommend(
     weights: flag.Weights = None,
     policies: Annotated[str, typer.Option("--policies", help="As for `kvjax compare`.")] = _POLICIES,
     retained: Annotated[
-        str, typer.Option("--retained", help="Fractions to measure; with --budget the largest that fits.")
-    ] = "0.5,0.25",
+        str | None,
+        typer.Option(
+            "--retained",
+            help="Fractions to measure, by default 0.5,0.25; with --budget the largest that fits, of these and smaller "
+            "ones, by default from 0.9.",
+        ),
+    ] = None,
     tokens: Annotated[
         int | None,
         typer.Option("--measured-tokens", help="Tokens of each passage; by default 1,024, or --context if less."),
@@ -85,8 +92,8 @@ def recommend(
     measured = min(context, _TOKENS) if tokens is None else tokens
     whole_number("--measured-tokens", measured, 1, 2**31)
     whole_number("--seed", seed, 0, MOST_SEED)
-    fractions = inputs.numbers(retained, "--retained")
-    chosen = candidates(policies, fractions)
+    fractions = None if retained is None else inputs.numbers(retained, "--retained")
+    chosen = candidates(policies, fractions or _DEFAULT_FRACTIONS)
     kind = parse_storage(storage)
     session.check_results(out)
     texts = read_texts(text, without=[out / name for name in FILES])
@@ -121,15 +128,18 @@ def _within(
     chosen: Sequence[Candidate],
     request: Request,
     budget: int | None,
-    fractions: Sequence[float],
+    fractions: Sequence[float] | None,
 ) -> Sequence[Candidate]:
-    """The candidates, each at the largest fraction whose cache is within the budget, if there is one."""
+    """The candidates, each at the largest fraction whose cache is within the budget, if there is one.
+
+    ``fractions`` are those that were asked for; smaller ones are tried too.
+    """
     from kvjax.eval.recommend.measure import within
 
     if budget is None:
         return chosen
-    smaller = [fraction for fraction in _FRACTIONS if fraction < max(fractions)]
-    return within(lm, chosen, request, budget, [*fractions, *smaller])
+    tried = _FRACTIONS if not fractions else [*fractions, *(one for one in _FRACTIONS if one < max(fractions))]
+    return within(lm, chosen, request, budget, tried)
 
 
 def _share(text: str) -> float:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from kvjax.errors import UsageError
 from kvjax.model.config import ModelConfig
-from kvjax.policies import Full, parse, registry
+from kvjax.policies import Full, format_policy, parse, registry
 from kvjax.policies.base import Policy
 from kvjax.policies.best import resolve
 
@@ -96,13 +96,16 @@ def candidates(policies: str, retained: Sequence[float]) -> list[Candidate]:
         names += (
             [one for one, cls in registry().items() if not cls.offloads_rounds] if name.lower() == "all" else [name]
         )
-    found = [Candidate(REFERENCE)]
+    found, known = [Candidate(REFERENCE)], set[str]()
     for name in names:
         policy = parse(name)
         if isinstance(policy, Full):
             continue
         if policy.offloads_rounds:
             raise UsageError(f"{name} is for conversations of several rounds; `kvjax compare-rounds` compares it.")
+        if format_policy(policy) in known:
+            continue  # the same, spelt otherwise
+        known.add(format_policy(policy))
         options = name.partition(":")[2]
         sized = any(re.search(rf"(^|,)\s*{size}\s*=", options) for size in _SIZES)
         if sized or not any(field.name == "ratio" for field in dataclasses.fields(policy)):

@@ -87,7 +87,11 @@ class Answer:
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """The settings that make answers comparable: an earlier run with others is not continued."""
+    """The settings that make answers comparable: an earlier run with others is not continued.
+
+    Attributes:
+      dialogues: the name of the file. digest: of its bytes, which runs of earlier versions did not keep.
+    """
 
     model: str
     dtype: str
@@ -95,6 +99,7 @@ class Settings:
     tokens: int
     max_new_tokens: int
     repeats: int
+    digest: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -240,6 +245,11 @@ def _renamed(value: Any) -> Any:
     return {"live_bytes" if name == "device_bytes" else name: _renamed(item) for name, item in value.items()}
 
 
+def _same(found: Any, settings: Settings) -> bool:
+    """Whether an earlier run's settings are these, of whose file it may not have kept a digest."""
+    return isinstance(found, dict) and {"digest": settings.digest, **found} == dataclasses.asdict(settings)
+
+
 def read_answers(path: Path, settings: Settings) -> list[Answer]:
     """Answers of an earlier run with the same settings; none when there is no file.
 
@@ -250,7 +260,7 @@ def read_answers(path: Path, settings: Settings) -> list[Answer]:
         return []
     try:
         content = parse_json(path.read_bytes())
-        if isinstance(content, dict) and content.get("settings") != dataclasses.asdict(settings):
+        if isinstance(content, dict) and not _same(content.get("settings"), settings):
             raise KvjaxError(f"{path} holds answers of another model, file or length; give another --out.")
         return validated(Saved, _renamed(content)).answers
     except OSError as error:

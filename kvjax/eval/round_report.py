@@ -138,6 +138,7 @@ def type_table(found: Sequence[dict[str, Any]]) -> Table:
 
 def footnote(settings: Settings, answers: Sequence[Answer], machine: dict[str, Any]) -> str:
     """The sentences that say what the numbers are, and where they come from."""
+    answers = answered_by_all(answers)  # as the table's
     questions = {answer.key[:2] for answer in answers}
     turns, others = turn_ratios(answers), [answer for answer in answers if answer.policy != FULL]
     timed = [answer for answer in others if answer.key in turns]

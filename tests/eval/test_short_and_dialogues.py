@@ -29,10 +29,17 @@ ROWS = {
         ("Question: Why?\nAnswer:", (" a", " b", " c"), 2),
     ),
     "wic": (
-        {"sentence1": "A bank.", "sentence2": "The bank.", "word": "bank", "label": 1},
+        {
+            "sentence1": "He drew a gun.",
+            "sentence2": "Draw it!",
+            "word": "draw",
+            "start1": 3,
+            "end1": 7,
+            "label": 1,
+        },
         (
-            "Sentence 1: A bank.\nSentence 2: The bank.\nQuestion: Is the word 'bank' used in the same way in the two "
-            "sentences above?\nAnswer:",
+            "Sentence 1: He drew a gun.\nSentence 2: Draw it!\nQuestion: Is the word 'drew' used in the same way in "
+            "the two sentences above?\nAnswer:",
             (" no", " yes"),
             1,
         ),

@@ -19,7 +19,7 @@ from kvjax.eval.positions import documentation, positions_figure, retained_posit
 from kvjax.eval.round_questions import Answer, RoundComparison, Settings, read_answers
 from kvjax.eval.suites.data import DataFolder
 from kvjax.figures import new_figure, png
-from kvjax.files import write_atomically
+from kvjax.files import file_digest, write_atomically
 from kvjax.policies.head_choice import protected_heads
 from kvjax.policies.profile import HeadProfile, WatershedProfile, packaged
 from kvjax.tables import Column, Heading, Picture, Table
@@ -132,7 +132,7 @@ def rounds(
     labels = round_attention.QUICK if quick else tuple(round_attention.POLICIES)
     names = [round_attention.POLICIES[label] for label in labels]
     room = min(1024 if quick else 3000, history_capacity(lm, None))
-    settings = Settings(lm.name, lm.params.number_format, path.name, room, 4 if quick else 12, 1)
+    settings = Settings(lm.name, lm.params.number_format, path.name, room, 4 if quick else 12, 1, file_digest(path))
     out = folder / "rounds"
 
     def save(answers: Sequence[Answer]) -> None:

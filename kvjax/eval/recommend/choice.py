@@ -45,7 +45,7 @@ def choose(rows: Sequence[Measured], goal: Goal) -> Measured | None:
     """The best cache for the goal, or None where none meets it.
 
     Within a budget: that which finds most needles; of equal ones that of least loss, then the smaller. By loss: the
-    smallest within it which finds 0.9 of the full cache's needles.
+    smallest within it, smaller than the full cache, which finds 0.9 of its needles.
     """
     (full,) = (row for row in rows if row.policy == REFERENCE)
     measured = [row for row in rows if row.refused is None]
@@ -55,7 +55,9 @@ def choose(rows: Sequence[Measured], goal: Goal) -> Measured | None:
     good = [
         row
         for row in measured
-        if more_loss(row, full) <= goal.most_loss and row.accuracy >= _NEEDLES * full.accuracy and row is not full
+        if more_loss(row, full) <= goal.most_loss
+        and row.accuracy >= _NEEDLES * full.accuracy
+        and row.cache_bytes < full.cache_bytes
     ]
     return min(good, key=lambda row: (row.cache_bytes, row.loss), default=None)
 
@@ -68,8 +70,8 @@ def sentence(rows: Sequence[Measured], goal: Goal) -> str:
         if goal.budget is not None:
             return f"No cache that was measured is within {human_bytes(goal.budget)}; measure smaller --retained."
         return (
-            f"No cache that was measured stays within {goal.most_loss:.3g} of the full cache's loss and finds its "
-            "needles; keep the full one, or allow more --loss."
+            f"No smaller cache that was measured stays within {goal.most_loss:.3g} of the full cache's loss and finds "
+            "its needles; keep the full one, or allow more --loss."
         )
     if best is full:
         return f"Use --policy full: its cache is within {human_bytes(goal.budget or 0)}."
@@ -130,12 +132,15 @@ def figure(rows: Sequence[Measured], goal: Goal) -> Figure:
         (right, lambda row: 100 * row.accuracy, "needles found, %"),
     )
     for axes, value, label in panels:
+        numbers: dict[tuple[float, float], list[str]] = {}
         for number, row in enumerate(measured, 1):
             place = (row.cache_bytes / 1e6, value(row))
+            numbers.setdefault(place, []).append(str(number))
             axes.scatter(*place, color="#555555" if row is full else "#4477aa", s=22, zorder=2)
-            axes.annotate(str(number), place, xytext=(4, 3), textcoords="offset points", fontsize=7)
             if row is best:
                 axes.scatter(*place, s=150, facecolors="none", edgecolors="#ee7733", linewidths=1.8, zorder=3)
+        for place, there in numbers.items():
+            axes.annotate(", ".join(there), place, xytext=(4, 3), textcoords="offset points", fontsize=7)
         plain_axes(axes, "cache, MB", label)
         if goal.budget is not None:
             axes.axvline(goal.budget / 1e6, color="#ee7733", linewidth=0.8, linestyle="--")

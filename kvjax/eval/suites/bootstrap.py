@@ -60,7 +60,8 @@ def difference(groups: Mapping[str, Sequence[tuple[float, float]]], seed: int) -
     """The difference of pairs (one, other), first minus second; None where a task has fewer than two.
 
     The p-value is twice the smaller fraction of resampled means on either side of 0, of which each counts once more
-    than it occurred, so that none is 0.
+    than it occurred, so that none is 0. It is at least that of a sign test in which all pairs that differ do so in one
+    direction: equal differences have no spread to resample, and two of them would be significant.
     """
     gaps = [[one - other for one, other in pairs] for pairs in groups.values() if pairs]
     if not gaps or any(len(group) < 2 for group in gaps):
@@ -68,6 +69,7 @@ def difference(groups: Mapping[str, Sequence[tuple[float, float]]], seed: int) -
     drawn = _resampled(gaps, seed)
     low, high = np.quantile(drawn, [0.025, 0.975])
     below, above = int((drawn <= 0).sum()), int((drawn >= 0).sum())
-    p = min(1.0, 2 * (min(below, above) + 1) / (RESAMPLES + 1))
+    least = 2.0 ** (1 - sum(gap != 0 for group in gaps for gap in group))
+    p = min(1.0, max(least, 2 * (min(below, above) + 1) / (RESAMPLES + 1)))
     mean = float(np.mean([np.mean(group) for group in gaps]))
     return Difference(mean, float(np.std(drawn, ddof=1)), float(low), float(high), p)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,10 @@ from kvjax.figures import new_figure
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+
+#: Letters of a legend's line, and of a line above a panel.
+_LEGEND, _TITLE = 100, 44
 
 
 def scores_figure(lines: Sequence[Line]) -> Figure:
@@ -44,21 +49,27 @@ def task_figure(lines: Sequence[Line]) -> Figure:
     """Every task's score, a bar of each cache."""
     answered = [line for line in lines if line.scored]
     tasks = list(dict.fromkeys(one.item.task for line in answered for one in line.scored))
-    figure = new_figure(7, 1.2 + 0.16 * len(tasks) * (len(answered) + 1))
+    longest = max((len(_name(line)) for line in answered), default=1) + 8
+    across = max(1, min(3, _LEGEND // longest))
+    height_of_names = 0.18 * -(-len(answered) // across)
+    figure = new_figure(7, 1.0 + height_of_names + 0.16 * len(tasks) * (len(answered) + 1))
     axes = figure.subplots()
     height = 1 / (len(answered) + 1)
     for number, line in enumerate(answered):
         values = [_mean([one.score for one in line.scored if one.item.task == task]) for task in tasks]
         places = [place + number * height for place in range(len(tasks))]
-        name = line.policy if line.retained is None else f"{line.policy} at {line.retained:g}"
         color = "#bbbbbb" if line.policy == REFERENCE else _color(number)
-        axes.barh(places, [100 * value for value in values], height=height * 0.9, label=name, color=color)
+        axes.barh(places, [100 * value for value in values], height=height * 0.9, label=_name(line), color=color)
     axes.set_yticks([place + 0.5 - height for place in range(len(tasks))], tasks)
     plain_axes(axes, "score, %", "")
     axes.set_ylim(len(tasks) - height / 2, -height)
     axes.set_xlim(0, 104)
-    figure.legend(loc="outside upper center", frameon=False, fontsize=8, ncols=3)
+    figure.legend(loc="outside upper center", frameon=False, fontsize=8, ncols=across)
     return figure
+
+
+def _name(line: Line) -> str:
+    return line.policy if line.retained is None else f"{line.policy} at {line.retained:g}"
 
 
 def _color(number: int) -> str:
@@ -89,8 +100,8 @@ def heat_map(lines: Sequence[Line], length: str) -> Figure:
         axes.set_yticks(range(len(depths)), [f"{depth:g}" for depth in depths], fontsize=7)
         axes.set_xlabel(length, fontsize=8)
         axes.set_ylabel("depth, %", fontsize=8)
-        name = line.policy if line.retained is None else f"{line.policy} at {line.retained:g}"
-        axes.set_title(f"{name}: {100 * line.score.mean:.1f}", fontsize=9)
+        title = f"{_name(line)}: {100 * line.score.mean:.1f}"
+        axes.set_title("\n".join(textwrap.wrap(title, _TITLE)), fontsize=9)
     for axes in panels[len(answered) :]:
         axes.set_visible(False)
     if image is not None:

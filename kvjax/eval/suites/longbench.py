@@ -66,16 +66,26 @@ def split_prompt(task: str, prompt: str) -> tuple[str, str]:
 
 def _read(data: DataFolder, task: str) -> list[tuple[tuple[str, str], Row | WholeRow]]:
     """The rows of a data set, each with its context and question: its own file, else whole prompts, else the hub's."""
+    rows, origin = _rows(data, task)
+    for number, (_, row) in enumerate(rows, 1):
+        lacking = "answers" if not row.answers else "all_classes"
+        if not row.answers or (TASKS[task].metric == "classification" and not row.all_classes):
+            raise UsageError(f"{origin}, row {number} of {task} has no {lacking}, and cannot be scored.")
+    return rows
+
+
+def _rows(data: DataFolder, task: str) -> tuple[list[tuple[tuple[str, str], Row | WholeRow]], str]:
     places = (f"longbench/{task}.jsonl", f"longbench/data/{task}.jsonl")
     if (path := data.find(*places)) is not None:
-        return [(parts(task, row), row) for row in read_rows(path, Row)]
+        return [(parts(task, row), row) for row in read_rows(path, Row)], str(path)
     if (path := data.find(WHOLE)) is not None:
         rows = [row for row in read_rows(path, WholeRow) if row.dataset == task]
         if rows:
-            return [(split_prompt(task, row.prompt), row) for row in rows]
+            return [(split_prompt(task, row.prompt), row) for row in rows], str(path)
     archive = from_hub(_REPOSITORY, _ARCHIVE, f"LongBench's {task}", [places[0], WHOLE])
     text = read_zipped(archive, f"{task}.jsonl")
-    return [(parts(task, row), row) for row in rows_of(text, Row, f"{archive}, {task}.jsonl")]
+    origin = f"{archive}, {task}.jsonl"
+    return [(parts(task, row), row) for row in rows_of(text, Row, origin)], origin
 
 
 def _check(data: DataFolder, asked: Asked) -> None:

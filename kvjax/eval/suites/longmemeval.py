@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections import Counter
 from typing import Any
 
 from kvjax.checkpoints.load import LanguageModel
 from kvjax.errors import UsageError
 from kvjax.eval.suites.data import DataFolder, from_hub, read_json, row_of
-from kvjax.eval.suites.item import Asked, Item, Suite, limited
+from kvjax.eval.suites.item import Asked, Item, Suite
 from kvjax.eval.suites.prompts import room_of
 
 MAX_NEW_TOKENS = 100
@@ -71,10 +72,12 @@ def _read(data: DataFolder) -> list[Row]:
 
 def _items(lm: LanguageModel, data: DataFolder, asked: Asked) -> list[Item]:
     encode, decode = lm.tokenizer.encode, lm.tokenizer.decode
-    found = []
+    found, counts = [], Counter[str]()
     for row in sorted(_read(data), key=lambda row: TYPES.index(row.question_type)):
-        if row.question_type not in asked.tasks:
+        enough = asked.limit is not None and counts[row.question_type] >= asked.limit
+        if row.question_type not in asked.tasks or enough:
             continue
+        counts[row.question_type] += 1
         question = QUESTION.format(date=row.question_date, question=row.question)
         room = room_of(lm, asked.length, MAX_NEW_TOKENS) - len(encode(INSTRUCTION)) - len(encode(question)) - 4
         if room < 1:
@@ -95,7 +98,7 @@ def _items(lm: LanguageModel, data: DataFolder, asked: Asked) -> list[Item]:
                 max_new_tokens=MAX_NEW_TOKENS,
             )
         )
-    return limited(found, asked.limit)
+    return found
 
 
 LONGMEMEVAL = Suite(

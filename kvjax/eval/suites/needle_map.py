@@ -33,6 +33,12 @@ def needle_context(tokenizer: Tokenizer, text_ids: list[int], room: int, depth: 
         count -= over
 
 
+def _check(data: DataFolder, asked: Asked) -> None:
+    essay_text(need_essays(data, "hide the needle"))
+    if asked.limit is not None:
+        raise UsageError("--limit has nothing to limit in needle-map, which asks one question a cell; leave it out.")
+
+
 def _items(lm: LanguageModel, data: DataFolder, asked: Asked) -> list[Item]:
     tokenizer = lm.tokenizer
     most = min(asked.length or lm.config.max_position, lm.config.max_position)
@@ -54,7 +60,7 @@ def _items(lm: LanguageModel, data: DataFolder, asked: Asked) -> list[Item]:
             max_new_tokens=MAX_NEW_TOKENS,
             cell=(length, depth),
         )
-        for length in spaced(max(least, most // lengths), most, lengths)
+        for length in dict.fromkeys(spaced(max(least, most // lengths), most, lengths))
         for depth in spaced(0, 100, depths)
     ]
 
@@ -68,7 +74,7 @@ NEEDLE_MAP = Suite(
         "given beginning leaves to say. Lengths are tokens; depths are percent of the essays before the sentence."
     ),
     items=_items,
-    check=lambda data, asked: essay_text(need_essays(data, "hide the needle")),
+    check=_check,
     quick_limit=None,
     heat_map=True,
 )

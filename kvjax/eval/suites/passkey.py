@@ -88,7 +88,8 @@ def _items(lm: LanguageModel, data: DataFolder, asked: Asked) -> list[Item]:
         if fits(items):  # keys and places take a few tokens more or fewer than the search's
             return items
         most -= 8
-    raise UsageError(f"{room + MAX_NEW_TOKENS} tokens are too few for a pass key with its answer.")
+    most = min(asked.length or lm.config.max_position, lm.config.max_position)
+    raise UsageError(f"{most} tokens are too few for a pass key with its answer.")
 
 
 PASSKEY = Suite(

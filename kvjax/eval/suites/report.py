@@ -80,11 +80,14 @@ def difference_text(found: Difference) -> str:
 
 
 def _by_name(title: str, lines: Sequence[Line], names: Sequence[tuple[str, str]], seed: int) -> Table:
-    """Scores of the answers of each task or group."""
+    """Scores of the answers of each task or group: of a group the mean of its tasks, as the score of all is."""
 
     def cell(line: Line, name: str) -> str:
-        values = [one.score for one in line.scored if name == one.item.task or name in one.item.groups]
-        return estimate_text(estimate({name: values}, seed))
+        values: dict[str, list[float]] = {}
+        for one in line.scored:
+            if name == one.item.task or name in one.item.groups:
+                values.setdefault(one.item.task, []).append(one.score)
+        return estimate_text(estimate(values, seed))
 
     columns = [Column(shown, lambda line, name=name: cell(line, name), right=True) for name, shown in names]
     return Table([*_LABELS, *columns], lines, title=title, labels=len(_LABELS))

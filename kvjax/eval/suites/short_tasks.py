@@ -49,9 +49,10 @@ def _arc(row: Row) -> Question:
 
 
 def _wic(row: Row) -> Question:
+    word = row["sentence1"][row["start1"] : row["end1"]]  # as it stands there
     text = (
-        f"Sentence 1: {row['sentence1']}\nSentence 2: {row['sentence2']}\nQuestion: Is the word '{row['word']}' used "
-        "in the same way in the two sentences above?\nAnswer:"
+        f"Sentence 1: {row['sentence1']}\nSentence 2: {row['sentence2']}\nQuestion: Is the word '{word}' used in the "
+        "same way in the two sentences above?\nAnswer:"
     )
     return Question(text, (" no", " yes"), row["label"])
 

@@ -7,7 +7,7 @@ import dataclasses
 from kvjax.checkpoints.load import LanguageModel
 from kvjax.errors import UsageError
 from kvjax.eval.suites.data import DataFolder, read_rows
-from kvjax.eval.suites.item import Asked, Item, Suite
+from kvjax.eval.suites.item import Asked, Item, Suite, limited
 from kvjax.eval.suites.prompts import room_of
 
 MAX_NEW_TOKENS = 50
@@ -42,7 +42,7 @@ def _items(lm: LanguageModel, data: DataFolder, asked: Asked) -> list[Item]:
     for task in asked.tasks:
         for number, (context, question, row) in enumerate(_read(data, task)):
             # Without its beginning a record has another first topic: one that is too long is left out.
-            if len(lm.tokenizer.encode(context + question)) <= room and (asked.limit is None or number < asked.limit):
+            if len(lm.tokenizer.encode(context + question)) <= room:
                 found.append(
                     Item(
                         id=f"{task}/{number}",
@@ -57,7 +57,7 @@ def _items(lm: LanguageModel, data: DataFolder, asked: Asked) -> list[Item]:
     if not found:
         most = asked.length or lm.config.max_position
         raise UsageError(f"No record of {', '.join(asked.tasks)} is within {most} tokens.")
-    return found
+    return limited(found, asked.limit)
 
 
 ROUNDS = Suite(
