@@ -29,6 +29,7 @@ from kvjax.planning import fitting
 from kvjax.policies import Full, Policy, format_policy, parse
 from kvjax.policies.base import shares
 from kvjax.policies.best import asked_later, resolve
+from kvjax.policies.guard import check_value
 from kvjax.policies.round_attention import SINKS
 from kvjax.policies.window_layers import for_model
 from kvjax.prompts import Tokens, as_list, as_told, matching, prefix_tokens, read_tokens, tokenize
@@ -102,6 +103,7 @@ class Request:
             context=context is not None, new_tokens=options.max_new_tokens, reserve_tokens=options.reserve_tokens
         )
         self.policy, self.choice = _policy(options.policy, caches, lm, later)
+        check_value(self.policy)
         self.policy.check(lm.config)
         self.storage = _storage(options.storage, caches, lm.config.head_dim)
         for old in caches:

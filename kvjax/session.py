@@ -23,8 +23,8 @@ from kvjax.interrupt import BrokenOff, Interrupt, interruptible
 from kvjax.memory_needs import full_cache_bytes
 from kvjax.model.decoder import Decoder
 from kvjax.output import Output, Stats
-from kvjax.policies.base import is_own
-from kvjax.policies.guard import check_kept
+from kvjax.policies.base import has_own
+from kvjax.policies.guard import check_kept, layers_of
 from kvjax.request import Request
 from kvjax.rounds.stats import RoundStats
 from kvjax.rounds.strategy import RoundStrategy
@@ -165,7 +165,7 @@ class Session:
             self._cache, self._logits = ready(found)
             seconds = stage.seconds
         self._note(self.cache)
-        if is_own(request.policy.chosen) and not request.policy.offloads_rounds:
+        if has_own(request.policy.chosen) and not request.policy.offloads_rounds:
             self._check_kept([as_numpy(kept) for kept in request.policy.retained_by_layer(self.cache.layers)])
         spent = self._lap()
         if (place := progress.current()).visible:  # then compilation is no part of the stage
@@ -176,9 +176,9 @@ class Session:
     def _check_kept(self, retained: list[np.ndarray]) -> None:
         """Refuse a policy that kept what cannot be; see ``kvjax/policies/guard.py``."""
         request, rows = self.request, self.request.rows
-        apart = request.lm.mesh is None and not self.cache.shares_layers
-        layers = self.cache.layers if apart else ()
-        check_kept(request.policy, layers, [kept[:rows] for kept in retained], as_numpy(self.cache.seen)[:rows])
+        layers = layers_of(self.cache, request.policy, request.lm.mesh is not None)
+        own = [kept[:rows] for kept in retained]
+        check_kept(request.policy, layers, own, as_numpy(self.cache.seen)[:rows], request.lm.config)
 
     def _compile_ahead(self) -> None:
         """Begin to compile what follows the first prefill: a decode loop takes longer to compile than a prefill."""

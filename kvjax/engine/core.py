@@ -59,7 +59,6 @@ class EngineCore:
         sizes = engine_sizes(
             lm.config, self.policy, self.storage, prompt_tokens=prompt_tokens, new_tokens=new_tokens, **kinds
         )
-        check_value(self.policy)
         check_sizes(self.policy, lm.config, sizes.prompt_capacity, sizes.new_capacity)
         self.sizes: EngineSizes = sizes
         self.clock = open_clock()
@@ -176,6 +175,7 @@ def engine_policy(lm: Any, policy: Policy | str | None) -> Policy:
             f"{type(chosen.chosen).__name__} keeps rounds of each conversation in host memory and chooses among them "
             "for each question, so its rows have no slots of one size; use it with kvjax.generate or kvjax.Chat."
         )
+    check_value(chosen)
     chosen.check(lm.config)
     return chosen
 

@@ -27,8 +27,8 @@ from kvjax.engine.stops import SharedStopTable
 from kvjax.errors import KvjaxError, UsageError
 from kvjax.memory_needs import full_cache_bytes
 from kvjax.policies import Policy
-from kvjax.policies.base import is_own
-from kvjax.policies.guard import check_kept
+from kvjax.policies.base import has_own
+from kvjax.policies.guard import check_kept, layers_of
 from kvjax.request import Request
 from kvjax.runtime.compilation import CompileClock
 from kvjax.runtime.decode import REASONS
@@ -167,10 +167,11 @@ class Slots:
 
     def _insert(self, group: Group[Row], cache: Cache, logits: jax.Array) -> None:
         cache = self._fitted(cache)
-        if is_own(self.policy.chosen):
+        if has_own(self.policy.chosen):
             own = [place is not None for place in group.places]
             kept = [as_numpy(kept)[own] for kept in self.policy.retained_by_layer(cache.layers)]
-            check_kept(self.policy, (), kept, as_numpy(cache.seen)[own])
+            layers = layers_of(cache, self.policy, self.lm.mesh is not None)
+            check_kept(self.policy, layers, kept, as_numpy(cache.seen)[own], self.lm.config)
         places: list[Row | None] = [None] * len(group.places)
         slots: Any = np.full((len(places),), -1, np.int32)
         starts: Any = np.zeros((len(places),), np.int32)

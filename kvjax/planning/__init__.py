@@ -86,12 +86,12 @@ def plan(
         raise UsageError(
             f"The prompt has {context_tokens + prompt_tokens} tokens; this model's context is {config.max_position}."
         )
+    check_value(chosen)
     chosen.check(config)
     if dtype is None:
         dtype = jnp.float32 if params is None else params.dtype
     dtype = float_dtype(dtype)
     optional(functools.partial(whole_number, least=0))("reserve_tokens", reserve_tokens)
-    check_value(chosen)
     _check_scored(chosen, prompt_logprobs)
     check_sizes(chosen, config, prompt_bucket(prompt_tokens), NEW_TOKENS)
     stored = parse_storage(storage)

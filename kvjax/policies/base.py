@@ -406,6 +406,17 @@ def is_own(policy: Policy) -> bool:
     return not type(policy).__module__.startswith("kvjax.")
 
 
+def policies_within(policy: Policy) -> list[Policy]:
+    """A policy and those that its fields hold, at any depth."""
+    held = (getattr(policy, field.name) for field in dataclasses.fields(policy))
+    return [policy, *(each for one in held if isinstance(one, Policy) for each in policies_within(one))]
+
+
+def has_own(policy: Policy) -> bool:
+    """Whether a policy, or one within it, is the caller's."""
+    return any(map(is_own, policies_within(policy)))
+
+
 def policy_marks(policy: Policy, config: ModelConfig) -> tuple[str, ...]:
     """The marks of a policy's pools; in an ALiBi model they include every slot's position."""
     wanted = config.positional == "alibi" and "position" not in policy.marks

@@ -16,9 +16,12 @@ from typing import Any
 import jax
 import numpy as np
 
+from kvjax.cache.cache import Cache
+from kvjax.cache.groups import parts
 from kvjax.errors import UsageError, quoted
 from kvjax.model.config import ModelConfig
-from kvjax.policies.base import BEYOND, Policy, is_own
+from kvjax.policies.base import BEYOND, Policy, has_own, is_own
+from kvjax.policies.composed import HeadWise
 
 #: Rows for which state is tried: no other axis of a policy has as many.
 _ROWS = 13
@@ -32,6 +35,9 @@ def check_value(policy: Policy) -> None:
     """
     policy = policy.chosen
     cls, name = type(policy), type(policy).__name__
+    for field in dataclasses.fields(policy) if dataclasses.is_dataclass(cls) else ():
+        if isinstance(inner := getattr(policy, field.name, None), Policy):
+            check_value(inner)
     if not dataclasses.is_dataclass(cls) or "__dataclass_params__" not in vars(cls):
         raise UsageError(f"{name} is no frozen dataclass; put @dataclasses.dataclass(frozen=True) above the class.")
     fields = [field.name for field in dataclasses.fields(policy)]
@@ -90,6 +96,10 @@ def check_sizes(policy: Policy, config: ModelConfig, prompt: int, new: int) -> N
     """
     policy, config = policy.chosen, policy.seen_as(config)
     name = type(policy).__name__
+    if isinstance(policy, HeadWise):
+        for layer in range(config.num_layers):
+            for one, _, own in policy.members(config, layer):
+                check_sizes(one, own, prompt, new)
     if not is_own(policy) or policy.offloads_rounds:
         return
     capacities = policy.capacities(config, prompt, new)
@@ -142,12 +152,29 @@ def _is_count(value: Any) -> bool:
         return False
 
 
-def check_kept(policy: Policy, layers: Sequence[Any], retained: Sequence[np.ndarray], seen: np.ndarray) -> None:
+def layers_of(cache: Cache, policy: Policy, on_mesh: bool) -> Sequence[Any]:
+    """The layers of a cache whose slots :func:`check_kept` can compare with what is kept; none where all share them.
+
+    On a mesh those of policies of one's own alone, whose heads have runs of pages of equal size in all rows.
+    """
+    layers = () if cache.shares_layers else cache.layers
+    by_row = any(pool.row_starts is not None for layer in layers for pool in parts(layer))
+    return () if on_mesh and (by_row or not has_own(policy)) else layers
+
+
+def check_kept(
+    policy: Policy,
+    layers: Sequence[Any],
+    retained: Sequence[np.ndarray],
+    seen: np.ndarray,
+    config: ModelConfig | None = None,
+) -> None:
     """Refuse what a policy says, or is found, to have kept, if it cannot be.
 
     Args:
-      layers: the cache's, for their slots; none where a device holds a part of them.
+      layers: the cache's, for their slots; see :func:`layers_of`.
       retained: [B, H] :meth:`Policy.retained` of each layer. seen: [B] tokens.
+      config: the model, so that of composed policies the head's own is named.
 
     Raises:
       UsageError: nothing is kept, more than was seen, more than there are slots, or rows that are no tokens.
@@ -161,7 +188,8 @@ def check_kept(policy: Policy, layers: Sequence[Any], retained: Sequence[np.ndar
         wrong = (there > 0) & ((kept < 1) | (kept > most) | (kept > slots))
         if wrong.any():
             row, head = (int(i) for i in np.argwhere(wrong)[0])
-            _refuse(policy.chosen, layer, head, int(kept[row, head]), int(seen[row]), int(slots[head]))
+            owner = policy if config is None else policy.owners(config, layer)[head]
+            _refuse(owner.chosen, layer, head, int(kept[row, head]), int(seen[row]), int(slots[head]))
 
 
 def _refuse(policy: Policy, layer: int, head: int, kept: int, seen: int, slots: int) -> None:

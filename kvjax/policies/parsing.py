@@ -21,6 +21,7 @@ from kvjax.policies.names import ALIASES, CHOICES, POLICIES
 
 #: Policies within one another, in their text form.
 DEPTH = 8
+_TOO_DEEP = f"Policies are nested more than {DEPTH} deep; give one inside another a few times at most."
 _REGISTERED: dict[str, type[Policy]] = {}
 
 
@@ -75,6 +76,11 @@ def parse(text: Any) -> Policy:
     """
     if isinstance(text, Policy):
         return text
+    return _parse(text, 0)
+
+
+def _parse(text: Any, depth: int) -> Policy:
+    """:func:`parse` of a policy that is so deep in others."""
     if not isinstance(text, str):
         raise UsageError(f'{quoted(text)} is not a policy; give a kvjax policy or text such as "lagkv:ratio=0.25".')
     name, _, options = text.strip().partition(":")
@@ -90,6 +96,8 @@ def parse(text: Any) -> Policy:
     fields = {field.name: hints[field.name] for field in options_of(cls)}
     values: dict[str, Any] = {}
     parts = _split(options)
+    if depth > DEPTH:
+        raise UsageError(_TOO_DEEP)
     for part in parts if parts[-1].strip() else parts[:-1]:  # a comma may end the options
         field, equals, value = (piece.strip() for piece in part.partition("="))
         if not part.strip():
@@ -102,7 +110,7 @@ def parse(text: Any) -> Policy:
             raise UsageError(f"The option {quoted(field)} of {cls.__name__} has no value; write {field}=VALUE.")
         if field in values:
             raise UsageError(f"The option {quoted(field)} of {cls.__name__} is given twice; give it once.")
-        values[field] = _convert(cls, field, value, fields[field])
+        values[field] = _convert(cls, field, value, fields[field], depth)
     return cls(**values)
 
 
@@ -153,9 +161,7 @@ def _split(options: str) -> list[str]:
         if depth < 0:
             break
         if depth >= DEPTH:
-            raise UsageError(
-                f"Policies are nested more than {DEPTH} deep; give one inside another a few times at most."
-            )
+            raise UsageError(_TOO_DEEP)
         if letter == "," and depth == 0:
             parts.append("")
         else:
@@ -172,7 +178,7 @@ def _nearest(word: str, known: Iterable[str]) -> str:
     return f" did you mean {match[0]!r}?" if match else ""
 
 
-def _convert(cls: type[Policy], field: str, text: str, hint: Any) -> Any:
+def _convert(cls: type[Policy], field: str, text: str, hint: Any, depth: int) -> Any:
     """Read one value as the field's annotated type."""
     union = isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union
     kinds = typing.get_args(hint) if union else (hint,)
@@ -183,7 +189,8 @@ def _convert(cls: type[Policy], field: str, text: str, hint: Any) -> Any:
             return text  # the class itself refuses a word it does not know
         if kind is Policy:
             inside = re.fullmatch(r"([^():]+)\((.*)\)", text, re.DOTALL)
-            return parse((f"{inside[1]}:{inside[2]}" if inside[2].strip() else inside[1]) if inside else text)
+            inner = (f"{inside[1]}:{inside[2]}" if inside[2].strip() else inside[1]) if inside else text
+            return _parse(inner, depth + 1)
         if kind is bool and text.lower() in ("true", "false"):
             return text.lower() == "true"
         if kind in (int, float):

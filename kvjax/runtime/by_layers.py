@@ -49,8 +49,12 @@ def can_stop_between_layers(policy: Policy, params: Decoder) -> bool:
 
 
 def compiles_faster_by_layers(policy: Policy, params: Decoder) -> bool:
-    """Whether the programs of single layers are compiled much faster than one of all layers."""
-    return _kinds(policy, params) * _MANY_ALIKE <= len(params.layers)
+    """Whether the programs of single layers are compiled much faster than one of all layers.
+
+    Not where a policy makes more kinds of them than the model has: of each kind a conversation has two programs.
+    """
+    kinds = _kinds(policy, params)
+    return kinds <= len({layer.config for layer in params.layers}) and kinds * _MANY_ALIKE <= len(params.layers)
 
 
 def _kinds(policy: Policy, params: Decoder) -> float:

@@ -33,7 +33,7 @@ def test_passages_hold_their_needles_and_are_followed_by_the_text(tokens, count,
     assert len(made) == count
     stream = (TEXT + TEXT[::-1]).replace("\n", "")
     for passage in made:
-        assert tokens - 80 < len(passage.context) <= tokens and len(passage.continuation) == CONTINUATION
+        assert tokens - 120 < len(passage.context) <= tokens and len(passage.continuation) == CONTINUATION
         text = LM.tokenizer.decode(passage.context)
         assert len(passage.questions) == len(passage.outputs) == needles
         for question, value in zip(passage.questions, passage.outputs, strict=True):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import re
 import time
 from typing import Any
 
@@ -161,6 +163,41 @@ def test_what_the_prompt_shows_comes_before_the_first_token(tiny_model, policy, 
     with pytest.raises(kvjax.UsageError, match=says) as caught:
         next(iter(stream))
     assert len(str(caught.value)) < 300
+
+
+@pytest.mark.parametrize(("policy", "says"), AFTER.values(), ids=AFTER.keys())
+def test_what_the_prompt_shows_is_what_an_engine_and_a_batch_say(tiny_model, tmp_path, policy, says):
+    with (
+        kvjax.Engine(tiny_model, policy, slots=2, prompt_tokens=200, new_tokens=8) as engine,
+        pytest.raises(kvjax.UsageError, match=says),
+    ):
+        engine.submit(PROMPT, max_new_tokens=4, chat=False).result(100)
+    (tmp_path / "in.jsonl").write_text(json.dumps({"prompt": 150 * "a"}))
+    report = kvjax.batch.run(tiny_model, tmp_path / "in.jsonl", tmp_path / "out", policy=policy, max_new_tokens=4)
+    assert (report.answered, report.failed) == (0, 1)
+    assert re.search(says.replace("150", "[0-9]+"), report.files[0].read_text())
+
+
+@pytest.mark.parametrize(
+    ("policy", "says"),
+    [(policy, says) for policy, says in BEFORE.values() if not isinstance(policy, FewSlots)],
+    ids=[name for name in BEFORE if name != "few slots"],
+)
+def test_a_policy_within_another_is_seen_before_anything_runs(tiny_model, policy, says):
+    outer = kvjax.RazorAttention(inner=policy, heads=((0, 0),))
+    says = says.replace("2, 13", "., 13")
+    for ask in (
+        lambda: kvjax.generate(tiny_model, PROMPT, policy=outer, max_new_tokens=4),
+        lambda: kvjax.Engine(tiny_model, outer, prompt_tokens=200, new_tokens=8),
+    ):
+        with pytest.raises(kvjax.UsageError, match=says):
+            ask()
+
+
+def test_a_policy_within_another_is_named_by_what_it_kept(tiny_model):
+    for policy, says in ((Beyond(), "Beyond.select keeps what is beyond"), (Nothing(), "Nothing.select keeps nothing")):
+        with pytest.raises(kvjax.UsageError, match=f"{says}.* in layer 0, head 1"):
+            kvjax.generate(tiny_model, PROMPT, policy=kvjax.RazorAttention(inner=policy, heads=((0, 0),)))
 
 
 def test_a_policy_that_is_right_passes(tiny_model):

@@ -60,9 +60,9 @@ def test_layers_of_one_kind_share_one_program(lm):
         kvjax.generate(lm, PROMPT, max_new_tokens=1)
     wanted = dict.fromkeys(("embed_prompt", "prefill_layer_fresh", "prompt_logits", "decode_chunk"), 1)
     assert {name: programs[name] for name in wanted} == wanted
-    with compiled_programs() as programs:  # the layers that LagKV skips are the second kind
-        skipping = kvjax.LagKV(ratio=0.5, lag=8, variant="l2")
-        kvjax.generate(toys.tiny_model(num_layers=8), PROMPT, policy=skipping, max_new_tokens=1)
+    windows = (8, None) * 4
+    with compiled_programs() as programs:  # a kind of each window
+        kvjax.generate(toys.tiny_model(num_layers=8, windows=windows), PROMPT, max_new_tokens=1)
     assert programs["prefill_layer_fresh"] == 2
 
 
@@ -70,6 +70,10 @@ def test_it_is_not_done_where_it_would_cost_more(lm):
     parse = kvjax.policies.parse
     assert not compiles_faster_by_layers(parse("full"), toys.tiny_model(num_layers=2).params)
     assert not compiles_faster_by_layers(parse("pyramidkv:ratio=0.5"), lm.params)  # every layer has a size of its own
+    deep = toys.tiny_model(num_layers=16).params
+    assert compiles_faster_by_layers(parse("lagkv:ratio=0.5,lag=8"), deep)
+    skipping = kvjax.LagKV(ratio=0.5, lag=8, variant="l2")  # the layers that it skips are kinds of their own
+    assert not compiles_faster_by_layers(skipping, deep) and can_stop_between_layers(skipping, deep)
     for twice in ("kvzip:ratio=0.5", "adaptive:inner=keydiff,ratio=0.5,scope=model"):
         assert not compiles_faster_by_layers(parse(twice), lm.params)
         assert not can_stop_between_layers(parse(twice), lm.params)

@@ -7,11 +7,16 @@ import random
 import pytest
 import toys
 from support.compiled import compiled_programs
+from support.scorers import with_profiles
 
 import kvjax
+from kvjax.policies import parse
 from kvjax.policies.names import POLICIES
 
-PREFILL = ("prefill_fresh", "prefill_onto", "lower_fresh", "lower_onto", "upper")
+PREFILL = (
+    *("prefill_fresh", "prefill_onto", "lower_fresh", "lower_onto", "upper"),
+    *("embed_prompt", "prefill_layer_fresh", "prefill_layer_onto", "prompt_logits"),
+)
 #: Options without which a policy does not run on a toy model, or does nothing in a short conversation.
 OPTIONS = {
     "lagkv": ":ratio=0.5,lag=16",
@@ -30,15 +35,31 @@ def lm(tiny_model):
     return toys.tiny_model(max_position=8192, num_layers=2, hidden_size=16, intermediate_size=16)
 
 
+@pytest.fixture(scope="module")
+def deep(tiny_model):
+    """One of as many layers as are read by programs of one layer, where a policy treats them alike."""
+    return toys.tiny_model(max_position=8192, num_layers=8, hidden_size=16, intermediate_size=16)
+
+
 def counted(programs, names) -> int:
     return sum(programs[name] for name in names)
 
 
 @pytest.mark.parametrize("name", [pytest.param(p, marks=() if p in KINDS else pytest.mark.slow) for p in POLICIES])
 def test_twenty_turns_compile_a_few_programs_and_none_after_the_eighth(lm, name):
+    check_turns(lm, name)
+
+
+@pytest.mark.parametrize("name", [pytest.param(p, marks=() if p == "razor" else pytest.mark.slow) for p in POLICIES])
+def test_twenty_turns_of_a_deep_model_compile_no_more(deep, name):
+    check_turns(deep, name)
+
+
+def check_turns(lm, name):
     draw = random.Random(7)
     with compiled_programs() as programs:
-        chat = kvjax.Chat(lm, policy=name + OPTIONS.get(name, ""), max_new_tokens=8)
+        policy = with_profiles(parse(name + OPTIONS.get(name, "")), lm.config)
+        chat = kvjax.Chat(lm, policy=policy, max_new_tokens=8)
         early = None
         for turn in range(20):
             chat.send("".join(draw.choice("etaoin shrdlu") for _ in range(draw.randint(10, 200))))
