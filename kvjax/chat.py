@@ -11,8 +11,8 @@ from kvjax.cache.buckets import RESERVE
 from kvjax.cache.cache import Cache
 from kvjax.cache.continuation import Continuation, check_continuable
 from kvjax.cache.host_memory import as_numpy
-from kvjax.checkpoints.load import LanguageModel
-from kvjax.errors import UsageError
+from kvjax.checkpoints.load import LanguageModel, check_model
+from kvjax.errors import UsageError, quoted
 from kvjax.generation import generate, stream_generate
 from kvjax.options import ChatKeywords, GenerationOptions, merged, shows_options
 from kvjax.output import Output, Piece
@@ -51,6 +51,9 @@ class Chat:
         context: str | None = None,
         **keywords: Unpack[ChatKeywords],
     ):
+        check_model(lm)
+        if system is not None and not isinstance(system, str):
+            raise UsageError(f"system is {quoted(system)}; give text.")
         self.options = merged("Chat", options, keywords, also=("system", "context"), without=("chat",))
         if not self.options.chat:
             raise UsageError("Chat writes its turns by the chat template; leave chat=False out of its options.")

@@ -49,6 +49,8 @@ def check_local(name: str, path: str | os.PathLike[str]) -> None:
     Raises:
       UsageError: it is one of these.
     """
+    if not isinstance(path, (str, os.PathLike)):
+        raise UsageError(f"{name} is {quoted(path)}; give a path.")
     text = os.fspath(path)
     if _REMOTE.match(text):
         raise UsageError(f"{name} names {text}, which is no path of this machine; name one that is.")

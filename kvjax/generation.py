@@ -9,6 +9,7 @@ from typing import Any, Literal, Unpack, overload
 from kvjax import progress
 from kvjax.cache.cache import Cache
 from kvjax.checkpoints.load import LanguageModel
+from kvjax.checks import true_or_false
 from kvjax.engine.core import spans_processes
 from kvjax.engine.many import answer_many
 from kvjax.errors import DoesNotFit, UsageError
@@ -104,6 +105,7 @@ def generate(
         is still answered, as many at a time as fit; the outputs then have no caches.
     """
     chosen = merged("generate", options, keywords, also=("n", *_CALL))
+    true_or_false("consume_cache", consume_cache)
     try:
         request = Request(lm, prompt, chosen, n=n, cache=cache, context=context)
     except DoesNotFit:
@@ -150,6 +152,7 @@ def stream_generate(
       keywords: fields of :class:`kvjax.GenerationOptions`, in place of those of ``options``:
     """
     chosen = merged("stream_generate", options, keywords, also=_CALL)
+    true_or_false("consume_cache", consume_cache)
     request = Request(lm, prompt, chosen, cache=cache, context=context)
     if not request.tokens.single:
         raise UsageError("stream_generate takes one prompt; use generate for a list.")

@@ -86,5 +86,5 @@ def prefill_bytes(config: ModelConfig, policy: Policy, batch: int, prompt: int, 
     if mesh is None:
         return prefill_peak_bytes(config, policy, batch, prompt, dtype, inner)
     inner = inner // mesh.model if splits(mesh, config).mlp else inner
-    rows, own = mesh.rows(batch) // mesh.data, Partition(mesh, config, policy).widest
+    rows, own = mesh.rows(batch) // mesh.data, Partition(mesh, config, policy).local_config
     return prefill_peak_bytes(own, policy, rows, prompt, dtype, inner)

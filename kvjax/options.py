@@ -172,7 +172,10 @@ class GenerationOptions:
 
     def __post_init__(self) -> None:
         for option in fields(self):
-            option.metadata["check"](option.name, getattr(self, option.name))
+            value = getattr(self, option.name)
+            option.metadata["check"](option.name, value)
+            if getattr(value, "ndim", None) == 0:  # Python's own number is written as JSON, and multiplies lists
+                object.__setattr__(self, option.name, value.item())
 
     @property
     def stop_strings(self) -> tuple[str, ...]:

@@ -78,7 +78,8 @@ class Output:
       text: what was generated, without special tokens and without the stop string that ended it.
       tokens: every generated id, the one that ended the text included.
       finish_reason: "stop" (end-of-text id, stop id or stop string), "length" (max_new_tokens), "context" (the model's
-        context is full), "memory" (the cache would have to grow beyond the memory limit) or "interrupted".
+        context is full), "memory" (the cache would have to grow beyond the memory limit), "interrupted", or
+        "cancelled" (:meth:`kvjax.Handle.cancel`).
       logprobs: natural log of the model's probability of each token, when asked for.
       prompt_logprobs: the same of each of the ``stats.prompt_tokens`` tokens that this call read, when asked for; None
         for the first, before which it read nothing.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -10,11 +12,11 @@ import jax
 import numpy as np
 
 from kvjax.checkpoints.load import LanguageModel, check_model
-from kvjax.errors import UsageError, quoted
+from kvjax.errors import KvjaxError, UsageError, cut, quoted
 from kvjax.generation import generate
 from kvjax.output import Output
 from kvjax.planning import plan
-from kvjax.policies import Policy, RazorAttention
+from kvjax.policies import Full, Policy, RazorAttention
 from kvjax.policies.best import resolve
 from kvjax.sharding.mesh import Mesh
 
@@ -85,6 +87,7 @@ class _Checking:
     def run(self) -> PolicyCheck:
         tried: dict[str, tuple[str, Callable[[], None]]] = {
             "plan": ("slots and budgets are what is allocated and kept", self._plan),
+            "full": ("where it keeps every token, it answers as the full cache", self._full),
             "row alone": ("a row of a batch is the row alone", self._row_alone),
             "later turn": ("a conversation goes on, alone and in a batch alike", self._later_turn),
             "int8": ("rows stored as int8 are chosen alike in a batch and alone", self._int8),
@@ -98,7 +101,25 @@ class _Checking:
                 holds[name] = says
             except _NotTried as reason:
                 skipped[name] = str(reason)
+            except KvjaxError:
+                raise
+            except Exception as error:
+                # The author's code, and what it gives, fail in any way that code can; the cause stays attached.
+                raise UsageError(self._failure(error)) from error
         return PolicyCheck(holds, skipped)
+
+    def _failure(self, error: Exception) -> str:
+        """What went wrong in a method of the policy, or with what it gave."""
+        own = {
+            method.__code__: name
+            for cls in type(self._policy).__mro__
+            for name, method in vars(cls).items()
+            if inspect.isfunction(method) and not cls.__module__.startswith("kvjax.")
+        }
+        frames = [own[frame.f_code] for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_code in own]
+        said = " ".join(str(error).split()) or "nothing more"
+        what = f"{type(error).__name__}: {cut(said)}"
+        return f"{self._name}.{frames[-1]} raises {what}." if frames else f"{self._name} gives what cannot run: {what}."
 
     def _ask(self, prompts: Any, policy: Policy | None = None, lm: LanguageModel | None = None, **options: Any) -> Any:
         given: dict[str, Any] = {"max_new_tokens": _ANSWER, "seed": 0} | options
@@ -145,6 +166,26 @@ class _Checking:
                         if said[0] != kept[0]
                         else f"{self._name}.budgets says {said} in layer {layer}, and {list(kept)} are kept."
                     )
+
+    def _full(self) -> None:
+        """A prompt of which nothing was dropped, and nothing will be with the first token that is appended."""
+        prompt, policy = self._prompts[-1], self._policy
+        one = self._ask(prompt, logprobs=True)
+        if not np.isfinite(one.logprobs).all():
+            raise UsageError(f"{self._name}: its answer's log-probabilities are not finite; look at what it gives.")
+        whole = np.asarray([len(prompt) + 1], np.int32)
+        said = [policy.budgets(self._lm.config, layer, whole) for layer in range(self._lm.config.num_layers)]
+        if type(policy).budgets is Policy.budgets or min(int(np.min(kept)) for kept in said) <= len(prompt):
+            raise _NotTried("its budgets do not say that it keeps the shortest prompt and a token more")
+        if policy.merges or self._lm.params.dtype != np.float32:
+            raise _NotTried("its slots stand for several tokens, or the weights are not float32")
+        full = self._ask(prompt, Full(), logprobs=True)
+        if one.tokens[:2] != full.tokens[:2] or not np.allclose(one.logprobs[:2], full.logprobs[:2], atol=1e-3):
+            raise UsageError(
+                f"{self._name}: it keeps {len(prompt)} tokens and the first of its answer, and answers "
+                f"{one.tokens[:2]} where the full cache answers {full.tokens[:2]}; look at append, and at the values "
+                "that select gives."
+            )
 
     def _row_alone(self) -> None:
         self._alone(len(self._prompts))

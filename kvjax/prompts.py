@@ -245,6 +245,8 @@ def _render(
     if context is not None and not isinstance(context, str):
         if any(isinstance(part, str) for part in context):
             raise UsageError("context is one text for all prompts, and a list of texts was given; join them.")
+        if any(isinstance(part, Mapping) for part in context):
+            raise UsageError("context is text, and messages were given; read them by kvjax.read, and give cache=.")
         raise UsageError("A context of token ids cannot go into a chat template; pass it as text, or chat=False.")
     return _render_chat(lm, _messages(items), context, onto, goes_on)
 
@@ -256,6 +258,8 @@ def _ids(lm: LanguageModel, items: str | Sequence[int] | None, what: str) -> tup
         return tuple(lm.tokenizer.encode(items))
     ids = _plain(items)
     for token in ids:
+        if isinstance(token, Mapping):
+            raise UsageError(f"The {what} holds a message, {quoted(token)}; give text or token ids.")
         if not _is_id(token) or not 0 <= token < lm.config.vocab_size:
             raise UsageError(
                 f"The {what} holds the token id {quoted(token)}; this model's ids go from 0 to "

@@ -12,6 +12,7 @@ import sys
 import typing
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import kvjax
@@ -30,6 +31,50 @@ def test_keywords_for_type_checkers_are_the_fields():
 def test_every_default_passes_its_own_check():
     options = kvjax.GenerationOptions()
     assert dataclasses.replace(options) == options and hash(options) == hash(kvjax.GenerationOptions())
+
+
+def test_numpys_numbers_are_numbers(tiny_model, tmp_path):
+    options = kvjax.GenerationOptions(max_new_tokens=np.int64(3), temperature=np.float32(0.5), seed=np.int32(7))
+    assert [type(getattr(options, name)) for name in ("max_new_tokens", "temperature", "seed")] == [int, float, int]
+    assert (
+        kvjax.generate(tiny_model, "a", options).tokens
+        == kvjax.generate(tiny_model, "a", max_new_tokens=3, temperature=0.5, seed=7).tokens
+    )
+    policy = kvjax.RazorAttention(inner=kvjax.KeyDiff(budget=np.int64(20)), heads=((0, 0),))
+    chat = kvjax.Chat(tiny_model, policy=policy, max_new_tokens=np.int64(2))
+    chat.send("Hello")
+    chat.save(tmp_path / "chat")
+    again = kvjax.Chat.load(tmp_path / "chat", tiny_model, max_new_tokens=2)
+    assert again.send("And?").tokens == chat.send("And?").tokens
+    (tmp_path / "in.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
+    files = tmp_path / "in.jsonl", tmp_path / "out"
+    report = kvjax.batch.run(tiny_model, *files, batch_size=np.int64(2), shard_rows=np.int64(1), max_new_tokens=2)
+    assert report.answered == 2 and len(report.files) == 2
+
+
+@pytest.mark.parametrize(
+    ("ask", "says"),
+    [
+        (lambda lm, cache: kvjax.generate(lm, "x", cache=cache, consume_cache="no"), "consume_cache is 'no'"),
+        (lambda lm, cache: kvjax.stream_generate(lm, "x", cache=cache, consume_cache=None), "consume_cache is None"),
+        (lambda lm, cache: kvjax.plan(lm, prompt_tokens=5, prompt_logprobs="yes"), "prompt_logprobs is 'yes'"),
+        (lambda lm, cache: cache.row(0.5), "no row 0.5; its rows are 0 to 0"),
+        (lambda lm, cache: cache.row("0"), "no row '0'"),
+        (lambda lm, cache: cache.row(1), "no row 1"),
+        (lambda lm, cache: kvjax.concatenate(cache), "takes a list of caches"),
+        (lambda lm, cache: kvjax.save_cache(None, cache, lm), "is None; give a path"),
+        (lambda lm, cache: kvjax.load_cache(3, lm), "is 3; give a path"),
+        (lambda lm, cache: kvjax.generate(lm, "a", context=[{"role": "user", "content": "x"}]), "messages were given"),
+        (lambda lm, cache: kvjax.score(lm, "a", [{"role": "user", "content": "x"}]), "holds a message"),
+        (lambda lm, cache: kvjax.Chat(lm, system=3), "system is 3; give text"),
+        (lambda lm, cache: kvjax.Chat("smollm2"), r"kvjax\.load"),
+    ],
+)
+def test_natural_mistakes_are_one_sentence(tiny_model, ask, says):
+    cache = kvjax.read(tiny_model, "abcdef")
+    with pytest.raises(kvjax.UsageError, match=says):
+        ask(tiny_model, cache)
+    assert kvjax.generate(tiny_model, "x", cache=cache, max_new_tokens=1).tokens
 
 
 @pytest.mark.parametrize("function", [kvjax.generate, kvjax.stream_generate, kvjax.batch.run, kvjax.Chat])

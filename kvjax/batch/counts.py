@@ -33,8 +33,13 @@ class Counts:
         self._others_tokens = sum(generated for _, _, _, generated in numbers)
 
     def start(self, total: int, stage: Stage) -> None:
-        """Rows that all processes are to answer, and where this one says how many are."""
-        self._began, self._total, self._stage = time.perf_counter(), total, stage
+        """Rows that all processes are to answer, and where this one says how many are.
+
+        Begun again, with what is left, when a process was lost: time and rows are of the whole run.
+        """
+        if self._stage is None:
+            self._began, self._total = time.perf_counter(), total
+        self._stage = stage
 
     def add(self, records: Sequence[Record]) -> None:
         """Records that are now durable."""

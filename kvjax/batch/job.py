@@ -34,8 +34,8 @@ except ImportError:  # Windows
     fcntl: Any = None
 
 MANIFEST = "manifest.json"
-#: Options that a manifest holds by themselves, in their text form, or, as the memory, that change no answer.
-_BESIDE_OPTIONS = ("policy", "storage", "chat", "memory_limit", "reserve_tokens", "progress")
+#: Options that a manifest holds by themselves, in their text form, or that change no answer.
+_BESIDE_OPTIONS = ("policy", "storage", "chat", "reserve_tokens", "progress")
 _FORMAT = 1
 #: Rows of a shard at most: a shard is what is read ahead.
 _MOST_ROWS = 4096

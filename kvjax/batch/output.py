@@ -37,6 +37,8 @@ class Shard:
     def finished(self) -> bool:
         if self.path.exists() and not self.path.is_file():
             raise KvjaxError(f"{self.path} is no file, and the answers go there; remove it.")
+        if self.path.exists() and not self.path.stat().st_size:
+            raise KvjaxError(f"{self.path} is empty, which no finished shard is; remove it to have its rows answered.")
         return self.path.exists()
 
     def recover(self, rows: Collection[int] | None = None) -> dict[int, Record]:

@@ -114,8 +114,10 @@ def run(
     chosen = merged("batch.run", options, keywords, also=_JOB)
     whole_number("max_new_tokens", chosen.max_new_tokens, 1)
     whole_number("batch_size", batch_size, 1)
+    batch_size = int(batch_size)
     if shard_rows is not None:
         whole_number("shard_rows", shard_rows, 1)
+        shard_rows = int(shard_rows)
     for name, given in (("input", input), ("output", output)):
         if not isinstance(given, (str, os.PathLike)):
             raise UsageError(f"{name} is {quoted(given)}; give a path.")
@@ -229,7 +231,9 @@ class _Run:
         job, rows = self._job, manifest.rows(shard)
         numbers = rows if self._order is None else [int(i) for i in self._order[rows.start : rows.stop]]
         limit = job.options.max_new_tokens
-        return [read_row(job.lm, job.source, i, chat=job.options.chat, limit=limit) for i in numbers]
+        # In the input's order, in which Parquet's groups are read once each.
+        read = {i: read_row(job.lm, job.source, i, chat=job.options.chat, limit=limit) for i in sorted(numbers)}
+        return [read[i] for i in numbers]
 
     def _share(self) -> None:
         """Tell the others how far this process is, and hear how far they are, once a second."""

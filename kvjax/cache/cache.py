@@ -22,7 +22,8 @@ from kvjax.cache.pool import LayerCache
 from kvjax.cache.pool_sharding import shard, unshard
 from kvjax.cache.quantisation import Storage
 from kvjax.cache.shared_context import SharedContext, after_shared
-from kvjax.errors import UsageError
+from kvjax.checks import whole_number
+from kvjax.errors import UsageError, quoted
 from pallas_kernels.pages import Pages
 
 if TYPE_CHECKING:
@@ -205,9 +206,12 @@ class Cache:
 
     def row(self, index: int) -> Cache:
         """One row as a cache of batch 1."""
-        if not 0 <= index < self.batch:
-            raise UsageError(f"The cache has no row {index}; its rows are 0 to {self.batch - 1}.")
-        return take(self, [index])
+        try:
+            whole_number("row", index, 0, self.batch - 1)
+        except UsageError:
+            message = f"The cache has no row {quoted(index)}; its rows are 0 to {self.batch - 1}."
+            raise UsageError(message) from None
+        return take(self, [int(index)])
 
 
 def next_layer(layer: Layer, before: Sequence[Layer]) -> Layer:

@@ -5,7 +5,7 @@ Whoever continues, joins, moves or saves one goes by this interface; nothing els
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol, Self, TypeVar, runtime_checkable
 
 import jax
@@ -86,6 +86,8 @@ def concatenate(caches: Sequence[C]) -> C:
       UsageError: there is none, caches and conversations are mixed, models, policies or storages differ, or a policy's
         own state depends on the allocation and the allocations differ.
     """
+    if not isinstance(caches, Iterable):
+        raise UsageError("concatenate takes a list of caches, and one cache was given; it is one batch already.")
     given = list(caches)
     if not given:
         raise UsageError("No cache was given to concatenate; give at least one.")

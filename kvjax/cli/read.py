@@ -87,5 +87,6 @@ def _say(out: Path, cache: Cache | Conversation, policy: str, choice: str | None
     else:
         if choice is not None:
             print(choice, file=sys.stderr)
-        size = tables.human_bytes(cache.nbytes)
+        # What is kept is less than what is allocated, which has room for later tokens.
+        size = tables.human_bytes(sum(file.stat().st_size for file in out.rglob("*") if file.is_file()))
         print(f"{tokens:,} tokens are read, and {size} of cache kept in {out}.", file=sys.stderr)

@@ -14,7 +14,7 @@ from typing import Any, Self, Unpack
 from kvjax.cache.cache import Cache
 from kvjax.cache.quantisation import Storage
 from kvjax.checkpoints.load import LanguageModel
-from kvjax.checks import number, whole_number
+from kvjax.checks import number, true_or_false, whole_number
 from kvjax.engine.core import EngineCore, engine_policy
 from kvjax.engine.handle import Handle, check_timeout
 from kvjax.engine.loop import MOST_STEPS
@@ -143,6 +143,7 @@ class Engine:
           QueueFull: as many wait as may.
         """
         chosen = merged("submit", options, keywords, also=("cache", "context", "keep_cache"), without=_OF_THE_ENGINE)
+        true_or_false("keep_cache", keep_cache)
         for name in () if options is None else _OF_THE_ENGINE:
             if getattr(options, name) != FIELDS[name].default:
                 raise UsageError(f"The options have {name}, which is the engine's for all requests; leave it out.")

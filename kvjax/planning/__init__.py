@@ -13,7 +13,7 @@ from kvjax.cache.buckets import NEW_TOKENS, prompt_bucket
 from kvjax.cache.cache import Cache
 from kvjax.cache.layout import layout_on
 from kvjax.cache.quantisation import MODEL, Storage, parse_storage
-from kvjax.checks import float_dtype, optional, whole_number
+from kvjax.checks import float_dtype, optional, true_or_false, whole_number
 from kvjax.chips import chip
 from kvjax.device_memory import GpuShare, device_limit, gpu_share
 from kvjax.errors import UsageError
@@ -92,6 +92,7 @@ def plan(
         dtype = jnp.float32 if params is None else params.dtype
     dtype = float_dtype(dtype)
     optional(functools.partial(whole_number, least=0))("reserve_tokens", reserve_tokens)
+    true_or_false("prompt_logprobs", prompt_logprobs)
     _check_scored(chosen, prompt_logprobs)
     check_sizes(chosen, config, prompt_bucket(prompt_tokens), NEW_TOKENS)
     stored = parse_storage(storage)

@@ -52,6 +52,11 @@ def check_value(policy: Policy) -> None:
                 f"{name}.{field} holds a {type(getattr(policy, field)).__name__}, which cannot be hashed; policies "
                 "hold numbers, text, tuples, profiles and policies."
             )
+    if isinstance(cls.marks, str):
+        raise UsageError(f"{name}.marks is the text {quoted(cls.marks)}; give a tuple of names.")
+    compacts = cls.maintain is not Policy.maintain or cls.maintain_layers is not Policy.maintain_layers
+    if is_own(policy) and cls.maintains is True and not compacts:
+        raise UsageError(f"{name}.maintains is true, and nothing makes a row due no more; write {name}.maintain.")
     twin = copy.copy(policy)
     if not _hashes(policy) or not _equal(policy, twin) or hash(policy) != hash(twin):
         raise UsageError(f"Two {name} of the same fields are not equal; leave __eq__ and __hash__ to the dataclass.")

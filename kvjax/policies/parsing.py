@@ -14,6 +14,8 @@ import typing
 from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
+
 from kvjax.checks import MOST, MOST_SEED, read_number, read_whole_number
 from kvjax.errors import UsageError, listed, quoted
 from kvjax.policies.base import Policy
@@ -74,9 +76,20 @@ def parse(text: Any) -> Policy:
     Raises:
       UsageError: an unknown policy or field (the nearest name is suggested), or a value of the wrong kind.
     """
-    if isinstance(text, Policy):
-        return text
-    return _parse(text, 0)
+    return _plain(text) if isinstance(text, Policy) else _parse(text, 0)
+
+
+def _plain(policy: Policy) -> Policy:
+    """A policy with Python's own numbers in place of NumPy's, so that it can be saved; itself where it has none."""
+    if not dataclasses.is_dataclass(policy):
+        return policy  # refused, with a sentence, where it is used
+    held = {field.name: getattr(policy, field.name, None) for field in dataclasses.fields(policy) if field.init}
+    plain = {
+        name: value.item() if isinstance(value, np.generic) else _plain(value) if isinstance(value, Policy) else value
+        for name, value in held.items()
+    }
+    changed = {name: value for name, value in plain.items() if value is not held[name]}
+    return dataclasses.replace(policy, **changed) if changed else policy
 
 
 def _parse(text: Any, depth: int) -> Policy:

@@ -23,7 +23,7 @@ from kvjax.cache.quantisation import Storage
 from kvjax.checkpoints.load import LanguageModel, check_model
 from kvjax.device_memory import device_limit
 from kvjax.documents import parse_json
-from kvjax.errors import DoesNotFit, KvjaxError, UsageError
+from kvjax.errors import DoesNotFit, KvjaxError, UsageError, quoted
 from kvjax.files import check_local
 from kvjax.memory_needs import weights_bytes
 from kvjax.policies.page_capacities import by_pool
@@ -89,6 +89,8 @@ def load_cache(
       KvjaxError: the folder is damaged.
     """
     check_model(lm)
+    if not isinstance(path, (str, os.PathLike)):
+        raise UsageError(f"The saved conversation is {quoted(path)}; give a path.")
     where = Path(path)
     if not holds_conversation(where) and not where.is_dir():
         raise UsageError(f"There is no saved conversation at {where}.")

@@ -124,8 +124,8 @@ class Partition:
 
     @property
     def local_config(self) -> ModelConfig:
-        """The model as a device sees it, where it does not matter in which layer."""
-        return self.config_of(0)
+        """The model as a device sees it, with as many heads as it has of any layer."""
+        return max((self.config_of(i) for i in range(self.config.num_layers)), key=lambda c: c.num_kv_heads)
 
     @property
     def head_sharding(self) -> PageSharding:
@@ -136,11 +136,6 @@ class Partition:
         """Counts of rows summed over the devices of the data axis; inside ``jax.shard_map`` only."""
         return jax.lax.psum(counts, "data")
 
-    @property
-    def widest(self) -> ModelConfig:
-        """The model as a device sees it in the layer in which it has most heads."""
-        return max((self.config_of(i) for i in range(self.config.num_layers)), key=lambda c: c.num_kv_heads)
-
     # --- caches -----------------------------------------------------------------------------------------------
 
     def pages(
@@ -148,7 +143,7 @@ class Partition:
     ) -> tuple[tuple[int, ...], ...]:
         """[layer][head] pages that one device's part of an empty cache has; see ``policies/page_capacities.py``."""
         policy, page_size = self.local_policy, layout_for(storage, self.config.head_dim).page_size
-        found = page_capacities(policy, self.config_of(0), prompt_capacity, new_capacity, page_size, own_capacity)
+        found = page_capacities(policy, self.local_config, prompt_capacity, new_capacity, page_size, own_capacity)
         every = []
         for i, counts in enumerate(found):
             start, wanted = 0, []

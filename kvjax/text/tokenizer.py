@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvjax.errors import UsageError, WeightsError, quoted
+from kvjax.progress import stage
 
 if TYPE_CHECKING:
     import tokenizers
@@ -169,7 +170,8 @@ class Tokenizer:
     def _chat(self) -> PreTrainedTokenizerBase:
         if self._wrapper is not None:
             return self._wrapper()
-        fast = import_transformers().PreTrainedTokenizerFast
+        with stage("load", "chat templates"):  # importing what renders them takes the better part of a second
+            fast = import_transformers().PreTrainedTokenizerFast
         return fast(tokenizer_object=self._backend, chat_template=self.chat_template, **self.special_tokens)
 
     def token_bytes(self) -> list[bytes]:

@@ -149,6 +149,7 @@ OTHERS = {
     "format": {"format": "parquet"},
     "model name": {"lm": {"name": "other"}},
     "model fingerprint": {"lm": {"stop_token_ids": (1,)}},
+    "options memory_limit": {"memory_limit": 10**9},  # rows may end by "memory"
     "versions kvjax": {"version": "9.9"},
     "versions jax": {"jax": "9.9"},
 }
@@ -198,6 +199,30 @@ def test_a_folder_of_something_else_is_refused(run):
     with pytest.raises(UsageError, match=r"holds 'thesis\.tex' and no job"):
         run(ROWS)
     assert list(contents(folder)) == ["thesis.tex"]
+
+
+def test_an_empty_shard_is_none_that_was_finished(run, whole):
+    path = next(run.folder("whole").glob("part-*"))
+    held = path.read_bytes()
+    path.write_bytes(b"")
+    with pytest.raises(kvjax.KvjaxError, match="is empty, which no finished shard is; remove it"):
+        run(ROWS, "whole")
+    path.write_bytes(held)
+
+
+def test_time_and_rows_are_of_the_whole_run_when_a_process_was_lost(monkeypatch):
+    from kvjax.batch import counts
+
+    shown, clock = [], iter([0.0, 10.0, 20.0, 30.0, 40.0])
+    monkeypatch.setattr(counts.time, "perf_counter", lambda: next(clock))
+    stage = SimpleNamespace(update=lambda done, total, note: shown.append((done, total, note)))
+    row = {"row": 0, "id": 0, "text": "", "prompt_tokens": 3, "generated_tokens": 50}
+    done = counts.Counts()
+    done.start(10, stage)
+    done.add([row] * 6)
+    done.start(4, stage)
+    done.add([row] * 4)
+    assert shown == [(6, 10, "30 tokens/s"), (10, 10, "25 tokens/s")]
 
 
 def test_a_folder_that_another_run_writes_into_is_refused(run, whole):

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import re
 import time
-from typing import Any
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -202,7 +202,7 @@ def test_a_policy_within_another_is_named_by_what_it_kept(tiny_model):
 
 def test_a_policy_that_is_right_passes(tiny_model):
     found = kvjax.check_policy(Recent(), tiny_model)
-    assert {"row alone", "later turn", "int8", "composition"} <= set(found.holds)
+    assert {"full", "row alone", "later turn", "int8", "composition"} <= set(found.holds)
     assert set(found.skipped) <= {"mesh"} and "row alone" in str(found)
 
 
@@ -249,9 +249,59 @@ class SaysAnotherBudget(Recent):
         return per_head(numpy_or_jax(total).minimum(total, self.window + 7), config)
 
 
+@dataclasses.dataclass(frozen=True)
+class NeverAppends(Recent):
+    def append(self, layer, cache, k, v, config, **_):
+        return cache
+
+
+@dataclasses.dataclass(frozen=True)
+class NotNumbers(Recent):
+    def select(self, layer, cache, candidates, chunk):
+        chosen = super().select(layer, cache, candidates, chunk)
+        return dataclasses.replace(chosen, v=candidates.v * jnp.nan)
+
+
+@dataclasses.dataclass(frozen=True)
+class Raises(Recent):
+    def select(self, layer, cache, candidates, chunk):
+        if chunk.total[0] > 3:
+            raise AssertionError
+        return super().select(layer, cache, candidates, chunk)
+
+
+@dataclasses.dataclass(frozen=True)
+class NoSelection(Recent):
+    def select(self, layer, cache, candidates, chunk):
+        return candidates.valid
+
+
+@dataclasses.dataclass(frozen=True)
+class NoChunks(Recent):
+    def chunks(self, config):
+        return (0, 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class TextMarks(Recent):
+    marks: ClassVar[Any] = "position"
+
+
+@dataclasses.dataclass(frozen=True)
+class AlwaysDue(Recent):
+    maintains: ClassVar[bool] = True
+
+
 @pytest.mark.parametrize(
     ("policy", "says"),
     [
+        (NeverAppends(), r"NeverAppends: it keeps 5 tokens and the first of its answer, and answers .* look at append"),
+        (NotNumbers(), "NotNumbers: its answer's log-probabilities are not finite"),
+        (Raises(), "Raises.select raises TracerBoolConversionError: "),
+        (NoSelection(), "NoSelection gives what cannot run: AttributeError: "),
+        (NoChunks(), r"NoChunks.chunks gives \(0, 0\); give two whole numbers of at least 1"),
+        (TextMarks(), "TextMarks.marks is the text 'position'; give a tuple"),
+        (AlwaysDue(), "AlwaysDue.maintains is true, and nothing makes a row due no more"),
         (SeesItsNeighbours(), "SeesItsNeighbours: a row of a batch is not the row alone"),
         (SaysAnotherBudget(), "SaysAnotherBudget.budgets keeps 31 of 150 tokens .* and 24 are kept"),
     ],

@@ -90,10 +90,12 @@ class Case:
     context: bool = False
     #: Prompts are read by a program a layer on the mesh, and by one of all layers on one device.
     layers: bool = False
+    #: The first layer sees a window alone.
+    windows: bool = False
 
     @property
     def name(self) -> str:
-        known = ("later", "grow", "saved", "moves", "context", "layers")
+        known = ("later", "grow", "saved", "moves", "context", "layers", "windows")
         flags = "".join(f"-{flag}" for flag in known if getattr(self, flag))
         return f"{self.policy}-{self.mesh}-{self.kv_heads}-{self.storage}-{self.positional}{flags}"
 
@@ -112,6 +114,7 @@ DEFAULT = (
     Case("razor_of_learned", "data=2,model=4", kv_heads=3, later=True),
     Case("razor", "data=2,model=4", kv_heads=3, later=True, context=True, layers=True),
     Case("snapkv", "data=4,model=2", kv_heads=1, storage="int8", later=True, layers=True),
+    Case("adaptive", "data=2,model=2", later=True, windows=True),
 )
 GRID = (
     *(Case(policy, mesh, later=True) for policy in POLICIES for mesh in MESHES),
@@ -152,19 +155,30 @@ GRID = (
         if (policy, heads) != ("lengths", 3)
     ),
     Case("razor_of_tova", "data=4,model=2", storage="int8", grow=True, layers=True),
+    *(
+        Case(policy, "data=2,model=2", heads, later=True, windows=True)
+        for policy in ("full", "snapkv", "adaptive", "think_of_adaptive", "merged_of_adaptive")
+        for heads in (2, 3, 4)
+    ),
     Case("full", "data=2,model=4", positional="alibi", later=True, context=True, layers=True),
 )
 CASES = {case.name: case for case in (*DEFAULT, *GRID)}
 
 
 @functools.lru_cache(maxsize=4)
-def model(kv_heads: int, positional: str) -> Any:
-    return toys.tiny_model(num_heads=2 * kv_heads, num_kv_heads=kv_heads, vocab_size=264, positional=positional)
+def model(kv_heads: int, positional: str, windows: bool = False) -> Any:
+    changes = {"windows": (8, None)} if windows else {}
+    sizes = {"num_heads": 2 * kv_heads, "num_kv_heads": kv_heads, "vocab_size": 264}
+    return toys.tiny_model(**sizes, positional=positional, **changes)
+
+
+def model_of(case: Case) -> Any:
+    return model(case.kv_heads, case.positional, case.windows)
 
 
 def policy_of(case: Case) -> Any:
     """The policy of a case, with what it must know of the model."""
-    return with_profiles(parse(POLICIES[case.policy]), model(case.kv_heads, case.positional).config)
+    return with_profiles(parse(POLICIES[case.policy]), model_of(case).config)
 
 
 def numbers(case: Case, lm: Any) -> tuple[dict[str, Any], Any]:
@@ -183,7 +197,7 @@ def numbers(case: Case, lm: Any) -> tuple[dict[str, Any], Any]:
             # So that there are rounds to choose from.
             for asked in (["why?", "no", "then who"], ["and you", "me?", "so"]):
                 # To one device and back.
-                on = model(case.kv_heads, case.positional) if case.moves and asked[1] == "no" else lm
+                on = model_of(case) if case.moves and asked[1] == "no" else lm
                 outputs += kvjax.generate(on, asked, cache=[output.cache for output in outputs[-3:]], **options)
         if case.later:
             caches = [_through_disk(lm, output.cache) if case.saved else output.cache for output in outputs[-3:]]
@@ -232,12 +246,12 @@ def _through_disk(lm: Any, cache: Any) -> Any:
 @functools.lru_cache(maxsize=64)
 def alone(case: Case) -> dict[str, Any]:
     """The same on one device."""
-    return numbers(case, model(case.kv_heads, case.positional))[0]
+    return numbers(case, model_of(case))[0]
 
 
 def run(case: Case) -> dict[str, Any]:
     """Both, as one comparison."""
-    lm = model(case.kv_heads, case.positional)
+    lm = model_of(case)
     want = alone(dataclasses.replace(case, mesh="", saved=False, moves=False, layers=False))
     found, first = numbers(case, lm.on(case.mesh))
     off = [np.subtract(a, b) for a, b in zip(found["logprobs"], want["logprobs"], strict=True) if len(a) == len(b)]
