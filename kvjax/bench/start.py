@@ -171,7 +171,8 @@ def _toy() -> Any:
     from kvjax.model.decoder import random_decoder
     from kvjax.text.tokenizer import Tokenizer, byte_level_alphabet
 
-    config = dataclasses.replace(shapes()["tiny"], max_position=8192)
+    # As many layers as are read by a program of one of them, as those of real models are.
+    config = dataclasses.replace(shapes()["tiny"], max_position=8192, num_layers=8)
     tokenizer = Tokenizer(tokenizers.Tokenizer(tokenizers.models.BPE(vocab=byte_level_alphabet(), merges=[])))
     return LanguageModel("toy", config, random_decoder(config), tokenizer, ())
 

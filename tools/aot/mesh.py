@@ -66,18 +66,25 @@ def compile_case(
             config, prompt_tokens=PROMPT, batch=BATCH, policy=made.device.policy, max_new_tokens=NEW, dtype=DTYPE,
             storage=made.storage, memory_limit=1 << 50, mesh=made.device.mesh,
         )  # fmt: skip
-        for name, trace in () if plan_only else made.programs.items():
+        read_by = "prefill_layer" if made.by_layers else "prefill"
+        for name, program in () if plan_only else (("decode", "decode"), ("prefill", read_by)):
             if only not in ("", name):
                 continue
             began = time.perf_counter()
-            compiled = trace().lower().compile()
+            compiled = made.programs[program]().lower().compile()
             memory = compiled.memory_analysis()
+            peak = memory.peak_memory_in_bytes
+            if program == "prefill_layer":
+                # Beside the last layer's program are the other layers' weights and caches.
+                x = BATCH // data * PROMPT * config.hidden_size * DTYPE.itemsize
+                peak += planned.weights_bytes - (memory.argument_size_in_bytes - x)
+                peak += planned.cache_bytes // layers * (layers - 1)
             result[name] = {
                 "arguments": memory.argument_size_in_bytes,
                 "results": memory.output_size_in_bytes,
                 "aliased": memory.alias_size_in_bytes,
                 "temporary": memory.temp_size_in_bytes,
-                "peak": memory.peak_memory_in_bytes,
+                "peak": peak,
                 "collectives": collectives(compiled.as_text()),
                 "seconds": time.perf_counter() - began,
             }

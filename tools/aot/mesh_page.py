@@ -19,7 +19,7 @@ PREFILLS = (
     "tova:ratio=0.25",
     "ahakv:ratio=0.25",
 )
-PREFILLS_ON, PREFILL_MESHES, PREFILL_LAYERS = "v5e:4x4", ((2, 8), (4, 4)), 2
+PREFILLS_ON, PREFILL_MESHES, PREFILL_LAYERS = "v5e:4x4", ((2, 8), (4, 4)), 4
 PROMPT, NEW = 32768, 256
 TOLERANCE = 0.03
 
@@ -79,9 +79,9 @@ def render(
         f"Llama 3.1 8B's shape, {layers} layers, bfloat16, batch {BATCH}, prompts of {PROMPT:,} tokens and {NEW} new",
         "ones, compiled ahead of time for real topologies; nothing here was run. GiB per device. Steady: the arguments",
         "and results of a decode program, donated buffers counted once; off compares it with the plan's weights and",
-        "cache. Peak: XLA's peak memory of prefill, all layers in one program; off compares it with the plan's total.",
-        "Most policies' prompts are read by programs of one layer, which need less beside the caches of layers before.",
-        "Even: the cache's bytes on a device divided by an even share of a single device's cache.",
+        "cache. Peak: XLA's peak memory of prefill; off compares it with the plan's total. Where prompts are read by a",
+        "program of one layer it is that of the last layer's, with the weights and caches of the others. Even: the",
+        "cache's bytes on a device divided by an even share of a single device's cache.",
         "The plan's model of prefill on TPUs was fitted to the first of these rows and to h2o's; what RazorAttention",
         "packs, and what LagKV computes for every token, are counted with factors fitted to their rows.",
         "",

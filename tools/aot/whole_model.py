@@ -20,7 +20,7 @@ from kvjax.model.config import ModelConfig
 from kvjax.model.decoder import abstract_decoder
 from kvjax.model.tiling import weight_layout
 from kvjax.policies.base import Policy
-from kvjax.runtime.by_layers import PREFILL_LAYER_FRESH
+from kvjax.runtime.by_layers import PREFILL_LAYER_FRESH, compiles_faster_by_layers
 from kvjax.runtime.programs import DECODE_CHUNK, PREFILL_FRESH
 from kvjax.runtime.synthetic import benchmark_controls, decode_state
 from kvjax.sharding.compile import Device, OneDevice
@@ -40,12 +40,14 @@ class WholeModel:
     Attributes:
       mesh: JAX's mesh of the devices. device: what the programs are compiled for. storage: of the cache.
       programs: "decode", "prefill" and "prefill_layer", each a function that traces it: a ``jax.stages.Traced``.
+      by_layers: whether prompts are read by the last of them, layer by layer.
     """
 
     mesh: jax.sharding.Mesh
     device: Device
     storage: Storage
     programs: Mapping[str, Callable[[], Any]]
+    by_layers: bool
 
 
 def whole_model(
@@ -110,7 +112,7 @@ def whole_model(
     how = {"number": 0, "pages": device.pages(capacity, NEW_TOKENS, storage)[0], "dtype": DTYPE, "storage": storage}
     given = params.layers[0], x, (counts,) * 4
     programs["prefill_layer"] = lambda: PREFILL_LAYER_FRESH.trace(device, *given, **how)
-    return WholeModel(mesh, device, storage, programs)
+    return WholeModel(mesh, device, storage, programs, compiles_faster_by_layers(device.policy, params))
 
 
 def _tiled(weight: jax.ShapeDtypeStruct, kind: str) -> jax.ShapeDtypeStruct:
