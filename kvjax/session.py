@@ -23,7 +23,7 @@ from kvjax.interrupt import BrokenOff, Interrupt, interruptible
 from kvjax.memory_needs import full_cache_bytes
 from kvjax.model.decoder import Decoder
 from kvjax.output import Output, Stats
-from kvjax.policies.base import has_own
+from kvjax.policies.base import has_own, retained_on_host
 from kvjax.policies.guard import check_kept, layers_of
 from kvjax.request import Request
 from kvjax.rounds.stats import RoundStats
@@ -166,7 +166,7 @@ class Session:
             seconds = stage.seconds
         self._note(self.cache)
         if has_own(request.policy.chosen) and not request.policy.offloads_rounds:
-            self._check_kept([as_numpy(kept) for kept in request.policy.retained_by_layer(self.cache.layers)])
+            self._check_kept(retained_on_host(request.policy, self.cache.layers))
         spent = self._lap()
         if (place := progress.current()).visible:  # then compilation is no part of the stage
             prefill_speed.note(request.lm.config, self._work(), seconds, keep=place.drawn)
@@ -337,7 +337,7 @@ class Session:
         """Outputs in the shape of what was passed."""
         self._interrupt.finishing = True
         request, cache, n = self.request, self.cache, self.request.n
-        own = [as_numpy(kept) for kept in request.policy.retained_by_layer(cache.layers)]
+        own = retained_on_host(request.policy, cache.layers)
         counters = own, cache.shared_lengths, as_numpy(cache.seen), cache.clipped
         self._check_kept(own)
         left = self.continuation()

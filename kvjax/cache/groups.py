@@ -12,8 +12,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int
+from jaxtyping import Array
 
+from kvjax.cache.host_memory import as_numpy
 from kvjax.cache.pool import LayerCache
 
 
@@ -39,9 +40,10 @@ class HeadGroups:
         """Where each head of the layer is in the groups' concatenation."""
         return tuple(int(i) for i in np.argsort(np.concatenate([np.asarray(heads) for heads in self.heads])))
 
-    def join(self, parts: list[Array]) -> Array:
-        """[B, heads of a group, ...] of every group, as [B, H, ...]."""
-        return jnp.concatenate(parts, axis=1)[:, np.asarray(self.order)]
+    def join(self, parts: list[Any]) -> Any:
+        """[B, heads of a group, ...] of every group, as [B, H, ...]; NumPy in, NumPy out."""
+        xp = np if all(isinstance(part, np.ndarray) for part in parts) else jnp
+        return xp.concatenate(parts, axis=1)[:, np.asarray(self.order)]
 
     def split(self, x: Array) -> list[Array]:
         """[B, H, ...] for every group."""
@@ -66,8 +68,8 @@ class HeadGroups:
         return tuple(flat[i] for i in self.order)
 
     @property
-    def length(self) -> Int[Array, "B H"]:
-        """Valid slots of each head of the layer."""
+    def length(self) -> Any:
+        """[B, H] valid slots of each head of the layer."""
         return self.join([group.length for group in self.groups])
 
     @property
@@ -90,6 +92,15 @@ Layer = LayerCache | HeadGroups
 def parts(layer: Layer) -> tuple[LayerCache, ...]:
     """The pools of a layer."""
     return layer.groups if isinstance(layer, HeadGroups) else (layer,)
+
+
+def counted_on_host(layer: Layer) -> Layer:
+    """A layer whose counters are NumPy's, so that arithmetic with them compiles nothing."""
+    pools = []
+    for pool in parts(layer):
+        mass = None if pool.log_mass is None else as_numpy(pool.log_mass)
+        pools.append(pool.replace(length=as_numpy(pool.length), next=as_numpy(pool.next), log_mass=mass))
+    return with_parts(layer, pools)
 
 
 def with_parts(layer: Layer, pools: tuple[LayerCache, ...] | list[LayerCache]) -> Layer:

@@ -27,7 +27,7 @@ from kvjax.engine.stops import SharedStopTable
 from kvjax.errors import KvjaxError, UsageError
 from kvjax.memory_needs import full_cache_bytes
 from kvjax.policies import Policy
-from kvjax.policies.base import has_own
+from kvjax.policies.base import has_own, retained_on_host
 from kvjax.policies.guard import check_kept, layers_of
 from kvjax.request import Request
 from kvjax.runtime.compilation import CompileClock
@@ -169,7 +169,7 @@ class Slots:
         cache = self._fitted(cache)
         if has_own(self.policy.chosen):
             own = [place is not None for place in group.places]
-            kept = [as_numpy(kept)[own] for kept in self.policy.retained_by_layer(cache.layers)]
+            kept = [kept[own] for kept in retained_on_host(self.policy, cache.layers)]
             layers = layers_of(cache, self.policy, self.lm.mesh is not None)
             check_kept(self.policy, layers, kept, as_numpy(cache.seen)[own], self.lm.config)
         places: list[Row | None] = [None] * len(group.places)
@@ -318,7 +318,7 @@ class Slots:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _retained(policy: Policy, layers: Any) -> list[jax.Array]:
+def _retained(policy: Policy, layers: Any) -> list[Any]:
     return policy.retained_by_layer(layers)
 
 

@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache.pool import LayerCache
 from kvjax.checks import number
-from kvjax.policies.base import Candidates, PromptChunk, Selection, Weighed, floor_fraction, top_mask
+from kvjax.policies.base import Candidates, HostOrTraced, PromptChunk, Selection, Weighed, floor_fraction, top_mask
 from kvjax.policies.checks import one_of
 from kvjax.policies.expected_attention import ExpectedAttention
 from kvjax.policies.inner import Rescoring
@@ -96,5 +96,5 @@ class AdaptiveHeads(Rescoring):
         parts = jnp.split(keep, np.cumsum([one.sure[0].size for one in layers])[:-1], axis=2)
         return [part.reshape(one.sure.shape) for part, one in zip(parts, layers, strict=True)]
 
-    def retained_by_layer(self, layers: Sequence[LayerCache]) -> list[Int[Array, "B H"]]:
+    def retained_by_layer(self, layers: Sequence[LayerCache]) -> list[HostOrTraced]:
         return [length for pool in layers for length in jnp.split(pool.length, pool.model_layers, axis=1)]

@@ -57,7 +57,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.cache.groups import split_heads
+from kvjax.cache.groups import counted_on_host, split_heads
+from kvjax.cache.host_memory import as_numpy
 from kvjax.cache.pool import LayerCache, append_token, empty_layer
 from kvjax.cache.quantisation import MODEL, Storage
 from kvjax.model.config import ModelConfig
@@ -368,11 +369,11 @@ class Policy:
         """
         return cache
 
-    def retained(self, cache: LayerCache) -> Int[Array, "B H"]:
-        """The number of slots of each head that hold a token which is still attended to."""
+    def retained(self, cache: LayerCache) -> HostOrTraced:
+        """[B, H] slots of each head that hold a token which is still attended to; NumPy's of NumPy's counters."""
         return cache.length
 
-    def retained_by_layer(self, layers: Sequence[Any]) -> list[Int[Array, "B H"]]:
+    def retained_by_layer(self, layers: Sequence[Any]) -> list[HostOrTraced]:
         """:meth:`retained` of a cache's layers, from the first on."""
         return [self.retained(cache) for cache in layers]
 
@@ -404,6 +405,11 @@ def shares(policy: Policy, storage: Storage) -> bool:
 def is_own(policy: Policy) -> bool:
     """Whether a policy is the caller's, and none that comes with kvjax."""
     return not type(policy).__module__.startswith("kvjax.")
+
+
+def retained_on_host(policy: Policy, layers: Sequence[Any]) -> list[np.ndarray]:
+    """:meth:`Policy.retained_by_layer` as NumPy's arrays."""
+    return [as_numpy(kept) for kept in policy.retained_by_layer([counted_on_host(layer) for layer in layers])]
 
 
 def policies_within(policy: Policy) -> list[Policy]:

@@ -260,7 +260,7 @@ class CompensatedRing(Policy):
         merged = state.oldest(count) - self.sink
         return jnp.where(merged > 0, jnp.log(jnp.maximum(merged, 1).astype(jnp.float32)), NOTHING)
 
-    def retained(self, cache: LayerCache) -> Int[Array, "B H"]:
+    def retained(self, cache: LayerCache) -> HostOrTraced:
         return cache.length if cache.log_mass is None else cache.length - (cache.log_mass == NOTHING)
 
     # --- steps ------------------------------------------------------------------------------------------------

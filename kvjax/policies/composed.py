@@ -188,7 +188,7 @@ class HeadWise(Policy):
             ],
         )
 
-    def retained(self, cache: Layer) -> Int[Array, "B H"]:
+    def retained(self, cache: Layer) -> HostOrTraced:
         # A pool in which everything is kept has no state, and a policy without state holds what its length says.
         held = [pool.length if pool.state is None else self.unsized.retained(pool) for pool in parts(cache)]
         return cache.join(held) if isinstance(cache, HeadGroups) else held[0]

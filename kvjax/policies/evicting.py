@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax.cache.packing import store
 from kvjax.cache.pool import LayerCache, by_head, by_page, mark_rows, rows
 from kvjax.model.config import ModelConfig
-from kvjax.policies.base import Candidates, PromptChunk, Selection, Step, append_new, selection, top_mask
+from kvjax.policies.base import Candidates, HostOrTraced, PromptChunk, Selection, Step, append_new, selection, top_mask
 from kvjax.policies.sized import Sized
 
 _LAST = jnp.iinfo(jnp.int32).max
@@ -93,7 +93,7 @@ class Evicting(Sized):
         marks = {name: jnp.take_along_axis(mark_rows(cache, name), order, axis=2) for name in cache.marks}
         return store(cache, k, v, live.sum(axis=-1, dtype=jnp.int32), cache.pages, marks)
 
-    def retained(self, cache: LayerCache) -> Int[Array, "B H"]:
+    def retained(self, cache: LayerCache) -> HostOrTraced:
         return cache.length - (cache.next < cache.length)
 
     def select(self, layer: int, cache: LayerCache, candidates: Candidates, chunk: PromptChunk) -> Selection:

@@ -229,7 +229,7 @@ class WithWindows(Policy):
         policy, number, seen_as = self.part(config, layer)
         return policy.budgets(seen_as, number, total)
 
-    def retained_by_layer(self, layers: Sequence[Any]) -> list[Int[Array, "B H"]]:
+    def retained_by_layer(self, layers: Sequence[Any]) -> list[HostOrTraced]:
         return [
             self.policy.retained(cache) if window is None else cache.length
             for cache, window in zip(layers, self.windows, strict=False)

@@ -112,7 +112,9 @@ def whole_model(
     how = {"number": 0, "pages": device.pages(capacity, NEW_TOKENS, storage)[0], "dtype": DTYPE, "storage": storage}
     given = params.layers[0], x, (counts,) * 4
     programs["prefill_layer"] = lambda: PREFILL_LAYER_FRESH.trace(device, *given, **how)
-    return WholeModel(mesh, device, storage, programs, compiles_faster_by_layers(device.policy, params))
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        by_layers = compiles_faster_by_layers(device.policy, params)
+    return WholeModel(mesh, device, storage, programs, by_layers)
 
 
 def _tiled(weight: jax.ShapeDtypeStruct, kind: str) -> jax.ShapeDtypeStruct:
