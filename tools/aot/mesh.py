@@ -66,15 +66,18 @@ def compile_case(
             config, prompt_tokens=PROMPT, batch=BATCH, policy=made.device.policy, max_new_tokens=NEW, dtype=DTYPE,
             storage=made.storage, memory_limit=1 << 50, mesh=made.device.mesh,
         )  # fmt: skip
-        read_by = "prefill_layer" if made.by_layers else "prefill"
-        for name, program in () if plan_only else (("decode", "decode"), ("prefill", read_by)):
-            if only not in ("", name):
+        for name, program in () if plan_only else made.programs.items():
+            if name == "prefill_layer" or only not in ("", name):
                 continue
             began = time.perf_counter()
-            compiled = made.programs[program]().lower().compile()
+            if name == "prefill" and made.by_layers:
+                every = [trace().lower().compile() for trace in made.layers]
+                compiled = max(every, key=lambda each: each.memory_analysis().peak_memory_in_bytes)
+            else:
+                compiled = program().lower().compile()
             memory = compiled.memory_analysis()
             peak = memory.peak_memory_in_bytes
-            if program == "prefill_layer":
+            if name == "prefill" and made.by_layers:
                 # Beside the last layer's program are the other layers' weights and caches.
                 x = BATCH // data * PROMPT * config.hidden_size * DTYPE.itemsize
                 peak += planned.weights_bytes - (memory.argument_size_in_bytes - x)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -20,6 +21,7 @@ from kvjax.model.config import ModelConfig
 from kvjax.model.decoder import abstract_decoder
 from kvjax.model.tiling import weight_layout
 from kvjax.policies.base import Policy
+from kvjax.runtime.alike import numbers_of_kind
 from kvjax.runtime.by_layers import PREFILL_LAYER_FRESH, compiles_faster_by_layers
 from kvjax.runtime.programs import DECODE_CHUNK, PREFILL_FRESH
 from kvjax.runtime.synthetic import benchmark_controls, decode_state
@@ -39,14 +41,16 @@ class WholeModel:
 
     Attributes:
       mesh: JAX's mesh of the devices. device: what the programs are compiled for. storage: of the cache.
-      programs: "decode", "prefill" and "prefill_layer", each a function that traces it: a ``jax.stages.Traced``.
-      by_layers: whether prompts are read by the last of them, layer by layer.
+      programs: "decode", "prefill" and "prefill_layer", of the first layer, each a function that traces it: a
+        ``jax.stages.Traced``.
+      layers: those of the last kind, one for each kind of layer. by_layers: whether prompts are read by them.
     """
 
     mesh: jax.sharding.Mesh
     device: Device
     storage: Storage
     programs: Mapping[str, Callable[[], Any]]
+    layers: Sequence[Callable[[], Any]]
     by_layers: bool
 
 
@@ -109,12 +113,18 @@ def whole_model(
         "prefill": lambda: PREFILL_FRESH.trace(device, params, tokens, counts, counts, **sizes),
     }
     x = placed(jax.ShapeDtypeStruct((batch, capacity, config.hidden_size), DTYPE))
-    how = {"number": 0, "pages": device.pages(capacity, NEW_TOKENS, storage)[0], "dtype": DTYPE, "storage": storage}
-    given = params.layers[0], x, (counts,) * 4
-    programs["prefill_layer"] = lambda: PREFILL_LAYER_FRESH.trace(device, *given, **how)
+    pages = device.pages(capacity, NEW_TOKENS, storage)
+
+    def layer(number: int) -> Any:
+        how = {"number": number, "pages": pages[number], "dtype": DTYPE, "storage": storage}
+        return PREFILL_LAYER_FRESH.trace(device.at(number), params.layers[number], x, (counts,) * 4, **how)
+
+    numbers = dict.fromkeys(number for number, _ in numbers_of_kind(policy, params))
+    layers = [functools.partial(layer, number) for number in numbers]
+    programs["prefill_layer"] = layers[0]
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         by_layers = compiles_faster_by_layers(device.policy, params)
-    return WholeModel(mesh, device, storage, programs, by_layers)
+    return WholeModel(mesh, device, storage, programs, layers, by_layers)
 
 
 def _tiled(weight: jax.ShapeDtypeStruct, kind: str) -> jax.ShapeDtypeStruct:
