@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
 import toys
 
 import kvjax
+from kvjax.eval.round_questions import Settings, read_answers
 
 
 @pytest.fixture
@@ -22,6 +24,31 @@ def told(path, topics=("Bees", "Tea", "Rain")):
     record = f"Now the record start. {turns}Now the record ends. First?"
     path.write_text(json.dumps({"prompt": record, "topics": list(topics)}) + "\n")
     return path
+
+
+def test_another_file_of_the_same_name_is_not_continued(tmp_path):
+    settings = Settings("toy", "float32", "d.jsonl", 500, 4, 1, "abc")
+    saved = {"settings": dataclasses.asdict(settings), "answers": []}
+    (tmp_path / "answers.json").write_text(json.dumps(saved))
+    assert read_answers(tmp_path / "answers.json", settings) == []
+    with pytest.raises(kvjax.KvjaxError, match="another model, file or length"):
+        read_answers(tmp_path / "answers.json", dataclasses.replace(settings, digest="def"))
+    del saved["settings"]["digest"]  # as an earlier version wrote it
+    (tmp_path / "answers.json").write_text(json.dumps(saved))
+    assert read_answers(tmp_path / "answers.json", settings) == []
+
+
+def test_the_files_bytes_are_among_the_settings(cli, tmp_path, four_layers, monkeypatch):
+    from kvjax.cli import compare_rounds
+
+    found = []
+    monkeypatch.setattr(compare_rounds, "_compare", lambda lm, names, asked, settings, *_: found.append(settings) or 0)
+    for folder, topics in (("a", ("Bees", "Tea")), ("b", ("Rain", "Tea"))):
+        (tmp_path / folder).mkdir()
+        data = told(tmp_path / folder / "topics.jsonl", topics)
+        assert cli("compare-rounds", "--dialogues", str(data), "--out", str(tmp_path / "out")).code == 0
+    one, other = found
+    assert one.digest != other.digest and dataclasses.replace(one, digest=other.digest) == other
 
 
 @pytest.mark.slow

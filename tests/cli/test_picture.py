@@ -10,6 +10,7 @@ import pytest
 from kvjax.eval.compare import Comparison
 from kvjax.eval.long_generation import EVICTING, worked_solution
 from kvjax.eval.results import AFTER, IN_VIEW, Row, Scored
+from kvjax.figures import new_figure
 
 
 def test_positions_of_a_text(cli, tmp_path):
@@ -51,6 +52,12 @@ def test_a_study_goes_on_where_it_was_left(cli, tmp_path, monkeypatch):
     assert cli(*command).code == 0
     assert len(json.loads((tmp_path / "scores.json").read_text())["rows"]) == 13
     assert len(asked) == 5 + 9, "the four that were there are not asked again"
+    drawn = []
+    monkeypatch.setattr("kvjax.eval.studies.study_figure", lambda study, rows: drawn.extend(rows) or new_figure(1, 1))
+    for length in ("500", "300"):
+        drawn.clear()
+        assert cli(*command[:-1], length).code == 0
+        assert {row.length for row in drawn} == {int(length)} and len(drawn) == 13
 
 
 def test_questions_and_answers_of_dialogues(cli, tmp_path):

@@ -7,6 +7,7 @@ import json
 import pytest
 
 import kvjax
+from kvjax.tables import human_bytes
 
 TEXT = "The lighthouse of Alma stands on a rock, and was lit by hand."
 POLICY = "lagkv:ratio=0.5,lag=8,sink=4"
@@ -21,6 +22,13 @@ def folder(cli, tmp_path):
     said = json.loads(ran.out)
     assert said["folder"] == str(tmp_path / "kept") and said["tokens"] > len(TEXT) and said["policy"] == POLICY
     return tmp_path / "kept"
+
+
+def test_the_bytes_said_are_the_folders(cli, tmp_path):
+    out = tmp_path / "out"
+    ran = cli("read", TEXT, "--out", str(out), "--policy", POLICY)
+    held = sum(file.stat().st_size for file in out.rglob("*") if file.is_file())
+    assert ran.code == 0 and f"{human_bytes(held)} of cache kept in" in ran.err
 
 
 def answers(ran) -> list[list[int]]:

@@ -36,6 +36,10 @@ def test_paired_differences():
     assert (same.mean, same.p) == (0, 1)
     mixed = bootstrap.difference({"a": [(1, 0), (0, 1)] * 20}, 1)
     assert mixed.mean == 0 and mixed.p > 0.5 and mixed.low < 0 < mixed.high
+    # Two that differ alike cannot be significant, nor six in forty beyond what a sign test allows.
+    assert bootstrap.difference({"a": [(0, 1)] * 2}, 1).p == 0.5
+    assert bootstrap.difference({"a": [(0, 1)] * 2, "b": [(1, 1)] * 2}, 1).p == 0.5
+    assert bootstrap.difference({"a": [(0, 1)] * 6 + [(1, 1)] * 34}, 1).p == 2**-5
     assert bootstrap.difference({"a": [(1, 0)]}, 1) is None and bootstrap.difference({}, 1) is None
 
 

@@ -302,6 +302,10 @@ def test_without_matplotlib_it_is_one_sentence(monkeypatch):
         new_figure(1, 1)
 
 
+def test_a_policy_spelt_in_two_ways_is_compared_once():
+    assert [one.name for one in candidates.candidates("snapkv,SnapKV,tova", (0.5,))] == ["full", "snapkv", "tova"]
+
+
 def test_which_caches_are_compared():
     found = candidates.candidates("lagkv:lag=64,sink=4,streamingllm;lagkv:partition_ratio=0.5,full", [0.25, 0.5, 0.25])
     assert found == [

@@ -97,6 +97,22 @@ ROWS = [
 ]
 
 
+def test_a_cache_no_smaller_than_the_full_one_is_none_to_recommend():
+    rows = [row("full", 1000, 1.0, 2.0), row("keydiff:ratio=1.0", 1000, 1.0, 2.0), row("tova", 1020, 1.0, 2.0)]
+    assert choose(rows, Goal(loss=1.0)) is None and "keep the full one" in sentence(rows, Goal(loss=1.0))
+
+
+def test_a_budget_is_filled_as_far_as_fractions_go():
+    from kvjax.cli.recommend import _within
+    from kvjax.eval.candidates import Candidate
+    from kvjax.eval.recommend.measure import Request, cache_bytes
+
+    asked = Request(900, 1, parse_storage("model"))
+    most = cache_bytes(LM, kvjax.policies.parse("keydiff:ratio=0.9"), asked)
+    for typed, wanted in ((None, 0.9), ([0.5, 0.25], 0.5)):
+        assert _within(LM, [Candidate("keydiff", 0.5)], asked, most, typed) == [Candidate("keydiff", wanted)]
+
+
 @pytest.mark.parametrize(
     ("goal", "wanted"),
     [

@@ -89,6 +89,13 @@ def test_needles_of_the_map_stand_at_their_depth(lm, folder):
     found = items(lm, folder, "needle-map", length=1200)
     fits(lm, found, 1200)
     assert len(found) == 8 * 11
+    with pytest.raises(UsageError, match="at least") as caught:
+        items(lm, folder, "needle-map", length=100)
+    least = re.search(r"at least (\d+)", str(caught.value))
+    few = items(lm, folder, "needle-map", length=int(least[1]) + 3)
+    assert len({item.id for item in few}) == len(few) < 8 * 11, "lengths so close to each other are fewer"
+    with pytest.raises(UsageError, match="asks one question a cell; leave it out"):
+        items(lm, folder, "needle-map", length=1200, limit=2)
     for item in found:
         length, depth = item.cell
         before, after = item.context.split("<book> ")[1].split(" </book>")[0].split(NEEDLE)
@@ -156,6 +163,8 @@ def test_the_first_topic_of_a_dialogue(lm, folder):
     fits(lm, [item], 4096)
     assert item.question == "Now the record ends. What is the first topic we discussed?"
     assert item.answers == ("tides of the sea",) and "topic of The tides" in item.context
+    # A limit counts what fits.
+    assert items(lm, folder, "rounds", tasks=("topics_5",), limit=1) == [item]
     with pytest.raises(UsageError, match="No record of topics_5 is within 100 tokens"):
         items(lm, folder, "rounds", tasks=("topics_5",), length=100)
     with pytest.raises(UsageError, match=r"Missing: LongEval's file of topics_10; .* has no longchat/topics_10"):
@@ -167,6 +176,16 @@ BROKEN = {
         b'{"input": "a", "context": "b", "answers": ["c"]}\n{"input": 3}\n',
         "longbench",
         "line 2",
+    ),
+    "longbench/narrativeqa.jsonl": (
+        b'{"input": "a", "context": "b", "answers": []}',
+        "longbench",
+        "row 1 of narrativeqa has no answers, and cannot be scored",
+    ),
+    "longbench/lsht.jsonl": (
+        b'{"input": "a", "context": "b", "answers": ["c"]}',
+        "longbench",
+        "row 1 of lsht has no all_classes",
     ),
     "longbench/lcc.jsonl": (b"\n\n{nonsense\n", "longbench", "line 3"),
     "longbench/qasper.jsonl": (b"", "longbench", "holds no rows"),
