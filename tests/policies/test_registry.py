@@ -57,6 +57,11 @@ def test_bad_text_is_one_sentence_with_a_suggestion(text, says):
     assert "\n" not in str(error.value)
 
 
+def test_policies_without_parentheses_are_nested_a_few_deep_too():
+    with pytest.raises(UsageError, match="nested more than 8 deep"):
+        policies.parse("razor:inner=" * 500 + "full")
+
+
 def test_policies_are_static_arguments():
     for cls in policies.registry().values():
         policy = cls()

@@ -80,6 +80,12 @@ def test_random_requests_share_their_programs(lm, policy):
     assert sum(programs.values()) <= 12, programs
 
 
+def test_counting_what_is_kept_compiles_nothing(lm):
+    with compiled_programs() as programs:
+        kvjax.generate(lm, [1, 2, 3], policy="h2o:ratio=0.5", max_new_tokens=2)
+    assert set(programs) == {"prefill_fresh", "decode_chunk"}, programs
+
+
 def test_log_probabilities_are_of_the_same_program(lm):
     with compiled_programs() as programs:
         plain = kvjax.generate(lm, [1, 2, 3], max_new_tokens=4)
