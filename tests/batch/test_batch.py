@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
 from support.batch_rows import LENGTHS, SIZE, contents, prompts, records, write_rows
@@ -118,11 +119,16 @@ def test_shards_are_whole_batches_and_many_where_processes_claim_them(rows, proc
 
 
 @pytest.mark.usefixtures("quick")
-def test_output_by_id(run):
+def test_output_by_id(run, monkeypatch):
     names = ["b", 10, "a", 9, None, "B"]
     rows = [{"prompt": "hi", **({} if name is None else {"id": name})} for name in names] + [b"bad"]
     _, folder = run(rows, order="id", shard_rows=4)
     assert [record["id"] for record in records(folder)] == [4, 6, 9, 10, "B", "a", "b"]
+    runs = sys.modules["kvjax.batch.run"]  # the package's own name for it is the function
+    read, own = [], runs.read_row
+    monkeypatch.setattr(runs, "read_row", lambda lm, source, i, **how: read.append(i) or own(lm, source, i, **how))
+    run(rows, "again", order="id")
+    assert read == sorted(read), "in the input's order, whatever the output's"
 
 
 @pytest.mark.usefixtures("quick")

@@ -37,6 +37,13 @@ def test_a_turns_time_is_the_median_of_ratios_side_by_side():
     assert "(2 of 3)" in report.footnote(SETTINGS, answers, {"versions": {}, "processor": "", "cores": 2, "date": ""})
 
 
+def test_the_footnote_counts_the_questions_of_the_table():
+    answers = both(5, (0.5,), (1.0,)) + both(20, (2.0,), (1.0,))
+    answers.append(answer("round:top=0.3", 5, (0.5,), (1.0,)))  # asked of the first dialogue alone
+    said = report.footnote(SETTINGS, answers, {"versions": {}, "processor": "", "cores": 2, "date": ""})
+    assert "1 questions after 1 dialogues" in said and "(2 of 2)" in said
+
+
 def test_no_time_without_an_answer_of_equal_length():
     (_, one) = report.summary(both(5, (0.5,), (1.0,), tokens=(1,)))
     assert one["turn"] is None

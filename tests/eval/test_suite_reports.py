@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import html.parser
 import json
+from types import SimpleNamespace
 
 import pytest
 from support.suite_runs import CACHES, ITEMS, SETTINGS, answer, journal_at, without_times
@@ -12,8 +13,10 @@ from support.suite_runs import CACHES, ITEMS, SETTINGS, answer, journal_at, with
 from kvjax.errors import UsageError
 from kvjax.eval.candidates import Candidate
 from kvjax.eval.suites import folder
+from kvjax.eval.suites.figures import task_figure
 from kvjax.eval.suites.item import Suite
 from kvjax.eval.suites.journal import Journal
+from kvjax.eval.suites.report import _by_name
 from kvjax.eval.suites.runner import IN_VIEW
 from kvjax.eval.suites.scores import lines
 
@@ -193,3 +196,23 @@ def test_a_report_of_a_part(tmp_path):
     cells = [attrs for tag, attrs in page.tags if tag == "td"]
     (note,) = [place for place, attrs in enumerate(cells) if attrs.get("class") == "note"]
     assert note == 11 * 2 + 2 and cells[note]["colspan"] == "9", "the labels, then the sentence in place of numbers"
+
+
+def test_a_groups_score_is_the_mean_of_its_tasks():
+    scored = [("a", 0.0)] * 20 + [("b", 1.0)] * 5
+    items = [SimpleNamespace(score=score, item=SimpleNamespace(task=task, groups=("g",))) for task, score in scored]
+    line = SimpleNamespace(policy="full", retained=None, scored=items, refused=None)
+    shown = _by_name("By group", [line], [("g", "g")], 1)
+    assert shown.cells[0][-1].startswith("50.0")
+
+
+def test_names_of_policies_stand_whole_above_the_bars():
+    pytest.importorskip("matplotlib", reason="the extra eval has it")
+    items = [SimpleNamespace(score=1.0, item=SimpleNamespace(task="a"))]
+    names = [f"razor:ratio=0.{n},inner=compactor,induction_share=0.03" for n in (125, 25, 5)]
+    drawn = [SimpleNamespace(policy=name, retained=None, scored=items) for name in ("full", *names)]
+    figure = task_figure(drawn)
+    figure.canvas.draw()
+    (legend,) = figure.legends
+    box = legend.get_window_extent()
+    assert box.x0 >= 0 and box.x1 <= figure.bbox.width, "and not beyond the picture"

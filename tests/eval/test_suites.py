@@ -13,7 +13,7 @@ from support.benchmarks import LONGBENCH, write_benchmarks
 
 from kvjax.errors import UsageError
 from kvjax.eval.suites import data as data_files
-from kvjax.eval.suites import longbench
+from kvjax.eval.suites import longbench, longmemeval
 from kvjax.eval.suites.data import DataFolder
 from kvjax.eval.suites.item import Asked, Item, limited
 from kvjax.eval.suites.longbench_prompts import TASKS
@@ -74,8 +74,9 @@ def test_pass_keys_at_every_length_and_depth(lm, folder):
 
 def test_lengths_without_room_are_one_sentence(lm, folder):
     for name, length in (("passkey", 300), ("needle-map", 100), ("longbench", 40), ("longmemeval", 120)):
-        with pytest.raises(UsageError, match=r"too few|no room"):
+        with pytest.raises(UsageError, match=r"too few|no room") as caught:
             items(lm, folder, name, length=length, tasks=("trec",) if name == "longbench" else ())
+        assert "too few" not in str(caught.value) or str(caught.value).startswith(f"{length} tokens")
 
 
 def test_the_whole_grid_is_the_benchmarks():
@@ -145,12 +146,16 @@ def test_a_file_of_whole_prompts_stands_in(lm, tmp_path):
     assert item.context.endswith("x = 1\n") and item.question == "Next line of code:\n"
 
 
-def test_longbench_v2_and_longmemeval(lm, folder):
+def test_longbench_v2_and_longmemeval(lm, folder, monkeypatch):
     (item,) = items(lm, folder, "longbench-v2", length=1500)
     assert item.answers == ("B",) and item.groups == ("difficulty: easy", "length: short", "domain: Law")
     assert "(C) option C\n" in item.question
     found = items(lm, folder, "longmemeval", length=1500)
     fits(lm, found, 1500)
+    read = []
+    monkeypatch.setattr(longmemeval, "history", lambda row, own=longmemeval.history: read.append(row) or own(row))
+    assert [one.id for one in items(lm, folder, "longmemeval", length=1500, limit=1, tasks=(found[0].task,))] == ["q4"]
+    assert len(read) == 1, "what is beyond the limit is not made a text of"
     # Neither the preference nor the question that cannot be answered; the oldest chat comes first.
     assert [(item.id, item.answers) for item in found] == [("q4", ("Ran",)), ("q1", ("5",))]
     assert "has_answer" not in found[0].context
@@ -158,13 +163,18 @@ def test_longbench_v2_and_longmemeval(lm, folder):
     assert found[0].question.endswith("Current Date: 2023/05/30\nQuestion: What did I do?\nAnswer:")
 
 
-def test_the_first_topic_of_a_dialogue(lm, folder):
+def test_the_first_topic_of_a_dialogue(lm, folder, tmp_path):
     (item,) = items(lm, folder, "rounds", tasks=("topics_5",))  # the other record exceeds the context
     fits(lm, [item], 4096)
     assert item.question == "Now the record ends. What is the first topic we discussed?"
     assert item.answers == ("tides of the sea",) and "topic of The tides" in item.context
     # A limit counts what fits.
     assert items(lm, folder, "rounds", tasks=("topics_5",), limit=1) == [item]
+    rows = data_files.read_text(folder.need("LongEval", "longchat/topics_5.jsonl")).splitlines()
+    (tmp_path / "longchat").mkdir()
+    (tmp_path / "longchat" / "topics_5.jsonl").write_text("\n".join([rows[1], rows[0], rows[0]]))
+    found = items(lm, DataFolder(tmp_path), "rounds", tasks=("topics_5",), limit=1)
+    assert [one.context for one in found] == [item.context], "the first row does not fit, and the third is beyond"
     with pytest.raises(UsageError, match="No record of topics_5 is within 100 tokens"):
         items(lm, folder, "rounds", tasks=("topics_5",), length=100)
     with pytest.raises(UsageError, match=r"Missing: LongEval's file of topics_10; .* has no longchat/topics_10"):
