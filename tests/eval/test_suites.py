@@ -154,6 +154,7 @@ def test_longbench_v2_and_longmemeval(lm, folder, monkeypatch):
     fits(lm, found, 1500)
     read = []
     monkeypatch.setattr(longmemeval, "history", lambda row, own=longmemeval.history: read.append(row) or own(row))
+    monkeypatch.setattr(longmemeval, "_read", lambda data, own=longmemeval._read: [*own(data), *own(data)])
     assert [one.id for one in items(lm, folder, "longmemeval", length=1500, limit=1, tasks=(found[0].task,))] == ["q4"]
     assert len(read) == 1, "what is beyond the limit is not made a text of"
     # Neither the preference nor the question that cannot be answered; the oldest chat comes first.
