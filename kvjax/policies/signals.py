@@ -57,7 +57,7 @@ class Signals:
       noncausal_first: tokens at positions below this belong to no chunk.
       noncausal_last: neither do so many at the end of each prompt or turn.
       repeat: the prompt is repeated, and each key's largest attention probability from a query of that is taken: in the
-        softmax over its own chunk's keys, the sinks' and the repetition's so far.
+        softmax over its own chunk's keys, the sinks' and the repetition's so far; of a group's query heads the largest.
       outputs: the L1 norm of what each token's value adds to the hidden states at full attention, by query head.
       hidden: a linear function of what attention's projections read of each token, for each KV head: see
         :meth:`Policy.hidden_weights`.
@@ -143,7 +143,8 @@ class QueryStats:
 class PromptSignals:
     """The declared signals of a prompt or turn, in the layer's tokens; see :class:`Signals`. The rest is None.
 
-    ``outputs`` are norms, and ``hidden`` what a linear function gives, of one query head: no masses, in the same form.
+    ``outputs`` are norms, ``hidden`` what a linear function gives and ``repeat`` the largest probability, both of one
+    query head: no masses, in the same form.
     ``squares`` [B, H, G, D] are float32 means.
     """
 
@@ -189,7 +190,7 @@ class CandidateSignals:
     columns: Float[Array, "B H G N"] | None = None
     queries: QueryStats | None = None
     noncausal: Float[Array, "B H G N"] | None = None
-    repeat: Float[Array, "B H G N"] | None = None
+    repeat: Float[Array, "B H 1 N"] | None = None
     outputs: Float[Array, "B H G N"] | None = None
     hidden: Float[Array, "B H 1 N"] | None = None
 

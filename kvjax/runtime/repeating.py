@@ -120,7 +120,7 @@ def read_then_choose(
         masses = repeated(params, Passes(asked, tokens, seen, work), held, shared)
         for i, mass in enumerate(masses):
             if mass is not None:
-                found[i] = dataclasses.replace(found[i] or PromptSignals(), repeat=Mass(None, mass))
+                found[i] = dataclasses.replace(found[i] or PromptSignals(), repeat=Mass(None, mass[:, :, None]))
     if policy.shares_layers:
         layers = [layer.config for layer in params.layers], [number for number, _ in numbers]
         dense = [(one.k, one.v) for one in held]
@@ -138,7 +138,7 @@ def read_then_choose(
 
 def repeated(
     params: Decoder, passes: Passes, held: Sequence[Held], shared: Sequence[SharedLayer]
-) -> list[Float[Array, "B H G T"] | None]:
+) -> list[Float[Array, "B H T"] | None]:
     """Each prompt key's largest attention probability in the passes, by layer; None for layers with a window."""
     tokens, chunks = passes.prompts.shape[1], -(-passes.prompts.shape[1] // passes.size)
     end = passes.seen + passes.count
@@ -146,9 +146,8 @@ def repeated(
     angles = angles_of_layers([layer.config for layer in params.layers], place, end)
 
     def empty(layer: Any, one: Held) -> Array | None:
-        c, (batch, heads, *_) = layer.config, one.k.shape
-        shape = (batch, heads, c.group_size, chunks * passes.size)
-        return None if c.window is not None else jnp.zeros(shape, jnp.float32)
+        shape = (*one.k.shape[:2], chunks * passes.size)
+        return None if layer.config.window is not None else jnp.zeros(shape, jnp.float32)
 
     def once(i: Int[Array, ""], masses: list[Array | None]) -> list[Array | None]:
         fed, count, chunk = passes.of(i)
@@ -158,7 +157,7 @@ def repeated(
             before = shared_before(common, one.cache, passes.width, end, layer.config.positional == "alibi")
             x, _, _, found = read_rows(layer, x, rope, one.rows, count, jnp.int32(0), observer, before)
             done.append(
-                mass if mass is None else jax.lax.dynamic_update_slice_in_dim(mass, found, i * passes.size, axis=3)
+                mass if mass is None else jax.lax.dynamic_update_slice_in_dim(mass, found, i * passes.size, axis=2)
             )
         return done
 

@@ -91,7 +91,10 @@ class Passes:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class RepetitionCollector(LayerObserver):
-    """The largest attention probability that a chunk's keys get from any query of its pass (equation 2).
+    """The largest attention probability that a chunk's keys get from any query of its pass, of any head of the group
+    (equation 2).
+
+    Of the group at once: an axis of it would be the innermost on a TPU, where 4 numbers take as much as 128.
 
     Attributes:
       rows: keys of the first tokens, then of the chunk. sink: how many of each head's are not the chunk's.
@@ -107,21 +110,20 @@ class RepetitionCollector(LayerObserver):
     chunk: Int[Array, " B"]
     sinks: Float[Array, "B H G"] | None = None
 
-    def start(self, kept: Rows | None, tokens: int) -> Float[Array, "B H G S"]:
+    def start(self, kept: Rows | None, tokens: int) -> Float[Array, "B H S"]:
         """No query yet."""
-        batch, heads, slots, _ = self.rows.k.shape
-        return jnp.zeros((batch, heads, self.config.group_size, slots), jnp.float32)
+        return jnp.zeros(self.rows.k.shape[:3], jnp.float32)
 
     def after_block(
         self,
-        partial: Float[Array, "B H G S"],
+        partial: Float[Array, "B H S"],
         raw: Float[Array, "B N H G D"],
         q: Float[Array, "B H G N D"],
         normaliser: Float[Array, "B H G N"],
         k: Float[Array, "B H T D"],
         kept: Rows | None,
         index: Int[Array, ""],
-    ) -> Float[Array, "B H G S"]:
+    ) -> Float[Array, "B H S"]:
         """The same after one block of queries."""
         c, block = self.config, raw.shape[1]
         token = index * block + jnp.arange(block)
@@ -134,12 +136,12 @@ class RepetitionCollector(LayerObserver):
         return attention_peak(q, lse, self.rows, onto=partial, **scored)
 
     def finish(
-        self, partial: Float[Array, "B H G S"], before: Any, k: Float[Array, "B H T D"], kept: Rows | None, block: int
-    ) -> Float[Array, "B H G C"]:
+        self, partial: Float[Array, "B H S"], before: Any, k: Float[Array, "B H T D"], kept: Rows | None, block: int
+    ) -> Float[Array, "B H C"]:
         """The chunk's alone; 0 beyond its end."""
         order = jnp.arange(self.size)
-        own = jnp.take_along_axis(partial, (self.sink[..., None] + order)[:, :, None], axis=3)
-        return jnp.where(order < self.chunk[:, None, None, None], own, 0.0)
+        own = jnp.take_along_axis(partial, self.sink[..., None] + order, axis=2)
+        return jnp.where(order < self.chunk[:, None, None], own, 0.0)
 
 
 def attention_peak(
@@ -150,8 +152,8 @@ def attention_peak(
     scale: float,
     soft_cap: float | None,
     bias: Bias | None,
-    onto: Float[Array, "B H G S"],
-) -> Float[Array, "B H G S"]:
+    onto: Float[Array, "B H S"],
+) -> Float[Array, "B H S"]:
     """The largest attention probability that each row gets from any of these queries, or that it had before.
 
     Args:
@@ -160,15 +162,15 @@ def attention_peak(
     """
     exact = jax.lax.Precision.HIGHEST
 
-    def block(i: Int[Array, ""], best: Float[Array, "B H G S"]) -> Float[Array, "B H G S"]:
+    def block(i: Int[Array, ""], best: Float[Array, "B H S"]) -> Float[Array, "B H S"]:
         k, _, visible, linear = rows.block_of(i, bias)
         score = jnp.einsum("bhgnd,bhsd->bhgns", *(x.astype(jnp.float32) for x in (q, k)), precision=exact) * scale
         if soft_cap is not None:
             score = soft_cap * jnp.tanh(score / soft_cap)
         if linear is not None:
             score = score + linear.reshape(-1, *score.shape[1:])
-        weight = jnp.where(visible[:, :, None], jnp.exp(jnp.minimum(score - lse[..., None], 0.0)), 0.0).max(axis=3)
-        here = jax.lax.dynamic_slice_in_dim(best, i * rows.block, rows.block, axis=3)
-        return jax.lax.dynamic_update_slice_in_dim(best, jnp.maximum(here, weight), i * rows.block, axis=3)
+        weight = jnp.where(visible[:, :, None], jnp.exp(jnp.minimum(score - lse[..., None], 0.0)), 0.0).max(axis=(2, 3))
+        here = jax.lax.dynamic_slice_in_dim(best, i * rows.block, rows.block, axis=2)
+        return jax.lax.dynamic_update_slice_in_dim(best, jnp.maximum(here, weight), i * rows.block, axis=2)
 
     return jax.lax.fori_loop(0, rows.blocks, block, onto)

@@ -62,11 +62,7 @@ def score_repetition(
         x, k, v, _ = read_rows(layer, x, rope, None, count, jnp.int32(0))
         held.append(hold(None, k, v, seen, count, fresh=True, placed=layer.config.positional == "alibi"))
     masses = repeated(params, Passes(asked, tokens, seen, count), held, [(None,)] * len(held))
-    scores = [
-        jnp.take_along_axis(mass.max(axis=2), picked[:, None], axis=2)  # [B, H, S]
-        for mass in masses
-        if mass is not None
-    ]
+    scores = [jnp.take_along_axis(mass, picked[:, None], axis=2) for mass in masses if mass is not None]  # [B, H, S]
     return ScoredTokens(
         dataclasses.replace(_RESULTS.hidden, values=jnp.stack(hidden, axis=1)),
         dataclasses.replace(_RESULTS.scores, values=jnp.stack(scores, axis=1)),

@@ -64,7 +64,7 @@ def random_signals(policy: Policy, config: ModelConfig, batch: int, tokens: int,
         covariance = jnp.broadcast_to(jnp.eye(config.head_dim), (*mean.shape, config.head_dim))
         stats = QueryStats(jnp.full((batch,), tokens, jnp.float32), mean, covariance)
     noncausal = Mass(None, jax.random.uniform(key, (*heads, tokens))) if asked.noncausal else None
-    repeat = Mass(None, jax.random.uniform(key, (*heads, tokens))) if asked.repeat else None
+    repeat = Mass(None, jax.random.uniform(key, (*heads[:2], 1, tokens))) if asked.repeat else None
     outputs = Mass(None, jax.random.uniform(key, (*heads, tokens))) if asked.outputs else None
     squares = jax.random.uniform(key, (*heads, config.head_dim)) if asked.squares else None
     return PromptSignals(window, columns, stats, noncausal, repeat, outputs, squares=squares)

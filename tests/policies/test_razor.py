@@ -60,7 +60,7 @@ def random_signals(seed: int) -> PromptSignals:
             jnp.asarray(np.einsum("...ij,...kj->...ik", spread, spread)),
         ),
         noncausal=Mass(None, jnp.asarray(2 * mass)),
-        repeat=Mass(None, jnp.asarray(mass)),
+        repeat=Mass(None, jnp.asarray(mass[:, :, :1])),
         outputs=Mass(None, jnp.asarray(mass[..., ::-1] + 0.1)),
         hidden=Mass(None, jnp.asarray(mass[:, :, :1])),
     )

@@ -87,7 +87,7 @@ def extra(layer):
 
 
 def oracle(lm, before, prompt, asked=ASKED):
-    """[layer][H, G, tokens of the prompt]: the formula as in NVIDIA's kvpress, on one whole sequence a chunk."""
+    """[layer][H, 1, tokens of the prompt]: the formula as in NVIDIA's kvpress, on one whole sequence a chunk."""
     whole, result = [*before, *prompt], [[] for _ in lm.params.layers]
     for start in range(0, len(prompt), asked.chunk):
         chunk = prompt[start : start + asked.chunk]
@@ -105,7 +105,7 @@ def oracle(lm, before, prompt, asked=ASKED):
                 score = score + bias[:, :, queries[:, None], keys]
             weight = np.where(keys <= queries[:, None], np.exp(score), 0)
             weight = weight / (weight.sum(axis=-1, keepdims=True) + extra(layer))
-            into.append(weight[..., sink : sink + len(chunk)].max(axis=2))
+            into.append(weight[..., sink : sink + len(chunk)].max(axis=2).max(axis=1, keepdims=True))
     return [np.concatenate(parts, axis=-1) for parts in result]
 
 
