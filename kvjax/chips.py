@@ -33,8 +33,15 @@ class Chip:
 
     @property
     def dtype(self) -> str:
-        """The dtype of weights that takes half the memory of float32's and is not emulated."""
-        return "bfloat16" if self.bfloat16 else "float16"
+        """The dtype that weights are loaded in there by default; see ``default_dtype`` in ``checkpoints/fill.py``."""
+        return "bfloat16" if self.bfloat16 else "float32"
+
+    @property
+    def dtype_note(self) -> str | None:
+        """A sentence on a dtype that takes half the memory, where the default does not."""
+        if self.bfloat16:
+            return None
+        return f"Weights and cache are float32 on a {self.title} by default; dtype float16 takes half the memory."
 
     @property
     def share(self) -> GpuShare | None:

@@ -131,6 +131,8 @@ def fit_report(rows: Sequence[Fit], device: str | None) -> Report:
     more = (
         [] if share is None or (most := share.largest) is None else [f"{LARGEST_SETTING} makes it {human_bytes(most)}."]
     )
+    if device is not None and (note := chip(device).dtype_note) is not None:
+        more.append(note)
     columns = (
         Column("weights", "weights"),
         Column("policy", "policy"),

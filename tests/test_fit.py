@@ -50,7 +50,7 @@ def test_a_refusal_lacks_what_the_sentence_says(monkeypatch):
 
 
 def test_the_dtype_that_a_chip_multiplies():
-    assert chip("t4").dtype == "float16" and {chip(name).dtype for name in set(CHIPS) - {"t4"}} == {"bfloat16"}
+    assert chip("t4").dtype == "float32" and {chip(name).dtype for name in set(CHIPS) - {"t4"}} == {"bfloat16"}
 
 
 @pytest.mark.parametrize("name", ["h9000", "", "t4\n", 5])

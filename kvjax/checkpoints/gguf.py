@@ -262,8 +262,7 @@ def _mxfp4(raw: np.ndarray) -> np.ndarray:
     # Low halves are the first numbers of a block here, and not every other one as in safetensors.
     np.take(_DOUBLED[:, 0], blocks["q"], out=out[:, 0])
     np.take(_DOUBLED[:, 1], blocks["q"], out=out[:, 1])
-    with np.errstate(over="ignore"):  # what is beyond float32 is infinite, and said by the loader
-        out *= _HALVED[blocks["e"]][:, None, None]
+    out *= _HALVED[blocks["e"]][:, None, None]
     return out
 
 
@@ -283,12 +282,13 @@ def dequantize(raw: np.ndarray, kind: GGMLQuantizationType, name: str = "a tenso
 
     Raises WeightsError for a format that package cannot dequantise, with ``name`` in the sentence.
     """
-    if kind.name in _FAST:
-        return _FAST[kind.name](raw).reshape(-1)
-    import gguf
-
     try:
-        # One row: the package works on 16 rows at a time, and on single blocks that would be slow.
-        return gguf.dequantize(raw.reshape(1, -1), kind).reshape(-1)
+        with np.errstate(over="ignore", invalid="ignore"):  # what is not finite is said by the loader
+            if kind.name in _FAST:
+                return _FAST[kind.name](raw).reshape(-1)
+            import gguf
+
+            # One row: the package works on 16 rows at a time, and on single blocks that would be slow.
+            return gguf.dequantize(raw.reshape(1, -1), kind).reshape(-1)
     except NotImplementedError as error:
         raise WeightsError(f"The weight {quoted(name)} is stored as {kind.name}, which cannot be read yet.") from error

@@ -13,6 +13,7 @@ from jax.typing import DTypeLike
 from kvjax.checkpoints.converted import TEMPLATE, TOKENIZER, check_files, damaged, is_converted, read_description
 from kvjax.checkpoints.converted_weights import read_weights
 from kvjax.checkpoints.families import GGUF_NAMES, Family, family
+from kvjax.checkpoints.families.settings import check_switches
 from kvjax.checkpoints.fill import default_dtype, fill, say_once
 from kvjax.checkpoints.gguf import GGUFFile
 from kvjax.checkpoints.gguf_parts import GGUFParts, open_gguf
@@ -231,6 +232,9 @@ def _described(folder: Path) -> _Described:
     raw = read_json(folder / "config.json")
     kind = family(raw.get("model_type"), origin)
     method, rest = method_of(raw, origin)
+    for settings in (rest, rest.get("text_config")):
+        if isinstance(settings, Mapping):
+            check_switches(settings, origin)
     return _Described(_configured(lambda: kind.from_hf(rest, origin), origin), kind, method, raw)
 
 

@@ -7,6 +7,7 @@ from typing import Any, get_args
 
 from kvjax.errors import WeightsError, quoted
 from kvjax.model.config import RopeConfig, RopeKind
+from kvjax.model.rope import yarn_attention_factor
 
 # Transformers' names of former years.
 _ALIASES = {"su": "longrope", "ntk": "dynamic", "none": "default"}
@@ -72,7 +73,10 @@ def rope_from_hf(
         share = table["partial_rotary_factor"]
         raise WeightsError(f"{origin} rotates only {share} of each head; models of its family rotate all of it.")
     kind = _kind(table.get("rope_type", table.get("type")) or "default", origin)
-    theta = float(table["rope_theta"] or 10000.0)
+    if kind == "yarn" and "short_factor" in table:  # as Phi-3's first files call it
+        kind = "longrope"
+    theta = table["rope_theta"]
+    theta = 10000.0 if theta is None else _positive(theta, "rope_theta", origin)
     if kind == "default":
         return RopeConfig(theta=theta)
     # Phi-3 keeps the original context beside the table, and there it wins.
@@ -110,6 +114,12 @@ def _check_factors(lists: Sequence[Sequence[float]], head_dim: int, origin: str)
             raise WeightsError(
                 f"{origin} gives {len(factors)} rotary divisors; heads of {head_dim} channels need {head_dim // 2}."
             )
+
+
+def _positive(value: Any, name: str, origin: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
+        raise WeightsError(f"{origin} has {quoted(value)} as its {name}; a number above 0 is needed.")
+    return float(value)
 
 
 def _optional(value: Any) -> float | None:
@@ -177,10 +187,15 @@ def rope_from_gguf(
     if kind == "linear":
         return RopeConfig(theta=theta, kind="linear", factor=factor)
     if kind == "yarn":
+        mixed, times = key("scaling.yarn_ext_factor"), key("scaling.attn_factor")
+        if mixed not in (None, 1, -1):  # below 0 stands for 1
+            raise WeightsError(f"{origin} mixes rotary scalings (yarn_ext_factor is {quoted(mixed)}); only 1 is read.")
         return RopeConfig(
             theta=theta,
             kind="yarn",
             factor=factor,
+            # llama.cpp's factor multiplies YaRN's own.
+            attention_factor=None if times is None else float(times) * yarn_attention_factor(factor),
             original_max_position=original,
             beta_fast=float(key("scaling.yarn_beta_fast", 32.0)),
             beta_slow=float(key("scaling.yarn_beta_slow", 1.0)),

@@ -36,7 +36,7 @@ def plan(
         typer.Option("--device", help="Another device: t4, l4, a100-40, h100, v5e, v6e, ...; by default this one."),
     ] = None,
     fit: Annotated[
-        bool, typer.Option("--fit", help="Say which policies would fit instead, with --policy among them.")
+        bool, typer.Option("--fit", help="Say which weights and policies would fit instead, with --policy among them.")
     ] = False,
     json: flag.Json = False,
 ) -> None:

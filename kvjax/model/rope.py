@@ -21,6 +21,11 @@ def _base(config: RopeConfig, dim: int, theta: float | None = None) -> np.ndarra
     return np.float32(1.0) / power
 
 
+def yarn_attention_factor(factor: float, mscale: float = 1.0) -> float:
+    """What YaRN multiplies queries and keys by, each (arXiv 2309.00071, equation 22)."""
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+
 def _yarn(config: RopeConfig, dim: int) -> tuple[np.ndarray, float]:
     original = config.original_max_position or 0
 
@@ -35,15 +40,14 @@ def _yarn(config: RopeConfig, dim: int) -> tuple[np.ndarray, float]:
     base = _base(config, dim)
     inv_freq = base / np.float32(config.factor) * ramp + base * (1 - ramp)
 
-    def get_mscale(scale: float, mscale: float = 1.0) -> float:
-        return 1.0 if scale <= 1 else 0.1 * mscale * math.log(scale) + 1.0
-
     if config.attention_factor is not None:
         factor = config.attention_factor
     elif config.mscale and config.mscale_all_dim:
-        factor = get_mscale(config.factor, config.mscale) / get_mscale(config.factor, config.mscale_all_dim)
+        factor = yarn_attention_factor(config.factor, config.mscale) / yarn_attention_factor(
+            config.factor, config.mscale_all_dim
+        )
     else:
-        factor = get_mscale(config.factor)
+        factor = yarn_attention_factor(config.factor)
     return inv_freq.astype(np.float32), factor
 
 

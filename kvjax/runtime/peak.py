@@ -79,7 +79,10 @@ def prefill_peak_bytes(config: ModelConfig, policy: Policy, batch: int, prompt: 
         rotary = tables * 2 * rows * max(config.rotary_channels // 2, 128) * 4
         reading = 2 * config.hidden_size + max(2 * inner, 3 * config.num_heads * config.head_dim)
         copies = _GROUPED if isinstance(chosen, HeadWise) else _STATISTICS if isinstance(chosen, LagKV) else 0
-        return hidden + rotary + dense + turns + max(together * block * reading * item, int(copies * both))
+        needed = hidden + rotary + dense + turns + max(together * block * reading * item, int(copies * both))
+        # A head that shares its layer's slots may keep every token: those kept are gathered beside as many dense rows.
+        gathers = policy.shares_slots and not policy.shares_layers
+        return max(needed, hidden + 2 * both) if gathers else needed
     rotary = tables * 2 * rows * (config.rotary_channels // 2) * 4
     attention = config.num_heads * (2 * keys_of(block) + 3 * config.head_dim) * 4
     mlp = 3 * inner * item

@@ -254,8 +254,14 @@ def tokenizer_from_folder(folder: Path) -> Tokenizer:
     complete = (folder / "tokenizer.json").is_file()
     loader = transformers.PreTrainedTokenizerFast if complete else transformers.AutoTokenizer
     try:
-        wrapper = loader.from_pretrained(folder, local_files_only=True)
+        # Code that a folder brings is never run, nor asked about.
+        wrapper = loader.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:
+        if _is_code(folder):
+            raise WeightsError(
+                f"The tokenizer in {folder} is Python code, which kvjax does not run; add the tokenizer.json of a "
+                "converted copy of the model, or load a GGUF of it."
+            ) from error
         # Every tokenizer class fails in its own way on a bad file; the cause stays attached.
         raise WeightsError(f"The tokenizer in {folder} cannot be read: {_first_sentence(error)}.") from error
     backend = getattr(wrapper, "backend_tokenizer", None)
@@ -273,6 +279,15 @@ def tokenizer_from_folder(folder: Path) -> Tokenizer:
         special_tokens=special,
         wrapper=lambda: wrapper,
     )
+
+
+def _is_code(folder: Path) -> bool:
+    """Whether a folder's tokenizer is a class that it brings itself (``auto_map``), without a tokenizer.json."""
+    try:
+        settings = json.loads((folder / "tokenizer_config.json").read_text())
+    except (OSError, ValueError):
+        return False
+    return isinstance(settings, dict) and "auto_map" in settings
 
 
 def tokenizer_from_json(

@@ -36,7 +36,9 @@ def quantised_matmul(p: Problem, *, config: None = None) -> Float[Array, "S N"]:
         return found
     minima = layout.minima(p.values, p.scale, p.minimum)
     assert minima is not None
-    return found + jnp.matmul(p.sums(p.x), minima, precision=jax.lax.Precision.HIGHEST)
+    # Sums of the rounded activations: what rounding adds then is multiplied by weights, not by places above a minimum.
+    sums = whole.sum(axis=-1, dtype=jnp.int32).astype(jnp.float32) * step
+    return found + jnp.matmul(sums, minima, precision=jax.lax.Precision.HIGHEST)
 
 
 def rounded(p: Problem) -> tuple[Int[Array, "S G L"], Float[Array, "S G"]]:

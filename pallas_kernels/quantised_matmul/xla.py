@@ -26,8 +26,8 @@ def quantised_matmul(p: Problem, *, config: None = None) -> Float[Array, "S N"]:
 
 
 def products(p: Problem, x: Float[Array, "S K"]) -> Float[Array, "S N"]:
-    """The product of other activations, but for minima, which are multiplied with the sums of the problem's own."""
-    block, sums = _block(p.outputs), p.sums(p.x)
+    """The product of other activations."""
+    block, sums = _block(p.outputs), p.sums(x)
 
     def body(i: Int[Array, ""], found: Float[Array, "S N"]) -> Float[Array, "S N"]:
         def part(each: Array, axis: int, size: int) -> Array:

@@ -52,6 +52,34 @@ def test_absent_keys_have_transformers_defaults():
     assert FAMILIES["qwen2"].from_hf(bare | {"model_type": "qwen2"}, "x").max_position == 32768
 
 
+def test_absent_counts_of_kv_heads_are_the_familys():
+    for name, count in (("llama", 16), ("mistral", 8), ("ministral", 8), ("mixtral", 8), ("qwen3_moe", 4)):
+        config = {**gguf_files.case("llama_gqa").config, "num_attention_heads": 16, "hidden_size": 128}
+        config |= {"model_type": name, "head_dim": 8}
+        del config["num_key_value_heads"]
+        assert FAMILIES[name].from_hf(config, "x").num_kv_heads == count, name
+        assert FAMILIES[name].from_hf({**config, "num_key_value_heads": None}, "x").num_kv_heads == 16, name
+
+
+def test_activations_by_the_names_that_published_models_give():
+    neox = {**gguf_files.case("llama_gqa").config, "model_type": "gpt_neox"}
+    assert FAMILIES["gpt_neox"].from_hf({**neox, "hidden_act": "gelu_fast"}, "x").mlp == "gelu"  # GPT-NeoX-20B
+    falcon = {"vocab_size": 272, "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2}
+    falcon |= {"model_type": "falcon"}
+    assert FAMILIES["falcon"].from_hf(falcon, "x").mlp == "gelu_exact"
+    assert FAMILIES["falcon"].from_hf({**falcon, "activation": "gelu_new"}, "x").mlp == "gelu"
+    with pytest.raises(WeightsError, match="activation 'relu'; its family has gelu"):
+        FAMILIES["falcon"].from_hf({**falcon, "activation": "relu"}, "x")
+
+
+def test_phi3s_first_files_call_longrope_yarn():
+    lists = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    for name in ("su", "yarn", "longrope"):
+        found = from_hf(model_type="phi3", rope_scaling={"type": name, **lists})
+        assert found.rope == from_hf(model_type="phi3", rope_scaling={"type": "longrope", **lists}).rope
+        assert found.rope.kind == "longrope"
+
+
 def test_qwen2_has_biases_on_queries_keys_and_values_only():
     c = from_hf(model_type="qwen2")
     assert (c.qkv_bias, c.output_bias, c.mlp_bias) == (True, False, False)
@@ -158,9 +186,17 @@ _LLAMA3 = {"rope_type": "llama3", "factor": 8, "low_freq_factor": 1, "high_freq_
     [
         ({"num_key_value_heads": 3}, "do not divide"),
         ({"model_type": "mixtral", "num_local_experts": 2, "num_experts_per_tok": 3}, "3 of 2 experts"),
-        ({"max_position_embeddings": -5}, "max_position is -5; a model needs at least 1"),
+        ({"max_position_embeddings": -5}, "-5 as its max_position_embeddings"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan"),
-        ({"rope_theta": -1.0}, r"the rotary base is -1\.0; give a number above 0"),
+        ({"rope_theta": -1.0}, r"-1\.0 as its rope_theta; a number above 0 is needed"),
+        ({"rope_theta": 0}, "0 as its rope_theta; a number above 0 is needed"),
+        ({"rope_theta": True}, "True as its rope_theta; a number above 0 is needed"),
+        ({"rope_theta": "many"}, "'many' as its rope_theta; a number above 0 is needed"),
+        ({"head_dim": 0}, "0 as its head_dim; a whole number is needed"),
+        ({"num_key_value_heads": 0}, "0 as its num_key_value_heads; a whole number is needed"),
+        ({"max_position_embeddings": 0}, "0 as its max_position_embeddings; a whole number is needed"),
+        ({"tie_word_embeddings": "false"}, "'false' as its tie_word_embeddings; true or false is needed"),
+        ({"attention_bias": [1]}, r"\[1\] as its attention_bias; true or false is needed"),
         ({"rope_scaling": {"type": "linear", "factor": 0}}, r"the rotary scaling's factor is 0\.0"),
         ({"rope_scaling": {"type": "yarn", "factor": -4.0}}, r"the rotary scaling's factor is -4\.0"),
         ({"rope_scaling": _LLAMA3 | {"low_freq_factor": 0}}, r"low_freq_factor is 0\.0; give a number above 0"),
@@ -209,6 +245,19 @@ def test_every_scaling_has_a_golden_case():
             },
             RopeConfig(kind="yarn", factor=4.0, original_max_position=16),
         ),
+        (
+            {
+                "llama.rope.scaling.type": "yarn",
+                "llama.rope.scaling.factor": 4.0,
+                "llama.rope.scaling.original_context_length": 16,
+                "llama.rope.scaling.attn_factor": 0.5,
+                "llama.rope.scaling.yarn_ext_factor": 1.0,
+            },
+            # llama.cpp's factor multiplies YaRN's own, 0.1 ln 4 + 1.
+            RopeConfig(
+                kind="yarn", factor=4.0, original_max_position=16, attention_factor=0.5 * (0.1 * np.log(4.0) + 1)
+            ),
+        ),
     ],
 )
 def test_scalings_of_gguf(keys, rope):
@@ -245,6 +294,14 @@ def test_only_one_list_of_divisors_is_refused():
         ({"llama.attention.sliding_window": 16}, "sliding-window"),
         ({"llama.expert_count": 8, "llama.expert_feed_forward_length": 4}, "lacks the key llama.expert_used_count"),
         ({"llama.rope.scaling.type": "longrope", "llama.rope.scaling.factor": 2.0}, "rope_factors_short/long"),
+        (
+            {
+                "llama.rope.scaling.type": "yarn",
+                "llama.rope.scaling.factor": 2.0,
+                "llama.rope.scaling.yarn_ext_factor": 0.5,
+            },
+            "mixes rotary scalings (yarn_ext_factor is 0.5); only 1 is read",
+        ),
     ],
 )
 def test_gguf_keys_that_cannot_be_run(keys, sentence):

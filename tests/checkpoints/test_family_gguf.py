@@ -60,5 +60,15 @@ def test_layers_with_windows_may_be_listed(tmp_path):
     assert load(path, dtype="float32", progress=False).config.windows == (None, 8, 8, None)
 
 
+def test_a_starcoder2_has_the_window_that_its_file_gives(tmp_path):
+    """llama.cpp's converter gives none, and its models see everything; other converters do."""
+    case = family_gguf.as_a_gguf_says(next(case for case in cases.CASES if case.name == "starcoder2_plain"))
+    path = family_gguf.write(case, tmp_path / "m.gguf", cases.values(case, cases.shapes(case)))
+    assert load(path, dtype="float32", progress=False).config.windows == ()
+    given = {"starcoder2.attention.sliding_window": 8}
+    path = family_gguf.write(case, tmp_path / "w.gguf", cases.values(case, cases.shapes(case)), **given)
+    assert set(load(path, dtype="float32", progress=False).config.windows) == {8}
+
+
 def test_every_architecture_is_asked():
     assert {case.config["model_type"] for case in ASKED} == set(family_gguf.ARCHITECTURES)

@@ -42,8 +42,8 @@ def test_every_format_equals_the_package_bit_for_bit(kind):
         with pytest.raises(WeightsError, match=rf"'a\.b' is stored as {kind.name}"):
             dequantize(raw.reshape(-1), kind, "a.b")
         return
-    with np.errstate(all="ignore"):
-        ours = dequantize(raw.reshape(-1), kind)
+    # Scales that are not finite, which these bytes have too, are the loader's to refuse: nothing warns of them.
+    ours = dequantize(raw.reshape(-1), kind)
     np.testing.assert_array_equal(ours.view(np.uint32), want.view(np.uint32))
 
 

@@ -118,6 +118,20 @@ def test_numbers_are_those_that_the_folder_stands_for(name, tmp_path):
     assert kvjax.plan(config, prompt_tokens=8, weights="file").weights_bytes == real
 
 
+@pytest.mark.parametrize("scale", ["input_scale", "activation_scale"])  # before transformers 5, and since
+def test_scales_of_activations_are_ignored(scale, tmp_path):
+    kind = quantised.KINDS["fp8, a scale for all"]
+    tensors = cases.values(LLAMA, _shapes(LLAMA))
+    found, _ = quantised.packed(kind, tensors, lambda name: "_proj" in name)
+    stems = {name.partition(".weight_scale")[0] for name in found if ".weight_scale" in name}
+    assert stems
+    described = dataclasses.replace(LLAMA, config={**LLAMA.config, "quantization_config": kind.described})
+    more = found | {f"{stem}.{scale}": np.float32([0.5]) for stem in stems}
+    want = _params(_load(cases.write_folder(described, tmp_path / "without", found), "file"))
+    for key, param in _params(_load(cases.write_folder(described, tmp_path / "with", more), "file")).items():
+        jax.tree.map(np.testing.assert_array_equal, param.get_value(), want[key].get_value())
+
+
 @pytest.mark.parametrize("name", ["gptq, zero points", "awq", "int8", "int4", "fp8", "fp8 in blocks"])
 def test_logits_are_those_of_the_floats_but_for_rounded_activations(name, tmp_path, monkeypatch):
     folder, floats = _write(tmp_path, quantised.KINDS[name])

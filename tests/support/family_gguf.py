@@ -231,11 +231,11 @@ def tokenizer_keys(count: int) -> dict[str, Any]:
     return keys | {"tokenizer.ggml.merges": [f"{first} {second}"], "tokenizer.ggml.eos_token_id": 2}
 
 
-def write(case: FamilyCase, path: pathlib.Path, values: dict[str, np.ndarray]) -> pathlib.Path:
+def write(case: FamilyCase, path: pathlib.Path, values: dict[str, np.ndarray], **more: Any) -> pathlib.Path:
     gguf_files.write(
         path,
         ARCHITECTURES[case.config["model_type"]],
-        metadata(case) | tokenizer_keys(_usual_names(case.config)["vocab_size"]),
+        metadata(case) | tokenizer_keys(_usual_names(case.config)["vocab_size"]) | more,
         tensors(case, values),
     )
     return path

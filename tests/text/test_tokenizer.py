@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 import sys
@@ -305,6 +306,22 @@ def test_missing_and_broken_tokenizer_files(folder):
         (folder / name).unlink()
     with pytest.raises(WeightsError, match=r"holds no tokenizer"):
         load(folder)
+
+
+def test_code_that_a_folder_brings_is_neither_run_nor_asked_about(folder, monkeypatch):
+    (folder / "tokenizer.json").unlink()
+    ran = folder / "ran"
+    (folder / "tokenization_own.py").write_text(f"open({str(ran)!r}, 'w').close()\nclass Own: pass\n")
+    classes = {"tokenizer_class": "OwnTokenizer", "auto_map": {"AutoTokenizer": ["tokenization_own.Own", None]}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(classes))
+    (folder / "tokenizer.model").write_bytes(b"")
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("a question"))
+    monkeypatch.setattr("sys.stdin", io.StringIO("y\n"))
+    with pytest.raises(
+        WeightsError, match=r"is Python code, which kvjax does not run; add the tokenizer\.json"
+    ) as said:
+        load(folder)
+    assert "\n" not in str(said.value) and not ran.exists()
 
 
 _QUIET = """

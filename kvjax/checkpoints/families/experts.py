@@ -25,7 +25,7 @@ def _mixtral(config: Mapping[str, Any], origin: str) -> ModelConfig:
         setting("num_local_experts", 8), setting("num_experts_per_tok", 2), size(config, origin, "intermediate_size")
     )
     windows = windows_from_hf(config, origin, 131072)
-    config = {"rope_theta": 1000000.0, "rms_norm_eps": 1e-5, **config}
+    config = {"rope_theta": 1000000.0, "rms_norm_eps": 1e-5, "num_key_value_heads": 8, **config}
     return config_from_hf(config, origin, context=131072, windows=windows, experts=experts)
 
 
@@ -64,9 +64,8 @@ def _qwen3(config: Mapping[str, Any], origin: str) -> ModelConfig:
     bias, sliding = bool(config.get("attention_bias")), bool(config.get("use_sliding_window"))
     windows = windows_from_hf(config, origin, 32768, window=4096) if sliding else ()
     features = {"qkv_bias": bias, "output_bias": bias, "qk_norm": True, "windows": windows}
-    return config_from_hf(
-        config, origin, context=32768, experts=_qwen_experts(config, origin, 128, 8, 768, 0), **features
-    )
+    experts = _qwen_experts(config, origin, 128, 8, 768, 0)
+    return config_from_hf({"num_key_value_heads": 4, **config}, origin, context=32768, experts=experts, **features)
 
 
 _MIXTRAL_NAMES = ExpertNames(

@@ -9,7 +9,7 @@ from typing import Any
 from kvjax.checkpoints.families.family import Family, Weight
 from kvjax.checkpoints.families.layout import GGUF, LLAMA_NORMS, Layout, weights_of
 from kvjax.checkpoints.families.llama import config_from_gguf, config_from_hf
-from kvjax.checkpoints.families.settings import GELU, activation, layer_count, refuse, size
+from kvjax.checkpoints.families.settings import GELU, layer_count, refuse, size
 from kvjax.errors import WeightsError
 from kvjax.model.config import ModelConfig
 
@@ -30,8 +30,8 @@ def _from_hf(config: Mapping[str, Any], origin: str) -> ModelConfig:
         "num_hidden_layers": layer_count(config, origin, "num_hidden_layers", "n_layer"),
         "num_key_value_heads": 1 if one else (config.get("num_kv_heads") or heads) if newer else heads,
         "intermediate_size": config.get("ffn_hidden_size") or 4 * hidden,
+        "hidden_act": config.get("activation"),
     }
-    activation(config, GELU, origin, "activation")
     return config_from_hf(
         {**config, **own},
         origin,

@@ -21,7 +21,6 @@ from kvjax.checkpoints.families.settings import (
     layer_count,
     refuse_quantised,
     size,
-    whole,
 )
 from kvjax.checkpoints.families.sliding import Slides, every_layer, windows_from_gguf
 from kvjax.checkpoints.rope_settings import rope_from_gguf, rope_from_hf, rotary_dim_from_hf
@@ -57,9 +56,13 @@ def config_from_hf(
     mlp = activation(config, activations, origin)
     refuse_quantised(config, origin)
     hidden, heads = size(config, origin, "hidden_size"), size(config, origin, "num_attention_heads")
-    head_dim = whole(config.get("head_dim") or hidden // heads, "head_dim", origin)
+
+    def given(name: str, default: int) -> int:
+        return default if config.get(name) is None else size(config, origin, name)
+
+    head_dim = given("head_dim", hidden // heads)
     rotary = None if partial is None else rotary_dim_from_hf(config, head_dim, partial, origin)
-    max_position = whole(config.get("max_position_embeddings") or context, "max_position_embeddings", origin)
+    max_position = given("max_position_embeddings", context)
     return ModelConfig(
         family=config["model_type"],
         vocab_size=size(config, origin, "vocab_size"),
@@ -67,7 +70,7 @@ def config_from_hf(
         intermediate_size=size(config, origin, "intermediate_size"),
         num_layers=layer_count(config, origin),
         num_heads=heads,
-        num_kv_heads=whole(config.get("num_key_value_heads") or heads, "num_key_value_heads", origin),
+        num_kv_heads=given("num_key_value_heads", heads),
         head_dim=head_dim,
         max_position=max_position,
         rope=rope_from_hf(config, max_position, rotary or head_dim, origin, partial=partial is not None),

@@ -47,7 +47,12 @@ def checked_size(value: Any, name: str, origin: str) -> int:
 
 #: The MLP that a ``hidden_act`` means, in families whose MLP is gated, and in those whose is not.
 SILU: Mapping[str, MLPKind] = {"silu": "gated_silu", "swish": "gated_silu"}
-GELU: Mapping[str, MLPKind] = {"gelu": "gelu_exact", "gelu_new": "gelu", "gelu_pytorch_tanh": "gelu"}
+GELU: Mapping[str, MLPKind] = {
+    "gelu": "gelu_exact",
+    "gelu_new": "gelu",
+    "gelu_pytorch_tanh": "gelu",
+    "gelu_fast": "gelu",
+}
 
 
 def activation(
@@ -58,6 +63,21 @@ def activation(
     if not isinstance(asked, str) or asked not in known:
         raise WeightsError(f"{origin} asks for the activation {quoted(asked)}; its family has {' or '.join(known)}.")
     return known[asked]
+
+
+#: Settings that are true or false, of all families.
+_SWITCHES = (
+    "add_qkv_bias", "alibi", "attention_bias", "bias", "mlp_bias", "multi_query", "multi_query_attention",
+    "new_decoder_architecture", "norm_topk_prob", "parallel_attn", "qk_layernorm", "qkv_bias", "tie_word_embeddings",
+    "use_bias", "use_parallel_residual", "use_qk_norm", "use_qkv_bias", "use_sliding_window",
+)  # fmt: skip
+
+
+def check_switches(config: Mapping[str, Any], origin: str) -> None:
+    """WeightsError where a setting of a ``config.json`` that is true or false is anything else, such as a text."""
+    for name in _SWITCHES:
+        if config.get(name) not in (None, False, True):
+            raise WeightsError(f"{origin} has {quoted(config[name])} as its {name}; true or false is needed.")
 
 
 def refuse(config: Mapping[str, Any], origin: str, *names: str) -> None:

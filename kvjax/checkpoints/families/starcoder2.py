@@ -9,7 +9,7 @@ from typing import Any
 from kvjax.checkpoints.families.family import Family, Weight
 from kvjax.checkpoints.families.layout import GGUF, LLAMA_LAYOUT, weights_of
 from kvjax.checkpoints.families.llama import config_from_gguf, config_from_hf
-from kvjax.checkpoints.families.sliding import windows_from_hf
+from kvjax.checkpoints.families.sliding import every_layer, windows_from_hf
 from kvjax.model.config import ModelConfig
 
 
@@ -33,7 +33,7 @@ def _from_hf(config: Mapping[str, Any], origin: str) -> ModelConfig:
 def _from_gguf(
     metadata: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], factors: Mapping[str, Any], origin: str
 ) -> ModelConfig:
-    return config_from_gguf(metadata, shapes, factors, origin, norm="layer", mlp="gelu")
+    return config_from_gguf(metadata, shapes, factors, origin, slides=every_layer, norm="layer", mlp="gelu")
 
 
 _LAYOUT = dataclasses.replace(LLAMA_LAYOUT, up="mlp.c_fc", down="mlp.c_proj")
