@@ -35,7 +35,8 @@ def parse_json(text: str | bytes) -> Any:
     except UnicodeDecodeError as error:
         raise NotADocument(f"it is not UTF-8 text (byte {error.start + 1})") from error
     except json.JSONDecodeError as error:
-        raise NotADocument(f"{error.msg} at line {error.lineno}, column {error.colno}", error.lineno) from error
+        said = error.msg.removesuffix(" at")  # of control characters
+        raise NotADocument(f"{said} at line {error.lineno}, column {error.colno}", error.lineno) from error
     except RecursionError as error:
         raise NotADocument(f"it is nested too deeply, more than {DEPTH} levels") from error
     except ValueError as error:  # Python reads whole numbers of a few thousand digits

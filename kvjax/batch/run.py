@@ -121,6 +121,8 @@ def run(
     for name, given in (("input", input), ("output", output)):
         if not isinstance(given, (str, os.PathLike)):
             raise UsageError(f"{name} is {quoted(given)}; give a path.")
+        if not os.fspath(given):
+            raise UsageError(f"{name} is an empty path; name a {'file' if name == 'input' else 'folder'}.")
         check_local(f"--{name}", given)
     if order not in ORDERS:
         raise UsageError(f"order is {quoted(order)}; choose 'input' or 'id'.")

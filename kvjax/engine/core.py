@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from kvjax.cache.quantisation import Storage, parse_storage
@@ -98,17 +98,20 @@ class EngineCore:
         room = not self.policy.grows or min(new_tokens, self.lm.config.max_position) <= sizes.new_capacity
         return room and sizes.prompt_capacity // 4 < prompt_tokens <= sizes.prompt_capacity
 
-    def warm(self, then: Sequence[Row] = ()) -> int:
+    def warm(self, then: Sequence[Row] = (), going_on: Callable[[], bool] = lambda: True) -> int | None:
         """Compile everything that requests without a cache or context need; how many programs that were.
 
         Args:
           then: requests that are added afterwards.
+          going_on: asked between two programs; when it says no, all the rest is left, and None returned.
         """
         before, levels = self.clock.programs, range(len(self.slots.levels))
         found = buckets(self.sizes.prompt_capacity)
         for bucket, below in zip(found, [0, *found], strict=False):
             for count in (1, read_together(bucket, self.sizes.slots // self.slots.shards)):
                 for level in levels:  # the shortest prompt of the bucket, which smaller slots have room for
+                    if not going_on():
+                        return None
                     self.slots.least_level = level
                     self.slots.move(level)
                     self._run_dummies(count * self.slots.shards, below + 1, 3)

@@ -18,7 +18,7 @@ from kvjax.checks import number, true_or_false, whole_number
 from kvjax.engine.core import EngineCore, engine_policy
 from kvjax.engine.handle import Handle, check_timeout
 from kvjax.engine.loop import MOST_STEPS
-from kvjax.engine.report import EngineReport, RequestMetrics, report_of
+from kvjax.engine.report import EngineReport, RequestMetrics, Totals, report_of
 from kvjax.engine.row import Row
 from kvjax.engine.sizes import EngineSizes
 from kvjax.errors import KvjaxError, UsageError
@@ -31,8 +31,9 @@ from kvjax.request import Request
 _PROMPT_TOKENS = 2048
 #: Tokens between two pieces of a stream.
 _STREAM_STEPS = 8
-#: Requests that a report looks back on.
+#: Requests of which a report has each one's times; of those before it has the sums.
 _REMEMBERED = 10_000
+_CLOSED = "The engine was closed before this had ended."
 #: Options of an engine, which its requests do not have.
 _OF_THE_ENGINE = ("policy", "storage", "memory_limit", "reserve_tokens", "progress")
 
@@ -81,7 +82,9 @@ class Engine:
             ends by "memory". Policies that keep a fixed size need no room for them.
           memory_limit: refuse more bytes than this, by default what the device has.
           max_pause: seconds that reading prompts may keep running rows from their next token; prompts above 256 tokens
-            are read layer by layer, and left between two when it has passed.
+            are read layer by layer, and left between two when it has passed. In one piece are read those under a policy
+            that reads them twice, chooses in all layers together or has more than four kinds of layers, and those
+            whose own log-probabilities are asked for.
           queue: requests that may wait.
 
         Raises:
@@ -105,7 +108,8 @@ class Engine:
         self._cancelled: deque[Row] = deque()
         self._warming: deque[Future[int]] = deque()
         self._handles: dict[int, Handle] = {}
-        self._served: deque[RequestMetrics] = deque(maxlen=_REMEMBERED)
+        self._served: deque[RequestMetrics] = deque()
+        self._before = Totals()  # of those that were served before these
         self._closing = False
         self._broken: BaseException | None = None
         self._began = time.perf_counter()
@@ -158,8 +162,12 @@ class Engine:
         handle = Handle(row, self._cancel)
         with self._wake:
             self._check_open()
-            if self._core.loop.scheduler.waiting + len(self._inbox) >= self._queue:
-                raise QueueFull(f"{self._queue} requests wait already; try again later, or make an engine with queue=.")
+            scheduler = self._core.loop.scheduler
+            if scheduler.waiting + len(self._inbox) - scheduler.free >= self._queue:  # free slots take them at once
+                raise QueueFull(
+                    f"As many requests wait as this engine's queue holds ({self._queue}); try again later, or make an "
+                    "engine with a larger queue=."
+                )
             self._inbox.append(row)
             self._handles[id(row)] = handle
             self._wake.notify_all()
@@ -202,7 +210,7 @@ class Engine:
             self._broken = error
             self._fail(error)
         else:
-            self._fail(UsageError("The engine was closed before this request had ended."))
+            self._fail(UsageError(_CLOSED))
 
     def _take(self) -> bool:
         """Take over what was submitted and called off, waiting for it if there is nothing to do; False at the end."""
@@ -220,7 +228,11 @@ class Engine:
             self._cancelled.clear()
         if warming is not None:
             try:
-                warming.set_result(self._core.warm(then=new))
+                made = self._core.warm(then=new, going_on=lambda: not self._closing)
+                if made is None:
+                    warming.set_exception(UsageError(_CLOSED))
+                else:
+                    warming.set_result(made)
             except BaseException as error:
                 warming.set_exception(_as_told(error))
                 raise
@@ -232,6 +244,8 @@ class Engine:
         with self._wake:
             ended = [key for key, handle in self._handles.items() if handle.done]
             self._served += [self._handles.pop(key).row.metrics() for key in ended]
+            while len(self._served) > _REMEMBERED:
+                self._before = self._before.plus(self._served.popleft(), time.perf_counter())
             self._wake.notify_all()
 
     def _fail(self, error: BaseException) -> None:
@@ -277,7 +291,8 @@ class Engine:
         """Statistics so far: tokens per second, slot utilisation, waiting times."""
         with self._wake:
             rows = [*self._served, *(handle.row.metrics() for handle in self._handles.values())]
-        return report_of(rows, self.sizes.slots, self._began, time.perf_counter())
+            before = self._before
+        return report_of(rows, self.sizes.slots, self._began, time.perf_counter(), before)
 
 
 def _as_told(error: BaseException) -> KvjaxError:

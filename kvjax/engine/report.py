@@ -38,15 +38,43 @@ class RequestMetrics:
 
 
 @dataclasses.dataclass(frozen=True)
+class Totals:
+    """Sums over requests.
+
+    Attributes:
+      requests: that have ended. prompt_tokens: that were read. generated_tokens: of all.
+      decoding, prefilling: seconds of slots in which they decoded and were read.
+    """
+
+    requests: int = 0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    decoding: float = 0.0
+    prefilling: float = 0.0
+
+    def plus(self, one: RequestMetrics, now: float) -> Totals:
+        """The same with one more request, as it is at a time of its clock."""
+        first, end = (now if each is None else each for each in (one.first_token, one.finished))
+        held = one.slot is not None and one.started is not None
+        return Totals(
+            self.requests + (one.finished is not None),
+            self.prompt_tokens + (0 if one.first_token is None else one.prompt_tokens),
+            self.generated_tokens + one.generated_tokens,
+            self.decoding + (end - first if held else 0.0),
+            self.prefilling + (first - one.started if held and one.started is not None else 0.0),
+        )
+
+
+@dataclasses.dataclass(frozen=True)
 class EngineReport:
     """The numbers of an engine, seconds throughout.
 
     Attributes:
-      slots: of the engine. requests: that have ended. served: each of them, and those that have not.
+      slots: of the engine. requests: that have ended. served: the last 10,000 of them, and those that have not.
       seconds: from ``began`` until it was asked.
       prompt_tokens, generated_tokens: of all requests so far.
       decoding, prefilling: the parts of the slots' time in which their requests decoded, and were read.
-      queue_time, time_to_first_token, inter_token_latency: percentiles 50, 90 and 99, of all requests.
+      queue_time, time_to_first_token, inter_token_latency: percentiles 50, 90 and 99, of those ``served``.
     """
 
     slots: int
@@ -106,27 +134,25 @@ def _second(row: Sequence[Any]) -> Any:
     return row[1]
 
 
-def report_of(served: Sequence[RequestMetrics], slots: int, began: float, now: float) -> EngineReport:
-    """The report of requests that were served from ``began`` until ``now``."""
-    decoding = prefilling = 0.0
+def report_of(
+    served: Sequence[RequestMetrics], slots: int, began: float, now: float, before: Totals | None = None
+) -> EngineReport:
+    """The report of requests that were served from ``began`` until ``now``; ``before``: sums of earlier ones."""
+    sums = before or Totals()
     for one in served:
-        if one.slot is None or one.started is None:
-            continue
-        first = now if one.first_token is None else one.first_token
-        prefilling += first - one.started
-        decoding += (now if one.finished is None else one.finished) - first
+        sums = sums.plus(one, now)
     total = max((now - began) * slots, 1e-9)
     gaps = [(seconds / tokens, tokens) for one in served for seconds, tokens in one.gaps]
     between = np.repeat([gap for gap, _ in gaps], [count for _, count in gaps]) if gaps else np.zeros(0)
     return EngineReport(
         slots=slots,
-        requests=sum(one.finished is not None for one in served),
+        requests=sums.requests,
         began=began,
         seconds=now - began,
-        prompt_tokens=sum(one.prompt_tokens for one in served if one.first_token is not None),
-        generated_tokens=sum(one.generated_tokens for one in served),
-        decoding=decoding / total,
-        prefilling=prefilling / total,
+        prompt_tokens=sums.prompt_tokens,
+        generated_tokens=sums.generated_tokens,
+        decoding=sums.decoding / total,
+        prefilling=sums.prefilling / total,
         queue_time=_percentiles([one.started - one.arrived for one in served if one.started is not None]),
         time_to_first_token=_percentiles(
             [one.first_token - one.arrived for one in served if one.first_token is not None]

@@ -115,7 +115,9 @@ class Slots:
             steps = self._prefill.reading(group)
             while True:
                 try:
-                    next(steps)
+                    # Devices take programs before they run them: without this wait, running rows would stand behind
+                    # all that was begun, however short the pause.
+                    ready(next(steps))
                 except StopIteration as end:
                     cache, logits = ready(end.value)
                     break
@@ -167,16 +169,12 @@ class Slots:
 
     def _insert(self, group: Group[Row], cache: Cache, logits: jax.Array) -> None:
         cache = self._fitted(cache)
-        if has_own(self.policy.chosen):
-            own = [place is not None for place in group.places]
-            kept = [kept[own] for kept in retained_on_host(self.policy, cache.layers)]
-            layers = layers_of(cache, self.policy, self.lm.mesh is not None)
-            check_kept(self.policy, layers, kept, as_numpy(cache.seen)[own], self.lm.config)
+        check = self._guard(cache)
         places: list[Row | None] = [None] * len(group.places)
         slots: Any = np.full((len(places),), -1, np.int32)
         starts: Any = np.zeros((len(places),), np.int32)
         for i, place in enumerate(group.places):
-            if place is not None and (start := self._start(place[0], place[1], cache, i)) is not None:
+            if place is not None and (start := self._start(*place, cache, i, check)) is not None:
                 places[i], starts[i] = place[0], start
                 slots[i] = place[1] % (self.sizes.slots // self.shards)
         if not any(places):
@@ -202,9 +200,23 @@ class Slots:
                 row.on_change(row)
         self._finish(ended)
 
-    def _start(self, row: Row, slot: int, cache: Cache, index: int) -> int | None:
+    def _guard(self, cache: Cache) -> Callable[[int], None]:
+        """Refuses (UsageError) what a policy of the user's own has kept of a row, if it cannot be."""
+        if not has_own(self.policy.chosen):
+            return lambda index: None
+        kept, seen = retained_on_host(self.policy, cache.layers), as_numpy(cache.seen)
+        layers = layers_of(cache, self.policy, self.lm.mesh is not None)
+
+        def check(index: int) -> None:
+            row = slice(index, index + 1)
+            check_kept(self.policy, layers, [each[row] for each in kept], seen[row], self.lm.config)
+
+        return check
+
+    def _start(self, row: Row, slot: int, cache: Cache, index: int, check: Callable[[int], None]) -> int | None:
         """Where a row that was read begins in the stop strings' automaton; None of one that ends here."""
         try:
+            check(index)
             if not row.cancelled and row.limit > 0:
                 self._measure(row, cache, index)
                 start = self._stops.begin(row.request.options.stop_strings)

@@ -115,11 +115,11 @@ def record(params: Decoder, prompts: Sequence[Sequence[int]]) -> RecordedDecoder
 def can_replay(policy: Policy, config: ModelConfig) -> bool:
     """Whether a policy sees of a record what it would see of the model.
 
-    One that reads prompts in chunks sees other hidden states; one that has them repeated, or asks what values add to
-    the output, needs the weights.
+    One that reads prompts in chunks sees other hidden states; one that has them repeated, asks what values add to the
+    output or looks at hidden states needs the weights.
     """
     asked = policy.signals
-    return policy.chunks(config) is None and asked.repeat is None and not asked.outputs
+    return policy.chunks(config) is None and asked.repeat is None and not (asked.outputs or asked.hidden)
 
 
 def record_bytes(config: ModelConfig, rows: int, tokens: int, itemsize: int) -> int:

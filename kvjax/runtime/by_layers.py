@@ -171,8 +171,8 @@ def reading_by_layers(
     new_capacity: int,
     own_capacity: int | None = None,
     note: Callable[[Cache], None],
-) -> Generator[None, None, tuple[Cache, Float[Array, "B V"]]]:
-    """Read into a new cache or onto one, a layer between two stops.
+) -> Generator[Array, None, tuple[Cache, Float[Array, "B V"]]]:
+    """Read into a new cache or onto one, a layer between two stops, each of which gives what is there once it is read.
 
     As :meth:`kvjax.runtime.programs.Programs.fresh` and :meth:`kvjax.runtime.programs.Programs.onto`, with their
     results. A cache that is consumed goes layer by layer: ``note`` is told of what there is of it after each, with the
@@ -210,7 +210,7 @@ def reading_by_layers(
         lasts.append(last)
         if i >= _AHEAD:
             ready(lasts[i - _AHEAD])
-        yield
+        yield last
     counters, logits = PROMPT_LOGITS(device, params, counters, lasts[-1], count)
     if cache is not None:
         if consume:

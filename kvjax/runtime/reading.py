@@ -78,8 +78,9 @@ def never(tokens: int) -> bool:
     return False
 
 
-#: A prefill that can be left and gone on with after each of its programs; in the end the cache and the logits.
-Reading = Generator[None, None, tuple[Cache, jax.Array]]
+#: A prefill that can be left and gone on with after each of its programs, which gives what is there once that is done;
+#: in the end the cache and the logits.
+Reading = Generator[jax.Array, None, tuple[Cache, jax.Array]]
 
 
 def read_prompts(params: Decoder, prompts: Sequence[Sequence[int]], **how: Any) -> tuple[Cache, jax.Array]:
@@ -171,7 +172,7 @@ def reading(
                     into += values[row, : min(count[row], max(lengths[row] - 1 - start, 0))].tolist()
         consume = True  # from the second chunk on the cache is this function's own
         logits = new if logits is None else jnp.where(count[:, None] > 0, new, logits)
-        yield
+        yield new
     assert cache is not None and logits is not None  # there is at least one chunk
     return cache, logits
 

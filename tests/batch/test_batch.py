@@ -55,6 +55,7 @@ BAD = [
     ({"prompt": "a", "max_new_tokens": "3"}, "max_new_tokens is '3'"),
     ({"prompt": "a", "id": [1]}, "id is [1]"),
     ({"prompt": "a", "id": True}, "id is True"),
+    (b'{"prompt": "\x00"}', "Invalid control character at line 1, column 13"),
 ]
 
 
@@ -224,6 +225,16 @@ def test_what_fits_no_memory_is_refused_before_a_folder_is_made(run, tmp_path):
     with pytest.raises(DoesNotFit):
         run([{"prompt": "a"}], memory_limit=1000)
     assert not (tmp_path / "out").exists()
+
+
+def test_an_empty_path_is_not_the_current_folder(tiny_model, tmp_path):
+    (tmp_path / "in.jsonl").write_text("{}")
+    for paths, sentence in (
+        ((tmp_path / "in.jsonl", ""), "output is an empty path; name a folder"),
+        (("", tmp_path), "input is an"),
+    ):
+        with pytest.raises(UsageError, match=sentence):
+            kvjax.batch.run(tiny_model, *paths, policy="full")
 
 
 def test_files_that_cannot_be_used(run, tmp_path):

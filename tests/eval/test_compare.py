@@ -26,7 +26,7 @@ from kvjax.eval.recorded import can_replay, record, record_bytes
 from kvjax.eval.results import AFTER, IN_VIEW, Estimate, Row, Scored, Settings
 from kvjax.figures import new_figure, png
 from kvjax.generation import generate
-from kvjax.policies import parse
+from kvjax.policies import Policy, Signals, parse
 from kvjax.policies.window_layers import for_model
 from kvjax.runtime.reading import read_prompts
 
@@ -86,6 +86,30 @@ def test_a_replayed_prompt_leaves_the_cache_that_reading_it_leaves(lm, policy):
 )
 def test_what_needs_the_model_is_not_replayed(lm, policy, replays):
     assert can_replay(for_model(parse(policy), lm.config), lm.config) == replays
+
+
+@dataclasses.dataclass(frozen=True)
+class Asking(Policy):
+    """Keeps everything, and asks for one signal."""
+
+    name: str
+
+    @property
+    def signals(self):
+        kinds = {bool: True, int: 8, float: 0.5}
+        return Signals(**{self.name: kinds[type(getattr(Signals(), self.name))]})
+
+
+@pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(Signals) if field.name != "repeat"])
+def test_whatever_is_asked_of_a_replayed_prompt_is_there(lm, name):
+    policy, prompts = Asking(name), [[*range(3, 70)]]
+    if name in ("outputs", "hidden"):
+        assert not can_replay(policy, lm.config)
+        return
+    assert can_replay(policy, lm.config)
+    options = dict(policy=policy, cache=None, consume=False, dtype=lm.params.dtype)
+    _, logits = read_prompts(lm.params, prompts, **options)
+    np.testing.assert_allclose(read_prompts(record(lm.params, prompts), prompts, **options)[1], logits, atol=1e-5)
 
 
 def valid_keys(layer) -> np.ndarray:

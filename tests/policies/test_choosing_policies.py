@@ -7,6 +7,7 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
+import toys
 from support import oracles
 
 import kvjax
@@ -120,3 +121,14 @@ def test_the_default_model_reads_a_prompt(policy, default_model):
     assert output.stats.prompt_tokens > 150
     assert (np.array(output.stats.retained) - new + 1).mean() == 96
     assert output.text.strip().startswith("The capital of France"[: 3 if new == 1 else None])
+
+
+def test_of_two_tokens_keydiff_keeps_the_same_whatever_is_beside_them():
+    """Both are equally close to their mean; rounding, which depends on the batch, must not choose."""
+    lm = toys.tiny_model()
+    pairs = [np.random.default_rng(seed).integers(0, 256, 2).tolist() for seed in range(12)]
+    long = np.random.default_rng(99).integers(0, 256, 270).tolist()
+    options = {"policy": "keydiff:ratio=0.5", "max_new_tokens": 4, "chat": False}
+    together = kvjax.generate(lm, [*pairs, long], **options)
+    for pair, output in zip(pairs, together, strict=False):
+        assert output.tokens == kvjax.generate(lm, pair, **options).tokens, pair
