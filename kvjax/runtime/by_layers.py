@@ -33,8 +33,9 @@ from pallas_kernels import dispatch
 
 #: Layers of a kind, on average, from which on a program a kind is compiled much faster than one of all layers.
 _MANY_ALIKE = 4
-#: The most programs that are worth compiling for the sake of the stops in between.
-_MOST_KINDS = 4
+#: Kinds of layers, programs each, that are worth the stops in between: so many, or half of the layers. Compiling them
+#: takes no longer than one program of all layers does.
+_FEW_KINDS = 4
 #: Layers that are given to the device before the first of them is done: XLA's CPU client takes 32 programs, and then
 #: lets the caller wait where no Ctrl-C is answered.
 _AHEAD = 16
@@ -45,8 +46,9 @@ _NO_CAPACITIES: dict[str, Any] = {"prompt_capacity": 0, "new_capacity": 0, "own_
 
 
 def can_stop_between_layers(policy: Policy, params: Decoder) -> bool:
-    """Whether a few programs suffice to read prompts whole, layer by layer."""
-    return policy.chunks(params.config) is None and _kinds(policy, params) <= _MOST_KINDS
+    """Whether prompts may be read whole, layer by layer, by programs that serve several layers each."""
+    most = max(_FEW_KINDS, len(params.layers) // 2)
+    return policy.chunks(params.config) is None and _kinds(policy, params) <= most
 
 
 def compiles_faster_by_layers(policy: Policy, params: Decoder) -> bool:

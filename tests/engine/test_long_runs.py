@@ -17,7 +17,8 @@ from kvjax.engine.engine import Engine, QueueFull
 from kvjax.engine.loop import Loop
 from kvjax.engine.report import Totals
 from kvjax.errors import UsageError
-from kvjax.policies import Policy, Selection
+from kvjax.policies import Policy, Selection, parse
+from kvjax.policies.window_layers import for_model
 from kvjax.runtime import by_layers
 from kvjax.sharding.compile import Program
 
@@ -59,6 +60,20 @@ def test_long_prompts_are_left_when_a_layer_is_read_and_not_when_it_is_begun(mon
         made.clear()
         engine.submit(ids(980, 1), max_new_tokens=1, chat=False).result(120)
     assert len(made) == 8 and len(when_left) >= 8 and all(when_left)
+
+
+def test_prompts_under_razor_are_left_between_layers_too():
+    """Layers with other retrieval heads have programs of their own; half as many as layers are few enough."""
+    policy = "razor:ratio=0.5,heads=0.0+1.1+2.2+3.3"  # and layers without any: five kinds
+    heads = {"num_heads": 4, "num_kv_heads": 4}
+    for layers, few in ((8, False), (12, True)):
+        lm = tiny_model(max_position=1024, num_layers=layers, **heads)
+        assert by_layers.can_stop_between_layers(for_model(parse(policy), lm.config), lm.params) is few
+    with Engine(lm, policy, slots=2, prompt_tokens=400, new_tokens=8, max_pause=0.0) as engine:
+        asked = [ids(390, 1), ids(20, 2), ids(300, 3)]
+        handles = [engine.submit(prompt, max_new_tokens=6, chat=False) for prompt in asked]
+        for prompt, handle in zip(asked, handles, strict=True):
+            same(handle.result(120), kvjax.generate(lm, prompt, policy=policy, chat=False, max_new_tokens=6))
 
 
 @dataclasses.dataclass(frozen=True)
