@@ -41,7 +41,7 @@ class Chip:
         """A sentence on a dtype that takes half the memory, where the default does not."""
         if self.bfloat16:
             return None
-        return f"Weights and cache are float32 on a {self.title} by default; dtype float16 takes half the memory."
+        return "Weights and cache are float32 there by default; --dtype float16 takes half the memory."
 
     @property
     def share(self) -> GpuShare | None:

@@ -51,6 +51,11 @@ def test_a_refusal_lacks_what_the_sentence_says(monkeypatch):
 
 def test_the_dtype_that_a_chip_multiplies():
     assert chip("t4").dtype == "float32" and {chip(name).dtype for name in set(CHIPS) - {"t4"}} == {"bfloat16"}
+    rows = {name: fits.fit(CONFIG, device=name, policies=["full"], **REQUEST) for name in ("t4", "l4")}
+    said = {
+        name: "--dtype float16 takes half" in fits.fit_report(found, name).markdown() for name, found in rows.items()
+    }
+    assert said == {"t4": True, "l4": False} and rows["t4"][0].weights == "float32"
 
 
 @pytest.mark.parametrize("name", ["h9000", "", "t4\n", 5])
