@@ -59,6 +59,7 @@ def compare(
     every row; the same command resumes after Ctrl-C, and with more policies or fractions adds what is missing.
     """
     from kvjax.bench import machine
+    from kvjax.checkpoints.digest import weights_digest
     from kvjax.eval.candidates import candidates
     from kvjax.eval.results import Settings, read_rows
 
@@ -73,7 +74,9 @@ def compare(
     lm = session.load(model, dtype, compile_cache=compile_cache, weights=weights)
     from kvjax.eval.compare import Comparison
 
-    settings = dataclasses.replace(settings, model=lm.name, dtype=lm.params.number_format)
+    settings = dataclasses.replace(
+        settings, model=lm.name, dtype=lm.params.number_format, parameters=weights_digest(lm.params)
+    )
     files = _Files(out, settings, machine.describe())
     comparison = Comparison(lm, settings, rows=read_rows(out / RESULTS, settings), save=files.save, say=_say)
     if comparison.rows:

@@ -82,6 +82,7 @@ def recommend(
     the loss of the text that follows is measured. The answer is the flag to copy, with a table and a picture.
     """
     from kvjax.cache.quantisation import parse_storage
+    from kvjax.checkpoints.digest import weights_digest
     from kvjax.eval.candidates import candidates
     from kvjax.eval.recommend.folder import FILES, Folder, Settings, digest
     from kvjax.eval.recommend.passages import make_passages, read_texts
@@ -102,8 +103,9 @@ def recommend(
         if value > lm.config.max_position:
             raise UsageError(f"{name} is {value}, and this model's context is {lm.config.max_position}.")
     settings = Settings(
-        lm.name, lm.params.number_format, storage, digest(texts), context, batch, measured, passages, needles, seed
-    )
+        lm.name, lm.params.number_format, storage, digest(texts), context, batch, measured, passages, needles, seed,
+        weights_digest(lm.params),
+    )  # fmt: skip
     folder = Folder(out, settings)
     earlier = folder.earlier()
     made = make_passages(lm, texts, tokens=measured, passages=passages, needles=needles, seed=seed)

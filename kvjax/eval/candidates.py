@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import json
 import math
 import re
 from collections.abc import Sequence
 
-from kvjax.errors import UsageError
+from kvjax.errors import KvjaxError, UsageError
 from kvjax.model.config import ModelConfig
 from kvjax.policies import Full, format_policy, parse, registry
-from kvjax.policies.base import Policy
+from kvjax.policies.base import Policy, policies_within
 from kvjax.policies.best import resolve
+from kvjax.saving.description import policy_to_json
 
 #: Options that say how much is kept; a policy written with one of them is compared as it stands.
 _SIZES = ("ratio", "budget", "partition_ratio")
@@ -37,6 +40,20 @@ class Candidate:
             return parse(self.name)
         joint = "," if ":" in self.name else ":"
         return parse(f"{self.name}{joint}ratio={self.retained}")
+
+
+def profile_of(candidate: Candidate) -> str:
+    """A digest of the profiles that a cache's policy holds, which a file gave it; empty where it has none.
+
+    A profile that is made anew has the same name: rows of the one are no rows of the other.
+    """
+    try:
+        held = policies_within(candidate.policy())
+    except KvjaxError:
+        return ""
+    if all(getattr(policy, "profile", None) is None for policy in held):
+        return ""
+    return hashlib.sha256(json.dumps(policy_to_json(held[0]), sort_keys=True).encode()).hexdigest()[:16]
 
 
 def resolved(caches: Sequence[Candidate], config: ModelConfig, *, later: bool) -> list[Policy]:

@@ -18,7 +18,7 @@ from kvjax.cache.quantisation import parse_storage
 from kvjax.checkpoints.load import LanguageModel
 from kvjax.errors import KvjaxError
 from kvjax.eval.asking import Answers, Asker, Cost
-from kvjax.eval.candidates import Candidate
+from kvjax.eval.candidates import Candidate, profile_of
 from kvjax.eval.follow_ups import ANSWER_TOKENS, TURNS
 from kvjax.eval.material import Prompts, Talks, check_length, make_prompts, make_talks
 from kvjax.eval.recorded import RecordedDecoder, can_replay
@@ -74,6 +74,7 @@ class Comparison:
         with interruptible() as interrupt, compile_clock() as clock:
             asker = Asker(self.lm, parse_storage(self.settings.storage), clock, interrupt)
             for length in lengths:
+                self._forget_others(length, candidates)
                 done = {row.key for row in self.rows}
                 missing = [c for c in candidates if (length, c.name, c.retained) not in done]
                 if not missing:
@@ -93,6 +94,13 @@ class Comparison:
                     if number == len(missing) or missing[number].name != candidate.name:
                         jax.clear_caches()  # a policy's programs serve no other, and those of 50 caches take gigabytes
 
+    def _forget_others(self, length: int, candidates: Sequence[Candidate]) -> None:
+        """Leave out rows whose policies had other profiles than now, and refusals, which may have passed."""
+        now = {(length, each.name, each.retained): profile_of(each) for each in candidates}
+        self.rows = [
+            row for row in self.rows if row.key not in now or (row.refused is None and now[row.key] == row.profile)
+        ]
+
     def _material(self, length: int, asker: Asker) -> tuple[list[Prompts], Talks | None]:
         prompts = []
         for task in self.settings.tasks:
@@ -107,7 +115,7 @@ class Comparison:
     def _row(
         self, asker: Asker, candidate: Candidate, length: int, prompts: Sequence[Prompts], talks: Talks | None
     ) -> Row:
-        row = Row(length, candidate.name, candidate.retained)
+        row = Row(length, candidate.name, candidate.retained, profile=profile_of(candidate))
         try:
             policy = candidate.policy()
             for later in (True, False):

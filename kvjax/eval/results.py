@@ -33,6 +33,7 @@ class Settings:
       turns: whether conversations are held.
       storage: of the cache's rows, as ``generate`` takes it.
       seed: of the samples.
+      parameters: a digest of the model's weights; empty until they are known, and in results of earlier versions.
     """
 
     model: str
@@ -42,6 +43,7 @@ class Settings:
     turns: bool = True
     storage: str = "model"
     seed: int = 42
+    parameters: str = ""
 
     def __post_init__(self) -> None:
         whole_number("samples", self.samples, 1)
@@ -87,6 +89,7 @@ class Row:
       prefill_tokens_per_second: reading one prompt of this length, batch 1; measured once a policy.
       decode_tokens_per_second: of a whole batch; every step counts for every row, ended or not.
       seconds, compile_seconds: what the row took, compilation included, and compilation alone.
+      profile: a digest of the policy's profiles, see :func:`kvjax.eval.candidates.profile_of`.
     """
 
     length: int
@@ -101,6 +104,7 @@ class Row:
     decode_tokens_per_second: float = 0.0
     seconds: float = 0.0
     compile_seconds: float = 0.0
+    profile: str = ""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -217,7 +221,7 @@ def read_rows(path: Path, settings: Settings) -> list[Row]:
         raise UsageError(f"{path} holds no results of a comparison; choose another folder ({error}).") from error
     held = dataclasses.asdict(saved.settings)
     for name, value in dataclasses.asdict(settings).items():
-        if held[name] != value:
+        if held[name] != value and (name != "parameters" or held[name]):
             raise UsageError(
                 f"{path} holds results with {name} {_plain(held[name])} and {_plain(value)} is asked for; "
                 "rows of one table share their settings, so choose another folder."

@@ -76,6 +76,9 @@ class AdaptiveHeads(Rescoring):
         sure = self.protected(candidates, chunk) & valid
         sure = sure | self.of_turn(candidates, chunk, size, sure)
         scores = self.scores(layer, cache, candidates, chunk)
+        first = self.scoring.chosen_first(layer, cache, candidates, chunk)
+        room = jnp.maximum(size[:, None] - sure.sum(axis=-1, dtype=jnp.int32), 0)
+        sure = sure | top_mask(scores, room, valid & ~sure & first)
         least = jnp.maximum(floor_fraction(self.floor, size), 1)[:, None]
         sure = sure | top_mask(scores, jnp.maximum(least - sure.sum(axis=-1, dtype=jnp.int32), 0), valid & ~sure)
         marks = {**candidates.marks, **self.marks_after(layer, cache, candidates, chunk)}

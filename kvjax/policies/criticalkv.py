@@ -6,7 +6,7 @@ import dataclasses
 from typing import ClassVar
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from kvjax.cache.pool import LayerCache
 from kvjax.checks import number
@@ -67,9 +67,21 @@ class CriticalKV(Rescoring):
         )
         return {**super().marks_after(layer, cache, candidates, chunk), "output_norm": norm}
 
+    def chosen_first(
+        self, layer: int, cache: LayerCache, candidates: Candidates, chunk: PromptChunk
+    ) -> Bool[Array, "B H N"]:
+        return self._stages(layer, cache, candidates, chunk)[0]
+
     def scores(
         self, layer: int, cache: LayerCache, candidates: Candidates, chunk: PromptChunk
     ) -> Float[Array, "B H N"]:
+        chosen, scores, second = self._stages(layer, cache, candidates, chunk)
+        return jnp.where(chosen, second.max(axis=-1, keepdims=True) + 1 + scores, second)
+
+    def _stages(
+        self, layer: int, cache: LayerCache, candidates: Candidates, chunk: PromptChunk
+    ) -> tuple[Bool[Array, "B H N"], Float[Array, "B H N"], Float[Array, "B H N"]]:
+        """What the first stage keeps, the scores it goes by, and those of the second."""
         scores = self.inner_scores(layer, cache, candidates, chunk)
         if self.scoring.log_scores:
             scores = jnp.exp(scores)
@@ -81,5 +93,4 @@ class CriticalKV(Rescoring):
         known = candidates.valid & (norm > 0)
         mean = jnp.where(known, norm, 0.0).sum(axis=-1, keepdims=True)
         norm = jnp.where(known, norm, mean / jnp.maximum(known.sum(axis=-1, keepdims=True), 1))
-        second = jnp.where(free, (scores + self.epsilon) * norm, 0.0)
-        return jnp.where(chosen, second.max(axis=-1, keepdims=True) + 1 + scores, second)
+        return chosen, scores, jnp.where(free, (scores + self.epsilon) * norm, 0.0)

@@ -120,6 +120,12 @@ class Selecting(Sized):
         """Candidates that stay whatever they score."""
         return jnp.zeros(candidates.k.shape[:3], bool)
 
+    def chosen_first(
+        self, layer: int, cache: LayerCache, candidates: Candidates, chunk: PromptChunk
+    ) -> Bool[Array, "B H N"]:
+        """Candidates that a head chose before others: their scores are no scores to compare heads by."""
+        return jnp.zeros(candidates.k.shape[:3], bool)
+
     def marks_after(
         self, layer: int, cache: LayerCache, candidates: Candidates, chunk: PromptChunk
     ) -> dict[str, Array]:

@@ -12,13 +12,15 @@ import jax
 import numpy as np
 import pytest
 import toys
+from support.scorers import random_scorer
 
 from kvjax import files
 from kvjax.cache.groups import parts
+from kvjax.calibrate import save_profile
 from kvjax.errors import KvjaxError, UsageError
 from kvjax.eval import candidates, pictures, results
 from kvjax.eval import comparison_report as report
-from kvjax.eval.candidates import Candidate
+from kvjax.eval.candidates import Candidate, profile_of
 from kvjax.eval.compare import Comparison
 from kvjax.eval.follow_ups import TURNS
 from kvjax.eval.material import make_prompts
@@ -176,6 +178,37 @@ def test_what_is_there_is_not_measured_again(lm, compared):
     again = Comparison(lm, SETTINGS, rows=comparison.rows, save=saved.append)
     again.run(candidates.candidates("streamingllm", [0.5]), [LENGTH])
     assert not saved and again.rows == comparison.rows
+
+
+def test_what_was_refused_is_tried_again(lm, compared, monkeypatch):
+    """A cache may not have fitted for the moment."""
+    comparison, _, _ = compared
+    rows = [dataclasses.replace(comparison.rows[1], answers=(), refused="It did not fit.")]
+    again = Comparison(lm, SETTINGS, rows=rows)
+    monkeypatch.setattr(again, "_material", lambda *_: ([], None))
+    monkeypatch.setattr(
+        again, "_row", lambda _, candidate, length, *rest: Row(length, candidate.name, candidate.retained)
+    )
+    again.run(candidates.candidates("streamingllm", [0.5]), [LENGTH])
+    assert [row.refused for row in again.rows if row.policy == "streamingllm"] == [None]
+
+
+def test_rows_of_a_profile_that_was_made_anew_are_not_kept(lm, tmp_path, monkeypatch):
+    file = tmp_path / "p.yaml"
+    chosen = [Candidate(f"learned:profile={file}", 0.5)]
+    found, said = [], []
+    monkeypatch.setattr("kvjax.eval.compare._mean_bytes", lambda *_: {})
+    monkeypatch.setattr("kvjax.eval.compare.describe", lambda row: row.name)
+    for seed in (0, 0, 1):
+        save_profile(random_scorer(lm.config, seed), file)
+        again = Comparison(lm, SETTINGS, rows=found[-1] if found else (), speed=False, say=said.append)
+        monkeypatch.setattr(again, "_material", lambda *_: ([], None))
+        monkeypatch.setattr(again, "_ask", lambda *_: ())
+        again.run(chosen, [LENGTH])
+        found.append(again.rows)
+        assert len(again.rows) == 1 and again.rows[0].profile == profile_of(chosen[0]) != ""
+    assert len([line for line in said if "[1/1]" in line]) == 2, "measured once for each profile"
+    assert profile_of(Candidate("lagkv", 0.5)) == profile_of(Candidate("no policy")) == ""
 
 
 def test_ctrl_c_keeps_the_rows_before_it(lm, monkeypatch):

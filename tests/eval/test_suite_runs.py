@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 import toys
-from support.suite_runs import CACHES, ITEMS, SETTINGS, question, without_times
+from support.suite_runs import CACHES, ITEMS, SETTINGS, answer, journal_at, question, without_times
 
 import kvjax
 from kvjax import progress
@@ -55,6 +55,23 @@ def whole(lm, tmp_path_factory):
     path = tmp_path_factory.mktemp("whole") / "answers.jsonl"
     run(lm, path)
     return path
+
+
+def test_answers_under_another_profile_are_forgotten_and_replaced(tmp_path):
+    path = tmp_path / "answers.jsonl"
+    journal = journal_at(path)
+    journal.add(answer(ITEMS[0]))
+    journal.add(dataclasses.replace(answer(ITEMS[0], "learned"), profile="old"))
+    journal.close()
+    again = journal_at(path)
+    again.forget_others({("full", None): "", ("learned", 0.5): "new"})
+    assert [one.policy for one in again.answers.values()] == ["full"]
+    again.add(dataclasses.replace(answer(ITEMS[0], "learned", "blue"), profile="new"))
+    again.close()
+    last = journal_at(path)
+    last.forget_others({("learned", 0.5): "new"})
+    assert [one.text for one in last.answers.values()] == ["red", "blue"]
+    last.close()
 
 
 def test_every_question_is_answered_by_every_cache(whole, lm):

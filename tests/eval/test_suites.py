@@ -208,6 +208,37 @@ BROKEN = {
     "ruler/squad.json": (b"[]", "ruler", "no file of SQuAD 2.0 questions"),
     "ruler/hotpotqa.json": (b"[]", "ruler", "holds no questions"),
 }
+_SQUAD = '{"data": [{"paragraphs": [{"context": CONTEXT, "qas": [ASKED, ASKED]}]}]}'
+_ASKED = '{"question": QUESTION, "is_impossible": false, "answers": ANSWERS}'
+
+
+@pytest.mark.parametrize(
+    ("question", "answers", "context", "sentence"),
+    [
+        ("null", '[{"text": "t"}]', '"c"', "question 1 lacks its text or an answer"),
+        ('"q"', '[{"text": 5}]', '"c"', "question 1 lacks its text or an answer"),
+        ('"q"', "[]", '"c"', "question 1 lacks its text or an answer"),
+        ('"q"', '[{"text": "t"}]', "5", "holds a document that is no text"),
+    ],
+)
+def test_questions_without_text_are_refused_before_any_is_asked(question, answers, context, sentence, tmp_path):
+    asked = _ASKED.replace("QUESTION", question).replace("ANSWERS", answers)
+    path = tmp_path / "ruler" / "squad.json"
+    path.parent.mkdir()
+    path.write_text(_SQUAD.replace("ASKED", asked).replace("CONTEXT", context))
+    with pytest.raises(UsageError, match=sentence) as caught:
+        asked_of(SUITES["ruler"], DataFolder(tmp_path), tasks=("qa_1",))
+    assert str(path) in str(caught.value)
+
+
+def test_two_questions_of_one_id_are_refused(tmp_path):
+    names = ("question_id", "question_type", "question", "answer", "question_date")
+    row = dict.fromkeys(names, "multi-session") | {"haystack_dates": [], "haystack_sessions": []}
+    path = tmp_path / "longmemeval" / "longmemeval_sample_adit.json"
+    path.parent.mkdir()
+    path.write_text(json.dumps([row, row]))
+    with pytest.raises(UsageError, match="has two questions with the id 'multi-session'"):
+        asked_of(SUITES["longmemeval"], DataFolder(tmp_path))
 
 
 @pytest.mark.parametrize("name", BROKEN)

@@ -13,7 +13,7 @@ from support.choosing import assert_alone, assert_same, best
 
 import kvjax
 from kvjax.errors import UsageError
-from kvjax.policies import Compactor, CriticalKV, KeyDiff, KVzip
+from kvjax.policies import AdaptiveHeads, Compactor, CriticalKV, KeyDiff, KVzip, SnapKV
 
 BUDGET, SINK = 12, 3
 CHOSEN = CriticalKV(budget=BUDGET, inner=KVzip(sink=SINK))
@@ -80,6 +80,20 @@ def test_norms_are_those_of_the_products_with_the_output_projection(weights):
     rows = (eye @ rows).reshape(c.num_kv_heads, c.group_size, c.head_dim, -1)
     wanted = np.abs(np.einsum("bhtd,hgdm->bhgtm", v, rows)).sum(axis=-1)
     np.testing.assert_allclose(found, wanted, rtol=1e-4)
+
+
+@pytest.mark.parametrize("scope", ["layer", "model"])
+def test_under_one_budget_for_all_heads_what_is_chosen_first_stays(scope):
+    """Its numbers are of one head: those of a head with large products would push the others' first choices out."""
+    lm = toys.tiny_model(num_heads=4, num_kv_heads=4)
+    for layer in lm.params.layers:
+        layer.out[...] = layer.out[...].at[: lm.config.head_dim].multiply(30.0)  # of the first head
+    policy = AdaptiveHeads(budget=40, inner=CriticalKV(inner=SnapKV(window=8)), scope=scope, floor=0.0)
+    output = kvjax.generate(
+        lm, np.random.default_rng(0).integers(3, 250, 200).tolist(), policy=policy, max_new_tokens=0
+    )
+    kept = np.array(output.stats.retained)
+    assert kept.sum() == 40 * kept.size and kept.min() >= 20 and kept[:, 0].min() > 60
 
 
 def test_it_runs_over_any_policy_of_attention_and_refuses_others():

@@ -6,9 +6,10 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from kvjax.checkpoints.digest import weights_digest
 from kvjax.checkpoints.load import LanguageModel
 from kvjax.errors import UsageError
-from kvjax.eval.candidates import Candidate
+from kvjax.eval.candidates import Candidate, profile_of
 from kvjax.eval.papers.paper import Ground, Paper
 from kvjax.eval.papers.registry import grounds
 from kvjax.eval.suites import estimate
@@ -88,7 +89,8 @@ class Measured:
             self.absent, self.journal = str(error), None
             return
         self.refused = self._runner.refused
-        self.journal.begin(f"{digest(self.items)} in {lm.params.number_format}")
+        self.journal.begin(f"{digest(self.items)} in {lm.params.number_format} {weights_digest(lm.params)}")
+        self.journal.forget_others({(each.name, each.retained): profile_of(each) for each in self.caches})
 
     @property
     def missing(self) -> int:

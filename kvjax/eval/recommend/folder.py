@@ -27,6 +27,7 @@ class Settings:
     Attributes:
       model, number_format: of the weights. storage: of the caches. texts: a digest.
       context, batch: the request. tokens, passages, needles, seed: what is measured.
+      parameters: a digest of the weights; empty in folders of earlier versions.
     """
 
     model: str
@@ -39,6 +40,7 @@ class Settings:
     passages: int
     needles: int
     seed: int
+    parameters: str = ""
 
 
 def digest(texts: Sequence[str]) -> str:
@@ -79,7 +81,7 @@ class Folder:
             raise UsageError(f"{file} was not written by this command; choose another --out ({error}).") from error
         for field in dataclasses.fields(Settings):
             old, new = getattr(saved.settings, field.name), getattr(self._settings, field.name)
-            if old != new:
+            if old != new and (field.name != "parameters" or old):
                 raise UsageError(
                     f"{self.path} holds measurements whose {field.name} is {old}, and {new} is asked for; choose "
                     "another --out."

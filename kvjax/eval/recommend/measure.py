@@ -14,7 +14,7 @@ from kvjax.checkpoints.load import LanguageModel
 from kvjax.checks import MOST_BYTES
 from kvjax.errors import DoesNotFit, KvjaxError
 from kvjax.eval.asking import Asker
-from kvjax.eval.candidates import REFERENCE, Candidate
+from kvjax.eval.candidates import REFERENCE, Candidate, profile_of
 from kvjax.eval.material import check_record
 from kvjax.eval.recommend.passages import ANSWER_TOKENS, Passage
 from kvjax.eval.recorded import RecordedDecoder, can_replay, record
@@ -44,6 +44,7 @@ class Measured:
       found: of each needle, whether the answer has its number. losses: of each passage, the mean negative
         log-likelihood of the tokens that follow, in nats.
       refused: why it was not measured, or None.
+      profile: a digest of the policy's profiles, see :func:`kvjax.eval.candidates.profile_of`.
     """
 
     policy: str
@@ -51,6 +52,7 @@ class Measured:
     found: tuple[float, ...] = ()
     losses: tuple[float, ...] = ()
     refused: str | None = None
+    profile: str = ""
 
     @property
     def accuracy(self) -> float:
@@ -125,7 +127,8 @@ def measure(
       KvjaxError: the full cache cannot be measured.
       KeyboardInterrupt: Ctrl-C; what was measured before was given to ``save``.
     """
-    rows = list(done)
+    profiles = {name_of(candidate): profile_of(candidate) for candidate in candidates}
+    rows = [row for row in done if profiles.get(row.policy, row.profile) == row.profile]
     known = {row.policy for row in rows}
     made: RecordedDecoder | None = None
     with interruptible() as interrupt, compile_clock() as clock:
@@ -140,6 +143,7 @@ def measure(
                 made = record(lm.params, [passage.context for passage in passages])
                 asker.check()
             row = _measured(asker, made, passages, candidate, request)
+            row = dataclasses.replace(row, profile=profiles[row.policy])
             if row.refused is not None and row.policy == REFERENCE:
                 raise KvjaxError(row.refused)  # there is nothing to compare with
             rows.append(row)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from kvjax.checkpoints.load import LanguageModel
-from kvjax.eval.candidates import Candidate
+from kvjax.eval.candidates import Candidate, profile_of
 from kvjax.eval.suites.journal import Answer
 from kvjax.eval.suites.prompts import Prepared
 from kvjax.generation import generate
@@ -76,6 +76,7 @@ class Asker:
                 decode_seconds=output.stats.decode_seconds / len(batch),
                 read_tokens=sum(piece[row].stats.prompt_tokens for piece in read),
                 first_token=output.tokens[0] if output.tokens else None,
+                profile=profile_of(candidate),
             )
             for row, (one, output, text) in enumerate(zip(batch, outputs, texts, strict=True))
         ]

@@ -49,6 +49,11 @@ def read_questions(task: str, path: Path) -> tuple[list[Question], list[str]]:
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         kind = "SQuAD 2.0" if task == "qa_1" else "HotpotQA (distractor)"
         raise UsageError(f"{path} is no file of {kind} questions.") from error
+    for number, one in enumerate(questions, 1):
+        if not all(isinstance(text, str) and text.strip() for text in (one.query, *one.outputs)) or not one.outputs:
+            raise UsageError(f"{path}: question {number} lacks its text or an answer to it.")
+    if not all(isinstance(text, str) for text in documents):
+        raise UsageError(f"{path} holds a document that is no text.")
     if not questions:
         raise UsageError(f"{path} holds no questions.")
     return questions, documents

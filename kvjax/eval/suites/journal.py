@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -53,6 +54,7 @@ class Answer:
       read_tokens: of the prompt, those that were read in that time, without what an earlier question shared; None in
         answers of earlier versions, which read all of it.
       first_token: the first id that was generated; None where none was, and in answers of earlier versions.
+      profile: a digest of the policy's profiles, see :func:`kvjax.eval.candidates.profile_of`.
     """
 
     policy: str
@@ -69,6 +71,7 @@ class Answer:
     decode_seconds: float
     read_tokens: int | None = None
     first_token: int | None = None
+    profile: str = ""
 
     @property
     def key(self) -> tuple[str, float | None, str]:
@@ -108,7 +111,7 @@ class Journal:
                     self._held = self._header(value)
                 else:
                     answer: Answer = validated(Answer, value)
-                    self.answers.setdefault(answer.key, answer)
+                    self.answers[answer.key] = answer  # a later one was asked under another profile
             except NotADocument as error:
                 raise UsageError(
                     f"{self.path}, line {number} is no line of a journal ({error}); choose another folder."
@@ -131,6 +134,14 @@ class Journal:
                     f"{self.path.parent} holds answers with {field.name} {_plain(old)} and {_plain(new)} is asked for; "
                     "the answers of one report share their settings, so choose another folder."
                 )
+
+    def forget_others(self, profiles: Mapping[tuple[str, float | None], str]) -> None:
+        """Leave out answers of caches whose policies had other profiles than these."""
+        self.answers = {
+            key: answer
+            for key, answer in self.answers.items()
+            if profiles.get((answer.policy, answer.retained), answer.profile) == answer.profile
+        }
 
     def begin(self, questions: str) -> None:
         """The questions are known: compare them with the file's, and open it."""

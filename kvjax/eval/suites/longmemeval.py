@@ -8,7 +8,7 @@ from collections import Counter
 from typing import Any
 
 from kvjax.checkpoints.load import LanguageModel
-from kvjax.errors import UsageError
+from kvjax.errors import UsageError, quoted
 from kvjax.eval.suites.data import DataFolder, from_hub, read_json, row_of
 from kvjax.eval.suites.item import Asked, Item, Suite
 from kvjax.eval.suites.prompts import room_of
@@ -18,6 +18,7 @@ PLACES = (
     "longmemeval/longmemeval_s_cleaned.json",
     "longmemeval/longmemeval_s.json",
     "longmemeval/longmemeval_oracle.json",
+    "longmemeval/longmemeval_sample_adit.json",  # a few of its questions, as published for trying out
 )
 #: Types whose answer is a text that an answer can contain; a preference's is a rubric, which only a judge can read.
 TYPES = (
@@ -64,6 +65,8 @@ def _read(data: DataFolder) -> list[Row]:
     )
     rows = read_json(path, list[dict[str, Any]])
     found = [row_of(row, Row, f"{path}, row {number}") for number, row in enumerate(rows, 1)]
+    if twice := [name for name, count in Counter(row.question_id for row in found).items() if count > 1]:
+        raise UsageError(f"{path} has two questions with the id {quoted(twice[0])}.")
     for row in found:
         if len(row.haystack_dates) != len(row.haystack_sessions):
             raise UsageError(f"{path}: {row.question_id} has not a date for each of its chats.")
