@@ -24,6 +24,11 @@ class UsageError(KvjaxError, ValueError):
     """A request that makes no sense as stated (an unknown policy, a ratio of 3); the CLI exits with 2."""
 
 
+def missing_extra(what: str, extra: str) -> str:
+    """A sentence on what a package that is not there is needed for; kvjax is installed from a clone."""
+    return f"{what}; install the extra {extra}, in the clone of kvjax: pip install '.[{extra}]'."
+
+
 class DoesNotFit(KvjaxError):
     """The planned bytes exceed the device's memory; the sentence names a request that would fit.
 

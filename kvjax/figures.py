@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 from typing import TYPE_CHECKING
 
-from kvjax.errors import KvjaxError
+from kvjax.errors import KvjaxError, missing_extra
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -17,7 +17,7 @@ def new_figure(width: float, height: float) -> Figure:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise KvjaxError("Pictures need the package matplotlib; pip install 'kvjax[eval]'.") from error
+        raise KvjaxError(missing_extra("Pictures need the package matplotlib", "eval")) from error
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
     return figure

@@ -212,7 +212,10 @@ class Request:
         return size
 
     def _notify(self, totals: Sequence[int]) -> None:
-        """Say, once of a policy, what it cannot do for rows of these many tokens."""
+        """Say, once, which options change nothing, and once of a policy what it cannot do for rows of these many
+        tokens."""
+        if self.options.temperature == 0 and self.options.max_new_tokens and (idle := self._idle_options()):
+            say_once(f"At temperature 0, which is greedy decoding, {', '.join(idle)} change nothing.")
         if self.policy in _notified:
             return
         notices = (self.policy.notice(self.lm.config, total) for total in dict.fromkeys(totals))
@@ -220,6 +223,17 @@ class Request:
         if notice is not None:
             _notified.add(self.policy)
             say_once(notice)
+
+    def _idle_options(self) -> list[str]:
+        """Options of sampling that were given."""
+        options = self.options
+        given = {
+            "n": self.n > 1,
+            "top_k": options.top_k is not None,
+            "top_p": options.top_p < 1,
+            "min_p": options.min_p > 0,
+        }
+        return [name for name, there in given.items() if there]
 
     def may_grow(self, cache: Cache, new_capacity: int) -> bool:
         """Whether a cache fits beside its larger successor, which exist together while it is copied."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from kvjax.documents import NotADocument, parse_json
-from kvjax.errors import KvjaxError, UsageError
+from kvjax.errors import KvjaxError, UsageError, missing_extra
 from kvjax.files import check_local, file_digest
 
 #: Columns of a row; others are ignored.
@@ -167,4 +167,4 @@ def needed(module: str, what: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise KvjaxError(f'{what} need {module.split(".")[0]}; install it with: pip install "kvjax[batch]"') from error
+        raise KvjaxError(missing_extra(f"{what} need the package {module.split('.')[0]}", "batch")) from error

@@ -35,7 +35,7 @@ NO_TOKEN, OPEN_MESSAGE = -1, -2
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Cache:
     """Every layer's pool with the rows' counters.
 
@@ -68,6 +68,12 @@ class Cache:
     @property
     def batch(self) -> int:
         return self.seen.shape[0]
+
+    def __repr__(self) -> str:
+        """What there is, without the arrays."""
+        there = [leaf for leaf in jax.tree.leaves(self) if hasattr(leaf, "nbytes")]  # a shape alone has none
+        size = f"{sum(leaf.nbytes for leaf in there):,}"
+        return f"Cache(rows={self.batch}, layers={len(self.layers)}, policy={self.policy}, nbytes={size})"
 
     @property
     def nbytes(self) -> int:

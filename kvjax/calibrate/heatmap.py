@@ -6,7 +6,7 @@ import importlib.util
 import io
 from typing import Literal
 
-from kvjax.errors import UsageError
+from kvjax.errors import UsageError, missing_extra
 from kvjax.policies.head_choice import protected_heads
 from kvjax.policies.profile import HeadProfile
 
@@ -14,7 +14,7 @@ from kvjax.policies.profile import HeadProfile
 def require_matplotlib() -> None:
     """Say in one sentence that there can be no picture (UsageError), before anything is computed for it."""
     if importlib.util.find_spec("matplotlib") is None:
-        raise UsageError("The picture needs matplotlib; install kvjax[eval], or ask for no picture.")
+        raise UsageError(missing_extra("The picture needs the package matplotlib", "eval"))
 
 
 def heatmap(

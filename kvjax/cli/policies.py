@@ -19,13 +19,15 @@ def _describe(policy: type) -> tuple[list[dict[str, Any]], str]:
     # A default may be chosen when the policy is made, such as its size when none is given.
     made = None if needed else policy()
     for field in options_of(policy):
+        if str(field.type).startswith("tuple"):
+            continue  # no text says it
         default = None if made is None else getattr(made, field.name)
         if default is None and field.name == "inner" and isinstance(made, Rescoring):
             default = format_policy(made.usual()).partition(":")[0]
         kind = field.type if isinstance(field.type, str) else getattr(field.type, "__name__", str(field.type))
         fields.append({"name": field.name, "type": kind, "required": field in needed, "default": default})
     summary = (policy.__doc__ or "").strip().splitlines()
-    return fields, summary[0] if summary else ""
+    return fields, summary[0].replace("``", "") if summary else ""
 
 
 @app.command()

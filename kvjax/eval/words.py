@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 from typing import overload
 
-from kvjax.errors import KvjaxError
+from kvjax.errors import KvjaxError, missing_extra
 
 
 class WordPairs(Sequence[str]):
@@ -56,7 +56,7 @@ def word_pairs() -> WordPairs:
     try:
         from wonderwords import RandomWord
     except ImportError as error:
-        raise KvjaxError("RULER's words come from the package wonderwords; pip install 'kvjax[eval]'.") from error
+        raise KvjaxError(missing_extra("RULER's words come from the package wonderwords", "eval")) from error
     words = RandomWord()
     return WordPairs(
         words.filter(include_categories=["adjective"]),

@@ -22,6 +22,11 @@ from kvjax.policies.streaming import StreamingLLM
 _STREAMING = 0.2
 
 
+#: First tokens that streaming heads keep, of rings of a size of their own, and of those that a ratio sizes. On the
+#: default model with prompts of 440 to 700 tokens and ratio 0.5, 64 found 0 of 12 needles, 16 all of them.
+_SINKS, _SINKS_OF_RATIO = 64, 16
+
+
 @dataclasses.dataclass(frozen=True)
 class DuoAttention(HeadWise):
     """Keep everything in heads with high gates, sinks and recent tokens in the others (DuoAttention, arXiv 2410.10819).
@@ -30,9 +35,10 @@ class DuoAttention(HeadWise):
     with kvjax for this model when not given): how much of its output needs attention to all tokens. Retrieval heads are
     those with a gate above 0.5, or, with ``heads``, this fraction of the KV heads, those with the highest gates.
 
-    The other heads keep their first ``sink`` tokens and a ring of ``recent`` ones. ``ratio`` instead says what the
+    The other heads keep their first ``sink`` tokens, 64, and a ring of ``recent`` ones. ``ratio`` instead says what the
     whole cache keeps, retrieval heads included, as a fraction of the tokens: a ring has about a fifth of this fraction,
-    in place of ``recent``, and as many heads as the rest allows keep everything, unless ``heads`` says how many.
+    in place of ``recent`` and its sinks, and as many heads as the rest allows keep everything, unless ``heads`` says
+    how many. There ``sink`` is 16 when not given: of a ring of 70 tokens, for prompts of 700, 64 sinks would leave 6.
     ``inner`` gives these heads to another policy of tokens.
 
     Decided where the authors' code differs: its ratio is of heads alone, whatever their rings hold; that is ``heads``.
@@ -43,7 +49,7 @@ class DuoAttention(HeadWise):
     layers_alike: ClassVar[bool] = True
 
     profile: GateProfile | str | None = None
-    sink: int = 64
+    sink: int | None = None
     recent: int = 256
     ratio: float | None = None
     heads: float | None = None
@@ -56,7 +62,8 @@ class DuoAttention(HeadWise):
             raise UsageError(
                 f"profile is {quoted(self.profile)}; give a file of `kvjax calibrate gates`, or its GateProfile."
             )
-        whole_number("sink", self.sink, 0, MOST_SLOTS)
+        if self.sink is not None:
+            whole_number("sink", self.sink, 0, MOST_SLOTS)
         whole_number("recent", self.recent, 1, MOST_SLOTS)
         if self.ratio is not None:
             number("ratio", self.ratio, 0, 1, open_below=True)
@@ -66,7 +73,7 @@ class DuoAttention(HeadWise):
         if self.inner is None:
             return
         check_inner(self.inner)
-        if changed(self, ("sink", "recent")):
+        if self.sink not in (None, _SINKS) or changed(self, ("recent",)):  # 64 is what earlier versions saved
             raise UsageError("sink and recent shape the default inner; leave them out.")
         if self.ratio is not None and ("ratio" not in sizes_of(self.inner) or has_own_size(self.inner)):
             raise UsageError(
@@ -81,7 +88,11 @@ class DuoAttention(HeadWise):
 
     @property
     def unsized(self) -> Policy:
-        return self.inner or StreamingLLM(sink=self.sink, window=None if self.ratio else self.recent)
+        if self.inner is not None:
+            return self.inner
+        if self.ratio is None:
+            return StreamingLLM(sink=_SINKS if self.sink is None else self.sink, window=self.recent)
+        return StreamingLLM(sink=_SINKS_OF_RATIO if self.sink is None else self.sink)
 
     def check(self, config: ModelConfig) -> None:
         self._profile_of(config).check(config)

@@ -94,6 +94,8 @@ def _plain(policy: Policy) -> Policy:
 
 def _parse(text: Any, depth: int) -> Policy:
     """:func:`parse` of a policy that is so deep in others."""
+    if isinstance(text, type) and issubclass(text, Policy):
+        raise UsageError(f"{text.__name__} is a class of policies; give one of them, such as kvjax.{text.__name__}().")
     if not isinstance(text, str):
         raise UsageError(f'{quoted(text)} is not a policy; give a kvjax policy or text such as "lagkv:ratio=0.25".')
     name, _, options = text.strip().partition(":")

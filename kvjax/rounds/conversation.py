@@ -61,7 +61,7 @@ class Round:
     used: int
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Conversation:
     """Rows under RoundAttention between two turns; ``output.cache`` under that policy.
 
@@ -110,6 +110,12 @@ class Conversation:
         """Layers, KV heads and channels of the model it belongs to."""
         below, heads, dim = self.lower.model_shape
         return below + self.prefix[0].upper.kv.shape[0], heads, dim
+
+    def __repr__(self) -> str:
+        """What there is, without the arrays."""
+        rounds = [len(row) for row in self.rounds]
+        sizes = f"nbytes={self.nbytes:,}, host_nbytes={self.host_nbytes:,}"
+        return f"Conversation(rows={self.batch}, rounds={rounds}, policy={self.policy}, {sizes})"
 
     @property
     def nbytes(self) -> int:

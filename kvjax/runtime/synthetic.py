@@ -122,15 +122,3 @@ def run_steps(params: Decoder, state: DecodeState, controls: Controls, steps: in
     start = time.perf_counter()
     state, _ = jax.block_until_ready(ONE_DEVICE.chunk(params, state, controls, steps))
     return state, (time.perf_counter() - start) / steps
-
-
-def time_steps(params: Decoder, cache: Cache, *, steps: int = 16, repeats: int = 5) -> list[float]:
-    """Seconds per decode step from this cache, ``repeats`` times after one uncounted call; the cache is consumed."""
-    config = params.config
-    controls = benchmark_controls(config, cache.batch)
-    state, _ = run_steps(params, decode_state(config, cache), controls, steps)
-    seconds = []
-    for _ in range(repeats):
-        state, taken = run_steps(params, state, controls, steps)
-        seconds.append(taken)
-    return seconds

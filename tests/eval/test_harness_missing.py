@@ -13,4 +13,5 @@ def test_the_command_names_the_extra(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     assert main(["lm-eval", "--tasks", "arc_easy"]) == 1
     said = capsys.readouterr().err
-    assert said == "kvjax: lm-evaluation-harness is in the extra lm-eval: pip install 'kvjax[lm-eval]'.\n"
+    how = "install the extra lm-eval, in the clone of kvjax: pip install '.[lm-eval]'"
+    assert said == f"kvjax: This needs lm-evaluation-harness; {how}.\n"

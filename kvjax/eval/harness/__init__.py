@@ -12,11 +12,11 @@ Importing this package registers the model ``kvjax`` with ``lm_eval``, which the
 
 from __future__ import annotations
 
-from kvjax.errors import KvjaxError
+from kvjax.errors import KvjaxError, missing_extra
 
 try:
     import lm_eval as lm_eval
 except ImportError as error:
-    raise KvjaxError("lm-evaluation-harness is in the extra lm-eval: pip install 'kvjax[lm-eval]'.") from error
+    raise KvjaxError(missing_extra("This needs lm-evaluation-harness", "lm-eval")) from error
 
 from kvjax.eval.harness.model import HarnessModel as HarnessModel

@@ -8,7 +8,7 @@ from typing import Any
 
 from kvjax.checkpoints.load import LanguageModel
 from kvjax.documents import NotADocument, parse_json
-from kvjax.errors import KvjaxError, UsageError
+from kvjax.errors import KvjaxError, UsageError, missing_extra
 from kvjax.eval.suites.data import DataFolder, from_hub, read_text
 from kvjax.eval.suites.item import Asked, Item, Suite
 from kvjax.eval.suites.short_tasks import TASKS, Question
@@ -56,7 +56,7 @@ def _parquet(path: Path) -> list[Any]:
         import pyarrow.parquet  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise KvjaxError(
-            "Data sets of the hub are Parquet files, which pyarrow reads; pip install 'kvjax[batch]'."
+            missing_extra("Data sets of the hub are Parquet files, which the package pyarrow reads", "batch")
         ) from error
     return pyarrow.parquet.read_table(path).to_pylist()
 

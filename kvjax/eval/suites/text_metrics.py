@@ -9,7 +9,7 @@ import string
 from collections import Counter
 from collections.abc import Sequence
 
-from kvjax.errors import KvjaxError
+from kvjax.errors import KvjaxError, missing_extra
 from kvjax.eval.suites.rouge import rouge_l
 
 #: Punctuation of Chinese text, and of English text.
@@ -51,9 +51,7 @@ def _jieba() -> object:
             warnings.simplefilter("ignore")
             import jieba  # pyright: ignore[reportMissingImports]
     except ImportError as error:
-        raise KvjaxError(
-            "Chinese answers are cut into words by the package jieba; pip install 'kvjax[eval]', or name other --tasks."
-        ) from error
+        raise KvjaxError(missing_extra("Chinese answers are cut into words by the package jieba", "eval")) from error
     jieba.setLogLevel(60)  # it tells how long its dictionary took
     return jieba
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from scipy.special import zeta
 
-from kvjax.errors import KvjaxError, UsageError
+from kvjax.errors import KvjaxError, UsageError, missing_extra
 from kvjax.eval.ruler import Encoder, Sample
 from kvjax.eval.suites.data import read_json
 from kvjax.eval.suites.sizes import largest, too_short
@@ -44,7 +44,7 @@ def _words(seed: int) -> list[str]:
     try:
         from wonderwords import RandomWord
     except ImportError as error:
-        raise KvjaxError("RULER's words come from the package wonderwords; pip install 'kvjax[eval]'.") from error
+        raise KvjaxError(missing_extra("RULER's words come from the package wonderwords", "eval")) from error
     lists = RandomWord()
     found = {word for kind in ("noun", "adjective", "verb") for word in lists.filter(include_categories=[kind])}
     words = sorted(found)
