@@ -12,10 +12,12 @@ import sys
 import typing
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
 import kvjax
+from kvjax.checkpoints import fill
 from kvjax.options import FIELDS, ChatKeywords, GenerationKeywords
 
 USER = Path(__file__).parent / "typing" / "user.py"
@@ -68,6 +70,10 @@ def test_numpys_numbers_are_numbers(tiny_model, tmp_path):
         (lambda lm, cache: kvjax.score(lm, "a", [{"role": "user", "content": "x"}]), "holds a message"),
         (lambda lm, cache: kvjax.Chat(lm, system=3), "system is 3; give text"),
         (lambda lm, cache: kvjax.Chat("smollm2"), r"kvjax\.load"),
+        (
+            lambda lm, cache: kvjax.generate(lm, "x", policy=kvjax.LagKV),
+            r"LagKV is a class of policies; .* kvjax\.LagKV\(\)",
+        ),
     ],
 )
 def test_natural_mistakes_are_one_sentence(tiny_model, ask, says):
@@ -75,6 +81,30 @@ def test_natural_mistakes_are_one_sentence(tiny_model, ask, says):
     with pytest.raises(kvjax.UsageError, match=says):
         ask(tiny_model, cache)
     assert kvjax.generate(tiny_model, "x", cache=cache, max_new_tokens=1).tokens
+
+
+def test_options_of_sampling_are_said_to_change_nothing_at_temperature_0(tiny_model, capsys):
+    fill.say_once.cache_clear()
+    for _ in range(2):
+        kvjax.generate(tiny_model, "x", n=2, top_k=3, min_p=0.1, max_new_tokens=2, progress=False)
+    assert (
+        capsys.readouterr().err
+        == "kvjax: At temperature 0, which is greedy decoding, n, top_k, min_p change nothing.\n"
+    )
+    kvjax.generate(tiny_model, "x", n=2, top_p=0.5, temperature=0.5, max_new_tokens=2, progress=False)
+    kvjax.generate(tiny_model, "x", n=2, max_new_tokens=0, progress=False)
+    kvjax.generate(tiny_model, "x", max_new_tokens=2, progress=False)
+    assert capsys.readouterr().err == ""
+
+
+def test_what_a_prompt_shows_of_caches_has_no_arrays(tiny_model):
+    cache = kvjax.read(tiny_model, "abcdef " * 9, policy="lagkv:ratio=0.5,lag=8")
+    rounds = kvjax.generate(tiny_model, "abcdef", policy="round:watershed=1", max_new_tokens=2).cache
+    assert repr(cache).startswith("Cache(rows=1, layers=2, policy=LagKV(") and f"nbytes={cache.nbytes:,}" in repr(cache)
+    assert repr(rounds).startswith("Conversation(rows=1, rounds=[1], policy=RoundAttention(")
+    assert "array" not in (repr(cache) + repr(rounds)).lower() and len(repr(cache)) < 300
+    shapes = jax.eval_shape(lambda held: held, cache)
+    assert repr(shapes).startswith("Cache(rows=1, layers=2, ")
 
 
 @pytest.mark.parametrize("function", [kvjax.generate, kvjax.stream_generate, kvjax.batch.run, kvjax.Chat])

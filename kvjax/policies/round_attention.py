@@ -36,7 +36,8 @@ class RoundAttention(Policy):
 
     ``strategy`` (3.3): "topk" takes the ``top`` fraction of rounds, rounded down; "fixed" those with qAtt above
     ``threshold``; "adaptive" those above the mean and ``std`` standard deviations; "above_mean" those above the mean
-    (4.4). Always at least one; of equal rounds the later; each row of a batch selects for itself.
+    (4.4). Always at least one; of equal rounds the later; each row of a batch selects for itself. Plans count with the
+    ``top`` fraction whatever the strategy: how many rounds the others take, a question decides.
     ``granularity="token"`` is the paper's ablation: tokens are selected instead of whole rounds.
 
     ``watershed`` is L_w; by default that of ``profile`` (``kvjax calibrate watershed``; a file, or the one that comes

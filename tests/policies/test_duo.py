@@ -88,6 +88,15 @@ def test_heads_are_those_that_the_official_code_keeps_whole(case):
         assert (np.abs(between - edge) <= 1e-6).sum() >= len(between) - one
 
 
+def test_rings_that_a_ratio_sizes_have_fewer_sinks():
+    """Of a ring of 70 tokens, for prompts of 700, 64 sinks would leave 6 recent ones."""
+    assert DuoAttention().unsized == StreamingLLM(sink=64, window=256)
+    assert DuoAttention(ratio=0.5).unsized == StreamingLLM(sink=16)
+    assert DuoAttention(ratio=0.5, sink=4).unsized == StreamingLLM(sink=4)
+    # What earlier versions saved beside an inner policy was their default.
+    assert DuoAttention(sink=64, inner=kvjax.KeyDiff()).unsized == kvjax.KeyDiff()
+
+
 @pytest.mark.parametrize("case", range(len(peer_cases.STREAMS)), ids=lambda i: str(peer_cases.STREAMS[i]))
 def test_the_others_see_what_the_official_mask_shows_them(case):
     """Each token that is decoded, and the last of a prompt, as the next would without it."""
