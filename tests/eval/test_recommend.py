@@ -113,6 +113,13 @@ def test_a_budget_is_filled_as_far_as_fractions_go():
         assert _within(LM, [Candidate("keydiff", 0.5)], asked, most, typed) == [Candidate("keydiff", wanted)]
 
 
+def test_a_model_that_finds_no_needle_is_said_to_leave_the_choice_to_its_loss():
+    rows = [Measured("full", 100, (0.0, 0.0), (1.0,)), Measured("lagkv:ratio=0.5", 50, (0.0, 0.0), (1.0,))]
+    assert "so the loss alone decided" in sentence(rows, Goal(loss=0.1)) and choose(rows, Goal(loss=0.1)) is rows[1]
+    found = [Measured(row.policy, row.cache_bytes, (1.0, 0.0), row.losses) for row in rows]
+    assert "alone" not in sentence(found, Goal(loss=0.1))
+
+
 @pytest.mark.parametrize(
     ("goal", "wanted"),
     [

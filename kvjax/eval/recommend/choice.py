@@ -75,10 +75,11 @@ def sentence(rows: Sequence[Measured], goal: Goal) -> str:
         )
     if best is full:
         return f"Use --policy full: its cache is within {human_bytes(goal.budget or 0)}."
+    blind = "" if full.accuracy else " The full cache finds no needle either, so the loss alone decided."
     return (
         f"Use --policy {flag(best)}: {human_bytes(best.cache_bytes)} instead of {human_bytes(full.cache_bytes)} "
         f"({best.cache_bytes / full.cache_bytes:.0%}), {best.accuracy:.0%} of the needles ({full.accuracy:.0%} with "
-        f"the full cache), and {more_loss(best, full):+.1%} loss."
+        f"the full cache), and {more_loss(best, full):+.1%} loss.{blind}"
     )
 
 
