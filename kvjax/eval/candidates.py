@@ -14,7 +14,6 @@ from kvjax.model.config import ModelConfig
 from kvjax.policies import Full, format_policy, parse, registry
 from kvjax.policies.base import Policy, policies_within
 from kvjax.policies.best import resolve
-from kvjax.saving.description import policy_to_json
 
 #: Options that say how much is kept; a policy written with one of them is compared as it stands.
 _SIZES = ("ratio", "budget", "partition_ratio")
@@ -51,9 +50,11 @@ def profile_of(candidate: Candidate) -> str:
         held = policies_within(candidate.policy())
     except KvjaxError:
         return ""
-    if all(getattr(policy, "profile", None) is None for policy in held):
-        return ""
-    return hashlib.sha256(json.dumps(policy_to_json(held[0]), sort_keys=True).encode()).hexdigest()[:16]
+    profiles = [profile for policy in held if (profile := getattr(policy, "profile", None)) is not None]
+    # What takes no part in a profile's equality is no part of it: the file that it was read from.
+    numbers = [{f.name: getattr(one, f.name) for f in dataclasses.fields(one) if f.compare} for one in profiles]
+    text = json.dumps(numbers, sort_keys=True, default=dataclasses.asdict)
+    return hashlib.sha256(text.encode()).hexdigest()[:16] if profiles else ""
 
 
 def resolved(caches: Sequence[Candidate], config: ModelConfig, *, later: bool) -> list[Policy]:

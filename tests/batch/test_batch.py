@@ -251,10 +251,10 @@ def test_files_that_cannot_be_used(run, tmp_path):
 def test_a_missing_package_is_named(run, tmp_path, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "pyarrow.parquet", None)
     (tmp_path / "in.parquet").write_bytes(b"PAR1")
-    with pytest.raises(KvjaxError, match=r'pip install "kvjax\[batch\]"'):
+    with pytest.raises(KvjaxError, match=r"pip install '\.\[batch\]'"):
         run(tmp_path / "in.parquet")
     assert not (tmp_path / "out").exists()
-    with pytest.raises(KvjaxError, match=r'pip install "kvjax\[batch\]"'):
+    with pytest.raises(KvjaxError, match=r"pip install '\.\[batch\]'"):
         run([{"prompt": "a"}], format="parquet")
     assert not (tmp_path / "out").exists(), "before anything runs"
 

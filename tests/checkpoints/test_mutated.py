@@ -201,7 +201,7 @@ def tokenizer(change: Callable[[dict], Any]) -> Edit:
 #: (case, what is wrong, part of the sentence)
 BEFORE: list[tuple[str, Edit, str]] = [
     # configurations
-    ("gemma", config(head_dim="12"), "head_dim is '12'"),
+    ("gemma", config(head_dim="12"), "'12' as its head_dim"),
     ("gemma", config(hidden_size=0), "0 as its hidden_size"),
     ("phi", config(partial_rotary_factor=-1), "an even number is needed"),
     ("phi_whole", config(num_attention_heads=2**70), "num_attention_heads"),
@@ -248,7 +248,7 @@ BEFORE: list[tuple[str, Edit, str]] = [
     ("llama", config(max_position_embeddings=2**70), "max_position"),
     ("llama", config(intermediate_size=2**40), "with shape"),
     ("llama", config(model_type=[["llama"]]), "architecture"),
-    ("llama", config(rope_theta=NAN), "rotary base is nan"),
+    ("llama", config(rope_theta=NAN), "nan as its rope_theta"),
     ("gemma3", file("config.json", b"[" * 90000), "is not JSON"),
     ("gemma3", file("config.json", b"\xff\xfe{}"), "is not JSON"),
     ("phi3", file("config.json", None), "config.json cannot be read"),

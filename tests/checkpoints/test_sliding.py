@@ -20,7 +20,8 @@ GEMMA3 = next(case for case in cases.CASES if case.name == "gemma3")
 
 
 def config(family: str, **keys):
-    return FAMILIES[family].from_hf(BASE | {"model_type": family, "max_position_embeddings": 8192} | keys, "x")
+    own = {"model_type": family, "max_position_embeddings": 8192, "num_key_value_heads": 2}
+    return FAMILIES[family].from_hf(BASE | own | keys, "x")
 
 
 @pytest.mark.parametrize(

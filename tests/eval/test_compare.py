@@ -355,7 +355,7 @@ def test_without_matplotlib_it_is_one_sentence(monkeypatch):
     import sys
 
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(KvjaxError, match=r"kvjax\[eval\]"):
+    with pytest.raises(KvjaxError, match=r"pip install '\.\[eval\]'"):
         new_figure(1, 1)
 
 
