@@ -16,7 +16,7 @@ import jax
 
 from kvjax.cache.quantisation import parse_storage
 from kvjax.checkpoints.load import LanguageModel
-from kvjax.errors import KvjaxError
+from kvjax.errors import DoesNotFit, KvjaxError
 from kvjax.eval.asking import Answers, Asker, Cost
 from kvjax.eval.candidates import Candidate, profile_of
 from kvjax.eval.follow_ups import ANSWER_TOKENS, TURNS
@@ -95,11 +95,9 @@ class Comparison:
                         jax.clear_caches()  # a policy's programs serve no other, and those of 50 caches take gigabytes
 
     def _forget_others(self, length: int, candidates: Sequence[Candidate]) -> None:
-        """Leave out rows whose policies had other profiles than now, and refusals, which may have passed."""
+        """Leave out rows whose policies had other profiles than now, and refusals that may have passed."""
         now = {(length, each.name, each.retained): profile_of(each) for each in candidates}
-        self.rows = [
-            row for row in self.rows if row.key not in now or (row.refused is None and now[row.key] == row.profile)
-        ]
+        self.rows = [row for row in self.rows if row.key not in now or (now[row.key] == row.profile and not row.retry)]
 
     def _material(self, length: int, asker: Asker) -> tuple[list[Prompts], Talks | None]:
         prompts = []
@@ -128,7 +126,7 @@ class Comparison:
                 asked += self._talk(asker, policy, talks)
             prefill = self._prefill_rate(candidate.name, length, policy, prompts[0]) if self._speed else 0.0
         except KvjaxError as error:
-            return dataclasses.replace(row, refused=str(error))
+            return dataclasses.replace(row, refused=str(error), retry=isinstance(error, DoesNotFit))
         samples = self.settings.samples
         return dataclasses.replace(
             row,

@@ -90,6 +90,7 @@ class Row:
       decode_tokens_per_second: of a whole batch; every step counts for every row, ended or not.
       seconds, compile_seconds: what the row took, compilation included, and compilation alone.
       profile: a digest of the policy's profiles, see :func:`kvjax.eval.candidates.profile_of`.
+      retry: whether it was refused for what may pass, such as too little memory.
     """
 
     length: int
@@ -105,6 +106,7 @@ class Row:
     seconds: float = 0.0
     compile_seconds: float = 0.0
     profile: str = ""
+    retry: bool = False
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):

@@ -17,7 +17,7 @@ from support.scorers import random_scorer
 from kvjax import files
 from kvjax.cache.groups import parts
 from kvjax.calibrate import save_profile
-from kvjax.errors import KvjaxError, UsageError
+from kvjax.errors import DoesNotFit, KvjaxError, UsageError
 from kvjax.eval import candidates, pictures, results
 from kvjax.eval import comparison_report as report
 from kvjax.eval.candidates import Candidate, profile_of
@@ -180,17 +180,28 @@ def test_what_is_there_is_not_measured_again(lm, compared):
     assert not saved and again.rows == comparison.rows
 
 
-def test_what_was_refused_is_tried_again(lm, compared, monkeypatch):
-    """A cache may not have fitted for the moment."""
-    comparison, _, _ = compared
-    rows = [dataclasses.replace(comparison.rows[1], answers=(), refused="It did not fit.")]
-    again = Comparison(lm, SETTINGS, rows=rows)
-    monkeypatch.setattr(again, "_material", lambda *_: ([], None))
-    monkeypatch.setattr(
-        again, "_row", lambda _, candidate, length, *rest: Row(length, candidate.name, candidate.retained)
-    )
-    again.run(candidates.candidates("streamingllm", [0.5]), [LENGTH])
-    assert [row.refused for row in again.rows if row.policy == "streamingllm"] == [None]
+def test_what_did_not_fit_is_tried_again_and_other_refusals_are_not(lm, monkeypatch):
+    """Making the prompts anew for a policy that is none for the model would take minutes at every start."""
+    chosen, made = candidates.candidates("streamingllm,razor:heads=9.9", [0.5]), []
+    monkeypatch.setattr("kvjax.eval.compare._mean_bytes", lambda *_: {})
+    monkeypatch.setattr("kvjax.eval.compare.describe", lambda row: row.name)
+    rows = ()
+    for failing, wanted in ((True, 3), (False, 1), (False, 0)):
+        said: list[str] = []
+        again = Comparison(lm, SETTINGS, rows=rows, speed=False, say=said.append)
+
+        def ask(asker, policy, prompts, failing=failing):
+            if failing and "Streaming" in type(policy).__name__:
+                raise DoesNotFit("Not now.")
+            return ()
+
+        monkeypatch.setattr(again, "_material", lambda *_: made.append(1) or ([], None))
+        monkeypatch.setattr(again, "_ask", ask)
+        again.run(chosen, [LENGTH])
+        rows = again.rows
+        assert len([line for line in said if line.startswith("[")]) == wanted
+    assert len(made) == 2 and [row.refused is None for row in rows if row.policy == "streamingllm"] == [True]
+    assert [row.retry for row in rows if row.policy.startswith("razor")] == [False]
 
 
 def test_rows_of_a_profile_that_was_made_anew_are_not_kept(lm, tmp_path, monkeypatch):
