@@ -112,10 +112,9 @@ def _run(
     compared: Sequence[Candidate],
 ) -> int:
     from kvjax.bench import machine
-    from kvjax.checkpoints.digest import weights_digest
-    from kvjax.eval.candidates import profile_of, resolved
+    from kvjax.eval.candidates import resolved
     from kvjax.eval.suites import estimate, folder
-    from kvjax.eval.suites.runner import IN_VIEW, Runner, digest
+    from kvjax.eval.suites.runner import IN_VIEW, Runner
     from kvjax.eval.suites.scores import lines
 
     code = 0
@@ -127,8 +126,7 @@ def _run(
             raise UsageError(f"The suite {suite.name} has no questions of {', '.join(asked.tasks)}.")
         runner = Runner(lm, items, journal, _say)
         refused = runner.refused
-        journal.begin(f"{digest(items)} in {lm.params.number_format} {weights_digest(lm.params)}")
-        journal.forget_others({(each.name, each.retained): profile_of(each) for each in compared})
+        runner.begin(compared)
         missing, whole = runner.missing(compared), len(items) * len(compared)
         if whole > missing:
             _say(f"{whole - missing} answers of an earlier run are kept")

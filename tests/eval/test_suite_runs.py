@@ -74,6 +74,21 @@ def test_answers_under_another_profile_are_forgotten_and_replaced(tmp_path):
     last.close()
 
 
+def test_a_run_goes_on_with_answers_of_its_weights_and_profiles_alone(lm, tmp_path):
+    path = tmp_path / "answers.jsonl"
+    first = Runner(lm, ITEMS, (journal := Journal(path, SETTINGS)))
+    first.begin(CACHES)
+    journal.add(answer(ITEMS[0]))
+    journal.add(dataclasses.replace(answer(ITEMS[1]), profile="another's"))
+    journal.close()
+    again = Runner(lm, ITEMS, (journal := Journal(path, SETTINGS)))
+    again.begin(CACHES)
+    assert [one.item for one in journal.answers.values()] == [ITEMS[0].id]
+    journal.close()
+    with pytest.raises(UsageError, match="the answers of one report share their settings"):
+        Runner(toys.tiny_model(seed=9), ITEMS, Journal(path, SETTINGS)).begin(CACHES)
+
+
 def test_every_question_is_answered_by_every_cache(whole, lm):
     rows = without_times(whole)[1:]
     assert {(row["policy"], row["item"]) for row in rows} == {(c.name, i.id) for c in CACHES for i in ITEMS}

@@ -6,10 +6,9 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from kvjax.checkpoints.digest import weights_digest
 from kvjax.checkpoints.load import LanguageModel
 from kvjax.errors import UsageError
-from kvjax.eval.candidates import Candidate, profile_of
+from kvjax.eval.candidates import Candidate
 from kvjax.eval.papers.paper import Ground, Paper
 from kvjax.eval.papers.registry import grounds
 from kvjax.eval.suites import estimate
@@ -18,7 +17,7 @@ from kvjax.eval.suites.folder import JOURNAL
 from kvjax.eval.suites.item import Asked, Item
 from kvjax.eval.suites.journal import Journal, RunSettings
 from kvjax.eval.suites.registry import asked_of, find_suite
-from kvjax.eval.suites.runner import Runner, digest
+from kvjax.eval.suites.runner import Runner
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,8 +88,7 @@ class Measured:
             self.absent, self.journal = str(error), None
             return
         self.refused = self._runner.refused
-        self.journal.begin(f"{digest(self.items)} in {lm.params.number_format} {weights_digest(lm.params)}")
-        self.journal.forget_others({(each.name, each.retained): profile_of(each) for each in self.caches})
+        self._runner.begin(self.caches)
 
     @property
     def missing(self) -> int:

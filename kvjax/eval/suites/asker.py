@@ -59,6 +59,7 @@ class Asker:
                 _check(outputs)
                 read = [*read, outputs]
         texts = [output.text for output in outputs] if texts is None else texts
+        profile = profile_of(candidate)
         seconds = sum(piece[0].stats.prompt_seconds for piece in read) / len(batch)
         return [
             Answer(
@@ -76,7 +77,7 @@ class Asker:
                 decode_seconds=output.stats.decode_seconds / len(batch),
                 read_tokens=sum(piece[row].stats.prompt_tokens for piece in read),
                 first_token=output.tokens[0] if output.tokens else None,
-                profile=profile_of(candidate),
+                profile=profile,
             )
             for row, (one, output, text) in enumerate(zip(batch, outputs, texts, strict=True))
         ]

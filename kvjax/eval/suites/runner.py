@@ -11,9 +11,10 @@ from typing import Any
 import jax
 
 from kvjax import progress
+from kvjax.checkpoints.digest import weights_digest
 from kvjax.checkpoints.load import LanguageModel
 from kvjax.errors import DoesNotFit, KvjaxError
-from kvjax.eval.candidates import Candidate
+from kvjax.eval.candidates import Candidate, profile_of
 from kvjax.eval.suites.asker import Asker
 from kvjax.eval.suites.data import digest_text
 from kvjax.eval.suites.item import Item
@@ -87,6 +88,12 @@ class Runner:
         self._asker = Asker(lm, settings.storage)
         self.refused: dict[tuple[str, float | None], str] = {}
         self._told: set[str] = set()
+
+    def begin(self, candidates: Sequence[Candidate]) -> None:
+        """Open the journal, whose answers are of these questions, these weights and these caches' profiles."""
+        model = f"{self.lm.params.number_format} {weights_digest(self.lm.params)}"
+        self._journal.begin(f"{digest(self.items)} in {model}")
+        self._journal.forget_others({(each.name, each.retained): profile_of(each) for each in candidates})
 
     def missing(self, candidates: Sequence[Candidate]) -> int:
         """Questions that have no answer yet, over all caches."""
