@@ -38,6 +38,7 @@ def test_prints_and_saves_the_same_table(cli, measured, tmp_path):
     assert (out / "results.md").read_text() == ran.out
     held = json.loads((out / "results.json").read_text())
     assert held["settings"]["tasks"] == ["niah_single_1"] and held["settings"]["model"] == "tiny"
+    assert len(held["settings"]["parameters"]) == 32, "other weights of the same name are another model"
     assert [(row["policy"], row["retained"]) for row in held["rows"]] == [
         ("full", None),
         ("lagkv", 0.5),
