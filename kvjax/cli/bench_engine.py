@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -15,8 +16,11 @@ from kvjax.errors import UsageError, quoted
 from kvjax.files import check_picture
 
 if TYPE_CHECKING:
+    from kvjax.checkpoints.load import LanguageModel
     from kvjax.engine.report import EngineReport
     from kvjax.engine.simulate import Arrival
+    from kvjax.policies import Policy
+    from kvjax.tables import Report
 
 
 @group.command()
@@ -71,39 +75,30 @@ def engine(
     policies = tuple(policy or ("full",))
     counts = _slots(slots, len(policies))
     if simulate:
-        measured_flags = {
+        of_measurement = {
             "--model": None if model == flag.DEFAULT_MODEL else model,
             "--policy": policy,
             "--weights": weights,
             "--dtype": dtype,
             "--static": static,
         }
-        for flag_name, given in measured_flags.items():
-            if given is not None:
-                raise UsageError(f"{flag_name} is of a measurement, and --simulate runs no model; leave it out.")
+        _refuse(of_measurement, "is of a measurement, and --simulate runs no model; leave it out.")
         found = _simulated(trace, step_ms, prefill_rate, counts[0], shards)
         publish(found.report(), json, markdown)
     else:
-        simulated = {
+        of_simulation = {
             "--per-second": per_second,
             "--step-ms": step_ms,
             "--prefill-rate": prefill_rate,
             "--shards": shards,
         }
-        for flag_name, given in simulated.items():
-            if given is not None:
-                raise UsageError(f"{flag_name} is of a simulation; add --simulate, or leave it out.")
-        from kvjax.bench import engine as measured
+        _refuse(of_simulation, "is of a simulation; add --simulate, or leave it out.")
         from kvjax.policies import parse
 
         chosen = [parse(text) for text in policies]
         lm = session.load(model, dtype, compile_cache=compile_cache, weights=weights)
-        rows, found = [], None
-        for each, count in zip(chosen, counts, strict=True):
-            made, found = measured.measure(lm, each, trace, slots=count, static=static is not False, say=say)
-            rows += made
-        assert found is not None, "there is one policy at least"
-        publish(measured.report(rows, found, measured.facts(lm, requests, trace)), json, markdown)
+        report, found = _measured(lm, chosen, counts, trace, static is not False)
+        publish(report, json, markdown)
     if out is not None:
         from kvjax.engine.timeline import draw
 
@@ -143,6 +138,27 @@ def _slots(text: str, policies: int) -> list[int]:
             f"--slots has {len(counts)} numbers, and policies are {policies}; give one number, or one each."
         )
     return counts * policies if len(counts) == 1 else counts
+
+
+def _refuse(flags: dict[str, Any], why: str) -> None:
+    """Refuse (UsageError) flags that were given and are of the other way to run the trace."""
+    for name, given in flags.items():
+        if given is not None:
+            raise UsageError(f"{name} {why}")
+
+
+def _measured(
+    lm: LanguageModel, policies: Sequence[Policy], slots: Sequence[int], trace: Sequence[Arrival], static: bool
+) -> tuple[Report, EngineReport]:
+    """The report of every policy's engine, and the last one's own."""
+    from kvjax.bench import engine as bench
+
+    rows, found = [], None
+    for policy, count in zip(policies, slots, strict=True):
+        made, found = bench.measure(lm, policy, trace, slots=count, static=static, say=say)
+        rows += made
+    assert found is not None, "there is one policy at least"
+    return bench.report(rows, found, bench.facts(lm, len(trace), trace)), found
 
 
 def _simulated(

@@ -17,6 +17,8 @@ from kvjax.cli.app import INTERRUPTED, app
 from kvjax.errors import UsageError
 
 if TYPE_CHECKING:
+    from kvjax.checkpoints.load import LanguageModel
+    from kvjax.eval.candidates import Candidate
     from kvjax.eval.results import Row, Settings
     from kvjax.tables import Report
 
@@ -58,10 +60,8 @@ def compare(
     Accuracy, agreement with the full cache, bytes and speed go to one table and one picture. Results are saved after
     every row; the same command resumes after Ctrl-C, and with more policies or fractions adds what is missing.
     """
-    from kvjax.bench import machine
-    from kvjax.checkpoints.digest import weights_digest
     from kvjax.eval.candidates import candidates
-    from kvjax.eval.results import Settings, read_rows
+    from kvjax.eval.results import Settings
 
     chosen = candidates(policies, inputs.numbers(retained, "--retained"))
     tokens = inputs.integers(lengths, "--lengths")
@@ -72,7 +72,22 @@ def compare(
     settings = Settings(model, "", inputs.names(tasks), samples, turns, storage, seed)  # refuses what makes no sense
     session.check_results(out)
     lm = session.load(model, dtype, compile_cache=compile_cache, weights=weights)
+    return _run(lm, settings, chosen, sorted(set(tokens)), out, markdown)
+
+
+def _run(
+    lm: LanguageModel,
+    settings: Settings,
+    chosen: Sequence[Candidate],
+    lengths: Sequence[int],
+    out: Path,
+    markdown: bool,
+) -> int:
+    """Measure the rows that the folder does not hold yet, and show all of them."""
+    from kvjax.bench import machine
+    from kvjax.checkpoints.digest import weights_digest
     from kvjax.eval.compare import Comparison
+    from kvjax.eval.results import read_rows
 
     settings = dataclasses.replace(
         settings, model=lm.name, dtype=lm.params.number_format, parameters=weights_digest(lm.params)
@@ -83,7 +98,7 @@ def compare(
         _say(f"rows kept of an earlier run: {len(comparison.rows)}")
     code = 0
     try:
-        comparison.run(chosen, sorted(set(tokens)))
+        comparison.run(chosen, lengths)
     except KeyboardInterrupt:
         _say(f"what was measured so far is in {out}; the same command goes on from there")
         code = INTERRUPTED

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from kvjax.eval.suites.data import DataFolder
     from kvjax.eval.suites.item import Asked, Suite
     from kvjax.eval.suites.journal import Journal
+    from kvjax.eval.suites.runner import Runner
 
 _say = functools.partial(session.say, "eval")
 _POLICIES, _RETAINED = "snapkv,lagkv", "0.5,0.25"
@@ -84,10 +85,7 @@ def evaluate(
     session.check_results(out)
     named = inputs.names(tasks)
     if suite == PAPERS:
-        if in_view:
-            raise UsageError(f"Each study of {PAPERS} says when its questions are asked; leave --in-view out.")
-        if (policies, retained) != (_POLICIES, _RETAINED):
-            raise UsageError(f"Each study of {PAPERS} has caches of its own; leave --policies and --retained out.")
+        _refuse_others(suite, in_view, policies, retained)
         options = Options(model, dtype, weights, quick, length, limit, seed, storage, batch_size)
         return papers(out, named, options, folder, compile_cache)
     chosen = find_suite(suite)
@@ -103,6 +101,14 @@ def evaluate(
     return _run(lm, chosen, folder, asked, journal, compared)
 
 
+def _refuse_others(suite: str, in_view: bool, policies: str, retained: str) -> None:
+    """Refuse (UsageError) options that the studies of papers decide themselves."""
+    if in_view:
+        raise UsageError(f"Each study of {suite} says when its questions are asked; leave --in-view out.")
+    if (policies, retained) != (_POLICIES, _RETAINED):
+        raise UsageError(f"Each study of {suite} has caches of its own; leave --policies and --retained out.")
+
+
 def _run(
     lm: LanguageModel,
     suite: Suite,
@@ -111,10 +117,10 @@ def _run(
     journal: Journal,
     compared: Sequence[Candidate],
 ) -> int:
+    """Ask what the journal does not hold yet, and write the report of all of it."""
     from kvjax.bench import machine
-    from kvjax.eval.candidates import resolved
-    from kvjax.eval.suites import estimate, folder
-    from kvjax.eval.suites.runner import IN_VIEW, Runner
+    from kvjax.eval.suites import folder
+    from kvjax.eval.suites.runner import Runner
     from kvjax.eval.suites.scores import lines
 
     code = 0
@@ -127,16 +133,7 @@ def _run(
         runner = Runner(lm, items, journal, _say)
         refused = runner.refused
         runner.begin(compared)
-        missing, whole = runner.missing(compared), len(items) * len(compared)
-        if whole > missing:
-            _say(f"{whole - missing} answers of an earlier run are kept")
-        if missing:
-            policies = resolved(compared, lm.config, later=journal.settings.mode != IN_VIEW)
-            spent = estimate.seconds(lm, runner.batches, policies) * missing / whole
-            _say(
-                f"{len(items)} questions of {len(compared)} caches: about {estimate.in_words(spent)} if answers are as "
-                "long as they may be, and programs are compiled besides"
-            )
+        _announce(lm, runner, journal, len(items), compared)
         runner.run(compared)
     except KeyboardInterrupt:
         kept = f"what is answered is in {journal.path.parent}" if journal.answers else "nothing was answered yet"
@@ -153,3 +150,23 @@ def _run(
     elif refused:
         raise UsageError(next(iter(refused.values())))
     return code
+
+
+def _announce(
+    lm: LanguageModel, runner: Runner, journal: Journal, questions: int, compared: Sequence[Candidate]
+) -> None:
+    """Say how many answers an earlier run left, and about how long the others take."""
+    from kvjax.eval.candidates import resolved
+    from kvjax.eval.suites import estimate
+    from kvjax.eval.suites.runner import IN_VIEW
+
+    missing, whole = runner.missing(compared), questions * len(compared)
+    if whole > missing:
+        _say(f"{whole - missing} answers of an earlier run are kept")
+    if missing:
+        policies = resolved(compared, lm.config, later=journal.settings.mode != IN_VIEW)
+        spent = estimate.seconds(lm, runner.batches, policies) * missing / whole
+        _say(
+            f"{questions} questions of {len(compared)} caches: about {estimate.in_words(spent)} if answers are as "
+            "long as they may be, and programs are compiled besides"
+        )

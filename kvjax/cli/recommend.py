@@ -81,17 +81,19 @@ def recommend(
     Passages of the texts are compressed by every candidate; then numbers that were hidden in them are asked for, and
     the loss of the text that follows is measured. The answer is the flag to copy, with a table and a picture.
     """
+    from kvjax.bench import machine
     from kvjax.cache.quantisation import parse_storage
     from kvjax.checkpoints.digest import weights_digest
-    from kvjax.eval.candidates import candidates
+    from kvjax.eval.candidates import REFERENCE, candidates
     from kvjax.eval.recommend.folder import FILES, Folder, Settings, digest
+    from kvjax.eval.recommend.measure import Request, facts
     from kvjax.eval.recommend.passages import make_passages, read_texts
 
     goal = _goal(budget, loss)
-    for name, value in (("--context", context), ("--batch", batch), ("--passages", passages), ("--needles", needles)):
-        whole_number(name, value, 1, 2**31)
     measured = min(context, _TOKENS) if tokens is None else tokens
-    whole_number("--measured-tokens", measured, 1, 2**31)
+    counts = {"--context": context, "--batch": batch, "--passages": passages, "--needles": needles}
+    for name, value in (counts | {"--measured-tokens": measured}).items():
+        whole_number(name, value, 1, 2**31)
     whole_number("--seed", seed, 0, MOST_SEED)
     fractions = None if retained is None else inputs.numbers(retained, "--retained")
     chosen = candidates(policies, fractions or _DEFAULT_FRACTIONS)
@@ -109,11 +111,13 @@ def recommend(
     folder = Folder(out, settings)
     earlier = folder.earlier()
     made = make_passages(lm, texts, tokens=measured, passages=passages, needles=needles, seed=seed)
-    from kvjax.eval.recommend.measure import Request
-
     request = Request(context, batch, kind)
     chosen = _within(lm, chosen, request, goal.budget, fractions)
-    return _measure(lm, made, chosen, request, goal, folder, earlier, markdown)
+    rows, code = _measure(lm, made, chosen, request, folder, earlier)
+    if not any(row.policy == REFERENCE and row.refused is None for row in rows):
+        return code
+    recommended = _answer(facts(lm, made, request, machine.describe()), rows, goal, folder, markdown)
+    return code or (0 if recommended else 1)
 
 
 def _goal(budget: str | None, loss: str | None) -> Goal:
@@ -159,19 +163,13 @@ def _measure(
     made: Sequence[Passage],
     chosen: Sequence[Candidate],
     request: Request,
-    goal: Goal,
     folder: Folder,
     earlier: Sequence[Measured],
-    markdown: bool,
-) -> int:
+) -> tuple[list[Measured], int]:
+    """Every cache's row, those of an earlier run first, and the exit status if no more follows."""
     from kvjax import progress
-    from kvjax.bench import machine
-    from kvjax.eval.candidates import REFERENCE
-    from kvjax.eval.recommend import choice
-    from kvjax.eval.recommend.folder import PICTURE, RESULTS, TABLE
-    from kvjax.eval.recommend.measure import expected_seconds, facts, measure, name_of
+    from kvjax.eval.recommend.measure import expected_seconds, measure, name_of
     from kvjax.eval.suites.estimate import in_words
-    from kvjax.figures import png
 
     missing = {name_of(candidate) for candidate in chosen} - {row.policy for row in earlier}
     if earlier:
@@ -190,9 +188,15 @@ def _measure(
     except KeyboardInterrupt:
         _say(f"what was measured so far is in {folder.path}; the same command goes on from there")
         code = INTERRUPTED
-    if not any(row.policy == REFERENCE and row.refused is None for row in rows):
-        return code
-    about = facts(lm, made, request, machine.describe())
+    return rows, code
+
+
+def _answer(about: Sequence[str], rows: Sequence[Measured], goal: Goal, folder: Folder, markdown: bool) -> bool:
+    """Write the table and the picture, and print the answer; whether there is a policy to recommend."""
+    from kvjax.eval.recommend import choice
+    from kvjax.eval.recommend.folder import PICTURE, RESULTS, TABLE
+    from kvjax.figures import png
+
     folder.write(PICTURE, png(choice.figure(rows, goal)))
     found = choice.report(rows, goal, about, PICTURE)
     folder.write(RESULTS, found.json())
@@ -200,4 +204,4 @@ def _measure(
     found.print(markdown=markdown, width=200)
     if not markdown:
         print(f"Saved: {', '.join(str(folder.path / name) for name in (RESULTS, TABLE, PICTURE))}.")
-    return code or (0 if choice.choose(rows, goal) else 1)
+    return choice.choose(rows, goal) is not None
