@@ -100,12 +100,7 @@ def measure(
     """
     lm = dataclasses.replace(lm, stop_token_ids=())
     policy = resolve(policy, lm.config, later=False).policy
-    longest = max(arrival.prompt_tokens + arrival.new_tokens for arrival in trace)
-    if longest > lm.config.max_position:
-        raise UsageError(
-            f"A request of the trace has {longest} tokens in the end, and this model's context is "
-            f"{lm.config.max_position}; make --prompt or --new smaller."
-        )
+    _check_lengths(lm, trace)
     prompts = prompts_of(lm, trace)
     options = GenerationOptions(
         policy=policy, storage=storage, max_new_tokens=max(a.new_tokens for a in trace), chat=False
@@ -123,24 +118,10 @@ def measure(
         compiled_before = core.warm()
         step = core.step_seconds()
         say(f"{compiled_before} programs compiled; a step takes {step * 1000:.1f} ms")
-        rows = []
-        for prompt, arrival in zip(prompts, trace, strict=True):
-            request = Request(lm, prompt, options, exact=True)
-            rows.append(core.slots.row_of(request, limit=arrival.new_tokens))
-        say("the engine serves")
-        began = time.perf_counter()
-        for row in rows:
-            row.times.arrived = began
-            core.add(row)
-        while not core.loop.idle:
-            core.loop.turn()
-        spent = time.perf_counter() - began
-        found = report_of([row.metrics() for row in rows], core.sizes.slots, began, began + spent)
+        spent, found = _served(core, lm, prompts, trace, options, say)
         allocated = core.sizes.slots_bytes
     finally:
         core.close()
-    wrong = [row for row in rows if row.error is not None or len(row.tokens) != row.limit]
-    assert not wrong, f"{len(wrong)} requests have other tokens than they were to have: {wrong[0]}"
     tokens = sum(arrival.new_tokens for arrival in trace)
     name, reading, made = format_policy(policy.chosen), float("nan"), []
     if static:
@@ -150,6 +131,42 @@ def measure(
     made.append(Measured("engine", name, core.sizes.slots, allocated, spent, tokens, 0.0))
     ideal = step * (tokens - len(trace)) / core.sizes.slots + reading
     return [dataclasses.replace(one, ideal_seconds=ideal) for one in made], found
+
+
+def _check_lengths(lm: LanguageModel, trace: Sequence[Arrival]) -> None:
+    """Refuse (UsageError) a trace with requests beyond the model's context."""
+    longest = max(arrival.prompt_tokens + arrival.new_tokens for arrival in trace)
+    if longest > lm.config.max_position:
+        raise UsageError(
+            f"A request of the trace has {longest} tokens in the end, and this model's context is "
+            f"{lm.config.max_position}; make --prompt or --new smaller."
+        )
+
+
+def _served(
+    core: EngineCore,
+    lm: LanguageModel,
+    prompts: Sequence[list[int]],
+    trace: Sequence[Arrival],
+    options: GenerationOptions,
+    say: Callable[[str], None],
+) -> tuple[float, EngineReport]:
+    """(seconds, the engine's report) of a trace whose requests are all there from the start."""
+    rows = []
+    for prompt, arrival in zip(prompts, trace, strict=True):
+        request = Request(lm, prompt, options, exact=True)
+        rows.append(core.slots.row_of(request, limit=arrival.new_tokens))
+    say("the engine serves")
+    began = time.perf_counter()
+    for row in rows:
+        row.times.arrived = began
+        core.add(row)
+    while not core.loop.idle:
+        core.loop.turn()
+    spent = time.perf_counter() - began
+    wrong = [row for row in rows if row.error is not None or len(row.tokens) != row.limit]
+    assert not wrong, f"{len(wrong)} requests have other tokens than they were to have: {wrong[0]}"
+    return spent, report_of([row.metrics() for row in rows], core.sizes.slots, began, began + spent)
 
 
 def _static(

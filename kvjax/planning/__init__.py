@@ -14,13 +14,13 @@ from kvjax.cache.cache import Cache
 from kvjax.cache.layout import layout_on
 from kvjax.cache.quantisation import MODEL, Storage, parse_storage
 from kvjax.checks import float_dtype, optional, true_or_false, whole_number
-from kvjax.chips import chip
+from kvjax.chips import Chip, chip
 from kvjax.device_memory import GpuShare, device_limit, gpu_share
 from kvjax.errors import UsageError
 from kvjax.model.config import ModelConfig
 from kvjax.model.quantised import Weights, check_weights
-from kvjax.planning.asked import Asked
 from kvjax.planning.refusal import refusal
+from kvjax.planning.request_shape import RequestShape
 from kvjax.planning.result import Plan as Plan
 from kvjax.policies import Full, Policy, parse
 from kvjax.policies.best import asked_later, resolve
@@ -71,7 +71,7 @@ def plan(
       UsageError: a length or batch that makes no sense, or beyond the model's context.
       DoesNotFit: the total exceeds the limit; the sentence names a request that fits.
     """
-    config, params, over = _model(model)
+    config, params, own_mesh = _model(model)
     if check_weights(weights) is not None:
         config = config.stored_as(weights)
     asked = Full() if policy is None else parse(policy)
@@ -95,26 +95,37 @@ def plan(
     true_or_false("prompt_logprobs", prompt_logprobs)
     _check_scored(chosen, prompt_logprobs)
     check_sizes(chosen, config, prompt_bucket(prompt_tokens), NEW_TOKENS)
-    stored = parse_storage(storage)
-    over = over if mesh is None else parse_mesh(mesh)
+    stored, over = parse_storage(storage), own_mesh if mesh is None else parse_mesh(mesh)
     if device is not None and memory_limit is not None:
         raise UsageError("Both device and memory_limit say how much memory there is; give one of them.")
     sizes = config, chosen, batch, prompt_tokens, max_new_tokens, dtype
-    if device is None:
-        share = gpu_share() if memory_limit is None else None
-        request = Asked(*sizes, device_limit(memory_limit), stored, over, context_tokens, prompt_logprobs)
-        made = _that_fits(request, reserve_tokens, share, share and share.source)
-        return dataclasses.replace(made, choice=found.line)
-    named = chip(device)
+    request = RequestShape(*sizes, None, stored, over, context_tokens, prompt_logprobs)
+    made = (
+        _within(request, reserve_tokens, memory_limit)
+        if device is None
+        else _on_chip(request, reserve_tokens, chip(device))
+    )
+    return dataclasses.replace(made, choice=found.line)
+
+
+def _within(request: RequestShape, reserve: int | None, memory_limit: int | None) -> Plan:
+    """The plan on this process's devices, within a limit or within their memory."""
+    share = gpu_share() if memory_limit is None else None
+    limited = dataclasses.replace(request, limit=device_limit(memory_limit))
+    return _that_fits(limited, reserve, share, share and share.source)
+
+
+def _on_chip(request: RequestShape, reserve: int | None, named: Chip) -> Plan:
+    """The plan on a chip that need not be there: with its pages and blocks, within its memory."""
+    stored = request.storage
     if stored.layout is None:
-        stored = dataclasses.replace(stored, layout=layout_on(named.platform, config.head_dim))
+        stored = dataclasses.replace(stored, layout=layout_on(named.platform, request.config.head_dim))
+    limited = dataclasses.replace(request, limit=named.limit, storage=stored)
     with named.compiled_for():
-        request = Asked(*sizes, named.limit, stored, over, context_tokens, prompt_logprobs)
-        made = _that_fits(request, reserve_tokens, named.share, named.source)
-        return dataclasses.replace(made, choice=found.line)
+        return _that_fits(limited, reserve, named.share, named.source)
 
 
-def _that_fits(request: Asked, reserve: int | None, share: GpuShare | None, source: str | None) -> Plan:
+def _that_fits(request: RequestShape, reserve: int | None, share: GpuShare | None, source: str | None) -> Plan:
     """The plan of sizes that are shared with other requests, or else of exact ones; DoesNotFit where neither fits."""
     of_mesh = request.mesh is not None and not request.policy.offloads_rounds
     for exact in dict.fromkeys((of_mesh or request.shares_context, True)):
@@ -178,7 +189,7 @@ def fitting(
     _check_scored(policy, scored)
     check_sizes(policy, config, prompt_bucket(context + tokens), NEW_TOKENS)
     # Rows that share a context are as many as were asked for, so that its bytes are spared and not spent on padding.
-    request = Asked(config, policy, rows, tokens, 1, dtype, limit, storage, mesh, context, scored)
+    request = RequestShape(config, policy, rows, tokens, 1, dtype, limit, storage, mesh, context, scored)
     exact = exact or mesh is not None or request.shares_context
     for tight in dict.fromkeys((exact, True)):
         size = allocation(config, policy, rows, request.whole, reserve=reserve, held=held, exact=tight)

@@ -7,14 +7,14 @@ from typing import Any
 
 from kvjax.device_memory import GpuShare
 from kvjax.errors import DoesNotFit
-from kvjax.planning.asked import Asked
+from kvjax.planning.request_shape import RequestShape
 from kvjax.planning.result import Plan
 from kvjax.policies import Full, LagKV, Policy
 from kvjax.policies.window_layers import for_model
 from kvjax.tables import human_bytes
 
 
-def refusal(made: Plan, request: Asked, already: int, share: GpuShare | None) -> DoesNotFit:
+def refusal(made: Plan, request: RequestShape, already: int, share: GpuShare | None) -> DoesNotFit:
     """The error of a plan that does not fit beside ``already`` bytes, with the sizes of the request that would.
 
     ``share``: of a GPU's memory that JAX takes; None where the limit was given.

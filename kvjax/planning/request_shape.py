@@ -24,7 +24,7 @@ from kvjax.sharding.mesh import Mesh
 
 
 @dataclasses.dataclass(frozen=True)
-class Asked:
+class RequestShape:
     """A request as far as its bytes depend on it.
 
     Attributes:
