@@ -8,6 +8,8 @@ take all rows at once: what they add to the scores is small, and a loop costs th
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -47,33 +49,62 @@ def attend(
       UsageError: the policy changed keys or values while observing.
     """
 
-    def observed(q: Array, whole: Layer, own: Any, step: Step, first: Array | None) -> tuple[Array, Layer]:
-        out, logits = decode_attention(
-            q,
-            whole,
-            scale=scale,
-            soft_cap=soft_cap,
-            slopes=slopes,
-            position=step.position,
-            with_logits=policy.signals.decode_logits,
-            first_row=first,
-            shared=shared,
-            sinks=step.sinks,
-        )
-        if logits is not None:
-            # XLA would begin with what the policies of all layers ask of positions alone, and keep it.
-            out, position = jax.lax.optimization_barrier((out, step.position))
-            step = dataclasses.replace(step, position=position)
-        seen = policy.observe(index, own, logits, step)
-        if logits is not None:
-            # What they decide before the next layer: XLA would keep every layer's logits for the end of the step.
-            out, chosen = jax.lax.optimization_barrier((out, [pool.next for pool in parts(seen)]))
-            seen = with_parts(seen, [pool.replace(next=x) for pool, x in zip(parts(seen), chosen, strict=True)])
-        return out, seen
-
+    attention = functools.partial(
+        _attend_rows, policy, index, scale=scale, slopes=slopes, soft_cap=soft_cap, shared=shared
+    )
     pieces = _pieces(policy, kept, q)
     if pieces == 1:
-        return observed(q, kept, kept, step, None)
+        return attention(q, kept, kept, step, None)
+    return _attend_in_pieces(attention, pieces, policy, kept, q, step)
+
+
+def _attend_rows(
+    policy: Policy,
+    index: int,
+    q: Float[Array, "B H G D"],
+    whole: Layer,
+    own: Any,  # a layer
+    step: Step,
+    first: Array | None,
+    *,
+    shared: SharedLayer | None,
+    **numbers: Any,
+) -> tuple[Float[Array, "B H G D"], Layer]:
+    """:func:`attend` for some rows of a layer: ``own`` are theirs, from row ``first`` of the ``whole`` on."""
+    out, logits = decode_attention(
+        q,
+        whole,
+        position=step.position,
+        with_logits=policy.signals.decode_logits,
+        first_row=first,
+        shared=shared,
+        sinks=step.sinks,
+        **numbers,
+    )
+    if logits is not None:
+        # XLA would begin with what the policies of all layers ask of positions alone, and keep it.
+        out, position = jax.lax.optimization_barrier((out, step.position))
+        step = dataclasses.replace(step, position=position)
+    seen = policy.observe(index, own, logits, step)
+    if logits is not None:
+        # What they decide before the next layer: XLA would keep every layer's logits for the end of the step.
+        out, chosen = jax.lax.optimization_barrier((out, [pool.next for pool in parts(seen)]))
+        seen = with_parts(seen, [pool.replace(next=x) for pool, x in zip(parts(seen), chosen, strict=True)])
+    return out, seen
+
+
+def _attend_in_pieces(
+    attention: Callable[..., tuple[Array, Layer]],
+    pieces: int,
+    policy: Policy,
+    kept: Layer,
+    q: Float[Array, "B H G D"],
+    step: Step,
+) -> tuple[Float[Array, "B H G D"], Layer]:
+    """:func:`attend` by equal parts of the rows, one after another.
+
+    The loop carries the layer without its pages, which nothing may change.
+    """
     rows = q.shape[0] // pieces
     pages = [pool.kv for pool in parts(kept)]
 
@@ -95,7 +126,7 @@ def attend(
         attended, rest = carry
         whole = with_pages(rest)
         own = jax.tree.map(cut, whole)  # its keys and values only if the policy reads them
-        out, seen = observed(cut(q), whole, own, jax.tree.map(cut, step), first)
+        out, seen = attention(cut(q), whole, own, jax.tree.map(cut, step), first)
         if any(new.kv is not old.kv for new, old in zip(parts(seen), parts(own), strict=True)):
             raise UsageError(f"{type(policy).__name__}.observe must leave keys and values as they are.")
         return put(attended, out), jax.tree.map(put, rest, without_pages(seen), without_pages(own))
