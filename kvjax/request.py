@@ -91,7 +91,7 @@ class Request:
         count = len(as_list(prompt)[0])
         # Nothing is joined or copied before everything was checked.
         self.owned = cache if isinstance(cache, Owned) else None
-        caches = _caches(cache if self.owned is None else self.owned.value, count)
+        caches = self._given = _caches(cache if self.owned is None else self.owned.value, count)
         next_token = _counters([old.next_token for old in caches], count, NO_TOKEN)
         onto = {"onto": cache is not None, "open_messages": (next_token == OPEN_MESSAGE).tolist()}
         self.tokens: Tokens = (
@@ -113,23 +113,29 @@ class Request:
         self.prompts = self._with_next_token(next_token)
         if any(not ids for ids in self.prompts):
             raise UsageError("A prompt has no tokens; give at least one character.")
-        # Else its rows are copied: joined, or spread over all; or shared, which copies the one.
-        as_it_is = len(caches) == 1 and caches[0].batch == count
-        shared = bool(caches) and sum(old.batch for old in caches) < count and shares(self.policy, self.storage)
-        sizes = [(old.nbytes if lm.mesh is None else old.nbytes // lm.mesh.size, old.batch) for old in caches]
-        already = sum(size // rows * (rows if as_it_is or shared else rows + count) for size, rows in sizes)
         seen = _counters([old.seen for old in caches], count, 0)
+        shared = bool(caches) and sum(old.batch for old in caches) < count and shares(self.policy, self.storage)
         alone = count == 1 < n and not caches and not self.tokens.context and len(self.prompts[0]) >= SHARED_PROMPT
         self.shares_prompt = alone and shares(self.policy, self.storage)
-        self.size = self._checked_size(seen, already, caches, exact, shared)
+        self.size = self._checked_size(seen, self._given_bytes(count, shared), caches, exact, shared)
         self.programs = Programs(lm.mesh, lm.config, exact=self.size.rows != batch_bucket(self.rows))
-        held = [adopt(old.to_device(), lm.mesh, lm.config) for old in caches]
-        self.cache = _one_row_each(held, count) if held else None
-        self._given = caches
+        self.cache = self._joined(count)
         self.cache_is_copy = self.cache is not None and all(are_apart(self.cache, old) for old in caches)
-        self.prefix: tuple[int, ...] = (
-            self._prefix(prompt) if self.policy.offloads_rounds and self.cache is None else ()
-        )
+        rounds_begin = self.policy.offloads_rounds and self.cache is None
+        self.prefix: tuple[int, ...] = self._prefix(prompt) if rounds_begin else ()
+
+    def _given_bytes(self, count: int, shared: bool) -> int:
+        """Bytes on each device of the caches that were given, and of what is made of them for ``count`` prompts."""
+        caches, mesh = self._given, self.lm.mesh
+        # Else its rows are copied: joined, or spread over all; or shared, which copies the one.
+        as_it_is = len(caches) == 1 and caches[0].batch == count
+        sizes = [(old.nbytes if mesh is None else old.nbytes // mesh.size, old.batch) for old in caches]
+        return sum(size // rows * (rows if as_it_is or shared else rows + count) for size, rows in sizes)
+
+    def _joined(self, count: int) -> Any:
+        """The caches that were given, on the model's devices as one batch; None of none."""
+        held = [adopt(old.to_device(), self.lm.mesh, self.lm.config) for old in self._given]
+        return _one_row_each(held, count) if held else None
 
     def consume_given(self) -> None:
         """Free the caches that were given, of which this request has copies."""

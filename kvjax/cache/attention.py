@@ -5,6 +5,7 @@ Softmax and sums are float32 whatever the cache's dtype.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -56,35 +57,15 @@ def decode_attention(
       ``(output in q's dtype, logits or None)``: logits [B, P, G, R], or a tuple of them for a layer in groups.
     """
 
-    def own(x: Any) -> Any:
-        return x if first_row is None or x is None else jax.lax.dynamic_slice_in_dim(x, first_row, q.shape[0])
-
-    def attend(q: Array, pool: LayerCache, slopes: np.ndarray | None, context: LayerCache | None) -> Decoded:
-        sharding, mass = pool.sharding, own(pool.log_mass)
-        if sharding.page_axes and mass is not None:
-            mass = jnp.where(sharding.index() == 0, mass, 0.0)  # slot 0 is the first device's
-        done = ragged_decode(
-            cut(q, own(pool.channels)),
-            pool.kv,
-            sharding.local_length(own(pool.length), pool.page_size),
-            runs=_runs_of(pool),
-            starts=sharding.local_starts(own(pool.row_starts)),
-            part=isinstance(pool, LayerView),
-            scale=scale,
-            soft_cap=soft_cap,
-            log_mass=mass,
-            k_scale=pool.scales and own(pool.scales.k),
-            v_scale=pool.scales and pool.scales.v,
-            slopes=slopes,
-            position=None if slopes is None else sharding.local_pages(pool.marks["position"]),
-            query_position=None if slopes is None else position,
-            with_logits=with_logits,
-            first_row=first_row,
-            shared=None if context is None else _shared_pages(context, slopes is not None),
-            implementation=implementation,
-        )
-        return merged(done, sharding)
-
+    attend = functools.partial(
+        _attend_pool,
+        scale=scale,
+        soft_cap=soft_cap,
+        position=position,
+        with_logits=with_logits,
+        first_row=first_row,
+        implementation=implementation,
+    )
     contexts = (None,) * len(parts(layer)) if shared is None else shared
     if not isinstance(layer, HeadGroups):
         done = attend(q, layer, slopes, contexts[0])
@@ -97,6 +78,44 @@ def decode_attention(
     if sinks is not None:
         out, _ = with_sink(out, layer.join([part.lse for part in outputs]), sinks)
     return out, tuple(part.logits for part in outputs) if with_logits else None
+
+
+def _attend_pool(
+    q: Float[Array, "B H G D"],
+    pool: LayerCache,
+    slopes: Float[np.ndarray, "H G"] | None,
+    context: LayerCache | None,
+    *,
+    position: Int[Array, " B"] | None,
+    first_row: Int[Array, ""] | None,
+    **options: Any,
+) -> Decoded:
+    """:func:`decode_attention` over one pool, on all of its devices; ``context``: what all rows attend to as well."""
+
+    def own(x: Any) -> Any:
+        return x if first_row is None or x is None else jax.lax.dynamic_slice_in_dim(x, first_row, q.shape[0])
+
+    sharding, mass = pool.sharding, own(pool.log_mass)
+    if sharding.page_axes and mass is not None:
+        mass = jnp.where(sharding.index() == 0, mass, 0.0)  # slot 0 is the first device's
+    done = ragged_decode(
+        cut(q, own(pool.channels)),
+        pool.kv,
+        sharding.local_length(own(pool.length), pool.page_size),
+        runs=_runs_of(pool),
+        starts=sharding.local_starts(own(pool.row_starts)),
+        part=isinstance(pool, LayerView),
+        log_mass=mass,
+        k_scale=pool.scales and own(pool.scales.k),
+        v_scale=pool.scales and pool.scales.v,
+        slopes=slopes,
+        position=None if slopes is None else sharding.local_pages(pool.marks["position"]),
+        query_position=None if slopes is None else position,
+        first_row=first_row,
+        shared=None if context is None else _shared_pages(context, slopes is not None),
+        **options,
+    )
+    return merged(done, sharding)
 
 
 def _runs_of(pool: LayerCache) -> tuple[int, ...]:
