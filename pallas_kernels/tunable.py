@@ -96,7 +96,7 @@ class RaggedDecode(Operation):
         return _grid(TritonConfig.of(p), pages=pages, block=(32, 64, 128), warps=(2, 4, 8), stages=(2, 3, 4))
 
     def _tpu(self, p: Any) -> list[Any]:
-        from pallas_kernels.ragged_decode.tpu import TpuConfig
+        from pallas_kernels.ragged_decode.tpu_sizes import TpuConfig
 
         _, _, page_size, head_dim = p.pages.shape
         rule = TpuConfig.default(jax.devices()[0].device_kind, page_size, head_dim, p.pages.dtype)

@@ -146,60 +146,88 @@ class _Block:
         self.mass[0, rows] = jnp.where(top > jnp.float32(NOTHING), found, jnp.float32(NEG))
 
 
+@dataclasses.dataclass(frozen=True)
+class _Measure:
+    """The scores of a block of queries against a block of keys, and what they do to the queries' softmax.
+
+    Attributes:
+      rows: the queries' state. first, first_key: the first query, counted from the first of all, and the first key.
+      products: of float32 rows, or None. fast: whether products are faster than the work on their scores.
+    """
+
+    rows: _Block
+    soft_cap: float | None
+    b: Array
+    first: Array
+    first_key: Array
+    offset: Any
+    factor: Any
+    q: Any
+    k: Any
+    products: Any
+    fast: bool
+
+    def part(self, part: int, at: _Strip, masked: bool, hold_back: Any = None) -> Array | None:
+        """Compute and store a part's scores and raise the peaks, which on fast chips ``lift_rows`` does if masked."""
+        t, rows = self.rows.t, self.rows
+        scores = capped_log2(self._scores(part, at, hold_back), self.soft_cap)
+        if masked:
+            # Masked weights need no zeros: a lane without a score sums exp2(0), and its first real peak removes it.
+            ahead = self.first + jnp.int32(at.queries.start) - self.first_key - jnp.int32(part * t.part)
+            heads = range(at.heads.start, at.heads.stop)
+            scores = tiles.masked(scores, [self.offset[self.b * t.shape[2] + g] + ahead for g in heads], t.window)
+        rows.score[part, at.heads, at.queries] = scores.reshape(-1, at.queries.stop - at.queries.start, t.part)
+        if masked and self.fast:
+            rows.shrink[part, at.rows] = functools.reduce(jnp.maximum, tiles.lanes(scores))
+            return None
+        return rows.lift(part, at.rows, tiles.lanes(scores))
+
+    def _scores(self, part: int, at: _Strip, hold_back: Any) -> Array:
+        t = self.rows.t
+        if self.products:
+            return self.products.last(at.heads, at.queries, part).reshape(-1, t.part)
+        queries = self.q[at.heads, at.queries]
+        if hold_back is not None:
+            queries = _held_back(queries.reshape(-1, queries.shape[-1]), *hold_back)[None]
+        return tiles.scores(queries, t.keys_of(self.k, part), t.columns) * self.factor[self.b]
+
+    def strip(self, at: _Strip, masked: bool) -> None:
+        """:meth:`part` for all parts of a strip."""
+        for part in range(self.rows.t.parts):
+            self.part(part, at, masked)
+
+    def gather_and_measure(self) -> None:
+        """The last block's weights and this block's scores, in turns; not masked."""
+        t = self.rows.t
+        holds, measured = self.fast and t.rows > LANES, None
+        for at in _strips(t, _UNIT if holds else t.rows):
+            for part in range(t.parts):
+                gathered = self.rows.gather(part, at)
+                measured = self.part(part, at, False, (gathered, measured) if holds else None)
+
+    def add(self, chunk: slice) -> None:
+        """Add the products of a chunk of the channels."""
+        at = _whole(self.rows.t)
+        for part in range(self.rows.t.parts):
+            self.products.add(at.heads, at.queries, part, chunk)
+
+
 def _kernel(offset, factor, q, k, out, score, peak, shrink, mass, *float32, t: Tiles, soft_cap):
     b, i, block = pl.program_id(0), pl.program_id(2), pl.program_id(3)
-    group = t.shape[2]
     first = i * jnp.int32(t.queries)
-    first_query = offset[b * group] + first
+    first_query = offset[b * t.shape[2]] + first
     first_key = (t.first_key_block(first_query) + block) * jnp.int32(t.keys)
     last = block == pl.num_programs(3) - 1
     rows = _Block(t, score, peak, shrink, mass)
     products: Any = float32_scores.Products(t, float32[0], float32[1], score) if float32 else None
-    # Products are faster than the work on their scores.
     fast = tiles.matrix_unit() > LANES
+    measure = _Measure(rows, soft_cap, b, first, first_key, offset, factor, q, k, products, fast)
 
     @pl.when(block == 0)
     def _():
         rows.clear()
         if products:
             products.take_queries(q, factor[b])
-
-    def measure(part: int, at: _Strip, masked: bool, hold_back: Any = None) -> Array | None:
-        """Compute and store a part's scores and raise the peaks, which on fast chips ``lift_rows`` does if masked."""
-        if products:
-            scores = products.last(at.heads, at.queries, part).reshape(-1, t.part)
-        else:
-            queries = q[at.heads, at.queries]
-            if hold_back is not None:
-                queries = _held_back(queries.reshape(-1, queries.shape[-1]), *hold_back)[None]
-            scores = tiles.scores(queries, t.keys_of(k, part), t.columns) * factor[b]
-        scores = capped_log2(scores, soft_cap)
-        if masked:
-            # Masked weights need no zeros: a lane without a score sums exp2(0), and its first real peak removes it.
-            ahead = first + jnp.int32(at.queries.start) - first_key - jnp.int32(part * t.part)
-            heads = range(at.heads.start, at.heads.stop)
-            scores = tiles.masked(scores, [offset[b * group + g] + ahead for g in heads], t.window)
-        score[part, at.heads, at.queries] = scores.reshape(-1, at.queries.stop - at.queries.start, t.part)
-        if masked and fast:
-            shrink[part, at.rows] = functools.reduce(jnp.maximum, tiles.lanes(scores))
-            return None
-        return rows.lift(part, at.rows, tiles.lanes(scores))
-
-    def measure_all(at: _Strip, masked: bool) -> None:
-        for part in range(t.parts):
-            measure(part, at, masked)
-
-    def gather_and_measure() -> None:
-        holds, measured = fast and t.rows > LANES, None
-        for at in _strips(t, _UNIT if holds else t.rows):
-            for part in range(t.parts):
-                gathered = rows.gather(part, at)
-                measured = measure(part, at, False, (gathered, measured) if holds else None)
-
-    def add(chunk: slice) -> None:
-        at = _whole(t)
-        for part in range(t.parts):
-            products.add(at.heads, at.queries, part, chunk)
 
     below = jnp.logical_and(block > 0, t.whole(first_query, first_key))
     live = t.touched(first_query, first_key)
@@ -209,14 +237,14 @@ def _kernel(offset, factor, q, k, out, score, peak, shrink, mass, *float32, t: T
         tiles.scheduling_barrier(jnp.logical_and(live, block > 0), rows.gather_all)
         pl.when(live)(functools.partial(products.take_keys, k))
         for chunk in products.first_chunks():
-            tiles.scheduling_barrier(live, functools.partial(add, chunk))
+            tiles.scheduling_barrier(live, functools.partial(measure.add, chunk))
         for at in strips:
-            tiles.scheduling_barrier(below, functools.partial(measure_all, at, masked=False))
+            tiles.scheduling_barrier(below, functools.partial(measure.strip, at, masked=False))
     else:
-        tiles.scheduling_barrier(below, gather_and_measure)
+        tiles.scheduling_barrier(below, measure.gather_and_measure)
         tiles.scheduling_barrier(jnp.logical_and(crossed, block > 0), rows.gather_all)
     for at in strips:
-        tiles.scheduling_barrier(crossed, functools.partial(measure_all, at, masked=True))
+        tiles.scheduling_barrier(crossed, functools.partial(measure.strip, at, masked=True))
     if fast:
         tiles.each_strip(t, crossed, rows.lift_rows, 32)
     tiles.scheduling_barrier(last, rows.gather_all)

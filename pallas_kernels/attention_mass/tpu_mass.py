@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -132,59 +133,91 @@ def _spread(beside: Any, normaliser: Any, block: Array, piece: Any, t: Tiles) ->
     beside[...] = jnp.take_along_axis(column, index, axis=1, mode="promise_in_bounds")
 
 
-def _kernel(offset, factor, live, q, normaliser, k, onto, out, total, beside, distance, *float32, t: Tiles, soft_cap):
-    b, block, i = pl.program_id(0), pl.program_id(2), pl.program_id(3)
-    group = t.shape[2]
-    first_query, first_key = offset[b * group] + i * jnp.int32(t.queries), block * jnp.int32(t.keys)
-    products: Any = float32_scores.Products(t, *float32) if float32 else None
+@dataclasses.dataclass(frozen=True)
+class _Block:
+    """A block of queries against a block of keys, and the buffers of their masses.
 
-    @pl.when(i == 0)
-    def _():
-        total[...] = jnp.zeros_like(total)
-        query, key = (jax.lax.broadcasted_iota(jnp.int32, distance.shape, axis) for axis in (0, 1))
-        distance[...] = key - query
+    Attributes:
+      b, i: the batch row, and the number of the block of queries. first_key: of the block of keys.
+      total: [parts, G, 8, part], masses in 8 sublanes. beside: [G, queries, 128], normalisers, the same in every lane.
+      distance: [queries of a piece, 128], key minus query. products: of float32 rows, or None.
+    """
 
-    def spread(heads: slice) -> None:
+    t: Tiles
+    soft_cap: float | None
+    b: Array
+    i: Array
+    first_key: Array
+    offset: Any
+    factor: Any
+    q: Any
+    normaliser: Any
+    k: Any
+    total: Any
+    beside: Any
+    distance: Any
+    products: Any
+
+    def begin(self) -> None:
+        """Start sums of no queries."""
+        self.total[...] = jnp.zeros_like(self.total)
+        query, key = (jax.lax.broadcasted_iota(jnp.int32, self.distance.shape, axis) for axis in (0, 1))
+        self.distance[...] = key - query
+
+    def spread(self, heads: slice) -> None:
+        """Copy the normalisers of some heads to all lanes."""
+        pieces = _pieces(self.t)
         for g in range(heads.start, heads.stop):
-            for piece, at in enumerate(_pieces(t)):
-                _spread(beside.at[g, at], normaliser, i, g * len(_pieces(t)) + piece, t)
+            for piece, at in enumerate(pieces):
+                _spread(self.beside.at[g, at], self.normaliser, self.i, g * len(pieces) + piece, self.t)
 
-    def add_chunk(chunk: slice, part: Any, first: Any, count: int, _: bool) -> None:
-        products.add(pl.ds(first, count), slice(0, t.queries), part, chunk)
+    def add_chunk(self, chunk: slice, part: Any, first: Any, count: int, _: bool) -> None:
+        """Add the products of a chunk of the channels."""
+        self.products.add(pl.ds(first, count), slice(0, self.t.queries), part, chunk)
 
-    def add(part: Any, first: Any, count: int, masked: bool) -> None:
+    def add(self, part: Any, first: Any, count: int, masked: bool) -> None:
         """Add the masses of one part of the keys from ``count`` heads, from ``first`` on."""
-        keys = t.keys_of(k, part)
-        ahead = i * jnp.int32(t.queries) - first_key - part * jnp.int32(t.part)
-
-        def scores_of(heads: Any, at: slice) -> Array:
-            if products:
-                return capped_log2(products.last(heads, at, part).reshape(-1, t.part), soft_cap)
-            return capped_log2(tiles.scores(q[heads, at], keys, t.columns) * factor[b], soft_cap)
-
-        def add_piece(g: int, at: slice, scores: Array, before: Array | None) -> Array:
-            """Add the masses from a head's piece; returns those of the first keys."""
-            most = offset[b * group + first + g] + ahead + at.start
-            mask = _Mask(distance[: at.stop - at.start], most, before, t.window) if masked else None
-            weights = _weights(scores, beside[first + g, at], mask)
-            for lane, weight in enumerate(weights):
-                total[part, first + g, :, lane * LANES : (lane + 1) * LANES] += weight
-            return weights[0]
-
+        t = self.t
+        keys = t.keys_of(self.k, part)
+        ahead = self.i * jnp.int32(t.queries) - self.first_key - part * jnp.int32(t.part)
         # If masked or capped, at most 128 rows at once; of masked ones the third product waits for the first's weights.
-        together, step = (t.heads_in(LANES), LANES) if masked or soft_cap is not None else (count, t.queries)
+        few = masked or self.soft_cap is not None
+        together, step = (t.heads_in(LANES), LANES) if few else (count, t.queries)
         done: list[Any] = []
         for heads in tiles.steps(count, together):
             before, weight = done[0] if masked and len(done) == 2 and heads.stop == count else None, None
             for rows in tiles.steps(t.queries, step):
-                scores = scores_of(pl.ds(first + heads.start, heads.stop - heads.start), rows)
+                scores = self._scores(keys, part, pl.ds(first + heads.start, heads.stop - heads.start), rows)
                 scores = scores.reshape(-1, rows.stop - rows.start, t.part)
                 for g in range(heads.start, heads.stop):
                     for piece in tiles.steps(rows.stop - rows.start, LANES):
                         at = slice(rows.start + piece.start, rows.start + piece.stop)
-                        weight = add_piece(g, at, scores[g - heads.start, piece], before)
+                        own = scores[g - heads.start, piece]
+                        most = self.offset[self.b * t.shape[2] + first + g] + ahead + at.start
+                        mask = _Mask(self.distance[: at.stop - at.start], most, before, t.window) if masked else None
+                        weight = self._add_piece(part, first, g, at, own, mask)
             done.append(weight)
 
+    def _scores(self, keys: Any, part: Any, heads: Any, at: slice) -> Array:
+        t = self.t
+        if self.products:
+            return capped_log2(self.products.last(heads, at, part).reshape(-1, t.part), self.soft_cap)
+        return capped_log2(tiles.scores(self.q[heads, at], keys, t.columns) * self.factor[self.b], self.soft_cap)
+
+    def _add_piece(self, part: Any, first: Any, g: int, at: slice, scores: Array, mask: _Mask | None) -> Array:
+        """Add the masses from a piece of head ``first + g``; returns those of the first keys."""
+        weights = _weights(scores, self.beside[first + g, at], mask)
+        for lane, weight in enumerate(weights):
+            self.total[part, first + g, :, lane * LANES : (lane + 1) * LANES] += weight
+        return weights[0]
+
+
+def _kernel(offset, factor, live, q, normaliser, k, onto, out, total, beside, distance, *float32, t: Tiles, soft_cap):
+    b, block, i = pl.program_id(0), pl.program_id(2), pl.program_id(3)
+    first_query, first_key = offset[b * t.shape[2]] + i * jnp.int32(t.queries), block * jnp.int32(t.keys)
+    products: Any = float32_scores.Products(t, *float32) if float32 else None
+    own = _Block(t, soft_cap, b, i, first_key, offset, factor, q, normaliser, k, total, beside, distance, products)
+    pl.when(i == 0)(own.begin)
     # Where products are slow, many rows of them are scheduled as a region of their own.
     slow = products is not None or tiles.matrix_unit() == LANES
     each_part = functools.partial(_each_part, t, first_query, first_key, most=2 * _ROWS if slow else t.rows)
@@ -197,11 +230,11 @@ def _kernel(offset, factor, live, q, normaliser, k, onto, out, total, beside, di
         pl.when(i == 0)(functools.partial(products.take_keys, k))
         pl.when(again)(functools.partial(products.take_queries, q, factor[b]))
         for chunk in products.first_chunks():
-            tiles.scheduling_barrier(alive, functools.partial(each_part, functools.partial(add_chunk, chunk)))
+            tiles.scheduling_barrier(alive, functools.partial(each_part, functools.partial(own.add_chunk, chunk)))
 
     @pl.when(alive)
     def _():
-        each_part(add, begin=spread)
+        each_part(own.add, begin=own.spread)
 
     @pl.when(i == pl.num_programs(3) - 1)
     def _():

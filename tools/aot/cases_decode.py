@@ -13,7 +13,7 @@ import numpy as np
 from pallas_kernels.pages import Lanes, Pages, Stacked
 from pallas_kernels.ragged_decode import ragged_decode
 from pallas_kernels.ragged_decode.decode_problem import Problem
-from pallas_kernels.ragged_decode.tpu import TpuConfig, blocks_together, fit, row_lanes
+from pallas_kernels.ragged_decode.tpu_sizes import TpuConfig, blocks_together, fit, row_lanes
 from tools.aot.cases import Case
 
 BATCH, HEADS = 8, 8

@@ -108,7 +108,7 @@ def measure(target: str, policy: str, compiled_layers: int, dump: str) -> Step:
     from kvjax.model.decoder import abstract_decoder
     from kvjax.policies import parse
     from kvjax.policies.page_capacities import page_capacities
-    from pallas_kernels.ragged_decode.tpu import TpuConfig
+    from pallas_kernels.ragged_decode.tpu_sizes import TpuConfig
     from tools.aot.step_cost import KERNEL, step_cost
     from tools.aot.tpu_profile import profiles
     from tools.aot.whole_model import DTYPE, LLAMA_8B, whole_model
