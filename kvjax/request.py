@@ -27,8 +27,8 @@ from kvjax.options import GenerationOptions
 from kvjax.ownership import Owned
 from kvjax.planning import fitting
 from kvjax.policies import Full, Policy, format_policy, parse
-from kvjax.policies.base import shares
 from kvjax.policies.best import asked_later, resolve
+from kvjax.policies.composition import shares
 from kvjax.policies.guard import check_value
 from kvjax.policies.round_attention import SINKS
 from kvjax.policies.window_layers import for_model

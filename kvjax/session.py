@@ -23,7 +23,7 @@ from kvjax.interrupt import BrokenOff, Interrupt, interruptible
 from kvjax.memory_needs import full_cache_bytes
 from kvjax.model.decoder import Decoder
 from kvjax.output import Output, Stats
-from kvjax.policies.base import has_own, retained_on_host
+from kvjax.policies.composition import has_own, retained_on_host
 from kvjax.policies.guard import check_kept, layers_of
 from kvjax.request import Request
 from kvjax.rounds.stats import RoundStats

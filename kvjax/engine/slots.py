@@ -27,7 +27,7 @@ from kvjax.engine.stops import SharedStopTable
 from kvjax.errors import KvjaxError, UsageError
 from kvjax.memory_needs import full_cache_bytes
 from kvjax.policies import Policy
-from kvjax.policies.base import has_own, retained_on_host
+from kvjax.policies.composition import has_own, retained_on_host
 from kvjax.policies.guard import check_kept, layers_of
 from kvjax.request import Request
 from kvjax.runtime.compilation import CompileClock

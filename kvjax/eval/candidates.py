@@ -12,8 +12,9 @@ from collections.abc import Sequence
 from kvjax.errors import KvjaxError, UsageError
 from kvjax.model.config import ModelConfig
 from kvjax.policies import Full, format_policy, parse, registry
-from kvjax.policies.base import Policy, policies_within
+from kvjax.policies.base import Policy
 from kvjax.policies.best import resolve
+from kvjax.policies.composition import policies_within
 
 #: Options that say how much is kept; a policy written with one of them is compared as it stands.
 _SIZES = ("ratio", "budget", "partition_ratio")

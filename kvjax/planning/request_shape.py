@@ -16,7 +16,7 @@ from kvjax.memory_needs import cache_bytes, full_cache_bytes, prefill_bytes, sha
 from kvjax.model.config import ModelConfig
 from kvjax.planning.result import Plan
 from kvjax.policies import Full, Policy, format_policy
-from kvjax.policies.base import shares
+from kvjax.policies.composition import shares
 from kvjax.policies.page_capacities import page_capacities
 from kvjax.policies.split_cache import slots_above, slots_below
 from kvjax.runtime.token_logprobs import scoring_bytes

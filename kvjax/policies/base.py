@@ -41,6 +41,8 @@ A policy may be given only some of a layer's KV heads, as a cache of their own (
 ``cache/page_sharding.py``). It therefore takes the number of heads from its arrays or from the ``config`` of a
 PromptChunk or Step. A policy that compares the heads of a layer, or uses a head's number, asks ``cache.sharding``.
 
+What the runtime asks of a policy that holds others, or stands beside others, is in :mod:`kvjax.policies.composition`.
+
 In the shapes of this package: B rows of the batch, H KV heads, G query heads for each KV head, T new tokens, N
 candidates, D channels of a head, P pages of R slots.
 """
@@ -48,8 +50,7 @@ candidates, D channels of a head, P pages of R slots.
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import jax
@@ -57,8 +58,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.cache.groups import counted_on_host, split_heads
-from kvjax.cache.host_memory import as_numpy
+from kvjax.cache.groups import split_heads
 from kvjax.cache.pool import LayerCache, append_token, empty_layer
 from kvjax.cache.quantisation import MODEL, Storage
 from kvjax.model.config import ModelConfig
@@ -73,6 +73,8 @@ from kvjax.policies.candidates import (
     selection,
     top_mask,
 )
+from kvjax.policies.composition import Composable, is_own, shares
+from kvjax.policies.counts import HostOrTraced, floor_fraction, numpy_or_jax, per_head
 from kvjax.policies.signals import Signals
 
 __all__ = [
@@ -99,8 +101,6 @@ __all__ = [
 
 #: The length of a head of which more was kept than there was.
 BEYOND = -1
-#: Budgets are solved by one formula on the host, in NumPy, and in compiled programs.
-HostOrTraced = np.ndarray | Array
 
 
 @jax.tree_util.register_dataclass
@@ -127,7 +127,7 @@ class Step:
 
 
 @dataclasses.dataclass(frozen=True)
-class Policy:
+class Policy(Composable):
     """Base class of all policies; as it stands it keeps every token."""
 
     #: Names of numbers the pool holds for each slot, [B, P, R]; "position..." is int32, the others are float32. The
@@ -159,40 +159,6 @@ class Policy:
     def signals(self) -> Signals:
         """The statistics of attention that this policy needs; nothing else is computed."""
         return Signals()
-
-    @property
-    def chosen(self) -> Policy:
-        """The policy as the user gave it: itself, unless a model's window layers have rings beside it."""
-        return self
-
-    def with_chosen(self, policy: Policy) -> Policy:
-        """The same with another policy in the place of the :attr:`chosen` one."""
-        return policy
-
-    def chosen_layers(self, config: ModelConfig) -> tuple[int, ...]:
-        """The numbers of the layers that the chosen policy has: those without a window."""
-        return tuple(range(config.num_layers))
-
-    def seen_as(self, config: ModelConfig) -> ModelConfig:
-        """The model, or a layer's view of it, as if it had those layers alone."""
-        return config
-
-    def part(self, config: ModelConfig, layer: int) -> tuple[Policy, int, ModelConfig]:
-        """The policy of a layer, the layer's number as that policy counts, and the model as it sees it."""
-        return self, layer, config
-
-    def with_words(self, words: Callable[[str], tuple[int, ...]], answer: Callable[[], str]) -> Policy:
-        """The policy as a model's tokenizer has it: those within it, too; itself where none reads text of its own.
-
-        Args:
-          words: the token ids of a text. answer: gives what the chat template writes between the user's last words and
-            the answer.
-        """
-        inner = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        inner = {name: value for name, value in inner.items() if isinstance(value, Policy)}
-        told = {name: value.with_words(words, answer) for name, value in inner.items()}
-        changed = {name: value for name, value in told.items() if value is not inner[name]}
-        return dataclasses.replace(self, **changed) if changed else self
 
     def window_scale(self, config: ModelConfig, total: Int[Array, " B"]) -> Float[Array, " B"]:
         """[B] the factor of q.k in the softmax whose attention is summed over the window; the model's own here."""
@@ -250,10 +216,6 @@ class Policy:
         """
         return self.capacities(config, own if self.only_appends else prompt, new)
 
-    def pool_policies(self, config: ModelConfig, layer: int) -> tuple[tuple[Policy, ModelConfig], ...]:
-        """The policy of each pool of a layer, and the model as it sees it."""
-        return ((self, config),)
-
     def chunks(self, config: ModelConfig) -> tuple[int, int] | None:
         """(tokens of the first prefill chunk, tokens of each later one), or None to read prompts whole."""
         return None
@@ -268,28 +230,9 @@ class Policy:
         budgets = (self.budgets(config, layer, total)[0] for layer in range(config.num_layers))
         return tuple(tuple(int(count) + new for count in heads) for heads in budgets)
 
-    def answering(self, config: ModelConfig, prompt: int) -> Policy:
-        """The policy whose capacities are held while a later turn is answered, after ``prompt`` tokens in all.
-
-        Itself, unless it offloads.
-        """
-        return self
-
-    def reading(self, config: ModelConfig, slots: int) -> Policy:
-        """The policy whose capacities hold a first prompt, with so many ``slots`` where it offloads them later."""
-        return self
-
-    def heads_of(self, config: ModelConfig, layer: int) -> int:
-        """The number of KV heads of a layer that this policy has."""
-        return config.num_kv_heads
-
     def layer_kind(self, config: ModelConfig, layer: int) -> Hashable | None:
         """The kind of a layer: those of one kind are treated alike and traced once; None where each may be its own."""
         return 0 if type(self).__dict__.get("layers_alike") else None
-
-    def owners(self, config: ModelConfig, layer: int) -> tuple[Policy, ...]:
-        """The policy of each of these KV heads: this one, unless it composes others."""
-        return (self,) * self.heads_of(config, layer)
 
     def budgets(self, config: ModelConfig, layer: int, total: HostOrTraced) -> HostOrTraced:
         """[B, H] slots that each head of a row holds right after a prompt, of rows that have seen [B] ``total`` tokens.
@@ -373,10 +316,6 @@ class Policy:
         """[B, H] slots of each head that hold a token which is still attended to; NumPy's of NumPy's counters."""
         return cache.length
 
-    def retained_by_layer(self, layers: Sequence[Any]) -> list[HostOrTraced]:
-        """:meth:`retained` of a cache's layers, from the first on."""
-        return [self.retained(cache) for cache in layers]
-
     def due(self, layers: tuple[LayerCache, ...], config: ModelConfig) -> Bool[Array, " B"]:
         """The rows for which :meth:`maintain` must be called before they append another token."""
         return jnp.zeros(layers[0].length.shape[0], bool)
@@ -392,35 +331,6 @@ class Policy:
     ) -> list[Any] | None:
         """:meth:`maintain` of all layers at once, where that is much less to compile; None for one after another."""
         return None
-
-
-def shares(policy: Policy, storage: Storage) -> bool:
-    """Whether rows that begin with the same context share slots of it.
-
-    int8 rows do not: the scales of a row's keys follow what it reads, and its stored keys are packed anew.
-    """
-    return policy.shares_context and not storage.quantised
-
-
-def is_own(policy: Policy) -> bool:
-    """Whether a policy is the caller's, and none that comes with kvjax."""
-    return not type(policy).__module__.startswith("kvjax.")
-
-
-def retained_on_host(policy: Policy, layers: Sequence[Any]) -> list[np.ndarray]:
-    """:meth:`Policy.retained_by_layer` as NumPy's arrays."""
-    return [as_numpy(kept) for kept in policy.retained_by_layer([counted_on_host(layer) for layer in layers])]
-
-
-def policies_within(policy: Policy) -> list[Policy]:
-    """A policy and those that its fields hold, at any depth."""
-    held = (getattr(policy, field.name) for field in dataclasses.fields(policy))
-    return [policy, *(each for one in held if isinstance(one, Policy) for each in policies_within(one))]
-
-
-def has_own(policy: Policy) -> bool:
-    """Whether a policy, or one within it, is the caller's."""
-    return any(map(is_own, policies_within(policy)))
 
 
 def policy_marks(policy: Policy, config: ModelConfig) -> tuple[str, ...]:
@@ -439,29 +349,3 @@ def append_new(
     """Write the step's token at ``next`` with its marks: its position, and [B, H] others by name (0 if not given)."""
     position = jnp.broadcast_to(step.position[:, None], cache.next.shape)
     return append_token(cache, k, v, step.active, {"position": position, **(marks or {})})
-
-
-def floor_fraction(ratio: float, total: HostOrTraced | int) -> Any:
-    """``floor(ratio * total)``, in whole numbers: exactly as many on the host, which allocates, as when compiled.
-
-    Float32 will not do: XLA fuses a product with the sum that forgives its last bit, and then the two differ. The
-    ratio is rounded up to 40 bits, so that 0.3 of 10 tokens is 3; ``total`` is below 2 ** 21.
-    """
-    xp = numpy_or_jax(total)
-    tokens = xp.asarray(total).astype(xp.int32)
-    bits = math.ceil(float(ratio) * 2**40)
-    below = 0  # long multiplication, ten bits at a time
-    for shift in (0, 10, 20, 30):
-        below = (tokens * (bits >> shift & 1023) + below) >> 10
-    return tokens * (bits >> 40) + below
-
-
-def per_head(count: HostOrTraced, config: ModelConfig) -> HostOrTraced:
-    """[B] counts as [B, H]: the same for every KV head."""
-    xp = numpy_or_jax(count)
-    return xp.broadcast_to(count[:, None], (len(count), config.num_kv_heads)).astype(xp.int32)
-
-
-def numpy_or_jax(x: Any) -> Any:
-    """The array module of ``x``: ``numpy`` or ``jax.numpy``."""
-    return jnp if isinstance(x, jax.Array) else np

@@ -20,8 +20,9 @@ from kvjax.cache.cache import Cache
 from kvjax.cache.groups import parts
 from kvjax.errors import UsageError, quoted
 from kvjax.model.config import ModelConfig
-from kvjax.policies.base import BEYOND, Policy, has_own, is_own
+from kvjax.policies.base import BEYOND, Policy
 from kvjax.policies.composed import HeadWise
+from kvjax.policies.composition import has_own, is_own
 
 #: Rows for which state is tried: no other axis of a policy has as many.
 _ROWS = 13
