@@ -7,29 +7,46 @@ from __future__ import annotations
 
 import json
 import shutil
-import struct
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
 from support import family_cases as cases
-from support import family_gguf, gguf_files, own_cases
-from support import quantised_folders as quantised
+from support import gguf_files
+from support.mutations import (
+    AWQ,
+    BLOCKS,
+    GPTQ,
+    INF,
+    INT4,
+    INT8,
+    NAN,
+    OWN,
+    Q_PROJ,
+    Edit,
+    config,
+    extra,
+    file,
+    header,
+    index,
+    last,
+    named,
+    number,
+    packed,
+    part,
+    quantised_by,
+    reshape,
+    reshaped,
+    sentence_of,
+    sharded,
+    tokenizer,
+    weights,
+    without,
+)
 
-from kvjax.checkpoints import fill
 from kvjax.checkpoints.families import FAMILIES
-from kvjax.checkpoints.load import load
-from kvjax.errors import KvjaxError
 
-NAN, INF = float("nan"), float("inf")
-Edit = Callable[[Path], None]
-OWN = {
-    "chatglm": (own_cases.CHATGLM, own_cases.chatglm_shapes),
-    "baichuan": (own_cases.ALIBI, own_cases.baichuan_shapes),
-}
 #: Cases with a byte-level tokenizer that has merges.
 BYTES = {"llama": "llama_gqa", "bloom": "bloom_2_heads"}
 
@@ -52,150 +69,6 @@ def folders(tmp_path_factory) -> Callable[[str], Path]:
         return made[name]
 
     return folder
-
-
-def config(**changes: Any) -> Edit:
-    """Other values in config.json; None takes a key out."""
-
-    def edit(folder: Path) -> None:
-        path = folder / "config.json"
-        found = json.loads(path.read_text()) | changes
-        path.write_text(json.dumps({key: value for key, value in found.items() if value is not None}))
-
-    return edit
-
-
-def file(name: str, content: bytes | str | dict | list | None) -> Edit:
-    """Another content of a file; None removes it."""
-
-    def edit(folder: Path) -> None:
-        (folder / name).unlink(missing_ok=True)
-        if content is not None:
-            data = content if isinstance(content, (bytes, str)) else json.dumps(content)
-            (folder / name).write_bytes(data.encode() if isinstance(data, str) else data)
-
-    return edit
-
-
-def weights(change: Callable[[dict[str, np.ndarray]], Any]) -> Edit:
-    """Other tensors."""
-
-    def edit(folder: Path) -> None:
-        tensors = load_file(folder / "model.safetensors")
-        change(tensors)
-        save_file(
-            {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}, folder / "model.safetensors"
-        )
-
-    return edit
-
-
-def without(part: str) -> Edit:
-    return weights(lambda tensors: tensors.pop(next(name for name in tensors if part in name)))
-
-
-def reshaped(part: str) -> Edit:
-    def change(tensors):
-        name = next(name for name in tensors if part in name and tensors[name].ndim == 2)
-        tensors[name] = tensors[name].T
-
-    return weights(change)
-
-
-def packed(change: Callable[[dict[str, np.ndarray], str], Any]) -> Edit:
-    """The first layer's gates in 4 bits, with a change."""
-    name = "model.layers.0.mlp.experts.gate_up_proj"
-
-    def edit(tensors: dict[str, np.ndarray]) -> None:
-        experts, hidden, inner = tensors.pop(name).shape
-        tensors[name + "_blocks"] = np.ones((experts, inner, hidden // 32, 16), np.uint8)
-        tensors[name + "_scales"] = np.full((experts, inner, hidden // 32), 127, np.uint8)
-        change(tensors, name)
-
-    return weights(edit)
-
-
-#: A projection that :func:`quantised_by` quantises, without an end.
-Q_PROJ = "model.layers.0.self_attn.q_proj"
-
-
-def quantised_by(kind: quantised.Kind, change: Callable[[dict[str, np.ndarray]], Any] = dict, **described: Any) -> Edit:
-    """One projection quantised, with a change of its parts, named by their ends, and of what is said of it."""
-
-    def edit(tensors: dict[str, np.ndarray]) -> None:
-        parts, _ = kind.pack(tensors.pop(f"{Q_PROJ}.weight"))
-        change(parts)
-        tensors |= {Q_PROJ + end: part for end, part in parts.items()}
-
-    def both(folder: Path) -> None:
-        weights(edit)(folder)
-        config(quantization_config=dict(kind.described) | described)(folder)
-
-    return both
-
-
-def part(end: str, value: Any) -> Callable[[dict[str, np.ndarray]], Any]:
-    """Another part; None takes it away."""
-    return lambda parts: parts.pop(end) if value is None else parts.update({end: value})
-
-
-def last(end: str, value: Any) -> Callable[[dict[str, np.ndarray]], Any]:
-    """Another last number of a part."""
-
-    def change(parts: dict[str, np.ndarray]) -> None:
-        parts[end] = parts[end].copy()
-        parts[end].flat[-1] = value
-
-    return change
-
-
-GPTQ, AWQ, INT8, INT4, BLOCKS = (quantised.KINDS[name] for name in ("gptq", "awq", "int8", "int4", "fp8 in blocks"))
-
-
-def reshape(tensors: dict[str, np.ndarray], name: str, shape: tuple[int, ...]) -> None:
-    tensors[name] = np.resize(tensors[name], shape)
-
-
-def number(part: str, value: float, dtype: str = "float32") -> Edit:
-    """A number that is none, in the last place of a tensor."""
-
-    def change(tensors):
-        name = next(name for name in tensors if part in name)
-        tensors[name] = tensors[name].astype(np.dtype(dtype))
-        tensors[name].flat[-1] = value
-
-    return weights(change)
-
-
-def extra(name: str) -> Edit:
-    return weights(lambda tensors: tensors.update({name: np.ones((4, 4), np.float32)}))
-
-
-def header(text: bytes, length: int | None = None) -> Edit:
-    """A safetensors file of this header, with this as its length."""
-    return file("model.safetensors", struct.pack("<Q", len(text) if length is None else length) + text + bytes(64))
-
-
-def index(table: Any, whole: bool = False) -> Edit:
-    return file("model.safetensors.index.json", table if whole else {"weight_map": table})
-
-
-def sharded(table: dict[str, str]) -> Edit:
-    """An index of the file that is there, with more in it."""
-
-    def edit(folder: Path) -> None:
-        index(dict.fromkeys(load_file(folder / "model.safetensors"), "model.safetensors") | table)(folder)
-
-    return edit
-
-
-def tokenizer(change: Callable[[dict], Any]) -> Edit:
-    def edit(folder: Path) -> None:
-        found = json.loads((folder / "tokenizer.json").read_text())
-        change(found)
-        (folder / "tokenizer.json").write_text(json.dumps(found))
-
-    return edit
 
 
 #: (case, what is wrong, part of the sentence)
@@ -331,7 +204,6 @@ BEFORE: list[tuple[str, Edit, str]] = [
     ("smollm3", file("tokenizer_config.json", {"chat_template": [1]}), "tokenizer in"),
     ("smollm3", lambda folder: [path.unlink() for path in folder.glob("tokenizer*")], "holds no tokenizer"),
 ]
-
 #: What only the numbers show.
 WHILE: list[tuple[str, Edit, str]] = [
     ("gemma3", number("q_norm", NAN), "q_norm.weight' holds what is no finite number"),
@@ -353,27 +225,7 @@ WHILE: list[tuple[str, Edit, str]] = [
 ]
 
 
-def sentence_of(path: Path) -> str:
-    with pytest.raises(KvjaxError) as caught:
-        load(path, progress=False)
-    said = str(caught.value)
-    assert len(said) < 300 and not {"\n", "\0"} & set(said) and said.endswith("."), said
-    return said
-
-
-@pytest.fixture
-def allocated(monkeypatch) -> list[tuple[int, ...]]:
-    """Shapes of the parameters that are allocated."""
-    found, make = [], fill.aligned
-    monkeypatch.setattr(fill, "aligned", lambda shape, dtype: found.append(shape) or make(shape, dtype))
-    return found
-
-
-def _named(listed):
-    return [pytest.param(*item, id=f"{item[0]}-{number}") for number, item in enumerate(listed)]
-
-
-@pytest.mark.parametrize(("name", "edit", "part"), _named(BEFORE))
+@pytest.mark.parametrize(("name", "edit", "part"), named(BEFORE))
 def test_what_is_said_before_memory_is_allocated(folders, tmp_path, allocated, name, edit, part):
     folder = shutil.copytree(folders(name), tmp_path / "m")
     edit(folder)
@@ -382,7 +234,7 @@ def test_what_is_said_before_memory_is_allocated(folders, tmp_path, allocated, n
     assert not allocated
 
 
-@pytest.mark.parametrize(("name", "edit", "part"), _named(WHILE))
+@pytest.mark.parametrize(("name", "edit", "part"), named(WHILE))
 def test_what_is_said_while_weights_are_read(folders, tmp_path, name, edit, part):
     folder = shutil.copytree(folders(name), tmp_path / "m")
     edit(folder)
@@ -390,99 +242,8 @@ def test_what_is_said_while_weights_are_read(folders, tmp_path, name, edit, part
 
 
 def test_there_are_many_and_of_every_family(folders):
-    assert len(BEFORE) + len(WHILE) + len(GGUF) >= 60
+    assert len(BEFORE) + len(WHILE) >= 60
     tried = {json.loads((folders(name) / "config.json").read_text())["model_type"] for name, *_ in BEFORE + WHILE}
     assert (
         set(FAMILIES) - tried == {"gemma3", "qwen3"} - tried
     )  # qwen3's window, and the text of gemma3, stand for them
-
-
-# --- GGUF -------------------------------------------------------------------------------------------------------
-
-
-def asked(name: str) -> tuple[str, dict[str, Any], dict[str, np.ndarray]]:
-    """Architecture, metadata and tensors of a case as a GGUF has them."""
-    found, shapes = OWN.get(name) or (next(case for case in cases.CASES if case.name == name), None)
-    case = family_gguf.as_a_gguf_says(found)
-    shapes = shapes() if shapes else cases.shapes(case)
-    if name == "gemma3":
-        shapes = family_gguf.with_layers(shapes, case.config["num_hidden_layers"])
-    keys = family_gguf.metadata(case) | family_gguf.tokenizer_keys(cases.VOCAB)
-    return (
-        family_gguf.ARCHITECTURES[case.config["model_type"]],
-        keys,
-        family_gguf.tensors(case, cases.values(case, shapes)),
-    )
-
-
-Change = Callable[[dict[str, Any], dict[str, np.ndarray]], Any]
-
-
-def key(name: str, value: Any) -> Change:
-    return lambda keys, tensors: keys.pop(name) if value is None else keys.update({name: value})
-
-
-def tensor(name: str, value: np.ndarray | None) -> Change:
-    return lambda keys, tensors: tensors.pop(name) if value is None else tensors.update({name: value})
-
-
-ONES = np.ones(32, np.float32)
-GGUF: list[tuple[str, Change, str]] = [
-    ("gemma", key("gemma.block_count", 2**31), "2,147,483,648 layers"),
-    ("glm4", key("glm4.attention.head_count", 2**31), "2,147,483,648 heads of 8 channels"),
-    ("gemma2", key("gemma2.attention.head_count", 0), "attention.head_count"),
-    ("gemma2", key("gemma2.attn_logit_softcapping", NAN), "attention_soft_cap is nan"),
-    ("gemma3", key("gemma3.attention.sliding_window", "x"), "corrupt|sliding_window"),
-    ("phi", key("phi2.rope.dimension_count", 2**31), "rotary_dim"),
-    ("phi3", key("phi3.embedding_length", "many"), "'many' as its phi3.embedding_length"),
-    ("olmo2", key("olmo2.attention.layer_norm_rms_epsilon", None), "lacks the key"),
-    ("granite", key("granite.residual_scale", INF), "residual_scale is inf"),
-    ("starcoder2", key("starcoder2.attention.head_count_kv", 3), "do not divide"),
-    ("cohere", key("command-r.feed_forward_length", 2**31), "with shape"),
-    ("stablelm", key("stablelm.context_length", 0), "context_length"),
-    ("gpt_neox", key("gptneox.vocab_size", 47), "belongs to another model|with shape"),
-    ("glm4", tensor("blk.1.post_ffw_norm.weight", None), "lacks the weight"),
-    ("stablelm", tensor("blk.0.attn_q_norm.weight", ONES), "lacks the weight|with shape [32]"),
-    (
-        "olmo3",
-        key("olmo2.attention.sliding_window_pattern", [True]),
-        "sliding_window_pattern for other than its layers",
-    ),
-    ("falcon_new", tensor("blk.1.attn_norm_2.weight", None), "blk.1.attn_norm_2.weight"),
-    ("falcon", key("falcon.attention.head_count_kv", 3), "do not divide"),
-    ("baichuan", key("baichuan.block_count", 2), "is a baichuan of 2 layers"),
-    ("gpt_oss", key("gpt-oss.expert_count", None), "lacks the key gpt-oss.expert_count"),
-    ("gpt_oss", tensor("blk.1.attn_sinks.weight", None), "blk.1.attn_sinks.weight"),
-    ("gpt_oss", tensor("blk.1.ffn_gate_exps.bias", ONES), "with shape [32]"),
-    ("granite", tensor("blk.0.attn_norm.weight", ONES[:31]), "with shape [31]"),
-    ("phi3", tensor("rope_factors_long.weight", np.full(4, NAN, np.float32)), "rope_factors"),
-    ("gemma2", key("tokenizer.ggml.tokens", ["a", "a"]), "lists a token twice"),
-    ("gemma2", key("tokenizer.ggml.tokens", 5), "tokens is missing"),
-    ("gemma2", key("tokenizer.ggml.model", "wordpiece"), "tokenizer of kind 'wordpiece'"),
-    ("gemma2", key("tokenizer.ggml.merges", ["a  b"]), "merges do not fit"),
-    ("gemma2", key("tokenizer.ggml.pre", ["gpt-2"]), "splits text as"),
-    ("gemma2", key("split.count", 2**31), "parts of a model"),
-    ("gemma2", key("general.alignment", 0), "alignment"),
-]
-
-
-@pytest.mark.parametrize(("name", "change", "part"), _named(GGUF))
-def test_what_is_said_of_a_gguf_before_memory_is_allocated(tmp_path, allocated, name, change, part):
-    architecture, keys, tensors = asked(name)
-    change(keys, tensors)
-    said = sentence_of(gguf_files.write(tmp_path / "m.gguf", architecture, keys, tensors))
-    assert any(piece in said for piece in part.split("|")), said
-    assert not allocated
-
-
-@pytest.mark.parametrize(("place", "value"), [(0, NAN), (1, INF)], ids=["scale", "minimum"])
-def test_a_scale_of_a_quantised_block_that_is_no_number(tmp_path, place, value):
-    import gguf
-
-    architecture, keys, tensors = asked("olmo2")
-    name, kind = "blk.0.ffn_gate.weight", gguf.GGMLQuantizationType.Q4_1
-    path = gguf_files.write(tmp_path / "m.gguf", architecture, keys, tensors, {name: kind})
-    data, block = path.read_bytes(), gguf.quantize(tensors[name], kind).tobytes()
-    at = data.index(block) + 20 * 5 + 2 * place
-    path.write_bytes(data[:at] + struct.pack("<e", value) + data[at + 2 :])
-    assert f"'{name}' holds what is no finite number" in sentence_of(path)
