@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from kvjax.context import read as read
     from kvjax.engine.engine import Engine as Engine
     from kvjax.engine.engine import QueueFull as QueueFull
+    from kvjax.engine.engine_report import EngineReport as EngineReport
     from kvjax.engine.handle import Handle as Handle
-    from kvjax.engine.report import EngineReport as EngineReport
     from kvjax.errors import DoesNotFit as DoesNotFit
     from kvjax.errors import KvjaxError as KvjaxError
     from kvjax.errors import UsageError as UsageError
@@ -68,7 +68,7 @@ _NAMES = {
     "kvjax.context": ("read",),
     "kvjax.engine.engine": ("Engine", "QueueFull"),
     "kvjax.engine.handle": ("Handle",),
-    "kvjax.engine.report": ("EngineReport",),
+    "kvjax.engine.engine_report": ("EngineReport",),
     "kvjax.errors": ("DoesNotFit", "KvjaxError", "UsageError", "WeightsError"),
     "kvjax.generation": ("generate", "stream_generate"),
     "kvjax.history": ("read_history",),

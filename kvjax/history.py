@@ -13,7 +13,7 @@ from kvjax.prompts import check_messages, prefix_tokens, tokenize
 from kvjax.request import Request
 from kvjax.rounds.closing import close_round
 from kvjax.rounds.conversation import Conversation
-from kvjax.rounds.programs import RoundPrograms
+from kvjax.rounds.round_programs import RoundPrograms
 from kvjax.rounds.turn import read_question
 
 

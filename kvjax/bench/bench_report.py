@@ -7,7 +7,7 @@ import statistics
 from typing import Any
 
 from kvjax.bench.machine import sentence
-from kvjax.bench.run import DecodeRow, LongRow, PrefillRow
+from kvjax.bench.measurements import DecodeRow, LongRow, PrefillRow
 from kvjax.bench.startup import Startup
 from kvjax.tables import Column, Report, Table, human_bytes, human_rate, milliseconds
 

@@ -13,7 +13,7 @@ from kvjax.bench import machine
 from kvjax.cache.buckets import prompt_bucket
 from kvjax.checkpoints.load import LanguageModel
 from kvjax.engine.core import EngineCore
-from kvjax.engine.report import EngineReport, report_of
+from kvjax.engine.engine_report import EngineReport, report_of
 from kvjax.engine.simulate import Arrival
 from kvjax.errors import UsageError, quoted
 from kvjax.generation import answer

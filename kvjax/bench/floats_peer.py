@@ -8,7 +8,7 @@ import time
 import jax
 import numpy as np
 
-from kvjax.bench.run import DecodeTimer
+from kvjax.bench.measurements import DecodeTimer
 from kvjax.checkpoints.load import LanguageModel
 from kvjax.generation import generate
 from kvjax.policies import Full

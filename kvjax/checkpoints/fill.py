@@ -20,8 +20,8 @@ from jax.typing import DTypeLike
 from kvjax import progress
 from kvjax.checkpoints.checkpoint import Checkpoint, Format, Numbers
 from kvjax.checkpoints.families import Weight
+from kvjax.checkpoints.group_filling import GroupFilling, keeps_rows
 from kvjax.checkpoints.group_formats import as_format
-from kvjax.checkpoints.groups import GroupFilling, keeps_rows
 from kvjax.checkpoints.tensor_names import by_parameter, check_names
 from kvjax.errors import WeightsError, quoted
 from kvjax.model.config import ModelConfig

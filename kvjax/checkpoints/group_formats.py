@@ -14,7 +14,7 @@ import numpy as np
 
 from kvjax.checkpoints.checkpoint import Numbers
 from kvjax.model.group_quantised import GroupFormat
-from pallas_kernels.quantised_matmul import layout
+from pallas_kernels.quantised_matmul import weight_tiles
 
 
 def common_format(formats: Collection[GroupFormat]) -> GroupFormat | None:
@@ -48,7 +48,9 @@ def as_format(numbers: Numbers, own: GroupFormat, wanted: GroupFormat) -> Number
     scale, minimum = (None if x is None else np.repeat(x, times, axis=-1).astype(kind or x.dtype) for x in numbers[1:])
     assert scale is not None
     if own.bits < wanted.bits:
-        whole = layout.fp4_numbers(whole) if own.fp4 else whole + np.int8(layout.OFFSET if own.minimum else 0)
+        whole = (
+            weight_tiles.fp4_numbers(whole) if own.fp4 else whole + np.int8(weight_tiles.OFFSET if own.minimum else 0)
+        )
     if wanted.minimum and minimum is None:
-        minimum = -layout.OFFSET * scale if wanted.bits == 4 else np.zeros_like(scale)
+        minimum = -weight_tiles.OFFSET * scale if wanted.bits == 4 else np.zeros_like(scale)
     return Numbers(whole, scale, minimum)

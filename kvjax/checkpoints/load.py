@@ -17,7 +17,7 @@ from kvjax.checkpoints.families.settings import check_switches
 from kvjax.checkpoints.fill import default_dtype, fill, say_once
 from kvjax.checkpoints.gguf import GGUFFile
 from kvjax.checkpoints.gguf_parts import GGUFParts, open_gguf
-from kvjax.checkpoints.groups import kept_formats
+from kvjax.checkpoints.group_filling import kept_formats
 from kvjax.checkpoints.hub import fetch
 from kvjax.checkpoints.methods import method_of
 from kvjax.checkpoints.quantised_tensor import Method

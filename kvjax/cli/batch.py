@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvjax import tables
+from kvjax.cli import first_steps
 from kvjax.cli import options as flag
-from kvjax.cli import session
 from kvjax.cli.app import INTERRUPTED, app
 from kvjax.errors import UsageError
 from kvjax.files import is_file
@@ -68,14 +68,14 @@ def batch(
         everyone = group()
         try:
             with everyone.together():
-                session.check_policy(options["policy"])
+                first_steps.check_policy(options["policy"])
                 devices = parse_mesh(mesh)
                 if not is_file(input):
                     raise UsageError(f"--input names no file: {input}.")
                 import kvjax.batch
 
                 here = None if devices is None else local_mesh(devices)
-                lm = session.load(model, dtype, here, compile_cache=compile_cache, weights=weights)
+                lm = first_steps.load(model, dtype, here, compile_cache=compile_cache, weights=weights)
                 report = kvjax.batch.run(lm, input, output, **options, **job)
         except KeyboardInterrupt:
             print(f"kvjax batch: what is answered is in {output}; the same command goes on from there", file=sys.stderr)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvjax.checks import whole_number
-from kvjax.cli import inputs, session
+from kvjax.cli import first_steps, inputs
 from kvjax.cli import options as flag
 from kvjax.cli.app import app
 from kvjax.errors import UsageError, quoted
@@ -19,7 +19,7 @@ from kvjax.files import check_writable, write_atomically
 
 if TYPE_CHECKING:
     from kvjax.bench.bench_report import Measurements
-    from kvjax.bench.run import Bench, Peer
+    from kvjax.bench.measurements import Bench, Peer
     from kvjax.checkpoints.load import LanguageModel
     from kvjax.tables import Report
     from pallas_kernels.bench.kernel_report import Report as KernelReport
@@ -77,23 +77,23 @@ def bench(
     policies, peers = tuple(policy or ("full",)), tuple(peer or ())
     parsed = {text: parse(text) for text in policies}
     _check_peers(peers)
-    from kvjax.bench import bench_report, machine, run
+    from kvjax.bench import bench_report, machine, measurements
     from kvjax.bench import startup as starting
 
     check_json(json)
     facts = machine.describe()  # before anything loads the machine
     started = starting.measure_startup(model, policies[0]) if startup else None
-    lm = session.load(model, dtype, compile_cache=compile_cache, weights=weights)
+    lm = first_steps.load(model, dtype, compile_cache=compile_cache, weights=weights)
     sizes = {"batch": batches, "context": contexts, "prefill": prefills}
-    run.check_request(lm.config, rounds=rounds, steps=steps, long_steps=long_steps, **sizes)
+    measurements.check_request(lm.config, rounds=rounds, steps=steps, long_steps=long_steps, **sizes)
     timed = _peer(peers, lm, steps, (rounds + 3) * steps)
-    bench = run.Bench(lm, parsed, rounds=rounds, steps=steps, peer=timed, progress=say)
+    bench = measurements.Bench(lm, parsed, rounds=rounds, steps=steps, peer=timed, progress=say)
     result = bench_report.Measurements(
         machine=facts,
         model=lm.name,
         dtype=lm.params.number_format,
         bandwidth_buffer_bytes=bench.meter.buffer_bytes,
-        weight_bytes_per_step=run.weight_bytes_per_step(lm.params, lm.config),
+        weight_bytes_per_step=measurements.weight_bytes_per_step(lm.params, lm.config),
         startup=started,
         peer=None if timed is None else f"{timed.name}, {timed.about}",
     )
@@ -160,7 +160,7 @@ def start(
     whole_number("repetitions", repetitions, 1, 100)
     policies = tuple(policy or ("full", "lagkv:ratio=0.5", "streamingllm:window=256", "h2o:ratio=0.5"))
     for each in policies:
-        session.check_policy(each)
+        first_steps.check_policy(each)
     from kvjax.bench.start import measure
 
     publish(measure(model, policies, repetitions=repetitions, say=say), json, markdown)
@@ -265,7 +265,7 @@ def _peer(peers: Sequence[str], lm: LanguageModel, steps: int, room: int) -> Pee
             raise UsageError("--peer floats is what quantised weights are compared with; add --weights int8.")
         from kvjax.bench.floats_peer import FloatsPeer
 
-        return FloatsPeer(session.load(lm.name, dtype), steps, room)
+        return FloatsPeer(first_steps.load(lm.name, dtype), steps, room)
     if dtype != "float32":
         raise UsageError(f"--peer transformers compares in float32; add --dtype float32 (the model is {dtype}).")
     from kvjax.bench.transformers_peer import TransformersPeer

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvjax.checks import number, whole_number
-from kvjax.cli import inputs, session
+from kvjax.cli import first_steps, inputs
 from kvjax.cli import options as flag
 from kvjax.cli.bench import AsMarkdown, SaveJson, check_json, group, publish, say
 from kvjax.errors import UsageError, quoted
@@ -17,7 +17,7 @@ from kvjax.files import check_picture
 
 if TYPE_CHECKING:
     from kvjax.checkpoints.load import LanguageModel
-    from kvjax.engine.report import EngineReport
+    from kvjax.engine.engine_report import EngineReport
     from kvjax.engine.simulate import Arrival
     from kvjax.policies import Policy
     from kvjax.tables import Report
@@ -96,7 +96,7 @@ def engine(
         from kvjax.policies import parse
 
         chosen = [parse(text) for text in policies]
-        lm = session.load(model, dtype, compile_cache=compile_cache, weights=weights)
+        lm = first_steps.load(model, dtype, compile_cache=compile_cache, weights=weights)
         report, found = _measured(lm, chosen, counts, trace, static is not False)
         publish(report, json, markdown)
     if out is not None:

@@ -45,7 +45,7 @@ def retrieval_heads(
     """
     from kvjax.calibrate.heatmap import heatmap, require_matplotlib
     from kvjax.calibrate.retrieval import retrieval_heads as score
-    from kvjax.cli import session
+    from kvjax.cli import first_steps
     from kvjax.files import write_atomically
     from kvjax.policies.head_choice import protected_heads
     from kvjax.policies.profile import save_profile
@@ -53,7 +53,7 @@ def retrieval_heads(
     check_out(out)
     if picture:
         require_matplotlib()
-    lm = session.load(model, dtype, weights=weights)
+    lm = first_steps.load(model, dtype, weights=weights)
     with counting("layers") as shown:
         profile = score(lm, tokens=tokens, repeats=repeats, seed=seed, progress=shown.update)
     save_profile(profile, out)
@@ -73,12 +73,12 @@ def alibi_scopes(
 ) -> None:
     """Bound how far every head sees, from the weights alone (ALiBi models; for razor)."""
     from kvjax.calibrate.alibi import alibi_scopes as bound
-    from kvjax.cli import session
+    from kvjax.cli import first_steps
     from kvjax.policies.head_choice import scope_lengths
     from kvjax.policies.profile import BOUNDS, save_profile
 
     check_out(out)
-    lm = session.load(model, dtype, weights=weights)
+    lm = first_steps.load(model, dtype, weights=weights)
     with counting("layers") as shown:
         profile = bound(lm, progress=shown.update)
     save_profile(profile, out)
@@ -120,7 +120,7 @@ def watershed(
     from kvjax.calibrate.curve import kl_curve
     from kvjax.calibrate.divergence import watershed as find
     from kvjax.calibrate.heatmap import require_matplotlib
-    from kvjax.cli import session
+    from kvjax.cli import first_steps
     from kvjax.eval.dialogues import long_dialogues
     from kvjax.files import write_atomically
     from kvjax.policies.profile import save_profile
@@ -133,7 +133,7 @@ def watershed(
         check_picture("--picture", picture)
     if not is_file(dialogues):
         raise UsageError(f"--dialogues names a file that does not exist: {dialogues}.")
-    lm = session.load(model, dtype, weights=weights)
+    lm = first_steps.load(model, dtype, weights=weights)
     long = long_dialogues(lm, dialogues, most=most, least_rounds=max(least_rounds, 2), tokens=tokens)
     pairs = [(dialogue.messages(), dialogue.questions[0].text) for dialogue in long]
     with counting("dialogues") as shown:
@@ -159,14 +159,14 @@ def qfilters(
 ) -> None:
     """Find the direction that each head's queries share, from texts (for qfilters)."""
     from kvjax.calibrate.filters import query_filters
-    from kvjax.cli import session
+    from kvjax.cli import first_steps
     from kvjax.policies.profile import save_profile
 
     check_out(out)
     whole_number("most", most, 1)
     whole_number("tokens", tokens, 2)
     read = read_texts(texts)
-    lm = session.load(model, dtype, weights=weights)
+    lm = first_steps.load(model, dtype, weights=weights)
     with counting("pieces") as shown:
         profile = query_filters(lm, read, tokens=tokens, most=most, progress=shown.update)
     save_profile(profile, out)

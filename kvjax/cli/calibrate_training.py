@@ -50,7 +50,7 @@ def scorer(
     """
     from kvjax.calibrate.kvzip_scorer import scorer as train
     from kvjax.calibrate.training import check_training, remove_training
-    from kvjax.cli import session
+    from kvjax.cli import first_steps
     from kvjax.policies.profile import save_profile
 
     check_out(out)
@@ -63,7 +63,7 @@ def scorer(
     read = read_texts(texts)
     folder = training or out.with_suffix(".training")
     check_training(folder)
-    lm = session.load(model, dtype, mesh, weights=weights)
+    lm = first_steps.load(model, dtype, mesh, weights=weights)
     found = train(
         lm, read, tokens=tokens, most=most, sampled=sampled, steps=steps, learning_rate=learning_rate, seed=seed,
         folder=folder,
@@ -111,7 +111,7 @@ def gates(
     from kvjax.calibrate.head_gates import check
     from kvjax.calibrate.head_gates import gates as train
     from kvjax.calibrate.training import check_training, remove_training
-    from kvjax.cli import session
+    from kvjax.cli import first_steps
     from kvjax.policies.profile import save_profile
 
     check_out(out)
@@ -123,7 +123,7 @@ def gates(
     read = read_texts(texts)
     folder = training or out.with_suffix(".training")
     check_training(folder)
-    lm = session.load(model, dtype, mesh, weights=weights)
+    lm = first_steps.load(model, dtype, mesh, weights=weights)
     found = train(lm, read, folder=folder, **numbers)
     save_profile(found.profile, out)
     every = [gate for row in found.profile.gates for gate in row]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvjax import tables
-from kvjax.cli import chat_prompt, inputs, saved_chat, session
+from kvjax.cli import chat_prompt, first_steps, inputs, saved_chat
 from kvjax.cli import options as flag
 from kvjax.cli.app import INTERRUPTED, app
 
@@ -55,9 +55,9 @@ def chat(
     keywords = {**options, "system": system}
     import kvjax
 
-    session.check_policy(keywords["policy"])
+    first_steps.check_policy(keywords["policy"])
     saved_chat.check(save, load, keywords["system"])
-    lm = session.load(model, dtype, mesh, compile_cache=compile_cache, weights=weights)
+    lm = first_steps.load(model, dtype, mesh, compile_cache=compile_cache, weights=weights)
     conversation = kvjax.Chat(lm, **keywords) if load is None else saved_chat.continued(lm, load, keywords)
     record = saved_chat.Record(save)
     if save is not None and load is not None and save.resolve() == load.resolve():

@@ -11,18 +11,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvjax.checks import whole_number
-from kvjax.cli import inputs, session
+from kvjax.cli import first_steps, inputs
 from kvjax.cli import options as flag
 from kvjax.cli.app import INTERRUPTED, app
 from kvjax.errors import UsageError
 
 if TYPE_CHECKING:
     from kvjax.checkpoints.load import LanguageModel
-    from kvjax.eval.candidates import Candidate
+    from kvjax.eval.entries import Entry
     from kvjax.eval.results import Row, Settings
     from kvjax.tables import Report
 
-_say = functools.partial(session.say, "compare")
+_say = functools.partial(first_steps.say, "compare")
 
 RESULTS, TABLE, PICTURE = "results.json", "results.md", "accuracy.png"
 
@@ -60,25 +60,25 @@ def compare(
     Accuracy, agreement with the full cache, bytes and speed go to one table and one picture. Results are saved after
     every row; the same command resumes after Ctrl-C, and with more policies or fractions adds what is missing.
     """
-    from kvjax.eval.candidates import candidates
+    from kvjax.eval.entries import entries
     from kvjax.eval.results import Settings
 
-    chosen = candidates(policies, inputs.numbers(retained, "--retained"))
+    chosen = entries(policies, inputs.numbers(retained, "--retained"))
     tokens = inputs.integers(lengths, "--lengths")
     if not tokens:
         raise UsageError("--lengths is empty; give numbers of tokens such as 700.")
     for length in tokens:
         whole_number("--lengths", length, 1)
     settings = Settings(model, "", inputs.names(tasks), samples, turns, storage, seed)  # refuses what makes no sense
-    session.check_results(out)
-    lm = session.load(model, dtype, compile_cache=compile_cache, weights=weights)
+    first_steps.check_results(out)
+    lm = first_steps.load(model, dtype, compile_cache=compile_cache, weights=weights)
     return _run(lm, settings, chosen, sorted(set(tokens)), out, markdown)
 
 
 def _run(
     lm: LanguageModel,
     settings: Settings,
-    chosen: Sequence[Candidate],
+    chosen: Sequence[Entry],
     lengths: Sequence[int],
     out: Path,
     markdown: bool,

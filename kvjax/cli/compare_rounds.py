@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvjax.cli import inputs, session
+from kvjax.cli import first_steps, inputs
 from kvjax.cli import options as flag
 from kvjax.cli.app import INTERRUPTED, app
 from kvjax.errors import UsageError
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from kvjax.eval.dialogues import Dialogue
     from kvjax.eval.round_questions import Settings
 
-_say = functools.partial(session.say, "compare-rounds")
+_say = functools.partial(first_steps.say, "compare-rounds")
 
 
 @app.command()
@@ -61,8 +61,8 @@ def compare_rounds(
     Answers are saved after every dialogue; the same command resumes after Ctrl-C.
     """
     from kvjax.checks import whole_number
-    from kvjax.eval.candidates import split_policies
     from kvjax.eval.dialogues import history_capacity
+    from kvjax.eval.entries import split_policies
     from kvjax.eval.round_questions import DEFAULT, Settings, round_policy
     from kvjax.figures import new_figure
 
@@ -80,7 +80,7 @@ def compare_rounds(
     if not is_file(dialogues):
         raise UsageError(f"--dialogues names a file that does not exist: {dialogues}.")
     check_folder("--out", out)
-    lm = session.load(model, dtype, compile_cache=compile_cache, weights=weights)
+    lm = first_steps.load(model, dtype, compile_cache=compile_cache, weights=weights)
     asked = _dialogues(lm, dialogues, most, tokens, counts)
     room = history_capacity(lm, tokens)
     digest = file_digest(dialogues)

@@ -10,20 +10,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvjax.checks import whole_number
-from kvjax.cli import inputs, session
+from kvjax.cli import first_steps, inputs
 from kvjax.cli import options as flag
 from kvjax.cli.app import INTERRUPTED, app
 from kvjax.errors import UsageError
 
 if TYPE_CHECKING:
     from kvjax.checkpoints.load import LanguageModel
-    from kvjax.eval.candidates import Candidate
+    from kvjax.eval.entries import Entry
     from kvjax.eval.suites.data import DataFolder
     from kvjax.eval.suites.item import Asked, Suite
     from kvjax.eval.suites.journal import Journal
     from kvjax.eval.suites.runner import Runner
 
-_say = functools.partial(session.say, "eval")
+_say = functools.partial(first_steps.say, "eval")
 _POLICIES, _RETAINED = "snapkv,lagkv", "0.5,0.25"
 
 
@@ -68,9 +68,9 @@ def evaluate(
     """
     from kvjax.cache.quantisation import parse_storage
     from kvjax.cli.eval_papers import papers
-    from kvjax.eval.candidates import candidates
+    from kvjax.eval.entries import entries
+    from kvjax.eval.papers.measured import Options
     from kvjax.eval.papers.registry import NAME as PAPERS
-    from kvjax.eval.papers.run import Options
     from kvjax.eval.suites.data import DataFolder
     from kvjax.eval.suites.folder import JOURNAL
     from kvjax.eval.suites.journal import Journal, RunSettings
@@ -82,22 +82,22 @@ def evaluate(
     folder = DataFolder(data)
     if data is not None and not data.is_dir():
         raise UsageError(f"--data names no folder: {data}.")
-    session.check_results(out)
+    first_steps.check_results(out)
     named = inputs.names(tasks)
     if suite == PAPERS:
         _refuse_others(suite, in_view, policies, retained)
         options = Options(model, dtype, weights, quick, length, limit, seed, storage, batch_size)
         return papers(out, named, options, folder, compile_cache)
     chosen = find_suite(suite)
-    compared = candidates(policies, inputs.numbers(retained, "--retained"))
+    compared = entries(policies, inputs.numbers(retained, "--retained"))
     asked = asked_of(chosen, folder, tasks=named, length=length, limit=limit, seed=seed, quick=quick)
     settings = RunSettings(
         model, dtype, weights, suite, asked.tasks, asked.length, asked.limit, quick, seed,
         IN_VIEW if in_view else AFTER, storage, batch_size,
     )  # fmt: skip
     journal = Journal(out / JOURNAL, settings)
-    session.check_length(model, asked.length)
-    lm = session.load(model, dtype, compile_cache=compile_cache, weights=weights)
+    first_steps.check_length(model, asked.length)
+    lm = first_steps.load(model, dtype, compile_cache=compile_cache, weights=weights)
     return _run(lm, chosen, folder, asked, journal, compared)
 
 
@@ -115,7 +115,7 @@ def _run(
     data: DataFolder,
     asked: Asked,
     journal: Journal,
-    compared: Sequence[Candidate],
+    compared: Sequence[Entry],
 ) -> int:
     """Ask what the journal does not hold yet, and write the report of all of it."""
     from kvjax.bench import machine
@@ -152,11 +152,9 @@ def _run(
     return code
 
 
-def _announce(
-    lm: LanguageModel, runner: Runner, journal: Journal, questions: int, compared: Sequence[Candidate]
-) -> None:
+def _announce(lm: LanguageModel, runner: Runner, journal: Journal, questions: int, compared: Sequence[Entry]) -> None:
     """Say how many answers an earlier run left, and about how long the others take."""
-    from kvjax.eval.candidates import resolved
+    from kvjax.eval.entries import resolved
     from kvjax.eval.suites import estimate
     from kvjax.eval.suites.runner import IN_VIEW
 

@@ -7,22 +7,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvjax.checks import MOST_SEED, whole_number
-from kvjax.cli import session
+from kvjax.cli import first_steps
 from kvjax.cli.app import INTERRUPTED
 
 if TYPE_CHECKING:
-    from kvjax.eval.papers.run import Options
+    from kvjax.eval.papers.measured import Options
     from kvjax.eval.suites.data import DataFolder
 
-_say = functools.partial(session.say, "eval")
+_say = functools.partial(first_steps.say, "eval")
 
 
 def papers(out: Path, names: tuple[str, ...], options: Options, data: DataFolder, compile_cache: bool) -> int:
     """Measure what no earlier run in the folder has, then write the report of all of it."""
     from kvjax.bench import machine
-    from kvjax.eval.papers import extras, report
+    from kvjax.eval.papers import extras, papers_report
+    from kvjax.eval.papers.measured import measured
     from kvjax.eval.papers.registry import find_papers
-    from kvjax.eval.papers.run import measured
     from kvjax.eval.suites import estimate, folder
 
     chosen = find_papers(names)
@@ -30,9 +30,9 @@ def papers(out: Path, names: tuple[str, ...], options: Options, data: DataFolder
         if value is not None:
             whole_number(name, value, 1)
     whole_number("--seed", options.seed, 0, MOST_SEED)
-    session.check_length(options.model, options.length)
+    first_steps.check_length(options.model, options.length)
     found = measured(chosen, out, options, data)
-    lm = session.load(options.model, options.dtype, compile_cache=compile_cache, weights=options.weights)
+    lm = first_steps.load(options.model, options.dtype, compile_cache=compile_cache, weights=options.weights)
     more: dict[str, list[extras.Extra]] = {}
     facts, code = machine.describe(), 0
     try:
@@ -63,6 +63,6 @@ def papers(out: Path, names: tuple[str, ...], options: Options, data: DataFolder
     finally:
         for one in found:
             one.close()
-    report.write(out, chosen, found, more, options, lm.name, facts).print(width=160)
+    papers_report.write(out, chosen, found, more, options, lm.name, facts).print(width=160)
     print(f"Saved: {out / folder.PAGE}, {folder.MARKDOWN}, {folder.NUMBERS}.")
     return code

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvjax import tables
-from kvjax.cli import inputs, saved_chat, session
+from kvjax.cli import first_steps, inputs, saved_chat
 from kvjax.cli import options as flag
 from kvjax.cli.app import INTERRUPTED, app
 
@@ -48,9 +48,9 @@ def generate(
     inputs.refuse_stdin_twice(context, *prompt)
     prompts = inputs.prompts(prompt)
     keywords = {**options, "context": None if context is None else inputs.text(context, "--context"), "n": n}
-    session.check_policy(keywords["policy"])
+    first_steps.check_policy(keywords["policy"])
     saved_chat.check(None, cache, None)
-    lm = session.load(model, dtype, mesh, compile_cache=compile_cache, weights=weights)
+    lm = first_steps.load(model, dtype, mesh, compile_cache=compile_cache, weights=weights)
     if cache is None:
         keywords |= {"policy": keywords["policy"] or "full", "storage": keywords["storage"] or "model"}
         named = keywords["policy"]

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from kvjax.checks import number, whole_number
-from kvjax.cli import inputs, session
+from kvjax.cli import first_steps, inputs
 from kvjax.cli import options as flag
 from kvjax.cli.app import app
 from kvjax.cli.picture_kinds import (
@@ -128,7 +128,7 @@ def picture(
         whole_number("tokens", tokens, 1)
     whole_number("least-rounds", least_rounds, 3)
     new_figure(1, 1)  # refuses without matplotlib now, and not when all is measured
-    return chosen.draw(session.load(model, dtype, compile_cache=compile_cache, weights=weights), out)
+    return chosen.draw(first_steps.load(model, dtype, compile_cache=compile_cache, weights=weights), out)
 
 
 def _check_name(name: str, known: list[str]) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from kvjax.checks import whole_number
-from kvjax.cli import session
+from kvjax.cli import first_steps
 from kvjax.cli.app import INTERRUPTED
 from kvjax.errors import UsageError
 from kvjax.files import is_file
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from kvjax.checkpoints.load import LanguageModel
     from kvjax.eval.results import Settings
 
-_say = functools.partial(session.say, "picture")
+_say = functools.partial(first_steps.say, "picture")
 
 POSITIONS, ALIKE, LONG = "retained-positions", "question-answer", "long-generation"
 #: Policies whose kept positions are shown; the paper gives every method a recent window of 32 tokens.
@@ -181,7 +181,7 @@ class StudyPicture:
         comparison = Comparison(lm, settings, rows=earlier, save=save, say=_say, speed=False)
         code = 0
         try:
-            comparison.run(STUDIES[self.name].candidates, [self.length])
+            comparison.run(STUDIES[self.name].entries, [self.length])
         except KeyboardInterrupt:
             _say(f"what was measured so far is in {numbers}; the same command goes on from there")
             code = INTERRUPTED

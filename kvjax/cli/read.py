@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvjax import tables
-from kvjax.cli import inputs, session
+from kvjax.cli import first_steps, inputs
 from kvjax.cli import options as flag
 from kvjax.cli.app import app
 
@@ -50,7 +50,7 @@ def read(
 
     kvjax.policies.parse(options["policy"])
     _check_folder(out)
-    lm = session.load(model, dtype, mesh, compile_cache=compile_cache, weights=weights)
+    lm = first_steps.load(model, dtype, mesh, compile_cache=compile_cache, weights=weights)
     cache = kvjax.read(lm, prompt, **options)
     kvjax.save_cache(out, cache, lm)
     found = resolve(kvjax.policies.parse(options["policy"]), lm.config, later=True)

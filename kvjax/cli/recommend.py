@@ -10,20 +10,20 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvjax.checks import MOST_SEED, number, whole_number
-from kvjax.cli import inputs, session
+from kvjax.cli import first_steps, inputs
 from kvjax.cli import options as flag
 from kvjax.cli.app import INTERRUPTED, app
 from kvjax.errors import UsageError, quoted
 
 if TYPE_CHECKING:
     from kvjax.checkpoints.load import LanguageModel
-    from kvjax.eval.candidates import Candidate
+    from kvjax.eval.entries import Entry
     from kvjax.eval.recommend.choice import Goal
     from kvjax.eval.recommend.folder import Folder
     from kvjax.eval.recommend.measure import Measured, Request
     from kvjax.eval.recommend.passages import Passage
 
-_say = functools.partial(session.say, "recommend")
+_say = functools.partial(first_steps.say, "recommend")
 
 #: Tokens of a passage where nothing is said: enough to tell policies apart, and minutes on a CPU.
 _TOKENS = 1024
@@ -84,7 +84,7 @@ def recommend(
     from kvjax.bench import machine
     from kvjax.cache.quantisation import parse_storage
     from kvjax.checkpoints.digest import weights_digest
-    from kvjax.eval.candidates import REFERENCE, candidates
+    from kvjax.eval.entries import REFERENCE, entries
     from kvjax.eval.recommend.folder import FILES, Folder, Settings, digest
     from kvjax.eval.recommend.measure import Request, facts
     from kvjax.eval.recommend.passages import make_passages, read_texts
@@ -96,11 +96,11 @@ def recommend(
         whole_number(name, value, 1, 2**31)
     whole_number("--seed", seed, 0, MOST_SEED)
     fractions = None if retained is None else inputs.numbers(retained, "--retained")
-    chosen = candidates(policies, fractions or _DEFAULT_FRACTIONS)
+    chosen = entries(policies, fractions or _DEFAULT_FRACTIONS)
     kind = parse_storage(storage)
-    session.check_results(out)
+    first_steps.check_results(out)
     texts = read_texts(text, without=[out / name for name in FILES])
-    lm = session.load(model, dtype, compile_cache=compile_cache, weights=weights)
+    lm = first_steps.load(model, dtype, compile_cache=compile_cache, weights=weights)
     for name, value in (("--context", context), ("--measured-tokens", measured)):
         if value > lm.config.max_position:
             raise UsageError(f"{name} is {value}, and this model's context is {lm.config.max_position}.")
@@ -131,12 +131,12 @@ def _goal(budget: str | None, loss: str | None) -> Goal:
 
 def _within(
     lm: LanguageModel,
-    chosen: Sequence[Candidate],
+    chosen: Sequence[Entry],
     request: Request,
     budget: int | None,
     fractions: Sequence[float] | None,
-) -> Sequence[Candidate]:
-    """The candidates, each at the largest fraction whose cache is within the budget, if there is one.
+) -> Sequence[Entry]:
+    """The entries, each at the largest fraction whose cache is within the budget, if there is one.
 
     ``fractions`` are those that were asked for; smaller ones are tried too.
     """
@@ -161,7 +161,7 @@ def _share(text: str) -> float:
 def _measure(
     lm: LanguageModel,
     made: Sequence[Passage],
-    chosen: Sequence[Candidate],
+    chosen: Sequence[Entry],
     request: Request,
     folder: Folder,
     earlier: Sequence[Measured],
@@ -171,7 +171,7 @@ def _measure(
     from kvjax.eval.recommend.measure import expected_seconds, measure, name_of
     from kvjax.eval.suites.estimate import in_words
 
-    missing = {name_of(candidate) for candidate in chosen} - {row.policy for row in earlier}
+    missing = {name_of(entry) for entry in chosen} - {row.policy for row in earlier}
     if earlier:
         _say(f"caches kept of an earlier run: {len(earlier)}")
     if missing:

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from kvjax import tables
-from kvjax.cli import inputs, session
+from kvjax.cli import first_steps, inputs
 from kvjax.cli import options as flag
 from kvjax.cli.app import app
 from kvjax.errors import UsageError
@@ -38,8 +38,8 @@ def warm(
         raise UsageError("--lengths and --batch take at least one number each.")
     policies = tuple(policy or ("full",))
     for each in policies:
-        session.check_policy(each)
-    lm = session.load(model, dtype, mesh, weights=weights)
+        first_steps.check_policy(each)
+    lm = first_steps.load(model, dtype, mesh, weights=weights)
     from kvjax.warming import warm as compile_ahead
 
     found = compile_ahead(lm, lengths=sizes[0], batch=sizes[1], policy=policies, chat=conversation, **options)

@@ -10,10 +10,10 @@ from typing import Any
 
 from kvjax.cache.quantisation import Storage, parse_storage
 from kvjax.checkpoints.load import LanguageModel, check_model
+from kvjax.engine.engine_sizes import MOST_SLOTS, EngineSizes, buckets, engine_sizes, read_together
 from kvjax.engine.loop import MOST_STEPS, Loop
 from kvjax.engine.row import Row
 from kvjax.engine.schedule import Scheduler
-from kvjax.engine.sizes import MOST_SLOTS, EngineSizes, buckets, engine_sizes, read_together
 from kvjax.engine.slots import Slots
 from kvjax.errors import UsageError
 from kvjax.options import GenerationOptions

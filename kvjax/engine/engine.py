@@ -16,11 +16,11 @@ from kvjax.cache.quantisation import Storage
 from kvjax.checkpoints.load import LanguageModel
 from kvjax.checks import number, true_or_false, whole_number
 from kvjax.engine.core import EngineCore, engine_policy
+from kvjax.engine.engine_report import EngineReport, RequestMetrics, Totals, report_of
+from kvjax.engine.engine_sizes import EngineSizes
 from kvjax.engine.handle import Handle, check_timeout
 from kvjax.engine.loop import MOST_STEPS
-from kvjax.engine.report import EngineReport, RequestMetrics, Totals, report_of
 from kvjax.engine.row import Row
-from kvjax.engine.sizes import EngineSizes
 from kvjax.errors import KvjaxError, UsageError
 from kvjax.options import FIELDS, GenerationKeywords, GenerationOptions, merged, shows_options
 from kvjax.policies import Policy

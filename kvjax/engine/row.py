@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from kvjax.cache.continuation import Continuation
-from kvjax.engine.report import RequestMetrics
+from kvjax.engine.engine_report import RequestMetrics
 from kvjax.output import Output, Stats
 from kvjax.request import Request
 from kvjax.text.detokenizer import text_of

@@ -9,10 +9,10 @@ import numpy as np
 
 from kvjax.cache.buckets import SHORT, prompt_bucket
 from kvjax.checks import number, whole_number
+from kvjax.engine.engine_report import EngineReport, RequestMetrics, report_of
+from kvjax.engine.engine_sizes import bucket_for
 from kvjax.engine.loop import Loop
-from kvjax.engine.report import EngineReport, RequestMetrics, report_of
 from kvjax.engine.schedule import Group, Scheduler
-from kvjax.engine.sizes import bucket_for
 
 
 @dataclasses.dataclass(frozen=True)

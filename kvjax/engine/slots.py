@@ -18,11 +18,11 @@ from kvjax.cache.pool import layout_for
 from kvjax.cache.quantisation import Storage
 from kvjax.checkpoints.load import LanguageModel
 from kvjax.engine.controls import RowControls
+from kvjax.engine.engine_sizes import EngineSizes, held_after, room_for_new
 from kvjax.engine.levels import free_after, levels_of, resized
-from kvjax.engine.prefill import Prefill
 from kvjax.engine.row import Row, present
 from kvjax.engine.schedule import Group
-from kvjax.engine.sizes import EngineSizes, held_after, room_for_new
+from kvjax.engine.stepwise_prefill import Prefill
 from kvjax.engine.stops import SharedStopTable
 from kvjax.errors import KvjaxError, UsageError
 from kvjax.memory_needs import full_cache_bytes

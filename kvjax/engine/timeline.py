@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kvjax.engine.report import EngineReport
+from kvjax.engine.engine_report import EngineReport
 from kvjax.errors import UsageError
 from kvjax.figures import new_figure, png
 from kvjax.files import write_atomically

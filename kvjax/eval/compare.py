@@ -18,7 +18,7 @@ from kvjax.cache.quantisation import parse_storage
 from kvjax.checkpoints.load import LanguageModel
 from kvjax.errors import DoesNotFit, KvjaxError
 from kvjax.eval.asking import Answers, Asker, Cost
-from kvjax.eval.candidates import Candidate, profile_of
+from kvjax.eval.entries import Entry, profile_of
 from kvjax.eval.follow_ups import ANSWER_TOKENS, TURNS
 from kvjax.eval.material import Prompts, Talks, check_length, make_prompts, make_talks
 from kvjax.eval.recorded import RecordedDecoder, can_replay
@@ -62,7 +62,7 @@ class Comparison:
         self._save, self._say = save, say
         self._prefill_rates: dict[tuple[int, str], float] = {}
 
-    def run(self, candidates: Sequence[Candidate], lengths: Sequence[int]) -> None:
+    def run(self, entries: Sequence[Entry], lengths: Sequence[int]) -> None:
         """Measure every cache that has no row yet.
 
         Raises:
@@ -74,16 +74,16 @@ class Comparison:
         with interruptible() as interrupt, compile_clock() as clock:
             asker = Asker(self.lm, parse_storage(self.settings.storage), clock, interrupt)
             for length in lengths:
-                self._forget_others(length, candidates)
+                self._forget_others(length, entries)
                 done = {row.key for row in self.rows}
-                missing = [c for c in candidates if (length, c.name, c.retained) not in done]
+                missing = [c for c in entries if (length, c.name, c.retained) not in done]
                 if not missing:
                     continue
                 prompts, talks = self._material(length, asker)
                 spent: list[float] = []
-                for number, candidate in enumerate(missing, 1):
+                for number, entry in enumerate(missing, 1):
                     began, compiled = time.perf_counter(), clock.seconds
-                    row = self._row(asker, candidate, length, prompts, talks)
+                    row = self._row(asker, entry, length, prompts, talks)
                     took = dict(seconds=time.perf_counter() - began, compile_seconds=clock.seconds - compiled)
                     self.rows.append(dataclasses.replace(row, **took))
                     self._save(self.rows)
@@ -91,12 +91,12 @@ class Comparison:
                     left = sum(spent) / number * (len(missing) - number)
                     more = f"; about {in_words(left)} left" if number < len(missing) else ""
                     self._say(f"[{number}/{len(missing)}] {describe(self.rows[-1])}{more}")
-                    if number == len(missing) or missing[number].name != candidate.name:
+                    if number == len(missing) or missing[number].name != entry.name:
                         jax.clear_caches()  # a policy's programs serve no other, and those of 50 caches take gigabytes
 
-    def _forget_others(self, length: int, candidates: Sequence[Candidate]) -> None:
+    def _forget_others(self, length: int, entries: Sequence[Entry]) -> None:
         """Leave out rows whose policies had other profiles than now, and refusals that may have passed."""
-        now = {(length, each.name, each.retained): profile_of(each) for each in candidates}
+        now = {(length, each.name, each.retained): profile_of(each) for each in entries}
         self.rows = [row for row in self.rows if row.key not in now or (now[row.key] == row.profile and not row.retry)]
 
     def _material(self, length: int, asker: Asker) -> tuple[list[Prompts], Talks | None]:
@@ -110,12 +110,10 @@ class Comparison:
         self._say(f"{length} tokens: making {self.settings.samples} conversations and reading them once")
         return prompts, make_talks(self.lm, self.settings, length)
 
-    def _row(
-        self, asker: Asker, candidate: Candidate, length: int, prompts: Sequence[Prompts], talks: Talks | None
-    ) -> Row:
-        row = Row(length, candidate.name, candidate.retained, profile=profile_of(candidate))
+    def _row(self, asker: Asker, entry: Entry, length: int, prompts: Sequence[Prompts], talks: Talks | None) -> Row:
+        row = Row(length, entry.name, entry.retained, profile=profile_of(entry))
         try:
-            policy = candidate.policy()
+            policy = entry.policy()
             for later in (True, False):
                 found = resolve(policy, self.lm.config, later=later)
                 if found.line is not None:
@@ -124,7 +122,7 @@ class Comparison:
             asked = list(self._ask(asker, policy, prompts))
             if talks is not None:
                 asked += self._talk(asker, policy, talks)
-            prefill = self._prefill_rate(candidate.name, length, policy, prompts[0]) if self._speed else 0.0
+            prefill = self._prefill_rate(entry.name, length, policy, prompts[0]) if self._speed else 0.0
         except KvjaxError as error:
             return dataclasses.replace(row, refused=str(error), retry=isinstance(error, DoesNotFit))
         samples = self.settings.samples

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvjax.eval import results
-from kvjax.eval.candidates import REFERENCE
+from kvjax.eval.entries import REFERENCE
 from kvjax.eval.follow_ups import TURNS
 from kvjax.eval.results import AFTER, IN_VIEW, Estimate, Row, Settings, accuracy, first_token_agreement
 from kvjax.tables import Column, Picture, Report, Table, human_bytes, human_rate

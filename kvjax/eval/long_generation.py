@@ -13,7 +13,7 @@ import numpy as np
 from kvjax.checkpoints.load import LanguageModel
 from kvjax.documents import NotADocument, parse_json, validated
 from kvjax.errors import KvjaxError, UsageError
-from kvjax.eval.candidates import REFERENCE, split_policies
+from kvjax.eval.entries import REFERENCE, split_policies
 from kvjax.eval.pictures import plain_axes, style
 from kvjax.figures import new_figure
 from kvjax.files import write_atomically

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from kvjax.eval.candidates import REFERENCE
+from kvjax.eval.entries import REFERENCE
 from kvjax.eval.results import AFTER, IN_VIEW, Estimate, Row, accuracy
 from kvjax.figures import new_figure
 

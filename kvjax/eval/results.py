@@ -89,7 +89,7 @@ class Row:
       prefill_tokens_per_second: reading one prompt of this length, batch 1; measured once a policy.
       decode_tokens_per_second: of a whole batch; every step counts for every row, ended or not.
       seconds, compile_seconds: what the row took, compilation included, and compilation alone.
-      profile: a digest of the policy's profiles, see :func:`kvjax.eval.candidates.profile_of`.
+      profile: a digest of the policy's profiles, see :func:`kvjax.eval.entries.profile_of`.
       retry: whether it was refused for what may pass, such as too little memory.
     """
 

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from kvjax.eval.candidates import REFERENCE, Candidate
+from kvjax.eval.entries import REFERENCE, Entry
 from kvjax.eval.pictures import error_bars, plain_axes
 from kvjax.eval.results import AFTER, IN_VIEW, Row, accuracy
 from kvjax.figures import new_figure
@@ -29,26 +29,25 @@ class Study:
 
     title: str
     xlabel: str
-    lines: dict[str, tuple[tuple[float, Candidate], ...]]
+    lines: dict[str, tuple[tuple[float, Entry], ...]]
 
     @property
-    def candidates(self) -> list[Candidate]:
+    def entries(self) -> list[Entry]:
         """The full cache, then every point once."""
-        points = (candidate for line in self.lines.values() for _, candidate in line)
-        return list(dict.fromkeys([Candidate(REFERENCE), *points]))
+        points = (entry for line in self.lines.values() for _, entry in line)
+        return list(dict.fromkeys([Entry(REFERENCE), *points]))
 
 
-def _by_fraction(names: dict[str, str]) -> dict[str, tuple[tuple[float, Candidate], ...]]:
+def _by_fraction(names: dict[str, str]) -> dict[str, tuple[tuple[float, Entry], ...]]:
     return {
-        label: tuple((100 * fraction, Candidate(name, fraction)) for fraction in FRACTIONS)
-        for label, name in names.items()
+        label: tuple((100 * fraction, Entry(name, fraction)) for fraction in FRACTIONS) for label, name in names.items()
     }
 
 
-def _razor(options: str, fractions: Sequence[float]) -> tuple[tuple[float, Candidate], ...]:
+def _razor(options: str, fractions: Sequence[float]) -> tuple[tuple[float, Entry], ...]:
     # At a few hundred tokens the paper's least buffer of 4,000 would drop nothing: only its N / 5 is left.
     name = "razor:threshold=1,compression=5,induction_share={share}{options}"
-    return tuple((100 * fraction, Candidate(name.format(share=fraction, options=options))) for fraction in fractions)
+    return tuple((100 * fraction, Entry(name.format(share=fraction, options=options))) for fraction in fractions)
 
 
 _HEADS = (0.0, 0.05, 0.08, 0.11, 0.14, 0.25)

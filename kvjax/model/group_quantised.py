@@ -22,7 +22,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from kvjax.model.quantised import Quantised
-from pallas_kernels.quantised_matmul import layout
+from pallas_kernels.quantised_matmul import weight_tiles
 
 #: Sizes of the groups that weights are rounded in, the largest first.
 GROUPS = (128, 64, 32)
@@ -78,7 +78,7 @@ class GroupQuantised(Quantised):
     @property
     def bits(self) -> int:
         """Bits of a number."""
-        return layout.bits_of(self.values)
+        return weight_tiles.bits_of(self.values)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -95,27 +95,27 @@ class GroupQuantised(Quantised):
         """See :meth:`Quantised.dequantised`."""
         minimum = self._minima
         by_row = None if minimum is None else minimum.swapaxes(-1, -2)
-        return self._floats(layout.unpacked(self.values), self._steps.swapaxes(-1, -2), by_row)
+        return self._floats(weight_tiles.unpacked(self.values), self._steps.swapaxes(-1, -2), by_row)
 
     def rows(self, index: Int[Array, "*S"]) -> Float[Array, "*S K"]:
         """See :meth:`Quantised.rows`."""
         place = index.reshape(-1)
         minimum = self._minima
         by_row = None if minimum is None else minimum[:, place].T
-        found = self._floats(layout.rows(self.values, place), self._steps[:, place].T, by_row)
+        found = self._floats(weight_tiles.rows(self.values, place), self._steps[:, place].T, by_row)
         return found.reshape(*index.shape, -1)
 
     @property
     def _steps(self) -> Float[Array, "*S G N"]:
-        return layout.floats(self.scale)
+        return weight_tiles.floats(self.scale)
 
     @property
     def _minima(self) -> Float[Array, "*S G N"] | None:
-        return layout.minima(self.values, self.scale, self.minimum)
+        return weight_tiles.minima(self.values, self.scale, self.minimum)
 
     def _floats(self, whole: Int[Array, "*S N K"], scale: Array, minimum: Array | None) -> Float[Array, "*S N K"]:
-        whole = layout.fp4_numbers(whole) if self.fp4 else whole
-        wide = layout.fp8_floats(whole, jnp.float32) if self.fp8 else whole.astype(jnp.float32)
+        whole = weight_tiles.fp4_numbers(whole) if self.fp4 else whole
+        wide = weight_tiles.fp8_floats(whole, jnp.float32) if self.fp8 else whole.astype(jnp.float32)
         grouped = wide.reshape(*scale.shape, -1) * scale[..., None]
         found = grouped if minimum is None else grouped + minimum[..., None]
         return found.reshape(whole.shape).astype(self.dtype)
@@ -158,5 +158,5 @@ def group_quantised(matrix: Float[Array, "*S N K"], form: GroupFormat, dtype: DT
     if form.scale == "float16":
         scale = jax.lax.bitcast_convert_type(scale, jnp.int16)
     minimum = jnp.zeros_like(scale) if form.minimum else None
-    values = layout.packed(whole, form.bits, form.group)
+    values = weight_tiles.packed(whole, form.bits, form.group)
     return GroupQuantised(values, scale, minimum, jnp.dtype(dtype), form.fp8, form.fp4)

@@ -21,7 +21,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from kvjax.errors import UsageError, quoted
-from pallas_kernels.quantised_matmul import layout
+from pallas_kernels.quantised_matmul import weight_tiles
 
 #: How a model's matrices may be stored, other than as floats.
 Weights = Literal["int8", "int4", "fp8", "file"]
@@ -111,7 +111,7 @@ class QuantisedArray(Quantised):
         return self.values.dtype == jnp.uint8
 
     def _floats(self, values: Int[Array, "*S"]) -> Float[Array, "*S"]:
-        return layout.fp8_floats(values, jnp.float32) if self.fp8 else values.astype(jnp.float32)
+        return weight_tiles.fp8_floats(values, jnp.float32) if self.fp8 else values.astype(jnp.float32)
 
 
 def check_weights(weights: Any) -> Weights | None:

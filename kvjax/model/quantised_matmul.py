@@ -27,8 +27,8 @@ from jaxtyping import Array, Float, Int
 from kvjax.model.group_quantised import GroupQuantised
 from kvjax.model.quantised import Quantised, QuantisedArray, rounded
 from pallas_kernels.gpu import chip as gpu
-from pallas_kernels.quantised_matmul import layout
 from pallas_kernels.quantised_matmul import quantised_matmul as group_matmul
+from pallas_kernels.quantised_matmul import weight_tiles
 
 #: Outputs whose weights are floats at the same time: so many, or so small a part of all.
 _BLOCK, _PARTS = 512, 64
@@ -96,12 +96,12 @@ def _fine(x: Float[Array, "S K"], values: Array, scale: Array) -> Float[Array, "
 
 
 def _weights_alone(x: Float[Array, "S K"], values: Array, scale: Array) -> Float[Array, "S N"]:
-    floats = layout.fp8_typed(values) if values.dtype == jnp.uint8 else values
+    floats = weight_tiles.fp8_typed(values) if values.dtype == jnp.uint8 else values
     return _product(x, floats.astype(x.dtype), jnp.float32) * scale
 
 
 def _by_integers(x: Float[Array, "S K"], values: Array, scale: Array) -> Float[Array, "S N"]:
-    return _product(x, layout.by_integers(values).astype(x.dtype), jnp.float32) * scale
+    return _product(x, weight_tiles.by_integers(values).astype(x.dtype), jnp.float32) * scale
 
 
 def _without_fp8() -> bool:
@@ -117,7 +117,7 @@ def _by_blocks(x: Float[Array, "S K"], values: Array, scale: Array) -> Float[Arr
     block = next(size for size in range(min(outputs, most), 0, -1) if outputs % size == 0)
 
     def body(i: Int[Array, ""], found: Float[Array, "S N"]) -> Float[Array, "S N"]:
-        part = layout.fp8_floats(jax.lax.dynamic_slice_in_dim(values, i * block, block), x.dtype)
+        part = weight_tiles.fp8_floats(jax.lax.dynamic_slice_in_dim(values, i * block, block), x.dtype)
         own = _product(x, jax.lax.optimization_barrier(part), jnp.float32)
         return jax.lax.dynamic_update_slice_in_dim(found, own, i * block, axis=1)
 

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from kvjax.cache.pool import LayerCache, append_token, mark_rows, rows  # noqa: F401
     from kvjax.checks import number, true_or_false, whole_number  # noqa: F401
     from kvjax.policies.base import *  # noqa: F403
-    from kvjax.policies.checks import one_of, only_one  # noqa: F401
     from kvjax.policies.evicting import Evicting  # noqa: F401
     from kvjax.policies.names import *  # noqa: F403
+    from kvjax.policies.option_checks import one_of, only_one  # noqa: F401
     from kvjax.policies.parsing import format_policy, parse, register, registry  # noqa: F401
     from kvjax.policies.signals import Repetition  # noqa: F401
     from kvjax.policies.sized import Selecting, Sized  # noqa: F401
@@ -33,7 +33,7 @@ _MODULES = {
         *("append_new", "floor_fraction", "gather_candidates", "keep_all", "keep_where"),
         *("numpy_or_jax", "per_head", "selection", "top_mask"),
     ),
-    "kvjax.policies.checks": ("one_of", "only_one"),
+    "kvjax.policies.option_checks": ("one_of", "only_one"),
     "kvjax.policies.evicting": ("Evicting",),
     "kvjax.policies.parsing": ("format_policy", "parse", "register", "registry"),
     "kvjax.policies.signals": ("Repetition",),

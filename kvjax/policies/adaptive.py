@@ -14,9 +14,9 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax.cache.pool import LayerCache
 from kvjax.checks import number
 from kvjax.policies.base import Candidates, HostOrTraced, PromptChunk, Selection, Weighed, floor_fraction, top_mask
-from kvjax.policies.checks import one_of
 from kvjax.policies.expected_attention import ExpectedAttention
 from kvjax.policies.inner import Rescoring
+from kvjax.policies.option_checks import one_of
 from kvjax.policies.sized import Selecting
 
 

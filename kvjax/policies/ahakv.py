@@ -16,8 +16,8 @@ from kvjax.errors import UsageError
 from kvjax.model.alibi import slopes
 from kvjax.model.config import ModelConfig
 from kvjax.policies.base import Candidates, PromptChunk, Signals, Step
-from kvjax.policies.checks import refuse_unused
 from kvjax.policies.evicting import Evicting, attention_weights
+from kvjax.policies.option_checks import refuse_unused
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,7 +14,7 @@ from kvjax.checks import MOST_SEED, MOST_SLOTS, number, optional, whole_number
 from kvjax.model.config import ModelConfig
 from kvjax.model.rope import angles, rotate
 from kvjax.policies.base import Candidates, PromptChunk, Signals
-from kvjax.policies.checks import refuse_unused
+from kvjax.policies.option_checks import refuse_unused
 from kvjax.policies.pooling import pool
 from kvjax.policies.sized import Selecting
 

@@ -17,7 +17,7 @@ from kvjax.checks import MOST_SLOTS, number, true_or_false, whole_number
 from kvjax.errors import UsageError, quoted
 from kvjax.model.config import ModelConfig
 from kvjax.policies.base import HostOrTraced, Policy, PromptChunk, Step, append_new, floor_fraction, numpy_or_jax
-from kvjax.policies.checks import only_one, refuse_unused
+from kvjax.policies.option_checks import only_one, refuse_unused
 
 #: Added to the logit of a compensation token that stands for nothing: its weight is exactly 0, and nothing overflows.
 NOTHING = -1e30

@@ -22,10 +22,10 @@ from kvjax.cache.quantisation import MODEL, Storage
 from kvjax.errors import UsageError, quoted
 from kvjax.model.config import ModelConfig
 from kvjax.policies.base import HostOrTraced, Policy, PromptChunk, Signals, Step, numpy_or_jax
-from kvjax.policies.checks import refuse_shared_layers
 from kvjax.policies.compensated import CompensatedRing
 from kvjax.policies.full import Full
 from kvjax.policies.inner import with_size
+from kvjax.policies.option_checks import refuse_shared_layers
 
 FULL = Full()
 

@@ -11,10 +11,10 @@ from kvjax.checks import MOST_SLOTS, number, whole_number
 from kvjax.errors import UsageError, quoted
 from kvjax.model.config import ModelConfig
 from kvjax.policies.base import Policy
-from kvjax.policies.checks import changed, refuse_unused
 from kvjax.policies.composed import HeadWise, check_inner, sized_others
 from kvjax.policies.head_choice import gated_heads
 from kvjax.policies.inner import has_own_size, sizes_of
+from kvjax.policies.option_checks import changed, refuse_unused
 from kvjax.policies.profile import GateProfile, Heads, load_profile, packaged
 from kvjax.policies.streaming import StreamingLLM
 

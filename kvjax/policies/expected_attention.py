@@ -17,7 +17,7 @@ from kvjax.model.alibi import slopes
 from kvjax.model.config import ModelConfig
 from kvjax.model.rope import angles, rotate
 from kvjax.policies.base import Candidates, PromptChunk, Signals
-from kvjax.policies.checks import refuse_unused
+from kvjax.policies.option_checks import refuse_unused
 from kvjax.policies.signals import QueryStats
 from kvjax.policies.sized import Selecting
 

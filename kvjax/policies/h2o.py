@@ -12,8 +12,8 @@ from kvjax.cache.pool import LayerCache
 from kvjax.checks import MOST_SLOTS, whole_number
 from kvjax.model.config import ModelConfig
 from kvjax.policies.base import Candidates, PromptChunk, Signals, Step
-from kvjax.policies.checks import refuse_unused
 from kvjax.policies.evicting import Evicting, attention_weights
+from kvjax.policies.option_checks import refuse_unused
 
 
 @dataclasses.dataclass(frozen=True)

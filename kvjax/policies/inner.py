@@ -14,7 +14,7 @@ from kvjax.cache.pool import LayerCache
 from kvjax.errors import UsageError, quoted
 from kvjax.model.config import ModelConfig
 from kvjax.policies.base import Candidates, HostOrTraced, Policy, PromptChunk, Signals
-from kvjax.policies.checks import refuse_shared_layers
+from kvjax.policies.option_checks import refuse_shared_layers
 from kvjax.policies.sized import Selecting
 
 #: Fields of token policies that say how much is kept, where they are None by default: one of them is given. (A window

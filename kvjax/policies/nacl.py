@@ -13,7 +13,7 @@ from kvjax.cache.pool import LayerCache
 from kvjax.checks import MOST_SEED, MOST_SLOTS, number, whole_number
 from kvjax.errors import UsageError, quoted
 from kvjax.policies.base import Candidates, PromptChunk, Signals, floor_fraction, top_mask
-from kvjax.policies.checks import one_of
+from kvjax.policies.option_checks import one_of
 from kvjax.policies.pooling import Group, over_group, window_mass
 from kvjax.policies.sized import Selecting
 

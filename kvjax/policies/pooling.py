@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 from kvjax.checks import MOST_KERNEL, whole_number
 from kvjax.errors import UsageError, quoted
 from kvjax.policies.base import Candidates
-from kvjax.policies.checks import one_of
+from kvjax.policies.option_checks import one_of
 
 Pooling = Literal["avg", "max"]
 Group = Literal["mean", "sum", "max"]

@@ -11,11 +11,11 @@ from kvjax.checks import number, read_whole_number, whole_number
 from kvjax.errors import UsageError, quoted
 from kvjax.model.config import ModelConfig
 from kvjax.policies.base import Policy
-from kvjax.policies.checks import changed, one_of, only_one, refuse_unused
 from kvjax.policies.compensated import CompensatedRing
 from kvjax.policies.composed import HeadWise, check_inner, sized_others
 from kvjax.policies.head_choice import protected_heads, scope_lengths
 from kvjax.policies.inner import has_own_size, sizes_of, with_size
+from kvjax.policies.option_checks import changed, one_of, only_one, refuse_unused
 from kvjax.policies.profile import (
     BOUNDS,
     Bound,

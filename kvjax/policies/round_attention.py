@@ -15,8 +15,8 @@ from kvjax.checks import MOST_SLOTS, number, whole_number
 from kvjax.errors import UsageError, quoted
 from kvjax.model.config import ModelConfig
 from kvjax.policies.base import HostOrTraced, Policy, floor_fraction, numpy_or_jax, per_head
-from kvjax.policies.checks import one_of, only_one, refuse_shared_layers, refuse_unused
 from kvjax.policies.composed import HeadWise
+from kvjax.policies.option_checks import one_of, only_one, refuse_shared_layers, refuse_unused
 from kvjax.policies.profile import Profile, WatershedProfile, load_profile, packaged
 from kvjax.policies.split_cache import SplitCache
 

@@ -25,7 +25,7 @@ from kvjax.policies.base import (
     selection,
     top_mask,
 )
-from kvjax.policies.checks import only_one
+from kvjax.policies.option_checks import only_one
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 
 from kvjax.cache.pool import LayerCache
 from kvjax.policies.base import Candidates, PromptChunk, Signals
-from kvjax.policies.checks import one_of
+from kvjax.policies.option_checks import one_of
 from kvjax.policies.pooling import over_group, pool, window_mass
 from kvjax.policies.snapkv import Pooled
 

@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax.cache.pool import LayerCache
 from kvjax.checks import MOST_SLOTS, whole_number
 from kvjax.policies.base import Candidates, PromptChunk, Signals
-from kvjax.policies.checks import one_of
+from kvjax.policies.option_checks import one_of
 from kvjax.policies.pooling import Group, Pooling, check_pooling, over_group, pool, window_mass
 from kvjax.policies.sized import Selecting
 

@@ -26,7 +26,7 @@ from kvjax.policies.base import (
     numpy_or_jax,
     per_head,
 )
-from kvjax.policies.checks import one_of, only_one
+from kvjax.policies.option_checks import one_of, only_one
 
 
 @jax.tree_util.register_dataclass

@@ -16,7 +16,7 @@ from kvjax.model.decoder import Decoder
 from kvjax.policies.base import Policy
 from kvjax.policies.split_cache import SplitCache
 from kvjax.rounds.conversation import Conversation, Round
-from kvjax.rounds.programs import ONE_DEVICE, RoundPrograms, RoundSlice
+from kvjax.rounds.round_programs import ONE_DEVICE, RoundPrograms, RoundSlice
 from kvjax.rounds.turn import PendingTurn, Selection
 from kvjax.runtime.reading import Note, unheard
 

@@ -12,7 +12,7 @@ from kvjax.cache.host_memory import as_numpy
 from kvjax.model.decoder import Decoder
 from kvjax.rounds.closing import close_round
 from kvjax.rounds.conversation import Conversation
-from kvjax.rounds.programs import RoundPrograms
+from kvjax.rounds.round_programs import RoundPrograms
 from kvjax.rounds.stats import RoundStats
 from kvjax.rounds.turn import PendingTurn, read_question
 from kvjax.runtime.reading import Note, spread

@@ -28,7 +28,7 @@ from kvjax.model.decoder import Decoder
 from kvjax.policies.round_attention import RoundAttention
 from kvjax.policies.split_cache import SplitCache, slots_above, slots_below
 from kvjax.rounds.conversation import Conversation, UpperRows
-from kvjax.rounds.programs import ONE_DEVICE, RoundPrograms, RoundUpload
+from kvjax.rounds.round_programs import ONE_DEVICE, RoundPrograms, RoundUpload
 from kvjax.rounds.selection import normalised, round_attention, select
 from kvjax.rounds.steps import StagingBuffer, pages_onto
 from kvjax.runtime.reading import Note, unheard

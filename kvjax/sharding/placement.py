@@ -26,7 +26,7 @@ from kvjax.model.quantised import Quantised
 from kvjax.model.tiling import tiled
 from kvjax.sharding.mesh import RULES, Mesh
 from kvjax.sharding.partition import head_sharding
-from pallas_kernels.quantised_matmul.layout import tile_of
+from pallas_kernels.quantised_matmul.weight_tiles import tile_of
 
 #: Kinds of weights some of whose matrices may be quantised in groups.
 GROUPED = ("int4", "file")

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import checks, dispatch
+from pallas_kernels import argument_checks, dispatch
 from pallas_kernels.attention_mass.mass_problem import Counting, Masses, Problem
 from pallas_kernels.rows import Bias, Rows
 from pallas_kernels.softmax import per_row
@@ -102,14 +102,14 @@ def attention_mass(
     """
     problem = _problem(q, k, offset, scale, kept, bias, window, soft_cap, block)
     batch, heads, group, count, _ = q.shape
-    checks.array("lse", lse, (batch, heads, group, count), checks.FLOAT)
-    checks.arrays(checks.FLOAT, weight=(weight, (batch, count)))
+    argument_checks.array("lse", lse, (batch, heads, group, count), argument_checks.FLOAT)
+    argument_checks.arrays(argument_checks.FLOAT, weight=(weight, (batch, count)))
     if onto is not None:
         if (onto.kept is None) != (kept is None):
             raise ValueError("kept rows and the masses they are added to are given together.")
         slots = 0 if kept is None else kept.k.shape[2]
         shapes = {"onto.new": (onto.new, (*q.shape[:3], k.shape[2])), "onto.kept": (onto.kept, (*q.shape[:3], slots))}
-        checks.arrays(checks.FLOAT, **shapes)
+        argument_checks.arrays(argument_checks.FLOAT, **shapes)
         onto = jax.tree.map(lambda x: x.astype(jnp.float32), onto)
     lse, weight = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), (lse, weight))
     counting = Counting(lse, weight, onto)
@@ -119,15 +119,15 @@ def attention_mass(
 def _problem(
     q: Any, k: Any, offset: Any, scale: Any, kept: Any, bias: Any, window: Any, soft_cap: Any, block: int | None
 ) -> Problem:
-    checks.array("q", q, (None,) * 5, checks.FLOAT)
+    argument_checks.array("q", q, (None,) * 5, argument_checks.FLOAT)
     batch, heads, _, _, dim = q.shape
-    checks.array("k", k, (batch, heads, None, dim), checks.FLOAT)
+    argument_checks.array("k", k, (batch, heads, None, dim), argument_checks.FLOAT)
     tokens = k.shape[2]
-    checks.sizes(q, tokens)
-    checks.per_row("offset", offset, batch, checks.INTEGER)
-    checks.per_row("scale", scale, batch, checks.FLOAT)
-    checks.rows(kept, batch, heads, dim)
-    block = checks.block(block, tokens, BLOCK)
+    argument_checks.sizes(q, tokens)
+    argument_checks.per_row("offset", offset, batch, argument_checks.INTEGER)
+    argument_checks.per_row("scale", scale, batch, argument_checks.FLOAT)
+    argument_checks.rows(kept, batch, heads, dim)
+    block = argument_checks.block(block, tokens, BLOCK)
     offset, scale = per_row(offset, batch, jnp.int32), per_row(scale, batch, jnp.float32)
-    checks.bounds(window, soft_cap)
-    return Problem(q, k, offset, scale, kept, bias, block, window, checks.plain(soft_cap))
+    argument_checks.bounds(window, soft_cap)
+    return Problem(q, k, offset, scale, kept, bias, block, window, argument_checks.plain(soft_cap))

@@ -13,7 +13,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pallas_kernels import checks, tuned
+from pallas_kernels import argument_checks, tuned
 from pallas_kernels.attention_mass import tpu_log_sum_exp, tpu_mass, xla
 from pallas_kernels.attention_mass.mass_problem import Counting, Masses, Problem
 from pallas_kernels.softmax import merge_log
@@ -70,7 +70,7 @@ def _whole_and_rest(p: Problem, config: Config | None) -> tuple[int, Problem | N
 
 
 def _check(p: Problem) -> None:
-    checks.compiled_in(p.soft_cap)
+    argument_checks.compiled_in(p.soft_cap)
     if p.bias is not None:
         raise NotImplementedError("The TPU kernels have no bias by positions (ALiBi).")
     tiles.check_dtype(p.k.dtype)

@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float
 
-from pallas_kernels import checks, tuned
+from pallas_kernels import argument_checks, tuned
 from pallas_kernels.attention_mass import xla
 from pallas_kernels.attention_mass.mass_problem import Counting, Masses, Problem, log2_normaliser
 from pallas_kernels.gpu import chip
@@ -127,7 +127,7 @@ def attention_mass(p: Problem, c: Counting, *, config: Config | None = None, int
 
 
 def _checked(kernel: str, p: Problem, config: Config | None) -> Config:
-    checks.compiled_in(p.soft_cap)
+    argument_checks.compiled_in(p.soft_cap)
     if p.bias is not None:
         raise NotImplementedError("The GPU kernels have no bias by positions (ALiBi).")
     chip.needs_ampere(chip.target())

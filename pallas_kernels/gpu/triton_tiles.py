@@ -10,15 +10,15 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels import checks
+from pallas_kernels import argument_checks
 
 
 def check_sizes(queries: int, keys: int, warps: int, stages: int) -> None:
     """Raise ``ValueError`` for block sizes or compiler options that Triton cannot take."""
-    checks.block_size("queries", queries, 16)
-    checks.block_size("keys", keys, 16)
-    checks.block_size("warps", warps, 1)
-    checks.at_least("stages", stages, 1)
+    argument_checks.block_size("queries", queries, 16)
+    argument_checks.block_size("keys", keys, 16)
+    argument_checks.block_size("warps", warps, 1)
+    argument_checks.at_least("stages", stages, 1)
 
 
 def i32(value: int) -> Array:

@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import checks, dispatch
+from pallas_kernels import argument_checks, dispatch
 from pallas_kernels.prefill import shared as sharing
 from pallas_kernels.prefill.prefill_problem import Prefilled, Problem
 from pallas_kernels.rows import Bias, Rows
@@ -67,20 +67,22 @@ def prefill(
       ValueError: an argument of another shape or type, or some that contradict each other.
       NotImplementedError: the implementation that was named cannot do this.
     """
-    checks.array("q", q, (None,) * 5, checks.FLOAT)
+    argument_checks.array("q", q, (None,) * 5, argument_checks.FLOAT)
     batch, heads, _, _, dim = q.shape
-    checks.array("k", k, (batch, heads, None, dim), checks.FLOAT)
+    argument_checks.array("k", k, (batch, heads, None, dim), argument_checks.FLOAT)
     tokens = k.shape[2]
-    checks.array("v", v, (batch, heads, tokens, dim), checks.FLOAT)
-    checks.sizes(q, tokens)
-    checks.per_row("offset", offset, batch, checks.INTEGER)
-    checks.arrays(checks.INTEGER, length=(length, (batch,)))
-    checks.number("scale", scale)
-    checks.rows(kept, batch, heads, dim)
-    block = checks.block(block, tokens, BLOCK)
-    checks.bounds(window, soft_cap)
-    bounds = window, checks.plain(soft_cap)
-    problem = Problem(q, k, v, jnp.asarray(offset, jnp.int32), length, kept, checks.plain(scale), bias, block, *bounds)
+    argument_checks.array("v", v, (batch, heads, tokens, dim), argument_checks.FLOAT)
+    argument_checks.sizes(q, tokens)
+    argument_checks.per_row("offset", offset, batch, argument_checks.INTEGER)
+    argument_checks.arrays(argument_checks.INTEGER, length=(length, (batch,)))
+    argument_checks.number("scale", scale)
+    argument_checks.rows(kept, batch, heads, dim)
+    block = argument_checks.block(block, tokens, BLOCK)
+    argument_checks.bounds(window, soft_cap)
+    bounds = window, argument_checks.plain(soft_cap)
+    problem = Problem(
+        q, k, v, jnp.asarray(offset, jnp.int32), length, kept, argument_checks.plain(scale), bias, block, *bounds
+    )
     if shared is not None:
         if window is not None:
             raise ValueError("A window counts a row's own tokens; give none with shared rows.")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from jaxtyping import Array, Float
 
-from pallas_kernels import checks
+from pallas_kernels import argument_checks
 from pallas_kernels.prefill import xla
 from pallas_kernels.prefill.prefill_problem import Prefilled, Problem
 from pallas_kernels.rows import Bias, Rows
@@ -34,6 +34,6 @@ def with_shared(p: Problem, own: Prefilled, shared: Rows, bias: Bias | None) -> 
 def check(p: Problem, shared: Rows, bias: Bias | None) -> None:
     """Raise ``ValueError`` where shared rows do not fit the queries, or lack the positions that a bias needs."""
     _, heads, _, _, dim = p.q.shape
-    checks.rows(shared, 1, heads, dim)
+    argument_checks.rows(shared, 1, heads, dim)
     if (bias is None) != (shared.place is None):
         raise ValueError("shared_bias needs shared.place, and nothing else does.")

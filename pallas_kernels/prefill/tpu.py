@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels import checks, tuned
+from pallas_kernels import argument_checks, tuned
 from pallas_kernels.prefill import tpu_float32, xla
 from pallas_kernels.prefill.prefill_problem import Prefilled, Problem
 from pallas_kernels.prefill.tpu_block import Block, Order, strips
@@ -35,7 +35,7 @@ def prefill(p: Problem, *, config: Config | None = None, interpret: Any = False)
     if p.bias is not None:
         raise NotImplementedError("The TPU kernel has no bias by positions (ALiBi).")
     tiles.check_dtype(p.k.dtype)
-    checks.compiled_in(p.scale, p.soft_cap)
+    argument_checks.compiled_in(p.scale, p.soft_cap)
     config = config or tuned.config("prefill.tpu", p, Config) or rule(p)
     return xla.with_kept_rows(p, *_call(p, Tiles.of(p.q, p.k, config, window=p.window), interpret))
 

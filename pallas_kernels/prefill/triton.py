@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from pallas_kernels import checks, tuned
+from pallas_kernels import argument_checks, tuned
 from pallas_kernels.gpu import chip
 from pallas_kernels.gpu.triton_tiles import check_sizes, dot, dot_rows, i32, lanes, rows_of, up
 from pallas_kernels.prefill import xla
@@ -62,7 +62,7 @@ def prefill(p: Problem, *, config: Config | None = None, interpret: Any = False)
     """See :func:`pallas_kernels.prefill.prefill`; kept rows are attended to in XLA."""
     if p.bias is not None:
         raise NotImplementedError("The GPU kernel has no bias by positions (ALiBi).")
-    checks.compiled_in(p.scale, p.soft_cap)
+    argument_checks.compiled_in(p.scale, p.soft_cap)
     chip.needs_ampere(chip.target())
     if not p.q.dtype == p.k.dtype == p.v.dtype:
         raise NotImplementedError(f"The GPU kernel takes one dtype, not {p.q.dtype}, {p.k.dtype}, {p.v.dtype}.")

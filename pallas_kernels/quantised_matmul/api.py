@@ -7,8 +7,8 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import checks, dispatch
-from pallas_kernels.quantised_matmul import layout
+from pallas_kernels import argument_checks, dispatch
+from pallas_kernels.quantised_matmul import weight_tiles
 from pallas_kernels.quantised_matmul.matmul_problem import Problem
 
 IMPLEMENTATIONS = dispatch.Implementations(
@@ -37,12 +37,12 @@ def quantised_matmul(
 
     Args:
       x: activations.
-      values: whole numbers in the layout of :func:`pallas_kernels.quantised_matmul.layout.packed`.
+      values: whole numbers in the layout of :func:`pallas_kernels.quantised_matmul.weight_tiles.packed`.
       scale, minimum: of each group of K / G inputs, which divides a tile of the layout; floats, or int16 with the bits
         of float16, both of the same kind.
       fp8: whether values are the bits of float8_e4m3fn numbers, int8, which XLA alone multiplies.
       fp4: whether q, of 4 bits, is a place among the float4_e2m1fn numbers: it stands for twice that number, see
-        :func:`pallas_kernels.quantised_matmul.layout.fp4_numbers`. There are no minima then.
+        :func:`pallas_kernels.quantised_matmul.weight_tiles.fp4_numbers`. There are no minima then.
       implementation: the only one to try; by default the platform's in order, "xla" last. "integers", a CPU's, rounds
         each row's activations to int8 in the same groups; the others take them as they are.
       options: options of the implementation that is named: ``config`` (block sizes), ``interpret``.
@@ -51,14 +51,14 @@ def quantised_matmul(
       ValueError: an argument of another shape or type, or some that contradict each other.
       NotImplementedError: the implementation that was named cannot do this.
     """
-    checks.array("x", x, (None, None), checks.FLOAT)
-    checks.array("values", values, (None, None, None), checks.INTEGER)
+    argument_checks.array("x", x, (None, None), argument_checks.FLOAT)
+    argument_checks.array("values", values, (None, None, None), argument_checks.INTEGER)
     tiles, rows, tile = values.shape
-    inputs, outputs = tiles * tile, rows * 8 // layout.bits_of(values)
-    checks.array("x", x, (None, inputs), checks.FLOAT)
-    kind = checks.INTEGER if getattr(scale, "dtype", None) == jnp.int16 else checks.FLOAT
-    checks.array("scale", scale, (None, outputs), kind)
-    checks.arrays(kind, minimum=(minimum, scale.shape))
+    inputs, outputs = tiles * tile, rows * 8 // weight_tiles.bits_of(values)
+    argument_checks.array("x", x, (None, inputs), argument_checks.FLOAT)
+    kind = argument_checks.INTEGER if getattr(scale, "dtype", None) == jnp.int16 else argument_checks.FLOAT
+    argument_checks.array("scale", scale, (None, outputs), kind)
+    argument_checks.arrays(kind, minimum=(minimum, scale.shape))
     if not scale.shape[0] or inputs % scale.shape[0] or tile % (inputs // scale.shape[0]):
         raise ValueError(f"scale has {scale.shape[0]} groups of {inputs} inputs; give groups that divide {tile}.")
     if fp8 and values.dtype != jnp.int8:

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.quantised_matmul import layout, xla
+from pallas_kernels.quantised_matmul import weight_tiles, xla
 from pallas_kernels.quantised_matmul.matmul_problem import Problem
 
 #: Rows, counted with copies for groups, beyond which the partial sums take more than floats would.
@@ -34,7 +34,7 @@ def quantised_matmul(p: Problem, *, config: None = None) -> Float[Array, "S N"]:
     found = _scaled(p, _partial(p, whole), step)
     if p.minimum is None:
         return found
-    minima = layout.minima(p.values, p.scale, p.minimum)
+    minima = weight_tiles.minima(p.values, p.scale, p.minimum)
     assert minima is not None
     # Sums of the rounded activations: what rounding adds then is multiplied by weights, not by places above a minimum.
     sums = whole.sum(axis=-1, dtype=jnp.int32).astype(jnp.float32) * step
@@ -63,7 +63,7 @@ def _partial(p: Problem, whole: Int[Array, "S G L"]) -> Int[Array, "G S N"]:
     if p.bits == 4:
         halves = [(half ^ 8).astype(jnp.int8) - 8 for half in (values & 15, values >> 4)]
         values = jnp.concatenate(halves, axis=1)
-        values = layout.fp4_numbers(values) if p.fp4 else values
+        values = weight_tiles.fp4_numbers(values) if p.fp4 else values
     axes = (((2,), (2,)), ((0,), (0,)))
     sums = jax.lax.dot_general(spread, values, axes, preferred_element_type=jnp.int32)
     return sums[:, : each * rows].reshape(tiles * each, rows, p.outputs)
@@ -73,7 +73,7 @@ def _scaled(p: Problem, sums: Int[Array, "G S N"], step: Float[Array, "S G"]) ->
     """The groups' sums times both scales, summed."""
 
     def part(sums: Array, scale: Array) -> Array:
-        return (sums.astype(jnp.float32) * layout.floats(scale)[:, None] * step.T[..., None]).sum(axis=0)
+        return (sums.astype(jnp.float32) * weight_tiles.floats(scale)[:, None] * step.T[..., None]).sum(axis=0)
 
     if p.bits == 8:
         return part(sums, p.scale)

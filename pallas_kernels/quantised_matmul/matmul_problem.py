@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.quantised_matmul import layout
+from pallas_kernels.quantised_matmul import weight_tiles
 
 
 @jax.tree_util.register_dataclass
@@ -26,7 +26,7 @@ class Problem:
     @property
     def bits(self) -> int:
         """Bits of a weight's number."""
-        return layout.bits_of(self.values)
+        return weight_tiles.bits_of(self.values)
 
     @property
     def outputs(self) -> int:

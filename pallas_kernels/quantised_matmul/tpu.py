@@ -23,8 +23,8 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from pallas_kernels import checks, dispatch
-from pallas_kernels.quantised_matmul import layout
+from pallas_kernels import argument_checks, dispatch
+from pallas_kernels.quantised_matmul import weight_tiles
 from pallas_kernels.quantised_matmul.matmul_problem import Problem
 from pallas_kernels.tpu.tiles import LANES
 
@@ -52,7 +52,7 @@ class Config:
 
     def __post_init__(self) -> None:
         """Raise ``ValueError`` for sizes that are no whole lanes."""
-        checks.at_least("outputs", self.outputs, LANES)
+        argument_checks.at_least("outputs", self.outputs, LANES)
         if self.outputs % LANES:
             raise ValueError(f"outputs is {self.outputs}; give a multiple of {LANES}.")
 
@@ -163,7 +163,7 @@ def _kernel(x, values, scale, *rest, bits, group, fp4):
     for first, last in parts_of_groups:
         scales[first:last] = _converted(scale, first, last)
     for first, last in parts_of_groups if minima else ():
-        offset = jnp.float32(layout.OFFSET if bits == 4 else 0)
+        offset = jnp.float32(weight_tiles.OFFSET if bits == 4 else 0)
         least[0][first:last] = _converted(minima[0], first, last) + offset * scales[first:last]
     rows, outputs = out.shape
     each, tiles = LANES // group, values.shape[0]
@@ -177,7 +177,7 @@ def _kernel(x, values, scale, *rest, bits, group, fp4):
     def tile(t: Any, total: Array) -> Array:
         held = values[t]
         weight = pltpu.bitcast(held, jnp.int4) if bits == 4 else held
-        weight = weight if fp4 is None else layout.fp4_numbers(weight.astype(fp4))
+        weight = weight if fp4 is None else weight_tiles.fp4_numbers(weight.astype(fp4))
         weight = weight.astype(jnp.bfloat16)
         parts = _parts(x[:, pl.ds(pl.multiple_of(t * LANES, LANES), LANES)])
         if each > 1:

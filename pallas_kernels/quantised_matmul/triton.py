@@ -17,10 +17,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float
 
-from pallas_kernels import checks
+from pallas_kernels import argument_checks
 from pallas_kernels.gpu import chip
 from pallas_kernels.gpu.triton_tiles import dot_rows, i32
-from pallas_kernels.quantised_matmul import layout
+from pallas_kernels.quantised_matmul import weight_tiles
 from pallas_kernels.quantised_matmul.matmul_problem import Problem
 
 #: Rows beyond which XLA's product, of weights that are floats a block at a time, is left to do it.
@@ -42,9 +42,9 @@ class Config:
 
     def __post_init__(self) -> None:
         """Raise ``ValueError`` for sizes that Triton cannot take."""
-        checks.block_size("lines", self.lines, 16)
-        checks.block_size("warps", self.warps, 1)
-        checks.at_least("stages", self.stages, 1)
+        argument_checks.block_size("lines", self.lines, 16)
+        argument_checks.block_size("warps", self.warps, 1)
+        argument_checks.at_least("stages", self.stages, 1)
 
     @classmethod
     def default(cls, p: Problem) -> Config:
@@ -108,14 +108,14 @@ def _kernel(x, values, scale, *rest, c, bits, group, fp4):
             whole = held.astype(jnp.int32)
             if bits == 4:
                 whole = ((jax.lax.shift_right_logical(whole, i32(4 * part)) & i32(15)) ^ i32(8)) - i32(8)
-            whole = layout.fp4_numbers(whole) if fp4 else whole
+            whole = weight_tiles.fp4_numbers(whole) if fp4 else whole
             output = line * i32(parts) + i32(part)
             where = jnp.broadcast_to(g, output.shape), output
-            step = layout.floats(plt.load(scale.at[where], mask=inside, other=0))
+            step = weight_tiles.floats(plt.load(scale.at[where], mask=inside, other=0))
             total = total + dot_rows(own, whole.astype(own.dtype)) * step[None, :]
             if minima:
-                least = layout.floats(plt.load(minima[0].at[where], mask=inside, other=0))
-                least = least + step * jnp.float32(layout.OFFSET if bits == 4 else 0)
+                least = weight_tiles.floats(plt.load(minima[0].at[where], mask=inside, other=0))
+                least = least + step * jnp.float32(weight_tiles.OFFSET if bits == 4 else 0)
                 total = total + own.astype(jnp.float32).sum(axis=1)[:, None] * least[None, :]
             found.append(total)
         return tuple(found)

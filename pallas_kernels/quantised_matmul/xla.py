@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.quantised_matmul import layout
+from pallas_kernels.quantised_matmul import weight_tiles
 from pallas_kernels.quantised_matmul.matmul_problem import Problem
 
 #: Outputs whose weights are floats at the same time, at most.
@@ -34,15 +34,15 @@ def products(p: Problem, x: Float[Array, "S K"]) -> Float[Array, "S N"]:
             return jax.lax.dynamic_slice_in_dim(each, i * size, size, axis)
 
         values, scale = part(p.values, 1, block * p.bits // 8), part(p.scale, 1, block)
-        whole = layout.unpacked(values).reshape(block, -1, p.group)
-        whole = layout.fp4_numbers(whole) if p.fp4 else whole
-        wide = layout.fp8_floats(whole, jnp.float32) if p.fp8 else whole.astype(jnp.float32)
-        weight = (wide * layout.floats(scale).T[..., None]).reshape(block, -1)
+        whole = weight_tiles.unpacked(values).reshape(block, -1, p.group)
+        whole = weight_tiles.fp4_numbers(whole) if p.fp4 else whole
+        wide = weight_tiles.fp8_floats(whole, jnp.float32) if p.fp8 else whole.astype(jnp.float32)
+        weight = (wide * weight_tiles.floats(scale).T[..., None]).reshape(block, -1)
         # The barrier: a conversion that is part of a product is computed anew for every row on a CPU.
         weight = jax.lax.optimization_barrier(weight.astype(x.dtype))
         own = jax.lax.dot_general(x, weight, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
         if p.minimum is not None:
-            minima = layout.minima(values, scale, part(p.minimum, 1, block))
+            minima = weight_tiles.minima(values, scale, part(p.minimum, 1, block))
             assert minima is not None
             own = own + jnp.matmul(sums, minima, precision=jax.lax.Precision.HIGHEST)
         return jax.lax.dynamic_update_slice_in_dim(found, own, i * block, axis=1)

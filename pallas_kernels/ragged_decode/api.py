@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import checks, dispatch
+from pallas_kernels import argument_checks, dispatch
 from pallas_kernels.pages import Pages
 from pallas_kernels.ragged_decode import shared as sharing
 from pallas_kernels.ragged_decode.decode_problem import Decoded, Problem
@@ -100,7 +100,7 @@ def ragged_decode(
         first_row=first_row,
     )
     _check(problem)
-    numbers = {name: checks.plain(getattr(problem, name)) for name in ("scale", "logits_scale", "soft_cap")}
+    numbers = {name: argument_checks.plain(getattr(problem, name)) for name in ("scale", "logits_scale", "soft_cap")}
     problem = dataclasses.replace(problem, **numbers)
     if shared is None:
         return IMPLEMENTATIONS.run(implementation, problem, **options)
@@ -114,31 +114,31 @@ def _check(p: Problem) -> None:
         raise ValueError(f"pages are of type {kind}; give Columns, Stacked or Lanes, of pallas_kernels.pages.")
     batch, total, page_size, _ = p.pages.shape
     some = p.first_row is not None
-    checks.array("q", p.q, (None if some else batch, None, None, p.pages.key_dim), checks.FLOAT)
+    argument_checks.array("q", p.q, (None if some else batch, None, None, p.pages.key_dim), argument_checks.FLOAT)
     rows, heads, group = p.q.shape[:3]
     if some:
-        checks.array("first_row", p.first_row, (), checks.INTEGER)
+        argument_checks.array("first_row", p.first_row, (), argument_checks.INTEGER)
         if rows > batch:
             raise ValueError(f"q has {rows} rows, and the pages of which first_row names one have {batch}.")
     if not jnp.issubdtype(p.pages.dtype, jnp.floating) and p.pages.dtype != jnp.int8:
         raise ValueError(f"pages are {p.pages.dtype}; give floats or int8.")
     for run in p.runs:
-        checks.at_least("a head's run", run, 1)
+        argument_checks.at_least("a head's run", run, 1)
     if p.part and (p.starts is None or p.with_logits):
         raise ValueError("part is of heads that starts says the pages of, and gives no scores by page.")
     covered = sum(p.runs) == total if p.starts is None else max(p.runs) <= total and (p.part or total <= sum(p.runs))
     if group < 1 or len(p.runs) != heads or not covered:
         raise ValueError(f"{len(p.runs)} runs of {sum(p.runs)} pages, q {p.q.shape}, {total} pages; they must agree.")
     by_slot = (batch, total, page_size)
-    checks.array("length", p.length, (rows, heads), checks.INTEGER)
-    checks.arrays(
-        checks.INTEGER,
+    argument_checks.array("length", p.length, (rows, heads), argument_checks.INTEGER)
+    argument_checks.arrays(
+        argument_checks.INTEGER,
         starts=(p.starts, (rows, heads)),
         position=(p.position, by_slot),
         query_position=(p.query_position, (rows,)),
     )
-    checks.arrays(
-        checks.FLOAT,
+    argument_checks.arrays(
+        argument_checks.FLOAT,
         log_mass=(p.log_mass, (rows, heads)),
         k_scale=(p.k_scale, (rows, heads, p.pages.key_dim)),
         v_scale=(p.v_scale, by_slot),
@@ -147,7 +147,7 @@ def _check(p: Problem) -> None:
     placed = p.slopes is not None or (p.window is not None and p.position is not None)
     if placed and (p.position is None or p.query_position is None):
         raise ValueError("slopes, and a window by position, need the position of every slot and query_position.")
-    checks.number("scale", p.scale)
+    argument_checks.number("scale", p.scale)
     if p.logits_scale is not None:
-        checks.number("logits_scale", p.logits_scale)
-    checks.bounds(p.window, p.soft_cap)
+        argument_checks.number("logits_scale", p.logits_scale)
+    argument_checks.bounds(p.window, p.soft_cap)

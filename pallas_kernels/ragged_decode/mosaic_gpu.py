@@ -22,7 +22,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
-from pallas_kernels import checks, tuned
+from pallas_kernels import argument_checks, tuned
 from pallas_kernels.gpu import chip
 from pallas_kernels.pages import Stacked
 from pallas_kernels.ragged_decode import split
@@ -128,7 +128,7 @@ def _accepted(p: Problem) -> Stacked:
     """Check that this kernel can do the problem; returns its pages."""
     target = chip.target()
     capability = target.capability
-    checks.compiled_in(p.scale, p.logits_scale, p.soft_cap)
+    argument_checks.compiled_in(p.scale, p.logits_scale, p.soft_cap)
     if p.first_row is not None:
         raise NotImplementedError("GPU kernels take queries of all rows of the pages.")
     if plgpu is None:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import checks, dispatch
+from pallas_kernels import argument_checks, dispatch
 from pallas_kernels.pages import Pages
 from pallas_kernels.ragged_decode.decode_problem import Decoded, Problem
 from pallas_kernels.softmax import merge
@@ -70,8 +70,8 @@ def check(own: Problem, shared: Shared) -> None:
         )
     if not jnp.issubdtype(shared.pages.dtype, jnp.floating) or shared.pages.dtype.itemsize == 1:
         raise ValueError(f"shared.pages are {shared.pages.dtype}; give floats without scales.")
-    checks.array("shared.length", shared.length, (1, heads), checks.INTEGER)
-    checks.arrays(checks.INTEGER, **{"shared.position": (shared.position, (1, total, page_size))})
+    argument_checks.array("shared.length", shared.length, (1, heads), argument_checks.INTEGER)
+    argument_checks.arrays(argument_checks.INTEGER, **{"shared.position": (shared.position, (1, total, page_size))})
     if own.window is not None:
         raise ValueError("A window counts a row's own slots; give none with shared pages.")
     if (own.slopes is not None) != (shared.position is not None):

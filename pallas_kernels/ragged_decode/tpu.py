@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from pallas_kernels import checks, dispatch, tuned
+from pallas_kernels import argument_checks, dispatch, tuned
 from pallas_kernels.pages import Columns, Lanes, Stacked
 from pallas_kernels.ragged_decode.decode_problem import Decoded, Problem
 from pallas_kernels.ragged_decode.tpu_call import call
@@ -105,7 +105,7 @@ def _two_queries(p: Problem) -> Problem:
 
 
 def _check(p: Problem) -> None:
-    checks.compiled_in(p.scale, p.logits_scale, p.soft_cap)
+    argument_checks.compiled_in(p.scale, p.logits_scale, p.soft_cap)
     if isinstance(p.pages, Columns):
         raise NotImplementedError("The TPU kernel reads stacked pages or lanes, not columns.")
     page_size, dtype = p.pages.shape[2], jnp.dtype(p.pages.dtype)

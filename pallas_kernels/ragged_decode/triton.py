@@ -18,7 +18,7 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
-from pallas_kernels import checks, tuned
+from pallas_kernels import argument_checks, tuned
 from pallas_kernels.gpu import chip
 from pallas_kernels.pages import Columns, Lanes, Stacked
 from pallas_kernels.ragged_decode import split
@@ -147,7 +147,7 @@ def _accepted(p: Problem) -> Stacked | Lanes:
     target = chip.target()
     capability = target.capability
     page_size, group = p.pages.shape[2], p.q.shape[2]
-    checks.compiled_in(p.scale, p.logits_scale, p.soft_cap)
+    argument_checks.compiled_in(p.scale, p.logits_scale, p.soft_cap)
     if p.first_row is not None:
         raise NotImplementedError("GPU kernels take queries of all rows of the pages.")
     if plt is None:

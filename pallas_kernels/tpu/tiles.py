@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels import checks, dispatch
+from pallas_kernels import argument_checks, dispatch
 from pallas_kernels.softmax import NEG
 from pallas_kernels.tuned import MANY_KEYS
 
@@ -37,11 +37,11 @@ class Config:
 
     def __post_init__(self) -> None:
         """Raise ``ValueError`` for sizes that the kernels cannot take."""
-        checks.at_least("queries", self.queries, LANES)
+        argument_checks.at_least("queries", self.queries, LANES)
         if self.queries % LANES:
             raise ValueError(f"queries is {self.queries}; give a multiple of {LANES}.")
-        checks.block_size("keys", self.keys, LANES)
-        checks.block_size("part", self.part, LANES)
+        argument_checks.block_size("keys", self.keys, LANES)
+        argument_checks.block_size("part", self.part, LANES)
 
     @classmethod
     def default(cls, group: int, count: int, tokens: int, dtype: DTypeLike) -> Config:

@@ -125,7 +125,7 @@ def test_output_by_id(run, monkeypatch):
     rows = [{"prompt": "hi", **({} if name is None else {"id": name})} for name in names] + [b"bad"]
     _, folder = run(rows, order="id", shard_rows=4)
     assert [record["id"] for record in records(folder)] == [4, 6, 9, 10, "B", "a", "b"]
-    runs = sys.modules["kvjax.batch.run"]  # the package's own name for it is the function
+    runs = sys.modules["kvjax.batch.batch_run"]  # the package's own name for it is the function
     read, own = [], runs.read_row
     monkeypatch.setattr(runs, "read_row", lambda lm, source, i, **how: read.append(i) or own(lm, source, i, **how))
     run(rows, "again", order="id")

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 import toys
 
-from kvjax.bench import bench_report, machine, run
+from kvjax.bench import bench_report, machine, measurements
 from kvjax.bench.floats_peer import FloatsPeer
 from kvjax.policies import parse
 from kvjax.runtime.synthetic import filled_cache
@@ -21,7 +21,7 @@ SMALL = 1 << 20
 def bench():
     policies = {text: parse(text) for text in ("full", "streamingllm:ratio=0.25")}
     meter = machine.BandwidthMeter(buffer_bytes=SMALL)
-    return run.Bench(toys.tiny_model(), policies, rounds=2, steps=4, meter=meter)
+    return measurements.Bench(toys.tiny_model(), policies, rounds=2, steps=4, meter=meter)
 
 
 def test_decode_rows_carry_real_bytes(bench):
@@ -33,7 +33,7 @@ def test_decode_rows_carry_real_bytes(bench):
     assert full.live_cache_bytes == 128 * token
     assert ring.live_cache_bytes == full.live_cache_bytes // 4
     # Four steps for the peak, then two rounds of four: in the middle of them a row has 134 and 138 tokens.
-    weights = run.weight_bytes_per_step(bench.lm.params, config)
+    weights = measurements.weight_bytes_per_step(bench.lm.params, config)
     assert full.step_bytes == weights + 136 * token
     assert ring.step_bytes == weights + ring.live_cache_bytes
     assert full.tokens_per_second == pytest.approx(2 / full.step_seconds)
@@ -42,15 +42,15 @@ def test_decode_rows_carry_real_bytes(bench):
     assert full.bandwidths == pytest.approx(((first + between) / 2, (second[0] + second[1]) / 2))
     assert ring.bandwidths == pytest.approx(((between + after) / 2, (second[1] + second[2]) / 2))
     must_read = [weights + tokens * token for tokens in (134, 138)]
-    share, steady = run.limit_share(must_read, full.rounds, [(first, between), (second[0], second[1])])
+    share, steady = measurements.limit_share(must_read, full.rounds, [(first, between), (second[0], second[1])])
     assert (full.limit_share, full.steady_rounds) == (pytest.approx(share), steady)
 
 
 def test_the_share_of_the_limit_is_of_rounds_whose_bandwidth_was_steady():
     around = [(95.0, 105.0), (40.0, 80.0), (50.0, 50.0)]
-    assert run.limit_share((100, 100, 100), (2.0, 1.0, 4.0), around) == (0.5, 2)
-    assert run.limit_share((100, 50, 300), (2.0, 1.0, 4.0), around) == (1.0, 2)  # each round's own bytes
-    assert run.limit_share((60,), (2.0,), [(40.0, 80.0)]) == (0.5, 0)  # no better round, so this one
+    assert measurements.limit_share((100, 100, 100), (2.0, 1.0, 4.0), around) == (0.5, 2)
+    assert measurements.limit_share((100, 50, 300), (2.0, 1.0, 4.0), around) == (1.0, 2)  # each round's own bytes
+    assert measurements.limit_share((60,), (2.0,), [(40.0, 80.0)]) == (0.5, 0)  # no better round, so this one
 
 
 def test_prefill_and_long_rows(bench):
@@ -65,21 +65,21 @@ def test_prefill_and_long_rows(bench):
 def test_weights_read_in_a_step():
     tied, untied = toys.tiny_model(), toys.tiny_model(tie_embeddings=False)
     size = lambda lm: sum(leaf.nbytes for leaf in jax.tree.leaves(lm.params))  # noqa: E731
-    assert run.weight_bytes_per_step(tied.params, tied.config) == size(tied)
+    assert measurements.weight_bytes_per_step(tied.params, tied.config) == size(tied)
     table = untied.params.embedding[...].nbytes
-    assert run.weight_bytes_per_step(untied.params, untied.config) == size(untied) - table
+    assert measurements.weight_bytes_per_step(untied.params, untied.config) == size(untied) - table
 
 
 def test_contenders_take_turns():
     order = []
 
     def candidate(name):
-        return run.Candidate(name, lambda: order.append(name) or 1.0)
+        return measurements.Candidate(name, lambda: order.append(name) or 1.0)
 
-    times = run.interleave([candidate("a"), candidate("b")], 3)
+    times = measurements.interleave([candidate("a"), candidate("b")], 3)
     assert order == ["a", "b"] * 3
     assert times == {"a": (1.0,) * 3, "b": (1.0,) * 3}
-    assert run.median_ratio((4.0, 9.0, 1.0), (2.0, 3.0, 1.0)) == 2.0
+    assert measurements.median_ratio((4.0, 9.0, 1.0), (2.0, 3.0, 1.0)) == 2.0
 
 
 def test_the_bandwidth_meter_reads_its_whole_buffer():
@@ -124,11 +124,11 @@ def test_quantised_weights_are_timed_in_turn_with_floats():
     lm, floats = (toys.tiny_model(weights=weights) for weights in ("int8", None))
     meter = machine.BandwidthMeter(buffer_bytes=SMALL)
     peer = FloatsPeer(floats, steps=2, room=64)
-    made = run.Bench(lm, {"full": parse("full")}, rounds=2, steps=2, peer=peer, meter=meter)
+    made = measurements.Bench(lm, {"full": parse("full")}, rounds=2, steps=2, peer=peer, meter=meter)
     int8, other = made.decode(batch=2, context=32)
     assert other.candidate == "floats" and other.speedup_over_peer is None
-    assert int8.speedup_over_peer == pytest.approx(run.median_ratio(other.rounds, int8.rounds))
+    assert int8.speedup_over_peer == pytest.approx(measurements.median_ratio(other.rounds, int8.rounds))
     assert other.cache_bytes == filled_cache(floats.config, parse("full"), 2, 32, jnp.float32, new_capacity=64).nbytes
-    assert int8.step_bytes < run.weight_bytes_per_step(floats.params, floats.config)
+    assert int8.step_bytes < measurements.weight_bytes_per_step(floats.params, floats.config)
     read, slower = made.prefill(32)
-    assert read.speedup_over_peer == pytest.approx(run.median_ratio(slower.rounds, read.rounds))
+    assert read.speedup_over_peer == pytest.approx(measurements.median_ratio(slower.rounds, read.rounds))

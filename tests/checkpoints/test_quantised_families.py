@@ -10,7 +10,7 @@ from support import family_cases as cases
 from kvjax.checkpoints.load import load
 from kvjax.model.group_quantised import GroupQuantised, rounded_groups
 from kvjax.model.quantised import QuantisedArray, rounded
-from pallas_kernels.quantised_matmul import layout
+from pallas_kernels.quantised_matmul import weight_tiles
 
 
 @pytest.mark.parametrize("case", cases.CASES, ids=lambda case: case.name)
@@ -39,7 +39,7 @@ def test_numbers_are_those_of_the_rounded_floats(case, tmp_path):
         grouped += 1
         assert isinstance(coarse, GroupQuantised) and coarse.shape == floats.shape and coarse.bits == 4
         values, scale = rounded_groups(floats, coarse.group)
-        np.testing.assert_array_equal(layout.unpacked(coarse.values), values)
+        np.testing.assert_array_equal(weight_tiles.unpacked(coarse.values), values)
         np.testing.assert_array_equal(coarse.scale.swapaxes(-1, -2), scale)
     assert grouped
 

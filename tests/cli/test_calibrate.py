@@ -133,7 +133,7 @@ def test_a_scorer_and_gates_with_the_curve_of_their_losses(cli, tmp_path, monkey
         for file in (out, tmp_path / "toy.png"):
             file.unlink()
         with monkeypatch.context() as patch:
-            patch.setattr("kvjax.cli.session.load", lambda *_, **__: pytest.fail("the model was loaded"))
+            patch.setattr("kvjax.cli.first_steps.load", lambda *_, **__: pytest.fail("the model was loaded"))
             for folder, says in ((str(text), "is a file"), (str(tmp_path), "something else than a training")):
                 ran = cli("calibrate", command, *short, *numbers, "--training", folder)
                 assert ran.code == 2 and says in ran.sentence

@@ -14,13 +14,13 @@ from kvjax.eval.results import AFTER, IN_VIEW, Row, Scored
 def measured(monkeypatch):
     """Rows appear without a model being asked; Ctrl-C comes before the share 0.125."""
 
-    def run(self, candidates, lengths):
+    def run(self, entries, lengths):
         for length in lengths:
-            for candidate in candidates:
-                row = Row(length, candidate.name, candidate.retained, full_bytes=100.0, live_bytes=50.0)
+            for entry in entries:
+                row = Row(length, entry.name, entry.retained, full_bytes=100.0, live_bytes=50.0)
                 if row.key in {done.key for done in self.rows}:
                     continue
-                if candidate.retained == 0.125:
+                if entry.retained == 0.125:
                     raise KeyboardInterrupt
                 groups = tuple(Scored(mode, "niah_single_1", (0.0, 1.0), (1, 2)) for mode in (AFTER, IN_VIEW))
                 self.rows.append(Row(**{**vars(row), "answers": groups}))

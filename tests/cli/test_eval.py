@@ -47,7 +47,7 @@ def test_a_run_and_what_it_leaves(cli, asked, monkeypatch):
 def test_ctrl_c_keeps_what_there_is(cli, asked, monkeypatch):
     words, out = asked
 
-    def interrupted(self, candidates):
+    def interrupted(self, entries):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(Runner, "run", interrupted)

@@ -31,16 +31,16 @@ def test_positions_of_a_text(cli, tmp_path):
 def test_a_study_goes_on_where_it_was_left(cli, tmp_path, monkeypatch):
     asked = []
 
-    def run(self, candidates, lengths):
+    def run(self, entries, lengths):
         held = {row.key for row in self.rows}
-        for candidate in candidates:
-            if (lengths[0], candidate.name, candidate.retained) in held:
+        for entry in entries:
+            if (lengths[0], entry.name, entry.retained) in held:
                 continue
-            asked.append(candidate)
+            asked.append(entry)
             if len(asked) == 5:
                 raise KeyboardInterrupt
             groups = tuple(Scored(mode, "t", (1.0,), (1,)) for mode in (AFTER, IN_VIEW))
-            self.rows.append(Row(lengths[0], candidate.name, candidate.retained, answers=groups))
+            self.rows.append(Row(lengths[0], entry.name, entry.retained, answers=groups))
             self._save(self.rows)
 
     monkeypatch.setattr(Comparison, "run", run)

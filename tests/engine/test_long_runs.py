@@ -14,8 +14,8 @@ from toys import tiny_model
 import kvjax
 from kvjax.engine.core import EngineCore
 from kvjax.engine.engine import Engine, QueueFull
+from kvjax.engine.engine_report import Totals
 from kvjax.engine.loop import Loop
-from kvjax.engine.report import Totals
 from kvjax.errors import UsageError
 from kvjax.policies import Policy, Selection, parse
 from kvjax.policies.window_layers import for_model

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvjax.engine.report import RequestMetrics, report_of
+from kvjax.engine.engine_report import RequestMetrics, report_of
 from kvjax.engine.schedule import Scheduler
 from kvjax.engine.simulate import Arrival, Times, lognormal_trace, simulate
 from kvjax.errors import UsageError

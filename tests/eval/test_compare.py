@@ -18,10 +18,10 @@ from kvjax import files
 from kvjax.cache.groups import parts
 from kvjax.calibrate import save_profile
 from kvjax.errors import DoesNotFit, KvjaxError, UsageError
-from kvjax.eval import candidates, pictures, results
 from kvjax.eval import comparison_report as report
-from kvjax.eval.candidates import Candidate, profile_of
+from kvjax.eval import entries, pictures, results
 from kvjax.eval.compare import Comparison
+from kvjax.eval.entries import Entry, profile_of
 from kvjax.eval.follow_ups import TURNS
 from kvjax.eval.material import make_prompts
 from kvjax.eval.recorded import can_replay, record, record_bytes
@@ -55,7 +55,7 @@ def compared(lm):
     found = Comparison(lm, SETTINGS, save=lambda rows: saved.append(len(rows)), say=said.append)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jax, "clear_caches", lambda: None)
-        found.run([*candidates.candidates("streamingllm,streamingllm:window=9", [0.5])], [LENGTH])
+        found.run([*entries.entries("streamingllm,streamingllm:window=9", [0.5])], [LENGTH])
     return found, saved, said
 
 
@@ -176,13 +176,13 @@ def test_what_is_there_is_not_measured_again(lm, compared):
     comparison, _, _ = compared
     saved = []
     again = Comparison(lm, SETTINGS, rows=comparison.rows, save=saved.append)
-    again.run(candidates.candidates("streamingllm", [0.5]), [LENGTH])
+    again.run(entries.entries("streamingllm", [0.5]), [LENGTH])
     assert not saved and again.rows == comparison.rows
 
 
 def test_what_did_not_fit_is_tried_again_and_other_refusals_are_not(lm, monkeypatch):
     """Making the prompts anew for a policy that is none for the model would take minutes at every start."""
-    chosen, made = candidates.candidates("streamingllm,razor:heads=9.9", [0.5]), []
+    chosen, made = entries.entries("streamingllm,razor:heads=9.9", [0.5]), []
     monkeypatch.setattr("kvjax.eval.compare._mean_bytes", lambda *_: {})
     monkeypatch.setattr("kvjax.eval.compare.describe", lambda row: row.name)
     rows = ()
@@ -206,7 +206,7 @@ def test_what_did_not_fit_is_tried_again_and_other_refusals_are_not(lm, monkeypa
 
 def test_rows_of_a_profile_that_was_made_anew_are_not_kept(lm, tmp_path, monkeypatch):
     file = tmp_path / "p.yaml"
-    chosen = [Candidate(f"learned:profile={file}", 0.5)]
+    chosen = [Entry(f"learned:profile={file}", 0.5)]
     found, said = [], []
     monkeypatch.setattr("kvjax.eval.compare._mean_bytes", lambda *_: {})
     monkeypatch.setattr("kvjax.eval.compare.describe", lambda row: row.name)
@@ -219,7 +219,7 @@ def test_rows_of_a_profile_that_was_made_anew_are_not_kept(lm, tmp_path, monkeyp
         found.append(again.rows)
         assert len(again.rows) == 1 and again.rows[0].profile == profile_of(chosen[0]) != ""
     assert len([line for line in said if "[1/1]" in line]) == 2, "measured once for each profile"
-    assert profile_of(Candidate("lagkv", 0.5)) == profile_of(Candidate("no policy")) == ""
+    assert profile_of(Entry("lagkv", 0.5)) == profile_of(Entry("no policy")) == ""
 
 
 def test_ctrl_c_keeps_the_rows_before_it(lm, monkeypatch):
@@ -229,15 +229,15 @@ def test_ctrl_c_keeps_the_rows_before_it(lm, monkeypatch):
     comparison = Comparison(lm, dataclasses.replace(SETTINGS, turns=False))
     real = Comparison._row
 
-    def row(self, asker, candidate, *rest):
-        if candidate.retained is not None:
+    def row(self, asker, entry, *rest):
+        if entry.retained is not None:
             os.kill(os.getpid(), signal.SIGINT)
-        return real(self, asker, candidate, *rest)
+        return real(self, asker, entry, *rest)
 
     monkeypatch.setattr(Comparison, "_row", row)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background job starts without
     with pytest.raises(KeyboardInterrupt):
-        comparison.run(candidates.candidates("streamingllm", [0.5]), [LENGTH])
+        comparison.run(entries.entries("streamingllm", [0.5]), [LENGTH])
     assert [row.policy for row in comparison.rows] == ["full"]
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
@@ -371,35 +371,39 @@ def test_without_matplotlib_it_is_one_sentence(monkeypatch):
 
 
 def test_a_policy_spelt_in_two_ways_is_compared_once():
-    assert [one.name for one in candidates.candidates("snapkv,SnapKV,tova", (0.5,))] == ["full", "snapkv", "tova"]
+    assert [one.name for one in entries.entries("snapkv,SnapKV,tova", (0.5,))] == [
+        "full",
+        "snapkv",
+        "tova",
+    ]
 
 
 def test_which_caches_are_compared():
-    found = candidates.candidates("lagkv:lag=64,sink=4,streamingllm;lagkv:partition_ratio=0.5,full", [0.25, 0.5, 0.25])
+    found = entries.entries("lagkv:lag=64,sink=4,streamingllm;lagkv:partition_ratio=0.5,full", [0.25, 0.5, 0.25])
     assert found == [
-        Candidate("full"),
-        Candidate("lagkv:lag=64,sink=4", 0.5),
-        Candidate("lagkv:lag=64,sink=4", 0.25),
-        Candidate("streamingllm", 0.5),
-        Candidate("streamingllm", 0.25),
-        Candidate("lagkv:partition_ratio=0.5"),
+        Entry("full"),
+        Entry("lagkv:lag=64,sink=4", 0.5),
+        Entry("lagkv:lag=64,sink=4", 0.25),
+        Entry("streamingllm", 0.5),
+        Entry("streamingllm", 0.25),
+        Entry("lagkv:partition_ratio=0.5"),
     ]
     assert found[1].policy() == parse("lagkv:lag=64,sink=4,ratio=0.5")
     assert found[3].policy() == parse("streamingllm:ratio=0.5") and found[0].policy() == parse("full")
-    everything = {candidate.name for candidate in candidates.candidates("all", [0.5])}
+    everything = {entry.name for entry in entries.entries("all", [0.5])}
     assert {"full", "lagkv", "streamingllm"} <= everything
 
 
 def test_policies_are_told_apart_from_options():
-    assert candidates.split_policies("a:x=1,y=2, b ;c:z=(1,2),d") == ["a:x=1,y=2", "b", "c:z=(1,2)", "d"]
+    assert entries.split_policies("a:x=1,y=2, b ;c:z=(1,2),d") == ["a:x=1,y=2", "b", "c:z=(1,2)", "d"]
     with pytest.raises(UsageError, match="--policies is empty"):
-        candidates.split_policies(" , ")
+        entries.split_policies(" , ")
 
 
 @pytest.mark.parametrize("share", [0, -0.5, 1.5, math.nan, math.inf])
 def test_shares_out_of_range(share):
     with pytest.raises(UsageError, match="--retained holds"):
-        candidates.candidates("lagkv", [0.5, share])
+        entries.entries("lagkv", [0.5, share])
 
 
 def test_bad_settings_are_one_sentence(lm):
@@ -413,6 +417,6 @@ def test_bad_settings_are_one_sentence(lm):
     with pytest.raises(UsageError, match="samples is 0"):
         Settings("m", "float32", samples=0)
     with pytest.raises(UsageError, match="not within the model's context of 1024"):
-        Comparison(lm, SETTINGS).run([Candidate("full")], [LENGTH, 2000])
+        Comparison(lm, SETTINGS).run([Entry("full")], [LENGTH, 2000])
     with pytest.raises(UsageError, match="fewer samples or shorter lengths"):
-        Comparison(lm, dataclasses.replace(SETTINGS, samples=10**9)).run([Candidate("full")], [LENGTH])
+        Comparison(lm, dataclasses.replace(SETTINGS, samples=10**9)).run([Entry("full")], [LENGTH])

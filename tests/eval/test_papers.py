@@ -13,11 +13,11 @@ import pytest
 import toys
 
 from kvjax.errors import UsageError
-from kvjax.eval.candidates import REFERENCE
-from kvjax.eval.papers import extras, report
+from kvjax.eval.entries import REFERENCE
+from kvjax.eval.papers import extras, papers_report
+from kvjax.eval.papers.measured import Options, measured
 from kvjax.eval.papers.paper import published, same
 from kvjax.eval.papers.registry import PAPERS, find_papers, grounds
-from kvjax.eval.papers.run import Options, measured
 from kvjax.eval.positions import Retained
 from kvjax.eval.suites.data import DataFolder
 from kvjax.eval.suites.registry import SUITES
@@ -71,7 +71,7 @@ def run(lm, out, papers, data=None, stop_at=None, **changes):
     finally:
         for one in found:
             one.close()
-    return report.write(out, papers, found, {}, options(**changes), lm.name, MACHINE), found
+    return papers_report.write(out, papers, found, {}, options(**changes), lm.name, MACHINE), found
 
 
 def test_every_study_is_of_known_things():
@@ -170,7 +170,7 @@ def test_what_has_no_data_is_said(lm, tmp_path):
     assert absent["needles"] == "" and "give --data DIR with paulgraham" in absent["passkey"]
     for one in found:
         one.close()
-    written = report.write(tmp_path, find_papers(("lagkv",)), found, {}, options(quick=False), lm.name, MACHINE)
+    written = papers_report.write(tmp_path, find_papers(("lagkv",)), found, {}, options(quick=False), lm.name, MACHINE)
     told = {study["study"]: study["not measured"] for study in written.data["papers"][0]["studies"]}
     assert "paulgraham" in told["passkey"] and told["ruler"] == "Nothing is answered yet."
 
@@ -189,9 +189,9 @@ def test_a_number_stands_beside_ours_where_the_model_is_the_same(lm, tmp_path):
     needles.close()
     study = paper.studies[0]
     for model, expected in (("qwen1.5-7b-chat", ["87.05", "69.54", "86.59"]), ("other", [None] * 3)):
-        rows = report.rows_of(study, needles, model, paper, True)
+        rows = papers_report.rows_of(study, needles, model, paper, True)
         assert [row.paper for row in rows] == expected and rows[0].line.policy == REFERENCE
-        assert ("the paper's" in report.study_table(study, rows).header) == (model != "other")
+        assert ("the paper's" in papers_report.study_table(study, rows).header) == (model != "other")
 
 
 def test_watershed_and_heads_of_a_model_without_profile(lm, tmp_path):

@@ -16,7 +16,7 @@ from toys import tiny_model
 import kvjax
 from kvjax.cache.quantisation import parse_storage
 from kvjax.errors import UsageError
-from kvjax.eval.candidates import candidates
+from kvjax.eval.entries import entries
 from kvjax.eval.recommend import passages
 from kvjax.eval.recommend.choice import Goal, choose, figure, report, sentence
 from kvjax.eval.recommend.measure import Measured, Request, measure, within
@@ -104,13 +104,13 @@ def test_a_cache_no_smaller_than_the_full_one_is_none_to_recommend():
 
 def test_a_budget_is_filled_as_far_as_fractions_go():
     from kvjax.cli.recommend import _within
-    from kvjax.eval.candidates import Candidate
+    from kvjax.eval.entries import Entry
     from kvjax.eval.recommend.measure import Request, cache_bytes
 
     asked = Request(900, 1, parse_storage("model"))
     most = cache_bytes(LM, kvjax.policies.parse("keydiff:ratio=0.9"), asked)
     for typed, wanted in ((None, 0.9), ([0.5, 0.25], 0.5)):
-        assert _within(LM, [Candidate("keydiff", 0.5)], asked, most, typed) == [Candidate("keydiff", wanted)]
+        assert _within(LM, [Entry("keydiff", 0.5)], asked, most, typed) == [Entry("keydiff", wanted)]
 
 
 def test_a_model_that_finds_no_needle_is_said_to_leave_the_choice_to_its_loss():
@@ -148,16 +148,16 @@ def test_a_budget_takes_the_largest_fraction_that_fits():
     plan = lambda policy: kvjax.plan(LM, prompt_tokens=900, batch=2, policy=policy, max_new_tokens=1)  # noqa: E731
     budget = plan("keydiff:ratio=0.25").cache_bytes
     assert budget < plan("keydiff:ratio=0.5").cache_bytes
-    found = within(LM, candidates("keydiff;streamingllm:ratio=0.9", [0.5]), request, budget, [0.5, 0.25, 0.125])
+    found = within(LM, entries("keydiff;streamingllm:ratio=0.9", [0.5]), request, budget, [0.5, 0.25, 0.125])
     assert [(one.name, one.retained) for one in found] == [
         ("full", None), ("keydiff", 0.25), ("streamingllm:ratio=0.9", None),
     ]  # fmt: skip
 
 
 def test_what_is_measured_is_what_the_library_gives():
-    """Loss and needles of a candidate by the public functions, and a row that was measured before is kept."""
+    """Loss and needles of a entry by the public functions, and a row that was measured before is kept."""
     made = make_passages(LM, [TEXT], tokens=400, passages=2, needles=1, seed=3)
-    wanted = candidates("keydiff;kvzip", [0.5])
+    wanted = entries("keydiff;kvzip", [0.5])
     request, saved = Request(400, 1, parse_storage(None)), []
     rows = measure(LM, made, wanted, request, save=lambda found: saved.append(list(found)))
     policies = ["full", "keydiff:ratio=0.5", "kvzip:ratio=0.5"]  # the last of which reads the model, and no record

@@ -15,7 +15,7 @@ from kvjax.errors import UsageError
 from kvjax.eval.suites import documents_qa, needles, tracking, word_lists
 from kvjax.eval.suites import essays as essay_files
 from kvjax.eval.suites.data import DataFolder
-from kvjax.eval.suites.sizes import largest
+from kvjax.eval.suites.haystack_size import largest
 
 GOLDEN = json.loads((pathlib.Path(__file__).parents[1] / "golden" / "ruler_tasks.json").read_text())
 

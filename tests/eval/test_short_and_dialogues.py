@@ -8,7 +8,7 @@ import pytest
 import toys
 
 from kvjax.errors import UsageError
-from kvjax.eval.candidates import Candidate
+from kvjax.eval.entries import Entry
 from kvjax.eval.suites import short
 from kvjax.eval.suites.data import DataFolder
 from kvjax.eval.suites.journal import Journal, RunSettings
@@ -126,7 +126,7 @@ def test_choices_are_scored_under_every_cache(lm, folder, tmp_path):
     found = items(lm, DataFolder(folder), "short", tasks=("copa", "piqa"), limit=3)
     settings = RunSettings("tiny", None, None, "short", ("copa", "piqa"), None, 3, False, 42, AFTER, "model", 2)
     journal = Journal(tmp_path / "answers.jsonl", settings)
-    caches = [Candidate("full"), Candidate("streamingllm", 0.5)]
+    caches = [Entry("full"), Entry("streamingllm", 0.5)]
     runner = Runner(lm, found, journal)
     journal.begin(digest(found))
     runner.run(caches)

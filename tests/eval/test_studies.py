@@ -8,7 +8,7 @@ import toys
 
 from kvjax.errors import UsageError
 from kvjax.eval import positions, studies
-from kvjax.eval.candidates import Candidate
+from kvjax.eval.entries import Entry
 from kvjax.eval.positions import Retained, retained_positions
 from kvjax.eval.results import AFTER, IN_VIEW, Row, Scored
 from kvjax.figures import png
@@ -17,21 +17,21 @@ from kvjax.figures import png
 @pytest.mark.parametrize("name", studies.STUDIES)
 def test_every_point_of_a_study_is_a_policy(name):
     study = studies.STUDIES[name]
-    made = [candidate.policy() for candidate in study.candidates]
-    assert study.candidates[0] == Candidate("full")
+    made = [entry.policy() for entry in study.entries]
+    assert study.entries[0] == Entry("full")
     assert len(set(made)) == len(made), "no two points are the same cache"
     for line in study.lines.values():
         assert len({x for x, _ in line}) == len(line) >= 4
 
 
-def row(candidate: Candidate, after: float, in_view: float) -> Row:
+def row(entry: Entry, after: float, in_view: float) -> Row:
     groups = tuple(Scored(mode, "t", (score,), (1,)) for mode, score in ((AFTER, after), (IN_VIEW, in_view)))
-    return Row(700, candidate.name, candidate.retained, answers=groups)
+    return Row(700, entry.name, entry.retained, answers=groups)
 
 
 def test_a_studys_picture_has_a_line_for_every_variant():
     study = studies.STUDIES["lagkv-variants"]
-    rows = [row(c, 0.1 * i % 1, 0.9) for i, c in enumerate(study.candidates)]
+    rows = [row(c, 0.1 * i % 1, 0.9) for i, c in enumerate(study.entries)]
     rows[-1] = Row(700, rows[-1].policy, rows[-1].retained, refused="No.")
     figure = studies.study_figure(study, rows)
     left, right = figure.axes

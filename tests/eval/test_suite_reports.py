@@ -11,14 +11,14 @@ import pytest
 from support.suite_runs import CACHES, ITEMS, SETTINGS, answer, journal_at, without_times
 
 from kvjax.errors import UsageError
-from kvjax.eval.candidates import Candidate
+from kvjax.eval.entries import Entry
 from kvjax.eval.suites import folder
 from kvjax.eval.suites.figures import task_figure
 from kvjax.eval.suites.item import Suite
 from kvjax.eval.suites.journal import Journal
-from kvjax.eval.suites.report import _by_name
 from kvjax.eval.suites.runner import IN_VIEW
 from kvjax.eval.suites.scores import lines
+from kvjax.eval.suites.suite_report import _by_name
 
 MACHINE = {"processor": "x", "cores": 2, "versions": {"jax": "1"}, "date": "2026-01-01T00:00"}
 SUITE = Suite("ruler", "A & <title>", ("a", "b"), "About it.", lambda *_: [], lambda *_: None, heat_map=True)
@@ -184,7 +184,7 @@ def test_a_report_of_a_part(tmp_path):
     journal = journal_at(tmp_path / "answers.jsonl")
     journal.add(answer(ITEMS[0]))
     journal.close()
-    found = lines(ITEMS, journal, [*CACHES, Candidate("h2o", 0.1)], {("h2o", 0.1): "It refuses <this>."})
+    found = lines(ITEMS, journal, [*CACHES, Entry("h2o", 0.1)], {("h2o", 0.1): "It refuses <this>."})
     folder.write(tmp_path, SUITE, journal.settings, found, MACHINE)
     other = lines(ITEMS, journal_of(tmp_path, ITEMS[1:]), CACHES, {})[1]
     assert len(other.scored) == 4 and other.gap is None, "no question was answered by both"

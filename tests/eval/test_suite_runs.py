@@ -11,7 +11,7 @@ from support.suite_runs import CACHES, ITEMS, SETTINGS, answer, journal_at, ques
 import kvjax
 from kvjax import progress
 from kvjax.errors import UsageError
-from kvjax.eval.candidates import Candidate
+from kvjax.eval.entries import Entry
 from kvjax.eval.suites import estimate
 from kvjax.eval.suites.item import Item
 from kvjax.eval.suites.journal import Journal
@@ -175,7 +175,7 @@ def test_what_a_policy_refuses_stands_in_the_report(lm, tmp_path):
     journal = Journal(tmp_path / "answers.jsonl", SETTINGS)
     runner = Runner(lm, ITEMS[:1], journal)
     journal.begin("x")
-    runner.run([Candidate("full"), Candidate("alisa:ratio=0.5,layers=3")])
+    runner.run([Entry("full"), Entry("alisa:ratio=0.5,layers=3")])
     journal.close()
     assert len(journal.answers) == 1 and len(runner.refused) == 1
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.matmul_base import Case, MatmulBase, build
 
-from pallas_kernels.quantised_matmul import integers, layout, quantised_matmul, reference, tpu, xla
+from pallas_kernels.quantised_matmul import integers, quantised_matmul, reference, tpu, weight_tiles, xla
 
 
 class _Anywhere(MatmulBase):
@@ -63,8 +63,8 @@ def test_float4_numbers():
     place = np.arange(-7, 8, dtype=np.int8)
     want = [-12, -8, -6, -4, -3, -2, -1, 0, 1, 2, 3, 4, 6, 8, 12]
     for kind in (np.int8, np.int32, jnp.bfloat16, np.float32):
-        assert layout.fp4_numbers(jnp.asarray(place).astype(kind)).tolist() == want
-    assert layout.fp4_numbers(place).tolist() == want and layout.fp4_numbers(place).dtype == np.int8
+        assert weight_tiles.fp4_numbers(jnp.asarray(place).astype(kind)).tolist() == want
+    assert weight_tiles.fp4_numbers(place).tolist() == want and weight_tiles.fp4_numbers(place).dtype == np.int8
     problem = build(Case(rows=2, fp4=True, group=32))
     arrays = problem.x, problem.values, problem.scale
     np.testing.assert_array_equal(quantised_matmul(*arrays, fp4=True), integers.quantised_matmul(problem))
@@ -96,8 +96,8 @@ class TestIntegers(_Anywhere):
     def test_where_a_minimum_is_added_does_not_count(self, rows):
         """Numbers 16 lower with minima 16 scales higher are the same weights, and rounding costs them the same."""
         problem = build(Case(rows=rows, bits=8, group=32, minimum=True, scale=jnp.float32))
-        whole = layout.unpacked(problem.values).astype(jnp.int32) % 32
-        low, high = (jnp.asarray(layout.packed(np.asarray(x, np.int8), 8, 32)) for x in (whole - 16, whole))
+        whole = weight_tiles.unpacked(problem.values).astype(jnp.int32) % 32
+        low, high = (jnp.asarray(weight_tiles.packed(np.asarray(x, np.int8), 8, 32)) for x in (whole - 16, whole))
         centred = dataclasses.replace(problem, values=low, minimum=problem.minimum + 16 * problem.scale)
         one, other = (np.asarray(self.run(p)) for p in (centred, dataclasses.replace(problem, values=high)))
         np.testing.assert_allclose(one, other, atol=1e-4 * one.std())
@@ -133,13 +133,13 @@ def test_packing_loses_nothing(bits, pairs, groups, group, stacked):
     stack = (2,) if stacked else ()
     least = -8 if bits == 4 else -128
     whole = np.random.default_rng(0).integers(least, -least, (*stack, 2 * pairs, groups * group)).astype(np.int8)
-    values = layout.packed(whole, bits, group)
+    values = weight_tiles.packed(whole, bits, group)
     assert values.nbytes * 8 == whole.size * bits
-    np.testing.assert_array_equal(values, layout.packed(jnp.asarray(whole), bits, group))
-    np.testing.assert_array_equal(layout.unpacked(jnp.asarray(values)), whole)
+    np.testing.assert_array_equal(values, weight_tiles.packed(jnp.asarray(whole), bits, group))
+    np.testing.assert_array_equal(weight_tiles.unpacked(jnp.asarray(values)), whole)
     index = np.array([2 * pairs - 1, 0, 1])
     one, plain = (values[0], whole[0]) if stacked else (values, whole)
-    np.testing.assert_array_equal(layout.rows(jnp.asarray(one), jnp.asarray(index)), plain[index])
+    np.testing.assert_array_equal(weight_tiles.rows(jnp.asarray(one), jnp.asarray(index)), plain[index])
 
 
 @pytest.mark.parametrize(

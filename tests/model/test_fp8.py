@@ -23,7 +23,7 @@ from kvjax.model.quantised import QuantisedArray, dequantised, quantised, rounde
 from kvjax.model.quantised_matmul import _weights_alone
 from kvjax.runtime.prefill import logits_of
 from kvjax.saving.description import model_identity, same_model
-from pallas_kernels.quantised_matmul import layout
+from pallas_kernels.quantised_matmul import weight_tiles
 
 FP8 = jnp.uint8  # the bits
 RNG = np.random.default_rng(0)
@@ -40,10 +40,10 @@ def _numbers(bits) -> np.ndarray:
 
 def test_bits_stand_for_numbers_on_every_platform():
     every = np.array([i for i in range(256) if i & 0x7F != 0x7F], np.uint8)
-    np.testing.assert_array_equal(jax.jit(lambda x: layout.fp8_floats(x, jnp.float32))(every), _numbers(every))
-    np.testing.assert_array_equal(jax.jit(layout.by_integers)(every), _numbers(every))
-    np.testing.assert_array_equal(jax.jit(layout.by_integers)(every.view(np.int8)), _numbers(every))
-    np.testing.assert_array_equal(layout.fp8_typed(jnp.asarray(every)).astype(jnp.float32), _numbers(every))
+    np.testing.assert_array_equal(jax.jit(lambda x: weight_tiles.fp8_floats(x, jnp.float32))(every), _numbers(every))
+    np.testing.assert_array_equal(jax.jit(weight_tiles.by_integers)(every), _numbers(every))
+    np.testing.assert_array_equal(jax.jit(weight_tiles.by_integers)(every.view(np.int8)), _numbers(every))
+    np.testing.assert_array_equal(weight_tiles.fp8_typed(jnp.asarray(every)).astype(jnp.float32), _numbers(every))
 
 
 def _weight(*shape: int, dtype=jnp.float32) -> QuantisedArray:

@@ -22,7 +22,7 @@ from kvjax.model.params import logical
 from kvjax.model.quantised import QuantisedArray, dequantised, rows_of
 from kvjax.runtime.prefill import logits_of
 from kvjax.saving.description import model_identity, same_model
-from pallas_kernels.quantised_matmul import layout
+from pallas_kernels.quantised_matmul import weight_tiles
 
 RNG = np.random.default_rng(0)
 FLOATS = hnp.arrays(np.float32, (3, 64), elements=st.floats(-(2.0**100), 2.0**100, width=32, allow_subnormal=False))
@@ -52,7 +52,7 @@ def _any(bits: int, minimum: bool) -> GroupQuantised:
     """A matrix [6, 64] in groups of 32 as a file may hold it."""
     whole = RNG.integers(-8, 8, (6, 64)).astype(np.int8)
     scale, least = (jnp.asarray(RNG.standard_normal((2, 6)).astype(np.float16).view(np.int16)) for _ in range(2))
-    values = jnp.asarray(layout.packed(whole, bits, 32))
+    values = jnp.asarray(weight_tiles.packed(whole, bits, 32))
     return GroupQuantised(values, scale, least if minimum else None, jnp.dtype("float32"))
 
 
@@ -65,7 +65,7 @@ def _floats(bits: jax.Array) -> np.ndarray:
 def test_numbers_are_what_the_docstring_says(bits, minimum):
     weight = _any(bits, minimum)
     assert weight.shape == (6, 64) and weight.ndim == 2 and weight.group == 32 and weight.bits == bits
-    whole, scale = np.asarray(layout.unpacked(weight.values), np.float64), _floats(weight.scale)
+    whole, scale = np.asarray(weight_tiles.unpacked(weight.values), np.float64), _floats(weight.scale)
     want = (whole + (8 if minimum and bits == 4 else 0)) * np.repeat(scale.T, 32, axis=1)
     if minimum:
         want += np.repeat(_floats(weight.minimum).T, 32, axis=1)

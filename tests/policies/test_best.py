@@ -11,7 +11,7 @@ import toys
 
 import kvjax
 from kvjax.errors import UsageError
-from kvjax.eval.candidates import Candidate, candidates
+from kvjax.eval.entries import Entry, entries
 from kvjax.policies import AdaptiveHeads, Best, Full, RazorAttention, RoundAttention, format_policy, parse, registry
 from kvjax.policies.best import RULES, resolve
 from kvjax.prompts import as_told
@@ -160,8 +160,8 @@ def test_a_conversation_runs_under_one_budget_of_all_layers(tiny_model):
 
 
 def test_comparisons_take_it_as_any_policy():
-    assert candidates("best", [0.5, 0.25])[1:] == [Candidate("best", 0.5), Candidate("best", 0.25)]
-    assert Candidate("best", 0.25).policy() == Best(ratio=0.25)
+    assert entries("best", [0.5, 0.25])[1:] == [Entry("best", 0.5), Entry("best", 0.25)]
+    assert Entry("best", 0.25).policy() == Best(ratio=0.25)
 
 
 def test_the_guide_shows_the_table():

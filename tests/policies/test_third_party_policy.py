@@ -11,7 +11,7 @@ import pytest
 
 import kvjax
 from kvjax.cache.pool import mark_rows
-from kvjax.eval.candidates import candidates
+from kvjax.eval.entries import entries
 from kvjax.policies import Policy, format_policy, parse, register, registry
 from kvjax.policies.base import numpy_or_jax, per_head, selection
 
@@ -52,7 +52,7 @@ def positions(cache) -> list[list[int]]:
 def test_it_has_a_name_like_any_other():
     assert parse("every-fourth:window=8") == EveryFourth(8) == parse(format_policy(EveryFourth(8)))
     assert registry()["every_fourth"] is EveryFourth
-    assert [one.name for one in candidates("every_fourth", [0.5])] == ["full", "every_fourth"]
+    assert [one.name for one in entries("every_fourth", [0.5])] == ["full", "every_fourth"]
 
 
 def test_generate_keeps_what_it_says_and_the_plan_is_what_is_allocated(tiny_model):

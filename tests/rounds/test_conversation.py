@@ -101,7 +101,7 @@ def test_single_tokens_may_be_selected_instead(lm, one_of_ten, everything):
 
 
 def test_the_upper_layers_are_compiled_once_however_long_the_conversation(lm):
-    from kvjax.rounds.programs import UPPER
+    from kvjax.rounds.round_programs import UPPER
 
     cache = kvjax.generate(lm, TURNS[1][0], policy=RoundAttention(watershed=BELOW, top=0.01), max_new_tokens=1).cache
     compiled = []

@@ -19,7 +19,7 @@ def run_through(cli: Any, monkeypatch: pytest.MonkeyPatch, words: list[str], out
 
 def assert_refused(cli: Any, monkeypatch: pytest.MonkeyPatch, words: list[str], out: Path, sentence: str) -> None:
     """The command is refused with a sentence that says so, before a model is loaded or a folder made."""
-    monkeypatch.setattr("kvjax.cli.session.load", lambda *_, **__: pytest.fail("the model was loaded"))
+    monkeypatch.setattr("kvjax.cli.first_steps.load", lambda *_, **__: pytest.fail("the model was loaded"))
     ran = cli(*words)
     assert ran.code == 2 and sentence in ran.sentence
     assert not out.exists()

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jaxtyping import Array
 
-from pallas_kernels.quantised_matmul import layout, reference
+from pallas_kernels.quantised_matmul import reference, weight_tiles
 from pallas_kernels.quantised_matmul.matmul_problem import Problem
 
 
@@ -38,7 +38,7 @@ def build(case: Case, seed: int = 0) -> Problem:
     scale = _scales(2.0 ** random.uniform(-6, 2, groups), case.scale)
     minimum = _scales(random.standard_normal(groups), case.scale) if case.minimum else None
     x = jnp.asarray(random.standard_normal((case.rows, case.inputs))).astype(case.dtype)
-    values = jnp.asarray(layout.packed(whole.clip(-7) if case.fp4 else whole, case.bits, case.group))
+    values = jnp.asarray(weight_tiles.packed(whole.clip(-7) if case.fp4 else whole, case.bits, case.group))
     return Problem(x, values, scale, minimum, fp4=case.fp4)
 
 

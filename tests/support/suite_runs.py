@@ -6,13 +6,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-from kvjax.eval.candidates import Candidate
+from kvjax.eval.entries import Entry
 from kvjax.eval.suites.item import Item
 from kvjax.eval.suites.journal import Answer, Journal, RunSettings
 from kvjax.eval.suites.runner import AFTER
 
 SETTINGS = RunSettings("tiny", None, None, "ruler", ("a", "b"), 64, 2, False, 42, AFTER, "model", 2)
-CACHES = [Candidate("full"), Candidate("streamingllm", 0.5)]
+CACHES = [Entry("full"), Entry("streamingllm", 0.5)]
 
 
 def question(number: int, task: str = "a") -> Item:

@@ -23,14 +23,14 @@ def compile_rounds(topology: str, data: int, model: int, layers: int) -> dict[st
     from kvjax.cache.quantisation import Storage
     from kvjax.model.decoder import abstract_decoder
     from kvjax.policies.split_cache import SplitCache
-    from kvjax.rounds import programs
+    from kvjax.rounds import round_programs
     from kvjax.rounds.conversation import UpperRows
     from kvjax.rounds.steps import empty_stage
+    from kvjax.sharding.collectives import collectives
     from kvjax.sharding.compile import Named, specs_of
     from kvjax.sharding.mesh import Mesh, near_grid
     from kvjax.sharding.partition import Partition
     from kvjax.sharding.placement import ROWS, cache_specs, of_all, weight_specs
-    from kvjax.sharding.report import collectives
 
     config, below = dataclasses.replace(shapes()["llama-3.1-8b"], num_layers=layers), layers // 2
     grid = near_grid(data, model, topologies.get_topology_desc(platform="tpu", topology_name=topology).devices)
@@ -79,10 +79,10 @@ def compile_rounds(topology: str, data: int, model: int, layers: int) -> dict[st
     edges = Named(np.zeros((layers - below, heads), np.int32), (None, "kv_head"))
     with jax.sharding.use_abstract_mesh(mesh.jax.abstract_mesh):
         wide = {
-            "lower layers": programs.LOWER_ONTO.lower(
+            "lower layers": round_programs.LOWER_ONTO.lower(
                 lower_part, params, lower, ints(BATCH, QUESTION), ints(BATCH), capacity=room
             ),
-            "upper layers": programs.UPPER.lower(
+            "upper layers": round_programs.UPPER.lower(
                 upper_part, params, array(mesh, (BATCH, QUESTION, config.hidden_size), dtype, ROWS),
                 ints(BATCH), ints(BATCH), staged, slots, **kinds,
             ),
@@ -91,8 +91,8 @@ def compile_rounds(topology: str, data: int, model: int, layers: int) -> dict[st
         move = jax.jit(lambda x: jax.device_put(x, here.kv.sharding), out_shardings=here.kv.sharding)
         narrow = {
             "one round to the device": move.lower(there.kv),
-            "one round into place": programs.PLACE_ROUND.lower(row_part, row_staged, here, scalar, offset),
-            "one round cut out": programs.CUT_ROUND.lower(row_part, answered, scalar, edges, edges, size=ROUND),
+            "one round into place": round_programs.PLACE_ROUND.lower(row_part, row_staged, here, scalar, offset),
+            "one round cut out": round_programs.CUT_ROUND.lower(row_part, answered, scalar, edges, edges, size=ROUND),
         }
     found: dict[str, Any] = {}
     for name, lowered in (wide | narrow).items():

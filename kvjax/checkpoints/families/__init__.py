@@ -22,7 +22,6 @@ from kvjax.checkpoints.families.glm import CHATGLM, GLM, GLM4
 from kvjax.checkpoints.families.gpt_neox import GPT_NEOX
 from kvjax.checkpoints.families.gpt_oss import GPT_OSS
 from kvjax.checkpoints.families.granite import GRANITE
-from kvjax.checkpoints.families.layout import Layout, weights_of
 from kvjax.checkpoints.families.llama import LLAMA
 from kvjax.checkpoints.families.mistral import MINISTRAL, MISTRAL
 from kvjax.checkpoints.families.mpt import MPT
@@ -35,6 +34,7 @@ from kvjax.checkpoints.families.refused import REFUSED
 from kvjax.checkpoints.families.smollm3 import SMOLLM3
 from kvjax.checkpoints.families.stablelm import STABLELM
 from kvjax.checkpoints.families.starcoder2 import STARCODER2
+from kvjax.checkpoints.families.tensor_names import Layout, weights_of
 from kvjax.errors import UsageError, WeightsError, quoted
 
 __all__ = [

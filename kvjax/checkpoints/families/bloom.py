@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from kvjax.checkpoints.families.family import Family, Weight
-from kvjax.checkpoints.families.layout import GGUF, Layout, weights_of
 from kvjax.checkpoints.families.settings import checked_layers, gguf_keys, layer_count, refuse_quantised, size, whole
+from kvjax.checkpoints.families.tensor_names import GGUF, Layout, weights_of
 from kvjax.errors import WeightsError, quoted
 from kvjax.model.config import ModelConfig
 

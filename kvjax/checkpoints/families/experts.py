@@ -8,10 +8,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from kvjax.checkpoints.families.family import Family, Weight
-from kvjax.checkpoints.families.layout import GGUF, LLAMA_LAYOUT, ExpertNames, weights_of
 from kvjax.checkpoints.families.llama import config_from_gguf, config_from_hf, decoder_weights
 from kvjax.checkpoints.families.settings import checked_size, layer_count, size, whole
 from kvjax.checkpoints.families.sliding import qwen_windows, windows_from_hf
+from kvjax.checkpoints.families.tensor_names import GGUF, LLAMA_LAYOUT, ExpertNames, weights_of
 from kvjax.errors import WeightsError
 from kvjax.model.config import ModelConfig
 from kvjax.model.experts import Experts

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from kvjax.checkpoints.families.family import Family, Weight
-from kvjax.checkpoints.families.layout import GGUF, LLAMA_NORMS, Layout, weights_of
 from kvjax.checkpoints.families.llama import config_from_gguf, config_from_hf
 from kvjax.checkpoints.families.settings import GELU, layer_count, refuse, size
+from kvjax.checkpoints.families.tensor_names import GGUF, LLAMA_NORMS, Layout, weights_of
 from kvjax.errors import WeightsError
 from kvjax.model.config import ModelConfig
 

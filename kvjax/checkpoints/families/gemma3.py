@@ -12,9 +12,9 @@ from typing import Any
 
 from kvjax.checkpoints.families.family import Family, Weight
 from kvjax.checkpoints.families.gemma import GEMMA_GGUF, gemma_from_gguf, gemma_from_hf
-from kvjax.checkpoints.families.layout import LLAMA_LAYOUT, weights_of
 from kvjax.checkpoints.families.settings import checked_size, gguf_keys, refuse_quantised
 from kvjax.checkpoints.families.sliding import all_but_every, windows_from_hf, with_ropes
+from kvjax.checkpoints.families.tensor_names import LLAMA_LAYOUT, weights_of
 from kvjax.errors import WeightsError
 from kvjax.model.config import ModelConfig
 

@@ -10,10 +10,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from kvjax.checkpoints.families.family import Family, Weight
-from kvjax.checkpoints.families.layout import GGUF, GGUF_NORMS, LLAMA_LAYOUT, ExpertNames, weights_of
 from kvjax.checkpoints.families.llama import config_from_gguf, config_from_hf
 from kvjax.checkpoints.families.settings import checked_size, size, without_mxfp4
 from kvjax.checkpoints.families.sliding import all_but_every, windows_from_hf
+from kvjax.checkpoints.families.tensor_names import GGUF, GGUF_NORMS, LLAMA_LAYOUT, ExpertNames, weights_of
 from kvjax.errors import WeightsError
 from kvjax.model.config import ModelConfig
 from kvjax.model.experts import Experts

@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from kvjax.checkpoints.families.family import Family, Weight
-from kvjax.checkpoints.families.layout import GGUF, LLAMA_LAYOUT, Pairs, weights_of
 from kvjax.checkpoints.families.settings import (
     SILU,
     Keys,
@@ -23,6 +22,7 @@ from kvjax.checkpoints.families.settings import (
     size,
 )
 from kvjax.checkpoints.families.sliding import Slides, every_layer, windows_from_gguf
+from kvjax.checkpoints.families.tensor_names import GGUF, LLAMA_LAYOUT, Pairs, weights_of
 from kvjax.checkpoints.rope_settings import rope_from_gguf, rope_from_hf, rotary_dim_from_hf
 from kvjax.errors import WeightsError
 from kvjax.model.config import MLPKind, ModelConfig

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from kvjax.checkpoints.families.family import Family, Weight
-from kvjax.checkpoints.families.layout import Layout, weights_of
 from kvjax.checkpoints.families.settings import layer_count, refuse, refuse_quantised, size, whole
+from kvjax.checkpoints.families.tensor_names import Layout, weights_of
 from kvjax.errors import WeightsError
 from kvjax.model.config import ModelConfig
 

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from kvjax.checkpoints.families.family import Family, Weight
-from kvjax.checkpoints.families.layout import GGUF, LLAMA_LAYOUT, weights_of
 from kvjax.checkpoints.families.llama import config_from_gguf, config_from_hf
 from kvjax.checkpoints.families.sliding import (
     all_but_every,
@@ -16,6 +15,7 @@ from kvjax.checkpoints.families.sliding import (
     with_ropes,
     with_window_rope,
 )
+from kvjax.checkpoints.families.tensor_names import GGUF, LLAMA_LAYOUT, weights_of
 from kvjax.model.config import ModelConfig, RopeConfig
 
 _FEATURES: dict[str, Any] = {"norm_order": "post", "qk_norm_across_heads": True}

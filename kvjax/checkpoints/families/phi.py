@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from kvjax.checkpoints.families.family import Family, Weight
-from kvjax.checkpoints.families.layout import GGUF, Layout, weights_of
 from kvjax.checkpoints.families.llama import config_from_gguf, config_from_hf
 from kvjax.checkpoints.families.settings import refuse
+from kvjax.checkpoints.families.tensor_names import GGUF, Layout, weights_of
 from kvjax.model.config import ModelConfig
 
 _FEATURES: dict[str, Any] = {"norm": "layer", "parallel_block": True, "shared_norm": True}

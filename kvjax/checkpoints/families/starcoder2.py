@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from kvjax.checkpoints.families.family import Family, Weight
-from kvjax.checkpoints.families.layout import GGUF, LLAMA_LAYOUT, weights_of
 from kvjax.checkpoints.families.llama import config_from_gguf, config_from_hf
 from kvjax.checkpoints.families.sliding import every_layer, windows_from_hf
+from kvjax.checkpoints.families.tensor_names import GGUF, LLAMA_LAYOUT, weights_of
 from kvjax.model.config import ModelConfig
 
 

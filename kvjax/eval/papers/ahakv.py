@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvjax.eval.candidates import Candidate
+from kvjax.eval.entries import Entry
 from kvjax.eval.papers.paper import LONGBENCH_IN_VIEW, NEEDLES_IN_VIEW, SHORT, Paper, Study, published
 
 _COLUMNS = "Code Complete, Few Shot, Single-doc QA, Multi-doc QA, Summarization, Passage Retrieval, Average"
@@ -104,10 +104,10 @@ PAPER = Paper(
             "Table 2: without recent accumulation (RA), step gain softmax (SGS), value prior (VPE); a quarter retained",
             NEEDLES_IN_VIEW,
             {
-                "w/o RA": Candidate("ahakv:recent_accumulation=false", 0.25),
-                "w/o SGS": Candidate("ahakv:step_gain=false", 0.25),
-                "w/o VPE": Candidate("ahakv:value_prior=false", 0.25),
-                "AhaKV": Candidate("ahakv", 0.25),
+                "w/o RA": Entry("ahakv:recent_accumulation=false", 0.25),
+                "w/o SGS": Entry("ahakv:step_gain=false", 0.25),
+                "w/o VPE": Entry("ahakv:value_prior=false", 0.25),
+                "AhaKV": Entry("ahakv", 0.25),
             },
             ("w/o VPE", "AhaKV"),
             "RULER's tasks that need no text, in place of five of LongBench's data sets.",
@@ -117,7 +117,7 @@ PAPER = Paper(
             "methods",
             "Table 1: the eviction strategies, a quarter retained",
             NEEDLES_IN_VIEW,
-            {label: Candidate(policy, 0.25) for label, policy in _METHODS.items()},
+            {label: Entry(policy, 0.25) for label, policy in _METHODS.items()},
             ("SnapKV", "AhaKV"),
             "RULER's tasks that need no text, not LongBench; a quarter of each prompt in place of 1,000 tokens.",
             full="Full Cache",
@@ -126,7 +126,7 @@ PAPER = Paper(
             "longbench",
             "Tables 1 and 3: LongBench, one data set of each group, 1,000 tokens a head",
             LONGBENCH_IN_VIEW,
-            {label: Candidate(f"{policy}:budget=1000") for label, policy in _METHODS.items()},
+            {label: Entry(f"{policy}:budget=1000") for label, policy in _METHODS.items()},
             (),
             "The average is of six data sets and of few questions.",
             full="Full Cache",
@@ -136,7 +136,7 @@ PAPER = Paper(
             "Figure 4: short texts by fraction retained",
             SHORT,
             {
-                f"{label}, {budget:g}": Candidate(policy, budget)
+                f"{label}, {budget:g}": Entry(policy, budget)
                 for label, policy in _SHORT_POLICIES.items()
                 for budget in _BUDGETS
             },

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvjax.eval.candidates import Candidate
+from kvjax.eval.entries import Entry
 from kvjax.eval.papers.paper import LONGBENCH, NEEDLES, PASSKEY, Paper, Study, published
 
 _RULER = "SK1, SK2, SK3, MK1, MK2, MK3, MV, MQ, VT, CWE, FWE, QA1, QA2, AVERAGE"
@@ -85,12 +85,12 @@ TABLE_3 = published(
     """,
 )
 _SWEEP = {
-    f"L={lag}, r={times}x": Candidate(f"lagkv:lag={lag},partition_ratio={kept}")
+    f"L={lag}, r={times}x": Entry(f"lagkv:lag={lag},partition_ratio={kept}")
     for lag in LAGS
     for times, kept in _TIMES.items()
 }
 _VARIANTS = {
-    f"{label}, r={times}x": Candidate(f"lagkv:lag=32,{variant}partition_ratio={_TIMES[times]}")
+    f"{label}, r={times}x": Entry(f"lagkv:lag=32,{variant}partition_ratio={_TIMES[times]}")
     for label, variant in {"LagKV": "", "LocalKV": "variant=local,", "L2 norm": "variant=l2,"}.items()
     for times in (2, 4, 8)
 }
@@ -105,7 +105,7 @@ PAPER = Paper(
             "Tables 1 and 2: RULER by fraction removed, the question unknown to the compression",
             NEEDLES,
             {
-                f"{label}, {removed:g}": Candidate(policy, 1 - removed)
+                f"{label}, {removed:g}": Entry(policy, 1 - removed)
                 for removed in (0.25, 0.5, 0.75, 0.875)
                 for label, policy in {
                     "SnapKV": "snapkv",
@@ -132,7 +132,7 @@ PAPER = Paper(
             "Figures 3 and 4: first tokens that are the full cache's, the prompt read whole and in chunks",
             NEEDLES,
             {
-                f"{way}, r={times}x": Candidate(f"lagkv:lag=32,prefill={way},partition_ratio={_TIMES[times]}")
+                f"{way}, r={times}x": Entry(f"lagkv:lag=32,prefill={way},partition_ratio={_TIMES[times]}")
                 for way in ("whole", "chunked")
                 for times in (2, 8)
             },

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from pathlib import PurePath
 
-from kvjax.eval.candidates import REFERENCE, Candidate
+from kvjax.eval.entries import REFERENCE, Entry
 from kvjax.eval.suites.runner import AFTER, IN_VIEW
 
 
@@ -87,16 +87,16 @@ class Study:
     name: str
     title: str
     ground: Ground
-    caches: dict[str, Candidate]
+    caches: dict[str, Entry]
     quick: tuple[str, ...]
     differs: str
     beside: tuple[str, str] | None = None
     full: str = "full cache"
 
-    def chosen(self, quick: bool) -> dict[str, Candidate]:
+    def chosen(self, quick: bool) -> dict[str, Entry]:
         """Every row: the full cache, then what is compared."""
         kept = {label: cache for label, cache in self.caches.items() if not quick or label in self.quick}
-        return {self.full: Candidate(REFERENCE), **kept} if kept else {}
+        return {self.full: Entry(REFERENCE), **kept} if kept else {}
 
 
 @dataclasses.dataclass(frozen=True)

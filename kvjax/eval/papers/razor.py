@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from kvjax.eval.candidates import Candidate
+from kvjax.eval.entries import Entry
 from kvjax.eval.papers.paper import LONGBENCH, NEEDLES, NEEDLES_IN_VIEW, Paper, Study, published
 
 # At the lengths of small models the paper's least buffer of 4,000 tokens would drop nothing: only its N / 5 is left.
 _RAZOR = "razor:threshold=1,compression=5"
-_DEFAULT = Candidate(_RAZOR)
+_DEFAULT = Entry(_RAZOR)
 
 TABLE_1 = published(
     "Table 1",
@@ -93,7 +93,7 @@ PAPER = Paper(
             "Table 4: heads protected (the others keep 4 sinks, N / 5 recent tokens and a compensation token)",
             NEEDLES,
             {
-                f"1% Echo + {share}% Induction Head": Candidate(f"{_RAZOR},induction_share={share / 100:g}")
+                f"1% Echo + {share}% Induction Head": Entry(f"{_RAZOR},induction_share={share / 100:g}")
                 for share in (5, 8, 11)
             }
             | {"1% Echo + 14% Induction Head": _DEFAULT},
@@ -109,8 +109,8 @@ PAPER = Paper(
             NEEDLES,
             {
                 "RazorAttention": _DEFAULT,
-                "without echo heads": Candidate(f"{_RAZOR},echo_share=0"),
-                "without compensation token": Candidate(f"{_RAZOR},compensation=false"),
+                "without echo heads": Entry(f"{_RAZOR},echo_share=0"),
+                "without compensation token": Entry(f"{_RAZOR},compensation=false"),
             },
             ("RazorAttention", "without echo heads"),
             "The figures have no numbers: heat maps of Llama2-7B-80K up to 80K tokens.",
@@ -119,7 +119,7 @@ PAPER = Paper(
             "snapkv",
             "Figure 6: RazorAttention and SnapKV, the question unknown to the compression",
             NEEDLES,
-            {"RazorAttention": _DEFAULT, "SnapKV": Candidate("snapkv", 0.5)},
+            {"RazorAttention": _DEFAULT, "SnapKV": Entry("snapkv", 0.5)},
             ("RazorAttention", "SnapKV"),
             "The figure has no numbers: heat maps of Llama-3.1-70B.",
         ),
@@ -127,7 +127,7 @@ PAPER = Paper(
             "snapkv-in-view",
             "Figure 6: the same, the question known to the compression",
             NEEDLES_IN_VIEW,
-            {"RazorAttention": _DEFAULT, "SnapKV": Candidate("snapkv", 0.5)},
+            {"RazorAttention": _DEFAULT, "SnapKV": Entry("snapkv", 0.5)},
             (),
             "The figure has no numbers.",
         ),
@@ -136,8 +136,8 @@ PAPER = Paper(
             "Table 3: LongBench, one data set of each group",
             LONGBENCH,
             {
-                "StreamingLLM": Candidate("streamingllm", 0.5),
-                "H2O": Candidate("h2o", 0.5),
+                "StreamingLLM": Entry("streamingllm", 0.5),
+                "H2O": Entry("h2o", 0.5),
                 "RA": _DEFAULT,
             },
             (),

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from kvjax.eval.candidates import Candidate
+from kvjax.eval.entries import Entry
 from kvjax.eval.papers.paper import LONGBENCH_IN_VIEW, NEEDLES_IN_VIEW, Paper, Study, published
 
 _SIZES = (0.5, 0.25)
 
 
-def _at(policies: dict[str, str]) -> dict[str, Candidate]:
-    return {f"{label}, {size:g}": Candidate(policy, size) for label, policy in policies.items() for size in _SIZES}
+def _at(policies: dict[str, str]) -> dict[str, Entry]:
+    return {f"{label}, {size:g}": Entry(policy, size) for label, policy in policies.items() for size in _SIZES}
 
 
 TABLE_1 = published(
@@ -67,10 +67,10 @@ PAPER = Paper(
             "Tables 1 and 2 on LongBench, one data set of each group",
             LONGBENCH_IN_VIEW,
             {
-                "SlimKV": Candidate("slimkv:budget=256"),
-                "SnapKV": Candidate("snapkv:budget=256"),
-                "H2O": Candidate("h2o:budget=256"),
-                "StreamingLLM": Candidate("streamingllm:budget=256"),
+                "SlimKV": Entry("slimkv:budget=256"),
+                "SnapKV": Entry("snapkv:budget=256"),
+                "H2O": Entry("h2o:budget=256"),
+                "StreamingLLM": Entry("streamingllm:budget=256"),
             },
             (),
             "The average is of six of the paper's seventeen data sets and of few questions.",

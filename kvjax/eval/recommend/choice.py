@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from kvjax.eval.candidates import REFERENCE
+from kvjax.eval.entries import REFERENCE
 from kvjax.eval.pictures import plain_axes
 from kvjax.eval.recommend.measure import Measured
 from kvjax.figures import new_figure

@@ -1,4 +1,4 @@
-"""Measures candidates on passages: needles found, and the next-token loss of what follows, after compression."""
+"""Measures entries on passages: needles found, and the next-token loss of what follows, after compression."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvjax.checkpoints.load import LanguageModel
 from kvjax.checks import MOST_BYTES
 from kvjax.errors import DoesNotFit, KvjaxError
 from kvjax.eval.asking import Asker
-from kvjax.eval.candidates import REFERENCE, Candidate, profile_of
+from kvjax.eval.entries import REFERENCE, Entry, profile_of
 from kvjax.eval.material import check_record
 from kvjax.eval.recommend.passages import ANSWER_TOKENS, Passage
 from kvjax.eval.recorded import RecordedDecoder, can_replay, record
@@ -44,7 +44,7 @@ class Measured:
       found: of each needle, whether the answer has its number. losses: of each passage, the mean negative
         log-likelihood of the tokens that follow, in nats.
       refused: why it was not measured, or None.
-      profile: a digest of the policy's profiles, see :func:`kvjax.eval.candidates.profile_of`.
+      profile: a digest of the policy's profiles, see :func:`kvjax.eval.entries.profile_of`.
     """
 
     policy: str
@@ -91,16 +91,16 @@ def cache_bytes(lm: LanguageModel, policy: Policy, request: Request) -> int:
 
 
 def within(
-    lm: LanguageModel, candidates: Sequence[Candidate], request: Request, budget: int, fractions: Sequence[float]
-) -> list[Candidate]:
-    """Each candidate without a size of its own, at the largest fraction whose cache is within ``budget`` bytes."""
+    lm: LanguageModel, entries: Sequence[Entry], request: Request, budget: int, fractions: Sequence[float]
+) -> list[Entry]:
+    """Each entry without a size of its own, at the largest fraction whose cache is within ``budget`` bytes."""
     found = []
-    for candidate in candidates:
-        if candidate.retained is None:
-            found.append(candidate)
+    for entry in entries:
+        if entry.retained is None:
+            found.append(entry)
             continue
         for fraction in sorted(fractions, reverse=True):
-            sized = dataclasses.replace(candidate, retained=fraction)
+            sized = dataclasses.replace(entry, retained=fraction)
             try:
                 fits = cache_bytes(lm, _policy_of(lm, sized), request) <= budget
             except KvjaxError:  # it is refused, with its sentence, when it is measured
@@ -114,35 +114,35 @@ def within(
 def measure(
     lm: LanguageModel,
     passages: Sequence[Passage],
-    candidates: Sequence[Candidate],
+    entries: Sequence[Entry],
     request: Request,
     *,
     done: Sequence[Measured] = (),
     save: Callable[[list[Measured]], None] = lambda rows: None,
     shown: Stage | None = None,
 ) -> list[Measured]:
-    """Every candidate that has no row yet, beside those that have; the passages are run through the model once.
+    """Every entry that has no row yet, beside those that have; the passages are run through the model once.
 
     Raises:
       KvjaxError: the full cache cannot be measured.
       KeyboardInterrupt: Ctrl-C; what was measured before was given to ``save``.
     """
-    profiles = {name_of(candidate): profile_of(candidate) for candidate in candidates}
+    profiles = {name_of(entry): profile_of(entry) for entry in entries}
     rows = [row for row in done if profiles.get(row.policy, row.profile) == row.profile]
     known = {row.policy for row in rows}
     made: RecordedDecoder | None = None
     with interruptible() as interrupt, compile_clock() as clock:
         asker = Asker(lm, request.storage, clock, interrupt)
-        for number, candidate in enumerate(candidates):
+        for number, entry in enumerate(entries):
             if shown is not None:
-                shown.update(number, len(candidates), note=name_of(candidate))
-            if name_of(candidate) in known:
+                shown.update(number, len(entries), note=name_of(entry))
+            if name_of(entry) in known:
                 continue
             if made is None:
                 check_record(lm, len(passages), max(len(passage.context) for passage in passages))
                 made = record(lm.params, [passage.context for passage in passages])
                 asker.check()
-            row = _measured(asker, made, passages, candidate, request)
+            row = _measured(asker, made, passages, entry, request)
             row = dataclasses.replace(row, profile=profiles[row.policy])
             if row.refused is not None and row.policy == REFERENCE:
                 raise KvjaxError(row.refused)  # there is nothing to compare with
@@ -152,25 +152,25 @@ def measure(
     return rows
 
 
-def name_of(candidate: Candidate) -> str:
-    """The text form of a candidate's policy; as it was typed where it is refused."""
+def name_of(entry: Entry) -> str:
+    """The text form of a entry's policy; as it was typed where it is refused."""
     try:
-        return format_policy(candidate.policy())
+        return format_policy(entry.policy())
     except KvjaxError:
-        return candidate.name
+        return entry.name
 
 
-def _policy_of(lm: LanguageModel, candidate: Candidate) -> Policy:
+def _policy_of(lm: LanguageModel, entry: Entry) -> Policy:
     """The policy of contexts that are asked about later."""
-    return resolve(candidate.policy(), lm.config, later=True).policy
+    return resolve(entry.policy(), lm.config, later=True).policy
 
 
 def _measured(
-    asker: Asker, made: RecordedDecoder, passages: Sequence[Passage], candidate: Candidate, request: Request
+    asker: Asker, made: RecordedDecoder, passages: Sequence[Passage], entry: Entry, request: Request
 ) -> Measured:
-    lm, name = asker.lm, name_of(candidate)
+    lm, name = asker.lm, name_of(entry)
     try:
-        policy = _policy_of(lm, candidate)
+        policy = _policy_of(lm, entry)
         full = for_model(policy, lm.config)
         full.check(lm.config)
         longest = max(len(passage.context) for passage in passages)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from kvjax.checkpoints.load import LanguageModel
-from kvjax.eval.candidates import Candidate, profile_of
+from kvjax.eval.entries import Entry, profile_of
 from kvjax.eval.suites.journal import Answer
 from kvjax.eval.suites.prompts import Prepared
 from kvjax.generation import generate
@@ -36,7 +36,7 @@ class Asker:
         wanted = {read[: count + 1] for read in (one.shared for one in batch) for count in range(len(read))}
         self._held = {read: output for read, output in self._held.items() if read in wanted}
 
-    def answers(self, candidate: Candidate, batch: Sequence[Prepared], policy: Policy) -> list[Answer]:
+    def answers(self, entry: Entry, batch: Sequence[Prepared], policy: Policy) -> list[Answer]:
         """The answers to a batch of questions that have one answer's length and equally many earlier turns.
 
         Raises:
@@ -59,12 +59,12 @@ class Asker:
                 _check(outputs)
                 read = [*read, outputs]
         texts = [output.text for output in outputs] if texts is None else texts
-        profile = profile_of(candidate)
+        profile = profile_of(entry)
         seconds = sum(piece[0].stats.prompt_seconds for piece in read) / len(batch)
         return [
             Answer(
-                policy=candidate.name,
-                retained=candidate.retained,
+                policy=entry.name,
+                retained=entry.retained,
                 item=one.item.id,
                 text=text,
                 tokens=len(output.tokens),

@@ -11,7 +11,7 @@ from typing import Any
 from kvjax.errors import UsageError
 from kvjax.eval.ruler import Encoder, Sample
 from kvjax.eval.suites.data import read_json
-from kvjax.eval.suites.sizes import largest, too_short
+from kvjax.eval.suites.haystack_size import largest, too_short
 
 MAX_NEW_TOKENS = 32
 #: The files of each task.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvjax.eval.candidates import REFERENCE
+from kvjax.eval.entries import REFERENCE
 from kvjax.eval.pictures import error_bars, plain_axes
 from kvjax.eval.results import Estimate
 from kvjax.eval.suites.scores import Line

@@ -10,8 +10,8 @@ from kvjax.eval.suites.figures import heat_map, scores_figure, task_figure
 from kvjax.eval.suites.item import Suite
 from kvjax.eval.suites.journal import RunSettings
 from kvjax.eval.suites.page import page
-from kvjax.eval.suites.report import report
 from kvjax.eval.suites.scores import Line
+from kvjax.eval.suites.suite_report import report
 from kvjax.figures import png
 from kvjax.files import write_atomically
 from kvjax.tables import Picture, Report

@@ -54,7 +54,7 @@ class Answer:
       read_tokens: of the prompt, those that were read in that time, without what an earlier question shared; None in
         answers of earlier versions, which read all of it.
       first_token: the first id that was generated; None where none was, and in answers of earlier versions.
-      profile: a digest of the policy's profiles, see :func:`kvjax.eval.candidates.profile_of`.
+      profile: a digest of the policy's profiles, see :func:`kvjax.eval.entries.profile_of`.
     """
 
     policy: str

@@ -10,8 +10,8 @@ from kvjax.errors import UsageError
 from kvjax.eval.needle import template_tokens
 from kvjax.eval.suites.data import DataFolder
 from kvjax.eval.suites.essays import essay_text, need_essays
+from kvjax.eval.suites.haystack_size import largest
 from kvjax.eval.suites.item import Asked, Item, Suite
-from kvjax.eval.suites.sizes import largest
 
 MAX_NEW_TOKENS = 256
 DIGITS = 64

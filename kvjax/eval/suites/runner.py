@@ -14,7 +14,7 @@ from kvjax import progress
 from kvjax.checkpoints.digest import weights_digest
 from kvjax.checkpoints.load import LanguageModel
 from kvjax.errors import DoesNotFit, KvjaxError
-from kvjax.eval.candidates import Candidate, profile_of
+from kvjax.eval.entries import Entry, profile_of
 from kvjax.eval.suites.asker import Asker
 from kvjax.eval.suites.data import digest_text
 from kvjax.eval.suites.item import Item
@@ -89,68 +89,68 @@ class Runner:
         self.refused: dict[tuple[str, float | None], str] = {}
         self._told: set[str] = set()
 
-    def begin(self, candidates: Sequence[Candidate]) -> None:
+    def begin(self, entries: Sequence[Entry]) -> None:
         """Open the journal, whose answers are of these questions, these weights and these caches' profiles."""
         model = f"{self.lm.params.number_format} {weights_digest(self.lm.params)}"
         self._journal.begin(f"{digest(self.items)} in {model}")
-        self._journal.forget_others({(each.name, each.retained): profile_of(each) for each in candidates})
+        self._journal.forget_others({(each.name, each.retained): profile_of(each) for each in entries})
 
-    def missing(self, candidates: Sequence[Candidate]) -> int:
+    def missing(self, entries: Sequence[Entry]) -> int:
         """Questions that have no answer yet, over all caches."""
-        return sum(self._misses(candidate, batch) for candidate in candidates for batch in self.batches)
+        return sum(self._misses(entry, batch) for entry in entries for batch in self.batches)
 
-    def _misses(self, candidate: Candidate, batch: Sequence[Prepared]) -> int:
-        keys = ((candidate.name, candidate.retained, one.item.id) for one in batch)
+    def _misses(self, entry: Entry, batch: Sequence[Prepared]) -> int:
+        keys = ((entry.name, entry.retained, one.item.id) for one in batch)
         return sum(key not in self._journal.answers for key in keys)
 
-    def run(self, candidates: Sequence[Candidate]) -> None:
+    def run(self, entries: Sequence[Entry]) -> None:
         """Ask every cache what it has not answered.
 
         Raises:
           KeyboardInterrupt: Ctrl-C; the answers of finished batches are in the journal.
         """
-        total = self.missing(candidates)
+        total = self.missing(entries)
         done = 0
         with progress.stage("job", "kvjax eval:", unit="prompts", total=total, done=0) as shown:
-            for number, candidate in enumerate(candidates):
+            for number, entry in enumerate(entries):
                 for place, batch in enumerate(self.batches):
-                    missing = self._misses(candidate, batch)
+                    missing = self._misses(entry, batch)
                     if not missing:
                         continue
                     try:
-                        answers = self._ask(candidate, batch)
+                        answers = self._ask(entry, batch)
                     except KvjaxError as error:
-                        self.refused[candidate.name, candidate.retained] = str(error)
-                        self._say(f"{describe(candidate)}: {error}")
+                        self.refused[entry.name, entry.retained] = str(error)
+                        self._say(f"{describe(entry)}: {error}")
                         break
                     # A batch that was broken off is asked again as a whole: its rows are what they would have been.
                     for answer in answers:
                         self._journal.add(answer)
                     done += missing
                     self._asker.keep_for(self.batches[place + 1] if place + 1 < len(self.batches) else ())
-                    shown.update(done, total, note=describe(candidate))
+                    shown.update(done, total, note=describe(entry))
                 else:
-                    self._say(f"[{number + 1}/{len(candidates)}] {describe(candidate)}")
+                    self._say(f"[{number + 1}/{len(entries)}] {describe(entry)}")
                 self._asker.keep_for(())
                 jax.clear_caches()  # a policy's programs serve no other, and those of many caches take gigabytes
 
-    def _ask(self, candidate: Candidate, batch: Sequence[Prepared]) -> list[Answer]:
-        found = resolve(candidate.policy(), self.lm.config, later=bool(batch[0].question))
+    def _ask(self, entry: Entry, batch: Sequence[Prepared]) -> list[Answer]:
+        found = resolve(entry.policy(), self.lm.config, later=bool(batch[0].question))
         if found.line is not None and found.line not in self._told:
             self._told.add(found.line)
             self._say(found.line)
         policy = found.policy
         for_model(policy, self.lm.config).check(self.lm.config)
         try:
-            return self._asker.answers(candidate, batch, policy)
+            return self._asker.answers(entry, batch, policy)
         except DoesNotFit:
             if len(batch) == 1:
                 raise
         self._asker.keep_for(())
         half = len(batch) // 2
-        return self._ask(candidate, batch[:half]) + self._ask(candidate, batch[half:])
+        return self._ask(entry, batch[:half]) + self._ask(entry, batch[half:])
 
 
-def describe(candidate: Candidate) -> str:
+def describe(entry: Entry) -> str:
     """A cache by its name, for people."""
-    return candidate.name if candidate.retained is None else f"{candidate.name} at {candidate.retained:g}"
+    return entry.name if entry.retained is None else f"{entry.name} at {entry.retained:g}"

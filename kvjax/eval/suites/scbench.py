@@ -15,6 +15,7 @@ from typing import Any
 from kvjax.checkpoints.load import LanguageModel
 from kvjax.errors import UsageError
 from kvjax.eval.suites.data import DataFolder, from_hub, read_rows
+from kvjax.eval.suites.haystack_size import largest, too_short
 from kvjax.eval.suites.item import Asked, Item, Suite
 from kvjax.eval.suites.prompts import cut_middle, tokens_of
 from kvjax.eval.suites.scbench_draws import DRAWS, LEAST
@@ -28,7 +29,6 @@ from kvjax.eval.suites.scbench_prompts import (
     references,
     spoken,
 )
-from kvjax.eval.suites.sizes import largest, too_short
 
 #: Questions about a context, at most.
 TURNS = 5

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from kvjax.eval.candidates import REFERENCE, Candidate
+from kvjax.eval.entries import REFERENCE, Entry
 from kvjax.eval.suites.bootstrap import Difference, Estimated, difference, estimate
 from kvjax.eval.suites.item import Item
 from kvjax.eval.suites.journal import Answer, Journal
@@ -95,11 +95,11 @@ def paired(one: Sequence[Scored], other: Sequence[Scored]) -> dict[str, list[tup
 def lines(
     items: Sequence[Item],
     journal: Journal,
-    candidates: Sequence[Candidate],
+    entries: Sequence[Entry],
     refused: dict[tuple[str, float | None], str],
 ) -> list[Line]:
     """A line of every cache: those asked for now, then others whose answers the journal holds; the full one first."""
-    keys = [(candidate.name, candidate.retained) for candidate in candidates]
+    keys = [(entry.name, entry.retained) for entry in entries]
     keys = list(dict.fromkeys([*keys, *((answer.policy, answer.retained) for answer in journal.answers.values())]))
     keys.sort(key=lambda key: key[0] != REFERENCE)
     seed = journal.settings.seed

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import numpy as np
 
 from kvjax.eval.ruler import NOISE, Encoder, Sample
-from kvjax.eval.suites.sizes import largest, too_short
+from kvjax.eval.suites.haystack_size import largest, too_short
 
 HOPS = 4
 MAX_NEW_TOKENS = 30

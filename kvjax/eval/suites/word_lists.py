@@ -14,7 +14,7 @@ from scipy.special import zeta
 from kvjax.errors import KvjaxError, UsageError, missing_extra
 from kvjax.eval.ruler import Encoder, Sample
 from kvjax.eval.suites.data import read_json
-from kvjax.eval.suites.sizes import largest, too_short
+from kvjax.eval.suites.haystack_size import largest, too_short
 
 ENGLISH_WORDS = "ruler/english_words.json"
 COMMON_TOKENS, FREQUENT_TOKENS = 120, 50

@@ -30,7 +30,7 @@ from kvjax.model.decoder import Decoder
 from kvjax.policies.base import Policy
 from kvjax.policies.split_cache import SplitCache
 from kvjax.rounds.conversation import Conversation, UpperRows
-from kvjax.rounds.inner import compressed, without_slots
+from kvjax.rounds.round_compression import compressed, without_slots
 from kvjax.rounds.steps import StagingBuffer, cut, empty_stage, pages_onto, place, read_lower, read_upper
 from kvjax.sharding.compile import ROW, Device, Named, Program, device_of, shardings_of, specs_of
 from kvjax.sharding.mesh import Mesh
@@ -125,12 +125,12 @@ def compress(
     inner: Policy,
     size: int,
 ) -> Cache:
-    """:func:`kvjax.rounds.inner.compressed`."""
+    """:func:`kvjax.rounds.round_compression.compressed`."""
     return compressed(params, cache, base.values, *rows, inner=inner, size=size)
 
 
 def delete(device: Device, cache: Cache, keep: Named) -> Cache:
-    """:func:`kvjax.rounds.inner.without_slots`."""
+    """:func:`kvjax.rounds.round_compression.without_slots`."""
     return without_slots(cache, keep.values)
 
 
@@ -336,7 +336,7 @@ class RoundPrograms:
         inner: Policy,
         size: int,
     ) -> Cache:
-        """:func:`kvjax.rounds.inner.compressed`, whose arrays of rows are ``rows``; the cache given is donated."""
+        """:func:`kvjax.rounds.round_compression.compressed`, whose arrays of rows are ``rows``; consumes the cache."""
         device = self.device(cache.policy, params.config)
         return COMPRESS(device, params, cache, Named(base, _BY_ROW_AND_HEAD), *rows, inner=inner, size=size)
 

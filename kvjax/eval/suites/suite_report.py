@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from kvjax.eval.candidates import REFERENCE
+from kvjax.eval.entries import REFERENCE
 from kvjax.eval.suites.bootstrap import RESAMPLES, Difference, Estimated, estimate
 from kvjax.eval.suites.item import Suite
 from kvjax.eval.suites.journal import RunSettings

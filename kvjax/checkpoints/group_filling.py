@@ -18,7 +18,7 @@ from kvjax.model.decoder import abstract_decoder
 from kvjax.model.group_quantised import GroupFormat, GroupQuantised, rounded_groups
 from kvjax.model.params import logical_view
 from kvjax.model.quantised import Quantised
-from pallas_kernels.quantised_matmul import layout
+from pallas_kernels.quantised_matmul import weight_tiles
 
 
 class GroupFilling:
@@ -97,7 +97,7 @@ class GroupFilling:
 
     def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
         """Values, scale and minimum as the parameter has them."""
-        values = layout.packed(self.whole, self.spec.bits, self.spec.group)
+        values = weight_tiles.packed(self.whole, self.spec.bits, self.spec.group)
         scale, minimum = (
             None if x is None else np.ascontiguousarray(x.swapaxes(-1, -2)) for x in (self.scale, self.minimum)
         )

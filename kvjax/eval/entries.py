@@ -23,8 +23,8 @@ REFERENCE = "full"
 
 
 @dataclasses.dataclass(frozen=True)
-class Candidate:
-    """One cache of the comparison.
+class Entry:
+    """One entry of a comparison: a cache, by its policy and what that keeps.
 
     Attributes:
       name: the policy as typed.
@@ -42,13 +42,13 @@ class Candidate:
         return parse(f"{self.name}{joint}ratio={self.retained}")
 
 
-def profile_of(candidate: Candidate) -> str:
+def profile_of(entry: Entry) -> str:
     """A digest of the profiles that a cache's policy holds, which a file gave it; empty where it has none.
 
     A profile that is made anew has the same name: rows of the one are no rows of the other.
     """
     try:
-        held = policies_within(candidate.policy())
+        held = policies_within(entry.policy())
     except KvjaxError:
         return ""
     profiles = [profile for policy in held if (profile := getattr(policy, "profile", None)) is not None]
@@ -58,7 +58,7 @@ def profile_of(candidate: Candidate) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16] if profiles else ""
 
 
-def resolved(caches: Sequence[Candidate], config: ModelConfig, *, later: bool) -> list[Policy]:
+def resolved(caches: Sequence[Entry], config: ModelConfig, *, later: bool) -> list[Policy]:
     """The policies of caches, and what ``best`` stands for where questions come ``later``, or are in view."""
     return [resolve(cache.policy(), config, later=later).policy for cache in caches]
 
@@ -95,7 +95,7 @@ def _split(text: str, mark: str) -> list[str]:
     return [piece for piece in (*pieces, text[start:]) if piece.strip()]
 
 
-def candidates(policies: str, retained: Sequence[float]) -> list[Candidate]:
+def entries(policies: str, retained: Sequence[float]) -> list[Entry]:
     """Every cache to compare, the full one first.
 
     Args:
@@ -115,7 +115,7 @@ def candidates(policies: str, retained: Sequence[float]) -> list[Candidate]:
         names += (
             [one for one, cls in registry().items() if not cls.offloads_rounds] if name.lower() == "all" else [name]
         )
-    found, known = [Candidate(REFERENCE)], set[str]()
+    found, known = [Entry(REFERENCE)], set[str]()
     for name in names:
         policy = parse(name)
         if isinstance(policy, Full):
@@ -128,7 +128,7 @@ def candidates(policies: str, retained: Sequence[float]) -> list[Candidate]:
         options = name.partition(":")[2]
         sized = any(re.search(rf"(^|,)\s*{size}\s*=", options) for size in _SIZES)
         if sized or not any(field.name == "ratio" for field in dataclasses.fields(policy)):
-            found.append(Candidate(name))
+            found.append(Entry(name))
         else:
-            found += [Candidate(name, fraction) for fraction in sorted(set(retained), reverse=True)]
+            found += [Entry(name, fraction) for fraction in sorted(set(retained), reverse=True)]
     return list(dict.fromkeys(found))

@@ -8,15 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from kvjax.eval.papers.extras import Extra
+from kvjax.eval.papers.measured import Measured, Options
 from kvjax.eval.papers.paper import Paper, Published, Study
-from kvjax.eval.papers.run import Measured, Options
 from kvjax.eval.suites.figures import scores_figure
 from kvjax.eval.suites.folder import MARKDOWN, NUMBERS, PAGE
 from kvjax.eval.suites.metrics import ALSO
 from kvjax.eval.suites.page import page
-from kvjax.eval.suites.report import difference_text, estimate_text
 from kvjax.eval.suites.runner import IN_VIEW
 from kvjax.eval.suites.scores import Line, as_data, lines
+from kvjax.eval.suites.suite_report import difference_text, estimate_text
 from kvjax.figures import png
 from kvjax.files import write_atomically
 from kvjax.tables import Column, Heading, Picture, Report, Table, human_bytes, human_rate

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from kvjax.checkpoints.load import LanguageModel
 from kvjax.errors import UsageError
-from kvjax.eval.candidates import Candidate
+from kvjax.eval.entries import Entry
 from kvjax.eval.papers.paper import Ground, Paper
 from kvjax.eval.papers.registry import grounds
 from kvjax.eval.suites import estimate
@@ -51,7 +51,7 @@ class Measured:
         self.ground, self.items, self.absent = ground, list[Item](), ""
         studies = [study for paper in papers for study in paper.studies if study.ground == ground]
         caches = [cache for study in studies for cache in study.chosen(options.quick).values()]
-        self.caches: list[Candidate] = list(dict.fromkeys(caches))
+        self.caches: list[Entry] = list(dict.fromkeys(caches))
         self.refused: dict[tuple[str, float | None], str] = {}
         self.journal: Journal | None = None
         self._asked: Asked | None = None

@@ -10,9 +10,9 @@ from kvjax.cache.buckets import SHORT
 from kvjax.cache.cache import Cache, materialised, take
 from kvjax.cache.continuation import check_continuable
 from kvjax.checkpoints.load import LanguageModel
+from kvjax.engine.engine_sizes import EngineSizes, bucket_for, read_together
 from kvjax.engine.row import Row
 from kvjax.engine.schedule import Group
-from kvjax.engine.sizes import EngineSizes, bucket_for, read_together
 from kvjax.policies import Policy
 from kvjax.request import Request
 from kvjax.runtime.by_layers import can_stop_between_layers
