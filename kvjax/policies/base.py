@@ -74,8 +74,8 @@ from kvjax.policies.candidates import (
     top_mask,
 )
 from kvjax.policies.composition import Composable, is_own, shares
-from kvjax.policies.counts import HostOrTraced, floor_fraction, numpy_or_jax, per_head
 from kvjax.policies.signals import Signals
+from kvjax.policies.token_counts import HostOrTraced, floor_fraction, numpy_or_jax, per_head
 
 __all__ = [
     "Candidates",

@@ -17,7 +17,7 @@ from kvjax.cache.groups import counted_on_host
 from kvjax.cache.host_memory import as_numpy
 from kvjax.cache.quantisation import Storage
 from kvjax.model.config import ModelConfig
-from kvjax.policies.counts import HostOrTraced
+from kvjax.policies.token_counts import HostOrTraced
 
 if TYPE_CHECKING:
     from kvjax.policies.base import Policy

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float
 
 from kvjax.cache.attention import NEG
 from kvjax.cache.pool import LayerCache
@@ -19,7 +19,7 @@ from kvjax.model.rope import angles, rotate
 from kvjax.policies.base import Candidates, PromptChunk, Signals
 from kvjax.policies.option_checks import refuse_unused
 from kvjax.policies.signals import QueryStats
-from kvjax.policies.sized import Selecting
+from kvjax.policies.sized import SelectingPastSinks
 
 #: Keys whose scores are computed at a time; bounds the product of keys and covariances to G blocks of keys.
 _BLOCK = 256
@@ -28,7 +28,7 @@ _TINY = 1e-30
 
 
 @dataclasses.dataclass(frozen=True)
-class ExpectedAttention(Selecting):
+class ExpectedAttention(SelectingPastSinks):
     """Keep what future queries are expected to attend to, weighted by the value's norm (arXiv 2510.00636).
 
     Queries before rotary embedding are taken to be Gaussian, with the mean and covariance of the row's own queries
@@ -72,19 +72,12 @@ class ExpectedAttention(Selecting):
     def signals(self) -> Signals:
         return Signals(queries=True, query_skip=self.sink)
 
-    def smallest(self) -> int:
-        return self.sink + 1
-
     def init_state(self, config: ModelConfig, layer: int, batch: int, slots: tuple[int, ...]) -> Any:
         return QueryStats.none(batch, len(slots), config.group_size, config.head_dim)
 
     def state_after(self, layer: int, cache: LayerCache, candidates: Candidates, chunk: PromptChunk) -> QueryStats:
         assert candidates.signals.queries is not None
         return cache.state.merge(candidates.signals.queries)
-
-    def protected(self, candidates: Candidates, chunk: PromptChunk) -> Bool[Array, "B H N"]:
-        # Sinks never leave, so they are the first candidates of every turn.
-        return candidates.valid & (jnp.arange(candidates.k.shape[2]) < self.sink)
 
     log_scores: ClassVar[bool] = True
     attention_scores: ClassVar[bool] = True

@@ -15,7 +15,7 @@ from kvjax.errors import UsageError, quoted
 from kvjax.model.config import ModelConfig
 from kvjax.policies.base import Candidates, Policy, PromptChunk, Signals
 from kvjax.policies.signals import Repetition
-from kvjax.policies.sized import Selecting
+from kvjax.policies.sized import SelectingPastSinks
 
 #: What the model is asked, word for word as in the authors' code.
 FIRST = "\n\nRepeat the previous context exactly."
@@ -25,7 +25,7 @@ _LEAST = 1e-30
 
 
 @dataclasses.dataclass(frozen=True)
-class KVzip(Selecting):
+class KVzip(SelectingPastSinks):
     """Keep what the model attends to when it is asked to repeat the prompt, whatever will be asked (arXiv 2505.23416).
 
     Once a prompt is in, it is fed again, ``chunk`` tokens at a time, after the words "Repeat the previous context
@@ -77,13 +77,6 @@ class KVzip(Selecting):
             f"KVzip repeats {total:,} tokens behind themselves, at positions up to {end:,}; this model knows "
             f"{config.max_position:,}, so scores may be poor: a smaller chunk takes fewer."
         )
-
-    def smallest(self) -> int:
-        return self.sink + 1
-
-    def protected(self, candidates: Candidates, chunk: PromptChunk) -> Bool[Array, "B H N"]:
-        # Sinks never leave, so they are the first candidates of every turn.
-        return candidates.valid & (jnp.arange(candidates.k.shape[2]) < self.sink)
 
     def marks_after(
         self, layer: int, cache: LayerCache, candidates: Candidates, chunk: PromptChunk

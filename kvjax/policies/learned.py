@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float
 
 from kvjax.cache.pool import LayerCache
 from kvjax.checks import MOST_SLOTS, whole_number
@@ -17,14 +17,14 @@ from kvjax.model.config import ModelConfig
 from kvjax.policies.base import Candidates, PromptChunk, Signals
 from kvjax.policies.kvzip import mean_where_unknown
 from kvjax.policies.profile import ScorerProfile, load_profile, packaged
-from kvjax.policies.sized import Selecting
+from kvjax.policies.sized import SelectingPastSinks
 
 #: Logarithms of scores are between these, so that every score is a number above 0; attention is at most 1.
 _LOG_LEAST, _LOG_MOST = -60.0, 10.0
 
 
 @dataclasses.dataclass(frozen=True)
-class Learned(Selecting):
+class Learned(SelectingPastSinks):
     """Keep the tokens that a linear map of their hidden states scores highest (after KVzap, arXiv 2601.07891).
 
     KVzip's score, the largest attention that a token gets while the model repeats the prompt, costs a second reading.
@@ -77,13 +77,6 @@ class Learned(Selecting):
 
     def hidden_weights(self, config: ModelConfig, layer: int) -> np.ndarray:
         return self._profile_of(config).of_layer(layer)
-
-    def smallest(self) -> int:
-        return self.sink + 1
-
-    def protected(self, candidates: Candidates, chunk: PromptChunk) -> Bool[Array, "B H N"]:
-        # Sinks never leave, so they are the first candidates of every turn.
-        return candidates.valid & (jnp.arange(candidates.k.shape[2]) < self.sink)
 
     def marks_after(
         self, layer: int, cache: LayerCache, candidates: Candidates, chunk: PromptChunk

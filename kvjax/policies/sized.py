@@ -153,3 +153,16 @@ class Selecting(Sized):
         keep = jnp.where(whole[..., None], valid, keep)
         marks = self.marks_after(layer, cache, candidates, chunk)
         return selection(cache, candidates, keep, marks, state=self.state_after(layer, cache, candidates, chunk))
+
+
+class SelectingPastSinks(Selecting):
+    """Base of those whose first ``sink`` tokens stay; the class declares ``sink`` where it is among its options."""
+
+    sink: int
+
+    def smallest(self) -> int:
+        return self.sink + 1
+
+    def protected(self, candidates: Candidates, chunk: PromptChunk) -> Bool[Array, "B H N"]:
+        # Sinks never leave, so they are the first candidates of every turn.
+        return candidates.valid & (jnp.arange(candidates.k.shape[2]) < self.sink)
