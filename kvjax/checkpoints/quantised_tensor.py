@@ -7,7 +7,7 @@ import functools
 import math
 import threading
 from collections.abc import Callable, Mapping
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import numpy as np
 
@@ -183,6 +183,27 @@ class Recent:
         if part.name not in held:
             held[part.name] = part.read()
         return held[part.name]
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredInParts:
+    """Base of the methods (:class:`Method`) whose parts have names that end in :attr:`ends`.
+
+    Attributes:
+      recent: what threads have read of parts that are stored by inputs.
+    """
+
+    ends: ClassVar[tuple[str, ...]]
+    weight: str = dataclasses.field(default=".weight", kw_only=True)
+    recent: Recent = dataclasses.field(default_factory=Recent, compare=False, kw_only=True)
+
+    def end_of(self, stored: Stored) -> str | None:
+        """One of its own ends."""
+        return next((end for end in self.ends if stored.name.endswith(end)), None)
+
+    def idle(self, name: str) -> bool:
+        """None is."""
+        return False
 
 
 def check_parts(origin: str, stem: str, parts: Mapping[str, Stored], needed: Mapping[str, tuple[str, ...]]) -> None:

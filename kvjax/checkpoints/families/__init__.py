@@ -34,7 +34,7 @@ from kvjax.checkpoints.families.refused import REFUSED
 from kvjax.checkpoints.families.smollm3 import SMOLLM3
 from kvjax.checkpoints.families.stablelm import STABLELM
 from kvjax.checkpoints.families.starcoder2 import STARCODER2
-from kvjax.checkpoints.families.tensor_names import Layout, weights_of
+from kvjax.checkpoints.families.weight_names import Layout, weights_of
 from kvjax.errors import UsageError, WeightsError, quoted
 
 __all__ = [

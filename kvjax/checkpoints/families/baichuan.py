@@ -6,7 +6,7 @@ Baichuan 2 normalises the rows of its output head (section 2.3), here as they ar
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ import numpy as np
 from kvjax.checkpoints.families.family import Family, Weight
 from kvjax.checkpoints.families.llama import config_from_gguf, config_from_hf
 from kvjax.checkpoints.families.settings import gguf_keys
-from kvjax.checkpoints.families.tensor_names import GGUF, LLAMA_LAYOUT, weights_of
+from kvjax.checkpoints.families.weight_names import GGUF, LLAMA_LAYOUT, weights_of
 from kvjax.errors import WeightsError
 from kvjax.model.config import ModelConfig
 
@@ -65,7 +65,7 @@ _GGUF_FIRST = dataclasses.replace(GGUF, pairs="neighbours")
 _GGUF_SECOND = dataclasses.replace(_GGUF_FIRST, change_head=_unit_rows)
 
 
-def _weights(config: ModelConfig, gguf: bool) -> Iterator[Weight]:
+def _weights(config: ModelConfig, gguf: bool) -> Iterable[Weight]:
     first, second = (_GGUF_FIRST, _GGUF_SECOND) if gguf else (_FIRST, _SECOND)
     return weights_of(config, first if config.vocab_size == _FIRST_VOCABULARY else second)
 

@@ -6,12 +6,12 @@ BLOOM: Le Scao et al., arXiv 2211.05100, section 3.2; its files as transformers 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from kvjax.checkpoints.families.family import Family, Weight
 from kvjax.checkpoints.families.settings import checked_layers, gguf_keys, layer_count, refuse_quantised, size, whole
-from kvjax.checkpoints.families.tensor_names import GGUF, Layout, weights_of
+from kvjax.checkpoints.families.weight_names import GGUF, Layout, weights_of
 from kvjax.errors import WeightsError, quoted
 from kvjax.model.config import ModelConfig
 
@@ -116,7 +116,7 @@ _HF = Layout(
 _GGUF = dataclasses.replace(GGUF, qkv="attn_qkv")
 
 
-def _weights(config: ModelConfig, gguf: bool) -> Iterator[Weight]:
+def _weights(config: ModelConfig, gguf: bool) -> Iterable[Weight]:
     return weights_of(config, _GGUF if gguf else _HF)
 
 

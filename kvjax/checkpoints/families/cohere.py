@@ -6,14 +6,14 @@ Command R+ has norms of each head's queries and keys too.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from kvjax.checkpoints.families.family import Family, Weight
 from kvjax.checkpoints.families.llama import config_from_gguf, config_from_hf
 from kvjax.checkpoints.families.settings import gguf_keys
 from kvjax.checkpoints.families.sliding import Slides, all_but_every, sliding_layers, windows_from_hf
-from kvjax.checkpoints.families.tensor_names import GGUF, LLAMA_LAYOUT, weights_of
+from kvjax.checkpoints.families.weight_names import GGUF, LLAMA_LAYOUT, weights_of
 from kvjax.model.config import ModelConfig
 
 _FEATURES: dict[str, Any] = {"norm": "layer", "norm_bias": False, "parallel_block": True, "shared_norm": True}
@@ -70,7 +70,7 @@ _GGUF = dataclasses.replace(GGUF, pairs="neighbours")
 _LAYOUT = dataclasses.replace(LLAMA_LAYOUT, pairs="neighbours")
 
 
-def _weights(config: ModelConfig, gguf: bool) -> Iterator[Weight]:
+def _weights(config: ModelConfig, gguf: bool) -> Iterable[Weight]:
     return weights_of(config, _GGUF if gguf else _LAYOUT)
 
 

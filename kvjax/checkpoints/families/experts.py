@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from kvjax.checkpoints.families.family import Family, Weight
 from kvjax.checkpoints.families.llama import config_from_gguf, config_from_hf, decoder_weights
 from kvjax.checkpoints.families.settings import checked_size, layer_count, size, whole
 from kvjax.checkpoints.families.sliding import qwen_windows, windows_from_hf
-from kvjax.checkpoints.families.tensor_names import GGUF, LLAMA_LAYOUT, ExpertNames, weights_of
+from kvjax.checkpoints.families.weight_names import GGUF, LLAMA_LAYOUT, ExpertNames, weights_of
 from kvjax.errors import WeightsError
 from kvjax.model.config import ModelConfig
 from kvjax.model.experts import Experts
@@ -76,7 +76,7 @@ _MIXTRAL_NAMES = ExpertNames(
 )
 
 
-def _mixtral_weights(config: ModelConfig, gguf: bool) -> Iterator[Weight]:
+def _mixtral_weights(config: ModelConfig, gguf: bool) -> Iterable[Weight]:
     return weights_of(config, GGUF if gguf else dataclasses.replace(LLAMA_LAYOUT, experts=_MIXTRAL_NAMES))
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from kvjax.checkpoints.families.family import Family, Weight
 from kvjax.checkpoints.families.llama import config_from_gguf, config_from_hf
 from kvjax.checkpoints.families.settings import GELU, layer_count, refuse, size
-from kvjax.checkpoints.families.tensor_names import GGUF, LLAMA_NORMS, Layout, weights_of
+from kvjax.checkpoints.families.weight_names import GGUF, LLAMA_NORMS, Layout, weights_of
 from kvjax.errors import WeightsError
 from kvjax.model.config import ModelConfig
 
@@ -77,7 +77,7 @@ def _from_gguf(
     return config_from_gguf(metadata, shapes, factors, origin, shared_norm=shared, **features)
 
 
-def _weights(config: ModelConfig, gguf: bool) -> Iterator[Weight]:
+def _weights(config: ModelConfig, gguf: bool) -> Iterable[Weight]:
     one, two = (_GGUF_ONE, _GGUF_TWO) if gguf else (_ONE, _TWO)
     return weights_of(config, two if config.parallel_block and not config.shared_norm else one)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -52,7 +52,7 @@ class Family:
 
     from_hf: Callable[[Mapping[str, Any], str], ModelConfig]
     from_gguf: Callable[[Mapping[str, Any], Mapping[str, tuple[int, ...]], Mapping[str, Any], str], ModelConfig] | None
-    weights: Callable[[ModelConfig, bool], Iterator[Weight]]
+    weights: Callable[[ModelConfig, bool], Iterable[Weight]]
     optional_prefix: str = ""
     other_prefixes: tuple[str, ...] = ()
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from kvjax.checkpoints.families.family import Family, Weight
 from kvjax.checkpoints.families.llama import config_from_gguf, config_from_hf
 from kvjax.checkpoints.families.settings import refuse
-from kvjax.checkpoints.families.tensor_names import GGUF, LLAMA_LAYOUT, weights_of
+from kvjax.checkpoints.families.weight_names import GGUF, LLAMA_LAYOUT, weights_of
 from kvjax.model.config import MLPKind, ModelConfig
 
 #: Files before transformers 4.39 say gelu, and mean its tanh form.
@@ -52,7 +52,7 @@ def gemma_from_gguf(
 GEMMA_GGUF = dataclasses.replace(GGUF, change_norm=lambda weight: weight - 1)
 
 
-def _weights(config: ModelConfig, gguf: bool) -> Iterator[Weight]:
+def _weights(config: ModelConfig, gguf: bool) -> Iterable[Weight]:
     return weights_of(config, GEMMA_GGUF if gguf else LLAMA_LAYOUT)
 
 

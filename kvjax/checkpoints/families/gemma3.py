@@ -7,14 +7,14 @@ rotary embedding of their own. Of a multimodal checkpoint the language model is 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from kvjax.checkpoints.families.family import Family, Weight
 from kvjax.checkpoints.families.gemma import GEMMA_GGUF, gemma_from_gguf, gemma_from_hf
 from kvjax.checkpoints.families.settings import checked_size, gguf_keys, refuse_quantised
 from kvjax.checkpoints.families.sliding import all_but_every, windows_from_hf, with_ropes
-from kvjax.checkpoints.families.tensor_names import LLAMA_LAYOUT, weights_of
+from kvjax.checkpoints.families.weight_names import LLAMA_LAYOUT, weights_of
 from kvjax.errors import WeightsError
 from kvjax.model.config import ModelConfig
 
@@ -109,7 +109,7 @@ _NORMS = {
 _LAYOUT = dataclasses.replace(LLAMA_LAYOUT, norms=dict(LLAMA_LAYOUT.norms) | _NORMS)
 
 
-def _weights(config: ModelConfig, gguf: bool) -> Iterator[Weight]:
+def _weights(config: ModelConfig, gguf: bool) -> Iterable[Weight]:
     return weights_of(config, GEMMA_GGUF if gguf else _LAYOUT)
 
 

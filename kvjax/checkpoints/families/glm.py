@@ -7,13 +7,13 @@ Three kinds of file: transformers' "glm" (GLM-4-9B) and "glm4" (GLM-4-0414, with
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from kvjax.checkpoints.families.family import Family, Weight
 from kvjax.checkpoints.families.llama import config_from_gguf, config_from_hf
 from kvjax.checkpoints.families.settings import layer_count, refuse, refuse_quantised, size
-from kvjax.checkpoints.families.tensor_names import GGUF, LLAMA_LAYOUT, LLAMA_NORMS, Layout, weights_of
+from kvjax.checkpoints.families.weight_names import GGUF, LLAMA_LAYOUT, LLAMA_NORMS, Layout, weights_of
 from kvjax.errors import WeightsError
 from kvjax.model.config import ModelConfig, RopeConfig
 
@@ -50,7 +50,7 @@ def _from_gguf(
     return config_from_gguf(metadata, shapes, factors, origin, partial=True, norm_order=order, mlp_bias=False)
 
 
-def _weights(config: ModelConfig, gguf: bool) -> Iterator[Weight]:
+def _weights(config: ModelConfig, gguf: bool) -> Iterable[Weight]:
     if gguf:
         return weights_of(config, _GGUF)
     return weights_of(config, _GLM if config.norm_order == "pre" else _GLM4)
@@ -95,7 +95,7 @@ _CHATGLM = Layout(
 )
 
 
-def _chatglm_weights(config: ModelConfig, gguf: bool) -> Iterator[Weight]:
+def _chatglm_weights(config: ModelConfig, gguf: bool) -> Iterable[Weight]:
     return weights_of(config, dataclasses.replace(_GGUF, qkv="attn_qkv") if gguf else _CHATGLM)
 
 

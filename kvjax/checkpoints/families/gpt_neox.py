@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from kvjax.checkpoints.families.family import Family, Weight
 from kvjax.checkpoints.families.llama import config_from_gguf, config_from_hf
 from kvjax.checkpoints.families.settings import GELU, gguf_keys
-from kvjax.checkpoints.families.tensor_names import GGUF, Layout, weights_of
+from kvjax.checkpoints.families.weight_names import GGUF, Layout, weights_of
 from kvjax.model.config import ModelConfig
 
 
@@ -55,7 +55,7 @@ _LAYOUT = Layout(
 )
 
 
-def _weights(config: ModelConfig, gguf: bool) -> Iterator[Weight]:
+def _weights(config: ModelConfig, gguf: bool) -> Iterable[Weight]:
     return weights_of(config, _GGUF if gguf else _LAYOUT)
 
 

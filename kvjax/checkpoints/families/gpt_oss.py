@@ -6,14 +6,14 @@ Model card arXiv 2508.10925, section 2. Its published weights have their experts
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from kvjax.checkpoints.families.family import Family, Weight
 from kvjax.checkpoints.families.llama import config_from_gguf, config_from_hf
 from kvjax.checkpoints.families.settings import checked_size, size, without_mxfp4
 from kvjax.checkpoints.families.sliding import all_but_every, windows_from_hf
-from kvjax.checkpoints.families.tensor_names import GGUF, GGUF_NORMS, LLAMA_LAYOUT, ExpertNames, weights_of
+from kvjax.checkpoints.families.weight_names import GGUF, GGUF_NORMS, LLAMA_LAYOUT, ExpertNames, weights_of
 from kvjax.errors import WeightsError
 from kvjax.model.config import ModelConfig
 from kvjax.model.experts import Experts
@@ -70,7 +70,7 @@ _LAYOUT = dataclasses.replace(
 _GGUF = dataclasses.replace(GGUF, norms=dict(GGUF_NORMS) | {"post_attention_norm": "post_attention_norm"})
 
 
-def _weights(config: ModelConfig, gguf: bool) -> Iterator[Weight]:
+def _weights(config: ModelConfig, gguf: bool) -> Iterable[Weight]:
     return weights_of(config, _GGUF if gguf else _LAYOUT)
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from kvjax.checkpoints.families.family import Family, Weight
@@ -22,7 +22,7 @@ from kvjax.checkpoints.families.settings import (
     size,
 )
 from kvjax.checkpoints.families.sliding import Slides, every_layer, windows_from_gguf
-from kvjax.checkpoints.families.tensor_names import GGUF, LLAMA_LAYOUT, Pairs, weights_of
+from kvjax.checkpoints.families.weight_names import GGUF, LLAMA_LAYOUT, Pairs, weights_of
 from kvjax.checkpoints.rope_settings import rope_from_gguf, rope_from_hf, rotary_dim_from_hf
 from kvjax.errors import WeightsError
 from kvjax.model.config import MLPKind, ModelConfig
@@ -157,7 +157,7 @@ def _experts(key: Keys, shapes: Mapping[str, tuple[int, ...]], normalised: bool)
     return Experts(key("expert_count", count=True), key("expert_used_count", count=True), inner, normalised, shared)
 
 
-def decoder_weights(config: ModelConfig, gguf: bool, permuted: bool = False) -> Iterator[Weight]:
+def decoder_weights(config: ModelConfig, gguf: bool, permuted: bool = False) -> Iterable[Weight]:
     """Every weight of the layout; ``permuted`` says that a GGUF has llama's own order of rotary channels."""
     pairs: Pairs = "neighbours" if permuted else "halves"
     return weights_of(config, dataclasses.replace(GGUF, pairs=pairs) if gguf else LLAMA_LAYOUT)

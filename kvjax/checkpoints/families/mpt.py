@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from kvjax.checkpoints.families.family import Family, Weight
 from kvjax.checkpoints.families.settings import layer_count, refuse, refuse_quantised, size, whole
-from kvjax.checkpoints.families.tensor_names import Layout, weights_of
+from kvjax.checkpoints.families.weight_names import Layout, weights_of
 from kvjax.errors import WeightsError
 from kvjax.model.config import ModelConfig
 
@@ -57,7 +57,7 @@ _LAYOUT = Layout(
 )
 
 
-def _weights(config: ModelConfig, gguf: bool) -> Iterator[Weight]:
+def _weights(config: ModelConfig, gguf: bool) -> Iterable[Weight]:
     return weights_of(config, _LAYOUT)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from kvjax.checkpoints.families.family import Family, Weight
@@ -15,7 +15,7 @@ from kvjax.checkpoints.families.sliding import (
     with_ropes,
     with_window_rope,
 )
-from kvjax.checkpoints.families.tensor_names import GGUF, LLAMA_LAYOUT, weights_of
+from kvjax.checkpoints.families.weight_names import GGUF, LLAMA_LAYOUT, weights_of
 from kvjax.model.config import ModelConfig, RopeConfig
 
 _FEATURES: dict[str, Any] = {"norm_order": "post", "qk_norm_across_heads": True}
@@ -49,7 +49,7 @@ _POST = {"attention_output_norm": "post_attention_layernorm", "mlp_output_norm":
 _LAYOUT = dataclasses.replace(LLAMA_LAYOUT, norms=dict(LLAMA_LAYOUT.norms) | _POST)
 
 
-def _weights(config: ModelConfig, gguf: bool) -> Iterator[Weight]:
+def _weights(config: ModelConfig, gguf: bool) -> Iterable[Weight]:
     return weights_of(config, GGUF if gguf else _LAYOUT)
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from kvjax.checkpoints.families.family import Family, Weight
 from kvjax.checkpoints.families.llama import config_from_gguf, config_from_hf
 from kvjax.checkpoints.families.settings import refuse
-from kvjax.checkpoints.families.tensor_names import GGUF, Layout, weights_of
+from kvjax.checkpoints.families.weight_names import GGUF, Layout, weights_of
 from kvjax.model.config import ModelConfig
 
 _FEATURES: dict[str, Any] = {"norm": "layer", "parallel_block": True, "shared_norm": True}
@@ -41,7 +41,7 @@ def _from_gguf(
 _LAYOUT = Layout(out="self_attn.dense", up="mlp.fc1", down="mlp.fc2", norm="model.final_layernorm")
 
 
-def _weights(config: ModelConfig, gguf: bool) -> Iterator[Weight]:
+def _weights(config: ModelConfig, gguf: bool) -> Iterable[Weight]:
     return weights_of(config, GGUF if gguf else _LAYOUT)
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from kvjax.checkpoints.families.family import Family, Weight
 from kvjax.checkpoints.families.llama import config_from_gguf, config_from_hf
 from kvjax.checkpoints.families.sliding import every_layer, windows_from_hf
-from kvjax.checkpoints.families.tensor_names import GGUF, LLAMA_LAYOUT, weights_of
+from kvjax.checkpoints.families.weight_names import GGUF, LLAMA_LAYOUT, weights_of
 from kvjax.model.config import ModelConfig
 
 
@@ -28,7 +28,7 @@ _GGUF = dataclasses.replace(GGUF, qkv="attn_qkv", gate_up="ffn_up")
 _LAYOUT = dataclasses.replace(LLAMA_LAYOUT, qkv="self_attn.qkv_proj", gate_up="mlp.gate_up_proj")
 
 
-def _weights(config: ModelConfig, gguf: bool) -> Iterator[Weight]:
+def _weights(config: ModelConfig, gguf: bool) -> Iterable[Weight]:
     return weights_of(config, _GGUF if gguf else _LAYOUT)
 
 

@@ -6,13 +6,13 @@ StableLM 2 12B has a parallel block, and norms of each head's queries and keys.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from kvjax.checkpoints.families.family import Family, Weight
 from kvjax.checkpoints.families.llama import config_from_gguf, config_from_hf
 from kvjax.checkpoints.families.settings import gguf_keys
-from kvjax.checkpoints.families.tensor_names import GGUF, LLAMA_LAYOUT, weights_of
+from kvjax.checkpoints.families.weight_names import GGUF, LLAMA_LAYOUT, weights_of
 from kvjax.model.config import ModelConfig
 
 
@@ -45,7 +45,7 @@ _BY_HEAD = {"q_norm": "self_attn.q_layernorm.norms.{}", "k_norm": "self_attn.k_l
 _LAYOUT = dataclasses.replace(LLAMA_LAYOUT, norms=dict(LLAMA_LAYOUT.norms) | _BY_HEAD)
 
 
-def _weights(config: ModelConfig, gguf: bool) -> Iterator[Weight]:
+def _weights(config: ModelConfig, gguf: bool) -> Iterable[Weight]:
     return weights_of(config, GGUF if gguf else _LAYOUT)
 
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from typing import ClassVar
 
 import numpy as np
 
 from kvjax.checkpoints.methods.gptq import SCALES, WORDS
 from kvjax.checkpoints.quantised_tensor import (
     QuantisedMatrix,
-    Recent,
+    StoredInParts,
     check_matrix,
     check_parts,
     check_shape,
@@ -30,7 +31,7 @@ _PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
 @dataclasses.dataclass(frozen=True)
-class Awq:
+class Awq(StoredInParts):
     """See :class:`kvjax.checkpoints.quantised_tensor.Method`.
 
     Attributes:
@@ -38,16 +39,7 @@ class Awq:
     """
 
     group: int | None
-    weight: str = ".weight"
-    recent: Recent = dataclasses.field(default_factory=Recent, compare=False)
-
-    def end_of(self, stored: Stored) -> str | None:
-        """One of its own three."""
-        return next((end for end in _ENDS if stored.name.endswith(end)), None)
-
-    def idle(self, name: str) -> bool:
-        """None is."""
-        return False
+    ends: ClassVar[tuple[str, ...]] = _ENDS
 
     def join(self, origin: str, stem: str, parts: Mapping[str, Stored]) -> QuantisedMatrix:
         """The matrix of some linear layer."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from typing import ClassVar
 
 import numpy as np
 
@@ -16,8 +17,8 @@ from kvjax.checkpoints.methods.fp8 import IDLE
 from kvjax.checkpoints.methods.gptq import SCALES, WORDS
 from kvjax.checkpoints.quantised_tensor import (
     QuantisedMatrix,
-    Recent,
     Rows,
+    StoredInParts,
     check_matrix,
     check_parts,
     check_shape,
@@ -34,7 +35,7 @@ _ENDS = (".weight_packed", ".weight_scale", ".weight_zero_point", ".weight_shape
 
 
 @dataclasses.dataclass(frozen=True)
-class Compressed:
+class Compressed(StoredInParts):
     """See :class:`kvjax.checkpoints.quantised_tensor.Method`.
 
     Attributes:
@@ -48,14 +49,13 @@ class Compressed:
     group: int | None
     packed: bool
     symmetric: bool
-    weight: str = ".weight"
-    recent: Recent = dataclasses.field(default_factory=Recent, compare=False)
+    ends: ClassVar[tuple[str, ...]] = _ENDS
 
     def end_of(self, stored: Stored) -> str | None:
         """A weight of int8, or one of its own ends."""
         if stored.kind == "I8" and stored.name.endswith(".weight"):
             return ".weight"
-        return next((end for end in _ENDS if stored.name.endswith(end)), None)
+        return super().end_of(stored)
 
     def idle(self, name: str) -> bool:
         """Scales and zero points of activations and caches."""

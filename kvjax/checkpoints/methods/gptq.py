@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from typing import ClassVar
 
 import numpy as np
 
 from kvjax.checkpoints.quantised_tensor import (
     QuantisedMatrix,
-    Recent,
+    StoredInParts,
     check_matrix,
     check_parts,
     check_shape,
@@ -33,7 +34,7 @@ _ENDS = (".qweight", ".qzeros", ".scales", ".g_idx")
 
 
 @dataclasses.dataclass(frozen=True)
-class Gptq:
+class Gptq(StoredInParts):
     """See :class:`kvjax.checkpoints.quantised_tensor.Method`.
 
     Attributes:
@@ -47,16 +48,7 @@ class Gptq:
     group: int | None
     less: int
     ordered: bool
-    weight: str = ".weight"
-    recent: Recent = dataclasses.field(default_factory=Recent, compare=False)
-
-    def end_of(self, stored: Stored) -> str | None:
-        """One of its own four."""
-        return next((end for end in _ENDS if stored.name.endswith(end)), None)
-
-    def idle(self, name: str) -> bool:
-        """None is."""
-        return False
+    ends: ClassVar[tuple[str, ...]] = _ENDS
 
     def join(self, origin: str, stem: str, parts: Mapping[str, Stored]) -> QuantisedMatrix:
         """The matrix of some linear layer."""

@@ -7,7 +7,7 @@ a gated MLP may be tensors of their own or rows of one, and rotary channels may 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Literal
 
 import numpy as np
@@ -131,8 +131,24 @@ GGUF = Layout(
 )
 
 
-def weights_of(config: ModelConfig, layout: Layout) -> Iterator[Weight]:
-    """Every weight of the model, as checkpoints of this layout hold it."""
+def weights_of(config: ModelConfig, layout: Layout) -> Iterable[Weight]:
+    """Every weight of the model, as checkpoints of this layout hold it.
+
+    They are made while they are gone through, as often as that is: a corrupt count of layers makes no list.
+    """
+    return _Weights(config, layout)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Weights:
+    config: ModelConfig
+    layout: Layout
+
+    def __iter__(self) -> Iterator[Weight]:
+        return _weights(self.config, self.layout)
+
+
+def _weights(config: ModelConfig, layout: Layout) -> Iterator[Weight]:
     vocabulary, hidden = (config.vocab_size, config.hidden_size), config.hidden_size
     # A tied table is stored once, as the head.
     target, view = ("head", transposed) if config.tie_embeddings else ("embedding", unchanged)
