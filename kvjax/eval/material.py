@@ -10,7 +10,7 @@ import jax
 from kvjax.checkpoints.load import LanguageModel
 from kvjax.errors import UsageError
 from kvjax.eval.follow_ups import ANSWER_TOKENS, Conversation, make_conversations
-from kvjax.eval.needle import prompt_ids, template_tokens
+from kvjax.eval.needle_prompts import prompt_ids, template_tokens
 from kvjax.eval.recorded import RecordedDecoder, record, record_bytes
 from kvjax.eval.results import Settings
 from kvjax.eval.ruler import answer_room, make_samples

@@ -6,9 +6,9 @@ import math
 
 import pytest
 import toys
+from support.needles import NeedleAnswer, NeedleResult, run_needles
 
 from kvjax.errors import UsageError
-from kvjax.eval.needle import NeedleAnswer, NeedleResult, run_needles
 from kvjax.eval.ruler import Sample
 from kvjax.policies import Full, LagKV
 

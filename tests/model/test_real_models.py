@@ -10,9 +10,9 @@ import json
 import pathlib
 
 import pytest
+from support.needles import run_needles
 
 import kvjax
-from kvjax.eval.needle import run_needles
 from kvjax.files import cache_folder
 
 GOLDEN = json.loads((pathlib.Path(__file__).parents[1] / "golden" / "real.json").read_text())

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from kvjax.checkpoints.load import LanguageModel
 from kvjax.errors import UsageError
-from kvjax.eval.needle import prompt_ids
+from kvjax.eval.needle_prompts import prompt_ids
 from kvjax.eval.ruler import ANSWER_PREFIX, INTRODUCTION, NEEDLE, QUESTION, Sample
 from kvjax.files import check_local
 

@@ -7,7 +7,7 @@ import re
 
 from kvjax.checkpoints.load import LanguageModel
 from kvjax.errors import UsageError
-from kvjax.eval.needle import template_tokens
+from kvjax.eval.needle_prompts import template_tokens
 from kvjax.eval.suites.data import DataFolder
 from kvjax.eval.suites.essays import essay_text, need_essays
 from kvjax.eval.suites.haystack_size import largest

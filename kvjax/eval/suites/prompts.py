@@ -7,7 +7,7 @@ import itertools
 
 from kvjax.checkpoints.load import LanguageModel
 from kvjax.errors import UsageError
-from kvjax.eval.needle import template_tokens
+from kvjax.eval.needle_prompts import template_tokens
 from kvjax.eval.suites.item import Item
 
 

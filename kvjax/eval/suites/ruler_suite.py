@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvjax.checkpoints.load import LanguageModel
 from kvjax.checks import whole_number
 from kvjax.errors import UsageError
-from kvjax.eval.needle import template_tokens
+from kvjax.eval.needle_prompts import template_tokens
 from kvjax.eval.ruler import Sample, find_task
 from kvjax.eval.suites import documents_qa, tracking, word_lists
 from kvjax.eval.suites.data import DataFolder

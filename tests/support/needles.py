@@ -5,14 +5,13 @@ from __future__ import annotations
 import dataclasses
 import math
 import statistics
-from typing import TYPE_CHECKING
 
+from kvjax.checkpoints.load import LanguageModel
 from kvjax.checks import whole_number
+from kvjax.eval.needle_prompts import prompt_ids, template_tokens
 from kvjax.eval.ruler import NeedleTask, Sample, find_task, make_samples, match_all
-
-if TYPE_CHECKING:
-    from kvjax.checkpoints.load import LanguageModel
-    from kvjax.policies.base import Policy
+from kvjax.generation import generate
+from kvjax.policies.base import Policy
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,8 +113,6 @@ def run_needles(
 def _answer(
     lm: LanguageModel, group: list[Sample], policy: Policy | str | None, max_new_tokens: int, ask_after: bool
 ) -> list[NeedleAnswer]:
-    from kvjax.generation import generate
-
     asked = [prompt_ids(lm, sample) for sample in group]
     contexts, questions = [context for context, _ in asked], [question for _, question in asked]
     if ask_after:
@@ -134,23 +131,3 @@ def _answer(
         )
         for sample, output in zip(group, outputs, strict=True)
     ]
-
-
-def template_tokens(lm: LanguageModel) -> int:
-    """Tokens a chat template adds around one message; 0 without a template."""
-    if not lm.tokenizer.has_chat_template:
-        return 0
-    return len(lm.tokenizer.encode(lm.tokenizer.render([{"role": "user", "content": ""}])))
-
-
-def prompt_ids(lm: LanguageModel, sample: Sample) -> tuple[list[int], list[int]]:
-    """Ids of the context and of what comes after it, up to the beginning of the answer.
-
-    Ids and not messages, because the benchmark's text must reach the model unchanged.
-    """
-    text = sample.prompt
-    if lm.tokenizer.has_chat_template:
-        user = {"role": "user", "content": sample.context + sample.question}
-        text = lm.tokenizer.render([user]) + sample.answer_prefix.lstrip()
-    context, question, rest = text.rpartition(sample.question)
-    return lm.tokenizer.encode(context), lm.tokenizer.encode_after(question + rest)
