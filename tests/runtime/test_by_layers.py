@@ -58,8 +58,7 @@ def test_prompts_contexts_and_turns_are_those_of_one_program(lm, monkeypatch, po
 def test_layers_of_one_kind_share_one_program(lm):
     with compiled_programs() as programs:
         kvjax.generate(lm, PROMPT, max_new_tokens=1)
-    wanted = dict.fromkeys(("embed_prompt", "prefill_layer_fresh", "prompt_logits", "decode_chunk"), 1)
-    assert {name: programs[name] for name in wanted} == wanted
+    assert dict(programs) == {"prefill_layer_fresh": 1, "decode_chunk": 1}
     windows = (8, None) * 4
     with compiled_programs() as programs:  # a kind of each window
         kvjax.generate(toys.tiny_model(num_layers=8, windows=windows), PROMPT, max_new_tokens=1)
@@ -126,4 +125,4 @@ def test_the_host_waits_before_it_is_far_ahead(monkeypatch):
     monkeypatch.setattr(by_layers, "_AHEAD", 2)
     monkeypatch.setattr(by_layers, "ready", lambda last: waited.append(last.shape))
     kvjax.generate(toys.tiny_model(num_layers=5), PROMPT, max_new_tokens=1)
-    assert waited == [(1, 32)] * 3
+    assert waited == [(1,)] * 3
