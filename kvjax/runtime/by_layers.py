@@ -164,6 +164,12 @@ def _layer_types(device: Device, arguments: Any, static: dict[str, Any]) -> Any:
     return _cache_of(device, layer, ROW), ROW, ROW
 
 
+def hidden_states(device: Device, tokens: Int[Array, "B T"], *, hidden_size: int, dtype: Any) -> Float[Array, "B T M"]:
+    """Zeros where the first layer's input goes."""
+    return jnp.zeros((*tokens.shape, hidden_size), dtype)
+
+
+HIDDEN_STATES = Program(hidden_states, lambda device, arguments, static: ROW, ("hidden_size", "dtype"))
 PREFILL_LAYER_FRESH = Program(prefill_layer_fresh, _layer_types, ("number", "pages", "dtype", "storage"), (2,))
 PREFILL_LAYER_ONTO = Program(
     prefill_layer_onto, lambda device, arguments, static: (arguments[2], ROW, ROW), ("number", "pages"), (2, 3)
@@ -173,7 +179,8 @@ PREFILL_LAYER_ONTO = Program(
 def program_names(policy: Policy, params: Decoder, *, fresh: bool, onto: bool) -> list[str]:
     """Names of the programs of :func:`reading_by_layers`, into a new cache and onto one: one for each kind of layer."""
     kinds = int(_kinds(policy, params))
-    return ["prefill_layer_fresh"] * kinds * fresh + ["prefill_layer_onto"] * kinds * onto
+    small = [] if _zeros_are_sent() else ["hidden_states"]
+    return small + ["prefill_layer_fresh"] * kinds * fresh + ["prefill_layer_onto"] * kinds * onto
 
 
 def reading_by_layers(
@@ -202,9 +209,9 @@ def reading_by_layers(
     capacities = {"prompt_capacity": prompt_capacity, "new_capacity": new_capacity, "own_capacity": own_capacity}
     seen = np.zeros((len(count),), np.int32) if cache is None else cache.seen
     work = np.where(tokens[:, 0] < 0, 0, count)
-    # Nobody reads the first layer's x, which is where its embedding goes: no program makes it.
-    x = np.zeros((*tokens.shape, params.config.hidden_size), params.dtype)
-    ids, x, *counts = put(device, (tokens, x, seen, count, work, total))
+    given: Any = put(device, (tokens, seen, count, work, total))
+    ids, *counts = given
+    x = _before_the_first(device, ids, params)
     ends, last = without_layers(params), len(params.layers) - 1
     if cache is None:
         pages = device.pages(prompt_capacity, new_capacity, storage, own_capacity)
@@ -217,7 +224,8 @@ def reading_by_layers(
     for i, (layer, own, (number, _)) in enumerate(
         zip(params.layers, pages, numbers_of_kind(policy, params), strict=True)
     ):
-        read = LayerInput(ids, tuple(counts), np.bool_(i == 0), np.bool_(i == last))
+        flags: Any = np.bool_(i == 0), np.bool_(i == last)
+        read = LayerInput(ids, (counts[0], counts[1], counts[2], counts[3]), *flags)
         sizes: dict[str, Any] = {"number": number, "pages": own}
         if cache is None:
             sizes |= {"dtype": jnp.dtype(dtype), "storage": storage}
@@ -240,6 +248,22 @@ def reading_by_layers(
             delete(cache)  # what is left of it
         capacities |= {"context": cache.context}
     return one.replace(layers=tuple(done), **capacities), logits
+
+
+def _before_the_first(device: Device, ids: Int[Array, "B T"], params: Decoder) -> Float[Array, "B T M"]:
+    """The array that the first layer embeds into, whose numbers nobody reads.
+
+    A CPU is handed zeros, for which nothing is compiled; an accelerator, which they would have to be sent to, makes
+    them.
+    """
+    if not _zeros_are_sent():
+        return HIDDEN_STATES(device, ids, hidden_size=params.config.hidden_size, dtype=params.dtype)
+    zeros: Any = np.zeros((*ids.shape, params.config.hidden_size), params.dtype)
+    return put(device, zeros)
+
+
+def _zeros_are_sent() -> bool:
+    return dispatch.platform() == "cpu"
 
 
 def _layer_of(cache: Cache, index: int) -> Cache:

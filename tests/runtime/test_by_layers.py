@@ -65,6 +65,14 @@ def test_layers_of_one_kind_share_one_program(lm):
     assert programs["prefill_layer_fresh"] == 2
 
 
+def test_an_accelerator_makes_the_zeros_that_a_cpu_is_handed(lm, monkeypatch):
+    handed = kvjax.generate(lm, PROMPT, max_new_tokens=4)
+    monkeypatch.setattr(by_layers, "_zeros_are_sent", lambda: False)
+    with compiled_programs() as programs:
+        assert kvjax.generate(lm, PROMPT, max_new_tokens=4).tokens == handed.tokens
+    assert programs["hidden_states"] == 1
+
+
 def test_it_is_not_done_where_it_would_cost_more(lm):
     parse = kvjax.policies.parse
     assert not compiles_faster_by_layers(parse("full"), toys.tiny_model(num_layers=2).params)
