@@ -148,7 +148,7 @@ def test_a_file_of_whole_prompts_stands_in(lm, tmp_path):
 
 def test_a_byte_order_mark_is_no_text_and_an_option_is_one_of_four(lm, folder, tmp_path):
     (wanted,) = items(lm, folder, "longbench-v2", length=1500)
-    (row,) = json.loads((folder / "longbench_v2/data.json").read_text())
+    (row,) = json.loads(folder.find("longbench_v2/data.json").read_text())
     path = tmp_path / "longbench_v2" / "data.json"
     path.parent.mkdir()
     path.write_text(json.dumps([row]), encoding="utf-8-sig")
