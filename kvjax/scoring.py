@@ -87,7 +87,9 @@ def score(
     samples = len(answers) // len(prompts)
     request = Request(lm, prompt, options, n=samples, cache=cache, context=context, answers=answers)
     if way == "prefill" and request.policy.offloads_rounds:
-        raise UsageError('Under RoundAttention a continuation is scored in decode\'s way; give way="decode".')
+        raise UsageError(
+            'Under RoundAttention a continuation is scored token by token, as it is generated; give way="decode".'
+        )
     with running(request) as session:
         session.prefill()
         found = _by_prefill(session) if way == "prefill" else _by_decode(session)

@@ -60,9 +60,9 @@ def a_hub_that_is_never_asked(monkeypatch):
 
 @pytest.fixture(scope="module", autouse=True)
 def bounded_memory():
-    """Compiled programs are dropped between modules once a process holds 3 GB: two workers fit a small machine."""
+    """Compiled programs are dropped between modules once a process holds a fifth of the memory: two workers fit."""
     yield
-    if psutil.Process().memory_info().rss > 3 << 30:
+    if psutil.Process().memory_info().rss > psutil.virtual_memory().total // 5:
         jax.clear_caches()
 
 

@@ -46,8 +46,7 @@ def test_numpys_numbers_are_numbers(tiny_model, tmp_path):
     chat = kvjax.Chat(tiny_model, policy=policy, max_new_tokens=np.int64(2))
     chat.send("Hello")
     chat.save(tmp_path / "chat")
-    again = kvjax.Chat.load(tmp_path / "chat", tiny_model, max_new_tokens=2)
-    assert again.send("And?").tokens == chat.send("And?").tokens
+    assert kvjax.Chat.load(tmp_path / "chat", tiny_model, max_new_tokens=2).policy == chat.policy
     (tmp_path / "in.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
     files = tmp_path / "in.jsonl", tmp_path / "out"
     report = kvjax.batch.run(tiny_model, *files, batch_size=np.int64(2), shard_rows=np.int64(1), max_new_tokens=2)

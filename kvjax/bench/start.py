@@ -149,9 +149,10 @@ def count_programs(policy: str) -> Programs:
         conversation = clock.programs
     jax.clear_caches()
     with compile_clock() as clock:
-        for _ in range(40):
-            lengths = [draw.randint(5, 1500) for _ in range(draw.randint(1, 8))]
-            prompts = [[draw.randrange(256) for _ in range(length)] for length in lengths]
+        for request in range(40):
+            # Every other one is of short prompts alone: the sizes of batches meet both buckets of lengths.
+            most, rows = (256, 1500)[request % 2], draw.randint(1, 8)
+            prompts = [[draw.randrange(256) for _ in range(draw.randint(5, most))] for _ in range(rows)]
             generate(lm, prompts, policy=policy, max_new_tokens=2)
     return Programs(policy, conversation, conversation - late, clock.programs)
 

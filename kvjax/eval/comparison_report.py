@@ -97,6 +97,10 @@ def by_task(numbers: Sequence[dict[str, Any]]) -> Table:
     return Table([*_LABELS, *accuracies], answered, labels=len(_LABELS))
 
 
+def _samples(count: int) -> str:
+    return "1 sample" if count == 1 else f"{count} samples"
+
+
 def footnote(settings: Settings, machine: dict[str, Any]) -> str:
     """The sentences that say what the numbers are, and where they come from."""
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items() if version)
@@ -108,7 +112,7 @@ def footnote(settings: Settings, machine: dict[str, Any]) -> str:
         )
     stored = "" if settings.storage == "model" else f", rows stored as {settings.storage}"
     return (
-        f"{settings.model}, {settings.dtype}{stored}; {settings.samples} samples each of {', '.join(settings.tasks)} "
+        f"{settings.model}, {settings.dtype}{stored}; {_samples(settings.samples)} each of {', '.join(settings.tasks)} "
         f"(mean over tasks ± standard error), seed {settings.seed}. Asked after: the context is compressed before the "
         "question is known; in view: with it. First token: fraction of answers whose first token is the full cache's, "
         f"asked after / in view.{turns} Live, allocated and of full (live): a sample's cache when its answer begins, "

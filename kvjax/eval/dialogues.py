@@ -96,7 +96,7 @@ def read_dialogues(path: Path, count: Callable[[str], int], tokens: int) -> list
       UsageError: the file cannot be read, or holds none of the known forms.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")  # with or without a byte-order mark
     except (OSError, ValueError) as error:
         raise UsageError(f"--dialogues names a file that cannot be read: {path} ({reason(error)}).") from error
     found: list[Dialogue] = []

@@ -339,6 +339,13 @@ def with_exchange(part: _Part, config: ModelConfig, exchange: Exchange) -> _Part
     return view
 
 
+def without_layers(params: Decoder) -> Decoder:
+    """The embedding, the final norm and the head of a decoder, as one that has no layers."""
+    ends = copy.copy(params)
+    ends.layers = nnx.List([])
+    return ends
+
+
 def random_decoder(config: ModelConfig, seed: int = 0, dtype: DTypeLike = jnp.float32) -> Decoder:
     """A decoder with random weights, for tests and for benchmarks of shapes without weights."""
     return Decoder(config, rngs=nnx.Rngs(params=seed), dtype=dtype)

@@ -220,8 +220,8 @@ def check_inner(inner: Any) -> None:
         raise UsageError("lengths gives every head of a model its own buffer; an inner policy has only some of them.")
     if not inner.heads_alike:
         raise UsageError(
-            f"{type(inner).__name__} has numbers of its own for every head of a model; an inner policy has only "
-            "some of the heads."
+            f"{type(inner).__name__} has numbers of its own for every head of a model, which a policy within another "
+            "one cannot have."
         )
     if inner.beyond_context:
         raise UsageError(

@@ -53,8 +53,13 @@ class Rescoring(Selecting):
 
     def __post_init__(self) -> None:
         inner, name = self._inner, type(self).__name__
+        if not isinstance(inner, Policy):
+            raise UsageError(f"inner is {quoted(inner)}; give {name} a policy, such as kvjax.KeyDiff().")
         if not isinstance(inner, Selecting) or not self.takes(inner):
-            raise UsageError(f"inner is {quoted(inner)}; give {name} a policy that scores each token, such as KeyDiff.")
+            raise UsageError(
+                f"inner is {type(inner).__name__}, which does not choose once, by a score of each token; give {name} "
+                "a policy that does, such as KeyDiff."
+            )
         if has_own_size(inner) or inner.keep_turn != type(inner)().keep_turn:
             raise UsageError(f"The size of {name} is its own; leave budget, ratio and keep_turn out of inner.")
         refuse_shared_layers(name, inner)

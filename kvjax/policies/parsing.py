@@ -24,6 +24,8 @@ from kvjax.policies.names import ALIASES, CHOICES, POLICIES
 #: Policies within one another, in their text form.
 DEPTH = 8
 _TOO_DEEP = f"Policies are nested more than {DEPTH} deep; give one inside another a few times at most."
+#: What an option of a type is said to take.
+_KINDS: dict[type, str] = {int: "a whole number in digits, such as 1000", float: "a number", bool: "true or false"}
 _REGISTERED: dict[str, type[Policy]] = {}
 
 
@@ -215,10 +217,10 @@ def _convert(cls: type[Policy], field: str, text: str, hint: Any, depth: int) ->
                 continue
         if kind is str:
             return text
-    wanted = " or ".join(kind.__name__ for kind in kinds if kind in (int, float, bool))
+    wanted = " or ".join(words for kind, words in _KINDS.items() if kind in kinds)
     if wanted:
         bounds = f", at most {MOST_SEED}" if int in kinds and text.lstrip("+-").isdecimal() else ""
         raise UsageError(
-            f"The option {field}={quoted(text)} of {cls.__name__} is not a number it can use; give {wanted}{bounds}."
+            f"The option {field}={quoted(text)} of {cls.__name__} is not one it can use; give {wanted}{bounds}."
         )
     raise UsageError(f"The option {field} of {cls.__name__} cannot be written as text; make the policy in Python.")

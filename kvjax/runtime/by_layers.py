@@ -10,17 +10,17 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Generator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache.cache import NO_TOKEN, Cache
 from kvjax.cache.continuation import delete
 from kvjax.cache.quantisation import Storage
-from kvjax.model.decoder import Decoder, DecoderLayer
+from kvjax.model.decoder import Decoder, DecoderLayer, without_layers
 from kvjax.model.rope import angles_of_layers
 from kvjax.policies.base import Policy
 from kvjax.runtime.alike import numbers_of_kind
@@ -39,8 +39,25 @@ _FEW_KINDS = 4
 #: Layers that are given to the device before the first of them is done: XLA's CPU client takes 32 programs, and then
 #: lets the caller wait where no Ctrl-C is answered.
 _AHEAD = 16
-#: What a layer gives: a cache of it alone, what the next layer reads, and of that each row's last token.
-LayerRead = tuple[Cache, Float[Array, "B T M"], Float[Array, "B M"]]
+
+
+class LayerInput(NamedTuple):
+    """What every layer of a prompt is told.
+
+    Attributes:
+      tokens: ids, [B, T], which the first layer embeds. counts: as :data:`kvjax.runtime.layer_step.Counts`.
+      first, last: whether it is the model's first layer, and its last, which computes the logits.
+    """
+
+    tokens: Int[Array, "B T"]
+    counts: Counts
+    first: Bool[Array, ""]
+    last: Bool[Array, ""]
+
+
+#: What a layer gives: a cache of it alone with the counters after the prompt, what the next layer reads, and the logits
+#: after each row's last token, which are zeros before the last layer.
+LayerRead = tuple[Cache, Float[Array, "B T M"], Float[Array, "B V"]]
 #: Static fields of a cache on which no program here depends, so that none is compiled again when they change.
 _NO_CAPACITIES: dict[str, Any] = {"prompt_capacity": 0, "new_capacity": 0, "own_capacity": None, "joined_tokens": 0}
 
@@ -70,63 +87,74 @@ def _kinds(policy: Policy, params: Decoder) -> float:
     return len({number for number, _ in numbers_of_kind(policy, params)})
 
 
-def embed_prompt(device: Device, params: Decoder, tokens: Int[Array, "B T"]) -> Float[Array, "B T M"]:
-    """What the first layer reads."""
-    return params.embed(jnp.maximum(tokens, 0))
-
-
 def prefill_layer_fresh(
     device: Device,
+    ends: Decoder,
     layer: DecoderLayer,
     x: Float[Array, "B T M"],
-    counts: Counts,
+    read: LayerInput,
     *,
     number: int,
     pages: tuple[int, ...],
     dtype: Any,
     storage: Storage,
 ) -> LayerRead:
-    """One layer of :func:`kvjax.runtime.prefill.prefill_fresh`; to the policy it is the layer of this number."""
+    """One layer of :func:`kvjax.runtime.prefill.prefill_fresh`; to the policy it is the layer of this number.
+
+    Args:
+      ends: the model without its layers. layer: this one.
+      x: what it reads; of the first layer anything of that shape, since ``read`` has the tokens that it embeds.
+    """
     empty = device.empty_layer(number, x.shape[0], pages, dtype, storage)
-    return _read(device, layer, _cache_of(device, empty, counts[0]), x, counts, number, empty.pages, fresh=True)
+    cache = _cache_of(device, empty, read.counts[0])
+    return _read(device, ends, layer, cache, x, read, number, empty.pages, fresh=True)
 
 
 def prefill_layer_onto(
     device: Device,
+    ends: Decoder,
     layer: DecoderLayer,
     cache: Cache,
     x: Float[Array, "B T M"],
-    counts: Counts,
+    read: LayerInput,
     *,
     number: int,
     pages: tuple[int, ...],
 ) -> LayerRead:
     """One layer of :func:`kvjax.runtime.prefill.prefill_onto`, of a cache of this layer alone."""
-    return _read(device, layer, cache, x, counts, number, pages, fresh=False)
+    return _read(device, ends, layer, cache, x, read, number, pages, fresh=False)
 
 
 def _read(
     device: Device,
+    ends: Decoder,
     layer: DecoderLayer,
     cache: Cache,
     x: Float[Array, "B T M"],
-    counts: Counts,
+    read: LayerInput,
     number: int,
     pages: tuple[int, ...],
     *,
     fresh: bool,
 ) -> LayerRead:
-    seen, count, _, total = counts
+    seen, count, _, total = read.counts
+    # Both ends of the model are in the program of every layer, which takes one branch: two programs fewer are compiled
+    # for each shape of a request.
+    x = jax.lax.cond(read.first, lambda: ends.embed(jnp.maximum(read.tokens, 0)), lambda: x)
     (angles,) = angles_of_layers([layer.config], seen[:, None] + jnp.arange(x.shape[1]), seen + count)
     collector = signal_collector(cache.policy, device.local_config, seen, count, total, x.shape[1], fresh)
-    given = layer, cache.layers[0], x, angles, counts, jnp.int32(0), collector, cache.shared_layers[0]
+    given = layer, cache.layers[0], x, angles, read.counts, jnp.int32(0), collector, cache.shared_layers[0]
     packed, x, _, _ = read_and_compress(cache.policy, number, *given, pages=pages, fresh=fresh)
-    return cache.replace(layers=(packed,)), x, last_hidden(x, count)
+    found = jax.eval_shape(ends.logits, last_hidden(x, count))
+    logits = jax.lax.cond(
+        read.last, lambda: ends.logits(last_hidden(x, count)), lambda: jnp.zeros(found.shape, found.dtype)
+    )
+    return after_reading(cache.replace(layers=(packed,)), count), x, logits
 
 
 def _cache_of(device: Device, layer: Any, seen: Any) -> Cache:
-    """A cache of one layer, of which nobody needs the other counters."""
-    return Cache((layer,), seen, seen, seen, device.local_policy, 0, 0)
+    """A cache of one layer, into which nothing is read yet."""
+    return Cache((layer,), seen, seen, jnp.full_like(seen, NO_TOKEN), device.local_policy, 0, 0)
 
 
 def _layer_types(device: Device, arguments: Any, static: dict[str, Any]) -> Any:
@@ -136,26 +164,23 @@ def _layer_types(device: Device, arguments: Any, static: dict[str, Any]) -> Any:
     return _cache_of(device, layer, ROW), ROW, ROW
 
 
-def prompt_logits(
-    device: Device, params: Decoder, counters: Cache, last: Float[Array, "B M"], count: Int[Array, " B"]
-) -> tuple[Cache, Float[Array, "B V"]]:
-    """The counters of a cache after a prompt, without its layers, and the logits after each row's last token."""
-    return after_reading(counters, count), params.logits(last)
+def hidden_states(device: Device, tokens: Int[Array, "B T"], *, hidden_size: int, dtype: Any) -> Float[Array, "B T M"]:
+    """Zeros where the first layer's input goes."""
+    return jnp.zeros((*tokens.shape, hidden_size), dtype)
 
 
-EMBED_PROMPT = Program(embed_prompt, lambda device, arguments, static: ROW)
-PREFILL_LAYER_FRESH = Program(prefill_layer_fresh, _layer_types, ("number", "pages", "dtype", "storage"), (1,))
+HIDDEN_STATES = Program(hidden_states, lambda device, arguments, static: ROW, ("hidden_size", "dtype"))
+PREFILL_LAYER_FRESH = Program(prefill_layer_fresh, _layer_types, ("number", "pages", "dtype", "storage"), (2,))
 PREFILL_LAYER_ONTO = Program(
-    prefill_layer_onto, lambda device, arguments, static: (arguments[1], ROW, ROW), ("number", "pages"), (1, 2)
+    prefill_layer_onto, lambda device, arguments, static: (arguments[2], ROW, ROW), ("number", "pages"), (2, 3)
 )
-PROMPT_LOGITS = Program(prompt_logits, lambda device, arguments, static: (arguments[1], ROW))
 
 
 def program_names(policy: Policy, params: Decoder, *, fresh: bool, onto: bool) -> list[str]:
-    """Names of the programs of :func:`reading_by_layers`, into a new cache and onto one: a layer's for each kind."""
+    """Names of the programs of :func:`reading_by_layers`, into a new cache and onto one: one for each kind of layer."""
     kinds = int(_kinds(policy, params))
-    first, *later = ["prefill_layer_fresh"] * fresh + ["prefill_layer_onto"] * onto
-    return ["embed_prompt", *[first] * kinds, "prompt_logits", *later * kinds]
+    small = [] if _zeros_are_sent() else ["hidden_states"]
+    return small + ["prefill_layer_fresh"] * kinds * fresh + ["prefill_layer_onto"] * kinds * onto
 
 
 def reading_by_layers(
@@ -182,50 +207,63 @@ def reading_by_layers(
     """
     policy = device.policy
     capacities = {"prompt_capacity": prompt_capacity, "new_capacity": new_capacity, "own_capacity": own_capacity}
-    none = {"layers": (), "context": None, **_NO_CAPACITIES}
-    counters = _counters(device, len(count)) if cache is None else cache.replace(**none)
+    seen = np.zeros((len(count),), np.int32) if cache is None else cache.seen
     work = np.where(tokens[:, 0] < 0, 0, count)
-    ids, count, work, total = put(device, (tokens, count, work, total))
-    counts = counters.seen, count, work, total
+    given: Any = put(device, (tokens, seen, count, work, total))
+    ids, *counts = given
+    x = _before_the_first(device, ids, params)
+    ends, last = without_layers(params), len(params.layers) - 1
     if cache is None:
         pages = device.pages(prompt_capacity, new_capacity, storage, own_capacity)
     else:
         pages = pages_onto(device.local_config, device.local(cache), **capacities)
         had = [layer.pages for layer in device.local(cache).layers]
-    x = EMBED_PROMPT(device, params, ids)
-    lasts: list[Any] = []
+    begun: list[Any] = []
     done: list[Any] = []
+    one = logits = None
     for i, (layer, own, (number, _)) in enumerate(
         zip(params.layers, pages, numbers_of_kind(policy, params), strict=True)
     ):
+        flags: Any = np.bool_(i == 0), np.bool_(i == last)
+        read = LayerInput(ids, (counts[0], counts[1], counts[2], counts[3]), *flags)
         sizes: dict[str, Any] = {"number": number, "pages": own}
         if cache is None:
             sizes |= {"dtype": jnp.dtype(dtype), "storage": storage}
-            one, x, last = PREFILL_LAYER_FRESH(device.at(number), layer, x, counts, **sizes)
+            one, x, logits = PREFILL_LAYER_FRESH(device.at(number), ends, layer, x, read, **sizes)
             done += one.layers
         else:
-            one, donate = _layer_of(cache, i), consume and own == had[i]
-            one, x, last = PREFILL_LAYER_ONTO(device.at(number), layer, one, x, counts, donate=donate, **sizes)
+            had_one, donate = _layer_of(cache, i), consume and own == had[i]
+            given = ends, layer, had_one, x, read
+            one, x, logits = PREFILL_LAYER_ONTO(device.at(number), *given, donate=donate, **sizes)
             done += one.layers
             if donate:
                 note(cache.replace(layers=(*done, *cache.layers[i + 1 :])))
-        lasts.append(last)
+        begun.append(one.seen)
         if i >= _AHEAD:
-            ready(lasts[i - _AHEAD])
-        yield last
-    counters, logits = PROMPT_LOGITS(device, params, counters, lasts[-1], count)
+            ready(begun[i - _AHEAD])
+        yield one.seen
+    assert one is not None and logits is not None  # a model has layers
     if cache is not None:
         if consume:
             delete(cache)  # what is left of it
         capacities |= {"context": cache.context}
-    return counters.replace(layers=tuple(done), **capacities), logits
+    return one.replace(layers=tuple(done), **capacities), logits
 
 
-def _counters(device: Device, rows: int) -> Cache:
-    """The counters of an empty cache of this many rows, and none of its layers."""
-    zero: Any = np.zeros((rows,), np.int32)
-    none: Any = np.full((rows,), NO_TOKEN, np.int32)
-    return put(device, Cache((), zero, zero, none, device.policy, 0, 0))
+def _before_the_first(device: Device, ids: Int[Array, "B T"], params: Decoder) -> Float[Array, "B T M"]:
+    """The array that the first layer embeds into, whose numbers nobody reads.
+
+    A CPU is handed zeros, for which nothing is compiled; an accelerator, which they would have to be sent to, makes
+    them.
+    """
+    if not _zeros_are_sent():
+        return HIDDEN_STATES(device, ids, hidden_size=params.config.hidden_size, dtype=params.dtype)
+    zeros: Any = np.zeros((*ids.shape, params.config.hidden_size), params.dtype)
+    return put(device, zeros)
+
+
+def _zeros_are_sent() -> bool:
+    return dispatch.platform() == "cpu"
 
 
 def _layer_of(cache: Cache, index: int) -> Cache:

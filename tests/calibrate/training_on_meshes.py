@@ -18,8 +18,8 @@ TEXT = " ".join(f"Item {i} weighs {7 * i % 31} grams and stands in row {i % 9}."
 
 def main() -> None:
     one = toys.tiny_model(num_kv_heads=4, num_heads=8)
-    for mesh in (None, "data=1,model=2", "data=2,model=2", "data=2,model=1"):
-        lm = one if mesh is None else one.on(mesh)
+    for mesh in sys.argv[1:]:
+        lm = one if mesh == "none" else one.on(mesh)
         # Five pieces: two devices' last ones are one piece and a row of padding.
         learned = scorer(lm, [TEXT], tokens=100, most=5, sampled=40, steps=40)
         gated = gates(lm, [TEXT], tokens=400, keys=1, words=2, steps=4, sink=1, recent=8, penalty=1.0)

@@ -79,19 +79,22 @@ def test_questions_and_answers_of_dialogues(cli, tmp_path):
         assert refused.code == 2 and says in refused.sentence
 
 
-def test_a_long_answer_under_policies_that_evict(cli, tmp_path):
+@pytest.mark.parametrize("policies", [("streamingllm", "h2o"), pytest.param(EVICTING, marks=pytest.mark.slow)])
+def test_a_long_answer_under_policies_that_evict(cli, tmp_path, policies):
     """The full cache's losses are those that score gives; a policy with a slot for every token loses nothing."""
     command = ("picture", "long-generation", "--out", str(tmp_path / "long.png"), "--tokens", "200")
+    command += () if policies is EVICTING else ("--policies", ";".join(policies))
     ran = cli(*command, "--slots", "900")
     assert ran.code == 0, ran.err
     assert (tmp_path / "long.png").read_bytes().startswith(b"\x89PNG") and "in the last quarter" in ran.out
     first, *others = json.loads((tmp_path / "long.json").read_text())["rows"]
     assert first["policy"] == "full" and len(first["losses"]) == 200 and min(first["losses"]) >= 0
-    assert [row["policy"] for row in others] == [f"{name}:budget=900" for name in EVICTING]
+    assert [row["policy"] for row in others] == [f"{name}:budget=900" for name in policies]
     for row in others:
         assert row["losses"] == pytest.approx(first["losses"], abs=1e-4), row["policy"]
     assert "fed 200 tokens" not in cli(*command, "--slots", "900").err, "nothing is measured again"
     fewer = ("picture", "long-generation", "--out", str(tmp_path / "fewer.png"), "--tokens", "200", "--slots", "90")
+    fewer += () if policies is EVICTING else ("--policies", ";".join(policies))
     assert cli(*fewer).code == 0
     first, *others = json.loads((tmp_path / "fewer.json").read_text())["rows"]
     for row in others:

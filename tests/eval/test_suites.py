@@ -146,6 +146,18 @@ def test_a_file_of_whole_prompts_stands_in(lm, tmp_path):
     assert item.context.endswith("x = 1\n") and item.question == "Next line of code:\n"
 
 
+def test_a_byte_order_mark_is_no_text_and_an_option_is_one_of_four(lm, folder, tmp_path):
+    (wanted,) = items(lm, folder, "longbench-v2", length=1500)
+    (row,) = json.loads(folder.find("longbench_v2/data.json").read_text())
+    path = tmp_path / "longbench_v2" / "data.json"
+    path.parent.mkdir()
+    path.write_text(json.dumps([row]), encoding="utf-8-sig")
+    assert items(lm, DataFolder(tmp_path), "longbench-v2", length=1500) == [wanted]
+    path.write_text(json.dumps([row | {"answer": "E"}]))
+    with pytest.raises(UsageError, match=r"row 1 is no row of this benchmark: .*answer"):
+        items(lm, DataFolder(tmp_path), "longbench-v2", length=1500)
+
+
 def test_longbench_v2_and_longmemeval(lm, folder, monkeypatch):
     (item,) = items(lm, folder, "longbench-v2", length=1500)
     assert item.answers == ("B",) and item.groups == ("difficulty: easy", "length: short", "domain: Law")

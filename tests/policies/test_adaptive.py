@@ -136,7 +136,7 @@ def test_text_and_refusals():
     policy = AdaptiveHeads(ratio=0.25, inner=PyramidKV(), floor=0.3)
     assert parse(format_policy(policy)) == policy
     assert parse("adakv:ratio=0.5") == AdaptiveHeads(ratio=0.5)
-    with pytest.raises(UsageError, match="scores each token"):
+    with pytest.raises(UsageError, match="score of each token"):
         AdaptiveHeads(inner=TOVA())
     with pytest.raises(UsageError, match="leave budget, ratio and keep_turn out of inner"):
         AdaptiveHeads(inner=KeyDiff(budget=9))

@@ -114,7 +114,7 @@ def test_ties_go_to_the_later_chunk_and_token():
     [
         (dict(chunk=1), "chunk"),
         (dict(together=1), "together"),
-        (dict(inner=TOVA()), "scores each token"),
+        (dict(inner=TOVA()), "score of each token"),
         (dict(inner=KeyDiff(ratio=0.5)), "leave budget"),
         (dict(inner=KeyDiff(keep_turn=3)), "leave budget"),
         (dict(ratio=0.5, budget=3), "takes one of"),

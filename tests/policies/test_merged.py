@@ -155,11 +155,11 @@ def test_it_runs_over_turns_in_either_storage(policy, storage):
 
 def test_what_it_cannot_be_over_is_one_sentence():
     for inner in (TOVA(), Merged(), kvjax.Full()):
-        with pytest.raises(UsageError, match="give Merged a policy that scores each token"):
+        with pytest.raises(UsageError, match="does not choose once, by a score of each token; give Merged"):
             Merged(inner=inner)
     with pytest.raises(UsageError, match="threshold is 2"):
         Merged(threshold=2)
     with pytest.raises(UsageError, match="leave budget"):
         Merged(inner=Compactor(budget=99))
-    with pytest.raises(UsageError, match="give ChunkKV a policy that scores"):
+    with pytest.raises(UsageError, match="does not choose once"):
         ChunkKV(inner=Merged())

@@ -15,7 +15,7 @@ from kvjax.policies.names import POLICIES
 
 PREFILL = (
     *("prefill_fresh", "prefill_onto", "lower_fresh", "lower_onto", "upper"),
-    *("embed_prompt", "prefill_layer_fresh", "prefill_layer_onto", "prompt_logits"),
+    *("prefill_layer_fresh", "prefill_layer_onto"),
 )
 #: Options without which a policy does not run on a toy model, or does nothing in a short conversation.
 OPTIONS = {
@@ -68,16 +68,38 @@ def check_turns(lm, name):
     assert dict(programs) == early
 
 
-@pytest.mark.parametrize("policy", ["full", pytest.param("lagkv:ratio=0.5,lag=16", marks=pytest.mark.slow)])
-def test_random_requests_share_their_programs(lm, policy):
-    draw = random.Random(3)
+def mixed(draw: random.Random) -> list[int]:
+    """Prompts whose longest is nearly always of the second bucket."""
+    return [draw.randint(5, 1500) for _ in range(draw.randint(1, 8))]
+
+
+def equal(draw: random.Random) -> list[int]:
+    """As many short requests as long ones, so that every size of a batch meets every bucket."""
+    return [draw.randint(5, 1500) if draw.random() < 0.5 else draw.randint(5, 200)] * draw.randint(1, 8)
+
+
+def check_requests(lm, policy, requests, draw):
     with compiled_programs() as programs:
-        for i in range(40):
-            lengths = [draw.randint(5, 1500) for _ in range(draw.randint(1, 8))]
-            prompts = [[draw.randrange(256) for _ in range(length)] for length in lengths]
+        for i, counts in enumerate(requests):
+            prompts = [[draw.randrange(256) for _ in range(count)] for count in counts]
             outputs = kvjax.generate(lm, prompts, policy=policy, max_new_tokens=2, logprobs=i % 2 == 0)
-            assert [output.stats.prompt_tokens for output in outputs] == lengths
+            assert [output.stats.prompt_tokens for output in outputs] == counts
     assert sum(programs.values()) <= 12, programs
+
+
+def test_requests_of_every_batch_and_bucket_share_their_programs(deep):
+    """Two of each pair of buckets, which are all that 40 requests of 1 to 8 prompts of 5 to 1,500 tokens can be in."""
+    requests = [[length] * rows for rows in (1, 2, 4, 5, 8) for length in (20, 256, 257, 300)]
+    check_requests(deep, "full", requests, random.Random(3))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lengths", [mixed, equal])
+@pytest.mark.parametrize("policy", ["full", "lagkv:ratio=0.5,lag=16", "h2o:ratio=0.5"])
+@pytest.mark.parametrize("model", ["lm", "deep"])
+def test_random_requests_share_their_programs(request, model, policy, lengths):
+    draw = random.Random(3)
+    check_requests(request.getfixturevalue(model), policy, [lengths(draw) for _ in range(40)], draw)
 
 
 def test_counting_what_is_kept_compiles_nothing(lm):

@@ -183,7 +183,8 @@ def policy_of(case: Case) -> Any:
 
 def numbers(case: Case, lm: Any) -> tuple[dict[str, Any], Any]:
     """What a case gives on this model, and the outputs of its first turn."""
-    rooms, faster, calls = buckets.NEW_TOKENS, reading.compiles_faster_by_layers, by_layers.EMBED_PROMPT.compilations()
+    rooms, faster = buckets.NEW_TOKENS, reading.compiles_faster_by_layers
+    compiled = by_layers.PREFILL_LAYER_FRESH.compilations()
     buckets.NEW_TOKENS = reading.NEW_TOKENS = 8 if case.grow else rooms
     try:
         reading.compiles_faster_by_layers = lambda *_: case.layers
@@ -207,7 +208,7 @@ def numbers(case: Case, lm: Any) -> tuple[dict[str, Any], Any]:
     finally:
         buckets.NEW_TOKENS = reading.NEW_TOKENS = rooms
         reading.compiles_faster_by_layers = faster
-    assert case.layers == (by_layers.EMBED_PROMPT.compilations() > calls)
+    assert case.layers == (by_layers.PREFILL_LAYER_FRESH.compilations() > compiled)
     found = {
         "tokens": [output.tokens for output in outputs],
         "logprobs": [output.logprobs for output in outputs],

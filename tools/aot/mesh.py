@@ -78,8 +78,8 @@ def compile_case(
             memory = compiled.memory_analysis()
             peak = memory.peak_memory_in_bytes
             if name == "prefill" and made.by_layers:
-                # Beside the last layer's program are the other layers' weights and caches.
-                x = BATCH // data * PROMPT * config.hidden_size * DTYPE.itemsize
+                # Beside a layer's program are the other layers' weights and caches.
+                x = BATCH // data * PROMPT * (config.hidden_size * DTYPE.itemsize + 4)  # and the tokens
                 peak += planned.weights_bytes - (memory.argument_size_in_bytes - x)
                 peak += planned.cache_bytes // layers * (layers - 1)
             result[name] = {

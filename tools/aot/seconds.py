@@ -108,7 +108,8 @@ def section(results: Sequence[Measured], repeats: int) -> str:
     lines = [
         f"Decode (a chunk of steps) and prefill of {BATCH} prompts of {PROMPT:,} tokens, full cache, bfloat16,",
         f"on the fewest devices that hold 70B ({meshes}). Seconds of the processor, all threads together.{least}",
-        f"Instructions are those of the compiled module. `{LAYER}` reads a prompt: all layers share it.",
+        f"Instructions are those of the compiled module. `{LAYER}` reads a prompt: all layers share it, and it embeds",
+        "tokens and computes logits too.",
         "",
         "| target | program | model | trace | lower | compile | together | x 32 layers | instructions |",
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",

@@ -18,11 +18,11 @@ from kvjax.cache.buckets import NEW_TOKENS, prompt_bucket
 from kvjax.cache.layout import layout_on
 from kvjax.cache.quantisation import Storage
 from kvjax.model.config import ModelConfig
-from kvjax.model.decoder import abstract_decoder
+from kvjax.model.decoder import abstract_decoder, without_layers
 from kvjax.model.tiling import weight_layout
 from kvjax.policies.base import Policy
 from kvjax.runtime.alike import numbers_of_kind
-from kvjax.runtime.by_layers import PREFILL_LAYER_FRESH, compiles_faster_by_layers
+from kvjax.runtime.by_layers import PREFILL_LAYER_FRESH, LayerInput, compiles_faster_by_layers
 from kvjax.runtime.programs import DECODE_CHUNK, PREFILL_FRESH
 from kvjax.runtime.synthetic import benchmark_controls, decode_state
 from kvjax.sharding.compile import Device, OneDevice
@@ -113,11 +113,14 @@ def whole_model(
         "prefill": lambda: PREFILL_FRESH.trace(device, params, tokens, counts, counts, **sizes),
     }
     x = placed(jax.ShapeDtypeStruct((batch, capacity, config.hidden_size), DTYPE))
+    flag = everywhere(jax.ShapeDtypeStruct((), jnp.bool_))
+    read = LayerInput(tokens, (counts,) * 4, flag, flag)
     pages = device.pages(capacity, NEW_TOKENS, storage)
 
     def layer(number: int) -> Any:
         how = {"number": number, "pages": pages[number], "dtype": DTYPE, "storage": storage}
-        return PREFILL_LAYER_FRESH.trace(device.at(number), params.layers[number], x, (counts,) * 4, **how)
+        given = without_layers(params), params.layers[number], x, read
+        return PREFILL_LAYER_FRESH.trace(device.at(number), *given, **how)
 
     numbers = dict.fromkeys(number for number, _ in numbers_of_kind(policy, params))
     layers = [functools.partial(layer, number) for number in numbers]

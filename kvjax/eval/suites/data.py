@@ -38,9 +38,9 @@ class DataFolder:
 
 
 def read_text(path: Path) -> str:
-    """A file's text; one sentence where it cannot be read."""
+    """A file's text, without a byte-order mark; one sentence where it cannot be read."""
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise KvjaxError(f"{path} cannot be read: {reason(error)}.") from error
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, Literal
 
 from kvjax.checkpoints.load import LanguageModel
 from kvjax.eval.suites.data import DataFolder, from_hub, read_json, read_rows, row_of
@@ -31,7 +31,7 @@ class Row:
     choice_B: str
     choice_C: str
     choice_D: str
-    answer: str
+    answer: Literal["A", "B", "C", "D"]
     context: str
 
 

@@ -93,6 +93,10 @@ def _by_name(title: str, lines: Sequence[Line], names: Sequence[tuple[str, str]]
     return Table([*_LABELS, *columns], lines, title=title, labels=len(_LABELS))
 
 
+def _span(least: int, most: int) -> str:
+    return f"{least:,}" if least == most else f"{least:,} to {most:,}"
+
+
 def _footnote(suite: Suite, settings: RunSettings, lines: Sequence[Line], machine: dict[str, Any]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items() if version)
     asked = (
@@ -102,7 +106,7 @@ def _footnote(suite: Suite, settings: RunSettings, lines: Sequence[Line], machin
     )
     stored = "" if settings.storage == "model" else f" Rows are stored as {settings.storage}."
     prompts = [one.answer.prompt_tokens for line in lines for one in line.scored]
-    span = f" Prompts have {min(prompts):,} to {max(prompts):,} tokens." if prompts else ""
+    span = f" Prompts have {_span(min(prompts), max(prompts))} tokens." if prompts else ""
     return (
         f"{suite.title}. {settings.model}, seed {settings.seed}. {asked}{stored}{span} {suite.about} "
         f"Scores are percent ± standard errors; against {REFERENCE}: the mean difference of the same questions, and p, "
