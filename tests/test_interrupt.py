@@ -24,7 +24,7 @@ import toys
 import kvjax
 from kvjax import waiting
 from kvjax.interrupt import BrokenOff, breakably, interruptible
-from kvjax.sharding import compiling
+from kvjax.sharding import compile_thread
 
 ROOT = Path(__file__).resolve().parent.parent
 #: Seconds within which Ctrl-C is answered; tests share their machine with others.
@@ -206,24 +206,24 @@ def test_errors_beside_are_the_callers():
 def test_a_call_that_is_compiled_and_done_needs_no_thread(monkeypatch):
     @jax.jit
     def double(x):
-        compiling.on_trace()
+        compile_thread.on_trace()
         return 2 * x
 
-    assert int(compiling.call(double, "double", jnp.int32(3))) == 6
+    assert int(compile_thread.call(double, "double", jnp.int32(3))) == 6
     monkeypatch.setattr(waiting, "in_thread", None)
-    monkeypatch.setattr(compiling, "in_thread", None)
-    assert int(compiling.call(double, "double", jnp.int32(4))) == 8
+    monkeypatch.setattr(compile_thread, "in_thread", None)
+    assert int(compile_thread.call(double, "double", jnp.int32(4))) == 8
     assert int(waiting.ready(jnp.int32(4).block_until_ready())) == 4
 
 
 def test_programs_within_programs_are_traced_with_them():
     @jax.jit
     def double(x):
-        compiling.on_trace()
+        compile_thread.on_trace()
         return 2 * x
 
     def twice(x):
-        return compiling.call(double, "double", compiling.call(double, "double", x))
+        return compile_thread.call(double, "double", compile_thread.call(double, "double", x))
 
     assert int(jax.jit(twice)(3)) == 12 and jax.eval_shape(twice, jnp.int32(3)).shape == ()
     with jax.disable_jit():

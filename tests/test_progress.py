@@ -58,15 +58,15 @@ def test_a_call_tells_its_stages_in_order(tiny_model):
 )
 def test_the_programs_of_a_call_are_known(tiny_model, monkeypatch, options, names):
     """Every program that a call runs is one of those it announced."""
-    from kvjax.sharding import compiling
+    from kvjax.sharding import compile_thread
 
-    ran, call = [], compiling.call
+    ran, call = [], compile_thread.call
 
     def noted(jitted, name, *arguments, **static):
         ran.append(name)
         return call(jitted, name, *arguments, **static)
 
-    monkeypatch.setattr(compiling, "call", noted)
+    monkeypatch.setattr(compile_thread, "call", noted)
     place = Reporter(function=lambda event: None)
     with telling(place):
         kvjax.generate(tiny_model, "hello", **({"max_new_tokens": 3, "stop_token_ids": []} | options))

@@ -36,7 +36,7 @@ from kvjax.model.decoder import Decoder, DecoderLayer
 from kvjax.policies.base import Policy
 from kvjax.policies.empty_cache import empty_cache
 from kvjax.policies.page_capacities import page_capacities
-from kvjax.sharding import compiling
+from kvjax.sharding import compile_thread
 from kvjax.sharding.decoder import local_decoder, local_layer
 from kvjax.sharding.mesh import Mesh
 from kvjax.sharding.partition import Partition
@@ -131,7 +131,7 @@ class Program:
         """Run on the device or mesh; what is donated is consumed unless ``donate`` is False."""
         split = self._split(_put(device, arguments))
         jitted = _compiled(self, donate and bool(self.donates))
-        found = compiling.call(jitted, self.function.__name__, *split, device=device, **static)
+        found = compile_thread.call(jitted, self.function.__name__, *split, device=device, **static)
         contexts = _contexts(arguments)
         return _map_nodes({Cache: lambda cache: cache.replace(context=contexts[0])}, found) if contexts else found
 
@@ -146,7 +146,7 @@ class Program:
 
     def compile_ahead(self, device: Device, *arguments: Any, **static: Any) -> None:
         """Begin to compile it for arguments like these, arrays or their shapes; the next call waits for it."""
-        compiling.start(_compiled(self, bool(self.donates)), *self._split(arguments), device=device, **static)
+        compile_thread.start(_compiled(self, bool(self.donates)), *self._split(arguments), device=device, **static)
 
     def lower(self, device: Device, *arguments: Any, donate: bool = True, **static: Any) -> Any:
         """As ``jax.jit(...).lower``: to compile ahead of time, or to look at what XLA makes of it."""
@@ -183,7 +183,7 @@ class Program:
 @functools.cache
 def _compiled(program: Program, donate: bool) -> Any:
     def run(donated: list[Any], rest: list[Any], *, device: Device, **static: Any) -> Any:
-        compiling.on_trace()
+        compile_thread.on_trace()
         arguments = program._joined(donated, rest)
         if isinstance(device, OneDevice):
             return _own(program.function(device, *arguments, **static))
