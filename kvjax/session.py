@@ -187,7 +187,7 @@ class Session:
         if request.cache is not None or several or policy.offloads_rounds or request.options.max_new_tokens == 0:
             return
         onto = request_bucket(len(request.prompts[0])) if request.context else None
-        by_layers = compiles_faster_by_layers(policy, request.lm.params)
+        by_layers = compiles_faster_by_layers(policy, request.lm.params, request.lm.mesh)
         if by_layers or policy.chunks(request.lm.config) is not None or request.prompt_logprobs:
             onto = None  # layers take little time to compile, chunks have sizes of their own, and scores a program
         self.programs.compile_ahead(

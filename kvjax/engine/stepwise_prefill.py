@@ -35,7 +35,7 @@ class Prefill:
         self, lm: LanguageModel, policy: Policy, sizes: EngineSizes, programs: Programs, kinds: dict[str, Any]
     ):
         self._params, self._sizes, self._programs, self._kinds = lm.params, sizes, programs, kinds
-        self._by_layers = can_stop_between_layers(policy, lm.params)
+        self._by_layers = can_stop_between_layers(policy, lm.params, lm.mesh)
         self._contexts: OrderedDict[Any, Cache] = OrderedDict()
 
     def forget(self) -> None:

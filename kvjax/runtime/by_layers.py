@@ -8,6 +8,7 @@ time; and what else has to run may run between layers.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Callable, Generator
 from typing import Any, NamedTuple
@@ -15,7 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from kvjax.cache.cache import NO_TOKEN, Cache
 from kvjax.cache.continuation import delete
@@ -28,6 +29,7 @@ from kvjax.runtime.layer_step import Counts, read_and_compress
 from kvjax.runtime.prefill import after_reading, last_hidden, pages_onto
 from kvjax.runtime.signal_collector import signal_collector
 from kvjax.sharding.compile import ROW, Device, Program, put
+from kvjax.sharding.mesh import Mesh
 from kvjax.waiting import ready
 from pallas_kernels import dispatch
 
@@ -38,7 +40,7 @@ _MANY_ALIKE = 4
 _FEW_KINDS = 4
 #: Layers that are given to the device before the first of them is done: XLA's CPU client takes 32 programs, and then
 #: lets the caller wait where no Ctrl-C is answered.
-_AHEAD = 16
+AHEAD = 16
 
 
 class LayerInput(NamedTuple):
@@ -51,8 +53,26 @@ class LayerInput(NamedTuple):
 
     tokens: Int[Array, "B T"]
     counts: Counts
-    first: Bool[Array, ""]
-    last: Bool[Array, ""]
+    first: Any = np.bool_(False)
+    last: Any = np.bool_(False)
+
+    def at(self, layer: int, last: int) -> LayerInput:
+        """The same of this layer, ``last`` being the model's last."""
+        return self._replace(first=np.bool_(layer == 0), last=np.bool_(layer == last))
+
+
+class Begun:
+    """The programs that the device was given, of which the host is never far ahead."""
+
+    def __init__(self) -> None:
+        self._made: collections.deque[Any] = collections.deque()
+
+    def after(self, made: Any) -> Any:
+        """What the newest program makes, once what was begun long before is done."""
+        self._made.append(made)
+        if len(self._made) > AHEAD:
+            ready(self._made.popleft())
+        return made
 
 
 #: What a layer gives: a cache of it alone with the counters after the prompt, what the next layer reads, and the logits
@@ -62,27 +82,27 @@ LayerRead = tuple[Cache, Float[Array, "B T M"], Float[Array, "B V"]]
 _NO_CAPACITIES: dict[str, Any] = {"prompt_capacity": 0, "new_capacity": 0, "own_capacity": None, "joined_tokens": 0}
 
 
-def can_stop_between_layers(policy: Policy, params: Decoder) -> bool:
+def can_stop_between_layers(policy: Policy, params: Decoder, mesh: Mesh | None = None) -> bool:
     """Whether prompts may be read whole, layer by layer, by programs that serve several layers each."""
     most = max(_FEW_KINDS, len(params.layers) // 2)
-    return policy.chunks(params.config) is None and _kinds(policy, params) <= most
+    return policy.chunks(params.config) is None and _kinds(policy, params, mesh) <= most
 
 
-def compiles_faster_by_layers(policy: Policy, params: Decoder) -> bool:
+def compiles_faster_by_layers(policy: Policy, params: Decoder, mesh: Mesh | None = None) -> bool:
     """Whether the programs of single layers are compiled much faster than one of all layers.
 
     On a CPU not where a policy makes more kinds of them than the model has: of each kind a conversation has two
     programs, which take it as long as two of all layers. Elsewhere those of layers also need less memory: of 8 rows of
     32,768 tokens of an 8B model's 32 layers, compiled for v5e, 8.5 GiB at the peak where one of all layers needs 11.0.
     """
-    kinds = _kinds(policy, params)
+    kinds = _kinds(policy, params, mesh)
     few = kinds <= len({layer.config for layer in params.layers}) or dispatch.platform() != "cpu"
     return few and kinds * _MANY_ALIKE <= len(params.layers)
 
 
-def _kinds(policy: Policy, params: Decoder) -> float:
-    """Programs that read a layer under a policy; without end if layers are read twice, or share their slots."""
-    if policy.signals.repeat is not None or policy.shares_layers:
+def _kinds(policy: Policy, params: Decoder, mesh: Mesh | None) -> float:
+    """Programs that read a layer under a policy; without end if layers share their slots, or repeat it on a mesh."""
+    if policy.shares_layers or (policy.signals.repeat is not None and mesh is not None):
         return np.inf
     return len({number for number, _ in numbers_of_kind(policy, params)})
 
@@ -106,7 +126,7 @@ def prefill_layer_fresh(
       x: what it reads; of the first layer anything of that shape, since ``read`` has the tokens that it embeds.
     """
     empty = device.empty_layer(number, x.shape[0], pages, dtype, storage)
-    cache = _cache_of(device, empty, read.counts[0])
+    cache = cache_of(device, empty, read.counts[0])
     return _read(device, ends, layer, cache, x, read, number, empty.pages, fresh=True)
 
 
@@ -138,21 +158,31 @@ def _read(
     fresh: bool,
 ) -> LayerRead:
     seen, count, _, total = read.counts
-    # Both ends of the model are in the program of every layer, which takes one branch: two programs fewer are compiled
-    # for each shape of a request.
-    x = jax.lax.cond(read.first, lambda: ends.embed(jnp.maximum(read.tokens, 0)), lambda: x)
+    x = embedded(ends, read, x)
     (angles,) = angles_of_layers([layer.config], seen[:, None] + jnp.arange(x.shape[1]), seen + count)
     collector = signal_collector(cache.policy, device.local_config, seen, count, total, x.shape[1], fresh)
     given = layer, cache.layers[0], x, angles, read.counts, jnp.int32(0), collector, cache.shared_layers[0]
     packed, x, _, _ = read_and_compress(cache.policy, number, *given, pages=pages, fresh=fresh)
-    found = jax.eval_shape(ends.logits, last_hidden(x, count))
-    logits = jax.lax.cond(
-        read.last, lambda: ends.logits(last_hidden(x, count)), lambda: jnp.zeros(found.shape, found.dtype)
-    )
-    return after_reading(cache.replace(layers=(packed,)), count), x, logits
+    return after_reading(cache.replace(layers=(packed,)), count), x, logits_of_last(ends, read, x)
 
 
-def _cache_of(device: Device, layer: Any, seen: Any) -> Cache:
+# Both ends of the model are in the program of every layer, which takes one branch: two programs fewer are compiled for
+# each shape of a request.
+
+
+def embedded(ends: Decoder, read: LayerInput, x: Float[Array, "B T M"]) -> Float[Array, "B T M"]:
+    """What a layer reads: of the first the embedding."""
+    return jax.lax.cond(read.first, lambda: ends.embed(jnp.maximum(read.tokens, 0)), lambda: x)
+
+
+def logits_of_last(ends: Decoder, read: LayerInput, x: Float[Array, "B T M"]) -> Float[Array, "B V"]:
+    """The logits after each row's last token where ``x`` is the last layer's output, else zeros."""
+    last = last_hidden(x, read.counts[1])
+    found = jax.eval_shape(ends.logits, last)
+    return jax.lax.cond(read.last, lambda: ends.logits(last), lambda: jnp.zeros(found.shape, found.dtype))
+
+
+def cache_of(device: Device, layer: Any, seen: Any) -> Cache:
     """A cache of one layer, into which nothing is read yet."""
     return Cache((layer,), seen, seen, jnp.full_like(seen, NO_TOKEN), device.local_policy, 0, 0)
 
@@ -161,7 +191,7 @@ def _layer_types(device: Device, arguments: Any, static: dict[str, Any]) -> Any:
     """What :func:`prefill_layer_fresh` results in, by the types that tell where it goes."""
     given = {name: static[name] for name in ("pages", "dtype", "storage")}
     layer = jax.eval_shape(lambda: device.empty_layer(static["number"], 1, **given))
-    return _cache_of(device, layer, ROW), ROW, ROW
+    return cache_of(device, layer, ROW), ROW, ROW
 
 
 def hidden_states(device: Device, tokens: Int[Array, "B T"], *, hidden_size: int, dtype: Any) -> Float[Array, "B T M"]:
@@ -178,8 +208,10 @@ PREFILL_LAYER_ONTO = Program(
 
 def program_names(policy: Policy, params: Decoder, *, fresh: bool, onto: bool) -> list[str]:
     """Names of the programs of :func:`reading_by_layers`, into a new cache and onto one: one for each kind of layer."""
-    kinds = int(_kinds(policy, params))
+    kinds = len({number for number, _ in numbers_of_kind(policy, params)})
     small = [] if _zeros_are_sent() else ["hidden_states"]
+    if policy.signals.repeat is not None:
+        return small + ["hold_layer", "repeat_layer"] * kinds * (fresh + onto)
     return small + ["prefill_layer_fresh"] * kinds * fresh + ["prefill_layer_onto"] * kinds * onto
 
 
@@ -205,43 +237,29 @@ def reading_by_layers(
     results. A cache that is consumed goes layer by layer: ``note`` is told of what there is of it after each, with the
     counters of before, so that whoever lent it can have it back when a later layer fails.
     """
-    policy = device.policy
     capacities = {"prompt_capacity": prompt_capacity, "new_capacity": new_capacity, "own_capacity": own_capacity}
-    seen = np.zeros((len(count),), np.int32) if cache is None else cache.seen
-    work = np.where(tokens[:, 0] < 0, 0, count)
-    given: Any = put(device, (tokens, seen, count, work, total))
-    ids, *counts = given
-    x = _before_the_first(device, ids, params)
-    ends, last = without_layers(params), len(params.layers) - 1
-    if cache is None:
-        pages = device.pages(prompt_capacity, new_capacity, storage, own_capacity)
-    else:
-        pages = pages_onto(device.local_config, device.local(cache), **capacities)
-        had = [layer.pages for layer in device.local(cache).layers]
-    begun: list[Any] = []
+    read, pages, had = begun_reading(device, cache, tokens, count, total, storage, capacities)
+    x, ends, last = before_the_first(device, read.tokens, params), without_layers(params), len(params.layers) - 1
+    begun = Begun()
     done: list[Any] = []
     one = logits = None
     for i, (layer, own, (number, _)) in enumerate(
-        zip(params.layers, pages, numbers_of_kind(policy, params), strict=True)
+        zip(params.layers, pages, numbers_of_kind(device.policy, params), strict=True)
     ):
-        flags: Any = np.bool_(i == 0), np.bool_(i == last)
-        read = LayerInput(ids, (counts[0], counts[1], counts[2], counts[3]), *flags)
+        read = read.at(i, last)
         sizes: dict[str, Any] = {"number": number, "pages": own}
         if cache is None:
             sizes |= {"dtype": jnp.dtype(dtype), "storage": storage}
             one, x, logits = PREFILL_LAYER_FRESH(device.at(number), ends, layer, x, read, **sizes)
             done += one.layers
         else:
-            had_one, donate = _layer_of(cache, i), consume and own == had[i]
-            given = ends, layer, had_one, x, read
+            before, donate = layer_of(cache, i), consume and own == had[i]
+            given = ends, layer, before, x, read
             one, x, logits = PREFILL_LAYER_ONTO(device.at(number), *given, donate=donate, **sizes)
             done += one.layers
             if donate:
                 note(cache.replace(layers=(*done, *cache.layers[i + 1 :])))
-        begun.append(one.seen)
-        if i >= _AHEAD:
-            ready(begun[i - _AHEAD])
-        yield one.seen
+        yield begun.after(one.seen)
     assert one is not None and logits is not None  # a model has layers
     if cache is not None:
         if consume:
@@ -250,7 +268,26 @@ def reading_by_layers(
     return one.replace(layers=tuple(done), **capacities), logits
 
 
-def _before_the_first(device: Device, ids: Int[Array, "B T"], params: Decoder) -> Float[Array, "B T M"]:
+def begun_reading(
+    device: Device,
+    cache: Cache | None,
+    tokens: Int[np.ndarray, "B T"],
+    count: Int[np.ndarray, " B"],
+    total: Int[np.ndarray, " B"],
+    storage: Storage,
+    capacities: dict[str, int | None],
+) -> tuple[LayerInput, tuple[tuple[int, ...], ...], list[tuple[int, ...]]]:
+    """What layers are told of a prompt, their pages once it is in, and those that they have; none of a new cache."""
+    seen = np.zeros((len(count),), np.int32) if cache is None else cache.seen
+    given: Any = put(device, (tokens, (seen, count, np.where(tokens[:, 0] < 0, 0, count), total)))
+    if cache is None:
+        sizes: Any = capacities
+        return LayerInput(*given), device.pages(storage=storage, **sizes), []
+    pages = pages_onto(device.local_config, device.local(cache), **capacities)  # pyright: ignore[reportArgumentType]
+    return LayerInput(*given), pages, [layer.pages for layer in device.local(cache).layers]
+
+
+def before_the_first(device: Device, ids: Int[Array, "B T"], params: Decoder) -> Float[Array, "B T M"]:
     """The array that the first layer embeds into, whose numbers nobody reads.
 
     A CPU is handed zeros, for which nothing is compiled; an accelerator, which they would have to be sent to, makes
@@ -266,7 +303,7 @@ def _zeros_are_sent() -> bool:
     return dispatch.platform() == "cpu"
 
 
-def _layer_of(cache: Cache, index: int) -> Cache:
+def layer_of(cache: Cache, index: int) -> Cache:
     """A cache of one of its layers, which shares the others' counters."""
     context = cache.context
     if context is not None:

@@ -20,6 +20,7 @@ from kvjax.model.decoder import Decoder
 from kvjax.policies.base import Policy, shares
 from kvjax.runtime.by_layers import compiles_faster_by_layers, program_names, reading_by_layers
 from kvjax.runtime.programs import ONE_DEVICE, Programs
+from kvjax.runtime.repeating_by_layers import repeating_by_layers
 from kvjax.runtime.token_logprobs import next_logprobs
 
 
@@ -156,7 +157,8 @@ def reading(
         if logprobs is None and by_layers(bucket):
             device = programs.device(policy if cache is None else cache.policy, config)
             kinds = {"device": device, "dtype": dtype, "storage": storage}
-            found: Any = yield from reading_by_layers(
+            read_layers = reading_by_layers if policy.signals.repeat is None else repeating_by_layers
+            found: Any = yield from read_layers(
                 params, cache, tokens, count, total, consume=consume, note=note, **kinds, **capacities, **onto
             )
         elif cache is None:
@@ -258,7 +260,7 @@ class TokenStrategy:
 
 def _by_layers(params: Decoder, request: Read) -> Callable[[int], bool]:
     """Whether prompts are read layer by layer, whatever their length: where it is compiled faster."""
-    faster = compiles_faster_by_layers(request.policy, params)
+    faster = compiles_faster_by_layers(request.policy, params, request.programs.mesh)
     return lambda tokens: faster and not request.prompt_logprobs
 
 

@@ -22,8 +22,8 @@ from kvjax.cache.attention import kept_rows
 from kvjax.cache.buckets import block_of, keys_of
 from kvjax.cache.cache import Cache
 from kvjax.cache.shared_context import SharedLayer
-from kvjax.model.decoder import Decoder
-from kvjax.model.rope import angles_of_layers
+from kvjax.model.decoder import Decoder, DecoderLayer
+from kvjax.model.rope import Angles, angles_of_layers
 from kvjax.policies.signals import Mass, PromptSignals
 from kvjax.runtime.alike import numbers_of_kind
 from kvjax.runtime.choosing_together import compress_together
@@ -117,10 +117,8 @@ def read_then_choose(
         held.append(hold(old, k, v, seen, count, fresh=fresh, placed=layer.config.positional == "alibi"))
         found.append(signals)
     if asked is not None:
-        masses = repeated(params, Passes(asked, tokens, seen, work), held, shared)
-        for i, mass in enumerate(masses):
-            if mass is not None:
-                found[i] = dataclasses.replace(found[i] or PromptSignals(), repeat=Mass(None, mass[:, :, None]))
+        peaks = repeated(params, Passes(asked, tokens, seen, work), held, shared)
+        found = [with_repeated(signals, peak) for signals, peak in zip(found, peaks, strict=True)]
     if policy.shares_layers:
         layers = [layer.config for layer in params.layers], [number for number, _ in numbers]
         dense = [(one.k, one.v) for one in held]
@@ -140,27 +138,50 @@ def repeated(
     params: Decoder, passes: Passes, held: Sequence[Held], shared: Sequence[SharedLayer]
 ) -> list[Float[Array, "B H T"] | None]:
     """Each prompt key's largest attention probability in the passes, by layer; None for layers with a window."""
-    tokens, chunks = passes.prompts.shape[1], -(-passes.prompts.shape[1] // passes.size)
-    end = passes.seen + passes.count
+    tokens, end = passes.prompts.shape[1], passes.seen + passes.count
     place = end[:, None] + jnp.arange(passes.width)
     angles = angles_of_layers([layer.config for layer in params.layers], place, end)
 
-    def empty(layer: Any, one: Held) -> Array | None:
-        shape = (*one.k.shape[:2], chunks * passes.size)
-        return None if layer.config.window is not None else jnp.zeros(shape, jnp.float32)
-
-    def once(i: Int[Array, ""], masses: list[Array | None]) -> list[Array | None]:
-        fed, count, chunk = passes.of(i)
-        x, done = params.embed(fed), []
-        for layer, one, rope, common, mass in zip(params.layers, held, angles, shared, masses, strict=True):
-            observer = None if mass is None else passes.collector(i, one.rows, count, chunk, layer)
-            before = shared_before(common, one.cache, passes.width, end, layer.config.positional == "alibi")
-            x, _, _, found = read_rows(layer, x, rope, one.rows, count, jnp.int32(0), observer, before)
-            done.append(
-                mass if mass is None else jax.lax.dynamic_update_slice_in_dim(mass, found, i * passes.size, axis=2)
-            )
+    def once(i: Int[Array, ""], peaks: list[Array | None]) -> list[Array | None]:
+        ids, fed, chunk = passes.of(i)
+        x, done = params.embed(ids), []
+        for layer, one, rope, common, peak in zip(params.layers, held, angles, shared, peaks, strict=True):
+            x, peak = pass_through(layer, one, rope, common, peak, passes, i, fed, chunk, x)
+            done.append(peak)
         return done
 
-    masses = [empty(layer, one) for layer, one in zip(params.layers, held, strict=True)]
-    masses = jax.lax.fori_loop(0, passes.number, once, masses)
-    return [None if mass is None else mass[..., :tokens] for mass in masses]
+    peaks = [passes.empty_peak(layer, one.k) for layer, one in zip(params.layers, held, strict=True)]
+    peaks = jax.lax.fori_loop(0, passes.number, once, peaks)
+    return [None if peak is None else peak[..., :tokens] for peak in peaks]
+
+
+def pass_through(
+    layer: DecoderLayer,
+    held: Held,
+    rope: Angles,
+    shared: SharedLayer,
+    peak: Float[Array, "B H S"] | None,
+    passes: Passes,
+    i: Int[Array, ""],
+    fed: Int[Array, " B"],
+    chunk: Int[Array, " B"],
+    x: Float[Array, "B W M"],
+) -> tuple[Float[Array, "B W M"], Float[Array, "B H S"] | None]:
+    """Pass ``i`` through one layer: what the next one reads, and ``peak`` with what the keys of its chunk got.
+
+    ``fed`` tokens of each row are fed, of which ``chunk`` are the chunk's.
+    """
+    observer = None if peak is None else passes.collector(i, held.rows, fed, chunk, layer)
+    end = passes.seen + passes.count
+    before = shared_before(shared, held.cache, passes.width, end, layer.config.positional == "alibi")
+    x, _, _, found = read_rows(layer, x, rope, held.rows, fed, jnp.int32(0), observer, before)
+    if peak is not None:
+        peak = jax.lax.dynamic_update_slice_in_dim(peak, found, i * passes.size, axis=2)
+    return x, peak
+
+
+def with_repeated(signals: PromptSignals | None, peak: Float[Array, "B H T"] | None) -> PromptSignals | None:
+    """What a layer's policy asked for, with what each key got in the passes."""
+    if peak is None:
+        return signals
+    return dataclasses.replace(signals or PromptSignals(), repeat=Mass(None, peak[:, :, None]))

@@ -50,6 +50,13 @@ class Passes:
         """Passes that the longest row takes."""
         return (jnp.max(self.count) + self.size - 1) // self.size
 
+    def empty_peak(self, layer: DecoderLayer, k: Float[Array, "B H T D"]) -> Float[Array, "B H S"] | None:
+        """Each key's largest probability before the first pass; None of a layer with a window, whose keys all stay."""
+        if layer.config.window is not None:
+            return None
+        chunks = -(-self.prompts.shape[1] // self.size)
+        return jnp.zeros((*k.shape[:2], chunks * self.size), jnp.float32)
+
     def of(self, i: Int[Array, ""]) -> tuple[Int[Array, "B W"], Int[Array, " B"], Int[Array, " B"]]:
         """Pass ``i``: what is fed, how many tokens of each row, and how many of these are the chunk's."""
         chunk = jnp.clip(self.count - i * self.size, 0, self.size)

@@ -12,11 +12,21 @@ import kvjax
 from kvjax.runtime import by_layers, reading
 from kvjax.runtime.by_layers import can_stop_between_layers, compiles_faster_by_layers, reading_by_layers
 from kvjax.runtime.programs import Programs
+from kvjax.sharding.mesh import Mesh
 
 CASES = [
     ("full", "model"),
     ("lagkv:ratio=0.5,lag=8", "int8"),
     pytest.param("snapkv:ratio=0.5", "model", marks=pytest.mark.slow),
+]
+#: Of several passes and of one, within other policies, and of models of other layers.
+REPEATED = [
+    ("kvzip:ratio=0.5,chunk=32", "model", {"windows": (16, None) * 2}),
+    ("kvzip:ratio=0.5,chunk=32", "int8", {}),
+    ("kvzip:ratio=0.5", "model", {"positional": "alibi"}),
+    ("adaptive:ratio=0.5,inner=kvzip(chunk=32)", "model", {}),
+    ("razor:ratio=0.6,heads=0.0+1.1,inner=kvzip(chunk=32)", "model", {}),
+    ("criticalkv:ratio=0.5,inner=kvzip", "model", {}),
 ]
 PROMPT, OTHER, QUESTION = list(range(3, 100)), list(range(60, 20, -1)), [7, 8, 9, 1, 2]
 
@@ -34,6 +44,16 @@ def facts(output):
 
 @pytest.mark.parametrize(("policy", "storage"), CASES)
 def test_prompts_contexts_and_turns_are_those_of_one_program(lm, monkeypatch, policy, storage):
+    check(lm, monkeypatch, policy, storage, ("prefill_layer_fresh", "prefill_layer_onto"))
+
+
+@pytest.mark.parametrize(("policy", "storage", "layers"), REPEATED)
+def test_prompts_that_are_repeated_are_those_of_one_program(lm, monkeypatch, policy, storage, layers):
+    lm = toys.tiny_model(num_layers=4, hidden_size=16, intermediate_size=16, **layers)
+    check(lm, monkeypatch, policy, storage, ("hold_layer", "repeat_layer"))
+
+
+def check(lm, monkeypatch, policy, storage, names):
     how = {"policy": policy, "max_new_tokens": 4, "stop_token_ids": (), "logprobs": True, "storage": storage}
 
     def answers():
@@ -45,14 +65,14 @@ def test_prompts_contexts_and_turns_are_those_of_one_program(lm, monkeypatch, po
             *(facts(one) for one in kvjax.generate(lm, [QUESTION, OTHER], context=PROMPT, **how)),
         ]
 
-    assert compiles_faster_by_layers(kvjax.policies.parse(policy), lm.params)
+    monkeypatch.setattr(reading, "compiles_faster_by_layers", lambda *_: True)
     with compiled_programs() as programs:
         found = answers()
-    assert programs["prefill_layer_fresh"] and programs["prefill_layer_onto"] and not programs["prefill_fresh"]
+    assert all(programs[name] for name in names) and not programs["prefill_fresh"] and not programs["prefill_onto"]
     monkeypatch.setattr(reading, "compiles_faster_by_layers", lambda *_: False)
     with compiled_programs() as programs:
         assert answers() == found
-    assert programs["prefill_fresh"] and not programs["prefill_layer_fresh"]
+    assert programs["prefill_fresh"] and not programs[names[0]]
 
 
 def test_layers_of_one_kind_share_one_program(lm):
@@ -81,9 +101,12 @@ def test_it_is_not_done_where_it_would_cost_more(lm):
     assert compiles_faster_by_layers(parse("lagkv:ratio=0.5,lag=8"), deep)
     skipping = kvjax.LagKV(ratio=0.5, lag=8, variant="l2")  # the layers that it skips are kinds of their own
     assert not compiles_faster_by_layers(skipping, deep) and can_stop_between_layers(skipping, deep)
-    for twice in ("kvzip:ratio=0.5", "adaptive:inner=keydiff,ratio=0.5,scope=model"):
-        assert not compiles_faster_by_layers(parse(twice), lm.params)
-        assert not can_stop_between_layers(parse(twice), lm.params)
+    together = parse("adaptive:inner=keydiff,ratio=0.5,scope=model")
+    assert not compiles_faster_by_layers(together, lm.params) and not can_stop_between_layers(together, lm.params)
+    repeated, mesh = parse("kvzip:ratio=0.5"), Mesh(1, 2)
+    assert compiles_faster_by_layers(repeated, lm.params) and can_stop_between_layers(repeated, lm.params)
+    assert not compiles_faster_by_layers(repeated, lm.params, mesh)
+    assert not can_stop_between_layers(repeated, lm.params, mesh)
 
 
 def test_a_cache_is_consumed_only_where_it_may_be(lm):

@@ -15,7 +15,7 @@ from kvjax.policies.names import POLICIES
 
 PREFILL = (
     *("prefill_fresh", "prefill_onto", "lower_fresh", "lower_onto", "upper"),
-    *("prefill_layer_fresh", "prefill_layer_onto"),
+    *("prefill_layer_fresh", "prefill_layer_onto", "hold_layer", "repeat_layer"),
 )
 #: Options without which a policy does not run on a toy model, or does nothing in a short conversation.
 OPTIONS = {

@@ -126,7 +126,7 @@ def whole_model(
     layers = [functools.partial(layer, number) for number in numbers]
     programs["prefill_layer"] = layers[0]
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        by_layers = compiles_faster_by_layers(device.policy, params)
+        by_layers = compiles_faster_by_layers(device.policy, params, device.mesh)
     return WholeModel(mesh, device, storage, programs, layers, by_layers)
 
 
