@@ -7,6 +7,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import jax
 import numpy as np
 import pytest
 from toys import tiny_model
@@ -20,6 +21,7 @@ from kvjax.errors import UsageError
 from kvjax.policies import Policy, Selection, parse
 from kvjax.policies.window_layers import for_model
 from kvjax.runtime import by_layers
+from kvjax.runtime.repeating_by_layers import HOLD_LAYER, REPEAT_LAYER
 from kvjax.sharding.compile import Program
 
 LM = tiny_model(max_position=1024)
@@ -37,15 +39,16 @@ def same(found: kvjax.Output, wanted: kvjax.Output) -> None:
     assert found.tokens == wanted.tokens and found.stats.retained == wanted.stats.retained
 
 
-def test_long_prompts_are_left_when_a_layer_is_read_and_not_when_it_is_begun(monkeypatch):
+@pytest.mark.parametrize(("policy", "programs"), [("full", 8), ("kvzip:ratio=0.5", 16)])
+def test_long_prompts_are_left_when_a_layer_is_read_and_not_when_it_is_begun(monkeypatch, policy, programs):
     """Devices take programs before they run them; a clock that only sees them taken would keep nobody's pause."""
     deep, made, when_left = tiny_model(max_position=1024, num_layers=8), [], []
     run, step = Program.__call__, Loop._step
 
     def kept(self, *arguments, **static):
         found = run(self, *arguments, **static)
-        if self is by_layers.PREFILL_LAYER_FRESH:
-            made.append(found[2])
+        if self in (by_layers.PREFILL_LAYER_FRESH, HOLD_LAYER, REPEAT_LAYER):
+            made.append(jax.tree.leaves(found[0])[0])
         return found
 
     def noted(self, place):
@@ -55,11 +58,11 @@ def test_long_prompts_are_left_when_a_layer_is_read_and_not_when_it_is_begun(mon
 
     monkeypatch.setattr(Program, "__call__", kept)
     monkeypatch.setattr(Loop, "_step", noted)
-    with Engine(deep, "full", slots=1, prompt_tokens=1000, new_tokens=4) as engine:
+    with Engine(deep, policy, slots=1, prompt_tokens=1000, new_tokens=4) as engine:
         engine.submit(ids(990, 1), max_new_tokens=1, chat=False).result(120)
         made.clear()
         engine.submit(ids(980, 1), max_new_tokens=1, chat=False).result(120)
-    assert len(made) == 8 and len(when_left) >= 8 and all(when_left)
+    assert len(made) == programs and len(when_left) >= programs and all(when_left)
 
 
 def test_prompts_under_razor_are_left_between_layers_too():
