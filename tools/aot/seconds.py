@@ -135,8 +135,8 @@ _REASON = (
     "more than 1.5 times as long as 32, all of it in the compiler. Layers that are alike are traced and lowered once,",
     "whatever their number. The compiler is given every layer by itself, as it will run, each with its own weights and",
     "pages, and its time follows the number of instructions. A loop over layers would be compiled once, but slice or",
-    "copy what a layer reads in every step: decoding so was 3.5 to 6 times slower on a CPU. Compiled programs are kept,",
-    "and `kvjax warm` compiles ahead.",
+    "copy what a layer reads in every step: decoding so was 3.5 to 6 times slower on a CPU. Compiled programs are",
+    "kept, and `kvjax warm` compiles ahead.",
 )
 _COMMAND = "`python -m tools.aot.seconds --repeat {} --page docs/kernels.md` writes this section."
 
