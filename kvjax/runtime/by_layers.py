@@ -8,29 +8,37 @@ time; and what else has to run may run between layers.
 
 from __future__ import annotations
 
-import collections
-import dataclasses
 from collections.abc import Callable, Generator
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from kvjax.cache.cache import NO_TOKEN, Cache
+from kvjax.cache.cache import Cache
 from kvjax.cache.continuation import delete
 from kvjax.cache.quantisation import Storage
 from kvjax.model.decoder import Decoder, DecoderLayer, without_layers
 from kvjax.model.rope import angles_of_layers
 from kvjax.policies.base import Policy
 from kvjax.runtime.alike import numbers_of_kind
-from kvjax.runtime.layer_step import Counts, read_and_compress
-from kvjax.runtime.prefill import after_reading, last_hidden, pages_onto
+from kvjax.runtime.layer_step import read_and_compress
+from kvjax.runtime.prefill import after_reading
 from kvjax.runtime.signal_collector import signal_collector
-from kvjax.sharding.compile import ROW, Device, Program, put
+from kvjax.runtime.single_layers import (
+    Begun,
+    LayerInput,
+    before_the_first,
+    begun_reading,
+    cache_of,
+    embedded,
+    layer_of,
+    logits_of_last,
+    zeros_are_sent,
+)
+from kvjax.sharding.compile import ROW, Device, Program
 from kvjax.sharding.mesh import Mesh
-from kvjax.waiting import ready
 from pallas_kernels import dispatch
 
 #: Layers of a kind, on average, from which on a program a kind is compiled much faster than one of all layers.
@@ -38,48 +46,9 @@ _MANY_ALIKE = 4
 #: Kinds of layers, programs each, that are worth the stops in between: so many, or half of the layers. Compiling them
 #: takes no longer than one program of all layers does.
 _FEW_KINDS = 4
-#: Layers that are given to the device before the first of them is done: XLA's CPU client takes 32 programs, and then
-#: lets the caller wait where no Ctrl-C is answered.
-AHEAD = 16
-
-
-class LayerInput(NamedTuple):
-    """What every layer of a prompt is told.
-
-    Attributes:
-      tokens: ids, [B, T], which the first layer embeds. counts: as :data:`kvjax.runtime.layer_step.Counts`.
-      first, last: whether it is the model's first layer, and its last, which computes the logits.
-    """
-
-    tokens: Int[Array, "B T"]
-    counts: Counts
-    first: Any = np.bool_(False)
-    last: Any = np.bool_(False)
-
-    def at(self, layer: int, last: int) -> LayerInput:
-        """The same of this layer, ``last`` being the model's last."""
-        return self._replace(first=np.bool_(layer == 0), last=np.bool_(layer == last))
-
-
-class Begun:
-    """The programs that the device was given, of which the host is never far ahead."""
-
-    def __init__(self) -> None:
-        self._made: collections.deque[Any] = collections.deque()
-
-    def after(self, made: Any) -> Any:
-        """What the newest program makes, once what was begun long before is done."""
-        self._made.append(made)
-        if len(self._made) > AHEAD:
-            ready(self._made.popleft())
-        return made
-
-
 #: What a layer gives: a cache of it alone with the counters after the prompt, what the next layer reads, and the logits
 #: after each row's last token, which are zeros before the last layer.
 LayerRead = tuple[Cache, Float[Array, "B T M"], Float[Array, "B V"]]
-#: Static fields of a cache on which no program here depends, so that none is compiled again when they change.
-_NO_CAPACITIES: dict[str, Any] = {"prompt_capacity": 0, "new_capacity": 0, "own_capacity": None, "joined_tokens": 0}
 
 
 def can_stop_between_layers(policy: Policy, params: Decoder, mesh: Mesh | None = None) -> bool:
@@ -166,27 +135,6 @@ def _read(
     return after_reading(cache.replace(layers=(packed,)), count), x, logits_of_last(ends, read, x)
 
 
-# Both ends of the model are in the program of every layer, which takes one branch: two programs fewer are compiled for
-# each shape of a request.
-
-
-def embedded(ends: Decoder, read: LayerInput, x: Float[Array, "B T M"]) -> Float[Array, "B T M"]:
-    """What a layer reads: of the first the embedding."""
-    return jax.lax.cond(read.first, lambda: ends.embed(jnp.maximum(read.tokens, 0)), lambda: x)
-
-
-def logits_of_last(ends: Decoder, read: LayerInput, x: Float[Array, "B T M"]) -> Float[Array, "B V"]:
-    """The logits after each row's last token where ``x`` is the last layer's output, else zeros."""
-    last = last_hidden(x, read.counts[1])
-    found = jax.eval_shape(ends.logits, last)
-    return jax.lax.cond(read.last, lambda: ends.logits(last), lambda: jnp.zeros(found.shape, found.dtype))
-
-
-def cache_of(device: Device, layer: Any, seen: Any) -> Cache:
-    """A cache of one layer, into which nothing is read yet."""
-    return Cache((layer,), seen, seen, jnp.full_like(seen, NO_TOKEN), device.local_policy, 0, 0)
-
-
 def _layer_types(device: Device, arguments: Any, static: dict[str, Any]) -> Any:
     """What :func:`prefill_layer_fresh` results in, by the types that tell where it goes."""
     given = {name: static[name] for name in ("pages", "dtype", "storage")}
@@ -194,12 +142,6 @@ def _layer_types(device: Device, arguments: Any, static: dict[str, Any]) -> Any:
     return cache_of(device, layer, ROW), ROW, ROW
 
 
-def hidden_states(device: Device, tokens: Int[Array, "B T"], *, hidden_size: int, dtype: Any) -> Float[Array, "B T M"]:
-    """Zeros where the first layer's input goes."""
-    return jnp.zeros((*tokens.shape, hidden_size), dtype)
-
-
-HIDDEN_STATES = Program(hidden_states, lambda device, arguments, static: ROW, ("hidden_size", "dtype"))
 PREFILL_LAYER_FRESH = Program(prefill_layer_fresh, _layer_types, ("number", "pages", "dtype", "storage"), (2,))
 PREFILL_LAYER_ONTO = Program(
     prefill_layer_onto, lambda device, arguments, static: (arguments[2], ROW, ROW), ("number", "pages"), (2, 3)
@@ -209,7 +151,7 @@ PREFILL_LAYER_ONTO = Program(
 def program_names(policy: Policy, params: Decoder, *, fresh: bool, onto: bool) -> list[str]:
     """Names of the programs of :func:`reading_by_layers`, into a new cache and onto one: one for each kind of layer."""
     kinds = len({number for number, _ in numbers_of_kind(policy, params)})
-    small = [] if _zeros_are_sent() else ["hidden_states"]
+    small = [] if zeros_are_sent() else ["hidden_states"]
     if policy.signals.repeat is not None:
         return small + ["hold_layer", "repeat_layer"] * kinds * (fresh + onto)
     return small + ["prefill_layer_fresh"] * kinds * fresh + ["prefill_layer_onto"] * kinds * onto
@@ -266,46 +208,3 @@ def reading_by_layers(
             delete(cache)  # what is left of it
         capacities |= {"context": cache.context}
     return one.replace(layers=tuple(done), **capacities), logits
-
-
-def begun_reading(
-    device: Device,
-    cache: Cache | None,
-    tokens: Int[np.ndarray, "B T"],
-    count: Int[np.ndarray, " B"],
-    total: Int[np.ndarray, " B"],
-    storage: Storage,
-    capacities: dict[str, int | None],
-) -> tuple[LayerInput, tuple[tuple[int, ...], ...], list[tuple[int, ...]]]:
-    """What layers are told of a prompt, their pages once it is in, and those that they have; none of a new cache."""
-    seen = np.zeros((len(count),), np.int32) if cache is None else cache.seen
-    given: Any = put(device, (tokens, (seen, count, np.where(tokens[:, 0] < 0, 0, count), total)))
-    if cache is None:
-        sizes: Any = capacities
-        return LayerInput(*given), device.pages(storage=storage, **sizes), []
-    pages = pages_onto(device.local_config, device.local(cache), **capacities)  # pyright: ignore[reportArgumentType]
-    return LayerInput(*given), pages, [layer.pages for layer in device.local(cache).layers]
-
-
-def before_the_first(device: Device, ids: Int[Array, "B T"], params: Decoder) -> Float[Array, "B T M"]:
-    """The array that the first layer embeds into, whose numbers nobody reads.
-
-    A CPU is handed zeros, for which nothing is compiled; an accelerator, which they would have to be sent to, makes
-    them.
-    """
-    if not _zeros_are_sent():
-        return HIDDEN_STATES(device, ids, hidden_size=params.config.hidden_size, dtype=params.dtype)
-    zeros: Any = np.zeros((*ids.shape, params.config.hidden_size), params.dtype)
-    return put(device, zeros)
-
-
-def _zeros_are_sent() -> bool:
-    return dispatch.platform() == "cpu"
-
-
-def layer_of(cache: Cache, index: int) -> Cache:
-    """A cache of one of its layers, which shares the others' counters."""
-    context = cache.context
-    if context is not None:
-        context = dataclasses.replace(context, layers=context.layers[index : index + 1])
-    return cache.replace(layers=cache.layers[index : index + 1], context=context, **_NO_CAPACITIES)

@@ -23,7 +23,12 @@ from kvjax.model.rope import angles_of_layers
 from kvjax.policies.base import Policy
 from kvjax.policies.signals import PromptSignals, Repetition
 from kvjax.runtime.alike import numbers_of_kind
-from kvjax.runtime.by_layers import (
+from kvjax.runtime.layer_step import compress_one, read_one
+from kvjax.runtime.prefill import after_reading
+from kvjax.runtime.repeating import hold, pass_through, with_repeated
+from kvjax.runtime.repetition import Passes
+from kvjax.runtime.signal_collector import signal_collector
+from kvjax.runtime.single_layers import (
     Begun,
     LayerInput,
     before_the_first,
@@ -33,11 +38,6 @@ from kvjax.runtime.by_layers import (
     layer_of,
     logits_of_last,
 )
-from kvjax.runtime.layer_step import compress_one, read_one
-from kvjax.runtime.prefill import after_reading
-from kvjax.runtime.repeating import hold, pass_through, with_repeated
-from kvjax.runtime.repetition import Passes
-from kvjax.runtime.signal_collector import signal_collector
 from kvjax.sharding.compile import Device, Program, put
 
 #: A layer's keys, its values, and what its policy asked for of them; then each key's largest probability in the passes.

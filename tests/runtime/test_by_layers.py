@@ -9,7 +9,7 @@ import toys
 from support.compiled import compiled_programs
 
 import kvjax
-from kvjax.runtime import by_layers, reading
+from kvjax.runtime import by_layers, reading, single_layers
 from kvjax.runtime.by_layers import can_stop_between_layers, compiles_faster_by_layers, reading_by_layers
 from kvjax.runtime.programs import Programs
 from kvjax.sharding.mesh import Mesh
@@ -87,7 +87,7 @@ def test_layers_of_one_kind_share_one_program(lm):
 
 def test_an_accelerator_makes_the_zeros_that_a_cpu_is_handed(lm, monkeypatch):
     handed = kvjax.generate(lm, PROMPT, max_new_tokens=4)
-    monkeypatch.setattr(by_layers, "_zeros_are_sent", lambda: False)
+    monkeypatch.setattr(single_layers, "zeros_are_sent", lambda: False)
     with compiled_programs() as programs:
         assert kvjax.generate(lm, PROMPT, max_new_tokens=4).tokens == handed.tokens
     assert programs["hidden_states"] == 1
@@ -153,7 +153,7 @@ def test_a_turn_that_fails_between_layers_gives_the_conversation_back(lm, monkey
 
 def test_the_host_waits_before_it_is_far_ahead(monkeypatch):
     waited = []
-    monkeypatch.setattr(by_layers, "_AHEAD", 2)
-    monkeypatch.setattr(by_layers, "ready", lambda last: waited.append(last.shape))
+    monkeypatch.setattr(single_layers, "AHEAD", 2)
+    monkeypatch.setattr(single_layers, "ready", lambda last: waited.append(last.shape))
     kvjax.generate(toys.tiny_model(num_layers=5), PROMPT, max_new_tokens=1)
     assert waited == [(1,)] * 3

@@ -1,0 +1,132 @@
+"""The parts that programs of single layers share: what they are told, the model's two ends, and the host's lead."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from kvjax.cache.cache import NO_TOKEN, Cache
+from kvjax.cache.quantisation import Storage
+from kvjax.model.decoder import Decoder
+from kvjax.runtime.layer_step import Counts
+from kvjax.runtime.prefill import last_hidden, pages_onto
+from kvjax.sharding.compile import ROW, Device, Program, put
+from kvjax.waiting import ready
+from pallas_kernels import dispatch
+
+#: Layers that are given to the device before the first of them is done: XLA's CPU client takes 32 programs, and then
+#: lets the caller wait where no Ctrl-C is answered.
+AHEAD = 16
+#: Static fields of a cache on which no program here depends, so that none is compiled again when they change.
+_NO_CAPACITIES: dict[str, Any] = {"prompt_capacity": 0, "new_capacity": 0, "own_capacity": None, "joined_tokens": 0}
+
+
+class LayerInput(NamedTuple):
+    """What every layer of a prompt is told.
+
+    Attributes:
+      tokens: ids, [B, T], which the first layer embeds. counts: as :data:`kvjax.runtime.layer_step.Counts`.
+      first, last: whether it is the model's first layer, and its last, which computes the logits.
+    """
+
+    tokens: Int[Array, "B T"]
+    counts: Counts
+    first: Any = np.bool_(False)
+    last: Any = np.bool_(False)
+
+    def at(self, layer: int, last: int) -> LayerInput:
+        """The same of this layer, ``last`` being the model's last."""
+        return self._replace(first=np.bool_(layer == 0), last=np.bool_(layer == last))
+
+
+class Begun:
+    """The programs that the device was given, of which the host is never far ahead."""
+
+    def __init__(self) -> None:
+        self._made: collections.deque[Any] = collections.deque()
+
+    def after(self, made: Any) -> Any:
+        """What the newest program makes, once what was begun long before is done."""
+        self._made.append(made)
+        if len(self._made) > AHEAD:
+            ready(self._made.popleft())
+        return made
+
+
+# Both ends of the model are in the program of every layer, which takes one branch: two programs fewer are compiled for
+# each shape of a request.
+
+
+def embedded(ends: Decoder, read: LayerInput, x: Float[Array, "B T M"]) -> Float[Array, "B T M"]:
+    """What a layer reads: of the first the embedding."""
+    return jax.lax.cond(read.first, lambda: ends.embed(jnp.maximum(read.tokens, 0)), lambda: x)
+
+
+def logits_of_last(ends: Decoder, read: LayerInput, x: Float[Array, "B T M"]) -> Float[Array, "B V"]:
+    """The logits after each row's last token where ``x`` is the last layer's output, else zeros."""
+    last = last_hidden(x, read.counts[1])
+    found = jax.eval_shape(ends.logits, last)
+    return jax.lax.cond(read.last, lambda: ends.logits(last), lambda: jnp.zeros(found.shape, found.dtype))
+
+
+def cache_of(device: Device, layer: Any, seen: Any) -> Cache:
+    """A cache of one layer, into which nothing is read yet."""
+    return Cache((layer,), seen, seen, jnp.full_like(seen, NO_TOKEN), device.local_policy, 0, 0)
+
+
+def hidden_states(device: Device, tokens: Int[Array, "B T"], *, hidden_size: int, dtype: Any) -> Float[Array, "B T M"]:
+    """Zeros where the first layer's input goes."""
+    return jnp.zeros((*tokens.shape, hidden_size), dtype)
+
+
+HIDDEN_STATES = Program(hidden_states, lambda device, arguments, static: ROW, ("hidden_size", "dtype"))
+
+
+def begun_reading(
+    device: Device,
+    cache: Cache | None,
+    tokens: Int[np.ndarray, "B T"],
+    count: Int[np.ndarray, " B"],
+    total: Int[np.ndarray, " B"],
+    storage: Storage,
+    capacities: dict[str, int | None],
+) -> tuple[LayerInput, tuple[tuple[int, ...], ...], list[tuple[int, ...]]]:
+    """What layers are told of a prompt, their pages once it is in, and those that they have; none of a new cache."""
+    seen = np.zeros((len(count),), np.int32) if cache is None else cache.seen
+    given: Any = put(device, (tokens, (seen, count, np.where(tokens[:, 0] < 0, 0, count), total)))
+    if cache is None:
+        sizes: Any = capacities
+        return LayerInput(*given), device.pages(storage=storage, **sizes), []
+    pages = pages_onto(device.local_config, device.local(cache), **capacities)  # pyright: ignore[reportArgumentType]
+    return LayerInput(*given), pages, [layer.pages for layer in device.local(cache).layers]
+
+
+def before_the_first(device: Device, ids: Int[Array, "B T"], params: Decoder) -> Float[Array, "B T M"]:
+    """The array that the first layer embeds into, whose numbers nobody reads.
+
+    A CPU is handed zeros, for which nothing is compiled; an accelerator, which they would have to be sent to, makes
+    them.
+    """
+    if not zeros_are_sent():
+        return HIDDEN_STATES(device, ids, hidden_size=params.config.hidden_size, dtype=params.dtype)
+    zeros: Any = np.zeros((*ids.shape, params.config.hidden_size), params.dtype)
+    return put(device, zeros)
+
+
+def zeros_are_sent() -> bool:
+    """Whether nothing is compiled to make the zeros before the first layer."""
+    return dispatch.platform() == "cpu"
+
+
+def layer_of(cache: Cache, index: int) -> Cache:
+    """A cache of one of its layers, which shares the others' counters."""
+    context = cache.context
+    if context is not None:
+        context = dataclasses.replace(context, layers=context.layers[index : index + 1])
+    return cache.replace(layers=cache.layers[index : index + 1], context=context, **_NO_CAPACITIES)
