@@ -55,7 +55,7 @@ def warm(
       lengths: tokens of prompts.
       policy: one policy or several.
       batch: numbers of prompts that will be answered together.
-      chat: also compile a conversation's later turns, with prompts of these lengths.
+      chat: also compile a conversation: turns of each length and short ones.
       options: of the calls, as for :func:`kvjax.generate`; those that change the cache, such as ``storage``, count.
 
     Returns:
@@ -79,9 +79,8 @@ def warm(
     found = []
     for each in parsed:
         for tokens in lengths:
-            ids = [0] * _least(tokens)
-            calls: list[tuple[int, Any]] = [(rows, _generating(lm, ids, rows)) for rows in batch]
-            calls += [(0, _talking(lm, ids))] * chat
+            calls: list[tuple[int, Any]] = [(rows, _generating(lm, [0] * _least(tokens), rows)) for rows in batch]
+            calls += [(0, _talking(lm, tokens))] * chat
             for rows, call in calls:
                 with compile_clock() as clock:
                     call(policy=each, **{"max_new_tokens": 2, **options})
@@ -102,10 +101,16 @@ def _generating(lm: LanguageModel, ids: list[int], rows: int) -> Any:
     return lambda **options: generate(lm, ids if rows == 1 else [ids] * rows, **options)
 
 
-def _talking(lm: LanguageModel, ids: list[int]) -> Any:
+def _talking(lm: LanguageModel, tokens: int) -> Any:
+    """Conversations that begin with so many tokens, on which their room depends: then as many and one, or one."""
+
     def turns(**options: Any) -> None:
         first = Chat(lm, **options).options
-        held = Owned(answer(Request(lm, ids, first)).cache)  # lent or not, as a chat does
-        answer(Request(lm, ids, dataclasses.replace(first, policy=None), cache=held))
+        later = dataclasses.replace(first, policy=None)
+        for lengths in ([tokens, tokens, 1], [tokens, 1]):
+            held = None
+            for count in [length for i, length in enumerate(lengths) if sum(lengths[: i + 1]) < lm.config.max_position]:
+                request = Request(lm, [0] * count, first if held is None else later, cache=held)
+                held = Owned(answer(request).cache)  # lent or not, as a chat does
 
     return turns

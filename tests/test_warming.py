@@ -29,6 +29,10 @@ def test_calls_of_the_warmed_forms_compile_nothing(tiny_model):
         talk = kvjax.Chat(lm, policy="lagkv:ratio=0.5,lag=16", max_new_tokens=5)
         for text in ("hello", "and?", "so?"):
             talk.send(text)
+        for texts in (("b" * 540, "c" * 540, "d"), ("b" * 540, "d")):
+            talk = kvjax.Chat(lm, policy="lagkv:ratio=0.5,lag=16", max_new_tokens=5)
+            for text in texts:
+                talk.send(text)
         assert dict(programs) == before
 
 

@@ -74,6 +74,7 @@ from kvjax.policies.candidates import (
     top_mask,
 )
 from kvjax.policies.composition import Composable, is_own, shares
+from kvjax.policies.selection_checks import check_selection
 from kvjax.policies.signals import Signals
 from kvjax.policies.token_counts import HostOrTraced, floor_fraction, numpy_or_jax, per_head
 
@@ -290,6 +291,8 @@ class Policy(Composable):
         if type(self).select is Policy.select:
             return keep_all(cache, candidates, chunk)
         chosen = self.select(layer, cache, candidates, chunk)
+        if is_own(self):
+            check_selection(type(self).__name__, chosen, candidates.valid)
         v = candidates.v if chosen.v is None else chosen.v
         kept = keep_where(cache, dataclasses.replace(candidates, v=v, marks=chosen.marks), chosen.keep, chunk)
         if is_own(self):  # those of kvjax have tests; the host refuses a head of this length, see policies/guard.py

@@ -69,6 +69,13 @@ def check_value(policy: Policy) -> None:
                 f"{name} equals one with another {field}, and would run its programs; let the dataclass compare every "
                 "field."
             )
+    alien = object.__new__(type(name, (cls,), {}))
+    vars(alien).update(vars(policy))
+    if _equal(policy, alien):
+        raise UsageError(
+            f"{name} equals a policy of another class, and would run its programs; leave __eq__ and __hash__ to the "
+            "dataclass."
+        )
 
 
 class _Another:

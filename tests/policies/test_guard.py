@@ -48,6 +48,37 @@ class FewSlotsUnplanned(FewSlots):
     budgets = Policy.budgets
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class AnyClass(Recent):
+    def __eq__(self, other):
+        return vars(self) == vars(other)
+
+    def __hash__(self):
+        return hash(self.window)
+
+
+@dataclasses.dataclass(frozen=True)
+class StateOfSelect(Recent):
+    def init_state(self, config, layer, batch, slots):
+        return jnp.zeros((batch, 3))
+
+    def select(self, layer, cache, candidates, chunk):
+        return dataclasses.replace(super().select(layer, cache, candidates, chunk), state=jnp.zeros((3,)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Mask(Recent):
+    def select(self, layer, cache, candidates, chunk):
+        return super().select(layer, cache, candidates, chunk).keep
+
+
+@dataclasses.dataclass(frozen=True)
+class Numbers(Recent):
+    def select(self, layer, cache, candidates, chunk):
+        found = super().select(layer, cache, candidates, chunk)
+        return dataclasses.replace(found, keep=found.keep.astype(jnp.int32))
+
+
 @dataclasses.dataclass(frozen=True)
 class NoSlots(Recent):
     def capacities(self, config, prompt, new):
@@ -129,6 +160,7 @@ BEFORE = {
     "state": (State(), r"State.init_state gives an array of shape \(2, 13\) for 13 rows"),
     "no dataclass": (Plain(), "Plain is no frozen dataclass"),
     "hidden": (Hidden(), "Hidden keeps 'extra' beside"),
+    "class": (AnyClass(), "AnyClass equals a policy of another class"),
     "alike": (Alike(), "Alike equals one with another sink"),
     "equal": (Equal(), "Equal equals one with another window"),
     "itself": (Itself(), "Two Itself of the same fields are not equal"),
@@ -142,6 +174,19 @@ AFTER = {
     "nothing": (Nothing(), "Nothing.select keeps nothing of 150 tokens"),
 }
 PROMPT = [number % 200 for number in range(150)]
+
+
+@pytest.mark.parametrize(
+    ("policy", "says"),
+    [
+        (StateOfSelect(), r"StateOfSelect\.select gives state with an array of shape \(3,\) for 1 rows"),
+        (Mask(), r"Mask\.select gives a \w+; give a kvjax\.policies\.Selection"),
+        (Numbers(), r"Numbers\.select gives a mask of int32 numbers of shape .*; give booleans of the shape"),
+    ],
+)
+def test_what_a_selection_shows_is_seen_while_it_is_traced(tiny_model, policy, says):
+    with pytest.raises(kvjax.UsageError, match=says):
+        kvjax.generate(tiny_model, "hello", policy=policy, max_new_tokens=2)
 
 
 @pytest.mark.parametrize(("policy", "says"), BEFORE.values(), ids=BEFORE.keys())
