@@ -91,7 +91,7 @@ def test_what_it_cannot_be_is_one_sentence():
     for made in nested:
         with pytest.raises(UsageError, match="cannot be a part of another"):
             made()
-    with pytest.raises(UsageError, match="inner is Best, .*; give AdaptiveHeads a policy that does"):
+    with pytest.raises(UsageError, match=r"inner is Best, .*; give AdaptiveHeads a policy that does"):
         AdaptiveHeads(inner=Best())
     with pytest.raises(UsageError, match="already belongs to Best"):
         kvjax.policies.register("best", Full)
