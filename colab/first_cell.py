@@ -129,6 +129,7 @@ def check(kind):
 def prepare():
     kind = accelerator()
     if problems(kind):
+        print("Installing kvjax and what it needs; this may take some minutes.", flush=True)
         changed = install(kind)
         left = problems(kind)
         if left:
