@@ -17,7 +17,6 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from kvjax.cache.cache import Cache
-from kvjax.cache.continuation import delete
 from kvjax.cache.quantisation import Storage
 from kvjax.model.decoder import Decoder, DecoderLayer, without_layers
 from kvjax.model.rope import angles_of_layers
@@ -33,6 +32,7 @@ from kvjax.runtime.single_layers import (
     begun_reading,
     cache_of,
     embedded,
+    joined,
     layer_of,
     logits_of_last,
     zeros_are_sent,
@@ -203,8 +203,4 @@ def reading_by_layers(
                 note(cache.replace(layers=(*done, *cache.layers[i + 1 :])))
         yield begun.after(one.seen)
     assert one is not None and logits is not None  # a model has layers
-    if cache is not None:
-        if consume:
-            delete(cache)  # what is left of it
-        capacities |= {"context": cache.context}
-    return one.replace(layers=tuple(done), **capacities), logits
+    return joined(one, done, cache, consume, capacities), logits

@@ -16,7 +16,6 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from kvjax.cache.cache import Cache
-from kvjax.cache.continuation import delete
 from kvjax.cache.quantisation import Storage
 from kvjax.model.decoder import Decoder, DecoderLayer, without_layers
 from kvjax.model.rope import angles_of_layers
@@ -35,6 +34,7 @@ from kvjax.runtime.single_layers import (
     begun_reading,
     cache_of,
     embedded,
+    joined,
     layer_of,
     logits_of_last,
 )
@@ -83,7 +83,7 @@ def repeat_layer(
     peak: Float[Array, "B H S"] | None,
     whole: Whole,
     read: LayerInput,
-    turn: Pass,
+    this: Pass,
     *,
     number: int,
     pages: tuple[int, ...],
@@ -96,14 +96,14 @@ def repeat_layer(
     if cache is None:
         cache = cache_of(device, device.empty_layer(number, len(count), pages, dtype, storage), seen)
     passes = Passes(asked(policy), read.tokens, seen, work)
-    ids, fed, chunk = passes.of(turn.number)
+    ids, fed, chunk = passes.of(this.number)
     x = embedded(ends, read._replace(tokens=ids), x)
     old, alibi, end = cache.layers[0], layer.config.positional == "alibi", seen + work
     ordered = old if fresh else policy.sort_slots(number, old, layer.config)
     held = hold(ordered, k, v, seen, count, fresh=fresh, placed=alibi)
     (angles,) = angles_of_layers([layer.config], end[:, None] + jnp.arange(passes.width), end)
     given = layer, held, angles, cache.shared_layers[0], peak, passes
-    x, peak = pass_through(*given, turn.number, fed, chunk, x)
+    x, peak = pass_through(*given, this.number, fed, chunk, x)
     found = with_repeated(signals, None if peak is None else peak[..., : read.tokens.shape[1]])
 
     def choose() -> Any:
@@ -115,7 +115,7 @@ def repeat_layer(
             return old
         return jax.tree.map(lambda each: jnp.zeros(each.shape, each.dtype), wanted)  # nobody reads them
 
-    packed = jax.lax.cond(turn.final, choose, stay)
+    packed = jax.lax.cond(this.final, choose, stay)
     return after_reading(cache.replace(layers=(packed,)), count), x, peak
 
 
@@ -168,18 +168,17 @@ def repeating_by_layers(
     fed: Any = put(device, np.zeros((len(count), passes.width), np.int32))
     x = before_the_first(device, fed, params)
     layers: list[Any] = [None] * len(held) if cache is None else list(cache.layers)
-    one, most = None, max(1, -(-int(np.where(tokens[:, 0] < 0, 0, count).max()) // passes.size))
-    for turn in range(most):
-        final = turn == most - 1
+    one, last_pass = None, max(0, (int(np.where(tokens[:, 0] < 0, 0, count).max()) - 1) // passes.size)
+    for number in range(last_pass + 1):
+        final = number == last_pass
         for i, layer in enumerate(params.layers):
             whole, peak = held[i]
             sizes: dict[str, Any] = {"number": numbers[i], "pages": pages[i]}
             sizes |= {"dtype": jnp.dtype(dtype), "storage": storage}
             before = None if cache is None else layer_of(cache.replace(layers=tuple(layers)), i)
             donate = cache is None or (consume and pages[i] == had[i])
-            given = ends, layer, before, x, peak, whole, read.at(i, last)
-            turned = Pass(np.int32(turn), np.bool_(final))
-            one, x, peak = REPEAT_LAYER(device, *given, turned, donate=donate, **sizes)
+            given = ends, layer, before, x, peak, whole, read.at(i, last), Pass(np.int32(number), np.bool_(final))
+            one, x, peak = REPEAT_LAYER(device, *given, donate=donate, **sizes)
             held[i] = None if final else (whole, peak)
             if final or (donate and cache is not None):
                 (layers[i],) = one.layers
@@ -187,8 +186,4 @@ def repeating_by_layers(
                 note(cache.replace(layers=tuple(layers)))
             yield begun.after(one.seen)
     assert one is not None and logits is not None  # a model has layers
-    if cache is not None:
-        if consume:
-            delete(cache)  # what is left of it
-        capacities |= {"context": cache.context}
-    return one.replace(layers=tuple(layers), **capacities), logits
+    return joined(one, layers, cache, consume, capacities), logits

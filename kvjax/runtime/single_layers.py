@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -12,6 +13,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from kvjax.cache.cache import NO_TOKEN, Cache
+from kvjax.cache.continuation import delete
 from kvjax.cache.quantisation import Storage
 from kvjax.model.decoder import Decoder
 from kvjax.runtime.layer_step import Counts
@@ -64,7 +66,7 @@ class Begun:
 
 
 def embedded(ends: Decoder, read: LayerInput, x: Float[Array, "B T M"]) -> Float[Array, "B T M"]:
-    """What a layer reads: of the first the embedding."""
+    """The input of a layer: of the first the embedding, of the others ``x``."""
     return jax.lax.cond(read.first, lambda: ends.embed(jnp.maximum(read.tokens, 0)), lambda: x)
 
 
@@ -130,3 +132,12 @@ def layer_of(cache: Cache, index: int) -> Cache:
     if context is not None:
         context = dataclasses.replace(context, layers=context.layers[index : index + 1])
     return cache.replace(layers=cache.layers[index : index + 1], context=context, **_NO_CAPACITIES)
+
+
+def joined(one: Cache, layers: Sequence[Any], before: Cache | None, consume: bool, capacities: dict[str, Any]) -> Cache:
+    """The cache of all layers, with the counters of ``one``; ``before``, onto which it was read, goes if consumed."""
+    if before is None:
+        return one.replace(layers=tuple(layers), **capacities)
+    if consume:
+        delete(before)
+    return one.replace(layers=tuple(layers), context=before.context, **capacities)
