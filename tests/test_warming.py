@@ -10,7 +10,7 @@ import kvjax
 
 
 def test_calls_of_the_warmed_forms_compile_nothing(tiny_model):
-    lm = toys.tiny_model(max_position=4096)
+    lm = toys.tiny_model(max_position=8192)
     with compiled_programs() as programs:
         found = kvjax.warm(lm, lengths=[200, 600], policy="lagkv:ratio=0.5,lag=16", batch=[1, 3], chat=True)
         assert [(each.batch, each.tokens) for each in found] == [

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 import toys
 
 import kvjax
 from kvjax.calibrate.round_attention_mass import question_and_answer_mass
-from kvjax.eval.dialogues import Dialogue
+from kvjax.eval.dialogues import Dialogue, read_dialogues
 from kvjax.eval.question_answer import LastRound, alike_figure, last_round, means
 
 ROUNDS = (("One?", "Yes, one."), ("And two?", "Two"), ("?", "Three it is."), ("Which?", "The second."))
@@ -60,3 +62,13 @@ def test_the_picture_shows_the_longest_dialogue_and_every_layer():
     np.testing.assert_allclose(below.containers[0].lines[0].get_ydata(), means(found)[0])
     assert "$L_w$ = 3" in below.get_legend_handles_labels()[1]
     assert len(alike_figure(found[:1], None, "toy").axes) == 5
+
+
+def test_a_byte_order_mark_before_dialogues_is_no_text(tmp_path):
+    path = tmp_path / "told.jsonl"
+    messages = [{"role": role, "content": f"{role} {i}."} for i in range(2) for role in ("user", "assistant")]
+    line = json.dumps({"messages": [*messages, {"role": "user", "content": "Well?"}]})
+    path.write_text(line)
+    wanted = read_dialogues(path, len, 1000)
+    path.write_text(line, encoding="utf-8-sig")
+    assert read_dialogues(path, len, 1000) == wanted

@@ -11,6 +11,7 @@ import pytest
 from support.suite_runs import CACHES, ITEMS, SETTINGS, answer, journal_at, without_times
 
 from kvjax.errors import UsageError
+from kvjax.eval.comparison_report import _samples
 from kvjax.eval.entries import Entry
 from kvjax.eval.suites import folder
 from kvjax.eval.suites.figures import task_figure
@@ -18,7 +19,7 @@ from kvjax.eval.suites.item import Suite
 from kvjax.eval.suites.journal import Journal
 from kvjax.eval.suites.runner import IN_VIEW
 from kvjax.eval.suites.scores import lines
-from kvjax.eval.suites.suite_report import _by_name
+from kvjax.eval.suites.suite_report import _by_name, _span
 
 MACHINE = {"processor": "x", "cores": 2, "versions": {"jax": "1"}, "date": "2026-01-01T00:00"}
 SUITE = Suite("ruler", "A & <title>", ("a", "b"), "About it.", lambda *_: [], lambda *_: None, heat_map=True)
@@ -216,3 +217,8 @@ def test_names_of_policies_stand_whole_above_the_bars():
     (legend,) = figure.legends
     box = legend.get_window_extent()
     assert box.x0 >= 0 and box.x1 <= figure.bbox.width, "and not beyond the picture"
+
+
+def test_one_length_and_one_sample_are_said_as_one():
+    assert _span(417, 417) == "417" and _span(417, 1500) == "417 to 1,500"
+    assert _samples(1) == "1 sample" and _samples(8) == "8 samples"
