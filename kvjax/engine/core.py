@@ -19,7 +19,7 @@ from kvjax.errors import UsageError
 from kvjax.options import GenerationOptions
 from kvjax.policies import Full, Policy, parse
 from kvjax.policies.best import resolve
-from kvjax.policies.guard import check_sizes, check_value
+from kvjax.policies.guard import check_value
 from kvjax.policies.window_layers import for_model
 from kvjax.prompts import as_told
 from kvjax.request import Request
@@ -59,7 +59,6 @@ class EngineCore:
         sizes = engine_sizes(
             lm.config, self.policy, self.storage, prompt_tokens=prompt_tokens, new_tokens=new_tokens, **kinds
         )
-        check_sizes(self.policy, lm.config, sizes.prompt_capacity, sizes.new_capacity)
         self.sizes: EngineSizes = sizes
         self.clock = open_clock()
         try:

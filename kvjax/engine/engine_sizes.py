@@ -25,6 +25,7 @@ from kvjax.errors import DoesNotFit, UsageError
 from kvjax.memory_needs import cache_bytes, prefill_bytes, weights_bytes
 from kvjax.model.config import ModelConfig
 from kvjax.policies import Policy
+from kvjax.policies.guard import check_sizes
 from kvjax.sharding.mesh import Mesh
 from kvjax.tables import human_bytes
 from pallas_kernels import dispatch
@@ -122,6 +123,7 @@ def engine_sizes(
     capacity = prompt_bucket(prompt_tokens)
     most = new_tokens if policy.beyond_context else min(new_tokens, config.max_position)
     new = NEW_TOKENS if not policy.grows else max(NEW_TOKENS, -(-most // 64) * 64)
+    check_sizes(policy, config, capacity, new)
     data = 1 if mesh is None else mesh.data
 
     def sizes(count: int) -> EngineSizes:

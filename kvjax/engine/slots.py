@@ -287,8 +287,14 @@ class Slots:
         if not ended:
             return
         cache = self._state.cache
-        numbers = self._numbers(cache)
+        numbers, check = self._numbers(cache), self._guard(cache)
         for slot, row, reason in ended:
+            try:
+                check(slot)
+            except UsageError as error:
+                self._leave(slot, row)
+                row.fail(error)
+                continue
             if reason == "length" and len(row.tokens) < row.limit:
                 reason = "memory"  # its slot is full
             left = take(cache, [slot]) if row.keep_cache else None

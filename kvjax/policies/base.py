@@ -74,9 +74,9 @@ from kvjax.policies.candidates import (
     top_mask,
 )
 from kvjax.policies.composition import Composable, is_own, shares
-from kvjax.policies.selection_checks import check_selection
 from kvjax.policies.signals import Signals
 from kvjax.policies.token_counts import HostOrTraced, floor_fraction, numpy_or_jax, per_head
+from kvjax.policies.traced_checks import check_selection, check_state
 
 __all__ = [
     "Candidates",
@@ -102,6 +102,9 @@ __all__ = [
 
 #: The length of a head of which more was kept than there was.
 BEYOND = -1
+#: Lengths after a step that went wrong, far below what later steps may add to them: of a row that is still due once it
+#: was compacted, and of a head whose next slot is none of its own.
+STILL_DUE, BEFORE_THE_FIRST = -(2**30), -(2**29)
 
 
 @jax.tree_util.register_dataclass
@@ -296,6 +299,9 @@ class Policy(Composable):
         v = candidates.v if chosen.v is None else chosen.v
         kept = keep_where(cache, dataclasses.replace(candidates, v=v, marks=chosen.marks), chosen.keep, chunk)
         if is_own(self):  # those of kvjax have tests; the host refuses a head of this length, see policies/guard.py
+            rows = len(candidates.length)
+            initial = jax.eval_shape(lambda: self.init_state(chunk.config, layer, rows, kept.slots))
+            check_state(type(self).__name__, chosen.state, initial)
             wrong = (chosen.keep & ~candidates.valid).any(axis=-1) | (cache.length < 0)
             kept = kept.replace(length=jnp.where(wrong, BEYOND, kept.length))
         return kept.replace(state=chosen.state)

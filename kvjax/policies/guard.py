@@ -20,9 +20,11 @@ from kvjax.cache.cache import Cache
 from kvjax.cache.groups import parts
 from kvjax.errors import UsageError, quoted
 from kvjax.model.config import ModelConfig
-from kvjax.policies.base import BEYOND, Policy
+from kvjax.policies.base import BEFORE_THE_FIRST, BEYOND, STILL_DUE, Policy
 from kvjax.policies.composed import HeadWise
 from kvjax.policies.composition import has_own, is_own
+from kvjax.policies.signals import Signals
+from kvjax.policies.traced_checks import own_within
 
 #: Rows for which state is tried: no other axis of a policy has as many.
 _ROWS = 13
@@ -53,8 +55,10 @@ def check_value(policy: Policy) -> None:
                 f"{name}.{field} holds a {type(getattr(policy, field)).__name__}, which cannot be hashed; policies "
                 "hold numbers, text, tuples, profiles and policies."
             )
-    if isinstance(cls.marks, str):
-        raise UsageError(f"{name}.marks is the text {quoted(cls.marks)}; give a tuple of names.")
+    if not isinstance(policy.marks, tuple) or not all(isinstance(mark, str) for mark in policy.marks):
+        raise UsageError(f"{name}.marks is {quoted(policy.marks)}; give a tuple of names.")
+    if is_own(policy) and not isinstance(policy.signals, Signals):
+        raise UsageError(f"{name}.signals is a {type(policy.signals).__name__}; give a kvjax.policies.Signals.")
     compacts = cls.maintain is not Policy.maintain or cls.maintain_layers is not Policy.maintain_layers
     if is_own(policy) and cls.maintains is True and not compacts:
         raise UsageError(f"{name}.maintains is true, and nothing makes a row due no more; write {name}.maintain.")
@@ -115,17 +119,25 @@ def check_sizes(policy: Policy, config: ModelConfig, prompt: int, new: int) -> N
                 check_sizes(one, own, prompt, new)
     if not is_own(policy) or policy.offloads_rounds:
         return
+    planned = type(policy).budgets is not Policy.budgets
+    totals = np.unique([1, max(prompt // 2, 1), prompt]).astype(np.int32)
+    budgets = [_budgets(policy, config, layer, totals) for layer in range(config.num_layers) if planned]
     capacities = policy.capacities(config, prompt, new)
+    if _shape(capacities) != [config.num_kv_heads] * config.num_layers:
+        raise UsageError(
+            f"{name}.capacities gives {quoted(capacities)}; give for each of the {config.num_layers} layers a tuple "
+            f"of {config.num_kv_heads} numbers, the slots of each KV head."
+        )
     for layer, heads in enumerate(capacities):
         for count in heads:
             if not _is_count(count):
                 raise UsageError(
                     f"{name}.capacities gives {quoted(count)} slots in layer {layer}; give whole numbers of at least 1."
                 )
-    if type(policy).budgets is not Policy.budgets:
-        _check_budgets(policy, config, prompt, capacities)
+    for layer, kept in enumerate(budgets):
+        _check_budgets(name, layer, totals, kept, capacities[layer])
     for layer in range(config.num_layers):
-        slots = tuple(capacities[layer]) if layer < len(capacities) else ()
+        slots = tuple(capacities[layer])
         state = jax.eval_shape(lambda layer=layer, slots=slots: policy.init_state(config, layer, _ROWS, slots))
         for leaf in jax.tree.leaves(state):
             if leaf.shape[:1] != (_ROWS,):
@@ -135,27 +147,45 @@ def check_sizes(policy: Policy, config: ModelConfig, prompt: int, new: int) -> N
                 )
 
 
-def _check_budgets(policy: Policy, config: ModelConfig, prompt: int, capacities: Sequence[Sequence[int]]) -> None:
-    name, totals = type(policy).__name__, np.unique([1, max(prompt // 2, 1), prompt]).astype(np.int32)
-    for layer, heads in enumerate(capacities):
-        budgets = np.asarray(policy.budgets(config, layer, totals))
-        if budgets.shape != (len(totals), len(heads)):
+def _budgets(policy: Policy, config: ModelConfig, layer: int, totals: np.ndarray) -> np.ndarray:
+    """[B, H] the budgets of rows of so many tokens, if they are whole numbers of that shape (UsageError)."""
+    name, heads = type(policy).__name__, config.num_kv_heads
+    budgets = np.asarray(policy.budgets(config, layer, totals))
+    if budgets.shape != (len(totals), heads):
+        raise UsageError(
+            f"{name}.budgets gives an array of shape {budgets.shape} for {len(totals)} rows and {heads} KV heads; give "
+            "[B, H] numbers."
+        )
+    if budgets.dtype.kind not in "iu":
+        raise UsageError(
+            f"{name}.budgets gives {budgets.dtype} numbers such as {budgets.flat[0]} in layer {layer}; give whole "
+            "numbers of tokens, such as kvjax.policies.floor_fraction's."
+        )
+    return budgets
+
+
+def _check_budgets(name: str, layer: int, totals: np.ndarray, budgets: np.ndarray, slots: Sequence[int]) -> None:
+    """Refuse budgets of more tokens than there are, or than the layer's heads have slots (UsageError)."""
+    for total, kept in zip(totals, budgets, strict=True):
+        if (kept > total).any() or (kept < 1).any():
             raise UsageError(
-                f"{name}.budgets gives an array of shape {budgets.shape} for {len(totals)} rows and {len(heads)} KV "
-                "heads; give [B, H] numbers."
+                f"{name}.budgets keeps {int(kept.max() if (kept > total).any() else kept.min())} of {total} tokens "
+                f"in layer {layer}; give numbers from 1 to the tokens there are."
             )
-        for total, kept in zip(totals, budgets, strict=True):
-            if (kept > total).any() or (kept < 1).any():
-                raise UsageError(
-                    f"{name}.budgets keeps {int(kept.max() if (kept > total).any() else kept.min())} of {total} tokens "
-                    f"in layer {layer}; give numbers from 1 to the tokens there are."
-                )
-            if (kept > np.asarray(heads)).any():
-                at = int((kept - np.asarray(heads)).argmax())
-                raise UsageError(
-                    f"{name}.capacities gives {heads[at]} slots in layer {layer}, head {at}, and budgets keeps "
-                    f"{int(kept[at])} of {total} tokens; allocate what is kept."
-                )
+        if (kept > np.asarray(slots)).any():
+            at = int((kept - np.asarray(slots)).argmax())
+            raise UsageError(
+                f"{name}.capacities gives {slots[at]} slots in layer {layer}, head {at}, and budgets keeps "
+                f"{int(kept[at])} of {total} tokens; allocate what is kept."
+            )
+
+
+def _shape(capacities: Any) -> list[int]:
+    """The number of heads of each layer that capacities have; none of what is no sequence of sequences."""
+    try:
+        return [len(heads) for heads in capacities]
+    except TypeError:
+        return []
 
 
 def _is_count(value: Any) -> bool:
@@ -209,6 +239,14 @@ def _refuse(policy: Policy, layer: int, head: int, kept: int, seen: int, slots: 
     name = type(policy).__name__
     chooses = f"{name}.{'select' if type(policy).compress is Policy.compress else 'compress'}"
     where = f"in layer {layer}, head {head}"
+    own = own_within(policy) or name
+    if STILL_DUE <= kept < BEFORE_THE_FIRST:
+        raise UsageError(f"{own}.maintain leaves a row due; compact it so that {own}.due is false of it.")
+    if BEFORE_THE_FIRST <= kept < BEYOND:
+        raise UsageError(
+            f"A step of {own} leaves a next slot {where} that is none of its {slots} slots; append and observe set "
+            "cache.next from 0 on."
+        )
     if kept == BEYOND:
         raise UsageError(f"{chooses} keeps what is beyond candidates.length {where}; add `& candidates.valid` to keep.")
     if kept < 1:

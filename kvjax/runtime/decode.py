@@ -24,8 +24,10 @@ from kvjax.model.alibi import slopes
 from kvjax.model.decoder import Decoder, DecoderLayer
 from kvjax.model.rope import Angles, angles_of_layers, apply_rope
 from kvjax.policies.base import Policy, Step
+from kvjax.policies.traced_checks import check_arrays, check_due, own_within
 from kvjax.runtime.alike import numbers_of_kind
 from kvjax.runtime.decode_attention import attend
+from kvjax.runtime.own_policies import with_next_checked, with_row_still_due
 from kvjax.runtime.sampling import Sampling, log_probability, sample
 from kvjax.runtime.stopping import FOUND, StopTable
 from kvjax.sharding.compile import Device
@@ -135,11 +137,12 @@ def _layer_step(
     sinks = None if sinks is None else jnp.broadcast_to(sinks, (x.shape[0], *sinks.shape))
     step = Step(position, active, config=own, sinks=sinks)
     q, k, v = layer.project(x)
-    kept = policy.append(index, kept, apply_rope(k, rope), v, step)
+    before, kept = kept, policy.append(index, kept, apply_rope(k, rope), v, step)
+    check_arrays(policy, "append", before, kept)
     numbers: dict[str, Any] = {"scale": own.attention_scale, "soft_cap": own.attention_soft_cap}
     linear = slopes(own) if own.positional == "alibi" else None
     attended, kept = attend(policy, index, kept, apply_rope(q, rope), step, **numbers, slopes=linear, shared=shared)
-    return layer.finish(x, attended), kept
+    return layer.finish(x, attended), with_next_checked(policy, kept, active)
 
 
 def _maintain_layer(
@@ -151,7 +154,9 @@ def _maintain_layer(
     seen: Int[Array, ""],
 ) -> Layer:
     """One layer's cache after the policy has compacted a row that has seen so many tokens."""
-    return policy.maintain(index, kept, layer.config, row, seen)
+    compacted = policy.maintain(index, kept, layer.config, row, seen)
+    check_arrays(policy, "maintain", kept, compacted)
+    return compacted
 
 
 #: The same, traced and lowered once for all layers that are alike; XLA inlines them: the program is what it was.
@@ -276,7 +281,9 @@ class _Loop:
 
     def due(self, state: DecodeState) -> Bool[Array, " B"]:
         """The running rows that the policy is to compact."""
-        return self.policy.due(state.cache.layers, self.params.config) & (state.reason == RUNNING)
+        due = self.policy.due(state.cache.layers, self.params.config)
+        check_due(self.policy, due, state.cache.batch)
+        return due & (state.reason == RUNNING)
 
     def flags(self, made: Array, state: DecodeState) -> Flags:
         """The flags as of this state."""
@@ -311,8 +318,19 @@ class _Loop:
         return self.carry(made + 1, state)
 
     def maintain(self, state: DecodeState) -> DecodeState:
-        """The first row that is due, compacted in all layers."""
-        cache, row = state.cache, jnp.argmax(self.due(state))
+        """The first row that is due, compacted in all layers; one that is due again at once ends."""
+        row = jnp.argmax(self.due(state))
+        state = self.compacted(state, row)
+        if own_within(self.policy) is None:
+            return state
+        due, layers = self.due(state)[row], state.cache.layers
+        marked = state.cache.replace(layers=(with_row_still_due(layers[0], row, due), *layers[1:]))
+        reason = state.reason.at[row].set(jnp.where(due, STOP, state.reason[row]))
+        return dataclasses.replace(state, cache=marked, reason=reason)
+
+    def compacted(self, state: DecodeState, row: Int[Array, ""]) -> DecodeState:
+        """A row compacted in all layers."""
+        cache = state.cache
         together = self.policy.maintain_layers(cache.layers, self.params.config, row, cache.seen[row])
         if together is not None:
             return dataclasses.replace(state, cache=cache.replace(layers=tuple(together)))

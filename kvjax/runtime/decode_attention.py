@@ -22,6 +22,7 @@ from kvjax.cache.groups import Layer, parts, with_parts
 from kvjax.cache.shared_context import SharedLayer
 from kvjax.errors import UsageError
 from kvjax.policies.base import Policy, Step
+from kvjax.policies.traced_checks import check_arrays
 from pallas_kernels import dispatch
 
 #: Bytes of scores at a time. Attention reads some thirty times as many to make them: 0.3 ms of a v5e's memory, against
@@ -86,6 +87,7 @@ def _attend_rows(
         out, position = jax.lax.optimization_barrier((out, step.position))
         step = dataclasses.replace(step, position=position)
     seen = policy.observe(index, own, logits, step)
+    check_arrays(policy, "observe", own, seen)
     if logits is not None:
         # What they decide before the next layer: XLA would keep every layer's logits for the end of the step.
         out, chosen = jax.lax.optimization_barrier((out, [pool.next for pool in parts(seen)]))

@@ -152,6 +152,79 @@ class Unhashable(Recent):
     table: Any = None
 
 
+@dataclasses.dataclass(frozen=True)
+class NoCapacities(Recent):
+    def capacities(self, config, prompt, new):
+        """Forgets its result."""
+
+
+@dataclasses.dataclass(frozen=True)
+class OneLayer(Recent):
+    def capacities(self, config, prompt, new):
+        return super().capacities(config, prompt, new)[:1]
+
+
+@dataclasses.dataclass(frozen=True)
+class Fractions(Recent):
+    def budgets(self, config, layer, total):
+        return super().budgets(config, layer, total) * np.nan
+
+
+@dataclasses.dataclass(frozen=True)
+class NoSignals(Recent):
+    signals = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Marks(Recent):
+    marks: ClassVar[Any] = ["score"]
+
+
+@dataclasses.dataclass(frozen=True)
+class AlwaysDue(Recent):
+    maintains: ClassVar[bool] = True
+
+    def due(self, layers, config):
+        return jnp.ones(layers[0].length.shape[0], bool)
+
+    def maintain(self, layer, cache, config, row, seen):
+        return cache
+
+
+@dataclasses.dataclass(frozen=True)
+class DueOnce(AlwaysDue):
+    def due(self, layers, config):
+        return jnp.bool_(False)
+
+
+@dataclasses.dataclass(frozen=True)
+class OtherAppend(Recent):
+    def append(self, layer, cache, k, v, step):
+        return super().append(layer, cache, k, v, step).replace(state=jnp.zeros((3,)))
+
+
+@dataclasses.dataclass(frozen=True)
+class OtherObserve(Recent):
+    def observe(self, layer, cache, logits, step):
+        return cache.replace(length=cache.length.astype(jnp.float32))
+
+
+@dataclasses.dataclass(frozen=True)
+class OtherMaintain(AlwaysDue):
+    def due(self, layers, config):
+        return layers[0].length[:, 0] > 60
+
+    def maintain(self, layer, cache, config, row, seen):
+        return cache.replace(length=cache.length[:, :1])
+
+
+@dataclasses.dataclass(frozen=True)
+class Next(Recent):
+    def append(self, layer, cache, k, v, step):
+        cache = super().append(layer, cache, k, v, step)
+        return cache.replace(next=jnp.full_like(cache.next, -5))
+
+
 #: Mistakes that are seen before anything runs, and those that what was kept shows.
 BEFORE = {
     "few slots": (FewSlots(), "FewSlots.capacities gives 8 slots in layer 0, head 0, and budgets keeps 96 of 96"),
@@ -165,6 +238,11 @@ BEFORE = {
     "equal": (Equal(), "Equal equals one with another window"),
     "itself": (Itself(), "Two Itself of the same fields are not equal"),
     "unhashable": (Unhashable(table=[1]), "Unhashable.table holds a list"),
+    "no capacities": (NoCapacities(), "NoCapacities.capacities gives None; give for each of the 2 layers a tuple of 2"),
+    "one layer": (OneLayer(), r"OneLayer.capacities gives \(\(.*; give for each of the 2 layers"),
+    "fractions": (Fractions(), "Fractions.budgets gives float64 numbers such as nan in layer 0"),
+    "no signals": (NoSignals(), "NoSignals.signals is a NoneType; give a kvjax.policies.Signals"),
+    "marks": (Marks(), r"Marks.marks is \['score'\]; give a tuple of names"),
     "an array": (Unhashable(table=np.zeros(3)), "Unhashable.table holds a ndarray"),
 }
 AFTER = {
@@ -179,7 +257,14 @@ PROMPT = [number % 200 for number in range(150)]
 @pytest.mark.parametrize(
     ("policy", "says"),
     [
-        (StateOfSelect(), r"StateOfSelect\.select gives state with an array of shape \(3,\) for 1 rows"),
+        (StateOfSelect(), r"StateOfSelect\.select gives state whose array is float32\[3\] in place of float32\[1, 3\]"),
+        (OtherAppend(), r"OtherAppend\.append gives a cache of another structure"),
+        (OtherObserve(), r"OtherObserve\.observe gives a cache whose length is float32\[1, 2\] in place of int32"),
+        (
+            OtherMaintain(),
+            r"OtherMaintain\.maintain gives a cache whose length is int32\[1, 1\] in place of int32\[1, 2",
+        ),
+        (DueOnce(), r"DueOnce\.due gives bool numbers of shape \(\); give \[B\] booleans, 1 here"),
         (Mask(), r"Mask\.select gives a \w+; give a kvjax\.policies\.Selection"),
         (Numbers(), r"Numbers\.select gives a mask of int32 numbers of shape .*; give booleans of the shape"),
     ],
@@ -187,6 +272,26 @@ PROMPT = [number % 200 for number in range(150)]
 def test_what_a_selection_shows_is_seen_while_it_is_traced(tiny_model, policy, says):
     with pytest.raises(kvjax.UsageError, match=says):
         kvjax.generate(tiny_model, "hello", policy=policy, max_new_tokens=2)
+
+
+@pytest.mark.parametrize(
+    ("policy", "says"),
+    [
+        (AlwaysDue(), r"AlwaysDue\.maintain leaves a row due; compact it so that AlwaysDue\.due is false of it"),
+        (Next(), r"A step of Next leaves a next slot in layer 0, head 0 that is none of its \d+ slots"),
+        (kvjax.RazorAttention(inner=AlwaysDue(), heads=((0, 1),)), r"AlwaysDue\.maintain leaves a row due"),
+        (kvjax.RazorAttention(inner=Next(), heads=((0, 1),)), "A step of Next leaves a next slot in layer 0, head 0"),
+    ],
+)
+def test_what_a_step_leaves_is_refused_and_no_loop_is_endless(tiny_model, policy, says):
+    with pytest.raises(kvjax.UsageError, match=says) as caught:
+        kvjax.generate(tiny_model, [PROMPT, PROMPT[:40]], policy=policy, max_new_tokens=4)
+    assert len(str(caught.value)) < 300
+    with kvjax.Engine(tiny_model, policy, slots=2, prompt_tokens=200, new_tokens=8) as engine:
+        handles = [engine.submit(ids, max_new_tokens=4, chat=False) for ids in (PROMPT, PROMPT[:40])]
+        for handle in handles:
+            with pytest.raises(kvjax.UsageError, match=says):
+                handle.result(100)
 
 
 @pytest.mark.parametrize(("policy", "says"), BEFORE.values(), ids=BEFORE.keys())
@@ -230,7 +335,7 @@ def test_what_the_prompt_shows_is_what_an_engine_and_a_batch_say(tiny_model, tmp
 )
 def test_a_policy_within_another_is_seen_before_anything_runs(tiny_model, policy, says):
     outer = kvjax.RazorAttention(inner=policy, heads=((0, 0),))
-    says = says.replace("2, 13", "., 13")
+    says = says.replace("2, 13", "., 13").replace("a tuple of 2", "a tuple of .")
     for ask in (
         lambda: kvjax.generate(tiny_model, PROMPT, policy=outer, max_new_tokens=4),
         lambda: kvjax.Engine(tiny_model, outer, prompt_tokens=200, new_tokens=8),

@@ -1,0 +1,84 @@
+"""Refuses what methods of a policy of somebody's own give, while a program is traced, where shapes show a mistake."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool
+
+from kvjax.errors import UsageError
+from kvjax.policies.candidates import Selection
+from kvjax.policies.composition import Composable, is_own, policies_within
+
+
+def check_selection(name: str, chosen: Any, valid: Bool[Array, "B H N"]) -> None:
+    """Refuse a selection of another type, and a mask of another shape.
+
+    Raises:
+      UsageError: the sentence names the method of the policy ``name``.
+    """
+    if not isinstance(chosen, Selection):
+        raise UsageError(f"{name}.select gives a {type(chosen).__name__}; give a kvjax.policies.Selection.")
+    keep = jnp.asarray(chosen.keep)
+    if keep.shape != valid.shape or keep.dtype != bool:
+        raise UsageError(
+            f"{name}.select gives a mask of {keep.dtype} numbers of shape {keep.shape}; give booleans of the shape of "
+            f"candidates.valid, {valid.shape}."
+        )
+
+
+def check_state(name: str, state: Any, initial: Any) -> None:
+    """Refuse state of a selection that is of other arrays than ``init_state`` makes for as many slots.
+
+    Raises:
+      UsageError: the sentence names the method of the policy ``name``.
+    """
+    if other := _difference(initial, state):
+        raise UsageError(f"{name}.select gives state {other}; give the arrays of {name}.init_state with new numbers.")
+
+
+def check_arrays(policy: Any, method: str, before: Any, after: Any) -> None:
+    """Refuse a layer's cache whose arrays are of other shapes or types than those that a method was given.
+
+    Args:
+      policy: the one that was called, which may hold one of somebody's own; kvjax's own are not looked at.
+
+    Raises:
+      UsageError: the sentence names the method.
+    """
+    own = own_within(policy)
+    if own is not None and (other := _difference(before, after)):
+        raise UsageError(f"{own}.{method} gives a cache {other}; change the numbers of its arrays alone.")
+
+
+def check_due(policy: Any, due: Any, rows: int) -> None:
+    """Refuse what is no boolean a row from ``due`` of a policy of somebody's own.
+
+    Raises:
+      UsageError: the sentence names the method.
+    """
+    own, found = own_within(policy), jnp.asarray(due)
+    if own is not None and (found.shape != (rows,) or found.dtype != bool):
+        raise UsageError(
+            f"{own}.due gives {found.dtype} numbers of shape {found.shape}; give [B] booleans, {rows} here."
+        )
+
+
+def own_within(policy: Composable) -> str | None:
+    """The class of somebody's own among a policy and those within it; None where all come with kvjax."""
+    return next((type(each).__name__ for each in policies_within(policy.chosen) if is_own(each)), None)
+
+
+def _difference(wanted: Any, given: Any) -> str | None:
+    """Where the arrays of a tree differ from those wanted, as the end of a sentence; None if nowhere."""
+    if jax.tree.structure(wanted) != jax.tree.structure(given):
+        return "of another structure"
+    leaves = jax.tree.leaves(given)
+    for (path, one), other in zip(jax.tree_util.tree_leaves_with_path(wanted), leaves, strict=True):
+        if jnp.shape(one) != jnp.shape(other) or jnp.result_type(one) != jnp.result_type(other):
+            place = jax.tree_util.keystr(path, simple=True, separator=".") or "array"
+            was, now = (f"{jnp.result_type(each)}{list(jnp.shape(each))}" for each in (one, other))
+            return f"whose {place} is {now} in place of {was}"
+    return None
