@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -60,6 +61,7 @@ def parse_yaml(text: str | bytes) -> Any:
                 raise yaml.MarkedYAMLError(problem_mark=self.peek_event().start_mark)
             return super().compose_node(parent, index)
 
+    Loader.yaml_implicit_resolvers = _resolvers(yaml.SafeLoader)
     try:
         value = yaml.load(text, Loader)
     except yaml.YAMLError as error:
@@ -71,6 +73,28 @@ def parse_yaml(text: str | bytes) -> Any:
         # What PyYAML's constructors raise of a date that is none, or of a tag that its value does not fit.
         raise NotADocument("a value is not what it should be") from error
     return _shallow(value)
+
+
+#: Numbers as YAML 1.2 writes them, with underscores besides. PyYAML's are those of YAML 1.1: 1:30 is 90, 010 is 8, and
+#: 1e5 a text.
+_NUMBERS = {
+    "tag:yaml.org,2002:int": r"[-+]?(?:0|[1-9][0-9]*(?:_[0-9]+)*)",
+    "tag:yaml.org,2002:float": (
+        r"[-+]?(?:(?:(?:0|[1-9][0-9]*)(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?|\.(?:inf|Inf|INF))|\.(?:nan|NaN|NAN)"
+    ),
+}
+#: Plain values that stay texts: days, and what only YAML 1.1 has.
+_TEXTS = ("tag:yaml.org,2002:timestamp", "tag:yaml.org,2002:value", "tag:yaml.org,2002:merge")
+
+
+def _resolvers(loader: Any) -> dict[str, list[tuple[str, re.Pattern[str]]]]:
+    """What a loader reads as more than text, by the first character, with the numbers of YAML 1.2."""
+    kept = {
+        first: [(tag, pattern) for tag, pattern in found if tag not in (*_NUMBERS, *_TEXTS)]
+        for first, found in loader.yaml_implicit_resolvers.items()
+    }
+    numbers = [(tag, re.compile(rf"^(?:{pattern})$")) for tag, pattern in _NUMBERS.items()]
+    return kept | {first: [*numbers, *kept.get(first, [])] for first in "-+.0123456789"}
 
 
 def validated(kind: Any, value: Any) -> Any:

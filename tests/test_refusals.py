@@ -83,13 +83,32 @@ def test_depth_and_digits_are_bounded(parse):
             parse(text)
 
 
-@pytest.mark.parametrize(
-    "text", ["a: &x [1]\nb: *x", "a: &x [*x]", "a: 2026-99-99", "a: !!int ''", "a: !!timestamp b", "{"]
-)
+@pytest.mark.parametrize("text", ["a: &x [1]\nb: *x", "a: &x [*x]", "a: !!int ''", "a: !!timestamp b", "{"])
 def test_yaml_of_a_bad_kind(text):
     with pytest.raises(documents.NotADocument) as caught:
         documents.parse_yaml(text)
     assert len(str(caught.value)) < 80
+
+
+def test_yaml_reads_numbers_as_they_look():
+    """PyYAML alone takes 1:30 for 90, 010 for 8, 1e5 for a text, and a day for a date."""
+    numbers = {
+        "7": 7,
+        "-3": -3,
+        "+1_000": 1000,
+        "0": 0,
+        ".5": 0.5,
+        "2.0": 2.0,
+        "1e5": 1e5,
+        "1.5E-3": 0.0015,
+        "-.inf": -np.inf,
+    }
+    for text, value in numbers.items():
+        found = documents.parse_yaml(f"a: {text}")["a"]
+        assert found == value and type(found) is type(value)
+    for text in ("1:30", "1:30.5", "010", "0x10", "0b1", "2026-11-25", "2026-99-99", "1_", "_1", "1.2.3", "-", "="):
+        assert documents.parse_yaml(f"a: {text}" if text != "-" else "a: '-'") == {"a": text}
+    assert documents.parse_yaml("a: [true, yes, no, null, ~, '3']") == {"a": [True, True, False, None, None, "3"]}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -100,7 +100,7 @@ def _parse(text: Any, depth: int) -> Policy:
         raise UsageError(f"{text.__name__} is a class of policies; give one of them, such as kvjax.{text.__name__}().")
     if not isinstance(text, str):
         raise UsageError(f'{quoted(text)} is not a policy; give a kvjax policy or text such as "lagkv:ratio=0.25".')
-    name, _, options = text.strip().partition(":")
+    name, colon, options = text.strip().partition(":")
     key = _key(name)
     cls = _class_of(key)
     if cls is None:
@@ -112,6 +112,8 @@ def _parse(text: Any, depth: int) -> Policy:
     hints = typing.get_type_hints(cls)
     fields = {field.name: hints[field.name] for field in options_of(cls)}
     values: dict[str, Any] = {}
+    if colon and not options.strip():
+        raise UsageError(f"{quoted(text.strip())} ends where its options begin; write OPTION=VALUE, or no colon.")
     parts = _split(options)
     if depth > DEPTH:
         raise UsageError(_TOO_DEEP)
