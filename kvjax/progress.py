@@ -118,15 +118,26 @@ class Stage:
         self.expected = expected  # seconds, where they can be estimated
         self._began, self._apart = time.perf_counter(), 0.0
         self._inside: float | None = None  # since when another stage runs inside it
+        self._told = 0.0  # the seconds when something was last said to be done
 
     def update(self, done: float, total: float | None = None, note: str = "") -> None:
         """Say how far it has come."""
         self._now = dataclasses.replace(self._now, done=done, total=total or self._now.total, note=note)
+        self._told = self.seconds
         tick()
+
+    @property
+    def name(self) -> Name:
+        """What kind of work it is."""
+        return self._now.stage
+
+    def advance(self, more: float) -> None:
+        """Say that so much more is done."""
+        self.update((self._now.done or 0.0) + more)
 
     def pause(self, inner: Stage) -> None:
         """Another stage begins inside it; compiling is no part of a prefill or of decoding."""
-        if inner._now.stage == "compile" and self._now.stage in ("prefill", "decode"):
+        if inner.name == "compile" and self.name in ("prefill", "decode"):
             self._inside = time.perf_counter()
 
     def go_on(self) -> None:
@@ -146,15 +157,16 @@ class Stage:
         now, seconds = dataclasses.replace(self._now, seconds=self.seconds, finished=finished), self.seconds
         if finished:
             return now
-        if self.expected is not None and now.total:
+        if self.expected is not None and now.total and not now.done:
             if seconds >= self.expected:  # the estimate was too short, and says no more
                 return now
             rate = now.total / self.expected
             left = self.expected - seconds
             return dataclasses.replace(now, done=rate * seconds, rate=rate, left=left, estimated=True)
         if now.done and now.unit != "programs" and seconds > 0:
-            rate = now.done / seconds
-            left = None if now.total is None else max(now.total - now.done, 0) / rate
+            told = self._told or seconds
+            rate = now.done / told
+            left = None if now.total is None else max((now.total - now.done) / rate - (seconds - told), 0)
             return dataclasses.replace(now, rate=rate, left=left)
         return now
 
@@ -337,6 +349,13 @@ def current_stage() -> Stage:
 def current() -> Reporter:
     """The current reporter."""
     return _current.get() or _SILENT
+
+
+def advance(name: Name, more: float) -> None:
+    """So much more of the innermost stage is done, if it is one of this name."""
+    inner = current().innermost
+    if inner.name == name:
+        inner.advance(more)
 
 
 def tick() -> None:

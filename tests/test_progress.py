@@ -144,6 +144,24 @@ def test_estimates_are_marked_and_end_when_they_were_too_short(monkeypatch):
     assert events[-1].finished and events[-2].seconds == 17
 
 
+def test_what_is_known_takes_the_place_of_an_estimate(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(progress.time, "perf_counter", lambda: now[0])
+    with showing(lambda event: None), stage("prefill", total=1000, expected=10) as made:
+        now[0] = 2.0
+        progress.advance("decode", 100)  # not this stage
+        assert made.event().estimated
+        progress.advance("prefill", 100)
+        now[0] = 4.0
+        progress.advance("prefill", 100)
+        found = made.event()
+        assert (found.done, found.rate, found.left, found.estimated) == (200, 50, 16, False)
+        now[0] = 5.0  # nothing new is known: the rate stays, and the time goes on
+        assert (made.event().rate, made.event().left) == (50, 15)
+        now[0] = 50.0
+        assert made.event().left == 0
+
+
 def test_a_line_is_drawn_after_a_second_and_taken_away(terminal, monkeypatch):
     monkeypatch.setattr(progress, "SILENCE", 0.3)
     monkeypatch.setattr(progress, "_REDRAW", 0.05)

@@ -182,7 +182,7 @@ def reading_by_layers(
     capacities = {"prompt_capacity": prompt_capacity, "new_capacity": new_capacity, "own_capacity": own_capacity}
     read, pages, had = begun_reading(device, cache, tokens, count, total, storage, capacities)
     x, ends, last = before_the_first(device, read.tokens, params), without_layers(params), len(params.layers) - 1
-    begun = Begun()
+    begun = Begun(tokens, count, len(params.layers))
     done: list[Any] = []
     one = logits = None
     for i, (layer, own, (number, _)) in enumerate(

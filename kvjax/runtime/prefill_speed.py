@@ -1,4 +1,4 @@
-"""Estimates of the time that a prefill takes, from earlier ones: it is one program, and tells nothing itself.
+"""Estimates of the time that a prefill takes, from earlier ones, until it tells itself how far it is.
 
 Work is counted in multiplications, so that a short prompt tells of a long one. The speed of each model on each kind of
 device is kept in the user's cache folder, for the first prompt of the next process.

@@ -156,19 +156,20 @@ def repeating_by_layers(
     ends, last = without_layers(params), len(params.layers) - 1
     numbers = [number for number, _ in numbers_of_kind(device.policy, params)]
     x, logits = before_the_first(device, read.tokens, params), None
+    passes = Passes(asked(device.policy), read.tokens, *read.counts[:2])
+    last_pass = max(0, (int(np.where(tokens[:, 0] < 0, 0, count).max()) - 1) // passes.size)
+    begun = Begun(tokens, count, len(params.layers) * (tokens.shape[1] + (last_pass + 1) * passes.width))
     held: list[Any] = []
-    begun = Begun()
     for i, layer in enumerate(params.layers):
         before = None if cache is None else layer_of(cache, i)
         given = ends, layer, before, x, read.at(i, last)
         one, x, logits = HOLD_LAYER(device, *given, number=numbers[i])
         held.append(one)
-        yield begun.after(one[0][0])
-    passes = Passes(asked(device.policy), read.tokens, *read.counts[:2])
+        yield begun.after(one[0][0], tokens.shape[1])
     fed: Any = put(device, np.zeros((len(count), passes.width), np.int32))
     x = before_the_first(device, fed, params)
     layers: list[Any] = [None] * len(held) if cache is None else list(cache.layers)
-    one, last_pass = None, max(0, (int(np.where(tokens[:, 0] < 0, 0, count).max()) - 1) // passes.size)
+    one = None
     for number in range(last_pass + 1):
         final = number == last_pass
         for i, layer in enumerate(params.layers):
@@ -184,6 +185,6 @@ def repeating_by_layers(
                 (layers[i],) = one.layers
             if donate and cache is not None:
                 note(cache.replace(layers=tuple(layers)))
-            yield begun.after(one.seen)
+            yield begun.after(one.seen, passes.width)
     assert one is not None and logits is not None  # a model has layers
     return joined(one, layers, cache, consume, capacities), logits

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from kvjax import progress
 from kvjax.cache.cache import NO_TOKEN, Cache
 from kvjax.cache.continuation import delete
 from kvjax.cache.quantisation import Storage
@@ -22,9 +23,10 @@ from kvjax.sharding.compile import ROW, Device, Program, put
 from kvjax.waiting import ready
 from pallas_kernels import dispatch
 
-#: Layers that are given to the device before the first of them is done: XLA's CPU client takes 32 programs, and then
-#: lets the caller wait where no Ctrl-C is answered.
-AHEAD = 16
+#: Layers that are given to the device before the first of them is done: enough that it never waits, and few enough to
+#: tell how far a prompt is read. (XLA's CPU client takes 32 programs, and then lets the caller wait where no Ctrl-C is
+#: answered.)
+AHEAD = 4
 #: Static fields of a cache on which no program here depends, so that none is compiled again when they change.
 _NO_CAPACITIES: dict[str, Any] = {"prompt_capacity": 0, "new_capacity": 0, "own_capacity": None, "joined_tokens": 0}
 
@@ -48,16 +50,23 @@ class LayerInput(NamedTuple):
 
 
 class Begun:
-    """The programs that the device was given, of which the host is never far ahead."""
+    """The programs that the device was given, of which the host is never far ahead.
 
-    def __init__(self) -> None:
-        self._made: collections.deque[Any] = collections.deque()
+    Attributes:
+      share: the tokens of the prompts, for each unit of all programs' work; what is done is told as so many tokens.
+    """
 
-    def after(self, made: Any) -> Any:
+    def __init__(self, tokens: Int[np.ndarray, "B T"], count: Int[np.ndarray, " B"], work: float) -> None:
+        self.share = float(_work_of(tokens, count).sum()) / work
+        self._made: collections.deque[tuple[Any, float]] = collections.deque()
+
+    def after(self, made: Any, work: float = 1.0) -> Any:
         """What the newest program makes, once what was begun long before is done."""
-        self._made.append(made)
+        self._made.append((made, work))
         if len(self._made) > AHEAD:
-            ready(self._made.popleft())
+            done, its = self._made.popleft()
+            ready(done)
+            progress.advance("prefill", its * self.share)
         return made
 
 
@@ -101,12 +110,17 @@ def begun_reading(
 ) -> tuple[LayerInput, tuple[tuple[int, ...], ...], list[tuple[int, ...]]]:
     """What layers are told of a prompt, their pages once it is in, and those that they have; none of a new cache."""
     seen = np.zeros((len(count),), np.int32) if cache is None else cache.seen
-    given: Any = put(device, (tokens, (seen, count, np.where(tokens[:, 0] < 0, 0, count), total)))
+    given: Any = put(device, (tokens, (seen, count, _work_of(tokens, count), total)))
     if cache is None:
         sizes: Any = capacities
         return LayerInput(*given), device.pages(storage=storage, **sizes), []
     pages = pages_onto(device.local_config, device.local(cache), **capacities)  # pyright: ignore[reportArgumentType]
     return LayerInput(*given), pages, [layer.pages for layer in device.local(cache).layers]
+
+
+def _work_of(tokens: Int[np.ndarray, "B T"], count: Int[np.ndarray, " B"]) -> Int[np.ndarray, " B"]:
+    """Tokens of each row to compute: a row of padding has one that is none."""
+    return np.where(tokens[:, 0] < 0, 0, count)
 
 
 def before_the_first(device: Device, ids: Int[Array, "B T"], params: Decoder) -> Float[Array, "B T M"]:

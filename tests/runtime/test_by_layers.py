@@ -9,6 +9,7 @@ import toys
 from support.compiled import compiled_programs
 
 import kvjax
+from kvjax import progress
 from kvjax.runtime import by_layers, reading, single_layers
 from kvjax.runtime.by_layers import can_stop_between_layers, compiles_faster_by_layers, reading_by_layers
 from kvjax.runtime.programs import Programs
@@ -157,3 +158,17 @@ def test_the_host_waits_before_it_is_far_ahead(monkeypatch):
     monkeypatch.setattr(single_layers, "ready", lambda last: waited.append(last.shape))
     kvjax.generate(toys.tiny_model(num_layers=5), PROMPT, max_new_tokens=1)
     assert waited == [(1,)] * 3
+
+
+@pytest.mark.parametrize("policy", ["full", "kvzip:ratio=0.5,chunk=16"])
+def test_progress_says_how_much_of_the_prompts_is_read(monkeypatch, policy):
+    monkeypatch.setattr(single_layers, "AHEAD", 0)
+    told: list[tuple[str, float]] = []
+    monkeypatch.setattr(progress.Stage, "advance", lambda stage, more: told.append((stage.name, more)))
+    lm = toys.tiny_model(num_layers=5)
+    kvjax.generate(lm, [PROMPT, PROMPT[:3]], policy=policy, max_new_tokens=2, progress=lambda event: None)
+    assert len(told) >= 5 and {name for name, _ in told} == {"prefill"}
+    assert sum(more for _, more in told) == pytest.approx(len(PROMPT) + 3)
+    told.clear()
+    kvjax.generate(lm, PROMPT, context=PROMPT, policy=policy, max_new_tokens=2, progress=lambda event: None)
+    assert sum(more for _, more in told) == pytest.approx(2 * len(PROMPT))
