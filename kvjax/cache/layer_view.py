@@ -12,7 +12,8 @@ the pool is written in place.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -47,31 +48,45 @@ class LayerView(LayerCache):
 
 def layer_views(pool: LayerCache, tokens: int) -> list[LayerView]:
     """The layers of a pool, whose rows have seen at most so many ``tokens``."""
-    starts, layers = pool.row_starts, pool.model_layers
+    starts, heads = pool.row_starts, len(pool.pages) // pool.model_layers
     assert starts is not None
-    heads, total, parts = len(pool.pages) // layers, sum(pool.pages), pool.sharding.page_parts
-    # How many each head has is in the runs; only their sum counts.
-    counts = counts_of_sum(total, heads, parts)
-    ends = jnp.concatenate([starts[:, heads::heads], jnp.full((len(starts), 1), total, starts.dtype)], axis=1)
-    head_pages = -(-pages_for(tokens, pool.page_size) // parts) * parts
-    given = {field.name: getattr(pool, field.name) for field in dataclasses.fields(pool)}
+    ends = jnp.concatenate([starts[:, heads::heads], jnp.full((len(starts), 1), sum(pool.pages), starts.dtype)], axis=1)
     views = []
-    for i in range(layers):
+    for i in range(pool.model_layers):
         own = slice(i * heads, (i + 1) * heads)
-        scales = pool.scales and dataclasses.replace(
-            pool.scales, k=pool.scales.k[:, own], clipped=pool.scales.clipped[:, own]
-        )
-        changed: dict[str, Any] = {
-            "length": pool.length[:, own],
-            "next": pool.next[:, own],
-            "state": None if pool.state is None else pool.state[i],
-            "pages": counts,
-            "scales": scales,
-            "row_starts": starts[:, own],
-            "model_layers": 1,
-        }
-        views.append(LayerView(**{**given, **changed}, row_end=ends[:, i], head_pages=head_pages))
+        state = None if pool.state is None else pool.state[i]
+        views.append(_view(pool, tokens, lambda x, own=own: x[:, own], ends[:, i], state))
     return views
+
+
+def layer_view(pool: LayerCache, tokens: int, layer: Int[Array, ""]) -> LayerView:
+    """One layer of such a pool, by a number that a program is given; ``pool.state`` is that of this layer alone."""
+    starts, heads = pool.row_starts, len(pool.pages) // pool.model_layers
+    assert starts is not None
+    after = jnp.pad(starts, ((0, 0), (0, 1)), constant_values=sum(pool.pages))
+    end = jax.lax.dynamic_index_in_dim(after, (layer + 1) * heads, axis=1, keepdims=False)
+    own = functools.partial(jax.lax.dynamic_slice_in_dim, start_index=layer * heads, slice_size=heads, axis=1)
+    return _view(pool, tokens, own, end, pool.state)
+
+
+def _view(pool: LayerCache, tokens: int, own: Callable[[Array], Array], end: Int[Array, " B"], state: Any) -> LayerView:
+    """The view of a layer, of whose heads ``own`` cuts the numbers out of those of all, [B, heads, ...]."""
+    assert pool.row_starts is not None
+    heads, parts = len(pool.pages) // pool.model_layers, pool.sharding.page_parts
+    scales = pool.scales and dataclasses.replace(pool.scales, k=own(pool.scales.k), clipped=own(pool.scales.clipped))
+    changed: dict[str, Any] = {
+        "length": own(pool.length),
+        "next": own(pool.next),
+        "state": state,
+        # How many each head has is in the runs; only their sum counts.
+        "pages": counts_of_sum(sum(pool.pages), heads, parts),
+        "scales": scales,
+        "row_starts": own(pool.row_starts),
+        "model_layers": 1,
+    }
+    given = {field.name: getattr(pool, field.name) for field in dataclasses.fields(pool)}
+    head_pages = -(-pages_for(tokens, pool.page_size) // parts) * parts
+    return LayerView(**{**given, **changed}, row_end=end, head_pages=head_pages)
 
 
 def counts_of_sum(pages: int, heads: int, parts: int) -> tuple[int, ...]:

@@ -70,8 +70,8 @@ def compiles_faster_by_layers(policy: Policy, params: Decoder, mesh: Mesh | None
 
 
 def _kinds(policy: Policy, params: Decoder, mesh: Mesh | None) -> float:
-    """Programs that read a layer under a policy; without end if layers share their slots, or repeat it on a mesh."""
-    if policy.shares_layers or (policy.signals.repeat is not None and mesh is not None):
+    """Programs that read a layer under a policy; without end on a mesh if layers choose together or repeat prompts."""
+    if mesh is not None and (policy.shares_layers or policy.signals.repeat is not None):
         return np.inf
     return len({number for number, _ in numbers_of_kind(policy, params)})
 
@@ -152,6 +152,11 @@ def program_names(policy: Policy, params: Decoder, *, fresh: bool, onto: bool) -
     """Names of the programs of :func:`reading_by_layers`, into a new cache and onto one: one for each kind of layer."""
     kinds = len({number for number, _ in numbers_of_kind(policy, params)})
     small = [] if zeros_are_sent() else ["hidden_states"]
+    if policy.shares_layers:
+        small += [] if zeros_are_sent() else ["empty_pool"]
+        repeats = policy.signals.repeat is not None
+        weighing = ["hold_layer", "repeat_and_weigh_layer"] if repeats else ["hold_and_weigh_layer"]
+        return small + [*weighing, "lay_out_layer"] * kinds * (fresh + onto)
     if policy.signals.repeat is not None:
         return small + ["hold_layer", "repeat_layer"] * kinds * (fresh + onto)
     return small + ["prefill_layer_fresh"] * kinds * fresh + ["prefill_layer_onto"] * kinds * onto

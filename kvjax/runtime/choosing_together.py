@@ -54,9 +54,7 @@ def compress_together(
         _weigh(policy, number, config, view, own, tokens, found, **how)
         for number, config, view, own, found in zip(numbers, configs, views, dense, signals, strict=True)
     ]
-    keep = policy.choose(weighed, tokens[1])
-    length = jnp.concatenate([each.sum(axis=2, dtype=jnp.int32) for each in keep], axis=1)
-    starts = runs.fitted(length, sum(pages), pool.page_size, pool.sharding.page_parts)
+    keep, length, starts = chosen_of_all(policy, pool, weighed, tokens[1], pages)
     made = _zeros(pool.replace(pages=pages))
     scales: list[Any] = []
     zero = jnp.int32(0)
@@ -73,6 +71,15 @@ def compress_together(
     return made.replace(length=length, next=length, row_starts=starts, state=state)
 
 
+def chosen_of_all(
+    policy: Policy, pool: LayerCache, weighed: Sequence[Weighed], count: Int[Array, " B"], pages: tuple[int, ...]
+) -> tuple[list[Bool[Array, "B H N"]], Int[Array, "B A"], Int[Array, "B A"]]:
+    """What stays of each layer's candidates, how many of each head, and the page that its run begins with."""
+    keep = policy.choose(weighed, count)
+    length = jnp.concatenate([each.sum(axis=2, dtype=jnp.int32) for each in keep], axis=1)
+    return keep, length, runs.fitted(length, sum(pages), pool.page_size, pool.sharding.page_parts)
+
+
 def _chunk(
     config: ModelConfig, tokens: Counts, signals: PromptSignals | None, pages: tuple[int, ...], fresh: bool
 ) -> PromptChunk:
@@ -80,7 +87,7 @@ def _chunk(
     return PromptChunk(seen, count, total, pages=pages, config=config, fresh=fresh, signals=signals)
 
 
-def _weighed(
+def weigh_one(
     policy: Policy,
     index: int,
     config: ModelConfig,
@@ -92,11 +99,12 @@ def _weighed(
     pages: tuple[int, ...],
     fresh: bool,
 ) -> Weighed:
+    """What a layer's slots and new tokens are worth to its policy."""
     chunk = _chunk(config, tokens, signals, pages, fresh)
     return policy.weigh(index, view, gather_candidates(view, *dense, chunk), chunk)
 
 
-def _laid_out(
+def lay_out_one(
     config: ModelConfig,
     pool: LayerCache,
     view: LayerView,
@@ -183,5 +191,5 @@ def _zeros(pool: LayerCache) -> LayerCache:
 
 
 #: Traced and lowered once for all layers that are alike; XLA inlines them.
-_weigh = jax.jit(_weighed, static_argnames=("policy", "index", "config", "pages", "fresh"))
-_laid = jax.jit(_laid_out, static_argnames=("config", "layers", "pages", "fresh"))
+_weigh = jax.jit(weigh_one, static_argnames=("policy", "index", "config", "pages", "fresh"))
+_laid = jax.jit(lay_out_one, static_argnames=("config", "layers", "pages", "fresh"))

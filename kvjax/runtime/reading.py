@@ -19,6 +19,7 @@ from kvjax.model.config import ModelConfig
 from kvjax.model.decoder import Decoder
 from kvjax.policies.base import Policy, shares
 from kvjax.runtime.by_layers import compiles_faster_by_layers, program_names, reading_by_layers
+from kvjax.runtime.choosing_by_layers import choosing_by_layers
 from kvjax.runtime.programs import ONE_DEVICE, Programs
 from kvjax.runtime.repeating_by_layers import repeating_by_layers
 from kvjax.runtime.token_logprobs import next_logprobs
@@ -158,6 +159,7 @@ def reading(
             device = programs.device(policy if cache is None else cache.policy, config)
             kinds = {"device": device, "dtype": dtype, "storage": storage}
             read_layers = reading_by_layers if policy.signals.repeat is None else repeating_by_layers
+            read_layers = choosing_by_layers if policy.shares_layers else read_layers
             found: Any = yield from read_layers(
                 params, cache, tokens, count, total, consume=consume, note=note, **kinds, **capacities, **onto
             )

@@ -37,6 +37,8 @@ from kvjax.runtime.single_layers import (
     joined,
     layer_of,
     logits_of_last,
+    own_layer,
+    work_of,
 )
 from kvjax.sharding.compile import Device, Program, put
 
@@ -62,15 +64,16 @@ def hold_layer(
     *,
     number: int,
 ) -> tuple[tuple[Whole, Peak], Float[Array, "B T M"], Float[Array, "B V"]]:
-    """Read a prompt in one layer and keep all of it: onto ``cache``, of this layer alone, or onto nothing."""
+    """Read a prompt in one layer and keep all of it: onto ``cache``, see :func:`layer_of`, or onto nothing."""
     policy, (seen, count, work, total) = device.local_policy, read.counts
     x = embedded(ends, read, x)
     (angles,) = angles_of_layers([layer.config], seen[:, None] + jnp.arange(x.shape[1]), seen + count)
     collector = signal_collector(policy, device.local_config, seen, count, total, x.shape[1], cache is None)
-    old, shared = (None, (None,)) if cache is None else (cache.layers[0], cache.shared_layers[0])
+    old, shared = (None, (None,)) if cache is None else (own_layer(cache, read.index), cache.shared_layers[0])
     given = layer, old, x, angles, read.counts, jnp.int32(0), collector, shared
     _, x, k, v, signals = read_one(policy, number, *given, fresh=cache is None)
-    peak = Passes(asked(policy), read.tokens, seen, work).empty_peak(layer, k)
+    repeat = policy.signals.repeat
+    peak = None if repeat is None else Passes(repeat, read.tokens, seen, work).empty_peak(layer, k)
     return ((k, v, signals), peak), x, logits_of_last(ends, read, x)
 
 
@@ -91,32 +94,72 @@ def repeat_layer(
     storage: Storage,
 ) -> tuple[Cache, Float[Array, "B W M"], Peak]:
     """A pass through one layer that holds a prompt; in the final one its cache becomes what the policy chooses."""
-    policy, (k, v, signals), fresh = device.local_policy, whole, cache is None
-    seen, count, work, _ = read.counts
+    policy, (k, v, _), fresh = device.local_policy, whole, cache is None
     if cache is None:
-        cache = cache_of(device, device.empty_layer(number, len(count), pages, dtype, storage), seen)
+        cache = new_cache(device, number, read, pages, dtype, storage)
+    once = repeat_once(policy, ends, layer, cache, x, peak, whole, read, this, number=number, fresh=fresh)
+
+    def choose() -> Any:
+        given = number, layer, once.ordered, k, v, read.counts, once.signals
+        return compress_one(policy, *given, pages=pages, fresh=fresh)
+
+    packed = jax.lax.cond(this.final, choose, lambda: unread(choose, cache.layers[0]))
+    return after_reading(cache.replace(layers=(packed,)), read.counts[1]), once.x, once.peak
+
+
+class Repeated(NamedTuple):
+    """A layer after a pass: what the next reads, its keys' peak, its slots in order, and what its policy asked for."""
+
+    x: Float[Array, "B W M"]
+    peak: Peak
+    ordered: Any
+    signals: PromptSignals | None
+
+
+def repeat_once(
+    policy: Policy,
+    ends: Decoder,
+    layer: DecoderLayer,
+    cache: Cache,
+    x: Float[Array, "B W M"],
+    peak: Float[Array, "B H S"] | None,
+    whole: Whole,
+    read: LayerInput,
+    this: Pass,
+    *,
+    number: int,
+    fresh: bool,
+) -> Repeated:
+    """A pass through one layer that holds a prompt; ``cache`` is what :func:`layer_of` gives of it."""
+    (k, v, signals), (seen, count, work, _) = whole, read.counts
     passes = Passes(asked(policy), read.tokens, seen, work)
     ids, fed, chunk = passes.of(this.number)
     x = embedded(ends, read._replace(tokens=ids), x)
-    old, alibi, end = cache.layers[0], layer.config.positional == "alibi", seen + work
+    old, alibi, end = own_layer(cache, read.index), layer.config.positional == "alibi", seen + work
     ordered = old if fresh else policy.sort_slots(number, old, layer.config)
     held = hold(ordered, k, v, seen, count, fresh=fresh, placed=alibi)
     (angles,) = angles_of_layers([layer.config], end[:, None] + jnp.arange(passes.width), end)
     given = layer, held, angles, cache.shared_layers[0], peak, passes
     x, peak = pass_through(*given, this.number, fed, chunk, x)
     found = with_repeated(signals, None if peak is None else peak[..., : read.tokens.shape[1]])
+    return Repeated(x, peak, ordered, found)
 
-    def choose() -> Any:
-        return compress_one(policy, number, layer, ordered, k, v, read.counts, found, pages=pages, fresh=fresh)
 
-    def stay() -> Any:
-        wanted = jax.eval_shape(choose)
-        if _types(wanted) == _types(old):
-            return old
-        return jax.tree.map(lambda each: jnp.zeros(each.shape, each.dtype), wanted)  # nobody reads them
+def new_cache(
+    device: Device, number: int, read: LayerInput, pages: tuple[int, ...], dtype: Any, storage: Storage
+) -> Cache:
+    """An empty cache of one layer, as :func:`layer_of` gives it."""
+    seen = read.counts[0]
+    cache = cache_of(device, device.empty_layer(number, len(seen), pages, dtype, storage), seen)
+    return layer_of(cache, number) if cache.shares_layers else cache
 
-    packed = jax.lax.cond(this.final, choose, stay)
-    return after_reading(cache.replace(layers=(packed,)), count), x, peak
+
+def unread(choose: Callable[[], Any], instead: Any = None) -> Any:
+    """What stands for ``choose()`` where nobody reads it: ``instead`` if it is of its types, else zeros."""
+    wanted = jax.eval_shape(choose)
+    if _types(wanted) == _types(instead):
+        return instead
+    return jax.tree.map(lambda each: jnp.zeros(each.shape, each.dtype), wanted)
 
 
 def _types(tree: Any) -> Any:
@@ -132,6 +175,36 @@ def asked(policy: Policy) -> Repetition:
 
 HOLD_LAYER = Program(hold_layer, None, ("number",), (3,))
 REPEAT_LAYER = Program(repeat_layer, None, ("number", "pages", "dtype", "storage"), (2, 3, 4))
+
+
+def holding(
+    device: Device,
+    params: Decoder,
+    cache: Cache | None,
+    read: LayerInput,
+    tokens: Int[np.ndarray, "B T"],
+    count: Int[np.ndarray, " B"],
+) -> Generator[Array, None, tuple[list[Any], Array, list[Pass], Begun, Array]]:
+    """Read a prompt in all layers, which keep all of it.
+
+    Returns:
+      What each holds, an array for the first input of a pass, the passes to take, what was begun, and the logits.
+    """
+    ends, last = without_layers(params), len(params.layers) - 1
+    x, logits = before_the_first(device, read.tokens, params), None
+    sizes = Passes(asked(device.policy), read.tokens, *read.counts[:2])
+    final = max(0, (int(work_of(tokens, count).max()) - 1) // sizes.size)
+    passes = [Pass(np.int32(number), np.bool_(number == final)) for number in range(final + 1)]
+    begun = Begun(tokens, count, len(params.layers) * (tokens.shape[1] + len(passes) * sizes.width))
+    held: list[Any] = []
+    for i, (layer, (number, _)) in enumerate(zip(params.layers, numbers_of_kind(device.policy, params), strict=True)):
+        before = None if cache is None else layer_of(cache, i)
+        one, x, logits = HOLD_LAYER(device, ends, layer, before, x, read.at(i, last), number=number)
+        held.append(one)
+        yield begun.after(one[0][0], tokens.shape[1])
+    assert logits is not None  # a model has layers
+    fed: Any = put(device, np.zeros((len(count), sizes.width), np.int32))
+    return held, before_the_first(device, fed, params), passes, begun, logits
 
 
 def repeating_by_layers(
@@ -155,36 +228,24 @@ def repeating_by_layers(
     read, pages, had = begun_reading(device, cache, tokens, count, total, storage, capacities)
     ends, last = without_layers(params), len(params.layers) - 1
     numbers = [number for number, _ in numbers_of_kind(device.policy, params)]
-    x, logits = before_the_first(device, read.tokens, params), None
-    passes = Passes(asked(device.policy), read.tokens, *read.counts[:2])
-    last_pass = max(0, (int(np.where(tokens[:, 0] < 0, 0, count).max()) - 1) // passes.size)
-    begun = Begun(tokens, count, len(params.layers) * (tokens.shape[1] + (last_pass + 1) * passes.width))
-    held: list[Any] = []
-    for i, layer in enumerate(params.layers):
-        before = None if cache is None else layer_of(cache, i)
-        given = ends, layer, before, x, read.at(i, last)
-        one, x, logits = HOLD_LAYER(device, *given, number=numbers[i])
-        held.append(one)
-        yield begun.after(one[0][0], tokens.shape[1])
-    fed: Any = put(device, np.zeros((len(count), passes.width), np.int32))
-    x = before_the_first(device, fed, params)
+    held, x, passes, begun, logits = yield from holding(device, params, cache, read, tokens, count)
     layers: list[Any] = [None] * len(held) if cache is None else list(cache.layers)
     one = None
-    for number in range(last_pass + 1):
-        final = number == last_pass
+    for this in passes:
+        final = bool(this.final)
         for i, layer in enumerate(params.layers):
             whole, peak = held[i]
             sizes: dict[str, Any] = {"number": numbers[i], "pages": pages[i]}
             sizes |= {"dtype": jnp.dtype(dtype), "storage": storage}
             before = None if cache is None else layer_of(cache.replace(layers=tuple(layers)), i)
             donate = cache is None or (consume and pages[i] == had[i])
-            given = ends, layer, before, x, peak, whole, read.at(i, last), Pass(np.int32(number), np.bool_(final))
+            given = ends, layer, before, x, peak, whole, read.at(i, last), this
             one, x, peak = REPEAT_LAYER(device, *given, donate=donate, **sizes)
             held[i] = None if final else (whole, peak)
             if final or (donate and cache is not None):
                 (layers[i],) = one.layers
             if donate and cache is not None:
                 note(cache.replace(layers=tuple(layers)))
-            yield begun.after(one.seen, passes.width)
-    assert one is not None and logits is not None  # a model has layers
+            yield begun.after(one.seen, x.shape[1])
+    assert one is not None  # a model has layers
     return joined(one, layers, cache, consume, capacities), logits

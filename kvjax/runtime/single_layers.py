@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Int
 from kvjax import progress
 from kvjax.cache.cache import NO_TOKEN, Cache
 from kvjax.cache.continuation import delete
+from kvjax.cache.layer_view import layer_view
 from kvjax.cache.quantisation import Storage
 from kvjax.model.decoder import Decoder
 from kvjax.runtime.layer_step import Counts
@@ -36,17 +37,18 @@ class LayerInput(NamedTuple):
 
     Attributes:
       tokens: ids, [B, T], which the first layer embeds. counts: as :data:`kvjax.runtime.layer_step.Counts`.
-      first, last: whether it is the model's first layer, and its last, which computes the logits.
+      first, last: whether it is the model's first layer, and its last, which computes the logits. index: its number.
     """
 
     tokens: Int[Array, "B T"]
     counts: Counts
     first: Any = np.bool_(False)
     last: Any = np.bool_(False)
+    index: Any = np.int32(0)
 
     def at(self, layer: int, last: int) -> LayerInput:
         """The same of this layer, ``last`` being the model's last."""
-        return self._replace(first=np.bool_(layer == 0), last=np.bool_(layer == last))
+        return self._replace(first=np.bool_(layer == 0), last=np.bool_(layer == last), index=np.int32(layer))
 
 
 class Begun:
@@ -57,7 +59,7 @@ class Begun:
     """
 
     def __init__(self, tokens: Int[np.ndarray, "B T"], count: Int[np.ndarray, " B"], work: float) -> None:
-        self.share = float(_work_of(tokens, count).sum()) / work
+        self.share = float(work_of(tokens, count).sum()) / work
         self._made: collections.deque[tuple[Any, float]] = collections.deque()
 
     def after(self, made: Any, work: float = 1.0) -> Any:
@@ -86,6 +88,11 @@ def logits_of_last(ends: Decoder, read: LayerInput, x: Float[Array, "B T M"]) ->
     return jax.lax.cond(read.last, lambda: ends.logits(last), lambda: jnp.zeros(found.shape, found.dtype))
 
 
+def own_layer(cache: Cache, index: Int[Array, ""]) -> Any:
+    """The layer that :func:`layer_of` gave to a program: its only one, or that of this number of a shared pool."""
+    return layer_view(cache.layers[0], cache.most_tokens, index) if cache.shares_layers else cache.layers[0]
+
+
 def cache_of(device: Device, layer: Any, seen: Any) -> Cache:
     """A cache of one layer, into which nothing is read yet."""
     return Cache((layer,), seen, seen, jnp.full_like(seen, NO_TOKEN), device.local_policy, 0, 0)
@@ -110,7 +117,7 @@ def begun_reading(
 ) -> tuple[LayerInput, tuple[tuple[int, ...], ...], list[tuple[int, ...]]]:
     """What layers are told of a prompt, their pages once it is in, and those that they have; none of a new cache."""
     seen = np.zeros((len(count),), np.int32) if cache is None else cache.seen
-    given: Any = put(device, (tokens, (seen, count, _work_of(tokens, count), total)))
+    given: Any = put(device, (tokens, (seen, count, work_of(tokens, count), total)))
     if cache is None:
         sizes: Any = capacities
         return LayerInput(*given), device.pages(storage=storage, **sizes), []
@@ -118,7 +125,7 @@ def begun_reading(
     return LayerInput(*given), pages, [layer.pages for layer in device.local(cache).layers]
 
 
-def _work_of(tokens: Int[np.ndarray, "B T"], count: Int[np.ndarray, " B"]) -> Int[np.ndarray, " B"]:
+def work_of(tokens: Int[np.ndarray, "B T"], count: Int[np.ndarray, " B"]) -> Int[np.ndarray, " B"]:
     """Tokens of each row to compute: a row of padding has one that is none."""
     return np.where(tokens[:, 0] < 0, 0, count)
 
@@ -141,7 +148,10 @@ def zeros_are_sent() -> bool:
 
 
 def layer_of(cache: Cache, index: int) -> Cache:
-    """A cache of one of its layers, which shares the others' counters."""
+    """A cache of one of its layers, which shares the others' counters; of all where they share their slots."""
+    if cache.shares_layers:
+        (pool,) = cache.layers
+        return cache.replace(layers=(pool.replace(state=None if pool.state is None else pool.state[index]),))
     context = cache.context
     if context is not None:
         context = dataclasses.replace(context, layers=context.layers[index : index + 1])
@@ -154,4 +164,4 @@ def joined(one: Cache, layers: Sequence[Any], before: Cache | None, consume: boo
         return one.replace(layers=tuple(layers), **capacities)
     if consume:
         delete(before)
-    return one.replace(layers=tuple(layers), context=before.context, **capacities)
+    return one.replace(layers=tuple(layers), context=before.context, joined_tokens=0, **capacities)

@@ -10,7 +10,7 @@ from support.compiled import compiled_programs
 
 import kvjax
 from kvjax import progress
-from kvjax.runtime import by_layers, reading, single_layers
+from kvjax.runtime import by_layers, choosing_by_layers, reading, single_layers
 from kvjax.runtime.by_layers import can_stop_between_layers, compiles_faster_by_layers, reading_by_layers
 from kvjax.runtime.programs import Programs
 from kvjax.sharding.mesh import Mesh
@@ -28,6 +28,13 @@ REPEATED = [
     ("adaptive:ratio=0.5,inner=kvzip(chunk=32)", "model", {}),
     ("razor:ratio=0.6,heads=0.0+1.1,inner=kvzip(chunk=32)", "model", {}),
     ("criticalkv:ratio=0.5,inner=kvzip", "model", {}),
+]
+#: Chosen in all layers together: with a sum of all, with marks and int8, and repeated.
+TOGETHER = [
+    ("adaptive:ratio=0.5,inner=keydiff,scope=model", "model", {}),
+    ("adaptive:ratio=0.5,inner=snapkv,scope=model,floor=0", "int8", {"positional": "alibi"}),
+    ("adaptive:ratio=0.5,inner=kvzip(chunk=32),scope=model", "model", {}),
+    ("adaptive:ratio=0.5,inner=kvzip(chunk=32),scope=model", "int8", {}),
 ]
 PROMPT, OTHER, QUESTION = list(range(3, 100)), list(range(60, 20, -1)), [7, 8, 9, 1, 2]
 
@@ -52,6 +59,13 @@ def test_prompts_contexts_and_turns_are_those_of_one_program(lm, monkeypatch, po
 def test_prompts_that_are_repeated_are_those_of_one_program(lm, monkeypatch, policy, storage, layers):
     lm = toys.tiny_model(num_layers=4, hidden_size=16, intermediate_size=16, **layers)
     check(lm, monkeypatch, policy, storage, ("hold_layer", "repeat_layer"))
+
+
+@pytest.mark.parametrize(("policy", "storage", "layers"), TOGETHER)
+def test_prompts_that_layers_choose_of_together_are_those_of_one_program(monkeypatch, policy, storage, layers):
+    lm = toys.tiny_model(num_layers=4, hidden_size=16, intermediate_size=16, **layers)
+    first = ("hold_layer", "repeat_and_weigh_layer") if "kvzip" in policy else ("hold_and_weigh_layer",)
+    check(lm, monkeypatch, policy, storage, (*first, "lay_out_layer"))
 
 
 def check(lm, monkeypatch, policy, storage, names):
@@ -88,10 +102,17 @@ def test_layers_of_one_kind_share_one_program(lm):
 
 def test_an_accelerator_makes_the_zeros_that_a_cpu_is_handed(lm, monkeypatch):
     handed = kvjax.generate(lm, PROMPT, max_new_tokens=4)
-    monkeypatch.setattr(single_layers, "zeros_are_sent", lambda: False)
+    for room in (single_layers, choosing_by_layers):
+        monkeypatch.setattr(room, "zeros_are_sent", lambda: False)
     with compiled_programs() as programs:
         assert kvjax.generate(lm, PROMPT, max_new_tokens=4).tokens == handed.tokens
     assert programs["hidden_states"] == 1
+    together = {"policy": "adaptive:ratio=0.5,inner=keydiff,scope=model", "max_new_tokens": 4}
+    with compiled_programs() as programs:
+        made = kvjax.generate(lm, PROMPT, **together)
+    assert programs["empty_pool"] == 1
+    monkeypatch.undo()
+    assert made.tokens == kvjax.generate(lm, PROMPT, **together).tokens
 
 
 def test_it_is_not_done_where_it_would_cost_more(lm):
@@ -103,11 +124,10 @@ def test_it_is_not_done_where_it_would_cost_more(lm):
     skipping = kvjax.LagKV(ratio=0.5, lag=8, variant="l2")  # the layers that it skips are kinds of their own
     assert not compiles_faster_by_layers(skipping, deep) and can_stop_between_layers(skipping, deep)
     together = parse("adaptive:inner=keydiff,ratio=0.5,scope=model")
-    assert not compiles_faster_by_layers(together, lm.params) and not can_stop_between_layers(together, lm.params)
-    repeated, mesh = parse("kvzip:ratio=0.5"), Mesh(1, 2)
-    assert compiles_faster_by_layers(repeated, lm.params) and can_stop_between_layers(repeated, lm.params)
-    assert not compiles_faster_by_layers(repeated, lm.params, mesh)
-    assert not can_stop_between_layers(repeated, lm.params, mesh)
+    for other in (together, parse("kvzip:ratio=0.5")):  # on one device alone
+        assert compiles_faster_by_layers(other, lm.params) and can_stop_between_layers(other, lm.params)
+        assert not compiles_faster_by_layers(other, lm.params, Mesh(1, 2))
+        assert not can_stop_between_layers(other, lm.params, Mesh(1, 2))
 
 
 def test_a_cache_is_consumed_only_where_it_may_be(lm):

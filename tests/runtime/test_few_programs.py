@@ -16,6 +16,7 @@ from kvjax.policies.names import POLICIES
 PREFILL = (
     *("prefill_fresh", "prefill_onto", "lower_fresh", "lower_onto", "upper"),
     *("prefill_layer_fresh", "prefill_layer_onto", "hold_layer", "repeat_layer"),
+    *("hold_and_weigh_layer", "repeat_and_weigh_layer", "lay_out_layer"),
 )
 #: Options without which a policy does not run on a toy model, or does nothing in a short conversation.
 OPTIONS = {
