@@ -117,6 +117,14 @@ def test_longbench_has_the_benchmarks_prompts(lm, folder):
     assert len(items(lm, folder, "longbench", tasks=("hotpotqa",), length=1000, limit=1)) == 1
 
 
+def test_a_set_without_a_template_fills_its_length(lm, tmp_path):
+    (tmp_path / "longbench").mkdir()
+    row = LONGBENCH["trec"][0] | {"context": LONGBENCH["trec"][0]["context"] * 40}
+    (tmp_path / "longbench/trec.jsonl").write_text(json.dumps(row))
+    (item,) = items(lm, DataFolder(tmp_path), "longbench", tasks=("trec",), length=1000)
+    assert 1000 - 4 <= prepare(lm, item).tokens + item.max_new_tokens <= 1000
+
+
 @pytest.mark.parametrize("task", TASKS)
 def test_whole_prompts_are_cut_where_their_question_begins(task):
     opening = TASKS[task].opening

@@ -99,7 +99,7 @@ def _items(lm: LanguageModel, data: DataFolder, asked: Asked) -> list[Item]:
     found = []
     for name in asked.tasks:
         task = TASKS[name]
-        room = room_of(lm, asked.length, task.max_new_tokens)
+        room = room_of(lm, asked.length, task.max_new_tokens, chat=task.chat)
         for number, ((context, question), row) in enumerate(_read(data, name)[: asked.limit]):
             context, question = cut_middle(lm, context, question, room)
             found.append(
