@@ -173,6 +173,18 @@ def test_what_is_measured_is_what_the_library_gives():
     assert measure(LM, made, wanted, request, done=kept) == kept
 
 
+def test_a_caution_is_said_and_only_a_useless_policy_is_refused():
+    """KVzip repeats more than the model knows, and is measured; LagKV chooses nothing at the length, and is not."""
+    made = make_passages(LM, [TEXT], tokens=400, passages=1, needles=1, seed=3)
+    rows = measure(LM, made, entries("kvzip;lagkv", [0.25]), Request(1000, 1, parse_storage(None)))
+    full, kvzip, lagkv = rows
+    assert full.notice is None and kvzip.refused is None and kvzip.losses
+    assert str(kvzip.notice).startswith("KVzip repeats 1,000 tokens behind themselves")
+    assert str(lagkv.refused).startswith("LagKV keeps none of the") and not lagkv.losses
+    assert f"kvzip:ratio=0.25: {kvzip.notice}" in report(rows, Goal(), [], None).markdown()
+    assert "within 1% of the full cache's loss" in sentence([full, lagkv], Goal())
+
+
 def test_keys_are_words_of_the_text():
     from kvjax.eval.recommend.passages import _keys
 

@@ -84,12 +84,11 @@ def test_a_prompt_without_a_template_has_the_templates_room():
 def test_a_token_that_the_cut_to_the_question_parts_is_counted(monkeypatch):
     """A context and its question may take more tokens apart than as one text."""
     lm = toys.tiny_model()
-    bytes_of = lm.tokenizer.encode
+    bytes_of, text_of = lm.tokenizer.encode, lm.tokenizer.decode
     # A vocabulary in which a full stop and the line end after it are one token.
-    together = lambda self, text: bytes_of(text.replace(".\n", "\t"))  # noqa: E731
-    apart = lambda self, ids, own=type(lm.tokenizer).decode: own(self, ids).replace("\t", ".\n")  # noqa: E731
-    monkeypatch.setattr(type(lm.tokenizer), "encode", together)
-    monkeypatch.setattr(type(lm.tokenizer), "decode", apart)
+    kind = type(lm.tokenizer)
+    monkeypatch.setattr(kind, "encode", lambda self, text: bytes_of(text.replace(".\n", "\t")))
+    monkeypatch.setattr(kind, "decode", lambda self, ids: text_of(ids).replace("\t", ".\n"))
     encode, context, question = lm.tokenizer.encode, "a" * 100 + ".", "\nWho?"
     whole = len(encode(context + question))
     assert len(encode(context)) + len(encode(question)) == whole + 1

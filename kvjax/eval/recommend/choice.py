@@ -70,8 +70,8 @@ def sentence(rows: Sequence[Measured], goal: Goal) -> str:
         if goal.budget is not None:
             return f"No cache that was measured is within {human_bytes(goal.budget)}; measure smaller --retained."
         return (
-            f"No smaller cache that was measured stays within {goal.most_loss:.3g} of the full cache's loss and finds "
-            "its needles; keep the full one, or allow more --loss."
+            f"No smaller cache that was measured stays within {100 * goal.most_loss:.3g}% of the full cache's loss and "
+            "finds its needles; keep the full one, or allow more --loss."
         )
     if best is full:
         return f"Use --policy full: its cache is within {human_bytes(goal.budget or 0)}."
@@ -109,6 +109,7 @@ def report(rows: Sequence[Measured], goal: Goal, facts: Sequence[str], picture: 
     ]
     shown: list[Table | Picture | str] = [sentence(rows, goal)]
     shown.append(Table(columns, ordered, note=lambda row: row.refused, labels=1))
+    shown += [f"{flag(row)}: {row.notice}" for row in ordered if row.notice is not None]
     if picture is not None:
         shown.append(Picture("Loss and needles against the bytes of each cache", picture))
     best = choose(rows, goal)
