@@ -144,7 +144,7 @@ def _run(
         journal.drop_empty()
     if journal.answers and items:
         found = lines(items, journal, compared, refused)
-        shown = folder.write(journal.path.parent, suite, journal.settings, found, machine.describe())
+        shown = folder.write(journal.path.parent, suite, journal.settings, found, machine.describe(), data.found)
         shown.print(width=160)
         print(f"Saved: {journal.path.parent / folder.PAGE}, {folder.MARKDOWN}, {folder.NUMBERS}, {folder.JOURNAL}.")
     elif refused:

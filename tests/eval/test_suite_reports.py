@@ -163,6 +163,17 @@ def test_the_page_is_one_file(tmp_path):
     assert held["caches"][1]["by task"]["b"]["mean"] == 50
 
 
+def test_the_page_says_which_text_was_read_and_what_no_answer_can_score(tmp_path):
+    journal = filled(tmp_path / "answers.jsonl")
+    empty = [dataclasses.replace(ITEMS[0], answers=("",)), *ITEMS[1:]]
+    for items, files in ((ITEMS, ()), (empty, ("longbench/trec.jsonl", "a/b.json"))):
+        shown = folder.write(tmp_path, SUITE, journal.settings, lines(items, journal, CACHES, {}), MACHINE, files)
+        text = (tmp_path / folder.MARKDOWN).read_text()
+        assert ("Text: longbench/trec.jsonl, a/b.json. About it." in text) == bool(files)
+        assert ("About it. 1 question has an empty reference:" in text) == bool(files)
+        assert shown.data["files"] == list(files)
+
+
 def test_the_same_answers_give_the_same_report(tmp_path):
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
