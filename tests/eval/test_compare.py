@@ -355,6 +355,7 @@ def test_the_picture_has_a_line_for_every_policy():
     figure = pictures.accuracy_figure(rows_by_hand())
     left, right = figure.axes
     assert left.get_legend_handles_labels()[1] == ["full", "lagkv"]
+    assert right.get_title() == "question in view, prompts of 100 tokens"
     line = left.containers[0].lines[0]
     assert list(line.get_xdata()) == [25, 50] and list(line.get_ydata()) == [0.5, 1]
     assert list(right.containers[0].lines[0].get_ydata()) == [1, 0.5]

@@ -140,7 +140,10 @@ def test_the_choice(goal, wanted):
     assert f"--policy {wanted}" in said if wanted else "cache that was measured" in said
     made = report(ROWS, goal, ["facts"], "p.png")
     assert made.data["recommended"] == wanted and "It protects too much." in made.markdown()
-    assert figure(ROWS, goal).axes
+    left, right, _ = figure(ROWS, goal, 1024, 32000).axes
+    for axes in (left, right):
+        assert axes.get_title() == "passages of at most 1,024 tokens"
+        assert "prompts of 32,000 tokens" in axes.get_xlabel()
 
 
 def test_a_budget_takes_the_largest_fraction_that_fits():

@@ -49,7 +49,7 @@ def _pictures(suite: Suite, lines: Sequence[Line]) -> dict[str, tuple[str, bytes
         return {}
     found = {}
     if suite.heat_map:
-        length = "words" if suite.name == "passkey" else "tokens"
+        length = "text around the key, words" if suite.name == "passkey" else "prompt with answer, tokens"
         found["heat-map.png"] = "Score by length and depth", png(heat_map(lines, length))
     if len({one.item.task for line in lines for one in line.scored}) > 1:
         found["tasks.png"] = "Score of each task", png(task_figure(lines))

@@ -12,7 +12,7 @@ from typing import Any
 from kvjax.errors import UsageError, quoted
 from kvjax.eval.suites.data import DataFolder, read_json, read_rows, row_of
 
-#: Ready prompts of notes that another model took of every chat with the question in view, about 2,000 tokens each.
+#: Ready prompts of notes that another model took of every chat with the question in view: 2,400 to 7,000 tokens.
 NOTES = "longmemeval/longmemeval_rag_prompts_236.jsonl"
 #: A few records of the benchmark with other questions about the same chats beside its own.
 SUBSET = "longmemeval/longmemeval_s_subset.json"

@@ -155,8 +155,8 @@ def _drawn(task: str, lm: LanguageModel, asked: Asked, requests: bool) -> list[l
     for number in range(asked.limit or 1):
         tokens = functools.partial(lambda number, size: _tokens(lm, made(number, size)), number)
         start = max(LEAST, per_question * turns)
-        if tokens(start) > length:
-            raise too_short(length, task)
+        if (least := tokens(start)) > length:
+            raise too_short(length, task, least)
         per_unit = tokens(start + 40) - tokens(start)
         most = start + max(40 * length // max(per_unit, 1), 1)
         size = largest(tokens, length, start, most)

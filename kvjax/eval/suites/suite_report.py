@@ -13,7 +13,7 @@ from kvjax.eval.suites.item import Suite
 from kvjax.eval.suites.journal import RunSettings
 from kvjax.eval.suites.metrics import ALSO
 from kvjax.eval.suites.runner import IN_VIEW
-from kvjax.eval.suites.scores import Line, as_data
+from kvjax.eval.suites.scores import Line, as_data, prompt_tokens
 from kvjax.tables import Column, Picture, Report, Table, human_bytes, human_rate
 
 _LABELS = (
@@ -95,10 +95,6 @@ def _by_name(title: str, lines: Sequence[Line], names: Sequence[tuple[str, str]]
     return Table([*_LABELS, *columns], lines, title=title, labels=len(_LABELS))
 
 
-def _span(least: int, most: int) -> str:
-    return f"{least:,}" if least == most else f"{least:,} to {most:,}"
-
-
 def _without_reference(lines: Sequence[Line]) -> str:
     """How many questions have an empty reference, if any: what such a question scores says nothing of a cache."""
     items = {one.item.id: one.item for line in lines for one in line.scored}
@@ -119,11 +115,11 @@ def _footnote(
         else "The context was compressed first, and the question read after it."
     )
     stored = "" if settings.storage == "model" else f" Rows are stored as {settings.storage}."
-    prompts = [one.answer.prompt_tokens for line in lines for one in line.scored]
-    span = f" Prompts have {_span(min(prompts), max(prompts))} tokens." if prompts else ""
+    prompts = prompt_tokens(lines)
+    length = f" Prompts have {prompts}." if prompts else ""
     read = f" Text: {', '.join(files)}." if files else ""
     return (
-        f"{suite.title}. {settings.model}, seed {settings.seed}. {asked}{stored}{span}{read} "
+        f"{suite.title}. {settings.model}, seed {settings.seed}. {asked}{stored}{length}{read} "
         f"{suite.about}{_without_reference(lines)} "
         f"Scores are percent ± standard errors; against {REFERENCE}: the mean difference of the same questions, and p, "
         f"its significance ({RESAMPLES:,} paired resamples of each task's questions). Live, allocated and of full "
