@@ -37,11 +37,15 @@ def compare(
     dtype: flag.Dtype = None,
     weights: flag.Weights = None,
     policies: Annotated[
-        str, typer.Option("--policies", help="Such as 'snapkv;lagkv:lag=64,sink=4;h2o'; `all` names every policy.")
+        str,
+        typer.Option(
+            "--policies",
+            help="Such as 'snapkv;lagkv:lag=64,sink=4;h2o'; `all` names every policy, and `kvjax policies` lists them.",
+        ),
     ] = "all",
     retained: flag.Retained = "0.75,0.5,0.25,0.125",
     tasks: Annotated[
-        str, typer.Option("--tasks", help="Comma-separated needle tasks.")
+        str, typer.Option("--tasks", help="Comma-separated needle tasks; a wrong name lists them.")
     ] = "niah_single_1,noise_multikey,noise_multivalue",
     lengths: Annotated[
         str, typer.Option("--lengths", help="Comma-separated prompt lengths in tokens, with question and answer.")

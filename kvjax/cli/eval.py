@@ -43,16 +43,39 @@ def evaluate(
     dtype: flag.Dtype = None,
     weights: flag.Weights = None,
     policies: Annotated[
-        str, typer.Option("--policies", help="Such as 'snapkv;lagkv:lag=64,sink=4'; the full cache always runs.")
+        str,
+        typer.Option(
+            "--policies",
+            help="Such as 'snapkv;lagkv:lag=64,sink=4'; `kvjax policies` lists them. The full cache always runs.",
+        ),
     ] = _POLICIES,
     retained: flag.Retained = _RETAINED,
-    data: Annotated[Path | None, typer.Option("--data", help="Folder with the text of benchmarks.")] = None,
-    tasks: Annotated[str, typer.Option("--tasks", help="The suite's tasks, separated by commas; all by default.")] = "",
-    length: Annotated[
-        int | None, typer.Option("--length", help="Tokens of the longest prompt with its answer.")
+    data: Annotated[
+        Path | None,
+        typer.Option("--data", help="Folder with the files of benchmarks, which docs/guides/evaluation.md lists."),
     ] = None,
-    limit: Annotated[int | None, typer.Option("--limit", help="Questions of each task, or of each cell.")] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Few, short prompts, to see that everything runs.")] = False,
+    tasks: Annotated[
+        str,
+        typer.Option(
+            "--tasks", help="The suite's tasks, separated by commas, all by default; a wrong name lists them."
+        ),
+    ] = "",
+    length: Annotated[
+        int | None,
+        typer.Option(
+            "--length",
+            help="Tokens of the longest prompt with its answer; by default the suite's own, or the model's context.",
+        ),
+    ] = None,
+    limit: Annotated[
+        int | None,
+        typer.Option(
+            "--limit", help="Questions of each task, or of each cell of a map; by default the suite's own number."
+        ),
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Few, short prompts, mostly of 1,024 tokens, to see that everything runs.")
+    ] = False,
     in_view: Annotated[
         bool, typer.Option("--in-view", help="Compress context and question together, not the context alone.")
     ] = False,
@@ -144,7 +167,7 @@ def _run(
         journal.drop_empty()
     if journal.answers and items:
         found = lines(items, journal, compared, refused)
-        shown = folder.write(journal.path.parent, suite, journal.settings, found, machine.describe())
+        shown = folder.write(journal.path.parent, suite, journal.settings, found, machine.describe(), data.found)
         shown.print(width=160)
         print(f"Saved: {journal.path.parent / folder.PAGE}, {folder.MARKDOWN}, {folder.NUMBERS}, {folder.JOURNAL}.")
     elif refused:

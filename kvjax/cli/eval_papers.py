@@ -63,6 +63,6 @@ def papers(out: Path, names: tuple[str, ...], options: Options, data: DataFolder
     finally:
         for one in found:
             one.close()
-    papers_report.write(out, chosen, found, more, options, lm.name, facts).print(width=160)
+    papers_report.write(out, chosen, found, more, options, lm.name, facts, data.found).print(width=160)
     print(f"Saved: {out / folder.PAGE}, {folder.MARKDOWN}, {folder.NUMBERS}.")
     return code

@@ -16,6 +16,8 @@ from kvjax.cli.app import INTERRUPTED, app
 from kvjax.errors import UsageError, quoted
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
     from kvjax.checkpoints.load import LanguageModel
     from kvjax.eval.entries import Entry
     from kvjax.eval.recommend.choice import Goal
@@ -85,6 +87,7 @@ def recommend(
     from kvjax.cache.quantisation import parse_storage
     from kvjax.checkpoints.digest import weights_digest
     from kvjax.eval.entries import REFERENCE, entries
+    from kvjax.eval.recommend import choice
     from kvjax.eval.recommend.folder import FILES, Folder, Settings, digest
     from kvjax.eval.recommend.measure import Request, facts
     from kvjax.eval.recommend.passages import make_passages, read_texts
@@ -116,7 +119,9 @@ def recommend(
     rows, code = _measure(lm, made, chosen, request, folder, earlier)
     if not any(row.policy == REFERENCE and row.refused is None for row in rows):
         return code
-    recommended = _answer(facts(lm, made, request, machine.describe()), rows, goal, folder, markdown)
+    longest = max(len(passage.context) for passage in made)
+    drawn = choice.figure(rows, goal, longest, context)
+    recommended = _answer(facts(lm, made, request, machine.describe()), rows, goal, folder, drawn, markdown)
     return code or (0 if recommended else 1)
 
 
@@ -191,13 +196,15 @@ def _measure(
     return rows, code
 
 
-def _answer(about: Sequence[str], rows: Sequence[Measured], goal: Goal, folder: Folder, markdown: bool) -> bool:
+def _answer(
+    about: Sequence[str], rows: Sequence[Measured], goal: Goal, folder: Folder, drawn: Figure, markdown: bool
+) -> bool:
     """Write the table and the picture, and print the answer; whether there is a policy to recommend."""
     from kvjax.eval.recommend import choice
     from kvjax.eval.recommend.folder import PICTURE, RESULTS, TABLE
     from kvjax.figures import png
 
-    folder.write(PICTURE, png(choice.figure(rows, goal)))
+    folder.write(PICTURE, png(drawn))
     found = choice.report(rows, goal, about, PICTURE)
     folder.write(RESULTS, found.json())
     folder.write(TABLE, found.markdown())

@@ -67,7 +67,7 @@ def accuracy_figure(rows: Sequence[Row]) -> Figure:
         for axes, mode, title in ((left, AFTER, "asked after compression"), (right, IN_VIEW, "question in view")):
             at_length = [row for row in answered if row.length == length]
             _accuracy_panel(axes, at_length, names, mode)
-            axes.set_title(f"{title}, {length} tokens", fontsize=10)
+            axes.set_title(f"{title}, prompts of {length:,} tokens", fontsize=10)
     handles, labels = panels[0][0].get_legend_handles_labels()
     if handles:
         figure.legend(handles, labels, loc="outside right upper", frameon=False, fontsize=8)

@@ -65,6 +65,10 @@ class RecordedDecoder(Decoder):
         )
         return jnp.stack(index, axis=-1).astype(jnp.float32)  # exact to 2^24
 
+    @property
+    def stream(self) -> tuple[int, jnp.dtype]:
+        return 2, jnp.dtype(jnp.float32)
+
     def logits(self, x: Float[Array, "*S M"]) -> Float[Array, "*S V"]:
         index, row = (x[..., i].astype(jnp.int32) for i in range(2))
         return super().logits(self.hidden[...][row, index])

@@ -89,6 +89,8 @@ def study_figure(study: Study, rows: Sequence[Row]) -> Figure:
     figure = new_figure(10, 4.4)
     panels = figure.subplots(1, 2, sharey=True)
     found = {(row.policy, row.retained): row for row in rows if row.refused is None}
+    lengths = {row.length for row in rows}
+    prompts = f", prompts of {lengths.pop():,} tokens" if len(lengths) == 1 else ""
     for axes, mode, title in zip(
         panels, (AFTER, IN_VIEW), ("asked after compression", "question in view"), strict=True
     ):
@@ -99,7 +101,7 @@ def study_figure(study: Study, rows: Sequence[Row]) -> Figure:
             error_bars(axes, [x for x, _ in points], [accuracy(row, mode) for _, row in points], label, number)
         plain_axes(axes, study.xlabel, "accuracy")
         axes.set_ylim(-0.04, 1.04)
-        axes.set_title(title, fontsize=10)
+        axes.set_title(f"{title}{prompts}", fontsize=10)
     panels[0].legend(frameon=False, fontsize=8)
     figure.suptitle(study.title, fontsize=11)
     return figure

@@ -309,6 +309,11 @@ class Decoder(nnx.Module):
         return jnp.dtype(self.head[...].dtype)
 
     @property
+    def stream(self) -> tuple[int, jnp.dtype]:
+        """Channels and dtype of what passes from layer to layer."""
+        return self.config.hidden_size, self.dtype
+
+    @property
     def number_format(self) -> str:
         """The dtype, and how weights are stored where that is another, for reports: "float32, int8 weights"."""
         return str(self.dtype) if self.config.weights is None else f"{self.dtype}, {self.config.weights} weights"

@@ -183,6 +183,11 @@ class Policy(Composable):
         """A sentence on what this policy cannot do for rows of ``total`` tokens, and what would; None if it can."""
         return None
 
+    def useless(self, config: ModelConfig, total: int) -> bool:
+        """Whether what :meth:`notice` says of rows of ``total`` tokens leaves no reason to use this policy for them:
+        it keeps nothing that it could choose, or saves no byte. Other notices are cautions."""
+        return False
+
     @property
     def beyond_context(self) -> bool:
         """Whether a conversation may run past the model's context, since positions are renumbered."""

@@ -100,6 +100,9 @@ class HeadWise(Policy):
     def notice(self, config: ModelConfig, total: int) -> str | None:
         return self.others(config).notice(config, total)
 
+    def useless(self, config: ModelConfig, total: int) -> bool:
+        return self.others(config).useless(config, total)
+
     def capacities(self, config: ModelConfig, prompt: int, new: int) -> tuple[tuple[int, ...], ...]:
         return tuple(
             _joined(

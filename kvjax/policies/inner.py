@@ -116,6 +116,9 @@ class Rescoring(Selecting):
     def notice(self, config: ModelConfig, total: int) -> str | None:
         return self.scoring.notice(config, total)
 
+    def useless(self, config: ModelConfig, total: int) -> bool:
+        return self.scoring.useless(config, total)
+
     def layer_kind(self, config: ModelConfig, layer: int) -> Hashable | None:
         return None if super().layer_kind(config, layer) is None else self.scoring.layer_kind(config, layer)
 

@@ -134,6 +134,9 @@ class LagKV(Policy):
             f"row of {total:,}; {way}{'' if found is None else f' or lag={found}'} keeps some."
         )
 
+    def useless(self, config: ModelConfig, total: int) -> bool:
+        return self._keeps_none(total)
+
     def _keeps_none(self, total: int) -> bool:
         """Whether a row of so many tokens is compressed to its sinks and its window."""
         sinks = np.asarray([min(total, self.sink)])

@@ -85,14 +85,23 @@ class ThinK(HeadWise):
 
     def notice(self, config: ModelConfig, total: int) -> str | None:
         kept, whole = self.kept_channels(config), config.head_dim
-        usual = platform_layout(whole)
-        cut = jax.eval_shape(lambda: usual.with_key_channels(kept, whole).zeros(1, 1, whole, jnp.int8, kept))
-        if cut.row_nbytes >= jax.eval_shape(lambda: usual.zeros(1, 1, whole, jnp.int8)).row_nbytes:
+        if self._saves_nothing(config):
             return (
                 f"On this device a row takes whole registers of 128 lanes, so that keys of {kept} channels beside "
                 f"values of {whole} take as many bytes as keys of {whole} would; ThinK saves nothing here."
             )
         return super().notice(config, total)
+
+    def useless(self, config: ModelConfig, total: int) -> bool:
+        # Over a policy that drops tokens it still has what that one saves.
+        return (self.inner is None and self._saves_nothing(config)) or super().useless(config, total)
+
+    def _saves_nothing(self, config: ModelConfig) -> bool:
+        """Whether rows of fewer channels take as many bytes on this device."""
+        kept, whole = self.kept_channels(config), config.head_dim
+        usual = platform_layout(whole)
+        cut = jax.eval_shape(lambda: usual.with_key_channels(kept, whole).zeros(1, 1, whole, jnp.int8, kept))
+        return cut.row_nbytes >= jax.eval_shape(lambda: usual.zeros(1, 1, whole, jnp.int8)).row_nbytes
 
     @property
     def signals(self) -> Signals:

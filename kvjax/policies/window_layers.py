@@ -173,6 +173,9 @@ class WithWindows(Policy):
     def notice(self, config: ModelConfig, total: int) -> str | None:
         return self.policy.notice(self.seen_as(config), total) if self.global_layers else None
 
+    def useless(self, config: ModelConfig, total: int) -> bool:
+        return bool(self.global_layers) and self.policy.useless(self.seen_as(config), total)
+
     def check(self, config: ModelConfig) -> None:
         if self.policy.offloads_rounds:
             raise UsageError(

@@ -136,9 +136,10 @@ def before_the_first(device: Device, ids: Int[Array, "B T"], params: Decoder) ->
     A CPU is handed zeros, for which nothing is compiled; an accelerator, which they would have to be sent to, makes
     them.
     """
+    channels, dtype = params.stream
     if not zeros_are_sent():
-        return HIDDEN_STATES(device, ids, hidden_size=params.config.hidden_size, dtype=params.dtype)
-    zeros: Any = np.zeros((*ids.shape, params.config.hidden_size), params.dtype)
+        return HIDDEN_STATES(device, ids, hidden_size=channels, dtype=dtype)
+    zeros: Any = np.zeros((*ids.shape, channels), dtype)
     return put(device, zeros)
 
 

@@ -34,6 +34,7 @@ def test_a_run_and_what_it_leaves(cli, asked, monkeypatch):
     assert len(rows) == 1 + 4 and json.loads(rows[0])["settings"]["suite"] == "longbench"
     held = json.loads((out / "report.json").read_text())
     assert [cache["answered"] for cache in held["caches"]] == [2, 2]
+    assert held["files"] == ["longbench/trec.jsonl", "longbench/hotpotqa.jsonl"]
     before = {path.name: path.read_bytes() for path in out.iterdir() if path.name != "report.json"}
     again = cli(*words)
     assert "4 answers of an earlier run are kept" in again.err and "about" not in again.err

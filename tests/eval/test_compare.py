@@ -65,10 +65,11 @@ def test_a_replayed_prompt_leaves_the_cache_that_reading_it_leaves(lm, policy):
     prompts = [rng.integers(3, 600, length).tolist() for length in (120, 64, 97)]
     made = record(lm.params, prompts)
     options = dict(policy=parse(policy), cache=None, consume=False, dtype=lm.params.dtype)
-    for left in (0, 40):  # the whole prompts, and their beginnings
+    # The whole prompts by a program of all layers, and their beginnings by one of a layer, as real models read.
+    for left, alike in ((0, False), (40, True)):
         cut = [prompt[: len(prompt) - left] for prompt in prompts]
         real, logits = read_prompts(lm.params, cut, **options)
-        replayed, again = read_prompts(made, cut, **options)
+        replayed, again = read_prompts(made, cut, by_layers=lambda _, alike=alike: alike, **options)
         np.testing.assert_allclose(logits, again, atol=1e-5)  # products of other sizes round otherwise
         for a, b in zip(real.layers, replayed.layers, strict=True):
             assert np.array_equal(a.length, b.length)
@@ -354,6 +355,7 @@ def test_the_picture_has_a_line_for_every_policy():
     figure = pictures.accuracy_figure(rows_by_hand())
     left, right = figure.axes
     assert left.get_legend_handles_labels()[1] == ["full", "lagkv"]
+    assert right.get_title() == "question in view, prompts of 100 tokens"
     line = left.containers[0].lines[0]
     assert list(line.get_xdata()) == [25, 50] and list(line.get_ydata()) == [0.5, 1]
     assert list(right.containers[0].lines[0].get_ydata()) == [1, 0.5]

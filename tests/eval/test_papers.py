@@ -170,7 +170,9 @@ def test_what_has_no_data_is_said(lm, tmp_path):
     assert absent["needles"] == "" and "give --data DIR with paulgraham" in absent["passkey"]
     for one in found:
         one.close()
-    written = papers_report.write(tmp_path, find_papers(("lagkv",)), found, {}, options(quick=False), lm.name, MACHINE)
+    given = tmp_path, find_papers(("lagkv",)), found, {}, options(quick=False), lm.name, MACHINE, ["a/b.json"]
+    written = papers_report.write(*given)
+    assert "Text: a/b.json." in (tmp_path / "report.md").read_text() and written.data["files"] == ["a/b.json"]
     told = {study["study"]: study["not measured"] for study in written.data["papers"][0]["studies"]}
     assert "paulgraham" in told["passkey"] and told["ruler"] == "Nothing is answered yet."
 

@@ -140,7 +140,10 @@ def test_the_choice(goal, wanted):
     assert f"--policy {wanted}" in said if wanted else "cache that was measured" in said
     made = report(ROWS, goal, ["facts"], "p.png")
     assert made.data["recommended"] == wanted and "It protects too much." in made.markdown()
-    assert figure(ROWS, goal).axes
+    left, right, _ = figure(ROWS, goal, 1024, 32000).axes
+    for axes in (left, right):
+        assert axes.get_title() == "passages of at most 1,024 tokens"
+        assert "prompts of 32,000 tokens" in axes.get_xlabel()
 
 
 def test_a_budget_takes_the_largest_fraction_that_fits():
@@ -171,6 +174,18 @@ def test_what_is_measured_is_what_the_library_gives():
         assert set(row.found) <= {0.0, 1.0} and len(row.found) == 2
     kept = [Measured(policy, 1, (1.0,), (1.0,)) for policy in policies]
     assert measure(LM, made, wanted, request, done=kept) == kept
+
+
+def test_a_caution_is_said_and_only_a_useless_policy_is_refused():
+    """KVzip repeats more than the model knows, and is measured; LagKV chooses nothing at the length, and is not."""
+    made = make_passages(LM, [TEXT], tokens=400, passages=1, needles=1, seed=3)
+    rows = measure(LM, made, entries("kvzip;lagkv", [0.25]), Request(1000, 1, parse_storage(None)))
+    full, kvzip, lagkv = rows
+    assert full.notice is None and kvzip.refused is None and kvzip.losses
+    assert str(kvzip.notice).startswith("KVzip repeats 1,000 tokens behind themselves")
+    assert str(lagkv.refused).startswith("LagKV keeps none of the") and not lagkv.losses
+    assert f"kvzip:ratio=0.25: {kvzip.notice}" in report(rows, Goal(), [], None).markdown()
+    assert "within 1% of the full cache's loss" in sentence([full, lagkv], Goal())
 
 
 def test_keys_are_words_of_the_text():

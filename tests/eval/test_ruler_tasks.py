@@ -119,6 +119,11 @@ def test_too_short_lengths_are_one_sentence(folder):
     for task in ("vt", "cwe", "qa_1", "qa_2", "niah_single_2"):
         with pytest.raises(UsageError, match="too few"):
             make(task, folder, 70, 1)
+    for task in ("vt", "cwe"):
+        with pytest.raises(UsageError, match=f"70 tokens are too few for the task {task}; its smallest") as caught:
+            make(task, folder, 70, 1)
+        least = int(str(caught.value).rstrip(".").split()[-1])
+        assert make(task, folder, least + 40, 1), "random names and numbers take a few tokens more or less"
     with pytest.raises(UsageError, match="60 tokens are too few for the task fwe"):
         make("fwe", folder, 60, 1)
 

@@ -42,7 +42,11 @@ def test_a_studys_picture_has_a_line_for_every_variant():
     assert len(lines[2].get_xdata()) == 3, "what was refused is left out"
     assert set(right.containers[1].lines[0].get_ydata()) == {0.9}
     assert png(figure).startswith(b"\x89PNG")
-    assert len(studies.study_figure(study, []).axes) == 2
+    assert left.get_title() == "asked after compression, prompts of 700 tokens"
+    assert [axes.get_title() for axes in studies.study_figure(study, []).axes] == [
+        "asked after compression",
+        "question in view",
+    ]
 
 
 def test_kept_positions_are_the_caches():

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvjax.errors import UsageError
+from kvjax.eval.needle_prompts import template_tokens
 from kvjax.eval.suites.item import Item
 from kvjax.eval.suites.prompts import cut_middle, prepare, room_of
 from kvjax.text.gguf_tokenizer import tokenizer_from_gguf
@@ -67,3 +68,31 @@ def test_choices_are_encoded_with_what_they_follow():
         assert [*found.context, *found.question, *ids] == whole
     (ids,) = prepare(toys.tiny_model(), dataclasses.replace(item, choices=(" the",))).choices
     assert ids == toys.byte_tokenizer().encode(" the")
+
+
+def test_a_prompt_without_a_template_has_the_templates_room():
+    """What a template takes is no part of a prompt that is asked without one."""
+    lm = toys.tiny_model(max_position=4096)
+    template = template_tokens(lm)
+    assert template > 0
+    assert room_of(lm, 500, 30, chat=False) == room_of(lm, 500, 30) + template == 470 - len(lm.tokenizer.prefix_ids)
+    context, question = cut_middle(lm, "a b " * 400, "Who?", room_of(lm, 500, 30, chat=False))
+    found = prepare(lm, Item("x", "x", context, question, ("a",), "F1", 30, chat=False))
+    assert found.tokens + 30 == 500
+
+
+def test_a_token_that_the_cut_to_the_question_parts_is_counted(monkeypatch):
+    """A context and its question may take more tokens apart than as one text."""
+    lm = toys.tiny_model()
+    bytes_of, text_of = lm.tokenizer.encode, lm.tokenizer.decode
+    # A vocabulary in which a full stop and the line end after it are one token.
+    kind = type(lm.tokenizer)
+    monkeypatch.setattr(kind, "encode", lambda self, text: bytes_of(text.replace(".\n", "\t")))
+    monkeypatch.setattr(kind, "decode", lambda self, ids: text_of(ids).replace("\t", ".\n"))
+    encode, context, question = lm.tokenizer.encode, "a" * 100 + ".", "\nWho?"
+    whole = len(encode(context + question))
+    assert len(encode(context)) + len(encode(question)) == whole + 1
+    for room in (whole, 40):
+        first, second = cut_middle(lm, context, question, room)
+        assert second == question and room - 3 <= len(encode(first)) + len(encode(second)) <= room
+    assert cut_middle(lm, context, question, whole + 1) == (context, question)

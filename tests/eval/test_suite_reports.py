@@ -14,12 +14,12 @@ from kvjax.errors import UsageError
 from kvjax.eval.comparison_report import _samples
 from kvjax.eval.entries import Entry
 from kvjax.eval.suites import folder
-from kvjax.eval.suites.figures import task_figure
+from kvjax.eval.suites.figures import heat_map, scores_figure, task_figure
 from kvjax.eval.suites.item import Suite
 from kvjax.eval.suites.journal import Journal
 from kvjax.eval.suites.runner import IN_VIEW
-from kvjax.eval.suites.scores import lines
-from kvjax.eval.suites.suite_report import _by_name, _span
+from kvjax.eval.suites.scores import lines, span
+from kvjax.eval.suites.suite_report import _by_name
 
 MACHINE = {"processor": "x", "cores": 2, "versions": {"jax": "1"}, "date": "2026-01-01T00:00"}
 SUITE = Suite("ruler", "A & <title>", ("a", "b"), "About it.", lambda *_: [], lambda *_: None, heat_map=True)
@@ -163,6 +163,17 @@ def test_the_page_is_one_file(tmp_path):
     assert held["caches"][1]["by task"]["b"]["mean"] == 50
 
 
+def test_the_page_says_which_text_was_read_and_what_no_answer_can_score(tmp_path):
+    journal = filled(tmp_path / "answers.jsonl")
+    empty = [dataclasses.replace(ITEMS[0], answers=("",)), *ITEMS[1:]]
+    for items, files in ((ITEMS, ()), (empty, ("longbench/trec.jsonl", "a/b.json"))):
+        shown = folder.write(tmp_path, SUITE, journal.settings, lines(items, journal, CACHES, {}), MACHINE, files)
+        text = (tmp_path / folder.MARKDOWN).read_text()
+        assert ("Text: longbench/trec.jsonl, a/b.json. About it." in text) == bool(files)
+        assert ("About it. 1 question has an empty reference:" in text) == bool(files)
+        assert shown.data["files"] == list(files)
+
+
 def test_the_same_answers_give_the_same_report(tmp_path):
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
@@ -207,9 +218,19 @@ def test_a_groups_score_is_the_mean_of_its_tasks():
     assert shown.cells[0][-1].startswith("50.0")
 
 
+def test_pictures_say_how_long_the_prompts_were(tmp_path):
+    pytest.importorskip("matplotlib", reason="the extra eval has it")
+    found = lines(ITEMS, filled(tmp_path / "answers.jsonl"), CACHES, {})
+    for draw in (scores_figure, task_figure):
+        (axes,) = draw(found).axes
+        assert axes.get_title() == "prompts of 20 tokens"
+    panel, *_ = heat_map(found, "prompt with answer, tokens").axes
+    assert panel.get_xlabel() == "prompt with answer, tokens"
+
+
 def test_names_of_policies_stand_whole_above_the_bars():
     pytest.importorskip("matplotlib", reason="the extra eval has it")
-    items = [SimpleNamespace(score=1.0, item=SimpleNamespace(task="a"))]
+    items = [SimpleNamespace(score=1.0, item=SimpleNamespace(task="a"), answer=SimpleNamespace(prompt_tokens=9))]
     names = [f"razor:ratio=0.{n},inner=compactor,induction_share=0.03" for n in (125, 25, 5)]
     drawn = [SimpleNamespace(policy=name, retained=None, scored=items) for name in ("full", *names)]
     figure = task_figure(drawn)
@@ -220,5 +241,5 @@ def test_names_of_policies_stand_whole_above_the_bars():
 
 
 def test_one_length_and_one_sample_are_said_as_one():
-    assert _span(417, 417) == "417" and _span(417, 1500) == "417 to 1,500"
+    assert span(417, 417) == "417" and span(417, 1500) == "417 to 1,500"
     assert _samples(1) == "1 sample" and _samples(8) == "8 samples"

@@ -9,14 +9,15 @@ from pathlib import Path
 
 import pytest
 import toys
-from support.benchmarks import LONGBENCH, write_benchmarks
+from support.benchmarks import LONGBENCH, chats, write_benchmarks
 
 from kvjax.errors import UsageError
 from kvjax.eval.suites import data as data_files
-from kvjax.eval.suites import longbench, longmemeval
+from kvjax.eval.suites import longbench, longmemeval_files
 from kvjax.eval.suites.data import DataFolder
 from kvjax.eval.suites.item import Asked, Item, limited
 from kvjax.eval.suites.longbench_prompts import TASKS
+from kvjax.eval.suites.metrics import score
 from kvjax.eval.suites.passkey import spaced
 from kvjax.eval.suites.prompts import prepare
 from kvjax.eval.suites.registry import SUITES, asked_of, find_suite
@@ -117,6 +118,14 @@ def test_longbench_has_the_benchmarks_prompts(lm, folder):
     assert len(items(lm, folder, "longbench", tasks=("hotpotqa",), length=1000, limit=1)) == 1
 
 
+def test_a_set_without_a_template_fills_its_length(lm, tmp_path):
+    (tmp_path / "longbench").mkdir()
+    row = LONGBENCH["trec"][0] | {"context": LONGBENCH["trec"][0]["context"] * 40}
+    (tmp_path / "longbench/trec.jsonl").write_text(json.dumps(row))
+    (item,) = items(lm, DataFolder(tmp_path), "longbench", tasks=("trec",), length=1000)
+    assert 1000 - 4 <= prepare(lm, item).tokens + item.max_new_tokens <= 1000
+
+
 @pytest.mark.parametrize("task", TASKS)
 def test_whole_prompts_are_cut_where_their_question_begins(task):
     opening = TASKS[task].opening
@@ -158,15 +167,20 @@ def test_a_byte_order_mark_is_no_text_and_an_option_is_one_of_four(lm, folder, t
         items(lm, DataFolder(tmp_path), "longbench-v2", length=1500)
 
 
-def test_longbench_v2_and_longmemeval(lm, folder, monkeypatch):
+def test_longbench_v2_and_longmemeval(lm, folder, monkeypatch, tmp_path):
     (item,) = items(lm, folder, "longbench-v2", length=1500)
     assert item.answers == ("B",) and item.groups == ("difficulty: easy", "length: short", "domain: Law")
     assert "(C) option C\n" in item.question
     found = items(lm, folder, "longmemeval", length=1500)
     fits(lm, found, 1500)
     read = []
-    monkeypatch.setattr(longmemeval, "history", lambda row, own=longmemeval.history: read.append(row) or own(row))
-    monkeypatch.setattr(longmemeval, "_read", lambda data, own=longmemeval._read: [*own(data), *own(data)])
+    own = longmemeval_files.history
+    monkeypatch.setattr(longmemeval_files, "history", lambda row: read.append(row) or own(row))
+    twice = folder.find("longmemeval/longmemeval_oracle.json")
+    more = [row | {"question_id": f"{row['question_id']} again"} for row in chats()]
+    folder = DataFolder(tmp_path)
+    (tmp_path / "longmemeval").mkdir()
+    (tmp_path / "longmemeval/longmemeval_s.json").write_text(json.dumps([*json.loads(twice.read_text()), *more]))
     assert [one.id for one in items(lm, folder, "longmemeval", length=1500, limit=1, tasks=(found[0].task,))] == ["q4"]
     assert len(read) == 1, "what is beyond the limit is not made a text of"
     # Neither the preference nor the question that cannot be answered; the oldest chat comes first.
@@ -174,6 +188,87 @@ def test_longbench_v2_and_longmemeval(lm, folder, monkeypatch):
     assert "has_answer" not in found[0].context
     assert found[0].context.index("2023/05/20") < found[0].context.index("2023/05/21")
     assert found[0].question.endswith("Current Date: 2023/05/30\nQuestion: What did I do?\nAnswer:")
+
+
+def _memories(folder, name, content):
+    path = folder / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(content)
+    return DataFolder(folder)
+
+
+def test_ready_prompts_of_notes_are_read_where_no_whole_file_is_there(lm, tmp_path):
+    notes = "I will give you chats.\n\n### Session 1:\nHe ran 5 km.\n\n" + "### Session 2:\nempty\n\n" * 200
+    kinds = {"q1": "multi-session", "q2_abs": "multi-session", "q3": "single-session-preference"}
+    rows = [
+        {
+            "question_id": name,
+            "question_type": kind,
+            "prompt": f"{notes}\n\nCurrent Date: 2023/05/30\nQuestion: How far?\nAnswer (step by step):",
+            "correct_answer": 5,
+        }
+        for name, kind in kinds.items()
+    ]
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    data = _memories(tmp_path, longmemeval_files.NOTES, lines)
+    (item,) = items(lm, data, "longmemeval")
+    assert (item.id, item.answers, item.task) == ("q1", ("5",), "multi-session") and item.context == notes
+    assert item.question == "\n\nCurrent Date: 2023/05/30\nQuestion: How far?\nAnswer (step by step):"
+    (cut,) = items(lm, data, "longmemeval", length=1000)
+    fits(lm, [cut], 1000)
+    assert cut.question == item.question and notes.startswith(cut.context) and len(cut.context) < len(notes)
+    assert data.found == [longmemeval_files.NOTES]
+    with pytest.raises(UsageError, match="row 1 is no prompt whose question begins with"):
+        items(lm, _memories(tmp_path, longmemeval_files.NOTES, lines.replace("Current Date", "Date")), "longmemeval")
+    whole = _memories(tmp_path, "longmemeval/longmemeval_oracle.json", json.dumps(chats()))
+    assert [one.id for one in items(lm, whole, "longmemeval")] == ["q4", "q1"]
+
+
+def test_of_records_of_several_questions_the_benchmarks_own_is_asked(lm, tmp_path):
+    row, *_ = chats()
+    common = {name: row[name] for name in row if name not in ("question", "answer")}
+    evidence = [["b"], ["answer_1", "answer_2"], ["answer_3"]]
+    several = {"questions": ["Who?", "How far?", "Which?"], "answers": ["Anna", 5, "Yes"]}
+    rows = [
+        common | several | {"answer_session_ids": evidence},
+        common | several | {"answer_session_ids": [["b"], ["a"], []], "question_id": "q9"},
+    ]
+    data = _memories(tmp_path, longmemeval_files.SUBSET, json.dumps(rows))
+    (item,) = items(lm, data, "longmemeval")  # the second record has none that the benchmark asks
+    assert (item.id, item.answers) == ("q1", ("5",)) and "Question: How far?\n" in item.question
+    assert item.context.index("2023/05/20") < item.context.index("2023/05/21")
+    broken = json.dumps([rows[0] | {"answers": ["Anna"]}])
+    with pytest.raises(UsageError, match="row 1 has not an answer and its chats for each of its questions"):
+        items(lm, _memories(tmp_path, longmemeval_files.SUBSET, broken), "longmemeval")
+
+
+@pytest.mark.parametrize(("name", "count"), [(longmemeval_files.NOTES, 212), (longmemeval_files.SUBSET, 2)])
+def test_the_files_that_users_have_are_read(lm, name, count, tmp_path):
+    if not (SHARED / name).is_file():
+        pytest.skip(f"KVJAX_EVAL_DATA names no folder with {name}")
+    (tmp_path / "longmemeval").symlink_to(SHARED / "longmemeval")
+    data = DataFolder(tmp_path)
+    only = DataFolder(tmp_path)
+    only.find = lambda *names: data.find(name)  # whatever else is beside it
+    found = items(lm, only, "longmemeval", length=2000, limit=200)
+    fits(lm, found, 2000)
+    assert len(found) == count
+
+
+def test_an_empty_reference_scores_as_by_the_benchmarks_own_code(lm, tmp_path):
+    (tmp_path / "longbench").mkdir()
+    row = {"input": "Who?", "context": "A text.", "answers": [""], "all_classes": ["Human"]}
+    for task in TASKS:
+        if "zh" in TASKS[task].metric:
+            continue
+        (tmp_path / f"longbench/{task}.jsonl").write_text(json.dumps(row))
+        (item,) = items(lm, DataFolder(tmp_path), "longbench", tasks=(task,))
+        assert score("Human 3", item) == 0.0
+        # fuzzywuzzy calls two empty lines equal; the other metrics have nothing in common with nothing.
+        assert score("", item) == (TASKS[task].metric == "code similarity")
+    (tmp_path / "longbench/trec.jsonl").write_text(json.dumps(row | {"answers": []}))
+    with pytest.raises(UsageError, match="row 1 of trec has no answers"):
+        items(lm, DataFolder(tmp_path), "longbench", tasks=("trec",))
 
 
 def test_the_first_topic_of_a_dialogue(lm, folder, tmp_path):
@@ -299,6 +394,9 @@ def test_the_hub_has_what_the_folder_has_not(monkeypatch, tmp_path, lm):
     monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
     (item,) = items(lm, DataFolder(None), "longbench", tasks=("trec",))
     assert item.answers == ("Human being",)
+    hub = DataFolder(None)
+    items(lm, hub, "longbench", tasks=("trec",))
+    assert hub.found == ["THUDM/LongBench/data.zip"]
     with pytest.raises(data_files.KvjaxError, match=r"holds no lcc\.jsonl"):
         items(lm, DataFolder(None), "longbench", tasks=("lcc",))
 

@@ -87,6 +87,12 @@ def test_a_prompt_whose_repetition_does_not_fit_the_context_is_said_once():
     config = toys.tiny_config(max_position=100)
     assert CHOSEN.notice(config, 46) is None  # 46 tokens, 8 that a later request goes on with, and 46 again
     assert "at positions up to 102; this model knows 100" in str(CHOSEN.notice(config, 47))
+    assert not CHOSEN.useless(config, 47), "poor scores are scores"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(KVzip, "useless", lambda self, config, total: True)
+        assert kvjax.CriticalKV(ratio=0.5, inner=KVzip()).useless(config, 47), (
+            "and of policies over one it is asked too"
+        )
 
 
 @pytest.mark.parametrize("bad", [dict(sink=-1), dict(words=3), dict(chunk=1), dict(ratio=0), dict(budget=SINK)])

@@ -21,6 +21,7 @@ from kvjax.cache.pool import rows
 from kvjax.errors import UsageError
 from kvjax.policies import LagKV
 from kvjax.policies.lagkv import count_better, rank_descending
+from kvjax.policies.window_layers import for_model
 
 
 def assert_same(policy: LagKV, lengths: list[int], decoded: int, seed: int, heads: int, dim: int, oracle_args) -> None:
@@ -155,6 +156,7 @@ def test_a_notice_is_true_and_so_is_its_way_out(total, size, sink):
     sentence, kept = policy.notice(TOY, total), int(policy.budgets(TOY, 0, np.array([total]))[0, 0])
     window = 128 + (total - sink) % 128
     assert (sentence is not None) == (total - sink >= 256 and kept == sink + window)
+    assert policy.useless(TOY, total) == (sentence is not None)
     if sentence is None:
         return
     assert f"a window of {window} in" in sentence and sentence.endswith(".") and len(sentence) < 280
@@ -173,7 +175,9 @@ def test_it_is_said_once_and_stands_in_plans(tiny_model, capsys):
     assert plan.notice and plan.notice in plan.table()
     assert kvjax.plan(tiny_model, prompt_tokens=90, policy="lagkv:ratio=0.9,lag=24").notice is None
     inner = kvjax.Razor(heads="0.0", inner=policy)
-    assert inner.notice(tiny_model.config, 90) == plan.notice
+    assert inner.notice(tiny_model.config, 90) == plan.notice and inner.useless(tiny_model.config, 90)
+    windows = toys.tiny_config(windows=(8, None))
+    assert for_model(policy, windows).notice(windows, 90) and for_model(policy, windows).useless(windows, 90)
 
 
 @pytest.mark.parametrize("prompt_capacity, new", [(64, 256), (300, 40), (20, 500)])

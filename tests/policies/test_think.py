@@ -222,7 +222,11 @@ def test_a_tpu_saves_whole_registers_only(monkeypatch):
     for platform, saved in (("cpu", (64, 80, 96, 128)), ("gpu", (64, 80, 96, 128)), ("tpu", (80, 96))):
         monkeypatch.setattr(dispatch, "platform", lambda platform=platform: platform)
         for dim in (64, 80, 96, 128):
-            notice = ThinK(channels=0.3).notice(toys.tiny_config(head_dim=dim), 1000)
+            config = toys.tiny_config(head_dim=dim)
+            notice = ThinK(channels=0.3).notice(config, 1000)
+            assert ThinK(channels=0.3).useless(config, 1000) == (dim not in saved)
+            over = ThinK(channels=0.3, inner=SnapKV(ratio=0.5))  # which saves tokens whatever a row takes
+            assert not over.useless(config, 1000) and over.notice(config, 1000) == notice
             assert (notice is None) == (dim in saved), (platform, dim, notice)
             if notice is not None:
                 assert "128 lanes" in notice

@@ -35,7 +35,8 @@ def reached(*_: Any, **__: Any) -> Any:
 RUNS = (
     "kvjax.runtime.reading:read_prompts", "kvjax.rounds.strategy:read_question", "kvjax.batch.batch_run:_Run.run",
     "kvjax.eval.compare:Comparison.run", "kvjax.eval.round_questions:RoundComparison.run",
-    "kvjax.eval.recommend.measure:measure", "kvjax.eval.suites.runner:Runner", "kvjax.eval.suites.longbench:from_hub",
+    "kvjax.eval.recommend.measure:measure", "kvjax.eval.suites.runner:Runner",
+    "kvjax.eval.suites.data:DataFolder.download",
     "kvjax.eval.positions:retained_positions", "kvjax.eval.question_answer:last_round",
     "kvjax.bench.measurements:Bench", "kvjax.bench.startup:measure_startup", "kvjax.bench.start:measure",
     "kvjax.model.decoder:random_decoder", "pallas_kernels.bench.decode:run", "pallas_kernels.tune:run",

@@ -94,11 +94,12 @@ def write(
     options: Options,
     model: str,
     machine: dict[str, Any],
+    files: Sequence[str] = (),
 ) -> Report:
-    """Write report.html, report.md with its pictures, and report.json."""
+    """Write report.html, report.md with its pictures, and report.json; ``files`` names those that were read."""
     of_ground = {one.ground: one for one in measured}
     images: dict[str, bytes] = {}
-    parts: list[Heading | Table | Picture | str] = [_opening(options, model, machine)]
+    parts: list[Heading | Table | Picture | str] = [_opening(options, model, machine, files)]
     data: list[dict[str, Any]] = []
     for paper in papers:
         arxiv = f" (arXiv:{paper.arxiv})" if paper.arxiv else ""
@@ -123,17 +124,20 @@ def write(
                 "published": [dataclasses.asdict(table) for table in paper.published],
             }
         )
-    report = Report(parts, {"settings": dataclasses.asdict(options), "machine": machine, "papers": data})
+    report = Report(
+        parts, {"settings": dataclasses.asdict(options), "machine": machine, "files": list(files), "papers": data}
+    )
     title = f"{TITLE} ({model})"
-    files = {PAGE: page(report, title, images), MARKDOWN: f"# {title}\n\n{report.markdown()}", NUMBERS: report.json()}
+    texts = {PAGE: page(report, title, images), MARKDOWN: f"# {title}\n\n{report.markdown()}", NUMBERS: report.json()}
     out.mkdir(parents=True, exist_ok=True)
-    for name, content in {**images, **files}.items():
+    for name, content in {**images, **texts}.items():
         write_atomically(out / name, content)
     return report
 
 
-def _opening(options: Options, model: str, machine: dict[str, Any]) -> str:
+def _opening(options: Options, model: str, machine: dict[str, Any], files: Sequence[str]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items() if version)
+    read = f" Text: {', '.join(files)}." if files else ""
     few = ", few questions of each (--quick)" if options.quick else ""
     return (
         f"What the papers' tables and figures show, measured with {model} at lengths that it and this machine can do"
@@ -141,7 +145,7 @@ def _opening(options: Options, model: str, machine: dict[str, Any]) -> str:
         "questions, with its significance p; live: bytes of slots in use when an answer is complete; first token as "
         "full: answers whose first token is the full cache's. The papers' own numbers stand beside ours where the "
         "model is the same, and as printed in tables of their own: of other models their order may be compared, their "
-        f"size may not. Seed {options.seed}. {machine['processor']}, {machine['cores']} cores; {versions}; "
+        f"size may not. Seed {options.seed}.{read} {machine['processor']}, {machine['cores']} cores; {versions}; "
         f"{machine['date'][:10]}."
     )
 

@@ -70,8 +70,8 @@ def sentence(rows: Sequence[Measured], goal: Goal) -> str:
         if goal.budget is not None:
             return f"No cache that was measured is within {human_bytes(goal.budget)}; measure smaller --retained."
         return (
-            f"No smaller cache that was measured stays within {goal.most_loss:.3g} of the full cache's loss and finds "
-            "its needles; keep the full one, or allow more --loss."
+            f"No smaller cache that was measured stays within {100 * goal.most_loss:.3g}% of the full cache's loss and "
+            "finds its needles; keep the full one, or allow more --loss."
         )
     if best is full:
         return f"Use --policy full: its cache is within {human_bytes(goal.budget or 0)}."
@@ -109,6 +109,7 @@ def report(rows: Sequence[Measured], goal: Goal, facts: Sequence[str], picture: 
     ]
     shown: list[Table | Picture | str] = [sentence(rows, goal)]
     shown.append(Table(columns, ordered, note=lambda row: row.refused, labels=1))
+    shown += [f"{flag(row)}: {row.notice}" for row in ordered if row.notice is not None]
     if picture is not None:
         shown.append(Picture("Loss and needles against the bytes of each cache", picture))
     best = choose(rows, goal)
@@ -121,8 +122,12 @@ def report(rows: Sequence[Measured], goal: Goal, facts: Sequence[str], picture: 
     return Report([*shown, *facts], data)
 
 
-def figure(rows: Sequence[Measured], goal: Goal) -> Figure:
-    """Loss, and needles found, against the bytes of each cache; the chosen one has a ring."""
+def figure(rows: Sequence[Measured], goal: Goal, measured_tokens: int, context: int) -> Figure:
+    """Loss, and needles found, against the bytes of each cache; the chosen one has a ring.
+
+    Args:
+      measured_tokens: of the longest passage. context: tokens of the prompts whose caches have these bytes.
+    """
     (full,) = (row for row in rows if row.policy == REFERENCE)
     best = choose(rows, goal)
     measured = [row for row in rows if row.refused is None]
@@ -142,7 +147,8 @@ def figure(rows: Sequence[Measured], goal: Goal) -> Figure:
                 axes.scatter(*place, s=150, facecolors="none", edgecolors="#ee7733", linewidths=1.8, zorder=3)
         for place, there in numbers.items():
             axes.annotate(", ".join(there), place, xytext=(4, 3), textcoords="offset points", fontsize=7)
-        plain_axes(axes, "cache, MB", label)
+        plain_axes(axes, f"cache of prompts of {context:,} tokens, MB", label)
+        axes.set_title(f"passages of at most {measured_tokens:,} tokens", fontsize=10)
         if goal.budget is not None:
             axes.axvline(goal.budget / 1e6, color="#ee7733", linewidth=0.8, linestyle="--")
     left.axhline(0, color="#555555", linewidth=0.8)

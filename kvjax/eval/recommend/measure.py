@@ -45,6 +45,7 @@ class Measured:
         log-likelihood of the tokens that follow, in nats.
       refused: why it was not measured, or None.
       profile: a digest of the policy's profiles, see :func:`kvjax.eval.entries.profile_of`.
+      notice: what the policy says that it cannot do at these lengths, or None.
     """
 
     policy: str
@@ -53,6 +54,7 @@ class Measured:
     losses: tuple[float, ...] = ()
     refused: str | None = None
     profile: str = ""
+    notice: str | None = None
 
     @property
     def accuracy(self) -> float:
@@ -174,9 +176,11 @@ def _measured(
         full = for_model(policy, lm.config)
         full.check(lm.config)
         longest = max(len(passage.context) for passage in passages)
-        for tokens in (longest, request.context):
-            if (notice := full.notice(lm.config, tokens)) is not None:
-                return Measured(name, refused=notice)
+        lengths = longest, request.context
+        for tokens in lengths:
+            if full.useless(lm.config, tokens):
+                return Measured(name, refused=full.notice(lm.config, tokens))
+        caution = next(filter(None, (full.notice(lm.config, tokens) for tokens in lengths)), None)
         planned = cache_bytes(lm, policy, request)
         cache = asker.compress(
             made if can_replay(full, lm.config) else None, [passage.context for passage in passages], policy
@@ -192,7 +196,7 @@ def _measured(
         return Measured(name, refused=str(error))
     wanted = [value for passage in passages for value in passage.outputs]
     found = tuple(match_all(text, (value,)) for text, value in zip(answers.texts, wanted, strict=True))
-    return Measured(name, planned, found, losses)
+    return Measured(name, planned, found, losses, notice=caution)
 
 
 def _losses(lm: LanguageModel, cache: Any, passages: Sequence[Passage]) -> tuple[float, ...]:

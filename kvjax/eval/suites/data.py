@@ -17,16 +17,46 @@ from kvjax.files import reason
 
 
 class DataFolder:
-    """The folder of ``--data``; every file in it is optional, and what is missing has one sentence."""
+    """The folder of ``--data``; every file in it is optional, and what is missing has one sentence.
+
+    Attributes:
+      found: names of the files that were found, in the folder or on the hub, in that order; a report says them.
+    """
 
     def __init__(self, folder: Path | None):
         self.folder = folder
+        self.found: list[str] = []
 
     def find(self, *names: str) -> Path | None:
         """The first of these files that there is."""
-        if self.folder is None:
-            return None
-        return next((path for name in names if (path := self.folder / name).exists()), None)
+        for name in names if self.folder is not None else ():
+            assert self.folder is not None
+            if (path := self.folder / name).exists():
+                self._note(name)
+                return path
+        return None
+
+    def download(self, repo: str, name: str, what: str, places: Sequence[str], revision: str | None = None) -> Path:
+        """A file of a data set on the hub, downloaded once into the hub's own cache.
+
+        Raises:
+          UsageError: the hub is not reachable, or has no such file; the sentence names what --data would need.
+        """
+        from huggingface_hub import hf_hub_download
+
+        try:
+            path = Path(hf_hub_download(repo, name, repo_type="dataset", revision=revision, **hub.offline()))
+        except Exception as error:
+            raise UsageError(
+                f"{what} is neither in --data (as {' or '.join(places)}) nor could {repo} be downloaded from the hub "
+                f"({type(error).__name__}); give --data DIR with it."
+            ) from error
+        self._note(f"{repo}/{name}")
+        return path
+
+    def _note(self, name: str) -> None:
+        if name not in self.found:
+            self.found.append(name)
 
     def need(self, what: str, *names: str, instead: str = "") -> Path:
         """The first of these files; UsageError says what is missing, and what to do ``instead``."""
@@ -89,23 +119,6 @@ def row_of(line: str | dict[str, Any], kind: Callable[..., Any], where: str) -> 
 @functools.cache
 def _fields(kind: Callable[..., Any]) -> frozenset[str]:
     return frozenset(field.name for field in dataclasses.fields(kind))  # pyright: ignore[reportArgumentType]
-
-
-def from_hub(repo: str, name: str, what: str, places: Sequence[str], revision: str | None = None) -> Path:
-    """A file of a data set on the hub, downloaded once into the hub's own cache.
-
-    Raises:
-      UsageError: the hub is not reachable, or has no such file; the sentence names the files that --data would need.
-    """
-    from huggingface_hub import hf_hub_download
-
-    try:
-        return Path(hf_hub_download(repo, name, repo_type="dataset", revision=revision, **hub.offline()))
-    except Exception as error:
-        raise UsageError(
-            f"{what} is neither in --data (as {' or '.join(places)}) nor could {repo} be downloaded from the hub "
-            f"({type(error).__name__}); give --data DIR with it."
-        ) from error
 
 
 def read_zipped(path: Path, name: str) -> str:

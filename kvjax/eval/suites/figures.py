@@ -12,7 +12,7 @@ import numpy as np
 from kvjax.eval.entries import REFERENCE
 from kvjax.eval.pictures import error_bars, plain_axes
 from kvjax.eval.results import Estimate
-from kvjax.eval.suites.scores import Line
+from kvjax.eval.suites.scores import Line, prompt_tokens
 from kvjax.figures import new_figure
 
 if TYPE_CHECKING:
@@ -38,6 +38,7 @@ def scores_figure(lines: Sequence[Line]) -> Figure:
         found = [Estimate(100 * line.score.mean, 100 * line.score.error) for line in mine]
         error_bars(axes, [100 * (line.live_share or 0) for line in mine], found, name, number)
     plain_axes(axes, "live cache, % of full", "score, %")
+    _say_length(axes, answered)
     axes.set_ylim(-4, 104)
     axes.set_xlim(0, 105)
     if answered:
@@ -62,10 +63,16 @@ def task_figure(lines: Sequence[Line]) -> Figure:
         axes.barh(places, [100 * value for value in values], height=height * 0.9, label=_name(line), color=color)
     axes.set_yticks([place + 0.5 - height for place in range(len(tasks))], tasks)
     plain_axes(axes, "score, %", "")
+    _say_length(axes, answered)
     axes.set_ylim(len(tasks) - height / 2, -height)
     axes.set_xlim(0, 104)
     figure.legend(loc="outside upper center", frameon=False, fontsize=8, ncols=across)
     return figure
+
+
+def _say_length(axes: Axes, lines: Sequence[Line]) -> None:
+    if tokens := prompt_tokens(lines):
+        axes.set_title(f"prompts of {tokens}", fontsize=10)
 
 
 def _name(line: Line) -> str:
@@ -79,7 +86,7 @@ def _color(number: int) -> str:
 
 
 def heat_map(lines: Sequence[Line], length: str) -> Figure:
-    """Mean scores by length and depth, a panel a cache; ``length`` says in what lengths are counted."""
+    """Mean scores by length and depth, a panel a cache; ``length`` says what lengths are of."""
     answered = [line for line in lines if line.scored]
     cells = [one.item.cell for line in answered for one in line.scored if one.item.cell is not None]
     widths, depths = sorted({cell[0] for cell in cells}), sorted({cell[1] for cell in cells})

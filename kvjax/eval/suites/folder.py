@@ -19,15 +19,26 @@ from kvjax.tables import Picture, Report
 JOURNAL, PAGE, MARKDOWN, NUMBERS = "answers.jsonl", "report.html", "report.md", "report.json"
 
 
-def write(out: Path, suite: Suite, settings: RunSettings, lines: Sequence[Line], machine: dict[str, Any]) -> Report:
-    """Write report.html, report.md with its pictures beside it, and report.json."""
+def write(
+    out: Path,
+    suite: Suite,
+    settings: RunSettings,
+    lines: Sequence[Line],
+    machine: dict[str, Any],
+    files: Sequence[str] = (),
+) -> Report:
+    """Write report.html, report.md with its pictures beside it, and report.json.
+
+    Args:
+      files: names of the files that the questions are of.
+    """
     drawn = _pictures(suite, lines)
     shown = [Picture(caption, name) for name, (caption, _) in drawn.items()]
-    found = report(suite, settings, lines, machine, shown)
+    found = report(suite, settings, lines, machine, shown, files)
     images = {name: image for name, (_, image) in drawn.items()}
     title = f"{suite.title} ({settings.model})"
-    files = {PAGE: page(found, title, images), MARKDOWN: f"# {title}\n\n{found.markdown()}", NUMBERS: found.json()}
-    for name, content in {**images, **files}.items():
+    texts = {PAGE: page(found, title, images), MARKDOWN: f"# {title}\n\n{found.markdown()}", NUMBERS: found.json()}
+    for name, content in {**images, **texts}.items():
         write_atomically(out / name, content)
     return found
 
@@ -38,7 +49,7 @@ def _pictures(suite: Suite, lines: Sequence[Line]) -> dict[str, tuple[str, bytes
         return {}
     found = {}
     if suite.heat_map:
-        length = "words" if suite.name == "passkey" else "tokens"
+        length = "text around the key, words" if suite.name == "passkey" else "prompt with answer, tokens"
         found["heat-map.png"] = "Score by length and depth", png(heat_map(lines, length))
     if len({one.item.task for line in lines for one in line.scored}) > 1:
         found["tasks.png"] = "Score of each task", png(task_figure(lines))

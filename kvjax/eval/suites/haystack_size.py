@@ -22,6 +22,7 @@ def largest(cost: Callable[[int], int], room: int, low: int, high: int) -> int:
     return least if best is None else best
 
 
-def too_short(length: int, task: str) -> UsageError:
-    """The error for a length that the task's smallest sample exceeds."""
-    return UsageError(f"{length} tokens are too few for the task {task}; its smallest sample needs more.")
+def too_short(length: int, task: str, least: int | None = None) -> UsageError:
+    """The error for a length that the task's smallest sample, of ``least`` tokens where they are known, exceeds."""
+    more = "needs more" if least is None else f"takes {least}"
+    return UsageError(f"{length} tokens are too few for the task {task}; its smallest sample {more}.")

@@ -7,7 +7,7 @@ import re
 
 from kvjax.checkpoints.load import LanguageModel
 from kvjax.errors import UsageError, quoted
-from kvjax.eval.suites.data import DataFolder, from_hub, read_rows, read_zipped, rows_of
+from kvjax.eval.suites.data import DataFolder, read_rows, read_zipped, rows_of
 from kvjax.eval.suites.item import Asked, Item, Suite
 from kvjax.eval.suites.longbench_prompts import TASKS
 from kvjax.eval.suites.prompts import cut_middle, room_of
@@ -82,7 +82,7 @@ def _rows(data: DataFolder, task: str) -> tuple[list[tuple[tuple[str, str], Row 
         rows = [row for row in read_rows(path, WholeRow) if row.dataset == task]
         if rows:
             return [(split_prompt(task, row.prompt), row) for row in rows], str(path)
-    archive = from_hub(_REPOSITORY, _ARCHIVE, f"LongBench's {task}", [places[0], WHOLE])
+    archive = data.download(_REPOSITORY, _ARCHIVE, f"LongBench's {task}", [places[0], WHOLE])
     text = read_zipped(archive, f"{task}.jsonl")
     origin = f"{archive}, {task}.jsonl"
     return [(parts(task, row), row) for row in rows_of(text, Row, origin)], origin
@@ -99,7 +99,7 @@ def _items(lm: LanguageModel, data: DataFolder, asked: Asked) -> list[Item]:
     found = []
     for name in asked.tasks:
         task = TASKS[name]
-        room = room_of(lm, asked.length, task.max_new_tokens)
+        room = room_of(lm, asked.length, task.max_new_tokens, chat=task.chat)
         for number, ((context, question), row) in enumerate(_read(data, name)[: asked.limit]):
             context, question = cut_middle(lm, context, question, room)
             found.append(

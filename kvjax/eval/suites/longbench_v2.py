@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any, Literal
 
 from kvjax.checkpoints.load import LanguageModel
-from kvjax.eval.suites.data import DataFolder, from_hub, read_json, read_rows, row_of
+from kvjax.eval.suites.data import DataFolder, read_json, read_rows, row_of
 from kvjax.eval.suites.item import Asked, Item, Suite
 from kvjax.eval.suites.prompts import cut_middle, room_of
 
@@ -36,7 +36,7 @@ class Row:
 
 
 def _read(data: DataFolder) -> list[Row]:
-    path = data.find(*PLACES) or from_hub("THUDM/LongBench-v2", "data.json", "LongBench v2", PLACES)
+    path = data.find(*PLACES) or data.download("THUDM/LongBench-v2", "data.json", "LongBench v2", PLACES)
     if path.suffix == ".jsonl":
         return read_rows(path, Row)
     rows = read_json(path, list[dict[str, Any]])

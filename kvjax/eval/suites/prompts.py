@@ -130,10 +130,11 @@ def _texts(lm: LanguageModel, item: Item) -> list[str]:
     return [texts[0][:place], *turns]
 
 
-def room_of(lm: LanguageModel, length: int | None, max_new_tokens: int) -> int:
-    """Tokens that a prompt's own words may take beside the template and the answer."""
+def room_of(lm: LanguageModel, length: int | None, max_new_tokens: int, *, chat: bool = True) -> int:
+    """Tokens that a prompt's own words may take beside the answer and, of a ``chat``, the template."""
     most = min(length or lm.config.max_position, lm.config.max_position)
-    room = most - template_tokens(lm) - len(lm.tokenizer.prefix_ids) - max_new_tokens
+    template = template_tokens(lm) if chat else 0
+    room = most - template - len(lm.tokenizer.prefix_ids) - max_new_tokens
     if room < 16:
         raise UsageError(f"{most} tokens are too few for an answer of {max_new_tokens} and its prompt.")
     return room
@@ -143,17 +144,23 @@ def cut_middle(lm: LanguageModel, context: str, question: str, room: int) -> tup
     """Context and question without the middle of the prompt, where it exceeds ``room`` tokens.
 
     LongBench's way: the first and the last half of the tokens, as text again. A question that is longer than half of
-    the room loses its beginning.
+    the room loses its beginning. Tokens are counted as they are read, the question's after the context's: cut there, a
+    text may take more than it does whole.
     """
-    encode, decode = lm.tokenizer.encode, lm.tokenizer.decode
-    whole, keep = encode(context + question), room
-    while len(whole) > room:
+    encode, after, decode = lm.tokenizer.encode, lm.tokenizer.encode_after, lm.tokenizer.decode
+
+    def over(before: str, asked: str) -> int:
+        return len(encode(before)) + len(after(asked)) - room
+
+    if over(context, question) <= 0:
+        return context, question
+    whole = encode(context + question)
+    keep = min(room, len(whole) - 1)
+    while True:
         half = keep // 2
         head, tail = decode(whole[:half]), decode(whole[-half:])
         found = (head + tail[: len(tail) - len(question)], question) if tail.endswith(question) else (head, tail)
         # Two halves may meet in more tokens than they had; the benchmark has room to spare, a model's context has not.
-        over = len(encode(found[0] + found[1])) - room
-        if over <= 0:
+        if (more := over(*found)) <= 0:
             return found
-        keep -= max(over, 2)
-    return context, question
+        keep -= max(more, 2)

@@ -14,7 +14,7 @@ from typing import Any
 
 from kvjax.checkpoints.load import LanguageModel
 from kvjax.errors import UsageError
-from kvjax.eval.suites.data import DataFolder, from_hub, read_rows
+from kvjax.eval.suites.data import DataFolder, read_rows
 from kvjax.eval.suites.haystack_size import largest, too_short
 from kvjax.eval.suites.item import Asked, Item, Suite
 from kvjax.eval.suites.prompts import cut_middle, tokens_of
@@ -76,7 +76,7 @@ def _read(data: DataFolder, task: str) -> list[Row] | None:
     if path is None and task in DRAWS:
         return None
     if path is None:
-        path = from_hub("microsoft/SCBench", f"data/scbench_{task}.jsonl", f"SCBench's {task}", _places(task)[:1])
+        path = data.download("microsoft/SCBench", f"data/scbench_{task}.jsonl", f"SCBench's {task}", _places(task)[:1])
     rows = read_rows(path, Row)
     for number, row in enumerate(rows, 1):
         if not row.multi_turns or (row.context is None and row.input is None):
@@ -155,8 +155,8 @@ def _drawn(task: str, lm: LanguageModel, asked: Asked, requests: bool) -> list[l
     for number in range(asked.limit or 1):
         tokens = functools.partial(lambda number, size: _tokens(lm, made(number, size)), number)
         start = max(LEAST, per_question * turns)
-        if tokens(start) > length:
-            raise too_short(length, task)
+        if (least := tokens(start)) > length:
+            raise too_short(length, task, least)
         per_unit = tokens(start + 40) - tokens(start)
         most = start + max(40 * length // max(per_unit, 1), 1)
         size = largest(tokens, length, start, most)

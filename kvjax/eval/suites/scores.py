@@ -68,6 +68,17 @@ class Line:
         return _rate((max(one.answer.tokens - 1, 0), one.answer.decode_seconds) for one in self.scored)
 
 
+def span(least: int, most: int) -> str:
+    """A range of whole numbers, as text."""
+    return f"{least:,}" if least == most else f"{least:,} to {most:,}"
+
+
+def prompt_tokens(lines: Sequence[Line]) -> str:
+    """How many tokens the prompts have that were answered, such as "1,013 to 1,020 tokens"; empty without any."""
+    prompts = [one.answer.prompt_tokens for line in lines for one in line.scored]
+    return f"{span(min(prompts), max(prompts))} tokens" if prompts else ""
+
+
 def _rate(pairs: Iterable[tuple[float, float]]) -> float:
     counts, seconds = zip(*pairs, strict=True) if (pairs := list(pairs)) else ((), ())
     spent = math.fsum(seconds)

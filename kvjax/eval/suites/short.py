@@ -9,7 +9,7 @@ from typing import Any
 from kvjax.checkpoints.load import LanguageModel
 from kvjax.documents import NotADocument, parse_json
 from kvjax.errors import KvjaxError, UsageError, missing_extra
-from kvjax.eval.suites.data import DataFolder, from_hub, read_text
+from kvjax.eval.suites.data import DataFolder, read_text
 from kvjax.eval.suites.item import Asked, Item, Suite
 from kvjax.eval.suites.short_tasks import TASKS, Question
 
@@ -69,7 +69,7 @@ def _questions(data: DataFolder, task: str, split: str) -> tuple[Question, ...]:
     if path is None:
         known = TASKS[task]
         name = f"{known.config}/{known.split if split != 'train' else split}/0000.parquet"
-        path = from_hub(
+        path = data.download(
             known.repo, name, f"The data set {task}", [_places(task, split)], revision="refs/convert/parquet"
         )
     return _read(path, task)

@@ -13,7 +13,7 @@ from kvjax.eval.suites.item import Suite
 from kvjax.eval.suites.journal import RunSettings
 from kvjax.eval.suites.metrics import ALSO
 from kvjax.eval.suites.runner import IN_VIEW
-from kvjax.eval.suites.scores import Line, as_data
+from kvjax.eval.suites.scores import Line, as_data, prompt_tokens
 from kvjax.tables import Column, Picture, Report, Table, human_bytes, human_rate
 
 _LABELS = (
@@ -28,9 +28,10 @@ def report(
     lines: Sequence[Line],
     machine: dict[str, Any],
     pictures: Sequence[Picture] = (),
+    files: Sequence[str] = (),
 ) -> Report:
     """The whole result: tables, what their numbers are, the pictures' files, and everything measured as JSON."""
-    parts: list[Table | Picture | str] = [_main(lines), _footnote(suite, settings, lines, machine), *pictures]
+    parts: list[Table | Picture | str] = [_main(lines), _footnote(suite, settings, lines, machine, files), *pictures]
     answered = [line for line in lines if line.scored]
     tasks = list(dict.fromkeys(one.item.task for line in answered for one in line.scored))
     if len(tasks) > 1:
@@ -42,6 +43,7 @@ def report(
         "suite": suite.name,
         "settings": dataclasses.asdict(settings),
         "machine": machine,
+        "files": list(files),
         "caches": [as_data(line, settings.seed) for line in lines],
     }
     return Report(parts, data)
@@ -93,11 +95,19 @@ def _by_name(title: str, lines: Sequence[Line], names: Sequence[tuple[str, str]]
     return Table([*_LABELS, *columns], lines, title=title, labels=len(_LABELS))
 
 
-def _span(least: int, most: int) -> str:
-    return f"{least:,}" if least == most else f"{least:,} to {most:,}"
+def _without_reference(lines: Sequence[Line]) -> str:
+    """How many questions have an empty reference, if any: what such a question scores says nothing of a cache."""
+    items = {one.item.id: one.item for line in lines for one in line.scored}
+    count = sum(not any(answer.strip() for answer in item.answers) for item in items.values())
+    if not count:
+        return ""
+    have = "question has" if count == 1 else "questions have"
+    return f" {count} {have} an empty reference: as by the benchmark's own code, words score 0 there."
 
 
-def _footnote(suite: Suite, settings: RunSettings, lines: Sequence[Line], machine: dict[str, Any]) -> str:
+def _footnote(
+    suite: Suite, settings: RunSettings, lines: Sequence[Line], machine: dict[str, Any], files: Sequence[str]
+) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items() if version)
     asked = (
         "The context was compressed with the question in view."
@@ -105,10 +115,12 @@ def _footnote(suite: Suite, settings: RunSettings, lines: Sequence[Line], machin
         else "The context was compressed first, and the question read after it."
     )
     stored = "" if settings.storage == "model" else f" Rows are stored as {settings.storage}."
-    prompts = [one.answer.prompt_tokens for line in lines for one in line.scored]
-    span = f" Prompts have {_span(min(prompts), max(prompts))} tokens." if prompts else ""
+    prompts = prompt_tokens(lines)
+    length = f" Prompts have {prompts}." if prompts else ""
+    read = f" Text: {', '.join(files)}." if files else ""
     return (
-        f"{suite.title}. {settings.model}, seed {settings.seed}. {asked}{stored}{span} {suite.about} "
+        f"{suite.title}. {settings.model}, seed {settings.seed}. {asked}{stored}{length}{read} "
+        f"{suite.about}{_without_reference(lines)} "
         f"Scores are percent ± standard errors; against {REFERENCE}: the mean difference of the same questions, and p, "
         f"its significance ({RESAMPLES:,} paired resamples of each task's questions). Live, allocated and of full "
         f"(live): a question's cache when its answer is complete. Speeds: {settings.batch_size} prompts at a time at "

@@ -89,7 +89,7 @@ def tracking_samples(tokenizer: Encoder, length: int, samples: int, seed: int, t
             if count <= room:
                 break
             if used <= step:
-                raise too_short(length, "vt")
+                raise too_short(length, "vt", count + template_tokens)
             used = max(used - step, HOPS + 1)
         made.append(Sample(index, context, plain.question, plain.answer_prefix, plain.outputs, count + template_tokens))
     return made

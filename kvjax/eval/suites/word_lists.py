@@ -96,7 +96,7 @@ def common_samples(
         used = count
         while (cost := tokens(sample := draw(used))) > room:
             if used <= step:
-                raise too_short(length, "cwe")
+                raise too_short(length, "cwe", cost + template_tokens)
             used = max(used - step, _COMMON)
         made.append(
             Sample(index, sample.context, sample.question, sample.answer_prefix, sample.outputs, cost + template_tokens)
