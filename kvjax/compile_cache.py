@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 
+from kvjax.environment import switched
+
 #: Programs of a 135M model take about a megabyte each; the oldest are dropped beyond this.
 MOST_BYTES = 2 * 2**30
 #: Switches it off where it is 0.
@@ -19,7 +21,7 @@ def keep_compiled_programs() -> None:
     given (``JAX_COMPILATION_CACHE_DIR`` or ``jax_compilation_cache_dir``) stays, and so does any of its limits that is
     in the environment. ``KVJAX_COMPILE_CACHE=0`` keeps nothing.
     """
-    if os.environ.get(SWITCH) == "0":
+    if not switched(SWITCH, True):
         return
     import jax
     from jax.experimental.compilation_cache import compilation_cache

@@ -49,8 +49,8 @@ def parse_yaml(text: str | bytes) -> Any:
     """The value that YAML text holds: plain values alone, and none that stands for another.
 
     Raises:
-      NotADocument: bytes that are not UTF-8, text that is not YAML, an alias, a value that is not what its tag says, a
-        number of thousands of digits, or more than ``DEPTH`` levels.
+      NotADocument: bytes that are not UTF-8, text that is not YAML, an alias, a key twice, a value that is not what its
+        tag says, a number of thousands of digits, or more than ``DEPTH`` levels.
     """
     import yaml
 
@@ -61,9 +61,17 @@ def parse_yaml(text: str | bytes) -> Any:
                 raise yaml.MarkedYAMLError(problem_mark=self.peek_event().start_mark)
             return super().compose_node(parent, index)
 
+        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+            found = super().construct_mapping(node, deep)
+            if len(found) < len(node.value):
+                raise NotADocument("a mapping has a key twice", node.start_mark.line + 1)
+            return found
+
     Loader.yaml_implicit_resolvers = _resolvers(yaml.SafeLoader)
     try:
         value = yaml.load(text, Loader)
+    except NotADocument:
+        raise
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         raise NotADocument("it is not YAML", None if mark is None else mark.line + 1) from error

@@ -75,7 +75,10 @@ def is_file(path: Path) -> bool:
 def cache_folder() -> Path:
     """The folder of downloads and compiled programs: KVJAX_CACHE, or the user's cache folder."""
     if chosen := os.environ.get("KVJAX_CACHE"):
-        return Path(chosen).expanduser()
+        try:
+            return Path(chosen).expanduser()
+        except RuntimeError as error:
+            raise UsageError(f"KVJAX_CACHE is {quoted(chosen)}, the home of a user that there is not.") from error
     import platformdirs
 
     return platformdirs.user_cache_path("kvjax")

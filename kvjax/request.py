@@ -220,7 +220,8 @@ class Request:
     def _notify(self, totals: Sequence[int]) -> None:
         """Say, once, which options change nothing, and once of a policy what it cannot do for rows of these many
         tokens."""
-        if self.options.temperature == 0 and self.options.max_new_tokens and (idle := self._idle_options()):
+        drawn = self.options.temperature == 0 and self.options.max_new_tokens and self.answers is None
+        if drawn and (idle := self._idle_options()):
             say_once(f"At temperature 0, which is greedy decoding, {', '.join(idle)} change nothing.")
         if self.policy in _notified:
             return

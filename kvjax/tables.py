@@ -161,8 +161,7 @@ class Report:
         from rich.console import Console
 
         terminal = sys.stdout.isatty()
-        said = terminal or os.environ.get("COLUMNS", "").isdigit()
-        console = Console(highlight=False, width=None if said else width)
+        console = Console(highlight=False, width=_width(terminal, width))
         for part in self.parts:
             if isinstance(part, Heading | str):
                 part = part if isinstance(part, str) else part.text
@@ -170,6 +169,25 @@ class Report:
             elif isinstance(part, Table):
                 for piece in fitted(part, console.width):
                     console.print(_drawn(piece, console.width))
+
+
+#: Fewer columns than these hold no table; some environments say 0.
+_LEAST_WIDTH = 20
+#: Columns of what is neither a terminal nor said by anybody.
+_USUAL_WIDTH = 80
+
+
+def _width(terminal: bool, asked: int | None) -> int:
+    """Columns of a table: COLUMNS says them, or a terminal, or who prints it."""
+    said = os.environ.get("COLUMNS", "")
+    if said.isascii() and said.isdigit() and int(said[:9]) >= _LEAST_WIDTH:
+        return int(said[:9])
+    if not terminal:
+        return asked or _USUAL_WIDTH
+    try:
+        return max(os.get_terminal_size(sys.stdout.fileno()).columns, _LEAST_WIDTH)
+    except (OSError, ValueError):
+        return _USUAL_WIDTH
 
 
 #: Columns of text may become so narrow, unless a word is longer; what lines and spaces take of each column.

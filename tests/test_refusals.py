@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from kvjax import checks, documents, files
+from kvjax.environment import switched
 from kvjax.errors import KvjaxError, UsageError, one_sentence, quoted
 from kvjax.sharding.mesh import Mesh
 
@@ -90,6 +91,27 @@ def test_yaml_of_a_bad_kind(text):
     assert len(str(caught.value)) < 80
 
 
+def test_an_environment_variable_switches_on_or_off(monkeypatch):
+    for value, means in {
+        "": None,
+        "0": False,
+        "no": False,
+        "False": False,
+        " 1 ": True,
+        "on": True,
+        "TRUE": True,
+    }.items():
+        monkeypatch.setenv("KVJAX_COMPILE_CACHE", value)
+        for otherwise in (True, False):
+            assert switched("KVJAX_COMPILE_CACHE", otherwise) is (otherwise if means is None else means)
+    monkeypatch.setenv("KVJAX_COMPILE_CACHE", "maybe")
+    with pytest.raises(UsageError, match="variable KVJAX_COMPILE_CACHE is 'maybe'; give 0 or 1"):
+        switched("KVJAX_COMPILE_CACHE", True)
+    monkeypatch.setenv("KVJAX_CACHE", "~nobody_of_this_name/x")
+    with pytest.raises(UsageError, match="KVJAX_CACHE is '~nobody_of_this_name/x', the home of a user"):
+        files.cache_folder()
+
+
 def test_yaml_reads_numbers_as_they_look():
     """PyYAML alone takes 1:30 for 90, 010 for 8, 1e5 for a text, and a day for a date."""
     numbers = {
@@ -108,6 +130,9 @@ def test_yaml_reads_numbers_as_they_look():
         assert found == value and type(found) is type(value)
     for text in ("1:30", "1:30.5", "010", "0x10", "0b1", "2026-11-25", "2026-99-99", "1_", "_1", "1.2.3", "-", "="):
         assert documents.parse_yaml(f"a: {text}" if text != "-" else "a: '-'") == {"a": text}
+    for twice in ("a: 1\nb: 2\na: 3", "a: {b: 1, b: 1}"):
+        with pytest.raises(documents.NotADocument, match="a mapping has a key twice"):
+            documents.parse_yaml(twice)
     assert documents.parse_yaml("a: [true, yes, no, null, ~, '3']") == {"a": [True, True, False, None, None, "3"]}
 
 

@@ -11,6 +11,7 @@ import pytest
 import toys
 
 import kvjax
+from kvjax.checkpoints import fill
 from kvjax.runtime import programs, token_logprobs
 from kvjax.runtime.prefill import logits_of
 
@@ -63,6 +64,12 @@ def test_the_likeliest_tokens_are_the_models_own_argmax(tiny_model, way):
         best = np.asarray(logits).argmax(axis=-1)[len(prompt) - 1 : -1]
         found = kvjax.score(tiny_model, prompt, answer, way=way)
         assert found.best_tokens == tuple(best.tolist()) and not found.is_greedy
+
+
+def test_several_continuations_are_no_samples_of_greedy_decoding(tiny_model, capsys):
+    fill.say_once.cache_clear()
+    kvjax.score(tiny_model, "Who?", [" a", " b", " c"])
+    assert not capsys.readouterr().err
 
 
 @pytest.mark.parametrize("policy", [POLICIES[1], POLICIES[3], POLICIES[5]])

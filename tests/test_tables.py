@@ -66,6 +66,16 @@ def test_a_table_in_a_pipe_is_as_wide_as_columns_says(capsys, monkeypatch):
         assert text.count("┏") == lines and max(map(len, text.splitlines())) <= (60 if lines > 1 else 200)
 
 
+@pytest.mark.parametrize("said", ["0", "1", "\u0663", "-5", "wide", ""])
+def test_columns_that_hold_no_table_are_none(capsys, monkeypatch, said):
+    monkeypatch.setenv("COLUMNS", said)
+    Report([_table(1, 2, False)]).print(width=200)
+    text = capsys.readouterr().out
+    assert text.count("┏") == 1 and "remark" in text
+    Report([_table(1, 2, False)]).print()
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
+
+
 def test_long_lines_go_on_indented_on_a_terminal(capsys, monkeypatch):
     line = "  0-5  " + ", ".join(["2,336"] * 30)
     print_text(line)

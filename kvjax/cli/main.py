@@ -21,6 +21,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 import kvjax.cli
 from kvjax.cli.app import INTERRUPTED, app
 from kvjax.cli.in_flags import in_flags, parsing_refusal
+from kvjax.environment import switched
 from kvjax.errors import QUOTED, KvjaxError, UsageError, cut, one_sentence
 from kvjax.progress import showing
 from kvjax.waiting import leave
@@ -71,9 +72,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except Exception as error:  # noqa: BLE001  every failure becomes one sentence here
-        if os.environ.get("KVJAX_TRACEBACK"):
-            traceback.print_exc()
         code, sentence = explain(error)
+        try:
+            if switched("KVJAX_TRACEBACK", False):
+                traceback.print_exc()
+        except UsageError as wrong:
+            sentence = f"{sentence} {wrong}"
         if isinstance(error, KvjaxError):
             sentence = one_sentence(in_flags(sentence, given))
         print(f"kvjax: {sentence}", file=sys.stderr)

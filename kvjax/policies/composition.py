@@ -16,6 +16,7 @@ import numpy as np
 from kvjax.cache.groups import counted_on_host
 from kvjax.cache.host_memory import as_numpy
 from kvjax.cache.quantisation import Storage
+from kvjax.errors import UsageError, quoted
 from kvjax.model.config import ModelConfig
 from kvjax.policies.token_counts import HostOrTraced
 
@@ -107,8 +108,17 @@ def is_own(policy: Policy) -> bool:
 
 
 def retained_on_host(policy: Policy, layers: Sequence[Any]) -> list[np.ndarray]:
-    """:meth:`Policy.retained_by_layer` as NumPy's arrays."""
-    return [as_numpy(kept) for kept in policy.retained_by_layer([counted_on_host(layer) for layer in layers])]
+    """:meth:`Policy.retained_by_layer` as NumPy's arrays.
+
+    Raises:
+      UsageError: they are no whole numbers of each row and head.
+    """
+    found = [as_numpy(kept) for kept in policy.retained_by_layer([counted_on_host(layer) for layer in layers])]
+    for kept in found:
+        if kept.ndim != 2 or kept.dtype.kind not in "iu":
+            name = type(policy.chosen).__name__
+            raise UsageError(f"{name}.retained gives {quoted(kept.tolist())}; give [B, H] whole numbers.")
+    return found
 
 
 def policies_within(policy: Policy) -> list[Policy]:

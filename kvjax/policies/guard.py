@@ -119,6 +119,9 @@ def check_sizes(policy: Policy, config: ModelConfig, prompt: int, new: int) -> N
                 check_sizes(one, own, prompt, new)
     if not is_own(policy) or policy.offloads_rounds:
         return
+    chunks = policy.chunks(config)
+    if chunks is not None and not (isinstance(chunks, tuple) and len(chunks) == 2 and all(map(_is_count, chunks))):
+        raise UsageError(f"{name}.chunks gives {quoted(chunks)}; give two whole numbers of at least 1, or None.")
     planned = type(policy).budgets is not Policy.budgets
     totals = np.unique([1, max(prompt // 2, 1), prompt]).astype(np.int32)
     budgets = [_budgets(policy, config, layer, totals) for layer in range(config.num_layers) if planned]

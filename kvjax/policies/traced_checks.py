@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -21,6 +22,8 @@ def check_selection(name: str, chosen: Any, valid: Bool[Array, "B H N"]) -> None
     """
     if not isinstance(chosen, Selection):
         raise UsageError(f"{name}.select gives a {type(chosen).__name__}; give a kvjax.policies.Selection.")
+    if not isinstance(chosen.marks, Mapping):
+        raise UsageError(f"{name}.select gives marks of type {type(chosen.marks).__name__}; give candidates.marks.")
     keep = jnp.asarray(chosen.keep)
     if keep.shape != valid.shape or keep.dtype != bool:
         raise UsageError(

@@ -14,7 +14,6 @@ from kvjax.cache.cache import Cache, take
 from kvjax.cache.continuation import delete
 from kvjax.cache.host_memory import as_numpy
 from kvjax.cache.quantisation import MODEL, Storage
-from kvjax.errors import UsageError, quoted
 from kvjax.model.config import ModelConfig
 from kvjax.model.decoder import Decoder
 from kvjax.policies.base import Policy, shares
@@ -196,9 +195,6 @@ def _chunks(policy: Policy, config: ModelConfig, longest: int) -> Iterator[tuple
     if sizes is None:
         yield 0, longest
         return
-    if not all(isinstance(size, (int, np.integer)) and size >= 1 for size in sizes):
-        name = type(policy.chosen).__name__
-        raise UsageError(f"{name}.chunks gives {quoted(sizes)}; give two whole numbers of at least 1, or None.")
     start, size = 0, sizes[0]
     while start < longest:
         yield start, size

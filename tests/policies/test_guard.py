@@ -171,6 +171,24 @@ class Fractions(Recent):
 
 
 @dataclasses.dataclass(frozen=True)
+class OneChunk(Recent):
+    def chunks(self, config):
+        return 32
+
+
+@dataclasses.dataclass(frozen=True)
+class NothingRetained(Recent):
+    def retained(self, cache):
+        """Forgets its result."""
+
+
+@dataclasses.dataclass(frozen=True)
+class NoMarks(Recent):
+    def select(self, layer, cache, candidates, chunk):
+        return dataclasses.replace(super().select(layer, cache, candidates, chunk), marks=None)
+
+
+@dataclasses.dataclass(frozen=True)
 class NoSignals(Recent):
     signals = None
 
@@ -241,6 +259,7 @@ BEFORE = {
     "no capacities": (NoCapacities(), "NoCapacities.capacities gives None; give for each of the 2 layers a tuple of 2"),
     "one layer": (OneLayer(), r"OneLayer.capacities gives \(\(.*; give for each of the 2 layers"),
     "fractions": (Fractions(), "Fractions.budgets gives float64 numbers such as nan in layer 0"),
+    "one chunk": (OneChunk(), "OneChunk.chunks gives 32; give two whole numbers of at least 1, or None"),
     "no signals": (NoSignals(), "NoSignals.signals is a NoneType; give a kvjax.policies.Signals"),
     "marks": (Marks(), r"Marks.marks is \['score'\]; give a tuple of names"),
     "an array": (Unhashable(table=np.zeros(3)), "Unhashable.table holds a ndarray"),
@@ -249,6 +268,7 @@ AFTER = {
     "few slots": (FewSlotsUnplanned(), r"FewSlotsUnplanned.capacities gives 32 slots .* and 150 tokens are kept"),
     "beyond": (Beyond(), "Beyond.select keeps what is beyond candidates.length in layer 0, head 0"),
     "too many": (TooMany(), "TooMany.retained has 1024 tokens in layer 0, head 0, and 150 were seen"),
+    "nothing retained": (NothingRetained(), r"NothingRetained.retained gives None; give \[B, H\] whole numbers"),
     "nothing": (Nothing(), "Nothing.select keeps nothing of 150 tokens"),
 }
 PROMPT = [number % 200 for number in range(150)]
@@ -266,6 +286,7 @@ PROMPT = [number % 200 for number in range(150)]
         ),
         (DueOnce(), r"DueOnce\.due gives bool numbers of shape \(\); give \[B\] booleans, 1 here"),
         (Mask(), r"Mask\.select gives a \w+; give a kvjax\.policies\.Selection"),
+        (NoMarks(), r"NoMarks\.select gives marks of type NoneType; give candidates.marks"),
         (Numbers(), r"Numbers\.select gives a mask of int32 numbers of shape .*; give booleans of the shape"),
     ],
 )
