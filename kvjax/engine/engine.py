@@ -83,8 +83,8 @@ class Engine:
           memory_limit: refuse more bytes than this, by default what the device has.
           max_pause: seconds that reading prompts may keep running rows from their next token; prompts above 256 tokens
             are read layer by layer, and left between two when it has passed. In one piece are read those under a policy
-            that chooses in all layers together, treats most of them differently or, on a mesh, reads them twice, and
-            those whose own log-probabilities are asked for.
+            that treats most layers differently or, on a mesh, chooses in all of them together or reads prompts twice,
+            and those whose own log-probabilities are asked for.
           queue: requests that may wait.
 
         Raises:
