@@ -89,7 +89,10 @@ def test_depth_and_digits_are_bounded(parse):
 def test_a_key_of_json_has_one_value(text):
     with pytest.raises(documents.NotADocument, match="the key 'a' is there twice, with different values"):
         documents.parse_json(text)
-    assert documents.parse_json('{"a": [1, {"b": null}], "c": 2, "a": [1, {"b": null}]}') == {"a": [1, {"b": None}], "c": 2}
+    assert documents.parse_json('{"a": [1, {"b": null}], "c": 2, "a": [1, {"b": null}]}') == {
+        "a": [1, {"b": None}],
+        "c": 2,
+    }
 
 
 @pytest.mark.parametrize("text", ["a: &x [1]\nb: *x", "a: &x [*x]", "a: !!int ''", "a: !!timestamp b", "{"])

@@ -17,6 +17,7 @@ from kvjax.batch.counts import Counts
 from kvjax.batch.job import Job, Manifest, held, open_folder, rows_of_shard
 from kvjax.batch.output import FORMATS, Shard
 from kvjax.batch.rows import Record, Row, order_key, read_row, row_id
+from kvjax.batch.saved import SavedRecord, is_for
 from kvjax.batch.source import needed, open_source
 from kvjax.batch.under_way import Claimed, UnderWay
 from kvjax.batch.work import Worker
@@ -219,10 +220,13 @@ class _Run:
             def read(number: int) -> Claimed:
                 return shards[number], self._rows(manifest, number)
 
+            def ours(record: SavedRecord, row: Row) -> bool:
+                return is_for(record, row, self._job.lm, self._job.options)
+
             claimed = (todo[i] for i in self._group.claims(f"shards {turn}", len(todo)))
             alone = self._group.processes == 1
             with (
-                contextlib.closing(UnderWay(claimed, read, self._counts, ahead=alone)) as under_way,
+                contextlib.closing(UnderWay(claimed, read, ours, self._counts, ahead=alone)) as under_way,
                 contextlib.closing(Worker(self._job, self._size, between)) as worker,
             ):
                 for made in worker.answer(under_way.take):

@@ -34,6 +34,29 @@ def test_answers_are_those_of_one_call_of_generate(run, tiny_model):
     assert report.generated_tokens == sum(len(output.tokens) for output in expected)
 
 
+KEPT = {
+    "slots": {"logprobs": True, "prompt_logprobs": True, "stop": "e", "temperature": 0.9, "repetition_penalty": 1.3},
+    "rounds": {"policy": "round:watershed=1", "logprobs": True, "max_new_tokens": 9},
+}
+
+
+@pytest.mark.parametrize("case", KEPT)
+def test_what_the_model_answered_is_kept_when_a_job_goes_on(run, case):
+    """A journal is checked strictly; nothing that the engine or ``generate`` wrote may seem foreign."""
+    rows = [{"prompt": text, "id": f"q{i}"} for i, text in enumerate(prompts(3))]
+    rows += [
+        {"prompt": [{"role": "user", "content": "é 日本"}], "max_new_tokens": 12},
+        {"prompt": [5, 6, 7], "id": 2**70},
+    ]
+    _, folder = run(rows, **KEPT[case])
+    before = contents(folder)
+    (path,) = folder.glob("part-*")
+    (folder / f".{path.name}.journal").write_text(f"[{', '.join(path.read_text().splitlines())}]\n")
+    path.unlink()
+    report, _ = run(rows, **KEPT[case])
+    assert (report.answered, report.already) == (0, len(rows)) and contents(folder) == before
+
+
 BAD = [
     (b"not json", "not JSON"),
     (b'{"prompt": "a"', "not JSON"),

@@ -1,0 +1,120 @@
+"""A job's files that were damaged or changed by hand: what is not the job's is answered again, or refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.batch_rows import contents, prompts, records
+
+pytestmark = pytest.mark.usefixtures("quick")
+ROWS = [{"prompt": text, "id": f"q{i}"} for i, text in enumerate(prompts(6))]
+OPTIONS: dict[str, Any] = {"shard_rows": 3, "logprobs": True, "prompt_logprobs": True}
+
+
+@pytest.fixture
+def whole(run) -> Path:
+    """A finished job of two shards."""
+    return run(ROWS, "whole", **OPTIONS)[1]
+
+
+def say(folder: Path, **changed: Any) -> None:
+    """Change the manifest."""
+    path = folder / "manifest.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changed))
+
+
+def interrupted(folder: Path, kind: str, lines: list[Any]) -> None:
+    """As if the job had been killed in its first shard, with these lines in the journal."""
+    part = folder / f"part-00000-of-00002.{kind}"
+    part.unlink()
+    say(folder, state="running")
+    (folder / f".{part.name}.journal").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def twice(record: dict[str, Any]) -> dict[str, Any]:
+    return {name: record[name] * 2 for name in ("tokens", "logprobs")} | {
+        "generated_tokens": 2 * len(record["tokens"]),
+        "text": record["text"] * 2,
+    }
+
+
+#: What is changed in the first record of a journal.
+FOREIGN: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+    "another row's id": lambda a: {"id": "q1"},
+    "an unknown id": lambda a: {"id": "zzz"},
+    "an id of another type": lambda a: {"id": 0},
+    "a row of the other shard": lambda a: {"row": 4},
+    "a reason that is none": lambda a: {"finish_reason": "banana"},
+    "another text": lambda a: {"text": "X" + a["text"]},
+    "prompt tokens below 0": lambda a: {"prompt_tokens": -5},
+    "prompt tokens beyond int32": lambda a: {"prompt_tokens": 2**40},
+    "prompt tokens beyond int64": lambda a: {"prompt_tokens": 2**70},
+    "prompt tokens of another prompt": lambda a: {"prompt_tokens": a["prompt_tokens"] + 1},
+    "tokens below 0": lambda a: {"tokens": [-1] * len(a["tokens"])},
+    "tokens beyond the vocabulary": lambda a: {"tokens": [10**6] * len(a["tokens"])},
+    "tokens beyond int32": lambda a: {"tokens": [2**40] * len(a["tokens"])},
+    "fewer tokens than it says": lambda a: {"tokens": a["tokens"][1:]},
+    "more tokens than asked for": twice,
+    "log-probabilities that are none": lambda a: {"logprobs": [float("nan")] * len(a["logprobs"])},
+    "log-probabilities above 0": lambda a: {"logprobs": [5.0] * len(a["logprobs"])},
+    "log-probabilities beyond float32": lambda a: {"logprobs": [-1e300] * len(a["logprobs"])},
+    "too few log-probabilities": lambda a: {"logprobs": a["logprobs"][1:]},
+    "no log-probabilities": lambda a: {"logprobs": None},
+    "prompt log-probabilities that are text": lambda a: {"prompt_logprobs": "x"},
+    "prompt log-probabilities of text": lambda a: {"prompt_logprobs": ["x"] * len(a["prompt_logprobs"])},
+    "a prompt log-probability left out": lambda a: {"prompt_logprobs": [None, None, *a["prompt_logprobs"][2:]]},
+    "a prompt's first log-probability": lambda a: {"prompt_logprobs": [-0.25, *a["prompt_logprobs"][1:]]},
+    "too few prompt log-probabilities": lambda a: {"prompt_logprobs": a["prompt_logprobs"][:-1]},
+    "an error beside the answer": lambda a: {"error": "hmm"},
+    "no error beside the answer": lambda a: {"error": None},
+    "another key": lambda a: {"zzz": [1]},
+}
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+@pytest.mark.parametrize("change", FOREIGN)
+def test_a_record_that_cannot_be_the_jobs_is_answered_again(run, whole, change, kind):
+    if kind == "parquet":
+        pytest.importorskip("pyarrow")
+    first, second, _ = records(whole)[:3]
+    _, folder = run(ROWS, "out", format=kind, **OPTIONS)
+    before = contents(folder)
+    interrupted(folder, kind, [[second], [first | FOREIGN[change](first)]])
+    assert run(ROWS, "out", format=kind, **OPTIONS)[0].answered == 2
+    after = contents(folder)
+    assert {name: after[name] for name in after if name != "manifest.json"} == {
+        name: before[name] for name in before if name != "manifest.json"
+    }
+
+
+#: A journal of three records, and how many of the shard's rows are answered when the job goes on.
+JOURNALS: dict[str, tuple[Callable[..., list[Any]], int]] = {
+    "as it was written": (lambda a, b, c: [[b, a]], 1),
+    "an error of a row": (lambda a, b, c: [[{"row": 0, "id": "q0", "error": "No."}], [b]], 1),
+    "ids that are swapped": (lambda a, b, c: [[a | {"id": "q1"}, b | {"id": "q0"}]], 3),
+    "a row twice in a line": (lambda a, b, c: [[a, a, b]], 3),
+    "a row in two lines": (lambda a, b, c: [[a], [b], [b | {"text": ""}], [c]], 1),
+    "keys in another order": (lambda a, b, c: [[dict(reversed(a.items())), b]], 3),
+    "an error that says nothing": (lambda a, b, c: [[{"row": 0, "id": "q0", "error": ""}]], 3),
+    "an error without end": (lambda a, b, c: [[{"row": 0, "id": "q0", "error": "x" * 5000}]], 3),
+    "another row's error": (lambda a, b, c: [[{"row": 0, "id": "q1", "error": "No."}]], 3),
+    "an error with tokens": (lambda a, b, c: [[{"row": 0, "id": "q0", "prompt_tokens": 3, "error": "No."}]], 3),
+    "no record": (lambda a, b, c: [None, [a]], 3),
+}
+
+
+@pytest.mark.parametrize("case", JOURNALS)
+def test_what_a_journal_holds_of_the_job_is_kept(run, whole, case):
+    made, answered = JOURNALS[case]
+    before, given = contents(whole), records(whole)[:3]
+    interrupted(whole, "jsonl", made(*given))
+    report, _ = run(ROWS, "whole", **OPTIONS)
+    assert (report.answered, report.already) == (answered, len(ROWS) - answered)
+    if case == "an error of a row":
+        assert [record.get("error") for record in records(whole)[:3]] == ["No.", None, None]
+    else:
+        assert {name for name, data in contents(whole).items() if data != before.get(name)} <= {"manifest.json"}
