@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 from support.batch_rows import contents, prompts, records
 
+from kvjax.errors import KvjaxError, UsageError
+
 pytestmark = pytest.mark.usefixtures("quick")
 ROWS = [{"prompt": text, "id": f"q{i}"} for i, text in enumerate(prompts(6))]
 OPTIONS: dict[str, Any] = {"shard_rows": 3, "logprobs": True, "prompt_logprobs": True}
@@ -118,3 +120,124 @@ def test_what_a_journal_holds_of_the_job_is_kept(run, whole, case):
         assert [record.get("error") for record in records(whole)[:3]] == ["No.", None, None]
     else:
         assert {name for name, data in contents(whole).items() if data != before.get(name)} <= {"manifest.json"}
+
+
+#: Manifests of a finished job that were changed by hand, and a word of the refusal.
+MANIFESTS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
+    "larger shards": (lambda a: a | {"shard_rows": 6}, "2 shards"),
+    "larger shards, and their number": (lambda a: a | {"shard_rows": 6, "shards": 1}, "1 shard;"),
+    "smaller shards": (lambda a: a | {"shard_rows": 2}, "2 shards"),
+    "smaller shards, and their number": (lambda a: a | {"shard_rows": 2, "shards": 3}, "3 shards"),
+    "another number of shards": (lambda a: a | {"shards": 3}, "3 shards"),
+    "a number of shards that is text": (lambda a: a | {"shards": "2"}, "'2' shards"),
+    "a number of shards that is true": (lambda a: a | {"shards": True}, "2"),
+    "shards of a fraction": (lambda a: a | {"shard_rows": 3.0}, "shard_rows"),
+    "rows of a fraction": (lambda a: a | {"job": a["job"] | {"input": a["job"]["input"] | {"rows": 6.0}}}, "rows"),
+    "an option of another type": (lambda a: a | {"job": a["job"] | {"chat": 1}}, "chat"),
+    "no number of the format": (lambda a: {k: v for k, v in a.items() if k != "kvjax batch"}, "kvjax batch"),
+    "the format as a fraction": (lambda a: a | {"kvjax batch": 1.0}, "version"),
+    "no object": (lambda a: [a], "manifest"),
+}
+
+
+@pytest.mark.parametrize("case", MANIFESTS)
+def test_a_changed_manifest_is_refused_and_nothing_written(run, whole, case):
+    change, word = MANIFESTS[case]
+    path = whole / "manifest.json"
+    path.write_text(json.dumps(change(json.loads(path.read_text()))))
+    before = contents(whole)
+    with pytest.raises(UsageError, match=word) as caught:
+        run(ROWS, "whole", **OPTIONS)
+    assert len(str(caught.value)) < 300 + len(str(path)) and contents(whole) == before
+
+
+def test_a_key_twice_in_a_manifest_is_refused(run, whole):
+    path = whole / "manifest.json"
+    path.write_text(path.read_text().replace('"shard_rows": 3', '"shard_rows": 2, "shard_rows": 3'))
+    with pytest.raises(UsageError, match="twice"):
+        run(ROWS, "whole", **OPTIONS)
+
+
+def test_a_manifest_of_whole_numbers_still_counts(run):
+    """Earlier versions wrote an option as it was given, 0 or 0.0."""
+    _, folder = run(ROWS, "zero", shard_rows=3, temperature=0.0)
+    path = folder / "manifest.json"
+    content = json.loads(path.read_text())
+    content["job"]["options"]["temperature"] = 0
+    path.write_text(json.dumps(content))
+    assert run(ROWS, "zero", shard_rows=3, temperature=0)[0].already == len(ROWS)
+
+
+#: What is done to the bytes of a finished shard.
+DAMAGED: dict[str, Callable[[bytes], bytes]] = {
+    "cut off": lambda data: data[: len(data) // 2],
+    "its last byte gone": lambda data: data[:-1],
+    "zeros in its midst": lambda data: data[:200] + b"\0" * 64 + data[264:],
+    "zeros at its end": lambda data: data + b"\0" * 512,
+    "all zeros": lambda data: b"\0" * len(data),
+    "text": lambda data: b"hello\n",
+}
+#: What is done to the lines of a finished shard of JSON lines.
+LINES: dict[str, Callable[[list[bytes]], list[bytes]]] = {
+    "a line missing": lambda lines: lines[:-1],
+    "a line twice": lambda lines: [lines[0], *lines],
+    "another line twice": lambda lines: [lines[0], lines[0], lines[2]],
+    "two lines swapped": lambda lines: [lines[1], lines[0], lines[2]],
+    "an empty line": lambda lines: [lines[0], b"\n", *lines[1:]],
+    "no object": lambda lines: [b"[0]\n", *lines[1:]],
+    "a row that is text": lambda lines: [lines[0].replace(b'"row": 0', b'"row": "0"'), *lines[1:]],
+    "another row's number": lambda lines: [lines[0].replace(b'"row": 0', b'"row": 5'), *lines[1:]],
+    "neither answer nor error": lambda lines: [b'{"row": 0}\n', *lines[1:]],
+    "an end of brackets": lambda lines: [*lines[:2], b"[" * 100_000 + b"\n"],
+}
+
+
+def refused(run, folder: Path, part: Path, data: bytes, kind: str) -> None:
+    """A run refuses the damaged shard and leaves it; without it, its rows are answered again."""
+    whole = part.read_bytes()
+    part.write_bytes(data)
+    before = contents(folder)
+    with pytest.raises(KvjaxError, match="remove it"):
+        run(ROWS, folder.name, format=kind, **OPTIONS)
+    assert contents(folder) == before
+    part.unlink()
+    assert run(ROWS, folder.name, format=kind, **OPTIONS)[0].answered == 3 and part.read_bytes() == whole
+
+
+#: Of a Parquet file the column of rows alone is read: what happened to another is not seen.
+CASES = [
+    (case, kind)
+    for case in DAMAGED
+    for kind in ("jsonl", "parquet")
+    if (case, kind) != ("zeros in its midst", "parquet")
+]
+
+
+@pytest.mark.parametrize(("case", "kind"), CASES)
+def test_a_damaged_shard_is_no_finished_one(run, case, kind):
+    if kind == "parquet":
+        pytest.importorskip("pyarrow")
+    _, folder = run(ROWS, "out", format=kind, **OPTIONS)
+    part = folder / f"part-00000-of-00002.{kind}"
+    refused(run, folder, part, DAMAGED[case](part.read_bytes()), kind)
+
+
+@pytest.mark.parametrize("case", LINES)
+def test_a_shard_of_other_lines_is_no_finished_one(run, whole, case):
+    part = whole / "part-00000-of-00002.jsonl"
+    refused(run, whole, part, b"".join(LINES[case](part.read_bytes().splitlines(keepends=True))), "jsonl")
+
+
+def test_a_shard_of_another_file_is_no_finished_one(run, whole):
+    part, other = (whole / f"part-0000{i}-of-00002.jsonl" for i in range(2))
+    refused(run, whole, part, other.read_bytes(), "jsonl")
+
+
+def test_shards_in_the_order_of_ids_are_checked_in_it(run):
+    rows = [{"prompt": text, "id": 10 - i} for i, text in enumerate(prompts(5))]
+    _, folder = run(rows, "ids", order="id", shard_rows=3)
+    assert run(rows, "ids", order="id", shard_rows=3)[0].already == 5
+    part = folder / "part-00001-of-00002.jsonl"
+    part.write_bytes(b"".join(reversed(part.read_bytes().splitlines(keepends=True))))
+    with pytest.raises(KvjaxError, match="disorder"):
+        run(rows, "ids", order="id", shard_rows=3)
