@@ -8,6 +8,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from kvjax.errors import quoted
+
 #: Levels of lists and mappings within one another.
 DEPTH = 32
 
@@ -28,11 +30,13 @@ def parse_json(text: str | bytes) -> Any:
     """The value that JSON text holds.
 
     Raises:
-      NotADocument: bytes that are not UTF-8, text that is not JSON, a number of thousands of digits, or more than
-        ``DEPTH`` levels.
+      NotADocument: bytes that are not UTF-8, text that is not JSON, a number of thousands of digits, more than
+        ``DEPTH`` levels, or an object with two values of one key.
     """
     try:
-        value = json.loads(text)
+        value = json.loads(text, object_pairs_hook=_object)
+    except NotADocument:
+        raise
     except UnicodeDecodeError as error:
         raise NotADocument(f"it is not UTF-8 text (byte {error.start + 1})") from error
     except json.JSONDecodeError as error:
@@ -43,6 +47,27 @@ def parse_json(text: str | bytes) -> Any:
     except ValueError as error:  # Python reads whole numbers of a few thousand digits
         raise NotADocument("a number has thousands of digits") from error
     return _shallow(value)
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON; a key that is there again must say the same, because readers differ in which one counts."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        for key, value in pairs:
+            if not same(value, found[key]):
+                raise NotADocument(f"the key {quoted(key)} is there twice, with different values")
+    return found
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two values of JSON are equal and of one kind: 1 is neither 1.0 nor True."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, list):
+        return len(one) == len(other) and all(map(same, one, other))
+    return one == other
 
 
 def parse_yaml(text: str | bytes) -> Any:

@@ -36,7 +36,7 @@ ROOMS: dict[str, str] = {
     "engine": "base pallas_kernels model cache policies sharding text checkpoints runtime planning request",
     "generation": "base model cache policies sharding text checkpoints runtime planning rounds saving request engine",
     "calibrate": "base pallas_kernels model cache policies checkpoints runtime planning rounds generation",
-    "batch": "base cache policies checkpoints runtime planning request engine generation",
+    "batch": "base cache policies text checkpoints runtime planning request engine generation",
     "eval": "base pallas_kernels model cache policies text checkpoints runtime planning request generation calibrate",
     "bench": "base pallas_kernels model cache policies text checkpoints runtime request engine generation",
     "public": "base policies",

@@ -84,6 +84,18 @@ def test_depth_and_digits_are_bounded(parse):
             parse(text)
 
 
+@pytest.mark.parametrize(
+    "text", ['{"a": 1, "a": 2}', '{"a": 1, "a": 1.0}', '{"a": true, "a": 1}', '[{"b": {"a": [0], "a": [false]}}]']
+)
+def test_a_key_of_json_has_one_value(text):
+    with pytest.raises(documents.NotADocument, match="the key 'a' is there twice, with different values"):
+        documents.parse_json(text)
+    assert documents.parse_json('{"a": [1, {"b": null}], "c": 2, "a": [1, {"b": null}]}') == {
+        "a": [1, {"b": None}],
+        "c": 2,
+    }
+
+
 @pytest.mark.parametrize("text", ["a: &x [1]\nb: *x", "a: &x [*x]", "a: !!int ''", "a: !!timestamp b", "{"])
 def test_yaml_of_a_bad_kind(text):
     with pytest.raises(documents.NotADocument) as caught:

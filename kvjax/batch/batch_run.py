@@ -17,12 +17,14 @@ from kvjax.batch.counts import Counts
 from kvjax.batch.job import Job, Manifest, held, open_folder, rows_of_shard
 from kvjax.batch.output import FORMATS, Shard
 from kvjax.batch.rows import Record, Row, order_key, read_row, row_id
+from kvjax.batch.saved import SavedRecord, is_for
 from kvjax.batch.source import needed, open_source
 from kvjax.batch.under_way import Claimed, UnderWay
 from kvjax.batch.work import Worker
 from kvjax.cache.quantisation import parse_storage
 from kvjax.checkpoints.load import LanguageModel, check_model
 from kvjax.checks import whole_number
+from kvjax.documents import same
 from kvjax.errors import KvjaxError, UsageError, quoted
 from kvjax.files import check_local
 from kvjax.interrupt import interruptible
@@ -166,24 +168,31 @@ class _Run:
         rows = shard_rows or rows_of_shard(len(self._job.source), self._group.processes, self._size)
         manifest = self._agree(rows)
         shards = manifest.shards(self._folder)
-        finished, turn = self._finished(shards, 0), 0
-        self._order = self._ordered() if len(finished) < len(shards) else None
+        self._order = self._ordered()
+        finished, turn = self._finished(manifest, shards, 0), 0
         # Process 0 tells for all.
         with showing(self._job.options.progress if self._group.process == 0 else False):
             # More than once where a process is lost: the others answer what it had claimed.
             while todo := [i for i in range(len(shards)) if i not in finished]:
                 self._answer(manifest, shards, todo, turn)
                 turn += 1
-                finished = self._finished(shards, turn)
+                finished = self._finished(manifest, shards, turn)
         return self._report(manifest, shards)
 
-    def _finished(self, shards: Sequence[Shard], turn: int) -> set[int]:
-        """The shards that are there, on the disk of any process."""
+    def _finished(self, manifest: Manifest, shards: Sequence[Shard], turn: int) -> set[int]:
+        """The shards that are there, on the disk of any process; what earlier runs left is checked before it counts."""
         here = [i for i, shard in enumerate(shards) if shard.finished]
-        for i in here:
-            shards[i].clean()
         told = self._group.gather(f"finished {turn}", json.dumps(here))
-        return {i for text in told.values() for i in json.loads(text)}
+        holders: dict[int, list[int]] = {}
+        for process, text in sorted(told.items()):
+            for i in json.loads(text):
+                holders.setdefault(i, []).append(process)
+        for i in here:
+            # Of a folder that all share each process checks a part.
+            if turn == 0 and holders[i][i % len(holders[i])] == self._group.process:
+                shards[i].check(self._numbers(manifest, i))
+            shards[i].clean()
+        return set(holders)
 
     def _agree(self, shard_rows: int) -> Manifest:
         """The manifest, which process 0 begins or continues; the others must have the same job."""
@@ -191,9 +200,10 @@ class _Run:
         manifest = open_folder(self._folder, self._job, shard_rows) if self._group.process == 0 else None
         content = self._group.gather("manifest", json.dumps(manifest and dataclasses.asdict(manifest)))[0]
         agreed = Manifest(**json.loads(content))
-        if agreed.job != json.loads(mine):
+        if not same(agreed.job, json.loads(mine)):
             raise KvjaxError(f"Process {self._group.process} has another model, input or version than process 0.")
         self._folder.mkdir(parents=True, exist_ok=True)
+        agreed.check_files(self._folder)
         return agreed
 
     def _ordered(self) -> np.ndarray | None:
@@ -219,19 +229,26 @@ class _Run:
             def read(number: int) -> Claimed:
                 return shards[number], self._rows(manifest, number)
 
+            def ours(record: SavedRecord, row: Row) -> bool:
+                return is_for(record, row, self._job.lm, self._job.options)
+
             claimed = (todo[i] for i in self._group.claims(f"shards {turn}", len(todo)))
             alone = self._group.processes == 1
             with (
-                contextlib.closing(UnderWay(claimed, read, self._counts, ahead=alone)) as under_way,
+                contextlib.closing(UnderWay(claimed, read, ours, self._counts, ahead=alone)) as under_way,
                 contextlib.closing(Worker(self._job, self._size, between)) as worker,
             ):
                 for made in worker.answer(under_way.take):
                     under_way.add(made)
 
+    def _numbers(self, manifest: Manifest, shard: int) -> Sequence[int]:
+        """The numbers of a shard's rows, in the output's order."""
+        rows = manifest.rows(shard)
+        return rows if self._order is None else self._order[rows.start : rows.stop].tolist()
+
     def _rows(self, manifest: Manifest, shard: int) -> list[Row | Record]:
         """A shard's rows as tokens, in the output's order; records of those that cannot be read."""
-        job, rows = self._job, manifest.rows(shard)
-        numbers = rows if self._order is None else [int(i) for i in self._order[rows.start : rows.stop]]
+        job, numbers = self._job, self._numbers(manifest, shard)
         limit = job.options.max_new_tokens
         # In the input's order, in which Parquet's groups are read once each.
         read = {i: read_row(job.lm, job.source, i, chat=job.options.chat, limit=limit) for i in sorted(numbers)}

@@ -8,6 +8,7 @@ import errno
 import hashlib
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -21,8 +22,8 @@ from kvjax.batch.source import Source
 from kvjax.cache.quantisation import parse_storage
 from kvjax.checkpoints.digest import weights_digest
 from kvjax.checkpoints.load import LanguageModel
-from kvjax.checks import whole_number
-from kvjax.documents import NotADocument, parse_json, validated
+from kvjax.checks import MOST_NUMBER, whole_number
+from kvjax.documents import NotADocument, parse_json, same, validated
 from kvjax.errors import KvjaxError, UsageError, quoted
 from kvjax.files import write_atomically
 from kvjax.options import FIELDS, GenerationOptions
@@ -36,7 +37,7 @@ except ImportError:  # Windows
 MANIFEST = "manifest.json"
 #: Options that a manifest holds by themselves, in their text form, or that change no answer.
 _BESIDE_OPTIONS = ("policy", "storage", "chat", "reserve_tokens", "progress")
-_FORMAT = 1
+_KIND, _FORMAT = "kvjax batch", 1
 #: Rows of a shard at most: a shard is what is read ahead.
 _MOST_ROWS = 4096
 #: Batches of a shard at least, where a process has as many: batches of similar length are made of a shard's rows.
@@ -45,6 +46,10 @@ _BATCHES = 16
 _SHARDS_ALONE = 4
 #: Shards for each of several processes: one that is three times slower then delays the end by a tenth at most.
 _SHARDS_EACH = 32
+
+
+#: Names of shards and of what they are made from, with the shard's number and how many there are.
+_SHARD_FILE = re.compile(r"\.?part-([0-9]{5,9})-of-([0-9]{5,9})\.[a-z]+(?:\.(?:journal|tmp))?")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,11 +69,12 @@ class Job:
 
     def identity(self) -> dict[str, Any]:
         """The job as JSON; equal for equal jobs."""
-        options = {name: getattr(self.options, name) for name in FIELDS if name not in _BESIDE_OPTIONS} | {
+        options = {name: _written(name, self.options) for name in FIELDS if name not in _BESIDE_OPTIONS} | {
             "n": 1,
             "stop": list(self.options.stop_strings),
             "stop_token_ids": sorted(self.options.stop_ids(self.lm)),
         }
+        storage = parse_storage(self.options.storage)
         settings = {
             "input": {"sha256": self.source.sha256, "rows": len(self.source)},
             "model": {
@@ -78,7 +84,7 @@ class Job:
                 **({} if self.lm.config.weights is None else {"weights": self.lm.config.weights}),
             },
             "policy": format_policy(parse(self.options.policy or "full")),
-            "storage": dataclasses.asdict(parse_storage(self.options.storage)),
+            "storage": dataclasses.asdict(storage) | {"headroom": float(storage.headroom)},
             "chat": self.options.chat,
             "options": options,
             "order": self.order,
@@ -86,6 +92,12 @@ class Job:
             "versions": {"kvjax": version.__version__, "jax": jax.__version__},
         }
         return json.loads(json.dumps(settings, default=str))
+
+
+def _written(name: str, options: GenerationOptions) -> Any:
+    """An option's value, which is a float wherever it may be one: 0 and 0.0 ask for the same."""
+    value = getattr(options, name)
+    return float(value) if isinstance(FIELDS[name].default, float) else value
 
 
 def fingerprint(lm: LanguageModel) -> str:
@@ -131,12 +143,26 @@ class Manifest:
         """All shards of the job."""
         return [Shard(folder, i, self.shard_count, self.job["format"]) for i in range(self.shard_count)]
 
+    def check_files(self, folder: Path) -> None:
+        """Refuse a folder with files of shards that are not the job's, so that no row is there twice or left out."""
+        try:
+            names = sorted(os.listdir(folder))
+        except OSError as error:
+            raise _unusable(folder, error) from error
+        for name in names:
+            found = _SHARD_FILE.fullmatch(name)
+            if found and not int(found[1]) < int(found[2]) == self.shard_count:
+                raise UsageError(
+                    f"{folder} holds {quoted(name)}, and the job that {MANIFEST} describes has {self.shard_count} "
+                    f"shard{'s' * (self.shard_count > 1)}; restore {MANIFEST}, or choose another folder."
+                )
+
     def rows(self, shard: int) -> range:
         """Positions of a shard's rows in the output's order."""
         return range(shard * self.shard_rows, min((shard + 1) * self.shard_rows, self.job["input"]["rows"]))
 
     def write(self, folder: Path) -> None:
-        content = {"kvjax batch": _FORMAT, **dataclasses.asdict(self), "shards": self.shard_count}
+        content = {_KIND: _FORMAT, **dataclasses.asdict(self), "shards": self.shard_count}
         write_atomically(folder / MANIFEST, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
 
 
@@ -196,9 +222,11 @@ def open_folder(folder: Path, job: Job, shard_rows: int) -> Manifest:
 def _continued(path: Path, identity: dict[str, Any]) -> Manifest:
     try:
         content = parse_json(path.read_bytes())
-        if isinstance(content, dict) and content.get("kvjax batch", _FORMAT) != _FORMAT:
+        if isinstance(content, dict) and not same(content.get(_KIND, _FORMAT), _FORMAT):
             raise UsageError(f"{path} was written by another version of this command; choose another folder.")
         manifest: Manifest = validated(Manifest, content)
+        if _KIND not in content:
+            raise NotADocument(f"{_KIND}: Field required")
     except OSError as error:
         raise KvjaxError(f"{path} cannot be read: {error.strerror}.") from error
     except NotADocument as error:
@@ -208,13 +236,22 @@ def _continued(path: Path, identity: dict[str, Any]) -> Manifest:
             f"{path.parent} holds another job: its {name} is {quoted(old)} and {quoted(new)} is asked for; choose "
             "another folder."
         )
+    manifest = dataclasses.replace(manifest, job=identity)
+    count, said = manifest.shard_count, content.get("shards", manifest.shard_count)
+    if not same(said, count):
+        raise UsageError(
+            f"{path} was changed: it says {quoted(said)} shards, and shard_rows {manifest.shard_rows} makes {count}; "
+            "restore it, or choose another folder."
+        )
     return manifest
 
 
 def _differences(old: Any, new: Any, name: str = "") -> dict[str, tuple[Any, Any]]:
     """Settings that differ, named by their path; those that come first in the new come first."""
     if not isinstance(old, Mapping) or not isinstance(new, Mapping):
-        return {} if old == new else {name: (old, new)}
+        # Earlier versions wrote 0 where 0.0 is written now.
+        old_number = float(old) if type(old) is int and type(new) is float and abs(old) <= MOST_NUMBER else old
+        return {} if same(old_number, new) else {name: (old, new)}
     found: dict[str, tuple[Any, Any]] = {}
     for key in [*new, *(key for key in old if key not in new)]:
         found |= _differences(old.get(key), new.get(key), f"{name} {key}".strip())

@@ -6,11 +6,13 @@ import contextlib
 import io
 import json
 import os
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvjax.batch.rows import Record, SavedRecord
+from kvjax.batch.finished import check_rows
+from kvjax.batch.rows import Record
+from kvjax.batch.saved import SavedRecord
 from kvjax.batch.source import needed
 from kvjax.documents import NotADocument, parse_json, validated
 from kvjax.errors import KvjaxError
@@ -41,10 +43,16 @@ class Shard:
             raise KvjaxError(f"{self.path} is empty, which no finished shard is; remove it to have its rows answered.")
         return self.path.exists()
 
-    def recover(self, rows: Collection[int] | None = None) -> dict[int, Record]:
-        """Records of the batches that were finished, by row; ``rows`` are the shard's, where they are known.
+    def check(self, rows: Sequence[int]) -> None:
+        """Refuse a finished shard that does not hold these rows in this order, and nothing else; it stays as it is."""
+        with _using("read", self.path):
+            check_rows(self.path, self._kind, rows)
 
-        The first line that is no whole batch of these rows is dropped with all that follow: it was cut off, or changed.
+    def recover(self, is_ours: Callable[[SavedRecord], bool] = lambda record: True) -> dict[int, Record]:
+        """Records of the batches that were finished, by row; ``is_ours`` says whether one can be the shard's.
+
+        The first line that is no whole batch of such records, or answers a row again, is dropped with all that follow:
+        it was cut off, or changed.
         """
         if not self._journal.exists():
             return {}
@@ -52,11 +60,12 @@ class Shard:
         with _using("read", self._journal), self._journal.open("r+b") as file:
             kept = 0
             for line in file:
-                batch = _batch(line, rows)
-                if batch is None:
+                batch = _batch(line, is_ours)
+                made = {record["row"]: record for record in batch or ()}
+                if batch is None or len(made) < len(batch) or made.keys() & records.keys():
                     break
                 kept += len(line)
-                records |= {record["row"]: record for record in batch}
+                records |= made
             file.truncate(kept)
         return records
 
@@ -96,16 +105,18 @@ def _using(how: str, path: Path) -> Iterator[None]:
         raise KvjaxError(f"{path} cannot be {how}: {error.strerror or error}.") from error
 
 
-def _batch(line: bytes, rows: Collection[int] | None) -> list[Record] | None:
-    """The records of a journal's line; None where it is not one that :meth:`Shard.note` wrote, of these rows."""
+def _batch(line: bytes, is_ours: Callable[[SavedRecord], bool]) -> list[Record] | None:
+    """The records of a journal's line; None where it is not one that :meth:`Shard.note` wrote, of such records."""
     if not line.endswith(b"\n"):
         return None
     try:
         batch = parse_json(line)
-        saved = validated(list[SavedRecord], batch)
+        saved: list[SavedRecord] = validated(list[SavedRecord], batch)
     except NotADocument:
         return None  # the line that was being written when the machine went down
-    return batch if rows is None or all(record.row in rows for record in saved) else None
+    if any(list(record) != read.keys for record, read in zip(batch, saved, strict=True)):
+        return None
+    return batch if all(map(is_ours, saved)) else None
 
 
 def _dumps(value: Any) -> bytes:

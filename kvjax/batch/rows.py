@@ -17,27 +17,6 @@ Record = dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
-class SavedRecord:
-    """A record that a journal holds, as far as what goes on from it reads it: of an answer, or of an error."""
-
-    row: int
-    id: str | int
-    text: str | None = None
-    finish_reason: str | None = None
-    prompt_tokens: int = 0
-    generated_tokens: int = 0
-    tokens: tuple[int, ...] = ()
-    logprobs: tuple[float, ...] = ()
-    error: str | None = None
-
-    def __post_init__(self) -> None:
-        if self.error is None and (self.text is None or self.finish_reason is None):
-            raise ValueError("a record has neither an answer nor an error")
-        if len(self.tokens) != self.generated_tokens:
-            raise ValueError("a record has not as many tokens as it says")
-
-
-@dataclasses.dataclass(frozen=True)
 class Row:
     """One prompt, ready to be read.
 

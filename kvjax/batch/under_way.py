@@ -8,6 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from kvjax.batch.counts import Counts
 from kvjax.batch.output import Shard
 from kvjax.batch.rows import Record, Row
+from kvjax.batch.saved import SavedRecord
 
 #: A shard with its rows, in the output's order; records of those that cannot be read.
 Claimed = tuple[Shard, Sequence[Row | Record]]
@@ -22,12 +23,21 @@ class UnderWay:
     Args:
       claimed: the numbers of shards, each this process' own once it is taken.
       read: a shard of its number, and its rows.
+      is_for: whether a record that an earlier run left can be this job's of a row.
       ahead: whether the next shard is claimed, and read by a thread, while the one before is answered. Where others
         could have claimed it meanwhile, this waits until its rows are needed.
     """
 
-    def __init__(self, claimed: Iterator[int], read: Callable[[int], Claimed], counts: Counts, *, ahead: bool):
-        self._claimed, self._read, self._counts = claimed, read, counts
+    def __init__(
+        self,
+        claimed: Iterator[int],
+        read: Callable[[int], Claimed],
+        is_for: Callable[[SavedRecord, Row], bool],
+        counts: Counts,
+        *,
+        ahead: bool,
+    ):
+        self._claimed, self._read, self._is_for, self._counts = claimed, read, is_for, counts
         self._of_row: dict[int, _Open] = {}
         self._reader = ThreadPoolExecutor(1, "kvjax-rows") if ahead else None
         self._next: Future[Claimed | None] | None = None
@@ -40,12 +50,13 @@ class UnderWay:
         if self._reader is not None:
             self._next = self._reader.submit(self._claim)
         shard, rows = claimed
-        records = shard.recover({item.number for item in rows if isinstance(item, Row)})
+        good = {item.number: item for item in rows if isinstance(item, Row)}
+        records = shard.recover(lambda record: record.row in good and self._is_for(record, good[record.row]))
         self._counts.skip(len(records))
         bad = [item for item in rows if not isinstance(item, Row)]
         self._counts.add(bad)
         opened = _Open(shard, rows, records | {record["row"]: record for record in bad})
-        todo = [item for item in rows if isinstance(item, Row) and item.number not in records]
+        todo = [row for number, row in good.items() if number not in records]
         self._of_row |= {row.number: opened for row in todo}
         opened.finish_if_complete()
         return todo

@@ -8,6 +8,8 @@ from types import SimpleNamespace
 import pytest
 from support.batch_rows import SIZE, write_rows
 
+from kvjax.text.detokenizer import text_of
+
 
 class Runner:
     """Runs jobs in one temporary folder: (rows or file, output's name, options) to (report, output's folder)."""
@@ -50,8 +52,14 @@ class QuickEngine:
         now, self.waiting = self.waiting[: self.size], self.waiting[self.size :]
         for row in now:
             ids = row.request.prompts[0][::-1][: row.limit]
-            scores = {"logprobs": None, "prompt_logprobs": None}
-            row.output, row.ended = SimpleNamespace(text=str(ids), tokens=ids, finish_reason="stop", **scores), True
+            options = row.request.options
+            read = [None] + [-0.25] * (len(row.request.prompts[0]) - 1)
+            scores = {
+                "logprobs": [-0.5] * len(ids) if options.logprobs else None,
+                "prompt_logprobs": read if options.prompt_logprobs else None,
+            }
+            text = text_of(row.request.lm.tokenizer, ids, options.stop_strings)
+            row.output, row.ended = SimpleNamespace(text=text, tokens=ids, finish_reason="stop", **scores), True
             row.on_change(row)
 
     def close(self):

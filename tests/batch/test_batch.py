@@ -6,7 +6,7 @@ import json
 import sys
 
 import pytest
-from support.batch_rows import LENGTHS, SIZE, contents, prompts, records, write_rows
+from support.batch_rows import LENGTHS, SIZE, contents, prompts, records
 
 import kvjax
 from kvjax.batch.job import rows_of_shard
@@ -32,6 +32,29 @@ def test_answers_are_those_of_one_call_of_generate(run, tiny_model):
         assert record["text"] == output.text and record["finish_reason"] == output.finish_reason
         assert record["prompt_tokens"] == output.stats.prompt_tokens
     assert report.generated_tokens == sum(len(output.tokens) for output in expected)
+
+
+KEPT = {
+    "slots": {"logprobs": True, "prompt_logprobs": True, "stop": "e", "temperature": 0.9, "repetition_penalty": 1.3},
+    "rounds": {"policy": "round:watershed=1", "logprobs": True, "max_new_tokens": 9},
+}
+
+
+@pytest.mark.parametrize("case", KEPT)
+def test_what_the_model_answered_is_kept_when_a_job_goes_on(run, case):
+    """A journal is checked strictly; nothing that the engine or ``generate`` wrote may seem foreign."""
+    rows = [{"prompt": text, "id": f"q{i}"} for i, text in enumerate(prompts(3))]
+    rows += [
+        {"prompt": [{"role": "user", "content": "é 日本"}], "max_new_tokens": 12},
+        {"prompt": [5, 6, 7], "id": 2**70},
+    ]
+    _, folder = run(rows, **KEPT[case])
+    before = contents(folder)
+    (path,) = folder.glob("part-*")
+    (folder / f".{path.name}.journal").write_text(f"[{', '.join(path.read_text().splitlines())}]\n")
+    path.unlink()
+    report, _ = run(rows, **KEPT[case])
+    assert (report.answered, report.already) == (0, len(rows)) and contents(folder) == before
 
 
 BAD = [
@@ -288,7 +311,6 @@ def test_folder_holds_shards_and_manifest_alone(run):
     assert sorted(contents(folder)) == ["manifest.json", *(f"part-0000{i}-of-00003.jsonl" for i in range(3))]
     assert manifest["state"] == "finished" and manifest["shards"] == 3 and manifest["job"]["policy"] == "full"
     assert manifest["job"]["versions"]["kvjax"] == kvjax.__version__
-    write_rows(folder / "part-00001-of-00003.jsonl", [])  # what a user does to a finished job is the user's
     assert run([{"prompt": text} for text in prompts(5)], shard_rows=2)[0].answered == 0
 
 
