@@ -38,8 +38,9 @@ def _row(line: bytes) -> int | None:
         record = json.loads(line) if line.endswith(b"\n") else None
     except (ValueError, RecursionError):
         return None
-    row = record.get("row") if isinstance(record, dict) else None
-    return row if type(row) is int and ("text" in record) != ("error" in record) else None
+    if not isinstance(record, dict) or ("text" in record) == ("error" in record):
+        return None
+    return row if type(row := record.get("row")) is int else None
 
 
 def _rows_of_parquet(path: Path) -> Iterator[int | None]:
