@@ -169,8 +169,12 @@ def as_list(prompt: Any, what: str = "prompt") -> tuple[list[Prompt], bool]:
     items = _plain(_sequence(prompt, what))
     if not items:
         raise UsageError(f"The list of {what}s is empty; give at least one {what}.")
-    if all(isinstance(item, Mapping) for item in items) or all(_is_id(item) for item in items):
-        return [items], True
+    for kind, name in ((_is_message, "messages"), (_is_id, "token ids")):
+        other = [item for item in items if not kind(item)]
+        if not other:
+            return [items], True
+        if len(other) < len(items):
+            raise UsageError(f"A list of {name} holds {quoted(other[0])}; a {what} is of one kind.")
     return items, False
 
 
@@ -204,6 +208,10 @@ def _plain(items: Any) -> list[Any]:
 
 def _is_ids(prompt: Any) -> bool:
     return not isinstance(prompt, str) and all(_is_id(item) for item in _plain(prompt))
+
+
+def _is_message(item: Any) -> bool:
+    return isinstance(item, Mapping)
 
 
 def _is_id(item: Any) -> bool:

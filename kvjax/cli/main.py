@@ -22,7 +22,7 @@ import kvjax.cli
 from kvjax.cli.app import INTERRUPTED, app
 from kvjax.cli.in_flags import in_flags, parsing_refusal
 from kvjax.environment import switched
-from kvjax.errors import QUOTED, KvjaxError, UsageError, cut, one_sentence
+from kvjax.errors import QUOTED, KvjaxError, UsageError, cut, one_sentence, quoted
 from kvjax.progress import showing
 from kvjax.waiting import leave
 
@@ -47,8 +47,21 @@ def explain(error: Exception) -> tuple[int, str]:
     first_line = cut((str(error).splitlines() or [""])[0], 2 * QUOTED)
     if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in first_line:
         return 1, f"Not enough memory ({first_line}); a smaller budget, batch or context needs less."
+    for name in _settings_named(error):
+        why = first_line or "there is no such device"
+        return 2, one_sentence(
+            f"JAX cannot use {name}={quoted(os.environ[name])} of the environment ({why}); unset it."
+        )
     hint = "set KVJAX_TRACEBACK=1 to see where"
     return 1, f"Unexpected {type(error).__name__}: {first_line} ({hint})"
+
+
+def _settings_named(error: Exception) -> list[str]:
+    """JAX's settings in the environment that its own error names: a device that is not there, a word for a number."""
+    said = str(error).upper() if isinstance(error, (ValueError, RuntimeError, AssertionError)) else ""
+    if isinstance(error, AssertionError) and not said:
+        said = "JAX_PLATFORMS"  # names a platform that JAX knows and no installed plugin has
+    return [name for name in os.environ if name.startswith("JAX_") and name in said]
 
 
 def _open_missing_streams() -> None:

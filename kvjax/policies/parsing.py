@@ -117,7 +117,7 @@ def _parse(text: Any, depth: int) -> Policy:
     parts = _split(options)
     if depth > DEPTH:
         raise UsageError(_TOO_DEEP)
-    for part in parts if parts[-1].strip() else parts[:-1]:  # a comma may end the options
+    for part in parts if options.strip() else ():
         field, equals, value = (piece.strip() for piece in part.partition("="))
         if not part.strip():
             raise UsageError(f"An option of {cls.__name__} is missing in {quoted(text)}; write OPTION=VALUE.")

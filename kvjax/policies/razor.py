@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import os
 from typing import Any, ClassVar, Literal
 
@@ -205,11 +206,14 @@ def _head_list(heads: Any) -> tuple[tuple[int, int], ...]:
     try:
         if isinstance(heads, str):
             heads = [tuple(read_whole_number(part, 0) for part in pair.split(".")) for pair in heads.split("+")]
-        pairs = tuple(sorted({(layer, head) for layer, head in heads}))
+        pairs = tuple(sorted((layer, head) for layer, head in heads))
         for place in (place for pair in pairs for place in pair):
             whole_number("every layer and head", place, 0)
     except (TypeError, ValueError) as error:
         raise UsageError(
             f'heads is {quoted(heads)}; give pairs such as ((0, 1), (3, 2)), or "0.1+3.2": KV heads by layer.head.'
         ) from error
+    for (layer, head), after in itertools.pairwise(pairs):
+        if (layer, head) == after:
+            raise UsageError(f"heads names KV head {head} of layer {layer} twice; name it once.")
     return pairs

@@ -71,6 +71,8 @@ BAD = [
     ({"prompt": 5}, "int was given"),
     ({"prompt": ["a", "b"]}, "list of prompts"),
     ({"prompt": [1, 259]}, "259"),
+    ({"prompt": [1, None]}, "token ids holds None"),
+    ({"prompt": [{"role": "user", "content": "a"}, 5]}, "messages holds 5"),
     ({"prompt": [{"role": "user"}]}, "content"),
     ({"prompt": "x" * 600}, "this model's context is 512"),
     ({"prompt": "\ud83d"}, "surrogate"),

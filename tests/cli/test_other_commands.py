@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 
+import pytest
 import toys
 
 import kvjax
@@ -74,6 +76,25 @@ def test_closed_standard_streams_are_like_dev_null():
         command = [sys.executable, "-c", close, "-m", "kvjax", *arguments]
         ran = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
         assert ran.returncode == code and "Unexpected" not in ran.stderr, ran.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("JAX_PLATFORMS", "banana"), ("JAX_PLATFORMS", "cuda"), ("JAX_COMPILATION_CACHE_MAX_SIZE", "abc")],
+)
+def test_a_setting_that_jax_refuses_is_named(name, value):
+    asks = """
+from kvjax.cli.main import explain
+try:
+    import jax
+    jax.devices()
+except Exception as error:
+    print(*explain(error))
+"""
+    ran = subprocess.run(
+        [sys.executable, "-c", asks], env=os.environ | {name: value}, stdout=subprocess.PIPE, text=True
+    )
+    assert ran.stdout.startswith(f"2 JAX cannot use {name}='{value}' of the environment ("), ran.stdout
 
 
 def test_bench_prints_and_saves(cli, tmp_path, monkeypatch):

@@ -221,6 +221,12 @@ def test_a_ratio_below_what_protected_heads_hold_is_refused_with_the_least_that_
         RazorAttention(heads=everything, ratio=0.5).check(toy().config)
 
 
+@pytest.mark.parametrize("heads", ["0.1+0.1", ((0, 1), (2, 0), (0, 1))])
+def test_a_head_named_twice_is_refused(heads):
+    with pytest.raises(UsageError, match="KV head 1 of layer 0 twice"):
+        RazorAttention(heads=heads)
+
+
 @pytest.mark.parametrize(
     "policy, storage",
     [
