@@ -10,6 +10,7 @@ import atexit
 import contextlib
 import functools
 import os
+import signal
 import sys
 import threading
 from collections.abc import Callable
@@ -117,10 +118,27 @@ def _wait_at_exit() -> None:
 
 def _last_wait() -> None:
     _ahead.clear()
+    if _interrupted():
+        return
     try:
         wait_for_abandoned()
     except KeyboardInterrupt:
         _end(130)
+
+
+def _interrupted() -> bool:
+    """Whether Ctrl-C is what ends the process."""
+    return issubclass(getattr(sys, "last_type", None) or object, KeyboardInterrupt) and not hasattr(sys, "ps1")
+
+
+@atexit.register  # early, so that it comes after what scripts registered later
+def _end_broken_off() -> None:
+    """End where Python would end threads, with the exit code that it has for Ctrl-C."""
+    if _running and _interrupted():
+        _flush()
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+        _end(130)  # where that ends nothing
 
 
 def leave(code: int, *, at_once: bool) -> int:
@@ -129,7 +147,11 @@ def leave(code: int, *, at_once: bool) -> int:
 
 
 def _end(code: int) -> NoReturn:
+    _flush()
+    os._exit(code)
+
+
+def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
             stream.flush()
-    os._exit(code)

@@ -240,7 +240,7 @@ _TOY = """
     import signal, sys
     signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.path.insert(0, "tests")
-    import jax, kvjax, toys
+    import {first}, jax, kvjax, toys
     jax.config.update("jax_disable_most_optimizations", True)
     lm = toys.tiny_model(num_layers={layers})
 """
@@ -254,25 +254,43 @@ _AT_THE_TERMINAL = """
 """
 
 
-def _started(code: str, *arguments: str, layers: int = 8, **streams) -> subprocess.Popen:
-    script = textwrap.dedent(_TOY.format(layers=layers)) + textwrap.dedent(code)
+def _started(code: str, *arguments: str, layers: int = 8, first: str = "jax", **streams) -> subprocess.Popen:
+    script = textwrap.dedent(_TOY.format(layers=layers, first=first)) + textwrap.dedent(code)
     command = [sys.executable, "-c", script, *arguments]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "TERM": "xterm", "COLUMNS": "80"}
     return subprocess.Popen(command, cwd=ROOT, env=environment, **streams)
 
 
-def test_a_script_that_ends_while_something_compiles_ends_well():
-    process = _started(_IN_A_SCRIPT, layers=40, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+def _broken_off(code: str, **given) -> tuple[subprocess.Popen, str, str, float]:
+    """A script that Ctrl-C broke off while the compiler ran: what it said to its end, and how long that took."""
+    process = _started(code, layers=40, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **given)
     assert process.stdout is not None
     told = 0
     for line in process.stdout:
         told += line == "compile\n"
         if told == 4:  # tracing is over, and the compiler runs for seconds
             break
+    pressed = time.monotonic()
     process.send_signal(signal.SIGINT)
-    _, error = process.communicate(timeout=120)
-    assert error.rstrip().endswith("BrokenOff") and "terminate" not in error and "Fatal" not in error, error
-    assert process.returncode in (1, 130, -signal.SIGINT)
+    out, error = process.communicate(timeout=120)
+    assert "terminate" not in error and "Fatal" not in error, error
+    return process, out, error, time.monotonic() - pressed
+
+
+@pytest.mark.parametrize("first", ["jax", "kvjax.waiting"])
+def test_a_script_that_ctrl_c_ends_while_something_compiles_ends_at_once(first):
+    own = "    import atexit; atexit.register(print, 'its own', flush=True)\n"
+    process, out, error, seconds = _broken_off(own + _IN_A_SCRIPT, first=first)
+    assert error.rstrip().endswith("BrokenOff") and out.endswith("its own\n")
+    assert process.returncode == -signal.SIGINT and seconds < AT_ONCE
+
+
+def test_a_script_that_goes_on_after_ctrl_c_ends_well():
+    caught = _IN_A_SCRIPT.replace("kvjax.generate", "try: kvjax.generate").replace(
+        "))\n", "))\n    except KeyboardInterrupt: sys.exit(7)\n"
+    )
+    process, _, error, _ = _broken_off(caught)
+    assert process.returncode == 7 and not error
 
 
 def test_the_command_shows_a_line_and_ends_at_once():
