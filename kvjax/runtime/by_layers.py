@@ -8,17 +8,16 @@ time; and what else has to run may run between layers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from kvjax.cache.cache import Cache
 from kvjax.cache.quantisation import Storage
-from kvjax.model.decoder import Decoder, DecoderLayer, without_layers
+from kvjax.model.decoder import Decoder, DecoderLayer
 from kvjax.model.rope import angles_of_layers
 from kvjax.policies.base import Policy
 from kvjax.runtime.alike import numbers_of_kind
@@ -28,12 +27,11 @@ from kvjax.runtime.signal_collector import signal_collector
 from kvjax.runtime.single_layers import (
     Begun,
     LayerInput,
+    LayerwisePrompt,
+    Reading,
     before_the_first,
-    begun_reading,
     cache_of,
     embedded,
-    joined,
-    layer_of,
     logits_of_last,
     zeros_are_sent,
 )
@@ -162,50 +160,30 @@ def program_names(policy: Policy, params: Decoder, *, fresh: bool, onto: bool) -
     return small + ["prefill_layer_fresh"] * kinds * fresh + ["prefill_layer_onto"] * kinds * onto
 
 
-def reading_by_layers(
-    params: Decoder,
-    cache: Cache | None,
-    tokens: Int[np.ndarray, "B T"],
-    count: Int[np.ndarray, " B"],
-    total: Int[np.ndarray, " B"],
-    *,
-    device: Device,
-    consume: bool,
-    dtype: Any,
-    storage: Storage,
-    prompt_capacity: int,
-    new_capacity: int,
-    own_capacity: int | None = None,
-    note: Callable[[Cache], None],
-) -> Generator[Array, None, tuple[Cache, Float[Array, "B V"]]]:
+def reading_by_layers(prompt: LayerwisePrompt) -> Reading:
     """Read into a new cache or onto one, a layer between two stops, each of which gives what is there once it is read.
 
     As :meth:`kvjax.runtime.programs.Programs.fresh` and :meth:`kvjax.runtime.programs.Programs.onto`, with their
-    results. A cache that is consumed goes layer by layer: ``note`` is told of what there is of it after each, with the
-    counters of before, so that whoever lent it can have it back when a later layer fails.
+    results.
     """
-    capacities = {"prompt_capacity": prompt_capacity, "new_capacity": new_capacity, "own_capacity": own_capacity}
-    read, pages, had = begun_reading(device, cache, tokens, count, total, storage, capacities)
-    x, ends, last = before_the_first(device, read.tokens, params), without_layers(params), len(params.layers) - 1
-    begun = Begun(tokens, count, len(params.layers))
+    device, cache = prompt.device, prompt.cache
+    x = before_the_first(device, prompt.read.tokens, prompt.params)
+    begun = Begun(prompt.tokens, prompt.count, len(prompt.params.layers))
     done: list[Any] = []
     one = logits = None
-    for i, (layer, own, (number, _)) in enumerate(
-        zip(params.layers, pages, numbers_of_kind(device.policy, params), strict=True)
-    ):
-        read = read.at(i, last)
-        sizes: dict[str, Any] = {"number": number, "pages": own}
-        if cache is None:
-            sizes |= {"dtype": jnp.dtype(dtype), "storage": storage}
-            one, x, logits = PREFILL_LAYER_FRESH(device.at(number), ends, layer, x, read, **sizes)
+    for i, (layer, number, before, read) in enumerate(prompt.layers(cache)):
+        sizes: dict[str, Any] = {"number": number, "pages": prompt.pages[i]}
+        if cache is None or before is None:
+            sizes |= {"dtype": jnp.dtype(prompt.dtype), "storage": prompt.storage}
+            one, x, logits = PREFILL_LAYER_FRESH(device.at(number), prompt.ends, layer, x, read, **sizes)
             done += one.layers
         else:
-            before, donate = layer_of(cache, i), consume and own == had[i]
-            given = ends, layer, before, x, read
+            donate = prompt.consume and prompt.fits[i]
+            given = prompt.ends, layer, before, x, read
             one, x, logits = PREFILL_LAYER_ONTO(device.at(number), *given, donate=donate, **sizes)
             done += one.layers
             if donate:
-                note(cache.replace(layers=(*done, *cache.layers[i + 1 :])))
+                prompt.note(cache.replace(layers=(*done, *cache.layers[i + 1 :])))
         yield begun.after(one.seen)
     assert one is not None and logits is not None  # a model has layers
-    return joined(one, done, cache, consume, capacities), logits
+    return prompt.done(one, done), logits

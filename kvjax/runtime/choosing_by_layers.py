@@ -8,7 +8,7 @@ and in the first layer chooses among all before. A prompt that is repeated takes
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from typing import Any, NamedTuple
 
 import jax
@@ -19,9 +19,8 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax.cache.cache import NO_TOKEN, Cache
 from kvjax.cache.pool import LayerCache
 from kvjax.cache.quantisation import Storage
-from kvjax.model.decoder import Decoder, DecoderLayer, without_layers
+from kvjax.model.decoder import Decoder, DecoderLayer
 from kvjax.policies.base import Weighed
-from kvjax.runtime.alike import numbers_of_kind
 from kvjax.runtime.choosing_together import chosen_of_all, lay_out_one, weigh_one
 from kvjax.runtime.prefill import after_reading
 from kvjax.runtime.repeating_by_layers import (
@@ -37,10 +36,9 @@ from kvjax.runtime.repeating_by_layers import (
 from kvjax.runtime.single_layers import (
     Begun,
     LayerInput,
+    LayerwisePrompt,
+    Reading,
     before_the_first,
-    begun_reading,
-    joined,
-    layer_of,
     own_layer,
     zeros_are_sent,
 )
@@ -167,69 +165,42 @@ LAY_OUT_LAYER = Program(lay_out_layer, None, ("number", "pages", "dtype", "stora
 EMPTY_POOL = Program(empty_pool, None, ("pages", "dtype", "storage"))
 
 
-def choosing_by_layers(
-    params: Decoder,
-    cache: Cache | None,
-    tokens: Int[np.ndarray, "B T"],
-    count: Int[np.ndarray, " B"],
-    total: Int[np.ndarray, " B"],
-    *,
-    device: Device,
-    consume: bool,
-    dtype: Any,
-    storage: Storage,
-    prompt_capacity: int,
-    new_capacity: int,
-    own_capacity: int | None = None,
-    note: Callable[[Cache], None],
-) -> Generator[Array, None, tuple[Cache, Float[Array, "B V"]]]:
+def choosing_by_layers(prompt: LayerwisePrompt) -> Reading:
     """:func:`kvjax.runtime.by_layers.reading_by_layers` of prompts whose layers choose together.
 
-    ``note`` has nothing to hear: a cache that is consumed goes when the new one is whole.
+    The prompt's ``note`` has nothing to hear: a cache that is consumed goes when the new one is whole.
     """
-    capacities = {"prompt_capacity": prompt_capacity, "new_capacity": new_capacity, "own_capacity": own_capacity}
-    read, (pages,), _ = begun_reading(device, cache, tokens, count, total, storage, capacities)
-    sizes: dict[str, Any] = {"pages": pages, "dtype": jnp.dtype(dtype), "storage": storage}
+    device, cache, rows, (pages,) = prompt.device, prompt.cache, len(prompt.count), prompt.pages
+    sizes: dict[str, Any] = {"pages": pages, "dtype": jnp.dtype(prompt.dtype), "storage": prompt.storage}
     weigh = _weighed if device.policy.signals.repeat is None else _repeated_and_weighed
-    held, weighed, begun, logits = yield from weigh(device, params, cache, read, tokens, count, sizes)
-    made = _to_be(device, cache, len(count), sizes)
-    each, candidates = (len(count), len(pages)), weighed[0].scores.shape[2]
+    held, weighed, begun, logits = yield from weigh(prompt, sizes)
+    made = _to_be(device, cache, rows, sizes)
+    each, candidates = (rows, len(pages)), weighed[0].scores.shape[2]
     nothing: Any = np.zeros((*each, candidates), bool), np.zeros(each, np.int32), np.zeros(each, np.int32)
     one, chosen = made, Chosen(*put(device, nothing))
     bare = tuple(dataclasses.replace(layer, marks={}, state=None) for layer in weighed)
-    for i, (number, _) in enumerate(numbers_of_kind(device.policy, params)):
+    for i, (_, number, before, read) in enumerate(prompt.layers(cache)):
         (k, v, _), held[i] = held[i], None
-        before = None if cache is None else layer_of(cache, i)
-        given = before, made, chosen, (k, v), weighed[i].marks, bare, read.at(i, len(held) - 1)
+        given = before, made, chosen, (k, v), weighed[i].marks, bare, read
         one, chosen = LAY_OUT_LAYER(device, *given, number=number, **sizes)
         made = made.replace(layers=one.layers)
         yield begun.after(one.seen, 0.0)
     (pool,), states = one.layers, tuple(layer.state for layer in weighed)
     pool = pool.replace(state=None if all(state is None for state in states) else states)
-    return joined(one, [pool], cache, consume, capacities), logits
+    return prompt.done(one, [pool]), logits
 
 
 #: What layers hold, what they are worth, what was begun, and the logits.
 _Weighed = Generator[Array, None, tuple[list[Any], list[Weighed], Begun, Array]]
 
 
-def _weighed(
-    device: Device,
-    params: Decoder,
-    cache: Cache | None,
-    read: LayerInput,
-    tokens: Int[np.ndarray, "B T"],
-    count: Int[np.ndarray, " B"],
-    sizes: dict[str, Any],
-) -> _Weighed:
+def _weighed(prompt: LayerwisePrompt, sizes: dict[str, Any]) -> _Weighed:
     """Read a prompt in all layers, which weigh it."""
-    ends, last = without_layers(params), len(params.layers) - 1
-    begun = Begun(tokens, count, len(params.layers))
-    held, weighed, x, logits = [], [], before_the_first(device, read.tokens, params), None
-    for i, (layer, (number, _)) in enumerate(zip(params.layers, numbers_of_kind(device.policy, params), strict=True)):
-        before = None if cache is None else layer_of(cache, i)
-        given = ends, layer, before, x, read.at(i, last)
-        whole, one, x, logits = HOLD_AND_WEIGH_LAYER(device, *given, number=number, **sizes)
+    begun = Begun(prompt.tokens, prompt.count, len(prompt.params.layers))
+    held, weighed, x, logits = [], [], before_the_first(prompt.device, prompt.read.tokens, prompt.params), None
+    for layer, number, before, read in prompt.layers(prompt.cache):
+        given = prompt.ends, layer, before, x, read
+        whole, one, x, logits = HOLD_AND_WEIGH_LAYER(prompt.device, *given, number=number, **sizes)
         held.append(whole)
         weighed.append(one)
         yield begun.after(whole[0])
@@ -237,26 +208,15 @@ def _weighed(
     return held, weighed, begun, logits
 
 
-def _repeated_and_weighed(
-    device: Device,
-    params: Decoder,
-    cache: Cache | None,
-    read: LayerInput,
-    tokens: Int[np.ndarray, "B T"],
-    count: Int[np.ndarray, " B"],
-    sizes: dict[str, Any],
-) -> _Weighed:
+def _repeated_and_weighed(prompt: LayerwisePrompt, sizes: dict[str, Any]) -> _Weighed:
     """Read a prompt in all layers and repeat it; in the last pass they weigh it."""
-    ends, last = without_layers(params), len(params.layers) - 1
-    held, x, passes, begun, logits = yield from holding(device, params, cache, read, tokens, count)
+    held, x, passes, begun, logits = yield from holding(prompt)
     weighed: list[Weighed] = []
     for this in passes:
-        for i, (layer, (number, _)) in enumerate(
-            zip(params.layers, numbers_of_kind(device.policy, params), strict=True)
-        ):
-            before, (whole, peak) = None if cache is None else layer_of(cache, i), held[i]
-            given = ends, layer, before, x, peak, whole, read.at(i, last), this
-            one, x, peak = REPEAT_AND_WEIGH_LAYER(device, *given, number=number, **sizes)
+        for i, (layer, number, before, read) in enumerate(prompt.layers(prompt.cache)):
+            whole, peak = held[i]
+            given = prompt.ends, layer, before, x, peak, whole, read, this
+            one, x, peak = REPEAT_AND_WEIGH_LAYER(prompt.device, *given, number=number, **sizes)
             held[i] = whole, peak
             weighed += [one] if this.final else []
             yield begun.after(one.budget, x.shape[1])

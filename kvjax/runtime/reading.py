@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -21,6 +21,7 @@ from kvjax.runtime.by_layers import compiles_faster_by_layers, program_names, re
 from kvjax.runtime.choosing_by_layers import choosing_by_layers
 from kvjax.runtime.programs import ONE_DEVICE, Programs
 from kvjax.runtime.repeating_by_layers import repeating_by_layers
+from kvjax.runtime.single_layers import LayerwisePrompt, Reading
 from kvjax.runtime.token_logprobs import next_logprobs
 
 
@@ -77,11 +78,6 @@ def unheard(cache: Cache) -> None:
 def never(tokens: int) -> bool:
     """Whether to, of prompts of any length: no."""
     return False
-
-
-#: A prefill that can be left and gone on with after each of its programs, which gives what is there once that is done;
-#: in the end the cache and the logits.
-Reading = Generator[jax.Array, None, tuple[Cache, jax.Array]]
 
 
 def read_prompts(params: Decoder, prompts: Sequence[Sequence[int]], **how: Any) -> tuple[Cache, jax.Array]:
@@ -156,12 +152,11 @@ def reading(
             read.append(_following(prompts, start, bucket))
         if logprobs is None and by_layers(bucket):
             device = programs.device(policy if cache is None else cache.policy, config)
-            kinds = {"device": device, "dtype": dtype, "storage": storage}
+            given = device, params, cache, tokens, count, total, consume, dtype, storage
             read_layers = reading_by_layers if policy.signals.repeat is None else repeating_by_layers
             read_layers = choosing_by_layers if policy.shares_layers else read_layers
-            found: Any = yield from read_layers(
-                params, cache, tokens, count, total, consume=consume, note=note, **kinds, **capacities, **onto
-            )
+            sizes = {"own_capacity": None, **capacities, **onto}
+            found: Any = yield from read_layers(LayerwisePrompt(*given, sizes, note))
         elif cache is None:
             found = programs.fresh(params, *read, policy=policy, dtype=dtype, storage=storage, **capacities)
         else:

@@ -13,15 +13,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from kvjax.cache.cache import Cache
 from kvjax.cache.quantisation import Storage
-from kvjax.model.decoder import Decoder, DecoderLayer, without_layers
+from kvjax.model.decoder import Decoder, DecoderLayer
 from kvjax.model.rope import angles_of_layers
 from kvjax.policies.base import Policy
 from kvjax.policies.signals import PromptSignals, Repetition
-from kvjax.runtime.alike import numbers_of_kind
 from kvjax.runtime.layer_step import compress_one, read_one
 from kvjax.runtime.prefill import after_reading
 from kvjax.runtime.repeating import hold, pass_through, with_repeated
@@ -30,11 +29,11 @@ from kvjax.runtime.signal_collector import signal_collector
 from kvjax.runtime.single_layers import (
     Begun,
     LayerInput,
+    LayerwisePrompt,
+    Reading,
     before_the_first,
-    begun_reading,
     cache_of,
     embedded,
-    joined,
     layer_of,
     logits_of_last,
     own_layer,
@@ -177,75 +176,50 @@ HOLD_LAYER = Program(hold_layer, None, ("number",), (3,))
 REPEAT_LAYER = Program(repeat_layer, None, ("number", "pages", "dtype", "storage"), (2, 3, 4))
 
 
-def holding(
-    device: Device,
-    params: Decoder,
-    cache: Cache | None,
-    read: LayerInput,
-    tokens: Int[np.ndarray, "B T"],
-    count: Int[np.ndarray, " B"],
-) -> Generator[Array, None, tuple[list[Any], Array, list[Pass], Begun, Array]]:
+def holding(prompt: LayerwisePrompt) -> Generator[Array, None, tuple[list[Any], Array, list[Pass], Begun, Array]]:
     """Read a prompt in all layers, which keep all of it.
 
     Returns:
       What each holds, an array for the first input of a pass, the passes to take, what was begun, and the logits.
     """
-    ends, last = without_layers(params), len(params.layers) - 1
-    x, logits = before_the_first(device, read.tokens, params), None
+    device, read, width = prompt.device, prompt.read, prompt.tokens.shape[1]
+    x, logits = before_the_first(device, read.tokens, prompt.params), None
     sizes = Passes(asked(device.policy), read.tokens, *read.counts[:2])
-    final = max(0, (int(work_of(tokens, count).max()) - 1) // sizes.size)
+    final = max(0, (int(work_of(prompt.tokens, prompt.count).max()) - 1) // sizes.size)
     passes = [Pass(np.int32(number), np.bool_(number == final)) for number in range(final + 1)]
-    begun = Begun(tokens, count, len(params.layers) * (tokens.shape[1] + len(passes) * sizes.width))
+    work = len(prompt.params.layers) * (width + len(passes) * sizes.width)
+    begun = Begun(prompt.tokens, prompt.count, work)
     held: list[Any] = []
-    for i, (layer, (number, _)) in enumerate(zip(params.layers, numbers_of_kind(device.policy, params), strict=True)):
-        before = None if cache is None else layer_of(cache, i)
-        one, x, logits = HOLD_LAYER(device, ends, layer, before, x, read.at(i, last), number=number)
+    for layer, number, before, told in prompt.layers(prompt.cache):
+        one, x, logits = HOLD_LAYER(device, prompt.ends, layer, before, x, told, number=number)
         held.append(one)
-        yield begun.after(one[0][0], tokens.shape[1])
+        yield begun.after(one[0][0], width)
     assert logits is not None  # a model has layers
-    fed: Any = put(device, np.zeros((len(count), sizes.width), np.int32))
-    return held, before_the_first(device, fed, params), passes, begun, logits
+    fed: Any = put(device, np.zeros((len(prompt.count), sizes.width), np.int32))
+    return held, before_the_first(device, fed, prompt.params), passes, begun, logits
 
 
-def repeating_by_layers(
-    params: Decoder,
-    cache: Cache | None,
-    tokens: Int[np.ndarray, "B T"],
-    count: Int[np.ndarray, " B"],
-    total: Int[np.ndarray, " B"],
-    *,
-    device: Device,
-    consume: bool,
-    dtype: Any,
-    storage: Storage,
-    prompt_capacity: int,
-    new_capacity: int,
-    own_capacity: int | None = None,
-    note: Callable[[Cache], None],
-) -> Generator[Array, None, tuple[Cache, Float[Array, "B V"]]]:
+def repeating_by_layers(prompt: LayerwisePrompt) -> Reading:
     """:func:`kvjax.runtime.by_layers.reading_by_layers` of prompts that are repeated."""
-    capacities = {"prompt_capacity": prompt_capacity, "new_capacity": new_capacity, "own_capacity": own_capacity}
-    read, pages, had = begun_reading(device, cache, tokens, count, total, storage, capacities)
-    ends, last = without_layers(params), len(params.layers) - 1
-    numbers = [number for number, _ in numbers_of_kind(device.policy, params)]
-    held, x, passes, begun, logits = yield from holding(device, params, cache, read, tokens, count)
+    cache = prompt.cache
+    held, x, passes, begun, logits = yield from holding(prompt)
     layers: list[Any] = [None] * len(held) if cache is None else list(cache.layers)
     one = None
     for this in passes:
         final = bool(this.final)
-        for i, layer in enumerate(params.layers):
+        now = None if cache is None else cache.replace(layers=tuple(layers))
+        for i, (layer, number, before, read) in enumerate(prompt.layers(now)):
             whole, peak = held[i]
-            sizes: dict[str, Any] = {"number": numbers[i], "pages": pages[i]}
-            sizes |= {"dtype": jnp.dtype(dtype), "storage": storage}
-            before = None if cache is None else layer_of(cache.replace(layers=tuple(layers)), i)
-            donate = cache is None or (consume and pages[i] == had[i])
-            given = ends, layer, before, x, peak, whole, read.at(i, last), this
-            one, x, peak = REPEAT_LAYER(device, *given, donate=donate, **sizes)
+            sizes: dict[str, Any] = {"number": number, "pages": prompt.pages[i]}
+            sizes |= {"dtype": jnp.dtype(prompt.dtype), "storage": prompt.storage}
+            donate = cache is None or (prompt.consume and prompt.fits[i])
+            given = prompt.ends, layer, before, x, peak, whole, read, this
+            one, x, peak = REPEAT_LAYER(prompt.device, *given, donate=donate, **sizes)
             held[i] = None if final else (whole, peak)
             if final or (donate and cache is not None):
                 (layers[i],) = one.layers
             if donate and cache is not None:
-                note(cache.replace(layers=tuple(layers)))
+                prompt.note(cache.replace(layers=tuple(layers)))
             yield begun.after(one.seen, x.shape[1])
     assert one is not None  # a model has layers
-    return joined(one, layers, cache, consume, capacities), logits
+    return prompt.done(one, layers), logits

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -17,7 +18,8 @@ from kvjax.cache.cache import NO_TOKEN, Cache
 from kvjax.cache.continuation import delete
 from kvjax.cache.layer_view import layer_view
 from kvjax.cache.quantisation import Storage
-from kvjax.model.decoder import Decoder
+from kvjax.model.decoder import Decoder, DecoderLayer, without_layers
+from kvjax.runtime.alike import numbers_of_kind
 from kvjax.runtime.layer_step import Counts
 from kvjax.runtime.prefill import last_hidden, pages_onto
 from kvjax.sharding.compile import ROW, Device, Program, put
@@ -106,23 +108,79 @@ def hidden_states(device: Device, tokens: Int[Array, "B T"], *, hidden_size: int
 HIDDEN_STATES = Program(hidden_states, lambda device, arguments, static: ROW, ("hidden_size", "dtype"))
 
 
-def begun_reading(
-    device: Device,
-    cache: Cache | None,
-    tokens: Int[np.ndarray, "B T"],
-    count: Int[np.ndarray, " B"],
-    total: Int[np.ndarray, " B"],
-    storage: Storage,
-    capacities: dict[str, int | None],
-) -> tuple[LayerInput, tuple[tuple[int, ...], ...], list[tuple[int, ...]]]:
-    """What layers are told of a prompt, their pages once it is in, and those that they have; none of a new cache."""
-    seen = np.zeros((len(count),), np.int32) if cache is None else cache.seen
-    given: Any = put(device, (tokens, (seen, count, work_of(tokens, count), total)))
-    if cache is None:
-        sizes: Any = capacities
-        return LayerInput(*given), device.pages(storage=storage, **sizes), []
-    pages = pages_onto(device.local_config, device.local(cache), **capacities)  # pyright: ignore[reportArgumentType]
-    return LayerInput(*given), pages, [layer.pages for layer in device.local(cache).layers]
+@dataclasses.dataclass(frozen=True)
+class LayerwisePrompt:
+    """A prompt that is read layer by layer, into a new cache or onto one.
+
+    Attributes:
+      params: the model. cache: onto which it is read; None for a new one.
+      tokens, count, total: ids [B, T], how many of them are the prompt's, and tokens with those before, as in
+        :meth:`kvjax.runtime.programs.Programs.fresh`.
+      consume: whether the cache goes, layer by layer. dtype, storage: of a new cache.
+      capacities: of the cache afterwards; ``own_capacity`` where rows share a context.
+      note: told of what there is of a consumed cache after each layer, with the counters of before, so that whoever
+        lent it can have it back when a later layer fails.
+    """
+
+    device: Device
+    params: Decoder
+    cache: Cache | None
+    tokens: Int[np.ndarray, "B T"]
+    count: Int[np.ndarray, " B"]
+    total: Int[np.ndarray, " B"]
+    consume: bool
+    dtype: Any
+    storage: Storage
+    capacities: dict[str, int | None]
+    note: Callable[[Cache], None]
+
+    @functools.cached_property
+    def ends(self) -> Decoder:
+        """The model without its layers."""
+        return without_layers(self.params)
+
+    @functools.cached_property
+    def read(self) -> LayerInput:
+        """What the layers are told."""
+        seen = np.zeros((len(self.count),), np.int32) if self.cache is None else self.cache.seen
+        work = work_of(self.tokens, self.count)
+        given: Any = put(self.device, (self.tokens, (seen, self.count, work, self.total)))
+        return LayerInput(*given)
+
+    @functools.cached_property
+    def pages(self) -> tuple[tuple[int, ...], ...]:
+        """Pages of each layer's heads once the prompt is in."""
+        sizes: Any = self.capacities
+        if self.cache is None:
+            return self.device.pages(storage=self.storage, **sizes)
+        return pages_onto(self.device.local_config, self.device.local(self.cache), **sizes)
+
+    @functools.cached_property
+    def fits(self) -> list[bool]:
+        """Whether each layer's pages stay as many as they are, so that its cache may be written in place."""
+        if self.cache is None:
+            return [False] * len(self.pages)
+        had = [layer.pages for layer in self.device.local(self.cache).layers]
+        return [own == before for own, before in zip(self.pages, had, strict=True)]
+
+    def layers(self, cache: Cache | None) -> Iterator[tuple[DecoderLayer, int, Cache | None, LayerInput]]:
+        """Of each layer: itself, the number that its policy is told, the cache before it, and what it is told."""
+        last = len(self.params.layers) - 1
+        numbers = numbers_of_kind(self.device.policy, self.params)
+        for i, (layer, (number, _)) in enumerate(zip(self.params.layers, numbers, strict=True)):
+            yield layer, number, None if cache is None else layer_of(cache, i), self.read.at(i, last)
+
+    def done(self, one: Cache, layers: Sequence[Any]) -> Cache:
+        """The cache of all layers, with the counters of ``one``; that onto which it was read goes if consumed."""
+        if self.cache is None:
+            return one.replace(layers=tuple(layers), **self.capacities)
+        if self.consume:
+            delete(self.cache)
+        return one.replace(layers=tuple(layers), context=self.cache.context, joined_tokens=0, **self.capacities)
+
+
+#: A prefill that gives what is there after each of its programs; in the end the cache, and the logits [B, V].
+Reading = Generator[Array, None, tuple[Cache, Float[Array, "B V"]]]
 
 
 def work_of(tokens: Int[np.ndarray, "B T"], count: Int[np.ndarray, " B"]) -> Int[np.ndarray, " B"]:
@@ -157,12 +215,3 @@ def layer_of(cache: Cache, index: int) -> Cache:
     if context is not None:
         context = dataclasses.replace(context, layers=context.layers[index : index + 1])
     return cache.replace(layers=cache.layers[index : index + 1], context=context, **_NO_CAPACITIES)
-
-
-def joined(one: Cache, layers: Sequence[Any], before: Cache | None, consume: bool, capacities: dict[str, Any]) -> Cache:
-    """The cache of all layers, with the counters of ``one``; ``before``, onto which it was read, goes if consumed."""
-    if before is None:
-        return one.replace(layers=tuple(layers), **capacities)
-    if consume:
-        delete(before)
-    return one.replace(layers=tuple(layers), context=before.context, joined_tokens=0, **capacities)

@@ -10,9 +10,11 @@ from support.compiled import compiled_programs
 
 import kvjax
 from kvjax import progress
+from kvjax.cache.quantisation import MODEL
 from kvjax.runtime import by_layers, choosing_by_layers, reading, single_layers
 from kvjax.runtime.by_layers import can_stop_between_layers, compiles_faster_by_layers, reading_by_layers
 from kvjax.runtime.programs import Programs
+from kvjax.runtime.single_layers import LayerwisePrompt
 from kvjax.sharding.mesh import Mesh
 
 CASES = [
@@ -135,12 +137,9 @@ def test_a_cache_is_consumed_only_where_it_may_be(lm):
         ids = np.array([[*QUESTION, *[0] * 11]], np.int32)
         count, before = np.array([len(QUESTION)], np.int32), 0 if cache is None else len(PROMPT)
         device = Programs().device(kvjax.Full(), lm.config)
-        sizes = {"prompt_capacity": 128, "new_capacity": 8, "device": device, "dtype": "float32"}
-        sizes |= {"storage": kvjax.cache.quantisation.MODEL}
-        steps = reading_by_layers(
-            lm.params, cache, ids, count, count + before, consume=consume, note=reading.unheard, **sizes
-        )
-        return reading.finished(steps)
+        sizes = {"prompt_capacity": 128, "new_capacity": 8, "own_capacity": None}
+        given = device, lm.params, cache, ids, count, count + before, consume, "float32", MODEL
+        return reading.finished(reading_by_layers(LayerwisePrompt(*given, sizes, reading.unheard)))
 
     made = kvjax.read(lm, PROMPT)
     kept, logits = read(made, False)
