@@ -190,7 +190,7 @@ def test_capacities_of_the_wrong_shape_are_refused():
         def capacities(self, config, prompt, new):
             return ((prompt,),)
 
-    with pytest.raises(UsageError, match="2 layers of 2 heads"):
+    with pytest.raises(UsageError, match="2 layers a tuple of 2"):
         kvjax.generate(toys.tiny_model(), "x", policy=Wrong(), max_new_tokens=1)
 
 

