@@ -100,8 +100,8 @@ __all__ = [
     "top_mask",
 ]
 
-#: The length of a head of which more was kept than there was.
-BEYOND = -1
+#: Lengths of a head of which more was kept than there was, and of one with values that are no numbers.
+BEYOND, NOT_FINITE = -1, -2
 #: Lengths after a step that went wrong, far below what later steps may add to them: of a row that is still due once it
 #: was compacted, and of a head whose next slot is none of its own.
 STILL_DUE, BEFORE_THE_FIRST = -(2**30), -(2**29)
@@ -300,7 +300,7 @@ class Policy(Composable):
             return keep_all(cache, candidates, chunk)
         chosen = self.select(layer, cache, candidates, chunk)
         if is_own(self):
-            check_selection(type(self).__name__, chosen, candidates.valid)
+            check_selection(type(self).__name__, chosen, candidates)
         v = candidates.v if chosen.v is None else chosen.v
         kept = keep_where(cache, dataclasses.replace(candidates, v=v, marks=chosen.marks), chosen.keep, chunk)
         if is_own(self):  # those of kvjax have tests; the host refuses a head of this length, see policies/guard.py
@@ -309,6 +309,9 @@ class Policy(Composable):
             check_state(type(self).__name__, chosen.state, initial)
             wrong = (chosen.keep & ~candidates.valid).any(axis=-1) | (cache.length < 0)
             kept = kept.replace(length=jnp.where(wrong, BEYOND, kept.length))
+            if chosen.v is not None:
+                garbage = (chosen.keep & ~jnp.isfinite(chosen.v).all(axis=-1)).any(axis=-1)
+                kept = kept.replace(length=jnp.where(garbage, NOT_FINITE, kept.length))
         return kept.replace(state=chosen.state)
 
     def append(

@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,7 +19,7 @@ from kvjax.cache.cache import Cache
 from kvjax.cache.groups import parts
 from kvjax.errors import UsageError, quoted
 from kvjax.model.config import ModelConfig
-from kvjax.policies.base import BEFORE_THE_FIRST, BEYOND, STILL_DUE, Policy
+from kvjax.policies.base import BEFORE_THE_FIRST, BEYOND, NOT_FINITE, STILL_DUE, Policy
 from kvjax.policies.composed import HeadWise
 from kvjax.policies.composition import has_own, is_own
 from kvjax.policies.signals import Signals
@@ -28,6 +27,8 @@ from kvjax.policies.traced_checks import own_within
 
 #: Rows for which state is tried: no other axis of a policy has as many.
 _ROWS = 13
+#: What later steps may add to the length of a head that is marked as wrong.
+_STEPS = 2**28
 
 
 def check_value(policy: Policy) -> None:
@@ -57,8 +58,12 @@ def check_value(policy: Policy) -> None:
             )
     if not isinstance(policy.marks, tuple) or not all(isinstance(mark, str) for mark in policy.marks):
         raise UsageError(f"{name}.marks is {quoted(policy.marks)}; give a tuple of names.")
+    if len({"", *policy.marks}) <= len(policy.marks):
+        raise UsageError(f"{name}.marks is {quoted(policy.marks)}; give names that differ, none of them empty.")
     if is_own(policy) and not isinstance(policy.signals, Signals):
         raise UsageError(f"{name}.signals is a {type(policy.signals).__name__}; give a kvjax.policies.Signals.")
+    if is_own(policy) and policy.signals.hidden and cls.hidden_weights is Policy.hidden_weights:
+        raise UsageError(f"{name}.signals asks for hidden states; write {name}.hidden_weights, which weigh them.")
     compacts = cls.maintain is not Policy.maintain or cls.maintain_layers is not Policy.maintain_layers
     if is_own(policy) and cls.maintains is True and not compacts:
         raise UsageError(f"{name}.maintains is true, and nothing makes a row due no more; write {name}.maintain.")
@@ -122,6 +127,8 @@ def check_sizes(policy: Policy, config: ModelConfig, prompt: int, new: int) -> N
     chunks = policy.chunks(config)
     if chunks is not None and not (isinstance(chunks, tuple) and len(chunks) == 2 and all(map(_is_count, chunks))):
         raise UsageError(f"{name}.chunks gives {quoted(chunks)}; give two whole numbers of at least 1, or None.")
+    if not isinstance(notice := policy.notice(config, prompt), (str, type(None))):
+        raise UsageError(f"{name}.notice gives {quoted(notice)}; give a sentence, or None.")
     planned = type(policy).budgets is not Policy.budgets
     totals = np.unique([1, max(prompt // 2, 1), prompt]).astype(np.int32)
     budgets = [_budgets(policy, config, layer, totals) for layer in range(config.num_layers) if planned]
@@ -141,13 +148,26 @@ def check_sizes(policy: Policy, config: ModelConfig, prompt: int, new: int) -> N
         _check_budgets(name, layer, totals, kept, capacities[layer])
     for layer in range(config.num_layers):
         slots = tuple(capacities[layer])
-        state = jax.eval_shape(lambda layer=layer, slots=slots: policy.init_state(config, layer, _ROWS, slots))
+        if not _hashes(kind := policy.layer_kind(config, layer)):
+            raise UsageError(f"{name}.layer_kind gives {quoted(kind)}, which cannot be hashed; give a number or text.")
+        state = jax.eval_shape(lambda layer=layer, slots=slots: _state(policy, config, layer, slots))
         for leaf in jax.tree.leaves(state):
             if leaf.shape[:1] != (_ROWS,):
                 raise UsageError(
                     f"{name}.init_state gives an array of shape {leaf.shape} for {_ROWS} rows; every array's first "
                     "axis is the batch."
                 )
+
+
+def _state(policy: Policy, config: ModelConfig, layer: int, slots: tuple[int, ...]) -> Any:
+    """The state of so many rows, if it is arrays (UsageError)."""
+    state = policy.init_state(config, layer, _ROWS, slots)
+    for leaf in jax.tree.leaves(state):
+        if not isinstance(leaf, (jax.Array, np.ndarray)):
+            raise UsageError(
+                f"{type(policy).__name__}.init_state gives {quoted(leaf)}; give arrays whose first axis is the batch."
+            )
+    return state
 
 
 def _budgets(policy: Policy, config: ModelConfig, layer: int, totals: np.ndarray) -> np.ndarray:
@@ -192,10 +212,7 @@ def _shape(capacities: Any) -> list[int]:
 
 
 def _is_count(value: Any) -> bool:
-    try:
-        return operator.index(value) >= 1
-    except TypeError:
-        return False
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool) and bool(value >= 1)
 
 
 def layers_of(cache: Cache, policy: Policy, on_mesh: bool) -> Sequence[Any]:
@@ -243,15 +260,19 @@ def _refuse(policy: Policy, layer: int, head: int, kept: int, seen: int, slots: 
     chooses = f"{name}.{'select' if type(policy).compress is Policy.compress else 'compress'}"
     where = f"in layer {layer}, head {head}"
     own = own_within(policy) or name
-    if STILL_DUE <= kept < BEFORE_THE_FIRST:
+    if STILL_DUE <= kept < STILL_DUE + _STEPS:
         raise UsageError(f"{own}.maintain leaves a row due; compact it so that {own}.due is false of it.")
-    if BEFORE_THE_FIRST <= kept < BEYOND:
+    if BEFORE_THE_FIRST <= kept < BEFORE_THE_FIRST + _STEPS:
         raise UsageError(
             f"A step of {own} leaves a next slot {where} that is none of its {slots} slots; append and observe set "
-            "cache.next from 0 on."
+            "cache.next from 0 on, and capacities has slots for the tokens to come."
         )
+    if kept == NOT_FINITE:
+        raise UsageError(f"{chooses} gives values {where} that are no numbers; look for a division by zero in its v.")
     if kept == BEYOND:
         raise UsageError(f"{chooses} keeps what is beyond candidates.length {where}; add `& candidates.valid` to keep.")
+    if kept < 0:
+        raise UsageError(f"{name}.retained gives {kept} {where}; give the slots that hold a token.")
     if kept < 1:
         raise UsageError(f"{chooses} keeps nothing of {seen} tokens {where}; keep at least one, such as the last.")
     if kept > seen + policy.merges:

@@ -8,6 +8,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from kvjax.checks import MOST_SLOTS, number, whole_number
+from kvjax.errors import UsageError, quoted
+
 
 @dataclasses.dataclass(frozen=True)
 class Repetition:
@@ -82,6 +85,18 @@ class Signals:
     query_skip: int = 0
     squares: int = 0
     decode_logits: bool = False
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value, name = getattr(self, field.name), f"Signals.{field.name}"
+            if isinstance(field.default, bool):
+                if not isinstance(value, bool):
+                    raise UsageError(f"{name} is {quoted(value)}; give True or False.")
+            elif isinstance(field.default, int):
+                whole_number(name, value, 0, MOST_SLOTS)
+        number("Signals.window_share", self.window_share, 0, 1)
+        if self.repeat is not None and not isinstance(self.repeat, Repetition):
+            raise UsageError(f"Signals.repeat is {quoted(self.repeat)}; give a Repetition or None.")
 
     def window_rows(self, tokens: int) -> int:
         """The most queries a window of ``tokens`` tokens can hold: a static size."""

@@ -26,6 +26,7 @@ from kvjax.policies.base import (
     top_mask,
 )
 from kvjax.policies.option_checks import only_one
+from kvjax.policies.traced_checks import check_scores
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,7 +115,7 @@ class Selecting(Sized):
         self, layer: int, cache: LayerCache, candidates: Candidates, chunk: PromptChunk
     ) -> Float[Array, "B H N"]:
         """How much each candidate is worth, float32; rows that are not valid may hold anything finite."""
-        raise NotImplementedError
+        raise UsageError(f"{type(self).__name__} has no scores; write the method, or select.")
 
     def protected(self, candidates: Candidates, chunk: PromptChunk) -> Bool[Array, "B H N"]:
         """Candidates that stay whatever they score."""
@@ -146,6 +147,7 @@ class Selecting(Sized):
         sure = self.protected(candidates, chunk) & valid
         sure = sure | self.of_turn(candidates, chunk, budget[:, 0], sure)
         scores = self.scores(layer, cache, candidates, chunk)
+        check_scores(self, scores, valid)
         free = budget - sure.sum(axis=-1, dtype=jnp.int32)
         keep = sure | top_mask(scores, jnp.maximum(free, 0), valid & ~sure)
         # A row that fits its budget is left untouched, and so is a row with nothing to read this time.

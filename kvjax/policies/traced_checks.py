@@ -10,12 +10,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool
 
 from kvjax.errors import UsageError
-from kvjax.policies.candidates import Selection
+from kvjax.policies.candidates import Candidates, Selection
 from kvjax.policies.composition import Composable, is_own, policies_within
 
 
-def check_selection(name: str, chosen: Any, valid: Bool[Array, "B H N"]) -> None:
-    """Refuse a selection of another type, and a mask of another shape.
+def check_selection(name: str, chosen: Any, candidates: Candidates) -> None:
+    """Refuse a selection of another type, a mask of another shape, and values or marks unlike the candidates'.
 
     Raises:
       UsageError: the sentence names the method of the policy ``name``.
@@ -24,12 +24,33 @@ def check_selection(name: str, chosen: Any, valid: Bool[Array, "B H N"]) -> None
         raise UsageError(f"{name}.select gives a {type(chosen).__name__}; give a kvjax.policies.Selection.")
     if not isinstance(chosen.marks, Mapping):
         raise UsageError(f"{name}.select gives marks of type {type(chosen.marks).__name__}; give candidates.marks.")
-    keep = jnp.asarray(chosen.keep)
+    keep, valid = jnp.asarray(chosen.keep), candidates.valid
     if keep.shape != valid.shape or keep.dtype != bool:
         raise UsageError(
             f"{name}.select gives a mask of {keep.dtype} numbers of shape {keep.shape}; give booleans of the shape of "
             f"candidates.valid, {valid.shape}."
         )
+    v = candidates.v if chosen.v is None else jnp.asarray(chosen.v)
+    if v.shape != candidates.v.shape or not jnp.issubdtype(v.dtype, jnp.floating):
+        raise UsageError(
+            f"{name}.select gives a v of {v.dtype} numbers of shape {v.shape}; give floats of the shape of "
+            f"candidates.v, {candidates.v.shape}."
+        )
+    if other := _difference(dict(candidates.marks), dict(chosen.marks)):
+        raise UsageError(f"{name}.select gives marks {other}; give candidates.marks, with new numbers in some.")
+
+
+def check_scores(policy: Any, scores: Any, valid: Bool[Array, "B H N"]) -> None:
+    """Refuse scores of another shape than the candidates' of a policy of somebody's own.
+
+    Raises:
+      UsageError: the sentence names the method.
+    """
+    own = own_within(policy)
+    shape, kind = getattr(scores, "shape", None), getattr(scores, "dtype", None)
+    if own is not None and (shape != valid.shape or kind is None or not jnp.issubdtype(kind, jnp.number)):
+        found = f"a {type(scores).__name__}" if shape is None else f"{kind} numbers of shape {shape}"
+        raise UsageError(f"{own}.scores gives {found}; give numbers of the shape of candidates.valid, {valid.shape}.")
 
 
 def check_state(name: str, state: Any, initial: Any) -> None:

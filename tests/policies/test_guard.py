@@ -15,7 +15,19 @@ import toys
 from support.scorers import random_gates
 
 import kvjax
-from kvjax.policies import Candidates, DuoAttention, Policy, guard, names, numpy_or_jax, parse, per_head, selection
+from kvjax.policies import (
+    Candidates,
+    DuoAttention,
+    Policy,
+    Selecting,
+    Signals,
+    guard,
+    names,
+    numpy_or_jax,
+    parse,
+    per_head,
+    selection,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -243,6 +255,95 @@ class Next(Recent):
         return cache.replace(next=jnp.full_like(cache.next, -5))
 
 
+@dataclasses.dataclass(frozen=True)
+class OtherV(Recent):
+    def select(self, layer, cache, candidates, chunk):
+        return dataclasses.replace(super().select(layer, cache, candidates, chunk), v=candidates.v[:, :, :3])
+
+
+@dataclasses.dataclass(frozen=True)
+class NanV(Recent):
+    def select(self, layer, cache, candidates, chunk):
+        return dataclasses.replace(super().select(layer, cache, candidates, chunk), v=candidates.v * jnp.nan)
+
+
+@dataclasses.dataclass(frozen=True)
+class Unmarked(Recent):
+    marks = ("position",)
+
+    def select(self, layer, cache, candidates, chunk):
+        return dataclasses.replace(super().select(layer, cache, candidates, chunk), marks={})
+
+
+@dataclasses.dataclass(frozen=True)
+class OneScore(Selecting):
+    budget: int | None = 24
+
+    def scores(self, layer, cache, candidates, chunk):
+        return candidates.valid[..., :1].astype(jnp.float32)
+
+
+@dataclasses.dataclass(frozen=True)
+class NoScore(OneScore):
+    def scores(self, layer, cache, candidates, chunk):
+        return None
+
+
+@dataclasses.dataclass(frozen=True)
+class Unwritten(Selecting):
+    budget: int | None = 24
+
+
+@dataclasses.dataclass(frozen=True)
+class Twice(Recent):
+    marks = ("position", "position")
+
+
+@dataclasses.dataclass(frozen=True)
+class Unweighed(Recent):
+    signals = Signals(hidden=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class TextState(Recent):
+    def init_state(self, config, layer, batch, slots):
+        return {"a": "text"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Kinds(Recent):
+    def layer_kind(self, config, layer):
+        return [layer]
+
+
+@dataclasses.dataclass(frozen=True)
+class Notice(Recent):
+    def notice(self, config, total):
+        return 5
+
+
+@dataclasses.dataclass(frozen=True)
+class JaxSlots(Recent):
+    def capacities(self, config, prompt, new):
+        return ((jnp.int32(prompt + new),) * config.num_kv_heads,) * config.num_layers
+
+
+@dataclasses.dataclass(frozen=True)
+class Below(Recent):
+    def retained(self, cache):
+        return -5 * numpy_or_jax(cache.length).ones_like(cache.length)
+
+
+@dataclasses.dataclass(frozen=True)
+class NoRoom(Recent):
+    """Nothing is left for the tokens that are decoded."""
+
+    window: int = 32
+
+    def capacities(self, config, prompt, new):
+        return ((min(prompt, self.window),) * config.num_kv_heads,) * config.num_layers
+
+
 #: Mistakes that are seen before anything runs, and those that what was kept shows.
 BEFORE = {
     "few slots": (FewSlots(), "FewSlots.capacities gives 8 slots in layer 0, head 0, and budgets keeps 96 of 96"),
@@ -262,6 +363,12 @@ BEFORE = {
     "one chunk": (OneChunk(), "OneChunk.chunks gives 32; give two whole numbers of at least 1, or None"),
     "no signals": (NoSignals(), "NoSignals.signals is a NoneType; give a kvjax.policies.Signals"),
     "marks": (Marks(), r"Marks.marks is \['score'\]; give a tuple of names"),
+    "marks twice": (Twice(), r"Twice.marks is \('position', 'position'\); give names that differ"),
+    "no weights": (Unweighed(), "Unweighed.signals asks for hidden states; write Unweighed.hidden_weights"),
+    "state of text": (TextState(), "TextState.init_state gives 'text'; give arrays"),
+    "kinds": (Kinds(), r"Kinds.layer_kind gives \[0\], which cannot be hashed"),
+    "notice": (Notice(), "Notice.notice gives 5; give a sentence, or None"),
+    "arrays of slots": (JaxSlots(), "JaxSlots.capacities gives .* slots in layer 0; give whole numbers"),
     "an array": (Unhashable(table=np.zeros(3)), "Unhashable.table holds a ndarray"),
 }
 AFTER = {
@@ -269,6 +376,8 @@ AFTER = {
     "beyond": (Beyond(), "Beyond.select keeps what is beyond candidates.length in layer 0, head 0"),
     "too many": (TooMany(), "TooMany.retained has 1024 tokens in layer 0, head 0, and 150 were seen"),
     "nothing retained": (NothingRetained(), r"NothingRetained.retained gives None; give \[B, H\] whole numbers"),
+    "retained below 0": (Below(), "Below.retained gives -5 in layer 0, head 0; give the slots that hold a token"),
+    "values that are none": (NanV(), "NanV.select gives values in layer 0, head 0 that are no numbers"),
     "nothing": (Nothing(), "Nothing.select keeps nothing of 150 tokens"),
 }
 PROMPT = [number % 200 for number in range(150)]
@@ -287,6 +396,14 @@ PROMPT = [number % 200 for number in range(150)]
         (DueOnce(), r"DueOnce\.due gives bool numbers of shape \(\); give \[B\] booleans, 1 here"),
         (Mask(), r"Mask\.select gives a \w+; give a kvjax\.policies\.Selection"),
         (NoMarks(), r"NoMarks\.select gives marks of type NoneType; give candidates.marks"),
+        (
+            OtherV(),
+            r"OtherV\.select gives a v of float32 numbers of shape .*; give floats of the shape of cand",
+        ),
+        (Unmarked(), r"Unmarked\.select gives marks of another structure; give candidates\.marks"),
+        (OneScore(), r"OneScore\.scores gives float32 numbers of shape \(1, 2, 1\); give numbers of the shape"),
+        (NoScore(), r"NoScore\.scores gives a NoneType; give numbers of the shape"),
+        (Unwritten(), r"Unwritten has no scores; write the method, or select"),
         (Numbers(), r"Numbers\.select gives a mask of int32 numbers of shape .*; give booleans of the shape"),
     ],
 )
@@ -299,6 +416,10 @@ def test_what_a_selection_shows_is_seen_while_it_is_traced(tiny_model, policy, s
     ("policy", "says"),
     [
         (AlwaysDue(), r"AlwaysDue\.maintain leaves a row due; compact it so that AlwaysDue\.due is false of it"),
+        (
+            NoRoom(),
+            r"A step of NoRoom leaves a next slot .* capacities has slots for the tokens to come",
+        ),
         (Next(), r"A step of Next leaves a next slot in layer 0, head 0 that is none of its \d+ slots"),
         (kvjax.RazorAttention(inner=AlwaysDue(), heads=((0, 1),)), r"AlwaysDue\.maintain leaves a row due"),
         (kvjax.RazorAttention(inner=Next(), heads=((0, 1),)), "A step of Next leaves a next slot in layer 0, head 0"),
@@ -313,6 +434,28 @@ def test_what_a_step_leaves_is_refused_and_no_loop_is_endless(tiny_model, policy
         for handle in handles:
             with pytest.raises(kvjax.UsageError, match=says):
                 handle.result(100)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("window", -5),
+        ("window", 1.5),
+        ("window", None),
+        ("window", "x"),
+        ("window_share", float("nan")),
+        ("window_share", -3.0),
+        ("noncausal", -3),
+        ("squares", True),
+        ("query_skip", 2**70),
+        ("columns", 5),
+        ("outputs", "yes"),
+        ("repeat", "x"),
+    ],
+)
+def test_signals_are_numbers_that_can_be_asked_for(option, value):
+    with pytest.raises(kvjax.UsageError, match=rf"Signals\.{option} is "):
+        Signals(**{option: value})
 
 
 @pytest.mark.parametrize(("policy", "says"), BEFORE.values(), ids=BEFORE.keys())
@@ -467,11 +610,11 @@ class AlwaysDue(Recent):
     ("policy", "says"),
     [
         (NeverAppends(), r"NeverAppends: it keeps 5 tokens and the first of its answer, and answers .* look at append"),
-        (NotNumbers(), "NotNumbers: its answer's log-probabilities are not finite"),
+        (NotNumbers(), r"NotNumbers\.select gives values in layer 0, head 0 that are no numbers"),
         (Raises(), "Raises.select raises TracerBoolConversionError: "),
-        (NoSelection(), "NoSelection gives what cannot run: AttributeError: "),
+        (NoSelection(), "NoSelection.select gives a DynamicJaxprTracer; give a kvjax.policies.Selection"),
         (NoChunks(), r"NoChunks.chunks gives \(0, 0\); give two whole numbers of at least 1"),
-        (TextMarks(), "TextMarks.marks is the text 'position'; give a tuple"),
+        (TextMarks(), "TextMarks.marks is 'position'; give a tuple of names"),
         (AlwaysDue(), "AlwaysDue.maintains is true, and nothing makes a row due no more"),
         (SeesItsNeighbours(), "SeesItsNeighbours: a row of a batch is not the row alone"),
         (SaysAnotherBudget(), "SaysAnotherBudget.budgets keeps 31 of 150 tokens .* and 24 are kept"),

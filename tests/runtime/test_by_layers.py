@@ -24,7 +24,7 @@ CASES = [
 ]
 #: Of several passes and of one, within other policies, and of models of other layers.
 REPEATED = [
-    ("kvzip:ratio=0.5,chunk=32", "model", {"windows": (16, None) * 2}),
+    ("kvzip:ratio=0.5,chunk=32", "model", {"windows": (16, None, 16)}),
     ("kvzip:ratio=0.5,chunk=32", "int8", {}),
     ("kvzip:ratio=0.5", "model", {"positional": "alibi"}),
     ("adaptive:ratio=0.5,inner=kvzip(chunk=32)", "model", {}),
@@ -59,13 +59,13 @@ def test_prompts_contexts_and_turns_are_those_of_one_program(lm, monkeypatch, po
 
 @pytest.mark.parametrize(("policy", "storage", "layers"), REPEATED)
 def test_prompts_that_are_repeated_are_those_of_one_program(lm, monkeypatch, policy, storage, layers):
-    lm = toys.tiny_model(num_layers=4, hidden_size=16, intermediate_size=16, **layers)
+    lm = toys.tiny_model(num_layers=3, hidden_size=16, intermediate_size=16, **layers)
     check(lm, monkeypatch, policy, storage, ("hold_layer", "repeat_layer"))
 
 
 @pytest.mark.parametrize(("policy", "storage", "layers"), TOGETHER)
 def test_prompts_that_layers_choose_of_together_are_those_of_one_program(monkeypatch, policy, storage, layers):
-    lm = toys.tiny_model(num_layers=4, hidden_size=16, intermediate_size=16, **layers)
+    lm = toys.tiny_model(num_layers=3, hidden_size=16, intermediate_size=16, **layers)
     first = ("hold_layer", "repeat_and_weigh_layer") if "kvzip" in policy else ("hold_and_weigh_layer",)
     check(lm, monkeypatch, policy, storage, (*first, "lay_out_layer"))
 

@@ -244,6 +244,7 @@ SAMPLED: dict[str, float] = {
     "rounds/test_stored_rounds.py::test_a_lower_layer_grows_after_the_one_before_it_was_freed": 0,
     "rounds/test_stored_rounds.py::test_an_inner_policy_compresses_each_round_by_itself": 0,
     "rounds/test_stored_rounds.py::test_int8_rounds_come_back_as_they_were_stored": 0,
+    "runtime/test_by_layers.py::test_prompts_that_layers_choose_of_together_are_those_of_one_program": 1,
     "runtime/test_by_layers.py::test_prompts_that_are_repeated_are_those_of_one_program": 1,
     "runtime/test_by_layers.py::test_prompts_contexts_and_turns_are_those_of_one_program": 1,
     "runtime/test_compiling_ahead.py::test_the_programs_begun_ahead_are_those_that_are_called": 2,
