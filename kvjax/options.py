@@ -95,7 +95,7 @@ class GenerationOptions:
     )
     storage: Storage | str | None = _option(
         None,
-        "How the cache's keys and values are stored: model (the dtype of the weights) or int8.",
+        "How the cache's keys and values are stored: model (floats of --dtype) or int8.",
         _storage,
         'Or a kvjax.Storage; None is "model", or the storage of the continued cache.',
     )

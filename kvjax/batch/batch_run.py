@@ -86,8 +86,8 @@ def run(
 
     A row is {"prompt", "id"?, "max_new_tokens"?}; a prompt is text, messages or token ids, as for
     :func:`kvjax.generate`. Its record has "row", "id", "text", "finish_reason", "prompt_tokens", "generated_tokens",
-    "tokens" and, when asked for, "logprobs"; a row that cannot be answered has "row", "id" and "error". Row i draws by
-    (seed, i), as in one call of ``generate`` with all prompts.
+    "tokens" and, when asked for, "logprobs" and "prompt_logprobs"; a row that cannot be answered has "row", "id" and
+    "error"; Parquet has ids as text. Row i draws by (seed, i), as in one call of ``generate`` with all prompts.
 
     Where ``jax.distributed.initialize()`` was called, every process calls this with the same arguments: each claims one
     shard after the other and answers it on its own devices, and the output does not depend on how many there are. What

@@ -30,7 +30,7 @@ class Storage:
     """The number format of stored keys and values; hashable and static.
 
     Attributes:
-      kind: "model" (the dtype of the weights) or "int8".
+      kind: "model" (the model's float dtype, also with quantised weights) or "int8".
       headroom: the scale of an int8 key channel is fixed when rows are packed; it leaves room for those decoded later,
         which are clipped to it, and counted: this many times the largest magnitude of 256 packed rows, more of fewer
         rows and less of more (:func:`key_scale`). After a prompt of a word or two that is still too little: many keys

@@ -42,7 +42,12 @@ def bench(
     weights: flag.Weights = None,
     batch: Annotated[str, typer.Option("--batch", help="Comma-separated batch sizes.")] = "1,8",
     context: Annotated[str, typer.Option("--context", help="Comma-separated tokens in the cache.")] = "256,4096",
-    policy: Annotated[list[str] | None, typer.Option("--policy", help="May be given several times.")] = None,
+    policy: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--policy", help="Policy to time, such as lagkv:ratio=0.25; may be given several times; full by default."
+        ),
+    ] = None,
     prefill: Annotated[str, typer.Option("--prefill", help="Comma-separated prompt lengths to time.")] = "2000",
     rounds: Annotated[int, typer.Option("--rounds", help="Interleaved repetitions; the median is reported.")] = 5,
     steps: Annotated[int, typer.Option("--steps", help="Tokens decoded per repetition.")] = 32,

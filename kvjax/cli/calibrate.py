@@ -16,7 +16,7 @@ from kvjax.files import check_picture, check_writable, is_file, reason
 from kvjax.progress import Stage, stage
 
 group = typer.Typer(
-    help="Measure what a policy must know of a model's heads or layers, once per model.",
+    help="Make the profiles that some policies need, once per model.",
     rich_markup_mode=None,
     no_args_is_help=True,
 )

@@ -46,7 +46,7 @@ def scorer(
 ) -> None:
     """Train a linear map of each head from hidden states to KVzip's scores, from texts (for learned).
 
-    Reads every piece twice, as KVzip does. An interrupted run goes on where it was.
+    Reads every piece twice, as KVzip does. An interrupted run resumes where it stopped.
     """
     from kvjax.calibrate.kvzip_scorer import scorer as train
     from kvjax.calibrate.training import check_training, remove_training
@@ -106,7 +106,7 @@ def gates(
 ) -> None:
     """Train a gate for each head between full attention and sinks with recent tokens, on pass keys (for duo).
 
-    Holds T x T numbers a head, so texts are short. An interrupted run goes on where it was.
+    Holds T x T numbers a head, so texts are short. An interrupted run resumes where it stopped.
     """
     from kvjax.calibrate.head_gates import check
     from kvjax.calibrate.head_gates import gates as train

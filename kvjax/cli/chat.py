@@ -47,7 +47,9 @@ def chat(
     json: flag.Json = False,
     compile_cache: flag.CompileCache = True,
 ) -> int:
-    """Talk with a model over one compressed cache, or (--policy round) over rounds in host memory.
+    """Chat with a model; the cache stays compressed.
+
+    With --policy round past rounds are in host memory.
 
     At a terminal a pasted text is one message, what was typed is remembered, and /help lists the commands. Piped input
     is one turn a line.

@@ -84,7 +84,7 @@ def evaluate(
     seed: Annotated[int, typer.Option("--seed", help="Seed of the samples and of the bootstrap.")] = 42,
     compile_cache: flag.CompileCache = True,
 ) -> int:
-    """Ask a benchmark's questions of compressed caches and of the full one.
+    """Run a benchmark on compressed caches and the full one.
 
     Scores with standard errors, paired differences from the full cache, bytes and speed go to report.html, report.md
     and report.json; raw answers to answers.jsonl. Interrupted or killed, the same command resumes.

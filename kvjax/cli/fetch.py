@@ -16,9 +16,9 @@ def fetch(
         str, typer.Argument(help="A built-in name, a hub id, or one with :FILE.gguf.")
     ] = flag.DEFAULT_MODEL,
 ) -> None:
-    """Put a model in the user's cache.
+    """Download a model into the cache folder.
 
-    Downloads nothing when it is there already; prints its path.
+    Downloads nothing when it is there already ($KVJAX_CACHE, ~/.cache/kvjax by default); prints its path.
     """
     from kvjax.checkpoints import hub
 

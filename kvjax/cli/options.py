@@ -40,7 +40,9 @@ Markdown = Annotated[bool, typer.Option("--markdown", help="Print Markdown inste
 Retained = Annotated[str, typer.Option("--retained", help="Comma-separated fractions of the tokens to keep.")]
 CompileCache = Annotated[
     bool,
-    typer.Option("--compile-cache/--no-compile-cache", help="Whether compiled programs are kept in the user's cache."),
+    typer.Option(
+        "--compile-cache/--no-compile-cache", help="Whether compiled programs are kept on disk for later processes."
+    ),
 ]
 Config = Annotated[
     list[Path] | None,
@@ -66,10 +68,13 @@ _NONE = {"policy": "full", "storage": "model"}
 _DEFAULTS = {name: _NONE.get(name, field.default) for name, field in FIELDS.items()} | {"stop": None}
 
 
-def option(name: str, none: str | None = None) -> Any:
-    """The flag of one option of a generation, for ``Annotated``; ``none`` is shown where the default is None."""
+def option(name: str, none: str | None = None, how: str | None = None) -> Any:
+    """The flag of one option of a generation, for ``Annotated``.
+
+    ``none`` is shown where the default is None, and ``how`` in place of how the option is written elsewhere.
+    """
     field, switch = FIELDS[name], "--" + name.replace("_", "-")
-    how = f"; {_TYPED[name][1]}." if name in _TYPED else "."
+    how = f"; {how or _TYPED[name][1]}." if name in _TYPED else "."
     if field.default is True or name == "progress":
         switch = f"{switch}/--no-{switch[2:]}"
     shown = True if none is None else none
@@ -94,7 +99,8 @@ def generation(*names: str, without: Collection[str] = (), **defaults: Any) -> C
     def flag(name: str) -> inspect.Parameter:
         default = defaults.get(name, _DEFAULTS[name])
         kind = _TYPED[name][0] if name in _TYPED else _TYPES[name]
-        annotation = Annotated[kind, option(name, _NONE.get(name) if default is None else None)]
+        logs = "in logs a line every ten seconds" if name == "progress" and default is True else None
+        annotation = Annotated[kind, option(name, _NONE.get(name) if default is None else None, logs)]
         return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
     def decorate(command: Callable[..., Any]) -> Any:

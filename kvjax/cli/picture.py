@@ -98,7 +98,7 @@ def picture(
     seed: Annotated[int, typer.Option("--seed", help="Seed of the samples.")] = 42,
     compile_cache: flag.CompileCache = True,
 ) -> int:
-    """Draw a picture of one of the papers, or of a long answer, on a model of yours.
+    """Draw a figure of the papers on any model.
 
     retained-positions: the tokens that H2O and AhaKV keep of one prompt. razor-heads: accuracy by fraction of protected
     heads, with and without echo heads and compensation token. slimkv-scores: S1, S2 and their product. lagkv-variants:

@@ -36,11 +36,17 @@ def plan(
         typer.Option("--device", help="Another device: t4, l4, a100-40, h100, v5e, v6e, ...; by default this one."),
     ] = None,
     fit: Annotated[
-        bool, typer.Option("--fit", help="Say which weights and policies would fit instead, with --policy among them.")
+        bool,
+        typer.Option(
+            "--fit", help="Show a table of the weights and policies that fit the device instead; --policy adds a row."
+        ),
     ] = False,
     json: flag.Json = False,
 ) -> None:
-    """Report every byte that a request would allocate, or what would fit on a device."""
+    """Report a request's memory before it is allocated.
+
+    Every byte that it would allocate, or what would fit on a device.
+    """
     import kvjax
 
     kvjax.policies.parse(options["policy"])

@@ -37,7 +37,7 @@ def read(
     json: flag.Json = False,
     compile_cache: flag.CompileCache = True,
 ) -> None:
-    """Read and compress a text once, to be asked about many times.
+    """Read and compress a text once, for many questions.
 
     Questions continue it: `kvjax generate QUESTION --cache DIR`, or `kvjax chat --load DIR`, answer as if the text
     stood before the first question, and read no more than the question.

@@ -41,7 +41,9 @@ def tune(
         str, typer.Option("--tokens", help="Comma-separated prompt lengths; a chunk is the end of its prompt.")
     ] = "4096,32768",
 ) -> None:
-    """Find the fastest block sizes of the kernels on this accelerator, and save them as they are found.
+    """Find the fastest kernel block sizes on this accelerator.
+
+    They are saved as they are found.
 
     Block sizes are measured and kept by operation, device, head size, queries a KV head and dtype; ragged_decode's also
     by page size, the others' by whether the queries are a window's 16, 32 or 64, or 128, 256, 512 and more, and whether

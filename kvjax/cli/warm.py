@@ -22,7 +22,13 @@ def warm(
     config: flag.Config = None,
     dtype: flag.Dtype = None,
     weights: flag.Weights = None,
-    policy: Annotated[list[str] | None, typer.Option("--policy", help="May be given several times.")] = None,
+    policy: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--policy",
+            help="Policy to compile for, such as lagkv:ratio=0.25; may be given several times; full by default.",
+        ),
+    ] = None,
     lengths: Annotated[str, typer.Option("--lengths", help="Comma-separated prompt lengths in tokens.")] = "256,2048",
     batch: Annotated[str, typer.Option("--batch", help="Comma-separated batch sizes.")] = "1",
     conversation: Annotated[
@@ -32,7 +38,10 @@ def warm(
     mesh: flag.Mesh = None,
     json: flag.Json = False,
 ) -> None:
-    """Compile ahead what later commands and processes will need; it is kept in the user's cache folder."""
+    """Compile ahead what later commands will need.
+
+    Programs are kept on disk ($KVJAX_CACHE, ~/.cache/kvjax by default) for every later process.
+    """
     sizes = inputs.integers(lengths, "--lengths") or (), inputs.integers(batch, "--batch") or ()
     if not all(sizes):
         raise UsageError("--lengths and --batch take at least one number each.")

@@ -95,6 +95,13 @@ class EngineReport:
         """Generated tokens over all seconds, those of reading too."""
         return self.generated_tokens / self.seconds if self.seconds > 0 else 0.0
 
+    def __str__(self) -> str:
+        return self.report().markdown()
+
+    def print(self) -> None:
+        """The numbers as tables, on standard output."""
+        self.report().print()
+
     def report(self) -> Report:
         """The numbers as tables."""
         facts = [

@@ -19,7 +19,7 @@ from kvjax.policies.sized import Selecting
 
 @dataclasses.dataclass(frozen=True)
 class ChunkKV(Rescoring):
-    """Keep the runs of ``chunk`` neighbouring tokens whose scores are highest on average (ChunkKV, arXiv 2502.00299).
+    """Keep whole runs of ``chunk`` neighbouring tokens, by their mean scores (ChunkKV, arXiv 2502.00299).
 
     ``inner`` is any policy that scores every token: KeyDiff, unless another is given. Its tokens are cut into chunks
     from the row's beginning, the last one shorter; the best chunks by mean score stay, and the first that the budget

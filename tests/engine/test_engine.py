@@ -223,7 +223,7 @@ def test_what_it_says_of_itself(lagkv):
     assert at.arrived <= at.started <= at.first_token <= at.finished <= time.perf_counter()
     found = lagkv.report()
     assert found.slots == 3 and found.requests >= 1 and 0 < found.decoding <= 1
-    assert "generated tokens/s" in found.report().markdown()
+    assert "generated tokens/s" in found.report().markdown() == str(found)
 
 
 def test_a_row_of_a_shared_context_goes_on(lagkv):
