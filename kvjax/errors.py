@@ -1,9 +1,11 @@
-"""The exceptions kvjax raises on purpose: each carries one sentence saying what was wrong and what is accepted."""
+"""The exceptions kvjax raises on purpose, each one sentence on what was wrong and what is accepted; and notices."""
 
 from __future__ import annotations
 
+import functools
 import re
 import reprlib
+import sys
 from collections.abc import Iterable
 from typing import Any
 
@@ -100,3 +102,9 @@ _quoting = _Quoting()
 def quoted(value: Any) -> str:
     """A piece of input as a sentence quotes it: its ``repr`` on one line, cut to 80 characters."""
     return cut(" ".join(_quoting.repr(value).splitlines()))
+
+
+@functools.cache
+def say_once(sentence: str) -> None:
+    """A sentence on standard error, the first time in a process."""
+    print(f"kvjax: {sentence}", file=sys.stderr)

@@ -16,11 +16,10 @@ from kvjax.cache.cache import NO_TOKEN, OPEN_MESSAGE, Cache
 from kvjax.cache.continuation import Continuation, are_apart, check_continuable, delete, one_batch
 from kvjax.cache.host_memory import as_numpy
 from kvjax.cache.quantisation import Storage, parse_storage
-from kvjax.checkpoints.fill import say_once
 from kvjax.checkpoints.load import LanguageModel, check_model
 from kvjax.checks import whole_number
 from kvjax.device_memory import device_limit
-from kvjax.errors import UsageError
+from kvjax.errors import UsageError, say_once
 from kvjax.memory_needs import weights_bytes
 from kvjax.model.config import ModelConfig
 from kvjax.options import GenerationOptions

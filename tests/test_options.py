@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.checkpoints import fill
+from kvjax import errors
 from kvjax.options import FIELDS, ChatKeywords, GenerationKeywords
 
 USER = Path(__file__).parent / "typing" / "user.py"
@@ -83,7 +83,7 @@ def test_natural_mistakes_are_one_sentence(tiny_model, ask, says):
 
 
 def test_options_of_sampling_are_said_to_change_nothing_at_temperature_0(tiny_model, capsys):
-    fill.say_once.cache_clear()
+    errors.say_once.cache_clear()
     for _ in range(2):
         kvjax.generate(tiny_model, "x", n=2, top_k=3, min_p=0.1, max_new_tokens=2, progress=False)
     assert (

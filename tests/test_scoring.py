@@ -11,7 +11,7 @@ import pytest
 import toys
 
 import kvjax
-from kvjax.checkpoints import fill
+from kvjax import errors
 from kvjax.runtime import programs, token_logprobs
 from kvjax.runtime.prefill import logits_of
 
@@ -67,7 +67,7 @@ def test_the_likeliest_tokens_are_the_models_own_argmax(tiny_model, way):
 
 
 def test_several_continuations_are_no_samples_of_greedy_decoding(tiny_model, capsys):
-    fill.say_once.cache_clear()
+    errors.say_once.cache_clear()
     kvjax.score(tiny_model, "Who?", [" a", " b", " c"])
     assert not capsys.readouterr().err
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 import os
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -23,7 +21,7 @@ from kvjax.checkpoints.families import Weight
 from kvjax.checkpoints.group_filling import GroupFilling, keeps_rows
 from kvjax.checkpoints.group_formats import as_format
 from kvjax.checkpoints.tensor_names import by_parameter, check_names
-from kvjax.errors import WeightsError, quoted
+from kvjax.errors import WeightsError, quoted, say_once
 from kvjax.model.config import ModelConfig
 from kvjax.model.decoder import Decoder, abstract_decoder
 from kvjax.model.group_quantised import GroupFormat, GroupQuantised
@@ -344,9 +342,3 @@ def default_dtype() -> DTypeLike:
         "float32; dtype float16 takes half the memory, where the model's numbers fit it."
     )
     return jnp.float32
-
-
-@functools.cache
-def say_once(sentence: str) -> None:
-    """A sentence on standard error, the first time in a process."""
-    print(f"kvjax: {sentence}", file=sys.stderr)

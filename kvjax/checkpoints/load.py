@@ -14,7 +14,7 @@ from kvjax.checkpoints.converted import TEMPLATE, TOKENIZER, check_files, damage
 from kvjax.checkpoints.converted_weights import read_weights
 from kvjax.checkpoints.families import GGUF_NAMES, Family, family
 from kvjax.checkpoints.families.settings import check_switches
-from kvjax.checkpoints.fill import default_dtype, fill, say_once
+from kvjax.checkpoints.fill import default_dtype, fill
 from kvjax.checkpoints.gguf import GGUFFile
 from kvjax.checkpoints.gguf_parts import GGUFParts, open_gguf
 from kvjax.checkpoints.group_filling import kept_formats
@@ -25,7 +25,7 @@ from kvjax.checkpoints.safetensors import SafetensorsFolder, holds_weights, read
 from kvjax.checkpoints.tensor_names import by_parameter
 from kvjax.checks import float_dtype
 from kvjax.compile_cache import keep_compiled_programs
-from kvjax.errors import UsageError, WeightsError, cut, quoted
+from kvjax.errors import UsageError, WeightsError, cut, quoted, say_once
 from kvjax.model.config import ModelConfig
 from kvjax.model.decoder import Decoder
 from kvjax.model.quantised import Weights as Weights

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import os
 from typing import ClassVar
 
 from kvjax.checks import MOST_SLOTS, number, whole_number
-from kvjax.errors import UsageError, quoted
+from kvjax.errors import UsageError
 from kvjax.model.config import ModelConfig
 from kvjax.policies.base import Policy
 from kvjax.policies.composed import HeadWise, check_inner, sized_others
 from kvjax.policies.head_choice import gated_heads
 from kvjax.policies.inner import has_own_size, sizes_of
 from kvjax.policies.option_checks import changed, refuse_unused
-from kvjax.policies.profile import GateProfile, Heads, load_profile, packaged
+from kvjax.policies.profile import GateProfile, Heads
+from kvjax.policies.profile_of import profile_of, read_profile
 from kvjax.policies.streaming import StreamingLLM
 
 #: The part of a ratio that a head which does not keep everything keeps, where no fraction of heads is given.
@@ -56,12 +56,7 @@ class DuoAttention(HeadWise):
     inner: Policy | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.profile, (str, os.PathLike)):
-            object.__setattr__(self, "profile", load_profile(self.profile))
-        if self.profile is not None and not isinstance(self.profile, GateProfile):
-            raise UsageError(
-                f"profile is {quoted(self.profile)}; give a file of `kvjax calibrate gates`, or its GateProfile."
-            )
+        read_profile(self, GateProfile)
         if self.sink is not None:
             whole_number("sink", self.sink, 0, MOST_SLOTS)
         whole_number("recent", self.recent, 1, MOST_SLOTS)
@@ -95,22 +90,13 @@ class DuoAttention(HeadWise):
         return StreamingLLM(sink=_SINKS_OF_RATIO if self.sink is None else self.sink)
 
     def check(self, config: ModelConfig) -> None:
-        self._profile_of(config).check(config)
+        profile_of(self, GateProfile, config).check(config)
         self.check_others(config)
-
-    def _profile_of(self, config: ModelConfig) -> GateProfile:
-        found = self.profile if self.profile is not None else packaged(GateProfile, config)
-        if not isinstance(found, GateProfile):
-            raise UsageError(
-                "No gates of this model's heads come with kvjax; train them with `kvjax calibrate gates` and give the "
-                "file as profile."
-            )
-        return found
 
 
 @functools.lru_cache(maxsize=64)
 def _protected(policy: DuoAttention, config: ModelConfig) -> Heads:
-    profile, total = policy._profile_of(config), config.num_layers * config.num_kv_heads
+    profile, total = profile_of(policy, GateProfile, config), config.num_layers * config.num_kv_heads
     if policy.heads is not None:
         count = round(policy.heads * total)
     elif policy.ratio is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from typing import ClassVar
 
 import jax.numpy as jnp
@@ -12,11 +11,11 @@ from jaxtyping import Array, Float
 
 from kvjax.cache.pool import LayerCache
 from kvjax.checks import MOST_SLOTS, whole_number
-from kvjax.errors import UsageError, quoted
 from kvjax.model.config import ModelConfig
 from kvjax.policies.base import Candidates, PromptChunk, Signals
 from kvjax.policies.kvzip import mean_where_unknown
-from kvjax.policies.profile import ScorerProfile, load_profile, packaged
+from kvjax.policies.profile import ScorerProfile
+from kvjax.policies.profile_of import profile_of, read_profile
 from kvjax.policies.sized import SelectingPastSinks
 
 #: Logarithms of scores are between these, so that every score is a number above 0; attention is at most 1.
@@ -50,12 +49,7 @@ class Learned(SelectingPastSinks):
     sink: int = 4
 
     def __post_init__(self) -> None:
-        if isinstance(self.profile, (str, os.PathLike)):
-            object.__setattr__(self, "profile", load_profile(self.profile))
-        if self.profile is not None and not isinstance(self.profile, ScorerProfile):
-            raise UsageError(
-                f"profile is {quoted(self.profile)}; give a file of `kvjax calibrate scorer`, or its ScorerProfile."
-            )
+        read_profile(self, ScorerProfile)
         whole_number("sink", self.sink, 0, MOST_SLOTS)
         super().__post_init__()
 
@@ -64,19 +58,10 @@ class Learned(SelectingPastSinks):
         return Signals(hidden=True)
 
     def check(self, config: ModelConfig) -> None:
-        self._profile_of(config).check(config)
-
-    def _profile_of(self, config: ModelConfig) -> ScorerProfile:
-        found = self.profile if self.profile is not None else packaged(ScorerProfile, config)
-        if not isinstance(found, ScorerProfile):
-            raise UsageError(
-                "No scorer of this model comes with kvjax; train one with `kvjax calibrate scorer` and give it as "
-                "profile."
-            )
-        return found
+        profile_of(self, ScorerProfile, config).check(config)
 
     def hidden_weights(self, config: ModelConfig, layer: int) -> np.ndarray:
-        return self._profile_of(config).of_layer(layer)
+        return profile_of(self, ScorerProfile, config).of_layer(layer)
 
     def marks_after(
         self, layer: int, cache: LayerCache, candidates: Candidates, chunk: PromptChunk

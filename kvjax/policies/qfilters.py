@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from typing import ClassVar
 
 import jax
@@ -12,10 +11,10 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from kvjax.cache.pool import LayerCache
-from kvjax.errors import UsageError, quoted
 from kvjax.model.config import ModelConfig
 from kvjax.policies.base import Candidates, PromptChunk
-from kvjax.policies.profile import FilterProfile, load_profile, packaged
+from kvjax.policies.profile import FilterProfile
+from kvjax.policies.profile_of import profile_of, read_profile
 from kvjax.policies.sized import Selecting
 
 
@@ -38,30 +37,16 @@ class QFilters(Selecting):
     profile: FilterProfile | str | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.profile, (str, os.PathLike)):
-            object.__setattr__(self, "profile", load_profile(self.profile))
-        if self.profile is not None and not isinstance(self.profile, FilterProfile):
-            raise UsageError(
-                f"profile is {quoted(self.profile)}; give a file of `kvjax calibrate qfilters`, or its FilterProfile."
-            )
+        read_profile(self, FilterProfile)
         super().__post_init__()
 
     def check(self, config: ModelConfig) -> None:
-        self._profile_of(config).check(config)
-
-    def _profile_of(self, config: ModelConfig) -> FilterProfile:
-        found = self.profile if self.profile is not None else packaged(FilterProfile, config)
-        if not isinstance(found, FilterProfile):
-            raise UsageError(
-                "No profile of this model's queries comes with kvjax; make one with `kvjax calibrate qfilters` and "
-                "give it as profile."
-            )
-        return found
+        profile_of(self, FilterProfile, config).check(config)
 
     def scores(
         self, layer: int, cache: LayerCache, candidates: Candidates, chunk: PromptChunk
     ) -> Float[Array, "B H N"]:
-        filters = np.asarray(self._profile_of(chunk.config).filters[layer], np.float32)
+        filters = np.asarray(profile_of(self, FilterProfile, chunk.config).filters[layer], np.float32)
         filters = jnp.asarray(filters.reshape(chunk.config.num_kv_heads, -1))
         exact = jax.lax.Precision.HIGHEST
         return jnp.einsum("bhnd,hd->bhn", candidates.k.astype(jnp.float32), filters, precision=exact)

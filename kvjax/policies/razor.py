@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import os
 from typing import Any, ClassVar, Literal
 
 from kvjax.checks import number, read_whole_number, whole_number
@@ -22,11 +21,9 @@ from kvjax.policies.profile import (
     Bound,
     HeadProfile,
     Heads,
-    Profile,
     ScopeProfile,
-    load_profile,
-    packaged,
 )
+from kvjax.policies.profile_of import profile_of, read_profile
 
 #: Options of rotary models alone, and of ALiBi models alone.
 _ROTARY = (
@@ -83,10 +80,7 @@ class RazorAttention(HeadWise):
     eps: float = 0.001
 
     def __post_init__(self) -> None:
-        if isinstance(self.profile, (str, os.PathLike)):
-            object.__setattr__(self, "profile", load_profile(self.profile))
-        if self.profile is not None and not isinstance(self.profile, Profile):
-            raise UsageError(f"profile is {quoted(self.profile)}; give a file, or what kvjax.calibrate gives.")
+        read_profile(self, HeadProfile, ScopeProfile)
         number("induction_share", self.induction_share, 0, 1)
         number("echo_share", self.echo_share, 0, 1)
         number("eps", self.eps, 0, 1, open_below=True)
@@ -153,15 +147,7 @@ class RazorAttention(HeadWise):
     def _profile_of(self, config: ModelConfig) -> HeadProfile | ScopeProfile:
         """The profile to use for this model; one sentence when there is none of the right kind."""
         wanted = ScopeProfile if config.positional == "alibi" else HeadProfile
-        found = self.profile if self.profile is not None else packaged(wanted, config)
-        if found is None:
-            raise UsageError(
-                f"No profile of this model's heads comes with kvjax; make one with `kvjax calibrate {wanted.kind}` "
-                "and give it as profile."
-            )
-        if not isinstance(found, wanted):
-            raise UsageError(f"The profile {found} is not one of {wanted.kind}, which this model needs.")
-        return found
+        return profile_of(self, wanted, config)
 
 
 #: The short name.

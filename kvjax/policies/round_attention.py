@@ -6,7 +6,6 @@ This is the policy as a value; ``kvjax/rounds`` runs it.
 from __future__ import annotations
 
 import dataclasses
-import os
 from typing import ClassVar, Literal
 
 import numpy as np
@@ -17,7 +16,8 @@ from kvjax.model.config import ModelConfig
 from kvjax.policies.base import HostOrTraced, Policy, floor_fraction, numpy_or_jax, per_head
 from kvjax.policies.composed import HeadWise
 from kvjax.policies.option_checks import one_of, only_one, refuse_shared_layers, refuse_unused
-from kvjax.policies.profile import Profile, WatershedProfile, load_profile, packaged
+from kvjax.policies.profile import WatershedProfile
+from kvjax.policies.profile_of import profile_of, read_profile
 from kvjax.policies.split_cache import SplitCache
 
 #: Tokens at the beginning of a conversation that belong to no round: attention that no token deserves goes to them.
@@ -63,12 +63,7 @@ class RoundAttention(Policy):
     profile: WatershedProfile | str | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.profile, (str, os.PathLike)):
-            object.__setattr__(self, "profile", load_profile(self.profile))
-        if self.profile is not None and not isinstance(self.profile, Profile):
-            raise UsageError(f"profile is {quoted(self.profile)}; give a file, or what kvjax.calibrate gives.")
-        if self.profile is not None and not isinstance(self.profile, WatershedProfile):
-            raise UsageError(f"The profile {self.profile} is not one of watershed, which RoundAttention needs.")
+        read_profile(self, WatershedProfile)
         only_one("RoundAttention", watershed=self.watershed, profile=self.profile)
         one_of("strategy", self.strategy, STRATEGIES)
         one_of("granularity", self.granularity, ("round", "token"))
@@ -120,13 +115,7 @@ class RoundAttention(Policy):
         """L_w for this model; one sentence when nothing says it."""
         if self.watershed is not None:
             return self.watershed
-        found = self.profile if self.profile is not None else packaged(WatershedProfile, config)
-        if found is None:
-            raise UsageError(
-                "No watershed layer of this model comes with kvjax; find it with `kvjax calibrate watershed` and give "
-                "the file as profile, or give watershed."
-            )
-        assert isinstance(found, WatershedProfile)
+        found = profile_of(self, WatershedProfile, config, ", or give watershed")
         found.check(config)
         return found.watershed
 

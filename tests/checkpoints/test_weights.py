@@ -11,7 +11,7 @@ import pytest
 from support import gguf_files
 from support.weight_folders import change, leaves, shard
 
-from kvjax.checkpoints import fill
+from kvjax import errors
 from kvjax.checkpoints.load import load, weights_dtype
 from kvjax.errors import UsageError, WeightsError
 from kvjax.model.params import logical
@@ -97,7 +97,7 @@ def gpu(capability: str | None, **more) -> SimpleNamespace:
 def test_gpus_before_ampere_get_float32_and_that_is_said_once(monkeypatch, capsys, capability, wanted):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(jax, "local_devices", lambda: [gpu(capability)])
-    fill.say_once.cache_clear()
+    errors.say_once.cache_clear()
     assert {jnp.dtype(weights_dtype(None)).name for _ in range(3)} == {wanted}
     said = capsys.readouterr().err
     assert said.count("\n") == (wanted == "float32") and (wanted != "float32" or f"capability {capability}" in said)

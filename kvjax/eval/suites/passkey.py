@@ -9,7 +9,7 @@ from kvjax.checkpoints.load import LanguageModel
 from kvjax.errors import UsageError
 from kvjax.eval.needle_prompts import template_tokens
 from kvjax.eval.suites.data import DataFolder
-from kvjax.eval.suites.essays import essay_text, need_essays
+from kvjax.eval.suites.essays import cycled, essay_text, need_essays
 from kvjax.eval.suites.haystack_size import largest
 from kvjax.eval.suites.item import Asked, Item, Suite
 
@@ -33,11 +33,6 @@ def spaced(least: int, most: int, count: int) -> list[int]:
     return [least, *(int(least + i * (most - least) / (count - 1)) for i in range(1, count - 1)), most]
 
 
-def background(words: list[str], count: int) -> list[str]:
-    """The first words with the white space that follows each, the text repeated where it is shorter."""
-    return (words * -(-count // len(words)))[:count]
-
-
 def hidden(words: list[str], depth: float, needle: str) -> str:
     """The words with a needle before the word at ``depth`` (0 to 1) of them."""
     place = int(len(words) * depth)
@@ -51,7 +46,7 @@ def _items(lm: LanguageModel, data: DataFolder, asked: Asked) -> list[Item]:
 
     def item(count: int, depth: float, sample: int) -> Item:
         key = "".join(rng.choice("0123456789") for _ in range(DIGITS))
-        text = hidden(background(words, count), depth, NEEDLE.format(key=key))
+        text = hidden(cycled(words, count), depth, NEEDLE.format(key=key))
         return Item(
             id=f"passkey/{count}/{depth:.4f}/{sample}",
             task="passkey",
