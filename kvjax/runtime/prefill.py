@@ -116,6 +116,7 @@ def last_hidden(x: Float[Array, "B T M"], count: Int[Array, " B"]) -> Float[Arra
 
 
 def last_logits(params: Decoder, x: Float[Array, "B T M"], count: Int[Array, " B"]) -> Float[Array, "B V"]:
+    """Logits after each row's last token."""
     return params.logits(last_hidden(x, count))
 
 
