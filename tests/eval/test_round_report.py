@@ -13,10 +13,11 @@ SETTINGS = Settings("toy", "float32", "file.jsonl", 100, 4, 2)
 def answer(policy: str, rounds: int, seconds: tuple[float, ...], full: tuple[float, ...], **changes) -> Answer:
     values = dict(
         dialogue=f"of {rounds}", kind="", asked=0, policy=policy, rounds=rounds, selected=(0,), gold=(0,),
-        tokens=(1, 2), agrees=2, right=None, used=10 * rounds, seen=100, live_bytes=1, full_bytes=2, host_bytes=0,
+        tokens=(1, 2), agrees=2, right=None, used=10 * rounds, seen=1000, live_bytes=1, full_bytes=2, host_bytes=0,
         moved_bytes=0, seconds=seconds, full_seconds=full,
     )  # fmt: skip
-    return Answer(**(values | changes))
+    values |= changes
+    return Answer(**(values | {"agrees": len(values["tokens"])}))
 
 
 def both(rounds: int, seconds: tuple[float, ...], full: tuple[float, ...], **changes) -> list[Answer]:
