@@ -9,7 +9,8 @@ import math
 import re
 from collections.abc import Sequence
 
-from kvjax.errors import KvjaxError, UsageError
+from kvjax.checks import number
+from kvjax.errors import KvjaxError, UsageError, quoted
 from kvjax.model.config import ModelConfig
 from kvjax.policies import Full, format_policy, parse, registry
 from kvjax.policies.base import Policy
@@ -20,6 +21,8 @@ from kvjax.policies.composition import policies_within
 _SIZES = ("ratio", "budget", "partition_ratio")
 #: What every other cache is compared with.
 REFERENCE = "full"
+#: Characters of a policy's text: a path of a profile may be as long as systems take, and nothing else is.
+_MOST_TEXT = 4096
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,12 +37,28 @@ class Entry:
     name: str
     retained: float | None = None
 
+    def __post_init__(self) -> None:
+        check_name(self.name)
+        check_retained(self.retained)
+
     def policy(self) -> Policy:
         """The policy; UsageError when it does not take the fraction, or refuses it."""
         if self.retained is None:
             return parse(self.name)
         joint = "," if ":" in self.name else ":"
         return parse(f"{self.name}{joint}ratio={self.retained}")
+
+
+def check_name(text: str) -> None:
+    """Refuse a policy's text that is empty, or too long to be one."""
+    if not 0 < len(text.strip()) <= len(text) <= _MOST_TEXT:
+        raise UsageError(f"policy is {quoted(text)}; give a policy's text, of at most {_MOST_TEXT} characters.")
+
+
+def check_retained(value: float | None) -> None:
+    """Refuse a fraction of tokens that is not in (0, 1]; None stands for the policy's own."""
+    if value is not None:
+        number("retained", value, 0, 1, open_below=True)
 
 
 def profile_of(entry: Entry) -> str:

@@ -8,13 +8,17 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Literal
 
+from kvjax.checks import MOST_BYTES, number, whole_number
 from kvjax.documents import NotADocument, parse_json, validated
 from kvjax.errors import KvjaxError, UsageError, cut
+from kvjax.eval.entries import check_name, check_retained
 from kvjax.files import reason
 
 FORMAT = 1
+#: Seconds of an answer at most: sums of many, and rates made of them, stay numbers.
+_MOST_SECONDS = 1e9
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +66,7 @@ class Answer:
     item: str
     text: str
     tokens: int
-    finish_reason: str
+    finish_reason: Literal["stop", "length", "context", "memory"]
     prompt_tokens: int
     live_bytes: int
     allocated_bytes: int
@@ -72,6 +76,19 @@ class Answer:
     read_tokens: int | None = None
     first_token: int | None = None
     profile: str = ""
+
+    def __post_init__(self) -> None:
+        check_name(self.policy)
+        check_retained(self.retained)
+        whole_number("tokens", self.tokens, 0)
+        whole_number("prompt_tokens", self.prompt_tokens, 1)
+        for name in ("read_tokens", "first_token"):
+            if getattr(self, name) is not None:
+                whole_number(name, getattr(self, name), 0)
+        for name in ("live_bytes", "allocated_bytes", "full_bytes"):
+            whole_number(name, getattr(self, name), 0, MOST_BYTES)
+        for name in ("read_seconds", "decode_seconds"):
+            number(name, getattr(self, name), 0, _MOST_SECONDS)
 
     @property
     def key(self) -> tuple[str, float | None, str]:
@@ -104,17 +121,17 @@ class Journal:
         except OSError as error:
             raise KvjaxError(f"{self.path} cannot be read: {reason(error)}.") from error
         # The last piece has no end of line: it was being written when the process ended, and is dropped.
-        for number, line in enumerate(lines[:-1], 1):
+        for place, line in enumerate(lines[:-1], 1):
             try:
                 value = parse_json(line)
-                if number == 1:
+                if place == 1:
                     self._held = self._header(value)
                 else:
                     answer: Answer = validated(Answer, value)
                     self.answers[answer.key] = answer  # a later one was asked under another profile
             except NotADocument as error:
                 raise UsageError(
-                    f"{self.path}, line {number} is no line of a journal ({error}); choose another folder."
+                    f"{self.path}, line {place} is no line of a journal ({error}); choose another folder."
                 ) from error
             self._kept += len(line) + 1
         if self._held is not None:
