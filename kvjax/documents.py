@@ -147,7 +147,8 @@ def validated(kind: Any, value: Any) -> Any:
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(map(str, first["loc"]))
-        what = str(first["ctx"]["error"] if first["type"] == "value_error" else first["msg"]).rstrip(".")
+        own = first["type"] == "value_error" and first.get("ctx", {}).get("error")
+        what = str(own or first["msg"]).rstrip(".")
         raise NotADocument(f"{where}: {what}" if where else what) from error
 
 

@@ -222,7 +222,8 @@ class Request:
         tokens."""
         drawn = self.options.temperature == 0 and self.options.max_new_tokens and self.answers is None
         if drawn and (idle := self._idle_options()):
-            say_once(f"At temperature 0, which is greedy decoding, {', '.join(idle)} change nothing.")
+            change = "changes" if len(idle) == 1 else "change"
+            say_once(f"At temperature 0, which is greedy decoding, {', '.join(idle)} {change} nothing.")
         if self.policy in _notified:
             return
         notices = (self.policy.notice(self.lm.config, total) for total in dict.fromkeys(totals))

@@ -9,7 +9,7 @@ import math
 import re
 from collections.abc import Sequence
 
-from kvjax.checks import number
+from kvjax.checks import items, number
 from kvjax.errors import KvjaxError, UsageError, quoted
 from kvjax.model.config import ModelConfig
 from kvjax.policies import Full, format_policy, parse, registry
@@ -88,30 +88,30 @@ def split_policies(text: str) -> list[str]:
     Policies are separated by commas or semicolons, and a policy's options by commas. A piece such as ``sink=4`` holds
     no name and belongs to the policy before it; brackets keep together what they hold.
     """
+    if not text.strip():
+        raise UsageError("--policies is empty; name policies such as snapkv,lagkv, or all.")
     names: list[str] = []
     for group in _split(text, ";"):
         first = True
-        for piece in _split(group, ","):
-            is_option = re.match(r"\s*[\w-]+\s*=", piece) is not None
+        for piece in items("--policies", _split(group, ",")):
+            is_option = re.match(r"[\w-]+\s*=", piece) is not None
             if is_option and not first:
-                names[-1] += f",{piece.strip()}"
+                names[-1] += f",{piece}"
             else:
-                names.append(piece.strip())
+                names.append(piece)
             first = False
-    if not names:
-        raise UsageError("--policies is empty; name policies such as snapkv,lagkv, or all.")
     return names
 
 
 def _split(text: str, mark: str) -> list[str]:
-    """Non-empty pieces between marks that stand outside of brackets."""
+    """Pieces between marks that stand outside of brackets."""
     pieces, depth, start = [], 0, 0
     for place, char in enumerate(text):
         depth += (char in "([{") - (char in ")]}")
         if char == mark and depth == 0:
             pieces.append(text[start:place])
             start = place + 1
-    return [piece for piece in (*pieces, text[start:]) if piece.strip()]
+    return [*pieces, text[start:]]
 
 
 def entries(policies: str, retained: Sequence[float]) -> list[Entry]:

@@ -42,7 +42,7 @@ def test_the_footnote_counts_the_questions_of_the_table():
     answers = both(5, (0.5,), (1.0,)) + both(20, (2.0,), (1.0,))
     answers.append(answer("round:top=0.3", 5, (0.5,), (1.0,)))  # asked of the first dialogue alone
     said = report.footnote(SETTINGS, answers, {"versions": {}, "processor": "", "cores": 2, "date": ""})
-    assert "1 questions after 1 dialogues" in said and "(2 of 2)" in said
+    assert "1 question after 1 dialogue of" in said and "(2 of 2)" in said
 
 
 def test_no_time_without_an_answer_of_equal_length():

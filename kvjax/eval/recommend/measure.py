@@ -29,6 +29,7 @@ from kvjax.policies.window_layers import for_model
 from kvjax.progress import Stage
 from kvjax.runtime.compilation import compile_clock
 from kvjax.scoring import score
+from kvjax.tables import counted
 
 #: Seconds that the programs of one cache take to compile, about.
 _COMPILING = 20.0
@@ -234,8 +235,9 @@ def facts(lm: LanguageModel, passages: Sequence[Passage], request: Request, abou
     longest = max(len(passage.context) for passage in passages)
     return [
         f"{lm.name} ({lm.params.number_format}); bytes are those of {request.batch} x {request.context:,} tokens. "
-        f"Loss and needles were measured on {len(passages)} passages of at most {longest:,} tokens, with {needles} "
-        f"needles that were asked for after the compression, and {len(passages[0].continuation)} tokens that follow; "
+        f"Loss and needles were measured on {counted(len(passages), 'passage')} of at most {longest:,} tokens, with "
+        f"{counted(needles, 'needle that was', 'needles that were')} asked for after the compression, "
+        f"and {len(passages[0].continuation)} tokens that follow; "
         f"{about['device']}, jax {about['versions']['jax']}, {about['date'][:10]}.",
         f"One needle is {1 / needles:.0%}; differences of a few needles mean little.",
     ]

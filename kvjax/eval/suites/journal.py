@@ -8,17 +8,19 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO, Any
 
 from kvjax.checks import MOST_BYTES, number, whole_number
 from kvjax.documents import NotADocument, parse_json, validated
-from kvjax.errors import KvjaxError, UsageError, cut
+from kvjax.errors import KvjaxError, UsageError, cut, quoted
 from kvjax.eval.entries import check_name, check_retained
 from kvjax.files import reason
 
 FORMAT = 1
 #: Seconds of an answer at most: sums of many, and rates made of them, stay numbers.
 _MOST_SECONDS = 1e9
+#: Why an answer that is kept may have ended: one that Ctrl-C ended is asked again.
+_REASONS = ("stop", "length", "context", "memory")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +68,7 @@ class Answer:
     item: str
     text: str
     tokens: int
-    finish_reason: Literal["stop", "length", "context", "memory"]
+    finish_reason: str
     prompt_tokens: int
     live_bytes: int
     allocated_bytes: int
@@ -80,6 +82,8 @@ class Answer:
     def __post_init__(self) -> None:
         check_name(self.policy)
         check_retained(self.retained)
+        if self.finish_reason not in _REASONS:
+            raise UsageError(f"finish_reason is {quoted(self.finish_reason)}; give one of {', '.join(_REASONS)}.")
         whole_number("tokens", self.tokens, 0)
         whole_number("prompt_tokens", self.prompt_tokens, 1)
         for name in ("read_tokens", "first_token"):
