@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from kvjax.errors import UsageError, quoted
@@ -99,6 +99,14 @@ def read_number(text: str) -> float:
     if "_" in text or not text.isascii() or not abs(value := float(text)) <= MOST_NUMBER:
         raise ValueError(f"{quoted(text)} is not a finite number")
     return value
+
+
+def items(name: str, parts: Iterable[str]) -> list[str]:
+    """The parts of a list that was typed, without the spaces around them; UsageError where one is empty."""
+    found = [part.strip() for part in parts]
+    if not all(found):
+        raise UsageError(f"{name} has an empty item; write names with one comma between two, and none at an end.")
+    return found
 
 
 def is_unicode(text: str) -> bool:

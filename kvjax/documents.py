@@ -133,7 +133,8 @@ def _resolvers(loader: Any) -> dict[str, list[tuple[str, re.Pattern[str]]]]:
 def validated(kind: Any, value: Any) -> Any:
     """A value out of JSON as a dataclass, or whatever else type hints describe; its own checks are made too.
 
-    Nothing is converted but lists to tuples: ``"8"`` is no number, and 1 is not True.
+    Nothing is converted but lists to tuples: ``"8"`` is no number, and 1 is not True. What a dataclass's own check says
+    is the reason as it stands.
 
     Raises:
       NotADocument: a part is missing or of another kind; the reason names it.
@@ -146,7 +147,8 @@ def validated(kind: Any, value: Any) -> Any:
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(map(str, first["loc"]))
-        what = first["msg"].rstrip(".")
+        own = first["type"] == "value_error" and first.get("ctx", {}).get("error")
+        what = str(own or first["msg"]).rstrip(".")
         raise NotADocument(f"{where}: {what}" if where else what) from error
 
 

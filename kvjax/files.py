@@ -34,6 +34,15 @@ def file_digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def read_bytes(path: Path, most: int) -> bytes:
+    """All bytes of a file; of a device, which has no end, or a file of more than ``most`` bytes a UsageError."""
+    with path.open("rb") as file:
+        data = file.read(most + 1)
+    if len(data) > most:
+        raise UsageError(f"{path} has more than {most // 1_000_000} MB; give a smaller file.")
+    return data
+
+
 def disk_reason(error: Exception) -> str:
     """Why Orbax could not write: it and TensorStore say in a page what the system said in a word."""
     full = "No space left" in str(error) or "Disk quota" in str(error) or "File too large" in str(error)

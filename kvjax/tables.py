@@ -31,6 +31,11 @@ def human_rate(rate: float) -> str:
     return "-" if not math.isfinite(rate) or rate <= 0 else f"{rate:.0f}" if rate >= 100 else f"{rate:.3g}"
 
 
+def counted(count: int, one: str, many: str | None = None) -> str:
+    """A number of things, such as "1 question" and "2,000 questions"; ``many`` is a plural that does not end in s."""
+    return f"{count:,} {one if count == 1 else many or one + 's'}"
+
+
 @dataclasses.dataclass(frozen=True)
 class Column:
     """One column of a table.

@@ -90,6 +90,8 @@ def test_options_of_sampling_are_said_to_change_nothing_at_temperature_0(tiny_mo
         capsys.readouterr().err
         == "kvjax: At temperature 0, which is greedy decoding, n, top_k, min_p change nothing.\n"
     )
+    kvjax.generate(tiny_model, "x", top_p=0.5, max_new_tokens=2, progress=False)
+    assert capsys.readouterr().err.endswith(" greedy decoding, top_p changes nothing.\n")
     kvjax.generate(tiny_model, "x", n=2, top_p=0.5, temperature=0.5, max_new_tokens=2, progress=False)
     kvjax.generate(tiny_model, "x", n=2, max_new_tokens=0, progress=False)
     kvjax.generate(tiny_model, "x", max_new_tokens=2, progress=False)

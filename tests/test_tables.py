@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from kvjax.tables import Column, Report, Table, print_text
+from kvjax.tables import Column, Report, Table, counted, print_text
 
 WORDS = "a remark of several words that is rather long for one cell".split()
 
@@ -86,3 +86,9 @@ def test_long_lines_go_on_indented_on_a_terminal(capsys, monkeypatch):
     parts = capsys.readouterr().out.splitlines()
     assert all(len(part) <= 80 for part in parts) and parts[1].startswith("      2,336")
     assert sum(part.count("2,336") for part in parts) == 30
+
+
+def test_a_count_agrees_with_what_is_counted():
+    found = [counted(count, "question") for count in (0, 1, 2, 2000)]
+    assert found == ["0 questions", "1 question", "2 questions", "2,000 questions"]
+    assert counted(1, "batch", "batches") == "1 batch" and counted(3, "batch", "batches") == "3 batches"

@@ -9,7 +9,7 @@ from typing import Any
 from kvjax.bench.machine import sentence
 from kvjax.bench.measurements import DecodeRow, LongRow, PrefillRow
 from kvjax.bench.startup import Startup
-from kvjax.tables import Column, Report, Table, human_bytes, human_rate, milliseconds
+from kvjax.tables import Column, Report, Table, counted, human_bytes, human_rate, milliseconds
 
 
 @dataclasses.dataclass
@@ -93,7 +93,7 @@ def footnote(found: Measurements) -> str:
         said += (
             f"Limit: the bytes a step must read ({human_bytes(found.weight_bytes_per_step)} of weights, and the "
             f"cache that is live then) at the bandwidth measured before and after it (reading {human_bytes(size)}; "
-            f"median {rate / 1e9:.1f} GB/s); {unsteady} of {total} rounds, in which those differ by over 15 %, do not "
-            f"count for it where a case has others. "
+            f"median {rate / 1e9:.1f} GB/s); {unsteady} of {counted(total, 'round')}, in which those differ by "
+            f"over 15 %, {'does' if unsteady == 1 else 'do'} not count for it where a case has others. "
         )
     return said + "Peak: memory in use while the case ran, beyond what was in use before its cache existed."

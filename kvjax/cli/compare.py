@@ -73,7 +73,8 @@ def compare(
         raise UsageError("--lengths is empty; give numbers of tokens such as 700.")
     for length in tokens:
         whole_number("--lengths", length, 1)
-    settings = Settings(model, "", inputs.names(tasks), samples, turns, storage, seed)  # refuses what makes no sense
+    named = inputs.names(tasks, "--tasks")
+    settings = Settings(model, "", named, samples, turns, storage, seed)  # refuses what makes no sense
     first_steps.check_results(out)
     lm = first_steps.load(model, dtype, compile_cache=compile_cache, weights=weights)
     return _run(lm, settings, chosen, sorted(set(tokens)), out, markdown)

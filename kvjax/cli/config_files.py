@@ -16,8 +16,10 @@ import typer
 
 from kvjax.documents import NotADocument, parse_yaml
 from kvjax.errors import UsageError, listed, quoted
-from kvjax.files import reason
+from kvjax.files import read_bytes, reason
 
+#: Bytes of a file at most.
+_MOST_BYTES = 1_000_000
 _NOT_SETTINGS = ("config", "help")
 
 
@@ -37,7 +39,9 @@ def apply(context: typer.Context, files: list[Path] | None) -> list[Path] | None
 def read(file: Path) -> dict[str, Any]:
     """The settings of one file, by the flags' Python names; those written as null are left out."""
     try:
-        content = parse_yaml(file.read_text(encoding="utf-8"))
+        content = parse_yaml(read_bytes(file, _MOST_BYTES).decode("utf-8"))
+    except UsageError:  # it has too many bytes, which is a ValueError too
+        raise
     except UnicodeDecodeError as error:
         raise UsageError(f"{file} is not UTF-8 text.") from error
     except NotADocument as error:

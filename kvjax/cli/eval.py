@@ -14,6 +14,7 @@ from kvjax.cli import first_steps, inputs
 from kvjax.cli import options as flag
 from kvjax.cli.app import INTERRUPTED, app
 from kvjax.errors import UsageError
+from kvjax.tables import counted
 
 if TYPE_CHECKING:
     from kvjax.checkpoints.load import LanguageModel
@@ -106,7 +107,7 @@ def evaluate(
     if data is not None and not data.is_dir():
         raise UsageError(f"--data names no folder: {data}.")
     first_steps.check_results(out)
-    named = inputs.names(tasks)
+    named = inputs.names(tasks, "--tasks")
     if suite == PAPERS:
         _refuse_others(suite, in_view, policies, retained)
         options = Options(model, dtype, weights, quick, length, limit, seed, storage, batch_size)
@@ -183,11 +184,11 @@ def _announce(lm: LanguageModel, runner: Runner, journal: Journal, questions: in
 
     missing, whole = runner.missing(compared), questions * len(compared)
     if whole > missing:
-        _say(f"{whole - missing} answers of an earlier run are kept")
+        _say(counted(whole - missing, "answer of an earlier run is kept", "answers of an earlier run are kept"))
     if missing:
         policies = resolved(compared, lm.config, later=journal.settings.mode != IN_VIEW)
         spent = estimate.seconds(lm, runner.batches, policies) * missing / whole
         _say(
-            f"{questions} questions of {len(compared)} caches: about {estimate.in_words(spent)} if answers are as "
-            "long as they may be, and programs are compiled besides"
+            f"{counted(questions, 'question')} of {counted(len(compared), 'cache')}: "
+            f"about {estimate.in_words(spent)} if answers are as long as they may be, and programs are compiled besides"
         )

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from kvjax.checks import MOST_SEED, whole_number
 from kvjax.cli import first_steps
 from kvjax.cli.app import INTERRUPTED
+from kvjax.tables import counted
 
 if TYPE_CHECKING:
     from kvjax.eval.papers.measured import Options
@@ -43,8 +44,8 @@ def papers(out: Path, names: tuple[str, ...], options: Options, data: DataFolder
             caches = sum(len(one.caches) for one in found if one.missing)
             spent = estimate.in_words(sum(one.seconds(lm) for one in found))
             _say(
-                f"{answers} answers of {caches} caches: about {spent} if answers are as long as they may be, and the "
-                "programs of each cache are compiled besides"
+                f"{counted(answers, 'answer')} of {counted(caches, 'cache')}: about {spent} if answers are as long as "
+                "they may be, and the programs of each cache are compiled besides"
             )
         kinds = {paper.name for paper in chosen}
         if "razor" in kinds:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvjax.checks import MOST, MOST_BYTES, MOST_SLOTS, read_number, read_whole_number, whole_number
+from kvjax.checks import MOST, MOST_BYTES, MOST_SLOTS, items, read_number, read_whole_number, whole_number
 from kvjax.errors import DoesNotFit, UsageError, quoted
 from kvjax.files import reason
 
@@ -97,9 +97,9 @@ def numbers(value: str, name: str) -> tuple[float, ...]:
         raise UsageError(f"{name} takes numbers separated by commas, not {quoted(value)}.") from error
 
 
-def names(value: str) -> tuple[str, ...]:
-    """``"a, b"`` as ``("a", "b")``."""
-    return tuple(part.strip() for part in value.split(",") if part.strip())
+def names(value: str, name: str) -> tuple[str, ...]:
+    """``"a, b"`` as ``("a", "b")``; none of an empty text."""
+    return tuple(items(name, value.split(","))) if value.strip() else ()
 
 
 def byte_count(value: str | None, name: str = "--memory-limit") -> int | None:

@@ -31,6 +31,7 @@ from kvjax.policies.base import Policy
 from kvjax.policies.best import resolve
 from kvjax.policies.window_layers import for_model
 from kvjax.runtime.compilation import compile_clock
+from kvjax.tables import counted
 
 #: Groups of answers as they come, with what they cost.
 Asked = Iterator[tuple[Scored, Cost]]
@@ -102,12 +103,12 @@ class Comparison:
     def _material(self, length: int, asker: Asker) -> tuple[list[Prompts], Talks | None]:
         prompts = []
         for task in self.settings.tasks:
-            self._say(f"{length} tokens: making {self.settings.samples} samples of {task} and reading them once")
+            self._say(f"{length} tokens: making {counted(self.settings.samples, 'sample')} of {task}, read once")
             prompts.append(make_prompts(self.lm, self.settings, task, length))
             asker.check()
         if not self.settings.turns:
             return prompts, None
-        self._say(f"{length} tokens: making {self.settings.samples} conversations and reading them once")
+        self._say(f"{length} tokens: making {counted(self.settings.samples, 'conversation')}, read once")
         return prompts, make_talks(self.lm, self.settings, length)
 
     def _row(self, asker: Asker, entry: Entry, length: int, prompts: Sequence[Prompts], talks: Talks | None) -> Row:

@@ -10,7 +10,7 @@ from kvjax.eval import results
 from kvjax.eval.entries import REFERENCE
 from kvjax.eval.follow_ups import TURNS
 from kvjax.eval.results import AFTER, IN_VIEW, Estimate, Row, Settings, accuracy, first_token_agreement
-from kvjax.tables import Column, Picture, Report, Table, human_bytes, human_rate
+from kvjax.tables import Column, Picture, Report, Table, counted, human_bytes, human_rate
 
 
 def in_order(rows: Sequence[Row]) -> list[Row]:
@@ -97,10 +97,6 @@ def by_task(numbers: Sequence[dict[str, Any]]) -> Table:
     return Table([*_LABELS, *accuracies], answered, labels=len(_LABELS))
 
 
-def _samples(count: int) -> str:
-    return "1 sample" if count == 1 else f"{count} samples"
-
-
 def footnote(settings: Settings, machine: dict[str, Any]) -> str:
     """The sentences that say what the numbers are, and where they come from."""
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items() if version)
@@ -112,11 +108,12 @@ def footnote(settings: Settings, machine: dict[str, Any]) -> str:
         )
     stored = "" if settings.storage == "model" else f", rows stored as {settings.storage}"
     return (
-        f"{settings.model}, {settings.dtype}{stored}; {_samples(settings.samples)} each of {', '.join(settings.tasks)} "
-        f"(mean over tasks ± standard error), seed {settings.seed}. Asked after: the context is compressed before the "
-        "question is known; in view: with it. First token: fraction of answers whose first token is the full cache's, "
-        f"asked after / in view.{turns} Live, allocated and of full (live): a sample's cache when its answer begins, "
-        f"asked after. Prefill: one prompt, once a policy; decode: {settings.samples} rows together. "
+        f"{settings.model}, {settings.dtype}{stored}; {counted(settings.samples, 'sample')} each of "
+        f"{', '.join(settings.tasks)} (mean over tasks ± standard error), seed {settings.seed}. Asked after: the "
+        "context is compressed before the question is known; in view: with it. First token: fraction of answers whose "
+        f"first token is the full cache's, asked after / in view.{turns} Live, allocated and of full (live): a "
+        "sample's cache when its answer begins, asked after. Prefill: one prompt, once a policy; decode: "
+        f"{counted(settings.samples, 'row', 'rows together')}. "
         f"{machine['processor']}, {machine['cores']} cores; {versions}; {machine['date'][:10]}."
     )
 

@@ -9,7 +9,8 @@ import math
 import re
 from collections.abc import Sequence
 
-from kvjax.errors import KvjaxError, UsageError
+from kvjax.checks import items, number
+from kvjax.errors import KvjaxError, UsageError, quoted
 from kvjax.model.config import ModelConfig
 from kvjax.policies import Full, format_policy, parse, registry
 from kvjax.policies.base import Policy
@@ -20,6 +21,8 @@ from kvjax.policies.composition import policies_within
 _SIZES = ("ratio", "budget", "partition_ratio")
 #: What every other cache is compared with.
 REFERENCE = "full"
+#: Characters of a policy's text: a path of a profile may be as long as systems take, and nothing else is.
+_MOST_TEXT = 4096
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,12 +37,28 @@ class Entry:
     name: str
     retained: float | None = None
 
+    def __post_init__(self) -> None:
+        check_name(self.name)
+        check_retained(self.retained)
+
     def policy(self) -> Policy:
         """The policy; UsageError when it does not take the fraction, or refuses it."""
         if self.retained is None:
             return parse(self.name)
         joint = "," if ":" in self.name else ":"
         return parse(f"{self.name}{joint}ratio={self.retained}")
+
+
+def check_name(text: str) -> None:
+    """Refuse a policy's text that is empty, or too long to be one."""
+    if not 0 < len(text.strip()) <= len(text) <= _MOST_TEXT:
+        raise UsageError(f"policy is {quoted(text)}; give a policy's text, of at most {_MOST_TEXT} characters.")
+
+
+def check_retained(value: float | None) -> None:
+    """Refuse a fraction of tokens that is not in (0, 1]; None stands for the policy's own."""
+    if value is not None:
+        number("retained", value, 0, 1, open_below=True)
 
 
 def profile_of(entry: Entry) -> str:
@@ -69,30 +88,30 @@ def split_policies(text: str) -> list[str]:
     Policies are separated by commas or semicolons, and a policy's options by commas. A piece such as ``sink=4`` holds
     no name and belongs to the policy before it; brackets keep together what they hold.
     """
+    if not text.strip():
+        raise UsageError("--policies is empty; name policies such as snapkv,lagkv, or all.")
     names: list[str] = []
     for group in _split(text, ";"):
         first = True
-        for piece in _split(group, ","):
-            is_option = re.match(r"\s*[\w-]+\s*=", piece) is not None
+        for piece in items("--policies", _split(group, ",")):
+            is_option = re.match(r"[\w-]+\s*=", piece) is not None
             if is_option and not first:
-                names[-1] += f",{piece.strip()}"
+                names[-1] += f",{piece}"
             else:
-                names.append(piece.strip())
+                names.append(piece)
             first = False
-    if not names:
-        raise UsageError("--policies is empty; name policies such as snapkv,lagkv, or all.")
     return names
 
 
 def _split(text: str, mark: str) -> list[str]:
-    """Non-empty pieces between marks that stand outside of brackets."""
+    """Pieces between marks that stand outside of brackets."""
     pieces, depth, start = [], 0, 0
     for place, char in enumerate(text):
         depth += (char in "([{") - (char in ")]}")
         if char == mark and depth == 0:
             pieces.append(text[start:place])
             start = place + 1
-    return [piece for piece in (*pieces, text[start:]) if piece.strip()]
+    return [*pieces, text[start:]]
 
 
 def entries(policies: str, retained: Sequence[float]) -> list[Entry]:

@@ -14,6 +14,7 @@ from kvjax.checkpoints.load import LanguageModel
 from kvjax.eval.dialogues import Dialogue
 from kvjax.eval.pictures import plain_axes, style
 from kvjax.figures import new_figure
+from kvjax.tables import counted
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -107,6 +108,6 @@ def alike_figure(found: Sequence[LastRound], watershed: int | None, model: str) 
     plain_axes(axes, "layer (counted from 1)", "correlation over rounds")
     axes.legend(frameon=False, fontsize=8)
     axes.set_ylim(min(0.0, float(min(alike.min(), as_lengths.min())) - 0.05), 1.04)
-    axes.set_title(f"mean of {len(found)} dialogues, with standard errors", fontsize=9)
+    axes.set_title(f"mean of {counted(len(found), 'dialogue')}, with standard errors", fontsize=9)
     figure.suptitle(f"Round Attention: what the last of {rounds + 1} rounds attends to ({model})", fontsize=11)
     return figure

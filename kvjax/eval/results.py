@@ -13,6 +13,7 @@ from kvjax.cache.quantisation import parse_storage
 from kvjax.checks import MOST_SEED, number, whole_number
 from kvjax.documents import NotADocument, parse_json, validated
 from kvjax.errors import KvjaxError, UsageError, cut
+from kvjax.eval.entries import REFERENCE, check_name, check_retained
 from kvjax.eval.ruler import find_task
 
 #: The tasks of a comparison unless others are named: one needle, one of several keys, all values of a key.
@@ -112,8 +113,8 @@ class Row:
         for field in dataclasses.fields(self):
             if field.type == "float":
                 number(field.name, getattr(self, field.name), 0)
-        if self.retained is not None:
-            number("retained", self.retained, 0, 1, open_below=True)
+        check_name(self.policy)
+        check_retained(self.retained)
 
     @property
     def key(self) -> tuple[int, str, float | None]:
@@ -144,6 +145,12 @@ class Saved:
     def __post_init__(self) -> None:
         for row in self.rows:
             whole_number("length", row.length, 1)
+        keys = {row.key for row in self.rows}
+        if len(keys) < len(self.rows):
+            raise ValueError("a cache has two rows at one length")
+        for row in self.rows:
+            if (row.length, REFERENCE, None) not in keys:
+                raise ValueError(f"{row.length} tokens have no row of the {REFERENCE} cache")
         # Rows compare in pairs, sample by sample.
         answered = [row for row in self.rows if row.refused is None]
         for row in answered:

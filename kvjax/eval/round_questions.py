@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from kvjax.checkpoints.load import LanguageModel
+from kvjax.checks import MOST, MOST_BYTES, number, whole_number
 from kvjax.documents import NotADocument, parse_json, validated
 from kvjax.errors import KvjaxError, UsageError, cut, quoted
 from kvjax.eval.dialogues import Dialogue
@@ -21,9 +22,12 @@ from kvjax.generation import generate
 from kvjax.history import history_ids, read_history
 from kvjax.output import Output
 from kvjax.policies import RoundAttention, parse
+from kvjax.policies.parsing import class_named
 from kvjax.policies.window_layers import for_model
 
 FULL = "full"
+#: Seconds that an answer may take: what lies beyond was not measured, and ratios of these stay numbers.
+_SECONDS = 1e-9, 1e9
 DEFAULT = (
     "round",
     "round:strategy=fixed",
@@ -75,6 +79,33 @@ class Answer:
     allocated_bytes: int | None = None
     peak_bytes: int | None = None
 
+    def __post_init__(self) -> None:
+        # Of a policy's text the name alone: the profile that an option names may be gone since.
+        named = class_named(self.policy)
+        if self.policy != FULL and (named is None or not issubclass(named, RoundAttention)):
+            raise UsageError(f"policy is {quoted(self.policy)}; give {FULL} or a form of round.")
+        for name in ("asked", "rounds", "used"):
+            whole_number(name, getattr(self, name), 0)
+        whole_number("seen", self.seen, 1)
+        if self.used > self.seen:
+            raise UsageError(f"used is {self.used}; give no more than the {self.seen} seen.")
+        for name in ("live_bytes", "full_bytes", "host_bytes", "moved_bytes"):
+            whole_number(name, getattr(self, name), int(name == "full_bytes"), MOST_BYTES)
+        for name in ("allocated_bytes", "peak_bytes"):
+            if getattr(self, name) is not None:
+                whole_number(name, getattr(self, name), 0, MOST_BYTES)
+        for name in ("selected", "gold"):
+            for place in getattr(self, name):
+                whole_number(f"a round of {name}", place, 0, self.rounds - 1)
+            if len(set(getattr(self, name))) < len(getattr(self, name)):
+                raise UsageError(f"{name} has a round twice; give each once.")
+        for token in self.tokens:
+            whole_number("a token", token, 0)
+        whole_number("agrees", self.agrees, 0, len(self.tokens))
+        for name in ("seconds", "full_seconds"):
+            for value in getattr(self, name):
+                number(f"a time of {name}", value, *_SECONDS)
+
     @property
     def turn(self) -> float:
         """Time as a multiple of the full cache's: the median of the times it was asked."""
@@ -111,9 +142,10 @@ class Saved:
 
     def __post_init__(self) -> None:
         for answer in self.answers:
-            timed = (*answer.seconds, *answer.full_seconds)
-            if not timed or len(answer.seconds) != len(answer.full_seconds) or min(timed) <= 0:
+            if not answer.seconds or len(answer.seconds) != len(answer.full_seconds):
                 raise ValueError(f"the answer to {cut(answer.dialogue)} has not been timed beside the full cache")
+        if len({answer.key for answer in self.answers}) < len(self.answers):
+            raise ValueError("a question is answered twice under one policy")
 
 
 class RoundComparison:
@@ -144,8 +176,16 @@ class RoundComparison:
         """Every question of every dialogue, by every policy.
 
         Raises:
+          KvjaxError: an earlier answer is to a question that its dialogue has not.
           KeyboardInterrupt: after Ctrl-C; what was answered is saved.
         """
+        questions = {dialogue.name: len(dialogue.questions) for dialogue in dialogues}
+        for answer in self.answers:
+            if answer.asked >= questions.get(answer.dialogue, MOST):
+                raise KvjaxError(
+                    f"An earlier answer is to question {answer.asked} of {cut(answer.dialogue)}, which counts "
+                    f"{questions[answer.dialogue]} from 0; give another --out."
+                )
         for done, dialogue in enumerate(dialogues, 1):
             known = {answer.key for answer in self.answers}
             names = (FULL, *self.policies)

@@ -16,7 +16,7 @@ from kvjax.eval.pictures import plain_axes, style
 from kvjax.eval.round_questions import FULL, Answer, Settings
 from kvjax.figures import new_figure
 from kvjax.files import write_atomically
-from kvjax.tables import Column, Report, Table, human_bytes
+from kvjax.tables import Column, Report, Table, counted, human_bytes
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -144,12 +144,14 @@ def footnote(settings: Settings, answers: Sequence[Answer], machine: dict[str, A
     timed = [answer for answer in others if answer.key in turns]
     full = [statistics.median(answer.seconds) for answer in answers if answer.policy == FULL]
     judged = {answer.key[:2] for answer in answers if answer.gold}
+    having = counted(len(judged), "question has", "questions have")
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items() if version)
     return (
-        f"{settings.model}, {settings.dtype}; {len(questions)} questions after {len({name for name, _ in questions})} "
-        f"dialogues of {settings.dialogues}, cut to {settings.tokens} tokens, {settings.max_new_tokens} tokens "
+        f"{settings.model}, {settings.dtype}; {counted(len(questions), 'question')} after "
+        f"{counted(len({name for name, _ in questions}), 'dialogue')} of {settings.dialogues}, "
+        f"cut to {settings.tokens} tokens, {settings.max_new_tokens} tokens "
         "answered; means. Rounds selected: of the earlier ones. Gold found: questions that brought at least one round "
-        f"that holds the answer; gold recall: fraction of such rounds that came ({len(judged)} questions have them). "
+        f"that holds the answer; gold recall: fraction of such rounds that came ({having} them). "
         "First token, tokens agree: as the full cache's, and the fraction of the answer before the first difference. "
         "Tokens used: what the layers above the watershed attended to. Live, allocated, peak: bytes on the device, and "
         "over the live bytes of a full cache: of slots that hold a token while the answer is decoded, of all that is "

@@ -67,6 +67,11 @@ def _class_of(key: str) -> type[Policy] | None:
     return _REGISTERED.get(key) if home is None else _load(home)
 
 
+def class_named(text: str) -> type[Policy] | None:
+    """The class of a policy's text form, whose options are not read; None when there is none of the name."""
+    return _class_of(_key(text.partition(":")[0]))
+
+
 def _load(home: str) -> type[Policy]:
     module, _, name = home.partition(":")
     return getattr(importlib.import_module(module), name)

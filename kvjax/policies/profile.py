@@ -9,7 +9,6 @@ from __future__ import annotations
 import base64
 import dataclasses
 import functools
-import math
 import os
 import zlib
 from collections.abc import Mapping
@@ -18,10 +17,11 @@ from typing import Any, ClassVar, Literal, TypeVar
 
 import numpy as np
 
+from kvjax.checks import MOST, MOST_NUMBER, MOST_SEED, MOST_SLOTS, number, whole_number
 from kvjax.documents import NotADocument, parse_yaml
 from kvjax.errors import UsageError, quoted
-from kvjax.files import reason, write_atomically
-from kvjax.model.config import ModelConfig
+from kvjax.files import read_bytes, reason, write_atomically
+from kvjax.model.config import MOST_SIZE, ModelConfig
 
 #: One number a query head: [layer][head].
 Table = tuple[tuple[float, ...], ...]
@@ -34,6 +34,15 @@ Heads = tuple[tuple[int, ...], ...]
 #: How far a head of an ALiBi model may see: see :func:`~kvjax.policies.head_choice.scope_lengths`.
 Bound = Literal["scaled", "paper", "safe"]
 BOUNDS: tuple[Bound, ...] = ("scaled", "paper", "safe")
+#: The least and most that numbers of a profile may be, by their names.
+Counts = Mapping[str, tuple[int, int]]
+Ranges = Mapping[str, tuple[float, float]]
+#: Bytes of a file at most: many times what the scorer of a model of 80 layers takes.
+_MOST_BYTES = 64_000_000
+#: A share of attention, which rounding may leave a little above 1.
+_SHARE = 0.0, 1.001
+#: Bounds of logits and slopes, whose quotient is a whole number of tokens.
+_LIMIT, _SLOPE = (0.0, MOST_NUMBER), (1e-9, MOST_NUMBER)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +57,16 @@ class ModelShape:
     num_heads: int
     num_kv_heads: int
     head_dim: int
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            if field.type == "int":
+                whole_number(f"{field.name} of a profile's shape", getattr(self, field.name), 1, MOST_SIZE)
+        if self.num_heads % self.num_kv_heads:
+            raise UsageError(
+                f"A profile's shape has {self.num_heads} heads and {self.num_kv_heads} KV heads; give a multiple of "
+                "the KV heads as heads."
+            )
 
     @classmethod
     def of(cls, config: ModelConfig) -> ModelShape:
@@ -67,6 +86,9 @@ class Profile:
       model: the name its model was loaded as; of a file or folder, its own.
       shape: the model it belongs to.
       source: the file it was read from; no part of its value.
+      tables, curves, vectors, kv_tables, packed: the names of its numbers, by their form.
+      counts, ranges: least and most of each of its whole numbers, and of the numbers of each table, curve or vector
+        that has bounds besides those of float32, in which they are computed with.
     """
 
     kind: ClassVar[str]
@@ -75,6 +97,8 @@ class Profile:
     vectors: ClassVar[tuple[str, ...]] = ()
     kv_tables: ClassVar[tuple[str, ...]] = ()
     packed: ClassVar[tuple[str, ...]] = ()
+    counts: ClassVar[Counts] = {}
+    ranges: ClassVar[Ranges] = {}
 
     model: str
     shape: ModelShape
@@ -87,8 +111,8 @@ class Profile:
             rows = getattr(self, name)
             if len(rows) != layers or any(len(row) != width for row in rows):
                 raise UsageError(f"{name} of a profile of this model needs {layers} rows of {width} numbers.")
-            if not all(math.isfinite(value) for row in rows for value in row):
-                raise UsageError(f"{name} of a profile holds a number that is not finite; calibrate the model again.")
+            for row in rows:
+                self._check_numbers(name, row)
         for name in self.packed:
             rows, width = getattr(self, name), self.shape.num_kv_heads * (self.shape.hidden_size + 1)
             found = [unpacked(row) for row in rows]
@@ -98,12 +122,29 @@ class Profile:
                 raise UsageError(f"{name} of a profile holds a number that is not finite; calibrate the model again.")
         for name in self.curves:
             curve = getattr(self, name)
-            if len(curve) != layers or not all(math.isfinite(value) for value in curve):
+            if len(curve) != layers:
                 raise UsageError(f"{name} of a profile of this model needs {layers} finite numbers.")
+            self._check_numbers(name, curve)
+        for name, bounds in self.counts.items():
+            whole_number(f"{name} of a profile", getattr(self, name), *bounds)
         # Numbers alone: a text's hash differs from process to process, and this one travels with a pickled policy.
         numbers = [getattr(self, name) for name in self._numbers]
         numbers += [zlib.crc32("".join(getattr(self, name)).encode()) for name in self.packed]
         object.__setattr__(self, "_hash", hash(tuple(numbers)))
+
+    def _check_numbers(self, name: str, row: tuple[float, ...]) -> None:
+        """Refuse a number that float32 does not hold, or that is not within its bounds."""
+        least, most = self.ranges.get(name, (-MOST_NUMBER, MOST_NUMBER))
+        for value in row:
+            if not abs(value) <= MOST_NUMBER:
+                raise UsageError(
+                    f"{name} of a profile holds {value:g}, which is not finite in float32; calibrate the model again."
+                )
+            if not least <= value <= most:
+                above = " or more" if most == MOST_NUMBER else f" to {most:g}"
+                raise UsageError(
+                    f"{name} of a profile holds {value:g}, which is not of {least:g}{above}; calibrate the model again."
+                )
 
     @property
     def _numbers(self) -> tuple[str, ...]:
@@ -148,6 +189,8 @@ class HeadProfile(Profile):
 
     kind: ClassVar[str] = "retrieval-heads"
     tables: ClassVar[tuple[str, ...]] = ("echo", "induction")
+    counts: ClassVar[Counts] = {"tokens": (1, MOST), "repeats": (2, MOST), "seed": (0, MOST_SEED)}
+    ranges: ClassVar[Ranges] = {"echo": _SHARE, "induction": _SHARE}
 
     tokens: int
     repeats: int
@@ -171,6 +214,7 @@ class ScopeProfile(Profile):
 
     kind: ClassVar[str] = "alibi-scopes"
     tables: ClassVar[tuple[str, ...]] = ("paper", "safe", "slopes")
+    ranges: ClassVar[Ranges] = {"paper": _LIMIT, "safe": _LIMIT, "slopes": _SLOPE}
 
     paper: Table
     safe: Table
@@ -193,6 +237,9 @@ class WatershedProfile(Profile):
 
     kind: ClassVar[str] = "watershed"
     curves: ClassVar[tuple[str, ...]] = ("divergence",)
+    counts: ClassVar[Counts] = {"dialogues": (1, MOST), "rounds": (1, MOST)}
+    # A divergence is the logarithm of a quotient of float64 at most.
+    ranges: ClassVar[Ranges] = {"divergence": (0.0, 1000.0)}
 
     watershed: int
     dialogues: int
@@ -204,6 +251,7 @@ class WatershedProfile(Profile):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        number("prominence of a profile", self.prominence, 0, open_below=True)
         if not 1 <= self.watershed < self.shape.num_layers:
             raise UsageError(
                 f"The watershed of a profile is {self.watershed}; a model of {self.shape.num_layers} layers has one of "
@@ -222,6 +270,9 @@ class FilterProfile(Profile):
 
     kind: ClassVar[str] = "qfilters"
     vectors: ClassVar[tuple[str, ...]] = ("filters",)
+    counts: ClassVar[Counts] = {"pieces": (1, MOST), "tokens": (1, MOST)}
+    # A filter is no longer than 1; what is far longer overflows float32 where keys are multiplied by it.
+    ranges: ClassVar[Ranges] = {"filters": (-1000.0, 1000.0)}
 
     pieces: int
     tokens: int
@@ -244,6 +295,7 @@ class ScorerProfile(Profile):
 
     kind: ClassVar[str] = "scorer"
     packed: ClassVar[tuple[str, ...]] = ("weights",)
+    counts: ClassVar[Counts] = {"texts": (1, MOST), "tokens": (1, MOST), "steps": (1, MOST)}
 
     texts: int
     tokens: int
@@ -252,6 +304,10 @@ class ScorerProfile(Profile):
     weights: Packed
 
     __hash__ = Profile.__hash__
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        number("correlation of a profile", self.correlation, -1, 1)
 
     def of_layer(self, layer: int) -> np.ndarray:
         """[H, M + 1] float32 weights of one layer."""
@@ -271,6 +327,8 @@ class GateProfile(Profile):
 
     kind: ClassVar[str] = "gates"
     kv_tables: ClassVar[tuple[str, ...]] = ("gates",)
+    counts: ClassVar[Counts] = dict(tokens=(1, MOST), steps=(1, MOST), sink=(0, MOST_SLOTS), recent=(1, MOST_SLOTS))
+    ranges: ClassVar[Ranges] = {"gates": (0.0, 1.0)}
 
     tokens: int
     steps: int
@@ -279,11 +337,6 @@ class GateProfile(Profile):
     gates: Table
 
     __hash__ = Profile.__hash__
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not all(0 <= gate <= 1 for row in self.gates for gate in row):
-            raise UsageError("gates of a profile holds a number that is not of 0 to 1; calibrate the model again.")
 
 
 def packed_numbers(rows: np.ndarray) -> Packed:
@@ -330,10 +383,13 @@ def load_profile(path: str | os.PathLike[str]) -> Profile:
     """Read a profile written by :func:`save_profile`.
 
     Raises:
-      UsageError: no such file, not a profile, an unknown or a missing key, or values of the wrong kind.
+      UsageError: no such file, one that is too large, not a profile, an unknown or a missing key, or values of the
+        wrong kind or out of range.
     """
     try:
-        content = parse_yaml(Path(path).read_bytes())
+        content = parse_yaml(read_bytes(Path(path), _MOST_BYTES))
+    except UsageError:  # it has too many bytes, which is a ValueError too
+        raise
     except NotADocument as error:
         raise UsageError(f"{os.fspath(path)} is not a profile: {error}.") from error
     except (OSError, ValueError) as error:

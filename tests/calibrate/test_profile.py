@@ -107,7 +107,7 @@ def test_another_models_profile_is_refused():
         (("family: llama, ", ""), "does not say 'family'"),
         (("family: llama", "family: llama, colour: red"), "unknown key 'colour'"),
         (("num_layers: 3", "num_layers: 4"), "4 rows of 6 numbers"),
-        (("num_layers: 3", f"num_layers: {10**13}"), f"{10**13} rows of 6 numbers"),
+        (("num_layers: 3", f"num_layers: {2**40}"), f"{2**40} rows of 6 numbers"),
         (("echo:\n- [", f"echo:\n- [{10**400}, "), "echo holds a number that is too large"),
         (("repeats: 4", "repeats: true"), "True as repeats"),
     ],
@@ -141,14 +141,14 @@ def test_numbers_that_are_not_finite_are_refused():
 def test_gates_are_of_0_to_1():
     shape = ModelShape.of(CONFIG)
     for gate in (1.5, -0.1):
-        with pytest.raises(UsageError, match="gates of a profile holds a number that is not of 0 to 1"):
+        with pytest.raises(UsageError, match=r"gates of a profile holds .*, which is not of 0 to 1"):
             GateProfile("toy", shape, tokens=8, steps=1, sink=1, recent=1, gates=((gate, 0.0),) * 3)
 
 
 def test_counts_of_packed_numbers_take_no_memory():
     with pytest.raises(UsageError, match="weights of a profile of this model needs"):
         ScorerProfile(
-            "toy", dataclasses.replace(ModelShape.of(CONFIG), num_layers=10**13), texts=1, tokens=1, steps=1,
+            "toy", dataclasses.replace(ModelShape.of(CONFIG), num_layers=2**40), texts=1, tokens=1, steps=1,
             correlation=0.0, weights=("",),
         )  # fmt: skip
 

@@ -114,3 +114,10 @@ def test_a_policy_from_a_file_is_checked_like_a_typed_one(cli, file):
     assert ran.code == 2 and "LagKV has no option 'ration'; did you mean 'ratio'?" in ran.sentence
     ran = cli("plan", "--prompt-tokens", "100", "--config", str(CONFIGS / "policies" / "lagkv-quarter.yaml"))
     assert ran.code == 0 and "lagkv:ratio=0.25" in ran.out
+
+
+def test_a_file_without_an_end_is_not_read_to_it(cli, tmp_path):
+    (tmp_path / "a.yaml").write_bytes(b"#" * 1_000_001)
+    for path in ("/dev/zero", str(tmp_path / "a.yaml")):
+        found = cli("generate", "hi", "--config", path)
+        assert found.code == 2 and found.sentence == f"{path} has more than 1 MB; give a smaller file."

@@ -25,6 +25,13 @@ def test_what_is_no_byte_count(text):
         inputs.byte_count(text)
 
 
+def test_names():
+    assert inputs.names("a, b", "--tasks") == ("a", "b") and inputs.names(" ", "--tasks") == ()
+    for text in ("a,", ",a", "a,,b", " , "):
+        with pytest.raises(UsageError, match=r"^--tasks has an empty item; .*\.$"):
+            inputs.names(text, "--tasks")
+
+
 def test_integers():
     assert inputs.integers("1,8", "--batch") == (1, 8)
     assert inputs.integers(None, "--batch") is None

@@ -399,7 +399,15 @@ def test_which_caches_are_compared():
 def test_policies_are_told_apart_from_options():
     assert entries.split_policies("a:x=1,y=2, b ;c:z=(1,2),d") == ["a:x=1,y=2", "b", "c:z=(1,2)", "d"]
     with pytest.raises(UsageError, match="--policies is empty"):
-        entries.split_policies(" , ")
+        entries.split_policies(" ")
+
+
+@pytest.mark.parametrize(
+    "text", ["lagkv,", ",lagkv", "lagkv,,h2o", "lagkv;", ";lagkv", "a:x=1,;b", "lagkv:sink=4,", " , "]
+)
+def test_an_empty_item_is_no_policy(text):
+    with pytest.raises(UsageError, match=r"^--policies has an empty item; write names with one comma between two"):
+        entries.split_policies(text)
 
 
 @pytest.mark.parametrize("share", [0, -0.5, 1.5, math.nan, math.inf])

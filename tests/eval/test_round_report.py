@@ -13,10 +13,11 @@ SETTINGS = Settings("toy", "float32", "file.jsonl", 100, 4, 2)
 def answer(policy: str, rounds: int, seconds: tuple[float, ...], full: tuple[float, ...], **changes) -> Answer:
     values = dict(
         dialogue=f"of {rounds}", kind="", asked=0, policy=policy, rounds=rounds, selected=(0,), gold=(0,),
-        tokens=(1, 2), agrees=2, right=None, used=10 * rounds, seen=100, live_bytes=1, full_bytes=2, host_bytes=0,
+        tokens=(1, 2), agrees=2, right=None, used=10 * rounds, seen=1000, live_bytes=1, full_bytes=2, host_bytes=0,
         moved_bytes=0, seconds=seconds, full_seconds=full,
     )  # fmt: skip
-    return Answer(**(values | changes))
+    values |= changes
+    return Answer(**(values | {"agrees": len(values["tokens"])}))
 
 
 def both(rounds: int, seconds: tuple[float, ...], full: tuple[float, ...], **changes) -> list[Answer]:
@@ -41,7 +42,7 @@ def test_the_footnote_counts_the_questions_of_the_table():
     answers = both(5, (0.5,), (1.0,)) + both(20, (2.0,), (1.0,))
     answers.append(answer("round:top=0.3", 5, (0.5,), (1.0,)))  # asked of the first dialogue alone
     said = report.footnote(SETTINGS, answers, {"versions": {}, "processor": "", "cores": 2, "date": ""})
-    assert "1 questions after 1 dialogues" in said and "(2 of 2)" in said
+    assert "1 question after 1 dialogue of" in said and "(2 of 2)" in said
 
 
 def test_no_time_without_an_answer_of_equal_length():

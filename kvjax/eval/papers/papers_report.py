@@ -19,7 +19,7 @@ from kvjax.eval.suites.scores import Line, as_data, lines
 from kvjax.eval.suites.suite_report import difference_text, estimate_text
 from kvjax.figures import png
 from kvjax.files import write_atomically
-from kvjax.tables import Column, Heading, Picture, Report, Table, human_bytes, human_rate
+from kvjax.tables import Column, Heading, Picture, Report, Table, counted, human_bytes, human_rate
 
 TITLE = "The papers' tables and figures"
 
@@ -168,7 +168,9 @@ def _study(
     assert asked is not None, "the ground was asked"
     when = "in view of the compression" if ground.mode == IN_VIEW else "after the compression"
     length = "" if asked.length is None else f" of at most {asked.length:,} tokens"
-    what = f"{ground.suite}: {', '.join(asked.tasks)}; {len(measured.items)} questions{length}, asked {when}."
+    what = (
+        f"{ground.suite}: {', '.join(asked.tasks)}; {counted(len(measured.items), 'question')}{length}, asked {when}."
+    )
     text = f"{what} {study.differs}"
     parts: list[Table | Picture | str] = [study_table(study, rows), text]
     if sum(bool(row.line.scored) for row in rows) > 1:

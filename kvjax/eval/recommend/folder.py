@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from kvjax.documents import NotADocument, parse_json, validated
-from kvjax.errors import KvjaxError, UsageError
+from kvjax.errors import KvjaxError, UsageError, cut
+from kvjax.eval.entries import REFERENCE
 from kvjax.eval.recommend.measure import Measured
 from kvjax.files import write_atomically
 
@@ -55,6 +56,16 @@ def digest(texts: Sequence[str]) -> str:
 class _Saved:
     settings: Settings
     rows: tuple[Measured, ...]
+
+    def __post_init__(self) -> None:
+        if len({row.policy for row in self.rows}) < len(self.rows):
+            raise ValueError("a policy has two rows")
+        wanted = self.settings.passages * self.settings.needles, self.settings.passages
+        for row in self.rows:
+            if row.refused is None and (len(row.found), len(row.losses)) != wanted:
+                raise ValueError(f"the row of {cut(row.policy)} has not {wanted[0]} in found and {wanted[1]} in losses")
+            if row.refused is not None and row.policy == REFERENCE:
+                raise ValueError("the full cache is refused")
 
 
 class Folder:

@@ -11,10 +11,10 @@ import numpy as np
 
 from kvjax.cache.quantisation import Storage
 from kvjax.checkpoints.load import LanguageModel
-from kvjax.checks import MOST_BYTES
-from kvjax.errors import DoesNotFit, KvjaxError
+from kvjax.checks import MOST_BYTES, number, whole_number
+from kvjax.errors import DoesNotFit, KvjaxError, UsageError, quoted
 from kvjax.eval.asking import Asker
-from kvjax.eval.entries import REFERENCE, Entry, profile_of
+from kvjax.eval.entries import REFERENCE, Entry, check_name, profile_of
 from kvjax.eval.material import check_record
 from kvjax.eval.recommend.passages import ANSWER_TOKENS, Passage
 from kvjax.eval.recorded import RecordedDecoder, can_replay, record
@@ -29,6 +29,7 @@ from kvjax.policies.window_layers import for_model
 from kvjax.progress import Stage
 from kvjax.runtime.compilation import compile_clock
 from kvjax.scoring import score
+from kvjax.tables import counted
 
 #: Seconds that the programs of one cache take to compile, about.
 _COMPILING = 20.0
@@ -55,6 +56,17 @@ class Measured:
     refused: str | None = None
     profile: str = ""
     notice: str | None = None
+
+    def __post_init__(self) -> None:
+        check_name(self.policy)
+        whole_number("cache_bytes", self.cache_bytes, int(self.refused is None), MOST_BYTES)
+        for name in ("found", "losses"):
+            if not getattr(self, name) and self.refused is None:
+                raise UsageError(f"{name} of {quoted(self.policy)} is empty; give a number of each that was measured.")
+        for value in self.found:
+            number("a needle of found", value, 0, 1)
+        for value in self.losses:
+            number("a loss of losses", value, 0, open_below=True)
 
     @property
     def accuracy(self) -> float:
@@ -190,13 +202,13 @@ def _measured(
         answers = asker.ask_onto(
             cache.take(rows), [ids for passage in passages for ids in passage.questions], ANSWER_TOKENS
         )
+        wanted = [value for passage in passages for value in passage.outputs]
+        found = tuple(match_all(text, (value,)) for text, value in zip(answers.texts, wanted, strict=True))
+        return Measured(name, planned, found, losses, notice=caution)  # a loss that is no number is refused
     except DoesNotFit:
         raise
     except KvjaxError as error:
         return Measured(name, refused=str(error))
-    wanted = [value for passage in passages for value in passage.outputs]
-    found = tuple(match_all(text, (value,)) for text, value in zip(answers.texts, wanted, strict=True))
-    return Measured(name, planned, found, losses, notice=caution)
 
 
 def _losses(lm: LanguageModel, cache: Any, passages: Sequence[Passage]) -> tuple[float, ...]:
@@ -223,8 +235,9 @@ def facts(lm: LanguageModel, passages: Sequence[Passage], request: Request, abou
     longest = max(len(passage.context) for passage in passages)
     return [
         f"{lm.name} ({lm.params.number_format}); bytes are those of {request.batch} x {request.context:,} tokens. "
-        f"Loss and needles were measured on {len(passages)} passages of at most {longest:,} tokens, with {needles} "
-        f"needles that were asked for after the compression, and {len(passages[0].continuation)} tokens that follow; "
+        f"Loss and needles were measured on {counted(len(passages), 'passage')} of at most {longest:,} tokens, with "
+        f"{counted(needles, 'needle that was', 'needles that were')} asked for after the compression, "
+        f"and {len(passages[0].continuation)} tokens that follow; "
         f"{about['device']}, jax {about['versions']['jax']}, {about['date'][:10]}.",
         f"One needle is {1 / needles:.0%}; differences of a few needles mean little.",
     ]

@@ -14,6 +14,7 @@ from kvjax.errors import UsageError
 from kvjax.eval.needle_prompts import prompt_ids
 from kvjax.eval.ruler import ANSWER_PREFIX, INTRODUCTION, NEEDLE, QUESTION, Sample
 from kvjax.files import check_local
+from kvjax.tables import counted
 
 #: Tokens of the text that follows each passage, whose loss is measured.
 CONTINUATION = 64
@@ -104,12 +105,15 @@ def make_passages(
     tokens = min(tokens, lm.config.max_position - after)
     room = tokens - len(empty) - _LONGER * needles
     if room < 64:
-        raise UsageError(f"{tokens} tokens leave no room for text beside {needles} needles; measure longer passages.")
+        raise UsageError(
+            f"{tokens} tokens leave no room for text beside {counted(needles, 'needle')}; measure longer passages."
+        )
     each = room + CONTINUATION
     ids = _stream(lm, texts, 4 * passages * each, rng)
     if len(ids) < passages * each:
         raise UsageError(
-            f"The texts have {len(ids):,} tokens, and {passages} passages need {passages * each:,}; give more text, "
+            f"The texts have {len(ids):,} tokens, and {counted(passages, 'passage needs', 'passages need')} "
+            f"{passages * each:,}; give more text, "
             "fewer passages or shorter ones."
         )
     starts = [i * (len(ids) // passages) for i in range(passages)]

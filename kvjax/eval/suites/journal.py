@@ -10,11 +10,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
 
+from kvjax.checks import MOST_BYTES, number, whole_number
 from kvjax.documents import NotADocument, parse_json, validated
-from kvjax.errors import KvjaxError, UsageError, cut
+from kvjax.errors import KvjaxError, UsageError, cut, quoted
+from kvjax.eval.entries import check_name, check_retained
 from kvjax.files import reason
 
 FORMAT = 1
+#: Seconds of an answer at most: sums of many, and rates made of them, stay numbers.
+_MOST_SECONDS = 1e9
+#: Why an answer that is kept may have ended: one that Ctrl-C ended is asked again.
+_REASONS = ("stop", "length", "context", "memory")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,6 +79,21 @@ class Answer:
     first_token: int | None = None
     profile: str = ""
 
+    def __post_init__(self) -> None:
+        check_name(self.policy)
+        check_retained(self.retained)
+        if self.finish_reason not in _REASONS:
+            raise UsageError(f"finish_reason is {quoted(self.finish_reason)}; give one of {', '.join(_REASONS)}.")
+        whole_number("tokens", self.tokens, 0)
+        whole_number("prompt_tokens", self.prompt_tokens, 1)
+        for name in ("read_tokens", "first_token"):
+            if getattr(self, name) is not None:
+                whole_number(name, getattr(self, name), 0)
+        for name in ("live_bytes", "allocated_bytes", "full_bytes"):
+            whole_number(name, getattr(self, name), 0, MOST_BYTES)
+        for name in ("read_seconds", "decode_seconds"):
+            number(name, getattr(self, name), 0, _MOST_SECONDS)
+
     @property
     def key(self) -> tuple[str, float | None, str]:
         return self.policy, self.retained, self.item
@@ -104,17 +125,17 @@ class Journal:
         except OSError as error:
             raise KvjaxError(f"{self.path} cannot be read: {reason(error)}.") from error
         # The last piece has no end of line: it was being written when the process ended, and is dropped.
-        for number, line in enumerate(lines[:-1], 1):
+        for place, line in enumerate(lines[:-1], 1):
             try:
                 value = parse_json(line)
-                if number == 1:
+                if place == 1:
                     self._held = self._header(value)
                 else:
                     answer: Answer = validated(Answer, value)
                     self.answers[answer.key] = answer  # a later one was asked under another profile
             except NotADocument as error:
                 raise UsageError(
-                    f"{self.path}, line {number} is no line of a journal ({error}); choose another folder."
+                    f"{self.path}, line {place} is no line of a journal ({error}); choose another folder."
                 ) from error
             self._kept += len(line) + 1
         if self._held is not None:

@@ -14,7 +14,7 @@ from kvjax.eval.suites.journal import RunSettings
 from kvjax.eval.suites.metrics import ALSO
 from kvjax.eval.suites.runner import IN_VIEW
 from kvjax.eval.suites.scores import Line, as_data, prompt_tokens
-from kvjax.tables import Column, Picture, Report, Table, human_bytes, human_rate
+from kvjax.tables import Column, Picture, Report, Table, counted, human_bytes, human_rate
 
 _LABELS = (
     Column("policy", "policy"),
@@ -101,8 +101,8 @@ def _without_reference(lines: Sequence[Line]) -> str:
     count = sum(not any(answer.strip() for answer in item.answers) for item in items.values())
     if not count:
         return ""
-    have = "question has" if count == 1 else "questions have"
-    return f" {count} {have} an empty reference: as by the benchmark's own code, words score 0 there."
+    having = counted(count, "question has", "questions have")
+    return f" {having} an empty reference: as by the benchmark's own code, words score 0 there."
 
 
 def _footnote(
@@ -123,7 +123,7 @@ def _footnote(
         f"{suite.about}{_without_reference(lines)} "
         f"Scores are percent ± standard errors; against {REFERENCE}: the mean difference of the same questions, and p, "
         f"its significance ({RESAMPLES:,} paired resamples of each task's questions). Live, allocated and of full "
-        f"(live): a question's cache when its answer is complete. Speeds: {settings.batch_size} prompts at a time at "
-        f"most, compilation apart. {machine['processor']}, {machine['cores']} cores; {versions}; "
+        f"(live): a question's cache when its answer is complete. Speeds: {counted(settings.batch_size, 'prompt')} at "
+        f"a time at most, compilation apart. {machine['processor']}, {machine['cores']} cores; {versions}; "
         f"{machine['date'][:10]}."
     )
