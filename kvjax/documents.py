@@ -146,7 +146,7 @@ def validated(kind: Any, value: Any) -> Any:
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(map(str, first["loc"]))
-        what = first["msg"].rstrip(".")
+        what = first["msg"].removeprefix("Value error, ").rstrip(".")
         raise NotADocument(f"{where}: {what}" if where else what) from error
 
 
