@@ -11,7 +11,9 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from kvjax.cache.buckets import SHORT, prompt_bucket, slots_of
+import jax
+
+from kvjax.cache.buckets import MEDIUM, SHORT, prompt_bucket, slots_of
 from kvjax.cache.groups import parts
 from kvjax.cache.quantisation import Storage
 from kvjax.checks import MOST
@@ -178,9 +180,9 @@ def check_policy(saved: Saved, policy: Policy, chooser: Policy | None, config: M
         if not isinstance(chooser, RoundAttention) or not isinstance(policy, SplitCache):
             raise NotADocument("rounds are of a policy that has none")
         below = chooser.layers_below(config)
-        if policy.watershed != below:
-            raise NotADocument(f"policy.watershed is {quoted(policy.watershed)}")
-        _check_rounds(saved, below, config)
+        if policy != SplitCache(below):
+            raise NotADocument(f"policy is {quoted(policy)}")
+        _check_rounds(saved, chooser, below, config)
     elif policy.offloads_rounds or isinstance(policy, SplitCache):
         raise NotADocument("rounds are missing")
     heads = by_pool(policy, [(0,) * policy.heads_of(config, layer) for layer in range(below)])
@@ -193,6 +195,9 @@ def check_policy(saved: Saved, policy: Policy, chooser: Policy | None, config: M
 def _check_slots(saved: Saved, policy: Policy, config: ModelConfig) -> None:
     # Joined rows have the least of their rooms for new tokens, and the largest of their allocations; rows that shared a
     # context have its slots beside their own.
+    if not policy.beyond_context:
+        for name in ("prompt_room", "new_room"):
+            _most(name, getattr(saved, name), 2 * max(MEDIUM, prompt_bucket(config.max_position)))
     new = max(saved.new_room, config.max_position)
     wanted = by_pool(policy, policy.capacities(config, max(saved.prompt_room, 1), new))
     for layer, capacities in zip(saved.slots, wanted, strict=False):
@@ -200,13 +205,15 @@ def _check_slots(saved: Saved, policy: Policy, config: ModelConfig) -> None:
             _most("slots", slots, 2 * capacity + _SPARE_SLOTS)
 
 
-def _check_rounds(saved: Saved, below: int, config: ModelConfig) -> None:
+def _check_rounds(saved: Saved, chooser: RoundAttention, below: int, config: ModelConfig) -> None:
     assert saved.rounds is not None
     shape = [config.num_kv_heads] * config.num_layers
     for row in saved.rounds.parts:
         for part in row:
             if [len(layer) for layer in part.held] != shape or part.layers != config.num_layers - below:
                 raise NotADocument("a round is of other layers or heads than the model's")
+            if chooser.inner is None and {head for layer in part.held for head in layer} != {part.tokens}:
+                raise NotADocument(f"a round of {part.tokens:,} tokens holds others")
     if saved.is_as_written:
         return
     for row in saved.rounds.parts:
@@ -215,6 +222,7 @@ def _check_rounds(saved: Saved, below: int, config: ModelConfig) -> None:
             if part.start < end:
                 raise NotADocument(f"rounds.parts has a round at {part.start}, within the one before it")
             end = part.start + part.tokens
+            _most("start and tokens", end, max(saved.prompt_room + saved.new_room, config.max_position))
             # On a mesh, rounded up to a multiple of the devices that share a head.
             _most("room", part.room, 2 * max(SHORT, prompt_bucket(part.count), slots_of(part.count)))
     for layer, (count,) in enumerate(saved.counts):
@@ -226,7 +234,18 @@ def _check_rounds(saved: Saved, below: int, config: ModelConfig) -> None:
 
 def _most(name: str, value: int, most: int) -> None:
     if value > most:
-        raise NotADocument(f"{name} is {value:,}, and at most {most:,} can have been")
+        raise NotADocument(f"{name} is {value:,}, where at most {most:,} can be")
+
+
+def check_shapes(saved: Any, wanted: Any) -> None:
+    """Refuse (NotADocument) a tree of arrays on disk that has not the names and shapes of another."""
+    there, shapes = (
+        {jax.tree_util.keystr(path): tuple(leaf.shape) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+        for tree in (saved, wanted)
+    )
+    for name in sorted(there.keys() | shapes.keys()):
+        if there.get(name) != shapes.get(name):
+            raise NotADocument(f"the array {name} is {there.get(name)}, and {shapes.get(name)} is described")
 
 
 def check_counts(counts: Sequence[Sequence[Sequence[int]]], layers: Sequence[Any]) -> None:
@@ -240,4 +259,4 @@ def check_counts(counts: Sequence[Sequence[Sequence[int]]], layers: Sequence[Any
                 _most("counts", count, most)
 
 
-__all__ = ["Saved", "SavedRound", "SavedRounds", "check_counts", "check_policy", "read_form"]
+__all__ = ["Saved", "SavedRound", "SavedRounds", "check_counts", "check_policy", "check_shapes", "read_form"]

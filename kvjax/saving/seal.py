@@ -44,7 +44,10 @@ def check_seal(item: Path) -> None:
         content = (item / SEAL).read_bytes()
     except FileNotFoundError:
         return
-    files: dict[str, SealedFile] = validated(dict[str, SealedFile], parse_json(content))
+    try:
+        files: dict[str, SealedFile] = validated(dict[str, SealedFile], parse_json(content))
+    except NotADocument as error:
+        raise NotADocument(f"its {SEAL} is not what was saved: {error}") from error
     for name, sealed in files.items():
         path = item / name
         if ".." in Path(name).parts or not path.is_relative_to(item):

@@ -39,7 +39,7 @@ from kvjax.saving.description import (
     policy_to_json,
     same_model,
 )
-from kvjax.saving.form import Saved, check_counts, check_policy, read_form
+from kvjax.saving.form import Saved, check_counts, check_policy, check_shapes, read_form
 from kvjax.saving.rounds import (
     canonical_rounds,
     describe_rounds,
@@ -115,7 +115,7 @@ def load_cache(
             raise UsageError(f"There is no saved conversation at {where}; its folder holds no whole one.")
         item = where / str(folder.latest.step)
         saved = _saved(where, item)
-        with _damaged_description(where, item):
+        with _damaged(where, "its description is not what was saved: "):
             empty, chooser = _empty(where, saved, lm)
         counts = saved.counts
         shapes = jax.eval_shape(lambda cache: canonical(cache, counts), empty)
@@ -124,21 +124,25 @@ def load_cache(
         )
         if saved.rounds is None:
             wanted = with_sharding(shapes, device)
+            _check_whole(folder, where, item, wanted)
             _check_fits(where, lm, empty, wanted, memory_limit)
-            return restored(_load(folder, where, item, wanted, saved, lm), _zeros(empty), counts)
+            return restored(_load(folder, wanted, saved, lm), _zeros(empty), counts)
         whole = shapes_of_rounds(shapes, saved.rounds, lm.config.head_dim, lm.params.dtype, empty.storage.quantised)
         wanted = sharded_rounds(whole, device)
+        _check_whole(folder, where, item, wanted)
         _check_fits(where, lm, empty, wanted, memory_limit)
-        tree = _load(folder, where, item, wanted, saved, lm)
-        return restored_rounds(tree, _zeros(empty), counts, saved.rounds, chooser)
+        return restored_rounds(_load(folder, wanted, saved, lm), _zeros(empty), counts, saved.rounds, chooser)
 
 
-def _load(folder: Any, where: Path, item: Path, wanted: Any, saved: Saved, lm: LanguageModel) -> Any:
-    """The newest save's arrays, checked: Orbax keeps no checksums of rows, and a wrong one looks like any."""
-    try:
+def _check_whole(folder: Any, where: Path, item: Path, wanted: Any) -> None:
+    """Refuse a save whose files are broken, or hold arrays of other shapes than are wanted; none is read."""
+    with _damaged(where):
         check_seal(item)
-    except NotADocument as error:
-        raise KvjaxError(f"The conversation at {where} is damaged: {error}.") from error
+        check_shapes(folder.metadata().metadata, wanted)
+
+
+def _load(folder: Any, wanted: Any, saved: Saved, lm: LanguageModel) -> Any:
+    """The newest save's arrays, checked: Orbax keeps no checksums of rows, and a wrong one looks like any."""
     tree, written = folder.load(None, wanted), saved.checksum
     if written is not None and written.dtype == str(lm.params.dtype) and written.crc32 != checksum(tree):
         raise ValueError("its checksum differs")
@@ -182,19 +186,17 @@ def _described(cache: Cache, lm: LanguageModel, counts: Counts) -> dict[str, Any
 
 
 @contextlib.contextmanager
-def _damaged_description(where: Path, item: Path) -> Iterator[None]:
-    """Say of a description that cannot be, that it is damaged."""
+def _damaged(where: Path, what: str = "") -> Iterator[None]:
+    """Say of a save that is not what it should be, that it is damaged; ``what`` of it, and why."""
     try:
         yield
     except NotADocument as error:
-        raise KvjaxError(
-            f"The conversation at {where} is damaged: {item.name}/{_METADATA} is not what was saved ({error})."
-        ) from error
+        raise KvjaxError(f"The conversation at {where} is damaged; {what}{error}.") from error
 
 
 def _saved(where: Path, item: Path) -> Saved:
     """The description of a save, checked as far as it goes without the model."""
-    with _damaged_description(where, item):
+    with _damaged(where, "its description is not what was saved: "):
         description = parse_json((item / _METADATA).read_bytes())["custom_metadata"]
         version = description.get("version")
         if type(version) is not int or version < 1:
@@ -293,7 +295,7 @@ def _is_conversation(where: Path, item: Path) -> bool:
         return content["custom_metadata"]["kind"] == _KIND
     except NotADocument as error:
         what = f"The conversation at {where} is damaged" if (item / SEAL).is_file() else f"{where} is damaged"
-        raise KvjaxError(f"{what}: {item.name}/{_METADATA}, which says what was saved, cannot be read.") from error
+        raise KvjaxError(f"{what}; {item.name}/{_METADATA}, which says what was saved, cannot be read.") from error
     except (OSError, KeyError, TypeError):
         return False
 
