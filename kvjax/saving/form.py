@@ -16,10 +16,10 @@ import jax
 from kvjax.cache.buckets import MEDIUM, SHORT, prompt_bucket, slots_of
 from kvjax.cache.groups import parts
 from kvjax.cache.quantisation import Storage
+from kvjax.checkpoints.load import LanguageModel
 from kvjax.checks import MOST
 from kvjax.documents import NotADocument, validated
 from kvjax.errors import quoted
-from kvjax.model.config import ModelConfig
 from kvjax.policies.base import Policy
 from kvjax.policies.page_capacities import by_pool
 from kvjax.policies.round_attention import RoundAttention
@@ -169,12 +169,13 @@ def read_form(found: dict[str, Any]) -> Saved:
     return saved
 
 
-def check_policy(saved: Saved, policy: Policy, chooser: Policy | None, config: ModelConfig) -> None:
+def check_policy(saved: Saved, policy: Policy, chooser: Policy | None, lm: LanguageModel) -> None:
     """Refuse (NotADocument) layers, heads and sizes that no cache of this policy has; before any shape is made.
 
     Args:
       chooser: the policy of the rounds, if there are any.
     """
+    config = lm.config
     below = config.num_layers
     if chooser is not None:
         if not isinstance(chooser, RoundAttention) or not isinstance(policy, SplitCache):
@@ -182,17 +183,18 @@ def check_policy(saved: Saved, policy: Policy, chooser: Policy | None, config: M
         below = chooser.layers_below(config)
         if policy != SplitCache(below):
             raise NotADocument(f"policy is {quoted(policy)}")
-        _check_rounds(saved, chooser, below, config)
+        _check_rounds(saved, chooser, below, lm)
     elif policy.offloads_rounds or isinstance(policy, SplitCache):
         raise NotADocument("rounds are missing")
     heads = by_pool(policy, [(0,) * policy.heads_of(config, layer) for layer in range(below)])
     if [len(layer) for layer in saved.slots] != [len(layer) for layer in heads]:
         raise NotADocument(f"slots are of {[len(layer) for layer in saved.slots]} heads")
     if not saved.is_as_written:
-        _check_slots(saved, policy, config)
+        _check_slots(saved, policy, lm)
 
 
-def _check_slots(saved: Saved, policy: Policy, config: ModelConfig) -> None:
+def _check_slots(saved: Saved, policy: Policy, lm: LanguageModel) -> None:
+    config = lm.config
     # Joined rows have the least of their rooms for new tokens, and the largest of their allocations; rows that shared a
     # context have its slots beside their own.
     if not policy.beyond_context:
@@ -205,8 +207,9 @@ def _check_slots(saved: Saved, policy: Policy, config: ModelConfig) -> None:
             _most("slots", slots, 2 * capacity + _SPARE_SLOTS)
 
 
-def _check_rounds(saved: Saved, chooser: RoundAttention, below: int, config: ModelConfig) -> None:
+def _check_rounds(saved: Saved, chooser: RoundAttention, below: int, lm: LanguageModel) -> None:
     assert saved.rounds is not None
+    config = lm.config
     shape = [config.num_kv_heads] * config.num_layers
     for row in saved.rounds.parts:
         for part in row:

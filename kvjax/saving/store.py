@@ -223,7 +223,7 @@ def _empty(where: Path, saved: Saved, lm: LanguageModel) -> tuple[Cache, Policy 
         for each in (policy, chooser):
             if each is not None:
                 each.check(config)
-        check_policy(saved, policy, chooser, config)
+        check_policy(saved, policy, chooser, lm)
     except UsageError as error:
         raise UsageError(f"{where} cannot be continued here. {error}") from error
     storage, batch = Storage(saved.storage.kind, saved.storage.headroom), saved.batch
