@@ -221,7 +221,7 @@ def _empty(where: Path, saved: Saved, lm: LanguageModel) -> tuple[Cache, Policy 
         policy = policy_from_json(saved.policy, config.positional == "rope")
         chooser = None if saved.rounds is None else policy_from_json(saved.rounds.policy)
         for each in (policy, chooser):
-            if each is not None:
+            if each is not None and not saved.is_as_written:
                 each.check(config)
         check_policy(saved, policy, chooser, lm)
     except UsageError as error:
