@@ -41,6 +41,7 @@ def test_a_conversation_goes_on(lm, name, tmp_path):
         for folder in (name, "again")
     )
     assert now["policy"].keys() - then["policy"].keys() <= {"keep_turn"}, "what came since is beside them"
+    assert len(now["checksum"].pop("description")) == 32, "as is the description's own digest"
     here = {"policy": now["policy"], "model": then["model"] | {"name": lm.name}, "kvjax": kvjax.__version__}
     assert now == then | here
 

@@ -13,6 +13,7 @@ from typing import Any, get_args
 
 from kvjax.checkpoints.digest import weights_digest
 from kvjax.checkpoints.load import LanguageModel, Weights
+from kvjax.documents import NotADocument
 from kvjax.errors import UsageError, quoted
 from kvjax.policies import RazorAttention, registry
 from kvjax.policies.base import Policy
@@ -51,6 +52,14 @@ def _config_digest(config: Any) -> str:
 
 def _digest(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()[:32]
+
+
+def description_digest(description: dict[str, Any]) -> str:
+    """A digest of a description, but for the digest in it."""
+    checksum = description.get("checksum")
+    if isinstance(checksum, dict):
+        checksum = {name: value for name, value in checksum.items() if name != "description"}
+    return _digest(json.dumps(description | {"checksum": checksum}, sort_keys=True).encode())
 
 
 def same_model(saved: dict[str, str], lm: LanguageModel) -> None:
@@ -123,4 +132,7 @@ def policy_from_json(saved: Any, rotary: bool = False) -> Policy:
             given.pop("bound", None)
         return cls(**given)
 
-    return value(saved)
+    policy = value(saved)
+    if not isinstance(policy, Policy):
+        raise NotADocument(f"policy is a {type(policy).__name__}")
+    return policy

@@ -15,6 +15,7 @@ from kvjax.cache.cache import Cache
 from kvjax.cache.host_memory import HOST
 from kvjax.rounds.conversation import Conversation, Round, UpperRows
 from kvjax.saving.canonical import Counts, canonical, restored
+from kvjax.saving.form import SavedRound, SavedRounds
 
 
 def rows_of(conversation: Conversation) -> list[list[Round]]:
@@ -61,22 +62,22 @@ def _trimmed(upper: UpperRows, count: int) -> dict[str, Any]:
 
 
 def shapes_of_rounds(
-    lower: dict[str, Any], described: dict[str, Any], head_dim: int, dtype: Any, quantised: bool
+    lower: dict[str, Any], described: SavedRounds, head_dim: int, dtype: Any, quantised: bool
 ) -> dict[str, Any]:
     """Shapes of :func:`canonical_rounds`, as described."""
 
-    def part(item: dict[str, Any]) -> dict[str, Any]:
-        layers, heads = item["layers"], len(item["held"][0])
-        rows = (layers, 2, heads, item["count"], head_dim)
+    def part(item: SavedRound) -> dict[str, Any]:
+        layers, heads = item.layers, len(item.held[0])
+        rows = (layers, 2, heads, item.count, head_dim)
         if not quantised:
             return {"kv": jax.ShapeDtypeStruct(rows, dtype)}
         return {
             "kv": jax.ShapeDtypeStruct(rows, jnp.int8),
             "k_scale": jax.ShapeDtypeStruct((layers, heads, head_dim), jnp.float32),
-            "v_scale": jax.ShapeDtypeStruct((layers, heads, item["count"]), jnp.float32),
+            "v_scale": jax.ShapeDtypeStruct((layers, heads, item.count), jnp.float32),
         }
 
-    return {"lower": lower, "parts": [[part(item) for item in row] for row in described["parts"]]}
+    return {"lower": lower, "parts": [[part(item) for item in row] for row in described.parts]}
 
 
 def sharded_rounds(shapes: dict[str, Any], device: Any) -> dict[str, Any]:
@@ -93,26 +94,26 @@ def with_sharding(tree: Any, sharding: Any) -> Any:
 
 
 def restored_rounds(
-    tree: dict[str, Any], empty: Cache, counts: Counts, described: dict[str, Any], policy: Any
+    tree: dict[str, Any], empty: Cache, counts: Counts, described: SavedRounds, policy: Any
 ) -> Conversation:
     """Undo :func:`canonical_rounds`."""
     rows = [
         [_round(saved, item) for saved, item in zip(row, items, strict=True)]
-        for row, items in zip(tree["parts"], described["parts"], strict=True)
+        for row, items in zip(tree["parts"], described.parts, strict=True)
     ]
     return Conversation(
         lower=restored(tree["lower"], empty, counts),
         prefix=tuple(row[0] for row in rows),
         rounds=tuple(tuple(row[1:]) for row in rows),
-        asked=tuple(described["asked"]),
+        asked=described.asked,
         policy=policy,
     )
 
 
-def _round(saved: dict[str, Any], item: dict[str, Any]) -> Round:
+def _round(saved: dict[str, Any], item: SavedRound) -> Round:
     def padded(x: jax.Array, axis: int) -> jax.Array:
         # Padded on the host, since it is there that most of them stay.
-        fill = [(0, item["room"] - item["count"] if i == axis else 0) for i in range(x.ndim)]
+        fill = [(0, item.room - item.count if i == axis else 0) for i in range(x.ndim)]
         return jax.device_put(np.pad(np.asarray(x), fill), x.sharding)
 
     upper = UpperRows(
@@ -120,4 +121,4 @@ def _round(saved: dict[str, Any], item: dict[str, Any]) -> Round:
         k_scale=saved.get("k_scale"),
         v_scale=padded(saved["v_scale"], 2) if "v_scale" in saved else None,
     )
-    return Round(item["start"], item["tokens"], np.asarray(item["held"], np.int32), upper, item["used"])
+    return Round(item.start, item.tokens, np.asarray(item.held, np.int32), upper, item.used)

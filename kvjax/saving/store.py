@@ -7,6 +7,7 @@ then. A crash at any moment therefore leaves the old conversation whole.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import tempfile
 from collections.abc import Iterator
@@ -22,14 +23,23 @@ from kvjax.cache.pool import layout_for
 from kvjax.cache.quantisation import Storage
 from kvjax.checkpoints.load import LanguageModel, check_model
 from kvjax.device_memory import device_limit
-from kvjax.documents import parse_json
-from kvjax.errors import DoesNotFit, KvjaxError, UsageError, quoted
+from kvjax.documents import NotADocument, parse_json
+from kvjax.errors import DoesNotFit, KvjaxError, UsageError, cut, quoted
 from kvjax.files import check_local
 from kvjax.memory_needs import weights_bytes
+from kvjax.policies.base import Policy
 from kvjax.policies.page_capacities import by_pool
 from kvjax.rounds.conversation import Conversation
 from kvjax.saving.canonical import Counts, canonical, checksum, counts_of, pages_of, restored
-from kvjax.saving.description import VERSION, model_identity, policy_from_json, policy_to_json, same_model
+from kvjax.saving.description import (
+    VERSION,
+    description_digest,
+    model_identity,
+    policy_from_json,
+    policy_to_json,
+    same_model,
+)
+from kvjax.saving.form import Saved, check_counts, check_policy, check_shapes, read_form
 from kvjax.saving.rounds import (
     canonical_rounds,
     describe_rounds,
@@ -38,10 +48,13 @@ from kvjax.saving.rounds import (
     sharded_rounds,
     with_sharding,
 )
+from kvjax.saving.seal import SEAL, check_seal, seal
 from kvjax.sharding.adopt import adopt
 from kvjax.tables import human_bytes
 
 _KIND = "kvjax cache"
+#: The file of a save in which Orbax keeps the description.
+_METADATA = "_CHECKPOINT_METADATA"
 
 
 def save_cache(path: str | os.PathLike[str], cache: Continuation, lm: LanguageModel) -> None:
@@ -71,9 +84,12 @@ def save_cache(path: str | os.PathLike[str], cache: Continuation, lm: LanguageMo
     else:
         tree = canonical(layers, counts)
     description["checksum"] = {"dtype": str(lm.params.dtype), "crc32": checksum(tree)}
+    description["checksum"]["description"] = description_digest(description)
     with _folder(path, writes=True) as folder:
         latest = folder.latest
-        folder.save(0 if latest is None else latest.step + 1, tree, custom_metadata=description)
+        step = 0 if latest is None else latest.step + 1
+        folder.save(step, tree, custom_metadata=description)
+        seal(Path(path) / str(step))
 
 
 def load_cache(
@@ -97,29 +113,38 @@ def load_cache(
     with _folder(where) as folder:
         if folder.latest is None:
             raise UsageError(f"There is no saved conversation at {where}; its folder holds no whole one.")
-        description = folder.metadata().custom_metadata
-        empty, counts = _empty(where, description, lm)
+        item = where / str(folder.latest.step)
+        saved = _saved(where, item)
+        with _damaged(where, "its description is not what was saved: "):
+            empty, chooser = _empty(where, saved, lm)
+        counts = saved.counts
         shapes = jax.eval_shape(lambda cache: canonical(cache, counts), empty)
         device = jax.sharding.SingleDeviceSharding(
             min(jax.tree.leaves(lm.params)[0].devices(), key=lambda each: each.id)
         )
-        rounds = description.get("rounds")
-        if rounds is None:
+        if saved.rounds is None:
             wanted = with_sharding(shapes, device)
+            _check_whole(folder, where, item, wanted)
             _check_fits(where, lm, empty, wanted, memory_limit)
-            return restored(_load(folder, wanted, description, lm), _zeros(empty), counts)
-        whole = shapes_of_rounds(shapes, rounds, lm.config.head_dim, lm.params.dtype, empty.storage.quantised)
+            return restored(_load(folder, wanted, saved, lm), _zeros(empty), counts)
+        whole = shapes_of_rounds(shapes, saved.rounds, lm.config.head_dim, lm.params.dtype, empty.storage.quantised)
         wanted = sharded_rounds(whole, device)
+        _check_whole(folder, where, item, wanted)
         _check_fits(where, lm, empty, wanted, memory_limit)
-        return restored_rounds(
-            _load(folder, wanted, description, lm), _zeros(empty), counts, rounds, policy_from_json(rounds["policy"])
-        )
+        return restored_rounds(_load(folder, wanted, saved, lm), _zeros(empty), counts, saved.rounds, chooser)
 
 
-def _load(folder: Any, wanted: Any, description: dict[str, Any], lm: LanguageModel) -> Any:
+def _check_whole(folder: Any, where: Path, item: Path, wanted: Any) -> None:
+    """Refuse a save whose files are broken, or hold arrays of other shapes than are wanted; none is read."""
+    with _damaged(where):
+        check_seal(item)
+        check_shapes(folder.metadata().metadata, wanted)
+
+
+def _load(folder: Any, wanted: Any, saved: Saved, lm: LanguageModel) -> Any:
     """The newest save's arrays, checked: Orbax keeps no checksums of rows, and a wrong one looks like any."""
-    tree, saved = folder.load(None, wanted), description.get("checksum")
-    if saved is not None and saved["dtype"] == str(lm.params.dtype) and saved["crc32"] != checksum(tree):
+    tree, written = folder.load(None, wanted), saved.checksum
+    if written is not None and written.dtype == str(lm.params.dtype) and written.crc32 != checksum(tree):
         raise ValueError("its checksum differs")
     return tree
 
@@ -160,39 +185,73 @@ def _described(cache: Cache, lm: LanguageModel, counts: Counts) -> dict[str, Any
     }
 
 
-def _empty(where: Path, description: Any, lm: LanguageModel) -> tuple[Cache, Counts]:
-    """Shapes of the cache that is described, and what of it was saved; a wrong description is refused."""
-    if not isinstance(description, dict) or description.get("kind") != _KIND:
-        raise UsageError(f"{where} holds a checkpoint that is not a conversation of kvjax.")
-    if description["version"] > VERSION:
-        raise UsageError(
-            f"{where} was saved by kvjax {description['kvjax']}, in version {description['version']} of the form; "
-            f"this one reads up to version {VERSION}."
-        )
+@contextlib.contextmanager
+def _damaged(where: Path, what: str = "") -> Iterator[None]:
+    """Say of a save that is not what it should be, that it is damaged; ``what`` of it, and why."""
     try:
-        same_model(description["model"], lm)
-        policy = policy_from_json(description["policy"], lm.config.positional == "rope")
+        yield
+    except NotADocument as error:
+        raise KvjaxError(f"The conversation at {where} is damaged; {what}{error}.") from error
+
+
+def _saved(where: Path, item: Path) -> Saved:
+    """The description of a save, checked as far as it goes without the model."""
+    with _damaged(where, "its description is not what was saved: "):
+        description = parse_json((item / _METADATA).read_bytes())["custom_metadata"]
+        version = description.get("version")
+        if type(version) is not int or version < 1:
+            raise NotADocument(f"version is {quoted(version)}")
+        if version > VERSION:
+            raise UsageError(
+                f"{where} was saved by kvjax {cut(str(description.get('kvjax')))}, in version {quoted(version)} of the "
+                f"form; this one reads up to version {VERSION}."
+            )
+        return read_form(description)
+
+
+def _empty(where: Path, saved: Saved, lm: LanguageModel) -> tuple[Cache, Policy | None]:
+    """Shapes of the cache that is described, and what chooses among its rounds; a wrong description is refused.
+
+    Raises:
+      NotADocument: it contradicts itself, or is of what no cache can have been.
+    """
+    config = lm.config
+    try:
+        same_model(dataclasses.asdict(saved.model), lm)
+        policy = policy_from_json(saved.policy, config.positional == "rope")
+        chooser = None if saved.rounds is None else policy_from_json(saved.rounds.policy)
+        for each in (policy, chooser):
+            if each is not None and not saved.is_as_written:
+                each.check(config)
+        check_policy(saved, policy, chooser, lm)
     except UsageError as error:
         raise UsageError(f"{where} cannot be continued here. {error}") from error
-    storage, config = Storage(**description["storage"]), lm.config
+    storage, batch = Storage(saved.storage.kind, saved.storage.headroom), saved.batch
     page_size = layout_for(storage, config.head_dim).page_size
-    batch = description["batch"]
     counters: Any = jax.ShapeDtypeStruct((batch,), "int32")
     # Heads that share slots may each leave a part of a page unused, which is larger where pages are.
-    larger = page_size > description.get("page_size", page_size)
+    larger = page_size > (saved.page_size or page_size)
 
     owners = by_pool(policy, [policy.owners(config, layer) for layer in range(config.num_layers)])
 
-    def layer(i: int, slots: list[int]) -> Any:
+    def layer(i: int, slots: tuple[int, ...]) -> Any:
         pages = zip(pages_of(slots, page_size), owners[i], strict=True)
         wanted = tuple(count + (larger and owner.shares_slots) for count, owner in pages)
         return policy.init_layer(config, i, batch, wanted, lm.params.dtype, storage)
 
-    layers = jax.eval_shape(lambda: tuple(layer(i, slots) for i, slots in enumerate(description["slots"])))
-    capacities = {"prompt_capacity": description["prompt_room"], "new_capacity": description["new_room"]}
-    capacities["joined_tokens"] = description.get("joined_tokens", 0)
-    empty = Cache(layers=layers, seen=counters, prompt_end=counters, next_token=counters, policy=policy, **capacities)
-    return empty, tuple(tuple(tuple(pool) for pool in layer) for layer in description["counts"])
+    layers = jax.eval_shape(lambda: tuple(layer(i, slots) for i, slots in enumerate(saved.slots)))
+    check_counts(saved.counts, layers)
+    empty = Cache(
+        layers=layers,
+        seen=counters,
+        prompt_end=counters,
+        next_token=counters,
+        policy=policy,
+        prompt_capacity=saved.prompt_room,
+        new_capacity=saved.new_room,
+        joined_tokens=saved.joined_tokens,
+    )
+    return empty, chooser
 
 
 def _zeros(shapes: Cache) -> Cache:
@@ -204,6 +263,7 @@ def holds_conversation(path: str | os.PathLike[str]) -> bool:
 
     Raises:
       UsageError: it holds something else, or cannot be a folder.
+      KvjaxError: what says what it holds is damaged.
     """
     where = Path(path)
     try:
@@ -217,7 +277,8 @@ def holds_conversation(path: str | os.PathLike[str]) -> bool:
     # Orbax names what is not whole yet 7.orbax-checkpoint-tmp.
     known = where.is_dir() and all(_is_number(item.name.split(".")[0]) for item in held)
     # An older one may be half deleted: the newest was whole before that began.
-    if not known or (whole and not _is_conversation(max(whole, key=lambda item: int(item.name)))):
+    newest = max(whole, key=lambda item: int(item.name), default=None)
+    if not known or (newest is not None and not _is_conversation(where, newest)):
         raise UsageError(f"{where} holds something else than a saved conversation; name another folder.")
     return bool(whole)
 
@@ -227,12 +288,15 @@ def _is_number(name: str) -> bool:
     return name.isascii() and name.isdecimal() and len(name) <= 18
 
 
-def _is_conversation(item: Path) -> bool:
+def _is_conversation(where: Path, item: Path) -> bool:
     """Whether a numbered folder is a save of kvjax: others' checkpoints, or photos by year, are numbered too."""
     try:
-        content = parse_json((item / "_CHECKPOINT_METADATA").read_bytes())
+        content = parse_json((item / _METADATA).read_bytes())
         return content["custom_metadata"]["kind"] == _KIND
-    except (OSError, ValueError, KeyError, TypeError):
+    except NotADocument as error:
+        what = f"The conversation at {where} is damaged" if (item / SEAL).is_file() else f"{where} is damaged"
+        raise KvjaxError(f"{what}; {item.name}/{_METADATA}, which says what was saved, cannot be read.") from error
+    except (OSError, KeyError, TypeError):
         return False
 
 
