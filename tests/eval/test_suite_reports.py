@@ -11,8 +11,9 @@ import pytest
 from support.suite_runs import CACHES, ITEMS, SETTINGS, answer, journal_at, without_times
 
 from kvjax.errors import UsageError
-from kvjax.eval.comparison_report import _samples
+from kvjax.eval.comparison_report import footnote
 from kvjax.eval.entries import Entry
+from kvjax.eval.results import Settings
 from kvjax.eval.suites import folder
 from kvjax.eval.suites.figures import heat_map, scores_figure, task_figure
 from kvjax.eval.suites.item import Suite
@@ -242,4 +243,6 @@ def test_names_of_policies_stand_whole_above_the_bars():
 
 def test_one_length_and_one_sample_are_said_as_one():
     assert span(417, 417) == "417" and span(417, 1500) == "417 to 1,500"
-    assert _samples(1) == "1 sample" and _samples(8) == "8 samples"
+    for samples, each, rows in ((1, "1 sample each of", "decode: 1 row."), (8, "8 samples each", "8 rows together.")):
+        said = footnote(Settings("m", "float32", samples=samples), MACHINE)
+        assert each in said and rows in said
