@@ -202,6 +202,6 @@ def test_models_and_profiles(judge, tmp_path):
 
 
 def policies_profiles() -> Iterable[Path]:
-    from kvjax.policies.profile import folder
+    from kvjax.policies.profile_files import folder
 
     return iter(sorted(folder().glob("*.yaml")))

@@ -131,7 +131,8 @@ def with_profile(policy: Policy, config: ModelConfig) -> Policy:
     from kvjax.policies.best import resolve
     from kvjax.policies.duo import DuoAttention
     from kvjax.policies.learned import Learned
-    from kvjax.policies.profile import FilterProfile, GateProfile, ScorerProfile, packaged
+    from kvjax.policies.profile import FilterProfile, GateProfile, ScorerProfile
+    from kvjax.policies.profile_files import packaged
     from kvjax.policies.qfilters import QFilters
     from kvjax.policies.razor import RazorAttention
     from kvjax.policies.round_attention import RoundAttention

@@ -26,9 +26,8 @@ if TYPE_CHECKING:
         ScopeProfile,
         ScorerProfile,
         WatershedProfile,
-        load_profile,
-        save_profile,
     )
+    from kvjax.policies.profile_files import load_profile, save_profile
 
 # Policies read profiles, so this package must not load what reads policies.
 _HOMES = {
@@ -40,10 +39,10 @@ _HOMES = {
     "WatershedProfile": "kvjax.policies.profile",
     "alibi_scopes": "kvjax.calibrate.alibi",
     "gates": "kvjax.calibrate.head_gates",
-    "load_profile": "kvjax.policies.profile",
+    "load_profile": "kvjax.policies.profile_files",
     "query_filters": "kvjax.calibrate.filters",
     "retrieval_heads": "kvjax.calibrate.retrieval",
-    "save_profile": "kvjax.policies.profile",
+    "save_profile": "kvjax.policies.profile_files",
     "scorer": "kvjax.calibrate.kvzip_scorer",
     "watershed": "kvjax.calibrate.divergence",
 }

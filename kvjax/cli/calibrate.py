@@ -48,7 +48,7 @@ def retrieval_heads(
     from kvjax.cli import first_steps
     from kvjax.files import write_atomically
     from kvjax.policies.head_choice import protected_heads
-    from kvjax.policies.profile import save_profile
+    from kvjax.policies.profile_files import save_profile
 
     check_out(out)
     if picture:
@@ -75,7 +75,8 @@ def alibi_scopes(
     from kvjax.calibrate.alibi import alibi_scopes as bound
     from kvjax.cli import first_steps
     from kvjax.policies.head_choice import scope_lengths
-    from kvjax.policies.profile import BOUNDS, save_profile
+    from kvjax.policies.profile import BOUNDS
+    from kvjax.policies.profile_files import save_profile
 
     check_out(out)
     lm = first_steps.load(model, dtype, weights=weights)
@@ -123,7 +124,7 @@ def watershed(
     from kvjax.cli import first_steps
     from kvjax.eval.dialogues import long_dialogues
     from kvjax.files import write_atomically
-    from kvjax.policies.profile import save_profile
+    from kvjax.policies.profile_files import save_profile
 
     check_out(out)
     whole_number("most", most, 1)
@@ -160,7 +161,7 @@ def qfilters(
     """Find the direction that each head's queries share, from texts (for qfilters)."""
     from kvjax.calibrate.filters import query_filters
     from kvjax.cli import first_steps
-    from kvjax.policies.profile import save_profile
+    from kvjax.policies.profile_files import save_profile
 
     check_out(out)
     whole_number("most", most, 1)

@@ -51,7 +51,7 @@ def scorer(
     from kvjax.calibrate.kvzip_scorer import scorer as train
     from kvjax.calibrate.training import check_training, remove_training
     from kvjax.cli import first_steps
-    from kvjax.policies.profile import save_profile
+    from kvjax.policies.profile_files import save_profile
 
     check_out(out)
     for name, value, least in (("most", most, 2), ("tokens", tokens, 8), ("sampled", sampled, 1), ("steps", steps, 1)):
@@ -112,7 +112,7 @@ def gates(
     from kvjax.calibrate.head_gates import gates as train
     from kvjax.calibrate.training import check_training, remove_training
     from kvjax.cli import first_steps
-    from kvjax.policies.profile import save_profile
+    from kvjax.policies.profile_files import save_profile
 
     check_out(out)
     numbers = {"tokens": tokens, "keys": keys, "words": words, "steps": steps, "learning_rate": learning_rate}

@@ -50,7 +50,7 @@ def explain(error: Exception) -> tuple[int, str]:
     for name in _settings_named(error):
         why = first_line or "there is no such device"
         return 2, one_sentence(
-            f"JAX cannot use {name}={quoted(os.environ[name])} of the environment ({why}); unset it."
+            f"JAX cannot use {name}={quoted(os.environ[name])} of the environment ({why}); correct or unset it."
         )
     hint = "set KVJAX_TRACEBACK=1 to see where"
     return 1, f"Unexpected {type(error).__name__}: {first_line} ({hint})"
@@ -58,9 +58,10 @@ def explain(error: Exception) -> tuple[int, str]:
 
 def _settings_named(error: Exception) -> list[str]:
     """JAX's settings in the environment that its own error names: a device that is not there, a word for a number."""
-    said = str(error).upper() if isinstance(error, (ValueError, RuntimeError, AssertionError)) else ""
-    if isinstance(error, AssertionError) and not said:
-        said = "JAX_PLATFORMS"  # names a platform that JAX knows and no installed plugin has
+    said = str(error).upper() if isinstance(error, (ValueError, RuntimeError)) else ""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__) if error.__traceback__ else [(None, 0)]
+    if isinstance(error, AssertionError) and frame and frame.f_globals.get("__name__") == "jax._src.xla_bridge":
+        said = "JAX_PLATFORMS"  # where JAX asserts that there is a device: no installed plugin has this one
     return [name for name in os.environ if name.startswith("JAX_") and name in said]
 
 

@@ -89,7 +89,8 @@ class QuestionAnswer:
     def draw(self, lm: LanguageModel, out: Path) -> int:
         from kvjax.eval.dialogues import long_dialogues
         from kvjax.eval.question_answer import alike_figure, last_round, means
-        from kvjax.policies.profile import WatershedProfile, packaged
+        from kvjax.policies.profile import WatershedProfile
+        from kvjax.policies.profile_files import packaged
 
         assert self.dialogues is not None
         chosen = long_dialogues(lm, self.dialogues, most=self.most, least_rounds=self.least_rounds, tokens=self.tokens)

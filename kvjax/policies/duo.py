@@ -15,7 +15,7 @@ from kvjax.policies.head_choice import gated_heads
 from kvjax.policies.inner import has_own_size, sizes_of
 from kvjax.policies.option_checks import changed, refuse_unused
 from kvjax.policies.profile import GateProfile, Heads
-from kvjax.policies.profile_of import profile_of, read_profile
+from kvjax.policies.profile_files import profile_of, read_profile
 from kvjax.policies.streaming import StreamingLLM
 
 #: The part of a ratio that a head which does not keep everything keeps, where no fraction of heads is given.

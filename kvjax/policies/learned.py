@@ -15,7 +15,7 @@ from kvjax.model.config import ModelConfig
 from kvjax.policies.base import Candidates, PromptChunk, Signals
 from kvjax.policies.kvzip import mean_where_unknown
 from kvjax.policies.profile import ScorerProfile
-from kvjax.policies.profile_of import profile_of, read_profile
+from kvjax.policies.profile_files import profile_of, read_profile
 from kvjax.policies.sized import SelectingPastSinks
 
 #: Logarithms of scores are between these, so that every score is a number above 0; attention is at most 1.

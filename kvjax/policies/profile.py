@@ -8,19 +8,15 @@ from __future__ import annotations
 
 import base64
 import dataclasses
-import functools
-import os
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import ClassVar, Literal
 
 import numpy as np
 
 from kvjax.checks import MOST, MOST_NUMBER, MOST_SEED, MOST_SLOTS, number, whole_number
-from kvjax.documents import NotADocument, parse_yaml
-from kvjax.errors import UsageError, quoted
-from kvjax.files import read_bytes, reason, write_atomically
+from kvjax.errors import UsageError
 from kvjax.model.config import MOST_SIZE, ModelConfig
 
 #: One number a query head: [layer][head].
@@ -37,8 +33,6 @@ BOUNDS: tuple[Bound, ...] = ("scaled", "paper", "safe")
 #: The least and most that numbers of a profile may be, by their names.
 Counts = Mapping[str, tuple[int, int]]
 Ranges = Mapping[str, tuple[float, float]]
-#: Bytes of a file at most: many times what the scorer of a model of 80 layers takes.
-_MOST_BYTES = 64_000_000
 #: A share of attention, which rounding may leave a little above 1.
 _SHARE = 0.0, 1.001
 #: Bounds of logits and slopes, whose quotient is a whole number of tokens.
@@ -352,107 +346,6 @@ def unpacked(text: str) -> np.ndarray | None:
         return None
 
 
-_KINDS: dict[str, type[Profile]] = {
+KINDS: dict[str, type[Profile]] = {
     kind.kind: kind for kind in (HeadProfile, ScopeProfile, WatershedProfile, FilterProfile, ScorerProfile, GateProfile)
 }
-AnyProfile = TypeVar("AnyProfile", bound=Profile)
-
-
-def save_profile(profile: Profile, path: str | os.PathLike[str]) -> None:
-    """Write a profile as YAML, all of it or nothing.
-
-    Raises:
-      KvjaxError: the file cannot be written.
-    """
-    import yaml
-
-    fields = {field.name: getattr(profile, field.name) for field in dataclasses.fields(profile) if field.compare}
-    content: dict[str, Any] = {"kind": profile.kind}
-    for name, value in fields.items():
-        if name == "shape":
-            content[name] = dataclasses.asdict(value)
-        elif name in profile.rows_of_numbers():
-            content[name] = [list(row) for row in value]
-        else:
-            content[name] = list(value) if name in (*profile.curves, *profile.packed) else value
-    text = yaml.safe_dump(content, sort_keys=False, default_flow_style=None, width=120)
-    write_atomically(Path(path), text)
-
-
-def load_profile(path: str | os.PathLike[str]) -> Profile:
-    """Read a profile written by :func:`save_profile`.
-
-    Raises:
-      UsageError: no such file, one that is too large, not a profile, an unknown or a missing key, or values of the
-        wrong kind or out of range.
-    """
-    try:
-        content = parse_yaml(read_bytes(Path(path), _MOST_BYTES))
-    except UsageError:  # it has too many bytes, which is a ValueError too
-        raise
-    except NotADocument as error:
-        raise UsageError(f"{os.fspath(path)} is not a profile: {error}.") from error
-    except (OSError, ValueError) as error:
-        raise UsageError(f"The profile {os.fspath(path)} cannot be read: {reason(error)}.") from error
-    kind = str(content.get("kind")) if isinstance(content, dict) else None
-    if kind not in _KINDS:
-        raise UsageError(
-            f"{os.fspath(path)} is not a profile: its kind is {quoted(kind)}; known are {', '.join(_KINDS)}."
-        )
-    cls = _KINDS[kind]
-    values = _fields(cls, content, os.fspath(path))
-    shape = _fields(ModelShape, values["shape"], f"{os.fspath(path)}, shape")
-    for name in cls.rows_of_numbers():
-        values[name] = _table(values[name], f"{os.fspath(path)}, {name}")
-    for name in cls.packed:
-        rows = values[name]
-        if not isinstance(rows, list) or not all(isinstance(row, str) for row in rows):
-            raise UsageError(
-                f"{os.fspath(path)}, {name} is not a list of texts, one a layer; calibrate the model again."
-            )
-        values[name] = tuple(rows)
-    for name in cls.curves:
-        values[name] = _table([values[name]], f"{os.fspath(path)}, {name}")[0]
-    return cls(**(values | {"shape": ModelShape(**shape), "source": os.fspath(path)}))
-
-
-def _fields(cls: type, content: Any, origin: str) -> dict[str, Any]:
-    """The values of a dataclass's fields, exactly: a key too many or too few is an error, and so is another kind."""
-    fields = {field.name: field for field in dataclasses.fields(cls) if field.compare}
-    given = {name: value for name, value in content.items() if name != "kind"} if isinstance(content, Mapping) else {}
-    if unknown := sorted(set(map(str, given)) - set(fields)):
-        raise UsageError(f"{origin} has the unknown key {quoted(unknown[0])}; known are {', '.join(fields)}.")
-    if missing := [name for name in fields if name not in given]:
-        raise UsageError(f"{origin} does not say {quoted(missing[0])}; calibrate the model again.")
-    for name, field in fields.items():
-        kind = {"int": int, "str": str, "float": float}.get(str(field.type))
-        if kind is not None and type(given[name]) is not kind:
-            raise UsageError(f"{origin} has {quoted(given[name])} as {name}; a profile has a {kind.__name__} there.")
-    return given
-
-
-def _table(value: Any, origin: str) -> Table:
-    rows = value if isinstance(value, list) else ["not a row"]
-    if not all(isinstance(row, list) and all(type(x) in (int, float) for x in row) for row in rows):
-        raise UsageError(f"{origin} is not a table of numbers, a row a layer; calibrate the model again.")
-    try:
-        return tuple(tuple(float(x) for x in row) for row in rows)
-    except OverflowError as error:
-        raise UsageError(f"{origin} holds a number that is too large; calibrate the model again.") from error
-
-
-def folder() -> Path:
-    """The folder of the profiles that come with kvjax: in an installed package, else in the repository."""
-    package = Path(__file__).resolve().parent.parent
-    installed = package / "profiles"
-    return installed if installed.is_dir() else package.parent / "configs" / "profiles"
-
-
-@functools.lru_cache(maxsize=32)
-def packaged(cls: type[AnyProfile], config: ModelConfig) -> AnyProfile | None:
-    """The profile of this kind that comes with kvjax for a model of this shape, or None."""
-    for path in sorted(folder().glob("*.yaml")):
-        profile = load_profile(path)
-        if isinstance(profile, cls) and profile.shape == ModelShape.of(config):
-            return profile
-    return None

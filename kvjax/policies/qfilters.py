@@ -14,7 +14,7 @@ from kvjax.cache.pool import LayerCache
 from kvjax.model.config import ModelConfig
 from kvjax.policies.base import Candidates, PromptChunk
 from kvjax.policies.profile import FilterProfile
-from kvjax.policies.profile_of import profile_of, read_profile
+from kvjax.policies.profile_files import profile_of, read_profile
 from kvjax.policies.sized import Selecting
 
 

@@ -16,14 +16,8 @@ from kvjax.policies.composed import HeadWise, check_inner, sized_others
 from kvjax.policies.head_choice import protected_heads, scope_lengths
 from kvjax.policies.inner import has_own_size, sizes_of, with_size
 from kvjax.policies.option_checks import changed, one_of, only_one, refuse_unused
-from kvjax.policies.profile import (
-    BOUNDS,
-    Bound,
-    HeadProfile,
-    Heads,
-    ScopeProfile,
-)
-from kvjax.policies.profile_of import profile_of, read_profile
+from kvjax.policies.profile import BOUNDS, Bound, HeadProfile, Heads, ScopeProfile
+from kvjax.policies.profile_files import profile_of, read_profile
 
 #: Options of rotary models alone, and of ALiBi models alone.
 _ROTARY = (

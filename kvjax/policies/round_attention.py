@@ -17,7 +17,7 @@ from kvjax.policies.base import HostOrTraced, Policy, floor_fraction, numpy_or_j
 from kvjax.policies.composed import HeadWise
 from kvjax.policies.option_checks import one_of, only_one, refuse_shared_layers, refuse_unused
 from kvjax.policies.profile import WatershedProfile
-from kvjax.policies.profile_of import profile_of, read_profile
+from kvjax.policies.profile_files import profile_of, read_profile
 from kvjax.policies.split_cache import SplitCache
 
 #: Tokens at the beginning of a conversation that belong to no round: attention that no token deserves goes to them.

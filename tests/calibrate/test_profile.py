@@ -13,16 +13,8 @@ from hypothesis import strategies as st
 
 from kvjax.errors import KvjaxError, UsageError
 from kvjax.policies.head_choice import protected_heads, scope_lengths
-from kvjax.policies.profile import (
-    GateProfile,
-    HeadProfile,
-    ModelShape,
-    ScopeProfile,
-    ScorerProfile,
-    load_profile,
-    packaged,
-    save_profile,
-)
+from kvjax.policies.profile import GateProfile, HeadProfile, ModelShape, ScopeProfile, ScorerProfile
+from kvjax.policies.profile_files import load_profile, packaged, save_profile
 
 CONFIG = toys.tiny_config(num_layers=3, num_heads=6, num_kv_heads=2)
 

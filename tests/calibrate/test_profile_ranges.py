@@ -13,16 +13,9 @@ from support.scorers import random_gates, random_scorer
 
 from kvjax.errors import UsageError
 from kvjax.policies import parse
-from kvjax.policies.profile import (
-    HeadProfile,
-    ModelShape,
-    Profile,
-    ScopeProfile,
-    WatershedProfile,
-    load_profile,
-    save_profile,
-)
-from kvjax.policies.profile import folder as packaged_folder
+from kvjax.policies.profile import HeadProfile, ModelShape, Profile, ScopeProfile, WatershedProfile
+from kvjax.policies.profile_files import folder as packaged_folder
+from kvjax.policies.profile_files import load_profile, save_profile
 
 CONFIG = toys.tiny_config(num_layers=2)
 SHAPE = ModelShape.of(CONFIG)
@@ -118,9 +111,9 @@ def test_profiles_that_come_with_kvjax_are_in_range():
 
 
 def test_a_file_without_an_end_is_not_read_to_it(tmp_path, monkeypatch):
-    from kvjax.policies import profile
+    from kvjax.policies import profile_files
 
-    monkeypatch.setattr(profile, "_MOST_BYTES", 3_000_000)
+    monkeypatch.setattr(profile_files, "_MOST_BYTES", 3_000_000)
     path = tmp_path / "p.yaml"
     save_profile(PROFILES["gates"], path)
     assert load_profile(path).kind == "gates"

@@ -14,7 +14,7 @@ from kvjax.errors import UsageError
 from kvjax.model.params import logical
 from kvjax.model.rope import token_angles
 from kvjax.policies.head_choice import protected_heads
-from kvjax.policies.profile import load_profile
+from kvjax.policies.profile_files import load_profile
 from kvjax.runtime import layer_forward
 
 # --- the oracle: a dense forward pass, then the definition token by token ---------------------------------------------
@@ -132,7 +132,8 @@ def test_what_cannot_be_is_one_sentence(bad, said):
 
 def test_the_packaged_profile_was_made_this_way(default_model):
     """A short calibration of the real model agrees with the packaged one about the strongest heads."""
-    from kvjax.policies.profile import HeadProfile, packaged
+    from kvjax.policies.profile import HeadProfile
+    from kvjax.policies.profile_files import packaged
 
     kept = packaged(HeadProfile, default_model.config)
     assert kept is not None and kept.tokens == 2047 and kept.repeats == 4

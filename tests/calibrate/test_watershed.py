@@ -16,7 +16,8 @@ from kvjax.calibrate.divergence import divergence_to_later, first_minimum
 from kvjax.calibrate.round_attention_mass import question_and_answer_mass, question_mass
 from kvjax.eval.dialogues import read_dialogues
 from kvjax.history import history_ids
-from kvjax.policies.profile import ModelShape, folder, model_name
+from kvjax.policies.profile import ModelShape, model_name
+from kvjax.policies.profile_files import folder
 
 MESSAGES = [
     {"role": "system", "content": "S."},
@@ -110,7 +111,7 @@ def test_a_profile_is_a_small_file_and_a_policy_finds_its_layer_there(lm, tmp_pa
     policy.check(lm.config)
     with pytest.raises(kvjax.UsageError, match="another model"):
         policy.check(toys.tiny_config(num_layers=5))
-    with pytest.raises(kvjax.UsageError, match="not one of watershed"):
+    with pytest.raises(kvjax.UsageError, match="is one of retrieval-heads; RoundAttention takes those of"):
         kvjax.RoundAttention(profile=kvjax.calibrate.retrieval_heads(lm, tokens=4))
     for changes, says in (({"watershed": 4}, "1 to 3"), ({"divergence": (1.0,)}, "4 finite")):
         with pytest.raises(kvjax.UsageError, match=says):

@@ -17,7 +17,8 @@ import kvjax
 from kvjax.calibrate import load_profile, save_profile
 from kvjax.errors import UsageError
 from kvjax.policies import DuoAttention, KeyDiff, Learned, Razor, StreamingLLM, format_policy, parse
-from kvjax.policies.profile import GateProfile, packaged
+from kvjax.policies.profile import GateProfile
+from kvjax.policies.profile_files import packaged
 
 
 def model():

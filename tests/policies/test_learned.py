@@ -20,7 +20,8 @@ from kvjax.cache.pool import mark_rows
 from kvjax.calibrate import load_profile, save_profile
 from kvjax.errors import UsageError
 from kvjax.policies import ChunkKV, CriticalKV, Learned
-from kvjax.policies.profile import ScorerProfile, packaged, packed_numbers, unpacked
+from kvjax.policies.profile import ScorerProfile, packed_numbers, unpacked
+from kvjax.policies.profile_files import packaged
 from kvjax.runtime.layer_forward import forward_layers
 from kvjax.runtime.layer_observer import LayerObserver
 

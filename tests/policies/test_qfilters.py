@@ -18,7 +18,7 @@ from kvjax.calibrate.filters import filters_of
 from kvjax.errors import UsageError
 from kvjax.model.rope import angles, rotate
 from kvjax.policies import ChunkKV, QFilters
-from kvjax.policies.profile import packaged
+from kvjax.policies.profile_files import packaged
 
 BUDGET = 12
 TEXT = "The harbour was built in 1886. Its light is green, and its keeper grew roses until the war began. "

@@ -24,7 +24,8 @@ from kvjax.policies.base import PromptChunk, Step
 from kvjax.policies.composed import HeadWise
 from kvjax.policies.head_choice import protected_heads
 from kvjax.policies.page_capacities import page_capacities
-from kvjax.policies.profile import ModelShape, packaged, save_profile
+from kvjax.policies.profile import ModelShape
+from kvjax.policies.profile_files import packaged, save_profile
 from kvjax.policies.signals import Mass, PromptSignals, QueryStats
 from kvjax.runtime.compilation import compile_clock
 from kvjax.runtime.programs import ONE_DEVICE

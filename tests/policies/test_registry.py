@@ -22,7 +22,7 @@ from kvjax.policies import NACL, ExpectedAttention, Full, LagKV, SnapKV, Streami
         ("full", Full()),
         ("lagkv", LagKV()),
         ("lagkv:ratio=0.25,sink=16", LagKV(ratio=0.25, sink=16)),
-        (" LagKV : partition_ratio=0.5 , lag=64,", LagKV(partition_ratio=0.5, lag=64)),
+        (" LagKV : partition_ratio=0.5 , lag=64 ", LagKV(partition_ratio=0.5, lag=64)),
         ("streaming:window=100,positions=cache", StreamingLLM(window=100, positions="cache")),
         ("snap:window=16,pooling=max", SnapKV(window=16, pooling="max")),
         ("nacl:budget=512,seed=3", NACL(budget=512, seed=3)),
@@ -108,3 +108,11 @@ def test_a_long_list_of_names_ends_at_a_whole_one():
     sentence = str(error.value)
     assert "..." not in sentence and " more (see" in sentence and "known are full, streamingllm, lagkv" in sentence
     assert listed(["ab", "cd", "ef"], most=6) == "ab, cd and 1 more" and listed(["ab", "cd"], most=6) == "ab, cd"
+
+
+@pytest.mark.parametrize(
+    "text", ["lagkv:ratio=0.5,", "lagkv:,ratio=0.5", "lagkv:ratio=0.5,,lag=64", "razor:inner=lagkv(lag=64,)"]
+)
+def test_an_option_that_is_missing_between_commas_is_refused(text):
+    with pytest.raises(UsageError, match="An option of LagKV is missing"):
+        policies.parse(text)

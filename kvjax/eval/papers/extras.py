@@ -21,7 +21,8 @@ from kvjax.eval.suites.data import DataFolder
 from kvjax.figures import new_figure, png
 from kvjax.files import file_digest, write_atomically
 from kvjax.policies.head_choice import protected_heads
-from kvjax.policies.profile import HeadProfile, WatershedProfile, packaged
+from kvjax.policies.profile import HeadProfile, WatershedProfile
+from kvjax.policies.profile_files import packaged
 from kvjax.tables import Column, Heading, Picture, Table
 
 _KEEPING = ("h2o:recent=32,ratio=0.25", "ahakv:recent=32,ratio=0.25")
