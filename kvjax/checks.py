@@ -101,7 +101,7 @@ def read_number(text: str) -> float:
     return value
 
 
-def items(name: str, parts: Iterable[str]) -> list[str]:
+def stripped(name: str, parts: Iterable[str]) -> list[str]:
     """The parts of a list that was typed, without the spaces around them; UsageError where one is empty."""
     found = [part.strip() for part in parts]
     if not all(found):

@@ -13,7 +13,7 @@ import pytest
 
 import kvjax
 from kvjax.saving import store
-from kvjax.saving.seal import SEAL
+from kvjax.saving.checksums import CHECKSUMS
 
 METADATA = "_CHECKPOINT_METADATA"
 PROMPT = list(range(70))
@@ -145,7 +145,7 @@ def test_a_description_that_could_be_but_was_changed_is_refused(
 def test_without_digest_and_seal_a_save_is_read_as_before(copied, tiny_model, name):
     folder = copied(name)
     changed(folder, "later", "a field of a later version", digest=False)
-    (folder / "0" / SEAL).unlink()
+    (folder / "0" / CHECKSUMS).unlink()
     assert kvjax.load_cache(folder, tiny_model).batch == 1
 
 
@@ -159,7 +159,7 @@ def test_broken_files_are_one_sentence_and_nothing_is_printed(copied, tiny_model
         content = path.read_bytes()
         half = len(content) // 2
         if damage == "removed":
-            if path.name in (METADATA, SEAL):
+            if path.name in (METADATA, CHECKSUMS):
                 continue
             path.unlink()
         else:
@@ -185,27 +185,27 @@ def test_a_description_that_cannot_be_read_is_damaged_and_not_written_over(copie
                 call(folder, tiny_model)
             assert not isinstance(caught.value, kvjax.UsageError)
         assert path.read_bytes() == text
-    # Without a seal it may have been anybody's.
-    (folder / "0" / SEAL).unlink()
+    # Without checksums it may have been anybody's.
+    (folder / "0" / CHECKSUMS).unlink()
     with pytest.raises(kvjax.KvjaxError, match=r"^\S*lagkv is damaged; 0/_CHECKPOINT"):
         kvjax.load_cache(folder, tiny_model)
 
 
-def test_a_seal_names_files_of_its_save_alone(copied, tiny_model):
+def test_checksums_name_files_of_its_save_alone(copied, tiny_model):
     folder = copied("lagkv")
     for name in ("../../outside", "/etc/hostname"):
-        (folder / "0" / SEAL).write_text(json.dumps({name: {"bytes": 1, "sha256": ""}}))
-        assert f"names '{name}'" in refusal(folder, tiny_model)
+        (folder / "0" / CHECKSUMS).write_text(json.dumps({name: {"bytes": 1, "sha256": ""}}))
+        assert f"contradicts itself about '{name}'" in refusal(folder, tiny_model)
 
 
-def test_a_save_whose_seal_could_not_be_written_is_whole(tiny_model, saves, tmp_path, monkeypatch):
+def test_a_save_whose_checksums_could_not_be_written_is_whole(tiny_model, saves, tmp_path, monkeypatch):
     cache = kvjax.load_cache(saves / "lagkv", tiny_model)
 
     def full(path, content):
         raise kvjax.KvjaxError("The disk is full.")
 
     with monkeypatch.context() as patched:
-        patched.setattr("kvjax.saving.seal.write_atomically", full)
+        patched.setattr("kvjax.saving.checksums.write_atomically", full)
         kvjax.save_cache(tmp_path / "talk", cache, tiny_model)
-    assert not (tmp_path / "talk" / "0" / SEAL).exists()
+    assert not (tmp_path / "talk" / "0" / CHECKSUMS).exists()
     assert kvjax.load_cache(tmp_path / "talk", tiny_model).seen.tolist() == cache.seen.tolist()

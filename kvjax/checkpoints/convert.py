@@ -20,14 +20,15 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from kvjax.checkpoints import converted
-from kvjax.checkpoints.converted import PARAMETERS, TEMPLATE, TOKENIZER, WEIGHTS, StoredArray, StoredFile
+from kvjax.checkpoints.converted import PARAMETERS, TEMPLATE, TOKENIZER, WEIGHTS, StoredArray
 from kvjax.checkpoints.converted_weights import described, leaf_names
 from kvjax.checkpoints.load import LanguageModel, load, load_config, weights_dtype
 from kvjax.errors import KvjaxError, UsageError
-from kvjax.files import bytes_in, check_folder, disk_reason, file_digest, sync_folder
+from kvjax.files import bytes_in, check_folder, disk_reason, sync_folder
 from kvjax.model.decoder import abstract_decoder
 from kvjax.model.quantised import Weights, check_weights
 from kvjax.progress import Progress, showing, stage
+from kvjax.stored_files import StoredFile, stored
 from kvjax.tables import human_bytes
 from kvjax.version import __version__
 
@@ -178,9 +179,9 @@ def _quiet() -> Iterator[None]:
 def _files(work: Path) -> dict[str, StoredFile]:
     found = {}
     for path in sorted(path for path in work.rglob("*") if path.is_file()):
-        name, size = path.relative_to(work).as_posix(), path.stat().st_size
+        name = path.relative_to(work).as_posix()
         chunk = name.startswith(f"{WEIGHTS}/{PARAMETERS}/") and "/c/" in name
-        found[name] = StoredFile(size, None if chunk else file_digest(path))
+        found[name] = StoredFile(path.stat().st_size, None) if chunk else stored(path)
     return found
 
 

@@ -11,8 +11,7 @@ import dataclasses
 import hashlib
 import json
 import math
-import stat
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,8 +19,8 @@ import numpy as np
 from kvjax.checkpoints.safetensors import read_json
 from kvjax.documents import NotADocument, validated
 from kvjax.errors import WeightsError, quoted
-from kvjax.files import file_digest
 from kvjax.model.config import ModelConfig
+from kvjax.stored_files import StoredFile, check_names, check_stored
 
 #: Of the form that is written. A folder of a later version is refused.
 VERSION = 1
@@ -55,14 +54,6 @@ class StoredArray:
     def nbytes(self) -> int:
         """Bytes of its numbers."""
         return math.prod(self.shape) * np.dtype(self.dtype).itemsize
-
-
-@dataclasses.dataclass(frozen=True)
-class StoredFile:
-    """The size of a file of the folder, and its SHA-256; None of a chunk, which has a checksum in its array."""
-
-    bytes: int
-    sha256: str | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,20 +134,10 @@ def read_description(folder: Path) -> Description:
 
 def check_files(folder: Path, description: Description) -> None:
     """Refuse a folder that lacks a file, or has one of another size, or a changed one that has a digest."""
-    for name, stored in description.files.items():
-        path = folder / name
-        try:
-            found = path.stat()
-            if not stat.S_ISREG(found.st_mode):  # a pipe would be waited for
-                raise damaged(folder, f"{name} is no file")
-            size = found.st_size
-            changed = stored.sha256 is not None and size == stored.bytes and file_digest(path) != stored.sha256
-        except OSError as error:
-            raise damaged(folder, f"{name} cannot be read ({error.strerror})") from error
-        if size != stored.bytes:
-            raise damaged(folder, f"{name} has {size:,} bytes instead of {stored.bytes:,}")
-        if changed:
-            raise damaged(folder, f"{name} was changed")
+    try:
+        check_stored(folder, description.files)
+    except NotADocument as error:
+        raise damaged(folder, str(error)) from error
 
 
 def _digest(content: dict[str, Any]) -> str:
@@ -169,10 +150,10 @@ def _check_arrays(folder: Path, description: Description) -> None:
     def contradiction(name: str) -> WeightsError:
         return damaged(folder, f"{DESCRIPTION} contradicts itself about {quoted(name)}")
 
-    for name, file in description.files.items():
-        parts = PurePosixPath(name)
-        if parts.is_absolute() or not parts.parts or {"..", "\0"} & {*parts.parts, *name} or file.bytes < 0:
-            raise contradiction(name)
+    try:
+        check_names(description.files)
+    except NotADocument as error:
+        raise damaged(folder, f"{DESCRIPTION}: {error}") from error
     if TOKENIZER not in description.files:
         raise contradiction(TOKENIZER)
     if not all(0 <= index < description.config.vocab_size for index in description.stop_token_ids):

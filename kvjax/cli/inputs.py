@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvjax.checks import MOST, MOST_BYTES, MOST_SLOTS, items, read_number, read_whole_number, whole_number
+from kvjax.checks import MOST, MOST_BYTES, MOST_SLOTS, read_number, read_whole_number, stripped, whole_number
 from kvjax.errors import DoesNotFit, UsageError, quoted
 from kvjax.files import reason
 
@@ -99,7 +99,7 @@ def numbers(value: str, name: str) -> tuple[float, ...]:
 
 def names(value: str, name: str) -> tuple[str, ...]:
     """``"a, b"`` as ``("a", "b")``; none of an empty text."""
-    return tuple(items(name, value.split(","))) if value.strip() else ()
+    return tuple(stripped(name, value.split(","))) if value.strip() else ()
 
 
 def byte_count(value: str | None, name: str = "--memory-limit") -> int | None:

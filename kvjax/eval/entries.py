@@ -9,7 +9,7 @@ import math
 import re
 from collections.abc import Sequence
 
-from kvjax.checks import items, number
+from kvjax.checks import number, stripped
 from kvjax.errors import KvjaxError, UsageError, quoted
 from kvjax.model.config import ModelConfig
 from kvjax.policies import Full, format_policy, parse, registry
@@ -93,7 +93,7 @@ def split_policies(text: str) -> list[str]:
     names: list[str] = []
     for group in _split(text, ";"):
         first = True
-        for piece in items("--policies", _split(group, ",")):
+        for piece in stripped("--policies", _split(group, ",")):
             is_option = re.match(r"[\w-]+\s*=", piece) is not None
             if is_option and not first:
                 names[-1] += f",{piece}"

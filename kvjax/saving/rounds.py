@@ -15,7 +15,7 @@ from kvjax.cache.cache import Cache
 from kvjax.cache.host_memory import HOST
 from kvjax.rounds.conversation import Conversation, Round, UpperRows
 from kvjax.saving.canonical import Counts, canonical, restored
-from kvjax.saving.form import SavedRound, SavedRounds
+from kvjax.saving.schema import SavedRound, SavedRounds
 
 
 def rows_of(conversation: Conversation) -> list[list[Round]]:

@@ -31,6 +31,7 @@ from kvjax.policies.base import Policy
 from kvjax.policies.page_capacities import by_pool
 from kvjax.rounds.conversation import Conversation
 from kvjax.saving.canonical import Counts, canonical, checksum, counts_of, pages_of, restored
+from kvjax.saving.checksums import CHECKSUMS, check_files, write_checksums
 from kvjax.saving.description import (
     VERSION,
     description_digest,
@@ -39,7 +40,6 @@ from kvjax.saving.description import (
     policy_to_json,
     same_model,
 )
-from kvjax.saving.form import Saved, check_counts, check_policy, check_shapes, read_form
 from kvjax.saving.rounds import (
     canonical_rounds,
     describe_rounds,
@@ -48,7 +48,7 @@ from kvjax.saving.rounds import (
     sharded_rounds,
     with_sharding,
 )
-from kvjax.saving.seal import SEAL, check_seal, seal
+from kvjax.saving.schema import Saved, check_counts, check_policy, check_shapes, read_description
 from kvjax.sharding.adopt import adopt
 from kvjax.tables import human_bytes
 
@@ -89,7 +89,7 @@ def save_cache(path: str | os.PathLike[str], cache: Continuation, lm: LanguageMo
         latest = folder.latest
         step = 0 if latest is None else latest.step + 1
         folder.save(step, tree, custom_metadata=description)
-        seal(Path(path) / str(step))
+        write_checksums(Path(path) / str(step))
 
 
 def load_cache(
@@ -137,7 +137,7 @@ def load_cache(
 def _check_whole(folder: Any, where: Path, item: Path, wanted: Any) -> None:
     """Refuse a save whose files are broken, or hold arrays of other shapes than are wanted; none is read."""
     with _damaged(where):
-        check_seal(item)
+        check_files(item)
         check_shapes(folder.metadata().metadata, wanted)
 
 
@@ -206,7 +206,7 @@ def _saved(where: Path, item: Path) -> Saved:
                 f"{where} was saved by kvjax {cut(str(description.get('kvjax')))}, in version {quoted(version)} of the "
                 f"form; this one reads up to version {VERSION}."
             )
-        return read_form(description)
+        return read_description(description)
 
 
 def _empty(where: Path, saved: Saved, lm: LanguageModel) -> tuple[Cache, Policy | None]:
@@ -294,7 +294,7 @@ def _is_conversation(where: Path, item: Path) -> bool:
         content = parse_json((item / _METADATA).read_bytes())
         return content["custom_metadata"]["kind"] == _KIND
     except NotADocument as error:
-        what = f"The conversation at {where} is damaged" if (item / SEAL).is_file() else f"{where} is damaged"
+        what = f"The conversation at {where} is damaged" if (item / CHECKSUMS).is_file() else f"{where} is damaged"
         raise KvjaxError(f"{what}; {item.name}/{_METADATA}, which says what was saved, cannot be read.") from error
     except (OSError, KeyError, TypeError):
         return False

@@ -1,4 +1,4 @@
-"""The form of a description that was read: what each part must be, and what the parts say of one another.
+"""The schema of a saved cache's description: what each part must be, and what the parts say of one another.
 
 A changed description would have memory allocated for slots that were never there, or rows dropped without a word. One
 that carries its own digest is as it was written. Version 0.1 wrote none; of its sizes, those are refused that no cache
@@ -157,7 +157,7 @@ class Saved:
         return self.checksum is not None and self.checksum.description is not None
 
 
-def read_form(found: dict[str, Any]) -> Saved:
+def read_description(found: dict[str, Any]) -> Saved:
     """A description out of JSON.
 
     Raises:
@@ -262,4 +262,4 @@ def check_counts(counts: Sequence[Sequence[Sequence[int]]], layers: Sequence[Any
                 _most("counts", count, most)
 
 
-__all__ = ["Saved", "SavedRound", "SavedRounds", "check_counts", "check_policy", "check_shapes", "read_form"]
+__all__ = ["Saved", "SavedRound", "SavedRounds", "check_counts", "check_policy", "check_shapes", "read_description"]
