@@ -142,7 +142,7 @@ def test_a_description_that_could_be_but_was_changed_is_refused(
 
 
 @pytest.mark.parametrize("name", ["lagkv", "round"])
-def test_without_digest_and_seal_a_save_is_read_as_before(copied, tiny_model, name):
+def test_without_digest_and_checksums_a_save_is_read_as_before(copied, tiny_model, name):
     folder = copied(name)
     changed(folder, "later", "a field of a later version", digest=False)
     (folder / "0" / CHECKSUMS).unlink()
