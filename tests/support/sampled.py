@@ -11,6 +11,7 @@ import pytest
 #: leaves a test to ``-m slow``: another one, which is cheaper, notices the same faults.
 SAMPLED: dict[str, float] = {
     "batch/test_batch.py::test_an_answer_that_outgrows_its_slot_is_answered_where_it_has_room": 0,
+    "batch/test_changed_files.py::test_a_record_that_cannot_be_the_jobs_is_answered_again": 0.6,
     "batch/test_processes.py::test_a_failing_process_ends_the_others_with_its_sentence": 0,
     "batch/test_processes.py::test_a_job_that_lost_process_0_goes_on_at_the_next_start": 0,
     "batch/test_processes.py::test_a_launcher_tells_who_there_is": 0,
@@ -186,7 +187,7 @@ SAMPLED: dict[str, float] = {
     "policies/test_evicting.py::test_int8_rows_evict_like_float_rows_almost_always": 1,
     "policies/test_evicting.py::test_weights_and_the_lowest_slot_are_those_of_each_head_alone": 3,
     "policies/test_guard.py::test_what_a_step_leaves_is_refused_and_no_loop_is_endless": 2,
-    "policies/test_guard.py::test_what_the_prompt_shows_comes_before_the_first_token": 2,
+    "policies/test_guard.py::test_what_the_prompt_shows_is_what_an_engine_and_a_batch_say": 2,
     "policies/test_h2o.py::test_prompt_and_every_step_keep_what_the_oracle_keeps": 2,
     "policies/test_keep_turn.py::test_any_lengths": 0,
     "policies/test_keep_turn.py::test_every_kind_of_policy_keeps_its_size_and_the_turn": 2,
