@@ -105,7 +105,7 @@ class Worker:
                     break  # another engine's, when this one is idle
             if core.loop.idle:
                 return coming
-            core.loop.turn()
+            core.loop.iterate()
             self._between()
             found, ended[:] = list(ended), []
             if made := [record for row, slot in found for record in self._record(row, slot)]:

@@ -162,7 +162,7 @@ def _served(
         row.times.arrived = began
         core.add(row)
     while not core.loop.idle:
-        core.loop.turn()
+        core.loop.iterate()
     spent = time.perf_counter() - began
     wrong = [row for row in rows if row.error is not None or len(row.tokens) != row.limit]
     assert not wrong, f"{len(wrong)} requests have other tokens than they were to have: {wrong[0]}"

@@ -30,7 +30,7 @@ _TIMED_STEPS = 16
 
 
 class EngineCore:
-    """An engine that its caller drives, turn by turn, in one thread.
+    """An engine that its caller drives, iteration by iteration, in one thread.
 
     Attributes:
       sizes: what it has allocated. loop, slots: its schedule and its batch. clock: of what it compiles.
@@ -126,7 +126,7 @@ class EngineCore:
         """The seconds of a decode step of all slots, whose rows have read ``tokens`` and generate as many."""
         with self._dummies(self.sizes.slots, tokens, 2 * MOST_STEPS) as rows:
             while any(not row.tokens for row in rows):
-                self.loop.turn()
+                self.loop.iterate()
             seconds = []
             for _ in range(3):
                 began = time.perf_counter()
@@ -137,7 +137,7 @@ class EngineCore:
     def _run_dummies(self, count: int, tokens: int, new: int) -> None:
         with self._dummies(count, tokens, new):
             while not self.loop.idle:
-                self.loop.turn()
+                self.loop.iterate()
 
     @contextlib.contextmanager
     def _dummies(self, count: int, tokens: int, new: int) -> Iterator[list[Row]]:

@@ -204,7 +204,7 @@ class Engine:
                 with self._wake:
                     streams = any(handle.streaming for handle in self._handles.values())
                 self._core.loop.most_steps = _STREAM_STEPS if streams else MOST_STEPS
-                self._core.loop.turn()
+                self._core.loop.iterate()
                 self._forget()
         except BaseException as error:  # noqa: BLE001  told to everybody who waits
             self._broken = error

@@ -1,4 +1,4 @@
-"""The engine's loop: one turn reads some of what waits and generates a chunk of tokens. No JAX.
+"""The engine's loop: one iteration reads some of what waits and generates a chunk of tokens. No JAX.
 
 What runs is given as a :class:`Worker`: the slots of a real batch, or a simulation with times of its own
 (:mod:`kvjax.engine.simulate`). Both so follow the same schedule.
@@ -35,7 +35,7 @@ class Worker(Protocol[R]):
 
 
 class Loop(Generic[R]):
-    """Gives a worker its work, turn by turn.
+    """Gives a worker its work, iteration by iteration.
 
     Attributes:
       scheduler: who waits, and which slots are free.
@@ -69,7 +69,7 @@ class Loop(Generic[R]):
         """Whether there is nothing to do."""
         return not self._reading and not self.scheduler.waiting and not self.running
 
-    def turn(self) -> None:
+    def iterate(self) -> None:
         """Read some of what waits, then generate a chunk of tokens for what runs."""
         self._read()
         if self.running:
@@ -79,13 +79,13 @@ class Loop(Generic[R]):
         """Read groups while there are some, for ``max_pause`` seconds where rows are running meanwhile."""
         began, read = self._clock(), bool(self._reading)
         if read:
-            self._step(0)  # what was begun first goes on in every turn, whoever overtakes it
+            self._read_on(0)  # what was begun first goes on in every iteration, whoever overtakes it
         while not (read and self.running and self._clock() - began >= self.max_pause) and self._begin():
-            self._step(-1)
-            read = True  # a step a turn, however short the pause may be
+            self._read_on(-1)
+            read = True  # one an iteration, however short the pause may be
 
-    def _step(self, place: int) -> None:
-        """One step of a reading; it leaves the list when it is done."""
+    def _read_on(self, place: int) -> None:
+        """Read on until the reading stops next; it leaves the list when it is done."""
         try:
             next(self._reading[place][1])
         except StopIteration:

@@ -61,7 +61,7 @@ def answer_many(
             interruptible() as interrupt,
         ):
             while not core.loop.idle:
-                core.loop.turn()
+                core.loop.iterate()
                 shown.update(len(done), len(rows))
                 if interrupt.requested:
                     raise KeyboardInterrupt

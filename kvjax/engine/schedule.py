@@ -109,6 +109,7 @@ class Scheduler(Generic[R]):
 def rows_to_wait_for(slots: int) -> int:
     """The number of slots that must have come free before a decode loop stops for those who wait.
 
-    A stop costs the host's turn and a prefill of few rows; a slot that waits costs its part of every step.
+    A stop costs the host's work between two programs and a prefill of few rows; a slot that waits costs its part of
+    every step.
     """
     return max(1, slots // 16)

@@ -22,7 +22,7 @@ class Times:
     Attributes:
       step_seconds: one decode step of all slots.
       read_seconds: reading one token of a prompt, on each device of the data axis.
-      stop_seconds: the host's turn between two programs.
+      stop_seconds: the host's work between two programs.
       layers: parts that a long prompt is read in.
     """
 
@@ -179,5 +179,5 @@ def simulate(
             machine.now = max(machine.now, coming[-1].arrival.seconds)
         while coming and coming[-1].arrival.seconds <= machine.now:
             loop.scheduler.add(coming.pop())
-        loop.turn()
+        loop.iterate()
     return report_of([request.metrics() for request in requests], slots, 0.0, machine.now)

@@ -81,7 +81,7 @@ def test_whatever_comes_and_goes_beside_it(asked, delays, data):
         if turn % 3 == 2:
             for i in [i for i in cancelled if i < len(rows) and rows[i].tokens]:
                 core.cancel(rows[i])
-        core.loop.turn()
+        core.loop.iterate()
         turn += 1
     for i, (row, (prompt, options)) in enumerate(zip(rows, wanted, strict=True)):
         assert row.error is None and row.output is not None
@@ -115,7 +115,7 @@ def test_nothing_compiles_after_warming():
         for row in rows:
             core.add(row)
         while not core.loop.idle:
-            core.loop.turn()
+            core.loop.iterate()
         assert all(row.output is not None for row in rows)
         assert core.clock.programs == before
     finally:

@@ -68,7 +68,7 @@ def test_what_was_planned_is_what_is_there(storage):
             core.add(core.slots.row_of(Request(lm, ids, options, exact=True), limit=40))
         most = 0
         while not core.loop.idle:
-            core.loop.turn()
+            core.loop.iterate()
             most = max(most, live_device_bytes() - before)
         planned = core.sizes.slots_bytes + core.sizes.prefill_cache_bytes + core.sizes.working_bytes
         assert core.sizes.slots_bytes < max(most, core.slots.peak_bytes - before) <= planned
