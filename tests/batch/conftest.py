@@ -48,7 +48,7 @@ class QuickEngine:
     def idle(self):
         return not self.waiting
 
-    def turn(self):
+    def iterate(self):
         now, self.waiting = self.waiting[: self.size], self.waiting[self.size :]
         for row in now:
             ids = row.request.prompts[0][::-1][: row.limit]

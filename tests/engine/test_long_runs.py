@@ -43,7 +43,7 @@ def same(found: kvjax.Output, wanted: kvjax.Output) -> None:
 def test_long_prompts_are_left_when_a_layer_is_read_and_not_when_it_is_begun(monkeypatch, policy, programs):
     """Devices take programs before they run them; a clock that only sees them taken would keep nobody's pause."""
     deep, made, when_left = tiny_model(max_position=1024, num_layers=8), [], []
-    run, step = Program.__call__, Loop._step
+    run, read_on = Program.__call__, Loop._read_on
 
     def kept(self, *arguments, **static):
         found = run(self, *arguments, **static)
@@ -52,12 +52,12 @@ def test_long_prompts_are_left_when_a_layer_is_read_and_not_when_it_is_begun(mon
         return found
 
     def noted(self, place):
-        step(self, place)
+        read_on(self, place)
         if made:
             when_left.append(made[-1].is_ready())
 
     monkeypatch.setattr(Program, "__call__", kept)
-    monkeypatch.setattr(Loop, "_step", noted)
+    monkeypatch.setattr(Loop, "_read_on", noted)
     with Engine(deep, policy, slots=1, prompt_tokens=1000, new_tokens=4) as engine:
         engine.submit(ids(990, 1), max_new_tokens=1, chat=False).result(120)
         made.clear()
