@@ -29,7 +29,7 @@ class Runner:
 
 
 class QuickEngine:
-    """Answers without a model: a prompt's tokens backwards, of as many requests a turn as it has slots."""
+    """Answers without a model: a prompt's tokens backwards, of as many requests an iteration as it has slots."""
 
     def __init__(self, lm, policy, storage, *, slots, prompt_tokens, new_tokens, memory_limit):
         self.size, self.loop, self.slots, self.waiting = slots, self, self, []

@@ -109,15 +109,15 @@ def test_finished_shards_are_not_touched_and_a_finished_job_does_nothing(run, wh
 
 
 def test_ctrl_c_keeps_what_is_answered(run, whole, quick, monkeypatch):
-    calls, turn = [], quick.turn
+    calls, iterate = [], quick.iterate
 
     def pressed(self):
         calls.append(len(self.waiting))
         if len(calls) == 2:
             signal.raise_signal(signal.SIGINT)
-        turn(self)
+        iterate(self)
 
-    monkeypatch.setattr(quick, "turn", pressed)
+    monkeypatch.setattr(quick, "iterate", pressed)
     with pytest.raises(KeyboardInterrupt):
         run(ROWS, shard_rows=8)
     assert len(calls) == 2, "what was under way is dropped, and nothing else is begun"

@@ -65,7 +65,7 @@ requests = st.tuples(st.integers(1, 320), st.integers(1, 40), st.integers(0, len
 @settings(max_examples=6, deadline=None)
 @given(st.lists(requests, min_size=1, max_size=8), st.lists(st.integers(0, 9), max_size=8), st.data())
 def test_whatever_comes_and_goes_beside_it(asked, delays, data):
-    """Random arrivals, lengths and cancellations, turn by turn; slots are all free in the end."""
+    """Random arrivals, lengths and cancellations, iteration by iteration; slots are all free in the end."""
     core = shared_core()
     rows, coming, wanted = [], [], []
     for i, (length, new, kind, seed) in enumerate(asked):
@@ -73,16 +73,16 @@ def test_whatever_comes_and_goes_beside_it(asked, delays, data):
         coming.append((sum(delays[:i]), make_row(core, ids(length, seed), **options)))
         wanted.append((ids(length, seed), options))
     cancelled = data.draw(st.sets(st.integers(0, len(asked) - 1), max_size=2))
-    turn = 0
+    iteration = 0
     while coming or not core.loop.idle:
-        while coming and coming[0][0] <= turn:
+        while coming and coming[0][0] <= iteration:
             rows.append(coming.pop(0)[1])
             core.add(rows[-1])
-        if turn % 3 == 2:
+        if iteration % 3 == 2:
             for i in [i for i in cancelled if i < len(rows) and rows[i].tokens]:
                 core.cancel(rows[i])
         core.loop.iterate()
-        turn += 1
+        iteration += 1
     for i, (row, (prompt, options)) in enumerate(zip(rows, wanted, strict=True)):
         assert row.error is None and row.output is not None
         reference = alone(prompt, POLICY, **options)

@@ -103,7 +103,7 @@ def test_long_prompts_keep_running_rows_waiting_no_longer_than_they_may():
 
 
 def test_a_long_prompt_is_read_whoever_overtakes_it():
-    """A steady flow of short ones, and no pause at all: the long one goes on by a layer a turn."""
+    """A steady flow of short ones, and no pause at all: the long one goes on by a layer an iteration."""
     trace = [Arrival(0.0, 5000, 5)] + [Arrival(0.1 * i, 30, 20) for i in range(600)]
     times = Times(step_seconds=0.01, read_seconds=5e-4, stop_seconds=0.0, layers=32)
     for pause in (0.0, 0.5):
