@@ -20,6 +20,7 @@ from kvjax.runtime.programs import ONE_DEVICE, PREFILL_FRESH
 
 FIRST, LATER, END = (7, 8, 9), (11, 12), (5, 6)
 ASKED = Repetition(chunk=24, sink=3, first=FIRST, later=LATER, end=END, overlap=4)
+LONGEST = 160
 SHARED = {"dtype": jnp.dtype("float32"), "new_capacity": 32}
 
 
@@ -55,13 +56,15 @@ def read(lm, rows, cache=None, policy=None, room=512):
 
 
 def dense(lm, ids):
-    """Of each layer, (q [N, H, G, D], k [N, H, D], biases [H, G, N, N]) of one sequence, every score at once."""
-    count = len(ids)
-    x, found = lm.params.embed(jnp.asarray([ids])), []
-    order = np.arange(count)
+    """Of each layer, (q [N, H, G, D], k [N, H, D], biases [H, G, N, N]) of one sequence, every score at once.
+
+    N is :data:`LONGEST`, whose shapes are compiled once: what stands behind a sequence is seen by none of its tokens.
+    """
+    count, order = LONGEST, np.arange(LONGEST)
+    x, found = lm.params.embed(jnp.asarray([[*ids, *[0] * (count - len(ids))]])), []
     for layer in lm.params.layers:
         c = layer.config
-        rope = angles(c, jnp.arange(count)[None], jnp.asarray([count])) if c.positional == "rope" else None
+        rope = angles(c, jnp.arange(count)[None], jnp.asarray([len(ids)])) if c.positional == "rope" else None
         q, k, v = layer.project(x)
         q, k = (np.asarray(apply_rope(a, rope)[0], np.float64) for a in (q, k))
         bias = np.zeros((c.num_kv_heads, c.group_size, 1, 1))

@@ -279,7 +279,7 @@ SAMPLED: dict[str, float] = {
     "runtime/test_programs.py::test_prefill_holds_one_layer_and_nothing_square": 1,
     "runtime/test_programs.py::test_prefill_peak_estimate_is_near_the_compilers": 0,
     "runtime/test_programs.py::test_programs_lower_for_accelerators": 4,
-    "runtime/test_repetition.py::test_the_largest_probability_of_every_key_is_the_equations": 0,
+    "runtime/test_repetition.py::test_the_largest_probability_of_every_key_is_the_equations": 2,
     "runtime/test_shared_context.py::test_a_plan_is_what_is_allocated": 1,
     "runtime/test_shared_context.py::test_answers_are_those_of_copies": 0,
     "runtime/test_shared_context.py::test_full_holds_the_context_once": 0,
