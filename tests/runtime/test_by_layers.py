@@ -25,7 +25,7 @@ CASES = [
 #: Of several passes and of one, within other policies, and of models of other layers. The first compiles least.
 REPEATED = [
     ("kvzip:ratio=0.5,chunk=32", "int8", {}),
-    ("kvzip:ratio=0.5,chunk=32", "model", {"windows": (16, None, 16)}),
+    ("kvzip:ratio=0.5,chunk=32", "model", {"windows": (16, None, 16), "num_layers": 3}),
     ("kvzip:ratio=0.5", "model", {"positional": "alibi"}),
     ("adaptive:ratio=0.5,inner=kvzip(chunk=32)", "model", {}),
     ("razor:ratio=0.6,heads=0.0+1.1,inner=kvzip(chunk=32)", "model", {}),
@@ -38,6 +38,7 @@ TOGETHER = [
     ("adaptive:ratio=0.5,inner=kvzip(chunk=32),scope=model", "model", {}),
     ("adaptive:ratio=0.5,inner=kvzip(chunk=32),scope=model", "int8", {}),
 ]
+SMALL = {"num_layers": 2, "hidden_size": 16, "intermediate_size": 16}
 PROMPT, OTHER, QUESTION = list(range(3, 100)), list(range(60, 20, -1)), [7, 8, 9, 1, 2]
 
 
@@ -59,13 +60,13 @@ def test_prompts_contexts_and_turns_are_those_of_one_program(lm, monkeypatch, po
 
 @pytest.mark.parametrize(("policy", "storage", "layers"), REPEATED)
 def test_prompts_that_are_repeated_are_those_of_one_program(lm, monkeypatch, policy, storage, layers):
-    lm = toys.tiny_model(num_layers=3, hidden_size=16, intermediate_size=16, **layers)
+    lm = toys.tiny_model(**{**SMALL, **layers})
     check(lm, monkeypatch, policy, storage, ("hold_layer", "repeat_layer"))
 
 
 @pytest.mark.parametrize(("policy", "storage", "layers"), TOGETHER)
 def test_prompts_that_layers_choose_of_together_are_those_of_one_program(monkeypatch, policy, storage, layers):
-    lm = toys.tiny_model(num_layers=3, hidden_size=16, intermediate_size=16, **layers)
+    lm = toys.tiny_model(**{**SMALL, **layers})
     first = ("hold_layer", "repeat_and_weigh_layer") if "kvzip" in policy else ("hold_and_weigh_layer",)
     check(lm, monkeypatch, policy, storage, (*first, "lay_out_layer"))
 

@@ -265,7 +265,7 @@ SAMPLED: dict[str, float] = {
     "runtime/test_by_layers.py::test_progress_says_how_much_of_the_prompts_is_read": 1,
     "runtime/test_by_layers.py::test_prompts_contexts_and_turns_are_those_of_one_program": 1,
     "runtime/test_by_layers.py::test_prompts_that_are_repeated_are_those_of_one_program": 1,
-    "runtime/test_by_layers.py::test_prompts_that_layers_choose_of_together_are_those_of_one_program": 1,
+    "runtime/test_by_layers.py::test_prompts_that_layers_choose_of_together_are_those_of_one_program": 2,
     "runtime/test_compiling_ahead.py::test_the_programs_begun_ahead_are_those_that_are_called": 1,
     "runtime/test_few_programs.py::test_random_requests_share_their_programs": 0,
     "runtime/test_few_programs.py::test_twenty_turns_compile_a_few_programs_and_none_after_the_eighth": 1,
