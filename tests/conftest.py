@@ -31,6 +31,8 @@ jaxtyping.install_import_hook(
     ],
     "shape_checks.checked",
 )
+quick.lower_in_one_context()
+quick.collect_rarely()
 
 
 @pytest.hookimpl(tryfirst=True)
