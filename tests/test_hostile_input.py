@@ -15,14 +15,13 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
-import typer
 from support import hostile
 from support.judging import SEED, Judge, prepare
 
 import kvjax
 from kvjax import policies
 from kvjax.checkpoints.load import load
-from kvjax.cli.main import app
+from kvjax.cli import main
 from kvjax.options import FIELDS, GenerationOptions
 from kvjax.policies.names import POLICIES
 
@@ -94,12 +93,12 @@ def policy_texts() -> list[str]:
 
 
 def test_every_command_is_tried():
-    assert {path for path, _ in commands(typer.main.get_command(app))} == set(COMMANDS)
+    assert {path for path, _ in commands(main.commands())} == set(COMMANDS)
 
 
 def test_flags(judge, monkeypatch):
     draw, cases = random.Random(SEED), []
-    for path, command in commands(typer.main.get_command(app)):
+    for path, command in commands(main.commands()):
         for flag in command.params:
             if getattr(flag, "is_flag", False) or flag.name in ("help", "config"):
                 continue

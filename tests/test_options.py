@@ -157,13 +157,10 @@ def test_what_is_no_option_is_one_sentence(tiny_model):
 
 
 def test_every_option_is_a_flag_with_its_help_and_default():
-    import typer
+    from kvjax.cli.main import commands
 
-    from kvjax.cli.main import app
-
-    commands = typer.main.get_command(app).commands
     for command in ("generate", "batch", "chat"):
-        flags = {parameter.name: parameter for parameter in commands[command].params}
+        flags = {parameter.name: parameter for parameter in commands().commands[command].params}
         for name, field in FIELDS.items():
             if command == "chat" and name == "chat":
                 continue

@@ -1,6 +1,7 @@
 """The application; the module of each command adds the command to it. Nothing heavy is imported until one runs."""
 
-from typing import Annotated
+import functools
+from typing import Annotated, Any
 
 import typer
 
@@ -13,6 +14,12 @@ app = typer.Typer(
     pretty_exceptions_enable=False,  # main.py prints one sentence instead
     rich_markup_mode=None,
 )
+
+
+@functools.cache
+def commands() -> Any:
+    """The application with every command, made once: parsing takes it, and refusals the flags that it has."""
+    return typer.main.get_command(app)
 
 
 def _version(wanted: bool) -> None:

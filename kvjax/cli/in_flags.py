@@ -6,9 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import typer
-
-from kvjax.cli.app import app
+from kvjax.cli.app import commands
 from kvjax.errors import quoted
 
 #: What precedes a keyword that stands for itself, and not for a part of a path, a flag or a policy's text.
@@ -29,7 +27,7 @@ def in_flags(sentence: str, given: Sequence[str]) -> str:
 
 def _flags(given: Sequence[str]) -> Iterator[tuple[str, str]]:
     """Keyword and flag of each option of the command that these arguments name."""
-    command: Any = typer.main.get_command(app)
+    command = commands()
     for word in given:
         command = getattr(command, "commands", {}).get(word)
         if command is None:

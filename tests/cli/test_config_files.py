@@ -5,16 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import typer
 
 from kvjax.cli import config_files
-from kvjax.cli.main import app
+from kvjax.cli.main import commands
 from kvjax.policies import format_policy, parse
 from kvjax.sharding.mesh import parse_mesh
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 FILES = sorted(path for folder in ("models", "meshes", "policies") for path in (CONFIGS / folder).iterdir())
-ROOT = typer.main.get_command(app)
+ROOT = commands()
 
 
 def parsed(command: str, *arguments: str) -> dict:

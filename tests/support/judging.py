@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 from support import hostile
 
 import kvjax
 from kvjax.checkpoints.load import load, weights_dtype
-from kvjax.cli.main import app, main
+from kvjax.cli.main import main
 from kvjax.errors import KvjaxError
 from kvjax.sharding.mesh import parse_mesh
 
@@ -82,7 +81,6 @@ def prepare(tiny_model: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> N
         raise Reached
 
     monkeypatch.setattr("jax.distributed.initialize", joined)
-    monkeypatch.setattr("kvjax.cli.main.app", typer.main.get_command(app))  # else it is made for every command line
     monkeypatch.setattr(kvjax, "load", loaded, raising=False)
     monkeypatch.setattr(kvjax, "load_config", lambda name, **_: loaded(name).config, raising=False)
     monkeypatch.delenv("KVJAX_TRACEBACK", raising=False)
