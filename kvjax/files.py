@@ -9,6 +9,7 @@ import os
 import re
 import tempfile
 from pathlib import Path
+from typing import BinaryIO
 
 from kvjax.errors import KvjaxError, UsageError, quoted
 
@@ -37,9 +38,14 @@ def file_digest(path: Path) -> str:
 def read_bytes(path: Path, most: int) -> bytes:
     """All bytes of a file; of a device, which has no end, or a file of more than ``most`` bytes a UsageError."""
     with path.open("rb") as file:
-        data = file.read(most + 1)
+        return read_all(file, most, str(path))
+
+
+def read_all(file: BinaryIO, most: int, name: str) -> bytes:
+    """All bytes of an open file of that name; more than ``most`` are a UsageError."""
+    data = file.read(most + 1)
     if len(data) > most:
-        raise UsageError(f"{path} has more than {most // 1_000_000} MB; give a smaller file.")
+        raise UsageError(f"{name} has more than {most // 1_000_000} MB; give a smaller file.")
     return data
 
 

@@ -11,7 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from kvjax.checks import MOST, MOST_BYTES, MOST_SLOTS, read_number, read_whole_number, stripped, whole_number
 from kvjax.errors import DoesNotFit, UsageError, quoted
-from kvjax.files import reason
+from kvjax.files import read_all, read_bytes, reason
+
+#: The most bytes of a prompt: more than any model reads, and devices have no end.
+_MOST_TEXT = 100_000_000
 
 if TYPE_CHECKING:
     from pallas_kernels.bench.decode_inputs import Sizes
@@ -52,7 +55,9 @@ def refuse_stdin_twice(*values: str | None) -> None:
 def text(value: str, name: str) -> str:
     """``value`` itself, the text of FILE where it is ``@FILE``, or for `-` standard input, less its last newline."""
     if value == "-":
-        return decode_utf8(sys.stdin.buffer.read(), "Standard input").removesuffix("\n")
+        return decode_utf8(read_all(sys.stdin.buffer, _MOST_TEXT, "Standard input"), "Standard input").removesuffix(
+            "\n"
+        )
     if not value.startswith("@"):
         if _names_a_file(value):
             print(
@@ -60,7 +65,9 @@ def text(value: str, name: str) -> str:
             )
         return _checked_argument(value, name)
     try:
-        data = Path(value[1:]).read_bytes()
+        data = read_bytes(Path(value[1:]), _MOST_TEXT)
+    except UsageError:
+        raise
     except (OSError, ValueError) as error:
         raise UsageError(f"{name} names a file that cannot be read: {value[1:]} ({reason(error)}).") from error
     return decode_utf8(data, value[1:])

@@ -55,3 +55,17 @@ def test_a_text_is_itself_a_file_or_standard_input(tmp_path, monkeypatch):
         inputs.prompts(["@nofile"])
     with pytest.raises(UsageError, match="Standard input can be read once"):
         inputs.refuse_stdin_twice("-", "What?", "-")
+
+
+def test_a_text_without_an_end_is_not_read_to_it(monkeypatch):
+    monkeypatch.setattr(inputs, "_MOST_TEXT", 2_000_000)
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b" " * 2_000_001), encoding="utf-8"))
+    for word, name in (("@/dev/zero", "/dev/zero"), ("-", "Standard input")):
+        with pytest.raises(UsageError, match=f"^{name} has more than 2 MB; give a smaller file.$"):
+            inputs.text(word, "The prompt")
+
+
+def test_a_text_of_the_most_bytes_is_read(monkeypatch):
+    monkeypatch.setattr(inputs, "_MOST_TEXT", 3)
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"abc"), encoding="utf-8"))
+    assert inputs.text("-", "The prompt") == "abc"

@@ -9,7 +9,7 @@ import toys
 
 from kvjax.errors import UsageError
 from kvjax.eval.entries import Entry
-from kvjax.eval.suites import short
+from kvjax.eval.suites import data, short
 from kvjax.eval.suites.data import DataFolder
 from kvjax.eval.suites.journal import Journal, RunSettings
 from kvjax.eval.suites.prompts import prepare
@@ -204,6 +204,19 @@ def test_replies_are_scored_from_the_second_round_on(lm, talks):
     (item,) = items(plain, talks, "dialogues", tasks=("GR",))
     assert item.context == "A dialogue between a user and an assistant.\n\n"
     assert item.question == "USER: Say 1.\nASSISTANT:" and item.choices == (" It is 1.",)
+
+
+def test_a_file_without_an_end_is_not_read_to_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(data, "_MOST_BYTES", 1_000_000)
+    (tmp_path / "mtbench101.jsonl").symlink_to("/dev/zero")
+    with pytest.raises(UsageError, match=r"mtbench101.jsonl has more than 1 MB; give a smaller file\.$"):
+        asked_of(SUITES["dialogues"], DataFolder(tmp_path))
+
+
+def test_lines_end_as_their_system_ends_them(tmp_path):
+    path = tmp_path / "rows.txt"
+    path.write_bytes("\ufeffone\r\ntwo\rthree\n".encode())
+    assert data.read_text(path) == "one\ntwo\nthree\n"
 
 
 def test_dialogues_that_are_none_are_refused(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import io
 import json
 import zipfile
 from collections.abc import Callable, Sequence
@@ -13,7 +14,10 @@ from typing import Any
 from kvjax.checkpoints import hub
 from kvjax.documents import NotADocument, parse_json, validated
 from kvjax.errors import KvjaxError, UsageError
-from kvjax.files import reason
+from kvjax.files import read_bytes, reason
+
+#: The most bytes of a file of questions or dialogues: devices have no end, and LongMemEval's largest file has 2.7 GB.
+_MOST_BYTES = 4_000_000_000
 
 
 class DataFolder:
@@ -68,9 +72,9 @@ class DataFolder:
 
 
 def read_text(path: Path) -> str:
-    """A file's text, without a byte-order mark; one sentence where it cannot be read."""
+    """A file's text, without a byte-order mark, its lines ended by \\n; one sentence where it cannot be read."""
     try:
-        return path.read_text(encoding="utf-8-sig")
+        return io.StringIO(read_bytes(path, _MOST_BYTES).decode("utf-8-sig"), newline=None).read()
     except (OSError, UnicodeDecodeError) as error:
         raise KvjaxError(f"{path} cannot be read: {reason(error)}.") from error
 
