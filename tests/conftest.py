@@ -62,9 +62,10 @@ def a_hub_that_is_never_asked(monkeypatch):
 
 @pytest.fixture(scope="module", autouse=True)
 def bounded_memory():
-    """Compiled programs are dropped between modules once a process holds a fifth of the memory: two workers fit."""
+    """Compiled programs are dropped between modules once the machine has less than a third of its memory left."""
     yield
-    if psutil.Process().memory_info().rss > psutil.virtual_memory().total // 5:
+    memory = psutil.virtual_memory()
+    if memory.available < memory.total // 3:
         jax.clear_caches()
 
 
