@@ -1,0 +1,9 @@
+"""What kvjax uses of transformers, for the type checker: reading the library itself takes it half a minute."""
+
+from typing import Any
+
+class PreTrainedTokenizerBase:
+    def __call__(self, text: Any, **options: Any) -> Any: ...
+    def __getattr__(self, name: str) -> Any: ...
+
+def __getattr__(name: str) -> Any: ...
