@@ -20,6 +20,9 @@ _REMOTE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 #: Bytes of a name, and characters of a path, that systems take.
 _NAME, _PATH = 255, 4000
 
+#: Bytes that are read at once.
+_PART = 2**20
+
 #: Kinds of pictures that are not written.
 _OTHER_PICTURES = (".jpg", ".jpeg", ".svg", ".pdf", ".gif", ".webp")
 
@@ -43,10 +46,13 @@ def read_bytes(path: Path, most: int) -> bytes:
 
 def read_all(file: BinaryIO, most: int, name: str) -> bytes:
     """All bytes of an open file of that name; more than ``most`` are a UsageError."""
-    data = file.read(most + 1)
-    if len(data) > most:
-        raise UsageError(f"{name} has more than {most // 1_000_000} MB; give a smaller file.")
-    return data
+    parts, count = [], 0
+    while part := file.read(_PART):  # asked for ``most`` bytes at once, Python makes room for them all
+        parts.append(part)
+        count += len(part)
+        if count > most:
+            raise UsageError(f"{name} has more than {most // 1_000_000} MB; give a smaller file.")
+    return b"".join(parts)
 
 
 def disk_reason(error: Exception) -> str:

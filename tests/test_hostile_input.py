@@ -93,12 +93,12 @@ def policy_texts() -> list[str]:
 
 
 def test_every_command_is_tried():
-    assert {path for path, _ in commands(main.commands())} == set(COMMANDS)
+    assert {path for path, _ in commands(main.root_command())} == set(COMMANDS)
 
 
 def test_flags(judge, monkeypatch):
     draw, cases = random.Random(SEED), []
-    for path, command in commands(main.commands()):
+    for path, command in commands(main.root_command()):
         for flag in command.params:
             if getattr(flag, "is_flag", False) or flag.name in ("help", "config"):
                 continue

@@ -157,10 +157,10 @@ def test_what_is_no_option_is_one_sentence(tiny_model):
 
 
 def test_every_option_is_a_flag_with_its_help_and_default():
-    from kvjax.cli.main import commands
+    from kvjax.cli.main import root_command
 
     for command in ("generate", "batch", "chat"):
-        flags = {parameter.name: parameter for parameter in commands().commands[command].params}
+        flags = {parameter.name: parameter for parameter in root_command().commands[command].params}
         for name, field in FIELDS.items():
             if command == "chat" and name == "chat":
                 continue

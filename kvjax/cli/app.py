@@ -17,8 +17,8 @@ app = typer.Typer(
 
 
 @functools.cache
-def commands() -> Any:
-    """The application with every command, made once: parsing takes it, and refusals the flags that it has."""
+def root_command() -> Any:
+    """The application as click's command, made once a process: lines are parsed by it, and refusals name its flags."""
     return typer.main.get_command(app)
 
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from kvjax.cli.app import commands
+from kvjax.cli.app import root_command
 from kvjax.errors import quoted
 
 #: What precedes a keyword that stands for itself, and not for a part of a path, a flag or a policy's text.
@@ -27,7 +27,7 @@ def in_flags(sentence: str, given: Sequence[str]) -> str:
 
 def _flags(given: Sequence[str]) -> Iterator[tuple[str, str]]:
     """Keyword and flag of each option of the command that these arguments name."""
-    command = commands()
+    command = root_command()
     for word in given:
         command = getattr(command, "commands", {}).get(word)
         if command is None:

@@ -13,11 +13,11 @@ from kvjax.checks import MOST, MOST_BYTES, MOST_SLOTS, read_number, read_whole_n
 from kvjax.errors import DoesNotFit, UsageError, quoted
 from kvjax.files import read_all, read_bytes, reason
 
-#: The most bytes of a prompt: more than any model reads, and devices have no end.
-_MOST_TEXT = 100_000_000
-
 if TYPE_CHECKING:
     from pallas_kernels.bench.decode_inputs import Sizes
+
+#: The most bytes of a prompt: more than any model reads, and devices have no end.
+_MOST_TEXT = 100_000_000
 
 #: Heads, channels or rows of a kernel's problem at most.
 MOST_SIZE = 2**16
@@ -55,9 +55,8 @@ def refuse_stdin_twice(*values: str | None) -> None:
 def text(value: str, name: str) -> str:
     """``value`` itself, the text of FILE where it is ``@FILE``, or for `-` standard input, less its last newline."""
     if value == "-":
-        return decode_utf8(read_all(sys.stdin.buffer, _MOST_TEXT, "Standard input"), "Standard input").removesuffix(
-            "\n"
-        )
+        data = read_all(sys.stdin.buffer, _MOST_TEXT, "Standard input")
+        return decode_utf8(data, "Standard input").removesuffix("\n")
     if not value.startswith("@"):
         if _names_a_file(value):
             print(

@@ -19,7 +19,7 @@ import typer
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 import kvjax.cli
-from kvjax.cli.app import INTERRUPTED, commands
+from kvjax.cli.app import INTERRUPTED, root_command
 from kvjax.cli.in_flags import in_flags, parsing_refusal
 from kvjax.environment import switched
 from kvjax.errors import QUOTED, KvjaxError, UsageError, cut, one_sentence, quoted
@@ -79,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
         with showing():
-            result = commands()(args=given or ["--help"], prog_name="kvjax", standalone_mode=False)
+            result = root_command()(args=given or ["--help"], prog_name="kvjax", standalone_mode=False)
         sys.stdout.flush()
     except BrokenPipeError:
         # The reader of a pipe left (``kvjax … | head``); Python must not try to flush to it again at exit.

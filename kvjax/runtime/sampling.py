@@ -107,7 +107,8 @@ def _noisy(logits: Float[Array, "B V"], sampling: Sampling, made: Int[Array, " B
 def _keys(draws: UInt32[Array, "B 3"], made: Int[Array, " B"]) -> Array:
     """The random key of each row's next token: the seed's, into which the other numbers are folded one by one.
 
-    In a loop, whose body is compiled once: written out, the foldings were a quarter of a small model's decode loop.
+    In a loop, whose body is compiled once: written out, the foldings were an eighth of what a small model's decode
+    loop takes to compile.
     """
     seed, *others = draws.T
 

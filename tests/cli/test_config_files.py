@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 
 from kvjax.cli import config_files
-from kvjax.cli.main import commands
+from kvjax.cli.main import root_command
 from kvjax.policies import format_policy, parse
 from kvjax.sharding.mesh import parse_mesh
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 FILES = sorted(path for folder in ("models", "meshes", "policies") for path in (CONFIGS / folder).iterdir())
-ROOT = commands()
+ROOT = root_command()
 
 
 def parsed(command: str, *arguments: str) -> dict:

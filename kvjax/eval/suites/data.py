@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import io
 import json
 import zipfile
 from collections.abc import Callable, Sequence
@@ -74,7 +73,8 @@ class DataFolder:
 def read_text(path: Path) -> str:
     """A file's text, without a byte-order mark, its lines ended by \\n; one sentence where it cannot be read."""
     try:
-        return io.StringIO(read_bytes(path, _MOST_BYTES).decode("utf-8-sig"), newline=None).read()
+        text = read_bytes(path, _MOST_BYTES).decode("utf-8-sig")
+        return text.replace("\r\n", "\n").replace("\r", "\n")
     except (OSError, UnicodeDecodeError) as error:
         raise KvjaxError(f"{path} cannot be read: {reason(error)}.") from error
 
