@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -145,6 +147,23 @@ def test_draws_come_from_the_rows_key_and_the_tokens_number():
     halved = jax.tree.map(lambda x: x[::2] if x.ndim else x, chosen)
     alone = sample(rows[::2], halved, there[::2], jnp.zeros((ROWS // 2,), jnp.int32))
     np.testing.assert_array_equal(alone, first[::2])
+
+
+def test_the_key_is_the_seeds_with_prompt_sample_and_token_folded_in():
+    numbers = [(7, 3, 2, 0), (7, 2, 3, 0), (2**32 - 1, 0, 5, 9), (0, 1, 2, 3)] * 4
+    noise = []
+    for number, (seed, prompt, sampled, made) in enumerate(numbers):
+        prompt += number // 4  # 16 rows that all differ
+        numbers[number] = (seed, prompt, sampled, made)
+        key = jax.random.key(np.uint32(seed))
+        for folded in (prompt, sampled, made):
+            key = jax.random.fold_in(key, folded)
+        noise.append(jax.random.gumbel(key, (VOCABULARY,), jnp.float32))
+    draws = jnp.asarray(np.array(numbers)[:, :3].astype(np.uint32))
+    chosen = dataclasses.replace(sampling(len(numbers)), draws=draws)
+    logits, there = jnp.zeros((len(numbers), VOCABULARY)), jnp.zeros((len(numbers), VOCABULARY), bool)
+    found = _sample(logits, chosen, there, jnp.asarray([made for *_, made in numbers], jnp.int32))
+    np.testing.assert_array_equal(found, np.argmax(noise, axis=-1))
 
 
 def test_every_row_has_its_own_parameters():
