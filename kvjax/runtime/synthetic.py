@@ -19,6 +19,7 @@ from kvjax.policies.empty_cache import empty_cache
 from kvjax.policies.signals import Mass, PromptSignals, QueryStats
 from kvjax.runtime.choosing_together import compress_together
 from kvjax.runtime.decode import CHUNK, Controls, DecodeState
+from kvjax.runtime.layer_reading import zero_after
 from kvjax.runtime.programs import ONE_DEVICE
 from kvjax.runtime.sampling import Sampling
 from kvjax.runtime.stopping import stop_table
@@ -36,7 +37,9 @@ def _filled(
     pages = cache.layers[0].pages
     for i, layer in enumerate(cache.by_layer()):
         shape = (batch, config.num_kv_heads, tokens, config.head_dim)
-        keys = jax.random.split(jax.random.key(i), 2)
+        # A layer's rows are drawn once those before it are packed, so that no two layers' are alive at once.
+        before = zero_after(*jax.tree.leaves(layers[-1].kv)) if layers else 0
+        keys = jax.random.split(jax.random.key(i + before), 2)
         k, v = (jax.random.normal(key, shape, jnp.float32).astype(dtype) for key in keys)
         signals = random_signals(policy, config, batch, tokens, keys[0])
         if policy.shares_layers:

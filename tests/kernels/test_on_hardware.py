@@ -7,12 +7,24 @@ import jax
 import jax.numpy as jnp
 import pytest
 from support.decode_base import Case, DecodeBase, around_boundaries
+from support.mass_base import Case as Window
+from support.mass_base import MassBase
+from support.matmul_base import Case as Product
+from support.matmul_base import MatmulBase
+from support.prefill_base import Case as Chunk
+from support.prefill_base import PrefillBase
 
 from pallas_kernels import tune
+from pallas_kernels.attention_mass import triton as mass_triton
+from pallas_kernels.attention_mass import xla as mass_xla
 from pallas_kernels.bench import decode as bench
 from pallas_kernels.bench.decode_inputs import Sizes
 from pallas_kernels.gpu import chip
-from pallas_kernels.ragged_decode import mosaic_gpu, triton
+from pallas_kernels.prefill import triton as prefill_triton
+from pallas_kernels.prefill import xla as prefill_xla
+from pallas_kernels.quantised_matmul import triton as matmul_triton
+from pallas_kernels.quantised_matmul import xla as matmul_xla
+from pallas_kernels.ragged_decode import mosaic_gpu, triton, xla
 from pallas_kernels.tunable import OPERATIONS, cases
 
 pytestmark = [
@@ -64,6 +76,77 @@ class TestMosaicGpu(OnGpu):
     def test_lengths_around_its_own_boundaries(self):
         four = tuple(tuple(4 * n for n in row) for row in around_boundaries())
         self.check(Case(tuple(tuple(n + d for n in row) for row in four for d in (0, 1)), (11, 11), log_mass=True))
+
+
+class TestXla(OnGpu):
+    layouts = ("stacked", "padded", "lanes")
+    module = xla
+
+
+class _Compiled:
+    """Runs a function in a program of its own, with float32's products; a refusal skips the test."""
+
+    @staticmethod
+    def compiled(function, *arguments):
+        with jax.default_matmul_precision("highest"):
+            try:
+                return jax.jit(function)(*arguments)
+            except NotImplementedError as refusal:
+                pytest.skip(str(refusal))
+
+
+class TestPrefillTriton(PrefillBase, _Compiled):
+    tolerance: ClassVar = {"float32": 1e-4, "bfloat16": 2e-2}
+    module = prefill_triton
+
+    def run(self, problem):
+        return self.compiled(self.module.prefill, problem)
+
+    def test_many_blocks(self):
+        """Prompts of thousands of tokens, with the sizes that the kernel itself chooses."""
+        self.check(Chunk((0, 2048, 7000), queries=1024, keys=8192, head_dim=128, group=4, dtype=jnp.bfloat16))
+
+
+class TestPrefillXla(TestPrefillTriton):
+    module = prefill_xla
+
+
+class TestMassTriton(MassBase, _Compiled):
+    tolerance: ClassVar = {"float32": 1e-4, "bfloat16": 2e-2}
+    module = mass_triton
+
+    def log_sum_exp(self, problem):
+        return self.compiled(self.module.log_sum_exp, problem)
+
+    def attention_mass(self, problem, counting):
+        return self.compiled(self.module.attention_mass, problem, counting)
+
+    def test_many_blocks(self):
+        self.check(Window((3000, 7000), queries=64, keys=8192, group=4, head_dim=128, dtype=jnp.bfloat16))
+
+
+class TestMassXla(TestMassTriton):
+    module = mass_xla
+
+
+class TestMatmulTriton(MatmulBase, _Compiled):
+    tolerance: ClassVar = {"float32": 1e-4, "bfloat16": 1e-3}
+    module = matmul_triton
+
+    def run(self, problem):
+        return self.compiled(self.module.quantised_matmul, problem)
+
+    def test_eight_bits(self):
+        self.check(Product(bits=8, group=32, minimum=True))
+        self.check(Product(bits=8, dtype=jnp.bfloat16))
+
+    def test_a_models_matrix(self):
+        self.check(Product(rows=16, inputs=4096, outputs=14336, group=128, dtype=jnp.bfloat16))
+
+
+class TestMatmulXla(TestMatmulTriton):
+    tolerance: ClassVar = {"float32": 1e-4, "bfloat16": 2e-2}  # weights rounded to 16 bits
+    module = matmul_xla
 
 
 @pytest.mark.skipif(chip.target().capability is None, reason="there is no NVIDIA GPU here")

@@ -1,4 +1,4 @@
-"""Runs a test's script in a process of its own, which has 8 virtual CPU devices."""
+"""Runs a test's script in a process of its own, which has virtual CPU devices."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from typing import Any
 from support import quick
 
 
-def printed(script: Path, *arguments: str) -> list[dict[str, Any]]:
+def printed(script: Path, *arguments: str, devices: int = 8) -> list[Any]:
     """What a script prints, a line of JSON each."""
     root = Path(__file__).resolve().parents[2]
-    environment = os.environ | quick.on_devices(8) | {"PYTHONPATH": str(root)}
+    environment = (
+        os.environ | quick.on_devices(devices) | {"PYTHONPATH": os.pathsep.join([str(root), str(root / "tests")])}
+    )
     ended = subprocess.run(
         [sys.executable, str(script), *arguments], env=environment, capture_output=True, text=True, check=False
     )

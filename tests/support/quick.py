@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import importlib.util
 import threading
 from importlib import metadata
 
@@ -11,9 +12,10 @@ from jax._src.interpreters import mlir
 
 #: The older emitters of fused loops: half the time of the default ones without optimisation, the same with it. And one
 #: part of each program for LLVM, since both cores are busy: a tenth less. From 0.12 on jaxlib may lack the emitters,
-#: and ends a process that asks for a flag it does not know.
+#: as accelerators' plugins do, and each ends a process that asks for a flag it does not know.
 _OLDER = tuple(map(int, metadata.version("jaxlib").split(".")[:2])) < (0, 12)
-EMITTERS = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1" if _OLDER else ""
+_ALONE = importlib.util.find_spec("jax_plugins") is None
+EMITTERS = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1" if _OLDER and _ALONE else ""
 
 
 def on_devices(count: int) -> dict[str, str]:
