@@ -15,9 +15,8 @@ from support import quick
 def printed(script: Path, *arguments: str, devices: int = 8) -> list[Any]:
     """What a script prints, a line of JSON each."""
     root = Path(__file__).resolve().parents[2]
-    environment = (
-        os.environ | quick.on_devices(devices) | {"PYTHONPATH": os.pathsep.join([str(root), str(root / "tests")])}
-    )
+    paths = [str(root), str(root / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = os.environ | quick.on_devices(devices) | {"PYTHONPATH": os.pathsep.join(paths)}
     ended = subprocess.run(
         [sys.executable, str(script), *arguments], env=environment, capture_output=True, text=True, check=False
     )

@@ -23,7 +23,7 @@ from kvjax.checkpoints.load import LanguageModel
 from kvjax.model.decoder import random_decoder
 from kvjax.policies import parse, registry
 
-#: Of heads that the kernels take, and with kinds of weights that a format of four bits divides.
+#: The toy's: a head size that the GPU kernels take, and matrices that groups of 4-bit weights divide.
 SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_layers": 3, "head_dim": 64, "max_position": 2048}
 #: Policies whose text form needs more than a budget.
 OPTIONS = {
@@ -54,7 +54,7 @@ def scored(lm: LanguageModel, policy: str, **options: Any) -> list[float]:
 
 
 def talked(lm: LanguageModel, policy: str) -> list[float]:
-    """Of three turns onto one cache."""
+    """Log-probabilities of a given answer after each of three turns onto one cache."""
     cache, found = None, []
     for prompt in PROMPTS:
         chosen = {"policy": policy} if cache is None else {"cache": cache}
@@ -65,23 +65,25 @@ def talked(lm: LanguageModel, policy: str) -> list[float]:
 
 
 def served(lm: LanguageModel) -> list[float]:
-    """Of requests that an engine decodes in slots that they share, each as long as it wants."""
+    """Log-probabilities of what an engine of two slots answers to three requests."""
     with kvjax.Engine(lm, LAGKV, slots=2, prompt_tokens=320, new_tokens=40) as engine:
         handles = [engine.submit(prompt, chat=False, max_new_tokens=24, logprobs=True) for prompt in PROMPTS]
         return [logprob for handle in handles for logprob in handle.result().logprobs or ()]
 
 
 def in_bfloat16(lm: LanguageModel) -> LanguageModel:
+    """The model with its weights in bfloat16."""
     return dataclasses.replace(lm, params=jax.tree.map(lambda x: x.astype(jnp.bfloat16), lm.params))
 
 
 def stored_as(weights: Any) -> LanguageModel:
+    """The toy with quantised weights."""
     config = toys.tiny_config(**SIZES).stored_as(weights)
     return dataclasses.replace(model(), config=config, params=random_decoder(config, seed=3))
 
 
-#: Of the default model, with a quarter of a prompt of 3,100 tokens.
-QUARTERS = ("full", "lagkv", "h2o", "snapkv", "razor", "ahakv", "slimkv", "round", "streamingllm", "kvzip")
+#: Policies that the default model is asked under; those that have a ratio keep a quarter.
+OF_THE_DEFAULT_MODEL = ("full", "lagkv", "h2o", "snapkv", "razor", "ahakv", "slimkv", "round", "streamingllm", "kvzip")
 
 
 def answered(policy: str) -> list[float]:
@@ -107,7 +109,7 @@ def cases() -> dict[str, Callable[[], list[float]]]:
     found["rounds of a conversation"] = lambda: talked(model(), "round:watershed=1,top=0.5")
     found["turns of a conversation"] = lambda: talked(model(), LAGKV)
     found["an engine"] = lambda: served(model())
-    for name in QUARTERS:
+    for name in OF_THE_DEFAULT_MODEL:
         text = name if name in ("full", "round") else f"{name}:ratio=0.25"
         found[f"the default model, {text}"] = lambda text=text: answered(text)
     return found
