@@ -52,84 +52,155 @@ def rule(p: Problem) -> Config:
 
 
 def _kernel(offset, length, q, k, v, out, lse, *scratch, t: Tiles, factor, soft_cap):
-    score, found_peak, peak, shrink, mass, total, *parts = scratch
-    b, i, block = pl.program_id(0), pl.program_id(2), pl.program_id(3)
-    group = t.shape[2]
-    first = i * jnp.int32(t.queries)
-    first_query = offset[b * group] + first
-    first_key = (t.first_key_block(first_query) + block) * jnp.int32(t.keys)
-    counted, last = first < length[b], block == pl.num_programs(3) - 1
-    live = jnp.logical_and(counted, t.touched(first_query, first_key))
-    float32: Any = tpu_float32.Blocks(t, *parts) if parts else None
-    order = Order.of(t, float32 is not None)
-    bases = [jnp.minimum(length[b] + jnp.int32(x), 0) for x in range(2)] if order.follow else [0, 0]
-    rows = Block(t, order, bases, score, found_peak, peak, shrink, mass, total)
+    step = _Step.of(offset, length, q, k, v, *scratch, t=t, factor=factor, soft_cap=soft_cap)
+    pl.when(pl.program_id(3) == 0)(step.begin)
+    step.measure()
+    step.lift()
+    step.gather()
+    last = pl.program_id(3) == pl.num_programs(3) - 1
+    tiles.each_strip(t, last, functools.partial(step.rows.finish, out), 64)
 
-    @pl.when(block == 0)
+    @pl.when(last)
     def _():
-        rows.clear()
-        if float32:
-            float32.take_queries(q, jnp.float32(factor))
+        # As many heads at once as fit the registers.
+        for heads in tiles.steps(t.shape[2], max(1, 512 // t.queries)):
+            tiles.store_by_head(lse.at[heads], step.rows.shrink[heads.start * t.queries : heads.stop * t.queries])
 
-    def bound(masked: bool, part: int, head: Any, queries: Any, strip: Any) -> None:
-        """Cap and mask a few rows of stored scores: as they leave the matrix units, they would spill."""
-        scores = capped_log2(score[part, strip, : t.part], soft_cap)
-        if masked:
-            ahead = offset[b * group + head] + first + queries.start - first_key - jnp.int32(part * t.part)
-            scores = tiles.masked(scores, [ahead], t.window)
-        rows.take(part, scores, strip)
 
-    def later(masked: bool) -> bool:
-        return soft_cap is not None or (masked and t.window is not None)
+@dataclasses.dataclass(frozen=True)
+class _Step:
+    """A step of the grid: a block of queries and a block of keys. Built by :meth:`of`.
 
-    def measure(masked: bool) -> None:
+    Attributes:
+      q, k, v: the blocks. offset: of each head's first query in the prompt; the row's heads from ``first_head`` on.
+      factor: scale of the scores, to units of log 2. soft_cap: of the scores.
+      first: first query of the block. first_query, first_key: the blocks' places in the prompt.
+      counted: whether any of the queries is within its row's length. live: whether any also attends to these keys.
+      rows: softmax of the queries. float32: bfloat16 parts of float32 blocks; None for 16-bit ones.
+    """
+
+    t: Tiles
+    q: Any
+    k: Any
+    v: Any
+    offset: Any
+    first_head: Any
+    factor: float
+    soft_cap: float | None
+    first: Any
+    first_query: Any
+    first_key: Any
+    counted: Any
+    live: Any
+    rows: Block
+    float32: Any
+
+    @classmethod
+    def of(cls, offset, length, q, k, v, *scratch, t: Tiles, factor, soft_cap) -> _Step:
+        score, found_peak, peak, shrink, mass, total, *parts = scratch
+        b, i, block = pl.program_id(0), pl.program_id(2), pl.program_id(3)
+        group = t.shape[2]
+        first = i * jnp.int32(t.queries)
+        first_query = offset[b * group] + first
+        first_key = (t.first_key_block(first_query) + block) * jnp.int32(t.keys)
+        counted = first < length[b]
+        float32: Any = tpu_float32.Blocks(t, *parts) if parts else None
+        order = Order.of(t, float32 is not None)
+        bases = [jnp.minimum(length[b] + jnp.int32(x), 0) for x in range(2)] if order.follow else [0, 0]
+        return cls(
+            t=t,
+            q=q,
+            k=k,
+            v=v,
+            offset=offset,
+            first_head=b * group,
+            factor=factor,
+            soft_cap=soft_cap,
+            first=first,
+            first_query=first_query,
+            first_key=first_key,
+            counted=counted,
+            live=jnp.logical_and(counted, t.touched(first_query, first_key)),
+            rows=Block(t, order, bases, score, found_peak, peak, shrink, mass, total),
+            float32=float32,
+        )
+
+    def begin(self) -> None:
+        """Start with the first block of keys."""
+        self.rows.clear()
+        if self.float32:
+            self.float32.take_queries(self.q, jnp.float32(self.factor))
+
+    def measure(self) -> None:
+        """Compute the scores, capped and masked, and the largest of them."""
+        t, live = self.t, self.live
+        if self.float32:
+            pl.when(live)(functools.partial(self.float32.take_keys, self.k))
+            pl.when(live)(functools.partial(self.float32.take_values, self.v))
+            for chunk in self.float32.first_chunks():
+                tiles.scheduling_barrier(live, functools.partial(self.float32.add_scores, self.rows.score, chunk))
+        pl.when(self.counted)(lambda: tiles.masked_or_not(t, self.first_query, self.first_key, self._score))
+        whole = t.whole(self.first_query, self.first_key)
+        for masked, there in ((False, whole), (True, jnp.logical_not(whole))):
+            for part in range(t.parts if self._bounds_later(masked) else 0):
+                tiles.each_strip(t, jnp.logical_and(live, there), functools.partial(self._bound, masked, part), 64)
+
+    def lift(self) -> None:
+        """Raise the peaks to the scores."""
+        t = self.t
+        for strip in strips(t) if self.rows.order.follow else [slice(0, t.rows)]:
+            tiles.scheduling_barrier(self.live, functools.partial(self.rows.lift, strip))
+
+    def gather(self) -> None:
+        """Add the weighted values."""
+        if self.float32:
+            tiles.each_strip(self.t, self.live, self._cut_weights, 64)
+            pl.when(self.live)(functools.partial(self.float32.gather, self.rows.total, self.rows.shrink))
+            return
+        *others, rest = strips(self.t)
+        for strip in others:
+            tiles.scheduling_barrier(self.live, functools.partial(self.rows.gather, self.v, strip))
+        pl.when(self.live)(functools.partial(self.rows.gather, self.v, rest))
+
+    def _bounds_later(self, masked: bool) -> bool:
+        """Whether scores are stored before they are capped and masked: as they leave the matrix units, they spill."""
+        return self.soft_cap is not None or (masked and self.t.window is not None)
+
+    def _score(self, masked: bool) -> None:
+        t = self.t
         for part in range(t.parts):
-            if float32:
-                scores = float32.last_scores(score, part)
+            if self.float32:
+                scores = self.float32.last_scores(self.rows.score, part)
             else:
-                scores = tiles.scores(q[...], t.keys_of(k, part), t.columns) * jnp.float32(factor)
-            if later(masked):
-                rows.score[part, :, : t.part] = scores
+                scores = tiles.scores(self.q[...], t.keys_of(self.k, part), t.columns) * jnp.float32(self.factor)
+            if self._bounds_later(masked):
+                self.rows.score[part, :, : t.part] = scores
                 continue
             if masked:
                 # Masked weights need no zeros: a query's first real peak removes them, its own key's at the latest, and
                 # one without any key attends to nothing, which ``finish`` handles. Each head compares with its own
                 # copy of the offset: the compiler would keep the masks of one head for the next.
-                ahead = [offset[b * group + g] + first - first_key - jnp.int32(part * t.part) for g in range(group)]
+                ahead = [self._ahead(g) - jnp.int32(part * t.part) for g in range(t.shape[2])]
                 scores = tiles.masked(scores, ahead)
-            rows.take(part, scores)
+            self.rows.take(part, scores)
 
-    def cut_weights(_: Any, __: Any, strip: Any) -> None:
-        for part in range(t.parts):
-            float32.take_weights(part, strip, rows.weights_of(part, strip, slice(0, t.part)))
+    def _bound(self, masked: bool, part: int, head: Any, queries: Any, strip: Any) -> None:
+        """Cap and mask a few rows of stored scores."""
+        scores = capped_log2(self.rows.score[part, strip, : self.t.part], self.soft_cap)
+        if masked:
+            ahead = self._ahead(head) + queries.start - jnp.int32(part * self.t.part)
+            scores = tiles.masked(scores, [ahead], self.t.window)
+        self.rows.take(part, scores, strip)
 
-    if float32:
-        pl.when(live)(functools.partial(float32.take_keys, k))
-        pl.when(live)(functools.partial(float32.take_values, v))
-        for chunk in float32.first_chunks():
-            tiles.scheduling_barrier(live, functools.partial(float32.add_scores, score, chunk))
-    pl.when(counted)(lambda: tiles.masked_or_not(t, first_query, first_key, measure))
-    whole = t.whole(first_query, first_key)
-    for masked, there in ((False, whole), (True, jnp.logical_not(whole))):
-        for part in range(t.parts if later(masked) else 0):
-            tiles.each_strip(t, jnp.logical_and(live, there), functools.partial(bound, masked, part), 64)
-    for strip in strips(t) if order.follow else [slice(0, t.rows)]:
-        tiles.scheduling_barrier(live, functools.partial(rows.lift, strip))
-    if float32:
-        tiles.each_strip(t, live, cut_weights, 64)
-        pl.when(live)(functools.partial(float32.gather, total, shrink))
-    else:
-        *others, rest = strips(t)
-        for strip in others:
-            tiles.scheduling_barrier(live, functools.partial(rows.gather, v, strip))
-        pl.when(live)(functools.partial(rows.gather, v, rest))
-    tiles.each_strip(t, last, functools.partial(rows.finish, out), 64)
+    def _ahead(self, head: Any) -> Any:
+        """How far a head's first query is ahead of the first key."""
+        return self.offset[self.first_head + head] + self.first - self.first_key
 
-    @pl.when(last)
-    def _():
-        # As many heads at once as fit the registers.
-        for heads in tiles.steps(group, max(1, 512 // t.queries)):
-            tiles.store_by_head(lse.at[heads], shrink[heads.start * t.queries : heads.stop * t.queries])
+    def _cut_weights(self, _: Any, __: Any, strip: Any) -> None:
+        """Compute the weights of a few rows and store their bfloat16 parts."""
+        for part in range(self.t.parts):
+            weights = self.rows.weights_of(part, strip, slice(0, self.t.part))
+            self.float32.take_weights(part, strip, weights)
 
 
 def _memory(t: Tiles, itemsize: int) -> int | None:

@@ -97,9 +97,7 @@ def decode(p: Problem, *, config: MosaicGpuConfig | None = None, interpret: Any 
     if p.with_logits:
         made["logits"] = jax.ShapeDtypeStruct((batch * total, group, ROWS), jnp.float32)
     scratch = _scratch(p, config.stages, lanes, bool(interpret))
-    kernel = functools.partial(
-        _kernel,
-        names=(*given, *made),
+    static = _Static(
         rows=cut.rows,
         row_pages=total,
         stages=config.stages,
@@ -109,6 +107,7 @@ def decode(p: Problem, *, config: MosaicGpuConfig | None = None, interpret: Any 
         window=p.window,
         arithmetic=_Interpreted if interpret else _Compiled,
     )
+    kernel = functools.partial(_kernel, names=(*given, *made), static=static)
     # plgpu.kernel takes no cost estimate.
     results = plgpu.kernel(
         _named(kernel, "ragged_decode_mosaic_gpu"),
@@ -251,73 +250,131 @@ class _Interpreted:
         return result
 
 
-def _kernel(
-    *refs: Any,
-    names: tuple[str, ...],
-    rows: int,
-    row_pages: int,
-    stages: int,
-    scale: float,
-    logits_scale: float,
-    soft_cap: float | None,
-    window: int | None,
-    arithmetic: type[_Compiled] | type[_Interpreted],
-    **scratch: Any,
-) -> None:
+@dataclasses.dataclass(frozen=True)
+class _Static:
+    """What the kernel is compiled for: slots of an item, pages of a batch row and in flight, the scores' options."""
+
+    rows: int
+    row_pages: int
+    stages: int
+    scale: float
+    logits_scale: float
+    soft_cap: float | None
+    window: int | None
+    arithmetic: type[_Compiled] | type[_Interpreted]
+
+
+def _kernel(*refs: Any, names: tuple[str, ...], static: _Static, **scratch: Any) -> None:
     """Attention over one item's visible slots: ``out``, ``lse``, and the scores if there is a ``logits``."""
     at = SimpleNamespace(**dict(zip(names, refs, strict=True)), **scratch)
     (at.k_tile, at.v_tile), at.out_tile = at.tiles
-    given = set(names)
-    group, lanes = at.out.shape[2:]
-    loaded = at.q.shape[2]
-    item, row = lax.axis_index("item"), lax.axis_index("row")
-    head, page, first_slot = split.at_item(at.table, row, item)
-    length = at.length[row, head]
-    high = jnp.clip(length - first_slot, jnp.int32(0), jnp.int32(rows))
-    low = jnp.int32(0)
-    if window is not None:
-        low = jnp.clip(length - jnp.int32(window) - first_slot, jnp.int32(0), jnp.int32(rows))
-    first = lax.div(low, jnp.int32(ROWS))
-    steps = lax.div(high + jnp.int32(ROWS - 1), jnp.int32(ROWS)) - first
-    first_page = row * jnp.int32(row_pages) + page + first
+    item = _Item.of(at, static)
+    pl.when(item.high <= item.low)(item.store_nothing)
+    pl.when(item.high > item.low)(item.attend)
 
-    @pl.when(high <= low)
-    def _nothing() -> None:
-        at.lse_tile[...] = arithmetic.spread(jnp.full((ROWS,), NEG, jnp.float32), 1)
-        _send(at.lse_tile.at[pl.ds(0, loaded)], at.lse.at[row, item])
 
-    def fetch_keys(step: Array | int, slot: Array | int) -> None:
-        plgpu.copy_gmem_to_smem(at.kv.at[first_page + step, 0], at.k_tile.at[slot], at.k_here.at[slot])
+@dataclasses.dataclass(frozen=True)
+class _Item:
+    """The item that a thread block reads: its place and visible slots. Built by :meth:`of`.
 
-    def fetch_values(step: Array | int, slot: Array | int) -> None:
-        plgpu.copy_gmem_to_smem(at.kv.at[first_page + step, 1], at.v_tile.at[slot], at.v_here.at[slot])
+    Attributes:
+      at: references by name; which there are says what is asked of the kernel. static: see there.
+      row, item: place in the grid. head: the item's. first_slot: of the item in its head.
+      low, high: first and end of its visible slots. first: first page with one, of the item's.
+      steps: pages to read, from ``first_page`` of the pool on.
+    """
 
-    def keep(step: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+    at: Any
+    static: _Static
+    row: Array
+    item: Array
+    head: Array
+    first_slot: Array
+    low: Array
+    high: Array
+    first: Array
+    steps: Array
+    first_page: Array
+
+    @classmethod
+    def of(cls, at: Any, static: _Static) -> _Item:
+        """Find the item of this thread block."""
+        item, row = lax.axis_index("item"), lax.axis_index("row")
+        head, page, first_slot = split.at_item(at.table, row, item)
+        low, high = split.visible(at.length[row, head], first_slot, static.rows, static.window)
+        first = lax.div(low, jnp.int32(ROWS))
+        return cls(
+            at=at,
+            static=static,
+            row=row,
+            item=item,
+            head=head,
+            first_slot=first_slot,
+            low=low,
+            high=high,
+            first=first,
+            steps=lax.div(high + jnp.int32(ROWS - 1), jnp.int32(ROWS)) - first,
+            first_page=row * jnp.int32(static.row_pages) + page + first,
+        )
+
+    def store_nothing(self) -> None:
+        """Write the log-sum-exp of an item without a visible slot."""
+        at, loaded = self.at, self.at.q.shape[2]
+        at.lse_tile[...] = self.static.arithmetic.spread(jnp.full((ROWS,), NEG, jnp.float32), 1)
+        _send(at.lse_tile.at[pl.ds(0, loaded)], at.lse.at[self.row, self.item])
+
+    def attend(self) -> None:
+        """Read the pages and write the result and its log-sum-exp."""
+        at, spread = self.at, self.static.arithmetic.spread
+        (group, lanes), loaded = at.out.shape[2:], at.q.shape[2]
+        plgpu.copy_gmem_to_smem(at.q.at[self.row, self.head], at.q_tile.at[pl.ds(0, loaded)], at.q_here)
+        for step in range(self.static.stages):
+
+            @pl.when(self.steps > step)
+            def _fetch(step: int = step) -> None:
+                self._fetch_keys(step, step)
+                self._fetch_values(step, step)
+
+        plgpu.barrier_wait(at.q_here)
+        start = (
+            spread(jnp.full((ROWS,), NEG, jnp.float32), 1),
+            spread(jnp.zeros((ROWS,), jnp.float32), 1),
+            spread(jnp.zeros((ROWS, lanes), jnp.float32)),
+        )
+        peak, mass, acc = lax.fori_loop(jnp.int32(0), self.steps, self._keep, start)
+        at.out_tile[...] = acc / lax.broadcast_in_dim(mass, acc.shape, [0])
+        at.lse_tile[...] = peak + jnp.log(mass)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(at.out_tile.at[pl.ds(0, group)], at.out.at[self.row, self.item])
+        plgpu.copy_smem_to_gmem(at.lse_tile.at[pl.ds(0, loaded)], at.lse.at[self.row, self.item])
+        plgpu.wait_smem_to_gmem(0)
+
+    def _fetch_keys(self, step: Array | int, slot: Array | int) -> None:
+        at = self.at
+        plgpu.copy_gmem_to_smem(at.kv.at[self.first_page + step, 0], at.k_tile.at[slot], at.k_here.at[slot])
+
+    def _fetch_values(self, step: Array | int, slot: Array | int) -> None:
+        at = self.at
+        plgpu.copy_gmem_to_smem(at.kv.at[self.first_page + step, 1], at.v_tile.at[slot], at.v_here.at[slot])
+
+    def _keep(self, step: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        """Add a page to the running softmax: its peak, mass and sum of values; fetch the one that takes its place."""
         peak, mass, acc = carry
-        slot = lax.rem(step, jnp.int32(stages))
-        more = step + jnp.int32(stages) < steps
+        at, arithmetic = self.at, self.static.arithmetic
+        stages = jnp.int32(self.static.stages)
+        slot, more = lax.rem(step, stages), step + stages < self.steps
         plgpu.barrier_wait(at.k_here.at[slot])
         raw = arithmetic.scores(at.q_tile, at.k_tile.at[slot])
-        pl.when(more)(lambda: fetch_keys(step + jnp.int32(stages), slot))
-        column = arithmetic.columns() + (first + step) * jnp.int32(ROWS)
-
-        def score(by: float) -> Array:
-            s = raw * jnp.float32(by)
-            if soft_cap is not None:
-                s = jnp.float32(soft_cap) * jnp.tanh(s * jnp.float32(1 / soft_cap))
-            if "log_mass" in given:
-                s = jnp.where(column + first_slot == 0, s + at.log_mass[row, head], s)
-            return s
-
-        s = score(scale)
-        if "logits" in given:
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            at.logits_tile[...] = s if logits_scale == scale else score(logits_scale)
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(at.logits_tile.at[pl.ds(0, group)], at.logits.at[first_page + step])
-        s = jnp.where(column < high, s, jnp.float32(NEG))
-        if window is not None:
-            s = jnp.where(column >= low, s, jnp.float32(NEG))
+        pl.when(more)(lambda: self._fetch_keys(step + stages, slot))
+        column = arithmetic.columns() + (self.first + step) * jnp.int32(ROWS)
+        s = self._scores(raw, self.static.scale, column)
+        if hasattr(at, "logits"):
+            same = self.static.logits_scale == self.static.scale
+            logits = s if same else self._scores(raw, self.static.logits_scale, column)
+            self._store_logits(logits, self.first_page + step)
+        s = jnp.where(column < self.high, s, jnp.float32(NEG))
+        if self.static.window is not None:
+            s = jnp.where(column >= self.low, s, jnp.float32(NEG))
         new_peak = jnp.maximum(peak, s.max(axis=1))
         weight = jnp.exp(s - lax.broadcast_in_dim(new_peak, s.shape, [0]))
         fade = jnp.exp(peak - new_peak)
@@ -325,32 +382,26 @@ def _kernel(
         acc = acc * lax.broadcast_in_dim(fade, acc.shape, [0])
         plgpu.barrier_wait(at.v_here.at[slot])
         acc = arithmetic.added(acc, weight.astype(at.kv.dtype), at.v_tile.at[slot])
-        pl.when(more)(lambda: fetch_values(step + jnp.int32(stages), slot))
+        pl.when(more)(lambda: self._fetch_values(step + stages, slot))
         return new_peak, mass, acc
 
-    @pl.when(high > low)
-    def _attend() -> None:
-        plgpu.copy_gmem_to_smem(at.q.at[row, head], at.q_tile.at[pl.ds(0, loaded)], at.q_here)
-        for step in range(stages):
+    def _scores(self, raw: Array, scale: float, column: Array) -> Array:
+        """Scaled and capped scores, with the bias of the first slot's mass."""
+        s = raw * jnp.float32(scale)
+        cap = self.static.soft_cap
+        if cap is not None:
+            s = jnp.float32(cap) * jnp.tanh(s * jnp.float32(1 / cap))
+        if hasattr(self.at, "log_mass"):
+            s = jnp.where(column + self.first_slot == 0, s + self.at.log_mass[self.row, self.head], s)
+        return s
 
-            @pl.when(steps > step)
-            def _fetch(step: int = step) -> None:
-                fetch_keys(step, step)
-                fetch_values(step, step)
-
-        plgpu.barrier_wait(at.q_here)
-        start = (
-            arithmetic.spread(jnp.full((ROWS,), NEG, jnp.float32), 1),
-            arithmetic.spread(jnp.zeros((ROWS,), jnp.float32), 1),
-            arithmetic.spread(jnp.zeros((ROWS, lanes), jnp.float32)),
-        )
-        peak, mass, acc = lax.fori_loop(jnp.int32(0), steps, keep, start)
-        at.out_tile[...] = acc / lax.broadcast_in_dim(mass, acc.shape, [0])
-        at.lse_tile[...] = peak + jnp.log(mass)
+    def _store_logits(self, logits: Array, page: Array) -> None:
+        """Write a page's scores, once those of the page before have left the tile."""
+        at = self.at
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        at.logits_tile[...] = logits
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(at.out_tile.at[pl.ds(0, group)], at.out.at[row, item])
-        plgpu.copy_smem_to_gmem(at.lse_tile.at[pl.ds(0, loaded)], at.lse.at[row, item])
-        plgpu.wait_smem_to_gmem(0)
+        plgpu.copy_smem_to_gmem(at.logits_tile.at[pl.ds(0, at.out.shape[2])], at.logits.at[page])
 
 
 def _send(source: Any, destination: Any) -> None:

@@ -100,6 +100,13 @@ def at_item(table: Any, row: Any, item: Any) -> tuple[Any, Any, Any]:
     return tuple(table[(*where, field, item)] for field in range(3))
 
 
+def visible(length: Any, first_slot: Any, rows: int, window: int | None) -> tuple[Any, Any]:
+    """First and end of an item's visible slots, in a kernel; ``window`` is over slots."""
+    zero, end = jnp.int32(0), jnp.int32(rows)
+    high = jnp.clip(length - first_slot, zero, end)
+    return zero if window is None else jnp.clip(length - jnp.int32(window) - first_slot, zero, end), high
+
+
 def pages_per_item(p: Problem) -> int:
     """Pages of an item such that every multiprocessor gets about four items: enough for balance, few enough to merge.
 

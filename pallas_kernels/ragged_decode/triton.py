@@ -105,15 +105,13 @@ def decode(p: Problem, *, config: TritonConfig | None = None, interpret: bool = 
     }
     if p.with_logits:
         made["logits"] = jax.ShapeDtypeStruct((batch * total, group, page_size), jnp.float32)
-    kernel = functools.partial(
-        _kernel,
-        names=(*given, *made),
+    static = _Static(
         rows=cut.rows,
+        block=min(config.block, pl.next_power_of_2(cut.rows)),
         runs_pages=total,
         page_size=page_size,
         value_row=page_size if stacked else 0,
         value_lane=0 if stacked else key_dim,
-        block=min(config.block, pl.next_power_of_2(cut.rows)),
         scale=p.scale,
         logits_scale=p.scale if p.logits_scale is None else p.logits_scale,
         soft_cap=p.soft_cap,
@@ -121,7 +119,7 @@ def decode(p: Problem, *, config: TritonConfig | None = None, interpret: bool = 
         compute=compute,
     )
     results = pl.pallas_call(
-        kernel,
+        functools.partial(_kernel, names=(*given, *made), static=static),
         grid=(cut.items, batch),
         in_specs=[pl.no_block_spec] * len(given),
         out_specs=[pl.no_block_spec] * len(made),
@@ -169,108 +167,185 @@ def _accepted(p: Problem) -> Stacked | Lanes:
     return p.pages
 
 
-def _kernel(
-    *refs: Any,
-    names: tuple[str, ...],
-    rows: int,
-    runs_pages: int,
-    page_size: int,
-    value_row: int,
-    value_lane: int,
-    block: int,
-    scale: float,
-    logits_scale: float,
-    soft_cap: float | None,
-    window: int | None,
-    compute: Any,
-) -> None:
+@dataclasses.dataclass(frozen=True)
+class _Static:
+    """What the kernel is compiled for.
+
+    Attributes:
+      rows: slots of an item. block: slots read at once.
+      runs_pages: pages of a batch row; of ``page_size`` slots.
+      value_row, value_lane: where a slot's value is, from its key on.
+      compute: dtype of the products' operands.
+    """
+
+    rows: int
+    block: int
+    runs_pages: int
+    page_size: int
+    value_row: int
+    value_lane: int
+    scale: float
+    logits_scale: float
+    soft_cap: float | None
+    window: int | None
+    compute: Any
+
+
+def _kernel(*refs: Any, names: tuple[str, ...], static: _Static) -> None:
     """Attention over one item's visible slots: ``out``, ``lse``, and the scores if there is a ``logits``."""
-    at = SimpleNamespace(**dict(zip(names, refs, strict=True)))
-    given = set(names)
-    group, key_dim = at.q.shape[2:]
-    dim = at.out.shape[3]
-    queries, key_lanes, lanes = max(pl.next_power_of_2(group), SMALLEST), *map(pl.next_power_of_2, (key_dim, dim))
-    item, row = pl.program_id(0), pl.program_id(1)
-    head, page, first_slot = split.at_item(at.table, row, item)
-    length = at.length[row, head]
-    high = jnp.clip(length - first_slot, 0, rows)
-    # A window over slots sets the first slot; one over positions is a mask.
-    windowed = window is not None and "position" not in given
-    low = jnp.clip(length - jnp.int32(window) - first_slot, 0, rows) if windowed else jnp.int32(0)
-    key_lane, lane = (jnp.arange(count, dtype=jnp.int32) for count in (key_lanes, lanes))
-    member = jnp.arange(queries, dtype=jnp.int32)
-    q_index, q_mask = _grid(member, key_lane), (member < group)[:, None] & (key_lane < key_dim)[None, :]
-    q = plt.load(at.q.at[row, head, *q_index], mask=q_mask, other=0.0)
-    first_row = (row * runs_pages + page) * page_size
-    mass_bias = at.log_mass[row, head] if "log_mass" in given else None
-    slopes = None
-    if "slopes" in given:
-        slopes = plt.load(at.slopes.at[head, member], mask=member < group, other=0.0)
+    item = _Item.of(SimpleNamespace(**dict(zip(names, refs, strict=True))), static)
+    size = jnp.int32(static.block)
+    start = (
+        jnp.full((item.queries,), NEG, jnp.float32),
+        jnp.zeros((item.queries,), jnp.float32),
+        jnp.zeros((item.queries, item.lane.size), jnp.float32),
+    )
+    first, end = jax.lax.div(item.low, size), jax.lax.div(item.high + (size - 1), size)
+    item.store(*jax.lax.fori_loop(first, end, item.keep, start))
 
-    def keep(step: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+
+@dataclasses.dataclass(frozen=True)
+class _Item:
+    """The item that a thread block reads: its place, visible slots and queries. Built by :meth:`of`.
+
+    Attributes:
+      at: references by name; which there are says what is asked of the kernel. static: see there.
+      row, item: place in the grid. first_slot: of the item in its head. first_row: of the item in the pool.
+      low, high: first and end of its visible slots.
+      member, key_lane, lane: indices of queries, channels of keys and of values, each up to a power of two.
+      q: queries. mass_bias: of the head's first slot, slopes: of ALiBi; None without.
+    """
+
+    at: Any
+    static: _Static
+    row: Array
+    item: Array
+    first_slot: Array
+    first_row: Array
+    low: Array
+    high: Array
+    member: Array
+    key_lane: Array
+    lane: Array
+    q: Array
+    mass_bias: Array | None
+    slopes: Array | None
+
+    @classmethod
+    def of(cls, at: Any, static: _Static) -> _Item:
+        """Read what the whole item shares."""
+        group, key_dim = at.q.shape[2:]
+        sizes = max(pl.next_power_of_2(group), SMALLEST), *map(pl.next_power_of_2, (key_dim, at.out.shape[3]))
+        member, key_lane, lane = (jnp.arange(size, dtype=jnp.int32) for size in sizes)
+        item, row = pl.program_id(0), pl.program_id(1)
+        head, page, first_slot = split.at_item(at.table, row, item)
+        # A window over slots sets the first slot; one over positions is a mask.
+        over_slots = None if hasattr(at, "position") else static.window
+        low, high = split.visible(at.length[row, head], first_slot, static.rows, over_slots)
+        real = member < group
+        q_mask = real[:, None] & (key_lane < key_dim)[None, :]
+        q = plt.load(at.q.at[row, head, *_grid(member, key_lane)], mask=q_mask, other=0.0)
+        return cls(
+            at=at,
+            static=static,
+            row=row,
+            item=item,
+            first_slot=first_slot,
+            first_row=(row * static.runs_pages + page) * static.page_size,
+            low=low,
+            high=high,
+            member=member,
+            key_lane=key_lane,
+            lane=lane,
+            q=q,
+            mass_bias=at.log_mass[row, head] if hasattr(at, "log_mass") else None,
+            slopes=plt.load(at.slopes.at[head, member], mask=real, other=0.0) if hasattr(at, "slopes") else None,
+        )
+
+    @property
+    def queries(self) -> int:
+        """Queries with those that fill a product's rows."""
+        return self.member.size
+
+    @property
+    def real(self) -> Array:
+        """Which queries are a head's own."""
+        return self.member < self.at.q.shape[2]
+
+    def keep(self, step: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        """Add a block of slots to the running softmax: its peak, mass and sum of values."""
         peak, mass, acc = carry
-        slot = step * jnp.int32(block) + jnp.arange(block, dtype=jnp.int32)
-        inside = (slot < high) & (slot >= low) if windowed else slot < high
-        pool_row = first_row + slot
-        kv_row = pool_row + (pool_row & jnp.int32(-page_size)) if value_row else pool_row
-        k_mask = inside[:, None] & (key_lane < key_dim)[None, :]
-        k = plt.load(at.kv.at[*_grid(kv_row, key_lane)], mask=k_mask, other=_zero(at.kv.dtype))
-        raw = _dot(q, k.astype(compute).T)
+        at, static = self.at, self.static
+        slot = step * jnp.int32(static.block) + jnp.arange(static.block, dtype=jnp.int32)
+        inside = slot < self.high
+        if static.window is not None and not hasattr(at, "position"):
+            inside = inside & (slot >= self.low)
+        pool_row = self.first_row + slot
+        kv_row = pool_row + (pool_row & jnp.int32(-static.page_size)) if static.value_row else pool_row
+        k = self._load(kv_row, self.key_lane, at.q.shape[3], inside)
+        raw = _dot(self.q, k.astype(static.compute).T)
         distance = None
-        if "position" in given:
+        if hasattr(at, "position"):
             position = plt.load(at.position.at[pool_row], mask=inside, other=0)
-            distance = position - at.query_position[row]
-            if window is not None:
-                inside = inside & (distance > jnp.int32(-window))
-
-        def score(by: float) -> Array:
-            s = raw * jnp.float32(by)
-            if soft_cap is not None:
-                s = jnp.float32(soft_cap) * jnp.tanh(s * jnp.float32(1 / soft_cap))
-            if slopes is not None and distance is not None:
-                s = s + slopes[:, None] * distance.astype(jnp.float32)[None, :]
-            if mass_bias is not None:
-                s = s + jnp.where(first_slot + slot == 0, mass_bias, jnp.float32(0))[None, :]
-            return s
-
-        s = score(scale)
-        if "logits" in given:
-            logits = s if logits_scale == scale else score(logits_scale)
-            page_of, within = pool_row // jnp.int32(page_size), pool_row & jnp.int32(page_size - 1)
-            shape = (queries, block)
-            index = tuple(jnp.broadcast_to(x, shape) for x in (page_of[None], member[:, None], within[None]))
-            plt.store(at.logits.at[*index], logits, mask=(member < group)[:, None] & inside[None, :])
+            distance = position - at.query_position[self.row]
+            if static.window is not None:
+                inside = inside & (distance > jnp.int32(-static.window))
+        s = self._scores(raw, static.scale, slot, distance)
+        if hasattr(at, "logits"):
+            same = static.logits_scale == static.scale
+            logits = s if same else self._scores(raw, static.logits_scale, slot, distance)
+            self._store_logits(logits, pool_row, inside)
         s = jnp.where(inside[None, :], s, jnp.float32(NEG))
         new_peak = jnp.maximum(peak, s.max(axis=1))
         weight = jnp.exp(s - new_peak[:, None])
-        if "position" in given:  # a block without a visible slot has a peak of NEG, and exp(NEG - NEG) is 1
+        if hasattr(at, "position"):  # a block without a visible slot has a peak of NEG, and exp(NEG - NEG) is 1
             weight = jnp.where(inside[None, :], weight, jnp.float32(0))
         fade = jnp.exp(peak - new_peak)
         mass = mass * fade + weight.sum(axis=1)
-        if "v_scale" in given:
+        if hasattr(at, "v_scale"):
             weight = weight * plt.load(at.v_scale.at[pool_row], mask=inside, other=0.0)[None, :]
-        v_index = _grid(kv_row + jnp.int32(value_row), lane + jnp.int32(value_lane))
-        v_mask = inside[:, None] & (lane < dim)[None, :]
-        v = plt.load(at.kv.at[*v_index], mask=v_mask, other=_zero(at.kv.dtype))
-        return new_peak, mass, acc * fade[:, None] + _dot(weight.astype(compute), v.astype(compute))
-
-    start = (
-        jnp.full((queries,), NEG, jnp.float32),
-        jnp.zeros((queries,), jnp.float32),
-        jnp.zeros((queries, lanes), jnp.float32),
-    )
-    size = jnp.int32(block)
-    peak, mass, acc = jax.lax.fori_loop(jax.lax.div(low, size), jax.lax.div(high + (size - 1), size), keep, start)
-    held = mass > 0
-    lse = jnp.where(held, peak + jnp.log(jnp.where(held, mass, jnp.float32(1))), jnp.float32(NEG))
-    plt.store(at.lse.at[row, item, member], lse, mask=member < group)
-
-    @pl.when(high > low)
-    def _store() -> None:
-        out = acc / jnp.where(held, mass, jnp.float32(1))[:, None]
-        plt.store(
-            at.out.at[row, item, *_grid(member, lane)], out, mask=(member < group)[:, None] & (lane < dim)[None, :]
+        v = self._load(
+            kv_row + jnp.int32(static.value_row), self.lane, at.out.shape[3], inside, jnp.int32(static.value_lane)
         )
+        return new_peak, mass, acc * fade[:, None] + _dot(weight.astype(static.compute), v.astype(static.compute))
+
+    def store(self, peak: Array, mass: Array, acc: Array) -> None:
+        """Write the item's result; its log-sum-exp alone where no slot is visible."""
+        at, real = self.at, self.real
+        held = mass > 0
+        lse = jnp.where(held, peak + jnp.log(jnp.where(held, mass, jnp.float32(1))), jnp.float32(NEG))
+        plt.store(at.lse.at[self.row, self.item, self.member], lse, mask=real)
+
+        @pl.when(self.high > self.low)
+        def _store() -> None:
+            out = acc / jnp.where(held, mass, jnp.float32(1))[:, None]
+            mask = real[:, None] & (self.lane < at.out.shape[3])[None, :]
+            plt.store(at.out.at[self.row, self.item, *_grid(self.member, self.lane)], out, mask=mask)
+
+    def _load(self, rows: Array, lane: Array, dim: int, inside: Array, first_lane: Array | int = 0) -> Array:
+        """Read ``dim`` channels of these rows of the pool; zeros at slots that are not ``inside``."""
+        kv = self.at.kv
+        mask = inside[:, None] & (lane < dim)[None, :]
+        return plt.load(kv.at[*_grid(rows, lane + first_lane)], mask=mask, other=np.zeros((), kv.dtype)[()])
+
+    def _scores(self, raw: Array, scale: float, slot: Array, distance: Array | None) -> Array:
+        """Scaled and capped scores, with the biases of positions and of the first slot's mass."""
+        s = raw * jnp.float32(scale)
+        cap = self.static.soft_cap
+        if cap is not None:
+            s = jnp.float32(cap) * jnp.tanh(s * jnp.float32(1 / cap))
+        if self.slopes is not None and distance is not None:
+            s = s + self.slopes[:, None] * distance.astype(jnp.float32)[None, :]
+        if self.mass_bias is not None:
+            s = s + jnp.where(self.first_slot + slot == 0, self.mass_bias, jnp.float32(0))[None, :]
+        return s
+
+    def _store_logits(self, logits: Array, pool_row: Array, inside: Array) -> None:
+        """Write the scores by page."""
+        page_size = self.static.page_size
+        page, within = pool_row // jnp.int32(page_size), pool_row & jnp.int32(page_size - 1)
+        index = tuple(jnp.broadcast_to(x, logits.shape) for x in (page[None], self.member[:, None], within[None]))
+        plt.store(self.at.logits.at[*index], logits, mask=self.real[:, None] & inside[None, :])
 
 
 def _grid(rows: Array, columns: Array) -> tuple[Array, Array]:
@@ -282,7 +357,3 @@ def _grid(rows: Array, columns: Array) -> tuple[Array, Array]:
 def _dot(a: Array, b: Array) -> Array:
     """Product with float32 sums; float32 operands are not rounded to TF32."""
     return plt.dot(a, b, allow_tf32=False).astype(jnp.float32)
-
-
-def _zero(dtype: Any) -> Any:
-    return np.zeros((), dtype)[()]
