@@ -83,8 +83,8 @@ class DecodeState:
       tokens: [B, CHUNK] this call's tokens, -1 where a row had ended; where they are given, those that would have been
         drawn in their places.
       logprobs: [B, CHUNK] their log-probabilities, 0 where they are not asked for.
-      logits: [B, V] after each prompt. first: whether each row's first token is still to be sampled from them. Both are
-        None in a batch whose rows come with their first tokens (:mod:`kvjax.runtime.insert`).
+      logits: [B, V] of the token that comes next, or last came. first: whether it is each row's first, which follows
+        its prompt. Both are None in a batch whose rows come with their first tokens (:mod:`kvjax.runtime.insert`).
     """
 
     cache: Cache
@@ -215,31 +215,14 @@ def initial_state(cache: Cache, logits: Any, present: Bool[np.ndarray, "N V"]) -
     return DecodeState(cache=cache, logits=logits, **jax.device_put(begin))
 
 
-def _with_first(state: DecodeState, controls: Controls) -> DecodeState:
-    """The state with its first token in column 0, where that is still to be sampled.
-
-    In this program and not in one of its own, which would be compiled too. Keys and values stay out of the conditional,
-    whose branches would copy them.
-    """
-
-    if state.first is None:
-        return state
-
-    def sampled(state: DecodeState) -> DecodeState:
-        assert state.logits is not None, "they are there where the first token is not drawn"
-        return record(state, state.logits, controls, state.reason == RUNNING, jnp.int32(0))
-
-    bare = dataclasses.replace(state, cache=state.cache.replace(layers=()))
-    begun = jax.lax.cond(state.first, sampled, lambda same: same, bare)
-    return dataclasses.replace(begun, cache=begun.cache.replace(layers=state.cache.layers))
-
-
 def decode_chunk(
     device: Device, params: Decoder, state: DecodeState, controls: Controls, steps: Int[Array, ""]
 ) -> tuple[DecodeState, Int[Array, ""]]:
     """Generate up to ``steps`` (at most CHUNK) tokens a row; ends early when too few rows are running.
 
     The first token of all is sampled from the prompt's logits and takes no step of the model, but counts as one here.
+    It is sampled in the loop as the others are: what samples, written twice, was a third of what the program of a small
+    model takes to compile.
 
     Devices that hold different rows must take every step together, so on a mesh the loop's body agrees on its flags.
     (One device reads them in the loop's condition: XLA's CPU compiler takes half as long again when the body hands them
@@ -251,14 +234,11 @@ def decode_chunk(
     context = state.cache.context  # constant: no part of what the loop carries
     state = dataclasses.replace(state, cache=state.cache.replace(context=None))
     state = dataclasses.replace(state, tokens=jnp.full_like(state.tokens, -1))
-    logits, made = state.logits, jnp.int32(0) if state.first is None else state.first.astype(jnp.int32)
-    drawn = None if state.first is None else jnp.bool_(False)
-    state = dataclasses.replace(_with_first(state, controls), logits=None, first=None)  # no part of the loop
     numbers = numbers_of_kind(state.cache.policy, params)
     loop = _Loop(device.over_rows, params, controls, steps, state.cache.policy, numbers, context)
     body = loop.maintain_then_step if loop.policy.maintains else loop.step
-    made, state, _ = jax.lax.while_loop(lambda now: loop.read(now)[0], body, loop.carry(made, state))
-    return dataclasses.replace(state, logits=logits, first=drawn), made
+    made, state, _ = jax.lax.while_loop(lambda now: loop.read(now)[0], body, loop.carry(jnp.int32(0), state))
+    return state, made
 
 
 @dataclasses.dataclass(frozen=True)
@@ -280,10 +260,11 @@ class _Loop:
     context: SharedContext | None
 
     def due(self, state: DecodeState) -> Bool[Array, " B"]:
-        """The running rows that the policy is to compact."""
+        """The running rows that the policy is to compact; none before the first token of all."""
         due = self.policy.due(state.cache.layers, self.params.config)
         check_due(self.policy, due, state.cache.batch)
-        return due & (state.reason == RUNNING)
+        due = due & (state.reason == RUNNING)
+        return due if state.first is None else due & ~state.first
 
     def flags(self, made: Array, state: DecodeState) -> Flags:
         """The flags as of this state."""
@@ -291,7 +272,9 @@ class _Loop:
         waiting = self.due(state).sum() if self.policy.maintains else jnp.int32(0)
         counts = jnp.stack([running, waiting])
         running, waiting = counts if self.agree is None else self.agree(counts)
-        return (made < self.steps) & (running >= self.controls.least_running), waiting > 0
+        enough = running >= self.controls.least_running
+        enough = enough if state.first is None else enough | state.first
+        return (made < self.steps) & enough, waiting > 0
 
     def carry(self, made: Array, state: DecodeState) -> Carry:
         """The loop's carry, where devices must agree with the flags that they agree on."""
@@ -311,11 +294,26 @@ class _Loop:
         """One token of every row."""
         made, state, _ = now
         active = state.reason == RUNNING
-        cache = state.cache.replace(context=self.context)
-        cache, logits = forward_step(self.params, cache, jnp.maximum(cache.next_token, 0), active)
-        cache = cache.replace(context=None)
+        cache, logits = self.fed(state, active)
         state = record(dataclasses.replace(state, cache=cache), logits, self.controls, active, made)
+        if state.first is not None:
+            state = dataclasses.replace(state, logits=logits, first=jnp.bool_(False))
         return self.carry(made + 1, state)
+
+    def fed(self, state: DecodeState, active: Bool[Array, " B"]) -> tuple[Cache, Array]:
+        """The cache with each row's last token in, and the logits of what follows: the prompt's before the first token.
+
+        In a loop of one round or none, since the branches of a conditional would copy the cache.
+        """
+
+        def feed(now: tuple[Cache, Any, Any]) -> tuple[Cache, Array, Any]:
+            cache = now[0].replace(context=self.context)
+            cache, logits = forward_step(self.params, cache, jnp.maximum(cache.next_token, 0), active)
+            return cache.replace(context=None), logits, jnp.bool_(True)
+
+        now = state.cache, state.logits, state.first
+        cache, logits, _ = feed(now) if state.first is None else jax.lax.while_loop(lambda now: ~now[2], feed, now)
+        return cache, logits
 
     def maintain(self, state: DecodeState) -> DecodeState:
         """The first row that is due, compacted in all layers; one that is due again at once ends."""
