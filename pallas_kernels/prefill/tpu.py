@@ -53,14 +53,13 @@ def rule(p: Problem) -> Config:
 
 def _kernel(offset, length, q, k, v, out, lse, *scratch, t: Tiles, factor, soft_cap):
     step = _Step.of(offset, length, q, k, v, *scratch, t=t, factor=factor, soft_cap=soft_cap)
-    pl.when(pl.program_id(3) == 0)(step.begin)
+    pl.when(step.block == 0)(step.begin)
     step.measure()
     step.lift()
     step.gather()
-    last = pl.program_id(3) == pl.num_programs(3) - 1
-    tiles.each_strip(t, last, functools.partial(step.rows.finish, out), 64)
+    tiles.each_strip(t, step.last, functools.partial(step.rows.finish, out), 64)
 
-    @pl.when(last)
+    @pl.when(step.last)
     def _():
         # As many heads at once as fit the registers.
         for heads in tiles.steps(t.shape[2], max(1, 512 // t.queries)):
@@ -74,6 +73,7 @@ class _Step:
     Attributes:
       q, k, v: the blocks. offset: of each head's first query in the prompt; the row's heads from ``first_head`` on.
       factor: scale of the scores, to units of log 2. soft_cap: of the scores.
+      block: the step's number among those of its queries. last: whether no other follows.
       first: first query of the block. first_query, first_key: the blocks' places in the prompt.
       counted: whether any of the queries is within its row's length. live: whether any also attends to these keys.
       rows: softmax of the queries. float32: bfloat16 parts of float32 blocks; None for 16-bit ones.
@@ -87,6 +87,8 @@ class _Step:
     first_head: Any
     factor: float
     soft_cap: float | None
+    block: Any
+    last: Any
     first: Any
     first_query: Any
     first_key: Any
@@ -103,7 +105,7 @@ class _Step:
         first = i * jnp.int32(t.queries)
         first_query = offset[b * group] + first
         first_key = (t.first_key_block(first_query) + block) * jnp.int32(t.keys)
-        counted = first < length[b]
+        counted, last = first < length[b], block == pl.num_programs(3) - 1
         float32: Any = tpu_float32.Blocks(t, *parts) if parts else None
         order = Order.of(t, float32 is not None)
         bases = [jnp.minimum(length[b] + jnp.int32(x), 0) for x in range(2)] if order.follow else [0, 0]
@@ -116,6 +118,8 @@ class _Step:
             first_head=b * group,
             factor=factor,
             soft_cap=soft_cap,
+            block=block,
+            last=last,
             first=first,
             first_query=first_query,
             first_key=first_key,
