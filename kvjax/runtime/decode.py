@@ -311,7 +311,7 @@ class _Loop:
             cache, logits = forward_step(self.params, cache, jnp.maximum(cache.next_token, 0), active)
             return cache.replace(context=None), logits, jnp.bool_(True)
 
-        now = state.cache, state.logits, state.first
+        now: tuple[Cache, Any, Any] = state.cache, state.logits, state.first
         cache, logits, _ = feed(now) if state.first is None else jax.lax.while_loop(lambda now: ~now[2], feed, now)
         return cache, logits
 
