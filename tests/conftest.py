@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 import signal
 
+# Before JAX is imported: what modules make when they are collected, and what processes that tests start compile.
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+
 import jax
 import jaxtyping
 import psutil
@@ -15,7 +18,7 @@ from support import quick, sampled
 os.environ.setdefault("KVJAX_COMPILE_CACHE", "0")
 # Tables in pipes are as wide as they ask for, whatever terminal the tests were started from.
 os.environ.pop("COLUMNS", None)
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {quick.EMITTERS}".strip()
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {quick.FLAGS}".strip()
 
 # Shapes in signatures are checked wherever tests call these, before anything imports them.
 jaxtyping.install_import_hook(
@@ -44,7 +47,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.model)
 
 
-#: Folders whose programs run long enough to be worth optimising: training.
+#: Folders whose slow tests run their programs for long enough to be worth optimising them: training.
 OPTIMISED = {"recall"}
 
 
@@ -54,7 +57,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
     An accelerator gets the programs that its users get.
     """
-    optimised = item.path.parent.name in OPTIMISED or item.get_closest_marker("hardware") is not None
+    trains = item.path.parent.name in OPTIMISED and item.get_closest_marker("slow") is not None
+    optimised = trains or item.get_closest_marker("hardware") is not None
     jax.config.update("jax_disable_most_optimizations", not optimised)
 
 

@@ -13,15 +13,19 @@ from jax._src.interpreters import mlir
 #: The older emitters of fused loops: half the time of the default ones without optimisation, the same with it. And one
 #: part of each program for LLVM, since both cores are busy: a tenth less. From 0.12 on jaxlib may lack the emitters,
 #: as accelerators' plugins do, and each ends a process that asks for a flag it does not know.
+_EMITTERS = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+#: Passes that look for loops which run once or never, or that compute the same in every round; a tenth of what a decode
+#: loop takes to compile.
+_LEFT_OUT = ("simplify-while-loops", "while-loop-invariant-code-motion", "small-while-loop-hoisting")
 _OLDER = tuple(map(int, metadata.version("jaxlib").split(".")[:2])) < (0, 12)
 _ALONE = importlib.util.find_spec("jax_plugins") is None
-EMITTERS = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1" if _OLDER and _ALONE else ""
+FLAGS = f"{_EMITTERS if _OLDER else ''} --xla_disable_hlo_passes={','.join(_LEFT_OUT)}" if _ALONE else ""
 
 
 def on_devices(count: int) -> dict[str, str]:
     """Environment of a process with that many virtual CPU devices, whose programs are not optimised."""
     return {
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={count} {EMITTERS}",
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={count} {FLAGS}",
         "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
         "JAX_PLATFORMS": "cpu",
     }
