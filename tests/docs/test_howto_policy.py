@@ -23,10 +23,14 @@ kvjax.load = kvjax.checkpoints.load.load = lambda *_, **__: toys.needle_model()
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_the_page_runs_as_printed(tmp_path, monkeypatch, forgotten_policies):
+def test_the_page_runs_as_printed(tmp_path, monkeypatch, capsys, forgotten_policies):
     lm = toys.needle_model()
     monkeypatch.setattr(kvjax, "load", lambda name: lm)
     page = run_page(PAGE, tmp_path, {}, STARTUP)
+    printed = capsys.readouterr().out
+    for held in ("plan: slots", "full: where", "row alone: a", "later turn: a", "int8: rows", "composition: it"):
+        assert f"\n{held}" in printed, f"check_policy does not say that it holds: {held}"
+    assert "Forgetful.select keeps nothing of" in printed
 
     # The rule again, by sets of positions: the context is compressed alone, then with the question; what is generated
     # stays.

@@ -104,13 +104,13 @@ def shared_core() -> EngineCore:
 
 def test_nothing_compiles_after_warming():
     """Lengths, batches of admitted, options and stop strings are all arguments."""
-    core = EngineCore(LM, "snapkv:ratio=0.25", slots=5, prompt_tokens=600, new_tokens=32)
+    core = EngineCore(LM, "snapkv:ratio=0.25", slots=5, prompt_tokens=300, new_tokens=32)
     try:
         assert core.warm() > 0
         assert core.warm() == 0
         before = core.clock.programs
         rows = [
-            make_row(core, ids(7 * i + 1, i), max_new_tokens=3 + i, seed=i, **KINDS[i % len(KINDS)]) for i in range(84)
+            make_row(core, ids(7 * i + 1, i), max_new_tokens=3 + i, seed=i, **KINDS[i % len(KINDS)]) for i in range(42)
         ]
         for row in rows:
             core.add(row)
