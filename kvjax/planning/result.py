@@ -74,7 +74,7 @@ class Plan:
         return self.memory_limit is None or self.total_bytes <= self.memory_limit
 
     @property
-    def retained_share(self) -> float:
+    def retained_fraction(self) -> float:
         """Tokens kept of the prompt over those there are, in all global layers and heads together."""
         windows = self.windows or (None,) * len(self.retained)
         chosen = [heads for heads, window in zip(self.retained, windows, strict=True) if window is None]
@@ -123,7 +123,7 @@ class Plan:
         if self.windows:
             lines.append(f"sliding windows, whatever the policy: {windows_text(self.windows)}")
         over = "all layers" if None not in self.windows else "global layers"
-        lines.append(f"retained of {self._seen}, over {over} and heads: {self.retained_share:.1%}")
+        lines.append(f"retained of {self._seen}, over {over} and heads: {self.retained_fraction:.1%}")
         lines += [line for line in (self.notice, self.choice) if line is not None]
         own = " of a row's own" if self.context_tokens and self.shares_context else ""
         lines.append(f"layers, slots{own} by KV head, and tokens retained of {self._seen}:")

@@ -32,8 +32,8 @@ def test_every_policy_takes_tokens_or_a_ratio_and_retains_as_many(name, size):
     mean = np.mean(plan.retained)
     # LagKV keeps whole numbers of each partition: at most one token less of each.
     assert 100 - (TOKENS // 16 if name == "lagkv" else 0) <= mean <= 100
-    assert plan.retained_share == pytest.approx(mean / TOKENS)
-    assert f"{plan.retained_share:.1%}" in plan.table() and f"{plan.retained[0][0]} retained" in plan.table()
+    assert plan.retained_fraction == pytest.approx(mean / TOKENS)
+    assert f"{plan.retained_fraction:.1%}" in plan.table() and f"{plan.retained[0][0]} retained" in plan.table()
     assert parse(format_policy(parse(named(name, size)))) == parse(named(name, size))
 
 
@@ -54,5 +54,5 @@ def test_equal_budgets_are_equal_bytes_of_keys_and_values(storage):
 
 def test_razors_ratio_is_of_the_whole_cache_its_protected_heads_included():
     plan = planned("razor:heads=0.1,ratio=0.5")
-    assert plan.retained_share == pytest.approx(0.5, abs=0.01)
+    assert plan.retained_fraction == pytest.approx(0.5, abs=0.01)
     assert plan.retained[0][1] == TOKENS

@@ -36,7 +36,7 @@ def test_a_first_question_is_allocated_what_its_plan_says(lm, batch, tokens, new
     output = kvjax.generate(lm, prompts(batch, tokens), policy=POLICY, max_new_tokens=new, **options)[0]
     assert len(output.tokens) == new
     assert output.stats.device_cache_bytes == planned.cache_bytes
-    assert planned.retained_share == 1 and planned.capacities[0][0] >= tokens
+    assert planned.retained_fraction == 1 and planned.capacities[0][0] >= tokens
 
 
 @pytest.mark.parametrize(("batch", "context", "tokens"), [(2, 500, 40), (1, 3000, 40)])
