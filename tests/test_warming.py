@@ -8,29 +8,36 @@ from support.compiled import compiled_programs
 
 import kvjax
 
+POLICY = "lagkv:ratio=0.5,lag=16"
 
-def test_calls_of_the_warmed_forms_compile_nothing(tiny_model):
+
+def test_calls_of_the_warmed_forms_compile_nothing():
     lm = toys.tiny_model(max_position=8192)
     with compiled_programs() as programs:
-        found = kvjax.warm(lm, lengths=[200, 600], policy="lagkv:ratio=0.5,lag=16", batch=[1, 3], chat=True)
-        assert [(each.batch, each.tokens) for each in found] == [
-            (1, 200),
-            (3, 200),
-            (0, 200),
-            (1, 600),
-            (3, 600),
-            (0, 600),
-        ]
+        found = kvjax.warm(lm, lengths=[200], policy=POLICY, batch=[1, 3], chat=True)
+        assert [(each.batch, each.tokens) for each in found] == [(1, 200), (3, 200), (0, 200)]
         assert found[0].programs == 2 and all(each.seconds > 0 for each in found)
         before = dict(programs)
         for rows in (1, 3):
-            kvjax.generate(lm, [[7] * 150] * rows, policy="lagkv:ratio=0.5,lag=16", max_new_tokens=9)
-            kvjax.generate(lm, [[7] * 900] * rows, policy="lagkv:ratio=0.5,lag=16", max_new_tokens=9)
-        talk = kvjax.Chat(lm, policy="lagkv:ratio=0.5,lag=16", max_new_tokens=5)
+            kvjax.generate(lm, [[7] * 150] * rows, policy=POLICY, max_new_tokens=9)
+        talk = kvjax.Chat(lm, policy=POLICY, max_new_tokens=5)
         for text in ("hello", "and?", "so?"):
             talk.send(text)
+        assert dict(programs) == before
+
+
+@pytest.mark.slow
+def test_lengths_of_several_buckets_are_warmed_each():
+    lm = toys.tiny_model(max_position=8192)
+    with compiled_programs() as programs:
+        found = kvjax.warm(lm, lengths=[200, 600], policy=POLICY, batch=[1, 3], chat=True)
+        forms = [(each.batch, each.tokens) for each in found]
+        assert forms == [(1, 200), (3, 200), (0, 200), (1, 600), (3, 600), (0, 600)]
+        before = dict(programs)
+        for rows in (1, 3):
+            kvjax.generate(lm, [[7] * 900] * rows, policy=POLICY, max_new_tokens=9)
         for texts in (("b" * 540, "c" * 540, "d"), ("b" * 540, "d")):
-            talk = kvjax.Chat(lm, policy="lagkv:ratio=0.5,lag=16", max_new_tokens=5)
+            talk = kvjax.Chat(lm, policy=POLICY, max_new_tokens=5)
             for text in texts:
                 talk.send(text)
         assert dict(programs) == before

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.cache.cache import Cache
+from kvjax.cache.groups import parts
 from kvjax.cache.quantisation import MODEL, Storage
 from kvjax.model.config import ModelConfig
 from kvjax.model.decoder import Decoder
@@ -38,7 +39,8 @@ def _filled(
     for i, layer in enumerate(cache.by_layer()):
         shape = (batch, config.num_kv_heads, tokens, config.head_dim)
         # A layer's rows are drawn once those before it are packed, so that no two layers' are alive at once.
-        before = zero_after(*jax.tree.leaves(layers[-1].kv)) if layers else 0
+        packed = [x for pool in parts(layers[-1]) for x in jax.tree.leaves(pool.kv)] if layers else []
+        before = zero_after(*packed) if layers else 0
         keys = jax.random.split(jax.random.key(i + before), 2)
         k, v = (jax.random.normal(key, shape, jnp.float32).astype(dtype) for key in keys)
         signals = random_signals(policy, config, batch, tokens, keys[0])
