@@ -260,11 +260,10 @@ class _Loop:
     context: SharedContext | None
 
     def due(self, state: DecodeState) -> Bool[Array, " B"]:
-        """The running rows that the policy is to compact; none before the first token of all."""
+        """The running rows that the policy is to compact."""
         due = self.policy.due(state.cache.layers, self.params.config)
         check_due(self.policy, due, state.cache.batch)
-        due = due & (state.reason == RUNNING)
-        return due if state.first is None else due & ~state.first
+        return due & (state.reason == RUNNING)
 
     def flags(self, made: Array, state: DecodeState) -> Flags:
         """The flags as of this state."""
@@ -272,9 +271,7 @@ class _Loop:
         waiting = self.due(state).sum() if self.policy.maintains else jnp.int32(0)
         counts = jnp.stack([running, waiting])
         running, waiting = counts if self.agree is None else self.agree(counts)
-        enough = running >= self.controls.least_running
-        enough = enough if state.first is None else enough | state.first
-        return (made < self.steps) & enough, waiting > 0
+        return (made < self.steps) & (running >= self.controls.least_running), waiting > 0
 
     def carry(self, made: Array, state: DecodeState) -> Carry:
         """The loop's carry, where devices must agree with the flags that they agree on."""
