@@ -34,7 +34,7 @@ def filled(rng, batch: int, pages: tuple[int, ...], dim: int, lengths=None, dtyp
     return cache.replace(kv=packed, length=jnp.asarray(lengths, jnp.int32)), k, v
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=18, deadline=None)
 @given(pages=RAGGED, seed=st.integers(0, 1000))
 def test_packing_and_reading_back_is_bitwise(pages, seed):
     cache, k, v = filled(np.random.default_rng(seed), 2, pages, 4)
@@ -86,7 +86,7 @@ def dense_attention(q, k, v, length, scale, log_mass=None):
     return weights / weights.sum(axis=1, keepdims=True) @ v[:length].astype(np.float64), scores
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=14, deadline=None)
 @given(
     pages=RAGGED, group=st.sampled_from([1, 2, 3, 8]), mass=st.booleans(), seed=st.integers(0, 1000),
     dtype=st.sampled_from(["float32", "bfloat16"]),
