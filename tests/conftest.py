@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 
-# Before JAX is imported: what modules make when they are collected, and what processes that tests start compile.
+# Before JAX is imported: modules that are collected and processes that tests start compile without optimisation too.
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 
 import jax

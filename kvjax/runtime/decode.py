@@ -83,8 +83,9 @@ class DecodeState:
       tokens: [B, CHUNK] this call's tokens, -1 where a row had ended; where they are given, those that would have been
         drawn in their places.
       logprobs: [B, CHUNK] their log-probabilities, 0 where they are not asked for.
-      logits: [B, V] of the token that comes next, or last came. first: whether it is each row's first, which follows
-        its prompt. Both are None in a batch whose rows come with their first tokens (:mod:`kvjax.runtime.insert`).
+      logits: [B, V] that the last tokens were sampled from; before the first ones, after each prompt. first: whether
+        the first ones are still to be sampled. Both are None in a batch whose rows come with their first tokens
+        (:mod:`kvjax.runtime.insert`).
     """
 
     cache: Cache

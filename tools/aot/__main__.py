@@ -23,7 +23,7 @@ from scripts.fetch_libtpu import compiler_path
 from tools.aot import kernels_page
 from tools.aot.cases import MODULES
 from tools.aot.compile import AGAIN, Result
-from tools.aot.processes import ROOT, versions
+from tools.aot.processes import OPTIMISED, ROOT, versions
 from tools.aot.targets import Target, platform, targets
 
 PACKAGES = ("jax", "jaxlib", "libtpu", "jax-cuda13-plugin", "nvidia-cuda-nvcc")
@@ -35,7 +35,7 @@ def compile_target(target: Target, python: str, chosen: dict[str, str]) -> list[
         dump, out = Path(folder) / "dump", Path(folder) / "results"
         out.touch()
         path = os.pathsep.join([str(ROOT), *compiler_path(python)])
-        environment = os.environ | {"PYTHONPATH": path} | platform(target.platform).environment(dump)
+        environment = os.environ | {"PYTHONPATH": path} | OPTIMISED | platform(target.platform).environment(dump)
         results: list[Result] = []
         while True:
             command = [python, "-m", "tools.aot.compile", "--target", target.name]

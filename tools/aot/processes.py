@@ -11,6 +11,8 @@ from pathlib import Path
 from scripts.fetch_libtpu import compiler_path
 
 ROOT = Path(__file__).resolve().parents[2]
+#: Whoever starts a compiler, tests too, which turn optimisation off for their own programs.
+OPTIMISED = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "0"}
 
 
 def environment(python: str) -> dict[str, str]:
@@ -21,6 +23,7 @@ def environment(python: str) -> dict[str, str]:
         # Else a second process that has libtpu loaded is refused, and the machine's own metadata is asked for.
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
         "TPU_SKIP_MDS_QUERY": "1",
+        **OPTIMISED,
     }
 
 
