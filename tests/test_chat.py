@@ -157,6 +157,7 @@ def test_a_cache_is_a_value(tiny_model, policy):
             kvjax.generate(tiny_model, prompts, cache=use)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", [Full(), StreamingLLM(window=20)], ids=str)
 def test_caches_of_unlike_allocations_continue_as_one_batch(tiny_model, policy):
     prompts = [RNG.integers(0, 256, size).tolist() for size in (300, 9)]  # buckets of 2,048 and 256
@@ -169,6 +170,7 @@ def test_caches_of_unlike_allocations_continue_as_one_batch(tiny_model, policy):
         oracles.same_caches(one.cache, other.cache)
 
 
+@pytest.mark.slow
 def test_a_context_under_many_prompts_equals_separate_calls(tiny_model):
     context = bytes(RNG.integers(32, 127, 50).tolist()).decode()
     questions = ["What?", "Who is it that asks, and why?", "?"]
@@ -185,13 +187,10 @@ def test_a_context_under_many_prompts_equals_separate_calls(tiny_model):
     assert ids.tokens == kvjax.generate(tiny_model, [*FIRST, *SECOND], max_new_tokens=10).tokens
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "policy",
-    [
-        pytest.param(LagKV(ratio=0.5, sink=4, lag=8), marks=pytest.mark.slow),
-        LagKV(ratio=0.25, sink=4, lag=8, prefill="chunked"),
-        StreamingLLM(budget=30),
-    ],
+    [LagKV(ratio=0.5, sink=4, lag=8), LagKV(ratio=0.25, sink=4, lag=8, prefill="chunked"), StreamingLLM(budget=30)],
     ids=str,
 )
 def test_compressed_conversations_stay_within_their_capacity(tiny_model, policy):

@@ -46,6 +46,7 @@ def test_questions_get_the_answers_of_context(tiny_model, policy):
     same([alone], answers(tiny_model, QUESTIONS[1:2], context=CONTEXT, policy=policy))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("storage", ["model", "int8"])
 def test_int8_rows_too(tiny_model, storage):
     cache = kvjax.read(tiny_model, CONTEXT, policy=POLICIES["lagkv"], storage=storage)
@@ -109,6 +110,7 @@ def test_an_answer_ends_the_open_message(tiny_model):
     assert second.tokens == again.send(QUESTIONS[1]).tokens
 
 
+@pytest.mark.slow
 def test_several_texts_are_a_batch_of_rows(tiny_model):
     texts = [CONTEXT, [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes?"}], [1, 2, 3]]
     cache = kvjax.read(tiny_model, texts, policy=POLICIES["lagkv"])
@@ -122,6 +124,7 @@ def test_several_texts_are_a_batch_of_rows(tiny_model):
     same(answers(tiny_model, QUESTIONS, cache=mixed), together)
 
 
+@pytest.mark.slow
 def test_several_texts_are_conversations_of_rounds(tiny_model):
     texts = [CONTEXT, CONTEXT[:40]]
     conversation = kvjax.read(tiny_model, texts, policy=POLICIES["rounds"])
@@ -132,6 +135,7 @@ def test_several_texts_are_conversations_of_rounds(tiny_model):
         same([together[row]], wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["lagkv", "rounds"])
 def test_it_comes_back_from_disk_and_from_host_memory(tiny_model, tmp_path, policy):
     cache = kvjax.read(tiny_model, CONTEXT, policy=POLICIES[policy])

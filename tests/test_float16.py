@@ -45,6 +45,7 @@ def test_every_policy_gives_what_float32_gives(tiny_model, half, policy):
     }
 
 
+@pytest.mark.slow
 def test_it_is_planned_and_saved_as_it_is(half, tmp_path):
     output = kvjax.generate(half, PROMPT, max_new_tokens=4)
     planned = kvjax.plan(half, prompt_tokens=output.stats.prompt_tokens, max_new_tokens=4)

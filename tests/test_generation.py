@@ -54,6 +54,7 @@ def test_a_row_of_a_batch_is_the_row_alone_whenever_the_others_end(tiny_model, p
         oracles.same_caches(one.cache, other.cache)
 
 
+@pytest.mark.slow
 def test_a_row_that_ended_due_for_compression_stays_as_it_was(tiny_model):
     options = dict(policy=LagKV(ratio=0.5, sink=4, lag=8), max_new_tokens=60, repetition_penalty=1.5)
     free = kvjax.generate(tiny_model, LONG[:23], **options).tokens
@@ -172,6 +173,7 @@ def test_generation_ends_where_the_context_does(tiny_model):
         kvjax.generate(tiny_model, "and", cache=output.cache, chat=False)
 
 
+@pytest.mark.slow
 def test_renumbered_positions_run_past_the_context_over_turns(tiny_model):
     policy = StreamingLLM(sink=4, window=20, positions="cache")
     output = kvjax.generate(tiny_model, MIDDLE, policy=policy, max_new_tokens=600)
@@ -238,6 +240,7 @@ def test_a_special_token_among_the_stop_strings_ends_an_answer(tiny_model):
         kvjax.generate(tiny_model, [1, 2, 3], stop="x<|unused|>", **options)
 
 
+@pytest.mark.slow
 def test_prompts_through_slots_say_what_best_became(tiny_model):
     prompts = ["a" * 200, "b" * 300, "c" * 100, "d" * 250] * 2
     options = {"policy": "best:ratio=0.25", "max_new_tokens": 4}

@@ -97,6 +97,7 @@ def test_ctrl_c_while_a_prompt_is_compiled(lm, slow):
     assert kvjax.generate(lm, "hello", max_new_tokens=4).finish_reason in ("length", "stop")
 
 
+@pytest.mark.slow
 def test_ctrl_c_while_a_larger_cache_is_compiled_gives_what_there_is(lm, slow):
     lm = dataclasses.replace(lm, stop_token_ids=(258,))  # which it does not say
     options = {"max_new_tokens": 590, "policy": "full"}
@@ -110,6 +111,7 @@ def test_ctrl_c_while_a_larger_cache_is_compiled_gives_what_there_is(lm, slow):
     assert following.stats.seen == output.stats.seen + 1 + 3 + 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", [None, "lagkv:ratio=0.5", "round:watershed=1"])
 def test_a_turn_broken_off_while_it_compiles_leaves_the_conversation(lm, slow, policy):
     options = {"policy": policy, "max_new_tokens": 3}
@@ -285,6 +287,7 @@ def test_a_script_that_ctrl_c_ends_while_something_compiles_ends_at_once(first):
     assert process.returncode == -signal.SIGINT and seconds < AT_ONCE
 
 
+@pytest.mark.slow
 def test_a_script_that_goes_on_after_ctrl_c_ends_well():
     caught = _IN_A_SCRIPT.replace("kvjax.generate", "try: kvjax.generate").replace(
         "))\n", "))\n    except KeyboardInterrupt: sys.exit(7)\n"

@@ -71,6 +71,7 @@ def test_weights_are_known_whichever_way_round_they_are_stored(changes):
     assert weights_digest(params) == seen.hexdigest()[:32]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "storage"), STORED)
 def test_a_loaded_cache_goes_on_as_the_saved_one(tiny_model, tmp_path, name, storage):
     outs = kvjax.generate(tiny_model, PROMPTS, policy=POLICIES[name], storage=storage, max_new_tokens=6)
@@ -119,7 +120,8 @@ def test_a_chat_is_saved_and_goes_on(tiny_model, tmp_path):
     assert [item.name for item in (tmp_path / "talk").iterdir()] == ["1"]
 
 
-@pytest.mark.parametrize("storage", [pytest.param("model", marks=pytest.mark.slow), "int8"])
+@pytest.mark.slow
+@pytest.mark.parametrize("storage", ["model", "int8"])
 def test_a_conversation_of_rounds_is_saved_and_goes_on(tiny_model, tmp_path, storage):
     policy = kvjax.RoundAttention(watershed=1, strategy="topk", top=0.4)
     chat = kvjax.Chat(tiny_model, policy=policy, storage=storage, system="Be brief.", max_new_tokens=6)
@@ -281,6 +283,7 @@ while True:
 """
 
 
+@pytest.mark.slow
 def test_a_save_that_is_killed_leaves_the_one_before_it(tmp_path):
     lm = toys.tiny_model()
     folder = saved(lm, tmp_path / "talk")

@@ -72,6 +72,7 @@ def test_several_continuations_are_no_samples_of_greedy_decoding(tiny_model, cap
     assert not capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", [POLICIES[1], POLICIES[3], POLICIES[5]])
 def test_what_greedy_decoding_gave_is_greedy(tiny_model, policy):
     made = kvjax.generate(tiny_model, PROMPTS, policy=policy, max_new_tokens=20)
@@ -91,6 +92,7 @@ def test_a_row_is_scored_as_it_would_be_alone(tiny_model, policy, way):
         np.testing.assert_allclose(alone.logprobs, score.logprobs, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_prefills_way_reads_the_continuation_as_one_chunk(tiny_model):
     """What was dropped of the prompt is not seen, all of the continuation is: a ring of decode would drop it."""
     policy = kvjax.StreamingLLM(budget=20)
@@ -123,6 +125,7 @@ def test_forms_of_prompts_and_continuations(tiny_model, way):
     assert len(kvjax.score(tiny_model, [text], [answer], way=way)) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["prefill", "decode"])
 def test_on_a_cache_that_was_read(tiny_model, way):
     policy, context = "lagkv:ratio=0.5,lag=8,sink=4", "A long text that says little, and says it again and again." * 2
@@ -194,6 +197,7 @@ def test_prompt_logprobs_are_the_forwards(tiny_model, policy):
         np.testing.assert_allclose(output.prompt_logprobs[1:], forward(tiny_model, prompt, 1), atol=1e-4)
 
 
+@pytest.mark.slow
 def test_prompt_logprobs_of_long_prompts_contexts_and_later_turns(monkeypatch):
     lm = toys.tiny_model(max_position=2048)
     ids = RNG.integers(0, 256, 300).tolist()

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from html import escape
 from pathlib import Path
 
+from kvjax.tables import Column, Table
 from tools.imports import imports
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -76,11 +77,12 @@ def pages(rooms: Mapping[str, str], room_of: Callable[[str], str]) -> dict[Path,
 
 def table(rooms: Mapping[str, str]) -> str:
     """The rule as Markdown, from the top down."""
-    lines = ["| room | holds | may import |", "| --- | --- | --- |"]
-    for room, allowed in reversed(list(rooms.items())):
-        may = "every room below" if allowed == "*" else ", ".join(allowed.split()) or "nothing"
-        lines.append(f"| `{room}` | {HOLDS[room]} | {may} |")
-    return "\n".join(lines)
+
+    def may_import(room: str) -> str:
+        return "every room below" if rooms[room] == "*" else ", ".join(rooms[room].split()) or "nothing"
+
+    columns = [Column("room", "`{}`".format), Column("holds", HOLDS.__getitem__), Column("may import", may_import)]
+    return Table(columns, list(rooms)[::-1]).markdown()
 
 
 def picture(rooms: list[str], made: Mapping[str, set[str]]) -> str:

@@ -200,15 +200,15 @@ def kernels(
     reports = []
     for problem in problems:
         report = measured.run(problem, rounds=rounds)
-        _kernel_report(report).print() if sys.stdout.isatty() else print(report.markdown(), flush=True)
+        _kernel_report(report).print(markdown=not sys.stdout.isatty())
         reports.append(report)
     if json is not None:
         write_atomically(json, "[" + ",\n".join(report.json() for report in reports) + "]\n")
 
 
 def _kernel_report(found: KernelReport) -> Report:
-    """The table of kernels as a terminal shows it."""
-    from kvjax.tables import Column, Report, Table
+    """The table of kernels."""
+    from kvjax.tables import Column, Heading, Report, Table
 
     columns = [
         Column("implementation", "name"),
@@ -218,8 +218,9 @@ def _kernel_report(found: KernelReport) -> Report:
         Column("GB/s live", "gigabytes", "{:,.0f}".format, right=True),
         Column("of a copy", "bandwidth_fraction", "{:.0%}".format, right=True),
     ]
-    about = [part.removeprefix("### ") for part in found.markdown().split("\n\n")[:2]]
-    return Report([*about, Table(columns, found.rows, note=lambda row: row.refused, labels=1)])
+    return Report(
+        [Heading(found.title), found.facts, Table(columns, found.rows, note=lambda row: row.refused, labels=1)]
+    )
 
 
 def check_json(path: Path | None) -> None:

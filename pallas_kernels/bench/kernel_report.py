@@ -72,17 +72,30 @@ class Report:
         """One JSON object."""
         return json.dumps(self.as_dict(), indent=2)
 
-    def markdown(self) -> str:
-        """A table under a line that says what was measured."""
+    @property
+    def title(self) -> str:
+        """What was measured, on what."""
         s = self.sizes
-        live = f"{s.live_bytes / 1e6:,.1f} MB of live keys and values"
+        return (
+            f"{self.device}: batch {s.batch}, {s.heads} KV heads, {s.group} queries each, D = {s.head_dim}, "
+            f"{s.dtype}, mean length {s.mean:,}, longest {self.longest:,}, pages of {self.page_size}"
+        )
+
+    @property
+    def facts(self) -> str:
+        """What the table is to be read with."""
+        versions = ", ".join(f"{name} {version}" for name, version in self.versions.items() if version)
+        return (
+            f"{self.sizes.live_bytes / 1e6:,.1f} MB of live keys and values; a copy moves "
+            f"{self.bandwidth / 1e9:,.0f} GB/s. {versions}; {self.date}."
+        )
+
+    def markdown(self) -> str:
+        """A table under a line that says what was measured, made with nothing but JAX and NumPy installed."""
         head = [
-            f"### {self.device}: batch {s.batch}, {s.heads} KV heads, {s.group} queries each, D = {s.head_dim}, "
-            f"{s.dtype}, mean length {s.mean:,}, longest {self.longest:,}, pages of {self.page_size}",
+            f"### {self.title}",
             "",
-            f"{live}; a copy moves {self.bandwidth / 1e9:,.0f} GB/s. "
-            + ", ".join(f"{name} {version}" for name, version in self.versions.items() if version)
-            + f"; {self.date}.",
+            self.facts,
             "",
             "| implementation | max error | µs a step | rounds | GB/s live | of a copy |",
             "|---|--:|--:|--:|--:|--:|",

@@ -209,6 +209,7 @@ def test_what_does_not_fit_together_is_answered_in_fewer_slots(run, quick, monke
     assert records(folder)[0]["error"] == "This needs more than there is."
 
 
+@pytest.mark.slow
 def test_an_answer_that_outgrows_its_slot_is_answered_where_it_has_room(run, tiny_model, monkeypatch):
     """Nothing is cut short that a call of ``generate`` would not cut short."""
     from kvjax.batch import work

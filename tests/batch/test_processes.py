@@ -149,6 +149,7 @@ def test_two_processes_write_what_one_does_though_one_is_killed(processes, run, 
     assert answers(out) == answers(single)
 
 
+@pytest.mark.slow
 def test_a_job_that_lost_process_0_goes_on_at_the_next_start(processes, run, tmp_path):
     arguments = job(tmp_path, 60)
     out = tmp_path / "out"
@@ -166,6 +167,7 @@ def test_a_job_that_lost_process_0_goes_on_at_the_next_start(processes, run, tmp
     assert answers(out) == answers(single)
 
 
+@pytest.mark.slow
 def test_a_failing_process_ends_the_others_with_its_sentence(processes, tmp_path):
     arguments = job(tmp_path, 8)
     port = free_port()
@@ -178,6 +180,7 @@ def test_a_failing_process_ends_the_others_with_its_sentence(processes, tmp_path
     assert not (tmp_path / "out" / "part-00000-of-00001.jsonl").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("launcher", [slurm, open_mpi])
 def test_a_launcher_tells_who_there_is(launcher, processes, tmp_path):
     """Without a flag of the command: what JAX reads of SLURM's and Open MPI's variables is enough."""

@@ -53,6 +53,7 @@ def test_the_share_of_the_limit_is_of_rounds_whose_bandwidth_was_steady():
     assert measurements.limit_share((60,), (2.0,), [(40.0, 80.0)]) == (0.5, 0)  # no better round, so this one
 
 
+@pytest.mark.slow
 def test_prefill_and_long_rows(bench):
     rows = bench.prefill(100)
     assert [row.candidate for row in rows] == ["full", "streamingllm:ratio=0.25"]
@@ -96,6 +97,7 @@ def test_peak_memory_sees_what_is_allocated():
     assert watched.peak - before > 0.9 * (1 << 26)
 
 
+@pytest.mark.slow
 def test_report_as_json_and_markdown(bench, tmp_path):
     rows = bench.decode(batch=1, context=64)
     result = bench_report.Measurements(

@@ -50,6 +50,7 @@ LIVE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", shapes.every_policy())
 def test_every_policy_runs_on_the_share_it_is_given(text):
     (row,) = shapes.measure("tiny", [2], [CONTEXT], [text], dtype="float32", rounds=1, steps=2)
@@ -97,6 +98,7 @@ def test_rounds_have_a_watershed():
         shapes.measure("tiny", [1], [64], ["round:watershed=2"], dtype="float32")
 
 
+@pytest.mark.slow
 def test_the_command_of_a_bare_machine(capsys):
     sizes = "--shape tiny --dtype float32 --batch 1 --context 64 --rounds 1".split()
     assert shapes.main([*sizes, "--policy", "razor:ratio=0.5", "--policy", "round"]) == 0

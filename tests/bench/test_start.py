@@ -10,6 +10,7 @@ from kvjax.bench import start
 from kvjax.errors import KvjaxError
 
 
+@pytest.mark.slow
 def test_a_conversation_and_random_requests_are_counted(tiny_model):
     counted = start.count_programs("streamingllm:window=256")
     assert 2 <= counted.conversation <= 7 and counted.late == 0 and 4 <= counted.requests <= 12

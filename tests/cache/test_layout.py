@@ -56,15 +56,10 @@ def test_every_layout_holds_the_same(layout, kind, pages):
         np.testing.assert_allclose(b, np.asarray(a), atol=2e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "policy",
-    [
-        "lagkv:ratio=0.5,lag=16,sink=4",
-        *(
-            pytest.param(policy, marks=pytest.mark.slow)
-            for policy in ("full", "h2o:budget=40", "compensated:budget=40")
-        ),
-    ],
+    ["lagkv:ratio=0.5,lag=16,sink=4", "full", "h2o:budget=40", "compensated:budget=40"],
 )
 def test_answers_do_not_depend_on_the_layout(policy, tiny_model):
     prompts = [np.random.default_rng(i).integers(0, 250, size).tolist() for i, size in enumerate((130, 20))]

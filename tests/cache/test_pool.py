@@ -45,6 +45,7 @@ def test_packing_and_reading_back_is_bitwise(pages, seed):
         assert not back_k[:, head, slots:].any()
 
 
+@pytest.mark.slow
 @settings(max_examples=20, deadline=None)
 @given(pages=RAGGED, extra=st.integers(0, 2), seed=st.integers(0, 1000))
 def test_growing_keeps_contents_and_adds_zeros(pages, extra, seed):

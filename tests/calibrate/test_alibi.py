@@ -177,6 +177,7 @@ def test_some_scopes_are_shorter_than_a_prompt():
 TEXT = "Some of this is worth remembering and most of it is not. " * 7  # 399 tokens of a byte
 
 
+@pytest.mark.slow
 def test_a_model_answers_the_same_from_its_scopes_as_from_everything():
     """Two turns, so that kept tokens are attended to at their distances; the cache is ragged and smaller."""
     lm = model(num_kv_heads=4, num_heads=4)

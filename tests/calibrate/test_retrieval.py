@@ -130,6 +130,7 @@ def test_what_cannot_be_is_one_sentence(bad, said):
     assert "\n" not in str(error.value) and str(error.value).endswith(".")
 
 
+@pytest.mark.slow
 def test_the_packaged_profile_was_made_this_way(default_model):
     """A short calibration of the real model agrees with the packaged one about the strongest heads."""
     from kvjax.policies.profile import HeadProfile

@@ -133,6 +133,7 @@ class Inputs(LayerObserver):
 jax.tree_util.register_static(Inputs)
 
 
+@pytest.mark.slow
 def test_tokens_are_scored_as_kvzip_marks_them_and_each_prompt_as_alone():
     import kvjax
     from kvjax.cache.pool import mark_rows
@@ -307,6 +308,7 @@ def test_the_rate_rises_and_falls_as_the_official_one():
     np.testing.assert_allclose(found, 0.02 * np.array([0.1, 0.1, 0.5, 1, 1, 1, 0.5, 0.1]), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_gates_that_nothing_needs_close_and_the_run_goes_on_where_it_was(tmp_path):
     lm, folder = toys.tiny_model(), tmp_path / "run"
     options = dict(tokens=500, keys=1, words=2, steps=12, sink=1, recent=8, penalty=3.0, learning_rate=0.2)

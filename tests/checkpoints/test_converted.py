@@ -102,6 +102,7 @@ def test_the_tokenizer_and_its_template_come_along(original, int8):
     assert other.special_tokens == one.special_tokens and other.token_bytes() == one.token_bytes()
 
 
+@pytest.mark.slow
 def test_a_conversation_of_the_original_goes_on_with_it(original, int8, tmp_path):
     first, second = load(original, weights="int8"), load(int8)
     assert {**model_identity(first), "name": ""} == {**model_identity(second), "name": ""}

@@ -193,6 +193,7 @@ for folder in sys.argv[1:]:
 """
 
 
+@pytest.mark.slow
 def test_a_mesh_answers_as_one_device(tmp_path):
     folders = [
         _write(tmp_path / name, quantised.KINDS[name], WIDE)[0] for name in ("awq", "int8", "fp8 in blocks", "int4")

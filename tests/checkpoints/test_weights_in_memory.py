@@ -61,6 +61,7 @@ assert read.count("model.layers.0.self_attn.k_proj.weight") == 1 and "model.laye
 """
 
 
+@pytest.mark.slow
 def test_a_mesh_splits_heads_and_channels(folder):
     python(_MESH, str(folder), **quick.on_devices(2))
 
@@ -137,6 +138,7 @@ print((peak() - before) / sum(x.nbytes for x in jax.tree.leaves(params)))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="the peak of a process is read with the resource module")
 @pytest.mark.parametrize("source", ["safetensors", "gguf"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -158,6 +160,7 @@ def test_quantised_weights_take_no_float_copy(tmp_path):
     assert float(python(_MEMORY, str(path), "float32", "int8")) <= 1.5
 
 
+@pytest.mark.slow
 @pytest.mark.model
 @pytest.mark.skipif(sys.platform == "win32", reason="the peak of a process is read with the resource module")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -27,6 +27,7 @@ def seen(folder, lm) -> int:
     return int(kvjax.load_cache(folder, lm).seen[0])
 
 
+@pytest.mark.slow
 def test_a_conversation_goes_on_in_another_run(cli, tmp_path):
     folder = str(tmp_path / "talk")
     whole = answers(cli("chat", *TURN, *POLICY, "--system", "Be brief.", stdin=b"hello you\nand then?\nmore\n"))

@@ -87,6 +87,7 @@ def test_every_strategy_answers_from_the_same_rounds_and_a_second_run_goes_on(cl
     assert cli(*common, "--policies", policies, "--max-new-tokens", "4").sentence.count("another --out") == 1
 
 
+@pytest.mark.slow
 def test_turns_after_so_many_rounds_are_drawn(cli, tmp_path, four_layers):
     pytest.importorskip("matplotlib", reason="the extra eval has it")
     out, drawn = tmp_path / "out", tmp_path / "turns.png"
@@ -130,6 +131,7 @@ def test_compare_of_token_policies_names_the_command_for_rounds(cli, tmp_path):
     assert ran.code == 2 and "compare-rounds" in ran.sentence
 
 
+@pytest.mark.slow
 def test_chat_of_rounds_shows_what_a_turn_selected(four_layers, capsys):
     from kvjax.tables import stats_rows
 

@@ -57,6 +57,7 @@ def test_ctrl_c_keeps_what_there_is(cli, asked, monkeypatch):
     assert not out.exists(), "there is nothing to keep"
 
 
+@pytest.mark.slow
 def test_best_is_asked_like_any_policy(cli, asked):
     words, out = asked
     ran = cli(*words[: words.index("--policies")], "--policies", "best", *words[words.index("--policies") + 2 :])
@@ -94,6 +95,7 @@ def test_missing_text_and_broken_rows_are_one_sentence(cli, asked, data, tmp_pat
     assert "is a file" in cli(*words).sentence
 
 
+@pytest.mark.slow
 def test_short_questions_that_are_scored(cli, tmp_path, monkeypatch):
     rows = [
         {"premise": "It rained.", "choice1": "I stayed.", "choice2": "I left.", "question": "effect", "label": 0}

@@ -97,6 +97,7 @@ except Exception as error:
     assert ran.stdout.startswith(f"2 JAX cannot use {name}='{value}' of the environment ("), ran.stdout
 
 
+@pytest.mark.slow
 def test_bench_prints_and_saves(cli, tmp_path, monkeypatch):
     from kvjax.bench import machine
 
@@ -117,6 +118,7 @@ def test_bench_prints_and_saves(cli, tmp_path, monkeypatch):
     assert "its cache grows" in ran.err
 
 
+@pytest.mark.slow
 def test_an_interrupted_bench_reports_the_cases_that_are_done(cli, tmp_path, monkeypatch):
     from kvjax.bench import machine, run
 
@@ -153,6 +155,7 @@ def test_a_shape_without_room_says_so(monkeypatch):
     assert "the device has" in shapes.report([row], {}).markdown()
 
 
+@pytest.mark.slow
 def test_bench_of_kernels(cli, tmp_path):
     saved = tmp_path / "kernels.json"
     ran = cli(*"bench kernels --mean 64 --batch 1 --heads 2 --head-dim 64 --rounds 1 --json".split(), str(saved))

@@ -36,6 +36,7 @@ def answers(ran) -> list[list[int]]:
     return [output["tokens"] for output in json.loads(ran.out)["outputs"]]
 
 
+@pytest.mark.slow
 def test_questions_get_the_answers_of_context(cli, folder):
     asked = ("generate", "Where is it?", "Who lit it?", "--max-new-tokens", "6", "--json")
     found = cli(*asked, "--cache", str(folder))
@@ -52,6 +53,7 @@ def test_a_chat_goes_on_with_it(cli, folder, tiny_model):
     assert json.loads(ran.out)["tokens"] == list(wanted.tokens)
 
 
+@pytest.mark.slow
 def test_messages_from_standard_input(cli, tmp_path, tiny_model):
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]
     given = json.dumps(messages).encode()

@@ -35,20 +35,11 @@ kvjax.RoundAttention = functools.partial(kvjax.RoundAttention, watershed=1)
 WITH_TOY = {"quickstart", "long_chat"}
 #: Those that name a model of billions of parameters and a context; a tiny one of its family is written instead.
 LARGE = {"llama_on_one_chip"}
-#: Those that take longer than all others together.
-LONG = {"multi_host_batch"}
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:jupyter_client", "ignore::DeprecationWarning:zmq")
-@pytest.mark.parametrize(
-    "path",
-    [
-        pytest.param(path, marks=pytest.mark.slow if path.stem in LONG else ())
-        for path in NOTEBOOKS
-        if path.stem not in LARGE
-    ],
-    ids=lambda path: path.stem,
-)
+@pytest.mark.parametrize("path", [path for path in NOTEBOOKS if path.stem not in LARGE], ids=lambda path: path.stem)
 def test_runs(path, default_model, tmp_path, monkeypatch):
     run(path, tmp_path, monkeypatch, toy=path.stem in WITH_TOY)
 

@@ -17,34 +17,30 @@ from kvjax.engine.engine import Engine
 from kvjax.errors import UsageError
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("policy", "storage"),
     [
         ("snapkv:ratio=0.5", "int8"),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in (
-                ("full", None),
-                ("full", "int8"),
-                ("snapkv:ratio=0.5", None),
-                ("ahakv:budget=48", "int8"),
-                ("h2o:ratio=0.5", None),
-                ("streamingllm:window=32", "int8"),
-                ("keydiff:ratio=0.5", None),
-                ("tova:budget=40", None),
-                ("slimkv:ratio=0.5", None),
-                ("nacl:ratio=0.5", None),
-                ("compactor:ratio=0.5", None),
-                ("kvzip:ratio=0.5", None),
-                ("criticalkv:ratio=0.5", None),
-                ("chunkkv:ratio=0.5", None),
-                ("adaptive:ratio=0.5", None),
-                ("adaptive:ratio=0.5,scope=model", "int8"),
-                ("think:channels=0.5,inner=snapkv(ratio=0.5)", "int8"),
-                ("expected_attention:ratio=0.5", None),
-                ("pyramidkv:ratio=0.5", None),
-            )
-        ),
+        ("full", None),
+        ("full", "int8"),
+        ("snapkv:ratio=0.5", None),
+        ("ahakv:budget=48", "int8"),
+        ("h2o:ratio=0.5", None),
+        ("streamingllm:window=32", "int8"),
+        ("keydiff:ratio=0.5", None),
+        ("tova:budget=40", None),
+        ("slimkv:ratio=0.5", None),
+        ("nacl:ratio=0.5", None),
+        ("compactor:ratio=0.5", None),
+        ("kvzip:ratio=0.5", None),
+        ("criticalkv:ratio=0.5", None),
+        ("chunkkv:ratio=0.5", None),
+        ("adaptive:ratio=0.5", None),
+        ("adaptive:ratio=0.5,scope=model", "int8"),
+        ("think:channels=0.5,inner=snapkv(ratio=0.5)", "int8"),
+        ("expected_attention:ratio=0.5", None),
+        ("pyramidkv:ratio=0.5", None),
     ],
 )
 def test_a_row_is_the_row_alone(policy, storage):
@@ -187,6 +183,7 @@ def test_calling_off(lagkv):
     assert handles[1].result() is done and done.finish_reason == "length"
 
 
+@pytest.mark.slow
 def test_a_row_whose_slot_is_full_ends_by_memory_and_the_others_go_on():
     """The longest prompt has room for what was asked of the engine; a shorter one for as much more."""
     with Engine(LM, "full", slots=2, prompt_tokens=64, new_tokens=256) as engine:
@@ -226,6 +223,7 @@ def test_what_it_says_of_itself(lagkv):
     assert "generated tokens/s" in found.report().markdown() == str(found)
 
 
+@pytest.mark.slow
 def test_a_row_of_a_shared_context_goes_on(lagkv):
     rows = kvjax.generate(LM, [ids(4, 1), ids(6, 2)], context=ids(90, 3), policy=POLICY, max_new_tokens=5, chat=False)
     held = rows[1].cache
@@ -233,6 +231,7 @@ def test_a_row_of_a_shared_context_goes_on(lagkv):
     assert found.tokens == kvjax.generate(LM, ids(3, 4), cache=held, max_new_tokens=6, chat=False).tokens
 
 
+@pytest.mark.slow
 def test_scores_of_a_context_and_what_follows_it(lagkv):
     options = {"context": ids(30, 5), "max_new_tokens": 3, "prompt_logprobs": True, "chat": False}
     found = lagkv.submit(ids(8, 6), **options).result(60)
@@ -240,6 +239,7 @@ def test_scores_of_a_context_and_what_follows_it(lagkv):
     assert found.prompt_logprobs is not None and len(found.prompt_logprobs) == 38
 
 
+@pytest.mark.slow
 def test_warming_an_engine_that_others_use(lagkv):
     lagkv.warm()
     assert lagkv.warm() == 0

@@ -68,6 +68,7 @@ def test_a_full_queue_and_a_closed_engine():
         engine.submit(ids(8, 1), chat=False)
 
 
+@pytest.mark.slow
 def test_a_list_that_does_not_fit_together_is_answered_all_the_same():
     """As many at a time as fit; each prompt draws what it would draw in one batch."""
     prompts = [ids(10 + 9 * i, i) for i in range(40)]

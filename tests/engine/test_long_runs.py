@@ -65,6 +65,7 @@ def test_long_prompts_are_left_when_a_layer_is_read_and_not_when_it_is_begun(mon
     assert len(made) == programs and len(when_left) >= programs and all(when_left)
 
 
+@pytest.mark.slow
 def test_prompts_under_razor_are_left_between_layers_too():
     """Layers with other retrieval heads have programs of their own; half as many as layers are few enough."""
     policy = "razor:ratio=0.5,heads=0.0+1.1+2.2+3.3"  # and layers without any: five kinds

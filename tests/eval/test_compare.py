@@ -128,6 +128,7 @@ def test_a_records_size_is_what_it_takes(lm):
     assert made.nbytes == record_bytes(lm.config, 2, 64, 4)
 
 
+@pytest.mark.slow
 def test_a_row_is_what_generate_gives(lm, compared):
     """Scores, first tokens and bytes of a row, from the public functions and the same samples."""
     comparison, _, _ = compared

@@ -27,6 +27,7 @@ def test_statistics_of_a_result():
     assert math.isnan(result(1).standard_error)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ask_after", [True, False])
 def test_asks_the_toy_model(ask_after):
     lm = toys.tiny_model(max_position=4096)

@@ -203,6 +203,7 @@ def test_watershed_and_heads_of_a_model_without_profile(lm, tmp_path):
     assert "give --data DIR with one of longmemeval/" in found.parts[0] and not found.images
 
 
+@pytest.mark.slow
 def test_kept_positions_are_drawn_once(lm, tmp_path, monkeypatch):
     said = []
     first = extras.positions(lm, tmp_path, True, said.append)

@@ -157,6 +157,7 @@ def test_a_budget_takes_the_largest_fraction_that_fits():
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_what_is_measured_is_what_the_library_gives():
     """Loss and needles of a entry by the public functions, and a row that was measured before is kept."""
     made = make_passages(LM, [TEXT], tokens=400, passages=2, needles=1, seed=3)

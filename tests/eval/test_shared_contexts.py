@@ -81,6 +81,7 @@ def calls(monkeypatch):
     return made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("items", [DIALOGUES, REQUESTS], ids=["dialogues", "requests"])
 def test_a_context_is_compressed_once(lm, tmp_path, monkeypatch, items):
     made = calls(monkeypatch)

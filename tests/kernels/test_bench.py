@@ -22,6 +22,7 @@ from pallas_kernels.ragged_decode import reference
 SMALL = ["--batch", "2", "--heads", "2", "--mean", "40", "--head-dim", "16", "--rounds", "2"]
 
 
+@pytest.mark.slow
 def test_the_command_measures_and_writes_on_a_bare_machine(tmp_path):
     """Where jaxtyping cannot be imported, nor kvjax; every GPU kernel's module is imported there as well."""
     command = [*SMALL, "--json", str(tmp_path / "a.json"), "--markdown", str(tmp_path / "a.md")]

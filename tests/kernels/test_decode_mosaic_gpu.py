@@ -58,6 +58,7 @@ def test_against_the_reference(change):
     checks.check(dataclasses.replace(CASE, **change))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("group", "log_mass"), [(1, False), (2, True), (8, False), (16, True)])
 def test_lengths_around_every_boundary(group, log_mass):
     """Of a page and of an item, past which keys are NaN."""
@@ -66,6 +67,7 @@ def test_lengths_around_every_boundary(group, log_mass):
     Interpreted().check(dataclasses.replace(case, dtype=jnp.bfloat16))
 
 
+@pytest.mark.slow
 def test_runs_by_row():
     case = dataclasses.replace(BY_ROW, head_dim=64, log_mass=True)
     Interpreted().check(dataclasses.replace(case, with_logits=True))

@@ -46,11 +46,13 @@ class TestTpu(DecodeBase):
         # Of pages of 128 a block is two.
         return decode(problem, SMALL if problem.pages.shape[2] < 128 else dataclasses.replace(SMALL, rows=256))
 
+    @pytest.mark.slow
     def test_queries_of_some_rows(self):
         lengths = ((70, 130), (0, 5), (160, 1), (33, 64))
         self.check_rows(Case(lengths, RAGGED, with_logits=True, log_mass=True))
         self.check_rows(Case(lengths, RAGGED, dtype=jnp.int8, alibi=True))
 
+    @pytest.mark.slow
     def test_queries_of_some_rows_of_runs_by_row(self):
         """The starts are of the rows that are asked, the pages of all."""
         lengths = ((70, 130), (0, 5), (160, 1), (33, 64))
@@ -63,6 +65,7 @@ class TestTpu(DecodeBase):
         np.testing.assert_allclose(got.logits, want.logits, atol=8e-2, rtol=2e-2)
         np.testing.assert_allclose(got.out, want.out, atol=2e-2, rtol=2e-2)
 
+    @pytest.mark.slow
     def test_two_cores_share_the_list(self):
         for config in (dataclasses.replace(SMALL, cores=2), dataclasses.replace(SMALL, cores=2, rows=256)):
             case = Case(((70, 300, 0), (0, 0, 0), (5, 513, 1)), (10, 40, 1), log_mass=True)
@@ -93,6 +96,7 @@ class TestTpu(DecodeBase):
         if case.with_logits:
             np.testing.assert_allclose(got.logits, want.logits, atol=8e-2, rtol=2e-2)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(("runs", "lengths"), [((3,), (300,)), ((5, 1), (600, 100))], ids=["alone", "largest"])
     def test_blocks_of_streams_are_no_longer_than_a_row(self, runs, lengths):
         """A power of two of pages may be more than a row of the batch has, which a copy would begin before."""
@@ -102,6 +106,7 @@ class TestTpu(DecodeBase):
         np.testing.assert_allclose(got.out, want.out, atol=2e-2, rtol=2e-2)
         np.testing.assert_allclose(got.lse, want.lse, atol=2e-2, rtol=2e-2)
 
+    @pytest.mark.slow
     def test_a_block_that_begins_in_its_neighbour_leaves_its_scores(self):
         """The last head's block of four pages begins a page early, so that it ends with the row."""
         case = Case(((300, 100, 300),), (3, 1, 3), page_size=128, dtype=jnp.int8, with_logits=True)
@@ -201,6 +206,7 @@ def test_blocks_shrink_to_the_longest_head_and_queries_are_cut_into_strips():
     assert fit(64, 1000, with_logits=True) == (8, 32, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize(("group", "cores"), [(64, 1), (40, 1), (71, 2)])
 def test_more_queries_than_a_turn_takes(dtype, group, cores):

@@ -58,6 +58,7 @@ class TestTriton(DecodeBase):
         self.config = None
         self.check(Case(((300, 17), (64, 0)), (19, 4), group=3))
 
+    @pytest.mark.slow
     def test_blocks_within_a_page_and_over_many(self):
         self.config = TritonConfig(pages=2, block=16)
         self.check(Case(((130, 17), (64, 0)), (5, 2), page_size=32))

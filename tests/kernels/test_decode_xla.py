@@ -27,11 +27,13 @@ class TestXla(DecodeBase):
         rows = ((70, 3), (1, 128), (5, 0))
         self.check_shared(Case(rows, (9, 8), alibi=True), Case(((130, 7),), (9, 2), alibi=True))
 
+    @pytest.mark.slow
     def test_a_part_of_the_pages_in_several_blocks(self, monkeypatch):
         """Blocks that begin earlier at a row's end, rows that end before others, and heads with none."""
         monkeypatch.setattr(xla, "PART", 4)
         self.test_heads_that_have_a_part_of_the_pages()
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("runs", [RAGGED, UNIFORM], ids=["ragged", "uniform"])
     @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.int8], ids=["float32", "bfloat16", "int8"])
     def test_a_batch_of_one(self, runs, dtype):

@@ -32,6 +32,7 @@ class TestFasterProducts(TestTpu):
         monkeypatch.setattr(tiles, "matrix_unit", lambda: 256)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("unit", [128, 256])
 @pytest.mark.parametrize(("dtype", "head_dim"), [(jnp.float32, 64), (jnp.float32, 256), (jnp.bfloat16, 128)])
 def test_blocks_of_several_parts(unit, dtype, head_dim, monkeypatch):
@@ -89,6 +90,7 @@ def test_lowers_for_a_tpu(dtype, x64):
     assert exported.mlir_module().count("tpu_custom_call") == 2
 
 
+@pytest.mark.slow
 def test_queries_that_are_no_whole_blocks_are_not_copied():
     """Those of the last, broken block are; both calls together are the reference."""
     problem, counting = build(Case((0, 700), queries=300, keys=1024, head_dim=128, onto=True))

@@ -45,6 +45,7 @@ def test_lowers_for_a_tpu(head_dim, dtype, x64):
     assert exported.mlir_module().count("tpu_custom_call") == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["TPU v6 lite", "TPU7x"])
 @pytest.mark.parametrize(("group", "head_dim"), [(9, 256), (3, 96)])
 def test_the_orders_of_chips_with_large_matrix_units(monkeypatch, kind, group, head_dim):

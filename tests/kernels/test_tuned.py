@@ -157,6 +157,7 @@ ASKING = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("asking", ASKING, ids=str)
 def test_a_chunks_kernel_uses_what_was_measured(asking, tmp_path, monkeypatch):
     p = asking.operation.problem(dataclasses.replace(CHUNK, queries=128))

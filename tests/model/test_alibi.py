@@ -140,6 +140,7 @@ def test_sinks_and_window_keep_their_original_positions(lm):
         row.check()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", ["lagkv:sink=3,lag=8,ratio=0.25", "h2o:budget=16", "snapkv:window=4,budget=12"])
 def test_scored_tokens_keep_their_original_positions(lm, text):
     policy = parse(text)

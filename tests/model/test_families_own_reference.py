@@ -50,6 +50,7 @@ def test_baichuan_1_has_an_ordinary_head(tmp_path):
     assert np.linalg.norm(np.asarray(lm.params.head[...]), axis=1).std() > 0.01
 
 
+@pytest.mark.slow
 def test_alibi_beside_rms_norms_and_a_gate_generates_and_compresses(tmp_path):
     """RazorAttention's own model: its scopes bound the heads, and decoding gives what reading gives."""
     lm = load(

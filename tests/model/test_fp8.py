@@ -139,6 +139,7 @@ def test_a_model_is_nearly_that_of_floats_and_its_bytes_are_counted(changes):
     assert matrix.values.dtype == FP8 and matrix.nbytes == matrix.values.size + 4 * matrix.shape[0]
 
 
+@pytest.mark.slow
 def test_a_model_answers_a_prompt_alone_as_in_a_batch():
     lm = toys.tiny_model(weights="fp8")
     prompts = ["hello there", "an altogether longer prompt than the first", "x"]

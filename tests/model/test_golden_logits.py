@@ -54,6 +54,7 @@ def test_default_model(prompt, default_model):
     np.testing.assert_array_equal(ours.argmax(-1), golden[f"{name}/argmax"])
 
 
+@pytest.mark.slow
 def test_default_model_continues_as_the_reference(default_model):
     # No step of the golden continuations is a near tie, so every token must be the same. One batch, one compilation.
     prompts = SMOLLM2["prompts"]

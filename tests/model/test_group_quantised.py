@@ -86,6 +86,7 @@ TINY = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", TINY.values(), ids=TINY)
 def test_a_model_is_nearly_that_of_floats_and_its_bytes_are_counted(changes):
     plain, int4 = (toys.tiny_model(**changes, weights=weights) for weights in (None, "int4"))
@@ -106,6 +107,7 @@ def test_a_model_is_nearly_that_of_floats_and_its_bytes_are_counted(changes):
     assert real < kvjax.plan(config, prompt_tokens=8, weights="int8").weights_bytes
 
 
+@pytest.mark.slow
 def test_a_model_answers_a_prompt_alone_as_in_a_batch():
     lm = toys.tiny_model(**TINY["tied"], weights="int4")
     prompts = ["hello there", "an altogether longer prompt than the first", "x"]

@@ -143,6 +143,7 @@ TINY = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", TINY.values(), ids=TINY)
 def test_a_model_is_nearly_that_of_floats(changes):
     """The same seed, in floats and rounded: each weight within half a step, and logits within a few percent."""

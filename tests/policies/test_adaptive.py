@@ -104,6 +104,7 @@ def test_what_the_inner_policy_protects_stays_in_every_head():
     assert all(own[-5:] == [55, 56, 57, 58, 59] for own in kept) and sum(map(len, kept)) == 3 * BUDGET
 
 
+@pytest.mark.slow
 def test_a_floor_of_one_is_the_inner_policy():
     lm, prompt = toys.tiny_model(), [i % 97 for i in range(150)]
     adaptive = kvjax.generate(
@@ -149,6 +150,7 @@ PROMPTS = [[i * step % 97 for i in range(count)] for step, count in ((1, 300), (
 QUESTIONS = [[5, 9, 2], [1], [44, 3, 3, 8]]
 
 
+@pytest.mark.slow
 def test_rows_of_different_sizes_go_on_together_as_each_alone():
     lm, options = toys.tiny_model(), {"max_new_tokens": 12, "logprobs": True}
     first = [kvjax.generate(lm, one, policy="adaptive:ratio=0.25,inner=keydiff", **options) for one in PROMPTS]
@@ -160,6 +162,7 @@ def test_rows_of_different_sizes_go_on_together_as_each_alone():
         np.testing.assert_allclose(found.logprobs, alone.logprobs, atol=2e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page_size", [8, 32, 64])
 def test_what_was_saved_in_other_pages_goes_on(page_size, tmp_path):
     lm, options = toys.tiny_model(), {"max_new_tokens": 40, "logprobs": True}

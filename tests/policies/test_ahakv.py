@@ -68,6 +68,7 @@ def test_prompt_and_every_step_keep_what_the_equations_keep(heads, group):
     assert margin > NARROW
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("switches", [*SWITCHES, OFF], ids=lambda s: ",".join(s) or "all on")
 def test_each_part_can_be_switched_off(switches):
     policy = AhaKV(ratio=0.3, recent=5, **switches)

@@ -104,12 +104,14 @@ def test_another_policy_is_itself():
     assert resolve(policy, PLAIN, later=True).policy is policy
 
 
+@pytest.mark.slow
 def test_a_ratio_of_one_keeps_everything(tiny_model):
     output = kvjax.generate(tiny_model, PROMPT, policy="best:ratio=1", max_new_tokens=4)
     assert output.tokens == kvjax.generate(tiny_model, PROMPT, max_new_tokens=4).tokens
     assert output.cache.policy == Full() and output.stats.choice == "best is full: ratio=1 keeps every token"
 
 
+@pytest.mark.slow
 def test_every_way_to_ask_runs_under_what_it_becomes(tiny_model, tmp_path):
     """Generate, continue, read, save, chat, plan: all of them say what it is, and answer as under that policy."""
     lm, asked, named = tiny_model, "best:ratio=0.5", "adaptive:inner=kvzip,ratio=0.5"
@@ -137,6 +139,7 @@ def test_every_way_to_ask_runs_under_what_it_becomes(tiny_model, tmp_path):
     assert chat.cache.policy == told and format_policy(chat.policy) == asked
 
 
+@pytest.mark.slow
 def test_slots_and_jobs_run_under_what_it_becomes(tiny_model, tmp_path):
     lm, asked, named = tiny_model, "best:ratio=0.5", "adaptive:inner=kvzip,ratio=0.5"
     (tmp_path / "in.jsonl").write_text('{"prompt": "Hello there"}\n')
@@ -149,6 +152,7 @@ def test_slots_and_jobs_run_under_what_it_becomes(tiny_model, tmp_path):
     assert "is in view" in output.stats.choice
 
 
+@pytest.mark.slow
 def test_a_conversation_runs_under_one_budget_of_all_layers(tiny_model):
     """What it is at an eighth: turn by turn, and as from a context that was read before."""
     asked = "best:ratio=0.125"

@@ -37,6 +37,7 @@ def test_every_policy_takes_tokens_or_a_ratio_and_retains_as_many(name, size):
     assert parse(format_policy(parse(named(name, size)))) == parse(named(name, size))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("storage", ["model", "int8"])
 def test_equal_budgets_are_equal_bytes_of_keys_and_values(storage):
     lm = toys.tiny_model()

@@ -111,6 +111,7 @@ READERS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", READERS, ids=name)
 def test_the_default_model_reads_a_prompt(policy, default_model):
     """Its shapes and lengths; decoding is the same for all of them, so one decodes."""

@@ -88,6 +88,7 @@ def test_with_alibi_keys_are_as_they_are():
     assert_same(policy, head, [("read", [40, 20])], heads=1, group=2, positional="alibi")
 
 
+@pytest.mark.slow
 def test_a_row_equals_the_row_alone():
     assert_alone(Compactor(**PLAIN), [("read", [20, 70, 3]), ("decode", 4), ("read", [6, 1, 9])])
 

@@ -137,6 +137,7 @@ def test_tokens_means_and_attention_through_prompts_decoding_and_turns(lengths, 
             assert_is(driver, row, head, oracles[row], own[row], k, v)
 
 
+@pytest.mark.slow
 def test_every_head_may_have_a_length_of_its_own():
     k, v = random_kv(0, 2, 3, 200, 4)
     policy = CompensatedRing(sink=0, compensation=False, lengths=((5, 70, 33),))
@@ -247,6 +248,7 @@ def test_a_row_that_is_done_keeps_everything_bit_for_bit():
 PROMPT = "a prompt of some length, so that every policy here has something to drop: " * 3
 
 
+@pytest.mark.slow
 def test_what_fits_is_the_full_cache():
     lm = toys.tiny_model()
     outputs = [
@@ -258,6 +260,7 @@ def test_what_fits_is_the_full_cache():
         assert len({output[row].stats.retained for output in outputs}) == 1
 
 
+@pytest.mark.slow
 def test_a_row_equals_itself_alone_over_two_turns():
     lm, policy = toys.tiny_model(), CompensatedRing(budget=40)
     ask = dict(chat=False, max_new_tokens=20, stop_token_ids=())

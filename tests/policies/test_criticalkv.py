@@ -96,6 +96,7 @@ def test_under_one_budget_for_all_heads_what_is_chosen_first_stays(scope):
     assert kept.sum() == 40 * kept.size and kept.min() >= 20 and kept[:, 0].min() > 60
 
 
+@pytest.mark.slow
 def test_it_runs_over_any_policy_of_attention_and_refuses_others():
     lm = toys.tiny_model()
     for inner in ("expected_attention(future=8)", "kvzip", "pyramidkv(window=4)"):

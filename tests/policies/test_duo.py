@@ -49,6 +49,7 @@ def test_a_ratio_is_of_the_whole_cache(ratio, seed):
     assert ratio * 12 * 4096 - 12 <= kept <= ratio * 12 * 4096 + 12
 
 
+@pytest.mark.slow
 def test_without_a_ratio_gates_above_a_half_keep_everything_and_the_others_sinks_and_recent():
     lm = model()
     profile, ids = random_gates(lm.config), [7 * i % 97 for i in range(200)]
@@ -118,18 +119,9 @@ def _inner(name, config):
     return {"rings": None, "keydiff": KeyDiff(), "learned": Learned(profile=random_scorer(config))}[name]
 
 
-@pytest.mark.parametrize(
-    ("inner", "storage"),
-    [
-        ("learned", "int8"),
-        *(
-            pytest.param(inner, storage, marks=pytest.mark.slow)
-            for inner in ("rings", "keydiff", "learned")
-            for storage in ("model", "int8")
-            if (inner, storage) != ("learned", "int8")
-        ),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("storage", ["model", "int8"])
+@pytest.mark.parametrize("inner", ["rings", "keydiff", "learned"])
 def test_rows_equal_rows_alone_over_turns_and_within_it_other_policies(inner, storage):
     lm = model()
     profile, prompts = random_gates(lm.config), [[i * step % 97 for i in range(n)] for step, n in ((1, 150), (7, 60))]
@@ -146,6 +138,7 @@ def test_rows_equal_rows_alone_over_turns_and_within_it_other_policies(inner, st
         assert np.isfinite(turn.logprobs).all()
 
 
+@pytest.mark.slow
 def test_all_heads_or_none():
     lm = model()
     ids = [3 * i % 89 for i in range(120)]
@@ -160,6 +153,7 @@ def test_all_heads_or_none():
     np.testing.assert_allclose(none.logprobs, rings.logprobs, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_ratio_of_one_keeps_everything():
     lm = model()
     profile, ids = random_gates(lm.config), [3 * i % 89 for i in range(120)]
@@ -171,6 +165,7 @@ def test_a_ratio_of_one_keeps_everything():
         DuoAttention(profile=profile, ratio=0.5, heads=1.0).check(lm.config)
 
 
+@pytest.mark.slow
 def test_its_profile_is_the_same_after_its_file_and_a_saved_cache(tmp_path):
     lm, profile = model(), random_gates(model().config)
     save_profile(profile, tmp_path / "toy.yaml")

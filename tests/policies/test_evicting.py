@@ -22,6 +22,7 @@ POLICIES = [H2O(budget=24), AhaKV(budget=24, recent=8), TOVA(budget=24)]
 each_policy = pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: type(policy).__name__)
 
 
+@pytest.mark.slow
 @each_policy
 def test_a_budget_that_covers_everything_is_the_full_cache(policy, tiny_model):
     ample = dataclasses.replace(policy, budget=200)

@@ -44,6 +44,7 @@ def test_the_last_tokens_of_a_later_turn_stay(turn):
     assert_same(KeyDiff(budget=BUDGET, keep_turn=turn), kept_turn(turn), EVENTS, heads=2, group=2, seed=5)
 
 
+@pytest.mark.slow
 @settings(max_examples=15, deadline=None)
 @given(first=st.integers(0, 64), later=st.integers(1, 30), turn=st.integers(1, 20), seed=st.integers(0, 10**6))
 def test_any_lengths(first, later, turn, seed):

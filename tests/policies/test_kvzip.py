@@ -59,6 +59,7 @@ def test_any_lengths(lengths, seed):
     assert_same(CHOSEN, KVzipHead, [("read", lengths)], heads=1, group=2, seed=seed)
 
 
+@pytest.mark.slow
 def test_the_tokenizer_says_how_the_request_is_written_also_within_another_policy():
     lm = toys.tiny_model()
     for policy in (CHOSEN, kvjax.ChunkKV(budget=20, inner=KVzip()), kvjax.Razor(inner=KVzip(budget=9), heads="0.0")):
@@ -73,6 +74,7 @@ def test_the_tokenizer_says_how_the_request_is_written_also_within_another_polic
         assert again.cache.policy == output.cache.policy
 
 
+@pytest.mark.slow
 def test_what_it_costs_is_said_of_every_row():
     lm = toys.tiny_model()
     words = len(lm.tokenizer.encode(FIRST + "<|end|>\n<|start|>assistant\n"))

@@ -134,6 +134,7 @@ def notices(policy: LagKV, totals: Iterable[int]) -> list[int]:
     return [total for total in totals if policy.notice(config_for(1, 4), total)]
 
 
+@pytest.mark.slow
 def test_rows_that_keep_nothing_between_sinks_and_window_are_named_with_what_works():
     """At a quarter most short prompts, the last of 1,039 tokens; at an eighth all, and some up to 2,191 tokens."""
     assert len(notices(LagKV(ratio=0.25), range(272, 1000))) == 555
@@ -225,6 +226,7 @@ def test_no_row_outgrows_its_capacity_over_turns_and_chunks(ratio, lag, sink, ev
     assert longest <= policy.capacities(config_for(1, 4), total, 0)[0][0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ratio", "sink", "lag", "turns"), [(0.75, 4, 16, [(3000, "chunked")]), (0.5, 16, 4, [(200, ""), (1500, "")])]
 )
@@ -240,6 +242,7 @@ def test_allocations_that_were_once_too_small(ratio, sink, lag, turns):
             assert (np.asarray(layer.length) <= np.array(layer.slots)).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"ratio": 0.5}, {"partition_ratio": 0.25}, {"prefill": "chunked"}])
 def test_a_lag_longer_than_everything_keeps_everything(options):
     """The paper's lag of 1,024 on a prompt of a few tokens: nothing to compress, and nothing to trip over."""

@@ -48,6 +48,7 @@ def test_layers_at_once_are_layers_one_by_one(lm, how):
     assert max(shorter.retained[-1]) < 0.8 * shorter.seen
 
 
+@pytest.mark.slow
 def test_a_layer_more_is_little_to_compile():
     lm = toys.tiny_model(num_layers=6, hidden_size=16, intermediate_size=16)
 

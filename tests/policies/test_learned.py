@@ -122,6 +122,7 @@ def test_marks_are_the_maps_of_what_attention_reads(changes):
             np.testing.assert_allclose(marks, wanted, rtol=2e-4)
 
 
+@pytest.mark.slow
 def test_prompts_are_read_once_and_a_plan_is_what_is_kept():
     lm = toys.tiny_model()
     for size in (dict(budget=100), dict(ratio=0.25)):
@@ -148,18 +149,9 @@ def test_retrieval_heads_stay_and_the_others_are_scored_by_their_own_maps():
     np.testing.assert_allclose(kept[:, :20], wanted[[0, 2], :20], rtol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("text", "storage"),
-    [
-        ("adaptive:ratio=0.25", "int8"),
-        pytest.param("adaptive:ratio=0.25", "model", marks=pytest.mark.slow),
-        *(
-            pytest.param(f"{name}:ratio=0.25", storage, marks=pytest.mark.slow)
-            for name in ("chunkkv", "criticalkv", "merged")
-            for storage in ("model", "int8")
-        ),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("storage", ["model", "int8"])
+@pytest.mark.parametrize("text", [f"{name}:ratio=0.25" for name in ("adaptive", "chunkkv", "criticalkv", "merged")])
 def test_it_scores_for_the_policies_that_rescore(text, storage):
     lm = toys.tiny_model()
     outer = kvjax.policies.parse(text + ("" if "critical" not in text else ",inner=snapkv"))
@@ -176,6 +168,7 @@ def test_it_scores_for_the_policies_that_rescore(text, storage):
 # --- profiles -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_profile_is_the_same_after_its_file_and_a_saved_cache(tmp_path):
     lm = toys.tiny_model()
     profile = random_scorer(lm.config)

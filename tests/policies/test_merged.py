@@ -135,13 +135,10 @@ def test_a_row_equals_the_row_alone():
         np.testing.assert_array_equal(a[1], b[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("policy", "storage"),
-    [
-        ("merged", "int8"),
-        ("merged:inner=adaptive(inner=keydiff)", "int8"),
-        pytest.param("razor:heads=0.1,inner=merged", "model", marks=pytest.mark.slow),
-    ],
+    [("merged", "int8"), ("merged:inner=adaptive(inner=keydiff)", "int8"), ("razor:heads=0.1,inner=merged", "model")],
 )
 def test_it_runs_over_turns_in_either_storage(policy, storage):
     lm, prompt = toys.tiny_model(), [i * i % 97 for i in range(150)]

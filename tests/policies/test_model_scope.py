@@ -139,6 +139,7 @@ def test_the_highest_scores_of_the_whole_model_stay(floor):
     assert (np.ptp(lengths, axis=1)[[0, 3, 4]] > 0).all() == (floor < 1), "heads differ"
 
 
+@pytest.mark.slow
 def test_int8_rows_hold_the_same_tokens():
     small, _ = play(EVENTS[:1], 0.2, "int8")
     exact, _ = play(EVENTS[:1], 0.2)
@@ -161,6 +162,7 @@ def assert_as(found: Any, wanted: Any) -> None:
     np.testing.assert_allclose(found.logprobs, wanted.logprobs, atol=2e-5)
 
 
+@pytest.mark.slow
 def test_a_floor_of_one_and_a_single_layer_are_the_layers_scope():
     lm, one = toys.tiny_model(), toys.tiny_model(num_layers=1)
     for model, options in ((lm, "floor=1"), (one, "floor=0.1")):
@@ -176,6 +178,7 @@ def test_a_floor_of_one_and_a_single_layer_are_the_layers_scope():
     assert_as(found, inner)
 
 
+@pytest.mark.slow
 def test_rows_choose_for_themselves_and_go_on_together_or_from_disk(tmp_path):
     """A row of a batch is the row alone; rows of other sizes join for a later turn, and one is saved before it."""
     lm = toys.tiny_model()
@@ -194,6 +197,7 @@ def test_rows_choose_for_themselves_and_go_on_together_or_from_disk(tmp_path):
         assert_as(found, kvjax.generate(lm, question, cache=cache, **OPTIONS))
 
 
+@pytest.mark.slow
 def test_repeated_prompts_in_int8_and_another_page_size(tmp_path):
     lm, storage = toys.tiny_model(), Storage("int8", layout=Layout("columns", 8))
     policy = AdaptiveHeads(ratio=0.25, inner=KVzip(chunk=64), scope="model")
@@ -224,6 +228,7 @@ def test_the_bytes_are_those_asked_for_and_planned(storage):
     assert sum(map(sum, found.stats.retained)) == sum(map(sum, plan.retained))
 
 
+@pytest.mark.slow
 def test_a_plan_counts_the_prompt_in_every_layer():
     """Between what the layers hold whole and a quarter more than XLA's own figure; what does not fit is refused."""
     sizes = {"num_layers": 4, "hidden_size": 256, "intermediate_size": 512, "head_dim": 32, "max_position": 1 << 13}
@@ -252,6 +257,7 @@ def test_a_decode_step_writes_the_pool_in_place(storage):
     assert found.temp_size_in_bytes < 0.9 * pool, (found.temp_size_in_bytes, pool)
 
 
+@pytest.mark.slow
 def test_prompts_of_a_bucket_share_their_programs_whatever_they_choose():
     lm = toys.tiny_model()
     with compiled_programs() as programs:
@@ -261,6 +267,7 @@ def test_prompts_of_a_bucket_share_their_programs_whatever_they_choose():
     assert programs["prefill_fresh"] == programs["decode_chunk"] == 1, programs
 
 
+@pytest.mark.slow
 def test_an_engine_answers_as_alone():
     lm, lengths = toys.tiny_model(), (70, 9, 200, 40)
     prompts = [np.random.default_rng(n).integers(0, 97, n).tolist() for n in lengths]

@@ -74,6 +74,7 @@ class NothingMaintains(Recent):
     maintains: ClassVar[bool] = True
 
 
+@pytest.mark.slow
 def test_a_policy_that_is_right_passes(tiny_model):
     found = kvjax.check_policy(Recent(), tiny_model)
     assert {"full", "row alone", "later turn", "int8", "composition"} <= set(found.holds)

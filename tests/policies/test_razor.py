@@ -228,6 +228,7 @@ def test_a_head_named_twice_is_refused(heads):
         RazorAttention(heads=heads)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "policy, storage",
     [
@@ -243,6 +244,7 @@ def test_the_plan_is_what_is_allocated(policy, storage):
     assert ask(policy, new=0, storage=storage).stats.retained == planned.retained
 
 
+@pytest.mark.slow
 def test_short_rows_do_not_pay_for_the_papers_buffer():
     """4,000 slots a head are for prompts that fill them."""
     razor, full = (ask(policy, new=4) for policy in (RazorAttention(heads=((0, 1),)), None))
@@ -252,6 +254,7 @@ def test_short_rows_do_not_pay_for_the_papers_buffer():
 # --- end to end -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_nothing_dropped_is_the_full_cache():
     prompts = [TEXT, "short"]
     own, full = (ask(policy, prompts, 30) for policy in (RazorAttention(heads=((0, 1), (2, 0))), None))
@@ -259,6 +262,7 @@ def test_nothing_dropped_is_the_full_cache():
     assert [output.stats.retained for output in own] == [output.stats.retained for output in full]
 
 
+@pytest.mark.slow
 def test_a_row_equals_itself_alone_over_two_turns():
     policy = RazorAttention(heads=((0, 1), (1, 0), (1, 1)), budget=40)
     lm = toys.tiny_model()
@@ -279,6 +283,7 @@ def test_an_inner_policy_may_read_the_prompt_in_chunks():
     assert output.stats.retained[0][1] == 250 and output.stats.retained[0][0] <= 125
 
 
+@pytest.mark.slow
 def test_a_ring_beside_protected_heads_keeps_its_size_when_the_pools_grow():
     """Its size is a share of the first prompt, not of all that was read since."""
     policy = RazorAttention(heads=((0, 1), (1, 0), (2, 2)), inner=StreamingLLM(ratio=0.25))
@@ -300,6 +305,7 @@ def test_decoding_three_times_the_buffer_compiles_nothing():
     assert output.stats.retained == ((40, 329, 40), (40, 40, 40), (329, 40, 40))
 
 
+@pytest.mark.slow
 def test_a_layer_whose_heads_are_all_protected_is_the_full_caches():
     everything = tuple((layer, head) for layer in range(3) for head in range(3))
     own, full = ask(RazorAttention(heads=everything), TEXT, 8), ask(None, TEXT, 8)

@@ -136,7 +136,8 @@ def test_a_pool_holds_only_its_channels(layout, kind):
     assert_pool_holds_only_its_channels(layout, kind)
 
 
-@pytest.mark.parametrize("kind", ["model", pytest.param("int8", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["model", "int8"])
 def test_a_pool_whose_heads_share_slots_holds_only_its_channels(kind):
     assert_pool_holds_only_its_channels(Layout("columns", 16), kind, by_row=True)
 
@@ -150,18 +151,9 @@ INNER = {
 }
 
 
-@pytest.mark.parametrize(
-    ("inner", "storage"),
-    [
-        ("all", "model"),
-        *(
-            pytest.param(inner, storage, marks=pytest.mark.slow)
-            for inner in INNER
-            for storage in ("model", "int8")
-            if (inner, storage) != ("all", "model")
-        ),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("storage", ["model", "int8"])
+@pytest.mark.parametrize("inner", INNER)
 def test_rows_equal_rows_alone_over_turns_in_fewer_bytes(inner, storage):
     lm = toys.tiny_model(num_layers=2)
     inner: Policy | None = INNER[inner]
@@ -202,11 +194,13 @@ def test_kept_keys_are_the_prompts_own():
     np.testing.assert_array_equal(*(np.asarray(rows(pool)[1])[:, :, :90] for pool in (cut, full)))
 
 
+@pytest.mark.slow
 def test_it_has_the_properties_that_every_policy_has():
     found = kvjax.check_policy(ThinK(channels=0.5, window=4, inner=SnapKV(budget=40, window=4)), toys.tiny_model())
     assert {"plan", "row alone", "int8"} < set(found.holds)
 
 
+@pytest.mark.slow
 def test_a_saved_cache_is_the_same(tmp_path):
     lm, ids = toys.tiny_model(num_layers=2), [3 * i % 97 for i in range(70)]
     policy = ThinK(channels=0.5, inner=SnapKV(budget=30, window=4))

@@ -60,7 +60,8 @@ def test_every_turn_gives_what_reading_it_all_gives(lm):
     assert [parts(layer)[0].length.max() for layer in layers] == [WINDOW, len(seen[0]) - 1, WINDOW]
 
 
-@pytest.mark.parametrize("storage", [pytest.param("model", marks=pytest.mark.slow), "int8"])
+@pytest.mark.slow
+@pytest.mark.parametrize("storage", ["model", "int8"])
 def test_shared_contexts_and_chunks(lm, storage):
     policy = "lagkv:ratio=0.9,lag=8,sink=2,prefill=chunked"
     cache = kvjax.read(lm, LONG, policy=policy, storage=storage, chat=False)
@@ -75,6 +76,7 @@ def test_shared_contexts_and_chunks(lm, storage):
         assert [one.tokens for one in both] == [asked(lm, LONG + text).tokens for text in ("And?", "Who?")]
 
 
+@pytest.mark.slow
 def test_a_saved_conversation_goes_on(lm, tmp_path):
     first = asked(lm, LONG, policy="h2o:budget=12")
     kvjax.save_cache(tmp_path / "c", first.cache, lm)

@@ -54,6 +54,7 @@ def found(lm, profile, haystacks):
     return policy, recall(lm, haystacks, policy)
 
 
+@pytest.mark.slow
 def test_protecting_the_found_heads_keeps_recall(lm, haystacks, found):
     policy, kept = found
     full = recall(lm, haystacks, kvjax.Full())
@@ -75,6 +76,7 @@ def test_protecting_as_many_random_heads_loses_it(lm, haystacks, found):
     assert np.mean([random.both for random in drawn]) < 0.5 * kept.both, drawn
 
 
+@pytest.mark.slow
 def test_protecting_none_loses_it(lm, haystacks):
     none = recall(lm, haystacks, RazorAttention(heads=(), budget=BUDGET))
     assert none.both < 0.1

@@ -29,10 +29,12 @@ def test_the_files_are_small():
     assert sum(path.stat().st_size for path in FOLDER.iterdir()) < 1_000_000
 
 
+@pytest.mark.slow
 def test_recalls_with_the_whole_cache(full):
     assert full.both > 0.85
 
 
+@pytest.mark.slow
 def test_recent_tokens_alone_do_not_recall(lm, haystacks):
     """No pair is within the window, so what is left is to guess one of 64 values."""
     found = recall(lm, haystacks, kvjax.StreamingLLM(window=WINDOW))

@@ -24,6 +24,7 @@ def test_the_script_and_the_model_are_of_this_recipe():
     assert stored.tokenizer.prefix_ids == (task.BOS,) and stored.stop_token_ids == ()
 
 
+@pytest.mark.slow
 def test_a_few_steps_reduce_the_loss():
     phase, said = training.Phase(24, 60, 32, 1.0, 0.01), []
     params, losses = training.train(SMALL, (phase,), seed=1, report=lambda *x: said.append(x))
@@ -43,6 +44,7 @@ def test_a_batch_is_decided_by_its_seed_and_mixes_the_tasks():
     assert 8 < questions.sum() < 32
 
 
+@pytest.mark.slow
 def test_far_attention_has_a_price_that_favours_few_heads():
     params = training.start(SMALL, seed=0)
     tokens, asked = map(jnp.asarray, training.batch(np.random.RandomState(0), training.Phase(64, 1, 4, 0.5, 0.1)))

@@ -13,6 +13,7 @@ from kvjax.policies import RoundAttention
 from kvjax.runtime.compilation import compile_clock
 
 
+@pytest.mark.slow
 def test_all_rounds_selected_is_the_full_cache(full, everything):
     for wanted, found in zip(full, everything, strict=True):
         for one, other in zip(wanted, found, strict=True):
@@ -38,6 +39,7 @@ def test_attention_and_selection_are_the_papers(lm, one_of_ten):
             assert set(stats.selected) == taken("topk", wanted.tolist(), 0.1, 0.1, 3.0)
 
 
+@pytest.mark.slow
 def test_a_row_selects_as_it_does_alone(lm, one_of_ten):
     for row in (0, 1):
         alone = talk(lm, [[turn[row]] for turn in TURNS], RoundAttention(watershed=BELOW))
@@ -100,6 +102,7 @@ def test_single_tokens_may_be_selected_instead(lm, one_of_ten, everything):
     assert stats.rounds.tokens_used == 4 + wanted + stats.seen - start
 
 
+@pytest.mark.slow
 def test_the_upper_layers_are_compiled_once_however_long_the_conversation(lm):
     from kvjax.rounds.round_programs import UPPER
 

@@ -13,6 +13,7 @@ from kvjax.cache.pool import rows
 from kvjax.policies import RoundAttention
 
 
+@pytest.mark.slow
 def test_a_history_is_the_conversation_that_was_held(lm):
     from kvjax import read_history
 
@@ -70,6 +71,7 @@ def test_histories_of_something_else_are_refused(lm, messages):
         read_history("lm", messages, policy=RoundAttention(watershed=BELOW))
 
 
+@pytest.mark.slow
 def test_a_chat_of_rounds(lm):
     system = "Be brief. " * 28  # so long that all turns are in one bucket
     options = {"max_new_tokens": 5, "system": system, "logprobs": True}

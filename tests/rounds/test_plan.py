@@ -48,6 +48,7 @@ def test_a_question_onto_a_context_is_allocated_what_its_plan_says(lm, batch, co
     assert output.stats.device_cache_bytes == planned.cache_bytes
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_with_spare_slots_is_allocated_without(lm):
     spacious = kvjax.plan(lm, prompt_tokens=300, policy=POLICY, max_new_tokens=6)
     limit = spacious.total_bytes - 1

@@ -90,6 +90,7 @@ def test_idle_rounds_are_deleted_from_all_layers(lm):
         np.testing.assert_array_equal(kept[-1].upper.kv, wanted[-1].upper.kv)
 
 
+@pytest.mark.slow
 def test_int8_rounds_come_back_as_they_were_stored(lm, full):
     policy = RoundAttention(watershed=BELOW, top=1.0)
     said = talk(lm, [[turn[0]] for turn in TURNS[:2]], policy, storage="int8")
@@ -108,6 +109,7 @@ def test_int8_rounds_come_back_as_they_were_stored(lm, full):
         np.testing.assert_allclose(one[0].logprobs[0], other[0].logprobs[0], atol=0.05)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("inner", [kvjax.LagKV(partition_ratio=0.25, lag=8, sink=2), kvjax.SlimKV(budget=24, window=4)])
 def test_an_inner_policy_compresses_each_round_by_itself(lm, everything, inner):
     policy = RoundAttention(watershed=BELOW, top=1.0, inner=inner)
@@ -178,6 +180,7 @@ def test_a_consumed_conversation_holds_its_lower_layers_once(lm):
     assert consumed.device_peak_bytes < consumed.device_cache_bytes + consumed.rounds.moved_bytes + staging
 
 
+@pytest.mark.slow
 def test_a_lower_layer_grows_after_the_one_before_it_was_freed(lm):
     policy = RoundAttention(watershed=BELOW)
     caches = [kvjax.generate(lm, TURNS[1][0], policy=policy, max_new_tokens=NEW).cache for _ in range(2)]

@@ -58,12 +58,14 @@ def test_prompts_contexts_and_turns_are_those_of_one_program(lm, monkeypatch, po
     check(lm, monkeypatch, policy, storage, ("prefill_layer_fresh", "prefill_layer_onto"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("policy", "storage", "layers"), REPEATED)
 def test_prompts_that_are_repeated_are_those_of_one_program(lm, monkeypatch, policy, storage, layers):
     lm = toys.tiny_model(**{**SMALL, **layers})
     check(lm, monkeypatch, policy, storage, ("hold_layer", "repeat_layer"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("policy", "storage", "layers"), TOGETHER)
 def test_prompts_that_layers_choose_of_together_are_those_of_one_program(monkeypatch, policy, storage, layers):
     lm = toys.tiny_model(**{**SMALL, **layers})

@@ -51,7 +51,8 @@ def test_twenty_turns_compile_a_few_programs_and_none_after_the_eighth(lm, name)
     check_turns(lm, name)
 
 
-@pytest.mark.parametrize("name", [pytest.param(p, marks=() if p == "razor" else pytest.mark.slow) for p in POLICIES])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", POLICIES)
 def test_twenty_turns_of_a_deep_model_compile_no_more(deep, name):
     check_turns(deep, name)
 

@@ -171,6 +171,7 @@ def test_an_empty_cache_is_zero_everywhere():
     assert all(not np.asarray(x).any() for layer in cache.layers for x in jax.tree.leaves(layer))
 
 
+@pytest.mark.slow
 def test_prefill_peak_estimate_is_near_the_compilers():
     sizes = {"num_layers": 2, "hidden_size": 256, "intermediate_size": 512, "head_dim": 32, "max_position": 1 << 16}
     plain, mixed, sliding = (

@@ -178,6 +178,7 @@ def test_other_lengths_and_other_words_of_as_many_tokens_compile_nothing_more():
     assert PREFILL_FRESH.compilations() == compiled
 
 
+@pytest.mark.slow
 def test_a_row_is_the_row_alone():
     lm, rows = toys.tiny_model(), [ids_of(1, 5), ids_of(3, 61), ids_of(2, 24)]
     together = read(lm, rows)

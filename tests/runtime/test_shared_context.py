@@ -47,6 +47,7 @@ def same(got: list[kvjax.Output], wanted: list[kvjax.Output]) -> None:
         assert one.stats.retained == other.stats.retained and one.stats.seen == other.stats.seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", SHARING)
 def test_answers_are_those_of_copies(tiny_model, monkeypatch, policy):
     request = {"context": CONTEXT, "policy": policy, "monkeypatch": monkeypatch}
@@ -56,6 +57,7 @@ def test_answers_are_those_of_copies(tiny_model, monkeypatch, policy):
     assert held.context is not None and got[0].stats.shared_cache_bytes == held.context.nbytes > 0
 
 
+@pytest.mark.slow
 def test_full_holds_the_context_once(tiny_model, monkeypatch):
     request = {"context": CONTEXT, "monkeypatch": monkeypatch}
     few, many = (answers(tiny_model, QUESTIONS[:1] * n, **request)[0].stats for n in (2, 5))
@@ -67,6 +69,7 @@ def test_full_holds_the_context_once(tiny_model, monkeypatch):
     assert many.cache_bytes == many.device_cache_bytes // 5 and many.live_cache_bytes < many.cache_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", COPYING)
 def test_policies_that_choose_again_copy(tiny_model, monkeypatch, policy):
     got = answers(tiny_model, context=CONTEXT, policy=policy, max_new_tokens=4, monkeypatch=monkeypatch)
@@ -75,6 +78,7 @@ def test_policies_that_choose_again_copy(tiny_model, monkeypatch, policy):
     assert not plan.shares_context and plan.context_bytes == 0 and "holds a copy" in plan.table()
 
 
+@pytest.mark.slow
 def test_int8_rows_copy(tiny_model, monkeypatch):
     got = answers(tiny_model, context=CONTEXT, storage="int8", max_new_tokens=4, monkeypatch=monkeypatch)
     assert got[0].cache.context is None
@@ -89,6 +93,7 @@ def test_a_plan_is_what_is_allocated(tiny_model, monkeypatch, policy):
     assert (plan.cache_bytes, plan.context_bytes) == (got.device_cache_bytes, got.shared_cache_bytes)
 
 
+@pytest.mark.slow
 def test_one_cache_under_many_questions_stays_a_value(tiny_model, monkeypatch):
     read = kvjax.generate(tiny_model, CONTEXT, policy=LAG, max_new_tokens=3).cache
     before = jax.tree.map(np.asarray, read)
@@ -105,7 +110,8 @@ def test_one_cache_under_many_questions_stays_a_value(tiny_model, monkeypatch):
     assert again.tokens == kvjax.generate(tiny_model, [3, 4], cache=last[1].cache, max_new_tokens=4).tokens
 
 
-@pytest.mark.parametrize("policy", [pytest.param("full", marks=pytest.mark.slow), LAG])
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["full", LAG])
 def test_rows_go_on_alone_and_together(tiny_model, monkeypatch, tmp_path, policy):
     request = {"context": CONTEXT, "policy": policy, "monkeypatch": monkeypatch}
     shared, copied = (answers(tiny_model, copied=copied, **request) for copied in (False, True))
@@ -130,6 +136,7 @@ def test_rows_go_on_alone_and_together(tiny_model, monkeypatch, tmp_path, policy
     assert mixed[0].cache.context is None
 
 
+@pytest.mark.slow
 def test_a_row_on_its_own_holds_what_a_copy_does(tiny_model, monkeypatch):
     request = {"context": CONTEXT, "policy": LAG, "monkeypatch": monkeypatch}
     got, wanted = (answers(tiny_model, copied=copied, **request)[1].cache for copied in (False, True))
@@ -141,7 +148,8 @@ def test_a_row_on_its_own_holds_what_a_copy_does(tiny_model, monkeypatch):
     assert jax.tree.structure(whole.layers[0].state) == jax.tree.structure(wanted.layers[0].state)
 
 
-@pytest.mark.parametrize("policy", ["full", pytest.param(LAG, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["full", LAG])
 def test_own_rooms_grow(policy, monkeypatch):
     import toys
 
@@ -167,9 +175,8 @@ def test_a_limit_that_holds_the_context_once_is_enough(tiny_model, monkeypatch):
         answers(tiny_model, **request, memory_limit=plan.total_bytes - plan.context_bytes)
 
 
-@pytest.mark.parametrize(
-    "policy", ["full", LAG, *(pytest.param(policy, marks=pytest.mark.slow) for policy in (SHARING[3], SHARING[4]))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["full", LAG, SHARING[3], SHARING[4]])
 def test_samples_share_a_long_prompt(tiny_model, monkeypatch, policy):
     """Read once; the answers are those of copies, and what is planned is what is allocated."""
     options = {"policy": policy, "n": 3, "temperature": 1.0, "seed": 4, "max_new_tokens": 30, "logprobs": True}

@@ -192,6 +192,7 @@ def test_a_window_can_be_a_share_of_the_row():
         np.testing.assert_allclose(got.window[row, :, :, : len(ids)], wanted, atol=2e-5)
 
 
+@pytest.mark.slow
 def test_on_a_later_turn_the_share_is_of_all_the_rows_tokens():
     lm = toys.tiny_model()
     policy = Spy(Signals(window_share=0.1))

@@ -12,8 +12,9 @@ ROOT = Path(__file__).resolve().parents[2]
 LIBTPU = ROOT / ".libtpu"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not LIBTPU.exists(), reason="no TPU compiler: `python scripts/fetch_libtpu.py` puts one in .libtpu")
-@pytest.mark.parametrize(("layers", "cases"), [(2, "0"), pytest.param(32, "0,1,2,3,4,5", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("layers", "cases"), [(2, "0"), (32, "0,1,2,3,4,5")])
 def test_tpu_programs_take_what_is_planned(layers, cases, tmp_path):
     """The script ends with 1 when memory is not the plan's, or when a cache or a round goes where it should not."""
     command = [sys.executable, "-m", "tools.aot.mesh"]

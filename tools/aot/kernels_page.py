@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from kvjax.tables import Column, Table
 from tools.aot.compile import Result
 
 _EXPLANATION = """\
@@ -64,15 +65,12 @@ def deliver(page: Path | None, heading: str, text: str) -> None:
 def _table(results: Sequence[Result]) -> str:
     names = list(dict.fromkeys(result.target for result in results))
     by = {(result.case, result.target): result for result in results}
-    rows = [["case", *names], ["---"] * (1 + len(names))]
-    for case in dict.fromkeys(result.case for result in results):
-        rows.append([case, *(_cell(by.get((case, name))) for name in names)])
-    return "\n".join("| " + " | ".join(row) + " |" for row in rows) + "\n"
+    targets = [Column(name, lambda case, name=name: by.get((case, name)), _cell, missing="—") for name in names]
+    cases = list(dict.fromkeys(result.case for result in results))
+    return Table([Column("case", str), *targets], cases).markdown() + "\n"
 
 
-def _cell(result: Result | None) -> str:
-    if result is None:
-        return "—"
+def _cell(result: Result) -> str:
     if result.error:
         return "**fails**"
     parts = []

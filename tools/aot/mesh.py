@@ -31,7 +31,7 @@ from tools.aot.mesh_page import (
     peak_off,
     render,
 )
-from tools.aot.mesh_rounds import BATCH, compile_rounds
+from tools.aot.mesh_sizes import BATCH
 from tools.aot.processes import last_line, versions
 
 #: Topology, data axis, model axis, policy; 8 KV heads on 16 devices share their pages by two.
@@ -105,6 +105,8 @@ def _here(options: argparse.Namespace) -> None:
     if "policy" in case:
         print(json.dumps(compile_case(**case, layers=options.layers, plan_only=options.plan_only)))
     else:
+        from tools.aot.mesh_rounds import compile_rounds
+
         print(json.dumps(compile_rounds(**case, layers=options.layers)))
 
 

@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from kvjax.tables import Column, Table
 from tools.aot.kernels_page import deliver
 from tools.aot.processes import ROOT, last_line
 
@@ -110,22 +111,35 @@ def section(results: Sequence[Measured], repeats: int) -> str:
         f"on the fewest devices that hold 70B ({meshes}). Seconds of the processor, all threads together.{least}",
         f"Instructions are those of the compiled module. `{LAYER}` reads a prompt: all layers share it, and it embeds",
         "tokens and computes logits too.",
-        "",
-        "| target | program | model | trace | lower | compile | together | x 32 layers | instructions |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
-    for x in results:
+
+    def compared(x: Measured) -> float | None:
         of = by.get((x.target, x.program, "8B", 32))
-        stages = [f"{x.seconds[stage]:.1f}" for stage in STAGES]
-        compared = f"{x.total / of:.2f}" if of else ""
-        cells = [x.target, x.program, x.name, *stages, f"{x.total:.1f}", compared, f"{x.instructions:,}"]
-        lines.append(f"| {' | '.join(cells)} |")
+        return x.total / of if of else None
+
+    columns = [
+        *(Column(title, name) for title, name in (("target", "target"), ("program", "program"), ("model", "name"))),
+        *(Column(stage, lambda x, stage=stage: x.seconds[stage], "{:.1f}".format) for stage in STAGES),
+        Column("together", "total", "{:.1f}".format),
+        Column("x 32 layers", compared, "{:.2f}".format),
+        Column("instructions", "instructions", "{:,}".format),
+    ]
     added = [
         f"{(by[target, program, '8B', 32] - by[target, program, '8B', 8]) / 24:.2f} s ({target}, {program})"
         for target, program in dict.fromkeys((x.target, x.program) for x in results if x.program != LAYER)
     ]
     return "\n".join(
-        [*lines, "", *_REASON, f"A layer of 8B adds {', '.join(added)}.", "", _COMMAND.format(repeats), ""]
+        [
+            *lines,
+            "",
+            Table(columns, results).markdown(),
+            "",
+            *_REASON,
+            f"A layer of 8B adds {', '.join(added)}.",
+            "",
+            _COMMAND.format(repeats),
+            "",
+        ]
     )
 
 

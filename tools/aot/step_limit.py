@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from kvjax.tables import Column, Table
 from tools.aot.kernels_page import deliver
 from tools.aot.processes import ROOT, last_line
 from tools.aot.targets import targets
@@ -156,22 +157,17 @@ def section(steps: Sequence[Step], compiled: int = COMPILED) -> str:
         "- attention: of every block of the kernel, the cycles of its schedule or those in which memory delivers the",
         "  block, whichever are more.",
         "- ahead: weights that are copied to the chip's own memory while something else runs, at the memory's speed.",
-        "",
-        "| target | policy | weights, MB | cache, MB | limit, ms | operations, ms | attention, ms | ahead, ms |"
-        " together, ms | limit / together |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
-    for x in steps:
-        cells = [
-            x.target,
-            x.policy,
-            *(f"{size / 1e6:,.0f}" for size in (x.weights, x.cache)),
-            *(f"{ms:.2f}" for ms in (x.limit, x.operations, x.attention, x.copies, x.together)),
-            f"{x.limit / x.together:.0%}",
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
+    times = {"limit": "limit", "operations": "operations", "attention": "attention", "ahead": "copies"}
+    times["together"] = "together"
+    columns = [
+        *(Column(name, name) for name in ("target", "policy")),
+        *(Column(f"{name}, MB", name, lambda size: f"{size / 1e6:,.0f}") for name in ("weights", "cache")),
+        *(Column(f"{title}, ms", name, "{:.2f}".format) for title, name in times.items()),
+        Column("limit / together", lambda x: x.limit / x.together, "{:.0%}".format),
+    ]
     few = [line.format(compiled, compiled - 1, LAYERS) for line in _FEW] if compiled < LAYERS else []
-    return "\n".join([*lines, "", *_MEANING, *few, _COMMAND, ""])
+    return "\n".join([*lines, "", Table(columns, steps).markdown(), "", *_MEANING, *few, _COMMAND, ""])
 
 
 _MEANING = (

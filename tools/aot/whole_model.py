@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -78,57 +77,87 @@ def whole_model(
     else:
         grid = Mesh(data, model, tuple(near_grid(data, model, devices).flat))
         device, mesh, rows = Partition(grid, config, policy), grid.jax, ROWS
+    shapes = _Shapes(config, device, _Placed(mesh, rows), storage, batch, data, prompt_bucket(prompt))
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        params = shapes.params(devices[0].device_kind)
+        programs = {"decode": shapes.decode(params), "prefill": shapes.prefill(params)}
+        by_layers = compiles_faster_by_layers(device.policy, params, device.mesh)
+    numbers = dict.fromkeys(number for number, _ in numbers_of_kind(policy, params))
+    layers = [shapes.prefill_layer(params, number) for number in numbers]
+    return WholeModel(mesh, device, storage, programs | {"prefill_layer": layers[0]}, layers, by_layers)
 
-    def placed(tree: Any, specs: Sequence[Any] | None = None) -> Any:
-        """The tree's shapes, placed by these specs of its leaves; by default rows where they lead."""
+
+@dataclasses.dataclass(frozen=True)
+class _Placed:
+    """Shapes of arrays on a mesh whose rows are split like ``rows``."""
+
+    mesh: jax.sharding.Mesh
+    rows: PartitionSpec
+
+    def by(self, tree: Any, specs: Sequence[PartitionSpec]) -> Any:
+        """The tree's shapes, placed by these specs of its leaves."""
         leaves, structure = jax.tree.flatten(tree)
-        specs = [rows if x.ndim else PartitionSpec() for x in leaves] if specs is None else specs
         arrays = zip(leaves, specs, strict=True)
-        made = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec)) for x, spec in arrays]
+        made = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(self.mesh, spec)) for x, spec in arrays]
         return jax.tree.unflatten(structure, made)
 
-    def everywhere(tree: Any) -> Any:
-        return placed(tree, [PartitionSpec()] * len(jax.tree.leaves(tree)))
+    def by_row(self, tree: Any) -> Any:
+        return self.by(tree, [self.rows if x.ndim else PartitionSpec() for x in jax.tree.leaves(tree)])
 
-    def ints(*shape: int) -> Any:
-        return jax.ShapeDtypeStruct(shape, jnp.int32)
+    def everywhere(self, tree: Any) -> Any:
+        return self.by(tree, [PartitionSpec()] * len(jax.tree.leaves(tree)))
 
-    params = abstract_decoder(config, DTYPE)
-    capacity = prompt_bucket(prompt)
-    sizes = {"prompt_capacity": capacity, "new_capacity": NEW_TOKENS, "dtype": DTYPE, "storage": storage}
-    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        cache = jax.eval_shape(lambda: device.empty(batch // data, *sizes.values()))
-        if isinstance(device, Partition):
-            params = placed(params, weight_specs(params, device.mesh))
-            cache = device.all(of_all(cache, cache_specs(cache), device.mesh))
-        else:
-            # On a mesh XLA leaves arguments of shard_map their default layouts.
-            params = jax.tree.map(lambda x: _tiled(x, devices[0].device_kind), everywhere(params))
-            cache = everywhere(cache)
-        state = placed(jax.eval_shape(lambda cache: decode_state(config, cache), cache))
+
+@dataclasses.dataclass(frozen=True)
+class _Shapes:
+    """What the programs of a model take; ``capacity``: of prompts, as many tokens as are given."""
+
+    config: ModelConfig
+    device: Device
+    placed: _Placed
+    storage: Storage
+    batch: int
+    data: int
+    capacity: int
+
+    def params(self, kind: str) -> Any:
+        params = abstract_decoder(self.config, DTYPE)
+        if isinstance(self.device, Partition):
+            # XLA leaves arguments of shard_map their default layouts.
+            return self.placed.by(params, weight_specs(params, self.device.mesh))
+        return jax.tree.map(lambda x: _tiled(x, kind), self.placed.everywhere(params))
+
+    def cache(self) -> Any:
+        rows = self.batch // self.data
+        cache = jax.eval_shape(lambda: self.device.empty(rows, self.capacity, NEW_TOKENS, DTYPE, self.storage))
+        if isinstance(self.device, Partition):
+            return self.device.all(of_all(cache, cache_specs(cache), self.device.mesh))
+        return self.placed.everywhere(cache)
+
+    def ints(self, *shape: int) -> Any:
+        return self.placed.by_row(jax.ShapeDtypeStruct(shape, jnp.int32))
+
+    def decode(self, params: Any) -> Callable[[], Any]:
+        cache, config = self.cache(), self.config
+        state = self.placed.by_row(jax.eval_shape(lambda cache: decode_state(config, cache), cache))
         state = dataclasses.replace(state, cache=cache)
-        controls = everywhere(jax.eval_shape(lambda: benchmark_controls(config, batch)))
-    tokens, counts = placed(ints(batch, capacity)), placed(ints(batch))
-    programs = {
-        "decode": lambda: DECODE_CHUNK.trace(device, params, state, controls, everywhere(ints())),
-        "prefill": lambda: PREFILL_FRESH.trace(device, params, tokens, counts, counts, **sizes),
-    }
-    x = placed(jax.ShapeDtypeStruct((batch, capacity, config.hidden_size), DTYPE))
-    flag = everywhere(jax.ShapeDtypeStruct((), jnp.bool_))
-    read = LayerInput(tokens, (counts,) * 4, flag, flag)
-    pages = device.pages(capacity, NEW_TOKENS, storage)
+        controls = self.placed.everywhere(jax.eval_shape(lambda: benchmark_controls(config, self.batch)))
+        return lambda: DECODE_CHUNK.trace(self.device, params, state, controls, self.ints())
 
-    def layer(number: int) -> Any:
-        how = {"number": number, "pages": pages[number], "dtype": DTYPE, "storage": storage}
+    def prefill(self, params: Any) -> Callable[[], Any]:
+        tokens, counts = self.ints(self.batch, self.capacity), self.ints(self.batch)
+        sizes = {"prompt_capacity": self.capacity, "new_capacity": NEW_TOKENS, "dtype": DTYPE, "storage": self.storage}
+        return lambda: PREFILL_FRESH.trace(self.device, params, tokens, counts, counts, **sizes)
+
+    def prefill_layer(self, params: Any, number: int) -> Callable[[], Any]:
+        """Of the layer of that number, from hidden states that are given."""
+        counts, flag = self.ints(self.batch), self.placed.everywhere(jax.ShapeDtypeStruct((), jnp.bool_))
+        read = LayerInput(self.ints(self.batch, self.capacity), (counts,) * 4, flag, flag)
+        x = self.placed.by_row(jax.ShapeDtypeStruct((self.batch, self.capacity, self.config.hidden_size), DTYPE))
+        pages = self.device.pages(self.capacity, NEW_TOKENS, self.storage)[number]
+        how = {"number": number, "pages": pages, "dtype": DTYPE, "storage": self.storage}
         given = without_layers(params), params.layers[number], x, read
-        return PREFILL_LAYER_FRESH.trace(device.at(number), *given, **how)
-
-    numbers = dict.fromkeys(number for number, _ in numbers_of_kind(policy, params))
-    layers = [functools.partial(layer, number) for number in numbers]
-    programs["prefill_layer"] = layers[0]
-    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        by_layers = compiles_faster_by_layers(device.policy, params, device.mesh)
-    return WholeModel(mesh, device, storage, programs, layers, by_layers)
+        return lambda: PREFILL_LAYER_FRESH.trace(self.device.at(number), *given, **how)
 
 
 def _tiled(weight: jax.ShapeDtypeStruct, kind: str) -> jax.ShapeDtypeStruct:
