@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from kvjax.eval.entries import REFERENCE
 from kvjax.eval.results import AFTER, IN_VIEW, Estimate, Row, accuracy
 from kvjax.figures import new_figure
+from kvjax.tables import counted
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -20,7 +21,9 @@ _COLORS = (
     *("#332288", "#000000", "#ddaa99", "#77aadd"),
 )
 _MARKERS = "osD^vP<X>*hdp8"
-_GREY = "#555555"
+_GREY, _LIGHT_GREY = "#555555", "#bbbbbb"
+#: Lines that a reader can tell apart in one panel.
+_NAMED = 8
 
 
 def style(number: int) -> dict[str, Any]:
@@ -56,11 +59,12 @@ def accuracy_figure(rows: Sequence[Row]) -> Figure:
     """Accuracy against live bytes, a line a policy: asked after on the left, in view on the right, a row a length.
 
     A policy that sets its own size, and one that was measured at one fraction only, is a point. Error bars are standard
-    errors; the dashed line is the full cache.
+    errors; the dashed line is the full cache. Of more policies than eight those that lose least are named, best first,
+    and the others are grey.
     """
     answered = [row for row in rows if row.refused is None]
     lengths = sorted({row.length for row in answered})
-    names = [name for name in dict.fromkeys(row.policy for row in answered) if name != REFERENCE]
+    names = _named([row for row in answered if row.policy != REFERENCE])
     figure = new_figure(11, 1 + 3.9 * max(1, len(lengths)))
     panels = figure.subplots(max(1, len(lengths)), 2, squeeze=False, sharey=True)
     for length, (left, right) in zip(lengths, panels, strict=False):
@@ -70,18 +74,41 @@ def accuracy_figure(rows: Sequence[Row]) -> Figure:
             axes.set_title(f"{title}, prompts of {length:,} tokens", fontsize=10)
     handles, labels = panels[0][0].get_legend_handles_labels()
     if handles:
+        order = [REFERENCE, *names]  # and what has no name is last
+        both = sorted(
+            zip(labels, handles, strict=True), key=lambda x: order.index(x[0]) if x[0] in order else len(order)
+        )
+        labels, handles = zip(*both, strict=True)
         figure.legend(handles, labels, loc="outside right upper", frameon=False, fontsize=8)
     return figure
 
 
-def _accuracy_panel(axes: Axes, rows: Sequence[Row], names: Sequence[str], mode: str) -> None:
+def _named(rows: Sequence[Row]) -> list[str]:
+    """The policies, in their order; of too many those with the most answers over all sizes, best first."""
+    names = list(dict.fromkeys(row.policy for row in rows))
+    if len(names) <= _NAMED:
+        return names
+    found = dict.fromkeys(names, 0.0)
     for row in rows:
+        means = (accuracy(row, mode).mean for mode in (AFTER, IN_VIEW))
+        found[row.policy] += sum(mean for mean in means if not math.isnan(mean))
+    return sorted(names, key=lambda name: -found[name])[:_NAMED]
+
+
+def _accuracy_panel(axes: Axes, rows: Sequence[Row], names: Sequence[str], mode: str) -> None:
+    lines: dict[str, list[tuple[float, Estimate]]] = {}
+    for row in sorted(rows, key=lambda row: row.live_share):
         if row.policy == REFERENCE:
             axes.axhline(accuracy(row, mode).mean, color=_GREY, linestyle="--", linewidth=1, label=REFERENCE)
+        else:
+            lines.setdefault(row.policy, []).append((100 * row.live_share, accuracy(row, mode)))
     for number, name in enumerate(names):
-        mine = sorted((row for row in rows if row.policy == name), key=lambda row: row.live_share)
-        sizes = [100 * row.live_share for row in mine]
-        error_bars(axes, sizes, [accuracy(row, mode) for row in mine], name, number)
+        points = lines.pop(name, [])
+        error_bars(axes, [x for x, _ in points], [found for _, found in points], name, number)
+    grey = {"color": _LIGHT_GREY, "linewidth": 0.9, "marker": "o", "markersize": 3, "zorder": 1}
+    for number, points in enumerate(lines.values()):
+        label = counted(len(lines), "other policy", "other policies") if number == 0 else None
+        axes.plot([x for x, _ in points], [found.mean for _, found in points], label=label, **grey)
     plain_axes(axes, "live cache, % of full", "accuracy")
     axes.set_ylim(-0.04, 1.04)
     axes.set_xscale("log", base=2)

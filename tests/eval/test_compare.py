@@ -365,6 +365,22 @@ def test_the_picture_has_a_line_for_every_policy():
     png_size(png(pictures.accuracy_figure([Row(100, "razor", 0.25, refused="No.")])))
 
 
+def test_of_many_policies_the_best_are_named():
+    """Those that answer most come first, however they were asked; a policy with fewer sizes has fewer answers."""
+    rows = [Row(100, "full", None, answers=(Scored("after", "niah", (1.0,), (1,)),), live_bytes=8, full_bytes=8)]
+    for number in range(11):
+        for share in (2,) if number == 10 else (2, 4):
+            scored = Scored("after" if number % 2 else "in view", "niah", (number / 10,), (1,))
+            answers = (scored, Scored("in view" if number % 2 else "after", "niah", (0.0,), (1,)))
+            rows.append(Row(100, f"p{number}", share / 8, answers=answers, live_bytes=share, full_bytes=8))
+    figure = pictures.accuracy_figure(rows)
+    (legend,), (_, right) = figure.legends, figure.axes
+    names = [text.get_text() for text in legend.get_texts()]
+    assert names == ["full", "p9", "p8", "p7", "p6", "p5", "p10", "p4", "p3", "3 other policies"]
+    grey = [line for line in right.lines if line.get_color() == pictures._LIGHT_GREY]
+    assert [list(line.get_ydata()) for line in grey] == [[0, 0], [0, 0], [0.2, 0.2]]
+
+
 def test_without_matplotlib_it_is_one_sentence(monkeypatch):
     import sys
 
