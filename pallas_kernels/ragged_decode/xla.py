@@ -164,6 +164,11 @@ def _values(p: Problem) -> Array:
     return values.astype(jnp.float32) if values.dtype.itemsize == 1 else values
 
 
+def _precision(p: Problem) -> str | None:
+    """Of products with values: of float32 and 8 bits full, where a GPU by default rounds both operands to TF32."""
+    return None if p.pages.dtype.itemsize == 2 else "highest"
+
+
 def _uniform(p: Problem, scores: Array) -> tuple[Array, Array, Array]:
     """Unnormalised output, peak and mass when all heads own equally many pages."""
     batch, heads, group, _ = p.q.shape
@@ -178,7 +183,9 @@ def _uniform(p: Problem, scores: Array) -> tuple[Array, Array, Array]:
     if p.v_scale is not None:
         weight = weight * p.v_scale.reshape(*shape, 1, slots)
     values = _values(p).reshape(*shape, slots, dim)
-    summed = jnp.einsum("bhpgr,bhprd->bhpgd", weight, values, preferred_element_type=jnp.float32)
+    summed = jnp.einsum(
+        "bhpgr,bhprd->bhpgd", weight, values, precision=_precision(p), preferred_element_type=jnp.float32
+    )
     return summed.sum(axis=2), peak[:, :, 0, :, 0], mass
 
 
@@ -198,7 +205,9 @@ def _ragged(p: Problem, scores: Array) -> tuple[Array, Array, Array]:
     mass = jnp.einsum("hp,bpg->bhg", member, weight.sum(axis=3), precision=jax.lax.Precision.HIGHEST)
     if p.v_scale is not None:
         weight = weight * p.v_scale[:, :, None]
-    parts = jnp.einsum("bpgr,bprd->bpgd", weight, _values(p), preferred_element_type=jnp.float32)
+    parts = jnp.einsum(
+        "bpgr,bprd->bpgd", weight, _values(p), precision=_precision(p), preferred_element_type=jnp.float32
+    )
     return jnp.einsum("hp,bpgd->bhgd", member, parts, precision=jax.lax.Precision.HIGHEST), peak, mass
 
 
@@ -212,7 +221,7 @@ def _by_row(p: Problem, scores: Array) -> tuple[Array, Array, Array]:
         weight = weight * p.v_scale[:, :, None]
     values = p.pages.value_rows().astype(jnp.float32)
     if p.pages.dtype == jnp.float32:
-        parts = jnp.einsum("bpgr,bprd->bpgd", weight, values)
+        parts = jnp.einsum("bpgr,bprd->bpgd", weight, values, precision="highest")
     else:  # As products, they would be copied to float32.
         parts = jnp.sum(weight[..., None] * values[:, :, None], axis=3)
     # By a product: XLA (jaxlib 0.10.2) makes NaN of a masked sum that it fuses with the products before it.

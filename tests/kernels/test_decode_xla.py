@@ -65,6 +65,22 @@ class TestXla(DecodeBase):
         cache = sum(leaf.nbytes for leaf in jax.tree.leaves(problem.pages))
         assert compiled.memory_analysis().temp_size_in_bytes < cache / 2  # of int8 pages a third
 
+    @pytest.mark.parametrize("runs", [RAGGED, UNIFORM, None], ids=["ragged", "uniform", "by row"])
+    @pytest.mark.parametrize("dtype", [jnp.float32, jnp.int8], ids=["float32", "int8"])
+    @pytest.mark.parametrize("batch", [1, 2])
+    def test_a_gpu_is_asked_for_whole_floats(self, batch, dtype, runs):
+        """By default it would round the operands of a float32 product to TF32's 10 bits."""
+        lengths = ((70, 130),) * batch
+        case = by_row(lengths, ((5, 16),) * batch) if runs is None else Case(lengths, runs)
+        case = dataclasses.replace(case, dtype=dtype, log_mass=True)
+        for layout in self.layouts_of(case):
+            problem = build(case, layout)
+            arrays = {"q": problem.q, "pages": problem.pages, "length": problem.length, "starts": problem.starts}
+            decode = jax.jit(lambda arrays, problem=problem: xla.decode(dataclasses.replace(problem, **arrays)))
+            lowered = decode.trace(arrays).lower(lowering_platforms=("cuda",)).as_text()
+            products = [line for line in lowered.splitlines() if "dot_general" in line]
+            assert products and all("precision = [HIGHEST, HIGHEST]" in line for line in products), products
+
     @pytest.mark.parametrize("dtype", [jnp.float32, jnp.int8], ids=["float32", "int8"])
     def test_one_row_of_its_own_runs(self, dtype):
         case = by_row(((70, 160, 3),), ((5, 10, 6),), group=3, head_dim=80, dtype=dtype, log_mass=True)
