@@ -172,11 +172,11 @@ def section(steps: Sequence[Step], compiled: int = COMPILED) -> str:
 
 _MEANING = (
     "These are a compiler's numbers; nothing ran. Parts are added as if none overlapped another, and two things are",
-    "not in them: exchanges between the devices, two a layer and more, and the wait for a first byte of memory. Weights",
-    "that are copied ahead arrive while products of others compute, so the more XLA copies ahead (on v5e and v6e most of",
-    "them), the more the sum overstates. The cost model gives next to no operation less than 1,800 cycles, a microsecond,",
-    "however small: where a layer's bytes are few, the number of its operations counts, and that grows where heads differ",
-    "in length and where a step evicts.",
+    "not in them: exchanges between the devices, two a layer and more, and the wait for a first byte of memory.",
+    "Weights that are copied ahead arrive while products of others compute, so the more XLA copies ahead (on v5e and",
+    "v6e most of them), the more the sum overstates. The cost model gives next to no operation less than 1,800",
+    "cycles, a microsecond, however small: where a layer's bytes are few, the number of its operations counts, and",
+    "that grows where heads differ in length and where a step evicts.",
     "",
     "XLA's own totals say less. For the step of 3 layers under `full` on v5e, `cost_analysis()` has 1.40 GB accessed,",
     "where weights and slots of one device are 0.70 GB, and `optimal_seconds` is -9.0.",
