@@ -185,8 +185,8 @@ _MEANING = (
 _FEW = (
     "Programs of {0} layers were compiled: what is scheduled between the attention of the first and of the last is",
     "that of {1} layers, and counts for the others of {2}. Compiled whole (`python -m tools.aot.step_limit --compiled",
-    "{2} --targets tpu7x --policies full`), a TPU7x's step under `full` came to 3.27 ms: XLA copies more of a large",
-    "program's weights ahead, 0.24 ms, and its operations take 1.87 ms.",
+    "{2} --targets tpu7x --policies full`), a TPU7x's step under `full` came to 3.22 ms: XLA copies more of a large",
+    "program's weights ahead, 0.31 ms, and its operations take 1.75 ms.",
     "",
 )
 _COMMAND = "`python -m tools.aot.step_limit --page docs/kernels.md` writes this section."
