@@ -190,7 +190,7 @@ class _Run:
         for i in here:
             # Of a folder that all share each process checks a part.
             if turn == 0 and holders[i][i % len(holders[i])] == self._group.process:
-                shards[i].check(self._numbers(manifest, i))
+                shards[i].check([(number, row_id(self._job.source, number)) for number in self._numbers(manifest, i)])
             shards[i].clean()
         return set(holders)
 

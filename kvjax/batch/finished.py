@@ -3,22 +3,32 @@
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from kvjax.batch.saved import SavedRecord
 from kvjax.batch.source import needed
+from kvjax.documents import NotADocument, parse_json, validated
 from kvjax.errors import KvjaxError
 
+#: A row's number and its id.
+Named = tuple[int, str | int]
 
-def check_rows(path: Path, kind: str, rows: Sequence[int]) -> None:
-    """Refuse a file that does not hold these rows, in this order, and no others.
+
+def check_rows(path: Path, kind: str, rows: Sequence[Named]) -> None:
+    """Refuse a file that does not hold records of these rows, in this order, and no others.
+
+    Of JSON lines every record is read; of Parquet the columns of rows and ids.
 
     Raises:
       KvjaxError: it was cut off, damaged or changed.
       OSError: it cannot be read.
     """
-    read = _rows_of_parquet if kind == "parquet" else _rows_of_lines
+    if kind == "parquet":
+        # A file has one type a column: ids are text.
+        rows, read = [(row, str(name)) for row, name in rows], _rows_of_parquet
+    else:
+        read = _rows_of_lines
     found = list(itertools.islice(read(path), len(rows) + 1))
     if found == list(rows):
         return
@@ -27,29 +37,29 @@ def check_rows(path: Path, kind: str, rows: Sequence[int]) -> None:
     raise KvjaxError(f"{path} holds {what}; remove it to have them answered again.")
 
 
-def _rows_of_lines(path: Path) -> Iterator[int | None]:
+def _rows_of_lines(path: Path) -> Iterator[Named | None]:
     """The row of each line, None where there is no whole record."""
     with path.open("rb") as file:
         yield from map(_row, file)
 
 
-def _row(line: bytes) -> int | None:
+def _row(line: bytes) -> Named | None:
+    if not line.endswith(b"\n"):
+        return None
     try:
-        record = json.loads(line) if line.endswith(b"\n") else None
-    except (ValueError, RecursionError):
+        record: SavedRecord = validated(SavedRecord, parse_json(line))
+    except NotADocument:
         return None
-    if not isinstance(record, dict) or ("text" in record) == ("error" in record):
-        return None
-    return row if type(row := record.get("row")) is int else None
+    return record.row, record.id
 
 
-def _rows_of_parquet(path: Path) -> Iterator[int | None]:
-    """The column of rows, which is read only where the file says that it has as many as it should."""
+def _rows_of_parquet(path: Path) -> Iterator[Named]:
+    """The columns of rows and ids, which are read only where the file says that it has as many as it should."""
     pyarrow, parquet = needed("pyarrow", "Parquet files"), needed("pyarrow.parquet", "Parquet files")
     try:
         with parquet.ParquetFile(path) as file:
-            for batch in file.iter_batches(columns=["row"]):
-                yield from batch.column("row").to_pylist()
+            for batch in file.iter_batches(columns=["row", "id"]):
+                yield from zip(batch.column("row").to_pylist(), batch.column("id").to_pylist(), strict=True)
     except (OSError, KeyError, pyarrow.ArrowException) as error:
         if getattr(error, "errno", None) is not None:
             raise

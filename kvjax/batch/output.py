@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvjax.batch.finished import check_rows
+from kvjax.batch.finished import Named, check_rows
 from kvjax.batch.rows import Record
 from kvjax.batch.saved import SavedRecord
 from kvjax.batch.source import needed
@@ -43,7 +43,7 @@ class Shard:
             raise KvjaxError(f"{self.path} is empty, which no finished shard is; remove it to have its rows answered.")
         return self.path.exists()
 
-    def check(self, rows: Sequence[int]) -> None:
+    def check(self, rows: Sequence[Named]) -> None:
         """Refuse a finished shard that does not hold these rows in this order, and nothing else; it stays as it is."""
         with _using("read", self.path):
             check_rows(self.path, self._kind, rows)

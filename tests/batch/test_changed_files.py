@@ -168,6 +168,11 @@ def test_a_manifest_of_whole_numbers_still_counts(run):
     assert run(ROWS, "zero", shard_rows=3, temperature=0)[0].already == len(ROWS)
 
 
+def _changed(line: bytes, **values: Any) -> bytes:
+    """A record with other values."""
+    return json.dumps(json.loads(line) | values).encode() + b"\n"
+
+
 #: What is done to the bytes of a finished shard.
 DAMAGED: dict[str, Callable[[bytes], bytes]] = {
     "cut off": lambda data: data[: len(data) // 2],
@@ -188,6 +193,12 @@ LINES: dict[str, Callable[[list[bytes]], list[bytes]]] = {
     "a row that is text": lambda lines: [lines[0].replace(b'"row": 0', b'"row": "0"'), *lines[1:]],
     "another row's number": lambda lines: [lines[0].replace(b'"row": 0', b'"row": 5'), *lines[1:]],
     "neither answer nor error": lambda lines: [b'{"row": 0}\n', *lines[1:]],
+    "a text that is none": lambda lines: [_changed(lines[0], text=5), *lines[1:]],
+    "tokens that are text": lambda lines: [_changed(lines[0], tokens="x"), *lines[1:]],
+    "a reason that is none": lambda lines: [_changed(lines[0], finish_reason="zz"), *lines[1:]],
+    "another number of tokens": lambda lines: [_changed(lines[0], generated_tokens=-1), *lines[1:]],
+    "another row's id": lambda lines: [*lines[:2], _changed(lines[2], id="q0")],
+    "an id of another type": lambda lines: [*lines[:2], _changed(lines[2], id=2)],
     "an end of brackets": lambda lines: [*lines[:2], b"[" * 100_000 + b"\n"],
 }
 
@@ -204,7 +215,7 @@ def refused(run, folder: Path, part: Path, data: bytes, kind: str) -> None:
     assert run(ROWS, folder.name, format=kind, **OPTIONS)[0].answered == 3 and part.read_bytes() == whole
 
 
-#: Of a Parquet file the column of rows alone is read: what happened to another is not seen.
+#: Of a Parquet file the columns of rows and ids alone are read: what happened to another is not seen.
 CASES = [
     (case, kind)
     for case in DAMAGED
