@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 from typing import BinaryIO
 
-from kvjax.errors import KvjaxError, UsageError, quoted
+from kvjax.errors import KvjaxError, UsageError, cut, quoted
 
 #: The beginning of an address; a drive of Windows has one letter. A path has made one slash of its two.
 _REMOTE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
@@ -74,7 +74,9 @@ def check_local(name: str, path: str | os.PathLike[str]) -> None:
         raise UsageError(f"{name} is {quoted(path)}; give a path.")
     text = os.fspath(path)
     if _REMOTE.match(text):
-        raise UsageError(f"{name} names {text}, which is no path of this machine; name one that is.")
+        # A path of Python's has lost the second slash.
+        written = re.sub(r":/+", "://", text, count=1)
+        raise UsageError(f"{name} names {cut(written)}, which is no path of this machine; name one that is.")
     if "\0" in text:
         raise UsageError(f"{name} names a path with a NUL in it, {quoted(text)}; name another.")
     try:

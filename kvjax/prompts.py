@@ -80,6 +80,8 @@ def chat_tokens(lm: LanguageModel, messages: str | Sequence[Message]) -> list[in
       UsageError: no messages, a message without role or content, or a model without a chat template.
     """
     check_model(lm)
+    if isinstance(messages, (list, tuple)) and not messages:
+        raise UsageError("There are no messages; give at least one.")
     items, single = as_list(messages)
     if not single or (not isinstance(items[0], str) and not all(isinstance(item, Mapping) for item in items[0])):
         raise UsageError("chat_tokens takes one list of messages, or the text of one; call it for each of several.")

@@ -11,7 +11,8 @@ from kvjax.chat import Chat
 from kvjax.checkpoints.load import LanguageModel
 from kvjax.checks import whole_number
 from kvjax.errors import UsageError, quoted
-from kvjax.generation import answer, generate
+from kvjax.generation import answer
+from kvjax.options import merged
 from kvjax.ownership import Owned
 from kvjax.policies import Policy, format_policy, parse
 from kvjax.request import Request
@@ -98,7 +99,13 @@ def _least(tokens: int) -> int:
 
 
 def _generating(lm: LanguageModel, ids: list[int], rows: int) -> Any:
-    return lambda **options: generate(lm, ids if rows == 1 else [ids] * rows, **options)
+    """A call of so many prompts together; ``generate`` would answer what does not fit by the programs of an engine."""
+
+    def call(*, n: int = 1, context: str | Sequence[int] | None = None, **options: Any) -> None:
+        chosen = merged("warm", None, options, also=("n", "context"))
+        answer(Request(lm, ids if rows == 1 else [ids] * rows, chosen, n=n, context=context))
+
+    return call
 
 
 def _talking(lm: LanguageModel, tokens: int) -> Any:

@@ -182,6 +182,9 @@ def test_what_is_no_path_to_write_to(path, tmp_path, monkeypatch):
     for check in (files.check_local, files.check_writable, files.check_folder):
         with pytest.raises(UsageError, match=r"^--out names"):
             check("--out", Path(path))
+    if ":" in path:
+        with pytest.raises(UsageError, match=r"gs://b/c|s3://x"):
+            files.check_local("--out", Path(path))
     assert not list(tmp_path.iterdir())
 
 

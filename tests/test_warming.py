@@ -26,6 +26,13 @@ def test_calls_of_the_warmed_forms_compile_nothing():
         assert dict(programs) == before
 
 
+def test_what_does_not_fit_together_is_not_answered_in_parts():
+    lm = toys.tiny_model()
+    kvjax.generate(lm, [[7] * 5] * 40, memory_limit=2_000_000, max_new_tokens=2)
+    with pytest.raises(kvjax.DoesNotFit, match="a batch of 7 would fit"):
+        kvjax.warm(lm, lengths=[5], batch=[40], memory_limit=2_000_000)
+
+
 @pytest.mark.slow
 def test_lengths_of_several_buckets_are_warmed_each():
     lm = toys.tiny_model(max_position=8192)

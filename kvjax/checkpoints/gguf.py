@@ -133,7 +133,9 @@ class GGUFFile:
                         f"{self.origin} is truncated: its header is not complete in {self._size:,} bytes."
                     ) from None
                 size *= 4
-            except (UnicodeDecodeError, ValueError) as error:
+            except UnicodeDecodeError as error:
+                raise WeightsError(f"{self.origin} is corrupt: its header holds text that is not UTF-8.") from error
+            except ValueError as error:
                 raise WeightsError(f"{self.origin} is corrupt: its header holds {error}.") from error
 
     def _parse(self, cursor: _Cursor) -> tuple[dict[str, Any], dict[str, _Tensor], int]:

@@ -13,7 +13,7 @@ from kvjax.cli import first_steps
 from kvjax.cli import options as flag
 from kvjax.cli.app import INTERRUPTED, app
 from kvjax.errors import UsageError
-from kvjax.files import is_file
+from kvjax.files import check_local, is_file
 
 if TYPE_CHECKING:
     from kvjax.batch import Report
@@ -71,6 +71,7 @@ def batch(
                 first_steps.check_policy(options["policy"])
                 devices = parse_mesh(mesh)
                 if not is_file(input):
+                    check_local("--input", input)
                     raise UsageError(f"--input names no file: {input}.")
                 import kvjax.batch
 

@@ -92,9 +92,11 @@ def _converse(conversation: kvjax.Chat, record: saved_chat.Record, as_json: bool
         elif text == "/stats":
             tables.print_stats(last) if last else print("Nothing was generated yet.", file=sys.stderr)
             print(_context_left(conversation), file=sys.stderr)
+        elif text == "/save":
+            print("/save takes a folder, as in /save talk.", file=sys.stderr)
         elif text.startswith("/save "):
             _save_to(Path(text.removeprefix("/save ").strip()), record, conversation, terminal)
-        elif re.fullmatch(r"/\w+", text):
+        elif re.fullmatch(r"/\w+(\s+\S+)?", text):
             print(f"Unknown command {text}; /help lists those there are.", file=sys.stderr)
         else:
             output = _turn(conversation, line, as_json, terminal)

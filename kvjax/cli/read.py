@@ -61,8 +61,10 @@ def read(
 def _check_folder(out: Path) -> None:
     """Refuse a folder that will not do before anything is read; it is made when there is something to keep."""
     from kvjax.errors import KvjaxError, UsageError
+    from kvjax.files import check_local
     from kvjax.saving import holds_conversation
 
+    check_local("--out", out)
     if holds_conversation(out):
         raise UsageError(f"{out} holds a conversation already; name another folder.")
     above = next((folder for folder in (out, *out.parents) if folder.exists()), Path())

@@ -26,18 +26,18 @@ def check(save: Path | None, load: Path | None, system: str | None) -> None:
         check_free(save, load)
 
 
-def check_free(save: Path, load: Path | None) -> None:
+def check_free(save: Path, load: Path | None, name: str = "--save") -> None:
     """Refuse to overwrite any conversation but the one that is continued, or a folder that cannot be written to."""
     from kvjax.errors import UsageError
     from kvjax.files import check_folder, check_local
     from kvjax.saving import holds_conversation
 
-    check_local("--save", save)
+    check_local(name, save)
     if holds_conversation(save) and (load is None or save.resolve() != load.resolve()):
         raise UsageError(
             f"{save} holds a conversation already; continue it with --load {save}, or name another folder to save in."
         )
-    check_folder("--save", save)
+    check_folder(name, save)
 
 
 def continued(lm: kvjax.LanguageModel, folder: Path, keywords: dict[str, Any]) -> kvjax.Chat:
@@ -76,7 +76,7 @@ class Record:
 
     def move(self, folder: Path, conversation: kvjax.Chat) -> None:
         """Keep the conversation in another folder from now on, beginning with all of it so far."""
-        check_free(folder, self.folder)
+        check_free(folder, self.folder, "/save")
         self.folder, self.written = folder, 0
         self.keep(conversation)
 

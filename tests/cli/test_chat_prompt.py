@@ -136,6 +136,7 @@ def test_help_fits_a_terminal_and_is_there_for_pipes(cli, capsys, terminal):
 
 
 def test_a_mistyped_command_in_a_pipe_is_told_and_not_sent(cli):
-    ran = cli("chat", "--max-new-tokens", "2", stdin=b"/stat\n/etc/hosts is what?\n")
-    assert ran.err.count("Unknown command") == 1 and "Unknown command /stat; /help lists" in ran.err
+    ran = cli("chat", "--max-new-tokens", "2", stdin=b"/stat\n/load talk\n/save\n/etc/hosts is what?\n")
+    assert ran.err.count("Unknown command") == 2 and "Unknown command /stat; /help lists" in ran.err
+    assert "Unknown command /load talk" in ran.err and "/save takes a folder" in ran.err
     assert ran.out.count("\n") == 1, "one answer, to the line that is no command"

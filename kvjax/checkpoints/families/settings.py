@@ -41,7 +41,7 @@ def whole(value: Any, name: str, origin: str) -> int:
 def checked_size(value: Any, name: str, origin: str) -> int:
     """A setting that is a whole number of at least 1; WeightsError for anything else."""
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MOST_SIZE:
-        raise WeightsError(f"{origin} has {quoted(value)} as its {name}; a whole number is needed.")
+        raise WeightsError(f"{origin} has {quoted(value)} as its {name}; it is a whole number from 1 to {MOST_SIZE:,}.")
     return value
 
 
