@@ -144,8 +144,12 @@ def check_sizes(policy: Policy, config: ModelConfig, prompt: int, new: int) -> N
                 raise UsageError(
                     f"{name}.capacities gives {quoted(count)} slots in layer {layer}; give whole numbers of at least 1."
                 )
+    # What a step drops is not known here.
+    only_grows = policy.grows and not any(_overrides(policy, step) for step in _STEP_METHODS)
     for layer, kept in enumerate(budgets):
         _check_budgets(name, layer, totals, kept, capacities[layer])
+        if only_grows:
+            _check_growth(name, layer, prompt, new, kept[-1], capacities[layer])
     for layer in range(config.num_layers):
         slots = tuple(capacities[layer])
         if not _hashes(kind := policy.layer_kind(config, layer)):
@@ -201,6 +205,25 @@ def _check_budgets(name: str, layer: int, totals: np.ndarray, budgets: np.ndarra
                 f"{name}.capacities gives {slots[at]} slots in layer {layer}, head {at}, and budgets keeps "
                 f"{int(kept[at])} of {total} tokens; allocate what is kept."
             )
+
+
+#: What changes a cache while tokens are decoded.
+_STEP_METHODS = ("append", "observe", "maintain", "maintain_layers")
+
+
+def _overrides(policy: Policy, method: str) -> bool:
+    return getattr(type(policy), method) is not getattr(Policy, method)
+
+
+def _check_growth(name: str, layer: int, prompt: int, new: int, kept: np.ndarray, slots: Sequence[int]) -> None:
+    """Refuse slots that decoded tokens, all of which stay, do not find beside what is kept (UsageError)."""
+    spare = np.asarray(slots) - kept
+    if (spare < new).any():
+        at = int(spare.argmin())
+        raise UsageError(
+            f"{name}.capacities gives {slots[at]} slots in layer {layer}, head {at}, for a prompt of {prompt} tokens "
+            f"and {new} decoded ones, and budgets keeps {int(kept[at])}; allocate a slot for each decoded token."
+        )
 
 
 def _shape(capacities: Any) -> list[int]:

@@ -34,6 +34,7 @@ from support.wrong_policies import (
     NoCapacities,
     NoMarks,
     NoRoom,
+    NoRoomToGrow,
     NoScore,
     NoSignals,
     NoSlots,
@@ -67,6 +68,7 @@ from kvjax.policies import DuoAttention, Signals, guard, names, parse
 #: Mistakes that are seen before anything runs, and those that what was kept shows.
 BEFORE = {
     "few slots": (FewSlots(), "FewSlots.capacities gives 8 slots in layer 0, head 0, and budgets keeps 96 of 96"),
+    "no room to grow": (NoRoomToGrow(window=500), r"NoRoomToGrow.capacities gives .* decoded ones, and budgets keeps"),
     "no slots": (NoSlots(), "NoSlots.capacities gives 0 slots in layer 0"),
     "budgets": (Budgets(), "Budgets.budgets keeps 25 of 1 tokens"),
     "state": (State(), r"State.init_state gives an array of shape \(2, 13\) for 13 rows"),

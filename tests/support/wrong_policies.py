@@ -35,6 +35,12 @@ class FewSlots(Recent):
 
 
 @dataclasses.dataclass(frozen=True)
+class NoRoomToGrow(Recent):
+    def capacities(self, config, prompt, new):
+        return ((prompt + new // 2,) * config.num_kv_heads,) * config.num_layers
+
+
+@dataclasses.dataclass(frozen=True)
 class FewSlotsUnplanned(FewSlots):
     """What it keeps is only found when it has kept it."""
 
