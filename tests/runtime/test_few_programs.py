@@ -57,7 +57,13 @@ def test_twenty_turns_of_a_deep_model_compile_no_more(deep, name):
     check_turns(deep, name)
 
 
-def check_turns(lm, name):
+@pytest.mark.slow
+def test_prompts_that_are_repeated_and_layers_that_choose_together_take_two_more(deep):
+    """A layer's reading, repeating and laying out, of the first turn and of later ones."""
+    check_turns(deep, "adaptive:ratio=0.5,inner=kvzip,scope=model", reading=6)
+
+
+def check_turns(lm, name, reading=4):
     draw = random.Random(7)
     with compiled_programs() as programs:
         policy = with_profiles(parse(name + OPTIONS.get(name, "")), lm.config)
@@ -66,7 +72,7 @@ def check_turns(lm, name):
         for turn in range(20):
             chat.send("".join(draw.choice("etaoin shrdlu") for _ in range(draw.randint(10, 200))))
             early = dict(programs) if turn == 7 else early
-    assert counted(programs, PREFILL) <= 4 and programs["decode_chunk"] <= 3, programs
+    assert counted(programs, PREFILL) <= reading and programs["decode_chunk"] <= 3, programs
     assert dict(programs) == early
 
 
