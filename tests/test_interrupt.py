@@ -299,7 +299,8 @@ def test_a_script_that_goes_on_after_ctrl_c_ends_well():
 def test_the_command_shows_a_line_and_ends_at_once():
     leader, follower = pty.openpty()
     command = ("generate", "hello", "--no-compile-cache", "--max-new-tokens", "9")
-    process = _started(_AT_THE_TERMINAL, *command, stdin=follower, stdout=follower, stderr=follower)
+    streams = dict(stdin=follower, stdout=follower, stderr=follower)
+    process = _started(_AT_THE_TERMINAL, *command, layers=40, **streams)  # compiling the second takes seconds
     os.close(follower)
     seen, pressed = b"", None
     with contextlib.suppress(OSError):  # the terminal is gone when its process is
