@@ -211,7 +211,7 @@ class Request:
             reserve=self.options.reserve_tokens,
             # Rounds have sizes of their own.
             held=None if rounds or shared else _widest([old.device_layers for old in caches]),
-            exact=exact or rounds,
+            exact=exact,
         )
         self._notify((seen + added).tolist())  # last: until here the policy may be one that nothing can hash
         return size

@@ -47,7 +47,8 @@ ROOMS: dict[str, str] = {
 #: ``kvjax`` finds its public names when they are used, and imports only their list.
 MODULES: dict[str, str] = {
     "base": "kvjax.version kvjax.errors kvjax.environment kvjax.checks kvjax.documents kvjax.files kvjax.stored_files "
-    "kvjax.tables kvjax.compile_cache kvjax.progress kvjax.live_line kvjax.interrupt kvjax.waiting kvjax.figures",
+    "kvjax.tables kvjax.compile_cache kvjax.progress kvjax.live_line kvjax.interrupt kvjax.waiting kvjax.figures "
+    "kvjax.committed",
     "planning": "kvjax.allocation kvjax.memory_needs kvjax.prompts kvjax.device_memory kvjax.chips kvjax.fit",
     "request": "kvjax.options kvjax.request kvjax.output kvjax.ownership",
     "generation": "kvjax.session kvjax.generation kvjax.chat kvjax.history kvjax.context kvjax.scoring "

@@ -55,16 +55,6 @@ def sendable(tree: Any, where: Any) -> Any:
     return jax.tree.map(sent, tree, there)
 
 
-def committed(tree: Tree) -> Tree:
-    """The same arrays, bound to where they are.
-
-    What came from the host is bound to a device, and a program is compiled once for bound arguments and once for
-    others; bound from the first turn on, a conversation needs one.
-    """
-    leaves, structure = jax.tree.flatten(tree)
-    return jax.tree.unflatten(structure, jax.device_put(leaves, [leaf.sharding for leaf in leaves]))
-
-
 def nbytes(tree: Any) -> int:
     """Bytes of all arrays of a tree."""
     return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))

@@ -31,6 +31,7 @@ from kvjax import progress
 from kvjax.checkpoints.converted import PARAMETERS, WEIGHTS, Description, StoredArray, damaged
 from kvjax.checkpoints.fill import aligned, is_finite
 from kvjax.checkpoints.safetensors import read_json
+from kvjax.committed import committed
 from kvjax.errors import WeightsError, quoted
 from kvjax.model.decoder import Decoder, abstract_decoder
 from kvjax.model.tiling import tiled
@@ -122,7 +123,7 @@ def _read(folder: Path, description: Description, name: str, spec: Any, sharding
 
     whole = tuple((0, size) for size in stored.shape)
     if sharding is None:
-        return tiled(jax.device_put(part(whole)))
+        return tiled(committed(jax.device_put(part(whole))))
     if sharding.is_fully_replicated and sharding.is_fully_addressable:
         return tiled(jax.device_put(part(whole), sharding))
 

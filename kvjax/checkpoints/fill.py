@@ -21,6 +21,7 @@ from kvjax.checkpoints.families import Weight
 from kvjax.checkpoints.group_filling import GroupFilling, keeps_rows
 from kvjax.checkpoints.group_formats import as_format
 from kvjax.checkpoints.tensor_names import by_parameter, check_names
+from kvjax.committed import committed
 from kvjax.errors import WeightsError, quoted, say_once
 from kvjax.model.config import ModelConfig
 from kvjax.model.decoder import Decoder, abstract_decoder
@@ -319,7 +320,7 @@ def _needed(sharding: NamedSharding, shape: tuple[int, ...]) -> Needed | None:
 
 def _place(values: np.ndarray, sharding: NamedSharding | None) -> jax.Array:
     if sharding is None:
-        return jax.device_put(values)
+        return committed(jax.device_put(values))
     if sharding.is_fully_replicated and sharding.is_fully_addressable:
         return jax.device_put(values, sharding)
     return jax.make_array_from_callback(values.shape, sharding, lambda index: np.ascontiguousarray(values[index]))

@@ -71,7 +71,7 @@ class Slots:
         self.levels = levels_of(lm.config, policy, sizes.allocation, page_size, on_mesh=lm.mesh is not None)
         self._level, self.least_level, size = 0, 0, self.levels[0].allocation
         held: dict[str, Any] = {"prompt_capacity": size.prompt_capacity, "new_capacity": size.new_capacity}
-        self._state = self.programs.empty(sizes.slots, config=lm.config, **self._kinds, **held)
+        self._state = self.programs.empty(lm.params, sizes.slots, **self._kinds, **held)
         self._stops = SharedStopTable(lm.tokenizer, lm.config.vocab_size)
         self._controls = RowControls(lm, self._stops)
         self._ended: list[int] = []

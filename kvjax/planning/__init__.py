@@ -193,7 +193,9 @@ def fitting(
     exact = exact or mesh is not None or request.shares_context
     for tight in dict.fromkeys((exact, True)):
         size = allocation(config, policy, rows, request.whole, reserve=reserve, held=held, exact=tight)
-        made = request.plan(size)
+        # What a later question selects is not known yet: rows of padding are added where even all of it would fit.
+        spare_rows = policy.offloads_rounds and not tight
+        made = request.first_plan(reserve, exact=False) if spare_rows else request.plan(size)
         if limit is None or made.total_bytes + already <= limit:
             return size
     raise refusal(made, request, already, gpu_share() if memory_limit is None else None)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvjax.allocation import Allocation, allocation, spare_tokens
-from kvjax.cache.buckets import NEW_TOKENS, RESERVE, new_bucket, prompt_bucket
+from kvjax.cache.buckets import NEW_TOKENS, RESERVE, batch_bucket, new_bucket, prompt_bucket
 from kvjax.cache.groups import split_heads
 from kvjax.cache.pool import layout_for
 from kvjax.cache.quantisation import MODEL, Storage
@@ -71,8 +71,9 @@ class RequestShape:
         if not policy.offloads_rounds:
             return allocation(config, policy, batch, self.whole, reserve=reserve, exact=exact)
         held = slots_below(config, self.context, spare=reserve or 0, exact=exact) if self.context else 0
-        spare = (RESERVE if reserve is None and self.context else reserve or 0) // batch
-        return Allocation(batch, slots_below(config, self.whole, held=held, spare=spare, exact=exact))
+        rows = batch if exact or self.mesh is not None else batch_bucket(batch)
+        spare = (RESERVE if reserve is None and self.context else reserve or 0) // rows
+        return Allocation(rows, slots_below(config, self.whole, held=held, spare=spare, exact=exact))
 
     def first_plan(self, reserve: int | None, *, exact: bool) -> Plan:
         """The plan of prompts that nothing but a context is before, sizes as :meth:`first_size`."""

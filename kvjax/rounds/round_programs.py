@@ -19,11 +19,12 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.cache.buckets import NEW_TOKENS
+from kvjax.cache.buckets import NEW_TOKENS, batch_bucket
 from kvjax.cache.cache import Cache
-from kvjax.cache.host_memory import HOST, committed, sendable
+from kvjax.cache.host_memory import HOST, sendable
 from kvjax.cache.pool import LayerCache
 from kvjax.cache.quantisation import Storage
+from kvjax.committed import committed
 from kvjax.errors import UsageError
 from kvjax.model.config import ModelConfig
 from kvjax.model.decoder import Decoder
@@ -182,6 +183,7 @@ class RoundPrograms:
 
     Attributes:
       mesh: the devices, None for one. config: the model; None on one device.
+      exact: whether one device runs as many rows as there are, and not a bucket of them.
 
     Raises:
       UsageError: the devices of one row of the mesh belong to several processes.
@@ -189,6 +191,7 @@ class RoundPrograms:
 
     mesh: Mesh | None = None
     config: ModelConfig | None = None
+    exact: bool = True
 
     def __post_init__(self) -> None:
         if self.mesh is None:
@@ -205,7 +208,9 @@ class RoundPrograms:
 
     def rows(self, batch: int) -> int:
         """Rows to run for ``batch`` of them; the others are padding."""
-        return batch if self.mesh is None else self.mesh.rows(batch)
+        if self.mesh is not None:
+            return self.mesh.rows(batch)
+        return batch if self.exact else batch_bucket(batch)
 
     def check(self, conversation: Conversation) -> None:
         """Refuse (UsageError) a batch of conversations that cannot go on here."""

@@ -39,7 +39,8 @@ class RoundStrategy:
 
     def read(self, params: Decoder, request: Any, consume: bool, note: Note) -> tuple[Cache, jax.Array]:
         """Read the context as a round of its own, then the questions, then give every sample its row."""
-        self._params, self._programs = params, RoundPrograms(request.lm.mesh, request.lm.config)
+        self._params = params
+        self._programs = RoundPrograms(request.lm.mesh, request.lm.config, request.programs.exact)
         kinds: dict[str, Any] = {"policy": request.policy, "dtype": request.dtype, "storage": request.storage}
         kinds |= {"memory_limit": request.memory_limit, "programs": self._programs, "note": note}
         kinds |= {"reserve": request.options.reserve_tokens}

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from jaxtyping import Float, Int
 
-from kvjax.cache.buckets import NEW_TOKENS, RESERVE, prompt_bucket, request_bucket
+from kvjax.cache.buckets import NEW_TOKENS, RESERVE, batch_bucket, prompt_bucket, request_bucket
 from kvjax.cache.cache import Cache, resize_layer
 from kvjax.cache.continuation import delete
 from kvjax.cache.host_memory import as_numpy
@@ -255,9 +255,10 @@ class _Question:
         """Slots to allocate below the watershed, and a split cache, for rows of so many slots below and above it.
 
         As :func:`~kvjax.policies.split_cache.slots_below` and ``slots_above``; exact where that needs
-        more bytes than the limit.
+        more bytes than the limit, or rows of padding would have.
         """
-        for exact in (False, True):
+        unpadded = self.programs.mesh is None and self.batch != batch_bucket(self.batch)
+        for exact in dict.fromkeys((unpadded, True)):
             room = slots_below(self.config, lower, held=held, spare=spare, exact=exact)
             split = SplitCache(self.below, slots_above(upper, exact=exact))
             if self.limit is None or self._need(split, room) <= self.limit:

@@ -20,6 +20,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax.cache.cache import Cache, next_layer
 from kvjax.cache.groups import Layer
 from kvjax.cache.shared_context import SharedContext, SharedLayer
+from kvjax.committed import put_beside
 from kvjax.model.alibi import slopes
 from kvjax.model.decoder import Decoder, DecoderLayer
 from kvjax.model.rope import Angles, angles_of_layers, apply_rope
@@ -213,7 +214,7 @@ def initial_state(cache: Cache, logits: Any, present: Bool[np.ndarray, "N V"]) -
         "first": np.bool_(True),
     }
     # On the device, as the program's results are: it is found again by where its arguments are.
-    return DecodeState(cache=cache, logits=logits, **jax.device_put(begin))
+    return DecodeState(cache=cache, logits=logits, **put_beside(cache.seen, begin))
 
 
 def decode_chunk(

@@ -11,6 +11,7 @@ import numpy as np
 from kvjax.cache.buckets import batch_bucket
 from kvjax.cache.cache import Cache, take, take_rows
 from kvjax.cache.quantisation import MODEL, Storage
+from kvjax.committed import put_beside, shapes_beside
 from kvjax.model.config import ModelConfig
 from kvjax.model.decoder import Decoder
 from kvjax.policies.base import Policy
@@ -142,7 +143,9 @@ class Programs:
             return
         _begun.add(form)
         cache = jax.eval_shape(lambda: device.empty(rows, dtype=dtype, storage=storage, **capacities))
-        state = initial_state(cache, jax.ShapeDtypeStruct((rows, config.vocab_size), np.float32), present)
+        logits = jax.ShapeDtypeStruct((rows, config.vocab_size), np.float32)
+        cache, logits = shapes_beside(jax.tree.leaves(params)[0], (cache, logits))
+        state = initial_state(cache, logits, present)
         DECODE_CHUNK.compile_ahead(device, params, state, controls, np.int32(1))
         if onto is not None:
             tokens, count = np.zeros((rows, onto), np.int32), np.zeros((rows,), np.int32)
@@ -154,10 +157,11 @@ class Programs:
         """:func:`kvjax.runtime.decode.decode_chunk`; the state given is consumed."""
         return DECODE_CHUNK(self.device(state.cache.policy, params.config), params, state, controls, np.int32(steps))
 
-    def empty(self, rows: int, *, policy: Policy, config: ModelConfig, **sizes: Any) -> DecodeState:
-        """:func:`kvjax.runtime.insert.empty_state` of as many rows as :meth:`rows` says."""
-        present = np.zeros((self.rows(rows), config.vocab_size), bool)
-        return EMPTY_STATE(self.device(policy, config), present, **sizes)
+    def empty(self, params: Decoder, rows: int, *, policy: Policy, **sizes: Any) -> DecodeState:
+        """:func:`kvjax.runtime.insert.empty_state` of as many rows as :meth:`rows` says, where the weights are."""
+        present = np.zeros((self.rows(rows), params.config.vocab_size), bool)
+        present = put_beside(jax.tree.leaves(params)[0], present)
+        return EMPTY_STATE(self.device(policy, params.config), present, **sizes)
 
     def insert(
         self, config: ModelConfig, state: DecodeState, cache: Cache, admitted: Admitted, controls: Controls

@@ -24,7 +24,7 @@ def prompts(count, tokens):
     ("batch", "tokens", "new", "options"),
     [
         (1, 300, 6, {}),
-        (3, 300, 6, {}),  # rows of rounds are not padded to a bucket
+        (3, 300, 6, {}),  # as 4 rows
         (1, 300, 300, {}),  # decoded into what the prompt left of its bucket
         (2, 2300, 700, {}),  # decoded beyond it, so the pools grow
         (1, 100, 6, {"reserve_tokens": 2000}),
@@ -48,15 +48,20 @@ def test_a_question_onto_a_context_is_allocated_what_its_plan_says(lm, batch, co
     assert output.stats.device_cache_bytes == planned.cache_bytes
 
 
-@pytest.mark.slow
-def test_what_does_not_fit_with_spare_slots_is_allocated_without(lm):
-    spacious = kvjax.plan(lm, prompt_tokens=300, policy=POLICY, max_new_tokens=6)
+@pytest.mark.parametrize("batch", [1, 3])
+def test_what_does_not_fit_with_spare_slots_and_rows_is_allocated_without(lm, batch):
+    sizes = {"prompt_tokens": 300, "batch": batch, "policy": POLICY, "max_new_tokens": 6}
+    spacious = kvjax.plan(lm, **sizes)
     limit = spacious.total_bytes - 1
-    planned = kvjax.plan(lm, prompt_tokens=300, policy=POLICY, max_new_tokens=6, memory_limit=limit)
-    output = kvjax.generate(lm, prompts(1, 300)[0], policy=POLICY, max_new_tokens=6, memory_limit=limit)
-    assert output.stats.device_cache_bytes == planned.cache_bytes < spacious.cache_bytes
+    planned = kvjax.plan(lm, **sizes, memory_limit=limit)
+    outputs = kvjax.generate(lm, prompts(batch, 300), policy=POLICY, max_new_tokens=6, memory_limit=limit)
+    assert outputs[0].stats.device_cache_bytes == planned.cache_bytes < spacious.cache_bytes
+    later = [kvjax.generate(lm, [1, 2, 3], cache=output.cache, max_new_tokens=6).tokens for output in outputs]
+    joined = [output.cache for output in outputs]
+    again = kvjax.generate(lm, [[1, 2, 3]] * batch, cache=joined, max_new_tokens=6, memory_limit=limit)
+    assert [output.tokens for output in again] == later
     with pytest.raises(kvjax.DoesNotFit):
-        kvjax.plan(lm, prompt_tokens=300, policy=POLICY, memory_limit=planned.total_bytes - 1)
+        kvjax.plan(lm, **sizes, memory_limit=planned.total_bytes - 1)
 
 
 def test_prompts_of_rounds_are_not_scored(lm):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 
 import pytest
@@ -10,6 +11,7 @@ from support.compiled import compiled_programs
 from support.scorers import with_profiles
 
 import kvjax
+from kvjax.committed import committed
 from kvjax.policies import parse
 from kvjax.policies.names import POLICIES
 
@@ -72,7 +74,7 @@ def check_turns(lm, name, reading=4):
         for turn in range(20):
             chat.send("".join(draw.choice("etaoin shrdlu") for _ in range(draw.randint(10, 200))))
             early = dict(programs) if turn == 7 else early
-    assert counted(programs, PREFILL) <= reading and programs["decode_chunk"] <= 3, programs
+    assert counted(programs, PREFILL) <= reading and programs["decode_chunk"] == 1, programs
     assert dict(programs) == early
 
 
@@ -108,6 +110,32 @@ def test_requests_of_every_batch_and_bucket_share_their_programs(deep):
 def test_random_requests_share_their_programs(request, model, policy, lengths):
     draw = random.Random(3)
     check_requests(request.getfixturevalue(model), policy, [lengths(draw) for _ in range(40)], draw)
+
+
+def test_batches_of_rounds_share_the_programs_of_their_bucket(lm):
+    """1, 4 and 8 rows, however long the answers are."""
+    with compiled_programs() as programs:
+        for rows in range(1, 9):
+            outputs = kvjax.generate(lm, [[5, 6, 7]] * rows, policy="round:watershed=1", max_new_tokens=20)
+            assert len({output.tokens for output in outputs}) == 1
+    assert [programs[name] for name in ("lower_fresh", "upper", "decode_chunk", "cut_round")] == [3, 3, 3, 6], programs
+
+
+def test_a_conversation_that_was_parked_and_saved_compiles_no_step_anew(lm, tmp_path):
+    """Under weights as they are loaded: what comes from the host is committed, and so are they."""
+    lm = dataclasses.replace(lm, params=committed(lm.params))
+    with compiled_programs() as programs:
+        chat = kvjax.Chat(lm, max_new_tokens=4)
+        chat.send("one")
+        chat.send("two")
+        before = dict(programs)
+        chat.park()
+        chat.send("three")
+        assert dict(programs) == before
+        chat.save(tmp_path / "saved")
+        kvjax.Chat.load(tmp_path / "saved", lm).send("four")
+    names = "prefill_fresh", "prefill_onto", "decode_chunk"
+    assert [programs[name] for name in names] == [before[name] for name in names] == [1, 1, 1], programs
 
 
 def test_counting_what_is_kept_compiles_nothing(lm):
