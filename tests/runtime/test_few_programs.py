@@ -138,6 +138,18 @@ def test_a_conversation_that_was_parked_and_saved_compiles_no_step_anew(lm, tmp_
     assert [programs[name] for name in names] == [before[name] for name in names] == [1, 1, 1], programs
 
 
+def test_an_engine_continues_what_was_in_host_memory_with_the_programs_it_has(lm):
+    lm = dataclasses.replace(lm, params=committed(lm.params))
+    held = kvjax.generate(lm, [1, 2, 3], max_new_tokens=2).cache
+    with compiled_programs() as programs, kvjax.Engine(lm, slots=2) as engine:
+        for cache in (None, held):
+            engine.submit([5, 6], cache=cache, max_new_tokens=3).result(60)
+        before = dict(programs)
+        for cache in (held.to_host(), None):
+            engine.submit([5, 6], cache=cache, max_new_tokens=3).result(60)
+    assert dict(programs) == before
+
+
 def test_counting_what_is_kept_compiles_nothing(lm):
     with compiled_programs() as programs:
         kvjax.generate(lm, [1, 2, 3], policy="h2o:ratio=0.5", max_new_tokens=2)
