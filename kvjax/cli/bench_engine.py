@@ -111,10 +111,16 @@ def _trace(requests: int, prompt: str, new: str, per_second: float | None, seed:
     from kvjax.engine.simulate import lognormal_trace
 
     prompts, answers = three_numbers("--prompt", prompt), three_numbers("--new", new)
-    if prompts[1] > prompts[2]:
-        raise UsageError(f"--prompt is {quoted(prompt)}; its second number is the least, and the third the most.")
-    if answers[1] < answers[0]:
-        raise UsageError(f"--new is {quoted(new)}; the mean, its second number, is at least the median.")
+    if not prompts[1] <= prompts[0] <= prompts[2]:
+        raise UsageError(
+            f"--prompt is {quoted(prompt)}; its second number is the least, the third the most, and the first, the "
+            "median, lies between."
+        )
+    if not answers[0] <= answers[1] <= answers[2]:
+        raise UsageError(
+            f"--new is {quoted(new)}; the mean, its second number, is at least the median and at most the third, the "
+            "most."
+        )
     whole_number("--requests", requests, 1, 10**7)
     whole_number("--seed", seed, 0)
     if per_second is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from pathlib import Path
@@ -115,6 +116,8 @@ def evaluate(
     chosen = find_suite(suite)
     compared = entries(policies, inputs.numbers(retained, "--retained"))
     asked = asked_of(chosen, folder, tasks=named, length=length, limit=limit, seed=seed, quick=quick)
+    if length is None:
+        asked = dataclasses.replace(asked, length=first_steps.within_context(model, asked.length))
     settings = RunSettings(
         model, dtype, weights, suite, asked.tasks, asked.length, asked.limit, quick, seed,
         IN_VIEW if in_view else AFTER, storage, batch_size,

@@ -50,6 +50,13 @@ def check_results(out: Path) -> None:
     check_folder("--out", out)
 
 
+def within_context(model: str, length: int | None) -> int | None:
+    """A length that nobody typed, or the model's context if that is less."""
+    import kvjax
+
+    return None if length is None else min(length, kvjax.load_config(model).max_position)
+
+
 def check_length(model: str, length: int | None) -> None:
     """Refuse a length beyond the model's context before its weights are read."""
     import kvjax

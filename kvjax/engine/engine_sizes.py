@@ -27,7 +27,7 @@ from kvjax.model.config import ModelConfig
 from kvjax.policies import Policy
 from kvjax.policies.guard import check_sizes
 from kvjax.sharding.mesh import Mesh
-from kvjax.tables import human_bytes
+from kvjax.tables import counted, human_bytes
 from pallas_kernels import dispatch
 
 #: Slots where nothing says how many fit.
@@ -150,10 +150,10 @@ def engine_sizes(
     made = sizes(slots)
     if limit is not None and made.total_bytes > limit:
         less = _most_slots(sizes, limit, MOST_SLOTS)
-        offer = f"{less} slots would fit" if less else "make prompt_tokens or new_tokens smaller"
+        offer = f"{counted(less, 'slot')} would fit" if less else "make prompt_tokens or new_tokens smaller"
         raise DoesNotFit(
-            f"An engine of {made.slots} slots for {prompt_tokens:,} prompt and {new_tokens:,} new tokens needs "
-            f"{human_bytes(made.total_bytes)} and the limit is {human_bytes(limit)}; {offer}."
+            f"An engine of {counted(made.slots, 'slot')} for {prompt_tokens:,} prompt and {new_tokens:,} new tokens "
+            f"needs {human_bytes(made.total_bytes)} and the limit is {human_bytes(limit)}; {offer}."
         )
     return made
 

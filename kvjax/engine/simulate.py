@@ -63,7 +63,8 @@ def lognormal_trace(
     The answers' spread follows from their mean over their median; the prompts' is that of the answers.
     """
     whole_number("requests", requests, 1)
-    number("new_mean", new_mean, new_median)
+    number("prompt_median", prompt_median, prompt_least, prompt_most)
+    number("new_mean", new_mean, new_median, new_most)
     draw = np.random.default_rng(seed)
     sigma = float(np.sqrt(2 * np.log(new_mean / new_median)))
     prompts = np.clip(np.round(prompt_median * np.exp(sigma * draw.normal(size=requests))), prompt_least, prompt_most)
@@ -96,8 +97,8 @@ class _Request:
 class _Machine:
     """The worker of a simulation, whose work takes the clock forward and does nothing."""
 
-    def __init__(self, times: Times, slots: int):
-        self.now, self._times, self._ended = 0.0, times, []
+    def __init__(self, times: Times, slots: int, shards: int):
+        self.now, self._times, self._shards, self._ended = 0.0, times, shards, []
         self._rows: list[_Request | None] = [None] * slots
 
     def clock(self) -> float:
@@ -107,8 +108,10 @@ class _Machine:
         for request in group.requests:
             request.started = self.now
         longest = max(request.arrival.prompt_tokens for request in group.requests)
-        together = len(group.requests) if longest <= SHORT else 1
-        seconds = self._times.stop_seconds + self._times.read_seconds * longest * together
+        each = len(group.places) // self._shards
+        devices = (group.places[i : i + each] for i in range(0, len(group.places), each))
+        fullest = max(sum(place is not None for place in own) for own in devices)
+        seconds = self._times.stop_seconds + self._times.read_seconds * longest * fullest
         parts = 1 if longest <= SHORT else self._times.layers
         for _ in range(parts):
             self.now += seconds / parts
@@ -165,7 +168,7 @@ def simulate(
     whole_number("together", together, 1)
     slots = -(-slots // shards) * shards
     most = max((arrival.prompt_tokens for arrival in trace), default=1)
-    machine = _Machine(times, slots)
+    machine = _Machine(times, slots, shards)
     loop = Loop(
         Scheduler[_Request](slots, shards), machine, machine.clock, max_pause=max_pause, chunk_seconds=chunk_seconds
     )

@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 
 import pytest
+import toys
 from support.benchmarks import write_benchmarks
 from support.long_commands import assert_refused, run_through
 
+import kvjax
+from kvjax.cli import first_steps
 from kvjax.eval.suites.runner import Runner
 
 
@@ -82,6 +85,11 @@ REFUSED = {
 def test_what_makes_no_sense_is_one_sentence(cli, asked, flag, monkeypatch):
     words, out = asked
     assert_refused(cli, monkeypatch, [*words, *flag], out, REFUSED[flag])
+
+
+def test_a_length_that_nobody_typed_is_within_the_models_context(monkeypatch):
+    monkeypatch.setattr(kvjax, "load_config", lambda model: toys.tiny_config(max_position=512))
+    assert [first_steps.within_context("toy", length) for length in (4096, 100, None)] == [512, 100, None]
 
 
 def test_missing_text_and_broken_rows_are_one_sentence(cli, asked, data, tmp_path, monkeypatch):

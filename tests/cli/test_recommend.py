@@ -30,7 +30,8 @@ def test_a_run_and_what_it_leaves(cli, asked, monkeypatch):
     assert json.loads((out / "recommendation.json").read_text())["goal"] == {"budget": 10**9, "loss": None}
     assert (out / "measured.json").read_bytes() == measured
     other = cli(*words, "--seed", "3")
-    assert other.code == 2 and "seed is 0, and 3 is asked for" in other.sentence
+    assert other.code == 2 and "with --seed 0, and 3 is asked for" in other.sentence
+    assert "with --measured-tokens 450, and 400 is asked for" in cli(*words, "--measured-tokens", "400").sentence
     (out / "measured.json").write_text("{}")
     other = cli(*words)
     assert other.code == 2 and "was not written by this command" in other.sentence

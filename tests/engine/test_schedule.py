@@ -122,6 +122,15 @@ def test_a_prompt_is_read_in_every_turn_however_short_the_pause():
         assert late.first_token is not None and late.first_token < 2.0, pause
 
 
+@pytest.mark.parametrize("tokens", [256, 257])
+def test_devices_read_their_own_prompts_at_once(tokens):
+    """16 prompts at 0.1 seconds each, on one device and on four."""
+    trace = [Arrival(0.0, tokens, 1)] * 16
+    times = Times(step_seconds=0.01, read_seconds=0.1 / tokens, stop_seconds=0.0)
+    took = [simulate(trace, times, slots=16, shards=shards).seconds for shards in (1, 4)]
+    assert took == pytest.approx([1.6, 0.4])
+
+
 def test_requests_come_when_they_come():
     found = simulate(lognormal_trace(200, per_second=1.0, seed=1), Times(0.001, 1e-5), slots=8)
     assert found.seconds > 100 and max(found.queue_time) < 1.0
@@ -147,6 +156,9 @@ def test_a_report_of_what_has_not_ended():
         lambda: simulate([], Times(1.0, 1.0), slots=0),
         lambda: lognormal_trace(0),
         lambda: lognormal_trace(5, new_median=10, new_mean=5),
+        lambda: lognormal_trace(5, new_mean=700, new_most=600),
+        lambda: lognormal_trace(5, prompt_median=10, prompt_least=20),
+        lambda: lognormal_trace(5, prompt_median=700, prompt_most=600),
     ],
 )
 def test_numbers_that_make_no_sense(make):

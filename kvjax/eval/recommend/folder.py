@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from kvjax.documents import NotADocument, parse_json, validated
-from kvjax.errors import KvjaxError, UsageError, cut
+from kvjax.errors import KvjaxError, UsageError, cut, quoted
 from kvjax.eval.entries import REFERENCE
 from kvjax.eval.recommend.measure import Measured
 from kvjax.files import write_atomically
@@ -42,6 +42,11 @@ class Settings:
     needles: int
     seed: int
     parameters: str = ""
+
+
+#: Of the settings that are digests, what they are of; and the flags that are not called as their settings.
+_DIGESTS = {"texts": "texts", "parameters": "weights"}
+_FLAGS = {"number_format": "--dtype and --weights", "tokens": "--measured-tokens"}
 
 
 def digest(texts: Sequence[str]) -> str:
@@ -93,10 +98,10 @@ class Folder:
         for field in dataclasses.fields(Settings):
             old, new = getattr(saved.settings, field.name), getattr(self._settings, field.name)
             if old != new and (field.name != "parameters" or old):
-                raise UsageError(
-                    f"{self.path} holds measurements whose {field.name} is {old}, and {new} is asked for; choose "
-                    "another --out."
-                )
+                what = _DIGESTS.get(field.name)
+                flag = _FLAGS.get(field.name, f"--{field.name}")
+                held = f"of other {what}" if what else f"with {flag} {quoted(old)}, and {quoted(new)} is asked for"
+                raise UsageError(f"{self.path} holds measurements {held}; choose another --out.")
         return list(saved.rows)
 
     def save(self, rows: Sequence[Measured]) -> None:
