@@ -166,8 +166,9 @@ class Stage:
         if now.done and now.unit != "programs" and seconds > 0:
             told = self._told or seconds
             rate = now.done / told
-            left = None if now.total is None else max((now.total - now.done) / rate - (seconds - told), 0)
-            return dataclasses.replace(now, rate=rate, left=left)
+            left = 0.0 if now.total is None else (now.total - now.done) / rate - (seconds - told)
+            # Where the next part takes longer than those before, the estimate was too short, and says no more.
+            return dataclasses.replace(now, rate=rate, left=left if left > 0 else None)
         return now
 
 

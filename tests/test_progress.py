@@ -159,7 +159,7 @@ def test_what_is_known_takes_the_place_of_an_estimate(monkeypatch):
         now[0] = 5.0  # nothing new is known: the rate stays, and the time goes on
         assert (made.event().rate, made.event().left) == (50, 15)
         now[0] = 50.0
-        assert made.event().left == 0
+        assert made.event().left is None
 
 
 def test_a_line_is_drawn_after_a_second_and_taken_away(terminal, monkeypatch):
