@@ -134,7 +134,7 @@ def run(
     if kind == "parquet":
         needed("pyarrow.parquet", "Parquet files")  # now, and not when a shard is complete
     check_model(lm)
-    later = asked_later(context=False, new_tokens=chosen.max_new_tokens, reserve_tokens=chosen.reserve_tokens)
+    later = asked_later(context=False, new_tokens=chosen.max_new_tokens, reserve_tokens=None)
     asked = resolve(parse(chosen.policy or "full"), lm.config, later=later)
     chosen = dataclasses.replace(chosen, policy=asked.policy)
     policy, storage = for_model(asked.policy, lm.config), parse_storage(chosen.storage)

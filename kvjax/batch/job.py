@@ -233,7 +233,7 @@ def _continued(path: Path, identity: dict[str, Any]) -> Manifest:
         raise UsageError(f"{path} is no manifest of a job; choose another folder ({error}).") from error
     for name, (old, new) in _differences(manifest.job, identity).items():
         raise UsageError(
-            f"{path.parent} holds another job: its {name} is {quoted(old)} and {quoted(new)} is asked for; choose "
+            f"{path.parent} holds another job: its {name} is {quoted(old)}, and {quoted(new)} is asked for; choose "
             "another folder."
         )
     manifest = dataclasses.replace(manifest, job=identity)

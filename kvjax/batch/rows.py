@@ -46,6 +46,8 @@ def read_row(lm: LanguageModel, source: Source, number: int, *, chat: bool, limi
             raise UsageError(f"The row has no prompt; its keys are {', '.join(map(repr, given)) or 'none'}.")
         limit = limit if given.get("max_new_tokens") is None else given["max_new_tokens"]
         whole_number("max_new_tokens", limit, 1)
+        if isinstance(given["prompt"], list) and not given["prompt"]:
+            raise UsageError("The prompt is empty; give text, messages or token ids.")
         found = tokenize(lm, given["prompt"], context=None, chat=chat, onto=False)
         if not found.single:
             raise UsageError("The prompt is a list of prompts; a row has one.")

@@ -34,7 +34,12 @@ def engine(
     slots: Annotated[str, typer.Option("--slots", help="Comma-separated slots, one number or one per policy.")] = "8",
     requests: Annotated[int, typer.Option("--requests", help="Requests of the trace.")] = 500,
     prompt: Annotated[str, typer.Option("--prompt", help="Prompt tokens: median, least, most.")] = "80,20,600",
-    new: Annotated[str, typer.Option("--new", help="Generated tokens: median, mean, most.")] = "60,100,600",
+    new: Annotated[
+        str,
+        typer.Option(
+            "--new", help="Generated tokens: median, mean, most; mean to median is the spread, of prompts too."
+        ),
+    ] = "60,100,600",
     per_second: Annotated[
         float | None, typer.Option("--per-second", help="With --simulate: arrivals a second; by default all at once.")
     ] = None,

@@ -128,14 +128,14 @@ def watershed(
 
     check_out(out)
     whole_number("most", most, 1)
-    whole_number("least-rounds", least_rounds, 0)
+    whole_number("--least-rounds", least_rounds, 2)
     if picture is not None:
         require_matplotlib()
         check_picture("--picture", picture)
     if not is_file(dialogues):
         raise UsageError(f"--dialogues names a file that does not exist: {dialogues}.")
     lm = first_steps.load(model, dtype, weights=weights)
-    long = long_dialogues(lm, dialogues, most=most, least_rounds=max(least_rounds, 2), tokens=tokens)
+    long = long_dialogues(lm, dialogues, most=most, least_rounds=least_rounds, tokens=tokens)
     pairs = [(dialogue.messages(), dialogue.questions[0].text) for dialogue in long]
     with counting("dialogues") as shown:
         profile = find(lm, pairs, prominence=prominence, progress=shown.update)

@@ -28,7 +28,6 @@ class RowControls:
         self._lm, self._stops = lm, stops
         self._table: jax.Array | None = None
         self._of_slots: Controls | None = None
-        self._ids = 0
 
     def rows_changed(self) -> None:
         """The rows of the slots are others from now on."""
@@ -43,8 +42,7 @@ class RowControls:
     def of(self, rows: Sequence[Row | None]) -> Controls:
         """Those of any rows; where there is None, nothing is asked."""
         arrays = self._sampling(rows)
-        ids = padded_ids([() if row is None else row.request.stop_ids for row in rows], self._ids)
-        self._ids = ids.shape[1]
+        ids = padded_ids([() if row is None else row.request.stop_ids for row in rows])
         limit = [0 if row is None else row.most for row in rows]
         logprobs = any(row is not None and row.request.options.logprobs for row in rows)
         table = self._table

@@ -18,8 +18,8 @@ class SharedStopTable:
     """The automata of several requests in one table of the loop; equal stop strings share one.
 
     Attributes:
-      table: [S, V] int16, S a power of two of at least 64. A larger one is another compiled program, so it never
-        shrinks, and states that nobody uses any more are used again.
+      table: [S, V] int16, S a power of two of at least 64. A larger one is another compiled program, so it shrinks
+        when the requests that needed it have ended; states that nobody uses any more are used again.
       changed: whether the table is another than at the last :meth:`taken`.
     """
 
@@ -46,8 +46,20 @@ class SharedStopTable:
 
     def end(self, strings: tuple[str, ...]) -> None:
         """A request with these stop strings has ended."""
-        if strings:
-            self._users[strings] -= 1
+        if not strings:
+            return
+        self._users[strings] -= 1
+        if len(self.table) > _STATES and not self._users[strings]:
+            self._shrink()
+
+    def _shrink(self) -> None:
+        """Leave out the states behind the last that somebody uses."""
+        last = max((max(own) for strings, own in self._states.items() if self._users.get(strings)), default=0)
+        size = max(table_size(last + 1), _STATES)
+        if size < len(self.table):
+            self._states = {strings: own for strings, own in self._states.items() if max(own) < size}
+            self._users = {strings: count for strings, count in self._users.items() if strings in self._states}
+            self.table, self.changed = self.table[:size].copy(), True
 
     def taken(self) -> np.ndarray:
         """The table as it now is."""

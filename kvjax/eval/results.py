@@ -232,7 +232,7 @@ def read_rows(path: Path, settings: Settings) -> list[Row]:
     for name, value in dataclasses.asdict(settings).items():
         if held[name] != value and (name != "parameters" or held[name]):
             raise UsageError(
-                f"{path} holds results with {name} {_plain(held[name])} and {_plain(value)} is asked for; "
+                f"{path} holds results with {name} {_plain(held[name])}, and {_plain(value)} is asked for; "
                 "rows of one table share their settings, so choose another folder."
             )
     return list(saved.rows)

@@ -65,9 +65,9 @@ def table_size(least: int) -> int:
     return max(16, 1 << (least - 1).bit_length()) if least else 16
 
 
-def padded_ids(ids: Sequence[Sequence[int]], least: int = 0) -> np.ndarray:
-    """[B, N] each row's ids, padded with -1 to at least so many."""
-    padded = np.full((len(ids), max(table_size(max(map(len, ids), default=0)), least)), -1, np.int32)
+def padded_ids(ids: Sequence[Sequence[int]]) -> np.ndarray:
+    """[B, N] each row's ids, padded with -1."""
+    padded = np.full((len(ids), table_size(max(map(len, ids), default=0))), -1, np.int32)
     for row, own in enumerate(ids):
         padded[row, : len(own)] = own
     return padded

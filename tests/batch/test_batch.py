@@ -68,6 +68,7 @@ BAD = [
     ({"text": "a", "id": "named"}, "no prompt; its keys are 'text', 'id'"),
     ({"prompt": ""}, "empty"),
     ({"prompt": None}, "NoneType"),
+    ({"prompt": []}, "The prompt is empty"),
     ({"prompt": 5}, "int was given"),
     ({"prompt": ["a", "b"]}, "list of prompts"),
     ({"prompt": [1, 259]}, "259"),

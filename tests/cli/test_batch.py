@@ -25,7 +25,7 @@ def test_answers_and_says_so(cli, rows, tmp_path):
     again = cli(*rows, "--policy", "streamingllm:window=8")
     assert again.code == 0 and "0 answered; 3 written by earlier runs" in again.err
     other = cli(*rows)
-    assert other.code == 2 and "its policy is 'streamingllm:window=8' and 'full' is asked for" in other.sentence
+    assert other.code == 2 and "its policy is 'streamingllm:window=8', and 'full' is asked for" in other.sentence
 
 
 def test_ctrl_c_says_how_to_go_on(cli, rows, monkeypatch):

@@ -43,9 +43,9 @@ def test_a_run_and_what_it_leaves(cli, asked, monkeypatch):
     assert "4 answers of an earlier run are kept" in again.err and "about" not in again.err
     assert before == {path.name: path.read_bytes() for path in out.iterdir() if path.name != "report.json"}
     other = cli(*words, "--seed", "3")
-    assert other.code == 2 and "seed 42 and 3 is asked for" in other.sentence
+    assert other.code == 2 and "seed 42, and 3 is asked for" in other.sentence
     other = cli(*words, "--in-view")
-    assert other.code == 2 and "mode after and in view is asked for" in other.sentence
+    assert other.code == 2 and "mode after, and in view is asked for" in other.sentence
 
 
 def test_ctrl_c_keeps_what_there_is(cli, asked, monkeypatch):

@@ -317,7 +317,7 @@ def test_results_are_read_back(tmp_path):
     files.write_atomically(path, report.report(SETTINGS, rows, MACHINE).json())
     assert results.read_rows(path, SETTINGS) == rows
     assert [file.name for file in tmp_path.iterdir()] == ["results.json"]
-    with pytest.raises(UsageError, match="with samples 2 and 3 is asked for"):
+    with pytest.raises(UsageError, match="with samples 2, and 3 is asked for"):
         results.read_rows(path, dataclasses.replace(SETTINGS, samples=3))
     for content in ("{", "[]", '{"format": 1}', '{"format": 1, "settings": {"tasks": []}, "rows": [3]}'):
         path.write_text(content)

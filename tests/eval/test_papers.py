@@ -160,7 +160,7 @@ def test_a_paper_is_measured_resumed_and_reported(lm, tmp_path):
     assert json.loads((tmp_path / "report.json").read_text()) == json.loads(json.dumps(whole.data))
     answers = {one.ground.name: len(one.journal.answers) for one in found if one.journal}
     assert answers == {"needles-in-view": 2 * 3}
-    with pytest.raises(UsageError, match="seed 42 and 3 is asked for"):
+    with pytest.raises(UsageError, match="seed 42, and 3 is asked for"):
         measured([small()], tmp_path, options(seed=3), DataFolder(None))
 
 

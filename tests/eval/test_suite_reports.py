@@ -81,8 +81,8 @@ def test_other_settings_and_other_files_are_refused(tmp_path):
     path = tmp_path / "answers.jsonl"
     journal_at(path).close()
     for change, sentence in (
-        ({"seed": 3}, "with seed 42 and 3 is asked for"),
-        ({"length": None}, "length 64 and none"),
+        ({"seed": 3}, "with seed 42, and 3 is asked for"),
+        ({"length": None}, "length 64, and none"),
         ({"tasks": ("a",)}, "tasks a, b and a is"),
         ({"mode": IN_VIEW}, "mode after and in view"),
     ):

@@ -150,6 +150,24 @@ def test_an_engine_continues_what_was_in_host_memory_with_the_programs_it_has(lm
     assert dict(programs) == before
 
 
+def test_an_engine_runs_its_own_programs_again_after_a_request_that_needed_larger_ones(lm):
+    """Many stop ids, and stop strings of many bytes: two programs each, once."""
+    with compiled_programs() as programs, kvjax.Engine(lm, slots=2, prompt_tokens=64, new_tokens=16) as engine:
+
+        def asked(**options) -> tuple[int, ...]:
+            return engine.submit([5, 6], max_new_tokens=8, **options).result(60).tokens
+
+        plain, warm = asked(), dict(programs)
+        for options in ({"stop_token_ids": range(200, 230)}, {"stop": [chr(97 + i) * 12 for i in range(9)]}):
+            before = dict(programs)
+            for _ in range(2):
+                asked(**options)
+                assert asked() == plain
+            more = {name: count - before[name] for name, count in programs.items()}
+            assert {name: count for name, count in more.items() if count} == {"insert": 1, "decode_chunk": 1}
+    assert warm["insert"] == warm["decode_chunk"] == 1
+
+
 def test_counting_what_is_kept_compiles_nothing(lm):
     with compiled_programs() as programs:
         kvjax.generate(lm, [1, 2, 3], policy="h2o:ratio=0.5", max_new_tokens=2)

@@ -152,8 +152,8 @@ class Journal:
             old, new = getattr(held, field.name), getattr(self.settings, field.name)
             if old != new:
                 raise UsageError(
-                    f"{self.path.parent} holds answers with {field.name} {_plain(old)} and {_plain(new)} is asked for; "
-                    "the answers of one report share their settings, so choose another folder."
+                    f"{self.path.parent} holds answers with {field.name} {_plain(old)}, and {_plain(new)} is asked "
+                    "for; the answers of one report share their settings, so choose another folder."
                 )
 
     def forget_others(self, profiles: Mapping[tuple[str, float | None], str]) -> None:
