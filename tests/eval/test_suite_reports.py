@@ -83,8 +83,8 @@ def test_other_settings_and_other_files_are_refused(tmp_path):
     for change, sentence in (
         ({"seed": 3}, "with seed 42, and 3 is asked for"),
         ({"length": None}, "length 64, and none"),
-        ({"tasks": ("a",)}, "tasks a, b and a is"),
-        ({"mode": IN_VIEW}, "mode after and in view"),
+        ({"tasks": ("a",)}, "tasks a, b, and a is"),
+        ({"mode": IN_VIEW}, "mode after, and in view"),
     ):
         with pytest.raises(UsageError, match=sentence):
             Journal(path, dataclasses.replace(SETTINGS, **change))
