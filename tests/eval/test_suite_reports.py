@@ -88,7 +88,7 @@ def test_other_settings_and_other_files_are_refused(tmp_path):
     ):
         with pytest.raises(UsageError, match=sentence):
             Journal(path, dataclasses.replace(SETTINGS, **change))
-    with pytest.raises(UsageError, match="questions digest and another"):
+    with pytest.raises(UsageError, match="questions digest, and another"):
         Journal(path, SETTINGS).begin("another")
     path.write_bytes(path.read_bytes() + b'{"policy": 3}\n')
     with pytest.raises(UsageError, match="line 2 is no line of a journal"):
