@@ -37,7 +37,7 @@ def engine(
     new: Annotated[
         str,
         typer.Option(
-            "--new", help="Generated tokens: median, mean, most; mean to median is the spread, of prompts too."
+            "--new", help="Generated tokens: median, mean, most; mean over median sets the spread, of prompts too."
         ),
     ] = "60,100,600",
     per_second: Annotated[
