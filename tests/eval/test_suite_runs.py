@@ -153,7 +153,7 @@ def test_the_time_is_estimated(lm, monkeypatch):
 def test_in_view_is_another_run(whole, lm, tmp_path):
     path = tmp_path / "answers.jsonl"
     run(lm, path, mode=IN_VIEW)
-    with pytest.raises(UsageError, match="mode in view and after"):
+    with pytest.raises(UsageError, match="mode in view, and after is asked for"):
         Journal(path, SETTINGS)
     found = {(row["policy"], row["item"]): row for row in without_times(path)[1:]}
     after = {(row["policy"], row["item"]): row for row in without_times(whole)[1:]}
