@@ -1,0 +1,1 @@
+"""Products for CPUs that XLA computes far from what memory allows, written in C++ and called by it."""
