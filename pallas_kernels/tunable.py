@@ -71,11 +71,16 @@ class Operation:
         return found(p)
 
 
+def _of_accelerators(order: Mapping[str, Sequence[str]]) -> Mapping[str, Sequence[str]]:
+    """The forms with sizes: a CPU's have none."""
+    return {platform: names for platform, names in order.items() if platform != "cpu"}
+
+
 class RaggedDecode(Operation):
     """One query per row over paged, ragged heads."""
 
     name = "ragged_decode"
-    order = decode.IMPLEMENTATIONS.order
+    order = _of_accelerators(decode.IMPLEMENTATIONS.order)
     arrays = ("q", "pages", "length", "k_scale", "v_scale")
 
     def problem(self, sizes: Sizes) -> Any:

@@ -34,6 +34,7 @@ from kvjax.progress import Progress, showing, stage
 from kvjax.sharding.mesh import Mesh, parse_mesh
 from kvjax.text.gguf_tokenizer import stop_ids_from_gguf, tokenizer_from_gguf
 from kvjax.text.tokenizer import Tokenizer, tokenizer_from_folder, tokenizer_from_json
+from pallas_kernels.cpu import library
 
 _ROPE_FACTORS = ("rope_freqs", "rope_factors_short", "rope_factors_long")
 
@@ -122,6 +123,7 @@ def load(
     text = _text(name)
     if compile_cache:
         keep_compiled_programs()
+    library.ahead("attention", *(("products",) if form.weights else ()))
     with showing(progress):
         path = _found(text)
         with stage("load", text, unit="bytes"):

@@ -29,12 +29,9 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from kvjax.environment import switched
-from kvjax.files import cache_folder
 from kvjax.model.group_quantised import GroupQuantised
 from kvjax.model.quantised import Quantised, QuantisedArray, rounded
-from pallas_kernels import dispatch
-from pallas_kernels.cpu import library, products
+from pallas_kernels.cpu import products
 from pallas_kernels.gpu import chip as gpu
 from pallas_kernels.quantised_matmul import quantised_matmul as group_matmul
 from pallas_kernels.quantised_matmul import weight_tiles
@@ -58,19 +55,12 @@ def quantised_matmul(
     assert isinstance(weight, QuantisedArray)
     integers = _fine if weight.fine else _coarse
     forms = {"cpu": integers, "tpu": integers, "default": _weights_alone}
-    if not weight.fp8 and 0 < rows.shape[0] <= _native_rows():
+    if not weight.fp8 and 0 < rows.shape[0] <= products.most_rows():
         forms["cpu"] = functools.partial(products.int8_product, fine=weight.fine)
     if weight.fp8:
         forms = {"cpu": _by_blocks, "tpu": _by_integers, "default": _by_blocks if _without_fp8() else _weights_alone}
     found = jax.lax.platform_dependent(rows, weight.values, weight.scale, **forms)
     return found.reshape(*x.shape[:-1], weight.shape[0]).astype(dtype or x.dtype)
-
-
-def _native_rows() -> int:
-    """Rows up to which ``pallas_kernels/cpu`` multiplies on the platform compiled for; its library is made here."""
-    if dispatch.platform() != "cpu" or not switched("KVJAX_NATIVE", True):
-        return 0
-    return library.most_rows(cache_folder() / "native")
 
 
 def multiplies_runs(weight: Quantised | Array) -> bool:

@@ -6,15 +6,12 @@
 #include <immintrin.h>
 
 #include <algorithm>
-#include <atomic>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
-#include <memory>
-#include <thread>
 #include <vector>
 
-#include "xla/ffi/api/ffi.h"
+#include "parallel.h"
 
 namespace ffi = xla::ffi;
 
@@ -32,33 +29,10 @@ constexpr int64_t kTask = 64 << 10;
 // Bytes that rows of activations are padded to, zeros: those of the widest vector.
 constexpr int64_t kVector = 64;
 
-// Calls body(first, last) for parts of 0..count, on this thread and on the pool's.
-//
-// A task that starts late finds nothing to do, and looks at nothing of this thread's stack.
-template <typename Body>
-void parallel(ffi::ThreadPool& pool, int64_t count, int64_t bytes_of_one, const Body& body) {
-  struct Work {
-    std::atomic<int64_t> next{0}, done{0};
-    int64_t count, part, parts;
-    const Body* body;
-
-    void run() {
-      for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < parts;) {
-        (*body)(i * part, std::min(count, (i + 1) * part));
-        done.fetch_add(1, std::memory_order_release);
-      }
-    }
-  };
-  const int64_t asked = kTask / std::max<int64_t>(bytes_of_one, 1);
-  const int64_t part = std::max<int64_t>(1, (asked + kTile - 1) / kTile) * kTile;
-  auto work = std::make_shared<Work>();
-  work->count = count, work->part = part, work->parts = (count + part - 1) / part, work->body = &body;
-  const int64_t helpers = std::min<int64_t>(pool.num_threads(), work->parts) - 1;
-  for (int64_t i = 0; i < helpers; ++i) pool.Schedule([work] { work->run(); });
-  work->run();
-  for (int64_t spins = 0; work->done.load(std::memory_order_acquire) < work->parts; ++spins) {
-    if (spins > 1000) std::this_thread::yield();
-  }
+// Rows of so many bytes in a task: a multiple of kTile.
+int64_t rows_of_a_task(int64_t bytes) {
+  const int64_t tiles = (kTask / std::max<int64_t>(bytes, 1) + kTile - 1) / kTile;
+  return std::max<int64_t>(tiles, 1) * kTile;
 }
 
 // Rounded activations: of each row its parts, one after the other, whose sum stands for it.
@@ -227,7 +201,7 @@ ffi::Error product(ffi::ThreadPool pool, Rows x, Matrix matrix, Scales scale, Re
   rounded.values.resize(padded * rounded.stride);
   rounded.step.resize(padded);
   rounded.excess.resize(padded);
-  parallel(pool, rows, inputs * sizeof(float), [&](int64_t first, int64_t last) {
+  parallel(pool, rows, rows_of_a_task(inputs * sizeof(float)), [&](int64_t first, int64_t last) {
     std::vector<float> rest(P > 1 ? inputs : 0);
     for (int64_t row = first; row < last; ++row) {
       const float* own = x.typed_data() + row * inputs;
@@ -241,7 +215,7 @@ ffi::Error product(ffi::ThreadPool pool, Rows x, Matrix matrix, Scales scale, Re
   const int8_t* weights = matrix.typed_data();
   const float* scales = scale.typed_data();
   float* result = out->typed_data();
-  parallel(pool, outputs, inputs, [&](int64_t first, int64_t last) {
+  parallel(pool, outputs, rows_of_a_task(inputs), [&](int64_t first, int64_t last) {
     const int64_t width = last - first;
     std::vector<int32_t> sums(kRows * width);
     for (int64_t row = 0; row < rows * P; row += kRows) {

@@ -1,14 +1,25 @@
-"""Products with int8 weights by the library of ``library.py``, as functions of arrays."""
+"""Products with int8 weights by ``products.cc``, as functions of arrays."""
 
 from __future__ import annotations
+
+import ctypes
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.cpu.library import FUNCTIONS
+from pallas_kernels.cpu import library
 
-_COARSE, _FINE = FUNCTIONS
+_COARSE, _FINE = library.FUNCTIONS["products"]
+
+
+def most_rows() -> int:
+    """Rows of activations up to which :func:`int8_product` is there and faster than XLA's product; it is made here."""
+    found = library.loaded("products")
+    if found is None:
+        return 0
+    found.kvjax_most_rows.restype = ctypes.c_int64
+    return found.kvjax_most_rows()
 
 
 def int8_product(
@@ -20,8 +31,6 @@ def int8_product(
     suffix: str = "",
 ) -> Float[Array, "S N"]:
     """``x @ (values * scale[:, None]).T``, float32, with each row of activations rounded to int8.
-
-    The library must be there: :func:`pallas_kernels.cpu.library.most_rows` says for how many rows.
 
     Args:
       x: activations; their largest absolute value, over 127, is a row's step.

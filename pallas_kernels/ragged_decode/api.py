@@ -16,7 +16,10 @@ from pallas_kernels.ragged_decode.decode_problem import Decoded, Problem
 from pallas_kernels.ragged_decode.shared import Shared
 
 IMPLEMENTATIONS = dispatch.Implementations(
-    "ragged_decode", "pallas_kernels.ragged_decode", "decode", {"tpu": ("tpu",), "gpu": ("mosaic_gpu", "triton")}
+    "ragged_decode",
+    "pallas_kernels.ragged_decode",
+    "decode",
+    {"cpu": ("native",), "tpu": ("tpu",), "gpu": ("mosaic_gpu", "triton")},
 )
 
 

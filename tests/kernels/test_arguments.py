@@ -67,7 +67,7 @@ POSITION, QUERY, SLOPES = jnp.zeros((1, 3, 64), jnp.int32), jnp.zeros((1,), jnp.
         ({"scale": 0.0}, "scale is 0.0; give one finite number other than 0."),
         ({"scale": jnp.ones((2,))}, "scale is float32[2]"),
         ({"logits_scale": float("nan")}, "logits_scale is nan"),
-        ({"implementation": "cudnn"}, "ragged_decode has no implementation 'cudnn'; there are tpu, mosaic_gpu, triton"),
+        ({"implementation": "cudnn"}, "no implementation 'cudnn'; there are native, tpu, mosaic_gpu, triton"),
         ({"config": MosaicGpuConfig(2)}, "ragged_decode was given config for no implementation; name the one"),
     ],
 )

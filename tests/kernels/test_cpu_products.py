@@ -1,8 +1,6 @@
 """The C++ products for CPUs: the numbers of XLA's own form, with the instructions of newer and of older processors."""
 
 import functools
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -10,33 +8,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.native import SETS, needs_compiler, suffix
 
 from kvjax.model import quantised_matmul as own
 from kvjax.model.matmul import matmul
 from kvjax.model.quantised import quantised
-from pallas_kernels.cpu import library, products
+from pallas_kernels.cpu import products
 
 RNG = np.random.default_rng(5)
-needs_compiler = pytest.mark.skipif(
-    library.compiler() is None or sys.platform == "win32", reason="there is no C++ compiler"
-)
-#: Flags of an instruction set, and how many rows its products are used for at least.
-SETS = {"here": ((), 64), "avx2": (("-march=x86-64-v3",), 64)}
-
-
-@pytest.fixture(scope="module")
-def built(tmp_path_factory):
-    """Compiles, once, for an instruction set; the suffix of its functions' names."""
-
-    @functools.cache
-    def build(name: str) -> str:
-        flags, least = SETS[name]
-        path = tmp_path_factory.mktemp("native") / f"{name}.so"
-        subprocess.run(library.command(library.SOURCE, path, *flags), check=True, capture_output=True)
-        assert library.register(path, f"_{name}") >= least
-        return f"_{name}"
-
-    return build
 
 
 def _problem(rows, inputs, outputs, seed=0):
@@ -50,18 +29,18 @@ def _problem(rows, inputs, outputs, seed=0):
 @pytest.mark.parametrize("name", SETS)
 @given(rows=st.integers(1, 40), inputs=st.integers(1, 200), outputs=st.integers(1, 150), seed=st.integers(0, 2**30))
 @settings(max_examples=60, deadline=None)
-def test_coarse_products_are_xlas_to_the_last_bit(built, name, rows, inputs, outputs, seed):
+def test_coarse_products_are_xlas_to_the_last_bit(name, rows, inputs, outputs, seed):
     problem = _problem(rows, inputs, outputs, seed)
-    found = products.int8_product(*problem, suffix=built(name))
+    found = products.int8_product(*problem, suffix=suffix("products", name))
     np.testing.assert_array_equal(found, own._coarse(*problem))
 
 
 @needs_compiler
 @pytest.mark.parametrize("name", SETS)
 @pytest.mark.parametrize("shape", [(1, 576, 960), (3, 63, 17), (8, 1536, 40), (21, 130, 33), (300, 64, 16)])
-def test_fine_products_are_xlas_but_for_what_is_halfway_between_two_numbers(built, name, shape):
+def test_fine_products_are_xlas_but_for_what_is_halfway_between_two_numbers(name, shape):
     problem = _problem(*shape)
-    found = products.int8_product(*problem, fine=True, suffix=built(name))
+    found = products.int8_product(*problem, fine=True, suffix=suffix("products", name))
     wanted = np.asarray(own._fine(*problem))
     assert (np.abs(found - wanted) <= 2e-4 * np.abs(wanted).max(axis=1, keepdims=True)).all()
 
@@ -69,9 +48,9 @@ def test_fine_products_are_xlas_but_for_what_is_halfway_between_two_numbers(buil
 @needs_compiler
 @pytest.mark.parametrize("name", SETS)
 @pytest.mark.parametrize("fine", [True, False])
-def test_a_row_is_what_it_is_alone_in_any_transformation(built, name, fine):
+def test_a_row_is_what_it_is_alone_in_any_transformation(name, fine):
     x, values, scale = _problem(19, 100, 70)
-    product = functools.partial(products.int8_product, fine=fine, suffix=built(name))
+    product = functools.partial(products.int8_product, fine=fine, suffix=suffix("products", name))
     together = product(x, values, scale)
     for i in range(19):
         np.testing.assert_array_equal(product(x[i : i + 1], values, scale)[0], together[i])
@@ -84,55 +63,29 @@ def test_a_row_is_what_it_is_alone_in_any_transformation(built, name, fine):
 @needs_compiler
 @pytest.mark.parametrize("name", SETS)
 @pytest.mark.parametrize("fine", [True, False])
-def test_what_is_not_finite_stays_in_its_row(built, name, fine):
+def test_what_is_not_finite_stays_in_its_row(name, fine):
     x, values, scale = _problem(12, 70, 30)
     bad = x.at[3, 5].set(jnp.nan).at[9, 69].set(-jnp.inf).at[10].set(0)
-    found = np.asarray(products.int8_product(bad, values, scale, fine=fine, suffix=built(name)))
-    clean = np.asarray(products.int8_product(x, values, scale, fine=fine, suffix=built(name)))
+    found = np.asarray(products.int8_product(bad, values, scale, fine=fine, suffix=suffix("products", name)))
+    clean = np.asarray(products.int8_product(x, values, scale, fine=fine, suffix=suffix("products", name)))
     assert not np.isfinite(found[[3, 9]]).any() and not found[10].any()
     rest = [i for i in range(12) if i not in (3, 9, 10)]
     np.testing.assert_array_equal(found[rest], clean[rest])
 
 
 @needs_compiler
-def test_shapes_that_do_not_fit_are_refused(built):
+def test_shapes_that_do_not_fit_are_refused():
     x, values, scale = _problem(2, 8, 4)
     with pytest.raises(jax.errors.JaxRuntimeError, match="other inputs"):
-        jax.block_until_ready(products.int8_product(x, values[:, :7], scale, suffix=built("here")))
+        jax.block_until_ready(products.int8_product(x, values[:, :7], scale, suffix=suffix("products", "here")))
 
 
 @needs_compiler
-def test_cpus_multiply_by_it_unless_it_is_switched_off(monkeypatch, tmp_path):
-    monkeypatch.setenv("KVJAX_CACHE", str(tmp_path))
+def test_cpus_multiply_by_it_unless_it_is_switched_off(monkeypatch):
     weight, x = quantised(jnp.asarray(RNG.standard_normal((40, 24)), jnp.float32), jnp.float32), jnp.ones((3, 24))
     text = jax.jit(lambda x: matmul(x, weight)).lower(x).as_text()
     assert "kvjax_int8_product" in text
-    assert [path.suffix for path in (tmp_path / "native").iterdir()] == [".so"]
-    monkeypatch.setenv("KVJAX_NATIVE", "0")
-    text = jax.jit(lambda x: matmul(x, weight)).lower(x).as_text()
-    assert "custom_call" not in text and "dot_general" in text
-
-
-def test_without_a_compiler_xla_multiplies(monkeypatch, tmp_path):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.delenv("CXX", raising=False)
-    assert library.compiler() is None and library.most_rows(tmp_path / "native") == 0
-    assert not (tmp_path / "native").exists()
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="a shell script")
-def test_a_compiler_that_fails_is_said_and_leaves_nothing(monkeypatch, tmp_path):
-    script = tmp_path / "cxx"
-    script.write_text("#!/bin/sh\necho 'no such flag' >&2\nexit 1\n")
-    script.chmod(0o755)
-    monkeypatch.setenv("CXX", str(script))
-    with pytest.warns(RuntimeWarning, match=r"no such flag.*XLA's own are used"):
-        assert library.most_rows(tmp_path / "other") == 0
-    assert list((tmp_path / "other").iterdir()) == []
-
-
-@needs_compiler
-def test_a_folder_that_cannot_be_written_is_said(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.warns(RuntimeWarning, match="could not be made"):
-        assert library.most_rows(tmp_path / "file" / "native") == 0
+    for word in ("0", "Off"):
+        monkeypatch.setenv("KVJAX_NATIVE", word)
+        text = jax.jit(lambda x: matmul(x, weight)).lower(x).as_text()
+        assert "custom_call" not in text and "dot_general" in text

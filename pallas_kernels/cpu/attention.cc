@@ -1,0 +1,343 @@
+// Attention of one query a row over a paged cache, for XLA's CPU backend: called as a foreign function.
+//
+// It reads no page that has no visible slot, and each other page once. A head's slots are taken in chunks of a fixed
+// size, merged in order, so that a row's result does not depend on the rows beside it, on room or on threads.
+
+#include <immintrin.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+#include "parallel.h"
+
+namespace ffi = xla::ffi;
+
+namespace {
+
+// 16 numbers, which the compiler makes of whatever vectors the processor has.
+constexpr int kLanes = 16;
+using V = float __attribute__((vector_size(4 * kLanes)));
+using I = int32_t __attribute__((vector_size(4 * kLanes)));
+
+// pallas_kernels.softmax.NEG.
+constexpr float kNeg = -0.7f * 3.4028234663852886e38f;
+// Slots of a chunk, about.
+constexpr int64_t kChunk = 128;
+
+inline V load(const float* p) {
+  V v;
+  std::memcpy(&v, p, sizeof v);
+  return v;
+}
+
+inline V load(const int8_t* p) {
+  const __m128i b = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+#if defined(__AVX512F__)
+  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(b));
+#else
+  const __m256 halves[] = {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(b)),
+                           _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128(b, 8)))};
+  V v;
+  std::memcpy(&v, halves, sizeof v);
+  return v;
+#endif
+}
+
+// The bits of bfloat16, the upper half of a float's.
+inline V load(const uint16_t* p) {
+  alignas(64) uint32_t bits[kLanes];
+  for (int i = 0; i < kLanes; ++i) bits[i] = static_cast<uint32_t>(p[i]) << 16;
+  V v;
+  std::memcpy(&v, bits, sizeof v);
+  return v;
+}
+
+inline void store(float* p, V v) { std::memcpy(p, &v, sizeof v); }
+
+// exp(x) for x <= 0: within 2 units in the last place, 0 where that is below what a float holds, NaN of NaN.
+inline V exponential(V x) {
+  constexpr float kLeast = -87.0f, kMagic = 12582912.0f;  // 1.5 x 2^23: adding it rounds
+  const V least = V{} + kLeast;
+  const auto none = x < least;
+  const V within = none ? least : x;
+  const V n = (within * 1.44269504088896341f + kMagic) - kMagic;
+  const V r = within - n * 0.693359375f - n * -2.12194440e-4f;
+  V p = r * 1.9875691500e-4f + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * r * r + r + 1.0f;
+  const I bits = (__builtin_convertvector(n, I) + 127) << 23;
+  V power;
+  std::memcpy(&power, &bits, sizeof power);
+  return none ? V{} : p * power;
+}
+
+// What all tasks read. Pointers that may be missing are null.
+template <typename T>
+struct Problem {
+  int64_t rows, heads, group, key_dim, dim, pages, page_size, first_row;
+  const float* q;         // [rows, heads, group, key_dim], scaled
+  const T *k, *v;         // [.., pages, key_dim, page_size], [.., pages, page_size, dim]
+  const int32_t *first, *length;     // [rows, heads]: a head's first page, and its slots
+  const float *v_scale, *log_mass;   // [.., pages, page_size], [rows, heads]
+  const int32_t *position, *query_position;  // [.., pages, page_size], [rows]
+  const float* slopes;    // [heads, group]
+  int64_t window;         // 0: none
+  float soft_cap, ratio;  // 0: none; what logits are scores times
+  float* logits;          // [rows, pages, group, page_size]
+};
+
+// One chunk's part of a head's result.
+struct Part {
+  int64_t row, head, page, end;  // pages of the head
+  std::vector<float> peak, mass, out;  // [group], [group], [group, dim]
+};
+
+// Scores of G queries with the slots of a page: out[g * stride + r].
+template <typename T, int G, int N>
+[[gnu::always_inline]] inline void scores_of(const T* keys, const float* q, int64_t key_dim, int64_t page_size,
+                                             float* out, int64_t stride) {
+  for (int64_t r = 0; r < page_size; r += N * kLanes) {
+    V sums[G][N] = {};
+    for (int64_t d = 0; d < key_dim; ++d) {
+#pragma GCC unroll 4
+      for (int n = 0; n < N; ++n) {
+        const V key = load(keys + d * page_size + r + n * kLanes);
+#pragma GCC unroll 4
+        for (int g = 0; g < G; ++g) sums[g][n] += q[g * key_dim + d] * key;
+      }
+    }
+#pragma GCC unroll 4
+    for (int g = 0; g < G; ++g) {
+#pragma GCC unroll 4
+      for (int n = 0; n < N; ++n) store(out + g * stride + r + n * kLanes, sums[g][n]);
+    }
+  }
+}
+
+// Adds the values of a page, weighted, to N vectors of the results of G queries.
+template <typename T, int G, int N>
+[[gnu::always_inline]] inline void add_values(const T* values, const float* weight, int64_t stride, int64_t page_size,
+                                              int64_t dim, float* out) {
+  V sums[G][N];
+#pragma GCC unroll 4
+  for (int g = 0; g < G; ++g) {
+#pragma GCC unroll 4
+    for (int n = 0; n < N; ++n) sums[g][n] = load(out + g * dim + n * kLanes);
+  }
+  for (int64_t r = 0; r < page_size; ++r) {
+#pragma GCC unroll 4
+    for (int n = 0; n < N; ++n) {
+      const V value = load(values + r * dim + n * kLanes);
+#pragma GCC unroll 4
+      for (int g = 0; g < G; ++g) sums[g][n] += weight[g * stride + r] * value;
+    }
+  }
+#pragma GCC unroll 4
+  for (int g = 0; g < G; ++g) {
+#pragma GCC unroll 4
+    for (int n = 0; n < N; ++n) store(out + g * dim + n * kLanes, sums[g][n]);
+  }
+}
+
+template <typename T, int G>
+void page_scores(const T* keys, const float* q, int64_t key_dim, int64_t page_size, float* out, int64_t stride) {
+  if (page_size % (2 * kLanes) == 0) {
+    scores_of<T, G, 2>(keys, q, key_dim, page_size, out, stride);
+  } else {
+    scores_of<T, G, 1>(keys, q, key_dim, page_size, out, stride);
+  }
+}
+
+template <typename T, int G>
+void page_values(const T* values, const float* weight, int64_t stride, int64_t page_size, int64_t dim, float* out) {
+  int64_t d = 0;
+  for (; d + 4 * kLanes <= dim; d += 4 * kLanes) {
+    add_values<T, G, 4>(values + d, weight, stride, page_size, dim, out + d);
+  }
+  for (; d < dim; d += kLanes) add_values<T, G, 1>(values + d, weight, stride, page_size, dim, out + d);
+}
+
+// The scores of a page as they are in the softmax: bounded, with biases, kNeg where a slot is not visible.
+template <typename T>
+void finish(const Problem<T>& p, const Part& part, int64_t page, int64_t g, float* scores) {
+  const int64_t head = part.row * p.heads + part.head, length = p.length[head], own = page - p.first[head];
+  const int64_t slot = own * p.page_size, stored = ((p.first_row + part.row) * p.pages + page) * p.page_size;
+  const bool placed = p.position != nullptr;
+  const int64_t low = p.window > 0 && !placed ? length - p.window : 0;
+  float* logits = p.logits == nullptr ? nullptr : p.logits + ((part.row * p.pages + page) * p.group + g) * p.page_size;
+  const float slope = p.slopes == nullptr ? 0 : p.slopes[part.head * p.group + g];
+  const float mass = p.log_mass == nullptr ? 0 : p.log_mass[head];
+  const auto score = [&](float raw, int64_t r) {
+    float found = p.soft_cap > 0 ? p.soft_cap * std::tanh(raw / p.soft_cap) : raw;
+    if (p.slopes != nullptr) found += slope * static_cast<float>(p.position[stored + r] - p.query_position[part.row]);
+    return slot + r == 0 ? found + mass : found;
+  };
+  if (p.soft_cap == 0 && !placed && logits == nullptr && slot >= low && slot + p.page_size <= length) {
+    if (slot == 0) scores[0] += mass;
+    return;
+  }
+  for (int64_t r = 0; r < p.page_size; ++r) {
+    bool visible = slot + r < length && slot + r >= low;
+    if (p.window > 0 && placed) visible &= p.position[stored + r] > p.query_position[part.row] - p.window;
+    if (logits != nullptr) logits[r] = visible ? score(scores[r] * p.ratio, r) : kNeg;
+    scores[r] = visible ? score(scores[r], r) : kNeg;
+  }
+}
+
+template <typename T>
+void run(const Problem<T>& p, Part& part) {
+  const int64_t count = part.end - part.page, slots = count * p.page_size;
+  thread_local std::vector<float> scores;
+  scores.resize(p.group * slots);
+  part.peak.assign(p.group, kNeg), part.mass.assign(p.group, 0), part.out.assign(p.group * p.dim, 0);
+  const float* q = p.q + (part.row * p.heads + part.head) * p.group * p.key_dim;
+  const int64_t first = (p.first_row + part.row) * p.pages;
+  using Scores = void (*)(const T*, const float*, int64_t, int64_t, float*, int64_t);
+  using Values = void (*)(const T*, const float*, int64_t, int64_t, int64_t, float*);
+  constexpr Scores of[] = {page_scores<T, 1>, page_scores<T, 2>, page_scores<T, 3>, page_scores<T, 4>};
+  constexpr Values add[] = {page_values<T, 1>, page_values<T, 2>, page_values<T, 3>, page_values<T, 4>};
+  for (int64_t i = 0; i < count; ++i) {
+    const T* keys = p.k + (first + part.page + i) * p.key_dim * p.page_size;
+    for (int64_t g = 0; g < p.group; g += 4) {
+      const int64_t some = std::min<int64_t>(4, p.group - g);
+      of[some - 1](keys, q + g * p.key_dim, p.key_dim, p.page_size, scores.data() + g * slots + i * p.page_size, slots);
+    }
+    for (int64_t g = 0; g < p.group; ++g) {
+      finish(p, part, part.page + i, g, scores.data() + g * slots + i * p.page_size);
+    }
+  }
+  for (int64_t g = 0; g < p.group; ++g) {
+    float* own = scores.data() + g * slots;
+    V peaks = V{} + kNeg, masses = {};
+    for (int64_t j = 0; j < slots; j += kLanes) {
+      const V s = load(own + j);
+      peaks = s > peaks ? s : peaks;
+    }
+    float peak = kNeg;
+    for (int i = 0; i < kLanes; ++i) peak = std::max(peak, peaks[i]);
+    part.peak[g] = peak;
+    if (peak == kNeg) {  // nothing is visible, or all of it is NaN
+      bool empty = true;
+      for (int64_t j = 0; j < slots; ++j) empty &= own[j] == kNeg;
+      if (empty) {
+        std::fill_n(own, slots, 0.0f);
+        continue;
+      }
+    }
+    for (int64_t j = 0; j < slots; j += kLanes) {
+      const V weight = exponential(load(own + j) - peak);
+      masses += weight;
+      store(own + j, weight);
+    }
+    for (int i = 0; i < kLanes; ++i) part.mass[g] += masses[i];
+    if (p.v_scale != nullptr) {
+      const float* scale = p.v_scale + (first + part.page) * p.page_size;
+      for (int64_t j = 0; j < slots; j += kLanes) store(own + j, load(own + j) * load(scale + j));
+    }
+  }
+  for (int64_t i = 0; i < count; ++i) {
+    const T* values = p.v + (first + part.page + i) * p.page_size * p.dim;
+    for (int64_t g = 0; g < p.group; g += 4) {
+      const int64_t some = std::min<int64_t>(4, p.group - g);
+      const float* weight = scores.data() + g * slots + i * p.page_size;
+      add[some - 1](values, weight, slots, p.page_size, p.dim, part.out.data() + g * p.dim);
+    }
+  }
+}
+
+// A head's result of its parts, in order.
+void merge(const Part* parts, int64_t count, int64_t group, int64_t dim, float* out, float* lse) {
+  for (int64_t g = 0; g < group; ++g) {
+    float peak = kNeg, mass = 0;
+    for (int64_t i = 0; i < count; ++i) peak = std::max(peak, parts[i].peak[g]);
+    float* own = out + g * dim;
+    std::fill_n(own, dim, 0.0f);
+    for (int64_t i = 0; i < count; ++i) {
+      if (parts[i].mass[g] == 0) continue;
+      const float weight = std::exp(parts[i].peak[g] - peak);
+      mass += weight * parts[i].mass[g];
+      for (int64_t d = 0; d < dim; ++d) own[d] += weight * parts[i].out[g * dim + d];
+    }
+    lse[g] = mass == 0 ? kNeg : peak + std::log(mass);
+    if (mass != 0) {
+      for (int64_t d = 0; d < dim; ++d) own[d] /= mass;
+    }
+  }
+}
+
+template <typename Buffer>
+auto data_or_null(const Buffer& buffer) {
+  return buffer.element_count() == 0 ? nullptr : buffer.typed_data();
+}
+
+using Floats = ffi::Buffer<ffi::F32>;
+using Whole = ffi::Buffer<ffi::S32>;
+using Result = ffi::ResultBuffer<ffi::F32>;
+
+template <ffi::DataType type>
+ffi::Error attend(ffi::ThreadPool pool, ffi::Buffer<ffi::F32, 4> q, ffi::Buffer<type, 4> k, ffi::Buffer<type, 4> v,
+                  Whole first, Whole length, Whole first_row, Floats v_scale, Floats log_mass, Whole position,
+                  Whole query_position, Floats slopes, int64_t window, float soft_cap, float ratio, Result out,
+                  Result lse, Result logits) {
+  const auto shape = q.dimensions(), values = v.dimensions();
+  Problem<ffi::NativeType<type>> p{};
+  p.rows = shape[0], p.heads = shape[1], p.group = shape[2], p.key_dim = shape[3];
+  p.pages = values[1], p.page_size = values[2], p.dim = values[3];
+  if (k.dimensions()[2] != p.key_dim || p.page_size % kLanes != 0 || p.dim % kLanes != 0) {
+    return ffi::Error::InvalidArgument("Queries and keys differ in channels, or slots or channels are not 16 together.");
+  }
+  p.first_row = std::clamp<int64_t>(first_row.typed_data()[0], 0, values[0] - p.rows);
+  p.q = q.typed_data(), p.k = k.typed_data(), p.v = v.typed_data();
+  p.first = first.typed_data(), p.length = length.typed_data();
+  p.v_scale = data_or_null(v_scale), p.log_mass = data_or_null(log_mass), p.slopes = data_or_null(slopes);
+  p.position = data_or_null(position), p.query_position = data_or_null(query_position);
+  p.window = window, p.soft_cap = soft_cap, p.ratio = ratio;
+  p.logits = logits->element_count() == 0 ? nullptr : logits->typed_data();
+  if (p.logits != nullptr) std::fill_n(p.logits, logits->element_count(), kNeg);
+
+  const int64_t pages = std::max<int64_t>(1, kChunk / p.page_size), heads = p.rows * p.heads;
+  std::vector<Part> parts;
+  std::vector<int64_t> begin(heads + 1);
+  for (int64_t i = 0; i < heads; ++i) {
+    begin[i] = parts.size();
+    const int64_t most = std::max<int64_t>(0, p.pages - p.first[i]);
+    const int64_t used = std::min<int64_t>(most, (std::max<int64_t>(0, p.length[i]) + p.page_size - 1) / p.page_size);
+    const bool by_slot = window > 0 && p.position == nullptr;
+    const int64_t hidden = by_slot ? std::max<int64_t>(0, p.length[i] - window) / p.page_size / pages * pages : 0;
+    for (int64_t page = hidden; page < used; page += pages) {
+      const int64_t end = std::min(page + pages, used);
+      parts.push_back({i / p.heads, i % p.heads, p.first[i] + page, p.first[i] + end, {}, {}, {}});
+    }
+  }
+  begin[heads] = parts.size();
+  parallel(pool, parts.size(), 1, [&](int64_t from, int64_t to) {
+    for (int64_t i = from; i < to; ++i) run(p, parts[i]);
+  });
+  for (int64_t i = 0; i < heads; ++i) {
+    float* own = out->typed_data() + i * p.group * p.dim;
+    merge(parts.data() + begin[i], begin[i + 1] - begin[i], p.group, p.dim, own, lse->typed_data() + i * p.group);
+  }
+  return ffi::Error::Success();
+}
+
+template <ffi::DataType type>
+auto binding() {
+  using Pages = ffi::Buffer<type, 4>;
+  return ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().template Arg<ffi::Buffer<ffi::F32, 4>>().template Arg<Pages>()
+      .template Arg<Pages>().template Arg<Whole>().template Arg<Whole>().template Arg<Whole>().template Arg<Floats>()
+      .template Arg<Floats>().template Arg<Whole>().template Arg<Whole>().template Arg<Floats>()
+      .template Attr<int64_t>("window").template Attr<float>("soft_cap").template Attr<float>("ratio")
+      .template Ret<Floats>().template Ret<Floats>().template Ret<Floats>();
+}
+
+}  // namespace
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(kvjax_float_attention, attend<ffi::F32>, binding<ffi::F32>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(kvjax_bfloat16_attention, attend<ffi::BF16>, binding<ffi::BF16>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(kvjax_int8_attention, attend<ffi::S8>, binding<ffi::S8>());

@@ -1,0 +1,70 @@
+"""CPU form: ``pallas_kernels/cpu/attention.cc``, which reads pages with visible slots and no others, each once.
+
+The XLA form reads all of a head's pages, and what it makes of them between its loops.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from pallas_kernels.cpu import library
+from pallas_kernels.pages import Columns
+from pallas_kernels.ragged_decode.decode_problem import Decoded, Problem
+
+_FUNCTIONS = dict(zip(("float32", "bfloat16", "int8"), library.FUNCTIONS["attention"], strict=True))
+#: Slots of a page, and channels of values, come in multiples of so many.
+LANES = 16
+
+
+def decode(p: Problem, *, config: None = None, suffix: str = "") -> Decoded:
+    """See :func:`pallas_kernels.ragged_decode.ragged_decode`; ``suffix``: of the functions' names, as registered."""
+    del config
+    _, total, page_size, dim = p.pages.shape
+    function = _FUNCTIONS.get(p.pages.dtype.name)
+    if not isinstance(p.pages, Columns) or function is None:
+        raise NotImplementedError(f"The CPU form reads columns of {', '.join(_FUNCTIONS)}.")
+    if page_size % LANES or dim % LANES or not p.q.size:
+        raise NotImplementedError(f"The CPU form takes slots and channels in multiples of {LANES}, and a row at least.")
+    if not suffix and library.loaded("attention") is None:
+        raise NotImplementedError("There is no compiled attention for this CPU.")
+    rows, heads, group, _ = p.q.shape
+    q = p.q.astype(jnp.float32) * jnp.float32(p.scale)
+    if p.k_scale is not None:
+        q = q * p.k_scale[:, :, None]
+    first = jnp.broadcast_to(jnp.asarray(p.first_page, jnp.int32), (rows, heads))
+    placed = p.position is not None and p.query_position is not None
+    call = jax.ffi.ffi_call(
+        function + suffix,
+        (
+            jax.ShapeDtypeStruct((rows, heads, group, dim), jnp.float32),
+            jax.ShapeDtypeStruct((rows, heads, group), jnp.float32),
+            jax.ShapeDtypeStruct((rows, total, group, page_size) if p.with_logits else (0,), jnp.float32),
+        ),
+        vmap_method="sequential",
+    )
+    out, lse, logits = call(
+        q,
+        p.pages.k,
+        p.pages.v,
+        first,
+        p.length.astype(jnp.int32),
+        _or_empty(p.first_row, jnp.int32, jnp.zeros((), jnp.int32)),
+        _or_empty(p.v_scale, jnp.float32),
+        _or_empty(p.log_mass, jnp.float32),
+        _or_empty(p.position if placed else None, jnp.int32),
+        _or_empty(p.query_position if placed else None, jnp.int32),
+        _or_empty(p.slopes, jnp.float32),
+        window=np.int64(p.window or 0),
+        soft_cap=np.float32(p.soft_cap or 0),
+        ratio=np.float32(1 if p.logits_scale is None else p.logits_scale / p.scale),
+    )
+    return Decoded(out.astype(p.q.dtype), lse, logits if p.with_logits else None)
+
+
+def _or_empty(x: Array | np.ndarray | None, dtype: jnp.dtype, otherwise: Array | None = None) -> Array:
+    if x is not None:
+        return jnp.asarray(x, dtype)
+    return jnp.zeros((0,), dtype) if otherwise is None else otherwise

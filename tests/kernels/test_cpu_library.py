@@ -1,0 +1,81 @@
+"""The C++ for CPUs is compiled once, whole or not at all, and what cannot be compiled is said."""
+
+import time
+
+import pytest
+from support.native import needs_compiler, needs_shell
+
+from pallas_kernels.cpu import library
+
+
+@pytest.fixture
+def cache(monkeypatch, tmp_path):
+    """A cache folder of its own; its folder of libraries."""
+    monkeypatch.setenv("KVJAX_CACHE", str(tmp_path))
+    return tmp_path / "native"
+
+
+@needs_compiler
+def test_a_library_is_compiled_once_and_kept_under_what_it_is_made_from(cache, monkeypatch):
+    assert library.loaded("products") is not None
+    (path,) = cache.iterdir()
+    assert path.name.startswith("products-") and path.suffix == ".so"
+    monkeypatch.setattr(library, "_build", None)  # is not called again
+    library._made.cache_clear()
+    assert library.loaded("products") is not None and list(cache.iterdir()) == [path]
+
+
+@needs_compiler
+def test_it_is_compiled_ahead_on_a_thread(cache):
+    library.ahead("attention")
+    deadline = time.monotonic() + 60
+    while not list(cache.glob("attention-*.so")) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert list(cache.glob("attention-*.so"))
+
+
+def test_a_key_changes_with_the_processor_and_the_source(monkeypatch):
+    library._key.cache_clear()
+    found = [library._key("products"), library._key("attention")]
+    monkeypatch.setattr(library, "_processor", lambda: "another")
+    library._key.cache_clear()
+    found += [library._key("products"), library._key("attention")]
+    library._key.cache_clear()
+    assert len(set(found)) == 4
+
+
+def test_without_a_compiler_there_is_none(monkeypatch, tmp_path, cache):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    assert library.compiler() is None and library.command("products", tmp_path / "x.so") is None
+    library.ahead("products")
+    assert library.loaded("products") is None and not cache.exists()
+
+
+@needs_shell
+def test_a_compiler_that_fails_is_said_and_leaves_nothing(monkeypatch, tmp_path, cache):
+    script = tmp_path / "cxx"
+    script.write_text("#!/bin/sh\necho 'no such flag' >&2\nexit 1\n")
+    script.chmod(0o755)
+    monkeypatch.setenv("CXX", str(script))
+    monkeypatch.setattr(library, "supported", lambda: True)
+    with pytest.warns(RuntimeWarning, match=r"attention.*no such flag.*XLA's own are used"):
+        assert library.loaded("attention") is None
+    assert list(cache.iterdir()) == []
+    assert library.loaded("attention") is None  # and is said once
+
+
+@needs_compiler
+def test_a_folder_that_cannot_be_written_is_said(monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("KVJAX_CACHE", str(tmp_path / "file"))
+    with pytest.warns(RuntimeWarning, match="could not be compiled"):
+        assert library.loaded("products") is None
+
+
+def test_other_processors_and_platforms_have_none(monkeypatch, cache):
+    monkeypatch.setattr(library.platform, "machine", lambda: "arm64")
+    assert not library.supported() and library.loaded("products") is None
+    monkeypatch.undo()
+    monkeypatch.setattr(library.dispatch, "platform", lambda: "tpu")
+    assert library.loaded("products") is None
