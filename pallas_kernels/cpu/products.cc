@@ -116,16 +116,20 @@ void tile(const int8_t* x, int64_t stride, const int8_t* const* weights, int64_t
   for (int o = 0; o < O; ++o) {
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) sums[r * O + o] = _mm512_setzero_si512();
-    for (int64_t k = 0; k < inputs; k += 64) {
-      const __mmask64 left = inputs - k >= 64 ? ~0ull : ~0ull >> (64 - (inputs - k));
-      const int8_t* own = weights[o] + k;
-      if (R > 2) _mm_prefetch(reinterpret_cast<const char*>(own + 4 * inputs), _MM_HINT_T0);
-      const __m512i w = _mm512_xor_si512(_mm512_maskz_loadu_epi8(left, own), sign);
+    const int8_t* own = weights[o];
+    const auto add = [&](int64_t k, __m512i numbers) __attribute__((always_inline)) {
+      const __m512i w = _mm512_xor_si512(numbers, sign);
 #pragma GCC unroll 16
       for (int r = 0; r < R; ++r) {
         sums[r * O + o] = _mm512_dpbusd_epi32(sums[r * O + o], w, _mm512_loadu_si512(x + r * stride + k));
       }
+    };
+    int64_t k = 0;
+    for (; k + 64 <= inputs; k += 64) {
+      if (R > 2) _mm_prefetch(reinterpret_cast<const char*>(own + k + 4 * inputs), _MM_HINT_T0);
+      add(k, _mm512_loadu_si512(own + k));
     }
+    if (k < inputs) add(k, _mm512_maskz_loadu_epi8(~0ull >> (64 - (inputs - k)), own + k));
   }
   _mm512_storeu_si512(found, lane_sums(sums));
 }
