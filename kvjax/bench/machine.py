@@ -23,6 +23,7 @@ from jax import Array
 
 from kvjax import version
 from kvjax.tables import human_bytes
+from pallas_kernels.cpu import library
 
 # Reductions that read every byte once and write almost nothing. Which one XLA compiles best differs by device and by
 # the minute (2 CPU cores: 43 to 53 GB/s on a quiet machine), so the best of them counts: the limit must not flatter
@@ -134,7 +135,8 @@ def sentence(facts: dict[str, Any]) -> str:
     versions = facts["versions"].items()
     named = ", ".join(f"{name} {version}" for name, version in versions if version and name != "jaxlib")
     processor = f"{facts['processor']}, {facts['cores']} cores, {human_bytes(facts['memory_bytes'])}"
-    return f"{processor}; Python {facts['python']}, {named}; {facts['date'][:10]}"
+    forms = f", attention in {facts['cpu_forms']}" if facts.get("cpu_forms") else ""
+    return f"{processor}{forms}; Python {facts['python']}, {named}; {facts['date'][:10]}"
 
 
 def describe() -> dict[str, Any]:
@@ -149,8 +151,16 @@ def describe() -> dict[str, Any]:
         "processor": _processor(),
         "cores": usable_cores(),
         "memory_bytes": psutil.virtual_memory().total,
+        "cpu_forms": _cpu_forms(),
         "load_average": list(os.getloadavg()) if hasattr(os, "getloadavg") else None,
     }
+
+
+def _cpu_forms() -> str | None:
+    """What decode attention is compiled from, on a CPU."""
+    if jax.default_backend() != "cpu":
+        return None
+    return "XLA" if library.loaded("attention") is None else "C++"
 
 
 def usable_cores() -> int:

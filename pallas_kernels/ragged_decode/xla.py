@@ -1,11 +1,11 @@
-"""XLA form: runs everywhere, and is the one for CPUs.
+"""XLA form: runs everywhere.
 
-Chosen by measurement on 2 CPU cores (SmolLM2 float32, columns). Scores are a multiply-reduce over the pages: XLA
-rewrites a ``dot_general`` with pages among its free axes into one that needs a transposed copy of the whole cache (41
-of 103 ms per step). A batch of one uses one product per page, and one per head for the values (3 to 4 % of a step), but
-only on float32 pages, as others would be copied to float32 for it (8 heads of 128 channels, 4,096 slots of int8: 36 MB
-beside 8, and 6.5 ms instead of 1.8). Keys and values are not gathered: queries are broadcast to the pages, and only
-page-sized partial results are gathered by head.
+Its products were chosen by measurement on 2 CPU cores (SmolLM2 float32, columns), for machines without ``native.py``.
+Scores are a multiply-reduce over the pages: XLA rewrites a ``dot_general`` with pages among its free axes into one that
+needs a transposed copy of the whole cache (41 of 103 ms per step). A batch of one uses one product per page, and one
+per head for the values (3 to 4 % of a step), but only on float32 pages, as others would be copied to float32 for it (8
+heads of 128 channels, 4,096 slots of int8: 36 MB beside 8, and 6.5 ms instead of 1.8). Keys and values are not
+gathered: queries are broadcast to the pages, and only page-sized partial results are gathered by head.
 
 Where runs are by row, queries and partial results are by page, and heads' pages are known by 0/1 matrices. Beside equal
 runs of as many bytes (3 heads of 3 queries and 64 channels, 256 to 4,096 slots a head, pages of 32; in turns within one
