@@ -25,6 +25,7 @@ from kvjax.checkpoints.safetensors import SafetensorsFolder, holds_weights, read
 from kvjax.checkpoints.tensor_names import by_parameter
 from kvjax.checks import float_dtype
 from kvjax.compile_cache import keep_compiled_programs
+from kvjax.environment import switched
 from kvjax.errors import UsageError, WeightsError, cut, quoted, say_once
 from kvjax.model.config import ModelConfig
 from kvjax.model.decoder import Decoder
@@ -123,7 +124,8 @@ def load(
     text = _text(name)
     if compile_cache:
         keep_compiled_programs()
-    library.ahead("attention", *(("products",) if form.weights else ()))
+    if switched("KVJAX_NATIVE", True):
+        library.ahead("attention", *(("products",) if form.weights else ()))
     with showing(progress):
         path = _found(text)
         with stage("load", text, unit="bytes"):

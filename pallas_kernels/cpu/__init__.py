@@ -1,1 +1,1 @@
-"""Products for CPUs that XLA computes far from what memory allows, written in C++ and called by it."""
+"""What XLA computes on CPUs far from the speed of their memory, in C++ that it calls."""

@@ -1,6 +1,6 @@
 // Attention of one query a row over a paged cache, for XLA's CPU backend: called as a foreign function.
 //
-// It reads no page that has no visible slot, and each other page once. A head's slots are taken in chunks of a fixed
+// It reads no page that has no visible slot, and each other page from memory once. A head's slots are taken in chunks of a fixed
 // size, merged in order, so that a row's result does not depend on the rows beside it, on room or on threads.
 
 #include <immintrin.h>
@@ -63,7 +63,7 @@ inline V exponential(V x) {
   const V least = V{} + kLeast;
   const auto none = x < least;
   const V within = none ? least : x;
-  const V n = (within * 1.44269504088896341f + kMagic) - kMagic;
+  const V shifted = within * 1.44269504088896341f + kMagic, n = shifted - kMagic;
   const V r = within - n * 0.693359375f - n * -2.12194440e-4f;
   V p = r * 1.9875691500e-4f + 1.3981999507e-3f;
   p = p * r + 8.3334519073e-3f;
@@ -71,7 +71,10 @@ inline V exponential(V x) {
   p = p * r + 1.6666665459e-1f;
   p = p * r + 5.0000001201e-1f;
   p = p * r * r + r + 1.0f;
-  const I bits = (__builtin_convertvector(n, I) + 127) << 23;
+  // The lowest bits of `shifted` are n's, above those of kMagic.
+  I bits;
+  std::memcpy(&bits, &shifted, sizeof bits);
+  bits = (bits - 0x4b400000 + 127) << 23;
   V power;
   std::memcpy(&power, &bits, sizeof power);
   return none ? V{} : p * power;
@@ -166,7 +169,8 @@ void page_values(const T* values, const float* weight, int64_t stride, int64_t p
 // The scores of a page as they are in the softmax: bounded, with biases, kNeg where a slot is not visible.
 template <typename T>
 void finish(const Problem<T>& p, const Part& part, int64_t page, int64_t g, float* scores) {
-  const int64_t head = part.row * p.heads + part.head, length = p.length[head], own = page - p.first[head];
+  const int64_t head = part.row * p.heads + part.head, length = p.length[head];
+  const int64_t own = page - std::clamp<int64_t>(p.first[head], 0, p.pages);
   const int64_t slot = own * p.page_size, stored = ((p.first_row + part.row) * p.pages + page) * p.page_size;
   const bool placed = p.position != nullptr;
   const int64_t low = p.window > 0 && !placed ? length - p.window : 0;
@@ -175,7 +179,10 @@ void finish(const Problem<T>& p, const Part& part, int64_t page, int64_t g, floa
   const float mass = p.log_mass == nullptr ? 0 : p.log_mass[head];
   const auto score = [&](float raw, int64_t r) {
     float found = p.soft_cap > 0 ? p.soft_cap * std::tanh(raw / p.soft_cap) : raw;
-    if (p.slopes != nullptr) found += slope * static_cast<float>(p.position[stored + r] - p.query_position[part.row]);
+    if (p.slopes != nullptr) {
+      const uint32_t place = p.position[stored + r], query = p.query_position[part.row];
+      found += slope * static_cast<float>(static_cast<int32_t>(place - query));
+    }
     return slot + r == 0 ? found + mass : found;
   };
   if (p.soft_cap == 0 && !placed && logits == nullptr && slot >= low && slot + p.page_size <= length) {
@@ -222,9 +229,9 @@ void run(const Problem<T>& p, Part& part) {
     float peak = kNeg;
     for (int i = 0; i < kLanes; ++i) peak = std::max(peak, peaks[i]);
     part.peak[g] = peak;
-    if (peak == kNeg) {  // nothing is visible, or all of it is NaN
+    if (peak == kNeg) {  // nothing is visible, or has a score above it, or all of it is NaN
       bool empty = true;
-      for (int64_t j = 0; j < slots; ++j) empty &= own[j] == kNeg;
+      for (int64_t j = 0; j < slots; ++j) empty &= own[j] <= kNeg;
       if (empty) {
         std::fill_n(own, slots, 0.0f);
         continue;
@@ -271,6 +278,37 @@ void merge(const Part* parts, int64_t count, int64_t group, int64_t dim, float* 
   }
 }
 
+// All heads of all rows.
+template <typename T>
+ffi::Error solve(ffi::ThreadPool pool, const Problem<T>& p, float* out, float* lse) {
+  const int64_t pages = std::max<int64_t>(1, kChunk / p.page_size), heads = p.rows * p.heads;
+  std::vector<Part> parts;
+  std::vector<int64_t> begin(heads + 1);
+  for (int64_t i = 0; i < heads; ++i) {
+    begin[i] = parts.size();
+    // A head's pages end where the next one's begin.
+    const int64_t start = std::clamp<int64_t>(p.first[i], 0, p.pages);
+    const int64_t end_of = i % p.heads + 1 < p.heads ? std::clamp<int64_t>(p.first[i + 1], 0, p.pages) : p.pages;
+    const int64_t most = std::max<int64_t>(0, end_of - start);
+    const int64_t used = std::min<int64_t>(most, (std::max<int64_t>(0, p.length[i]) + p.page_size - 1) / p.page_size);
+    const bool by_slot = p.window > 0 && p.position == nullptr;
+    const int64_t hidden = by_slot ? std::max<int64_t>(0, p.length[i] - p.window) / p.page_size / pages * pages : 0;
+    for (int64_t page = hidden; page < used; page += pages) {
+      const int64_t end = std::min(page + pages, used);
+      parts.push_back({i / p.heads, i % p.heads, start + page, start + end, {}, {}, {}});
+    }
+  }
+  begin[heads] = parts.size();
+  const bool done = parallel(pool, parts.size(), 1, [&](int64_t from, int64_t to) {
+    for (int64_t i = from; i < to; ++i) run(p, parts[i]);
+  });
+  if (!done) return out_of_memory();
+  for (int64_t i = 0; i < heads; ++i) {
+    merge(parts.data() + begin[i], begin[i + 1] - begin[i], p.group, p.dim, out + i * p.group * p.dim, lse + i * p.group);
+  }
+  return ffi::Error::Success();
+}
+
 template <typename Buffer>
 auto data_or_null(const Buffer& buffer) {
   return buffer.element_count() == 0 ? nullptr : buffer.typed_data();
@@ -301,29 +339,7 @@ ffi::Error attend(ffi::ThreadPool pool, ffi::Buffer<ffi::F32, 4> q, ffi::Buffer<
   p.logits = logits->element_count() == 0 ? nullptr : logits->typed_data();
   if (p.logits != nullptr) std::fill_n(p.logits, logits->element_count(), kNeg);
 
-  const int64_t pages = std::max<int64_t>(1, kChunk / p.page_size), heads = p.rows * p.heads;
-  std::vector<Part> parts;
-  std::vector<int64_t> begin(heads + 1);
-  for (int64_t i = 0; i < heads; ++i) {
-    begin[i] = parts.size();
-    const int64_t most = std::max<int64_t>(0, p.pages - p.first[i]);
-    const int64_t used = std::min<int64_t>(most, (std::max<int64_t>(0, p.length[i]) + p.page_size - 1) / p.page_size);
-    const bool by_slot = window > 0 && p.position == nullptr;
-    const int64_t hidden = by_slot ? std::max<int64_t>(0, p.length[i] - window) / p.page_size / pages * pages : 0;
-    for (int64_t page = hidden; page < used; page += pages) {
-      const int64_t end = std::min(page + pages, used);
-      parts.push_back({i / p.heads, i % p.heads, p.first[i] + page, p.first[i] + end, {}, {}, {}});
-    }
-  }
-  begin[heads] = parts.size();
-  parallel(pool, parts.size(), 1, [&](int64_t from, int64_t to) {
-    for (int64_t i = from; i < to; ++i) run(p, parts[i]);
-  });
-  for (int64_t i = 0; i < heads; ++i) {
-    float* own = out->typed_data() + i * p.group * p.dim;
-    merge(parts.data() + begin[i], begin[i + 1] - begin[i], p.group, p.dim, own, lse->typed_data() + i * p.group);
-  }
-  return ffi::Error::Success();
+  return guarded([&] { return solve(pool, p, out->typed_data(), lse->typed_data()); });
 }
 
 template <ffi::DataType type>

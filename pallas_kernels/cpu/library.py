@@ -7,18 +7,22 @@ kept beside other compiled programs. A machine without a compiler has XLA's own 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import hashlib
 import os
 import platform
+import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import warnings
 from pathlib import Path
+from typing import Any
 
 import jax
 import jaxlib.version
@@ -31,8 +35,10 @@ FUNCTIONS = {
     "products": ("kvjax_int8_product", "kvjax_fine_int8_product"),
     "attention": ("kvjax_float_attention", "kvjax_bfloat16_attention", "kvjax_int8_attention"),
 }
-#: Without -ffast-math: rounding, and what is not finite, are as in XLA's own forms.
+#: Without -ffast-math: what is not finite is as in XLA's own forms.
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-w", "-shared", "-fPIC")
+#: Of products a sum is not fused with the multiplication before it, which would round another way.
+_MORE = {"products": ("-ffp-contract=off",), "attention": ("-ffp-contract=fast",)}
 _SECONDS = 120
 _registered: dict[str, ctypes.CDLL] = {}
 _locks = {name: threading.Lock() for name in FUNCTIONS}
@@ -54,39 +60,44 @@ def loaded(name: str) -> ctypes.CDLL | None:
 
 
 def ahead(*names: str) -> None:
-    """Compile libraries while other things are done, on a thread of their own."""
-    if _wanted() and compiler() is not None and not all(_path(name, folder()).exists() for name in names):
+    """Compile what is not there yet while other things are done, on a thread of its own."""
+    if _wanted() and compiler() is not None and not all(os.path.exists(_path(name, folder())) for name in names):
         threading.Thread(target=lambda: [loaded(name) for name in names], name="kvjax-native").start()
 
 
 def supported() -> bool:
-    """Whether the C++ is written for this machine: x86-64, on Linux or macOS."""
-    return sys.platform != "win32" and platform.machine().lower() in ("x86_64", "amd64")
+    """Whether the C++ is written for this machine: Linux on x86-64 with AVX2."""
+    linux = sys.platform == "linux" and platform.machine().lower() in ("x86_64", "amd64")
+    return linux and "avx2" in _processor().split()
 
 
-def compiler() -> str | None:
-    """Path of the C++ compiler: $CXX, or the first of c++, g++ and clang++; None where there is none."""
-    names = filter(None, (os.environ.get("CXX"), "c++", "g++", "clang++"))
-    return next((path for name in names if (path := shutil.which(name))), None)
+def compiler() -> list[str] | None:
+    """The C++ compiler and its first arguments: $CXX, or the first of c++, g++ and clang++; None without one."""
+    chosen = shlex.split(os.environ.get("CXX", ""))
+    for line in ([chosen] if chosen else []) + [["c++"], ["g++"], ["clang++"]]:
+        if (path := shutil.which(line[0])) is not None:
+            return [path, *line[1:]]
+    return None
 
 
-def folder() -> Path:
+def folder() -> str:
     """Where libraries are kept: beside compiled programs, in KVJAX_CACHE or the user's cache folder."""
     import platformdirs
 
     chosen = os.environ.get("KVJAX_CACHE")
-    return (Path(chosen).expanduser() if chosen else platformdirs.user_cache_path("kvjax")) / "native"
+    return os.path.join(os.path.expanduser(chosen) if chosen else platformdirs.user_cache_dir("kvjax"), "native")
 
 
-def command(name: str, out: Path, *more: str) -> list[str] | None:
+def command(name: str, out: str | Path, *more: str) -> list[str] | None:
     """What compiles a library; None where nothing does. Flags that come later win."""
     found = compiler()
     if found is None:
         return None
-    return [found, *FLAGS, *more, "-isystem", jax.ffi.include_dir(), str(_HERE / f"{name}.cc"), "-o", str(out)]
+    flags = (*FLAGS, *_MORE[name], *more, "-isystem", jax.ffi.include_dir())
+    return [*found, *flags, str(_HERE / f"{name}.cc"), "-o", str(out)]
 
 
-def register(name: str, path: Path, suffix: str = "") -> ctypes.CDLL:
+def register(name: str, path: str | Path, suffix: str = "") -> ctypes.CDLL:
     """Give XLA a library's functions, under their names and a suffix.
 
     XLA takes a name once in a process: a later library of the same name and suffix is not looked at.
@@ -104,16 +115,16 @@ def register(name: str, path: Path, suffix: str = "") -> ctypes.CDLL:
 
 
 @functools.cache
-def _made(name: str, folder: Path) -> ctypes.CDLL | None:
+def _made(name: str, folder: str) -> ctypes.CDLL | None:
     path = _path(name, folder)
     try:
-        if not path.exists() and not _build(name, path):
-            return None
-        return register(name, path)
+        if os.path.exists(path):
+            with contextlib.suppress(OSError):  # of another system that shares the folder, or damaged: made again
+                return register(name, path)
+        return register(name, path) if _build(name, path) else None
     except (OSError, subprocess.SubprocessError) as error:
-        said = getattr(error, "stderr", None) or str(error)
         warnings.warn(
-            f"The {name} for this CPU could not be compiled into {folder} ({_first_line(said)}); XLA's own are used, "
+            f"The {name} for this CPU could not be compiled into {folder} ({_reason(error)}); XLA's own are used, "
             "which take up to three times as long.",
             RuntimeWarning,
             stacklevel=3,
@@ -126,42 +137,61 @@ def _wanted() -> bool:
     return not off and dispatch.platform() == "cpu" and supported()
 
 
-def _path(name: str, folder: Path) -> Path:
-    return folder / f"{name}-{_key(name)}.so"
+def _path(name: str, folder: str) -> str:
+    return os.path.join(folder, f"{name}-{_key(name)}.so")
 
 
-def _build(name: str, path: Path) -> bool:
+def _build(name: str, path: str) -> bool:
     """Compile, whole or not at all: other processes may be doing the same. False without a compiler."""
+    folder = os.path.dirname(path)
     if compiler() is None:
         return False
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{name}-") as temporary:
-        made = Path(temporary) / path.name
+    os.makedirs(folder, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder, prefix=f".{name}-", ignore_cleanup_errors=True) as temporary:
+        made = os.path.join(temporary, os.path.basename(path))
         line = command(name, made)
         assert line is not None
-        # In a session of its own, where Ctrl-C does not reach it: what it makes is of use to the next process.
-        options = {"check": True, "capture_output": True, "text": True, "timeout": _SECONDS}
-        subprocess.run(line, start_new_session=True, **options)
-        made.replace(path)
+        _run(line)
+        os.replace(made, path)
     return True
 
 
-def _first_line(text: str) -> str:
-    return next(iter(text.strip().splitlines()), "nothing was said")[:200]
+def _run(line: list[str]) -> None:
+    """Run a compiler and what it starts, in a session of their own: Ctrl-C at a terminal is not for them."""
+    options: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "start_new_session": True}
+    with subprocess.Popen(line, **options) as process:
+        try:
+            said, _ = process.communicate(timeout=_SECONDS)
+        except BaseException:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, line[0], said)
+
+
+def _reason(error: OSError | subprocess.SubprocessError) -> str:
+    """What a compiler said first of an error, or else what became of it."""
+    if isinstance(error, subprocess.TimeoutExpired):
+        return f"the compiler took more than {_SECONDS} s"
+    if isinstance(error, subprocess.CalledProcessError):
+        lines = (error.output or b"").decode(errors="replace").strip().splitlines()
+        return next((one for one in lines if "error" in one), lines[0] if lines else str(error))[:200]
+    return str(error)[:200]
 
 
 @functools.cache
 def _key(name: str) -> str:
-    """Changes with whatever a library is made from: sources, flags, headers and processor."""
+    """Changes with what a library is made from: sources, flags, headers and processor."""
     sources = [(_HERE / file).read_text() for file in ("parallel.h", f"{name}.cc")]
-    parts = (*sources, " ".join(FLAGS), jaxlib.version.__version__, platform.machine(), _processor())
+    parts = (*sources, *FLAGS, *_MORE[name], jaxlib.version.__version__, platform.machine(), _processor())
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
+@functools.cache
 def _processor() -> str:
-    """The processor's name and instructions, as far as the system says."""
+    """The processor's name and instructions, as Linux says."""
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
     except OSError:  # systems without this file
         return platform.processor()
-    return "".join(line for line in dict.fromkeys(lines) if line.startswith(("model name", "flags")))
+    return "\n".join(line for line in dict.fromkeys(lines) if line.startswith(("model name", "flags")))

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
+#include <exception>
 #include <memory>
 #include <thread>
 
@@ -12,17 +13,23 @@
 
 // Calls body(first, last) for parts of 0..count, each of `part` but the last, on this thread and on the pool's.
 //
-// A task that starts late finds nothing to do, and looks at nothing of this thread's stack.
+// A task that starts late finds nothing to do, and looks at nothing of this thread's stack. False where a body threw,
+// as it does without memory: no exception may reach a pool's thread, or XLA.
 template <typename Body>
-void parallel(xla::ffi::ThreadPool& pool, int64_t count, int64_t part, const Body& body) {
+[[nodiscard]] bool parallel(xla::ffi::ThreadPool& pool, int64_t count, int64_t part, const Body& body) {
   struct Work {
     std::atomic<int64_t> next{0}, done{0};
+    std::atomic<bool> failed{false};
     int64_t count, part, parts;
     const Body* body;
 
     void run() {
       for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < parts;) {
-        (*body)(i * part, std::min(count, (i + 1) * part));
+        try {
+          (*body)(i * part, std::min(count, (i + 1) * part));
+        } catch (const std::exception&) {
+          failed.store(true, std::memory_order_relaxed);
+        }
         done.fetch_add(1, std::memory_order_release);
       }
     }
@@ -35,4 +42,19 @@ void parallel(xla::ffi::ThreadPool& pool, int64_t count, int64_t part, const Bod
   for (int64_t spins = 0; work->done.load(std::memory_order_acquire) < work->parts; ++spins) {
     if (spins > 1000) std::this_thread::yield();
   }
+  return !work->failed.load(std::memory_order_relaxed);
+}
+
+// What a function of XLA's gives where `compute` throws.
+template <typename Compute>
+xla::ffi::Error guarded(const Compute& compute) {
+  try {
+    return compute();
+  } catch (const std::exception& error) {
+    return xla::ffi::Error(xla::ffi::ErrorCode::kResourceExhausted, error.what());
+  }
+}
+
+inline xla::ffi::Error out_of_memory() {
+  return xla::ffi::Error(xla::ffi::ErrorCode::kResourceExhausted, "There is no memory for what the threads need.");
 }

@@ -40,7 +40,7 @@ struct Rounded {
   int64_t stride;               // bytes from a row to the next
   std::vector<int8_t> values;   // [rows, stride], zeros beyond a row's own
   std::vector<float> step;      // [rows]
-  std::vector<int32_t> excess;  // [rows], what sums are too large by, where weights are read as unsigned numbers
+  std::vector<uint32_t> excess;  // [rows], what sums are too large by, where weights are read as unsigned numbers
 };
 
 // The largest absolute value; NaN if there is one, whose bits are the largest.
@@ -57,16 +57,21 @@ float largest(const float* row, int64_t count) {
   return value;
 }
 
+// Sums wrap around, as those of the instructions do: what is within int32 in the end is right.
+inline float whole(int32_t sum, uint32_t excess) {
+  return static_cast<float>(static_cast<int32_t>(static_cast<uint32_t>(sum) - excess));
+}
+
 // Rounds a row; into `rest`, unless it is null, goes what that leaves. Returns the sum of the values.
-int32_t round_row(const float* row, int64_t count, int8_t* values, float* step, float* rest) {
+uint32_t round_row(const float* row, int64_t count, int8_t* values, float* step, float* rest) {
   float s = largest(row, count) * (1.0f / 127);
   s = s == 0 ? 1.0f : s;
   const bool finite = std::isfinite(s);  // what is not makes the result NaN by its step
-  int32_t sum = 0;
+  uint32_t sum = 0;
   for (int64_t i = 0; i < count; ++i) {
     const int32_t whole = finite ? static_cast<int32_t>(std::nearbyint(row[i] / s)) : 0;
     values[i] = static_cast<int8_t>(whole);
-    sum += whole;
+    sum += static_cast<uint32_t>(whole);
   }
   if (rest != nullptr) {
     for (int64_t i = 0; i < count; ++i) rest[i] = row[i] - static_cast<float>(values[i]) * s;
@@ -78,9 +83,7 @@ int32_t round_row(const float* row, int64_t count, int8_t* values, float* step, 
 #if defined(__AVX512VNNI__) && defined(__AVX512BW__)
 
 // The instruction multiplies unsigned numbers by signed ones: weights are read 128 larger than they are.
-constexpr int32_t kExcess = 128;
-// Rows up to which this is faster than XLA's own product: any number of them.
-constexpr int64_t kMostRows = INT64_MAX;
+constexpr uint32_t kExcess = 128;
 
 // Lane i of the result is the sum of the lanes of a[i].
 [[gnu::always_inline]] inline __m512i lane_sums(const __m512i (&a)[16]) {
@@ -136,8 +139,7 @@ void tile(const int8_t* x, int64_t stride, const int8_t* const* weights, int64_t
 
 #elif defined(__AVX2__)
 
-constexpr int32_t kExcess = 0;
-constexpr int64_t kMostRows = 64;
+constexpr uint32_t kExcess = 0;
 
 [[gnu::always_inline]] inline int32_t lane_sum(__m256i a) {
   __m128i sum = _mm_add_epi32(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));
@@ -205,7 +207,7 @@ ffi::Error product(ffi::ThreadPool pool, Rows x, Matrix matrix, Scales scale, Re
   rounded.values.resize(padded * rounded.stride);
   rounded.step.resize(padded);
   rounded.excess.resize(padded);
-  parallel(pool, rows, rows_of_a_task(inputs * sizeof(float)), [&](int64_t first, int64_t last) {
+  const bool done = parallel(pool, rows, rows_of_a_task(inputs * sizeof(float)), [&](int64_t first, int64_t last) {
     std::vector<float> rest(P > 1 ? inputs : 0);
     for (int64_t row = first; row < last; ++row) {
       const float* own = x.typed_data() + row * inputs;
@@ -216,10 +218,11 @@ ffi::Error product(ffi::ThreadPool pool, Rows x, Matrix matrix, Scales scale, Re
       }
     }
   });
+  if (!done) return out_of_memory();
   const int8_t* weights = matrix.typed_data();
   const float* scales = scale.typed_data();
   float* result = out->typed_data();
-  parallel(pool, outputs, rows_of_a_task(inputs), [&](int64_t first, int64_t last) {
+  const bool multiplied = parallel(pool, outputs, rows_of_a_task(inputs), [&](int64_t first, int64_t last) {
     const int64_t width = last - first;
     std::vector<int32_t> sums(kRows * width);
     for (int64_t row = 0; row < rows * P; row += kRows) {
@@ -230,24 +233,27 @@ ffi::Error product(ffi::ThreadPool pool, Rows x, Matrix matrix, Scales scale, Re
         float* __restrict own = result + (row + r) / P * outputs + first;
         const int32_t* __restrict sum = sums.data() + r * width;
         const float *step = rounded.step.data() + row + r, *of = scales + first;
-        const int32_t* excess = rounded.excess.data() + row + r;
+        const uint32_t* excess = rounded.excess.data() + row + r;
         for (int64_t n = 0; n < width; ++n) {
-          float found = static_cast<float>(sum[n] - excess[0]) * step[0];
-          if (P == 2) found += static_cast<float>(sum[width + n] - excess[1]) * step[1];
+          float found = whole(sum[n], excess[0]) * step[0];
+          if (P == 2) found += whole(sum[width + n], excess[1]) * step[1];
           own[n] = found * of[n];
         }
       }
     }
   });
-  return ffi::Error::Success();
+  return multiplied ? ffi::Error::Success() : out_of_memory();
+}
+
+template <int P>
+ffi::Error guarded_product(ffi::ThreadPool pool, Rows x, Matrix matrix, Scales scale, Result out) {
+  return guarded([&] { return product<P>(pool, x, matrix, scale, out); });
 }
 
 }  // namespace
 
-extern "C" int64_t kvjax_most_rows() { return kMostRows; }
-
 #define KVJAX_PRODUCT(name, parts)                                                                                 \
-  XLA_FFI_DEFINE_HANDLER_SYMBOL(name, product<parts>,                                                              \
+  XLA_FFI_DEFINE_HANDLER_SYMBOL(name, guarded_product<parts>,                                                              \
                                 ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<Rows>().Arg<Matrix>().Arg<Scales>()    \
                                     .Ret<Rows>())
 

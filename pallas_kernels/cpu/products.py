@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -13,13 +11,9 @@ from pallas_kernels.cpu import library
 _COARSE, _FINE = library.FUNCTIONS["products"]
 
 
-def most_rows() -> int:
-    """Rows of activations up to which :func:`int8_product` is there and faster than XLA's product; it is made here."""
-    found = library.loaded("products")
-    if found is None:
-        return 0
-    found.kvjax_most_rows.restype = ctypes.c_int64
-    return found.kvjax_most_rows()
+def available() -> bool:
+    """Whether there is :func:`int8_product` on the platform compiled for; it is compiled here."""
+    return library.loaded("products") is not None
 
 
 def int8_product(

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
+from pallas_kernels import argument_checks
 from pallas_kernels.cpu import library
 from pallas_kernels.pages import Columns
 from pallas_kernels.ragged_decode.decode_problem import Decoded, Problem
@@ -28,6 +29,7 @@ def decode(p: Problem, *, config: None = None, suffix: str = "") -> Decoded:
         raise NotImplementedError(f"The CPU form reads columns of {', '.join(_FUNCTIONS)}.")
     if page_size % LANES or dim % LANES or not p.q.size:
         raise NotImplementedError(f"The CPU form takes slots and channels in multiples of {LANES}, and a row at least.")
+    argument_checks.compiled_in(p.soft_cap, p.logits_scale, None if p.logits_scale is None else p.scale)
     if not suffix and library.loaded("attention") is None:
         raise NotImplementedError("There is no compiled attention for this CPU.")
     rows, heads, group, _ = p.q.shape

@@ -1,6 +1,7 @@
 """The C++ for CPUs is compiled once, whole or not at all, and what cannot be compiled is said."""
 
-import time
+import threading
+from pathlib import Path
 
 import pytest
 from support.native import needs_compiler, needs_shell
@@ -26,12 +27,29 @@ def test_a_library_is_compiled_once_and_kept_under_what_it_is_made_from(cache, m
 
 
 @needs_compiler
-def test_it_is_compiled_ahead_on_a_thread(cache):
-    library.ahead("attention")
-    deadline = time.monotonic() + 60
-    while not list(cache.glob("attention-*.so")) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert list(cache.glob("attention-*.so"))
+def test_it_is_compiled_ahead_on_a_thread(cache, monkeypatch):
+    compiled = []
+    monkeypatch.setattr(library, "_run", lambda line: compiled.append((threading.current_thread().name, line[-1])))
+    monkeypatch.setattr(library.os, "replace", lambda source, target: None)
+    monkeypatch.setattr(library, "register", lambda name, path: None)
+    library.ahead("attention", "products")
+    for thread in threading.enumerate():
+        if thread.name == "kvjax-native":
+            thread.join(60)
+    assert [name for name, _ in compiled] == ["kvjax-native"] * 2
+    assert ["attention" in compiled[0][1], "products" in compiled[1][1]] == [True, True]
+
+
+@needs_compiler
+def test_a_library_that_cannot_be_loaded_is_made_again(cache):
+    path = Path(library._path("products", library.folder()))
+    path.parent.mkdir()
+    path.write_text("from another system")
+    library._registered.pop("products", None)  # XLA keeps what it has; that a new one is loaded counts here
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(library.jax.ffi, "register_ffi_target", lambda *args, **options: None)
+        assert library.loaded("products") is not None
+    assert path.read_bytes().startswith(b"\x7fELF")
 
 
 def test_a_key_changes_with_the_processor_and_the_source(monkeypatch):
@@ -55,14 +73,37 @@ def test_without_a_compiler_there_is_none(monkeypatch, tmp_path, cache):
 @needs_shell
 def test_a_compiler_that_fails_is_said_and_leaves_nothing(monkeypatch, tmp_path, cache):
     script = tmp_path / "cxx"
-    script.write_text("#!/bin/sh\necho 'no such flag' >&2\nexit 1\n")
+    script.write_bytes(b"#!/bin/sh\necho 'In file \xe9' >&2\necho 'error: no such flag' >&2\nexit 1\n")
     script.chmod(0o755)
-    monkeypatch.setenv("CXX", str(script))
+    monkeypatch.setenv("CXX", f"{script} --with=arguments")
+    assert library.compiler() == [str(script), "--with=arguments"]
     monkeypatch.setattr(library, "supported", lambda: True)
     with pytest.warns(RuntimeWarning, match=r"attention.*no such flag.*XLA's own are used"):
         assert library.loaded("attention") is None
     assert list(cache.iterdir()) == []
     assert library.loaded("attention") is None  # and is said once
+
+
+@needs_shell
+def test_a_compiler_that_hangs_is_killed_with_what_it_started(monkeypatch, tmp_path, cache):
+    script = tmp_path / "cxx"
+    script.write_text(f"#!/bin/sh\nsleep 60 &\necho $! > {tmp_path}/child\nwait\n")
+    script.chmod(0o755)
+    monkeypatch.setenv("CXX", str(script))
+    monkeypatch.setattr(library, "supported", lambda: True)
+    monkeypatch.setattr(library, "_SECONDS", 1)
+    with pytest.warns(RuntimeWarning, match="took more than 1 s"):
+        assert library.loaded("attention") is None
+    assert list(cache.iterdir()) == []
+    child = Path(f"/proc/{(tmp_path / 'child').read_text().strip()}/stat")
+    assert not child.exists() or child.read_text().split()[2] == "Z"
+
+
+def test_a_cache_that_cannot_be_looked_at_does_not_disturb(monkeypatch):
+    monkeypatch.setenv("KVJAX_CACHE", "/x" * 3000)
+    monkeypatch.setattr(library, "compiler", lambda: None)
+    library.ahead("attention")
+    assert library.loaded("attention") is None
 
 
 @needs_compiler

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.native import SETS, needs_compiler, suffix
+from support.native import SETS, needs_compiler, needs_native, suffix
 
 from kvjax.model import quantised_matmul as own
 from kvjax.model.matmul import matmul
@@ -80,7 +80,7 @@ def test_shapes_that_do_not_fit_are_refused():
         jax.block_until_ready(products.int8_product(x, values[:, :7], scale, suffix=suffix("products", "here")))
 
 
-@needs_compiler
+@needs_native
 def test_cpus_multiply_by_it_unless_it_is_switched_off(monkeypatch):
     weight, x = quantised(jnp.asarray(RNG.standard_normal((40, 24)), jnp.float32), jnp.float32), jnp.ones((3, 24))
     text = jax.jit(lambda x: matmul(x, weight)).lower(x).as_text()

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.decode_base import RAGGED, Case, DecodeBase, build, by_row, oracle
-from support.native import needs_compiler, suffix
+from support.native import needs_compiler, needs_native, suffix
 
 from pallas_kernels.ragged_decode import native, ragged_decode, xla
 from pallas_kernels.softmax import NEG
@@ -32,14 +32,28 @@ class _Native(DecodeBase):
             by_row(((70, 130), (5, 160), (0, 1), (160, 17)), ((5, 16), (11, 10)) * 2, dtype=jnp.int8, page_size=32)
         )
 
-    def test_a_row_and_room_beside_it_change_no_bit(self):
-        case = Case(((300, 17), (64, 0), (5, 200)), (30, 20), group=3)
-        problem = build(case, "columns")
+    def test_rows_beside_a_row_and_room_beside_its_tokens_change_no_bit(self):
+        problem = build(Case(((300, 17), (64, 0), (5, 200)), (30, 20), group=3, poison=False), "columns")
         whole = self.run(problem)
         for b in range(3):
             alone = jax.tree.map(lambda x, b=b: x[b : b + 1], problem.pages)
             more = dataclasses.replace(problem, q=problem.q[b : b + 1], pages=alone, length=problem.length[b : b + 1])
             np.testing.assert_array_equal(self.run(more).out[0], whole.out[b])
+            room = jax.tree.map(lambda x: jnp.concatenate([x[:, :30], x[:, :7], x[:, 30:], x[:, :3]], axis=1), alone)
+            np.testing.assert_array_equal(
+                self.run(dataclasses.replace(more, pages=room, runs=(37, 23))).out[0], whole.out[b]
+            )
+
+    def test_a_length_beyond_a_heads_pages_ends_with_them(self):
+        problem = build(Case(((160, 130),), (10, 9), poison=False), "columns")
+        want = self.run(problem).out
+        np.testing.assert_array_equal(self.run(dataclasses.replace(problem, length=jnp.array([[500, 130]]))).out, want)
+
+    def test_a_head_whose_only_score_is_minus_infinity_is_empty(self):
+        problem = build(Case(((1, 130),), RAGGED, log_mass=True), "columns")
+        found = self.run(dataclasses.replace(problem, log_mass=jnp.array([[-jnp.inf, 0.0]])))
+        assert not np.asarray(found.out[0, 0]).any() and (np.asarray(found.lse[0, 0]) == np.float32(NEG)).all()
+        assert np.isfinite(np.asarray(found.out[0, 1])).all()
 
     def test_what_is_not_finite_stays_in_its_row(self):
         problem = build(Case(((70, 130), (5, 160)), RAGGED, poison=False), "columns")
@@ -60,6 +74,7 @@ class _Native(DecodeBase):
 
 @needs_compiler
 class TestNative(_Native):
+    @needs_native
     def test_it_is_what_cpus_take_unless_it_is_switched_off(self, monkeypatch):
         problem = build(Case(((70, 130),), RAGGED), "columns")
 
@@ -83,6 +98,13 @@ class TestNative(_Native):
         found = ragged_decode(*given, runs=problem.runs, scale=problem.scale)
         want = jax.jit(lambda: xla.decode(problem))().out
         np.testing.assert_allclose(np.float32(found.out), np.float32(want), atol=1e-3, rtol=1e-3)
+
+    def test_traced_numbers_are_left_to_xla(self):
+        problem = build(Case(((20, 30),), (8, 8), poison=False), "columns")
+        given = (problem.q, problem.pages, problem.length)
+        capped = jax.jit(lambda cap: ragged_decode(*given, runs=problem.runs, scale=1.0, soft_cap=cap).out)
+        want = ragged_decode(*given, runs=problem.runs, scale=1.0, soft_cap=3.0).out
+        np.testing.assert_allclose(capped(jnp.float32(3.0)), want, atol=1e-5)
 
     def test_nothing_of_the_cache_is_copied(self):
         problem = build(Case(((4096, 4000),), (256, 256), page_size=32, poison=False), "columns")

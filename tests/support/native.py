@@ -16,6 +16,7 @@ needs_compiler = pytest.mark.skipif(
     not library.supported() or library.compiler() is None, reason="there is no C++ compiler for this machine"
 )
 needs_shell = pytest.mark.skipif(sys.platform == "win32", reason="a shell script")
+needs_native = pytest.mark.skipif(library.loaded("attention") is None, reason="it is switched off, or not there")
 #: Flags of each set of instructions.
 SETS = {"here": (), "avx2": ("-march=x86-64-v3",)}
 
