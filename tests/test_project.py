@@ -18,6 +18,7 @@ import kvjax
 from kvjax.cli.main import main
 
 ROOT = Path(__file__).resolve().parent.parent
+CPP = [str(path) for path in sorted((ROOT / "pallas_kernels/cpu").iterdir()) if path.suffix in (".cc", ".h")]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 #: Pages whose commands a reader may type.
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -115,15 +116,20 @@ def test_public_names_exist_and_are_documented():
 
 @pytest.mark.parametrize(
     "command",
-    [["ruff", "check"], ["ruff", "format", "--check"], ["pyright", "--pythonpath", sys.executable]],
-    ids=" ".join,
+    [
+        ["ruff", "check"],
+        ["ruff", "format", "--check"],
+        ["pyright", "--pythonpath", sys.executable],
+        ["clang-format", "--dry-run", "--Werror", *CPP],
+    ],
+    ids=lambda command: " ".join(command[:2]),
 )
 def test_lint_and_types(command):
     tool = shutil.which(command[0], path=str(Path(sys.executable).parent))
     if tool is None:
         pytest.skip(f"{command[0]} is not installed; the extra dev has it")
     done = subprocess.run([tool, *command[1:]], capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 0, done.stdout[-3000:]
+    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
 
 
 def test_shapes_in_signatures_are_checked_here():

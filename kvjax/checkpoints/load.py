@@ -124,10 +124,11 @@ def load(
     text = _text(name)
     if compile_cache:
         keep_compiled_programs()
-    if switched("KVJAX_NATIVE", True):
-        library.ahead("attention", *(("products",) if form.weights else ()))
+    native = switched("KVJAX_NATIVE", True)
     with showing(progress):
         path = _found(text)
+        if native:  # a converted folder may hold int8 weights, whatever was asked for
+            library.ahead("attention", *(("products",) if form.weights or is_converted(path) else ()))
         with stage("load", text, unit="bytes"):
             if not path.is_dir():
                 return _load_gguf(text, path, form)

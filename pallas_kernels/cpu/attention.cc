@@ -1,7 +1,8 @@
 // Attention of one query a row over a paged cache, for XLA's CPU backend: called as a foreign function.
 //
-// It reads no page that has no visible slot, and each other page from memory once. A head's slots are taken in chunks of a fixed
-// size, merged in order, so that a row's result does not depend on the rows beside it, on room or on threads.
+// It reads no page that lies beyond a head's length or before its window, and each other page from memory once. A
+// head's slots are taken in chunks of a fixed size, merged in order, so that a row's result does not depend on the rows
+// beside it, on room or on threads.
 
 #include <immintrin.h>
 
@@ -84,20 +85,20 @@ inline V exponential(V x) {
 template <typename T>
 struct Problem {
   int64_t rows, heads, group, key_dim, dim, pages, page_size, first_row;
-  const float* q;         // [rows, heads, group, key_dim], scaled
-  const T *k, *v;         // [.., pages, key_dim, page_size], [.., pages, page_size, dim]
-  const int32_t *first, *length;     // [rows, heads]: a head's first page, and its slots
-  const float *v_scale, *log_mass;   // [.., pages, page_size], [rows, heads]
+  const float* q;                            // [rows, heads, group, key_dim], scaled
+  const T *k, *v;                            // [.., pages, key_dim, page_size], [.., pages, page_size, dim]
+  const int32_t *first, *length;             // [rows, heads]: a head's first page, and its slots
+  const float *v_scale, *log_mass;           // [.., pages, page_size], [rows, heads]
   const int32_t *position, *query_position;  // [.., pages, page_size], [rows]
-  const float* slopes;    // [heads, group]
-  int64_t window;         // 0: none
-  float soft_cap, ratio;  // 0: none; what logits are scores times
-  float* logits;          // [rows, pages, group, page_size]
+  const float* slopes;                       // [heads, group]
+  int64_t window;                            // 0: none
+  float soft_cap, ratio;                     // 0: none; what logits are scores times
+  float* logits;                             // [rows, pages, group, page_size]
 };
 
-// One chunk's part of a head's result.
-struct Part {
-  int64_t row, head, page, end;  // pages of the head
+// A chunk of a head's pages, and the softmax over it, not yet divided by its mass.
+struct Chunk {
+  int64_t row, head, page, end;
   std::vector<float> peak, mass, out;  // [group], [group], [group, dim]
 };
 
@@ -168,19 +169,19 @@ void page_values(const T* values, const float* weight, int64_t stride, int64_t p
 
 // The scores of a page as they are in the softmax: bounded, with biases, kNeg where a slot is not visible.
 template <typename T>
-void finish(const Problem<T>& p, const Part& part, int64_t page, int64_t g, float* scores) {
-  const int64_t head = part.row * p.heads + part.head, length = p.length[head];
+void finish(const Problem<T>& p, const Chunk& chunk, int64_t page, int64_t g, float* scores) {
+  const int64_t head = chunk.row * p.heads + chunk.head, length = p.length[head];
   const int64_t own = page - std::clamp<int64_t>(p.first[head], 0, p.pages);
-  const int64_t slot = own * p.page_size, stored = ((p.first_row + part.row) * p.pages + page) * p.page_size;
+  const int64_t slot = own * p.page_size, stored = ((p.first_row + chunk.row) * p.pages + page) * p.page_size;
   const bool placed = p.position != nullptr;
   const int64_t low = p.window > 0 && !placed ? length - p.window : 0;
-  float* logits = p.logits == nullptr ? nullptr : p.logits + ((part.row * p.pages + page) * p.group + g) * p.page_size;
-  const float slope = p.slopes == nullptr ? 0 : p.slopes[part.head * p.group + g];
+  float* logits = p.logits == nullptr ? nullptr : p.logits + ((chunk.row * p.pages + page) * p.group + g) * p.page_size;
+  const float slope = p.slopes == nullptr ? 0 : p.slopes[chunk.head * p.group + g];
   const float mass = p.log_mass == nullptr ? 0 : p.log_mass[head];
   const auto score = [&](float raw, int64_t r) {
     float found = p.soft_cap > 0 ? p.soft_cap * std::tanh(raw / p.soft_cap) : raw;
     if (p.slopes != nullptr) {
-      const uint32_t place = p.position[stored + r], query = p.query_position[part.row];
+      const uint32_t place = p.position[stored + r], query = p.query_position[chunk.row];
       found += slope * static_cast<float>(static_cast<int32_t>(place - query));
     }
     return slot + r == 0 ? found + mass : found;
@@ -191,32 +192,33 @@ void finish(const Problem<T>& p, const Part& part, int64_t page, int64_t g, floa
   }
   for (int64_t r = 0; r < p.page_size; ++r) {
     bool visible = slot + r < length && slot + r >= low;
-    if (p.window > 0 && placed) visible &= p.position[stored + r] > p.query_position[part.row] - p.window;
+    if (p.window > 0 && placed) visible &= p.position[stored + r] > p.query_position[chunk.row] - p.window;
     if (logits != nullptr) logits[r] = visible ? score(scores[r] * p.ratio, r) : kNeg;
     scores[r] = visible ? score(scores[r], r) : kNeg;
   }
 }
 
+// Scores, weights and weighted values of a chunk.
 template <typename T>
-void run(const Problem<T>& p, Part& part) {
-  const int64_t count = part.end - part.page, slots = count * p.page_size;
+void attend_to(const Problem<T>& p, Chunk& chunk) {
+  const int64_t count = chunk.end - chunk.page, slots = count * p.page_size;
   thread_local std::vector<float> scores;
   scores.resize(p.group * slots);
-  part.peak.assign(p.group, kNeg), part.mass.assign(p.group, 0), part.out.assign(p.group * p.dim, 0);
-  const float* q = p.q + (part.row * p.heads + part.head) * p.group * p.key_dim;
-  const int64_t first = (p.first_row + part.row) * p.pages;
+  chunk.peak.assign(p.group, kNeg), chunk.mass.assign(p.group, 0), chunk.out.assign(p.group * p.dim, 0);
+  const float* q = p.q + (chunk.row * p.heads + chunk.head) * p.group * p.key_dim;
+  const int64_t first = (p.first_row + chunk.row) * p.pages;
   using Scores = void (*)(const T*, const float*, int64_t, int64_t, float*, int64_t);
   using Values = void (*)(const T*, const float*, int64_t, int64_t, int64_t, float*);
   constexpr Scores of[] = {page_scores<T, 1>, page_scores<T, 2>, page_scores<T, 3>, page_scores<T, 4>};
   constexpr Values add[] = {page_values<T, 1>, page_values<T, 2>, page_values<T, 3>, page_values<T, 4>};
   for (int64_t i = 0; i < count; ++i) {
-    const T* keys = p.k + (first + part.page + i) * p.key_dim * p.page_size;
+    const T* keys = p.k + (first + chunk.page + i) * p.key_dim * p.page_size;
     for (int64_t g = 0; g < p.group; g += 4) {
       const int64_t some = std::min<int64_t>(4, p.group - g);
       of[some - 1](keys, q + g * p.key_dim, p.key_dim, p.page_size, scores.data() + g * slots + i * p.page_size, slots);
     }
     for (int64_t g = 0; g < p.group; ++g) {
-      finish(p, part, part.page + i, g, scores.data() + g * slots + i * p.page_size);
+      finish(p, chunk, chunk.page + i, g, scores.data() + g * slots + i * p.page_size);
     }
   }
   for (int64_t g = 0; g < p.group; ++g) {
@@ -228,7 +230,7 @@ void run(const Problem<T>& p, Part& part) {
     }
     float peak = kNeg;
     for (int i = 0; i < kLanes; ++i) peak = std::max(peak, peaks[i]);
-    part.peak[g] = peak;
+    chunk.peak[g] = peak;
     if (peak == kNeg) {  // nothing is visible, or has a score above it, or all of it is NaN
       bool empty = true;
       for (int64_t j = 0; j < slots; ++j) empty &= own[j] <= kNeg;
@@ -242,34 +244,34 @@ void run(const Problem<T>& p, Part& part) {
       masses += weight;
       store(own + j, weight);
     }
-    for (int i = 0; i < kLanes; ++i) part.mass[g] += masses[i];
+    for (int i = 0; i < kLanes; ++i) chunk.mass[g] += masses[i];
     if (p.v_scale != nullptr) {
-      const float* scale = p.v_scale + (first + part.page) * p.page_size;
+      const float* scale = p.v_scale + (first + chunk.page) * p.page_size;
       for (int64_t j = 0; j < slots; j += kLanes) store(own + j, load(own + j) * load(scale + j));
     }
   }
   for (int64_t i = 0; i < count; ++i) {
-    const T* values = p.v + (first + part.page + i) * p.page_size * p.dim;
+    const T* values = p.v + (first + chunk.page + i) * p.page_size * p.dim;
     for (int64_t g = 0; g < p.group; g += 4) {
       const int64_t some = std::min<int64_t>(4, p.group - g);
       const float* weight = scores.data() + g * slots + i * p.page_size;
-      add[some - 1](values, weight, slots, p.page_size, p.dim, part.out.data() + g * p.dim);
+      add[some - 1](values, weight, slots, p.page_size, p.dim, chunk.out.data() + g * p.dim);
     }
   }
 }
 
-// A head's result of its parts, in order.
-void merge(const Part* parts, int64_t count, int64_t group, int64_t dim, float* out, float* lse) {
+// A head's result of its chunks, in order.
+void merge(const Chunk* chunks, int64_t count, int64_t group, int64_t dim, float* out, float* lse) {
   for (int64_t g = 0; g < group; ++g) {
     float peak = kNeg, mass = 0;
-    for (int64_t i = 0; i < count; ++i) peak = std::max(peak, parts[i].peak[g]);
+    for (int64_t i = 0; i < count; ++i) peak = std::max(peak, chunks[i].peak[g]);
     float* own = out + g * dim;
     std::fill_n(own, dim, 0.0f);
     for (int64_t i = 0; i < count; ++i) {
-      if (parts[i].mass[g] == 0) continue;
-      const float weight = std::exp(parts[i].peak[g] - peak);
-      mass += weight * parts[i].mass[g];
-      for (int64_t d = 0; d < dim; ++d) own[d] += weight * parts[i].out[g * dim + d];
+      if (chunks[i].mass[g] == 0) continue;
+      const float weight = std::exp(chunks[i].peak[g] - peak);
+      mass += weight * chunks[i].mass[g];
+      for (int64_t d = 0; d < dim; ++d) own[d] += weight * chunks[i].out[g * dim + d];
     }
     lse[g] = mass == 0 ? kNeg : peak + std::log(mass);
     if (mass != 0) {
@@ -282,10 +284,10 @@ void merge(const Part* parts, int64_t count, int64_t group, int64_t dim, float* 
 template <typename T>
 ffi::Error solve(ffi::ThreadPool pool, const Problem<T>& p, float* out, float* lse) {
   const int64_t pages = std::max<int64_t>(1, kChunk / p.page_size), heads = p.rows * p.heads;
-  std::vector<Part> parts;
+  std::vector<Chunk> chunks;
   std::vector<int64_t> begin(heads + 1);
   for (int64_t i = 0; i < heads; ++i) {
-    begin[i] = parts.size();
+    begin[i] = chunks.size();
     // A head's pages end where the next one's begin.
     const int64_t start = std::clamp<int64_t>(p.first[i], 0, p.pages);
     const int64_t end_of = i % p.heads + 1 < p.heads ? std::clamp<int64_t>(p.first[i + 1], 0, p.pages) : p.pages;
@@ -295,16 +297,17 @@ ffi::Error solve(ffi::ThreadPool pool, const Problem<T>& p, float* out, float* l
     const int64_t hidden = by_slot ? std::max<int64_t>(0, p.length[i] - p.window) / p.page_size / pages * pages : 0;
     for (int64_t page = hidden; page < used; page += pages) {
       const int64_t end = std::min(page + pages, used);
-      parts.push_back({i / p.heads, i % p.heads, start + page, start + end, {}, {}, {}});
+      chunks.push_back({i / p.heads, i % p.heads, start + page, start + end, {}, {}, {}});
     }
   }
-  begin[heads] = parts.size();
-  const bool done = parallel(pool, parts.size(), 1, [&](int64_t from, int64_t to) {
-    for (int64_t i = from; i < to; ++i) run(p, parts[i]);
+  begin[heads] = chunks.size();
+  const bool done = parallel(pool, chunks.size(), 1, [&](int64_t from, int64_t to) {
+    for (int64_t i = from; i < to; ++i) attend_to(p, chunks[i]);
   });
   if (!done) return out_of_memory();
   for (int64_t i = 0; i < heads; ++i) {
-    merge(parts.data() + begin[i], begin[i + 1] - begin[i], p.group, p.dim, out + i * p.group * p.dim, lse + i * p.group);
+    merge(chunks.data() + begin[i], begin[i + 1] - begin[i], p.group, p.dim, out + i * p.group * p.dim,
+          lse + i * p.group);
   }
   return ffi::Error::Success();
 }
@@ -315,20 +318,21 @@ auto data_or_null(const Buffer& buffer) {
 }
 
 using Floats = ffi::Buffer<ffi::F32>;
-using Whole = ffi::Buffer<ffi::S32>;
+using Ints = ffi::Buffer<ffi::S32>;
 using Result = ffi::ResultBuffer<ffi::F32>;
 
 template <ffi::DataType type>
 ffi::Error attend(ffi::ThreadPool pool, ffi::Buffer<ffi::F32, 4> q, ffi::Buffer<type, 4> k, ffi::Buffer<type, 4> v,
-                  Whole first, Whole length, Whole first_row, Floats v_scale, Floats log_mass, Whole position,
-                  Whole query_position, Floats slopes, int64_t window, float soft_cap, float ratio, Result out,
+                  Ints first, Ints length, Ints first_row, Floats v_scale, Floats log_mass, Ints position,
+                  Ints query_position, Floats slopes, int64_t window, float soft_cap, float ratio, Result out,
                   Result lse, Result logits) {
   const auto shape = q.dimensions(), values = v.dimensions();
   Problem<ffi::NativeType<type>> p{};
   p.rows = shape[0], p.heads = shape[1], p.group = shape[2], p.key_dim = shape[3];
   p.pages = values[1], p.page_size = values[2], p.dim = values[3];
   if (k.dimensions()[2] != p.key_dim || p.page_size % kLanes != 0 || p.dim % kLanes != 0) {
-    return ffi::Error::InvalidArgument("Queries and keys differ in channels, or slots or channels are not 16 together.");
+    return ffi::Error::InvalidArgument(
+        "Queries and keys differ in channels, or slots or channels are not 16 together.");
   }
   p.first_row = std::clamp<int64_t>(first_row.typed_data()[0], 0, values[0] - p.rows);
   p.q = q.typed_data(), p.k = k.typed_data(), p.v = v.typed_data();
@@ -345,11 +349,25 @@ ffi::Error attend(ffi::ThreadPool pool, ffi::Buffer<ffi::F32, 4> q, ffi::Buffer<
 template <ffi::DataType type>
 auto binding() {
   using Pages = ffi::Buffer<type, 4>;
-  return ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().template Arg<ffi::Buffer<ffi::F32, 4>>().template Arg<Pages>()
-      .template Arg<Pages>().template Arg<Whole>().template Arg<Whole>().template Arg<Whole>().template Arg<Floats>()
-      .template Arg<Floats>().template Arg<Whole>().template Arg<Whole>().template Arg<Floats>()
-      .template Attr<int64_t>("window").template Attr<float>("soft_cap").template Attr<float>("ratio")
-      .template Ret<Floats>().template Ret<Floats>().template Ret<Floats>();
+  return ffi::Ffi::Bind()
+      .Ctx<ffi::ThreadPool>()
+      .template Arg<ffi::Buffer<ffi::F32, 4>>()
+      .template Arg<Pages>()
+      .template Arg<Pages>()
+      .template Arg<Ints>()
+      .template Arg<Ints>()
+      .template Arg<Ints>()
+      .template Arg<Floats>()
+      .template Arg<Floats>()
+      .template Arg<Ints>()
+      .template Arg<Ints>()
+      .template Arg<Floats>()
+      .template Attr<int64_t>("window")
+      .template Attr<float>("soft_cap")
+      .template Attr<float>("ratio")
+      .template Ret<Floats>()
+      .template Ret<Floats>()
+      .template Ret<Floats>();
 }
 
 }  // namespace

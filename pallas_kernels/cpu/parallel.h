@@ -26,7 +26,7 @@ template <typename Body>
     void run() {
       for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < parts;) {
         try {
-          (*body)(i * part, std::min(count, (i + 1) * part));
+          (*body)(i* part, std::min(count, (i + 1) * part));
         } catch (const std::exception&) {
           failed.store(true, std::memory_order_relaxed);
         }

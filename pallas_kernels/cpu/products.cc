@@ -37,10 +37,10 @@ int64_t rows_of_a_task(int64_t bytes) {
 
 // Rounded activations: of each row its parts, one after the other, whose sum stands for it.
 struct Rounded {
-  int64_t stride;               // bytes from a row to the next
-  std::vector<int8_t> values;   // [rows, stride], zeros beyond a row's own
-  std::vector<float> step;      // [rows]
-  std::vector<uint32_t> excess;  // [rows], what sums are too large by, where weights are read as unsigned numbers
+  int64_t stride;                    // bytes from a row to the next
+  std::vector<int8_t> values;        // [rows, stride], zeros beyond a row's own
+  std::vector<float> step;           // [rows]
+  std::vector<uint32_t> correction;  // [rows], the zero point times the sum of a row's values
 };
 
 // The largest absolute value; NaN if there is one, whose bits are the largest.
@@ -57,9 +57,9 @@ float largest(const float* row, int64_t count) {
   return value;
 }
 
-// Sums wrap around, as those of the instructions do: what is within int32 in the end is right.
-inline float whole(int32_t sum, uint32_t excess) {
-  return static_cast<float>(static_cast<int32_t>(static_cast<uint32_t>(sum) - excess));
+// A sum without the weights' zero point. It wraps around, as the instructions do: what is within int32 is right.
+inline float corrected(int32_t sum, uint32_t correction) {
+  return static_cast<float>(static_cast<int32_t>(static_cast<uint32_t>(sum) - correction));
 }
 
 // Rounds a row; into `rest`, unless it is null, goes what that leaves. Returns the sum of the values.
@@ -83,14 +83,15 @@ uint32_t round_row(const float* row, int64_t count, int8_t* values, float* step,
 #if defined(__AVX512VNNI__) && defined(__AVX512BW__)
 
 // The instruction multiplies unsigned numbers by signed ones: weights are read 128 larger than they are.
-constexpr uint32_t kExcess = 128;
+constexpr uint32_t kZeroPoint = 128;
 
 // Lane i of the result is the sum of the lanes of a[i].
 [[gnu::always_inline]] inline __m512i lane_sums(const __m512i (&a)[16]) {
   __m512i twos[8], fours[4], eights[2];
 #pragma GCC unroll 8
   for (int i = 0; i < 8; ++i) {
-    twos[i] = _mm512_add_epi32(_mm512_unpacklo_epi32(a[2 * i], a[2 * i + 1]), _mm512_unpackhi_epi32(a[2 * i], a[2 * i + 1]));
+    twos[i] =
+        _mm512_add_epi32(_mm512_unpacklo_epi32(a[2 * i], a[2 * i + 1]), _mm512_unpackhi_epi32(a[2 * i], a[2 * i + 1]));
   }
 #pragma GCC unroll 4
   for (int i = 0; i < 4; ++i) {
@@ -139,7 +140,7 @@ void tile(const int8_t* x, int64_t stride, const int8_t* const* weights, int64_t
 
 #elif defined(__AVX2__)
 
-constexpr uint32_t kExcess = 0;
+constexpr uint32_t kZeroPoint = 0;
 
 [[gnu::always_inline]] inline int32_t lane_sum(__m256i a) {
   __m128i sum = _mm_add_epi32(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));
@@ -158,9 +159,9 @@ void tile(const int8_t* x, int64_t stride, const int8_t* const* weights, int64_t
     for (int r = 0; r < R; ++r) sums[r] = _mm256_setzero_si256();
     for (int64_t k = 0; k < inputs; k += 32) {
       const int8_t* own = weights[o] + k;
+      if (R > 2) _mm_prefetch(reinterpret_cast<const char*>(own + 4 * inputs), _MM_HINT_T0);
       alignas(32) int8_t last[32] = {0};
       if (inputs - k < 32) own = static_cast<const int8_t*>(std::memcpy(last, own, inputs - k));
-      if (R > 2) _mm_prefetch(reinterpret_cast<const char*>(own + 4 * inputs), _MM_HINT_T0);
       const __m256i w = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(own)), size = _mm256_abs_epi8(w);
 #pragma GCC unroll 16
       for (int r = 0; r < R; ++r) {
@@ -206,7 +207,7 @@ ffi::Error product(ffi::ThreadPool pool, Rows x, Matrix matrix, Scales scale, Re
   Rounded rounded{(inputs + kVector - 1) / kVector * kVector, {}, {}, {}};
   rounded.values.resize(padded * rounded.stride);
   rounded.step.resize(padded);
-  rounded.excess.resize(padded);
+  rounded.correction.resize(padded);
   const bool done = parallel(pool, rows, rows_of_a_task(inputs * sizeof(float)), [&](int64_t first, int64_t last) {
     std::vector<float> rest(P > 1 ? inputs : 0);
     for (int64_t row = first; row < last; ++row) {
@@ -214,7 +215,7 @@ ffi::Error product(ffi::ThreadPool pool, Rows x, Matrix matrix, Scales scale, Re
       for (int64_t i = row * P; i < (row + 1) * P; ++i, own = rest.data()) {
         float* left = i + 1 < (row + 1) * P ? rest.data() : nullptr;
         int8_t* values = rounded.values.data() + i * rounded.stride;
-        rounded.excess[i] = kExcess * round_row(own, inputs, values, &rounded.step[i], left);
+        rounded.correction[i] = kZeroPoint * round_row(own, inputs, values, &rounded.step[i], left);
       }
     }
   });
@@ -233,10 +234,10 @@ ffi::Error product(ffi::ThreadPool pool, Rows x, Matrix matrix, Scales scale, Re
         float* __restrict own = result + (row + r) / P * outputs + first;
         const int32_t* __restrict sum = sums.data() + r * width;
         const float *step = rounded.step.data() + row + r, *of = scales + first;
-        const uint32_t* excess = rounded.excess.data() + row + r;
+        const uint32_t* correction = rounded.correction.data() + row + r;
         for (int64_t n = 0; n < width; ++n) {
-          float found = whole(sum[n], excess[0]) * step[0];
-          if (P == 2) found += whole(sum[width + n], excess[1]) * step[1];
+          float found = corrected(sum[n], correction[0]) * step[0];
+          if (P == 2) found += corrected(sum[width + n], correction[1]) * step[1];
           own[n] = found * of[n];
         }
       }
@@ -252,10 +253,10 @@ ffi::Error guarded_product(ffi::ThreadPool pool, Rows x, Matrix matrix, Scales s
 
 }  // namespace
 
-#define KVJAX_PRODUCT(name, parts)                                                                                 \
-  XLA_FFI_DEFINE_HANDLER_SYMBOL(name, guarded_product<parts>,                                                              \
-                                ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<Rows>().Arg<Matrix>().Arg<Scales>()    \
-                                    .Ret<Rows>())
+#define KVJAX_PRODUCT(name, parts)  \
+  XLA_FFI_DEFINE_HANDLER_SYMBOL(    \
+      name, guarded_product<parts>, \
+      ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<Rows>().Arg<Matrix>().Arg<Scales>().Ret<Rows>())
 
 KVJAX_PRODUCT(kvjax_int8_product, 1);
 KVJAX_PRODUCT(kvjax_fine_int8_product, 2);

@@ -1,6 +1,6 @@
-"""CPU form: ``pallas_kernels/cpu/attention.cc``, which reads pages with visible slots and no others, each once.
+"""CPU form: ``pallas_kernels/cpu/attention.cc``, which reads only the pages within a head's length, each once.
 
-The XLA form reads all of a head's pages, and what it makes of them between its loops.
+The XLA form reads all pages that a head owns, and what it makes of them between its loops.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def decode(p: Problem, *, config: None = None, suffix: str = "") -> Decoded:
         p.pages.v,
         first,
         p.length.astype(jnp.int32),
-        _or_empty(p.first_row, jnp.int32, jnp.zeros((), jnp.int32)),
+        jnp.asarray(0 if p.first_row is None else p.first_row, jnp.int32),
         _or_empty(p.v_scale, jnp.float32),
         _or_empty(p.log_mass, jnp.float32),
         _or_empty(p.position if placed else None, jnp.int32),
@@ -66,7 +66,6 @@ def decode(p: Problem, *, config: None = None, suffix: str = "") -> Decoded:
     return Decoded(out.astype(p.q.dtype), lse, logits if p.with_logits else None)
 
 
-def _or_empty(x: Array | np.ndarray | None, dtype: jnp.dtype, otherwise: Array | None = None) -> Array:
-    if x is not None:
-        return jnp.asarray(x, dtype)
-    return jnp.zeros((0,), dtype) if otherwise is None else otherwise
+def _or_empty(x: Array | np.ndarray | None, dtype: jnp.dtype) -> Array:
+    """An argument, or what stands for one that is not given."""
+    return jnp.zeros((0,), dtype) if x is None else jnp.asarray(x, dtype)

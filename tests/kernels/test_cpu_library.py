@@ -4,8 +4,11 @@ import threading
 from pathlib import Path
 
 import pytest
+from support import tiny
 from support.native import needs_compiler, needs_shell
 
+import kvjax
+from kvjax.bench import machine
 from pallas_kernels.cpu import library
 
 
@@ -120,3 +123,31 @@ def test_other_processors_and_platforms_have_none(monkeypatch, cache):
     monkeypatch.undo()
     monkeypatch.setattr(library.dispatch, "platform", lambda: "tpu")
     assert library.loaded("products") is None
+
+
+def test_loading_compiles_ahead_what_the_model_needs(tmp_path, monkeypatch):
+    asked: list[tuple[str, ...]] = []
+    monkeypatch.setattr(library, "ahead", lambda *names: asked.append(names))
+    with pytest.raises(kvjax.UsageError):
+        kvjax.load(tmp_path / "nothing.gguf")
+    assert not asked  # a name that there is not keeps no compiler busy
+    folder = tiny.write_folder(tiny.CASES[0], tmp_path / "tiny")
+    for weights, names in ((None, ("attention",)), ("int8", ("attention", "products"))):
+        kvjax.load(folder, weights=weights, progress=False)
+        assert asked.pop() == names
+    kvjax.convert(folder, tmp_path / "converted", weights="int8", progress=False)
+    asked.clear()
+    kvjax.load(tmp_path / "converted", progress=False)
+    assert asked.pop() == ("attention", "products")
+    monkeypatch.setenv("KVJAX_NATIVE", "0")
+    kvjax.load(folder, progress=False)
+    assert not asked
+    monkeypatch.setenv("KVJAX_NATIVE", "maybe")
+    with pytest.raises(kvjax.UsageError, match="KVJAX_NATIVE"):
+        kvjax.load(folder, progress=False)
+
+
+def test_benchmarks_say_what_attention_was_compiled_from(monkeypatch):
+    for found, said in ((None, "attention in XLA"), (object(), "attention in C++")):
+        monkeypatch.setattr(library, "loaded", lambda name, found=found: found)
+        assert said in machine.sentence(machine.describe())

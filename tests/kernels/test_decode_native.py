@@ -44,6 +44,16 @@ class _Native(DecodeBase):
                 self.run(dataclasses.replace(more, pages=room, runs=(37, 23))).out[0], whole.out[b]
             )
 
+    @pytest.mark.parametrize("window", [None, 40])
+    def test_pages_beyond_a_length_and_before_a_window_are_not_read(self, window):
+        problem = build(Case(((33, 400),), (20, 30), window=window, poison=False), "columns")
+        want = self.run(problem)
+        read = [range(3), range(20 if window is None else 20 + 16, 20 + 25)]  # chunks of 8 pages; 400 slots are 25
+        unread = jnp.asarray([page for page in range(50) if not any(page in some for some in read)])
+        pages = jax.tree.map(lambda x: x.at[:, unread].set(jnp.nan), problem.pages)
+        for found, wanted in zip(self.run(dataclasses.replace(problem, pages=pages))[:2], want[:2], strict=True):
+            np.testing.assert_array_equal(found, wanted)
+
     def test_a_length_beyond_a_heads_pages_ends_with_them(self):
         problem = build(Case(((160, 130),), (10, 9), poison=False), "columns")
         want = self.run(problem).out
