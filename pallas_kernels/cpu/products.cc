@@ -66,7 +66,7 @@ inline float corrected(int32_t sum, uint32_t correction) {
 uint32_t round_row(const float* row, int64_t count, int8_t* values, float* step, float* rest) {
   float s = largest(row, count) * (1.0f / 127);
   s = s == 0 ? 1.0f : s;
-  const bool finite = std::isfinite(s);  // what is not makes the result NaN by its step
+  const bool finite = std::isfinite(s);  // 0 times a step that is not is NaN
   uint32_t sum = 0;
   for (int64_t i = 0; i < count; ++i) {
     const int32_t whole = finite ? static_cast<int32_t>(std::nearbyint(row[i] / s)) : 0;
@@ -76,7 +76,7 @@ uint32_t round_row(const float* row, int64_t count, int8_t* values, float* step,
   if (rest != nullptr) {
     for (int64_t i = 0; i < count; ++i) rest[i] = row[i] - static_cast<float>(values[i]) * s;
   }
-  *step = finite ? s : NAN;
+  *step = s;
   return sum;
 }
 
