@@ -4,8 +4,9 @@ CPUs and TPUs multiply int8 numbers by int8 numbers: each token's activations ar
 (:mod:`kvjax.model.quantised`), sums are exact in int32, and both scales multiply them. A token's result is the same
 whatever other tokens are beside it. On a mesh each device rounds the channels that it has of a token.
 
-On x86-64 CPUs where a C++ compiler is at hand, that product is ``pallas_kernels/cpu``'s: with activations in one part
-the same numbers to the last bit, in less time. ``KVJAX_NATIVE=0`` leaves it to XLA.
+On x86-64 CPUs where a C++ compiler is at hand, that product is ``pallas_kernels/cpu``'s, which takes less time. XLA
+divides within a unit in the last place: what lies halfway between two int8 numbers it may round the other way.
+``KVJAX_NATIVE=0`` leaves the product to it.
 
 GPUs multiply the activations as they are: XLA converts the numbers to floats within the product.
 
