@@ -128,11 +128,18 @@ def load(
     with showing(progress):
         path = _found(text)
         if native:  # a converted folder may hold int8 weights, whatever was asked for
-            library.ahead("attention", *(("products",) if form.weights or is_converted(path) else ()))
+            library.ahead("attention", *_needed_products(form.weights, is_converted(path)))
         with stage("load", text, unit="bytes"):
             if not path.is_dir():
                 return _load_gguf(text, path, form)
             return (_load_converted if is_converted(path) else _load_folder)(text, path, form)
+
+
+def _needed_products(weights: Weights | None, converted: bool) -> tuple[str, ...]:
+    """The C++ libraries of products with quantised weights, as far as they are known before these are read."""
+    if converted or weights in ("int4", "file"):
+        return "products", "group_products"
+    return ("products",) if weights == "int8" else ()
 
 
 def load_config(name: str | os.PathLike[str], *, progress: Progress = None) -> ModelConfig:

@@ -33,12 +33,14 @@ _HERE = Path(__file__).parent
 #: The functions of each library, which is compiled from the file of its name.
 FUNCTIONS = {
     "products": ("kvjax_int8_product", "kvjax_fine_int8_product"),
+    "group_products": ("kvjax_group_product",),
     "attention": ("kvjax_float_attention", "kvjax_bfloat16_attention", "kvjax_int8_attention"),
 }
 #: Without -ffast-math: what is not finite is as in XLA's own forms.
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-w", "-shared", "-fPIC")
 #: Of products a sum is not fused with the multiplication before it, which would round another way.
-_MORE = {"products": ("-ffp-contract=off",), "attention": ("-ffp-contract=fast",)}
+_ROUNDED = ("-ffp-contract=off",)
+_MORE = {"products": _ROUNDED, "group_products": _ROUNDED, "attention": ("-ffp-contract=fast",)}
 _SECONDS = 120
 _registered: dict[str, ctypes.CDLL] = {}
 _locks = {name: threading.Lock() for name in FUNCTIONS}
@@ -48,7 +50,7 @@ def loaded(name: str) -> ctypes.CDLL | None:
     """A library whose functions XLA knows, compiled at the first call; None where there is none for this machine.
 
     Args:
-      name: "products" or "attention".
+      name: one of :data:`FUNCTIONS`.
 
     Warns:
       RuntimeWarning: there is a compiler, and it failed, or what it made cannot be kept or loaded.
@@ -124,8 +126,8 @@ def _made(name: str, folder: str) -> ctypes.CDLL | None:
         return register(name, path) if _build(name, path) else None
     except (OSError, subprocess.SubprocessError) as error:
         warnings.warn(
-            f"The {name} for this CPU could not be compiled into {folder} ({_reason(error)}); XLA's own are used, "
-            "which take up to three times as long.",
+            f"The {name.replace('_', ' ')} for this CPU could not be compiled into {folder} ({_reason(error)}); XLA's "
+            "own are used, which take up to eight times as long.",
             RuntimeWarning,
             stacklevel=3,
         )
@@ -182,7 +184,7 @@ def _reason(error: OSError | subprocess.SubprocessError) -> str:
 @functools.cache
 def _key(name: str) -> str:
     """Changes with what a library is made from: sources, flags, headers and processor."""
-    sources = [(_HERE / file).read_text() for file in ("parallel.h", f"{name}.cc")]
+    sources = [path.read_text() for path in (*sorted(_HERE.glob("*.h")), _HERE / f"{name}.cc")]
     parts = (*sources, *FLAGS, *_MORE[name], jaxlib.version.__version__, platform.machine(), _processor())
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 

@@ -6,12 +6,13 @@
 #include <immintrin.h>
 
 #include <algorithm>
-#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <vector>
 
+#include "columns.h"
 #include "parallel.h"
+#include "rounding.h"
 
 namespace ffi = xla::ffi;
 
@@ -22,8 +23,14 @@ using Matrix = ffi::Buffer<ffi::S8, 2>;
 using Scales = ffi::Buffer<ffi::F32, 1>;
 using Result = ffi::ResultBuffer<ffi::F32, 2>;
 
-// Most rows of activations that a tile multiplies; outputs in a part of a matrix are a multiple of kTile.
-constexpr int kRows = 8, kTile = 16;
+// Outputs in a part of a matrix are a multiple of it.
+constexpr int kTile = 16;
+static_assert(kTile == kPanel);
+// Most rows of activations that are multiplied by rows of numbers as they are; of more, numbers are turned into
+// columns.
+constexpr int kFew = 8;
+// What rows of rounded activations are padded to.
+constexpr int kPadded = std::max(kFew, kRows);
 // Bytes of a task, about: so few that threads end together, so many that a thread reads a long run of memory.
 constexpr int64_t kTask = 64 << 10;
 // Bytes that rows of activations are padded to, zeros: those of the widest vector.
@@ -35,6 +42,9 @@ int64_t rows_of_a_task(int64_t bytes) {
   return std::max<int64_t>(tiles, 1) * kTile;
 }
 
+// The instruction may multiply unsigned numbers by signed ones: weights are read 128 larger than they are.
+constexpr uint32_t kZeroPoint = kUnsigned ? 128 : 0;
+
 // Rounded activations: of each row its parts, one after the other, whose sum stands for it.
 struct Rounded {
   int64_t stride;                    // bytes from a row to the next
@@ -43,47 +53,12 @@ struct Rounded {
   std::vector<uint32_t> correction;  // [rows], the zero point times the sum of a row's values
 };
 
-// The largest absolute value; NaN if there is one, whose bits are the largest.
-float largest(const float* row, int64_t count) {
-  uint32_t found = 0;
-  for (int64_t i = 0; i < count; ++i) {
-    uint32_t bits;
-    std::memcpy(&bits, row + i, sizeof bits);
-    bits &= 0x7fffffffu;
-    found = bits > found ? bits : found;
-  }
-  float value;
-  std::memcpy(&value, &found, sizeof value);
-  return value;
-}
-
 // A sum without the weights' zero point. It wraps around, as the instructions do: what is within int32 is right.
 inline float corrected(int32_t sum, uint32_t correction) {
   return static_cast<float>(static_cast<int32_t>(static_cast<uint32_t>(sum) - correction));
 }
 
-// Rounds a row; into `rest`, unless it is null, goes what that leaves. Returns the sum of the values.
-uint32_t round_row(const float* row, int64_t count, int8_t* values, float* step, float* rest) {
-  float s = largest(row, count) * (1.0f / 127);
-  s = s == 0 ? 1.0f : s;
-  const bool finite = std::isfinite(s);  // 0 times a step that is not is NaN
-  uint32_t sum = 0;
-  for (int64_t i = 0; i < count; ++i) {
-    const int32_t whole = finite ? static_cast<int32_t>(std::nearbyint(row[i] / s)) : 0;
-    values[i] = static_cast<int8_t>(whole);
-    sum += static_cast<uint32_t>(whole);
-  }
-  if (rest != nullptr) {
-    for (int64_t i = 0; i < count; ++i) rest[i] = row[i] - static_cast<float>(values[i]) * s;
-  }
-  *step = s;
-  return sum;
-}
-
 #if defined(__AVX512VNNI__) && defined(__AVX512BW__)
-
-// The instruction multiplies unsigned numbers by signed ones: weights are read 128 larger than they are.
-constexpr uint32_t kZeroPoint = 128;
 
 // Lane i of the result is the sum of the lanes of a[i].
 [[gnu::always_inline]] inline __m512i lane_sums(const __m512i (&a)[16]) {
@@ -140,8 +115,6 @@ void tile(const int8_t* x, int64_t stride, const int8_t* const* weights, int64_t
 
 #elif defined(__AVX2__)
 
-constexpr uint32_t kZeroPoint = 0;
-
 [[gnu::always_inline]] inline int32_t lane_sum(__m256i a) {
   __m128i sum = _mm_add_epi32(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));
   sum = _mm_add_epi32(sum, _mm_shuffle_epi32(sum, 0x4e));
@@ -181,19 +154,104 @@ void tile(const int8_t* x, int64_t stride, const int8_t* const* weights, int64_t
 
 // Sums of R rows with the outputs first..last: into[r * (last - first) + o].
 template <int R>
-void sums_of(const Rounded& x, int64_t row, const int8_t* weights, int64_t inputs, int64_t first, int64_t last,
-             int32_t* into) {
+void sums_of(const Rounded& x, const int8_t* weights, int64_t inputs, int64_t first, int64_t last, int32_t* into) {
   constexpr int O = kTile / R;
   const int64_t width = last - first;
   int32_t found[kTile];
   const int8_t* rows[O];
   for (int64_t n = first; n < last; n += O) {
     for (int o = 0; o < O; ++o) rows[o] = weights + std::min(n + o, last - 1) * inputs;
-    tile<R>(x.values.data() + row * x.stride, x.stride, rows, inputs, found);
+    tile<R>(x.values.data(), x.stride, rows, inputs, found);
     const int64_t count = std::min<int64_t>(O, last - n);
     for (int r = 0; r < R; ++r) std::copy_n(found + r * O, count, into + r * width + (n - first));
   }
 }
+
+// Sums of R rows with a panel that was turned into columns: into[r * kPanel + o].
+template <int R>
+void sums_of_columns(const Rounded& x, int64_t row, const std::vector<Column>& columns, int32_t* into) {
+  Ints sums[R];
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r) sums[r] = all(0);
+  const int8_t* own = x.values.data() + row * x.stride;
+  for (const Column& column : columns) {
+    add_column(own, x.stride, ints(column.numbers), sums);
+    own += 4;
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r) store(into + r * kPanel, sums[r]);
+}
+
+// The arguments of a product with activations that are rounded into P parts.
+template <int P>
+struct Problem {
+  int64_t rows, inputs, outputs;
+  const float* x;
+  const int8_t* weights;
+  const float* scale;
+  float* out;
+
+  void round(int64_t first, int64_t last, Rounded& rounded) const {
+    std::vector<float> rest(P > 1 ? inputs : 0);
+    for (int64_t row = first; row < last; ++row) {
+      const float* own = x + row * inputs;
+      for (int64_t i = row * P; i < (row + 1) * P; ++i, own = rest.data()) {
+        float* left = i + 1 < (row + 1) * P ? rest.data() : nullptr;
+        int8_t* values = rounded.values.data() + i * rounded.stride;
+        rounded.correction[i] = kZeroPoint * round_row(own, inputs, values, &rounded.step[i], left);
+      }
+    }
+  }
+
+  // Results of `count` rounded rows for the outputs first..first + width, of their sums.
+  void put(const Rounded& rounded, const int32_t* sums, int64_t row, int64_t count, int64_t first, int64_t width,
+           int64_t stride) const {
+    for (int64_t r = 0; r < count; r += P) {
+      float* __restrict own = out + (row + r) / P * outputs + first;
+      const int32_t* __restrict sum = sums + r * stride;
+      const float *step = rounded.step.data() + row + r, *of = scale + first;
+      const uint32_t* correction = rounded.correction.data() + row + r;
+      for (int64_t n = 0; n < width; ++n) {
+        float found = corrected(sum[n], correction[0]) * step[0];
+        if (P == 2) found += corrected(sum[stride + n], correction[1]) * step[1];
+        own[n] = found * of[n];
+      }
+    }
+  }
+
+  // Few rows, with rows of numbers as they are.
+  void multiply_few(const Rounded& rounded, int64_t first, int64_t last) const {
+    const int64_t count = rows * P, width = last - first;
+    std::vector<int32_t> sums(kFew * width);
+    const auto fill = count == 1 ? sums_of<1> : count == 2 ? sums_of<2> : count <= 4 ? sums_of<4> : sums_of<kFew>;
+    fill(rounded, weights, inputs, first, last, sums.data());
+    put(rounded, sums.data(), 0, count, first, width, width);
+  }
+
+  // Many rows, with each panel of numbers turned into columns once.
+  void multiply_many(const Rounded& rounded, int64_t first, int64_t last) const {
+    std::vector<Column> columns((inputs + 3) / 4);
+    alignas(kColumn) int32_t sums[kRows * kPanel];
+    for (int64_t n = first; n < last; n += kPanel) {
+      const int64_t width = std::min<int64_t>(kPanel, last - n);
+      const auto* own = reinterpret_cast<const uint8_t*>(weights + n * inputs);
+      Column* to = columns.data();
+      const auto keep = [&](const Ints(&found)[8], int count) __attribute__((always_inline)) {
+#pragma GCC unroll 8
+        for (int i = 0; i < 8; ++i) {
+          if (i == count) break;
+          store(to++, as_multiplied(found[i]));
+        }
+      };
+      each_column(own, inputs, width, own + kPanel * inputs, keep);
+      for (int64_t row = 0; row < rows * P; row += kRows) {
+        const int64_t count = std::min<int64_t>(kRows, rows * P - row);
+        (2 * count > kRows ? sums_of_columns<kRows> : sums_of_columns<kRows / 2>)(rounded, row, columns, sums);
+        put(rounded, sums, row, count, n, width, kPanel);
+      }
+    }
+  }
+};
 
 // x [S, K] times a matrix [N, K] of numbers, each row of which has a scale; P is the parts that x is rounded into.
 template <int P>
@@ -202,46 +260,18 @@ ffi::Error product(ffi::ThreadPool pool, Rows x, Matrix matrix, Scales scale, Re
   if (matrix.dimensions()[1] != inputs || scale.dimensions()[0] != outputs) {
     return ffi::Error::InvalidArgument("The matrix has other inputs, or its scales other outputs.");
   }
-  // Tiles read as many rows as they are made for.
-  const int64_t padded = (rows * P + kRows - 1) / kRows * kRows;
+  const Problem<P> p{rows, inputs, outputs, x.typed_data(), matrix.typed_data(), scale.typed_data(), out->typed_data()};
+  // Rows that are multiplied together with the last ones are zeros.
+  const int64_t padded = (rows * P + kPadded - 1) / kPadded * kPadded;
   Rounded rounded{(inputs + kVector - 1) / kVector * kVector, {}, {}, {}};
   rounded.values.resize(padded * rounded.stride);
   rounded.step.resize(padded);
   rounded.correction.resize(padded);
-  const bool done = parallel(pool, rows, rows_of_a_task(inputs * sizeof(float)), [&](int64_t first, int64_t last) {
-    std::vector<float> rest(P > 1 ? inputs : 0);
-    for (int64_t row = first; row < last; ++row) {
-      const float* own = x.typed_data() + row * inputs;
-      for (int64_t i = row * P; i < (row + 1) * P; ++i, own = rest.data()) {
-        float* left = i + 1 < (row + 1) * P ? rest.data() : nullptr;
-        int8_t* values = rounded.values.data() + i * rounded.stride;
-        rounded.correction[i] = kZeroPoint * round_row(own, inputs, values, &rounded.step[i], left);
-      }
-    }
-  });
+  const bool done = parallel(pool, rows, rows_of_a_task(inputs * sizeof(float)),
+                             [&](int64_t first, int64_t last) { p.round(first, last, rounded); });
   if (!done) return out_of_memory();
-  const int8_t* weights = matrix.typed_data();
-  const float* scales = scale.typed_data();
-  float* result = out->typed_data();
   const bool multiplied = parallel(pool, outputs, rows_of_a_task(inputs), [&](int64_t first, int64_t last) {
-    const int64_t width = last - first;
-    std::vector<int32_t> sums(kRows * width);
-    for (int64_t row = 0; row < rows * P; row += kRows) {
-      const int64_t count = std::min<int64_t>(kRows, rows * P - row);
-      const auto fill = count == 1 ? sums_of<1> : count == 2 ? sums_of<2> : count <= 4 ? sums_of<4> : sums_of<8>;
-      fill(rounded, row, weights, inputs, first, last, sums.data());
-      for (int64_t r = 0; r < count; r += P) {
-        float* __restrict own = result + (row + r) / P * outputs + first;
-        const int32_t* __restrict sum = sums.data() + r * width;
-        const float *step = rounded.step.data() + row + r, *of = scales + first;
-        const uint32_t* correction = rounded.correction.data() + row + r;
-        for (int64_t n = 0; n < width; ++n) {
-          float found = corrected(sum[n], correction[0]) * step[0];
-          if (P == 2) found += corrected(sum[width + n], correction[1]) * step[1];
-          own[n] = found * of[n];
-        }
-      }
-    }
+    rows* P <= kFew ? p.multiply_few(rounded, first, last) : p.multiply_many(rounded, first, last);
   });
   return multiplied ? ffi::Error::Success() : out_of_memory();
 }

@@ -15,7 +15,7 @@ IMPLEMENTATIONS = dispatch.Implementations(
     "quantised_matmul",
     "pallas_kernels.quantised_matmul",
     "quantised_matmul",
-    {"cpu": ("integers",), "tpu": ("tpu",), "gpu": ("triton",)},
+    {"cpu": ("native", "integers"), "tpu": ("tpu",), "gpu": ("triton",)},
 )
 
 

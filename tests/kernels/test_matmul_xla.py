@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -11,30 +10,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.matmul_base import Case, MatmulBase, build
+from support.matmul_base import AnywhereBase, Case, RoundedBase, build
 
 from pallas_kernels.quantised_matmul import integers, quantised_matmul, reference, tpu, weight_tiles, xla
-
-
-class _Anywhere(MatmulBase):
-    """Forms that have no sizes of their own; where activations are bfloat16, weights are rounded to it."""
-
-    tolerance: ClassVar = {"float32": 2e-5, "bfloat16": 2e-2}
-
-    def test_eight_bits(self):
-        for minimum in (False, True):
-            self.check(Case(bits=8, group=32, minimum=minimum))
-        self.check(Case(bits=8, group=16, scale=jnp.float32, inputs=96))
-
-    def test_inputs_that_no_tile_of_128_divides(self):
-        for inputs, group in ((576, 64), (576, 32), (32, 32), (96, 32)):
-            self.check(Case(inputs=inputs, outputs=6, group=group, rows=2, minimum=True))
-
-    def test_many_rows(self):
-        self.check(Case(rows=80, minimum=True))
-
-    def test_no_rows(self):
-        assert self.run(build(Case(rows=0))).shape == (0, 256)
 
 
 def _fp8(problem):
@@ -67,61 +45,30 @@ def test_float4_numbers():
     assert weight_tiles.fp4_numbers(place).tolist() == want and weight_tiles.fp4_numbers(place).dtype == np.int8
     problem = build(Case(rows=2, fp4=True, group=32))
     arrays = problem.x, problem.values, problem.scale
-    np.testing.assert_array_equal(quantised_matmul(*arrays, fp4=True), integers.quantised_matmul(problem))
+    found = quantised_matmul(*arrays, fp4=True, implementation="integers")
+    np.testing.assert_array_equal(found, integers.quantised_matmul(problem))
 
 
-class TestXla(_Anywhere):
+class TestXla(AnywhereBase):
     def run(self, problem):
         return jax.jit(xla.quantised_matmul)(problem)
 
 
-class TestIntegers(_Anywhere):
-    """Against the reference with activations rounded as this form says it rounds them."""
-
+class TestIntegers(RoundedBase):
     def run(self, problem):
         return jax.jit(integers.quantised_matmul)(problem)
 
-    def check(self, case):
-        problem = build(case)
-        grouped = np.asarray(problem.x, np.float64).reshape(case.rows, -1, case.group)
-        step = np.abs(grouped).max(axis=-1, keepdims=True) / 127
-        rounded = (np.rint(grouped / step) * step).reshape(problem.x.shape)
-        got, exact = np.asarray(self.run(problem)), reference.quantised_matmul(problem)
-        want = reference.quantised_matmul(dataclasses.replace(problem, x=jnp.asarray(rounded)))
-        if case.rows:  # a number near a half of a step may be rounded the other way in float32
-            assert np.sqrt(((got - want) ** 2).mean()) < 2e-3 * exact.std()
-            assert 2e-3 * exact.std() < np.sqrt(((got - exact) ** 2).mean()) < 2e-2 * exact.std()
-
-    @pytest.mark.parametrize("rows", [2, 80])
-    def test_where_a_minimum_is_added_does_not_count(self, rows):
-        """Numbers 16 lower with minima 16 scales higher are the same weights, and rounding costs them the same."""
-        problem = build(Case(rows=rows, bits=8, group=32, minimum=True, scale=jnp.float32))
-        whole = weight_tiles.unpacked(problem.values).astype(jnp.int32) % 32
-        low, high = (jnp.asarray(weight_tiles.packed(np.asarray(x, np.int8), 8, 32)) for x in (whole - 16, whole))
-        centred = dataclasses.replace(problem, values=low, minimum=problem.minimum + 16 * problem.scale)
-        one, other = (np.asarray(self.run(p)) for p in (centred, dataclasses.replace(problem, values=high)))
-        np.testing.assert_allclose(one, other, atol=1e-4 * one.std())
-
     def test_a_row_is_what_it_is_alone_whatever_is_beside_it(self):
-        problem = build(Case(rows=9, group=32, minimum=True))
-        together = self.run(problem)
-        for i in range(9):
-            alone = self.run(dataclasses.replace(problem, x=problem.x[i : i + 1]))
-            np.testing.assert_allclose(alone[0], together[i], rtol=1e-5, atol=1e-4)
+        self.check_rows_alone(9, rtol=1e-5, atol=1e-4)
 
     def test_many_rows_are_rounded_as_few_are(self):
         problem = build(Case(rows=80, group=64, minimum=True))
         few = self.run(dataclasses.replace(problem, x=problem.x[:4]))
         np.testing.assert_allclose(self.run(problem)[:4], few, rtol=1e-4, atol=1e-3)
 
-    def test_zeros_give_zeros_and_what_is_not_finite_stays_so(self):
-        problem = build(Case(rows=3))
-        x = problem.x.at[0].set(0).at[1, 3].set(jnp.nan)
-        found = np.asarray(self.run(dataclasses.replace(problem, x=x)))
-        assert not found[0].any() and np.isnan(found[1]).all() and np.isfinite(found[2]).all()
 
-
-def test_cpus_multiply_integers():
+def test_cpus_multiply_integers_where_nothing_is_compiled(monkeypatch):
+    monkeypatch.setenv("KVJAX_NATIVE", "0")
     problem = build(Case(rows=2, minimum=True))
     arrays = problem.x, problem.values, problem.scale, problem.minimum
     np.testing.assert_array_equal(quantised_matmul(*arrays), integers.quantised_matmul(problem))

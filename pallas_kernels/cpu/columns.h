@@ -1,0 +1,249 @@
+// Rows of bytes turned into columns, for products of int8 numbers: sixteen rows at a time become columns of four
+// inputs, which an instruction multiplies by four activations. It then has a sum for each row of bytes, and nothing is
+// left to add across lanes.
+
+#pragma once
+
+#include <immintrin.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+// Rows of bytes in a panel, and bytes of a column of it: four inputs of each.
+constexpr int kPanel = 16, kColumn = 4 * kPanel;
+// Bytes of a row that are turned at a time.
+constexpr int kTurned = 32;
+
+#if defined(__AVX512VNNI__) && defined(__AVX512BW__)
+
+// Rows of activations that are multiplied together, of many.
+constexpr int kRows = 8;
+// The instruction multiplies unsigned numbers by signed ones: numbers are stored so much larger than they are.
+constexpr bool kUnsigned = true;
+
+using Ints = __m512i;
+using Floats = __m512;
+
+inline Ints ints(const void* from) { return _mm512_loadu_si512(from); }
+inline Ints all(int32_t value) { return _mm512_set1_epi32(value); }
+inline void store(void* to, Ints a) { _mm512_storeu_si512(to, a); }
+inline Ints both(Ints a, Ints b) { return _mm512_and_si512(a, b); }
+inline Ints either(Ints a, Ints b) { return _mm512_xor_si512(a, b); }
+inline Ints high(Ints a) { return _mm512_srli_epi16(a, 4); }
+inline Ints look_up(Ints table, Ints place) { return _mm512_shuffle_epi8(table, place); }
+inline Ints four_times(__m128i a) { return _mm512_broadcast_i32x4(a); }
+inline Floats floats(Ints a) { return _mm512_cvtepi32_ps(a); }
+inline Floats floats(const float* from) { return _mm512_loadu_ps(from); }
+inline Floats all(float value) { return _mm512_set1_ps(value); }
+inline void store(float* to, Floats a) { _mm512_storeu_ps(to, a); }
+inline Floats times(Floats a, Floats b) { return _mm512_mul_ps(a, b); }
+inline Floats plus_product(Floats sum, Floats a, Floats b) { return _mm512_fmadd_ps(a, b, sum); }
+
+// Adds the products of four numbers of each lane with four activations.
+inline Ints plus_dots(Ints sum, Ints numbers, int32_t activations) {
+  return _mm512_dpbusd_epi32(sum, numbers, all(activations));
+}
+
+inline __m512i two(const uint8_t* a, const uint8_t* b) {
+  const auto load = [](const uint8_t* from) __attribute__((always_inline)) {
+    return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
+  };
+  return _mm512_inserti64x4(_mm512_castsi256_si512(load(a)), load(b), 1);
+}
+
+// Of each quarter of a register its four numbers, of four registers: out[i] has number i of a[0] to a[3].
+inline void turn(const __m512i (&a)[4], __m512i (&out)[4]) {
+  const __m512i low = _mm512_unpacklo_epi32(a[0], a[1]), high = _mm512_unpackhi_epi32(a[0], a[1]);
+  const __m512i low2 = _mm512_unpacklo_epi32(a[2], a[3]), high2 = _mm512_unpackhi_epi32(a[2], a[3]);
+  out[0] = _mm512_unpacklo_epi64(low, low2), out[1] = _mm512_unpackhi_epi64(low, low2);
+  out[2] = _mm512_unpacklo_epi64(high, high2), out[3] = _mm512_unpackhi_epi64(high, high2);
+}
+
+// The columns of kTurned bytes of each of a panel's rows.
+[[gnu::always_inline]] inline void turned(const uint8_t* row, int64_t stride, Ints (&columns)[8]) {
+  __m512i own[2][4];
+#pragma GCC unroll 2
+  for (int half = 0; half < 2; ++half, row += 4 * stride) {
+    __m512i loaded[4];
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i, row += stride) loaded[i] = two(row, row + 4 * stride);
+    turn(loaded, own[half]);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+    columns[i] = _mm512_shuffle_i32x4(own[0][i], own[1][i], 0x88);
+    columns[4 + i] = _mm512_shuffle_i32x4(own[0][i], own[1][i], 0xdd);
+  }
+}
+
+// Sixteen floats, or of twice as many those in even and in odd places.
+inline void widen_floats(const void* from, float* to, float* to_odd) {
+  const __m512 first = _mm512_loadu_ps(from);
+  if (to_odd == nullptr) return _mm512_storeu_ps(to, first);
+  const __m512 second = _mm512_loadu_ps(static_cast<const float*>(from) + 16);
+  const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+  _mm512_storeu_ps(to, _mm512_permutex2var_ps(first, even, second));
+  _mm512_storeu_ps(to_odd, _mm512_permutex2var_ps(first, _mm512_add_epi32(even, _mm512_set1_epi32(1)), second));
+}
+
+// The same of float16 or bfloat16 numbers, by their bits, in the lower halves of lanes.
+inline __m512 wide(__m512i bits, bool float16) {
+  return float16 ? _mm512_cvtph_ps(_mm512_cvtepi32_epi16(bits)) : _mm512_castsi512_ps(_mm512_slli_epi32(bits, 16));
+}
+inline void widen_halves(const void* from, bool float16, float* to, float* to_odd) {
+  if (to_odd == nullptr) {
+    const __m256i bits = _mm256_loadu_si256(static_cast<const __m256i*>(from));
+    return _mm512_storeu_ps(to, wide(_mm512_cvtepu16_epi32(bits), float16));
+  }
+  const __m512i pairs = _mm512_loadu_si512(from);
+  _mm512_storeu_ps(to, wide(pairs, float16));
+  _mm512_storeu_ps(to_odd, wide(_mm512_srli_epi32(pairs, 16), float16));
+}
+
+#elif defined(__AVX2__)
+
+constexpr int kRows = 4;
+constexpr bool kUnsigned = false;
+
+struct Ints {
+  __m256i a, b;
+};
+struct Floats {
+  __m256 a, b;
+};
+
+inline Ints ints(const void* from) {
+  const auto* own = static_cast<const __m256i*>(from);
+  return {_mm256_loadu_si256(own), _mm256_loadu_si256(own + 1)};
+}
+inline Ints all(int32_t value) { return {_mm256_set1_epi32(value), _mm256_set1_epi32(value)}; }
+inline void store(void* to, Ints a) {
+  auto* own = static_cast<__m256i*>(to);
+  _mm256_storeu_si256(own, a.a), _mm256_storeu_si256(own + 1, a.b);
+}
+inline Ints both(Ints a, Ints b) { return {_mm256_and_si256(a.a, b.a), _mm256_and_si256(a.b, b.b)}; }
+inline Ints either(Ints a, Ints b) { return {_mm256_xor_si256(a.a, b.a), _mm256_xor_si256(a.b, b.b)}; }
+inline Ints high(Ints a) { return {_mm256_srli_epi16(a.a, 4), _mm256_srli_epi16(a.b, 4)}; }
+inline Ints look_up(Ints table, Ints place) {
+  return {_mm256_shuffle_epi8(table.a, place.a), _mm256_shuffle_epi8(table.b, place.b)};
+}
+inline Ints four_times(__m128i a) { return {_mm256_broadcastsi128_si256(a), _mm256_broadcastsi128_si256(a)}; }
+inline Floats floats(Ints a) { return {_mm256_cvtepi32_ps(a.a), _mm256_cvtepi32_ps(a.b)}; }
+inline Floats floats(const float* from) { return {_mm256_loadu_ps(from), _mm256_loadu_ps(from + 8)}; }
+inline Floats all(float value) { return {_mm256_set1_ps(value), _mm256_set1_ps(value)}; }
+inline void store(float* to, Floats a) { _mm256_storeu_ps(to, a.a), _mm256_storeu_ps(to + 8, a.b); }
+inline Floats times(Floats a, Floats b) { return {_mm256_mul_ps(a.a, b.a), _mm256_mul_ps(a.b, b.b)}; }
+inline Floats plus_product(Floats sum, Floats a, Floats b) {
+  return {_mm256_fmadd_ps(a.a, b.a, sum.a), _mm256_fmadd_ps(a.b, b.b, sum.b)};
+}
+
+// |number| times the activation with the number's sign: of two such products, at most 2 x 127 x 128, int16 holds the
+// sum.
+inline __m256i plus_dots(__m256i sum, __m256i numbers, __m256i activations) {
+  const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(numbers), _mm256_sign_epi8(activations, numbers));
+  return _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+}
+inline Ints plus_dots(Ints sum, Ints numbers, int32_t activations) {
+  const __m256i x = _mm256_set1_epi32(activations);
+  return {plus_dots(sum.a, numbers.a, x), plus_dots(sum.b, numbers.b, x)};
+}
+
+inline void turn(const __m256i (&a)[4], __m256i (&out)[4]) {
+  const __m256i low = _mm256_unpacklo_epi32(a[0], a[1]), high = _mm256_unpackhi_epi32(a[0], a[1]);
+  const __m256i low2 = _mm256_unpacklo_epi32(a[2], a[3]), high2 = _mm256_unpackhi_epi32(a[2], a[3]);
+  out[0] = _mm256_unpacklo_epi64(low, low2), out[1] = _mm256_unpackhi_epi64(low, low2);
+  out[2] = _mm256_unpacklo_epi64(high, high2), out[3] = _mm256_unpackhi_epi64(high, high2);
+}
+
+[[gnu::always_inline]] inline void turned(const uint8_t* row, int64_t stride, Ints (&columns)[8]) {
+#pragma GCC unroll 2
+  for (int half = 0; half < 2; ++half) {
+    __m256i own[2][4];
+#pragma GCC unroll 2
+    for (int part = 0; part < 2; ++part) {
+      __m256i loaded[4];
+#pragma GCC unroll 4
+      for (int i = 0; i < 4; ++i, row += stride) {
+        loaded[i] = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(row));
+      }
+      turn(loaded, own[part]);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) {
+      (half ? columns[i].b : columns[i].a) = _mm256_permute2x128_si256(own[0][i], own[1][i], 0x20);
+      (half ? columns[4 + i].b : columns[4 + i].a) = _mm256_permute2x128_si256(own[0][i], own[1][i], 0x31);
+    }
+  }
+}
+
+inline void widen_floats(const void* from, float* to, float* to_odd) {
+  const auto* own = static_cast<const float*>(from);
+  if (to_odd == nullptr) {
+    std::copy_n(own, kPanel, to);
+  } else {
+    for (int i = 0; i < kPanel; ++i) to[i] = own[2 * i], to_odd[i] = own[2 * i + 1];
+  }
+}
+
+inline void widen_halves(const void* from, bool float16, float* to, float* to_odd) {
+  const auto* own = static_cast<const __m128i*>(from);
+  float numbers[2 * kPanel];
+  for (int i = 0; i < (to_odd == nullptr ? 2 : 4); ++i) {
+    const __m128i bits = _mm_loadu_si128(own + i);
+    const __m256 wide =
+        float16 ? _mm256_cvtph_ps(bits) : _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16));
+    _mm256_storeu_ps(numbers + 8 * i, wide);
+  }
+  widen_floats(numbers, to, to_odd);
+}
+
+#else
+#error "These products are written for x86-64 with AVX2."
+#endif
+
+// Four inputs of each row of a panel.
+struct alignas(kColumn) Column {
+  uint8_t numbers[kColumn];
+};
+
+// Gives take(columns, count) what a panel of `count` rows has as columns, kTurned bytes of each row at a time or what
+// is left. `next` is where as much is read after that.
+template <typename Take>
+[[gnu::always_inline]] inline void each_column(const uint8_t* from, int64_t bytes, int64_t count, const uint8_t* next,
+                                               const Take& take) {
+  // What is read beyond rows, or beyond their ends, is there and zero.
+  const int64_t turns = (bytes + kTurned - 1) / kTurned;
+  const bool fits = count == kPanel && bytes == turns * kTurned;
+  const int64_t stride = fits ? bytes : turns * kTurned;
+  std::vector<uint8_t> copied(fits ? 0 : kPanel * stride);
+  if (!fits) {
+    for (int64_t i = 0; i < count; ++i) std::copy_n(from + i * bytes, bytes, copied.data() + i * stride);
+    from = copied.data();
+  }
+  for (int64_t turn = 0; turn < turns; ++turn, from += kTurned) {
+    for (int i = 0; i < kPanel * kTurned; i += 64, next += 64) {
+      _mm_prefetch(reinterpret_cast<const char*>(next), _MM_HINT_T0);
+    }
+    Ints columns[8];
+    turned(from, stride, columns);
+    take(columns, static_cast<int>((std::min<int64_t>(kTurned, bytes - turn * kTurned) + 3) / 4));
+  }
+}
+
+// Adds four activations of each of R rows, so many bytes apart, times a column's numbers.
+template <int R>
+[[gnu::always_inline]] inline void add_column(const int8_t* x, int64_t stride, Ints numbers, Ints (&dots)[R]) {
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r) {
+    int32_t four;
+    std::memcpy(&four, x + r * stride, sizeof four);
+    dots[r] = plus_dots(dots[r], numbers, four);
+  }
+}
+
+// Numbers of 8 bits as the instruction takes them.
+[[gnu::always_inline]] inline Ints as_multiplied(Ints bytes) {
+  return kUnsigned ? either(bytes, all(static_cast<int32_t>(0x80808080u))) : bytes;
+}
