@@ -328,8 +328,8 @@ ffi::Error product(ffi::ThreadPool pool, Rows x, ffi::AnyBuffer values, ffi::Any
             halves,  fp4,     x.typed_data(),   static_cast<const uint8_t*>(values.untyped_data()),
             scale,   minimum, out->typed_data()};
   p.fill_table();
-  if (p.tiles * p.tile != inputs || group * p.groups != inputs || group % kGroups != 0 || p.tile % group != 0 ||
-      p.outputs != groups[1]) {
+  if (p.tiles * p.tile != inputs || group == 0 || group * p.groups != inputs || group % kGroups != 0 ||
+      p.tile % group != 0 || p.outputs != groups[1]) {
     return ffi::Error::InvalidArgument(
         "The matrix has other inputs, its scales other outputs, or groups are not of 16.");
   }

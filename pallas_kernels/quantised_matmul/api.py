@@ -43,8 +43,8 @@ def quantised_matmul(
       fp8: whether values are the bits of float8_e4m3fn numbers, int8, which XLA alone multiplies.
       fp4: whether q, of 4 bits, is a place among the float4_e2m1fn numbers: it stands for twice that number, see
         :func:`pallas_kernels.quantised_matmul.weight_tiles.fp4_numbers`. There are no minima then.
-      implementation: the only one to try; by default the platform's in order, "xla" last. "integers", a CPU's, rounds
-        each row's activations to int8 in the same groups; the others take them as they are.
+      implementation: the only one to try; by default the platform's in order, "xla" last. "native" and "integers", a
+        CPU's, round each row's activations to int8 in the same groups; the others take them as they are.
       options: options of the implementation that is named: ``config`` (block sizes), ``interpret``.
 
     Raises:
