@@ -24,6 +24,7 @@ row. Weights that are converted to floats take 100 ms there, whatever the number
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -47,12 +48,23 @@ _RUNS = jax.lax.RaggedDotDimensionNumbers(
 def quantised_matmul(
     x: Float[Array, "*S K"], weight: Quantised, dtype: DTypeLike | None = None
 ) -> Float[Array, "*S N"]:
-    """``x @ dequantised(weight).T``, in ``x``'s dtype or another."""
+    """``x @ dequantised(weight).T``, in ``x``'s dtype or another.
+
+    Its derivative by ``x`` is that product's, as if nothing were rounded; quantised weights have none.
+
+    Raises:
+      TypeError: it is differentiated by the weights.
+    """
+    return _multiplied(x, weight, jnp.dtype(dtype or x.dtype))
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
+def _multiplied(x: Float[Array, "*S K"], weight: Quantised, dtype: jnp.dtype) -> Float[Array, "*S N"]:
     rows = x.reshape(-1, x.shape[-1])
     if isinstance(weight, GroupQuantised):
         arrays = weight.values, weight.scale, weight.minimum
         found = group_matmul(rows, *arrays, fp8=weight.fp8, fp4=weight.fp4)
-        return found.reshape(*x.shape[:-1], weight.shape[0]).astype(dtype or x.dtype)
+        return found.reshape(*x.shape[:-1], weight.shape[0]).astype(dtype)
     assert isinstance(weight, QuantisedArray)
     integers = _fine if weight.fine else _coarse
     forms = {"cpu": integers, "tpu": integers, "default": _weights_alone}
@@ -61,7 +73,22 @@ def quantised_matmul(
     if weight.fp8:
         forms = {"cpu": _by_blocks, "tpu": _by_integers, "default": _by_blocks if _without_fp8() else _weights_alone}
     found = jax.lax.platform_dependent(rows, weight.values, weight.scale, **forms)
-    return found.reshape(*x.shape[:-1], weight.shape[0]).astype(dtype or x.dtype)
+    return found.reshape(*x.shape[:-1], weight.shape[0]).astype(dtype)
+
+
+@functools.partial(_multiplied.defjvp, symbolic_zeros=True)
+def _moved(dtype: jnp.dtype, primals: Any, tangents: Any) -> tuple[Array, Array]:
+    """The product, and how it moves with its activations."""
+    (x, weight), (moved, by_weight) = primals, tangents
+    zero = jax.custom_derivatives.SymbolicZero
+    if any(
+        not isinstance(part, zero) for part in jax.tree.leaves(by_weight, is_leaf=lambda part: isinstance(part, zero))
+    ):
+        raise TypeError("Quantised weights have no derivative: load the model with floats to train them.")
+    found = _multiplied(x, weight, dtype)
+    if isinstance(moved, zero):
+        return found, jnp.zeros_like(found)
+    return found, jnp.matmul(moved, weight.dequantised().astype(moved.dtype).T).astype(dtype)
 
 
 def multiplies_runs(weight: Quantised | Array) -> bool:

@@ -139,7 +139,7 @@ template <int R>
   const Floats scale = floats(steps.scale.data() + at * kPanel);
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r) {
-    total[r] = plus_product(total[r], times(floats(dots[r]), all(x.step[first + r * p.groups])), scale);
+    total[r] = plus_product(total[r], times(floats(dots[r]), scale), all(x.step[first + r * p.groups]));
   }
   if (steps.minimum.empty()) return;
   const Floats minimum = floats(steps.minimum.data() + at * kPanel);
@@ -286,10 +286,10 @@ void multiply_many(const Problem& p, const Rounded& x, int64_t first, int64_t la
     steps.widen(p, 0, p.groups, row, count);
     fill<H>(p, row, count, columns.data());
     for (int64_t s = 0; s < p.rows; s += kRows) {
-      for (int half = 0; half < H; ++half) {
-        multiply_columns<kRows>(p, x, s, columns.data() + half * p.inputs / 4, steps, half, found);
-      }
-      put(p, found, s, std::min<int64_t>(kRows, p.rows - s), row, count);
+      const int64_t rows = std::min<int64_t>(kRows, p.rows - s);
+      const auto run = 2 * rows > kRows ? multiply_columns<kRows> : multiply_columns<kRows / 2>;
+      for (int half = 0; half < H; ++half) run(p, x, s, columns.data() + half * p.inputs / 4, steps, half, found);
+      put(p, found, s, rows, row, count);
     }
   }
 }

@@ -14,8 +14,8 @@ from pallas_kernels.quantised_matmul.matmul_problem import Problem
 
 (_FUNCTION,) = library.FUNCTIONS["group_products"]
 _SCALES = jnp.float32, jnp.bfloat16, jnp.int16
-#: Inputs of a group come in multiples of so many.
-LANES = 16
+#: Inputs of a group come in multiples of so many, and sums of more than so many would not fit int32.
+LANES, MOST = 16, 1 << 16
 
 
 def quantised_matmul(p: Problem, *, config: None = None, suffix: str = "") -> Float[Array, "S N"]:
@@ -27,9 +27,9 @@ def quantised_matmul(p: Problem, *, config: None = None, suffix: str = "") -> Fl
         raise NotImplementedError(
             "The CPU form takes numbers of int8 or uint8, and scales of float32, bfloat16 or int16."
         )
-    if p.group % LANES or not p.x.size or not p.outputs:
+    if p.group % LANES or p.group > MOST or not p.x.size or not p.outputs:
         raise NotImplementedError(
-            f"The CPU form takes groups in multiples of {LANES}, and a row and an output at least."
+            f"The CPU form takes groups in multiples of {LANES} up to {MOST:,}, and a row and an output at least."
         )
     if not suffix and library.loaded("group_products") is None:
         raise NotImplementedError("There are no compiled products for this CPU.")

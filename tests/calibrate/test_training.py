@@ -324,6 +324,16 @@ def test_gates_that_nothing_needs_close_and_the_run_goes_on_where_it_was(tmp_pat
     assert (held["kind"], held["rows"]) == ("gates", "1"), "on a mesh with more rows a step has other texts"
 
 
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+def test_gates_of_a_quantised_model_are_trained_as_those_of_floats(weights):
+    changes = dict(hidden_size=64, intermediate_size=64, max_position=1024)
+    options = dict(tokens=300, keys=1, words=2, steps=3, sink=1, recent=8, learning_rate=0.05)
+    floats = gates(toys.tiny_model(**changes), [TEXT], **options)
+    found = gates(toys.tiny_model(weights=weights, **changes), [TEXT], **options)
+    assert found.losses[-1] < found.losses[0]
+    np.testing.assert_allclose(found.losses, floats.losses, rtol=0.02)
+
+
 def test_the_highest_gates_are_chosen_earlier_heads_first():
     from support.scorers import random_gates
 

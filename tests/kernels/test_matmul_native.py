@@ -16,6 +16,9 @@ from support.native import SETS, needs_compiler, needs_native, suffix
 from kvjax.model.quantised import rounded
 from pallas_kernels.quantised_matmul import integers, native, quantised_matmul, reference
 
+_LONG = {
+    "x": jnp.ones((1, 1 << 17)), "values": jnp.ones((1, 1, 1 << 17), jnp.int8), "scale": jnp.ones((1, 1), jnp.float32),
+}  # fmt: skip
 _SCALES = jnp.float32, jnp.bfloat16, jnp.int16
 
 
@@ -114,10 +117,22 @@ def test_what_is_not_finite_stays_in_its_row_and_so_does_a_scale_in_its_output(n
     np.testing.assert_array_equal(found[1:], clean[1:])
 
 
+@needs_compiler
+@pytest.mark.parametrize("name", SETS)
+@pytest.mark.parametrize("rows", [1, 7])
+def test_large_activations_and_small_scales_do_not_overflow_between(name, rows):
+    problem = build(Case(rows=rows, group=32, minimum=True, scale=jnp.float32))
+    large = dataclasses.replace(problem, x=problem.x * 1e36, scale=problem.scale * 1e-30, minimum=problem.minimum * 0)
+    found = np.asarray(_run(large, name))
+    want = _oracle(large)
+    assert np.abs(found - want).max() < 1e-5 * want.std()
+
+
 def test_what_it_cannot_do_is_left_to_other_forms():
     for case, changes, words in (
         (Case(bits=8, group=32), {"fp8": True}, "whole numbers, not float8"),
         (Case(bits=8, inputs=24, group=8), {}, "groups in multiples of 16"),
+        (Case(bits=8, rows=1, outputs=1), _LONG, "up to 65,536"),
         (Case(bits=8), {"scale": jnp.ones((2, 256), jnp.float16)}, "scales of float32, bfloat16"),
         (Case(bits=8), {"values": jnp.ones((2, 256, 128), jnp.int32)}, "numbers of int8 or uint8"),
     ):

@@ -19,6 +19,7 @@ from kvjax.checkpoints.digest import weights_digest
 from kvjax.errors import UsageError
 from kvjax.model.decoder import abstract_decoder
 from kvjax.model.experts import Experts
+from kvjax.model.group_quantised import GroupFormat, group_quantised
 from kvjax.model.matmul import matmul, matmul_nt, ragged_matmul
 from kvjax.model.params import logical
 from kvjax.model.quantised import QuantisedArray, dequantised, quantised, rounded, rows_of
@@ -127,6 +128,25 @@ def test_weights_alone_are_the_product_with_their_floats():
     np.testing.assert_allclose(
         _weights_alone(x, weight.values, weight.scale), x @ dequantised(weight).T, rtol=1e-4, atol=1e-4
     )
+
+
+@pytest.mark.parametrize("kind", ["coarse", "fine", "fp8", "int4", "minima"])
+def test_derivatives_are_those_of_unrounded_activations(kind, monkeypatch):
+    matrix, x = (jnp.asarray(RNG.standard_normal(shape), jnp.float32) for shape in ((40, 64), (3, 64)))
+    groups = {"int4": GroupFormat(4, 32), "minima": GroupFormat(8, 16, minimum=True, scale="float32")}
+    if kind in groups:
+        weight = group_quantised(matrix, groups[kind], jnp.float32)
+    else:
+        weight = quantised(matrix, jnp.float32, kind == "fine", jnp.uint8 if kind == "fp8" else jnp.int8)
+    for native in ("1", "0"):
+        monkeypatch.setenv("KVJAX_NATIVE", native)
+        jax.clear_caches()
+        gradient = jax.jit(jax.grad(lambda x, w: (matmul(x, w) ** 2).sum()))(x, weight)
+        np.testing.assert_allclose(gradient, 2 * matmul(x, weight) @ weight.dequantised(), rtol=1e-5, atol=1e-4)
+        fixed = jax.grad(lambda y: (matmul(x, weight) * y).sum())(jnp.ones((3, 40)))
+        np.testing.assert_array_equal(fixed, matmul(x, weight))
+    with pytest.raises(TypeError, match="load the model with floats to train them"):
+        jax.grad(lambda weight: matmul(x, weight).sum(), allow_int=True)(weight)
 
 
 def test_runs_of_experts_are_products_with_each():
