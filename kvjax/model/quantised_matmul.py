@@ -77,18 +77,16 @@ def _multiplied(x: Float[Array, "*S K"], weight: Quantised, dtype: jnp.dtype) ->
 
 
 @functools.partial(_multiplied.defjvp, symbolic_zeros=True)
-def _moved(dtype: jnp.dtype, primals: Any, tangents: Any) -> tuple[Array, Array]:
-    """The product, and how it moves with its activations."""
-    (x, weight), (moved, by_weight) = primals, tangents
+def _jvp(dtype: jnp.dtype, primals: Any, tangents: Any) -> tuple[Array, Array]:
+    """The product, and its tangent by the activations'."""
+    (x, weight), (x_dot, weight_dot) = primals, tangents
     zero = jax.custom_derivatives.SymbolicZero
-    if any(
-        not isinstance(part, zero) for part in jax.tree.leaves(by_weight, is_leaf=lambda part: isinstance(part, zero))
-    ):
+    if not all(isinstance(leaf, zero) for leaf in jax.tree.leaves(weight_dot, is_leaf=lambda x: isinstance(x, zero))):
         raise TypeError("Quantised weights have no derivative: load the model with floats to train them.")
     found = _multiplied(x, weight, dtype)
-    if isinstance(moved, zero):
+    if isinstance(x_dot, zero):
         return found, jnp.zeros_like(found)
-    return found, jnp.matmul(moved, weight.dequantised().astype(moved.dtype).T).astype(dtype)
+    return found, jnp.matmul(x_dot, weight.dequantised().astype(x_dot.dtype).T).astype(dtype)
 
 
 def multiplies_runs(weight: Quantised | Array) -> bool:

@@ -1,4 +1,4 @@
-// Rows of bytes turned into columns, for products of int8 numbers: sixteen rows at a time become columns of four
+// Rows of bytes transposed into columns, for products of int8 numbers: sixteen rows at a time become columns of four
 // inputs, which an instruction multiplies by four activations. It then has a sum for each row of bytes, and nothing is
 // left to add across lanes.
 
@@ -13,8 +13,8 @@
 
 // Rows of bytes in a panel, and bytes of a column of it: four inputs of each.
 constexpr int kPanel = 16, kColumn = 4 * kPanel;
-// Bytes of a row that are turned at a time.
-constexpr int kTurned = 32;
+// Bytes of a row that are transposed at a time.
+constexpr int kTransposed = 32;
 
 #if defined(__AVX512VNNI__) && defined(__AVX512BW__)
 
@@ -27,23 +27,23 @@ using Ints = __m512i;
 using Floats = __m512;
 
 inline Ints ints(const void* from) { return _mm512_loadu_si512(from); }
-inline Ints all(int32_t value) { return _mm512_set1_epi32(value); }
+inline Ints broadcast(int32_t value) { return _mm512_set1_epi32(value); }
 inline void store(void* to, Ints a) { _mm512_storeu_si512(to, a); }
-inline Ints both(Ints a, Ints b) { return _mm512_and_si512(a, b); }
-inline Ints either(Ints a, Ints b) { return _mm512_xor_si512(a, b); }
-inline Ints high(Ints a) { return _mm512_srli_epi16(a, 4); }
-inline Ints look_up(Ints table, Ints place) { return _mm512_shuffle_epi8(table, place); }
-inline Ints four_times(__m128i a) { return _mm512_broadcast_i32x4(a); }
+inline Ints bit_and(Ints a, Ints b) { return _mm512_and_si512(a, b); }
+inline Ints bit_xor(Ints a, Ints b) { return _mm512_xor_si512(a, b); }
+inline Ints high_nibbles(Ints a) { return _mm512_srli_epi16(a, 4); }
+inline Ints shuffle_bytes(Ints table, Ints place) { return _mm512_shuffle_epi8(table, place); }
+inline Ints broadcast(__m128i a) { return _mm512_broadcast_i32x4(a); }
 inline Floats floats(Ints a) { return _mm512_cvtepi32_ps(a); }
 inline Floats floats(const float* from) { return _mm512_loadu_ps(from); }
-inline Floats all(float value) { return _mm512_set1_ps(value); }
+inline Floats broadcast(float value) { return _mm512_set1_ps(value); }
 inline void store(float* to, Floats a) { _mm512_storeu_ps(to, a); }
-inline Floats times(Floats a, Floats b) { return _mm512_mul_ps(a, b); }
-inline Floats plus_product(Floats sum, Floats a, Floats b) { return _mm512_fmadd_ps(a, b, sum); }
+inline Floats mul(Floats a, Floats b) { return _mm512_mul_ps(a, b); }
+inline Floats fma(Floats sum, Floats a, Floats b) { return _mm512_fmadd_ps(a, b, sum); }
 
 // Adds the products of four numbers of each lane with four activations.
-inline Ints plus_dots(Ints sum, Ints numbers, int32_t activations) {
-  return _mm512_dpbusd_epi32(sum, numbers, all(activations));
+inline Ints add_dot4(Ints sum, Ints numbers, int32_t activations) {
+  return _mm512_dpbusd_epi32(sum, numbers, broadcast(activations));
 }
 
 inline __m512i two(const uint8_t* a, const uint8_t* b) {
@@ -54,22 +54,22 @@ inline __m512i two(const uint8_t* a, const uint8_t* b) {
 }
 
 // Of each quarter of a register its four numbers, of four registers: out[i] has number i of a[0] to a[3].
-inline void turn(const __m512i (&a)[4], __m512i (&out)[4]) {
+inline void transpose_lanes(const __m512i (&a)[4], __m512i (&out)[4]) {
   const __m512i low = _mm512_unpacklo_epi32(a[0], a[1]), high = _mm512_unpackhi_epi32(a[0], a[1]);
   const __m512i low2 = _mm512_unpacklo_epi32(a[2], a[3]), high2 = _mm512_unpackhi_epi32(a[2], a[3]);
   out[0] = _mm512_unpacklo_epi64(low, low2), out[1] = _mm512_unpackhi_epi64(low, low2);
   out[2] = _mm512_unpacklo_epi64(high, high2), out[3] = _mm512_unpackhi_epi64(high, high2);
 }
 
-// The columns of kTurned bytes of each of a panel's rows.
-[[gnu::always_inline]] inline void turned(const uint8_t* row, int64_t stride, Ints (&columns)[8]) {
+// The columns of kTransposed bytes of each of a panel's rows.
+[[gnu::always_inline]] inline void transposed(const uint8_t* row, int64_t stride, Ints (&columns)[8]) {
   __m512i own[2][4];
 #pragma GCC unroll 2
   for (int half = 0; half < 2; ++half, row += 4 * stride) {
     __m512i loaded[4];
 #pragma GCC unroll 4
     for (int i = 0; i < 4; ++i, row += stride) loaded[i] = two(row, row + 4 * stride);
-    turn(loaded, own[half]);
+    transpose_lanes(loaded, own[half]);
   }
 #pragma GCC unroll 4
   for (int i = 0; i < 4; ++i) {
@@ -118,46 +118,46 @@ inline Ints ints(const void* from) {
   const auto* own = static_cast<const __m256i*>(from);
   return {_mm256_loadu_si256(own), _mm256_loadu_si256(own + 1)};
 }
-inline Ints all(int32_t value) { return {_mm256_set1_epi32(value), _mm256_set1_epi32(value)}; }
+inline Ints broadcast(int32_t value) { return {_mm256_set1_epi32(value), _mm256_set1_epi32(value)}; }
 inline void store(void* to, Ints a) {
   auto* own = static_cast<__m256i*>(to);
   _mm256_storeu_si256(own, a.a), _mm256_storeu_si256(own + 1, a.b);
 }
-inline Ints both(Ints a, Ints b) { return {_mm256_and_si256(a.a, b.a), _mm256_and_si256(a.b, b.b)}; }
-inline Ints either(Ints a, Ints b) { return {_mm256_xor_si256(a.a, b.a), _mm256_xor_si256(a.b, b.b)}; }
-inline Ints high(Ints a) { return {_mm256_srli_epi16(a.a, 4), _mm256_srli_epi16(a.b, 4)}; }
-inline Ints look_up(Ints table, Ints place) {
+inline Ints bit_and(Ints a, Ints b) { return {_mm256_and_si256(a.a, b.a), _mm256_and_si256(a.b, b.b)}; }
+inline Ints bit_xor(Ints a, Ints b) { return {_mm256_xor_si256(a.a, b.a), _mm256_xor_si256(a.b, b.b)}; }
+inline Ints high_nibbles(Ints a) { return {_mm256_srli_epi16(a.a, 4), _mm256_srli_epi16(a.b, 4)}; }
+inline Ints shuffle_bytes(Ints table, Ints place) {
   return {_mm256_shuffle_epi8(table.a, place.a), _mm256_shuffle_epi8(table.b, place.b)};
 }
-inline Ints four_times(__m128i a) { return {_mm256_broadcastsi128_si256(a), _mm256_broadcastsi128_si256(a)}; }
+inline Ints broadcast(__m128i a) { return {_mm256_broadcastsi128_si256(a), _mm256_broadcastsi128_si256(a)}; }
 inline Floats floats(Ints a) { return {_mm256_cvtepi32_ps(a.a), _mm256_cvtepi32_ps(a.b)}; }
 inline Floats floats(const float* from) { return {_mm256_loadu_ps(from), _mm256_loadu_ps(from + 8)}; }
-inline Floats all(float value) { return {_mm256_set1_ps(value), _mm256_set1_ps(value)}; }
+inline Floats broadcast(float value) { return {_mm256_set1_ps(value), _mm256_set1_ps(value)}; }
 inline void store(float* to, Floats a) { _mm256_storeu_ps(to, a.a), _mm256_storeu_ps(to + 8, a.b); }
-inline Floats times(Floats a, Floats b) { return {_mm256_mul_ps(a.a, b.a), _mm256_mul_ps(a.b, b.b)}; }
-inline Floats plus_product(Floats sum, Floats a, Floats b) {
+inline Floats mul(Floats a, Floats b) { return {_mm256_mul_ps(a.a, b.a), _mm256_mul_ps(a.b, b.b)}; }
+inline Floats fma(Floats sum, Floats a, Floats b) {
   return {_mm256_fmadd_ps(a.a, b.a, sum.a), _mm256_fmadd_ps(a.b, b.b, sum.b)};
 }
 
 // |number| times the activation with the number's sign: of two such products, at most 2 x 127 x 128, int16 holds the
 // sum.
-inline __m256i plus_dots(__m256i sum, __m256i numbers, __m256i activations) {
+inline __m256i add_dot4(__m256i sum, __m256i numbers, __m256i activations) {
   const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(numbers), _mm256_sign_epi8(activations, numbers));
   return _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
 }
-inline Ints plus_dots(Ints sum, Ints numbers, int32_t activations) {
+inline Ints add_dot4(Ints sum, Ints numbers, int32_t activations) {
   const __m256i x = _mm256_set1_epi32(activations);
-  return {plus_dots(sum.a, numbers.a, x), plus_dots(sum.b, numbers.b, x)};
+  return {add_dot4(sum.a, numbers.a, x), add_dot4(sum.b, numbers.b, x)};
 }
 
-inline void turn(const __m256i (&a)[4], __m256i (&out)[4]) {
+inline void transpose_lanes(const __m256i (&a)[4], __m256i (&out)[4]) {
   const __m256i low = _mm256_unpacklo_epi32(a[0], a[1]), high = _mm256_unpackhi_epi32(a[0], a[1]);
   const __m256i low2 = _mm256_unpacklo_epi32(a[2], a[3]), high2 = _mm256_unpackhi_epi32(a[2], a[3]);
   out[0] = _mm256_unpacklo_epi64(low, low2), out[1] = _mm256_unpackhi_epi64(low, low2);
   out[2] = _mm256_unpacklo_epi64(high, high2), out[3] = _mm256_unpackhi_epi64(high, high2);
 }
 
-[[gnu::always_inline]] inline void turned(const uint8_t* row, int64_t stride, Ints (&columns)[8]) {
+[[gnu::always_inline]] inline void transposed(const uint8_t* row, int64_t stride, Ints (&columns)[8]) {
 #pragma GCC unroll 2
   for (int half = 0; half < 2; ++half) {
     __m256i own[2][4];
@@ -168,7 +168,7 @@ inline void turn(const __m256i (&a)[4], __m256i (&out)[4]) {
       for (int i = 0; i < 4; ++i, row += stride) {
         loaded[i] = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(row));
       }
-      turn(loaded, own[part]);
+      transpose_lanes(loaded, own[part]);
     }
 #pragma GCC unroll 4
     for (int i = 0; i < 4; ++i) {
@@ -208,27 +208,27 @@ struct alignas(kColumn) Column {
   uint8_t numbers[kColumn];
 };
 
-// Gives take(columns, count) what a panel of `count` rows has as columns, kTurned bytes of each row at a time or what
-// is left. `next` is where as much is read after that.
+// Gives take(columns, count) what a panel of `count` rows has as columns, kTransposed bytes of each row at a time or
+// what is left. `next` is where as much is read after that.
 template <typename Take>
-[[gnu::always_inline]] inline void each_column(const uint8_t* from, int64_t bytes, int64_t count, const uint8_t* next,
-                                               const Take& take) {
+[[gnu::always_inline]] inline void for_each_column(const uint8_t* from, int64_t bytes, int64_t count,
+                                                   const uint8_t* next, const Take& take) {
   // What is read beyond rows, or beyond their ends, is there and zero.
-  const int64_t turns = (bytes + kTurned - 1) / kTurned;
-  const bool fits = count == kPanel && bytes == turns * kTurned;
-  const int64_t stride = fits ? bytes : turns * kTurned;
+  const int64_t chunks = (bytes + kTransposed - 1) / kTransposed;
+  const bool fits = count == kPanel && bytes == chunks * kTransposed;
+  const int64_t stride = fits ? bytes : chunks * kTransposed;
   std::vector<uint8_t> copied(fits ? 0 : kPanel * stride);
   if (!fits) {
     for (int64_t i = 0; i < count; ++i) std::copy_n(from + i * bytes, bytes, copied.data() + i * stride);
     from = copied.data();
   }
-  for (int64_t turn = 0; turn < turns; ++turn, from += kTurned) {
-    for (int i = 0; i < kPanel * kTurned; i += 64, next += 64) {
+  for (int64_t chunk = 0; chunk < chunks; ++chunk, from += kTransposed) {
+    for (int i = 0; i < kPanel * kTransposed; i += 64, next += 64) {
       _mm_prefetch(reinterpret_cast<const char*>(next), _MM_HINT_T0);
     }
     Ints columns[8];
-    turned(from, stride, columns);
-    take(columns, static_cast<int>((std::min<int64_t>(kTurned, bytes - turn * kTurned) + 3) / 4));
+    transposed(from, stride, columns);
+    take(columns, static_cast<int>((std::min<int64_t>(kTransposed, bytes - chunk * kTransposed) + 3) / 4));
   }
 }
 
@@ -239,11 +239,11 @@ template <int R>
   for (int r = 0; r < R; ++r) {
     int32_t four;
     std::memcpy(&four, x + r * stride, sizeof four);
-    dots[r] = plus_dots(dots[r], numbers, four);
+    dots[r] = add_dot4(dots[r], numbers, four);
   }
 }
 
 // Numbers of 8 bits as the instruction takes them.
 [[gnu::always_inline]] inline Ints as_multiplied(Ints bytes) {
-  return kUnsigned ? either(bytes, all(static_cast<int32_t>(0x80808080u))) : bytes;
+  return kUnsigned ? bit_xor(bytes, broadcast(static_cast<int32_t>(0x80808080u))) : bytes;
 }

@@ -4,7 +4,7 @@
 // Each row's activations are rounded to int8 in the same groups. A group's sum is exact in int32, and groups are added
 // in their order, so that a row's result does not depend on the rows beside it, on threads or on their number.
 //
-// Sixteen rows of bytes at a time are turned into columns of four inputs, which an instruction multiplies by four
+// Sixteen rows of bytes at a time are transposed into columns of four inputs, which an instruction multiplies by four
 // activations of a row: it then has a sum for each output, and nothing is left to add across lanes.
 
 #include <immintrin.h>
@@ -27,7 +27,7 @@ using Result = ffi::ResultBuffer<ffi::F32, 2>;
 
 // Inputs of a group are a multiple of it.
 constexpr int64_t kGroups = 16;
-// Most rows of activations that are multiplied by bytes as they are turned; of more, what is turned is kept.
+// Most rows of activations that are multiplied by bytes as they are transposed; of more, columns are kept.
 constexpr int kFew = 4;
 // Bytes of a task, about.
 constexpr int64_t kTask = 64 << 10;
@@ -54,7 +54,7 @@ struct Problem {
   int zero() const { return !kUnsigned ? 0 : halves == 1 ? 128 : fp4 ? 16 : minima() ? 0 : 8; }
 
   // What four bits stand for, and the above.
-  Ints table() const { return four_times(_mm_loadu_si128(reinterpret_cast<const __m128i*>(numbers))); }
+  Ints table() const { return broadcast(_mm_loadu_si128(reinterpret_cast<const __m128i*>(numbers))); }
 
   void fill_table() {
     for (int i = 0; i < 16; ++i) {
@@ -67,10 +67,10 @@ struct Problem {
 
 // Rounded activations.
 struct Rounded {
-  std::vector<int8_t> values;   // [rows, inputs]
-  std::vector<float> step;      // [rows, groups]
-  std::vector<float> sum;       // [rows, groups] of the rounded activations
-  std::vector<int32_t> before;  // [rows, groups], what sums of products begin with
+  std::vector<int8_t> values;    // [rows, inputs]
+  std::vector<float> step;       // [rows, groups]
+  std::vector<float> sum;        // [rows, groups] of the rounded activations
+  std::vector<int32_t> initial;  // [rows, groups], what sums of products begin with
 };
 
 // Results by half, row of activations and row of bytes.
@@ -116,9 +116,9 @@ template <int H>
   if (H == 1) {
     numbers[0] = as_multiplied(bytes);
   } else {
-    const Ints mask = all(0x0f0f0f0f);
-    numbers[0] = look_up(table, both(bytes, mask));
-    numbers[H - 1] = look_up(table, both(high(bytes), mask));
+    const Ints mask = broadcast(0x0f0f0f0f);
+    numbers[0] = shuffle_bytes(table, bit_and(bytes, mask));
+    numbers[H - 1] = shuffle_bytes(table, bit_and(high_nibbles(bytes), mask));
   }
 }
 
@@ -127,7 +127,7 @@ template <int R>
 [[gnu::always_inline]] inline void begin_group(const Problem& p, const Rounded& x, int64_t row, int64_t g,
                                                Ints (&dots)[R]) {
 #pragma GCC unroll 8
-  for (int r = 0; r < R; ++r) dots[r] = all(x.before[(row + r) * p.groups + g]);
+  for (int r = 0; r < R; ++r) dots[r] = broadcast(x.initial[(row + r) * p.groups + g]);
 }
 
 // The sums of group g times its scales, and its minima, added to totals; they are at `at` of the steps.
@@ -139,16 +139,16 @@ template <int R>
   const Floats scale = floats(steps.scale.data() + at * kPanel);
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r) {
-    total[r] = plus_product(total[r], times(floats(dots[r]), scale), all(x.step[first + r * p.groups]));
+    total[r] = fma(total[r], mul(floats(dots[r]), scale), broadcast(x.step[first + r * p.groups]));
   }
   if (steps.minimum.empty()) return;
   const Floats minimum = floats(steps.minimum.data() + at * kPanel);
 #pragma GCC unroll 8
-  for (int r = 0; r < R; ++r) total[r] = plus_product(total[r], all(x.sum[first + r * p.groups]), minimum);
+  for (int r = 0; r < R; ++r) total[r] = fma(total[r], broadcast(x.sum[first + r * p.groups]), minimum);
 }
 
 // Adds products of R rows of activations with tile t of a panel, H outputs for each row of its bytes, which are used as
-// they are turned.
+// they are transposed.
 template <int R, int H>
 void multiply_bytes(const Problem& p, const Rounded& x, int64_t t, int64_t row, int64_t count, const uint8_t* next,
                     const Steps& steps, Found& found) {
@@ -164,28 +164,28 @@ void multiply_bytes(const Problem& p, const Rounded& x, int64_t t, int64_t row, 
   }
   const int8_t* own = x.values.data() + t * p.tile;
   int64_t g = 0, left = p.group;
-  each_column(p.bytes_of(t, row), p.tile, count, next,
-              [&](const Ints(&columns)[8], int count) __attribute__((always_inline)) {
+  for_each_column(p.bytes_of(t, row), p.tile, count, next,
+                  [&](const Ints(&columns)[8], int count) __attribute__((always_inline)) {
 #pragma GCC unroll 2
-                for (int i = 0; i < 8; i += 4) {
-                  if (i == count) break;
+                    for (int i = 0; i < 8; i += 4) {
+                      if (i == count) break;
 #pragma GCC unroll 4
-                  for (int j = i; j < i + 4; ++j, own += 4) {
-                    Ints numbers[H];
-                    split(columns[j], table, numbers);
+                      for (int j = i; j < i + 4; ++j, own += 4) {
+                        Ints numbers[H];
+                        split(columns[j], table, numbers);
 #pragma GCC unroll 2
-                    for (int h = 0; h < H; ++h) add_column(own, p.inputs, numbers[h], dots[h]);
-                  }
-                  left -= kGroups;
-                  if (left > 0) continue;
+                        for (int h = 0; h < H; ++h) add_column(own, p.inputs, numbers[h], dots[h]);
+                      }
+                      left -= kGroups;
+                      if (left > 0) continue;
 #pragma GCC unroll 2
-                  for (int h = 0; h < H; ++h) {
-                    add_group(p, x, 0, t * groups + g, steps, h * groups + g, dots[h], total[h]);
-                    begin_group(p, x, 0, std::min(t * groups + g + 1, p.groups - 1), dots[h]);
-                  }
-                  left = p.group, ++g;
-                }
-              });
+                      for (int h = 0; h < H; ++h) {
+                        add_group(p, x, 0, t * groups + g, steps, h * groups + g, dots[h], total[h]);
+                        begin_group(p, x, 0, std::min(t * groups + g + 1, p.groups - 1), dots[h]);
+                      }
+                      left = p.group, ++g;
+                    }
+                  });
 #pragma GCC unroll 2
   for (int h = 0; h < H; ++h) {
 #pragma GCC unroll 8
@@ -199,18 +199,18 @@ void fill(const Problem& p, int64_t row, int64_t count, Column* to) {
   const Ints table = p.table();
   for (int64_t t = 0; t < p.tiles; ++t) {
     const auto* next = p.bytes_of(t + 1, row);
-    each_column(p.bytes_of(t, row), p.tile, count, next,
-                [&](const Ints(&columns)[8], int count) __attribute__((always_inline)) {
+    for_each_column(p.bytes_of(t, row), p.tile, count, next,
+                    [&](const Ints(&columns)[8], int count) __attribute__((always_inline)) {
 #pragma GCC unroll 8
-                  for (int i = 0; i < 8; ++i) {
-                    if (i == count) break;
-                    Ints numbers[H];
-                    split(columns[i], table, numbers);
+                      for (int i = 0; i < 8; ++i) {
+                        if (i == count) break;
+                        Ints numbers[H];
+                        split(columns[i], table, numbers);
 #pragma GCC unroll 2
-                    for (int h = 0; h < H; ++h) store(to + h * p.inputs / 4, numbers[h]);
-                    ++to;
-                  }
-                });
+                        for (int h = 0; h < H; ++h) store(to + h * p.inputs / 4, numbers[h]);
+                        ++to;
+                      }
+                    });
   }
 }
 
@@ -221,7 +221,7 @@ void multiply_columns(const Problem& p, const Rounded& x, int64_t row, const Col
   const int8_t* own = x.values.data() + row * p.inputs;
   Floats total[R];
 #pragma GCC unroll 8
-  for (int r = 0; r < R; ++r) total[r] = all(0.0f);
+  for (int r = 0; r < R; ++r) total[r] = broadcast(0.0f);
   for (int64_t g = 0; g < p.groups; ++g) {
     Ints dots[R];
     begin_group(p, x, row, g, dots);
@@ -251,7 +251,7 @@ void round_rows(const Problem& p, int64_t first, int64_t last, Rounded& x) {
   for (int64_t i = first * p.groups; i < last * p.groups; ++i) {
     const auto sum =
         static_cast<int32_t>(round_row(p.x + i * p.group, p.group, &x.values[i * p.group], &x.step[i], nullptr));
-    x.before[i] = -p.zero() * sum;
+    x.initial[i] = -p.zero() * sum;
     x.sum[i] = x.step[i] * static_cast<float>(sum);
   }
 }
@@ -338,7 +338,7 @@ ffi::Error product(ffi::ThreadPool pool, Rows x, ffi::AnyBuffer values, ffi::Any
   Rounded rounded;
   rounded.values.resize(padded * inputs);
   rounded.step.resize(padded * p.groups), rounded.sum.resize(padded * p.groups);
-  rounded.before.resize(padded * p.groups);
+  rounded.initial.resize(padded * p.groups);
   const int64_t few = std::max<int64_t>(kTask / (inputs * sizeof(float)), 1);
   if (!parallel(pool, rows, few, [&](int64_t first, int64_t last) { round_rows(p, first, last, rounded); })) {
     return out_of_memory();

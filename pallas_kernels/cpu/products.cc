@@ -26,7 +26,7 @@ using Result = ffi::ResultBuffer<ffi::F32, 2>;
 // Outputs in a part of a matrix are a multiple of it.
 constexpr int kTile = 16;
 static_assert(kTile == kPanel);
-// Most rows of activations that are multiplied by rows of numbers as they are; of more, numbers are turned into
+// Most rows of activations that are multiplied by rows of numbers as they are; of more, numbers are transposed into
 // columns.
 constexpr int kFew = 8;
 // What rows of rounded activations are padded to.
@@ -167,12 +167,12 @@ void sums_of(const Rounded& x, const int8_t* weights, int64_t inputs, int64_t fi
   }
 }
 
-// Sums of R rows with a panel that was turned into columns: into[r * kPanel + o].
+// Sums of R rows with a panel that was transposed into columns: into[r * kPanel + o].
 template <int R>
 void sums_of_columns(const Rounded& x, int64_t row, const std::vector<Column>& columns, int32_t* into) {
   Ints sums[R];
 #pragma GCC unroll 8
-  for (int r = 0; r < R; ++r) sums[r] = all(0);
+  for (int r = 0; r < R; ++r) sums[r] = broadcast(0);
   const int8_t* own = x.values.data() + row * x.stride;
   for (const Column& column : columns) {
     add_column(own, x.stride, ints(column.numbers), sums);
@@ -228,7 +228,7 @@ struct Problem {
     put(rounded, sums.data(), 0, count, first, width, width);
   }
 
-  // Many rows, with each panel of numbers turned into columns once.
+  // Many rows, with each panel of numbers transposed into columns once.
   void multiply_many(const Rounded& rounded, int64_t first, int64_t last) const {
     std::vector<Column> columns((inputs + 3) / 4);
     alignas(kColumn) int32_t sums[kRows * kPanel];
@@ -243,7 +243,7 @@ struct Problem {
           store(to++, as_multiplied(found[i]));
         }
       };
-      each_column(own, inputs, width, own + kPanel * inputs, keep);
+      for_each_column(own, inputs, width, own + kPanel * inputs, keep);
       for (int64_t row = 0; row < rows * P; row += kRows) {
         const int64_t count = std::min<int64_t>(kRows, rows * P - row);
         (2 * count > kRows ? sums_of_columns<kRows> : sums_of_columns<kRows / 2>)(rounded, row, columns, sums);
