@@ -1,4 +1,4 @@
-// Vectors of sixteen numbers, with AVX-512 VNNI or AVX2, as products of int8 numbers need them.
+// Vectors of sixteen numbers, with AVX-512 VNNI or AVX2, as products need them.
 
 #pragma once
 
@@ -58,6 +58,13 @@ inline Floats broadcast(float value) { return _mm512_set1_ps(value); }
 inline void store(float* to, Floats a) { _mm512_storeu_ps(to, a); }
 inline Floats mul(Floats a, Floats b) { return _mm512_mul_ps(a, b); }
 inline Floats fma(Floats sum, Floats a, Floats b) { return _mm512_fmadd_ps(a, b, sum); }
+inline float lane_sum(Floats a) { return _mm512_reduce_add_ps(a); }
+
+// The same, which the compiler does not read from memory each time that it is used.
+inline Floats in_register(Floats a) {
+  asm("" : "+v"(a));
+  return a;
+}
 
 // Adds the products of four numbers of each lane with four activations.
 inline Ints add_dot4(Ints sum, Ints numbers, int32_t activations) {
@@ -147,6 +154,16 @@ inline void store(float* to, Floats a) { _mm256_storeu_ps(to, a.a), _mm256_store
 inline Floats mul(Floats a, Floats b) { return {_mm256_mul_ps(a.a, b.a), _mm256_mul_ps(a.b, b.b)}; }
 inline Floats fma(Floats sum, Floats a, Floats b) {
   return {_mm256_fmadd_ps(a.a, b.a, sum.a), _mm256_fmadd_ps(a.b, b.b, sum.b)};
+}
+inline float lane_sum(Floats a) {
+  const __m256 eight = _mm256_add_ps(a.a, a.b);
+  const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+}
+inline Floats in_register(Floats a) {
+  asm("" : "+x"(a.a), "+x"(a.b));
+  return a;
 }
 
 // |number| times the activation with the number's sign: of two such products, at most 2 x 127 x 128, int16 holds the

@@ -7,6 +7,7 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.native import needs_native
 
 from kvjax.model.matmul import matmul, matmul_nt
 
@@ -74,8 +75,49 @@ def test_another_dtype_is_given_whatever_the_number_of_rows(rows, dtype):
         ("stored [N, K]", 33, 40, False),
     ],
 )
-def test_few_rows_are_computed_in_parts_on_cpus_alone(form, rows, columns, split):
+def test_few_rows_are_computed_in_parts_on_cpus_alone(form, rows, columns, split, monkeypatch):
+    monkeypatch.setenv("KVJAX_NATIVE", "0")
     arguments = _problem((rows, 24), columns)
     for platform in ("cpu", "tpu", "cuda"):
         text = jax.export.export(jax.jit(FORMS[form]), platforms=[platform])(*arguments).mlir_module()
         assert ("batching_dims" in text) == (split and platform == "cpu"), platform
+
+
+@needs_native
+@pytest.mark.parametrize(
+    ("shape", "native"),
+    [
+        ((2, 24), True),
+        ((128, 24), True),
+        ((129, 24), False),
+        ((1, 24), False),
+        ((1, 64, 24), False),
+        ((2, 64, 24), True),
+    ],
+)
+def test_a_batchs_rows_are_multiplied_by_compiled_code_unless_it_is_switched_off(monkeypatch, shape, native):
+    x, weight = _problem(shape, 40)
+    for form, name in ((matmul, "@kvjax_float_product("), (_turned, "@kvjax_float_product_nt(")):
+        assert (name in jax.jit(form).lower(x, weight).as_text()) == native
+        narrow = x.astype(jnp.bfloat16), weight.astype(jnp.bfloat16)
+        assert "kvjax_float" not in jax.jit(form).lower(*narrow).as_text()
+    monkeypatch.setenv("KVJAX_NATIVE", "0")
+    assert "kvjax_float" not in jax.jit(lambda *given: matmul(*given)).lower(x, weight).as_text()
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+@pytest.mark.parametrize("shape", [(3, 24), (2, 4, 24)])
+def test_its_derivatives_are_the_plain_products(form, shape):
+    x, weight = _problem(shape, 40)
+    cotangent = jnp.asarray(np.random.default_rng(1).standard_normal((*shape[:-1], 40)), jnp.float32)
+
+    def loss(form, x, weight):
+        return (form(x, weight) * cotangent).sum()
+
+    for arguments in (0, 1, (0, 1)):
+        found = jax.jit(jax.grad(lambda *given: loss(form, *given), arguments))(x, weight)
+        wanted = jax.grad(lambda *given: loss(jnp.matmul, *given), arguments)(x, weight)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), found, wanted)
+    twice = jax.hessian(lambda x: form(x, weight).sum() ** 2)(x)
+    wanted = jax.hessian(lambda x: (x @ weight).sum() ** 2)(x)
+    np.testing.assert_allclose(twice, wanted, rtol=1e-4, atol=1e-3)

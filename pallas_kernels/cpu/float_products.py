@@ -1,0 +1,31 @@
+"""Products of a few rows with float32 weights by ``float_products.cc``, as a function of arrays."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from pallas_kernels.cpu import library
+
+_BY_COLUMNS, _BY_ROWS = library.FUNCTIONS["float_products"]
+
+
+def available() -> bool:
+    """Whether there is :func:`float_product` on the platform compiled for; it is compiled here."""
+    return library.loaded("float_products") is not None
+
+
+def float_product(
+    x: Float[Array, "S K"], weight: Float[Array, "A B"], *, by_rows: bool = False, suffix: str = ""
+) -> Float[Array, "S N"]:
+    """``x @ weight``, float32, of which a row is the same whatever rows are beside it.
+
+    Args:
+      x: float32 activations.
+      weight: float32, [K, N]; [N, K] and transposed where ``by_rows``.
+      suffix: of the functions' names, as they were registered.
+    """
+    out = jax.ShapeDtypeStruct((x.shape[0], weight.shape[0 if by_rows else 1]), jnp.float32)
+    call = jax.ffi.ffi_call((_BY_ROWS if by_rows else _BY_COLUMNS) + suffix, out, vmap_method="sequential")
+    return call(x, weight)
