@@ -22,10 +22,10 @@ constexpr int kLanes = 16;
 // Outputs that are multiplied together, of a matrix [N, K], and vectors of them, of one [K, N]: with kRows rows of
 // activations, as many sums as there are registers for.
 constexpr int kOutputs = kUnsigned ? 2 : 1, kVectors = kUnsigned ? 3 : 1;
-// Numbers, and rows of a matrix [K, N], between what is read and what is asked for.
-constexpr int64_t kAhead = 4 << 10, kRowsAhead = 32;
-// Bytes of a task, about: so few that a part of the matrix stays in a core's cache for further rows of activations.
-constexpr int64_t kTask = 64 << 10;
+// Inputs that are multiplied at a time with a matrix [N, K]: so few that rows of activations stay in the first cache.
+constexpr int64_t kBlock = 640;
+// How far ahead a matrix is asked for: rows of [K, N], and of [N, K], of which a block is read.
+constexpr int64_t kRowsAhead = 32, kOutputsAhead = 8;
 
 // Into the second cache: the first has too few lines on their way.
 inline void prefetch(const float* from) { _mm_prefetch(reinterpret_cast<const char*>(from), _MM_HINT_T1); }
@@ -42,9 +42,9 @@ struct Problem {
 
 // A matrix [N, K] ------------------------------------------------------------------------------------------------
 
-// R rows from `row` on times O outputs from n on. `ahead`: what is read later, a vector for each that is read now.
+// Adds R rows from `row` on times O outputs from n on, of the inputs first..last. `ahead`: what is read later.
 template <int R, int O>
-void multiply_rows(const Problem& p, int64_t row, int64_t n, const float* ahead) {
+void multiply_rows(const Problem& p, int64_t row, int64_t n, int64_t first, int64_t last, const float* ahead) {
   Floats sums[O][R];
   const float *x[R], *weights[O];
 #pragma GCC unroll 8
@@ -66,22 +66,24 @@ void multiply_rows(const Problem& p, int64_t row, int64_t n, const float* ahead)
       for (int o = 0; o < O; ++o) sums[o][r] = fma(sums[o][r], own[o], value);
     }
   };
-  int64_t k = 0;
-  for (; k + kLanes <= p.inputs; k += kLanes, ahead += O * kLanes) {
+  int64_t k = first;
+  for (; k + kLanes <= last; k += kLanes, ahead += kLanes) {
 #pragma GCC unroll 2
-    for (int o = 0; o < O; ++o) prefetch(ahead + o * kLanes);
+    for (int o = 0; o < O; ++o) prefetch(ahead + o * p.inputs);
     add([&](const float* from) __attribute__((always_inline)) { return floats(from + k); });
   }
-  if (k < p.inputs) {
+  if (k < last) {
     add([&](const float* from) __attribute__((always_inline)) {
-      float last[kLanes] = {};
-      std::copy_n(from + k, p.inputs - k, last);
-      return floats(last);
+      float some[kLanes] = {};
+      std::copy_n(from + k, last - k, some);
+      return floats(some);
     });
   }
   for (int64_t r = 0; r < std::min<int64_t>(R, p.rows - row); ++r) {
     float* to = p.out + (row + r) * p.outputs + n;
-    for (int64_t o = 0; o < std::min<int64_t>(O, p.outputs - n); ++o) to[o] = lane_sum(sums[o][r]);
+    for (int64_t o = 0; o < std::min<int64_t>(O, p.outputs - n); ++o) {
+      to[o] = (first == 0 ? 0 : to[o]) + lane_sum(sums[o][r]);
+    }
   }
 }
 
@@ -92,8 +94,18 @@ void multiply_outputs(const Problem& p, int64_t first, int64_t last) {
     const auto run = count <= 2   ? multiply_rows<2, kOutputs>
                      : count <= 4 ? multiply_rows<4, kOutputs>
                                   : multiply_rows<kRows, kOutputs>;
-    for (int64_t n = first; n < last; n += kOutputs) {
-      run(p, row, n, p.weights + n * p.inputs + (row == 0 ? kAhead : 0));
+    for (int64_t k = 0; k < std::max<int64_t>(p.inputs, 1); k += kBlock) {
+      const int64_t end = std::min(k + kBlock, p.inputs);
+      for (int64_t n = first; n < last; n += kOutputs) {
+        // Behind the last output the next block begins, or the next task. Further rows of activations find all there.
+        int64_t later = n + kOutputsAhead, from = k;
+        if (later >= last && end < p.inputs) {
+          later -= last - first, from = end;
+        } else if (later >= last) {
+          from = 0;
+        }
+        run(p, row, n, k, end, p.weights + (row > 0 ? n * p.inputs + k : later * p.inputs + from));
+      }
     }
   }
 }
@@ -174,8 +186,8 @@ ffi::Error product(ffi::ThreadPool pool, Matrix x, Matrix matrix, Result out) {
   if (size[by_rows ? 1 : 0] != p.inputs) return ffi::Error::InvalidArgument("The matrix has other inputs.");
   if (p.rows == 0) return ffi::Error::Success();
   constexpr int64_t together = by_rows ? kOutputs : kVectors * kLanes;
-  const int64_t each = kTask / (std::max<int64_t>(p.inputs, 1) * sizeof(float)) / together * together;
-  const bool done = parallel(pool, p.outputs, std::max(each, together), [&](int64_t first, int64_t last) {
+  const int64_t each = rows_of_a_task(pool, p.outputs, p.inputs * sizeof(float), together);
+  const bool done = parallel(pool, p.outputs, each, [&](int64_t first, int64_t last) {
     by_rows ? multiply_outputs(p, first, last) : multiply_panel(p, first, last);
   });
   return done ? ffi::Error::Success() : out_of_memory();

@@ -45,6 +45,15 @@ template <typename Body>
   return !work->failed.load(std::memory_order_relaxed);
 }
 
+// Rows of a task, a multiple of `together`, of a matrix whose rows have so many bytes: so few that threads end
+// together, so many that a thread reads a long run of memory.
+inline int64_t rows_of_a_task(const xla::ffi::ThreadPool& pool, int64_t rows, int64_t bytes, int64_t together) {
+  constexpr int64_t kLeast = 32 << 10, kMost = 256 << 10, kTasks = 4;
+  const int64_t size = std::clamp(rows * bytes / (kTasks * std::max<int64_t>(pool.num_threads(), 1)), kLeast, kMost);
+  const int64_t count = (size / std::max<int64_t>(bytes, 1) + together - 1) / together;
+  return std::max<int64_t>(count, 1) * together;
+}
+
 // What a function of XLA's gives where `compute` throws.
 template <typename Compute>
 xla::ffi::Error guarded(const Compute& compute) {

@@ -31,26 +31,31 @@ static_assert(kTile == kPanel);
 constexpr int kFew = 8;
 // What rows of rounded activations are padded to.
 constexpr int kPadded = std::max(kFew, kRows);
-// Bytes of a task, about: so few that threads end together, so many that a thread reads a long run of memory.
-constexpr int64_t kTask = 64 << 10;
-// Bytes that rows of activations are padded to, zeros: those of the widest vector.
-constexpr int64_t kVector = 64;
-
-// Rows of so many bytes in a task: a multiple of kTile.
-int64_t rows_of_a_task(int64_t bytes) {
-  const int64_t tiles = (kTask / std::max<int64_t>(bytes, 1) + kTile - 1) / kTile;
-  return std::max<int64_t>(tiles, 1) * kTile;
-}
+// Bytes between what R rows of activations are multiplied with and what is asked for of a matrix.
+template <int R>
+constexpr int64_t kAhead = R > 2 ? 8 << 10 : 2 << 10;
+// What rows of activations are padded to with zeros, and begin at a multiple of: the widest vector.
+struct alignas(64) Line {
+  int8_t values[64];
+};
+constexpr int64_t kVector = sizeof(Line);
 
 // The instruction may multiply unsigned numbers by signed ones: weights are read 128 larger than they are.
 constexpr uint32_t kZeroPoint = kUnsigned ? 128 : 0;
 
 // Rounded activations: of each row its parts, one after the other, whose sum stands for it.
 struct Rounded {
-  int64_t stride;                    // bytes from a row to the next
-  std::vector<int8_t> values;        // [rows, stride], zeros beyond a row's own
+  int64_t stride;                    // bytes from a row to the next, a multiple of kVector
+  std::vector<Line> lines;           // [rows, stride / kVector], zeros beyond a row's own
   std::vector<float> step;           // [rows]
   std::vector<uint32_t> correction;  // [rows], the zero point times the sum of a row's values
+
+  Rounded(int64_t rows, int64_t inputs) : stride((inputs + kVector - 1) / kVector * kVector) {
+    lines.resize(rows * stride / kVector), step.resize(rows), correction.resize(rows);
+  }
+
+  int8_t* row(int64_t i) { return lines.data()->values + i * stride; }
+  const int8_t* row(int64_t i) const { return lines.data()->values + i * stride; }
 };
 
 // A sum without the weights' zero point. It wraps around, as the instructions do: what is within int32 is right.
@@ -105,7 +110,7 @@ void tile(const int8_t* x, int64_t stride, const int8_t* const* weights, int64_t
     };
     int64_t k = 0;
     for (; k + 64 <= inputs; k += 64) {
-      if (R > 2) _mm_prefetch(reinterpret_cast<const char*>(own + k + 4 * inputs), _MM_HINT_T0);
+      _mm_prefetch(reinterpret_cast<const char*>(own + k + kAhead<R>), _MM_HINT_T1);
       add(k, _mm512_loadu_si512(own + k));
     }
     if (k < inputs) add(k, _mm512_maskz_loadu_epi8(~0ull >> (64 - (inputs - k)), own + k));
@@ -132,7 +137,7 @@ void tile(const int8_t* x, int64_t stride, const int8_t* const* weights, int64_t
     for (int r = 0; r < R; ++r) sums[r] = _mm256_setzero_si256();
     for (int64_t k = 0; k < inputs; k += 32) {
       const int8_t* own = weights[o] + k;
-      if (R > 2) _mm_prefetch(reinterpret_cast<const char*>(own + 4 * inputs), _MM_HINT_T0);
+      _mm_prefetch(reinterpret_cast<const char*>(own + kAhead<R>), _MM_HINT_T1);
       alignas(32) int8_t last[32] = {0};
       if (inputs - k < 32) own = static_cast<const int8_t*>(std::memcpy(last, own, inputs - k));
       const __m256i w = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(own)), size = _mm256_abs_epi8(w);
@@ -161,7 +166,7 @@ void sums_of(const Rounded& x, const int8_t* weights, int64_t inputs, int64_t fi
   const int8_t* rows[O];
   for (int64_t n = first; n < last; n += O) {
     for (int o = 0; o < O; ++o) rows[o] = weights + std::min(n + o, last - 1) * inputs;
-    tile<R>(x.values.data(), x.stride, rows, inputs, found);
+    tile<R>(x.row(0), x.stride, rows, inputs, found);
     const int64_t count = std::min<int64_t>(O, last - n);
     for (int r = 0; r < R; ++r) std::copy_n(found + r * O, count, into + r * width + (n - first));
   }
@@ -173,7 +178,7 @@ void sums_of_columns(const Rounded& x, int64_t row, const std::vector<Column>& c
   Ints sums[R];
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r) sums[r] = broadcast(0);
-  const int8_t* own = x.values.data() + row * x.stride;
+  const int8_t* own = x.row(row);
   for (const Column& column : columns) {
     add_column(own, x.stride, ints(column.numbers), sums);
     own += 4;
@@ -197,7 +202,7 @@ struct Problem {
       const float* own = x + row * inputs;
       for (int64_t i = row * P; i < (row + 1) * P; ++i, own = rest.data()) {
         float* left = i + 1 < (row + 1) * P ? rest.data() : nullptr;
-        int8_t* values = rounded.values.data() + i * rounded.stride;
+        int8_t* values = rounded.row(i);
         rounded.correction[i] = kZeroPoint * round_row(own, inputs, values, &rounded.step[i], left);
       }
     }
@@ -263,16 +268,14 @@ ffi::Error product(ffi::ThreadPool pool, Rows x, Matrix matrix, Scales scale, Re
   const Problem<P> p{rows, inputs, outputs, x.typed_data(), matrix.typed_data(), scale.typed_data(), out->typed_data()};
   // Rows that are multiplied together with the last ones are zeros.
   const int64_t padded = (rows * P + kPadded - 1) / kPadded * kPadded;
-  Rounded rounded{(inputs + kVector - 1) / kVector * kVector, {}, {}, {}};
-  rounded.values.resize(padded * rounded.stride);
-  rounded.step.resize(padded);
-  rounded.correction.resize(padded);
-  const bool done = parallel(pool, rows, rows_of_a_task(inputs * sizeof(float)),
+  Rounded rounded(padded, inputs);
+  const bool done = parallel(pool, rows, rows_of_a_task(pool, rows, inputs * sizeof(float), 1),
                              [&](int64_t first, int64_t last) { p.round(first, last, rounded); });
   if (!done) return out_of_memory();
-  const bool multiplied = parallel(pool, outputs, rows_of_a_task(inputs), [&](int64_t first, int64_t last) {
-    rows* P <= kFew ? p.multiply_few(rounded, first, last) : p.multiply_many(rounded, first, last);
-  });
+  const bool multiplied =
+      parallel(pool, outputs, rows_of_a_task(pool, outputs, inputs, kTile), [&](int64_t first, int64_t last) {
+        rows* P <= kFew ? p.multiply_few(rounded, first, last) : p.multiply_many(rounded, first, last);
+      });
   return multiplied ? ffi::Error::Success() : out_of_memory();
 }
 
