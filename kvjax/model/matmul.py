@@ -3,7 +3,7 @@
 Up to 32 rows are bound by reading the weight. On x86-64 CPUs where a C++ compiler is at hand, a batch's float32 rows,
 up to 128, are multiplied by ``pallas_kernels/cpu``, which reads it as fast as memory gives it. On 2 cores that read 31
 GB/s and multiply 230 GFLOP/s, this takes of the time of XLA's forms below, for weights [N, K] and [K, N]: 0.7 and 0.9
-for 2 rows, 0.7 and 0.4 for 8, 0.8 and 0.8 for 64, 1.0 and 0.9 for 256. A row is what it is alone, to the last bit.
+for 2 rows, 0.7 and 0.4 for 8, 0.8 and 0.8 for 64, 1.0 and 0.9 for 256. A row is the same whatever rows are beside it.
 ``KVJAX_NATIVE=0`` leaves the product to XLA.
 
 XLA's CPU compiler reads weights at very different speeds. Measured on 2 cores that read 80 GB/s (float32, weights of a
@@ -84,34 +84,34 @@ def ragged_matmul(
 
 def _is_native(x: Array, weight: Array) -> bool:
     """Whether the product is C++'s, where there is a compiler; a single prompt's does not wait for it."""
-    few = x.shape[0] > 1 and x.size <= _FEW * x.shape[-1]
-    floats = x.dtype == weight.dtype == jnp.float32 and x.size > 0 and weight.size > 0
+    few = x.ndim > 1 and x.shape[0] > 1 and 0 < x.size <= _FEW * x.shape[-1]
+    floats = x.dtype == weight.dtype == jnp.float32 and weight.size > 0
     return few and floats and float_products.available()
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
-def _native(x: Float[Array, "*S K"], weight: Float[Array, "A B"], by_rows: bool) -> Float[Array, "*S N"]:
+def _native(x: Float[Array, "*S K"], weight: Float[Array, "A B"], transposed: bool) -> Float[Array, "*S N"]:
     """``x @ weight``, or with the weight transposed, on CPUs by C++."""
-    native = functools.partial(float_products.float_product, by_rows=by_rows)
-    plain = functools.partial(_plain, by_rows=by_rows)
+    native = functools.partial(float_products.float_product, transposed=transposed)
+    plain = functools.partial(_plain, transposed=transposed)
     found = jax.lax.platform_dependent(x.reshape(-1, x.shape[-1]), weight, cpu=native, default=plain)
     return found.reshape(*x.shape[:-1], -1)
 
 
 @functools.partial(_native.defjvp, symbolic_zeros=True)
-def _native_jvp(by_rows: bool, primals: Any, tangents: Any) -> tuple[Array, Array]:
+def _native_jvp(transposed: bool, primals: Any, tangents: Any) -> tuple[Array, Array]:
     """The product, and its tangent by what has one."""
     zero = jax.custom_derivatives.SymbolicZero
     (x, weight), (x_dot, weight_dot) = primals, tangents
-    found = _native(x, weight, by_rows)
-    terms = [] if isinstance(x_dot, zero) else [_plain(x_dot, weight, by_rows)]
+    found = _native(x, weight, transposed)
+    terms = [] if isinstance(x_dot, zero) else [_plain(x_dot, weight, transposed)]
     if not isinstance(weight_dot, zero):
-        terms.append(_plain(x, weight_dot, by_rows))
+        terms.append(_plain(x, weight_dot, transposed))
     return found, sum(terms, jnp.zeros_like(found))
 
 
-def _plain(x: Float[Array, "*S K"], weight: Float[Array, "A B"], by_rows: bool) -> Float[Array, "*S N"]:
-    return _plain_nt(x, weight) if by_rows else x @ weight
+def _plain(x: Float[Array, "*S K"], weight: Float[Array, "A B"], transposed: bool) -> Float[Array, "*S N"]:
+    return _plain_nt(x, weight) if transposed else x @ weight
 
 
 def _parts(size: int, *counts: int) -> int:

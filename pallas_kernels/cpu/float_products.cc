@@ -177,31 +177,31 @@ void multiply_panel(const Problem& p, int64_t first, int64_t last) {
   }
 }
 
-// x [S, K] times a matrix [N, K], whose rows are outputs, or [K, N], whose columns are.
-template <bool by_rows>
+// x [S, K] times a matrix [K, N], or the transposed matrix [N, K].
+template <bool transposed>
 ffi::Error product(ffi::ThreadPool pool, Matrix x, Matrix matrix, Result out) {
   const auto size = matrix.dimensions();
-  const Problem p{x.dimensions()[0], x.dimensions()[1],   size[by_rows ? 0 : 1],
+  const Problem p{x.dimensions()[0], x.dimensions()[1],   size[transposed ? 0 : 1],
                   x.typed_data(),    matrix.typed_data(), out->typed_data()};
-  if (size[by_rows ? 1 : 0] != p.inputs) return ffi::Error::InvalidArgument("The matrix has other inputs.");
+  if (size[transposed ? 1 : 0] != p.inputs) return ffi::Error::InvalidArgument("The matrix has other inputs.");
   if (p.rows == 0) return ffi::Error::Success();
-  constexpr int64_t together = by_rows ? kOutputs : kVectors * kLanes;
+  constexpr int64_t together = transposed ? kOutputs : kVectors * kLanes;
   const int64_t each = rows_of_a_task(pool, p.outputs, p.inputs * sizeof(float), together);
   const bool done = parallel(pool, p.outputs, each, [&](int64_t first, int64_t last) {
-    by_rows ? multiply_outputs(p, first, last) : multiply_panel(p, first, last);
+    transposed ? multiply_outputs(p, first, last) : multiply_panel(p, first, last);
   });
   return done ? ffi::Error::Success() : out_of_memory();
 }
 
-template <bool by_rows>
+template <bool transposed>
 ffi::Error guarded_product(ffi::ThreadPool pool, Matrix x, Matrix matrix, Result out) {
-  return guarded([&] { return product<by_rows>(pool, x, matrix, out); });
+  return guarded([&] { return product<transposed>(pool, x, matrix, out); });
 }
 
 }  // namespace
 
-#define KVJAX_PRODUCT(name, by_rows)                            \
-  XLA_FFI_DEFINE_HANDLER_SYMBOL(name, guarded_product<by_rows>, \
+#define KVJAX_PRODUCT(name, transposed)                            \
+  XLA_FFI_DEFINE_HANDLER_SYMBOL(name, guarded_product<transposed>, \
                                 ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<Matrix>().Arg<Matrix>().Ret<Matrix>())
 
 KVJAX_PRODUCT(kvjax_float_product, false);

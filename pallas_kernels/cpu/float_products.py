@@ -8,7 +8,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.cpu import library
 
-_BY_COLUMNS, _BY_ROWS = library.FUNCTIONS["float_products"]
+_PRODUCT, _PRODUCT_NT = library.FUNCTIONS["float_products"]
 
 
 def available() -> bool:
@@ -17,15 +17,15 @@ def available() -> bool:
 
 
 def float_product(
-    x: Float[Array, "S K"], weight: Float[Array, "A B"], *, by_rows: bool = False, suffix: str = ""
+    x: Float[Array, "S K"], weight: Float[Array, "A B"], *, transposed: bool = False, suffix: str = ""
 ) -> Float[Array, "S N"]:
-    """``x @ weight``, float32, of which a row is the same whatever rows are beside it.
+    """``x @ weight``, or ``x @ weight.T``, in float32; a row of it is the same whatever rows are beside it.
 
     Args:
       x: float32 activations.
-      weight: float32, [K, N]; [N, K] and transposed where ``by_rows``.
+      weight: float32, [K, N], or [N, K] where ``transposed``.
       suffix: of the functions' names, as they were registered.
     """
-    out = jax.ShapeDtypeStruct((x.shape[0], weight.shape[0 if by_rows else 1]), jnp.float32)
-    call = jax.ffi.ffi_call((_BY_ROWS if by_rows else _BY_COLUMNS) + suffix, out, vmap_method="sequential")
+    out = jax.ShapeDtypeStruct((x.shape[0], weight.shape[0 if transposed else 1]), jnp.float32)
+    call = jax.ffi.ffi_call((_PRODUCT_NT if transposed else _PRODUCT) + suffix, out, vmap_method="sequential")
     return call(x, weight)

@@ -29,8 +29,6 @@ using Result = ffi::ResultBuffer<ffi::F32, 2>;
 constexpr int64_t kGroups = 16;
 // Most rows of activations that are multiplied by bytes as they are transposed; of more, columns are kept.
 constexpr int kFew = 4;
-// Bytes of a task, about.
-constexpr int64_t kTask = 64 << 10;
 
 // The arguments of a product.
 struct Problem {
@@ -339,13 +337,13 @@ ffi::Error product(ffi::ThreadPool pool, Rows x, ffi::AnyBuffer values, ffi::Any
   rounded.values.resize(padded * inputs);
   rounded.step.resize(padded * p.groups), rounded.sum.resize(padded * p.groups);
   rounded.initial.resize(padded * p.groups);
-  const int64_t few = std::max<int64_t>(kTask / (inputs * sizeof(float)), 1);
+  const int64_t few = rows_of_a_task(pool, rows, inputs * sizeof(float), 1);
   if (!parallel(pool, rows, few, [&](int64_t first, int64_t last) { round_rows(p, first, last, rounded); })) {
     return out_of_memory();
   }
-  const int64_t panels = std::max<int64_t>(kTask / (inputs * kPanel), 1);
+  const int64_t each = rows_of_a_task(pool, p.bytes, inputs, kPanel);
   const bool done =
-      parallel(pool, p.bytes, panels * kPanel, [&](int64_t first, int64_t last) { multiply(p, rounded, first, last); });
+      parallel(pool, p.bytes, each, [&](int64_t first, int64_t last) { multiply(p, rounded, first, last); });
   return done ? ffi::Error::Success() : out_of_memory();
 }
 

@@ -12,33 +12,37 @@ from support.native import SETS, needs_compiler, suffix
 
 from pallas_kernels.cpu.float_products import float_product
 
-pytestmark = [needs_compiler, pytest.mark.parametrize("by_rows", [False, True]), pytest.mark.parametrize("name", SETS)]
+pytestmark = [
+    needs_compiler,
+    pytest.mark.parametrize("transposed", [False, True]),
+    pytest.mark.parametrize("name", SETS),
+]
 
 
-def _problem(rows, inputs, outputs, by_rows, seed=0):
+def _problem(rows, inputs, outputs, transposed, seed=0):
     rng = np.random.default_rng(seed)
     x, weight = rng.standard_normal((rows, inputs)), rng.standard_normal((inputs, outputs))
     x, weight = x * 10.0 ** rng.integers(-6, 6, (rows, 1)), weight * 10.0 ** rng.integers(-6, 6, outputs)
-    return jnp.asarray(x, jnp.float32), jnp.asarray(weight.T if by_rows else weight, jnp.float32)
+    return jnp.asarray(x, jnp.float32), jnp.asarray(weight.T if transposed else weight, jnp.float32)
 
 
-def _product(name, by_rows):
-    return functools.partial(float_product, by_rows=by_rows, suffix=suffix("float_products", name))
+def _product(name, transposed):
+    return functools.partial(float_product, transposed=transposed, suffix=suffix("float_products", name))
 
 
-@given(rows=st.integers(1, 40), inputs=st.integers(1, 200), outputs=st.integers(1, 150), seed=st.integers(0, 2**30))
+@given(rows=st.integers(1, 40), inputs=st.integers(1, 1500), outputs=st.integers(1, 150), seed=st.integers(0, 2**30))
 @settings(max_examples=60, deadline=None)
-def test_products_are_exact_but_for_rounding(name, by_rows, rows, inputs, outputs, seed):
-    x, weight = _problem(rows, inputs, outputs, by_rows, seed)
-    a, b = np.asarray(x, np.float64), np.asarray(weight.T if by_rows else weight, np.float64)
-    found = np.asarray(_product(name, by_rows)(x, weight))
+def test_products_are_exact_but_for_rounding(name, transposed, rows, inputs, outputs, seed):
+    x, weight = _problem(rows, inputs, outputs, transposed, seed)
+    a, b = np.asarray(x, np.float64), np.asarray(weight.T if transposed else weight, np.float64)
+    found = np.asarray(_product(name, transposed)(x, weight))
     assert (np.abs(found - a @ b) <= 1e-6 * (np.abs(a) @ np.abs(b))).all()
 
 
-@pytest.mark.parametrize("shape", [(19, 100, 70), (8, 576, 96), (6, 40, 5), (33, 17, 131)])
-def test_a_row_is_what_it_is_alone_in_any_transformation(name, by_rows, shape):
-    x, weight = _problem(*shape, by_rows)
-    product = _product(name, by_rows)
+@pytest.mark.parametrize("shape", [(19, 100, 70), (8, 576, 96), (6, 40, 5), (33, 17, 131), (9, 1300, 50)])
+def test_a_row_is_what_it_is_alone_in_any_transformation(name, transposed, shape):
+    x, weight = _problem(*shape, transposed)
+    product = _product(name, transposed)
     together = product(x, weight)
     for count in (1, 2, 3, 5):
         for first in range(0, len(x) - count, 4):
@@ -51,25 +55,25 @@ def test_a_row_is_what_it_is_alone_in_any_transformation(name, by_rows, shape):
 
 
 @pytest.mark.parametrize("outputs", [30, 96])
-def test_what_is_not_finite_stays_in_its_row_and_its_output(name, by_rows, outputs):
-    x, weight = _problem(12, 70, outputs, by_rows)
-    product = _product(name, by_rows)
+def test_what_is_not_finite_stays_in_its_row_and_its_output(name, transposed, outputs):
+    x, weight = _problem(12, 70, outputs, transposed)
+    product = _product(name, transposed)
     clean = np.asarray(product(x, weight))
     row = np.asarray(product(x.at[3, 5].set(jnp.nan).at[9, 69].set(-jnp.inf), weight))
     assert not np.isfinite(row[[3, 9]]).any()
     np.testing.assert_array_equal(np.delete(row, [3, 9], 0), np.delete(clean, [3, 9], 0))
-    column = np.asarray(product(x, weight.at[(7, 69) if by_rows else (69, 7)].set(jnp.inf)))
+    column = np.asarray(product(x, weight.at[(7, 69) if transposed else (69, 7)].set(jnp.inf)))
     assert not np.isfinite(column[:, 7]).any()
     np.testing.assert_array_equal(np.delete(column, 7, 1), np.delete(clean, 7, 1))
 
 
-def test_no_rows_no_inputs_and_no_outputs(name, by_rows):
+def test_no_rows_no_inputs_and_no_outputs(name, transposed):
     for rows, inputs, outputs in ((0, 8, 4), (3, 0, 4), (3, 8, 0)):
-        found = _product(name, by_rows)(*_problem(rows, inputs, outputs, by_rows))
+        found = _product(name, transposed)(*_problem(rows, inputs, outputs, transposed))
         np.testing.assert_array_equal(found, np.zeros((rows, outputs), np.float32))
 
 
-def test_shapes_that_do_not_fit_are_refused(name, by_rows):
-    x, weight = _problem(2, 8, 4, by_rows)
+def test_shapes_that_do_not_fit_are_refused(name, transposed):
+    x, weight = _problem(2, 8, 4, transposed)
     with pytest.raises(jax.errors.JaxRuntimeError, match="other inputs"):
-        jax.block_until_ready(_product(name, by_rows)(x[:, :7], weight))
+        jax.block_until_ready(_product(name, transposed)(x[:, :7], weight))

@@ -87,6 +87,7 @@ def test_few_rows_are_computed_in_parts_on_cpus_alone(form, rows, columns, split
 @pytest.mark.parametrize(
     ("shape", "native"),
     [
+        ((24,), False),
         ((2, 24), True),
         ((128, 24), True),
         ((129, 24), False),
