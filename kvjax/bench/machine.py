@@ -135,7 +135,7 @@ def sentence(facts: dict[str, Any]) -> str:
     versions = facts["versions"].items()
     named = ", ".join(f"{name} {version}" for name, version in versions if version and name != "jaxlib")
     processor = f"{facts['processor']}, {facts['cores']} cores, {human_bytes(facts['memory_bytes'])}"
-    forms = f", attention in {facts['cpu_forms']}" if facts.get("cpu_forms") else ""
+    forms = f", CPU kernels in {facts['cpu_forms']}" if facts.get("cpu_forms") else ""
     return f"{processor}{forms}; Python {facts['python']}, {named}; {facts['date'][:10]}"
 
 

@@ -148,7 +148,7 @@ def test_loading_compiles_ahead_what_the_model_needs(tmp_path, monkeypatch):
         kvjax.load(folder, progress=False)
 
 
-def test_benchmarks_say_what_attention_was_compiled_from(monkeypatch):
-    for found, said in ((None, "attention in XLA"), (object(), "attention in C++")):
+def test_benchmarks_say_what_cpu_kernels_were_compiled_from(monkeypatch):
+    for found, said in ((None, "CPU kernels in XLA"), (object(), "CPU kernels in C++")):
         monkeypatch.setattr(library, "loaded", lambda name, found=found: found)
         assert said in machine.sentence(machine.describe())
