@@ -114,7 +114,7 @@ class Prefill(Operation):
     """A chunk's attention."""
 
     name = "prefill"
-    order = prefill.IMPLEMENTATIONS.order
+    order = _of_accelerators(prefill.IMPLEMENTATIONS.order)
     arrays = ("q", "k", "v", "offset")
     queries = (64, 256, 1024)
 

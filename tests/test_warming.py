@@ -29,7 +29,7 @@ def test_calls_of_the_warmed_forms_compile_nothing():
 def test_what_does_not_fit_together_is_not_answered_in_parts():
     lm = toys.tiny_model()
     kvjax.generate(lm, [[7] * 5] * 40, memory_limit=2_000_000, max_new_tokens=2)
-    with pytest.raises(kvjax.DoesNotFit, match="a batch of 7 would fit"):
+    with pytest.raises(kvjax.DoesNotFit, match=r"a batch of \d+ would fit"):
         kvjax.warm(lm, lengths=[5], batch=[40], memory_limit=2_000_000)
 
 

@@ -122,6 +122,6 @@ class QuerySums(LayerObserver):
         product = jnp.einsum("hgsd,hgse->hgde", wide, wide, precision=jax.lax.Precision.HIGHEST)
         return partial[0] + wide.sum(axis=2), partial[1] + product
 
-    def finish(self, partial: tuple[Array, Array], before: Any, k: Array, kept: Rows | None, block: int) -> Any:
+    def finish(self, partial: tuple[Array, Array], before: Any, k: Array, kept: Rows | None) -> Any:
         """The sums over all."""
         return partial

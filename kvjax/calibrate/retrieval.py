@@ -160,7 +160,7 @@ class RepetitionScores(LayerObserver):
         return partial + jnp.where(counts, found, 0.0).sum(axis=-1)
 
     def finish(
-        self, partial: Float[Array, "2 H G"], before: None, k: Float[Array, "1 H T D"], kept: Rows | None, block: int
+        self, partial: Float[Array, "2 H G"], before: None, k: Float[Array, "1 H T D"], kept: Rows | None
     ) -> Float[Array, "2 H G"]:
         """Means over the queries from the second repetition on."""
         return partial / (self.period * (self.repeats - 1))

@@ -123,12 +123,12 @@ class SpanAttention(LayerObserver):
         return [(each, each.before_layer(layer, x, rope)) for each in self._collectors(layer.sink_logits)]
 
     def finish(
-        self, partial: None, before: list[Any], k: Float[Array, "1 H T D"], kept: Rows | None, block: int
+        self, partial: None, before: list[Any], k: Float[Array, "1 H T D"], kept: Rows | None
     ) -> Float[Array, "S T"]:
         """The masses, once all keys are there."""
         masses = []
         for collector, window in before:
-            found = collector.finish(PartialSignals(None, None), window, k, kept, block)
+            found = collector.finish(PartialSignals(None, None), window, k, kept)
             assert found.window is not None
             masses.append(found.window.new.sum(axis=(0, 1, 2)))
         return jnp.stack(masses)

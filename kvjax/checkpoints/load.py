@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from jax.typing import DTypeLike
 
 from kvjax.checkpoints.converted import TEMPLATE, TOKENIZER, check_files, damaged, is_converted, read_description
@@ -127,19 +128,23 @@ def load(
     native = switched("KVJAX_NATIVE", True)
     with showing(progress):
         path = _found(text)
-        if native:  # a converted folder may hold int8 weights, whatever was asked for
-            library.ahead("attention", *_needed_products(form.weights, is_converted(path)))
+        if native:
+            library.ahead("prefill", *_needed_products(form, is_converted(path)), "attention")
         with stage("load", text, unit="bytes"):
             if not path.is_dir():
                 return _load_gguf(text, path, form)
             return (_load_converted if is_converted(path) else _load_folder)(text, path, form)
 
 
-def _needed_products(weights: Weights | None, converted: bool) -> tuple[str, ...]:
-    """The C++ libraries of products with quantised weights, as far as they are known before these are read."""
-    if converted or weights in ("int4", "file"):
-        return "products", "group_products"
-    return ("products",) if weights == "int8" else ()
+def _needed_products(form: _Form, converted: bool) -> tuple[str, ...]:
+    """The C++ libraries of products, as far as they are known before weights are read.
+
+    A converted folder may hold int8 weights, whatever was asked for.
+    """
+    floats = ("float_products",) if form.weights is None and np.dtype(form.dtype) == np.float32 else ()
+    if converted or form.weights in ("int4", "file"):
+        return *floats, "products", "group_products"
+    return ("products",) if form.weights == "int8" else floats
 
 
 def load_config(name: str | os.PathLike[str], *, progress: Progress = None) -> ModelConfig:

@@ -92,7 +92,7 @@ class Projections(LayerObserver):
         return layer.project(x[:, : self.tokens])
 
     def finish(
-        self, partial: None, before: tuple[Array, Array, Array], k: Array, kept: Rows | None, block: int
+        self, partial: None, before: tuple[Array, Array, Array], k: Array, kept: Rows | None
     ) -> tuple[Array, Array, Array]:
         """The projections, as they were made before the layer ran."""
         return before

@@ -33,8 +33,6 @@ from kvjax.model.quantised import Quantised
 from kvjax.model.quantised_matmul import quantised_matmul, quantised_ragged_matmul
 from pallas_kernels.cpu import float_products
 
-#: Most rows of float32 that are multiplied by C++.
-_FEW = 128
 #: Columns of a weight, of its rows, beyond which it is a vocabulary's.
 _WIDE = 16
 
@@ -83,10 +81,9 @@ def ragged_matmul(
 
 
 def _is_native(x: Array, weight: Array) -> bool:
-    """Whether the product is C++'s, where there is a compiler; a single prompt's does not wait for it."""
-    few = x.ndim > 1 and x.shape[0] > 1 and 0 < x.size <= _FEW * x.shape[-1]
+    """Whether the product is C++'s, where there is a compiler."""
     floats = x.dtype == weight.dtype == jnp.float32 and weight.size > 0
-    return few and floats and float_products.available()
+    return floats and x.size > x.shape[-1] and float_products.available()
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))

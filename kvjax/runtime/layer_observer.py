@@ -50,6 +50,6 @@ class LayerObserver:
         """
         return partial
 
-    def finish(self, partial: Any, before: Any, k: Float[Array, "B H T D"], kept: Rows | None, block: int) -> Any:
+    def finish(self, partial: Any, before: Any, k: Float[Array, "B H T D"], kept: Rows | None) -> Any:
         """The observation of the layer, from what was accumulated, what ``before_layer`` took, and all its keys."""
         raise NotImplementedError

@@ -54,7 +54,7 @@ def read_layer(
         if shared is not None:
             place = (shared[1][:, None] + start + jnp.arange(block)).reshape(1, -1)
             context = {"shared": shared[0], "shared_bias": query_bias(config, jnp.tile(place, (1, group)))}
-        where: dict[str, Any] = {"offset": start, "length": length, "block": keys_of(block)}
+        where: dict[str, Any] = {"offset": start, "length": length, "block": keys_of(tokens)}
         where |= {"scale": scale, "window": config.window, "soft_cap": config.attention_soft_cap}
         found = prefill(q, k, v, kept=kept, bias=linear, **where, **context)
         out, lse = found.out, found.lse
@@ -69,7 +69,7 @@ def read_layer(
     empty = jnp.broadcast_to(zero.astype(x.dtype), (batch, heads, tokens, dim))
     partial = None if collector is None else collector.start(kept, tokens)
     x, k, v, partial = jax.lax.fori_loop(0, blocks, body, (x, empty, empty, partial))
-    return x, k, v, None if collector is None else collector.finish(partial, taken, k, kept, block)
+    return x, k, v, None if collector is None else collector.finish(partial, taken, k, kept)
 
 
 def read_rows(

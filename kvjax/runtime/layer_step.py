@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.cache.attention import kept_rows, shared_rows
-from kvjax.cache.buckets import block_of, keys_of
+from kvjax.cache.buckets import keys_of
 from kvjax.cache.groups import parts
 from kvjax.cache.shared_context import SharedLayer
 from kvjax.model.decoder import DecoderLayer
@@ -66,7 +66,7 @@ def read_one(
     kept = None
     if not fresh:
         old = policy.sort_slots(index, old, own)
-        kept = kept_rows(old, keys_of(block_of(x.shape[1])), seen if own.positional == "alibi" else None)
+        kept = kept_rows(old, keys_of(x.shape[1]), seen if own.positional == "alibi" else None)
     asked = None
     if collector is not None and own.window is None:  # policies choose the tokens of global layers alone
         sinks = layer.sink_logits
@@ -113,5 +113,5 @@ def shared_before(
     shared: SharedLayer, cache: Any, tokens: int, seen: Int[Array, " B"], placed: bool
 ) -> tuple[Rows, Int[Array, " B"]] | None:
     """The rows of a context that the batch shares, and the tokens of each row before the next; ``placed`` for ALiBi."""
-    common = shared_rows(shared, cache, keys_of(block_of(tokens)), placed)
+    common = shared_rows(shared, cache, keys_of(tokens), placed)
     return None if common is None else (common, seen)

@@ -84,7 +84,7 @@ def prefill_peak_bytes(config: ModelConfig, policy: Policy, batch: int, prompt: 
         gathers = policy.shares_slots and not policy.shares_layers
         return max(needed, hidden + 2 * both) if gathers else needed
     rotary = tables * 2 * rows * (config.rotary_channels // 2) * 4
-    attention = config.num_heads * (2 * keys_of(block) + 3 * config.head_dim) * 4
+    attention = config.num_heads * (2 * keys_of(tokens) + 3 * config.head_dim) * 4
     mlp = 3 * inner * item
     shared = 2 * config.hidden_size * 4 + (config.num_heads + 2 * config.num_kv_heads) * config.head_dim * 4
     reading = together * block * (max(attention, mlp) + shared)

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.cache.attention import kept_rows
-from kvjax.cache.buckets import block_of, keys_of
+from kvjax.cache.buckets import keys_of
 from kvjax.cache.cache import Cache
 from kvjax.cache.shared_context import SharedLayer
 from kvjax.model.decoder import Decoder, DecoderLayer
@@ -62,7 +62,7 @@ def hold(
 ) -> Held:
     """A layer that has read ``count`` tokens after ``seen``; ``placed`` where attention goes by positions (ALiBi)."""
     tokens, heads = k.shape[2], k.shape[1]
-    block = keys_of(block_of(tokens))
+    block = keys_of(tokens)
     count = jnp.broadcast_to(count[:, None], (len(count), heads))
     # Positions are counted from the first token of the repetition, which follows the prompt.
     place = (jnp.arange(tokens) - count[..., None]) if placed else None

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from kvjax.cache.buckets import block_of, keys_of, prompt_bucket
+from kvjax.cache.buckets import keys_of, prompt_bucket
 from kvjax.model.alibi import query_bias
 from kvjax.model.config import ModelConfig
 from kvjax.model.decoder import DecoderLayer
@@ -82,7 +82,7 @@ class Passes:
         """The observer of pass ``i`` in a layer that holds these rows."""
         first = held.length - self.count[:, None] + i * self.size  # of the chunk, among the layer's rows
         sink = jnp.minimum(self.asked.sink, first)
-        block = keys_of(block_of(self.width))
+        block = keys_of(self.width)
         order = jnp.arange(-(-(self.size + self.asked.sink) // block) * block)
         source = jnp.where(order < sink[..., None], order, first[..., None] + order - sink[..., None])
         source = jnp.clip(source, 0, held.k.shape[2] - 1)
@@ -143,7 +143,7 @@ class RepetitionCollector(LayerObserver):
         return attention_peak(q, lse, self.rows, onto=partial, **scored)
 
     def finish(
-        self, partial: Float[Array, "B H S"], before: Any, k: Float[Array, "B H T D"], kept: Rows | None, block: int
+        self, partial: Float[Array, "B H S"], before: Any, k: Float[Array, "B H T D"], kept: Rows | None
     ) -> Float[Array, "B H C"]:
         """The chunk's alone; 0 beyond its end."""
         order = jnp.arange(self.size)

@@ -134,7 +134,7 @@ class SignalCollector(LayerObserver):
         real = token < self.count[:, None]
         columns, stats = partial.columns, partial.stats
         if columns is not None:
-            where = self._where(index * block, block, kept, self.scale if s.columns_scaled else None, block)
+            where = self._where(index * block, block, kept, self.scale if s.columns_scaled else None, k.shape[2])
             if s.columns_scaled:
                 normaliser = self._normaliser(q, k, where)
             onto = Masses(columns.new, columns.kept)
@@ -151,13 +151,12 @@ class SignalCollector(LayerObserver):
         taken: Taken,
         k: Float[Array, "B H T D"],
         kept: Rows | None,
-        block: int,
     ) -> PromptSignals:
         """The layer's signals, once all its keys are there."""
         mass, (window, noncausal, hidden, squares) = None, taken
         if window is not None:
             q, offset, weight = window
-            where = self._where(offset, self.window_rows, kept, self.scale, block)
+            where = self._where(offset, self.window_rows, kept, self.scale, k.shape[2])
             found = attention_mass(q, k, self._normaliser(q, k, where), weight=weight, **where)
             mass = Mass(found.kept, found.new)
         both = None if noncausal is None else Mass(None, noncausal)
@@ -173,7 +172,7 @@ class SignalCollector(LayerObserver):
         return merge_log(lse, self.sinks[..., None] * scaled)
 
     def _where(
-        self, offset: Int[Array, "*B"], queries: int, kept: Rows | None, scale: Array | None, block: int
+        self, offset: Int[Array, "*B"], queries: int, kept: Rows | None, scale: Array | None, tokens: int
     ) -> dict[str, Any]:
         """The arguments that both passes share, for ``queries`` queries from this place on."""
         place = jnp.atleast_1d(offset)[:, None] + jnp.arange(queries)
@@ -183,7 +182,7 @@ class SignalCollector(LayerObserver):
             soft_cap=self.config.attention_soft_cap,
             kept=kept,
             bias=query_bias(self.config, jnp.tile(place, (1, self.config.group_size))),
-            block=keys_of(block),
+            block=keys_of(tokens),
         )
 
 

@@ -13,26 +13,20 @@
 #include <vector>
 
 #include "parallel.h"
+#include "softmax.h"
 
 namespace ffi = xla::ffi;
 
 namespace {
 
-// 16 numbers, which the compiler makes of whatever vectors the processor has.
-constexpr int kLanes = 16;
-using V = float __attribute__((vector_size(4 * kLanes)));
-using I = int32_t __attribute__((vector_size(4 * kLanes)));
+using softmax::kLanes;
+using softmax::kNeg;
+using softmax::load;
+using softmax::store;
+using softmax::V;
 
-// pallas_kernels.softmax.NEG.
-constexpr float kNeg = -0.7f * 3.4028234663852886e38f;
 // Slots of a chunk, about.
 constexpr int64_t kChunk = 128;
-
-inline V load(const float* p) {
-  V v;
-  std::memcpy(&v, p, sizeof v);
-  return v;
-}
 
 inline V load(const int8_t* p) {
   const __m128i b = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
@@ -56,37 +50,11 @@ inline V load(const uint16_t* p) {
   return v;
 }
 
-inline void store(float* p, V v) { std::memcpy(p, &v, sizeof v); }
-
-// exp(x) for x <= 0: within 2 units in the last place, 0 where that is below what a float holds, NaN of NaN.
-inline V exponential(V x) {
-  constexpr float kLeast = -87.0f, kMagic = 12582912.0f;  // 1.5 x 2^23: adding it rounds
-  const V least = V{} + kLeast;
-  const auto none = x < least;
-  const V within = none ? least : x;
-  const V shifted = within * 1.44269504088896341f + kMagic, n = shifted - kMagic;
-  const V r = within - n * 0.693359375f - n * -2.12194440e-4f;
-  V p = r * 1.9875691500e-4f + 1.3981999507e-3f;
-  p = p * r + 8.3334519073e-3f;
-  p = p * r + 4.1665795894e-2f;
-  p = p * r + 1.6666665459e-1f;
-  p = p * r + 5.0000001201e-1f;
-  p = p * r * r + r + 1.0f;
-  // The lowest bits of `shifted` are n's, above those of kMagic.
-  I bits;
-  std::memcpy(&bits, &shifted, sizeof bits);
-  bits = (bits - 0x4b400000 + 127) << 23;
-  V power;
-  std::memcpy(&power, &bits, sizeof power);
-  return none ? V{} : p * power;
-}
-
 // What all tasks read. Pointers that may be missing are null.
-template <typename T>
 struct Problem {
   int64_t rows, heads, group, key_dim, dim, pages, page_size, first_row;
   const float* q;                            // [rows, heads, group, key_dim], scaled
-  const T *k, *v;                            // [.., pages, key_dim, page_size], [.., pages, page_size, dim]
+  const void *k, *v;                         // [.., pages, key_dim, page_size], [.., pages, page_size, dim]
   const int32_t *first, *length;             // [rows, heads]: a head's first page, and its slots
   const float *v_scale, *log_mass;           // [.., pages, page_size], [rows, heads]
   const int32_t *position, *query_position;  // [.., pages, page_size], [rows]
@@ -168,8 +136,7 @@ void page_values(const T* values, const float* weight, int64_t stride, int64_t p
 }
 
 // The scores of a page as they are in the softmax: bounded, with biases, kNeg where a slot is not visible.
-template <typename T>
-void finish(const Problem<T>& p, const Chunk& chunk, int64_t page, int64_t g, float* scores) {
+void finish(const Problem& p, const Chunk& chunk, int64_t page, int64_t g, float* scores) {
   const int64_t head = chunk.row * p.heads + chunk.head, length = p.length[head];
   const int64_t own = page - std::clamp<int64_t>(p.first[head], 0, p.pages);
   const int64_t slot = own * p.page_size, stored = ((p.first_row + chunk.row) * p.pages + page) * p.page_size;
@@ -200,7 +167,7 @@ void finish(const Problem<T>& p, const Chunk& chunk, int64_t page, int64_t g, fl
 
 // Scores, weights and weighted values of a chunk.
 template <typename T>
-void attend_to(const Problem<T>& p, Chunk& chunk) {
+void attend_to(const Problem& p, Chunk& chunk) {
   const int64_t count = chunk.end - chunk.page, slots = count * p.page_size;
   thread_local std::vector<float> scores;
   scores.resize(p.group * slots);
@@ -212,7 +179,7 @@ void attend_to(const Problem<T>& p, Chunk& chunk) {
   constexpr Scores of[] = {page_scores<T, 1>, page_scores<T, 2>, page_scores<T, 3>, page_scores<T, 4>};
   constexpr Values add[] = {page_values<T, 1>, page_values<T, 2>, page_values<T, 3>, page_values<T, 4>};
   for (int64_t i = 0; i < count; ++i) {
-    const T* keys = p.k + (first + chunk.page + i) * p.key_dim * p.page_size;
+    const T* keys = static_cast<const T*>(p.k) + (first + chunk.page + i) * p.key_dim * p.page_size;
     for (int64_t g = 0; g < p.group; g += 4) {
       const int64_t some = std::min<int64_t>(4, p.group - g);
       of[some - 1](keys, q + g * p.key_dim, p.key_dim, p.page_size, scores.data() + g * slots + i * p.page_size, slots);
@@ -223,13 +190,7 @@ void attend_to(const Problem<T>& p, Chunk& chunk) {
   }
   for (int64_t g = 0; g < p.group; ++g) {
     float* own = scores.data() + g * slots;
-    V peaks = V{} + kNeg, masses = {};
-    for (int64_t j = 0; j < slots; j += kLanes) {
-      const V s = load(own + j);
-      peaks = s > peaks ? s : peaks;
-    }
-    float peak = kNeg;
-    for (int i = 0; i < kLanes; ++i) peak = std::max(peak, peaks[i]);
+    const float peak = softmax::largest(own, slots, kNeg);
     chunk.peak[g] = peak;
     if (peak == kNeg) {  // nothing is visible, or has a score above it, or all of it is NaN
       bool empty = true;
@@ -239,19 +200,14 @@ void attend_to(const Problem<T>& p, Chunk& chunk) {
         continue;
       }
     }
-    for (int64_t j = 0; j < slots; j += kLanes) {
-      const V weight = exponential(load(own + j) - peak);
-      masses += weight;
-      store(own + j, weight);
-    }
-    for (int i = 0; i < kLanes; ++i) chunk.mass[g] += masses[i];
+    chunk.mass[g] = softmax::weigh(own, slots, peak);
     if (p.v_scale != nullptr) {
       const float* scale = p.v_scale + (first + chunk.page) * p.page_size;
       for (int64_t j = 0; j < slots; j += kLanes) store(own + j, load(own + j) * load(scale + j));
     }
   }
   for (int64_t i = 0; i < count; ++i) {
-    const T* values = p.v + (first + chunk.page + i) * p.page_size * p.dim;
+    const T* values = static_cast<const T*>(p.v) + (first + chunk.page + i) * p.page_size * p.dim;
     for (int64_t g = 0; g < p.group; g += 4) {
       const int64_t some = std::min<int64_t>(4, p.group - g);
       const float* weight = scores.data() + g * slots + i * p.page_size;
@@ -280,9 +236,9 @@ void merge(const Chunk* chunks, int64_t count, int64_t group, int64_t dim, float
   }
 }
 
-// All heads of all rows.
-template <typename T>
-ffi::Error solve(ffi::ThreadPool pool, const Problem<T>& p, float* out, float* lse) {
+// All heads of all rows; `attend` is attend_to of the pages' type.
+ffi::Error solve(ffi::ThreadPool pool, const Problem& p, void (*attend)(const Problem&, Chunk&), float* out,
+                 float* lse) {
   const int64_t pages = std::max<int64_t>(1, kChunk / p.page_size), heads = p.rows * p.heads;
   std::vector<Chunk> chunks;
   std::vector<int64_t> begin(heads + 1);
@@ -302,7 +258,7 @@ ffi::Error solve(ffi::ThreadPool pool, const Problem<T>& p, float* out, float* l
   }
   begin[heads] = chunks.size();
   const bool done = parallel(pool, chunks.size(), 1, [&](int64_t from, int64_t to) {
-    for (int64_t i = from; i < to; ++i) attend_to(p, chunks[i]);
+    for (int64_t i = from; i < to; ++i) attend(p, chunks[i]);
   });
   if (!done) return out_of_memory();
   for (int64_t i = 0; i < heads; ++i) {
@@ -317,61 +273,60 @@ auto data_or_null(const Buffer& buffer) {
   return buffer.element_count() == 0 ? nullptr : buffer.typed_data();
 }
 
+using Queries = ffi::Buffer<ffi::F32, 4>;
 using Floats = ffi::Buffer<ffi::F32>;
 using Ints = ffi::Buffer<ffi::S32>;
 using Result = ffi::ResultBuffer<ffi::F32>;
 
-template <ffi::DataType type>
-ffi::Error attend(ffi::ThreadPool pool, ffi::Buffer<ffi::F32, 4> q, ffi::Buffer<type, 4> k, ffi::Buffer<type, 4> v,
-                  Ints first, Ints length, Ints first_row, Floats v_scale, Floats log_mass, Ints position,
-                  Ints query_position, Floats slopes, int64_t window, float soft_cap, float ratio, Result out,
-                  Result lse, Result logits) {
-  const auto shape = q.dimensions(), values = v.dimensions();
-  Problem<ffi::NativeType<type>> p{};
+ffi::Error attend(ffi::ThreadPool pool, Queries q, ffi::AnyBuffer k, ffi::AnyBuffer v, Ints first, Ints length,
+                  Ints first_row, Floats v_scale, Floats log_mass, Ints position, Ints query_position, Floats slopes,
+                  int64_t window, float soft_cap, float ratio, Result out, Result lse, Result logits) {
+  const auto shape = q.dimensions(), keys = k.dimensions(), values = v.dimensions();
+  const auto type = v.element_type();
+  const auto attend = type == ffi::F32    ? attend_to<float>
+                      : type == ffi::BF16 ? attend_to<uint16_t>
+                      : type == ffi::S8   ? attend_to<int8_t>
+                                          : nullptr;
+  if (attend == nullptr || k.element_type() != type || keys.size() != 4 || values.size() != 4) {
+    return ffi::Error::InvalidArgument("Keys and values are no pages of float32, bfloat16 or int8.");
+  }
+  Problem p{};
   p.rows = shape[0], p.heads = shape[1], p.group = shape[2], p.key_dim = shape[3];
   p.pages = values[1], p.page_size = values[2], p.dim = values[3];
-  if (k.dimensions()[2] != p.key_dim || p.page_size % kLanes != 0 || p.dim % kLanes != 0) {
+  if (keys[2] != p.key_dim || p.page_size % kLanes != 0 || p.dim % kLanes != 0) {
     return ffi::Error::InvalidArgument(
         "Queries and keys differ in channels, or slots or channels are not 16 together.");
   }
   p.first_row = std::clamp<int64_t>(first_row.typed_data()[0], 0, values[0] - p.rows);
-  p.q = q.typed_data(), p.k = k.typed_data(), p.v = v.typed_data();
+  p.q = q.typed_data(), p.k = k.untyped_data(), p.v = v.untyped_data();
   p.first = first.typed_data(), p.length = length.typed_data();
   p.v_scale = data_or_null(v_scale), p.log_mass = data_or_null(log_mass), p.slopes = data_or_null(slopes);
   p.position = data_or_null(position), p.query_position = data_or_null(query_position);
   p.window = window, p.soft_cap = soft_cap, p.ratio = ratio;
   p.logits = logits->element_count() == 0 ? nullptr : logits->typed_data();
   if (p.logits != nullptr) std::fill_n(p.logits, logits->element_count(), kNeg);
-
-  return guarded([&] { return solve(pool, p, out->typed_data(), lse->typed_data()); });
-}
-
-template <ffi::DataType type>
-auto binding() {
-  using Pages = ffi::Buffer<type, 4>;
-  return ffi::Ffi::Bind()
-      .Ctx<ffi::ThreadPool>()
-      .template Arg<ffi::Buffer<ffi::F32, 4>>()
-      .template Arg<Pages>()
-      .template Arg<Pages>()
-      .template Arg<Ints>()
-      .template Arg<Ints>()
-      .template Arg<Ints>()
-      .template Arg<Floats>()
-      .template Arg<Floats>()
-      .template Arg<Ints>()
-      .template Arg<Ints>()
-      .template Arg<Floats>()
-      .template Attr<int64_t>("window")
-      .template Attr<float>("soft_cap")
-      .template Attr<float>("ratio")
-      .template Ret<Floats>()
-      .template Ret<Floats>()
-      .template Ret<Floats>();
+  return guarded([&] { return solve(pool, p, attend, out->typed_data(), lse->typed_data()); });
 }
 
 }  // namespace
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(kvjax_float_attention, attend<ffi::F32>, binding<ffi::F32>());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(kvjax_bfloat16_attention, attend<ffi::BF16>, binding<ffi::BF16>());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(kvjax_int8_attention, attend<ffi::S8>, binding<ffi::S8>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(kvjax_attention, attend,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<Queries>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<Ints>()
+                                  .Arg<Ints>()
+                                  .Arg<Ints>()
+                                  .Arg<Floats>()
+                                  .Arg<Floats>()
+                                  .Arg<Ints>()
+                                  .Arg<Ints>()
+                                  .Arg<Floats>()
+                                  .Attr<int64_t>("window")
+                                  .Attr<float>("soft_cap")
+                                  .Attr<float>("ratio")
+                                  .Ret<Floats>()
+                                  .Ret<Floats>()
+                                  .Ret<Floats>());

@@ -1,14 +1,17 @@
-// Products of a few rows of activations with a float32 matrix, for XLA's CPU backend: called as foreign functions.
+// Products of rows of activations with a float32 matrix, for XLA's CPU backend: called as foreign functions.
 //
-// So few rows are bound by reading the matrix: it is asked for long before it is used, and read once. A row's result
-// does not depend on the rows beside it or on threads: inputs are added in the same order.
+// A few rows are bound by reading the matrix: it is asked for long before it is used, and read once. Many rows are
+// bound by arithmetic: panels of the matrix are copied, so that what a row is multiplied with lies together. A row's
+// result does not depend on threads, nor, of a few rows or of many, on those beside it: inputs are added in the same
+// order.
 
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <vector>
 
+#include "panel_product.h"
 #include "parallel.h"
-#include "vectors.h"
 
 namespace ffi = xla::ffi;
 
@@ -17,13 +20,15 @@ namespace {
 using Matrix = ffi::Buffer<ffi::F32, 2>;
 using Result = ffi::ResultBuffer<ffi::F32, 2>;
 
-// Numbers of a vector, and of a line of memory.
-constexpr int kLanes = 16;
 // Outputs that are multiplied together, of a matrix [N, K], and vectors of them, of one [K, N]: with kRows rows of
 // activations, as many sums as there are registers for.
 constexpr int kOutputs = kUnsigned ? 2 : 1, kVectors = kUnsigned ? 3 : 1;
 // Inputs that are multiplied at a time with a matrix [N, K]: so few that rows of activations stay in the first cache.
 constexpr int64_t kBlock = 640;
+// Rows that are few.
+constexpr int64_t kFew = 32;
+// Outputs of a panel that is copied, and its inputs.
+constexpr int64_t kPanelOutputs = kVectors * kLanes, kPanelInputs = 1024;
 // How far ahead a matrix is asked for: rows of [K, N], and of [N, K], of which a block is read.
 constexpr int64_t kRowsAhead = 32, kOutputsAhead = 8;
 
@@ -157,7 +162,7 @@ void multiply_column(const Problem& p, int64_t row, int64_t n) {
 }
 
 // The outputs first..last of all rows.
-void multiply_panel(const Problem& p, int64_t first, int64_t last) {
+void multiply_all(const Problem& p, int64_t first, int64_t last) {
   const auto rows = [&](const auto& run) {
     for (int64_t row = 0; row < p.rows; row += kRows) run(row, p.count(row));
   };
@@ -177,6 +182,52 @@ void multiply_panel(const Problem& p, int64_t first, int64_t last) {
   }
 }
 
+// Many rows ------------------------------------------------------------------------------------------------------
+
+// Inputs first..last of a panel's outputs n.., [inputs, kPanelOutputs]; zeros where there are no more outputs.
+template <bool transposed>
+void copy_panel(const Problem& p, int64_t n, int64_t first, int64_t last, float* to) {
+  const int64_t outputs = std::min(kPanelOutputs, p.outputs - n);
+  if (outputs < kPanelOutputs) std::fill_n(to, (last - first) * kPanelOutputs, 0.0f);
+  if (transposed) {
+    transpose_floats(p.weights + n * p.inputs + first, p.inputs, outputs, last - first, to, kPanelOutputs);
+  } else {
+    for (int64_t k = first; k < last; ++k) {
+      std::copy_n(p.weights + k * p.outputs + n, outputs, to + (k - first) * kPanelOutputs);
+    }
+  }
+}
+
+// The outputs n.. of a panel, of the rows first..last.
+template <bool transposed>
+void multiply_many(const Problem& p, int64_t n, int64_t first, int64_t last) {
+  thread_local std::vector<float> memory;
+  memory.resize(kPanelInputs * kPanelOutputs + kRows * (kPanelInputs + kPanelOutputs) + kLanes);
+  float* panel = aligned(memory.data());
+  float *some = panel + kPanelInputs * kPanelOutputs, *found = some + kRows * kPanelInputs;
+  const int64_t outputs = std::min(kPanelOutputs, p.outputs - n);
+  for (int64_t k = 0; k < p.inputs; k += kPanelInputs) {
+    const int64_t inputs = std::min(kPanelInputs, p.inputs - k);
+    copy_panel<transposed>(p, n, k, k + inputs, panel);
+    const auto run = k == 0 ? multiply_panel<kVectors, false> : multiply_panel<kVectors, true>;
+    for (int64_t row = first; row < last; row += kRows) {
+      const float* x = p.x + row * p.inputs + k;
+      float* out = p.out + row * p.outputs + n;
+      const int64_t rows = std::min<int64_t>(kRows, last - row);
+      if (rows == kRows && outputs == kPanelOutputs) {
+        run(x, p.inputs, inputs, panel, kPanelOutputs, out, p.outputs);
+        continue;
+      }
+      for (int64_t r = 0; r < kRows; ++r) {
+        std::copy_n(p.row(row + r) + k, inputs, some + r * kPanelInputs);
+        if (k > 0 && r < rows) std::copy_n(out + r * p.outputs, outputs, found + r * kPanelOutputs);
+      }
+      run(some, kPanelInputs, inputs, panel, kPanelOutputs, found, kPanelOutputs);
+      for (int64_t r = 0; r < rows; ++r) std::copy_n(found + r * kPanelOutputs, outputs, out + r * p.outputs);
+    }
+  }
+}
+
 // x [S, K] times a matrix [K, N], or the transposed matrix [N, K].
 template <bool transposed>
 ffi::Error product(ffi::ThreadPool pool, Matrix x, Matrix matrix, Result out) {
@@ -185,10 +236,21 @@ ffi::Error product(ffi::ThreadPool pool, Matrix x, Matrix matrix, Result out) {
                   x.typed_data(),    matrix.typed_data(), out->typed_data()};
   if (size[transposed ? 1 : 0] != p.inputs) return ffi::Error::InvalidArgument("The matrix has other inputs.");
   if (p.rows == 0) return ffi::Error::Success();
+  if (p.rows > kFew && p.inputs > 0) {
+    // Panels, and where these are too few for the threads, parts of their rows.
+    const int64_t panels = (p.outputs + kPanelOutputs - 1) / kPanelOutputs, tasks = 4 * pool.num_threads();
+    const int64_t parts = std::max<int64_t>(1, std::min(tasks / std::max<int64_t>(panels, 1), p.rows / (8 * kRows)));
+    const int64_t each = (p.rows + parts * kRows - 1) / (parts * kRows) * kRows;
+    const bool done = parallel(pool, panels * parts, 1, [&](int64_t task, int64_t) {
+      const int64_t first = std::min(task % parts * each, p.rows), last = std::min(first + each, p.rows);
+      multiply_many<transposed>(p, task / parts * kPanelOutputs, first, last);
+    });
+    return done ? ffi::Error::Success() : out_of_memory();
+  }
   constexpr int64_t together = transposed ? kOutputs : kVectors * kLanes;
   const int64_t each = rows_of_a_task(pool, p.outputs, p.inputs * sizeof(float), together);
   const bool done = parallel(pool, p.outputs, each, [&](int64_t first, int64_t last) {
-    transposed ? multiply_outputs(p, first, last) : multiply_panel(p, first, last);
+    transposed ? multiply_outputs(p, first, last) : multiply_all(p, first, last);
   });
   return done ? ffi::Error::Success() : out_of_memory();
 }

@@ -35,13 +35,21 @@ FUNCTIONS = {
     "products": ("kvjax_int8_product", "kvjax_fine_int8_product"),
     "group_products": ("kvjax_group_product",),
     "float_products": ("kvjax_float_product", "kvjax_float_product_nt"),
-    "attention": ("kvjax_float_attention", "kvjax_bfloat16_attention", "kvjax_int8_attention"),
+    "prefill": ("kvjax_prefill",),
+    "attention": ("kvjax_attention",),
 }
 #: Without -ffast-math: what is not finite is as in XLA's own forms.
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-w", "-shared", "-fPIC")
 #: Of products a sum is not fused with the multiplication before it, which would round another way.
 _ROUNDED = ("-ffp-contract=off",)
-_MORE = {"products": _ROUNDED, "group_products": _ROUNDED, "float_products": (), "attention": ("-ffp-contract=fast",)}
+_FUSED = ("-ffp-contract=fast",)
+_MORE: dict[str, tuple[str, ...]] = {
+    "products": _ROUNDED,
+    "group_products": _ROUNDED,
+    "float_products": (),
+    "prefill": _FUSED,
+    "attention": _FUSED,
+}
 _SECONDS = 120
 _registered: dict[str, ctypes.CDLL] = {}
 _locks = {name: threading.Lock() for name in FUNCTIONS}

@@ -17,7 +17,7 @@ BLOCK = 256
 
 
 IMPLEMENTATIONS = dispatch.Implementations(
-    "prefill", "pallas_kernels.prefill", "prefill", {"tpu": ("tpu",), "gpu": ("triton",)}
+    "prefill", "pallas_kernels.prefill", "prefill", {"cpu": ("native",), "tpu": ("tpu",), "gpu": ("triton",)}
 )
 
 

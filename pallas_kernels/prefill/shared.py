@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+
+import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels import argument_checks
-from pallas_kernels.prefill import xla
+from pallas_kernels.prefill import native, xla
 from pallas_kernels.prefill.prefill_problem import Prefilled, Problem
 from pallas_kernels.rows import Bias, Rows
 from pallas_kernels.softmax import merge
@@ -14,14 +17,14 @@ from pallas_kernels.softmax import merge
 def with_shared(p: Problem, own: Prefilled, shared: Rows, bias: Bias | None) -> Prefilled:
     """Attention over a chunk's own keys, merged with attention over the shared rows.
 
-    As kept rows, these are attended to in XLA whatever the form: every query sees all of them, nothing is causal.
+    As kept rows, these are attended to in XLA on accelerators: every query sees all of them, nothing is causal.
 
     Args:
       shared: with a batch of 1. bias: of [1, H, G B N, S] scores, queries by group, then row, then token.
     """
     batch, heads, group, count, dim = p.q.shape
     q = p.q.transpose(1, 2, 0, 3, 4).reshape(1, heads, group * batch * count, dim)
-    out, lse = xla.attend_alone(q, shared, scale=p.scale, bias=bias, soft_cap=p.soft_cap)
+    out, lse = _alone(p, q, shared, bias)
 
     def by_row(x: Array) -> Float[Array, "B H G N *D"]:
         split = x.reshape(heads, group, batch, count, *x.shape[3:])
@@ -29,6 +32,24 @@ def with_shared(p: Problem, own: Prefilled, shared: Rows, bias: Bias | None) -> 
 
     found, mass = merge(own.out, own.lse, by_row(out), by_row(lse))
     return Prefilled(found.astype(own.out.dtype), mass)
+
+
+def _alone(p: Problem, q: Float[Array, "1 H N D"], shared: Rows, bias: Bias | None) -> tuple[Array, Array]:
+    """Attention of all rows' queries over the shared rows."""
+    nothing = jnp.zeros((1, q.shape[1], 0, q.shape[3]), p.k.dtype)
+    given = {
+        "q": q[:, :, None].astype(jnp.float32),
+        "k": nothing,
+        "v": nothing,
+        "offset": jnp.int32(0),
+        "length": None,
+        "kept": shared,
+    }
+    try:
+        found = native.prefill(dataclasses.replace(p, **given, bias=bias))
+    except NotImplementedError:
+        return xla.attend_alone(q, shared, scale=p.scale, bias=bias, soft_cap=p.soft_cap)
+    return found.out[:, :, 0], found.lse[:, :, 0]
 
 
 def check(p: Problem, shared: Rows, bias: Bias | None) -> None:

@@ -15,7 +15,9 @@ from pallas_kernels.cpu import library
 from pallas_kernels.pages import Columns
 from pallas_kernels.ragged_decode.decode_problem import Decoded, Problem
 
-_FUNCTIONS = dict(zip(("float32", "bfloat16", "int8"), library.FUNCTIONS["attention"], strict=True))
+(_FUNCTION,) = library.FUNCTIONS["attention"]
+#: Of pages.
+DTYPES = ("float32", "bfloat16", "int8")
 #: Slots of a page, and channels of values, come in multiples of so many.
 LANES = 16
 
@@ -24,9 +26,8 @@ def decode(p: Problem, *, config: None = None, suffix: str = "") -> Decoded:
     """See :func:`pallas_kernels.ragged_decode.ragged_decode`; ``suffix``: of the functions' names, as registered."""
     del config
     _, total, page_size, dim = p.pages.shape
-    function = _FUNCTIONS.get(p.pages.dtype.name)
-    if not isinstance(p.pages, Columns) or function is None:
-        raise NotImplementedError(f"The CPU form reads columns of {', '.join(_FUNCTIONS)}.")
+    if not isinstance(p.pages, Columns) or p.pages.dtype.name not in DTYPES:
+        raise NotImplementedError(f"The CPU form reads columns of {', '.join(DTYPES)}.")
     if page_size % LANES or dim % LANES or not p.q.size:
         raise NotImplementedError(f"The CPU form takes slots and channels in multiples of {LANES}, and a row at least.")
     argument_checks.compiled_in(p.soft_cap, p.logits_scale, None if p.logits_scale is None else p.scale)
@@ -39,7 +40,7 @@ def decode(p: Problem, *, config: None = None, suffix: str = "") -> Decoded:
     first = jnp.broadcast_to(jnp.asarray(p.first_page, jnp.int32), (rows, heads))
     placed = p.position is not None and p.query_position is not None
     call = jax.ffi.ffi_call(
-        function + suffix,
+        _FUNCTION + suffix,
         (
             jax.ShapeDtypeStruct((rows, heads, group, dim), jnp.float32),
             jax.ShapeDtypeStruct((rows, heads, group), jnp.float32),

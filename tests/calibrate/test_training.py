@@ -126,7 +126,7 @@ class Inputs(LayerObserver):
     def before_layer(self, layer, x, rope):
         return layer.input_norm(x)
 
-    def finish(self, partial, before, k, kept, block):
+    def finish(self, partial, before, k, kept):
         return before
 
 

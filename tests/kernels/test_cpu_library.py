@@ -132,14 +132,16 @@ def test_loading_compiles_ahead_what_the_model_needs(tmp_path, monkeypatch):
         kvjax.load(tmp_path / "nothing.gguf")
     assert not asked  # a name that there is not keeps no compiler busy
     folder = tiny.write_folder(tiny.CASES[0], tmp_path / "tiny")
-    products = ("attention", "products", "group_products")
-    for weights, names in ((None, products[:1]), ("int8", products[:2]), ("int4", products), ("fp8", products[:1])):
+    products = "float_products", "products", "group_products"
+    for weights, names in ((None, products[:1]), ("int8", products[1:2]), ("int4", products[1:]), ("fp8", ())):
         kvjax.load(folder, weights=weights, progress=False)
-        assert asked.pop() == names
+        assert asked.pop() == ("prefill", *names, "attention")
+    kvjax.load(folder, dtype="bfloat16", progress=False)
+    assert asked.pop() == ("prefill", "attention")
     kvjax.convert(folder, tmp_path / "converted", weights="int8", progress=False)
     asked.clear()
     kvjax.load(tmp_path / "converted", progress=False)
-    assert asked.pop() == products
+    assert asked.pop() == ("prefill", *products, "attention")
     monkeypatch.setenv("KVJAX_NATIVE", "0")
     kvjax.load(folder, progress=False)
     assert not asked

@@ -93,7 +93,7 @@ class TestNative(_Native):
             decode = jax.jit(lambda *given: ragged_decode(*given, runs=problem.runs, scale=1.0, **options))
             return decode.lower(*given).as_text()
 
-        assert "kvjax_float_attention" in text() and "custom_call" not in text(implementation="xla")
+        assert "kvjax_attention" in text() and "custom_call" not in text(implementation="xla")
         monkeypatch.setenv("KVJAX_NATIVE", "0")
         assert "custom_call" not in text()
         with pytest.raises(NotImplementedError, match="no compiled attention"):

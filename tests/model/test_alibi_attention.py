@@ -12,6 +12,7 @@ import toys
 from support import bloom_oracle
 
 from kvjax.cache.attention import decode_attention, kept_rows
+from kvjax.cache.buckets import block_of
 from kvjax.cache.groups import HeadGroups
 from kvjax.cache.packing import store
 from kvjax.cache.pool import LayerCache, by_head, empty_layer, mark_rows, rows
@@ -149,7 +150,9 @@ def test_signals_count_attention_with_the_bias(later):
     kept = kept_rows(cache, 64, jnp.asarray([seen])) if later else None
     array = jnp.asarray([seen]), jnp.asarray([count]), jnp.asarray([count - window])
     collector = SignalCollector(Signals(window=window, columns=True), CONFIG, *array, jnp.asarray([0.2]), window)
-    _, new_k, _, signals = read_layer(layer, x, None, kept, jnp.int32(1), jnp.int32(0), collector)
+    _, new_k, _, signals = read_layer(
+        layer, x, None, kept, jnp.int32(tokens // block_of(tokens)), jnp.int32(0), collector
+    )
     q = np.asarray(layer.project(x)[0])[0]
     k = np.asarray(new_k, np.float64)[0]
     position = np.broadcast_to(seen + np.arange(tokens), k.shape[:2])

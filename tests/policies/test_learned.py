@@ -90,7 +90,7 @@ class Inputs(LayerObserver):
     def before_layer(self, layer, x, rope):
         return x if layer.config.norm_order == "post" else layer.input_norm(x)
 
-    def finish(self, partial, before, k, kept, block):
+    def finish(self, partial, before, k, kept):
         return before
 
 
