@@ -1,10 +1,9 @@
-"""Products of a handful of rows in the forms that CPUs compute fastest; many rows, and other platforms, gain nothing.
+"""Products in the forms that CPUs compute fastest; other platforms gain nothing.
 
-Up to 32 rows are bound by reading the weight. On x86-64 CPUs where a C++ compiler is at hand, a batch's float32 rows,
-up to 128, are multiplied by ``pallas_kernels/cpu``, which reads it as fast as memory gives it. On 2 cores that read 31
-GB/s and multiply 230 GFLOP/s, this takes of the time of XLA's forms below, for weights [N, K] and [K, N]: 0.7 and 0.9
-for 2 rows, 0.7 and 0.4 for 8, 0.8 and 0.8 for 64, 1.0 and 0.9 for 256. A row is the same whatever rows are beside it.
-``KVJAX_NATIVE=0`` leaves the product to XLA.
+On x86-64 CPUs where a C++ compiler is at hand, several float32 rows are multiplied by ``pallas_kernels/cpu``. Up to 32
+are bound by reading the weight, which it reads as fast as memory gives it, more by arithmetic. On 2 cores that read 31
+GB/s and multiply 230 GFLOP/s, it takes of the time of XLA's forms below, for weights [N, K] and [K, N]: 0.7 and 0.9 for
+2 rows, 0.7 and 0.4 for 8, 0.8 and 0.9 for 64, 0.9 for 256. ``KVJAX_NATIVE=0`` leaves the product to XLA.
 
 XLA's CPU compiler reads weights at very different speeds. Measured on 2 cores that read 80 GB/s (float32, weights of a
 135M model, all of a step in a chain):
