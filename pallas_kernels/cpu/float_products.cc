@@ -184,11 +184,10 @@ void multiply_all(const Problem& p, int64_t first, int64_t last) {
 
 // Many rows ------------------------------------------------------------------------------------------------------
 
-// Inputs first..last of a panel's outputs n.., [inputs, kPanelOutputs]; zeros where there are no more outputs.
+// Inputs first..last of a panel's outputs n.., [inputs, kPanelOutputs]; beyond the last output are any numbers.
 template <bool transposed>
 void copy_panel(const Problem& p, int64_t n, int64_t first, int64_t last, float* to) {
   const int64_t outputs = std::min(kPanelOutputs, p.outputs - n);
-  if (outputs < kPanelOutputs) std::fill_n(to, (last - first) * kPanelOutputs, 0.0f);
   if (transposed) {
     transpose_floats(p.weights + n * p.inputs + first, p.inputs, outputs, last - first, to, kPanelOutputs);
   } else {
@@ -201,6 +200,7 @@ void copy_panel(const Problem& p, int64_t n, int64_t first, int64_t last, float*
 // The outputs n.. of a panel, of the rows first..last.
 template <bool transposed>
 void multiply_many(const Problem& p, int64_t n, int64_t first, int64_t last) {
+  if (first == last) return;
   thread_local std::vector<float> memory;
   memory.resize(kPanelInputs * kPanelOutputs + kRows * (kPanelInputs + kPanelOutputs) + kLanes);
   float* panel = aligned(memory.data());

@@ -1,4 +1,4 @@
-"""Products of a few rows with float32 weights by ``float_products.cc``, as a function of arrays."""
+"""Products of rows with float32 weights by ``float_products.cc``, as a function of arrays."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def available() -> bool:
 def float_product(
     x: Float[Array, "S K"], weight: Float[Array, "A B"], *, transposed: bool = False, suffix: str = ""
 ) -> Float[Array, "S N"]:
-    """``x @ weight``, or ``x @ weight.T``, in float32; a row of it is the same whatever rows are beside it.
+    """``x @ weight``, or ``x @ weight.T``, in float32; a row is the same beside any others, of up to 32 or of more.
 
     Args:
       x: float32 activations.

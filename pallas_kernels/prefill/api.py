@@ -88,4 +88,4 @@ def prefill(
             raise ValueError("A window counts a row's own tokens; give none with shared rows.")
         sharing.check(problem, shared, shared_bias)
     found = IMPLEMENTATIONS.run(implementation, problem, **options)
-    return found if shared is None else sharing.with_shared(problem, found, shared, shared_bias)
+    return found if shared is None else sharing.with_shared(problem, found, shared, shared_bias, implementation)

@@ -14,7 +14,9 @@ from pallas_kernels.rows import Bias, Rows
 from pallas_kernels.softmax import merge
 
 
-def with_shared(p: Problem, own: Prefilled, shared: Rows, bias: Bias | None) -> Prefilled:
+def with_shared(
+    p: Problem, own: Prefilled, shared: Rows, bias: Bias | None, implementation: str | None = None
+) -> Prefilled:
     """Attention over a chunk's own keys, merged with attention over the shared rows.
 
     As kept rows, these are attended to in XLA on accelerators: every query sees all of them, nothing is causal.
@@ -24,7 +26,7 @@ def with_shared(p: Problem, own: Prefilled, shared: Rows, bias: Bias | None) -> 
     """
     batch, heads, group, count, dim = p.q.shape
     q = p.q.transpose(1, 2, 0, 3, 4).reshape(1, heads, group * batch * count, dim)
-    out, lse = _alone(p, q, shared, bias)
+    out, lse = _alone(p, q, shared, bias, implementation)
 
     def by_row(x: Array) -> Float[Array, "B H G N *D"]:
         split = x.reshape(heads, group, batch, count, *x.shape[3:])
@@ -34,8 +36,10 @@ def with_shared(p: Problem, own: Prefilled, shared: Rows, bias: Bias | None) -> 
     return Prefilled(found.astype(own.out.dtype), mass)
 
 
-def _alone(p: Problem, q: Float[Array, "1 H N D"], shared: Rows, bias: Bias | None) -> tuple[Array, Array]:
-    """Attention of all rows' queries over the shared rows."""
+def _alone(
+    p: Problem, q: Float[Array, "1 H N D"], shared: Rows, bias: Bias | None, implementation: str | None
+) -> tuple[Array, Array]:
+    """Attention of all rows' queries over the shared rows: by XLA's form where another one than the CPU's is named."""
     nothing = jnp.zeros((1, q.shape[1], 0, q.shape[3]), p.k.dtype)
     given = {
         "q": q[:, :, None].astype(jnp.float32),
@@ -46,6 +50,8 @@ def _alone(p: Problem, q: Float[Array, "1 H N D"], shared: Rows, bias: Bias | No
         "kept": shared,
     }
     try:
+        if implementation not in (None, "native"):
+            raise NotImplementedError(implementation)
         found = native.prefill(dataclasses.replace(p, **given, bias=bias))
     except NotImplementedError:
         return xla.attend_alone(q, shared, scale=p.scale, bias=bias, soft_cap=p.soft_cap)

@@ -1,4 +1,4 @@
-"""XLA form: runs everywhere, and is the one for CPUs.
+"""XLA form: runs everywhere, with ALiBi too, and on CPUs without a compiler.
 
 A running softmax over blocks of keys, in loops of traced length: only the scores of one block are in memory, and only
 blocks on and below the diagonal are read. Softmax and sums are float32 for any dtype of keys and values.

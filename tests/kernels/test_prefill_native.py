@@ -81,6 +81,10 @@ class _Native(PrefillBase):
             others[0, 1, 0, 7] = False
             np.testing.assert_array_equal(np.asarray(got.out)[others], np.asarray(clean.out)[others])
 
+    @pytest.mark.parametrize("window", [None, 150])
+    def test_kept_rows_of_several_blocks(self, window):
+        self.check(Case((64, 0, 3), kept=(129, 256, 0, 300, 128, 200), block=160, window=window))
+
     @pytest.mark.parametrize("window", [None, 60])
     def test_a_kept_row_whose_mass_is_nothing(self, window):
         """Of the other head, and of what a window hides, nothing is seen for it."""
