@@ -15,6 +15,8 @@ from jax.core import Tracer
 from pallas_kernels.rows import Rows
 
 FLOAT, INTEGER = "a float", "an integer"
+#: The most that lengths and positions, which are int32, can count.
+MOST_TOKENS = 2**31 - 1
 _KINDS = {FLOAT: jnp.floating, INTEGER: jnp.integer}
 
 
@@ -57,9 +59,11 @@ def compiled_in(*numbers: Any) -> None:
 
 
 def bounds(window: int | None, soft_cap: Any) -> None:
-    """Raise ``ValueError`` for a window that is no count, or a soft cap that bounds nothing."""
+    """Raise ``ValueError`` for a window that is no count of tokens, or a soft cap that bounds nothing."""
     if window is not None:
         at_least("window", window, 1)
+        if window > MOST_TOKENS:
+            raise ValueError(f"window is {_described(window)}; positions are int32, so give at most {MOST_TOKENS}.")
     if soft_cap is not None:
         number("soft_cap", soft_cap, above=0)
 

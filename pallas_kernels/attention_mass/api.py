@@ -17,7 +17,7 @@ from pallas_kernels.softmax import per_row
 BLOCK = 256
 
 
-_ORDER = {"tpu": ("tpu",), "gpu": ("triton",)}
+_ORDER = {"cpu": ("native",), "tpu": ("tpu",), "gpu": ("triton",)}
 LOG_SUM_EXP = dispatch.Implementations("log_sum_exp", "pallas_kernels.attention_mass", "log_sum_exp", _ORDER)
 ATTENTION_MASS = dispatch.Implementations("attention_mass", "pallas_kernels.attention_mass", "attention_mass", _ORDER)
 

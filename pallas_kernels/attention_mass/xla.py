@@ -1,4 +1,4 @@
-"""XLA form: runs everywhere, and is the one for CPUs.
+"""XLA form: runs everywhere, with ALiBi too, and on CPUs without a compiler.
 
 A loop of traced length over blocks of keys: only the scores of one block are in memory, and blocks that no query
 attends to are not visited.

@@ -10,6 +10,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <memory>
 #include <vector>
 
 #include "parallel.h"
@@ -67,7 +68,7 @@ struct Problem {
 // A chunk of a head's pages, and the softmax over it, not yet divided by its mass.
 struct Chunk {
   int64_t row, head, page, end;
-  std::vector<float> peak, mass, out;  // [group], [group], [group, dim]
+  float *peak, *mass, *out;  // [group], [group], [group, dim]
 };
 
 // Scores of G queries with the slots of a page: out[g * stride + r].
@@ -171,7 +172,8 @@ void attend_to(const Problem& p, Chunk& chunk) {
   const int64_t count = chunk.end - chunk.page, slots = count * p.page_size;
   thread_local std::vector<float> scores;
   scores.resize(p.group * slots);
-  chunk.peak.assign(p.group, kNeg), chunk.mass.assign(p.group, 0), chunk.out.assign(p.group * p.dim, 0);
+  std::fill_n(chunk.peak, p.group, kNeg), std::fill_n(chunk.mass, p.group, 0.0f);
+  std::fill_n(chunk.out, p.group * p.dim, 0.0f);
   const float* q = p.q + (chunk.row * p.heads + chunk.head) * p.group * p.key_dim;
   const int64_t first = (p.first_row + chunk.row) * p.pages;
   using Scores = void (*)(const T*, const float*, int64_t, int64_t, float*, int64_t);
@@ -211,7 +213,7 @@ void attend_to(const Problem& p, Chunk& chunk) {
     for (int64_t g = 0; g < p.group; g += 4) {
       const int64_t some = std::min<int64_t>(4, p.group - g);
       const float* weight = scores.data() + g * slots + i * p.page_size;
-      add[some - 1](values, weight, slots, p.page_size, p.dim, chunk.out.data() + g * p.dim);
+      add[some - 1](values, weight, slots, p.page_size, p.dim, chunk.out + g * p.dim);
     }
   }
 }
@@ -253,11 +255,18 @@ ffi::Error solve(ffi::ThreadPool pool, const Problem& p, void (*attend)(const Pr
     const int64_t hidden = by_slot ? std::max<int64_t>(0, p.length[i] - p.window) / p.page_size / pages * pages : 0;
     for (int64_t page = hidden; page < used; page += pages) {
       const int64_t end = std::min(page + pages, used);
-      chunks.push_back({i / p.heads, i % p.heads, start + page, start + end, {}, {}, {}});
+      chunks.push_back({i / p.heads, i % p.heads, start + page, start + end, nullptr, nullptr, nullptr});
     }
   }
   begin[heads] = chunks.size();
-  const bool done = parallel(pool, chunks.size(), 1, [&](int64_t from, int64_t to) {
+  // One allocation for all that chunks find.
+  const int64_t count = chunks.size(), each = p.group * (p.dim + 2);
+  const std::unique_ptr<float[]> found(new float[count * each]);
+  for (int64_t i = 0; i < count; ++i) {
+    float* own = found.get() + i * each;
+    chunks[i].peak = own, chunks[i].mass = own + p.group, chunks[i].out = own + 2 * p.group;
+  }
+  const bool done = parallel(pool, count, 1, [&](int64_t from, int64_t to) {
     for (int64_t i = from; i < to; ++i) attend(p, chunks[i]);
   });
   if (!done) return out_of_memory();

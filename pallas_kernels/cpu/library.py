@@ -36,6 +36,7 @@ FUNCTIONS = {
     "group_products": ("kvjax_group_product",),
     "float_products": ("kvjax_float_product", "kvjax_float_product_nt"),
     "prefill": ("kvjax_prefill",),
+    "attention_mass": ("kvjax_attention_mass",),
     "attention": ("kvjax_attention",),
 }
 #: Without -ffast-math: what is not finite is as in XLA's own forms.
@@ -48,6 +49,7 @@ _MORE: dict[str, tuple[str, ...]] = {
     "group_products": _ROUNDED,
     "float_products": (),
     "prefill": _FUSED,
+    "attention_mass": _FUSED,
     "attention": _FUSED,
 }
 _SECONDS = 120

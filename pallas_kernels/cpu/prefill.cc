@@ -1,8 +1,8 @@
 // Causal attention of a chunk of queries, for XLA's CPU backend: called as a foreign function.
 //
 // A task has some tokens' queries of one KV head. Their keys are taken in blocks, transposed once for all of them, and
-// folded into a running softmax for a few queries at a time, whose scores stay in the first cache. Blocks begin at
-// fixed places, so that a query's result does not depend on what is beside it or on threads.
+// folded into a running softmax for a few queries at a time, whose scores stay in the first cache. Values of no
+// channels leave the log-sum-exps.
 
 #include <algorithm>
 #include <cmath>
@@ -10,7 +10,7 @@
 #include <numeric>
 #include <vector>
 
-#include "panel_product.h"
+#include "key_blocks.h"
 #include "parallel.h"
 #include "softmax.h"
 
@@ -20,22 +20,18 @@ namespace {
 
 using softmax::kNeg;
 
-// Vectors that a product adds to at once, of kRows rows.
-constexpr int kVectors = kUnsigned ? 2 : 1;
-// Keys of a block, and of a panel: what is transposed together.
-constexpr int64_t kBlock = 128, kKeys = kVectors * kLanes;
 // Queries of a task, about.
 constexpr int64_t kQueries = 128;
 
-// Keys and values of one kind, [batch, heads, tokens, dim], in float32 or bfloat16.
+// Keys and values of one kind, in float32 or bfloat16.
 struct Source {
-  const void *k, *v;
+  const void *k, *v;  // [batch, heads, tokens, dim], [batch, heads, tokens, value_dim]
   bool narrow;
   int64_t tokens;
 };
 
 struct Problem {
-  int64_t batch, heads, group, count, dim;
+  int64_t batch, heads, group, count, dim, value_dim;
   const float* q;  // [batch, heads, group, count, dim]
   Source prompt, kept;
   const int32_t *offset, *length;  // [batch]; a chunk's queries, or null for all
@@ -43,42 +39,28 @@ struct Problem {
   const float* log_mass;           // [batch, heads], or null
   int64_t window;                  // 0: none
   float scale, soft_cap;           // 0: none
-  float *out, *lse;                // [batch, heads, group, count, dim], and without dim
+  float *out, *lse;                // [batch, heads, group, count, value_dim], and without value_dim
 };
 
 // What a thread works with.
 struct Scratch {
   std::vector<float> memory;
-  float *q, *out, *peak, *mass;        // [rows, dim], [rows, dim], [rows], [rows]
-  float *keys, *values, *raw, *score;  // [panels, dim, kKeys], [kBlock, dim], [kBlock, dim], [kRows, kBlock]
+  float *q, *out, *peak, *mass;        // [rows, dim], [rows, value_dim], [rows], [rows]
+  float *keys, *values, *raw, *score;  // [panels, dim, kKeys], [kBlock, value_dim], [kBlock, dim], [kRows, kBlock]
 
-  void resize(int64_t rows, int64_t dim) {
-    memory.resize(2 * rows * dim + 2 * rows + 3 * kBlock * dim + kRows * kBlock + 9 * kLanes);
+  void resize(int64_t rows, int64_t dim, int64_t value_dim) {
+    memory.resize((rows + kBlock) * (dim + value_dim) + 2 * rows + kBlock * (dim + kRows) + 9 * kLanes);
     float* next = memory.data();
     const auto take = [&](int64_t count) {
       float* taken = aligned(next);
       next = taken + count;
       return taken;
     };
-    q = take(rows * dim), out = take(rows * dim), peak = take(rows), mass = take(rows);
-    keys = take(kBlock * dim), values = take(kBlock * dim), raw = take(kBlock * dim), score = take(kRows * kBlock);
+    q = take(rows * dim), out = take(rows * value_dim), peak = take(rows), mass = take(rows);
+    keys = take(kBlock * dim), values = take(kBlock * value_dim), raw = take(kBlock * dim);
+    score = take(kRows * kBlock);
   }
 };
-
-// Numbers as floats: where they are, or converted to `to`. A bfloat16's bits are the upper half of a float's.
-inline const float* as_floats(const void* from, bool narrow, int64_t start, int64_t count, float* to) {
-  if (!narrow) return static_cast<const float*>(from) + start;
-  const auto* own = static_cast<const uint16_t*>(from) + start;
-  for (int64_t i = 0; i < count; i += kLanes) widen_halves(own + i, false, to + i, nullptr);
-  return to;
-}
-
-// A block's keys transposed, [panels, dim, kKeys].
-void transpose_keys(const float* from, int64_t count, int64_t dim, float* to) {
-  for (int64_t key = 0; key < count; key += kKeys) {
-    transpose_floats(from + key * dim, dim, std::min(kKeys, count - key), dim, to + key * dim, kKeys);
-  }
-}
 
 // Some tokens' queries of one KV head. Row i is query head i % group's, of token first + i / group.
 struct Task {
@@ -105,11 +87,7 @@ struct Task {
     if (most == 0) return;
     const float* q = s.q + row * p.dim;
     const int64_t wide = (most + kLanes - 1) / kLanes * kLanes;
-    int64_t key = 0;
-    for (; key + kKeys <= wide; key += kKeys) {
-      multiply_panel<kVectors, false>(q, p.dim, p.dim, s.keys + key * p.dim, kKeys, s.score + key, kBlock);
-    }
-    if (key < wide) multiply_panel<1, false>(q, p.dim, p.dim, s.keys + key * p.dim, kKeys, s.score + key, kBlock);
+    multiply_keys(q, s.keys, p.dim, wide, s.score);
     for (int r = 0; r < kRows; ++r) {
       float* score = s.score + r * kBlock;
       if (from[r] >= to[r]) {
@@ -129,17 +107,18 @@ struct Task {
       if (peak != before) {
         const float shrink = std::exp(before - peak);
         s.peak[row + r] = peak, s.mass[row + r] *= shrink;
-        float* out = s.out + (row + r) * p.dim;
-        for (int64_t d = 0; d < p.dim; ++d) out[d] *= shrink;
+        float* out = s.out + (row + r) * p.value_dim;
+        for (int64_t d = 0; d < p.value_dim; ++d) out[d] *= shrink;
       }
       s.mass[row + r] += sum;
     }
-    float* out = s.out + row * p.dim;
+    float* out = s.out + row * p.value_dim;
     int64_t d = 0;
-    for (; d + kVectors * kLanes <= p.dim; d += kVectors * kLanes) {
-      multiply_panel<kVectors, true>(s.score, kBlock, most, values + d, p.dim, out + d, p.dim);
+    for (; d + kVectors * kLanes <= p.value_dim; d += kVectors * kLanes) {
+      multiply_panel<kVectors, true>(s.score, kBlock, most, values + d, p.value_dim, out + d, p.value_dim);
     }
-    for (; d < p.dim; d += kLanes) multiply_panel<1, true>(s.score, kBlock, most, values + d, p.dim, out + d, p.dim);
+    for (; d < p.value_dim; d += kLanes)
+      multiply_panel<1, true>(s.score, kBlock, most, values + d, p.value_dim, out + d, p.value_dim);
   }
 
   // Folds a source's keys, first..last, into the softmax of all queries; log_mass is added to the score of key 0.
@@ -150,15 +129,17 @@ struct Task {
     for (int64_t block = std::max<int64_t>(first, 0) / kBlock * kBlock; block < last; block += kBlock) {
       const int64_t end = std::min(block + kBlock, last), at = (start + block) * p.dim;
       transpose_keys(as_floats(source.k, source.narrow, at, (end - block) * p.dim, s.raw), end - block, p.dim, s.keys);
-      const float* values = as_floats(source.v, source.narrow, at, (end - block) * p.dim, s.values);
+      const int64_t value = (start + block) * p.value_dim, numbers = (end - block) * p.value_dim;
+      const float* values = as_floats(source.v, source.narrow, value, numbers, s.values);
       for (int64_t row = 0; row < rows(); row += kRows) fold(row, block, end, values, log_mass, low, high);
     }
   }
 
   void run() {
     const int64_t padded = (rows() + kRows - 1) / kRows * kRows;
-    s.resize(padded, p.dim);
-    std::fill_n(s.out, padded * p.dim, 0.0f), std::fill_n(s.mass, padded, 0.0f), std::fill_n(s.peak, padded, kNeg);
+    s.resize(padded, p.dim, p.value_dim);
+    std::fill_n(s.out, padded * p.value_dim, 0.0f), std::fill_n(s.mass, padded, 0.0f),
+        std::fill_n(s.peak, padded, kNeg);
     for (int64_t row = 0; row < padded; ++row) {
       const float* q = p.q + own(std::min(row, rows() - 1)) * p.dim;
       for (int64_t d = 0; d < p.dim; ++d) s.q[row * p.dim + d] = q[d] * p.scale;
@@ -177,8 +158,8 @@ struct Task {
                 [&](int64_t row) { return place(row) + 1; });
     for (int64_t row = 0; row < rows(); ++row) {
       const float mass = s.mass[row], divisor = mass == 0 ? 1 : mass;
-      float* out = p.out + own(row) * p.dim;
-      for (int64_t d = 0; d < p.dim; ++d) out[d] = s.out[row * p.dim + d] / divisor;
+      float* out = p.out + own(row) * p.value_dim;
+      for (int64_t d = 0; d < p.value_dim; ++d) out[d] = s.out[row * p.value_dim + d] / divisor;
       p.lse[own(row)] = mass == 0 ? kNeg : s.peak[row] + std::log(mass);
     }
   }
@@ -198,7 +179,7 @@ ffi::Error solve(ffi::ThreadPool pool, const Problem& p) {
       if (until > first) task.run();
       for (int64_t g = 0; g < p.group; ++g) {
         const int64_t own = (head * p.group + g) * p.count;
-        std::fill(p.out + (own + until) * p.dim, p.out + (own + last) * p.dim, 0.0f);
+        std::fill(p.out + (own + until) * p.value_dim, p.out + (own + last) * p.value_dim, 0.0f);
         std::fill(p.lse + own + until, p.lse + own + last, kNeg);
       }
     }
@@ -223,6 +204,13 @@ bool all_of(ffi::DataType type, const ffi::AnyBuffer (&some)[4]) {
   });
 }
 
+// Whether keys and values are as many, of the rows, heads and channels of queries.
+bool same_rows(const ffi::AnyBuffer& k, const ffi::AnyBuffer& v, const Problem& p) {
+  const auto a = k.dimensions(), b = v.dimensions();
+  return std::equal(a.begin(), a.begin() + 3, b.begin()) && a[0] == p.batch && a[1] == p.heads && a[3] == p.dim &&
+         b[3] == p.value_dim;
+}
+
 ffi::Error attend(ffi::ThreadPool pool, Queries q, ffi::AnyBuffer k, ffi::AnyBuffer v, IntBuffer offset,
                   IntBuffer length, ffi::AnyBuffer kept_k, ffi::AnyBuffer kept_v, IntBuffer kept_length,
                   FloatBuffer log_mass, float scale, int64_t window, float soft_cap, ffi::Result<Queries> out,
@@ -232,8 +220,12 @@ ffi::Error attend(ffi::ThreadPool pool, Queries q, ffi::AnyBuffer k, ffi::AnyBuf
   const auto shape = q.dimensions();
   Problem p{};
   p.batch = shape[0], p.heads = shape[1], p.group = shape[2], p.count = shape[3], p.dim = shape[4];
-  if (p.dim % kLanes != 0 || !(narrow || all_of(ffi::F32, given))) {
+  p.value_dim = v.dimensions().size() == 4 ? v.dimensions()[3] : 0;
+  if (p.dim % kLanes != 0 || p.value_dim % kLanes != 0 || !(narrow || all_of(ffi::F32, given))) {
     return ffi::Error::InvalidArgument("Keys and values are not of float32 or bfloat16, or channels not 16 together.");
+  }
+  if (!same_rows(k, v, p) || !same_rows(kept_k, kept_v, p)) {
+    return ffi::Error::InvalidArgument("Keys or values have other rows, heads or channels than queries.");
   }
   p.q = q.typed_data(), p.offset = offset.typed_data(), p.length = data_or_null(length);
   p.prompt = {k.untyped_data(), v.untyped_data(), narrow, k.dimensions()[2]};

@@ -81,4 +81,12 @@ inline float weigh(float* scores, int64_t count, float peak) {
   return mass;
 }
 
+// Adds to each sum a weight times exp(score - normaliser), which is at most 1.
+inline void add_weighed(const float* scores, int64_t count, float normaliser, float weight, float* sums) {
+  for (int64_t j = 0; j < count; j += kLanes) {
+    const V shifted = load(scores + j) - normaliser;
+    store(sums + j, load(sums + j) + weight * exponential(shifted > 0.0f ? V{} : shifted));
+  }
+}
+
 }  // namespace softmax

@@ -60,7 +60,7 @@ def prefill(
         tokens right before the first key, in order, and nothing is shared.
       soft_cap: bound of the scores.
       block: keys the XLA form reads at once; divides T.
-      implementation: the only one to try; by default the platform's in order, "xla" last.
+      implementation: the only one to try; by default the platform's in order, "xla" last, which alone has derivatives.
       options: options of the implementation that is named: ``config`` (block sizes), ``interpret``.
 
     Raises:

@@ -62,6 +62,7 @@ POSITION, QUERY, SLOPES = jnp.zeros((1, 3, 64), jnp.int32), jnp.zeros((1,), jnp.
         ({"position": POSITION[:, :1], "query_position": QUERY}, "position is int32[1, 1, 64]"),
         ({"position": POSITION, "query_position": QUERY[0]}, "query_position is int32[]"),
         ({"window": 0}, "window is 0; give an integer of at least 1."),
+        ({"window": 2**31}, "positions are int32, so give at most 2147483647."),
         ({"window": 2.5}, "window is 2.5"),
         ({"soft_cap": 0.0}, "soft_cap is 0.0; give one finite number above 0."),
         ({"scale": 0.0}, "scale is 0.0; give one finite number other than 0."),

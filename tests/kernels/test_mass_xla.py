@@ -43,7 +43,7 @@ def test_a_platform_takes_the_form_that_fits_and_a_named_one_fails_loudly():
     np.testing.assert_allclose(got, counting.lse, atol=3e-5)
     with pytest.raises(NotImplementedError, match="ALiBi"):
         log_sum_exp(problem.q, problem.k, bias=lambda place: place, implementation="tpu", **_keywords(problem))
-    with pytest.raises(ValueError, match="no implementation 'gpu'; there are tpu, triton, xla"):
+    with pytest.raises(ValueError, match="no implementation 'gpu'; there are native, tpu, triton, xla"):
         attention_mass(problem.q, problem.k, got, implementation="gpu", **_keywords(problem))
 
 
