@@ -17,8 +17,9 @@ struct alignas(kColumn) Column {
 };
 
 // Gives take(columns, count) what a panel of `count` rows has as columns, kTransposed bytes of each row at a time or
-// what is left. `next` is where as much is read after that.
-template <typename Take>
+// what is left. `next` is where as much is read after that: asked for into the second cache where a panel is too large
+// for the first beside what it is multiplied with.
+template <_mm_hint cache, typename Take>
 [[gnu::always_inline]] inline void for_each_column(const uint8_t* from, int64_t bytes, int64_t count,
                                                    const uint8_t* next, const Take& take) {
   // What is read beyond rows, or beyond their ends, is there and zero.
@@ -32,7 +33,7 @@ template <typename Take>
   }
   for (int64_t chunk = 0; chunk < chunks; ++chunk, from += kTransposed) {
     for (int i = 0; i < kPanel * kTransposed; i += 64, next += 64) {
-      _mm_prefetch(reinterpret_cast<const char*>(next), _MM_HINT_T0);
+      _mm_prefetch(reinterpret_cast<const char*>(next), cache);
     }
     Ints columns[8];
     transposed(from, stride, columns);

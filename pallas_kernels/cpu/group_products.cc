@@ -162,28 +162,28 @@ void multiply_bytes(const Problem& p, const Rounded& x, int64_t t, int64_t row, 
   }
   const int8_t* own = x.values.data() + t * p.tile;
   int64_t g = 0, left = p.group;
-  for_each_column(p.bytes_of(t, row), p.tile, count, next,
-                  [&](const Ints(&columns)[8], int count) __attribute__((always_inline)) {
+  for_each_column<_MM_HINT_T0>(p.bytes_of(t, row), p.tile, count, next,
+                               [&](const Ints(&columns)[8], int count) __attribute__((always_inline)) {
 #pragma GCC unroll 2
-                    for (int i = 0; i < 8; i += 4) {
-                      if (i == count) break;
+                                 for (int i = 0; i < 8; i += 4) {
+                                   if (i == count) break;
 #pragma GCC unroll 4
-                      for (int j = i; j < i + 4; ++j, own += 4) {
-                        Ints numbers[H];
-                        split(columns[j], table, numbers);
+                                   for (int j = i; j < i + 4; ++j, own += 4) {
+                                     Ints numbers[H];
+                                     split(columns[j], table, numbers);
 #pragma GCC unroll 2
-                        for (int h = 0; h < H; ++h) add_column(own, p.inputs, numbers[h], dots[h]);
-                      }
-                      left -= kGroups;
-                      if (left > 0) continue;
+                                     for (int h = 0; h < H; ++h) add_column(own, p.inputs, numbers[h], dots[h]);
+                                   }
+                                   left -= kGroups;
+                                   if (left > 0) continue;
 #pragma GCC unroll 2
-                      for (int h = 0; h < H; ++h) {
-                        add_group(p, x, 0, t * groups + g, steps, h * groups + g, dots[h], total[h]);
-                        begin_group(p, x, 0, std::min(t * groups + g + 1, p.groups - 1), dots[h]);
-                      }
-                      left = p.group, ++g;
-                    }
-                  });
+                                   for (int h = 0; h < H; ++h) {
+                                     add_group(p, x, 0, t * groups + g, steps, h * groups + g, dots[h], total[h]);
+                                     begin_group(p, x, 0, std::min(t * groups + g + 1, p.groups - 1), dots[h]);
+                                   }
+                                   left = p.group, ++g;
+                                 }
+                               });
 #pragma GCC unroll 2
   for (int h = 0; h < H; ++h) {
 #pragma GCC unroll 8
@@ -197,18 +197,18 @@ void fill(const Problem& p, int64_t row, int64_t count, Column* to) {
   const Ints table = p.table();
   for (int64_t t = 0; t < p.tiles; ++t) {
     const auto* next = p.bytes_of(t + 1, row);
-    for_each_column(p.bytes_of(t, row), p.tile, count, next,
-                    [&](const Ints(&columns)[8], int count) __attribute__((always_inline)) {
+    for_each_column<_MM_HINT_T0>(p.bytes_of(t, row), p.tile, count, next,
+                                 [&](const Ints(&columns)[8], int count) __attribute__((always_inline)) {
 #pragma GCC unroll 8
-                      for (int i = 0; i < 8; ++i) {
-                        if (i == count) break;
-                        Ints numbers[H];
-                        split(columns[i], table, numbers);
+                                   for (int i = 0; i < 8; ++i) {
+                                     if (i == count) break;
+                                     Ints numbers[H];
+                                     split(columns[i], table, numbers);
 #pragma GCC unroll 2
-                        for (int h = 0; h < H; ++h) store(to + h * p.inputs / 4, numbers[h]);
-                        ++to;
-                      }
-                    });
+                                     for (int h = 0; h < H; ++h) store(to + h * p.inputs / 4, numbers[h]);
+                                     ++to;
+                                   }
+                                 });
   }
 }
 

@@ -248,7 +248,7 @@ struct Problem {
           store(to++, as_multiplied(found[i]));
         }
       };
-      for_each_column(own, inputs, width, own + kPanel * inputs, keep);
+      for_each_column<_MM_HINT_T1>(own, inputs, width, own + kPanel * inputs, keep);
       for (int64_t row = 0; row < rows * P; row += kRows) {
         const int64_t count = std::min<int64_t>(kRows, rows * P - row);
         (2 * count > kRows ? sums_of_columns<kRows> : sums_of_columns<kRows / 2>)(rounded, row, columns, sums);
