@@ -11,7 +11,8 @@ import os
 
 import jax
 
-from kvjax.checks import MOST_BYTES, whole_number
+from kvjax.checks import MOST_BYTES, number, read_number, whole_number
+from kvjax.errors import UsageError, quoted
 from kvjax.tables import human_bytes
 
 #: What JAX takes of a GPU when nobody says.
@@ -78,12 +79,25 @@ def named_gpu(memory: int) -> GpuShare:
 
 
 def _settings() -> tuple[float, bool]:
-    """The part of a GPU's memory that JAX takes, and whether it reserves it, by the environment."""
+    """The part of a GPU's memory that JAX takes, and whether it reserves it, by the environment.
+
+    Raises:
+      UsageError: the part is no number above 0.
+    """
     # As jaxlib reads them; it refuses both names of the fraction together.
-    fraction = os.environ.get("XLA_CLIENT_MEM_FRACTION") or os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION")
+    fraction = _FRACTION
+    for name in ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"):
+        if text := os.environ.get(name):
+            try:
+                number(name, fraction := read_number(text), 0, open_below=True)
+            except ValueError as error:
+                raise UsageError(
+                    f"The environment variable {name} is {quoted(text)}; give a number above 0, such as {_FRACTION}."
+                ) from error
+            break
     preallocate = os.environ.get("XLA_PYTHON_CLIENT_PREALLOCATE", "") not in ("false", "False", "0")
     own_pool = os.environ.get("XLA_PYTHON_CLIENT_ALLOCATOR", "default").lower() in ("default", "bfc")
-    return float(fraction or _FRACTION), preallocate and own_pool
+    return fraction, preallocate and own_pool
 
 
 def device_limit(memory_limit: int | None) -> int | None:

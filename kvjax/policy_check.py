@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from kvjax.checkpoints.load import LanguageModel, check_model
+from kvjax.checks import MOST_SEED, whole_number
 from kvjax.errors import KvjaxError, UsageError, cut, quoted
 from kvjax.generation import generate
 from kvjax.output import Output
@@ -61,6 +62,7 @@ def check_policy(policy: Policy, lm: LanguageModel, *, seed: int = 0) -> PolicyC
       UsageError: a property that does not hold, naming the method; also all that ``generate`` refuses.
     """
     check_model(lm)
+    whole_number("seed", seed, 0, MOST_SEED)
     if not isinstance(policy, Policy):
         raise UsageError(f"{quoted(policy)} is not a policy; give an instance of a class that derives from Policy.")
     policy = resolve(policy, lm.config, later=False).policy

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from kvjax.cache.cache import Cache
 from kvjax.cache.quantisation import Storage
 from kvjax.checkpoints.load import LanguageModel, check_model
-from kvjax.errors import DoesNotFit, UsageError
+from kvjax.errors import DoesNotFit, UsageError, quoted
 from kvjax.options import GenerationOptions
 from kvjax.output import Score
 from kvjax.policies import Policy
@@ -66,8 +66,8 @@ def score(
       UsageError: a request that makes no sense, in one sentence.
       DoesNotFit: too large for the device.
     """
-    if way not in ("prefill", "decode"):
-        raise UsageError(f'way is {way!r}; give "prefill" or "decode".')
+    if not isinstance(way, str) or way not in ("prefill", "decode"):
+        raise UsageError(f'way is {quoted(way)}; give "prefill" or "decode".')
     check_model(lm)
     prompts, single = as_list(prompt)
     answers, one = _answers(lm, continuation)

@@ -6,10 +6,12 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from kvjax.cache.buckets import request_bucket
 from kvjax.chat import Chat
-from kvjax.checkpoints.load import LanguageModel
-from kvjax.checks import whole_number
+from kvjax.checkpoints.load import LanguageModel, check_model
+from kvjax.checks import true_or_false, whole_number
 from kvjax.errors import UsageError, quoted
 from kvjax.generation import answer
 from kvjax.options import merged
@@ -66,10 +68,12 @@ def warm(
       UsageError: a length that the model's context does not hold, or an option that makes no sense.
       DoesNotFit: a call is too large for the device.
     """
+    check_model(lm)
+    true_or_false("chat", chat)
     policies = [policy] if isinstance(policy, (str, Policy)) else list(policy)
     parsed = [parse(each) for each in policies]
     for name, values in (("lengths", lengths), ("batch", batch)):
-        if isinstance(values, (str, int)) or not values:
+        if not isinstance(values, (Sequence, np.ndarray)) or isinstance(values, str) or not len(values):
             raise UsageError(f"{name} is {quoted(values)}; give at least one number, in a list.")
         for value in values:
             whole_number(name, value, 1, _MOST)

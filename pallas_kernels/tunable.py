@@ -139,7 +139,7 @@ class LogSumExp(Operation):
     """The normalisers of a window or a chunk."""
 
     name = "log_sum_exp"
-    order = mass.LOG_SUM_EXP.order
+    order = _of_accelerators(mass.LOG_SUM_EXP.order)
     arrays = ("q", "k", "offset", "scale")
     queries = (32, 1024)
 

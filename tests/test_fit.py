@@ -34,6 +34,13 @@ def test_jax_takes_a_part_of_a_gpu_and_all_of_a_tpu(monkeypatch):
     assert chip("t4").limit == int(14.6 * 2**30 * 0.9)
 
 
+@pytest.mark.parametrize("text", ["abc", "0", "nan", "-1", "1_0"])
+def test_a_part_of_a_gpu_that_is_none_is_refused(monkeypatch, text):
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", text)
+    with pytest.raises(kvjax.UsageError, match=f"XLA_PYTHON_CLIENT_MEM_FRACTION is '{text}'; give a number above 0"):
+        kvjax.plan(CONFIG, device="t4", **REQUEST)
+
+
 @pytest.mark.parametrize("mesh", [None, "model=2"])
 def test_pages_are_the_devices_own(mesh):
     """A TPU pads heads of 80 channels to its 128 lanes, whatever machine plans for it."""

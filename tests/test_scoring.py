@@ -171,10 +171,12 @@ def test_an_end_of_text_within_a_continuation_ends_nothing(tiny_model):
         {"continuation": ""}, {"continuation": []}, {"continuation": None}, {"continuation": 3}, {"continuation": b"a"},
         {"continuation": [300]}, {"continuation": [[]]}, {"continuation": [""]}, {"continuation": {"a": 1}},
         {"continuation": [True]}, {"prompt": ""}, {"prompt": ["a", "b"], "continuation": ["a", "b", "c"]},
-        {"way": "both"}, {"way": None}, {"policy": "nonsense"}, {"continuation": "x" * 600}, {"lm": None},
+        {"way": "both"}, {"way": None}, {"way": 10**5000},
+        {"way": np.zeros(3)},
+        {"policy": "nonsense"}, {"continuation": "x" * 600}, {"lm": None},
         {"policy": "round:watershed=1", "way": "prefill"}, {"cache": 3}, {"chat": 1}, {"memory_limit": 0},
     ],
-    ids=str,
+    ids=lambda change: str(next(iter(change))),
 )  # fmt: skip
 def test_what_makes_no_sense_is_one_sentence(tiny_model, change):
     given = {"lm": tiny_model, "prompt": "hello", "continuation": "you", **change}

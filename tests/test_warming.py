@@ -59,8 +59,12 @@ def test_lengths_of_several_buckets_are_warmed_each():
         ({"batch": [0]}, "batch"),
         ({"policy": "lagk"}, "lagk"),
         ({"temprature": 1}, "temprature"),
+        ({"lengths": (length for length in [3])}, "lengths is <generator"),
+        ({"lengths": {}}, "lengths is {}"),
+        ({"chat": "yes"}, "chat is 'yes'; give True or False"),
+        ({"lm": "model"}, "model"),
     ],
 )
 def test_what_makes_no_sense_is_one_sentence(tiny_model, options, sentence):
     with pytest.raises(kvjax.UsageError, match=sentence):
-        kvjax.warm(tiny_model, **options)
+        kvjax.warm(**{"lm": tiny_model, **options})

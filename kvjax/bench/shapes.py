@@ -243,16 +243,33 @@ def measure(
             whole_number(name, value, 1)
     if max(contexts) > config.max_position:
         raise UsageError(f"context {max(contexts)} is beyond the shape's {config.max_position} tokens.")
-    say(f"{shape}: random weights")
-    params = jax.tree.map(tiled, random_decoder(config, dtype=jnp.dtype(dtype)))
+    likeness = jax.eval_shape(lambda: random_decoder(config, dtype=jnp.dtype(dtype)))
+    weights = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(likeness))
+    cases = [(batch, context, text) for batch in batches for context in contexts for text in parsed]
+    notes = [
+        _too_large(weights + _needed(config, dtype, parsed[text], batch, context)) for batch, context, text in cases
+    ]
+    params: Any = None
+    if not all(notes):
+        say(f"{shape}: random weights")
+        params = jax.tree.map(tiled, random_decoder(config, dtype=jnp.dtype(dtype)))
     rows = []
-    for batch in batches:
-        for context in contexts:
-            for text, policy in parsed.items():
-                say(f"batch {batch}, context {context}, {text}")
-                rows.append(_case(params, text, policy, batch, context, rounds, min(steps, 64)))
-                jax.clear_caches()
+    for (batch, context, text), note in zip(cases, notes, strict=True):
+        if note is not None:
+            rows.append(ShapeRow(batch, context, text, note=note))
+            continue
+        say(f"batch {batch}, context {context}, {text}")
+        rows.append(_case(params, text, parsed[text], batch, context, rounds, min(steps, 64)))
+        jax.clear_caches()
     return rows
+
+
+def _too_large(needed: int) -> str | None:
+    """Why a case is not measured that needs so many bytes, where the device does not have them."""
+    there = _memory()
+    if there is None or needed <= there:
+        return None
+    return f"needs {human_bytes(needed)}, the device has {human_bytes(there)}"
 
 
 def _case(params: Decoder, text: str, policy: Policy, batch: int, context: int, rounds: int, steps: int) -> ShapeRow:
@@ -262,9 +279,6 @@ def _case(params: Decoder, text: str, policy: Policy, batch: int, context: int, 
 
     config = params.config
     row = ShapeRow(batch, context, text)
-    needed, free = _needed(params, policy, batch, context), _memory()
-    if free is not None and needed > free:
-        return dataclasses.replace(row, note=f"needs {human_bytes(needed)}, the device has {human_bytes(free)}")
     cache = jax.block_until_ready(_filled(config, policy, batch, context, params.dtype))
     held, live = cache.nbytes, cache.live_nbytes
     state, controls, seconds = decode_state(config, cache), benchmark_controls(config, batch), []
@@ -307,24 +321,28 @@ def _weight_bytes(params: Decoder) -> int:
     return total if params.config.tie_embeddings else total - params.embedding[...].nbytes
 
 
-def _needed(params: Decoder, policy: Policy, batch: int, context: int) -> int:
-    """Bytes of weights, cache, and the random rows of one layer that fill it."""
+def _needed(config: ModelConfig, dtype: str, policy: Policy, batch: int, context: int) -> int:
+    """Bytes of the cache, and of the random rows of one layer that fill it."""
     import jax
+    import jax.numpy as jnp
 
     from kvjax.policies.empty_cache import empty_cache
 
-    config = params.config
     placed = policy.answering(config, context)
-    cache = jax.eval_shape(lambda: empty_cache(config, placed, batch, context, _ROOM, params.dtype))
+    cache = jax.eval_shape(lambda: empty_cache(config, placed, batch, context, _ROOM, jnp.dtype(dtype)))
     held = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache))
-    filling = 6 * batch * config.num_kv_heads * context * config.head_dim * 4
-    return sum(leaf.nbytes for leaf in jax.tree.leaves(params)) + held + filling
+    return held + 6 * batch * config.num_kv_heads * context * config.head_dim * 4
 
 
 def _memory() -> int | None:
     import jax
 
-    return (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
+    device = jax.local_devices()[0]
+    if device.platform == "cpu":
+        import psutil
+
+        return int(psutil.virtual_memory().total)
+    return (device.memory_stats() or {}).get("bytes_limit")
 
 
 def facts(shape: str, dtype: str) -> dict[str, Any]:

@@ -44,6 +44,7 @@ def evaluate(
     config: flag.Config = None,
     dtype: flag.Dtype = None,
     weights: flag.Weights = None,
+    mesh: flag.Mesh = None,
     policies: Annotated[
         str,
         typer.Option(
@@ -110,7 +111,7 @@ def evaluate(
     first_steps.check_results(out)
     named = inputs.names(tasks, "--tasks")
     if suite == PAPERS:
-        _refuse_others(suite, in_view, policies, retained)
+        _refuse_others(suite, in_view, policies, retained, mesh)
         options = Options(model, dtype, weights, quick, length, limit, seed, storage, batch_size)
         return papers(out, named, options, folder, compile_cache)
     chosen = find_suite(suite)
@@ -124,12 +125,14 @@ def evaluate(
     )  # fmt: skip
     journal = Journal(out / JOURNAL, settings)
     first_steps.check_length(model, asked.length)
-    lm = first_steps.load(model, dtype, compile_cache=compile_cache, weights=weights)
+    lm = first_steps.load(model, dtype, mesh, compile_cache=compile_cache, weights=weights)
     return _run(lm, chosen, folder, asked, journal, compared)
 
 
-def _refuse_others(suite: str, in_view: bool, policies: str, retained: str) -> None:
-    """Refuse (UsageError) options that the studies of papers decide themselves."""
+def _refuse_others(suite: str, in_view: bool, policies: str, retained: str, mesh: Any) -> None:
+    """Refuse (UsageError) options that the studies of papers decide themselves, and a mesh."""
+    if mesh is not None:
+        raise UsageError(f"The studies of {suite} run on one device; leave --mesh out.")
     if in_view:
         raise UsageError(f"Each study of {suite} says when its questions are asked; leave --in-view out.")
     if (policies, retained) != (_POLICIES, _RETAINED):

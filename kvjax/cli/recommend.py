@@ -33,10 +33,11 @@ _TOKENS = 1024
 _DEFAULT_FRACTIONS = (0.5, 0.25)
 #: Fractions that are tried where a budget chooses among them.
 _FRACTIONS = (0.9, 0.75, 0.625, 0.5, 0.375, 0.25, 0.1875, 0.125, 0.09375, 0.0625)
-#: Policies that are measured: those that need no question, and two that show what costs nothing to choose.
+#: Policies that are measured: those that need no question, two that show what costs nothing to choose, and the one that
+#: kept most answers in our measurements, for which a model reads every prompt again.
 _POLICIES = (
     "keydiff;compactor;chunkkv;expected_attention;tova;snapkv;lagkv;streamingllm;"
-    "razor:inner=compactor,induction_share=0.03"
+    "razor:inner=compactor,induction_share=0.03;adaptive:inner=kvzip,scope=model"
 )
 
 
@@ -45,7 +46,9 @@ def recommend(
     text: Annotated[
         list[Path], typer.Option("--text", help="A text file, or a folder of them; may be given several times.")
     ],
-    out: Annotated[Path, typer.Option("--out", help="Folder for the answer; caches already measured there are kept.")],
+    out: Annotated[
+        Path, typer.Option("--out", help="Folder for the answer; caches already measured there are kept.")
+    ] = Path("recommendation"),
     context: Annotated[int, typer.Option("--context", help="Tokens of the prompts that the policy is for.")] = 4096,
     budget: Annotated[
         str | None, typer.Option("--budget", help="Largest cache in bytes, such as 2GB; not with --loss.")
@@ -176,11 +179,12 @@ def _measure(
     from kvjax.eval.recommend.measure import expected_seconds, measure, name_of
     from kvjax.eval.suites.estimate import in_words
 
-    missing = {name_of(entry) for entry in chosen} - {row.policy for row in earlier}
+    measured = {row.policy for row in earlier}
+    missing = [entry for entry in chosen if name_of(entry) not in measured]
     if earlier:
         _say(f"caches kept of an earlier run: {len(earlier)}")
     if missing:
-        _say(f"caches to measure: {len(missing)}, about {in_words(expected_seconds(lm, made, len(missing)))}")
+        _say(f"caches to measure: {len(missing)}, about {in_words(expected_seconds(lm, made, missing))}")
     rows, code = list(earlier), 0
 
     def save(found: list[Measured]) -> None:

@@ -125,6 +125,7 @@ def engine_sizes(
     new = NEW_TOKENS if not policy.grows else max(NEW_TOKENS, -(-most // 64) * 64)
     check_sizes(policy, config, capacity, new)
     data = 1 if mesh is None else mesh.data
+    moves = has_levels(config, policy, dtype, storage, on_mesh=mesh is not None)
 
     def sizes(count: int) -> EngineSizes:
         rows = count if mesh is None else mesh.rows(count)
@@ -133,7 +134,7 @@ def engine_sizes(
         cache = {n: cache_bytes(config, policy, n, capacity, new, dtype, storage, mesh) for n in counts}
         short, *longer = (groups[bucket] for bucket in sorted(groups))
         reading = max(prefill_bytes(config, policy, n, bucket, dtype, mesh) for bucket, n in groups.items())
-        moving = cache[rows] // 2 + 1 if has_levels(mesh is not None) else 0
+        moving = cache[rows] // 2 + 1 if moves else 0
         return EngineSizes(
             rows,
             capacity,

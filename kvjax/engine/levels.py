@@ -1,7 +1,8 @@
-"""Smaller pools while they suffice: on a CPU a decode step reads what is allocated, and not what is held.
+"""Smaller pools while they suffice: XLA's decode attention reads what is allocated, and not what is held.
 
 A quarter or a half of each head's slots are allocated while every row has room in them, and copied to the next size
-when one has not. Kernels of accelerators follow the lengths, so there an engine has its full size from the beginning.
+when one has not. Kernels of accelerators, and of CPUs with a C++ compiler, follow the lengths: with them an engine has
+its full size from the beginning, and one decode program. Policies that score every slot at each step read them all.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -16,10 +18,13 @@ from jaxtyping import Int
 
 from kvjax.allocation import Allocation
 from kvjax.cache.cache import Cache, resize_layer
+from kvjax.cache.pool import layout_for
+from kvjax.cache.quantisation import Storage
 from kvjax.model.config import ModelConfig
 from kvjax.policies import Policy
 from kvjax.policies.page_capacities import by_pool, page_capacities
 from pallas_kernels import dispatch
+from pallas_kernels.ragged_decode import native
 
 #: Parts of an engine's slots that are tried, and the least tokens that one is made for.
 _PARTS, _LEAST = (4, 2, 1), 64
@@ -72,13 +77,13 @@ def free_after(config: ModelConfig, policy: Policy, level: Level, tokens: int) -
 
 
 def levels_of(
-    config: ModelConfig, policy: Policy, own: Allocation, page_size: int, *, on_mesh: bool
+    config: ModelConfig, policy: Policy, own: Allocation, page_size: int, *, smaller: bool
 ) -> tuple[Level, ...]:
-    """The sizes that an engine's slots may have, the smallest first, its own last."""
+    """The sizes that an engine's slots may have, the smallest first, its own last and, but for ``smaller``, alone."""
     owners = by_pool(policy, [policy.owners(config, layer) for layer in range(config.num_layers)])
     grow = all(owner.grows for some in owners for owner in some)
     # Where all layers share their slots a step reads what a layer holds, and not what is allocated.
-    parts = _PARTS if has_levels(on_mesh) and grow and not policy.shares_layers else (1,)
+    parts = _PARTS if smaller and grow and not policy.shares_layers else (1,)
     sharing = tuple(tuple(h for h, owner in enumerate(some) if owner.shares_slots) for some in owners)
     found: list[Level] = []
     for part in parts:
@@ -97,9 +102,13 @@ def levels_of(
     return tuple(found)
 
 
-def has_levels(on_mesh: bool) -> bool:
+def has_levels(config: ModelConfig, policy: Policy, dtype: Any, storage: Storage, *, on_mesh: bool) -> bool:
     """Whether an engine's slots may be smaller than it has planned."""
-    return dispatch.platform() == "cpu" and not on_mesh
+    if dispatch.platform() != "cpu" or on_mesh:
+        return False
+    layout, stored = layout_for(storage, config.head_dim), "int8" if storage.quantised else dtype
+    pages = jax.eval_shape(lambda: layout.zeros(1, 1, config.head_dim, stored))
+    return policy.signals.decode_logits or not native.follows_lengths(pages)
 
 
 def resized(cache: Cache, level: Level) -> Cache:

@@ -19,7 +19,7 @@ from kvjax.cache.quantisation import Storage
 from kvjax.checkpoints.load import LanguageModel
 from kvjax.engine.controls import RowControls
 from kvjax.engine.engine_sizes import EngineSizes, held_after, room_for_new
-from kvjax.engine.levels import free_after, levels_of, resized
+from kvjax.engine.levels import free_after, has_levels, levels_of, resized
 from kvjax.engine.row import Row, present
 from kvjax.engine.schedule import Group
 from kvjax.engine.stepwise_prefill import Prefill
@@ -68,7 +68,8 @@ class Slots:
         self.peak_bytes = 0
         self._kinds: dict[str, Any] = {"policy": policy, "dtype": lm.params.dtype, "storage": storage}
         page_size = layout_for(storage, lm.config.head_dim).page_size
-        self.levels = levels_of(lm.config, policy, sizes.allocation, page_size, on_mesh=lm.mesh is not None)
+        smaller = has_levels(lm.config, policy, lm.params.dtype, storage, on_mesh=lm.mesh is not None)
+        self.levels = levels_of(lm.config, policy, sizes.allocation, page_size, smaller=smaller)
         self._level, self.least_level, size = 0, 0, self.levels[0].allocation
         held: dict[str, Any] = {"prompt_capacity": size.prompt_capacity, "new_capacity": size.new_capacity}
         self._state = self.programs.empty(lm.params, sizes.slots, **self._kinds, **held)

@@ -114,8 +114,10 @@ def retained_on_host(policy: Policy, layers: Sequence[Any]) -> list[np.ndarray]:
       UsageError: they are no whole numbers of each row and head.
     """
     found = [as_numpy(kept) for kept in policy.retained_by_layer([counted_on_host(layer) for layer in layers])]
-    for kept in found:
-        if kept.ndim != 2 or kept.dtype.kind not in "iu":
+    # Layers that share a pool have counts each, and its heads together.
+    heads = [len(layer.most_slots) for layer in layers] if len(found) == len(layers) else [None] * len(found)
+    for kept, count in zip(found, heads, strict=True):
+        if kept.ndim != 2 or kept.dtype.kind not in "iu" or kept.shape[1] != (count or kept.shape[1]):
             name = type(policy.chosen).__name__
             raise UsageError(f"{name}.retained gives {quoted(kept.tolist())}; give [B, H] whole numbers.")
     return found

@@ -39,6 +39,8 @@ def register(name: str, policy: type[Policy]) -> None:
         raise UsageError(
             f"{quoted(policy)} is not a policy; register a frozen dataclass that derives from kvjax.Policy."
         )
+    if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z][A-Za-z0-9_-]*", name):
+        raise UsageError(f"{quoted(name)} is no name of a policy; give one of letters, digits, - and _.")
     key = _key(name)
     known = _class_of(key) or _REGISTERED.setdefault(key, policy)
     if known is not policy:

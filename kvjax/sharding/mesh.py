@@ -47,6 +47,8 @@ class Mesh:
     def __post_init__(self) -> None:
         whole_number("data", self.data, 1, MOST_DEVICES)
         whole_number("model", self.model, 1, MOST_DEVICES)
+        if self.devices is not None and not isinstance(self.devices, (tuple, list)):
+            raise UsageError(f"devices is {quoted(self.devices)}; give a tuple of JAX's devices.")
         if self.devices is not None and len(self.devices) != self.size:
             raise UsageError(f"The mesh {self} needs {self.size} devices; {len(self.devices)} were given.")
 

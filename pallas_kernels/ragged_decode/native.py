@@ -12,7 +12,7 @@ from jaxtyping import Array
 
 from pallas_kernels import argument_checks
 from pallas_kernels.cpu import library
-from pallas_kernels.pages import Columns
+from pallas_kernels.pages import Columns, Pages
 from pallas_kernels.ragged_decode.decode_problem import Decoded, Problem
 
 (_FUNCTION,) = library.FUNCTIONS["attention"]
@@ -20,6 +20,13 @@ from pallas_kernels.ragged_decode.decode_problem import Decoded, Problem
 DTYPES = ("float32", "bfloat16", "int8")
 #: Slots of a page, and channels of values, come in multiples of so many.
 LANES = 16
+
+
+def follows_lengths(pages: Pages) -> bool:
+    """Whether such pages, or ones of their type and shape, are read by this form, which is compiled here if need be."""
+    _, _, page_size, dim = pages.shape
+    fits = isinstance(pages, Columns) and pages.dtype.name in DTYPES and not (page_size % LANES or dim % LANES)
+    return fits and library.loaded("attention") is not None
 
 
 def decode(p: Problem, *, config: None = None, suffix: str = "") -> Decoded:

@@ -98,6 +98,15 @@ def test_rounds_have_a_watershed():
         shapes.measure("tiny", [1], [64], ["round:watershed=2"], dtype="float32")
 
 
+def test_no_weights_are_made_for_cases_that_have_no_memory():
+    """A batch of millions has its note at once; random weights of 8B would take minutes, and say that they are made."""
+    said = []
+    rows = shapes.measure("llama-3.1-8b", [2**20], [1024], ["full", "lagkv:ratio=0.25"], say=said.append)
+    assert not said
+    assert [row.policy for row in rows] == ["full", "lagkv:ratio=0.25"]
+    assert all(row.note and row.note.startswith("needs ") and "the device has" in row.note for row in rows)
+
+
 @pytest.mark.slow
 def test_the_command_of_a_bare_machine(capsys):
     sizes = "--shape tiny --dtype float32 --batch 1 --context 64 --rounds 1".split()

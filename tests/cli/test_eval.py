@@ -60,6 +60,18 @@ def test_ctrl_c_keeps_what_there_is(cli, asked, monkeypatch):
     assert not out.exists(), "there is nothing to keep"
 
 
+def test_a_mesh_gives_the_same_answers(cli, asked, tmp_path):
+    """Answers, bytes and what is kept; seconds aside."""
+    words, out = asked
+    assert cli(*words).code == 0 and cli(*words[:-1], str(tmp_path / "mesh"), "--mesh", "data=2").code == 0
+    one, two = (
+        [json.loads(row) for row in (folder / "answers.jsonl").read_text().splitlines()[1:]]
+        for folder in (out, tmp_path / "mesh")
+    )
+    same = ("policy", "item", "text", "tokens", "prompt_tokens", "live_bytes")
+    assert [[row[name] for name in same] for row in one] == [[row[name] for name in same] for row in two]
+
+
 @pytest.mark.slow
 def test_best_is_asked_like_any_policy(cli, asked):
     words, out = asked

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import toys
+from support.native import needs_native
 
 from kvjax.cache.cache import detach
 from kvjax.cache.host_memory import live_device_bytes
@@ -49,6 +50,21 @@ def test_rows_are_inserted_in_place_and_no_other_row_is_copied(text, storage):
     pools, row = bytes_of(detach(state.cache)[0]), bytes_of(detach(cache)[0]) // COMING
     assert account.alias_size_in_bytes >= pools
     assert account.temp_size_in_bytes < row / 2, (account.temp_size_in_bytes, row)
+
+
+@needs_native
+def test_slots_begin_small_only_where_a_step_reads_all_that_is_allocated(monkeypatch):
+    def sizes(**changes):
+        lm = toys.tiny_model(max_position=1024, **changes)
+        core = EngineCore(lm, "full", None, slots=2, prompt_tokens=512, new_tokens=512)
+        core.close()
+        return len(core.slots.levels), core.sizes.working_bytes
+
+    one, less = sizes(head_dim=32)
+    assert one == 1 and sizes(head_dim=24)[0] == 3  # channels that the C++ does not take
+    monkeypatch.setenv("KVJAX_NATIVE", "0")
+    several, more = sizes(head_dim=32)
+    assert several == 3 and more > less
 
 
 @pytest.mark.parametrize("storage", [None, "int8"])

@@ -181,7 +181,7 @@ def test_what_was_saved_in_other_pages_goes_on(page_size, tmp_path):
 
 def test_a_slot_of_an_engine_has_room_for_what_the_heads_hold_together():
     config, policy = toys.tiny_config(), AdaptiveHeads(budget=40, inner=KeyDiff())
-    (level,) = levels_of(config, policy, Allocation(2, 200, 60), PAGE_SIZE, on_mesh=True)
+    (level,) = levels_of(config, policy, Allocation(2, 200, 60), PAGE_SIZE, smaller=False)
     heads = config.num_kv_heads
     held = np.full(heads, 20, np.int32)
     held[0] += 20 * heads  # one head holds what the others do not: 40 each on average

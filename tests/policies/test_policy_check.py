@@ -106,3 +106,6 @@ def test_what_is_no_policy_is_refused(tiny_model):
         kvjax.check_policy(3, tiny_model)  # type: ignore[arg-type]
     with pytest.raises(kvjax.UsageError, match=r"kvjax\.load"):
         kvjax.check_policy(Recent(), "model")  # type: ignore[arg-type]
+    for seed in (-1, "x", 2**32):
+        with pytest.raises(kvjax.UsageError, match=r"seed is .*; give a whole number of at least 0"):
+            kvjax.check_policy(Recent(), tiny_model, seed=seed)  # type: ignore[arg-type]

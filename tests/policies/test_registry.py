@@ -83,6 +83,9 @@ def test_registering_a_name_twice_is_refused():
         policies.register("mine", object)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="already belongs to LagKV"):
         policies.register("LAG", Mine)
+    for name in ("mine:ratio", "", "my policy", "mine\n", 10**5000, None):
+        with pytest.raises(UsageError, match="is no name of a policy"):
+            policies.register(name, Mine)  # type: ignore[arg-type]
 
 
 def test_the_table_of_names_loads_no_jax():

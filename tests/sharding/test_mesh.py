@@ -35,6 +35,8 @@ def test_too_few_devices_are_refused_before_anything_is_read():
         kvjax.load("/nowhere/model.gguf", mesh="data=512")
     with pytest.raises(kvjax.UsageError, match=r"needs 4 devices; 1 were given"):
         Mesh(2, 2, devices=(object(),))
+    with pytest.raises(kvjax.UsageError, match="give a tuple of JAX's devices"):
+        Mesh(devices=10**5000)
     with pytest.raises(kvjax.UsageError, match="on one device"):
         toys.tiny_model().on(None)
 

@@ -182,6 +182,12 @@ class NothingRetained(Recent):
 
 
 @dataclasses.dataclass(frozen=True)
+class OneHeadRetained(Recent):
+    def retained(self, cache):
+        return cache.length[:, :1]
+
+
+@dataclasses.dataclass(frozen=True)
 class NoMarks(Recent):
     def select(self, layer, cache, candidates, chunk):
         return dataclasses.replace(super().select(layer, cache, candidates, chunk), marks=None)

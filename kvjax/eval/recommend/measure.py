@@ -219,14 +219,22 @@ def _losses(lm: LanguageModel, cache: Any, passages: Sequence[Passage]) -> tuple
     return tuple(-float(np.mean(found.logprobs)) for found in scores)
 
 
-def expected_seconds(lm: LanguageModel, passages: Sequence[Passage], caches: int) -> float:
-    """About how long so many caches take, with what is compiled for each."""
-    seconds = suites_estimate.work_seconds(
-        lm,
-        [(len(passages), max(len(passage.context) for passage in passages))],
-        steps=caches * ANSWER_TOKENS,
-    )
-    return seconds + caches * _COMPILING
+def expected_seconds(lm: LanguageModel, passages: Sequence[Passage], chosen: Sequence[Entry]) -> float:
+    """About how long these caches take, with what is compiled for each."""
+    reading = [(len(passages), max(len(passage.context) for passage in passages))]
+    once, twice = (suites_estimate.work_seconds(lm, reading, steps=0, repeats=repeats) for repeats in (False, True))
+    answering = suites_estimate.work_seconds(lm, [], steps=len(chosen) * ANSWER_TOKENS)
+    # Prompts are read for all caches at once, but for policies that have the model repeat them.
+    repeating = sum(_repeats(lm, entry) for entry in chosen)
+    return once + repeating * twice + answering + len(chosen) * _COMPILING
+
+
+def _repeats(lm: LanguageModel, entry: Entry) -> bool:
+    """Whether an entry's policy has the model repeat each prompt; False where it is refused."""
+    try:
+        return resolve(entry.policy(), lm.config, later=True).policy.signals.repeat is not None
+    except KvjaxError:
+        return False
 
 
 def facts(lm: LanguageModel, passages: Sequence[Passage], request: Request, about: dict[str, Any]) -> list[str]:

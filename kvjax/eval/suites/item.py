@@ -80,7 +80,8 @@ class Suite:
       tasks: every task, in the benchmark's order. about: what the report says of how it is scored.
       items: the questions, of a loaded model whose tokenizer counts.
       check: refuses (UsageError) before the model loads what would be refused later: above all missing text.
-      length, limit: what is asked for where nothing is typed; ``quick_length``, ``quick_limit`` with --quick.
+      length, limit: what is asked for where nothing is typed, less than an hour of the default model and caches on two
+        cores; ``quick_length``, ``quick_limit`` with --quick, ten minutes.
       heat_map: whether items have cells.
     """
 

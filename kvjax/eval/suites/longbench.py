@@ -130,4 +130,7 @@ LONGBENCH = Suite(
     ),
     items=_items,
     check=_check,
+    length=4096,
+    limit=2,
+    quick_limit=1,
 )

@@ -78,4 +78,6 @@ LONGBENCH_V2 = Suite(
     ),
     items=_items,
     check=lambda data, asked: _read(data),
+    length=4096,
+    limit=50,
 )

@@ -54,5 +54,5 @@ LONGMEMEVAL = Suite(
     ),
     items=_items,
     check=lambda data, asked: read_questions(data),
-    limit=50,
+    limit=10,
 )

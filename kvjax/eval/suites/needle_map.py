@@ -75,6 +75,7 @@ NEEDLE_MAP = Suite(
     ),
     items=_items,
     check=_check,
+    length=4096,
     quick_limit=None,
     heat_map=True,
 )

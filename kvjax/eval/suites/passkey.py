@@ -69,7 +69,7 @@ def _items(lm: LanguageModel, data: DataFolder, asked: Asked) -> list[Item]:
             item(count, place / (depths - 1), sample)
             for count in spaced(least, most, lengths)
             for place in range(depths)
-            for sample in range(asked.limit or 3)
+            for sample in range(asked.limit or 1)
         ]
 
     def fits(items: list[Item]) -> bool:
@@ -98,7 +98,8 @@ PASSKEY = Suite(
     ),
     items=_items,
     check=lambda data, asked: essay_text(need_essays(data, "hide the pass key")),
-    limit=3,
+    length=3072,
+    limit=1,
     quick_limit=1,
     heat_map=True,
 )

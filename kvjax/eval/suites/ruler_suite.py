@@ -99,5 +99,5 @@ RULER = Suite(
     items=_items,
     check=_check,
     length=4096,
-    limit=20,
+    limit=5,
 )

@@ -233,7 +233,7 @@ _ABOUT = (
 
 def _suite(name: str, title: str, way: str, items: Callable[..., Any]) -> Suite:
     about = _ABOUT.format(way=way)
-    return Suite(name, title, TASKS, about, items, _check, length=4096, limit=20)
+    return Suite(name, title, TASKS, about, items, _check, length=4096, limit=5)
 
 
 SCBENCH = _suite(

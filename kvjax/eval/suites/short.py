@@ -56,7 +56,7 @@ def _parquet(path: Path) -> list[Any]:
         import pyarrow.parquet  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise KvjaxError(
-            missing_extra("Data sets of the hub are Parquet files, which the package pyarrow reads", "batch")
+            missing_extra("Data sets of the hub are Parquet files, which the package pyarrow reads", "eval")
         ) from error
     return pyarrow.parquet.read_table(path).to_pylist()
 

@@ -71,5 +71,7 @@ ROUNDS = Suite(
     ),
     items=_items,
     check=lambda data, asked: [_read(data, task) for task in asked.tasks],
+    limit=10,
     quick_length=None,
+    quick_limit=1,
 )
