@@ -1,8 +1,8 @@
 """Decode speed of a model's shape with random weights: what an accelerator machine without any weights can measure.
 
-``kvjax bench decode`` and ``python -m kvjax.bench.shapes`` run it; the latter needs jax, flax and numpy alone. Caches
-are filled with random keys and values, as after prompts of the given length, so nothing is prefilled. Random weights
-have no profile, so two policies are given what a profile would say:
+``kvjax bench decode`` and ``python -m kvjax.bench.shapes`` run it; the latter needs jax, flax and numpy alone, and on
+a CPU psutil. Caches are filled with random keys and values, as after prompts of the given length, so nothing is
+prefilled. Random weights have no profile, so two policies are given what a profile would say:
 
 * RazorAttention the heads it protects, spread evenly over layers and heads: as many as hold half of its ``ratio``, or
   without one the 15 % of [1] (14 % by induction, 1 % by echo score);

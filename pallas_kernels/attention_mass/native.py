@@ -10,10 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from pallas_kernels import argument_checks
 from pallas_kernels.attention_mass.mass_problem import Counting, Masses, Problem
 from pallas_kernels.cpu import library
-from pallas_kernels.prefill.native import DTYPES, LANES
+from pallas_kernels.prefill.native import dtype_of
 
 _PREFILL, _MASS = library.FUNCTIONS["prefill"][0], library.FUNCTIONS["attention_mass"][0]
 
@@ -50,20 +49,10 @@ def attention_mass(p: Problem, c: Counting, *, config: None = None, suffix: str 
 def _given(name: str, p: Problem, suffix: str) -> tuple[Array, Array, Array, Array, Array]:
     """Scaled queries, keys, and of kept rows keys, lengths and log masses, as both functions take them.
 
-    Raises:
-      NotImplementedError: a library, which is called by this name, does not take the problem, or is not there.
+    ``name``: of the library; it raises what :func:`~pallas_kernels.prefill.native.dtype_of` does.
     """
-    kept, dtype = p.kept, p.k.dtype if p.kept is None else jnp.promote_types(p.k.dtype, p.kept.k.dtype)
-    if dtype.name not in DTYPES:
-        raise NotImplementedError(f"The CPU form reads keys of {' or '.join(DTYPES)}.")
+    kept, dtype = p.kept, dtype_of(name, p, suffix)
     batch, heads, _, _, dim = p.q.shape
-    if dim % LANES or not p.q.size:
-        raise NotImplementedError(f"The CPU form takes channels in multiples of {LANES}, and a query at least.")
-    if p.bias is not None:
-        raise NotImplementedError("ALiBi runs in XLA.")
-    argument_checks.compiled_in(p.soft_cap)
-    if not suffix and library.loaded(name) is None:
-        raise NotImplementedError(f"There is no compiled {name} for this CPU.")
     q = p.q.astype(jnp.float32) * p.scale[:, None, None, None, None]
     k, log_mass = p.k.astype(dtype), jnp.zeros((0,), jnp.float32)
     if kept is None:

@@ -277,11 +277,6 @@ ffi::Error solve(ffi::ThreadPool pool, const Problem& p, void (*attend)(const Pr
   return ffi::Error::Success();
 }
 
-template <typename Buffer>
-auto data_or_null(const Buffer& buffer) {
-  return buffer.element_count() == 0 ? nullptr : buffer.typed_data();
-}
-
 using Queries = ffi::Buffer<ffi::F32, 4>;
 using Floats = ffi::Buffer<ffi::F32>;
 using Ints = ffi::Buffer<ffi::S32>;

@@ -1,4 +1,4 @@
-// A loop on the threads of XLA's CPU backend.
+// A loop on the threads of XLA's CPU backend, and what every function that it calls needs.
 
 #pragma once
 
@@ -62,6 +62,12 @@ xla::ffi::Error guarded(const Compute& compute) {
   } catch (const std::exception& error) {
     return xla::ffi::Error(xla::ffi::ErrorCode::kResourceExhausted, error.what());
   }
+}
+
+// An argument's numbers; null for one that is empty, which stands for none.
+template <typename Buffer>
+auto data_or_null(const Buffer& buffer) {
+  return buffer.element_count() == 0 ? nullptr : buffer.typed_data();
 }
 
 inline xla::ffi::Error out_of_memory() {

@@ -187,11 +187,6 @@ ffi::Error solve(ffi::ThreadPool pool, const Problem& p) {
   return done ? ffi::Error::Success() : out_of_memory();
 }
 
-template <typename Buffer>
-auto data_or_null(const Buffer& buffer) {
-  return buffer.element_count() == 0 ? nullptr : buffer.typed_data();
-}
-
 using Queries = ffi::Buffer<ffi::F32, 5>;
 using LogSums = ffi::Buffer<ffi::F32, 4>;
 using FloatBuffer = ffi::Buffer<ffi::F32>;

@@ -5,6 +5,8 @@ Their scores stay in the first cache; the XLA form writes a block's to memory, s
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -25,16 +27,10 @@ def prefill(p: Problem, *, config: None = None, suffix: str = "") -> Prefilled:
     """See :func:`pallas_kernels.prefill.prefill`; ``suffix``: of the functions' names, as they were registered."""
     del config
     batch, heads, _, _, dim = p.q.shape
-    dtype = p.k.dtype if p.kept is None else jnp.promote_types(p.k.dtype, p.kept.k.dtype)
-    if dtype.name not in DTYPES or p.k.dtype != p.v.dtype:
-        raise NotImplementedError(f"The CPU form reads keys and values of {' or '.join(DTYPES)}.")
-    if dim % LANES or not p.q.size:
-        raise NotImplementedError(f"The CPU form takes channels in multiples of {LANES}, and a query at least.")
-    if p.bias is not None:
-        raise NotImplementedError("ALiBi runs in XLA.")
-    argument_checks.compiled_in(p.soft_cap, p.scale, None)
-    if not suffix and library.loaded("prefill") is None:
-        raise NotImplementedError("There is no compiled prefill for this CPU.")
+    if p.k.dtype != p.v.dtype:
+        raise NotImplementedError("The CPU form reads keys and values of one type.")
+    argument_checks.compiled_in(p.scale)
+    dtype = dtype_of("prefill", p, suffix)
     call = jax.ffi.ffi_call(
         _FUNCTION + suffix,
         (jax.ShapeDtypeStruct(p.q.shape, jnp.float32), jax.ShapeDtypeStruct(p.q.shape[:4], jnp.float32)),
@@ -57,6 +53,25 @@ def prefill(p: Problem, *, config: None = None, suffix: str = "") -> Prefilled:
         soft_cap=np.float32(p.soft_cap or 0),
     )
     return Prefilled(out.astype(p.q.dtype), lse)
+
+
+def dtype_of(name: str, p: Any, suffix: str) -> jnp.dtype:
+    """The type in which a library reads a problem's keys, this operation's or attention mass's.
+
+    Raises:
+      NotImplementedError: it does not take the problem, or is not there.
+    """
+    dtype = p.k.dtype if p.kept is None else jnp.promote_types(p.k.dtype, p.kept.k.dtype)
+    if dtype.name not in DTYPES:
+        raise NotImplementedError(f"The CPU form reads keys of {' or '.join(DTYPES)}.")
+    if p.q.shape[-1] % LANES or not p.q.size:
+        raise NotImplementedError(f"The CPU form takes channels in multiples of {LANES}, and a query at least.")
+    if p.bias is not None:
+        raise NotImplementedError("ALiBi runs in XLA.")
+    argument_checks.compiled_in(p.soft_cap)
+    if not suffix and library.loaded(name) is None:
+        raise NotImplementedError(f"There is no compiled {name.replace('_', ' ')} for this CPU.")
+    return dtype
 
 
 def _or_empty(x: Array | None, dtype: jnp.dtype) -> Array:

@@ -12,6 +12,7 @@ from support.long_commands import assert_refused, run_through
 import kvjax
 from kvjax.cli import first_steps
 from kvjax.eval.suites.runner import Runner
+from kvjax.sharding.mesh import Mesh, parse_mesh
 
 
 @pytest.fixture
@@ -60,10 +61,18 @@ def test_ctrl_c_keeps_what_there_is(cli, asked, monkeypatch):
     assert not out.exists(), "there is nothing to keep"
 
 
-def test_a_mesh_gives_the_same_answers(cli, asked, tmp_path):
-    """Answers, bytes and what is kept; seconds aside."""
+def test_a_mesh_gives_the_same_answers(cli, asked, tmp_path, monkeypatch):
+    """Answers, bytes and what is kept, seconds aside, by the programs of a mesh, of one device here."""
     words, out = asked
-    assert cli(*words).code == 0 and cli(*words[:-1], str(tmp_path / "mesh"), "--mesh", "data=2").code == 0
+    alone, loaded = kvjax.load("tiny"), []
+
+    def load(name, mesh=None, **options):
+        loaded.append(alone if mesh is None else alone.on(parse_mesh(mesh)))
+        return loaded[-1]
+
+    monkeypatch.setattr(kvjax, "load", load)
+    assert cli(*words).code == 0 and cli(*words[:-1], str(tmp_path / "mesh"), "--mesh", "data=1").code == 0
+    assert [lm.mesh for lm in loaded] == [None, Mesh()]
     one, two = (
         [json.loads(row) for row in (folder / "answers.jsonl").read_text().splitlines()[1:]]
         for folder in (out, tmp_path / "mesh")

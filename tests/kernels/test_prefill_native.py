@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.native import needs_compiler, needs_native, suffix
+from support.native import chunk_sizes, needs_compiler, needs_native, suffix
 from support.prefill_base import Case, PrefillBase, build
 
 from pallas_kernels.prefill import native, prefill, reference, xla
@@ -179,21 +179,7 @@ class TestNativeOfOlderProcessors(_Native):
 @given(data=st.data())
 @settings(max_examples=40, deadline=None)
 def test_any_problem(form, data):
-    heads, rows = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 3))
-    queries, keys = data.draw(st.integers(1, 150)), 64 * data.draw(st.integers(1, 6))
-    kept = data.draw(st.one_of(st.just(()), st.tuples(*[st.integers(0, 128)] * (heads * rows))))
-    case = Case(
-        tuple(data.draw(st.integers(-queries, keys - queries)) for _ in range(rows)),
-        queries=queries,
-        keys=keys,
-        heads=heads,
-        group=data.draw(st.integers(1, 9)),
-        head_dim=data.draw(st.sampled_from([16, 48, 64, 80, 128])),
-        dtype=data.draw(st.sampled_from([jnp.float32, jnp.bfloat16])),
-        kept=kept,
-        window=data.draw(st.sampled_from([None, 1, 20, 140])),
-        soft_cap=data.draw(st.sampled_from([None, 3.0])),
-    )
+    case = Case(**data.draw(chunk_sizes()))
     problem = build(case, seed=data.draw(st.integers(0, 99)))
     tolerance = form.tolerance[jnp.dtype(case.dtype).name]
     for got, want in zip(form().run(problem), reference.prefill(problem), strict=True):

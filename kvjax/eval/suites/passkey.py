@@ -98,7 +98,7 @@ PASSKEY = Suite(
     ),
     items=_items,
     check=lambda data, asked: essay_text(need_essays(data, "hide the pass key")),
-    length=3072,
+    length=2560,
     limit=1,
     quick_limit=1,
     heat_map=True,
