@@ -98,6 +98,15 @@ class _Native(MassBase):
         assert not np.asarray(got.kept)[0, 0].any() and not np.asarray(got.new).any()
         np.testing.assert_allclose(got.kept[0, 1].sum(axis=-1), 32, rtol=1e-5)
 
+    def test_queries_all_of_whose_scores_are_minus_infinity_add_nothing(self):
+        """Nor to keys that they do not see, whose scores are as low as their normaliser."""
+        problem, _ = build(Case((3,), queries=8, keys=64, weighted=False))
+        ends = {"q": jnp.full_like(problem.q, -1e20), "k": jnp.full_like(problem.k, 1e20)}
+        problem = dataclasses.replace(problem, **ends)
+        lse = self.log_sum_exp(problem)
+        assert (np.asarray(lse) == np.float32(NEG)).all()
+        assert not np.asarray(self.attention_mass(problem, Counting(lse, None, None)).new).any()
+
     def test_masses_add_to_those_of_before_in_place(self):
         problem, counting = build(Case((100,), keys=4096, kept=(3, 5), onto=True))
         run = jax.jit(lambda p, c, onto: self.attention_mass(p, dataclasses.replace(c, onto=onto)), donate_argnums=2)
