@@ -3,8 +3,8 @@
 They are few, so that a new request finds its programs compiled; what they are larger than needed is the *spare* of a
 plan. A single request takes a bucket of rows and one of tokens (:func:`~kvjax.cache.buckets.batch_bucket`,
 :func:`~kvjax.cache.buckets.request_bucket`). A conversation reserves tokens for its later turns: while they last no
-turn compiles, and when they are used up the next reserve is as large again. What does not fit the device so is
-allocated exactly: as many rows as there are, in the finer buckets of a job.
+turn compiles, and when they are used up its room grows by half (:func:`~kvjax.cache.buckets.reserves`). What does not
+fit the device so is allocated exactly: as many rows as there are, in the finer buckets of a job.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import numpy as np
 from jaxtyping import Int
 
-from kvjax.cache.buckets import NEW_TOKENS, RESERVE, batch_bucket, prompt_bucket, request_bucket
+from kvjax.cache.buckets import NEW_TOKENS, RESERVE, batch_bucket, prompt_bucket, request_bucket, reserves
 from kvjax.cache.cache import Cache
 from kvjax.model.config import ModelConfig
 from kvjax.policies import Policy
@@ -36,7 +36,7 @@ class Allocation:
     new_capacity: int = NEW_TOKENS
 
 
-def allocation(
+def allocations(
     config: ModelConfig,
     policy: Policy,
     rows: int,
@@ -45,23 +45,29 @@ def allocation(
     reserve: int | None = None,
     held: Cache | None = None,
     exact: bool = False,
-) -> Allocation:
-    """The sizes for rows that will have seen at most ``tokens``, prompts included.
+) -> tuple[Allocation, ...]:
+    """The sizes that rows may have which will have seen at most ``tokens``, prompts included: most spare first.
 
     Args:
       reserve: tokens of later turns, over all rows together; None is none of a first turn, and the usual of a later.
       held: what the prompts are read onto; it keeps its sizes while they suffice.
-      exact: no spare but what buckets of tokens have.
+      exact: only the last of them, of no spare but what buckets of tokens have.
     """
-    batch = rows if exact else batch_bucket(rows)
     if held is not None and (tokens <= held.prompt_capacity or not policy.replans):
-        return Allocation(batch, held.prompt_capacity, held.new_capacity)
+        kept = dict.fromkeys((rows,) if exact else (batch_bucket(rows), rows))
+        return tuple(Allocation(batch, held.prompt_capacity, held.new_capacity) for batch in kept)
+    last = Allocation(rows, prompt_bucket(tokens))
     if exact:
-        return Allocation(batch, prompt_bucket(tokens))
-    wanted = tokens + (RESERVE if reserve is None and held is not None else reserve or 0) // batch
-    # No row is longer than the context, but for a policy that renumbers positions.
-    most = wanted if policy.beyond_context else max(prompt_bucket(tokens), prompt_bucket(config.max_position))
-    return Allocation(batch, min(request_bucket(wanted), most))
+        return (last,)
+    batch = batch_bucket(rows)
+    later = (0 if held is None else RESERVE) if reserve is None else reserve
+    found = []
+    for spare in reserves(tokens, later // batch, outgrown=held is not None):
+        wanted = tokens + spare
+        # No row is longer than the context, but for a policy that renumbers positions.
+        most = wanted if policy.beyond_context else max(prompt_bucket(tokens), prompt_bucket(config.max_position))
+        found.append(Allocation(batch, min(request_bucket(wanted), most)))
+    return tuple(dict.fromkeys((*found, last)))
 
 
 def spare_tokens(

@@ -17,7 +17,7 @@ SHORT_BLOCK = 32
 STEP = 64
 #: Tokens that the two smallest buckets of a request hold.
 SHORT, MEDIUM = 256, 2048
-#: Tokens a conversation reserves for later turns, over all rows of a batch together.
+#: Tokens a conversation reserves for later turns, over all rows of a batch together; see :func:`reserves`.
 RESERVE = 4096
 #: Tokens that may be decoded before a growing cache is repacked; each repacking makes it four times larger.
 NEW_TOKENS = 256
@@ -40,6 +40,15 @@ def request_bucket(tokens: int) -> int:
     A call answers once what it compiles, so its buckets are few; a job of many rows pays for finer ones.
     """
     return SHORT if tokens <= SHORT else max(MEDIUM, prompt_bucket(tokens))
+
+
+def reserves(tokens: int, reserve: int, *, outgrown: bool) -> tuple[int, ...]:
+    """Tokens of later turns to reserve in a row beside ``tokens``: what is wanted, then less, for where it does not fit.
+
+    A conversation that has ``outgrown`` its room gets half of what it has seen, and ``reserve`` at least: rooms grow
+    geometrically, so that to a context of 131,072 tokens they are 8. Of a reserve of none that is none.
+    """
+    return tuple(dict.fromkeys((max(reserve, tokens // 2), reserve))) if outgrown and reserve else (reserve,)
 
 
 def batch_bucket(rows: int) -> int:

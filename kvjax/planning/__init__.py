@@ -8,7 +8,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from kvjax.allocation import Allocation, allocation
+from kvjax.allocation import Allocation, allocations
 from kvjax.cache.buckets import NEW_TOKENS, prompt_bucket
 from kvjax.cache.cache import Cache
 from kvjax.cache.layout import layout_on
@@ -176,7 +176,7 @@ def fitting(
     """The sizes a generation is allocated, with prompts and the first new-token bucket: exact where it must be.
 
     Args:
-      rows, reserve, held, exact: as for :func:`kvjax.allocation.allocation`.
+      rows, reserve, held, exact: as for :func:`kvjax.allocation.allocations`.
       tokens: that the rows will have seen, prompts included, beside ``context`` tokens before all of them, read once.
       already: bytes of caches that stay beside it. scored: whether the prompts' tokens get log-probabilities.
 
@@ -191,10 +191,10 @@ def fitting(
     # Rows that share a context are as many as were asked for, so that its bytes are spared and not spent on padding.
     request = RequestShape(config, policy, rows, tokens, 1, dtype, limit, storage, mesh, context, scored)
     exact = exact or mesh is not None or request.shares_context
-    for tight in dict.fromkeys((exact, True)):
-        size = allocation(config, policy, rows, request.whole, reserve=reserve, held=held, exact=tight)
+    sizes = allocations(config, policy, rows, request.whole, reserve=reserve, held=held, exact=exact)
+    for size in sizes:
         # What a later question selects is not known yet: rows of padding are added where even all of it would fit.
-        spare_rows = policy.offloads_rounds and not tight
+        spare_rows = policy.offloads_rounds and size != sizes[-1]
         made = request.first_plan(reserve, exact=False) if spare_rows else request.plan(size)
         if limit is None or made.total_bytes + already <= limit:
             return size

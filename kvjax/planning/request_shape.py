@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvjax.allocation import Allocation, allocation, spare_tokens
-from kvjax.cache.buckets import NEW_TOKENS, RESERVE, batch_bucket, new_bucket, prompt_bucket
+from kvjax.allocation import Allocation, allocations, spare_tokens
+from kvjax.cache.buckets import NEW_TOKENS, RESERVE, batch_bucket, new_bucket, prompt_bucket, reserves
 from kvjax.cache.groups import split_heads
 from kvjax.cache.pool import layout_for
 from kvjax.cache.quantisation import MODEL, Storage
@@ -69,10 +69,11 @@ class RequestShape:
         """
         config, policy, batch = self.config, self.policy, self.batch
         if not policy.offloads_rounds:
-            return allocation(config, policy, batch, self.whole, reserve=reserve, exact=exact)
+            return allocations(config, policy, batch, self.whole, reserve=reserve, exact=exact)[0]
         held = slots_below(config, self.context, spare=reserve or 0, exact=exact) if self.context else 0
         rows = batch if exact or self.mesh is not None else batch_bucket(batch)
-        spare = (RESERVE if reserve is None and self.context else reserve or 0) // rows
+        later = (RESERVE if reserve is None and self.context else reserve or 0) // rows
+        spare = reserves(self.whole, later, outgrown=bool(held))[0]
         return Allocation(rows, slots_below(config, self.whole, held=held, spare=spare, exact=exact))
 
     def first_plan(self, reserve: int | None, *, exact: bool) -> Plan:

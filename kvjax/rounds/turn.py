@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from jaxtyping import Float, Int
 
-from kvjax.cache.buckets import NEW_TOKENS, RESERVE, batch_bucket, prompt_bucket, request_bucket
+from kvjax.cache.buckets import NEW_TOKENS, RESERVE, batch_bucket, prompt_bucket, request_bucket, reserves
 from kvjax.cache.cache import Cache, resize_layer
 from kvjax.cache.continuation import delete
 from kvjax.cache.host_memory import as_numpy
@@ -258,7 +258,8 @@ class _Question:
         more bytes than the limit, or rows of padding would have.
         """
         unpadded = self.programs.mesh is None and self.batch != batch_bucket(self.batch)
-        for exact in dict.fromkeys((unpadded, True)):
+        spares = () if unpadded else reserves(lower, spare, outgrown=bool(held))
+        for spare, exact in (*((count, False) for count in spares), (0, True)):
             room = slots_below(self.config, lower, held=held, spare=spare, exact=exact)
             split = SplitCache(self.below, slots_above(upper, exact=exact))
             if self.limit is None or self._need(split, room) <= self.limit:
