@@ -131,8 +131,11 @@ def _shared_pages(pool: LayerCache, placed: bool) -> Shared:
     return Shared(
         pool.kv,
         sharding.local_length(pool.length, pool.page_size),
-        sharding.local_counts(pool.pages),
+        _runs_of(pool),
         sharding.local_pages(pool.marks["position"]) if placed else None,
+        sharding.local_starts(pool.row_starts),
+        pool.scales and pool.scales.k,
+        pool.scales and pool.scales.v,
     )
 
 

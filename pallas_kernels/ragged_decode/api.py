@@ -73,8 +73,8 @@ def ragged_decode(
       with_logits: also return the scores by page, scaled by ``logits_scale``, if given, instead of ``scale``.
       first_row: int32; the queries are of rows ``first_row ... first_row + B - 1`` of the pages, ``v_scale`` and
         ``position``, which have more rows than B; all other arguments and the results have these B rows only.
-      shared: a pool that all rows attend to beside their own, merged by log-sum-exp; ``log_mass``, scales and logits
-        are of the rows' own slots.
+      shared: a pool that all rows attend to beside their own, merged by log-sum-exp; ``log_mass`` and logits are of the
+        rows' own slots.
       implementation: the only one to try; by default the platform's in order, "xla" last.
       options: options of the implementation that is named: ``config`` (block sizes), ``interpret``.
 

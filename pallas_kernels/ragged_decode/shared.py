@@ -25,21 +25,29 @@ from pallas_kernels.softmax import merge
 QUERIES = 64
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["pages", "length", "position"], meta_fields=["runs"])
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["pages", "length", "position", "starts", "k_scale", "v_scale"],
+    meta_fields=["runs"],
+)
 @dataclasses.dataclass(frozen=True)
 class Shared:
     """A pool of one row whose slots come before those of every row of the queries.
 
     Attributes:
-      pages: with a batch of 1; floats. length: int32, valid slots of each head; 0 is allowed.
-      runs: pages of each head, static.
+      pages: with a batch of 1. length: int32, valid slots of each head; 0 is allowed.
+      runs: pages of each head, static; with ``starts`` the most that each may have.
       position: int32, position of the token in each slot, where slopes are given.
+      starts, k_scale, v_scale: as :func:`~pallas_kernels.ragged_decode.ragged_decode` takes them of the rows' own.
     """
 
     pages: Pages
     length: Int[Array, "1 H"]
     runs: tuple[int, ...]
     position: Int[Array, "1 P R"] | None = None
+    starts: Int[Array, "1 H"] | None = None
+    k_scale: Float[Array, "1 H K"] | None = None
+    v_scale: Float[Array, "1 P R"] | None = None
 
 
 def with_shared(run: Callable[[Problem], Decoded], own: Problem, shared: Shared, queries: int | None = None) -> Decoded:
@@ -63,15 +71,23 @@ def check(own: Problem, shared: Shared) -> None:
     heads, dim = own.q.shape[1], own.pages.shape[3]
     batch, total, page_size, found = shared.pages.shape
     same = found == dim and shared.pages.key_dim == own.pages.key_dim
-    if batch != 1 or not same or len(shared.runs) != heads or sum(shared.runs) != total:
+    covered = sum(shared.runs) == total if shared.starts is None else max(shared.runs) <= total <= sum(shared.runs)
+    if batch != 1 or not same or len(shared.runs) != heads or not covered:
         raise ValueError(
             f"shared.pages are {batch} rows of {total} pages of {found} channels, its runs {shared.runs}; give one row "
             f"with runs of {heads} heads of {dim} channels."
         )
-    if not jnp.issubdtype(shared.pages.dtype, jnp.floating) or shared.pages.dtype.itemsize == 1:
-        raise ValueError(f"shared.pages are {shared.pages.dtype}; give floats without scales.")
+    if not jnp.issubdtype(shared.pages.dtype, jnp.floating) and shared.pages.dtype != jnp.int8:
+        raise ValueError(f"shared.pages are {shared.pages.dtype}; give floats or int8.")
     argument_checks.array("shared.length", shared.length, (1, heads), argument_checks.INTEGER)
-    argument_checks.arrays(argument_checks.INTEGER, **{"shared.position": (shared.position, (1, total, page_size))})
+    by_slot = (1, total, page_size)
+    whole = {"shared.position": (shared.position, by_slot), "shared.starts": (shared.starts, (1, heads))}
+    argument_checks.arrays(argument_checks.INTEGER, **whole)
+    scales = {
+        "shared.k_scale": (shared.k_scale, (1, heads, shared.pages.key_dim)),
+        "shared.v_scale": (shared.v_scale, by_slot),
+    }
+    argument_checks.arrays(argument_checks.FLOAT, **scales)
     if own.window is not None:
         raise ValueError("A window counts a row's own slots; give none with shared pages.")
     if (own.slopes is not None) != (shared.position is not None):
@@ -101,10 +117,11 @@ def _over(
         pages=shared.pages,
         length=shared.length,
         runs=shared.runs,
-        starts=None,
+        starts=shared.starts,
+        part=False,
         log_mass=None,
-        k_scale=None,
-        v_scale=None,
+        k_scale=shared.k_scale,
+        v_scale=shared.v_scale,
         slopes=None if own.slopes is None else np.tile(own.slopes, (1, count)),
         position=shared.position,
         query_position=None if last is None else last[None],

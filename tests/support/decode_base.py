@@ -238,22 +238,14 @@ class DecodeBase:
             batch = problem.q.shape[0]
             if own.alibi:
                 problem = dataclasses.replace(problem, query_position=QUERY + 7 * jnp.arange(batch, dtype=jnp.int32))
-            pool = Shared(common.pages, common.length, common.runs, common.position)
+            names = "pages", "length", "position", "starts", "k_scale", "v_scale"
+            arrays = {name: getattr(common, name) for name in names}
+            pool = Shared(runs=common.runs, **arrays)
             got = with_shared(self.run, problem, pool, queries=64)
             wide = dataclasses.replace(problem, q=problem.q.astype(jnp.float32))
-            pages, length, position = jax.tree.map(
-                lambda x, rows=batch: jnp.repeat(x, rows, axis=0), (common.pages, common.length, common.position)
-            )
-            copied = dataclasses.replace(
-                wide,
-                pages=pages,
-                length=length,
-                position=position,
-                runs=common.runs,
-                starts=None,
-                log_mass=None,
-                with_logits=False,
-            )
+            arrays = jax.tree.map(lambda x, rows=batch: jnp.repeat(x, rows, axis=0), arrays)
+            length = arrays["length"]
+            copied = dataclasses.replace(wide, runs=common.runs, log_mass=None, with_logits=False, **arrays)
             parts = [reference.decode(one) for one in (wide, copied)]
             outs, lses = ([np.asarray(x, np.float64) for x in both] for both in list(zip(*parts, strict=True))[:2])
             lse = np.logaddexp(*lses)
@@ -264,7 +256,7 @@ class DecodeBase:
             np.testing.assert_allclose(np.asarray(got.out, np.float32)[some], out[some], atol=tolerance, rtol=tolerance)
             np.testing.assert_allclose(np.asarray(got.lse)[some], lse[some], atol=tolerance, rtol=tolerance)
 
-    @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+    @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.int8], ids=["float32", "bfloat16", "int8"])
     def test_a_pool_that_rows_share(self, dtype):
         """Heads that are empty in one of the pools, and in both; 3 rows of 30 queries a head are taken in two parts."""
         rows = ((70, 3), (0, 128), (1, 0))
@@ -322,6 +314,12 @@ class DecodeBase:
     def test_runs_by_row_beside_a_pool_that_rows_share(self):
         own = by_row(((70, 3), (1, 128), (0, 0)), ((15, 2), (2, 15), (8, 9)), log_mass=True)
         self.check_shared(own, Case(((130, 7),), (9, 2)))
+
+    @pytest.mark.parametrize("dtype", [jnp.float32, jnp.int8], ids=["float32", "int8"])
+    def test_a_pool_that_rows_share_with_runs_of_its_own(self, dtype):
+        """As many pages for each of its heads as it has tokens there, beside rows whose heads have equally many."""
+        own = Case(((70, 3), (0, 128), (1, 0)), (8, 8), group=3, dtype=dtype, page_size=32)
+        self.check_shared(own, by_row(((7, 270),), ((2, 10),), group=3, dtype=dtype, page_size=32))
 
     def layouts_of(self, case: Case) -> tuple[str, ...]:
         return tuple(name for name in self.layouts if name != "lanes" or case.head_dim == 64)
