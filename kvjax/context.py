@@ -6,12 +6,16 @@ from typing import Any
 
 import numpy as np
 
+from kvjax.cache.buckets import prompt_bucket
 from kvjax.cache.cache import NO_TOKEN, OPEN_MESSAGE, Cache
-from kvjax.cache.continuation import Continuation
+from kvjax.cache.continuation import Continuation, delete
 from kvjax.cache.quantisation import Storage
 from kvjax.checkpoints.load import LanguageModel
+from kvjax.checks import true_or_false
+from kvjax.errors import UsageError
 from kvjax.options import GenerationOptions
-from kvjax.policies import Policy
+from kvjax.policies import Policy, format_policy
+from kvjax.policies.fixed import fixed
 from kvjax.prompts import Prompt, Prompts
 from kvjax.request import Request
 from kvjax.rounds.conversation import Conversation
@@ -25,6 +29,7 @@ def read(
     policy: Policy | str | None = None,
     storage: Storage | str | None = None,
     chat: bool = True,
+    once: bool = False,
     memory_limit: int | None = None,
 ) -> Cache | Conversation:
     """Read text or messages once, compress them, and answer nothing: a cache to ask many questions of.
@@ -42,6 +47,9 @@ def read(
         read is a round, and a :class:`kvjax.Conversation` comes back.
       storage: what the cache's rows are stored as, "model" or "int8", or a :class:`kvjax.Storage`.
       chat: whether text goes through the chat template; without it, and for ids, what is asked later follows as it is.
+      once: the policy chooses among the text's tokens and never again: what is read and decoded later is all kept, and
+        any number of questions shares the slots that were chosen. For one text, and policies that choose when a prompt
+        is read. Without it they choose anew with every question, and each question has a copy.
       memory_limit: refuse more bytes than this, by default what the device has.
 
     Returns:
@@ -52,14 +60,33 @@ def read(
       UsageError: a request that makes no sense, in one sentence.
       DoesNotFit: too large for the device; the sentence says what would fit.
     """
+    true_or_false("once", once)
     options = GenerationOptions(policy=policy, storage=storage, chat=chat, memory_limit=memory_limit, max_new_tokens=0)
     request = Request(lm, text, options, read_only=True)
+    settles = once and fixed(request.policy).settled
+    if settles:
+        _check_once(request)
     with running(request) as session:
         session.prefill()
         found: Any = session.continuation()
-    if found.device_layers.batch > request.rows:
+    if settles:
+        sizes = {"prompt_capacity": prompt_bucket(len(request.prompts[0])), "dtype": request.dtype}
+        chosen, found = found, request.programs.settle(found, config=lm.config, **sizes)
+        delete(chosen)
+    elif found.device_layers.batch > request.rows:
         found = found.take(range(request.rows))  # without rows of padding
     return _left_open(found, request.tokens.open)
+
+
+def _check_once(request: Request) -> None:
+    """Refuse what cannot be one context of later rows."""
+    if request.rows > 1:
+        raise UsageError(f"once=True takes one text, which questions then share, and here are {request.rows}.")
+    if request.lm.mesh is not None and request.policy.chosen.shares_slots:
+        raise UsageError(
+            f"On a mesh once=True takes a policy whose heads have equal budgets, and {format_policy(request.policy)} "
+            "gives each its own; leave once out, or the mesh."
+        )
 
 
 def _left_open(cache: Continuation, open: tuple[bool, ...]) -> Any:

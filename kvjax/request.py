@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from kvjax.allocation import Allocation
-from kvjax.cache.buckets import batch_bucket
+from kvjax.cache.buckets import batch_bucket, prompt_bucket
 from kvjax.cache.cache import NO_TOKEN, OPEN_MESSAGE, Cache
 from kvjax.cache.continuation import Continuation, are_apart, check_continuable, delete, one_batch
 from kvjax.cache.host_memory import as_numpy
@@ -113,10 +113,10 @@ class Request:
         if any(not ids for ids in self.prompts):
             raise UsageError("A prompt has no tokens; give at least one character.")
         seen = _counters([old.seen for old in caches], count, 0)
-        shared = bool(caches) and sum(old.batch for old in caches) < count and shares(self.policy, self.storage)
+        shared = _shared_tokens(caches, count, seen) if shares(self.policy, self.storage) else 0
         alone = count == 1 < n and not caches and not self.tokens.context and len(self.prompts[0]) >= SHARED_PROMPT
         self.shares_prompt = alone and shares(self.policy, self.storage)
-        self.size = self._checked_size(seen, self._given_bytes(count, shared), caches, exact, shared)
+        self.size = self._checked_size(seen, self._given_bytes(count, bool(shared)), caches, exact, shared)
         self.programs = Programs(lm.mesh, lm.config, exact=self.size.rows != batch_bucket(self.rows))
         self.cache = self._joined(count)
         self.cache_is_copy = self.cache is not None and all(are_apart(self.cache, old) for old in caches)
@@ -133,7 +133,11 @@ class Request:
 
     def _joined(self, count: int) -> Any:
         """The caches that were given, on the model's devices as one batch; None of none."""
-        held = [adopt(old.to_device(), self.lm.mesh, self.lm.config) for old in self._given]
+        held: list[Any] = [adopt(old.to_device(), self.lm.mesh, self.lm.config) for old in self._given]
+        if self.policy.settled and held[0].context is None:  # it was saved
+            (one,) = held
+            sizes = {"prompt_capacity": prompt_bucket(int(as_numpy(one.seen)[0])), "dtype": self.dtype}
+            held = [self.programs.settle(one, config=self.lm.config, **sizes)]
         return _one_row_each(held, count) if held else None
 
     def consume_given(self) -> None:
@@ -175,9 +179,10 @@ class Request:
         return result
 
     def _checked_size(
-        self, seen: np.ndarray, already: int, caches: Sequence[Continuation], exact: bool, shared: bool
+        self, seen: np.ndarray, already: int, caches: Sequence[Continuation], exact: bool, shared: int
     ) -> Allocation:
-        """The allocation for rows that have ``seen`` tokens, beside ``already`` bytes of caches."""
+        """The allocation for rows that have ``seen`` tokens, the first of them ``shared``, beside ``already`` bytes of
+        caches."""
         config, limit = self.lm.config, self.lm.config.max_position
         added = np.array([len(self.tokens.context) + len(ids) for ids in self.prompts])
         if self.answers is not None:
@@ -194,7 +199,7 @@ class Request:
             )
         rounds = self.policy.offloads_rounds
         # Read once, and shared by all rows where the policy allows it.
-        context = len(self.tokens.context) + (int(seen.max()) if shared else 0)
+        context = len(self.tokens.context) + shared
         context += len(self.prompts[0]) if self.shares_prompt else 0
         size = fitting(
             config,
@@ -328,7 +333,7 @@ def _policy(
     if not caches:
         found = resolve(Full() if policy is None else parse(policy), lm.config, later=later)
         return for_model(as_told(lm, found.policy), lm.config), found.line
-    own = caches[0].policy.chosen
+    own = caches[0].policy.named
     same = None if policy is None else matching(lm, parse(policy), own)
     if policy is not None and same is None:
         raise UsageError(
@@ -361,7 +366,7 @@ def how_to_continue(
     _same_model(lm.config, cache)
     own, _ = _policy(options.policy, [cache], lm, later=True)
     stored = _storage(options.storage, [cache], lm.config.head_dim)
-    return own.chosen if options.policy is None else options.policy, options.storage or stored
+    return own.named if options.policy is None else options.policy, options.storage or stored
 
 
 def _caches(cache: Any, count: int) -> list[Continuation]:
@@ -392,6 +397,16 @@ def _one_row_each(caches: Sequence[Any], count: int) -> Any:
     """
     whole = one_batch(caches)
     return whole.take([0] * count) if whole.policy.offloads_rounds and whole.batch != count else whole
+
+
+def _shared_tokens(caches: Sequence[Continuation], count: int, seen: np.ndarray) -> int:
+    """Tokens of a context that ``count`` rows read onto these caches will share, or do already."""
+    if not caches:
+        return 0
+    layers = caches[0].device_layers
+    if len(caches) == 1 and layers.context is not None:
+        return int(as_numpy(layers.context.seen)[0]) if layers.policy.settled or layers.batch < count else 0
+    return int(seen.max()) if sum(old.batch for old in caches) < count or layers.policy.settled else 0
 
 
 def _widest(caches: Sequence[Cache]) -> Cache | None:

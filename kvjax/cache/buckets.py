@@ -43,7 +43,7 @@ def request_bucket(tokens: int) -> int:
 
 
 def reserves(tokens: int, reserve: int, *, outgrown: bool) -> tuple[int, ...]:
-    """Tokens of later turns to reserve in a row beside ``tokens``: what is wanted, then less, for where it does not fit.
+    """Tokens of later turns to reserve in a row beside ``tokens``: what is wanted, then less where that does not fit.
 
     A conversation that has ``outgrown`` its room gets half of what it has seen, and ``reserve`` at least: rooms grow
     geometrically, so that to a context of 131,072 tokens they are 8. Of a reserve of none that is none.

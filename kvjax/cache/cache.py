@@ -293,12 +293,20 @@ def _concatenate(caches: Sequence[Cache]) -> Cache:
     if any(cache.storage != caches[0].storage for cache in caches):
         raise UsageError("Caches of one batch must share their storage; continue these one by one instead.")
     context = caches[0].context
-    if any(cache.context is not context for cache in caches):
+    if not all(_are_one(cache.context, context) for cache in caches):
+        if caches[0].policy.settled:
+            raise UsageError("These caches keep what was chosen of contexts of their own; continue them one by one.")
         caches, context = [materialised(cache) for cache in caches], None
     caches = [cache.replace(context=None) for cache in caches]
     # On a mesh as one program: many, all in flight, wait for each other for ever on virtual CPU devices.
     many = any(len(cache.seen.sharding.device_set) > 1 for cache in caches)
     return (_joining(tuple(caches)) if many else _joined(caches)).replace(context=context)
+
+
+def _are_one(context: SharedContext | None, other: SharedContext | None) -> bool:
+    """Whether two contexts are the same arrays."""
+    ours, theirs = jax.tree.flatten(context), jax.tree.flatten(other)
+    return ours[1] == theirs[1] and all(x is y for x, y in zip(ours[0], theirs[0], strict=True))
 
 
 def _joined(caches: Sequence[Cache]) -> Cache:

@@ -35,6 +35,10 @@ Weights = Annotated[
 Mesh = Annotated[
     str | None, typer.Option("--mesh", help="Devices to shard over, such as data=4,model=2; by default one.")
 ]
+Once = Annotated[
+    bool,
+    typer.Option("--once", help="The policy chooses among the context alone: what is asked later is all kept."),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on standard output instead of text.")]
 Markdown = Annotated[bool, typer.Option("--markdown", help="Print Markdown instead of a table.")]
 Retained = Annotated[str, typer.Option("--retained", help="Comma-separated fractions of the tokens to keep.")]

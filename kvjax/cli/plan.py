@@ -24,6 +24,7 @@ def plan(
     context_tokens: Annotated[
         int, typer.Option("--context-tokens", help="Tokens of a context that all prompts share.")
     ] = 0,
+    once: flag.Once = False,
     model: flag.Model = flag.DEFAULT_MODEL,
     config: flag.Config = None,
     dtype: flag.Dtype = None,
@@ -57,6 +58,8 @@ def plan(
         prompt_tokens=prompt_tokens, context_tokens=context_tokens, batch=batch, weights=weights, mesh=mesh, **options
     )
     if fit:
+        if once:
+            raise UsageError("--fit compares policies that choose with every prompt; leave --once out, or --fit.")
         _fit(kvjax.load_config(model), device, dtype, asked, json)
         return
     if device is not None and dtype is None:
@@ -65,7 +68,7 @@ def plan(
         dtype = chip(device).dtype
     shape = kvjax.load_config(model)
     _refuse_other_weights(shape, weights)
-    planned = kvjax.plan(shape, dtype=weights_dtype(dtype), device=device, **asked)
+    planned = kvjax.plan(shape, dtype=weights_dtype(dtype), device=device, once=once, **asked)
     if json:
         tables.print_json(dataclasses.asdict(planned))
     else:

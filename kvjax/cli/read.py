@@ -32,6 +32,7 @@ def read(
     messages: Annotated[
         bool, typer.Option("--messages", help="The text is JSON: a list of messages with role and content.")
     ] = False,
+    once: flag.Once = False,
     options: dict[str, Any],
     mesh: flag.Mesh = None,
     json: flag.Json = False,
@@ -51,7 +52,7 @@ def read(
     kvjax.policies.parse(options["policy"])
     _check_folder(out)
     lm = first_steps.load(model, dtype, mesh, compile_cache=compile_cache, weights=weights)
-    cache = kvjax.read(lm, prompt, **options)
+    cache = kvjax.read(lm, prompt, once=once, **options)
     kvjax.save_cache(out, cache, lm)
     found = resolve(kvjax.policies.parse(options["policy"]), lm.config, later=True)
     named = options["policy"] if found.line is None else kvjax.policies.format_policy(found.policy)

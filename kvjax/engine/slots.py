@@ -89,6 +89,11 @@ class Slots:
         Raises:
           UsageError: it is not of this engine's policy or storage, or its prompt is longer than a slot.
         """
+        if request.policy.settled:
+            raise UsageError(
+                "An engine's slots hold a row each, and a context that was read with once=True is shared by rows; give "
+                "all of its questions to kvjax.generate together."
+            )
         if request.policy != self.policy or request.storage != self.storage:
             raise UsageError(
                 f"This engine's slots hold {self.policy.chosen} as {self.storage.kind}; a cache of another policy or "

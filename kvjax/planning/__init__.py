@@ -24,6 +24,7 @@ from kvjax.planning.request_shape import RequestShape
 from kvjax.planning.result import Plan as Plan
 from kvjax.policies import Full, Policy, parse
 from kvjax.policies.best import asked_later, resolve
+from kvjax.policies.fixed import fixed
 from kvjax.policies.guard import check_sizes, check_value
 from kvjax.policies.window_layers import for_model
 from kvjax.sharding.mesh import Mesh, parse_mesh
@@ -45,6 +46,7 @@ def plan(
     reserve_tokens: int | None = None,
     device: str | None = None,
     prompt_logprobs: bool = False,
+    once: bool = False,
 ) -> Plan:
     """Every byte a request would take, before any of it is allocated.
 
@@ -66,6 +68,7 @@ def plan(
       device: the name of an accelerator that is planned for ("t4", "v5e", ..., :mod:`kvjax.chips`): its pages and
         blocks, and its memory as the limit, of a GPU the part that JAX takes.
       prompt_logprobs: whether log-probabilities of the prompt are asked for, as for :func:`kvjax.generate`.
+      once: whether the policy chooses among the context alone, as for :func:`kvjax.read`.
 
     Raises:
       UsageError: a length or batch that makes no sense, or beyond the model's context.
@@ -88,6 +91,11 @@ def plan(
         )
     check_value(chosen)
     chosen.check(config)
+    true_or_false("once", once)
+    if once:
+        if not context_tokens:
+            raise UsageError("once=True is said of a context; give context_tokens, or leave it out.")
+        chosen = fixed(chosen)
     if dtype is None:
         dtype = jnp.float32 if params is None else params.dtype
     dtype = float_dtype(dtype)

@@ -59,8 +59,9 @@ class RequestShape:
 
     @property
     def shares_context(self) -> bool:
-        """Whether rows share the slots of a context; a single row has nobody to share with."""
-        return bool(self.context) and self.batch > 1 and shares(self.policy, self.storage)
+        """Whether rows share the slots of a context; a single row has nobody to share with, but for what is settled."""
+        several = self.batch > 1 or self.policy.settled
+        return bool(self.context) and several and shares(self.policy, self.storage)
 
     def first_size(self, reserve: int | None, *, exact: bool) -> Allocation:
         """The sizes of prompts that nothing but a context is before; a context of rounds is a turn of its own.
@@ -95,8 +96,7 @@ class RequestShape:
         """The plan of these sizes; ``placed`` has the capacities, by default those while a later turn is answered."""
         config, policy, storage, mesh = self.config, self.policy, self.storage, self.mesh
         room, held = size.prompt_capacity, placed or policy.answering(config, size.prompt_capacity)
-        budgets = (policy if placed is None or placed is policy else Full()).budgets
-        kept = [np.asarray(budgets(config, layer, np.array([self.whole])))[0] for layer in range(config.num_layers)]
+        kept = self._kept(policy if placed is None or placed is policy else Full())
         new_capacity = self._new_capacity(held, room, kept)
         least = policy.answering(config, self.whole) if placed is None else policy.reading(config, self.whole)
         found = self._bytes(size, new_capacity, held, least)
@@ -130,6 +130,16 @@ class RequestShape:
             windows=config.windows_by_layer,
             notice=self._notice(),
         )
+
+    def _kept(self, policy: Policy) -> list[np.ndarray]:
+        """Of each layer the tokens that its heads hold once the prompt is read."""
+        found = []
+        for layer in range(self.config.num_layers):
+            # What is settled is chosen among the context, and the rest is kept.
+            settled = policy.part(self.config, layer)[0].settled
+            total = np.array([self.context if settled else self.whole])
+            found.append(np.asarray(policy.budgets(self.config, layer, total))[0] + (self.prompt if settled else 0))
+        return found
 
     def _new_capacity(self, held: Policy, room: int, kept: list[np.ndarray]) -> int:
         """Slots for decoded tokens when the last one is fed."""

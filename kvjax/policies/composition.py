@@ -37,6 +37,16 @@ class Composable:
         """The policy as the user gave it: itself, unless a model's window layers have rings beside it."""
         return self.itself
 
+    @property
+    def named(self) -> Policy:
+        """The policy that the text form is of: the :attr:`chosen` one, or the one whose choice that keeps."""
+        return self.itself
+
+    @property
+    def settled(self) -> bool:
+        """Whether a context's slots stay as they were chosen once, in a pool that all of its rows share."""
+        return False
+
     def with_chosen(self, policy: Policy) -> Policy:
         """The same with another policy in the place of the :attr:`chosen` one."""
         return policy
@@ -97,9 +107,10 @@ class Composable:
 def shares(policy: Policy, storage: Storage) -> bool:
     """Whether rows that begin with the same context share slots of it.
 
-    int8 rows do not: the scales of a row's keys follow what it reads, and its stored keys are packed anew.
+    int8 rows do not, unless the context is settled: the scales of a row's keys follow what it reads, and its stored
+    keys are packed anew.
     """
-    return policy.shares_context and not storage.quantised
+    return policy.shares_context and (policy.settled or not storage.quantised)
 
 
 def is_own(policy: Policy) -> bool:

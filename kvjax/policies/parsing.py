@@ -142,7 +142,7 @@ def _parse(text: Any, depth: int) -> Policy:
 
 def format_policy(policy: Policy) -> str:
     """The text form of a policy, fields at their defaults left out; ``parse`` reads it back."""
-    policy = policy.chosen
+    policy = policy.named
     cls = type(policy)
     names = {home: known for known, home in (POLICIES | CHOICES).items()} | {
         own: known for known, own in _REGISTERED.items()

@@ -101,6 +101,14 @@ class WithWindows(Policy):
     def chosen(self) -> Policy:
         return self.policy.chosen
 
+    @property
+    def named(self) -> Policy:
+        return self.policy.named
+
+    @property
+    def settled(self) -> bool:
+        return self.policy.settled
+
     def with_chosen(self, policy: Policy) -> Policy:
         return dataclasses.replace(self, policy=policy)
 

@@ -15,11 +15,12 @@ from kvjax.committed import put_beside, shapes_beside
 from kvjax.model.config import ModelConfig
 from kvjax.model.decoder import Decoder
 from kvjax.policies.base import Policy
+from kvjax.policies.fixed import fixed
 from kvjax.runtime.decode import Controls, DecodeState, decode_chunk, initial_state
 from kvjax.runtime.grow import grow
 from kvjax.runtime.insert import Admitted, empty_state, insert
 from kvjax.runtime.prefill import pages_onto, prefill_fresh, prefill_onto
-from kvjax.runtime.share import share, share_types
+from kvjax.runtime.share import settle, settle_types, share, share_types
 from kvjax.runtime.token_logprobs import score_fresh, score_onto
 from kvjax.sharding.compile import ROW, SCALAR, Device, Program, device_of
 from kvjax.sharding.mesh import Mesh
@@ -42,6 +43,11 @@ SCORE_FRESH = Program(score_fresh, lambda *given: (*_empty(*given), ROW, ROW), (
 SCORE_ONTO = Program(score_onto, lambda device, arguments, static: (arguments[1], ROW, ROW, ROW), _ONTO, (1,))
 DECODE_CHUNK = Program(decode_chunk, lambda device, arguments, static: (arguments[1], SCALAR), donates=(1,))
 SHARE = Program(share, _shared, ("prompt_capacity",))
+SETTLE = Program(
+    settle,
+    lambda device, arguments, static: settle_types(device, *arguments, **static),
+    ("prompt_capacity", "dtype"),
+)
 EMPTY_STATE = Program(
     empty_state,
     lambda device, arguments, static: jax.eval_shape(lambda: empty_state(device, *arguments, **static)),
@@ -174,10 +180,25 @@ class Programs:
 
         A copy: the cache stays a value.
         """
-        whole = self.rows(1)  # at least a row on every device
-        cache = cache if cache.batch == whole else take(cache, [0] * whole)
+        cache = self._of_row(cache)
         own, context = SHARE(self.device(cache.policy, config), cache, prompt_capacity=prompt_capacity)
         return take_rows(own, [0] * rows).replace(context=take_rows(context, [0]))
+
+    def settle(self, cache: Cache, *, config: ModelConfig, prompt_capacity: int, dtype: Any) -> Cache:
+        """A row of a context that stays as its policy has chosen it: :func:`kvjax.runtime.share.settle`.
+
+        A copy: the cache stays a value.
+        """
+        cache, device = self._of_row(cache), self.device(fixed(cache.policy), config)
+        own, context = SETTLE(device, cache, prompt_capacity=prompt_capacity, dtype=dtype)
+        if cache.batch > 1:
+            own, context = take_rows(own, [0]), take_rows(context, [0])
+        return own.replace(context=context)
+
+    def _of_row(self, cache: Cache) -> Cache:
+        """Row 0 of a cache, on every device."""
+        rows = self.rows(1)
+        return cache if cache.batch == rows else take(cache, [0] * rows)
 
     def grow(self, cache: Cache, *, config: ModelConfig, new_capacity: int) -> Cache:
         """:func:`kvjax.runtime.grow.grow`."""

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from kvjax.cache.buckets import prompt_bucket
 from kvjax.cache.cache import Cache
 from kvjax.cache.groups import pages_by_group, parts, rounded, with_parts
+from kvjax.cache.packing import resize
 from kvjax.cache.quantisation import Storage
 from kvjax.cache.shared_context import SharedContext, first_slots, slots_from
 from kvjax.model.config import ModelConfig
 from kvjax.policies.base import Policy
+from kvjax.policies.fixed import chooser_of
 from kvjax.policies.page_capacities import page_capacities
 from kvjax.sharding.compile import Device
 
@@ -48,6 +52,40 @@ def share(device: Device, cache: Cache, *, prompt_capacity: int) -> tuple[Cache,
         shared.append(tuple(held))
     rest = cache.replace(layers=tuple(layers), prompt_capacity=prompt_capacity, new_capacity=0, own_capacity=0)
     return rest, SharedContext(tuple(shared), cache.seen)
+
+
+def settle(device: Device, cache: Cache, *, prompt_capacity: int, dtype: Any) -> tuple[Cache, SharedContext]:
+    """A cache as the context of the rows that will be read onto it, and a row of it that holds nothing else.
+
+    Args:
+      device: of the policy that keeps what the cache's own has chosen; see :mod:`kvjax.policies.fixed`.
+      cache: what was read. prompt_capacity: a bucket of its tokens, from which the sizes follow; static.
+      dtype: of the model; static.
+    """
+    config, policy = device.local_config, device.local_policy
+    whole = page_capacities(chooser_of(policy), config, prompt_capacity, 0, cache.page_size)
+    row = device.empty(cache.batch, prompt_capacity, 0, dtype, cache.storage, own_capacity=0)
+    layers, shared = [], []
+    for i, (layer, own) in enumerate(zip(cache.layers, row.layers, strict=True)):
+        if not policy.part(config, i)[0].settled:  # a ring of a window, of which every row has its own
+            layers.append(layer)
+            shared.append((None,))
+            continue
+        pages = tuple(min(pair) for pair in zip(rounded(layer, whole[i]), layer.pages, strict=True))
+        layers.append(own)
+        shared.append((resize(layer, pages),))
+    counters = {"seen": cache.seen, "prompt_end": cache.prompt_end, "next_token": cache.next_token}
+    return row.replace(layers=tuple(layers), **counters), SharedContext(tuple(shared), cache.seen)
+
+
+def settle_types(device: Device, cache: Cache, *, prompt_capacity: int, dtype: Any) -> tuple[Cache, SharedContext]:
+    """A tree like what :func:`settle` gives, of a cache of all devices: its types are right, its sizes are not."""
+    policy, config = device.policy, device.config
+    row = jax.eval_shape(lambda: device.empty(1, prompt_capacity, 0, dtype, cache.storage, own_capacity=0))
+    settled = [policy.part(config, i)[0].settled for i in range(len(cache.layers))]
+    layers = [own if yes else layer for own, layer, yes in zip(row.layers, cache.layers, settled, strict=True)]
+    shared = tuple((layer if yes else None,) for layer, yes in zip(cache.layers, settled, strict=True))
+    return row.replace(layers=tuple(layers)), SharedContext(shared, cache.seen)
 
 
 def share_types(cache: Cache, policy: Policy, config: ModelConfig) -> tuple[Cache, SharedContext]:
@@ -92,7 +130,13 @@ def shared_bytes(
     def allocated() -> tuple[Any, Any]:
         capacities = bucket(context + prompt), new_capacity, dtype, storage
         own = bucket(prompt) if prompt else 0
-        rows = share_types(device.empty(batch, *capacities, own_capacity=own), policy, config)[0]
+        rows = device.empty(batch, *capacities, own_capacity=own)
+        if policy.settled:
+            chosen = dataclasses.replace(device, policy=chooser_of(policy))
+            layers = enumerate(chosen.empty(1, bucket(context), 0, dtype, storage).layers)
+            held = [layer for i, layer in layers if policy.part(config, i)[0].settled]
+            return rows, (held, jnp.zeros((1,), jnp.int32))
+        rows = share_types(rows, policy, config)[0]
         return rows, share_types(device.empty(1, bucket(context), 0, dtype, storage), policy, config)[1]
 
     trees = jax.eval_shape(allocated)

@@ -117,6 +117,7 @@ class Saved:
       prompt_room, new_room: version 1's names of ``prompt_capacity`` and ``new_capacity``.
       slots: of each head, by layer of the cache. counts: slots that are written of each head, by layer and pool.
       page_size: where it was saved, of heads that share slots.
+      once: whether what comes later is all kept.
     """
 
     kind: str
@@ -133,6 +134,7 @@ class Saved:
     rounds: SavedRounds | None = None
     joined_tokens: int = 0
     page_size: int | None = None
+    once: bool = False
     checksum: Checksum | None = None
 
     def __post_init__(self) -> None:

@@ -28,6 +28,7 @@ from kvjax.errors import DoesNotFit, KvjaxError, UsageError, cut, quoted
 from kvjax.files import check_local
 from kvjax.memory_needs import weights_bytes
 from kvjax.policies.base import Policy
+from kvjax.policies.fixed import chooser_of, fixed, unsettled
 from kvjax.policies.page_capacities import by_pool
 from kvjax.rounds.conversation import Conversation
 from kvjax.saving.canonical import Counts, canonical, checksum, counts_of, pages_of, restored
@@ -73,11 +74,13 @@ def save_cache(path: str | os.PathLike[str], cache: Continuation, lm: LanguageMo
       KvjaxError: the disk refused; what was there before is still there.
     """
     check_continuable("save_cache", [cache])
+    once = cache.policy.settled
+    held = cache.with_device_layers(unsettled(cache.device_layers)) if once else cache
     # What is parked, or spread over a mesh, comes to one device for a moment, where its slots are gathered.
-    here: Any = adopt(cache.to_device(), None, lm.config)
+    here: Any = adopt(held.to_device(), None, lm.config)
     layers = materialised(here.device_layers)
     counts = counts_of(layers)
-    description = _described(layers, lm, counts)
+    description = _described(layers, lm, counts) | ({"once": True} if once else {})
     if here.policy.offloads_rounds:
         description["rounds"] = describe_rounds(here) | {"policy": policy_to_json(here.policy)}
         tree = canonical_rounds(here, counts)
@@ -126,7 +129,8 @@ def load_cache(
             wanted = with_sharding(shapes, device)
             _check_whole(folder, where, item, wanted)
             _check_fits(where, lm, empty, wanted, memory_limit)
-            return restored(_load(folder, wanted, saved, lm), _zeros(empty), counts)
+            found = restored(_load(folder, wanted, saved, lm), _zeros(empty), counts)
+            return found.replace(policy=fixed(found.policy)) if saved.once else found
         whole = shapes_of_rounds(shapes, saved.rounds, lm.config.head_dim, lm.params.dtype, empty.storage.quantised)
         wanted = sharded_rounds(whole, device)
         _check_whole(folder, where, item, wanted)
@@ -173,7 +177,7 @@ def _described(cache: Cache, lm: LanguageModel, counts: Counts) -> dict[str, Any
         "version": VERSION,
         "kvjax": version.__version__,
         "model": model_identity(lm),
-        "policy": policy_to_json(cache.policy),
+        "policy": policy_to_json(chooser_of(cache.policy)),
         "storage": {"kind": storage.kind, "headroom": storage.headroom},
         "batch": cache.batch,
         "prompt_room": cache.prompt_capacity,

@@ -16,6 +16,7 @@ from kvjax.cache.page_sharding import UNSHARDED
 from kvjax.cache.pool_sharding import shard, unshard
 from kvjax.errors import UsageError
 from kvjax.model.config import ModelConfig
+from kvjax.policies.fixed import unsettled
 from kvjax.sharding.mesh import Mesh
 from kvjax.sharding.partition import Partition
 from kvjax.sharding.placement import cache_specs, leaves_of
@@ -34,7 +35,8 @@ def adopt(continued: C, mesh: Mesh | None, config: ModelConfig) -> C:
 def _adopted(cache: Cache, mesh: Mesh | None, config: ModelConfig) -> Cache:
     part = None if mesh is None else Partition(mesh, config, cache.policy)
     if cache.context is not None and not _is_on(cache, part):
-        cache = materialised(cache)  # a shared context stays where it is
+        # A shared context stays where it is.
+        cache = unsettled(cache) if cache.policy.settled else materialised(cache)
     if not _held_so(cache, part):
         cache = _resharded(cache, part)
     if part is None:

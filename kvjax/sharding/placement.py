@@ -211,7 +211,7 @@ def _pool_specs(pool: LayerCache, rows: str | None = "data") -> LayerCache:
             raise UsageError(
                 "This policy's state has a second axis that is not the KV heads; run it without a model axis."
             )
-        return heads if x.ndim > 1 else ROWS
+        return heads if x.ndim > 1 else PartitionSpec(rows)
 
     scales = pool.scales and dataclasses.replace(pool.scales, k=heads, v=pages, clipped=heads)
     return pool.replace(

@@ -88,6 +88,8 @@ class Case:
     saved: bool = False
     moves: bool = False
     context: bool = False
+    #: That one's slots are chosen once.
+    once: bool = False
     #: Prompts are read by a program a layer on the mesh, and by one of all layers on one device.
     layers: bool = False
     #: The first layer sees a window alone.
@@ -95,7 +97,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        known = ("later", "grow", "saved", "moves", "context", "layers", "windows")
+        known = ("later", "grow", "saved", "moves", "context", "once", "layers", "windows")
         flags = "".join(f"-{flag}" for flag in known if getattr(self, flag))
         return f"{self.policy}-{self.mesh}-{self.kv_heads}-{self.storage}-{self.positional}{flags}"
 
@@ -115,6 +117,7 @@ DEFAULT = (
     Case("razor", "data=2,model=4", kv_heads=3, later=True, context=True, layers=True),
     Case("snapkv", "data=4,model=2", kv_heads=1, storage="int8", later=True, layers=True),
     Case("adaptive", "data=2,model=2", later=True, windows=True),
+    Case("snapkv", "data=2,model=4", kv_heads=3, later=True, context=True, once=True),
 )
 GRID = (
     *(Case(policy, mesh, later=True) for policy in POLICIES for mesh in MESHES),
@@ -141,6 +144,14 @@ GRID = (
     Case("adaptive_of_snapkv", "data=2,model=4", positional="alibi", later=True),
     Case("adaptive", "data=4,model=2", kv_heads=3, storage="int8", grow=True),
     *(Case(policy, mesh, later=True, context=True) for policy in ("full", "lagkv", "razor", "h2o") for mesh in MESHES),
+    *(
+        Case(policy, mesh, heads, storage, later=True, context=True, once=True)
+        for policy in ("kvzip", "expected_attention", "learned")
+        for mesh in MESHES
+        for heads, storage in ((4, "model"), (1, "int8"))
+    ),
+    Case("snapkv", "data=2,model=2", 4, later=True, context=True, once=True, windows=True),
+    Case("keydiff", "data=2,model=4", positional="alibi", later=True, context=True, once=True),
     *(Case("full", "data=2,model=4", heads, later=True, saved=True, context=True) for heads in (1, 3)),
     Case("full", "data=2,model=4", positional="alibi", later=True, context=True),
     Case("think_of_adaptive", "data=2,model=4", kv_heads=3, later=True, saved=True),
@@ -192,7 +203,13 @@ def numbers(case: Case, lm: Any) -> tuple[dict[str, Any], Any]:
         tokens = 12 if case.grow else 5
         options: dict[str, Any] = {"chat": False, "logprobs": True, "max_new_tokens": tokens}
         context = CONTEXT if case.context else None
-        first = kvjax.generate(lm, PROMPTS, context=context, policy=policy, storage=case.storage, **options)
+        reads: dict[str, Any] = {"policy": policy, "storage": case.storage}
+        if case.once:
+            first = kvjax.generate(
+                lm, PROMPTS, cache=kvjax.read(lm, CONTEXT, chat=False, once=True, **reads), **options
+            )
+        else:
+            first = kvjax.generate(lm, PROMPTS, context=context, **reads, **options)
         outputs = list(first)
         if case.later and policy.offloads_rounds:
             # So that there are rounds to choose from.
@@ -234,6 +251,7 @@ def _planned(case: Case, lm: Any) -> int:
         "max_new_tokens": 5,
         "mesh": case.mesh,
         "storage": case.storage,
+        "once": case.once,
     }
     return kvjax.plan(lm, policy=policy_of(case), **asked).cache_bytes
 

@@ -1,0 +1,99 @@
+"""What a policy chose of a context, once: it stays, and all that comes after it is kept."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+from kvjax.cache.cache import Cache
+from kvjax.cache.groups import with_parts
+from kvjax.cache.host_memory import as_numpy
+from kvjax.errors import UsageError
+from kvjax.model.config import ModelConfig
+from kvjax.policies.base import HostOrTraced, Policy
+from kvjax.policies.composed import HeadWise
+from kvjax.policies.parsing import format_policy
+
+#: The methods by which a policy changes its slots while tokens are decoded.
+_STEPS = ("append", "observe", "maintain", "maintain_layers")
+
+
+@dataclasses.dataclass(frozen=True)
+class Fixed(Policy):
+    """Keep what ``policy`` chose of a context, and every token that is read or decoded after it.
+
+    Its caches always share a context, in which those slots are; rows' own pools hold what comes after it. See
+    :func:`kvjax.read` with ``once=True``, which is how KVzip, SnapKV and others are evaluated in their papers: the
+    question is not compressed.
+    """
+
+    layers_alike: ClassVar[bool] = True
+
+    policy: Policy
+
+    @property
+    def named(self) -> Policy:
+        return self.policy
+
+    @property
+    def settled(self) -> bool:
+        return True
+
+    @property
+    def heads_alike(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.policy.heads_alike
+
+    def capacities(self, config: ModelConfig, prompt: int, new: int) -> tuple[tuple[int, ...], ...]:
+        return self.policy.capacities(config, prompt, new)
+
+    def budgets(self, config: ModelConfig, layer: int, total: HostOrTraced) -> HostOrTraced:
+        return self.policy.budgets(config, layer, total)
+
+    def own_capacities(self, config: ModelConfig, prompt: int, own: int, new: int) -> tuple[tuple[int, ...], ...]:
+        return ((own + new,) * config.num_kv_heads,) * config.num_layers
+
+
+def fixed(policy: Policy) -> Policy:
+    """The policy that keeps what this one chooses of a context; itself where that is what it does.
+
+    Raises:
+      UsageError: it goes on changing what it chose, or cannot be followed by tokens that are all kept.
+    """
+    chosen = policy.chosen
+    if isinstance(chosen, Fixed) or (chosen.only_appends and not policy.offloads_rounds):
+        return policy
+    if isinstance(chosen, HeadWise) or chosen.merges or chosen.shares_layers:
+        raise UsageError(
+            f"once=True takes a policy that chooses layer by layer among tokens, and {format_policy(policy)} does not; "
+            "leave it out, or take another policy, such as kvzip or adaptive:inner=kvzip."
+        )
+    if policy.offloads_rounds or any(getattr(type(chosen), name) is not getattr(Policy, name) for name in _STEPS):
+        raise UsageError(
+            f"{format_policy(policy)} goes on choosing among the tokens of a context while it answers, so once=True is "
+            "not for it; leave it out, or take a policy that chooses when a prompt is read, such as snapkv or kvzip."
+        )
+    return policy.with_chosen(Fixed(chosen))
+
+
+def chooser_of(policy: Policy) -> Policy:
+    """The policy that chose what a settled one keeps: undoes :func:`fixed`."""
+    return policy.with_chosen(policy.named)
+
+
+def unsettled(cache: Cache) -> Cache:
+    """A settled cache as it was before: what was chosen is in the row's own pools.
+
+    Raises:
+      UsageError: something was read onto it.
+    """
+    context = cache.context
+    if context is None:
+        return cache
+    if cache.batch != 1 or int(as_numpy(cache.seen)[0]) != int(as_numpy(context.seen)[0]):
+        raise UsageError(
+            "A conversation over a context that was read with once=True is neither saved nor moved to other devices; "
+            "save what kvjax.read gave."
+        )
+    both = zip(cache.layers, context.layers, strict=True)
+    layers = tuple(own if shared[0] is None else with_parts(own, shared) for own, shared in both)
+    return cache.replace(layers=layers, context=None, own_capacity=None)
