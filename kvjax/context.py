@@ -82,7 +82,9 @@ def _check_once(request: Request) -> None:
     """Refuse what cannot be one context of later rows."""
     if request.rows > 1:
         raise UsageError(f"once=True takes one text, which questions then share, and here are {request.rows}.")
-    if request.lm.mesh is not None and request.policy.chosen.shares_slots:
+    config = request.lm.config
+    owners = [owner for layer in range(config.num_layers) for owner in request.policy.owners(config, layer)]
+    if request.lm.mesh is not None and any(owner.shares_slots for owner in owners):
         raise UsageError(
             f"On a mesh once=True takes a policy whose heads have equal budgets, and {format_policy(request.policy)} "
             "gives each its own; leave once out, or the mesh."

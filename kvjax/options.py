@@ -158,8 +158,9 @@ class GenerationOptions:
         None,
         "Reserve slots for this many tokens of later turns, over all rows together.",
         optional(partial(whole_number, least=0, most=2**31 - 1)),
-        "Until they are used up no later turn compiles. None reserves none for a first call, and 4,096 for Chat and "
-        "for a call that continues a cache; fewer are reserved where they do not fit.",
+        "Until they are used up no later turn compiles; then the room grows by half, and by these at least. "
+        "None reserves none for a first call, and 4,096 for Chat and for a call that continues a cache; fewer are "
+        "reserved where they do not fit.",
     )
     progress: Progress = _option(
         None,

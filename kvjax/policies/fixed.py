@@ -1,4 +1,7 @@
-"""What a policy chose of a context, once: it stays, and all that comes after it is kept."""
+"""What a policy chose of a context, once: it stays, and all that comes after it is kept.
+
+Policies here are of a cache that :func:`kvjax.read` gave with ``once=True``; users name the one that chose.
+"""
 
 from __future__ import annotations
 
@@ -53,6 +56,33 @@ class Fixed(Policy):
         return ((own + new,) * config.num_kv_heads,) * config.num_layers
 
 
+@dataclasses.dataclass(frozen=True)
+class FixedHeads(HeadWise):
+    """:class:`Fixed` of a policy that protects some heads: the other heads' policy chooses once."""
+
+    layers_alike: ClassVar[bool] = True
+
+    policy: HeadWise
+
+    @property
+    def named(self) -> Policy:
+        return self.policy
+
+    @property
+    def settled(self) -> bool:
+        return True
+
+    def protected(self, config: ModelConfig) -> tuple[tuple[int, ...], ...]:
+        return self.policy.protected(config)
+
+    def others(self, config: ModelConfig) -> Policy:
+        return Fixed(self.policy.others(config))
+
+    @property
+    def unsized(self) -> Policy:
+        return Fixed(self.policy.unsized)
+
+
 def fixed(policy: Policy) -> Policy:
     """The policy that keeps what this one chooses of a context; itself where that is what it does.
 
@@ -60,19 +90,20 @@ def fixed(policy: Policy) -> Policy:
       UsageError: it goes on changing what it chose, or cannot be followed by tokens that are all kept.
     """
     chosen = policy.chosen
-    if isinstance(chosen, Fixed) or (chosen.only_appends and not policy.offloads_rounds):
+    if chosen.settled or (chosen.only_appends and not policy.offloads_rounds):
         return policy
-    if isinstance(chosen, HeadWise) or chosen.merges or chosen.shares_layers:
-        raise UsageError(
-            f"once=True takes a policy that chooses layer by layer among tokens, and {format_policy(policy)} does not; "
-            "leave it out, or take another policy, such as kvzip or adaptive:inner=kvzip."
-        )
-    if policy.offloads_rounds or any(getattr(type(chosen), name) is not getattr(Policy, name) for name in _STEPS):
+    chooses = chosen.unsized if isinstance(chosen, HeadWise) else chosen
+    if policy.offloads_rounds or any(getattr(type(chooses), name) is not getattr(Policy, name) for name in _STEPS):
         raise UsageError(
             f"{format_policy(policy)} goes on choosing among the tokens of a context while it answers, so once=True is "
             "not for it; leave it out, or take a policy that chooses when a prompt is read, such as snapkv or kvzip."
         )
-    return policy.with_chosen(Fixed(chosen))
+    if chooses.merges or chooses.shares_layers or (isinstance(chosen, HeadWise) and chosen.whole_layers):
+        raise UsageError(
+            f"once=True takes a policy that chooses among whole tokens of each layer, and {format_policy(policy)} does "
+            "not; leave it out, or take another policy, such as kvzip or adaptive:inner=kvzip."
+        )
+    return policy.with_chosen(FixedHeads(chosen) if isinstance(chosen, HeadWise) else Fixed(chosen))
 
 
 def chooser_of(policy: Policy) -> Policy:
@@ -94,6 +125,8 @@ def unsettled(cache: Cache) -> Cache:
             "A conversation over a context that was read with once=True is neither saved nor moved to other devices; "
             "save what kvjax.read gave."
         )
-    both = zip(cache.layers, context.layers, strict=True)
-    layers = tuple(own if shared[0] is None else with_parts(own, shared) for own, shared in both)
-    return cache.replace(layers=layers, context=None, own_capacity=None)
+    layers = []
+    for own, shared in zip(cache.layers, context.layers, strict=True):
+        pools = [pool for pool in shared if pool is not None]
+        layers.append(with_parts(own, pools) if pools else own)
+    return cache.replace(layers=tuple(layers), context=None, own_capacity=None)

@@ -72,8 +72,9 @@ def settle(device: Device, cache: Cache, *, prompt_capacity: int, dtype: Any) ->
             shared.append((None,))
             continue
         pages = tuple(min(pair) for pair in zip(rounded(layer, whole[i]), layer.pages, strict=True))
+        pools = zip(parts(layer), pages_by_group(layer, pages), strict=True)
         layers.append(own)
-        shared.append((resize(layer, pages),))
+        shared.append(tuple(resize(pool, counts) for pool, counts in pools))
     counters = {"seen": cache.seen, "prompt_end": cache.prompt_end, "next_token": cache.next_token}
     return row.replace(layers=tuple(layers), **counters), SharedContext(tuple(shared), cache.seen)
 
@@ -84,7 +85,7 @@ def settle_types(device: Device, cache: Cache, *, prompt_capacity: int, dtype: A
     row = jax.eval_shape(lambda: device.empty(1, prompt_capacity, 0, dtype, cache.storage, own_capacity=0))
     settled = [policy.part(config, i)[0].settled for i in range(len(cache.layers))]
     layers = [own if yes else layer for own, layer, yes in zip(row.layers, cache.layers, settled, strict=True)]
-    shared = tuple((layer if yes else None,) for layer, yes in zip(cache.layers, settled, strict=True))
+    shared = tuple(tuple(parts(layer)) if yes else (None,) for layer, yes in zip(cache.layers, settled, strict=True))
     return row.replace(layers=tuple(layers)), SharedContext(shared, cache.seen)
 
 

@@ -68,6 +68,14 @@ class LocalHeads(HeadWise):
     heads: tuple[int, ...]
     inner: Policy
 
+    @property
+    def named(self) -> Policy:
+        return dataclasses.replace(self, inner=self.inner.named)
+
+    @property
+    def settled(self) -> bool:
+        return self.inner.settled
+
     def heads_of(self, config: ModelConfig, layer: int) -> int:
         return self.heads[layer]
 

@@ -21,7 +21,8 @@ QUESTIONS = [[int(x) for x in RNG.integers(3, 250, count)] for count in (5, 40, 
 #: Every policy that chooses when a prompt is read; the first ones are in the default suite.
 CHOOSING = (
     *("expected_attention", "adaptive:inner=kvzip", "snapkv", "pyramidkv", "slimkv", "nacl", "keydiff", "kvzip"),
-    *("compactor", "finch", "qfilters", "learned", "chunkkv", "criticalkv", "adaptive"),
+    *("compactor", "finch", "qfilters", "learned", "chunkkv", "criticalkv", "merged", "adaptive"),
+    *("razor:heads=0.0,ratio=0.6,inner=compactor", "razor:heads=0.0,ratio=0.6,inner=adaptive(inner=keydiff)"),
 )
 
 
@@ -42,7 +43,8 @@ class Apart(SnapKV):
 
 
 def policy_of(text: str, config) -> kvjax.policies.Policy:
-    return with_profiles(parse(text + (":" if ":" not in text else ",") + "ratio=0.25"), config)
+    sized = text if "ratio" in text else text + (",ratio=0.25" if ":" in text else ":ratio=0.25")
+    return with_profiles(parse(sized), config)
 
 
 def same(got, wanted, atol=1e-4) -> None:
@@ -70,7 +72,7 @@ def test_answers_are_those_of_rows_that_keep_everything_later(tiny_model, storag
 
 
 @pytest.mark.parametrize(
-    "name", [*CHOOSING[:2], *(pytest.param(name, marks=pytest.mark.slow) for name in CHOOSING[2:])]
+    "name", [*CHOOSING[:2], CHOOSING[-1], *(pytest.param(name, marks=pytest.mark.slow) for name in CHOOSING[2:-1])]
 )
 def test_every_policy_that_chooses_shares_its_context(tiny_model, name):
     policy = policy_of(name, tiny_model.config)
@@ -166,9 +168,11 @@ def test_nothing_of_the_context_is_copied_for_a_question(tiny_model):
         ("h2o:ratio=0.5", "goes on choosing"),
         ("lagkv:ratio=0.5", "goes on choosing"),
         ("streamingllm", "goes on choosing"),
-        ("razor:heads=0.0", "layer by layer among tokens"),
+        ("razor:heads=0.0", "goes on choosing"),
+        ("razor:heads=0.0,inner=h2o", "goes on choosing"),
+        ("think", "among whole tokens of each layer"),
         ("round:watershed=1", "goes on choosing"),
-        ("adaptive:ratio=0.5,scope=model,inner=keydiff", "layer by layer among tokens"),
+        ("adaptive:ratio=0.5,scope=model,inner=keydiff", "among whole tokens of each layer"),
     ],
 )
 def test_what_cannot_be_kept_is_refused_before_it_is_read(tiny_model, policy, sentence):

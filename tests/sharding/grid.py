@@ -151,6 +151,10 @@ GRID = (
         for heads, storage in ((4, "model"), (1, "int8"))
     ),
     Case("snapkv", "data=2,model=2", 4, later=True, context=True, once=True, windows=True),
+    *(
+        Case("razor_of_learned", mesh, heads, later=True, context=True, once=True)
+        for mesh, heads in (("data=4,model=2", 3), ("data=2,model=4", 4))
+    ),
     Case("keydiff", "data=2,model=4", positional="alibi", later=True, context=True, once=True),
     *(Case("full", "data=2,model=4", heads, later=True, saved=True, context=True) for heads in (1, 3)),
     Case("full", "data=2,model=4", positional="alibi", later=True, context=True),
