@@ -71,14 +71,22 @@ def allocations(
 
 
 def spare_tokens(
-    config: ModelConfig, policy: Policy, prompt_capacity: int, held: Sequence[Int[np.ndarray, " H"]]
+    config: ModelConfig,
+    policy: Policy,
+    prompt_capacity: int,
+    held: Sequence[Int[np.ndarray, " H"]],
+    own_capacity: int | None = None,
 ) -> int:
     """Tokens that may be decoded beside the new capacity, into what prompts left of theirs.
 
     Args:
-      held: slots of each layer's KV heads that the longest row holds after its prompt.
+      held: slots of each layer's KV heads that the longest row holds after its prompt, but for those it shares.
+      own_capacity: tokens beyond a context that rows share, where they do.
     """
-    slots = policy.capacities(config, prompt_capacity, 0)
+    if own_capacity is None:
+        slots = policy.capacities(config, prompt_capacity, 0)
+    else:
+        slots = policy.own_capacities(config, prompt_capacity, own_capacity, 0)
     free = [
         int(have - count)
         for layer, (haves, counts) in enumerate(zip(slots, held, strict=True))

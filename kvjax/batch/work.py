@@ -151,7 +151,7 @@ class Worker:
         self.close()
         size = self._size
         while self._core is None and size >= 1:
-            sizes = {"slots": size, "prompt_tokens": prompt, "new_tokens": new}
+            sizes: dict[str, Any] = {"slots": size, "prompt_tokens": prompt, "new_tokens": new}
             limit = self._options.memory_limit
             try:
                 self._core = EngineCore(

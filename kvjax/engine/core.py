@@ -8,8 +8,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from kvjax.cache.cache import Cache
 from kvjax.cache.quantisation import Storage, parse_storage
 from kvjax.checkpoints.load import LanguageModel, check_model
+from kvjax.engine.common_context import common_context
 from kvjax.engine.engine_sizes import MOST_SLOTS, EngineSizes, buckets, engine_sizes, read_together
 from kvjax.engine.loop import MOST_STEPS, Loop
 from kvjax.engine.row import Row
@@ -22,7 +24,7 @@ from kvjax.policies.best import resolve
 from kvjax.policies.guard import check_value
 from kvjax.policies.window_layers import for_model
 from kvjax.prompts import as_told
-from kvjax.request import Request
+from kvjax.request import Request, how_to_continue
 from kvjax.runtime.compilation import close_clock, open_clock
 
 #: Steps of one measurement of their time.
@@ -48,21 +50,27 @@ class EngineCore:
         new_tokens: int,
         memory_limit: int | None = None,
         max_pause: float = 0.5,
+        context: Cache | None = None,
     ):
         if spans_processes(lm):
             raise UsageError("An engine runs on the devices of one process; start one in each, or use kvjax.batch.run.")
         self.lm = lm
-        self.policy, self.storage = engine_policy(lm, policy), parse_storage(storage, lm.config.head_dim)
+        common = None if context is None else common_context(lm, context)
+        if common is None:
+            self.policy, self.storage = engine_policy(lm, policy), parse_storage(storage, lm.config.head_dim)
+        else:
+            self.policy, self.storage = common.row.policy, common.row.storage
+            how_to_continue(lm, GenerationOptions(policy=policy, storage=storage), common.row)
         choice = None if policy is None else resolve(parse(policy), lm.config, later=False).line
         kinds = {"dtype": lm.params.dtype, "memory_limit": memory_limit, "mesh": lm.mesh}
-        kinds |= {"slots": slots, "most_slots": most_slots}
+        kinds |= {"slots": slots, "most_slots": most_slots, "context": common}
         sizes = engine_sizes(
             lm.config, self.policy, self.storage, prompt_tokens=prompt_tokens, new_tokens=new_tokens, **kinds
         )
         self.sizes: EngineSizes = sizes
         self.clock = open_clock()
         try:
-            self.slots = Slots(lm, self.policy, self.storage, sizes, self.clock, choice)
+            self.slots = Slots(lm, self.policy, self.storage, sizes, self.clock, choice, common)
         except BaseException:
             close_clock(self.clock)
             raise
@@ -144,9 +152,9 @@ class EngineCore:
         """Requests of nobody, in an engine that is idle; they are gone afterwards."""
         if not self.loop.idle:
             raise UsageError("The engine is at work; warm it up before.")
-        options = GenerationOptions(policy=self.policy.chosen, storage=self.storage, max_new_tokens=new, chat=False)
-        tokens = min(tokens, self.lm.config.max_position - 1)
-        request = Request(self.lm, [0] * max(tokens, 1), options, exact=True)
+        options = GenerationOptions(policy=self.policy.named, storage=self.storage, max_new_tokens=new, chat=False)
+        tokens = min(tokens, self.lm.config.max_position - self.sizes.context - 1)
+        request = Request(self.lm, [0] * max(tokens, 1), options, cache=self.slots.common, exact=True)
         request.stop_ids = ()
         rows = [self.slots.row_of(request, limit=new) for _ in range(count)]
         for row in rows:

@@ -12,6 +12,8 @@ from types import TracebackType
 from typing import Any, Self, Unpack
 
 from kvjax.cache.cache import Cache
+from kvjax.cache.continuation import check_continuable
+from kvjax.cache.host_memory import as_numpy
 from kvjax.cache.quantisation import Storage
 from kvjax.checkpoints.load import LanguageModel
 from kvjax.checks import number, true_or_false, whole_number
@@ -69,6 +71,7 @@ class Engine:
         memory_limit: int | None = None,
         max_pause: float = 0.5,
         queue: int = 1024,
+        context: Cache | None = None,
     ):
         """Plan everything, and allocate the slots.
 
@@ -86,22 +89,32 @@ class Engine:
             that treats most layers differently or, on a mesh, chooses in all of them together or reads prompts twice,
             and those whose own log-probabilities are asked for.
           queue: requests that may wait.
+          context: a cache of one row that every request goes on with, such as :func:`kvjax.read` gives; all slots share
+            it, and hold what comes after it. ``prompt_tokens`` are then those beside it, and policy and storage are its
+            own. For policies under which rows share a context, and those that chose ``once``.
 
         Raises:
           UsageError: a policy of rounds, or numbers that make no sense.
           DoesNotFit: the planned bytes exceed the limit; the sentence says how many slots would fit.
         """
-        engine_policy(lm, policy)
+        before = 0
+        if context is None:
+            engine_policy(lm, policy)
+        else:
+            check_continuable("context=", [context])
+            before = int(as_numpy(context.seen).max())
         if slots is not None:
             whole_number("slots", slots, 1, 2**16)
         if prompt_tokens is None:
-            prompt_tokens = min(_PROMPT_TOKENS, lm.config.max_position)
+            prompt_tokens = max(min(_PROMPT_TOKENS, lm.config.max_position - before), 1)
         whole_number("prompt_tokens", prompt_tokens, 1)
         whole_number("new_tokens", new_tokens, 1)
         whole_number("queue", queue, 1)
         number("max_pause", max_pause, 0.0)
         sizes = {"slots": slots, "prompt_tokens": prompt_tokens, "new_tokens": new_tokens}
-        self._core = EngineCore(lm, policy, storage, **sizes, memory_limit=memory_limit, max_pause=max_pause)
+        self._core = EngineCore(
+            lm, policy, storage, **sizes, memory_limit=memory_limit, max_pause=max_pause, context=context
+        )
         self._lm, self._queue = lm, queue
         self._wake = threading.Condition()
         self._inbox: deque[Row] = deque()
@@ -153,7 +166,11 @@ class Engine:
                 raise UsageError(f"The options have {name}, which is the engine's for all requests; leave it out.")
         self._check_open()
         if cache is None:
-            chosen = dataclasses.replace(chosen, policy=self._core.policy.chosen, storage=self._core.storage)
+            chosen = dataclasses.replace(chosen, policy=self._core.policy.named, storage=self._core.storage)
+        if (common := self._core.slots.common) is not None:
+            if cache is not None or context is not None:
+                raise UsageError("All requests of this engine go on with its context; leave cache= and context= out.")
+            cache = common
         request = Request(self._lm, prompt, chosen, cache=cache, context=context, exact=True)
         if not request.tokens.single:
             raise UsageError("submit takes one prompt; call it for each of a list.")

@@ -20,9 +20,10 @@ from kvjax.cache.buckets import (
 )
 from kvjax.cache.quantisation import Storage
 from kvjax.device_memory import device_limit
+from kvjax.engine.common_context import CommonContext
 from kvjax.engine.levels import has_levels
 from kvjax.errors import DoesNotFit, UsageError
-from kvjax.memory_needs import cache_bytes, prefill_bytes, weights_bytes
+from kvjax.memory_needs import cache_bytes, prefill_bytes, shared_context_bytes, weights_bytes
 from kvjax.model.config import ModelConfig
 from kvjax.policies import Policy
 from kvjax.policies.guard import check_sizes
@@ -43,10 +44,13 @@ class EngineSizes:
     """An engine's allocation, and the bytes it takes on each device.
 
     Attributes:
-      slots: rows of the batch. prompt_capacity, new_capacity: of each, as for any cache.
+      slots: rows of the batch. prompt_capacity, new_capacity: of each, as for any cache; beside ``context`` tokens
+        that all slots share.
+      own_capacity: tokens of prompt beyond what is shared, None where nothing is.
       weights_bytes, slots_bytes: the model, and the caches of all slots.
       prefill_cache_bytes: the caches of the rows that are being read, until they are in their slots: a long prompt's,
         those of short ones that are read meanwhile, and one context's, which is kept.
+      context_bytes: what all slots share.
       working_bytes: the most that reading them, the logits of a step, or moving the slots to larger ones needs beside;
         of reading an estimate from shapes.
     """
@@ -58,15 +62,20 @@ class EngineSizes:
     slots_bytes: int
     prefill_cache_bytes: int
     working_bytes: int
+    context_bytes: int = 0
+    context: int = 0
+    own_capacity: int | None = None
 
     @property
     def total_bytes(self) -> int:
-        return self.weights_bytes + self.slots_bytes + self.prefill_cache_bytes + self.working_bytes
+        held = self.weights_bytes + self.slots_bytes + self.context_bytes
+        return held + self.prefill_cache_bytes + self.working_bytes
 
     @property
     def allocation(self) -> Allocation:
         """The sizes of every cache that goes into a slot."""
-        return Allocation(self.slots, self.prompt_capacity, self.new_capacity)
+        whole = prompt_bucket(self.context + self.prompt_capacity) if self.context else self.prompt_capacity
+        return Allocation(self.slots, whole, self.new_capacity)
 
 
 def read_together(bucket: int, slots: int) -> int:
@@ -105,19 +114,24 @@ def engine_sizes(
     dtype: Any,
     memory_limit: int | None,
     mesh: Mesh | None,
+    context: CommonContext | None = None,
 ) -> EngineSizes:
     """The sizes of an engine for prompts of ``prompt_tokens`` and answers of ``new_tokens``.
 
     Args:
       slots: None for as many as the memory limit has room for, up to ``most_slots``, or 8 without one.
+      context: what comes before every prompt, where all have the same.
 
     Raises:
       UsageError: lengths beyond the model's context.
       DoesNotFit: the total exceeds the limit; the sentence says how many slots would fit.
     """
-    if prompt_tokens > config.max_position:
+    seen = 0 if context is None else context.seen
+    if prompt_tokens > config.max_position - seen:
+        beside, most = (f" and {seen:,} of it are taken", f"{config.max_position - seen:,}") if seen else ("", "that")
         raise UsageError(
-            f"prompt_tokens is {prompt_tokens:,}; this model's context is {config.max_position:,}, give at most that."
+            f"prompt_tokens is {prompt_tokens:,}; this model's context is {config.max_position:,}{beside}, give at "
+            f"most {most}."
         )
     limit = device_limit(memory_limit)
     capacity = prompt_bucket(prompt_tokens)
@@ -125,13 +139,21 @@ def engine_sizes(
     new = NEW_TOKENS if not policy.grows else max(NEW_TOKENS, -(-most // 64) * 64)
     check_sizes(policy, config, capacity, new)
     data = 1 if mesh is None else mesh.data
-    moves = has_levels(config, policy, dtype, storage, on_mesh=mesh is not None)
+    own = None if context is None else context.room(capacity)
+    moves = context is None and has_levels(config, policy, dtype, storage, on_mesh=mesh is not None)
+
+    def bytes_of(rows: int) -> int:
+        if context is None:
+            return cache_bytes(config, policy, rows, capacity, new, dtype, storage, mesh)
+        shape = config, policy, rows, context.shared, own
+        whole, shared = shared_context_bytes(*shape, new, dtype, storage, mesh)
+        return whole - shared
 
     def sizes(count: int) -> EngineSizes:
         rows = count if mesh is None else mesh.rows(count)
         groups = {bucket: data * read_together(bucket, rows // data) for bucket in buckets(capacity)}
         counts = {data, rows, *groups.values()}
-        cache = {n: cache_bytes(config, policy, n, capacity, new, dtype, storage, mesh) for n in counts}
+        cache = {n: bytes_of(n) for n in counts}
         short, *longer = (groups[bucket] for bucket in sorted(groups))
         reading = max(prefill_bytes(config, policy, n, bucket, dtype, mesh) for bucket, n in groups.items())
         moving = cache[rows] // 2 + 1 if moves else 0
@@ -143,6 +165,9 @@ def engine_sizes(
             cache[rows],
             cache[short] + cache[data] + max((cache[n] for n in longer), default=0),
             max(reading, moving, _LOGITS * 4 * rows // data * config.vocab_size),
+            0 if context is None else context.nbytes,
+            seen,
+            own,
         )
 
     if slots is None:
@@ -182,4 +207,5 @@ def room_for_new(config: ModelConfig, policy: Policy, sizes: EngineSizes, held: 
     if not policy.grows:
         return np.iinfo(np.int32).max
     # The last token is generated and never fed.
-    return sizes.new_capacity + spare_tokens(config, policy, sizes.prompt_capacity, held) + 1
+    spare = spare_tokens(config, policy, sizes.allocation.prompt_capacity, held, sizes.own_capacity)
+    return sizes.new_capacity + spare + 1

@@ -77,9 +77,12 @@ def free_after(config: ModelConfig, policy: Policy, level: Level, tokens: int) -
 
 
 def levels_of(
-    config: ModelConfig, policy: Policy, own: Allocation, page_size: int, *, smaller: bool
+    config: ModelConfig, policy: Policy, own: Allocation, page_size: int, *, smaller: bool, beyond: int | None = None
 ) -> tuple[Level, ...]:
-    """The sizes that an engine's slots may have, the smallest first, its own last and, but for ``smaller``, alone."""
+    """The sizes that an engine's slots may have, the smallest first, its own last and, but for ``smaller``, alone.
+
+    ``beyond``: tokens of prompt beyond a context that all slots share.
+    """
     owners = by_pool(policy, [policy.owners(config, layer) for layer in range(config.num_layers)])
     grow = all(owner.grows for some in owners for owner in some)
     # Where all layers share their slots a step reads what a layer holds, and not what is allocated.
@@ -89,7 +92,7 @@ def levels_of(
     for part in parts:
         prompt = min(own.prompt_capacity, max(_LEAST, own.prompt_capacity // part))
         new = min(own.new_capacity, max(_LEAST, own.new_capacity // part))
-        pages = page_capacities(policy, config, prompt, new, page_size)
+        pages = page_capacities(policy, config, prompt, new, page_size, beyond)
         if not found or pages != found[-1].pages:
             # Of heads that share, a part of a page stays empty in each.
             slots = tuple(

@@ -13,10 +13,11 @@ import numpy as np
 
 from kvjax.cache.cache import Cache, take
 from kvjax.cache.continuation import Continuation, delete
-from kvjax.cache.host_memory import as_numpy, live_device_bytes
+from kvjax.cache.host_memory import as_numpy, device_bytes, live_device_bytes
 from kvjax.cache.pool import layout_for
 from kvjax.cache.quantisation import Storage
 from kvjax.checkpoints.load import LanguageModel
+from kvjax.engine.common_context import CommonContext, sharing
 from kvjax.engine.controls import RowControls
 from kvjax.engine.engine_sizes import EngineSizes, held_after, room_for_new
 from kvjax.engine.levels import free_after, has_levels, levels_of, resized
@@ -60,6 +61,7 @@ class Slots:
         sizes: EngineSizes,
         clock: CompileClock,
         choice: str | None = None,
+        common: CommonContext | None = None,
     ):
         self.lm, self.policy, self.storage, self.sizes, self._clock = lm, policy, storage, sizes, clock
         self._choice = choice
@@ -68,15 +70,23 @@ class Slots:
         self.peak_bytes = 0
         self._kinds: dict[str, Any] = {"policy": policy, "dtype": lm.params.dtype, "storage": storage}
         page_size = layout_for(storage, lm.config.head_dim).page_size
-        smaller = has_levels(lm.config, policy, lm.params.dtype, storage, on_mesh=lm.mesh is not None)
-        self.levels = levels_of(lm.config, policy, sizes.allocation, page_size, smaller=smaller)
+        smaller = common is None and has_levels(
+            lm.config, policy, lm.params.dtype, storage, on_mesh=lm.mesh is not None
+        )
+        own = sizes.own_capacity
+        self.levels = levels_of(lm.config, policy, sizes.allocation, page_size, smaller=smaller, beyond=own)
         self._level, self.least_level, size = 0, 0, self.levels[0].allocation
         held: dict[str, Any] = {"prompt_capacity": size.prompt_capacity, "new_capacity": size.new_capacity}
-        self._state = self.programs.empty(lm.params, sizes.slots, **self._kinds, **held)
+        self._state = self.programs.empty(lm.params, sizes.slots, **self._kinds, **held, own_capacity=own)
+        #: The row that every request begins as, where they share a context.
+        self.common = None if common is None or own is None else common.with_room(own)
+        if self.common is not None:
+            begun = sharing(self._state.cache, self.common, lm.config)
+            self._state = dataclasses.replace(self._state, cache=begun)
         self._stops = SharedStopTable(lm.tokenizer, lm.config.vocab_size)
         self._controls = RowControls(lm, self._stops)
         self._ended: list[int] = []
-        self._prefill = Prefill(lm, policy, sizes, self.programs, self._kinds)
+        self._prefill = Prefill(lm, policy, sizes, self.programs, self._kinds, self.common)
 
     @property
     def shards(self) -> int:
@@ -89,18 +99,18 @@ class Slots:
         Raises:
           UsageError: it is not of this engine's policy or storage, or its prompt is longer than a slot.
         """
-        if request.policy.settled:
+        if self.common is None and request.policy.settled:
             raise UsageError(
-                "An engine's slots hold a row each, and a context that was read with once=True is shared by rows; give "
-                "all of its questions to kvjax.generate together."
+                "A context that was read with once=True is shared by an engine's slots, and this engine's share none; "
+                "make one with context=, or give all questions to kvjax.generate."
             )
         if request.policy != self.policy or request.storage != self.storage:
             raise UsageError(
-                f"This engine's slots hold {self.policy.chosen} as {self.storage.kind}; a cache of another policy or "
+                f"This engine's slots hold {self.policy.named} as {self.storage.kind}; a cache of another policy or "
                 "storage needs an engine of its own."
             )
         check_stop_strings(request.options.stop_strings)
-        seen = 0 if request.cache is None else int(as_numpy(request.cache.seen)[0])
+        seen = 0 if request.cache is None or self.common is not None else int(as_numpy(request.cache.seen)[0])
         total = seen + len(request.context) + len(request.prompts[0])
         if total > self.sizes.prompt_capacity:
             raise UsageError(
@@ -310,17 +320,22 @@ class Slots:
     def _numbers(self, cache: Cache) -> Callable[[int], dict[str, Any]]:
         """Gives of each row of a cache what :class:`kvjax.Stats` says of its bytes and slots."""
         own = [as_numpy(kept) for kept in _retained(self.policy, cache.layers)]
+        context, shared = cache.context, cache.shared_lengths
+        context_bytes = 0 if context is None else device_bytes(jax.tree.leaves(context))
+        live = 0 if context is None else context.live_nbytes // cache.batch
         seen, clipped = as_numpy(cache.seen), cache.clipped
         sizes = cache.slot_bytes
 
         def numbers(index: int) -> dict[str, Any]:
-            retained = tuple(tuple(map(int, layer[index])) for layer in own)
+            kept = [layer[index] for layer in own]
+            retained = tuple(tuple(map(int, there + held)) for there, held in zip(kept, shared, strict=True))
             return {
                 "compile_seconds": self._clock.seconds,
                 "cache_bytes": cache.nbytes // cache.batch,
                 "device_cache_bytes": cache.device_nbytes,
                 "device_peak_bytes": self.peak_bytes,
-                "live_cache_bytes": sum(int(np.dot(size, kept)) for size, kept in zip(sizes, retained, strict=True)),
+                "live_cache_bytes": live + sum(int(np.dot(size, own)) for size, own in zip(sizes, kept, strict=True)),
+                "shared_cache_bytes": context_bytes,
                 "full_cache_bytes": full_cache_bytes(self.lm.config, int(seen[index]), self.lm.params.dtype),
                 "clipped": int(clipped[index]),
                 "retained": retained,

@@ -29,12 +29,20 @@ class Prefill:
 
     Args:
       kinds: policy, dtype and storage, as every program takes them.
+      common: a row that all requests begin as, if they do.
     """
 
     def __init__(
-        self, lm: LanguageModel, policy: Policy, sizes: EngineSizes, programs: Programs, kinds: dict[str, Any]
+        self,
+        lm: LanguageModel,
+        policy: Policy,
+        sizes: EngineSizes,
+        programs: Programs,
+        kinds: dict[str, Any],
+        common: Cache | None = None,
     ):
         self._params, self._sizes, self._programs, self._kinds = lm.params, sizes, programs, kinds
+        self._common = common
         self._by_layers = can_stop_between_layers(policy, lm.params, lm.mesh)
         self._contexts: OrderedDict[Any, Cache] = OrderedDict()
 
@@ -44,19 +52,23 @@ class Prefill:
 
     def kind_of(self, request: Request, shards: int) -> tuple[Hashable, int]:
         """A key shared by requests that one program can prefill together, and how many of them per data shard."""
-        if request.cache is not None or request.context:
+        if self._common is None and (request.cache is not None or request.context):
             return ("onto", id(request)), 1
         bucket = bucket_for(len(request.prompts[0]), self._sizes.prompt_capacity)
-        return ("fresh", bucket, request.prompt_logprobs), read_together(bucket, self._sizes.slots // shards)
+        return ("bucket", bucket, request.prompt_logprobs), read_together(bucket, self._sizes.slots // shards)
 
     def reading(self, group: Group[Row]) -> Reading:
         """The steps of reading a group; the last one returns its cache and logits."""
-        return self._fresh(group) if group.requests[0].fresh else self._onto(group)
+        alike = self._common is not None or group.requests[0].fresh
+        return self._alike(group) if alike else self._onto(group)
 
-    def _fresh(self, group: Group[Row]) -> Reading:
-        """Prompts that begin anew, of one bucket."""
-        prompts = [PADDING_PROMPT if place is None else place[0].prompt for place in group.places]
-        return self._scored(group, prompts, None, group.requests[0].request.prompt_logprobs)
+    def _alike(self, group: Group[Row]) -> Reading:
+        """Prompts of one bucket that begin anew, or as the row that all begin as."""
+        common = self._common
+        padding = PADDING_PROMPT if common is None else ()
+        prompts = [padding if place is None else place[0].prompt for place in group.places]
+        held = None if common is None else take(common, [0] * len(prompts))
+        return self._scored(group, prompts, held, group.requests[0].request.prompt_logprobs)
 
     def _onto(self, group: Group[Row]) -> Reading:
         """A prompt that goes on with a cache, or with its context."""
@@ -110,7 +122,7 @@ class Prefill:
 
     def _reading(self, prompts: Sequence[Any], cache: Cache | None, logprobs: Any = None) -> Reading:
         capacity = self._sizes.prompt_capacity
-        more = {"consume": False, "programs": self._programs, "size": self._sizes, "logprobs": logprobs}
+        more = {"consume": False, "programs": self._programs, "size": self._sizes.allocation, "logprobs": logprobs}
         more |= {"bucket_of": lambda tokens: bucket_for(tokens, capacity)}
         more |= {"by_layers": lambda tokens: self._by_layers and tokens > SHORT}
         return reading(self._params, prompts, cache=cache, **self._kinds, **more)

@@ -41,12 +41,13 @@ def empty_state(
     new_capacity: int,
     dtype: Any,
     storage: Storage,
+    own_capacity: int | None = None,
 ) -> DecodeState:
     """A batch of rows that have all ended, with room for others; ``present`` is all False."""
     rows = present.shape[0]
     zeros = jnp.zeros((rows,), jnp.int32)
     return DecodeState(
-        cache=device.empty(rows, prompt_capacity, new_capacity, dtype, storage),
+        cache=device.empty(rows, prompt_capacity, new_capacity, dtype, storage, own_capacity=own_capacity),
         reason=zeros + STOP,
         stop_state=zeros,
         present=present,
@@ -65,13 +66,15 @@ def insert(
 
     Args:
       device: unused; every program is given one.
-      state: donated. cache: of the admitted; its slots become as many as the state's, which must suffice.
+      state: donated. cache: of the admitted; its slots become as many as the state's, which must suffice. A context
+        that all share stays where it is.
       controls: the admitted'.
 
     Returns:
       The state, and of each admitted row its first token, that one's log-probability, and why it has ended, if it has.
     """
-    count = admitted.slot.shape[0]
+    state = dataclasses.replace(state, cache=state.cache.replace(context=None))
+    cache, count = cache.replace(context=None), admitted.slot.shape[0]
     there = admitted.slot >= 0
     begun = DecodeState(
         cache=cache.replace(layers=()),

@@ -51,7 +51,7 @@ SETTLE = Program(
 EMPTY_STATE = Program(
     empty_state,
     lambda device, arguments, static: jax.eval_shape(lambda: empty_state(device, *arguments, **static)),
-    (*_CAPACITIES, "dtype", "storage"),
+    (*_ONTO, "dtype", "storage"),
 )
 INSERT = Program(insert, lambda device, arguments, static: (arguments[0], ROW, ROW, ROW), donates=(0,))
 GROW = Program(grow, lambda device, arguments, static: arguments[0], ("new_capacity",))

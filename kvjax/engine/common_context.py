@@ -1,0 +1,92 @@
+"""A context that all requests of an engine go on with: read before, and shared by its slots."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from kvjax.cache.buckets import prompt_bucket
+from kvjax.cache.cache import Cache
+from kvjax.cache.continuation import check_continuable
+from kvjax.cache.groups import parts, with_parts
+from kvjax.cache.host_memory import as_numpy, device_bytes, to_device
+from kvjax.checkpoints.load import LanguageModel, check_model
+from kvjax.errors import UsageError
+from kvjax.model.config import ModelConfig
+from kvjax.options import GenerationOptions
+from kvjax.policies import format_policy
+from kvjax.policies.composition import shares
+from kvjax.request import how_to_continue
+from kvjax.runtime.programs import Programs
+
+
+@dataclasses.dataclass(frozen=True)
+class CommonContext:
+    """A row that every request begins as.
+
+    Attributes:
+      row: of a batch of 1, with what is shared and what each row has for itself of it.
+      seen, shared: tokens it has seen, and those of them before what it has for itself.
+      nbytes: of what is shared, on the device.
+    """
+
+    row: Cache
+    seen: int
+    shared: int
+    nbytes: int
+
+    def room(self, prompt_tokens: int) -> int:
+        """Tokens beyond what is shared that a slot for prompts of ``prompt_tokens`` has room for."""
+        return prompt_bucket(self.seen - self.shared + prompt_tokens)
+
+    def with_room(self, own_capacity: int) -> Cache:
+        """The row, onto which prompts are read for slots of ``own_capacity``."""
+        return self.row.replace(own_capacity=own_capacity)
+
+
+def sharing(empty: Cache, row: Cache, config: ModelConfig) -> Cache:
+    """An empty cache of slots whose rows share the context of ``row``."""
+    assert row.context is not None
+    layers = []
+    for i, (layer, shared) in enumerate(zip(empty.layers, row.context.layers, strict=True)):
+        pools = []
+        for pool, one, (owner, _) in zip(parts(layer), shared, row.policy.pool_policies(config, i), strict=True):
+            if one is not None:
+                counts = jnp.broadcast_to(one.length, pool.length.shape)
+                pool = pool.replace(state=owner.beyond_shared(pool.state, counts))
+            pools.append(pool)
+        layers.append(with_parts(layer, pools))
+    return empty.replace(layers=tuple(layers), context=row.context)
+
+
+def common_context(lm: LanguageModel, cache: Any) -> CommonContext:
+    """What an engine's slots share of a cache, which stays a value.
+
+    Raises:
+      UsageError: it is of several rows, another model, or a policy under which every question has a copy.
+    """
+    check_model(lm)
+    if lm.mesh is not None:
+        raise UsageError("An engine shares a context on one device, and this model is on a mesh; leave context= out.")
+    check_continuable("context=", [cache])
+    how_to_continue(lm, GenerationOptions(), cache)  # of the same model
+    policy, storage = cache.policy, cache.storage
+    if cache.batch != 1:
+        raise UsageError(f"The context has {cache.batch} rows; give one, such as cache.row(0).")
+    if policy.offloads_rounds or not shares(policy, storage):
+        raise UsageError(
+            f"Under {format_policy(policy)} as {storage.kind} every question has a copy of its context; read it with "
+            "once=True, or submit requests with cache=."
+        )
+    held: Cache = to_device(cache.device_layers)
+    sizes = {"config": lm.config, "prompt_capacity": prompt_bucket(int(as_numpy(held.seen)[0]))}
+    if held.context is None and policy.settled:  # it was saved
+        held = Programs().settle(held, dtype=lm.params.dtype, **sizes)
+    elif held.context is None:
+        held = Programs().share(held, 1, **sizes)
+    assert held.context is not None
+    seen, shared = (int(as_numpy(each)[0]) for each in (held.seen, held.context.seen))
+    return CommonContext(held, seen, shared, device_bytes(jax.tree.leaves(held.context)))
