@@ -126,9 +126,10 @@ def evaluate(
             first_steps.check_results(out)
             named = inputs.names(tasks, "--tasks")
             if suite == PAPERS:
-                _refuse_others(suite, in_view, policies, retained, mesh, everyone)
+                _refuse_others(suite, in_view, policies, retained, mesh)
                 options = Options(model, dtype, weights, quick, length, limit, seed, storage, batch_size)
-                return papers(out, named, options, folder, compile_cache)
+                with held("--out", out) if first else contextlib.nullcontext():
+                    return papers(out, named, options, folder, compile_cache, everyone)
             chosen = find_suite(suite)
             compared = entries(policies, inputs.numbers(retained, "--retained"))
             asked = asked_of(chosen, folder, tasks=named, length=length, limit=limit, seed=seed, quick=quick)
@@ -149,10 +150,8 @@ def evaluate(
                 return _run(load, chosen, folder, asked, settings, out, compared, everyone)
 
 
-def _refuse_others(suite: str, in_view: bool, policies: str, retained: str, mesh: Any, everyone: Group) -> None:
-    """Refuse (UsageError) options that the studies of papers decide themselves, a mesh, and several processes."""
-    if everyone.processes > 1:
-        raise UsageError(f"The studies of {suite} run in one process; start one, or give --num-processes 1.")
+def _refuse_others(suite: str, in_view: bool, policies: str, retained: str, mesh: Any) -> None:
+    """Refuse (UsageError) options that the studies of papers decide themselves, and a mesh."""
     if mesh is not None:
         raise UsageError(f"The studies of {suite} run on one device; leave --mesh out.")
     if in_view:

@@ -7,18 +7,17 @@ import dataclasses
 import json
 import random
 import threading
-import time
 
 import pytest
 import toys
-from support.groups import groups
-from support.suite_runs import CACHES, ITEMS, SETTINGS, answer, journal_at, question, without_times
+from support.groups import groups, together
+from support.suite_runs import CACHES, ITEMS, SETTINGS, QuickAsker, answer, journal_at, question, without_times
 
 from kvjax.errors import KvjaxError, UsageError
 from kvjax.eval.entries import Entry
 from kvjax.eval.suites import runner as module
 from kvjax.eval.suites.hosts import agree
-from kvjax.eval.suites.journal import Answer, Journal
+from kvjax.eval.suites.journal import Journal
 from kvjax.eval.suites.runner import Runner
 from kvjax.runtime import distributed
 from kvjax.runtime.distributed import PeerFailed
@@ -28,28 +27,6 @@ MANY = [*ITEMS, *(dataclasses.replace(question(n, "c"), shares=f"{n % 3}") for n
 
 class Killed(BaseException):
     """The process is no more."""
-
-
-class QuickAsker:
-    """Answers at once, with what tells whose answer it is."""
-
-    def __init__(self, lm, storage):
-        self._rng = random.Random(4)
-
-    def keep_for(self, batch):
-        pass
-
-    def answers(self, entry, batch, policy):
-        time.sleep(self._rng.random() / 1000)
-        spent = {"read_seconds": self._rng.random(), "decode_seconds": 0.0}
-        return [
-            Answer(
-                policy=entry.name, retained=entry.retained, item=one.item.id, text=f"{one.item.id} by {entry.name}",
-                tokens=3, finish_reason="length", prompt_tokens=one.tokens, live_bytes=1, allocated_bytes=2,
-                full_bytes=3, **spent,
-            )
-            for one in batch
-        ]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -191,24 +168,6 @@ def test_a_cache_that_is_refused_stands_in_the_report_of_all(lm, tmp_path):
     shared = Shared(lm, tmp_path / "answers.jsonl", caches)
     assert shared.start(3) == [None] * 3
     assert list(shared.refused) == [("alisa:ratio=0.5,layers=3", None)] and len(shared.kept) == 2 * len(MANY)
-
-
-def together(functions):
-    """What each of the functions raised, called at once in threads of their own."""
-    raised = [None] * len(functions)
-
-    def call(place):
-        try:
-            functions[place]()
-        except KvjaxError as error:
-            raised[place] = error
-
-    threads = [threading.Thread(target=call, args=(place,)) for place in range(len(functions))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    return raised
 
 
 def test_processes_that_were_not_started_alike_are_refused():

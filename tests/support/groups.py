@@ -6,6 +6,7 @@ import collections
 import contextlib
 import threading
 
+from kvjax.errors import KvjaxError
 from kvjax.runtime.distributed import Group
 
 
@@ -57,3 +58,22 @@ def groups(count: int) -> list[Group]:
     for group in made:
         group._name = made[0]._name  # in as many processes they would be counted alike
     return made
+
+
+def together(functions):
+    """What each of the functions raised, called at once in threads of their own."""
+    raised = [None] * len(functions)
+
+    def call(place):
+        try:
+            functions[place]()
+        except KvjaxError as error:
+            raised[place] = error
+
+    threads = [threading.Thread(target=call, args=(place,)) for place in range(len(functions))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+        assert not thread.is_alive(), "it waits for ever"
+    return raised

@@ -174,7 +174,10 @@ class Runner:
         """Put everybody's answers into process 0's journal."""
         if self._everyone.process > 0:
             self._journal.close()
-        self._everyone.gather("closed", "")
+        lost = set(range(self._everyone.processes)) - self._everyone.gather("closed", "").keys()
+        if lost:
+            names = f"process{'es' * (len(lost) > 1)} {', '.join(map(str, sorted(lost)))}"
+            self._say(f"{names} lost, whose questions the others answered")
         if self._everyone.process == 0:
             ids = [one.item.id for batch in self.batches for one in batch]
             self._journal.gather((*_key(entry), one) for entry in entries for one in ids)
