@@ -14,7 +14,7 @@ from typing import Unpack
 import numpy as np
 
 from kvjax.batch.counts import Counts
-from kvjax.batch.job import Job, Manifest, held, open_folder, rows_of_shard
+from kvjax.batch.job import Job, Manifest, open_folder, rows_of_shard
 from kvjax.batch.output import FORMATS, Shard
 from kvjax.batch.rows import Record, Row, order_key, read_row, row_id
 from kvjax.batch.saved import SavedRecord, is_for
@@ -27,6 +27,7 @@ from kvjax.checks import whole_number
 from kvjax.documents import same
 from kvjax.errors import KvjaxError, UsageError, quoted
 from kvjax.files import check_local
+from kvjax.held_folder import held
 from kvjax.interrupt import interruptible
 from kvjax.options import GenerationKeywords, GenerationOptions, merged, shows_options
 from kvjax.planning import fitting
@@ -161,7 +162,7 @@ class _Run:
 
     def run(self, shard_rows: int | None) -> Report:
         """Do this process' part, and wait for the others; process 0 holds the folder for all of them."""
-        with held(self._folder) if self._group.process == 0 else contextlib.nullcontext():
+        with held("--output", self._folder) if self._group.process == 0 else contextlib.nullcontext():
             return self._run(shard_rows)
 
     def _run(self, shard_rows: int | None) -> Report:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import errno
 import hashlib
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,13 +24,9 @@ from kvjax.checks import MOST_NUMBER, whole_number
 from kvjax.documents import NotADocument, parse_json, same, validated
 from kvjax.errors import KvjaxError, UsageError, quoted
 from kvjax.files import write_atomically
+from kvjax.held_folder import unusable
 from kvjax.options import FIELDS, GenerationOptions
 from kvjax.policies import format_policy, parse
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl: Any = None
 
 MANIFEST = "manifest.json"
 #: Options that a manifest holds by themselves, in their text form, or that change no answer.
@@ -148,7 +142,7 @@ class Manifest:
         try:
             names = sorted(os.listdir(folder))
         except OSError as error:
-            raise _unusable(folder, error) from error
+            raise unusable("--output", folder, error) from error
         for name in names:
             found = _SHARD_FILE.fullmatch(name)
             if found and not int(found[1]) < int(found[2]) == self.shard_count:
@@ -166,38 +160,11 @@ class Manifest:
         write_atomically(folder / MANIFEST, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
 
 
-@contextlib.contextmanager
-def held(folder: Path) -> Iterator[None]:
-    """Make a folder, and be the only run that writes into it: the system forgets a process' hold when it is killed.
-
-    Raises:
-      UsageError: another run holds it, or it cannot be made or read.
-    """
-    with contextlib.ExitStack() as stack:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            if fcntl is not None:
-                handle = os.open(folder, os.O_RDONLY)
-                stack.callback(os.close, handle)
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise UsageError(f"Another run writes into {folder} now; wait for it, or choose another folder.") from error
-        except OSError as error:
-            # Some network filesystems hold nothing; there, as on Windows, nobody notices a second run.
-            if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
-                raise _unusable(folder, error) from error
-        yield
-
-
-def _unusable(folder: Path, error: OSError) -> UsageError:
-    return UsageError(f"--output names a folder that cannot be used: {folder} ({error.strerror}).")
-
-
 def open_folder(folder: Path, job: Job, shard_rows: int) -> Manifest:
     """Begin the job in a folder, or continue it there.
 
     Args:
-      folder: which is there, and :func:`held`.
+      folder: which is there, and :func:`kvjax.held_folder.held`.
       job: the job. shard_rows: for a new one; one that was begun keeps its own.
 
     Raises:
@@ -206,7 +173,7 @@ def open_folder(folder: Path, job: Job, shard_rows: int) -> Manifest:
     try:
         there = sorted(path.name for path in folder.iterdir())
     except OSError as error:
-        raise _unusable(folder, error) from error
+        raise unusable("--output", folder, error) from error
     identity = job.identity()
     if MANIFEST in there:
         return _continued(folder / MANIFEST, identity)

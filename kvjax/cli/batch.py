@@ -18,8 +18,6 @@ from kvjax.files import check_local, is_file
 if TYPE_CHECKING:
     from kvjax.batch import Report
 
-_LAUNCHED = "Not needed under SLURM, GKE or Open MPI, or on a TPU pod."
-
 
 @app.command()
 # A job's log tells how far it is, every ten seconds.
@@ -40,18 +38,10 @@ def batch(
         str | None, typer.Option("--format", help="Format of the output: jsonl or parquet; by default the input's.")
     ] = None,
     shard_rows: Annotated[int | None, typer.Option("--shard-rows", help="Rows per output file.")] = None,
-    coordinator: Annotated[
-        str | None, typer.Option("--coordinator", help=f"HOST:PORT of process 0. {_LAUNCHED}")
-    ] = None,
-    num_processes: Annotated[
-        int | None, typer.Option("--num-processes", help=f"Processes of the job; 1 joins no other. {_LAUNCHED}")
-    ] = None,
-    process_id: Annotated[
-        int | None, typer.Option("--process-id", help=f"Number of this process, from 0. {_LAUNCHED}")
-    ] = None,
-    heartbeat_timeout: Annotated[
-        int, typer.Option("--heartbeat-timeout", help="Seconds until a silent process counts as dead.")
-    ] = 30,
+    coordinator: flag.Coordinator = None,
+    num_processes: flag.NumProcesses = None,
+    process_id: flag.ProcessId = None,
+    heartbeat_timeout: flag.HeartbeatTimeout = 30,
     compile_cache: flag.CompileCache = True,
 ) -> int:
     """Answer a file of prompts, on one machine or many.

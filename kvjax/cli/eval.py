@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,6 +16,8 @@ from kvjax.cli import first_steps, inputs
 from kvjax.cli import options as flag
 from kvjax.cli.app import INTERRUPTED, app
 from kvjax.errors import UsageError
+from kvjax.held_folder import held
+from kvjax.progress import showing
 from kvjax.tables import counted
 
 if TYPE_CHECKING:
@@ -22,8 +25,9 @@ if TYPE_CHECKING:
     from kvjax.eval.entries import Entry
     from kvjax.eval.suites.data import DataFolder
     from kvjax.eval.suites.item import Asked, Suite
-    from kvjax.eval.suites.journal import Journal
+    from kvjax.eval.suites.journal import Journal, RunSettings
     from kvjax.eval.suites.runner import Runner
+    from kvjax.runtime.distributed import Group
 
 _say = functools.partial(first_steps.say, "eval")
 _POLICIES, _RETAINED = "snapkv,lagkv", "0.5,0.25"
@@ -85,12 +89,17 @@ def evaluate(
     batch_size: Annotated[int, typer.Option("--batch-size", help="Prompts answered together.")] = 2,
     storage: flag.Storage = "model",
     seed: Annotated[int, typer.Option("--seed", help="Seed of the samples and of the bootstrap.")] = 42,
+    coordinator: flag.Coordinator = None,
+    num_processes: flag.NumProcesses = None,
+    process_id: flag.ProcessId = None,
+    heartbeat_timeout: flag.HeartbeatTimeout = 30,
     compile_cache: flag.CompileCache = True,
 ) -> int:
     """Run a benchmark on compressed caches and the full one.
 
     Scores with standard errors, paired differences from the full cache, bytes and speed go to report.html, report.md
-    and report.json; raw answers to answers.jsonl. Interrupted or killed, the same command resumes.
+    and report.json; raw answers to answers.jsonl. Interrupted or killed, the same command resumes. Processes of many
+    hosts that are started with the same command and a folder that they share divide the questions.
     """
     from kvjax.cache.quantisation import parse_storage
     from kvjax.cli.eval_papers import papers
@@ -98,35 +107,47 @@ def evaluate(
     from kvjax.eval.papers.measured import Options
     from kvjax.eval.papers.registry import NAME as PAPERS
     from kvjax.eval.suites.data import DataFolder
-    from kvjax.eval.suites.folder import JOURNAL
-    from kvjax.eval.suites.journal import Journal, RunSettings
+    from kvjax.eval.suites.journal import RunSettings
     from kvjax.eval.suites.registry import asked_of, find_suite
     from kvjax.eval.suites.runner import AFTER, IN_VIEW
+    from kvjax.runtime.distributed import Cluster, group, local_mesh
+    from kvjax.sharding.mesh import parse_mesh
 
-    whole_number("--batch-size", batch_size, 1)
-    parse_storage(storage)
-    folder = DataFolder(data)
-    if data is not None and not data.is_dir():
-        raise UsageError(f"--data names no folder: {data}.")
-    first_steps.check_results(out)
-    named = inputs.names(tasks, "--tasks")
-    if suite == PAPERS:
-        _refuse_others(suite, in_view, policies, retained, mesh)
-        options = Options(model, dtype, weights, quick, length, limit, seed, storage, batch_size)
-        return papers(out, named, options, folder, compile_cache)
-    chosen = find_suite(suite)
-    compared = entries(policies, inputs.numbers(retained, "--retained"))
-    asked = asked_of(chosen, folder, tasks=named, length=length, limit=limit, seed=seed, quick=quick)
-    if length is None:
-        asked = dataclasses.replace(asked, length=first_steps.within_context(model, asked.length))
-    settings = RunSettings(
-        model, dtype, weights, suite, asked.tasks, asked.length, asked.limit, quick, seed,
-        IN_VIEW if in_view else AFTER, storage, batch_size,
-    )  # fmt: skip
-    journal = Journal(out / JOURNAL, settings)
-    first_steps.check_length(model, asked.length)
-    lm = first_steps.load(model, dtype, mesh, compile_cache=compile_cache, weights=weights)
-    return _run(lm, chosen, folder, asked, journal, compared)
+    cluster = Cluster(coordinator, num_processes, process_id, heartbeat_timeout)
+    with cluster.joined():
+        everyone = group()
+        first = everyone.process == 0  # it tells for all, and holds the folder
+        with everyone.together(), contextlib.nullcontext() if first else showing(False):
+            whole_number("--batch-size", batch_size, 1)
+            parse_storage(storage)
+            folder = DataFolder(data)
+            if data is not None and not data.is_dir():
+                raise UsageError(f"--data names no folder: {data}.")
+            first_steps.check_results(out)
+            named = inputs.names(tasks, "--tasks")
+            if suite == PAPERS:
+                _refuse_others(suite, in_view, policies, retained, mesh)
+                options = Options(model, dtype, weights, quick, length, limit, seed, storage, batch_size)
+                with held("--out", out) if first else contextlib.nullcontext():
+                    return papers(out, named, options, folder, compile_cache, everyone)
+            chosen = find_suite(suite)
+            compared = entries(policies, inputs.numbers(retained, "--retained"))
+            asked = asked_of(chosen, folder, tasks=named, length=length, limit=limit, seed=seed, quick=quick)
+            if length is None:
+                asked = dataclasses.replace(asked, length=first_steps.within_context(model, asked.length))
+            settings = RunSettings(
+                model, dtype, weights, suite, asked.tasks, asked.length, asked.limit, quick, seed,
+                IN_VIEW if in_view else AFTER, storage, batch_size,
+            )  # fmt: skip
+            first_steps.check_length(model, asked.length)
+
+            def load() -> LanguageModel:
+                devices = parse_mesh(mesh) if everyone.processes > 1 else None
+                here = mesh if devices is None else local_mesh(devices)
+                return first_steps.load(model, dtype, here, compile_cache=compile_cache, weights=weights)
+
+            with held("--out", out) if first else contextlib.nullcontext():
+                return _run(load, chosen, folder, asked, settings, out, compared, everyone)
 
 
 def _refuse_others(suite: str, in_view: bool, policies: str, retained: str, mesh: Any) -> None:
@@ -140,43 +161,60 @@ def _refuse_others(suite: str, in_view: bool, policies: str, retained: str, mesh
 
 
 def _run(
-    lm: LanguageModel,
+    load: Callable[[], LanguageModel],
     suite: Suite,
     data: DataFolder,
     asked: Asked,
-    journal: Journal,
+    settings: RunSettings,
+    out: Path,
     compared: Sequence[Entry],
+    everyone: Group,
 ) -> int:
     """Ask what the journal does not hold yet, and write the report of all of it."""
     from kvjax.bench import machine
-    from kvjax.eval.suites import folder
+    from kvjax.eval.entries import profile_of
+    from kvjax.eval.suites import folder, hosts
+    from kvjax.eval.suites.journal import Journal
     from kvjax.eval.suites.runner import Runner
     from kvjax.eval.suites.scores import lines
 
+    journal = Journal(out / folder.JOURNAL, settings, everyone.process)
+    caches = {"policies": [(one.name, one.retained, profile_of(one)) for one in compared]}
+    hosts.agree(everyone, "command", dataclasses.asdict(settings) | caches)
+    lm = load()
+    first = everyone.process == 0
     code = 0
     refused: dict[tuple[str, float | None], str] = {}
     items: list[Any] = []
     try:
-        items = suite.items(lm, data, asked)
-        if not items:
-            raise UsageError(f"The suite {suite.name} has no questions of {', '.join(asked.tasks)}.")
-        runner = Runner(lm, items, journal, _say)
-        refused = runner.refused
-        runner.begin(compared)
-        _announce(lm, runner, journal, len(items), compared)
-        runner.run(compared)
+        with everyone.together():
+            items = suite.items(lm, data, asked)
+            if not items:
+                raise UsageError(f"The suite {suite.name} has no questions of {', '.join(asked.tasks)}.")
+            runner = Runner(lm, items, journal, _say if first else lambda _: None, everyone)
+            refused = runner.refused
+            runner.begin(compared)
+            if first:
+                _announce(lm, runner, journal, len(items), compared)
+            runner.run(compared)
+            if not first:
+                answered = counted(runner.answered, "question")
+                _say(f"process {everyone.process} answered {answered}; process 0 writes the report of all")
     except KeyboardInterrupt:
-        kept = f"what is answered is in {journal.path.parent}" if journal.answers else "nothing was answered yet"
+        journal.read_again()
+        kept = f"what is answered is in {out}" if journal.answers else "nothing was answered yet"
         _say(f"{kept}; the same command goes on from there")
         code = INTERRUPTED
     finally:
         journal.close()
         journal.drop_empty()
+    if not first:
+        return code
     if journal.answers and items:
         found = lines(items, journal, compared, refused)
-        shown = folder.write(journal.path.parent, suite, journal.settings, found, machine.describe(), data.found)
+        shown = folder.write(out, suite, journal.settings, found, machine.describe(), data.found)
         shown.print(width=160)
-        print(f"Saved: {journal.path.parent / folder.PAGE}, {folder.MARKDOWN}, {folder.NUMBERS}, {folder.JOURNAL}.")
+        print(f"Saved: {out / folder.PAGE}, {folder.MARKDOWN}, {folder.NUMBERS}, {folder.JOURNAL}.")
     elif refused:
         raise UsageError(next(iter(refused.values())))
     return code

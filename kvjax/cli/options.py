@@ -48,6 +48,16 @@ CompileCache = Annotated[
         "--compile-cache/--no-compile-cache", help="Whether compiled programs are kept on disk for later processes."
     ),
 ]
+_LAUNCHED = "Not needed under SLURM, GKE or Open MPI, or on a TPU pod."
+Coordinator = Annotated[str | None, typer.Option("--coordinator", help=f"HOST:PORT of process 0. {_LAUNCHED}")]
+NumProcesses = Annotated[
+    int | None,
+    typer.Option("--num-processes", help=f"Processes of the job; 1 joins no other. {_LAUNCHED}"),
+]
+ProcessId = Annotated[int | None, typer.Option("--process-id", help=f"Number of this process, from 0. {_LAUNCHED}")]
+HeartbeatTimeout = Annotated[
+    int, typer.Option("--heartbeat-timeout", help="Seconds until a silent process counts as dead.")
+]
 Config = Annotated[
     list[Path] | None,
     typer.Option(

@@ -2,96 +2,24 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import random
 import signal
-import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from support import quick
 from support.batch_rows import contents, prompts, records, write_rows
-
-HERE = Path(__file__).resolve().parent
-#: Seconds until a killed process is missed, and those in which every wait of these tests must end.
-HEARTBEAT, PATIENCE = 10, 400
-
-
-class Processes:
-    """Starts the processes of a job; whatever still runs at the end of the test is killed."""
-
-    def __init__(self, home: Path):
-        self.home, self.started = home, []
-        # Optimised as here, so that the same seed gives the same weights.
-        self._environment = (
-            os.environ
-            | quick.on_devices(4)
-            | {
-                "PYTHONPATH": os.pathsep.join(
-                    [str(HERE.parent.parent), str(HERE.parent), os.environ.get("PYTHONPATH", "")]
-                ),
-                "JAX_COMPILATION_CACHE_DIR": str(home / "xla"),
-                "PYTHONUNBUFFERED": "1",
-                "TF_CPP_MIN_LOG_LEVEL": "2",  # as the command does, before it loads JAX
-            }
-        )
-
-    def start(self, number: int, count: int, port: int, *arguments: str) -> subprocess.Popen:
-        where = ["--coordinator", f"127.0.0.1:{port}", "--num-processes", str(count), "--process-id", str(number)]
-        return self._begin([*arguments, *where], {})
-
-    def _begin(self, arguments: list[str], more: dict[str, str]) -> subprocess.Popen:
-        command = [sys.executable, str(HERE / "peer.py"), *arguments, "--heartbeat-timeout", str(HEARTBEAT)]
-        log = (self.home / f"log-{len(self.started)}.txt").open("w+")
-        process = subprocess.Popen(command, env=self._environment | more, stdout=log, stderr=subprocess.STDOUT)
-        self.started.append((process, log))
-        return process
-
-    def told(self, launcher: Callable[[int], dict[str, str]], *arguments: str) -> list[subprocess.Popen]:
-        """A pair that finds one another by what a launcher says in their environment."""
-        return [self._begin([*arguments], launcher(number)) for number in range(2)]
-
-    def pair(self, *arguments: str) -> list[subprocess.Popen]:
-        port = free_port()
-        return [self.start(number, 2, port, *arguments) for number in range(2)]
-
-    def said(self, process: subprocess.Popen) -> str:
-        (log,) = (log for started, log in self.started if started is process)
-        log.seek(0)
-        return log.read()
-
-    def end(self) -> None:
-        for process, log in self.started:
-            process.kill()
-            process.wait()
-            log.close()
+from support.processes import PATIENCE, Processes, free_port, wait_for
 
 
 @pytest.fixture
 def processes(tmp_path):
-    made = Processes(tmp_path)
+    made = Processes(tmp_path, "batch")
     yield made
     made.end()
-
-
-def free_port(first: int = 0, ports: int = 1) -> int:
-    """A free one of those from ``first``; any, by default."""
-    for port in range(first, first + ports):
-        with socket.socket() as found:
-            try:
-                found.bind(("127.0.0.1", port))
-            except OSError as error:
-                if error.errno != errno.EADDRINUSE:
-                    raise
-                continue
-            return found.getsockname()[1]
-    raise AssertionError("no port is free")
 
 
 #: JAX takes the coordinator's port from a job's number: one of these, so many after the first.
@@ -108,14 +36,6 @@ def open_mpi(job: int) -> Callable[[int], dict[str, str]]:
     """What ``mpirun -n 2`` tells each process."""
     common = {"OMPI_MCA_orte_hnp_uri": f"{job * 2**12}.0;tcp://127.0.0.1:1", "OMPI_COMM_WORLD_SIZE": "2"}
     return lambda number: common | {"OMPI_COMM_WORLD_RANK": str(number), "OMPI_COMM_WORLD_LOCAL_RANK": str(number)}
-
-
-def wait_for(condition, running) -> None:
-    """Until it is so, or all have ended."""
-    end = time.monotonic() + PATIENCE
-    while not condition() and any(process.poll() is None for process in running):
-        assert time.monotonic() < end, "it hangs"
-        time.sleep(0.02)
 
 
 def answers(folder: Path) -> dict[str, bytes]:

@@ -38,7 +38,8 @@ def cli(monkeypatch, capsys, tiny_model):
         compiling = "generate read chat batch bench compare compare-rounds eval picture".split()
         kept = arguments[0] in compiling and arguments[1:2] not in (("kernels",), ("decode",), ("start",))
         cached = ("--no-compile-cache",) if kept else ()
-        code = main([*arguments, *cached])
+        alone = ("--num-processes", "1") if arguments[0] == "eval" else ()  # JAX runs already, and joins nobody
+        code = main([*arguments, *cached, *alone])
         captured = capsys.readouterr()
         return Ran(code, captured.out, captured.err)
 

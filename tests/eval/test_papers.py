@@ -6,21 +6,28 @@ import dataclasses
 import json
 import os
 import re
+import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
 import toys
+from support.groups import groups, together
+from support.suite_runs import QuickAsker
 
 from kvjax.errors import UsageError
 from kvjax.eval.entries import REFERENCE
 from kvjax.eval.papers import extras, papers_report
+from kvjax.eval.papers import measured as measuring
 from kvjax.eval.papers.measured import Options, measured
 from kvjax.eval.papers.paper import published, same
 from kvjax.eval.papers.registry import PAPERS, find_papers, grounds
 from kvjax.eval.positions import Retained
+from kvjax.eval.suites import runner
 from kvjax.eval.suites.data import DataFolder
 from kvjax.eval.suites.registry import SUITES
+from kvjax.runtime import distributed
+from kvjax.runtime.distributed import Group
 
 MACHINE = {"processor": "x", "cores": 2, "versions": {"jax": "1"}, "date": "2026-01-01T00:00"}
 SEEDS = {"razor": "000", "round": "001", "ahakv": "002", "lagkv": "004"}
@@ -194,6 +201,52 @@ def test_a_number_stands_beside_ours_where_the_model_is_the_same(lm, tmp_path):
         rows = papers_report.rows_of(study, needles, model, paper, True)
         assert [row.paper for row in rows] == expected and rows[0].line.policy == REFERENCE
         assert ("the paper's" in papers_report.study_table(study, rows).header) == (model != "other")
+
+
+def test_two_processes_share_the_questions_of_every_ground(lm, tmp_path, monkeypatch):
+    """Threads, which answer without a model; what one of them alone refuses is refused by both."""
+    mine, answered = threading.local(), {}
+
+    def own_group():
+        """The process' next group, of the same name in both."""
+        mine.count += 1
+        found = Group(mine.process, 2, mine.store)
+        found._name = f"ground {mine.count}"
+        return found
+
+    monkeypatch.setattr(measuring, "group", own_group)
+    monkeypatch.setattr(runner, "Asker", QuickAsker)
+    monkeypatch.setattr(distributed, "_CHECK", 0.0)
+    paper = PAPERS["razor"]
+
+    def process(group, unlike=False):
+        number = group.process
+        mine.process, mine.store, mine.count = number, group._client, 0
+        data = DataFolder(None)
+        found = measured([paper], tmp_path / str(unlike), options(), data)
+        try:
+            with group.together():
+                for one in found:
+                    if unlike and number:
+                        monkeypatch.setattr(one, "_asked", dataclasses.replace(one._asked, length=8))
+                    one.prepare(lm, data, lambda _: None)
+                for one in found:
+                    one.run()
+        finally:
+            for one in found:
+                one.close()
+        answered[number] = sum(one.answered for one in found)
+        if number == 0:
+            answered["all"] = sum(len(one.journal.answers) for one in found if one.journal)
+            answered["missing"] = sum(one.missing - len(one.refused) * len(one.items) for one in found)
+
+    first, second = groups(2)
+    assert together([lambda: process(first), lambda: process(second)]) == [None, None]
+    assert answered["all"] == answered[0] + answered[1] > 0 and min(answered[0], answered[1]) > 0
+    assert answered["missing"] == 0 and not list((tmp_path / "False").rglob("*process*"))
+    first, second = groups(2)
+    raised = together([lambda: process(first, True), lambda: process(second, True)])
+    assert all("Process 1" in str(error) for error in raised), raised
 
 
 def test_watershed_and_heads_of_a_model_without_profile(lm, tmp_path):

@@ -2,57 +2,16 @@
 
 from __future__ import annotations
 
-import collections
 import threading
 
 import jax
 import pytest
+from support.groups import groups
 
 from kvjax.errors import UsageError
 from kvjax.runtime import distributed
-from kvjax.runtime.distributed import Cluster, Group, PeerFailed, local_mesh
+from kvjax.runtime.distributed import Cluster, PeerFailed, local_mesh
 from kvjax.sharding.mesh import Mesh
-
-
-class Store:
-    """The runtime's store of words, its counters, and its watch over who lives."""
-
-    def __init__(self, count: int):
-        self.words: dict[str, str] = {}
-        self.counters: collections.Counter[str] = collections.Counter()
-        self.alive, self._asked, self._changed = set(range(count)), 0, threading.Condition()
-
-    def key_value_set(self, key, value, allow_overwrite=False):
-        assert allow_overwrite or key not in self.words
-        self.words[key] = value
-
-    def key_value_dir_get(self, folder):
-        return [item for item in sorted(self.words.items()) if item[0].startswith(folder)]
-
-    def key_value_increment(self, key, by):
-        self.counters[key] += by
-        return self.counters[key]
-
-    def get_live_nodes(self, processes):
-        """Answer all who ask once each that lives has asked, as the runtime does."""
-        with self._changed:
-            self._asked += 1
-            self._changed.notify_all()
-            self._changed.wait_for(lambda: self._asked >= len(self.alive))
-            return {process: "its incarnation" for process in processes if process in self.alive}
-
-    def lose(self, process):
-        with self._changed:
-            self.alive.discard(process)
-            self._changed.notify_all()
-
-
-def groups(count: int) -> list[Group]:
-    store = Store(count)
-    made = [Group(i, count, store) for i in range(count)]
-    for group in made:
-        group._name = made[0]._name  # in as many processes they would be counted alike
-    return made
 
 
 def test_gather_waits_for_all_and_keeps_their_order(monkeypatch):

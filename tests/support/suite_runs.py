@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import random
+import time
 from pathlib import Path
 from typing import Any
 
@@ -39,3 +41,25 @@ def without_times(path: Path) -> list[dict[str, Any]]:
     """A journal's lines without what no two runs share."""
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     return [{name: value for name, value in row.items() if not name.endswith("seconds")} for row in rows]
+
+
+class QuickAsker:
+    """Answers at once, with what tells whose answer it is."""
+
+    def __init__(self, lm, storage):
+        self._rng = random.Random(4)
+
+    def keep_for(self, batch):
+        pass
+
+    def answers(self, entry, batch, policy):
+        time.sleep(self._rng.random() / 1000)
+        spent = {"read_seconds": self._rng.random(), "decode_seconds": 0.0}
+        return [
+            Answer(
+                policy=entry.name, retained=entry.retained, item=one.item.id, text=f"{one.item.id} by {entry.name}",
+                tokens=3, finish_reason="length", prompt_tokens=one.tokens, live_bytes=1, allocated_bytes=2,
+                full_bytes=3, **spent,
+            )
+            for one in batch
+        ]  # fmt: skip

@@ -14,10 +14,12 @@ from kvjax.eval.papers.registry import grounds
 from kvjax.eval.suites import estimate
 from kvjax.eval.suites.data import DataFolder
 from kvjax.eval.suites.folder import JOURNAL
+from kvjax.eval.suites.hosts import agree
 from kvjax.eval.suites.item import Asked, Item
 from kvjax.eval.suites.journal import Journal, RunSettings
 from kvjax.eval.suites.registry import asked_of, find_suite
 from kvjax.eval.suites.runner import Runner
+from kvjax.runtime.distributed import group
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +58,7 @@ class Measured:
         self.journal: Journal | None = None
         self._asked: Asked | None = None
         self._runner: Runner | None = None
+        self._everyone = group()
         if not self.caches:
             return
         tasks = ground.quick_tasks if options.quick else ground.tasks
@@ -73,7 +76,7 @@ class Measured:
             options.model, options.dtype, options.weights, ground.suite, self._asked.tasks, self._asked.length,
             self._asked.limit, options.quick, options.seed, ground.mode, options.storage, options.batch_size,
         )  # fmt: skip
-        self.journal = Journal(folder / ground.name / JOURNAL, settings)
+        self.journal = Journal(folder / ground.name / JOURNAL, settings, self._everyone.process)
 
     def prepare(self, lm: LanguageModel, data: DataFolder, say: Callable[[str], None]) -> None:
         """Make the questions; a ground whose questions do not fit the model is absent."""
@@ -83,9 +86,11 @@ class Measured:
             self.items = find_suite(self.ground.suite).items(lm, data, self._asked)
             if not self.items:
                 raise UsageError(f"There are no questions of {', '.join(self._asked.tasks)}.")
-            self._runner = Runner(lm, self.items, self.journal, say)
+            self._runner = Runner(lm, self.items, self.journal, say, self._everyone)
         except UsageError as error:
             self.absent, self.journal = str(error), None
+        agree(self._everyone, "absent", {f"the questions of {self.ground.name} refused": self.absent})
+        if self._runner is None:
             return
         self.refused = self._runner.refused
         self._runner.begin(self.caches)
@@ -94,6 +99,11 @@ class Measured:
     def missing(self) -> int:
         """Answers that are still to be given."""
         return 0 if self._runner is None else self._runner.missing(self.caches)
+
+    @property
+    def answered(self) -> int:
+        """Answers that this process has given."""
+        return 0 if self._runner is None else self._runner.answered
 
     def seconds(self, lm: LanguageModel) -> float:
         """An estimate of what they take."""
@@ -109,9 +119,11 @@ class Measured:
             self._runner.run(self.caches)
 
     def close(self) -> None:
-        """Close the journal."""
+        """Close the journal, with what other processes have answered so far."""
         if self.journal is not None:
             self.journal.close()
+            if self._everyone.processes > 1 and self._everyone.process == 0:
+                self.journal.read_again()
 
 
 def measured(papers: Sequence[Paper], folder: Path, options: Options, data: DataFolder) -> list[Measured]:

@@ -1,4 +1,4 @@
-"""One process of a job on the tiny model: ``python peer.py ARGUMENTS`` is ``kvjax batch ARGUMENTS``."""
+"""One process of a command on the tiny model: ``python -m support.peer batch`` is ``kvjax batch``."""
 
 import sys
 
@@ -14,4 +14,5 @@ def load(name, mesh=None, **options):
 
 
 kvjax.load = load
-sys.exit(main(["batch", *sys.argv[1:]]))
+kvjax.load_config = lambda name, **options: toys.tiny_config()
+sys.exit(main(sys.argv[1:]))
