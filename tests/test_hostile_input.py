@@ -44,6 +44,7 @@ COMMANDS: dict[tuple[str, ...], tuple[str, ...]] = {
     ("calibrate", "retrieval-heads"): ("--out", "p.yaml", "--no-picture"),
     ("calibrate", "alibi-scopes"): ("--out", "p.yaml"),
     ("calibrate", "qfilters"): ("--out", "p.yaml", "--texts", "talks.jsonl"),
+    ("calibrate", "statistics"): ("--out", "p.yaml", "--texts", "talks.jsonl"),
     ("convert",): ("a/b", "--out", "x"),
     ("calibrate", "scorer"): ("--out", "p.yaml", "--texts", "texts/long.txt", "--tokens", "60", "--no-picture"),
     ("calibrate", "gates"): (

@@ -37,7 +37,7 @@ HOLDS: dict[str, str] = {
     "request": "options, requests, outputs; what was asked, checked against model and memory",
     "engine": "in-flight batching; slots of one batch through which requests pass",
     "generation": "generate, Chat, history; one call or conversation at a time",
-    "calibrate": "head profiles; retrieval heads, ALiBi scopes, watersheds, query filters, trained scorers and gates",
+    "calibrate": "profiles; retrieval heads, ALiBi scopes, watersheds, filters, text statistics, scorers and gates",
     "batch": "files of prompts; resumable jobs on one process or many",
     "eval": "compare, pictures; needle tasks, dialogues, studies, suites of benchmarks",
     "bench": "speed and bytes; the benchmark of whole models",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Generator, Iterator, Sequence
+from typing import Any
 
 from kvjax.batch.job import Job
 from kvjax.batch.rows import PADDING_ROW, Record, Row, answered, failed

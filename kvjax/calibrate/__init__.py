@@ -3,8 +3,9 @@
 ``retrieval_heads`` scores the heads of a rotary model (RazorAttention), ``alibi_scopes`` bounds how far the heads of
 an ALiBi model see, ``watershed`` finds the layer from which on RoundAttention keeps rounds in host memory,
 ``query_filters`` the direction that each head's queries share (QFilters), and ``scorer`` trains the maps that tell
-KVzip's scores from hidden states (Learned), ``gates`` what tells retrieval heads (DuoAttention). Each gives a frozen
-profile, the last two with its training, that ``save_profile`` writes and a policy takes as ``profile=``.
+KVzip's scores from hidden states (Learned), ``gates`` what tells retrieval heads (DuoAttention), and
+``text_statistics`` what queries and keys are on average over texts (ExpectedAttention, KeyDiff). Each gives a frozen
+profile, ``scorer`` and ``gates`` with its training, that ``save_profile`` writes and a policy takes as ``profile=``.
 """
 
 from __future__ import annotations
@@ -19,12 +20,14 @@ if TYPE_CHECKING:
     from kvjax.calibrate.head_gates import gates
     from kvjax.calibrate.kvzip_scorer import scorer
     from kvjax.calibrate.retrieval import retrieval_heads
+    from kvjax.calibrate.statistics import text_statistics
     from kvjax.policies.profile import (
         FilterProfile,
         GateProfile,
         HeadProfile,
         ScopeProfile,
         ScorerProfile,
+        StatisticsProfile,
         WatershedProfile,
     )
     from kvjax.policies.profile_files import load_profile, save_profile
@@ -36,6 +39,7 @@ _HOMES = {
     "HeadProfile": "kvjax.policies.profile",
     "ScopeProfile": "kvjax.policies.profile",
     "ScorerProfile": "kvjax.policies.profile",
+    "StatisticsProfile": "kvjax.policies.profile",
     "WatershedProfile": "kvjax.policies.profile",
     "alibi_scopes": "kvjax.calibrate.alibi",
     "gates": "kvjax.calibrate.head_gates",
@@ -44,6 +48,7 @@ _HOMES = {
     "retrieval_heads": "kvjax.calibrate.retrieval",
     "save_profile": "kvjax.policies.profile_files",
     "scorer": "kvjax.calibrate.kvzip_scorer",
+    "text_statistics": "kvjax.calibrate.statistics",
     "watershed": "kvjax.calibrate.divergence",
 }
 
@@ -53,6 +58,7 @@ __all__ = [
     "HeadProfile",
     "ScopeProfile",
     "ScorerProfile",
+    "StatisticsProfile",
     "WatershedProfile",
     "alibi_scopes",
     "gates",
@@ -61,6 +67,7 @@ __all__ = [
     "retrieval_heads",
     "save_profile",
     "scorer",
+    "text_statistics",
     "watershed",
 ]
 

@@ -17,9 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from kvjax.calibrate.pieces import pieces_of
 from kvjax.checkpoints.load import LanguageModel, check_model
 from kvjax.checks import whole_number
-from kvjax.errors import UsageError
 from kvjax.model.config import ModelConfig
 from kvjax.policies.full import Full
 from kvjax.policies.profile import FilterProfile, ModelShape, model_name
@@ -49,18 +49,10 @@ def query_filters(
       UsageError: no text, or a model without global layers.
     """
     check_model(lm)
-    if isinstance(texts, str):
-        raise UsageError("The texts are one text; give a list of texts.")
     config = lm.config
     whole_number("tokens", tokens, 2)
     whole_number("most", most, 1)
-    if config.sliding and None not in config.windows:
-        raise UsageError("Every layer of this model sees a window of tokens; a policy has nothing to choose there.")
-    size = min(tokens, config.max_position)
-    pieces = [ids[i : i + size] for ids in map(lm.tokenizer.encode, texts) for i in range(0, len(ids), size)]
-    pieces = sorted(pieces, key=len, reverse=True)[:most]
-    if not pieces or len(pieces[0]) < 2:
-        raise UsageError("The texts have no tokens to read; give some pages.")
+    pieces = sorted(pieces_of(lm, texts, tokens), key=len, reverse=True)[:most]
     total: list[Any] = []
     for number, ids in enumerate(pieces, 1):
         observer = QuerySums(config, jnp.int32(len(ids)))

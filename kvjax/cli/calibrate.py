@@ -174,6 +174,36 @@ def qfilters(
     print(f"{out}: filters of {len(profile.filters)} layers, from {profile.tokens:,} tokens")
 
 
+@group.command()
+def statistics(
+    out: Out,
+    texts: Annotated[
+        list[Path], typer.Option("--texts", help="A UTF-8 text file, such as a book; may be given several times.")
+    ],
+    model: flag.Model = flag.DEFAULT_MODEL,
+    config: flag.Config = None,
+    dtype: flag.Dtype = None,
+    weights: flag.Weights = None,
+    most: Annotated[int, typer.Option("--most", help="Pieces to read, drawn from the longest.")] = 32,
+    tokens: Annotated[int, typer.Option("--tokens", help="Tokens of a piece, or what fits the context.")] = 1024,
+    sink: Annotated[int, typer.Option("--sink", help="First tokens of each piece whose queries do not count.")] = 4,
+    seed: Annotated[int, flag.option("seed")] = 0,
+) -> None:
+    """Average each head's queries and keys over texts (for expected_attention and keydiff)."""
+    from kvjax.calibrate.statistics import check, text_statistics
+    from kvjax.cli import first_steps
+    from kvjax.policies.profile_files import save_profile
+
+    check_out(out)
+    check(tokens=tokens, most=most, sink=sink, seed=seed)
+    read = read_texts(texts)
+    lm = first_steps.load(model, dtype, weights=weights)
+    with counting("pieces") as shown:
+        profile = text_statistics(lm, read, tokens=tokens, most=most, sink=sink, seed=seed, progress=shown.update)
+    save_profile(profile, out)
+    print(f"{out}: statistics of {profile.shape.num_layers} layers, from {profile.tokens:,} tokens")
+
+
 def check_out(out: Path) -> None:
     """Refuse a file that cannot be written before minutes are spent."""
     check_writable("--out", out)

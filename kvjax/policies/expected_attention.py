@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Hashable
 from typing import Any, ClassVar
 
 import jax
@@ -18,6 +19,8 @@ from kvjax.model.config import ModelConfig
 from kvjax.model.rope import angles, rotate
 from kvjax.policies.base import Candidates, PromptChunk, Signals
 from kvjax.policies.option_checks import refuse_unused
+from kvjax.policies.profile import StatisticsProfile
+from kvjax.policies.profile_files import read_profile
 from kvjax.policies.signals import QueryStats
 from kvjax.policies.sized import SelectingPastSinks
 
@@ -44,6 +47,9 @@ class ExpectedAttention(SelectingPastSinks):
     Chosen once a prompt; decoded tokens all stay. On a later turn the statistics are those of the queries of all
     turns so far (not of decoded tokens), and the average starts at the row's new end. With ALiBi nothing rotates, and
     each key's weight has its bias as the row's next query would see it.
+
+    ``profile`` has the mean and the covariance of the queries of texts instead (``kvjax calibrate statistics``; a file
+    or a profile), the same for every row and turn, as kvpress's ExpectedAttentionStatsPress has them.
     """
 
     layers_alike: ClassVar[bool] = True
@@ -53,8 +59,10 @@ class ExpectedAttention(SelectingPastSinks):
     epsilon: float = 0.01
     covariance: bool = True
     values: bool = True
+    profile: StatisticsProfile | str | None = None
 
     def __post_init__(self) -> None:
+        read_profile(self, StatisticsProfile)
         whole_number("sink", self.sink, 0, MOST_SLOTS)
         whole_number("future", self.future, 1, MOST_SLOTS)
         number("epsilon", self.epsilon, 0)
@@ -67,15 +75,31 @@ class ExpectedAttention(SelectingPastSinks):
             refuse_unused(self, ("future",), "Nothing rotates in an ALiBi model")
         if not self.values:
             refuse_unused(self, ("epsilon",), "epsilon lets values count more, and values=False leaves them out")
+        if isinstance(self.profile, StatisticsProfile):
+            self.profile.check(config)
+
+    @property
+    def heads_alike(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Whether no head has statistics of its own from texts."""
+        return self.profile is None
+
+    def layer_kind(self, config: ModelConfig, layer: int) -> Hashable | None:
+        return super().layer_kind(config, layer) if self.profile is None else None
 
     @property
     def signals(self) -> Signals:
-        return Signals(queries=True, query_skip=self.sink)
+        return Signals(queries=True, query_skip=self.sink) if self.profile is None else Signals()
 
     def init_state(self, config: ModelConfig, layer: int, batch: int, slots: tuple[int, ...]) -> Any:
+        if self.profile is not None:
+            return None
         return QueryStats.none(batch, len(slots), config.group_size, config.head_dim)
 
-    def state_after(self, layer: int, cache: LayerCache, candidates: Candidates, chunk: PromptChunk) -> QueryStats:
+    def state_after(
+        self, layer: int, cache: LayerCache, candidates: Candidates, chunk: PromptChunk
+    ) -> QueryStats | None:
+        if self.profile is not None:
+            return None
         assert candidates.signals.queries is not None
         return cache.state.merge(candidates.signals.queries)
 
@@ -86,7 +110,12 @@ class ExpectedAttention(SelectingPastSinks):
         self, layer: int, cache: LayerCache, candidates: Candidates, chunk: PromptChunk
     ) -> Float[Array, "B H N"]:
         stats = self.state_after(layer, cache, candidates, chunk)
-        mean, covariance = stats.mean, stats.covariance
+        if isinstance(self.profile, StatisticsProfile):
+            rows = candidates.k.shape[0]
+            mean, covariance = (jnp.broadcast_to(x, (rows, *x.shape)) for x in self.profile.queries(layer))
+        else:
+            assert stats is not None
+            mean, covariance = stats.mean, stats.covariance
         if chunk.config.positional == "rope":
             mean, covariance = rotate_ahead(mean, covariance, *self._rotation(chunk))
         logits = expected_logits(

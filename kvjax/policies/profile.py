@@ -23,8 +23,10 @@ from kvjax.model.config import MOST_SIZE, ModelConfig
 Table = tuple[tuple[float, ...], ...]
 #: One number a layer.
 Curve = tuple[float, ...]
-#: Many numbers: [layer] the layer's in float16, little-endian, as base64 text.
+#: Many numbers: [layer] the layer's as base64 text, in a dtype of NumPy that the kind of profile names.
 Packed = tuple[str, ...]
+#: Dtypes of packed numbers: float16 and float32, little-endian.
+HALF, SINGLE = "<f2", "<f4"
 #: KV heads by layer.
 Heads = tuple[tuple[int, ...], ...]
 #: How far a head of an ALiBi model may see: see :func:`~kvjax.policies.head_choice.scope_lengths`.
@@ -80,7 +82,7 @@ class Profile:
       model: the name its model was loaded as; of a file or folder, its own.
       shape: the model it belongs to.
       source: the file it was read from; no part of its value.
-      tables, curves, vectors, kv_tables, packed: the names of its numbers, by their form.
+      tables, curves, vectors, kv_tables, packed: the names of its numbers, by their form; of packed ones their dtypes.
       counts, ranges: least and most of each of its whole numbers, and of the numbers of each table, curve or vector
         that has bounds besides those of float32, in which they are computed with.
     """
@@ -90,7 +92,7 @@ class Profile:
     curves: ClassVar[tuple[str, ...]] = ()
     vectors: ClassVar[tuple[str, ...]] = ()
     kv_tables: ClassVar[tuple[str, ...]] = ()
-    packed: ClassVar[tuple[str, ...]] = ()
+    packed: ClassVar[Mapping[str, str]] = {}
     counts: ClassVar[Counts] = {}
     ranges: ClassVar[Ranges] = {}
 
@@ -107,9 +109,9 @@ class Profile:
                 raise UsageError(f"{name} of a profile of this model needs {layers} rows of {width} numbers.")
             for row in rows:
                 self._check_numbers(name, row)
-        for name in self.packed:
-            rows, width = getattr(self, name), self.shape.num_kv_heads * (self.shape.hidden_size + 1)
-            found = [unpacked(row) for row in rows]
+        for name, dtype in self.packed.items():
+            rows, width = getattr(self, name), self.packed_width(name)
+            found = [unpacked(row, dtype) for row in rows]
             if len(found) != layers or any(row is None or len(row) != width for row in found):
                 raise UsageError(f"{name} of a profile of this model needs {layers} texts of {width} packed numbers.")
             if not all(np.isfinite(row).all() for row in found if row is not None):
@@ -125,6 +127,16 @@ class Profile:
         numbers = [getattr(self, name) for name in self._numbers]
         numbers += [zlib.crc32("".join(getattr(self, name)).encode()) for name in self.packed]
         object.__setattr__(self, "_hash", hash(tuple(numbers)))
+
+    def packed_width(self, name: str) -> int:
+        """How many numbers a layer has under this name of ``packed``."""
+        raise NotImplementedError
+
+    def packed_layer(self, name: str, layer: int) -> np.ndarray:
+        """[N] float32 numbers of one layer under this name of ``packed``."""
+        row = unpacked(getattr(self, name)[layer], self.packed[name])
+        assert row is not None
+        return row.astype(np.float32)
 
     def _check_numbers(self, name: str, row: tuple[float, ...]) -> None:
         """Refuse a number that float32 does not hold, or that is not within its bounds."""
@@ -288,7 +300,7 @@ class ScorerProfile(Profile):
     """
 
     kind: ClassVar[str] = "scorer"
-    packed: ClassVar[tuple[str, ...]] = ("weights",)
+    packed: ClassVar[Mapping[str, str]] = {"weights": HALF}
     counts: ClassVar[Counts] = {"texts": (1, MOST), "tokens": (1, MOST), "steps": (1, MOST)}
 
     texts: int
@@ -303,11 +315,12 @@ class ScorerProfile(Profile):
         super().__post_init__()
         number("correlation of a profile", self.correlation, -1, 1)
 
+    def packed_width(self, name: str) -> int:
+        return self.shape.num_kv_heads * (self.shape.hidden_size + 1)
+
     def of_layer(self, layer: int) -> np.ndarray:
         """[H, M + 1] float32 weights of one layer."""
-        row = unpacked(self.weights[layer])
-        assert row is not None
-        return row.astype(np.float32).reshape(self.shape.num_kv_heads, -1)
+        return self.packed_layer("weights", layer).reshape(self.shape.num_kv_heads, -1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -333,19 +346,86 @@ class GateProfile(Profile):
     __hash__ = Profile.__hash__
 
 
-def packed_numbers(rows: np.ndarray) -> Packed:
+@dataclasses.dataclass(frozen=True)
+class StatisticsProfile(Profile):
+    """Statistics of a model's queries and keys over texts (after ExpectedAttention, arXiv 2510.00636, and KeyDiff).
+
+    Attributes:
+      pieces, tokens: of text that were read. seed: of which pieces. sink: tokens of each whose queries do not count.
+      means: [layer] of each query head the mean of its queries before rotary embedding; float32, see :data:`Packed`.
+      roots: [layer] of each query head the lower triangle, row by row, of a matrix R whose product R R' is the
+        covariance of these queries: as float16 it has the range of their square roots, and the product is a covariance
+        whatever was rounded.
+      anchors: [layer] of each KV head the mean of its keys after rotary embedding, each of length 1; float32.
+    """
+
+    kind: ClassVar[str] = "statistics"
+    packed: ClassVar[Mapping[str, str]] = {"means": SINGLE, "roots": HALF, "anchors": SINGLE}
+    counts: ClassVar[Counts] = dict(pieces=(1, MOST), tokens=(1, MOST), seed=(0, MOST_SEED), sink=(0, MOST_SLOTS))
+
+    pieces: int
+    tokens: int
+    seed: int
+    sink: int
+    means: Packed = dataclasses.field(repr=False)  # megabytes
+    roots: Packed = dataclasses.field(repr=False)
+    anchors: Packed = dataclasses.field(repr=False)
+
+    __hash__ = Profile.__hash__
+
+    def packed_width(self, name: str) -> int:
+        shape = self.shape
+        heads = shape.num_kv_heads if name == "anchors" else shape.num_heads
+        return heads * (len(_triangle(shape.head_dim)[0]) if name == "roots" else shape.head_dim)
+
+    def queries(self, layer: int) -> tuple[np.ndarray, np.ndarray]:
+        """The mean [H, G, D] and the covariance [H, G, D, D] of a layer's queries before rotary embedding, float32."""
+        shape = self.shape
+        heads, dim = (shape.num_kv_heads, shape.num_heads // shape.num_kv_heads), shape.head_dim
+        roots = np.zeros((*heads, dim, dim), np.float32)
+        roots[..., *_triangle(dim)] = self.packed_layer("roots", layer).reshape(*heads, -1)
+        return self.packed_layer("means", layer).reshape(*heads, dim), roots @ roots.swapaxes(-1, -2)
+
+    def anchor(self, layer: int) -> np.ndarray:
+        """[H, D] float32: the mean of a layer's normalised keys."""
+        return self.packed_layer("anchors", layer).reshape(self.shape.num_kv_heads, -1)
+
+
+def lower_roots(covariance: np.ndarray) -> np.ndarray:
+    """[..., D (D + 1) / 2] the lower triangle of a matrix R with R R' = ``covariance``, of any rank."""
+    values, vectors = np.linalg.eigh(covariance)
+    factor = vectors * np.sqrt(np.maximum(values, 0.0))[..., None, :]
+    upper = np.asarray(np.linalg.qr(factor.swapaxes(-1, -2), mode="r"))
+    return upper.swapaxes(-1, -2)[..., *_triangle(covariance.shape[-1])]
+
+
+def _triangle(dim: int) -> tuple[np.ndarray, np.ndarray]:
+    """Row and column of each number of a lower triangle, row by row."""
+    return np.tril_indices(dim)
+
+
+def packed_numbers(rows: np.ndarray, dtype: str = HALF) -> Packed:
     """The numbers of each layer, [layer, ...], as a profile has them."""
-    return tuple(base64.b64encode(np.ascontiguousarray(row, "<f2").tobytes()).decode() for row in rows)
+    return tuple(base64.b64encode(np.ascontiguousarray(row, dtype).tobytes()).decode() for row in rows)
 
 
-def unpacked(text: str) -> np.ndarray | None:
-    """Undo :func:`packed_numbers` of one layer, [N] float16; None of what is no such text."""
+def unpacked(text: str, dtype: str = HALF) -> np.ndarray | None:
+    """Undo :func:`packed_numbers` of one layer, [N]; None of what is no such text."""
     try:
-        return np.frombuffer(base64.b64decode(text, validate=True), "<f2")
+        return np.frombuffer(base64.b64decode(text, validate=True), dtype)
     except (ValueError, TypeError):
         return None
 
 
 KINDS: dict[str, type[Profile]] = {
-    kind.kind: kind for kind in (HeadProfile, ScopeProfile, WatershedProfile, FilterProfile, ScorerProfile, GateProfile)
+    kind.kind: kind
+    for kind in (
+        HeadProfile,
+        ScopeProfile,
+        WatershedProfile,
+        FilterProfile,
+        ScorerProfile,
+        GateProfile,
+        StatisticsProfile,
+    )
 }

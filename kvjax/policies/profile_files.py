@@ -16,8 +16,8 @@ from kvjax.model.config import ModelConfig
 from kvjax.policies.base import Policy
 from kvjax.policies.profile import KINDS, ModelShape, Profile, Table
 
-#: Bytes of a file at most: many times what the scorer of a model of 80 layers takes.
-_MOST_BYTES = 64_000_000
+#: Bytes of a file at most: what the statistics of a model of 80 layers of 64 heads take, and a little more.
+_MOST_BYTES = 128_000_000
 AnyProfile = TypeVar("AnyProfile", bound=Profile)
 
 

@@ -24,6 +24,7 @@ from kvjax.policies.profile import (
     ModelShape,
     ScopeProfile,
     ScorerProfile,
+    StatisticsProfile,
     WatershedProfile,
 )
 from kvjax.policies.split_cache import SplitCache
@@ -33,7 +34,16 @@ from kvjax.policies.window_layers import SlidingWindow, WithWindows
 VERSION = 1
 _VALUES: dict[str, Any] = {
     cls.__name__: cls
-    for cls in (HeadProfile, ScopeProfile, WatershedProfile, FilterProfile, ScorerProfile, GateProfile, ModelShape)
+    for cls in (
+        HeadProfile,
+        ScopeProfile,
+        WatershedProfile,
+        FilterProfile,
+        ScorerProfile,
+        GateProfile,
+        StatisticsProfile,
+        ModelShape,
+    )
 }
 _VALUES |= {cls.__name__: cls for cls in (WithWindows, SlidingWindow)}
 _VALUES["Placed"] = SplitCache  # its name in version 1 of the file format

@@ -9,7 +9,7 @@ import pytest
 import toys
 import yaml
 from support.filters import random_filters
-from support.scorers import random_gates, random_scorer
+from support.scorers import random_gates, random_scorer, random_statistics
 
 from kvjax.errors import UsageError
 from kvjax.policies import parse
@@ -29,6 +29,7 @@ PROFILES: dict[str, Profile] = {
         random_filters(CONFIG),
         random_scorer(CONFIG),
         random_gates(CONFIG),
+        random_statistics(CONFIG),
     )
 }
 COUNTS = {
@@ -37,6 +38,7 @@ COUNTS = {
     "qfilters": ("pieces", "tokens"),
     "scorer": ("texts", "tokens", "steps"),
     "gates": ("tokens", "steps", "sink", "recent"),
+    "statistics": ("pieces", "tokens", "seed", "sink"),
 }
 NUMBERS = {
     ("retrieval-heads", "echo"): (-1.0, 1.5, 1e300, math.nan),

@@ -14,6 +14,7 @@ from kvjax.calibrate import (
     load_profile,
     query_filters,
     retrieval_heads,
+    text_statistics,
 )
 
 
@@ -113,6 +114,21 @@ def test_filters_of_texts(cli, tiny_model, tmp_path):
     assert load_profile(out) == query_filters(tiny_model, [text.read_text()], tokens=64)
     ran = cli("calibrate", "qfilters", "--texts", str(tmp_path / "none.txt"), "--out", str(out))
     assert ran.code == 2 and "does not exist" in ran.sentence
+
+
+def test_statistics_of_texts(cli, tiny_model, tmp_path):
+    text, out = tmp_path / "book.txt", tmp_path / "toy.yaml"
+    text.write_text("It was a dark and stormy night. " * 6)
+    asked = ("calibrate", "statistics", "--texts", str(text), "--out", str(out))
+    ran = cli(*asked, "--tokens", "40", "--most", "3", "--sink", "2", "--seed", "1")
+    assert ran.code == 0 and "statistics of 2 layers, from 120 tokens" in ran.out
+    assert load_profile(out) == text_statistics(tiny_model, [text.read_text()], tokens=40, most=3, sink=2, seed=1)
+    for flags, said in (
+        (("--sink", "500"), "more than 500 tokens"), (("--sink", "-1"), "sink is -1"), (("--seed", "-1"), "seed is -1"),
+        (("--tokens", "1"), "tokens is 1"), (("--most", "0"), "most is 0"), (("--out", "toy.txt"), ".yaml file"),
+    ):  # fmt: skip
+        ran = cli(*asked, *flags)
+        assert ran.code == 2 and said in ran.sentence
 
 
 def test_a_scorer_and_gates_with_the_curve_of_their_losses(cli, tmp_path, monkeypatch):

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import toys
+from support.harness_tasks import with_data
 
 import kvjax
 from kvjax.runtime.prefill import logits_of
@@ -65,11 +66,7 @@ def assert_same(one, other, atol: float = 1e-3) -> None:
 
 
 def task(folder, name: str, kind: str, rows, **more) -> dict:
-    path = folder / f"{name}.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    data = {"data_files": {"test": str(path)}, "cache_dir": str(folder / "cache")}
-    source = {"dataset_path": "json", "dataset_kwargs": data, "test_split": "test"}
-    return {"task": name, "output_type": kind, **source, **more}
+    return with_data(folder, name, {"rows": rows, "config": {"output_type": kind, **more}})
 
 
 def tasks(folder) -> list[dict]:

@@ -16,7 +16,7 @@ import pytest
 import toys
 from support.driver import Driver, config_for, random_kv
 from support.filters import random_filters
-from support.scorers import random_gates, random_scorer
+from support.scorers import random_gates, random_scorer, random_statistics
 
 import kvjax
 from kvjax.cache.pool import rows
@@ -110,11 +110,12 @@ TABLE: dict[str, tuple[dict[str, Any], dict[str, Other]]] = {
         **SIZED, "proxy": Other(0.5, DRAWN), "random": Other(0.0, DRAWN), "protect": Other(0.4, DRAWN),
         "sink": Other(1, {"budget": 20}), "seed": Other(7, DRAWN), "group": Other("max", DRAWN | {"random": 0.0}),
     }),
-    "keydiff": ({}, SIZED),
+    "keydiff": ({}, {**SIZED, "profile": Other(random_statistics(CONFIGS["rope"], 5), {"budget": 16})}),
     "expected_attention": ({}, {
         **SIZED, "sink": Other(1, {"budget": 16}), "future": Other(4, {"budget": 16}),
         "epsilon": Other(0.5, {"budget": 16}), "covariance": Other(False, {"budget": 16}),
         "values": Other(False, {"budget": 16}),
+        "profile": Other(random_statistics(CONFIGS["rope"], 5), {"budget": 16}),
     }),
     "chunkkv": ({}, {
         **SIZED, "inner": Other(SnapKV(window=3), {"budget": 16}), "chunk": Other(3, {"budget": 16}),

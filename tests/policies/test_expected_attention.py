@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.choosing import ChoosingHead, Lane, assert_alone, assert_same, best, softmax
 from support.driver import config_for
+from support.scorers import random_statistics
 
 from kvjax.errors import UsageError
 from kvjax.model.config import RopeConfig
@@ -30,10 +31,10 @@ def rotation(position: float, dim: int, scale: float = 1.0) -> np.ndarray:
 
 
 class ExpectedHead(ChoosingHead):
-    def __init__(self, *args, covariance=True, values=True, epsilon=0.01, scale=1.0, slopes=None, **place):
+    def __init__(self, *args, covariance=True, values=True, epsilon=0.01, scale=1.0, slopes=None, texts=None, **place):
         super().__init__(*args, **place)
         self.covariance, self.values, self.epsilon = covariance, values, epsilon
-        self.scale, self.slopes = scale, slopes
+        self.scale, self.slopes, self.texts = scale, slopes, texts
         self.asked: list[int] = []
 
     def budget(self, total: int) -> int:
@@ -50,9 +51,11 @@ class ExpectedHead(ChoosingHead):
             ahead = np.eye(dim)
         weights = []
         for g, q in enumerate(self.q):
-            queries = q[self.asked]
-            mean = ahead @ queries.mean(axis=0)
-            spread = ahead @ np.cov(queries.T, ddof=0) @ ahead.T
+            if self.texts is None:
+                mean, spread = q[self.asked].mean(axis=0), np.cov(q[self.asked].T, ddof=0)
+            else:
+                mean, spread = (np.float64(x[self.head, g]) for x in self.texts)
+            mean, spread = ahead @ mean, ahead @ spread @ ahead.T
             logits = self.k[rest] @ mean / np.sqrt(dim)
             if self.covariance:
                 logits = logits + np.array([key @ spread @ key for key in self.k[rest]]) / (2 * dim)
@@ -116,8 +119,22 @@ def test_later_turns_choose_again_with_the_queries_of_all_turns():
     assert_same(policy(), head_of(), events, heads=2, group=2, seed=5)
 
 
-def test_a_row_equals_the_row_alone():
-    assert_alone(policy(), [("read", [20, 70, 3]), ("decode", 4), ("read", [6, 1, 9])])
+@pytest.mark.parametrize(("heads", "group"), [(2, 2), (1, 4)], ids=["gqa", "mqa"])
+@pytest.mark.parametrize("options", [{}, {"covariance": False}, {"values": False}], ids=str)
+def test_statistics_of_texts_are_every_layers_own_on_every_turn(heads, group, options):
+    profile = random_statistics(config_for(heads, DIM, 2, num_heads=heads * group))
+    events = [("read", [1, BUDGET, 70]), ("decode", 5), ("read", [9, 2, 0])]
+    for layer in (0, 1):
+        head = head_of(texts=profile.queries(layer), **options)
+        own = policy(profile=profile, **options)
+        assert_same(own, head, events, heads=heads, group=group, layer=layer, layers=2)
+    assert not own.signals.queries  # no query of a prompt is looked at
+
+
+@pytest.mark.parametrize("texts", [False, True], ids=["prompt", "texts"])
+def test_a_row_equals_the_row_alone(texts):
+    profile = random_statistics(config_for(2, DIM, 1, num_heads=4)) if texts else None
+    assert_alone(policy(profile=profile), [("read", [20, 70, 3]), ("decode", 4), ("read", [6, 1, 9])])
 
 
 @settings(max_examples=25, deadline=None)

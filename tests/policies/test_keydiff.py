@@ -7,6 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.choosing import ChoosingHead, Lane, assert_alone, assert_same, best
+from support.driver import config_for
+from support.scorers import random_statistics
 
 from kvjax.errors import UsageError
 from kvjax.policies import KeyDiff
@@ -15,13 +17,15 @@ BUDGET = 10
 
 
 class KeyDiffHead(ChoosingHead):
+    anchors = None
+
     def budget(self, total: int) -> int:
         return BUDGET
 
     def choose(self, candidates, new, budget):
         keys = self.k[candidates]
         unit = keys / np.linalg.norm(keys, axis=1, keepdims=True)
-        anchor = unit.mean(axis=0)
+        anchor = unit.mean(axis=0) if self.anchors is None else self.anchors[self.head]
         cosine = keys @ anchor / (np.linalg.norm(keys, axis=1) * np.linalg.norm(anchor))
         return [candidates[i] for i in best(-cosine, budget)]
 
@@ -37,8 +41,22 @@ def test_later_turns_choose_again_over_what_is_there():
     assert_same(KeyDiff(budget=BUDGET), KeyDiffHead, events, heads=2, group=2, seed=5)
 
 
-def test_a_row_equals_the_row_alone():
-    assert_alone(KeyDiff(budget=BUDGET), [("read", [20, 70, 3]), ("decode", 4), ("read", [6, 1, 9])])
+@pytest.mark.parametrize(("heads", "group"), [(2, 2), (1, 4)], ids=["gqa", "mqa"])
+def test_anchors_of_texts_are_every_layers_own_on_every_turn(heads, group):
+    profile = random_statistics(config_for(heads, 4, 2, num_heads=heads * group))
+    events = [("read", [2, BUDGET, 70]), ("decode", 5), ("read", [9, 2, 0])]
+    for layer in (0, 1):
+        head = type("Head", (KeyDiffHead,), {"anchors": profile.anchor(layer)})
+        assert_same(
+            KeyDiff(budget=BUDGET, profile=profile), head, events, heads=heads, group=group, layer=layer, layers=2
+        )
+
+
+@pytest.mark.parametrize("texts", [False, True], ids=["prompt", "texts"])
+def test_a_row_equals_the_row_alone(texts):
+    profile = random_statistics(config_for(2, 4, 1, num_heads=4)) if texts else None
+    policy = KeyDiff(budget=BUDGET, profile=profile)
+    assert_alone(policy, [("read", [20, 70, 3]), ("decode", 4), ("read", [6, 1, 9])])
 
 
 @settings(max_examples=25, deadline=None)

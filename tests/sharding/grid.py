@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import jax
 import numpy as np
 import toys
-from support.scorers import with_profiles
+from support.scorers import with_profiles, with_statistics
 
 import kvjax
 from kvjax.cache import buckets
@@ -43,6 +43,9 @@ POLICIES: dict[str, str | Policy] = {
     "nacl": "nacl:budget=12",
     "keydiff": "keydiff:budget=12",
     "expected_attention": "expected_attention:budget=12,future=16",
+    "keydiff_of_texts": "keydiff:budget=12",  # with statistics of the case's model
+    "expected_attention_of_texts": "expected_attention:budget=12,future=16",
+    "adaptive_of_texts": "adaptive:budget=12,inner=expected_attention(future=16)",
     # One of the prompts repeats itself every two tokens: chunks that hold the same would tie, and rounding decide.
     "chunkkv": "chunkkv:budget=12,chunk=5",
     "compactor": "compactor:budget=12,sink=2,recent=2",
@@ -118,6 +121,7 @@ DEFAULT = (
     Case("snapkv", "data=4,model=2", kv_heads=1, storage="int8", later=True, layers=True),
     Case("adaptive", "data=2,model=2", later=True, windows=True),
     Case("snapkv", "data=2,model=4", kv_heads=3, later=True, context=True, once=True),
+    Case("expected_attention_of_texts", "data=2,model=4", storage="int8", later=True, saved=True),
 )
 GRID = (
     *(Case(policy, mesh, later=True) for policy in POLICIES for mesh in MESHES),
@@ -193,7 +197,8 @@ def model_of(case: Case) -> Any:
 
 def policy_of(case: Case) -> Any:
     """The policy of a case, with what it must know of the model."""
-    return with_profiles(parse(POLICIES[case.policy]), model_of(case).config)
+    policy, config = with_profiles(parse(POLICIES[case.policy]), model_of(case).config), model_of(case).config
+    return with_statistics(policy, config) if case.policy.endswith("_of_texts") else policy
 
 
 def numbers(case: Case, lm: Any) -> tuple[dict[str, Any], Any]:

@@ -16,6 +16,7 @@ SAMPLED: dict[str, float] = {
     "cache/test_layer_view.py::test_views_hold_their_layers_slots_and_join_to_the_pool": 1,
     "cache/test_layout.py::test_every_layout_holds_the_same": 1,
     "cache/test_runs.py::test_a_pool_gives_back_what_it_was_given": 1,
+    "calibrate/test_statistics.py::test_policies_of_texts_through_prompts_turns_and_disk": 1,
     "calibrate/test_training.py::test_a_gate_of_one_is_the_model_and_one_of_zero_sees_sinks_and_recent_tokens": 1,
     "checkpoints/test_family_gguf.py::test_gguf_equals_safetensors": 0.5,
     "checkpoints/test_kept_numbers.py::test_a_model_has_the_numbers_of_its_file": 1,
