@@ -14,6 +14,7 @@ from kvjax.batch import job as jobs
 from kvjax.batch import work
 from kvjax.batch.output import Shard
 from kvjax.errors import KvjaxError, UsageError
+from kvjax.held_folder import held
 
 pytestmark = pytest.mark.usefixtures("quick")
 ROWS = [{"prompt": text} for text in prompts(14)] + [b"bad"]
@@ -228,7 +229,7 @@ def test_time_and_rows_are_of_the_whole_run_when_a_process_was_lost(monkeypatch)
 def test_a_folder_that_another_run_writes_into_is_refused(run, whole):
     """Until it has ended; then the same call finds what it wrote."""
     _, folder = run(ROWS, "out", shard_rows=8)
-    with jobs.held(folder), pytest.raises(UsageError, match=r"Another run writes into .*out now; wait for it"):
+    with held("--output", folder), pytest.raises(UsageError, match=r"Another run writes into .*out now; wait for it"):
         run(ROWS, "out", shard_rows=8)
     assert contents(run(ROWS, "out", shard_rows=8)[1]) == whole
 
