@@ -134,11 +134,13 @@ class Request:
     def _joined(self, count: int) -> Any:
         """The caches that were given, on the model's devices as one batch; None of none."""
         held: list[Any] = [adopt(old.to_device(), self.lm.mesh, self.lm.config) for old in self._given]
-        if self.policy.settled and held[0].context is None:  # it was saved
-            (one,) = held
-            sizes = {"prompt_capacity": prompt_bucket(int(as_numpy(one.seen)[0])), "dtype": self.dtype}
-            held = [self.programs.settle(one, config=self.lm.config, **sizes)]
-        return _one_row_each(held, count) if held else None
+        if not held:
+            return None
+        whole = _one_row_each(held, count)
+        if self.policy.settled and whole.context is None:  # it was saved
+            sizes = {"prompt_capacity": prompt_bucket(int(as_numpy(whole.seen)[0])), "dtype": self.dtype}
+            whole = self.programs.settle(whole, config=self.lm.config, **sizes)
+        return whole
 
     def consume_given(self) -> None:
         """Free the caches that were given, of which this request has copies."""
@@ -197,7 +199,7 @@ class Request:
                 f"The prompt has {int(added.max())} tokens{scored}{before}; this model's context is {limit}, so "
                 "shorten it."
             )
-        rounds = self.policy.offloads_rounds
+        rounds, layers = self.policy.offloads_rounds, [old.device_layers for old in caches]
         # Read once, and shared by all rows where the policy allows it.
         context = len(self.tokens.context) + shared
         context += len(self.prompts[0]) if self.shares_prompt else 0
@@ -214,8 +216,8 @@ class Request:
             storage=self.storage,
             mesh=self.lm.mesh,
             reserve=self.options.reserve_tokens,
-            # Rounds have sizes of their own.
-            held=None if rounds or shared else _widest([old.device_layers for old in caches]),
+            # Rounds have sizes of their own, and so have rows that begin to share.
+            held=None if rounds or (shared and not _go_on(layers, len(self.prompts))) else _widest(layers),
             exact=exact,
         )
         self._notify((seen + added).tolist())  # last: until here the policy may be one that nothing can hash
@@ -407,6 +409,11 @@ def _shared_tokens(caches: Sequence[Continuation], count: int, seen: np.ndarray)
     if len(caches) == 1 and layers.context is not None:
         return int(as_numpy(layers.context.seen)[0]) if layers.policy.settled or layers.batch < count else 0
     return int(seen.max()) if sum(old.batch for old in caches) < count or layers.policy.settled else 0
+
+
+def _go_on(caches: Sequence[Cache], count: int) -> bool:
+    """Whether ``count`` rows go on that share a context and have read something after it."""
+    return sum(cache.batch for cache in caches) == count and all(cache.own_capacity for cache in caches)
 
 
 def _widest(caches: Sequence[Cache]) -> Cache | None:

@@ -293,9 +293,11 @@ def _concatenate(caches: Sequence[Cache]) -> Cache:
     if any(cache.storage != caches[0].storage for cache in caches):
         raise UsageError("Caches of one batch must share their storage; continue these one by one instead.")
     context = caches[0].context
-    if not all(_are_one(cache.context, context) for cache in caches):
-        if caches[0].policy.settled:
-            raise UsageError("These caches keep what was chosen of contexts of their own; continue them one by one.")
+    share = all(_are_one(cache.context, context) for cache in caches)
+    # What was saved has its choice in its own rows, until a request settles it.
+    if caches[0].policy.settled and (context is None or not share) and len(caches) > 1:
+        raise UsageError("These caches keep what was chosen of contexts of their own; continue them one by one.")
+    if not share:
         caches, context = [materialised(cache) for cache in caches], None
     caches = [cache.replace(context=None) for cache in caches]
     # On a mesh as one program: many, all in flight, wait for each other for ever on virtual CPU devices.

@@ -61,6 +61,8 @@ def chat(
     saved_chat.check(save, load, keywords["system"])
     lm = first_steps.load(model, dtype, mesh, compile_cache=compile_cache, weights=weights)
     conversation = kvjax.Chat(lm, **keywords) if load is None else saved_chat.continued(lm, load, keywords)
+    if save is not None:
+        saved_chat.check_can_be_kept(conversation, "--save")
     record = saved_chat.Record(save)
     if save is not None and load is not None and save.resolve() == load.resolve():
         record.written = conversation.changes

@@ -51,7 +51,7 @@ def continued(lm: kvjax.LanguageModel, folder: Path, keywords: dict[str, Any]) -
     conversation = kvjax.Chat.load(folder, lm, **options)
     cache, policy, storage = conversation.cache, keywords["policy"], keywords["storage"]
     assert cache is not None, "a conversation that was loaded has a cache"
-    other = policy is not None and matching(lm, parse(policy), cache.policy.chosen) is None
+    other = policy is not None and matching(lm, parse(policy), cache.policy.named) is None
     for flag, differs, own in (
         ("--policy", other, format_policy(cache.policy)),
         ("--storage", storage is not None and parse_storage(storage).kind != cache.storage.kind, cache.storage.kind),
@@ -61,6 +61,18 @@ def continued(lm: kvjax.LanguageModel, folder: Path, keywords: dict[str, Any]) -
     tokens, named = int(cache.seen[0]), format_policy(cache.policy)
     print(f"The conversation at {folder} goes on after {tokens:,} tokens, with --policy {named}.", file=sys.stderr)
     return conversation
+
+
+def check_can_be_kept(conversation: kvjax.Chat, name: str) -> None:
+    """Refuse to keep a conversation over a context that was read once, before its turns are answered for nothing."""
+    from kvjax.errors import UsageError
+
+    cache = conversation.cache
+    if cache is not None and cache.policy.settled:
+        raise UsageError(
+            f"This conversation shares a context that was read with --once and cannot be saved; leave {name} out, or "
+            "read the context without --once."
+        )
 
 
 class Record:
@@ -77,6 +89,7 @@ class Record:
     def move(self, folder: Path, conversation: kvjax.Chat) -> None:
         """Keep the conversation in another folder from now on, beginning with all of it so far."""
         check_free(folder, self.folder, "/save")
+        check_can_be_kept(conversation, "/save")
         self.folder, self.written = folder, 0
         self.keep(conversation)
 

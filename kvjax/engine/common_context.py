@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from kvjax.cache.buckets import prompt_bucket
-from kvjax.cache.cache import Cache
+from kvjax.cache.cache import Cache, take_rows
 from kvjax.cache.continuation import check_continuable
 from kvjax.cache.groups import parts, with_parts
 from kvjax.cache.host_memory import as_numpy, device_bytes, to_device
@@ -62,6 +62,13 @@ def sharing(empty: Cache, row: Cache, config: ModelConfig) -> Cache:
     return empty.replace(layers=tuple(layers), context=row.context)
 
 
+def check_common(cache: Any) -> None:
+    """Refuse (UsageError) what is not one cache, or was consumed."""
+    if isinstance(cache, (list, tuple)):
+        raise UsageError(f"context= takes one cache, and a {type(cache).__name__} was given.")
+    check_continuable("context=", [cache])
+
+
 def common_context(lm: LanguageModel, cache: Any) -> CommonContext:
     """What an engine's slots share of a cache, which stays a value.
 
@@ -71,12 +78,17 @@ def common_context(lm: LanguageModel, cache: Any) -> CommonContext:
     check_model(lm)
     if lm.mesh is not None:
         raise UsageError("An engine shares a context on one device, and this model is on a mesh; leave context= out.")
-    check_continuable("context=", [cache])
+    check_common(cache)
     how_to_continue(lm, GenerationOptions(), cache)  # of the same model
     policy, storage = cache.policy, cache.storage
     if cache.batch != 1:
         raise UsageError(f"The context has {cache.batch} rows; give one, such as cache.row(0).")
-    if policy.offloads_rounds or not shares(policy, storage):
+    if policy.offloads_rounds:
+        raise UsageError(
+            f"{format_policy(policy)} keeps rounds of each conversation, which an engine's slots do not share; use it "
+            "with kvjax.generate or kvjax.Chat."
+        )
+    if not shares(policy, storage):
         raise UsageError(
             f"Under {format_policy(policy)} as {storage.kind} every question has a copy of its context; read it with "
             "once=True, or submit requests with cache=."
@@ -87,6 +99,8 @@ def common_context(lm: LanguageModel, cache: Any) -> CommonContext:
         held = Programs().settle(held, dtype=lm.params.dtype, **sizes)
     elif held.context is None:
         held = Programs().share(held, 1, **sizes)
+    else:  # what is the row's own is copied, so that a turn may consume the cache while the engine runs
+        held = take_rows(held.replace(context=None), [0]).replace(context=held.context)
     assert held.context is not None
     seen, shared = (int(as_numpy(each)[0]) for each in (held.seen, held.context.seen))
     return CommonContext(held, seen, shared, device_bytes(jax.tree.leaves(held.context)))

@@ -12,11 +12,11 @@ from types import TracebackType
 from typing import Any, Self, Unpack
 
 from kvjax.cache.cache import Cache
-from kvjax.cache.continuation import check_continuable
 from kvjax.cache.host_memory import as_numpy
 from kvjax.cache.quantisation import Storage
 from kvjax.checkpoints.load import LanguageModel
 from kvjax.checks import number, true_or_false, whole_number
+from kvjax.engine.common_context import check_common
 from kvjax.engine.core import EngineCore, engine_policy
 from kvjax.engine.engine_report import EngineReport, RequestMetrics, Totals, report_of
 from kvjax.engine.engine_sizes import EngineSizes
@@ -101,7 +101,7 @@ class Engine:
         if context is None:
             engine_policy(lm, policy)
         else:
-            check_continuable("context=", [context])
+            check_common(context)
             before = int(as_numpy(context.seen).max())
         if slots is not None:
             whole_number("slots", slots, 1, 2**16)

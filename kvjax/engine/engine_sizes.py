@@ -127,6 +127,11 @@ def engine_sizes(
       DoesNotFit: the total exceeds the limit; the sentence says how many slots would fit.
     """
     seen = 0 if context is None else context.seen
+    if seen >= config.max_position:
+        raise UsageError(
+            f"The context has {seen:,} tokens and this model's is {config.max_position:,}, so no prompt fits after it; "
+            "give a shorter one."
+        )
     if prompt_tokens > config.max_position - seen:
         beside, most = (f" and {seen:,} of it are taken", f"{config.max_position - seen:,}") if seen else ("", "that")
         raise UsageError(

@@ -198,7 +198,7 @@ def fitting(
     check_sizes(policy, config, prompt_bucket(context + tokens), NEW_TOKENS)
     # Rows that share a context are as many as were asked for, so that its bytes are spared and not spent on padding.
     request = RequestShape(config, policy, rows, tokens, 1, dtype, limit, storage, mesh, context, scored)
-    exact = exact or mesh is not None or request.shares_context
+    exact = exact or mesh is not None or (request.shares_context and held is None)
     sizes = allocations(config, policy, rows, request.whole, reserve=reserve, held=held, exact=exact)
     for size in sizes:
         # What a later question selects is not known yet: rows of padding are added where even all of it would fit.

@@ -82,10 +82,14 @@ def _load(home: str) -> type[Policy]:
 def parse(text: Any) -> Policy:
     """A policy from its text form, e.g. ``"lagkv:ratio=0.25,sink=16"``; a policy passes through.
 
+    That of a cache that was read with ``once=True`` is the one that chose: what is kept of a choice needs the cache.
+
     Raises:
       UsageError: an unknown policy or field (the nearest name is suggested), or a value of the wrong kind.
     """
-    return _plain(text) if isinstance(text, Policy) else _parse(text, 0)
+    if not isinstance(text, Policy):
+        return _parse(text, 0)
+    return _plain(text.named if text.settled else text)
 
 
 def _plain(policy: Policy) -> Policy:

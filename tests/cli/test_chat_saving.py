@@ -58,6 +58,15 @@ def test_another_policy_or_storage_is_one_sentence(cli, tmp_path):
     assert ran.code == 2 and "--system is told before that" in ran.sentence
 
 
+def test_a_conversation_over_a_context_that_was_read_once_is_refused_before_it_is_answered(cli, tmp_path):
+    text, talk, policy = str(tmp_path / "text"), str(tmp_path / "talk"), ("--policy", "snapkv:ratio=0.5")
+    assert cli("read", "A text to ask about. " * 8, *policy, "--once", "--out", text).code == 0
+    ran = cli("chat", *TURN, "--load", text, "--save", talk, stdin=b"hello\n")
+    assert ran.code == 2 and "leave --save out" in ran.err and not ran.out
+    ran = cli("chat", *TURN, *policy, "--load", text, stdin=b"hello\n/save " + talk.encode() + b"\n")
+    assert ran.code == 2 and "leave /save out" in ran.err and len(ran.out.splitlines()) == 1
+
+
 def test_folders_that_will_not_do_are_refused_before_the_model_is_loaded(cli, tiny_model, tmp_path, monkeypatch):
     folder = tmp_path / "talk"
     cli("chat", *TURN, *POLICY, "--save", str(folder), stdin=b"hello\n")

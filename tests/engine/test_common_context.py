@@ -129,3 +129,20 @@ def test_contexts_that_are_none(tiny_model):
         kvjax.Engine(tiny_model, context=two)
     with pytest.raises(kvjax.UsageError, match="context="):
         kvjax.Engine(tiny_model, context="text")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(kvjax.UsageError, match="takes one cache, and a list was given"):
+        kvjax.Engine(tiny_model, context=[two.row(0)])  # pyright: ignore[reportArgumentType]
+    rounds = kvjax.read(tiny_model, CONTEXT, policy="round:watershed=1")
+    with pytest.raises(kvjax.UsageError, match="slots do not share"):
+        kvjax.Engine(tiny_model, context=rounds)  # pyright: ignore[reportArgumentType]
+    longest = kvjax.read(tiny_model, [5] * tiny_model.config.max_position, policy="snapkv:ratio=0.25", once=True)
+    with pytest.raises(kvjax.UsageError, match="model's is 512, so no prompt fits"):
+        kvjax.Engine(tiny_model, context=longest)
+
+
+@pytest.mark.parametrize("read", [{"policy": "snapkv:ratio=0.25", "once": True}, {}])
+def test_a_turn_that_consumes_the_cache_leaves_the_engine_whole(tiny_model, read):
+    context = kvjax.read(tiny_model, CONTEXT, **read)
+    wanted = kvjax.generate(tiny_model, QUESTIONS[0], cache=context, max_new_tokens=5)
+    with kvjax.Engine(tiny_model, context=context, **SIZES) as engine:
+        kvjax.generate(tiny_model, QUESTIONS[1], cache=context, max_new_tokens=5, consume_cache=True)
+        assert engine.submit(QUESTIONS[0], max_new_tokens=5).result(120).tokens == wanted.tokens

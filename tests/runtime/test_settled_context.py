@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import toys
+from support.compiled import compiled_programs
 from support.scorers import with_profiles
 
 import kvjax
@@ -138,6 +139,45 @@ def test_a_saved_context_is_settled_again(tiny_model, tmp_path):
     same(parked[0], ask(tiny_model, context)[0])
     with pytest.raises(kvjax.UsageError, match="neither saved nor moved"):
         kvjax.save_cache(tmp_path / "more", parked[0].cache, tiny_model)
+
+
+def test_saved_contexts_are_no_batch(tiny_model, tmp_path):
+    one = kvjax.read(tiny_model, CONTEXT, policy="snapkv:ratio=0.25", once=True)
+    other = kvjax.read(tiny_model, CONTEXT[:150], policy="snapkv:ratio=0.25", once=True)
+    loaded = []
+    for i, cache in enumerate((one, other)):
+        kvjax.save_cache(tmp_path / str(i), cache, tiny_model)
+        loaded.append(kvjax.load_cache(tmp_path / str(i), tiny_model))
+    for pair in (loaded, [one, loaded[1]], [loaded[0], other]):
+        with pytest.raises(kvjax.UsageError, match="contexts of their own"):
+            ask(tiny_model, pair, QUESTIONS[:2])
+        with pytest.raises(kvjax.UsageError, match="contexts of their own"):
+            kvjax.concatenate(pair)
+
+
+def test_the_policy_of_such_a_cache_is_the_one_that_chose(tiny_model):
+    context = kvjax.read(tiny_model, CONTEXT, policy="snapkv:ratio=0.25", once=True)
+    again = kvjax.read(tiny_model, CONTEXT, policy=context.policy, once=True)
+    assert again.policy == context.policy and parse(context.policy) == SnapKV(ratio=0.25)
+    same(ask(tiny_model, again)[1], ask(tiny_model, context, policy=context.policy)[1])
+    plain = [
+        kvjax.generate(tiny_model, CONTEXT, policy=p, max_new_tokens=4) for p in (context.policy, SnapKV(ratio=0.25))
+    ]
+    assert plain[0].tokens == plain[1].tokens and plain[0].stats.retained == plain[1].stats.retained
+
+
+def test_a_conversation_over_it_keeps_its_programs(tiny_model):
+    lm = toys.tiny_model(max_position=8192, hidden_size=16, intermediate_size=16)
+    compiled = []
+    with compiled_programs() as programs:
+        cache = kvjax.read(lm, CONTEXT * 3, policy="snapkv:ratio=0.5", once=True)
+        for turn in range(11):
+            before = programs["decode_chunk"]
+            more = {"max_new_tokens": 20, "stop_token_ids": (), "consume_cache": turn > 0}
+            cache = kvjax.generate(lm, [65] * 50, cache=cache, **more).cache
+            compiled.append(programs["decode_chunk"] - before)
+    # What a row has for itself is 64 tokens, 256 and 768; the turns in between fit.
+    assert not any(compiled[4:]), compiled
 
 
 def test_a_chat_goes_on_with_it(tiny_model):
