@@ -7,7 +7,7 @@ repository:
 
 Of each case of ``tests/support/kvpress_cases.py`` the press runs in a transformers llama with the case's weights, and
 the tokens that stay are recorded for each layer and KV head. It runs in float32 and in float64, and both must choose
-alike: then no choice hangs on rounding.
+alike: then no choice hangs on rounding. Of the press that changes values the first channels are recorded too.
 
 What runs is kvpress's own code, but where a test compares the part that is common:
 
@@ -32,6 +32,7 @@ from typing import Any
 
 import kvpress
 import kvpress.presses.kvzip_press
+import numpy as np
 import torch
 from transformers import DynamicCache, LlamaForCausalLM
 
@@ -75,6 +76,7 @@ PRESSES: dict[str, Callable[[], Any]] = {
     "criticalkv_expected": lambda: kvpress.CriticalKVPress(kvpress.ExpectedAttentionPress(REMOVED, use_vnorm=False)),
     "chunkkv": lambda: kvpress.ChunkKVPress(kvpress.KeyDiffPress(REMOVED)),
     "chunkkv_rest": lambda: kvpress.ChunkKVPress(kvpress.KeyDiffPress(REMOVED)),
+    "merged": lambda: kvpress.MergingPress(kvpress.KeyDiffPress(REMOVED)),
     "finch": finch,
     "qfilters": lambda: kvpress.QFilterPress(REMOVED),
     "compactor": lambda: kvpress.CompactorPress(REMOVED, chunk_size=32, sketch_dimension=16),
@@ -111,14 +113,17 @@ class CommonCompactor:
 
 
 def numbers(kept: torch.Tensor, whole: torch.Tensor) -> list[int]:
-    """Of one head, the places in ``whole`` [T, D] of the values that were kept, in order."""
+    """Of one head, the places in ``whole`` [T, D] of the rows that were kept."""
     found = [int((whole == row).all(dim=1).nonzero()) for row in kept]
     assert len(set(found)) == len(found)
-    return sorted(found)
+    return found
 
 
 @torch.no_grad()
-def kept_tokens(case: cases.Case, path: pathlib.Path, dtype: torch.dtype) -> list[list[list[int]]]:
+def kept_tokens(
+    case: cases.Case, path: pathlib.Path, dtype: torch.dtype
+) -> tuple[list[list[list[int]]], list[list[list[list[float]]]]]:
+    """The tokens that stay, and the first channels of their values, by layer and head."""
     torch.set_default_dtype(dtype)  # of KVzip's mask
     implementation = "eager" if case.name == "h2o" else "sdpa"  # it reads the attention matrix
     model = LlamaForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation=implementation).eval()
@@ -128,17 +133,21 @@ def kept_tokens(case: cases.Case, path: pathlib.Path, dtype: torch.dtype) -> lis
     press = PRESSES[case.name]()
     with press(model):
         model.model(input_ids=ids, past_key_values=cut)
-    kept = []
+    kept, values = [], []
+    by = "keys" if case.name == "merged" else "values"  # by which tokens are known: Finch's keys are rotated
     for number, layer in enumerate(model.model.layers):
-        every, some = whole.layers[number].values[0], cut.layers[number].values[0]
+        every, some = (getattr(cache.layers[number], by)[0] for cache in (whole, cut))
         masked = getattr(layer.self_attn, "masked_key_indices", None)
         if masked is None:
-            kept.append([numbers(*head) for head in zip(some, every, strict=True)])
+            found = [numbers(*head) for head in zip(some, every, strict=True)]
+            kept.append([sorted(head) for head in found])
+            held = zip(found, cut.layers[number].values[0], strict=True)
+            values.append([v[np.argsort(head), : cases.CHANNELS].tolist() for head, v in held])
             continue
         here = torch.ones(every.shape[:2], dtype=torch.bool)
         here[masked[1], masked[2]] = False
         kept.append([head.nonzero()[:, 0].tolist() for head in here])
-    return kept
+    return kept, values
 
 
 def main() -> None:
@@ -149,10 +158,13 @@ def main() -> None:
         for case in cases.CASES:
             replace_what_differs(cases.MODELS[case.model])
             with CommonCompactor() if case.name == "compactor" else contextlib.nullcontext():
-                kept = [kept_tokens(case, folders[case.model], dtype) for dtype in (torch.float32, torch.float64)]
-            assert kept[0] == kept[1], f"{case.name}: rounding decides; draw another prompt"
-            found[case.name] = kept[0]
-            print(case.name, [[len(head) for head in layer] for layer in kept[0]], flush=True)
+                both = [kept_tokens(case, folders[case.model], dtype) for dtype in (torch.float32, torch.float64)]
+            (kept, _), (exact, values) = both
+            assert kept == exact, f"{case.name}: rounding decides; draw another prompt"
+            found[case.name] = kept
+            print(case.name, [[len(head) for head in layer] for layer in kept], flush=True)
+            if case.name == "merged":
+                found["merged_values"] = np.round(values, 5).tolist()
     cases.CHOICES.write_text(json.dumps(found, separators=(",", ":")) + "\n")
 
 

@@ -29,11 +29,13 @@ DIFFERENT = ("pyramidkv", "tova", "chunkkv_rest")
 
 #: The tokens that each head keeps, layer by layer.
 Choice = list[list[list[int]]]
+#: [T, D] keys and values of each head, layer by layer.
+Held = list[list[tuple[np.ndarray, np.ndarray]]]
 
 
 @pytest.fixture(scope="module")
-def choice(tmp_path_factory) -> Callable[[str], Choice]:
-    """The tokens that kvjax's policy of a case keeps: those with the values that each head holds."""
+def held(tmp_path_factory) -> Callable[[str, bool], Held]:
+    """What kvjax's policy of a case holds of its prompt, or the full cache."""
     path = tmp_path_factory.mktemp("kvpress")
     plain = toys.byte_tokenizer()
     tokenizer = Tokenizer(plain._backend, chat_template=None, special_tokens=plain.special_tokens)
@@ -42,24 +44,21 @@ def choice(tmp_path_factory) -> Callable[[str], Choice]:
         for name, model in cases.MODELS.items()
     }
 
-    def values(model: str, tokens: int, policy: Policy) -> list[list[np.ndarray]]:
+    def after(model: str, tokens: int, policy: Policy) -> Held:
         prompt = cases.prompt(model, tokens)
         cache: Any = kvjax.generate(models[model], prompt, policy=policy, max_new_tokens=0).cache
-        pools = [(np.asarray(rows(layer)[1])[0], np.asarray(layer.length)[0]) for layer in cache.by_layer()]
-        return [[head[:count] for head, count in zip(*pool, strict=True)] for pool in pools]
+        pools = [[np.asarray(x)[0] for x in (*rows(layer), layer.length)] for layer in cache.by_layer()]
+        return [[(k[:count], v[:count]) for k, v, count in zip(*pool, strict=True)] for pool in pools]
 
     @functools.cache
-    def whole(model: str, tokens: int) -> list[list[np.ndarray]]:
-        return values(model, tokens, Full())
+    def whole(model: str, tokens: int) -> Held:
+        return after(model, tokens, Full())
 
-    def found(name: str) -> Choice:
+    def found(name: str, full: bool) -> Held:
         case = CASES[name]
-        policy = with_filters(parse(case.policy), case.model)
-        held = values(case.model, case.tokens, policy)
-        return [
-            [nearest(kept, every) for kept, every in zip(*heads, strict=True)]
-            for heads in zip(held, whole(case.model, case.tokens), strict=True)
-        ]
+        if full:
+            return whole(case.model, case.tokens)
+        return after(case.model, case.tokens, with_filters(parse(case.policy), case.model))
 
     def with_filters(policy: Policy, model: str) -> Policy:
         if not isinstance(policy, QFilters):
@@ -72,10 +71,22 @@ def choice(tmp_path_factory) -> Callable[[str], Choice]:
     return found
 
 
-def nearest(kept: np.ndarray, every: np.ndarray) -> list[int]:
+@pytest.fixture(scope="module")
+def choice(held) -> Callable[[str], Choice]:
+    """The tokens that kvjax's policy of a case keeps: those with the keys that each head holds."""
+
+    def found(name: str) -> Choice:
+        layers = zip(held(name, False), held(name, True), strict=True)
+        return [[sorted(places(kept, every)) for (kept, _), (every, _) in zip(*heads, strict=True)] for heads in layers]
+
+    return found
+
+
+def places(kept: np.ndarray, every: np.ndarray) -> list[int]:
+    """The rows of ``every`` that the rows of ``kept`` are."""
     apart = np.abs(kept[:, None] - every[None]).max(axis=-1)
     assert (apart.min(axis=1) < 1e-4).all()
-    found = sorted(apart.argmin(axis=1).tolist())
+    found = apart.argmin(axis=1).tolist()
     assert len(set(found)) == len(found)
     return found
 
@@ -89,6 +100,13 @@ def by_head(*choices: Choice) -> list[tuple[set[int], ...]]:
 @pytest.mark.parametrize("name", [name for name in CASES if name not in DIFFERENT])
 def test_the_tokens_that_kvpress_keeps(choice, name):
     assert choice(name) == cases.recorded()[name]
+
+
+def test_values_are_merged_as_kvpress_does(held):
+    """Slots are in order of position here, and so are the recorded values."""
+    for heads, wanted in zip(held("merged", False), cases.recorded()["merged_values"], strict=True):
+        for (_, v), theirs in zip(heads, wanted, strict=True):
+            np.testing.assert_allclose(v[:, : cases.CHANNELS], theirs, atol=1e-4)
 
 
 def test_pyramidkv_ranks_as_kvpress_does(choice):

@@ -18,6 +18,8 @@ CHOICES = Path(__file__).parents[1] / "golden" / "kvpress_choices.json"
 #: As many ids as the byte tokenizer of tests/toys.py has.
 VOCAB = 259
 RATIO = 0.25
+#: Channels of the merged values that are recorded.
+CHANNELS = 2
 
 
 def _llama(name: str, **changes: Any) -> FamilyCase:
@@ -79,6 +81,7 @@ CASES = (
     Case("criticalkv_expected", "criticalkv:ratio=0.25,inner=expected_attention(values=False)", tokens=157),
     Case("chunkkv", "chunkkv:ratio=0.25,inner=keydiff"),
     Case("chunkkv_rest", "chunkkv:ratio=0.25,inner=keydiff", tokens=157),
+    Case("merged", "merged:ratio=0.25,inner=keydiff"),
     Case("finch", "finch:ratio=0.25,window=16"),
     Case("qfilters", "qfilters:ratio=0.25"),
     Case("compactor", "compactor:ratio=0.25,chunk=32,sketch=0", tokens=172, model="mqa"),
@@ -126,6 +129,9 @@ def filters(model: FamilyCase) -> np.ndarray:
     return random(f"{model.name}/filters").standard_normal(shape).round(3).astype(np.float32)
 
 
-def recorded() -> dict[str, list[list[list[int]]]]:
-    """The tokens that kvpress keeps, by case: of each layer and KV head, in order."""
+def recorded() -> dict[str, list[Any]]:
+    """The tokens that kvpress keeps, by case: of each layer and KV head, in order.
+
+    "merged_values" has the first channels of those that "merged" keeps.
+    """
     return json.loads(CHOICES.read_text())
