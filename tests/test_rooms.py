@@ -45,7 +45,9 @@ def test_what_is_spare_is_bounded_and_each_size_is_smaller_than_the_one_before(t
     assert [size.prompt_capacity for size in sizes] == sorted((s.prompt_capacity for s in sizes), reverse=True)
 
 
-@pytest.mark.parametrize("policy", ["full", "h2o:ratio=0.5", "round:watershed=1"])
+@pytest.mark.parametrize(
+    "policy", ["full", *(pytest.param(name, marks=pytest.mark.slow) for name in ("h2o:ratio=0.5", "round:watershed=1"))]
+)
 def test_a_conversation_that_outgrows_its_room_compiles_once_more_and_then_not(policy):
     lm = toys.tiny_model(max_position=1 << 14, num_layers=2, hidden_size=16, intermediate_size=16)
     cache, compiled, rooms = None, [], []

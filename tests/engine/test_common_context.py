@@ -31,7 +31,7 @@ def answers(engine, questions=QUESTIONS, **options) -> list[kvjax.Output]:
     [
         ("snapkv:ratio=0.25", "model", True),
         ("adaptive:ratio=0.25,inner=keydiff", "int8", True),
-        ("full", "model", False),
+        pytest.param("full", "model", False, marks=pytest.mark.slow),
         pytest.param("lagkv:ratio=0.5,lag=16,sink=4", "model", False, marks=pytest.mark.slow),
         pytest.param("razor:heads=0.0,ratio=0.6,inner=compactor", "model", True, marks=pytest.mark.slow),
         pytest.param("razor:heads=0.0+1.1,ratio=0.8", "model", False, marks=pytest.mark.slow),
