@@ -21,6 +21,7 @@ def check_gates(found, same):
     np.testing.assert_allclose(found["losses"], same["losses"], rtol=1e-3)
 
 
+@pytest.mark.slow
 def test_a_training_over_the_model_axis_is_that_of_one_device():
     one, model = printed(SCRIPT, "none", "data=1,model=2")
     check_scorers(model, one)

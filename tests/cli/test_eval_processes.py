@@ -39,6 +39,7 @@ def numbers(folder):
     return held
 
 
+@pytest.mark.slow
 def test_two_processes_report_what_one_does_though_one_is_killed(processes, asked, cli, tmp_path):
     words, out = asked
     other = out / "answers-process-1.jsonl"

@@ -100,6 +100,7 @@ def test_a_policy_of_ones_own_is_kept_too(tiny_model):
         same(one, ask(tiny_model, kvjax.read(tiny_model, CONTEXT, policy=Apart(ratio=0.25)), question))
 
 
+@pytest.mark.slow
 def test_windows_keep_their_rings(tiny_model):
     lm = toys.tiny_model(windows=(16, None, 16, None), num_layers=4)
     context = kvjax.read(lm, CONTEXT, policy="snapkv:ratio=0.25", once=True)
@@ -173,6 +174,7 @@ def test_the_policy_of_such_a_cache_is_the_one_that_chose(tiny_model):
     assert plain[0].tokens == plain[1].tokens and plain[0].stats.retained == plain[1].stats.retained
 
 
+@pytest.mark.slow
 def test_a_conversation_over_it_keeps_its_programs(tiny_model):
     lm = toys.tiny_model(max_position=8192, hidden_size=16, intermediate_size=16)
     compiled = []
