@@ -102,25 +102,30 @@ def frequencies(config: ModelConfig, seen: Int[Array, " B"]) -> tuple[Float[Arra
 
 
 def angles(
-    config: ModelConfig, positions: Int[Array, "B T"], seen: Int[Array, " B"]
-) -> tuple[Float[Array, "B T F"], Float[Array, "B T F"]]:
-    """cos and sin of every position, float32, shape [B, T, F]; F is half the rotary channels."""
-    inv_freq, factor = frequencies(config, seen)
+    config: ModelConfig, positions: Int[Array, "R T"], seen: Int[Array, " B"]
+) -> tuple[Float[Array, "A T F"], Float[Array, "A T F"]]:
+    """cos and sin of every position, float32, shape [A, T, F]; F is half the rotary channels.
+
+    R is B, or 1 where all rows have the same positions; then A is 1 too, unless frequencies follow what a row has seen.
+    """
+    by_row = config.rope.kind in ("dynamic", "longrope")
+    inv_freq, factor = frequencies(config, seen if by_row else seen[: len(positions)])
     phase = positions[..., None].astype(jnp.float32) * inv_freq[:, None, :]
     return jnp.cos(phase) * factor, jnp.sin(phase) * factor
 
 
-#: cos and sin of a run of tokens, [B, T, F] each; None for a model whose positions are elsewhere (ALiBi).
+#: cos and sin of a run of tokens, [B, T, F] each, or [1, T, F] where rows have the same ones; None for a model whose
+#: positions are elsewhere (ALiBi).
 Angles = tuple[Array, Array] | None
 
 
-def token_angles(config: ModelConfig, positions: Int[Array, "B T"], seen: Int[Array, " B"]) -> Angles:
+def token_angles(config: ModelConfig, positions: Int[Array, "R T"], seen: Int[Array, " B"]) -> Angles:
     """The cos and sin with which :func:`apply_rope` rotates these tokens."""
     return angles(config, positions, seen) if config.positional == "rope" else None
 
 
 def angles_of_layers(
-    layers: Sequence[ModelConfig], positions: Int[Array, "B T"], seen: Int[Array, " B"]
+    layers: Sequence[ModelConfig], positions: Int[Array, "R T"], seen: Int[Array, " B"]
 ) -> list[Angles]:
     """:func:`token_angles` of each layer, from the model as that layer sees it; equal ones are computed once."""
     found: dict[Any, Angles] = {}
@@ -129,6 +134,12 @@ def angles_of_layers(
         if key not in found:
             found[key] = token_angles(config, positions, seen)
     return [found[key] for key in keys]
+
+
+def prompt_positions(seen: Int[Array, " B"], tokens: int, fresh: bool) -> Int[Array, "R T"]:
+    """Positions of the next tokens: of each row, or of all rows together if these are their first."""
+    run = jnp.arange(tokens)
+    return run[None] if fresh else seen[:, None] + run
 
 
 def apply_rope(x: Array, rope: Angles) -> Array:

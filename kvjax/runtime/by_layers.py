@@ -18,7 +18,7 @@ from jaxtyping import Array, Float
 from kvjax.cache.cache import Cache
 from kvjax.cache.quantisation import Storage
 from kvjax.model.decoder import Decoder, DecoderLayer
-from kvjax.model.rope import angles_of_layers
+from kvjax.model.rope import angles_of_layers, prompt_positions
 from kvjax.policies.base import Policy
 from kvjax.runtime.alike import numbers_of_kind
 from kvjax.runtime.layer_step import read_and_compress
@@ -126,7 +126,7 @@ def _read(
 ) -> LayerRead:
     seen, count, _, total = read.counts
     x = embedded(ends, read, x)
-    (angles,) = angles_of_layers([layer.config], seen[:, None] + jnp.arange(x.shape[1]), seen + count)
+    (angles,) = angles_of_layers([layer.config], prompt_positions(seen, x.shape[1], fresh), seen + count)
     collector = signal_collector(cache.policy, device.local_config, seen, count, total, x.shape[1], fresh)
     given = layer, cache.layers[0], x, angles, read.counts, jnp.int32(0), collector, cache.shared_layers[0]
     packed, x, _, _ = read_and_compress(cache.policy, number, *given, pages=pages, fresh=fresh)

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.cache.buckets import block_of, prompt_bucket
 from kvjax.model.decoder import Decoder, DecoderLayer
-from kvjax.model.rope import Angles, angles_of_layers
+from kvjax.model.rope import Angles, angles_of_layers, prompt_positions
 from kvjax.runtime.layer_observer import LayerObserver
 from kvjax.runtime.layer_reading import read_layer
 
@@ -41,7 +41,7 @@ def forward_layers(
     for row, ids in enumerate(prompts):
         tokens[row, : len(ids)] = ids
     count = jnp.asarray(lengths)
-    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    positions = prompt_positions(count, tokens.shape[1], fresh=True)
     angles = angles_of_layers([layer.config for layer in params.layers], positions, count)
     x = _embed(params, jnp.asarray(tokens))
     for layer, rope in zip(params.layers, angles, strict=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -26,23 +27,29 @@ def read_layer(
     blocks: Int[Array, ""],
     zero: Int[Array, ""],
     collector: LayerObserver | None = None,
-    count: Int[Array, " B"] | None = None,
-    shared: tuple[Rows, Int[Array, " B"]] | None = None,
-) -> tuple[Float[Array, "B T M"], Float[Array, "B H T D"], Float[Array, "B H T D"], Any]:
+    count: Int[Array, " R"] | None = None,
+    shared: tuple[Rows, Int[Array, " R"]] | None = None,
+    *,
+    first: Int[Array, ""] | int = 0,
+    rows: int | None = None,
+) -> tuple[Float[Array, "B T M"], Float[Array, "R H T D"], Float[Array, "R H T D"], Any]:
     """One layer over the whole prompt in query blocks: hidden states out, its keys and values as cached, and what
     ``collector`` observed. ``count``, the tokens of each row, saves accelerators the work on padding. ``shared`` are
     rows of a context that all rows of the batch attend to, and the tokens before these of each.
+
+    Of all rows, or of ``rows`` of them from ``first`` on, and then the other arguments are those of these rows alone.
+    ``x`` and ``rope`` are of all rows, since a block at a time is cut out of them; the others' hidden states stay.
     """
     config = layer.config
-    batch, tokens, _ = x.shape
+    tokens, rows = x.shape[1], len(x) if rows is None else rows
     heads, group, dim = config.num_kv_heads, config.group_size, config.head_dim
     block = block_of(tokens)
     scale, sinks = config.attention_scale, layer.sink_logits
-    taken = None if collector is None else collector.before_layer(layer, x, rope)
+    taken = None if collector is None else collector.before_layer(layer, *_of_rows((x, rope), first, rows))
 
     def body(i: Int[Array, ""], carry: tuple[Array, Array, Array, Any]) -> tuple[Any, ...]:
         x, k, v, partial = carry
-        xb, here = jax.tree.map(lambda a: jax.lax.dynamic_slice_in_dim(a, i * block, block, axis=1), (x, rope))
+        xb, here = _of_rows((x, rope), first, rows, i * block, block)
         raw, kb, vb = layer.project(xb)
         kb, q = apply_rope(kb, here), apply_rope(raw, here)
         k = jax.lax.dynamic_update_slice_in_dim(k, kb.swapaxes(1, 2).astype(k.dtype), i * block, axis=2)
@@ -64,12 +71,25 @@ def read_layer(
             partial = collector.after_block(partial, raw, q, lse, k, kept, i)
         attended = out.transpose(0, 3, 1, 2, 4)
         xb = layer.finish(xb, attended.astype(x.dtype))
-        return jax.lax.dynamic_update_slice_in_dim(x, xb, i * block, axis=1), k, v, partial
+        return jax.lax.dynamic_update_slice(x, xb, (first, i * block, 0)), k, v, partial
 
-    empty = jnp.broadcast_to(zero.astype(x.dtype), (batch, heads, tokens, dim))
+    empty = jnp.broadcast_to(zero.astype(x.dtype), (rows, heads, tokens, dim))
     partial = None if collector is None else collector.start(kept, tokens)
     x, k, v, partial = jax.lax.fori_loop(0, blocks, body, (x, empty, empty, partial))
     return x, k, v, None if collector is None else collector.finish(partial, taken, k, kept)
+
+
+def _of_rows(
+    tree: Any, first: Int[Array, ""] | int, rows: int, start: Int[Array, ""] | int = 0, size: int | None = None
+) -> Any:
+    """Rows from ``first`` on of arrays [B, T, ...], and ``size`` of their tokens; all share what has one row."""
+
+    def cut(a: Array) -> Array:
+        alike = len(a) == 1
+        begin = (0 if alike else first, start, *(0,) * (a.ndim - 2))
+        return jax.lax.dynamic_slice(a, begin, (1 if alike else rows, size or a.shape[1], *a.shape[2:]))
+
+    return jax.tree.map(cut, tree)
 
 
 def read_rows(
@@ -91,26 +111,29 @@ def read_rows(
     block = block_of(tokens)
     together = rows_together(batch, block)
 
-    def read(given: tuple[Any, ...]) -> tuple[Any, ...]:
-        x, rope, kept, count, collector, before = given
+    def read(x: Float[Array, "B T M"], first: Int[Array, ""] | int, given: tuple[Any, ...]) -> tuple[Any, ...]:
+        kept, count, collector, before = given
         blocks = (jnp.max(count) + block - 1) // block
         shared = None if common is None else (common, before)
-        return read_layer(layer, x, rope, kept, blocks, zero, collector, count, shared)
+        asked = kept, blocks, zero, collector, count, shared
+        return read_layer(layer, x, rope, *asked, first=first, rows=together)
 
-    given = (x, rope, kept, count, collector, before)
+    given = (kept, count, collector, before)
     if together == batch:
-        return read(given)
+        return read(x, 0, given)
 
-    def cut(i: Int[Array, ""], tree: Any) -> Any:
-        return jax.tree.map(lambda a: jax.lax.dynamic_slice_in_dim(a, i * together, together), tree)
+    def part(x: Float[Array, "B T M"], i: Int[Array, ""]) -> tuple[Any, ...]:
+        first = i * together
+        return read(x, first, jax.tree.map(lambda a: jax.lax.dynamic_slice_in_dim(a, first, together), given))
 
     def body(i: Int[Array, ""], done: tuple[Any, ...]) -> tuple[Any, ...]:
-        made = read(cut(i, (done[0], *given[1:])))
-        return jax.tree.map(lambda a, b: jax.lax.dynamic_update_slice_in_dim(a, b, i * together, axis=0), done, made)
+        x, *made = part(done[0], i)
+        put = functools.partial(jax.lax.dynamic_update_slice_in_dim, start_index=i * together, axis=0)
+        return x, *jax.tree.map(put, list(done[1:]), made)
 
-    shapes = jax.eval_shape(read, cut(zero, given))
-    empty = [jnp.broadcast_to(zero.astype(a.dtype), (batch, *a.shape[1:])) for a in jax.tree.leaves(shapes[1:])]
-    done = (x, *jax.tree.unflatten(jax.tree.structure(shapes[1:]), empty))
+    shapes = jax.eval_shape(part, x, zero)[1:]
+    empty = [jnp.broadcast_to(zero.astype(a.dtype), (batch, *a.shape[1:])) for a in jax.tree.leaves(shapes)]
+    done = (x, *jax.tree.unflatten(jax.tree.structure(shapes), empty))
     return jax.lax.fori_loop(0, batch // together, body, done)
 
 

@@ -21,7 +21,7 @@ from kvjax.cache.quantisation import Storage
 from kvjax.cache.shared_context import SharedContext
 from kvjax.model.config import ModelConfig
 from kvjax.model.decoder import Decoder
-from kvjax.model.rope import angles_of_layers
+from kvjax.model.rope import angles_of_layers, prompt_positions
 from kvjax.policies.base import Policy
 from kvjax.policies.empty_cache import empty_cache
 from kvjax.policies.full import Full
@@ -65,7 +65,7 @@ def through_layers(
       Their caches, what the next layer reads, and what ``collector`` asked of the last of them.
     """
     configs = [layer.config for layer in params.layers][first : first + len(caches)]
-    angles = angles_of_layers(configs, seen[:, None] + jnp.arange(x.shape[1]), seen + count)
+    angles = angles_of_layers(configs, prompt_positions(seen, x.shape[1], fresh), seen + count)
     done: list[Any] = []
     signals = None
     zero = jnp.int32(0) if first == 0 else zero_after(x)

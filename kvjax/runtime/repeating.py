@@ -23,7 +23,7 @@ from kvjax.cache.buckets import keys_of
 from kvjax.cache.cache import Cache
 from kvjax.cache.shared_context import SharedLayer
 from kvjax.model.decoder import Decoder, DecoderLayer
-from kvjax.model.rope import Angles, angles_of_layers
+from kvjax.model.rope import Angles, angles_of_layers, prompt_positions
 from kvjax.policies.signals import Mass, PromptSignals
 from kvjax.runtime.alike import numbers_of_kind
 from kvjax.runtime.choosing_together import compress_together
@@ -102,7 +102,7 @@ def read_then_choose(
     policy, caches = cache.policy, cache.by_layer()
     asked = policy.signals.repeat
     chunk, zero = (seen, count, work, total), jnp.int32(0)
-    place = seen[:, None] + jnp.arange(x.shape[1])
+    place = prompt_positions(seen, x.shape[1], fresh)
     angles = angles_of_layers([layer.config for layer in params.layers], place, seen + count)
     numbers = numbers_of_kind(policy, params)
     held: list[Held] = []

@@ -18,7 +18,7 @@ from jaxtyping import Array, Float
 from kvjax.cache.cache import Cache
 from kvjax.cache.quantisation import Storage
 from kvjax.model.decoder import Decoder, DecoderLayer
-from kvjax.model.rope import angles_of_layers
+from kvjax.model.rope import angles_of_layers, prompt_positions
 from kvjax.policies.base import Policy
 from kvjax.policies.signals import PromptSignals, Repetition
 from kvjax.runtime.layer_step import compress_one, read_one
@@ -66,7 +66,7 @@ def hold_layer(
     """Read a prompt in one layer and keep all of it: onto ``cache``, see :func:`layer_of`, or onto nothing."""
     policy, (seen, count, work, total) = device.local_policy, read.counts
     x = embedded(ends, read, x)
-    (angles,) = angles_of_layers([layer.config], seen[:, None] + jnp.arange(x.shape[1]), seen + count)
+    (angles,) = angles_of_layers([layer.config], prompt_positions(seen, x.shape[1], cache is None), seen + count)
     collector = signal_collector(policy, device.local_config, seen, count, total, x.shape[1], cache is None)
     old, shared = (None, (None,)) if cache is None else (own_layer(cache, read.index), cache.shared_layers[0])
     given = layer, old, x, angles, read.counts, jnp.int32(0), collector, shared

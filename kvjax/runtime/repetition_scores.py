@@ -12,7 +12,7 @@ from jaxtyping import Array, Int
 
 from kvjax.cache.buckets import prompt_bucket
 from kvjax.model.decoder import Decoder
-from kvjax.model.rope import angles_of_layers
+from kvjax.model.rope import angles_of_layers, prompt_positions
 from kvjax.policies.full import Full
 from kvjax.policies.signals import Repetition
 from kvjax.runtime.layer_reading import read_rows
@@ -53,7 +53,7 @@ def score_repetition(
 ) -> ScoredTokens:
     """Read prompts and have them repeated, and say of the ``picked`` tokens what :class:`ScoredTokens` holds."""
     seen = jnp.zeros_like(count)
-    place = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    place = prompt_positions(seen, tokens.shape[1], fresh=True)
     angles = angles_of_layers([layer.config for layer in params.layers], place, count)
     x, hidden, held = params.embed(tokens), [], []
     for layer, rope in zip(params.layers, angles, strict=True):
