@@ -9,6 +9,8 @@ one to all.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
@@ -39,6 +41,17 @@ def owners(starts: Int[Array, "B H"], pages: int) -> tuple[Int[Array, "B P"], In
     page = jnp.arange(pages, dtype=jnp.int32)
     owner = (page[:, None] >= starts[:, None, 1:]).sum(axis=2, dtype=jnp.int32)
     return owner, page - jnp.take_along_axis(starts, owner, axis=1)
+
+
+def reduced(x: Array, owner: Int[Array, "B P"], heads: int, over: Callable[..., Array], empty: float) -> Array:
+    """Numbers of pages, [B, P, ...], reduced over those of each head, [B, H, ...]; ``empty`` is what adds nothing."""
+    own = owner[:, None] == jnp.arange(heads, dtype=owner.dtype)[:, None]
+    return over(jnp.where(own.reshape(*own.shape, *(1,) * (x.ndim - 2)), x[:, None], empty), axis=2)
+
+
+def of_owner(x: Array, owner: Int[Array, "B P"]) -> Array:
+    """Numbers of heads, [B, H, ...], as the pages of these heads have them, [B, P, ...]."""
+    return jnp.take_along_axis(x, owner.reshape(*owner.shape, *(1,) * (x.ndim - 2)), axis=1)
 
 
 def of_heads(

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Sequence
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import jax.numpy as jnp
 import numpy as np
@@ -13,11 +13,31 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache.pool import LayerCache
 from kvjax.checks import number
-from kvjax.policies.base import Candidates, HostOrTraced, PromptChunk, Selection, Weighed, floor_fraction, top_mask
+from kvjax.errors import UsageError
+from kvjax.model.config import ModelConfig
+from kvjax.policies.base import (
+    Candidates,
+    HostOrTraced,
+    Policy,
+    PromptChunk,
+    Selection,
+    Step,
+    Weighed,
+    floor_fraction,
+    top_mask,
+)
+from kvjax.policies.evicting import Evicting
 from kvjax.policies.expected_attention import ExpectedAttention
 from kvjax.policies.inner import Rescoring
+from kvjax.policies.lagkv import LagKV
 from kvjax.policies.option_checks import one_of
-from kvjax.policies.sized import Selecting
+from kvjax.policies.sized import Scored, Selecting
+
+#: Methods of an evicting policy that must be as its base class has them, since what they do is done for it here.
+_RELIED = (
+    *("size", "protected", "capacities", "init_state", "sort_slots", "retained", "select", "compress"),
+    *("append", "observe"),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,10 +53,16 @@ class AdaptiveHeads(Rescoring):
     of masks over equal heads. Chosen once a prompt; decoded tokens all stay; on a later turn the layer's budget is
     divided anew over kept, generated and new tokens. What the inner policy protects stays in its head.
 
+    H2O and AhaKV as ``inner``, and policies of one's own that derive from Evicting, go on dropping a token in each head
+    at every decode step. What a head holds after a prompt is then its own budget, which it keeps while decoding; heads
+    of a row that has not reached the budget grow by equally many tokens until it has. ``floor`` and the recent tokens,
+    of H2O half of the average budget, are of each head. TOVA, which drops the same token in all heads, and LagKV,
+    which keeps equally many of each partition, have no scores to divide a budget by.
+
     ``scope="model"`` lets the heads of all layers share one budget, as KVzip does (arXiv 2505.23416, its non-uniform
     budgets): of L layers the L H b highest scores of the whole model stay, and each head's own floor. A layer may then
     hold most of the cache and another little beyond its floor, in as many bytes. Every layer's keys and values of the
-    prompt are held whole until all have scored them, which a plan counts.
+    prompt are held whole until all have scored them, which a plan counts. It is for policies that choose once a prompt.
 
     Size: ``budget`` tokens a head on average (2,048 when nothing is given) or ``ratio`` of the row's tokens; none in
     ``inner``.
@@ -52,6 +78,29 @@ class AdaptiveHeads(Rescoring):
         number("floor", self.floor, 0, 1)
         one_of("scope", self.scope, ("layer", "model"))
         super().__post_init__()
+        if self.shares_layers and self._evicting is not None:
+            raise UsageError(
+                f"{type(self._inner).__name__} drops a token at each decode step by the attention within a layer; give "
+                'AdaptiveHeads scope="layer" with it.'
+            )
+
+    def takes(self, inner: Scored) -> bool:
+        if not isinstance(inner, Evicting):
+            return super().takes(inner)
+        return not inner.heads_agree and all(getattr(type(inner), name) is getattr(Evicting, name) for name in _RELIED)
+
+    def refusal(self, inner: Policy, name: str) -> str:
+        if isinstance(inner, LagKV):
+            return (
+                "keeps equally many tokens of each partition in every head, by scores within that partition; give "
+                f"{name} a policy whose scores are of all tokens, such as KeyDiff"
+            )
+        if isinstance(inner, Evicting) and inner.heads_agree:
+            return (
+                "drops the same token in all heads of a layer, so that its scores cannot tell heads apart; give "
+                f"{name} a policy whose heads score for themselves, such as H2O"
+            )
+        return f"does not choose by a score of each token; give {name} a policy that does, such as KeyDiff"
 
     @property
     def shares_layers(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -61,6 +110,54 @@ class AdaptiveHeads(Rescoring):
     def usual(self) -> Selecting:
         return ExpectedAttention()
 
+    @property
+    def _evicting(self) -> Evicting | None:
+        """The inner policy at the size of this one, if it drops a token at each decode step."""
+        return self.scoring if isinstance(self.scoring, Evicting) else None
+
+    # --- what an inner policy that goes on choosing says ------------------------------------------------------
+
+    @property
+    def grows(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Whether every decoded token takes another slot."""
+        return self.scoring.grows
+
+    @property
+    def changes_while_decoding(self) -> bool:
+        return self.scoring.changes_while_decoding
+
+    def check(self, config: ModelConfig) -> None:
+        inner = self._evicting
+        if inner is None:
+            return super().check(config)
+        return dataclasses.replace(inner, keep_turn=self.keep_turn).check(config)
+
+    def capacities(self, config: ModelConfig, prompt: int, new: int) -> tuple[tuple[int, ...], ...]:
+        inner = self._evicting
+        return super().capacities(config, prompt, new) if inner is None else inner.capacities(config, prompt, new)
+
+    def init_state(self, config: ModelConfig, layer: int, batch: int, slots: tuple[int, ...]) -> Any:
+        state = super().init_state(config, layer, batch, slots)
+        if self._evicting is None:
+            return state
+        return dataclasses.replace(state, budget=jnp.zeros((batch, len(slots)), jnp.int32), equal=state.budget)
+
+    def sort_slots(self, layer: int, cache: LayerCache, config: ModelConfig) -> LayerCache:
+        return self.scoring.sort_slots(layer, cache, config)
+
+    def retained(self, cache: LayerCache) -> HostOrTraced:
+        return self.scoring.retained(cache)
+
+    def append(
+        self, layer: int, cache: LayerCache, k: Float[Array, "B H D"], v: Float[Array, "B H D"], step: Step
+    ) -> LayerCache:
+        return self.scoring.append(layer, cache, k, v, step)
+
+    def observe(self, layer: int, cache: LayerCache, logits: Float[Array, "B P G R"] | None, step: Step) -> LayerCache:
+        return self.scoring.observe(layer, cache, logits, step)
+
+    # --- prompts ----------------------------------------------------------------------------------------------
+
     def scores(
         self, layer: int, cache: LayerCache, candidates: Candidates, chunk: PromptChunk
     ) -> Float[Array, "B H N"]:
@@ -69,7 +166,11 @@ class AdaptiveHeads(Rescoring):
     def select(self, layer: int, cache: LayerCache, candidates: Candidates, chunk: PromptChunk) -> Selection:
         one = self.weigh(layer, cache, candidates, chunk)
         (keep,) = self.choose([one], chunk.count)
-        return Selection(keep, one.marks, one.state)
+        state = one.state
+        if self._evicting is not None:
+            size = self.size(chunk.config, layer, chunk.total)
+            state = state.shared(keep.sum(axis=2, dtype=jnp.int32), size, chunk.count)
+        return Selection(keep, one.marks, state)
 
     def weigh(self, layer: int, cache: LayerCache, candidates: Candidates, chunk: PromptChunk) -> Weighed:
         size, valid = self.size(chunk.config, layer, chunk.total), candidates.valid
@@ -100,4 +201,4 @@ class AdaptiveHeads(Rescoring):
         return [part.reshape(one.sure.shape) for part, one in zip(parts, layers, strict=True)]
 
     def retained_by_layer(self, layers: Sequence[LayerCache]) -> list[HostOrTraced]:
-        return [length for pool in layers for length in jnp.split(pool.length, pool.model_layers, axis=1)]
+        return [kept for pool in layers for kept in jnp.split(self.retained(pool), pool.model_layers, axis=1)]

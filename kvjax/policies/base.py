@@ -200,6 +200,12 @@ class Policy(Composable):
         return not self.merges and all(getattr(type(self), name) is getattr(Policy, name) for name in changing)
 
     @property
+    def changes_while_decoding(self) -> bool:
+        """Whether steps do more than to put each new token behind those that are kept."""
+        steps = ("append", "observe", "maintain", "maintain_layers")
+        return any(getattr(type(self), name) is not getattr(Policy, name) for name in steps)
+
+    @property
     def shares_context(self) -> bool:
         """Whether rows that begin with the same context share slots of it, whatever each of them reads afterwards."""
         return self.only_appends and not self.offloads_rounds

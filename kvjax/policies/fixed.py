@@ -17,9 +17,6 @@ from kvjax.policies.base import HostOrTraced, Policy
 from kvjax.policies.composed import HeadWise
 from kvjax.policies.parsing import format_policy
 
-#: The methods by which a policy changes its slots while tokens are decoded.
-_STEPS = ("append", "observe", "maintain", "maintain_layers")
-
 
 @dataclasses.dataclass(frozen=True)
 class Fixed(Policy):
@@ -93,7 +90,7 @@ def fixed(policy: Policy) -> Policy:
     if chosen.settled or (chosen.only_appends and not policy.offloads_rounds):
         return policy
     chooses = chosen.unsized if isinstance(chosen, HeadWise) else chosen
-    if policy.offloads_rounds or any(getattr(type(chooses), name) is not getattr(Policy, name) for name in _STEPS):
+    if policy.offloads_rounds or chooses.changes_while_decoding:
         raise UsageError(
             f"{format_policy(policy)} goes on choosing among the tokens of a context while it answers, so once=True is "
             "not for it; leave it out, or take a policy that chooses when a prompt is read, such as snapkv or kvzip."

@@ -145,7 +145,7 @@ def check_sizes(policy: Policy, config: ModelConfig, prompt: int, new: int) -> N
                     f"{name}.capacities gives {quoted(count)} slots in layer {layer}; give whole numbers of at least 1."
                 )
     # What a step drops is not known here.
-    only_grows = policy.grows and not any(_overrides(policy, step) for step in _STEP_METHODS)
+    only_grows = policy.grows and not policy.changes_while_decoding
     for layer, kept in enumerate(budgets):
         _check_budgets(name, layer, totals, kept, capacities[layer])
         if only_grows:
@@ -205,14 +205,6 @@ def _check_budgets(name: str, layer: int, totals: np.ndarray, budgets: np.ndarra
                 f"{name}.capacities gives {slots[at]} slots in layer {layer}, head {at}, and budgets keeps "
                 f"{int(kept[at])} of {total} tokens; allocate what is kept."
             )
-
-
-#: What changes a cache while tokens are decoded.
-_STEP_METHODS = ("append", "observe", "maintain", "maintain_layers")
-
-
-def _overrides(policy: Policy, method: str) -> bool:
-    return getattr(type(policy), method) is not getattr(Policy, method)
 
 
 def _check_growth(name: str, layer: int, prompt: int, new: int, kept: np.ndarray, slots: Sequence[int]) -> None:

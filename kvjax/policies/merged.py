@@ -15,7 +15,7 @@ from kvjax.policies.base import Candidates, PromptChunk, Selection
 from kvjax.policies.candidates import most_kept, places_of
 from kvjax.policies.inner import Rescoring
 from kvjax.policies.keydiff import KeyDiff
-from kvjax.policies.sized import Selecting
+from kvjax.policies.sized import Scored, Selecting
 
 #: Candidates that are compared with all kept keys at a time.
 _BLOCK = 128
@@ -27,7 +27,7 @@ _LEAST = 1e-6
 class Merged(Rescoring):
     """Merge what leaves into what stays: each evicted token's value into that of its most similar kept key.
 
-    ``inner``, any policy that scores tokens, decides what stays: KeyDiff, unless another is given; over
+    ``inner``, any policy that scores tokens once a prompt, decides what stays: KeyDiff, unless another is given; over
     :class:`AdaptiveHeads` the heads of a layer share its budget. An evicted token e of a head is merged into its kept
     token t whose key has the highest cosine similarity s = cos(k_e, k_t), if s >= ``threshold``, with the weight
 
@@ -57,8 +57,8 @@ class Merged(Rescoring):
     def usual(self) -> Selecting:
         return KeyDiff()
 
-    def takes(self, inner: Selecting) -> bool:
-        return not isinstance(inner, Merged)
+    def takes(self, inner: Scored) -> bool:
+        return isinstance(inner, Selecting) and not inner.changes_while_decoding and not isinstance(inner, Merged)
 
     @property
     def shares_slots(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]

@@ -1,4 +1,5 @@
-"""Policies of a size: a budget of tokens or a fraction of them, and the ones that select at each prompt and turn."""
+"""Policies of a size, a budget of tokens or a fraction of them: those that score tokens, and of these the ones that
+select at each prompt and turn."""
 
 from __future__ import annotations
 
@@ -103,8 +104,8 @@ class Sized(Policy):
 
 
 @dataclasses.dataclass(frozen=True)
-class Selecting(Sized):
-    """Selects at each prompt and later turn, over kept, decoded and new tokens; what is decoded after it all stays."""
+class Scored(Sized):
+    """A sized policy that scores the tokens of a prompt: what another policy may choose by, see ``inner.py``."""
 
     #: Whether :meth:`scores` gives logarithms of what would be summed.
     log_scores: ClassVar[bool] = False
@@ -136,6 +137,11 @@ class Selecting(Sized):
     def state_after(self, layer: int, cache: LayerCache, candidates: Candidates, chunk: PromptChunk) -> Any:
         """The layer's state after this selection."""
         return cache.state
+
+
+@dataclasses.dataclass(frozen=True)
+class Selecting(Scored):
+    """Selects at each prompt and later turn, over kept, decoded and new tokens; what is decoded after it all stays."""
 
     def capacities(self, config: ModelConfig, prompt: int, new: int) -> tuple[tuple[int, ...], ...]:
         slots = [self.most(config, layer, prompt) + new for layer in range(config.num_layers)]

@@ -29,6 +29,7 @@ class TOVA(Evicting):
     layers_alike: ClassVar[bool] = True
 
     marks: ClassVar[tuple[str, ...]] = ("position",)
+    heads_agree: ClassVar[bool] = True
 
     @property
     def signals(self) -> Signals:

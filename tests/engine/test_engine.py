@@ -38,6 +38,8 @@ from kvjax.errors import UsageError
         ("chunkkv:ratio=0.5", None),
         ("adaptive:ratio=0.5", None),
         ("adaptive:ratio=0.5,scope=model", "int8"),
+        ("adaptive:ratio=0.5,inner=h2o", None),
+        ("adaptive:budget=48,inner=ahakv", "int8"),
         ("think:channels=0.5,inner=snapkv(ratio=0.5)", "int8"),
         ("expected_attention:ratio=0.5", None),
         ("pyramidkv:ratio=0.5", None),

@@ -17,7 +17,7 @@ from kvjax.cache.pool import PAGE_SIZE
 from kvjax.cache.quantisation import Storage
 from kvjax.engine.levels import levels_of
 from kvjax.errors import UsageError
-from kvjax.policies import NACL, TOVA, AdaptiveHeads, KeyDiff, PyramidKV, SnapKV, format_policy, parse
+from kvjax.policies import NACL, AdaptiveHeads, KeyDiff, PyramidKV, SnapKV, StreamingLLM, format_policy, parse
 
 BUDGET = 10
 
@@ -138,7 +138,7 @@ def test_text_and_refusals():
     assert parse(format_policy(policy)) == policy
     assert parse("adakv:ratio=0.5") == AdaptiveHeads(ratio=0.5)
     with pytest.raises(UsageError, match="score of each token"):
-        AdaptiveHeads(inner=TOVA())
+        AdaptiveHeads(inner=StreamingLLM())
     with pytest.raises(UsageError, match="leave budget, ratio and keep_turn out of inner"):
         AdaptiveHeads(inner=KeyDiff(budget=9))
     with pytest.raises(UsageError, match="floor"):

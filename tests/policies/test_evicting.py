@@ -114,37 +114,40 @@ def test_int8_rows_evict_like_float_rows_almost_always(policy):
 
 
 @pytest.mark.parametrize("sink", [None, 0.0, 30.0], ids=["plain", "a sink", "a high sink"])
-@pytest.mark.parametrize("pages", [(2, 2), (1, 3)], ids=["uniform", "ragged"])
+@pytest.mark.parametrize(
+    "pages", [((2, 2), (2, 2)), ((1, 3), (1, 3)), ((1, 3), (2, 2))], ids=["uniform", "ragged", "by row"]
+)
 def test_weights_and_the_lowest_slot_are_those_of_each_head_alone(pages, sink):
     rng = np.random.default_rng(0)
     length = np.array([[20, 60], [32, 33]])
-    cache = empty_layer(2, pages, 4, jnp.float32, marks=("position", "score"))
+    by_row = pages[0] != pages[1]
+    cache = empty_layer(2, pages[0], 4, jnp.float32, marks=("position", "score"), by_row=by_row)
+    if by_row:
+        cache = cache.replace(row_starts=jnp.asarray([[0, own[0]] for own in pages], jnp.int32))
     positions = rng.permuted(np.tile(np.arange(128), (2, 1)), axis=1).reshape(2, 4, 32).astype(np.int32)
     cache = cache.replace(length=jnp.asarray(length), marks={**cache.marks, "position": jnp.asarray(positions)})
-    starts = np.cumsum([0, *pages])
-    runs = [slice(starts[h], starts[h + 1]) for h in range(2)]
+    runs = [[slice(0, own[0]), slice(own[0], 4)] for own in pages]
     logits = rng.standard_normal((2, 4, 3, 32)).astype(np.float32)
     score = rng.integers(0, 4, (2, 4, 32)).astype(np.float32)  # many ties
     among = rng.random((2, 4, 32)) < 0.7
     gain = np.array([0.5, 2.0], np.float32)
-    slot_of = [np.arange(32 * count) for count in pages]
     for row, head in np.ndindex(2, 2):
-        beyond = (slot_of[head] >= length[row, head]).reshape(-1, 32)
-        logits[row, runs[head]] = np.where(beyond[:, None], NEG, logits[row, runs[head]])
+        beyond = (np.arange(32 * pages[row][head]) >= length[row, head]).reshape(-1, 32)
+        logits[row, runs[row][head]] = np.where(beyond[:, None], NEG, logits[row, runs[row][head]])
     sinks = None if sink is None else sink + rng.standard_normal((2, 2, 3)).astype(np.float32)
     given = None if sinks is None else jnp.asarray(sinks)
     weights = np.asarray(attention_weights(cache, jnp.asarray(logits), jnp.asarray(gain), given))
     lowest = np.asarray(lowest_slot(cache, jnp.asarray(score), jnp.asarray(among)))
     for row, head in np.ndindex(2, 2):
         held = length[row, head]
-        own = logits[row, runs[head]].transpose(1, 0, 2).reshape(3, -1).astype(np.float64)[:, :held]
+        own = logits[row, runs[row][head]].transpose(1, 0, 2).reshape(3, -1).astype(np.float64)[:, :held]
         expected = np.exp(gain[row] * own)
         beside = 0 if sinks is None else np.exp(gain[row] * sinks[row, head].astype(np.float64))[:, None]
         expected /= expected.sum(axis=1, keepdims=True) + beside
-        got = weights[row, runs[head]].transpose(1, 0, 2).reshape(3, -1)
+        got = weights[row, runs[row][head]].transpose(1, 0, 2).reshape(3, -1)
         np.testing.assert_allclose(got[:, :held], expected, rtol=1e-5 if sink else 2e-6)
         assert (got[:, held:] == 0).all()
-        own_score, own_among, own_position = (x[row, runs[head]].ravel()[:held] for x in (score, among, positions))
+        own_score, own_among, own_position = (x[row, runs[row][head]].ravel()[:held] for x in (score, among, positions))
         allowed = [s for s in range(held) if own_among[s]]
         assert lowest[row, head] == min(allowed, key=lambda s: (own_score[s], own_position[s]))
 

@@ -15,7 +15,7 @@ from kvjax.cache.layout import Layout
 from kvjax.cache.quantisation import Storage
 from kvjax.errors import UsageError
 from kvjax.model.alibi import slopes
-from kvjax.policies import H2O, TOVA, AhaKV, RazorAttention
+from kvjax.policies import H2O, TOVA, AdaptiveHeads, AhaKV, RazorAttention
 from kvjax.policies.base import Policy, PromptChunk, Signals, Step
 from kvjax.policies.page_capacities import page_capacities
 from kvjax.policies.signals import Mass, PromptSignals
@@ -24,7 +24,12 @@ from kvjax.runtime import decode_attention
 ROWS, HEADS, GROUP, DIM, TOKENS, STEPS = 4, 2, 3, 8, 40, 6
 PLAIN = toys.tiny_config(num_heads=HEADS * GROUP, num_kv_heads=HEADS, head_dim=DIM, num_layers=1)
 ALIBI = dataclasses.replace(PLAIN, positional="alibi")
-EVICTING = (H2O(budget=12), TOVA(budget=12), AhaKV(budget=12, recent=3))
+EVICTING = (
+    H2O(budget=12),
+    TOVA(budget=12),
+    AhaKV(budget=12, recent=3),
+    AdaptiveHeads(budget=12, inner=AhaKV(recent=3)),
+)
 STACKED = Storage(layout=Layout("stacked", 16))
 
 

@@ -17,7 +17,7 @@ import kvjax
 from kvjax.cache.quantisation import MODEL
 from kvjax.model.config import RopeConfig
 from kvjax.model.decoder import abstract_decoder
-from kvjax.policies import H2O, AhaKV, Full, KVzip, LagKV, RazorAttention, StreamingLLM
+from kvjax.policies import H2O, AdaptiveHeads, AhaKV, Full, KVzip, LagKV, RazorAttention, StreamingLLM
 from kvjax.policies.empty_cache import empty_cache
 from kvjax.policies.window_layers import for_model
 from kvjax.runtime import synthetic
@@ -66,10 +66,11 @@ def test_prefill_memory_does_not_grow_with_layers():
 
 
 COMPOSED = RazorAttention(heads=((0, 1),), inner=H2O(budget=100))
+SHARED = AdaptiveHeads(budget=100, inner=H2O())
 
 
 @pytest.mark.parametrize("storage", ["model", "int8"])
-@pytest.mark.parametrize("policy", [*POLICIES, AhaKV(budget=100), COMPOSED], ids=str)
+@pytest.mark.parametrize("policy", [*POLICIES, AhaKV(budget=100), COMPOSED, SHARED], ids=str)
 def test_a_decode_step_aliases_the_cache_and_copies_none_of_it(policy, storage):
     config = toys.tiny_config(max_position=1 << 16)
     analysis, pool_bytes = decode_memory(config, policy, 2048, storage)
@@ -193,7 +194,7 @@ def test_prefill_peak_estimate_is_near_the_compilers():
 
 
 @pytest.mark.parametrize("platform", ["tpu", "cuda"])
-@pytest.mark.parametrize("policy", POLICIES, ids=str)
+@pytest.mark.parametrize("policy", [*POLICIES, SHARED], ids=str)
 def test_programs_lower_for_accelerators(policy, platform):
     config = toys.tiny_config()
     params = abstract_decoder(config, jnp.bfloat16)

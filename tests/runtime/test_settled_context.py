@@ -219,6 +219,7 @@ def test_nothing_of_the_context_is_copied_for_a_question(tiny_model):
         ("streamingllm", "goes on choosing"),
         ("razor:heads=0.0", "goes on choosing"),
         ("razor:heads=0.0,inner=h2o", "goes on choosing"),
+        ("adaptive:ratio=0.5,inner=h2o", "goes on choosing"),
         ("think", "among whole tokens of each layer"),
         ("round:watershed=1", "goes on choosing"),
         ("adaptive:ratio=0.5,scope=model,inner=keydiff", "among whole tokens of each layer"),

@@ -57,6 +57,8 @@ POLICIES: dict[str, str | Policy] = {
     "kvzip": "kvzip:budget=12,sink=2,chunk=24",
     "adaptive": "adaptive:budget=12,inner=keydiff",
     "adaptive_of_all": "adaptive:budget=12,inner=keydiff,scope=model",
+    "adaptive_of_h2o": "adaptive:budget=12,inner=h2o",
+    "adaptive_of_ahakv": "adaptive:budget=12,inner=ahakv(recent=4)",
     "merged": "merged:budget=12,inner=snapkv(window=4)",
     "think": "think:channels=0.5,window=4",
     "think_of_adaptive": "think:channels=0.5,window=4,inner=adaptive(budget=12,inner=keydiff)",
@@ -120,6 +122,7 @@ DEFAULT = (
     Case("razor", "data=2,model=4", kv_heads=3, later=True, context=True, layers=True),
     Case("snapkv", "data=4,model=2", kv_heads=1, storage="int8", later=True, layers=True),
     Case("adaptive", "data=2,model=2", later=True, windows=True),
+    Case("adaptive_of_h2o", "data=2,model=2", kv_heads=3, later=True, saved=True),
     Case("snapkv", "data=2,model=4", kv_heads=3, later=True, context=True, once=True),
     Case("expected_attention_of_texts", "data=2,model=4", storage="int8", later=True, saved=True),
 )
@@ -141,7 +144,7 @@ GRID = (
     ),
     *(
         Case(policy, "data=2,model=4", positional="alibi", later=True)
-        for policy in ("full", "ahakv", "streamingllm", "expected_attention", "lengths")
+        for policy in ("full", "ahakv", "adaptive_of_ahakv", "streamingllm", "expected_attention", "lengths")
     ),
     Case("h2o", "data=4,model=2", positional="alibi"),
     # Without rotary embedding equal tokens have equal keys: by these alone they would tie.

@@ -54,17 +54,22 @@ class HeadOracle:
     def __post_init__(self) -> None:
         self.held: list[int] = []
         self.scores: dict[int, float] = {}
-        self.seen, self.budget, self.factor = 0, 0, 0.0
+        self.seen, self.budget, self.equal, self.factor = 0, 0, 0, 0.0
         self.margins = [1.0]
 
-    def turn(self, count: int) -> None:
-        """Read a prompt, or a later turn."""
+    def read(self, count: int) -> tuple[list[int], dict[int, float]]:
+        """The candidates of a prompt, or of a later turn, and their scores."""
         new = list(range(self.seen, self.seen + count))
         self.seen += count
-        self.budget = self.size(self.seen)
+        self.budget = self.equal = self.size(self.seen)
         self.factor = self.scale(self.seen, self.budget) or self.q.shape[-1] ** -0.5
         candidates = self.held + new
         ranking, self.scores = self.start(self, candidates, new)
+        return candidates, ranking
+
+    def turn(self, count: int) -> None:
+        """Read a prompt, or a later turn."""
+        candidates, ranking = self.read(count)
         while len(candidates) > self.budget:
             # One at a time is the same as the top of them, and shows the margin of the last choice.
             free = candidates[: len(candidates) - self.recent(self.budget)] or candidates
@@ -80,7 +85,7 @@ class HeadOracle:
         for t, weight in zip(self.held, weights, strict=True):
             self.scores[t] += weight
         if len(self.held) > self.budget:
-            free = [t for t in self.held if t <= token - self.recent(self.budget)]
+            free = [t for t in self.held if t <= token - self.recent(self.equal)]
             self.held.remove(lowest(self.scores, free, self.margins))
 
 
@@ -106,6 +111,48 @@ class RowOracle:
     def margin(self) -> float:
         """How narrowly the narrowest choice so far was made."""
         return min(min(head.margins) for head in self.heads)
+
+
+@dataclasses.dataclass
+class SharedRow(RowOracle):
+    """A row whose heads share a budget (Ada-KV, algorithm 1), and drop a token at each step within what they got."""
+
+    floor: float = 0.2
+
+    def turn(self, count: int) -> None:
+        if count == 0:
+            return
+        read = [head.read(count) for head in self.heads]
+        total = len(read) * self.heads[0].equal
+        kept = [candidates for candidates, _ in read]
+        if sum(map(len, kept)) > total:
+            kept = self._divided(read, total)
+        more = (total - sum(map(len, kept))) // len(kept)
+        for head, own in zip(self.heads, kept, strict=True):
+            head.held, head.budget = own, len(own) + more
+
+    def _divided(self, read: list[tuple[list[int], dict[int, float]]], total: int) -> list[list[int]]:
+        """Each head's recent tokens, its own best up to the floor, and the best of all heads."""
+        equal, kept, others = self.heads[0].equal, [], []
+        for i, (head, (candidates, ranking)) in enumerate(zip(self.heads, read, strict=True)):
+            first = max(len(candidates) - head.recent(equal), 0)
+            best = sorted(((ranking[t], t) for t in candidates[:first]), reverse=True)
+            own = max(max(int(self.floor * equal + 1e-9), 1) - (len(candidates) - first), 0)
+            self._note([score for score, _ in best], own)
+            kept.append(candidates[first:] + [t for _, t in best[:own]])
+            others += [(score, i, t) for score, t in best[own:]]
+        others.sort(reverse=True)
+        left = total - sum(map(len, kept))
+        self._note([score for score, _, _ in others], left)
+        for _, i, t in others[:left]:
+            kept[i].append(t)
+        return [sorted(own) for own in kept]
+
+    def _note(self, scores: list[float], count: int) -> None:
+        """Note how near the best one that leaves came to the last that stays."""
+        if 0 < count < len(scores):
+            last, beyond = scores[count - 1 : count + 1]
+            self.heads[0].margins.append((last - beyond) / max(abs(last), 1e-30))
 
 
 def sizes(policy: Any) -> Callable[[int], int]:
