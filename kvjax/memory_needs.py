@@ -58,17 +58,17 @@ def shared_context_bytes(
     policy: Policy,
     batch: int,
     context: int,
-    prompt: int,
+    prompt_capacity: int,
+    own_capacity: int,
     new_capacity: int,
     dtype: Any,
     storage: Storage = MODEL,
     mesh: Mesh | None = None,
-    exact: bool = False,
 ) -> tuple[int, int]:
-    """:func:`cache_bytes` of rows that share a context, and those of the context alone; ``exact``: without buckets."""
+    """:func:`cache_bytes` of rows that share a context but for ``own_capacity`` tokens, and of that context."""
     rows = batch if mesh is None else mesh.rows(batch) // mesh.data
     device = device_of(mesh, config, policy)
-    return shared_bytes(device, rows, context, prompt, new_capacity, dtype, storage, exact=exact)
+    return shared_bytes(device, rows, context, prompt_capacity, own_capacity, new_capacity, dtype, storage)
 
 
 @functools.lru_cache(maxsize=32)

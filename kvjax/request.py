@@ -12,10 +12,11 @@ import numpy as np
 
 from kvjax.allocation import Allocation
 from kvjax.cache.buckets import batch_bucket, prompt_bucket
-from kvjax.cache.cache import NO_TOKEN, OPEN_MESSAGE, Cache
+from kvjax.cache.cache import NO_TOKEN, OPEN_MESSAGE, Cache, same_context
 from kvjax.cache.continuation import Continuation, are_apart, check_continuable, delete, one_batch
-from kvjax.cache.host_memory import as_numpy
+from kvjax.cache.host_memory import as_numpy, device_bytes
 from kvjax.cache.quantisation import Storage, parse_storage
+from kvjax.cache.shared_context import SharedContext
 from kvjax.checkpoints.load import LanguageModel, check_model
 from kvjax.checks import whole_number
 from kvjax.device_memory import device_limit
@@ -36,7 +37,7 @@ from kvjax.runtime.decode import CHUNK, Controls
 from kvjax.runtime.programs import Programs
 from kvjax.runtime.sampling import Sampling
 from kvjax.runtime.stopping import StopTable, stop_table
-from kvjax.sharding.adopt import adopt
+from kvjax.sharding.adopt import adopt, keeps_context
 from kvjax.text.tokenizer import Tokenizer
 
 #: Tokens from which a prompt is held once for all of its samples. Copies of a shorter one are small, and sharing needs
@@ -113,23 +114,30 @@ class Request:
         if any(not ids for ids in self.prompts):
             raise UsageError("A prompt has no tokens; give at least one character.")
         seen = _counters([old.seen for old in caches], count, 0)
-        shared = _shared_tokens(caches, count, seen) if shares(self.policy, self.storage) else 0
+        context = _common_context(caches, lm)
+        shared = _shared_tokens(caches, count, seen, context) if shares(self.policy, self.storage) else 0
         alone = count == 1 < n and not caches and not self.tokens.context and len(self.prompts[0]) >= SHARED_PROMPT
         self.shares_prompt = alone and shares(self.policy, self.storage)
-        self.size = self._checked_size(seen, self._given_bytes(count, bool(shared)), caches, exact, shared)
+        self.size = self._checked_size(seen, self._given_bytes(count, context, shared), context, exact, shared)
         self.programs = Programs(lm.mesh, lm.config, exact=self.size.rows != batch_bucket(self.rows))
         self.cache = self._joined(count)
         self.cache_is_copy = self.cache is not None and all(are_apart(self.cache, old) for old in caches)
         rounds_begin = self.policy.offloads_rounds and self.cache is None
         self.prefix: tuple[int, ...] = self._prefix(prompt) if rounds_begin else ()
 
-    def _given_bytes(self, count: int, shared: bool) -> int:
-        """Bytes on each device of the caches that were given, and of what is made of them for ``count`` prompts."""
-        caches, mesh = self._given, self.lm.mesh
-        # Else its rows are copied: joined, or spread over all; or shared, which copies the one.
-        as_it_is = len(caches) == 1 and caches[0].batch == count
-        sizes = [(old.nbytes if mesh is None else old.nbytes // mesh.size, old.batch) for old in caches]
-        return sum(size // rows * (rows if as_it_is or shared else rows + count) for size, rows in sizes)
+    def _given_bytes(self, count: int, context: SharedContext | None, shared: int) -> int:
+        """Bytes on each device of the caches that were given, and of what is made of them for ``count`` prompts.
+
+        What counts the rows that are made counts a ``context`` that they go on sharing; ``shared`` are its tokens.
+        """
+        caches, devices = self._given, 1 if self.lm.mesh is None else self.lm.mesh.size
+        beside = 0 if context is None else context.nbytes
+        given = sum((old.nbytes - beside) // devices for old in caches)
+        rows = sum(old.batch for old in caches)
+        as_it_is, begins = len(caches) == 1 and rows == count, rows < count and shared and context is None
+        if not caches or as_it_is or begins:  # where rows begin to share, what they share is the copy
+            return given
+        return given + given // rows * count  # joined, or a single one spread over all
 
     def _joined(self, count: int) -> Any:
         """The caches that were given, on the model's devices as one batch; None of none."""
@@ -181,10 +189,10 @@ class Request:
         return result
 
     def _checked_size(
-        self, seen: np.ndarray, already: int, caches: Sequence[Continuation], exact: bool, shared: int
+        self, seen: np.ndarray, already: int, held: SharedContext | None, exact: bool, shared: int
     ) -> Allocation:
-        """The allocation for rows that have ``seen`` tokens, the first of them ``shared``, beside ``already`` bytes of
-        caches."""
+        """The allocation for rows that have ``seen`` tokens, the first of them ``shared`` or already ``held`` together,
+        beside ``already`` bytes of caches."""
         config, limit = self.lm.config, self.lm.config.max_position
         added = np.array([len(self.tokens.context) + len(ids) for ids in self.prompts])
         if self.answers is not None:
@@ -199,7 +207,8 @@ class Request:
                 f"The prompt has {int(added.max())} tokens{scored}{before}; this model's context is {limit}, so "
                 "shorten it."
             )
-        rounds, layers = self.policy.offloads_rounds, [old.device_layers for old in caches]
+        layers = [old.device_layers for old in self._given]
+        go_on = held is not None and all(cache.own_capacity for cache in layers)  # and have read something after it
         # Read once, and shared by all rows where the policy allows it.
         context = len(self.tokens.context) + shared
         context += len(self.prompts[0]) if self.shares_prompt else 0
@@ -215,9 +224,11 @@ class Request:
             already=already,
             storage=self.storage,
             mesh=self.lm.mesh,
-            reserve=self.options.reserve_tokens,
+            # Samples of one prompt are read onto nothing later than it.
+            reserve=0 if self.shares_prompt else self.options.reserve_tokens,
             # Rounds have sizes of their own, and so have rows that begin to share.
-            held=None if rounds or (shared and not _go_on(layers, len(self.prompts))) else _widest(layers),
+            held=None if self.policy.offloads_rounds or (shared and not go_on) else _widest(layers),
+            held_context=None if held is None else device_bytes(jax.tree.leaves(held)),
             exact=exact,
         )
         self._notify((seen + added).tolist())  # last: until here the policy may be one that nothing can hash
@@ -401,24 +412,25 @@ def _one_row_each(caches: Sequence[Any], count: int) -> Any:
     return whole.take([0] * count) if whole.policy.offloads_rounds and whole.batch != count else whole
 
 
-def _shared_tokens(caches: Sequence[Continuation], count: int, seen: np.ndarray) -> int:
+def _common_context(caches: Sequence[Continuation], lm: LanguageModel) -> SharedContext | None:
+    """The context that the rows of all these caches share, and will go on sharing; None where they do not."""
+    layers = [old.device_layers for old in caches]
+    if not layers or not all(same_context(cache.context, layers[0].context) for cache in layers):
+        return None
+    return layers[0].context if keeps_context(layers[0], lm.mesh, lm.config) else None
+
+
+def _shared_tokens(caches: Sequence[Continuation], count: int, seen: np.ndarray, context: SharedContext | None) -> int:
     """Tokens of a context that ``count`` rows read onto these caches will share, or do already."""
-    if not caches:
-        return 0
-    layers = caches[0].device_layers
-    if len(caches) == 1 and layers.context is not None:
-        return int(as_numpy(layers.context.seen)[0]) if layers.policy.settled or layers.batch < count else 0
-    return int(seen.max()) if sum(old.batch for old in caches) < count or layers.policy.settled else 0
-
-
-def _go_on(caches: Sequence[Cache], count: int) -> bool:
-    """Whether ``count`` rows go on that share a context and have read something after it."""
-    return sum(cache.batch for cache in caches) == count and all(cache.own_capacity for cache in caches)
+    if context is not None:
+        return int(as_numpy(context.seen)[0])
+    rows = sum(old.batch for old in caches)
+    return int(seen.max()) if rows and (rows < count or caches[0].policy.settled) else 0
 
 
 def _widest(caches: Sequence[Cache]) -> Cache | None:
     """The cache with room for the longest prompt, whose capacities they have once they are one batch; None of none."""
-    return max(caches, key=lambda cache: cache.prompt_capacity, default=None)
+    return max(caches, key=lambda cache: (cache.prompt_capacity, cache.own_capacity or 0), default=None)
 
 
 def _same_model(config: ModelConfig, cache: Continuation) -> None:

@@ -376,8 +376,10 @@ class Session:
         decoded = sum(max(len(tokens) - 1, 0) for tokens in self.tokens)
         retained = tuple(tuple(map(int, layer[row] + held)) for layer, held in zip(own, shared, strict=True))
         live = sum(int(np.dot(size, layer[row])) for size, layer in zip(cache.slot_bytes, own, strict=True))
-        context = cache.context
-        rounds = self.strategy.stats(row)
+        context, rounds = cache.context, self.strategy.stats(row)
+        # Of a context that rows share an equal part is each one's; rows of padding have none.
+        shared_bytes, shared_live = (0, 0) if context is None else (context.nbytes, context.live_nbytes)
+        own_bytes = (cache.nbytes - shared_bytes) // cache.batch
         return Stats(
             prompt_tokens=len(request.prompts[row // request.n]) + len(request.context),
             generated_tokens=len(self.tokens[row]),
@@ -387,10 +389,10 @@ class Session:
             time_to_first_token=times.first,
             prompt_tokens_per_second=read / times.prompt if times.prompt > 0 else 0.0,
             decode_tokens_per_second=decoded / times.decode if times.decode > 0 else 0.0,
-            cache_bytes=cache.nbytes // cache.batch,
+            cache_bytes=own_bytes + shared_bytes // request.rows,
             device_cache_bytes=cache.device_nbytes,
             device_peak_bytes=self.peak_bytes,
-            live_cache_bytes=live if context is None else live + context.live_nbytes // cache.batch,
+            live_cache_bytes=live + shared_live // request.rows,
             shared_cache_bytes=0 if context is None else device_bytes(jax.tree.leaves(context)),
             full_cache_bytes=full_cache_bytes(request.lm.config, int(seen[row]), request.dtype),
             clipped=int(clipped[row]),

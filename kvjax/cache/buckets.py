@@ -42,6 +42,14 @@ def request_bucket(tokens: int) -> int:
     return SHORT if tokens <= SHORT else max(MEDIUM, prompt_bucket(tokens))
 
 
+def own_bucket(tokens: int) -> int:
+    """The bucket of what a row adds to a context that it shares: 64, 256, then those of :func:`prompt_bucket`.
+
+    Finer than :func:`request_bucket`, since every row has a room of it beside what all of them hold once.
+    """
+    return prompt_bucket(tokens) if tokens <= STEP else max(SHORT, prompt_bucket(tokens))
+
+
 def reserves(tokens: int, reserve: int, *, outgrown: bool) -> tuple[int, ...]:
     """Tokens of later turns to reserve in a row beside ``tokens``: what is wanted, then less where that does not fit.
 

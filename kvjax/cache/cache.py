@@ -293,7 +293,7 @@ def _concatenate(caches: Sequence[Cache]) -> Cache:
     if any(cache.storage != caches[0].storage for cache in caches):
         raise UsageError("Caches of one batch must share their storage; continue these one by one instead.")
     context = caches[0].context
-    share = all(_are_one(cache.context, context) for cache in caches)
+    share = all(same_context(cache.context, context) for cache in caches)
     # What was saved has its choice in its own rows, until a request settles it.
     if caches[0].policy.settled and (context is None or not share) and len(caches) > 1:
         raise UsageError("These caches keep what was chosen of contexts of their own; continue them one by one.")
@@ -305,7 +305,7 @@ def _concatenate(caches: Sequence[Cache]) -> Cache:
     return (_joining(tuple(caches)) if many else _joined(caches)).replace(context=context)
 
 
-def _are_one(context: SharedContext | None, other: SharedContext | None) -> bool:
+def same_context(context: SharedContext | None, other: SharedContext | None) -> bool:
     """Whether two contexts are the same arrays."""
     ours, theirs = jax.tree.flatten(context), jax.tree.flatten(other)
     return ours[1] == theirs[1] and all(x is y for x, y in zip(ours[0], theirs[0], strict=True))

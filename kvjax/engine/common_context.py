@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from kvjax.allocation import Allocation
 from kvjax.cache.buckets import prompt_bucket
 from kvjax.cache.cache import Cache, take_rows
 from kvjax.cache.continuation import check_continuable
@@ -42,9 +43,9 @@ class CommonContext:
         """Tokens beyond what is shared that a slot for prompts of ``prompt_tokens`` has room for."""
         return prompt_bucket(self.seen - self.shared + prompt_tokens)
 
-    def with_room(self, own_capacity: int) -> Cache:
-        """The row, onto which prompts are read for slots of ``own_capacity``."""
-        return self.row.replace(own_capacity=own_capacity)
+    def with_room(self, size: Allocation) -> Cache:
+        """The row, onto which prompts are read for slots of these sizes."""
+        return self.row.replace(prompt_capacity=size.prompt_capacity, own_capacity=size.own_capacity)
 
 
 def sharing(empty: Cache, row: Cache, config: ModelConfig) -> Cache:

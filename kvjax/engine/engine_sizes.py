@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from kvjax.allocation import Allocation, spare_tokens
+from kvjax.allocation import Allocation, beside_context, spare_tokens
 from kvjax.cache.buckets import (
     ACCELERATOR_BLOCK,
     BLOCK,
@@ -44,9 +44,9 @@ class EngineSizes:
     """An engine's allocation, and the bytes it takes on each device.
 
     Attributes:
-      slots: rows of the batch. prompt_capacity, new_capacity: of each, as for any cache; beside ``context`` tokens
-        that all slots share.
-      own_capacity: tokens of prompt beyond what is shared, None where nothing is.
+      slots: rows of the batch. prompt_capacity, new_capacity: of each, as for any cache; beside the context that all
+        slots share.
+      allocation: the sizes of every cache that goes into a slot.
       weights_bytes, slots_bytes: the model, and the caches of all slots.
       prefill_cache_bytes: the caches of the rows that are being read, until they are in their slots: a long prompt's,
         those of short ones that are read meanwhile, and one context's, which is kept.
@@ -62,9 +62,9 @@ class EngineSizes:
     slots_bytes: int
     prefill_cache_bytes: int
     working_bytes: int
+    allocation: Allocation
     context_bytes: int = 0
     context: int = 0
-    own_capacity: int | None = None
 
     @property
     def total_bytes(self) -> int:
@@ -72,10 +72,9 @@ class EngineSizes:
         return held + self.prefill_cache_bytes + self.working_bytes
 
     @property
-    def allocation(self) -> Allocation:
-        """The sizes of every cache that goes into a slot."""
-        whole = prompt_bucket(self.context + self.prompt_capacity) if self.context else self.prompt_capacity
-        return Allocation(self.slots, whole, self.new_capacity)
+    def own_capacity(self) -> int | None:
+        """Tokens of prompt beyond what is shared, None where nothing is."""
+        return self.allocation.own_capacity
 
 
 def read_together(bucket: int, slots: int) -> int:
@@ -144,15 +143,18 @@ def engine_sizes(
     new = NEW_TOKENS if not policy.grows else max(NEW_TOKENS, -(-most // 64) * 64)
     check_sizes(policy, config, capacity, new)
     data = 1 if mesh is None else mesh.data
-    own = None if context is None else context.room(capacity)
+    each = (
+        Allocation(1, capacity, new)
+        if context is None
+        else beside_context(config, policy, 1, context.shared, context.room(capacity), new)
+    )
     moves = context is None and has_levels(config, policy, dtype, storage, on_mesh=mesh is not None)
 
     def bytes_of(rows: int) -> int:
         if context is None:
             return cache_bytes(config, policy, rows, capacity, new, dtype, storage, mesh)
-        shape = config, policy, rows, context.shared, own
-        whole, shared = shared_context_bytes(*shape, new, dtype, storage, mesh)
-        return whole - shared
+        shape = prompt_bucket(context.shared), each.prompt_capacity, each.own_capacity, new
+        return shared_context_bytes(config, policy, rows, *shape, dtype, storage, mesh)[0]
 
     def sizes(count: int) -> EngineSizes:
         rows = count if mesh is None else mesh.rows(count)
@@ -170,9 +172,9 @@ def engine_sizes(
             cache[rows],
             cache[short] + cache[data] + max((cache[n] for n in longer), default=0),
             max(reading, moving, _LOGITS * 4 * rows // data * config.vocab_size),
+            dataclasses.replace(each, rows=rows),
             0 if context is None else context.nbytes,
             seen,
-            own,
         )
 
     if slots is None:

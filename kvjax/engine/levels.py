@@ -77,12 +77,9 @@ def free_after(config: ModelConfig, policy: Policy, level: Level, tokens: int) -
 
 
 def levels_of(
-    config: ModelConfig, policy: Policy, own: Allocation, page_size: int, *, smaller: bool, beyond: int | None = None
+    config: ModelConfig, policy: Policy, own: Allocation, page_size: int, *, smaller: bool
 ) -> tuple[Level, ...]:
-    """The sizes that an engine's slots may have, the smallest first, its own last and, but for ``smaller``, alone.
-
-    ``beyond``: tokens of prompt beyond a context that all slots share.
-    """
+    """The sizes that an engine's slots may have, the smallest first, its own last and, but for ``smaller``, alone."""
     owners = by_pool(policy, [policy.owners(config, layer) for layer in range(config.num_layers)])
     grow = all(owner.grows for some in owners for owner in some)
     # Where all layers share their slots a step reads what a layer holds, and not what is allocated.
@@ -92,16 +89,17 @@ def levels_of(
     for part in parts:
         prompt = min(own.prompt_capacity, max(_LEAST, own.prompt_capacity // part))
         new = min(own.new_capacity, max(_LEAST, own.new_capacity // part))
-        pages = page_capacities(policy, config, prompt, new, page_size, beyond)
+        pages = page_capacities(policy, config, prompt, new, page_size, own.own_capacity)
+        size = dataclasses.replace(own, prompt_capacity=prompt, new_capacity=new)
         if not found or pages != found[-1].pages:
             # Of heads that share, a part of a page stays empty in each.
             slots = tuple(
                 tuple((count - (head in some)) * page_size for head, count in enumerate(heads))
                 for heads, some in zip(pages, sharing, strict=True)
             )
-            found.append(Level(Allocation(own.rows, prompt, new), pages, slots, sharing))
+            found.append(Level(size, pages, slots, sharing))
         else:
-            found[-1] = dataclasses.replace(found[-1], allocation=Allocation(own.rows, prompt, new))
+            found[-1] = dataclasses.replace(found[-1], allocation=size)
     return tuple(found)
 
 

@@ -74,12 +74,12 @@ class Slots:
             lm.config, policy, lm.params.dtype, storage, on_mesh=lm.mesh is not None
         )
         own = sizes.own_capacity
-        self.levels = levels_of(lm.config, policy, sizes.allocation, page_size, smaller=smaller, beyond=own)
+        self.levels = levels_of(lm.config, policy, sizes.allocation, page_size, smaller=smaller)
         self._level, self.least_level, size = 0, 0, self.levels[0].allocation
         held: dict[str, Any] = {"prompt_capacity": size.prompt_capacity, "new_capacity": size.new_capacity}
         self._state = self.programs.empty(lm.params, sizes.slots, **self._kinds, **held, own_capacity=own)
         #: The row that every request begins as, where they share a context.
-        self.common = None if common is None or own is None else common.with_room(own)
+        self.common = None if common is None else common.with_room(sizes.allocation)
         if self.common is not None:
             begun = sharing(self._state.cache, self.common, lm.config)
             self._state = dataclasses.replace(self._state, cache=begun)

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from kvjax.allocation import Allocation, allocations
+from kvjax.allocation import Allocation
 from kvjax.cache.buckets import NEW_TOKENS, prompt_bucket
 from kvjax.cache.cache import Cache
 from kvjax.cache.layout import layout_on
@@ -136,7 +136,7 @@ def _on_chip(request: RequestShape, reserve: int | None, named: Chip) -> Plan:
 def _that_fits(request: RequestShape, reserve: int | None, share: GpuShare | None, source: str | None) -> Plan:
     """The plan of sizes that are shared with other requests, or else of exact ones; DoesNotFit where neither fits."""
     of_mesh = request.mesh is not None and not request.policy.offloads_rounds
-    for exact in dict.fromkeys((of_mesh or request.shares_context, True)):
+    for exact in dict.fromkeys((of_mesh, True)):
         made = request.first_plan(reserve, exact=exact)
         if made.fits:
             return dataclasses.replace(made, memory_source=source)
@@ -179,6 +179,7 @@ def fitting(
     held: Cache | None = None,
     exact: bool = False,
     context: int = 0,
+    held_context: int | None = None,
     scored: bool = False,
 ) -> Allocation:
     """The sizes a generation is allocated, with prompts and the first new-token bucket: exact where it must be.
@@ -187,6 +188,7 @@ def fitting(
       rows, reserve, held, exact: as for :func:`kvjax.allocation.allocations`.
       tokens: that the rows will have seen, prompts included, beside ``context`` tokens before all of them, read once.
       already: bytes of caches that stay beside it. scored: whether the prompts' tokens get log-probabilities.
+      held_context: bytes on each device of a context that the rows share already; None where there is none.
 
     Raises:
       DoesNotFit: not even exactly.
@@ -196,10 +198,8 @@ def fitting(
     check_value(policy)
     _check_scored(policy, scored)
     check_sizes(policy, config, prompt_bucket(context + tokens), NEW_TOKENS)
-    # Rows that share a context are as many as were asked for, so that its bytes are spared and not spent on padding.
-    request = RequestShape(config, policy, rows, tokens, 1, dtype, limit, storage, mesh, context, scored)
-    exact = exact or mesh is not None or (request.shares_context and held is None)
-    sizes = allocations(config, policy, rows, request.whole, reserve=reserve, held=held, exact=exact)
+    request = RequestShape(config, policy, rows, tokens, 1, dtype, limit, storage, mesh, context, scored, held_context)
+    sizes = request.sizes(reserve, held, exact=exact or mesh is not None)
     for size in sizes:
         # What a later question selects is not known yet: rows of padding are added where even all of it would fit.
         spare_rows = policy.offloads_rounds and size != sizes[-1]

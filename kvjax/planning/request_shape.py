@@ -9,6 +9,7 @@ import numpy as np
 
 from kvjax.allocation import Allocation, allocations, spare_tokens
 from kvjax.cache.buckets import NEW_TOKENS, RESERVE, batch_bucket, new_bucket, prompt_bucket, reserves
+from kvjax.cache.cache import Cache
 from kvjax.cache.groups import split_heads
 from kvjax.cache.pool import layout_for
 from kvjax.cache.quantisation import MODEL, Storage
@@ -32,6 +33,8 @@ class RequestShape:
       new: tokens that are generated.
       limit: bytes of the device, or None where they are not known.
       scored: whether every token of the prompts gets its log-probability.
+      held_context: bytes on each device of a context that the rows share already, which stays as it is; None of one
+        that is read, or made of a row.
     """
 
     config: ModelConfig
@@ -45,6 +48,7 @@ class RequestShape:
     mesh: Mesh | None = None
     context: int = 0
     scored: bool = False
+    held_context: int | None = None
 
     @property
     def whole(self) -> int:
@@ -59,9 +63,15 @@ class RequestShape:
 
     @property
     def shares_context(self) -> bool:
-        """Whether rows share the slots of a context; a single row has nobody to share with, but for what is settled."""
-        several = self.batch > 1 or self.policy.settled
+        """Whether rows share the slots of a context; a single row begins to only where that is settled."""
+        several = self.batch > 1 or self.policy.settled or self.held_context is not None
         return bool(self.context) and several and shares(self.policy, self.storage)
+
+    def sizes(self, reserve: int | None, held: Cache | None = None, *, exact: bool) -> tuple[Allocation, ...]:
+        """The sizes that the rows may have under a policy of tokens: :func:`kvjax.allocation.allocations`."""
+        context = self.context if self.shares_context else None
+        more: dict[str, Any] = {"reserve": reserve, "held": held, "context": context, "exact": exact}
+        return allocations(self.config, self.policy, self.batch, self.whole, **more)
 
     def first_size(self, reserve: int | None, *, exact: bool) -> Allocation:
         """The sizes of prompts that nothing but a context is before; a context of rounds is a turn of its own.
@@ -70,7 +80,7 @@ class RequestShape:
         """
         config, policy, batch = self.config, self.policy, self.batch
         if not policy.offloads_rounds:
-            return allocations(config, policy, batch, self.whole, reserve=reserve, exact=exact)[0]
+            return self.sizes(reserve, exact=exact)[0]
         held = slots_below(config, self.context, spare=reserve or 0, exact=exact) if self.context else 0
         rows = batch if exact or self.mesh is not None else batch_bucket(batch)
         later = (RESERVE if reserve is None and self.context else reserve or 0) // rows
@@ -97,15 +107,14 @@ class RequestShape:
         config, policy, storage, mesh = self.config, self.policy, self.storage, self.mesh
         room, held = size.prompt_capacity, placed or policy.answering(config, size.prompt_capacity)
         kept = self._kept(policy if placed is None or placed is policy else Full())
-        new_capacity = self._new_capacity(held, room, kept)
+        new_capacity = max(size.new_capacity, self._new_capacity(held, room, kept))
         least = policy.answering(config, self.whole) if placed is None else policy.reading(config, self.whole)
         found = self._bytes(size, new_capacity, held, least)
         peak = found.peak + (scoring_bytes(size.rows, config.vocab_size) if self.scored else 0)
         weights, devices = weights_bytes(config, self.dtype, mesh), 1 if mesh is None else mesh.size
         full = self.batch * full_cache_bytes(config, self.whole + self.fed, self.dtype) // devices
         page_size = layout_for(storage, config.head_dim).page_size
-        own = (prompt_bucket(self.prompt) if self.prompt else 0) if self.shares_context else None
-        pages = page_capacities(held, config, room, new_capacity, page_size, own)
+        pages = page_capacities(held, config, room, new_capacity, page_size, size.own_capacity)
         layers = config.num_layers // len(pages)  # more than one where all share their slots
         slots = [heads for counts in pages for heads in split_heads(counts, layers)]
         return Plan(
@@ -152,7 +161,7 @@ class RequestShape:
         """Bytes of a cache with the capacities of ``held``, of which ``least`` has those that are needed."""
         config, policy, dtype, storage, mesh = self.config, self.policy, self.dtype, self.storage, self.mesh
         fed = max(self.fed, 1)
-        if not self.shares_context:
+        if size.own_capacity is None:
             alone = cache_bytes(config, held, size.rows, size.prompt_capacity, new_capacity, dtype, storage)
             return _Bytes(
                 cache=cache_bytes(config, held, size.rows, size.prompt_capacity, new_capacity, dtype, storage, mesh),
@@ -160,15 +169,19 @@ class RequestShape:
                 needed=cache_bytes(config, least, self.batch, self.whole, fed, dtype, storage, mesh),
                 peak=prefill_bytes(config, policy, size.rows, self.whole, dtype, mesh),
             )
-        shape = config, policy, self.batch, self.context, self.prompt
-        alone, _ = shared_context_bytes(*shape, new_capacity, dtype, storage)
-        cache, shared = shared_context_bytes(*shape, new_capacity, dtype, storage, mesh)
-        needed, _ = shared_context_bytes(*shape, fed, dtype, storage, mesh, exact=True)
+        bucket = prompt_bucket(self.context)
+        shape = size.rows, bucket, size.prompt_capacity, size.own_capacity, new_capacity, dtype, storage
+        least_shape = self.batch, self.context, self.whole, self.prompt, fed, dtype, storage
+        own, shared = shared_context_bytes(config, policy, *shape, mesh)
+        needed, shared_needed = shared_context_bytes(config, policy, *least_shape, mesh)
         # The context is read by itself, and then attended to from rows of one layer of it at a time.
-        of_prompts = prefill_bytes(config, policy, self.batch, self.prompt, dtype, mesh)
+        read = prefill_bytes(config, policy, 1, self.context, dtype, mesh)
+        if self.held_context is not None:
+            shared, shared_needed, read = self.held_context, self.held_context, 0
+        of_prompts = prefill_bytes(config, policy, size.rows, self.prompt, dtype, mesh)
         of_prompts += 2 * shared // config.num_layers
-        peak = max(prefill_bytes(config, policy, 1, self.context, dtype, mesh), of_prompts)
-        return _Bytes(cache, alone, needed, peak, shared)
+        alone = sum(shared_context_bytes(config, policy, *shape))
+        return _Bytes(own + shared, alone, needed + shared_needed, max(read, of_prompts), shared)
 
     def _notice(self) -> str | None:
         """What the policy cannot do for prompts of this length, and where the context ends before the answer does."""

@@ -56,12 +56,15 @@ class Read(Protocol):
 
 @runtime_checkable
 class Capacities(Protocol):
-    """The sizes a cache is made with: tokens of prompt, and tokens decoded after them, of each row."""
+    """The sizes a cache is made with: tokens of prompt, and tokens decoded after them, of each row; see
+    :class:`kvjax.allocation.Allocation`."""
 
     @property
     def prompt_capacity(self) -> int: ...
     @property
     def new_capacity(self) -> int: ...
+    @property
+    def own_capacity(self) -> int | None: ...
 
 
 #: A prompt of a row of padding, of which a prefill computes nothing.
@@ -139,7 +142,9 @@ def reading(
         capacities = {"prompt_capacity": size.prompt_capacity, "new_capacity": size.new_capacity}
     elif cache is not None and not policy.replans:
         capacities["prompt_capacity"] = cache.prompt_capacity
-    onto: dict[str, Any] = {} if cache is None else {"own_capacity": _own_capacity(cache, int(total.max()))}
+    onto: dict[str, Any] = {} if cache is None else {"own_capacity": None}
+    if size is not None and cache is not None and cache.context is not None:
+        onto["own_capacity"] = size.own_capacity
     logits = None
     for start, most in _chunks(policy, config, int(lengths.max())):
         count = np.clip(lengths - start, 0, most)
@@ -277,19 +282,6 @@ def _samples_of(
     note(rows)
     delete(cache)
     return programs.grow(rows, config=config, new_capacity=size.new_capacity)
-
-
-def _own_capacity(cache: Cache, total: int) -> int | None:
-    """Tokens of prompt beyond a shared context that rows of ``total`` tokens are given room for; None without one.
-
-    What fits at first, and twice as much whenever a later turn does not fit.
-    """
-    if cache.context is None or cache.own_capacity is None:
-        return None
-    own = total - int(as_numpy(cache.context.seen)[0])
-    if own <= cache.own_capacity:
-        return cache.own_capacity
-    return prompt_bucket(2 * own if cache.own_capacity else own)
 
 
 def spread(cache: Cache, logits: jax.Array, copies: Sequence[int]) -> tuple[Cache, jax.Array]:

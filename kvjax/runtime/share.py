@@ -8,7 +8,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from kvjax.cache.buckets import prompt_bucket
 from kvjax.cache.cache import Cache
 from kvjax.cache.groups import pages_by_group, parts, rounded, with_parts
 from kvjax.cache.packing import resize
@@ -112,34 +111,30 @@ def shared_bytes(
     device: Device,
     batch: int,
     context: int,
-    prompt: int,
+    prompt_capacity: int,
+    own_capacity: int,
     new_capacity: int,
     dtype: Any,
     storage: Storage,
-    *,
-    exact: bool = False,
 ) -> tuple[int, int]:
-    """Bytes on a device of a cache whose rows share a context: all of them, and those of what is shared.
+    """Bytes on a device of the rows of a cache that share a context, and of what they share.
 
     Args:
-      batch: rows on the device. context: its tokens. prompt: tokens of the longest prompt after it, 0 of samples of it.
-      exact: with no more room than these need, where it is otherwise that of their buckets.
+      batch: rows on the device. context: tokens that it has room for; of those of the rows, as for any cache,
+        ``own_capacity`` come after it.
     """
-    bucket = (lambda tokens: tokens) if exact else prompt_bucket
     policy, config = device.policy, device.config
 
     def allocated() -> tuple[Any, Any]:
-        capacities = bucket(context + prompt), new_capacity, dtype, storage
-        own = bucket(prompt) if prompt else 0
-        rows = device.empty(batch, *capacities, own_capacity=own)
+        rows = device.empty(batch, prompt_capacity, new_capacity, dtype, storage, own_capacity=own_capacity)
         if policy.settled:
             chosen = dataclasses.replace(device, policy=chooser_of(policy))
-            layers = enumerate(chosen.empty(1, bucket(context), 0, dtype, storage).layers)
+            layers = enumerate(chosen.empty(1, context, 0, dtype, storage).layers)
             held = [layer for i, layer in layers if policy.part(config, i)[0].settled]
             return rows, (held, jnp.zeros((1,), jnp.int32))
         rows = share_types(rows, policy, config)[0]
-        return rows, share_types(device.empty(1, bucket(context), 0, dtype, storage), policy, config)[1]
+        return rows, share_types(device.empty(1, context, 0, dtype, storage), policy, config)[1]
 
     trees = jax.eval_shape(allocated)
     own, shared = (sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree)) for tree in trees)
-    return own + shared, shared
+    return own, shared

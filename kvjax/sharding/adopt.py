@@ -32,8 +32,17 @@ def adopt(continued: C, mesh: Mesh | None, config: ModelConfig) -> C:
     return continued.with_device_layers(_adopted(continued.device_layers, mesh, config))
 
 
+def keeps_context(cache: Cache, mesh: Mesh | None, config: ModelConfig) -> bool:
+    """Whether rows that share a context go on sharing it on this mesh: on other devices each would hold it."""
+    return cache.context is not None and _is_on(cache, _part(cache, mesh, config))
+
+
+def _part(cache: Cache, mesh: Mesh | None, config: ModelConfig) -> Partition | None:
+    return None if mesh is None else Partition(mesh, config, cache.policy)
+
+
 def _adopted(cache: Cache, mesh: Mesh | None, config: ModelConfig) -> Cache:
-    part = None if mesh is None else Partition(mesh, config, cache.policy)
+    part = _part(cache, mesh, config)
     if cache.context is not None and not _is_on(cache, part):
         # A shared context stays where it is.
         cache = unsettled(cache) if cache.policy.settled else materialised(cache)

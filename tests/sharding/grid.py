@@ -22,6 +22,7 @@ from support.scorers import with_profiles, with_statistics
 
 import kvjax
 from kvjax.cache import buckets
+from kvjax.planning.request_shape import RequestShape
 from kvjax.policies import parse
 from kvjax.policies.base import Policy
 from kvjax.runtime import by_layers, reading
@@ -206,11 +207,13 @@ def policy_of(case: Case) -> Any:
 
 def numbers(case: Case, lm: Any) -> tuple[dict[str, Any], Any]:
     """What a case gives on this model, and the outputs of its first turn."""
-    rooms, faster = buckets.NEW_TOKENS, reading.compiles_faster_by_layers
+    rooms, faster, plan = buckets.NEW_TOKENS, reading.compiles_faster_by_layers, RequestShape.plan
+    checked, turn = [], None
     compiled = by_layers.PREFILL_LAYER_FRESH.compilations()
     buckets.NEW_TOKENS = reading.NEW_TOKENS = 8 if case.grow else rooms
     try:
         reading.compiles_faster_by_layers = lambda *_: case.layers
+        RequestShape.plan = lambda *given: checked.append(plan(*given)) or checked[-1]
         policy = policy_of(case)
         tokens = 12 if case.grow else 5
         options: dict[str, Any] = {"chat": False, "logprobs": True, "max_new_tokens": tokens}
@@ -234,7 +237,9 @@ def numbers(case: Case, lm: Any) -> tuple[dict[str, Any], Any]:
             sampling = {"n": 2, "temperature": 1.0, "seed": 5}
             turns = kvjax.generate(lm, ["and so?", "b", "what then"], cache=caches, **options, **sampling)
             outputs += [sample for samples in turns for sample in samples]
+            turn = turns[0][0].stats.device_cache_bytes, checked[-1].cache_bytes
     finally:
+        RequestShape.plan = plan
         buckets.NEW_TOKENS = reading.NEW_TOKENS = rooms
         reading.compiles_faster_by_layers = faster
     assert case.layers == (by_layers.PREFILL_LAYER_FRESH.compilations() > compiled)
@@ -245,6 +250,7 @@ def numbers(case: Case, lm: Any) -> tuple[dict[str, Any], Any]:
         "seen": [output.stats.seen for output in outputs],
         "clipped": [output.stats.clipped for output in outputs],
         "rounds": [_rounds(output.stats.rounds) for output in outputs],
+        "turn": turn,
     }
     return found, first
 
@@ -292,6 +298,8 @@ def run(case: Case) -> dict[str, Any]:
         "off": float(max(np.abs(x).max() for x in off)),
         "device_bytes": first[0].stats.device_cache_bytes,
         "planned_bytes": _planned(case, lm),
+        # Of the later turn, allocated and as the check before it counted them.
+        "turn_bytes": found["turn"],
     }
 
 

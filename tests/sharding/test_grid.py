@@ -24,6 +24,8 @@ def check(result: dict[str, Any]) -> None:
     assert result["off"] < 1e-4, result
     if "grow" not in result["name"]:
         assert result["device_bytes"] == result["planned_bytes"], result
+    if result["turn_bytes"] is not None and "rounds" not in result["name"]:
+        assert result["turn_bytes"][0] == result["turn_bytes"][1], result
 
 
 @pytest.mark.parametrize("name", [case.name for case in DEFAULT])
