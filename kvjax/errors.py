@@ -36,9 +36,11 @@ class DoesNotFit(KvjaxError):
 
     Attributes:
       plan: the :class:`kvjax.Plan` that exceeds it, where one was made.
+      batch: rows that would fit together; 0 where not even one does, or their number is not what is too large.
     """
 
     plan: Any = None
+    batch: int = 0
 
 
 class WeightsError(KvjaxError):

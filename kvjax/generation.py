@@ -8,6 +8,7 @@ from typing import Any, Literal, Unpack, overload
 
 from kvjax import progress
 from kvjax.cache.cache import Cache
+from kvjax.cache.continuation import delete
 from kvjax.checkpoints.load import LanguageModel
 from kvjax.checks import true_or_false
 from kvjax.engine.core import spans_processes
@@ -17,6 +18,7 @@ from kvjax.interrupt import interruptible
 from kvjax.options import GenerationKeywords, GenerationOptions, merged, shows_options
 from kvjax.output import Output, Piece
 from kvjax.policies import parse
+from kvjax.policies.composition import shares
 from kvjax.prompts import Prompt, Prompts, as_list
 from kvjax.request import Request
 from kvjax.rounds.conversation import Conversation
@@ -102,21 +104,41 @@ def generate(
     Raises:
       UsageError: a request that makes no sense, in one sentence.
       DoesNotFit: too large for the device; the sentence says what would fit. A list of prompts that do not fit together
-        is still answered, as many at a time as fit; the outputs then have no caches.
+        is still answered, as many at a time as fit, also on one device onto a cache whose context rows can share; the
+        outputs then have no caches.
     """
     chosen = merged("generate", options, keywords, also=("n", *_CALL))
     true_or_false("consume_cache", consume_cache)
     try:
         request = Request(lm, prompt, chosen, n=n, cache=cache, context=context)
-    except DoesNotFit:
+    except DoesNotFit as error:
         prompts, single = as_list(prompt)
-        alone = single or n > 1 or cache is not None or context is not None or spans_processes(lm)
-        if alone or parse(chosen.policy or "full").offloads_rounds or chosen.max_new_tokens == 0:
+        if single or n > 1 or context is not None or chosen.max_new_tokens == 0:
             raise
-        with contextlib.suppress(DoesNotFit):  # then what was said of all of them is the sentence
-            return answer_many(lm, prompts, chosen)
-        raise
+        return _as_many_as_fit(lm, prompts, chosen, cache, consume_cache, error)
     return answer(request, consume_cache)
+
+
+def _as_many_as_fit(
+    lm: LanguageModel, prompts: Prompts, options: GenerationOptions, cache: Any, consume: bool, error: DoesNotFit
+) -> list[Output]:
+    """The outputs of prompts that do not fit together, or the ``error`` that says so."""
+    if cache is None:
+        in_slots = not spans_processes(lm) and not parse(options.policy or "full").offloads_rounds
+    else:  # of one row, whose context the slots of an engine share
+        one = isinstance(cache, Cache) and cache.batch == 1 and lm.mesh is None
+        in_slots = one and shares(cache.policy, cache.storage)
+    if in_slots:
+        with contextlib.suppress(DoesNotFit):  # then what was said of all of them is the sentence
+            outputs = answer_many(lm, prompts, options, cache)
+            if cache is not None and consume:
+                delete(cache)
+            return outputs
+    if cache is not None and error.batch:
+        told = DoesNotFit(f"{str(error)[:-1]}; ask {error.batch} in a call, and the others in later ones.")
+        told.plan, told.batch = error.plan, error.batch
+        raise told from error
+    raise error
 
 
 def answer(request: Request, consume_cache: bool = False, between: Callable[[], None] | None = None) -> Any:

@@ -7,8 +7,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvjax import progress
+from kvjax.cache.cache import Cache
 from kvjax.checkpoints.load import LanguageModel
 from kvjax.device_memory import device_limit
+from kvjax.engine.common_context import common_context
 from kvjax.engine.core import EngineCore
 from kvjax.engine.row import Row
 from kvjax.interrupt import interruptible
@@ -21,26 +23,35 @@ def answer_many(
     lm: LanguageModel,
     prompts: Sequence[Any],
     options: GenerationOptions,
+    cache: Cache | None = None,
 ) -> list[Output]:
     """The outputs of prompts, each drawing by its place in the list as one batch of them would.
 
     Their outputs have no caches: slots are given from one to the next.
 
+    Args:
+      cache: a row that all prompts go on with, of which the slots share what can be shared; it stays a value.
+
     Raises:
       DoesNotFit: not even one slot does.
       KeyboardInterrupt: Ctrl-C.
     """
-    requests = [Request(lm, prompt, options, exact=True) for prompt in prompts]
+    # Shared here, and not by every request anew where the cache was saved.
+    row = None if cache is None else common_context(lm, cache).row
+    requests = [Request(lm, prompt, options, cache=row, exact=True) for prompt in prompts]
     longest = max(len(request.prompts[0]) for request in requests)
     limit = device_limit(options.memory_limit)
+    if cache is not None and limit is not None:  # which holds this too, but for what the slots share
+        limit = max(limit - (cache.nbytes - (0 if cache.context is None else cache.context.nbytes)), 1)
     core = EngineCore(
         lm,
-        requests[0].policy.chosen,
-        options.storage,
+        requests[0].policy.chosen if row is None else None,
+        options.storage if row is None else None,
         prompt_tokens=longest,
         new_tokens=options.max_new_tokens,
         memory_limit=limit,
         most_slots=len(requests),
+        context=row,
     )
     done: list[Row] = []
 

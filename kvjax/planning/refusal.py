@@ -52,7 +52,9 @@ def refusal(made: Plan, request: RequestShape, already: int, share: GpuShare | N
     if share is not None and (larger := share.offer(made.total_bytes + already)):
         offers.append(larger)
     would = " or ".join(offers) if offers else "only a device with more memory"
-    return DoesNotFit(f"{need}; {would} would fit.")
+    error = DoesNotFit(f"{need}; {would} would fit.")
+    error.batch = batch
+    return error
 
 
 def _largest(low: int, high: int, fits: Any) -> int:

@@ -146,3 +146,89 @@ def test_a_turn_that_consumes_the_cache_leaves_the_engine_whole(tiny_model, read
     with kvjax.Engine(tiny_model, context=context, **SIZES) as engine:
         kvjax.generate(tiny_model, QUESTIONS[1], cache=context, max_new_tokens=5, consume_cache=True)
         assert engine.submit(QUESTIONS[0], max_new_tokens=5).result(120).tokens == wanted.tokens
+
+
+# --- more questions than fit together ----------------------------------------------------------------------------
+
+MANY = [[int(x) for x in RNG.integers(3, 250, 3 + 2 * (i % 13))] for i in range(24)]
+DRAWN = {"max_new_tokens": 9, "temperature": 1.0, "seed": 5, "logprobs": True}
+
+
+def limit_of(lm, context, rows: int, **request) -> int:
+    """Bytes with which so many questions fit, beside the cache that is asked."""
+    held = context.nbytes - (0 if context.context is None else context.context.nbytes)
+    sizes = {"prompt_tokens": 27, "context_tokens": 203, "max_new_tokens": 9}
+    return kvjax.plan(lm, **sizes, batch=rows, **request).total_bytes + held
+
+
+@pytest.mark.parametrize(
+    ("policy", "once", "saved"),
+    [
+        ("snapkv:ratio=0.25", True, False),
+        ("snapkv:ratio=0.25", True, True),
+        pytest.param("full", False, False, marks=pytest.mark.slow),
+        pytest.param("lagkv:ratio=0.5,lag=16,sink=4", False, False, marks=pytest.mark.slow),
+    ],
+)
+def test_questions_that_do_not_fit_together_are_answered_as_in_smaller_calls(tiny_model, tmp_path, policy, once, saved):
+    context = kvjax.read(tiny_model, CONTEXT, policy=policy, once=once)
+    whole = kvjax.generate(tiny_model, MANY, cache=context, **DRAWN)
+    if saved:
+        kvjax.save_cache(tmp_path / "saved", context, tiny_model)
+        context = kvjax.load_cache(tmp_path / "saved", tiny_model)
+    limit = limit_of(tiny_model, context, 12, policy=policy, once=once)
+    few = kvjax.generate(tiny_model, MANY, cache=context, **DRAWN, memory_limit=limit)
+    for one, other in zip(few, whole, strict=True):
+        assert one.tokens == other.tokens and one.finish_reason == other.finish_reason
+        np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-4)
+        assert one.stats.retained == other.stats.retained and one.stats.seen == other.stats.seen
+        assert one.stats.prompt_tokens == other.stats.prompt_tokens
+    assert few[0].stats.device_cache_bytes < whole[0].stats.device_cache_bytes <= limit
+    assert few[0].stats.shared_cache_bytes == whole[0].stats.shared_cache_bytes
+    with pytest.raises(kvjax.UsageError, match="fewer prompts"):
+        _ = few[0].cache
+    # The cache stays a value, unless it is to be consumed.
+    assert kvjax.generate(tiny_model, MANY[:1], cache=context, **DRAWN)[0].tokens == few[0].tokens
+    kvjax.generate(tiny_model, MANY, cache=context, memory_limit=limit, consume_cache=True, **DRAWN)
+    with pytest.raises(kvjax.UsageError, match="was consumed"):
+        kvjax.generate(tiny_model, MANY[:1], cache=context, **DRAWN)
+
+
+def test_stop_strings_end_rows_that_pass_through_slots(tiny_model):
+    context = kvjax.read(tiny_model, CONTEXT, policy="snapkv:ratio=0.25", once=True)
+    options = {"max_new_tokens": 30, "temperature": 1.0, "chat": False}
+    plain = kvjax.generate(tiny_model, MANY, cache=context, **options)
+    stop = next(char for output in plain for char in output.text[3:] if char.isalnum() and char.isascii())
+    limit = limit_of(tiny_model, context, 12, policy="snapkv:ratio=0.25", once=True)
+    wanted = kvjax.generate(tiny_model, MANY, cache=context, stop=stop, **options)
+    few = kvjax.generate(tiny_model, MANY, cache=context, stop=stop, memory_limit=limit, **options)
+    assert [(one.text, one.finish_reason) for one in few] == [(one.text, one.finish_reason) for one in wanted]
+    assert "stop" in {one.finish_reason for one in few}
+
+
+@pytest.mark.parametrize(
+    ("read", "ask", "mesh"),
+    [
+        ({"policy": "h2o:ratio=0.5"}, {}, None),
+        ({"storage": "int8"}, {}, None),
+        ({"policy": "snapkv:ratio=0.25", "once": True}, {}, "model=1"),
+    ],
+)
+def test_what_no_engine_answers_says_how_many_to_ask(tiny_model, read, ask, mesh):
+    lm = tiny_model if mesh is None else tiny_model.on(mesh)
+    context = kvjax.read(lm, CONTEXT, **read)
+    kept = {name: value for name, value in read.items() if name != "once"}
+    limit = limit_of(lm, context, 8, **kept, once="once" in read)
+    with pytest.raises(
+        kvjax.DoesNotFit, match=r"would fit; ask \d+ in a call, and the others in later ones\."
+    ) as found:
+        kvjax.generate(lm, MANY, cache=context, memory_limit=limit, max_new_tokens=4)
+    together = int(str(found.value).split("; ask ")[1].split()[0])
+    assert 0 < together == found.value.batch
+    kvjax.generate(lm, MANY[:together], cache=context, memory_limit=limit, max_new_tokens=4)
+
+
+def test_not_even_one_slot(tiny_model):
+    context = kvjax.read(tiny_model, CONTEXT, policy="snapkv:ratio=0.25", once=True)
+    with pytest.raises(kvjax.DoesNotFit, match="This needs"):
+        kvjax.generate(tiny_model, MANY, cache=context, max_new_tokens=4, memory_limit=100_000)
