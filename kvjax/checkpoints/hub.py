@@ -51,6 +51,8 @@ _HUB_FILES = [
     "merges.txt",
     "*.jinja",
 ]
+#: Weights of other formats: some repositories have them in subfolders, Mistral's beside the others, all of them again.
+_NOT_READ = ["*/*", "consolidated*"]
 
 
 def is_cached(name: str) -> bool:
@@ -140,8 +142,7 @@ def _from_hub(name: str, config_only: bool = False) -> Path:
 
     def snapshot() -> Path:
         files = ["config.json"] if config_only else _HUB_FILES
-        # Weights of other formats lie in subfolders of some repositories.
-        return Path(snapshot_download(name, allow_patterns=files, ignore_patterns=["*/*"], **offline()))
+        return Path(snapshot_download(name, allow_patterns=files, ignore_patterns=_NOT_READ, **offline()))
 
     folder = _downloaded(name, snapshot)
     if not (folder / "config.json").is_file():

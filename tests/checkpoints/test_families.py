@@ -61,6 +61,15 @@ def test_absent_counts_of_kv_heads_are_the_familys():
         assert FAMILIES[name].from_hf({**config, "num_key_value_heads": None}, "x").num_kv_heads == 16, name
 
 
+def test_command_r_has_the_context_that_it_was_trained_on():
+    """Its first files say 8192 positions for transformers, and 131072 tokens for everybody else."""
+    first = {"model_type": "cohere", "max_position_embeddings": 8192, "hidden_act": "silu"}
+    assert from_hf(**first).max_position == 8192
+    assert from_hf(**first, model_max_length=131072).max_position == 131072
+    with pytest.raises(WeightsError, match="'long' as its model_max_length"):
+        from_hf(**first, model_max_length="long")
+
+
 def test_activations_by_the_names_that_published_models_give():
     neox = {**gguf_files.case("llama_gqa").config, "model_type": "gpt_neox"}
     assert FAMILIES["gpt_neox"].from_hf({**neox, "hidden_act": "gelu_fast"}, "x").mlp == "gelu"  # GPT-NeoX-20B

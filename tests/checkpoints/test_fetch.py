@@ -329,6 +329,7 @@ def test_the_hub(monkeypatch, tmp_path):
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
     assert load("org/name", progress=False).name == "org/name"
     assert "*.safetensors" in calls[0][1]["allow_patterns"]
+    assert "consolidated*" in calls[0][1]["ignore_patterns"], "Mistral's own files are the same weights again"
     assert load_config("org/name", progress=False).family == "llama"
     assert calls[1][1]["allow_patterns"] == ["config.json"], "a plan downloads no weights"
     with pytest.raises(WeightsError, match=r"org/ggufs has no config.json .* name one: org/ggufs:FILE.gguf"):

@@ -40,6 +40,7 @@ def tensor(name: str, value: np.ndarray | None) -> Change:
 
 
 ONES = np.ones(32, np.float32)
+MPT_HEADS = "mpt.attention.head_count", "mpt.attention.head_count_kv"
 GGUF: list[tuple[str, Change, str]] = [
     ("gemma", key("gemma.block_count", 2**31), "2,147,483,648 layers"),
     ("glm4", key("glm4.attention.head_count", 2**31), "2,147,483,648 heads of 8 channels"),
@@ -68,6 +69,13 @@ GGUF: list[tuple[str, Change, str]] = [
     ("gpt_oss", tensor("blk.1.attn_sinks.weight", None), "blk.1.attn_sinks.weight"),
     ("gpt_oss", tensor("blk.1.ffn_gate_exps.bias", ONES), "with shape [32]"),
     ("granite", tensor("blk.0.attn_norm.weight", ONES[:31]), "with shape [31]"),
+    ("mpt", key("mpt.attention.clamp_kqv", 6.0), "clamp_kqv (6.0)"),
+    ("mpt", key("mpt.attention.max_alibi_bias", 0.0), "learned positions or other slopes"),
+    ("mpt", key("mpt.attention.max_alibi_bias", 16.0), "learned positions or other slopes"),
+    ("mpt", key("mpt.attention.head_count_kv", 1), "shares keys among heads"),
+    ("mpt", key("mpt.feed_forward_length", 2**31), "other than 4 times its width"),
+    ("mpt", lambda keys, _: keys.update(dict.fromkeys(MPT_HEADS, 7)), "do not divide evenly"),
+    ("glm", tensor("blk.1.attn_k.bias", None), "lacks the weight 'blk.1.attn_k.bias'"),
     ("phi3", tensor("rope_factors_long.weight", np.full(4, NAN, np.float32)), "rope_factors"),
     ("gemma2", key("tokenizer.ggml.tokens", ["a", "a"]), "lists a token twice"),
     ("gemma2", key("tokenizer.ggml.tokens", 5), "tokens is missing"),

@@ -240,13 +240,16 @@ REFUSED = [
     (quantised.gptq_config(bits=2), "by GPTQ to 2 bits"),
     (quantised.gptq_config(bits="4"), "by GPTQ to '4' bits"),
     (quantised.gptq_config(checkpoint_format="marlin"), "by GPTQ in the form 'marlin'"),
+    (quantised.gptq_config(format="bitblas"), "by GPTQ in the form 'bitblas'"),
     (quantised.gptq_config(dynamic={"+:.*down.*": {"bits": 8}}), "rules of its own for some layers"),
     (quantised.gptq_config(group_size="many"), "'many' as its group_size"),
     (quantised.AWQ | {"version": "gemv"}, "AWQ in the form 'gemv'"),
+    (quantised.AWQ | {"version": None, "format": "gemv_fast"}, "AWQ in the form 'gemv_fast'"),
     (quantised.AWQ | {"bits": 8}, "by AWQ to 8 bits"),
     (quantised.compressed("nvfp4-pack-quantized"), "in the form 'nvfp4-pack-quantized'"),
     (quantised.compressed("pack-quantized", num_bits=3, type="int", strategy="group"), "to 3 bits of 'int' by 'group'"),
     (quantised.compressed("int-quantized") | {"config_groups": {"a": None}}, "in several forms"),
+    (quantised.compressed("int-quantized") | {"transform_config": {"config_groups": {"u": {}}}}, "rotated weights"),
     (quantised.FP8_BLOCKS | {"weight_block_size": [128]}, "as the size of its blocks"),
 ]
 

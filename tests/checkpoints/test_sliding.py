@@ -37,6 +37,8 @@ def config(family: str, **keys):
         ("qwen2", {"use_sliding_window": True, "max_window_layers": 4}, (None,) * 4 + (4096,) * 2),
         ("qwen2", {"sliding_window": 128}, ()),  # not switched on
         ("qwen2", {"use_sliding_window": True, "max_window_layers": 28}, ()),
+        ("smollm3", {"use_sliding_window": True, "sliding_window": 9}, (None, None, None, 9, None, None)),
+        ("smollm3", {"sliding_window": 9}, ()),
         ("gemma2", {}, (4096, None) * 3),
         ("gemma3_text", {"sliding_window": 512}, (*(512,) * 5, None)),
         ("gemma3_text", {"sliding_window": 512, "sliding_window_pattern": 2}, (512, None) * 3),

@@ -57,7 +57,7 @@ def test_models_lists_what_can_be_loaded_and_what_is_refused(cli):
     assert sorted(name for found in said["refused"] for name in found["architectures"]) == sorted(REFUSED)
     for name in (*KNOWN, *FAMILIES, *REFUSED):
         assert name in ran.out, name
-    assert (gguf_name("mistral"), gguf_name("phi"), gguf_name("mpt")) == ("llama", "phi2", None)
+    assert (gguf_name("mistral"), gguf_name("phi"), gguf_name("glm")) == ("llama", "phi2", "chatglm")
 
 
 def test_policies_lists_every_policy_with_its_defaults(cli):
@@ -120,13 +120,13 @@ def test_bench_prints_and_saves(cli, tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_an_interrupted_bench_reports_the_cases_that_are_done(cli, tmp_path, monkeypatch):
-    from kvjax.bench import machine, run
+    from kvjax.bench import machine, measurements
 
     def stopped(*_):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(machine.BandwidthMeter.__init__, "__defaults__", (1 << 20,))
-    monkeypatch.setattr(run.Bench, "prefill", stopped)
+    monkeypatch.setattr(measurements.Bench, "prefill", stopped)
     sizes = "bench --batch 1 --context 64 --prefill 64 --rounds 1 --steps 2".split()
     ran = cli(*sizes, "--policy", "full", "--markdown", "--json", str(tmp_path / "result.json"))
     assert ran.code == 130 and ran.out.count("| full |") == 1

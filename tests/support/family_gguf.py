@@ -16,7 +16,7 @@ ARCHITECTURES = {
     "starcoder2": "starcoder2", "gpt_neox": "gptneox", "cohere": "command-r", "stablelm": "stablelm",
     "smollm3": "smollm3", "chatglm": "chatglm", "gemma2": "gemma2", "gemma3_text": "gemma3", "cohere2": "cohere2",
     "olmo3": "olmo2", "falcon": "falcon", "baichuan": "baichuan", "gpt_oss": "gpt-oss",
-    "mixtral": "llama", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe",
+    "mixtral": "llama", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe", "mpt": "mpt", "glm": "chatglm",
 }  # fmt: skip
 #: Architectures whose queries and keys are permuted for neighbouring pairs, as llama's.
 #: Tensors of an expert, as mixtral and as qwen call them.
@@ -42,9 +42,16 @@ _NAMES = {
     "post_feedforward_layernorm": "post_ffw_norm", "pre_feedforward_layernorm": "ffn_norm",
     "block_sparse_moe.gate": "ffn_gate_inp", "mlp.router": "ffn_gate_inp", "self_attn.sinks": "attn_sinks",
     "mlp.gate": "ffn_gate_inp",
+    "transformer.wte": "token_embd", "transformer.norm_f": "output_norm", "norm_1": "attn_norm", "norm_2": "ffn_norm",
+    "attn.Wqkv": "attn_qkv", "attn.out_proj": "attn_output", "ffn.up_proj": "ffn_up", "ffn.down_proj": "ffn_down",
     "mlp.shared_expert.gate_proj": "ffn_gate_shexp", "mlp.shared_expert.up_proj": "ffn_up_shexp",
     "mlp.shared_expert.down_proj": "ffn_down_shexp", "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
 }  # fmt: skip
+
+
+_LAYERS = (
+    "model.layers.", "gpt_neox.layers.", "transformer.h.", "transformer.encoder.layers.", "transformer.blocks.",
+)  # fmt: skip
 
 
 def _tensor(case: FamilyCase, stem: str, kind: str, tensor: np.ndarray) -> tuple[str, np.ndarray]:
@@ -110,7 +117,7 @@ def tensors(case: FamilyCase, values: dict[str, np.ndarray]) -> dict[str, np.nda
             continue
         stem, kind = full.rsplit(".", 1) if not full.endswith("sinks") else (full, "weight")
         block = ""
-        for prefix in ("model.layers.", "gpt_neox.layers.", "transformer.h.", "transformer.encoder.layers."):
+        for prefix in _LAYERS:
             if stem.startswith(prefix):
                 index, stem = stem.removeprefix(prefix).split(".", 1)
                 block = f"blk.{index}."
@@ -154,6 +161,11 @@ def _usual_names(config: Mapping[str, Any]) -> Mapping[str, Any]:
     if config["model_type"] == "baichuan":
         heads, context = config["num_attention_heads"], config["model_max_length"]
         return {**config, "num_key_value_heads": heads, "max_position_embeddings": context}
+    if config["model_type"] == "mpt":
+        names = {"d_model": "hidden_size", "n_heads": "num_attention_heads", "n_layers": "num_hidden_layers"}
+        names |= {"max_seq_len": "max_position_embeddings"}
+        own = {names.get(key, key): value for key, value in config.items()}
+        return own | {"intermediate_size": 4 * config["d_model"]}
     if config["model_type"] != "chatglm":
         return config
     names = {"num_layers": "num_hidden_layers", "seq_length": "max_position_embeddings", "kv_channels": "head_dim"}
@@ -189,12 +201,13 @@ def metadata(case: FamilyCase) -> dict[str, Any]:
         "cohere": "layer_norm_eps",
         "stablelm": "layer_norm_eps",
         "cohere2": "layer_norm_eps",
+        "mpt": "layer_norm_epsilon",
     }
     if c["model_type"] in layer_norms:
         keys["attention.layer_norm_epsilon"] = float(c.get(layer_norms[c["model_type"]], 1e-5))
     else:
         small = dict.fromkeys(("gemma", "gemma2", "gemma3_text", "granite", "smollm3", "qwen2_moe", "qwen3_moe"), 1e-6)
-        usual = (small | {"glm4": 1.5625e-7}).get(c["model_type"], 1e-5)
+        usual = (small | {"glm": 1.5625e-7, "glm4": 1.5625e-7}).get(c["model_type"], 1e-5)
         keys["attention.layer_norm_rms_epsilon"] = float(c.get("rms_norm_eps", usual))
     own = {"sliding_window": "attention.sliding_window", "attention_multiplier": "attention.scale"}
     own |= {"embedding_multiplier": "embedding_scale", "residual_multiplier": "residual_scale"}
@@ -214,10 +227,12 @@ def metadata(case: FamilyCase) -> dict[str, Any]:
         keys["rope.scaling.original_context_length"] = table["original_max_position_embeddings"]
         if "layer_types" in c:
             keys["attention.sliding_window_pattern"] = [kind == "sliding_attention" for kind in c["layer_types"]]
+    if c["model_type"] == "mpt":
+        keys["attention.max_alibi_bias"] = 8.0
     if c["model_type"] == "gpt_oss":
         keys["expert_feed_forward_length"] = c["intermediate_size"]
     if "use_parallel_residual" in c:
-        keys["use_parallel_residual"] = int(c["use_parallel_residual"])
+        keys["use_parallel_residual"] = c["use_parallel_residual"]
     return {f"{ARCHITECTURES[c['model_type']]}.{key}": value for key, value in keys.items()}
 
 

@@ -100,7 +100,10 @@ GGUF_NAMES = {
     "qwen3moe": "qwen3_moe",
 }
 #: Families whose GGUF files go by another family's name.
-GGUF_AS = {"gemma3_text": "gemma3", "ministral": "llama", "mistral": "llama", "mixtral": "llama", "olmo3": "olmo2"}
+GGUF_AS = {
+    "gemma3_text": "gemma3", "glm": "chatglm", "ministral": "llama", "mistral": "llama", "mixtral": "llama",
+    "olmo3": "olmo2",
+}  # fmt: skip
 
 
 def gguf_name(name: str) -> str | None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from kvjax.checkpoints.families.family import Family, Weight
 from kvjax.checkpoints.families.llama import config_from_gguf, config_from_hf
-from kvjax.checkpoints.families.settings import gguf_keys
+from kvjax.checkpoints.families.settings import checked_size, gguf_keys
 from kvjax.checkpoints.families.sliding import Slides, all_but_every, sliding_layers, windows_from_hf
 from kvjax.checkpoints.families.weight_names import GGUF, LLAMA_LAYOUT, weights_of
 from kvjax.model.config import ModelConfig
@@ -33,6 +33,14 @@ def _from_hf(config: Mapping[str, Any], origin: str) -> ModelConfig:
         qk_norm_by_head=bool(config.get("use_qk_norm")),
         **_FEATURES,
     )
+
+
+def _first_from_hf(config: Mapping[str, Any], origin: str) -> ModelConfig:
+    """Command R and R+, whose first files have their context as ``model_max_length``, and 8192 positions."""
+    trained = config.get("model_max_length")
+    if trained is not None:
+        config = {**config, "max_position_embeddings": checked_size(trained, "model_max_length", origin)}
+    return _from_hf(config, origin)
 
 
 def _from_gguf(
@@ -74,5 +82,5 @@ def _weights(config: ModelConfig, gguf: bool) -> Iterable[Weight]:
     return weights_of(config, _GGUF if gguf else _LAYOUT)
 
 
-COHERE = Family(_from_hf, _from_gguf, _weights)
+COHERE = Family(_first_from_hf, _from_gguf, _weights)
 COHERE2 = Family(_second_from_hf, _second_from_gguf, _weights)

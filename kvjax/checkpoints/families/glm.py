@@ -39,7 +39,7 @@ _POST = {"attention_output_norm": "post_self_attn_layernorm", "mlp_output_norm":
 _GLM4 = dataclasses.replace(_GLM, norms=LLAMA_NORMS | _POST)
 
 
-#: llama.cpp knows "glm4" for both of transformers' kinds, and "chatglm" for the first publication.
+#: llama.cpp calls transformers' "glm" and the first publication "chatglm".
 _GGUF = dataclasses.replace(GGUF, gate_up="ffn_up", pairs="neighbours")
 
 
@@ -95,10 +95,20 @@ _CHATGLM = Layout(
 )
 
 
+def _chatglm_from_gguf(
+    metadata: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], factors: Mapping[str, Any], origin: str
+) -> ModelConfig:
+    """GLM-4-9B, whichever of its publications was converted: only that of transformers has tensors of its queries."""
+    found = _from_gguf(metadata, shapes, factors, origin)
+    return dataclasses.replace(found, family="glm") if "blk.0.attn_q.weight" in shapes else found
+
+
 def _chatglm_weights(config: ModelConfig, gguf: bool) -> Iterable[Weight]:
-    return weights_of(config, dataclasses.replace(_GGUF, qkv="attn_qkv") if gguf else _CHATGLM)
+    if gguf:
+        return weights_of(config, _GGUF if config.family == "glm" else dataclasses.replace(_GGUF, qkv="attn_qkv"))
+    return weights_of(config, _CHATGLM)
 
 
-GLM = Family(_from_hf, None, _weights)
+GLM = Family(_from_hf, None, _weights)  # a GGUF calls it chatglm
 GLM4 = Family(_from_glm4, _from_gguf, _weights)
-CHATGLM = Family(_from_chatglm, _from_gguf, _chatglm_weights)
+CHATGLM = Family(_from_chatglm, _chatglm_from_gguf, _chatglm_weights)

@@ -10,13 +10,16 @@ from typing import Any
 from kvjax.checkpoints.families.family import Family
 from kvjax.checkpoints.families.llama import config_from_gguf, config_from_hf, decoder_weights
 from kvjax.checkpoints.families.settings import layer_count, whole
-from kvjax.checkpoints.families.sliding import qwen_windows
+from kvjax.checkpoints.families.sliding import windows_from_hf
 from kvjax.errors import WeightsError
 from kvjax.model.config import ModelConfig
 
 
 def _from_hf(config: Mapping[str, Any], origin: str) -> ModelConfig:
-    bias = bool(config.get("attention_bias"))
+    bias, without = bool(config.get("attention_bias")), _without_rotary(config, origin)
+    # As in transformers: where the file does not say, a window is of the layers without rotary embedding.
+    slides = config.get("use_sliding_window")
+    windows = windows_from_hf(config, origin, 32768, default=lambda layer: layer in without) if slides else ()
     return config_from_hf(
         {"rope_theta": 2000000.0, "num_key_value_heads": 4, **config},
         origin,
@@ -25,8 +28,8 @@ def _from_hf(config: Mapping[str, Any], origin: str) -> ModelConfig:
         qkv_bias=bias,
         output_bias=bias,
         mlp_bias=bool(config.get("mlp_bias")),
-        no_rotary_layers=_without_rotary(config, origin),
-        windows=qwen_windows(config, origin, 32768),
+        no_rotary_layers=without,
+        windows=windows,
     )
 
 

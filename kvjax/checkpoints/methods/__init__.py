@@ -72,9 +72,14 @@ def _bits(described: Described, origin: str, method: str, known: tuple[int, ...]
     return bits
 
 
+def _form(described: Described, *names: str) -> Any:
+    """The form of packing, by the first of the names that writers have given it."""
+    return next((described[name] for name in names if described.get(name)), None)
+
+
 def _gptq(described: Described, origin: str) -> Method:
     bits = _bits(described, origin, "GPTQ", (4, 8), "bits")
-    version = described.get("checkpoint_format") or "gptq"
+    version = _form(described, "checkpoint_format", "format") or "gptq"
     if version not in ("gptq", "gptq_v2") or described.get("is_marlin_format"):
         raise _refused(origin, f"GPTQ in the form {quoted('marlin' if version == 'gptq' else version)}")
     rules = described.get("dynamic") or {}
@@ -86,7 +91,7 @@ def _gptq(described: Described, origin: str) -> Method:
 
 def _awq(described: Described, origin: str) -> Method:
     _bits(described, origin, "AWQ", (4,), "bits", "w_bit")
-    version = described.get("version") or "gemm"
+    version = _form(described, "version", "checkpoint_format", "format") or "gemm"
     if not isinstance(version, str) or version.lower() != "gemm":
         raise _refused(origin, f"AWQ in the form {quoted(version)}")
     return Awq(_group(described.get("group_size", described.get("q_group_size")), origin))
@@ -120,6 +125,9 @@ def _compressed(described: Described, origin: str) -> Method:
         raise _refused(origin, f"compressed-tensors in the form {quoted(form)}")
     if not isinstance(sparse, Mapping) or sparse.get("format") not in (None, "dense"):
         raise _refused(origin, "compressed-tensors with sparse weights")
+    rotated = described.get("transform_config") or {}
+    if not isinstance(rotated, Mapping) or rotated.get("config_groups"):  # activations would have to be rotated too
+        raise _refused(origin, "compressed-tensors with rotated weights (transform_config)")
     weights = [group.get("weights") if isinstance(group, Mapping) else None for group in groups.values()]
     schemes = [dict(each) for each in weights if isinstance(each, Mapping)]
     said = ("num_bits", "type", "strategy", "group_size", "symmetric", "block_structure")
