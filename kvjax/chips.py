@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import jax
 
-from kvjax.device_memory import GpuShare, named_gpu
+from kvjax.device_memory import GpuMemory, named_gpu
 from kvjax.errors import UsageError, quoted
 
 _GIB = 2**30
@@ -44,21 +44,21 @@ class Chip:
         return "Weights and cache are float32 there by default; --dtype float16 takes half the memory."
 
     @property
-    def share(self) -> GpuShare | None:
+    def gpu(self) -> GpuMemory | None:
         """The part that JAX takes of a GPU, by this process's settings; None of a TPU, which it has whole."""
         return named_gpu(self.memory) if self.platform == "gpu" else None
 
     @property
     def limit(self) -> int:
         """Bytes that JAX may take."""
-        share = self.share
-        return self.memory if share is None or share.limit is None else share.limit
+        gpu = self.gpu
+        return self.memory if gpu is None or gpu.limit is None else gpu.limit
 
     @property
     def source(self) -> str:
         """The source of the limit, as a clause."""
-        share = self.share
-        return f"{self.title}, " + (share.source if share else "all of which JAX may take")
+        gpu = self.gpu
+        return f"{self.title}, " + (gpu.source if gpu else "all of which JAX may take")
 
     def compiled_for(self) -> AbstractContextManager[Any]:
         """Sizes that depend on the platform (pages, blocks) are the chip's, within a ``with``."""

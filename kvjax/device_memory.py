@@ -24,7 +24,7 @@ LARGEST_SETTING = f"XLA_PYTHON_CLIENT_MEM_FRACTION={_LARGEST} before Python star
 
 
 @dataclasses.dataclass(frozen=True)
-class GpuShare:
+class GpuMemory:
     """The part of a GPU's memory that JAX may take.
 
     Attributes:
@@ -62,20 +62,20 @@ class GpuShare:
         return None if self.limit is None or self.fraction >= _LARGEST else int(self.total * _LARGEST)
 
 
-def gpu_share() -> GpuShare | None:
+def gpu_memory() -> GpuMemory | None:
     """The part of this process's first GPU that JAX may take, or None where the default device is none."""
     device = jax.local_devices()[0]
     if device.platform != "gpu":
         return None
     fraction, preallocated = _settings()
     limit = (device.memory_stats() or {}).get("bytes_limit")
-    return GpuShare(limit or None, fraction, preallocated)
+    return GpuMemory(limit or None, fraction, preallocated)
 
 
-def named_gpu(memory: int) -> GpuShare:
+def named_gpu(memory: int) -> GpuMemory:
     """The part that JAX would take of a GPU of so many bytes, by this process's settings."""
     fraction, preallocated = _settings()
-    return GpuShare(int(memory * fraction), fraction, preallocated)
+    return GpuMemory(int(memory * fraction), fraction, preallocated)
 
 
 def _settings() -> tuple[float, bool]:
@@ -110,5 +110,5 @@ def device_limit(memory_limit: int | None) -> int | None:
         import psutil
 
         return int(psutil.virtual_memory().total)
-    share = gpu_share()
-    return (device.memory_stats() or {}).get("bytes_limit") if share is None else share.limit
+    gpu = gpu_memory()
+    return (device.memory_stats() or {}).get("bytes_limit") if gpu is None else gpu.limit

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import re
 import reprlib
@@ -76,6 +77,12 @@ def listed(names: Iterable[str], most: int = 160) -> str:
         shown += 1
     more = f" and {len(names) - shown} more" if shown < len(names) else ""
     return ", ".join(names[:shown]) + more
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """The question whether another name was meant, with a space before it; empty where none is near."""
+    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+    return f" did you mean {near[0]!r}?" if near else ""
 
 
 class _Quoting(reprlib.Repr):

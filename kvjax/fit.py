@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 
 from kvjax.checks import MOST_BYTES
 from kvjax.chips import chip
-from kvjax.device_memory import LARGEST_SETTING, device_limit, gpu_share
+from kvjax.device_memory import LARGEST_SETTING, device_limit, gpu_memory
 from kvjax.errors import DoesNotFit, UsageError
 from kvjax.model.config import ModelConfig
 from kvjax.model.quantised import Weights
@@ -125,12 +125,10 @@ def _became(text: str, made: Plan | None) -> str:
 
 def fit_report(rows: Sequence[Fit], device: str | None) -> Report:
     """The rows as a table, with what the device's memory is."""
-    share, limit = gpu_share() if device is None else chip(device).share, rows[0].limit
-    source = chip(device).source if device is not None else share.source if share else ""
+    gpu, limit = gpu_memory() if device is None else chip(device).gpu, rows[0].limit
+    source = chip(device).source if device is not None else gpu.source if gpu else ""
     has = f"Device memory: {'not known' if limit is None else human_bytes(limit)}{source and f' ({source})'}."
-    more = (
-        [] if share is None or (most := share.largest) is None else [f"{LARGEST_SETTING} makes it {human_bytes(most)}."]
-    )
+    more = [] if gpu is None or (most := gpu.largest) is None else [f"{LARGEST_SETTING} makes it {human_bytes(most)}."]
     if device is not None and (note := chip(device).dtype_note) is not None:
         more.append(note)
     columns = (

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from kvjax.array_bytes import nbytes
 from kvjax.cache.quantisation import MODEL, Storage
 from kvjax.model.config import ModelConfig
 from kvjax.model.decoder import abstract_decoder
@@ -49,7 +50,7 @@ def cache_bytes(
     else:
         rows = mesh.rows(batch) // mesh.data
         shapes = jax.eval_shape(lambda: Partition(mesh, config, policy).empty(rows, *capacities))
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
+    return nbytes(shapes)
 
 
 @functools.lru_cache(maxsize=128)
@@ -75,9 +76,7 @@ def shared_context_bytes(
 def weights_bytes(config: ModelConfig, dtype: Any, mesh: Mesh | None = None) -> int:
     """Bytes of the parameters, on each device."""
     abstract = abstract_decoder(config, dtype)
-    if mesh is None:
-        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(abstract))
-    return device_weights_bytes(abstract, mesh)
+    return nbytes(abstract) if mesh is None else device_weights_bytes(abstract, mesh)
 
 
 def prefill_bytes(config: ModelConfig, policy: Policy, batch: int, prompt: int, dtype: Any, mesh: Mesh | None) -> int:

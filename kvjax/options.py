@@ -9,7 +9,6 @@ line makes its flags of them. A new one is a field and a line of :class:`Generat
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import inspect
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -18,7 +17,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
 from kvjax.checks import MOST_BYTES, MOST_SEED, is_unicode, number, optional, true_or_false, whole_number
-from kvjax.errors import UsageError, quoted
+from kvjax.errors import UsageError, did_you_mean, quoted
 from kvjax.progress import Progress
 from kvjax.progress import check as check_progress
 
@@ -158,7 +157,7 @@ class GenerationOptions:
         None,
         "Reserve slots for this many tokens of later turns, over all rows together.",
         optional(partial(whole_number, least=0, most=2**31 - 1)),
-        "Until they are used up no later turn compiles; then the room grows by half, and by these at least. "
+        "Until they are used up no later turn compiles; then the cache grows by half, and by these at least. "
         "None reserves none for a first call, and 4,096 for Chat and for a call that continues a cache; fewer are "
         "reserved where they do not fit.",
     )
@@ -263,9 +262,8 @@ def merged(
     accepted = [*(name for name in FIELDS if name not in without), *also]
     for name in keywords:
         if name not in accepted:
-            near = difflib.get_close_matches(name, accepted, n=1)
-            hint = f" did you mean {near[0]!r}?" if near else ""
-            raise UsageError(f"{caller} takes no {quoted(name)};{hint} it takes {', '.join(sorted(accepted))}.")
+            near = did_you_mean(name, accepted)
+            raise UsageError(f"{caller} takes no {quoted(name)};{near} it takes {', '.join(sorted(accepted))}.")
     return dataclasses.replace(GenerationOptions() if options is None else options, **keywords)
 
 

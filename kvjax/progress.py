@@ -11,13 +11,14 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar, copy_context
-from typing import Literal, Protocol
+from typing import Literal, Protocol, TypeVar
 
 from kvjax.errors import UsageError, quoted
 
+T = TypeVar("T")
 Name = Literal["download", "load", "save", "compile", "prefill", "decode", "job"]
 _VERBS = {"download": "downloading", "load": "loading", "save": "saving", "compile": "compiling"}
 #: Seconds of silence before a line is drawn, and between two drawings.
@@ -33,7 +34,7 @@ class Event:
       what: the file, model, program or job.
       seconds: since the stage began, without compilation inside it.
       done, total: of ``unit``, None where unknown; of compiling, the program's number among those that the call needs.
-      unit: "bytes", "tokens", "programs" or "prompts".
+      unit: of both, such as "bytes", "tokens", "programs" or "prompts".
       rate: of the unit a second. left: seconds to go. None where unknown.
       estimated: whether ``done``, ``rate`` and ``left`` come from the speed of earlier prompts rather than from this.
       note: what else is to be said. finished: whether the stage is over.
@@ -126,9 +127,17 @@ class Stage:
         self._told = self.seconds
         tick()
 
+    def counting(self, made: Iterable[T], sizes: Sequence[int]) -> Iterator[T]:
+        """The same things, each of so many units, saying how far that is as they come."""
+        done = 0
+        for thing, size in zip(made, sizes, strict=True):
+            done += size
+            self.update(done, sum(sizes))
+            yield thing
+
     @property
     def name(self) -> Name:
-        """What kind of work it is."""
+        """The kind of work."""
         return self._now.stage
 
     def advance(self, more: float) -> None:

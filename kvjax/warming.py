@@ -14,6 +14,7 @@ from kvjax.checkpoints.load import LanguageModel, check_model
 from kvjax.checks import true_or_false, whole_number
 from kvjax.errors import UsageError, quoted
 from kvjax.generation import answer
+from kvjax.halving import largest
 from kvjax.options import merged
 from kvjax.ownership import Owned
 from kvjax.policies import Policy, format_policy, parse
@@ -95,11 +96,7 @@ def warm(
 
 def _least(tokens: int) -> int:
     """The shortest prompt of the bucket that so many tokens are in."""
-    low, high = 1, tokens
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if request_bucket(middle) == request_bucket(tokens) else (middle + 1, high)
-    return low
+    return largest(1, tokens - 1, lambda fewer: request_bucket(fewer) < request_bucket(tokens)) + 1
 
 
 def _generating(lm: LanguageModel, ids: list[int], rows: int) -> Any:
@@ -113,7 +110,7 @@ def _generating(lm: LanguageModel, ids: list[int], rows: int) -> Any:
 
 
 def _talking(lm: LanguageModel, tokens: int) -> Any:
-    """Conversations that begin with so many tokens, on which their room depends: then as many and one, or one."""
+    """Conversations that begin with so many tokens, on which their allocations depend: then as many and one, or one."""
 
     def turns(**options: Any) -> None:
         first = Chat(lm, **options).options

@@ -48,7 +48,7 @@ ROOMS: dict[str, str] = {
 MODULES: dict[str, str] = {
     "base": "kvjax.version kvjax.errors kvjax.environment kvjax.checks kvjax.documents kvjax.files kvjax.stored_files "
     "kvjax.tables kvjax.compile_cache kvjax.progress kvjax.live_line kvjax.interrupt kvjax.waiting kvjax.figures "
-    "kvjax.committed kvjax.held_folder",
+    "kvjax.committed kvjax.held_folder kvjax.array_bytes kvjax.halving",
     "planning": "kvjax.allocation kvjax.memory_needs kvjax.prompts kvjax.device_memory kvjax.chips kvjax.fit",
     "request": "kvjax.options kvjax.request kvjax.output kvjax.ownership",
     "generation": "kvjax.session kvjax.generation kvjax.chat kvjax.history kvjax.context kvjax.scoring "

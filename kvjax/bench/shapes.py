@@ -226,6 +226,7 @@ def measure(
     import jax
     import jax.numpy as jnp
 
+    from kvjax.array_bytes import nbytes
     from kvjax.checks import float_dtype, whole_number
     from kvjax.errors import UsageError, quoted
     from kvjax.model.decoder import random_decoder
@@ -244,7 +245,7 @@ def measure(
     if max(contexts) > config.max_position:
         raise UsageError(f"context {max(contexts)} is beyond the shape's {config.max_position} tokens.")
     likeness = jax.eval_shape(lambda: random_decoder(config, dtype=jnp.dtype(dtype)))
-    weights = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(likeness))
+    weights = nbytes(likeness)
     cases = [(batch, context, text) for batch in batches for context in contexts for text in parsed]
     notes = [
         _too_large(weights + _needed(config, dtype, parsed[text], batch, context)) for batch, context, text in cases
@@ -326,12 +327,12 @@ def _needed(config: ModelConfig, dtype: str, policy: Policy, batch: int, context
     import jax
     import jax.numpy as jnp
 
+    from kvjax.array_bytes import nbytes
     from kvjax.policies.empty_cache import empty_cache
 
     placed = policy.answering(config, context)
     cache = jax.eval_shape(lambda: empty_cache(config, placed, batch, context, _ROOM, jnp.dtype(dtype)))
-    held = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache))
-    return held + 6 * batch * config.num_kv_heads * context * config.head_dim * 4
+    return nbytes(cache) + 6 * batch * config.num_kv_heads * context * config.head_dim * 4
 
 
 def _memory() -> int | None:

@@ -13,6 +13,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Int
 
+from kvjax.array_bytes import nbytes
 from kvjax.cache.groups import Layer, pages_by_group, parts, slot_bytes, split_heads, with_parts
 from kvjax.cache.host_memory import as_numpy, device_bytes, to_device, to_host
 from kvjax.cache.layer_view import LayerView, joined_views, layer_views, with_pages_of
@@ -70,15 +71,15 @@ class Cache:
         return self.seen.shape[0]
 
     def __repr__(self) -> str:
-        """What there is, without the arrays."""
+        """Rows, layers, policy and bytes, without the arrays."""
         there = [leaf for leaf in jax.tree.leaves(self) if hasattr(leaf, "nbytes")]  # a shape alone has none
-        size = f"{sum(leaf.nbytes for leaf in there):,}"
+        size = f"{nbytes(there):,}"
         return f"Cache(rows={self.batch}, layers={len(self.layers)}, policy={self.policy}, nbytes={size})"
 
     @property
     def nbytes(self) -> int:
         """Allocated bytes: the sum over the live buffers, on a mesh and of a shared context everything once."""
-        return sum(leaf.nbytes for leaf in jax.tree.leaves(self))
+        return nbytes(self)
 
     @property
     def device_nbytes(self) -> int:
@@ -121,7 +122,7 @@ class Cache:
 
     @property
     def shared_layers(self) -> list[tuple[Any, ...]]:
-        """Of each layer the shared pools, one for each of its pools, or None."""
+        """The shared pools of each layer, one for each of its own pools, or None."""
         if self.context is not None:
             return list(self.context.layers)
         return [(None,) * len(parts(layer)) for layer in self.layers for _ in range(layer.model_layers)]

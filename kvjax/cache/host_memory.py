@@ -55,11 +55,6 @@ def sendable(tree: Any, where: Any) -> Any:
     return jax.tree.map(sent, tree, there)
 
 
-def nbytes(tree: Any) -> int:
-    """Bytes of all arrays of a tree."""
-    return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
-
-
 def device_bytes(arrays: Iterable[Any]) -> int:
     """Bytes of arrays on each device that has some of them; on a mesh all devices hold equally many."""
     here = (x for x in arrays if isinstance(x, jax.Array))  # a counter may be NumPy's

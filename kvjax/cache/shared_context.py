@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
+from kvjax.array_bytes import nbytes
 from kvjax.cache.groups import HeadGroups, Layer, parts
 from kvjax.cache.host_memory import as_numpy
 from kvjax.cache.packing import store
@@ -48,7 +49,7 @@ class SharedContext:
     @property
     def nbytes(self) -> int:
         """Allocated bytes, on a mesh of everything once."""
-        return sum(leaf.nbytes for leaf in jax.tree.leaves(self))
+        return nbytes(self)
 
     @property
     def live_nbytes(self) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import glob
 import logging
-import math
 import os
 import shutil
 import time
@@ -19,6 +18,7 @@ import jax
 import numpy as np
 from jax.typing import DTypeLike
 
+from kvjax.array_bytes import nbytes
 from kvjax.checkpoints import converted
 from kvjax.checkpoints.converted import PARAMETERS, TEMPLATE, TOKENIZER, WEIGHTS, StoredArray
 from kvjax.checkpoints.converted_weights import described, leaf_names
@@ -79,9 +79,7 @@ def convert(
         # Of what a folder keeps of its numbers only its files tell; int8 takes as many bytes or more.
         form = "int8" if asked == "file" and not config.kept else asked
         config = config if form is None else config.stored_as(form)
-        sizes = jax.tree.leaves(abstract_decoder(config, kind))
-        needed = sum(math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize for leaf in sizes)
-        _check_space(target, needed)
+        _check_space(target, nbytes(abstract_decoder(config, kind)))
         with _on_the_host():
             lm = load(model, weights=asked, dtype=kind, compile_cache=False)
             write_converted(lm, target)

@@ -15,7 +15,6 @@ import itertools
 import math
 import os
 import zlib
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,7 @@ from jax.sharding import NamedSharding
 from jax.typing import DTypeLike
 
 from kvjax import progress
+from kvjax.array_bytes import nbytes
 from kvjax.checkpoints.converted import PARAMETERS, WEIGHTS, Description, StoredArray, damaged
 from kvjax.checkpoints.fill import aligned, is_finite
 from kvjax.checkpoints.safetensors import read_json
@@ -83,17 +83,9 @@ def read_weights(folder: Path, description: Description, dtype: DTypeLike, mesh:
     read = functools.partial(_read, folder, description)
     # Files and checksums let other threads run; more threads than cores only hold more buffers.
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        leaves = list(_counted(pool.map(read, named, named.values(), shardings), list(named.values())))
+        made = pool.map(read, named, named.values(), shardings)
+        leaves = list(progress.current_stage().counting(made, list(map(nbytes, named.values()))))
     return jax.tree.unflatten(tree, leaves)
-
-
-def _counted(made: Iterator[jax.Array], specs: list[Any]) -> Iterator[jax.Array]:
-    """The same, telling how many bytes there are by now."""
-    sizes = [math.prod(spec.shape) * np.dtype(spec.dtype).itemsize for spec in specs]
-    shown = progress.current_stage()
-    for leaf, done in zip(made, itertools.accumulate(sizes), strict=True):
-        shown.update(done, sum(sizes))
-        yield leaf
 
 
 def _check_names(folder: Path, description: Description, named: dict[str, Any]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +15,7 @@ from jax.sharding import NamedSharding
 from jax.typing import DTypeLike
 
 from kvjax import progress
+from kvjax.array_bytes import nbytes
 from kvjax.checkpoints.checkpoint import Checkpoint, Format, Numbers
 from kvjax.checkpoints.families import Weight
 from kvjax.checkpoints.group_filling import GroupFilling, keeps_rows
@@ -100,20 +100,10 @@ def fill(
 
     # Conversion runs in NumPy, which lets other threads run; more threads than cores only hold more buffers.
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        made = _counted(pool.map(make, flat.keys(), flat.values()), list(flat.values()))
+        sizes = [nbytes(param.get_value()) for param in flat.values()]
+        made = progress.current_stage().counting(pool.map(make, flat.keys(), flat.values()), sizes)
         filled = dict(zip(flat, made, strict=True))
     return nnx.merge(graph, nnx.from_flat_state(filled))
-
-
-def _counted(made: Iterable[nnx.Variable], params: Sequence[nnx.Variable]) -> Iterable[nnx.Variable]:
-    """The same, telling how many bytes there are by now."""
-    leaves = [jax.tree.leaves(param.get_value()) for param in params]
-    sizes = [sum(math.prod(spec.shape) * np.dtype(spec.dtype).itemsize for spec in specs) for specs in leaves]
-    done, shown = 0, progress.current_stage()
-    for param, size in zip(made, sizes, strict=True):
-        done += size
-        shown.update(done, sum(sizes))
-        yield param
 
 
 def _blocks(shape: tuple[int, ...], multiple: int = 1) -> Iterable[tuple[int, int]]:

@@ -7,7 +7,6 @@ is refused, so that a misspelt name is not silently a default.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from typing import Any
 import typer
 
 from kvjax.documents import NotADocument, parse_yaml
-from kvjax.errors import UsageError, listed, quoted
+from kvjax.errors import UsageError, did_you_mean, listed, quoted
 from kvjax.files import read_bytes, reason
 
 #: Bytes of a file at most.
@@ -62,9 +61,8 @@ def read(file: Path) -> dict[str, Any]:
 
 
 def _unknown(file: Path, key: str, command: str, known: Sequence[str]) -> str:
-    close = difflib.get_close_matches(key, known, 1)
-    hint = f"did you mean {close[0]!r}?" if close else f"it takes {listed(sorted(known), 100)}."
-    return f"{file} sets {quoted(key)}, which `kvjax {command}` does not take; {hint}"
+    hint = did_you_mean(key, known) or f" it takes {listed(sorted(known), 100)}."
+    return f"{file} sets {quoted(key)}, which `kvjax {command}` does not take;{hint}"
 
 
 def _as_typed(file: Path, key: str, value: Any, flag: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from pathlib import Path
 from typing import Annotated
 
@@ -22,7 +21,7 @@ from kvjax.cli.picture_kinds import (
     RetainedPositions,
     StudyPicture,
 )
-from kvjax.errors import UsageError, quoted
+from kvjax.errors import UsageError, did_you_mean, quoted
 from kvjax.files import check_picture
 
 TASKS = ("niah_single_1", "noise_multikey")
@@ -133,11 +132,9 @@ def picture(
 
 def _check_name(name: str, known: list[str]) -> None:
     """Refuse (UsageError) what is no picture, with the name that comes nearest."""
-    if name in known:
-        return
-    near = difflib.get_close_matches(name, known, n=1)
-    hint = f" did you mean {near[0]!r}?" if near else ""
-    raise UsageError(f"There is no picture {quoted(name)};{hint} known are {', '.join(known)}.")
+    if name not in known:
+        near = did_you_mean(name, known)
+        raise UsageError(f"There is no picture {quoted(name)};{near} known are {', '.join(known)}.")
 
 
 def _refuse_others(context: typer.Context, name: str) -> None:

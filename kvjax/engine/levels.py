@@ -20,6 +20,7 @@ from kvjax.allocation import Allocation
 from kvjax.cache.cache import Cache, resize_layer
 from kvjax.cache.pool import layout_for
 from kvjax.cache.quantisation import Storage
+from kvjax.halving import largest
 from kvjax.model.config import ModelConfig
 from kvjax.policies import Policy
 from kvjax.policies.page_capacities import by_pool, page_capacities
@@ -64,16 +65,13 @@ def free_after(config: ModelConfig, policy: Policy, level: Level, tokens: int) -
 
     A policy may drop some of them again, so that they are more than the slots that are left.
     """
-    low, high = -1, 2 * (level.allocation.prompt_capacity + level.allocation.new_capacity)
-    while low < high:
-        middle = (low + high + 1) // 2
-        needed = by_pool(policy, policy.capacities(config, tokens, middle))
-        pairs = zip(needed, level.slots, strict=True)
-        if all(own <= there for heads, slots in pairs for own, there in zip(heads, slots, strict=True)):
-            low = middle
-        else:
-            high = middle - 1
-    return low
+
+    def fit(new: int) -> bool:
+        pairs = zip(by_pool(policy, policy.capacities(config, tokens, new)), level.slots, strict=True)
+        return all(own <= there for heads, slots in pairs for own, there in zip(heads, slots, strict=True))
+
+    most = 2 * (level.allocation.prompt_capacity + level.allocation.new_capacity)
+    return largest(1, most + 1, lambda count: fit(count - 1)) - 1
 
 
 def levels_of(

@@ -24,6 +24,7 @@ from kvjax.checks import whole_number
 from kvjax.errors import UsageError
 from kvjax.eval.ruler import NOISE
 from kvjax.eval.words import word_pairs
+from kvjax.halving import largest
 from kvjax.prompts import Prompt
 from kvjax.text.tokenizer import Tokenizer
 
@@ -46,7 +47,7 @@ _PREFIX = "The special magic {kind} for {key} mentioned in the provided text is"
 
 
 @dataclasses.dataclass(frozen=True)
-class Conversation:
+class FollowUps:
     """One context and three questions about it.
 
     Attributes:
@@ -70,7 +71,7 @@ class Conversation:
         return f"{question} {self.prefixes[turn]}" if turn == 0 else f"\n{question} {self.prefixes[turn]}"
 
 
-def make_conversations(tokenizer: Tokenizer, *, length: int, samples: int, seed: int = 42) -> list[Conversation]:
+def make_conversations(tokenizer: Tokenizer, *, length: int, samples: int, seed: int = 42) -> list[FollowUps]:
     """Conversations that fill ``length`` tokens, answers included, as far as whole lines allow.
 
     Args:
@@ -83,24 +84,23 @@ def make_conversations(tokenizer: Tokenizer, *, length: int, samples: int, seed:
       UsageError: no sample, or a length too short for three needles.
     """
     whole_number("samples", samples, 1)
-    made = []
-    for index in range(samples):
-        low, high, best = 3, max(3, length), None  # a line has more than one token
-        while low <= high:
-            middle = (low + high) // 2
-            drawn = _draw(random.Random(f"{seed} {index}"), index, middle)
-            size = _tokens(tokenizer, drawn)
-            if size <= length:
-                best, low = dataclasses.replace(drawn, length=size), middle + 1
-            else:
-                high = middle - 1
-        if best is None:
-            raise UsageError(f"{length} tokens are too few for a conversation of three questions; it needs more.")
-        made.append(best)
-    return made
+    return [_filled(tokenizer, length, index, seed) for index in range(samples)]
 
 
-def _draw(rng: random.Random, index: int, lines: int) -> Conversation:
+def _filled(tokenizer: Tokenizer, length: int, index: int, seed: int) -> FollowUps:
+    """The sample of this number with as many lines as fit."""
+
+    def drawn(lines: int) -> FollowUps:
+        found = _draw(random.Random(f"{seed} {index}"), index, lines)
+        return dataclasses.replace(found, length=_tokens(tokenizer, found))
+
+    lines = largest(3, max(3, length), lambda count: drawn(count).length <= length)  # a line is more than a token
+    if not lines:
+        raise UsageError(f"{length} tokens are too few for a conversation of three questions; it needs more.")
+    return drawn(lines)
+
+
+def _draw(rng: random.Random, index: int, lines: int) -> FollowUps:
     kinds = [KINDS[(index + place) % len(KINDS)] for place in range(3)]
     first, other = rng.choice(word_pairs()), rng.choice(word_pairs())
     keys = [first, first, other]
@@ -111,7 +111,7 @@ def _draw(rng: random.Random, index: int, lines: int) -> Conversation:
     text = [NOISE] * lines
     for place, needle in zip(sorted(rng.sample(range(lines), len(needles)), reverse=True), needles, strict=True):
         text.insert(place, needle)
-    return Conversation(
+    return FollowUps(
         context=_INTRODUCTION + "\n".join(text) + "\n",
         questions=tuple(_QUESTION.format(**fact) for fact in facts),
         prefixes=tuple(_PREFIX.format(**fact) for fact in facts),
@@ -119,7 +119,7 @@ def _draw(rng: random.Random, index: int, lines: int) -> Conversation:
     )
 
 
-def _tokens(tokenizer: Tokenizer, drawn: Conversation) -> int:
+def _tokens(tokenizer: Tokenizer, drawn: FollowUps) -> int:
     """Tokens of a whole conversation: what its longest cache has seen."""
     asked = zip(drawn.questions, drawn.prefixes, strict=True)
     text = drawn.context + "\n".join(f"{question} {prefix}" for question, prefix in asked)

@@ -9,7 +9,7 @@ import jax
 
 from kvjax.checkpoints.load import LanguageModel
 from kvjax.errors import UsageError
-from kvjax.eval.follow_ups import ANSWER_TOKENS, Conversation, make_conversations
+from kvjax.eval.follow_ups import ANSWER_TOKENS, FollowUps, make_conversations
 from kvjax.eval.needle_prompts import prompt_ids, template_tokens
 from kvjax.eval.recorded import RecordedDecoder, record, record_bytes
 from kvjax.eval.results import Settings
@@ -48,7 +48,7 @@ class Talks:
     """Conversations, a row each."""
 
     first: Prompts
-    conversations: tuple[Conversation, ...]
+    conversations: tuple[FollowUps, ...]
     chat: bool
 
     def prompts(self, turn: int) -> list[Prompt]:

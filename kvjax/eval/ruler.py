@@ -18,6 +18,7 @@ from typing import Literal, Protocol
 from kvjax.checks import whole_number
 from kvjax.errors import UsageError, listed, quoted
 from kvjax.eval.words import word_pairs
+from kvjax.halving import largest
 
 Kind = Literal["numbers", "words", "uuids"]
 
@@ -184,14 +185,8 @@ def draw_samples(
 def _fit(draw: Draw, tokens: Callable[[Sample], int], room: int, step: int, reserved: int) -> int:
     """Lines of the largest haystack that fits, by the benchmark's binary search."""
     per_line = (tokens(draw.sample(0, step)) - reserved) / step
-    low, high, best = step, max(int(room / per_line * 3), step * 2), None
-    while low <= high:
-        middle = (low + high) // 2
-        if tokens(draw.sample(0, middle)) <= room:
-            best, low = middle, middle + 1
-        else:
-            high = middle - 1
-    return best or step
+    most = max(int(room / per_line * 3), step * 2)
+    return largest(step, most, lambda lines: tokens(draw.sample(0, lines)) <= room) or step
 
 
 class Draw:

@@ -20,6 +20,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from kvjax.array_bytes import nbytes
 from kvjax.errors import UsageError, quoted
 from pallas_kernels.quantised_matmul import weight_tiles
 
@@ -62,7 +63,7 @@ class Quantised:
     @property
     def nbytes(self) -> int:
         """Bytes of all its arrays."""
-        return sum(leaf.nbytes for leaf in jax.tree.leaves(self))
+        return nbytes(self)
 
     def dequantised(self) -> Float[Array, "*S N K"]:
         """Its numbers, in ``dtype``."""

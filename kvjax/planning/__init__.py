@@ -15,7 +15,7 @@ from kvjax.cache.layout import layout_on
 from kvjax.cache.quantisation import MODEL, Storage, parse_storage
 from kvjax.checks import float_dtype, optional, true_or_false, whole_number
 from kvjax.chips import Chip, chip
-from kvjax.device_memory import GpuShare, device_limit, gpu_share
+from kvjax.device_memory import GpuMemory, device_limit, gpu_memory
 from kvjax.errors import UsageError
 from kvjax.model.config import ModelConfig
 from kvjax.model.quantised import Weights, check_weights
@@ -118,9 +118,9 @@ def plan(
 
 def _within(request: RequestShape, reserve: int | None, memory_limit: int | None) -> Plan:
     """The plan on this process's devices, within a limit or within their memory."""
-    share = gpu_share() if memory_limit is None else None
+    gpu = gpu_memory() if memory_limit is None else None
     limited = dataclasses.replace(request, limit=device_limit(memory_limit))
-    return _that_fits(limited, reserve, share, share and share.source)
+    return _that_fits(limited, reserve, gpu, gpu and gpu.source)
 
 
 def _on_chip(request: RequestShape, reserve: int | None, named: Chip) -> Plan:
@@ -130,17 +130,17 @@ def _on_chip(request: RequestShape, reserve: int | None, named: Chip) -> Plan:
         stored = dataclasses.replace(stored, layout=layout_on(named.platform, request.config.head_dim))
     limited = dataclasses.replace(request, limit=named.limit, storage=stored)
     with named.compiled_for():
-        return _that_fits(limited, reserve, named.share, named.source)
+        return _that_fits(limited, reserve, named.gpu, named.source)
 
 
-def _that_fits(request: RequestShape, reserve: int | None, share: GpuShare | None, source: str | None) -> Plan:
+def _that_fits(request: RequestShape, reserve: int | None, gpu: GpuMemory | None, source: str | None) -> Plan:
     """The plan of sizes that are shared with other requests, or else of exact ones; DoesNotFit where neither fits."""
     of_mesh = request.mesh is not None and not request.policy.offloads_rounds
     for exact in dict.fromkeys((of_mesh, True)):
         made = request.first_plan(reserve, exact=exact)
         if made.fits:
             return dataclasses.replace(made, memory_source=source)
-    error = refusal(made, request, 0, share)
+    error = refusal(made, request, 0, gpu)
     error.plan = made
     raise error
 
@@ -206,4 +206,4 @@ def fitting(
         made = request.first_plan(reserve, exact=False) if spare_rows else request.plan(size)
         if limit is None or made.total_bytes + already <= limit:
             return size
-    raise refusal(made, request, already, gpu_share() if memory_limit is None else None)
+    raise refusal(made, request, already, gpu_memory() if memory_limit is None else None)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
-from kvjax.device_memory import GpuShare
+from kvjax.device_memory import GpuMemory
 from kvjax.errors import DoesNotFit
+from kvjax.halving import largest
 from kvjax.planning.request_shape import RequestShape
 from kvjax.planning.result import Plan
 from kvjax.policies import Full, LagKV, Policy
@@ -14,10 +14,10 @@ from kvjax.policies.window_layers import for_model
 from kvjax.tables import human_bytes
 
 
-def refusal(made: Plan, request: RequestShape, already: int, share: GpuShare | None) -> DoesNotFit:
+def refusal(made: Plan, request: RequestShape, already: int, gpu: GpuMemory | None) -> DoesNotFit:
     """The error of a plan that does not fit beside ``already`` bytes, with the sizes of the request that would.
 
-    ``share``: of a GPU's memory that JAX takes; None where the limit was given.
+    ``gpu``: the memory that JAX takes of a GPU; None where the limit was given.
     """
     limit = made.memory_limit
     assert limit is not None, "what has no limit fits"
@@ -36,34 +36,22 @@ def refusal(made: Plan, request: RequestShape, already: int, share: GpuShare | N
         return other.first_plan(None, exact=True).total_bytes + already <= limit
 
     offers = []
-    batch = _largest(1, made.batch - 1, lambda b: fits(b, made.prompt_tokens, policy))
+    batch = largest(1, made.batch - 1, lambda b: fits(b, made.prompt_tokens, policy))
     if batch:
         offers.append(f"a batch of {batch}")
-    prompt = _largest(1, made.prompt_tokens - 1, lambda t: fits(made.batch, t, policy))
+    prompt = largest(1, made.prompt_tokens - 1, lambda t: fits(made.batch, t, policy))
     if prompt:
         offers.append(f"prompts of {prompt:,} tokens")
-    if not offers and (prompt := _largest(1, made.prompt_tokens - 1, lambda t: fits(1, t, policy))):
+    if not offers and (prompt := largest(1, made.prompt_tokens - 1, lambda t: fits(1, t, policy))):
         offers.append(f"a batch of 1 with {prompt:,} tokens")
     for ratio in (0.5, 0.25, 0.125):
         lagkv = for_model(LagKV(ratio=ratio), request.config)
         if isinstance(policy.chosen, Full) and fits(made.batch, made.prompt_tokens, lagkv):
             offers.append(f'policy="lagkv:ratio={ratio}"')
             break
-    if share is not None and (larger := share.offer(made.total_bytes + already)):
+    if gpu is not None and (larger := gpu.offer(made.total_bytes + already)):
         offers.append(larger)
     would = " or ".join(offers) if offers else "only a device with more memory"
     error = DoesNotFit(f"{need}; {would} would fit.")
     error.batch = batch
     return error
-
-
-def _largest(low: int, high: int, fits: Any) -> int:
-    """The largest number in [low, high] that fits, or 0; what fits at n is taken to fit below."""
-    best = 0
-    while low <= high:
-        middle = (low + high) // 2
-        if fits(middle):
-            best, low = middle, middle + 1
-        else:
-            high = middle - 1
-    return best

@@ -6,18 +6,16 @@ A policy inside a policy is written with parentheses: ``razor:ratio=0.4,inner=la
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import importlib
 import re
 import types
 import typing
-from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 
 from kvjax.checks import MOST, MOST_SEED, read_number, read_whole_number
-from kvjax.errors import UsageError, listed, quoted
+from kvjax.errors import UsageError, did_you_mean, listed, quoted
 from kvjax.policies.base import Policy
 from kvjax.policies.names import ALIASES, CHOICES, POLICIES
 
@@ -116,7 +114,7 @@ def _parse(text: Any, depth: int) -> Policy:
     cls = _class_of(key)
     if cls is None:
         known = [*POLICIES, *CHOICES, *_REGISTERED]
-        near = _nearest(key, known)
+        near = did_you_mean(key, known)
         raise UsageError(
             f"Unknown policy {quoted(name.strip())};{near} known are {listed(known)} (see `kvjax policies`)."
         )
@@ -135,7 +133,7 @@ def _parse(text: Any, depth: int) -> Policy:
         field = field.replace("-", "_")
         if field not in fields:
             accepted = f"it takes {listed(fields)}" if fields else "it takes none"
-            raise UsageError(f"{cls.__name__} has no option {quoted(field)};{_nearest(field, fields)} {accepted}.")
+            raise UsageError(f"{cls.__name__} has no option {quoted(field)};{did_you_mean(field, fields)} {accepted}.")
         if not equals or not value:
             raise UsageError(f"The option {quoted(field)} of {cls.__name__} has no value; write {field}=VALUE.")
         if field in values:
@@ -201,11 +199,6 @@ def _split(options: str) -> list[str]:
             f"The parentheses of {quoted(options)} do not match; write inner=NAME(OPTION=VALUE,OPTION=VALUE)."
         )
     return parts
-
-
-def _nearest(word: str, known: Iterable[str]) -> str:
-    match = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
-    return f" did you mean {match[0]!r}?" if match else ""
 
 
 def _convert(cls: type[Policy], field: str, text: str, hint: Any, depth: int) -> Any:

@@ -10,8 +10,9 @@ import jax
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from kvjax.array_bytes import nbytes
 from kvjax.cache.cache import Cache, take
-from kvjax.cache.host_memory import nbytes, to_device, to_host
+from kvjax.cache.host_memory import to_device, to_host
 from kvjax.cache.quantisation import Storage
 from kvjax.errors import UsageError
 from kvjax.policies.round_attention import RoundAttention
@@ -112,7 +113,7 @@ class Conversation:
         return below + self.prefix[0].upper.kv.shape[0], heads, dim
 
     def __repr__(self) -> str:
-        """What there is, without the arrays."""
+        """Rows, rounds, policy and bytes, without the arrays."""
         rounds = [len(row) for row in self.rounds]
         sizes = f"nbytes={self.nbytes:,}, host_nbytes={self.host_nbytes:,}"
         return f"Conversation(rows={self.batch}, rounds={rounds}, policy={self.policy}, {sizes})"

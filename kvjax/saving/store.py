@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 
+from kvjax.array_bytes import nbytes
 from kvjax.cache.cache import Cache, materialised
 from kvjax.cache.continuation import Continuation, check_continuable
 from kvjax.cache.host_memory import HOST
@@ -158,7 +159,7 @@ def _check_fits(where: Path, lm: LanguageModel, empty: Cache, wanted: Any, memor
     limit = device_limit(memory_limit)
     cpu = jax.default_backend() == "cpu"  # where the host's memory is the device's
     read = [leaf for leaf in jax.tree.leaves(wanted) if cpu or leaf.sharding.memory_kind != HOST]
-    rows = sum(leaf.size * leaf.dtype.itemsize for leaf in (*read, *jax.tree.leaves(empty)))
+    rows = nbytes((read, empty))
     weights = weights_bytes(lm.config, lm.params.dtype, lm.mesh)
     if limit is not None and weights + rows > limit:
         raise DoesNotFit(

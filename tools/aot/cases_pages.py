@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from kvjax.array_bytes import nbytes
 from pallas_kernels.pages import Lanes, Pages, Stacked
 from tools.aot.cases import Case
 
@@ -32,7 +33,7 @@ def _pages(platform: str, head_dim: int, dtype: Any) -> Pages:
 def _cases(platform: str, head_dim: int, dtype: Any) -> list[Case]:
     pages, shape = _pages(platform, head_dim, dtype), jax.ShapeDtypeStruct
     name = f"D = {head_dim}, {jnp.dtype(dtype).name}"
-    size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(pages))
+    size = nbytes(pages)
     places = tuple(shape((BATCH, HEADS), jnp.int32) for _ in range(3))
     token = shape((BATCH, HEADS, head_dim), dtype)
     rows = shape(pages.shape, dtype)

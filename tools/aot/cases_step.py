@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from kvjax.array_bytes import nbytes
 from kvjax.bench.shapes import shapes
 from kvjax.cache.buckets import prompt_bucket
 from kvjax.cache.layout import Layout, layout_on
@@ -60,7 +60,7 @@ def _case(policy: str, platform: str, storage: Storage, model: ModelConfig = MOD
             controls,
             steps,
         ),
-        cache_bytes=sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(pools)),
+        cache_bytes=nbytes(pools),
         platforms=(platform,),
         # Of XLA's own kernels none is this package's to mend; on sm_100 one of them spills two registers.
         kernels=("ragged_decode", "ragged_decode_triton", "ragged_decode_mosaic_gpu", *PRODUCTS),
@@ -96,7 +96,7 @@ def _shared_case(platform: str, storage: Storage) -> Case:
         found,
         name=f"4 layers of Llama 3 8B, batch {BATCH} over {PROMPT:,} shared tokens, full, {storage.kind}",
         arguments=(found.arguments[0], pools, rest, *found.arguments[3:]),
-        cache_bytes=sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves((pools, rest.cache.context))),
+        cache_bytes=nbytes((pools, rest.cache.context)),
         # Arrays of logits, 4 MB each: of a cache that is an eighth of the others', more than a hundredth. A v5p has
         # half of a v5e's vector memory, and leaves more of them in HBM: 19.2 MB where that has 12.6.
         temp_limit=0.03,

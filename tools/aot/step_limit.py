@@ -11,13 +11,13 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import math
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from kvjax.array_bytes import nbytes
 from kvjax.tables import Column, Table
 from tools.aot.kernels_page import deliver
 from tools.aot.processes import ROOT, last_line
@@ -129,7 +129,7 @@ def measure(target: str, policy: str, compiled_layers: int, dump: str) -> Step:
     block = TpuConfig.default(devices[0].device_kind, page, config.head_dim, DTYPE)
     row = 2 * config.head_dim * DTYPE.itemsize
     blocks = BATCH * sum(-(-count // block.rows) for count in slots)
-    weights = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(abstract_decoder(config, DTYPE)))
+    weights = nbytes(abstract_decoder(config, DTYPE))
     return Step(
         target,
         policy,

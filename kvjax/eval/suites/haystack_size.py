@@ -4,22 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from kvjax import halving
 from kvjax.errors import UsageError
 
 
 def largest(cost: Callable[[int], int], room: int, low: int, high: int) -> int:
-    """The largest size in [low, high] whose cost is within ``room``, by halving; ``low`` where none is.
+    """The largest size in [low, high] whose cost is within ``room``; ``low`` where none is.
 
-    Every size that is tried draws random numbers, so the order of trials is the benchmark's.
+    Every size that is tried draws random numbers, so the order of trials, by halving, is the benchmark's.
     """
-    best, least = None, low
-    while low <= high:
-        middle = (low + high) // 2
-        if cost(middle) <= room:
-            best, low = middle, middle + 1
-        else:
-            high = middle - 1
-    return least if best is None else best
+    return halving.largest(low, high, lambda size: cost(size) <= room) or low
 
 
 def too_short(length: int, task: str, least: int | None = None) -> UsageError:
