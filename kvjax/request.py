@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from kvjax.allocation import Allocation
+from kvjax.array_bytes import nbytes
 from kvjax.cache.buckets import batch_bucket, prompt_bucket
 from kvjax.cache.cache import NO_TOKEN, OPEN_MESSAGE, Cache, same_context
 from kvjax.cache.continuation import Continuation, are_apart, check_continuable, delete, one_batch
@@ -35,7 +36,7 @@ from kvjax.policies.window_layers import for_model
 from kvjax.prompts import Tokens, as_list, as_told, matching, prefix_tokens, read_tokens, tokenize
 from kvjax.runtime.decode import CHUNK, Controls
 from kvjax.runtime.programs import Programs
-from kvjax.runtime.sampling import Sampling
+from kvjax.runtime.sampling import Sampling, numbers_of
 from kvjax.runtime.stopping import StopTable, stop_table
 from kvjax.sharding.adopt import adopt, keeps_context
 from kvjax.text.tokenizer import Tokenizer
@@ -269,7 +270,7 @@ class Request:
             lambda old: self.programs.grow(old, config=self.lm.config, new_capacity=new_capacity), cache
         )
         larger = larger.replace(context=None)  # what rows share is not copied
-        caches = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves((cache, larger)))
+        caches = nbytes((cache, larger))
         devices = 1 if self.lm.mesh is None else self.lm.mesh.size
         weights = weights_bytes(self.lm.config, self.dtype, self.lm.mesh)
         return limit is None or weights + caches // devices <= limit
@@ -308,7 +309,7 @@ class Request:
         if self.answers is not None:  # nothing but its end ends an answer that is given
             limit, stops = np.array([len(self.answers[row]) for row in rows], np.int32), ((), ())
         numbers: dict[str, Any] = {
-            name: np.full(len(number), value) for name, value in sampling_numbers(options, vocabulary).items()
+            name: np.full(len(number), value) for name, value in numbers_of(options, vocabulary).items()
         }
         numbers |= {"known": np.int32(known_ids(lm)), "draws": draws}
         ends: Any = limit, np.int32(lm.config.max_position), np.bool_(options.logprobs), np.int32(1)
@@ -316,27 +317,10 @@ class Request:
         return jax.device_put(Controls(Sampling(**numbers), _stop_table(lm, *stops, len(rows)), *ends))
 
 
-def sampling_numbers(options: GenerationOptions, vocabulary: int) -> dict[str, Any]:
-    """A row's fields of :class:`Sampling`, by name."""
-    return {
-        "temperature": _float32(options.temperature),
-        "top_k": np.int32(min(options.top_k or vocabulary, vocabulary)),
-        "top_p": np.float32(options.top_p),
-        "min_p": np.float32(options.min_p),
-        "repetition_penalty": _float32(options.repetition_penalty),
-    }
-
-
 def known_ids(lm: LanguageModel) -> int:
     """The number of ids, the first ones, that may be drawn."""
     vocabulary = lm.config.vocab_size
     return min(lm.tokenizer.vocab_size or vocabulary, vocabulary)
-
-
-def _float32(value: float) -> np.float32:
-    """A number in float32; what float32 cannot hold becomes its largest or smallest."""
-    limits = np.finfo(np.float32)
-    return np.float32(0.0 if value == 0 else min(max(value, float(limits.tiny)), float(limits.max)))
 
 
 def _policy(

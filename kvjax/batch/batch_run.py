@@ -9,7 +9,7 @@ import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Unpack
+from typing import Any, Unpack
 
 import numpy as np
 
@@ -31,14 +31,14 @@ from kvjax.held_folder import held
 from kvjax.interrupt import interruptible
 from kvjax.options import GenerationKeywords, GenerationOptions, merged, shows_options
 from kvjax.planning import fitting
-from kvjax.policies import parse
+from kvjax.policies import Policy, parse
 from kvjax.policies.best import asked_later, resolve
 from kvjax.policies.window_layers import for_model
 from kvjax.progress import showing, stage
 from kvjax.runtime.distributed import Group, group
 
 #: Seconds between two words of how far a process is.
-_SHARE = 1.0
+_TOLD_EVERY = 1.0
 ORDERS = ("input", "id")
 #: Keywords of :func:`run` that are no options.
 _JOB = ("batch_size", "order", "format", "shard_rows")
@@ -121,12 +121,8 @@ def run(
     if shard_rows is not None:
         whole_number("shard_rows", shard_rows, 1)
         shard_rows = int(shard_rows)
-    for name, given in (("input", input), ("output", output)):
-        if not isinstance(given, (str, os.PathLike)):
-            raise UsageError(f"{name} is {quoted(given)}; give a path.")
-        if not os.fspath(given):
-            raise UsageError(f"{name} is an empty path; name a {'file' if name == 'input' else 'folder'}.")
-        check_local(f"--{name}", given)
+    _check_path("input", input, "file")
+    _check_path("output", output, "folder")
     if order not in ORDERS:
         raise UsageError(f"order is {quoted(order)}; choose 'input' or 'id'.")
     path = Path(input)
@@ -138,16 +134,30 @@ def run(
     later = asked_later(context=False, new_tokens=chosen.max_new_tokens, reserve_tokens=None)
     asked = resolve(parse(chosen.policy or "full"), lm.config, later=later)
     chosen = dataclasses.replace(chosen, policy=asked.policy)
-    policy, storage = for_model(asked.policy, lm.config), parse_storage(chosen.storage)
-    policy.check(lm.config)
-    chosen.stop_ids(lm)
-    kinds = {"dtype": lm.params.dtype, "memory_limit": chosen.memory_limit, "storage": storage, "mesh": lm.mesh}
-    least = batch_size if policy.offloads_rounds else 1 if lm.mesh is None else lm.mesh.data
-    fitting(lm.config, policy, least, 1, exact=True, scored=chosen.prompt_logprobs, **kinds)
+    _check_options(lm, chosen, asked.policy, batch_size)
     everyone = group()
     with everyone.together(), contextlib.closing(open_source(path)) as source:
         job = Job(lm, source, chosen, order, kind)
         return dataclasses.replace(_Run(job, Path(output), everyone, batch_size).run(shard_rows), choice=asked.line)
+
+
+def _check_path(name: str, given: Any, kind: str) -> None:
+    """Refuse (UsageError) what is no path on this machine."""
+    if not isinstance(given, (str, os.PathLike)):
+        raise UsageError(f"{name} is {quoted(given)}; give a path.")
+    if not os.fspath(given):
+        raise UsageError(f"{name} is an empty path; name a {kind}.")
+    check_local(f"--{name}", given)
+
+
+def _check_options(lm: LanguageModel, options: GenerationOptions, asked: Policy, batch_size: int) -> None:
+    """Refuse options that this model cannot have (UsageError), or whose shortest prompt does not fit (DoesNotFit)."""
+    policy, storage = for_model(asked, lm.config), parse_storage(options.storage)
+    policy.check(lm.config)
+    options.stop_ids(lm)
+    kinds = {"dtype": lm.params.dtype, "memory_limit": options.memory_limit, "storage": storage, "mesh": lm.mesh}
+    least = batch_size if policy.offloads_rounds else 1 if lm.mesh is None else lm.mesh.data
+    fitting(lm.config, policy, least, 1, exact=True, scored=options.prompt_logprobs, **kinds)
 
 
 class _Run:
@@ -258,7 +268,7 @@ class _Run:
     def _share(self) -> None:
         """Tell the others how far this process is, and hear how far they are, once a second."""
         now = time.monotonic()
-        if self._group.processes > 1 and now - self._shared >= _SHARE:
+        if self._group.processes > 1 and now - self._shared >= _TOLD_EVERY:
             self._shared = now
             self._group.tell("counts", json.dumps(self._counts.numbers))
             others = self._group.told("counts").items()

@@ -39,11 +39,11 @@ class CommonContext:
     shared: int
     nbytes: int
 
-    def room(self, prompt_tokens: int) -> int:
-        """Tokens beyond what is shared that a slot for prompts of ``prompt_tokens`` has room for."""
+    def own_capacity(self, prompt_tokens: int) -> int:
+        """Tokens beyond what is shared that a slot for prompts of ``prompt_tokens`` has capacity for."""
         return prompt_bucket(self.seen - self.shared + prompt_tokens)
 
-    def with_room(self, size: Allocation) -> Cache:
+    def with_capacity(self, size: Allocation) -> Cache:
         """The row, onto which prompts are read for slots of these sizes."""
         return self.row.replace(prompt_capacity=size.prompt_capacity, own_capacity=size.own_capacity)
 
@@ -71,7 +71,7 @@ def check_common(cache: Any) -> None:
 
 
 def common_context(lm: LanguageModel, cache: Any) -> CommonContext:
-    """What an engine's slots share of a cache, which stays a value.
+    """The part of a cache that an engine's slots share; the cache stays a value.
 
     Raises:
       UsageError: it is of several rows, another model, or a policy under which every question has a copy.

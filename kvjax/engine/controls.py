@@ -12,13 +12,14 @@ import numpy as np
 from kvjax.checkpoints.load import LanguageModel
 from kvjax.engine.row import Row
 from kvjax.engine.stops import SharedStopTable
-from kvjax.request import known_ids, sampling_numbers
+from kvjax.options import GenerationOptions
+from kvjax.request import known_ids
 from kvjax.runtime.decode import Controls
-from kvjax.runtime.sampling import Sampling
+from kvjax.runtime.sampling import Sampling, numbers_of
 from kvjax.runtime.stopping import StopTable, padded_ids
 
-#: Of rows of padding: greedy, and nothing ends them.
-_DEFAULTS = {"temperature": 0.0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
+#: Of rows of padding, which are greedy.
+_DEFAULTS = GenerationOptions()
 
 
 class RowControls:
@@ -34,13 +35,13 @@ class RowControls:
         self._of_slots = None
 
     def of_slots(self, rows: Sequence[Row | None], least_running: int) -> Controls:
-        """Those of the slots' rows, for a loop that ends when fewer than ``least_running`` are left."""
+        """The controls of the slots' rows, for a loop that ends when fewer than ``least_running`` are left."""
         if self._of_slots is None or self._stops.changed:
             self._of_slots = self.of(rows)
         return dataclasses.replace(self._of_slots, least_running=jax.device_put(np.int32(least_running)))
 
     def of(self, rows: Sequence[Row | None]) -> Controls:
-        """Those of any rows; where there is None, nothing is asked."""
+        """The controls of any rows; None is a row of padding."""
         arrays = self._sampling(rows)
         ids = padded_ids([() if row is None else row.request.stop_ids for row in rows])
         limit = [0 if row is None else row.most for row in rows]
@@ -54,15 +55,7 @@ class RowControls:
 
     def _sampling(self, rows: Sequence[Row | None]) -> dict[str, Any]:
         vocabulary = self._lm.config.vocab_size
-        numbers: dict[str, list[Any]] = {}
-        for row in rows:
-            own = _DEFAULTS | {"top_k": vocabulary}
-            if row is not None:
-                own = sampling_numbers(row.request.options, vocabulary)
-            for name, value in own.items():
-                numbers.setdefault(name, []).append(value)
-        arrays: dict[str, Any] = {
-            name: np.array(own, np.int32 if name == "top_k" else np.float32) for name, own in numbers.items()
-        }
+        numbers = [numbers_of(_DEFAULTS if row is None else row.request.options, vocabulary) for row in rows]
+        arrays: dict[str, Any] = {name: np.array([own[name] for own in numbers]) for name in numbers[0]}
         draws = np.array([(0, 0, 0) if row is None else (row.request.options.seed, row.number, 0) for row in rows])
         return arrays | {"known": np.int32(known_ids(self._lm)), "draws": draws.astype(np.uint32)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from kvjax.device_memory import device_limit
 from kvjax.engine.common_context import CommonContext
 from kvjax.engine.levels import has_levels
 from kvjax.errors import DoesNotFit, UsageError
+from kvjax.halving import largest
 from kvjax.memory_needs import cache_bytes, prefill_bytes, shared_context_bytes, weights_bytes
 from kvjax.model.config import ModelConfig
 from kvjax.policies import Policy
@@ -101,6 +103,70 @@ def _power(tokens: int) -> int:
     return 1 << (tokens - 1).bit_length() if tokens > MEDIUM else 1
 
 
+@dataclasses.dataclass(frozen=True)
+class _Slots:
+    """An engine's slots but for their number, from which its bytes follow.
+
+    Attributes:
+      capacity: tokens of prompt that a slot has room for, a bucket. new: tokens that may be decoded after them.
+    """
+
+    config: ModelConfig
+    policy: Policy
+    storage: Storage
+    dtype: Any
+    mesh: Mesh | None
+    context: CommonContext | None
+    capacity: int
+    new: int
+
+    def sizes(self, count: int) -> EngineSizes:
+        """The sizes of an engine of at least ``count`` slots: on a mesh they fill it."""
+        config, dtype, mesh, context = self.config, self.dtype, self.mesh, self.context
+        rows, data = (count, 1) if mesh is None else (mesh.rows(count), mesh.data)
+        groups = {bucket: data * read_together(bucket, rows // data) for bucket in buckets(self.capacity)}
+        cache = {n: self._cache_bytes(n) for n in {data, rows, *groups.values()}}
+        short, *longer = (groups[bucket] for bucket in sorted(groups))
+        reading = max(prefill_bytes(config, self.policy, n, bucket, dtype, mesh) for bucket, n in groups.items())
+        moving = cache[rows] // 2 + 1 if self._moves else 0
+        return EngineSizes(
+            slots=rows,
+            prompt_capacity=self.capacity,
+            new_capacity=self.new,
+            weights_bytes=weights_bytes(config, dtype, mesh),
+            slots_bytes=cache[rows],
+            prefill_cache_bytes=cache[short] + cache[data] + max((cache[n] for n in longer), default=0),
+            working_bytes=max(reading, moving, _LOGITS * 4 * rows // data * config.vocab_size),
+            allocation=self._allocation(rows),
+            context_bytes=0 if context is None else context.nbytes,
+            context=0 if context is None else context.seen,
+        )
+
+    def _allocation(self, rows: int) -> Allocation:
+        """The sizes of a cache of so many slots."""
+        if self.context is None:
+            return Allocation(rows, self.capacity, self.new)
+        own = self.context.own_capacity(self.capacity)
+        return beside_context(self.config, self.policy, rows, self.context.shared, own, self.new)
+
+    @functools.cached_property
+    def _moves(self) -> bool:
+        on_mesh = self.mesh is not None
+        return self.context is None and has_levels(self.config, self.policy, self.dtype, self.storage, on_mesh=on_mesh)
+
+    def _cache_bytes(self, rows: int) -> int:
+        """Bytes of so many rows' own slots."""
+        size, kinds = self._allocation(rows), (self.new, self.dtype, self.storage, self.mesh)
+        if self.context is None or size.own_capacity is None:
+            return cache_bytes(self.config, self.policy, rows, self.capacity, *kinds)
+        shape = prompt_bucket(self.context.shared), size.prompt_capacity, size.own_capacity
+        return shared_context_bytes(self.config, self.policy, rows, *shape, *kinds)[0]
+
+    def most(self, limit: int | None, most: int) -> int:
+        """The largest number of slots up to ``most`` that fits, or 0."""
+        return largest(1, most, lambda count: limit is None or self.sizes(count).total_bytes <= limit)
+
+
 def engine_sizes(
     config: ModelConfig,
     policy: Policy,
@@ -125,7 +191,28 @@ def engine_sizes(
       UsageError: lengths beyond the model's context.
       DoesNotFit: the total exceeds the limit; the sentence says how many slots would fit.
     """
-    seen = 0 if context is None else context.seen
+    _check_lengths(config, prompt_tokens, 0 if context is None else context.seen)
+    limit, capacity = device_limit(memory_limit), prompt_bucket(prompt_tokens)
+    most = new_tokens if policy.beyond_context else min(new_tokens, config.max_position)
+    new = NEW_TOKENS if not policy.grows else max(NEW_TOKENS, -(-most // 64) * 64)
+    check_sizes(policy, config, capacity, new)
+    wanted = _Slots(config, policy, storage, dtype, mesh, context, capacity, new)
+    if slots is None:
+        slots = max(1, wanted.most(limit, most_slots))
+        slots = slots if memory_limit is not None else min(slots, _USUAL_SLOTS)
+    made = wanted.sizes(slots)
+    if limit is not None and made.total_bytes > limit:
+        less = wanted.most(limit, MOST_SLOTS)
+        offer = f"{counted(less, 'slot')} would fit" if less else "make prompt_tokens or new_tokens smaller"
+        raise DoesNotFit(
+            f"An engine of {counted(made.slots, 'slot')} for {prompt_tokens:,} prompt and {new_tokens:,} new tokens "
+            f"needs {human_bytes(made.total_bytes)} and the limit is {human_bytes(limit)}; {offer}."
+        )
+    return made
+
+
+def _check_lengths(config: ModelConfig, prompt_tokens: int, seen: int) -> None:
+    """Refuse (UsageError) prompts that the model's context has no room for after ``seen`` tokens."""
     if seen >= config.max_position:
         raise UsageError(
             f"The context has {seen:,} tokens and this model's is {config.max_position:,}, so no prompt fits after it; "
@@ -137,70 +224,6 @@ def engine_sizes(
             f"prompt_tokens is {prompt_tokens:,}; this model's context is {config.max_position:,}{beside}, give at "
             f"most {most}."
         )
-    limit = device_limit(memory_limit)
-    capacity = prompt_bucket(prompt_tokens)
-    most = new_tokens if policy.beyond_context else min(new_tokens, config.max_position)
-    new = NEW_TOKENS if not policy.grows else max(NEW_TOKENS, -(-most // 64) * 64)
-    check_sizes(policy, config, capacity, new)
-    data = 1 if mesh is None else mesh.data
-    each = (
-        Allocation(1, capacity, new)
-        if context is None
-        else beside_context(config, policy, 1, context.shared, context.room(capacity), new)
-    )
-    moves = context is None and has_levels(config, policy, dtype, storage, on_mesh=mesh is not None)
-
-    def bytes_of(rows: int) -> int:
-        if context is None:
-            return cache_bytes(config, policy, rows, capacity, new, dtype, storage, mesh)
-        shape = prompt_bucket(context.shared), each.prompt_capacity, each.own_capacity, new
-        return shared_context_bytes(config, policy, rows, *shape, dtype, storage, mesh)[0]
-
-    def sizes(count: int) -> EngineSizes:
-        rows = count if mesh is None else mesh.rows(count)
-        groups = {bucket: data * read_together(bucket, rows // data) for bucket in buckets(capacity)}
-        counts = {data, rows, *groups.values()}
-        cache = {n: bytes_of(n) for n in counts}
-        short, *longer = (groups[bucket] for bucket in sorted(groups))
-        reading = max(prefill_bytes(config, policy, n, bucket, dtype, mesh) for bucket, n in groups.items())
-        moving = cache[rows] // 2 + 1 if moves else 0
-        return EngineSizes(
-            rows,
-            capacity,
-            new,
-            weights_bytes(config, dtype, mesh),
-            cache[rows],
-            cache[short] + cache[data] + max((cache[n] for n in longer), default=0),
-            max(reading, moving, _LOGITS * 4 * rows // data * config.vocab_size),
-            dataclasses.replace(each, rows=rows),
-            0 if context is None else context.nbytes,
-            seen,
-        )
-
-    if slots is None:
-        slots = max(1, _most_slots(sizes, limit, most_slots))
-        slots = slots if memory_limit is not None else min(slots, _USUAL_SLOTS)
-    made = sizes(slots)
-    if limit is not None and made.total_bytes > limit:
-        less = _most_slots(sizes, limit, MOST_SLOTS)
-        offer = f"{counted(less, 'slot')} would fit" if less else "make prompt_tokens or new_tokens smaller"
-        raise DoesNotFit(
-            f"An engine of {counted(made.slots, 'slot')} for {prompt_tokens:,} prompt and {new_tokens:,} new tokens "
-            f"needs {human_bytes(made.total_bytes)} and the limit is {human_bytes(limit)}; {offer}."
-        )
-    return made
-
-
-def _most_slots(sizes: Any, limit: int | None, most: int) -> int:
-    """The largest number of slots that fits, or 0."""
-    low, high, best = 1, most, 0
-    while low <= high:
-        middle = (low + high) // 2
-        if limit is None or sizes(middle).total_bytes <= limit:
-            best, low = middle, middle + 1
-        else:
-            high = middle - 1
-    return best
 
 
 def held_after(config: ModelConfig, policy: Policy, tokens: int) -> list[np.ndarray]:
@@ -209,7 +232,7 @@ def held_after(config: ModelConfig, policy: Policy, tokens: int) -> list[np.ndar
     return [np.asarray(policy.budgets(config, layer, total))[0] for layer in range(config.num_layers)]
 
 
-def room_for_new(config: ModelConfig, policy: Policy, sizes: EngineSizes, held: list[np.ndarray]) -> int:
+def new_tokens_left(config: ModelConfig, policy: Policy, sizes: EngineSizes, held: list[np.ndarray]) -> int:
     """Tokens that a row may generate in its slot, where it holds so many slots after its prompt."""
     if not policy.grows:
         return np.iinfo(np.int32).max

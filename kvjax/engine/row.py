@@ -37,8 +37,8 @@ class Row:
       kind, together: see :class:`kvjax.engine.schedule.Schedulable`.
       on_change: called after each of its changes, by the thread that runs the engine.
       slot, tokens, logprobs, reason: where it is and what it has generated; ``reason`` once it has ended.
-      room: tokens that it may generate in its slot. free: tokens that it may read after its prompt, of each size that
-        slots may have.
+      capacity: tokens that it may generate in its slot. free: tokens that it may read after its prompt, of each size
+        that slots may have.
       cancelled: whether it was called off. stops: whether the slots' stop table holds its strings.
       output, error: of which one is there in the end.
       times: when what happened. gaps: (seconds since the tokens before, tokens) of each delivery.
@@ -56,7 +56,7 @@ class Row:
     logprobs: list[float] = dataclasses.field(default_factory=list)
     prompt_logprobs: list[float | None] | None = None
     reason: str | None = None
-    room: int = 0
+    capacity: int = 0
     free: tuple[int, ...] = ()
     cancelled: bool = False
     stops: bool = False
@@ -88,7 +88,7 @@ class Row:
     @property
     def most(self) -> int:
         """Tokens that it may generate."""
-        return min(self.limit, self.room)
+        return min(self.limit, self.capacity)
 
     def metrics(self) -> RequestMetrics:
         """The numbers that a report keeps of a row."""

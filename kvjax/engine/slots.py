@@ -19,7 +19,7 @@ from kvjax.cache.quantisation import Storage
 from kvjax.checkpoints.load import LanguageModel
 from kvjax.engine.common_context import CommonContext, sharing
 from kvjax.engine.controls import RowControls
-from kvjax.engine.engine_sizes import EngineSizes, held_after, room_for_new
+from kvjax.engine.engine_sizes import EngineSizes, held_after, new_tokens_left
 from kvjax.engine.levels import free_after, has_levels, levels_of, resized
 from kvjax.engine.row import Row, present
 from kvjax.engine.schedule import Group
@@ -79,7 +79,7 @@ class Slots:
         held: dict[str, Any] = {"prompt_capacity": size.prompt_capacity, "new_capacity": size.new_capacity}
         self._state = self.programs.empty(lm.params, sizes.slots, **self._kinds, **held, own_capacity=own)
         #: The row that every request begins as, where they share a context.
-        self.common = None if common is None else common.with_room(sizes.allocation)
+        self.common = None if common is None else common.with_capacity(sizes.allocation)
         if self.common is not None:
             begun = sharing(self._state.cache, self.common, lm.config)
             self._state = dataclasses.replace(self._state, cache=begun)
@@ -147,7 +147,7 @@ class Slots:
 
     def decode(self, steps: int, least_running: int) -> int:
         """Generate tokens for every slot that runs."""
-        self._make_room(steps)
+        self._fit_slots(steps)
         controls = self._controls.of_slots(self.rows, least_running)
         state, made = self.programs.chunk(self.lm.params, self._state, controls, steps)
         self._state = state
@@ -197,7 +197,7 @@ class Slots:
             return
         held: Any = present(places, self.lm.config.vocab_size)
         admitted = Admitted(logits, held, slots, starts)
-        self._make_room(1, [row for row in places if row is not None])
+        self._fit_slots(1, [row for row in places if row is not None])
         given = self._state, cache, admitted, self._controls.of(places)
         self.peak_bytes = max(self.peak_bytes, live_device_bytes())
         self._state, *found = self.programs.insert(self.lm.config, *given)
@@ -253,7 +253,7 @@ class Slots:
         if pages != slots:
             if any(a > b for own, slot in zip(pages, slots, strict=True) for a, b in zip(own, slot, strict=True)):
                 raise UsageError(
-                    "The cache has more room than this engine's slots; make the engine with larger prompt_tokens."
+                    "The cache has more capacity than this engine's slots; make the engine with larger prompt_tokens."
                 )
             if self.lm.mesh is not None:
                 raise UsageError("The cache has other sizes than this engine's slots, and a mesh cannot change them.")
@@ -271,11 +271,11 @@ class Slots:
             pools = [as_numpy(layer.length)[index] for layer in cache.layers]
             row.free = tuple(level.free(pools) for level in self.levels)
             held = [length[index] for length in cache.lengths]
-        row.room = room_for_new(*given, self.sizes, held)
+        row.capacity = new_tokens_left(*given, self.sizes, held)
 
     # --- the size of the slots -------------------------------------------------------------------------------------
 
-    def _make_room(self, steps: int, admitted: Sequence[Row] = ()) -> None:
+    def _fit_slots(self, steps: int, admitted: Sequence[Row] = ()) -> None:
         """Move the rows to slots in which all have room for so many steps, if they have not; to smaller ones where
         those will do for longer."""
         rows = [*admitted, *(row for row in self.rows if row is not None)]

@@ -19,20 +19,20 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.cache.buckets import NEW_TOKENS, batch_bucket
+from kvjax.cache.buckets import NEW_TOKENS
 from kvjax.cache.cache import Cache
 from kvjax.cache.host_memory import HOST, sendable
 from kvjax.cache.pool import LayerCache
 from kvjax.cache.quantisation import Storage
 from kvjax.committed import committed
 from kvjax.errors import UsageError
-from kvjax.model.config import ModelConfig
 from kvjax.model.decoder import Decoder
 from kvjax.policies.base import Policy
 from kvjax.policies.split_cache import SplitCache
 from kvjax.rounds.conversation import Conversation, UpperRows
 from kvjax.rounds.round_compression import compressed, without_slots
 from kvjax.rounds.steps import StagingBuffer, cut, empty_stage, pages_onto, place, read_lower, read_upper
+from kvjax.runtime.programs import ProgramSet
 from kvjax.sharding.compile import ROW, Device, Named, Program, device_of, shardings_of, specs_of
 from kvjax.sharding.mesh import Mesh
 from kvjax.sharding.partition import Partition
@@ -176,22 +176,12 @@ CUT_ROUND = Program(cut_round, lambda device, given, static: _round_like(given[0
 
 
 @dataclasses.dataclass(frozen=True)
-class RoundPrograms:
-    """The programs of a turn, for a model on a mesh or any model on one device.
-
-    Arrays of rows are NumPy's, B as :meth:`rows` says.
-
-    Attributes:
-      mesh: the devices, None for one. config: the model; None on one device.
-      exact: whether one device runs as many rows as there are, and not a bucket of them.
+class RoundPrograms(ProgramSet):
+    """The programs of a turn. Arrays of rows are NumPy's, B as :meth:`rows` says.
 
     Raises:
       UsageError: the devices of one row of the mesh belong to several processes.
     """
-
-    mesh: Mesh | None = None
-    config: ModelConfig | None = None
-    exact: bool = True
 
     def __post_init__(self) -> None:
         if self.mesh is None:
@@ -201,16 +191,6 @@ class RoundPrograms:
                 "RoundAttention keeps a row's rounds in the memory of one host; make the model axis no longer than "
                 "the devices of a process."
             )
-
-    def device(self, policy: Policy, config: ModelConfig | None = None) -> Device:
-        """The device that this policy's programs are compiled for."""
-        return device_of(self.mesh, self.config or config, policy)  # pyright: ignore[reportArgumentType]
-
-    def rows(self, batch: int) -> int:
-        """Rows to run for ``batch`` of them; the others are padding."""
-        if self.mesh is not None:
-            return self.mesh.rows(batch)
-        return batch if self.exact else batch_bucket(batch)
 
     def check(self, conversation: Conversation) -> None:
         """Refuse (UsageError) a batch of conversations that cannot go on here."""
@@ -235,26 +215,26 @@ class RoundPrograms:
         count: np.ndarray,
         *,
         policy: SplitCache,
-        room: int,
+        capacity: int,
         dtype: Any,
         storage: Storage,
     ) -> tuple[Cache, jax.Array]:
         """Read first questions below the watershed: those layers' cache, and what the next layer reads."""
         device = self.device(policy, params.config)
-        found = LOWER_FRESH(device, params, tokens, count, capacity=room, dtype=dtype, storage=storage)
+        found = LOWER_FRESH(device, params, tokens, count, capacity=capacity, dtype=dtype, storage=storage)
         return committed(found) if self.mesh is None else found
 
     def lower_onto(
-        self, params: Decoder, cache: Cache, tokens: np.ndarray, count: np.ndarray, *, room: int, consume: bool
+        self, params: Decoder, cache: Cache, tokens: np.ndarray, count: np.ndarray, *, capacity: int, consume: bool
     ) -> tuple[Cache, jax.Array, jax.Array]:
         """Read later questions; also their attention [B, H, C] to the slots of the last of these layers.
 
-        ``room`` is for what rows hold afterwards; ``consume`` donates the cache given.
+        ``capacity`` is for what rows hold afterwards; ``consume`` donates the cache given.
         """
         device = self.device(cache.policy, params.config)
-        pages = pages_onto(device.local_config, device.local(cache), room)
+        pages = pages_onto(device.local_config, device.local(cache), capacity)
         given = (device, params, cache, tokens, count)
-        cache, x, mass = LOWER_ONTO.onto(*given, cache=cache, pages=pages, consume=consume, capacity=room)
+        cache, x, mass = LOWER_ONTO.onto(*given, cache=cache, pages=pages, consume=consume, capacity=capacity)
         return cache, x, mass.values
 
     def upper(

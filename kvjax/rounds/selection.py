@@ -25,7 +25,7 @@ def round_attention(
 
 
 def normalised(total: Float[np.ndarray, " R"]) -> Float[np.ndarray, " R"]:
-    """Shares of the whole; equal ones where there is no attention at all."""
+    """Fractions of the whole; equal ones where there is no attention at all."""
     whole = total.sum()
     return total / whole if whole > 0 else np.full(len(total), 1.0 / max(len(total), 1))
 

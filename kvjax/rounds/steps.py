@@ -60,9 +60,9 @@ def empty_stage(shape: tuple[int, ...], dtype: Any, quantised: bool) -> StagingB
     return StagingBuffer(jnp.zeros(shape, jnp.float32 if quantised else dtype), scales)
 
 
-def pages_onto(config: ModelConfig, cache: Cache, room: int) -> Pages:
-    """Pages of the layers below the watershed once rows hold ``room`` slots; ``config`` as the device sees it."""
-    wanted = page_capacities(cache.policy, config, room, NEW_TOKENS, cache.page_size)
+def pages_onto(config: ModelConfig, cache: Cache, capacity: int) -> Pages:
+    """Pages of the layers below the watershed once rows hold ``capacity`` slots; ``config`` as the device sees it."""
+    wanted = page_capacities(cache.policy, config, capacity, NEW_TOKENS, cache.page_size)
     return tuple(rounded(layer, pages) for layer, pages in zip(cache.layers, wanted, strict=False))
 
 

@@ -198,14 +198,14 @@ class _Question:
     def read_first(self, prefix: Sequence[int], reserve: int) -> _LowerRead:
         """Read a conversation's first question, with ``reserve`` tokens for later turns where they fit."""
         longest = int(self.lengths.max())
-        room, split = self._sizes(longest, longest, 0, reserve // self.batch)
-        self._check_fits(split, room, first=True)
+        capacity, split = self._sizes(longest, longest, 0, reserve // self.batch)
+        self._check_fits(split, capacity, first=True)
         cache, x = self.programs.lower_fresh(
             self.params,
             self.tokens,
             self.lengths,
             policy=SplitCache(self.below),
-            room=room,
+            capacity=capacity,
             dtype=self.dtype,
             storage=self.storage,
         )
@@ -226,27 +226,27 @@ class _Question:
         programs.check(before.records(range(self.real)))
         slots = np.stack([before.slots(row)[-1] for row in range(self.batch)], axis=1)
         longest = int((slots[:below].max(axis=(0, 2)) + lengths).max())
-        room, _ = self._sizes(longest, 0, before.lower.prompt_capacity, reserve // self.batch)
+        capacity, _ = self._sizes(longest, 0, before.lower.prompt_capacity, reserve // self.batch)
         seen = as_numpy(before.seen)
-        cache, x, mass = self._read_lower(before.lower, room, consume)
+        cache, x, mass = self._read_lower(before.lower, capacity, consume)
         choices = tuple(
             _choose(self.policy, before, row, mass[row], below) if row < self.real else _NOTHING
             for row in range(self.batch)
         )
         slots[below:] = np.stack([_selected_slots(before, row, choices[row], below) for row in range(self.batch)], 1)
         upper = int((slots[below:].max(axis=(0, 2)) + lengths).max())
-        _, split = self._sizes(longest, upper, room, 0)
-        self._check_fits(split, room, first=False)
+        _, split = self._sizes(longest, upper, capacity, 0)
+        self._check_fits(split, capacity, first=False)
         held, width = slots[below:], self.tokens.shape[1]
         staging = _bring(self.config, before, choices, held, width, self.dtype, x, programs)
         return _LowerRead(cache, x, split, seen, staging, held, PendingTurn(before, self.policy, seen, slots, choices))
 
-    def _read_lower(self, lower: Cache, room: int, consume: bool) -> tuple[Cache, jax.Array, np.ndarray]:
-        """The lower layers' cache with ``room`` slots, their hidden states, and the question's attention there."""
+    def _read_lower(self, lower: Cache, capacity: int, consume: bool) -> tuple[Cache, jax.Array, np.ndarray]:
+        """The lower layers' cache with ``capacity`` slots, their hidden states, and the question's attention there."""
         if consume and self.programs.mesh is None:
-            lower = _with_pages(lower, pages_onto(self.config, lower, room), self.note)
+            lower = _with_pages(lower, pages_onto(self.config, lower, capacity), self.note)
         cache, x, mass = self.programs.lower_onto(
-            self.params, lower, self.tokens, self.lengths, room=room, consume=consume
+            self.params, lower, self.tokens, self.lengths, capacity=capacity, consume=consume
         )
         self.note(cache)
         return cache, x, as_numpy(mass)
@@ -260,21 +260,21 @@ class _Question:
         unpadded = self.programs.mesh is None and self.batch != batch_bucket(self.batch)
         spares = () if unpadded else reserves(lower, spare, outgrown=bool(held))
         for spare, exact in (*((count, False) for count in spares), (0, True)):
-            room = slots_below(self.config, lower, held=held, spare=spare, exact=exact)
+            capacity = slots_below(self.config, lower, held=held, spare=spare, exact=exact)
             split = SplitCache(self.below, slots_above(upper, exact=exact))
-            if self.limit is None or self._need(split, room) <= self.limit:
+            if self.limit is None or self._need(split, capacity) <= self.limit:
                 break
-        return room, split
+        return capacity, split
 
-    def _need(self, split: SplitCache, room: int) -> int:
+    def _need(self, split: SplitCache, capacity: int) -> int:
         """Bytes of the weights, of a cache with so many slots below the watershed, and of reading the question."""
         mesh = self.programs.mesh
-        cache = cache_bytes(self.config, split, self.batch, room, NEW_TOKENS, self.dtype, self.storage, mesh)
+        cache = cache_bytes(self.config, split, self.batch, capacity, NEW_TOKENS, self.dtype, self.storage, mesh)
         reading = prefill_bytes(self.config, self.policy, self.batch, int(self.lengths.max()), self.dtype, mesh)
         return weights_bytes(self.config, self.dtype, mesh) + cache + reading
 
-    def _check_fits(self, split: SplitCache, room: int, *, first: bool) -> None:
-        _check_fits(self._need(split, room), self.limit, self.programs.mesh, first=first)
+    def _check_fits(self, split: SplitCache, capacity: int, *, first: bool) -> None:
+        _check_fits(self._need(split, capacity), self.limit, self.programs.mesh, first=first)
 
 
 def _with_pages(cache: Cache, pages: tuple[tuple[int, ...], ...], note: Note) -> Cache:
@@ -361,8 +361,8 @@ def _bring(
             uploads.append(RoundUpload(row, upper, offset))
             ends = max(ends, int(offset.max()) + upper.kv.shape[3])
             offset = offset + held
-    room = slots_above(max(ends, int(slots.max()) + tokens))
-    return programs.stage(uploads, (layers, 2, batch, heads, room, config.head_dim), dtype, x)
+    capacity = slots_above(max(ends, int(slots.max()) + tokens))
+    return programs.stage(uploads, (layers, 2, batch, heads, capacity, config.head_dim), dtype, x)
 
 
 def _check_fits(need: int, limit: int | None, mesh: Mesh | None, *, first: bool) -> None:

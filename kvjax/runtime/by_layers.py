@@ -134,7 +134,7 @@ def _read(
 
 
 def _layer_types(device: Device, arguments: Any, static: dict[str, Any]) -> Any:
-    """What :func:`prefill_layer_fresh` results in, by the types that tell where it goes."""
+    """The results of :func:`prefill_layer_fresh`, by the types that say where they go."""
     given = {name: static[name] for name in ("pages", "dtype", "storage")}
     layer = jax.eval_shape(lambda: device.empty_layer(static["number"], 1, **given))
     return cache_of(device, layer, ROW), ROW, ROW

@@ -46,7 +46,7 @@ from kvjax.sharding.compile import Device, Program, put
 
 
 class Chosen(NamedTuple):
-    """What stays of all layers and their A heads: of the candidates, of each head, and where its run begins."""
+    """The choice for all layers and their A heads: the candidates, how many of each head, where its run begins."""
 
     keep: Bool[Array, "B A N"]
     length: Int[Array, "B A"]

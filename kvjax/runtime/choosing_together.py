@@ -74,7 +74,7 @@ def compress_together(
 def chosen_of_all(
     policy: Policy, pool: LayerCache, weighed: Sequence[Weighed], count: Int[Array, " B"], pages: tuple[int, ...]
 ) -> tuple[list[Bool[Array, "B H N"]], Int[Array, "B A"], Int[Array, "B A"]]:
-    """What stays of each layer's candidates, how many of each head, and the page that its run begins with."""
+    """The candidates of each layer that stay, how many of each head, and the page that its run begins with."""
     keep = policy.choose(weighed, count)
     length = jnp.concatenate([each.sum(axis=2, dtype=jnp.int32) for each in keep], axis=1)
     return keep, length, runs.fitted(length, sum(pages), pool.page_size, pool.sharding.page_parts)
@@ -99,7 +99,7 @@ def weigh_one(
     pages: tuple[int, ...],
     fresh: bool,
 ) -> Weighed:
-    """What a layer's slots and new tokens are worth to its policy."""
+    """The policy's scores of a layer's slots and new tokens."""
     chunk = _chunk(config, tokens, signals, pages, fresh)
     return policy.weigh(index, view, gather_candidates(view, *dense, chunk), chunk)
 

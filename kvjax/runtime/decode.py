@@ -76,7 +76,7 @@ class DecodeState:
     """The loop's carry.
 
     Attributes:
-      cache: ``cache.pending`` is each row's last token, not yet fed.
+      cache: ``cache.next_token`` is each row's last token, not yet fed.
       reason: [B] why a row has ended, RUNNING while it has not.
       stop_state: [B] state of the stop strings' automaton.
       present: [B, V] tokens a row holds, for the repetition penalty.

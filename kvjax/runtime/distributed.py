@@ -77,7 +77,7 @@ class Group:
             self._client.key_value_set(f"{self._name}/{what}/{self.process}", value, allow_overwrite=True)
 
     def told(self, what: str) -> dict[int, str]:
-        """What each process has said of it so far, those that are lost too; nothing in a group of one."""
+        """The words of each process about it so far, lost ones too; nothing in a group of one."""
         return {} if self.processes == 1 else self._told(f"{self._name}/{what}/")
 
     def _told(self, folder: str) -> dict[int, str]:

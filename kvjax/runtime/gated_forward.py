@@ -84,7 +84,7 @@ def _attended(
     sinks: Float[Array, "H G"] | None,
     seen: Bool[Array, "T T"],
 ) -> Float[Array, "B T H G D"]:
-    """What queries get of the keys that they see."""
+    """Attention of queries to the keys that they see."""
     logits = jnp.where(seen, logits, NEG)
     if sinks is None:
         weight = jax.nn.softmax(logits, axis=-1)

@@ -1,4 +1,4 @@
-"""What steps of a policy of somebody's own must keep to, in compiled programs, where nothing can be raised.
+"""Bounds that steps of a user's own policy must keep, in compiled programs, where nothing can be raised.
 
 A row for which it is wrong ends, and its first layer's lengths become a number that the host refuses when it reads them
 (``kvjax/policies/guard.py``). Policies that come with kvjax have tests, and their programs none of this.

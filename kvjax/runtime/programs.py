@@ -58,10 +58,8 @@ GROW = Program(grow, lambda device, arguments, static: arguments[0], ("new_capac
 
 
 @dataclasses.dataclass(frozen=True)
-class Programs:
-    """The programs of a generation, for a model on a mesh or any model on one device.
-
-    Arrays of rows are NumPy's, [B] or [B, T], B as :meth:`rows` says.
+class ProgramSet:
+    """Programs for a model on a mesh, or for any model on one device.
 
     Attributes:
       mesh: the devices, None for one. config: the model; None on one device.
@@ -81,6 +79,11 @@ class Programs:
         if self.mesh is not None:
             return self.mesh.rows(batch)
         return batch if self.exact else batch_bucket(batch)
+
+
+@dataclasses.dataclass(frozen=True)
+class Programs(ProgramSet):
+    """The programs of a generation. Arrays of rows are NumPy's, [B] or [B, T], B as :meth:`rows` says."""
 
     def fresh(
         self,

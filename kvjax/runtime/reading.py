@@ -129,11 +129,7 @@ def reading(
     # A row of padding is one token that is none, or nothing new of another row's cache.
     prompts = [*prompts, *([PADDING_PROMPT] if cache is None else [()]) * padding]
     if cache is not None and cache.batch < len(prompts):
-        wide = take(cache, [*range(cache.batch), *[0] * padding])
-        note(wide)
-        if consume:
-            delete(cache)
-        cache, consume = wide, True
+        cache, consume = _padded(cache, padding, consume, note), True
     lengths = np.array([len(ids) for ids in prompts], np.int32)
     seen = np.zeros_like(lengths) if cache is None else as_numpy(cache.seen)
     total = seen + lengths
@@ -149,12 +145,10 @@ def reading(
     for start, most in _chunks(policy, config, int(lengths.max())):
         count = np.clip(lengths - start, 0, most)
         bucket = bucket_of(int(count.max())) if policy.chunks(config) is None else prompt_bucket(most)
-        tokens = np.zeros((len(prompts), bucket), np.int32)
-        for row, ids in enumerate(prompts):
-            tokens[row, : count[row]] = ids[start : start + count[row]]
+        tokens = _cut(prompts, start, start + count, bucket)
         read = [tokens, count, total]
         if logprobs is not None:
-            read.append(_following(prompts, start, bucket))
+            read.append(_cut(prompts, start + 1, lengths, bucket))
         if logprobs is None and by_layers(bucket):
             device = programs.device(policy if cache is None else cache.policy, config)
             given = device, params, cache, tokens, count, total, consume, dtype, storage
@@ -169,10 +163,9 @@ def reading(
         cache, new = found[0], found[1]
         note(found[0])
         if logprobs is not None:
-            for lists, values in ((logprobs, found[2]), (best or (), found[3])):
-                values = as_numpy(values)
-                for row, into in enumerate(lists):
-                    into += values[row, : min(count[row], max(lengths[row] - 1 - start, 0))].tolist()
+            followed = np.clip(lengths - 1 - start, 0, count)
+            _append(logprobs, found[2], followed)
+            _append(best or (), found[3], followed)
         consume = True  # from the second chunk on the cache is this function's own
         logits = new if logits is None else jnp.where(count[:, None] > 0, new, logits)
         yield new
@@ -180,13 +173,28 @@ def reading(
     return cache, logits
 
 
-def _following(prompts: Sequence[Sequence[int]], start: int, bucket: int) -> np.ndarray:
-    """[B, bucket] the token that follows each one from ``start`` on; 0 behind the last."""
-    following = np.zeros((len(prompts), bucket), np.int32)
-    for row, ids in enumerate(prompts):
-        ahead = ids[start + 1 : start + 1 + bucket]
-        following[row, : len(ahead)] = ahead
-    return following
+def _padded(cache: Cache, padding: int, consume: bool, note: Note) -> Cache:
+    """A copy of the cache with so many rows more; the one given is freed where it is to be consumed."""
+    wide = take(cache, [*range(cache.batch), *[0] * padding])
+    note(wide)
+    if consume:
+        delete(cache)
+    return wide
+
+
+def _cut(prompts: Sequence[Sequence[int]], start: int, ends: np.ndarray, bucket: int) -> np.ndarray:
+    """[B, bucket] the tokens from ``start`` on, up to each prompt's end; 0 behind the last."""
+    tokens = np.zeros((len(prompts), bucket), np.int32)
+    for row, (ids, end) in enumerate(zip(prompts, ends, strict=True)):
+        own = ids[start : min(end, start + bucket)]
+        tokens[row, : len(own)] = own
+    return tokens
+
+
+def _append(lists: Sequence[list[Any]], values: jax.Array, counts: np.ndarray) -> None:
+    """The first so many values of each row, at the end of its list; rows of padding have none."""
+    for into, own, count in zip(lists, as_numpy(values), counts, strict=False):
+        into += own[:count].tolist()
 
 
 def _chunks(policy: Policy, config: ModelConfig, longest: int) -> Iterator[tuple[int, int]]:

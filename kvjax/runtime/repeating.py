@@ -181,7 +181,7 @@ def pass_through(
 
 
 def with_repeated(signals: PromptSignals | None, peak: Float[Array, "B H T"] | None) -> PromptSignals | None:
-    """What a layer's policy asked for, with what each key got in the passes."""
+    """The signals that a layer's policy asked for, with the attention each key got in the passes."""
     if peak is None:
         return signals
     return dataclasses.replace(signals or PromptSignals(), repeat=Mass(None, peak[:, :, None]))

@@ -154,7 +154,7 @@ def new_cache(
 
 
 def unread(choose: Callable[[], Any], instead: Any = None) -> Any:
-    """What stands for ``choose()`` where nobody reads it: ``instead`` if it is of its types, else zeros."""
+    """A stand-in for ``choose()`` where nobody reads it: ``instead`` if it is of its types, else zeros."""
     wanted = jax.eval_shape(choose)
     if _types(wanted) == _types(instead):
         return instead

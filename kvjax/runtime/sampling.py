@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from pallas_kernels.softmax import NEG
@@ -21,7 +23,7 @@ class Sampling:
       temperature: 0 is greedy.
       top_k: how many of the best tokens take part; the vocabulary's size is no limit.
       top_p: the smallest set of best tokens with at least this probability takes part; 1 is no limit.
-      min_p: tokens below this share of the best one's probability do not take part; 0 is no limit.
+      min_p: tokens below this fraction of the best one's probability do not take part; 0 is no limit.
       repetition_penalty: divides positive and multiplies negative logits of tokens already there (CTRL); 1 is none.
       known: ids that the tokenizer knows; those from there on, rows that pad an embedding, are never drawn.
       draws: [B, 3] what each row draws by: the seed, the prompt's number, the sample's.
@@ -47,6 +49,23 @@ class Sampling:
             known=jnp.int32(vocabulary),
             draws=jnp.stack([jnp.zeros(rows), jnp.arange(rows), jnp.zeros(rows)], axis=1).astype(jnp.uint32),
         )
+
+
+def numbers_of(options: Any, vocabulary: int) -> dict[str, Any]:
+    """A row's fields of :class:`Sampling` that ``kvjax.GenerationOptions`` decide, by name."""
+    return {
+        "temperature": _float32(options.temperature),
+        "top_k": np.int32(min(options.top_k or vocabulary, vocabulary)),
+        "top_p": np.float32(options.top_p),
+        "min_p": np.float32(options.min_p),
+        "repetition_penalty": _float32(options.repetition_penalty),
+    }
+
+
+def _float32(value: float) -> np.float32:
+    """A number in float32; what float32 cannot hold becomes its largest or smallest."""
+    limits = np.finfo(np.float32)
+    return np.float32(0.0 if value == 0 else min(max(value, float(limits.tiny)), float(limits.max)))
 
 
 def sample(

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from kvjax.array_bytes import nbytes
 from kvjax.cache.cache import Cache
 from kvjax.cache.groups import pages_by_group, parts, rounded, with_parts
 from kvjax.cache.packing import resize
@@ -136,5 +137,5 @@ def shared_bytes(
         return rows, share_types(device.empty(1, context, 0, dtype, storage), policy, config)[1]
 
     trees = jax.eval_shape(allocated)
-    own, shared = (sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree)) for tree in trees)
+    own, shared = map(nbytes, trees)
     return own, shared

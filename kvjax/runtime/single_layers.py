@@ -35,7 +35,7 @@ _NO_CAPACITIES: dict[str, Any] = {"prompt_capacity": 0, "new_capacity": 0, "own_
 
 
 class LayerInput(NamedTuple):
-    """What every layer of a prompt is told.
+    """The arrays that every layer of a prompt reads.
 
     Attributes:
       tokens: ids, [B, T], which the first layer embeds. counts: as :data:`kvjax.runtime.layer_step.Counts`.
@@ -57,20 +57,20 @@ class Begun:
     """The programs that the device was given, of which the host is never far ahead.
 
     Attributes:
-      share: the tokens of the prompts, for each unit of all programs' work; what is done is told as so many tokens.
+      tokens_each: tokens of the prompts for a unit of all programs' work; what is done is told as so many tokens.
     """
 
     def __init__(self, tokens: Int[np.ndarray, "B T"], count: Int[np.ndarray, " B"], work: float) -> None:
-        self.share = float(work_of(tokens, count).sum()) / work
+        self.tokens_each = float(work_of(tokens, count).sum()) / work
         self._made: collections.deque[tuple[Any, float]] = collections.deque()
 
     def after(self, made: Any, work: float = 1.0) -> Any:
-        """What the newest program makes, once what was begun long before is done."""
+        """The results of the newest program, once what was begun long before is done."""
         self._made.append((made, work))
         if len(self._made) > AHEAD:
             done, its = self._made.popleft()
             ready(done)
-            progress.advance("prefill", its * self.share)
+            progress.advance("prefill", its * self.tokens_each)
         return made
 
 
@@ -141,7 +141,7 @@ class LayerwisePrompt:
 
     @functools.cached_property
     def read(self) -> LayerInput:
-        """What the layers are told."""
+        """The arrays that the layers read."""
         seen = np.zeros((len(self.count),), np.int32) if self.cache is None else self.cache.seen
         work = work_of(self.tokens, self.count)
         given: Any = put(self.device, (self.tokens, (seen, self.count, work, self.total)))
@@ -164,7 +164,7 @@ class LayerwisePrompt:
         return [own == before for own, before in zip(self.pages, had, strict=True)]
 
     def layers(self, cache: Cache | None) -> Iterator[tuple[DecoderLayer, int, Cache | None, LayerInput]]:
-        """Of each layer: itself, the number that its policy is told, the cache before it, and what it is told."""
+        """Each layer, the number that its policy is told, its cache before the prompt, and the arrays that it reads."""
         last = len(self.params.layers) - 1
         numbers = numbers_of_kind(self.device.policy, self.params)
         for i, (layer, (number, _)) in enumerate(zip(self.params.layers, numbers, strict=True)):

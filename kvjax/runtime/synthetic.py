@@ -103,7 +103,7 @@ def benchmark_controls(config: ModelConfig, batch: int) -> Controls:
 
 
 def decode_state(config: ModelConfig, cache: Cache) -> DecodeState:
-    """The loop's carry for a cache whose pending tokens are set."""
+    """The loop's carry for a cache whose next tokens are set."""
     zeros = jnp.zeros((cache.batch,), jnp.int32)
     return DecodeState(
         cache=cache,
