@@ -36,6 +36,12 @@ def counted(count: int, one: str, many: str | None = None) -> str:
     return f"{count:,} {one if count == 1 else many or one + 's'}"
 
 
+def measured_on(machine: Mapping[str, Any]) -> str:
+    """Processor, versions and date of a measurement, for a footnote; ``kvjax.bench.machine.describe`` gives them."""
+    versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items() if version)
+    return f"{machine['processor']}, {machine['cores']} cores; {versions}; {machine['date'][:10]}"
+
+
 @dataclasses.dataclass(frozen=True)
 class Column:
     """One column of a table.

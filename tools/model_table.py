@@ -50,6 +50,8 @@ _SIZES = {
 
 @dataclasses.dataclass
 class Row:
+    """A family's largest error, and its features beside a llama's."""
+
     error: float = 0.0
     features: set[str] = dataclasses.field(default_factory=set)
 
@@ -101,6 +103,7 @@ def cases() -> Iterator[tuple[str, Path, Callable[[int], np.ndarray], tuple[int,
 
 
 def main() -> None:
+    """Measure every golden case, and write the table into the page."""
     rows: dict[str, Row] = defaultdict(Row)
     for family, path, tokens, lengths, want in cases():
         lm = load(path, dtype="float32", progress=False)

@@ -36,12 +36,13 @@ def _lines(text: str) -> list[str]:
 
 
 def written(path: Path) -> str:
-    """What a notebook's file should hold."""
+    """The text that a notebook's file should hold."""
     notebook = with_first_cell(json.loads(path.read_text(encoding="utf-8")))
     return json.dumps(notebook, indent=1, ensure_ascii=False) + "\n"
 
 
 def main() -> None:
+    """Write the first cell into every notebook."""
     for path in sorted(COLAB.glob("*.ipynb")):
         path.write_text(written(path), encoding="utf-8")
 

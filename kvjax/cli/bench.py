@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import difflib
+import functools
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +14,7 @@ from kvjax.checks import whole_number
 from kvjax.cli import first_steps, inputs
 from kvjax.cli import options as flag
 from kvjax.cli.app import app
-from kvjax.errors import UsageError, quoted
+from kvjax.errors import UsageError, did_you_mean, quoted
 from kvjax.files import check_writable, write_atomically
 
 if TYPE_CHECKING:
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from kvjax.checkpoints.load import LanguageModel
     from kvjax.tables import Report
     from pallas_kernels.bench.kernel_report import Report as KernelReport
+
+say = functools.partial(first_steps.say, "bench")
 
 PEERS = ("transformers", "llama.cpp", "floats")
 
@@ -209,18 +211,11 @@ def kernels(
 def _kernel_report(found: KernelReport) -> Report:
     """The table of kernels."""
     from kvjax.tables import Column, Heading, Report, Table
+    from pallas_kernels.bench.kernel_report import COLUMNS
 
-    columns = [
-        Column("implementation", "name"),
-        Column("max error", "error", "{:.1e}".format, right=True),
-        Column("µs a step", "microseconds", "{:,.1f}".format, right=True),
-        Column("rounds", lambda row: f"{row.least:,.1f} to {row.most:,.1f}", right=True),
-        Column("GB/s live", "gigabytes", "{:,.0f}".format, right=True),
-        Column("of a copy", "bandwidth_fraction", "{:.0%}".format, right=True),
-    ]
-    return Report(
-        [Heading(found.title), found.facts, Table(columns, found.rows, note=lambda row: row.refused, labels=1)]
-    )
+    columns = [Column(name, text, right=number > 0) for number, (name, text) in enumerate(COLUMNS.items())]
+    table = Table(columns, found.rows, note=lambda row: row.refused, labels=1)
+    return Report([Heading(found.title), found.facts, table])
 
 
 def check_json(path: Path | None) -> None:
@@ -251,9 +246,7 @@ def _check_peers(peers: Sequence[str]) -> None:
         raise UsageError("A run has one --peer; give each a run of its own.")
     for peer in peers:
         if peer not in PEERS:
-            near = difflib.get_close_matches(peer, PEERS, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(PEERS)}."
-            raise UsageError(f"Unknown peer {quoted(peer)}; {hint}")
+            raise UsageError(f"Unknown peer {quoted(peer)};{did_you_mean(peer, PEERS)} known are {', '.join(PEERS)}.")
     if "llama.cpp" in peers:
         import kvjax.bench.llama_cpp_peer  # noqa: F401 - that it is not installed is said before the model is loaded
 
@@ -277,8 +270,3 @@ def _peer(peers: Sequence[str], lm: LanguageModel, steps: int, room: int) -> Pee
     from kvjax.bench.transformers_peer import TransformersPeer
 
     return TransformersPeer(lm.params, lm.config)
-
-
-def say(what: str) -> None:
-    """A line of what goes on."""
-    print(f"kvjax bench: {what}", file=sys.stderr, flush=True)

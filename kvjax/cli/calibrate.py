@@ -23,6 +23,9 @@ group = typer.Typer(
 app.add_typer(group, name="calibrate")
 
 Out = Annotated[Path, typer.Option("--out", help="The profile to write, such as configs/profiles/MODEL.yaml.")]
+Texts = Annotated[
+    list[Path], typer.Option("--texts", help="A UTF-8 text file, such as a book; may be given several times.")
+]
 
 
 @group.command()
@@ -148,9 +151,7 @@ def watershed(
 @group.command()
 def qfilters(
     out: Out,
-    texts: Annotated[
-        list[Path], typer.Option("--texts", help="A UTF-8 text file, such as a book; may be given several times.")
-    ],
+    texts: Texts,
     model: flag.Model = flag.DEFAULT_MODEL,
     config: flag.Config = None,
     dtype: flag.Dtype = None,
@@ -177,9 +178,7 @@ def qfilters(
 @group.command()
 def statistics(
     out: Out,
-    texts: Annotated[
-        list[Path], typer.Option("--texts", help="A UTF-8 text file, such as a book; may be given several times.")
-    ],
+    texts: Texts,
     model: flag.Model = flag.DEFAULT_MODEL,
     config: flag.Config = None,
     dtype: flag.Dtype = None,

@@ -9,7 +9,7 @@ import typer
 
 from kvjax.checks import MOST_SEED, number, whole_number
 from kvjax.cli import options as flag
-from kvjax.cli.calibrate import Out, check_out, group, read_texts
+from kvjax.cli.calibrate import Out, Texts, check_out, group, read_texts
 
 Steps = Annotated[int, typer.Option("--steps", help="Steps of training.")]
 Seed = Annotated[int, flag.option("seed")]
@@ -27,9 +27,7 @@ Training = Annotated[
 @group.command()
 def scorer(
     out: Out,
-    texts: Annotated[
-        list[Path], typer.Option("--texts", help="A UTF-8 text file, such as a manual; may be given several times.")
-    ],
+    texts: Texts,
     model: flag.Model = flag.DEFAULT_MODEL,
     config: flag.Config = None,
     dtype: flag.Dtype = None,
@@ -84,9 +82,7 @@ def scorer(
 @group.command()
 def gates(
     out: Out,
-    texts: Annotated[
-        list[Path], typer.Option("--texts", help="A UTF-8 text file to hide pass keys in; may be given several times.")
-    ],
+    texts: Texts,
     model: flag.Model = flag.DEFAULT_MODEL,
     config: flag.Config = None,
     dtype: flag.Dtype = None,
@@ -106,7 +102,8 @@ def gates(
 ) -> None:
     """Train a gate for each head between full attention and sinks with recent tokens, on pass keys (for duo).
 
-    Holds T x T numbers a head, so texts are short. An interrupted run resumes where it stopped.
+    Keys are hidden in the texts. Holds T x T numbers a head, so texts are short. An interrupted run resumes where it
+    stopped.
     """
     from kvjax.calibrate.head_gates import check
     from kvjax.calibrate.head_gates import gates as train

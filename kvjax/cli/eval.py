@@ -110,8 +110,7 @@ def evaluate(
     from kvjax.eval.suites.journal import RunSettings
     from kvjax.eval.suites.registry import asked_of, find_suite
     from kvjax.eval.suites.runner import AFTER, IN_VIEW
-    from kvjax.runtime.distributed import Cluster, group, local_mesh
-    from kvjax.sharding.mesh import parse_mesh
+    from kvjax.runtime.distributed import Cluster, group
 
     cluster = Cluster(coordinator, num_processes, process_id, heartbeat_timeout)
     with cluster.joined():
@@ -125,10 +124,11 @@ def evaluate(
                 raise UsageError(f"--data names no folder: {data}.")
             first_steps.check_results(out)
             named = inputs.names(tasks, "--tasks")
+            holding = held("--out", out) if first else contextlib.nullcontext()
             if suite == PAPERS:
                 _refuse_others(suite, in_view, policies, retained, mesh)
                 options = Options(model, dtype, weights, quick, length, limit, seed, storage, batch_size)
-                with held("--out", out) if first else contextlib.nullcontext():
+                with holding:
                     return papers(out, named, options, folder, compile_cache, everyone)
             chosen = find_suite(suite)
             compared = entries(policies, inputs.numbers(retained, "--retained"))
@@ -140,14 +140,20 @@ def evaluate(
                 IN_VIEW if in_view else AFTER, storage, batch_size,
             )  # fmt: skip
             first_steps.check_length(model, asked.length)
-
-            def load() -> LanguageModel:
-                devices = parse_mesh(mesh) if everyone.processes > 1 else None
-                here = mesh if devices is None else local_mesh(devices)
-                return first_steps.load(model, dtype, here, compile_cache=compile_cache, weights=weights)
-
-            with held("--out", out) if first else contextlib.nullcontext():
+            load = functools.partial(_load, settings, mesh, everyone, compile_cache)
+            with holding:
                 return _run(load, chosen, folder, asked, settings, out, compared, everyone)
+
+
+def _load(settings: RunSettings, mesh: str | None, everyone: Group, compile_cache: bool) -> LanguageModel:
+    """The model, on this process' devices of the mesh."""
+    from kvjax.runtime.distributed import local_mesh
+    from kvjax.sharding.mesh import parse_mesh
+
+    devices = parse_mesh(mesh) if everyone.processes > 1 else None
+    here = mesh if devices is None else local_mesh(devices)
+    dtype, weights = settings.dtype, settings.weights
+    return first_steps.load(settings.model, dtype, here, compile_cache=compile_cache, weights=weights)
 
 
 def _refuse_others(suite: str, in_view: bool, policies: str, retained: str, mesh: Any) -> None:

@@ -68,7 +68,7 @@ class RetainedPositions:
 
 @dataclasses.dataclass(frozen=True)
 class QuestionAnswer:
-    """What questions and answers of real dialogues attend to; the numbers of its title are printed.
+    """Draws how questions and answers of real dialogues attend to earlier rounds; prints the numbers of its title.
 
     Attributes:
       dialogues: a file of them. most: how many to read. least_rounds: of a dialogue.
@@ -152,7 +152,7 @@ class LongGeneration:
 
 @dataclasses.dataclass(frozen=True)
 class StudyPicture:
-    """What policies answer by one option of one system: a study of ``kvjax.eval.studies``.
+    """Draws the answers of policies by one option of one system: a study of ``kvjax.eval.studies``.
 
     What the numbers beside the picture hold already is not measured again.
     """

@@ -10,7 +10,7 @@ from kvjax.eval import results
 from kvjax.eval.entries import REFERENCE
 from kvjax.eval.follow_ups import TURNS
 from kvjax.eval.results import AFTER, IN_VIEW, Estimate, Row, Settings, accuracy, first_token_agreement
-from kvjax.tables import Column, Picture, Report, Table, counted, human_bytes, human_rate
+from kvjax.tables import Column, Picture, Report, Table, counted, human_bytes, human_rate, measured_on
 
 
 def in_order(rows: Sequence[Row]) -> list[Row]:
@@ -99,7 +99,6 @@ def by_task(numbers: Sequence[dict[str, Any]]) -> Table:
 
 def footnote(settings: Settings, machine: dict[str, Any]) -> str:
     """The sentences that say what the numbers are, and where they come from."""
-    versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items() if version)
     turns = ""
     if settings.turns:
         turns = (
@@ -114,7 +113,7 @@ def footnote(settings: Settings, machine: dict[str, Any]) -> str:
         f"first token is the full cache's, asked after / in view.{turns} Live, allocated and of full (live): a "
         "sample's cache when its answer begins, asked after. Prefill: one prompt, once a policy; decode: "
         f"{counted(settings.samples, 'row', 'rows together')}. "
-        f"{machine['processor']}, {machine['cores']} cores; {versions}; {machine['date'][:10]}."
+        f"{measured_on(machine)}."
     )
 
 

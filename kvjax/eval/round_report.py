@@ -16,7 +16,7 @@ from kvjax.eval.pictures import plain_axes, style
 from kvjax.eval.round_questions import FULL, Answer, Settings
 from kvjax.figures import new_figure
 from kvjax.files import write_atomically
-from kvjax.tables import Column, Report, Table, counted, human_bytes
+from kvjax.tables import Column, Report, Table, counted, human_bytes, measured_on
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -145,7 +145,6 @@ def footnote(settings: Settings, answers: Sequence[Answer], machine: dict[str, A
     full = [statistics.median(answer.seconds) for answer in answers if answer.policy == FULL]
     judged = {answer.key[:2] for answer in answers if answer.gold}
     having = counted(len(judged), "question has", "questions have")
-    versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items() if version)
     return (
         f"{settings.model}, {settings.dtype}; {counted(len(questions), 'question')} after "
         f"{counted(len({name for name, _ in questions}), 'dialogue')} of {settings.dialogues}, "
@@ -161,7 +160,7 @@ def footnote(settings: Settings, answers: Sequence[Answer], machine: dict[str, A
         "Turn: time from the question to its last token, divided by the full cache's "
         f"(median {statistics.median(full):.2f} s), timed in turn, {settings.repeats} each; median over answers "
         f"as long as the full cache's ({len(timed)} of {len(others)}). "
-        f"{machine['processor']}, {machine['cores']} cores; {versions}; {machine['date'][:10]}."
+        f"{measured_on(machine)}."
     )
 
 

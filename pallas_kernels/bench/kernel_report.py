@@ -6,6 +6,7 @@ import dataclasses
 import datetime
 import json
 import platform
+from collections.abc import Callable
 from typing import Any, Self
 
 import jax
@@ -35,6 +36,17 @@ class Row:
     gigabytes: float | None = None
     bandwidth_fraction: float | None = None
     refused: str | None = None
+
+
+#: Headings of the table, and the text of a row that was measured under each.
+COLUMNS: dict[str, Callable[[Row], str]] = {
+    "implementation": lambda row: row.name,
+    "max error": lambda row: f"{row.error:.1e}",
+    "µs a step": lambda row: f"{row.microseconds:,.1f}",
+    "rounds": lambda row: f"{row.least:,.1f} to {row.most:,.1f}",
+    "GB/s live": lambda row: f"{row.gigabytes:,.0f}",
+    "of a copy": lambda row: f"{row.bandwidth_fraction:.0%}",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +86,7 @@ class Report:
 
     @property
     def title(self) -> str:
-        """What was measured, on what."""
+        """The operation measured, and on what."""
         s = self.sizes
         return (
             f"{self.device}: batch {s.batch}, {s.heads} KV heads, {s.group} queries each, D = {s.head_dim}, "
@@ -83,7 +95,7 @@ class Report:
 
     @property
     def facts(self) -> str:
-        """What the table is to be read with."""
+        """Notes by which the table is read."""
         versions = ", ".join(f"{name} {version}" for name, version in self.versions.items() if version)
         return (
             f"{self.sizes.live_bytes / 1e6:,.1f} MB of live keys and values; a copy moves "
@@ -92,21 +104,12 @@ class Report:
 
     def markdown(self) -> str:
         """A table under a line that says what was measured, made with nothing but JAX and NumPy installed."""
-        head = [
-            f"### {self.title}",
-            "",
-            self.facts,
-            "",
-            "| implementation | max error | µs a step | rounds | GB/s live | of a copy |",
-            "|---|--:|--:|--:|--:|--:|",
+        numbers = len(COLUMNS) - 1
+        head = [f"### {self.title}", "", self.facts, "", f"| {' | '.join(COLUMNS)} |", "|---|" + "--:|" * numbers]
+        lines = [
+            f"| {' | '.join(text(row) for text in COLUMNS.values())} |"
+            if row.refused is None
+            else f"| {row.name} | {row.refused} |" + " |" * (numbers - 1)
+            for row in self.rows
         ]
-        return "\n".join([*head, *(_line(row) for row in self.rows)]) + "\n"
-
-
-def _line(row: Row) -> str:
-    if row.refused is not None:
-        return f"| {row.name} | {row.refused} | | | | |"
-    return (
-        f"| {row.name} | {row.error:.1e} | {row.microseconds:,.1f} | {row.least:,.1f} to {row.most:,.1f} "
-        f"| {row.gigabytes:,.0f} | {row.bandwidth_fraction:.0%} |"
-    )
+        return "\n".join([*head, *lines]) + "\n"

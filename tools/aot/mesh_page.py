@@ -78,7 +78,7 @@ gathered on the devices."""
 
 
 def _of(*keys: str) -> Callable[[Case], Any]:
-    """What stands under these keys, one within the other."""
+    """The value under these keys, one within the other."""
 
     def value(case: Case) -> Any:
         for key in keys:

@@ -132,7 +132,7 @@ class _Turn:
             }
 
     def of_one_row(self) -> dict[str, Any]:
-        """Those of the devices that share one row, lowered."""
+        """The programs of the devices that share one row, lowered."""
         part = self.part(self.row, SELECTED)
         there, here = (_placed(part, self.round, memory) for memory in (HOST, DEVICE))
         answered, stage = self.cache(part, self.below, self.config.num_layers), self.stage(part, BATCH // self.data)

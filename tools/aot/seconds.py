@@ -97,7 +97,7 @@ def measure(target: str, model: str, layers: int, program: str) -> Measured:
 
 
 def least(runs: Sequence[Measured]) -> Measured:
-    """Of every stage the fastest run's."""
+    """The fastest run's seconds of every stage."""
     return dataclasses.replace(runs[0], seconds={stage: min(x.seconds[stage] for x in runs) for stage in STAGES})
 
 

@@ -1,4 +1,4 @@
-"""What XLA's own cost model says of a compiled decode step on a TPU, read from the program's text.
+"""The cost of a compiled decode step on a TPU by XLA's own model, read from the program's text.
 
 XLA for TPUs writes ``estimated_cycles`` beside every fusion, product and copy that it has scheduled. A Pallas kernel
 has none: its loop's schedule is in :mod:`tools.aot.tpu_profile`. Nor has an asynchronous copy, with which weights are

@@ -110,7 +110,7 @@ class _Placed:
 
 @dataclasses.dataclass(frozen=True)
 class _Shapes:
-    """What the programs of a model take; ``capacity``: of prompts, as many tokens as are given."""
+    """The shapes of a model's programs' arguments; ``capacity``: of prompts, as many tokens as are given."""
 
     config: ModelConfig
     device: Device
@@ -150,7 +150,7 @@ class _Shapes:
         return lambda: PREFILL_FRESH.trace(self.device, params, tokens, counts, counts, **sizes)
 
     def prefill_layer(self, params: Any, number: int) -> Callable[[], Any]:
-        """Of the layer of that number, from hidden states that are given."""
+        """Prefill of the layer of that number, from hidden states that are given."""
         counts, flag = self.ints(self.batch), self.placed.everywhere(jax.ShapeDtypeStruct((), jnp.bool_))
         read = LayerInput(self.ints(self.batch, self.capacity), (counts,) * 4, flag, flag)
         x = self.placed.by_row(jax.ShapeDtypeStruct((self.batch, self.capacity, self.config.hidden_size), DTYPE))

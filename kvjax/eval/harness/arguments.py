@@ -23,7 +23,7 @@ _HINT = f'write a policy\'s commas as {COMMA!r}, as in "policy=snapkv:budget=64;
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What every request of a run shares.
+    """The settings that every request of a run shares.
 
     Attributes:
       policy: which tokens of a prompt stay. storage: as what; None is the model's dtype.

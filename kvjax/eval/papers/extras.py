@@ -1,4 +1,4 @@
-"""What papers show that no benchmark's answers do: kept positions, watershed layers, retrieval heads, rounds."""
+"""Results of the papers beyond a benchmark's answers: kept positions, watershed layers, retrieval heads, rounds."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from kvjax.runtime.distributed import group
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What a run of the suite is asked for; ``length`` and ``limit`` replace those of every ground.
+    """The options of a run of the suite; ``length`` and ``limit`` replace those of every ground.
 
     Attributes:
       model, dtype, weights: as typed. quick: few questions and caches. seed: of samples and bootstrap.

@@ -1,4 +1,4 @@
-"""What a paper reports, and what is measured here in its place."""
+"""A paper: its reported results, and what is measured here in their place."""
 
 from __future__ import annotations
 

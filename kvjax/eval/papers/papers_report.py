@@ -11,15 +11,13 @@ from kvjax.eval.papers.extras import Extra
 from kvjax.eval.papers.measured import Measured, Options
 from kvjax.eval.papers.paper import Paper, Published, Study
 from kvjax.eval.suites.figures import scores_figure
-from kvjax.eval.suites.folder import MARKDOWN, NUMBERS, PAGE
+from kvjax.eval.suites.folder import write_files
 from kvjax.eval.suites.metrics import ALSO
-from kvjax.eval.suites.page import page
 from kvjax.eval.suites.runner import IN_VIEW
 from kvjax.eval.suites.scores import Line, as_data, lines
 from kvjax.eval.suites.suite_report import difference_text, estimate_text
 from kvjax.figures import png
-from kvjax.files import write_atomically
-from kvjax.tables import Column, Heading, Picture, Report, Table, counted, human_bytes, human_rate
+from kvjax.tables import Column, Heading, Picture, Report, Table, counted, human_bytes, human_rate, measured_on
 
 TITLE = "The papers' tables and figures"
 
@@ -127,16 +125,11 @@ def write(
     report = Report(
         parts, {"settings": dataclasses.asdict(options), "machine": machine, "files": list(files), "papers": data}
     )
-    title = f"{TITLE} ({model})"
-    texts = {PAGE: page(report, title, images), MARKDOWN: f"# {title}\n\n{report.markdown()}", NUMBERS: report.json()}
-    out.mkdir(parents=True, exist_ok=True)
-    for name, content in {**images, **texts}.items():
-        write_atomically(out / name, content)
+    write_files(out, report, f"{TITLE} ({model})", images)
     return report
 
 
 def _opening(options: Options, model: str, machine: dict[str, Any], files: Sequence[str]) -> str:
-    versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items() if version)
     read = f" Text: {', '.join(files)}." if files else ""
     few = ", few questions of each (--quick)" if options.quick else ""
     return (
@@ -145,8 +138,7 @@ def _opening(options: Options, model: str, machine: dict[str, Any], files: Seque
         "questions, with its significance p; live: bytes of slots in use when an answer is complete; first token as "
         "full: answers whose first token is the full cache's. The papers' own numbers stand beside ours where the "
         "model is the same, and as printed in tables of their own: of other models their order may be compared, their "
-        f"size may not. Seed {options.seed}.{read} {machine['processor']}, {machine['cores']} cores; {versions}; "
-        f"{machine['date'][:10]}."
+        f"size may not. Seed {options.seed}.{read} {measured_on(machine)}."
     )
 
 

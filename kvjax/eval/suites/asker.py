@@ -102,7 +102,7 @@ class Asker:
         return states, read
 
     def _scored(self, batch: Sequence[Prepared], caches: Sequence[Any]) -> list[str]:
-        """Of every row, as JSON, what :func:`kvjax.score` says of each choice."""
+        """Scores of each choice (:func:`kvjax.score`), as JSON, a text for every row."""
         rows = [
             (one.question, choice, cache) for one, cache in zip(batch, caches, strict=True) for choice in one.choices
         ]

@@ -19,7 +19,7 @@ REPLY_TOKENS = 128
 
 @dataclasses.dataclass(frozen=True)
 class Round:
-    """What the user says, and the reference reply."""
+    """A user's message, and the reference reply."""
 
     user: str
     bot: str

@@ -29,7 +29,7 @@ class Reading:
 
 
 def readings(batches: Sequence[Sequence[Prepared]]) -> tuple[list[Reading], list[Reading]]:
-    """What batches read of one cache: contexts, which are compressed, and what is read onto them.
+    """Tokens that batches read with one cache: of contexts, which are compressed, and of what is read onto them.
 
     What the batch before has read is not read again.
     """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +36,16 @@ def write(
     shown = [Picture(caption, name) for name, (caption, _) in drawn.items()]
     found = report(suite, settings, lines, machine, shown, files)
     images = {name: image for name, (_, image) in drawn.items()}
-    title = f"{suite.title} ({settings.model})"
+    write_files(out, found, f"{suite.title} ({settings.model})", images)
+    return found
+
+
+def write_files(out: Path, found: Report, title: str, images: Mapping[str, bytes]) -> None:
+    """Write a report as a page, as Markdown and as JSON, with the PNG files that it shows."""
     texts = {PAGE: page(found, title, images), MARKDOWN: f"# {title}\n\n{found.markdown()}", NUMBERS: found.json()}
+    out.mkdir(parents=True, exist_ok=True)
     for name, content in {**images, **texts}.items():
         write_atomically(out / name, content)
-    return found
 
 
 def _pictures(suite: Suite, lines: Sequence[Line]) -> dict[str, tuple[str, bytes]]:

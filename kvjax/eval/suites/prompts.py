@@ -40,7 +40,7 @@ class Prepared:
 
     @property
     def shared(self) -> tuple[tuple[int, ...], ...]:
-        """What was read when the question comes; items with the same can ask the same cache."""
+        """The prompt up to the question; items with the same one can ask the same cache."""
         return tuple(self.context), *map(tuple, self.earlier)
 
     def in_view(self) -> Prepared:

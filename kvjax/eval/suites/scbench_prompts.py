@@ -98,7 +98,7 @@ def later_choice(text: str) -> str:
 
 
 def target(words: str) -> str:
-    """What a question of ``mf`` asks for, as a question of its own."""
+    """The number that a question of ``mf`` asks for, as a question of its own."""
     found = re.search(r"The .+ is", words)
     return f"What is {found[0].lower()[:-3]}?" if found else ""
 

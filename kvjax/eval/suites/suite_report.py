@@ -14,7 +14,7 @@ from kvjax.eval.suites.journal import RunSettings
 from kvjax.eval.suites.metrics import ALSO
 from kvjax.eval.suites.runner import IN_VIEW
 from kvjax.eval.suites.scores import Line, as_data, prompt_tokens
-from kvjax.tables import Column, Picture, Report, Table, counted, human_bytes, human_rate
+from kvjax.tables import Column, Picture, Report, Table, counted, human_bytes, human_rate, measured_on
 
 _LABELS = (
     Column("policy", "policy"),
@@ -108,7 +108,6 @@ def _without_reference(lines: Sequence[Line]) -> str:
 def _footnote(
     suite: Suite, settings: RunSettings, lines: Sequence[Line], machine: dict[str, Any], files: Sequence[str]
 ) -> str:
-    versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items() if version)
     asked = (
         "The context was compressed with the question in view."
         if settings.mode == IN_VIEW
@@ -124,6 +123,5 @@ def _footnote(
         f"Scores are percent ± standard errors; against {REFERENCE}: the mean difference of the same questions, and p, "
         f"its significance ({RESAMPLES:,} paired resamples of each task's questions). Live, allocated and of full "
         f"(live): a question's cache when its answer is complete. Speeds: {counted(settings.batch_size, 'prompt')} at "
-        f"a time at most, compilation apart. {machine['processor']}, {machine['cores']} cores; {versions}; "
-        f"{machine['date'][:10]}."
+        f"a time at most, compilation apart. {measured_on(machine)}."
     )
