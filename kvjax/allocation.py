@@ -3,10 +3,10 @@
 They are few, so that a new request finds its programs compiled; what they are larger than needed is the *spare* of a
 plan. A single request takes a bucket of rows and one of tokens (:func:`~kvjax.cache.buckets.batch_bucket`,
 :func:`~kvjax.cache.buckets.request_bucket`). A conversation reserves tokens for its later turns: while they last no
-turn compiles, and when they are used up its room grows by half (:func:`~kvjax.cache.buckets.reserves`). Rows that
-share a context have a room of their own beside it, in buckets of its own (:func:`~kvjax.cache.buckets.own_bucket`), and
-one twice as large when a later turn does not fit. What does not fit the device so is allocated exactly: as many rows as
-there are, in the finer buckets of a job.
+turn compiles, and when they are used up its capacity grows by half (:func:`~kvjax.cache.buckets.reserves`). Rows that
+share a context have a capacity of their own beside it, in buckets of its own (:func:`~kvjax.cache.buckets.own_bucket`),
+and one twice as large when a later turn does not fit. What does not fit the device so is allocated exactly: as many
+rows as there are, in the finer buckets of a job.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ def whole_number(name: str, value: Any, least: int, most: int = MOST) -> None:
 
 
 def give_whole_number(value: Any, least: int, most: int = MOST) -> str:
-    """What is accepted in place of a value; the bound that every count has is only said where it was passed."""
+    """The end of a refusal: the values that are accepted; the bound of every count is said only where it was passed."""
     known = most in (MOST, MOST_SLOTS, MOST_KERNEL, MOST_BYTES) and not (isinstance(value, int) and value > most)
     return f"give a whole number of at least {least}" + ("" if known else f" and at most {most}")
 

@@ -121,7 +121,7 @@ _TEXTS = ("tag:yaml.org,2002:timestamp", "tag:yaml.org,2002:value", "tag:yaml.or
 
 
 def _resolvers(loader: Any) -> dict[str, list[tuple[str, re.Pattern[str]]]]:
-    """What a loader reads as more than text, by the first character, with the numbers of YAML 1.2."""
+    """The patterns that a loader reads as more than text, by first character, with the numbers of YAML 1.2."""
     kept = {
         first: [(tag, pattern) for tag, pattern in found if tag not in (*_NUMBERS, *_TEXTS)]
         for first, found in loader.yaml_implicit_resolvers.items()

@@ -138,7 +138,7 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 
 
 def check_picture(name: str, path: Path) -> None:
-    """As :func:`check_writable`, of a PNG file; a name that says another format is refused."""
+    """Refuse a PNG file that cannot be written (:func:`check_writable`), and a name that says another format."""
     if path.suffix.lower() in _OTHER_PICTURES:
         raise UsageError(f"{name} is {path}; pictures are written as PNG, so give a name that ends in .png.")
     check_writable(name, path)

@@ -111,7 +111,7 @@ class _Checking:
         return PolicyCheck(holds, skipped)
 
     def _failure(self, error: Exception) -> str:
-        """What went wrong in a method of the policy, or with what it gave."""
+        """The failure of a method of the policy, or of what it gave, as a sentence."""
         own = {
             method.__code__: name
             for cls in type(self._policy).__mro__

@@ -226,7 +226,7 @@ class Session:
         return prompts + prefill_speed.work(config, 1, context)
 
     def results(self, steps: int) -> Iterator[ChunkResult]:
-        """As :meth:`chunks`; Ctrl-C while the next chunk is compiled ends it with the tokens so far."""
+        """Results of :meth:`chunks`; Ctrl-C while the next chunk is compiled ends them with the tokens so far."""
         try:
             yield from self.chunks(steps)
         except BrokenOff:

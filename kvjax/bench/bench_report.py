@@ -45,7 +45,7 @@ def tables(found: Measurements) -> list[Table]:
         Column("prefill tokens/s", "prefill_tokens_per_second", human_rate),
         Column("decode tokens/s", "tokens_per_second", human_rate),
         *peer,
-        Column("of limit", "limit_share", "{:.0%}".format),
+        Column("of limit", "limit_fraction", "{:.0%}".format),
         Column("cache", "cache_bytes", human_bytes),
         Column("live", "live_cache_bytes", human_bytes),
         Column("peak", "peak_bytes", human_bytes),

@@ -157,7 +157,7 @@ def describe() -> dict[str, Any]:
 
 
 def _cpu_forms() -> str | None:
-    """What decode attention is compiled from, on a CPU."""
+    """The form that decode attention takes on a CPU: C++ or XLA."""
     if jax.default_backend() != "cpu":
         return None
     return "XLA" if library.loaded("attention") is None else "C++"

@@ -33,7 +33,7 @@ Progress = Callable[[str], None]
 
 
 class Peer(Protocol):
-    """What a run is also timed with; caches are the peer's own.
+    """Another library that a run is timed beside; caches are its own.
 
     ``name`` is its row in the tables, and ``about`` a clause of what runs there.
     """
@@ -64,7 +64,7 @@ class DecodeRow:
 
     ``cache_bytes`` and ``live_cache_bytes`` are those right after the prompt. ``step_bytes``, what a step must read, is
     the weights and the cache that was live in the middle of a round's steps, the mean of the rounds: a row grows, and
-    between two compressions so does a compressed one. ``limit_share`` is (bytes a step must read / bandwidth) /
+    between two compressions so does a compressed one. ``limit_fraction`` is (bytes a step must read / bandwidth) /
     seconds: 1 is the memory's own speed. The bandwidth of a round, in ``bandwidths``, is the mean of a reading before
     and one after its steps. Where the two are more than 15 % apart the machine changed its pace meanwhile: the fraction
     is the median of the other rounds, ``steady_rounds`` of them, unless all are such. ``peak_bytes`` is what the steps
@@ -84,7 +84,7 @@ class DecodeRow:
     live_cache_bytes: int
     step_bytes: int
     peak_bytes: int
-    limit_share: float
+    limit_fraction: float
     bandwidths: tuple[float, ...]
     steady_rounds: int
     prefill_tokens_per_second: float
@@ -155,7 +155,7 @@ def median_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> 
     return statistics.median(a / b for a, b in zip(numerators, denominators, strict=True))
 
 
-def limit_share(
+def limit_fraction(
     must_read: Sequence[int], seconds: Sequence[float], around: Sequence[tuple[float, float]]
 ) -> tuple[float, int]:
     """Median of the rounds' (bytes / bandwidth) / seconds, and of how many: those with a steady bandwidth, if any.
@@ -241,7 +241,7 @@ class Bench:
             must_read = [weights + live for live in c.live_by_round(self.rounds)]
             turns = len(candidates) + 1
             around = list(zip(times[""][at::turns], times[""][at + 1 :: turns], strict=True))
-            share, steady = limit_share(must_read, times[c.name], around)
+            fraction, steady = limit_fraction(must_read, times[c.name], around)
             rows.append(
                 DecodeRow(
                     batch=batch,
@@ -255,7 +255,7 @@ class Bench:
                     live_cache_bytes=c.live_cache_bytes,
                     step_bytes=round(statistics.fmean(must_read)),
                     peak_bytes=c.peak_bytes,
-                    limit_share=share,
+                    limit_fraction=fraction,
                     bandwidths=tuple(map(statistics.fmean, around)),
                     steady_rounds=steady,
                     prefill_tokens_per_second=c.prefill_tokens_per_second,

@@ -53,8 +53,9 @@ def own_bucket(tokens: int) -> int:
 def reserves(tokens: int, reserve: int, *, outgrown: bool) -> tuple[int, ...]:
     """Tokens of later turns to reserve in a row beside ``tokens``: what is wanted, then less where that does not fit.
 
-    A conversation that has ``outgrown`` its room gets half of what it has seen, and ``reserve`` at least: rooms grow
-    geometrically, so that to a context of 131,072 tokens they are 8. Of a reserve of none that is none.
+    A conversation that has ``outgrown`` its allocation gets half of what it has seen, and ``reserve`` at least:
+    allocations grow geometrically, so that up to a context of 131,072 tokens they are 8. Of a reserve of none that is
+    none.
     """
     return tuple(dict.fromkeys((max(reserve, tokens // 2), reserve))) if outgrown and reserve else (reserve,)
 
@@ -91,11 +92,11 @@ def keys_of(bucket: int) -> int:
 
 
 def new_bucket(tokens: int, context: int) -> int:
-    """Room for decoded tokens after a repacking, given how many are in: never for more than the model's context."""
-    room = NEW_TOKENS
-    while room <= tokens:
-        room *= 4
-    return room if room == NEW_TOKENS else min(room, context)
+    """Capacity for decoded tokens after a repacking, given how many are in: never more than the model's context."""
+    capacity = NEW_TOKENS
+    while capacity <= tokens:
+        capacity *= 4
+    return capacity if capacity == NEW_TOKENS else min(capacity, context)
 
 
 def slots_of(tokens: int) -> int:

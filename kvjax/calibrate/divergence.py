@@ -34,7 +34,7 @@ def watershed(
     Args:
       lm: a model with rotary positions and a chat template.
       dialogues: messages (user and assistant in turns, at least two rounds) and the question that follows them.
-      prominence: what the curve must rise by around the minimum, as a share of it.
+      prominence: what the curve must rise by around the minimum, as a fraction of it.
       progress: called after each dialogue with how many are done, and their number.
 
     Raises:

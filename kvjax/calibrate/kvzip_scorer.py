@@ -191,7 +191,7 @@ def _saved(file: Path, config: ModelConfig, rows: int, sampled: int) -> tuple[np
 
 @dataclasses.dataclass(frozen=True)
 class Standardised:
-    """What the maps are trained on.
+    """The numbers that the maps are trained on.
 
     Attributes:
       inputs: [L, N, M] float16 of mean 0 and variance 1. targets: [L, H, N] of mean 0.

@@ -142,7 +142,7 @@ class TextStatistics(LayerObserver):
 
     @property
     def _collector(self) -> SignalCollector:
-        """What collects the same of a prompt."""
+        """Collects the same statistics of a prompt."""
         none = jnp.zeros((1,), jnp.int32)
         scale = jnp.full((1,), self.config.attention_scale, jnp.float32)
         signals = Signals(queries=True, query_skip=self.sink)

@@ -104,7 +104,7 @@ def damaged(folder: Path, why: str) -> WeightsError:
 
 
 def read_description(folder: Path) -> Description:
-    """What a converted model is; nothing but ``kvjax.json`` is read.
+    """The description of a converted model; nothing but ``kvjax.json`` is read.
 
     Raises:
       WeightsError: the file is missing, changed, of a later version, or describes what cannot be.

@@ -45,7 +45,7 @@ class GroupFilling:
         return weight.place(logical_view(self._param, self.whole))
 
     def rounding(self, weight: Weight) -> tuple[Callable[[np.ndarray, slice], None], bool]:
-        """What rounds a part of a tensor, in the shape of that part of the view, into its place.
+        """A function that rounds a part of a tensor, in the shape of that part of the view, into its place.
 
         Also whether all of the tensor must be read at once: where its inputs lead, no block of rows has any group.
         """
@@ -66,7 +66,7 @@ class GroupFilling:
 
     @property
     def format(self) -> GroupFormat:
-        """Of the parameter."""
+        """The format of the parameter."""
         spec, name = self.spec, str(self.spec.scale.dtype)
         kind = "float16" if name == "int16" else name
         return GroupFormat(spec.bits, spec.group, spec.minimum is not None, kind, spec.fp8, spec.fp4)

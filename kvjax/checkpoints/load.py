@@ -236,7 +236,7 @@ def _with_kept(config: ModelConfig, kind: Family, file: GGUFFile | GGUFParts) ->
 
 @dataclasses.dataclass(frozen=True)
 class _Described:
-    """What a folder's ``config.json`` says: the model, its family, how weights are quantised, and all of it."""
+    """The content of a folder's ``config.json``: the model, its family, how weights are quantised, and all of it."""
 
     config: ModelConfig
     kind: Family

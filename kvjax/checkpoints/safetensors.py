@@ -96,7 +96,7 @@ class SafetensorsFolder:
 
     @property
     def formats(self) -> Mapping[str, Format]:
-        """Of each quantised tensor how its numbers are kept."""
+        """The format of each quantised tensor, by its name."""
         return {name: tensor.format for name, tensor in self._tensors.items() if not isinstance(tensor, Stored)}
 
     def numbers(self, name: str, start: int, stop: int) -> Numbers:

@@ -152,7 +152,7 @@ class DecoderLayer(nnx.Module):
             self.down_bias = new_param(rngs, (hidden,), (None,), dtype, 0)
 
     def attention_input(self, x: Float[Array, "*S M"]) -> Float[Array, "*S M"]:
-        """What the projections of attention read: the layer's input after its norm, where it has one there."""
+        """The input of attention's projections: the layer's input after its norm, where it has one there."""
         return x if self.config.norm_order == "post" else self.input_norm(x)
 
     def project(self, x: Float[Array, "*S M"]) -> tuple[Float[Array, "*S H G D"], Array, Array]:

@@ -114,13 +114,13 @@ class ExpertMLP(nnx.Module):
     def routed(self, x: Float[Array, "*S M"]) -> Routed:
         """The experts of each token, one after the other, and their weights, float32.
 
-        Shares of the chosen ones that sum to 1 are the softmax over their logits alone.
+        Weights of the chosen ones that sum to 1 are the softmax over their logits alone.
         """
         logits = (x.reshape(-1, x.shape[-1]) @ self.router[...].T).astype(jnp.float32)
         if self.experts.biased:
             logits = logits + self.router_bias[...]
-        share, chosen = jax.lax.top_k(jax.nn.softmax(logits, axis=-1), self.experts.active)
-        return share / share.sum(axis=-1, keepdims=True) if self.experts.normalised else share, chosen
+        weight, chosen = jax.lax.top_k(jax.nn.softmax(logits, axis=-1), self.experts.active)
+        return weight / weight.sum(axis=-1, keepdims=True) if self.experts.normalised else weight, chosen
 
     def bias(self, routed: Routed) -> Float[Array, "T M"]:
         """The bias of each token's experts' results, float32; the whole of it, on a mesh too."""

@@ -22,7 +22,7 @@ def _base(config: RopeConfig, dim: int, theta: float | None = None) -> np.ndarra
 
 
 def yarn_attention_factor(factor: float, mscale: float = 1.0) -> float:
-    """What YaRN multiplies queries and keys by, each (arXiv 2309.00071, equation 22)."""
+    """YaRN's factor of queries and of keys (arXiv 2309.00071, equation 22)."""
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 

@@ -105,16 +105,16 @@ class RequestShape:
     def plan(self, size: Allocation, placed: Policy | None = None) -> Plan:
         """The plan of these sizes; ``placed`` has the capacities, by default those while a later turn is answered."""
         config, policy, storage, mesh = self.config, self.policy, self.storage, self.mesh
-        room, held = size.prompt_capacity, placed or policy.answering(config, size.prompt_capacity)
+        held = placed or policy.answering(config, size.prompt_capacity)
         kept = self._kept(policy if placed is None or placed is policy else Full())
-        new_capacity = max(size.new_capacity, self._new_capacity(held, room, kept))
+        new_capacity = max(size.new_capacity, self._new_capacity(held, size.prompt_capacity, kept))
         least = policy.answering(config, self.whole) if placed is None else policy.reading(config, self.whole)
         found = self._bytes(size, new_capacity, held, least)
         peak = found.peak + (scoring_bytes(size.rows, config.vocab_size) if self.scored else 0)
         weights, devices = weights_bytes(config, self.dtype, mesh), 1 if mesh is None else mesh.size
         full = self.batch * full_cache_bytes(config, self.whole + self.fed, self.dtype) // devices
         page_size = layout_for(storage, config.head_dim).page_size
-        pages = page_capacities(held, config, room, new_capacity, page_size, size.own_capacity)
+        pages = page_capacities(held, config, size.prompt_capacity, new_capacity, page_size, size.own_capacity)
         layers = config.num_layers // len(pages)  # more than one where all share their slots
         slots = [heads for counts in pages for heads in split_heads(counts, layers)]
         return Plan(
@@ -141,7 +141,7 @@ class RequestShape:
         )
 
     def _kept(self, policy: Policy) -> list[np.ndarray]:
-        """Of each layer the tokens that its heads hold once the prompt is read."""
+        """Tokens that the heads of each layer hold once the prompt is read, [H] by layer."""
         found = []
         for layer in range(self.config.num_layers):
             # What is settled is chosen among the context, and the rest is kept.
@@ -150,11 +150,11 @@ class RequestShape:
             found.append(np.asarray(policy.budgets(self.config, layer, total))[0] + (self.prompt if settled else 0))
         return found
 
-    def _new_capacity(self, held: Policy, room: int, kept: list[np.ndarray]) -> int:
+    def _new_capacity(self, held: Policy, capacity: int, kept: list[np.ndarray]) -> int:
         """Slots for decoded tokens when the last one is fed."""
         if not self.policy.grows or self.fed <= NEW_TOKENS:
             return NEW_TOKENS
-        spare = 0 if self.shares_context else spare_tokens(self.config, held, room, kept)
+        spare = 0 if self.shares_context else spare_tokens(self.config, held, capacity, kept)
         return new_bucket(self.fed - 1 - spare, self.config.max_position)
 
     def _bytes(self, size: Allocation, new_capacity: int, held: Policy, least: Policy) -> _Bytes:
@@ -184,7 +184,7 @@ class RequestShape:
         return _Bytes(own + shared, alone, needed + shared_needed, max(read, of_prompts), shared)
 
     def _notice(self) -> str | None:
-        """What the policy cannot do for prompts of this length, and where the context ends before the answer does."""
+        """A note where the policy fails prompts of this length, or the context ends before the answer does."""
         lines = [self.policy.notice(self.config, self.whole)]
         if self.fed < self.new - 1:
             most = self.config.max_position

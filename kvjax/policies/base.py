@@ -286,7 +286,7 @@ class Policy(Composable):
         return selection(cache, candidates, candidates.valid)
 
     def weigh(self, layer: int, cache: LayerCache, candidates: Candidates, chunk: PromptChunk) -> Weighed:
-        """What a layer's candidates are worth, in place of :meth:`select` where all layers share their slots."""
+        """The scores of a layer's candidates, in place of :meth:`select` where all layers share their slots."""
         raise NotImplementedError
 
     def choose(self, layers: Sequence[Weighed], count: Int[Array, " B"]) -> list[Bool[Array, "B H N"]]:

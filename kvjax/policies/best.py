@@ -136,5 +136,5 @@ def _resolved(policy: Best, config: ModelConfig, later: bool) -> Resolved:
 
 
 def _reason(sentence: str) -> str:
-    """What is wrong, without the advice, which is for those who named the policy."""
+    """The cause of a refusal, without the advice, which is for those who named the policy."""
     return sentence.partition(";")[0].rstrip(".")

@@ -19,8 +19,8 @@ from kvjax.policies.pooling import pool
 from kvjax.policies.sized import Selecting
 
 #: What is added to the sketched keys' product with themselves, so that it can be divided by: absolute as in kvpress,
-#: and a share of its mean diagonal, as float32 needs.
-_RIDGE, _SHARE = 1e-2, 1e-6
+#: and a fraction of its mean diagonal, as float32 needs.
+_RIDGE, _OF_DIAGONAL = 1e-2, 1e-6
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Compactor(Selecting):
     are not scored. No question is needed, so it suits contexts that are read before one.
 
     Size: ``budget`` tokens a head (2,048 when nothing is given) or ``ratio`` of the row's tokens, ends included.
-    ``blend`` is the share of tokens that leave when not given, as in NVIDIA's kvpress, which the other defaults are
+    ``blend`` is the fraction of tokens that leave when not given, as in NVIDIA's kvpress, which the other defaults are
     from too. Chosen once a prompt; decoded tokens all stay. On a later turn leverage is of all keys that are there,
     and kept tokens have the attention they had; a decoded token, which no chunk has read, has the average.
 
@@ -133,7 +133,7 @@ def leverages(keys: Float[Array, "B N D"], counted: Bool[Array, "B N"], sketch: 
         onto = jax.random.normal(jax.random.key(seed), (keys.shape[-1], sketch), jnp.float32) / sketch**0.5
         x = jnp.matmul(x, onto, precision=exact)
     product, one = jnp.einsum("bnd,bne->bde", x, x, precision=exact), jnp.eye(x.shape[-1])
-    ridge = _RIDGE + _SHARE * jnp.trace(product, axis1=-2, axis2=-1) / x.shape[-1]
+    ridge = _RIDGE + _OF_DIAGONAL * jnp.trace(product, axis1=-2, axis2=-1) / x.shape[-1]
     root = jnp.linalg.cholesky(product + ridge[:, None, None] * one)
     inverse = jax.scipy.linalg.solve_triangular(root, jnp.broadcast_to(one, root.shape), lower=True)
     solved = jnp.einsum("bnd,bed->bne", x, inverse, precision=exact)

@@ -81,7 +81,7 @@ class CriticalKV(Rescoring):
     def _stages(
         self, layer: int, cache: LayerCache, candidates: Candidates, chunk: PromptChunk
     ) -> tuple[Bool[Array, "B H N"], Float[Array, "B H N"], Float[Array, "B H N"]]:
-        """What the first stage keeps, the scores it goes by, and those of the second."""
+        """The candidates that the first stage keeps, its scores, and those of the second."""
         scores = self.inner_scores(layer, cache, candidates, chunk)
         if self.scoring.log_scores:
             scores = jnp.exp(scores)

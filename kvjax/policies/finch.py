@@ -62,7 +62,7 @@ class Finch(Observing):
 
 
 def by_rank(scores: Float[Array, "B H N"], counted: Bool[Array, "B H N"], chunk: int) -> Float[Array, "B H N"]:
-    """Ranks within chunks of ``chunk`` neighbours, as shares of the chunk: the highest scores give equal shares of all.
+    """Ranks within chunks of ``chunk`` neighbours, as fractions of the chunk, so that chunks keep equal fractions.
 
     The best of n ``counted`` tokens has -1/n, the worst -1; of equal scores the later is better.
     """
@@ -75,5 +75,5 @@ def by_rank(scores: Float[Array, "B H N"], counted: Bool[Array, "B H N"], chunk:
     # Ascending by (counted, score, place): what does not count comes first.
     *_, order = jax.lax.sort((here.astype(jnp.int32), values, index), dimension=-1, num_keys=3)
     _, above = jax.lax.sort((order, chunk - index), dimension=-1, num_keys=1)
-    share = above / jnp.maximum(here.sum(axis=-1, keepdims=True), 1)
-    return -share.reshape(*scores.shape[:2], -1)[..., :size].astype(jnp.float32)
+    fraction = above / jnp.maximum(here.sum(axis=-1, keepdims=True), 1)
+    return -fraction.reshape(*scores.shape[:2], -1)[..., :size].astype(jnp.float32)

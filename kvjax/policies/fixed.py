@@ -1,4 +1,4 @@
-"""What a policy chose of a context, once: it stays, and all that comes after it is kept.
+"""A policy that keeps what another chose of a context once, and all that comes after it.
 
 Policies here are of a cache that :func:`kvjax.read` gave with ``once=True``; users name the one that chose.
 """

@@ -38,5 +38,5 @@ def page_capacities(
 
 
 def by_pool(policy: Policy, layers: Sequence[tuple[T, ...]]) -> tuple[tuple[T, ...], ...]:
-    """What each head of each layer has, as the cache's layers have it: all heads together where one pool holds all."""
+    """The values of each head by layer of the cache: those of all heads together where one pool holds all layers."""
     return (tuple(itertools.chain(*layers)),) if policy.shares_layers else tuple(layers)

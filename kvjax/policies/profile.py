@@ -35,8 +35,8 @@ BOUNDS: tuple[Bound, ...] = ("scaled", "paper", "safe")
 #: The least and most that numbers of a profile may be, by their names.
 Counts = Mapping[str, tuple[int, int]]
 Ranges = Mapping[str, tuple[float, float]]
-#: A share of attention, which rounding may leave a little above 1.
-_SHARE = 0.0, 1.001
+#: A fraction of attention, which rounding may leave a little above 1.
+_FRACTION = 0.0, 1.001
 #: Bounds of logits and slopes, whose quotient is a whole number of tokens.
 _LIMIT, _SLOPE = (0.0, MOST_NUMBER), (1e-9, MOST_NUMBER)
 
@@ -196,7 +196,7 @@ class HeadProfile(Profile):
     kind: ClassVar[str] = "retrieval-heads"
     tables: ClassVar[tuple[str, ...]] = ("echo", "induction")
     counts: ClassVar[Counts] = {"tokens": (1, MOST), "repeats": (2, MOST), "seed": (0, MOST_SEED)}
-    ranges: ClassVar[Ranges] = {"echo": _SHARE, "induction": _SHARE}
+    ranges: ClassVar[Ranges] = {"echo": _FRACTION, "induction": _FRACTION}
 
     tokens: int
     repeats: int

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -100,11 +101,7 @@ class Signals:
 
     def window_rows(self, tokens: int) -> int:
         """The most queries a window of ``tokens`` tokens can hold: a static size."""
-        return min(tokens, max(self.window, _share(self.window_share, tokens)))
-
-
-def _share(share: float, tokens: int) -> int:
-    return -int(-share * tokens // 1)
+        return min(tokens, max(self.window, math.ceil(self.window_share * tokens)))
 
 
 @jax.tree_util.register_dataclass
@@ -144,12 +141,12 @@ class QueryStats:
     def merge(self, other: QueryStats) -> QueryStats:
         """Statistics of both sets together (Chan et al.'s update: no cancellation of large means)."""
         count = self.count + other.count
-        share = (other.count / jnp.maximum(count, 1))[:, None, None, None]
+        part = (other.count / jnp.maximum(count, 1))[:, None, None, None]
         delta = other.mean - self.mean
-        mean = self.mean + share * delta
+        mean = self.mean + part * delta
         outer = delta[..., :, None] * delta[..., None, :]
-        share = share[..., None]
-        covariance = (1 - share) * self.covariance + share * other.covariance + share * (1 - share) * outer
+        part = part[..., None]
+        covariance = (1 - part) * self.covariance + part * other.covariance + part * (1 - part) * outer
         return QueryStats(count, mean, covariance)
 
 

@@ -46,7 +46,7 @@ class SavedModel:
 
 @dataclasses.dataclass(frozen=True)
 class SavedStorage:
-    """As what the rows are stored."""
+    """The storage of the rows."""
 
     kind: Literal["model", "int8"]
     headroom: float
@@ -197,8 +197,8 @@ def check_policy(saved: Saved, policy: Policy, chooser: Policy | None, lm: Langu
 
 def _check_slots(saved: Saved, policy: Policy, lm: LanguageModel) -> None:
     config = lm.config
-    # Joined rows have the least of their rooms for new tokens, and the largest of their allocations; rows that shared a
-    # context have its slots beside their own.
+    # Joined rows have the least of their capacities for new tokens, and the largest of their allocations; rows that
+    # shared a context have its slots beside their own.
     if not policy.beyond_context:
         for name in ("prompt_room", "new_room"):
             _most(name, getattr(saved, name), 2 * max(MEDIUM, prompt_bucket(config.max_position)))

@@ -58,7 +58,7 @@ def start(jitted: Any, *arguments: Any, **static: Any) -> None:
 
 
 def call(jitted: Any, name: str, *arguments: Any, **static: Any) -> Any:
-    """As ``jitted(*arguments, **static)``.
+    """Call ``jitted(*arguments, **static)``.
 
     Raises:
       BrokenOff: Ctrl-C was pressed while it was traced or compiled; nothing has run, and nothing was donated.

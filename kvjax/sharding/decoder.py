@@ -74,7 +74,7 @@ class MeshExchange(Exchange):
         return jnp.concatenate([_local_heads(every, group) for group in self.groups], axis=-3)
 
     def first_column(self, count: int) -> Int[Array, ""] | int:
-        """See :meth:`Exchange.first_column`: columns are dealt in order."""
+        """See :meth:`Exchange.first_column`: columns are divided in order."""
         return jax.lax.axis_index(self.split.order) * count if self.split.qkv and self.split.order else 0
 
     def sum_columns(self, parts: list[Array]) -> list[Array]:

@@ -1,1 +1,1 @@
-"""What XLA computes on CPUs far from the speed of their memory, in C++ that it calls."""
+"""C++ that XLA calls on CPUs for what it computes far from the speed of their memory."""

@@ -102,7 +102,7 @@ def folder() -> str:
 
 
 def command(name: str, out: str | Path, *more: str) -> list[str] | None:
-    """What compiles a library; None where nothing does. Flags that come later win."""
+    """The command that compiles a library; None where there is no compiler. Flags that come later win."""
     found = compiler()
     if found is None:
         return None
@@ -183,7 +183,7 @@ def _run(line: list[str]) -> None:
 
 
 def _reason(error: OSError | subprocess.SubprocessError) -> str:
-    """What a compiler said first of an error, or else what became of it."""
+    """A compiler's first words about an error, or else what became of it."""
     if isinstance(error, subprocess.TimeoutExpired):
         return f"the compiler took more than {_SECONDS} s"
     if isinstance(error, subprocess.CalledProcessError):

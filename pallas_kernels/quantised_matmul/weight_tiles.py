@@ -92,7 +92,7 @@ def floats(scale: Array) -> Float[Array, "*S G N"]:
 
 
 def minima(values: Array, scale: Array, minimum: Array | None) -> Float[Array, "*S G N"] | None:
-    """What is added to the products of numbers and scales, float32: minima count from the least number of 4 bits."""
+    """The numbers added to products of numbers and scales, float32: minima count from the least number of 4 bits."""
     if minimum is None:
         return None
     offset = OFFSET if bits_of(values) == 4 else 0

@@ -90,7 +90,7 @@ class Problem:
         return jnp.sum(page[:, None] >= self.starts[:, None, 1:], axis=2, dtype=jnp.int32)
 
     def by_page(self, x: Shaped[Array, "B H *N"]) -> Shaped[Array, "B P *N"]:
-        """What belongs to each page's head."""
+        """The values of each page's head."""
         owner = self.owner
         if isinstance(owner, np.ndarray):
             return x[:, owner]

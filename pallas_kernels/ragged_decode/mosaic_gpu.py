@@ -252,7 +252,7 @@ class _Interpreted:
 
 @dataclasses.dataclass(frozen=True)
 class _Static:
-    """What the kernel is compiled for: slots of an item, pages of a batch row and in flight, the scores' options."""
+    """Static parameters: slots of an item, pages of a batch row and in flight, the scores' options."""
 
     rows: int
     row_pages: int

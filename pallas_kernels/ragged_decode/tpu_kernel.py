@@ -69,7 +69,7 @@ class _Loop:
                 pl.when((begin < end) & (number < end))(lambda w=number: self.copies.logits_copy(w).wait())
 
     def _first_carry(self) -> tuple[Array, ...]:
-        """What the first iteration takes for results of those before it; nothing of what waits in memory."""
+        """The carry of the first iteration, for results of those before it; nothing of what waits in memory."""
         r, s = self.r, self.s
         group, lanes = r.zeros.shape[0], r.q.shape[2]
         # Loaded from memory: a constant would have a replicated layout, which the loop cannot carry as a vector.
@@ -124,7 +124,7 @@ class _Loop:
         return [first + jnp.int32(i) for i in range(self.s.together)]
 
     def _items(self, t: Array, stage: int) -> list[Item]:
-        """What a stage of an iteration works on; stage 0 on the newest.
+        """The items that a stage of an iteration works on; stage 0 on the newest.
 
         The first two iterations have nothing for the last stage, and the last two nothing for the first. They use the
         list's first or last block instead, and their results are overwritten or not used.

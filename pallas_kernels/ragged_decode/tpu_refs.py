@@ -1,4 +1,4 @@
-"""What the TPU kernel is given: static parameters, and operands, results and buffers by name."""
+"""The arguments of the TPU kernel: static parameters, and operands, results and buffers by name."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ _CHIPS = {
 
 
 def chip_of(device_kind: str) -> _Chip:
-    """What is known of a chip by the name that JAX gives it."""
+    """The properties of a chip, by the name that JAX gives it."""
     return next((chip for name, chip in _CHIPS.items() if name in device_kind.lower()), _UNKNOWN)
 
 

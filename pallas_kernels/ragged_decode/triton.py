@@ -169,7 +169,7 @@ def _accepted(p: Problem) -> Stacked | Lanes:
 
 @dataclasses.dataclass(frozen=True)
 class _Static:
-    """What the kernel is compiled for.
+    """The static parameters of the kernel.
 
     Attributes:
       rows: slots of an item. block: slots read at once.

@@ -165,7 +165,7 @@ def _values(p: Problem) -> Array:
 
 
 def _precision(p: Problem) -> str | None:
-    """Of products with values: of float32 and 8 bits full, where a GPU by default rounds both operands to TF32."""
+    """The precision of products with values: full for float32 and 8 bits, where a GPU by default rounds to TF32."""
     return None if p.pages.dtype.itemsize == 2 else "highest"
 
 

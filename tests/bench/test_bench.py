@@ -42,15 +42,15 @@ def test_decode_rows_carry_real_bytes(bench):
     assert full.bandwidths == pytest.approx(((first + between) / 2, (second[0] + second[1]) / 2))
     assert ring.bandwidths == pytest.approx(((between + after) / 2, (second[1] + second[2]) / 2))
     must_read = [weights + tokens * token for tokens in (134, 138)]
-    share, steady = measurements.limit_share(must_read, full.rounds, [(first, between), (second[0], second[1])])
-    assert (full.limit_share, full.steady_rounds) == (pytest.approx(share), steady)
+    fraction, steady = measurements.limit_fraction(must_read, full.rounds, [(first, between), (second[0], second[1])])
+    assert (full.limit_fraction, full.steady_rounds) == (pytest.approx(fraction), steady)
 
 
 def test_the_share_of_the_limit_is_of_rounds_whose_bandwidth_was_steady():
     around = [(95.0, 105.0), (40.0, 80.0), (50.0, 50.0)]
-    assert measurements.limit_share((100, 100, 100), (2.0, 1.0, 4.0), around) == (0.5, 2)
-    assert measurements.limit_share((100, 50, 300), (2.0, 1.0, 4.0), around) == (1.0, 2)  # each round's own bytes
-    assert measurements.limit_share((60,), (2.0,), [(40.0, 80.0)]) == (0.5, 0)  # no better round, so this one
+    assert measurements.limit_fraction((100, 100, 100), (2.0, 1.0, 4.0), around) == (0.5, 2)
+    assert measurements.limit_fraction((100, 50, 300), (2.0, 1.0, 4.0), around) == (1.0, 2)  # each round's own bytes
+    assert measurements.limit_fraction((60,), (2.0,), [(40.0, 80.0)]) == (0.5, 0)  # no better round, so this one
 
 
 @pytest.mark.slow
