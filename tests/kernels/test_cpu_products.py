@@ -34,7 +34,7 @@ def _oracle(x, values, scale):
 @needs_compiler
 @pytest.mark.parametrize("name", SETS)
 @given(rows=st.integers(1, 40), inputs=st.integers(1, 200), outputs=st.integers(1, 150), seed=st.integers(0, 2**30))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_coarse_products_are_those_of_rounded_activations_to_the_last_bit(name, rows, inputs, outputs, seed):
     problem = _problem(rows, inputs, outputs, seed)
     found = products.int8_product(*problem, suffix=suffix("products", name))

@@ -137,7 +137,7 @@ class TestNativeOfOlderProcessors(_Native):
 @needs_compiler
 @pytest.mark.parametrize("form", [TestNative, TestNativeOfOlderProcessors])
 @given(data=st.data())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_any_problem(form, data):
     heads, rows = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 3))
     page = data.draw(st.sampled_from([16, 32, 48]))

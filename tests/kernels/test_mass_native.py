@@ -167,7 +167,7 @@ class TestNativeOfOlderProcessors(_Native):
 @needs_compiler
 @pytest.mark.parametrize("form", [TestNative, TestNativeOfOlderProcessors])
 @given(data=st.data())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_any_problem(form, data):
     case = Case(**data.draw(chunk_sizes()), weighted=data.draw(st.booleans()), onto=data.draw(st.booleans()))
     problem, counting = build(case, seed=data.draw(st.integers(0, 99)))

@@ -71,7 +71,7 @@ class TestNative(RoundedBase):
 @needs_compiler
 @pytest.mark.parametrize("name", SETS)
 @given(st.data())
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_products_are_those_of_rounded_activations(name, data):
     bits, group = data.draw(st.sampled_from([4, 8])), data.draw(st.sampled_from([16, 32, 48, 64, 112, 128]))
     case = Case(

@@ -177,7 +177,7 @@ class TestNativeOfOlderProcessors(_Native):
 @needs_compiler
 @pytest.mark.parametrize("form", [TestNative, TestNativeOfOlderProcessors])
 @given(data=st.data())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_any_problem(form, data):
     case = Case(**data.draw(chunk_sizes()))
     problem = build(case, seed=data.draw(st.integers(0, 99)))
