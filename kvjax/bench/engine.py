@@ -116,9 +116,12 @@ def measure(
     )
     try:
         compiled_before = core.warm()
-        step = core.step_seconds()
-        say(f"{compiled_before} programs compiled; a step takes {step * 1000:.1f} ms")
+        # A machine's speed drifts over the minutes that a trace takes.
+        before = core.step_seconds()
+        say(f"{compiled_before} programs compiled; a step takes {before * 1000:.1f} ms")
         spent, found = _served(core, lm, prompts, trace, options, say)
+        after = core.step_seconds()
+        say(f"served; a step takes {after * 1000:.1f} ms")
         allocated = core.sizes.slots_bytes
     finally:
         core.close()
@@ -129,7 +132,7 @@ def measure(
         largest, seconds, reading = _static(lm, prompts, trace, options, slots)
         made = [Measured("static batches", name, slots, largest, seconds, tokens, 0.0)]
     made.append(Measured("engine", name, core.sizes.slots, allocated, spent, tokens, 0.0))
-    ideal = step * (tokens - len(trace)) / core.sizes.slots + reading
+    ideal = (before + after) / 2 * (tokens - len(trace)) / core.sizes.slots + reading
     return [dataclasses.replace(one, ideal_seconds=ideal) for one in made], found
 
 
