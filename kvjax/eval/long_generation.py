@@ -17,14 +17,15 @@ from kvjax.eval.entries import REFERENCE, split_policies
 from kvjax.eval.pictures import plain_axes, style
 from kvjax.figures import new_figure
 from kvjax.files import write_atomically
+from kvjax.policies import LagKV
 from kvjax.scoring import score
 from kvjax.tables import Column, Report, Table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-#: Policies that hold as many slots after any number of steps.
-EVICTING = ("streamingllm", "compensated", "h2o", "tova", "ahakv")
+#: Policies that drop tokens while decoding, so that they hold about as many slots after any number of steps.
+EVICTING = ("streamingllm", "compensated", "lagkv", "h2o", "tova", "ahakv")
 #: Tokens over which a curve's points are means.
 WINDOW = 125
 _NAMES = "Ada Ben Cleo Dan Eve Finn Gus Hana Ivo Jane Kai Lena Max Nora Otto Pia Quinn Rosa Sam Tess".split()
@@ -88,7 +89,10 @@ def worked_solution(steps: int, seed: int = 0) -> str:
 
 def policies(slots: int, text: str | None = None) -> list[str]:
     """The policies of the picture, each at so many slots a head, or those of ``--policies``."""
-    names = EVICTING if text is None else split_policies(text)
+    # LagKV's window of up to two partitions takes a half of the slots at most.
+    lag = max(2, slots // 4)
+    small = {"lagkv": f"lagkv:lag={lag}"} if lag < LagKV.lag else {}
+    names = [small.get(name, name) for name in EVICTING] if text is None else split_policies(text)
     return [f"{name}{',' if ':' in name else ':'}budget={slots}" for name in names]
 
 
