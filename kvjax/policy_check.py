@@ -156,17 +156,21 @@ class _Checking:
                     f"{self._name}.capacities: {planned.cache_bytes:,} bytes are planned for {len(prompt)} tokens and "
                     f"{output.cache.nbytes:,} are there; give the same for the same arguments."
                 )
-            if type(policy).budgets is Policy.budgets:
+            if type(policy).budgets is Policy.budgets or policy.shares_layers:
                 continue
             total = np.asarray([len(prompt)], np.int32)
             for layer, kept in enumerate(output.stats.retained):
                 said = np.asarray(policy.budgets(config, layer, total))[0].tolist()
-                if said != list(kept):
+                sharing = [head for head, owner in enumerate(policy.owners(config, layer)) if owner.shares_slots]
+                # Of heads that share their slots it is what an equal one has.
+                alike = said if sum(kept[head] - said[head] for head in sharing) == 0 else list(kept)
+                kept = [alike[head] if head in sharing else count for head, count in enumerate(kept)]
+                if said != kept:
                     raise UsageError(
                         f"{self._name}.budgets keeps {said[0]} of {len(prompt)} tokens in layer {layer}, head 0, and "
                         f"{kept[0]} are kept; let it say what select does."
                         if said[0] != kept[0]
-                        else f"{self._name}.budgets says {said} in layer {layer}, and {list(kept)} are kept."
+                        else f"{self._name}.budgets says {said} in layer {layer}, and {kept} are kept."
                     )
 
     def _full(self) -> None:
