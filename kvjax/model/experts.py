@@ -106,7 +106,8 @@ class ExpertMLP(nnx.Module):
         if choices < self.experts.count:
             found = self._one_by_one(tokens, chosen)
         else:
-            runs = self._by_runs if multiplies_runs(self.down[...]) else self._by_blocks
+            both = all(multiplies_runs(weight[...]) for weight in (self.gate_up, self.down))
+            runs = self._by_runs if both else self._by_blocks
             found = jax.lax.platform_dependent(tokens, chosen, tpu=runs, default=self._by_blocks)
         found = found.reshape(*chosen.shape, -1)
         return (found * weight[..., None].astype(x.dtype)).sum(axis=1).reshape(x.shape)

@@ -40,7 +40,7 @@ def test_a_quarter_of_the_bytes(default_model, int8):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("weights", "most"), [("int8", 0.0075), ("file", 0.0075), ("int4", 0.2), ("fp8", 0.03)])
+@pytest.mark.parametrize(("weights", "most"), [("int8", 0.005), ("file", 0.0075), ("int4", 0.2), ("fp8", 0.03)])
 def test_twenty_texts_are_nearly_as_likely(default_model, weights, most):
     """The file's numbers lose by rounded activations alone; int4 rounds once more what the file has in 4 bits."""
     quantised = kvjax.load(default_model.name, dtype="float32", weights=weights, progress=False)
