@@ -127,7 +127,7 @@ def _as_many_as_fit(
         in_slots = not spans_processes(lm) and not parse(options.policy or "full").offloads_rounds
     else:  # of one row, whose context the slots of an engine share
         one = isinstance(cache, Cache) and cache.batch == 1 and lm.mesh is None
-        in_slots = one and shares(cache.policy, cache.storage)
+        in_slots = one and error.batch > 0 and shares(cache.policy, cache.storage)
     if in_slots:
         with contextlib.suppress(DoesNotFit):  # then what was said of all of them is the sentence
             outputs = answer_many(lm, prompts, options, cache)

@@ -260,8 +260,10 @@ def test_one_cache_under_many_prompts_is_counted_for_each_and_once_more(tiny_mod
 
     least = bisect.bisect_left(range(1 << 24), True, key=fits)
     outputs = kvjax.generate(tiny_model, [SECOND] * 3, memory_limit=least, **options)
-    with pytest.raises(kvjax.DoesNotFit):
-        kvjax.generate(tiny_model, [SECOND] * 3, memory_limit=least - 1, **options)
+    through_slots = kvjax.generate(tiny_model, [SECOND] * 3, memory_limit=least - 1, **options)
+    assert [one.tokens for one in through_slots] == [one.tokens for one in outputs]
+    with pytest.raises(kvjax.UsageError, match="left no cache"):
+        _ = through_slots[0].cache
     weights = kvjax.plan(tiny_model, prompt_tokens=1).weights_bytes
     assert least >= weights + outputs[0].stats.device_cache_bytes + cache.nbytes
 

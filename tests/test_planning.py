@@ -102,7 +102,7 @@ def test_generation_is_refused_by_the_same_plan_before_it_allocates(tiny_model, 
     with pytest.raises(kvjax.DoesNotFit, match="batch of 3"):
         kvjax.generate(tiny_model, prompts, max_new_tokens=0, memory_limit=planned.total_bytes - 1)
     with pytest.raises(kvjax.DoesNotFit):
-        kvjax.generate(tiny_model, prompts, cache=cache, memory_limit=planned.total_bytes)
+        kvjax.generate(tiny_model, prompts, cache=cache, max_new_tokens=0, memory_limit=planned.total_bytes)
     with pytest.raises(kvjax.UsageError):
         kvjax.generate(tiny_model, prompts, cache=cache, policy="lagkv")
     with pytest.raises(kvjax.UsageError):

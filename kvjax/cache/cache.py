@@ -74,7 +74,7 @@ class Cache:
         """Rows, layers, policy and bytes, without the arrays."""
         there = [leaf for leaf in jax.tree.leaves(self) if hasattr(leaf, "nbytes")]  # a shape alone has none
         size = f"{nbytes(there):,}"
-        return f"Cache(rows={self.batch}, layers={len(self.layers)}, policy={self.policy}, nbytes={size})"
+        return f"Cache(rows={self.batch}, layers={len(self.layers)}, policy={self.policy.named}, nbytes={size})"
 
     @property
     def nbytes(self) -> int:

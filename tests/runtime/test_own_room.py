@@ -162,7 +162,8 @@ def test_rows_of_padding_change_nothing(lm, policy, once, storage):
     assert [one.tokens for one in five[:4]] == [one.tokens for one in four]
     assert {one.cache.batch for one in five} == {1}
     # Bytes: those of four rows, and then of eight, of which the context is an equal part of every answer's alone.
-    shared = context.context.nbytes if once else four[0].stats.shared_cache_bytes
+    shared = four[0].stats.shared_cache_bytes
+    assert context.context is None or shared == context.context.nbytes
     for outputs, rows in ((three, 4), (four, 4), (five, 8)):
         stats = outputs[0].stats
         assert stats.shared_cache_bytes == shared
