@@ -205,7 +205,16 @@ def test_a_number_stands_beside_ours_where_the_model_is_the_same(lm, tmp_path):
 
 def test_two_processes_share_the_questions_of_every_ground(lm, tmp_path, monkeypatch):
     """Threads, which answer without a model; what one of them alone refuses is refused by both."""
-    mine, answered = threading.local(), {}
+    mine, answered, begun = threading.local(), {}, threading.Barrier(2)
+
+    class Meeting(QuickAsker):
+        """Waits with its first answer until the other process has a question too."""
+
+        def answers(self, entry, batch, policy):
+            if not mine.met:
+                mine.met = True
+                begun.wait(60)
+            return super().answers(entry, batch, policy)
 
     def own_group():
         """The process' next group, of the same name in both."""
@@ -215,13 +224,13 @@ def test_two_processes_share_the_questions_of_every_ground(lm, tmp_path, monkeyp
         return found
 
     monkeypatch.setattr(measuring, "group", own_group)
-    monkeypatch.setattr(runner, "Asker", QuickAsker)
+    monkeypatch.setattr(runner, "Asker", Meeting)
     monkeypatch.setattr(distributed, "_CHECK", 0.0)
     paper = PAPERS["razor"]
 
     def process(group, unlike=False):
         number = group.process
-        mine.process, mine.store, mine.count = number, group._client, 0
+        mine.process, mine.store, mine.count, mine.met = number, group._client, 0, False
         data = DataFolder(None)
         found = measured([paper], tmp_path / str(unlike), options(), data)
         try:
