@@ -13,8 +13,8 @@ What runs is kvpress's own code, but where a test compares the part that is comm
 
 - "h2o": ObservedAttention divides the sums of the attention matrix's columns by the queries in them; H2O takes the
   sums, so that the division is undone.
-- "compactor": the keys are not projected, the logits of non-causal attention are divided by the root of the head's
-  size, and the prompt fills its chunks, so that none is padded: see ``kvjax.Compactor``.
+- "compactor": the keys are not projected, there is one KV head, and the prompt fills its chunks, so that none is
+  padded: see ``kvjax.Compactor``.
 - Q-Filters are not on disk; theirs are the lowest products, so that kvjax's filters are given with their sign turned.
 """
 
@@ -27,7 +27,7 @@ import pathlib
 import sys
 import tempfile
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import kvpress
@@ -94,22 +94,19 @@ def replace_what_differs(model: cases.FamilyCase) -> None:
     kvpress.QFilterPress.load_q_filters = staticmethod(lambda _: -filters)
 
 
-class CommonCompactor:
-    """Compactor without its projection and with scaled logits, for as long as it is entered."""
+@contextlib.contextmanager
+def unprojected() -> Iterator[None]:
+    """Compactor's random projections are the identity."""
+    drawn = torch.randn
 
-    def __enter__(self) -> None:
-        self.kept = torch.randn, kvpress.NonCausalAttnPress.non_causal_chunked_attn
+    def identity(*shape: int, device: Any, dtype: Any) -> torch.Tensor:
+        return torch.eye(shape[-1], dtype=dtype).expand(*shape) * math.sqrt(shape[-1])
 
-        def identity(*shape: int, device: Any, dtype: Any) -> torch.Tensor:
-            return torch.eye(shape[-1], dtype=dtype).expand(*shape) * math.sqrt(shape[-1])
-
-        def scaled(q: torch.Tensor, k: torch.Tensor, chunk: int) -> torch.Tensor:
-            return self.kept[1](q / math.sqrt(q.shape[-1]), k, chunk)
-
-        torch.randn, kvpress.NonCausalAttnPress.non_causal_chunked_attn = identity, staticmethod(scaled)
-
-    def __exit__(self, *_: Any) -> None:
-        torch.randn, kvpress.NonCausalAttnPress.non_causal_chunked_attn = self.kept[0], staticmethod(self.kept[1])
+    torch.randn = identity
+    try:
+        yield
+    finally:
+        torch.randn = drawn
 
 
 def numbers(kept: torch.Tensor, whole: torch.Tensor) -> list[int]:
@@ -157,7 +154,7 @@ def main() -> None:
         folders = {key: cases.folder(model, pathlib.Path(name) / key) for key, model in cases.MODELS.items()}
         for case in cases.CASES:
             replace_what_differs(cases.MODELS[case.model])
-            with CommonCompactor() if case.name == "compactor" else contextlib.nullcontext():
+            with unprojected() if case.name == "compactor" else contextlib.nullcontext():
                 both = [kept_tokens(case, folders[case.model], dtype) for dtype in (torch.float32, torch.float64)]
             (kept, _), (exact, values) = both
             assert kept == exact, f"{case.name}: rounding decides; draw another prompt"

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache.pool import LayerCache
-from kvjax.checks import MOST_SEED, MOST_SLOTS, number, optional, whole_number
+from kvjax.checks import MOST_SEED, MOST_SLOTS, number, optional, true_or_false, whole_number
 from kvjax.model.config import ModelConfig
 from kvjax.model.rope import angles, rotate
 from kvjax.policies.base import Candidates, PromptChunk, Signals
@@ -39,9 +39,10 @@ class Compactor(Selecting):
     from too. Chosen once a prompt; decoded tokens all stay. On a later turn leverage is of all keys that are there,
     and kept tokens have the attention they had; a decoded token, which no chunk has read, has the average.
 
-    Unlike kvpress: logits are scaled as the model's are and padding gets no attention; means and deviations are of
-    each head alone; the random projection is one for all heads, made from ``seed``. In an ALiBi model its biases, which
-    are for earlier keys, are left out. The cost is one more projection of each prompt to queries and keys.
+    Unlike the authors' code and kvpress: logits are scaled as the model's are (``scaled=False``: products of queries
+    and keys as they are, as there); padding gets no attention; means and deviations are of each head alone; the random
+    projection is one for all heads, made from ``seed``. In an ALiBi model its biases, which are for earlier keys, are
+    left out. The cost is one more projection of each prompt to queries and keys.
     """
 
     layers_alike: ClassVar[bool] = True
@@ -53,12 +54,14 @@ class Compactor(Selecting):
     chunk: int = 256
     sketch: int = 48
     seed: int = 0
+    scaled: bool = True
 
     def __post_init__(self) -> None:
         optional(lambda name, value: number(name, value, 0))("blend", self.blend)
         whole_number("sink", self.sink, 0, MOST_SLOTS)
         whole_number("recent", self.recent, 0, MOST_SLOTS)
         whole_number("chunk", self.chunk, 2, MOST_SLOTS)
+        true_or_false("scaled", self.scaled)
         whole_number("sketch", self.sketch, 0, MOST_SLOTS)
         whole_number("seed", self.seed, 0, MOST_SEED)
         super().__post_init__()
@@ -69,7 +72,12 @@ class Compactor(Selecting):
 
     @property
     def signals(self) -> Signals:
-        return Signals(noncausal=self.chunk, noncausal_first=self.sink, noncausal_last=self.recent)
+        return Signals(
+            noncausal=self.chunk,
+            noncausal_scaled=self.scaled,
+            noncausal_first=self.sink,
+            noncausal_last=self.recent,
+        )
 
     def smallest(self) -> int:
         return self.sink + self.recent + 1

@@ -58,6 +58,7 @@ class Signals:
       columns_scaled: the columns' softmax uses :meth:`Policy.window_scale` instead of the model's own scale.
       noncausal: chunk size of non-causal attention, in which every query of a chunk attends to every key of it, earlier
         or later; each key's mass is summed over the chunk's queries, 1 on average. 0 for none.
+      noncausal_scaled: whether its softmax uses the model's own scale, or the products of queries and keys as they are.
       noncausal_first: tokens at positions below this belong to no chunk.
       noncausal_last: neither do so many at the end of each prompt or turn.
       repeat: the prompt is repeated, and each key's largest attention probability from a query of that is taken: in the
@@ -77,6 +78,7 @@ class Signals:
     columns: bool = False
     columns_scaled: bool = False
     noncausal: int = 0
+    noncausal_scaled: bool = True
     noncausal_first: int = 0
     noncausal_last: int = 0
     repeat: Repetition | None = None

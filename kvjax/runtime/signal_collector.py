@@ -251,6 +251,7 @@ def noncausal_mass(
     after it, and end before its last ``noncausal_last``. ALiBi's biases, which are for earlier keys, are left out.
     """
     config, (batch, tokens, _), size = layer.config, x.shape, signals.noncausal
+    scale = config.attention_scale if signals.noncausal_scaled else 1.0
     skip = jnp.maximum(signals.noncausal_first - seen, 0)
     end = count - skip - signals.noncausal_last
     exact = jax.lax.Precision.HIGHEST
@@ -261,7 +262,7 @@ def noncausal_mass(
         xc, here = jax.tree.map(lambda a: jnp.take_along_axis(a, source, axis=1), (x, rope))
         raw_q, raw_k, _ = layer.project(xc)
         q, k = (apply_rope(a, here).astype(jnp.float32) for a in (raw_q, raw_k))
-        logits = jnp.einsum("bqhgd,bkhd->bhgqk", q, k, precision=exact) * config.attention_scale
+        logits = jnp.einsum("bqhgd,bkhd->bhgqk", q, k, precision=exact) * scale
         if config.attention_soft_cap is not None:
             logits = config.attention_soft_cap * jnp.tanh(logits / config.attention_soft_cap)
         real = place < end[:, None]

@@ -22,9 +22,10 @@ PLAIN = {"budget": BUDGET, "sink": SINK, "recent": RECENT, "chunk": CHUNK, "sket
 
 
 class CompactorHead(ChoosingHead):
-    def __init__(self, *args, blend=0.5, sketch=None, rotary=True, **place):
+    def __init__(self, *args, blend=0.5, sketch=None, rotary=True, scaled=True, **place):
         super().__init__(*args, **place)
         self.blend, self.sketch, self.rotary = blend, sketch, rotary
+        self.scale = self.k.shape[1] ** -0.5 if scaled else 1.0
         self.attention: dict[int, float] = {}
 
     def budget(self, total: int) -> int:
@@ -35,7 +36,7 @@ class CompactorHead(ChoosingHead):
         for start in range(0, len(inside), CHUNK):
             part = inside[start : start + CHUNK]
             for queries in self.q:
-                weights = [softmax(self.k[part] @ queries[t] * self.k.shape[1] ** -0.5) for t in part]
+                weights = [softmax(self.k[part] @ queries[t] * self.scale) for t in part]
                 for t, mass in zip(part, np.sum(weights, axis=0), strict=True):
                     self.attention[t] = self.attention.get(t, 0) + mass / len(self.q)
 
@@ -70,6 +71,11 @@ def test_choices_are_the_equations_around_every_boundary(heads, group):
 
 def test_the_blend_is_the_share_that_leaves_when_not_given():
     assert_same(Compactor(**PLAIN), head_of(blend=None), [("read", [70, 30])], heads=2, group=2)
+
+
+def test_logits_may_be_left_unscaled():
+    policy = Compactor(**PLAIN, blend=0.5, scaled=False)
+    assert_same(policy, head_of(scaled=False), [("read", [70, 30])], heads=2, group=2, dim=8)
 
 
 def test_keys_are_projected():

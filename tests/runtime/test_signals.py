@@ -103,10 +103,12 @@ def test_window_mass_and_columns_are_dense_attention_summed(heads):
             assert not np.asarray(mass[row, :, :, size:]).any()
 
 
-def test_noncausal_mass_is_attention_in_both_directions_within_chunks():
+@pytest.mark.parametrize("scaled", [True, False])
+def test_noncausal_mass_is_attention_in_both_directions_within_chunks(scaled):
     lm = toys.tiny_model()
+    scale = lm.config.head_dim**-0.5 if scaled else 1.0
     first, second = [ids_of(1, 270), ids_of(2, 10), ids_of(5, 3)], [ids_of(3, 40), ids_of(4, 7), ids_of(6, 9)]
-    policy = Spy(Signals(noncausal=16, noncausal_first=6, noncausal_last=2))
+    policy = Spy(Signals(noncausal=16, noncausal_scaled=scaled, noncausal_first=6, noncausal_last=2))
     cache = read(lm, policy, first)
     before, after = cache.layers[0].state, read(lm, policy, second, cache).layers[0].state
     for row in range(3):
@@ -116,7 +118,7 @@ def test_noncausal_mass_is_attention_in_both_directions_within_chunks():
             want = np.ones((q.shape[1], q.shape[2], end - begin))
             for at in range(max(6, begin), end - 2, 16):
                 part = slice(at, min(at + 16, end - 2))
-                weight = np.exp(np.einsum("thgd,shd->hgts", q[part], k[part]) * lm.config.head_dim**-0.5)
+                weight = np.exp(np.einsum("thgd,shd->hgts", q[part], k[part]) * scale)
                 weight /= weight.sum(axis=-1, keepdims=True)
                 want[:, :, part.start - begin : part.stop - begin] = weight.sum(axis=2)
             np.testing.assert_allclose(got.noncausal[row, :, :, place : place + end - begin], want, atol=1e-4)

@@ -79,7 +79,9 @@ def _noncausal(asked: Any, q: np.ndarray, k: np.ndarray, seen: np.ndarray, count
         for start in range(max(asked.noncausal_first - int(before), 0), max(end, 0), asked.noncausal):
             part = slice(start, min(start + asked.noncausal, end))
             logits = np.einsum("hgqd,hkd->hgqk", q[row, :, :, part].astype(float), k[row, :, part].astype(float))
-            weight = np.exp(logits * q.shape[-1] ** -0.5)
+            if asked.noncausal_scaled:
+                logits = logits * q.shape[-1] ** -0.5
+            weight = np.exp(logits - logits.max(axis=-1, keepdims=True))
             mass[row, :, :, part] = (weight / weight.sum(axis=-1, keepdims=True)).sum(axis=2)
     return jnp.asarray(mass, jnp.float32)
 

@@ -84,7 +84,7 @@ CASES = (
     Case("merged", "merged:ratio=0.25,inner=keydiff"),
     Case("finch", "finch:ratio=0.25,window=16"),
     Case("qfilters", "qfilters:ratio=0.25"),
-    Case("compactor", "compactor:ratio=0.25,chunk=32,sketch=0", tokens=172, model="mqa"),
+    Case("compactor", "compactor:ratio=0.25,chunk=32,sketch=0,scaled=False", tokens=172, model="mqa"),
     Case("kvzip_layer", "adaptive:ratio=0.25,floor=0,inner=kvzip(chunk=64)"),
     Case("kvzip_model", "adaptive:ratio=0.25,floor=0,scope=model,inner=kvzip(chunk=64)"),
 )
