@@ -7,8 +7,9 @@ From the repository; the second command needs what its module says:
     python scripts/peer_answers.py ANSWERS --data benchmarks --rows
 
 ``ANSWERS`` is a file that gets a line for every answer. The prompts are those of ``kvjax eval --suite ruler --tasks
-niah_single_1,niah_single_2 --length 1350 --limit 10``. As in ``kvjax compare`` each goes through the model once, and
-every policy makes its cache from that record; those that need the model read it themselves.
+niah_single_1,niah_single_2 --length 1350 --limit 10``. kvpress compresses a context and leaves all that comes after it
+whole, which is ``kvjax.read(..., once=True)``; policies that go on choosing while they answer cannot be read so, and
+choose again with the question.
 """
 
 from __future__ import annotations
@@ -20,18 +21,14 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import kvjax
-from kvjax.cache.quantisation import parse_storage
-from kvjax.eval.asking import Asker
-from kvjax.eval.recorded import can_replay, record
 from kvjax.eval.ruler import match_all
 from kvjax.eval.suites.data import DataFolder
 from kvjax.eval.suites.item import Asked
 from kvjax.eval.suites.prompts import Prepared, prepare
 from kvjax.eval.suites.ruler_suite import RULER
-from kvjax.interrupt import interruptible
 from kvjax.policies import parse
+from kvjax.policies.fixed import fixed
 from kvjax.policies.inner import with_size
-from kvjax.runtime.compilation import compile_clock
 
 TASKS = ("niah_single_1", "niah_single_2")
 RETAINED = 0.25
@@ -55,8 +52,6 @@ METHODS = (
     "adaptive:inner=kvzip",
     "adaptive:inner=kvzip,scope=model",
 )
-#: Prompts of each task that are read together.
-BATCH = 2
 
 
 def arguments(about: str | None) -> argparse.ArgumentParser:
@@ -101,19 +96,21 @@ class Journal:
 
 def ask(lm: Any, asked: Sequence[Prepared], journal: Journal, methods: Sequence[str]) -> None:
     """Answer what the journal lacks."""
-    with interruptible() as interrupt, compile_clock() as clock:
-        asker = Asker(lm, parse_storage("model"), clock, interrupt)
-        for start in range(0, len(asked), BATCH * len(TASKS)):
-            batch = asked[start : start + BATCH * len(TASKS)]
-            contexts, questions = [one.context for one in batch], [one.question for one in batch]
-            missing = [method for method in methods if journal.missing(method, batch)]
-            made = record(lm.params, contexts) if missing else None
-            for method in missing:
-                policy = with_size(parse(method), ratio=RETAINED)
-                cache = asker.compress(made if can_replay(policy, lm.config) else None, contexts, policy)
-                answers = asker.ask_onto(cache, questions, batch[0].item.max_new_tokens)
-                for one, text in zip(batch, answers.texts, strict=True):
-                    journal.add(method, one, text)
+    for method in methods:
+        policy = with_size(parse(method), ratio=RETAINED)
+        for one in asked:
+            if journal.missing(method, [one]):
+                cache = kvjax.read(lm, list(one.context), policy=policy, once=chooses_once(policy))
+                options = {"max_new_tokens": one.item.max_new_tokens, "chat": False}
+                journal.add(method, one, kvjax.generate(lm, list(one.question), cache=cache, **options).text)
+
+
+def chooses_once(policy: Any) -> bool:
+    """Whether a context may be read once under a policy."""
+    try:
+        return fixed(policy) is not policy
+    except kvjax.KvjaxError:
+        return False
 
 
 def rows(asked: Sequence[Prepared], sides: Sequence[Journal], methods: Sequence[str]) -> Iterator[str]:
