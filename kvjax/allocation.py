@@ -106,16 +106,16 @@ def _beside_context(
     last = beside_context(config, policy, rows, context, prompt_bucket(own) if own else 0)
     if exact:
         return (last,)
-    if reserve is None:  # twice what a first turn would take, so that turns that outgrow their room are few
+    if reserve is None:  # twice what a first turn would take, so that few turns outgrow it
         spares: tuple[int, ...] = (0,) if held is None else (own, 0)
     else:
         spares = reserves(own, reserve // batch, outgrown=held is not None)
     wanted = [own + spare for spare in spares]
-    rooms = [own_bucket(count) if count else 0 for count in wanted]
+    capacities = [own_bucket(count) if count else 0 for count in wanted]
     if not policy.beyond_context:  # no row is longer than the context
         most = max(prompt_bucket(own), prompt_bucket(config.max_position - context))
-        rooms = [min(room, most) for room in rooms]
-    found = [beside_context(config, policy, batch, context, room) for room in rooms]
+        capacities = [min(capacity, most) for capacity in capacities]
+    found = [beside_context(config, policy, batch, context, capacity) for capacity in capacities]
     return tuple(dict.fromkeys((*found, last)))
 
 

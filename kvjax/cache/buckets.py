@@ -45,7 +45,7 @@ def request_bucket(tokens: int) -> int:
 def own_bucket(tokens: int) -> int:
     """The bucket of what a row adds to a context that it shares: 64, 256, then those of :func:`prompt_bucket`.
 
-    Finer than :func:`request_bucket`, since every row has a room of it beside what all of them hold once.
+    Finer than :func:`request_bucket`, since every row has one, beside what all of them hold once.
     """
     return prompt_bucket(tokens) if tokens <= STEP else max(SHORT, prompt_bucket(tokens))
 

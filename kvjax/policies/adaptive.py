@@ -31,7 +31,7 @@ from kvjax.policies.expected_attention import ExpectedAttention
 from kvjax.policies.inner import Rescoring
 from kvjax.policies.lagkv import LagKV
 from kvjax.policies.option_checks import one_of
-from kvjax.policies.sized import Scored, Selecting
+from kvjax.policies.sized import Scoring, Selecting
 
 #: Methods of an evicting policy that must be as its base class has them, since what they do is done for it here.
 _RELIED = (
@@ -84,7 +84,7 @@ class AdaptiveHeads(Rescoring):
                 'AdaptiveHeads scope="layer" with it.'
             )
 
-    def takes(self, inner: Scored) -> bool:
+    def takes(self, inner: Scoring) -> bool:
         if not isinstance(inner, Evicting):
             return super().takes(inner)
         return not inner.heads_agree and all(getattr(type(inner), name) is getattr(Evicting, name) for name in _RELIED)

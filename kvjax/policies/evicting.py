@@ -15,7 +15,7 @@ from kvjax.cache.packing import store
 from kvjax.cache.pool import LayerCache, by_head, by_page, mark_rows, rows
 from kvjax.model.config import ModelConfig
 from kvjax.policies.base import Candidates, HostOrTraced, PromptChunk, Selection, Step, append_new, selection, top_mask
-from kvjax.policies.sized import Scored
+from kvjax.policies.sized import Scoring
 
 _LAST = jnp.iinfo(jnp.int32).max
 
@@ -61,7 +61,7 @@ class EvictState:
 
 
 @dataclasses.dataclass(frozen=True)
-class Evicting(Scored):
+class Evicting(Scoring):
     """Keeps ``budget`` tokens a head at all times.
 
     A head has one slot more than its budget. A token that leaves stays in its slot until the next one is written over

@@ -15,7 +15,7 @@ from kvjax.errors import UsageError, quoted
 from kvjax.model.config import ModelConfig
 from kvjax.policies.base import Candidates, HostOrTraced, Policy, PromptChunk, Signals
 from kvjax.policies.option_checks import refuse_shared_layers
-from kvjax.policies.sized import Scored, Selecting
+from kvjax.policies.sized import Scoring, Selecting
 
 #: Fields of token policies that say how much is kept, where they are None by default: one of them is given. (A window
 #: that has a default, as SnapKV's, is how a policy observes.)
@@ -55,7 +55,7 @@ class Rescoring(Selecting):
         inner, name = self._inner, type(self).__name__
         if not isinstance(inner, Policy):
             raise UsageError(f"inner is {quoted(inner)}; give {name} a policy, such as kvjax.KeyDiff().")
-        if not isinstance(inner, Scored) or not self.takes(inner):
+        if not isinstance(inner, Scoring) or not self.takes(inner):
             raise UsageError(f"inner is {type(inner).__name__}, which {self.refusal(inner, name)}.")
         if has_own_size(inner) or inner.keep_turn != type(inner)().keep_turn:
             raise UsageError(f"The size of {name} is its own; leave budget, ratio and keep_turn out of inner.")
@@ -66,7 +66,7 @@ class Rescoring(Selecting):
         """The inner policy when none is given."""
         raise NotImplementedError
 
-    def takes(self, inner: Scored) -> bool:
+    def takes(self, inner: Scoring) -> bool:
         """Whether this policy may be over another one: by its scores, over those that choose once, by these alone."""
         return type(inner).select is Selecting.select
 
@@ -79,7 +79,7 @@ class Rescoring(Selecting):
         return self.usual() if self.inner is None else self.inner
 
     @property
-    def scoring(self) -> Scored:
+    def scoring(self) -> Scoring:
         """The inner policy at the size of this one."""
         return _scoring(self)
 
@@ -145,5 +145,5 @@ class Rescoring(Selecting):
 
 
 @functools.lru_cache(maxsize=256)
-def _scoring(policy: Rescoring) -> Scored:
+def _scoring(policy: Rescoring) -> Scoring:
     return with_size(policy._inner, budget=policy.budget, ratio=policy.ratio)

@@ -15,7 +15,7 @@ from kvjax.policies.base import Candidates, PromptChunk, Selection
 from kvjax.policies.candidates import most_kept, places_of
 from kvjax.policies.inner import Rescoring
 from kvjax.policies.keydiff import KeyDiff
-from kvjax.policies.sized import Scored, Selecting
+from kvjax.policies.sized import Scoring, Selecting
 
 #: Candidates that are compared with all kept keys at a time.
 _BLOCK = 128
@@ -57,7 +57,7 @@ class Merged(Rescoring):
     def usual(self) -> Selecting:
         return KeyDiff()
 
-    def takes(self, inner: Scored) -> bool:
+    def takes(self, inner: Scoring) -> bool:
         return isinstance(inner, Selecting) and not inner.changes_while_decoding and not isinstance(inner, Merged)
 
     @property

@@ -104,7 +104,7 @@ class Sized(Policy):
 
 
 @dataclasses.dataclass(frozen=True)
-class Scored(Sized):
+class Scoring(Sized):
     """A sized policy that scores the tokens of a prompt: what another policy may choose by, see ``inner.py``."""
 
     #: Whether :meth:`scores` gives logarithms of what would be summed.
@@ -140,7 +140,7 @@ class Scored(Sized):
 
 
 @dataclasses.dataclass(frozen=True)
-class Selecting(Scored):
+class Selecting(Scoring):
     """Selects at each prompt and later turn, over kept, decoded and new tokens; what is decoded after it all stays."""
 
     def capacities(self, config: ModelConfig, prompt: int, new: int) -> tuple[tuple[int, ...], ...]:

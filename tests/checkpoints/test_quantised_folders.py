@@ -249,7 +249,7 @@ REFUSED = [
     (quantised.compressed("nvfp4-pack-quantized"), "in the form 'nvfp4-pack-quantized'"),
     (quantised.compressed("pack-quantized", num_bits=3, type="int", strategy="group"), "to 3 bits of 'int' by 'group'"),
     (quantised.compressed("int-quantized") | {"config_groups": {"a": None}}, "in several forms"),
-    (quantised.compressed("int-quantized") | {"transform_config": {"config_groups": {"u": {}}}}, "rotated weights"),
+    (quantised.compressed("int-quantized") | {"transform_config": {"config_groups": {"u": {}}}}, "transformed weights"),
     (quantised.FP8_BLOCKS | {"weight_block_size": [128]}, "as the size of its blocks"),
 ]
 

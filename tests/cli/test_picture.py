@@ -9,8 +9,10 @@ import pytest
 
 from kvjax.eval.compare import Comparison
 from kvjax.eval.long_generation import EVICTING, worked_solution
+from kvjax.eval.long_generation import policies as slot_policies
 from kvjax.eval.results import AFTER, IN_VIEW, Row, Scored
 from kvjax.figures import new_figure
+from kvjax.policies import LagKV, parse
 
 
 def test_positions_of_a_text(cli, tmp_path):
@@ -77,6 +79,16 @@ def test_questions_and_answers_of_dialogues(cli, tmp_path):
     ):
         refused = cli(*command, *options)
         assert refused.code == 2 and says in refused.sentence
+
+
+@pytest.mark.parametrize("slots", [33, 90, 512, 900])
+def test_every_policy_of_a_long_answer_can_have_so_many_slots(slots):
+    """LagKV's partitions get smaller where those of its default would leave nothing to choose."""
+    made = [parse(text) for text in slot_policies(slots)]
+    assert [type(policy) for policy in made] == [type(parse(name)) for name in EVICTING]
+    assert {policy.budget for policy in made} == {slots}
+    (lagkv,) = (policy for policy in made if isinstance(policy, LagKV))
+    assert lagkv.lag == min(max(2, slots // 4), 128)
 
 
 @pytest.mark.parametrize("policies", [("streamingllm", "h2o"), pytest.param(EVICTING, marks=pytest.mark.slow)])

@@ -35,7 +35,7 @@ def _from_hf(config: Mapping[str, Any], origin: str) -> ModelConfig:
     )
 
 
-def _first_from_hf(config: Mapping[str, Any], origin: str) -> ModelConfig:
+def _command_r_from_hf(config: Mapping[str, Any], origin: str) -> ModelConfig:
     """Command R and R+, whose first files have their context as ``model_max_length``, and 8192 positions."""
     trained = config.get("model_max_length")
     if trained is not None:
@@ -82,5 +82,5 @@ def _weights(config: ModelConfig, gguf: bool) -> Iterable[Weight]:
     return weights_of(config, _GGUF if gguf else _LAYOUT)
 
 
-COHERE = Family(_first_from_hf, _from_gguf, _weights)
+COHERE = Family(_command_r_from_hf, _from_gguf, _weights)
 COHERE2 = Family(_second_from_hf, _second_from_gguf, _weights)

@@ -125,9 +125,10 @@ def _compressed(described: Described, origin: str) -> Method:
         raise _refused(origin, f"compressed-tensors in the form {quoted(form)}")
     if not isinstance(sparse, Mapping) or sparse.get("format") not in (None, "dense"):
         raise _refused(origin, "compressed-tensors with sparse weights")
-    rotated = described.get("transform_config") or {}
-    if not isinstance(rotated, Mapping) or rotated.get("config_groups"):  # activations would have to be rotated too
-        raise _refused(origin, "compressed-tensors with rotated weights (transform_config)")
+    transforms = described.get("transform_config") or {}
+    # Activations would have to be transformed too, by Hadamard matrices for instance.
+    if not isinstance(transforms, Mapping) or transforms.get("config_groups"):
+        raise _refused(origin, "compressed-tensors with transformed weights (transform_config)")
     weights = [group.get("weights") if isinstance(group, Mapping) else None for group in groups.values()]
     schemes = [dict(each) for each in weights if isinstance(each, Mapping)]
     said = ("num_bits", "type", "strategy", "group_size", "symmetric", "block_structure")

@@ -1,4 +1,4 @@
-"""The room of rows that share a context: decided once, counted before it is allocated, of few sizes."""
+"""The capacity of rows beside a context that they share: decided once, counted beforehand, of few sizes."""
 
 from __future__ import annotations
 
@@ -74,12 +74,12 @@ def test_later_turns_allocate_what_the_check_counts(lm, checks, policy, once, st
         cache = counted(checks, kvjax.generate(lm, ids(length), cache=cache, **options)).cache
     together = counted(checks, kvjax.generate(lm, [ids(70)] * 3, cache=[one.cache for one in first], **options))
     counted(checks, kvjax.generate(lm, ids(20), cache=together[0].cache, n=2, temperature=1.0, **options))
-    # One whose room for an answer has grown keeps it.
+    # One whose capacity for an answer has grown keeps it.
     long = kvjax.generate(lm, ids(9), cache=together[2].cache, max_new_tokens=300, stop_token_ids=())
     counted(checks, kvjax.generate(lm, [ids(9)] * 2, cache=long.cache, **options))
 
 
-def test_scored_answers_are_in_the_room_that_the_check_counts(lm, checks, monkeypatch):
+def test_scored_answers_are_in_the_bytes_that_the_check_counts(lm, checks, monkeypatch):
     context, made = kvjax.read(lm, CONTEXT, policy="snapkv:ratio=0.25", once=True), []
     real = kvjax.runtime.reading.read_prompts
     monkeypatch.setattr(
@@ -96,16 +96,16 @@ def test_a_limit_of_what_is_counted_suffices_for_a_later_turn(lm, checks, policy
     caches = [one.cache for one in kvjax.generate(lm, [ids(40)] * 3, cache=context, **options)]
     # What is given stays, and is joined; the context is one, however many rows have it.
     given = 2 * sum(cache.nbytes - cache.context.nbytes for cache in caches)
-    limit, rooms = None, []
-    while len(rooms) < 3:  # usual ones, smaller ones, and without rows of padding
+    limit, capacities = None, []
+    while len(capacities) < 3:  # usual ones, smaller ones, and without rows of padding
         outputs = kvjax.generate(lm, [ids(90)] * 3, cache=caches, memory_limit=limit, **options)
-        rooms.append(counted(checks, outputs)[0].cache.own_capacity)
+        capacities.append(counted(checks, outputs)[0].cache.own_capacity)
         total = checks[-1].total_bytes + given
         assert limit is None or total <= limit
         kvjax.generate(lm, [ids(90)] * 3, cache=caches, memory_limit=total, **options)
         assert checks[-1].total_bytes + given == total
         limit = total - 1
-    assert rooms == [512, 256, 192]
+    assert capacities == [512, 256, 192]
     with pytest.raises(kvjax.DoesNotFit, match="ask 2 in a call"):
         kvjax.generate(lm, [ids(90)] * 3, cache=caches, memory_limit=limit, **options)
 
@@ -122,7 +122,7 @@ def test_a_conversation_reserves_what_its_plan_says(lm):
 
 
 @pytest.mark.parametrize("exact", [False, True])
-def test_rooms_are_the_same_code_for_all_turns(exact):
+def test_capacities_are_of_the_same_buckets_on_all_turns(exact):
     config = toys.tiny_config(max_position=8192)
 
     def own(rows, tokens, **more):
@@ -131,7 +131,7 @@ def test_rooms_are_the_same_code_for_all_turns(exact):
     given = {"context": 4000, "exact": exact}
     assert own(3, 70, **given) == ([(3, 128)] if exact else [(4, 256), (3, 128)])
     held = SimpleNamespace(prompt_capacity=4608, new_capacity=1024, own_capacity=256)
-    assert own(3, 256, held=held, **given) == [(3, 256)] if exact else [(4, 256), (3, 256)]
+    assert own(3, 256, held=held, **given) == ([(3, 256)] if exact else [(4, 256), (3, 256)])
     assert own(3, 257, held=held, **given) == ([(3, 512)] if exact else [(4, 768), (4, 512), (3, 512)])
     kept = allocations(config, Full(), 4, 4256, held=held, **given)
     assert kept == (Allocation(4, 4608, 1024, 256),)
