@@ -104,7 +104,7 @@ def read_rows(
 ) -> tuple[Float[Array, "B T M"], Float[Array, "B H T D"], Float[Array, "B H T D"], Any]:
     """:func:`read_layer` over ``count`` tokens of each row, a few rows at a time (:func:`rows_together`).
 
-    A row of no tokens costs nothing, and its hidden states stay as they are.
+    Rows that are read together and have no tokens cost nothing, and their hidden states stay as they are.
     """
     common, before = (None, None) if shared is None else shared
     batch, tokens, _ = x.shape
