@@ -12,6 +12,8 @@ from support.compiled import compiled_programs
 from support.scorers import with_profiles
 
 import kvjax
+from kvjax.engine import many
+from kvjax.engine.core import EngineCore
 from kvjax.policies import parse
 
 RNG = np.random.default_rng(0)
@@ -170,14 +172,20 @@ def limit_of(lm, context, rows: int, **request) -> int:
         pytest.param("lagkv:ratio=0.5,lag=16,sink=4", False, False, marks=pytest.mark.slow),
     ],
 )
-def test_questions_that_do_not_fit_together_are_answered_as_in_smaller_calls(tiny_model, tmp_path, policy, once, saved):
+def test_questions_that_do_not_fit_together_are_answered_as_in_smaller_calls(
+    tiny_model, tmp_path, monkeypatch, policy, once, saved
+):
     context = kvjax.read(tiny_model, CONTEXT, policy=policy, once=once)
     whole = kvjax.generate(tiny_model, MANY, cache=context, **DRAWN)
     if saved:
         kvjax.save_cache(tmp_path / "saved", context, tiny_model)
         context = kvjax.load_cache(tmp_path / "saved", tiny_model)
-    limit = limit_of(tiny_model, context, 12, policy=policy, once=once)
-    few = kvjax.generate(tiny_model, MANY, cache=context, **DRAWN, memory_limit=limit)
+    limit, made = limit_of(tiny_model, context, 12, policy=policy, once=once), []
+    with monkeypatch.context() as patch:
+        patch.setattr(many, "EngineCore", lambda *given, **how: made.append(EngineCore(*given, **how)) or made[-1])
+        few = kvjax.generate(tiny_model, MANY, cache=context, **DRAWN, memory_limit=limit)
+    beside = context.nbytes - (0 if context.context is None else context.context.nbytes)
+    assert made[0].sizes.total_bytes + beside <= limit, "the cache that is asked stays"
     for one, other in zip(few, whole, strict=True):
         assert one.tokens == other.tokens and one.finish_reason == other.finish_reason
         np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-4)

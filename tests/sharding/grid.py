@@ -151,6 +151,7 @@ GRID = (
     # Without rotary embedding equal tokens have equal keys: by these alone they would tie.
     Case("adaptive_of_snapkv", "data=2,model=4", positional="alibi", later=True),
     Case("adaptive", "data=4,model=2", kv_heads=3, storage="int8", grow=True),
+    Case("full", "data=2,model=4", later=True, moves=True, context=True),
     *(Case(policy, mesh, later=True, context=True) for policy in ("full", "lagkv", "razor", "h2o") for mesh in MESHES),
     *(
         Case(policy, mesh, heads, storage, later=True, context=True, once=True)
@@ -235,7 +236,9 @@ def numbers(case: Case, lm: Any) -> tuple[dict[str, Any], Any]:
         if case.later:
             caches = [_through_disk(lm, output.cache) if case.saved else output.cache for output in outputs[-3:]]
             sampling = {"n": 2, "temperature": 1.0, "seed": 5}
-            turns = kvjax.generate(lm, ["and so?", "b", "what then"], cache=caches, **options, **sampling)
+            # Rows that leave the mesh hold the context that they shared, each its own.
+            on = model_of(case) if case.moves and not policy.offloads_rounds else lm
+            turns = kvjax.generate(on, ["and so?", "b", "what then"], cache=caches, **options, **sampling)
             outputs += [sample for samples in turns for sample in samples]
             turn = turns[0][0].stats.device_cache_bytes, checked[-1].cache_bytes
     finally:
