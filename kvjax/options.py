@@ -159,7 +159,7 @@ class GenerationOptions:
         optional(partial(whole_number, least=0, most=2**31 - 1)),
         "Until they are used up no later turn compiles; then the cache grows by half, and by these at least. "
         "None reserves none for a first call, and 4,096 for Chat and for a call that continues a cache; fewer are "
-        "reserved where they do not fit.",
+        "reserved where they do not fit, and none for samples (n) that share a prompt of 1,024 tokens or more.",
     )
     progress: Progress = _option(
         None,

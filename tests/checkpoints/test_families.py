@@ -70,6 +70,17 @@ def test_command_r_has_the_context_that_it_was_trained_on():
         from_hf(**first, model_max_length="long")
 
 
+def test_windows_of_smollm3_are_of_its_layers_without_rotary_embedding():
+    given = {"model_type": "smollm3", "num_hidden_layers": 8, "max_position_embeddings": 64, "sliding_window": 16}
+    slides = from_hf(**given, use_sliding_window=True)
+    assert [i for i in range(8) if slides.layer(i).window] == list(slides.no_rotary_layers) == [3, 7]
+    assert slides.layer(3).window == 16
+    assert not any(from_hf(**given).layer(i).window for i in range(8))
+    kinds = ["sliding_attention"] + ["full_attention"] * 7
+    said = from_hf(**given, use_sliding_window=True, layer_types=kinds)
+    assert [i for i in range(8) if said.layer(i).window] == [0], "the file says it itself"
+
+
 def test_activations_by_the_names_that_published_models_give():
     neox = {**gguf_files.case("llama_gqa").config, "model_type": "gpt_neox"}
     assert FAMILIES["gpt_neox"].from_hf({**neox, "hidden_act": "gelu_fast"}, "x").mlp == "gelu"  # GPT-NeoX-20B

@@ -33,6 +33,15 @@ class SaysAnotherBudget(Recent):
 
 
 @dataclasses.dataclass(frozen=True)
+class SharesMoreThanItSays(kvjax.AdaptiveHeads):
+    def size(self, config, layer, total):
+        return super().size(config, layer, total) + 1
+
+    def budgets(self, config, layer, total):
+        return per_head(numpy_or_jax(total).minimum(total, super().size(config, layer, total)), config)
+
+
+@dataclasses.dataclass(frozen=True)
 class NeverAppends(Recent):
     def append(self, layer, cache, k, v, config, **_):
         return cache
@@ -93,6 +102,7 @@ def test_a_policy_that_is_right_passes(tiny_model):
         (TextMarks(), "TextMarks.marks is 'position'; give a tuple of names"),
         (NothingMaintains(), "NothingMaintains.maintains is true, and nothing makes a row due no more"),
         (SeesItsNeighbours(), "SeesItsNeighbours: a row of a batch is not the row alone"),
+        (SharesMoreThanItSays(budget=20), r"SharesMoreThanItSays.budgets (keeps|says) .* kept"),
         (SaysAnotherBudget(), "SaysAnotherBudget.budgets keeps 31 of 150 tokens .* and 24 are kept"),
     ],
 )

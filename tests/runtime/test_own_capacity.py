@@ -121,6 +121,23 @@ def test_a_conversation_reserves_what_its_plan_says(lm):
     assert later.stats.device_cache_bytes == plan.cache_bytes
 
 
+def test_rows_of_different_capacities_are_joined_in_the_larger_one(lm, checks):
+    context = kvjax.read(lm, CONTEXT, policy="snapkv:ratio=0.25", once=True)
+    options = {"max_new_tokens": 4, "stop_token_ids": ()}
+    short, long = (kvjax.generate(lm, ids(count), cache=context, **options).cache for count in (5, 100))
+    assert short.prompt_capacity == long.prompt_capacity and short.own_capacity < long.own_capacity
+    for caches in ((short, long), (long, short)):
+        counted(checks, kvjax.generate(lm, [ids(3)] * 2, cache=caches, **options))
+
+
+def test_samples_of_a_long_prompt_reserve_nothing_and_are_counted_so(checks):
+    lm = toys.tiny_model(max_position=4096)
+    asked = {"n": 3, "temperature": 1.0, "max_new_tokens": 4, "stop_token_ids": ()}
+    for reserve in (None, 600):
+        outputs = kvjax.generate(lm, ids(1100), reserve_tokens=reserve, **asked)
+        assert counted(checks, outputs)[0].cache.own_capacity == 0
+
+
 @pytest.mark.parametrize("exact", [False, True])
 def test_capacities_are_of_the_same_buckets_on_all_turns(exact):
     config = toys.tiny_config(max_position=8192)
