@@ -13,8 +13,8 @@ What runs is kvpress's own code, but where a test compares the part that is comm
 
 - "h2o": ObservedAttention divides the sums of the attention matrix's columns by the queries in them; H2O takes the
   sums, so that the division is undone.
-- "compactor": the keys are not projected, there is one KV head, and the prompt fills its chunks, so that none is
-  padded: see ``kvjax.Compactor``.
+- "compactor": the keys are not projected, and the prompt fills its chunks, so that none is padded: see
+  ``kvjax.Compactor``.
 - Q-Filters are not on disk; theirs are the lowest products, so that kvjax's filters are given with their sign turned.
 """
 
@@ -85,12 +85,12 @@ PRESSES: dict[str, Callable[[], Any]] = {
 }
 
 
-def replace_what_differs(model: cases.FamilyCase) -> None:
+def replace_what_differs() -> None:
     """The replacements that the module's docstring names, and the tokenizer of the tests in the place of the hub's."""
     encode = toys.byte_tokenizer().encode
     words = types.SimpleNamespace(chat_template=None, encode=lambda text, **_: torch.tensor([encode(text)]).long())
     kvpress.presses.kvzip_press.AutoTokenizer = types.SimpleNamespace(from_pretrained=lambda _: words)
-    filters = torch.from_numpy(cases.filters(model))
+    filters = torch.from_numpy(cases.filters())
     kvpress.QFilterPress.load_q_filters = staticmethod(lambda _: -filters)
 
 
@@ -124,7 +124,7 @@ def kept_tokens(
     torch.set_default_dtype(dtype)  # of KVzip's mask
     implementation = "eager" if case.name == "h2o" else "sdpa"  # it reads the attention matrix
     model = LlamaForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation=implementation).eval()
-    ids = torch.tensor([cases.prompt(case.model, case.tokens)])
+    ids = torch.tensor([cases.prompt(case.tokens)])
     whole, cut = DynamicCache(), DynamicCache()
     model.model(input_ids=ids, past_key_values=whole)
     press = PRESSES[case.name]()
@@ -151,11 +151,11 @@ def main() -> None:
     torch.set_num_threads(1)
     found = {}
     with tempfile.TemporaryDirectory() as name:
-        folders = {key: cases.folder(model, pathlib.Path(name) / key) for key, model in cases.MODELS.items()}
+        folder = cases.folder(pathlib.Path(name))
+        replace_what_differs()
         for case in cases.CASES:
-            replace_what_differs(cases.MODELS[case.model])
             with unprojected() if case.name == "compactor" else contextlib.nullcontext():
-                both = [kept_tokens(case, folders[case.model], dtype) for dtype in (torch.float32, torch.float64)]
+                both = [kept_tokens(case, folder, dtype) for dtype in (torch.float32, torch.float64)]
             (kept, _), (exact, values) = both
             assert kept == exact, f"{case.name}: rounding decides; draw another prompt"
             found[case.name] = kept

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from kvjax.cache.page_sharding import PageSharding
 from kvjax.cache.pool import LayerCache
 from kvjax.checks import MOST_SEED, MOST_SLOTS, number, optional, true_or_false, whole_number
 from kvjax.model.config import ModelConfig
@@ -27,22 +28,23 @@ _RIDGE, _OF_DIAGONAL = 1e-2, 1e-6
 class Compactor(Selecting):
     """Keep outlying keys and those with high non-causal attention, whatever will be asked (arXiv 2507.08143).
 
-    A token's score is ``blend`` x its leverage + its attention, each standardised over the head's tokens (mean 0,
-    deviation 1). Leverage: the statistical leverage score diag(X (X'X)^-1 X') of the centred keys X before rotary
-    embedding, projected to ``sketch`` random dimensions (0: of the keys themselves). Attention: non-causal, what a key
-    gets from all queries of its ``chunk``, earlier and later; the mean over the query heads of a group, times the
-    value's norm, averaged with its two neighbours. The first ``sink`` and the last ``recent`` tokens always stay and
-    are not scored. No question is needed, so it suits contexts that are read before one.
+    A token's score is ``blend`` x its leverage + its attention, each standardised over the tokens of all heads of a
+    layer (mean 0, deviation 1). Leverage: the statistical leverage score diag(X (X'X)^-1 X') of the centred keys X
+    before rotary embedding, projected to ``sketch`` dimensions (0: of the keys themselves) that are random, drawn from
+    ``seed`` for each head. Attention: non-causal, what a key gets from all queries of its ``chunk``, earlier and later,
+    and the same from each query that a short chunk lacks; the mean over the query heads of a group, times the value's
+    norm, averaged with its two neighbours. The first ``sink`` and the last ``recent`` tokens always stay and are not
+    scored. No question is needed, so it suits contexts that are read before one.
 
     Size: ``budget`` tokens a head (2,048 when nothing is given) or ``ratio`` of the row's tokens, ends included.
     ``blend`` is the fraction of tokens that leave when not given, as in NVIDIA's kvpress, which the other defaults are
     from too. Chosen once a prompt; decoded tokens all stay. On a later turn leverage is of all keys that are there,
     and kept tokens have the attention they had; a decoded token, which no chunk has read, has the average.
 
-    Unlike the authors' code and kvpress: logits are scaled as the model's are (``scaled=False``: products of queries
-    and keys as they are, as there); padding gets no attention; means and deviations are of each head alone; the random
-    projection is one for all heads, made from ``seed``. In an ALiBi model its biases, which are for earlier keys, are
-    left out. The cost is one more projection of each prompt to queries and keys.
+    The logits of that attention are products of queries and keys as they are, as in the authors' code and kvpress;
+    ``scaled=True`` scales them as the model does. Unlike in kvpress, the keys that a short chunk lacks get no
+    attention, as in the authors' code. In an ALiBi model its biases, which are for earlier keys, are left out. The cost
+    is one more projection of each prompt to queries and keys.
     """
 
     layers_alike: ClassVar[bool] = True
@@ -54,7 +56,7 @@ class Compactor(Selecting):
     chunk: int = 256
     sketch: int = 48
     seed: int = 0
-    scaled: bool = True
+    scaled: bool = False
 
     def __post_init__(self) -> None:
         optional(lambda name, value: number(name, value, 0))("blend", self.blend)
@@ -100,28 +102,36 @@ class Compactor(Selecting):
         self, layer: int, cache: LayerCache, candidates: Candidates, chunk: PromptChunk
     ) -> Float[Array, "B H N"]:
         free = candidates.valid & ~self.protected(candidates, chunk)
-        leverage = standardised(self._leverages(candidates, chunk, free), free)
+        leverage = standardised(self._leverages(cache, candidates, chunk, free), free, cache.sharding)
         v = candidates.v.astype(jnp.float32)
         mass = self.marks_after(layer, cache, candidates, chunk)["attention"] + 1
         mass = jnp.where(free, mass * jnp.sqrt((v * v).sum(axis=-1)), 0.0)
-        attention = standardised(pool(mass, candidates.length - self.recent, 3), free)
+        attention = standardised(pool(mass, candidates.length - self.recent, 3), free, cache.sharding)
         if self.blend is not None:
             return self.blend * leverage + attention
         kept = self.size(chunk.config, layer, chunk.total) / jnp.maximum(chunk.total, 1)
         return jnp.maximum(1 - kept, 0)[:, None, None] * leverage + attention
 
     def _leverages(
-        self, candidates: Candidates, chunk: PromptChunk, free: Bool[Array, "B H N"]
+        self, cache: LayerCache, candidates: Candidates, chunk: PromptChunk, free: Bool[Array, "B H N"]
     ) -> Float[Array, "B H N"]:
         """The leverage of each key among those that are ``free``, one head after the other: they take memory."""
+        first = cache.sharding.first_head(free.shape[1])
 
         def head(i: Array) -> Float[Array, "B N"]:
             k, counted = candidates.k[:, i].astype(jnp.float32), free[:, i]
             if chunk.config.positional == "rope":
                 k = before_rope(k, candidates.marks["position"][:, i], chunk)
-            return leverages(k, counted, self.sketch, self.seed)
+            return leverages(k, counted, self.projection(k.shape[-1], first + i))
 
         return jax.lax.map(head, jnp.arange(free.shape[1])).swapaxes(0, 1)
+
+    def projection(self, dim: int, head: int | Array) -> Float[Array, "D S"] | None:
+        """The random projection of a head's keys, by the head's number among all of the layer's; None: none."""
+        if not self.sketch:
+            return None
+        key = jax.random.fold_in(jax.random.key(self.seed), head)
+        return jax.random.normal(key, (dim, self.sketch), jnp.float32) / self.sketch**0.5
 
 
 def before_rope(k: Float[Array, "B N D"], position: Int[Array, "B N"], chunk: PromptChunk) -> Float[Array, "B N D"]:
@@ -131,15 +141,16 @@ def before_rope(k: Float[Array, "B N D"], position: Int[Array, "B N"], chunk: Pr
     return rotate(k, cos / length, -sin / length)
 
 
-def leverages(keys: Float[Array, "B N D"], counted: Bool[Array, "B N"], sketch: int, seed: int) -> Float[Array, "B N"]:
-    """Leverage scores of the ``counted`` rows, centred and projected to ``sketch`` dimensions (0: as they are)."""
+def leverages(
+    keys: Float[Array, "B N D"], counted: Bool[Array, "B N"], projection: Float[Array, "D S"] | None
+) -> Float[Array, "B N"]:
+    """Leverage scores of the ``counted`` rows, centred and projected (None: as they are)."""
     exact = jax.lax.Precision.HIGHEST
     here = counted[..., None]
     mean = jnp.where(here, keys, 0.0).sum(axis=1) / jnp.maximum(counted.sum(axis=-1), 1)[..., None]
     x = jnp.where(here, keys - mean[:, None], 0.0)
-    if sketch:
-        onto = jax.random.normal(jax.random.key(seed), (keys.shape[-1], sketch), jnp.float32) / sketch**0.5
-        x = jnp.matmul(x, onto, precision=exact)
+    if projection is not None:
+        x = jnp.matmul(x, projection, precision=exact)
     product, one = jnp.einsum("bnd,bne->bde", x, x, precision=exact), jnp.eye(x.shape[-1])
     ridge = _RIDGE + _OF_DIAGONAL * jnp.trace(product, axis1=-2, axis2=-1) / x.shape[-1]
     root = jnp.linalg.cholesky(product + ridge[:, None, None] * one)
@@ -148,9 +159,16 @@ def leverages(keys: Float[Array, "B N D"], counted: Bool[Array, "B N"], sketch: 
     return (solved * solved).sum(axis=-1)
 
 
-def standardised(x: Float[Array, "B H N"], counted: Bool[Array, "B H N"]) -> Float[Array, "B H N"]:
-    """Scores less their mean, over their standard deviation, of what is ``counted``; 0 elsewhere."""
-    count = jnp.maximum(counted.sum(axis=-1, keepdims=True), 1)
-    centred = jnp.where(counted, x - jnp.where(counted, x, 0.0).sum(axis=-1, keepdims=True) / count, 0.0)
-    deviation = jnp.sqrt((centred * centred).sum(axis=-1, keepdims=True) / count)
+def standardised(
+    x: Float[Array, "B H N"], counted: Bool[Array, "B H N"], sharding: PageSharding
+) -> Float[Array, "B H N"]:
+    """Scores less their mean, over their standard deviation, of what is ``counted`` in all heads; 0 elsewhere."""
+
+    def over_heads(x: Float[Array, "B H N"]) -> Float[Array, "B 1 1"]:
+        return sharding.mean_over_heads(x.sum(axis=(1, 2), keepdims=True))
+
+    count = over_heads(counted.astype(jnp.float32))
+    count = jnp.where(count > 0, count, 1.0)
+    centred = jnp.where(counted, x - over_heads(jnp.where(counted, x, 0.0)) / count, 0.0)
+    deviation = jnp.sqrt(over_heads(centred * centred) / count)
     return centred / jnp.maximum(deviation, 1e-6)

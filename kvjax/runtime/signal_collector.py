@@ -248,7 +248,8 @@ def noncausal_mass(
     """Non-causal attention mass: what each key gets from all queries of its chunk; 1, the mean, for keys of no chunk.
 
     Chunks of ``signals.noncausal`` tokens begin at the position ``noncausal_first``, or with the row's first new token
-    after it, and end before its last ``noncausal_last``. ALiBi's biases, which are for earlier keys, are left out.
+    after it, and end before its last ``noncausal_last``. To the keys of a short chunk each query that it lacks gives
+    what it would give a whole chunk's equally. ALiBi's biases, which are for earlier keys, are left out.
     """
     config, (batch, tokens, _), size = layer.config, x.shape, signals.noncausal
     scale = config.attention_scale if signals.noncausal_scaled else 1.0
@@ -267,7 +268,8 @@ def noncausal_mass(
             logits = config.attention_soft_cap * jnp.tanh(logits / config.attention_soft_cap)
         real = place < end[:, None]
         weight = jax.nn.softmax(jnp.where(real[:, None, None, None], logits, NEG), axis=-1)
-        mass = (weight * real[:, None, None, :, None]).sum(axis=3)
+        lacking = (size - real.sum(axis=1))[:, None, None, None] / size
+        mass = (weight * real[:, None, None, :, None]).sum(axis=3) + lacking
         return jax.lax.dynamic_update_slice_in_dim(done, mass, i * size, axis=3)
 
     chunks = -(-tokens // size)

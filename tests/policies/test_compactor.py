@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from policies.test_expected_attention import rotation
-from support.choosing import ChoosingHead, Lane, assert_alone, assert_same, best, pooled, softmax
+from support.choosing import Lane, assert_alone, best, pooled, softmax
 from support.driver import config_for
 
 from kvjax.errors import UsageError
@@ -21,77 +21,106 @@ BUDGET, SINK, RECENT, CHUNK = 12, 2, 3, 8
 PLAIN = {"budget": BUDGET, "sink": SINK, "recent": RECENT, "chunk": CHUNK, "sketch": 0}
 
 
-class CompactorHead(ChoosingHead):
-    def __init__(self, *args, blend=0.5, sketch=None, rotary=True, scaled=True, **place):
-        super().__init__(*args, **place)
-        self.blend, self.sketch, self.rotary = blend, sketch, rotary
-        self.scale = self.k.shape[1] ** -0.5 if scaled else 1.0
-        self.attention: dict[int, float] = {}
+class CompactorLayer:
+    """The KV heads of a layer, whose scores are relative to one another's: float64, tokens by number, no JAX."""
 
-    def budget(self, total: int) -> int:
-        return BUDGET
+    def __init__(self, q, k, v, blend=0.5, onto=None, rotary=True, scaled=False):
+        self.q, self.k, self.v = (x.astype(np.float64) for x in (q, k, v))  # [H, G, T, D], [H, T, D], [H, T, D]
+        self.blend, self.onto, self.rotary = blend, onto, rotary
+        self.scale = k.shape[-1] ** -0.5 if scaled else 1.0
+        self.kept: list[list[int]] = [[] for _ in k]
+        self.attention: list[dict[int, float]] = [{} for _ in k]
+        self.seen = 0
 
-    def noted(self, new):
-        inside = [t for t in new[: len(new) - RECENT] if t >= SINK]
+    def decode(self, count):
+        new = list(range(self.seen, self.seen + count))
+        self.kept, self.seen = [kept + new for kept in self.kept], self.seen + count
+
+    def read(self, count):
+        new = list(range(self.seen, self.seen + count))
+        self.note([t for t in new[: max(len(new) - RECENT, 0)] if t >= SINK])
+        self.decode(count)
+        if new and len(self.kept[0]) > BUDGET:
+            self.choose()
+
+    def note(self, inside):
         for start in range(0, len(inside), CHUNK):
             part = inside[start : start + CHUNK]
-            for queries in self.q:
-                weights = [softmax(self.k[part] @ queries[t] * self.scale) for t in part]
-                for t, mass in zip(part, np.sum(weights, axis=0), strict=True):
-                    self.attention[t] = self.attention.get(t, 0) + mass / len(self.q)
+            for head, (k, group) in enumerate(zip(self.k, self.q, strict=True)):
+                weights = [[softmax(k[part] @ q[t] * self.scale) for t in part] for q in group]
+                masses = np.sum(weights, axis=1).mean(axis=0)
+                lacking = (CHUNK - len(part)) / CHUNK
+                self.attention[head] |= dict(zip(part, masses + lacking, strict=True))
 
-    def choose(self, candidates, new, budget):
-        ends, free = candidates[:SINK] + candidates[-RECENT:], candidates[SINK:-RECENT]
-        keys = np.stack([rotation(t, self.k.shape[1]).T @ self.k[t] if self.rotary else self.k[t] for t in free])
+    def choose(self):
+        free = [kept[SINK:-RECENT] for kept in self.kept]
+        leverages = [self.leverages(head, tokens) for head, tokens in enumerate(free)]
+        masses = [self.masses(head, tokens) for head, tokens in enumerate(free)]
+        blend = 1 - BUDGET / self.seen if self.blend is None else self.blend
+        scores = blend * standard(leverages) + standard(masses)
+        for head, tokens in enumerate(free):
+            ends = self.kept[head][:SINK] + self.kept[head][-RECENT:]
+            self.kept[head] = sorted(ends + [tokens[i] for i in best(scores[head], BUDGET - len(ends))])
+
+    def leverages(self, head, tokens):
+        k, dim = self.k[head], self.k.shape[-1]
+        keys = np.stack([rotation(t, dim).T @ k[t] if self.rotary else k[t] for t in tokens])
         x = keys - keys.mean(axis=0)
-        x = x if self.sketch is None else x @ self.sketch
+        x = x if self.onto is None else x @ self.onto[head]
         gram = x.T @ x
         ridge = 1e-2 + 1e-6 * np.trace(gram) / len(gram)
-        leverage = np.einsum("nd,de,ne->n", x, np.linalg.inv(gram + ridge * np.eye(len(gram))), x)
-        mass = [self.attention.get(t, 1.0) * np.linalg.norm(self.v[t]) for t in free]
-        attention = pooled(mass, 3, "avg")
-        blend = 1 - budget / self.seen if self.blend is None else self.blend
-        scores = blend * standard(leverage) + standard(attention)
-        return sorted(ends + [free[i] for i in best(scores, budget - len(ends))])
+        return np.einsum("nd,de,ne->n", x, np.linalg.inv(gram + ridge * np.eye(len(gram))), x)
+
+    def masses(self, head, tokens):
+        return pooled([self.attention[head].get(t, 1.0) * np.linalg.norm(self.v[head][t]) for t in tokens], 3, "avg")
 
 
-def standard(x: np.ndarray) -> np.ndarray:
+def standard(x) -> np.ndarray:
+    x = np.array(x)
     return (x - x.mean()) / max(x.std(), 1e-6)
 
 
-def head_of(**options):
-    return lambda *args, **place: CompactorHead(*args, **options, **place)
+def assert_same(policy, events, *, heads, group, dim=4, seed=0, positional="rope", **options) -> None:
+    """Compactor keeps the tokens that its equations keep, in every row and head."""
+    batch = len(next(amount for kind, amount in events if kind == "read"))
+    tokens = sum(int(max(amount)) if kind == "read" else amount for kind, amount in events)
+    lane = Lane(policy, batch, heads, group, dim, tokens, seed, positional=positional).play(events)
+    for row in range(batch):
+        oracle = CompactorLayer(lane.q[row], lane.k[row], lane.v[row], rotary=positional == "rope", **options)
+        for kind, amount in events:
+            oracle.read(int(amount[row])) if kind == "read" else oracle.decode(amount)
+        assert lane.driver.kept(lane.k, row) == oracle.kept, row
 
 
 @pytest.mark.parametrize(("heads", "group"), [(2, 1), (2, 2), (1, 4)], ids=["mha", "gqa", "mqa"])
 def test_choices_are_the_equations_around_every_boundary(heads, group):
     lengths = [1, SINK + RECENT, BUDGET, BUDGET + 1, SINK + CHUNK + RECENT, 70]
-    assert_same(Compactor(**PLAIN, blend=0.5), head_of(), [("read", lengths)], heads=heads, group=group)
+    assert_same(Compactor(**PLAIN, blend=0.5), [("read", lengths)], heads=heads, group=group)
 
 
 def test_the_blend_is_the_share_that_leaves_when_not_given():
-    assert_same(Compactor(**PLAIN), head_of(blend=None), [("read", [70, 30])], heads=2, group=2)
+    assert_same(Compactor(**PLAIN), [("read", [70, 30])], heads=2, group=2, blend=None)
 
 
-def test_logits_may_be_left_unscaled():
-    policy = Compactor(**PLAIN, blend=0.5, scaled=False)
-    assert_same(policy, head_of(scaled=False), [("read", [70, 30])], heads=2, group=2, dim=8)
+def test_logits_may_be_scaled():
+    policy = Compactor(**PLAIN, blend=0.5, scaled=True)
+    assert_same(policy, [("read", [70, 30])], heads=2, group=2, dim=8, scaled=True)
 
 
-def test_keys_are_projected():
-    onto = np.asarray(jax.random.normal(jax.random.key(5), (8, 3)), np.float64) / np.sqrt(3)
+def test_keys_of_each_head_are_projected():
+    heads = [jax.random.fold_in(jax.random.key(5), head) for head in range(2)]
+    onto = [np.asarray(jax.random.normal(key, (8, 3)), np.float64) / np.sqrt(3) for key in heads]
     policy = Compactor(**PLAIN | {"sketch": 3}, seed=5, blend=0.5)
-    assert_same(policy, head_of(sketch=onto), [("read", [70, 30])], heads=2, group=2, dim=8)
+    assert_same(policy, [("read", [70, 30])], heads=2, group=2, dim=8, onto=onto)
 
 
 def test_later_turns_keep_the_attention_that_was_read_and_give_decoded_tokens_the_average():
     events = [("read", [30, 14, 5]), ("decode", 7), ("read", [9, 2, 0]), ("decode", 3), ("read", [1, 40, 20])]
-    assert_same(Compactor(**PLAIN, blend=0.5), head_of(), events, heads=2, group=2, seed=5)
+    assert_same(Compactor(**PLAIN, blend=0.5), events, heads=2, group=2, seed=5)
 
 
 def test_with_alibi_keys_are_as_they_are():
-    policy, head = Compactor(**PLAIN, blend=0.5), head_of(rotary=False)
-    assert_same(policy, head, [("read", [40, 20])], heads=1, group=2, positional="alibi")
+    assert_same(Compactor(**PLAIN, blend=0.5), [("read", [40, 20])], heads=1, group=2, positional="alibi")
 
 
 @pytest.mark.slow
@@ -102,13 +131,13 @@ def test_a_row_equals_the_row_alone():
 @settings(max_examples=20, deadline=None)
 @given(lengths=st.lists(st.integers(1, 64), min_size=2, max_size=2), seed=st.integers(0, 10**6))
 def test_any_lengths(lengths, seed):
-    assert_same(Compactor(**PLAIN, blend=0.5), head_of(), [("read", lengths)], heads=1, group=2, seed=seed)
+    assert_same(Compactor(**PLAIN, blend=0.5), [("read", lengths)], heads=2, group=2, seed=seed)
 
 
 def test_leverages_are_those_of_the_hat_matrix_and_sum_to_the_rank():
     keys = np.random.default_rng(0).standard_normal((1, 200, 6)).astype(np.float32) * 30
     counted = jnp.arange(200)[None] < 150
-    found = np.asarray(leverages(jnp.asarray(keys), counted, 0, 0))[0]
+    found = np.asarray(leverages(jnp.asarray(keys), counted, None))[0]
     centred = keys[0, :150] - keys[0, :150].mean(axis=0)
     np.testing.assert_allclose(found[:150], np.diag(centred @ np.linalg.pinv(centred)), atol=1e-3)
     assert abs(found[:150].sum() - 6) < 1e-2 and (found[150:] == 0).all()

@@ -36,36 +36,30 @@ Held = list[list[tuple[np.ndarray, np.ndarray]]]
 @pytest.fixture(scope="module")
 def held(tmp_path_factory) -> Callable[[str, bool], Held]:
     """What kvjax's policy of a case holds of its prompt, or the full cache."""
-    path = tmp_path_factory.mktemp("kvpress")
     plain = toys.byte_tokenizer()
     tokenizer = Tokenizer(plain._backend, chat_template=None, special_tokens=plain.special_tokens)
-    models = {
-        name: dataclasses.replace(kvjax.load(cases.folder(model, path / name)), tokenizer=tokenizer)
-        for name, model in cases.MODELS.items()
-    }
+    folder = cases.folder(tmp_path_factory.mktemp("kvpress"))
+    lm = dataclasses.replace(kvjax.load(folder), tokenizer=tokenizer)
 
-    def after(model: str, tokens: int, policy: Policy) -> Held:
-        prompt = cases.prompt(model, tokens)
-        cache: Any = kvjax.generate(models[model], prompt, policy=policy, max_new_tokens=0).cache
+    def after(tokens: int, policy: Policy) -> Held:
+        cache: Any = kvjax.generate(lm, cases.prompt(tokens), policy=policy, max_new_tokens=0).cache
         pools = [[np.asarray(x)[0] for x in (*rows(layer), layer.length)] for layer in cache.by_layer()]
         return [[(k[:count], v[:count]) for k, v, count in zip(*pool, strict=True)] for pool in pools]
 
     @functools.cache
-    def whole(model: str, tokens: int) -> Held:
-        return after(model, tokens, Full())
+    def whole(tokens: int) -> Held:
+        return after(tokens, Full())
 
     def found(name: str, full: bool) -> Held:
         case = CASES[name]
-        if full:
-            return whole(case.model, case.tokens)
-        return after(case.model, case.tokens, with_filters(parse(case.policy), case.model))
+        return whole(case.tokens) if full else after(case.tokens, with_filters(parse(case.policy)))
 
-    def with_filters(policy: Policy, model: str) -> Policy:
+    def with_filters(policy: Policy) -> Policy:
         if not isinstance(policy, QFilters):
             return policy
-        filters = cases.filters(cases.MODELS[model])
+        filters = cases.filters()
         table = tuple(map(tuple, filters.reshape(len(filters), -1).tolist()))
-        profile = FilterProfile("tiny", ModelShape.of(models[model].config), pieces=1, tokens=8, filters=table)
+        profile = FilterProfile("tiny", ModelShape.of(lm.config), pieces=1, tokens=8, filters=table)
         return dataclasses.replace(policy, profile=profile)
 
     return found

@@ -72,7 +72,10 @@ def _linear(policy: Policy, config: ModelConfig, q: np.ndarray) -> Any:
 
 
 def _noncausal(asked: Any, q: np.ndarray, k: np.ndarray, seen: np.ndarray, count: np.ndarray) -> Any:
-    """Non-causal attention mass: of each chunk's queries to all of its keys; 1 for tokens of no chunk."""
+    """Non-causal attention mass: of each chunk's queries to all of its keys, and of those that a short one lacks.
+
+    1 for tokens of no chunk.
+    """
     mass = np.ones((*q.shape[:4],))
     for row, (before, tokens) in enumerate(zip(seen, count, strict=True)):
         end = int(tokens) - asked.noncausal_last
@@ -82,7 +85,8 @@ def _noncausal(asked: Any, q: np.ndarray, k: np.ndarray, seen: np.ndarray, count
             if asked.noncausal_scaled:
                 logits = logits * q.shape[-1] ** -0.5
             weight = np.exp(logits - logits.max(axis=-1, keepdims=True))
-            mass[row, :, :, part] = (weight / weight.sum(axis=-1, keepdims=True)).sum(axis=2)
+            lacking = 1 - (part.stop - part.start) / asked.noncausal
+            mass[row, :, :, part] = (weight / weight.sum(axis=-1, keepdims=True)).sum(axis=2) + lacking
     return jnp.asarray(mass, jnp.float32)
 
 

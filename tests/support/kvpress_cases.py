@@ -1,4 +1,4 @@
-"""Cases of ``tests/golden/kvpress_choices.json``: two tiny models, and the policies whose choices kvpress recorded.
+"""Cases of ``tests/golden/kvpress_choices.json``: a tiny model, and the policies whose choices kvpress recorded.
 
 Weights, prompts and filters come from NumPy's frozen ``RandomState``; ``scripts/golden_kvpress.py`` has the press of
 each case, and the test has what kvjax must choose. kvpress removes a fraction of the tokens; here it is what stays.
@@ -22,8 +22,10 @@ RATIO = 0.25
 CHANNELS = 2
 
 
-def _llama(name: str, **changes: Any) -> FamilyCase:
-    config = {
+#: Grouped heads.
+MODEL = FamilyCase(
+    "kvpress_gqa",
+    {
         "model_type": "llama",
         "architectures": ["LlamaForCausalLM"],
         "vocab_size": VOCAB,
@@ -38,15 +40,8 @@ def _llama(name: str, **changes: Any) -> FamilyCase:
         "tie_word_embeddings": True,
         "bos_token_id": 1,
         "eos_token_id": 2,
-    }
-    return FamilyCase(name, config | changes)
-
-
-#: Grouped heads; and one KV head, of which kvpress's means over all heads are those of the head.
-MODELS = {
-    "gqa": _llama("kvpress_gqa"),
-    "mqa": _llama("kvpress_mqa", num_attention_heads=4, num_key_value_heads=1, num_hidden_layers=2),
-}
+    },
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,13 +51,12 @@ class Case:
     Attributes:
       name: the case's, and its press's in the script.
       policy: kvjax's policy, as ``parse`` reads it.
-      model: a name of ``MODELS``. tokens: of the prompt.
+      tokens: of the prompt.
     """
 
     name: str
     policy: str
     tokens: int = 160
-    model: str = "gqa"
 
 
 CASES = (
@@ -84,15 +78,15 @@ CASES = (
     Case("merged", "merged:ratio=0.25,inner=keydiff"),
     Case("finch", "finch:ratio=0.25,window=16"),
     Case("qfilters", "qfilters:ratio=0.25"),
-    Case("compactor", "compactor:ratio=0.25,chunk=32,sketch=0,scaled=False", tokens=172, model="mqa"),
+    Case("compactor", "compactor:ratio=0.25,chunk=32,sketch=0", tokens=172),
     Case("kvzip_layer", "adaptive:ratio=0.25,floor=0,inner=kvzip(chunk=64)"),
     Case("kvzip_model", "adaptive:ratio=0.25,floor=0,scope=model,inner=kvzip(chunk=64)"),
 )
 
 
-def tensors(model: FamilyCase) -> dict[str, np.ndarray]:
+def tensors() -> dict[str, np.ndarray]:
     """The model's weights under transformers' names, float32."""
-    c = model.config
+    c = MODEL.config
     hidden, inner, dim = c["hidden_size"], c["intermediate_size"], c["head_dim"]
     heads, kv = c["num_attention_heads"] * dim, c["num_key_value_heads"] * dim
     wanted = {"model.embed_tokens.weight": [VOCAB, hidden], "model.norm.weight": [hidden]}
@@ -109,24 +103,24 @@ def tensors(model: FamilyCase) -> dict[str, np.ndarray]:
             "mlp.down_proj": [hidden, inner],
         }.items():
             wanted[f"model.layers.{layer}.{name}.weight"] = shape
-    return values(model, wanted)
+    return values(MODEL, wanted)
 
 
-def folder(model: FamilyCase, path: Path) -> Path:
+def folder(path: Path) -> Path:
     """Write the model's folder; return it."""
-    return write_folder(model, path, tensors(model))
+    return write_folder(MODEL, path, tensors())
 
 
-def prompt(model: str, tokens: int) -> list[int]:
+def prompt(tokens: int) -> list[int]:
     """Token ids, all different: tokens are known by their values, which in the first layer are those of the id."""
-    return random(f"{model}/{tokens}").permutation(VOCAB)[:tokens].tolist()
+    return random(f"gqa/{tokens}").permutation(VOCAB)[:tokens].tolist()
 
 
-def filters(model: FamilyCase) -> np.ndarray:
+def filters() -> np.ndarray:
     """[L, H, D] a direction for every KV head, with which kvjax's score is the product."""
-    c = model.config
+    c = MODEL.config
     shape = c["num_hidden_layers"], c["num_key_value_heads"], c["head_dim"]
-    return random(f"{model.name}/filters").standard_normal(shape).round(3).astype(np.float32)
+    return random(f"{MODEL.name}/filters").standard_normal(shape).round(3).astype(np.float32)
 
 
 def recorded() -> dict[str, list[Any]]:
