@@ -124,7 +124,7 @@ TABLE: dict[str, tuple[dict[str, Any], dict[str, Other]]] = {
     "compactor": ({}, {
         **SIZED, "blend": Other(5.0, {"budget": 20}), "sink": Other(1, {"budget": 20}),
         "recent": Other(7, {"budget": 20}), "chunk": Other(5, {"budget": 20}), "sketch": Other(2, {"budget": 20}),
-        "seed": Other(7, {"budget": 20, "sketch": 3}), "scaled": Other(False, {"budget": 20}),
+        "seed": Other(7, {"budget": 20, "sketch": 3}), "scaled": Other(True, {"budget": 20}),
     }),
     "qfilters": ({}, {**SIZED, "profile": Other(random_filters(CONFIGS["rope"], 5), {"budget": 16})}),
     "criticalkv": ({}, {
