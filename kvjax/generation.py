@@ -104,8 +104,8 @@ def generate(
     Raises:
       UsageError: a request that makes no sense, in one sentence.
       DoesNotFit: too large for the device; the sentence says what would fit. A list of prompts that do not fit together
-        is still answered, as many at a time as fit, also on one device onto a cache whose context rows can share; the
-        outputs then have no caches.
+        is still answered, as many at a time as fit, also onto a cache whose context rows can share; the outputs then
+        have no caches.
     """
     chosen = merged("generate", options, keywords, also=("n", *_CALL))
     true_or_false("consume_cache", consume_cache)
@@ -124,11 +124,11 @@ def _as_many_as_fit(
 ) -> list[Output]:
     """The outputs of prompts that do not fit together, or the ``error`` that says so."""
     if cache is None:
-        in_slots = not spans_processes(lm) and not parse(options.policy or "full").offloads_rounds
+        in_slots = not parse(options.policy or "full").offloads_rounds
     else:  # of one row, whose context the slots of an engine share
-        one = isinstance(cache, Cache) and cache.batch == 1 and lm.mesh is None
+        one = isinstance(cache, Cache) and cache.batch == 1
         in_slots = one and error.batch > 0 and shares(cache.policy, cache.storage)
-    if in_slots:
+    if in_slots and not spans_processes(lm):
         with contextlib.suppress(DoesNotFit):  # then what was said of all of them is the sentence
             outputs = answer_many(lm, prompts, options, cache)
             if cache is not None and consume:

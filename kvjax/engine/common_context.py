@@ -22,6 +22,7 @@ from kvjax.policies import format_policy
 from kvjax.policies.composition import shares
 from kvjax.request import how_to_continue
 from kvjax.runtime.programs import Programs
+from kvjax.sharding.adopt import adopt
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,14 +72,12 @@ def check_common(cache: Any) -> None:
 
 
 def common_context(lm: LanguageModel, cache: Any) -> CommonContext:
-    """The part of a cache that an engine's slots share; the cache stays a value.
+    """The part of a cache that an engine's slots share, on the model's devices; the cache stays a value.
 
     Raises:
       UsageError: it is of several rows, another model, or a policy under which every question has a copy.
     """
     check_model(lm)
-    if lm.mesh is not None:
-        raise UsageError("An engine shares a context on one device, and this model is on a mesh; leave context= out.")
     check_common(cache)
     how_to_continue(lm, GenerationOptions(), cache)  # of the same model
     policy, storage = cache.policy, cache.storage
@@ -94,12 +93,13 @@ def common_context(lm: LanguageModel, cache: Any) -> CommonContext:
             f"Under {format_policy(policy)} as {storage.kind} every question has a copy of its context; read it with "
             "once=True, or submit requests with cache=."
         )
-    held: Cache = to_device(cache.device_layers)
+    held: Cache = adopt(to_device(cache.device_layers), lm.mesh, lm.config)
+    programs = Programs(lm.mesh, lm.config)
     sizes = {"config": lm.config, "prompt_capacity": prompt_bucket(int(as_numpy(held.seen)[0]))}
     if held.context is None and policy.settled:  # it was saved
-        held = Programs().settle(held, dtype=lm.params.dtype, **sizes)
+        held = programs.settle(held, dtype=lm.params.dtype, **sizes)
     elif held.context is None:
-        held = Programs().share(held, 1, **sizes)
+        held = programs.share(held, 1, **sizes)
     else:  # what is the row's own is copied, so that a turn may consume the cache while the engine runs
         held = take_rows(held.replace(context=None), [0]).replace(context=held.context)
     assert held.context is not None

@@ -42,7 +42,7 @@ def answer_many(
     longest = max(len(request.prompts[0]) for request in requests)
     limit = device_limit(options.memory_limit)
     if cache is not None and limit is not None:  # which holds this too, but for what the slots share
-        limit = max(limit - (cache.nbytes - (0 if cache.context is None else cache.context.nbytes)), 1)
+        limit = max(limit - cache.replace(context=None).device_nbytes, 1)
     core = EngineCore(
         lm,
         requests[0].policy.chosen if row is None else None,

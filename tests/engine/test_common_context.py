@@ -214,19 +214,11 @@ def test_stop_strings_end_rows_that_pass_through_slots(tiny_model):
     assert "stop" in {one.finish_reason for one in few}
 
 
-@pytest.mark.parametrize(
-    ("read", "ask", "mesh"),
-    [
-        ({"policy": "h2o:ratio=0.5"}, {}, None),
-        ({"storage": "int8"}, {}, None),
-        ({"policy": "snapkv:ratio=0.25", "once": True}, {}, "model=1"),
-    ],
-)
-def test_what_no_engine_answers_says_how_many_to_ask(tiny_model, read, ask, mesh):
-    lm = tiny_model if mesh is None else tiny_model.on(mesh)
+@pytest.mark.parametrize("read", [{"policy": "h2o:ratio=0.5"}, {"storage": "int8"}])
+def test_what_no_engine_answers_says_how_many_to_ask(tiny_model, read):
+    lm = tiny_model
     context = kvjax.read(lm, CONTEXT, **read)
-    kept = {name: value for name, value in read.items() if name != "once"}
-    limit = limit_of(lm, context, 8, **kept, once="once" in read)
+    limit = limit_of(lm, context, 8, **read)
     with pytest.raises(
         kvjax.DoesNotFit, match=r"would fit; ask \d+ in a call, and the others in later ones\."
     ) as found:
