@@ -51,7 +51,7 @@ def method_of(config: Mapping[str, Any], origin: str) -> tuple[Method | None, di
 
 def _refused(origin: str, what: str) -> WeightsError:
     return WeightsError(
-        f"{origin} describes weights that are quantised by {what}, which cannot be read; give the checkpoint in float "
+        f"{origin} has weights that are quantised by {what}, which cannot be read; give the checkpoint in float "
         "that they were made from, or a GGUF of the model."
     )
 
@@ -128,7 +128,7 @@ def _compressed(described: Described, origin: str) -> Method:
     transforms = described.get("transform_config") or {}
     # Activations would have to be transformed too, by Hadamard matrices for instance.
     if not isinstance(transforms, Mapping) or transforms.get("config_groups"):
-        raise _refused(origin, "compressed-tensors with transformed weights (transform_config)")
+        raise _refused(origin, "compressed-tensors with transformed weights")
     weights = [group.get("weights") if isinstance(group, Mapping) else None for group in groups.values()]
     schemes = [dict(each) for each in weights if isinstance(each, Mapping)]
     said = ("num_bits", "type", "strategy", "group_size", "symmetric", "block_structure")
