@@ -15,7 +15,6 @@ from kvjax.checks import true_or_false
 from kvjax.errors import UsageError
 from kvjax.options import GenerationOptions
 from kvjax.policies import Policy, format_policy
-from kvjax.policies.fixed import fixed
 from kvjax.prompts import Prompt, Prompts
 from kvjax.request import Request
 from kvjax.rounds.conversation import Conversation
@@ -62,14 +61,13 @@ def read(
     """
     true_or_false("once", once)
     options = GenerationOptions(policy=policy, storage=storage, chat=chat, memory_limit=memory_limit, max_new_tokens=0)
-    request = Request(lm, text, options, read_only=True)
-    settles = once and fixed(request.policy).settled
-    if settles:
+    request = Request(lm, text, options, read_only=True, once=once)
+    if request.settles:
         _check_once(request)
     with running(request) as session:
         session.prefill()
         found: Any = session.continuation()
-    if settles:
+    if request.settles:
         sizes = {"prompt_capacity": prompt_bucket(len(request.prompts[0])), "dtype": request.dtype}
         chosen, found = found, request.programs.settle(found, config=lm.config, **sizes)
         delete(chosen)

@@ -30,6 +30,7 @@ from kvjax.planning import fitting
 from kvjax.policies import Full, Policy, format_policy, parse
 from kvjax.policies.best import asked_later, resolve
 from kvjax.policies.composition import shares
+from kvjax.policies.fixed import fixed
 from kvjax.policies.guard import check_value
 from kvjax.policies.round_attention import SINKS
 from kvjax.policies.window_layers import for_model
@@ -66,6 +67,7 @@ class Request:
         same in whatever batch it comes.
       answers: of each row, the tokens that are scored in place of an answer; None where one is generated.
       prefix: under a policy that offloads rounds, of each first prompt the tokens that belong to no round.
+      settles: whether what is read becomes a context that stays as its policy chooses it (``once``).
       size: the rows and tokens that the cache is allocated for; ``exact``: in a job's buckets and without spare rows.
       programs: what they run on.
     """
@@ -84,6 +86,7 @@ class Request:
         exact: bool = False,
         answers: Sequence[Sequence[int]] | None = None,
         read_only: bool = False,
+        once: bool = False,
     ):
         check_model(lm)
         whole_number("n", n, 1)
@@ -106,6 +109,7 @@ class Request:
         self.policy, self.choice = _policy(options.policy, caches, lm, later)
         check_value(self.policy)
         self.policy.check(lm.config)
+        self.settles = once and fixed(self.policy).settled
         self.storage = _storage(options.storage, caches, lm.config.head_dim)
         for old in caches:
             _same_model(lm.config, old)
@@ -220,6 +224,7 @@ class Request:
             longest - context,
             context=context,
             scored=self.options.prompt_logprobs,
+            settles=self.settles,
             dtype=self.dtype,
             memory_limit=self.memory_limit,
             already=already,

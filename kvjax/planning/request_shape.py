@@ -18,6 +18,7 @@ from kvjax.model.config import ModelConfig
 from kvjax.planning.result import Plan
 from kvjax.policies import Full, Policy, format_policy
 from kvjax.policies.composition import shares
+from kvjax.policies.fixed import chooser_of
 from kvjax.policies.page_capacities import page_capacities
 from kvjax.policies.split_cache import slots_above, slots_below
 from kvjax.runtime.token_logprobs import scoring_bytes
@@ -35,6 +36,7 @@ class RequestShape:
       scored: whether every token of the prompts gets its log-probability.
       held_context: bytes on each device of a context that the rows share already, which stays as it is; None of one
         that is read, or made of a row.
+      settles: whether what is read becomes a context that stays as it is: a copy.
     """
 
     config: ModelConfig
@@ -49,6 +51,7 @@ class RequestShape:
     context: int = 0
     scored: bool = False
     held_context: int | None = None
+    settles: bool = False
 
     @property
     def whole(self) -> int:
@@ -163,11 +166,13 @@ class RequestShape:
         fed = max(self.fed, 1)
         if size.own_capacity is None:
             alone = cache_bytes(config, held, size.rows, size.prompt_capacity, new_capacity, dtype, storage)
+            cache = cache_bytes(config, held, size.rows, size.prompt_capacity, new_capacity, dtype, storage, mesh)
+            peak = prefill_bytes(config, policy, size.rows, self.whole, dtype, mesh)
             return _Bytes(
-                cache=cache_bytes(config, held, size.rows, size.prompt_capacity, new_capacity, dtype, storage, mesh),
+                cache=cache,
                 alone=alone,
                 needed=cache_bytes(config, least, self.batch, self.whole, fed, dtype, storage, mesh),
-                peak=prefill_bytes(config, policy, size.rows, self.whole, dtype, mesh),
+                peak=max(peak, cache) if self.settles else peak,
             )
         bucket = prompt_bucket(self.context)
         shape = size.rows, bucket, size.prompt_capacity, size.own_capacity, new_capacity, dtype, storage
@@ -176,6 +181,8 @@ class RequestShape:
         needed, shared_needed = shared_context_bytes(config, policy, *least_shape, mesh)
         # The context is read by itself, and then attended to from rows of one layer of it at a time.
         read = prefill_bytes(config, policy, 1, self.context, dtype, mesh)
+        if policy.settled:  # of what was chosen it is a copy
+            read = max(read, cache_bytes(config, chooser_of(policy), 1, bucket, NEW_TOKENS, dtype, storage, mesh))
         if self.held_context is not None:
             shared, shared_needed, read = self.held_context, self.held_context, 0
         of_prompts = prefill_bytes(config, policy, size.rows, self.prompt, dtype, mesh)

@@ -93,7 +93,7 @@ class Compactor(Selecting):
     def marks_after(
         self, layer: int, cache: LayerCache, candidates: Candidates, chunk: PromptChunk
     ) -> dict[str, Array]:
-        """The attention of each token less 1, the mean of any chunk's: 0 of what is decoded later."""
+        """The attention of each token less 1, the mean of a whole chunk's: 0 of what is decoded later."""
         assert candidates.signals.noncausal is not None
         new = candidates.signals.noncausal.mean(axis=2) - 1
         return {"attention": jnp.where(candidates.fresh_rows, new, candidates.marks["attention"])}

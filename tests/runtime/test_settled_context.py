@@ -13,8 +13,10 @@ from support.compiled import compiled_programs
 from support.scorers import with_profiles
 
 import kvjax
+from kvjax.cache.host_memory import device_bytes, live_device_bytes
 from kvjax.policies import SnapKV, parse
 from kvjax.policies.base import selection
+from kvjax.runtime.programs import Programs
 
 RNG = np.random.default_rng(0)
 CONTEXT = [int(x) for x in RNG.integers(3, 250, 203)]
@@ -135,6 +137,26 @@ def test_a_plan_is_what_is_allocated(tiny_model, policy, storage):
         assert (plan.cache_bytes, plan.context_bytes) == (stats.device_cache_bytes, stats.shared_cache_bytes)
         assert plan.retained == ((90,) * tiny_model.config.num_kv_heads,) * tiny_model.config.num_layers
         assert "all rows share" in plan.table()
+
+
+def test_what_was_chosen_and_its_copy_are_counted_at_the_moment_when_both_are_there(monkeypatch):
+    lm, live = toys.tiny_model(num_layers=24), []
+    before = live_device_bytes() - device_bytes(jax.tree.leaves(lm.params))
+    settle = Programs.settle
+
+    def watched(programs, cache, **sizes):
+        found = settle(programs, cache, **sizes)
+        live.append(live_device_bytes() - before)
+        return found
+
+    monkeypatch.setattr(Programs, "settle", watched)
+    read = {"policy": "snapkv:ratio=0.75", "once": True}
+    kvjax.read(lm, CONTEXT, **read)
+    assert live[0] > kvjax.plan(lm, prompt_tokens=203, max_new_tokens=1, policy=read["policy"]).total_bytes, "no example"
+    with pytest.raises(kvjax.DoesNotFit):
+        kvjax.read(lm, CONTEXT, **read, memory_limit=live[0] - 1)
+    planned = kvjax.plan(lm, prompt_tokens=1, context_tokens=203, max_new_tokens=1, **read)
+    assert planned.total_bytes >= live[0]
 
 
 def test_a_saved_context_is_settled_again(tiny_model, tmp_path):
