@@ -152,7 +152,7 @@ def test_what_was_chosen_and_its_copy_are_counted_at_the_moment_when_both_are_th
     monkeypatch.setattr(Programs, "settle", watched)
     read = {"policy": "snapkv:ratio=0.75", "once": True}
     kvjax.read(lm, CONTEXT, **read)
-    assert live[0] > kvjax.plan(lm, prompt_tokens=203, max_new_tokens=1, policy=read["policy"]).total_bytes, "no example"
+    assert live[0] > kvjax.plan(lm, prompt_tokens=203, max_new_tokens=1, policy=read["policy"]).total_bytes, "of no use"
     with pytest.raises(kvjax.DoesNotFit):
         kvjax.read(lm, CONTEXT, **read, memory_limit=live[0] - 1)
     planned = kvjax.plan(lm, prompt_tokens=1, context_tokens=203, max_new_tokens=1, **read)
