@@ -32,9 +32,9 @@ class Compactor(Selecting):
     layer (mean 0, deviation 1). Leverage: the statistical leverage score diag(X (X'X)^-1 X') of the centred keys X
     before rotary embedding, projected to ``sketch`` dimensions (0: of the keys themselves) that are random, drawn from
     ``seed`` for each head. Attention: non-causal, what a key gets from all queries of its ``chunk``, earlier and later,
-    and the same from each query that a short chunk lacks; the mean over the query heads of a group, times the value's
-    norm, averaged with its two neighbours. The first ``sink`` and the last ``recent`` tokens always stay and are not
-    scored. No question is needed, so it suits contexts that are read before one.
+    and 1 / ``chunk`` from each query that a short chunk lacks; the mean over the query heads of a group, times the
+    value's norm, averaged with its two neighbours. The first ``sink`` and the last ``recent`` tokens always stay and
+    are not scored. No question is needed, so it suits contexts that are read before one.
 
     Size: ``budget`` tokens a head (2,048 when nothing is given) or ``ratio`` of the row's tokens, ends included.
     ``blend`` is the fraction of tokens that leave when not given, as in NVIDIA's kvpress, which the other defaults are

@@ -57,8 +57,8 @@ class Signals:
       columns: mass of every key over all queries of the prompt or turn.
       columns_scaled: the columns' softmax uses :meth:`Policy.window_scale` instead of the model's own scale.
       noncausal: chunk size of non-causal attention, in which every query of a chunk attends to every key of it, earlier
-        or later; each key's mass is summed over the chunk's queries, 1 on average, and as many queries as a short
-        chunk lacks give 1 / the chunk size each. 0 for none.
+        or later; each key's mass is summed over the chunk's queries, 1 on average, and each query that a short
+        chunk lacks adds 1 / chunk size. 0 for none.
       noncausal_scaled: whether its softmax uses the model's own scale, or the products of queries and keys as they are.
       noncausal_first: tokens at positions below this belong to no chunk.
       noncausal_last: neither do so many at the end of each prompt or turn.

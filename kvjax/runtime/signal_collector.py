@@ -245,11 +245,11 @@ def noncausal_mass(
     count: Int[Array, " B"],
     signals: Signals,
 ) -> Float[Array, "B H G T"]:
-    """Non-causal attention mass: what each key gets from all queries of its chunk; 1, the mean, for keys of no chunk.
+    """Non-causal attention mass: what each key gets from all queries of its chunk; 1 for keys of no chunk.
 
     Chunks of ``signals.noncausal`` tokens begin at the position ``noncausal_first``, or with the row's first new token
-    after it, and end before its last ``noncausal_last``. To the keys of a short chunk each query that it lacks gives
-    what it would give a whole chunk's equally. ALiBi's biases, which are for earlier keys, are left out.
+    after it, and end before its last ``noncausal_last``. 1 is a whole chunk's mean; each query that a short one lacks
+    adds 1 / its size, so that it is not lower there. ALiBi's biases, which are for earlier keys, are left out.
     """
     config, (batch, tokens, _), size = layer.config, x.shape, signals.noncausal
     scale = config.attention_scale if signals.noncausal_scaled else 1.0
