@@ -62,14 +62,14 @@ def read(
     true_or_false("once", once)
     options = GenerationOptions(policy=policy, storage=storage, chat=chat, memory_limit=memory_limit, max_new_tokens=0)
     request = Request(lm, text, options, read_only=True, once=once)
-    if request.settles:
+    if request.once:
         _check_once(request)
     with running(request) as session:
         session.prefill()
         found: Any = session.continuation()
-    if request.settles:
+    if request.once:
         sizes = {"prompt_capacity": prompt_bucket(len(request.prompts[0])), "dtype": request.dtype}
-        chosen, found = found, request.programs.settle(found, config=lm.config, **sizes)
+        chosen, found = found, request.programs.share_chosen(found, config=lm.config, **sizes)
         delete(chosen)
     elif found.device_layers.batch > request.rows:
         found = found.take(range(request.rows))  # without rows of padding

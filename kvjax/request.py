@@ -67,7 +67,7 @@ class Request:
         same in whatever batch it comes.
       answers: of each row, the tokens that are scored in place of an answer; None where one is generated.
       prefix: under a policy that offloads rounds, of each first prompt the tokens that belong to no round.
-      settles: whether what is read becomes a context that stays as its policy chooses it (``once``).
+      once: whether what is read becomes a context that its policy never chooses among again.
       size: the rows and tokens that the cache is allocated for; ``exact``: in a job's buckets and without spare rows.
       programs: what they run on.
     """
@@ -109,7 +109,7 @@ class Request:
         self.policy, self.choice = _policy(options.policy, caches, lm, later)
         check_value(self.policy)
         self.policy.check(lm.config)
-        self.settles = once and fixed(self.policy).settled
+        self.once = once and fixed(self.policy).chosen_once
         self.storage = _storage(options.storage, caches, lm.config.head_dim)
         for old in caches:
             _same_model(lm.config, old)
@@ -150,9 +150,9 @@ class Request:
         if not held:
             return None
         whole = _one_row_each(held, count)
-        if self.policy.settled and whole.context is None:  # it was saved
+        if self.policy.chosen_once and whole.context is None:  # it was saved
             sizes = {"prompt_capacity": prompt_bucket(int(as_numpy(whole.seen)[0])), "dtype": self.dtype}
-            whole = self.programs.settle(whole, config=self.lm.config, **sizes)
+            whole = self.programs.share_chosen(whole, config=self.lm.config, **sizes)
         return whole
 
     def consume_given(self) -> None:
@@ -224,7 +224,7 @@ class Request:
             longest - context,
             context=context,
             scored=self.options.prompt_logprobs,
-            settles=self.settles,
+            once=self.once,
             dtype=self.dtype,
             memory_limit=self.memory_limit,
             already=already,
@@ -414,7 +414,7 @@ def _shared_tokens(caches: Sequence[Continuation], count: int, seen: np.ndarray,
     if context is not None:
         return int(as_numpy(context.seen)[0])
     rows = sum(old.batch for old in caches)
-    return int(seen.max()) if rows and (rows < count or caches[0].policy.settled) else 0
+    return int(seen.max()) if rows and (rows < count or caches[0].policy.chosen_once) else 0
 
 
 def _widest(caches: Sequence[Cache]) -> Cache | None:

@@ -295,8 +295,8 @@ def _concatenate(caches: Sequence[Cache]) -> Cache:
         raise UsageError("Caches of one batch must share their storage; continue these one by one instead.")
     context = caches[0].context
     share = all(same_context(cache.context, context) for cache in caches)
-    # What was saved has its choice in its own rows, until a request settles it.
-    if caches[0].policy.settled and (context is None or not share) and len(caches) > 1:
+    # What was saved has its choice in its own rows, until a request shares it.
+    if caches[0].policy.chosen_once and (context is None or not share) and len(caches) > 1:
         raise UsageError("These caches keep what was chosen of contexts of their own; continue them one by one.")
     if not share:
         caches, context = [materialised(cache) for cache in caches], None

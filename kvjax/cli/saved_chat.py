@@ -68,7 +68,7 @@ def check_can_be_kept(conversation: kvjax.Chat, name: str) -> None:
     from kvjax.errors import UsageError
 
     cache = conversation.cache
-    if cache is not None and cache.policy.settled:
+    if cache is not None and cache.policy.chosen_once:
         raise UsageError(
             f"This conversation shares a context that was read with --once and cannot be saved; leave {name} out, or "
             "read the context without --once."

@@ -96,8 +96,8 @@ def common_context(lm: LanguageModel, cache: Any) -> CommonContext:
     held: Cache = adopt(to_device(cache.device_layers), lm.mesh, lm.config)
     programs = Programs(lm.mesh, lm.config)
     sizes = {"config": lm.config, "prompt_capacity": prompt_bucket(int(as_numpy(held.seen)[0]))}
-    if held.context is None and policy.settled:  # it was saved
-        held = programs.settle(held, dtype=lm.params.dtype, **sizes)
+    if held.context is None and policy.chosen_once:  # it was saved
+        held = programs.share_chosen(held, dtype=lm.params.dtype, **sizes)
     elif held.context is None:
         held = programs.share(held, 1, **sizes)
     else:  # what is the row's own is copied, so that a turn may consume the cache while the engine runs

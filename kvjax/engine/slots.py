@@ -99,7 +99,7 @@ class Slots:
         Raises:
           UsageError: it is not of this engine's policy or storage, or its prompt is longer than a slot.
         """
-        if self.common is None and request.policy.settled:
+        if self.common is None and request.policy.chosen_once:
             raise UsageError(
                 "A context that was read with once=True is shared by an engine's slots, and this engine's share none; "
                 "make one with context=, or give all questions to kvjax.generate."

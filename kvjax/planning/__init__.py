@@ -181,7 +181,7 @@ def fitting(
     context: int = 0,
     held_context: int | None = None,
     scored: bool = False,
-    settles: bool = False,
+    once: bool = False,
 ) -> Allocation:
     """The sizes a generation is allocated, with prompts and the first new-token bucket: exact where it must be.
 
@@ -190,7 +190,7 @@ def fitting(
       tokens: that the rows will have seen, prompts included, beside ``context`` tokens before all of them, read once.
       already: bytes of caches that stay beside it. scored: whether the prompts' tokens get log-probabilities.
       held_context: bytes on each device of a context that the rows share already; None where there is none.
-      settles: whether what is read becomes a context that stays as it is.
+      once: whether what is read becomes a context that is never chosen among again.
 
     Raises:
       DoesNotFit: not even exactly.
@@ -200,7 +200,7 @@ def fitting(
     check_value(policy)
     _check_scored(policy, scored)
     check_sizes(policy, config, prompt_bucket(context + tokens), NEW_TOKENS)
-    given = config, policy, rows, tokens, 1, dtype, limit, storage, mesh, context, scored, held_context, settles
+    given = config, policy, rows, tokens, 1, dtype, limit, storage, mesh, context, scored, held_context, once
     request = RequestShape(*given)
     sizes = request.sizes(reserve, held, exact=exact or mesh is not None)
     for size in sizes:

@@ -36,7 +36,7 @@ class RequestShape:
       scored: whether every token of the prompts gets its log-probability.
       held_context: bytes on each device of a context that the rows share already, which stays as it is; None of one
         that is read, or made of a row.
-      settles: whether what is read becomes a context that stays as it is: a copy.
+      once: whether what is read becomes, as a copy, a context that is never chosen among again.
     """
 
     config: ModelConfig
@@ -51,7 +51,7 @@ class RequestShape:
     context: int = 0
     scored: bool = False
     held_context: int | None = None
-    settles: bool = False
+    once: bool = False
 
     @property
     def whole(self) -> int:
@@ -66,8 +66,8 @@ class RequestShape:
 
     @property
     def shares_context(self) -> bool:
-        """Whether rows share the slots of a context; a single row begins to only where that is settled."""
-        several = self.batch > 1 or self.policy.settled or self.held_context is not None
+        """Whether rows share the slots of a context; a single row begins to only if it was chosen once."""
+        several = self.batch > 1 or self.policy.chosen_once or self.held_context is not None
         return bool(self.context) and several and shares(self.policy, self.storage)
 
     def sizes(self, reserve: int | None, held: Cache | None = None, *, exact: bool) -> tuple[Allocation, ...]:
@@ -147,10 +147,10 @@ class RequestShape:
         """Tokens that the heads of each layer hold once the prompt is read, [H] by layer."""
         found = []
         for layer in range(self.config.num_layers):
-            # What is settled is chosen among the context, and the rest is kept.
-            settled = policy.part(self.config, layer)[0].settled
-            total = np.array([self.context if settled else self.whole])
-            found.append(np.asarray(policy.budgets(self.config, layer, total))[0] + (self.prompt if settled else 0))
+            # What is chosen once is chosen among the context alone, and the rest is kept.
+            chosen_once = policy.part(self.config, layer)[0].chosen_once
+            total = np.array([self.context if chosen_once else self.whole])
+            found.append(np.asarray(policy.budgets(self.config, layer, total))[0] + (self.prompt if chosen_once else 0))
         return found
 
     def _new_capacity(self, held: Policy, capacity: int, kept: list[np.ndarray]) -> int:
@@ -172,7 +172,7 @@ class RequestShape:
                 cache=cache,
                 alone=alone,
                 needed=cache_bytes(config, least, self.batch, self.whole, fed, dtype, storage, mesh),
-                peak=max(peak, cache) if self.settles else peak,
+                peak=max(peak, cache) if self.once else peak,
             )
         bucket = prompt_bucket(self.context)
         shape = size.rows, bucket, size.prompt_capacity, size.own_capacity, new_capacity, dtype, storage
@@ -181,7 +181,7 @@ class RequestShape:
         needed, shared_needed = shared_context_bytes(config, policy, *least_shape, mesh)
         # The context is read by itself, and then attended to from rows of one layer of it at a time.
         read = prefill_bytes(config, policy, 1, self.context, dtype, mesh)
-        if policy.settled:  # of what was chosen it is a copy
+        if policy.chosen_once:  # of what was chosen it is a copy
             read = max(read, cache_bytes(config, chooser_of(policy), 1, bucket, NEW_TOKENS, dtype, storage, mesh))
         if self.held_context is not None:
             shared, shared_needed, read = self.held_context, self.held_context, 0

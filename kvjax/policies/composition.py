@@ -43,7 +43,7 @@ class Composable:
         return self.itself
 
     @property
-    def settled(self) -> bool:
+    def chosen_once(self) -> bool:
         """Whether a context's slots stay as they were chosen once, in a pool that all of its rows share."""
         return False
 
@@ -107,10 +107,10 @@ class Composable:
 def shares(policy: Policy, storage: Storage) -> bool:
     """Whether rows that begin with the same context share slots of it.
 
-    int8 rows do not, unless the context is settled: the scales of a row's keys follow what it reads, and its stored
-    keys are packed anew.
+    int8 rows do not, unless the context was chosen once: the scales of a row's keys follow what it reads, and its
+    stored keys are packed anew.
     """
-    return policy.shares_context and (policy.settled or not storage.quantised)
+    return policy.shares_context and (policy.chosen_once or not storage.quantised)
 
 
 def is_own(policy: Policy) -> bool:

@@ -36,7 +36,7 @@ class Fixed(Policy):
         return self.policy
 
     @property
-    def settled(self) -> bool:
+    def chosen_once(self) -> bool:
         return True
 
     @property
@@ -66,7 +66,7 @@ class FixedHeads(HeadWise):
         return self.policy
 
     @property
-    def settled(self) -> bool:
+    def chosen_once(self) -> bool:
         return True
 
     def protected(self, config: ModelConfig) -> tuple[tuple[int, ...], ...]:
@@ -87,7 +87,7 @@ def fixed(policy: Policy) -> Policy:
       UsageError: it goes on changing what it chose, or cannot be followed by tokens that are all kept.
     """
     chosen = policy.chosen
-    if chosen.settled or (chosen.only_appends and not policy.offloads_rounds):
+    if chosen.chosen_once or (chosen.only_appends and not policy.offloads_rounds):
         return policy
     chooses = chosen.unsized if isinstance(chosen, HeadWise) else chosen
     if policy.offloads_rounds or chooses.changes_while_decoding:
@@ -104,12 +104,12 @@ def fixed(policy: Policy) -> Policy:
 
 
 def chooser_of(policy: Policy) -> Policy:
-    """The policy that chose what a settled one keeps: undoes :func:`fixed`."""
+    """The policy that chose what a policy of a context that was chosen once keeps: undoes :func:`fixed`."""
     return policy.with_chosen(policy.named)
 
 
-def unsettled(cache: Cache) -> Cache:
-    """A settled cache as it was before: what was chosen is in the row's own pools.
+def materialised_chosen(cache: Cache) -> Cache:
+    """A cache that was chosen once, as it was before: what was chosen is in the row's own pools.
 
     Raises:
       UsageError: something was read onto it.

@@ -87,7 +87,7 @@ def parse(text: Any) -> Policy:
     """
     if not isinstance(text, Policy):
         return _parse(text, 0)
-    return _plain(text.named if text.settled else text)
+    return _plain(text.named if text.chosen_once else text)
 
 
 def _plain(policy: Policy) -> Policy:

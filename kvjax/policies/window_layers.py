@@ -106,8 +106,8 @@ class WithWindows(Policy):
         return self.policy.named
 
     @property
-    def settled(self) -> bool:
-        return self.policy.settled
+    def chosen_once(self) -> bool:
+        return self.policy.chosen_once
 
     def with_chosen(self, policy: Policy) -> Policy:
         return dataclasses.replace(self, policy=policy)

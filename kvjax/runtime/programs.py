@@ -20,7 +20,7 @@ from kvjax.runtime.decode import Controls, DecodeState, decode_chunk, initial_st
 from kvjax.runtime.grow import grow
 from kvjax.runtime.insert import Admitted, empty_state, insert
 from kvjax.runtime.prefill import pages_onto, prefill_fresh, prefill_onto
-from kvjax.runtime.share import settle, settle_types, share, share_types
+from kvjax.runtime.share import share, share_chosen, share_chosen_types, share_types
 from kvjax.runtime.token_logprobs import score_fresh, score_onto
 from kvjax.sharding.compile import ROW, SCALAR, Device, Program, device_of
 from kvjax.sharding.mesh import Mesh
@@ -43,9 +43,9 @@ SCORE_FRESH = Program(score_fresh, lambda *given: (*_empty(*given), ROW, ROW), (
 SCORE_ONTO = Program(score_onto, lambda device, arguments, static: (arguments[1], ROW, ROW, ROW), _ONTO, (1,))
 DECODE_CHUNK = Program(decode_chunk, lambda device, arguments, static: (arguments[1], SCALAR), donates=(1,))
 SHARE = Program(share, _shared, ("prompt_capacity",))
-SETTLE = Program(
-    settle,
-    lambda device, arguments, static: settle_types(device, *arguments, **static),
+SHARE_CHOSEN = Program(
+    share_chosen,
+    lambda device, arguments, static: share_chosen_types(device, *arguments, **static),
     ("prompt_capacity", "dtype"),
 )
 EMPTY_STATE = Program(
@@ -187,13 +187,13 @@ class Programs(ProgramSet):
         own, context = SHARE(self.device(cache.policy, config), cache, prompt_capacity=prompt_capacity)
         return take_rows(own, [0] * rows).replace(context=take_rows(context, [0]))
 
-    def settle(self, cache: Cache, *, config: ModelConfig, prompt_capacity: int, dtype: Any) -> Cache:
-        """A row of a context that stays as its policy has chosen it: :func:`kvjax.runtime.share.settle`.
+    def share_chosen(self, cache: Cache, *, config: ModelConfig, prompt_capacity: int, dtype: Any) -> Cache:
+        """A row of a context that stays as its policy has chosen it: :func:`kvjax.runtime.share.share_chosen`.
 
         A copy: the cache stays a value.
         """
         cache, device = self._of_row(cache), self.device(fixed(cache.policy), config)
-        own, context = SETTLE(device, cache, prompt_capacity=prompt_capacity, dtype=dtype)
+        own, context = SHARE_CHOSEN(device, cache, prompt_capacity=prompt_capacity, dtype=dtype)
         if cache.batch > 1:
             own, context = take_rows(own, [0]), take_rows(context, [0])
         return own.replace(context=context)

@@ -54,7 +54,7 @@ def share(device: Device, cache: Cache, *, prompt_capacity: int) -> tuple[Cache,
     return rest, SharedContext(tuple(shared), cache.seen)
 
 
-def settle(device: Device, cache: Cache, *, prompt_capacity: int, dtype: Any) -> tuple[Cache, SharedContext]:
+def share_chosen(device: Device, cache: Cache, *, prompt_capacity: int, dtype: Any) -> tuple[Cache, SharedContext]:
     """A cache as the context of the rows that will be read onto it, and a row of it that holds nothing else.
 
     Args:
@@ -67,7 +67,7 @@ def settle(device: Device, cache: Cache, *, prompt_capacity: int, dtype: Any) ->
     row = device.empty(cache.batch, prompt_capacity, 0, dtype, cache.storage, own_capacity=0)
     layers, shared = [], []
     for i, (layer, own) in enumerate(zip(cache.layers, row.layers, strict=True)):
-        if not policy.part(config, i)[0].settled:  # a ring of a window, of which every row has its own
+        if not policy.part(config, i)[0].chosen_once:  # a ring of a window, of which every row has its own
             layers.append(layer)
             shared.append((None,))
             continue
@@ -79,13 +79,15 @@ def settle(device: Device, cache: Cache, *, prompt_capacity: int, dtype: Any) ->
     return row.replace(layers=tuple(layers), **counters), SharedContext(tuple(shared), cache.seen)
 
 
-def settle_types(device: Device, cache: Cache, *, prompt_capacity: int, dtype: Any) -> tuple[Cache, SharedContext]:
-    """A tree like what :func:`settle` gives, of a cache of all devices: its types are right, its sizes are not."""
+def share_chosen_types(
+    device: Device, cache: Cache, *, prompt_capacity: int, dtype: Any
+) -> tuple[Cache, SharedContext]:
+    """A tree like what :func:`share_chosen` gives, of a cache of all devices: of the same types, not sizes."""
     policy, config = device.policy, device.config
     row = jax.eval_shape(lambda: device.empty(1, prompt_capacity, 0, dtype, cache.storage, own_capacity=0))
-    settled = [policy.part(config, i)[0].settled for i in range(len(cache.layers))]
-    layers = [own if yes else layer for own, layer, yes in zip(row.layers, cache.layers, settled, strict=True)]
-    shared = tuple(tuple(parts(layer)) if yes else (None,) for layer, yes in zip(cache.layers, settled, strict=True))
+    once = [policy.part(config, i)[0].chosen_once for i in range(len(cache.layers))]
+    layers = [own if yes else layer for own, layer, yes in zip(row.layers, cache.layers, once, strict=True)]
+    shared = tuple(tuple(parts(layer)) if yes else (None,) for layer, yes in zip(cache.layers, once, strict=True))
     return row.replace(layers=tuple(layers)), SharedContext(shared, cache.seen)
 
 
@@ -128,10 +130,10 @@ def shared_bytes(
 
     def allocated() -> tuple[Any, Any]:
         rows = device.empty(batch, prompt_capacity, new_capacity, dtype, storage, own_capacity=own_capacity)
-        if policy.settled:
+        if policy.chosen_once:
             chosen = dataclasses.replace(device, policy=chooser_of(policy))
             layers = enumerate(chosen.empty(1, context, 0, dtype, storage).layers)
-            held = [layer for i, layer in layers if policy.part(config, i)[0].settled]
+            held = [layer for i, layer in layers if policy.part(config, i)[0].chosen_once]
             return rows, (held, jnp.zeros((1,), jnp.int32))
         rows = share_types(rows, policy, config)[0]
         return rows, share_types(device.empty(1, context, 0, dtype, storage), policy, config)[1]

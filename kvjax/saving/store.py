@@ -29,7 +29,7 @@ from kvjax.errors import DoesNotFit, KvjaxError, UsageError, cut, quoted
 from kvjax.files import check_local
 from kvjax.memory_needs import weights_bytes
 from kvjax.policies.base import Policy
-from kvjax.policies.fixed import chooser_of, fixed, unsettled
+from kvjax.policies.fixed import chooser_of, fixed, materialised_chosen
 from kvjax.policies.page_capacities import by_pool
 from kvjax.rounds.conversation import Conversation
 from kvjax.saving.canonical import Counts, canonical, checksum, counts_of, pages_of, restored
@@ -75,8 +75,8 @@ def save_cache(path: str | os.PathLike[str], cache: Continuation, lm: LanguageMo
       KvjaxError: the disk refused; what was there before is still there.
     """
     check_continuable("save_cache", [cache])
-    once = cache.policy.settled
-    held = cache.with_device_layers(unsettled(cache.device_layers)) if once else cache
+    once = cache.policy.chosen_once
+    held = cache.with_device_layers(materialised_chosen(cache.device_layers)) if once else cache
     # What is parked, or spread over a mesh, comes to one device for a moment, where its slots are gathered.
     here: Any = adopt(held.to_device(), None, lm.config)
     layers = materialised(here.device_layers)

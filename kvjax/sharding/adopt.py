@@ -16,7 +16,7 @@ from kvjax.cache.page_sharding import UNSHARDED
 from kvjax.cache.pool_sharding import shard, unshard
 from kvjax.errors import UsageError
 from kvjax.model.config import ModelConfig
-from kvjax.policies.fixed import unsettled
+from kvjax.policies.fixed import materialised_chosen
 from kvjax.sharding.mesh import Mesh
 from kvjax.sharding.partition import Partition
 from kvjax.sharding.placement import cache_specs, leaves_of
@@ -45,7 +45,7 @@ def _adopted(cache: Cache, mesh: Mesh | None, config: ModelConfig) -> Cache:
     part = _part(cache, mesh, config)
     if cache.context is not None and not _is_on(cache, part):
         # A shared context stays where it is.
-        cache = unsettled(cache) if cache.policy.settled else materialised(cache)
+        cache = materialised_chosen(cache) if cache.policy.chosen_once else materialised(cache)
     if not _held_so(cache, part):
         cache = _resharded(cache, part)
     if part is None:

@@ -73,8 +73,8 @@ class LocalHeads(HeadWise):
         return dataclasses.replace(self, inner=self.inner.named)
 
     @property
-    def settled(self) -> bool:
-        return self.inner.settled
+    def chosen_once(self) -> bool:
+        return self.inner.chosen_once
 
     def heads_of(self, config: ModelConfig, layer: int) -> int:
         return self.heads[layer]

@@ -34,8 +34,8 @@ SEEDS = {"razor": "000", "round": "001", "ahakv": "002", "lagkv": "004"}
 
 
 def options(**changes) -> Options:
-    settled = dict(quick=True, length=None, limit=None, seed=42, storage="model", batch_size=2)
-    return Options("needles", None, None, **(settled | changes))
+    usual = dict(quick=True, length=None, limit=None, seed=42, storage="model", batch_size=2)
+    return Options("needles", None, None, **(usual | changes))
 
 
 @pytest.fixture(scope="module")

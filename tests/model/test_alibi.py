@@ -52,7 +52,7 @@ def kept(cache, row: int) -> list[list[list[int]]]:
     return found
 
 
-def settled(cache, policy, config):
+def with_sorted_slots(cache, policy, config):
     """The cache as a later turn's queries find it: without slots whose token has left."""
     layers = tuple(policy.sort_slots(i, layer, config) for i, layer in enumerate(cache.layers))
     return cache.replace(layers=layers)
@@ -90,7 +90,7 @@ def converse(lm, policy, turns: list[tuple[list[int], int]]) -> tuple[list[Row],
     cache = None
     for lengths, steps in turns:
         prompts = [random.integers(0, tiny.VOCAB, size).tolist() for size in lengths]
-        before = None if cache is None else settled(cache, policy, lm.config)
+        before = None if cache is None else with_sorted_slots(cache, policy, lm.config)
         for i, row in enumerate(rows):
             start = len(row.tokens)
             row.tokens += prompts[i]
@@ -145,7 +145,7 @@ def test_sinks_and_window_keep_their_original_positions(lm):
 def test_scored_tokens_keep_their_original_positions(lm, text):
     policy = parse(text)
     rows, cache = converse(lm, policy, TURNS)
-    cache = settled(cache, policy, lm.config)
+    cache = with_sorted_slots(cache, policy, lm.config)
     for i, row in enumerate(rows):
         heads = [head for layer in kept(cache, i) for head in layer]
         assert all(len(head) < len(row.tokens) and sorted(head) == head for head in heads)

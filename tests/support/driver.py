@@ -63,7 +63,7 @@ class Driver:
         k, v = (_padded(x, 64, 1e3) for x in (k, v))
         fresh = not self.seen.any()
         if not fresh:
-            self.cache = _settle(self.policy, self.layer, self.cache, self.config)
+            self.cache = _sort_slots(self.policy, self.layer, self.cache, self.config)
         signals = None
         if q is not None:
             q, raw = _padded(q, 64, 10.0), _padded(q if raw is None else raw, 64, 1e3)
@@ -107,7 +107,7 @@ def _padded(x: np.ndarray, bucket: int, value: float) -> np.ndarray:
 
 
 @functools.partial(jax.jit, static_argnames=("policy", "layer", "config"))
-def _settle(policy, layer, cache, config):
+def _sort_slots(policy, layer, cache, config):
     return policy.sort_slots(layer, cache, config)
 
 

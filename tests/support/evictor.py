@@ -77,7 +77,7 @@ class Evictor:
         q = np.pad(q, (*fill[:2], (0, 0), *fill[2:]))
         fresh, total = not self.seen.any(), self.seen + count
         if not fresh:
-            self.cache = _settle(self.policy, self.cache, self.config)
+            self.cache = _sort_slots(self.policy, self.cache, self.config)
         signals = self._signals(q, k, count, total, fresh)
         chunk = PromptChunk(self.seen, count, total, self.pages, self.config, fresh, signals)
         self.cache = _compress(self.policy, self.cache, k, v, chunk)
@@ -125,7 +125,7 @@ class Evictor:
 
 
 @functools.partial(jax.jit, static_argnames=("policy", "config"))
-def _settle(policy, cache, config):
+def _sort_slots(policy, cache, config):
     return policy.sort_slots(0, cache, config)
 
 

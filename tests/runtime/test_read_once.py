@@ -87,8 +87,8 @@ def test_every_policy_that_chooses_shares_its_context(tiny_model, name):
         assert one.cache.context is context.context and one.stats.shared_cache_bytes == context.context.nbytes
     # What was chosen is what the policy chooses without it, and it takes no more bytes.
     again = kvjax.read(tiny_model, CONTEXT, policy=policy)
-    for settled, plain in zip(context.context.pools, again.pools, strict=True):
-        np.testing.assert_array_equal(settled.length, plain.length)
+    for ours, plain in zip(context.context.pools, again.pools, strict=True):
+        np.testing.assert_array_equal(ours.length, plain.length)
     assert context.nbytes <= again.nbytes
     # And a later turn goes on with it.
     later = kvjax.generate(tiny_model, [7, 8], cache=outputs[1].cache, max_new_tokens=4, logprobs=True)
@@ -142,14 +142,14 @@ def test_a_plan_is_what_is_allocated(tiny_model, policy, storage):
 def test_what_was_chosen_and_its_copy_are_counted_at_the_moment_when_both_are_there(monkeypatch):
     lm, live = toys.tiny_model(num_layers=24), []
     before = live_device_bytes() - device_bytes(jax.tree.leaves(lm.params))
-    settle = Programs.settle
+    share_chosen = Programs.share_chosen
 
     def watched(programs, cache, **sizes):
-        found = settle(programs, cache, **sizes)
+        found = share_chosen(programs, cache, **sizes)
         live.append(live_device_bytes() - before)
         return found
 
-    monkeypatch.setattr(Programs, "settle", watched)
+    monkeypatch.setattr(Programs, "share_chosen", watched)
     read = {"policy": "snapkv:ratio=0.75", "once": True}
     kvjax.read(lm, CONTEXT, **read)
     assert live[0] > kvjax.plan(lm, prompt_tokens=203, max_new_tokens=1, policy=read["policy"]).total_bytes, "of no use"
@@ -159,7 +159,7 @@ def test_what_was_chosen_and_its_copy_are_counted_at_the_moment_when_both_are_th
     assert planned.total_bytes >= live[0]
 
 
-def test_a_saved_context_is_settled_again(tiny_model, tmp_path):
+def test_a_saved_context_is_shared_again(tiny_model, tmp_path):
     context = kvjax.read(tiny_model, CONTEXT, policy="snapkv:ratio=0.25", once=True)
     kvjax.save_cache(tmp_path / "saved", context, tiny_model)
     loaded = kvjax.load_cache(tmp_path / "saved", tiny_model)
