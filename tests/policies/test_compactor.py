@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,10 +15,11 @@ from policies.test_expected_attention import rotation
 from support.choosing import Lane, assert_alone, best, pooled, softmax
 from support.driver import config_for
 
+from kvjax.cache.page_sharding import UNSHARDED, PageSharding
 from kvjax.errors import UsageError
 from kvjax.model.config import RopeConfig
 from kvjax.policies import Compactor, PromptChunk
-from kvjax.policies.compactor import before_rope, leverages
+from kvjax.policies.compactor import before_rope, leverages, standardised
 
 BUDGET, SINK, RECENT, CHUNK = 12, 2, 3, 8
 PLAIN = {"budget": BUDGET, "sink": SINK, "recent": RECENT, "chunk": CHUNK, "sketch": 0}
@@ -141,6 +145,23 @@ def test_leverages_are_those_of_the_hat_matrix_and_sum_to_the_rank():
     centred = keys[0, :150] - keys[0, :150].mean(axis=0)
     np.testing.assert_allclose(found[:150], np.diag(centred @ np.linalg.pinv(centred)), atol=1e-3)
     assert abs(found[:150].sum() - 6) < 1e-2 and (found[150:] == 0).all()
+
+
+def test_devices_that_have_some_of_the_heads_find_what_one_device_finds():
+    rng = np.random.default_rng(0)
+    k, counted = rng.standard_normal((2, 4, 30, 8)).astype(np.float32), rng.random((2, 4, 30)) < 0.8
+    chunk: Any = SimpleNamespace(config=SimpleNamespace(positional="alibi"))
+
+    def found(k, counted, sharding):
+        cache: Any = SimpleNamespace(sharding=sharding)
+        candidates: Any = SimpleNamespace(k=k)
+        return standardised(Compactor(sketch=3)._leverages(cache, candidates, chunk, counted), counted, sharding)
+
+    whole = found(jnp.asarray(k), jnp.asarray(counted), UNSHARDED)
+    halves = [jnp.stack([x[:, :2], x[:, 2:]]) for x in (jnp.asarray(k), jnp.asarray(counted))]
+    sharding = PageSharding(head_axes=("model",), head_parts=2)
+    apart = jax.vmap(lambda k, counted: found(k, counted, sharding), axis_name="model")(*halves)
+    np.testing.assert_allclose(jnp.concatenate(list(apart), axis=1), whole, atol=1e-5)
 
 
 def test_equal_keys_and_silent_values_are_no_trouble():
