@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,9 +13,11 @@ from support.choosing import Lane, assert_alone, best, pooled, softmax
 from support.driver import config_for
 
 from kvjax.cache.page_sharding import UNSHARDED, PageSharding
+from kvjax.cache.pool import LayerCache
 from kvjax.errors import UsageError
 from kvjax.model.config import RopeConfig
 from kvjax.policies import Compactor, PromptChunk
+from kvjax.policies.base import Candidates
 from kvjax.policies.compactor import before_rope, leverages, standardised
 
 BUDGET, SINK, RECENT, CHUNK = 12, 2, 3, 8
@@ -150,12 +149,15 @@ def test_leverages_are_those_of_the_hat_matrix_and_sum_to_the_rank():
 def test_devices_that_have_some_of_the_heads_find_what_one_device_finds():
     rng = np.random.default_rng(0)
     k, counted = rng.standard_normal((2, 4, 30, 8)).astype(np.float32), rng.random((2, 4, 30)) < 0.8
-    chunk: Any = SimpleNamespace(config=SimpleNamespace(positional="alibi"))
+    two = jnp.full((2,), 30, jnp.int32)
+    chunk = PromptChunk(two, two, two, pages=(1,), config=config_for(4, 8, positional="alibi"), fresh=True)
 
     def found(k, counted, sharding):
-        cache: Any = SimpleNamespace(sharding=sharding)
-        candidates: Any = SimpleNamespace(k=k)
-        return standardised(Compactor(sketch=3)._leverages(cache, candidates, chunk, counted), counted, sharding)
+        cache, candidates = LayerCache.__new__(LayerCache), Candidates.__new__(Candidates)  # of what is read alone
+        object.__setattr__(cache, "sharding", sharding)
+        object.__setattr__(candidates, "k", k)
+        leverage = Compactor(sketch=3)._leverages(cache, candidates, chunk, counted)
+        return standardised(leverage, counted, sharding)
 
     whole = found(jnp.asarray(k), jnp.asarray(counted), UNSHARDED)
     halves = [jnp.stack([x[:, :2], x[:, 2:]]) for x in (jnp.asarray(k), jnp.asarray(counted))]
