@@ -42,6 +42,8 @@ _TOLD_EVERY = 1.0
 ORDERS = ("input", "id")
 #: Keywords of :func:`run` that are no options.
 _JOB = ("batch_size", "order", "format", "shard_rows")
+#: Options of a generation that may go on, as no row of a job does.
+_OF_TURNS = ("reserve_tokens",)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +72,7 @@ class Report:
     choice: str | None = None
 
 
-@shows_options()
+@shows_options(_OF_TURNS)
 def run(
     lm: LanguageModel,
     input: str | os.PathLike[str],
@@ -114,7 +116,9 @@ def run(
       PeerFailed: another process failed; all end.
       KeyboardInterrupt: Ctrl-C; finished batches are kept.
     """
-    chosen = merged("batch.run", options, keywords, also=_JOB)
+    chosen = merged("batch.run", options, keywords, also=_JOB, without=_OF_TURNS)
+    if chosen.reserve_tokens is not None:
+        raise UsageError("The options have reserve_tokens, but a job's rows have no later turns; leave it out.")
     whole_number("max_new_tokens", chosen.max_new_tokens, 1)
     whole_number("batch_size", batch_size, 1)
     batch_size = int(batch_size)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @app.command()
 # A job's log tells how far it is, every ten seconds.
-@flag.generation(progress=True)
+@flag.generation(without=("reserve_tokens",), progress=True)
 def batch(
     *,
     input: Annotated[Path, typer.Option("--input", help="Prompts: .jsonl or .parquet, the same file on every host.")],

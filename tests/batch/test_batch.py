@@ -236,6 +236,8 @@ REFUSED = {
     "no tokens": ({"max_new_tokens": 0}, b"{}", "max_new_tokens is 0"),
     "a policy": ({"policy": "lagkw"}, b"{}", "did you mean 'lagkv'"),
     "a temperature": ({"temperature": -1}, b"{}", "temperature is -1"),
+    "later turns": ({"reserve_tokens": 64}, b"{}", "batch.run takes no 'reserve_tokens'"),
+    "an option's turns": ({"options": kvjax.GenerationOptions(reserve_tokens=0)}, b"{}", "rows have no later turns"),
 }
 
 
