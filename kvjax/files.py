@@ -23,9 +23,6 @@ _NAME, _PATH = 255, 4000
 #: Bytes that are read at once.
 _PART = 2**20
 
-#: Kinds of pictures that are not written.
-_OTHER_PICTURES = (".jpg", ".jpeg", ".svg", ".pdf", ".gif", ".webp")
-
 
 def reason(error: OSError | ValueError) -> str:
     """Why a path cannot be used, for the end of a sentence; Python's own word for a NUL in it is an error of values."""
@@ -139,7 +136,7 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 
 def check_picture(name: str, path: Path) -> None:
     """Refuse a PNG file that cannot be written (:func:`check_writable`), and a name that says another format."""
-    if path.suffix.lower() in _OTHER_PICTURES:
+    if path.suffix.lower() not in ("", ".png"):
         raise UsageError(f"{name} is {path}; pictures are written as PNG, so give a name that ends in .png.")
     check_writable(name, path)
 

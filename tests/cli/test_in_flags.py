@@ -37,6 +37,7 @@ def test_keywords_become_the_flags_of_the_command(given, sentence, said):
         (["bench", "engine", "--shards", "2"], "--shards is of a simulation"),
         (["bench", "engine", "--simulate", "--out", "slots.jpg"], "give a name that ends in .png"),
         (["picture", "razor-heads", "--out", "heads.PDF"], "--out is heads.PDF; pictures are written as PNG"),
+        (["bench", "engine", "--out", "slots.txt"], "--out is slots.txt; pictures are written as PNG"),
         (["bench", "engine", "--simulate", "--slots", "16", "--shards", "3"], "give a multiple of the shards"),
     ],
 )
