@@ -257,6 +257,11 @@ def take(cache: Cache, indices: Sequence[int]) -> Cache:
     """Rows of a cache in the given order; a row may be taken several times. Always a copy, unless all rows stay."""
     if list(indices) == list(range(cache.batch)):
         return cache
+    return copied(cache, indices)
+
+
+def copied(cache: Cache, indices: Sequence[int]) -> Cache:
+    """Rows of a cache in the given order, as copies; a context that they share is the same."""
     return take_rows(cache.replace(context=None), indices).replace(context=cache.context)
 
 

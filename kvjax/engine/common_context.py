@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from kvjax.allocation import Allocation
 from kvjax.cache.buckets import prompt_bucket
-from kvjax.cache.cache import Cache, take_rows
+from kvjax.cache.cache import Cache, copied
 from kvjax.cache.continuation import check_continuable
 from kvjax.cache.groups import parts, with_parts
 from kvjax.cache.host_memory import as_numpy, device_bytes, to_device
@@ -101,7 +101,7 @@ def common_context(lm: LanguageModel, cache: Any) -> CommonContext:
     elif held.context is None:
         held = programs.share(held, 1, **sizes)
     else:  # what is the row's own is copied, so that a turn may consume the cache while the engine runs
-        held = take_rows(held.replace(context=None), [0]).replace(context=held.context)
+        held = copied(held, [0])
     assert held.context is not None
     seen, shared = (int(as_numpy(each)[0]) for each in (held.seen, held.context.seen))
     return CommonContext(held, seen, shared, device_bytes(jax.tree.leaves(held.context)))

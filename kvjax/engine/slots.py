@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from kvjax.cache.cache import Cache, take
+from kvjax.cache.cache import Cache, copied, take
 from kvjax.cache.continuation import Continuation, delete
 from kvjax.cache.host_memory import as_numpy, device_bytes, live_device_bytes
 from kvjax.cache.pool import layout_for
@@ -313,7 +313,8 @@ class Slots:
                 continue
             if reason == "length" and len(row.tokens) < row.limit:
                 reason = "memory"  # its slot is full
-            left = take(cache, [slot]) if row.keep_cache else None
+            # A copy also where there is one slot: the next program consumes it.
+            left = copied(cache, [slot]) if row.keep_cache else None
             self._leave(slot, row)
             row.finish(reason, _giving(left), numbers(slot))
 

@@ -140,6 +140,17 @@ def test_a_cache_a_context_and_a_conversation_go_on(lagkv):
         _ = second.cache
 
 
+def test_the_only_slot_keeps_its_cache():
+    """A cache that is left by the one slot of an engine is a copy: later requests, and the end, leave it as it is."""
+    with Engine(LM, POLICY, slots=1, prompt_tokens=64, new_tokens=16) as engine:
+        first = engine.submit(ids(20, 1), max_new_tokens=3, keep_cache=True, chat=False).result(120)
+        engine.submit(ids(30, 2), max_new_tokens=3, chat=False).result(120)
+    reference = alone(ids(20, 1), POLICY, max_new_tokens=3)
+    asked = {"max_new_tokens": 4, "chat": False}
+    wanted = kvjax.generate(LM, ids(5, 3), cache=reference.cache, **asked)
+    assert kvjax.generate(LM, ids(5, 3), cache=first.cache, **asked).tokens == wanted.tokens
+
+
 def test_pieces_come_as_tokens_do(lagkv):
     wanted = alone(ids(20, 7), POLICY, max_new_tokens=40, temperature=1.0, seed=3)
 
