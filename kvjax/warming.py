@@ -6,8 +6,6 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
 from kvjax.cache.buckets import request_bucket
 from kvjax.chat import Chat
 from kvjax.checkpoints.load import LanguageModel, check_model
@@ -44,7 +42,7 @@ def warm(
     lm: LanguageModel,
     *,
     lengths: Sequence[int] = (256,),
-    policy: Policy | str | Sequence[Policy | str] = "full",
+    policy: Policy | str | Sequence[Policy | str] | None = None,
     batch: Sequence[int] = (1,),
     chat: bool = False,
     **options: Any,
@@ -57,7 +55,7 @@ def warm(
     Args:
       lm: the model.
       lengths: tokens of prompts.
-      policy: one policy or several.
+      policy: one policy or several; None keeps all tokens.
       batch: numbers of prompts that will be answered together.
       chat: also compile a conversation: turns of each length and short ones.
       options: of the calls, as for :func:`kvjax.generate`; those that change the cache, such as ``storage``, count.
@@ -71,10 +69,13 @@ def warm(
     """
     check_model(lm)
     true_or_false("chat", chat)
-    policies = [policy] if isinstance(policy, (str, Policy)) else list(policy)
+    policies = policy if isinstance(policy, (list, tuple)) else ["full" if policy is None else policy]
+    if not policies:
+        raise UsageError("The list of policies is empty; give at least one, or leave policy= out.")
     parsed = [parse(each) for each in policies]
     for name, values in (("lengths", lengths), ("batch", batch)):
-        if not isinstance(values, (Sequence, np.ndarray)) or isinstance(values, str) or not len(values):
+        listed = isinstance(values, Sequence) or getattr(values, "ndim", 0) == 1
+        if not listed or isinstance(values, str) or not len(values):
             raise UsageError(f"{name} is {quoted(values)}; give at least one number, in a list.")
         for value in values:
             whole_number(name, value, 1, _MOST)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import toys
 from support.compiled import compiled_programs
@@ -58,6 +59,10 @@ def test_lengths_of_several_buckets_are_warmed_each():
         ({"lengths": [5000]}, "context of 512"),
         ({"batch": [0]}, "batch"),
         ({"policy": "lagk"}, "lagk"),
+        ({"policy": 5}, "5 is not a policy"),
+        ({"policy": []}, "list of policies is empty"),
+        ({"policy": None, "lengths": [5000]}, "context of 512"),
+        ({"batch": np.array(3)}, "batch"),
         ({"temprature": 1}, "temprature"),
         ({"lengths": (length for length in [3])}, "lengths is <generator"),
         ({"lengths": {}}, "lengths is {}"),
