@@ -70,7 +70,8 @@ class Chat:
     @cache.setter
     def cache(self, value: Continuation | None) -> None:
         if value is not None:
-            check_continuable("Chat.cache", [value])
+            check_continuable("Chat.cache", [value], one=True)
+            _check_one_row(value)
             policy, storage = how_to_continue(self.lm, self.options, value)
             self.options = dataclasses.replace(self.options, policy=policy, storage=storage)
         self._hold(None if value is None else Owned(value, shared=True))
@@ -173,6 +174,7 @@ class Chat:
         if chat.options.policy is not None:
             raise UsageError("A conversation that was saved goes on under its own policy; leave policy= out.")
         cache = load_cache(path, lm, memory_limit=chat.options.memory_limit)
+        _check_one_row(cache)
         # reset() forgets what was said, not how it was kept.
         policy, storage = how_to_continue(lm, chat.options, cache)
         chat.options = dataclasses.replace(chat.options, policy=policy, storage=storage)
@@ -182,3 +184,9 @@ class Chat:
     def reset(self) -> None:
         """Forget the conversation."""
         self._hold(None)
+
+
+def _check_one_row(value: Continuation) -> None:
+    """Refuse (UsageError) several rows: a conversation is one."""
+    if value.batch != 1:
+        raise UsageError(f"The cache has {value.batch} rows and a conversation is one; give one, such as cache.row(0).")

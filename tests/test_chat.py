@@ -384,6 +384,8 @@ def test_an_assigned_cache_goes_on_under_its_own_policy(tiny_model):
         Chat(toys.tiny_model(num_layers=3)).cache = cache
     with pytest.raises(UsageError, match="an output's cache"):
         Chat(tiny_model).cache = "a folder"  # pyright: ignore[reportAttributeAccessIssue]
+    with pytest.raises(UsageError, match="takes an output's cache; a list was given"):
+        Chat(tiny_model).cache = [cache]  # pyright: ignore[reportAttributeAccessIssue]
     chat = Chat(tiny_model, max_new_tokens=3)
     chat.cache = cache
     assert chat.policy == cache.policy.chosen
@@ -397,6 +399,16 @@ def test_a_saved_conversation_is_loaded_with_its_own_storage_alone(tiny_model, t
     with pytest.raises(UsageError, match="stored as int8"):
         Chat.load(tmp_path / "saved", tiny_model, storage="model")
     assert Chat.load(tmp_path / "saved", tiny_model, storage="int8", max_new_tokens=3).send("b").tokens
+
+
+def test_a_conversation_is_one_row(tiny_model, tmp_path):
+    """Several are refused where they are given, not at the next turn."""
+    cache = kvjax.read(tiny_model, ["some text", "more"])
+    kvjax.save_cache(tmp_path / "saved", cache, tiny_model)
+    with pytest.raises(UsageError, match=r"has 2 rows and a conversation is one; give one, such as cache.row\(0\)"):
+        Chat(tiny_model).cache = cache
+    with pytest.raises(UsageError, match="has 2 rows and a conversation is one"):
+        Chat.load(tmp_path / "saved", tiny_model)
 
 
 def test_the_usual_layout_given_by_name_is_the_usual_storage(tiny_model):

@@ -100,15 +100,16 @@ def one_batch(items: Sequence[C]) -> C:
     return items[0] if len(items) == 1 else items[0].join(items[1:])
 
 
-def check_continuable(asked: str, items: Sequence[Any]) -> None:
+def check_continuable(asked: str, items: Sequence[Any], *, one: bool = False) -> None:
     """Refuse (UsageError) what is no cache, what was consumed, and caches mixed with conversations.
 
     Args:
-      asked: what takes them, as the sentence names it.
+      asked: what takes them, as the sentence names it. one: whether it takes no list.
     """
     for item in items:
         if not isinstance(item, Continuation):
-            raise UsageError(f"{asked} takes an output's cache or a list of them; a {type(item).__name__} was given.")
+            takes = "an output's cache" if one else "an output's cache or a list of them"
+            raise UsageError(f"{asked} takes {takes}; a {type(item).__name__} was given.")
         if is_consumed(item):
             raise UsageError("This cache was consumed by an earlier call; keep a cache by leaving consume_cache=False.")
     if len({type(item) for item in items}) > 1:

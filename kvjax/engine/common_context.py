@@ -68,7 +68,7 @@ def check_common(cache: Any) -> None:
     """Refuse (UsageError) what is not one cache, or was consumed."""
     if isinstance(cache, (list, tuple)):
         raise UsageError(f"context= takes one cache, and a {type(cache).__name__} was given.")
-    check_continuable("context=", [cache])
+    check_continuable("context=", [cache], one=True)
 
 
 def common_context(lm: LanguageModel, cache: Any) -> CommonContext:

@@ -74,7 +74,7 @@ def save_cache(path: str | os.PathLike[str], cache: Continuation, lm: LanguageMo
       UsageError: the folder holds something else, or the policy holds what cannot be written.
       KvjaxError: the disk refused; what was there before is still there.
     """
-    check_continuable("save_cache", [cache])
+    check_continuable("save_cache", [cache], one=True)
     once = cache.policy.chosen_once
     held = cache.with_device_layers(materialised_chosen(cache.device_layers)) if once else cache
     # What is parked, or spread over a mesh, comes to one device for a moment, where its slots are gathered.
