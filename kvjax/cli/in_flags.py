@@ -17,7 +17,10 @@ _NUMBERS = {"int_parsing": "a whole number", "int_from_float": "a whole number",
 
 def in_flags(sentence: str, given: Sequence[str]) -> str:
     """The sentence with the flags of the command that was ``given``: ``policy=`` is ``--policy`` to its user."""
-    for name, flag in _flags(given):
+    for name, flag, without in _flags(given):
+        if without is not None:
+            sentence = re.sub(rf"{_BEFORE}{name}=True\b", flag, sentence)
+            sentence = re.sub(rf"{_BEFORE}{name}=False\b", without or r"\g<0>", sentence)
         sentence = re.sub(rf"{_BEFORE}{name}=(['\"])([^'\"]*)\1", rf"{flag} \2", sentence)
         sentence = re.sub(rf"{_BEFORE}{name}=(?=[\s,.;)]|$)", flag, sentence)
         if "_" in name:
@@ -25,17 +28,19 @@ def in_flags(sentence: str, given: Sequence[str]) -> str:
     return sentence
 
 
-def _flags(given: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Keyword and flag of each option of the command that these arguments name."""
+def _flags(given: Sequence[str]) -> Iterator[tuple[str, str, str | None]]:
+    """Of each option of the command that these arguments name the keyword, its flag, and the flag that says no: empty
+    where there is none, None of what takes a value."""
     command = root_command()
     for word in given:
         command = getattr(command, "commands", {}).get(word)
         if command is None:
             return
         for option in command.params:
+            without = "".join(option.secondary_opts) if getattr(option, "is_flag", False) else None
             for flag in option.opts:
                 if flag.startswith("--"):
-                    yield flag.removeprefix("--").replace("-", "_"), flag
+                    yield flag.removeprefix("--").replace("-", "_"), flag, without
 
 
 def parsing_refusal(error: Any) -> str | None:

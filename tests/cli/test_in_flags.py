@@ -13,6 +13,9 @@ from kvjax.cli.in_flags import in_flags
     [
         ("generate hi", "so leave policy= out or give the same.", "so leave --policy out or give the same."),
         ("generate hi", "load it without weights='int4'.", "load it without --weights int4."),
+        ("read hi", "It is chosen again, so once=True is not for it.", "It is chosen again, so --once is not for it."),
+        ("generate hi", "pass it as text, or chat=False.", "pass it as text, or --no-chat."),
+        ("read hi", "leave once=False out.", "leave once=False out."),  # no flag says that
         ("plan", "prompt_tokens is 0; give more.", "--prompt-tokens is 0; give more."),
         ("generate hi", "max_new_tokens=5 is one.", "max_new_tokens=5 is one."),  # what somebody typed
         ("generate hi", "It was compressed by lagkv:policy=,x.", "It was compressed by lagkv:policy=,x."),
