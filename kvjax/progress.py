@@ -56,7 +56,9 @@ class Event:
         """One line without its end, such as ``prefill ~1,200 of 6,000 tokens, ~310 tokens/s, ~16 s left``."""
         mark = "~" if self.estimated else ""
         verb = "" if self.stage == "job" else _VERBS.get(self.stage, self.stage)
-        parts = [" ".join(filter(None, (verb, self.what, self._count(mark)))), *filter(None, [self.note])]
+        # The colon of "kvjax batch:" comes before a number of prompts, which is not known from the first moment.
+        began = " ".join(filter(None, (verb, self.what, self._count(mark)))).removesuffix(":")
+        parts = [began, *filter(None, [self.note])]
         if self.rate and self.unit == "tokens":
             parts.append(f"{mark}{_number(self.rate)} tokens/s")
         parts.append(f"{int(self.seconds)} s" if self.left is None else f"{mark}{_duration(self.left)} left")

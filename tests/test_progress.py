@@ -123,6 +123,7 @@ def test_what_a_line_says():
     assert str(Event("job", "kvjax batch:", 80, 600, 1200, "prompts", 7.5, 80, note="310 tokens/s")) == (
         "kvjax batch: 600 of 1,200 prompts, 310 tokens/s, 1:20 min left"
     )
+    assert str(Event("job", "kvjax batch:", 2, unit="prompts")) == "kvjax batch, 2 s"
     assert str(Event("decode", "", 5, 100, 256, "tokens", 20.0, 7300)) == (
         "decode 100 of 256 tokens, 20 tokens/s, 2:01 h left"
     )
