@@ -300,7 +300,8 @@ def windows_text(windows: Sequence[int | None]) -> str:
 def stats_rows(output: Output) -> list[tuple[str, str]]:
     """Name and value of each line of the stats table."""
     stats = output.stats
-    part = stats.live_cache_bytes / stats.full_cache_bytes if stats.full_cache_bytes else math.nan
+    full = stats.full_cache_bytes  # none where a request was called off before it was read
+    part = f" ({stats.live_cache_bytes / full:.0%} of a full cache)" if full else ""
     rows = [
         ("prompt", f"{stats.prompt_tokens} tokens"),
         ("generated", f"{stats.generated_tokens} tokens"),
@@ -309,7 +310,7 @@ def stats_rows(output: Output) -> list[tuple[str, str]]:
         ("time to first token", f"{stats.time_to_first_token:.2f} s"),
         ("compiling", f"{stats.compile_seconds:.2f} s"),
         ("cache allocated", human_bytes(stats.cache_bytes)),
-        ("cache live", f"{human_bytes(stats.live_cache_bytes)} ({part:.0%} of a full cache)"),
+        ("cache live", f"{human_bytes(stats.live_cache_bytes)}{part}"),
         ("cache peak", f"{human_bytes(stats.device_peak_bytes)} on each device, for the whole batch"),
         ("full cache", human_bytes(stats.full_cache_bytes)),
         *([("shared", f"{human_bytes(stats.shared_cache_bytes)} with all rows")] if stats.shared_cache_bytes else []),

@@ -140,6 +140,8 @@ class Row:
         started, finished = at.started or at.arrived, at.finished or at.arrived
         first = finished if at.first_token is None else at.first_token
         reading, decoding = first - started, finished - first
+        if at.started is None:  # called off before it was read
+            reading = 0.0
         decoded = max(len(self.tokens) - 1, 0)
         return Stats(
             prompt_tokens=self.prompt_tokens,

@@ -15,6 +15,7 @@ import kvjax
 from kvjax.engine.core import EngineCore
 from kvjax.engine.engine import Engine
 from kvjax.errors import UsageError
+from kvjax.tables import stats_rows
 
 
 @pytest.mark.slow
@@ -185,7 +186,10 @@ def test_calling_off(lagkv):
     """What runs keeps what it has, what waits has nothing, and what has ended stays."""
     handles = [lagkv.submit(ids(30, i), max_new_tokens=350, chat=False) for i in range(6)]
     handles[5].cancel()
-    assert handles[5].result(60).finish_reason == "cancelled" and handles[5].result().tokens == ()
+    unread = handles[5].result(60)
+    assert unread.finish_reason == "cancelled" and unread.tokens == ()
+    assert unread.stats.prompt_seconds == unread.stats.prompt_tokens_per_second == 0
+    assert dict(stats_rows(unread))["cache live"] == "0 B"
     next(iter(handles[0]))
     handles[0].cancel()
     cut = handles[0].result(60)
