@@ -17,6 +17,8 @@ from kvjax.files import check_local, file_digest
 
 #: Columns of a row; others are ignored.
 COLUMNS = ("prompt", "id", "max_new_tokens")
+#: What JSON calls values that are no object.
+_JSON = {type(None): "null", bool: "boolean", str: "string", list: "list"}
 
 
 class Source(Protocol):
@@ -86,7 +88,8 @@ class JsonLines:
         except NotADocument as error:
             raise UsageError(f"The line is not JSON: {error}.") from error
         if not isinstance(row, dict):
-            raise UsageError(f'The line holds a JSON {type(row).__name__}; give an object such as {{"prompt": "Hi"}}.')
+            kind = _JSON.get(type(row), "number")
+            raise UsageError(f'The line holds a JSON {kind}; give an object such as {{"prompt": "Hi"}}.')
         return row
 
     def _read(self, start: int, end: int) -> bytes:

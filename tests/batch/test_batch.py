@@ -63,6 +63,8 @@ BAD = [
     (b'{"prompt": "\xff"}', "not UTF-8"),
     (b"[" * 100_000, "nested too deeply"),
     (b"", "line is empty"),
+    (b"null", "The line holds a JSON null; give an object"),
+    (b'"str"', "The line holds a JSON string; give an object"),
     (b"[1, 2]", "JSON list"),
     ({}, "no prompt"),
     ({"text": "a", "id": "named"}, "no prompt; its keys are 'text', 'id'"),
