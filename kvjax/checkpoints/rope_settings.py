@@ -43,6 +43,34 @@ def _hf_table(config: Mapping[str, Any], origin: str) -> dict[str, Any]:
     return table
 
 
+def context_from_hf(config: Mapping[str, Any], default: int) -> Any:
+    """Tokens of context that a ``config.json`` gives, unchecked.
+
+    Dynamic scaling stands beside the context before it, and so does YaRN where users add it to a model's file as Qwen's
+    model cards say: there the context is the scaled one.
+    """
+    context = config.get("max_position_embeddings") or default
+    table = config.get("rope_parameters") or config.get("rope_scaling")
+    table = table.get("full_attention", table) if isinstance(table, Mapping) else None
+    if not isinstance(table, Mapping) or "short_factor" in table:
+        return context
+    kind, factor = table.get("rope_type", table.get("type")), table.get("factor")
+    before = config.get("original_max_position_embeddings") or table.get("original_max_position_embeddings")
+    befores = {"dynamic": context, "ntk": context, "yarn": before or context}
+    return _scaled(context, befores.get(str(kind)), factor)
+
+
+def _scaled(context: Any, before: Any, factor: Any) -> Any:
+    """A context, or that before scaling times the factor where this is longer."""
+    numbers = [isinstance(each, int | float) and not isinstance(each, bool) for each in (context, before, factor)]
+    return max(context, int(before * factor)) if all(numbers) else context
+
+
+def scaled_context(rope: RopeConfig, context: int) -> int:
+    """The context of a GGUF, which gives that before YaRN's scaling or the scaled one."""
+    return _scaled(context, rope.original_max_position, rope.factor) if rope.kind == "yarn" else context
+
+
 def rotary_dim_from_hf(config: Mapping[str, Any], head_dim: int, default: float, origin: str) -> int:
     """Channels of a head that get rotary embedding, from the fraction of them that a ``config.json`` gives."""
     share = _hf_table(config, origin)["partial_rotary_factor"]
@@ -104,8 +132,8 @@ def rope_from_hf(
             long_factor=long,
             attention_factor=attention,
         )
-    # linear needs no original context; dynamic measures against the model's own, as transformers does.
-    return RopeConfig(**common)
+    # linear needs no original context; dynamic measures against the file's, as transformers does.
+    return RopeConfig(**common, original_max_position=max_position if kind == "dynamic" else None)
 
 
 def _check_factors(lists: Sequence[Sequence[float]], head_dim: int, origin: str) -> None:

@@ -70,6 +70,25 @@ def test_command_r_has_the_context_that_it_was_trained_on():
         from_hf(**first, model_max_length="long")
 
 
+def test_a_context_is_what_dynamic_and_yarn_scaling_make_of_it():
+    """As Qwen's model cards have users add YaRN to a file; elsewhere the file says the scaled context itself."""
+    yarn = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    assert from_hf(rope_scaling=yarn).max_position == 256
+    assert from_hf(rope_scaling=yarn, max_position_embeddings=80).max_position == 256
+    assert from_hf(rope_scaling=yarn, max_position_embeddings=300).max_position == 300
+    dynamic = from_hf(rope_scaling={"type": "dynamic", "factor": 2.0})
+    assert (dynamic.max_position, dynamic.rope.original_max_position) == (128, 64)
+    assert from_hf(rope_scaling={"type": "linear", "factor": 2.0}).max_position == 64
+    # A window at the context before scaling slides beyond it.
+    window = {"model_type": "mistral", "sliding_window": 64}
+    assert from_hf(**window).windows == ()
+    assert from_hf(**window, rope_scaling=yarn).windows == (64, 64)
+    keys = {"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 4.0}
+    for original in (64, 16):
+        keys["llama.rope.scaling.original_context_length"] = original
+        assert from_gguf(**keys).max_position == 4 * original
+
+
 def test_windows_of_smollm3_are_of_its_layers_without_rotary_embedding():
     given = {"model_type": "smollm3", "num_hidden_layers": 8, "max_position_embeddings": 64, "sliding_window": 16}
     slides = from_hf(**given, use_sliding_window=True)

@@ -16,6 +16,7 @@ from kvjax.checkpoints.families.settings import (
     Keys,
     activation,
     checked_layers,
+    checked_size,
     gguf_keys,
     layer_count,
     refuse_quantised,
@@ -23,7 +24,13 @@ from kvjax.checkpoints.families.settings import (
 )
 from kvjax.checkpoints.families.sliding import Slides, every_layer, windows_from_gguf
 from kvjax.checkpoints.families.weight_names import GGUF, LLAMA_LAYOUT, Pairs, weights_of
-from kvjax.checkpoints.rope_settings import rope_from_gguf, rope_from_hf, rotary_dim_from_hf
+from kvjax.checkpoints.rope_settings import (
+    context_from_hf,
+    rope_from_gguf,
+    rope_from_hf,
+    rotary_dim_from_hf,
+    scaled_context,
+)
 from kvjax.errors import WeightsError
 from kvjax.model.config import MLPKind, ModelConfig
 from kvjax.model.experts import Experts
@@ -62,7 +69,7 @@ def config_from_hf(
 
     head_dim = given("head_dim", hidden // heads)
     rotary = None if partial is None else rotary_dim_from_hf(config, head_dim, partial, origin)
-    max_position = given("max_position_embeddings", context)
+    before, scaled = given("max_position_embeddings", context), context_from_hf(config, context)
     return ModelConfig(
         family=config["model_type"],
         vocab_size=size(config, origin, "vocab_size"),
@@ -72,8 +79,8 @@ def config_from_hf(
         num_heads=heads,
         num_kv_heads=given("num_key_value_heads", heads),
         head_dim=head_dim,
-        max_position=max_position,
-        rope=rope_from_hf(config, max_position, rotary or head_dim, origin, partial=partial is not None),
+        max_position=checked_size(scaled, "context", origin),
+        rope=rope_from_hf(config, before, rotary or head_dim, origin, partial=partial is not None),
         rotary_dim=None if rotary == head_dim else rotary,
         rms_norm_eps=float(config.get(epsilon[0], epsilon[1])),
         tie_embeddings=bool(config.get("tie_word_embeddings", tied)),
@@ -109,12 +116,14 @@ def config_from_gguf(
     arch = metadata["general.architecture"]
     key = gguf_keys(metadata, arch, origin)
     hidden, heads = key("embedding_length", count=True), key("attention.head_count", count=True)
-    context = key("context_length", count=True)
+    before = key("context_length", count=True)
     head_dim = key("attention.key_length", hidden // heads, count=True)
     rotary = key("rope.dimension_count", head_dim, count=True)
     if (rotary != head_dim and not partial) or key("attention.value_length", head_dim) != head_dim:
         raise WeightsError(f"{origin} rotates only a part of each head or has narrower values, which is not supported.")
     layers = checked_layers(key("block_count", count=True), origin)
+    rope = rope_from_gguf(metadata, arch, factors, before, rotary, origin)
+    context = checked_size(scaled_context(rope, before), f"{arch}.context_length", origin)
     windows = windows_from_gguf(key, layers, context, slides or every_layer, idle)
     asks_experts = bool(key("expert_count", 0))
     if (windows and slides is None) or (asks_experts and normalised is None):
@@ -142,7 +151,7 @@ def config_from_gguf(
         num_kv_heads=key("attention.head_count_kv", heads, count=True),
         head_dim=head_dim,
         max_position=context,
-        rope=rope_from_gguf(metadata, arch, factors, context, rotary, origin),
+        rope=rope,
         rms_norm_eps=float(key(f"attention.{epsilon}")),
         **(found | features),
     )

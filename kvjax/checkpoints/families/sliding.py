@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from kvjax.checkpoints.families.settings import Keys, checked_size, layer_count, whole
-from kvjax.checkpoints.rope_settings import rope_from_hf
+from kvjax.checkpoints.rope_settings import context_from_hf, rope_from_hf
 from kvjax.errors import WeightsError, quoted
 from kvjax.model.config import ModelConfig, RopeConfig
 
@@ -63,8 +63,7 @@ def windows_from_hf(
     if tokens is None:
         return ()
     checked_size(tokens, "sliding_window", origin)
-    most = config.get("max_position_embeddings") or context
-    return windows(sliding_layers(config, origin, default), tokens, most, idle)
+    return windows(sliding_layers(config, origin, default), tokens, context_from_hf(config, context), idle)
 
 
 def windows_from_gguf(key: Keys, layers: int, context: int, default: Slides, idle: bool) -> Windows:
