@@ -11,8 +11,12 @@ from kvjax.text.gguf_sentencepiece import sentencepiece
 from kvjax.text.gguf_vocabulary import CONTROL, UNKNOWN, USER_DEFINED, Vocabulary
 from kvjax.text.tokenizer import Tokenizer
 
-# Ends of a message that some files name only in the vocabulary (llama.cpp recognises them by their text too).
-_END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|end|>")
+# Ends of a message or of a text that files name only in the vocabulary (llama.cpp recognises them by their text too):
+# a GGUF has one end, and generation_config.json often several.
+_ENDS = (
+    *("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end|>", "<|call|>"),
+    *("<|end_of_text|>", "<|endoftext|>"),
+)
 #: Where there is this token, messages go on after ``<|end|>``.
 _END_OF_ANSWER = "<|return|>"
 #: Control tokens of Phi-3 after which spaces count, unlike after all others (its tokenizer.json; no key says it).
@@ -74,6 +78,8 @@ def stop_ids_from_gguf(metadata: Mapping[str, Any]) -> tuple[int, ...]:
     """Ids that end an answer: the file's end of text, of turn (eot) and of message (eom), and known ends by name."""
     vocabulary = Vocabulary(metadata, "")
     found = [vocabulary.role(name) for name in ("eos", "eot", "eom")]
-    ends = [end for end in _END_OF_TURN if end != "<|end|>" or _END_OF_ANSWER not in vocabulary.ids]
-    found += [index for index in vocabulary.of_kind(CONTROL) if vocabulary.tokens[index] in ends]
+    ends = [end for end in _ENDS if end != "<|end|>" or _END_OF_ANSWER not in vocabulary.ids]
+    named = [index for index in vocabulary.of_kind(CONTROL) if vocabulary.tokens[index] in ends]
+    # SmolLM's unknown token is called an end, and is none.
+    found += [index for index in named if index != vocabulary.role("unknown")]
     return tuple(dict.fromkeys(index for index in found if index is not None))

@@ -118,8 +118,9 @@ def test_numbers_are_those_that_the_folder_stands_for(name, tmp_path):
     assert kvjax.plan(config, prompt_tokens=8, weights="file").weights_bytes == real
 
 
-@pytest.mark.parametrize("scale", ["input_scale", "activation_scale"])  # before transformers 5, and since
-def test_scales_of_activations_are_ignored(scale, tmp_path):
+# Of activations before transformers 5, and since; of a cache as AutoFP8 first wrote one for keys and values.
+@pytest.mark.parametrize("scale", ["input_scale", "activation_scale", "kv_scale"])
+def test_scales_of_activations_and_caches_are_ignored(scale, tmp_path):
     kind = quantised.KINDS["fp8, a scale for all"]
     tensors = cases.values(LLAMA, _shapes(LLAMA))
     found, _ = quantised.packed(kind, tensors, lambda name: "_proj" in name)

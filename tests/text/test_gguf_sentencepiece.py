@@ -117,11 +117,21 @@ def test_spaces_after_phi_3s_control_tokens_do_not_count():
         (["<end_of_turn>", "<|end|>", "x"], [CONTROL, CONTROL, 1], (3, 0, 1)),
         (["<|end|>", "<|return|>", "x"], [CONTROL] * 3, (3,)),
         (["<|end|>", "x", "y"], [1] * 3, (3,)),
+        # Llama 3.1's, Qwen's and gpt-oss's generation_config.json name these beside the one that a GGUF has.
+        (["<|end_of_text|>", "<|eom_id|>", "x"], [CONTROL, CONTROL, 1], (3, 0, 1)),
+        (["<|endoftext|>", "<|im_end|>", "x"], [CONTROL, CONTROL, 1], (3, 0, 1)),
+        (["<|end|>", "<|return|>", "<|call|>"], [CONTROL] * 3, (3, 2)),
     ],
 )
 def test_ends_that_are_named_in_the_vocabulary_alone(tokens, kinds, ends):
     made = keys("llama", tokens=[*tokens, "</s>"], token_type=[*kinds, CONTROL], eos_token_id=3)
     assert stop_ids_from_gguf(made) == ends
+
+
+def test_an_unknown_token_that_is_called_an_end_ends_nothing():
+    given = {"tokens": ["<|endoftext|>", "</s>"], "token_type": [CONTROL] * 2, "eos_token_id": 1}
+    assert stop_ids_from_gguf(keys("llama", **given)) == (1, 0)
+    assert stop_ids_from_gguf(keys("llama", **given, unknown_token_id=0)) == (1,)
 
 
 @pytest.mark.parametrize("scores", [None, [0.0], [float("nan")] * 600, ["1"] * 600, 5])

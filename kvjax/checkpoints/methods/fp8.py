@@ -18,7 +18,16 @@ from kvjax.checkpoints.stored import FP8, Stored
 from kvjax.model.group_quantised import GroupFormat
 
 #: What is there for fp8 activations and caches, which kvjax quantises in its own ways.
-IDLE = (".input_scale", ".activation_scale", ".output_scale", ".input_scale_ub", ".k_scale", ".v_scale", ".q_scale")
+IDLE = (
+    ".input_scale",
+    ".activation_scale",
+    ".output_scale",
+    ".input_scale_ub",
+    ".kv_scale",
+    ".k_scale",
+    ".v_scale",
+    ".q_scale",
+)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
