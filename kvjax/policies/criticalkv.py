@@ -32,6 +32,7 @@ class CriticalKV(Rescoring):
 
     layers_alike: ClassVar[bool] = True
     attention_scores: ClassVar[bool] = True
+    takes_such: ClassVar[str] = "SnapKV"
 
     first: float = 0.5
     epsilon: float = 1e-4

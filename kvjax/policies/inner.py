@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Hashable
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
@@ -49,12 +49,15 @@ class Rescoring(Selecting):
     tokens each layer has; the size is the outer policy's. A subclass gives :meth:`scores`, from :meth:`inner_scores`.
     """
 
+    #: A policy that this one takes as ``inner``, for sentences.
+    takes_such: ClassVar[str] = "KeyDiff"
+
     inner: Policy | None = None
 
     def __post_init__(self) -> None:
         inner, name = self._inner, type(self).__name__
         if not isinstance(inner, Policy):
-            raise UsageError(f"inner is {quoted(inner)}; give {name} a policy, such as kvjax.KeyDiff().")
+            raise UsageError(f"inner is {quoted(inner)}; give {name} a policy, such as kvjax.{self.takes_such}().")
         if not isinstance(inner, Scoring) or not self.takes(inner):
             raise UsageError(f"inner is {type(inner).__name__}, which {self.refusal(inner, name)}.")
         if has_own_size(inner) or inner.keep_turn != type(inner)().keep_turn:
@@ -72,7 +75,9 @@ class Rescoring(Selecting):
 
     def refusal(self, inner: Policy, name: str) -> str:
         """What speaks against an inner policy, and what to give this one, ``name``: the end of a sentence."""
-        return f"does not choose once, by a score of each token; give {name} a policy that does, such as KeyDiff"
+        return (
+            f"does not choose once, by a score of each token; give {name} a policy that does, such as {self.takes_such}"
+        )
 
     @property
     def _inner(self) -> Any:

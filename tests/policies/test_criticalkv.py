@@ -109,3 +109,9 @@ def test_it_runs_over_any_policy_of_attention_and_refuses_others():
         CriticalKV(first=1.5)
     with pytest.raises(UsageError, match="cannot compress a finished round"):
         kvjax.RoundAttention(inner=CriticalKV(budget=64))
+
+
+@pytest.mark.parametrize("inner", [kvjax.H2O(), kvjax.LagKV(), "snapkv"], ids=["h2o", "lagkv", "text"])
+def test_what_is_proposed_instead_is_not_refused_in_turn(inner):
+    with pytest.raises(UsageError, match=r"such as (kvjax\.)?SnapKV"):
+        CriticalKV(inner=inner)
