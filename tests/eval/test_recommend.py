@@ -157,6 +157,15 @@ def test_a_budget_takes_the_largest_fraction_that_fits():
     ]  # fmt: skip
 
 
+def test_a_budget_below_every_cache_is_said_before_anything_is_measured():
+    request = Request(900, 1, parse_storage(None))
+    least = kvjax.plan(LM, prompt_tokens=900, policy="keydiff:ratio=0.125", max_new_tokens=1).cache_bytes
+    given = LM, entries("keydiff", [0.5]), request
+    assert [one.retained for one in within(*given, least, [0.5, 0.125])] == [None, 0.125]
+    with pytest.raises(UsageError, match=r"No cache of 900 tokens .*; the smallest, keydiff:ratio=0.125, takes "):
+        within(*given, least - 1, [0.5, 0.125])
+
+
 @pytest.mark.slow
 def test_what_is_measured_is_what_the_library_gives():
     """Loss and needles of a entry by the public functions, and a row that was measured before is kept."""

@@ -22,14 +22,14 @@ from kvjax.eval.ruler import match_all
 from kvjax.eval.suites import estimate as suites_estimate
 from kvjax.interrupt import interruptible
 from kvjax.planning import plan
-from kvjax.policies import format_policy
+from kvjax.policies import Full, format_policy
 from kvjax.policies.base import Policy
 from kvjax.policies.best import resolve
 from kvjax.policies.window_layers import for_model
 from kvjax.progress import Stage
 from kvjax.runtime.compilation import compile_clock
 from kvjax.scoring import score
-from kvjax.tables import counted
+from kvjax.tables import counted, human_bytes
 
 #: Seconds that the programs of one cache take to compile, about.
 _COMPILING = 20.0
@@ -107,8 +107,13 @@ def cache_bytes(lm: LanguageModel, policy: Policy, request: Request) -> int:
 def within(
     lm: LanguageModel, entries: Sequence[Entry], request: Request, budget: int, fractions: Sequence[float]
 ) -> list[Entry]:
-    """Each entry without a size of its own, at the largest fraction whose cache is within ``budget`` bytes."""
-    found = []
+    """Each entry without a size of its own, at the largest fraction whose cache is within ``budget`` bytes.
+
+    Raises:
+      UsageError: no cache is, so that nothing would be measured but the full one; it names the smallest.
+    """
+    found: list[Entry] = []
+    beyond: list[tuple[int, Entry]] = []
     for entry in entries:
         if entry.retained is None:
             found.append(entry)
@@ -116,12 +121,20 @@ def within(
         for fraction in sorted(fractions, reverse=True):
             sized = dataclasses.replace(entry, retained=fraction)
             try:
-                fits = cache_bytes(lm, _policy_of(lm, sized), request) <= budget
+                size = cache_bytes(lm, _policy_of(lm, sized), request)
             except KvjaxError:  # it is refused, with its sentence, when it is measured
-                fits = True
-            if fits:
+                size = 0
+            if size <= budget:
                 found.append(sized)
                 break
+            beyond.append((size, sized))
+    if beyond and all(entry.name == REFERENCE for entry in found):
+        size, entry = min(beyond, key=lambda one: one[0])
+        if cache_bytes(lm, Full(), request) > budget:
+            raise UsageError(
+                f"No cache of {request.context:,} tokens that would be measured is within {human_bytes(budget)}; the "
+                f"smallest, {name_of(entry)}, takes {human_bytes(size)}. Give a larger --budget, or smaller --retained."
+            )
     return list(dict.fromkeys(found))
 
 
