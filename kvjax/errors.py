@@ -113,6 +113,12 @@ def quoted(value: Any) -> str:
     return cut(" ".join(_quoting.repr(value).splitlines()))
 
 
+def kind_of(value: Any) -> str:
+    """What a value is, with its article, as a sentence says it: "an int", "None"."""
+    name = type(value).__name__
+    return "None" if value is None else f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"
+
+
 @functools.cache
 def say_once(sentence: str) -> None:
     """A sentence on standard error, the first time in a process."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvjax.checkpoints.load import LanguageModel, check_model
-from kvjax.errors import UsageError, quoted
+from kvjax.errors import UsageError, kind_of, quoted
 from kvjax.policies.base import Policy
 from kvjax.policies.best import Resolved, resolve
 
@@ -157,7 +157,7 @@ def tokenize(
 
 def _check_context(context: Any) -> None:
     if isinstance(context, (bytes, bytearray)) or not (isinstance(context, Sequence) or _is_array(context)):
-        raise UsageError(f"context is a {type(context).__name__}; give text, or a list of token ids with chat=False.")
+        raise UsageError(f"context is {kind_of(context)}; give text, or a list of token ids with chat=False.")
     if not len(context):
         raise UsageError("The context is empty; give the text to compress, or leave context= out.")
 
@@ -193,7 +193,7 @@ def _sequence(prompt: Any, what: str = "prompt") -> Any:
     """Check that a value can hold messages, token ids or prompts, and return it."""
     if isinstance(prompt, (bytes, bytearray, memoryview)) or not (isinstance(prompt, Sequence) or _is_array(prompt)):
         forms = "text, a list of messages, or" if what == "prompt" else "text or"
-        raise UsageError(f"A {what} is {forms} a list of token ids; {type(prompt).__name__} was given.")
+        raise UsageError(f"A {what} is {forms} a list of token ids; {kind_of(prompt)} was given.")
     return prompt
 
 

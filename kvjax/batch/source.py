@@ -18,7 +18,7 @@ from kvjax.files import check_local, file_digest
 #: Columns of a row; others are ignored.
 COLUMNS = ("prompt", "id", "max_new_tokens")
 #: What JSON calls values that are no object.
-_JSON = {type(None): "null", bool: "boolean", str: "string", list: "list"}
+_JSON = {type(None): "null", bool: "boolean", str: "string", list: "array"}
 
 
 class Source(Protocol):

@@ -14,7 +14,7 @@ from jaxtyping import Array, Int
 from kvjax.cache.cache import Cache, take
 from kvjax.cache.groups import parts, with_parts
 from kvjax.cache.quantisation import Storage
-from kvjax.errors import UsageError
+from kvjax.errors import UsageError, kind_of
 
 
 @runtime_checkable
@@ -109,7 +109,7 @@ def check_continuable(asked: str, items: Sequence[Any], *, one: bool = False) ->
     for item in items:
         if not isinstance(item, Continuation):
             takes = "an output's cache" if one else "an output's cache or a list of them"
-            raise UsageError(f"{asked} takes {takes}; a {type(item).__name__} was given.")
+            raise UsageError(f"{asked} takes {takes}; {kind_of(item)} was given.")
         if is_consumed(item):
             raise UsageError("This cache was consumed by an earlier call; keep a cache by leaving consume_cache=False.")
     if len({type(item) for item in items}) > 1:

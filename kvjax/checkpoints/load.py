@@ -27,7 +27,7 @@ from kvjax.checkpoints.tensor_names import by_parameter
 from kvjax.checks import float_dtype
 from kvjax.compile_cache import keep_compiled_programs
 from kvjax.environment import switched
-from kvjax.errors import UsageError, WeightsError, cut, quoted, say_once
+from kvjax.errors import UsageError, WeightsError, cut, kind_of, quoted, say_once
 from kvjax.model.config import ModelConfig
 from kvjax.model.decoder import Decoder
 from kvjax.model.quantised import Weights as Weights
@@ -74,7 +74,7 @@ class LanguageModel:
 def check_model(lm: Any) -> None:
     """Refuse (UsageError) what is no model."""
     if not isinstance(lm, LanguageModel):
-        raise UsageError(f"The model is a {type(lm).__name__}; give one from kvjax.load.")
+        raise UsageError(f"The model is {kind_of(lm)}; give one from kvjax.load.")
 
 
 def load(
@@ -177,7 +177,7 @@ def _text(name: str | os.PathLike[str]) -> str:
     try:
         return os.fsdecode(name)
     except TypeError as error:
-        raise UsageError(f"A model is called by a name or a path; {type(name).__name__} was given.") from error
+        raise UsageError(f"A model is called by a name or a path; {kind_of(name)} was given.") from error
 
 
 def weights_dtype(dtype: DTypeLike | None) -> DTypeLike:

@@ -15,7 +15,7 @@ from kvjax.cache.continuation import check_continuable
 from kvjax.cache.groups import parts, with_parts
 from kvjax.cache.host_memory import as_numpy, device_bytes, to_device
 from kvjax.checkpoints.load import LanguageModel, check_model
-from kvjax.errors import UsageError
+from kvjax.errors import UsageError, kind_of
 from kvjax.model.config import ModelConfig
 from kvjax.options import GenerationOptions
 from kvjax.policies import format_policy
@@ -67,7 +67,7 @@ def sharing(empty: Cache, row: Cache, config: ModelConfig) -> Cache:
 def check_common(cache: Any) -> None:
     """Refuse (UsageError) what is not one cache, or was consumed."""
     if isinstance(cache, (list, tuple)):
-        raise UsageError(f"context= takes one cache, and a {type(cache).__name__} was given.")
+        raise UsageError(f"context= takes one cache, and {kind_of(cache)} was given.")
     check_continuable("context=", [cache], one=True)
 
 

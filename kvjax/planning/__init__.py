@@ -16,7 +16,7 @@ from kvjax.cache.quantisation import MODEL, Storage, parse_storage
 from kvjax.checks import float_dtype, optional, true_or_false, whole_number
 from kvjax.chips import Chip, chip
 from kvjax.device_memory import GpuMemory, device_limit, gpu_memory
-from kvjax.errors import UsageError
+from kvjax.errors import UsageError, kind_of
 from kvjax.model.config import ModelConfig
 from kvjax.model.quantised import Weights, check_weights
 from kvjax.planning.refusal import refusal
@@ -160,7 +160,7 @@ def _model(model: Any) -> tuple[ModelConfig, Any, Mesh | None]:
     from kvjax.checkpoints.load import LanguageModel  # and its readers of files, which a plan of a shape does without
 
     if not isinstance(model, LanguageModel):
-        raise UsageError(f"The model is a {type(model).__name__}; give one from kvjax.load, or a ModelConfig.")
+        raise UsageError(f"The model is {kind_of(model)}; give one from kvjax.load, or a ModelConfig.")
     return model.config, model.params, model.mesh
 
 

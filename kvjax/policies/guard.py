@@ -17,7 +17,7 @@ import numpy as np
 
 from kvjax.cache.cache import Cache
 from kvjax.cache.groups import parts
-from kvjax.errors import UsageError, quoted
+from kvjax.errors import UsageError, kind_of, quoted
 from kvjax.model.config import ModelConfig
 from kvjax.policies.base import BEFORE_THE_FIRST, BEYOND, NOT_FINITE, STILL_DUE, Policy
 from kvjax.policies.composed import HeadWise
@@ -53,7 +53,7 @@ def check_value(policy: Policy) -> None:
     for field in fields:
         if not _hashes(getattr(policy, field)):
             raise UsageError(
-                f"{name}.{field} holds a {type(getattr(policy, field)).__name__}, which cannot be hashed; policies "
+                f"{name}.{field} holds {kind_of(getattr(policy, field))}, which cannot be hashed; policies "
                 "hold numbers, text, tuples, profiles and policies."
             )
     if not isinstance(policy.marks, tuple) or not all(isinstance(mark, str) for mark in policy.marks):
@@ -61,7 +61,7 @@ def check_value(policy: Policy) -> None:
     if len({"", *policy.marks}) <= len(policy.marks):
         raise UsageError(f"{name}.marks is {quoted(policy.marks)}; give names that differ, none of them empty.")
     if is_own(policy) and not isinstance(policy.signals, Signals):
-        raise UsageError(f"{name}.signals is a {type(policy.signals).__name__}; give a kvjax.policies.Signals.")
+        raise UsageError(f"{name}.signals is {kind_of(policy.signals)}; give a kvjax.policies.Signals.")
     if is_own(policy) and policy.signals.hidden and cls.hidden_weights is Policy.hidden_weights:
         raise UsageError(f"{name}.signals asks for hidden states; write {name}.hidden_weights, which weigh them.")
     compacts = cls.maintain is not Policy.maintain or cls.maintain_layers is not Policy.maintain_layers

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool
 
-from kvjax.errors import UsageError
+from kvjax.errors import UsageError, kind_of
 from kvjax.policies.candidates import Candidates, Selection
 from kvjax.policies.composition import Composable, is_own, policies_within
 
@@ -21,7 +21,7 @@ def check_selection(name: str, chosen: Any, candidates: Candidates) -> None:
       UsageError: the sentence names the method of the policy ``name``.
     """
     if not isinstance(chosen, Selection):
-        raise UsageError(f"{name}.select gives a {type(chosen).__name__}; give a kvjax.policies.Selection.")
+        raise UsageError(f"{name}.select gives {kind_of(chosen)}; give a kvjax.policies.Selection.")
     if not isinstance(chosen.marks, Mapping):
         raise UsageError(f"{name}.select gives marks of type {type(chosen.marks).__name__}; give candidates.marks.")
     keep, valid = jnp.asarray(chosen.keep), candidates.valid
@@ -49,7 +49,7 @@ def check_scores(policy: Any, scores: Any, valid: Bool[Array, "B H N"]) -> None:
     own = own_within(policy)
     shape, kind = getattr(scores, "shape", None), getattr(scores, "dtype", None)
     if own is not None and (shape != valid.shape or kind is None or not jnp.issubdtype(kind, jnp.number)):
-        found = f"a {type(scores).__name__}" if shape is None else f"{kind} numbers of shape {shape}"
+        found = kind_of(scores) if shape is None else f"{kind} numbers of shape {shape}"
         raise UsageError(f"{own}.scores gives {found}; give numbers of the shape of candidates.valid, {valid.shape}.")
 
 

@@ -14,7 +14,7 @@ from typing import Any, get_args
 from kvjax.checkpoints.digest import weights_digest
 from kvjax.checkpoints.load import LanguageModel, Weights
 from kvjax.documents import NotADocument
-from kvjax.errors import UsageError, quoted
+from kvjax.errors import UsageError, kind_of, quoted
 from kvjax.policies import RazorAttention, registry
 from kvjax.policies.base import Policy
 from kvjax.policies.profile import (
@@ -108,7 +108,7 @@ def policy_to_json(policy: Policy) -> Any:
         if value is None or isinstance(value, (bool, int, float, str)):
             return value
         raise UsageError(
-            f"{type(policy).__name__} holds a {type(value).__name__}, which cannot be saved; policies hold numbers, "
+            f"{type(policy).__name__} holds {kind_of(value)}, which cannot be saved; policies hold numbers, "
             "text, tuples, profiles and policies."
         )
 
@@ -144,5 +144,5 @@ def policy_from_json(saved: Any, rotary: bool = False) -> Policy:
 
     policy = value(saved)
     if not isinstance(policy, Policy):
-        raise NotADocument(f"policy is a {type(policy).__name__}")
+        raise NotADocument(f"policy is {kind_of(policy)}")
     return policy

@@ -65,13 +65,13 @@ BAD = [
     (b"", "line is empty"),
     (b"null", "The line holds a JSON null; give an object"),
     (b'"str"', "The line holds a JSON string; give an object"),
-    (b"[1, 2]", "JSON list"),
+    (b"[1, 2]", "JSON array"),
     ({}, "no prompt"),
     ({"text": "a", "id": "named"}, "no prompt; its keys are 'text', 'id'"),
     ({"prompt": ""}, "empty"),
-    ({"prompt": None}, "NoneType"),
+    ({"prompt": None}, "None was given"),
     ({"prompt": []}, "The prompt is empty"),
-    ({"prompt": 5}, "int was given"),
+    ({"prompt": 5}, "an int was given"),
     ({"prompt": ["a", "b"]}, "list of prompts"),
     ({"prompt": [1, 259]}, "259"),
     ({"prompt": [1, None]}, "token ids holds None"),
@@ -98,7 +98,7 @@ def test_a_bad_row_is_its_own_error_and_stops_nothing(run):
     for record, (row, sentence) in zip(found[1:], BAD, strict=False):
         assert sentence in record["error"] and "text" not in record, row
         assert record["error"].endswith(".") and "\n" not in record["error"]
-    assert found[8]["id"] == "named" and found[1]["id"] == 1
+    assert found[10]["id"] == "named" and found[1]["id"] == 1
     assert [record["id"] for record in found if "text" in record] == ["q0", "q1", "q2"]
 
 
@@ -170,7 +170,7 @@ def test_parquet_in_and_out(run, tmp_path):
     assert [path.suffix for path in report.files] == [".parquet"] * 2
     found = [row for path in report.files for row in parquet.read_table(path).to_pylist()]
     assert [row["id"] for row in found] == ["q0", "q1", "q2", "q3", "q4", "q5", "6"]
-    assert "NoneType" in found[5]["error"] and "empty" in found[6]["error"] and found[6]["text"] is None
+    assert "None was given" in found[5]["error"] and "empty" in found[6]["error"] and found[6]["text"] is None
     _, plain = run([{"prompt": text} for text in texts[:5]], "lines")
     assert [row["tokens"] for row in found[:5]] == [record["tokens"] for record in records(plain)]
     run(tmp_path / "in.parquet", "both", format="jsonl")
