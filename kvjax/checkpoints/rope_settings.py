@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
 from kvjax.errors import WeightsError, quoted
-from kvjax.model.config import RopeConfig, RopeKind
+from kvjax.model.config import MOST_SIZE, RopeConfig, RopeKind
 from kvjax.model.rope import yarn_attention_factor
 
 # Transformers' names of former years.
@@ -44,26 +44,29 @@ def _hf_table(config: Mapping[str, Any], origin: str) -> dict[str, Any]:
 
 
 def context_from_hf(config: Mapping[str, Any], default: int) -> Any:
-    """Tokens of context that a ``config.json`` gives, unchecked.
+    """Tokens of context that a ``config.json`` gives, unchecked: with dynamic scaling and YaRN, after scaling.
 
-    Dynamic scaling stands beside the context before it, and so does YaRN where users add it to a model's file as Qwen's
-    model cards say: there the context is the scaled one.
+    A file with dynamic scaling says the context before it, and so does one that a user added YaRN to, as Qwen's model
+    cards say.
     """
     context = config.get("max_position_embeddings") or default
     table = config.get("rope_parameters") or config.get("rope_scaling")
     table = table.get("full_attention", table) if isinstance(table, Mapping) else None
     if not isinstance(table, Mapping) or "short_factor" in table:
         return context
-    kind, factor = table.get("rope_type", table.get("type")), table.get("factor")
+    kind, factor = str(table.get("rope_type", table.get("type"))), table.get("factor")
     before = config.get("original_max_position_embeddings") or table.get("original_max_position_embeddings")
-    befores = {"dynamic": context, "ntk": context, "yarn": before or context}
-    return _scaled(context, befores.get(str(kind)), factor)
+    befores = {"dynamic": context, "yarn": before or context}
+    return _scaled(context, befores.get(_ALIASES.get(kind, kind)), factor)
 
 
 def _scaled(context: Any, before: Any, factor: Any) -> Any:
-    """A context, or that before scaling times the factor where this is longer."""
-    numbers = [isinstance(each, int | float) and not isinstance(each, bool) for each in (context, before, factor)]
-    return max(context, int(before * factor)) if all(numbers) else context
+    """A context, or that before scaling times the factor where this is longer; what are no numbers is left alone."""
+    numbers = [isinstance(each, int | float) and not isinstance(each, bool) for each in (before, factor)]
+    if not isinstance(context, int) or not all(numbers):
+        return context
+    # Bounded first: a file may say 1e308, or no number at all, and such a context is refused where it is checked.
+    return int(max(context, min(MOST_SIZE, before) * min(MOST_SIZE, factor)))
 
 
 def scaled_context(rope: RopeConfig, context: int) -> int:

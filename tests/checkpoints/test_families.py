@@ -11,7 +11,7 @@ from support import family_cases, gguf_files, tiny
 
 from kvjax.checkpoints.families import FAMILIES, family
 from kvjax.checkpoints.load import load
-from kvjax.errors import WeightsError
+from kvjax.errors import KvjaxError, WeightsError
 from kvjax.model.config import RopeConfig
 from kvjax.model.rope import frequencies
 
@@ -87,6 +87,16 @@ def test_a_context_is_what_dynamic_and_yarn_scaling_make_of_it():
     for original in (64, 16):
         keys["llama.rope.scaling.original_context_length"] = original
         assert from_gguf(**keys).max_position == 4 * original
+
+
+@pytest.mark.parametrize("kind", ["yarn", "dynamic"])
+@pytest.mark.parametrize("factor", [1e308, float("inf"), float("-inf"), float("nan"), 10**400])
+def test_a_factor_that_no_context_could_have_is_refused(kind, factor):
+    for table in ({"factor": factor}, {"factor": 2.0, "original_max_position_embeddings": factor}):
+        if kind == "dynamic" and len(table) > 1:
+            continue  # its own key is not read
+        with pytest.raises(KvjaxError):
+            from_hf(rope_scaling={"type": kind, **table})
 
 
 def test_windows_of_smollm3_are_of_its_layers_without_rotary_embedding():
