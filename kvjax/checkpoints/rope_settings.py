@@ -69,6 +69,13 @@ def _scaled(context: Any, before: Any, factor: Any) -> Any:
     return int(max(context, min(MOST_SIZE, before) * min(MOST_SIZE, factor)))
 
 
+def _before(value: Any, name: str, origin: str) -> int:
+    """The context before scaling, checked (WeightsError)."""
+    if not isinstance(value, int | float) or not 1 <= value <= MOST_SIZE:
+        raise WeightsError(f"{origin} has {quoted(value)} as its {name}; it is a whole number from 1 to {MOST_SIZE:,}.")
+    return int(value)
+
+
 def scaled_context(rope: RopeConfig, context: int) -> int:
     """The context of a GGUF, which gives that before YaRN's scaling or the scaled one."""
     return _scaled(context, rope.original_max_position, rope.factor) if rope.kind == "yarn" else context
@@ -112,7 +119,7 @@ def rope_from_hf(
         return RopeConfig(theta=theta)
     # Phi-3 keeps the original context beside the table, and there it wins.
     original = config.get("original_max_position_embeddings") or table.get("original_max_position_embeddings")
-    original = int(original or max_position)
+    original = _before(original or max_position, "original_max_position_embeddings", origin)
     factor = table.get("factor")
     if factor is None and kind in ("yarn", "longrope"):
         factor = max_position / original
@@ -195,7 +202,9 @@ def rope_from_gguf(
         return metadata.get(f"{prefix}.rope.{name}", default)
 
     theta = float(key("freq_base", 10000.0))
-    original = int(key("scaling.original_context_length") or max_position)
+    original = _before(
+        key("scaling.original_context_length") or max_position, "scaling.original_context_length", origin
+    )
     if factors:
         short = factors.get("rope_freqs", factors.get("rope_factors_short"))
         long = factors.get("rope_freqs", factors.get("rope_factors_long"))

@@ -97,6 +97,8 @@ def test_a_factor_that_no_context_could_have_is_refused(kind, factor):
             continue  # its own key is not read
         with pytest.raises(KvjaxError):
             from_hf(rope_scaling={"type": kind, **table})
+    with pytest.raises(KvjaxError):
+        from_gguf(**{"llama.rope.scaling.type": "yarn", "llama.rope.scaling.original_context_length": factor})
 
 
 def test_windows_of_smollm3_are_of_its_layers_without_rotary_embedding():
