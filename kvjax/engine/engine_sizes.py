@@ -11,7 +11,6 @@ import numpy as np
 from kvjax.allocation import Allocation, beside_context, spare_tokens
 from kvjax.cache.buckets import (
     ACCELERATOR_BLOCK,
-    BLOCK,
     MEDIUM,
     NEW_TOKENS,
     SHORT,
@@ -81,8 +80,9 @@ class EngineSizes:
 
 def read_together(bucket: int, slots: int) -> int:
     """Prompts of a bucket that one program reads: as many as fill the machine, and no more than there are slots."""
-    most = BLOCK if dispatch.platform() == "cpu" else ACCELERATOR_BLOCK
-    return max(1, min(most // block_of(bucket), slots))
+    on_cpu = 8 if bucket <= SHORT else 1
+    most = on_cpu if dispatch.platform() == "cpu" else ACCELERATOR_BLOCK // block_of(bucket)
+    return max(1, min(most, slots))
 
 
 def bucket_for(tokens: int, prompt_capacity: int) -> int:

@@ -50,6 +50,8 @@ def read_layer(
     def body(i: Int[Array, ""], carry: tuple[Array, Array, Array, Any]) -> tuple[Any, ...]:
         x, k, v, partial = carry
         xb, here = _of_rows((x, rope), first, rows, i * block, block)
+        if count is not None:  # what CPUs multiply skips rows of zeros
+            xb = jnp.where((i * block + jnp.arange(block) < count[:, None])[..., None], xb, 0)
         raw, kb, vb = layer.project(xb)
         kb, q = apply_rope(kb, here), apply_rope(raw, here)
         k = jax.lax.dynamic_update_slice_in_dim(k, kb.swapaxes(1, 2).astype(k.dtype), i * block, axis=2)

@@ -3,7 +3,8 @@
 A layer's keys and values exist whole only while that layer runs: queries go through it in blocks, each against the
 blocks before it (and the slots kept from earlier turns), then the policy packs what it keeps and the rest is dead.
 Nothing of size T x T is ever made. Rows are padded on the right and go through a layer a few at a time; a block in
-which these have ended is skipped, so time follows the prompts and not their buckets.
+which these have ended is skipped, and products on CPUs skip the padding of others, so time follows the prompts and not
+their buckets.
 """
 
 from __future__ import annotations

@@ -74,8 +74,13 @@ def loaded(name: str) -> ctypes.CDLL | None:
 
 def ahead(*names: str) -> None:
     """Compile what is not there yet while other things are done, on a thread of its own."""
-    if _wanted() and compiler() is not None and not all(os.path.exists(_path(name, folder())) for name in names):
+    if at_hand() and not all(os.path.exists(_path(name, folder())) for name in names):
         threading.Thread(target=lambda: [loaded(name) for name in names], name="kvjax-native").start()
+
+
+def at_hand() -> bool:
+    """Whether there are libraries for the platform compiled for, or what makes them."""
+    return _wanted() and compiler() is not None
 
 
 def supported() -> bool:

@@ -54,7 +54,7 @@ def over_a_context(lm: Any, policy: str) -> dict[str, Any]:
             a.tokens == b.tokens and a.stats.retained == b.stats.retained for a, b in zip(outputs, wanted, strict=True)
         ]
         same += [output.stats.device_cache_bytes == device_bytes for output in outputs]
-    many = questions * 5
+    many = questions * 10
     planned = {"prompt_tokens": 40, "context_tokens": 203, "max_new_tokens": 7, "policy": policy, "once": once}
     own = held.replace(context=None).device_nbytes
     limit = kvjax.plan(sharded, batch=12, **planned).total_bytes + own

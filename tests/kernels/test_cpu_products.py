@@ -69,6 +69,20 @@ def test_a_row_is_what_it_is_alone_in_any_transformation(name, fine):
 @needs_compiler
 @pytest.mark.parametrize("name", SETS)
 @pytest.mark.parametrize("fine", [True, False])
+@pytest.mark.parametrize("count", [5, 43])
+def test_rows_of_zeros_give_zeros_and_change_no_other_row(name, fine, count):
+    """Of many rows, those of padding are not multiplied."""
+    x, values, scale = _problem(count, 100, 70)
+    padding = np.r_[0:3, 8:16, 17, 32 : count - 1] if count > 32 else np.r_[0:2]
+    product = functools.partial(products.int8_product, fine=fine, suffix=suffix("products", name))
+    found, whole = np.asarray(product(x.at[padding].set(0), values, scale)), np.asarray(product(x, values, scale))
+    assert not found[padding].any()
+    np.testing.assert_array_equal(np.delete(found, padding, 0), np.delete(whole, padding, 0))
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", SETS)
+@pytest.mark.parametrize("fine", [True, False])
 def test_what_is_not_finite_stays_in_its_row(name, fine):
     x, values, scale = _problem(12, 70, 30)
     bad = x.at[3, 5].set(jnp.nan).at[9, 69].set(-jnp.inf).at[10].set(0)

@@ -80,6 +80,21 @@ def test_what_is_not_finite_stays_in_its_row_and_its_output(name, transposed, ou
     np.testing.assert_array_equal(np.delete(column, 7, 1), np.delete(clean, 7, 1))
 
 
+@pytest.mark.parametrize("count", [20, 61])
+def test_rows_of_zeros_give_zeros_and_change_no_other_row(name, transposed, count):
+    """Of many rows, those of padding are not multiplied."""
+    x, weight = _problem(count, 1100, 70, transposed)
+    padding = np.r_[0:3, 8:16, 17, 40 : count - 2] if count > 40 else np.r_[0:9, 17]
+    zero = np.where(np.arange(1100) % 2, 0.0, -0.0)
+    found = np.asarray(_product(name, transposed)(x.at[padding].set(zero), weight))
+    whole = np.asarray(_product(name, transposed)(x, weight))
+    assert not found[padding].any()
+    np.testing.assert_array_equal(np.delete(found, padding, 0), np.delete(whole, padding, 0))
+    last = jnp.zeros_like(x).at[-1, -1].set(2.0)
+    weights = np.asarray(weight)[:, -1] if transposed else np.asarray(weight)[-1]
+    np.testing.assert_allclose(_product(name, transposed)(last, weight)[-1], 2 * weights, rtol=1e-6)
+
+
 def test_no_rows_no_inputs_and_no_outputs(name, transposed):
     for rows, inputs, outputs in ((0, 8, 4), (3, 0, 4), (3, 8, 0)):
         found = _product(name, transposed)(*_problem(rows, inputs, outputs, transposed))

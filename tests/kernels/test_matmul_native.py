@@ -49,6 +49,16 @@ class TestNative(RoundedBase):
         for count in (2, 3, 4, 9, 21):
             self.check_rows_alone(count)
 
+    @pytest.mark.parametrize("bits", [4, 8])
+    def test_rows_of_zeros_give_zeros_and_change_no_other_row(self, bits):
+        """Of many rows, those of padding are not multiplied."""
+        problem = build(Case(rows=29, group=32, outputs=40, bits=bits, minimum=True))
+        padding = np.r_[0:3, 8:16, 24:28]
+        padded = dataclasses.replace(problem, x=problem.x.at[padding].set(0))
+        found, whole = np.asarray(self.run(padded)), np.asarray(self.run(problem))
+        assert not found[padding].any()
+        np.testing.assert_array_equal(np.delete(found, padding, 0), np.delete(whole, padding, 0))
+
     def test_no_rows(self):
         with pytest.raises(NotImplementedError, match="a row and an output at least"):
             self.run(build(Case(rows=0)))

@@ -38,7 +38,7 @@ def test_rows_read_a_few_at_a_time_are_the_rows_alone(kind, together, monkeypatc
 
     monkeypatch.setattr(layer_reading, "rows_together", lambda batch, block: min(batch, together))
     found = jax.jit(read)(x, COUNT)
-    assert rows_together(8, 32) < 8, "so are the rows of a batch on a CPU"
+    assert rows_together(32, 32) < 32, "so are the rows of a batch on a CPU"
     for row, count in enumerate(COUNT.tolist()):
         alone = jax.jit(read)(x[row : row + 1], COUNT[row : row + 1])
         for whole, own in zip(jax.tree.leaves(found), jax.tree.leaves(alone), strict=True):
@@ -48,5 +48,10 @@ def test_rows_read_a_few_at_a_time_are_the_rows_alone(kind, together, monkeypatc
             elif there[0].ndim > 1 and there[0].shape[1] == TOKENS:
                 there = [a[:, :count] for a in there]
             np.testing.assert_allclose(*there, rtol=1e-5, atol=1e-5)
+    real = (jnp.arange(TOKENS) < COUNT[:, None])[..., None]
+    padded = jax.jit(read)(jnp.where(real, x, jnp.nan), COUNT)  # whatever padding holds
+    for whole, other in zip(jax.tree.leaves(found[1:]), jax.tree.leaves(padded[1:]), strict=True):
+        np.testing.assert_array_equal(whole, other)
+    np.testing.assert_array_equal(jnp.where(real, found[0], 0), jnp.where(real, padded[0], 0))
     if together == 2:
         np.testing.assert_array_equal(found[0][2:4], x[2:4], "rows that are read together and have no tokens")

@@ -140,7 +140,7 @@ def test_a_plan_is_what_is_allocated(tiny_model, policy, storage):
 
 
 def test_what_was_chosen_and_its_copy_are_counted_at_the_moment_when_both_are_there(monkeypatch):
-    lm, live = toys.tiny_model(num_layers=24), []
+    lm, live = toys.tiny_model(num_layers=56), []
     before = live_device_bytes() - device_bytes(jax.tree.leaves(lm.params))
     share_chosen = Programs.share_chosen
 
