@@ -46,6 +46,8 @@ def chunk_sizes(draw: st.DrawFn) -> dict[str, Any]:
 @functools.cache
 def suffix(name: str, instructions: str) -> str:
     """What the functions of a library for some instructions are called by, after their names; compiled once."""
+    if not SETS[instructions] and library.loaded(name) is not None:
+        return ""  # the one that users get
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / f"{name}.so"
         line = library.command(name, path, *SETS[instructions])
