@@ -73,7 +73,11 @@ def text_statistics(
     order = np.random.default_rng(seed).permutation(len(found))
     pieces = [found[i] for i in sorted(order, key=lambda i: -len(found[i]))[:most] if len(found[i]) > sink]
     if not pieces:
-        raise UsageError(f"No text has more than {sink} tokens, the first ones, whose queries do not count.")
+        longest = max(map(len, found))
+        raise UsageError(
+            f"The queries of a piece's first {sink} tokens do not count, and no piece has more: the longest has "
+            f"{longest}. Give a smaller sink, or longer pieces."
+        )
     config = lm.config
     total: list[LayerStatistics] = []
     for number, ids in enumerate(pieces, 1):

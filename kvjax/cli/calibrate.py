@@ -217,7 +217,7 @@ def read_texts(paths: list[Path]) -> list[str]:
         if not is_file(path):
             raise UsageError(f"--texts names a file that does not exist: {path}.")
         try:
-            read.append(path.read_text("utf-8"))
+            read.append(path.read_text("utf-8-sig"))  # with or without a byte-order mark
         except (OSError, ValueError) as error:
             raise UsageError(f"--texts {path} cannot be read: {reason(error)}.") from error
     return read

@@ -149,7 +149,8 @@ def _records(text: str, path: Path) -> list[Any]:
         whole = parse_json(text)
     except NotADocument:
         try:
-            return [parse_json(line) for line in text.splitlines() if line.strip()]
+            # Not splitlines(): JSON may hold line separators of Unicode as they are.
+            return [parse_json(line) for line in text.split("\n") if line.strip()]
         except NotADocument as error:
             raise UsageError(f"{path} is neither JSON nor JSON lines: {error}.") from error
     if isinstance(whole, dict):

@@ -128,6 +128,6 @@ def test_what_has_no_statistics_is_one_sentence(tmp_path):
     for wrong in ({"roots": own.means}, {"means": ("no text",) * 2}, {"anchors": own.anchors[:1]}):
         with pytest.raises(UsageError, match="packed numbers"):
             dataclasses.replace(own, **wrong)
-    for texts, said in (([""], "no tokens to read"), (TEXT, "are one text"), (["abc"], "more than 4 tokens")):
+    for texts, said in (([""], "no tokens to read"), (TEXT, "are one text"), (["abc"], "first 4 tokens")):
         with pytest.raises(UsageError, match=said):
             text_statistics(lm, texts)

@@ -177,6 +177,16 @@ def test_dialogues_come_in_the_forms_of_the_data_sets(tmp_path):
             read(content)
 
 
+def test_lines_of_dialogues_may_hold_separators_of_unicode(tmp_path):
+    # JSON lets them stand in a string as they are, and web pages that people paste are full of them.
+    lines = [[*MESSAGES, {"role": "user", "content": f"One\u2028two\u0085{i}"}] for i in range(2)]
+    path = tmp_path / "file.jsonl"
+    path.write_bytes("\r\n".join(json.dumps(line, ensure_ascii=False) for line in lines).encode())
+    assert [one.questions[0].text for one in read_dialogues(path, len, 10_000)] == [
+        line[-1]["content"] for line in lines
+    ]
+
+
 def test_what_cannot_be_calibrated_on_is_refused():
     pair = ({"role": "user", "content": "a"}, {"role": "assistant", "content": "b"})
     with pytest.raises(kvjax.UsageError, match="at least 2 layers"):

@@ -124,11 +124,20 @@ def test_statistics_of_texts(cli, tiny_model, tmp_path):
     assert ran.code == 0 and "statistics of 2 layers, from 120 tokens" in ran.out
     assert load_profile(out) == text_statistics(tiny_model, [text.read_text()], tokens=40, most=3, sink=2, seed=1)
     for flags, said in (
-        (("--sink", "500"), "more than 500 tokens"), (("--sink", "-1"), "sink is -1"), (("--seed", "-1"), "seed is -1"),
+        (("--sink", "500"), "first 500 tokens"), (("--sink", "-1"), "sink is -1"), (("--seed", "-1"), "seed is -1"),
         (("--tokens", "1"), "tokens is 1"), (("--most", "0"), "most is 0"), (("--out", "toy.txt"), ".yaml file"),
     ):  # fmt: skip
         ran = cli(*asked, *flags)
         assert ran.code == 2 and said in ran.sentence
+    # Pieces are short where --tokens says so, however long the text is.
+    assert "the longest has 4." in cli(*asked, "--tokens", "4").sentence
+
+
+def test_a_byte_order_mark_is_no_text(cli, tmp_path):
+    marked, out = tmp_path / "marked.txt", tmp_path / "toy.yaml"
+    marked.write_bytes(b"\xef\xbb\xbfabcdef")
+    ran = cli("calibrate", "qfilters", "--texts", str(marked), "--out", str(out))
+    assert ran.code == 0 and "from 6 tokens" in ran.out
 
 
 def test_a_scorer_and_gates_with_the_curve_of_their_losses(cli, tmp_path, monkeypatch):

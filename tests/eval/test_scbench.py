@@ -179,3 +179,8 @@ def test_what_is_missing_is_said_with_what_to_give(monkeypatch, tmp_path, lm):
         (tmp_path / "scbench" / f"scbench_{task}.jsonl").write_text(json.dumps(row))
         with pytest.raises(UsageError, match=sentence):
             asked_of(SUITES["scbench"], DataFolder(tmp_path), tasks=(task,))
+
+
+def test_reports_say_of_both_modes_how_questions_are_asked():
+    # With the question in view there is no compressed context that all of them share.
+    assert "compressed" not in SUITES["scbench-requests"].about

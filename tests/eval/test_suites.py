@@ -338,6 +338,27 @@ def test_questions_without_text_are_refused_before_any_is_asked(question, answer
     assert str(path) in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "sentence"),
+    [
+        ("ruler/hotpotqa.json", [{"question": "q", "answer": "a", "context": []}], "question 1 lacks the documents"),
+        (
+            "scbench/scbench_kv.jsonl",
+            {"context": "c", "multi_turns": [{"input": " ", "answer": "a"}]},
+            "row 1: a question has no words",
+        ),
+    ],
+)
+def test_questions_without_documents_or_words_are_refused_before_any_is_asked(name, content, sentence, tmp_path):
+    path = tmp_path / name
+    path.parent.mkdir()
+    path.write_text(json.dumps(content))
+    suite, task = ("ruler", "qa_2") if "ruler" in name else ("scbench", "kv")
+    with pytest.raises(UsageError, match=sentence) as caught:
+        asked_of(SUITES[suite], DataFolder(tmp_path), tasks=(task,))
+    assert str(path) in str(caught.value)
+
+
 def test_two_questions_of_one_id_are_refused(tmp_path):
     names = ("question_id", "question_type", "question", "answer", "question_date")
     row = dict.fromkeys(names, "multi-session") | {"haystack_dates": [], "haystack_sessions": []}

@@ -52,6 +52,8 @@ def read_questions(task: str, path: Path) -> tuple[list[Question], list[str]]:
     for number, one in enumerate(questions, 1):
         if not all(isinstance(text, str) and text.strip() for text in (one.query, *one.outputs)) or not one.outputs:
             raise UsageError(f"{path}: question {number} lacks its text or an answer to it.")
+        if not one.gold:
+            raise UsageError(f"{path}: question {number} lacks the documents that hold its answer.")
     if not all(isinstance(text, str) for text in documents):
         raise UsageError(f"{path} holds a document that is no text.")
     if not questions:

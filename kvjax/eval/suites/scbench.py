@@ -82,6 +82,8 @@ def _read(data: DataFolder, task: str) -> list[Row] | None:
         if not row.multi_turns or (row.context is None and row.input is None):
             raise UsageError(f"{path}, row {number} has no context or no questions.")
         for turn in row.multi_turns:
+            if not turn.input.strip():
+                raise UsageError(f"{path}, row {number}: a question has no words.")
             wanted = references(task, turn.answer, turn.options)
             if not wanted or not all(each.strip() for each in wanted):
                 raise UsageError(f"{path}, row {number}: a question's answer is empty, so any answer would be right.")
@@ -245,6 +247,6 @@ SCBENCH = _suite(
 SCBENCH_REQUESTS = _suite(
     "scbench-requests",
     "SCBench, requests: several questions about one context, each on its own",
-    "Every question is asked of the same compressed context.",
+    "Every question is asked of the same context, without the earlier ones.",
     functools.partial(_items, requests=True),
 )
