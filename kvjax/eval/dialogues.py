@@ -133,9 +133,12 @@ def long_dialogues(
     """The first ``most`` dialogues of a file with at least so many rounds, cut to ``tokens`` tokens of this model's.
 
     Raises:
-      UsageError: numbers that make no sense, a file that cannot be read, or without such a dialogue.
+      UsageError: numbers that make no sense, a file that cannot be read, or without such a dialogue; a model without
+        a chat template.
     """
     whole_number("most", most, 1)
+    if not lm.tokenizer.has_chat_template:
+        raise UsageError("Dialogues are told in a model's chat template, and this model has none; choose a chat model.")
     room = history_capacity(lm, tokens)
     read = read_dialogues(path, lambda text: len(lm.tokenizer.encode(text)), room)
     found = [dialogue for dialogue in read if len(dialogue.rounds) >= least_rounds][:most]

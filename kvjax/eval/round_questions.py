@@ -194,7 +194,8 @@ class RoundComparison:
                 try:
                     self._ask(dialogue, known)
                 finally:
-                    self._save(self.answers)
+                    if self.answers:  # a report of none has nothing to say
+                        self._save(self.answers)
             self._say(f"dialogue {done} of {len(dialogues)}: {dialogue.name}, {len(dialogue.rounds)} rounds")
 
     def _ask(self, dialogue: Dialogue, known: set[tuple[str, int, str]]) -> None:

@@ -51,6 +51,31 @@ def test_the_files_bytes_are_among_the_settings(cli, tmp_path, four_layers, monk
     assert one.digest != other.digest and dataclasses.replace(one, digest=other.digest) == other
 
 
+def test_what_ends_a_run_before_its_first_answer_is_said(cli, tmp_path, four_layers, monkeypatch):
+    def interrupted(*args, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("kvjax.eval.round_questions.history_ids", interrupted)
+    out, data = tmp_path / "out", told(tmp_path / "topics.jsonl")
+    ran = cli("compare-rounds", "--dialogues", str(data), "--out", str(out), "--policies", "round:watershed=2")
+    assert ran.code == 130 and "the same command goes on" in ran.err
+    assert not (out / "answers.json").exists()
+
+
+def test_a_model_without_a_chat_template_has_no_dialogues(cli, tmp_path, four_layers, monkeypatch):
+    plain = dataclasses.replace(four_layers, tokenizer=toys.byte_tokenizer())
+    plain.tokenizer.chat_template = None
+    monkeypatch.setattr(kvjax, "load", lambda *args, **options: plain)
+    data, out = told(tmp_path / "topics.jsonl"), tmp_path / "toy.yaml"
+    for command in (
+        ("compare-rounds", "--out", str(tmp_path / "out"), "--policies", "round:watershed=2"),
+        ("calibrate", "watershed", "--out", str(out), "--least-rounds", "2"),
+    ):
+        ran = cli(*command, "--dialogues", str(data))
+        assert ran.code == 2 and "this model has none" in ran.sentence
+    assert [file.name for file in tmp_path.iterdir()] == ["topics.jsonl"]
+
+
 @pytest.mark.slow
 def test_every_strategy_answers_from_the_same_rounds_and_a_second_run_goes_on(cli, tmp_path, four_layers):
     out, data = tmp_path / "out", told(tmp_path / "topics.jsonl")
