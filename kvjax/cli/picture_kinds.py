@@ -184,10 +184,16 @@ class StudyPicture:
         try:
             comparison.run(STUDIES[self.name].entries, [self.length])
         except KeyboardInterrupt:
-            _say(f"what was measured so far is in {numbers}; the same command goes on from there")
+            kept = f"what was measured so far is in {numbers}" if comparison.rows else "nothing was measured yet"
+            _say(f"{kept}; the same command goes on from there")
             code = INTERRUPTED
         # The file keeps the rows of other lengths too.
-        _save(out, study_figure(STUDIES[self.name], [row for row in comparison.rows if row.length == self.length]))
+        rows = [row for row in comparison.rows if row.length == self.length]
+        refused = [row.refused for row in rows if row.refused is not None]
+        if refused and not code and len(rows) - len(refused) <= 1:
+            raise UsageError(f"The full cache alone could be measured. {refused[0]}")
+        if rows:
+            _save(out, study_figure(STUDIES[self.name], rows))
         return code
 
 

@@ -62,6 +62,26 @@ def test_a_study_goes_on_where_it_was_left(cli, tmp_path, monkeypatch):
         assert {row.length for row in drawn} == {int(length)} and len(drawn) == 13
 
 
+def test_a_study_of_nothing_is_no_picture(cli, tmp_path, monkeypatch):
+    def interrupted(self, entries, lengths):
+        raise KeyboardInterrupt
+
+    def refused(self, entries, lengths):
+        groups = tuple(Scored(mode, "t", (1.0,), (1,)) for mode in (AFTER, IN_VIEW))
+        first, *others = entries
+        self.rows.append(Row(lengths[0], first.name, first.retained, answers=groups))
+        self.rows += [Row(lengths[0], one.name, one.retained, refused="It has no profile.") for one in others]
+
+    command = ("picture", "razor-heads", "--out", str(tmp_path / "heads.png"), "--length", "300")
+    monkeypatch.setattr(Comparison, "run", interrupted)
+    ran = cli(*command)
+    assert ran.code == 130 and "nothing was measured yet" in ran.err
+    monkeypatch.setattr(Comparison, "run", refused)
+    ran = cli(*command)
+    assert ran.code == 2 and "It has no profile." in ran.sentence
+    assert not list(tmp_path.iterdir())
+
+
 def test_questions_and_answers_of_dialogues(cli, tmp_path):
     told = tmp_path / "told.jsonl"
     messages = [{"role": role, "content": f"{role} {i}."} for i in range(4) for role in ("user", "assistant")]
