@@ -17,6 +17,8 @@ ACCELERATOR_BLOCK = 1024
 #: (against the others, 30 layers, 2 cores: one prompt of 120 tokens 0.85 of the time, 8 of them 0.8, 8 of 1,024 0.95).
 SHORT_BLOCK, TOGETHER = 32, 256
 NATIVE_SHORT_BLOCK, NATIVE_TOGETHER = 128, 512
+#: Rows of padding that they skip together, ``kRows`` of their C++.
+_SKIPPED = 8
 #: The smallest step of buckets, which all of them are multiples of.
 STEP = 64
 #: Tokens that the two smallest buckets of a request hold.
@@ -98,6 +100,12 @@ def block_of(bucket: int) -> int:
     while block > BLOCK and bucket % block:
         block //= 2
     return block
+
+
+def rows_multiplied(tokens: int, bucket: int) -> int:
+    """Rows that products of a prefill multiply for so many tokens: whole blocks, or what is not skipped of them."""
+    together = _SKIPPED if dispatch.platform() == "cpu" and library.at_hand() else block_of(bucket)
+    return -(-tokens // together) * together
 
 
 def keys_of(bucket: int) -> int:

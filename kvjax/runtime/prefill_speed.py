@@ -11,7 +11,7 @@ from pathlib import Path
 
 import jax
 
-from kvjax.cache.buckets import block_of, request_bucket
+from kvjax.cache.buckets import request_bucket, rows_multiplied
 from kvjax.errors import KvjaxError
 from kvjax.files import cache_folder, write_atomically
 from kvjax.model.config import ModelConfig
@@ -25,10 +25,9 @@ _speeds: dict[str, tuple[float, float]] = {}
 def work(config: ModelConfig, rows: int, tokens: int, seen: int = 0) -> float:
     """Multiplications of reading ``tokens`` a row after ``seen``: products with the weights, and attention.
 
-    Prompts are read in blocks; a short one takes as long as a whole block.
+    Prompts are read in blocks; where their padding is multiplied, a short one takes as long as a whole block.
     """
-    block = block_of(request_bucket(max(tokens, 1)))
-    tokens = -(-tokens // block) * block
+    tokens = rows_multiplied(tokens, request_bucket(max(tokens, 1)))
     dim = config.head_dim
     heads = (2 * config.num_heads + 2 * config.num_kv_heads) * dim * config.hidden_size
     weights = config.num_layers * (heads + 3 * config.hidden_size * config.mlp_channels)
