@@ -25,13 +25,16 @@ from kvjax.model.matmul import matmul, matmul_nt
 from kvjax.model.params import gate_columns, new_param
 from kvjax.model.quantised import Quantised, dequantised
 
+#: The least epsilon of a norm: padding of prompts is zeros, and 0 divided by its root must be 0, not no number.
+_LEAST_EPSILON = float(jnp.finfo(jnp.float32).tiny)
+
 
 def _unit(x: Float[Array, "*S M"], kind: NormKind, eps: float) -> Float[Array, "*S M"]:
     """Float32 numbers whose mean square is 1, for a layer norm without their mean."""
     wide = x.astype(jnp.float32)
     if kind == "layer":
         wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
-    return wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    return wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + max(eps, _LEAST_EPSILON))
 
 
 class RMSNorm(nnx.Module):
@@ -185,7 +188,8 @@ class DecoderLayer(nnx.Module):
         squares = [(jnp.where(part, wide, 0) ** 2).sum(-1, keepdims=True) for part in parts]
         counts = [part.sum(dtype=jnp.float32) for part in parts]
         total = exchange.sum_columns([*squares, *counts])
-        queries, keys = (jax.lax.rsqrt(total[i] / total[i + 2] + c.rms_norm_eps) for i in range(2))
+        least = max(c.rms_norm_eps, _LEAST_EPSILON)
+        queries, keys = (jax.lax.rsqrt(total[i] / total[i + 2] + least) for i in range(2))
         normed = self.qk_norm[...] * (wide * jnp.where(parts[0], queries, keys))
         return jnp.where(parts[0] | parts[1], normed.astype(flat.dtype), flat)
 

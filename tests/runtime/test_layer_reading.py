@@ -55,3 +55,14 @@ def test_rows_read_a_few_at_a_time_are_the_rows_alone(kind, together, monkeypatc
     np.testing.assert_array_equal(jnp.where(real, found[0], 0), jnp.where(real, padded[0], 0))
     if together == 2:
         np.testing.assert_array_equal(found[0][2:4], x[2:4], "rows that are read together and have no tokens")
+
+
+@pytest.mark.parametrize("norm", ["rms", "layer"])
+@pytest.mark.parametrize("heads", [{}, {"qk_norm": True}, {"qk_norm_across_heads": True}, {"qk_norm_by_head": True}])
+def test_padding_is_zeros_to_norms_without_an_epsilon_too(norm, heads):
+    config = toys.tiny_config(num_layers=1, norm=norm, rms_norm_eps=0.0, **heads)
+    layer, count = random_decoder(config).layers[0], jnp.asarray([40], jnp.int32)
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(1, TOKENS, config.hidden_size)), jnp.float32)
+    (angles,) = angles_of_layers([config], prompt_positions(0 * count, TOKENS, fresh=True), count)
+    after, keys, values, _ = read_rows(layer, x, angles, None, count, jnp.int32(0))
+    assert all(np.isfinite(array).all() for array in (after, keys, values))
