@@ -91,7 +91,9 @@ def supported() -> bool:
 
 def compiler() -> list[str] | None:
     """The C++ compiler and its first arguments: $CXX, or the first of c++, g++ and clang++; None without one."""
-    chosen = shlex.split(os.environ.get("CXX", ""))
+    chosen: list[str] = []
+    with contextlib.suppress(ValueError):  # a quotation without its end is no compiler's name
+        chosen = shlex.split(os.environ.get("CXX", ""))
     for line in ([chosen] if chosen else []) + [["c++"], ["g++"], ["clang++"]]:
         if (path := shutil.which(line[0])) is not None:
             return [path, *line[1:]]

@@ -131,10 +131,10 @@ def test_the_time_is_estimated(lm, monkeypatch):
     rows = batches([prepare(lm, item) for item in ITEMS], 2)
     one = estimate.seconds(lm, rows, [Full()])
     assert 0 < one < 60 and estimate.seconds(lm, rows, [Full()] * 1000) > 100 * one
-    # A policy that has the contexts repeated reads them twice, and the questions once.
+    # A policy that has the contexts repeated reads them twice, once more with all before, and the questions once.
     monkeypatch.setattr(estimate, "_speeds", lambda dtype: (1e9, 1e12))
     once, twice = (estimate.seconds(lm, rows, [policy]) for policy in (Full(), AdaptiveHeads(inner=KVzip())))
-    assert 1.6 * once < twice < 2 * once
+    assert 1.6 * once < twice < 2.2 * once
     # What questions share is read once.
     talks = [Item(f"{n}", "a", "The stone is red. " * 9, "What?", ("x",), "F1", 0, shares="s") for n in range(3)]
     contexts, onto = estimate.readings(batches([prepare(lm, item) for item in talks], 2))

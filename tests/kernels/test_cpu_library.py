@@ -74,6 +74,13 @@ def test_without_a_compiler_there_is_none(monkeypatch, tmp_path, cache):
     assert library.loaded("products") is None and not cache.exists()
 
 
+def test_a_compiler_whose_quotation_has_no_end_is_none(monkeypatch):
+    monkeypatch.delenv("CXX", raising=False)
+    found = library.compiler()
+    monkeypatch.setenv("CXX", "'g++ -O2")
+    assert library.compiler() == found
+
+
 @needs_shell
 def test_a_compiler_that_fails_is_said_and_leaves_nothing(monkeypatch, tmp_path, cache):
     script = tmp_path / "cxx"
