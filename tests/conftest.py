@@ -34,7 +34,6 @@ jaxtyping.install_import_hook(
     ],
     "shape_checks.checked",
 )
-quick.share_compiled_programs()
 quick.lower_in_one_context()
 quick.collect_rarely()
 

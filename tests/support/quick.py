@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-import atexit
 import functools
 import gc
 import importlib.util
-import os
-import pathlib
-import shutil
-import tempfile
 import threading
 from importlib import metadata
 
-import jax
-from jax._src import lru_cache
 from jax._src.interpreters import mlir
 
 #: The older emitters of fused loops: half the time of the default ones without optimisation, the same with it. And one
@@ -26,8 +19,6 @@ _EMITTERS = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_spli
 _LEFT_OUT = ("simplify-while-loops", "while-loop-invariant-code-motion", "small-while-loop-hoisting")
 _OLDER = tuple(map(int, metadata.version("jaxlib").split(".")[:2])) < (0, 12)
 _ALONE = importlib.util.find_spec("jax_plugins") is None
-#: The folder that processes of one run share, and the seconds from which on a compilation is worth it.
-_SHARED, _WORTH_SHARING = "KVJAX_TESTS_SHARED", 0.1
 FLAGS = f"{_EMITTERS if _OLDER else ''} --xla_disable_hlo_passes={','.join(_LEFT_OUT)}" if _ALONE else ""
 
 
@@ -38,32 +29,6 @@ def on_devices(count: int) -> dict[str, str]:
         "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
         "JAX_PLATFORMS": "cpu",
     }
-
-
-def share_compiled_programs() -> None:
-    """The processes of pytest-xdist share what they compile, in a folder of this run alone.
-
-    Much of it is the same in both, or is compiled again after ``jax.clear_caches()``. What tests start does not share:
-    a process that is killed may leave a part of a program there.
-    """
-    if _SHARED not in os.environ:  # the first process, whose environment the others have
-        os.environ[_SHARED] = tempfile.mkdtemp(prefix="kvjax-tests-")
-        atexit.register(shutil.rmtree, os.environ[_SHARED], ignore_errors=True)
-    jax.config.update("jax_compilation_cache_dir", os.environ[_SHARED])
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", _WORTH_SHARING)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
-    write = lru_cache.LRUCache.put
-
-    def put(cache: lru_cache.LRUCache, key: str, value: bytes) -> None:
-        """Whole or not at all: the other process may be looking for it."""
-        if cache.path != pathlib.Path(os.environ[_SHARED]):
-            return write(cache, key, value)
-        with tempfile.NamedTemporaryFile(dir=cache.path, delete=False) as file:
-            file.write(value)
-        os.replace(file.name, cache.path / f"{key}{lru_cache._CACHE_SUFFIX}")
-        return None
-
-    lru_cache.LRUCache.put = put
 
 
 def lower_in_one_context() -> None:
