@@ -13,6 +13,7 @@ import toys
 import kvjax
 from kvjax import progress
 from kvjax.batch.counts import Counts
+from kvjax.cache.buckets import rows_multiplied
 from kvjax.live_line import LogLine, NotebookLine, TerminalLine, display, shown
 from kvjax.progress import Event, Reporter, reporter, showing, stage, telling
 from kvjax.runtime import prefill_speed
@@ -256,7 +257,9 @@ def test_earlier_prompts_tell_how_long_one_takes(speeds):
     assert long > 100 * short  # attention grows with the square
     assert prefill_speed.work(config, 2, 256, 50) > 2 * short
     assert prefill_speed.work(config, 1, 0) == 0
-    assert prefill_speed.work(config, 1, 3) == prefill_speed.work(config, 1, 30)  # blocks are whole
+    together = rows_multiplied(1, 256)
+    assert prefill_speed.work(config, 1, 3) == prefill_speed.work(config, 1, together)
+    assert prefill_speed.work(config, 1, together) < prefill_speed.work(config, 1, together + 1)
     assert prefill_speed.expected_seconds(config, long) is None
     prefill_speed.note(config, short, 0.01, keep=True)  # too short a time to tell anything
     assert prefill_speed.expected_seconds(config, long) is None and not speeds.exists()
