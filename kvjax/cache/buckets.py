@@ -17,8 +17,8 @@ ACCELERATOR_BLOCK = 1024
 #: (against the others, 30 layers, 2 cores: one prompt of 120 tokens 0.85 of the time, 8 of them 0.8, 8 of 1,024 0.95).
 SHORT_BLOCK, TOGETHER = 32, 256
 NATIVE_SHORT_BLOCK, NATIVE_TOGETHER = 128, 512
-#: Rows of padding that they skip together, ``kRows`` of their C++.
-_SKIPPED = 8
+#: Rows that they multiply or skip together, at most: ``kRows`` of their C++.
+_ROWS_SKIPPED = 8
 #: The smallest step of buckets, which all of them are multiples of.
 STEP = 64
 #: Tokens that the two smallest buckets of a request hold.
@@ -76,17 +76,11 @@ def rows_together(rows: int, block: int) -> int:
 
     The fewer they are, the less a short row waits for a long one.
     """
-    most = tokens_together()
-    if most == TOGETHER:
-        most = min(most, 4 * block)
-    return next(n for n in range(rows, 0, -1) if rows % n == 0 and (n == 1 or n * block <= most))
-
-
-def tokens_together() -> int:
-    """Tokens of all rows together that one product of a prefill takes."""
     if dispatch.platform() != "cpu":
-        return ACCELERATOR_BLOCK
-    return NATIVE_TOGETHER if library.at_hand() else TOGETHER
+        most = ACCELERATOR_BLOCK
+    else:
+        most = NATIVE_TOGETHER if library.at_hand() else min(TOGETHER, 4 * block)
+    return next(n for n in range(rows, 0, -1) if rows % n == 0 and (n == 1 or n * block <= most))
 
 
 def block_of(bucket: int) -> int:
@@ -104,7 +98,7 @@ def block_of(bucket: int) -> int:
 
 def rows_multiplied(tokens: int, bucket: int) -> int:
     """Rows that products of a prefill multiply for so many tokens: whole blocks, or what is not skipped of them."""
-    together = _SKIPPED if dispatch.platform() == "cpu" and library.at_hand() else block_of(bucket)
+    together = _ROWS_SKIPPED if dispatch.platform() == "cpu" and library.at_hand() else block_of(bucket)
     return -(-tokens // together) * together
 
 

@@ -79,7 +79,10 @@ class EngineSizes:
 
 
 def read_together(bucket: int, slots: int) -> int:
-    """Prompts of a bucket that one program reads: as many as fill the machine, and no more than there are slots."""
+    """Prompts of a bucket that one program reads: as many as fill the machine, and no more than there are slots.
+
+    On a CPU one long prompt does, and short ones gain until they are 8; rows of a program that none needs cost packing.
+    """
     on_cpu = 8 if bucket <= SHORT else 1
     most = on_cpu if dispatch.platform() == "cpu" else ACCELERATOR_BLOCK // block_of(bucket)
     return max(1, min(most, slots))

@@ -200,7 +200,7 @@ void copy_panel(const Problem& p, int64_t n, int64_t first, int64_t last, float*
 
 // The outputs n.. of a panel, of the rows first..last; first is a multiple of kRows.
 template <bool transposed>
-void multiply_many(const Problem& p, const Live& live, int64_t n, int64_t first, int64_t last) {
+void multiply_many(const Problem& p, const NonzeroRows& nonzero, int64_t n, int64_t first, int64_t last) {
   if (first == last) return;
   thread_local std::vector<float> memory;
   memory.resize(kPanelInputs * kPanelOutputs + kRows * (kPanelInputs + kPanelOutputs) + kLanes);
@@ -215,7 +215,7 @@ void multiply_many(const Problem& p, const Live& live, int64_t n, int64_t first,
       const float* x = p.x + row * p.inputs + k;
       float* out = p.out + row * p.outputs + n;
       const int64_t rows = std::min<int64_t>(kRows, last - row);
-      if (!live[row]) {
+      if (!nonzero[row]) {
         if (k == 0) put_zeros(out, rows, outputs, p.outputs);
         continue;
       }
@@ -242,15 +242,15 @@ ffi::Error product(ffi::ThreadPool pool, Matrix x, Matrix matrix, Result out) {
   if (size[transposed ? 1 : 0] != p.inputs) return ffi::Error::InvalidArgument("The matrix has other inputs.");
   if (p.rows == 0) return ffi::Error::Success();
   if (p.rows > kFew && p.inputs > 0) {
-    Live live(p.rows, kRows);
-    if (!live.look(pool, p.x, p.inputs)) return out_of_memory();
+    NonzeroRows nonzero(p.rows, kRows);
+    if (!nonzero.find(pool, p.x, p.inputs)) return out_of_memory();
     // Panels, and where these are too few for the threads, parts of their rows.
     const int64_t panels = (p.outputs + kPanelOutputs - 1) / kPanelOutputs, tasks = 4 * pool.num_threads();
     const int64_t parts = std::max<int64_t>(1, std::min(tasks / std::max<int64_t>(panels, 1), p.rows / (8 * kRows)));
     const int64_t each = (p.rows + parts * kRows - 1) / (parts * kRows) * kRows;
     const bool done = parallel(pool, panels * parts, 1, [&](int64_t task, int64_t) {
       const int64_t first = std::min(task % parts * each, p.rows), last = std::min(first + each, p.rows);
-      multiply_many<transposed>(p, live, task / parts * kPanelOutputs, first, last);
+      multiply_many<transposed>(p, nonzero, task / parts * kPanelOutputs, first, last);
     });
     return done ? ffi::Error::Success() : out_of_memory();
   }

@@ -276,7 +276,7 @@ void multiply_few(const Problem& p, const Rounded& x, int64_t first, int64_t las
 
 // Many rows of activations: panel by panel.
 template <int H>
-void multiply_many(const Problem& p, const Rounded& x, const Live& live, int64_t first, int64_t last) {
+void multiply_many(const Problem& p, const Rounded& x, const NonzeroRows& nonzero, int64_t first, int64_t last) {
   std::vector<Column> columns(H * p.inputs / 4);
   Steps steps;
   Found found;
@@ -286,7 +286,7 @@ void multiply_many(const Problem& p, const Rounded& x, const Live& live, int64_t
     fill<H>(p, row, count, columns.data());
     for (int64_t s = 0; s < p.rows; s += kRows) {
       const int64_t rows = std::min<int64_t>(kRows, p.rows - s);
-      if (!live[s]) {
+      if (!nonzero[s]) {
         put_zeros(p.out + s * p.outputs + row * H, rows, count * H, p.outputs);
         continue;
       }
@@ -297,11 +297,11 @@ void multiply_many(const Problem& p, const Rounded& x, const Live& live, int64_t
   }
 }
 
-void multiply(const Problem& p, const Rounded& x, const Live& live, int64_t first, int64_t last) {
+void multiply(const Problem& p, const Rounded& x, const NonzeroRows& nonzero, int64_t first, int64_t last) {
   if (p.rows <= kFew) {
     p.halves == 1 ? multiply_few<1>(p, x, first, last) : multiply_few<2>(p, x, first, last);
   } else {
-    p.halves == 1 ? multiply_many<1>(p, x, live, first, last) : multiply_many<2>(p, x, live, first, last);
+    p.halves == 1 ? multiply_many<1>(p, x, nonzero, first, last) : multiply_many<2>(p, x, nonzero, first, last);
   }
 }
 
@@ -346,11 +346,11 @@ ffi::Error product(ffi::ThreadPool pool, Rows x, ffi::AnyBuffer values, ffi::Any
   if (!parallel(pool, rows, few, [&](int64_t first, int64_t last) { round_rows(p, first, last, rounded); })) {
     return out_of_memory();
   }
-  Live live(rows, kRows);
-  if (rows > kFew && !live.look(pool, p.x, inputs)) return out_of_memory();
+  NonzeroRows nonzero(rows, kRows);
+  if (rows > kFew && !nonzero.find(pool, p.x, inputs)) return out_of_memory();
   const int64_t each = rows_of_a_task(pool, p.bytes, inputs, kPanel);
   const bool done =
-      parallel(pool, p.bytes, each, [&](int64_t first, int64_t last) { multiply(p, rounded, live, first, last); });
+      parallel(pool, p.bytes, each, [&](int64_t first, int64_t last) { multiply(p, rounded, nonzero, first, last); });
   return done ? ffi::Error::Success() : out_of_memory();
 }
 

@@ -79,7 +79,7 @@ def ahead(*names: str) -> None:
 
 
 def at_hand() -> bool:
-    """Whether there are libraries for the platform compiled for, or what makes them."""
+    """Whether C++ is wanted on the platform compiled for, and there is a compiler that makes it."""
     return _wanted() and compiler() is not None
 
 

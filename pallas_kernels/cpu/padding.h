@@ -10,8 +10,8 @@
 
 #include "parallel.h"
 
-// Whether a number is not zero.
-inline bool any_number(const float* from, int64_t count) {
+// Whether any of the numbers is not zero.
+inline bool any_nonzero(const float* from, int64_t count) {
   constexpr int64_t kTogether = 64;
   for (int64_t i = 0; i < count; i += kTogether) {
     uint32_t found = 0;
@@ -25,28 +25,28 @@ inline bool any_number(const float* from, int64_t count) {
   return false;
 }
 
-// Rows, `each` of which are multiplied together, that are to be: those with a number that is not zero.
-class Live {
+// Which groups of `each` rows, the rows that are multiplied together, have a number that is not zero.
+class NonzeroRows {
  public:
-  Live(int64_t rows, int64_t each) : rows_(rows), each_(each), live_((rows + each - 1) / each) {}
+  NonzeroRows(int64_t rows, int64_t each) : rows_(rows), each_(each), groups_((rows + each - 1) / each) {}
 
-  // Looks at the rows, [rows, count]. False without memory.
-  [[nodiscard]] bool look(xla::ffi::ThreadPool& pool, const float* x, int64_t count) {
-    const int64_t part = rows_of_a_task(pool, live_.size(), each_ * count * sizeof(float), 1);
-    return parallel(pool, live_.size(), part, [&](int64_t first, int64_t last) {
+  // Finds them in x, [rows, count]. False without memory.
+  [[nodiscard]] bool find(xla::ffi::ThreadPool& pool, const float* x, int64_t count) {
+    const int64_t part = rows_of_a_task(pool, groups_.size(), each_ * count * sizeof(float), 1);
+    return parallel(pool, groups_.size(), part, [&](int64_t first, int64_t last) {
       for (int64_t i = first; i < last; ++i) {
         const int64_t row = i * each_, own = std::min(each_, rows_ - row);
-        live_[i] = any_number(x + row * count, own * count);
+        groups_[i] = any_nonzero(x + row * count, own * count);
       }
     });
   }
 
-  // Those of a row, which is the first of some.
-  bool operator[](int64_t row) const { return live_[row / each_] != 0; }
+  // Whether the group that a row begins is one of them.
+  bool operator[](int64_t row) const { return groups_[row / each_] != 0; }
 
  private:
   int64_t rows_, each_;
-  std::vector<char> live_;
+  std::vector<char> groups_;
 };
 
 // Zeros for `rows` rows of results, `stride` apart.

@@ -235,7 +235,7 @@ struct Problem {
   }
 
   // Many rows, with each panel of numbers transposed into columns once.
-  void multiply_many(const Rounded& rounded, const Live& live, int64_t first, int64_t last) const {
+  void multiply_many(const Rounded& rounded, const NonzeroRows& nonzero, int64_t first, int64_t last) const {
     std::vector<Column> columns((inputs + 3) / 4);
     alignas(kColumn) int32_t sums[kRows * kPanel];
     for (int64_t n = first; n < last; n += kPanel) {
@@ -252,7 +252,7 @@ struct Problem {
       for_each_column<_MM_HINT_T1>(own, inputs, width, own + kPanel * inputs, keep);
       for (int64_t row = 0; row < rows * P; row += kRows) {
         const int64_t count = std::min<int64_t>(kRows, rows * P - row);
-        if (!live[row / P]) {
+        if (!nonzero[row / P]) {
           put_zeros(out + row / P * outputs + n, count / P, width, outputs);
           continue;
         }
@@ -277,11 +277,11 @@ ffi::Error product(ffi::ThreadPool pool, Rows x, Matrix matrix, Scales scale, Re
   const bool done = parallel(pool, rows, rows_of_a_task(pool, rows, inputs * sizeof(float), 1),
                              [&](int64_t first, int64_t last) { p.round(first, last, rounded); });
   const bool few = rows * P <= kFew;
-  Live live(rows, kRows / P);
-  if (!done || (!few && !live.look(pool, p.x, inputs))) return out_of_memory();
+  NonzeroRows nonzero(rows, kRows / P);
+  if (!done || (!few && !nonzero.find(pool, p.x, inputs))) return out_of_memory();
   const bool multiplied =
       parallel(pool, outputs, rows_of_a_task(pool, outputs, inputs, kTile), [&](int64_t first, int64_t last) {
-        few ? p.multiply_few(rounded, first, last) : p.multiply_many(rounded, live, first, last);
+        few ? p.multiply_few(rounded, first, last) : p.multiply_many(rounded, nonzero, first, last);
       });
   return multiplied ? ffi::Error::Success() : out_of_memory();
 }

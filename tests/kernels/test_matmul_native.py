@@ -58,6 +58,9 @@ class TestNative(RoundedBase):
         found, whole = np.asarray(self.run(padded)), np.asarray(self.run(problem))
         assert not found[padding].any()
         np.testing.assert_array_equal(np.delete(found, padding, 0), np.delete(whole, padding, 0))
+        # Infinity times zero is no number: where it is zero, nothing was multiplied.
+        infinite = np.asarray(self.run(dataclasses.replace(padded, scale=jnp.full_like(problem.scale, jnp.inf))))
+        assert not infinite[8:16].any() and np.isnan(infinite[0]).all() and not np.isfinite(infinite[20]).any()
 
     def test_no_rows(self):
         with pytest.raises(NotImplementedError, match="a row and an output at least"):
